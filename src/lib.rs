@@ -1,0 +1,38 @@
+#![doc = include_str!("ARCHITECTURE.md")]
+
+// Pipeline order; a module uses only modules above it (tests/it/tidy.rs holds the exact matrix).
+pub mod dtype;
+pub mod error;
+pub mod id;
+
+pub mod digest;
+pub mod text;
+
+pub mod manifest;
+pub mod model;
+pub mod target;
+pub mod tokenizer;
+
+pub mod candidate;
+pub mod ir;
+
+pub mod interp;
+pub mod lower;
+pub mod pack;
+pub mod reference;
+pub mod schedule;
+pub mod validate;
+
+pub mod codegen;
+
+pub mod check;
+pub mod cuda;
+pub mod measure;
+
+pub mod cache;
+pub mod flywheel;
+pub mod report;
+pub mod search;
+
+pub mod cli;
+pub mod pipeline;

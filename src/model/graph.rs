@@ -1,0 +1,218 @@
+//! Owns `ModelGraph`: a decoder as ops over named checkpoint tensors; no tiles, no hardware.
+//!
+//! The vocabulary is closed. A layer is data in this algebra, and lowering is one function over it, so a new family is
+//! an importer that fills these fields, never a lowering of its own:
+//!
+//! ```text
+//! x  = embed[token] * embed_scale
+//! per layer:
+//!   a  = attn(norm?(x));       a = norm?(a)
+//!   sequential:  x = x + residual_scale * a ;  m = mlp(norm?(x))
+//!   parallel:    m = mlp(norm?(x))          ;  x = x + residual_scale * a
+//!   m = norm?(m);  x = x + residual_scale * m
+//! logits = softcap?(logits_scale * head(norm(x)))
+//! ```
+
+use crate::define_id;
+use crate::dtype::DType;
+
+define_id!(
+    /// A tensor of the checkpoint.
+    TensorId, "w"
+);
+define_id!(
+    /// A rotary table; layers of one model may use different ones (Gemma 3).
+    RopeId, "r"
+);
+
+/// A decoder-only model, ready to be lowered.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ModelGraph {
+    /// Class name in the checkpoint's `architectures`, e.g. `LlamaForCausalLM`. Informative only.
+    pub family: String,
+    pub hidden: u32,
+    pub vocab: u32,
+    /// Largest number of positions the checkpoint declares valid; `context_max` may not exceed it.
+    pub positions_max: u32,
+    /// Every tensor of the checkpoint that the model reads, in id order.
+    pub tensors: Vec<Tensor>,
+    /// Embedding table `[vocab, hidden]`.
+    pub embed: TensorId,
+    /// Multiplies the embedding row (Gemma: sqrt(hidden), rounded as transformers rounds it; Granite).
+    pub embed_scale: f32,
+    pub ropes: Vec<Rope>,
+    pub layers: Vec<Layer>,
+    pub final_norm: Norm,
+    /// `[vocab, hidden]`; its weight is `embed` where the checkpoint ties them.
+    pub head: Linear,
+    /// Multiplies the logits (Granite: 1 / logits_scaling; Cohere: logit_scale).
+    pub logits_scale: f32,
+    /// `cap * tanh(logits / cap)`, after the scale.
+    pub logits_softcap: Option<f32>,
+    /// Token ids that end generation, from generation_config.json or config.json; ascending, may be empty.
+    pub eos: Vec<u32>,
+    /// Id that starts a text, where the checkpoint names one.
+    pub bos: Option<u32>,
+}
+
+/// A checkpoint tensor as its header declares it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Tensor {
+    pub name: String,
+    pub dtype: DType,
+    /// One or two extents: `[out]` or `[out, in]`.
+    pub shape: Vec<u32>,
+}
+
+/// `y = W x + b`, `W` of shape `[rows, cols]` in the `[out, in]` convention.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Linear {
+    pub weight: RowView,
+    /// One value per output row.
+    pub bias: Option<RowView>,
+    pub rows: u32,
+    pub cols: u32,
+}
+
+/// Output rows of a linear, as rows of a checkpoint tensor; fused tensors (Phi-3 qkv, GPT-NeoX qkv) are views.
+#[derive(Debug, Clone, PartialEq)]
+pub struct RowView {
+    pub tensor: TensorId,
+    /// Row `i` of the view is row `first + (i / block) * stride + i % block` of the tensor.
+    /// A plain range has `block == stride`. GPT-NeoX interleaves q, k, v per head: `block = head_dim`, `stride = 3 * head_dim`.
+    pub first: u32,
+    pub block: u32,
+    pub stride: u32,
+}
+
+impl RowView {
+    /// Rows `first..` of the tensor, in order.
+    pub fn range(tensor: TensorId, first: u32) -> Self {
+        RowView { tensor, first, block: 1, stride: 1 }
+    }
+
+    /// The tensor row behind row `i` of the view.
+    pub fn row(&self, i: u32) -> u32 {
+        self.first + (i / self.block) * self.stride + i % self.block
+    }
+}
+
+/// Normalisation over the last axis.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Norm {
+    pub kind: NormKind,
+    pub eps: f32,
+    /// `[width]`; absent where the family normalises without a gain (OLMo 1, not imported yet).
+    pub weight: Option<TensorId>,
+    /// Added to the weight before use: 1.0 for Gemma's `(1 + w)`, else 0.0.
+    pub weight_offset: f32,
+    /// `[width]`, LayerNorm only.
+    pub bias: Option<TensorId>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum NormKind {
+    /// `x * rsqrt(mean(x^2) + eps) * w`
+    Rms,
+    /// `(x - mean(x)) * rsqrt(var(x) + eps) * w + b`
+    Layer,
+}
+
+#[derive(Debug, Clone, PartialEq)]
+pub struct Layer {
+    pub attn_norm: Option<Norm>,
+    pub attn: Attention,
+    /// Over the attention output, before the residual sum (Gemma 2 and 3, OLMo 2).
+    pub attn_post_norm: Option<Norm>,
+    pub mlp_norm: Option<Norm>,
+    pub mlp: Mlp,
+    /// Over the MLP output, before the residual sum.
+    pub mlp_post_norm: Option<Norm>,
+    /// Both branches read the layer's input (GPT-NeoX, Cohere).
+    pub parallel: bool,
+    /// Multiplies each branch before it is added (Granite).
+    pub residual_scale: f32,
+}
+
+#[derive(Debug, Clone, PartialEq)]
+pub struct Attention {
+    pub heads: u32,
+    /// Divides `heads`.
+    pub kv_heads: u32,
+    pub head_dim: u32,
+    /// `[heads * head_dim, hidden]`
+    pub q: Linear,
+    /// `[kv_heads * head_dim, hidden]`
+    pub k: Linear,
+    pub v: Linear,
+    /// `[hidden, heads * head_dim]`
+    pub o: Linear,
+    pub q_norm: Option<QkNorm>,
+    pub k_norm: Option<QkNorm>,
+    /// `None`: no rotary embedding in this layer (SmolLM3).
+    pub rope: Option<RopeId>,
+    /// Multiplies `q . k`.
+    pub scale: f32,
+    /// `cap * tanh(score / cap)`, after the scale (Gemma 2).
+    pub softcap: Option<f32>,
+    /// Positions seen, the current one included: key `j` is visible to query `i` when `i - j < window`.
+    pub window: Option<u32>,
+}
+
+/// RMS norm (or LayerNorm) of q or k before RoPE.
+#[derive(Debug, Clone, PartialEq)]
+pub struct QkNorm {
+    pub norm: Norm,
+    pub span: QkNormSpan,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum QkNormSpan {
+    /// Each head alone, one `[head_dim]` weight (Qwen3, Gemma 3).
+    Head,
+    /// The whole projection, weight `[heads * head_dim]` (OLMo 2).
+    Projection,
+}
+
+#[derive(Debug, Clone, PartialEq)]
+pub struct Mlp {
+    pub act: Act,
+    /// `Some`: `down(act(gate(x)) * up(x))`; `None`: `down(act(up(x)))`.
+    pub gate: Option<Linear>,
+    pub up: Linear,
+    pub down: Linear,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Act {
+    Silu,
+    /// `0.5 x (1 + erf(x / sqrt 2))`
+    GeluErf,
+    /// `0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))`
+    GeluTanh,
+    Relu,
+}
+
+/// Rotary embedding of the first `2 * inv_freq.len()` dimensions of a head; the rest pass through.
+///
+/// angle(position, i) = position * inv_freq[i], in fp32 as transformers computes it; cos and sin are multiplied by `scale`.
+/// Which inv_freq a scaling kind (linear, llama3, yarn, ...) yields is the importer's business.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Rope {
+    pub inv_freq: Vec<f32>,
+    /// yarn and longrope attention factor; 1.0 otherwise.
+    pub scale: f32,
+    /// `false`: pairs are (i, i + n/2), rotate-half. `true`: pairs are (2i, 2i + 1) (Cohere).
+    pub interleaved: bool,
+}
+
+impl ModelGraph {
+    pub fn tensor(&self, id: TensorId) -> &Tensor {
+        &self.tensors[id.index()]
+    }
+
+    /// Scalars in all tensors; a tied head counts once.
+    pub fn parameter_count(&self) -> u64 {
+        self.tensors.iter().map(|t| t.shape.iter().map(|&n| u64::from(n)).product::<u64>()).sum()
+    }
+}

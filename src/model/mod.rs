@@ -1,0 +1,6 @@
+//! From a checkpoint to a `ModelGraph`: the closed-schema importer and the weights behind it.
+
+pub mod config;
+pub mod graph;
+pub mod source;
+pub mod weights;
