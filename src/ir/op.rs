@@ -18,7 +18,10 @@ pub enum Op {
     /// Launch index `i`: a group of query heads that share a KV head; `j`: a share of the history.
     Attention(Attention),
     /// Merges the partial attention of all shares of one query head.
-    AttentionMerge { head_dim: u32, splits: u32 },
+    /// The record of head `h`, share `s` starts at column `((h / g) * splits + s) * g * r + (h % g) * r` with
+    /// `g = heads_per_task` and `r = head_dim + PARTIAL_HEADER`, and holds the running maximum, the running sum, and
+    /// `head_dim` sums not yet divided by it.
+    AttentionMerge { head_dim: u32, splits: u32, heads_per_task: u32 },
     /// `residual += scale * norm(y)`; publishes the sum. One launch index is 8 columns.
     NormAdd { norm: NormAttr, width: u32, scale: f32 },
 }
@@ -279,60 +282,88 @@ impl Op {
         }
         use Access::{Read, Stream, Update, Write};
         match self {
-            Op::Select => &[need(Role::Candidates, Read), need(Role::Token, Write)],
-            Op::Report => &[need(Role::Token, Read), need(Role::Out, Write)],
+            Op::Select => const { &[need(Role::Candidates, Read), need(Role::Token, Write)] },
+            Op::Report => const { &[need(Role::Token, Read), need(Role::Out, Write)] },
             Op::Embed { .. } => {
-                &[need(Role::Token, Read), need(Role::Table, Read), need(Role::Residual, Write), need(Role::Out, Write)]
+                const {
+                    &[
+                        need(Role::Token, Read),
+                        need(Role::Table, Read),
+                        need(Role::Residual, Write),
+                        need(Role::Out, Write),
+                    ]
+                }
             }
             Op::MatVec(m) => match m.epilogue {
-                Epilogue::Residual { .. } => &[
-                    need(Role::X, Read),
-                    may(Role::NormWeight, Read),
-                    may(Role::NormBias, Read),
-                    need(Role::Weight, Stream),
-                    may(Role::Bias, Read),
-                    need(Role::Residual, Update),
-                    need(Role::Out, Write),
-                ],
-                Epilogue::Logits { .. } => &[
-                    need(Role::X, Read),
-                    may(Role::NormWeight, Read),
-                    may(Role::NormBias, Read),
-                    need(Role::Weight, Stream),
-                    may(Role::Bias, Read),
-                    need(Role::Logits, Write),
-                    need(Role::Candidates, Write),
-                ],
-                Epilogue::Store | Epilogue::Act(_) | Epilogue::Gated(_) => &[
-                    need(Role::X, Read),
-                    may(Role::NormWeight, Read),
-                    may(Role::NormBias, Read),
-                    need(Role::Weight, Stream),
-                    may(Role::Bias, Read),
-                    need(Role::Out, Write),
-                ],
+                Epilogue::Residual { .. } => {
+                    const {
+                        &[
+                            need(Role::X, Read),
+                            may(Role::NormWeight, Read),
+                            may(Role::NormBias, Read),
+                            need(Role::Weight, Stream),
+                            may(Role::Bias, Read),
+                            need(Role::Residual, Update),
+                            // A parallel block does not publish the sum: nobody reads it before the MLP's own sum.
+                            may(Role::Out, Write),
+                        ]
+                    }
+                }
+                Epilogue::Logits { .. } => {
+                    const {
+                        &[
+                            need(Role::X, Read),
+                            may(Role::NormWeight, Read),
+                            may(Role::NormBias, Read),
+                            need(Role::Weight, Stream),
+                            may(Role::Bias, Read),
+                            need(Role::Logits, Write),
+                            need(Role::Candidates, Write),
+                        ]
+                    }
+                }
+                Epilogue::Store | Epilogue::Act(_) | Epilogue::Gated(_) => {
+                    const {
+                        &[
+                            need(Role::X, Read),
+                            may(Role::NormWeight, Read),
+                            may(Role::NormBias, Read),
+                            need(Role::Weight, Stream),
+                            may(Role::Bias, Read),
+                            need(Role::Out, Write),
+                        ]
+                    }
+                }
             },
-            Op::Attention(_) => &[
-                need(Role::Q, Read),
-                need(Role::K, Read),
-                need(Role::V, Read),
-                may(Role::QNormWeight, Read),
-                may(Role::KNormWeight, Read),
-                may(Role::Rope, Read),
-                need(Role::HistoryK, Stream),
-                need(Role::HistoryV, Stream),
-                need(Role::AppendK, Write),
-                need(Role::AppendV, Write),
-                need(Role::Out, Write),
-            ],
-            Op::AttentionMerge { .. } => &[need(Role::Partial, Read), need(Role::Out, Write)],
-            Op::NormAdd { .. } => &[
-                need(Role::X, Read),
-                may(Role::NormWeight, Read),
-                may(Role::NormBias, Read),
-                need(Role::Residual, Update),
-                need(Role::Out, Write),
-            ],
+            Op::Attention(_) => {
+                const {
+                    &[
+                        need(Role::Q, Read),
+                        need(Role::K, Read),
+                        need(Role::V, Read),
+                        may(Role::QNormWeight, Read),
+                        may(Role::KNormWeight, Read),
+                        may(Role::Rope, Read),
+                        need(Role::HistoryK, Stream),
+                        need(Role::HistoryV, Stream),
+                        need(Role::AppendK, Write),
+                        need(Role::AppendV, Write),
+                        need(Role::Out, Write),
+                    ]
+                }
+            }
+            Op::AttentionMerge { .. } => const { &[need(Role::Partial, Read), need(Role::Out, Write)] },
+            Op::NormAdd { .. } => {
+                const {
+                    &[
+                        need(Role::X, Read),
+                        may(Role::NormWeight, Read),
+                        may(Role::NormBias, Read),
+                        need(Role::Residual, Update),
+                        need(Role::Out, Write),
+                    ]
+                }
+            }
         }
     }
 

@@ -176,17 +176,21 @@ pub struct Cols {
     pub stride_j: u32,
     pub len: u32,
     pub limit: u32,
+    /// Only launch indices with `i % div == 0` touch the buffer (the first head group of a KV head appends).
+    pub first: bool,
+    /// Only launch indices with this `j` touch it (the share that holds the current position).
+    pub only_j: Option<u32>,
 }
 
 impl Cols {
     /// The same columns for every launch index.
     pub fn all(len: u32) -> Self {
-        Cols { base: 0, stride: 0, div: 1, stride_j: 0, len, limit: len }
+        Cols { base: 0, stride: 0, div: 1, stride_j: 0, len, limit: len, first: false, only_j: None }
     }
 
     /// Consecutive blocks of `len` columns, the last one cut off at `limit`.
     pub fn blocks(len: u32, limit: u32) -> Self {
-        Cols { base: 0, stride: len, div: 1, stride_j: 0, len, limit }
+        Cols { stride: len, limit, ..Cols::all(len) }
     }
 
     fn start(&self, i: u32, j: u32) -> u64 {
@@ -195,15 +199,21 @@ impl Cols {
             + u64::from(self.stride_j) * u64::from(j)
     }
 
-    /// Union over launch indices `lo..hi`, as `start..end`; empty when `lo >= hi`.
-    /// Contiguous only if [`Cols::contiguous`]; 64-bit, so that no input can wrap.
+    /// Union over launch indices `lo..hi`, as `start..end`; `(0, 0)` when nothing is touched.
+    /// Free of holes only if [`Cols::contiguous`]; 64-bit, so that no input can wrap.
     pub fn range(&self, lo: u32, hi: u32, j: u32) -> (u64, u64) {
-        if lo >= hi {
+        let (mut lo, mut hi) = (lo, hi);
+        if self.first {
+            let div = self.div.max(1);
+            lo = lo.div_ceil(div).saturating_mul(div);
+            hi = hi.div_ceil(div).saturating_mul(div).saturating_sub(div - 1);
+        }
+        if lo >= hi || self.only_j.is_some_and(|only| only != j) {
             return (0, 0);
         }
-        let start = self.start(lo, j);
         let end = (self.start(hi - 1, j) + u64::from(self.len)).min(u64::from(self.limit));
-        (start.min(end), end)
+        let start = self.start(lo, j);
+        if start < end { (start, end) } else { (0, 0) }
     }
 
     /// Whether the union over `lo..hi` has no holes.
