@@ -14,7 +14,7 @@
 //!    with the right element type, row kind and columns, inside its buffer for every extent: rows of the current position
 //!    and of the history below `context_max`, rows of the table up to the vocabulary of the head. Attributes are finite
 //!    and positive where they must be. Exchange regions start on packets. Each regime launches every index of every grid
-//!    once; only attention has alternatives. Each queue starts with its `select`. What a regime writes of a shared buffer
+//!    once; only attention has alternatives, and they agree. Each queue starts with its `select`. What a regime writes of a shared buffer
 //!    it writes whole and once: no element is read that was not produced, none has two producers, and each layer's keys
 //!    and values are appended once a step. A private element is written, then updated, on one SM in program order.
 //! 2. **Events** (`events`). An event is signalled once by each task that writes any of its columns, by no other, and its
@@ -52,7 +52,7 @@
 //!
 //! # What is not checked
 //!
-//! Numbers: whether a scale is the model's, whether two alternatives of an attention compute the same. `check` does that.
+//! Numbers: whether a scale is the model's, whether a layer reads the buffer that the model says. `check` does that.
 //! Which bytes the packer puts into weights and constants.
 
 mod events;
@@ -245,6 +245,8 @@ rules! {
     Misaligned "misaligned" 1;
     /// One exchange buffer carries values of different meaning.
     MixedUse "mixed-use" 1;
+    /// Two grids extend the same keys and are not the same attention.
+    Alternatives "alternatives" 1;
     /// A launch index has no task.
     LaunchMissing "launch-missing" 1;
     /// A launch index has two tasks.

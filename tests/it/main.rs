@@ -2,5 +2,7 @@
 
 mod proof;
 mod proof_holes;
+mod proof_hostile;
+mod proof_naive;
 mod proof_real;
 mod proof_support;

@@ -70,6 +70,10 @@ fn case(rule: Rule) -> Case {
             *heads_per_task = 1;
             operand(s, "attn_merge.0", Role::Partial).cols = Cols::blocks(36, 144);
         }),
+        Rule::Alternatives => on_toy(Entity::Grid(GridId(4)), |s, _| {
+            let Op::Attention(a) = &mut s.program.grids[4].op else { panic!("g4 is attention") };
+            a.window = Some(8);
+        }),
         Rule::LaunchMissing => on_toy(Entity::Grid(GridId(3)), |s, _| s.regimes[0].tasks[10].lo = 5),
         Rule::LaunchTwice => on_toy(t(10), |s, _| s.regimes[0].tasks[10].lo = 3),
         Rule::TaskWidth => on_toy(t(13), |s, _| s.regimes[0].tasks[13].hi = 2),
