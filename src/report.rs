@@ -18,39 +18,32 @@ const SPINNER_TICK: Duration = Duration::from_millis(100);
 
 /// Tells what a build does. Shared by reference between threads.
 pub struct Report {
-    sink: Sink,
+    writer: Mutex<Box<dyn Write + Send>>,
+    /// On a terminal: what is drawn below the lines.
+    bars: Option<MultiProgress>,
     ran: AtomicUsize,
     cached: AtomicUsize,
-}
-
-enum Sink {
-    Quiet,
-    Lines(Mutex<Box<dyn Write + Send>>),
-    Bars(MultiProgress),
 }
 
 impl Report {
     /// Bars when stderr is a terminal, plain lines on stderr otherwise.
     pub fn to_stderr() -> Report {
-        if io::stderr().is_terminal() {
-            Report::new(Sink::Bars(MultiProgress::new()))
-        } else {
-            Report::to_writer(Box::new(io::stderr()))
-        }
+        let bars = io::stderr().is_terminal().then(MultiProgress::new);
+        Report::new(Box::new(io::stderr()), bars)
     }
 
     /// Plain lines into `writer`.
     pub fn to_writer(writer: Box<dyn Write + Send>) -> Report {
-        Report::new(Sink::Lines(Mutex::new(writer)))
+        Report::new(writer, None)
     }
 
     /// Says nothing, and still counts: for `--json` and for tests.
     pub fn quiet() -> Report {
-        Report::new(Sink::Quiet)
+        Report::new(Box::new(io::sink()), None)
     }
 
-    fn new(sink: Sink) -> Report {
-        Report { sink, ran: AtomicUsize::new(0), cached: AtomicUsize::new(0) }
+    fn new(writer: Box<dyn Write + Send>, bars: Option<MultiProgress>) -> Report {
+        Report { writer: Mutex::new(writer), bars, ran: AtomicUsize::new(0), cached: AtomicUsize::new(0) }
     }
 
     /// Begins a stage that has work to do; `detail` tells this one from others of its name and may be empty.
@@ -58,19 +51,16 @@ impl Report {
     /// The stage counts as run when [`Stage::done`] is called; dropped before that, it has failed and is not counted.
     pub fn stage(&self, name: &str, detail: &str) -> Stage<'_> {
         let title = if detail.is_empty() { plain(name) } else { format!("{}: {}", plain(name), plain(detail)) };
-        let spinner = match &self.sink {
-            Sink::Bars(bars) => {
-                let spinner = bars.add(ProgressBar::new_spinner());
-                spinner.set_style(style("{spinner} {msg} {elapsed}"));
-                spinner.set_message(title.clone());
-                spinner.enable_steady_tick(SPINNER_TICK);
-                Some(spinner)
-            }
-            Sink::Quiet | Sink::Lines(_) => {
-                self.line(&format!("   run {title}"));
-                None
-            }
-        };
+        let spinner = self.bars.as_ref().map(|bars| {
+            let spinner = bars.add(ProgressBar::new_spinner());
+            spinner.set_style(style("{spinner} {msg} {elapsed}"));
+            spinner.set_message(title.clone());
+            spinner.enable_steady_tick(SPINNER_TICK);
+            spinner
+        });
+        if spinner.is_none() {
+            self.line(&format!("   run {title}"));
+        }
         Stage { report: self, title, started: Instant::now(), spinner }
     }
 
@@ -84,22 +74,17 @@ impl Report {
     ///
     /// Plain lines tell of each quarter. A `total` of 0 means that the end is not known: only a terminal shows it.
     pub fn progress(&self, what: &str, total: u64) -> Progress<'_> {
-        let bar = match &self.sink {
-            Sink::Bars(bars) if total > 0 => {
-                let bar = bars.add(ProgressBar::new(total));
-                bar.set_style(style("  {wide_bar} {human_pos}/{human_len} {msg} {eta}"));
-                Some(bar)
-            }
-            Sink::Bars(bars) => {
-                let bar = bars.add(ProgressBar::new_spinner());
-                bar.set_style(style("  {spinner} {human_pos} {msg}"));
-                Some(bar)
-            }
-            Sink::Quiet | Sink::Lines(_) => None,
-        };
-        if let Some(bar) = &bar {
+        let bar = self.bars.as_ref().map(|bars| {
+            let (bar, template) = if total > 0 {
+                (ProgressBar::new(total), "  {wide_bar} {human_pos}/{human_len} {msg} {eta}")
+            } else {
+                (ProgressBar::new_spinner(), "  {spinner} {human_pos} {msg}")
+            };
+            let bar = bars.add(bar);
+            bar.set_style(style(template));
             bar.set_message(plain(what));
-        }
+            bar
+        });
         Progress { report: self, what: plain(what), total, done: AtomicU64::new(0), bar }
     }
 
@@ -135,15 +120,14 @@ impl Report {
 
     /// A line above whatever is being drawn. A report that cannot be written is no reason to stop a build.
     fn line(&self, line: &str) {
-        match &self.sink {
-            Sink::Quiet => {}
-            Sink::Lines(writer) => {
-                let mut writer = writer.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-                let _ = writeln!(writer, "{line}").and_then(|()| writer.flush());
-            }
-            Sink::Bars(bars) => {
-                let _ = bars.println(line);
-            }
+        let write = || {
+            let mut writer = self.writer.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+            let _ = writeln!(writer, "{line}").and_then(|()| writer.flush());
+        };
+        match &self.bars {
+            // Not `println` of the bars: it pads the line to the width of the terminal and does not end it.
+            Some(bars) => bars.suspend(write),
+            None => write(),
         }
     }
 }
@@ -249,11 +233,15 @@ mod tests {
         }
     }
 
-    fn lines() -> (Report, impl Fn() -> String) {
+    fn with_bars(bars: Option<MultiProgress>) -> (Report, impl Fn() -> String) {
         let shared = Shared::default();
         let read = shared.clone();
         let written = move || String::from_utf8(read.0.lock().expect("no panic").clone()).expect("UTF-8");
-        (Report::to_writer(Box::new(shared)), written)
+        (Report::new(Box::new(shared), bars), written)
+    }
+
+    fn lines() -> (Report, impl Fn() -> String) {
+        with_bars(None)
     }
 
     #[test]
@@ -335,9 +323,8 @@ ran 2 stages, 1 cached
     }
 
     #[test]
-    fn bars_draw_with_every_template() {
-        let bars = MultiProgress::with_draw_target(ProgressDrawTarget::hidden());
-        let report = Report::new(Sink::Bars(bars));
+    fn on_a_terminal_lines_tell_what_was_done_and_bars_draw_the_rest() {
+        let (report, written) = with_bars(Some(MultiProgress::with_draw_target(ProgressDrawTarget::hidden())));
         let stage = report.stage("lower", "x");
         report.progress("grids", 4).inc(4);
         report.progress("files", 0).inc(1);
@@ -345,6 +332,7 @@ ran 2 stages, 1 cached
         drop(report.stage("compile", ""));
         report.note("n");
         report.finish();
-        assert_eq!(report.summary(), "ran 1 stage");
+        let lines = written();
+        assert!(lines.starts_with("   ran lower: x (") && lines.ends_with(" s)\n  note n\nran 1 stage\n"), "{lines}");
     }
 }
