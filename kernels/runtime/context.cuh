@@ -32,6 +32,7 @@ struct Params {
 
 template <class M>
 struct State {
+  Watchdog dog;
   u64 full[M::SLOTS];
   u64 empty[M::SLOTS];
   Entry entries[4];          // one that slow warps may still read, the running task, and the next two
@@ -50,7 +51,7 @@ struct Context {
   const Params& p;
   u8* smem;
   State<M>& state;
-  Watchdog dog;
+  const Watchdog* dog;
   u32 tag, position;
   u32 chunk;    // ring chunks consumed since the launch began, all groups
   u32 batch;    // parity of the partial-sum buffer
