@@ -26,8 +26,8 @@
 //! same w, so the count of ids to keep there is one division.
 //!
 //! Top-k precedes top-p, and top-p sees probabilities renormalised over the top-k set, as in transformers
-//! (`TemperatureLogitsWarper`, `TopKLogitsWarper`, `TopPLogitsWarper`). One difference: transformers keeps every id that
-//! ties with the k-th score, here the lowest ids win, so the set never exceeds k.
+//! (`TemperatureLogitsWarper`, `TopKLogitsWarper`, `TopPLogitsWarper`). One difference: transformers keeps every id
+//! that ties with the k-th score, here the lowest ids win, so the set never exceeds k.
 
 use crate::error::Fault;
 use std::cmp::Ordering;
