@@ -29,6 +29,7 @@ struct Params {
   i32 eos[EOS_MAX];
   float inverse_temperature; // 0: greedy
 };
+static_assert(sizeof(Params) == 17 * 8 + 14 * 4, "parameters are as codegen/abi.rs declares them");
 
 template <class M>
 struct State {
