@@ -1,3 +1,4 @@
 //! End-to-end tests: one crate, one module per stage.
 
+mod driver;
 mod nvrtc;

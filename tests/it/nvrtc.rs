@@ -80,6 +80,18 @@ fn every_architecture_compiles_and_reports_its_costs() {
 }
 
 #[test]
+fn the_self_test_compiles_for_every_architecture() {
+    let Some(nvrtc) = nvrtc("the_self_test_compiles_for_every_architecture") else { return };
+    for arch in ARCHS {
+        let compiled = nvrtc.compile(&source(arch, include_str!("../../src/cuda/self_test.cu")));
+        let compiled = compiled.unwrap_or_else(|error| panic!("{arch}: {error}"));
+        assert!(!compiled.log.contains("warning"), "{arch}: {}", compiled.log);
+        let resources = cubin::read(&compiled.cubin, &compiled.log).unwrap();
+        assert!(resources.kernels.values().all(|kernel| kernel.stack_bytes == 0), "{arch}: {resources:?}");
+    }
+}
+
+#[test]
 fn spills_are_counted() {
     let Some(nvrtc) = nvrtc("spills_are_counted") else { return };
     // 96 loads are all live across a barrier, and 1024 threads leave 64 registers to each.
