@@ -15,6 +15,7 @@ use monobloc::cuda::stream::{Argument, LaunchShape, Wait};
 use monobloc::error::{Fault, Tier};
 
 use super::nvrtc::nvrtc;
+use super::skipped;
 
 const CHILD: &str = "MONOBLOC_TEST_CHILD";
 
@@ -48,7 +49,7 @@ fn with_fake_driver(test: &str, mode: &str) -> Option<String> {
         _ => NEW.get_or_init(|| fake_driver("-DNEW")),
     };
     let Some(folder) = folder else {
-        eprintln!("SKIPPED (no C compiler `cc`): {test}");
+        skipped(test, "C compiler", "`cc` builds the fake driver");
         return None;
     };
     let output = Command::new(std::env::current_exe().unwrap())
@@ -66,7 +67,7 @@ fn with_fake_driver(test: &str, mode: &str) -> Option<String> {
 fn without_a_driver_every_way_in_says_so() {
     let error = match Device::open(0) {
         Err(error @ DriverError::NoDriverLib) => error,
-        _ => return eprintln!("SKIPPED (a driver is installed): without_a_driver_every_way_in_says_so"),
+        _ => return skipped("without_a_driver_every_way_in_says_so", "machine without a driver", "one is installed"),
     };
     assert_eq!(Device::list().unwrap_err(), DriverError::NoDriverLib);
     let fault = Fault::from(error);
@@ -227,7 +228,7 @@ fn device(test: &str) -> Option<Device> {
             panic!("`MONOBLOC_REQUIRE_GPU` is set, but {}", Fault::from(error))
         }
         Err(error) => {
-            eprintln!("SKIPPED (no GPU): {test}: {error}");
+            skipped(test, "GPU", &error.to_string());
             None
         }
     }

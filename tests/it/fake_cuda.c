@@ -235,10 +235,20 @@ int cuOccupancyMaxActiveBlocksPerMultiprocessor(int *count, Kernel *function, in
     return SUCCESS;
 }
 
-// ---- streams: one kernel at a time on a thread of its own; other work waits for it
+// ---- streams: every piece of work has a thread of its own and waits for the piece before it
+//
+// Copies read their source late, so that memory which is used again too early is found out.
 
-typedef struct { atomic_int is_done; double ended_ms; Call call; void (*run)(const Call *); char values[8][8]; } Job;
-typedef struct { Job *last; } Stream;
+typedef struct Job {
+    struct Job *before;
+    atomic_int is_done;
+    double ended_ms;
+    Call call;
+    void (*run)(const Call *);
+    uint64_t values[8];
+} Job;
+typedef struct Stream { Job *last; struct Stream *next; } Stream;
+static Stream *all_streams; // never freed: a destroyed one has no work left
 typedef struct { Job *after; double at_ms; int is_recorded; } Event;
 typedef struct { unsigned id; char pad[4]; union { unsigned number[16]; } value; } Attribute;
 typedef struct {
@@ -262,10 +272,24 @@ static int cluster_of(const Config *config) {
 }
 static void *run_job(void *argument) {
     Job *job = argument;
+    while (job->before && !job->before->is_done) usleep(20);
     job->run(&job->call);
     job->ended_ms = now_ms();
     job->is_done = 1;
     return NULL;
+}
+static int submit(Stream *stream, void (*run)(const Call *), Call call, void *const *arguments, const size_t *sizes) {
+    Job *job = calloc(1, sizeof *job);
+    *job = (Job){.before = stream->last, .run = run, .call = call};
+    for (int i = 0; i < 8 && sizes[i]; i++) {
+        memcpy(&job->values[i], arguments[i], sizes[i]);
+        job->call.argument[i] = &job->values[i];
+    }
+    stream->last = job;
+    pthread_t thread;
+    pthread_create(&thread, NULL, run_job, job);
+    pthread_detach(thread);
+    return SUCCESS;
 }
 #ifndef OLD
 int cuLaunchKernelEx(const Config *config, Kernel *function, void **arguments, void **extra) {
@@ -276,19 +300,8 @@ int cuLaunchKernelEx(const Config *config, Kernel *function, void **arguments, v
         if (config->attributes[i].id == 2) is_cooperative = config->attributes[i].value.number[0];
     if (config->smem > (unsigned)function->smem || config->grid[0] % cluster) return INVALID_VALUE;
     if (is_cooperative && config->grid[0] > 2 * SM_COUNT) return TOO_LARGE;
-    wait_for(config->stream);
-    Job *job = calloc(1, sizeof *job);
-    job->run = function->run;
-    job->call = (Call){.grid = config->grid[0], .smem = config->smem, .cluster = cluster};
-    for (int i = 0; i < 8 && function->parameters[i]; i++) {
-        memcpy(job->values[i], arguments[i], function->parameters[i]);
-        job->call.argument[i] = job->values[i];
-    }
-    config->stream->last = job;
-    pthread_t thread;
-    pthread_create(&thread, NULL, run_job, job);
-    pthread_detach(thread);
-    return SUCCESS;
+    Call call = {.grid = config->grid[0], .smem = config->smem, .cluster = cluster};
+    return submit(config->stream, function->run, call, arguments, function->parameters);
 }
 #endif
 int cuOccupancyMaxActiveClusters(int *count, Kernel *function, const Config *config) {
@@ -300,36 +313,42 @@ int cuOccupancyMaxActiveClusters(int *count, Kernel *function, const Config *con
 int cuStreamCreate(Stream **stream, unsigned flags) {
     BOUND();
     *stream = calloc(1, sizeof **stream);
+    (*stream)->next = all_streams;
+    all_streams = *stream;
     streams++;
     return flags == 1 ? SUCCESS : INVALID_VALUE;
 }
-int cuStreamDestroy_v2(Stream *stream) { BOUND(); wait_for(stream); free(stream); streams--; return SUCCESS; }
+int cuStreamDestroy_v2(Stream *stream) { BOUND(); wait_for(stream); streams--; return SUCCESS; }
 int cuStreamQuery(Stream *stream) { BOUND(); return !stream->last || stream->last->is_done ? SUCCESS : NOT_READY; }
 int cuStreamSynchronize(Stream *stream) { BOUND(); wait_for(stream); return SUCCESS; }
-int cuCtxSynchronize(void) { BOUND(); return SUCCESS; }
+int cuCtxSynchronize(void) {
+    BOUND();
+    for (Stream *stream = all_streams; stream; stream = stream->next) wait_for(stream);
+    return SUCCESS;
+}
+static void copy(const Call *call) {
+    usleep(2000);
+    memcpy((void *)U64(0), (const void *)U64(1), U64(2));
+}
+static void set(const Call *call) { memset((void *)U64(0), (int)U64(1), U64(2)); }
+static int submit_three(Stream *stream, void (*run)(const Call *), uint64_t to, uint64_t from, uint64_t bytes) {
+    return submit(stream, run, (Call){0}, (void *[]){&to, &from, &bytes}, (size_t[8]){8, 8, 8});
+}
 int cuMemcpyHtoDAsync_v2(Address to, const void *from, size_t bytes, Stream *stream) {
     BOUND();
-    wait_for(stream);
-    memcpy(inside(to, bytes), from, bytes);
-    return SUCCESS;
+    return submit_three(stream, copy, (Address)inside(to, bytes), (Address)from, bytes);
 }
 int cuMemcpyDtoHAsync_v2(void *to, Address from, size_t bytes, Stream *stream) {
     BOUND();
-    wait_for(stream);
-    memcpy(to, inside(from, bytes), bytes);
-    return SUCCESS;
+    return submit_three(stream, copy, (Address)to, (Address)inside(from, bytes), bytes);
 }
 int cuMemcpyDtoDAsync_v2(Address to, Address from, size_t bytes, Stream *stream) {
     BOUND();
-    wait_for(stream);
-    memcpy(inside(to, bytes), inside(from, bytes), bytes);
-    return SUCCESS;
+    return submit_three(stream, copy, (Address)inside(to, bytes), (Address)inside(from, bytes), bytes);
 }
 int cuMemsetD8Async(Address to, unsigned char value, size_t bytes, Stream *stream) {
     BOUND();
-    wait_for(stream);
-    memset(inside(to, bytes), value, bytes);
-    return SUCCESS;
+    return submit_three(stream, set, (Address)inside(to, bytes), value, bytes);
 }
 int cuEventCreate(Event **event, unsigned flags) {
     BOUND();

@@ -11,12 +11,16 @@ use monobloc::cuda::cubin;
 use monobloc::cuda::nvrtc::{KernelSource, Nvrtc};
 use monobloc::error::{Fault, Tier};
 
-/// The library of the environment, else the one that `.ci/install-nvrtc.sh` puts into `target/nvrtc`.
+use super::skipped;
+
+/// The library that `MONOBLOC_NVRTC` names, or else the one in `target/nvrtc`, or else any that is found.
 pub fn nvrtc(test: &str) -> Option<&'static Nvrtc> {
     static NVRTC: OnceLock<Result<Nvrtc, String>> = OnceLock::new();
     let loaded = NVRTC.get_or_init(|| {
         let installed = Path::new(env!("CARGO_MANIFEST_DIR")).join("target/nvrtc");
-        Nvrtc::load().or_else(|error| Nvrtc::load_at(&installed).map_err(|_| Fault::from(error).to_string()))
+        let is_named = std::env::var_os("MONOBLOC_NVRTC").is_some();
+        let found = if is_named { Nvrtc::load() } else { Nvrtc::load_at(&installed).or_else(|_| Nvrtc::load()) };
+        found.map_err(|error| Fault::from(error).to_string())
     });
     match loaded {
         Ok(nvrtc) => Some(nvrtc),
@@ -24,7 +28,7 @@ pub fn nvrtc(test: &str) -> Option<&'static Nvrtc> {
             panic!("`MONOBLOC_REQUIRE_NVRTC` is set, but {reason}")
         }
         Err(reason) => {
-            eprintln!("SKIPPED (no NVRTC): {test}: {reason}");
+            skipped(test, "NVRTC", reason);
             None
         }
     }
