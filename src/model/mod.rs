@@ -3,4 +3,5 @@
 pub mod config;
 pub mod graph;
 pub mod source;
+pub mod synthetic;
 pub mod weights;

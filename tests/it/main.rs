@@ -1,0 +1,3 @@
+//! Integration tests: what a user sees, over fixtures.
+
+mod families;
