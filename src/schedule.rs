@@ -2,7 +2,7 @@
 
 use crate::candidate::{Candidate, Infeasible};
 use crate::dtype::{DType, Precision};
-use crate::ir::op::{Access, Epilogue, GRANULE_BYTES, HISTORY_ALIGN, Op, Role, UNIT_ROWS};
+use crate::ir::op::{Access, Epilogue, GRANULE_BYTES, HISTORY_ALIGN, Op, PARTIAL_HEADER, Role, UNIT_ROWS};
 use crate::ir::program::{Grid, Program, Second, Space};
 use crate::ir::schedule::{Event, Machine, Mechanism, Regime, Ring, Run, RunBytes, Schedule, SmemPart, Task, Wait};
 use crate::ir::{BufferId, EventId, GridId, TaskId};
@@ -81,7 +81,13 @@ fn check_knobs(program: &Program, target: &Target, c: &Candidate) -> Result<(), 
 pub const LOADER_THREADS: u32 = 128;
 
 /// Shared memory that does not depend on the ring, bytes: an upper bound for the default candidate.
-pub fn fixed_smem_bytes(graph: &ModelGraph, precision: Precision, consumer_warps: u32, sms: u32) -> u64 {
+pub fn fixed_smem_bytes(
+    graph: &ModelGraph,
+    target: &Target,
+    precision: Precision,
+    consumer_warps: u32,
+    sms: u32,
+) -> u64 {
     let k_max = graph
         .layers
         .iter()
@@ -97,8 +103,9 @@ pub fn fixed_smem_bytes(graph: &ModelGraph, precision: Precision, consumer_warps
             .min(graph.layers.iter().map(|l| l.attn.heads / l.attn.kv_heads).max().unwrap_or(1)),
         hidden_units_per_sm: graph.hidden.div_ceil(UNIT_ROWS).div_ceil(sms),
         rotary: dim,
+        splits: crate::candidate::SPLITS_DEFAULT_MAX,
         precision,
-        dot: DotMechanism::Fma,
+        dot: target.spec.dot,
         consumer_warps,
         ring_bytes: 0,
     });
@@ -111,6 +118,7 @@ struct SmemNeeds {
     heads_per_task: u32,
     hidden_units_per_sm: u32,
     rotary: u32,
+    splits: u32,
     precision: Precision,
     dot: DotMechanism,
     consumer_warps: u32,
@@ -128,16 +136,17 @@ fn smem_parts(n: &SmemNeeds) -> Vec<SmemPart> {
     // Two batches of partial sums, so that a warp may start the next batch while others still add up this one; the
     // per-warp attention state (maximum, sum, accumulators) takes the same place.
     let sums = 2 * REDUCE_UNITS * n.consumer_warps * UNIT_ROWS * 4;
-    let attention = n.consumer_warps * n.heads_per_task * (n.head_dim + 2) * 4;
+    let attention = n.consumer_warps * n.heads_per_task * (n.head_dim + PARTIAL_HEADER) * 4;
+    let merge = n.splits * (n.head_dim + PARTIAL_HEADER) * 4;
     let parts = [
         ("ring", n.ring_bytes),
         ("stage", stage_bytes),
-        ("reduce", sums.max(attention)),
+        ("reduce", sums.max(attention).max(merge)),
         // q of a task, k, v, in fp32, and the rotary row.
         ("heads", ((n.heads_per_task + 2) * n.head_dim + n.rotary) * 4),
         ("residual", n.hidden_units_per_sm * UNIT_ROWS * 4),
         // Ring barriers (64 slots at most), norm statistics of each warp, token, position, two queue entries, abort word.
-        ("state", 64 * 16 + n.consumer_warps * 16 + 1024),
+        ("state", 64 * 16 + n.consumer_warps * 32 + 1024),
     ];
     let mut offset = 0u32;
     parts
@@ -158,6 +167,7 @@ fn machine(program: &Program, target: &Target, c: &Candidate) -> Result<Machine,
         heads_per_task: 1,
         hidden_units_per_sm: 0,
         rotary: 0,
+        splits: 1,
         precision: program.precision,
         dot: spec.dot,
         consumer_warps: c.consumer_warps,
@@ -175,6 +185,7 @@ fn machine(program: &Program, target: &Target, c: &Candidate) -> Result<Machine,
                 needs.head_dim = needs.head_dim.max(a.head_dim);
                 needs.heads_per_task = needs.heads_per_task.max(a.heads_per_task);
                 needs.rotary = needs.rotary.max(a.rotary);
+                needs.splits = needs.splits.max(a.splits);
             }
             Op::NormAdd { width, .. } => {
                 needs.hidden_units_per_sm = needs.hidden_units_per_sm.max(grid.n.div_ceil(c.sms));

@@ -1,0 +1,205 @@
+//! Owns the bytes a launch uploads beside the weights: queue entries and stream runs, as `kernels/runtime/queue.cuh`
+//! declares them.
+
+use super::emit::classes;
+use crate::ir::op::{Op, Role};
+use crate::ir::program::{Program, Space};
+use crate::ir::schedule::{RunBytes, Schedule};
+use crate::validate::Validated;
+use bytemuck::{Pod, Zeroable};
+
+/// `Entry` of queue.cuh.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
+pub struct Entry {
+    pub op: u32,
+    pub task: u32,
+    pub event: u32,
+    pub lo: u32,
+    pub hi: u32,
+    pub j: u32,
+    pub x: u32,
+    pub out: u32,
+    pub aux: u32,
+    pub chunks: u32,
+    pub norm_weight: u32,
+    pub norm_bias: u32,
+    pub bias: u32,
+    pub q_norm: u32,
+    pub k_norm: u32,
+    pub rope: u32,
+    pub k_cache: u32,
+    pub v_cache: u32,
+    pub residual: u32,
+    pub granules: u32,
+    pub spare: [u32; 12],
+}
+
+/// `StreamRun` of queue.cuh.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
+pub struct StreamRun {
+    pub bytes: u32,
+    pub k_cache: u32,
+    pub v_cache: u32,
+    pub head_j: u32,
+    pub splits: u32,
+    pub window: u32,
+    pub row_bytes: u32,
+    pub rows: u32,
+}
+
+/// Absent operand.
+pub const NONE: u32 = u32::MAX;
+
+/// Everything the kernel walks, encoded.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Tables {
+    pub entries: Vec<Entry>,
+    /// First entry of queue `regime * sms + sm`; one more at the end.
+    pub entry_index: Vec<u32>,
+    pub runs: Vec<StreamRun>,
+    pub run_index: Vec<u32>,
+    /// Bytes of the exchange, cache and output arenas.
+    pub exchange_bytes: u64,
+    pub cache_bytes: u64,
+}
+
+/// Byte offset of each constant buffer in the constants blob: 256-byte aligned, in buffer order.
+pub fn constant_offsets(program: &Program) -> (Vec<Option<u64>>, u64) {
+    let mut next = 0u64;
+    let offsets = program
+        .buffers
+        .iter()
+        .map(|b| {
+            (b.space == Space::Constant).then(|| {
+                let at = next;
+                let bytes = u64::from(b.rows) * u64::from(b.cols) * b.dtype.bytes() as u64;
+                next += bytes.next_multiple_of(256);
+                at
+            })
+        })
+        .collect();
+    (offsets, next)
+}
+
+/// Encodes the queues and streams of a proven schedule.
+pub fn encode(validated: &Validated) -> Tables {
+    let schedule = validated.schedule();
+    let program = &schedule.program;
+    let (_, class_of_grid) = classes(schedule);
+    let (constants, _) = constant_offsets(program);
+    let mut tables = Tables {
+        entries: vec![],
+        entry_index: vec![0],
+        runs: vec![],
+        run_index: vec![0],
+        exchange_bytes: arena_bytes(schedule, Space::Exchange),
+        cache_bytes: arena_bytes(schedule, Space::Cache),
+    };
+    for regime in &schedule.regimes {
+        for (queue, stream) in regime.queues.iter().zip(&regime.streams) {
+            let residual_base = queue
+                .iter()
+                .filter_map(|t| {
+                    let task = &regime.tasks[t.index()];
+                    let operand = program.grids[task.grid.index()].operand(Role::Residual)?;
+                    Some(operand.cols.range(task.lo, task.hi, task.j).0)
+                })
+                .min()
+                .unwrap_or(0);
+            for &id in queue {
+                let task = &regime.tasks[id.index()];
+                let grid = &program.grids[task.grid.index()];
+                let operand = |role: Role| grid.operand(role);
+                let packets = |role: Role| {
+                    operand(role)
+                        .filter(|o| program.buffers[o.buffer.index()].space == Space::Exchange)
+                        .and_then(|o| schedule.placement[o.buffer.index()])
+                        .map_or(NONE, |at| (at / 8) as u32)
+                };
+                let constant = |role: Role| {
+                    operand(role).and_then(|o| constants[o.buffer.index()]).map_or(NONE, |at| (at / 256) as u32)
+                };
+                let cache = |role: Role| {
+                    operand(role)
+                        .and_then(|o| schedule.placement[o.buffer.index()])
+                        .map_or(NONE, |at| (at / 256) as u32)
+                };
+                let first_read = [Role::X, Role::Q, Role::Partial].into_iter().map(packets).find(|&p| p != NONE);
+                let bytes = stream.iter().find(|r| r.task == id).map_or(0, |r| match r.bytes {
+                    RunBytes::Fixed { bytes, .. } => bytes,
+                    RunBytes::History { .. } => 0,
+                });
+                let residual =
+                    operand(Role::Residual).map_or(0, |o| o.cols.range(task.lo, task.hi, task.j).0 - residual_base);
+                let reads_candidates = matches!(grid.op, Op::Select);
+                tables.entries.push(Entry {
+                    op: class_of_grid[task.grid.index()] as u32,
+                    task: id.0,
+                    event: task.waits.first().map_or(NONE, |w| w.event.0),
+                    lo: task.lo,
+                    hi: task.hi,
+                    j: task.j,
+                    x: if reads_candidates { packets(Role::Candidates) } else { first_read.unwrap_or(NONE) },
+                    out: packets(Role::Out),
+                    aux: if reads_candidates { NONE } else { packets(Role::Candidates) },
+                    chunks: bytes.div_ceil(u64::from(schedule.machine.ring.slot_bytes)) as u32,
+                    norm_weight: constant(Role::NormWeight),
+                    norm_bias: constant(Role::NormBias),
+                    bias: if matches!(grid.op, Op::Embed { .. }) {
+                        constant(Role::Table)
+                    } else {
+                        constant(Role::Bias)
+                    },
+                    q_norm: constant(Role::QNormWeight),
+                    k_norm: constant(Role::KNormWeight),
+                    rope: constant(Role::Rope),
+                    k_cache: cache(Role::AppendK),
+                    v_cache: cache(Role::AppendV),
+                    residual: residual as u32,
+                    granules: (bytes / u64::from(crate::ir::op::GRANULE_BYTES)) as u32,
+                    spare: [0; 12],
+                });
+            }
+            tables.entry_index.push(tables.entries.len() as u32);
+            for run in stream {
+                let task = &regime.tasks[run.task.index()];
+                let grid = &program.grids[task.grid.index()];
+                let cache = |role: Role| {
+                    grid.operand(role)
+                        .and_then(|o| schedule.placement[o.buffer.index()])
+                        .map_or(0, |at| (at / 256) as u32)
+                };
+                tables.runs.push(match (run.bytes, &grid.op) {
+                    (RunBytes::History { rows }, Op::Attention(a)) => StreamRun {
+                        bytes: 0,
+                        k_cache: cache(Role::HistoryK),
+                        v_cache: cache(Role::HistoryV),
+                        head_j: (task.lo * a.heads_per_task / a.group) << 16 | task.j,
+                        splits: a.splits,
+                        window: a.window.unwrap_or(0),
+                        row_bytes: a.head_dim * program.precision.cache.bytes() as u32,
+                        rows,
+                    },
+                    (RunBytes::Fixed { bytes, .. }, _) => StreamRun { bytes: bytes as u32, ..StreamRun::zeroed() },
+                    (RunBytes::History { .. }, _) => unreachable!("validate: only attention streams history"),
+                });
+            }
+            tables.run_index.push(tables.runs.len() as u32);
+        }
+    }
+    tables
+}
+
+fn arena_bytes(schedule: &Schedule, space: Space) -> u64 {
+    schedule
+        .program
+        .buffers
+        .iter()
+        .zip(&schedule.placement)
+        .filter(|(b, _)| b.space == space)
+        .filter_map(|(b, at)| at.map(|at| at + crate::schedule::placed_bytes(b).next_multiple_of(256)))
+        .max()
+        .unwrap_or(0)
+}
