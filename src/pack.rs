@@ -272,7 +272,14 @@ fn unit_row(parts: &[Part], interleave: u32, u: u32, r: u32) -> Option<(&Part, u
     None
 }
 
-fn checked_row(id: BufferId, b: &Buffer, graph: &ModelGraph, view: &RowView, i: u32, rows: u64) -> Result<u32, PackError> {
+fn checked_row(
+    id: BufferId,
+    b: &Buffer,
+    graph: &ModelGraph,
+    view: &RowView,
+    i: u32,
+    rows: u64,
+) -> Result<u32, PackError> {
     // 64-bit, so that a view of another model cannot wrap into a wrong row.
     let block = u64::from(view.block.max(1));
     let i = u64::from(i);

@@ -108,7 +108,13 @@ pub struct StreamRun {
 pub enum StreamBytes {
     /// Bytes of the pack.
     Fixed(Range<usize>),
-    History { rows: usize, keys: CacheColumns, values: CacheColumns, op: op::Attention, j: u32 },
+    History {
+        rows: usize,
+        keys: CacheColumns,
+        values: CacheColumns,
+        op: op::Attention,
+        j: u32,
+    },
 }
 
 pub enum Work {
@@ -396,12 +402,7 @@ impl MemoryMap {
     fn columns(&self, at: At<'_>, operand: &Operand) -> Result<Option<(usize, usize)>, PlanError> {
         let (start, end) = operand.cols.range(at.lo, at.hi, at.j);
         let role = operand.role;
-        let cols = at
-            .program
-            .buffers
-            .get(operand.buffer.index())
-            .ok_or_else(|| reference(at.id, operand.buffer))?
-            .cols;
+        let cols = at.program.buffers.get(operand.buffer.index()).ok_or_else(|| reference(at.id, operand.buffer))?.cols;
         if end > u64::from(cols) {
             return Err(PlanError::Bounds { task: at.id, role, buffer: operand.buffer, end, cols });
         }
@@ -465,11 +466,11 @@ impl MemoryMap {
         let operand = at.operand(role)?;
         let Some((start, end)) = self.columns(at, operand)? else { return Ok(None) };
         let found = at.program.buffers[operand.buffer.index()].space.name();
-        let cache = self
-            .caches
-            .iter()
-            .position(|c| c.buffer == operand.buffer)
-            .ok_or(PlanError::Space { task: at.id, role, found })?;
+        let cache = self.caches.iter().position(|c| c.buffer == operand.buffer).ok_or(PlanError::Space {
+            task: at.id,
+            role,
+            found,
+        })?;
         Ok(Some(CacheColumns { cache, first: start, len: end - start }))
     }
 
@@ -531,9 +532,11 @@ impl MemoryMap {
                 let operand = at.operand(Role::Table)?;
                 let buffer = &program.buffers[operand.buffer.index()];
                 let found = buffer.space.name();
-                let bytes = self.packed[operand.buffer.index()]
-                    .clone()
-                    .ok_or(PlanError::Space { task: id, role: Role::Table, found })?;
+                let bytes = self.packed[operand.buffer.index()].clone().ok_or(PlanError::Space {
+                    task: id,
+                    role: Role::Table,
+                    found,
+                })?;
                 let cols = buffer.cols as usize;
                 let residual = self.region(at, Role::Residual)?;
                 let out = self.sized(at, Role::Out, residual.len)?;
@@ -595,7 +598,9 @@ impl MemoryMap {
         let (mut out, mut residual, mut candidate) = (None, None, None);
         let values = units * UNIT_ROWS as usize;
         // The last unit of a grid may have fewer rows than eight; its region says so.
-        let fits = |role, region: &Region, most: usize| width(id, role, region.len.clamp(most.saturating_sub(7), most), region.len);
+        let fits = |role, region: &Region, most: usize| {
+            width(id, role, region.len.clamp(most.saturating_sub(7), most), region.len)
+        };
         match m.epilogue {
             Epilogue::Store | Epilogue::Act(_) | Epilogue::Gated(_) => {
                 let region = self.region(at, Role::Out)?;
