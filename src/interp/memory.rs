@@ -35,7 +35,12 @@ impl Region {
     /// Columns `first..first + len` of the region, cut off at its end.
     pub fn columns(&self, first: usize, len: usize) -> Region {
         let first = first.min(self.len);
-        Region { first: self.first + first, offset: self.offset + first, len: len.min(self.len - first), ..self.clone() }
+        Region {
+            first: self.first + first,
+            offset: self.offset + first,
+            len: len.min(self.len - first),
+            ..self.clone()
+        }
     }
 
     /// First element at the step that decodes `position`: phases take turns.
@@ -169,12 +174,18 @@ impl Cache {
             CacheData::F32(cells) => {
                 let cells = &cells[range];
                 // SAFETY: `UnsafeCell<f32>` has the layout of `f32`; the caller excludes writes.
-                HistoryRows::F32 { data: unsafe { std::slice::from_raw_parts(cells.as_ptr().cast(), cells.len()) }, stride }
+                HistoryRows::F32 {
+                    data: unsafe { std::slice::from_raw_parts(cells.as_ptr().cast(), cells.len()) },
+                    stride,
+                }
             }
             CacheData::Bf16(cells) => {
                 let cells = &cells[range];
                 // SAFETY: as above for `u16`.
-                HistoryRows::Bf16 { data: unsafe { std::slice::from_raw_parts(cells.as_ptr().cast(), cells.len()) }, stride }
+                HistoryRows::Bf16 {
+                    data: unsafe { std::slice::from_raw_parts(cells.as_ptr().cast(), cells.len()) },
+                    stride,
+                }
             }
         }
     }

@@ -110,7 +110,13 @@ pub fn run<R: Real>(work: &Work, step: &Step<'_>, stream: Streamed<'_>, memory: 
 
 /// A row of the embedding table, columns `first..first + len`; the last row stands in for a token beyond the table,
 /// which callers exclude.
-fn table_values<'a>(pack: &'a [u8], t: &Table, token: u32, first: usize, len: usize) -> impl Iterator<Item = f32> + use<'a> {
+fn table_values<'a>(
+    pack: &'a [u8],
+    t: &Table,
+    token: u32,
+    first: usize,
+    len: usize,
+) -> impl Iterator<Item = f32> + use<'a> {
     let dtype = t.dtype;
     let row = token.min(t.rows.saturating_sub(1)) as usize;
     let begin = t.bytes.start + (row * t.cols + first) * dtype.bytes();

@@ -108,7 +108,13 @@ pub struct StreamRun {
 pub enum StreamBytes {
     /// Bytes of the pack.
     Fixed(Range<usize>),
-    History { rows: usize, keys: CacheColumns, values: CacheColumns, op: op::Attention, j: u32 },
+    History {
+        rows: usize,
+        keys: CacheColumns,
+        values: CacheColumns,
+        op: op::Attention,
+        j: u32,
+    },
 }
 
 pub enum Work {
@@ -270,7 +276,7 @@ impl Plan {
             let operand = program.grids.iter().find_map(|g| g.operand(role));
             operand.and_then(|o| memory.whole(program, o.buffer)).ok_or(PlanError::Missing { role })
         };
-        let logits = whole(Role::Logits)?;
+        let (logits, candidates) = (whole(Role::Logits)?, whole(Role::Candidates)?);
         Ok(Plan {
             sms: schedule.machine.sms as usize,
             context_max: program.context_max,
@@ -281,7 +287,7 @@ impl Plan {
             caches: memory.caches,
             constants: memory.constants,
             ring: schedule.machine.ring,
-            candidates: whole(Role::Candidates)?,
+            candidates,
             logits,
             regimes,
         })
@@ -396,12 +402,7 @@ impl MemoryMap {
     fn columns(&self, at: At<'_>, operand: &Operand) -> Result<Option<(usize, usize)>, PlanError> {
         let (start, end) = operand.cols.range(at.lo, at.hi, at.j);
         let role = operand.role;
-        let cols = at
-            .program
-            .buffers
-            .get(operand.buffer.index())
-            .ok_or_else(|| reference(at.id, operand.buffer))?
-            .cols;
+        let cols = at.program.buffers.get(operand.buffer.index()).ok_or_else(|| reference(at.id, operand.buffer))?.cols;
         if end > u64::from(cols) {
             return Err(PlanError::Bounds { task: at.id, role, buffer: operand.buffer, end, cols });
         }
@@ -465,11 +466,11 @@ impl MemoryMap {
         let operand = at.operand(role)?;
         let Some((start, end)) = self.columns(at, operand)? else { return Ok(None) };
         let found = at.program.buffers[operand.buffer.index()].space.name();
-        let cache = self
-            .caches
-            .iter()
-            .position(|c| c.buffer == operand.buffer)
-            .ok_or(PlanError::Space { task: at.id, role, found })?;
+        let cache = self.caches.iter().position(|c| c.buffer == operand.buffer).ok_or(PlanError::Space {
+            task: at.id,
+            role,
+            found,
+        })?;
         Ok(Some(CacheColumns { cache, first: start, len: end - start }))
     }
 
@@ -531,9 +532,11 @@ impl MemoryMap {
                 let operand = at.operand(Role::Table)?;
                 let buffer = &program.buffers[operand.buffer.index()];
                 let found = buffer.space.name();
-                let bytes = self.packed[operand.buffer.index()]
-                    .clone()
-                    .ok_or(PlanError::Space { task: id, role: Role::Table, found })?;
+                let bytes = self.packed[operand.buffer.index()].clone().ok_or(PlanError::Space {
+                    task: id,
+                    role: Role::Table,
+                    found,
+                })?;
                 let cols = buffer.cols as usize;
                 let residual = self.region(at, Role::Residual)?;
                 let out = self.sized(at, Role::Out, residual.len)?;
@@ -592,31 +595,27 @@ impl MemoryMap {
         }
         let bias = self.constant(at, Role::Bias)?;
         bias.iter().try_for_each(|b| width(id, Role::Bias, units * UNIT_ROWS as usize, b.len()))?;
-        let (mut out, mut residual, mut candidate) = (None, None, None);
         let values = units * UNIT_ROWS as usize;
         // The last unit of a grid may have fewer rows than eight; its region says so.
-        let fits = |role, region: &Region, most: usize| width(id, role, region.len.clamp(most.saturating_sub(7), most), region.len);
-        match m.epilogue {
-            Epilogue::Store | Epilogue::Act(_) | Epilogue::Gated(_) => {
-                let region = self.region(at, Role::Out)?;
-                let gated = matches!(m.epilogue, Epilogue::Gated(_));
-                fits(Role::Out, &region, if gated { values / 2 } else { values })?;
-                out = Some(region);
-            }
+        let partial = |role, most: usize| {
+            let region = self.region(at, role)?;
+            let least = most.saturating_sub(UNIT_ROWS as usize - 1);
+            width(id, role, region.len.clamp(least, most), region.len)?;
+            Ok::<Region, PlanError>(region)
+        };
+        let (out, residual, candidate) = match m.epilogue {
+            Epilogue::Store | Epilogue::Act(_) => (Some(partial(Role::Out, values)?), None, None),
+            Epilogue::Gated(_) => (Some(partial(Role::Out, values / 2)?), None, None),
             Epilogue::Residual { .. } => {
-                let region = self.region(at, Role::Residual)?;
-                fits(Role::Residual, &region, values)?;
-                out = self.optional(at, Role::Out)?;
-                out.iter().try_for_each(|out| width(id, Role::Out, region.len, out.len))?;
-                residual = Some(region);
+                let residual = partial(Role::Residual, values)?;
+                let out = self.optional(at, Role::Out)?;
+                out.iter().try_for_each(|out| width(id, Role::Out, residual.len, out.len))?;
+                (out, Some(residual), None)
             }
             Epilogue::Logits { .. } => {
-                let region = self.region(at, Role::Logits)?;
-                fits(Role::Logits, &region, values)?;
-                out = Some(region);
-                candidate = Some(self.sized(at, Role::Candidates, 2)?);
+                (Some(partial(Role::Logits, values)?), None, Some(self.sized(at, Role::Candidates, 2)?))
             }
-        }
+        };
         let norm = self.norm(at, m.norm, Role::NormWeight, Some(Role::NormBias), k)?;
         let x = self.sized(at, Role::X, k)?;
         let epilogue = m.epilogue;

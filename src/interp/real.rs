@@ -86,8 +86,7 @@ impl Real for f32 {
     fn erf(self) -> f32 {
         let x = self.abs();
         let t = 1.0 / (1.0 + 0.327_591_1 * x);
-        let poly = t
-            * (0.254_829_6 + t * (-0.284_496_74 + t * (1.421_413_8 + t * (-1.453_152_1 + t * 1.061_405_4))));
+        let poly = t * (0.254_829_6 + t * (-0.284_496_74 + t * (1.421_413_8 + t * (-1.453_152_1 + t * 1.061_405_4))));
         (1.0 - poly * f32::exp(-x * x)).copysign(self)
     }
 
@@ -240,7 +239,9 @@ mod tests {
     #[test]
     fn erf_has_the_tabulated_values() {
         // Abramowitz and Stegun, table 7.1.
-        for (x, want) in [(0.0, 0.0), (0.5, 0.520_499_877_813_046_5), (1.0, 0.842_700_792_949_714_9), (2.0, 0.995_322_265_018_952_7)] {
+        for (x, want) in
+            [(0.0, 0.0), (0.5, 0.520_499_877_813_046_5), (1.0, 0.842_700_792_949_714_9), (2.0, 0.995_322_265_018_952_7)]
+        {
             for sign in [1.0, -1.0] {
                 assert!((Real::erf(sign * x) - sign * want).abs() < 1e-15, "erf({x})");
                 assert!((f64::from(Real::erf((sign * x) as f32)) - sign * want).abs() < 3e-7, "erf({x}) in fp32");

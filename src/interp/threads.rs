@@ -91,11 +91,8 @@ struct Worker {
 impl<R: Real> Threads<R> {
     pub fn new(plan: Arc<Plan>, pack: Pack, isa: Isa, threads: usize) -> Threads<R> {
         let caches = plan.caches.iter().map(|c| Cache::new(c.dtype, c.rows, c.cols)).collect();
-        let counters = plan
-            .regimes
-            .iter()
-            .map(|r| r.events.iter().map(|_| Counter(AtomicU64::new(0))).collect())
-            .collect();
+        let counters =
+            plan.regimes.iter().map(|r| r.events.iter().map(|_| Counter(AtomicU64::new(0))).collect()).collect();
         let threads = threads.clamp(1, plan.sms.max(1));
         let shared = Arc::new(Shared {
             memory: Memory::new(plan.exchange_words, plan.output_words, caches),

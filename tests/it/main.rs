@@ -1,3 +1,5 @@
 //! Integration tests: what a user sees, over fixtures.
 
 mod families;
+mod interp;
+mod support;
