@@ -14,6 +14,7 @@ pub mod manifest;
 pub mod model;
 pub mod target;
 pub mod tokenizer;
+pub mod sample;
 
 pub mod candidate;
 pub mod ir;

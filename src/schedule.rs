@@ -80,6 +80,9 @@ fn check_knobs(program: &Program, target: &Target, c: &Candidate) -> Result<(), 
 /// Threads beside the consumers: one warpgroup, of which one thread loads (`setmaxnreg` works on warpgroups).
 pub const LOADER_THREADS: u32 = 128;
 
+/// Registers of a loading thread after it has handed over the rest: what its loop needs without spilling.
+pub const LOADER_REGISTERS: u32 = 56;
+
 /// Shared memory that does not depend on the ring, bytes: an upper bound for the default candidate.
 pub fn fixed_smem_bytes(
     graph: &ModelGraph,
@@ -204,10 +207,10 @@ fn machine(program: &Program, target: &Target, c: &Candidate) -> Result<Machine,
         return Err(Infeasible::SharedMemory { bytes, most: spec.smem_bytes_per_block_max, target });
     }
     let threads = c.consumer_warps * 32 + LOADER_THREADS;
-    // Registers are granted to all threads at launch; where warps can hand them over, the loader keeps 24 of its own.
+    // Registers are granted to all threads at launch; where warps can hand them over, the loader gives up the rest.
     let even = (spec.registers_per_sm / threads / 8 * 8).min(255);
     let registers = if spec.register_reallocation {
-        let left = spec.registers_per_sm - LOADER_THREADS * 24;
+        let left = spec.registers_per_sm - LOADER_THREADS * LOADER_REGISTERS;
         (left / (c.consumer_warps * 32) / 8 * 8).min(240)
     } else {
         even

@@ -29,9 +29,11 @@ struct Params {
   i32 eos[EOS_MAX];
   float inverse_temperature; // 0: greedy
 };
+static_assert(sizeof(Params) == 17 * 8 + 14 * 4, "parameters are as codegen/abi.rs declares them");
 
 template <class M>
 struct State {
+  Watchdog dog;
   u64 full[M::SLOTS];
   u64 empty[M::SLOTS];
   Entry entries[4];          // one that slow warps may still read, the running task, and the next two
@@ -50,7 +52,7 @@ struct Context {
   const Params& p;
   u8* smem;
   State<M>& state;
-  Watchdog dog;
+  const Watchdog* dog;
   u32 tag, position;
   u32 chunk;    // ring chunks consumed since the launch began, all groups
   u32 batch;    // parity of the partial-sum buffer

@@ -34,7 +34,7 @@ struct Queue {
 
 // D::run(context, entry) executes one task.
 template <class M, class D>
-__device__ __forceinline__ void consume(const Params& p, u8* smem, State<M>& state, const Watchdog& dog) {
+__device__ __forceinline__ void consume(const Params& p, u8* smem, State<M>& state, const Watchdog* dog) {
   Context<M> c{p, smem, state, dog};
   c.tag = p.tag;
   c.position = p.position;
@@ -88,6 +88,7 @@ __device__ __forceinline__ void persistent(const Params& p) {
       Slot<RING_COUNTERS<M>>::init(&state.full[i], FULL_ARRIVALS<M>);
       Slot<RING_COUNTERS<M>>::init(&state.empty[i], M::WARPS / M::GROUPS);
     }
+    state.dog = Watchdog{p.report, p.abort, global_ns() + p.timeout_ns};
     state.history_tag = p.tag - 1;
     state.stop = 0;
 #if __CUDA_ARCH__ >= 900
@@ -96,14 +97,13 @@ __device__ __forceinline__ void persistent(const Params& p) {
     __threadfence_block();
   }
   __syncthreads();
-  const Watchdog dog{p.report, p.abort, global_ns() + p.timeout_ns};
   if (threadIdx.x >= M::WARPS * 32) {
     if constexpr (M::MOVES_REGISTERS) {
 #if __CUDA_ARCH__ >= 900
-      asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+      asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(M::LOADER_REGISTERS));
 #endif
     }
-    Loader<M> loader{p, smem, state, dog, int(threadIdx.x) - M::WARPS * 32, 0, 0, false};
+    Loader<M> loader{p, smem, state, &state.dog, int(threadIdx.x) - M::WARPS * 32, 0, 0, false};
     if (M::COPY != Copy::BULK || loader.tid == 0) loader.run();
   } else {
     if constexpr (M::MOVES_REGISTERS) {
@@ -111,6 +111,6 @@ __device__ __forceinline__ void persistent(const Params& p) {
       asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(M::REGISTERS));
 #endif
     }
-    consume<M, D>(p, smem, state, dog);
+    consume<M, D>(p, smem, state, &state.dog);
   }
 }

@@ -51,7 +51,7 @@ struct Loader {
   const Params& p;
   u8* smem;
   State<M>& state;
-  Watchdog dog;
+  const Watchdog* dog;
   int tid; // 0..127 within the loader warps
   u32 issued, landed;
   bool lost;

@@ -8,6 +8,7 @@
 // - Every wait is bounded: after `deadline_ns` it records what it waited for, raises the abort word, and all leave.
 #pragma once
 
+// One for the block, in shared memory: waits are everywhere and should not keep it in registers.
 struct Watchdog {
   u32* report;         // host-visible, 8 words an SM: state, step, task, event, observed, expected, kind, -
   volatile u32* abort; // device-wide abort word, also written by the host
@@ -27,10 +28,10 @@ __device__ __forceinline__ u64 global_ns() {
 }
 
 // Called every few thousand polls. True: leave, the launch is lost.
-__device__ __noinline__ bool wait_expired(const Watchdog& w, WaitSite at, WaitKind kind, u32 observed, u32 expected) {
-  if (*w.abort) return true;
-  if (global_ns() < w.deadline_ns) return false;
-  u32* r = w.report + blockIdx.x * 8;
+__device__ __noinline__ bool wait_expired(const Watchdog* w, WaitSite at, WaitKind kind, u32 observed, u32 expected) {
+  if (*w->abort) return true;
+  if (global_ns() < w->deadline_ns) return false;
+  u32* r = w->report + blockIdx.x * 8;
   if (atomicCAS(r, 0u, 1u) == 0u) {
     r[1] = at.step;
     r[2] = at.task;
@@ -40,7 +41,7 @@ __device__ __noinline__ bool wait_expired(const Watchdog& w, WaitSite at, WaitKi
     r[6] = u32(kind);
     __threadfence_system();
   }
-  *w.abort = 1u;
+  *w->abort = 1u;
   return true;
 }
 constexpr u32 POLLS_BETWEEN_CHECKS = 4096;
@@ -61,7 +62,7 @@ __device__ __forceinline__ bool fresh(u64 packet, u32 tag) { return u32(packet >
 // Lanes poll on their own; the warp leaves together so that later warp-wide steps see all lanes.
 template <int N>
 __device__ __forceinline__ bool await_pairs(const u64* base, int stride, const bool (&active)[N], u32 tag, u64 (&a)[N],
-                                            u64 (&b)[N], const Watchdog& dog, WaitSite at) {
+                                            u64 (&b)[N], const Watchdog* dog, WaitSite at) {
   u32 polls = 0;
   bool done;
   do {
@@ -82,7 +83,7 @@ __device__ __forceinline__ bool await_pairs(const u64* base, int stride, const b
   } while (!done);
   return true;
 }
-__device__ __forceinline__ bool await_packet(const u64* from, u32 tag, u32& payload, const Watchdog& dog, WaitSite at) {
+__device__ __forceinline__ bool await_packet(const u64* from, u32 tag, u32& payload, const Watchdog* dog, WaitSite at) {
   u32 polls = 0;
   for (;;) {
     u64 word;
@@ -194,7 +195,7 @@ struct Slot<false> {
 
 // False on abort.
 template <bool COUNTERS>
-__device__ __forceinline__ bool await_slot(u64* word, u32 use, u32 arrivals, const Watchdog& dog, WaitSite at,
+__device__ __forceinline__ bool await_slot(u64* word, u32 use, u32 arrivals, const Watchdog* dog, WaitSite at,
                                            WaitKind kind) {
   u32 polls = 0;
   while (!Slot<COUNTERS>::reached(word, use, arrivals))

@@ -49,6 +49,39 @@ pub struct StreamRun {
     pub rows: u32,
 }
 
+/// End-of-sequence ids a launch takes; `EOS_MAX` of context.cuh.
+pub const EOS_MAX: usize = 8;
+
+/// `Params` of context.cuh: the one kernel parameter. Pointers are device addresses.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Pod, Zeroable)]
+pub struct Params {
+    pub streams: u64,
+    pub stream_base: u64,
+    pub constants: u64,
+    pub cache: u64,
+    pub exchange: u64,
+    pub logits: u64,
+    pub entries: u64,
+    pub entry_index: u64,
+    pub runs: u64,
+    pub run_index: u64,
+    pub prompt: u64,
+    pub mailbox: u64,
+    pub report: u64,
+    pub abort: u64,
+    pub stamps: u64,
+    pub timeout_ns: u64,
+    pub seed: u64,
+    pub prompt_len: u32,
+    pub position: u32,
+    pub steps: u32,
+    pub tag: u32,
+    pub eos_count: u32,
+    pub eos: [i32; EOS_MAX],
+    pub inverse_temperature: f32,
+}
+
 /// Absent operand.
 pub const NONE: u32 = u32::MAX;
 

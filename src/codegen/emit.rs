@@ -7,7 +7,7 @@ use crate::ir::op::{Attention, Epilogue, HISTORY_ALIGN, MatVec, NormAttr, Op, Qk
 use crate::ir::program::{Grid, Program};
 use crate::ir::schedule::Schedule;
 use crate::model::graph::{Act, NormKind};
-use crate::schedule::LOADER_THREADS;
+use crate::schedule::{LOADER_REGISTERS, LOADER_THREADS};
 use crate::target::{CopyMechanism, DotMechanism, Target};
 use crate::validate::Validated;
 use std::fmt::Write;
@@ -105,6 +105,7 @@ pub fn emit(validated: &Validated, target: &Target, trace: Trace) -> KernelSourc
     line!("  static constexpr Dot DOT = Dot::{dot};");
     line!("  static constexpr bool MOVES_REGISTERS = {};", moves_registers(schedule, target));
     line!("  static constexpr int REGISTERS = {};", m.registers_per_consumer_thread);
+    line!("  static constexpr int LOADER_REGISTERS = {LOADER_REGISTERS};");
     line!("  static constexpr bool TRACE = {};", trace == Trace::On);
     line!("  static constexpr int STAMPS_MAX = {};", stamps_max(schedule));
     line!("}};");
