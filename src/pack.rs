@@ -376,7 +376,8 @@ fn pack_constant(
             let values = vectors(id, buffer, graph, weights, parts, *offset, *interleave)?;
             write_values(buffer.dtype, &values, out);
         }
-        Some(&Content::Tensor(tensor)) => {
+        Some(Content::Tensor(tensor)) => {
+            let tensor = *tensor;
             let (found, rows) = (weights.cols(tensor), u64::from(weights.rows(tensor)));
             let name = || (buffer.name.clone(), graph.tensor(tensor).name.clone());
             if found != buffer.cols as usize {
@@ -388,7 +389,7 @@ fn pack_constant(
                 return Err(PackError::Row { buffer: id, name, row: u64::from(buffer.rows) - 1, tensor, rows });
             }
             let row_bytes = found * buffer.dtype.bytes();
-            out.par_chunks_exact_mut(row_bytes.max(1)).zip(0u32..).for_each_init(
+            out.par_chunks_exact_mut(row_bytes.max(1)).zip(0..buffer.rows).for_each_init(
                 || (vec![bf16::ZERO; found], vec![0.0f32; found]),
                 |(narrow, wide), (out, row)| {
                     if buffer.dtype == DType::Bf16 {
@@ -405,7 +406,7 @@ fn pack_constant(
             let no_content = PackError::NoContent { buffer: id, name: buffer.name.clone() };
             let rope = graph.ropes.get(rope.index()).ok_or(no_content)?;
             let cols = 2 * rope.inv_freq.len();
-            let rows = out.par_chunks_exact_mut((cols * buffer.dtype.bytes()).max(1)).zip(0u32..);
+            let rows = out.par_chunks_exact_mut((cols * buffer.dtype.bytes()).max(1)).zip(0..buffer.rows);
             rows.for_each(|(out, position)| write_values(buffer.dtype, &rope_row(rope, position), out));
         }
         Some(Content::Rows { .. }) | None => {

@@ -108,37 +108,88 @@ pub fn dot(isa: Isa, a: &[f32], b: &[f32]) -> f32 {
     }
 }
 
-/// `scores[h * rows + i] = q_h . k_i` for `q` of shape (H, dim) and `rows` keys; `row` is scratch of `dim` values.
-pub fn scores(isa: Isa, q: &[f32], keys: HistoryRows<'_>, rows: usize, row: &mut [f32], scores: &mut [f32]) {
-    match isa {
-        // SAFETY: `Isa::Avx2` exists only where the features were detected.
-        #[cfg(target_arch = "x86_64")]
-        Isa::Avx2 => unsafe { avx2::scores(q, keys, rows, row, scores) },
-        Isa::Portable => {
-            for i in 0..rows {
-                keys.read(i, row);
-                for (h, q) in q.chunks_exact(row.len()).enumerate() {
-                    scores[h * rows + i] = portable::dot(q, row);
+/// Cache rows that are widened together and then used by every head: [`scores`] reduces eight accumulators at once,
+/// and [`weigh`] loads and stores a sum once for eight rows.
+const BLOCK: usize = 8;
+
+/// `scores[h * rows + i] = q_h . k_i` for `q` of shape (H, dim) and `rows` keys; `block` is scratch.
+pub fn scores(
+    isa: Isa,
+    q: &[f32],
+    dim: usize,
+    keys: HistoryRows<'_>,
+    rows: usize,
+    block: &mut Vec<f32>,
+    scores: &mut [f32],
+) {
+    assert!(scores.len() >= q.len() / dim * rows, "room for every score");
+    block.clear();
+    block.resize(BLOCK * dim, 0.0);
+    for first in (0..rows).step_by(BLOCK) {
+        let count = BLOCK.min(rows - first);
+        for (i, row) in block.chunks_exact_mut(dim).take(count).enumerate() {
+            keys.read(first + i, row);
+        }
+        for (h, q) in q.chunks_exact(dim).enumerate() {
+            let out = &mut scores[h * rows + first..][..count];
+            match isa {
+                // SAFETY: `Isa::Avx2` exists only where the features were detected.
+                #[cfg(target_arch = "x86_64")]
+                Isa::Avx2 if dim % LANES == 0 => out.copy_from_slice(&unsafe { avx2::dots(q, block) }[..count]),
+                _ => out.iter_mut().zip(block.chunks_exact(dim)).for_each(|(out, row)| *out = dot(isa, q, row)),
+            }
+        }
+    }
+}
+
+/// `sums[h] += sum_i weights[h * rows + i] v_i` for `sums` of shape (H, dim); `block` is scratch.
+pub fn weigh(
+    isa: Isa,
+    weights: &[f32],
+    dim: usize,
+    values: HistoryRows<'_>,
+    rows: usize,
+    block: &mut Vec<f32>,
+    sums: &mut [f32],
+) {
+    block.clear();
+    block.resize(BLOCK * dim, 0.0);
+    for first in (0..rows).step_by(BLOCK) {
+        let count = BLOCK.min(rows - first);
+        for (i, row) in block.chunks_exact_mut(dim).take(count).enumerate() {
+            values.read(first + i, row);
+        }
+        for (h, sums) in sums.chunks_exact_mut(dim).enumerate() {
+            let weights = &weights[h * rows + first..][..count];
+            match isa {
+                // SAFETY: `Isa::Avx2` exists only where the features were detected.
+                #[cfg(target_arch = "x86_64")]
+                Isa::Avx2 => unsafe { avx2::add_weighted(weights, block, sums) },
+                Isa::Portable => {
+                    for (weight, row) in weights.iter().zip(block.chunks_exact(dim)) {
+                        sums.iter_mut().zip(row).for_each(|(s, v)| *s += weight * v);
+                    }
                 }
             }
         }
     }
 }
 
-/// `sums[h] += sum_i weights[h * rows + i] v_i` for `sums` of shape (H, dim); `row` is scratch of `dim` values.
-pub fn weigh(isa: Isa, weights: &[f32], values: HistoryRows<'_>, rows: usize, row: &mut [f32], sums: &mut [f32]) {
+/// `x_i = exp(x_i - most)`; returns their sum.
+pub fn exp_sum(isa: Isa, most: f32, x: &mut [f32]) -> f32 {
     match isa {
         // SAFETY: `Isa::Avx2` exists only where the features were detected.
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx2 => unsafe { avx2::weigh(weights, values, rows, row, sums) },
+        Isa::Avx2 => unsafe { avx2::exp_sum(most, x) },
         Isa::Portable => {
-            for i in 0..rows {
-                values.read(i, row);
-                for (h, sums) in sums.chunks_exact_mut(row.len()).enumerate() {
-                    let weight = weights[h * rows + i];
-                    sums.iter_mut().zip(row.iter()).for_each(|(s, v)| *s += weight * v);
+            let mut lanes = [0.0; LANES];
+            for chunk in x.chunks_mut(LANES) {
+                for (lane, x) in lanes.iter_mut().zip(chunk) {
+                    *x = (*x - most).exp();
+                    *lane += *x;
                 }
             }
+            portable::reduce(lanes)
         }
     }
 }
@@ -146,7 +197,7 @@ pub fn weigh(isa: Isa, weights: &[f32], values: HistoryRows<'_>, rows: usize, ro
 mod portable {
     use super::{GRANULE, GRANULE_K_BF16, GRANULE_K_F32, GRANULE_ROW, LANES, ROWS};
 
-    fn reduce(lanes: [f32; LANES]) -> f32 {
+    pub fn reduce(lanes: [f32; LANES]) -> f32 {
         let [a, b, c, d, e, f, g, h] = lanes;
         ((a + b) + (c + d)) + ((e + f) + (g + h))
     }
@@ -199,7 +250,7 @@ mod portable {
 
 #[cfg(target_arch = "x86_64")]
 mod avx2 {
-    use super::{GRANULE, GRANULE_K_BF16, GRANULE_K_F32, GRANULE_ROW, HistoryRows, LANES, ROWS};
+    use super::{BLOCK, GRANULE, GRANULE_K_BF16, GRANULE_K_F32, GRANULE_ROW, LANES, ROWS};
     use std::arch::x86_64::*;
 
     /// Bytes ahead of the current granule that are asked for: the hardware prefetcher stops at 4 KiB page ends.
@@ -298,42 +349,87 @@ mod avx2 {
         sum(acc)
     }
 
-    /// `sums += weight * v`
+    /// `q . row` for eight rows of `q.len()` values, which is a multiple of eight.
     #[target_feature(enable = "avx2,fma")]
-    fn add_scaled(weight: f32, v: &[f32], sums: &mut [f32]) {
-        let len = v.len().min(sums.len());
-        let whole = len / LANES * LANES;
-        let weights = _mm256_set1_ps(weight);
-        for i in (0..whole).step_by(LANES) {
-            // SAFETY: `i + 8 <= whole`, which is at most the length of both.
+    pub fn dots(q: &[f32], block: &[f32]) -> [f32; BLOCK] {
+        let dim = q.len();
+        assert!(block.len() >= BLOCK * dim && dim % LANES == 0, "eight whole rows");
+        let mut acc = [_mm256_setzero_ps(); BLOCK];
+        for d in (0..dim).step_by(LANES) {
+            // SAFETY: `d + 8 <= dim`, and row `r` ends at `(r + 1) * dim`, inside the block.
             unsafe {
-                let at = sums.as_mut_ptr().add(i);
-                _mm256_storeu_ps(at, _mm256_fmadd_ps(weights, _mm256_loadu_ps(v.as_ptr().add(i)), _mm256_loadu_ps(at)));
+                let q = _mm256_loadu_ps(q.as_ptr().add(d));
+                for (r, acc) in acc.iter_mut().enumerate() {
+                    *acc = _mm256_fmadd_ps(_mm256_loadu_ps(block.as_ptr().add(r * dim + d)), q, *acc);
+                }
             }
         }
-        for i in whole..len {
-            sums[i] = weight.mul_add(v[i], sums[i]);
+        reduce(&acc)
+    }
+
+    /// `sums += sum_i weights_i row_i`, row after row.
+    #[target_feature(enable = "avx2,fma")]
+    pub fn add_weighted(weights: &[f32], block: &[f32], sums: &mut [f32]) {
+        let dim = sums.len();
+        assert!(block.len() >= weights.len() * dim, "a row for every weight");
+        let whole = dim / LANES * LANES;
+        for d in (0..whole).step_by(LANES) {
+            // SAFETY: `d + 8 <= dim`, and row `i` ends at `(i + 1) * dim`, inside the block.
+            unsafe {
+                let at = sums.as_mut_ptr().add(d);
+                let mut acc = _mm256_loadu_ps(at);
+                for (i, weight) in weights.iter().enumerate() {
+                    let row = _mm256_loadu_ps(block.as_ptr().add(i * dim + d));
+                    acc = _mm256_fmadd_ps(_mm256_set1_ps(*weight), row, acc);
+                }
+                _mm256_storeu_ps(at, acc);
+            }
+        }
+        for d in whole..dim {
+            for (i, weight) in weights.iter().enumerate() {
+                sums[d] = weight.mul_add(block[i * dim + d], sums[d]);
+            }
         }
     }
 
+    /// `exp(x)` for `x <= 0`: `2^n p(r)` with `r = x - n ln 2` in two steps and the minimax polynomial of Cephes `expf`
+    /// (S. Moshier), relative error under 2e-7. Underflows to 0 at -87.
     #[target_feature(enable = "avx2,fma")]
-    pub fn scores(q: &[f32], keys: HistoryRows<'_>, rows: usize, row: &mut [f32], scores: &mut [f32]) {
-        for i in 0..rows {
-            keys.read(i, row);
-            for (h, q) in q.chunks_exact(row.len()).enumerate() {
-                scores[h * rows + i] = dot(q, row);
-            }
+    fn exp(x: __m256) -> __m256 {
+        let set = |v: f32| _mm256_set1_ps(v);
+        let tiny = _mm256_cmp_ps::<_CMP_LT_OQ>(x, set(-87.0));
+        let n = _mm256_round_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(_mm256_mul_ps(
+            x,
+            set(std::f32::consts::LOG2_E),
+        ));
+        let r = _mm256_fnmadd_ps(n, set(0.693_359_4), x);
+        let r = _mm256_fnmadd_ps(n, set(-2.121_944_4e-4), r);
+        let mut p = set(1.987_569_2e-4);
+        for c in [1.398_199_9e-3, 8.333_452e-3, 4.166_579_6e-2, 1.666_666_5e-1, 0.5] {
+            p = _mm256_fmadd_ps(p, r, set(c));
         }
+        let p = _mm256_add_ps(_mm256_fmadd_ps(p, _mm256_mul_ps(r, r), r), set(1.0));
+        let power = _mm256_slli_epi32::<23>(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)));
+        _mm256_andnot_ps(tiny, _mm256_mul_ps(p, _mm256_castsi256_ps(power)))
     }
 
     #[target_feature(enable = "avx2,fma")]
-    pub fn weigh(weights: &[f32], values: HistoryRows<'_>, rows: usize, row: &mut [f32], sums: &mut [f32]) {
-        for i in 0..rows {
-            values.read(i, row);
-            for (h, sums) in sums.chunks_exact_mut(row.len()).enumerate() {
-                add_scaled(weights[h * rows + i], row, sums);
+    pub fn exp_sum(most: f32, x: &mut [f32]) -> f32 {
+        let shift = _mm256_set1_ps(most);
+        let mut acc = _mm256_setzero_ps();
+        for x in x.chunks_mut(LANES) {
+            // Missing lanes are far below the maximum, so their weight is exactly 0.
+            let mut lanes = [f32::NEG_INFINITY; LANES];
+            lanes[..x.len()].copy_from_slice(x);
+            // SAFETY: `lanes` is eight floats.
+            unsafe {
+                let weights = exp(_mm256_sub_ps(_mm256_loadu_ps(lanes.as_ptr()), shift));
+                acc = _mm256_add_ps(acc, weights);
+                _mm256_storeu_ps(lanes.as_mut_ptr(), weights);
             }
+            x.copy_from_slice(&lanes[..x.len()]);
         }
+        sum(acc)
     }
 }
 
@@ -395,10 +491,10 @@ mod tests {
             let weights: Vec<f32> = (0..heads * rows).map(|_| random.signed()).collect();
             for isa in isas() {
                 for view in [HistoryRows::F32 { data: &data, stride }, HistoryRows::Bf16 { data: &narrow, stride }] {
-                    let (mut row, mut got) = (vec![0.0; dim], vec![0.0; heads * rows]);
-                    scores(isa, &q, view, rows, &mut row, &mut got);
+                    let (mut block, mut got) = (vec![], vec![0.0; heads * rows]);
+                    scores(isa, &q, dim, view, rows, &mut block, &mut got);
                     let mut sums = vec![1.0; heads * dim];
-                    weigh(isa, &weights, view, rows, &mut row, &mut sums);
+                    weigh(isa, &weights, dim, view, rows, &mut block, &mut sums);
                     for h in 0..heads {
                         for i in 0..rows {
                             let want: f64 =
@@ -412,6 +508,23 @@ mod tests {
                     }
                 }
             }
+        }
+    }
+    #[test]
+    fn exponentials_are_exact_to_fp32_and_end_at_zero() {
+        for isa in isas() {
+            let mut x: Vec<f32> = (0..8603).map(|i| 3.0 - i as f32 * 0.01).collect();
+            let wanted: Vec<f64> = x.iter().map(|x| (f64::from(*x) - 3.0).exp()).collect();
+            let sum = exp_sum(isa, 3.0, &mut x);
+            for (got, want) in x.iter().zip(&wanted) {
+                assert!((f64::from(*got) - want).abs() <= 3e-7 * want, "{got} against {want}");
+            }
+            close(sum, wanted.iter().sum(), 100.0);
+            let mut far = [-200.0, f32::NEG_INFINITY, -88.5, 0.0];
+            assert_eq!(exp_sum(isa, 0.0, &mut far), 1.0 + far[2]);
+            assert_eq!([far[0], far[1], far[3]], [0.0, 0.0, 1.0]);
+            let mut poisoned = [0.0, f32::NAN];
+            assert!(exp_sum(isa, 0.0, &mut poisoned).is_nan(), "a NaN stays visible");
         }
     }
 }

@@ -333,10 +333,9 @@ fn attention<R: Real>(
     }
 
     let (scale, cap) = (R::of(op.scale), op.softcap);
-    s.load.resize(dim, 0.0);
     s.scores.clear();
     s.scores.resize(heads * rows, R::of(0.0));
-    R::scores(step.isa, &s.q, history.keys, rows, &mut s.load, &mut s.scores);
+    R::scores(step.isa, &s.q, dim, history.keys, rows, &mut s.load, &mut s.scores);
     s.scores.iter_mut().for_each(|score| *score = real::softcap(cap, *score * scale));
     s.sums.clear();
     s.sums.resize(heads * dim, R::of(0.0));
@@ -349,15 +348,11 @@ fn attention<R: Real>(
             real::softcap(cap, dot * scale)
         });
         let most = scores.iter().copied().chain(own).fold(R::NEG_INFINITY, |most, x| if x > most { x } else { most });
-        let mut sum = R::of(0.0);
-        for score in scores.iter_mut() {
-            *score = (*score - most).exp();
-            sum = sum + *score;
-        }
+        let sum = R::exp_sum(step.isa, most, scores);
         let own = own.map_or(R::of(0.0), |own| (own - most).exp());
         s.y.extend([most, sum + own, own]);
     }
-    R::weigh(step.isa, &s.scores, history.values, rows, &mut s.load, &mut s.sums);
+    R::weigh(step.isa, &s.scores, dim, history.values, rows, &mut s.load, &mut s.sums);
 
     let values = &mut s.load;
     values.clear();

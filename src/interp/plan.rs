@@ -276,7 +276,7 @@ impl Plan {
             let operand = program.grids.iter().find_map(|g| g.operand(role));
             operand.and_then(|o| memory.whole(program, o.buffer)).ok_or(PlanError::Missing { role })
         };
-        let logits = whole(Role::Logits)?;
+        let (logits, candidates) = (whole(Role::Logits)?, whole(Role::Candidates)?);
         Ok(Plan {
             sms: schedule.machine.sms as usize,
             context_max: program.context_max,
@@ -287,7 +287,7 @@ impl Plan {
             caches: memory.caches,
             constants: memory.constants,
             ring: schedule.machine.ring,
-            candidates: whole(Role::Candidates)?,
+            candidates,
             logits,
             regimes,
         })
@@ -595,33 +595,27 @@ impl MemoryMap {
         }
         let bias = self.constant(at, Role::Bias)?;
         bias.iter().try_for_each(|b| width(id, Role::Bias, units * UNIT_ROWS as usize, b.len()))?;
-        let (mut out, mut residual, mut candidate) = (None, None, None);
         let values = units * UNIT_ROWS as usize;
         // The last unit of a grid may have fewer rows than eight; its region says so.
-        let fits = |role, region: &Region, most: usize| {
-            width(id, role, region.len.clamp(most.saturating_sub(7), most), region.len)
+        let partial = |role, most: usize| {
+            let region = self.region(at, role)?;
+            let least = most.saturating_sub(UNIT_ROWS as usize - 1);
+            width(id, role, region.len.clamp(least, most), region.len)?;
+            Ok::<Region, PlanError>(region)
         };
-        match m.epilogue {
-            Epilogue::Store | Epilogue::Act(_) | Epilogue::Gated(_) => {
-                let region = self.region(at, Role::Out)?;
-                let gated = matches!(m.epilogue, Epilogue::Gated(_));
-                fits(Role::Out, &region, if gated { values / 2 } else { values })?;
-                out = Some(region);
-            }
+        let (out, residual, candidate) = match m.epilogue {
+            Epilogue::Store | Epilogue::Act(_) => (Some(partial(Role::Out, values)?), None, None),
+            Epilogue::Gated(_) => (Some(partial(Role::Out, values / 2)?), None, None),
             Epilogue::Residual { .. } => {
-                let region = self.region(at, Role::Residual)?;
-                fits(Role::Residual, &region, values)?;
-                out = self.optional(at, Role::Out)?;
-                out.iter().try_for_each(|out| width(id, Role::Out, region.len, out.len))?;
-                residual = Some(region);
+                let residual = partial(Role::Residual, values)?;
+                let out = self.optional(at, Role::Out)?;
+                out.iter().try_for_each(|out| width(id, Role::Out, residual.len, out.len))?;
+                (out, Some(residual), None)
             }
             Epilogue::Logits { .. } => {
-                let region = self.region(at, Role::Logits)?;
-                fits(Role::Logits, &region, values)?;
-                out = Some(region);
-                candidate = Some(self.sized(at, Role::Candidates, 2)?);
+                (Some(partial(Role::Logits, values)?), None, Some(self.sized(at, Role::Candidates, 2)?))
             }
-        }
+        };
         let norm = self.norm(at, m.norm, Role::NormWeight, Some(Role::NormBias), k)?;
         let x = self.sized(at, Role::X, k)?;
         let epilogue = m.epilogue;

@@ -38,11 +38,30 @@ pub trait Real:
     /// a unit. `staged` is scratch.
     fn units(isa: Isa, dtype: DType, w: &[u8], x: &[Self], staged: &mut Vec<f32>, y: &mut [Self]);
 
-    /// `scores[h * rows + i] = q_h . k_i`; `row` is scratch of `dim` values.
-    fn scores(isa: Isa, q: &[Self], keys: HistoryRows<'_>, rows: usize, row: &mut [f32], scores: &mut [Self]);
+    /// `scores[h * rows + i] = q_h . k_i` for heads of `dim` values; `block` is scratch.
+    fn scores(
+        isa: Isa,
+        q: &[Self],
+        dim: usize,
+        keys: HistoryRows<'_>,
+        rows: usize,
+        block: &mut Vec<f32>,
+        scores: &mut [Self],
+    );
 
-    /// `sums[h] += sum_i weights[h * rows + i] v_i`; `row` is scratch of `dim` values.
-    fn weigh(isa: Isa, weights: &[Self], values: HistoryRows<'_>, rows: usize, row: &mut [f32], sums: &mut [Self]);
+    /// `sums[h] += sum_i weights[h * rows + i] v_i` for heads of `dim` values; `block` is scratch.
+    fn weigh(
+        isa: Isa,
+        weights: &[Self],
+        dim: usize,
+        values: HistoryRows<'_>,
+        rows: usize,
+        block: &mut Vec<f32>,
+        sums: &mut [Self],
+    );
+
+    /// `x_i = exp(x_i - most)`; returns their sum.
+    fn exp_sum(isa: Isa, most: Self, x: &mut [Self]) -> Self;
 }
 
 /// k of one granule.
@@ -105,12 +124,32 @@ impl Real for f32 {
         }
     }
 
-    fn scores(isa: Isa, q: &[f32], keys: HistoryRows<'_>, rows: usize, row: &mut [f32], scores: &mut [f32]) {
-        kernel::scores(isa, q, keys, rows, row, scores);
+    fn scores(
+        isa: Isa,
+        q: &[f32],
+        dim: usize,
+        keys: HistoryRows<'_>,
+        rows: usize,
+        block: &mut Vec<f32>,
+        scores: &mut [f32],
+    ) {
+        kernel::scores(isa, q, dim, keys, rows, block, scores);
     }
 
-    fn weigh(isa: Isa, weights: &[f32], values: HistoryRows<'_>, rows: usize, row: &mut [f32], sums: &mut [f32]) {
-        kernel::weigh(isa, weights, values, rows, row, sums);
+    fn weigh(
+        isa: Isa,
+        weights: &[f32],
+        dim: usize,
+        values: HistoryRows<'_>,
+        rows: usize,
+        block: &mut Vec<f32>,
+        sums: &mut [f32],
+    ) {
+        kernel::weigh(isa, weights, dim, values, rows, block, sums);
+    }
+
+    fn exp_sum(isa: Isa, most: f32, x: &mut [f32]) -> f32 {
+        kernel::exp_sum(isa, most, x)
     }
 }
 
@@ -174,23 +213,46 @@ impl Real for f64 {
         }
     }
 
-    fn scores(isa: Isa, q: &[f64], keys: HistoryRows<'_>, rows: usize, row: &mut [f32], scores: &mut [f64]) {
+    fn scores(
+        isa: Isa,
+        q: &[f64],
+        dim: usize,
+        keys: HistoryRows<'_>,
+        rows: usize,
+        block: &mut Vec<f32>,
+        scores: &mut [f64],
+    ) {
+        block.resize(dim, 0.0);
         for i in 0..rows {
-            keys.read(i, row);
-            let key: Vec<f64> = row.iter().copied().map(f64::from).collect();
-            for (h, q) in q.chunks_exact(key.len()).enumerate() {
+            keys.read(i, block);
+            let key: Vec<f64> = block.iter().copied().map(f64::from).collect();
+            for (h, q) in q.chunks_exact(dim).enumerate() {
                 scores[h * rows + i] = f64::dot(isa, q, &key);
             }
         }
     }
 
-    fn weigh(_: Isa, weights: &[f64], values: HistoryRows<'_>, rows: usize, row: &mut [f32], sums: &mut [f64]) {
+    fn weigh(
+        _: Isa,
+        weights: &[f64],
+        dim: usize,
+        values: HistoryRows<'_>,
+        rows: usize,
+        block: &mut Vec<f32>,
+        sums: &mut [f64],
+    ) {
+        block.resize(dim, 0.0);
         for i in 0..rows {
-            values.read(i, row);
-            for (h, sums) in sums.chunks_exact_mut(row.len()).enumerate() {
-                sums.iter_mut().zip(row.iter()).for_each(|(s, v)| *s += weights[h * rows + i] * f64::from(*v));
+            values.read(i, block);
+            for (h, sums) in sums.chunks_exact_mut(dim).enumerate() {
+                sums.iter_mut().zip(block.iter()).for_each(|(s, v)| *s += weights[h * rows + i] * f64::from(*v));
             }
         }
+    }
+
+    fn exp_sum(_: Isa, most: f64, x: &mut [f64]) -> f64 {
+        x.iter_mut().for_each(|x| *x = f64::exp(*x - most));
+        x.iter().sum()
     }
 }
 
@@ -242,7 +304,7 @@ mod tests {
         for (x, want) in
             [(0.0, 0.0), (0.5, 0.520_499_877_813_046_5), (1.0, 0.842_700_792_949_714_9), (2.0, 0.995_322_265_018_952_7)]
         {
-            for sign in [1.0, -1.0] {
+            for sign in [1.0_f64, -1.0] {
                 assert!((Real::erf(sign * x) - sign * want).abs() < 1e-15, "erf({x})");
                 assert!((f64::from(Real::erf((sign * x) as f32)) - sign * want).abs() < 3e-7, "erf({x}) in fp32");
             }

@@ -22,6 +22,7 @@ impl Random {
     }
 
     /// Evenly spread in `-1.0..1.0`.
+    #[cfg(test)]
     pub fn signed(&mut self) -> f32 {
         signed(self.next_u64())
     }

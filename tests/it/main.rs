@@ -2,7 +2,9 @@
 
 mod driver;
 mod families;
+mod interp;
 mod nvrtc;
+mod support;
 
 use std::io::Write;
 
