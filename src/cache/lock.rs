@@ -48,39 +48,61 @@ pub fn try_lock(file: File) -> Result<Locked, TryLockError> {
     file.try_lock().map(|()| Locked(file))
 }
 
-/// Opens `path` with `open` and locks it, waiting as long as another process holds it. `on_wait` hears how long.
-/// On return the file is the one that `path` names.
+/// How to wait for a lock that another process holds.
+pub enum Wait<'a> {
+    /// In the kernel, which wakes waiters at once: for locks held for milliseconds.
+    Silently,
+    /// Trying again and again, and telling how long it has been: for locks held while something is built.
+    Telling(&'a mut dyn FnMut(Duration)),
+}
+
+/// Opens `path` with `open` and locks it. On return the file is the one that `path` names.
 pub fn lock_path(
     path: &Path,
     open: impl Fn(&Path) -> io::Result<File>,
-    mut on_wait: impl FnMut(Duration),
+    mut wait: Wait<'_>,
 ) -> Result<Locked, LockError> {
-    let start = Instant::now();
-    let mut report_at = Duration::ZERO;
     loop {
         let file = open(path).map_err(|source| LockError::Open { path: path.to_path_buf(), source })?;
-        let mut pause = Duration::from_millis(1);
-        loop {
-            match file.try_lock() {
-                Ok(()) => break,
-                Err(TryLockError::WouldBlock) => {
-                    let waited = start.elapsed();
-                    if waited >= report_at {
-                        on_wait(waited);
-                        report_at = waited + REPORT_EVERY;
-                    }
-                    std::thread::sleep(pause);
-                    pause = (pause * 2).min(PAUSE_MAX);
-                }
-                Err(TryLockError::Error(source)) => {
-                    return Err(LockError::Lock { path: path.to_path_buf(), source });
-                }
-            }
-        }
+        let locked = match &mut wait {
+            Wait::Silently => lock_silently(&file),
+            Wait::Telling(on_wait) => lock_telling(&file, on_wait),
+        };
+        locked.map_err(|source| LockError::Lock { path: path.to_path_buf(), source })?;
         let locked = Locked(file);
         if is_at(&locked, path) {
             return Ok(locked);
         }
+    }
+}
+
+fn lock_silently(file: &File) -> io::Result<()> {
+    loop {
+        match file.lock() {
+            // A signal came; its handler decides whether the process goes on.
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            result => return result,
+        }
+    }
+}
+
+fn lock_telling(file: &File, on_wait: &mut dyn FnMut(Duration)) -> io::Result<()> {
+    let start = Instant::now();
+    let mut report_at = Duration::ZERO;
+    let mut pause = Duration::from_millis(1);
+    loop {
+        match file.try_lock() {
+            Ok(()) => return Ok(()),
+            Err(TryLockError::WouldBlock) => {}
+            Err(TryLockError::Error(error)) => return Err(error),
+        }
+        let waited = start.elapsed();
+        if waited >= report_at {
+            on_wait(waited);
+            report_at = waited + REPORT_EVERY;
+        }
+        std::thread::sleep(pause);
+        pause = (pause * 2).min(PAUSE_MAX);
     }
 }
 
@@ -101,8 +123,9 @@ pub struct LockFile {
 }
 
 impl LockFile {
-    pub fn acquire(path: PathBuf, on_wait: impl FnMut(Duration)) -> Result<LockFile, LockError> {
-        let file = lock_path(&path, open_lock_file, on_wait)?;
+    /// `on_wait` hears how long another process has held it: at once, then about every second.
+    pub fn acquire(path: PathBuf, on_wait: &mut dyn FnMut(Duration)) -> Result<LockFile, LockError> {
+        let file = lock_path(&path, open_lock_file, Wait::Telling(on_wait))?;
         Ok(LockFile { path, _file: file })
     }
 }

@@ -215,8 +215,8 @@ impl Cache {
         if let Some(entry) = self.get(stage, key)? {
             return Ok((entry, Outcome::Cached));
         }
-        let waiting = |waited| (self.note)(&Note::Waiting { stage: stage.to_string(), key: *key, waited });
-        let lock = match self.store.lock_entry(stage, key, waiting) {
+        let mut waiting = |waited| (self.note)(&Note::Waiting { stage: stage.to_string(), key: *key, waited });
+        let lock = match self.store.lock_entry(stage, key, &mut waiting) {
             Ok(lock) => Some(lock),
             Err(LockError::Lock { path, source }) => {
                 (self.note)(&Note::NoLocks { path, reason: source.to_string() });

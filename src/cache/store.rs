@@ -361,7 +361,12 @@ impl Store {
     }
 
     /// Takes the right to build one entry.
-    pub fn lock_entry(&self, stage: &str, key: &Digest, on_wait: impl FnMut(Duration)) -> Result<LockFile, LockError> {
+    pub fn lock_entry(
+        &self,
+        stage: &str,
+        key: &Digest,
+        on_wait: &mut dyn FnMut(Duration),
+    ) -> Result<LockFile, LockError> {
         let folder = self.root.join("locks");
         fs::create_dir_all(&folder).map_err(|source| LockError::Open { path: folder.clone(), source })?;
         LockFile::acquire(folder.join(format!("{stage}-{key}")), on_wait)
