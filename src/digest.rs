@@ -1,8 +1,8 @@
 //! Owns `Digest`, the key walk, and its two sinks: the hash that names an artefact and the text that explains it.
 //!
-//! A key part describes itself once, to a [`KeySink`]; the same calls feed blake3 and a readable text (the `.why` stored
-//! beside an artefact). Both encodings are injective, so two walks have one digest exactly when they have one text: a
-//! stage that runs again can always name the line that changed.
+//! A key part describes itself once, to a [`KeySink`]; the same calls feed blake3 and a readable text (the `.why`
+//! stored beside an artefact). Both encodings are injective, so two walks have one digest exactly when they have one
+//! text: a stage that runs again can always name the line that changed.
 //!
 //! Key structs are destructured in their walk, so that a new field does not compile until it is keyed:
 //!
@@ -590,7 +590,9 @@ mod tests {
 
         /// The likeliest near miss: one part of a walk changed, moved, dropped or doubled.
         #[test]
-        fn one_change_shows(parts in parts(1..4), at in any::<prop::sample::Index>(), how in 0..4, value in tricky_text()) {
+        fn one_change_shows(
+            parts in parts(1..4), at in any::<prop::sample::Index>(), how in 0..4, value in tricky_text(),
+        ) {
             let mut changed = parts.clone();
             let at = at.index(parts.len());
             match how {

@@ -5,8 +5,8 @@
 //! ```
 //!
 //! The seal is a hash over what the file is (its kind and name), the length and the content digest. It stands behind
-//! the content, so that content starts at offset 0: text stays readable, a cubin stays an ELF file, a pack can be mapped
-//! page-aligned, and a file that was cut anywhere has no seal. A sound file under the wrong name is refused too.
+//! the content, so that content starts at offset 0: text stays readable, a cubin stays an ELF file, a pack can be
+//! mapped page-aligned, and a file that was cut anywhere has no seal. A sound file under the wrong name is refused too.
 
 use std::fmt;
 

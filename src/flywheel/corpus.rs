@@ -1,9 +1,9 @@
 //! Owns the corpus file: appending rows, reading them back, and merging corpora.
 //!
 //! The file is only ever appended to. A row is one line and one `write(2)` under an exclusive lock, so any number of
-//! processes may append at once. A row that a crash cut is marked by the next writer and reported by every reader; a row
-//! for which the disk has no room is taken back. The reader trusts nothing: a line that is not a whole row of a known
-//! schema is reported with its number and skipped, and never stops the reading of the others.
+//! processes may append at once. A row that a crash cut is marked by the next writer and reported by every reader; a
+//! row for which the disk has no room is taken back. The reader trusts nothing: a line that is not a whole row of a
+//! known schema is reported with its number and skipped, and never stops the reading of the others.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::fs::{self, File, OpenOptions};
@@ -851,7 +851,8 @@ mod tests {
         fn whatever_was_appended_is_read(verdicts in prop::collection::vec(verdicts(), 1..6)) {
             let folder = tempfile::tempdir().unwrap();
             let path = folder.path().join("trials.csv");
-            let trials: Vec<Trial> = verdicts.into_iter().zip(1..).map(|(verdict, nonce)| trial(verdict, nonce)).collect();
+            let rows = verdicts.into_iter().zip(1..).map(|(verdict, nonce)| trial(verdict, nonce));
+            let trials: Vec<Trial> = rows.collect();
             append(&path, &trials).unwrap();
             let corpus = one(&path);
             prop_assert_eq!(corpus.broken, vec![]);
@@ -860,7 +861,9 @@ mod tests {
 
         /// Whatever bytes follow a header, the reader reports them and comes back.
         #[test]
-        fn arbitrary_bytes_are_survived(bytes in prop::collection::vec(prop_oneof![Just(b'\n'), Just(b','), Just(b'"'), any::<u8>()], 0..400)) {
+        fn arbitrary_bytes_are_survived(bytes in prop::collection::vec(
+            prop_oneof![Just(b'\n'), Just(b','), Just(b'"'), any::<u8>()], 0..400,
+        )) {
             let folder = tempfile::tempdir().unwrap();
             let path = folder.path().join("trials.csv");
             fs::write(&path, [header_line().as_bytes(), &bytes].concat()).unwrap();

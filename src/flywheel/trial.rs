@@ -1075,7 +1075,9 @@ pub(super) mod tests {
         #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
 
         #[test]
-        fn a_row_reads_back_as_it_was(verdict in verdicts(), name in text(), seed in any::<u64>(), at in 0..9_000_000_000u64) {
+        fn a_row_reads_back_as_it_was(
+            verdict in verdicts(), name in text(), seed in any::<u64>(), at in 0..9_000_000_000u64,
+        ) {
             let mut facts = facts();
             facts.manifest = name.clone();
             facts.point.candidate = name;
