@@ -6,6 +6,8 @@ pub mod error;
 pub mod id;
 
 pub mod digest;
+pub mod fields;
+pub mod files;
 pub mod text;
 
 pub mod manifest;

@@ -270,8 +270,7 @@ error: bad `b`
 
     #[test]
     fn the_distance_counts_a_swap_of_neighbours_once() {
-        let distance =
-            |a: &str, b: &str| edit_distance(&a.chars().collect::<Vec<_>>(), &b.chars().collect::<Vec<_>>());
+        let distance = |a: &str, b: &str| edit_distance(&a.chars().collect::<Vec<_>>(), &b.chars().collect::<Vec<_>>());
         assert_eq!(distance("", ""), 0);
         assert_eq!(distance("", "abc"), 3);
         assert_eq!(distance("abc", ""), 3);
