@@ -34,8 +34,8 @@ impl ParseError {
     }
 
     /// A fault of the input, rendered.
-    pub fn into_fault(self, path: &str, text: &str) -> Fault {
-        Fault::input(self.render(path, text, Style::Plain))
+    pub fn into_fault(self, path: &str, text: &str, style: Style) -> Fault {
+        Fault::input(self.render(path, text, style))
     }
 }
 
@@ -318,7 +318,8 @@ impl<'a> Parser<'a> {
         Ok(Operand { role, access, buffer, rows, cols })
     }
 
-    /// `[base + stride*(i/div) + stride_j*j ..+len <limit] first only_j=J`; a term left out is 0.
+    /// `[base + stride*(i/div) + stride_j*j ..+len <limit] first only_j=J`; a term left out is 0. `[lo..hi]` for the same
+    /// columns everywhere.
     fn cols(&mut self) -> Parsed<Cols> {
         let mut cols = Cols { base: 0, stride: 0, div: 1, stride_j: 0, len: 0, limit: 0, first: false, only_j: None };
         // Terms come in this order, each at most once.
@@ -346,19 +347,27 @@ impl<'a> Parser<'a> {
             };
             if term <= next {
                 let label = "expected a constant, then a multiple of `i`, then a multiple of `j`, each at most once";
-                let title = format!("malformed {} line", self.line_kind);
-                return Err(self.error(start..self.at, title, label.to_string(), None));
+                return Err(self.error(start..self.at, self.malformed(), label.to_string(), None));
             }
             next = term;
-            // `..+` ends the sum; its sign is not another term.
             if self.eat("..+") {
+                cols.len = self.u32()?;
+                self.expect("<")?;
+                cols.limit = self.u32()?;
+                break;
+            }
+            if term == 1 && self.eat("..") {
+                let start = self.at;
+                cols.limit = self.u32()?;
+                let Some(len) = cols.limit.checked_sub(cols.base) else {
+                    let label = format!("expected at least {}, found {}", cols.base, cols.limit);
+                    return Err(self.error(start..self.token_end(start), self.malformed(), label, None));
+                };
+                cols.len = len;
                 break;
             }
             self.expect("+")?;
         }
-        cols.len = self.u32()?;
-        self.expect("<")?;
-        cols.limit = self.u32()?;
         self.expect("]")?;
         cols.first = self.eat("first");
         cols.only_j = self.optional_u32("only_j")?;
@@ -834,11 +843,14 @@ impl<'a> Parser<'a> {
             Expected::Kind(_) => None,
         });
         let help = nearest(token, words).map(|word| format!("did you mean `{word}`?"));
-        let title = match self.line_kind {
+        self.error(span, self.malformed(), format!("expected {expected}, found {found}"), help)
+    }
+
+    fn malformed(&self) -> String {
+        match self.line_kind {
             "" => "unknown kind of line".to_string(),
             kind => format!("malformed {kind} line"),
-        };
-        self.error(span, title, format!("expected {expected}, found {found}"), help)
+        }
     }
 
     fn error(&self, span: Span, title: String, label: String, help: Option<String>) -> ParseError {
@@ -890,8 +902,8 @@ b2 = constant fp32 [1, 96] "qkv.0.bias" from vectors offset=1 interleave=4 w4[0.
 b3 = constant bf16 [512, 32] "embed" from tensor w0
 b4 = constant fp32 [64, 16] "rope.r0" from rope r0
 g0 = select "select" n=2 axis=1
-  read candidates b0 one [0..+4 <4] ; candidates
-  write token b9 one [0..+1 <1]
+  read candidates b0 one [0..4] ; candidates
+  write token b9 one [3..+1 <1]
 g1 = embed "embed" n=4 axis=1 scale=1
 g2 = matvec "qkv.0" n=12 axis=1 rows=96 k=32 norm=layer:0.00001 epilogue=store
   stream weight b1 units [1*i..+1 <12] ; qkv.0.weight
@@ -1030,7 +1042,7 @@ regime r1 from 32
         let text = sample().replace("e7>=0", "e7>0");
         let error = parse(&text).unwrap_err();
         assert_eq!(
-            error.into_fault("a.mkir", &text).to_string(),
+            error.into_fault("a.mkir", &text, Style::Plain).to_string(),
             "malformed task line
   --> a.mkir:33:34
    |

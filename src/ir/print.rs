@@ -8,7 +8,7 @@
 //! program "tiny" context_max=64 weights=bf16 cache=bf16 wire=fp32
 //! b6 = weight bf16 [96, 32] "qkv.0.weight" from rows interleave=1 w2[0..+32] w3[0..+32 block 16 stride 48]
 //! g3 = matvec "qkv.0" n=12 axis=1 rows=96 k=32 norm=rms:0.00001 epilogue=store
-//!   read x b5 one [0..+32 <32] ; x.0
+//!   read x b5 one [0..32] ; x.0
 //!   stream weight b6 units [1*i..+1 <12] ; qkv.0.weight
 //! machine "cpu" sms=2 cluster=1 consumer_warps=1 registers_per_consumer_thread=24
 //! ring slots=12 slot_bytes=16384 groups=1 arrivals=1 flight_high=4 flight_low=2 flight_free=8
@@ -21,8 +21,8 @@
 //!   stream sm0: t4+0:32768 t9+hist:128
 //! ```
 //!
-//! Columns of an operand read as in [`Cols`]: `[base + stride*(i/div) + stride_j*j ..+len <limit]`, then `first` and
-//! `only_j=`. Rows of a checkpoint tensor read `w3[first..+rows block B stride S]`. A run in a stream is a task, then
+//! Columns of an operand read as in [`Cols`]: `[base + stride*(i/div) + stride_j*j ..+len <limit]`, or `[base..limit]`
+//! where every launch index touches the same, then `first` and `only_j=`. Rows of a checkpoint tensor read `w3[first..+rows block B stride S]`. A run in a stream is a task, then
 //! `+offset:bytes` of the pack or `+hist:rows` for chunks of that many cache rows.
 
 use super::op::{Attention, Epilogue, MatVec, NormAttr, Op, QkNormAttr};
@@ -219,6 +219,10 @@ fn write_cols(out: &mut String, cols: &Cols) -> fmt::Result {
     let (by_i, by_j) = ((*stride, *div) != (0, 1), *stride_j != 0);
     out.push('[');
     let mut plus = "";
+    if !by_i && !by_j && base.checked_add(*len) == Some(*limit) {
+        write!(out, "{base}..{limit}]")?;
+        return write_cols_flags(out, *first, only_j);
+    }
     if *base != 0 || !(by_i || by_j) {
         write!(out, "{base}")?;
         plus = " + ";
@@ -234,13 +238,14 @@ fn write_cols(out: &mut String, cols: &Cols) -> fmt::Result {
         write!(out, "{plus}{stride_j}*j")?;
     }
     write!(out, "..+{len} <{limit}]")?;
-    if *first {
+    write_cols_flags(out, *first, only_j)
+}
+
+fn write_cols_flags(out: &mut String, first: bool, only_j: &Option<u32>) -> fmt::Result {
+    if first {
         out.push_str(" first");
     }
-    match only_j {
-        Some(j) => write!(out, " only_j={j}"),
-        None => Ok(()),
-    }
+    write_optional(out, "only_j", only_j)
 }
 
 fn write_machine(out: &mut String, machine: &Machine) -> fmt::Result {

@@ -1,0 +1,3 @@
+//! End-to-end tests: one crate, one module per stage.
+
+mod filetests;
