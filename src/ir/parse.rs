@@ -57,11 +57,16 @@ impl From<ParseError> for Fault {
 
 /// Reads a schedule.
 pub fn parse(text: &str) -> Result<Schedule, ParseError> {
+    parse_with_lines(text).map(|(schedule, _)| schedule)
+}
+
+/// Reads a schedule and where each entity of it is defined.
+pub fn parse_with_lines(text: &str) -> Result<(Schedule, Lines), ParseError> {
     let mut p = Parser::new(text);
     let program = p.program()?;
     let schedule = p.schedule(program)?;
     p.end_of_text()?;
-    Ok(schedule)
+    Ok((schedule, p.lines))
 }
 
 /// Reads a program alone.
@@ -70,6 +75,29 @@ pub fn parse_program(text: &str) -> Result<Program, ParseError> {
     let program = p.program()?;
     p.end_of_text()?;
     Ok(program)
+}
+
+/// Where a text defines what: each line from its first token to its last, comments left out. Lists are by index.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Lines {
+    pub program: Span,
+    pub buffers: Vec<Span>,
+    /// The line of the grid itself; its operands follow.
+    pub grids: Vec<Span>,
+    pub machine: Span,
+    pub ring: Span,
+    pub smem: Vec<Span>,
+    pub regimes: Vec<RegimeLines>,
+}
+
+/// The lines of one regime.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct RegimeLines {
+    pub regime: Span,
+    pub tasks: Vec<Span>,
+    pub events: Vec<Span>,
+    pub queues: Vec<Span>,
+    pub streams: Vec<Span>,
 }
 
 const ACTS: [Act; 4] = [Act::Silu, Act::GeluErf, Act::GeluTanh, Act::Relu];
@@ -89,12 +117,18 @@ enum Expected {
     Kind(&'static str),
 }
 
+/// Picks the list that a line of a regime belongs to.
+type LineList = fn(&mut RegimeLines) -> &mut Vec<Span>;
+
 type Parsed<T> = Result<T, ParseError>;
 
 /// A cursor over the text. `eat_` functions move only when they find what they look for; `expect` functions fail.
 struct Parser<'a> {
     text: &'a str,
     at: usize,
+    lines: Lines,
+    /// First byte of the line being read.
+    line_start: usize,
     /// The kind of line being read, for the title of an error; empty while that is not known.
     line_kind: &'static str,
     /// What was looked for in vain at `tried_at`: the alternatives an error there offers.
@@ -104,7 +138,7 @@ struct Parser<'a> {
 
 impl<'a> Parser<'a> {
     fn new(text: &'a str) -> Self {
-        Parser { text, at: 0, line_kind: "", tried: vec![], tried_at: 0 }
+        Parser { text, at: 0, lines: Lines::default(), line_start: 0, line_kind: "", tried: vec![], tried_at: 0 }
     }
 
     // ---- lines
@@ -121,7 +155,7 @@ impl<'a> Parser<'a> {
             self.one_of(&DTYPES, DType::name)
         };
         let precision = Precision { weights: dtype("weights")?, cache: dtype("cache")?, wire: dtype("wire")? };
-        self.end_of_line()?;
+        self.lines.program = self.end_of_line()?;
         let mut program = Program { name, precision, context_max, buffers: vec![], grids: vec![] };
         loop {
             self.next_line();
@@ -150,7 +184,7 @@ impl<'a> Parser<'a> {
             let label = format!("expected version {VERSION}, found {version}");
             return Err(self.error(start..self.at, title, label, None));
         }
-        self.end_of_line()
+        self.end_of_line().map(|_| ())
     }
 
     fn buffer(&mut self) -> Parsed<Buffer> {
@@ -164,7 +198,8 @@ impl<'a> Parser<'a> {
         let phases = if self.eat_attr("phases")? { self.u32()? } else { 1 };
         let name = self.string()?;
         let content = if self.eat("from") { Some(self.content()?) } else { None };
-        self.end_of_line()?;
+        let line = self.end_of_line()?;
+        self.lines.buffers.push(line);
         Ok(Buffer { name, space, dtype, rows, cols, phases, content })
     }
 
@@ -243,7 +278,8 @@ impl<'a> Parser<'a> {
                 Op::NormAdd { norm: self.norm()?, width: self.attr_u32("width")?, scale: self.attr_f32("scale")? }
             }
         };
-        self.end_of_line()?;
+        let line = self.end_of_line()?;
+        self.lines.grids.push(line);
         Ok(Grid { name, op, n, second, operands: vec![] })
     }
 
@@ -383,7 +419,7 @@ impl<'a> Parser<'a> {
         let cluster = self.attr_u32("cluster")?;
         let consumer_warps = self.attr_u32("consumer_warps")?;
         let registers_per_consumer_thread = self.attr_u32("registers_per_consumer_thread")?;
-        self.end_of_line()?;
+        self.lines.machine = self.end_of_line()?;
         self.next_line();
         self.line_kind = "ring";
         self.expect("ring")?;
@@ -396,15 +432,18 @@ impl<'a> Parser<'a> {
             flight_low: self.attr_u32("flight_low")?,
             flight_free: self.attr_u32("flight_free")?,
         };
-        self.end_of_line()?;
+        self.lines.ring = self.end_of_line()?;
         let mut smem = vec![];
         let mut placement = vec![];
         let mut regimes: Vec<Regime> = vec![];
         loop {
             self.next_line();
             if let Some(regime) = regimes.last_mut()
-                && self.regime_line(regime)?
+                && let Some((kind, line)) = self.regime_line(regime)?
             {
+                if let Some(lines) = self.lines.regimes.last_mut() {
+                    kind(lines).push(line);
+                }
                 continue;
             }
             if regimes.is_empty() && self.eat("smem") {
@@ -418,7 +457,8 @@ impl<'a> Parser<'a> {
                 self.index("r", "regime", regimes.len())?;
                 self.expect("from")?;
                 let from_position = self.u32()?;
-                self.end_of_line()?;
+                let line = self.end_of_line()?;
+                self.lines.regimes.push(RegimeLines { regime: line, ..RegimeLines::default() });
                 regimes.push(Regime { from_position, tasks: vec![], events: vec![], queues: vec![], streams: vec![] });
             } else {
                 break;
@@ -433,7 +473,8 @@ impl<'a> Parser<'a> {
         let offset = self.u32()?;
         self.expect("..+")?;
         let bytes = self.u32()?;
-        self.end_of_line()?;
+        let line = self.end_of_line()?;
+        self.lines.smem.push(line);
         Ok(SmemPart { name, offset, bytes })
     }
 
@@ -445,15 +486,17 @@ impl<'a> Parser<'a> {
             self.expect("@")?;
             placement.push(if self.eat("-") { None } else { Some(self.u64()?) });
         }
-        self.end_of_line()
+        self.end_of_line().map(|_| ())
     }
 
-    /// Reads a line that belongs to a regime; `false` when it does not.
-    fn regime_line(&mut self, regime: &mut Regime) -> Parsed<bool> {
-        if self.eat_definition("t", "task", regime.tasks.len())? {
+    /// Reads a line that belongs to a regime, and says which list of lines it belongs to; `None` when it is another.
+    fn regime_line(&mut self, regime: &mut Regime) -> Parsed<Option<(LineList, Span)>> {
+        let list: LineList = if self.eat_definition("t", "task", regime.tasks.len())? {
             regime.tasks.push(self.task()?);
+            |lines| &mut lines.tasks
         } else if self.eat_definition("e", "event", regime.events.len())? {
             regime.events.push(self.event()?);
+            |lines| &mut lines.events
         } else if self.eat("queue") {
             self.line_kind = "queue";
             self.index(SmId::PREFIX, "queue", regime.queues.len())?;
@@ -462,8 +505,8 @@ impl<'a> Parser<'a> {
             while let Some(task) = self.eat_id("t")? {
                 queue.push(TaskId(task));
             }
-            self.end_of_line()?;
             regime.queues.push(queue);
+            |lines| &mut lines.queues
         } else if self.eat("stream") {
             self.line_kind = "stream";
             self.index(SmId::PREFIX, "stream", regime.streams.len())?;
@@ -481,12 +524,12 @@ impl<'a> Parser<'a> {
                 };
                 stream.push(Run { task: TaskId(task), bytes });
             }
-            self.end_of_line()?;
             regime.streams.push(stream);
+            |lines| &mut lines.streams
         } else {
-            return Ok(false);
-        }
-        Ok(true)
+            return Ok(None);
+        };
+        Ok(Some((list, self.end_of_line()?)))
     }
 
     fn task(&mut self) -> Parsed<Task> {
@@ -505,7 +548,6 @@ impl<'a> Parser<'a> {
                 task.signals.push(EventId(event));
             }
         }
-        self.end_of_line()?;
         Ok(task)
     }
 
@@ -515,7 +557,6 @@ impl<'a> Parser<'a> {
         let count = self.attr_u32("count")?;
         let mechanism = self.one_of(&Mechanism::ALL, Mechanism::name)?;
         let (carried, proxy) = (self.eat("carried"), self.eat("proxy"));
-        self.end_of_line()?;
         Ok(Event { buffer, lo, hi, count, mechanism, carried, proxy })
     }
 
@@ -571,6 +612,7 @@ impl<'a> Parser<'a> {
             }
         }
         self.line_kind = "";
+        self.line_start = self.at;
     }
 
     fn skip_blanks(&mut self) {
@@ -583,7 +625,10 @@ impl<'a> Parser<'a> {
         self.at = self.text[self.at..].find('\n').map_or(self.text.len(), |end| self.at + end);
     }
 
-    fn end_of_line(&mut self) -> Parsed<()> {
+    /// Ends the line and says where its tokens are.
+    fn end_of_line(&mut self) -> Parsed<Span> {
+        let tokens = self.text[self.line_start..self.at].trim_end();
+        let line = self.line_start..self.line_start + tokens.len();
         match self.text.as_bytes().get(self.at) {
             Some(b';') => self.skip_comment(),
             None | Some(b'\n') => {}
@@ -592,7 +637,7 @@ impl<'a> Parser<'a> {
                 return Err(self.unexpected());
             }
         }
-        Ok(())
+        Ok(line)
     }
 
     fn end_of_text(&mut self) -> Parsed<()> {
@@ -958,6 +1003,28 @@ regime r1 from 32
         assert_eq!(print(&parse(&loose).unwrap()), sample());
         let spaced = sample().replace("t0 = g0[0..1] wait e0>=2", "t0=g0 [ 0 .. 1 ]  wait e0 >= 2");
         assert_eq!(print(&parse(&spaced).unwrap()), sample());
+    }
+
+    #[test]
+    fn lines_are_where_things_are_defined() {
+        let text = sample().replace("t1 = g2", "t1  =  g2");
+        let (schedule, lines) = parse_with_lines(&text).unwrap();
+        let regime = &lines.regimes[0];
+        for (span, expected) in [
+            (&lines.buffers[4], r#"b4 = constant fp32 [64, 16] "rope.r0" from rope r0"#),
+            (&lines.grids[10], r#"g10 = report "report" n=1 axis=1"#),
+            (&lines.smem[0], r#"smem "ring" 0..+196608"#),
+            (&regime.tasks[1], "t1  =  g2[0..6] j=1 wait e1>=1 e7>=0 signal e0 e1"),
+            (&regime.queues[1], "queue sm1:"),
+            (&lines.regimes[1].regime, "regime r1 from 32"),
+        ] {
+            assert_eq!(&text[span.clone()], expected);
+        }
+        assert!(text[lines.program.clone()].starts_with("program "));
+        assert!(text[lines.machine.clone()].starts_with("machine "));
+        assert!(text[lines.ring.clone()].starts_with("ring "));
+        assert_eq!(lines.buffers.len(), schedule.program.buffers.len());
+        assert_eq!((regime.tasks.len(), regime.events.len(), regime.streams.len()), (3, 2, 2));
     }
 
     /// Replaces `old` in the sample and returns the error of the result.

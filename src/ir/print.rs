@@ -36,6 +36,9 @@ use std::fmt::{self, Write};
 /// The version of the text form that [`print`] writes and [`super::parse::parse`] reads.
 pub const VERSION: u32 = 1;
 
+/// What stands before a fault on the line that is guilty of it.
+pub const FAULT: &str = "; error: ";
+
 /// Buffers named on one `place` line.
 const PLACES_PER_LINE: usize = 8;
 
@@ -59,6 +62,30 @@ pub fn print_program(program: &Program) -> String {
     let mut text = String::new();
     write_program(&mut text, program).expect("a string takes every write");
     text
+}
+
+/// A text with faults written behind the lines that hold the given bytes; still `.mkir` if it was, for they are comments.
+pub fn mark(text: &str, faults: &[(usize, String)]) -> String {
+    let mut order: Vec<&(usize, String)> = faults.iter().collect();
+    order.sort_by_key(|(at, _)| *at);
+    // A fault at the end of the text goes to the last line, not behind its newline.
+    let last = text.strip_suffix('\n').unwrap_or(text).len();
+    let mut out = String::with_capacity(text.len());
+    let mut done = 0;
+    for (at, fault) in order {
+        let from = (*at).min(last);
+        let end = text.bytes().skip(from).position(|b| b == b'\n').map_or(text.len(), |newline| from + newline);
+        out.push_str(text[done..end].trim_end_matches('\r'));
+        out.push(' ');
+        out.push_str(FAULT);
+        fault.lines().enumerate().for_each(|(i, line)| {
+            out.push_str(if i == 0 { "" } else { "; " });
+            out.push_str(line.trim());
+        });
+        done = end;
+    }
+    out.push_str(&text[done..]);
+    out
 }
 
 pub(super) fn act_name(act: Act) -> &'static str {
@@ -382,5 +409,30 @@ impl fmt::Display for Escaped<'_> {
             plain = at + c.len_utf8();
         }
         f.write_str(&self.0[plain..])
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn faults_stand_on_the_lines_that_hold_them() {
+        let marked = |text: &str, faults: &[(usize, &str)]| {
+            let faults: Vec<(usize, String)> = faults.iter().map(|(at, fault)| (*at, fault.to_string())).collect();
+            mark(text, &faults)
+        };
+        assert_eq!(marked("one\ntwo\n", &[(5, "b"), (0, "a")]), "one ; error: a\ntwo ; error: b\n");
+        assert_eq!(marked("one\ntwo", &[(3, "a"), (1, "b\n  c")]), "one ; error: b; c ; error: a\ntwo");
+        assert_eq!(marked("one\ntwo\n", &[(8, "end"), (99, "past")]), "one\ntwo ; error: end ; error: past\n");
+        assert_eq!(marked("é\r\n", &[(1, "a")]), "é ; error: a\n");
+        assert_eq!(marked("", &[(0, "a")]), " ; error: a");
+        assert_eq!(marked("one\n", &[]), "one\n");
+    }
+
+    #[test]
+    fn names_from_outside_stay_on_their_line() {
+        let name = "a\"b\\c\nd\u{1b}[31m é";
+        assert_eq!(Quoted(name).to_string(), r#""a\"b\\c\u{a}d\u{1b}[31m é""#);
     }
 }

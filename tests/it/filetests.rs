@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 use monobloc::candidate::Candidate;
 use monobloc::dtype::{DType, Precision};
 use monobloc::ir::parse::parse;
-use monobloc::ir::print::print;
+use monobloc::ir::print::{FAULT, mark, print};
 use monobloc::lower::lower;
 use monobloc::model::graph::{
     Act, Attention, Layer, Linear, Mlp, ModelGraph, Norm, NormKind, QkNorm, QkNormSpan, Rope, RopeId, RowView, Tensor,
@@ -24,15 +24,13 @@ use monobloc::schedule::schedule;
 use monobloc::target::{CopyMechanism, DotMechanism, Measured, Spec, Target, TargetKind};
 use monobloc::text::Diagnostic;
 
-const FAULT: &str = "; error: ";
-
 #[test]
 fn parse_files() {
     check_directory("parse", |_, text| match parse(text) {
         Err(error) => {
-            let Diagnostic { title, label, help, .. } = error.diagnostic;
+            let Diagnostic { title, span, label, help } = error.diagnostic;
             let help = help.map_or(String::new(), |help| format!(" ({help})"));
-            annotate(text, &[(error.line, format!("{title}: {label}{help}"))])
+            mark(text, &[(span.start, format!("{title}: {label}{help}"))])
         }
         Ok(read) => format!("{}\n{}", first_line(text), print(&read)),
     });
@@ -102,21 +100,6 @@ fn without_faults(text: &str) -> String {
             None => line.to_string(),
         })
         .collect()
-}
-
-/// The text with each fault behind the line (from 1) that is guilty of it; a fault at the end is the last line's.
-fn annotate(text: &str, faults: &[(usize, String)]) -> String {
-    let lines: Vec<&str> = text.split_inclusive('\n').collect();
-    let mut out = String::new();
-    for (i, line) in lines.iter().enumerate() {
-        let guilty = |at: usize| at.min(lines.len()) == i + 1;
-        out.push_str(line.trim_end_matches('\n'));
-        for (_, fault) in faults.iter().filter(|(at, _)| guilty(*at)) {
-            write!(out, " {FAULT}{fault}").unwrap();
-        }
-        out.push_str(if line.ends_with('\n') { "\n" } else { "" });
-    }
-    out
 }
 
 /// The first lines that differ.
