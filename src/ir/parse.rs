@@ -354,8 +354,8 @@ impl<'a> Parser<'a> {
         Ok(Operand { role, access, buffer, rows, cols })
     }
 
-    /// `[base + stride*(i/div) + stride_j*j ..+len <limit] first only_j=J`; a term left out is 0. `[lo..hi]` for the same
-    /// columns everywhere.
+    /// `[base + stride*(i/div) + stride_j*j ..+len <limit] first only_j=J`; a term left out is 0. `[lo..hi]` for the
+    /// same columns everywhere.
     fn cols(&mut self) -> Parsed<Cols> {
         let mut cols = Cols { base: 0, stride: 0, div: 1, stride_j: 0, len: 0, limit: 0, first: false, only_j: None };
         // Terms come in this order, each at most once.
@@ -1089,14 +1089,14 @@ regime r1 from 32
             (
                 "[2*j..+2 <4]",
                 "[2*j + 1*i..+2 <4]",
-                "line 18, column 34: malformed operand line: expected a constant, then a multiple of `i`, then a multiple \
-                 of `j`, each at most once",
+                "line 18, column 34: malformed operand line: expected a constant, then a multiple of `i`, then a \
+                 multiple of `j`, each at most once",
             ),
             (
                 "machine",
                 "; machine",
-                "line 25, column 1: unknown kind of line: expected a buffer like `b3`, a grid like `g2`, `read`, `write`, \
-                 `update`, `stream` or `machine`, found `ring`",
+                "line 25, column 1: unknown kind of line: expected a buffer like `b3`, a grid like `g2`, `read`, \
+                 `write`, `update`, `stream` or `machine`, found `ring`",
             ),
         ];
         for (old, new, expected) in cases {

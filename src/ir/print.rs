@@ -21,9 +21,10 @@
 //!   stream sm0: t4+0:32768 t9+hist:128
 //! ```
 //!
-//! Columns of an operand read as in [`Cols`]: `[base + stride*(i/div) + stride_j*j ..+len <limit]`, or `[base..limit]`
-//! where every launch index touches the same, then `first` and `only_j=`. Rows of a checkpoint tensor read `w3[first..+rows block B stride S]`. A run in a stream is a task, then
-//! `+offset:bytes` of the pack or `+hist:rows` for chunks of that many cache rows.
+//! Columns of an operand read as in [`Cols`]: `[base + stride*(i/div) + stride_j*j..+len <limit]`, or `[base..limit]`
+//! where every launch index touches the same, then `first` and `only_j=`. Rows of a checkpoint tensor read
+//! `w3[first..+rows block B stride S]`. A run in a stream is a task, then `+offset:bytes` of the pack or `+hist:rows` for
+//! chunks of that many cache rows.
 
 use super::op::{Attention, Epilogue, MatVec, NormAttr, Op, QkNormAttr};
 use super::program::{Buffer, Cols, Content, Grid, Operand, Program, Second};
@@ -64,7 +65,7 @@ pub fn print_program(program: &Program) -> String {
     text
 }
 
-/// A text with faults written behind the lines that hold the given bytes; still `.mkir` if it was, for they are comments.
+/// A text with faults written behind the lines that hold the given bytes; still `.mkir` if it was: they are comments.
 pub fn mark(text: &str, faults: &[(usize, String)]) -> String {
     let mut order: Vec<&(usize, String)> = faults.iter().collect();
     order.sort_by_key(|(at, _)| *at);
@@ -167,8 +168,7 @@ fn write_grid(out: &mut String, program: &Program, id: GridId, grid: &Grid) -> f
     write_op(out, op)?;
     out.push('\n');
     for Operand { role, access, buffer, rows, cols } in operands {
-        write!(out, "  {} {} {buffer} {} ", access.name(), role.name(), rows.name())?;
-        write_cols(out, cols)?;
+        write!(out, "  {} {} {buffer} {} {cols}", access.name(), role.name(), rows.name())?;
         write_buffer_comment(out, program, *buffer)?;
     }
     Ok(())
@@ -239,40 +239,6 @@ fn write_optional(out: &mut String, key: &str, value: &Option<impl fmt::Display>
         Some(value) => write!(out, " {key}={value}"),
         None => Ok(()),
     }
-}
-
-fn write_cols(out: &mut String, cols: &Cols) -> fmt::Result {
-    let Cols { base, stride, div, stride_j, len, limit, first, only_j } = cols;
-    let (by_i, by_j) = ((*stride, *div) != (0, 1), *stride_j != 0);
-    out.push('[');
-    let mut plus = "";
-    if !by_i && !by_j && base.checked_add(*len) == Some(*limit) {
-        write!(out, "{base}..{limit}]")?;
-        return write_cols_flags(out, *first, only_j);
-    }
-    if *base != 0 || !(by_i || by_j) {
-        write!(out, "{base}")?;
-        plus = " + ";
-    }
-    if by_i {
-        match div {
-            1 => write!(out, "{plus}{stride}*i")?,
-            _ => write!(out, "{plus}{stride}*(i/{div})")?,
-        }
-        plus = " + ";
-    }
-    if by_j {
-        write!(out, "{plus}{stride_j}*j")?;
-    }
-    write!(out, "..+{len} <{limit}]")?;
-    write_cols_flags(out, *first, only_j)
-}
-
-fn write_cols_flags(out: &mut String, first: bool, only_j: &Option<u32>) -> fmt::Result {
-    if first {
-        out.push_str(" first");
-    }
-    write_optional(out, "only_j", only_j)
 }
 
 fn write_machine(out: &mut String, machine: &Machine) -> fmt::Result {
@@ -375,6 +341,36 @@ fn write_buffer_comment(out: &mut String, program: &Program, id: BufferId) -> fm
     }
     out.push('\n');
     Ok(())
+}
+
+/// As in the text form: `[16 + 8*(i/2)..+8 <48] first only_j=0`, or `[0..32]` where all launch indices touch the same.
+impl fmt::Display for Cols {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Cols { base, stride, div, stride_j, len, limit, first, only_j } = self;
+        let (by_i, by_j) = ((*stride, *div) != (0, 1), *stride_j != 0);
+        if !by_i && !by_j && base.checked_add(*len) == Some(*limit) {
+            write!(f, "[{base}..{limit}]")?;
+        } else {
+            let mut plus = "[";
+            if *base != 0 || !(by_i || by_j) {
+                write!(f, "{plus}{base}")?;
+                plus = " + ";
+            }
+            if by_i {
+                match div {
+                    1 => write!(f, "{plus}{stride}*i")?,
+                    _ => write!(f, "{plus}{stride}*(i/{div})")?,
+                }
+                plus = " + ";
+            }
+            if by_j {
+                write!(f, "{plus}{stride_j}*j")?;
+            }
+            write!(f, "..+{len} <{limit}]")?;
+        }
+        f.write_str(if *first { " first" } else { "" })?;
+        only_j.map_or(Ok(()), |j| write!(f, " only_j={j}"))
+    }
 }
 
 struct NormText<'a>(&'a NormAttr);

@@ -1,19 +1,24 @@
 //! Text in, text out: the files under `tests/filetests`.
 //!
-//! The first line of a file names its test. A fault stands on the line that is guilty of it, behind `; error: `; a fault
-//! that is missing and a fault that nobody expects both fail. `BLESS=1 cargo test --test it filetests` writes what is
-//! found into the files; read the diff.
+//! The first line of a file names its test and, for `validate`, the target record. A fault stands on the line that is
+//! guilty of it, behind `; error: `; a fault that is missing and a fault that nobody expects both fail.
+//! `BLESS=1 cargo test --test it filetests` writes what is found into the files; read the diff.
 //!
 //! - `parse`: the file is read. Without a fault it is in canonical form, so it is also what would be printed.
-//! - `lower`: the file is the whole lowering, for two workers of a CPU, of the model below that has the file's name.
+//! - `validate`: the schedule is judged. A violation reads `rule: message` on the line of its entity, one of an SM on
+//!   its queue, or on its stream where the rule is about its order. Each rule has a file of its name that trips it;
+//!   files called `proven-` have no violation.
+//! - `lower`: the file is the whole lowering, for two workers of a CPU, of the model below that has the file's name. It
+//!   is proven, too.
 
+use std::collections::BTreeSet;
 use std::fmt::Write;
 use std::fs;
 use std::path::{Path, PathBuf};
 
 use monobloc::candidate::Candidate;
 use monobloc::dtype::{DType, Precision};
-use monobloc::ir::parse::parse;
+use monobloc::ir::parse::{Lines, parse, parse_with_lines};
 use monobloc::ir::print::{FAULT, mark, print};
 use monobloc::lower::lower;
 use monobloc::model::graph::{
@@ -22,7 +27,8 @@ use monobloc::model::graph::{
 };
 use monobloc::schedule::schedule;
 use monobloc::target::{CopyMechanism, DotMechanism, Measured, Spec, Target, TargetKind};
-use monobloc::text::Diagnostic;
+use monobloc::text::{Diagnostic, Span};
+use monobloc::validate::{Entity, Rule, Violation, check};
 
 #[test]
 fn parse_files() {
@@ -37,6 +43,43 @@ fn parse_files() {
 }
 
 #[test]
+fn validate_files() {
+    let mut tripped = BTreeSet::new();
+    check_directory("validate", |name, text| {
+        let target = first_line(text).split(' ').nth(3).and_then(Target::builtin).expect("a builtin target");
+        let (schedule, lines) = parse_with_lines(text).unwrap_or_else(|error| panic!("{error}"));
+        let violations = check(&schedule, &target);
+        assert_eq!(violations.is_empty(), name.starts_with("proven"), "{name}: {violations:?}");
+        tripped.extend(violations.iter().map(|violation| violation.rule).filter(|rule| rule.name() == name));
+        let faults: Vec<(usize, String)> = violations
+            .iter()
+            .map(|violation| (line_of(violation, &lines).start, format!("{}: {}", violation.rule, violation.message)))
+            .collect();
+        mark(text, &faults)
+    });
+    let missing: Vec<&Rule> = Rule::ALL.iter().filter(|rule| !tripped.contains(rule)).collect();
+    assert!(missing.is_empty(), "no file of their name trips {missing:?}");
+}
+
+/// Where a violation is written.
+fn line_of(violation: &Violation, lines: &Lines) -> Span {
+    let regime = |r: u32| &lines.regimes[r as usize];
+    match violation.entity {
+        Entity::Schedule => &lines.program,
+        Entity::Machine => &lines.machine,
+        Entity::SmemPart(part) => &lines.smem[part as usize],
+        Entity::Buffer(buffer) => &lines.buffers[buffer.index()],
+        Entity::Grid(grid) => &lines.grids[grid.index()],
+        Entity::Regime(r) => &regime(r).regime,
+        Entity::Task(r, task) => &regime(r).tasks[task.index()],
+        Entity::Event(r, event) => &regime(r).events[event.index()],
+        Entity::Sm(r, sm) if violation.rule == Rule::StreamOrder => &regime(r).streams[sm.index()],
+        Entity::Sm(r, sm) => &regime(r).queues[sm.index()],
+    }
+    .clone()
+}
+
+#[test]
 fn lower_files() {
     check_directory("lower", |name, text| {
         let (graph, candidate) = model(name);
@@ -48,6 +91,7 @@ fn lower_files() {
         let placed = schedule(program, &target, &candidate).unwrap();
         let printed = print(&placed);
         assert_eq!(parse(&printed).as_ref(), Ok(&placed), "{name}");
+        assert_eq!(check(&placed, &target), [], "{name}");
         format!("{}\n{printed}", first_line(text))
     });
 }
@@ -57,7 +101,7 @@ fn every_directory_has_a_test() {
     let mut names: Vec<String> =
         fs::read_dir(root()).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
     names.sort();
-    assert_eq!(names, ["lower", "parse"]);
+    assert_eq!(names, ["lower", "parse", "validate"]);
 }
 
 fn root() -> PathBuf {
@@ -69,7 +113,7 @@ fn first_line(text: &str) -> &str {
 }
 
 /// Compares every file of a directory with what `actual` makes of its name and its text without faults.
-fn check_directory(directory: &str, actual: impl Fn(&str, &str) -> String) {
+fn check_directory(directory: &str, mut actual: impl FnMut(&str, &str) -> String) {
     let bless = std::env::var_os("BLESS").is_some_and(|value| value == "1");
     let mut paths: Vec<PathBuf> =
         fs::read_dir(root().join(directory)).unwrap().map(|entry| entry.unwrap().path()).collect();
@@ -78,7 +122,7 @@ fn check_directory(directory: &str, actual: impl Fn(&str, &str) -> String) {
     let mut report = String::new();
     for path in paths {
         let expected = fs::read_to_string(&path).unwrap();
-        assert_eq!(first_line(&expected), format!("; test {directory}"), "{}", path.display());
+        assert!(first_line(&expected).starts_with(&format!("; test {directory}")), "{}", path.display());
         let actual = actual(path.file_stem().unwrap().to_str().unwrap(), &without_faults(&expected));
         if actual == expected {
             continue;
