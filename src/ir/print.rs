@@ -23,8 +23,8 @@
 //!
 //! Columns of an operand read as in [`Cols`]: `[base + stride*(i/div) + stride_j*j..+len <limit]`, or `[base..limit]`
 //! where every launch index touches the same, then `first` and `only_j=`. Rows of a checkpoint tensor read
-//! `w3[first..+rows block B stride S]`. A run in a stream is a task, then `+offset:bytes` of the pack or `+hist:rows` for
-//! chunks of that many cache rows.
+//! `w3[first..+rows block B stride S]`. A run in a stream is a task, then `+offset:bytes` of the pack or `+hist:rows`
+//! for chunks of that many cache rows.
 
 use super::op::{Attention, Epilogue, MatVec, NormAttr, Op, QkNormAttr};
 use super::program::{Buffer, Cols, Content, Grid, Operand, Program, Second};
@@ -34,7 +34,7 @@ use crate::dtype::Precision;
 use crate::model::graph::{Act, NormKind, RowView};
 use std::fmt::{self, Write};
 
-/// The version of the text form that [`print`] writes and [`super::parse::parse`] reads.
+/// The version of the text form that [`print()`] writes and [`super::parse::parse`] reads.
 pub const VERSION: u32 = 1;
 
 /// What stands before a fault on the line that is guilty of it.
