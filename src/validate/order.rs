@@ -140,9 +140,13 @@ pub(super) fn ring(schedule: &Schedule, found: &mut Found) {
 
 /// Each stream is the streamed operands of its queue, in its order, with their bytes; weights lie where every regime finds them.
 pub(super) fn streams(schedule: &Schedule, found: &mut Found) {
+    let mut first_fine = vec![true; schedule.machine.sms as usize];
     for (r, regime) in (0..).zip(&schedule.regimes) {
-        for s in 0..regime.queues.len() {
-            if stream(r, s, schedule, regime, found) && r > 0 {
+        for (s, first_fine) in first_fine.iter_mut().enumerate() {
+            let fine = stream(r, s, schedule, regime, found);
+            if r == 0 {
+                *first_fine = fine;
+            } else if fine && *first_fine {
                 same_layout(r, s, &schedule.regimes[0], regime, found);
             }
         }
@@ -193,7 +197,7 @@ fn stream(r: u32, s: usize, schedule: &Schedule, regime: &Regime, found: &mut Fo
                         format!("expected its weights at {end} of sm{s}'s pack, found {offset}")
                     });
                 }
-                end = offset.saturating_add(bytes);
+                end = offset.saturating_add(expected);
             }
             (Op::Attention(a), RunBytes::History { rows }) => {
                 let row = u64::from(a.head_dim) * program.precision.cache.bytes() as u64;

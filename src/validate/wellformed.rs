@@ -225,12 +225,12 @@ fn class_of(space: Space, access: Access, rows: Rows) -> Option<usize> {
 pub(super) fn launches(schedule: &Schedule, found: &mut Found) {
     let grids = &schedule.program.grids;
     for (r, regime) in (0..).zip(&schedule.regimes) {
-        let mut in_range = true;
+        let mut fine = true;
         for (t, task) in (0..).zip(&regime.tasks) {
             let grid = &grids[task.grid.index()];
             let at = Entity::Task(r, TaskId(t));
             if task.lo >= task.hi || task.hi > grid.n || task.j >= grid.second.extent() {
-                in_range = false;
+                fine = false;
                 found.add(Rule::LaunchRange, at, || {
                     let (Task { lo, hi, j, .. }, extent) = (task, grid.second.extent());
                     format!(
@@ -239,6 +239,7 @@ pub(super) fn launches(schedule: &Schedule, found: &mut Found) {
                     )
                 });
             } else if one_index(&grid.op) && task.hi - task.lo != 1 {
+                fine = false;
                 found.add(Rule::TaskWidth, at, || {
                     format!("expected one index of `{}` a task, found {}..{}", grid.op.name(), task.lo, task.hi)
                 });
@@ -257,7 +258,7 @@ pub(super) fn launches(schedule: &Schedule, found: &mut Found) {
                 });
             }
         }
-        if in_range {
+        if fine {
             domains(r, regime, grids, found);
         }
     }

@@ -2,7 +2,10 @@
 
 use monobloc::candidate::Candidate;
 use monobloc::dtype::{DType, Precision};
-use monobloc::ir::schedule::{Mechanism, Schedule};
+use monobloc::ir::op::{Access, Epilogue, MatVec, Op, Role};
+use monobloc::ir::program::{Buffer, Cols, Content, Grid, Operand, Part, Rows, Second, Space};
+use monobloc::ir::schedule::{Event, Mechanism, Run, RunBytes, Schedule, Task, Wait};
+use monobloc::ir::{BufferId, EventId, GridId, TaskId};
 use monobloc::lower::lower;
 use monobloc::model::graph::{
     Act, Attention, Layer, Linear, Mlp, ModelGraph, Norm, NormKind, QkNorm, QkNormSpan, Rope, RopeId, RowView, Tensor,
@@ -10,7 +13,7 @@ use monobloc::model::graph::{
 };
 use monobloc::schedule::schedule;
 use monobloc::target::{CopyMechanism, DotMechanism, Measured, Spec, Target, TargetKind};
-use monobloc::validate::{Entity, Rule, Violation, check};
+use monobloc::validate::Violation;
 
 /// A decoder whose every variation that lowering knows is a field.
 #[derive(Clone, Copy, Debug)]
@@ -234,25 +237,136 @@ pub fn toy() -> (Schedule, Target) {
     (TOY.schedule(&h200(), &on_h200(4)), h200())
 }
 
-/// Asserts that a mutation of a proven schedule breaks `rule` and no other, and that `entity` is in the story.
-#[track_caller]
-pub fn trips_in(mut schedule: Schedule, target: &Target, rule: Rule, entity: Entity, mutate: impl FnOnce(&mut Schedule)) {
-    assert_eq!(check(&schedule, target), vec![], "the schedule before the mutation");
-    mutate(&mut schedule);
-    let violations = check(&schedule, target);
-    assert!(!violations.is_empty(), "expected `{rule}`, the mutated schedule is accepted");
-    let other: Vec<&Violation> = violations.iter().filter(|v| v.rule != rule).collect();
-    assert!(other.is_empty(), "expected only `{rule}`, found\n{}", listed(&violations));
-    let named = violations.iter().any(|v| v.entity == entity || v.witness.iter().any(|w| w.entity == entity));
-    assert!(named, "expected {entity} in\n{}", listed(&violations));
-}
-
-#[track_caller]
-pub fn trips(rule: Rule, entity: Entity, mutate: impl FnOnce(&mut Schedule)) {
-    let (schedule, target) = toy();
-    trips_in(schedule, &target, rule, entity, mutate);
-}
-
 pub fn listed(violations: &[Violation]) -> String {
     violations.iter().map(|v| format!("{v}\n")).collect()
+}
+
+pub fn buffer(schedule: &Schedule, name: &str) -> BufferId {
+    BufferId::from(schedule.program.buffers.iter().position(|b| b.name == name).expect(name))
+}
+
+pub fn grid(schedule: &Schedule, name: &str) -> GridId {
+    GridId::from(schedule.program.grids.iter().position(|g| g.name == name).expect(name))
+}
+
+pub fn operand<'a>(schedule: &'a mut Schedule, grid_name: &str, role: Role) -> &'a mut Operand {
+    let id = grid(schedule, grid_name);
+    let operands = &mut schedule.program.grids[id.index()].operands;
+    operands.iter_mut().find(|o| o.role == role).expect(role.name())
+}
+
+/// The `nth` task of a grid in a regime.
+pub fn task(schedule: &Schedule, regime: usize, grid_name: &str, nth: usize) -> TaskId {
+    let id = grid(schedule, grid_name);
+    let tasks = schedule.regimes[regime].tasks.iter().enumerate().filter(|(_, t)| t.grid == id);
+    TaskId::from(tasks.map(|(t, _)| t).nth(nth).expect("the task"))
+}
+
+pub fn task_mut<'a>(schedule: &'a mut Schedule, regime: usize, grid_name: &str, nth: usize) -> &'a mut Task {
+    let id = task(schedule, regime, grid_name, nth);
+    &mut schedule.regimes[regime].tasks[id.index()]
+}
+
+/// The event of a regime about exactly these columns.
+pub fn event(schedule: &Schedule, regime: usize, buffer_name: &str, lo: u32, hi: u32) -> EventId {
+    let id = buffer(schedule, buffer_name);
+    let mut events = schedule.regimes[regime].events.iter();
+    EventId::from(events.position(|e| (e.buffer, e.lo, e.hi) == (id, lo, hi)).expect("the event"))
+}
+
+/// Swaps two tasks of a regime wherever queues hold them.
+pub fn swap_queued(schedule: &mut Schedule, regime: usize, a: TaskId, b: TaskId) {
+    for id in schedule.regimes[regime].queues.iter_mut().flatten() {
+        *id = match *id {
+            id if id == a => b,
+            id if id == b => a,
+            id => id,
+        };
+    }
+}
+
+/// Lists the runs of every queue anew, in its order, each with the bytes it had.
+pub fn restream(schedule: &mut Schedule) {
+    for regime in &mut schedule.regimes {
+        let runs: Vec<Run> = regime.streams.iter().flatten().copied().collect();
+        for (stream, queue) in regime.streams.iter_mut().zip(&regime.queues) {
+            let mut end = 0;
+            stream.clear();
+            for run in queue.iter().filter_map(|id| runs.iter().find(|run| run.task == *id)) {
+                let mut run = *run;
+                if let RunBytes::Fixed { offset, bytes } = &mut run.bytes {
+                    *offset = end;
+                    end += *bytes;
+                }
+                stream.push(run);
+            }
+        }
+    }
+}
+
+/// Adds to the toy a grid `extra`, one task in each regime, that multiplies columns 16..32 of `x.0` by weights of its own
+/// into a buffer `y` that nobody reads. It is put behind `after` in the queue of the SM that is given for each regime.
+pub fn add_extra(schedule: &mut Schedule, after: &str, sms: [usize; 2]) {
+    let x = buffer(schedule, "x.0");
+    let program = &mut schedule.program;
+    let weight = BufferId::from(program.buffers.len());
+    let view = RowView::range(TensorId(0), 0);
+    program.buffers.push(Buffer {
+        name: "extra.weight".to_string(),
+        space: Space::Weight,
+        dtype: DType::Bf16,
+        rows: 8,
+        cols: 16,
+        phases: 1,
+        content: Some(Content::Rows { parts: vec![Part { view, rows: 8 }], interleave: 1 }),
+    });
+    let y = BufferId::from(program.buffers.len());
+    program.buffers.push(Buffer {
+        name: "y".to_string(),
+        space: Space::Exchange,
+        dtype: DType::Bf16,
+        rows: 1,
+        cols: 8,
+        phases: 1,
+        content: None,
+    });
+    schedule.placement.extend([None, Some(1 << 20)]);
+    let op = |role, access, buffer, rows, cols| Operand { role, access, buffer, rows, cols };
+    let extra = GridId::from(program.grids.len());
+    program.grids.push(Grid {
+        name: "extra".to_string(),
+        op: Op::MatVec(MatVec { rows: 8, k: 16, norm: None, epilogue: Epilogue::Store }),
+        n: 1,
+        second: Second::Axis(1),
+        operands: vec![
+            op(Role::X, Access::Read, x, Rows::One, Cols { base: 16, limit: 32, ..Cols::all(16) }),
+            op(Role::Weight, Access::Stream, weight, Rows::Units, Cols::blocks(1, 1)),
+            op(Role::Out, Access::Write, y, Rows::One, Cols::blocks(8, 8)),
+        ],
+    });
+    for (r, sm) in sms.into_iter().enumerate().take(schedule.regimes.len()) {
+        let event = EventId::from(schedule.regimes[r].events.len());
+        let producers: Vec<TaskId> = (0..4).map(|nth| task(schedule, r, "embed", nth)).collect();
+        let after = grid(schedule, after);
+        let regime = &mut schedule.regimes[r];
+        let mut count = 0;
+        for id in producers {
+            let embed = &mut regime.tasks[id.index()];
+            // Units of 8 columns.
+            if embed.lo * 8 < 32 && embed.hi * 8 > 16 {
+                embed.signals.push(event);
+                count += 1;
+            }
+        }
+        let mechanism = Mechanism::Packets;
+        regime.events.push(Event { buffer: x, lo: 16, hi: 32, count, mechanism, carried: false, proxy: false });
+        let id = TaskId::from(regime.tasks.len());
+        let waits = vec![Wait { event, count }];
+        regime.tasks.push(Task { grid: extra, lo: 0, hi: 1, j: 0, waits, signals: vec![] });
+        let queue = &mut regime.queues[sm];
+        let place = queue.iter().rposition(|id| regime.tasks[id.index()].grid == after).expect("the task before");
+        queue.insert(place + 1, id);
+        regime.streams[sm].push(Run { task: id, bytes: RunBytes::Fixed { offset: 0, bytes: 512 } });
+    }
+    restream(schedule);
 }
