@@ -7,7 +7,7 @@ use crate::ir::program::{Grid, Program, Second, Space};
 use crate::ir::schedule::{Event, Machine, Mechanism, Regime, Ring, Run, RunBytes, Schedule, SmemPart, Task, Wait};
 use crate::ir::{BufferId, EventId, GridId, TaskId};
 use crate::model::graph::ModelGraph;
-use crate::target::{CopyMechanism, DotMechanism, Target};
+use crate::target::{CopyMechanism, DotMechanism, Target, TargetKind};
 use std::collections::BTreeMap;
 
 /// Units whose partial sums wait in shared memory for one reduction across warps.
@@ -40,13 +40,13 @@ fn check_knobs(program: &Program, target: &Target, c: &Candidate) -> Result<(), 
         // A block that publishes nothing at the end of a step would not release what it wrote to the cache.
         return knob("sms", c.sms, &format!("at most {units}, the units of the head"));
     }
-    let threads = c.consumer_warps * 32 + LOADER_THREADS;
-    if c.consumer_warps == 0 || threads > target.spec.threads_per_block_max {
-        return knob(
-            "consumer_warps",
-            c.consumer_warps,
-            &format!("1 to {}", (target.spec.threads_per_block_max - LOADER_THREADS) / 32),
-        );
+    let warps_max = match target.kind {
+        // A worker thread runs what stands for one warp.
+        TargetKind::Cpu => 1,
+        TargetKind::Cuda => (target.spec.threads_per_block_max / 32).saturating_sub(loader_warps(target)),
+    };
+    if c.consumer_warps == 0 || c.consumer_warps > warps_max {
+        return knob("consumer_warps", c.consumer_warps, &format!("1 to {warps_max}"));
     }
     if c.groups == 0 || c.consumer_warps % c.groups != 0 {
         return knob("groups", c.groups, &format!("a divisor of the {} consumer warps", c.consumer_warps));
@@ -77,11 +77,13 @@ fn check_knobs(program: &Program, target: &Target, c: &Candidate) -> Result<(), 
     Ok(())
 }
 
-/// Threads beside the consumers: one warpgroup, of which one thread loads (`setmaxnreg` works on warpgroups).
-pub const LOADER_THREADS: u32 = 128;
-
-/// Registers of a loading thread after it has handed over the rest: what its loop needs without spilling.
-pub const LOADER_REGISTERS: u32 = 32;
+/// Warps beside the consumers: bulk copies need one thread, the other mechanisms move every byte through threads.
+fn loader_warps(target: &Target) -> u32 {
+    match target.spec.copy {
+        CopyMechanism::Bulk => 1,
+        CopyMechanism::Plain | CopyMechanism::CpAsync => 4,
+    }
+}
 
 /// Shared memory that does not depend on the ring, bytes: an upper bound for the default candidate.
 pub fn fixed_smem_bytes(
@@ -206,22 +208,17 @@ fn machine(program: &Program, target: &Target, c: &Candidate) -> Result<Machine,
         let target = target.name.clone();
         return Err(Infeasible::SharedMemory { bytes, most: spec.smem_bytes_per_block_max, target });
     }
-    let threads = c.consumer_warps * 32 + LOADER_THREADS;
-    // The launch grants every thread the same; where warps can hand registers over, consumers take from that pool what the
-    // loader gives up. Asking for more than the pool holds would wait forever.
-    let even = (spec.registers_per_sm / threads / 8 * 8).min(248);
-    let registers = if spec.register_reallocation && c.consumer_warps % 4 == 0 {
-        let pool = even * threads - LOADER_THREADS * LOADER_REGISTERS;
-        (pool / (c.consumer_warps * 32) / 8 * 8).min(240)
-    } else {
-        even
-    };
+    let loader_warps = loader_warps(target);
+    let threads = (c.consumer_warps + loader_warps) * 32;
+    // Granted in steps of 8 a thread; 255 is the most an instruction can name.
+    let registers = (spec.registers_per_sm / threads / 8 * 8).min(248);
     Ok(Machine {
         target: target.name.clone(),
         sms: c.sms,
         cluster: 1,
         consumer_warps: c.consumer_warps,
-        registers_per_consumer_thread: registers,
+        loader_warps,
+        registers_per_thread: registers,
         ring: Ring {
             slots: c.ring_slots,
             slot_bytes: c.slot_bytes,

@@ -37,18 +37,18 @@ struct Attention {
   // Sum of squares of a whole projection, on all threads (OLMo 2 normalises over all heads at once).
   static __device__ __forceinline__ float projection_squares(Context<M>& c, const Entry& e, int col, int cols, int which) {
     float squares = 0.f;
-    for (int i = c.tid; i < cols / PER_PACKET; i += T) {
+    for (int i = c.tid(); i < cols / PER_PACKET; i += T) {
       u32 payload = 0;
-      if (!c.lost && !await_packet(c.p.exchange + e.x + col / PER_PACKET + i, c.tag, payload, c.dog, c.site(e))) c.lost = true;
+      if (!c.lost && !await_packet(c.p.exchange + e.x + col / PER_PACKET + i, c.tag, payload, c.dog(), c.site(e))) c.lost = true;
       float a = Wire<M>::lo(payload), b = PER_PACKET == 2 ? Wire<M>::hi(payload) : 0.f;
       squares += a * a + b * b;
     }
     squares = warp_sum(squares);
-    if (c.lane == 0) c.state.stat[c.task & 1][which][c.warp] = squares;
+    if (c.lane() == 0) c.state().stat[c.task & 1][which][c.warp()] = squares;
     c.barrier();
     float sum = 0.f;
 #pragma unroll
-    for (int w = 0; w < M::WARPS; w++) sum += c.state.stat[c.task & 1][which][w];
+    for (int w = 0; w < M::WARPS; w++) sum += c.state().stat[c.task & 1][which][w];
     return sum;
   }
 
@@ -65,7 +65,7 @@ struct Attention {
     const float* row = c.template constant<float>(e.rope) + u64(c.position) * G::ROTARY;
 #pragma unroll
     for (int k = 0; k < PAIRS_PER_LANE; k++) {
-      const int i = k * 32 + c.lane;
+      const int i = k * 32 + c.lane();
       a.cosine[k] = i < PAIRS ? __ldg(row + i) : 1.f;
       a.sine[k] = i < PAIRS ? __ldg(row + PAIRS + i) : 0.f;
     }
@@ -79,18 +79,18 @@ struct Attention {
       const float* weight = c.template constant<float>(weight_at) + (N == HeadNorm::PROJECTION ? head * G::DIM : 0);
       if constexpr (N == HeadNorm::HEAD) {
         squares = 0.f;
-        for (int d = c.lane; d < G::DIM; d += 32) squares += x[d] * x[d];
+        for (int d = c.lane(); d < G::DIM; d += 32) squares += x[d] * x[d];
         squares = warp_sum(squares);
         width = G::DIM;
       }
       float factor = rsqrtf(squares / width + eps);
-      for (int d = c.lane; d < G::DIM; d += 32) x[d] = x[d] * factor * weight[d];
+      for (int d = c.lane(); d < G::DIM; d += 32) x[d] = x[d] * factor * weight[d];
       __syncwarp();
     }
     if constexpr (G::ROTARY > 0) {
 #pragma unroll
       for (int k = 0; k < PAIRS_PER_LANE; k++) {
-        const int i = k * 32 + c.lane;
+        const int i = k * 32 + c.lane();
         if (i < PAIRS) {
           const int lo = G::INTERLEAVED ? 2 * i : i, hi = G::INTERLEAVED ? 2 * i + 1 : i + PAIRS;
           const float a = x[lo], b = x[hi];
@@ -110,7 +110,7 @@ struct Attention {
     {
       const int q_packets = HPT * G::DIM / PER_PACKET, dim_packets = G::DIM / PER_PACKET;
       const int count = q_packets + (last ? 2 * dim_packets : 0);
-      for (int t = c.tid; t < count; t += T) {
+      for (int t = c.tid(); t < count; t += T) {
         int col; // in packets
         if (t < q_packets)
           col = i * q_packets + t;
@@ -119,7 +119,7 @@ struct Attention {
         else
           col = (G::HEADS + KV_HEADS + kv) * dim_packets + t - q_packets - dim_packets;
         u32 payload = 0;
-        if (!c.lost && !await_packet(c.p.exchange + e.x + col, c.tag, payload, c.dog, c.site(e))) c.lost = true;
+        if (!c.lost && !await_packet(c.p.exchange + e.x + col, c.tag, payload, c.dog(), c.site(e))) c.lost = true;
         c.heads()[t * PER_PACKET] = Wire<M>::lo(payload);
         if constexpr (PER_PACKET == 2) c.heads()[t * 2 + 1] = Wire<M>::hi(payload);
       }
@@ -130,7 +130,7 @@ struct Attention {
       if (last) k_squares = projection_squares(c, e, G::HEADS * G::DIM, KV_HEADS * G::DIM, 1);
     c.barrier();
     c.stamp(1);
-    for (int h = c.warp; h < HPT + (last ? 2 : 0); h += M::WARPS) {
+    for (int h = c.warp(); h < HPT + (last ? 2 : 0); h += M::WARPS) {
       if (h < HPT) {
         prepare<G::Q_NORM>(c, angle, q_head(c, h), q_squares, G::HEADS * G::DIM, G::Q_EPS, e.q_norm, i * HPT + h);
         continue;
@@ -139,22 +139,22 @@ struct Attention {
       float* x = is_key ? key(c) : value(c);
       if (is_key) prepare<G::K_NORM>(c, angle, x, k_squares, KV_HEADS * G::DIM, G::K_EPS, e.k_norm, kv);
       // The current position uses what later steps will read: the value rounded to the cache type.
-      for (int d = c.lane; d < G::DIM; d += 32) x[d] = rounded(x[d]);
+      for (int d = c.lane(); d < G::DIM; d += 32) x[d] = rounded(x[d]);
       __syncwarp();
       if (i % (G::GROUP / HPT) == 0) {
         C* row = reinterpret_cast<C*>(c.p.cache + u64(is_key ? e.k_cache : e.v_cache) * 256) +
                  (u64(kv) * M::CONTEXT_MAX + c.position) * G::DIM;
-        for (int d = c.lane; d < G::DIM; d += 32) narrow(x[d], row + d);
+        for (int d = c.lane(); d < G::DIM; d += 32) narrow(x[d], row + d);
         publish_cache_row();
       }
     }
     c.barrier();
     if (last) {
-      for (int h = c.warp; h < HPT; h += M::WARPS) {
+      for (int h = c.warp(); h < HPT; h += M::WARPS) {
         float dot = 0.f;
-        for (int d = c.lane; d < G::DIM; d += 32) dot += q_head(c, h)[d] * key(c)[d];
+        for (int d = c.lane(); d < G::DIM; d += 32) dot += q_head(c, h)[d] * key(c)[d];
         dot = softcap(warp_sum(dot) * G::SCALE, G::SOFTCAP);
-        if (c.lane == 0) c.state.current[h] = dot;
+        if (c.lane() == 0) c.state().current[h] = dot;
       }
     }
     u32 start, end;
@@ -176,7 +176,7 @@ struct Attention {
 
   static __device__ __forceinline__ void history_tensor(Context<M>& c, const Entry& e, int rows, int pairs) {
     constexpr int KJ = ceil_div(G::DIM, 32), NT = ceil_div(G::DIM, 8);
-    const int group = c.warp / GROUP_WARPS, member = c.warp % GROUP_WARPS, g = c.lane / 4, t = c.lane % 4;
+    const int group = c.warp() / GROUP_WARPS, member = c.warp() % GROUP_WARPS, g = c.lane() / 4, t = c.lane() % 4;
     u32 qa[KJ * 4];
 #pragma unroll
     for (int k = 0; k < KJ; k++) {
@@ -237,11 +237,11 @@ struct Attention {
           o[n][1] *= shrink;
         }
         // Transposed 8 x 8 blocks of V: rows row0 and row0 + 8 on, dimensions n * 8 on.
-        const u8* from = values + (row0 + c.lane % 16) * (G::DIM * 2) + (c.lane / 16) * 16;
+        const u8* from = values + (row0 + c.lane() % 16) * (G::DIM * 2) + (c.lane() / 16) * 16;
 #pragma unroll
         for (int n = 0; n < NT; n += 2) {
           u32 b0, b1, b2, b3;
-          load_transposed(n + 1 < NT, smem_address(from + n * 16 - (n + 1 < NT ? 0 : (c.lane / 16) * 16)), b0, b1, b2, b3);
+          load_transposed(n + 1 < NT, smem_address(from + n * 16 - (n + 1 < NT ? 0 : (c.lane() / 16) * 16)), b0, b1, b2, b3);
           if (partial) {
             // Bytes past the last row are whatever the slot held before; 0 * NaN would spread.
             const int r = live_rows - row0 - t * 2;
@@ -261,7 +261,7 @@ struct Attention {
     l += __shfl_xor_sync(~0u, l, 1);
     l += __shfl_xor_sync(~0u, l, 2);
     if (g < HPT) {
-      float* record = warp_record(c, c.warp, g);
+      float* record = warp_record(c, c.warp(), g);
       if (t == 0) {
         record[0] = m;
         record[1] = l;
@@ -290,7 +290,7 @@ struct Attention {
 
   static __device__ __forceinline__ void history_lanes(Context<M>& c, const Entry& e, int rows, int pairs) {
     constexpr int DL = ceil_div(G::DIM, 32);
-    const int group = c.warp / GROUP_WARPS, member = c.warp % GROUP_WARPS;
+    const int group = c.warp() / GROUP_WARPS, member = c.warp() % GROUP_WARPS;
     float m[HPT], l[HPT], o[HPT][DL];
 #pragma unroll
     for (int h = 0; h < HPT; h++) {
@@ -307,7 +307,7 @@ struct Attention {
       const C* keys = reinterpret_cast<const C*>(ring_take(c, e, at));
       const C* values = reinterpret_cast<const C*>(ring_take(c, e, v_at));
       for (int tile = member; tile * 32 < live_rows; tile += GROUP_WARPS) {
-        const int row = tile * 32 + c.lane;
+        const int row = tile * 32 + c.lane();
         const bool live = row < live_rows;
 #pragma unroll
         for (int h = 0; h < HPT; h++) {
@@ -315,7 +315,7 @@ struct Attention {
           if (live)
             for (int d = 0; d < G::DIM; d++) {
               // Each lane starts at another dimension, or all would read one bank.
-              int at_d = d + c.lane;
+              int at_d = d + c.lane();
               at_d -= at_d >= G::DIM ? (at_d / G::DIM) * G::DIM : 0;
               s += q_head(c, h)[at_d] * widen(keys[row * G::DIM + at_d]);
             }
@@ -332,7 +332,7 @@ struct Attention {
             const float p = __shfl_sync(~0u, s, r);
 #pragma unroll
             for (int d = 0; d < DL; d++)
-              if (d * 32 + c.lane < G::DIM) o[h][d] += p * widen(values[(tile * 32 + r) * G::DIM + d * 32 + c.lane]);
+              if (d * 32 + c.lane() < G::DIM) o[h][d] += p * widen(values[(tile * 32 + r) * G::DIM + d * 32 + c.lane()]);
           }
         }
       }
@@ -342,27 +342,27 @@ struct Attention {
     }
 #pragma unroll
     for (int h = 0; h < HPT; h++) {
-      float* record = warp_record(c, c.warp, h);
-      if (c.lane == 0) {
+      float* record = warp_record(c, c.warp(), h);
+      if (c.lane() == 0) {
         record[0] = m[h];
         record[1] = l[h];
       }
 #pragma unroll
       for (int d = 0; d < DL; d++)
-        if (d * 32 + c.lane < G::DIM) record[2 + d * 32 + c.lane] = o[h][d];
+        if (d * 32 + c.lane() < G::DIM) record[2 + d * 32 + c.lane()] = o[h][d];
     }
   }
 
   // Merges the warps and the current position, in warp order.
   static __device__ __forceinline__ void finish(Context<M>& c, const Entry& e, int i, int j, bool last) {
-    for (int t = c.tid; t < HPT * G::DIM / 2; t += T) {
+    for (int t = c.tid(); t < HPT * G::DIM / 2; t += T) {
       const int h = t / (G::DIM / 2), d = t % (G::DIM / 2) * 2;
-      float top = last ? c.state.current[h] : NEGATIVE_INFINITY;
+      float top = last ? c.state().current[h] : NEGATIVE_INFINITY;
 #pragma unroll 4
       for (int w = 0; w < M::WARPS; w++) top = fmaxf(top, warp_record(c, w, h)[0]);
       float sum = 0.f, a = 0.f, b = 0.f;
       if (last) {
-        sum = __expf(c.state.current[h] - top);
+        sum = __expf(c.state().current[h] - top);
         a = sum * value(c)[d];
         b = sum * value(c)[d + 1];
       }

@@ -20,14 +20,14 @@ struct AttentionMerge {
     float* scratch = c.scratch();
     c.barrier(); // slow warps may still add up the previous task's partial sums there
     // Everything is read by somebody: one packet a thread and turn, into shared memory.
-    for (int i = c.tid; i < G::SPLITS * R; i += T) {
+    for (int i = c.tid(); i < G::SPLITS * R; i += T) {
       u32 payload = 0;
-      if (!c.lost && !await_packet(records + u64(i / R) * STRIDE + i % R, c.tag, payload, c.dog, c.site(e))) c.lost = true;
+      if (!c.lost && !await_packet(records + u64(i / R) * STRIDE + i % R, c.tag, payload, c.dog(), c.site(e))) c.lost = true;
       scratch[i] = __uint_as_float(payload);
     }
     c.barrier();
     c.stamp(2);
-    for (int d = c.tid * 2; d < G::DIM; d += T * 2) {
+    for (int d = c.tid() * 2; d < G::DIM; d += T * 2) {
       float top = NEGATIVE_INFINITY;
       for (int s = 0; s < G::SPLITS; s++) top = fmaxf(top, scratch[s * R]);
       float sum = 0.f, a = 0.f, b = 0.f;

@@ -27,14 +27,14 @@ struct MatVec {
 
   // One granule of W against the staged x at granule j of k.
   static __device__ __forceinline__ void granule(const Context<M>& c, const u8* w, int j, Sums& s) {
-    uint4 b = *reinterpret_cast<const uint4*>(w + c.lane * 16);
+    uint4 b = *reinterpret_cast<const uint4*>(w + c.lane() * 16);
     if constexpr (STAGE_BF16<M>) {
       uint4 a = make_uint4(0, 0, 0, 0);
-      if (c.lane < 4) a = *reinterpret_cast<const uint4*>(c.stage() + j * 64 + c.lane * 16);
+      if (c.lane() < 4) a = *reinterpret_cast<const uint4*>(c.stage() + j * 64 + c.lane() * 16);
       mma_rows8(s.d0, s.d1, a.x, a.y, b.x, b.y);
       mma_rows8(s.e0, s.e1, a.z, a.w, b.z, b.w);
     } else {
-      const float* x = reinterpret_cast<const float*>(c.stage()) + j * GRANULE_K + (c.lane % 4) * (16 / ELEM);
+      const float* x = reinterpret_cast<const float*>(c.stage()) + j * GRANULE_K + (c.lane() % 4) * (16 / ELEM);
       if constexpr (ELEM == 4) {
         float4 v = *reinterpret_cast<const float4*>(x);
         s.d0 += v.x * __uint_as_float(b.x);
@@ -55,19 +55,19 @@ struct MatVec {
   static __device__ __forceinline__ void put_partial(const Context<M>& c, float* to, Sums s) {
     if constexpr (STAGE_BF16<M>) {
       // Lane t of row 0 of the product holds rows 2t and 2t + 1 of the unit.
-      if (c.lane < 4) *reinterpret_cast<float2*>(to + c.lane * 2) = make_float2(s.d0 + s.e0, s.d1 + s.e1);
+      if (c.lane() < 4) *reinterpret_cast<float2*>(to + c.lane() * 2) = make_float2(s.d0 + s.e0, s.d1 + s.e1);
     } else {
       float v = (s.d0 + s.d1) + (s.e0 + s.e1);
       v += __shfl_xor_sync(~0u, v, 1);
       v += __shfl_xor_sync(~0u, v, 2);
-      if (c.lane % 4 == 0) to[c.lane / 4] = v;
+      if (c.lane() % 4 == 0) to[c.lane() / 4] = v;
     }
   }
 
   static __device__ __forceinline__ void run(Context<M>& c, const Entry& e) {
     const float factor = stage_input<M, true>(c, e);
     c.stamp(1);
-    const int group = c.warp / GROUP_WARPS, member = c.warp % GROUP_WARPS;
+    const int group = c.warp() / GROUP_WARPS, member = c.warp() % GROUP_WARPS;
     auto at = ring_cursor<M>(c.chunk + group);
     float best = NEGATIVE_INFINITY;
     int best_row = 0x7fffffff;
@@ -112,18 +112,18 @@ struct MatVec {
             }
           }
         }
-        put_partial(c, partial + (u * M::WARPS + c.warp) * 8, s);
+        put_partial(c, partial + (u * M::WARPS + c.warp()) * 8, s);
       }
       c.barrier();
       c.stamp(2);
 #pragma unroll 1
-      for (int u = c.warp; u < n; u += M::WARPS) {
+      for (int u = c.warp(); u < n; u += M::WARPS) {
         // Lane 4r + t adds the sums of warps t, t + 4, ... of row r; then the four lanes of a row agree.
-        const int r = c.lane / 4;
+        const int r = c.lane() / 4;
         float y = 0.f;
 #pragma unroll
         for (int w = 0; w < M::WARPS; w += 4)
-          if (w + c.lane % 4 < M::WARPS) y += partial[(u * M::WARPS + w + c.lane % 4) * 8 + r];
+          if (w + c.lane() % 4 < M::WARPS) y += partial[(u * M::WARPS + w + c.lane() % 4) * 8 + r];
         y += __shfl_xor_sync(~0u, y, 1);
         y += __shfl_xor_sync(~0u, y, 2);
         y *= factor;
@@ -140,7 +140,7 @@ struct MatVec {
   // Four lanes hold y of row r (0..7) of the unit; the first of them acts.
   static __device__ __forceinline__ void epilogue(Context<M>& c, const Entry& e, int local, int unit, int r, float y,
                                                   float& best, int& best_row) {
-    const bool mine = c.lane % 4 == 0;
+    const bool mine = c.lane() % 4 == 0;
     const Epilogue kind = Epilogue(e.epilogue);
     const int rows = int(e.rows);
     const float scale = __uint_as_float(e.scale);
@@ -176,16 +176,16 @@ struct MatVec {
 
   static __device__ __forceinline__ void publish_best(Context<M>& c, const Entry& e, float best, int best_row) {
     warp_argmax(best, best_row);
-    if (c.lane == 0) {
-      c.state.best[c.warp] = best;
-      c.state.best_index[c.warp] = best_row;
+    if (c.lane() == 0) {
+      c.state().best[c.warp()] = best;
+      c.state().best_index[c.warp()] = best_row;
     }
     c.barrier();
-    if (c.warp == 0) {
-      best = c.lane < M::WARPS ? c.state.best[c.lane] : NEGATIVE_INFINITY;
-      best_row = c.lane < M::WARPS ? c.state.best_index[c.lane] : 0x7fffffff;
+    if (c.warp() == 0) {
+      best = c.lane() < M::WARPS ? c.state().best[c.lane()] : NEGATIVE_INFINITY;
+      best_row = c.lane() < M::WARPS ? c.state().best_index[c.lane()] : 0x7fffffff;
       warp_argmax(best, best_row);
-      if (c.lane == 0) {
+      if (c.lane() == 0) {
         u64* to = c.p.exchange + e.aux + (c.tag & 1) * round_up(2 * G::PARTS, 2) + 2 * e.j;
         release_step();
         publish(to, __float_as_uint(best), c.tag);

@@ -14,7 +14,7 @@ struct NormAdd {
     const float scale = __uint_as_float(e.scale);
     const float* weight = c.template constant<float>(e.norm_weight);
     int first = int(e.lo) * 8, last = min(int(e.hi) * 8, width);
-    for (int col = first + c.tid * 2; col < last; col += M::WARPS * 64) {
+    for (int col = first + c.tid() * 2; col < last; col += M::WARPS * 64) {
       const u64* from = c.p.exchange + e.x + col / Wire<M>::PER_PACKET;
       float y[2];
       y[0] = Wire<M>::lo(u32(__ldcg(from)));

@@ -46,27 +46,39 @@ struct State {
   int token;
 };
 
+__device__ __forceinline__ u8* block_memory() {
+  extern __shared__ __align__(1024) u8 smem[];
+  return smem;
+}
+template <class M>
+__device__ __forceinline__ State<M>& block_state() {
+  return *reinterpret_cast<State<M>*>(block_memory() + M::STATE_AT);
+}
+
 // Thread-wide view of a block.
 template <class M>
 struct Context {
   const Params& p;
-  u8* smem;
-  State<M>& state;
-  const Watchdog* dog;
   u32 tag, position;
   u32 chunk;    // ring chunks consumed since the launch began, all groups
   u32 batch;    // parity of the partial-sum buffer
   u32 task;     // tasks executed since the launch began: parity of `stat`, index into `entries`
   int in_step;  // tasks executed in this step
-  int tid, warp, lane, sm;
   bool lost;    // a wait gave up: run to the end without waiting
 
-  __device__ __forceinline__ u8* stage() const { return smem + M::STAGE_AT; }
-  __device__ __forceinline__ float* reduce() const { return reinterpret_cast<float*>(smem + M::REDUCE_AT); }
+  // Computed where they are used: registers are what attention is short of.
+  static __device__ __forceinline__ int tid() { return int(threadIdx.x); }
+  static __device__ __forceinline__ int warp() { return int(threadIdx.x) / 32; }
+  static __device__ __forceinline__ int lane() { return int(threadIdx.x) % 32; }
+  static __device__ __forceinline__ int sm() { return int(blockIdx.x); }
+  static __device__ __forceinline__ State<M>& state() { return block_state<M>(); }
+  static __device__ __forceinline__ const Watchdog* dog() { return &block_state<M>().dog; }
+  __device__ __forceinline__ u8* stage() const { return block_memory() + M::STAGE_AT; }
+  __device__ __forceinline__ float* reduce() const { return reinterpret_cast<float*>(block_memory() + M::REDUCE_AT); }
   // `stage` and `reduce` lie side by side; an op that stages nothing may use both.
-  __device__ __forceinline__ float* scratch() const { return reinterpret_cast<float*>(smem + M::STAGE_AT); }
-  __device__ __forceinline__ float* heads() const { return reinterpret_cast<float*>(smem + M::HEADS_AT); }
-  __device__ __forceinline__ float* residual() const { return reinterpret_cast<float*>(smem + M::RESIDUAL_AT); }
+  __device__ __forceinline__ float* scratch() const { return reinterpret_cast<float*>(block_memory() + M::STAGE_AT); }
+  __device__ __forceinline__ float* heads() const { return reinterpret_cast<float*>(block_memory() + M::HEADS_AT); }
+  __device__ __forceinline__ float* residual() const { return reinterpret_cast<float*>(block_memory() + M::RESIDUAL_AT); }
   template <class T>
   __device__ __forceinline__ const T* constant(u32 at) const {
     return reinterpret_cast<const T*>(p.constants + u64(at) * 256);
@@ -76,8 +88,8 @@ struct Context {
   // Traced builds: 0 task begins, 1 inputs are there, 2 sums are done, 3 task ends. Costs nothing when off.
   __device__ __forceinline__ void stamp(int k) const {
     if constexpr (M::TRACE)
-      if (tid == 0 && in_step < M::STAMPS_MAX)
-        p.stamps[((u64(tag - p.tag) * M::SMS + sm) * M::STAMPS_MAX + in_step) * 4 + k] = global_ns();
+      if (tid() == 0 && in_step < M::STAMPS_MAX)
+        p.stamps[((u64(tag - p.tag) * M::SMS + sm()) * M::STAMPS_MAX + in_step) * 4 + k] = global_ns();
   }
 };
 

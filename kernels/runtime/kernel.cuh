@@ -4,9 +4,9 @@
 // Brings entry `index` (of the launch-wide sequence of this SM) into its place in shared memory, without waiting for it.
 template <class M>
 __device__ __forceinline__ void fetch_entry(Context<M>& c, const Entry* from, u32 index) {
-  if (c.tid < 8) {
-    u8* to = reinterpret_cast<u8*>(&c.state.entries[index % 4]) + c.tid * 16;
-    const u8* source = reinterpret_cast<const u8*>(from) + c.tid * 16;
+  if (c.tid() < 8) {
+    u8* to = reinterpret_cast<u8*>(&c.state().entries[index % 4]) + c.tid() * 16;
+    const u8* source = reinterpret_cast<const u8*>(from) + c.tid() * 16;
 #if __CUDA_ARCH__ >= 800
     asm volatile("cp.async.ca.shared.global [%0], [%1], 16;" ::"r"(smem_address(to)), "l"(source) : "memory");
 #else
@@ -17,7 +17,7 @@ __device__ __forceinline__ void fetch_entry(Context<M>& c, const Entry* from, u3
 template <class M>
 __device__ __forceinline__ void entries_landed(const Context<M>& c) {
 #if __CUDA_ARCH__ >= 800
-  if (c.tid < 8) asm volatile("cp.async.wait_all;" ::: "memory");
+  if (c.tid() < 8) asm volatile("cp.async.wait_all;" ::: "memory");
 #endif
 }
 
@@ -34,16 +34,13 @@ struct Queue {
 
 // D::run(context, entry) executes one task.
 template <class M, class D>
-__device__ __forceinline__ void consume(const Params& p, u8* smem, State<M>& state, const Watchdog* dog) {
-  Context<M> c{p, smem, state, dog};
+__device__ __forceinline__ void consume(const Params& p) {
+  Context<M> c{p};
+  State<M>& state = block_state<M>();
   c.tag = p.tag;
   c.position = p.position;
   c.chunk = c.batch = c.task = 0;
   c.in_step = 0;
-  c.tid = threadIdx.x;
-  c.warp = c.tid / 32;
-  c.lane = c.tid % 32;
-  c.sm = blockIdx.x;
   c.lost = false;
   Queue<M> queue(p, c.position);
   // Every queue starts with select and holds at least two tasks, which the importer's smallest model guarantees.
@@ -66,7 +63,7 @@ __device__ __forceinline__ void consume(const Params& p, u8* smem, State<M>& sta
         // The token that ended the sequence is reported all the same; in the queue of block 0 that is the next task.
         entries_landed(c);
         c.barrier();
-        if (c.sm == 0) D::select_and_report(c, state.entries[c.task % 4]);
+        if (c.sm() == 0) D::select_and_report(c, state.entries[c.task % 4]);
         return;
       }
     }
@@ -75,7 +72,7 @@ __device__ __forceinline__ void consume(const Params& p, u8* smem, State<M>& sta
     c.tag++;
   }
   // The token that follows the last step, for the host: block 0 selects and reports once more.
-  if (c.sm == 0)
+  if (c.sm() == 0)
     for (u32 i = 0; i < 2; i++) {
       entries_landed(c);
       c.barrier();
@@ -86,8 +83,7 @@ __device__ __forceinline__ void consume(const Params& p, u8* smem, State<M>& sta
 
 template <class M, class D>
 __device__ __forceinline__ void persistent(const Params& p) {
-  extern __shared__ __align__(1024) u8 smem[];
-  State<M>& state = *reinterpret_cast<State<M>*>(smem + M::STATE_AT);
+  State<M>& state = block_state<M>();
   static_assert(sizeof(State<M>) <= M::STATE_BYTES, "the state part of the shared-memory map is too small");
   if (threadIdx.x == 0) {
     for (int i = 0; i < M::SLOTS; i++) {
@@ -104,19 +100,9 @@ __device__ __forceinline__ void persistent(const Params& p) {
   }
   __syncthreads();
   if (threadIdx.x >= M::WARPS * 32) {
-    if constexpr (M::MOVES_REGISTERS) {
-#if __CUDA_ARCH__ >= 900
-      asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(M::LOADER_REGISTERS));
-#endif
-    }
-    Loader<M> loader{p, smem, state, &state.dog, int(threadIdx.x) - M::WARPS * 32, 0, 0, false};
+    Loader<M> loader{p, state, int(threadIdx.x) - M::WARPS * 32, 0, 0, false};
     if (M::COPY != Copy::BULK || loader.tid == 0) loader.run();
   } else {
-    if constexpr (M::MOVES_REGISTERS) {
-#if __CUDA_ARCH__ >= 900
-      asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(M::REGISTERS));
-#endif
-    }
-    consume<M, D>(p, smem, state, &state.dog);
+    consume<M, D>(p);
   }
 }

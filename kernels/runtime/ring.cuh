@@ -10,7 +10,7 @@ template <class M>
 constexpr bool RING_COUNTERS = M::COPY == Copy::PLAIN;
 
 template <class M>
-constexpr u32 FULL_ARRIVALS = M::COPY == Copy::BULK ? 1 : (M::COPY == Copy::CP_ASYNC ? 128 : 4);
+constexpr u32 FULL_ARRIVALS = M::COPY == Copy::BULK ? 1 : (M::COPY == Copy::CP_ASYNC ? M::LOADER_WARPS * 32 : M::LOADER_WARPS);
 
 template <class M>
 struct RingCursor {
@@ -32,27 +32,26 @@ __device__ __forceinline__ RingCursor<M> ring_cursor(u32 chunk) {
 
 template <class M>
 __device__ __forceinline__ const u8* ring_take(Context<M>& c, const Entry& e, const RingCursor<M>& at) {
-  if (!c.lost && !await_slot<RING_COUNTERS<M>>(&c.state.full[at.slot], at.use, FULL_ARRIVALS<M>, c.dog, c.site(e),
+  if (!c.lost && !await_slot<RING_COUNTERS<M>>(&c.state().full[at.slot], at.use, FULL_ARRIVALS<M>, c.dog(), c.site(e),
                                                WaitKind::RING_FULL))
     c.lost = true;
-  return c.smem + u32(at.slot) * M::SLOT_BYTES;
+  return block_memory() + u32(at.slot) * M::SLOT_BYTES;
 }
 // Once by each warp of the group that owns the chunk.
 template <class M>
 __device__ __forceinline__ void ring_release(Context<M>& c, const RingCursor<M>& at) {
   __syncwarp();
-  if (c.lane == 0) Slot<RING_COUNTERS<M>>::arrive(&c.state.empty[at.slot]);
+  if (c.lane() == 0) Slot<RING_COUNTERS<M>>::arrive(&c.state().empty[at.slot]);
 }
 
 // ---- loader side ------------------------------------------------------------------------------------------------
 
 template <class M>
 struct Loader {
+  static constexpr u32 THREADS = M::LOADER_WARPS * 32;
   const Params& p;
-  u8* smem;
   State<M>& state;
-  const Watchdog* dog;
-  int tid; // 0..127 within the loader warps
+  int tid; // within the loader warps
   u32 issued, landed;
   bool lost;
 #if __CUDA_ARCH__ >= 900
@@ -82,7 +81,7 @@ struct Loader {
     u32 polls = 0;
     while (!Slot<RING_COUNTERS<M>>::reached(word, use, arrivals)) {
       if (state.stop) return false;
-      if (++polls % POLLS_BETWEEN_CHECKS == 0 && wait_expired(dog, WaitSite{tag, ~0u, ~0u}, kind, use, arrivals)) {
+      if (++polls % POLLS_BETWEEN_CHECKS == 0 && wait_expired(&state.dog, WaitSite{tag, ~0u, ~0u}, kind, use, arrivals)) {
         lost = true;
         return false;
       }
@@ -91,7 +90,7 @@ struct Loader {
   }
 
   __device__ __forceinline__ void copy(const RingCursor<M>& at, const u8* from, u32 bytes) {
-    u8* to = smem + at.slot * M::SLOT_BYTES;
+    u8* to = block_memory() + at.slot * M::SLOT_BYTES;
     u64* full = &state.full[at.slot];
     if constexpr (M::COPY == Copy::BULK) {
 #if __CUDA_ARCH__ >= 900
@@ -106,22 +105,22 @@ struct Loader {
 #endif
     } else if constexpr (M::COPY == Copy::CP_ASYNC) {
 #if __CUDA_ARCH__ >= 800
-      for (u32 i = tid * 16; i < bytes; i += 128 * 16)
+      for (u32 i = tid * 16; i < bytes; i += THREADS * 16)
         asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(smem_address(to + i)), "l"(from + i) : "memory");
       asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(smem_address(full)) : "memory");
 #endif
     } else {
       constexpr int UNROLL = 4;
-      for (u32 base = 0; base < bytes; base += UNROLL * 128 * 16) {
+      for (u32 base = 0; base < bytes; base += UNROLL * THREADS * 16) {
         uint4 v[UNROLL];
 #pragma unroll
         for (int k = 0; k < UNROLL; k++) {
-          u32 i = base + (k * 128 + tid) * 16;
+          u32 i = base + (k * THREADS + tid) * 16;
           if (i < bytes) v[k] = __ldcg(reinterpret_cast<const uint4*>(from + i));
         }
 #pragma unroll
         for (int k = 0; k < UNROLL; k++) {
-          u32 i = base + (k * 128 + tid) * 16;
+          u32 i = base + (k * THREADS + tid) * 16;
           if (i < bytes) *reinterpret_cast<uint4*>(to + i) = v[k];
         }
       }
@@ -164,7 +163,7 @@ struct Loader {
             while (i32(state.history_tag - tag) < 0) {
               if (state.stop) return drain();
               if (++polls % POLLS_BETWEEN_CHECKS == 0 &&
-                  wait_expired(dog, WaitSite{tag, ~0u, ~0u}, WaitKind::HISTORY, state.history_tag, tag)) {
+                  wait_expired(&state.dog, WaitSite{tag, ~0u, ~0u}, WaitKind::HISTORY, state.history_tag, tag)) {
                 lost = true;
                 return drain();
               }
@@ -196,7 +195,7 @@ struct Loader {
     if constexpr (M::COPY == Copy::BULK) {
       for (; landed < issued; landed++) {
         auto oldest = ring_cursor<M>(landed);
-        await_slot<RING_COUNTERS<M>>(&state.full[oldest.slot], oldest.use, 1, dog, WaitSite{~0u, ~0u, ~0u}, WaitKind::RING_FULL);
+        await_slot<RING_COUNTERS<M>>(&state.full[oldest.slot], oldest.use, 1, &state.dog, WaitSite{~0u, ~0u, ~0u}, WaitKind::RING_FULL);
       }
     } else if constexpr (M::COPY == Copy::CP_ASYNC) {
       asm volatile("cp.async.wait_all;" ::: "memory");

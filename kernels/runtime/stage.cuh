@@ -23,7 +23,7 @@ template <class M>
 __device__ __forceinline__ float block_sum(const Context<M>& c, int which) {
   float sum = 0.f;
 #pragma unroll
-  for (int w = 0; w < M::WARPS; w++) sum += c.state.stat[c.task & 1][which][w];
+  for (int w = 0; w < M::WARPS; w++) sum += c.state().stat[c.task & 1][which][w];
   return sum;
 }
 
@@ -38,16 +38,16 @@ __device__ __forceinline__ void stage_layer_norm(Context<M>& c, const Entry& e) 
   const u64* packets = c.p.exchange + e.x;
   const float mean = block_sum(c, 0) / K;
   float around = 0.f;
-  for (int k = c.tid * PER_PACKET; k < K; k += T * PER_PACKET) {
+  for (int k = c.tid() * PER_PACKET; k < K; k += T * PER_PACKET) {
     const u32 payload = u32(__ldcg(packets + k / PER_PACKET));
     const float a = Wire<M>::lo(payload) - mean, b = PER_PACKET == 2 && k + 1 < K ? Wire<M>::hi(payload) - mean : 0.f;
     around += a * a + b * b;
   }
   around = warp_sum(around);
-  if (c.lane == 0) c.state.stat[c.task & 1][1][c.warp] = around;
+  if (c.lane() == 0) c.state().stat[c.task & 1][1][c.warp()] = around;
   c.barrier();
   const float factor = rsqrtf(block_sum(c, 1) / K + __uint_as_float(e.eps));
-  for (int k = c.tid * 2; k < K; k += T * 2) {
+  for (int k = c.tid() * 2; k < K; k += T * 2) {
     float x[2];
 #pragma unroll
     for (int j = 0; j < 2; j++) {
@@ -75,9 +75,9 @@ __device__ __forceinline__ float stage_input(Context<M>& c, const Entry& e) {
   const float* weight = c.template constant<float>(e.norm_weight);
   float sum = 0.f, squares = 0.f;
   if constexpr (STORE)
-    for (int k = round_up(K, 2) + c.tid * 2; k < round_up(K, 32); k += T * 2) stage_store(c, k, 0.f, 0.f);
+    for (int k = round_up(K, 2) + c.tid() * 2; k < round_up(K, 32); k += T * 2) stage_store(c, k, 0.f, 0.f);
 #pragma unroll 1
-  for (int base = c.tid * PER_THREAD; base < K; base += GROUP * T * PER_THREAD) {
+  for (int base = c.tid() * PER_THREAD; base < K; base += GROUP * T * PER_THREAD) {
     bool active[GROUP];
     u64 a[GROUP], b[GROUP];
     float w[GROUP][PER_THREAD];
@@ -100,7 +100,7 @@ __device__ __forceinline__ float stage_input(Context<M>& c, const Entry& e) {
         for (int j = 0; j < PER_THREAD; j++) w[i][j] = 1.f;
       }
     }
-    if (!await_pairs<GROUP>(c.p.exchange + e.x + base / PER_PACKET, T * 2, active, c.tag, a, b, c.dog, c.site(e))) c.lost = true;
+    if (!await_pairs<GROUP>(c.p.exchange + e.x + base / PER_PACKET, T * 2, active, c.tag, a, b, c.dog(), c.site(e))) c.lost = true;
 #pragma unroll
     for (int i = 0; i < GROUP; i++) {
       const int k = base + i * T * PER_THREAD;
@@ -129,8 +129,8 @@ __device__ __forceinline__ float stage_input(Context<M>& c, const Entry& e) {
   if (norm != Norm::NONE) {
     squares = warp_sum(squares);
     if constexpr (M::LAYER_NORMS) sum = warp_sum(sum);
-    if (c.lane == 0) {
-      c.state.stat[c.task & 1][0][c.warp] = M::LAYER_NORMS && norm == Norm::LAYER ? sum : squares;
+    if (c.lane() == 0) {
+      c.state().stat[c.task & 1][0][c.warp()] = M::LAYER_NORMS && norm == Norm::LAYER ? sum : squares;
     }
   }
   c.barrier();

@@ -8,7 +8,7 @@ use crate::ir::op::{Attention, Epilogue, HISTORY_ALIGN, MatVec, NormAttr, Op, Qk
 use crate::ir::program::{Grid, Program};
 use crate::ir::schedule::Schedule;
 use crate::model::graph::NormKind;
-use crate::schedule::{LOADER_REGISTERS, LOADER_THREADS, REDUCE_UNITS};
+use crate::schedule::REDUCE_UNITS;
 use crate::target::{CopyMechanism, DotMechanism, Target};
 use crate::validate::Validated;
 use std::fmt::Write;
@@ -76,6 +76,7 @@ pub fn emit(validated: &Validated, target: &Target, trace: Trace) -> KernelSourc
     line!("struct Machine {{");
     line!("  static constexpr int SMS = {};", m.sms);
     line!("  static constexpr int WARPS = {};", m.consumer_warps);
+    line!("  static constexpr int LOADER_WARPS = {};", m.loader_warps);
     line!("  static constexpr int GROUPS = {};", m.ring.groups);
     line!("  static constexpr int SLOTS = {};", m.ring.slots);
     line!("  static constexpr int SLOT_BYTES = {};", m.ring.slot_bytes);
@@ -104,9 +105,6 @@ pub fn emit(validated: &Validated, target: &Target, trace: Trace) -> KernelSourc
         DotMechanism::Mma => "MMA",
     };
     line!("  static constexpr Dot DOT = Dot::{dot};");
-    line!("  static constexpr bool MOVES_REGISTERS = {};", moves_registers(schedule, target));
-    line!("  static constexpr int REGISTERS = {};", m.registers_per_consumer_thread);
-    line!("  static constexpr int LOADER_REGISTERS = {LOADER_REGISTERS};");
     line!("  static constexpr int REDUCE_UNITS = {REDUCE_UNITS};");
     line!("  static constexpr u32 ACTS = {};  // activation functions in use, one bit each", acts(program));
     line!("  static constexpr bool LAYER_NORMS = {};", has_layer_norm(program));
@@ -144,7 +142,7 @@ pub fn emit(validated: &Validated, target: &Target, trace: Trace) -> KernelSourc
     line!("  }}");
     line!("}};");
     line!();
-    let threads = m.consumer_warps * 32 + LOADER_THREADS;
+    let threads = (m.consumer_warps + m.loader_warps) * 32;
     line!(
         "extern \"C\" __global__ void __launch_bounds__({threads}, 1) {ENTRY_POINT}(const __grid_constant__ Params p) {{"
     );
@@ -161,11 +159,6 @@ pub fn emit(validated: &Validated, target: &Target, trace: Trace) -> KernelSourc
 /// Tasks of the longest queue: stamps of one block and step.
 pub fn stamps_max(schedule: &Schedule) -> usize {
     schedule.regimes.iter().flat_map(|r| &r.queues).map(Vec::len).max().unwrap_or(0)
-}
-
-/// `setmaxnreg` acts on whole warpgroups.
-fn moves_registers(schedule: &Schedule, target: &Target) -> bool {
-    target.spec.register_reallocation && schedule.machine.consumer_warps % 4 == 0
 }
 
 fn elem(dtype: DType) -> &'static str {

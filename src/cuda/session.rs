@@ -11,7 +11,6 @@ use crate::ir::op::Role;
 use crate::ir::schedule::Schedule;
 use crate::ir::{EventId, SmId, TaskId};
 use crate::pack::Layout;
-use crate::schedule::LOADER_THREADS;
 use crate::validate::Validated;
 use std::fmt;
 use std::time::Duration;
@@ -177,7 +176,7 @@ impl Session {
         let function = device.function(&module, ENTRY_POINT, smem)?;
         let shape = LaunchShape {
             grid: machine.sms,
-            block: machine.consumer_warps * 32 + LOADER_THREADS,
+            block: (machine.consumer_warps + machine.loader_warps) * 32,
             smem_dynamic_bytes: smem,
             cluster: machine.cluster,
         };

@@ -1,11 +1,458 @@
-//! Not written yet.
+//! Owns the static proof: `validate` turns a `Schedule` into a `Validated`, or says what is wrong and where.
+//!
+//! The proof recomputes everything from the schedule and the target record. It believes nothing that lowering or
+//! scheduling computed, has no size above which it samples or skips, and never panics on what a user wrote. The memory
+//! model it proves against is the text at the head of [`crate::ir`].
+//!
+//! # What is proven
+//!
+//! Groups are judged in this order. A group that builds on facts of an earlier one is judged only where that one found
+//! nothing, so that a list of violations names causes and not their consequences.
+//!
+//! 1. **Well-formed** (`wellformed`, `operands`). Every id exists; every task is in one queue; queues, streams and
+//!    placements are as many as SMs and buffers. Every grid has the operands of its op's table, each in the right space,
+//!    with the right element type, row kind and columns, inside its buffer for every extent: rows of the current position
+//!    and of the history below `context_max`, rows of the table up to the vocabulary of the head. Attributes are finite
+//!    and positive where they must be. Exchange regions start on packets. Each regime launches every index of every grid
+//!    once; only attention has alternatives. Each queue starts with its `select`. What a regime writes of a shared buffer
+//!    it writes whole and once: no element is read that was not produced, none has two producers, and each layer's keys
+//!    and values are appended once a step. A private element is written, then updated, on one SM in program order.
+//! 2. **Events** (`events`). An event is signalled once by each task that writes any of its columns, by no other, and its
+//!    count says how many those are; each wait asks for exactly that count. Every region read from another SM is covered
+//!    by waits. An event is carried where program order reads before it writes (the candidates), and only there; the first
+//!    step of a regime finds the events it carries in the regime before.
+//! 3. **Free of deadlock** (`order`). Queues and the events of a step have no cycle; a witness is the cycle. The stream of
+//!    an SM lists exactly the streamed operands of its queue, in its order, with the right bytes at consecutive offsets,
+//!    the same in every regime. A task's chunks fit the ring; the arrivals that free a slot are the warps of one group.
+//! 4. **Race-free** (`races`), over `1 + phases` consecutive steps of the loop and across each change of regime. A packet
+//!    or logit is overwritten only after every reader and the writer of the old value (dependency order; visibility order
+//!    for what the host reads). A loader reads the history only where each append of the step before is visible.
+//! 5. **Memory** (`memory`). Shared-memory parts, registers, threads, SMs and clusters fit the target, parts are large
+//!    enough for what runs in them, arenas have no overlap, and everything fits device memory.
+//! 6. **Proxies** (`proxies`). Where the target copies in bulk, an append reaches the loader through a proxy fence.
+//!
+//! # What the runtime must do for the proof to hold
+//!
+//! - Program order is the order of the grids: a read sees the last write before it in this order, of the same step, else
+//!   of the step before.
+//! - The loader brings in chunks of the history of a step only after the first task of its SM's queue in that step is done;
+//!   it may bring in weights at any time.
+//! - A carried event is the same object in all regimes whose carried events have its buffer and columns.
+//! - A step's phase of a buffer is its position modulo the buffer's phases.
+//! - A launch may start at any position; its first step waits for no carried event (nothing ran before it).
+//! - Private data of an SM begins at the lowest column that the SM owns.
+//!
+//! # Why a few steps are all steps
+//!
+//! Happens-before between two steps uses only the steps between them, and inserting another step of a regime that is
+//! already between them keeps every path: queue order reaches through it, and so does a carried event, to its waiter in
+//! the inserted step and along that SM's queue. So a run of `min(length, 1 + phases)` steps of each regime shows every
+//! pair that any longer run has, at its closest. Pairs farther apart follow: a buffer that a regime writes, it writes
+//! whole in each of its steps.
+//!
+//! # What is not checked
+//!
+//! Numbers: whether a scale is the model's, whether two alternatives of an attention compute the same. `check` does that.
+//! Which bytes the packer puts into weights and constants.
+
+mod events;
+mod memory;
+mod operands;
+mod order;
+mod proxies;
+mod races;
+mod wellformed;
+
+use crate::error::{Fault, Tier};
 use crate::ir::schedule::Schedule;
-pub struct Validated(Schedule);
+use crate::ir::{BufferId, EventId, GridId, SmId, TaskId};
+use crate::target::Target;
+use std::fmt;
+
+/// A schedule with a proof. Only [`validate`] makes one.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Validated {
+    schedule: Schedule,
+}
+
 impl Validated {
     pub fn schedule(&self) -> &Schedule {
-        &self.0
+        &self.schedule
     }
-    pub fn unproven(s: Schedule) -> Self {
-        Validated(s)
+
+    /// Gives the schedule back; the proof is gone with it.
+    pub fn into_schedule(self) -> Schedule {
+        self.schedule
     }
+}
+
+/// A schedule without a proof, and why.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+#[error("`{}` is not proven: {}", self.schedule.program.name, Summary(&self.violations))]
+pub struct Rejected {
+    pub schedule: Box<Schedule>,
+    /// Not empty.
+    pub violations: Vec<Violation>,
+}
+
+/// A rejection on the way from our own lowering to a kernel is our bug; for schedules of users there is [`check`].
+impl From<Rejected> for Fault {
+    fn from(rejected: Rejected) -> Fault {
+        let mut message = rejected.to_string();
+        for violation in rejected.violations.iter().take(SHOWN_MAX) {
+            message.push_str("\n  ");
+            message.push_str(&violation.to_string().replace('\n', "\n  "));
+        }
+        Fault { tier: Tier::Internal, message, remedy: Some("report this with the schedule's text".to_string()) }
+    }
+}
+
+/// Violations that a fault prints; the list has all that were kept.
+const SHOWN_MAX: usize = 5;
+
+struct Summary<'a>(&'a [Violation]);
+
+impl fmt::Display for Summary<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0 {
+            [] => f.write_str("no violation"),
+            [only] => write!(f, "`{}` at {}", only.rule, only.entity),
+            [first, rest @ ..] => write!(f, "`{}` at {} and {} more", first.rule, first.entity, rest.len()),
+        }
+    }
+}
+
+/// One broken rule.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Violation {
+    pub rule: Rule,
+    /// Where to look first.
+    pub entity: Entity,
+    /// Expected before found.
+    pub message: String,
+    /// What else takes part, in the order of the story: the tasks of a cycle, the two ends of an unordered pair.
+    pub witness: Vec<Witness>,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Witness {
+    pub entity: Entity,
+    pub note: String,
+}
+
+impl fmt::Display for Violation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}: {}: {}", self.rule, self.entity, self.message)?;
+        for witness in &self.witness {
+            write!(f, "\n  {}: {}", witness.entity, witness.note)?;
+        }
+        Ok(())
+    }
+}
+
+/// What a violation points at.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Entity {
+    /// The program or schedule as a whole.
+    Schedule,
+    Machine,
+    /// Index into `machine.smem`.
+    SmemPart(u32),
+    Buffer(BufferId),
+    Grid(GridId),
+    /// Index into `regimes`; tasks, events and SMs below name their regime first.
+    Regime(u32),
+    Task(u32, TaskId),
+    Event(u32, EventId),
+    Sm(u32, SmId),
+}
+
+impl fmt::Display for Entity {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Entity::Schedule => f.write_str("schedule"),
+            Entity::Machine => f.write_str("machine"),
+            Entity::SmemPart(part) => write!(f, "smem {part}"),
+            Entity::Buffer(buffer) => write!(f, "{buffer}"),
+            Entity::Grid(grid) => write!(f, "{grid}"),
+            Entity::Regime(regime) => write!(f, "r{regime}"),
+            Entity::Task(regime, task) => write!(f, "{task} of r{regime}"),
+            Entity::Event(regime, event) => write!(f, "{event} of r{regime}"),
+            Entity::Sm(regime, sm) => write!(f, "{sm} of r{regime}"),
+        }
+    }
+}
+
+/// Declares the rules once: variant, name in text, group.
+macro_rules! rules {
+    ($($(#[$doc:meta])* $variant:ident $name:literal $group:literal;)*) => {
+        /// What can be broken. Names are stable: tests and `.mkir` expectations use them.
+        #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+        pub enum Rule {
+            $($(#[$doc])* $variant,)*
+        }
+
+        impl Rule {
+            pub const ALL: &'static [Rule] = &[$(Rule::$variant,)*];
+
+            /// `partial-join`
+            pub fn name(self) -> &'static str {
+                match self {
+                    $(Rule::$variant => $name,)*
+                }
+            }
+
+            /// 1 well-formed, 2 events, 3 deadlock, 4 races, 5 memory, 6 proxies.
+            pub fn group(self) -> u8 {
+                match self {
+                    $(Rule::$variant => $group,)*
+                }
+            }
+        }
+    };
+}
+
+rules! {
+    /// An id names nothing.
+    IdRange "id-range" 1;
+    /// One queue and one stream per SM, one placement entry per buffer, at least one regime.
+    Counts "counts" 1;
+    /// A task is in no queue, or in two places.
+    TaskQueued "task-queued" 1;
+    /// Regimes start at 0, ascend, and start below `context_max`.
+    RegimeRange "regime-range" 1;
+    /// `lo < hi <= n`, `j` below its extent.
+    LaunchRange "launch-range" 1;
+    /// Extents and phases of a buffer.
+    BufferExtent "buffer-extent" 1;
+    /// Immutable buffers have content that fits them, others have none.
+    Content "content" 1;
+    /// A number of an op or of the program that no kernel can take.
+    Attribute "attribute" 1;
+    /// Operands are not those of the op's table.
+    Operand "operand" 1;
+    /// An operand's buffer lives in the wrong space.
+    Space "space" 1;
+    /// An operand's buffer has the wrong element type.
+    DType "dtype" 1;
+    /// An operand touches rows of the wrong kind.
+    Rows "rows" 1;
+    /// Launch extents, columns or buffer extents are not those of the op.
+    Shape "shape" 1;
+    /// A region leaves its buffer for some launch index, position or token.
+    OutOfBounds "out-of-bounds" 1;
+    /// A region starts or ends inside a packet.
+    Misaligned "misaligned" 1;
+    /// One exchange buffer carries values of different meaning.
+    MixedUse "mixed-use" 1;
+    /// A launch index has no task.
+    LaunchMissing "launch-missing" 1;
+    /// A launch index has two tasks.
+    LaunchTwice "launch-twice" 1;
+    /// A task of an op that takes one launch index has more.
+    TaskWidth "task-width" 1;
+    /// A queue does not start with its only `select`.
+    SelectFirst "select-first" 1;
+    /// An element is read, or handed out, that nobody produced.
+    Uncovered "uncovered" 1;
+    /// An element has two producers in one step.
+    DoubleProducer "double-producer" 1;
+    /// A private element is touched against program order.
+    PrivateOrder "private-order" 1;
+
+    /// An event's columns are not columns of an exchange buffer.
+    EventRegion "event-region" 2;
+    /// An event's count is not the number of its producers.
+    EventCount "event-count" 2;
+    /// A producer does not signal.
+    MissingSignal "missing-signal" 2;
+    /// A task signals an event whose columns it does not write.
+    StraySignal "stray-signal" 2;
+    /// A task signals an event twice.
+    DoubleSignal "double-signal" 2;
+    /// A wait is satisfied before all producers have signalled.
+    PartialJoin "partial-join" 2;
+    /// A wait asks for more signals than there are.
+    UnreachableWait "unreachable-wait" 2;
+    /// A region is read without a wait that covers it.
+    MissingWait "missing-wait" 2;
+    /// An event is carried against program order, or not carried where program order asks for it.
+    Carried "carried" 2;
+    /// An event carried into a regime has no counterpart in the regime before.
+    CarriedMatch "carried-match" 2;
+
+    /// Tasks wait for one another in a circle.
+    Deadlock "deadlock" 3;
+    /// A stream does not list the streamed operands of its queue, in its order.
+    StreamOrder "stream-order" 3;
+    /// A run has not the bytes of its task.
+    StreamBytes "stream-bytes" 3;
+    /// Runs have gaps or overlap, or lie elsewhere in another regime.
+    StreamOffset "stream-offset" 3;
+    /// A chunk of the history does not fit a slot or a tile.
+    HistoryChunk "history-chunk" 3;
+    /// Slots, slot bytes or groups that no kernel can take.
+    RingShape "ring-shape" 3;
+    /// A task needs more slots at once than there are.
+    RingCapacity "ring-capacity" 3;
+    /// The arrivals that free a slot are not the warps of one group.
+    RingArrivals "ring-arrivals" 3;
+    /// Limits of copies in flight under which the loader never starts or never stops.
+    Flight "flight" 3;
+
+    /// A value is overwritten before a reader is known to have read it.
+    OverwriteUnread "overwrite-unread" 4;
+    /// Two writes of one element in different steps are not ordered.
+    OverwriteUnordered "overwrite-unordered" 4;
+    /// A cache row may be read before its append is visible.
+    HistoryUnordered "history-unordered" 4;
+
+    /// Placed for another target.
+    Target "target" 5;
+    /// More blocks than SMs: they could not all be resident.
+    SmCount "sm-count" 5;
+    /// Clusters that the target has not, or that do not divide the SMs.
+    Cluster "cluster" 5;
+    /// More threads than a block may have.
+    Threads "threads" 5;
+    /// More registers than an SM has.
+    Registers "registers" 5;
+    /// A shared-memory part is missing, named twice or misaligned.
+    SmemPart "smem-part" 5;
+    /// Shared-memory parts overlap or descend.
+    SmemOverlap "smem-overlap" 5;
+    /// A shared-memory part is smaller than what runs in it.
+    SmemSize "smem-size" 5;
+    /// Shared memory exceeds what a block may have.
+    SmemCapacity "smem-capacity" 5;
+    /// A buffer has no place in an arena, has one it must not have, or a misaligned one.
+    Placement "placement" 5;
+    /// Two buffers of an arena overlap.
+    PlacementOverlap "placement-overlap" 5;
+    /// Weights, constants and arenas exceed device memory.
+    DeviceMemory "device-memory" 5;
+
+    /// Cache rows reach bulk copies without a proxy fence.
+    MissingProxy "missing-proxy" 6;
+    /// Cache rows do not lie on the boundaries that asynchronous copies need.
+    CopyAlignment "copy-alignment" 6;
+}
+
+impl Rule {
+    pub fn parse(name: &str) -> Option<Self> {
+        Rule::ALL.iter().copied().find(|r| r.name() == name)
+    }
+}
+
+impl fmt::Display for Rule {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// Violations kept for each rule; one more entry says how many were left out.
+pub const KEPT_PER_RULE: u32 = 100;
+
+/// Proves `schedule` for `target`.
+pub fn validate(schedule: Schedule, target: &Target) -> Result<Validated, Rejected> {
+    let violations = check(&schedule, target);
+    if violations.is_empty() {
+        return Ok(Validated { schedule });
+    }
+    Err(Rejected { schedule: Box::new(schedule), violations })
+}
+
+/// Everything that keeps `schedule` from a proof for `target`; empty: it is proven.
+pub fn check(schedule: &Schedule, target: &Target) -> Vec<Violation> {
+    let mut found = Found::default();
+    judge(schedule, target, &mut found);
+    found.finish()
+}
+
+/// The contract again, as code.
+fn judge(schedule: &Schedule, target: &Target, found: &mut Found) {
+    wellformed::structure(schedule, found);
+    if found.any() {
+        return;
+    }
+    operands::check(schedule, found);
+    memory::machine(&schedule.machine, target, found);
+    order::ring(schedule, found);
+    if found.any() {
+        return;
+    }
+    let grids = wellformed::Grids::of(&schedule.program);
+    wellformed::launches(schedule, found);
+    if found.any() {
+        return;
+    }
+    let owners: Vec<_> = schedule.regimes.iter().map(wellformed::Owners::of).collect();
+    let program = &schedule.program;
+    let numbered = || (0..).zip(&schedule.regimes);
+    let writes: Vec<_> =
+        numbered().map(|(r, regime)| wellformed::Writes::of(r, regime, program, &grids, found)).collect();
+    wellformed::privates(schedule, &grids, found);
+    order::streams(schedule, found);
+    memory::shared(schedule, target, &grids, found);
+    memory::device(schedule, target, found);
+    proxies::copies(program, target, found);
+    if found.any() {
+        return;
+    }
+    let joins = events::check(schedule, &grids, &writes, found);
+    if found.any() {
+        return;
+    }
+    let orders: Vec<_> =
+        numbered().zip(&owners).map(|((r, regime), owners)| order::sort(r, regime, owners, found)).collect();
+    if found.any() {
+        return;
+    }
+    let facts = races::Facts { grids: &grids, owners: &owners, writes: &writes, joins: &joins, orders: &orders };
+    races::check(schedule, target, &facts, found);
+}
+
+/// The violations found so far, bounded for each rule.
+struct Found {
+    counts: [u64; Rule::ALL.len()],
+    list: Vec<Violation>,
+}
+
+impl Default for Found {
+    fn default() -> Self {
+        Found { counts: [0; Rule::ALL.len()], list: vec![] }
+    }
+}
+
+impl Found {
+    fn any(&self) -> bool {
+        !self.list.is_empty()
+    }
+
+    fn add(&mut self, rule: Rule, entity: Entity, message: impl FnOnce() -> String) {
+        self.add_with(rule, entity, || (message(), vec![]));
+    }
+
+    fn add_with(&mut self, rule: Rule, entity: Entity, story: impl FnOnce() -> (String, Vec<Witness>)) {
+        let count = &mut self.counts[rule as usize];
+        *count += 1;
+        if *count <= u64::from(KEPT_PER_RULE) {
+            let (message, witness) = story();
+            self.list.push(Violation { rule, entity, message, witness });
+        }
+    }
+
+    fn finish(mut self) -> Vec<Violation> {
+        for (&rule, &count) in Rule::ALL.iter().zip(&self.counts) {
+            if count > u64::from(KEPT_PER_RULE) {
+                let message = format!("{} more", count - u64::from(KEPT_PER_RULE));
+                self.list.push(Violation { rule, entity: Entity::Schedule, message, witness: vec![] });
+            }
+        }
+        self.list
+    }
+}
+
+fn note(entity: Entity, note: impl Into<String>) -> Witness {
+    Witness { entity, note: note.into() }
 }

@@ -2,8 +2,13 @@
 
 mod driver;
 mod families;
+mod filetests;
 mod interp;
 mod nvrtc;
+mod proof;
+mod proof_holes;
+mod proof_real;
+mod proof_support;
 mod support;
 
 use std::io::Write;

@@ -1,0 +1,245 @@
+//! Group 2: who signals an event, who waits for it, and which reads that covers.
+
+use super::wellformed::{Grids, Writes};
+use super::{Entity, Found, Rule, note};
+use crate::ir::op::Op;
+use crate::ir::program::{Program, Space};
+use crate::ir::schedule::{Event, Mechanism, Regime, Schedule, Task};
+use crate::ir::{BufferId, EventId, GridId, TaskId};
+use std::collections::BTreeMap;
+
+/// What later passes need to know about the events of a regime.
+pub(super) struct Joins {
+    /// Waits for each event in a step.
+    pub waits: Vec<u32>,
+    /// For each carried event that is waited for: its counterpart in the regime before. Empty for the first regime.
+    pub before: BTreeMap<EventId, EventId>,
+}
+
+pub(super) fn check(schedule: &Schedule, grids: &Grids, writes: &[Writes], found: &mut Found) -> Vec<Joins> {
+    let mut joins: Vec<Joins> = vec![];
+    for (r, (regime, writes)) in (0..).zip(schedule.regimes.iter().zip(writes)) {
+        let waits = check_regime(r, regime, &schedule.program, grids, writes, found);
+        let before = match schedule.regimes.get((r as usize).wrapping_sub(1)) {
+            Some(earlier) => carried_from(r, regime, &waits, earlier, found),
+            None => BTreeMap::new(),
+        };
+        joins.push(Joins { waits, before });
+    }
+    joins
+}
+
+/// What the tasks of a regime make of one event.
+#[derive(Clone)]
+struct Signals {
+    /// Tasks that write any of its columns; `None`: its columns make no sense.
+    producers: Option<u32>,
+    signalled: u32,
+    last: Option<TaskId>,
+    /// Grids of the signallers.
+    first_grid: GridId,
+    last_grid: GridId,
+    waits: u32,
+    carried_reported: bool,
+}
+
+fn check_regime(
+    r: u32,
+    regime: &Regime,
+    program: &Program,
+    grids: &Grids,
+    writes: &Writes,
+    found: &mut Found,
+) -> Vec<u32> {
+    let mut state: Vec<Signals> = (0..)
+        .zip(&regime.events)
+        .map(|(e, event)| {
+            let in_buffer = region(Entity::Event(r, EventId(e)), event, program, found);
+            let producers = in_buffer.then(|| writes.overlapping(event.buffer, event.lo, event.hi).len() as u32);
+            let (first_grid, last_grid) = (GridId(u32::MAX), GridId(0));
+            Signals { producers, signalled: 0, last: None, first_grid, last_grid, waits: 0, carried_reported: false }
+        })
+        .collect();
+    for (t, task) in (0..).zip(&regime.tasks) {
+        let id = TaskId(t);
+        for &e in &task.signals {
+            let (event, signals) = (&regime.events[e.index()], &mut state[e.index()]);
+            if signals.last == Some(id) {
+                found.add(Rule::DoubleSignal, Entity::Task(r, id), || format!("signals {e} twice, expected once"));
+                continue;
+            }
+            signals.last = Some(id);
+            let writes_it = grids.writes(task.grid).iter().any(|flow| {
+                flow.buffer == event.buffer && flow.span(task).is_some_and(|s| s.0 < event.hi && event.lo < s.1)
+            });
+            if !writes_it {
+                found.add(Rule::StraySignal, Entity::Task(r, id), || {
+                    format!("signals {e} and writes none of columns {}..{} of {}", event.lo, event.hi, event.buffer)
+                });
+                continue;
+            }
+            signals.signalled += 1;
+            signals.first_grid = signals.first_grid.min(task.grid);
+            signals.last_grid = signals.last_grid.max(task.grid);
+        }
+    }
+    for (e, (event, signals)) in (0..).zip(regime.events.iter().zip(&state)) {
+        let Some(producers) = signals.producers else { continue };
+        let id = EventId(e);
+        if signals.signalled < producers {
+            let all = writes.overlapping(event.buffer, event.lo, event.hi);
+            let silent = all.iter().find(|w| !regime.tasks[w.task.index()].signals.contains(&id));
+            let at = silent.map_or(Entity::Event(r, id), |w| Entity::Task(r, w.task));
+            found.add_with(Rule::MissingSignal, at, || {
+                let message = format!(
+                    "writes columns of {id} and does not signal it: {} of {producers} producers signal",
+                    signals.signalled
+                );
+                (message, vec![note(Entity::Event(r, id), "is about columns it writes")])
+            });
+        }
+        if event.count != producers || producers == 0 {
+            found.add(Rule::EventCount, Entity::Event(r, id), || {
+                format!("expected a count of {producers}, its producers, at least 1; found {}", event.count)
+            });
+        }
+    }
+    for (t, task) in (0..).zip(&regime.tasks) {
+        check_waits(r, TaskId(t), task, regime, program, &mut state, found);
+        for flow in grids.reads(task.grid) {
+            if let Some((lo, hi)) = flow.span(task)
+                && let Some((from, to)) = unwaited(regime, task, flow.buffer, lo, hi)
+            {
+                found.add(Rule::MissingWait, Entity::Task(r, TaskId(t)), || {
+                    format!("reads columns {from}..{to} of {} without a wait for them", flow.buffer)
+                });
+            }
+        }
+    }
+    state.iter().map(|s| s.waits).collect()
+}
+
+/// Whether an event's columns are whole packets of an exchange buffer.
+fn region(at: Entity, event: &Event, program: &Program, found: &mut Found) -> bool {
+    let buffer = &program.buffers[event.buffer.index()];
+    let Event { lo, hi, .. } = *event;
+    if buffer.space != Space::Exchange {
+        found.add(Rule::EventRegion, at, || {
+            format!("expected columns of an exchange buffer, {} is in {}", event.buffer, buffer.space.name())
+        });
+        return false;
+    }
+    let per_packet = 4 / buffer.dtype.bytes() as u32;
+    if lo >= hi || hi > buffer.cols || lo % per_packet != 0 || (hi % per_packet != 0 && hi != buffer.cols) {
+        found.add(Rule::EventRegion, at, || {
+            let (id, cols) = (event.buffer, buffer.cols);
+            format!("expected whole packets of {per_packet} values below column {cols} of {id}, found {lo}..{hi}")
+        });
+        return false;
+    }
+    true
+}
+
+fn check_waits(
+    r: u32,
+    id: TaskId,
+    task: &Task,
+    regime: &Regime,
+    program: &Program,
+    state: &mut [Signals],
+    found: &mut Found,
+) {
+    for wait in &task.waits {
+        let (event, signals) = (&regime.events[wait.event.index()], &mut state[wait.event.index()]);
+        signals.waits += 1;
+        let Some(producers) = signals.producers.filter(|&p| p > 0) else { continue };
+        let rule = if wait.count < producers { Rule::PartialJoin } else { Rule::UnreachableWait };
+        if wait.count != producers {
+            found.add_with(rule, Entity::Task(r, id), || {
+                let message = format!("waits for {} signals of {}, expected {producers}", wait.count, wait.event);
+                (message, vec![note(Entity::Event(r, wait.event), format!("has {producers} producers"))])
+            });
+        }
+        if signals.signalled == 0 || signals.carried_reported {
+            continue;
+        }
+        // Program order: the last write before the read is of this step, or else of the step before.
+        let expected = if signals.last_grid < task.grid {
+            Some(false)
+        } else if signals.first_grid >= task.grid {
+            Some(true)
+        } else {
+            None
+        };
+        let op = &program.grids[task.grid.index()].op;
+        let wrong = match expected {
+            None => Some("its producers lie on both sides of the reader in program order, expected one side"),
+            Some(false) if event.carried => Some("expected the value of this step, it is carried from the step before"),
+            Some(true) if !event.carried => Some("expected the value of the step before, it is not carried"),
+            // In the first step of a text there is no step before; only `select` has another source, the prompt.
+            Some(true) if !matches!(op, Op::Select) => Some("expected only `select` to read the step before"),
+            Some(_) => None,
+        };
+        if let Some(wrong) = wrong {
+            signals.carried_reported = true;
+            found.add_with(Rule::Carried, Entity::Event(r, wait.event), || {
+                (wrong.to_string(), vec![note(Entity::Task(r, id), format!("of {} waits for it", task.grid))])
+            });
+        }
+    }
+}
+
+/// The first columns of `lo..hi` that no wait of the task covers.
+fn unwaited(regime: &Regime, task: &Task, buffer: BufferId, lo: u32, hi: u32) -> Option<(u32, u32)> {
+    let events = || task.waits.iter().map(|w| &regime.events[w.event.index()]).filter(|e| e.buffer == buffer);
+    if events().any(|e| e.lo <= lo && hi <= e.hi) {
+        return None;
+    }
+    let mut parts: Vec<(u32, u32)> = events().map(|e| (e.lo, e.hi)).collect();
+    parts.sort_unstable();
+    let mut covered = lo;
+    for (from, to) in parts {
+        if from > covered {
+            return Some((covered, from.min(hi)));
+        }
+        covered = covered.max(to);
+        if covered >= hi {
+            return None;
+        }
+    }
+    Some((covered, hi))
+}
+
+/// The first step of a regime waits for what the last step of the regime before has signalled.
+fn carried_from(
+    r: u32,
+    regime: &Regime,
+    waits: &[u32],
+    earlier: &Regime,
+    found: &mut Found,
+) -> BTreeMap<EventId, EventId> {
+    let carried = |regime: &Regime| -> Vec<(EventId, Event)> {
+        (0..).map(EventId).zip(regime.events.iter().copied()).filter(|(_, e)| e.carried).collect()
+    };
+    let earlier: BTreeMap<(BufferId, u32, u32), (EventId, Event)> =
+        carried(earlier).into_iter().map(|(id, e)| ((e.buffer, e.lo, e.hi), (id, e))).collect();
+    let mut before = BTreeMap::new();
+    for (id, event) in carried(regime).into_iter().filter(|(id, _)| waits[id.index()] > 0) {
+        let same = |mechanism: Mechanism, count: u32| mechanism == event.mechanism && count == event.count;
+        match earlier.get(&(event.buffer, event.lo, event.hi)) {
+            Some((other, e)) if same(e.mechanism, e.count) => {
+                before.insert(id, *other);
+            }
+            Some((other, e)) => found.add_with(Rule::CarriedMatch, Entity::Event(r, id), || {
+                let expected = format!("{} signals by {}", e.count, e.mechanism.name());
+                let message = format!("expected {expected}, found {} by {}", event.count, event.mechanism.name());
+                (message, vec![note(Entity::Event(r - 1, *other), "is the same event in the regime before")])
+            }),
+            None => found.add(Rule::CarriedMatch, Entity::Event(r, id), || {
+                let Event { buffer, lo, hi, .. } = event;
+                format!("r{} carries no event about columns {lo}..{hi} of {buffer} into r{r}", r - 1)
+            }),
+        }
+    }
+    before
+}

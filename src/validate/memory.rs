@@ -1,0 +1,256 @@
+//! Group 5: what the launch occupies: SMs, threads, registers, shared memory, arenas.
+
+use super::wellformed::Grids;
+use super::{Entity, Found, Rule, note};
+use crate::dtype::DType;
+use crate::ir::BufferId;
+use crate::ir::SmId;
+use crate::ir::op::{GRANULE_ROW_BYTES, Op, UNIT_ROWS};
+use crate::ir::program::{Buffer, Space};
+use crate::ir::schedule::{Machine, RunBytes, Schedule};
+use crate::target::{DotMechanism, Target, TargetKind};
+
+/// Fewer registers than this a compiler cannot work with.
+const REGISTERS_MIN: u32 = 24;
+/// Units whose partial sums wait for one reduction across warps; there are two such batches.
+const REDUCE_UNITS: u64 = 8;
+/// What vector loads, tensor-core operands and bulk copies need of an address, bytes.
+const ALIGN: u64 = 16;
+
+/// The machine by itself.
+pub(super) fn machine(machine: &Machine, target: &Target, found: &mut Found) {
+    let (spec, at) = (&target.spec, Entity::Machine);
+    if machine.target != target.name {
+        found.add(Rule::Target, at, || format!("expected `{}`, found `{}`", target.name, machine.target));
+    }
+    if machine.sms > spec.sm_count {
+        found.add(Rule::SmCount, at, || {
+            format!("expected at most {} SMs, all blocks resident at once; found {}", spec.sm_count, machine.sms)
+        });
+    }
+    let cluster = machine.cluster;
+    if cluster == 0 || cluster > spec.cluster_max.max(1) || machine.sms % cluster != 0 {
+        found.add(Rule::Cluster, at, || {
+            let most = spec.cluster_max.max(1);
+            format!("expected a cluster of at most {most} blocks that divides {} SMs, found {cluster}", machine.sms)
+        });
+    }
+    // The CPU stands for SMs with one thread each; it has neither warps nor registers to run out of.
+    if target.kind == TargetKind::Cuda {
+        let consumers = u64::from(machine.consumer_warps) * 32;
+        let threads = consumers + u64::from(machine.loader_warps) * 32;
+        if machine.loader_warps == 0 || threads > u64::from(spec.threads_per_block_max) {
+            found.add(Rule::Threads, at, || {
+                format!(
+                    "expected a loader warp or more and at most {} threads, found {threads}",
+                    spec.threads_per_block_max
+                )
+            });
+        }
+        let each = machine.registers_per_thread;
+        let total = threads * u64::from(each);
+        if !(REGISTERS_MIN..=255).contains(&each) || total > u64::from(spec.registers_per_sm) {
+            found.add(Rule::Registers, at, || {
+                format!(
+                    "expected {REGISTERS_MIN} to 255 registers a thread and at most {} in all; found {each} and {total}",
+                    spec.registers_per_sm
+                )
+            });
+        }
+    }
+    let mut end = 0u64;
+    for (i, part) in (0..).zip(&machine.smem) {
+        let (offset, bytes) = (u64::from(part.offset), u64::from(part.bytes));
+        if offset < end {
+            found.add(Rule::SmemOverlap, Entity::SmemPart(i), || {
+                format!("expected `{}` at {end} or later, found {offset}", part.name)
+            });
+        }
+        if offset % ALIGN != 0 {
+            found.add(Rule::SmemPart, Entity::SmemPart(i), || {
+                format!("expected `{}` on a multiple of {ALIGN} bytes, found {offset}", part.name)
+            });
+        }
+        end = end.max(offset + bytes);
+    }
+    if end > u64::from(spec.smem_bytes_per_block_max) {
+        found.add(Rule::SmemCapacity, at, || {
+            format!("expected at most {} bytes of shared memory, found {end}", spec.smem_bytes_per_block_max)
+        });
+    }
+}
+
+/// Shared-memory parts hold what runs in them.
+pub(super) fn shared(schedule: &Schedule, target: &Target, grids: &Grids, found: &mut Found) {
+    let machine = &schedule.machine;
+    let warps = u64::from(machine.consumer_warps);
+    let weights = schedule.program.precision.weights;
+    // Tensor cores read the staged input as bf16; everything else reads fp32.
+    let element = if weights == DType::Bf16 && target.spec.dot == DotMechanism::Mma { 2 } else { 4 };
+    let granule = u64::from(GRANULE_ROW_BYTES) / weights.bytes() as u64;
+    let (mut stage, mut heads, mut scratch) = (0, 0, 0);
+    let mut reduce = 2 * REDUCE_UNITS * warps * u64::from(UNIT_ROWS) * 4;
+    for grid in &schedule.program.grids {
+        match &grid.op {
+            Op::MatVec(m) => stage = stage.max(u64::from(m.k).next_multiple_of(granule) * element),
+            Op::NormAdd { width, .. } => stage = stage.max(u64::from(*width).next_multiple_of(granule) * element),
+            Op::Attention(a) => {
+                let (per_task, dim) = (u64::from(a.heads_per_task), u64::from(a.head_dim));
+                // Maximum, sum and accumulators of each head, in each warp.
+                scratch = scratch.max(warps * per_task * (dim + 2) * 4);
+                // Queries, key, value and the rotary row, in fp32.
+                heads = heads.max(((per_task + 2) * dim + u64::from(a.rotary)) * 4);
+            }
+            Op::AttentionMerge { head_dim, splits, .. } => {
+                // One record of each share.
+                scratch = scratch.max(u64::from(*splits) * (u64::from(*head_dim) + 2) * 4);
+            }
+            Op::Select | Op::Report | Op::Embed { .. } => {}
+        }
+    }
+    // Attention stages nothing: its scratch is `stage` and `reduce` together, which lie side by side.
+    let part = |name: &str| machine.smem.iter().find(|p| p.name == name);
+    if let (Some(a), Some(b)) = (part("stage"), part("reduce"))
+        && a.offset.checked_add(a.bytes) == Some(b.offset)
+    {
+        scratch = scratch.saturating_sub(u64::from(a.bytes));
+    }
+    reduce = reduce.max(scratch);
+    let (residual, owner) = residual(schedule, grids);
+    let ring = u64::from(machine.ring.slots) * u64::from(machine.ring.slot_bytes);
+    // Two barriers of 8 bytes a slot, norm statistics of each warp, and token, position, queue entries, abort word.
+    let state = u64::from(machine.ring.slots) * 16 + warps * 16 + 1024;
+    for (name, least) in [
+        ("ring", ring),
+        ("stage", stage),
+        ("reduce", reduce),
+        ("heads", heads),
+        ("residual", residual),
+        ("state", state),
+    ] {
+        let mut parts = (0..).zip(&machine.smem).filter(|(_, part)| part.name == name);
+        let Some((i, part)) = parts.next() else {
+            found
+                .add(Rule::SmemPart, Entity::Machine, || format!("expected a shared-memory part `{name}`, found none"));
+            continue;
+        };
+        if let Some((other, _)) = parts.next() {
+            found.add(Rule::SmemPart, Entity::SmemPart(other), || format!("expected one part `{name}`, found another"));
+        }
+        if u64::from(part.bytes) < least {
+            found.add_with(Rule::SmemSize, Entity::SmemPart(i), || {
+                let message = format!("expected at least {least} bytes for `{name}`, found {}", part.bytes);
+                let owner = owner.filter(|_| name == "residual").map(|at| note(at, "owns the most columns"));
+                (message, owner.into_iter().collect())
+            });
+        }
+    }
+}
+
+/// Bytes of the fp32 columns that the largest owner keeps, from its lowest to its highest, and who that is.
+fn residual(schedule: &Schedule, grids: &Grids) -> (u64, Option<Entity>) {
+    let buffers = &schedule.program.buffers;
+    let mut spans = vec![(u32::MAX, 0u32); buffers.len()];
+    let mut touched: Vec<BufferId> = vec![];
+    let mut most = (0, None);
+    for (r, regime) in (0..).zip(&schedule.regimes) {
+        for (s, queue) in (0..).zip(&regime.queues) {
+            for id in queue {
+                let task = &regime.tasks[id.index()];
+                for flow in grids.privates(task.grid).iter().filter(|f| buffers[f.buffer.index()].dtype == DType::F32) {
+                    if let Some((lo, hi)) = flow.span(task) {
+                        let span = &mut spans[flow.buffer.index()];
+                        if span.0 > span.1 {
+                            touched.push(flow.buffer);
+                        }
+                        *span = (span.0.min(lo), span.1.max(hi));
+                    }
+                }
+            }
+            let mut bytes = 0;
+            for buffer in touched.drain(..) {
+                let (lo, hi) = std::mem::replace(&mut spans[buffer.index()], (u32::MAX, 0));
+                bytes += u64::from(hi - lo) * 4;
+            }
+            if bytes > most.0 {
+                most = (bytes, Some(Entity::Sm(r, SmId(s))));
+            }
+        }
+    }
+    most
+}
+
+/// Arenas of exchange, cache and output buffers, and the sum of everything in device memory.
+pub(super) fn device(schedule: &Schedule, target: &Target, found: &mut Found) {
+    let program = &schedule.program;
+    let mut total = 0u64;
+    let mut placed: Vec<(Space, u64, u64, BufferId)> = vec![];
+    for ((b, buffer), &place) in (0..).zip(&program.buffers).zip(&schedule.placement) {
+        let (id, bytes) = (BufferId(b), bytes(buffer));
+        match (buffer.space, place) {
+            (Space::Exchange | Space::Cache | Space::Output, Some(offset)) => {
+                if offset % ALIGN != 0 {
+                    found.add(Rule::Placement, Entity::Buffer(id), || {
+                        format!("expected a multiple of {ALIGN} bytes as its place, found {offset}")
+                    });
+                }
+                placed.push((buffer.space, offset, offset.saturating_add(bytes), id));
+            }
+            (Space::Exchange | Space::Cache | Space::Output, None) => {
+                found.add(Rule::Placement, Entity::Buffer(id), || {
+                    format!("expected a place in the arena of {}, found none", buffer.space.name())
+                });
+            }
+            (space, Some(offset)) => found.add(Rule::Placement, Entity::Buffer(id), || {
+                format!("expected no place for a buffer in {}, found {offset}", space.name())
+            }),
+            (Space::Constant, None) => total = total.saturating_add(bytes),
+            // Weights count as the streams' bytes, padding included; private data is in shared memory.
+            (Space::Weight | Space::Private, None) => {}
+        }
+    }
+    placed.sort_unstable_by_key(|&(space, offset, end, _)| (space.name(), offset, end));
+    for arena in placed.chunk_by(|a, b| a.0 == b.0) {
+        let mut last = (0, BufferId(0));
+        for &(_, offset, end, id) in arena {
+            if offset < last.0 {
+                found.add_with(Rule::PlacementOverlap, Entity::Buffer(id), || {
+                    (
+                        format!("expected a place from {} on, found {offset}", last.0),
+                        vec![note(Entity::Buffer(last.1), "ends there")],
+                    )
+                });
+            }
+            if end > last.0 {
+                last = (end, id);
+            }
+        }
+        total = total.saturating_add(last.0);
+    }
+    let weights = schedule.regimes.iter().map(|regime| {
+        let runs = regime.streams.iter().flatten();
+        runs.fold(0u64, |sum, run| match run.bytes {
+            RunBytes::Fixed { bytes, .. } => sum.saturating_add(bytes),
+            RunBytes::History { .. } => sum,
+        })
+    });
+    total = total.saturating_add(weights.max().unwrap_or(0));
+    if total > target.spec.memory_bytes {
+        found.add(Rule::DeviceMemory, Entity::Schedule, || {
+            format!("expected at most {} bytes in device memory, found {total}", target.spec.memory_bytes)
+        });
+    }
+}
+
+/// Bytes of a buffer in device memory. A packet of 8 bytes holds two 16-bit values or one of 32 bits, and a tag; packets
+/// are read in pairs.
+fn bytes(buffer: &Buffer) -> u64 {
+    let elements = u64::from(buffer.rows) * u64::from(buffer.cols);
+    match buffer.space {
+        Space::Exchange => {
+            let packets = elements.div_ceil(4 / buffer.dtype.bytes() as u64).next_multiple_of(2);
+            packets.saturating_mul(8).saturating_mul(u64::from(buffer.phases))
+        }
+        _ => elements.saturating_mul(buffer.dtype.bytes() as u64),
+    }
+}

@@ -1,0 +1,612 @@
+//! Group 1, grids: each op's attributes, and what each of its operands must be.
+
+use super::{Entity, Found, Rule, note};
+use crate::dtype::{DType, Precision};
+use crate::ir::op::{Attention, Epilogue, MatVec, NormAttr, Op, PARTIAL_HEADER, QkNormAttr, Role, UNIT_ROWS};
+use crate::ir::program::{Buffer, Cols, Content, Grid, Operand, Program, Rows, Second, Space};
+use crate::ir::schedule::Schedule;
+use crate::ir::{BufferId, GridId};
+use crate::model::graph::NormKind;
+
+/// Query heads of one attention task: the rows of one half of a tensor-core operand.
+const HEADS_PER_TASK_MAX: u32 = 8;
+/// Each phase is one more step of the loop to prove, and one more copy in memory.
+const PHASES_MAX: u32 = 8;
+/// Far above any model; below it, shares of the history are computed without wrapping.
+const CONTEXT_MAX: u32 = 1 << 30;
+/// Gate rows, and up rows, of a unit.
+const GATED_INTERLEAVE: u32 = UNIT_ROWS / 2;
+
+pub(super) fn check(schedule: &Schedule, found: &mut Found) {
+    let program = &schedule.program;
+    let Precision { weights, cache, wire } = program.precision;
+    for (name, dtype) in [("weights", weights), ("cache", cache), ("wire", wire)] {
+        if !matches!(dtype, DType::F32 | DType::Bf16) {
+            found.add(Rule::DType, Entity::Schedule, || format!("expected fp32 or bf16 for `{name}`, found {dtype}"));
+        }
+    }
+    if program.context_max == 0 || program.context_max > CONTEXT_MAX {
+        let context_max = program.context_max;
+        found.add(Rule::Attribute, Entity::Schedule, || {
+            format!("expected `context_max` of 1 to {CONTEXT_MAX}, found {context_max}")
+        });
+    }
+    for (b, buffer) in (0..).zip(&program.buffers) {
+        check_buffer(BufferId(b), buffer, found);
+    }
+    let mut uses = vec![None; program.buffers.len()];
+    for (g, grid) in (0..).zip(&program.grids) {
+        let id = GridId(g);
+        if !attributes(id, &grid.op, grid.n, found) {
+            continue;
+        }
+        launch_extents(id, grid, program, schedule.machine.sms, found);
+        check_grid(id, grid, program, found);
+        meanings(id, grid, program, &mut uses, found);
+    }
+    tokens_in_table(program, found);
+}
+
+fn check_buffer(id: BufferId, buffer: &Buffer, found: &mut Found) {
+    let at = Entity::Buffer(id);
+    let Buffer { space, rows, cols, phases, .. } = *buffer;
+    if rows == 0 || cols == 0 {
+        found.add(Rule::BufferExtent, at, || format!("expected at least one row and column, found {rows} x {cols}"));
+    }
+    if matches!(space, Space::Exchange | Space::Private) && rows > 1 {
+        found.add(Rule::BufferExtent, at, || format!("expected one row in {}, found {rows}", space.name()));
+    }
+    let most = if space == Space::Exchange { PHASES_MAX } else { 1 };
+    if phases == 0 || phases > most {
+        found
+            .add(Rule::BufferExtent, at, || format!("expected 1 to {most} phases in {}, found {phases}", space.name()));
+    }
+    if space.immutable() != buffer.content.is_some() {
+        let expected = if space.immutable() { "content, its bytes come from the checkpoint" } else { "no content" };
+        found.add(Rule::Content, at, || format!("is in {}, expected {expected}", space.name()));
+    }
+    // 64 bits: the sums of untrusted 32-bit extents.
+    let total = |lens: &mut dyn Iterator<Item = u32>| lens.map(u64::from).sum::<u64>();
+    match &buffer.content {
+        Some(Content::Rows { parts, interleave }) => {
+            let found_rows = total(&mut parts.iter().map(|p| p.rows));
+            if found_rows != u64::from(rows) {
+                found.add(Rule::Content, at, || format!("expected {rows} rows of content, found {found_rows}"));
+            }
+            let pair = parts.len() == 2 && parts[0].rows == parts[1].rows;
+            interleaved(at, *interleave, pair, found);
+        }
+        Some(Content::Vectors { parts, interleave, .. }) => {
+            let len = total(&mut parts.iter().map(|p| p.len));
+            if len > u64::from(cols) {
+                found.add(Rule::Content, at, || format!("expected at most {cols} values of content, found {len}"));
+            }
+            let pair = parts.len() == 2 && parts[0].len == parts[1].len;
+            interleaved(at, *interleave, pair, found);
+        }
+        Some(Content::Tensor(_) | Content::RopeTable(_)) | None => {}
+    }
+}
+
+fn interleaved(at: Entity, interleave: u32, pair: bool, found: &mut Found) {
+    if interleave != 1 && !(interleave == GATED_INTERLEAVE && pair) {
+        found.add(Rule::Content, at, || {
+            format!("expected `interleave` 1, or {GATED_INTERLEAVE} of two equal parts, found {interleave}")
+        });
+    }
+}
+
+/// Numbers that no kernel can take; after this, sizes derived from the op fit 32 bits.
+fn attributes(id: GridId, op: &Op, n: u32, found: &mut Found) -> bool {
+    let mut fine = true;
+    let mut expect = |holds: bool, what: &str, value: &dyn std::fmt::Display| {
+        if !holds {
+            fine = false;
+            found.add(Rule::Attribute, Entity::Grid(id), || format!("expected {what}, found {value}"));
+        }
+    };
+    let fits = |product: u128| product <= u128::from(u32::MAX / 16);
+    let wide = |x: u32| u128::from(x);
+    match op {
+        Op::Select | Op::Report => {}
+        Op::Embed { scale } => expect(scale.is_finite(), "a finite `scale`", scale),
+        Op::MatVec(m) => {
+            expect(m.rows > 0 && fits(wide(m.rows)), "`rows` of at least 1, below 2^28", &m.rows);
+            expect(m.k > 0 && fits(wide(m.k)), "`k` of at least 1, below 2^28", &m.k);
+            if let Some(norm) = &m.norm {
+                expect(eps_ok(norm), "a finite `eps` above 0", &norm.eps);
+            }
+            match m.epilogue {
+                Epilogue::Store | Epilogue::Act(_) => {}
+                Epilogue::Gated(_) => expect(m.rows % 2 == 0, "as many gate rows as up rows", &m.rows),
+                Epilogue::Residual { scale } => expect(scale.is_finite(), "a finite `scale`", &scale),
+                Epilogue::Logits { scale, softcap } => {
+                    expect(scale.is_finite(), "a finite `scale`", &scale);
+                    if let Some(cap) = softcap {
+                        expect(cap.is_finite() && cap > 0.0, "a finite `softcap` above 0", &cap);
+                    }
+                }
+            }
+        }
+        Op::Attention(a) => {
+            let Attention { heads_per_task: per_task, group, heads, head_dim: dim, splits, rotary, .. } = *a;
+            expect(dim > 0 && dim % 2 == 0, "an even `head_dim` above 0", &dim);
+            expect(group > 0, "`group` of at least 1", &group);
+            expect(heads > 0 && group > 0 && heads % group == 0, "`heads` that `group` divides", &heads);
+            expect(
+                per_task > 0 && per_task <= HEADS_PER_TASK_MAX && group % per_task == 0,
+                "`heads_per_task` of 1 to 8 that divides `group`",
+                &per_task,
+            );
+            expect(rotary % 2 == 0 && rotary <= dim, "an even `rotary` up to `head_dim`", &rotary);
+            expect(splits > 0, "`splits` of at least 1", &splits);
+            let columns = wide(heads) * wide(splits) * (wide(dim) + wide(PARTIAL_HEADER));
+            expect(fits(columns), "heads, head_dim and splits whose product is below 2^28", &columns);
+            expect(a.scale.is_finite(), "a finite `scale`", &a.scale);
+            if let Some(cap) = a.softcap {
+                expect(cap.is_finite() && cap > 0.0, "a finite `softcap` above 0", &cap);
+            }
+            if let Some(window) = a.window {
+                expect(window > 0, "a `window` of at least 1", &window);
+            }
+            for norm in [&a.q_norm, &a.k_norm].into_iter().flatten() {
+                expect(eps_ok(&norm.norm), "a finite `eps` above 0", &norm.norm.eps);
+            }
+        }
+        Op::AttentionMerge { head_dim: dim, splits, heads_per_task: per_task } => {
+            expect(*dim > 0 && dim % 2 == 0, "an even `head_dim` above 0", dim);
+            expect(*splits > 0, "`splits` of at least 1", splits);
+            expect(n > 0, "at least one head", &n);
+            expect(*per_task > 0 && n % per_task == 0, "`heads_per_task` that divides the heads", per_task);
+            let columns = wide(n) * wide(*splits) * (wide(*dim) + wide(PARTIAL_HEADER));
+            expect(fits(columns), "heads, head_dim and splits whose product is below 2^28", &columns);
+        }
+        Op::NormAdd { norm, width, scale } => {
+            expect(*width > 0 && fits(wide(*width)), "`width` of at least 1, below 2^28", width);
+            expect(scale.is_finite(), "a finite `scale`", scale);
+            expect(eps_ok(norm), "a finite `eps` above 0", &norm.eps);
+        }
+    }
+    fine
+}
+
+fn eps_ok(norm: &NormAttr) -> bool {
+    norm.eps.is_finite() && norm.eps > 0.0
+}
+
+/// `n` and the second axis follow from the op.
+fn launch_extents(id: GridId, grid: &Grid, program: &Program, sms: u32, found: &mut Found) {
+    let n = match &grid.op {
+        Op::Select => Some(sms),
+        Op::Report => Some(1),
+        Op::MatVec(m) => Some(m.units()),
+        Op::Attention(a) => Some(a.head_groups()),
+        Op::NormAdd { width, .. } => Some(width.div_ceil(UNIT_ROWS)),
+        Op::Embed { .. } => Some(table_width(grid, program).div_ceil(UNIT_ROWS)),
+        // Its heads: judged by the records that it reads, and what else writes its output.
+        Op::AttentionMerge { .. } => None,
+    };
+    if let Some(n) = n.filter(|&n| n != grid.n) {
+        found.add(Rule::Shape, Entity::Grid(id), || format!("expected {n} launch indices, found {}", grid.n));
+    }
+    let expected = match (&grid.op, grid.second) {
+        (Op::Attention(a), _) => Second::Axis(a.splits),
+        (Op::MatVec(MatVec { epilogue: Epilogue::Logits { .. }, .. }), Second::Ordinal(most)) => {
+            Second::Ordinal(most.clamp(1, grid.n.max(1)))
+        }
+        (Op::MatVec(MatVec { epilogue: Epilogue::Logits { .. }, .. }), Second::Axis(_)) => Second::Ordinal(grid.n),
+        _ => Second::Axis(1),
+    };
+    if grid.second != expected {
+        found.add(Rule::Shape, Entity::Grid(id), || {
+            format!("expected {expected:?} as second axis, found {:?}", grid.second)
+        });
+    }
+}
+
+/// What an operand must be. `cols` is relative to the operand's base.
+struct Want {
+    space: Space,
+    dtype: DType,
+    rows: Rows,
+    cols: Cols,
+    extent: Extent,
+}
+
+/// How the buffer's extents follow from the op.
+enum Extent {
+    /// A vector that other operands may share: the columns lie anywhere in it.
+    Shared,
+    /// A matrix of this many rows, all of its columns.
+    Rows(u32),
+    /// One row for each position, all of its columns.
+    Positions,
+    /// One row for each position, columns anywhere.
+    PositionsShared,
+    /// Any number of rows, all columns: the rows are the bound of a runtime index.
+    Table,
+    /// `[rows, k]` weights, read as units.
+    Weight { rows: u32, k: u32 },
+}
+
+fn check_grid(id: GridId, grid: &Grid, program: &Program, found: &mut Found) {
+    let at = Entity::Grid(id);
+    let mut operands = grid.operands.iter().peekable();
+    for slot in grid.op.signature() {
+        match operands.next_if(|o| o.role == slot.role) {
+            Some(operand) => {
+                let role = slot.role.name();
+                if operand.access != slot.access {
+                    found.add(Rule::Operand, at, || {
+                        format!("expected {} of `{role}`, found {}", slot.access.name(), operand.access.name())
+                    });
+                } else if let Some(want) = want(grid, operand, program) {
+                    check_operand(id, grid, operand, &want, program, found);
+                } else {
+                    found.add(Rule::Operand, at, || format!("expected no `{role}`, the op has no such attribute"));
+                }
+            }
+            None if slot.optional => {}
+            None => {
+                let next = operands.peek().map_or("the end of the operands", |o| o.role.name());
+                found.add(Rule::Operand, at, || format!("expected `{}`, found {next}", slot.role.name()));
+                return;
+            }
+        }
+    }
+    if let Some(extra) = operands.next() {
+        found.add(Rule::Operand, at, || {
+            format!("expected the operands of `{}` in order, found `{}`", grid.op.name(), extra.role.name())
+        });
+        return;
+    }
+    if let Op::MatVec(m) = &grid.op {
+        let expected = if matches!(m.epilogue, Epilogue::Gated(_)) { GATED_INTERLEAVE } else { 1 };
+        for operand in [Role::Weight, Role::Bias].into_iter().filter_map(|role| grid.operand(role)) {
+            let Some(Content::Rows { interleave, .. } | Content::Vectors { interleave, .. }) =
+                program.buffers[operand.buffer.index()].content
+            else {
+                continue;
+            };
+            if interleave != expected {
+                found.add_with(Rule::Content, at, || {
+                    let message =
+                        format!("expected `{}` with `interleave` {expected}, found {interleave}", operand.role.name());
+                    (message, vec![note(Entity::Buffer(operand.buffer), "holds it")])
+                });
+            }
+        }
+    }
+    if let Op::Attention(a) = &grid.op {
+        if a.rotary > 0 && grid.operand(Role::Rope).is_none() {
+            found.add(Rule::Operand, at, || format!("expected `rope` for {} rotated dimensions, found none", a.rotary));
+        }
+        for (history, append) in [(Role::HistoryK, Role::AppendK), (Role::HistoryV, Role::AppendV)] {
+            let place = |role| grid.operand(role).map(|o| (o.buffer, o.cols.base));
+            if place(history) != place(append) {
+                found.add(Rule::Shape, at, || {
+                    format!("expected `{}` to extend what `{}` reads", append.name(), history.name())
+                });
+            }
+        }
+    }
+}
+
+fn check_operand(id: GridId, grid: &Grid, operand: &Operand, want: &Want, program: &Program, found: &mut Found) {
+    let at = Entity::Grid(id);
+    let buffer = &program.buffers[operand.buffer.index()];
+    let (role, name) = (operand.role.name(), operand.buffer);
+    let seen = || vec![note(Entity::Buffer(name), format!("`{}`", buffer.name))];
+    if buffer.space != want.space {
+        found.add_with(Rule::Space, at, || {
+            let (expected, space) = (want.space.name(), buffer.space.name());
+            (format!("expected `{role}` in {expected}, {name} is in {space}"), seen())
+        });
+        return;
+    }
+    if buffer.dtype != want.dtype {
+        found.add_with(Rule::DType, at, || {
+            (format!("expected `{role}` of {}, {name} is of {}", want.dtype, buffer.dtype), seen())
+        });
+    }
+    if operand.rows != want.rows {
+        found.add(Rule::Rows, at, || {
+            format!("expected rows `{}` of `{role}`, found `{}`", want.rows.name(), operand.rows.name())
+        });
+        return;
+    }
+    let Some(cols) = relative(&operand.cols, grid.second.extent()) else {
+        found.add(Rule::Shape, at, || format!("the columns of `{role}` end before their base"));
+        return;
+    };
+    let wanted = relative(&want.cols, grid.second.extent()).unwrap_or(want.cols);
+    if cols != wanted {
+        found.add_with(Rule::Shape, at, || {
+            (format!("the columns of `{role}`: expected {wanted:?}, found {cols:?}"), seen())
+        });
+        return;
+    }
+    let context_max = program.context_max;
+    let (limit, base) = (operand.cols.limit, operand.cols.base);
+    let extent = |expected: String, found: &mut Found| {
+        found.add_with(Rule::Shape, at, || {
+            let message = format!("expected {expected} for `{role}`, {name} is {} x {}", buffer.rows, buffer.cols);
+            (message, seen())
+        });
+    };
+    let whole = |found: &mut Found| {
+        if base != 0 || limit != buffer.cols {
+            extent(format!("{} columns, all of them", want.cols.limit), found);
+        }
+    };
+    let inside = |found: &mut Found| {
+        if limit > buffer.cols {
+            found.add_with(Rule::OutOfBounds, at, || {
+                (format!("`{role}` ends at column {limit}, {name} has {}", buffer.cols), seen())
+            });
+        }
+    };
+    let positions = |found: &mut Found| {
+        if buffer.rows < context_max {
+            found.add_with(Rule::OutOfBounds, at, || {
+                let message = format!("`{role}` reaches row {}, {name} has {} rows", context_max - 1, buffer.rows);
+                (message, seen())
+            });
+        }
+    };
+    match want.extent {
+        Extent::Shared => {
+            if want.space == Space::Private && base != 0 {
+                extent("columns from 0 on".to_string(), found);
+            }
+            inside(found);
+            if want.space == Space::Exchange {
+                aligned(id, operand, buffer, found);
+            }
+        }
+        Extent::Rows(rows) => {
+            whole(found);
+            if buffer.rows != rows {
+                extent(format!("{rows} rows"), found);
+            }
+        }
+        Extent::Positions => {
+            whole(found);
+            positions(found);
+        }
+        Extent::PositionsShared => {
+            inside(found);
+            positions(found);
+        }
+        Extent::Table => whole(found),
+        Extent::Weight { rows, k } => {
+            if base != 0 || buffer.rows != rows || buffer.cols != k {
+                extent(format!("{rows} x {k}"), found);
+            }
+        }
+    }
+}
+
+/// Columns relative to their base, in a form in which equal regions are equal values. `None`: the limit is below the base.
+fn relative(cols: &Cols, axis: u32) -> Option<Cols> {
+    let mut cols = Cols { limit: cols.limit.checked_sub(cols.base)?, base: 0, ..*cols };
+    if axis == 1 {
+        cols.stride_j = 0;
+        if cols.only_j == Some(0) {
+            cols.only_j = None;
+        }
+    }
+    if cols.div == 1 {
+        cols.first = false;
+    }
+    Some(cols)
+}
+
+/// A packet is the unit that a reader polls: two 16-bit values or one of 32 bits. Two producers must not share one.
+fn aligned(id: GridId, operand: &Operand, buffer: &Buffer, found: &mut Found) {
+    let per_packet = 4 / buffer.dtype.bytes() as u32;
+    let Cols { base, stride, stride_j, len, limit, .. } = operand.cols;
+    let ends = |at: u64| at % u64::from(per_packet) == 0 || at == u64::from(buffer.cols);
+    let single = stride == 0 && stride_j == 0;
+    let block = if single { ends(u64::from(base) + u64::from(len)) } else { len % per_packet == 0 };
+    if [base, stride, stride_j].iter().any(|x| x % per_packet != 0) || !block || !ends(u64::from(limit)) {
+        found.add_with(Rule::Misaligned, Entity::Grid(id), || {
+            let role = operand.role.name();
+            let message =
+                format!("regions of `{role}`: expected whole packets of {per_packet} values, found {:?}", operand.cols);
+            (message, vec![note(Entity::Buffer(operand.buffer), format!("of {}", buffer.dtype))])
+        });
+    }
+}
+
+/// Columns of the table that an `embed` reads.
+fn table_width(grid: &Grid, program: &Program) -> u32 {
+    grid.operand(Role::Table).map_or(0, |o| program.buffers[o.buffer.index()].cols)
+}
+
+/// What `operand` of `grid` must be; `None`: the op's attributes exclude it.
+fn want(grid: &Grid, operand: &Operand, program: &Program) -> Option<Want> {
+    let Precision { weights, cache, wire } = program.precision;
+    let role = operand.role;
+    let exchange = |dtype, cols| Want { space: Space::Exchange, dtype, rows: Rows::One, cols, extent: Extent::Shared };
+    let private = |dtype, cols| Want { space: Space::Private, dtype, rows: Rows::One, cols, extent: Extent::Shared };
+    let output = |dtype, cols| Want { space: Space::Output, dtype, rows: Rows::One, cols, extent: Extent::Rows(1) };
+    let vector =
+        |cols| Want { space: Space::Constant, dtype: DType::F32, rows: Rows::One, cols, extent: Extent::Rows(1) };
+    let token = private(DType::I32, Cols::all(1));
+    match &grid.op {
+        Op::Select => match role {
+            // All of them; how many is the head's affair, and judged there.
+            Role::Candidates => Some(exchange(DType::I32, Cols::all(program.buffers[operand.buffer.index()].cols))),
+            Role::Token => Some(token),
+            _ => None,
+        },
+        Op::Report => match role {
+            Role::Token => Some(token),
+            Role::Out => Some(output(DType::I32, Cols::all(1))),
+            _ => None,
+        },
+        Op::Embed { .. } => {
+            let blocks = Cols::blocks(UNIT_ROWS, table_width(grid, program));
+            match role {
+                Role::Token => Some(token),
+                Role::Table => Some(Want {
+                    space: Space::Constant,
+                    dtype: weights,
+                    rows: Rows::Token,
+                    cols: blocks,
+                    extent: Extent::Table,
+                }),
+                Role::Residual => Some(private(DType::F32, blocks)),
+                Role::Out => Some(exchange(wire, blocks)),
+                _ => None,
+            }
+        }
+        Op::MatVec(m) => {
+            let units = m.units();
+            match role {
+                Role::X => Some(exchange(wire, Cols::all(m.k))),
+                Role::NormWeight => m.norm.map(|_| vector(Cols::all(m.k))),
+                Role::NormBias => m.norm.filter(|n| n.kind == NormKind::Layer).map(|_| vector(Cols::all(m.k))),
+                Role::Weight => Some(Want {
+                    space: Space::Weight,
+                    dtype: weights,
+                    rows: Rows::Units,
+                    cols: Cols::blocks(1, units),
+                    extent: Extent::Weight { rows: m.rows, k: m.k },
+                }),
+                Role::Bias => Some(vector(Cols::blocks(UNIT_ROWS, units * UNIT_ROWS))),
+                Role::Residual => Some(private(DType::F32, Cols::blocks(UNIT_ROWS, m.rows))),
+                Role::Out => match m.epilogue {
+                    Epilogue::Gated(_) => Some(exchange(wire, Cols::blocks(GATED_INTERLEAVE, m.rows / 2))),
+                    _ => Some(exchange(wire, Cols::blocks(UNIT_ROWS, m.rows))),
+                },
+                Role::Logits => Some(output(DType::F32, Cols::blocks(UNIT_ROWS, m.rows))),
+                Role::Candidates => {
+                    let cols = Cols { stride_j: 2, limit: grid.second.extent().saturating_mul(2), ..Cols::all(2) };
+                    Some(exchange(DType::I32, cols))
+                }
+                _ => None,
+            }
+        }
+        Op::Attention(a) => {
+            let (q_cols, kv_cols) = (a.heads * a.head_dim, a.kv_heads() * a.head_dim);
+            let last = Some(a.splits - 1);
+            let head =
+                Cols { stride: a.head_dim, div: a.group / a.heads_per_task, limit: kv_cols, ..Cols::all(a.head_dim) };
+            let rows_of_cache =
+                |rows, cols| Want { space: Space::Cache, dtype: cache, rows, cols, extent: Extent::PositionsShared };
+            let projection = |norm: &Option<QkNormAttr>| norm.is_some_and(|n| n.projection);
+            let norm_weight = |norm: &Option<QkNormAttr>, projection: u32| {
+                norm.map(|n| vector(Cols::all(if n.projection { projection } else { a.head_dim })))
+            };
+            match role {
+                Role::Q if projection(&a.q_norm) => Some(exchange(wire, Cols::all(q_cols))),
+                Role::Q => Some(exchange(wire, Cols::blocks(a.heads_per_task * a.head_dim, q_cols))),
+                Role::K if projection(&a.k_norm) => Some(exchange(wire, Cols { only_j: last, ..Cols::all(kv_cols) })),
+                Role::K | Role::V => Some(exchange(wire, Cols { only_j: last, ..head })),
+                Role::QNormWeight => norm_weight(&a.q_norm, q_cols),
+                Role::KNormWeight => norm_weight(&a.k_norm, kv_cols),
+                Role::Rope => (a.rotary > 0).then(|| Want {
+                    space: Space::Constant,
+                    dtype: DType::F32,
+                    rows: Rows::Current,
+                    cols: Cols::all(a.rotary),
+                    extent: Extent::Positions,
+                }),
+                Role::HistoryK | Role::HistoryV => Some(rows_of_cache(Rows::History, head)),
+                Role::AppendK | Role::AppendV => {
+                    Some(rows_of_cache(Rows::Current, Cols { first: true, only_j: last, ..head }))
+                }
+                Role::Out if a.splits == 1 => Some(exchange(wire, Cols::blocks(a.heads_per_task * a.head_dim, q_cols))),
+                Role::Out => {
+                    let record = a.heads_per_task * (a.head_dim + PARTIAL_HEADER);
+                    let limit = a.head_groups() * a.splits * record;
+                    let cols = Cols { stride: a.splits * record, stride_j: record, limit, ..Cols::all(record) };
+                    Some(exchange(DType::F32, cols))
+                }
+                _ => None,
+            }
+        }
+        Op::AttentionMerge { head_dim, splits, heads_per_task } => match role {
+            Role::Partial => {
+                let records = splits * heads_per_task * (head_dim + PARTIAL_HEADER);
+                let limit = grid.n / heads_per_task * records;
+                Some(exchange(DType::F32, Cols { div: *heads_per_task, ..Cols::blocks(records, limit) }))
+            }
+            Role::Out => Some(exchange(wire, Cols::blocks(*head_dim, grid.n * head_dim))),
+            _ => None,
+        },
+        Op::NormAdd { norm, width, .. } => match role {
+            Role::X => Some(exchange(wire, Cols::all(*width))),
+            Role::NormWeight => Some(vector(Cols::all(*width))),
+            Role::NormBias => (norm.kind == NormKind::Layer).then(|| vector(Cols::all(*width))),
+            Role::Residual => Some(private(DType::F32, Cols::blocks(UNIT_ROWS, *width))),
+            Role::Out => Some(exchange(wire, Cols::blocks(UNIT_ROWS, *width))),
+            _ => None,
+        },
+    }
+}
+
+/// What the elements of an exchange buffer are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Meaning {
+    Activations,
+    Candidates,
+    /// Records of split attention in one layout.
+    Partial {
+        head_dim: u32,
+        splits: u32,
+        heads_per_task: u32,
+    },
+}
+
+/// An exchange buffer means one thing to all who touch it. Types cannot tell: fp32 activations and fp32 records are alike.
+fn meanings(id: GridId, grid: &Grid, program: &Program, uses: &mut [Option<(Meaning, GridId)>], found: &mut Found) {
+    for operand in &grid.operands {
+        if program.buffers[operand.buffer.index()].space != Space::Exchange {
+            continue;
+        }
+        let meaning = match (&grid.op, operand.role) {
+            (_, Role::Candidates) => Meaning::Candidates,
+            (Op::AttentionMerge { head_dim, splits, heads_per_task }, Role::Partial) => {
+                Meaning::Partial { head_dim: *head_dim, splits: *splits, heads_per_task: *heads_per_task }
+            }
+            (Op::Attention(a), Role::Out) if a.splits > 1 => {
+                Meaning::Partial { head_dim: a.head_dim, splits: a.splits, heads_per_task: a.heads_per_task }
+            }
+            _ => Meaning::Activations,
+        };
+        match &mut uses[operand.buffer.index()] {
+            Some((other, _)) if *other == meaning => {}
+            Some((other, first)) => found.add_with(Rule::MixedUse, Entity::Grid(id), || {
+                let message = format!("touches {} as {meaning:?}, expected {other:?}", operand.buffer);
+                (message, vec![note(Entity::Grid(*first), "touches it so"), note(Entity::Buffer(operand.buffer), "")])
+            }),
+            empty => *empty = Some((meaning, id)),
+        }
+    }
+}
+
+/// The token indexes the table: it is a row of the head that won, so the table must have as many rows.
+fn tokens_in_table(program: &Program, found: &mut Found) {
+    let heads = (0..).zip(&program.grids).filter_map(|(g, grid)| match &grid.op {
+        Op::MatVec(MatVec { rows, epilogue: Epilogue::Logits { .. }, .. }) => Some((GridId(g), *rows)),
+        _ => None,
+    });
+    let Some((head, rows)) = heads.max_by_key(|(_, rows)| *rows) else { return };
+    for (g, grid) in (0..).zip(&program.grids) {
+        let Some(table) = grid.operand(Role::Table) else { continue };
+        let table_rows = program.buffers[table.buffer.index()].rows;
+        if table_rows < rows {
+            found.add_with(Rule::OutOfBounds, Entity::Grid(GridId(g)), || {
+                let message = format!("reads the row of a token below {rows}, {} has {table_rows} rows", table.buffer);
+                let witness = vec![
+                    note(Entity::Grid(head), "chooses among that many tokens"),
+                    note(Entity::Buffer(table.buffer), "is the table"),
+                ];
+                (message, witness)
+            });
+        }
+    }
+}

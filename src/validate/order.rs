@@ -1,0 +1,260 @@
+//! Group 3: an order in which all tasks of a step can run, and what the loader brings in for them.
+
+use super::wellformed::Owners;
+use super::{Entity, Found, Rule, Witness, note};
+use crate::ir::op::{GRANULE_BYTES, HISTORY_ALIGN, Op};
+use crate::ir::schedule::{Regime, RunBytes, Schedule};
+use crate::ir::{EventId, GridId, SmId, TaskId};
+
+/// A topological order of the tasks of one step under queue order and the events of the step; empty if there is none.
+///
+/// Carried events point from one step to the next, so steps one after another are free of deadlock if each step is.
+pub(super) fn sort(r: u32, regime: &Regime, owners: &Owners, found: &mut Found) -> Vec<TaskId> {
+    let sms = regime.queues.len();
+    let mut missing: Vec<u32> = regime.events.iter().map(|e| if e.carried { 0 } else { e.count }).collect();
+    let mut next = vec![0u32; sms];
+    // SMs whose next task waits for an event, as one list for each event.
+    let mut first_blocked: Vec<Option<u32>> = vec![None; regime.events.len()];
+    let mut next_blocked: Vec<Option<u32>> = vec![None; sms];
+    let mut ready: Vec<u32> = (0..sms as u32).rev().collect();
+    let mut order = Vec::with_capacity(regime.tasks.len());
+    while let Some(sm) = ready.pop() {
+        while let Some(&id) = regime.queues[sm as usize].get(next[sm as usize] as usize) {
+            let task = &regime.tasks[id.index()];
+            if let Some(wait) = task.waits.iter().find(|w| missing[w.event.index()] > 0) {
+                next_blocked[sm as usize] = first_blocked[wait.event.index()].replace(sm);
+                break;
+            }
+            order.push(id);
+            next[sm as usize] += 1;
+            for event in task.signals.iter().filter(|e| !regime.events[e.index()].carried) {
+                let left = &mut missing[event.index()];
+                *left -= 1;
+                if *left == 0 {
+                    let mut woken = first_blocked[event.index()].take();
+                    while let Some(sm) = woken {
+                        ready.push(sm);
+                        woken = next_blocked[sm as usize].take();
+                    }
+                }
+            }
+        }
+    }
+    if order.len() < regime.tasks.len() {
+        found.add_with(Rule::Deadlock, Entity::Regime(r), || {
+            let cycle = cycle(r, regime, owners, &missing, &next);
+            ("tasks wait for one another in a circle".to_string(), cycle)
+        });
+        order.clear();
+    }
+    order
+}
+
+/// Follows from one stuck SM: the task at its head, the event it waits for, a producer that has not run, that one's SM.
+fn cycle(r: u32, regime: &Regime, owners: &Owners, missing: &[u32], next: &[u32]) -> Vec<Witness> {
+    let mut producer: Vec<Option<TaskId>> = vec![None; regime.events.len()];
+    for (t, task) in (0..).zip(&regime.tasks) {
+        if owners.pos[t as usize] >= next[owners.sm[t as usize] as usize] {
+            for event in &task.signals {
+                producer[event.index()].get_or_insert(TaskId(t));
+            }
+        }
+    }
+    let head = |sm: usize| regime.queues[sm].get(next[sm] as usize).copied();
+    let Some(mut sm) = (0..next.len()).find(|&sm| head(sm).is_some()) else { return vec![] };
+    let mut at = vec![None; next.len()];
+    let mut path: Vec<(usize, TaskId, EventId, TaskId)> = vec![];
+    while at[sm].is_none() {
+        at[sm] = Some(path.len());
+        let step = head(sm).and_then(|task| {
+            let waits = &regime.tasks[task.index()].waits;
+            let event = waits.iter().map(|w| w.event).find(|e| missing[e.index()] > 0)?;
+            Some((sm, task, event, producer[event.index()]?))
+        });
+        let Some(step) = step else { return vec![] };
+        path.push(step);
+        sm = owners.sm[step.3.index()] as usize;
+    }
+    let mut witness = vec![];
+    for &(sm, task, event, producer) in &path[at[sm].unwrap_or(0)..] {
+        witness.push(note(Entity::Task(r, task), format!("on sm{sm} waits for {event}")));
+        let other = owners.sm[producer.index()];
+        let behind = match head(other as usize) {
+            Some(blocked) if blocked != producer => format!(", behind {blocked}"),
+            _ => String::new(),
+        };
+        witness.push(note(Entity::Task(r, producer), format!("on sm{other} signals {event}{behind}")));
+    }
+    witness
+}
+
+/// The ring by itself, and what every op needs of it.
+pub(super) fn ring(schedule: &Schedule, found: &mut Found) {
+    let (ring, warps) = (&schedule.machine.ring, schedule.machine.consumer_warps);
+    let at = Entity::Machine;
+    if ring.slots == 0 || ring.groups == 0 || warps == 0 {
+        found.add(Rule::RingShape, at, || {
+            format!("expected slots, groups and consumer warps, found {}, {} and {warps}", ring.slots, ring.groups)
+        });
+    }
+    if ring.slot_bytes == 0 || ring.slot_bytes % GRANULE_BYTES != 0 {
+        found.add(Rule::RingShape, at, || {
+            format!("expected slots of whole granules of {GRANULE_BYTES} bytes, found {} bytes", ring.slot_bytes)
+        });
+    } else if ring.arrivals > 0 && (ring.slot_bytes / GRANULE_BYTES) % ring.arrivals != 0 {
+        found.add(Rule::RingShape, at, || {
+            let granules = ring.slot_bytes / GRANULE_BYTES;
+            format!("expected as many granules in a slot for each of {} warps, found {granules}", ring.arrivals)
+        });
+    }
+    if u64::from(ring.arrivals) * u64::from(ring.groups) != u64::from(warps) {
+        found.add(Rule::RingArrivals, at, || {
+            format!(
+                "expected the warps of one group to free a slot, {warps} warps in {} groups; found {} arrivals",
+                ring.groups, ring.arrivals
+            )
+        });
+    }
+    let (low, high, free) = (ring.flight_low, ring.flight_high, ring.flight_free);
+    if low == 0 || low > high || high > ring.slots || free > ring.slots {
+        found.add(Rule::Flight, at, || {
+            format!(
+                "expected 1 <= `flight_low` <= `flight_high` <= {} slots and `flight_free` up to them, found {low}, {high}, {free}",
+                ring.slots
+            )
+        });
+    }
+    for (g, grid) in (0..).zip(&schedule.program.grids) {
+        if grid.op.ring_demand() > ring.slots {
+            found.add(Rule::RingCapacity, Entity::Grid(GridId(g)), || {
+                format!(
+                    "`{}` holds {} chunks at once, the ring has {} slots",
+                    grid.op.name(),
+                    grid.op.ring_demand(),
+                    ring.slots
+                )
+            });
+        }
+    }
+}
+
+/// Each stream is the streamed operands of its queue, in its order, with their bytes; weights lie where every regime finds them.
+pub(super) fn streams(schedule: &Schedule, found: &mut Found) {
+    let mut first_fine = vec![true; schedule.machine.sms as usize];
+    for (r, regime) in (0..).zip(&schedule.regimes) {
+        for (s, first_fine) in first_fine.iter_mut().enumerate() {
+            let fine = stream(r, s, schedule, regime, found);
+            if r == 0 {
+                *first_fine = fine;
+            } else if fine && *first_fine {
+                same_layout(r, s, &schedule.regimes[0], regime, found);
+            }
+        }
+    }
+}
+
+/// Whether the stream of one SM is the one that its queue asks for.
+fn stream(r: u32, s: usize, schedule: &Schedule, regime: &Regime, found: &mut Found) -> bool {
+    let program = &schedule.program;
+    let weight_bytes = program.precision.weights.bytes() as u32;
+    let slot_bytes = schedule.machine.ring.slot_bytes;
+    let sm = Entity::Sm(r, SmId::from(s));
+    let mut runs = regime.streams[s].iter();
+    let mut end = 0u64;
+    let mut fine = true;
+    for &id in &regime.queues[s] {
+        let task = &regime.tasks[id.index()];
+        let op = &program.grids[task.grid.index()].op;
+        if !matches!(op, Op::MatVec(_) | Op::Attention(_)) {
+            continue;
+        }
+        let at = Entity::Task(r, id);
+        let run = match runs.next() {
+            Some(run) if run.task == id => run,
+            other => {
+                found.add_with(Rule::StreamOrder, sm, || {
+                    let seen = other.map_or("the end".to_string(), |run| run.task.to_string());
+                    let message = format!("expected the chunks of {id} next in its stream, found {seen}");
+                    let others = other.map(|run| note(Entity::Task(r, run.task), "is next in the stream"));
+                    (message, std::iter::once(note(at, "is next in the queue")).chain(others).collect())
+                });
+                return false;
+            }
+        };
+        match (op, run.bytes) {
+            (Op::MatVec(m), RunBytes::Fixed { offset, bytes }) => {
+                let unit = u64::from(m.granules(weight_bytes)) * u64::from(GRANULE_BYTES);
+                let expected = u64::from(task.hi - task.lo) * unit;
+                if bytes != expected {
+                    fine = false;
+                    found.add(Rule::StreamBytes, at, || {
+                        format!("expected {expected} bytes, {} units of {unit}; found {bytes}", task.hi - task.lo)
+                    });
+                }
+                if offset != end {
+                    fine = false;
+                    found.add(Rule::StreamOffset, at, || {
+                        format!("expected its weights at {end} of sm{s}'s pack, found {offset}")
+                    });
+                }
+                end = offset.saturating_add(expected);
+            }
+            (Op::Attention(a), RunBytes::History { rows }) => {
+                let row = u64::from(a.head_dim) * program.precision.cache.bytes() as u64;
+                if rows == 0 || rows % HISTORY_ALIGN != 0 || u64::from(rows) * row > u64::from(slot_bytes) {
+                    fine = false;
+                    found.add(Rule::HistoryChunk, at, || {
+                        format!(
+                            "expected a multiple of {HISTORY_ALIGN} rows of {row} bytes in a slot of {slot_bytes}, found {rows} rows"
+                        )
+                    });
+                }
+            }
+            (_, other) => {
+                fine = false;
+                found.add(Rule::StreamBytes, at, || {
+                    let expected = if matches!(op, Op::MatVec(_)) { "weights" } else { "rows of the history" };
+                    format!("expected {expected}, found {other:?}")
+                });
+            }
+        }
+    }
+    if let Some(extra) = runs.next() {
+        fine = false;
+        found.add_with(Rule::StreamOrder, sm, || {
+            let message = format!("expected the end of its stream, found {}", extra.task);
+            (message, vec![note(Entity::Task(r, extra.task), "has no chunks left to bring in here")])
+        });
+    }
+    fine
+}
+
+/// One pack serves all regimes: the same launch ranges at the same offsets.
+fn same_layout(r: u32, s: usize, first: &Regime, regime: &Regime, found: &mut Found) {
+    let layout = |regime: &Regime, i: usize| {
+        let mut fixed = regime.streams[s].iter().filter(|run| matches!(run.bytes, RunBytes::Fixed { .. })).skip(i);
+        fixed.next().map(|run| run.task)
+    };
+    let ranges = |regime: &'_ Regime| -> Vec<(GridId, u32, u32)> {
+        let fixed = regime.streams[s].iter().filter(|run| matches!(run.bytes, RunBytes::Fixed { .. }));
+        fixed.map(|run| &regime.tasks[run.task.index()]).map(|t| (t.grid, t.lo, t.hi)).collect()
+    };
+    let (expected, here) = (ranges(first), ranges(regime));
+    if expected == here {
+        return;
+    }
+    let differs = expected.iter().zip(&here).take_while(|(a, b)| a == b).count();
+    let at = layout(regime, differs).map_or(Entity::Sm(r, SmId::from(s)), |task| Entity::Task(r, task));
+    found.add_with(Rule::StreamOffset, at, || {
+        let show = |range: Option<&(GridId, u32, u32)>| {
+            range.map_or("the end".to_string(), |(g, lo, hi)| format!("units {lo}..{hi} of {g}"))
+        };
+        let message = format!(
+            "expected {} next in sm{s}'s pack as in r0, found {}",
+            show(expected.get(differs)),
+            show(here.get(differs))
+        );
+        let other = layout(first, differs).map(|task| note(Entity::Task(0, task), "is there in r0"));
+        (message, other.into_iter().collect())
+    });
+}

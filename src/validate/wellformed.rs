@@ -1,0 +1,546 @@
+//! Group 1, tasks: ids, queues, launches, and who produces which element.
+
+use super::{Entity, Found, Rule, note};
+use crate::ir::op::{Access, Op};
+use crate::ir::program::{Cols, Grid, Program, Rows, Second, Space};
+use crate::ir::schedule::{Regime, Schedule, Task};
+use crate::ir::{BufferId, EventId, GridId, SmId, TaskId};
+use std::collections::BTreeMap;
+
+/// Ids and counts: after this, every id may index what it names.
+pub(super) fn structure(schedule: &Schedule, found: &mut Found) {
+    let program = &schedule.program;
+    let (buffers, grids) = (program.buffers.len(), program.grids.len());
+    if [buffers, grids, schedule.regimes.len()].iter().any(|&n| n >= u32::MAX as usize) {
+        found.add(Rule::Counts, Entity::Schedule, || "expected fewer than 2^32 - 1 entities of a kind".to_string());
+        return;
+    }
+    for (g, grid) in (0..).zip(&program.grids) {
+        for operand in &grid.operands {
+            if operand.buffer.index() >= buffers {
+                let (role, id) = (operand.role.name(), operand.buffer);
+                found.add(Rule::IdRange, Entity::Grid(GridId(g)), || {
+                    format!("`{role}` names {id}, the program has {buffers} buffers")
+                });
+            }
+        }
+    }
+    if schedule.placement.len() != buffers {
+        let entries = schedule.placement.len();
+        found.add(Rule::Counts, Entity::Schedule, || {
+            format!("expected {buffers} placement entries, one a buffer, found {entries}")
+        });
+    }
+    if schedule.machine.sms == 0 {
+        found.add(Rule::Counts, Entity::Machine, || "expected at least one SM, found `sms` 0".to_string());
+    }
+    if schedule.regimes.is_empty() {
+        found.add(Rule::Counts, Entity::Schedule, || "expected at least one regime, found none".to_string());
+    }
+    let mut from = 0;
+    for (r, regime) in (0..).zip(&schedule.regimes) {
+        let position = regime.from_position;
+        if r == 0 && position != 0 {
+            found.add(Rule::RegimeRange, Entity::Regime(r), || {
+                format!("expected the first regime to start at position 0, found {position}")
+            });
+        } else if r > 0 && position <= from {
+            found.add(Rule::RegimeRange, Entity::Regime(r), || {
+                format!("expected a start after that of r{}, {from}, found {position}", r - 1)
+            });
+        }
+        if position >= program.context_max {
+            let context_max = program.context_max;
+            found.add(Rule::RegimeRange, Entity::Regime(r), || {
+                format!("expected a start below `context_max` {context_max}, found {position}")
+            });
+        }
+        from = position;
+        tables(r, regime, schedule, found);
+    }
+}
+
+/// The queue, stream, task and event tables of one regime.
+fn tables(r: u32, regime: &Regime, schedule: &Schedule, found: &mut Found) {
+    let (tasks, events) = (regime.tasks.len(), regime.events.len());
+    let (grids, buffers) = (schedule.program.grids.len(), schedule.program.buffers.len());
+    if [tasks, events, regime.queues.len()].iter().any(|&n| n >= u32::MAX as usize) {
+        found.add(Rule::Counts, Entity::Regime(r), || "expected fewer than 2^32 - 1 entities of a kind".to_string());
+        return;
+    }
+    for (what, count) in [("queues", regime.queues.len()), ("streams", regime.streams.len())] {
+        if count != schedule.machine.sms as usize {
+            let sms = schedule.machine.sms;
+            found.add(Rule::Counts, Entity::Regime(r), || format!("expected {sms} {what}, one an SM, found {count}"));
+        }
+    }
+    for (t, task) in (0..).zip(&regime.tasks) {
+        let at = Entity::Task(r, TaskId(t));
+        if task.grid.index() >= grids {
+            found.add(Rule::IdRange, at, || format!("is of {}, the program has {grids} grids", task.grid));
+        }
+        for event in task.waits.iter().map(|w| w.event).chain(task.signals.iter().copied()) {
+            if event.index() >= events {
+                found.add(Rule::IdRange, at, || format!("names {event}, r{r} has {events} events"));
+            }
+        }
+    }
+    for (e, event) in (0..).zip(&regime.events) {
+        if event.buffer.index() >= buffers {
+            found.add(Rule::IdRange, Entity::Event(r, EventId(e)), || {
+                format!("names {}, the program has {buffers} buffers", event.buffer)
+            });
+        }
+    }
+    let mut queued = vec![false; tasks];
+    for (s, queue) in (0..).zip(&regime.queues) {
+        for &task in queue {
+            match queued.get_mut(task.index()) {
+                None => found.add(Rule::IdRange, Entity::Sm(r, SmId(s)), || {
+                    format!("its queue names {task}, r{r} has {tasks} tasks")
+                }),
+                Some(seen) if *seen => found.add(Rule::TaskQueued, Entity::Task(r, task), || {
+                    format!("expected one place in the queues, found a second one on sm{s}")
+                }),
+                Some(seen) => *seen = true,
+            }
+        }
+    }
+    for (t, _) in queued.iter().enumerate().filter(|(_, seen)| !**seen) {
+        found.add(Rule::TaskQueued, Entity::Task(r, TaskId::from(t)), || "is in no queue".to_string());
+    }
+    for (s, stream) in (0..).zip(&regime.streams) {
+        for run in stream.iter().filter(|run| run.task.index() >= tasks) {
+            found.add(Rule::IdRange, Entity::Sm(r, SmId(s)), || {
+                format!("its stream names {}, r{r} has {tasks} tasks", run.task)
+            });
+        }
+    }
+}
+
+/// Where each task of a regime runs.
+pub(super) struct Owners {
+    pub sm: Vec<u32>,
+    /// Place in the queue.
+    pub pos: Vec<u32>,
+}
+
+impl Owners {
+    pub(super) fn of(regime: &Regime) -> Owners {
+        let mut owners = Owners { sm: vec![0; regime.tasks.len()], pos: vec![0; regime.tasks.len()] };
+        for (s, queue) in (0..).zip(&regime.queues) {
+            for (pos, task) in (0..).zip(queue) {
+                owners.sm[task.index()] = s;
+                owners.pos[task.index()] = pos;
+            }
+        }
+        owners
+    }
+}
+
+/// An operand as the later passes see it.
+#[derive(Clone, Copy)]
+pub(super) struct Flow {
+    pub buffer: BufferId,
+    pub access: Access,
+    pub cols: Cols,
+}
+
+impl Flow {
+    /// Columns that a task touches; `None`: none. They fit `u32` because no limit exceeds its buffer.
+    pub(super) fn span(&self, task: &Task) -> Option<(u32, u32)> {
+        let (lo, hi) = self.cols.range(task.lo, task.hi, task.j);
+        (lo < hi).then_some((lo as u32, hi as u32))
+    }
+}
+
+/// The operands of all grids, sorted by what they mean for other tasks. Constants and weights mean nothing: nobody writes them.
+pub(super) struct Grids {
+    flows: Vec<Flow>,
+    ends: Vec<[u32; 4]>,
+}
+
+impl Grids {
+    pub(super) fn of(program: &Program) -> Grids {
+        let mut grids =
+            Grids { flows: Vec::with_capacity(4 * program.grids.len()), ends: Vec::with_capacity(program.grids.len()) };
+        for grid in &program.grids {
+            let mut ends = [0; 4];
+            for (class, end) in ends.iter_mut().enumerate() {
+                for operand in &grid.operands {
+                    let space = program.buffers[operand.buffer.index()].space;
+                    if class_of(space, operand.access, operand.rows) == Some(class) {
+                        grids.flows.push(Flow { buffer: operand.buffer, access: operand.access, cols: operand.cols });
+                    }
+                }
+                *end = grids.flows.len() as u32;
+            }
+            grids.ends.push(ends);
+        }
+        grids
+    }
+
+    fn class(&self, grid: GridId, class: usize) -> &[Flow] {
+        let ends = &self.ends[grid.index()];
+        let start = match (class, grid.index()) {
+            (0, 0) => 0,
+            (0, g) => self.ends[g - 1][3],
+            _ => ends[class - 1],
+        };
+        &self.flows[start as usize..ends[class] as usize]
+    }
+
+    /// Exchange regions that tasks of `grid` read.
+    pub(super) fn reads(&self, grid: GridId) -> &[Flow] {
+        self.class(grid, 0)
+    }
+
+    /// Exchange, cache and output regions that they write.
+    pub(super) fn writes(&self, grid: GridId) -> &[Flow] {
+        self.class(grid, 1)
+    }
+
+    /// Private regions that they read, write or update.
+    pub(super) fn privates(&self, grid: GridId) -> &[Flow] {
+        self.class(grid, 2)
+    }
+
+    /// Cache columns whose history they stream.
+    pub(super) fn history(&self, grid: GridId) -> &[Flow] {
+        self.class(grid, 3)
+    }
+}
+
+fn class_of(space: Space, access: Access, rows: Rows) -> Option<usize> {
+    match (space, rows) {
+        (Space::Private, _) => Some(2),
+        (_, Rows::History) => Some(3),
+        (Space::Exchange, _) if access == Access::Read => Some(0),
+        (Space::Exchange | Space::Cache | Space::Output, _) if access.writes() => Some(1),
+        _ => None,
+    }
+}
+
+/// Launch indices: each once in every regime; each queue starts with its `select`.
+pub(super) fn launches(schedule: &Schedule, found: &mut Found) {
+    let grids = &schedule.program.grids;
+    for (r, regime) in (0..).zip(&schedule.regimes) {
+        let mut fine = true;
+        for (t, task) in (0..).zip(&regime.tasks) {
+            let grid = &grids[task.grid.index()];
+            let at = Entity::Task(r, TaskId(t));
+            if task.lo >= task.hi || task.hi > grid.n || task.j >= grid.second.extent() {
+                fine = false;
+                found.add(Rule::LaunchRange, at, || {
+                    let (Task { lo, hi, j, .. }, extent) = (task, grid.second.extent());
+                    format!(
+                        "expected a range of indices below {} and `j` below {extent}, found {lo}..{hi} and {j}",
+                        grid.n
+                    )
+                });
+            } else if one_index(&grid.op) && task.hi - task.lo != 1 {
+                fine = false;
+                found.add(Rule::TaskWidth, at, || {
+                    format!("expected one index of `{}` a task, found {}..{}", grid.op.name(), task.lo, task.hi)
+                });
+            }
+        }
+        for (s, queue) in (0..).zip(&regime.queues) {
+            let select = |task: &TaskId| matches!(grids[regime.tasks[task.index()].grid.index()].op, Op::Select);
+            if !queue.first().is_some_and(select) {
+                found.add(Rule::SelectFirst, Entity::Sm(r, SmId(s)), || {
+                    "expected its queue to start with a `select`, found none there".to_string()
+                });
+            }
+            for &task in queue.iter().skip(1).filter(|task| select(task)) {
+                found.add(Rule::SelectFirst, Entity::Task(r, task), || {
+                    format!("expected `select` once, at the start of the queue of sm{s}")
+                });
+            }
+        }
+        if fine {
+            domains(r, regime, grids, found);
+        }
+    }
+}
+
+/// Ops whose task is one launch index: their stream, record or token is one.
+fn one_index(op: &Op) -> bool {
+    matches!(op, Op::Select | Op::Report | Op::Attention(_) | Op::AttentionMerge { .. })
+}
+
+/// Every launch index of every grid has one task; only attention, which has alternatives, may be absent as a whole.
+fn domains(r: u32, regime: &Regime, grids: &[Grid], found: &mut Found) {
+    let mut starts = vec![0u32; grids.len() + 1];
+    for task in &regime.tasks {
+        starts[task.grid.index() + 1] += 1;
+    }
+    for g in 0..grids.len() {
+        starts[g + 1] += starts[g];
+    }
+    let mut next = starts.clone();
+    let mut by_grid = vec![TaskId(0); regime.tasks.len()];
+    for (t, task) in (0..).zip(&regime.tasks) {
+        let place = &mut next[task.grid.index()];
+        by_grid[*place as usize] = TaskId(t);
+        *place += 1;
+    }
+    for (g, grid) in grids.iter().enumerate() {
+        let tasks = &mut by_grid[starts[g] as usize..starts[g + 1] as usize];
+        let at = Entity::Grid(GridId::from(g));
+        if tasks.is_empty() {
+            if !matches!(grid.op, Op::Attention(_) | Op::AttentionMerge { .. }) {
+                found.add(Rule::LaunchMissing, at, || format!("has no task in r{r}, expected {} indices", grid.n));
+            }
+            continue;
+        }
+        let of = |id: &TaskId| &regime.tasks[id.index()];
+        let ordinal = matches!(grid.second, Second::Ordinal(_));
+        let key = |id: &TaskId| (if ordinal { 0 } else { of(id).j }, of(id).lo);
+        if !tasks.is_sorted_by_key(key) {
+            tasks.sort_unstable_by_key(key);
+        }
+        // Indices below `end` of axis `j` are launched; all of every axis below `j` are.
+        let (mut j, mut end, mut last) = (0, 0, None);
+        for id in tasks.iter() {
+            let (task_j, lo) = key(id);
+            if task_j > j {
+                missing(found, at, r, j, end, grid.n);
+                // Only an axis without any task lies between.
+                if task_j > j + 1 {
+                    missing(found, at, r, j + 1, 0, grid.n);
+                }
+                (j, end) = (task_j, 0);
+            }
+            if lo < end {
+                found.add_with(Rule::LaunchTwice, Entity::Task(r, *id), || {
+                    let message = format!("expected indices from {end} of {} (`j` {j}), found {lo}", GridId::from(g));
+                    let other = last.map(|other| note(Entity::Task(r, other), "also launches them"));
+                    (message, other.into_iter().collect())
+                });
+            }
+            missing(found, at, r, j, end, lo);
+            end = end.max(of(id).hi);
+            last = Some(*id);
+        }
+        missing(found, at, r, j, end, grid.n);
+        if let Second::Axis(extent) = grid.second
+            && j + 1 < extent
+        {
+            missing(found, at, r, j + 1, 0, grid.n);
+        }
+        if ordinal {
+            if !tasks.is_sorted_by(|a, b| of(a).j < of(b).j) {
+                tasks.sort_unstable_by_key(|id| of(id).j);
+            }
+            for pair in tasks.windows(2).filter(|pair| of(&pair[0]).j == of(&pair[1]).j) {
+                found.add_with(Rule::LaunchTwice, Entity::Task(r, pair[1]), || {
+                    let message = format!("expected an ordinal of its own, found {}", of(&pair[1]).j);
+                    (message, vec![note(Entity::Task(r, pair[0]), "has the same ordinal")])
+                });
+            }
+        }
+    }
+}
+
+fn missing(found: &mut Found, at: Entity, r: u32, j: u32, from: u32, to: u32) {
+    if from < to {
+        found.add(Rule::LaunchMissing, at, || format!("indices {from}..{to} (`j` {j}) have no task in r{r}"));
+    }
+}
+
+/// Columns that one task writes.
+#[derive(Clone, Copy)]
+pub(super) struct Region {
+    pub lo: u32,
+    pub hi: u32,
+    pub task: TaskId,
+}
+
+/// What a regime writes of exchange, cache and output buffers: for each buffer disjoint regions in ascending order.
+pub(super) struct Writes {
+    regions: Vec<Region>,
+    starts: Vec<u32>,
+}
+
+impl Writes {
+    /// Collects the regions, and judges that a buffer in use is written whole and once.
+    pub(super) fn of(r: u32, regime: &Regime, program: &Program, grids: &Grids, found: &mut Found) -> Writes {
+        let buffers = &program.buffers;
+        let mut starts = vec![0u32; buffers.len() + 1];
+        let mut unsorted = Vec::with_capacity(regime.tasks.len());
+        let mut launched = vec![false; grids.ends.len()];
+        for (t, task) in (0..).zip(&regime.tasks) {
+            launched[task.grid.index()] = true;
+            for flow in grids.writes(task.grid) {
+                if let Some((lo, hi)) = flow.span(task) {
+                    unsorted.push((flow.buffer, Region { lo, hi, task: TaskId(t) }));
+                    starts[flow.buffer.index() + 1] += 1;
+                }
+            }
+        }
+        for b in 0..buffers.len() {
+            starts[b + 1] += starts[b];
+        }
+        let mut next = starts.clone();
+        let mut regions = vec![Region { lo: 0, hi: 0, task: TaskId(0) }; unsorted.len()];
+        for (buffer, region) in unsorted {
+            let place = &mut next[buffer.index()];
+            regions[*place as usize] = region;
+            *place += 1;
+        }
+        let mut used = vec![false; buffers.len()];
+        for (g, _) in launched.iter().enumerate().filter(|(_, launched)| **launched) {
+            let grid = GridId::from(g);
+            for flow in grids.reads(grid).iter().chain(grids.writes(grid)).chain(grids.history(grid)) {
+                used[flow.buffer.index()] = true;
+            }
+        }
+        for (b, _) in used.iter().enumerate().filter(|(_, used)| **used) {
+            let of_buffer = &mut regions[starts[b] as usize..starts[b + 1] as usize];
+            if !of_buffer.is_sorted_by_key(|region| region.lo) {
+                of_buffer.sort_unstable_by_key(|region| region.lo);
+            }
+            cover(r, regime, BufferId::from(b), buffers[b].cols, of_buffer, grids, found);
+        }
+        Writes { regions, starts }
+    }
+
+    /// All regions of a buffer.
+    pub(super) fn buffer(&self, buffer: BufferId) -> &[Region] {
+        &self.regions[self.starts[buffer.index()] as usize..self.starts[buffer.index() + 1] as usize]
+    }
+
+    /// Those that overlap `lo..hi`.
+    pub(super) fn overlapping(&self, buffer: BufferId, lo: u32, hi: u32) -> &[Region] {
+        let all = self.buffer(buffer);
+        let first = all.partition_point(|region| region.hi <= lo);
+        let rest = &all[first..];
+        &rest[..rest.partition_point(|region| region.lo < hi)]
+    }
+}
+
+/// Judges that `regions`, ascending, cover `0..cols` without overlap.
+fn cover(r: u32, regime: &Regime, buffer: BufferId, cols: u32, regions: &[Region], grids: &Grids, found: &mut Found) {
+    let mut end = 0;
+    let mut last: Option<TaskId> = None;
+    for region in regions {
+        if region.lo > end {
+            uncovered(r, regime, buffer, end, region.lo, grids, found);
+        } else if region.lo < end {
+            found.add_with(Rule::DoubleProducer, Entity::Task(r, region.task), || {
+                let most = region.hi.min(end);
+                let message = format!("writes columns {}..{most} of {buffer}, expected one producer", region.lo);
+                (message, last.iter().map(|&other| note(Entity::Task(r, other), "writes them too")).collect())
+            });
+        }
+        if region.hi > end {
+            (end, last) = (region.hi, Some(region.task));
+        }
+    }
+    if end < cols {
+        uncovered(r, regime, buffer, end, cols, grids, found);
+    }
+}
+
+fn uncovered(r: u32, regime: &Regime, buffer: BufferId, lo: u32, hi: u32, grids: &Grids, found: &mut Found) {
+    found.add_with(Rule::Uncovered, Entity::Buffer(buffer), || {
+        let touches = |task: &Task| {
+            let flows = grids.reads(task.grid).iter().chain(grids.history(task.grid));
+            flows.filter(|f| f.buffer == buffer).filter_map(|f| f.span(task)).any(|s| s.0 < hi && lo < s.1)
+        };
+        let reader = regime.tasks.iter().position(touches);
+        let witness = reader.map(|t| note(Entity::Task(r, TaskId::from(t)), "reads them"));
+        (format!("no task of r{r} writes columns {lo}..{hi}"), witness.into_iter().collect())
+    });
+}
+
+/// Private data: on each SM an element is written once a step, then updated or read, in program order.
+///
+/// The map holds disjoint intervals, each with the last task that touched it. An update replaces what it covers by one
+/// interval, so the work is linear (times a logarithm) in the tasks whatever the regions.
+pub(super) fn privates(schedule: &Schedule, grids: &Grids, found: &mut Found) {
+    let mut last: BTreeMap<(BufferId, u32), (u32, TaskId)> = BTreeMap::new();
+    for (r, regime) in (0..).zip(&schedule.regimes) {
+        let grid_of = |task: TaskId| regime.tasks[task.index()].grid;
+        for (s, queue) in (0..).zip(&regime.queues) {
+            last.clear();
+            for &id in queue {
+                let task = &regime.tasks[id.index()];
+                let at = Entity::Task(r, id);
+                for flow in grids.privates(task.grid) {
+                    let Some((lo, hi)) = flow.span(task) else { continue };
+                    let buffer = flow.buffer;
+                    // By far the most common: exactly the interval of the task before.
+                    if flow.access != Access::Write
+                        && let Some(entry) = last.get_mut(&(buffer, lo))
+                        && entry.0 == hi
+                    {
+                        program_order(found, at, buffer, s, task.grid, (entry.1, grid_of(entry.1)), r);
+                        if flow.access == Access::Update {
+                            entry.1 = id;
+                        }
+                        continue;
+                    }
+                    let mut covered = lo;
+                    let before = last.range(..(buffer, lo)).next_back().filter(|(k, v)| k.0 == buffer && v.0 > lo);
+                    let inside = last.range((buffer, lo)..(buffer, hi));
+                    let parts: Vec<_> = before.into_iter().chain(inside).map(|(k, v)| (k.1, v.0, v.1)).collect();
+                    if flow.access == Access::Write {
+                        for &(_, _, other) in &parts {
+                            found.add_with(Rule::DoubleProducer, at, || {
+                                let message =
+                                    format!("writes columns {lo}..{hi} of {buffer}, expected one producer on sm{s}");
+                                (message, vec![note(Entity::Task(r, other), "writes or updates them before it")])
+                            });
+                        }
+                    } else {
+                        for &(from, to, other) in &parts {
+                            if from > covered {
+                                break;
+                            }
+                            covered = to;
+                            program_order(found, at, buffer, s, task.grid, (other, grid_of(other)), r);
+                        }
+                        if covered < hi {
+                            found.add(Rule::Uncovered, at, || {
+                                format!(
+                                    "columns {covered}..{hi} of {buffer} have no writer on sm{s} before it in the step"
+                                )
+                            });
+                        }
+                    }
+                    if flow.access.writes() {
+                        for &(from, to, other) in &parts {
+                            last.remove(&(buffer, from));
+                            if from < lo {
+                                last.insert((buffer, from), (lo, other));
+                            }
+                            if to > hi {
+                                last.insert((buffer, hi), (to, other));
+                            }
+                        }
+                        last.insert((buffer, lo), (hi, id));
+                    }
+                }
+            }
+        }
+    }
+}
+
+fn program_order(
+    found: &mut Found,
+    at: Entity,
+    buffer: BufferId,
+    sm: u32,
+    grid: GridId,
+    (other, other_grid): (TaskId, GridId),
+    r: u32,
+) {
+    if other_grid >= grid {
+        found.add_with(Rule::PrivateOrder, at, || {
+            let message = format!("touches {buffer} on sm{sm} for {grid} after {other_grid}, expected program order");
+            (message, vec![note(Entity::Task(r, other), "touches it before in the queue")])
+        });
+    }
+}

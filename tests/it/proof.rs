@@ -1,0 +1,201 @@
+//! Each rule of the proof is broken by a mutation of a proven schedule, alone, and the story names what was mutated.
+
+use crate::proof_support::*;
+use monobloc::dtype::DType;
+use monobloc::ir::op::{Op, Role};
+use monobloc::ir::program::{Cols, Rows};
+use monobloc::ir::schedule::{Mechanism, RunBytes, Schedule};
+use monobloc::ir::{BufferId, EventId, GridId, TaskId};
+use monobloc::target::{CopyMechanism, Target};
+use monobloc::validate::{Entity, Rule, Violation, check};
+
+struct Case {
+    schedule: Schedule,
+    target: Target,
+    entity: Entity,
+    mutate: fn(&mut Schedule, &mut Target),
+}
+
+fn on_toy(entity: Entity, mutate: fn(&mut Schedule, &mut Target)) -> Case {
+    let (schedule, target) = toy();
+    Case { schedule, target, entity, mutate }
+}
+
+/// One regime, counters, 3 SMs.
+fn on_counters(toy: Toy, entity: Entity, mutate: fn(&mut Schedule, &mut Target)) -> Case {
+    Case { schedule: toy.schedule(&cpu(), &on_cpu(3)), target: cpu(), entity, mutate }
+}
+
+fn smem_part(schedule: &Schedule, name: &str) -> usize {
+    schedule.machine.smem.iter().position(|p| p.name == name).expect(name)
+}
+
+/// A new rule does not compile until a mutation breaks it.
+fn case(rule: Rule) -> Case {
+    let t = |t| Entity::Task(0, TaskId(t));
+    let machine = Entity::Machine;
+    match rule {
+        Rule::IdRange => on_toy(t(9), |s, _| s.regimes[0].tasks[9].grid = GridId(99)),
+        Rule::Counts => on_toy(Entity::Regime(1), |s, _| {
+            s.regimes[1].streams.pop();
+        }),
+        Rule::TaskQueued => on_toy(t(52), |s, _| {
+            s.regimes[0].queues[3].pop();
+        }),
+        Rule::RegimeRange => on_toy(Entity::Regime(1), |s, _| s.regimes[1].from_position = 64),
+        Rule::LaunchRange => on_toy(t(12), |s, _| s.regimes[0].tasks[12].hi = 17),
+        Rule::BufferExtent => on_toy(Entity::Buffer(BufferId(7)), |s, _| s.program.buffers[7].phases = 0),
+        Rule::Content => on_toy(Entity::Buffer(BufferId(10)), |s, _| s.program.buffers[10].content = None),
+        Rule::Attribute => on_toy(Entity::Grid(GridId(3)), |s, _| {
+            let Op::MatVec(m) = &mut s.program.grids[3].op else { panic!("g3 is a matvec") };
+            m.norm.as_mut().expect("a norm").eps = f32::NAN;
+        }),
+        Rule::Operand => on_toy(Entity::Grid(GridId(7)), |s, _| s.program.grids[7].operands.swap(0, 1)),
+        Rule::Space => on_toy(Entity::Grid(GridId(7)), |s, _| {
+            operand(s, "o.0", Role::X).buffer = buffer(s, "embed");
+        }),
+        Rule::DType => on_toy(Entity::Buffer(BufferId(7)), |s, _| s.program.buffers[7].dtype = DType::F32),
+        Rule::Rows => on_toy(Entity::Grid(GridId(4)), |s, _| operand(s, "attn.0", Role::Rope).rows = Rows::One),
+        Rule::Shape => on_toy(Entity::Grid(GridId(7)), |s, _| operand(s, "o.0", Role::X).cols = Cols::all(32)),
+        Rule::OutOfBounds => on_toy(Entity::Buffer(BufferId(11)), |s, _| s.program.buffers[11].rows = 63),
+        Rule::Misaligned => on_toy(Entity::Grid(GridId(3)), |s, _| {
+            let qkv = buffer(s, "qkv.0");
+            s.program.buffers[qkv.index()].cols = 129;
+            let cols = &mut operand(s, "qkv.0", Role::Out).cols;
+            (cols.base, cols.limit) = (1, 129);
+        }),
+        Rule::MixedUse => on_toy(Entity::Grid(GridId(6)), |s, _| {
+            // The records of one head a task instead of two: as many bytes, in another order.
+            let Op::AttentionMerge { heads_per_task, .. } = &mut s.program.grids[6].op else { panic!("g6 merges") };
+            *heads_per_task = 1;
+            operand(s, "attn_merge.0", Role::Partial).cols = Cols::blocks(36, 144);
+        }),
+        Rule::LaunchMissing => on_toy(Entity::Grid(GridId(3)), |s, _| s.regimes[0].tasks[10].lo = 5),
+        Rule::LaunchTwice => on_toy(t(10), |s, _| s.regimes[0].tasks[10].lo = 3),
+        Rule::TaskWidth => on_toy(t(13), |s, _| s.regimes[0].tasks[13].hi = 2),
+        Rule::SelectFirst => on_toy(t(0), |s, _| s.regimes[0].queues[0].swap(0, 1)),
+        Rule::Uncovered => on_toy(t(17), |s, _| {
+            // Shares of the residual on each other's SM, weights and all.
+            for r in 0..2 {
+                let (a, b) = (task(s, r, "o.0", 0), task(s, r, "o.0", 1));
+                swap_queued(s, r, a, b);
+            }
+            restream(s);
+        }),
+        Rule::DoubleProducer => on_toy(t(13), |s, _| {
+            for name in ["attn.0", "attn_split.0"] {
+                for role in [Role::HistoryV, Role::AppendV] {
+                    operand(s, name, role).buffer = buffer(s, "k.0");
+                }
+            }
+        }),
+        // A parallel block adds attention and MLP to the residual; nothing but program order says which first.
+        Rule::PrivateOrder => {
+            let parallel = Toy { parallel: true, gated: false, ..TOY };
+            let s = parallel.schedule(&cpu(), &on_cpu(3));
+            on_counters(parallel, Entity::Task(0, task(&s, 0, "down.0", 0)), |s, _| {
+                let (a, b) = (task(s, 0, "o.0", 0), task(s, 0, "down.0", 0));
+                swap_queued(s, 0, a, b);
+                restream(s);
+            })
+        }
+
+        Rule::EventRegion => on_toy(Entity::Event(0, EventId(1)), |s, _| s.regimes[0].events[1].hi = 66),
+        Rule::EventCount => on_toy(Entity::Event(0, EventId(1)), |s, _| s.regimes[0].events[1].count = 3),
+        Rule::MissingSignal => on_toy(t(6), |s, _| s.regimes[0].tasks[6].signals.clear()),
+        Rule::StraySignal => on_toy(t(9), |s, _| s.regimes[0].tasks[9].signals.push(EventId(1))),
+        Rule::DoubleSignal => on_toy(t(6), |s, _| s.regimes[0].tasks[6].signals.push(EventId(1))),
+        Rule::PartialJoin => on_toy(t(9), |s, _| s.regimes[0].tasks[9].waits[0].count = 3),
+        Rule::UnreachableWait => on_toy(t(9), |s, _| s.regimes[0].tasks[9].waits[0].count = 5),
+        Rule::MissingWait => on_toy(t(9), |s, _| s.regimes[0].tasks[9].waits.clear()),
+        Rule::Carried => on_toy(Entity::Event(0, EventId(1)), |s, _| s.regimes[0].events[1].carried = true),
+        Rule::CarriedMatch => on_toy(Entity::Event(1, EventId(0)), |s, _| {
+            s.regimes[1].events[0].mechanism = Mechanism::Counter;
+        }),
+
+        Rule::Deadlock => on_toy(t(21), |s, _| {
+            for r in 0..2 {
+                let (a, b) = (task(s, r, "o.0", 0), task(s, r, "gate_up.0", 0));
+                swap_queued(s, r, a, b);
+            }
+            restream(s);
+        }),
+        Rule::StreamOrder => on_toy(t(17), |s, _| s.regimes[0].streams[0].swap(2, 3)),
+        Rule::StreamBytes => on_toy(t(17), |s, _| {
+            let RunBytes::Fixed { bytes, .. } = &mut s.regimes[0].streams[0][2].bytes else { panic!("weights") };
+            *bytes += 512;
+        }),
+        Rule::StreamOffset => on_toy(t(17), |s, _| {
+            let RunBytes::Fixed { offset, .. } = &mut s.regimes[0].streams[0][2].bytes else { panic!("weights") };
+            *offset += 512;
+        }),
+        Rule::HistoryChunk => on_toy(t(13), |s, _| {
+            s.regimes[0].streams[0][1].bytes = RunBytes::History { rows: 24 };
+        }),
+        Rule::RingShape => on_toy(machine, |s, _| s.machine.ring.slot_bytes = 16_000),
+        Rule::RingCapacity => on_toy(Entity::Grid(GridId(4)), |s, _| {
+            let ring = &mut s.machine.ring;
+            (ring.slots, ring.flight_low, ring.flight_high, ring.flight_free) = (1, 1, 1, 1);
+        }),
+        Rule::RingArrivals => on_toy(machine, |s, _| s.machine.ring.arrivals = 4),
+        Rule::Flight => on_toy(machine, |s, _| s.machine.ring.flight_low = 0),
+
+        // A task behind the head, for which nobody waits, may still read while the next step writes.
+        Rule::OverwriteUnread => on_toy(t(53), |s, _| add_extra(s, "head", [0, 0])),
+        // The host's copy of the token moves to another SM with the regime, and the old writer is behind its head.
+        Rule::OverwriteUnordered => on_toy(Entity::Task(1, TaskId(4)), |s, _| {
+            let report = s.regimes[0].queues[0].remove(1);
+            s.regimes[0].queues[0].push(report);
+            let report = s.regimes[1].queues[0].remove(1);
+            s.regimes[1].queues[1].insert(1, report);
+        }),
+        Rule::HistoryUnordered => on_toy(t(13), |s, _| {
+            for regime in &mut s.regimes {
+                regime.events[0].mechanism = Mechanism::Packets;
+            }
+        }),
+
+        Rule::Target => on_toy(machine, |s, _| s.machine.target = "h100".to_string()),
+        Rule::SmCount => on_toy(machine, |_, target| target.spec.sm_count = 3),
+        Rule::Cluster => on_toy(machine, |s, _| s.machine.cluster = 3),
+        Rule::Threads => on_toy(machine, |s, _| {
+            (s.machine.consumer_warps, s.machine.ring.arrivals) = (32, 16);
+            s.machine.registers_per_thread = 56;
+        }),
+        Rule::Registers => on_toy(machine, |s, _| s.machine.registers_per_thread = 128),
+        Rule::SmemPart => on_toy(machine, |s, _| {
+            let heads = smem_part(s, "heads");
+            s.machine.smem[heads].name = "head".to_string();
+        }),
+        Rule::SmemOverlap => on_toy(Entity::SmemPart(2), |s, _| s.machine.smem[2].offset -= 128),
+        Rule::SmemSize => on_toy(Entity::SmemPart(1), |s, _| s.machine.smem[1].bytes = 96 * 2 - 2),
+        Rule::SmemCapacity => on_toy(machine, |s, _| {
+            s.machine.smem.last_mut().expect("parts").bytes = 200_000;
+        }),
+        Rule::Placement => on_toy(Entity::Buffer(BufferId(34)), |s, _| {
+            s.placement[34] = s.placement[34].map(|offset| offset + 8);
+        }),
+        Rule::PlacementOverlap => on_toy(Entity::Buffer(BufferId(8)), |s, _| s.placement[8] = s.placement[7]),
+        Rule::DeviceMemory => on_toy(Entity::Schedule, |_, target| target.spec.memory_bytes = 1000),
+
+        Rule::MissingProxy => on_toy(t(13), |s, _| s.regimes[0].events[0].proxy = false),
+        Rule::CopyAlignment => on_counters(Toy { dim: 4, ..TOY }, Entity::Grid(GridId(4)), |_, target| {
+            target.spec.copy = CopyMechanism::CpAsync;
+        }),
+    }
+}
+
+#[test]
+fn every_rule_is_broken_by_a_mutation_that_breaks_no_other() {
+    for &rule in Rule::ALL {
+        let Case { mut schedule, mut target, entity, mutate } = case(rule);
+        let before = check(&schedule, &target);
+        assert!(before.is_empty(), "{rule}: before the mutation\n{}", listed(&before));
+        mutate(&mut schedule, &mut target);
+        let violations = check(&schedule, &target);
+        assert!(!violations.is_empty(), "{rule}: the mutated schedule is accepted");
+        assert!(violations.iter().all(|v| v.rule == rule), "expected only `{rule}`, found\n{}", listed(&violations));
+        let named = |v: &Violation| v.entity == entity || v.witness.iter().any(|w| w.entity == entity);
+        assert!(violations.iter().any(named), "{rule}: expected {entity} in\n{}", listed(&violations));
+    }
+}

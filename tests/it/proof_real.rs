@@ -1,0 +1,68 @@
+//! The proof accepts what lowering makes: families, sizes, SMs, splits and mechanisms.
+
+use crate::proof_support::*;
+use monobloc::dtype::Precision;
+use monobloc::ir::schedule::Mechanism;
+use monobloc::model::graph::QkNormSpan;
+use monobloc::validate::{check, validate};
+
+#[track_caller]
+fn proven(toy: Toy, target: &monobloc::target::Target, candidate: &monobloc::candidate::Candidate) {
+    let schedule = toy.schedule(target, candidate);
+    let violations = check(&schedule, target);
+    assert!(violations.is_empty(), "{toy:?} {candidate}\n{}", listed(&violations));
+}
+
+fn families() -> Vec<Toy> {
+    vec![
+        TOY,
+        Toy { precision: FP32, ..TOY },
+        Toy { precision: Precision { cache: FP32.cache, ..BF16 }, bias: true, ..TOY },
+        Toy { precision: Precision { wire: FP32.wire, ..BF16 }, ..TOY },
+        Toy { gated: false, bias: true, ..TOY },
+        Toy { parallel: true, gated: false, bias: true, ..TOY },
+        Toy { post_norms: true, window: Some(8), ..TOY },
+        Toy { qk_norm: Some(QkNormSpan::Head), ..TOY },
+        Toy { qk_norm: Some(QkNormSpan::Projection), post_norms: true, ..TOY },
+        Toy { rope: false, kv_heads: 4, ..TOY },
+        Toy { kv_heads: 1, heads: 8, dim: 8, ..TOY },
+        Toy { vocab: 201, intermediate: 50, hidden: 72, layers: 3, ..TOY },
+    ]
+}
+
+#[test]
+fn every_family_on_one_to_sixteen_sms() {
+    for toy in families() {
+        for sms in 1..=16 {
+            proven(toy, &cpu(), &on_cpu(sms));
+            proven(toy, &h200(), &on_h200(sms));
+        }
+    }
+}
+
+#[test]
+fn splits_regimes_and_mechanisms() {
+    for splits in [1, 2, 3, 8] {
+        for split_from in [0, 1, 2, 31, 62, 63, 64] {
+            for mechanism in Mechanism::ALL {
+                let candidate = monobloc::candidate::Candidate { splits, split_from, mechanism, ..on_h200(5) };
+                proven(TOY, &h200(), &candidate);
+            }
+        }
+    }
+}
+
+#[test]
+fn one_position_and_one_layer() {
+    proven(Toy { context: 1, layers: 1, ..TOY }, &h200(), &on_h200(3));
+    proven(Toy { context: 2, layers: 1, ..TOY }, &h200(), &on_h200(3));
+    proven(Toy { layers: 0, ..TOY }, &h200(), &on_h200(3));
+}
+
+#[test]
+fn a_proven_schedule_comes_back_unchanged() {
+    let (schedule, target) = toy();
+    let proven = validate(schedule.clone(), &target).expect("the toy is proven");
+    assert_eq!(proven.schedule(), &schedule);
+    assert_eq!(proven.into_schedule(), schedule);
+}

@@ -1,0 +1,372 @@
+//! Owns small model graphs, targets and candidates that the tests of the proof lower for real.
+
+use monobloc::candidate::Candidate;
+use monobloc::dtype::{DType, Precision};
+use monobloc::ir::op::{Access, Epilogue, MatVec, Op, Role};
+use monobloc::ir::program::{Buffer, Cols, Content, Grid, Operand, Part, Rows, Second, Space};
+use monobloc::ir::schedule::{Event, Mechanism, Run, RunBytes, Schedule, Task, Wait};
+use monobloc::ir::{BufferId, EventId, GridId, TaskId};
+use monobloc::lower::lower;
+use monobloc::model::graph::{
+    Act, Attention, Layer, Linear, Mlp, ModelGraph, Norm, NormKind, QkNorm, QkNormSpan, Rope, RopeId, RowView, Tensor,
+    TensorId,
+};
+use monobloc::schedule::schedule;
+use monobloc::target::{CopyMechanism, DotMechanism, Measured, Spec, Target, TargetKind};
+use monobloc::validate::Violation;
+
+/// A decoder whose every variation that lowering knows is a field.
+#[derive(Clone, Copy, Debug)]
+pub struct Toy {
+    pub layers: u32,
+    pub hidden: u32,
+    pub heads: u32,
+    pub kv_heads: u32,
+    pub dim: u32,
+    pub intermediate: u32,
+    pub vocab: u32,
+    pub context: u32,
+    pub gated: bool,
+    pub bias: bool,
+    pub parallel: bool,
+    pub post_norms: bool,
+    pub qk_norm: Option<QkNormSpan>,
+    pub window: Option<u32>,
+    pub rope: bool,
+    pub precision: Precision,
+}
+
+pub const FP32: Precision = Precision { weights: DType::F32, cache: DType::F32, wire: DType::F32 };
+pub const BF16: Precision = Precision { weights: DType::Bf16, cache: DType::Bf16, wire: DType::Bf16 };
+
+pub const TOY: Toy = Toy {
+    layers: 2,
+    hidden: 64,
+    heads: 4,
+    kv_heads: 2,
+    dim: 16,
+    intermediate: 96,
+    vocab: 200,
+    context: 64,
+    gated: true,
+    bias: false,
+    parallel: false,
+    post_norms: false,
+    qk_norm: None,
+    window: None,
+    rope: true,
+    precision: BF16,
+};
+
+struct Tensors(Vec<Tensor>);
+
+impl Tensors {
+    fn add(&mut self, shape: &[u32]) -> TensorId {
+        self.0.push(Tensor { name: format!("t{}", self.0.len()), dtype: DType::F32, shape: shape.to_vec() });
+        TensorId::from(self.0.len() - 1)
+    }
+
+    fn linear(&mut self, rows: u32, cols: u32, bias: bool) -> Linear {
+        let weight = RowView::range(self.add(&[rows, cols]), 0);
+        Linear { weight, bias: bias.then(|| RowView::range(self.add(&[rows]), 0)), rows, cols }
+    }
+
+    fn norm(&mut self, kind: NormKind, width: u32) -> Norm {
+        let bias = (kind == NormKind::Layer).then(|| self.add(&[width]));
+        Norm { kind, eps: 1e-5, weight: Some(self.add(&[width])), weight_offset: 0.0, bias }
+    }
+}
+
+impl Toy {
+    pub fn graph(&self) -> ModelGraph {
+        let mut t = Tensors(vec![]);
+        let (hidden, q_rows, kv_rows) = (self.hidden, self.heads * self.dim, self.kv_heads * self.dim);
+        // A parallel block is GPT-NeoX's, which has LayerNorm.
+        let kind = if self.parallel { NormKind::Layer } else { NormKind::Rms };
+        let embed = t.add(&[self.vocab, hidden]);
+        let mut layers = vec![];
+        for _ in 0..self.layers {
+            let qk = |t: &mut Tensors, rows: u32| {
+                self.qk_norm.map(|span| QkNorm {
+                    norm: t.norm(NormKind::Rms, if span == QkNormSpan::Projection { rows } else { self.dim }),
+                    span,
+                })
+            };
+            let attn = Attention {
+                heads: self.heads,
+                kv_heads: self.kv_heads,
+                head_dim: self.dim,
+                q: t.linear(q_rows, hidden, self.bias),
+                k: t.linear(kv_rows, hidden, self.bias),
+                v: t.linear(kv_rows, hidden, self.bias),
+                o: t.linear(hidden, q_rows, self.bias),
+                q_norm: qk(&mut t, q_rows),
+                k_norm: qk(&mut t, kv_rows),
+                rope: self.rope.then_some(RopeId(0)),
+                scale: 0.25,
+                softcap: None,
+                window: self.window,
+            };
+            let mlp = Mlp {
+                act: Act::Silu,
+                gate: self.gated.then(|| t.linear(self.intermediate, hidden, self.bias)),
+                up: t.linear(self.intermediate, hidden, self.bias),
+                down: t.linear(hidden, self.intermediate, self.bias),
+            };
+            let attn_norm = Some(t.norm(kind, hidden));
+            let mlp_norm = Some(t.norm(kind, hidden));
+            let attn_post_norm = self.post_norms.then(|| t.norm(kind, hidden));
+            let mlp_post_norm = self.post_norms.then(|| t.norm(kind, hidden));
+            let parallel = self.parallel;
+            layers.push(Layer {
+                attn_norm,
+                attn,
+                attn_post_norm,
+                mlp_norm,
+                mlp,
+                mlp_post_norm,
+                parallel,
+                residual_scale: 1.0,
+            });
+        }
+        let final_norm = t.norm(kind, hidden);
+        let head = t.linear(self.vocab, hidden, false);
+        let inv_freq = vec![1.0; self.dim as usize / 2];
+        ModelGraph {
+            family: "Toy".to_string(),
+            hidden,
+            vocab: self.vocab,
+            positions_max: self.context,
+            tensors: t.0,
+            embed,
+            embed_scale: 1.0,
+            ropes: if self.rope { vec![Rope { inv_freq, scale: 1.0, interleaved: false }] } else { vec![] },
+            layers,
+            final_norm,
+            head,
+            logits_scale: 1.0,
+            logits_softcap: None,
+            eos: vec![],
+            bos: None,
+        }
+    }
+
+    pub fn schedule(&self, target: &Target, candidate: &Candidate) -> Schedule {
+        let program = lower(&self.graph(), "toy", self.precision, self.context, candidate).expect("the toy lowers");
+        schedule(program, target, candidate).expect("the toy fits")
+    }
+}
+
+pub fn cpu() -> Target {
+    Target {
+        name: "cpu".to_string(),
+        kind: TargetKind::Cpu,
+        spec: Spec {
+            source: "test".to_string(),
+            arch: String::new(),
+            device_names: vec![],
+            sm_count: 16,
+            smem_bytes_per_block_max: 262_144,
+            registers_per_sm: 65_536,
+            threads_per_block_max: 1024,
+            l2_bytes: 0,
+            memory_bytes: 16_000_000_000,
+            memory_bytes_per_s: 2e10,
+            copy: CopyMechanism::Plain,
+            dot: DotMechanism::Fma,
+            cluster_max: 1,
+            register_reallocation: false,
+        },
+        measured: Measured::default(),
+    }
+}
+
+pub fn h200() -> Target {
+    Target {
+        name: "h200".to_string(),
+        kind: TargetKind::Cuda,
+        spec: Spec {
+            arch: "sm_90a".to_string(),
+            sm_count: 132,
+            smem_bytes_per_block_max: 232_448,
+            l2_bytes: 62_914_560,
+            memory_bytes: 141_000_000_000,
+            memory_bytes_per_s: 4.8e12,
+            copy: CopyMechanism::Bulk,
+            dot: DotMechanism::Mma,
+            cluster_max: 8,
+            register_reallocation: true,
+            ..cpu().spec
+        },
+        ..cpu()
+    }
+}
+
+/// Counters and one warp an SM, as the interpreter runs it.
+pub fn on_cpu(sms: u32) -> Candidate {
+    Candidate {
+        sms,
+        consumer_warps: 1,
+        groups: 1,
+        ring_slots: 4,
+        slot_bytes: 4096,
+        flight_high: 4,
+        flight_low: 2,
+        flight_free: 2,
+        heads_per_task: 1,
+        splits: 1,
+        split_from: 32,
+        mechanism: Mechanism::Counter,
+    }
+}
+
+/// Packets, sixteen warps in two groups, and split attention from position 32 on.
+pub fn on_h200(sms: u32) -> Candidate {
+    Candidate {
+        consumer_warps: 16,
+        groups: 2,
+        slot_bytes: 16_384,
+        splits: 2,
+        mechanism: Mechanism::Packets,
+        ..on_cpu(sms)
+    }
+}
+
+/// The toy on 4 SMs of an H200: two regimes, packets.
+pub fn toy() -> (Schedule, Target) {
+    (TOY.schedule(&h200(), &on_h200(4)), h200())
+}
+
+pub fn listed(violations: &[Violation]) -> String {
+    violations.iter().map(|v| format!("{v}\n")).collect()
+}
+
+pub fn buffer(schedule: &Schedule, name: &str) -> BufferId {
+    BufferId::from(schedule.program.buffers.iter().position(|b| b.name == name).expect(name))
+}
+
+pub fn grid(schedule: &Schedule, name: &str) -> GridId {
+    GridId::from(schedule.program.grids.iter().position(|g| g.name == name).expect(name))
+}
+
+pub fn operand<'a>(schedule: &'a mut Schedule, grid_name: &str, role: Role) -> &'a mut Operand {
+    let id = grid(schedule, grid_name);
+    let operands = &mut schedule.program.grids[id.index()].operands;
+    operands.iter_mut().find(|o| o.role == role).expect(role.name())
+}
+
+/// The `nth` task of a grid in a regime.
+pub fn task(schedule: &Schedule, regime: usize, grid_name: &str, nth: usize) -> TaskId {
+    let id = grid(schedule, grid_name);
+    let tasks = schedule.regimes[regime].tasks.iter().enumerate().filter(|(_, t)| t.grid == id);
+    TaskId::from(tasks.map(|(t, _)| t).nth(nth).expect("the task"))
+}
+
+pub fn task_mut<'a>(schedule: &'a mut Schedule, regime: usize, grid_name: &str, nth: usize) -> &'a mut Task {
+    let id = task(schedule, regime, grid_name, nth);
+    &mut schedule.regimes[regime].tasks[id.index()]
+}
+
+/// The event of a regime about exactly these columns.
+pub fn event(schedule: &Schedule, regime: usize, buffer_name: &str, lo: u32, hi: u32) -> EventId {
+    let id = buffer(schedule, buffer_name);
+    let mut events = schedule.regimes[regime].events.iter();
+    EventId::from(events.position(|e| (e.buffer, e.lo, e.hi) == (id, lo, hi)).expect("the event"))
+}
+
+/// Swaps two tasks of a regime wherever queues hold them.
+pub fn swap_queued(schedule: &mut Schedule, regime: usize, a: TaskId, b: TaskId) {
+    for id in schedule.regimes[regime].queues.iter_mut().flatten() {
+        *id = match *id {
+            id if id == a => b,
+            id if id == b => a,
+            id => id,
+        };
+    }
+}
+
+/// Lists the runs of every queue anew, in its order, each with the bytes it had.
+pub fn restream(schedule: &mut Schedule) {
+    for regime in &mut schedule.regimes {
+        let runs: Vec<Run> = regime.streams.iter().flatten().copied().collect();
+        for (stream, queue) in regime.streams.iter_mut().zip(&regime.queues) {
+            let mut end = 0;
+            stream.clear();
+            for run in queue.iter().filter_map(|id| runs.iter().find(|run| run.task == *id)) {
+                let mut run = *run;
+                if let RunBytes::Fixed { offset, bytes } = &mut run.bytes {
+                    *offset = end;
+                    end += *bytes;
+                }
+                stream.push(run);
+            }
+        }
+    }
+}
+
+/// Adds to the toy a grid `extra`, one task in each regime, that multiplies columns 16..32 of `x.0` by weights of its own
+/// into a buffer `y` that nobody reads. It is put behind `after` in the queue of the SM that is given for each regime.
+pub fn add_extra(schedule: &mut Schedule, after: &str, sms: [usize; 2]) {
+    let x = buffer(schedule, "x.0");
+    let program = &mut schedule.program;
+    let weight = BufferId::from(program.buffers.len());
+    let view = RowView::range(TensorId(0), 0);
+    program.buffers.push(Buffer {
+        name: "extra.weight".to_string(),
+        space: Space::Weight,
+        dtype: DType::Bf16,
+        rows: 8,
+        cols: 16,
+        phases: 1,
+        content: Some(Content::Rows { parts: vec![Part { view, rows: 8 }], interleave: 1 }),
+    });
+    let y = BufferId::from(program.buffers.len());
+    program.buffers.push(Buffer {
+        name: "y".to_string(),
+        space: Space::Exchange,
+        dtype: DType::Bf16,
+        rows: 1,
+        cols: 8,
+        phases: 1,
+        content: None,
+    });
+    schedule.placement.extend([None, Some(1 << 20)]);
+    let op = |role, access, buffer, rows, cols| Operand { role, access, buffer, rows, cols };
+    let extra = GridId::from(program.grids.len());
+    program.grids.push(Grid {
+        name: "extra".to_string(),
+        op: Op::MatVec(MatVec { rows: 8, k: 16, norm: None, epilogue: Epilogue::Store }),
+        n: 1,
+        second: Second::Axis(1),
+        operands: vec![
+            op(Role::X, Access::Read, x, Rows::One, Cols { base: 16, limit: 32, ..Cols::all(16) }),
+            op(Role::Weight, Access::Stream, weight, Rows::Units, Cols::blocks(1, 1)),
+            op(Role::Out, Access::Write, y, Rows::One, Cols::blocks(8, 8)),
+        ],
+    });
+    for (r, sm) in sms.into_iter().enumerate().take(schedule.regimes.len()) {
+        let event = EventId::from(schedule.regimes[r].events.len());
+        let producers: Vec<TaskId> = (0..4).map(|nth| task(schedule, r, "embed", nth)).collect();
+        let after = grid(schedule, after);
+        let regime = &mut schedule.regimes[r];
+        let mut count = 0;
+        for id in producers {
+            let embed = &mut regime.tasks[id.index()];
+            // Units of 8 columns.
+            if embed.lo * 8 < 32 && embed.hi * 8 > 16 {
+                embed.signals.push(event);
+                count += 1;
+            }
+        }
+        let mechanism = Mechanism::Packets;
+        regime.events.push(Event { buffer: x, lo: 16, hi: 32, count, mechanism, carried: false, proxy: false });
+        let id = TaskId::from(regime.tasks.len());
+        let waits = vec![Wait { event, count }];
+        regime.tasks.push(Task { grid: extra, lo: 0, hi: 1, j: 0, waits, signals: vec![] });
+        let queue = &mut regime.queues[sm];
+        let place = queue.iter().rposition(|id| regime.tasks[id.index()].grid == after).expect("the task before");
+        queue.insert(place + 1, id);
+        regime.streams[sm].push(Run { task: id, bytes: RunBytes::Fixed { offset: 0, bytes: 512 } });
+    }
+    restream(schedule);
+}
