@@ -14,19 +14,45 @@ pub(super) struct Joins {
     pub waits: Vec<u32>,
     /// For each carried event that is waited for: its counterpart in the regime before. Empty for the first regime.
     pub before: BTreeMap<EventId, EventId>,
+    /// Buffers that tasks of the regime read as the step before left them; ascending.
+    pub carried: Vec<BufferId>,
 }
 
 pub(super) fn check(schedule: &Schedule, grids: &Grids, writes: &[Writes], found: &mut Found) -> Vec<Joins> {
     let mut joins: Vec<Joins> = vec![];
+    mechanisms(schedule, found);
     for (r, (regime, writes)) in (0..).zip(schedule.regimes.iter().zip(writes)) {
         let waits = check_regime(r, regime, &schedule.program, grids, writes, found);
         let before = match schedule.regimes.get((r as usize).wrapping_sub(1)) {
             Some(earlier) => carried_from(r, regime, &waits, earlier, found),
             None => BTreeMap::new(),
         };
-        joins.push(Joins { waits, before });
+        let waited = regime.events.iter().zip(&waits).filter(|(event, waits)| event.carried && **waits > 0);
+        let mut carried: Vec<BufferId> = waited.map(|(event, _)| event.buffer).collect();
+        carried.sort_unstable();
+        carried.dedup();
+        joins.push(Joins { waits, before, carried });
     }
     joins
+}
+
+/// Packets have tags and what a counter announces has none: all events about a buffer, in all regimes, are of one kind.
+fn mechanisms(schedule: &Schedule, found: &mut Found) {
+    let mut first: Vec<Option<(Mechanism, Entity)>> = vec![None; schedule.program.buffers.len()];
+    let tagged = |mechanism| mechanism != Mechanism::Counter;
+    for (r, regime) in (0..).zip(&schedule.regimes) {
+        for (e, event) in (0..).zip(&regime.events) {
+            let at = Entity::Event(r, EventId(e));
+            let (mechanism, other) = *first[event.buffer.index()].get_or_insert((event.mechanism, at));
+            if tagged(mechanism) != tagged(event.mechanism) {
+                found.add_with(Rule::MixedMechanism, at, || {
+                    let (buffer, name) = (event.buffer, event.mechanism.name());
+                    let message = format!("is `{name}`, other events about {buffer} are `{}`", mechanism.name());
+                    (message, vec![note(other, format!("is `{}`", mechanism.name()))])
+                });
+            }
+        }
+    }
 }
 
 /// What the tasks of a regime make of one event.
@@ -87,7 +113,12 @@ fn check_regime(
         let Some(producers) = signals.producers else { continue };
         let id = EventId(e);
         if signals.signalled < producers {
-            let all = writes.overlapping(event.buffer, event.lo, event.hi);
+            // The search is long, and for entries that are kept only.
+            let all = if found.full(Rule::MissingSignal) {
+                &[]
+            } else {
+                writes.overlapping(event.buffer, event.lo, event.hi)
+            };
             let silent = all.iter().find(|w| !regime.tasks[w.task.index()].signals.contains(&id));
             let at = silent.map_or(Entity::Event(r, id), |w| Entity::Task(r, w.task));
             found.add_with(Rule::MissingSignal, at, || {

@@ -18,8 +18,8 @@
 //!    it writes whole and once: no element is read that was not produced, none has two producers, and each layer's keys
 //!    and values are appended once a step. A private element is written, then updated, on one SM in program order.
 //! 2. **Events** (`events`). An event is signalled once by each task that writes any of its columns, by no other, and its
-//!    count says how many those are; each wait asks for exactly that count. Every region read from another SM is covered
-//!    by waits. An event is carried where program order reads before it writes (the candidates), and only there; the first
+//!    count says how many those are; each wait asks for exactly that count. Every exchange region read is covered by the
+//!    reader's own waits. Events about one buffer are all counters or all packets. An event is carried where program order reads before it writes (the candidates), and only there; the first
 //!    step of a regime finds the events it carries in the regime before.
 //! 3. **Free of deadlock** (`order`). Queues and the events of a step have no cycle; a witness is the cycle. The stream of
 //!    an SM lists exactly the streamed operands of its queue, in its order, with the right bytes at consecutive offsets,
@@ -278,6 +278,8 @@ rules! {
     MissingWait "missing-wait" 2;
     /// An event is carried against program order, or not carried where program order asks for it.
     Carried "carried" 2;
+    /// Events about one buffer are counters and packets.
+    MixedMechanism "mixed-mechanism" 2;
     /// An event carried into a regime has no counterpart in the regime before.
     CarriedMatch "carried-match" 2;
 
@@ -427,6 +429,11 @@ impl Default for Found {
 impl Found {
     fn any(&self) -> bool {
         !self.list.is_empty()
+    }
+
+    /// Whether another violation of `rule` is counted but not kept.
+    fn full(&self, rule: Rule) -> bool {
+        self.counts[rule as usize] >= u64::from(KEPT_PER_RULE)
     }
 
     fn add(&mut self, rule: Rule, entity: Entity, message: impl FnOnce() -> String) {

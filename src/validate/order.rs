@@ -13,6 +13,8 @@ pub(super) fn sort(r: u32, regime: &Regime, owners: &Owners, found: &mut Found) 
     let sms = regime.queues.len();
     let mut missing: Vec<u32> = regime.events.iter().map(|e| if e.carried { 0 } else { e.count }).collect();
     let mut next = vec![0u32; sms];
+    // Waits of an SM's next task that are known to be satisfied: each is looked at once.
+    let mut satisfied = vec![0usize; sms];
     // SMs whose next task waits for an event, as one list for each event.
     let mut first_blocked: Vec<Option<u32>> = vec![None; regime.events.len()];
     let mut next_blocked: Vec<Option<u32>> = vec![None; sms];
@@ -21,12 +23,16 @@ pub(super) fn sort(r: u32, regime: &Regime, owners: &Owners, found: &mut Found) 
     while let Some(sm) = ready.pop() {
         while let Some(&id) = regime.queues[sm as usize].get(next[sm as usize] as usize) {
             let task = &regime.tasks[id.index()];
-            if let Some(wait) = task.waits.iter().find(|w| missing[w.event.index()] > 0) {
+            let waits = &task.waits[satisfied[sm as usize]..];
+            if let Some(i) = waits.iter().position(|w| missing[w.event.index()] > 0) {
+                let wait = &waits[i];
+                satisfied[sm as usize] += i;
                 next_blocked[sm as usize] = first_blocked[wait.event.index()].replace(sm);
                 break;
             }
             order.push(id);
             next[sm as usize] += 1;
+            satisfied[sm as usize] = 0;
             for event in task.signals.iter().filter(|e| !regime.events[e.index()].carried) {
                 let left = &mut missing[event.index()];
                 *left -= 1;

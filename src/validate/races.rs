@@ -294,7 +294,8 @@ impl<'a> Run<'a> {
             if exchange {
                 *knows_all = *knows_all || settled(&self.dependency[sm * self.sms..][..self.sms], self.base(s));
                 // With one phase, what the step before wrote may still be read in this one.
-                if *knows_all && buffer.phases > 1 {
+                let carried = &self.facts.joins[self.steps[s].regime].carried;
+                if *knows_all && (buffer.phases > 1 || carried.binary_search(&flow.buffer).is_err()) {
                     continue;
                 }
             }

@@ -110,7 +110,10 @@ fn case(rule: Rule) -> Case {
         Rule::MissingWait => on_toy(t(9), |s, _| s.regimes[0].tasks[9].waits.clear()),
         Rule::Carried => on_toy(Entity::Event(0, EventId(1)), |s, _| s.regimes[0].events[1].carried = true),
         Rule::CarriedMatch => on_toy(Entity::Event(1, EventId(0)), |s, _| {
-            s.regimes[1].events[0].mechanism = Mechanism::Counter;
+            s.regimes[1].events[0].mechanism = Mechanism::Packets;
+        }),
+        Rule::MixedMechanism => on_toy(Entity::Event(1, EventId(1)), |s, _| {
+            s.regimes[1].events[1].mechanism = Mechanism::Counter;
         }),
 
         Rule::Deadlock => on_toy(t(21), |s, _| {
