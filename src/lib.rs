@@ -12,9 +12,9 @@ pub mod text;
 
 pub mod manifest;
 pub mod model;
+pub mod sample;
 pub mod target;
 pub mod tokenizer;
-pub mod sample;
 
 pub mod candidate;
 pub mod ir;

@@ -11,7 +11,7 @@ use crate::target::{CopyMechanism, DotMechanism, Target};
 use std::collections::BTreeMap;
 
 /// Units whose partial sums wait in shared memory for one reduction across warps.
-pub const REDUCE_UNITS: u32 = 16;
+pub const REDUCE_UNITS: u32 = 8;
 
 /// Places `program` on `target` as `candidate` says, or names what does not fit.
 pub fn schedule(program: Program, target: &Target, candidate: &Candidate) -> Result<Schedule, Infeasible> {
@@ -81,7 +81,7 @@ fn check_knobs(program: &Program, target: &Target, c: &Candidate) -> Result<(), 
 pub const LOADER_THREADS: u32 = 128;
 
 /// Registers of a loading thread after it has handed over the rest: what its loop needs without spilling.
-pub const LOADER_REGISTERS: u32 = 56;
+pub const LOADER_REGISTERS: u32 = 32;
 
 /// Shared memory that does not depend on the ring, bytes: an upper bound for the default candidate.
 pub fn fixed_smem_bytes(
@@ -136,15 +136,15 @@ fn smem_parts(n: &SmemNeeds) -> Vec<SmemPart> {
         (DType::Bf16, DotMechanism::Mma) => n.k_max.next_multiple_of(32) * 2,
         _ => n.k_max.next_multiple_of(32) * 4,
     };
-    // Two batches of partial sums, so that a warp may start the next batch while others still add up this one; the
-    // per-warp attention state (maximum, sum, accumulators) takes the same place.
+    // Two batches of partial sums, so that a warp may start the next batch while others still add up this one. Attention
+    // stages nothing: its per-warp state (maximum, sum, accumulators) and the records of a merge take both places.
     let sums = 2 * REDUCE_UNITS * n.consumer_warps * UNIT_ROWS * 4;
     let attention = n.consumer_warps * n.heads_per_task * (n.head_dim + PARTIAL_HEADER) * 4;
     let merge = n.splits * (n.head_dim + PARTIAL_HEADER) * 4;
     let parts = [
         ("ring", n.ring_bytes),
         ("stage", stage_bytes),
-        ("reduce", sums.max(attention).max(merge)),
+        ("reduce", sums.max(attention.max(merge).saturating_sub(stage_bytes.next_multiple_of(128)))),
         // q of a task, k, v, in fp32, and the rotary row.
         ("heads", ((n.heads_per_task + 2) * n.head_dim + n.rotary) * 4),
         ("residual", n.hidden_units_per_sm * UNIT_ROWS * 4),
@@ -207,11 +207,12 @@ fn machine(program: &Program, target: &Target, c: &Candidate) -> Result<Machine,
         return Err(Infeasible::SharedMemory { bytes, most: spec.smem_bytes_per_block_max, target });
     }
     let threads = c.consumer_warps * 32 + LOADER_THREADS;
-    // Registers are granted to all threads at launch; where warps can hand them over, the loader gives up the rest.
-    let even = (spec.registers_per_sm / threads / 8 * 8).min(255);
-    let registers = if spec.register_reallocation {
-        let left = spec.registers_per_sm - LOADER_THREADS * LOADER_REGISTERS;
-        (left / (c.consumer_warps * 32) / 8 * 8).min(240)
+    // The launch grants every thread the same; where warps can hand registers over, consumers take from that pool what the
+    // loader gives up. Asking for more than the pool holds would wait forever.
+    let even = (spec.registers_per_sm / threads / 8 * 8).min(248);
+    let registers = if spec.register_reallocation && c.consumer_warps % 4 == 0 {
+        let pool = even * threads - LOADER_THREADS * LOADER_REGISTERS;
+        (pool / (c.consumer_warps * 32) / 8 * 8).min(240)
     } else {
         even
     };

@@ -53,8 +53,27 @@ struct Attention {
   }
 
   // Norm, then RoPE, of one head in shared memory, by one warp.
+  static constexpr int PAIRS = G::ROTARY / 2, PAIRS_PER_LANE = PAIRS == 0 ? 1 : ceil_div(PAIRS, 32);
+  struct Angles {
+    float cosine[PAIRS_PER_LANE], sine[PAIRS_PER_LANE];
+  };
+
+  // This lane's pairs of row `position` of the table: cos of every pair, then sin. Loaded before q arrives: the row is
+  // new in every step, so it comes from memory, behind the stream.
+  static __device__ __forceinline__ Angles angles(const Context<M>& c, const Entry& e) {
+    Angles a;
+    const float* row = c.template constant<float>(e.rope) + u64(c.position) * G::ROTARY;
+#pragma unroll
+    for (int k = 0; k < PAIRS_PER_LANE; k++) {
+      const int i = k * 32 + c.lane;
+      a.cosine[k] = i < PAIRS ? __ldg(row + i) : 1.f;
+      a.sine[k] = i < PAIRS ? __ldg(row + PAIRS + i) : 0.f;
+    }
+    return a;
+  }
+
   template <HeadNorm N>
-  static __device__ __forceinline__ void prepare(const Context<M>& c, const Entry& e, float* x, float squares, int width,
+  static __device__ __forceinline__ void prepare(const Context<M>& c, const Angles& angle, float* x, float squares, int width,
                                                  float eps, u32 weight_at, int head) {
     if constexpr (N != HeadNorm::NONE) {
       const float* weight = c.template constant<float>(weight_at) + (N == HeadNorm::PROJECTION ? head * G::DIM : 0);
@@ -69,15 +88,15 @@ struct Attention {
       __syncwarp();
     }
     if constexpr (G::ROTARY > 0) {
-      // Row `position` of the table: cos of every pair, then sin.
-      const float* row = c.template constant<float>(e.rope) + u64(c.position) * G::ROTARY;
-      constexpr int N2 = G::ROTARY / 2;
-      for (int i = c.lane; i < N2; i += 32) {
-        float cosine = __ldg(row + i), sine = __ldg(row + N2 + i);
-        const int lo = G::INTERLEAVED ? 2 * i : i, hi = G::INTERLEAVED ? 2 * i + 1 : i + N2;
-        float a = x[lo], b = x[hi];
-        x[lo] = a * cosine - b * sine;
-        x[hi] = b * cosine + a * sine;
+#pragma unroll
+      for (int k = 0; k < PAIRS_PER_LANE; k++) {
+        const int i = k * 32 + c.lane;
+        if (i < PAIRS) {
+          const int lo = G::INTERLEAVED ? 2 * i : i, hi = G::INTERLEAVED ? 2 * i + 1 : i + PAIRS;
+          const float a = x[lo], b = x[hi];
+          x[lo] = a * angle.cosine[k] - b * angle.sine[k];
+          x[hi] = b * angle.cosine[k] + a * angle.sine[k];
+        }
       }
       __syncwarp();
     }
@@ -86,6 +105,7 @@ struct Attention {
   static __device__ __forceinline__ void run(Context<M>& c, const Entry& e) {
     const int i = int(e.lo), j = int(e.j), kv = i * HPT / G::GROUP;
     const bool last = j == G::SPLITS - 1;
+    const Angles angle = angles(c, e);
     c.barrier(); // slow warps may still read the heads of the previous attention task
     {
       const int q_packets = HPT * G::DIM / PER_PACKET, dim_packets = G::DIM / PER_PACKET;
@@ -112,12 +132,12 @@ struct Attention {
     c.stamp(1);
     for (int h = c.warp; h < HPT + (last ? 2 : 0); h += M::WARPS) {
       if (h < HPT) {
-        prepare<G::Q_NORM>(c, e, q_head(c, h), q_squares, G::HEADS * G::DIM, G::Q_EPS, e.q_norm, i * HPT + h);
+        prepare<G::Q_NORM>(c, angle, q_head(c, h), q_squares, G::HEADS * G::DIM, G::Q_EPS, e.q_norm, i * HPT + h);
         continue;
       }
       const bool is_key = h == HPT;
       float* x = is_key ? key(c) : value(c);
-      if (is_key) prepare<G::K_NORM>(c, e, x, k_squares, KV_HEADS * G::DIM, G::K_EPS, e.k_norm, kv);
+      if (is_key) prepare<G::K_NORM>(c, angle, x, k_squares, KV_HEADS * G::DIM, G::K_EPS, e.k_norm, kv);
       // The current position uses what later steps will read: the value rounded to the cache type.
       for (int d = c.lane; d < G::DIM; d += 32) x[d] = rounded(x[d]);
       __syncwarp();
@@ -151,7 +171,7 @@ struct Attention {
   }
 
   static __device__ __forceinline__ float* warp_record(const Context<M>& c, int warp, int h) {
-    return c.reduce() + (warp * HPT + h) * R;
+    return c.scratch() + (warp * HPT + h) * R;
   }
 
   static __device__ __forceinline__ void history_tensor(Context<M>& c, const Entry& e, int rows, int pairs) {
@@ -301,8 +321,8 @@ struct Attention {
             }
           s = live ? softcap(s * G::SCALE, G::SOFTCAP) : NEGATIVE_INFINITY;
           const float top = fmaxf(m[h], warp_max(s));
-          const float shrink = expf(m[h] - top);
-          s = expf(s - top);
+          const float shrink = __expf(m[h] - top);
+          s = __expf(s - top);
           m[h] = top;
           l[h] = l[h] * shrink + warp_sum(s);
 #pragma unroll
@@ -338,25 +358,25 @@ struct Attention {
     for (int t = c.tid; t < HPT * G::DIM / 2; t += T) {
       const int h = t / (G::DIM / 2), d = t % (G::DIM / 2) * 2;
       float top = last ? c.state.current[h] : NEGATIVE_INFINITY;
-#pragma unroll
+#pragma unroll 4
       for (int w = 0; w < M::WARPS; w++) top = fmaxf(top, warp_record(c, w, h)[0]);
       float sum = 0.f, a = 0.f, b = 0.f;
       if (last) {
-        sum = expf(c.state.current[h] - top);
+        sum = __expf(c.state.current[h] - top);
         a = sum * value(c)[d];
         b = sum * value(c)[d + 1];
       }
       if (top > NEGATIVE_INFINITY)
-#pragma unroll
+#pragma unroll 4
         for (int w = 0; w < M::WARPS; w++) {
           const float* record = warp_record(c, w, h);
-          const float weight = expf(record[0] - top);
+          const float weight = __expf(record[0] - top);
           sum += weight * record[1];
           a += weight * record[2 + d];
           b += weight * record[3 + d];
         }
       if constexpr (G::SPLITS == 1) {
-        publish_columns(c, e.out, (i * HPT + h) * G::DIM + d, G::HEADS * G::DIM, a / sum, b / sum);
+        publish_columns(c, e.out, (i * HPT + h) * G::DIM + d, G::HEADS * G::DIM, __fdividef(a, sum), __fdividef(b, sum));
       } else {
         u64* record = c.p.exchange + e.out + u64((i * G::SPLITS + j) * HPT + h) * R;
         if (d == 0) {

@@ -17,7 +17,7 @@ struct AttentionMerge {
     const int h = int(e.lo);
     const u64* records = c.p.exchange + e.x + (u64(h / G::HEADS_PER_TASK) * G::SPLITS * G::HEADS_PER_TASK + h % G::HEADS_PER_TASK) * R;
     constexpr int STRIDE = G::HEADS_PER_TASK * R;
-    float* scratch = c.reduce();
+    float* scratch = c.scratch();
     c.barrier(); // slow warps may still add up the previous task's partial sums there
     // Everything is read by somebody: one packet a thread and turn, into shared memory.
     for (int i = c.tid; i < G::SPLITS * R; i += T) {
@@ -32,12 +32,12 @@ struct AttentionMerge {
       for (int s = 0; s < G::SPLITS; s++) top = fmaxf(top, scratch[s * R]);
       float sum = 0.f, a = 0.f, b = 0.f;
       for (int s = 0; s < G::SPLITS; s++) {
-        float w = expf(scratch[s * R] - top);
+        float w = __expf(scratch[s * R] - top);
         sum += w * scratch[s * R + 1];
         a += w * scratch[s * R + 2 + d];
         b += w * scratch[s * R + 3 + d];
       }
-      publish_columns(c, e.out, h * G::DIM + d, G::HEADS * G::DIM, a / sum, b / sum);
+      publish_columns(c, e.out, h * G::DIM + d, G::HEADS * G::DIM, __fdividef(a, sum), __fdividef(b, sum));
     }
   }
 };

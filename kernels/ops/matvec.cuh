@@ -8,22 +8,18 @@
 // Warp groups take chunks in turn; within a chunk the warps of a group take granules in turn (split k). A lane of a warp
 // loads 16 bytes of row lane / 4 at k = (lane % 4) * 16 bytes: as the B operand of two m16n8k16 products that is a
 // permutation of k, and the A operand reads the staged x at the same places, so no data is rearranged. Partial sums of a
-// unit from all warps meet in shared memory, REDUCE_UNITS units at a time; a warp adds up one unit.
+// unit from all warps meet in shared memory, M::REDUCE_UNITS units at a time; a warp adds up one unit.
 #pragma once
 
-enum class Epilogue : int { STORE, ACT, GATED, RESIDUAL, LOGITS };
-
-constexpr int REDUCE_UNITS = 16;
+enum class Epilogue : u32 { STORE, ACT, GATED, RESIDUAL, LOGITS };
 
 template <class M, class G>
 struct MatVec {
   static constexpr int ELEM = ElemOf<M::WEIGHT>::BYTES;
   static constexpr int GRANULE_K = 64 / ELEM;
-  static constexpr int J = ceil_div(G::K, GRANULE_K);      // granules of a unit
   static constexpr int PER_CHUNK = M::SLOT_BYTES / 512;    // granules of a chunk
   static constexpr int GROUP_WARPS = M::WARPS / M::GROUPS;
-  // Every unit is a whole number of chunks for each group: all trip counts are constant.
-  static constexpr bool REGULAR = J % (PER_CHUNK * M::GROUPS) == 0;
+  static constexpr int PER_WARP = PER_CHUNK / GROUP_WARPS; // granules of a chunk for each warp of its group
 
   struct Sums {
     float d0, d1, e0, e1;
@@ -69,34 +65,36 @@ struct MatVec {
   }
 
   static __device__ __forceinline__ void run(Context<M>& c, const Entry& e) {
-    float factor = stage_input<M, G::K, G::NORM>(c, e, G::EPS);
+    const float factor = stage_input<M, true>(c, e);
     c.stamp(1);
     const int group = c.warp / GROUP_WARPS, member = c.warp % GROUP_WARPS;
     auto at = ring_cursor<M>(c.chunk + group);
-    int held = -1; // chunk of this task that this warp waits for or holds
     float best = NEGATIVE_INFINITY;
     int best_row = 0x7fffffff;
-    const int units = int(e.hi - e.lo), total = units * J;
+    const int units = int(e.hi - e.lo), J = int(e.unit_granules), total = units * J;
+    // Every unit a whole number of chunks for each group: no chunk is shared by two units.
+    const bool regular = J % (PER_CHUNK * M::GROUPS) == 0;
+    int held = -1; // chunk of this task that this warp holds
     const u8* slot = nullptr;
-    for (int u0 = 0; u0 < units; u0 += REDUCE_UNITS) {
-      const int n = min(REDUCE_UNITS, units - u0);
-      float* partial = c.reduce() + c.batch * (REDUCE_UNITS * M::WARPS * 8);
+#pragma unroll 1
+    for (int u0 = 0; u0 < units; u0 += M::REDUCE_UNITS) {
+      const int n = min(M::REDUCE_UNITS, units - u0);
+      float* partial = c.reduce() + c.batch * (M::REDUCE_UNITS * M::WARPS * 8);
+#pragma unroll 1
       for (int u = 0; u < n; u++) {
         Sums s{0.f, 0.f, 0.f, 0.f};
-        if constexpr (REGULAR) {
+        if (regular) {
+#pragma unroll 1
+          for (int j = group * PER_CHUNK + member; j < J; j += PER_CHUNK * M::GROUPS) {
+            slot = ring_take(c, e, at) + member * 512;
 #pragma unroll
-          for (int k = 0; k < J / (PER_CHUNK * M::GROUPS); k++) {
-            slot = ring_take(c, e, at);
-#pragma unroll
-            for (int i = 0; i < PER_CHUNK / GROUP_WARPS; i++) {
-              int in_chunk = i * GROUP_WARPS + member;
-              granule(c, slot + in_chunk * 512, (k * M::GROUPS + group) * PER_CHUNK + in_chunk, s);
-            }
+            for (int i = 0; i < PER_WARP; i++) granule(c, slot + i * (GROUP_WARPS * 512), j + i * GROUP_WARPS, s);
             ring_release(c, at);
             at.advance(M::GROUPS);
           }
         } else {
           const int g0 = (u0 + u) * J, g1 = g0 + J;
+#pragma unroll 1
           for (int chunk = g0 / PER_CHUNK; chunk * PER_CHUNK < g1; chunk++) {
             if (chunk % M::GROUPS != group) continue;
             if (chunk != held) {
@@ -106,6 +104,7 @@ struct MatVec {
             const int from = max(g0, chunk * PER_CHUNK), to = min(g1, (chunk + 1) * PER_CHUNK);
             // Granules of the chunk belong to the warps of the group in turn.
             int g = from + (member + PER_CHUNK - (from - chunk * PER_CHUNK)) % GROUP_WARPS;
+#pragma unroll 1
             for (; g < to; g += GROUP_WARPS) granule(c, slot + (g - chunk * PER_CHUNK) * 512, g - g0, s);
             if (to == (chunk + 1) * PER_CHUNK || to == total) {
               ring_release(c, at);
@@ -117,6 +116,7 @@ struct MatVec {
       }
       c.barrier();
       c.stamp(2);
+#pragma unroll 1
       for (int u = c.warp; u < n; u += M::WARPS) {
         // Lane 4r + t adds the sums of warps t, t + 4, ... of row r; then the four lanes of a row agree.
         const int r = c.lane / 4;
@@ -128,47 +128,50 @@ struct MatVec {
         y += __shfl_xor_sync(~0u, y, 2);
         y *= factor;
         const int unit = int(e.lo) + u0 + u;
-        if constexpr (G::BIAS) y += __ldg(c.template constant<float>(e.bias) + unit * 8 + r);
+        if (M::BIASES && (e.flags & FLAG_BIAS)) y += __ldg(c.template constant<float>(e.bias) + unit * 8 + r);
         epilogue(c, e, u0 + u, unit, r, y, best, best_row);
       }
       c.batch ^= 1;
     }
     c.chunk += e.chunks;
-    if constexpr (G::EPILOGUE == Epilogue::LOGITS) publish_best(c, e, best, best_row);
+    if (Epilogue(e.epilogue) == Epilogue::LOGITS) publish_best(c, e, best, best_row);
   }
 
   // Four lanes hold y of row r (0..7) of the unit; the first of them acts.
   static __device__ __forceinline__ void epilogue(Context<M>& c, const Entry& e, int local, int unit, int r, float y,
                                                   float& best, int& best_row) {
     const bool mine = c.lane % 4 == 0;
-    if constexpr (G::EPILOGUE == Epilogue::GATED) {
-      // Rows 0..3 are gate, rows 4..7 up: 16 lanes further.
-      float up = __shfl_down_sync(~0u, y, 16);
-      float v = activate<G::ACT>(y) * up;
-      float next = __shfl_down_sync(~0u, v, 4);
-      int col = unit * 4 + r;
-      if (mine && r < 4 && (r & 1) == 0 && col < G::ROWS / 2) publish_columns(c, e.out, col, G::ROWS / 2, v, next);
-    } else if constexpr (G::EPILOGUE == Epilogue::LOGITS) {
-      int row = unit * 8 + r;
-      if (mine && row < G::ROWS) {
-        y = softcap(y * G::SCALE, G::SOFTCAP);
-        if (c.p.logits) c.p.logits[u64(c.tag - c.p.tag) * G::ROWS + row] = y;
+    const Epilogue kind = Epilogue(e.epilogue);
+    const int rows = int(e.rows);
+    const float scale = __uint_as_float(e.scale);
+    if (kind == Epilogue::LOGITS) {
+      const int row = unit * 8 + r;
+      if (mine && row < rows) {
+        y = softcap(y * scale, __uint_as_float(e.cap));
+        if (c.p.logits) c.p.logits[u64(c.tag - c.p.tag) * rows + row] = y;
         argmax_take(best, best_row, y, row);
       }
-    } else {
-      int row = unit * 8 + r;
-      if constexpr (G::EPILOGUE == Epilogue::ACT) y = activate<G::ACT>(y);
-      if constexpr (G::EPILOGUE == Epilogue::RESIDUAL) {
-        float* own = c.residual() + e.residual + local * 8 + r;
-        y = *own + G::SCALE * y;
-        __syncwarp();
-        if (mine) *own = y;
-      }
-      if constexpr (G::PUBLISH) {
-        float next = __shfl_down_sync(~0u, y, 4);
-        if (mine && (r & 1) == 0 && row < G::ROWS) publish_columns(c, e.out, row, G::ROWS, y, next);
-      }
+      return;
     }
+    int col = unit * 8 + r, cols = rows;
+    bool first = (r & 1) == 0;
+    if (kind == Epilogue::GATED) {
+      // Rows 0..3 are gate, rows 4..7 up: 16 lanes further.
+      const float up = __shfl_down_sync(~0u, y, 16);
+      y = activate<M::ACTS>(Act(e.act), y) * up;
+      col = unit * 4 + r;
+      cols = rows / 2;
+      first = first && r < 4;
+    } else if (kind == Epilogue::ACT) {
+      y = activate<M::ACTS>(Act(e.act), y);
+    } else if (kind == Epilogue::RESIDUAL) {
+      float* own = c.residual() + e.residual + local * 8 + r;
+      y = *own + scale * y;
+      __syncwarp();
+      if (mine) *own = y;
+    }
+    const float next = __shfl_down_sync(~0u, y, 4);
+    if ((e.flags & FLAG_PUBLISH) && mine && first && col < cols) publish_columns(c, e.out, col, cols, y, next);
   }
 
   static __device__ __forceinline__ void publish_best(Context<M>& c, const Entry& e, float best, int best_row) {

@@ -8,10 +8,12 @@
 template <class M, class G>
 struct NormAdd {
   static __device__ __forceinline__ void run(Context<M>& c, const Entry& e) {
-    float factor = stage_input<M, G::WIDTH, Norm::RMS, false>(c, e, G::EPS);
+    float factor = stage_input<M, false>(c, e);
     c.stamp(1);
+    const int width = int(e.k);
+    const float scale = __uint_as_float(e.scale);
     const float* weight = c.template constant<float>(e.norm_weight);
-    int first = int(e.lo) * 8, last = min(int(e.hi) * 8, G::WIDTH);
+    int first = int(e.lo) * 8, last = min(int(e.hi) * 8, width);
     for (int col = first + c.tid * 2; col < last; col += M::WARPS * 64) {
       const u64* from = c.p.exchange + e.x + col / Wire<M>::PER_PACKET;
       float y[2];
@@ -21,8 +23,8 @@ struct NormAdd {
       float* own = c.residual() + e.residual + (col - first);
 #pragma unroll
       for (int i = 0; i < 2; i++)
-        if (col + i < last) own[i] += G::SCALE * (y[i] * factor * weight[col + i]);
-      publish_columns(c, e.out, col, G::WIDTH, own[0], col + 1 < last ? own[1] : 0.f);
+        if (col + i < last) own[i] += scale * (y[i] * factor * weight[col + i]);
+      publish_columns(c, e.out, col, width, own[0], col + 1 < last ? own[1] : 0.f);
     }
   }
 };

@@ -36,7 +36,7 @@ struct State {
   Watchdog dog;
   u64 full[M::SLOTS];
   u64 empty[M::SLOTS];
-  Entry entries[4];          // one that slow warps may still read, the running task, and the next two
+  alignas(16) Entry entries[4]; // one that slow warps may still read, the running task, and the next two
   float stat[2][2][M::WARPS]; // [task parity][sum, sum of squares][warp]
   float best[M::WARPS];
   int best_index[M::WARPS];
@@ -63,6 +63,8 @@ struct Context {
 
   __device__ __forceinline__ u8* stage() const { return smem + M::STAGE_AT; }
   __device__ __forceinline__ float* reduce() const { return reinterpret_cast<float*>(smem + M::REDUCE_AT); }
+  // `stage` and `reduce` lie side by side; an op that stages nothing may use both.
+  __device__ __forceinline__ float* scratch() const { return reinterpret_cast<float*>(smem + M::STAGE_AT); }
   __device__ __forceinline__ float* heads() const { return reinterpret_cast<float*>(smem + M::HEADS_AT); }
   __device__ __forceinline__ float* residual() const { return reinterpret_cast<float*>(smem + M::RESIDUAL_AT); }
   template <class T>

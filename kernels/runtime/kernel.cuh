@@ -62,7 +62,13 @@ __device__ __forceinline__ void consume(const Params& p, u8* smem, State<M>& sta
       D::run(c, e);
       c.stamp(3);
       c.task++;
-      if (i == 0 && state.stop) return;
+      if (i == 0 && state.stop) {
+        // The token that ended the sequence is reported all the same; in the queue of block 0 that is the next task.
+        entries_landed(c);
+        c.barrier();
+        if (c.sm == 0) D::select_and_report(c, state.entries[c.task % 4]);
+        return;
+      }
     }
     queue = after;
     c.position++;

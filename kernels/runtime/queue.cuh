@@ -18,9 +18,17 @@ struct Entry {
   u32 k_cache, v_cache;
   u32 residual;  // first residual value of this SM that the task owns
   u32 granules;  // granules of this task's weights
-  u32 spare[12];
+  // Parameters of the op: one copy of a matvec's code serves all of them.
+  u32 k, rows;         // extents of W
+  u32 unit_granules;   // granules of one unit
+  u32 norm, epilogue, act, flags;
+  u32 eps, scale, cap; // float bits
+  u32 spare[2];
 };
 static_assert(sizeof(Entry) == 128, "queue entries are 128 bytes in codegen/abi.rs");
+
+// Entry::flags
+constexpr u32 FLAG_PUBLISH = 1, FLAG_BIAS = 2;
 
 // One run of an SM's stream: weights of one task, or its share of the history.
 struct StreamRun {

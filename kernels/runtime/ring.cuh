@@ -196,8 +196,7 @@ struct Loader {
     if constexpr (M::COPY == Copy::BULK) {
       for (; landed < issued; landed++) {
         auto oldest = ring_cursor<M>(landed);
-        while (!Slot<RING_COUNTERS<M>>::reached(&state.full[oldest.slot], oldest.use, 1)) {
-        }
+        await_slot<RING_COUNTERS<M>>(&state.full[oldest.slot], oldest.use, 1, dog, WaitSite{~0u, ~0u, ~0u}, WaitKind::RING_FULL);
       }
     } else if constexpr (M::COPY == Copy::CP_ASYNC) {
       asm volatile("cp.async.wait_all;" ::: "memory");

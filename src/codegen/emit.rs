@@ -1,13 +1,14 @@
 //! Prints the translation unit of one kernel: a machine, one configuration per distinct op, the dispatch, the entry point.
 
+use super::abi::act_code;
 use super::{Float, HEADERS, KernelSource};
 use crate::dtype::DType;
 use crate::ir::GridId;
 use crate::ir::op::{Attention, Epilogue, HISTORY_ALIGN, MatVec, NormAttr, Op, QkNormAttr, Role};
 use crate::ir::program::{Grid, Program};
 use crate::ir::schedule::Schedule;
-use crate::model::graph::{Act, NormKind};
-use crate::schedule::{LOADER_REGISTERS, LOADER_THREADS};
+use crate::model::graph::NormKind;
+use crate::schedule::{LOADER_REGISTERS, LOADER_THREADS, REDUCE_UNITS};
 use crate::target::{CopyMechanism, DotMechanism, Target};
 use crate::validate::Validated;
 use std::fmt::Write;
@@ -106,6 +107,10 @@ pub fn emit(validated: &Validated, target: &Target, trace: Trace) -> KernelSourc
     line!("  static constexpr bool MOVES_REGISTERS = {};", moves_registers(schedule, target));
     line!("  static constexpr int REGISTERS = {};", m.registers_per_consumer_thread);
     line!("  static constexpr int LOADER_REGISTERS = {LOADER_REGISTERS};");
+    line!("  static constexpr int REDUCE_UNITS = {REDUCE_UNITS};");
+    line!("  static constexpr u32 ACTS = {};  // activation functions in use, one bit each", acts(program));
+    line!("  static constexpr bool LAYER_NORMS = {};", has_layer_norm(program));
+    line!("  static constexpr bool BIASES = {};", program.grids.iter().any(|g| g.operand(Role::Bias).is_some()));
     line!("  static constexpr bool TRACE = {};", trace == Trace::On);
     line!("  static constexpr int STAMPS_MAX = {};", stamps_max(schedule));
     line!("}};");
@@ -170,22 +175,18 @@ fn elem(dtype: DType) -> &'static str {
     }
 }
 
-fn norm_members(norm: Option<NormAttr>) -> String {
-    let (kind, eps) = match norm {
-        None => ("NONE", 0.0),
-        Some(NormAttr { kind: NormKind::Rms, eps }) => ("RMS", eps),
-        Some(NormAttr { kind: NormKind::Layer, eps }) => ("LAYER", eps),
+/// One bit for each activation function that some op uses: what nobody uses is not compiled.
+fn acts(program: &Program) -> u32 {
+    let of = |op: &Op| match op {
+        Op::MatVec(MatVec { epilogue: Epilogue::Act(a) | Epilogue::Gated(a), .. }) => 1 << act_code(*a),
+        _ => 0,
     };
-    format!("Norm NORM = Norm::{kind}\nfloat EPS = {}\n", Float(eps))
+    program.grids.iter().map(|g| of(&g.op)).fold(0, |all, bit| all | bit)
 }
 
-fn act(act: Act) -> &'static str {
-    match act {
-        Act::Silu => "Act::SILU",
-        Act::GeluErf => "Act::GELU_ERF",
-        Act::GeluTanh => "Act::GELU_TANH",
-        Act::Relu => "Act::RELU",
-    }
+fn has_layer_norm(program: &Program) -> bool {
+    let is_layer = |norm: Option<NormAttr>| norm.is_some_and(|n| n.kind == NormKind::Layer);
+    program.grids.iter().any(|g| matches!(&g.op, Op::MatVec(m) if is_layer(m.norm)))
 }
 
 /// C++ template and configuration members of a grid.
@@ -198,7 +199,8 @@ fn class_of(schedule: &Schedule, grid: &Grid) -> (&'static str, String) {
             let hidden = grid.operand(Role::Out).map_or(0, |o| program.buffers[o.buffer.index()].cols);
             ("Embed", format!("int HIDDEN = {hidden}\nfloat SCALE = {}\n", Float(*scale)))
         }
-        Op::MatVec(m) => ("MatVec", matvec_members(program, grid, m)),
+        // Everything else about a matvec is data of its queue entries.
+        Op::MatVec(_) => ("MatVec", format!("int PARTS = {}\n", parts(program))),
         Op::Attention(a) => ("Attention", attention_members(schedule, a)),
         Op::AttentionMerge { head_dim, splits, heads_per_task } => {
             let heads = grid.n;
@@ -207,11 +209,7 @@ fn class_of(schedule: &Schedule, grid: &Grid) -> (&'static str, String) {
             );
             ("AttentionMerge", members)
         }
-        Op::NormAdd { norm, width, scale } => {
-            let members =
-                format!("int WIDTH = {width}\nfloat EPS = {}\nfloat SCALE = {}\n", Float(norm.eps), Float(*scale));
-            ("NormAdd", members)
-        }
+        Op::NormAdd { .. } => ("NormAdd", String::new()),
     }
 }
 
@@ -222,27 +220,6 @@ fn parts(program: &Program) -> u32 {
         .iter()
         .find(|g| matches!(&g.op, Op::MatVec(m) if matches!(m.epilogue, Epilogue::Logits { .. })))
         .map_or(0, |g| g.second.extent())
-}
-
-fn matvec_members(program: &Program, grid: &Grid, m: &MatVec) -> String {
-    let mut s = format!("int ROWS = {}\nint K = {}\n", m.rows, m.k);
-    s += &norm_members(m.norm);
-    let (epilogue, activation, scale, cap) = match m.epilogue {
-        Epilogue::Store => ("STORE", None, 1.0, 0.0),
-        Epilogue::Act(a) => ("ACT", Some(a), 1.0, 0.0),
-        Epilogue::Gated(a) => ("GATED", Some(a), 1.0, 0.0),
-        Epilogue::Residual { scale } => ("RESIDUAL", None, scale, 0.0),
-        Epilogue::Logits { scale, softcap } => ("LOGITS", None, scale, softcap.unwrap_or(0.0)),
-    };
-    let _ = writeln!(s, "Epilogue EPILOGUE = Epilogue::{epilogue}");
-    let _ = writeln!(s, "Act ACT = {}", activation.map_or("Act::SILU", act));
-    let _ = writeln!(s, "float SCALE = {}", Float(scale));
-    let _ = writeln!(s, "float SOFTCAP = {}", Float(cap));
-    let _ = writeln!(s, "bool BIAS = {}", grid.operand(Role::Bias).is_some());
-    let _ = writeln!(s, "bool PUBLISH = {}", grid.operand(Role::Out).is_some());
-    let parts = if epilogue == "LOGITS" { parts(program) } else { 0 };
-    let _ = writeln!(s, "int PARTS = {parts}");
-    s
 }
 
 fn attention_members(schedule: &Schedule, a: &Attention) -> String {

@@ -16,6 +16,7 @@ use libloading::os::unix::{Library, RTLD_LAZY, RTLD_LOCAL};
 
 use super::arch::{Arch, ArchError};
 use super::cubin;
+use crate::codegen::KernelSource;
 use crate::error::Fault;
 
 /// The package the project is tested with; also what the remedy of a missing library names.
@@ -26,19 +27,6 @@ const LIBRARY_VARIABLE: &str = "MONOBLOC_NVRTC";
 
 /// Where the library lies below a folder that a person would name: itself, a `pip --target` folder, a toolkit.
 const LIBRARY_FOLDERS: [&str; 5] = ["", "nvidia/cu13/lib", "nvidia/cuda_nvrtc/lib", "lib64", "lib"];
-
-/// One translation unit, complete: the same value compiles to the same bytes wherever it is compiled.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct KernelSource {
-    /// Name shown in compiler messages; it does not reach the cubin.
-    pub name: String,
-    pub text: String,
-    /// `(name, text)` of every file that `text` may include, by the name it is included by.
-    pub headers: Vec<(String, String)>,
-    /// `sm_90a`.
-    pub arch: String,
-}
-
 /// What a compilation gives: an ELF image for the driver, and what the compiler said.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Compiled {

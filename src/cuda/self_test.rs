@@ -10,8 +10,9 @@ use super::driver::{Device, DeviceIdentity, DriverError};
 use super::memory::DeviceBuffer;
 use super::module::Module;
 use super::nvml::Clocks;
-use super::nvrtc::{KernelSource, Nvrtc, NvrtcError};
+use super::nvrtc::{Nvrtc, NvrtcError};
 use super::stream::{Argument, LaunchShape, Stream, Wait};
+use crate::codegen::KernelSource;
 use crate::error::Fault;
 
 /// What the self-test found. Every promise held, or there is no value of this type.

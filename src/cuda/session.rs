@@ -287,7 +287,7 @@ impl Session {
             self.arm_candidates()?;
         }
         // A step at full speed takes milliseconds; the deadline is for faults.
-        let timeout = Duration::from_millis(2000 + 20 * u64::from(steps));
+        let timeout = Duration::from_millis(1000 + 10 * u64::from(steps));
         self.abort.store(0, 0)?;
         self.report.fill(0);
         let mut eos = [0i32; EOS_MAX];
@@ -321,7 +321,11 @@ impl Session {
             inverse_temperature: 0.0,
         };
         self.started.record(&self.stream)?;
-        self.stream.launch_cooperative(&self.function, &self.shape, &[Argument::Struct(bytemuck::bytes_of(&params))])?;
+        self.stream.launch_cooperative(
+            &self.function,
+            &self.shape,
+            &[Argument::Struct(bytemuck::bytes_of(&params))],
+        )?;
         self.ended.record(&self.stream)?;
         self.tag += steps;
         self.next = Some(position + steps);
@@ -331,9 +335,9 @@ impl Session {
     /// Waits for the launch that is under way.
     pub fn finish(&mut self, timeout_ms: u64) -> Result<Launched, SessionError> {
         // The kernel's own deadline comes first; the margin is for the launch itself.
-        if self.stream.wait_timeout(Duration::from_millis(timeout_ms + 2000))? == Wait::TimedOut {
+        if self.stream.wait_timeout(Duration::from_millis(timeout_ms + 1000))? == Wait::TimedOut {
             self.abort.store(0, 1)?;
-            if self.stream.wait_timeout(Duration::from_secs(5))? == Wait::TimedOut {
+            if self.stream.wait_timeout(Duration::from_secs(2))? == Wait::TimedOut {
                 return Err(SessionError::Lost);
             }
         }
@@ -362,9 +366,7 @@ impl Session {
 
     /// Logits of the first `steps` steps of the last launch that asked for them, `[steps * vocab]`.
     pub fn logits(&self, steps: u32) -> Result<Vec<f32>, SessionError> {
-        let mut out = vec![0f32; steps as usize * self.vocab as usize];
-        self.logits.download(&self.stream, 0, &mut out)?;
-        Ok(out)
+        Ok(self.logits.download(&self.stream, 0, steps as usize * self.vocab as usize)?)
     }
 
     /// Fills the logits with a pattern that no kernel writes, so that an unwritten row shows.
@@ -374,9 +376,8 @@ impl Session {
 
     /// Time stamps of the last launch of a traced kernel, `[steps][sms][stamps_max][4]` nanoseconds.
     pub fn stamps(&self, steps: u32) -> Result<(Vec<u64>, usize), SessionError> {
-        let mut out = vec![0u64; steps as usize * self.shape.grid as usize * self.stamps_max * 4];
-        self.stamps.download(&self.stream, 0, &mut out)?;
-        Ok((out, self.stamps_max))
+        let words = steps as usize * self.shape.grid as usize * self.stamps_max * 4;
+        Ok((self.stamps.download(&self.stream, 0, words)?, self.stamps_max))
     }
 
     /// Bytes of the cache arena.

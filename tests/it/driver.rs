@@ -8,8 +8,8 @@ use std::process::Command;
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
+use monobloc::codegen::KernelSource;
 use monobloc::cuda::driver::{Device, DriverError};
-use monobloc::cuda::nvrtc::KernelSource;
 use monobloc::cuda::self_test::self_test;
 use monobloc::cuda::stream::{Argument, LaunchShape, Wait};
 use monobloc::error::{Fault, Tier};

@@ -6,9 +6,10 @@ use std::path::Path;
 use std::process::Command;
 use std::sync::OnceLock;
 
+use monobloc::codegen::KernelSource;
 use monobloc::cuda::arch::Arch;
 use monobloc::cuda::cubin;
-use monobloc::cuda::nvrtc::{KernelSource, Nvrtc};
+use monobloc::cuda::nvrtc::Nvrtc;
 use monobloc::error::{Fault, Tier};
 
 use super::skipped;
