@@ -426,6 +426,7 @@ impl<R: Real> Adversary<R> {
             pack: (*self.pack).as_ref(),
             isa: self.isa,
             position,
+            serial: 0,
             input: launch.inputs[step],
             previous_parts: &plan.regimes[previous].parts,
         };
@@ -588,6 +589,10 @@ impl Checked<'_> {
 }
 
 impl Access for Checked<'_> {
+    fn trusted(&self) -> bool {
+        false
+    }
+
     fn load(&mut self, region: &Region, out: &mut [f32]) {
         self.check_read(region, self.direct.position);
         self.direct.load(region, out);

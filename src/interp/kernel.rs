@@ -67,11 +67,12 @@ impl HistoryRows<'_> {
 
 /// Order in which [`unit_bf16`] wants its input: even elements of every 16, then the odd ones, so that a 32-bit load
 /// holds one element of each half and widening is one shift or one mask.
-pub fn permute_bf16(x: &[f32], out: &mut [f32]) {
-    for (x, out) in x.chunks_exact(2 * LANES).zip(out.chunks_exact_mut(2 * LANES)) {
+pub fn permute_bf16(x: &mut [f32]) {
+    for x in x.as_chunks_mut::<{ 2 * LANES }>().0 {
+        let natural = *x;
         for l in 0..LANES {
-            out[l] = x[2 * l];
-            out[l + LANES] = x[2 * l + 1];
+            x[l] = natural[2 * l];
+            x[l + LANES] = natural[2 * l + 1];
         }
     }
 }
@@ -467,8 +468,8 @@ mod tests {
                     w16.extend(narrow[r][g * GRANULE_K_BF16..][..GRANULE_K_BF16].iter().flat_map(|v| v.to_le_bytes()));
                 }
             }
-            let mut permuted = vec![0.0; k2];
-            permute_bf16(&x, &mut permuted);
+            let mut permuted = x.clone();
+            permute_bf16(&mut permuted);
             for isa in isas() {
                 let (y32, y16) = (unit_f32(isa, &w32, &x), unit_bf16(isa, &w16, &permuted));
                 for r in 0..ROWS {

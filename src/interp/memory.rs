@@ -60,6 +60,8 @@ pub struct CacheColumns {
 
 /// How an op reaches its operands. Values are fp32 in the op's hands; a store rounds to the type of the buffer.
 pub trait Access {
+    /// Whether what was loaded once in a step may be used again: not where every load is to be judged.
+    fn trusted(&self) -> bool;
     fn load(&mut self, region: &Region, out: &mut [f32]);
     fn store(&mut self, region: &Region, values: &[f32]);
     /// 32-bit words of a buffer of token ids.

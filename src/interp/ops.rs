@@ -5,6 +5,7 @@ use super::memory::{Access, Region, round_to};
 use super::plan::{self, Norm, Plan, Table, Work};
 use super::real::{self, Real, granule_k, read_value};
 use crate::dtype::DType;
+use crate::ir::GridId;
 use crate::ir::op::{Epilogue, PARTIAL_HEADER, UNIT_ROWS};
 use crate::model::graph::NormKind;
 
@@ -15,6 +16,8 @@ pub struct Step<'a> {
     pub pack: &'a [u8],
     pub isa: Isa,
     pub position: u32,
+    /// Different for every step executed, also if a position is decoded again.
+    pub serial: u64,
     pub input: Input,
     /// Ordinals whose candidates the previous step wrote.
     pub previous_parts: &'a [u32],
@@ -48,7 +51,11 @@ pub enum Streamed<'a> {
 /// Buffers that are reused from task to task.
 pub struct Scratch<R> {
     load: Vec<f32>,
-    staged: Vec<f32>,
+    /// The input of a matvec, normalised and staged, what its result is multiplied by, and which grid of which step reads
+    /// it. All tasks of a grid read the same input: a thread that stands in for many SMs stages it once.
+    input: Vec<R>,
+    input_scale: R,
+    input_of: Option<(u64, GridId, usize)>,
     x: Vec<R>,
     y: Vec<R>,
     q: Vec<R>,
@@ -62,7 +69,9 @@ impl<R: Real> Scratch<R> {
     pub fn new() -> Self {
         Scratch {
             load: vec![],
-            staged: vec![],
+            input: vec![],
+            input_scale: R::of(1.0),
+            input_of: None,
             x: vec![],
             y: vec![],
             q: vec![],
@@ -196,14 +205,20 @@ fn norm_whole<R: Real>(isa: Isa, norm: &Norm, constants: &[f32], x: &mut [R]) {
 
 fn mat_vec<R: Real>(step: &Step<'_>, m: &plan::MatVec, weights: &[u8], memory: &mut impl Access, s: &mut Scratch<R>) {
     let rows = UNIT_ROWS as usize;
-    load(memory, &m.x, &mut s.load, &mut s.x);
-    let scale = match &m.norm {
-        Some(norm) => norm_stage(step.isa, norm, &step.plan.constants, &mut s.x),
-        None => R::of(1.0),
-    };
-    s.x.resize(m.k.next_multiple_of(granule_k(m.dtype)), R::of(0.0));
+    let input_of = Some((step.serial, m.grid, m.x.first));
+    if s.input_of != input_of || !memory.trusted() {
+        load(memory, &m.x, &mut s.load, &mut s.input);
+        s.input_scale = match &m.norm {
+            Some(norm) => norm_stage(step.isa, norm, &step.plan.constants, &mut s.input),
+            None => R::of(1.0),
+        };
+        s.input.resize(m.k.next_multiple_of(granule_k(m.dtype)), R::of(0.0));
+        R::stage(m.dtype, &mut s.input);
+        s.input_of = input_of;
+    }
+    let scale = s.input_scale;
     s.y.resize(m.units * rows, R::of(0.0));
-    R::units(step.isa, m.dtype, weights, &s.x, &mut s.staged, &mut s.y);
+    R::units(step.isa, m.dtype, weights, &s.input, &mut s.y);
     if m.norm.is_some() {
         s.y.iter_mut().for_each(|y| *y = *y * scale);
     }

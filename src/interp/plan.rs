@@ -145,6 +145,7 @@ pub struct Norm {
 }
 
 pub struct MatVec {
+    pub grid: GridId,
     pub x: Region,
     pub k: usize,
     pub norm: Option<Norm>,
@@ -619,7 +620,8 @@ impl MemoryMap {
         let norm = self.norm(at, m.norm, Role::NormWeight, Some(Role::NormBias), k)?;
         let x = self.sized(at, Role::X, k)?;
         let epilogue = m.epilogue;
-        Ok(MatVec { x, k, norm, dtype, units, weight, bias, epilogue, out, residual, candidate })
+        let grid = at.grid_id;
+        Ok(MatVec { grid, x, k, norm, dtype, units, weight, bias, epilogue, out, residual, candidate })
     }
 
     fn attention(&self, at: At<'_>, a: &op::Attention) -> Result<Attention, PlanError> {

@@ -34,9 +34,12 @@ pub trait Real:
     /// `sum a_i b_i`
     fn dot(isa: Isa, a: &[Self], b: &[Self]) -> Self;
 
-    /// `y = W x` for whole units of weights of type `dtype`; `x` is padded with zeros to whole granules, `y` has 8 values
-    /// a unit. `staged` is scratch.
-    fn units(isa: Isa, dtype: DType, w: &[u8], x: &[Self], staged: &mut Vec<f32>, y: &mut [Self]);
+    /// Puts the input of [`units`](Self::units) into the order that its loops read, in place; `x` is padded with zeros to
+    /// whole granules of `dtype`.
+    fn stage(dtype: DType, x: &mut [Self]);
+
+    /// `y = W x` for whole units of weights of type `dtype` and a staged `x`; `y` has 8 values a unit.
+    fn units(isa: Isa, dtype: DType, w: &[u8], x: &[Self], y: &mut [Self]);
 
     /// `scores[h * rows + i] = q_h . k_i` for heads of `dim` values; `block` is scratch.
     fn scores(
@@ -113,12 +116,16 @@ impl Real for f32 {
         kernel::dot(isa, a, b)
     }
 
-    fn units(isa: Isa, dtype: DType, w: &[u8], x: &[f32], staged: &mut Vec<f32>, y: &mut [f32]) {
+    fn stage(dtype: DType, x: &mut [f32]) {
+        if dtype == DType::Bf16 {
+            kernel::permute_bf16(x);
+        }
+    }
+
+    fn units(isa: Isa, dtype: DType, w: &[u8], x: &[f32], y: &mut [f32]) {
         let units = w.chunks_exact(unit_bytes(dtype, x.len())).zip(y.chunks_exact_mut(UNIT_ROWS as usize));
         if dtype == DType::Bf16 {
-            staged.resize(x.len(), 0.0);
-            kernel::permute_bf16(x, staged);
-            units.for_each(|(w, y)| y.copy_from_slice(&kernel::unit_bf16(isa, w, staged)));
+            units.for_each(|(w, y)| y.copy_from_slice(&kernel::unit_bf16(isa, w, x)));
         } else {
             units.for_each(|(w, y)| y.copy_from_slice(&kernel::unit_f32(isa, w, x)));
         }
@@ -200,7 +207,9 @@ impl Real for f64 {
         a.iter().zip(b).map(|(a, b)| a * b).sum()
     }
 
-    fn units(_: Isa, dtype: DType, w: &[u8], x: &[f64], _: &mut Vec<f32>, y: &mut [f64]) {
+    fn stage(_: DType, _: &mut [f64]) {}
+
+    fn units(_: Isa, dtype: DType, w: &[u8], x: &[f64], y: &mut [f64]) {
         for (w, y) in w.chunks_exact(unit_bytes(dtype, x.len())).zip(y.chunks_exact_mut(UNIT_ROWS as usize)) {
             y.fill(0.0);
             for (granule, x) in w.chunks_exact(GRANULE_BYTES as usize).zip(x.chunks_exact(granule_k(dtype))) {

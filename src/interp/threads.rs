@@ -1,6 +1,9 @@
 //! Executes a plan with worker threads standing in for SMs: the path for real use.
 //!
-//! Every thread owns some SMs and runs whatever head task of theirs has its events. Events are counters that only grow.
+//! Every thread has SMs of its own and runs whatever head task of theirs has its events; when none has, it takes a task
+//! of another thread's SM. So one running thread is enough to end a step, whatever the operating system does with the
+//! others. Events are counters that only grow.
+//!
 //! Unlike on a device, a step begins when the last one has ended everywhere: the host decides about tokens in between, so
 //! nothing is lost, and a carried event needs no counter. `adversary` executes what this leaves out.
 
@@ -11,19 +14,22 @@ use super::plan::{Plan, RegimePlan, TaskPlan, Work};
 use super::real::Real;
 use super::{Blocked, BlockedWait, Engine, InterpError, Logits, Pack, StepResult};
 use crate::ir::SmId;
-use std::ops::ControlFlow;
+use std::ops::{ControlFlow, Range};
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-/// Polls before a thread gives its core away: longer than a hop between two running threads (0.1 to 0.3 µs).
+/// Polls before a thread looks for work on SMs that are not its own: longer than a hop between two running threads (0.1
+/// to 0.3 µs), so that a thread which has only just signalled keeps its next task, and the cache that goes with it.
+const SPINS_OWN: u32 = 64;
+/// Polls before a thread gives its core away between two looks.
 const SPINS: u32 = 256;
 /// Polls of a thread that has no step to run before it parks: tens of microseconds, what a host needs between steps.
 const SPINS_IDLE: u32 = 4096;
-/// A step in which no task of a thread could run for this long has a deadlock: the longest task streams a fraction of a
-/// model, at gigabytes per second.
+/// A step in which no task could run for this long has a deadlock: the longest task streams a fraction of a model, at
+/// gigabytes per second.
 const STALL: Duration = Duration::from_secs(30);
 const QUIT: u64 = u64::MAX;
 
@@ -39,44 +45,47 @@ struct Shared {
     stall: Duration,
     /// By regime and event: signals since the last reset.
     counters: Vec<Vec<Counter>>,
-    /// Step number, starting at 1; changes when a step begins. The other step fields are valid from then on.
+    sms: Vec<Mutex<Sm>>,
+    /// Number of the step that runs; changes when one begins, after `order` did.
     step: AtomicU64,
-    position: AtomicU32,
-    /// A token, or `SELECTED`.
-    input: AtomicU64,
-    /// Steps that the regime of this step has run before.
-    epoch: AtomicU64,
-    /// Regime of the previous step.
-    previous_regime: AtomicUsize,
-    finished: AtomicUsize,
+    order: Mutex<StepOrder>,
+    /// SMs whose queue is not done in this step.
+    unfinished: AtomicUsize,
+    /// Workers that may be executing a task.
+    active: AtomicUsize,
     abort: AtomicBool,
-    failure: Mutex<Failure>,
+    panic: Mutex<Option<String>>,
 }
 
-#[derive(Default)]
-struct Failure {
-    blocked: Vec<Blocked>,
-    panic: Option<String>,
-}
-
-const SELECTED: u64 = u64::MAX;
-
-/// The SMs of one thread.
-struct Crew<R> {
-    sms: Vec<Sm>,
-    scratch: Scratch<R>,
+/// What a step is to do.
+#[derive(Clone, Copy)]
+struct StepOrder {
+    serial: u64,
+    position: u32,
+    input: Input,
+    /// Steps that the regime of this step has run before.
+    epoch: u64,
+    previous_regime: usize,
 }
 
 struct Sm {
-    id: SmId,
     private: Vec<u32>,
+    /// The last step somebody ran a task for, and the next task of its queue.
+    serial: u64,
     cursor: usize,
+}
+
+/// What belongs to one thread.
+struct Crew<R> {
+    own: Range<usize>,
+    scratch: Scratch<R>,
 }
 
 pub struct Threads<R> {
     shared: Arc<Shared>,
     crew: Crew<R>,
     workers: Vec<Worker>,
+    serial: u64,
     /// By regime: steps run.
     epochs: Vec<u64>,
     previous_regime: usize,
@@ -90,30 +99,35 @@ struct Worker {
 
 impl<R: Real> Threads<R> {
     pub fn new(plan: Arc<Plan>, pack: Pack, isa: Isa, threads: usize) -> Threads<R> {
+        Self::with_stall(plan, pack, isa, threads, STALL)
+    }
+
+    fn with_stall(plan: Arc<Plan>, pack: Pack, isa: Isa, threads: usize, stall: Duration) -> Threads<R> {
         let caches = plan.caches.iter().map(|c| Cache::new(c.dtype, c.rows, c.cols)).collect();
         let counters =
             plan.regimes.iter().map(|r| r.events.iter().map(|_| Counter(AtomicU64::new(0))).collect()).collect();
         let threads = threads.clamp(1, plan.sms.max(1));
+        let sm = |_| Mutex::new(Sm { private: vec![0; plan.private_words], serial: 0, cursor: 0 });
+        let order = StepOrder { serial: 0, position: 0, input: Input::Selected, epoch: 0, previous_regime: 0 };
         let shared = Arc::new(Shared {
             memory: Memory::new(plan.exchange_words, plan.output_words, caches),
             counters,
-            stall: STALL,
+            sms: (0..plan.sms).map(sm).collect(),
+            stall,
             step: AtomicU64::new(0),
-            position: AtomicU32::new(0),
-            input: AtomicU64::new(SELECTED),
-            epoch: AtomicU64::new(0),
-            previous_regime: AtomicUsize::new(0),
-            finished: AtomicUsize::new(0),
+            order: Mutex::new(order),
+            unfinished: AtomicUsize::new(0),
+            active: AtomicUsize::new(0),
             abort: AtomicBool::new(false),
-            failure: Mutex::default(),
+            panic: Mutex::default(),
             plan,
             pack,
             isa,
         });
         let crew = |thread: usize| {
-            let sms = (thread..shared.plan.sms).step_by(threads);
-            let sm = |sm| Sm { id: SmId::from(sm), private: vec![0; shared.plan.private_words], cursor: 0 };
-            Crew { sms: sms.map(sm).collect(), scratch: Scratch::new() }
+            // Neighbours together: placement spreads few tasks evenly over SM numbers, and so over threads.
+            let first = |thread: usize| thread * shared.plan.sms / threads;
+            Crew { own: first(thread)..first(thread + 1), scratch: Scratch::new() }
         };
         let workers = (1..threads)
             .map(|thread| {
@@ -123,19 +137,7 @@ impl<R: Real> Threads<R> {
             })
             .collect();
         let epochs = vec![0; shared.plan.regimes.len()];
-        Threads { crew: crew(0), shared, workers, epochs, previous_regime: 0, failed: false }
-    }
-
-    fn begin(&self, step: u64) {
-        // Sequentially consistent against the worker's "parked, then look again": one of the two sees the other.
-        self.shared.step.store(step, Ordering::SeqCst);
-        for worker in &self.workers {
-            if worker.parked.load(Ordering::SeqCst)
-                && let Some(handle) = &worker.handle
-            {
-                handle.thread().unpark();
-            }
-        }
+        Threads { crew: crew(0), shared, workers, serial: 0, epochs, previous_regime: 0, failed: false }
     }
 
     fn step(&mut self, position: u32, input: Input) -> Result<u32, InterpError> {
@@ -144,130 +146,134 @@ impl<R: Real> Threads<R> {
         }
         let shared = &*self.shared;
         let regime = shared.plan.regime_at(position);
-        let input = match input {
-            Input::Token(token) => u64::from(token),
-            Input::Selected => SELECTED,
-        };
-        shared.position.store(position, Ordering::Relaxed);
-        shared.input.store(input, Ordering::Relaxed);
-        shared.epoch.store(self.epochs[regime], Ordering::Relaxed);
-        shared.previous_regime.store(self.previous_regime, Ordering::Relaxed);
-        shared.finished.store(0, Ordering::Relaxed);
-        self.begin(shared.step.load(Ordering::Relaxed) + 1);
-        run_caught(shared, &mut self.crew);
-        let mut spins = 0;
-        while shared.finished.load(Ordering::Acquire) < self.workers.len() {
-            pause(&mut spins);
-        }
+        self.serial += 1;
+        let (serial, epoch) = (self.serial, self.epochs[regime]);
+        let order = StepOrder { serial, position, input, epoch, previous_regime: self.previous_regime };
+        *lock(&shared.order) = order;
+        shared.unfinished.store(shared.sms.len(), Ordering::Relaxed);
+        // Sequentially consistent against the worker's "parked, then look again": one of the two sees the other.
+        shared.step.store(serial, Ordering::SeqCst);
+        self.workers.iter().filter(|w| w.parked.load(Ordering::SeqCst)).for_each(Worker::wake);
+        run_caught(shared, &mut self.crew, &order);
         if shared.abort.load(Ordering::Acquire) {
             self.failed = true;
-            let failure = std::mem::take(&mut *lock(&shared.failure));
-            return Err(match failure.panic {
+            let mut spins = 0;
+            while shared.active.load(Ordering::Acquire) > 0 {
+                pause(&mut spins);
+            }
+            return Err(match lock(&shared.panic).take() {
                 Some(message) => InterpError::Panic { message },
-                None => InterpError::deadlock(&shared.plan, regime, position, failure.blocked),
+                None => InterpError::deadlock(&shared.plan, regime, position, blocked(shared, &order)),
             });
         }
         self.epochs[regime] += 1;
         self.previous_regime = regime;
-        let token = shared.plan.regimes[regime].queues.iter().flatten().find_map(|task| match &task.work {
+        let token = shared.plan.regimes[regime].queues[0].iter().find_map(|task| match &task.work {
             Work::Select { token, .. } => Some(token.at(position)),
             _ => None,
         });
-        Ok(token.map_or(0, |at| self.crew.sms[0].private[at]))
+        Ok(token.map_or(0, |at| lock(&shared.sms[0]).private[at]))
+    }
+}
+
+impl Worker {
+    fn wake(&self) {
+        if let Some(handle) = &self.handle {
+            handle.thread().unpark();
+        }
     }
 }
 
 fn pause(spins: &mut u32) {
     *spins += 1;
-    if *spins < SPINS {
+    if *spins % SPINS != 0 {
         std::hint::spin_loop();
     } else {
         thread::yield_now();
     }
 }
 
-fn lock(failure: &Mutex<Failure>) -> std::sync::MutexGuard<'_, Failure> {
-    failure.lock().unwrap_or_else(PoisonError::into_inner)
+/// A panic is reported as such; what it left behind is not used before a reset.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// The life of a worker thread.
 fn work<R: Real>(shared: &Shared, crew: &mut Crew<R>, parked: &AtomicBool) {
     let mut done = 0;
+    let mut spins = 0;
     loop {
-        let mut spins = 0;
-        let step = loop {
-            let step = shared.step.load(Ordering::Acquire);
-            if step != done {
-                break step;
-            }
-            spins += 1;
-            if spins < SPINS_IDLE {
-                std::hint::spin_loop();
-                continue;
-            }
-            parked.store(true, Ordering::SeqCst);
-            if shared.step.load(Ordering::SeqCst) == done {
-                thread::park();
-            }
-            parked.store(false, Ordering::Relaxed);
-        };
+        let step = shared.step.load(Ordering::Acquire);
         if step == QUIT {
             return;
         }
-        run_caught(shared, crew);
-        done = step;
-        shared.finished.fetch_add(1, Ordering::Release);
+        if step != done {
+            shared.active.fetch_add(1, Ordering::SeqCst);
+            // May be a later step by now; the host cannot begin another before this one has ended.
+            let order = *lock(&shared.order);
+            run_caught(shared, crew, &order);
+            shared.active.fetch_sub(1, Ordering::Release);
+            done = order.serial;
+            spins = 0;
+            continue;
+        }
+        spins += 1;
+        if spins < SPINS_IDLE {
+            std::hint::spin_loop();
+            continue;
+        }
+        parked.store(true, Ordering::SeqCst);
+        if shared.step.load(Ordering::SeqCst) == done {
+            thread::park();
+        }
+        parked.store(false, Ordering::Relaxed);
+        spins = 0;
     }
 }
 
 /// A panic in one thread must not leave the others waiting for its signals.
-fn run_caught<R: Real>(shared: &Shared, crew: &mut Crew<R>) {
-    if let Err(panic) = catch_unwind(AssertUnwindSafe(|| run_step(shared, crew))) {
+fn run_caught<R: Real>(shared: &Shared, crew: &mut Crew<R>, order: &StepOrder) {
+    if let Err(panic) = catch_unwind(AssertUnwindSafe(|| run_step(shared, crew, order))) {
         let text = panic.downcast_ref::<String>().map(String::as_str).or(panic.downcast_ref::<&str>().copied());
-        lock(&shared.failure).panic = Some(text.unwrap_or("no message").to_string());
+        *lock(&shared.panic) = Some(text.unwrap_or("no message").to_string());
         shared.abort.store(true, Ordering::Release);
     }
 }
 
-fn run_step<R: Real>(shared: &Shared, crew: &mut Crew<R>) {
-    let position = shared.position.load(Ordering::Relaxed);
-    let regime_index = shared.plan.regime_at(position);
-    let regime = &shared.plan.regimes[regime_index];
-    let counters = &shared.counters[regime_index];
-    let epoch = shared.epoch.load(Ordering::Relaxed);
-    let input = match shared.input.load(Ordering::Relaxed) {
-        SELECTED => Input::Selected,
-        token => Input::Token(token as u32),
+/// Returns when the step has ended on all SMs, or was given up.
+fn run_step<R: Real>(shared: &Shared, crew: &mut Crew<R>, order: &StepOrder) {
+    let regime = shared.plan.regime_at(order.position);
+    let run = StepRun {
+        shared,
+        regime: &shared.plan.regimes[regime],
+        counters: &shared.counters[regime],
+        order,
+        step: Step {
+            plan: &shared.plan,
+            pack: (*shared.pack).as_ref(),
+            isa: shared.isa,
+            position: order.position,
+            serial: order.serial,
+            input: order.input,
+            previous_parts: &shared.plan.regimes[order.previous_regime].parts,
+        },
     };
-    let step = Step {
-        plan: &shared.plan,
-        pack: (*shared.pack).as_ref(),
-        isa: shared.isa,
-        position,
-        input,
-        previous_parts: &shared.plan.regimes[shared.previous_regime.load(Ordering::Relaxed)].parts,
-    };
-    let Crew { sms, scratch } = crew;
-    let mut left: usize = sms.iter().map(|sm| regime.queues[sm.id.index()].len()).sum();
-    sms.iter_mut().for_each(|sm| sm.cursor = 0);
     let mut spins = 0;
     let mut idle_since: Option<Instant> = None;
-    while left > 0 {
+    loop {
         let mut progress = false;
-        for sm in sms.iter_mut() {
-            let queue = &regime.queues[sm.id.index()];
-            while let Some(task) = queue.get(sm.cursor)
-                && ready(task, regime, counters, epoch)
-            {
-                let mut memory = Direct { memory: &shared.memory, private: &mut sm.private, position };
-                ops::run(&task.work, &step, streamed(shared, task, position, step.pack), &mut memory, scratch);
-                for event in &task.signals {
-                    counters[event.index()].0.fetch_add(1, Ordering::Release);
-                }
-                sm.cursor += 1;
-                left -= 1;
+        for sm in crew.own.clone() {
+            while run.task(sm, &mut crew.scratch) {
                 progress = true;
             }
+        }
+        if !progress && spins >= SPINS_OWN {
+            let others = (crew.own.end..shared.sms.len()).chain(0..crew.own.start);
+            progress = others.into_iter().any(|sm| run.task(sm, &mut crew.scratch));
+        }
+        let ended = shared.unfinished.load(Ordering::Acquire) == 0;
+        if ended || shared.step.load(Ordering::Relaxed) != order.serial || shared.abort.load(Ordering::Relaxed) {
+            return;
         }
         if progress {
             spins = 0;
@@ -275,15 +281,55 @@ fn run_step<R: Real>(shared: &Shared, crew: &mut Crew<R>) {
             continue;
         }
         pause(&mut spins);
-        if spins % SPINS == 0 {
-            let since = *idle_since.get_or_insert_with(Instant::now);
-            if shared.abort.load(Ordering::Acquire) || since.elapsed() > shared.stall {
-                let blocked = sms.iter().filter_map(|sm| blocked(sm, regime, counters, epoch));
-                lock(&shared.failure).blocked.extend(blocked);
-                shared.abort.store(true, Ordering::Release);
-                return;
+        if spins % SPINS == 0 && idle_since.get_or_insert_with(Instant::now).elapsed() > shared.stall {
+            shared.abort.store(true, Ordering::Release);
+            return;
+        }
+    }
+}
+
+/// One step as one thread sees it.
+struct StepRun<'a> {
+    shared: &'a Shared,
+    regime: &'a RegimePlan,
+    counters: &'a [Counter],
+    order: &'a StepOrder,
+    step: Step<'a>,
+}
+
+impl StepRun<'_> {
+    /// Runs the head task of an SM, if it has its events and nobody else is at it.
+    fn task<R: Real>(&self, sm: usize, scratch: &mut Scratch<R>) -> bool {
+        let shared = self.shared;
+        let mut state = match shared.sms[sm].try_lock() {
+            Ok(state) => state,
+            Err(TryLockError::Poisoned(state)) => state.into_inner(),
+            Err(TryLockError::WouldBlock) => return false,
+        };
+        if state.serial > self.order.serial {
+            return false;
+        }
+        if state.serial < self.order.serial {
+            (state.serial, state.cursor) = (self.order.serial, 0);
+            if self.regime.queues[sm].is_empty() {
+                shared.unfinished.fetch_sub(1, Ordering::AcqRel);
             }
         }
+        let Some(task) = self.regime.queues[sm].get(state.cursor) else { return false };
+        if !ready(task, self.regime, self.counters, self.order.epoch) {
+            return false;
+        }
+        let position = self.order.position;
+        let mut memory = Direct { memory: &shared.memory, private: &mut state.private, position };
+        ops::run(&task.work, &self.step, streamed(shared, task, position, self.step.pack), &mut memory, scratch);
+        for event in &task.signals {
+            self.counters[event.index()].0.fetch_add(1, Ordering::Release);
+        }
+        state.cursor += 1;
+        if state.cursor == self.regime.queues[sm].len() {
+            shared.unfinished.fetch_sub(1, Ordering::AcqRel);
+        }
+        true
     }
 }
 
@@ -300,15 +346,27 @@ fn ready(task: &TaskPlan, regime: &RegimePlan, counters: &[Counter], epoch: u64)
     })
 }
 
-fn blocked(sm: &Sm, regime: &RegimePlan, counters: &[Counter], epoch: u64) -> Option<Blocked> {
-    let task = regime.queues[sm.id.index()].get(sm.cursor)?;
-    let waits = task.waits.iter().filter(|w| !regime.events[w.0.index()].event.carried);
-    let waits = waits.map(|&(event, needed)| {
-        let seen = seen(event.index(), regime, counters, epoch) as u32;
-        BlockedWait { event, needed, seen, missing: vec![] }
-    });
-    let waits = waits.filter(|w| w.seen < w.needed).collect();
-    Some(Blocked { sm: sm.id, cursor: sm.cursor, task: task.id, waits })
+/// The head task of every SM that is not done, with the waits that are not over.
+fn blocked(shared: &Shared, order: &StepOrder) -> Vec<Blocked> {
+    let index = shared.plan.regime_at(order.position);
+    let (regime, counters) = (&shared.plan.regimes[index], &shared.counters[index]);
+    let head = |(sm, queue): (usize, &Vec<TaskPlan>)| {
+        let state = lock(&shared.sms[sm]);
+        let cursor = if state.serial == order.serial { state.cursor } else { 0 };
+        let task = queue.get(cursor)?;
+        let waits = task.waits.iter().filter(|w| !regime.events[w.0.index()].event.carried);
+        let waits = waits.map(|&(event, needed)| {
+            let seen = seen(event.index(), regime, counters, order.epoch) as u32;
+            BlockedWait { event, needed, seen, missing: vec![] }
+        });
+        Some(Blocked {
+            sm: SmId::from(sm),
+            cursor,
+            task: task.id,
+            waits: waits.filter(|w| w.seen < w.needed).collect(),
+        })
+    };
+    regime.queues.iter().enumerate().filter_map(head).collect()
 }
 
 fn streamed<'a>(shared: &'a Shared, task: &TaskPlan, position: u32, pack: &'a [u8]) -> Streamed<'a> {
@@ -362,6 +420,10 @@ impl Direct<'_> {
 }
 
 impl Access for Direct<'_> {
+    fn trusted(&self) -> bool {
+        true
+    }
+
     fn load(&mut self, region: &Region, out: &mut [f32]) {
         self.words(region, self.position, |i, word| out[i] = f32::from_bits(word));
     }
@@ -418,9 +480,13 @@ impl<R: Real> Engine for Threads<R> {
     }
 
     fn reset(&mut self) {
-        self.failed = false;
+        if self.failed {
+            // A step that was given up left SMs in the middle of their queues, and perhaps a worker about to go on there.
+            let (plan, pack) = (self.shared.plan.clone(), self.shared.pack.clone());
+            *self = Threads::with_stall(plan, pack, self.shared.isa, self.workers.len() + 1, self.shared.stall);
+            return;
+        }
         self.epochs.fill(0);
-        self.shared.abort.store(false, Ordering::Relaxed);
         self.shared.counters.iter().flatten().for_each(|c| c.0.store(0, Ordering::Relaxed));
     }
 }
@@ -429,8 +495,8 @@ impl<R> Drop for Threads<R> {
     fn drop(&mut self) {
         self.shared.step.store(QUIT, Ordering::SeqCst);
         for worker in &mut self.workers {
+            worker.wake();
             if let Some(handle) = worker.handle.take() {
-                handle.thread().unpark();
                 // A worker catches its panics; there is nothing to learn from the result.
                 drop(handle.join());
             }
