@@ -1,4 +1,4 @@
-//! Owns where a model comes from: `hf:OWNER/NAME`, `path:DIR`, `synthetic:CONFIG.json`, each made a local folder or file.
+//! Owns where a model comes from: `hf:OWNER/NAME`, `path:DIR` or `synthetic:CONFIG.json`, made a local folder or file.
 //!
 //! A hub source that is already in the local cache is answered without a request, so a build repeats offline and does
 //! not move when a branch does; the commit that was used is reported, and pinning it is the manifest's business. The

@@ -95,3 +95,39 @@ fn every_family_agrees_with_transformers() {
 fn variants_agree_with_transformers() {
     assert_eq!(agree_with_transformers("variants", &[]), 23);
 }
+
+/// A trained model: last logits and greedy text of its prompts, and the loss of held-out text token by token.
+#[test]
+fn tinystories_agrees_with_transformers() {
+    let goldens = Goldens::open("tinystories-llama");
+    let imported = import(&fixture("tinystories-llama")).unwrap();
+    let (graph, weights) = (&imported.graph, &imported.weights);
+    let (last, greedy_ids) = (goldens.floats("logits_last"), goldens.ids("greedy_ids"));
+    // The eighth prompt is long and close to ties; the held-out text covers long contexts.
+    for prompt in 0..7 {
+        let ids = goldens.ids(&format!("prompt_ids.{prompt}"));
+        let logits = forward(graph, weights, &ids).pop().unwrap();
+        let difference = max_difference(&logits, &last[prompt * 1024..(prompt + 1) * 1024]);
+        assert!(difference < LOGITS_TOLERANCE, "prompt {prompt}: {difference}");
+        // The narrowest greedy margin of the seven is 0.0013, four times the tolerance.
+        let expected = &greedy_ids[prompt * 64..prompt * 64 + 32];
+        assert_eq!(greedy(&imported, &ids, 32), expected, "prompt {prompt}");
+    }
+    let ids = goldens.ids("heldout.ids");
+    let expected = goldens.floats("heldout.nll");
+    let logits = forward(graph, weights, &ids);
+    let difference = max_difference(&logits[..64].concat(), &goldens.floats("heldout.logits_first64"));
+    assert!(difference < LOGITS_TOLERANCE, "held-out logits: {difference}");
+    let nll: Vec<f32> = logits.iter().zip(&ids[1..]).map(|(logits, &next)| nll(logits, next)).collect();
+    let difference = max_difference(&nll, &expected);
+    assert!(difference < LOGITS_TOLERANCE, "held-out loss: {difference}");
+    let perplexity = |nll: &[f32]| (nll.iter().map(|&l| f64::from(l)).sum::<f64>() / nll.len() as f64).exp();
+    let (found, expected) = (perplexity(&nll), perplexity(&expected));
+    assert!((found / expected - 1.0).abs() < 1e-5, "perplexity {found} against {expected}");
+}
+
+fn nll(logits: &[f32], next: u32) -> f32 {
+    let max = logits.iter().copied().fold(f32::MIN, f32::max);
+    let sum: f64 = logits.iter().map(|&l| f64::from(l - max).exp()).sum();
+    (sum.ln() - f64::from(logits[next as usize] - max)) as f32
+}

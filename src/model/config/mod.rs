@@ -300,3 +300,6 @@ fn set_special_tokens(graph: &mut ModelGraph, config: &Map<String, Value>, gener
     graph.eos = eos;
     graph.bos = given("bos_token_id").and_then(id);
 }
+
+#[cfg(test)]
+mod tests;

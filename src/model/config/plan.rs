@@ -61,7 +61,8 @@ pub struct NormPlan {
     pub bias: bool,
 }
 
-/// Tensor names of a family. Norms and projections are named without `.weight`; a layer's are under `{layers}.{index}.`.
+/// Tensor names of a family. Norms and projections are named without `.weight`, those of a layer under
+/// `{layers}.{index}.`.
 #[derive(Debug, Clone, Copy)]
 pub struct Names {
     pub embed: &'static str,

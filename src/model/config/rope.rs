@@ -1,7 +1,7 @@
-//! Owns rotary parameters: from either config layout to `inv_freq`, the attention factor and the positions they hold for.
+//! Owns rotary parameters: from either config layout to `inv_freq`, the attention factor and the positions they cover.
 //!
-//! Formulas and their fp32 rounding follow `modeling_rope_utils.py` of transformers 5; a frequency one ulp off is harmless
-//! at position 20 and visible at position 100 000.
+//! Formulas and their fp32 rounding follow `modeling_rope_utils.py` of transformers 5; a frequency one ulp off is
+//! harmless at position 20 and visible at position 100 000.
 
 use std::f64::consts::PI;
 
@@ -61,8 +61,8 @@ pub fn flat(reader: &mut Reader, rules: &RopeRules) -> Option<ResolvedRope> {
     resolve(reader, rules, name, map, Some(rules.theta_key))
 }
 
-/// Gemma 3: a table for full and one for sliding layers, in this order. In the v4 layout `rope_theta` and `rope_scaling`
-/// speak about full layers, `rope_local_base_freq` about sliding ones.
+/// Gemma 3: a table for full and one for sliding layers, in this order. In the v4 layout `rope_theta` and
+/// `rope_scaling` speak about full layers, `rope_local_base_freq` about sliding ones.
 pub fn per_layer_type(
     reader: &mut Reader,
     full: &RopeRules,
