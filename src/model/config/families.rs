@@ -273,6 +273,8 @@ enum HeadDim {
     Derived,
     /// Absent: this many; null is refused, as it is by the class.
     Default(u32),
+    /// The class computes nothing without it.
+    Required,
     /// The family has no such key and derives it.
     NoKey,
 }
@@ -294,6 +296,7 @@ fn shape(r: &mut Reader, d: ShapeDefaults) -> Option<Shape> {
     };
     let head_dim = match d.head_dim {
         HeadDim::NoKey => None,
+        HeadDim::Required => Some(r.count_required("head_dim", EXTENT_MAX)),
         HeadDim::Default(n) => Some(r.count("head_dim", n, EXTENT_MAX)),
         HeadDim::Derived => match r.count_or_null("head_dim") {
             Answer::Is(n) => Some(n),
@@ -437,6 +440,7 @@ fn plan(s: &Shape, names: &'static Names, scalars: Scalars, rope: ResolvedRope) 
         kv_heads: s.kv_heads,
         head_dim: s.head_dim,
         positions_max: rope.positions_max,
+        notes: rope.note.into_iter().collect(),
         tied: scalars.tied,
         norm: NormPlan { kind: NormKind::Rms, eps: scalars.eps as f32, weight_offset: 0.0, bias: false },
         qk_norm: None,
@@ -511,7 +515,7 @@ fn ministral(r: &mut Reader) -> Option<Plan> {
         class: "MinistralForCausalLM",
         positions: 131_072,
         kv_heads: KvHeads::Default(8),
-        head_dim: HeadDim::Derived,
+        head_dim: HeadDim::Required,
     };
     let s = shape(r, defaults)?;
     let sliding = sliding_layers(r, s.layers, window, |_| window.is_some());
@@ -665,10 +669,12 @@ fn gemma3(r: &mut Reader) -> Option<Plan> {
     let sliding_rules = RopeRules { theta_key: "rope_local_base_freq", ..rope_rules(&s) };
     let (full, local) = rope::per_layer_type(r, &full_rules, &sliding_rules)?;
     let ropes = vec![full.rope.clone(), local.rope];
+    let notes = [&full.note, &local.note].into_iter().flatten().cloned().collect();
     let layer = |&slides: &bool| LayerPlan { rope: Some(RopeId(u32::from(slides))), window: window.filter(|_| slides) };
     Some(Plan {
         qk_norm: Some(QkNormSpan::Head),
         positions_max: full.positions_max.min(local.positions_max),
+        notes,
         ropes,
         layers: sliding.iter().map(layer).collect(),
         ..gemma.plan(&s, full)

@@ -39,6 +39,8 @@ pub struct Imported {
     pub header_bytes_read: u64,
     /// `config.json` as it was read.
     pub config_text: String,
+    /// What a user should know: limits that the checkpoint does not have elsewhere. One sentence each.
+    pub notes: Vec<String>,
 }
 
 /// Why a folder is no model that monobloc can compute.
@@ -131,7 +133,7 @@ pub fn import(dir: &Path) -> Result<Imported, ImportError> {
     set_special_tokens(&mut graph, &config, &generation);
     let header_bytes_read = checkpoint.header_bytes_read();
     match checkpoint.bind(&graph.tensors) {
-        Ok(weights) => Ok(Imported { graph, weights, header_bytes_read, config_text }),
+        Ok(weights) => Ok(Imported { graph, weights, header_bytes_read, config_text, notes: plan.notes }),
         Err(fault) => refused(vec![Reason::Weights(fault)]),
     }
 }
@@ -149,7 +151,8 @@ pub fn import_config_only(config_text: &str, seed: u64) -> Result<Imported, Impo
     let mut graph = assemble(&plan, None).graph;
     set_special_tokens(&mut graph, &config, &Map::new());
     let weights = Weights::synthetic(&graph, seed);
-    Ok(Imported { graph, weights, header_bytes_read: 0, config_text: config_text.to_string() })
+    let (config_text, notes) = (config_text.to_string(), plan.notes);
+    Ok(Imported { graph, weights, header_bytes_read: 0, config_text, notes })
 }
 
 fn read_text(path: &Path) -> Result<String, ImportError> {

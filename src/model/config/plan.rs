@@ -24,6 +24,8 @@ pub struct Plan {
     pub kv_heads: u32,
     pub head_dim: u32,
     pub positions_max: u32,
+    /// What a user should know about the limits of this import.
+    pub notes: Vec<String>,
     pub tied: bool,
     pub norm: NormPlan,
     pub qk_norm: Option<QkNormSpan>,

@@ -243,6 +243,13 @@ fn unsupported_values_are_refused_by_name() {
             "`rope_scaling` and `rope_parameters` disagree",
         ),
         ("variants/gemma3-v4", "_sliding_window_pattern", json!(3), "expected a config that also gives `layer_types`"),
+        (
+            "variants/gemma3-v4",
+            "rope_scaling",
+            json!({"type": "linear", "factor": 4.0}),
+            "key `rope_scaling.type`: expected the kind as `rope_type`",
+        ),
+        ("variants/ministral", "head_dim", json!(null), "key `head_dim`"),
         ("families/olmo2", "clip_qkv", json!(8.0), "key `clip_qkv` is unknown"),
         ("families/granite", "embedding_multiplier", json!(0.0), "key `embedding_multiplier`"),
         (
@@ -592,13 +599,19 @@ fn special_tokens_come_from_the_generation_config_first() {
 
 #[test]
 fn positions_end_where_rotary_tables_would_change() {
-    let positions = |name: &str| import(&fixture(name)).unwrap().graph.positions_max;
-    assert_eq!(positions("families/llama-rope-yarn"), 256);
+    let limit = |name: &str| {
+        let imported = import(&fixture(name)).unwrap();
+        (imported.graph.positions_max, imported.notes.concat())
+    };
+    assert_eq!(limit("families/llama-rope-yarn"), (256, String::new()));
     // dynamic: the base grows beyond max_position_embeddings; longrope: the long factors begin beyond the trained
     // length.
-    assert_eq!(positions("variants/llama-dynamic"), 128);
-    assert_eq!(positions("variants/llama-longrope"), 32);
-    assert_eq!(positions("variants/phi3-longrope"), 32);
+    let (positions, note) = limit("variants/llama-dynamic");
+    assert!(positions == 128 && note.contains("`dynamic`") && note.contains("128"), "{positions} {note}");
+    for name in ["variants/llama-longrope", "variants/phi3-longrope"] {
+        let (positions, note) = limit(name);
+        assert!(positions == 32 && note.contains("`longrope`") && note.contains("32"), "{positions} {note}");
+    }
 }
 
 /// inv_freq of published rotary settings, computed by transformers 5.23.0 (torch, fp32).
@@ -777,3 +790,111 @@ fn step_bytes_count_one_row_of_an_untied_embedding() {
     // Three layers, 8 of 20 positions seen, keys and values of 2 heads of 16.
     assert_eq!(cache, 3 * 8 * 2 * 32 * 4);
 }
+
+/// Configs as they are on the Hub, key for key: parameters in total, layers with a window, layers without rotation.
+#[test]
+fn published_configs_import() {
+    let cases = [
+        (SMOLLM2_135M, 134_515_008, 0, 0),
+        (LLAMA_3_2_1B, 1_235_814_400, 0, 0),
+        (MISTRAL_7B, 7_241_732_096, 32, 0),
+        (QWEN_2_5_0_5B, 494_032_768, 0, 0),
+        (QWEN_3_0_6B, 596_049_920, 0, 0),
+        (PHI_3_MINI, 3_821_079_552, 32, 0),
+        (GEMMA_2_2B, 2_614_341_888, 13, 0),
+        (GEMMA_3_1B, 999_885_952, 22, 0),
+        (SMOLLM3_3B, 3_075_098_624, 0, 9),
+        (PYTHIA_160M, 162_322_944, 0, 0),
+        (STARCODER2_3B, 3_030_371_328, 30, 0),
+        (STABLELM_2_1_6B, 1_644_515_328, 0, 0),
+    ];
+    for (text, parameters, windows, unrotated) in cases {
+        let graph = import_config_only(text, 0).unwrap_or_else(|error| panic!("{error}\n{text}")).graph;
+        assert_eq!(graph.parameter_count(), parameters, "{text}");
+        assert_eq!(graph.layers.iter().filter(|l| l.attn.window.is_some()).count(), windows, "{text}");
+        assert_eq!(graph.layers.iter().filter(|l| l.attn.rope.is_none()).count(), unrotated, "{text}");
+    }
+}
+
+const SMOLLM2_135M: &str = r#"{"architectures":["LlamaForCausalLM"],"attention_bias":false,"attention_dropout":0.0,
+"bos_token_id":1,"eos_token_id":2,"hidden_act":"silu","hidden_size":576,"initializer_range":0.041666666666666664,
+"intermediate_size":1536,"is_llama_config":true,"max_position_embeddings":8192,"mlp_bias":false,"model_type":"llama",
+"num_attention_heads":9,"num_hidden_layers":30,"num_key_value_heads":3,"pad_token_id":2,"pretraining_tp":1,
+"rms_norm_eps":1e-05,"rope_interleaved":false,"rope_scaling":null,"rope_theta":100000,"tie_word_embeddings":true,
+"torch_dtype":"bfloat16","transformers_version":"4.42.3",
+"transformers.js_config":{"kv_cache_dtype":{"q4f16":"float16"}},"use_cache":true,"vocab_size":49152}"#;
+const LLAMA_3_2_1B: &str = r#"{"architectures":["LlamaForCausalLM"],"attention_bias":false,"attention_dropout":0.0,
+"bos_token_id":128000,"eos_token_id":[128001,128008,128009],"head_dim":64,"hidden_act":"silu","hidden_size":2048,
+"initializer_range":0.02,"intermediate_size":8192,"max_position_embeddings":131072,"mlp_bias":false,
+"model_type":"llama","num_attention_heads":32,"num_hidden_layers":16,"num_key_value_heads":8,"pretraining_tp":1,
+"rms_norm_eps":1e-05,"rope_scaling":{"factor":32.0,"high_freq_factor":4.0,"low_freq_factor":1.0,
+"original_max_position_embeddings":8192,"rope_type":"llama3"},"rope_theta":500000.0,"tie_word_embeddings":true,
+"torch_dtype":"bfloat16","transformers_version":"4.45.0.dev0","use_cache":true,"vocab_size":128256}"#;
+const MISTRAL_7B: &str = r#"{"architectures":["MistralForCausalLM"],"bos_token_id":1,"eos_token_id":2,
+"hidden_act":"silu","hidden_size":4096,"initializer_range":0.02,"intermediate_size":14336,
+"max_position_embeddings":32768,"model_type":"mistral","num_attention_heads":32,"num_hidden_layers":32,
+"num_key_value_heads":8,"rms_norm_eps":1e-05,"rope_theta":10000.0,"sliding_window":4096,
+"tie_word_embeddings":false,"torch_dtype":"bfloat16","transformers_version":"4.34.0.dev0","use_cache":true,
+"vocab_size":32000}"#;
+const QWEN_2_5_0_5B: &str = r#"{"architectures":["Qwen2ForCausalLM"],"attention_dropout":0.0,"bos_token_id":151643,
+"eos_token_id":151645,"hidden_act":"silu","hidden_size":896,"initializer_range":0.02,"intermediate_size":4864,
+"max_position_embeddings":32768,"max_window_layers":21,"model_type":"qwen2","num_attention_heads":14,
+"num_hidden_layers":24,"num_key_value_heads":2,"rms_norm_eps":1e-06,"rope_theta":1000000.0,"sliding_window":32768,
+"tie_word_embeddings":true,"torch_dtype":"bfloat16","transformers_version":"4.43.1","use_cache":true,
+"use_sliding_window":false,"vocab_size":151936}"#;
+const QWEN_3_0_6B: &str = r#"{"architectures":["Qwen3ForCausalLM"],"attention_bias":false,"attention_dropout":0.0,
+"bos_token_id":151643,"eos_token_id":151645,"head_dim":128,"hidden_act":"silu","hidden_size":1024,
+"initializer_range":0.02,"intermediate_size":3072,"max_position_embeddings":40960,"max_window_layers":28,
+"model_type":"qwen3","num_attention_heads":16,"num_hidden_layers":28,"num_key_value_heads":8,"rms_norm_eps":1e-06,
+"rope_scaling":null,"rope_theta":1000000,"sliding_window":null,"tie_word_embeddings":true,"torch_dtype":"bfloat16",
+"transformers_version":"4.51.0","use_cache":true,"use_sliding_window":false,"vocab_size":151936}"#;
+const PHI_3_MINI: &str = r#"{"_name_or_path":"Phi-3-mini-4k-instruct","architectures":["Phi3ForCausalLM"],
+"attention_dropout":0.0,"auto_map":{"AutoConfig":"configuration_phi3.Phi3Config",
+"AutoModelForCausalLM":"modeling_phi3.Phi3ForCausalLM"},"bos_token_id":1,"embd_pdrop":0.0,"eos_token_id":32000,
+"hidden_act":"silu","hidden_size":3072,"initializer_range":0.02,"intermediate_size":8192,
+"max_position_embeddings":4096,"model_type":"phi3","num_attention_heads":32,"num_hidden_layers":32,
+"num_key_value_heads":32,"original_max_position_embeddings":4096,"pad_token_id":32000,"resid_pdrop":0.0,
+"rms_norm_eps":1e-05,"rope_scaling":null,"rope_theta":10000.0,"sliding_window":2047,"tie_word_embeddings":false,
+"torch_dtype":"bfloat16","transformers_version":"4.40.2","use_cache":true,"attention_bias":false,
+"vocab_size":32064}"#;
+const GEMMA_2_2B: &str = r#"{"architectures":["Gemma2ForCausalLM"],"attention_bias":false,"attention_dropout":0.0,
+"attn_logit_softcapping":50.0,"bos_token_id":2,"cache_implementation":"hybrid","eos_token_id":1,
+"final_logit_softcapping":30.0,"head_dim":256,"hidden_act":"gelu_pytorch_tanh",
+"hidden_activation":"gelu_pytorch_tanh","hidden_size":2304,"initializer_range":0.02,"intermediate_size":9216,
+"max_position_embeddings":8192,"model_type":"gemma2","num_attention_heads":8,"num_hidden_layers":26,
+"num_key_value_heads":4,"pad_token_id":0,"query_pre_attn_scalar":256,"rms_norm_eps":1e-06,"rope_theta":10000.0,
+"sliding_window":4096,"torch_dtype":"float32","transformers_version":"4.42.4","use_cache":true,
+"vocab_size":256000}"#;
+const GEMMA_3_1B: &str = r#"{"architectures":["Gemma3ForCausalLM"],"attention_bias":false,"attention_dropout":0.0,
+"attn_logit_softcapping":null,"bos_token_id":2,"cache_implementation":"hybrid","eos_token_id":[1,106],
+"final_logit_softcapping":null,"head_dim":256,"hidden_activation":"gelu_pytorch_tanh","hidden_size":1152,
+"initializer_range":0.02,"intermediate_size":6912,"max_position_embeddings":32768,"model_type":"gemma3_text",
+"num_attention_heads":4,"num_hidden_layers":26,"num_key_value_heads":1,"pad_token_id":0,
+"query_pre_attn_scalar":256,"rms_norm_eps":1e-06,"rope_local_base_freq":10000,"rope_scaling":null,
+"rope_theta":1000000,"sliding_window":512,"sliding_window_pattern":6,"torch_dtype":"bfloat16",
+"transformers_version":"4.50.0.dev0","use_cache":true,"vocab_size":262144}"#;
+const SMOLLM3_3B: &str = r#"{"architectures":["SmolLM3ForCausalLM"],"attention_bias":false,"attention_dropout":0.0,
+"bos_token_id":null,"eos_token_id":128001,"hidden_act":"silu","hidden_size":2048,"initializer_range":0.02,
+"intermediate_size":11008,"max_position_embeddings":65536,"max_window_layers":28,"mlp_bias":false,
+"model_type":"smollm3","no_rope_layer_interval":4,"num_attention_heads":16,"num_hidden_layers":36,
+"num_key_value_heads":4,"pad_token_id":128004,"pretraining_tp":2,"rms_norm_eps":1e-06,"rope_scaling":null,
+"rope_theta":5000000.0,"sliding_window":null,"torch_dtype":"bfloat16","transformers_version":"4.54.0.dev0",
+"use_cache":false,"use_sliding_window":false,"vocab_size":128256}"#;
+const PYTHIA_160M: &str = r#"{"architectures":["GPTNeoXForCausalLM"],"bos_token_id":0,"eos_token_id":0,
+"hidden_act":"gelu","hidden_size":768,"initializer_range":0.02,"intermediate_size":3072,"layer_norm_eps":1e-05,
+"max_position_embeddings":2048,"model_type":"gpt_neox","num_attention_heads":12,"num_hidden_layers":12,
+"rotary_emb_base":10000,"rotary_pct":0.25,"tie_word_embeddings":false,"torch_dtype":"float16",
+"transformers_version":"4.24.0","use_cache":true,"use_parallel_residual":true,"vocab_size":50304}"#;
+const STARCODER2_3B: &str = r#"{"architectures":["Starcoder2ForCausalLM"],"attention_dropout":0.1,
+"residual_dropout":0.1,"embedding_dropout":0.1,"bos_token_id":0,"eos_token_id":0,"hidden_act":"gelu_pytorch_tanh",
+"hidden_size":3072,"initializer_range":0.018042,"intermediate_size":12288,"max_position_embeddings":16384,
+"mlp_type":"default","model_type":"starcoder2","norm_epsilon":1e-05,"norm_type":"layer_norm",
+"num_attention_heads":24,"num_hidden_layers":30,"num_key_value_heads":2,"rope_theta":999999.4420358813,
+"sliding_window":4096,"torch_dtype":"bfloat16","transformers_version":"4.37.0.dev0","use_bias":true,
+"use_cache":true,"vocab_size":49152}"#;
+const STABLELM_2_1_6B: &str = r#"{"architectures":["StableLmForCausalLM"],"bos_token_id":100257,
+"eos_token_id":100257,"hidden_act":"silu","hidden_size":2048,"initializer_range":0.02,"intermediate_size":5632,
+"layer_norm_eps":1e-05,"max_position_embeddings":4096,"model_type":"stablelm","num_attention_heads":32,
+"num_hidden_layers":24,"num_key_value_heads":32,"partial_rotary_factor":0.25,"rope_theta":10000,
+"tie_word_embeddings":false,"torch_dtype":"float16","transformers_version":"4.38.0","use_cache":true,
+"use_qkv_bias":true,"vocab_size":100352}"#;
