@@ -1,1 +1,154 @@
-//! Not written yet.
+//! Owns `Candidate`: one unmeasured point of the search space, and `Infeasible`: why a point does not fit.
+
+use crate::dtype::Precision;
+use crate::ir::op::UNIT_ROWS;
+use crate::ir::schedule::Mechanism;
+use crate::lower::heads_per_task_most;
+use crate::model::graph::ModelGraph;
+use crate::target::{CopyMechanism, Target, TargetKind};
+use std::fmt;
+use thiserror::Error;
+
+/// More shares of the history than this would make the merge longer than the history it saves.
+pub const SPLITS_DEFAULT_MAX: u32 = 32;
+
+/// Every knob that lowering and scheduling may turn. Two candidates that differ give different artefacts or the
+/// difference is a bug of the knob.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct Candidate {
+    /// SMs that take part, one block each.
+    pub sms: u32,
+    /// Warps that execute tasks.
+    pub consumer_warps: u32,
+    /// Warp groups that take chunks in turn; divides `consumer_warps`.
+    pub groups: u32,
+    pub ring_slots: u32,
+    pub slot_bytes: u32,
+    /// Copies in flight while at least `flight_free` slots are free, and otherwise.
+    pub flight_high: u32,
+    pub flight_low: u32,
+    pub flight_free: u32,
+    /// Query heads of one attention task while the history is not split.
+    pub heads_per_task: u32,
+    /// Shares of the history in the split regime; 1: never split.
+    pub splits: u32,
+    /// First position of the split regime.
+    pub split_from: u32,
+    /// How activations travel.
+    pub mechanism: Mechanism,
+}
+
+/// A candidate that this target or model cannot take: ordinary search feedback, never a fault.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+pub enum Infeasible {
+    #[error("`sms` is {sms}, expected 1 to {most} on `{target}`")]
+    Sms { sms: u32, most: u32, target: String },
+    #[error("`{knob}` is {value}, expected {expected}")]
+    Knob { knob: &'static str, value: u32, expected: String },
+    #[error("shared memory: the plan takes {bytes} bytes, `{target}` has {most} for one block")]
+    SharedMemory { bytes: u64, most: u32, target: String },
+    #[error("registers: {threads} threads of {registers} take {total}, `{target}` has {most}")]
+    Registers { threads: u32, registers: u32, total: u64, most: u32, target: String },
+    #[error("a ring slot of {slot_bytes} bytes holds fewer than {rows} cache rows of {row_bytes} bytes")]
+    HistoryChunk { slot_bytes: u32, rows: u32, row_bytes: u32 },
+    #[error("head_dim {head_dim} is odd; rotary pairs and activation packets need an even one")]
+    HeadDim { head_dim: u32 },
+    #[error("{what} takes {bytes} bytes, `{target}` has {most}")]
+    DeviceMemory { what: &'static str, bytes: u64, most: u64, target: String },
+}
+
+impl Candidate {
+    /// What an engineer who has read the measurements would pick without measuring: all SMs that get work, sixteen
+    /// consumer warps in two groups, a ring as large as shared memory allows, few copies in flight near a hop.
+    pub fn default_for(graph: &ModelGraph, target: &Target, precision: Precision) -> Candidate {
+        let attention = graph.layers.first().map(|l| &l.attn);
+        let (heads, kv_heads) = attention.map_or((1, 1), |a| (a.heads, a.kv_heads));
+        let group_most = heads_per_task_most(heads / kv_heads);
+        // A block without a unit of the head would release nothing at the end of a step.
+        let sms = target.spec.sm_count.min(graph.vocab.div_ceil(UNIT_ROWS)).max(1);
+        let cpu = target.kind == TargetKind::Cpu;
+        let consumer_warps = if cpu { 1 } else { 16 };
+        let slot_bytes = 16384;
+        let fixed = crate::schedule::fixed_smem_bytes(graph, target, precision, consumer_warps, sms);
+        let room = u64::from(target.spec.smem_bytes_per_block_max).saturating_sub(fixed);
+        let ring_slots = (room / u64::from(slot_bytes)).clamp(2, 12) as u32;
+        Candidate {
+            sms,
+            consumer_warps,
+            groups: if cpu { 1 } else { 2 },
+            ring_slots,
+            slot_bytes,
+            flight_high: 4.min(ring_slots),
+            flight_low: 2.min(ring_slots),
+            flight_free: ring_slots * 2 / 3,
+            heads_per_task: if cpu { group_most } else { 1 },
+            splits: if cpu { 1 } else { (sms / (heads / group_most)).clamp(1, SPLITS_DEFAULT_MAX) },
+            split_from: 384,
+            mechanism: if target.spec.copy == CopyMechanism::Plain && cpu {
+                Mechanism::Counter
+            } else {
+                Mechanism::Packets
+            },
+        }
+    }
+}
+
+/// One line, `knob=value` in a fixed order: what trials store and what `show candidate` prints.
+impl fmt::Display for Candidate {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        // Destructured so that a new knob does not compile until it is printed, and so keyed.
+        let Candidate {
+            sms,
+            consumer_warps,
+            groups,
+            ring_slots,
+            slot_bytes,
+            flight_high,
+            flight_low,
+            flight_free,
+            heads_per_task,
+            splits,
+            split_from,
+            mechanism,
+        } = self;
+        write!(
+            f,
+            "sms={sms};consumer_warps={consumer_warps};groups={groups};ring_slots={ring_slots};slot_bytes={slot_bytes};\
+             flight_high={flight_high};flight_low={flight_low};flight_free={flight_free};\
+             heads_per_task={heads_per_task};splits={splits};split_from={split_from};mechanism={}",
+            mechanism.name()
+        )
+    }
+}
+
+impl Candidate {
+    /// Reads what `Display` writes; knobs may come in any order and absent ones keep the value of `base`.
+    pub fn parse(text: &str, base: &Candidate) -> Result<Candidate, String> {
+        let mut candidate = base.clone();
+        for pair in text.split(';').map(str::trim).filter(|p| !p.is_empty()) {
+            let (knob, value) = pair.split_once('=').ok_or_else(|| format!("expected `knob=value`, found `{pair}`"))?;
+            if knob == "mechanism" {
+                candidate.mechanism = Mechanism::parse(value)
+                    .ok_or_else(|| format!("expected `packets`, `fenced` or `counter`, found `{value}`"))?;
+                continue;
+            }
+            let number =
+                value.parse::<u32>().map_err(|_| format!("expected a number for `{knob}`, found `{value}`"))?;
+            *match knob {
+                "sms" => &mut candidate.sms,
+                "consumer_warps" => &mut candidate.consumer_warps,
+                "groups" => &mut candidate.groups,
+                "ring_slots" => &mut candidate.ring_slots,
+                "slot_bytes" => &mut candidate.slot_bytes,
+                "flight_high" => &mut candidate.flight_high,
+                "flight_low" => &mut candidate.flight_low,
+                "flight_free" => &mut candidate.flight_free,
+                "heads_per_task" => &mut candidate.heads_per_task,
+                "splits" => &mut candidate.splits,
+                "split_from" => &mut candidate.split_from,
+                _ => return Err(format!("unknown knob `{knob}`")),
+            } = number;
+        }
+        Ok(candidate)
+    }
+}

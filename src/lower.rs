@@ -1,1 +1,448 @@
-//! Not written yet.
+//! From a model graph to a program: one function over the layer algebra, no lowering per family.
+
+use crate::candidate::{Candidate, Infeasible};
+use crate::dtype::{DType, Precision};
+use crate::ir::BufferId;
+use crate::ir::op::{Access, Attention, Epilogue, MatVec, NormAttr, Op, PARTIAL_HEADER, QkNormAttr, Role, UNIT_ROWS};
+use crate::ir::program::{Buffer, Cols, Content, Grid, Operand, Part, Program, Rows, Second, Space, VectorPart};
+use crate::model::graph::{Layer, Linear, ModelGraph, Norm, QkNorm, QkNormSpan, RopeId, RowView};
+
+/// Lowers `graph` to grids of tasks. The candidate decides what the program holds (split attention, candidates per SM);
+/// where tasks run is `schedule`'s business.
+pub fn lower(
+    graph: &ModelGraph,
+    name: &str,
+    precision: Precision,
+    context_max: u32,
+    candidate: &Candidate,
+) -> Result<Program, Infeasible> {
+    let program = Program { name: name.to_string(), precision, context_max, buffers: vec![], grids: vec![] };
+    let mut b = Builder { graph, program };
+    let hidden = graph.hidden;
+    let head_units = graph.vocab.div_ceil(UNIT_ROWS);
+    let parts = candidate.sms.min(head_units);
+
+    let candidates = b.buffer("candidates", Space::Exchange, DType::I32, 1, 2 * parts, 2, None);
+    let token = b.buffer("token", Space::Private, DType::I32, 1, 1, 1, None);
+    let report = b.buffer("report", Space::Output, DType::I32, 1, 1, 1, None);
+    let residual = b.buffer("residual", Space::Private, DType::F32, 1, hidden, 1, None);
+    let logits = b.buffer("logits", Space::Output, DType::F32, 1, graph.vocab, 1, None);
+    let table = b.buffer(
+        "embed",
+        Space::Constant,
+        precision.weights,
+        graph.vocab,
+        hidden,
+        1,
+        Some(Content::Tensor(graph.embed)),
+    );
+    let ropes: Vec<BufferId> = graph
+        .ropes
+        .iter()
+        .enumerate()
+        .map(|(i, rope)| {
+            let id = RopeId::from(i);
+            let cols = 2 * rope.inv_freq.len() as u32;
+            let name = format!("rope.{id}");
+            b.buffer(&name, Space::Constant, DType::F32, context_max, cols, 1, Some(Content::RopeTable(id)))
+        })
+        .collect();
+
+    b.grid(
+        "select",
+        Op::Select,
+        candidate.sms,
+        Second::Axis(1),
+        vec![read(Role::Candidates, candidates, Cols::all(2 * parts)), write(Role::Token, token, Cols::all(1))],
+    );
+    b.grid(
+        "report",
+        Op::Report,
+        1,
+        Second::Axis(1),
+        vec![read(Role::Token, token, Cols::all(1)), write(Role::Out, report, Cols::all(1))],
+    );
+    let mut x = b.exchange("x.0", hidden);
+    b.grid(
+        "embed",
+        Op::Embed { scale: graph.embed_scale },
+        hidden.div_ceil(UNIT_ROWS),
+        Second::Axis(1),
+        vec![
+            read(Role::Token, token, Cols::all(1)),
+            Operand { rows: Rows::Token, ..read(Role::Table, table, Cols::blocks(UNIT_ROWS, hidden)) },
+            write(Role::Residual, residual, Cols::blocks(UNIT_ROWS, hidden)),
+            write(Role::Out, x, Cols::blocks(UNIT_ROWS, hidden)),
+        ],
+    );
+    for (l, layer) in graph.layers.iter().enumerate() {
+        x = b.layer(l, layer, hidden, x, residual, &ropes, candidate)?;
+    }
+    b.matvec(
+        "head",
+        x,
+        Some(&graph.final_norm),
+        &[&graph.head],
+        Epilogue::Logits { scale: graph.logits_scale, softcap: graph.logits_softcap },
+        Second::Ordinal(parts),
+        vec![
+            write(Role::Logits, logits, Cols::blocks(UNIT_ROWS, graph.vocab)),
+            write(Role::Candidates, candidates, Cols { stride_j: 2, limit: 2 * parts, ..Cols::all(2) }),
+        ],
+    );
+    Ok(b.program)
+}
+
+struct Builder<'a> {
+    graph: &'a ModelGraph,
+    program: Program,
+}
+
+fn read(role: Role, buffer: BufferId, cols: Cols) -> Operand {
+    Operand { role, access: Access::Read, buffer, rows: Rows::One, cols }
+}
+
+fn write(role: Role, buffer: BufferId, cols: Cols) -> Operand {
+    Operand { role, access: Access::Write, buffer, rows: Rows::One, cols }
+}
+
+fn norm_attr(norm: &Norm) -> NormAttr {
+    NormAttr { kind: norm.kind, eps: norm.eps }
+}
+
+impl Builder<'_> {
+    #[allow(clippy::too_many_arguments)] // The fields of a buffer, in order.
+    fn buffer(
+        &mut self,
+        name: &str,
+        space: Space,
+        dtype: DType,
+        rows: u32,
+        cols: u32,
+        phases: u32,
+        content: Option<Content>,
+    ) -> BufferId {
+        let id = BufferId::from(self.program.buffers.len());
+        self.program.buffers.push(Buffer { name: name.to_string(), space, dtype, rows, cols, phases, content });
+        id
+    }
+
+    fn exchange(&mut self, name: &str, cols: u32) -> BufferId {
+        let wire = self.program.precision.wire;
+        self.buffer(name, Space::Exchange, wire, 1, cols, 1, None)
+    }
+
+    fn grid(&mut self, name: &str, op: Op, n: u32, second: Second, operands: Vec<Operand>) {
+        self.program.grids.push(Grid { name: name.to_string(), op, n, second, operands });
+    }
+
+    fn vector(&mut self, name: &str, tensor: crate::model::graph::TensorId, len: u32, offset: f32) -> BufferId {
+        let part = VectorPart { view: Some(RowView::range(tensor, 0)), len };
+        let content = Content::Vectors { parts: vec![part], offset, interleave: 1 };
+        self.buffer(name, Space::Constant, DType::F32, 1, len, 1, Some(content))
+    }
+
+    /// Weight and bias of a norm over `width` values.
+    fn norm_operands(&mut self, name: &str, norm: Option<&Norm>, width: u32) -> Vec<Operand> {
+        let mut operands = vec![];
+        if let Some(norm) = norm {
+            if let Some(weight) = norm.weight {
+                let id = self.vector(&format!("{name}.norm_weight"), weight, width, norm.weight_offset);
+                operands.push(read(Role::NormWeight, id, Cols::all(width)));
+            }
+            if let Some(bias) = norm.bias {
+                let id = self.vector(&format!("{name}.norm_bias"), bias, width, 0.0);
+                operands.push(read(Role::NormBias, id, Cols::all(width)));
+            }
+        }
+        operands
+    }
+
+    /// A matvec over one linear, several stacked ones (q, k, v), or a gate and up pair.
+    #[allow(clippy::too_many_arguments)] // One line of an op's operand table each.
+    fn matvec(
+        &mut self,
+        name: &str,
+        x: BufferId,
+        norm: Option<&Norm>,
+        linears: &[&Linear],
+        epilogue: Epilogue,
+        second: Second,
+        outputs: Vec<Operand>,
+    ) {
+        let k = linears[0].cols;
+        let rows: u32 = linears.iter().map(|l| l.rows).sum();
+        let op = MatVec { rows, k, norm: norm.map(norm_attr), epilogue };
+        let units = op.units();
+        let interleave = if matches!(epilogue, Epilogue::Gated(_)) { UNIT_ROWS / 2 } else { 1 };
+        let mut operands = vec![read(Role::X, x, Cols::all(k))];
+        operands.extend(self.norm_operands(name, norm, k));
+        let parts = linears.iter().map(|l| Part { view: l.weight.clone(), rows: l.rows }).collect();
+        let weights = self.program.precision.weights;
+        let content = Content::Rows { parts, interleave };
+        let weight = self.buffer(&format!("{name}.weight"), Space::Weight, weights, rows, k, 1, Some(content));
+        operands.push(Operand {
+            role: Role::Weight,
+            access: Access::Stream,
+            buffer: weight,
+            rows: Rows::Units,
+            cols: Cols::blocks(1, units),
+        });
+        if linears.iter().any(|l| l.bias.is_some()) {
+            let parts = linears.iter().map(|l| VectorPart { view: l.bias.clone(), len: l.rows }).collect();
+            let content = Content::Vectors { parts, offset: 0.0, interleave };
+            // Indexed as the units are: entry 8u + r belongs to row r of unit u, zeros where a unit has no row.
+            let len = units * UNIT_ROWS;
+            let bias = self.buffer(&format!("{name}.bias"), Space::Constant, DType::F32, 1, len, 1, Some(content));
+            operands.push(read(Role::Bias, bias, Cols::blocks(UNIT_ROWS, len)));
+        }
+        operands.extend(outputs);
+        self.grid(name, Op::MatVec(op), units, second, operands);
+    }
+
+    /// Lowers one layer; returns the buffer that holds its output.
+    #[allow(clippy::too_many_arguments)]
+    fn layer(
+        &mut self,
+        l: usize,
+        layer: &Layer,
+        hidden: u32,
+        x: BufferId,
+        residual: BufferId,
+        ropes: &[BufferId],
+        candidate: &Candidate,
+    ) -> Result<BufferId, Infeasible> {
+        let attn = self.attention(l, layer, x, ropes, candidate)?;
+        // The sum after attention travels only where the MLP reads it.
+        let x2 = (!layer.parallel).then(|| self.exchange(&format!("x2.{l}"), hidden));
+        let sum = Sum { residual, out: x2, scale: layer.residual_scale, hidden };
+        self.project_and_add(&format!("o.{l}"), attn, &layer.attn.o, layer.attn_post_norm.as_ref(), sum);
+
+        let intermediate = layer.mlp.up.rows;
+        let act = self.exchange(&format!("act.{l}"), intermediate);
+        let mlp_in = x2.unwrap_or(x);
+        let norm = layer.mlp_norm.as_ref();
+        match &layer.mlp.gate {
+            Some(gate) => self.matvec(
+                &format!("gate_up.{l}"),
+                mlp_in,
+                norm,
+                &[gate, &layer.mlp.up],
+                Epilogue::Gated(layer.mlp.act),
+                Second::Axis(1),
+                vec![write(Role::Out, act, Cols::blocks(UNIT_ROWS / 2, intermediate))],
+            ),
+            None => self.matvec(
+                &format!("up.{l}"),
+                mlp_in,
+                norm,
+                &[&layer.mlp.up],
+                Epilogue::Act(layer.mlp.act),
+                Second::Axis(1),
+                vec![write(Role::Out, act, Cols::blocks(UNIT_ROWS, intermediate))],
+            ),
+        }
+        let out = self.exchange(&format!("x.{}", l + 1), hidden);
+        let sum = Sum { residual, out: Some(out), scale: layer.residual_scale, hidden };
+        self.project_and_add(&format!("down.{l}"), act, &layer.mlp.down, layer.mlp_post_norm.as_ref(), sum);
+        Ok(out)
+    }
+
+    /// `residual += scale * norm?(W x)`: one matvec, or a matvec and a sum where the branch is normalised first.
+    fn project_and_add(&mut self, name: &str, x: BufferId, linear: &Linear, post: Option<&Norm>, sum: Sum) {
+        let Sum { residual, out, scale, hidden } = sum;
+        let blocks = Cols::blocks(UNIT_ROWS, hidden);
+        let update = Operand { access: Access::Update, ..read(Role::Residual, residual, blocks) };
+        match post {
+            None => {
+                let mut outputs = vec![update];
+                outputs.extend(out.map(|out| write(Role::Out, out, blocks)));
+                self.matvec(name, x, None, &[linear], Epilogue::Residual { scale }, Second::Axis(1), outputs);
+            }
+            Some(norm) => {
+                let y = self.exchange(&format!("{name}.y"), hidden);
+                let outputs = vec![write(Role::Out, y, blocks)];
+                self.matvec(name, x, None, &[linear], Epilogue::Store, Second::Axis(1), outputs);
+                let out = out.expect("no family has a parallel block with post norms; the importer refuses it");
+                let name = format!("{name}.add");
+                let mut operands = vec![read(Role::X, y, Cols::all(hidden))];
+                operands.extend(self.norm_operands(&name, Some(norm), hidden));
+                operands.push(update);
+                operands.push(write(Role::Out, out, blocks));
+                let op = Op::NormAdd { norm: norm_attr(norm), width: hidden, scale };
+                self.grid(&name, op, hidden.div_ceil(UNIT_ROWS), Second::Axis(1), operands);
+            }
+        }
+    }
+
+    fn attention(
+        &mut self,
+        l: usize,
+        layer: &Layer,
+        x: BufferId,
+        ropes: &[BufferId],
+        candidate: &Candidate,
+    ) -> Result<BufferId, Infeasible> {
+        let a = &layer.attn;
+        let (heads, kv_heads, dim) = (a.heads, a.kv_heads, a.head_dim);
+        if dim % 2 != 0 {
+            return Err(Infeasible::HeadDim { head_dim: dim });
+        }
+        let group = heads / kv_heads;
+        let heads_per_task = candidate.heads_per_task.min(group);
+        if heads_per_task == 0 || group % heads_per_task != 0 || heads_per_task > HEADS_PER_TASK_MAX {
+            let expected = format!("a divisor, at most {HEADS_PER_TASK_MAX}, of the {group} query heads of a KV head");
+            return Err(Infeasible::Knob { knob: "heads_per_task", value: candidate.heads_per_task, expected });
+        }
+        let (q_cols, kv_cols) = (heads * dim, kv_heads * dim);
+        let qkv = self.exchange(&format!("qkv.{l}"), q_cols + 2 * kv_cols);
+        let out = vec![write(Role::Out, qkv, Cols::blocks(UNIT_ROWS, q_cols + 2 * kv_cols))];
+        let linears = [&a.q, &a.k, &a.v];
+        self.matvec(&format!("qkv.{l}"), x, layer.attn_norm.as_ref(), &linears, Epilogue::Store, Second::Axis(1), out);
+
+        let (rows, dtype) = (self.program.context_max, self.program.precision.cache);
+        let k_cache = self.buffer(&format!("k.{l}"), Space::Cache, dtype, rows, kv_cols, 1, None);
+        let v_cache = self.buffer(&format!("v.{l}"), Space::Cache, dtype, rows, kv_cols, 1, None);
+        let attn = self.exchange(&format!("attn.{l}"), q_cols);
+        let mut constants = vec![];
+        for (role, norm, width) in [(Role::QNormWeight, &a.q_norm, q_cols), (Role::KNormWeight, &a.k_norm, kv_cols)] {
+            if let Some(QkNorm { norm, span }) = norm
+                && let Some(weight) = norm.weight
+            {
+                let len = if *span == QkNormSpan::Projection { width } else { dim };
+                let id = self.vector(&format!("attn.{l}.{}", role.name()), weight, len, norm.weight_offset);
+                constants.push(read(role, id, Cols::all(len)));
+            }
+        }
+        let rotary = match a.rope {
+            Some(rope) => {
+                let table = ropes[rope.index()];
+                let cols = self.program.buffers[table.index()].cols;
+                constants.push(Operand { rows: Rows::Current, ..read(Role::Rope, table, Cols::all(cols)) });
+                cols
+            }
+            None => 0,
+        };
+        let qk_norm = |norm: &Option<QkNorm>| {
+            norm.as_ref().map(|n| QkNormAttr { norm: norm_attr(&n.norm), projection: n.span == QkNormSpan::Projection })
+        };
+        let base = Attention {
+            heads_per_task,
+            group,
+            heads,
+            head_dim: dim,
+            scale: a.scale,
+            softcap: a.softcap,
+            window: a.window,
+            rotary,
+            interleaved: a.rope.is_some_and(|rope| self.graph.ropes[rope.index()].interleaved),
+            q_norm: qk_norm(&a.q_norm),
+            k_norm: qk_norm(&a.k_norm),
+            splits: 1,
+        };
+        let buffers = AttentionBuffers { qkv, k_cache, v_cache };
+        self.attention_grid(&format!("attn.{l}"), base.clone(), &buffers, &constants, attn);
+        if candidate.splits > 1 && candidate.split_from < self.program.context_max {
+            let splits = candidate.splits;
+            // All query heads of a KV head where they fit one tensor-core operand: the history is read once.
+            let heads_per_task = heads_per_task_most(group);
+            let op = Attention { heads_per_task, splits, ..base };
+            let record = op.heads_per_task * (dim + PARTIAL_HEADER);
+            let cols = op.head_groups() * splits * record;
+            let partial = self.buffer(&format!("partial.{l}"), Space::Exchange, DType::F32, 1, cols, 1, None);
+            self.attention_grid(&format!("attn_split.{l}"), op, &buffers, &constants, partial);
+            let merge = Op::AttentionMerge { head_dim: dim, splits, heads_per_task };
+            let group_cols = Cols { div: heads_per_task, ..Cols::blocks(splits * record, cols) };
+            self.grid(
+                &format!("attn_merge.{l}"),
+                merge,
+                heads,
+                Second::Axis(1),
+                vec![read(Role::Partial, partial, group_cols), write(Role::Out, attn, Cols::blocks(dim, q_cols))],
+            );
+        }
+        Ok(attn)
+    }
+
+    fn attention_grid(
+        &mut self,
+        name: &str,
+        op: Attention,
+        buffers: &AttentionBuffers,
+        constants: &[Operand],
+        out: BufferId,
+    ) {
+        let (dim, splits) = (op.head_dim, op.splits);
+        let (q_cols, kv_cols) = (op.heads * dim, op.kv_heads() * dim);
+        let per_kv = op.group / op.heads_per_task;
+        let q_len = op.heads_per_task * dim;
+        // Only the share that holds the current position needs its key and value.
+        let last = Some(splits - 1);
+        let head_kv = |base: u32| Cols {
+            base,
+            stride: dim,
+            div: per_kv,
+            len: dim,
+            limit: base + kv_cols,
+            only_j: last,
+            ..Cols::all(dim)
+        };
+        let whole = |base: u32, len: u32| Cols { base, limit: base + len, ..Cols::all(len) };
+        let q = match op.q_norm {
+            Some(QkNormAttr { projection: true, .. }) => whole(0, q_cols),
+            _ => Cols::blocks(q_len, q_cols),
+        };
+        let k = match op.k_norm {
+            Some(QkNormAttr { projection: true, .. }) => Cols { only_j: last, ..whole(q_cols, kv_cols) },
+            _ => head_kv(q_cols),
+        };
+        let history = Cols { only_j: None, ..head_kv(0) };
+        let append = Cols { first: true, ..head_kv(0) };
+        let mut operands = vec![
+            read(Role::Q, buffers.qkv, q),
+            read(Role::K, buffers.qkv, k),
+            read(Role::V, buffers.qkv, head_kv(q_cols + kv_cols)),
+        ];
+        operands.extend(constants.iter().cloned());
+        for (role, buffer) in [(Role::HistoryK, buffers.k_cache), (Role::HistoryV, buffers.v_cache)] {
+            operands.push(Operand { role, access: Access::Stream, buffer, rows: Rows::History, cols: history });
+        }
+        for (role, buffer) in [(Role::AppendK, buffers.k_cache), (Role::AppendV, buffers.v_cache)] {
+            operands.push(Operand { role, access: Access::Write, buffer, rows: Rows::Current, cols: append });
+        }
+        operands.push(write(
+            Role::Out,
+            out,
+            if splits == 1 {
+                Cols::blocks(q_len, q_cols)
+            } else {
+                let record = op.heads_per_task * (dim + PARTIAL_HEADER);
+                let limit = op.head_groups() * splits * record;
+                Cols { stride: splits * record, stride_j: record, limit, ..Cols::all(record) }
+            },
+        ));
+        let n = op.head_groups();
+        self.grid(name, Op::Attention(op), n, Second::Axis(splits), operands);
+    }
+}
+
+/// Query heads are rows of one 8-row half of a tensor-core operand.
+pub const HEADS_PER_TASK_MAX: u32 = 8;
+
+/// The most query heads of one KV head that one task can take.
+pub fn heads_per_task_most(group: u32) -> u32 {
+    (1..=HEADS_PER_TASK_MAX.min(group)).rev().find(|n| group % n == 0).unwrap_or(1)
+}
+
+struct Sum {
+    residual: BufferId,
+    out: Option<BufferId>,
+    scale: f32,
+    hidden: u32,
+}
+
+struct AttentionBuffers {
+    qkv: BufferId,
+    k_cache: BufferId,
+    v_cache: BufferId,
+}

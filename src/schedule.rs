@@ -1,1 +1,444 @@
-//! Not written yet.
+//! Places a program on a machine: shares of every grid, queues, events derived from regions, streams, memory map.
+
+use crate::candidate::{Candidate, Infeasible};
+use crate::dtype::{DType, Precision};
+use crate::ir::op::{Access, Epilogue, GRANULE_BYTES, HISTORY_ALIGN, Op, PARTIAL_HEADER, Role, UNIT_ROWS};
+use crate::ir::program::{Grid, Program, Second, Space};
+use crate::ir::schedule::{Event, Machine, Mechanism, Regime, Ring, Run, RunBytes, Schedule, SmemPart, Task, Wait};
+use crate::ir::{BufferId, EventId, GridId, TaskId};
+use crate::model::graph::ModelGraph;
+use crate::target::{CopyMechanism, DotMechanism, Target};
+use std::collections::BTreeMap;
+
+/// Units whose partial sums wait in shared memory for one reduction across warps.
+pub const REDUCE_UNITS: u32 = 8;
+
+/// Places `program` on `target` as `candidate` says, or names what does not fit.
+pub fn schedule(program: Program, target: &Target, candidate: &Candidate) -> Result<Schedule, Infeasible> {
+    check_knobs(&program, target, candidate)?;
+    let machine = machine(&program, target, candidate)?;
+    let split = program.grids.iter().any(|g| matches!(g.op, Op::AttentionMerge { .. }));
+    let mut regimes = vec![];
+    if !split || candidate.split_from > 0 {
+        regimes.push(regime(&program, &machine, target, candidate, 0, false)?);
+    }
+    if split {
+        regimes.push(regime(&program, &machine, target, candidate, candidate.split_from, true)?);
+    }
+    let placement = placement(&program);
+    Ok(Schedule { program, machine, placement, regimes })
+}
+
+fn check_knobs(program: &Program, target: &Target, c: &Candidate) -> Result<(), Infeasible> {
+    let most = target.spec.sm_count;
+    if c.sms == 0 || c.sms > most {
+        return Err(Infeasible::Sms { sms: c.sms, most, target: target.name.clone() });
+    }
+    let knob = |knob, value, expected: &str| Err(Infeasible::Knob { knob, value, expected: expected.to_string() });
+    let units = program.grids.iter().map(|g| if g.name == "head" { g.n } else { 0 }).sum::<u32>();
+    if c.sms > units {
+        // A block that publishes nothing at the end of a step would not release what it wrote to the cache.
+        return knob("sms", c.sms, &format!("at most {units}, the units of the head"));
+    }
+    let threads = c.consumer_warps * 32 + LOADER_THREADS;
+    if c.consumer_warps == 0 || threads > target.spec.threads_per_block_max {
+        return knob(
+            "consumer_warps",
+            c.consumer_warps,
+            &format!("1 to {}", (target.spec.threads_per_block_max - LOADER_THREADS) / 32),
+        );
+    }
+    if c.groups == 0 || c.consumer_warps % c.groups != 0 {
+        return knob("groups", c.groups, &format!("a divisor of the {} consumer warps", c.consumer_warps));
+    }
+    if c.slot_bytes == 0 || c.slot_bytes % GRANULE_BYTES != 0 {
+        return knob("slot_bytes", c.slot_bytes, &format!("a multiple of {GRANULE_BYTES}"));
+    }
+    let per_group = c.consumer_warps / c.groups;
+    if (c.slot_bytes / GRANULE_BYTES) % per_group != 0 {
+        return knob(
+            "slot_bytes",
+            c.slot_bytes,
+            &format!("a multiple of {} granules, one for each warp of a group", per_group),
+        );
+    }
+    if c.ring_slots < 2 {
+        return knob("ring_slots", c.ring_slots, "at least 2: a key chunk and its value chunk");
+    }
+    if c.flight_low == 0 || c.flight_low > c.flight_high || c.flight_high > c.ring_slots {
+        return knob("flight_low", c.flight_low, "1 to `flight_high`, which is at most `ring_slots`");
+    }
+    if c.flight_free > c.ring_slots {
+        return knob("flight_free", c.flight_free, "at most `ring_slots`");
+    }
+    if c.splits == 0 {
+        return knob("splits", c.splits, "at least 1");
+    }
+    Ok(())
+}
+
+/// Threads beside the consumers: one warpgroup, of which one thread loads (`setmaxnreg` works on warpgroups).
+pub const LOADER_THREADS: u32 = 128;
+
+/// Registers of a loading thread after it has handed over the rest: what its loop needs without spilling.
+pub const LOADER_REGISTERS: u32 = 32;
+
+/// Shared memory that does not depend on the ring, bytes: an upper bound for the default candidate.
+pub fn fixed_smem_bytes(
+    graph: &ModelGraph,
+    target: &Target,
+    precision: Precision,
+    consumer_warps: u32,
+    sms: u32,
+) -> u64 {
+    let k_max = graph
+        .layers
+        .iter()
+        .flat_map(|l| [l.attn.q.cols, l.attn.o.cols, l.mlp.up.cols, l.mlp.down.cols])
+        .chain([graph.head.cols])
+        .max()
+        .unwrap_or(0);
+    let dim = graph.layers.iter().map(|l| l.attn.head_dim).max().unwrap_or(0);
+    let parts = smem_parts(&SmemNeeds {
+        k_max,
+        head_dim: dim,
+        heads_per_task: crate::lower::HEADS_PER_TASK_MAX
+            .min(graph.layers.iter().map(|l| l.attn.heads / l.attn.kv_heads).max().unwrap_or(1)),
+        hidden_units_per_sm: graph.hidden.div_ceil(UNIT_ROWS).div_ceil(sms),
+        rotary: dim,
+        splits: crate::candidate::SPLITS_DEFAULT_MAX,
+        precision,
+        dot: target.spec.dot,
+        consumer_warps,
+        ring_bytes: 0,
+    });
+    parts.last().map_or(0, |p| u64::from(p.offset) + u64::from(p.bytes))
+}
+
+struct SmemNeeds {
+    k_max: u32,
+    head_dim: u32,
+    heads_per_task: u32,
+    hidden_units_per_sm: u32,
+    rotary: u32,
+    splits: u32,
+    precision: Precision,
+    dot: DotMechanism,
+    consumer_warps: u32,
+    ring_bytes: u32,
+}
+
+/// The shared-memory map in address order. Scratch of the running task (`stage`, `reduce`, `heads`) is reused by the next
+/// one behind the block barrier between tasks; `residual` and `state` live as long as the launch.
+fn smem_parts(n: &SmemNeeds) -> Vec<SmemPart> {
+    // The staged input: bf16 where tensor cores read it, fp32 otherwise. A granule reads 64 bytes of bf16 k at a time.
+    let stage_bytes = match (n.precision.weights, n.dot) {
+        (DType::Bf16, DotMechanism::Mma) => n.k_max.next_multiple_of(32) * 2,
+        _ => n.k_max.next_multiple_of(32) * 4,
+    };
+    // Two batches of partial sums, so that a warp may start the next batch while others still add up this one. Attention
+    // stages nothing: its per-warp state (maximum, sum, accumulators) and the records of a merge take both places.
+    let sums = 2 * REDUCE_UNITS * n.consumer_warps * UNIT_ROWS * 4;
+    let attention = n.consumer_warps * n.heads_per_task * (n.head_dim + PARTIAL_HEADER) * 4;
+    let merge = n.splits * (n.head_dim + PARTIAL_HEADER) * 4;
+    let parts = [
+        ("ring", n.ring_bytes),
+        ("stage", stage_bytes),
+        ("reduce", sums.max(attention.max(merge).saturating_sub(stage_bytes.next_multiple_of(128)))),
+        // q of a task, k, v, in fp32, and the rotary row.
+        ("heads", ((n.heads_per_task + 2) * n.head_dim + n.rotary) * 4),
+        ("residual", n.hidden_units_per_sm * UNIT_ROWS * 4),
+        // Ring barriers (64 slots at most), norm statistics of each warp, token, position, two queue entries, abort word.
+        ("state", 64 * 16 + n.consumer_warps * 32 + 1024),
+    ];
+    let mut offset = 0u32;
+    parts
+        .into_iter()
+        .map(|(name, bytes)| {
+            let part = SmemPart { name: name.to_string(), offset, bytes: bytes.next_multiple_of(128) };
+            offset += part.bytes;
+            part
+        })
+        .collect()
+}
+
+fn machine(program: &Program, target: &Target, c: &Candidate) -> Result<Machine, Infeasible> {
+    let spec = &target.spec;
+    let mut needs = SmemNeeds {
+        k_max: 0,
+        head_dim: 0,
+        heads_per_task: 1,
+        hidden_units_per_sm: 0,
+        rotary: 0,
+        splits: 1,
+        precision: program.precision,
+        dot: spec.dot,
+        consumer_warps: c.consumer_warps,
+        ring_bytes: c.ring_slots.saturating_mul(c.slot_bytes),
+    };
+    for grid in &program.grids {
+        match &grid.op {
+            Op::MatVec(m) => {
+                needs.k_max = needs.k_max.max(m.k);
+                if matches!(m.epilogue, Epilogue::Residual { .. }) {
+                    needs.hidden_units_per_sm = needs.hidden_units_per_sm.max(grid.n.div_ceil(c.sms));
+                }
+            }
+            Op::Attention(a) => {
+                needs.head_dim = needs.head_dim.max(a.head_dim);
+                needs.heads_per_task = needs.heads_per_task.max(a.heads_per_task);
+                needs.rotary = needs.rotary.max(a.rotary);
+                needs.splits = needs.splits.max(a.splits);
+            }
+            Op::NormAdd { width, .. } => {
+                needs.hidden_units_per_sm = needs.hidden_units_per_sm.max(grid.n.div_ceil(c.sms));
+                needs.k_max = needs.k_max.max(*width);
+            }
+            Op::Embed { .. } => {
+                needs.hidden_units_per_sm = needs.hidden_units_per_sm.max(grid.n.div_ceil(c.sms));
+            }
+            Op::Select | Op::Report | Op::AttentionMerge { .. } => {}
+        }
+    }
+    let smem = smem_parts(&needs);
+    let bytes = smem.iter().map(|p| u64::from(p.bytes)).sum::<u64>();
+    if bytes > u64::from(spec.smem_bytes_per_block_max) {
+        let target = target.name.clone();
+        return Err(Infeasible::SharedMemory { bytes, most: spec.smem_bytes_per_block_max, target });
+    }
+    let threads = c.consumer_warps * 32 + LOADER_THREADS;
+    // The launch grants every thread the same; where warps can hand registers over, consumers take from that pool what the
+    // loader gives up. Asking for more than the pool holds would wait forever.
+    let even = (spec.registers_per_sm / threads / 8 * 8).min(248);
+    let registers = if spec.register_reallocation && c.consumer_warps % 4 == 0 {
+        let pool = even * threads - LOADER_THREADS * LOADER_REGISTERS;
+        (pool / (c.consumer_warps * 32) / 8 * 8).min(240)
+    } else {
+        even
+    };
+    Ok(Machine {
+        target: target.name.clone(),
+        sms: c.sms,
+        cluster: 1,
+        consumer_warps: c.consumer_warps,
+        registers_per_consumer_thread: registers,
+        ring: Ring {
+            slots: c.ring_slots,
+            slot_bytes: c.slot_bytes,
+            groups: c.groups,
+            arrivals: c.consumer_warps / c.groups,
+            flight_high: c.flight_high,
+            flight_low: c.flight_low,
+            flight_free: c.flight_free,
+        },
+        smem,
+    })
+}
+
+/// Offsets of exchange buffers (packets of 8 bytes), cache and output buffers, each in its own arena, 256-byte aligned.
+fn placement(program: &Program) -> Vec<Option<u64>> {
+    let mut next: BTreeMap<&'static str, u64> = BTreeMap::new();
+    program
+        .buffers
+        .iter()
+        .map(|b| {
+            matches!(b.space, Space::Exchange | Space::Cache | Space::Output).then(|| {
+                let at = next.entry(b.space.name()).or_default();
+                let offset = *at;
+                *at += placed_bytes(b).next_multiple_of(256);
+                offset
+            })
+        })
+        .collect()
+}
+
+/// Bytes a buffer takes in its arena, all phases. A packet is 8 bytes: two bf16 values or one 32-bit value, and the tag.
+pub fn placed_bytes(b: &crate::ir::program::Buffer) -> u64 {
+    let elements = u64::from(b.rows) * u64::from(b.cols);
+    match b.space {
+        Space::Exchange => {
+            let per_packet = 4 / b.dtype.bytes() as u64;
+            u64::from(b.phases) * elements.div_ceil(per_packet).next_multiple_of(2) * 8
+        }
+        _ => elements * b.dtype.bytes() as u64,
+    }
+}
+
+fn regime(
+    program: &Program,
+    machine: &Machine,
+    target: &Target,
+    c: &Candidate,
+    from_position: u32,
+    split: bool,
+) -> Result<Regime, Infeasible> {
+    let sms = c.sms as usize;
+    let weight_bytes = program.precision.weights.bytes() as u32;
+    let mut r =
+        Regime { from_position, tasks: vec![], events: vec![], queues: vec![vec![]; sms], streams: vec![vec![]; sms] };
+    // Streamed bytes so far on each SM: the units left over after equal shares go to those with the least.
+    let mut load = vec![0u64; sms];
+    let mut offsets = vec![0u64; sms];
+    let mut spread = 0usize;
+    for (g, grid) in program.grids.iter().enumerate() {
+        let is_split =
+            matches!(&grid.op, Op::Attention(a) if a.splits > 1) || matches!(grid.op, Op::AttentionMerge { .. });
+        let has_split_twin = c.splits > 1 && c.split_from < program.context_max;
+        let skipped = match &grid.op {
+            Op::Attention(a) => has_split_twin && (a.splits > 1) != split,
+            _ => is_split && !split,
+        };
+        if skipped {
+            continue;
+        }
+        let grid_id = GridId::from(g);
+        for share in shares(grid, sms, &load, &mut spread) {
+            let id = TaskId::from(r.tasks.len());
+            let task = Task { grid: grid_id, lo: share.lo, hi: share.hi, j: share.j, waits: vec![], signals: vec![] };
+            match &grid.op {
+                Op::MatVec(m) => {
+                    let unit = u64::from(m.granules(weight_bytes)) * u64::from(GRANULE_BYTES);
+                    let bytes = u64::from(share.hi - share.lo) * unit;
+                    r.streams[share.sm]
+                        .push(Run { task: id, bytes: RunBytes::Fixed { offset: offsets[share.sm], bytes } });
+                    offsets[share.sm] += bytes;
+                    load[share.sm] += bytes;
+                }
+                Op::Attention(a) => {
+                    let row_bytes = a.head_dim * program.precision.cache.bytes() as u32;
+                    let rows = machine.ring.slot_bytes / row_bytes / HISTORY_ALIGN * HISTORY_ALIGN;
+                    if rows == 0 {
+                        let slot_bytes = machine.ring.slot_bytes;
+                        return Err(Infeasible::HistoryChunk { slot_bytes, rows: HISTORY_ALIGN, row_bytes });
+                    }
+                    r.streams[share.sm].push(Run { task: id, bytes: RunBytes::History { rows } });
+                }
+                _ => {}
+            }
+            r.queues[share.sm].push(id);
+            r.tasks.push(task);
+        }
+    }
+    derive_events(program, &mut r, c.mechanism, target);
+    Ok(r)
+}
+
+struct Share {
+    sm: usize,
+    lo: u32,
+    hi: u32,
+    j: u32,
+}
+
+/// Divides a grid's launch indices among SMs.
+///
+/// Grids that touch the residual are divided the same way everywhere, because the residual stays where it is owned:
+/// SM s owns units `s n / k .. (s + 1) n / k`. Other matvecs give the units left over to the SMs with the least to stream.
+fn shares(grid: &Grid, sms: usize, load: &[u64], spread: &mut usize) -> Vec<Share> {
+    let n = grid.n as usize;
+    let owned = grid.operand(Role::Residual).is_some();
+    match &grid.op {
+        Op::MatVec(_) if !owned => {
+            let (base, extra) = (n / sms, n % sms);
+            let mut order: Vec<usize> = (0..sms).collect();
+            order.sort_by_key(|&s| (load[s], s));
+            let mut count = vec![base; sms];
+            for &s in &order[..extra] {
+                count[s] += 1;
+            }
+            let mut lo = 0u32;
+            let mut ordinal = 0u32;
+            let mut out = vec![];
+            for (sm, &units) in count.iter().enumerate() {
+                if units == 0 {
+                    continue;
+                }
+                let hi = lo + units as u32;
+                let j = if matches!(grid.second, Second::Ordinal(_)) { ordinal } else { 0 };
+                out.push(Share { sm, lo, hi, j });
+                lo = hi;
+                ordinal += 1;
+            }
+            out
+        }
+        Op::Select => (0..n).map(|i| Share { sm: i, lo: i as u32, hi: i as u32 + 1, j: 0 }).collect(),
+        Op::Attention(_) | Op::AttentionMerge { .. } => {
+            // One launch index a task, spread evenly over the SMs; each grid starts where the last one ended, so that no SM
+            // serves attention in every layer.
+            let total = n * grid.second.extent() as usize;
+            let start = *spread;
+            let out = (0..total)
+                .map(|index| {
+                    let (i, j) = (index / grid.second.extent() as usize, index % grid.second.extent() as usize);
+                    let sm = if total <= sms { (start + index * sms / total) % sms } else { (start + index) % sms };
+                    Share { sm, lo: i as u32, hi: i as u32 + 1, j: j as u32 }
+                })
+                .collect();
+            *spread = (start + 1) % sms;
+            out
+        }
+        Op::Report => vec![Share { sm: 0, lo: 0, hi: 1, j: 0 }],
+        Op::MatVec(_) | Op::Embed { .. } | Op::NormAdd { .. } => (0..sms)
+            .map(|s| Share { sm: s, lo: (s * n / sms) as u32, hi: ((s + 1) * n / sms) as u32, j: 0 })
+            .filter(|share| share.lo < share.hi)
+            .collect(),
+    }
+}
+
+/// Events from overlapping regions: one for each (exchange buffer, columns) that some task reads, signalled by every task
+/// that writes any of those columns.
+fn derive_events(program: &Program, r: &mut Regime, mechanism: Mechanism, target: &Target) {
+    // Writers of each exchange buffer, ascending by first column; regions of one buffer do not overlap.
+    let mut writers: Vec<Vec<(u32, u32, TaskId)>> = vec![vec![]; program.buffers.len()];
+    for (t, task) in r.tasks.iter().enumerate() {
+        for operand in &program.grids[task.grid.index()].operands {
+            if operand.access.writes() && program.buffers[operand.buffer.index()].space == Space::Exchange {
+                let (lo, hi) = operand.cols.range(task.lo, task.hi, task.j);
+                if lo < hi {
+                    writers[operand.buffer.index()].push((lo as u32, hi as u32, TaskId::from(t)));
+                }
+            }
+        }
+    }
+    for list in &mut writers {
+        list.sort_unstable();
+    }
+    let bulk = target.spec.copy == CopyMechanism::Bulk;
+    let mut known: BTreeMap<(BufferId, u32, u32), EventId> = BTreeMap::new();
+    for t in 0..r.tasks.len() {
+        let grid = &program.grids[r.tasks[t].grid.index()];
+        for operand in &grid.operands {
+            if operand.access != Access::Read || program.buffers[operand.buffer.index()].space != Space::Exchange {
+                continue;
+            }
+            let (lo, hi) = operand.cols.range(r.tasks[t].lo, r.tasks[t].hi, r.tasks[t].j);
+            if lo >= hi {
+                continue;
+            }
+            let (lo, hi) = (lo as u32, hi as u32);
+            let event = *known.entry((operand.buffer, lo, hi)).or_insert_with(|| {
+                let id = EventId::from(r.events.len());
+                let list = &writers[operand.buffer.index()];
+                let first = list.partition_point(|w| w.1 <= lo);
+                let producers: Vec<TaskId> = list[first..].iter().take_while(|w| w.0 < hi).map(|w| w.2).collect();
+                for &task in &producers {
+                    r.tasks[task.index()].signals.push(id);
+                }
+                // The candidates end a step: they are read in the next one, and carry all of this step's plain memory.
+                let carried = operand.role == Role::Candidates;
+                r.events.push(Event {
+                    buffer: operand.buffer,
+                    lo,
+                    hi,
+                    count: producers.len() as u32,
+                    mechanism: if carried && mechanism == Mechanism::Packets { Mechanism::Fenced } else { mechanism },
+                    carried,
+                    proxy: carried && bulk,
+                });
+                id
+            });
+            let count = r.events[event.index()].count;
+            r.tasks[t].waits.push(Wait { event, count });
+        }
+    }
+}

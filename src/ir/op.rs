@@ -1,0 +1,379 @@
+//! Owns the closed vocabulary of tile-level ops and the operand table of each: roles, accesses and row kinds.
+
+use crate::model::graph::{Act, NormKind};
+
+/// What a task does. Sizes are elements; every op is pure compute over its declared operands.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Op {
+    /// token = prompt[p] while p is inside the prompt, else the arg-max over all candidates of the previous step.
+    /// One task per SM, so that every SM knows the token and the stop condition without another hop.
+    Select,
+    /// Hands the token of this step to the host.
+    Report,
+    /// `residual[i] = x[i] = scale * table[token][i]`
+    Embed { scale: f32 },
+    /// `y = W norm(x)`, then the epilogue. One launch index is a unit of 8 rows of W.
+    MatVec(MatVec),
+    /// RoPE, cache append and attention over the history and the current position.
+    /// Launch index `i`: a group of query heads that share a KV head; `j`: a share of the history.
+    Attention(Attention),
+    /// Merges the partial attention of all shares of one query head.
+    /// The record of head `h`, share `s` starts at column `((h / g) * splits + s) * g * r + (h % g) * r` with
+    /// `g = heads_per_task` and `r = head_dim + PARTIAL_HEADER`, and holds the running maximum, the running sum, and
+    /// `head_dim` sums not yet divided by it.
+    AttentionMerge { head_dim: u32, splits: u32, heads_per_task: u32 },
+    /// `residual += scale * norm(y)`; publishes the sum. One launch index is 8 columns.
+    NormAdd { norm: NormAttr, width: u32, scale: f32 },
+}
+
+/// `W` is `[rows, k]`; rows and k are the model's, padding exists only in the pack.
+#[derive(Debug, Clone, PartialEq)]
+pub struct MatVec {
+    pub rows: u32,
+    pub k: u32,
+    /// Applied to the input by every task: its statistics come from the packets the task reads anyway.
+    pub norm: Option<NormAttr>,
+    pub epilogue: Epilogue,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct NormAttr {
+    pub kind: NormKind,
+    pub eps: f32,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Epilogue {
+    /// `out = y`
+    Store,
+    /// `out = act(y)`
+    Act(Act),
+    /// Units hold 4 gate rows, then 4 up rows: `out = act(gate) * up`, 4 columns a unit.
+    Gated(Act),
+    /// `residual += scale * y; out = residual`
+    Residual { scale: f32 },
+    /// `logits = softcap?(scale * y)`, and the task's best (value, row) as a candidate.
+    Logits { scale: f32, softcap: Option<f32> },
+}
+
+#[derive(Debug, Clone, PartialEq)]
+pub struct Attention {
+    /// Query heads of one task; divides `group`.
+    pub heads_per_task: u32,
+    /// Query heads per KV head.
+    pub group: u32,
+    pub heads: u32,
+    pub head_dim: u32,
+    pub scale: f32,
+    pub softcap: Option<f32>,
+    pub window: Option<u32>,
+    /// Rotated dimensions of a head; 0: no RoPE.
+    pub rotary: u32,
+    /// Pairs (2i, 2i + 1) instead of (i, i + rotary / 2).
+    pub interleaved: bool,
+    pub q_norm: Option<QkNormAttr>,
+    pub k_norm: Option<QkNormAttr>,
+    /// Shares of the history; with 1 the task writes attention itself, else partials for `AttentionMerge`.
+    pub splits: u32,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct QkNormAttr {
+    pub norm: NormAttr,
+    /// Over the whole projection instead of each head.
+    pub projection: bool,
+}
+
+impl Attention {
+    pub fn kv_heads(&self) -> u32 {
+        self.heads / self.group
+    }
+
+    /// Launch extent along `i`.
+    pub fn head_groups(&self) -> u32 {
+        self.heads / self.heads_per_task
+    }
+
+    /// The history that share `j` reads at position `p` is rows `start..end` (`start >= end`: none). Shares are multiples
+    /// of [`HISTORY_ALIGN`] rows so that a share starts on a tile; with a window only the visible rows are shared out.
+    pub fn history_share(&self, position: u32, j: u32) -> (u32, u32) {
+        let first = match self.window {
+            Some(window) => (position + 1).saturating_sub(window),
+            None => 0,
+        };
+        let share = (position - first).div_ceil(self.splits).next_multiple_of(HISTORY_ALIGN);
+        let start = first + j * share;
+        (start.min(position), (start + share).min(position))
+    }
+}
+
+/// Rows of a share of the history: the k extent of one bf16 tensor-core step over probabilities.
+pub const HISTORY_ALIGN: u32 = 16;
+/// Output rows of one unit of a `MatVec`: the n extent of `mma.m16n8k16`.
+pub const UNIT_ROWS: u32 = 8;
+/// Bytes of one granule: 8 rows of 64 bytes, one 16-byte load for each lane of a warp.
+pub const GRANULE_BYTES: u32 = 512;
+/// Bytes of one row of a granule.
+pub const GRANULE_ROW_BYTES: u32 = 64;
+/// Floats of one partial attention record beside the head: running maximum and sum.
+pub const PARTIAL_HEADER: u32 = 2;
+
+impl MatVec {
+    /// Launch extent: units of 8 rows, or of 4 gate and 4 up rows.
+    pub fn units(&self) -> u32 {
+        match self.epilogue {
+            Epilogue::Gated(_) => (self.rows / 2).div_ceil(UNIT_ROWS / 2),
+            _ => self.rows.div_ceil(UNIT_ROWS),
+        }
+    }
+
+    /// Granules of one unit when a weight takes `bytes` bytes.
+    pub fn granules(&self, bytes: u32) -> u32 {
+        self.k.div_ceil(GRANULE_ROW_BYTES / bytes)
+    }
+}
+
+/// What an operand is to its op; the order of the roles in [`Op::signature`] is the order of the operands.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Role {
+    Token,
+    Candidates,
+    Table,
+    X,
+    NormWeight,
+    NormBias,
+    Weight,
+    Bias,
+    Residual,
+    Q,
+    K,
+    V,
+    QNormWeight,
+    KNormWeight,
+    Rope,
+    HistoryK,
+    HistoryV,
+    AppendK,
+    AppendV,
+    Partial,
+    Logits,
+    Out,
+}
+
+impl Role {
+    pub const ALL: [Role; 22] = [
+        Role::Token,
+        Role::Candidates,
+        Role::Table,
+        Role::X,
+        Role::NormWeight,
+        Role::NormBias,
+        Role::Weight,
+        Role::Bias,
+        Role::Residual,
+        Role::Q,
+        Role::K,
+        Role::V,
+        Role::QNormWeight,
+        Role::KNormWeight,
+        Role::Rope,
+        Role::HistoryK,
+        Role::HistoryV,
+        Role::AppendK,
+        Role::AppendV,
+        Role::Partial,
+        Role::Logits,
+        Role::Out,
+    ];
+
+    pub fn name(self) -> &'static str {
+        match self {
+            Role::Token => "token",
+            Role::Candidates => "candidates",
+            Role::Table => "table",
+            Role::X => "x",
+            Role::NormWeight => "norm_weight",
+            Role::NormBias => "norm_bias",
+            Role::Weight => "weight",
+            Role::Bias => "bias",
+            Role::Residual => "residual",
+            Role::Q => "q",
+            Role::K => "k",
+            Role::V => "v",
+            Role::QNormWeight => "q_norm_weight",
+            Role::KNormWeight => "k_norm_weight",
+            Role::Rope => "rope",
+            Role::HistoryK => "history_k",
+            Role::HistoryV => "history_v",
+            Role::AppendK => "append_k",
+            Role::AppendV => "append_v",
+            Role::Partial => "partial",
+            Role::Logits => "logits",
+            Role::Out => "out",
+        }
+    }
+
+    pub fn parse(name: &str) -> Option<Self> {
+        Role::ALL.into_iter().find(|r| r.name() == name)
+    }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Access {
+    Read,
+    Write,
+    /// Read, then written in place by the same task.
+    Update,
+    /// Brought in by the loader, ahead of the task's waits.
+    Stream,
+}
+
+impl Access {
+    pub fn name(self) -> &'static str {
+        match self {
+            Access::Read => "read",
+            Access::Write => "write",
+            Access::Update => "update",
+            Access::Stream => "stream",
+        }
+    }
+
+    pub fn parse(name: &str) -> Option<Self> {
+        [Access::Read, Access::Write, Access::Update, Access::Stream].into_iter().find(|a| a.name() == name)
+    }
+
+    pub fn reads(self) -> bool {
+        !matches!(self, Access::Write)
+    }
+
+    pub fn writes(self) -> bool {
+        matches!(self, Access::Write | Access::Update)
+    }
+}
+
+/// One line of an op's operand table.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Slot {
+    pub role: Role,
+    pub access: Access,
+    pub optional: bool,
+}
+
+impl Op {
+    pub fn name(&self) -> &'static str {
+        match self {
+            Op::Select => "select",
+            Op::Report => "report",
+            Op::Embed { .. } => "embed",
+            Op::MatVec(_) => "matvec",
+            Op::Attention(_) => "attention",
+            Op::AttentionMerge { .. } => "attention_merge",
+            Op::NormAdd { .. } => "norm_add",
+        }
+    }
+
+    /// The operand table: which roles the op takes, in which order, and how it touches each.
+    pub fn signature(&self) -> &'static [Slot] {
+        const fn need(role: Role, access: Access) -> Slot {
+            Slot { role, access, optional: false }
+        }
+        const fn may(role: Role, access: Access) -> Slot {
+            Slot { role, access, optional: true }
+        }
+        use Access::{Read, Stream, Update, Write};
+        match self {
+            Op::Select => const { &[need(Role::Candidates, Read), need(Role::Token, Write)] },
+            Op::Report => const { &[need(Role::Token, Read), need(Role::Out, Write)] },
+            Op::Embed { .. } => {
+                const {
+                    &[
+                        need(Role::Token, Read),
+                        need(Role::Table, Read),
+                        need(Role::Residual, Write),
+                        need(Role::Out, Write),
+                    ]
+                }
+            }
+            Op::MatVec(m) => match m.epilogue {
+                Epilogue::Residual { .. } => {
+                    const {
+                        &[
+                            need(Role::X, Read),
+                            may(Role::NormWeight, Read),
+                            may(Role::NormBias, Read),
+                            need(Role::Weight, Stream),
+                            may(Role::Bias, Read),
+                            need(Role::Residual, Update),
+                            // A parallel block does not publish the sum: nobody reads it before the MLP's own sum.
+                            may(Role::Out, Write),
+                        ]
+                    }
+                }
+                Epilogue::Logits { .. } => {
+                    const {
+                        &[
+                            need(Role::X, Read),
+                            may(Role::NormWeight, Read),
+                            may(Role::NormBias, Read),
+                            need(Role::Weight, Stream),
+                            may(Role::Bias, Read),
+                            need(Role::Logits, Write),
+                            need(Role::Candidates, Write),
+                        ]
+                    }
+                }
+                Epilogue::Store | Epilogue::Act(_) | Epilogue::Gated(_) => {
+                    const {
+                        &[
+                            need(Role::X, Read),
+                            may(Role::NormWeight, Read),
+                            may(Role::NormBias, Read),
+                            need(Role::Weight, Stream),
+                            may(Role::Bias, Read),
+                            need(Role::Out, Write),
+                        ]
+                    }
+                }
+            },
+            Op::Attention(_) => {
+                const {
+                    &[
+                        need(Role::Q, Read),
+                        need(Role::K, Read),
+                        need(Role::V, Read),
+                        may(Role::QNormWeight, Read),
+                        may(Role::KNormWeight, Read),
+                        may(Role::Rope, Read),
+                        need(Role::HistoryK, Stream),
+                        need(Role::HistoryV, Stream),
+                        need(Role::AppendK, Write),
+                        need(Role::AppendV, Write),
+                        need(Role::Out, Write),
+                    ]
+                }
+            }
+            Op::AttentionMerge { .. } => const { &[need(Role::Partial, Read), need(Role::Out, Write)] },
+            Op::NormAdd { .. } => {
+                const {
+                    &[
+                        need(Role::X, Read),
+                        may(Role::NormWeight, Read),
+                        may(Role::NormBias, Read),
+                        need(Role::Residual, Update),
+                        need(Role::Out, Write),
+                    ]
+                }
+            }
+        }
+    }
+
+    /// Ring slots a task must hold at once to make progress.
+    pub fn ring_demand(&self) -> u32 {
+        match self {
+            Op::MatVec(_) => 1,
+            // A key chunk and the value chunk of the same rows.
+            Op::Attention(_) => 2,
+            _ => 0,
+        }
+    }
+}

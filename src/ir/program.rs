@@ -1,0 +1,229 @@
+//! Owns `Program`: buffers and grids with affine operand regions; no SM, no order, no position baked in.
+
+use super::BufferId;
+use super::op::{Access, Op, Role};
+use crate::dtype::{DType, Precision};
+use crate::model::graph::{RopeId, RowView, TensorId};
+
+/// A tile-level task graph with the cache position as its symbol: one program serves every position below `context_max`.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Program {
+    pub name: String,
+    pub precision: Precision,
+    /// Positions run from 0 to `context_max - 1`.
+    pub context_max: u32,
+    pub buffers: Vec<Buffer>,
+    pub grids: Vec<Grid>,
+}
+
+/// Memory of one kind: a matrix `rows x cols` of `dtype`.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Buffer {
+    pub name: String,
+    pub space: Space,
+    pub dtype: DType,
+    pub rows: u32,
+    pub cols: u32,
+    /// Copies used in turn, one a step: 2 lets a step write while late readers of the previous step still read.
+    pub phases: u32,
+    /// Where an immutable buffer's bytes come from; `None` for what the kernel writes.
+    pub content: Option<Content>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Space {
+    /// Linear weights in the order SMs consume them; read through the stream only.
+    Weight,
+    /// Small immutable data read with ordinary loads: norms, biases, RoPE table, embedding table.
+    Constant,
+    /// Activations that travel between SMs.
+    Exchange,
+    /// One instance per SM, in shared memory.
+    Private,
+    /// Keys or values of one layer: a row per position, KV heads side by side.
+    Cache,
+    /// Written by the kernel, read by the host after the launch or while it runs.
+    Output,
+}
+
+impl Space {
+    pub const ALL: [Space; 6] =
+        [Space::Weight, Space::Constant, Space::Exchange, Space::Private, Space::Cache, Space::Output];
+
+    pub fn name(self) -> &'static str {
+        match self {
+            Space::Weight => "weight",
+            Space::Constant => "constant",
+            Space::Exchange => "exchange",
+            Space::Private => "private",
+            Space::Cache => "cache",
+            Space::Output => "output",
+        }
+    }
+
+    pub fn parse(name: &str) -> Option<Self> {
+        Space::ALL.into_iter().find(|s| s.name() == name)
+    }
+
+    /// Never written by a task.
+    pub fn immutable(self) -> bool {
+        matches!(self, Space::Weight | Space::Constant)
+    }
+}
+
+/// How the packer fills an immutable buffer from the checkpoint.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Content {
+    /// Rows of linears, one part after another; with two parts and `interleave` 4, 4 rows of each in turn, padded with zero rows.
+    Rows { parts: Vec<Part>, interleave: u32 },
+    /// Vectors one after another, each value plus `offset`; `interleave` as for rows. `None` is zeros (a part without bias).
+    Vectors { parts: Vec<VectorPart>, offset: f32, interleave: u32 },
+    /// A whole tensor, row-major.
+    Tensor(TensorId),
+    /// cos then sin of every position: row p is `[cos(p f_0) .. cos(p f_n-1), sin(p f_0) ..] * scale`.
+    RopeTable(RopeId),
+}
+
+#[derive(Debug, Clone, PartialEq)]
+pub struct Part {
+    pub view: RowView,
+    pub rows: u32,
+}
+
+#[derive(Debug, Clone, PartialEq)]
+pub struct VectorPart {
+    pub view: Option<RowView>,
+    pub len: u32,
+}
+
+/// `n x j` launch indices of one op.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Grid {
+    pub name: String,
+    pub op: Op,
+    /// Launch extent: units, head groups, SMs.
+    pub n: u32,
+    pub second: Second,
+    pub operands: Vec<Operand>,
+}
+
+/// What a task's `j` means.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Second {
+    /// A second launch axis of this extent: every pair (i, j) is launched once.
+    Axis(u32),
+    /// The ordinal of the task within its grid, below this bound: every i is launched once, every j at most once.
+    Ordinal(u32),
+}
+
+impl Second {
+    pub fn extent(self) -> u32 {
+        match self {
+            Second::Axis(n) | Second::Ordinal(n) => n,
+        }
+    }
+}
+
+#[derive(Debug, Clone, PartialEq)]
+pub struct Operand {
+    pub role: Role,
+    pub access: Access,
+    pub buffer: BufferId,
+    pub rows: Rows,
+    pub cols: Cols,
+}
+
+/// Which rows of its buffer an operand touches.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Rows {
+    /// Row 0 of a vector.
+    One,
+    /// The row of the current position (cache append, RoPE table).
+    Current,
+    /// Rows before the current position: the share `j` that [`super::op::Attention::history_share`] gives.
+    History,
+    /// The row of the current token, a runtime index below the buffer's `rows`.
+    Token,
+    /// Weight rows of the launch range; `cols` are then units of the stream.
+    Units,
+}
+
+impl Rows {
+    pub const ALL: [Rows; 5] = [Rows::One, Rows::Current, Rows::History, Rows::Token, Rows::Units];
+
+    pub fn name(self) -> &'static str {
+        match self {
+            Rows::One => "one",
+            Rows::Current => "current",
+            Rows::History => "history",
+            Rows::Token => "token",
+            Rows::Units => "units",
+        }
+    }
+
+    pub fn parse(name: &str) -> Option<Self> {
+        Rows::ALL.into_iter().find(|r| r.name() == name)
+    }
+}
+
+/// Columns of launch index (i, j): `start..start + len` with `start = base + stride * (i / div) + stride_j * j`,
+/// cut off at `limit`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Cols {
+    pub base: u32,
+    pub stride: u32,
+    pub div: u32,
+    pub stride_j: u32,
+    pub len: u32,
+    pub limit: u32,
+    /// Only launch indices with `i % div == 0` touch the buffer (the first head group of a KV head appends).
+    pub first: bool,
+    /// Only launch indices with this `j` touch it (the share that holds the current position).
+    pub only_j: Option<u32>,
+}
+
+impl Cols {
+    /// The same columns for every launch index.
+    pub fn all(len: u32) -> Self {
+        Cols { base: 0, stride: 0, div: 1, stride_j: 0, len, limit: len, first: false, only_j: None }
+    }
+
+    /// Consecutive blocks of `len` columns, the last one cut off at `limit`.
+    pub fn blocks(len: u32, limit: u32) -> Self {
+        Cols { stride: len, limit, ..Cols::all(len) }
+    }
+
+    fn start(&self, i: u32, j: u32) -> u64 {
+        u64::from(self.base)
+            + u64::from(self.stride) * u64::from(i / self.div.max(1))
+            + u64::from(self.stride_j) * u64::from(j)
+    }
+
+    /// Union over launch indices `lo..hi`, as `start..end`; `(0, 0)` when nothing is touched.
+    /// Free of holes only if [`Cols::contiguous`]; 64-bit, so that no input can wrap.
+    pub fn range(&self, lo: u32, hi: u32, j: u32) -> (u64, u64) {
+        let (mut lo, mut hi) = (lo, hi);
+        if self.first {
+            let div = self.div.max(1);
+            lo = lo.div_ceil(div).saturating_mul(div);
+            hi = hi.div_ceil(div).saturating_mul(div).saturating_sub(div - 1);
+        }
+        if lo >= hi || self.only_j.is_some_and(|only| only != j) {
+            return (0, 0);
+        }
+        let end = (self.start(hi - 1, j) + u64::from(self.len)).min(u64::from(self.limit));
+        let start = self.start(lo, j);
+        if start < end { (start, end) } else { (0, 0) }
+    }
+
+    /// Whether the union over `lo..hi` has no holes.
+    pub fn contiguous(&self, lo: u32, hi: u32) -> bool {
+        hi <= lo + 1 || self.stride <= self.len || lo / self.div.max(1) == (hi - 1) / self.div.max(1)
+    }
+}
+
+impl Grid {
+    pub fn operand(&self, role: Role) -> Option<&Operand> {
+        self.operands.iter().find(|o| o.role == role)
+    }
+}
