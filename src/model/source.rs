@@ -11,6 +11,7 @@ use std::path::{Path, PathBuf};
 use serde_json::Value;
 
 use crate::error::Fault;
+use crate::files::{self, FileError};
 use crate::model::weights::{INDEX_FILE, SINGLE_FILE};
 
 /// A `[model] source` that was understood.
@@ -18,10 +19,10 @@ use crate::model::weights::{INDEX_FILE, SINGLE_FILE};
 pub enum Source {
     /// A model of the hub, at a branch, tag or commit.
     Hub { repo: String, revision: String },
-    /// A checkpoint folder.
-    Path(PathBuf),
-    /// A config whose weights are a function of the seed.
-    Synthetic { config: PathBuf, seed: u64 },
+    /// A checkpoint folder, as written; see [`files::find`].
+    Path(String),
+    /// A config, as written, whose weights are a function of the seed.
+    Synthetic { config: String, seed: u64 },
 }
 
 /// A source on this machine.
@@ -59,6 +60,8 @@ pub enum SourceError {
     RepoName { repo: String },
     #[error("revision `{revision}`: expected a branch, a tag or a commit")]
     RevisionName { revision: String },
+    #[error(transparent)]
+    File(#[from] FileError),
     #[error("`{path}` is not a folder")]
     NotAFolder { path: PathBuf },
     #[error("`{path}` is not a file")]
@@ -93,6 +96,7 @@ impl From<SourceError> for Fault {
     fn from(error: SourceError) -> Fault {
         let message = error.to_string();
         match error {
+            SourceError::File(error) => Fault::from(error),
             SourceError::Scheme { .. }
             | SourceError::RepoName { .. }
             | SourceError::RevisionName { .. }
@@ -142,9 +146,9 @@ impl Source {
                 }
                 Ok(Source::Hub { repo: repo.to_string(), revision: revision.to_string() })
             }
-            Some(("path", dir)) if !dir.is_empty() => Ok(Source::Path(PathBuf::from(dir))),
+            Some(("path", dir)) if !dir.is_empty() => Ok(Source::Path(dir.to_string())),
             Some(("synthetic", config)) if !config.is_empty() => {
-                Ok(Source::Synthetic { config: PathBuf::from(config), seed })
+                Ok(Source::Synthetic { config: config.to_string(), seed })
             }
             _ => Err(SourceError::Scheme { text: text.to_string() }),
         }
@@ -200,7 +204,7 @@ impl HubSettings {
     }
 }
 
-/// Makes a source local. Relative paths are relative to `base_dir`, the folder of the manifest.
+/// Makes a source local. Relative paths are found by [`files::find`]; `base_dir` is the folder of the manifest.
 ///
 /// # Errors
 /// See [`SourceError`]; what was downloaded before an error stays and is not downloaded again.
@@ -217,14 +221,14 @@ pub fn resolve_with(
 ) -> Result<Resolved, SourceError> {
     match source {
         Source::Path(dir) => {
-            let path = base_dir.join(dir);
+            let path = files::find(dir, base_dir)?;
             if !path.is_dir() {
                 return Err(SourceError::NotAFolder { path });
             }
             Ok(Resolved::Checkpoint { dir: path, commit: None })
         }
         Source::Synthetic { config, seed } => {
-            let path = base_dir.join(config);
+            let path = files::find(config, base_dir)?;
             if !path.is_file() {
                 return Err(SourceError::NotAFile { path });
             }
@@ -550,8 +554,8 @@ mod tests {
         let parse = |text: &str| Source::parse(text, "main", 7);
         let hub = Source::Hub { repo: "org/Model-1.5_x".to_string(), revision: "main".to_string() };
         assert_eq!(parse("hf:org/Model-1.5_x").unwrap(), hub);
-        assert_eq!(parse("path:a/b").unwrap(), Source::Path(PathBuf::from("a/b")));
-        let synthetic = Source::Synthetic { config: PathBuf::from("c.json"), seed: 7 };
+        assert_eq!(parse("path:a/b").unwrap(), Source::Path("a/b".to_string()));
+        let synthetic = Source::Synthetic { config: "c.json".to_string(), seed: 7 };
         assert_eq!(parse("synthetic:c.json").unwrap(), synthetic);
         for bad in ["", "org/model", "path:", "synthetic:", "http://x", "HF:org/model"] {
             assert!(matches!(parse(bad), Err(SourceError::Scheme { .. })), "{bad}");
@@ -590,16 +594,17 @@ mod tests {
     #[test]
     fn local_sources_have_to_be_there() {
         let dir = tempfile::tempdir().unwrap();
-        fs::write(dir.path().join("config.json"), "{}").unwrap();
-        let at = |source: Source| resolve(&source, dir.path(), &mut |_| {});
-        let here = at(Source::Path(PathBuf::from("."))).unwrap();
-        assert_eq!(here, Resolved::Checkpoint { dir: dir.path().join("."), commit: None });
-        let config = dir.path().join("config.json");
-        let synthetic = Source::Synthetic { config: PathBuf::from("config.json"), seed: 3 };
-        assert_eq!(at(synthetic).unwrap(), Resolved::Synthetic { config, seed: 3 });
-        assert!(matches!(at(Source::Path(PathBuf::from("config.json"))), Err(SourceError::NotAFolder { .. })));
-        let missing = Source::Synthetic { config: PathBuf::from("no.json"), seed: 0 };
-        assert_eq!(Fault::from(at(missing).unwrap_err()).tier, Tier::Input);
+        fs::write(dir.path().join("c.json"), "{}").unwrap();
+        fs::create_dir(dir.path().join("ckpt")).unwrap();
+        let at = |text: &str| resolve(&Source::parse(text, "main", 3).unwrap(), dir.path(), &mut |_| {});
+        let ckpt = Resolved::Checkpoint { dir: dir.path().join("ckpt"), commit: None };
+        assert_eq!(at("path:ckpt").unwrap(), ckpt);
+        let config = dir.path().join("c.json");
+        assert_eq!(at("synthetic:c.json").unwrap(), Resolved::Synthetic { config, seed: 3 });
+        for bad in ["path:c.json", "path:none", "synthetic:ckpt", "synthetic:none.json"] {
+            let fault = Fault::from(at(bad).unwrap_err());
+            assert!(fault.tier == Tier::Input && fault.message.contains(&bad[bad.len() - 4..]), "{fault}");
+        }
     }
 
     #[cfg(feature = "hub")]

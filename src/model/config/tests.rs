@@ -26,7 +26,7 @@ fn all_fixtures() -> Vec<PathBuf> {
 }
 
 fn config_of(folder: &Path) -> Map<String, Value> {
-    parse_object(folder, &read_text(&folder.join("config.json")).unwrap()).unwrap()
+    parse_object(folder, &read_text(&folder.join("config.json"), CONFIG_BYTES_MAX).unwrap()).unwrap()
 }
 
 /// Imports a fixture's weights under a changed config.
@@ -679,7 +679,8 @@ fn hostile_configs_never_panic() {
     for text in ["", "[]", "{", "null", "{\"architectures\": 7}", "{\"architectures\": [7]}", "{\"model_type\": []}"] {
         assert!(import_config_only(text, 0).is_err(), "{text}");
     }
-    assert!(matches!(import(Path::new("/nonexistent")), Err(ImportError::Io { .. })));
+    let missing = Fault::from(import(Path::new("/nonexistent")).unwrap_err());
+    assert!(missing.tier == crate::error::Tier::Input && missing.message.contains("config.json"), "{missing}");
 }
 
 #[test]
