@@ -3,14 +3,16 @@
 //! A counter-based generator, so that any row of any tensor can be made alone, in any order, by any number of threads,
 //! and two builds of one synthetic model agree on every bit without a file between them.
 
+use std::sync::LazyLock;
+
 use half::bf16;
 
 /// One tensor of a synthetic model.
 ///
-/// Element `i` is `round_to_bf16(mean + std * z)` with `z = (u0 + u1 + u2 + u3 - E) / S`, where `u0..u3` are the four
-/// 16-bit lanes of `splitmix64(key + (i + 1) * golden)`, and `E`, `S` their expectation and deviation: a sum of four
-/// uniforms is close to normal and never further than 3.46 deviations from its mean, so there are no outliers that
-/// would decide a tolerance. Every value is exact in bf16, so an fp32 and a bf16 build of one model share weights.
+/// Element `i` is `round_to_bf16(mean + std * NORMAL[u])`, `u` being twelve bits of lane `i % 4` of
+/// `splitmix64(key + (i / 4 + 1) * golden)`: one hash serves four elements. The table holds 4096 normal-like values of
+/// mean 0 and deviation 1, none beyond 3.5, so there are no outliers that would decide a tolerance. Every value is
+/// exact in bf16, so an fp32 and a bf16 build of one model share weights.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct SyntheticTensor {
     key: u64,
@@ -20,13 +22,36 @@ pub struct SyntheticTensor {
 
 /// Increment of SplitMix64 (Steele, Lea, Flood 2014): 2^64 / golden ratio.
 const GOLDEN: u64 = 0x9E37_79B9_7F4A_7C15;
-/// Expectation of the sum of four uniform 16-bit lanes.
-const LANES_MEAN: i32 = 2 * 65535;
-/// Deviation of that sum: sqrt(4 * (65536^2 - 1) / 12).
-const LANES_STD: f32 = 37837.227;
+
+/// Output function of SplitMix64.
+fn mix(mut h: u64) -> u64 {
+    h = (h ^ (h >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+    h = (h ^ (h >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+    h ^ (h >> 31)
+}
+
+const TABLE_BITS: u32 = 12;
+
+/// Sums of four uniform 16-bit lanes of a fixed hash, mirrored for a mean of exactly 0 and scaled to a deviation of 1.
+/// Integers, one square root and one division: the same bits on every machine.
+static NORMAL: LazyLock<[f32; 1 << TABLE_BITS]> = LazyLock::new(|| {
+    let half: Vec<i64> = (0..1u64 << (TABLE_BITS - 1))
+        .map(|i| {
+            let h = mix((i + 1).wrapping_mul(GOLDEN));
+            let lanes = (h & 0xFFFF) + (h >> 16 & 0xFFFF) + (h >> 32 & 0xFFFF) + (h >> 48);
+            lanes as i64 - 2 * 65535
+        })
+        .collect();
+    let squares: i64 = half.iter().map(|v| v * v).sum();
+    let std = (squares as f64 / half.len() as f64).sqrt();
+    std::array::from_fn(|i| {
+        let value = half[i / 2] as f64 / std;
+        (if i % 2 == 0 { value } else { -value }) as f32
+    })
+});
 
 impl SyntheticTensor {
-    /// `mean` and `std` of the normal-like values before rounding.
+    /// `mean` and `std` of the values before rounding.
     pub fn new(seed: u64, name: &str, mean: f32, std: f32) -> Self {
         let mut hasher = blake3::Hasher::new();
         hasher.update(b"monobloc synthetic tensor\0").update(&seed.to_le_bytes()).update(name.as_bytes());
@@ -37,26 +62,42 @@ impl SyntheticTensor {
 
     /// Element `index`, counted in row-major order over the whole tensor.
     pub fn value(&self, index: u64) -> bf16 {
-        let mut h = self.key.wrapping_add(index.wrapping_add(1).wrapping_mul(GOLDEN));
-        h = (h ^ (h >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-        h = (h ^ (h >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-        h ^= h >> 31;
-        let lanes = (h & 0xFFFF) + (h >> 16 & 0xFFFF) + (h >> 32 & 0xFFFF) + (h >> 48);
-        round_bf16(self.mean + (lanes as i32 - LANES_MEAN) as f32 * (self.std / LANES_STD))
+        self.element(&NORMAL, self.hash(index / 4), index)
+    }
+
+    fn hash(&self, group: u64) -> u64 {
+        mix(self.key.wrapping_add(group.wrapping_add(1).wrapping_mul(GOLDEN)))
+    }
+
+    fn element(&self, normal: &[f32; 1 << TABLE_BITS], hash: u64, index: u64) -> bf16 {
+        let lane = (hash >> (16 * (index % 4))) as u16;
+        round_bf16(self.mean + self.std * normal[usize::from(lane >> (16 - TABLE_BITS))])
+    }
+
+    fn fill<T>(&self, first: u64, out: &mut [T], convert: impl Fn(bf16) -> T) {
+        let normal: &[f32; 1 << TABLE_BITS] = &NORMAL;
+        let head = out.len().min((first.wrapping_neg() % 4) as usize);
+        let (head, rest) = out.split_at_mut(head);
+        for (i, slot) in head.iter_mut().enumerate() {
+            *slot = convert(self.value(first + i as u64));
+        }
+        let first_group = (first + head.len() as u64) / 4;
+        for (group, slots) in rest.chunks_mut(4).enumerate() {
+            let hash = self.hash(first_group + group as u64);
+            for (lane, slot) in slots.iter_mut().enumerate() {
+                *slot = convert(self.element(normal, hash, lane as u64));
+            }
+        }
     }
 
     /// Elements `first..first + out.len()`.
     pub fn fill_f32(&self, first: u64, out: &mut [f32]) {
-        for (i, slot) in out.iter_mut().enumerate() {
-            *slot = f32::from_bits(u32::from(self.value(first + i as u64).to_bits()) << 16);
-        }
+        self.fill(first, out, |v| f32::from_bits(u32::from(v.to_bits()) << 16));
     }
 
     /// Elements `first..first + out.len()`.
     pub fn fill_bf16(&self, first: u64, out: &mut [bf16]) {
-        for (i, slot) in out.iter_mut().enumerate() {
-            *slot = self.value(first + i as u64);
-        }
+        self.fill(first, out, |v| v);
     }
 }
 
@@ -75,9 +116,15 @@ mod tests {
         let a = SyntheticTensor::new(7, "model.norm.weight", 0.0, 1.0);
         let mut whole = vec![bf16::ZERO; 1000];
         a.fill_bf16(0, &mut whole);
-        let mut tail = vec![0.0; 10];
-        a.fill_f32(990, &mut tail);
-        assert_eq!(tail, whole[990..].iter().map(|v| v.to_f32()).collect::<Vec<_>>());
+        for first in 0..9 {
+            for len in 0..9 {
+                let mut part = vec![0.0; len];
+                a.fill_f32(first, &mut part);
+                let range = first as usize..first as usize + len;
+                assert_eq!(part, whole[range].iter().map(|v| v.to_f32()).collect::<Vec<_>>());
+            }
+        }
+        assert!((0..1000).all(|i| a.value(i) == whole[i as usize]));
         // Pinned: a change of the generator changes every synthetic model and must be deliberate.
         assert_eq!(whole[..4].iter().map(|v| v.to_bits()).collect::<Vec<_>>(), PINNED);
         for other in [SyntheticTensor::new(8, "model.norm.weight", 0.0, 1.0), SyntheticTensor::new(7, "x", 0.0, 1.0)] {
@@ -87,7 +134,7 @@ mod tests {
         }
     }
 
-    const PINNED: [u16; 4] = [49128, 48841, 48952, 48603];
+    const PINNED: [u16; 4] = [49110, 16030, 49008, 16400];
 
     #[test]
     fn values_have_the_asked_mean_and_deviation() {
@@ -101,7 +148,7 @@ mod tests {
         assert!((mean - 1.0).abs() < 2e-3, "{mean}");
         assert!((var.sqrt() - 0.25).abs() < 2e-3, "{}", var.sqrt());
         assert!((neighbours / var).abs() < 1e-2, "{neighbours}");
-        assert!(v.iter().all(|&x| (x - 1.0).abs() <= 0.25 * 3.47));
+        assert!(v.iter().all(|&x| (x - 1.0).abs() <= 0.25 * 3.5));
     }
 
     #[test]

@@ -625,3 +625,275 @@ fn norms(graph: &ModelGraph) -> impl Iterator<Item = &Norm> {
         })
         .chain([&graph.final_norm])
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::config;
+
+    /// A safetensors file from its header text and data.
+    fn file(header: &str, data: &[u8]) -> Vec<u8> {
+        [&(header.len() as u64).to_le_bytes(), header.as_bytes(), data].concat()
+    }
+
+    fn folder(files: &[(&str, Vec<u8>)]) -> tempfile::TempDir {
+        let dir = tempfile::tempdir().unwrap();
+        for (name, bytes) in files {
+            std::fs::write(dir.path().join(name), bytes).unwrap();
+        }
+        dir
+    }
+
+    /// Every fault of a folder, one per line.
+    fn faults(files: &[(&str, Vec<u8>)]) -> String {
+        let faults = Checkpoint::open(folder(files).path()).unwrap_err();
+        faults.iter().map(|fault| format!("{fault}\n")).collect()
+    }
+
+    fn single(header: &str, data_bytes: usize) -> String {
+        faults(&[(SINGLE_FILE, file(header, &vec![0; data_bytes]))])
+    }
+
+    const TWO: &str = concat!(
+        r#"{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"#,
+        r#""b":{"dtype":"BF16","shape":[2,2],"data_offsets":[8,16]}}"#
+    );
+
+    #[test]
+    fn headers_are_refused_by_name() {
+        let expect = |found: String, expected: &str| assert_eq!(found, format!("{expected}\n"));
+        let broken = |bytes: &[u8]| faults(&[(SINGLE_FILE, bytes.to_vec())]);
+        expect(broken(b"\x01\0\0"), "`model.safetensors`: expected at least 8 bytes of header length, found 3");
+        expect(
+            broken(&[&u64::MAX.to_le_bytes()[..], b"{}"].concat()),
+            "`model.safetensors`: expected a header of at most 100000000 bytes, found a length of 18446744073709551615",
+        );
+        let whole = file(TWO, &[0; 16]);
+        expect(
+            broken(&whole[..40]),
+            "`model.safetensors`: the header declares 111 bytes, the file has 32 after its length field",
+        );
+        expect(
+            broken(&whole[..whole.len() - 3]),
+            "`model.safetensors`: tensor `b`: offsets 8..16 are outside the 13 bytes of data",
+        );
+        expect(single(TWO, 17), "`model.safetensors`: tensor data ends at byte 16 after the header, the file has 17");
+        assert!(single("[1]", 0).contains("is no safetensors header"));
+        assert!(single(&TWO[..60], 16).contains("is no safetensors header"));
+        let tensor = |dtype: &str, shape: &str, offsets: &str| {
+            single(&format!(r#"{{"t":{{"dtype":"{dtype}","shape":{shape},"data_offsets":{offsets}}}}}"#), 8)
+        };
+        expect(
+            tensor("F32", "[3]", "[0,8]"),
+            "`model.safetensors`: tensor `t` of F32 [3] needs 12 bytes, its offsets span 8",
+        );
+        expect(
+            tensor("F32", "[4294967296,4294967296]", "[0,8]"),
+            "`model.safetensors`: tensor `t` of F32 [4294967296, 4294967296] needs more than 2^64 bytes, \
+             its offsets span 8",
+        );
+        expect(tensor("F7", "[2]", "[0,8]"), "`model.safetensors`: tensor `t`: unknown variant `F7`");
+        expect(
+            tensor("F32", "[2]", "[8,0]"),
+            "`model.safetensors`: tensor `t`: offsets 8..0 are outside the 8 bytes of data",
+        );
+        assert!(tensor("F32", "[-1]", "[0,8]").contains("tensor `t`: invalid value: integer `-1`"));
+        let two = |a: &str, b: &str, bytes| {
+            let entry = |offsets: &str| format!(r#"{{"dtype":"F32","shape":[2],"data_offsets":{offsets}}}"#);
+            single(&format!(r#"{{"a":{},"b":{}}}"#, entry(a), entry(b)), bytes)
+        };
+        expect(
+            two("[0,8]", "[4,12]", 12),
+            "`model.safetensors`: tensors `a` and `b` overlap: one ends at byte 8, the next begins at 4",
+        );
+        expect(two("[0,8]", "[12,20]", 20), "`model.safetensors`: a hole of 4 bytes before tensor `b`");
+        expect(two("[4,12]", "[12,20]", 20), "`model.safetensors`: a hole of 4 bytes before tensor `a`");
+        let twice = TWO.replace("\"b\"", "\"a\"");
+        expect(single(&twice, 16), "`model.safetensors`: the header names tensor `a` twice");
+    }
+
+    #[test]
+    fn folders_are_refused_by_name() {
+        let one =
+            |name: &str| file(&format!(r#"{{"{name}":{{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}}}"#), &[0; 8]);
+        let index = |entries: &str| format!(r#"{{"metadata":{{}},"weight_map":{{{entries}}}}}"#).into_bytes();
+        let (s1, s2) = ("m-1.safetensors", "m-2.safetensors");
+        let whole = index(r#""a":"m-1.safetensors","b":"m-2.safetensors""#);
+
+        let found = faults(&[(INDEX_FILE, whole.clone()), (s1, one("a"))]);
+        assert_eq!(found, "`model.safetensors.index.json` names shard `m-2.safetensors`, which is not there\n");
+        let found = faults(&[(INDEX_FILE, whole.clone()), (s1, one("a")), (s2, one("a"))]);
+        assert_eq!(found, "tensor `a` is in both `m-1.safetensors` and `m-2.safetensors`\n");
+        let found = faults(&[(INDEX_FILE, whole.clone()), (s1, one("a")), (s2, one("c"))]);
+        let lacks = "`model.safetensors.index.json` places tensor `b` in `m-2.safetensors`, which does not hold it\n";
+        let unlisted =
+            "`m-2.safetensors` holds tensor `c`, which `model.safetensors.index.json` does not place there\n";
+        assert_eq!(found, format!("{lacks}{unlisted}"));
+        for name in ["../m.safetensors", "/etc/m.safetensors", "sub/m.safetensors", "m.bin", ".."] {
+            let found = faults(&[(INDEX_FILE, index(&format!(r#""a":"{name}""#)))]);
+            assert!(found.contains(&format!("names shard `{name}`, expected the name of")), "{found}");
+        }
+        assert!(faults(&[(INDEX_FILE, b"{}".to_vec())]).contains("missing field `weight_map`"));
+        assert!(faults(&[(INDEX_FILE, index(""))]).contains("`weight_map` is empty"));
+        let found = faults(&[(INDEX_FILE, whole), (SINGLE_FILE, one("a"))]);
+        assert!(found.contains("are both there"), "{found}");
+        let found = faults(&[("pytorch_model-00001-of-00002.bin", vec![])]);
+        assert!(found.starts_with("`pytorch_model-00001-of-00002.bin` is a pickle checkpoint"), "{found}");
+        assert!(faults(&[("model.gguf", vec![])]).starts_with("`model.gguf` is a GGUF checkpoint"));
+        assert!(faults(&[]).contains("has no `model.safetensors`"));
+        let found = faults(&[(SINGLE_FILE, one("a")), ("adapter_config.json", vec![])]);
+        assert!(found.starts_with("`adapter_config.json` is an adapter"), "{found}");
+    }
+
+    /// Rows of the same values in every stored type, aligned and not.
+    #[test]
+    fn rows_are_read_from_every_type_and_alignment() {
+        let values = [1.0f32, -2.5, 0.337_890_63, 1e-3, 65504.0, 3.0];
+        for pad in 0..4 {
+            for dtype in [DType::F32, DType::Bf16, DType::F16] {
+                let (name, data): (&str, Vec<u8>) = match dtype {
+                    DType::F32 => ("F32", values.iter().flat_map(|v| v.to_le_bytes()).collect()),
+                    DType::Bf16 => ("BF16", values.iter().flat_map(|v| bf16::from_f32(*v).to_le_bytes()).collect()),
+                    _ => ("F16", values.iter().flat_map(|v| f16::from_f32(*v).to_le_bytes()).collect()),
+                };
+                let mut header =
+                    format!(r#"{{"t":{{"dtype":"{name}","shape":[3,2],"data_offsets":[0,{}]}}}}"#, data.len());
+                header.push_str(&" ".repeat((8 - header.len() % 8) % 8 + pad));
+                let dir = folder(&[(SINGLE_FILE, file(&header, &data))]);
+                let tensor = Tensor { name: "t".to_string(), dtype, shape: vec![3, 2] };
+                let weights = Checkpoint::open(dir.path()).unwrap().bind(&[tensor]).unwrap();
+                let aligned = !matches!(weights.view(TensorId(0)), TensorView::Unaligned { .. });
+                assert_eq!(aligned, pad % dtype.bytes() == 0, "{name} {pad}");
+                for row in 0..3 {
+                    let given = &values[2 * row as usize..2 * row as usize + 2];
+                    let exact: Vec<f32> = match dtype {
+                        DType::F32 => given.to_vec(),
+                        DType::Bf16 => given.iter().map(|v| bf16::from_f32(*v).to_f32()).collect(),
+                        _ => given.iter().map(|v| f16::from_f32(*v).to_f32()).collect(),
+                    };
+                    let (mut wide, mut narrow) = ([0.0; 2], [bf16::ZERO; 2]);
+                    weights.read_row_f32(TensorId(0), row, &mut wide);
+                    weights.read_row_bf16(TensorId(0), row, &mut narrow);
+                    assert_eq!(wide.to_vec(), exact);
+                    assert_eq!(narrow.to_vec(), exact.iter().map(|v| bf16::from_f32(*v)).collect::<Vec<_>>());
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn fp32_rounds_to_bf16_to_nearest_even() {
+        let data: Vec<u8> = [0x3F80_8000u32, 0x3F81_8000, 0x3F80_8001, 0x3F80_7FFF]
+            .iter()
+            .flat_map(|bits| bits.to_le_bytes())
+            .collect();
+        let header = r#"{"t":{"dtype":"F32","shape":[4],"data_offsets":[0,16]}}"#;
+        let dir = folder(&[(SINGLE_FILE, file(header, &data))]);
+        let tensor = Tensor { name: "t".to_string(), dtype: DType::F32, shape: vec![4] };
+        let weights = Checkpoint::open(dir.path()).unwrap().bind(&[tensor]).unwrap();
+        let mut row = [bf16::ZERO; 4];
+        weights.read_row_bf16(TensorId(0), 0, &mut row);
+        assert_eq!(row.map(bf16::to_bits), [0x3F80, 0x3F82, 0x3F81, 0x3F80]);
+    }
+
+    const LLAMA_8B: &str = r#"{"architectures":["LlamaForCausalLM"],"hidden_size":4096,"intermediate_size":14336,
+        "num_hidden_layers":32,"num_attention_heads":32,"num_key_value_heads":8,"vocab_size":128256}"#;
+
+    /// 16 GB in four sparse shards: only headers may be read, and a row in the middle is still there.
+    #[test]
+    fn importing_a_large_model_reads_headers_only() {
+        let graph = config::import_config_only(LLAMA_8B, 0).unwrap().graph;
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::write(dir.path().join("config.json"), LLAMA_8B).unwrap();
+        let mut index = Vec::new();
+        let (mut headers, mut bytes_total) = (0, 0);
+        for (shard, tensors) in graph.tensors.chunks(graph.tensors.len().div_ceil(4)).enumerate() {
+            let name = format!("model-{shard}.safetensors");
+            let (mut entries, mut end) = (Vec::new(), 0u64);
+            for t in tensors {
+                let begin = end;
+                end += t.shape.iter().map(|&n| u64::from(n)).product::<u64>() * 2;
+                let shape = &t.shape;
+                let offsets = [begin, end];
+                entries
+                    .push(format!(r#""{}":{{"dtype":"BF16","shape":{shape:?},"data_offsets":{offsets:?}}}"#, t.name));
+                index.push(format!(r#""{}":"{name}""#, t.name));
+            }
+            let header = file(&format!("{{{}}}", entries.join(",")), &[]);
+            std::fs::write(dir.path().join(&name), &header).unwrap();
+            let handle = File::options().write(true).open(dir.path().join(&name)).unwrap();
+            handle.set_len(header.len() as u64 + end).unwrap();
+            headers += header.len() as u64;
+            bytes_total += end;
+        }
+        let index = format!(r#"{{"weight_map":{{{}}}}}"#, index.join(","));
+        std::fs::write(dir.path().join(INDEX_FILE), &index).unwrap();
+        let imported = config::import(dir.path()).unwrap();
+        assert_eq!(bytes_total, 16_060_522_496);
+        assert_eq!(imported.header_bytes_read, headers + index.len() as u64);
+        assert!(imported.header_bytes_read < 100_000);
+        assert_eq!(imported.graph, graph);
+        let mut row = vec![1.0; 4096];
+        imported.weights.read_row_f32(graph.layers[20].attn.q.weight.tensor, 4095, &mut row);
+        assert_eq!(row, vec![0.0; 4096]);
+    }
+
+    /// A file changed in any one byte of its header is imported or refused; it never panics or allocates at will.
+    #[test]
+    fn damaged_headers_never_panic() {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/variants/llama-defaults");
+        let whole = std::fs::read(folder.join(SINGLE_FILE)).unwrap();
+        let header_end = 8 + u64::from_le_bytes(whole[..8].try_into().unwrap()) as usize;
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::copy(folder.join("config.json"), dir.path().join("config.json")).unwrap();
+        let path = dir.path().join(SINGLE_FILE);
+        let mut refused = 0;
+        for i in 0..600usize {
+            let mut bytes = whole.clone();
+            let at = i.wrapping_mul(2_654_435_761) % header_end;
+            bytes[at] ^= 1 << (i % 8);
+            std::fs::write(&path, &bytes).unwrap();
+            refused += usize::from(config::import(dir.path()).is_err());
+        }
+        for length in (0..header_end + 100).step_by(37) {
+            std::fs::write(&path, &whole[..length]).unwrap();
+            assert!(config::import(dir.path()).is_err());
+        }
+        // Whitespace and the metadata may change without harm, and nothing else.
+        assert!(refused > 560, "{refused}");
+    }
+
+    #[test]
+    fn synthetic_weights_have_the_statistics_they_promise() {
+        let config = r#"{"architectures":["Gemma2ForCausalLM"],"hidden_size":128,"intermediate_size":256,
+            "num_hidden_layers":2,"num_attention_heads":4,"num_key_value_heads":2,"vocab_size":512,"head_dim":32}"#;
+        let imported = config::import_config_only(config, 5).unwrap();
+        let (graph, weights) = (&imported.graph, &imported.weights);
+        assert_eq!((weights.synthetic_seed(), weights.files().len()), (Some(5), 0));
+        let moments = |id: TensorId| {
+            let (rows, cols) = (weights.rows(id), weights.cols(id));
+            let mut values = vec![0.0; rows as usize * cols];
+            for (row, out) in values.chunks_exact_mut(cols).enumerate() {
+                weights.read_row_f32(id, row as u32, out);
+                let mut narrow = vec![bf16::ZERO; cols];
+                weights.read_row_bf16(id, row as u32, &mut narrow);
+                assert!(narrow.iter().zip(&*out).all(|(n, w)| n.to_f32() == *w));
+            }
+            let mean = values.iter().sum::<f32>() / values.len() as f32;
+            let var = values.iter().map(|v| (v - mean) * (v - mean)).sum::<f32>() / values.len() as f32;
+            (mean, var.sqrt())
+        };
+        let close = |found: (f32, f32), mean: f32, std: f32| {
+            assert!((found.0 - mean).abs() < 0.3 * std && (found.1 / std - 1.0).abs() < 0.2, "{found:?} {mean} {std}");
+        };
+        close(moments(graph.layers[0].attn.q.weight.tensor), 0.0, 128f32.powf(-0.5));
+        close(moments(graph.layers[1].mlp.down.weight.tensor), 0.0, 256f32.powf(-0.5));
+        close(moments(graph.final_norm.weight.unwrap()), 0.0, 0.25);
+        close(moments(graph.embed), 0.0, 2.0 / 128f32.sqrt());
+        let ids: Vec<u32> = (0..16).map(|i| i * 31).collect();
+        let logits = crate::reference::forward(graph, weights, &ids);
+        let last: Vec<f64> = logits.iter().flatten().map(|&l| f64::from(l)).collect();
+        let std = (last.iter().map(|l| l * l).sum::<f64>() / last.len() as f64).sqrt();
+        assert!((1.0..4.0).contains(&std), "{std}");
+    }
+}

@@ -4,7 +4,7 @@
 //! family; the model code was read for what it does with each key, not the documentation.
 
 use crate::model::config::plan::{LayerPlan, Names, NormPlan, Plan, Projections};
-use crate::model::config::reader::{Answer, EXTENT_MAX, LAYERS_MAX, Reader};
+use crate::model::config::reader::{Answer, EXTENT_MAX, LAYERS_MAX, POSITIONS_MAX, Reader, VOCAB_MAX};
 use crate::model::config::reason::Reason;
 use crate::model::config::rope::{self, LAYER_TYPES, Partial, ResolvedRope, RopeRules};
 use crate::model::config::schema::{
@@ -271,20 +271,22 @@ enum KvHeads {
 enum HeadDim {
     /// Absent or null: `hidden_size / num_attention_heads`.
     Derived,
-    /// Absent: this many.
+    /// Absent: this many; null is refused, as it is by the class.
     Default(u32),
+    /// The class computes nothing without it.
+    Required,
     /// The family has no such key and derives it.
     NoKey,
 }
 
 fn shape(r: &mut Reader, d: ShapeDefaults) -> Option<Shape> {
     let reasons_before = r.reasons.len();
-    let vocab = r.count_required("vocab_size", EXTENT_MAX);
+    let vocab = r.count_required("vocab_size", VOCAB_MAX);
     let hidden = r.count_required("hidden_size", EXTENT_MAX);
     let layers = r.count_required("num_hidden_layers", LAYERS_MAX);
     let heads = r.count_required("num_attention_heads", EXTENT_MAX);
     let intermediate = r.count_required("intermediate_size", EXTENT_MAX);
-    let positions_max = r.count("max_position_embeddings", d.positions, u32::MAX);
+    let positions_max = r.count("max_position_embeddings", d.positions, POSITIONS_MAX);
     let kv_heads = match d.kv_heads {
         KvHeads::NoKey => heads,
         KvHeads::SameAsHeads | KvHeads::Default(_) => match (r.count_or_null("num_key_value_heads"), d.kv_heads) {
@@ -292,17 +294,22 @@ fn shape(r: &mut Reader, d: ShapeDefaults) -> Option<Shape> {
             (Answer::Absent | Answer::Null, _) => heads,
         },
     };
-    let explicit = match d.head_dim {
-        HeadDim::NoKey => Answer::Absent,
-        HeadDim::Derived | HeadDim::Default(_) => r.count_or_null("head_dim"),
+    let head_dim = match d.head_dim {
+        HeadDim::NoKey => None,
+        HeadDim::Required => Some(r.count_required("head_dim", EXTENT_MAX)),
+        HeadDim::Default(n) => Some(r.count("head_dim", n, EXTENT_MAX)),
+        HeadDim::Derived => match r.count_or_null("head_dim") {
+            Answer::Is(n) => Some(n),
+            Answer::Absent | Answer::Null => None,
+        },
     };
     if r.reasons.len() > reasons_before {
         return None;
     }
-    let head_dim = match (explicit, d.head_dim) {
-        (Answer::Is(n), _) | (Answer::Absent, HeadDim::Default(n)) => n,
-        _ if hidden.is_multiple_of(heads) => hidden / heads,
-        _ => {
+    let head_dim = match head_dim {
+        Some(n) => n,
+        None if hidden.is_multiple_of(heads) => hidden / heads,
+        None => {
             let (key, expected) = ("num_attention_heads".to_string(), format!("a divisor of `hidden_size` {hidden}"));
             return r.refuse(Reason::BadValue { key, expected, found: heads.to_string() });
         }
@@ -433,6 +440,7 @@ fn plan(s: &Shape, names: &'static Names, scalars: Scalars, rope: ResolvedRope) 
         kv_heads: s.kv_heads,
         head_dim: s.head_dim,
         positions_max: rope.positions_max,
+        notes: rope.note.into_iter().collect(),
         tied: scalars.tied,
         norm: NormPlan { kind: NormKind::Rms, eps: scalars.eps as f32, weight_offset: 0.0, bias: false },
         qk_norm: None,
@@ -507,7 +515,7 @@ fn ministral(r: &mut Reader) -> Option<Plan> {
         class: "MinistralForCausalLM",
         positions: 131_072,
         kv_heads: KvHeads::Default(8),
-        head_dim: HeadDim::Derived,
+        head_dim: HeadDim::Required,
     };
     let s = shape(r, defaults)?;
     let sliding = sliding_layers(r, s.layers, window, |_| window.is_some());
@@ -661,10 +669,12 @@ fn gemma3(r: &mut Reader) -> Option<Plan> {
     let sliding_rules = RopeRules { theta_key: "rope_local_base_freq", ..rope_rules(&s) };
     let (full, local) = rope::per_layer_type(r, &full_rules, &sliding_rules)?;
     let ropes = vec![full.rope.clone(), local.rope];
+    let notes = [&full.note, &local.note].into_iter().flatten().cloned().collect();
     let layer = |&slides: &bool| LayerPlan { rope: Some(RopeId(u32::from(slides))), window: window.filter(|_| slides) };
     Some(Plan {
         qk_norm: Some(QkNormSpan::Head),
         positions_max: full.positions_max.min(local.positions_max),
+        notes,
         ropes,
         layers: sliding.iter().map(layer).collect(),
         ..gemma.plan(&s, full)

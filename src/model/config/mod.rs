@@ -13,13 +13,12 @@ mod rope;
 mod schema;
 
 use std::fmt;
-use std::fs::File;
-use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value};
 
 use crate::error::Fault;
+use crate::files::{FileError, read_text};
 use crate::model::config::families::{FAMILIES, Family};
 use crate::model::config::plan::{Assembled, Plan, assemble};
 use crate::model::config::reader::Reader;
@@ -39,13 +38,15 @@ pub struct Imported {
     pub header_bytes_read: u64,
     /// `config.json` as it was read.
     pub config_text: String,
+    /// What a user should know: limits that the checkpoint does not have elsewhere. One sentence each.
+    pub notes: Vec<String>,
 }
 
 /// Why a folder is no model that monobloc can compute.
 #[derive(Debug, thiserror::Error)]
 pub enum ImportError {
-    #[error("cannot read `{path}`: {error}")]
-    Io { path: PathBuf, error: io::Error },
+    #[error(transparent)]
+    File(#[from] FileError),
     #[error("`{path}` is no JSON object: {detail}")]
     Syntax { path: PathBuf, detail: String },
     #[error("{}", Refusal(place, reasons))]
@@ -75,7 +76,7 @@ impl From<ImportError> for Fault {
     fn from(error: ImportError) -> Fault {
         let message = error.to_string();
         match error {
-            ImportError::Io { .. } => Fault::environment(message),
+            ImportError::File(error) => Fault::from(error),
             ImportError::Syntax { .. } => Fault::input(message),
             ImportError::Refused { .. } => Fault::input(message)
                 .with_remedy("what is not modelled is refused, because it might change the result; see README.md"),
@@ -92,11 +93,11 @@ const CONFIG_BYTES_MAX: u64 = 16 << 20;
 /// [`ImportError::Refused`] with every reason found.
 pub fn import(dir: &Path) -> Result<Imported, ImportError> {
     let config_path = dir.join("config.json");
-    let config_text = read_text(&config_path)?;
+    let config_text = read_text(&config_path, CONFIG_BYTES_MAX)?;
     let config = parse_object(&config_path, &config_text)?;
     let generation_path = dir.join("generation_config.json");
     let generation = match generation_path.exists() {
-        true => parse_object(&generation_path, &read_text(&generation_path)?)?,
+        true => parse_object(&generation_path, &read_text(&generation_path, CONFIG_BYTES_MAX)?)?,
         false => Map::new(),
     };
     let (family, plan, mut reasons) = resolve(&config);
@@ -131,7 +132,7 @@ pub fn import(dir: &Path) -> Result<Imported, ImportError> {
     set_special_tokens(&mut graph, &config, &generation);
     let header_bytes_read = checkpoint.header_bytes_read();
     match checkpoint.bind(&graph.tensors) {
-        Ok(weights) => Ok(Imported { graph, weights, header_bytes_read, config_text }),
+        Ok(weights) => Ok(Imported { graph, weights, header_bytes_read, config_text, notes: plan.notes }),
         Err(fault) => refused(vec![Reason::Weights(fault)]),
     }
 }
@@ -149,17 +150,8 @@ pub fn import_config_only(config_text: &str, seed: u64) -> Result<Imported, Impo
     let mut graph = assemble(&plan, None).graph;
     set_special_tokens(&mut graph, &config, &Map::new());
     let weights = Weights::synthetic(&graph, seed);
-    Ok(Imported { graph, weights, header_bytes_read: 0, config_text: config_text.to_string() })
-}
-
-fn read_text(path: &Path) -> Result<String, ImportError> {
-    let fault = |error| ImportError::Io { path: path.to_path_buf(), error };
-    let mut text = String::new();
-    File::open(path).map_err(fault)?.take(CONFIG_BYTES_MAX + 1).read_to_string(&mut text).map_err(fault)?;
-    if text.len() as u64 > CONFIG_BYTES_MAX {
-        return Err(fault(io::Error::other(format!("expected at most {CONFIG_BYTES_MAX} bytes"))));
-    }
-    Ok(text)
+    let (config_text, notes) = (config_text.to_string(), plan.notes);
+    Ok(Imported { graph, weights, header_bytes_read: 0, config_text, notes })
 }
 
 fn parse_object(path: &Path, text: &str) -> Result<Map<String, Value>, ImportError> {
@@ -300,3 +292,6 @@ fn set_special_tokens(graph: &mut ModelGraph, config: &Map<String, Value>, gener
     graph.eos = eos;
     graph.bos = given("bos_token_id").and_then(id);
 }
+
+#[cfg(test)]
+mod tests;

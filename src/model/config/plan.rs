@@ -24,6 +24,8 @@ pub struct Plan {
     pub kv_heads: u32,
     pub head_dim: u32,
     pub positions_max: u32,
+    /// What a user should know about the limits of this import.
+    pub notes: Vec<String>,
     pub tied: bool,
     pub norm: NormPlan,
     pub qk_norm: Option<QkNormSpan>,
@@ -61,7 +63,8 @@ pub struct NormPlan {
     pub bias: bool,
 }
 
-/// Tensor names of a family. Norms and projections are named without `.weight`; a layer's are under `{layers}.{index}.`.
+/// Tensor names of a family. Norms and projections are named without `.weight`, those of a layer under
+/// `{layers}.{index}.`.
 #[derive(Debug, Clone, Copy)]
 pub struct Names {
     pub embed: &'static str,

@@ -174,9 +174,9 @@ pub fn describe(graph: &ModelGraph) -> String {
     stored.dedup();
     let stored: Vec<&str> = stored.into_iter().map(DType::name).collect();
     line(&mut out, format_args!("weights stored as {}", stored.join(", ")));
-    let scale = scale_text("embedding scaled by", graph.embed_scale);
-    let head = if graph.head.weight.tensor == graph.embed { "tied to the head" } else { "apart from the head" };
-    line(&mut out, format_args!("embedding {head}{scale}"));
+    let scale = scale_text("scaled by", graph.embed_scale);
+    let tied = if graph.head.weight.tensor == graph.embed { ", tied to the head" } else { "" };
+    line(&mut out, format_args!("embedding{tied}{scale}"));
     for (i, rope) in graph.ropes.iter().enumerate() {
         let pairs = if rope.interleaved { "neighbouring" } else { "half-split" };
         let (count, scale) = (rope.inv_freq.len(), scale_text("scaled by", rope.scale));
@@ -241,7 +241,7 @@ fn describe_layer(layer: &Layer) -> String {
     line(
         &mut out,
         format_args!(
-            "  {}attention {} heads on {} kv heads of {} ({}){}",
+            "  {}attention of {} query and {} kv heads, {} wide ({}){}",
             norm(&layer.attn_norm),
             attn.heads,
             attn.kv_heads,

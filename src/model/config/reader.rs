@@ -9,9 +9,12 @@ use serde_json::{Map, Value};
 
 use crate::model::config::reason::Reason;
 
-/// Largest extent accepted for any one dimension: far above every published model, and small enough that products of
-/// two extents and byte counts stay well inside 64 bits.
-pub const EXTENT_MAX: u32 = 1 << 24;
+// Limits far above every published model, and small enough that byte counts of whole models and caches stay inside
+// 64 bits whatever a hostile config says.
+/// Largest width of anything but the vocabulary.
+pub const EXTENT_MAX: u32 = 1 << 20;
+pub const VOCAB_MAX: u32 = 1 << 24;
+pub const POSITIONS_MAX: u32 = 1 << 27;
 /// Largest number of layers accepted; bounds what a hostile config can make the importer allocate.
 pub const LAYERS_MAX: u32 = 4096;
 

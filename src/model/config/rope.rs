@@ -1,7 +1,7 @@
-//! Owns rotary parameters: from either config layout to `inv_freq`, the attention factor and the positions they hold for.
+//! Owns rotary parameters: from either config layout to `inv_freq`, the attention factor and the positions they cover.
 //!
-//! Formulas and their fp32 rounding follow `modeling_rope_utils.py` of transformers 5; a frequency one ulp off is harmless
-//! at position 20 and visible at position 100 000.
+//! Formulas and their fp32 rounding follow `modeling_rope_utils.py` of transformers 5; a frequency one ulp off is
+//! harmless at position 20 and visible at position 100 000.
 
 use std::f64::consts::PI;
 
@@ -39,6 +39,8 @@ pub enum Partial {
 pub struct ResolvedRope {
     pub rope: Rope,
     pub positions_max: u32,
+    /// Why there are no more positions, where the kind of scaling ends them.
+    pub note: Option<String>,
 }
 
 /// The top-level keys that [`flat`] reads, for schema tables.
@@ -61,8 +63,8 @@ pub fn flat(reader: &mut Reader, rules: &RopeRules) -> Option<ResolvedRope> {
     resolve(reader, rules, name, map, Some(rules.theta_key))
 }
 
-/// Gemma 3: a table for full and one for sliding layers, in this order. In the v4 layout `rope_theta` and `rope_scaling`
-/// speak about full layers, `rope_local_base_freq` about sliding ones.
+/// Gemma 3: a table for full and one for sliding layers, in this order. In the v4 layout `rope_theta` and
+/// `rope_scaling` speak about full layers, `rope_local_base_freq` about sliding ones.
 pub fn per_layer_type(
     reader: &mut Reader,
     full: &RopeRules,
@@ -70,6 +72,11 @@ pub fn per_layer_type(
 ) -> Option<(ResolvedRope, ResolvedRope)> {
     let scaling = object(reader, "rope_scaling")?;
     let Some(nested) = object(reader, "rope_parameters")? else {
+        if scaling.is_some_and(|map| map.contains_key("type") && !map.contains_key("rope_type")) {
+            let expected = "the kind as `rope_type` (transformers 4 reads `type` here, transformers 5 ignores it)";
+            let (key, found) = ("rope_scaling.type".to_string(), "`type` alone".to_string());
+            return reader.refuse(Reason::BadValue { key, expected: expected.to_string(), found });
+        }
         let full = resolve(reader, full, "rope_scaling", scaling, Some(full.theta_key));
         let sliding = resolve(reader, sliding, "rope_scaling", None, Some(sliding.theta_key));
         return Some((full?, sliding?));
@@ -311,6 +318,7 @@ fn resolve<'a>(
     let table = |inv_freq: Vec<f32>, scale: f64, positions_max: u32| ResolvedRope {
         rope: Rope { inv_freq, scale: scale as f32, interleaved: rules.interleaved },
         positions_max,
+        note: None,
     };
     Some(match kind.as_str() {
         "linear" => {
@@ -327,7 +335,10 @@ fn resolve<'a>(
             let length = f64::from(positions);
             let stretch = (factor * length / length) - (factor - 1.0);
             let base = theta * stretch.powf(f64::from(dim) / f64::from(dim - 2));
-            table(inverse(&powers(base, dim)), 1.0, positions)
+            let note = format!(
+                "`dynamic` scaling changes its base beyond {positions} positions; contexts up to there are supported"
+            );
+            ResolvedRope { note: Some(note), ..table(inverse(&powers(base, dim)), 1.0, positions) }
         }
         "llama3" => {
             let (factor, low) = (inner.positive("factor"), inner.positive("low_freq_factor"));
@@ -376,7 +387,11 @@ fn resolve<'a>(
             // A sequence longer than the trained length switches every position to the long factors, those already
             // in the cache included. Only the short side is admitted, by admitting no such sequence.
             let scaled: Vec<f32> = powers(theta, dim).iter().zip(&short).map(|(power, ext)| ext * power).collect();
-            table(inverse(&scaled), scale, positions.min(trained as u32))
+            let limit = positions.min(trained as u32);
+            let note = format!(
+                "`longrope` switches to its long factors beyond {limit} positions; contexts up to there are supported"
+            );
+            ResolvedRope { note: Some(note), ..table(inverse(&scaled), scale, limit) }
         }
         _ => table(inverse(&powers(theta, dim)), 1.0, positions),
     })
