@@ -469,3 +469,228 @@ fn write_values(dtype: DType, values: &[f32], out: &mut [u8]) {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::candidate::Candidate;
+    use crate::dtype::Precision;
+    use crate::ir::schedule::Regime;
+    use crate::lower::lower;
+    use crate::model::config::{Imported, import, import_config_only};
+    use crate::schedule::schedule;
+    use crate::target::Target;
+    use std::path::Path;
+
+    /// Nothing divides anything: 40 = 32 + 8 of k, 44 of k, 61 rows of the head, 22 units of 4 gate and 4 up rows.
+    const ODD: &str = r#"{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 40,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 10, "intermediate_size": 86,
+        "num_hidden_layers": 2, "vocab_size": 61, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu",
+        "max_position_embeddings": 64, "tie_word_embeddings": false, "attention_bias": true, "mlp_bias": true,
+        "torch_dtype": "bfloat16"}"#;
+
+    fn place(imported: &Imported, weights: DType, change: impl Fn(&mut Candidate)) -> Schedule {
+        let target = Target::builtin("h200").unwrap();
+        let precision = Precision { weights, cache: DType::F32, wire: DType::F32 };
+        let mut candidate = Candidate { sms: 3, ..Candidate::default_for(&imported.graph, &target, precision) };
+        change(&mut candidate);
+        let program = lower(&imported.graph, "test", precision, 32, &candidate).unwrap();
+        schedule(program, &target, &candidate).unwrap()
+    }
+
+    fn fixture(name: &str) -> Imported {
+        import(&Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/families").join(name)).unwrap()
+    }
+
+    fn value(dtype: DType, bytes: &[u8]) -> f32 {
+        match dtype {
+            DType::Bf16 => bf16::from_le_bytes([bytes[0], bytes[1]]).to_f32(),
+            _ => f32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]),
+        }
+    }
+
+    /// Row `r` of unit `u` of a grid, as the graph's linears have it; zeros where there is none.
+    fn wanted_row(imported: &Imported, grid: &str, u: u32, r: u32, cols: usize) -> Vec<f32> {
+        let (kind, layer) = grid.split_once('.').unwrap_or((grid, "0"));
+        let layer = &imported.graph.layers[layer.parse::<usize>().unwrap()];
+        let flat = 8 * u + r;
+        let (linear, row) = match kind {
+            "qkv" if flat < layer.attn.q.rows => (&layer.attn.q, flat),
+            "qkv" if flat < layer.attn.q.rows + layer.attn.k.rows => (&layer.attn.k, flat - layer.attn.q.rows),
+            "qkv" => (&layer.attn.v, flat - layer.attn.q.rows - layer.attn.k.rows),
+            "o" => (&layer.attn.o, flat),
+            "gate_up" if r < 4 => (layer.mlp.gate.as_ref().unwrap(), 4 * u + r),
+            "gate_up" => (&layer.mlp.up, 4 * u + r - 4),
+            "down" => (&layer.mlp.down, flat),
+            _ => (&imported.graph.head, flat),
+        };
+        let mut values = vec![0.0; cols];
+        if row < linear.rows {
+            imported.weights.linear_row_f32(linear, row, &mut values);
+        }
+        values
+    }
+
+    fn check_streams(imported: &Imported, schedule: &Schedule, regime: &Regime, pack: &WeightPack) {
+        let dtype = schedule.program.precision.weights;
+        let granule_k = 64 / dtype.bytes();
+        let mut runs = 0;
+        for (sm, stream) in regime.streams.iter().enumerate() {
+            for run in stream {
+                let RunBytes::Fixed { offset, bytes } = run.bytes else { continue };
+                let task = &regime.tasks[run.task.index()];
+                let grid = &schedule.program.grids[task.grid.index()];
+                let Op::MatVec(m) = &grid.op else { panic!("{} streams weights", grid.name) };
+                let cols = m.k as usize;
+                let unit_bytes = cols.div_ceil(granule_k) * 512;
+                assert_eq!(bytes as usize, (task.hi - task.lo) as usize * unit_bytes, "{}", grid.name);
+                let begin = (pack.layout.stream_base[sm] + offset) as usize;
+                for (unit, u) in pack.bytes[begin..][..bytes as usize].chunks_exact(unit_bytes).zip(task.lo..) {
+                    for r in 0..8 {
+                        let want = wanted_row(imported, &grid.name, u, r, cols);
+                        for k in 0..cols.next_multiple_of(granule_k) {
+                            let at = k / granule_k * 512 + r as usize * 64 + k % granule_k * dtype.bytes();
+                            let want = want.get(k).copied().unwrap_or(0.0);
+                            assert_eq!(value(dtype, &unit[at..]), want, "{} unit {u} row {r} k {k}", grid.name);
+                        }
+                    }
+                }
+                runs += 1;
+            }
+        }
+        assert!(runs > 20, "{runs} runs");
+    }
+
+    #[test]
+    fn every_weight_lies_where_its_unit_says() {
+        let odd = import_config_only(ODD, 3).unwrap();
+        for (imported, dtype) in [
+            (&odd, DType::Bf16),
+            (&odd, DType::F32),
+            (&fixture("llama-gqa"), DType::F32),
+            (&fixture("phi3"), DType::Bf16),
+        ] {
+            let schedule = place(imported, dtype, |c| (c.splits, c.split_from) = (2, 8));
+            let pack = pack(&schedule, &imported.graph, &imported.weights).unwrap();
+            assert_eq!(schedule.regimes.len(), 2);
+            for regime in &schedule.regimes {
+                check_streams(imported, &schedule, regime, &pack);
+            }
+        }
+    }
+
+    /// Values of the constant buffer called `name`.
+    fn constant(schedule: &Schedule, pack: &WeightPack, name: &str) -> Vec<f32> {
+        let b = schedule.program.buffers.iter().position(|b| b.name == name).unwrap();
+        let buffer = &schedule.program.buffers[b];
+        let begin = pack.layout.constant_offset[b].unwrap() as usize;
+        let bytes = &pack.bytes[begin..begin + constant_bytes(buffer) as usize];
+        bytes.chunks_exact(buffer.dtype.bytes()).map(|v| value(buffer.dtype, v)).collect()
+    }
+
+    #[test]
+    fn constants_follow_the_streams() {
+        let odd = import_config_only(ODD, 3).unwrap();
+        let schedule = place(&odd, DType::Bf16, |_| ());
+        let pack = pack(&schedule, &odd.graph, &odd.weights).unwrap();
+        let layer = &odd.graph.layers[1];
+        let (gate, up) = (layer.mlp.gate.as_ref().unwrap(), &layer.mlp.up);
+        let (gate, up) = (odd.weights.bias_f32(gate).unwrap(), odd.weights.bias_f32(up).unwrap());
+        let bias = constant(&schedule, &pack, "gate_up.1.bias");
+        assert_eq!(bias.len(), 22 * 8);
+        for (i, value) in bias.iter().enumerate() {
+            let (u, r) = (i / 8, i % 8);
+            let part = if r < 4 { &gate } else { &up };
+            assert_eq!(*value, part.get(4 * u + r % 4).copied().unwrap_or(0.0), "unit {u} row {r}");
+        }
+        let qkv = [&layer.attn.q, &layer.attn.k, &layer.attn.v].map(|l| odd.weights.bias_f32(l).unwrap()).concat();
+        assert_eq!(constant(&schedule, &pack, "qkv.1.bias"), qkv);
+
+        let table = constant(&schedule, &pack, "embed");
+        let mut row = vec![0.0; 40];
+        odd.weights.read_row_f32(odd.graph.embed, 60, &mut row);
+        assert_eq!(table.len(), 61 * 40);
+        assert_eq!(table[60 * 40..], row);
+
+        let rope = constant(&schedule, &pack, "rope.r0");
+        assert_eq!(rope.len(), 32 * 10);
+        assert_eq!(rope[..10], [1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]);
+        for (i, f) in odd.graph.ropes[0].inv_freq.iter().enumerate() {
+            assert_eq!(rope[31 * 10 + i], f64::from(31.0 * f).cos() as f32);
+            assert_eq!(rope[31 * 10 + 5 + i], f64::from(31.0 * f).sin() as f32);
+        }
+    }
+
+    #[test]
+    fn a_gain_carries_its_offset_and_a_part_without_bias_is_zero() {
+        let gemma = fixture("gemma2");
+        let schedule = place(&gemma, DType::F32, |_| ());
+        let pack = pack(&schedule, &gemma.graph, &gemma.weights).unwrap();
+        let norm = gemma.graph.layers[0].attn_norm.as_ref().unwrap();
+        assert_eq!(norm.weight_offset, 1.0);
+        let want: Vec<f32> = gemma.weights.vector_f32(norm.weight.unwrap()).iter().map(|w| w + 1.0).collect();
+        assert_eq!(constant(&schedule, &pack, "qkv.0.norm_weight"), want);
+
+        let parts = [
+            VectorPart { view: None, len: 3 },
+            VectorPart { view: Some(RowView::range(norm.weight.unwrap(), 1)), len: 2 },
+        ];
+        let buffer = Buffer { cols: 8, ..schedule.program.buffers[0].clone() };
+        let got = vectors(BufferId(0), &buffer, &gemma.graph, &gemma.weights, &parts, 0.5, 1).unwrap();
+        let whole = gemma.weights.vector_f32(norm.weight.unwrap());
+        assert_eq!(got, [0.0, 0.0, 0.0, whole[1] + 0.5, whole[2] + 0.5, 0.0, 0.0, 0.0]);
+    }
+
+    #[test]
+    fn pieces_are_the_whole_pack() {
+        let odd = import_config_only(ODD, 3).unwrap();
+        let schedule = place(&odd, DType::Bf16, |_| ());
+        let whole = pack(&schedule, &odd.graph, &odd.weights).unwrap();
+        assert_eq!(whole.bytes.len() as u64, whole.layout.total_bytes);
+        let starts = whole.layout.stream_base.iter().chain(whole.layout.constant_offset.iter().flatten());
+        let starts: Vec<u64> = starts.copied().collect();
+        assert!(starts.is_sorted() && starts.iter().all(|s| s % ALIGN_BYTES == 0), "{starts:?}");
+        let mut bytes = vec![];
+        let layout = pack_pieces::<PackError>(&schedule, &odd.graph, &odd.weights, |at, piece| {
+            assert_eq!(at, bytes.len() as u64);
+            bytes.extend_from_slice(piece);
+            Ok(())
+        });
+        assert_eq!((layout.unwrap(), bytes), (whole.layout, whole.bytes));
+    }
+
+    #[test]
+    fn streams_that_cannot_be_filled_are_named() {
+        let odd = import_config_only(ODD, 3).unwrap();
+        let good = place(&odd, DType::Bf16, |c| (c.splits, c.split_from) = (2, 8));
+        let fails = |change: &dyn Fn(&mut Schedule)| {
+            let mut schedule = good.clone();
+            change(&mut schedule);
+            pack(&schedule, &odd.graph, &odd.weights).unwrap_err().to_string()
+        };
+        let short = fails(&|s| {
+            if let RunBytes::Fixed { bytes, .. } = &mut s.regimes[0].streams[1][0].bytes {
+                *bytes -= 512;
+            }
+        });
+        assert!(short.starts_with("sm1 streams ") && short.contains(" units take "), "{short}");
+        let overlap = fails(&|s| {
+            for regime in &mut s.regimes {
+                let late = regime.streams[1].iter_mut().filter_map(|r| match &mut r.bytes {
+                    RunBytes::Fixed { offset, .. } => Some(offset),
+                    RunBytes::History { .. } => None,
+                });
+                *late.last().unwrap() -= 512;
+            }
+        });
+        assert!(overlap.contains(" ends at byte "), "{overlap}");
+        let other = fails(&|s| {
+            let task = s.regimes[1].streams[0][0].task;
+            let task = &mut s.regimes[1].tasks[task.index()];
+            (task.lo, task.hi) = (task.lo + 1, task.hi + 1);
+        });
+        assert!(other.contains("than in an earlier regime"), "{other}");
+        let content = fails(&|s| s.program.buffers.iter_mut().for_each(|b| b.content = None));
+        assert!(content.contains("has no content to pack"), "{content}");
+    }
+}

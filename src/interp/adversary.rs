@@ -299,7 +299,7 @@ impl<R: Real> Adversary<R> {
                 let (start, end) = op.history_share(position, *j);
                 let first = start as usize + sm.loader.done / 2 * rows;
                 let last = (first + rows).min(end as usize);
-                let columns = if sm.loader.done % 2 == 0 { *keys } else { *values };
+                let columns = if sm.loader.done.is_multiple_of(2) { *keys } else { *values };
                 let cache = &self.memory.caches[columns.cache];
                 let tags = &self.tags.caches[columns.cache];
                 let mut row_bytes = vec![];

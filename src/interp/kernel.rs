@@ -79,7 +79,10 @@ pub fn permute_bf16(x: &mut [f32]) {
 
 /// `W x` for one unit of fp32 rows; `w` is whole granules, `x` has `GRANULE_K_F32` values for each.
 pub fn unit_f32(isa: Isa, w: &[u8], x: &[f32]) -> [f32; ROWS] {
-    assert!(w.len() % GRANULE == 0 && x.len() >= w.len() / GRANULE * GRANULE_K_F32, "input shorter than the unit");
+    assert!(
+        w.len().is_multiple_of(GRANULE) && x.len() >= w.len() / GRANULE * GRANULE_K_F32,
+        "input shorter than the unit"
+    );
     match isa {
         // SAFETY: `Isa::Avx2` exists only where the features were detected.
         #[cfg(target_arch = "x86_64")]
@@ -90,7 +93,10 @@ pub fn unit_f32(isa: Isa, w: &[u8], x: &[f32]) -> [f32; ROWS] {
 
 /// `W x` for one unit of bf16 rows; `x` in the order of [`permute_bf16`], `GRANULE_K_BF16` values for each granule.
 pub fn unit_bf16(isa: Isa, w: &[u8], x: &[f32]) -> [f32; ROWS] {
-    assert!(w.len() % GRANULE == 0 && x.len() >= w.len() / GRANULE * GRANULE_K_BF16, "input shorter than the unit");
+    assert!(
+        w.len().is_multiple_of(GRANULE) && x.len() >= w.len() / GRANULE * GRANULE_K_BF16,
+        "input shorter than the unit"
+    );
     match isa {
         // SAFETY: `Isa::Avx2` exists only where the features were detected.
         #[cfg(target_arch = "x86_64")]
@@ -136,7 +142,9 @@ pub fn scores(
             match isa {
                 // SAFETY: `Isa::Avx2` exists only where the features were detected.
                 #[cfg(target_arch = "x86_64")]
-                Isa::Avx2 if dim % LANES == 0 => out.copy_from_slice(&unsafe { avx2::dots(q, block) }[..count]),
+                Isa::Avx2 if dim.is_multiple_of(LANES) => {
+                    out.copy_from_slice(&unsafe { avx2::dots(q, block) }[..count])
+                }
                 _ => out.iter_mut().zip(block.chunks_exact(dim)).for_each(|(out, row)| *out = dot(isa, q, row)),
             }
         }
@@ -354,7 +362,7 @@ mod avx2 {
     #[target_feature(enable = "avx2,fma")]
     pub fn dots(q: &[f32], block: &[f32]) -> [f32; BLOCK] {
         let dim = q.len();
-        assert!(block.len() >= BLOCK * dim && dim % LANES == 0, "eight whole rows");
+        assert!(block.len() >= BLOCK * dim && dim.is_multiple_of(LANES), "eight whole rows");
         let mut acc = [_mm256_setzero_ps(); BLOCK];
         for d in (0..dim).step_by(LANES) {
             // SAFETY: `d + 8 <= dim`, and row `r` ends at `(r + 1) * dim`, inside the block.

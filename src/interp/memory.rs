@@ -208,13 +208,13 @@ mod tests {
     fn a_cache_keeps_rows_apart_and_rounds_to_its_type() {
         for dtype in [DType::F32, DType::Bf16] {
             let cache = Cache::new(dtype, 4, 6);
-            cache.append(1, 2, &[1.0, 1.003_906_25]);
+            cache.append(1, 2, &[1.0, 1.0 + 1.0 / 256.0]);
             cache.append(2, 2, &[-2.0, 3.0]);
             // SAFETY: one thread.
             let rows = unsafe { cache.history(1, 3, 2, 2) };
             let mut row = [0.0; 2];
             rows.read(0, &mut row);
-            let second = if dtype == DType::Bf16 { 1.0 } else { 1.003_906_25 };
+            let second = if dtype == DType::Bf16 { 1.0 } else { 1.0 + 1.0 / 256.0 };
             assert_eq!(row, [1.0, second], "{dtype}");
             rows.read(1, &mut row);
             assert_eq!(row, [-2.0, 3.0]);

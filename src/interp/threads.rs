@@ -186,7 +186,7 @@ impl Worker {
 
 fn pause(spins: &mut u32) {
     *spins += 1;
-    if *spins % SPINS != 0 {
+    if !spins.is_multiple_of(SPINS) {
         std::hint::spin_loop();
     } else {
         thread::yield_now();
@@ -281,7 +281,7 @@ fn run_step<R: Real>(shared: &Shared, crew: &mut Crew<R>, order: &StepOrder) {
             continue;
         }
         pause(&mut spins);
-        if spins % SPINS == 0 && idle_since.get_or_insert_with(Instant::now).elapsed() > shared.stall {
+        if spins.is_multiple_of(SPINS) && idle_since.get_or_insert_with(Instant::now).elapsed() > shared.stall {
             shared.abort.store(true, Ordering::Release);
             return;
         }
@@ -499,6 +499,102 @@ impl<R> Drop for Threads<R> {
             if let Some(handle) = worker.handle.take() {
                 // A worker catches its panics; there is nothing to learn from the result.
                 drop(handle.join());
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::candidate::Candidate;
+    use crate::dtype::{DType, Precision};
+    use crate::ir::schedule::Schedule;
+    use crate::lower::lower;
+    use crate::model::config::import;
+    use crate::schedule::schedule;
+    use crate::target::Target;
+    use std::path::Path;
+
+    const STALL: Duration = Duration::from_millis(50);
+
+    fn place() -> (Schedule, Pack) {
+        let model = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/families/llama-gqa");
+        let imported = import(&model).unwrap();
+        let target = Target::builtin("h200").unwrap();
+        let precision = Precision { weights: DType::F32, cache: DType::F32, wire: DType::F32 };
+        let candidate = Candidate { sms: 4, splits: 1, ..Candidate::default_for(&imported.graph, &target, precision) };
+        let schedule = schedule(lower(&imported.graph, "t", precision, 32, &candidate).unwrap(), &target, &candidate);
+        let schedule = schedule.unwrap();
+        let pack = crate::pack::pack(&schedule, &imported.graph, &imported.weights).unwrap();
+        (schedule, Arc::new(pack.bytes))
+    }
+
+    fn threads(schedule: &Schedule, pack: &Pack, count: usize, change: impl Fn(&mut Plan)) -> Threads<f32> {
+        let mut plan = Plan::new(schedule, &crate::pack::layout(schedule), (**pack).as_ref()).unwrap();
+        change(&mut plan);
+        Threads::with_stall(Arc::new(plan), pack.clone(), Isa::detect(), count, STALL)
+    }
+
+    fn is_matvec(task: &TaskPlan) -> bool {
+        matches!(task.work, Work::MatVec(_))
+    }
+
+    #[test]
+    fn a_deadlock_ends_after_the_stall_and_a_reset_starts_over() {
+        let (schedule, pack) = place();
+        // Every SM's first two matvecs change places: o waits for attention, attention for qkv.
+        let swap = |plan: &mut Plan| {
+            for queue in &mut plan.regimes[0].queues {
+                let first = queue.iter().position(is_matvec).unwrap();
+                let second = first + 1 + queue[first + 1..].iter().position(is_matvec).unwrap();
+                queue.swap(first, second);
+            }
+        };
+        for count in [1, 3] {
+            let mut engine = threads(&schedule, &pack, count, swap);
+            for _ in 0..2 {
+                let InterpError::Deadlock { position, blocked } = engine.step(0, Input::Token(1)).unwrap_err() else {
+                    panic!("expected a deadlock");
+                };
+                assert_eq!((position, blocked.len()), (0, 4));
+                let waits: Vec<_> = blocked.iter().flat_map(|b| &b.waits).collect();
+                assert!(
+                    !waits.is_empty() && waits.iter().all(|w| w.seen < w.needed && !w.missing.is_empty()),
+                    "{waits:?}"
+                );
+                assert_eq!(engine.step(0, Input::Token(1)), Err(InterpError::Failed));
+                engine.reset();
+            }
+        }
+    }
+
+    #[test]
+    fn a_panic_in_a_worker_is_an_error_of_the_step() {
+        let (schedule, pack) = place();
+        let mut engine = threads(&schedule, &pack, 2, |plan| {
+            for task in plan.regimes[0].queues[3].iter_mut() {
+                if let Work::MatVec(m) = &mut task.work
+                    && let Some(out) = &mut m.out
+                {
+                    out.offset = usize::MAX / 2;
+                }
+            }
+        });
+        let error = engine.step(0, Input::Token(1)).unwrap_err();
+        assert!(matches!(&error, InterpError::Panic { message } if message.contains("out of range")), "{error}");
+    }
+
+    #[test]
+    fn workers_that_slept_take_part_again() {
+        let (schedule, pack) = place();
+        let mut engine = threads(&schedule, &pack, 3, |_| ());
+        for position in 0..3 {
+            engine.step(position, Input::Token(position)).unwrap();
+            let begin = Instant::now();
+            while !engine.workers.iter().all(|w| w.parked.load(Ordering::SeqCst)) {
+                assert!(begin.elapsed() < Duration::from_secs(60), "an idle worker does not park");
+                thread::yield_now();
             }
         }
     }
