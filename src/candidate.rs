@@ -9,6 +9,9 @@ use crate::target::{CopyMechanism, Target, TargetKind};
 use std::fmt;
 use thiserror::Error;
 
+/// More shares of the history than this would make the merge longer than the history it saves.
+pub const SPLITS_DEFAULT_MAX: u32 = 32;
+
 /// Every knob that lowering and scheduling may turn. Two candidates that differ give different artefacts or the
 /// difference is a bug of the knob.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -66,7 +69,7 @@ impl Candidate {
         let cpu = target.kind == TargetKind::Cpu;
         let consumer_warps = if cpu { 1 } else { 16 };
         let slot_bytes = 16384;
-        let fixed = crate::schedule::fixed_smem_bytes(graph, precision, consumer_warps, sms);
+        let fixed = crate::schedule::fixed_smem_bytes(graph, target, precision, consumer_warps, sms);
         let room = u64::from(target.spec.smem_bytes_per_block_max).saturating_sub(fixed);
         let ring_slots = (room / u64::from(slot_bytes)).clamp(2, 12) as u32;
         Candidate {
@@ -79,7 +82,7 @@ impl Candidate {
             flight_low: 2.min(ring_slots),
             flight_free: ring_slots * 2 / 3,
             heads_per_task: if cpu { group_most } else { 1 },
-            splits: if cpu { 1 } else { (sms / (heads / group_most)).max(1) },
+            splits: if cpu { 1 } else { (sms / (heads / group_most)).clamp(1, SPLITS_DEFAULT_MAX) },
             split_from: 384,
             mechanism: if target.spec.copy == CopyMechanism::Plain && cpu {
                 Mechanism::Counter

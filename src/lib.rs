@@ -6,10 +6,13 @@ pub mod error;
 pub mod id;
 
 pub mod digest;
+pub mod fields;
+pub mod files;
 pub mod text;
 
 pub mod manifest;
 pub mod model;
+pub mod sample;
 pub mod target;
 pub mod tokenizer;
 

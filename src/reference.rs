@@ -1,1 +1,417 @@
-//! Not written yet.
+//! Owns the CPU reference: every op of the model graph in plain f64 loops. This file is the specification of the ops.
+//!
+//! Activations and accumulation are f64 throughout; weights are the checkpoint's, widened. Rotary angles alone are
+//! formed in fp32, because that rounding is part of the models: transformers computes `position * inv_freq` in fp32,
+//! and at position 100 000 the rounding turns the fastest pairs by more than a milliradian.
+
+use rayon::prelude::*;
+
+use crate::model::graph::{Act, Attention, Layer, Linear, Mlp, ModelGraph, Norm, NormKind, QkNorm, QkNormSpan, Rope};
+use crate::model::weights::Weights;
+
+/// Logits of every position of `ids`, `[ids.len()][vocab]`.
+///
+/// # Panics
+/// If an id is outside the vocabulary or the sequence is longer than the model admits.
+pub fn forward(graph: &ModelGraph, weights: &Weights, ids: &[u32]) -> Vec<Vec<f32>> {
+    let mut session = Session::new(graph, weights);
+    ids.iter().map(|&id| session.step(id)).collect()
+}
+
+/// One sequence in progress: the caches of every layer, and the next position.
+#[derive(Debug, Clone)]
+pub struct Session<'a> {
+    graph: &'a ModelGraph,
+    weights: &'a Weights,
+    /// Per layer; rows of keys (after norm and rotation) and values, one per position, `[kv_heads * head_dim]` each.
+    caches: Vec<Cache>,
+    position: u32,
+}
+
+#[derive(Debug, Clone, Default)]
+struct Cache {
+    keys: Vec<Vec<f64>>,
+    values: Vec<Vec<f64>>,
+}
+
+impl<'a> Session<'a> {
+    pub fn new(graph: &'a ModelGraph, weights: &'a Weights) -> Self {
+        Session { graph, weights, caches: vec![Cache::default(); graph.layers.len()], position: 0 }
+    }
+
+    /// The position that the next step computes.
+    pub fn position(&self) -> u32 {
+        self.position
+    }
+
+    /// Computes `token` at the next position and returns its logits, `[vocab]`.
+    ///
+    /// # Panics
+    /// As [`forward`].
+    pub fn step(&mut self, token: u32) -> Vec<f32> {
+        let hidden = self.step_hidden(token);
+        let graph = self.graph;
+        let mut logits = linear(self.weights, &graph.head, &hidden);
+        for logit in &mut logits {
+            *logit *= f64::from(graph.logits_scale);
+            if let Some(cap) = graph.logits_softcap {
+                *logit = softcap(f64::from(cap), *logit);
+            }
+        }
+        logits.into_iter().map(|logit| logit as f32).collect()
+    }
+
+    /// As [`step`](Self::step), up to the output of the final norm, `[hidden]`: enough for all but the last token of
+    /// a prompt.
+    pub fn step_hidden(&mut self, token: u32) -> Vec<f64> {
+        let graph = self.graph;
+        assert!(token < graph.vocab, "token {token} of a vocabulary of {}", graph.vocab);
+        assert!(self.position < graph.positions_max, "position {} of {}", self.position, graph.positions_max);
+        let mut row = vec![0.0; graph.hidden as usize];
+        self.weights.read_row_f32(graph.embed, token, &mut row);
+        let mut x: Vec<f64> = row.iter().map(|&e| f64::from(e) * f64::from(graph.embed_scale)).collect();
+        for (layer, cache) in graph.layers.iter().zip(&mut self.caches) {
+            step_layer(graph, self.weights, layer, cache, self.position, &mut x);
+        }
+        self.position += 1;
+        norm(self.weights, &graph.final_norm, &x)
+    }
+}
+
+fn step_layer(graph: &ModelGraph, weights: &Weights, layer: &Layer, cache: &mut Cache, position: u32, x: &mut [f64]) {
+    let normed = |op: &Option<Norm>, x: &[f64]| op.as_ref().map_or(x.to_vec(), |op| norm(weights, op, x));
+    let attn_in = normed(&layer.attn_norm, x);
+    let attn_out = step_attention(graph, weights, &layer.attn, cache, position, &attn_in);
+    let attn_out = normed(&layer.attn_post_norm, &attn_out);
+    // A parallel MLP reads the layer's input, so it has to read before the sum.
+    let parallel_in = layer.parallel.then(|| normed(&layer.mlp_norm, x));
+    add_scaled(x, layer.residual_scale, &attn_out);
+    let mlp_in = parallel_in.unwrap_or_else(|| normed(&layer.mlp_norm, x));
+    let mlp_out = mlp(weights, &layer.mlp, &mlp_in);
+    let mlp_out = normed(&layer.mlp_post_norm, &mlp_out);
+    add_scaled(x, layer.residual_scale, &mlp_out);
+}
+
+/// `x += scale * y`
+pub fn add_scaled(x: &mut [f64], scale: f32, y: &[f64]) {
+    for (x, y) in x.iter_mut().zip(y) {
+        *x += f64::from(scale) * y;
+    }
+}
+
+fn step_attention(
+    graph: &ModelGraph,
+    weights: &Weights,
+    op: &Attention,
+    cache: &mut Cache,
+    position: u32,
+    x: &[f64],
+) -> Vec<f64> {
+    let head_dim = op.head_dim as usize;
+    let mut q = linear(weights, &op.q, x);
+    let mut k = linear(weights, &op.k, x);
+    let v = linear(weights, &op.v, x);
+    qk_norm(weights, op.q_norm.as_ref(), head_dim, &mut q);
+    qk_norm(weights, op.k_norm.as_ref(), head_dim, &mut k);
+    if let Some(id) = op.rope {
+        let rope = &graph.ropes[id.index()];
+        for head in q.chunks_exact_mut(head_dim).chain(k.chunks_exact_mut(head_dim)) {
+            rope_apply(rope, position, head);
+        }
+    }
+    cache.keys.push(k);
+    cache.values.push(v);
+    let seen = op.window.map_or(cache.keys.len(), |window| cache.keys.len().min(window as usize));
+    let first = cache.keys.len() - seen;
+    let mixed = attention(
+        &AttentionShape { heads: op.heads as usize, kv_heads: op.kv_heads as usize, head_dim },
+        op.scale,
+        op.softcap,
+        &q,
+        &cache.keys[first..],
+        &cache.values[first..],
+    );
+    linear(weights, &op.o, &mixed)
+}
+
+/// The norm op with its weights fetched; see [`norm_values`].
+pub fn norm(weights: &Weights, op: &Norm, x: &[f64]) -> Vec<f64> {
+    let weight = op.weight.map(|id| weights.vector_f32(id));
+    let bias = op.bias.map(|id| weights.vector_f32(id));
+    norm_values(op.kind, op.eps, op.weight_offset, weight.as_deref(), bias.as_deref(), x)
+}
+
+/// RMS: `y = x * rsqrt(mean(x^2) + eps) * (w + offset)`.
+/// Layer: `y = (x - mean(x)) * rsqrt(mean((x - mean(x))^2) + eps) * (w + offset) + b`.
+///
+/// `x`, `weight` and `bias` have the width that is normed over; an absent weight is 1, an absent bias 0.
+pub fn norm_values(
+    kind: NormKind,
+    eps: f32,
+    weight_offset: f32,
+    weight: Option<&[f32]>,
+    bias: Option<&[f32]>,
+    x: &[f64],
+) -> Vec<f64> {
+    let n = x.len() as f64;
+    let mean = match kind {
+        NormKind::Rms => 0.0,
+        NormKind::Layer => x.iter().sum::<f64>() / n,
+    };
+    let variance = x.iter().map(|x| (x - mean) * (x - mean)).sum::<f64>() / n;
+    let scale = 1.0 / (variance + f64::from(eps)).sqrt();
+    let gain = |i: usize| weight.map_or(1.0, |w| f64::from(w[i]) + f64::from(weight_offset));
+    let shift = |i: usize| bias.map_or(0.0, |b| f64::from(b[i]));
+    x.iter().enumerate().map(|(i, x)| (x - mean) * scale * gain(i) + shift(i)).collect()
+}
+
+/// Norms a projection in place, head by head or as a whole.
+pub fn qk_norm(weights: &Weights, op: Option<&QkNorm>, head_dim: usize, projected: &mut [f64]) {
+    let Some(op) = op else { return };
+    let span = match op.span {
+        QkNormSpan::Head => head_dim,
+        QkNormSpan::Projection => projected.len(),
+    };
+    for part in projected.chunks_exact_mut(span) {
+        let normed = norm(weights, &op.norm, part);
+        part.copy_from_slice(&normed);
+    }
+}
+
+/// The linear op with its rows fetched: `y[r] = sum_c W[r, c] * x[c] + b[r]`, `x` of length `cols`, `y` of `rows`.
+pub fn linear(weights: &Weights, op: &Linear, x: &[f64]) -> Vec<f64> {
+    assert_eq!(x.len(), op.cols as usize);
+    let bias = weights.bias_f32(op);
+    let row = |buffer: &mut Vec<f32>, r: u32| {
+        weights.linear_row_f32(op, r, buffer);
+        dot(buffer, x) + bias.as_ref().map_or(0.0, |b| f64::from(b[r as usize]))
+    };
+    // Rows are independent, so threads change the time and not the result.
+    (0..op.rows).into_par_iter().with_min_len(64).map_init(|| vec![0.0; x.len()], row).collect()
+}
+
+/// `y = W x` for `W` of shape `[rows, x.len()]`, row-major.
+pub fn matvec(w: &[f32], x: &[f64]) -> Vec<f64> {
+    w.chunks_exact(x.len()).map(|row| dot(row, x)).collect()
+}
+
+/// Four partial sums, so that the additions do not wait for one another.
+fn dot(w: &[f32], x: &[f64]) -> f64 {
+    let mut sums = [0.0; 4];
+    let (w4, w_rest) = w.as_chunks::<4>();
+    let (x4, x_rest) = x.as_chunks::<4>();
+    for (w, x) in w4.iter().zip(x4) {
+        for i in 0..4 {
+            sums[i] += f64::from(w[i]) * x[i];
+        }
+    }
+    let rest: f64 = w_rest.iter().zip(x_rest).map(|(w, x)| f64::from(*w) * x).sum();
+    (sums[0] + sums[1]) + (sums[2] + sums[3]) + rest
+}
+
+/// `(cos, sin)` of pair `i` at `position`, times the table's scale: angle, cosine, sine and product are fp32 values.
+pub fn rope_factors(rope: &Rope, position: u32, pair: usize) -> (f32, f32) {
+    let angle = f64::from(position as f32 * rope.inv_freq[pair]);
+    (angle.cos() as f32 * rope.scale, angle.sin() as f32 * rope.scale)
+}
+
+/// Rotates one head in place. With `n` pairs and `(a, b)` = dimensions `(i, i + n)`, or `(2i, 2i + 1)` if interleaved:
+/// `a' = a cos - b sin`, `b' = b cos + a sin`. Dimensions from `2n` on pass through.
+pub fn rope_apply(rope: &Rope, position: u32, head: &mut [f64]) {
+    let pairs = rope.inv_freq.len();
+    for i in 0..pairs {
+        let (a, b) = if rope.interleaved { (2 * i, 2 * i + 1) } else { (i, i + pairs) };
+        let (cos, sin) = rope_factors(rope, position, i);
+        let (cos, sin) = (f64::from(cos), f64::from(sin));
+        (head[a], head[b]) = (head[a] * cos - head[b] * sin, head[b] * cos + head[a] * sin);
+    }
+}
+
+/// Extents of attention; query head `h` reads key and value head `h / (heads / kv_heads)`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct AttentionShape {
+    pub heads: usize,
+    pub kv_heads: usize,
+    pub head_dim: usize,
+}
+
+/// For each head: `s_j = softcap?(scale * q . k_j)`, `p = softmax(s)`, `y = sum_j p_j v_j`.
+///
+/// `q` and the result are `[heads * head_dim]`; `keys` and `values` are the rows that the query sees, the window
+/// applied, `[kv_heads * head_dim]` each.
+pub fn attention(
+    shape: &AttentionShape,
+    scale: f32,
+    cap: Option<f32>,
+    q: &[f64],
+    keys: &[Vec<f64>],
+    values: &[Vec<f64>],
+) -> Vec<f64> {
+    let AttentionShape { heads, kv_heads, head_dim } = *shape;
+    let mut y = vec![0.0; heads * head_dim];
+    for (h, (q, y)) in q.chunks_exact(head_dim).zip(y.chunks_exact_mut(head_dim)).enumerate() {
+        let kv = h / (heads / kv_heads) * head_dim..(h / (heads / kv_heads) + 1) * head_dim;
+        let mut scores: Vec<f64> = keys
+            .iter()
+            .map(|k| {
+                let score = f64::from(scale) * q.iter().zip(&k[kv.clone()]).map(|(q, k)| q * k).sum::<f64>();
+                cap.map_or(score, |cap| softcap(f64::from(cap), score))
+            })
+            .collect();
+        softmax(&mut scores);
+        for (p, v) in scores.iter().zip(values) {
+            for (y, v) in y.iter_mut().zip(&v[kv.clone()]) {
+                *y += p * v;
+            }
+        }
+    }
+    y
+}
+
+/// `p_j = exp(s_j - max s) / sum_i exp(s_i - max s)`, in place.
+pub fn softmax(scores: &mut [f64]) {
+    let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    scores.iter_mut().for_each(|s| *s = (*s - max).exp());
+    let sum: f64 = scores.iter().sum();
+    scores.iter_mut().for_each(|s| *s /= sum);
+}
+
+/// `cap * tanh(x / cap)`
+pub fn softcap(cap: f64, x: f64) -> f64 {
+    cap * (x / cap).tanh()
+}
+
+/// Gated: `down(act(gate(x)) * up(x))`; plain: `down(act(up(x)))`.
+pub fn mlp(weights: &Weights, op: &Mlp, x: &[f64]) -> Vec<f64> {
+    let up = linear(weights, &op.up, x);
+    let inner: Vec<f64> = match &op.gate {
+        Some(gate) => linear(weights, gate, x).into_iter().zip(up).map(|(g, u)| act(op.act, g) * u).collect(),
+        None => up.into_iter().map(|u| act(op.act, u)).collect(),
+    };
+    linear(weights, &op.down, &inner)
+}
+
+/// Silu `x / (1 + e^-x)`; GeluErf `x/2 (1 + erf(x / sqrt 2))`; GeluTanh
+/// `x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))`; Relu `max(x, 0)`.
+pub fn act(kind: Act, x: f64) -> f64 {
+    match kind {
+        Act::Silu => x / (1.0 + (-x).exp()),
+        Act::GeluErf => 0.5 * x * (1.0 + erf(x * std::f64::consts::FRAC_1_SQRT_2)),
+        Act::GeluTanh => {
+            let inner = (2.0 / std::f64::consts::PI).sqrt() * (x + 0.044715 * x * x * x);
+            0.5 * x * (1.0 + inner.tanh())
+        }
+        Act::Relu => x.max(0.0),
+    }
+}
+
+/// The error function to within 1e-15: `erf x = 2/sqrt(pi) e^(-x^2) sum_n 2^n x^(2n+1) / (1 * 3 * ... * (2n+1))`.
+///
+/// Every term has the sign of `x`, so nothing cancels (Abramowitz and Stegun 7.1.6); beyond 6 the result is 1.
+pub fn erf(x: f64) -> f64 {
+    if x.is_nan() {
+        return x;
+    }
+    if x.abs() > 6.0 {
+        return x.signum();
+    }
+    let mut term = x;
+    let mut sum = x;
+    let mut n = 1.0;
+    while term.abs() > 1e-18 * sum.abs() {
+        term *= 2.0 * x * x / (2.0 * n + 1.0);
+        sum += term;
+        n += 1.0;
+    }
+    std::f64::consts::FRAC_2_SQRT_PI * (-x * x).exp() * sum
+}
+
+/// Index of the largest value, the first of equal ones: the greedy choice.
+pub fn argmax(logits: &[f32]) -> u32 {
+    let mut best = 0;
+    for (i, &logit) in logits.iter().enumerate() {
+        if logit > logits[best] {
+            best = i;
+        }
+    }
+    best as u32
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn erf_agrees_with_tabulated_values() {
+        // Abramowitz and Stegun, table 7.1, and the limits.
+        let table = [
+            (0.0, 0.0),
+            (0.1, 0.1124629160182849),
+            (0.5, 0.5204998778130465),
+            (1.0, 0.8427007929497149),
+            (2.0, 0.9953222650189527),
+            (3.0, 0.9999779095030014),
+            (5.0, 0.9999999999984626),
+            (7.0, 1.0),
+        ];
+        for (x, expected) in table {
+            assert!((erf(x) - expected).abs() < 2e-15, "erf({x}) = {}", erf(x));
+            assert_eq!(erf(-x), -erf(x));
+        }
+        assert!(erf(f64::NAN).is_nan());
+    }
+
+    #[test]
+    fn norms_follow_their_formulas() {
+        let x = [1.0, 2.0, 3.0, 6.0];
+        let w = [1.0, 2.0, 0.5, 0.0];
+        let rms = norm_values(NormKind::Rms, 0.5, 1.0, Some(&w), None, &x);
+        let scale = 1.0 / (12.5f64 + 0.5).sqrt();
+        assert_close(&rms, &[2.0 * scale, 6.0 * scale, 4.5 * scale, 6.0 * scale]);
+        let layer = norm_values(NormKind::Layer, 0.5, 0.0, Some(&w), Some(&[0.0, 0.0, 1.0, 7.0]), &x);
+        let scale = 1.0 / (3.5f64 + 0.5).sqrt();
+        assert_close(&layer, &[-2.0 * scale, -2.0 * scale, 1.0, 7.0]);
+    }
+
+    #[test]
+    fn rope_turns_pairs_and_passes_the_rest() {
+        let table = |interleaved| Rope { inv_freq: vec![0.5, 0.25], scale: 2.0, interleaved };
+        let head = [1.0, 2.0, 3.0, 4.0, 5.0];
+        let at = |freq: f64| ((3.0 * freq).cos() * 2.0, (3.0 * freq).sin() * 2.0);
+        let ((c0, s0), (c1, s1)) = (at(0.5), at(0.25));
+        let mut halves = head;
+        rope_apply(&table(false), 3, &mut halves);
+        assert_close(&halves, &[c0 - 3.0 * s0, 2.0 * c1 - 4.0 * s1, 3.0 * c0 + s0, 4.0 * c1 + 2.0 * s1, 5.0]);
+        let mut neighbours = head;
+        rope_apply(&table(true), 3, &mut neighbours);
+        assert_close(&neighbours, &[c0 - 2.0 * s0, 2.0 * c0 + s0, 3.0 * c1 - 4.0 * s1, 4.0 * c1 + 3.0 * s1, 5.0]);
+    }
+
+    #[test]
+    fn attention_mixes_values_of_its_group() {
+        let shape = AttentionShape { heads: 2, kv_heads: 1, head_dim: 1 };
+        let (keys, values) = (vec![vec![0.0], vec![1.0]], vec![vec![10.0], vec![20.0]]);
+        let y = attention(&shape, 2.0, Some(1.0), &[0.0, 1.0], &keys, &values);
+        let p = 2.0f64.tanh().exp() / (1.0 + 2.0f64.tanh().exp());
+        assert_close(&y, &[15.0, 10.0 * (1.0 - p) + 20.0 * p]);
+        let mut far = [1000.0, 0.0];
+        softmax(&mut far);
+        assert_eq!(far, [1.0, 0.0]);
+    }
+
+    #[test]
+    fn activations_follow_their_formulas() {
+        assert!((act(Act::Silu, 1.0) - 0.731_058_578_630_005).abs() < 1e-15);
+        assert!((act(Act::GeluErf, 1.0) - 0.841_344_746_068_543).abs() < 1e-15);
+        assert!((act(Act::GeluTanh, 1.0) - 0.841_191_990_608_311).abs() < 1e-12);
+        assert_eq!((act(Act::Relu, -2.0), act(Act::Relu, 2.0)), (0.0, 2.0));
+        assert_eq!(matvec(&[1.0, 2.0, 3.0, 4.0, 5.0, 6.0], &[1.0, 1.0, 1.0]), [6.0, 15.0]);
+    }
+
+    fn assert_close(found: &[f64], expected: &[f64]) {
+        assert_eq!(found.len(), expected.len());
+        for (f, e) in found.iter().zip(expected) {
+            assert!((f - e).abs() < 1e-6, "expected {expected:?}, found {found:?}");
+        }
+    }
+}

@@ -2,16 +2,16 @@
 
 use crate::candidate::{Candidate, Infeasible};
 use crate::dtype::{DType, Precision};
-use crate::ir::op::{Access, Epilogue, GRANULE_BYTES, HISTORY_ALIGN, Op, Role, UNIT_ROWS};
+use crate::ir::op::{Access, Epilogue, GRANULE_BYTES, HISTORY_ALIGN, Op, PARTIAL_HEADER, Role, UNIT_ROWS};
 use crate::ir::program::{Grid, Program, Second, Space};
 use crate::ir::schedule::{Event, Machine, Mechanism, Regime, Ring, Run, RunBytes, Schedule, SmemPart, Task, Wait};
 use crate::ir::{BufferId, EventId, GridId, TaskId};
 use crate::model::graph::ModelGraph;
-use crate::target::{CopyMechanism, DotMechanism, Target};
+use crate::target::{CopyMechanism, DotMechanism, Target, TargetKind};
 use std::collections::BTreeMap;
 
 /// Units whose partial sums wait in shared memory for one reduction across warps.
-pub const REDUCE_UNITS: u32 = 16;
+pub const REDUCE_UNITS: u32 = 8;
 
 /// Places `program` on `target` as `candidate` says, or names what does not fit.
 pub fn schedule(program: Program, target: &Target, candidate: &Candidate) -> Result<Schedule, Infeasible> {
@@ -40,13 +40,13 @@ fn check_knobs(program: &Program, target: &Target, c: &Candidate) -> Result<(), 
         // A block that publishes nothing at the end of a step would not release what it wrote to the cache.
         return knob("sms", c.sms, &format!("at most {units}, the units of the head"));
     }
-    let threads = c.consumer_warps * 32 + LOADER_THREADS;
-    if c.consumer_warps == 0 || threads > target.spec.threads_per_block_max {
-        return knob(
-            "consumer_warps",
-            c.consumer_warps,
-            &format!("1 to {}", (target.spec.threads_per_block_max - LOADER_THREADS) / 32),
-        );
+    let warps_max = match target.kind {
+        // A worker thread runs what stands for one warp.
+        TargetKind::Cpu => 1,
+        TargetKind::Cuda => (target.spec.threads_per_block_max / 32).saturating_sub(loader_warps(target)),
+    };
+    if c.consumer_warps == 0 || c.consumer_warps > warps_max {
+        return knob("consumer_warps", c.consumer_warps, &format!("1 to {warps_max}"));
     }
     if c.groups == 0 || c.consumer_warps % c.groups != 0 {
         return knob("groups", c.groups, &format!("a divisor of the {} consumer warps", c.consumer_warps));
@@ -77,11 +77,22 @@ fn check_knobs(program: &Program, target: &Target, c: &Candidate) -> Result<(), 
     Ok(())
 }
 
-/// Threads beside the consumers: one warpgroup, of which one thread loads (`setmaxnreg` works on warpgroups).
-pub const LOADER_THREADS: u32 = 128;
+/// Warps beside the consumers: bulk copies need one thread, the other mechanisms move every byte through threads.
+fn loader_warps(target: &Target) -> u32 {
+    match target.spec.copy {
+        CopyMechanism::Bulk => 1,
+        CopyMechanism::Plain | CopyMechanism::CpAsync => 4,
+    }
+}
 
 /// Shared memory that does not depend on the ring, bytes: an upper bound for the default candidate.
-pub fn fixed_smem_bytes(graph: &ModelGraph, precision: Precision, consumer_warps: u32, sms: u32) -> u64 {
+pub fn fixed_smem_bytes(
+    graph: &ModelGraph,
+    target: &Target,
+    precision: Precision,
+    consumer_warps: u32,
+    sms: u32,
+) -> u64 {
     let k_max = graph
         .layers
         .iter()
@@ -97,8 +108,9 @@ pub fn fixed_smem_bytes(graph: &ModelGraph, precision: Precision, consumer_warps
             .min(graph.layers.iter().map(|l| l.attn.heads / l.attn.kv_heads).max().unwrap_or(1)),
         hidden_units_per_sm: graph.hidden.div_ceil(UNIT_ROWS).div_ceil(sms),
         rotary: dim,
+        splits: crate::candidate::SPLITS_DEFAULT_MAX,
         precision,
-        dot: DotMechanism::Fma,
+        dot: target.spec.dot,
         consumer_warps,
         ring_bytes: 0,
     });
@@ -111,6 +123,7 @@ struct SmemNeeds {
     heads_per_task: u32,
     hidden_units_per_sm: u32,
     rotary: u32,
+    splits: u32,
     precision: Precision,
     dot: DotMechanism,
     consumer_warps: u32,
@@ -125,19 +138,20 @@ fn smem_parts(n: &SmemNeeds) -> Vec<SmemPart> {
         (DType::Bf16, DotMechanism::Mma) => n.k_max.next_multiple_of(32) * 2,
         _ => n.k_max.next_multiple_of(32) * 4,
     };
-    // Two batches of partial sums, so that a warp may start the next batch while others still add up this one; the
-    // per-warp attention state (maximum, sum, accumulators) takes the same place.
+    // Two batches of partial sums, so that a warp may start the next batch while others still add up this one. Attention
+    // stages nothing: its per-warp state (maximum, sum, accumulators) and the records of a merge take both places.
     let sums = 2 * REDUCE_UNITS * n.consumer_warps * UNIT_ROWS * 4;
-    let attention = n.consumer_warps * n.heads_per_task * (n.head_dim + 2) * 4;
+    let attention = n.consumer_warps * n.heads_per_task * (n.head_dim + PARTIAL_HEADER) * 4;
+    let merge = n.splits * (n.head_dim + PARTIAL_HEADER) * 4;
     let parts = [
         ("ring", n.ring_bytes),
         ("stage", stage_bytes),
-        ("reduce", sums.max(attention)),
+        ("reduce", sums.max(attention.max(merge).saturating_sub(stage_bytes.next_multiple_of(128)))),
         // q of a task, k, v, in fp32, and the rotary row.
         ("heads", ((n.heads_per_task + 2) * n.head_dim + n.rotary) * 4),
         ("residual", n.hidden_units_per_sm * UNIT_ROWS * 4),
         // Ring barriers (64 slots at most), norm statistics of each warp, token, position, two queue entries, abort word.
-        ("state", 64 * 16 + n.consumer_warps * 16 + 1024),
+        ("state", 64 * 16 + n.consumer_warps * 32 + 1024),
     ];
     let mut offset = 0u32;
     parts
@@ -158,6 +172,7 @@ fn machine(program: &Program, target: &Target, c: &Candidate) -> Result<Machine,
         heads_per_task: 1,
         hidden_units_per_sm: 0,
         rotary: 0,
+        splits: 1,
         precision: program.precision,
         dot: spec.dot,
         consumer_warps: c.consumer_warps,
@@ -175,6 +190,7 @@ fn machine(program: &Program, target: &Target, c: &Candidate) -> Result<Machine,
                 needs.head_dim = needs.head_dim.max(a.head_dim);
                 needs.heads_per_task = needs.heads_per_task.max(a.heads_per_task);
                 needs.rotary = needs.rotary.max(a.rotary);
+                needs.splits = needs.splits.max(a.splits);
             }
             Op::NormAdd { width, .. } => {
                 needs.hidden_units_per_sm = needs.hidden_units_per_sm.max(grid.n.div_ceil(c.sms));
@@ -192,21 +208,17 @@ fn machine(program: &Program, target: &Target, c: &Candidate) -> Result<Machine,
         let target = target.name.clone();
         return Err(Infeasible::SharedMemory { bytes, most: spec.smem_bytes_per_block_max, target });
     }
-    let threads = c.consumer_warps * 32 + LOADER_THREADS;
-    // Registers are granted to all threads at launch; where warps can hand them over, the loader keeps 24 of its own.
-    let even = (spec.registers_per_sm / threads / 8 * 8).min(255);
-    let registers = if spec.register_reallocation {
-        let left = spec.registers_per_sm - LOADER_THREADS * 24;
-        (left / (c.consumer_warps * 32) / 8 * 8).min(240)
-    } else {
-        even
-    };
+    let loader_warps = loader_warps(target);
+    let threads = (c.consumer_warps + loader_warps) * 32;
+    // Granted in steps of 8 a thread; 255 is the most an instruction can name.
+    let registers = (spec.registers_per_sm / threads / 8 * 8).min(248);
     Ok(Machine {
         target: target.name.clone(),
         sms: c.sms,
         cluster: 1,
         consumer_warps: c.consumer_warps,
-        registers_per_consumer_thread: registers,
+        loader_warps,
+        registers_per_thread: registers,
         ring: Ring {
             slots: c.ring_slots,
             slot_bytes: c.slot_bytes,

@@ -1,1 +1,288 @@
-//! Not written yet.
+//! Owns source text as people see it: byte spans, caret rendering, and the nearest known word.
+
+use std::fmt;
+use std::io::IsTerminal;
+use std::ops::Range;
+
+use annotate_snippets::{AnnotationKind, Level, Renderer, Snippet};
+
+/// Bytes of a source text, half open.
+pub type Span = Range<usize>;
+
+/// Faults rendered for one text; the rest is counted. Nobody repairs more than this many before trying again.
+const FAULTS_RENDERED_MAX: usize = 20;
+
+/// Words longer than this have no nearest word: the distance is quadratic in their length, and nobody mistypes so much.
+const NEAREST_CHARS_MAX: usize = 64;
+
+/// Whether a rendering may use terminal colours.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Style {
+    Plain,
+    Colour,
+}
+
+impl Style {
+    /// Colours when stderr is a terminal, unless `NO_COLOR` is set to anything (<https://no-color.org>).
+    pub fn for_stderr() -> Self {
+        let refused = std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
+        if std::io::stderr().is_terminal() && !refused { Style::Colour } else { Style::Plain }
+    }
+}
+
+/// One fault in a source text: what is wrong, where, what was expected there, and perhaps how to mend it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Diagnostic {
+    /// Lower-case fragment, names in backticks.
+    pub title: String,
+    /// Where the carets go. Clamped to the text when rendered, so a stale span cannot panic.
+    pub span: Span,
+    /// Stands beside the carets; says what was expected before what was found.
+    pub label: String,
+    pub help: Option<String>,
+}
+
+impl Diagnostic {
+    pub fn new(title: impl Into<String>, span: Span, label: impl Into<String>) -> Self {
+        Diagnostic { title: title.into(), span, label: label.into(), help: None }
+    }
+
+    pub fn with_help(mut self, help: impl Into<String>) -> Self {
+        self.help = Some(help.into());
+        self
+    }
+
+    /// Renders the fault with the line it is in, without a leading `error: ` (the rim writes that).
+    ///
+    /// `name` is the file as the user called it, `text` its whole content.
+    pub fn render(&self, name: &str, text: &str, style: Style) -> String {
+        self.render_as(Level::ERROR.no_name(), name, text, style)
+    }
+
+    fn render_as(&self, level: Level<'_>, name: &str, text: &str, style: Style) -> String {
+        let annotation = AnnotationKind::Primary.span(clamp(&self.span, text)).label(&self.label);
+        let snippet = Snippet::source(text).path(name).fold(true).annotation(annotation);
+        let mut group = level.primary_title(&self.title).element(snippet);
+        if let Some(help) = &self.help {
+            group = group.element(Level::HELP.message(help));
+        }
+        match style {
+            Style::Plain => Renderer::plain().render(&[group]),
+            Style::Colour => Renderer::styled().render(&[group]),
+        }
+    }
+}
+
+/// A text that was read and refused, with every fault that was found in it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Rejection {
+    /// The file as the user called it.
+    pub name: String,
+    pub text: String,
+    /// In the order of the text; never empty.
+    pub faults: Vec<Diagnostic>,
+}
+
+impl Rejection {
+    pub fn new(name: impl Into<String>, text: impl Into<String>, mut faults: Vec<Diagnostic>) -> Self {
+        faults.sort_by_key(|fault| fault.span.start);
+        Rejection { name: name.into(), text: text.into(), faults }
+    }
+
+    /// Renders the faults one below the other. The first has no leading `error: ` (the rim writes that), the others do.
+    pub fn render(&self, style: Style) -> String {
+        let mut blocks = Vec::new();
+        for (i, fault) in self.faults.iter().take(FAULTS_RENDERED_MAX).enumerate() {
+            let level = if i == 0 { Level::ERROR.no_name() } else { Level::ERROR };
+            blocks.push(fault.render_as(level, &self.name, &self.text, style));
+        }
+        if self.faults.len() > FAULTS_RENDERED_MAX {
+            blocks.push(format!("error: {} more faults in `{}`", self.faults.len() - FAULTS_RENDERED_MAX, self.name));
+        }
+        blocks.join("\n\n")
+    }
+}
+
+impl fmt::Display for Rejection {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.render(Style::Plain))
+    }
+}
+
+impl std::error::Error for Rejection {}
+
+/// Moves a span into the text and onto character boundaries; the renderer panics on any other.
+fn clamp(span: &Span, text: &str) -> Span {
+    let floor = |mut at: usize| {
+        at = at.min(text.len());
+        while !text.is_char_boundary(at) {
+            at -= 1;
+        }
+        at
+    };
+    let start = floor(span.start);
+    start..floor(span.end).max(start)
+}
+
+/// The candidate that `word` most likely meant, or none when nothing is near; the earliest wins a tie.
+///
+/// Near is, ignoring case, one edit (insert, delete, replace, swap neighbours) per three characters of the longer word;
+/// failing that, the only candidate that begins with the word or that the word begins with (three characters at least).
+pub fn nearest<'a>(word: &str, candidates: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
+    let wanted: Vec<char> = word.to_lowercase().chars().take(NEAREST_CHARS_MAX + 1).collect();
+    if wanted.is_empty() || wanted.len() > NEAREST_CHARS_MAX {
+        return None;
+    }
+    let mut best: Option<(usize, &str)> = None;
+    let mut extensions = Vec::new();
+    for candidate in candidates {
+        let known: Vec<char> = candidate.to_lowercase().chars().take(NEAREST_CHARS_MAX + 1).collect();
+        let edits = edit_distance(&wanted, &known);
+        if edits <= wanted.len().max(known.len()) / 3 && best.is_none_or(|(least, _)| edits < least) {
+            best = Some((edits, candidate));
+        }
+        if wanted.len().min(known.len()) >= 3 && (known.starts_with(&wanted) || wanted.starts_with(&known)) {
+            extensions.push(candidate);
+        }
+    }
+    match (best, extensions.as_slice()) {
+        (Some((_, candidate)), _) => Some(candidate),
+        (None, [only]) => Some(only),
+        (None, _) => None,
+    }
+}
+
+/// Optimal string alignment distance: Levenshtein plus swaps of neighbours, no character edited twice.
+fn edit_distance(a: &[char], b: &[char]) -> usize {
+    let mut before_last: Vec<usize> = vec![0; b.len() + 1];
+    let mut last: Vec<usize> = (0..=b.len()).collect();
+    for i in 1..=a.len() {
+        let mut row = vec![i; b.len() + 1];
+        for j in 1..=b.len() {
+            let replaced = last[j - 1] + usize::from(a[i - 1] != b[j - 1]);
+            row[j] = replaced.min(last[j] + 1).min(row[j - 1] + 1);
+            if i > 1 && j > 1 && a[i - 1] == b[j - 2] && a[i - 2] == b[j - 1] {
+                row[j] = row[j].min(before_last[j - 2] + 1);
+            }
+        }
+        before_last = std::mem::replace(&mut last, row);
+    }
+    last[b.len()]
+}
+
+/// Names in backticks, joined for a sentence: `` `a` ``, `` `a` or `b` ``, `` `a`, `b` or `c` ``.
+pub fn one_of<'a>(names: impl IntoIterator<Item = &'a str>) -> String {
+    let quoted: Vec<String> = names.into_iter().map(|name| format!("`{name}`")).collect();
+    match quoted.as_slice() {
+        [] => "nothing".to_string(),
+        [only] => only.clone(),
+        [first @ .., last] => format!("{} or {last}", first.join(", ")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_fault_is_rendered_with_its_line_and_carets() {
+        let text = "name = \"a\"\ncontxt_max = 64\n";
+        let fault = Diagnostic::new("unknown key `contxt_max`", 11..21, "expected `context_max`").with_help("mend it");
+        assert_eq!(
+            fault.render("m.toml", text, Style::Plain),
+            "unknown key `contxt_max`
+ --> m.toml:2:1
+  |
+2 | contxt_max = 64
+  | ^^^^^^^^^^ expected `context_max`
+  |
+  = help: mend it"
+        );
+    }
+
+    #[test]
+    fn faults_are_rendered_in_the_order_of_the_text_and_capped() {
+        let text = "a = 1\nb = 2\n";
+        let second = Diagnostic::new("bad `b`", 6..7, "here");
+        let first = Diagnostic::new("bad `a`", 0..1, "here");
+        assert_eq!(
+            Rejection::new("x.toml", text, vec![second, first.clone()]).to_string(),
+            "bad `a`
+ --> x.toml:1:1
+  |
+1 | a = 1
+  | ^ here
+
+error: bad `b`
+ --> x.toml:2:1
+  |
+2 | b = 2
+  | ^ here"
+        );
+        let many = Rejection::new("x.toml", text, vec![first; 25]).to_string();
+        assert!(many.ends_with("\n\nerror: 5 more faults in `x.toml`"), "{many}");
+        assert_eq!(many.matches("bad `a`").count(), 20);
+    }
+
+    #[test]
+    fn colour_is_only_in_the_coloured_style() {
+        let fault = Diagnostic::new("bad", 0..1, "here");
+        assert!(fault.render("x", "a", Style::Colour).contains('\u{1b}'));
+        assert!(!fault.render("x", "a", Style::Plain).contains('\u{1b}'));
+    }
+
+    #[test]
+    fn spans_outside_the_text_or_inside_a_character_do_not_panic() {
+        for text in ["", "\n", "é", "tab\there\r\n", "a\u{1b}[31mb", "last line without end"] {
+            for start in 0..8 {
+                for end in [0, start, start + 1, 1000, usize::MAX] {
+                    let rendered = Diagnostic::new("bad", start..end, "here").render("x", text, Style::Plain);
+                    assert!(rendered.starts_with("bad\n"), "{rendered}");
+                    assert!(!rendered.contains('\u{1b}'), "an escape of the source reached the terminal: {rendered}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn the_nearest_word_is_a_typing_slip_away() {
+        let keys = ["context_max", "steps_per_launch", "check_positions", "time_positions"];
+        for (word, expected) in [
+            ("contxt_max", Some("context_max")),
+            ("context-max", Some("context_max")),
+            ("ContextMax", Some("context_max")),
+            ("cotnext_max", Some("context_max")),
+            ("context", Some("context_max")),
+            ("steps", Some("steps_per_launch")),
+            ("chek_positions", Some("check_positions")),
+            ("positions", None),
+            ("batch", None),
+            ("", None),
+        ] {
+            assert_eq!(nearest(word, keys), expected, "{word}");
+        }
+        assert_eq!(nearest("H20", ["h100", "h200", "cpu"]), Some("h200"));
+        assert_eq!(nearest("gpu", ["h100", "cpu"]), Some("cpu"));
+        assert_eq!(nearest("xy", ["ab"]), None);
+        assert_eq!(nearest("rtx", ["rtx4090", "rtx5090"]), None, "two words begin so");
+        assert_eq!(nearest(&"a".repeat(100_000), ["aaaa"]), None);
+    }
+
+    #[test]
+    fn the_distance_counts_a_swap_of_neighbours_once() {
+        let distance = |a: &str, b: &str| edit_distance(&a.chars().collect::<Vec<_>>(), &b.chars().collect::<Vec<_>>());
+        assert_eq!(distance("", ""), 0);
+        assert_eq!(distance("", "abc"), 3);
+        assert_eq!(distance("abc", ""), 3);
+        assert_eq!(distance("abcd", "abdc"), 1);
+        assert_eq!(distance("kitten", "sitting"), 3);
+        assert_eq!(distance("ca", "abc"), 3, "optimal string alignment edits no character twice");
+    }
+
+    #[test]
+    fn alternatives_read_as_a_sentence() {
+        assert_eq!(one_of(["a"]), "`a`");
+        assert_eq!(one_of(["a", "b"]), "`a` or `b`");
+        assert_eq!(one_of(["a", "b", "c"]), "`a`, `b` or `c`");
+    }
+}

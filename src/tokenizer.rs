@@ -1,1 +1,1153 @@
-//! Not written yet.
+//! Owns the way between text and token ids: a checkpoint's tokenizer, its chat template, and text from a token stream.
+//!
+//! A checkpoint's folder says how in up to three files: `tokenizer.json` (the `tokenizers` crate reads it whole),
+//! `tokenizer_config.json` (special tokens, whether a text begins with one, chat templates) and `chat_template.jinja`.
+//! The rules by which they combine are those of transformers 5 (`tokenization_utils_tokenizers.py`,
+//! `utils/chat_template_utils.py`), so that ids agree with what the model was trained on. Left out on purpose:
+//! truncation and padding stored in `tokenizer.json`, and `clean_up_tokenization_spaces`, which removes spaces that the
+//! model did write.
+//!
+//! Files come from strangers. Their sizes are bounded, a template's work is bounded, and a panic in the crates below
+//! becomes an error here. Not bounded: the memory of a template or a normaliser that doubles a string again and again.
+
+use crate::error::Fault;
+use minijinja::syntax::SyntaxConfig;
+use minijinja::value::{Kwargs, Serde};
+use minijinja::{Environment, ErrorKind, Value};
+use serde::{Deserialize, Serialize};
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs::File;
+use std::io::{self, Read, Write};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::{Path, PathBuf};
+use std::time::{SystemTime, UNIX_EPOCH};
+use tokenizers::{AddedToken, ModelWrapper};
+
+/// Largest `tokenizer.json` that is read; the largest known one (262144 tokens with merges) has 33 MiB.
+const TOKENIZER_BYTES_MAX: u64 = 256 << 20;
+/// Largest `tokenizer_config.json` or `chat_template.jinja` that is read; known ones stay below 1 MiB.
+const CONFIG_BYTES_MAX: u64 = 16 << 20;
+/// Instructions a template may execute; a thousand messages take about 10^5.
+const TEMPLATE_FUEL: u64 = 20_000_000;
+/// Largest chat a template may produce.
+const CHAT_BYTES_MAX: usize = 64 << 20;
+
+/// A tokenizer that cannot be had, or a text, id or conversation that it cannot handle.
+#[derive(Debug, thiserror::Error)]
+pub enum TokenizerError {
+    #[error("`{path}` is missing, so text cannot be turned into token ids")]
+    Missing { path: PathBuf },
+    #[error("`{path}` cannot be read: {source}")]
+    Read { path: PathBuf, source: io::Error },
+    #[error("`{path}`: expected at most {bytes_max} bytes, found more")]
+    TooLarge { path: PathBuf, bytes_max: u64 },
+    #[error("`{path}` is not a usable tokenizer file: {reason}")]
+    Corrupt { path: PathBuf, reason: String },
+    #[error(
+        "`{path}` belongs to another model: expected token ids below {vocab} (the model's vocabulary), found ids up to \
+         {id_max}; the first beyond is {id} (`{token}`)"
+    )]
+    VocabMismatch { path: PathBuf, vocab: u32, id_max: u32, id: u32, token: String },
+    #[error("expected token ids below {vocab} (the model's vocabulary), found {id}{} at index {index}", named(.token))]
+    IdBeyondVocab { id: u32, token: Option<String>, index: usize, vocab: u32 },
+    #[error("text cannot be encoded: {reason}")]
+    Encode { reason: String },
+    #[error("token ids cannot be decoded: {reason}")]
+    Decode { reason: String },
+    #[error("the checkpoint has no chat template")]
+    NoChatTemplate,
+    #[error("expected a chat template named `default`, found {}", list(.names))]
+    NoDefaultTemplate { names: Vec<String> },
+    #[error("the chat template in `{path}` fails: {reason}")]
+    ChatTemplate { path: PathBuf, reason: String },
+}
+
+fn named(token: &Option<String>) -> String {
+    token.as_ref().map_or_else(String::new, |token| format!(" (`{token}`)"))
+}
+
+fn list(names: &[String]) -> String {
+    let quoted: Vec<String> = names.iter().map(|name| format!("`{name}`")).collect();
+    quoted.join(", ")
+}
+
+impl From<TokenizerError> for Fault {
+    fn from(error: TokenizerError) -> Fault {
+        const IDS: &str = "pass token ids with `--ids`, which works without a tokenizer";
+        let message = error.to_string();
+        match error {
+            TokenizerError::Missing { .. } => Fault::input(message).with_remedy(IDS),
+            TokenizerError::Read { .. } => Fault::environment(message),
+            TokenizerError::TooLarge { .. } | TokenizerError::Corrupt { .. } => {
+                Fault::input(message).with_remedy(format!("fetch the checkpoint's file again, or {IDS}"))
+            }
+            TokenizerError::VocabMismatch { .. } => {
+                Fault::input(message).with_remedy(format!("put this checkpoint's own tokenizer there, or {IDS}"))
+            }
+            TokenizerError::IdBeyondVocab { .. } => {
+                Fault::input(message).with_remedy("leave out what the model has no embedding for")
+            }
+            TokenizerError::Encode { .. } | TokenizerError::Decode { .. } => Fault::input(message).with_remedy(IDS),
+            TokenizerError::NoChatTemplate | TokenizerError::NoDefaultTemplate { .. } => {
+                Fault::input(message).with_remedy("give a plain prompt instead of a chat")
+            }
+            TokenizerError::ChatTemplate { .. } => Fault::input(message)
+                .with_remedy("check that the template allows these roles in this order, or give a plain prompt"),
+        }
+    }
+}
+
+/// One turn of a conversation, as chat templates see it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Message {
+    /// `system`, `user` or `assistant`; a template may know more.
+    pub role: String,
+    pub content: String,
+}
+
+impl Message {
+    pub fn new(role: impl Into<String>, content: impl Into<String>) -> Message {
+        Message { role: role.into(), content: content.into() }
+    }
+}
+
+/// The tokenizer of one checkpoint.
+pub struct Tokenizer {
+    /// Path of `tokenizer.json`, for messages.
+    path: PathBuf,
+    backend: tokenizers::Tokenizer,
+    /// Ids that `decode` leaves out on request.
+    special: BTreeSet<u32>,
+    /// Where `tokenizer_config.json` says what begins and ends a text, it overrules `tokenizer.json`.
+    ends: Option<Ends>,
+    /// Named special tokens (`bos_token` ...) that templates may print.
+    named: BTreeMap<String, String>,
+    /// Chat templates by name, and the file they are in.
+    templates: BTreeMap<String, String>,
+    templates_path: PathBuf,
+    /// The model's vocabulary, once `check_vocab` has compared it.
+    vocab: Option<u32>,
+}
+
+/// Ids around an encoded text.
+struct Ends {
+    first: Option<u32>,
+    last: Option<u32>,
+}
+
+impl Tokenizer {
+    /// Reads the tokenizer of the checkpoint folder `dir`.
+    pub fn load(dir: &Path) -> Result<Tokenizer, TokenizerError> {
+        let path = dir.join("tokenizer.json");
+        let bytes = read(&path, TOKENIZER_BYTES_MAX)?.ok_or_else(|| TokenizerError::Missing { path: path.clone() })?;
+        let corrupt = |reason| TokenizerError::Corrupt { path: path.clone(), reason };
+        let mut backend = guarded(|| tokenizers::Tokenizer::from_bytes(&bytes)).map_err(corrupt)?;
+        // Both are settings of a training run; a prompt is neither cut nor filled.
+        backend.with_truncation(None).map_err(|error| corrupt(error.to_string()))?;
+        backend.with_padding(None);
+        if let ModelWrapper::BPE(model) = backend.get_model()
+            && model.dropout.is_some_and(|dropout| dropout > 0.0)
+        {
+            return Err(corrupt("expected `dropout` to be null, since it makes ids random".to_owned()));
+        }
+
+        let config_path = dir.join("tokenizer_config.json");
+        let config = match read(&config_path, CONFIG_BYTES_MAX)? {
+            None => Config::default(),
+            Some(bytes) => {
+                Config::parse(&bytes).map_err(|reason| TokenizerError::Corrupt { path: config_path.clone(), reason })?
+            }
+        };
+        guarded(|| add_tokens(&mut backend, &config))
+            .map_err(|reason| TokenizerError::Corrupt { path: config_path.clone(), reason })?;
+        let ends = config.ends(&backend);
+        let special = backend
+            .get_added_tokens_decoder()
+            .into_iter()
+            .filter(|(_, token)| backend.get_added_vocabulary().is_special_token(&token.content))
+            .map(|(id, _)| id)
+            .collect();
+
+        let mut templates = config.templates;
+        let mut templates_path = config_path;
+        let jinja_path = dir.join("chat_template.jinja");
+        if let Some(bytes) = read(&jinja_path, CONFIG_BYTES_MAX)? {
+            let text = String::from_utf8(bytes).map_err(|error| TokenizerError::Corrupt {
+                path: jinja_path.clone(),
+                reason: format!("expected UTF-8: {error}"),
+            })?;
+            templates = BTreeMap::from([("default".to_owned(), text)]);
+            templates_path = jinja_path;
+        }
+        let named = config.named.into_iter().map(|(name, token)| (name, token.content)).collect();
+        Ok(Tokenizer { path, backend, special, ends, named, templates, templates_path, vocab: None })
+    }
+
+    /// Compares with `vocab`, the rows of the model's embedding table; afterwards `encode` gives no id beyond it.
+    ///
+    /// Fewer tokens than rows are normal (tables are padded). A token of the base vocabulary beyond the table means
+    /// another model's tokenizer. Tokens *added* beyond it are common (a padding token of a fine-tune, the image token
+    /// of a text-only checkpoint) and matter only where a text contains them, which `encode` then refuses.
+    pub fn check_vocab(&mut self, vocab: u32) -> Result<(), TokenizerError> {
+        let mut tokens = self.backend.get_vocab(false);
+        tokens.retain(|_, id| !self.backend.get_added_vocabulary().get_added_tokens_decoder().contains_key(id));
+        let id_max = tokens.values().copied().max().unwrap_or(0);
+        // The lowest id, and of equal ids the lowest token: hash maps have no order of their own.
+        if let Some((id, token)) =
+            tokens.into_iter().map(|(token, id)| (id, token)).filter(|(id, _)| *id >= vocab).min()
+        {
+            return Err(TokenizerError::VocabMismatch { path: self.path.clone(), vocab, id_max, id, token });
+        }
+        self.vocab = Some(vocab);
+        Ok(())
+    }
+
+    /// Token ids of `text`; `add_special_tokens` adds what the checkpoint begins and ends a text with.
+    ///
+    /// Special tokens that are spelled out in `text` become their ids.
+    pub fn encode(&self, text: &str, add_special_tokens: bool) -> Result<Vec<u32>, TokenizerError> {
+        let by_backend = add_special_tokens && self.ends.is_none();
+        let encoding = guarded(|| self.backend.encode_fast(text, by_backend))
+            .map_err(|reason| TokenizerError::Encode { reason })?;
+        let mut ids = encoding.get_ids().to_vec();
+        if let Some(ends) = self.ends.as_ref().filter(|_| add_special_tokens) {
+            ids.splice(0..0, ends.first);
+            ids.extend(ends.last);
+        }
+        if let Some(vocab) = self.vocab {
+            check_ids(&ids, vocab).map_err(|error| match error {
+                TokenizerError::IdBeyondVocab { id, index, vocab, .. } => {
+                    TokenizerError::IdBeyondVocab { id, token: self.backend.id_to_token(id), index, vocab }
+                }
+                other => other,
+            })?;
+        }
+        Ok(ids)
+    }
+
+    /// Text of `ids`; `skip_special` leaves special tokens out. Ids without a token (padding rows) print nothing.
+    pub fn decode(&self, ids: &[u32], skip_special: bool) -> Result<String, TokenizerError> {
+        guarded(|| self.backend.decode(ids, skip_special)).map_err(|reason| TokenizerError::Decode { reason })
+    }
+
+    /// A decoder of ids that arrive one by one.
+    pub fn stream(&self, skip_special: bool) -> Stream<'_> {
+        Stream { tokenizer: self, skip_special, window: Vec::new(), settled: 0, printed: String::new() }
+    }
+
+    pub fn has_chat_template(&self) -> bool {
+        self.templates.contains_key("default")
+    }
+
+    /// The prompt that the checkpoint's template makes of a conversation; `add_generation_prompt` opens the reply.
+    ///
+    /// Templates write the special tokens themselves: encode the result without adding more, or use `encode_chat`.
+    /// Some print today's date, in UTC.
+    pub fn apply_chat(&self, messages: &[Message], add_generation_prompt: bool) -> Result<String, TokenizerError> {
+        self.apply_chat_at(messages, add_generation_prompt, SystemTime::now())
+    }
+
+    /// Token ids of `apply_chat`.
+    pub fn encode_chat(&self, messages: &[Message], add_generation_prompt: bool) -> Result<Vec<u32>, TokenizerError> {
+        self.encode(&self.apply_chat(messages, add_generation_prompt)?, false)
+    }
+
+    fn apply_chat_at(
+        &self,
+        messages: &[Message],
+        add_generation_prompt: bool,
+        now: SystemTime,
+    ) -> Result<String, TokenizerError> {
+        let template = match self.templates.get("default") {
+            Some(template) => template,
+            None if self.templates.is_empty() => return Err(TokenizerError::NoChatTemplate),
+            None => return Err(TokenizerError::NoDefaultTemplate { names: self.templates.keys().cloned().collect() }),
+        };
+        let mut context: BTreeMap<&str, Value> =
+            self.named.iter().map(|(name, token)| (name.as_str(), Value::from(token.as_str()))).collect();
+        context.insert("messages", Value::from(Serde(messages)));
+        context.insert("add_generation_prompt", Value::from(add_generation_prompt));
+        // transformers passes these always, so that templates test them with `is none`.
+        context.insert("tools", Value::from(()));
+        context.insert("documents", Value::from(()));
+        guarded(|| render(template, context, now).map_err(|error| chain(&error).into()))
+            .map_err(|reason| TokenizerError::ChatTemplate { path: self.templates_path.clone(), reason })
+    }
+}
+
+/// Refuses ids that a model with `vocab` embedding rows has no row for.
+pub fn check_ids(ids: &[u32], vocab: u32) -> Result<(), TokenizerError> {
+    match ids.iter().position(|&id| id >= vocab) {
+        Some(index) => Err(TokenizerError::IdBeyondVocab { id: ids[index], token: None, index, vocab }),
+        None => Ok(()),
+    }
+}
+
+/// Text from ids that arrive one by one, printed as early as it is certain.
+///
+/// What `push` and `finish` return, joined, equals `decode` of all ids. One id may be part of a character, so text is
+/// held back while it ends in what may be an incomplete one, and a decoder may treat the first token specially (it
+/// drops the space that stands before a word), so ids are decoded together with those before them.
+///
+/// One exception: tokenizers with byte fallback (`<0xE6>`) decode a run of bytes all or nothing. Characters of such a
+/// run that were printed stay, where `decode` would replace the whole run because a later byte is invalid.
+pub struct Stream<'a> {
+    tokenizer: &'a Tokenizer,
+    skip_special: bool,
+    /// The newest ids; the first `settled` are there for context and printed completely.
+    window: Vec<u32>,
+    settled: usize,
+    /// The part of the window's text that is printed.
+    printed: String,
+}
+
+/// Text that ends in replacement characters is held back up to this many ids; then all but `INCOMPLETE_MAX` of them
+/// print and the window is cut to its newer half, so that endless garbage costs the same per id as text.
+const WINDOW_IDS_MAX: usize = 32;
+/// Replacement characters that one incomplete character decodes to: one, or with byte fallback one per byte.
+const INCOMPLETE_MAX: usize = 3;
+
+impl Stream<'_> {
+    /// Takes the next id and returns the text that became certain, often empty or more than the id's own.
+    pub fn push(&mut self, id: u32) -> Result<String, TokenizerError> {
+        // `decode` drops these as well; as context they would stand in for a token that prints.
+        if self.skip_special && self.tokenizer.special.contains(&id) {
+            return Ok(String::new());
+        }
+        self.window.push(id);
+        let mut text = self.decode(&self.window)?;
+        if !text.starts_with(&self.printed) {
+            if text.ends_with(char::REPLACEMENT_CHARACTER) && self.window.len() <= WINDOW_IDS_MAX {
+                return Ok(String::new());
+            }
+            // A run of bytes that was valid so far has become invalid: go on after what is printed.
+            self.window.drain(..self.settled);
+            self.settled = 0;
+            self.printed.clear();
+            text = self.decode(&self.window)?;
+        }
+        let incomplete_max = if self.window.len() <= WINDOW_IDS_MAX { usize::MAX } else { INCOMPLETE_MAX };
+        let certain = certain_len(&text, incomplete_max).max(self.printed.len());
+        let new = text.get(self.printed.len()..certain).unwrap_or_default().to_owned();
+        self.printed.push_str(&new);
+        if certain == text.len() && !new.is_empty() {
+            self.window.drain(..self.settled);
+            self.settled = self.window.len();
+            self.printed = self.decode(&self.window)?;
+        } else if self.window.len() > WINDOW_IDS_MAX {
+            self.window.drain(..self.window.len() - WINDOW_IDS_MAX / 2);
+            self.settled = 0;
+            let mut text = self.decode(&self.window)?;
+            text.truncate(certain_len(&text, INCOMPLETE_MAX));
+            self.printed = text;
+        }
+        Ok(new)
+    }
+
+    /// Ends the stream and returns what was held back; an incomplete character prints as U+FFFD, as in `decode`.
+    pub fn finish(self) -> Result<String, TokenizerError> {
+        let text = self.decode(&self.window)?;
+        match text.strip_prefix(&self.printed) {
+            Some(rest) => Ok(rest.to_owned()),
+            None => self.decode(self.window.get(self.settled..).unwrap_or_default()),
+        }
+    }
+
+    fn decode(&self, ids: &[u32]) -> Result<String, TokenizerError> {
+        self.tokenizer.decode(ids, self.skip_special)
+    }
+}
+
+/// Bytes of `text` before the replacement characters at its end, of which at most `incomplete_max` count.
+fn certain_len(text: &str, incomplete_max: usize) -> usize {
+    let trailing = text.chars().rev().take(incomplete_max).take_while(|&c| c == char::REPLACEMENT_CHARACTER).count();
+    text.len() - trailing * char::REPLACEMENT_CHARACTER.len_utf8()
+}
+
+/// The whole file, or `None` where there is none.
+fn read(path: &Path, bytes_max: u64) -> Result<Option<Vec<u8>>, TokenizerError> {
+    let failed = |source| TokenizerError::Read { path: path.to_owned(), source };
+    let file = match File::open(path) {
+        Ok(file) => file,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        Err(error) => return Err(failed(error)),
+    };
+    let mut bytes = Vec::new();
+    file.take(bytes_max + 1).read_to_end(&mut bytes).map_err(failed)?;
+    if bytes.len() as u64 > bytes_max {
+        return Err(TokenizerError::TooLarge { path: path.to_owned(), bytes_max });
+    }
+    Ok(Some(bytes))
+}
+
+/// Runs library code on data from strangers: a panic there is an error here, not the end of the process.
+fn guarded<T>(work: impl FnOnce() -> tokenizers::Result<T>) -> Result<T, String> {
+    match catch_unwind(AssertUnwindSafe(work)) {
+        Ok(Ok(value)) => Ok(value),
+        Ok(Err(error)) => Err(error.to_string()),
+        Err(panic) => {
+            let text = panic
+                .downcast_ref::<String>()
+                .map(String::as_str)
+                .or_else(|| panic.downcast_ref::<&str>().copied())
+                .unwrap_or("without a message");
+            Err(format!("a library panicked: {text}"))
+        }
+    }
+}
+
+/// What is used of `tokenizer_config.json`.
+#[derive(Default)]
+struct Config {
+    /// In ascending order of the id that the file declares.
+    added: Vec<AddedToken>,
+    /// `bos_token`, `eos_token` ... where the file names one.
+    named: Vec<(String, AddedToken)>,
+    /// Special tokens without a name.
+    extra: Vec<AddedToken>,
+    /// `add_bos_token`, `add_eos_token`: `None` where the file is silent on both.
+    add_ends: Option<(bool, bool)>,
+    templates: BTreeMap<String, String>,
+}
+
+/// The special tokens with a name, in the order of transformers (`SPECIAL_TOKENS_ATTRIBUTES`).
+const NAMED: [&str; 7] = ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
+
+impl Config {
+    /// Keys that are not used here may hold anything.
+    fn parse(bytes: &[u8]) -> Result<Config, String> {
+        let file: serde_json::Map<String, serde_json::Value> =
+            serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
+        let mut config = Config::default();
+        let present = |key: &str| file.get(key).filter(|value| !value.is_null());
+
+        if let Some(value) = present("added_tokens_decoder") {
+            let tokens = value.as_object().ok_or("`added_tokens_decoder`: expected an object")?;
+            let mut by_id = BTreeMap::new();
+            for (id, value) in tokens {
+                let place = || format!("`added_tokens_decoder.{id}`");
+                let number: u32 = id.parse().map_err(|_| format!("{}: expected a token id as key", place()))?;
+                by_id.insert(number, token(value).ok_or_else(|| format!("{}: expected a token", place()))?);
+            }
+            config.added = by_id.into_values().collect();
+        }
+        for name in NAMED {
+            if let Some(value) = present(name) {
+                let mut token = token(value).ok_or_else(|| format!("`{name}`: expected a token"))?;
+                token.special = true;
+                config.named.push((name.to_owned(), token));
+            }
+        }
+        for name in ["additional_special_tokens", "extra_special_tokens"] {
+            let values: Vec<&serde_json::Value> = match present(name) {
+                None => Vec::new(),
+                Some(serde_json::Value::Array(values)) => values.iter().collect(),
+                Some(serde_json::Value::Object(values)) => values.values().collect(),
+                Some(_) => return Err(format!("`{name}`: expected a list of tokens")),
+            };
+            for value in values {
+                config.extra.push(token(value).ok_or_else(|| format!("`{name}`: expected a list of tokens"))?);
+            }
+        }
+        if file.contains_key("add_bos_token") || file.contains_key("add_eos_token") {
+            let set = |key: &str| file.get(key).and_then(serde_json::Value::as_bool).unwrap_or(false);
+            config.add_ends = Some((set("add_bos_token"), set("add_eos_token")));
+        }
+        match present("chat_template") {
+            None => {}
+            Some(serde_json::Value::String(text)) => {
+                config.templates.insert("default".to_owned(), text.clone());
+            }
+            Some(value) => {
+                #[derive(Deserialize)]
+                struct Named {
+                    name: String,
+                    template: String,
+                }
+                let templates = Vec::<Named>::deserialize(value).map_err(
+                    |_| "`chat_template`: expected a string or a list of objects with `name` and `template`",
+                )?;
+                config.templates = templates.into_iter().map(|named| (named.name, named.template)).collect();
+            }
+        }
+        Ok(config)
+    }
+
+    /// What `add_bos_token` and `add_eos_token` put around a text, instead of what `tokenizer.json` does.
+    fn ends(&self, backend: &tokenizers::Tokenizer) -> Option<Ends> {
+        let id = |add: bool, name: &str| {
+            let (_, token) = self.named.iter().find(|(named, _)| add && named == name)?;
+            backend.token_to_id(&token.content)
+        };
+        self.add_ends.map(|(bos, eos)| Ends { first: id(bos, "bos_token"), last: id(eos, "eos_token") })
+    }
+}
+
+/// A token as `tokenizer_config.json` writes it: a string, or an object with `content` and flags.
+fn token(value: &serde_json::Value) -> Option<AddedToken> {
+    if let Some(text) = value.as_str() {
+        return Some(AddedToken::from(text, true));
+    }
+    let content = value.get("content")?.as_str()?;
+    let flag = |name: &str| value.get(name).and_then(serde_json::Value::as_bool);
+    let special = flag("special").unwrap_or(false);
+    Some(
+        AddedToken::from(content, special)
+            .normalized(flag("normalized").unwrap_or(!special))
+            .single_word(flag("single_word").unwrap_or(false))
+            .lstrip(flag("lstrip").unwrap_or(false))
+            .rstrip(flag("rstrip").unwrap_or(false)),
+    )
+}
+
+/// Adds what `tokenizer_config.json` knows and `tokenizer.json` does not: flags of added tokens, special tokens.
+///
+/// A token that neither file has an id for gets the next free one, as in transformers; `check_vocab` guards its use.
+fn add_tokens(backend: &mut tokenizers::Tokenizer, config: &Config) -> tokenizers::Result<()> {
+    let names: BTreeSet<&str> = config.named.iter().map(|(_, token)| token.content.as_str()).collect();
+    let mut known: BTreeSet<String> = backend.get_added_vocabulary().get_vocab().keys().cloned().collect();
+    let mut tokens = Vec::new();
+    for token in &config.added {
+        known.insert(token.content.clone());
+        let special = token.special || names.contains(token.content.as_str());
+        tokens.push(token.clone().special(special));
+    }
+    for token in config.named.iter().map(|(_, token)| token).chain(&config.extra) {
+        if known.insert(token.content.clone()) {
+            tokens.push(token.clone());
+        }
+    }
+    backend.add_tokens(tokens)?;
+    Ok(())
+}
+
+/// Renders a chat template in the dialect of transformers: Jinja2 with its options, functions and `tojson`.
+fn render(template: &str, context: BTreeMap<&str, Value>, now: SystemTime) -> Result<String, minijinja::Error> {
+    let template = without_generation_tags(template);
+    let mut env = Environment::new();
+    env.set_syntax(SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build()?);
+    env.set_fuel(Some(TEMPLATE_FUEL));
+    env.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+    env.add_filter("tojson", to_json);
+    env.add_function("raise_exception", |message: String| -> Result<Value, minijinja::Error> {
+        Err(minijinja::Error::new(ErrorKind::InvalidOperation, message))
+    });
+    env.add_function("strftime_now", move |format: String| strftime(&format, now));
+    let mut output = Bounded { bytes: Vec::new() };
+    env.template_from_str(&template)?.render_captured_to(Value::from(context), &mut output)?;
+    String::from_utf8(output.bytes)
+        .map_err(|error| minijinja::Error::new(ErrorKind::InvalidOperation, error.to_string()))
+}
+
+/// An error and its causes on one line.
+fn chain(error: &dyn std::error::Error) -> String {
+    let causes = std::iter::successors(Some(error), |error| error.source());
+    causes.map(|error| error.to_string()).collect::<Vec<_>>().join(": ")
+}
+
+/// Output of a template, up to `CHAT_BYTES_MAX`.
+struct Bounded {
+    bytes: Vec<u8>,
+}
+
+impl Write for Bounded {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        if bytes.len() > CHAT_BYTES_MAX - self.bytes.len() {
+            return Err(io::Error::other(format!("expected at most {CHAT_BYTES_MAX} bytes of text, found more")));
+        }
+        self.bytes.extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// Turns `{% generation %}` blocks, which mark the assistant's words for training, into blocks that always print.
+///
+/// Rewriting the tag alone keeps its whitespace control (`{%-`) in force.
+fn without_generation_tags(template: &str) -> String {
+    let mut rest = template;
+    let mut out = String::with_capacity(template.len());
+    while let Some(start) = rest.find("{%") {
+        let (before, tag) = rest.split_at(start + 2);
+        out.push_str(before);
+        rest = tag;
+        let Some(end) = tag.find("%}") else { break };
+        let inside = &tag[..end];
+        let name = inside.trim_matches(|c: char| c.is_whitespace() || c == '-' || c == '+');
+        let plain = match name {
+            "generation" => "if true",
+            "endgeneration" => "endif",
+            _ => continue,
+        };
+        out.push_str(&inside.replacen(name, plain, 1));
+        rest = &tag[end..];
+    }
+    out.push_str(rest);
+    out
+}
+
+/// Python's `json.dumps(value, ensure_ascii=False)`, unlike Jinja's own `tojson` without escapes for HTML.
+fn to_json(value: &Value, args: Kwargs) -> Result<String, minijinja::Error> {
+    let failed = |error: serde_json::Error| minijinja::Error::new(ErrorKind::InvalidOperation, error.to_string());
+    let indent: Option<usize> = args.get("indent")?;
+    // The defaults of transformers may be spelled out; other values are refused, not ignored.
+    for name in ["ensure_ascii", "sort_keys"] {
+        if args.get::<Option<bool>>(name)? == Some(true) {
+            let message = format!("`tojson` with `{name}=true` is not supported");
+            return Err(minijinja::Error::new(ErrorKind::InvalidOperation, message));
+        }
+    }
+    args.assert_all_used()?;
+    let mut out = Vec::new();
+    match indent {
+        Some(width) if width <= 16 => {
+            let spaces = " ".repeat(width);
+            let formatter = serde_json::ser::PrettyFormatter::with_indent(spaces.as_bytes());
+            value.serialize(&mut serde_json::Serializer::with_formatter(&mut out, formatter)).map_err(failed)?;
+        }
+        Some(width) => {
+            let message = format!("`tojson`: expected `indent` of at most 16, found {width}");
+            return Err(minijinja::Error::new(ErrorKind::InvalidOperation, message));
+        }
+        None => value.serialize(&mut serde_json::Serializer::with_formatter(&mut out, Spaced)).map_err(failed)?,
+    }
+    String::from_utf8(out).map_err(|error| minijinja::Error::new(ErrorKind::InvalidOperation, error.to_string()))
+}
+
+/// JSON on one line with Python's separators, `, ` and `: `.
+struct Spaced;
+
+impl serde_json::ser::Formatter for Spaced {
+    fn begin_array_value<W: ?Sized + Write>(&mut self, out: &mut W, first: bool) -> io::Result<()> {
+        if first { Ok(()) } else { out.write_all(b", ") }
+    }
+
+    fn begin_object_key<W: ?Sized + Write>(&mut self, out: &mut W, first: bool) -> io::Result<()> {
+        if first { Ok(()) } else { out.write_all(b", ") }
+    }
+
+    fn begin_object_value<W: ?Sized + Write>(&mut self, out: &mut W) -> io::Result<()> {
+        out.write_all(b": ")
+    }
+}
+
+/// Python's `strftime` in UTC, English names; the directives that dates in prompts are written with.
+fn strftime(format: &str, now: SystemTime) -> Result<String, minijinja::Error> {
+    const MONTHS: [&str; 12] = [
+        "January",
+        "February",
+        "March",
+        "April",
+        "May",
+        "June",
+        "July",
+        "August",
+        "September",
+        "October",
+        "November",
+        "December",
+    ];
+    const DAYS: [&str; 7] = ["Sunday", "Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday"];
+    let seconds = now.duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
+    let days = seconds / 86_400;
+    let (year, month, day) = civil(days);
+    let (hour, minute, second) = (seconds / 3600 % 24, seconds / 60 % 60, seconds % 60);
+    let month_name = MONTHS[month as usize - 1];
+    let day_name = DAYS[((days + 4) % 7) as usize];
+    let mut out = String::new();
+    let mut chars = format.chars();
+    while let Some(c) = chars.next() {
+        if c != '%' {
+            out.push(c);
+            continue;
+        }
+        match chars.next() {
+            Some('Y') => out.push_str(&year.to_string()),
+            Some('y') => out.push_str(&format!("{:02}", year % 100)),
+            Some('m') => out.push_str(&format!("{month:02}")),
+            Some('d') => out.push_str(&format!("{day:02}")),
+            Some('B') => out.push_str(month_name),
+            Some('b') => out.push_str(&month_name[..3]),
+            Some('A') => out.push_str(day_name),
+            Some('a') => out.push_str(&day_name[..3]),
+            Some('H') => out.push_str(&format!("{hour:02}")),
+            Some('I') => out.push_str(&format!("{:02}", (hour + 11) % 12 + 1)),
+            Some('p') => out.push_str(if hour < 12 { "AM" } else { "PM" }),
+            Some('M') => out.push_str(&format!("{minute:02}")),
+            Some('S') => out.push_str(&format!("{second:02}")),
+            Some('%') => out.push('%'),
+            other => {
+                let directive: String = std::iter::once('%').chain(other).collect();
+                let message = format!("`strftime_now`: `{directive}` in `{format}` is not supported");
+                return Err(minijinja::Error::new(ErrorKind::InvalidOperation, message));
+            }
+        }
+    }
+    Ok(out)
+}
+
+/// Year, month 1-12 and day 1-31 of a day count since 1970-01-01 (H. Hinnant, "chrono-compatible low-level date
+/// algorithms", `civil_from_days`).
+fn civil(days: u64) -> (u64, u64, u64) {
+    // Years begin in March here, so that the leap day is the last of its year.
+    let shifted = days + 719_468;
+    let era_day = shifted % 146_097;
+    let era_year = (era_day - era_day / 1460 + era_day / 36_524 - era_day / 146_096) / 365;
+    let year_day = era_day - (365 * era_year + era_year / 4 - era_year / 100);
+    let march_month = (5 * year_day + 2) / 153;
+    let day = year_day - (153 * march_month + 2) / 5 + 1;
+    let month = if march_month < 10 { march_month + 3 } else { march_month - 9 };
+    (era_year + shifted / 146_097 * 400 + u64::from(month <= 2), month, day)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::error::Tier;
+    use proptest::prelude::*;
+    use serde_json::{Value as Json, json};
+    use std::sync::LazyLock;
+    use std::time::Duration;
+
+    fn fixture() -> PathBuf {
+        Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/tinystories-llama")
+    }
+
+    static STORIES: LazyLock<Tokenizer> = LazyLock::new(|| Tokenizer::load(&fixture()).expect("the fixture loads"));
+
+    fn goldens() -> Json {
+        let text = std::fs::read_to_string(fixture().join("goldens.json")).expect("goldens.json");
+        serde_json::from_str(&text).expect("goldens.json is JSON")
+    }
+
+    fn parse<T: serde::de::DeserializeOwned>(value: &Json) -> T {
+        T::deserialize(value).unwrap_or_else(|error| panic!("{error}: {value}"))
+    }
+
+    /// A folder with these files.
+    fn folder(files: &[(&str, &str)]) -> tempfile::TempDir {
+        let dir = tempfile::tempdir().expect("a temporary folder");
+        for (name, text) in files {
+            std::fs::write(dir.path().join(name), text).expect("a file in it");
+        }
+        dir
+    }
+
+    fn fixture_json() -> String {
+        std::fs::read_to_string(fixture().join("tokenizer.json")).expect("tokenizer.json")
+    }
+
+    /// The fixture's tokenizer with another `tokenizer_config.json`.
+    fn with_config(config: Json) -> Tokenizer {
+        let dir = folder(&[("tokenizer.json", &fixture_json()), ("tokenizer_config.json", &config.to_string())]);
+        Tokenizer::load(dir.path()).expect("it loads")
+    }
+
+    /// In the manner of Llama 2: spaces as `▁`, bytes as `<0xE6>`, the first space dropped.
+    fn byte_fallback() -> Tokenizer {
+        let mut vocab = serde_json::Map::new();
+        for token in ["<unk>", "<s>"] {
+            vocab.insert(token.to_owned(), json!(vocab.len()));
+        }
+        for byte in 0..=255u8 {
+            vocab.insert(format!("<0x{byte:02X}>"), json!(vocab.len()));
+        }
+        for token in ["▁", "a", "b", "日", "▁a", "▁▁"] {
+            vocab.insert(token.to_owned(), json!(vocab.len()));
+        }
+        let file = json!({
+            "version": "1.0",
+            "added_tokens": [{"id": 1, "content": "<s>", "single_word": false, "lstrip": false, "rstrip": false,
+                              "normalized": false, "special": true}],
+            "normalizer": {"type": "Sequence", "normalizers": [
+                {"type": "Prepend", "prepend": "▁"},
+                {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}]},
+            "decoder": {"type": "Sequence", "decoders": [
+                {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+                {"type": "ByteFallback"}, {"type": "Fuse"},
+                {"type": "Strip", "content": " ", "start": 1, "stop": 0}]},
+            "model": {"type": "BPE", "unk_token": "<unk>", "fuse_unk": true, "byte_fallback": true,
+                      "vocab": vocab, "merges": ["▁ a", "▁ ▁"]}
+        });
+        let dir = folder(&[("tokenizer.json", &file.to_string())]);
+        Tokenizer::load(dir.path()).expect("it loads")
+    }
+
+    fn streamed(tokenizer: &Tokenizer, ids: &[u32], skip_special: bool) -> String {
+        let mut stream = tokenizer.stream(skip_special);
+        let mut text = String::new();
+        for &id in ids {
+            text.push_str(&stream.push(id).expect("it decodes"));
+            assert!(stream.window.len() <= 2 * WINDOW_IDS_MAX, "the window is bounded");
+        }
+        text + &stream.finish().expect("it decodes")
+    }
+
+    #[test]
+    fn every_golden_text_encodes_and_decodes_exactly() {
+        let goldens = goldens();
+        let cases = goldens["tokenizer_cases"].as_array().expect("tokenizer_cases");
+        assert_eq!(cases.len(), 32);
+        for case in cases {
+            let text: String = parse(&case["text"]);
+            let ids: Vec<u32> = parse(&case["ids"]);
+            let add_special_tokens: bool = parse(&case["add_special_tokens"]);
+            assert_eq!(STORIES.encode(&text, add_special_tokens).expect("it encodes"), ids, "{text:?}");
+            let decoded: String = parse(&case["decoded"]);
+            assert_eq!(STORIES.decode(&ids, false).expect("it decodes"), decoded);
+            assert_eq!(streamed(&STORIES, &ids, false), decoded);
+            let plain = STORIES.decode(&ids, true).expect("it decodes");
+            assert_eq!(streamed(&STORIES, &ids, true), plain);
+        }
+    }
+
+    #[test]
+    fn every_golden_chat_renders_and_encodes_exactly() {
+        let goldens = goldens();
+        assert!(STORIES.has_chat_template());
+        let cases = goldens["chat_cases"].as_array().expect("chat_cases");
+        assert_eq!(cases.len(), 4);
+        for case in cases {
+            let messages: Vec<Message> = parse(&case["messages"]);
+            let opens: bool = parse(&case["add_generation_prompt"]);
+            assert_eq!(STORIES.apply_chat(&messages, opens).expect("it renders"), parse::<String>(&case["rendered"]));
+            assert_eq!(STORIES.encode_chat(&messages, opens).expect("it encodes"), parse::<Vec<u32>>(&case["ids"]));
+        }
+    }
+
+    #[test]
+    fn every_golden_prompt_and_continuation() {
+        let goldens = goldens();
+        let prompts = goldens["prompts"].as_array().expect("prompts");
+        assert_eq!(prompts.len(), 8);
+        for prompt in prompts {
+            let ids = match &prompt["messages"] {
+                Json::Null => STORIES.encode(&parse::<String>(&prompt["text"]), true),
+                messages => STORIES.encode_chat(&parse::<Vec<Message>>(messages), true),
+            };
+            assert_eq!(ids.expect("it encodes"), parse::<Vec<u32>>(&prompt["ids"]), "{}", prompt["name"]);
+            let greedy: Vec<u32> = parse(&prompt["greedy_ids"]);
+            let text: String = parse(&prompt["greedy_text"]);
+            assert_eq!(STORIES.decode(&greedy, false).expect("it decodes"), text);
+            assert_eq!(streamed(&STORIES, &greedy, false), text);
+        }
+    }
+
+    #[test]
+    fn a_stream_prints_whole_characters_as_soon_as_they_are_whole() {
+        let mut stream = STORIES.stream(false);
+        // 日本 takes six byte tokens here.
+        let pieces: Vec<String> = STORIES
+            .encode("日本 a", false)
+            .expect("it encodes")
+            .into_iter()
+            .map(|id| stream.push(id).expect("it decodes"))
+            .collect();
+        assert_eq!(pieces, ["", "", "日", "", "", "本", " a"]);
+        assert_eq!(stream.finish().expect("it decodes"), "");
+
+        let mut stream = STORIES.stream(false);
+        let ids = STORIES.encode("🦊", false).expect("it encodes");
+        for id in &ids[..ids.len() - 1] {
+            assert_eq!(stream.push(*id).expect("it decodes"), "");
+        }
+        assert_eq!(stream.finish().expect("it decodes"), "\u{FFFD}", "cut short, it prints as `decode` prints it");
+    }
+
+    #[test]
+    fn a_stream_keeps_spaces_and_bytes_of_a_sentencepiece_decoder() {
+        let tokenizer = byte_fallback();
+        for text in ["a a  b", " a", "  ", "ba 日 語 a🦊🚀b", "ünï é"] {
+            let ids = tokenizer.encode(text, true).expect("it encodes");
+            assert_eq!(tokenizer.decode(&ids, false).expect("it decodes"), text);
+            assert_eq!(streamed(&tokenizer, &ids, false), text);
+        }
+        // A special token that is left out is no context: the first word still loses its space, the next keeps it.
+        let word = tokenizer.encode("a", false).expect("it encodes");
+        let ids = [&[1], &word[..], &[1, 1], &word[..]].concat();
+        assert_eq!(streamed(&tokenizer, &ids, true), "a a");
+        // A byte run that turns out invalid after a character of it was printed: the character stays.
+        let run = [0xE6, 0x97, 0xA5, 0xFF].map(|byte| byte + 2);
+        assert_eq!(tokenizer.decode(&run, false).expect("it decodes"), "\u{FFFD}".repeat(4));
+        assert_eq!(streamed(&tokenizer, &run, false), "日\u{FFFD}");
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(200) })]
+
+        /// Any ids at all, most of them broken UTF-8: a quarter of this vocabulary are single bytes.
+        #[test]
+        fn a_stream_equals_the_whole(
+            ids in prop::collection::vec(prop_oneof![0u32..1030, 160u32..260], 0..120), skip_special: bool,
+        ) {
+            let whole = STORIES.decode(&ids, skip_special).expect("it decodes");
+            prop_assert_eq!(streamed(&STORIES, &ids, skip_special), whole);
+        }
+
+        #[test]
+        fn a_stream_of_real_text_equals_the_text(text in "[ \\PCa-z日🦊\u{FFFD}]{0,60}") {
+            for tokenizer in [&*STORIES, &byte_fallback()] {
+                let ids = tokenizer.encode(&text, false).expect("it encodes");
+                prop_assert_eq!(streamed(tokenizer, &ids, false), tokenizer.decode(&ids, false).expect("it decodes"));
+            }
+        }
+    }
+
+    #[test]
+    fn long_garbage_neither_grows_nor_loses_text() {
+        let byte = |b: u8| {
+            STORIES.backend.get_vocab(false).values().copied().find(|&id| {
+                STORIES.backend.id_to_token(id).is_some_and(|token| token.chars().count() == 1)
+                    && STORIES.decode(&[id], false).is_ok_and(|text| text.as_bytes() == [b])
+            })
+        };
+        let letter = byte(b'a').expect("a token for `a`");
+        // U+FFFD itself, three byte tokens each, a hundred times over.
+        let ids = STORIES.encode(&("\u{FFFD}".repeat(100) + "a"), false).expect("it encodes");
+        assert!(ids.len() > 200 && ids.last() == Some(&letter));
+        assert_eq!(streamed(&STORIES, &ids, false), "\u{FFFD}".repeat(100) + "a");
+        // The same byte, never a character.
+        let ids = [vec![ids[0]; 500], vec![letter]].concat();
+        assert_eq!(streamed(&STORIES, &ids, false), "\u{FFFD}".repeat(500) + "a");
+    }
+
+    #[test]
+    fn templates_render_as_transformers_renders_them() {
+        let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/chat_templates.json");
+        let file: Json = serde_json::from_str(&std::fs::read_to_string(file).expect("the file")).expect("JSON");
+        let now = UNIX_EPOCH + Duration::from_secs(parse(&file["now_unix_s"]));
+        let cases = file["cases"].as_array().expect("cases");
+        assert_eq!(cases.len(), 30);
+        for case in cases {
+            let (name, conversation): (String, String) = (parse(&case["template"]), parse(&case["messages"]));
+            let tokenizer = with_config(json!({
+                "bos_token": "<s>", "eos_token": {"content": "</s>"}, "chat_template": file["templates"][&name]
+            }));
+            let messages: Vec<Message> = parse(&file["messages"][&conversation]);
+            let rendered = tokenizer.apply_chat_at(&messages, parse(&case["add_generation_prompt"]), now);
+            match &case["rendered"] {
+                Json::String(want) => assert_eq!(&rendered.expect(&name), want, "{name}, {conversation}"),
+                refused => {
+                    let message = rendered.expect_err("the template refuses").to_string();
+                    assert!(message.contains(refused["error"].as_str().expect("an error")), "{message}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_chat_template_is_found_wherever_checkpoints_keep_it() {
+        let hello = [Message::new("user", "hi")];
+        assert!(!with_config(json!({})).has_chat_template());
+        let error = with_config(json!({})).apply_chat(&hello, true).expect_err("none");
+        assert_eq!(error.to_string(), "the checkpoint has no chat template");
+
+        let listed = json!([{"name": "tool_use", "template": "no"}, {"name": "default", "template": "yes"}]);
+        assert_eq!(with_config(json!({"chat_template": listed})).apply_chat(&hello, true).expect("it renders"), "yes");
+        let other = with_config(json!({"chat_template": [{"name": "rag", "template": "no"}]}));
+        assert!(!other.has_chat_template());
+        let error = other.apply_chat(&hello, true).expect_err("no default");
+        assert_eq!(error.to_string(), "expected a chat template named `default`, found `rag`");
+
+        let dir = folder(&[
+            ("tokenizer.json", &fixture_json()),
+            ("tokenizer_config.json", r#"{"chat_template": "old"}"#),
+            ("chat_template.jinja", "{{ messages[0].content }}\n"),
+        ]);
+        let tokenizer = Tokenizer::load(dir.path()).expect("it loads");
+        assert_eq!(tokenizer.apply_chat(&hello, true).expect("it renders"), "hi", "the file of its own wins");
+    }
+
+    #[test]
+    fn a_hostile_template_ends_in_an_error() {
+        let hello = [Message::new("user", "hi")];
+        for (template, part) in [
+            ("{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}{% endfor %}", "fuel"),
+            ("{% for a in range(10) %}{{ 'x' * 50000000 }}{% endfor %}", "bytes of text"),
+            ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "recursion"),
+            ("{% for %}", "syntax error"),
+            ("{{ raise_exception('no system role') }}", "no system role"),
+            ("{{ strftime_now('%Q') }}", "`%Q`"),
+            ("{{ messages | tojson(ensure_ascii=true) }}", "ensure_ascii"),
+        ] {
+            let error = with_config(json!({"chat_template": template})).apply_chat(&hello, true).expect_err(template);
+            assert!(error.to_string().contains(part), "{template}: {error}");
+            assert_eq!(Fault::from(error).tier, Tier::Input);
+        }
+    }
+
+    #[test]
+    fn the_config_says_what_begins_and_ends_a_text() {
+        let ids = |config: Json| with_config(config).encode("a", true).expect("it encodes");
+        let plain = STORIES.encode("a", false).expect("it encodes");
+        let ends = json!({"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"});
+        let with = |bos: Json, eos: Json| {
+            let mut config = ends.clone();
+            config["add_bos_token"] = bos;
+            config["add_eos_token"] = eos;
+            config
+        };
+        assert_eq!(ids(ends.clone()), [&[0], &plain[..]].concat(), "silent: as in tokenizer.json");
+        assert_eq!(ids(with(json!(true), json!(true))), [&[0], &plain[..], &[1]].concat());
+        assert_eq!(ids(with(json!(false), json!(true))), [&plain[..], &[1]].concat());
+        assert_eq!(ids(with(Json::Null, Json::Null)), plain);
+        assert_eq!(ids(json!({"add_bos_token": true})), plain, "no token to add");
+    }
+
+    #[test]
+    fn special_tokens_of_the_config_count() {
+        // A plain token of tokenizer.json that the config declares special.
+        let tokenizer = with_config(json!({"eos_token": "Once"}));
+        let ids = tokenizer.encode("Once a", false).expect("it encodes");
+        assert_eq!(tokenizer.decode(&ids, true).expect("it decodes"), " a");
+        assert_eq!(STORIES.decode(&ids, true).expect("it decodes"), "Once a");
+    }
+
+    #[test]
+    fn truncation_and_padding_of_the_file_are_ignored() {
+        let mut file: Json = serde_json::from_str(&fixture_json()).expect("JSON");
+        file["truncation"] = json!({"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0});
+        file["padding"] = json!({"strategy": {"Fixed": 64}, "direction": "Left", "pad_to_multiple_of": null,
+                                 "pad_id": 1, "pad_type_id": 0, "pad_token": "<|end_of_text|>"});
+        let dir = folder(&[("tokenizer.json", &file.to_string())]);
+        let tokenizer = Tokenizer::load(dir.path()).expect("it loads");
+        assert_eq!(tokenizer.encode("Once upon a time", true).expect("it encodes"), [0, 467, 468, 262, 421]);
+    }
+
+    #[test]
+    fn a_missing_tokenizer_names_the_file_and_the_way_without() {
+        let dir = folder(&[]);
+        let error = Tokenizer::load(dir.path()).err().expect("nothing to load");
+        let fault = Fault::from(error);
+        assert_eq!(fault.tier, Tier::Input);
+        assert!(fault.message.contains("tokenizer.json` is missing"), "{fault}");
+        assert!(fault.remedy.is_some_and(|remedy| remedy.contains("`--ids`")));
+    }
+
+    #[test]
+    fn a_tokenizer_of_another_model_is_refused() {
+        let load = || Tokenizer::load(&fixture()).expect("the fixture loads");
+        for vocab in [1024, 1088, 200_000] {
+            load().check_vocab(vocab).expect("a padded vocabulary is normal");
+        }
+        let error = load().check_vocab(1000).expect_err("ids beyond it");
+        let message = error.to_string();
+        assert!(
+            message.contains("expected token ids below 1000 (the model's vocabulary), found ids up to 1023"),
+            "{message}"
+        );
+        let token = STORIES.backend.id_to_token(1000).expect("a token");
+        assert!(message.ends_with(&format!("the first beyond is 1000 (`{token}`)")), "{message}");
+
+        // An added token beyond the table is refused where it is used.
+        let mut tokenizer = with_config(json!({"pad_token": "<pad>"}));
+        tokenizer.check_vocab(1024).expect("only an added token is beyond");
+        assert_eq!(tokenizer.encode("a", false).expect("it encodes").len(), 1);
+        let error = tokenizer.encode("a<pad>", false).expect_err("no embedding");
+        assert_eq!(
+            error.to_string(),
+            "expected token ids below 1024 (the model's vocabulary), found 1024 (`<pad>`) at index 1"
+        );
+        assert_eq!(
+            check_ids(&[5, 7, 9], 8).expect_err("9 is beyond").to_string(),
+            "expected token ids below 8 (the model's vocabulary), found 9 at index 2"
+        );
+    }
+
+    #[test]
+    fn corrupt_files_are_named() {
+        let json = fixture_json();
+        for text in ["", "{}", "[]", "null", "\u{0}", &json[..json.len() / 2], &json.replace("\"BPE\"", "\"Other\"")] {
+            let dir = folder(&[("tokenizer.json", text)]);
+            let error = Tokenizer::load(dir.path()).err().expect("not a tokenizer");
+            assert!(error.to_string().contains("tokenizer.json` is not a usable tokenizer file"), "{error}");
+            assert_eq!(Fault::from(error).tier, Tier::Input);
+        }
+        let random = json.replace("\"dropout\": null", "\"dropout\": 0.1");
+        assert_ne!(random, json);
+        let dir = folder(&[("tokenizer.json", &random)]);
+        let error = Tokenizer::load(dir.path()).err().expect("random ids");
+        assert!(error.to_string().contains("`dropout`"), "{error}");
+
+        for (config, part) in [
+            ("{", "EOF"),
+            ("[]", "expected a map"),
+            (r#"{"bos_token": 5}"#, "`bos_token`: expected a token"),
+            (r#"{"added_tokens_decoder": {"x": {"content": "y"}}}"#, "`added_tokens_decoder.x`"),
+            (r#"{"chat_template": 5}"#, "`chat_template`: expected a string or a list"),
+            (r#"{"additional_special_tokens": "x"}"#, "`additional_special_tokens`: expected a list"),
+        ] {
+            let dir = folder(&[("tokenizer.json", &json), ("tokenizer_config.json", config)]);
+            let error = Tokenizer::load(dir.path()).err().expect(config).to_string();
+            assert!(error.contains("tokenizer_config.json` is not a usable") && error.contains(part), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_panic_of_the_library_is_an_error() {
+        // A post-processor that names a special token which its table lacks: version 0.23 indexes the table.
+        let mut file: Json = serde_json::from_str(&fixture_json()).expect("JSON");
+        *file.pointer_mut("/post_processor/processors/1/special_tokens").expect("the table") = json!({});
+        let dir = folder(&[("tokenizer.json", &file.to_string())]);
+        let Ok(tokenizer) = Tokenizer::load(dir.path()) else { panic!("loading does not look at the table") };
+        let error = tokenizer.encode("a", true).expect_err("no such token").to_string();
+        assert!(error.starts_with("text cannot be encoded: a library panicked"), "{error}");
+    }
+
+    /// Values of the file replaced one by one: whatever loads may fail, but must not take the process down.
+    #[test]
+    fn mutated_tokenizers_never_panic() {
+        let base: Json = serde_json::from_str(&fixture_json()).expect("JSON");
+        let mut paths = Vec::new();
+        collect_paths(&base, String::new(), &mut paths);
+        // The vocabulary and merges fill the file; a sample of them will do.
+        let (bulk, rest): (Vec<_>, Vec<_>) =
+            paths.into_iter().partition(|path| path.starts_with("/model/vocab") || path.starts_with("/model/merges"));
+        let values =
+            [json!(null), json!(0), json!(-1), json!(4_294_967_295u32), json!(""), json!("$"), json!([]), json!({})];
+        let mut loaded = 0;
+        for path in rest.iter().chain(bulk.iter().step_by(97)) {
+            for value in &values {
+                let mut file = base.clone();
+                *file.pointer_mut(path).expect("a path of the file") = value.clone();
+                let dir = folder(&[("tokenizer.json", &file.to_string())]);
+                let Ok(mut tokenizer) = Tokenizer::load(dir.path()) else { continue };
+                loaded += 1;
+                let _ = tokenizer.check_vocab(1024);
+                if let Ok(ids) = tokenizer.encode("Once upon a time, 日本<|im_end|>", true) {
+                    let _ = tokenizer.decode(&ids, true);
+                }
+            }
+        }
+        assert!(loaded > 50, "{loaded} mutants loaded");
+    }
+
+    fn collect_paths(value: &Json, at: String, paths: &mut Vec<String>) {
+        let escape = |key: &str| key.replace('~', "~0").replace('/', "~1");
+        match value {
+            Json::Object(map) => {
+                map.iter().for_each(|(key, value)| collect_paths(value, format!("{at}/{}", escape(key)), paths));
+            }
+            Json::Array(list) => {
+                list.iter().enumerate().for_each(|(i, value)| collect_paths(value, format!("{at}/{i}"), paths));
+            }
+            _ => {}
+        }
+        if !at.is_empty() {
+            paths.push(at);
+        }
+    }
+
+    #[test]
+    fn dates_are_right() {
+        let at = |seconds| UNIX_EPOCH + Duration::from_secs(seconds);
+        let date = |seconds| strftime("%a %A %d %b %B %y %Y-%m-%d %H:%M:%S %I%p %%", at(seconds)).expect("it formats");
+        assert_eq!(date(0), "Thu Thursday 01 Jan January 70 1970-01-01 00:00:00 12AM %");
+        assert_eq!(date(951_825_599), "Tue Tuesday 29 Feb February 00 2000-02-29 11:59:59 11AM %");
+        assert_eq!(date(4_107_542_400), "Mon Monday 01 Mar March 00 2100-03-01 00:00:00 12AM %");
+        assert_eq!(date(1_735_689_599), "Tue Tuesday 31 Dec December 24 2024-12-31 23:59:59 11PM %");
+    }
+}

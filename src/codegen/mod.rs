@@ -1,1 +1,46 @@
-//! Not written yet.
+//! From a proven schedule to CUDA C++ and the bytes the kernel runs on. Prints and encodes; decides nothing.
+
+pub mod abi;
+pub mod emit;
+
+use std::fmt;
+
+/// CUDA C++ of one kernel and every header it includes: the whole input of a compile, beside options and compiler.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct KernelSource {
+    /// File name shown in compiler messages.
+    pub name: String,
+    pub text: String,
+    /// (name as included, text)
+    pub headers: Vec<(String, String)>,
+    /// `sm_90a`
+    pub arch: String,
+}
+
+/// The kernel library, by the names that `#include` uses.
+pub const HEADERS: [(&str, &str); 15] = [
+    ("monobloc.cuh", include_str!("../../kernels/monobloc.cuh")),
+    ("core/types.cuh", include_str!("../../kernels/core/types.cuh")),
+    ("core/math.cuh", include_str!("../../kernels/core/math.cuh")),
+    ("runtime/queue.cuh", include_str!("../../kernels/runtime/queue.cuh")),
+    ("runtime/sync.cuh", include_str!("../../kernels/runtime/sync.cuh")),
+    ("runtime/context.cuh", include_str!("../../kernels/runtime/context.cuh")),
+    ("runtime/ring.cuh", include_str!("../../kernels/runtime/ring.cuh")),
+    ("runtime/stage.cuh", include_str!("../../kernels/runtime/stage.cuh")),
+    ("runtime/kernel.cuh", include_str!("../../kernels/runtime/kernel.cuh")),
+    ("ops/select.cuh", include_str!("../../kernels/ops/select.cuh")),
+    ("ops/embed.cuh", include_str!("../../kernels/ops/embed.cuh")),
+    ("ops/matvec.cuh", include_str!("../../kernels/ops/matvec.cuh")),
+    ("ops/attention.cuh", include_str!("../../kernels/ops/attention.cuh")),
+    ("ops/attention_merge.cuh", include_str!("../../kernels/ops/attention_merge.cuh")),
+    ("ops/norm_add.cuh", include_str!("../../kernels/ops/norm_add.cuh")),
+];
+
+/// A float as a C++ literal that reads back to the same bits.
+pub(crate) struct Float(pub f32);
+
+impl fmt::Display for Float {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:?}f", self.0)
+    }
+}

@@ -1,1 +1,17 @@
-//! Not written yet.
+//! The CUDA side: finding and calling NVRTC, reading cubins, driving a device. The only module with `unsafe`.
+//!
+//! `nvrtc` and `cubin` run on any machine that has the compiler library. The rest needs a driver, loads it when it is
+//! first used, and says `NoDriverLib` where there is none. Nothing here knows of programs or schedules: source and bytes
+//! come in, bytes and numbers go out.
+
+mod api;
+pub mod arch;
+pub mod cubin;
+pub mod driver;
+pub mod memory;
+pub mod module;
+pub mod nvml;
+pub mod nvrtc;
+pub mod self_test;
+pub mod session;
+pub mod stream;

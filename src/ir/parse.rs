@@ -1,1 +1,1402 @@
-//! Not written yet.
+//! Owns `.mkir` on its way in: syntax only. Whether ids exist and numbers make sense is what `validate` says.
+//!
+//! Ids of definitions count up from 0 in the order of the lines, because an id is an index; ids that are referred to
+//! may dangle. Memory is proportional to the text: nothing is reserved from a number that the text states.
+//! The grammar is what [`super::print`] writes; blanks between tokens, blank lines, comments and CRLF are free.
+
+use super::op::{Access, Attention, Epilogue, MatVec, NormAttr, Op, QkNormAttr, Role};
+use super::print::{VERSION, act_name, norm_name};
+use super::program::{Buffer, Cols, Content, Grid, Operand, Part, Program, Rows, Second, Space, VectorPart};
+use super::schedule::{Event, Machine, Mechanism, Regime, Ring, Run, RunBytes, Schedule, SmemPart, Task, Wait};
+use super::{BufferId, EventId, GridId, SmId, TaskId};
+use crate::dtype::{DType, Precision};
+use crate::error::Fault;
+use crate::model::graph::{Act, NormKind, RopeId, RowView, TensorId};
+use crate::text::{Diagnostic, Span, Style, nearest};
+use std::fmt;
+
+/// The first place where a text is not `.mkir`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ParseError {
+    /// From 1.
+    pub line: usize,
+    /// From 1, in characters.
+    pub column: usize,
+    /// Title: what could not be read. Label: what was expected there, then what was found.
+    pub diagnostic: Diagnostic,
+}
+
+impl ParseError {
+    /// The guilty line with carets, without a leading `error: `; `path` as the user called the file, `text` its
+    /// content.
+    pub fn render(&self, path: &str, text: &str, style: Style) -> String {
+        self.diagnostic.render(path, text, style)
+    }
+
+    /// A fault of the input, rendered.
+    pub fn into_fault(self, path: &str, text: &str, style: Style) -> Fault {
+        Fault::input(self.render(path, text, style))
+    }
+}
+
+impl fmt::Display for ParseError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Diagnostic { title, label, help, .. } = &self.diagnostic;
+        write!(f, "line {}, column {}: {title}: {label}", self.line, self.column)?;
+        help.as_ref().map_or(Ok(()), |help| write!(f, " ({help})"))
+    }
+}
+
+impl std::error::Error for ParseError {}
+
+impl From<ParseError> for Fault {
+    fn from(error: ParseError) -> Self {
+        Fault::input(error.to_string())
+    }
+}
+
+/// Reads a schedule.
+pub fn parse(text: &str) -> Result<Schedule, ParseError> {
+    parse_with_lines(text).map(|(schedule, _)| schedule)
+}
+
+/// Reads a schedule and where each entity of it is defined.
+pub fn parse_with_lines(text: &str) -> Result<(Schedule, Lines), ParseError> {
+    let mut p = Parser::new(text);
+    let program = p.program()?;
+    let schedule = p.schedule(program)?;
+    p.end_of_text()?;
+    Ok((schedule, p.lines))
+}
+
+/// Reads a program alone.
+pub fn parse_program(text: &str) -> Result<Program, ParseError> {
+    let mut p = Parser::new(text);
+    let program = p.program()?;
+    p.end_of_text()?;
+    Ok(program)
+}
+
+/// Where a text defines what: each line from its first token to its last, comments left out. Lists are by index.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Lines {
+    pub program: Span,
+    pub buffers: Vec<Span>,
+    /// The line of the grid itself; its operands follow.
+    pub grids: Vec<Span>,
+    pub machine: Span,
+    pub ring: Span,
+    pub smem: Vec<Span>,
+    pub regimes: Vec<RegimeLines>,
+}
+
+/// The lines of one regime.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct RegimeLines {
+    pub regime: Span,
+    pub tasks: Vec<Span>,
+    pub events: Vec<Span>,
+    pub queues: Vec<Span>,
+    pub streams: Vec<Span>,
+}
+
+const ACTS: [Act; 4] = [Act::Silu, Act::GeluErf, Act::GeluTanh, Act::Relu];
+const NORMS: [NormKind; 2] = [NormKind::Rms, NormKind::Layer];
+const DTYPES: [DType; 4] = [DType::F32, DType::Bf16, DType::F16, DType::I32];
+const ACCESSES: [Access; 4] = [Access::Read, Access::Write, Access::Update, Access::Stream];
+
+/// Characters of a token that an error quotes.
+const FOUND_CHARS_MAX: usize = 32;
+
+/// What could stand at a place.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Expected {
+    /// This word or sign.
+    Literal(&'static str),
+    /// Something that has a name.
+    Kind(&'static str),
+}
+
+/// Picks the list that a line of a regime belongs to.
+type LineList = fn(&mut RegimeLines) -> &mut Vec<Span>;
+
+type Parsed<T> = Result<T, ParseError>;
+
+/// A cursor over the text. `eat_` functions move only when they find what they look for; `expect` functions fail.
+struct Parser<'a> {
+    text: &'a str,
+    at: usize,
+    lines: Lines,
+    /// First byte of the line being read.
+    line_start: usize,
+    /// The kind of line being read, for the title of an error; empty while that is not known.
+    line_kind: &'static str,
+    /// What was looked for in vain at `tried_at`: the alternatives an error there offers.
+    tried: Vec<Expected>,
+    tried_at: usize,
+}
+
+impl<'a> Parser<'a> {
+    fn new(text: &'a str) -> Self {
+        Parser { text, at: 0, lines: Lines::default(), line_start: 0, line_kind: "", tried: vec![], tried_at: 0 }
+    }
+
+    // ---- lines
+
+    fn program(&mut self) -> Parsed<Program> {
+        self.version()?;
+        self.next_line();
+        self.line_kind = "program";
+        self.expect("program")?;
+        let name = self.string()?;
+        let context_max = self.attr_u32("context_max")?;
+        let mut dtype = |key| {
+            self.attr(key)?;
+            self.one_of(&DTYPES, DType::name)
+        };
+        let precision = Precision { weights: dtype("weights")?, cache: dtype("cache")?, wire: dtype("wire")? };
+        self.lines.program = self.end_of_line()?;
+        let mut program = Program { name, precision, context_max, buffers: vec![], grids: vec![] };
+        loop {
+            self.next_line();
+            if self.eat_definition("b", "buffer", program.buffers.len())? {
+                program.buffers.push(self.buffer()?);
+            } else if self.eat_definition("g", "grid", program.grids.len())? {
+                program.grids.push(self.grid()?);
+            } else if let Some(grid) = program.grids.last_mut()
+                && let Some(access) = self.eat_one_of(&ACCESSES, Access::name)
+            {
+                grid.operands.push(self.operand(access)?);
+            } else {
+                return Ok(program);
+            }
+        }
+    }
+
+    fn version(&mut self) -> Parsed<()> {
+        self.next_line();
+        self.line_kind = "version";
+        self.expect("mkir")?;
+        let (start, version) = (self.at, self.u32()?);
+        if version != VERSION {
+            let age = if version > VERSION { "newer" } else { "older" };
+            let title = format!("`.mkir` version {version} is {age} than this build reads");
+            let label = format!("expected version {VERSION}, found {version}");
+            return Err(self.error(start..self.at, title, label, None));
+        }
+        self.end_of_line().map(|_| ())
+    }
+
+    fn buffer(&mut self) -> Parsed<Buffer> {
+        let space = self.one_of(&Space::ALL, Space::name)?;
+        let dtype = self.one_of(&DTYPES, DType::name)?;
+        self.expect("[")?;
+        let rows = self.u32()?;
+        self.expect(",")?;
+        let cols = self.u32()?;
+        self.expect("]")?;
+        let phases = if self.eat_attr("phases")? { self.u32()? } else { 1 };
+        let name = self.string()?;
+        let content = if self.eat("from") { Some(self.content()?) } else { None };
+        let line = self.end_of_line()?;
+        self.lines.buffers.push(line);
+        Ok(Buffer { name, space, dtype, rows, cols, phases, content })
+    }
+
+    fn content(&mut self) -> Parsed<Content> {
+        if self.eat("rows") {
+            let interleave = self.attr_u32("interleave")?;
+            let mut parts = vec![];
+            while let Some(tensor) = self.eat_id("w")? {
+                let (view, rows) = self.view(tensor)?;
+                parts.push(Part { view, rows });
+            }
+            Ok(Content::Rows { parts, interleave })
+        } else if self.eat("vectors") {
+            let offset = self.attr_f32("offset")?;
+            let interleave = self.attr_u32("interleave")?;
+            let mut parts = vec![];
+            loop {
+                if let Some(tensor) = self.eat_id("w")? {
+                    let (view, len) = self.view(tensor)?;
+                    parts.push(VectorPart { view: Some(view), len });
+                } else if self.eat("zeros") {
+                    self.expect("[")?;
+                    self.expect("..+")?;
+                    let len = self.u32()?;
+                    self.expect("]")?;
+                    parts.push(VectorPart { view: None, len });
+                } else {
+                    return Ok(Content::Vectors { parts, offset, interleave });
+                }
+            }
+        } else if self.eat("tensor") {
+            Ok(Content::Tensor(TensorId(self.id("w")?)))
+        } else if self.eat("rope") {
+            Ok(Content::RopeTable(RopeId(self.id("r")?)))
+        } else {
+            Err(self.unexpected())
+        }
+    }
+
+    /// `[first..+rows]` or `[first..+rows block B stride S]`, behind the tensor's id.
+    fn view(&mut self, tensor: u32) -> Parsed<(RowView, u32)> {
+        self.expect("[")?;
+        let first = self.u32()?;
+        self.expect("..+")?;
+        let rows = self.u32()?;
+        let mut view = RowView::range(TensorId(tensor), first);
+        if self.eat("block") {
+            view.block = self.u32()?;
+            self.expect("stride")?;
+            view.stride = self.u32()?;
+        }
+        self.expect("]")?;
+        Ok((view, rows))
+    }
+
+    fn grid(&mut self) -> Parsed<Grid> {
+        let op_name =
+            self.words(&["select", "report", "embed", "matvec", "attention", "attention_merge", "norm_add"])?;
+        let name = self.string()?;
+        let n = self.attr_u32("n")?;
+        let second =
+            if self.eat_attr("axis")? { Second::Axis(self.u32()?) } else { Second::Ordinal(self.attr_u32("ordinal")?) };
+        let op = match op_name {
+            "select" => Op::Select,
+            "report" => Op::Report,
+            "embed" => Op::Embed { scale: self.attr_f32("scale")? },
+            "matvec" => Op::MatVec(self.matvec()?),
+            "attention" => Op::Attention(self.attention()?),
+            "attention_merge" => Op::AttentionMerge {
+                head_dim: self.attr_u32("head_dim")?,
+                splits: self.attr_u32("splits")?,
+                heads_per_task: self.attr_u32("heads_per_task")?,
+            },
+            _ => {
+                self.attr("norm")?;
+                Op::NormAdd { norm: self.norm()?, width: self.attr_u32("width")?, scale: self.attr_f32("scale")? }
+            }
+        };
+        let line = self.end_of_line()?;
+        self.lines.grids.push(line);
+        Ok(Grid { name, op, n, second, operands: vec![] })
+    }
+
+    fn matvec(&mut self) -> Parsed<MatVec> {
+        let (rows, k) = (self.attr_u32("rows")?, self.attr_u32("k")?);
+        let norm = if self.eat_attr("norm")? { Some(self.norm()?) } else { None };
+        self.attr("epilogue")?;
+        let epilogue = match self.words(&["store", "act", "gated", "residual", "logits"])? {
+            "store" => Epilogue::Store,
+            "act" => Epilogue::Act(self.act()?),
+            "gated" => Epilogue::Gated(self.act()?),
+            "residual" => Epilogue::Residual { scale: self.attr_f32("scale")? },
+            _ => Epilogue::Logits { scale: self.attr_f32("scale")?, softcap: self.optional_f32("softcap")? },
+        };
+        Ok(MatVec { rows, k, norm, epilogue })
+    }
+
+    fn act(&mut self) -> Parsed<Act> {
+        self.expect(":")?;
+        self.one_of(&ACTS, act_name)
+    }
+
+    fn norm(&mut self) -> Parsed<NormAttr> {
+        let kind = self.one_of(&NORMS, norm_name)?;
+        self.expect(":")?;
+        Ok(NormAttr { kind, eps: self.f32()? })
+    }
+
+    fn attention(&mut self) -> Parsed<Attention> {
+        let heads = self.attr_u32("heads")?;
+        let group = self.attr_u32("group")?;
+        let heads_per_task = self.attr_u32("heads_per_task")?;
+        let head_dim = self.attr_u32("head_dim")?;
+        let splits = self.attr_u32("splits")?;
+        let scale = self.attr_f32("scale")?;
+        let softcap = self.optional_f32("softcap")?;
+        let window = self.optional_u32("window")?;
+        let rotary = self.attr_u32("rotary")?;
+        let interleaved = self.eat("interleaved");
+        let mut qk_norm = |key| {
+            if !self.eat_attr(key)? {
+                return Ok(None);
+            }
+            let norm = self.norm()?;
+            self.expect(":")?;
+            Ok(Some(QkNormAttr { norm, projection: self.words(&["head", "projection"])? == "projection" }))
+        };
+        let (q_norm, k_norm) = (qk_norm("q_norm")?, qk_norm("k_norm")?);
+        Ok(Attention {
+            heads_per_task,
+            group,
+            heads,
+            head_dim,
+            scale,
+            softcap,
+            window,
+            rotary,
+            interleaved,
+            q_norm,
+            k_norm,
+            splits,
+        })
+    }
+
+    fn operand(&mut self, access: Access) -> Parsed<Operand> {
+        self.line_kind = "operand";
+        let role = self.one_of(&Role::ALL, Role::name)?;
+        let buffer = BufferId(self.id("b")?);
+        let rows = self.one_of(&Rows::ALL, Rows::name)?;
+        let cols = self.cols()?;
+        self.end_of_line()?;
+        Ok(Operand { role, access, buffer, rows, cols })
+    }
+
+    /// `[base + stride*(i/div) + stride_j*j ..+len <limit] first only_j=J`; a term left out is 0. `[lo..hi]` for the
+    /// same columns everywhere.
+    fn cols(&mut self) -> Parsed<Cols> {
+        let mut cols = Cols { base: 0, stride: 0, div: 1, stride_j: 0, len: 0, limit: 0, first: false, only_j: None };
+        // Terms come in this order, each at most once.
+        let mut next = 0;
+        self.expect("[")?;
+        loop {
+            let (start, factor) = (self.at, self.u32()?);
+            let term = if !self.eat("*") {
+                cols.base = factor;
+                1
+            } else if self.eat("i") {
+                cols.stride = factor;
+                2
+            } else if self.eat("(") {
+                cols.stride = factor;
+                self.expect("i")?;
+                self.expect("/")?;
+                cols.div = self.u32()?;
+                self.expect(")")?;
+                2
+            } else {
+                self.expect("j")?;
+                cols.stride_j = factor;
+                3
+            };
+            if term <= next {
+                let label = "expected a constant, then a multiple of `i`, then a multiple of `j`, each at most once";
+                return Err(self.error(start..self.at, self.malformed(), label.to_string(), None));
+            }
+            next = term;
+            if self.eat("..+") {
+                cols.len = self.u32()?;
+                self.expect("<")?;
+                cols.limit = self.u32()?;
+                break;
+            }
+            if term == 1 && self.eat("..") {
+                let start = self.at;
+                cols.limit = self.u32()?;
+                let Some(len) = cols.limit.checked_sub(cols.base) else {
+                    let label = format!("expected at least {}, found {}", cols.base, cols.limit);
+                    return Err(self.error(start..self.token_end(start), self.malformed(), label, None));
+                };
+                cols.len = len;
+                break;
+            }
+            self.expect("+")?;
+        }
+        self.expect("]")?;
+        cols.first = self.eat("first");
+        cols.only_j = self.optional_u32("only_j")?;
+        Ok(cols)
+    }
+
+    fn schedule(&mut self, program: Program) -> Parsed<Schedule> {
+        // The line that ended the program is at the cursor.
+        self.expect("machine")?;
+        self.line_kind = "machine";
+        let target = self.string()?;
+        let sms = self.attr_u32("sms")?;
+        let cluster = self.attr_u32("cluster")?;
+        let consumer_warps = self.attr_u32("consumer_warps")?;
+        let loader_warps = self.attr_u32("loader_warps")?;
+        let registers_per_thread = self.attr_u32("registers_per_thread")?;
+        self.lines.machine = self.end_of_line()?;
+        self.next_line();
+        self.line_kind = "ring";
+        self.expect("ring")?;
+        let ring = Ring {
+            slots: self.attr_u32("slots")?,
+            slot_bytes: self.attr_u32("slot_bytes")?,
+            groups: self.attr_u32("groups")?,
+            arrivals: self.attr_u32("arrivals")?,
+            flight_high: self.attr_u32("flight_high")?,
+            flight_low: self.attr_u32("flight_low")?,
+            flight_free: self.attr_u32("flight_free")?,
+        };
+        self.lines.ring = self.end_of_line()?;
+        let mut smem = vec![];
+        let mut placement = vec![];
+        let mut regimes: Vec<Regime> = vec![];
+        loop {
+            self.next_line();
+            if let Some(regime) = regimes.last_mut()
+                && let Some((kind, line)) = self.regime_line(regime)?
+            {
+                if let Some(lines) = self.lines.regimes.last_mut() {
+                    kind(lines).push(line);
+                }
+                continue;
+            }
+            if regimes.is_empty() && self.eat("smem") {
+                self.line_kind = "smem";
+                smem.push(self.smem_part()?);
+            } else if regimes.is_empty() && self.eat("place") {
+                self.line_kind = "place";
+                self.places(&mut placement)?;
+            } else if self.eat("regime") {
+                self.line_kind = "regime";
+                self.index("r", "regime", regimes.len())?;
+                self.expect("from")?;
+                let from_position = self.u32()?;
+                let line = self.end_of_line()?;
+                self.lines.regimes.push(RegimeLines { regime: line, ..RegimeLines::default() });
+                regimes.push(Regime { from_position, tasks: vec![], events: vec![], queues: vec![], streams: vec![] });
+            } else {
+                break;
+            }
+        }
+        let machine = Machine { target, sms, cluster, consumer_warps, loader_warps, registers_per_thread, ring, smem };
+        Ok(Schedule { program, machine, placement, regimes })
+    }
+
+    fn smem_part(&mut self) -> Parsed<SmemPart> {
+        let name = self.string()?;
+        let offset = self.u32()?;
+        self.expect("..+")?;
+        let bytes = self.u32()?;
+        let line = self.end_of_line()?;
+        self.lines.smem.push(line);
+        Ok(SmemPart { name, offset, bytes })
+    }
+
+    fn places(&mut self, placement: &mut Vec<Option<u64>>) -> Parsed<()> {
+        loop {
+            let start = self.at;
+            let Some(id) = self.eat_id("b")? else { break };
+            self.check_index(start, id, "b", "buffer", placement.len())?;
+            self.expect("@")?;
+            placement.push(if self.eat("-") { None } else { Some(self.u64()?) });
+        }
+        self.end_of_line().map(|_| ())
+    }
+
+    /// Reads a line that belongs to a regime, and says which list of lines it belongs to; `None` when it is another.
+    fn regime_line(&mut self, regime: &mut Regime) -> Parsed<Option<(LineList, Span)>> {
+        let list: LineList = if self.eat_definition("t", "task", regime.tasks.len())? {
+            regime.tasks.push(self.task()?);
+            |lines| &mut lines.tasks
+        } else if self.eat_definition("e", "event", regime.events.len())? {
+            regime.events.push(self.event()?);
+            |lines| &mut lines.events
+        } else if self.eat("queue") {
+            self.line_kind = "queue";
+            self.index(SmId::PREFIX, "queue", regime.queues.len())?;
+            self.expect(":")?;
+            let mut queue = vec![];
+            while let Some(task) = self.eat_id("t")? {
+                queue.push(TaskId(task));
+            }
+            regime.queues.push(queue);
+            |lines| &mut lines.queues
+        } else if self.eat("stream") {
+            self.line_kind = "stream";
+            self.index(SmId::PREFIX, "stream", regime.streams.len())?;
+            self.expect(":")?;
+            let mut stream = vec![];
+            while let Some(task) = self.eat_id("t")? {
+                self.expect("+")?;
+                let bytes = if self.eat("hist") {
+                    self.expect(":")?;
+                    RunBytes::History { rows: self.u32()? }
+                } else {
+                    let offset = self.u64()?;
+                    self.expect(":")?;
+                    RunBytes::Fixed { offset, bytes: self.u64()? }
+                };
+                stream.push(Run { task: TaskId(task), bytes });
+            }
+            regime.streams.push(stream);
+            |lines| &mut lines.streams
+        } else {
+            return Ok(None);
+        };
+        Ok(Some((list, self.end_of_line()?)))
+    }
+
+    fn task(&mut self) -> Parsed<Task> {
+        let grid = GridId(self.id("g")?);
+        let (lo, hi) = self.range()?;
+        let j = self.optional_u32("j")?.unwrap_or(0);
+        let mut task = Task { grid, lo, hi, j, waits: vec![], signals: vec![] };
+        if self.eat("wait") {
+            while let Some(event) = self.eat_id("e")? {
+                self.expect(">=")?;
+                task.waits.push(Wait { event: EventId(event), count: self.u32()? });
+            }
+        }
+        if self.eat("signal") {
+            while let Some(event) = self.eat_id("e")? {
+                task.signals.push(EventId(event));
+            }
+        }
+        Ok(task)
+    }
+
+    fn event(&mut self) -> Parsed<Event> {
+        let buffer = BufferId(self.id("b")?);
+        let (lo, hi) = self.range()?;
+        let count = self.attr_u32("count")?;
+        let mechanism = self.one_of(&Mechanism::ALL, Mechanism::name)?;
+        let (carried, proxy) = (self.eat("carried"), self.eat("proxy"));
+        Ok(Event { buffer, lo, hi, count, mechanism, carried, proxy })
+    }
+
+    /// `[lo..hi]`
+    fn range(&mut self) -> Parsed<(u32, u32)> {
+        self.expect("[")?;
+        let lo = self.u32()?;
+        self.expect("..")?;
+        let hi = self.u32()?;
+        self.expect("]")?;
+        Ok((lo, hi))
+    }
+
+    // ---- definitions
+
+    /// `b3 =` at the start of a line, where 3 is the number of buffers so far.
+    fn eat_definition(&mut self, prefix: &'static str, kind: &'static str, index: usize) -> Parsed<bool> {
+        let start = self.at;
+        let Some(id) = self.eat_id(prefix)? else { return Ok(false) };
+        self.line_kind = kind;
+        self.check_index(start, id, prefix, kind, index)?;
+        self.expect("=")?;
+        Ok(true)
+    }
+
+    fn index(&mut self, prefix: &'static str, kind: &'static str, index: usize) -> Parsed<()> {
+        let start = self.at;
+        let id = self.id(prefix)?;
+        self.check_index(start, id, prefix, kind, index)
+    }
+
+    fn check_index(&mut self, start: usize, id: u32, prefix: &str, kind: &str, index: usize) -> Parsed<()> {
+        if id as usize == index {
+            return Ok(());
+        }
+        let label = format!("expected `{prefix}{index}`, found `{prefix}{id}`");
+        let help = "an id is an index: ids count up from 0 in the order of the lines";
+        let title = format!("{kind} out of order");
+        Err(self.error(start..self.token_end(start), title, label, Some(help.to_string())))
+    }
+
+    // ---- tokens
+
+    /// Moves to the first token of the next line that has one.
+    fn next_line(&mut self) {
+        let bytes = self.text.as_bytes();
+        loop {
+            self.skip_blanks();
+            match bytes.get(self.at) {
+                Some(b'\n') => self.at += 1,
+                Some(b';') => self.skip_comment(),
+                _ => break,
+            }
+        }
+        self.line_kind = "";
+        self.line_start = self.at;
+    }
+
+    fn skip_blanks(&mut self) {
+        while let Some(b' ' | b'\t' | b'\r') = self.text.as_bytes().get(self.at) {
+            self.at += 1;
+        }
+    }
+
+    fn skip_comment(&mut self) {
+        self.at = self.text[self.at..].find('\n').map_or(self.text.len(), |end| self.at + end);
+    }
+
+    /// Ends the line and says where its tokens are.
+    fn end_of_line(&mut self) -> Parsed<Span> {
+        let tokens = self.text[self.line_start..self.at].trim_end();
+        let line = self.line_start..self.line_start + tokens.len();
+        match self.text.as_bytes().get(self.at) {
+            Some(b';') => self.skip_comment(),
+            None | Some(b'\n') => {}
+            Some(_) => {
+                self.miss(Expected::Kind("the end of the line"));
+                return Err(self.unexpected());
+            }
+        }
+        Ok(line)
+    }
+
+    fn end_of_text(&mut self) -> Parsed<()> {
+        if self.at == self.text.len() {
+            return Ok(());
+        }
+        self.miss(Expected::Kind("the end of the text"));
+        Err(self.unexpected())
+    }
+
+    /// Moves over `token` and the blanks behind it. A word matches whole words only.
+    fn eat(&mut self, token: &'static str) -> bool {
+        let rest = &self.text.as_bytes()[self.at..];
+        let whole = |next: Option<&u8>| !next.is_some_and(|b| is_word_byte(*b));
+        let is_word = token.bytes().next_back().is_some_and(is_word_byte);
+        if rest.starts_with(token.as_bytes()) && (!is_word || whole(rest.get(token.len()))) {
+            self.advance(token.len());
+            return true;
+        }
+        self.miss(Expected::Literal(token));
+        false
+    }
+
+    fn expect(&mut self, token: &'static str) -> Parsed<()> {
+        if self.eat(token) { Ok(()) } else { Err(self.unexpected()) }
+    }
+
+    /// `key=`
+    fn eat_attr(&mut self, key: &'static str) -> Parsed<bool> {
+        if !self.eat(key) {
+            return Ok(false);
+        }
+        self.expect("=")?;
+        Ok(true)
+    }
+
+    fn attr(&mut self, key: &'static str) -> Parsed<()> {
+        if self.eat_attr(key)? { Ok(()) } else { Err(self.unexpected()) }
+    }
+
+    fn attr_u32(&mut self, key: &'static str) -> Parsed<u32> {
+        self.attr(key)?;
+        self.u32()
+    }
+
+    fn attr_f32(&mut self, key: &'static str) -> Parsed<f32> {
+        self.attr(key)?;
+        self.f32()
+    }
+
+    fn optional_u32(&mut self, key: &'static str) -> Parsed<Option<u32>> {
+        if self.eat_attr(key)? { self.u32().map(Some) } else { Ok(None) }
+    }
+
+    fn optional_f32(&mut self, key: &'static str) -> Parsed<Option<f32>> {
+        if self.eat_attr(key)? { self.f32().map(Some) } else { Ok(None) }
+    }
+
+    fn eat_one_of<T: Copy>(&mut self, all: &[T], name: fn(T) -> &'static str) -> Option<T> {
+        all.iter().copied().find(|&value| self.eat(name(value)))
+    }
+
+    fn one_of<T: Copy>(&mut self, all: &[T], name: fn(T) -> &'static str) -> Parsed<T> {
+        match self.eat_one_of(all, name) {
+            Some(value) => Ok(value),
+            None => Err(self.unexpected()),
+        }
+    }
+
+    fn words(&mut self, all: &[&'static str]) -> Parsed<&'static str> {
+        self.one_of(all, |word| word)
+    }
+
+    /// `t12`: the prefix and a number, as one word.
+    fn eat_id(&mut self, prefix: &'static str) -> Parsed<Option<u32>> {
+        let rest = &self.text.as_bytes()[self.at..];
+        let digits = rest.strip_prefix(prefix.as_bytes()).map_or(0, digit_count);
+        let len = prefix.len() + digits;
+        if digits == 0 || rest.get(len).is_some_and(|b| is_word_byte(*b)) {
+            self.miss(Expected::Kind(id_name(prefix)));
+            return Ok(None);
+        }
+        let number = self.number(self.at + prefix.len(), len - prefix.len(), u32::MAX.into())?;
+        self.advance(len);
+        Ok(Some(number as u32))
+    }
+
+    fn id(&mut self, prefix: &'static str) -> Parsed<u32> {
+        match self.eat_id(prefix)? {
+            Some(id) => Ok(id),
+            None => Err(self.unexpected()),
+        }
+    }
+
+    fn u32(&mut self) -> Parsed<u32> {
+        // At most `u32::MAX`, so the cast keeps the value.
+        self.integer(u32::MAX.into()).map(|n| n as u32)
+    }
+
+    fn u64(&mut self) -> Parsed<u64> {
+        self.integer(u64::MAX)
+    }
+
+    fn integer(&mut self, most: u64) -> Parsed<u64> {
+        let rest = &self.text.as_bytes()[self.at..];
+        let digits = digit_count(rest);
+        if digits == 0 || rest.get(digits).is_some_and(|b| is_word_byte(*b)) {
+            self.miss(Expected::Kind("a number"));
+            return Err(self.unexpected());
+        }
+        let number = self.number(self.at, digits, most)?;
+        self.advance(digits);
+        Ok(number)
+    }
+
+    /// The number that `digits` digits at `start` write.
+    fn number(&mut self, start: usize, digits: usize, most: u64) -> Parsed<u64> {
+        let mut number = 0u64;
+        for digit in self.text.as_bytes()[start..start + digits].iter().map(|b| u64::from(b - b'0')) {
+            number = match number.checked_mul(10).and_then(|n| n.checked_add(digit)) {
+                Some(n) if n <= most => n,
+                _ => {
+                    let label = format!("expected at most {most}");
+                    return Err(self.error(start..start + digits, "number too large".to_string(), label, None));
+                }
+            };
+        }
+        Ok(number)
+    }
+
+    fn f32(&mut self) -> Parsed<f32> {
+        let rest = &self.text[self.at..];
+        let len = rest.bytes().take_while(|b| b.is_ascii_alphanumeric() || matches!(b, b'.' | b'-' | b'+')).count();
+        let token = &rest[..len];
+        if token.is_empty() {
+            self.miss(Expected::Kind("a number like `0.5`"));
+            return Err(self.unexpected());
+        }
+        let Ok(value) = token.parse::<f32>() else {
+            let label = format!("expected a number like `0.5`, found {}", quoted(token));
+            return Err(self.error(self.at..self.at + len, "malformed number".to_string(), label, None));
+        };
+        if value.is_infinite() && token.bytes().any(|b| b.is_ascii_digit()) {
+            let label = format!(
+                "expected at most {} in \
+                 magnitude, or `inf`",
+                f32::MAX
+            );
+            return Err(self.error(self.at..self.at + len, "number too large".to_string(), label, None));
+        }
+        self.advance(len);
+        Ok(value)
+    }
+
+    /// A name in double quotes, with `\"`, `\\` and `\u{hex}`.
+    fn string(&mut self) -> Parsed<String> {
+        let start = self.at;
+        let Some(body) = self.text[start..].strip_prefix('"') else {
+            self.miss(Expected::Kind("a name in double quotes"));
+            return Err(self.unexpected());
+        };
+        let mut name = String::new();
+        let mut rest = body;
+        loop {
+            let stop = rest.find(['"', '\\', '\n']).unwrap_or(rest.len());
+            name.push_str(&rest[..stop]);
+            rest = &rest[stop..];
+            let at = self.text.len() - rest.len();
+            if rest.starts_with('"') {
+                self.advance(at + 1 - start);
+                return Ok(name);
+            }
+            let Some(escape) = rest.strip_prefix('\\') else {
+                let label = "expected `\"` before the end of the line".to_string();
+                return Err(self.error(start..at, "unterminated name".to_string(), label, None));
+            };
+            let (c, len) = match escape.as_bytes().first() {
+                Some(b'"') => (Some('"'), 1),
+                Some(b'\\') => (Some('\\'), 1),
+                _ => match escape.strip_prefix("u{").and_then(|code| code.split_once('}')) {
+                    Some((hex, _)) if hex.len() <= 6 => {
+                        (u32::from_str_radix(hex, 16).ok().and_then(char::from_u32), hex.len() + 3)
+                    }
+                    _ => (None, 0),
+                },
+            };
+            let Some(c) = c else {
+                let label = "expected `\\\"`, `\\\\` or `\\u{hex}`".to_string();
+                return Err(self.error(at..at + 1, "unknown escape in a name".to_string(), label, None));
+            };
+            name.push(c);
+            rest = &escape[len..];
+        }
+    }
+
+    fn advance(&mut self, len: usize) {
+        self.at += len;
+        self.skip_blanks();
+    }
+
+    /// End of the word, or of the one character, at `start`.
+    fn token_end(&self, start: usize) -> usize {
+        let rest = &self.text[start..];
+        let word = rest.bytes().take_while(|b| is_word_byte(*b)).count();
+        let len = if word > 0 { word } else { rest.chars().next().map_or(0, char::len_utf8) };
+        start + len
+    }
+
+    // ---- errors
+
+    fn miss(&mut self, expected: Expected) {
+        if self.tried_at != self.at {
+            self.tried.clear();
+            self.tried_at = self.at;
+        }
+        self.tried.push(expected);
+    }
+
+    /// The token at the cursor is none of those that were tried there.
+    fn unexpected(&mut self) -> ParseError {
+        let span = self.at..self.token_end(self.at);
+        let token = &self.text[span.clone()];
+        let found = match token {
+            "" => "the end of the text".to_string(),
+            "\n" | ";" => "the end of the line".to_string(),
+            _ => quoted(token),
+        };
+        let mut alternatives: Vec<Expected> = vec![];
+        for &expected in if self.tried_at == self.at { &self.tried[..] } else { &[] } {
+            if !alternatives.contains(&expected) {
+                alternatives.push(expected);
+            }
+        }
+        let names: Vec<String> = alternatives
+            .iter()
+            .map(|expected| match expected {
+                Expected::Literal(token) => format!("`{token}`"),
+                Expected::Kind(name) => name.to_string(),
+            })
+            .collect();
+        let expected = match names.split_last() {
+            Some((last, [])) => last.clone(),
+            Some((last, others)) => format!("{} or {last}", others.join(", ")),
+            None => "nothing".to_string(),
+        };
+        let words = alternatives.iter().filter_map(|expected| match expected {
+            Expected::Literal(token) => Some(*token),
+            Expected::Kind(_) => None,
+        });
+        let help = nearest(token, words).map(|word| format!("did you mean `{word}`?"));
+        self.error(span, self.malformed(), format!("expected {expected}, found {found}"), help)
+    }
+
+    fn malformed(&self) -> String {
+        match self.line_kind {
+            "" => "unknown kind of line".to_string(),
+            kind => format!("malformed {kind} line"),
+        }
+    }
+
+    fn error(&self, span: Span, title: String, label: String, help: Option<String>) -> ParseError {
+        let before = &self.text[..span.start];
+        let line_start = before.rfind('\n').map_or(0, |newline| newline + 1);
+        let line = before.bytes().filter(|b| *b == b'\n').count() + 1;
+        let column = before[line_start..].chars().count() + 1;
+        ParseError { line, column, diagnostic: Diagnostic { title, span, label, help } }
+    }
+}
+
+fn id_name(prefix: &str) -> &'static str {
+    match prefix {
+        "b" => "a buffer like `b3`",
+        "g" => "a grid like `g2`",
+        "t" => "a task like `t12`",
+        "e" => "an event like `e7`",
+        "sm" => "an SM like `sm4`",
+        "w" => "a tensor like `w5`",
+        _ => "an id like `r0`",
+    }
+}
+
+/// A token as an error quotes it.
+fn quoted(token: &str) -> String {
+    format!("`{}`", token.chars().take(FOUND_CHARS_MAX).flat_map(char::escape_debug).collect::<String>())
+}
+
+fn is_word_byte(byte: u8) -> bool {
+    byte.is_ascii_alphanumeric() || byte == b'_'
+}
+
+fn digit_count(bytes: &[u8]) -> usize {
+    bytes.iter().take_while(|b| b.is_ascii_digit()).count()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::print::{print, print_program};
+    use super::*;
+    use proptest::collection::vec;
+    use proptest::prelude::*;
+
+    const SAMPLE: &str = r#"mkir 1
+program "tiny \"q\" \u{a}" context_max=64 weights=bf16 cache=fp32 wire=fp32
+b0 = exchange i32 [1, 4] phases=2 "candidates"
+b1 = weight bf16 [96, 32] "qkv.0.weight" from rows interleave=1 w2[0..+32] w3[0..+32 block 16 stride 48]
+b2 = constant fp32 [1, 96] "qkv.0.bias" from vectors offset=1 interleave=4 w4[0..+32] zeros[..+64]
+b3 = constant bf16 [512, 32] "embed" from tensor w0
+b4 = constant fp32 [64, 16] "rope.r0" from rope r0
+g0 = select "select" n=2 axis=1
+  read candidates b0 one [0..4] ; candidates
+  write token b9 one [3..+1 <1]
+g1 = embed "embed" n=4 axis=1 scale=1
+g2 = matvec "qkv.0" n=12 axis=1 rows=96 k=32 norm=layer:0.00001 epilogue=store
+  stream weight b1 units [1*i..+1 <12] ; qkv.0.weight
+g3 = matvec "down.0" n=4 axis=1 rows=32 k=96 epilogue=residual scale=0.5
+g4 = matvec "gate_up.0" n=24 axis=1 rows=192 k=32 norm=rms:0.000001 epilogue=gated:gelu_tanh
+g5 = matvec "up.0" n=24 axis=1 rows=192 k=32 epilogue=act:relu
+g6 = matvec "head" n=64 ordinal=2 rows=512 k=32 epilogue=logits scale=1 softcap=30
+  write candidates b0 one [2*j..+2 <4] ; candidates
+g7 = attention "attn.0" n=2 axis=3 heads=4 group=2 heads_per_task=2 head_dim=8 splits=3 scale=0.35355338 \
+softcap=50 window=16 rotary=8 interleaved q_norm=rms:0.000001:head k_norm=rms:0.000001:projection
+  stream history_k b8 history [8 + 16*(i/2) + 66*j..+8 <24] first only_j=2
+g8 = attention_merge "merge.0" n=4 axis=1 head_dim=8 splits=3 heads_per_task=2
+g9 = norm_add "add.0" n=4 axis=1 norm=rms:0.000001 width=32 scale=-inf
+g10 = report "report" n=1 axis=1
+machine "cpu" sms=2 cluster=1 consumer_warps=1 loader_warps=4 registers_per_thread=24
+ring slots=12 slot_bytes=16384 groups=1 arrivals=1 flight_high=4 flight_low=2 flight_free=8
+smem "ring" 0..+196608
+smem "stage" 196608..+128
+place b0@0 b1@- b2@- b3@18446744073709551615
+regime r0 from 0
+  e0 = b0[0..4] count=2 fenced carried proxy ; candidates
+  e1 = b77[3..1] count=0 packets
+  t0 = g0[0..1] wait e0>=2 ; select
+  t1 = g2[0..6] j=1 wait e1>=1 e7>=0 signal e0 e1 ; matvec qkv.0
+  t2 = g99[0..0]
+  queue sm0: t0 t2
+  queue sm1:
+  stream sm0: t4+0:32768 t9+hist:128
+  stream sm1:
+regime r1 from 32
+"#;
+
+    fn sample() -> String {
+        SAMPLE.replace("\\\n", "")
+    }
+
+    #[test]
+    fn every_construct_is_printed_as_it_was_read() {
+        let schedule = parse(&sample()).unwrap();
+        assert_eq!(print(&schedule), sample());
+        assert_eq!(schedule.program.name, "tiny \"q\" \n");
+        assert_eq!(schedule.placement[3], Some(u64::MAX));
+        assert_eq!(schedule.regimes[0].streams[0][1].bytes, RunBytes::History { rows: 128 });
+        let program = print_program(&schedule.program);
+        assert!(sample().starts_with(&program));
+        assert_eq!(parse_program(&program).unwrap(), schedule.program);
+    }
+
+    #[test]
+    fn blanks_comments_and_crlf_are_free() {
+        let loose = sample().replace('\n', " ; note\r\n\r\n; alone\n\t");
+        assert_eq!(print(&parse(&loose).unwrap()), sample());
+        let spaced = sample().replace("t0 = g0[0..1] wait e0>=2", "t0=g0 [ 0 .. 1 ]  wait e0 >= 2");
+        assert_eq!(print(&parse(&spaced).unwrap()), sample());
+    }
+
+    #[test]
+    fn lines_are_where_things_are_defined() {
+        let text = sample().replace("t1 = g2", "t1  =  g2");
+        let (schedule, lines) = parse_with_lines(&text).unwrap();
+        let regime = &lines.regimes[0];
+        for (span, expected) in [
+            (&lines.buffers[4], r#"b4 = constant fp32 [64, 16] "rope.r0" from rope r0"#),
+            (&lines.grids[10], r#"g10 = report "report" n=1 axis=1"#),
+            (&lines.smem[0], r#"smem "ring" 0..+196608"#),
+            (&regime.tasks[1], "t1  =  g2[0..6] j=1 wait e1>=1 e7>=0 signal e0 e1"),
+            (&regime.queues[1], "queue sm1:"),
+            (&lines.regimes[1].regime, "regime r1 from 32"),
+        ] {
+            assert_eq!(&text[span.clone()], expected);
+        }
+        assert!(text[lines.program.clone()].starts_with("program "));
+        assert!(text[lines.machine.clone()].starts_with("machine "));
+        assert!(text[lines.ring.clone()].starts_with("ring "));
+        assert_eq!(lines.buffers.len(), schedule.program.buffers.len());
+        assert_eq!((regime.tasks.len(), regime.events.len(), regime.streams.len()), (3, 2, 2));
+    }
+
+    /// Replaces `old` in the sample and returns the error of the result.
+    fn broken(old: &str, new: &str) -> String {
+        let text = sample();
+        assert!(text.contains(old), "{old}");
+        let text = text.replacen(old, new, 1);
+        match parse(&text) {
+            Err(error) => error.to_string(),
+            Ok(_) => panic!("`{new}` was read"),
+        }
+    }
+
+    #[test]
+    fn errors_name_the_place_then_what_was_expected_and_found() {
+        let cases = [
+            (
+                "mkir 1",
+                "mkir 2",
+                "line 1, column 6: `.mkir` version 2 is newer than this build reads: expected version 1, found 2",
+            ),
+            ("mkir 1", "", "line 2, column 1: malformed version line: expected `mkir`, found `program`"),
+            (
+                "queue sm0",
+                "quee sm0",
+                "line 35, column 3: unknown kind of line: expected a task like `t12`, an event like `e7`, `queue`, \
+                 `stream`, `regime` or the end of the text, found `quee` (did you mean `queue`?)",
+            ),
+            (
+                "t1 = g2",
+                "t3 = g2",
+                "line 33, column 3: task out of order: expected `t1`, found `t3` \
+                 (an id is an index: ids count up from 0 in the order of the lines)",
+            ),
+            ("g2[0..6]", "g2[0,6]", "line 33, column 12: malformed task line: expected `..`, found `,`"),
+            ("g2[0..6]", "g2[0..]", "line 33, column 14: malformed task line: expected a number, found `]`"),
+            ("g2[0..6]", "g2[0..4294967296]", "line 33, column 14: number too large: expected at most 4294967295"),
+            ("e7>=0", "e99999999999>=0", "line 33, column 33: number too large: expected at most 4294967295"),
+            (
+                "softcap=30",
+                "softcpa=30",
+                "line 17, column 73: malformed grid line: expected `softcap` or the end of the line, found `softcpa` \
+                 (did you mean `softcap`?)",
+            ),
+            (
+                "scale=0.5",
+                "scale=1e39",
+                "line 14, column 70: number too large: expected at most 340282350000000000000000000000000000000 in \
+                 magnitude, or `inf`",
+            ),
+            (
+                "scale=0.5",
+                "scale=0.5.1",
+                "line 14, column 70: malformed number: expected a number like `0.5`, found `0.5.1`",
+            ),
+            ("\"stage\"", "\"stage", "line 27, column 6: unterminated name: expected `\"` before the end of the line"),
+            (
+                "\"stage\"",
+                "\"st\\xge\"",
+                "line 27, column 9: unknown escape in a name: expected `\\\"`, `\\\\` or `\\u{hex}`",
+            ),
+            (
+                "[2*j..+2 <4]",
+                "[2*j + 1*i..+2 <4]",
+                "line 18, column 34: malformed operand line: expected a constant, then a multiple of `i`, then a \
+                 multiple of `j`, each at most once",
+            ),
+            (
+                "machine",
+                "; machine",
+                "line 25, column 1: unknown kind of line: expected a buffer like `b3`, a grid like `g2`, `read`, \
+                 `write`, `update`, `stream` or `machine`, found `ring`",
+            ),
+        ];
+        for (old, new, expected) in cases {
+            assert_eq!(broken(old, new), expected);
+        }
+    }
+
+    #[test]
+    fn a_fault_shows_the_guilty_line() {
+        let text = sample().replace("e7>=0", "e7>0");
+        let error = parse(&text).unwrap_err();
+        assert_eq!(
+            error.into_fault("a.mkir", &text, Style::Plain).to_string(),
+            "malformed task line
+  --> a.mkir:33:34
+   |
+33 |   t1 = g2[0..6] j=1 wait e1>=1 e7>0 signal e0 e1 ; matvec qkv.0
+   |                                  ^ expected `>=`, found `>`"
+        );
+    }
+
+    #[test]
+    fn a_text_cut_off_anywhere_or_with_a_byte_changed_never_panics() {
+        let text = sample();
+        for at in 0..text.len() {
+            let cut = parse(&text[..at]);
+            // Only a cut between whole regimes, or inside trailing lists, leaves a schedule.
+            if at < text.find("ring slots").unwrap() {
+                assert!(cut.is_err(), "{}", &text[..at]);
+            }
+            for swap in ["\0", "9", "\"", "é", "\n", "["] {
+                let changed = format!("{}{swap}{}", &text[..at], &text[at + 1..]);
+                if let Err(error) = parse(&changed) {
+                    error.render("x", &changed, Style::Plain);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn memory_follows_the_text_not_its_numbers() {
+        let text = "mkir 1\nprogram \"\" context_max=4294967295 weights=fp32 cache=fp32 wire=fp32\n\
+                    machine \"\" sms=4294967295 cluster=1 consumer_warps=1 loader_warps=4 registers_per_thread=1\n\
+                    ring slots=4294967295 slot_bytes=4294967295 groups=1 arrivals=1 flight_high=1 flight_low=1 \
+                    flight_free=1\nregime r0 from 0\nqueue sm0: t4294967295\n";
+        let schedule = parse(text).unwrap();
+        assert_eq!(schedule.regimes[0].queues, vec![vec![TaskId(u32::MAX)]]);
+        let dangling = parse(&text.replace("sm0:", "sm4294967295:")).unwrap_err();
+        assert!(dangling.to_string().contains("expected `sm0`, found `sm4294967295`"), "{dangling}");
+    }
+
+    fn names() -> impl Strategy<Value = String> {
+        prop_oneof!["[a-z.0-9_]{0,12}", any::<String>()]
+    }
+
+    /// Any float but NaN, which no comparison finds again.
+    fn floats() -> impl Strategy<Value = f32> {
+        use proptest::num::f32::{INFINITE, NEGATIVE, NORMAL, POSITIVE, SUBNORMAL, ZERO};
+        POSITIVE | NEGATIVE | NORMAL | SUBNORMAL | ZERO | INFINITE
+    }
+
+    fn numbers() -> impl Strategy<Value = u32> {
+        prop_oneof![0..10u32, any::<u32>()]
+    }
+
+    fn views() -> impl Strategy<Value = RowView> {
+        let strided = prop_oneof![Just((1, 1)), (numbers(), numbers())];
+        (numbers(), numbers(), strided).prop_map(|(t, first, (block, stride))| RowView {
+            tensor: TensorId(t),
+            first,
+            block,
+            stride,
+        })
+    }
+
+    fn contents() -> impl Strategy<Value = Content> {
+        let parts = vec((views(), numbers()).prop_map(|(view, rows)| Part { view, rows }), 0..3);
+        let vectors =
+            vec((prop::option::of(views()), numbers()).prop_map(|(view, len)| VectorPart { view, len }), 0..3);
+        prop_oneof![
+            (parts, numbers()).prop_map(|(parts, interleave)| Content::Rows { parts, interleave }),
+            (vectors, floats(), numbers()).prop_map(|(parts, offset, interleave)| Content::Vectors {
+                parts,
+                offset,
+                interleave
+            }),
+            numbers().prop_map(|t| Content::Tensor(TensorId(t))),
+            numbers().prop_map(|r| Content::RopeTable(RopeId(r))),
+        ]
+    }
+
+    fn buffers() -> impl Strategy<Value = Buffer> {
+        let kind = (prop::sample::select(&Space::ALL[..]), prop::sample::select(&DTYPES[..]));
+        (names(), kind, numbers(), numbers(), numbers(), prop::option::of(contents())).prop_map(
+            |(name, (space, dtype), rows, cols, phases, content)| Buffer {
+                name,
+                space,
+                dtype,
+                rows,
+                cols,
+                phases,
+                content,
+            },
+        )
+    }
+
+    fn norms() -> impl Strategy<Value = NormAttr> {
+        (prop::sample::select(&NORMS[..]), floats()).prop_map(|(kind, eps)| NormAttr { kind, eps })
+    }
+
+    fn ops() -> impl Strategy<Value = Op> {
+        let acts = || prop::sample::select(&ACTS[..]);
+        let epilogues = prop_oneof![
+            Just(Epilogue::Store),
+            acts().prop_map(Epilogue::Act),
+            acts().prop_map(Epilogue::Gated),
+            floats().prop_map(|scale| Epilogue::Residual { scale }),
+            (floats(), prop::option::of(floats())).prop_map(|(scale, softcap)| Epilogue::Logits { scale, softcap }),
+        ];
+        let qk_norms = || {
+            prop::option::of((norms(), any::<bool>()).prop_map(|(norm, projection)| QkNormAttr { norm, projection }))
+        };
+        let attention = (
+            [numbers(), numbers(), numbers(), numbers(), numbers(), numbers()],
+            (floats(), prop::option::of(floats()), prop::option::of(numbers()), any::<bool>()),
+            (qk_norms(), qk_norms()),
+        )
+            .prop_map(|(n, (scale, softcap, window, interleaved), (q_norm, k_norm))| {
+                let [heads_per_task, group, heads, head_dim, rotary, splits] = n;
+                Op::Attention(Attention {
+                    heads_per_task,
+                    group,
+                    heads,
+                    head_dim,
+                    scale,
+                    softcap,
+                    window,
+                    rotary,
+                    interleaved,
+                    q_norm,
+                    k_norm,
+                    splits,
+                })
+            });
+        prop_oneof![
+            Just(Op::Select),
+            Just(Op::Report),
+            floats().prop_map(|scale| Op::Embed { scale }),
+            (numbers(), numbers(), prop::option::of(norms()), epilogues)
+                .prop_map(|(rows, k, norm, epilogue)| Op::MatVec(MatVec { rows, k, norm, epilogue })),
+            attention,
+            [numbers(), numbers(), numbers()].prop_map(|[head_dim, splits, heads_per_task]| {
+                Op::AttentionMerge { head_dim, splits, heads_per_task }
+            }),
+            (norms(), numbers(), floats()).prop_map(|(norm, width, scale)| Op::NormAdd { norm, width, scale }),
+        ]
+    }
+
+    fn operands() -> impl Strategy<Value = Operand> {
+        let cols = (
+            [numbers(), numbers(), numbers(), numbers(), numbers(), numbers()],
+            any::<bool>(),
+            prop::option::of(numbers()),
+        )
+            .prop_map(|([base, stride, div, stride_j, len, limit], first, only_j)| Cols {
+                base,
+                stride,
+                div,
+                stride_j,
+                len,
+                limit,
+                first,
+                only_j,
+            });
+        let kind = (
+            prop::sample::select(&Role::ALL[..]),
+            prop::sample::select(&ACCESSES[..]),
+            prop::sample::select(&Rows::ALL[..]),
+        );
+        (kind, numbers(), cols).prop_map(|((role, access, rows), b, cols)| Operand {
+            role,
+            access,
+            buffer: BufferId(b),
+            rows,
+            cols,
+        })
+    }
+
+    fn grids() -> impl Strategy<Value = Grid> {
+        let second = prop_oneof![numbers().prop_map(Second::Axis), numbers().prop_map(Second::Ordinal)];
+        (names(), ops(), numbers(), second, vec(operands(), 0..4)).prop_map(|(name, op, n, second, operands)| Grid {
+            name,
+            op,
+            n,
+            second,
+            operands,
+        })
+    }
+
+    fn programs() -> impl Strategy<Value = Program> {
+        let dtypes = || prop::sample::select(&DTYPES[..]);
+        let precision =
+            (dtypes(), dtypes(), dtypes()).prop_map(|(weights, cache, wire)| Precision { weights, cache, wire });
+        (names(), precision, numbers(), vec(buffers(), 0..6), vec(grids(), 0..6)).prop_map(
+            |(name, precision, context_max, buffers, grids)| Program { name, precision, context_max, buffers, grids },
+        )
+    }
+
+    fn machines() -> impl Strategy<Value = Machine> {
+        let ring = [numbers(), numbers(), numbers(), numbers(), numbers(), numbers(), numbers()].prop_map(
+            |[slots, slot_bytes, groups, arrivals, flight_high, flight_low, flight_free]| Ring {
+                slots,
+                slot_bytes,
+                groups,
+                arrivals,
+                flight_high,
+                flight_low,
+                flight_free,
+            },
+        );
+        let smem = (names(), numbers(), numbers()).prop_map(|(name, offset, bytes)| SmemPart { name, offset, bytes });
+        (names(), [numbers(), numbers(), numbers(), numbers(), numbers()], ring, vec(smem, 0..4)).prop_map(
+            |(target, [sms, cluster, consumer_warps, loader_warps, registers], ring, smem)| Machine {
+                target,
+                sms,
+                cluster,
+                consumer_warps,
+                loader_warps,
+                registers_per_thread: registers,
+                ring,
+                smem,
+            },
+        )
+    }
+
+    fn regimes() -> impl Strategy<Value = Regime> {
+        let waits = (numbers(), numbers()).prop_map(|(e, count)| Wait { event: EventId(e), count });
+        let signals = vec(numbers().prop_map(EventId), 0..3);
+        let tasks = ([numbers(), numbers(), numbers(), numbers()], vec(waits, 0..3), signals)
+            .prop_map(|([g, lo, hi, j], waits, signals)| Task { grid: GridId(g), lo, hi, j, waits, signals });
+        let kind = (prop::sample::select(&Mechanism::ALL[..]), any::<bool>(), any::<bool>());
+        let events = ([numbers(), numbers(), numbers(), numbers()], kind).prop_map(
+            |([b, lo, hi, count], (mechanism, carried, proxy))| Event {
+                buffer: BufferId(b),
+                lo,
+                hi,
+                count,
+                mechanism,
+                carried,
+                proxy,
+            },
+        );
+        let bytes = prop_oneof![
+            any::<(u64, u64)>().prop_map(|(offset, bytes)| RunBytes::Fixed { offset, bytes }),
+            numbers().prop_map(|rows| RunBytes::History { rows }),
+        ];
+        let runs = (numbers(), bytes).prop_map(|(t, bytes)| Run { task: TaskId(t), bytes });
+        let queues = vec(vec(numbers().prop_map(TaskId), 0..4), 0..3);
+        (numbers(), vec(tasks, 0..6), vec(events, 0..4), queues, vec(vec(runs, 0..4), 0..3)).prop_map(
+            |(from_position, tasks, events, queues, streams)| Regime { from_position, tasks, events, queues, streams },
+        )
+    }
+
+    /// Schedules of any structure: every field any value, every reference dangling.
+    fn schedules() -> impl Strategy<Value = Schedule> {
+        let placement = vec(prop::option::of(any::<u64>()), 0..20);
+        (programs(), machines(), placement, vec(regimes(), 0..3))
+            .prop_map(|(program, machine, placement, regimes)| Schedule { program, machine, placement, regimes })
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(256) })]
+
+        #[test]
+        fn what_is_printed_is_read_back(schedule in schedules()) {
+            let text = print(&schedule);
+            let read = parse(&text).map_err(|error| TestCaseError::fail(error.render("x", &text, Style::Plain)))?;
+            prop_assert_eq!(&read, &schedule);
+            prop_assert_eq!(print(&read), text);
+            let program = print_program(&schedule.program);
+            prop_assert_eq!(parse_program(&program).unwrap(), schedule.program);
+        }
+
+        #[test]
+        fn text_of_any_kind_never_panics(noise in any::<String>(), at in any::<prop::sample::Index>()) {
+            let text = sample();
+            let at = at.index(text.len());
+            for text in [noise.clone(), format!("{}{noise}{}", &text[..at], &text[at..])] {
+                match parse(&text) {
+                    Ok(schedule) => prop_assert_eq!(parse(&print(&schedule)).unwrap(), schedule),
+                    Err(error) => drop(error.render("x", &text, Style::Plain)),
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn nan_survives_in_print() {
+        let text = sample().replace("scale=0.5", "scale=NaN");
+        assert_eq!(print(&parse(&text).unwrap()), text);
+    }
+}

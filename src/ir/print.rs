@@ -1,1 +1,434 @@
-//! Not written yet.
+//! Owns `.mkir` on its way out: the one text form of programs and schedules.
+//!
+//! One entity a line, in id order, every field written; `;` starts a comment. What is written behind a `;` repeats
+//! names for the reader and is not read back. Left out are only `phases=1`, `j=0`, absent options and false flags.
+//!
+//! ```text
+//! mkir 1
+//! program "tiny" context_max=64 weights=bf16 cache=bf16 wire=fp32
+//! b6 = weight bf16 [96, 32] "qkv.0.weight" from rows interleave=1 w2[0..+32] w3[0..+32 block 16 stride 48]
+//! g3 = matvec "qkv.0" n=12 axis=1 rows=96 k=32 norm=rms:0.00001 epilogue=store
+//!   read x b5 one [0..32] ; x.0
+//!   stream weight b6 units [1*i..+1 <12] ; qkv.0.weight
+//! machine "cpu" sms=2 cluster=1 consumer_warps=1 loader_warps=4 registers_per_thread=24
+//! ring slots=12 slot_bytes=16384 groups=1 arrivals=1 flight_high=4 flight_low=2 flight_free=8
+//! smem "ring" 0..+196608
+//! place b0@0 b1@- b2@32
+//! regime r0 from 0
+//!   e5 = b5[0..32] count=2 packets ; x.0
+//!   t12 = g3[4..6] j=1 wait e5>=2 signal e7 e8 ; matvec qkv.0
+//!   queue sm0: t0 t4
+//!   stream sm0: t4+0:32768 t9+hist:128
+//! ```
+//!
+//! Columns of an operand read as in [`Cols`]: `[base + stride*(i/div) + stride_j*j..+len <limit]`, or `[base..limit]`
+//! where every launch index touches the same, then `first` and `only_j=`. Rows of a checkpoint tensor read
+//! `w3[first..+rows block B stride S]`. A run in a stream is a task, then `+offset:bytes` of the pack or `+hist:rows`
+//! for chunks of that many cache rows.
+
+use super::op::{Attention, Epilogue, MatVec, NormAttr, Op, QkNormAttr};
+use super::program::{Buffer, Cols, Content, Grid, Operand, Program, Second};
+use super::schedule::{Event, Machine, Regime, Ring, Run, RunBytes, Schedule, SmemPart, Task, Wait};
+use super::{BufferId, EventId, GridId, SmId, TaskId};
+use crate::dtype::Precision;
+use crate::model::graph::{Act, NormKind, RowView};
+use std::fmt::{self, Write};
+
+/// The version of the text form that [`print()`] writes and [`super::parse::parse`] reads.
+pub const VERSION: u32 = 1;
+
+/// What stands before a fault on the line that is guilty of it.
+pub const FAULT: &str = "; error: ";
+
+/// Buffers named on one `place` line.
+const PLACES_PER_LINE: usize = 8;
+
+/// The text form of a schedule; [`super::parse::parse`] reads it back.
+pub fn print(schedule: &Schedule) -> String {
+    // Destructured, here and below, so that a new field does not compile until it is printed.
+    let Schedule { program, machine, placement, regimes } = schedule;
+    let mut text = String::new();
+    let whole = |out: &mut String| -> fmt::Result {
+        write_program(out, program)?;
+        write_machine(out, machine)?;
+        write_placement(out, placement)?;
+        regimes.iter().enumerate().try_for_each(|(r, regime)| write_regime(out, program, r, regime))
+    };
+    whole(&mut text).expect("a string takes every write");
+    text
+}
+
+/// The text form of a program alone; [`super::parse::parse_program`] reads it back.
+pub fn print_program(program: &Program) -> String {
+    let mut text = String::new();
+    write_program(&mut text, program).expect("a string takes every write");
+    text
+}
+
+/// A text with faults written behind the lines that hold the given bytes; still `.mkir` if it was: they are comments.
+pub fn mark(text: &str, faults: &[(usize, String)]) -> String {
+    let mut order: Vec<&(usize, String)> = faults.iter().collect();
+    order.sort_by_key(|(at, _)| *at);
+    // A fault at the end of the text goes to the last line, not behind its newline.
+    let last = text.strip_suffix('\n').unwrap_or(text).len();
+    let mut out = String::with_capacity(text.len());
+    let mut done = 0;
+    for (at, fault) in order {
+        let from = (*at).min(last);
+        let end = text.bytes().skip(from).position(|b| b == b'\n').map_or(text.len(), |newline| from + newline);
+        out.push_str(text[done..end].trim_end_matches('\r'));
+        out.push(' ');
+        out.push_str(FAULT);
+        fault.lines().enumerate().for_each(|(i, line)| {
+            out.push_str(if i == 0 { "" } else { "; " });
+            out.push_str(line.trim());
+        });
+        done = end;
+    }
+    out.push_str(&text[done..]);
+    out
+}
+
+pub(super) fn act_name(act: Act) -> &'static str {
+    match act {
+        Act::Silu => "silu",
+        Act::GeluErf => "gelu_erf",
+        Act::GeluTanh => "gelu_tanh",
+        Act::Relu => "relu",
+    }
+}
+
+pub(super) fn norm_name(kind: NormKind) -> &'static str {
+    match kind {
+        NormKind::Rms => "rms",
+        NormKind::Layer => "layer",
+    }
+}
+
+fn write_program(out: &mut String, program: &Program) -> fmt::Result {
+    let Program { name, precision: Precision { weights, cache, wire }, context_max, buffers, grids } = program;
+    writeln!(out, "mkir {VERSION}")?;
+    writeln!(out, "program {} context_max={context_max} weights={weights} cache={cache} wire={wire}", Quoted(name))?;
+    for (b, buffer) in buffers.iter().enumerate() {
+        write_buffer(out, BufferId::from(b), buffer)?;
+    }
+    for (g, grid) in grids.iter().enumerate() {
+        write_grid(out, program, GridId::from(g), grid)?;
+    }
+    Ok(())
+}
+
+fn write_buffer(out: &mut String, id: BufferId, buffer: &Buffer) -> fmt::Result {
+    let Buffer { name, space, dtype, rows, cols, phases, content } = buffer;
+    write!(out, "{id} = {} {dtype} [{rows}, {cols}] ", space.name())?;
+    if *phases != 1 {
+        write!(out, "phases={phases} ")?;
+    }
+    write!(out, "{}", Quoted(name))?;
+    match content {
+        None => {}
+        Some(Content::Rows { parts, interleave }) => {
+            write!(out, " from rows interleave={interleave}")?;
+            for part in parts {
+                write_view(out, &part.view, part.rows)?;
+            }
+        }
+        Some(Content::Vectors { parts, offset, interleave }) => {
+            write!(out, " from vectors offset={offset} interleave={interleave}")?;
+            for part in parts {
+                match &part.view {
+                    Some(view) => write_view(out, view, part.len)?,
+                    None => write!(out, " zeros[..+{}]", part.len)?,
+                }
+            }
+        }
+        Some(Content::Tensor(tensor)) => write!(out, " from tensor {tensor}")?,
+        Some(Content::RopeTable(rope)) => write!(out, " from rope {rope}")?,
+    }
+    out.push('\n');
+    Ok(())
+}
+
+fn write_view(out: &mut String, view: &RowView, rows: u32) -> fmt::Result {
+    let RowView { tensor, first, block, stride } = view;
+    write!(out, " {tensor}[{first}..+{rows}")?;
+    if (*block, *stride) != (1, 1) {
+        write!(out, " block {block} stride {stride}")?;
+    }
+    out.write_char(']')
+}
+
+fn write_grid(out: &mut String, program: &Program, id: GridId, grid: &Grid) -> fmt::Result {
+    let Grid { name, op, n, second, operands } = grid;
+    let (axis, extent) = match second {
+        Second::Axis(extent) => ("axis", extent),
+        Second::Ordinal(extent) => ("ordinal", extent),
+    };
+    write!(out, "{id} = {} {} n={n} {axis}={extent}", op.name(), Quoted(name))?;
+    write_op(out, op)?;
+    out.push('\n');
+    for Operand { role, access, buffer, rows, cols } in operands {
+        write!(out, "  {} {} {buffer} {} {cols}", access.name(), role.name(), rows.name())?;
+        write_buffer_comment(out, program, *buffer)?;
+    }
+    Ok(())
+}
+
+fn write_op(out: &mut String, op: &Op) -> fmt::Result {
+    match op {
+        Op::Select | Op::Report => Ok(()),
+        Op::Embed { scale } => write!(out, " scale={scale}"),
+        Op::MatVec(MatVec { rows, k, norm, epilogue }) => {
+            write!(out, " rows={rows} k={k}")?;
+            if let Some(norm) = norm {
+                write!(out, " norm={}", NormText(norm))?;
+            }
+            match epilogue {
+                Epilogue::Store => write!(out, " epilogue=store"),
+                Epilogue::Act(act) => write!(out, " epilogue=act:{}", act_name(*act)),
+                Epilogue::Gated(act) => write!(out, " epilogue=gated:{}", act_name(*act)),
+                Epilogue::Residual { scale } => write!(out, " epilogue=residual scale={scale}"),
+                Epilogue::Logits { scale, softcap } => {
+                    write!(out, " epilogue=logits scale={scale}")?;
+                    write_optional(out, "softcap", softcap)
+                }
+            }
+        }
+        Op::Attention(attention) => write_attention(out, attention),
+        Op::AttentionMerge { head_dim, splits, heads_per_task } => {
+            write!(out, " head_dim={head_dim} splits={splits} heads_per_task={heads_per_task}")
+        }
+        Op::NormAdd { norm, width, scale } => write!(out, " norm={} width={width} scale={scale}", NormText(norm)),
+    }
+}
+
+fn write_attention(out: &mut String, attention: &Attention) -> fmt::Result {
+    let Attention {
+        heads_per_task,
+        group,
+        heads,
+        head_dim,
+        scale,
+        softcap,
+        window,
+        rotary,
+        interleaved,
+        q_norm,
+        k_norm,
+        splits,
+    } = attention;
+    write!(out, " heads={heads} group={group} heads_per_task={heads_per_task} head_dim={head_dim} splits={splits}")?;
+    write!(out, " scale={scale}")?;
+    write_optional(out, "softcap", softcap)?;
+    write_optional(out, "window", window)?;
+    write!(out, " rotary={rotary}")?;
+    if *interleaved {
+        out.push_str(" interleaved");
+    }
+    for (key, norm) in [("q_norm", q_norm), ("k_norm", k_norm)] {
+        if let Some(QkNormAttr { norm, projection }) = norm {
+            let span = if *projection { "projection" } else { "head" };
+            write!(out, " {key}={}:{span}", NormText(norm))?;
+        }
+    }
+    Ok(())
+}
+
+fn write_optional(out: &mut String, key: &str, value: &Option<impl fmt::Display>) -> fmt::Result {
+    match value {
+        Some(value) => write!(out, " {key}={value}"),
+        None => Ok(()),
+    }
+}
+
+fn write_machine(out: &mut String, machine: &Machine) -> fmt::Result {
+    let Machine { target, sms, cluster, consumer_warps, loader_warps, registers_per_thread, ring, smem } = machine;
+    let Ring { slots, slot_bytes, groups, arrivals, flight_high, flight_low, flight_free } = ring;
+    writeln!(
+        out,
+        "machine {} sms={sms} cluster={cluster} consumer_warps={consumer_warps} \
+         loader_warps={loader_warps} registers_per_thread={registers_per_thread}",
+        Quoted(target)
+    )?;
+    writeln!(
+        out,
+        "ring slots={slots} slot_bytes={slot_bytes} groups={groups} arrivals={arrivals} flight_high={flight_high} \
+         flight_low={flight_low} flight_free={flight_free}"
+    )?;
+    for SmemPart { name, offset, bytes } in smem {
+        writeln!(out, "smem {} {offset}..+{bytes}", Quoted(name))?;
+    }
+    Ok(())
+}
+
+fn write_placement(out: &mut String, placement: &[Option<u64>]) -> fmt::Result {
+    for (line, places) in placement.chunks(PLACES_PER_LINE).enumerate() {
+        out.push_str("place");
+        for (i, place) in places.iter().enumerate() {
+            let id = BufferId::from(line * PLACES_PER_LINE + i);
+            match place {
+                Some(offset) => write!(out, " {id}@{offset}")?,
+                None => write!(out, " {id}@-")?,
+            }
+        }
+        out.push('\n');
+    }
+    Ok(())
+}
+
+fn write_regime(out: &mut String, program: &Program, index: usize, regime: &Regime) -> fmt::Result {
+    let Regime { from_position, tasks, events, queues, streams } = regime;
+    writeln!(out, "regime r{index} from {from_position}")?;
+    for (e, Event { buffer, lo, hi, count, mechanism, carried, proxy }) in events.iter().enumerate() {
+        write!(out, "  {} = {buffer}[{lo}..{hi}] count={count} {}", EventId::from(e), mechanism.name())?;
+        if *carried {
+            out.push_str(" carried");
+        }
+        if *proxy {
+            out.push_str(" proxy");
+        }
+        write_buffer_comment(out, program, *buffer)?;
+    }
+    for (t, task) in tasks.iter().enumerate() {
+        write_task(out, program, TaskId::from(t), task)?;
+    }
+    for (sm, queue) in queues.iter().enumerate() {
+        write!(out, "  queue {}:", SmId::from(sm))?;
+        queue.iter().try_for_each(|task| write!(out, " {task}"))?;
+        out.push('\n');
+    }
+    for (sm, stream) in streams.iter().enumerate() {
+        write!(out, "  stream {}:", SmId::from(sm))?;
+        for Run { task, bytes } in stream {
+            match bytes {
+                RunBytes::Fixed { offset, bytes } => write!(out, " {task}+{offset}:{bytes}")?,
+                RunBytes::History { rows } => write!(out, " {task}+hist:{rows}")?,
+            }
+        }
+        out.push('\n');
+    }
+    Ok(())
+}
+
+fn write_task(out: &mut String, program: &Program, id: TaskId, task: &Task) -> fmt::Result {
+    let Task { grid, lo, hi, j, waits, signals } = task;
+    write!(out, "  {id} = {grid}[{lo}..{hi}]")?;
+    if *j != 0 {
+        write!(out, " j={j}")?;
+    }
+    if !waits.is_empty() {
+        out.push_str(" wait");
+        waits.iter().try_for_each(|Wait { event, count }| write!(out, " {event}>={count}"))?;
+    }
+    if !signals.is_empty() {
+        out.push_str(" signal");
+        signals.iter().try_for_each(|event| write!(out, " {event}"))?;
+    }
+    if let Some(grid) = program.grids.get(grid.index()) {
+        write!(out, " ; {}", grid.op.name())?;
+        if grid.name != grid.op.name() {
+            write!(out, " {}", Escaped(&grid.name))?;
+        }
+    }
+    out.push('\n');
+    Ok(())
+}
+
+/// Ends a line with the name of a buffer, where there is such a buffer.
+fn write_buffer_comment(out: &mut String, program: &Program, id: BufferId) -> fmt::Result {
+    if let Some(buffer) = program.buffers.get(id.index()) {
+        write!(out, " ; {}", Escaped(&buffer.name))?;
+    }
+    out.push('\n');
+    Ok(())
+}
+
+/// As in the text form: `[16 + 8*(i/2)..+8 <48] first only_j=0`, or `[0..32]` where all launch indices touch the same.
+impl fmt::Display for Cols {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Cols { base, stride, div, stride_j, len, limit, first, only_j } = self;
+        let (by_i, by_j) = ((*stride, *div) != (0, 1), *stride_j != 0);
+        if !by_i && !by_j && base.checked_add(*len) == Some(*limit) {
+            write!(f, "[{base}..{limit}]")?;
+        } else {
+            let mut plus = "[";
+            if *base != 0 || !(by_i || by_j) {
+                write!(f, "{plus}{base}")?;
+                plus = " + ";
+            }
+            if by_i {
+                match div {
+                    1 => write!(f, "{plus}{stride}*i")?,
+                    _ => write!(f, "{plus}{stride}*(i/{div})")?,
+                }
+                plus = " + ";
+            }
+            if by_j {
+                write!(f, "{plus}{stride_j}*j")?;
+            }
+            write!(f, "..+{len} <{limit}]")?;
+        }
+        f.write_str(if *first { " first" } else { "" })?;
+        only_j.map_or(Ok(()), |j| write!(f, " only_j={j}"))
+    }
+}
+
+struct NormText<'a>(&'a NormAttr);
+
+impl fmt::Display for NormText<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let NormAttr { kind, eps } = self.0;
+        write!(f, "{}:{eps}", norm_name(*kind))
+    }
+}
+
+struct Quoted<'a>(&'a str);
+
+impl fmt::Display for Quoted<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "\"{}\"", Escaped(self.0))
+    }
+}
+
+/// A name from outside on one line: no character of it can end the string or the line, or command a terminal.
+struct Escaped<'a>(&'a str);
+
+impl fmt::Display for Escaped<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut plain = 0;
+        for (at, c) in self.0.char_indices().filter(|(_, c)| c.is_control() || matches!(c, '"' | '\\')) {
+            f.write_str(&self.0[plain..at])?;
+            match c {
+                '"' | '\\' => write!(f, "\\{c}")?,
+                _ => write!(f, "\\u{{{:x}}}", u32::from(c))?,
+            }
+            plain = at + c.len_utf8();
+        }
+        f.write_str(&self.0[plain..])
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn faults_stand_on_the_lines_that_hold_them() {
+        let marked = |text: &str, faults: &[(usize, &str)]| {
+            let faults: Vec<(usize, String)> = faults.iter().map(|(at, fault)| (*at, fault.to_string())).collect();
+            mark(text, &faults)
+        };
+        assert_eq!(marked("one\ntwo\n", &[(5, "b"), (0, "a")]), "one ; error: a\ntwo ; error: b\n");
+        assert_eq!(marked("one\ntwo", &[(3, "a"), (1, "b\n  c")]), "one ; error: b; c ; error: a\ntwo");
+        assert_eq!(marked("one\ntwo\n", &[(8, "end"), (99, "past")]), "one\ntwo ; error: end ; error: past\n");
+        assert_eq!(marked("é\r\n", &[(1, "a")]), "é ; error: a\n");
+        assert_eq!(marked("", &[(0, "a")]), " ; error: a");
+        assert_eq!(marked("one\n", &[]), "one\n");
+    }
+
+    #[test]
+    fn names_from_outside_stay_on_their_line() {
+        let name = "a\"b\\c\nd\u{1b}[31m é";
+        assert_eq!(Quoted(name).to_string(), r#""a\"b\\c\u{a}d\u{1b}[31m é""#);
+    }
+}

@@ -22,9 +22,11 @@ pub struct Machine {
     pub sms: u32,
     /// Blocks per cluster; 1: no clusters.
     pub cluster: u32,
-    /// Warps that execute tasks. One more warpgroup loads.
+    /// Warps that execute tasks.
     pub consumer_warps: u32,
-    pub registers_per_consumer_thread: u32,
+    /// Warps that fill the ring.
+    pub loader_warps: u32,
+    pub registers_per_thread: u32,
     pub ring: Ring,
     /// Shared-memory map in address order.
     pub smem: Vec<SmemPart>,

@@ -2,5 +2,7 @@
 
 pub mod config;
 pub mod graph;
+pub mod sha256;
 pub mod source;
+pub mod synthetic;
 pub mod weights;

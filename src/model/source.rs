@@ -1,1 +1,931 @@
-//! Not written yet.
+//! Owns where a model comes from: `hf:OWNER/NAME`, `path:DIR` or `synthetic:CONFIG.json`, made a local folder or file.
+//!
+//! A hub source that is already in the local cache is answered without a request, so a build repeats offline and does
+//! not move when a branch does; the commit that was used is reported, and pinning it is the manifest's business. The
+//! cache has the layout of the Python client and is shared with it.
+
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use serde_json::Value;
+
+use crate::error::Fault;
+use crate::files::{self, FileError};
+use crate::model::weights::{INDEX_FILE, SINGLE_FILE};
+
+/// A `[model] source` that was understood.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Source {
+    /// A model of the hub, at a branch, tag or commit.
+    Hub { repo: String, revision: String },
+    /// A checkpoint folder, as written; see [`files::find`].
+    Path(String),
+    /// A config, as written, whose weights are a function of the seed.
+    Synthetic { config: String, seed: u64 },
+}
+
+/// A source on this machine.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Resolved {
+    /// A checkpoint folder, and the commit it is of if it came from the hub.
+    Checkpoint {
+        dir: PathBuf,
+        commit: Option<String>,
+    },
+    Synthetic {
+        config: PathBuf,
+        seed: u64,
+    },
+}
+
+/// What a download is doing, for progress reports.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Event<'a> {
+    /// A file begins; its whole size.
+    File { name: &'a str, bytes: u64 },
+    /// So many more bytes of it are here; those of an earlier, interrupted download included.
+    Received { bytes: u64 },
+    /// The file is here and was checked.
+    Done { name: &'a str },
+    /// Another process downloads the same file.
+    Waiting { name: &'a str },
+}
+
+#[derive(Debug, thiserror::Error)]
+pub enum SourceError {
+    #[error("source `{text}`: expected `hf:OWNER/NAME`, `path:DIR` or `synthetic:CONFIG.json`")]
+    Scheme { text: String },
+    #[error("source `hf:{repo}`: expected OWNER/NAME of letters, digits, `-`, `_` and `.`")]
+    RepoName { repo: String },
+    #[error("revision `{revision}`: expected a branch, a tag or a commit")]
+    RevisionName { revision: String },
+    #[error(transparent)]
+    File(#[from] FileError),
+    #[error("`{path}` is not a folder")]
+    NotAFolder { path: PathBuf },
+    #[error("`{path}` is not a file")]
+    NotAFile { path: PathBuf },
+    #[error("`{repo}` at `{revision}` is not complete in the local cache `{cache}`, and {why}")]
+    Offline { repo: String, revision: String, cache: PathBuf, why: &'static str },
+    #[error("the hub at {endpoint} cannot be reached: {detail}")]
+    Unreachable { endpoint: String, detail: String },
+    #[error("access to `{repo}` was refused (status {status}): it is gated or private, or does not exist")]
+    Refused { repo: String, status: u16, with_token: bool },
+    #[error("`{what}` was not found on the hub")]
+    NotFound { what: String },
+    #[error("the hub answered `{what}` with status {status}")]
+    Status { what: String, status: u16 },
+    #[error("the hub's answer for `{what}` cannot be used: {detail}")]
+    Answer { what: String, detail: String },
+    #[error("the download of `{file}` was cut off: {detail}")]
+    CutOff { file: String, detail: String },
+    #[error("`{file}` arrived damaged: expected {expected}, found {found}")]
+    Damaged { file: String, expected: String, found: String },
+    #[error("`{repo}` has no safetensors weights, only `{file}` (a pickle file can run code)")]
+    PickleOnly { repo: String, file: String },
+    #[error("`{repo}` has no safetensors weights")]
+    NoWeights { repo: String },
+    #[error("another process has held the lock of `{file}` for {minutes} minutes")]
+    Locked { file: String, minutes: u64 },
+    #[error("`{path}`: {error}")]
+    Io { path: PathBuf, error: io::Error },
+}
+
+impl From<SourceError> for Fault {
+    fn from(error: SourceError) -> Fault {
+        let message = error.to_string();
+        match error {
+            SourceError::File(error) => Fault::from(error),
+            SourceError::Scheme { .. }
+            | SourceError::RepoName { .. }
+            | SourceError::RevisionName { .. }
+            | SourceError::NotAFolder { .. }
+            | SourceError::NotAFile { .. }
+            | SourceError::NoWeights { .. } => Fault::input(message),
+            SourceError::PickleOnly { .. } => {
+                Fault::input(message).with_remedy("convert it to safetensors, or name a converted copy")
+            }
+            SourceError::NotFound { .. } => Fault::input(message).with_remedy("check the name and the revision"),
+            SourceError::Offline { .. } => {
+                Fault::environment(message).with_remedy("download it where there is a network, into the same cache")
+            }
+            SourceError::Unreachable { .. } => Fault::environment(message)
+                .with_remedy("check the network and HF_ENDPOINT, or use `path:DIR` with a copy of the checkpoint"),
+            SourceError::Refused { with_token: false, .. } => Fault::environment(message)
+                .with_remedy("accept the model's terms on its page, then set HF_TOKEN to an access token"),
+            SourceError::Refused { .. } => Fault::environment(message)
+                .with_remedy("accept the model's terms on its page with the account that HF_TOKEN belongs to"),
+            SourceError::CutOff { .. } => {
+                Fault::environment(message).with_remedy("run the command again: the download resumes where it stopped")
+            }
+            SourceError::Damaged { .. } => {
+                Fault::environment(message).with_remedy("run the command again: the damaged file was removed")
+            }
+            SourceError::Status { .. }
+            | SourceError::Answer { .. }
+            | SourceError::Locked { .. }
+            | SourceError::Io { .. } => Fault::environment(message),
+        }
+    }
+}
+
+impl Source {
+    /// Reads the manifest's `source`; `revision` speaks about `hf:`, `seed` about `synthetic:`.
+    pub fn parse(text: &str, revision: &str, seed: u64) -> Result<Source, SourceError> {
+        match text.split_once(':') {
+            Some(("hf", repo)) => {
+                let named = |part: &str| !part.is_empty() && !part.contains("..") && part.chars().all(is_name_char);
+                match repo.split_once('/') {
+                    Some((owner, name)) if named(owner) && named(name) => {}
+                    _ => return Err(SourceError::RepoName { repo: repo.to_string() }),
+                }
+                // The revision becomes part of a path in the cache.
+                if !revision.split('/').all(named) {
+                    return Err(SourceError::RevisionName { revision: revision.to_string() });
+                }
+                Ok(Source::Hub { repo: repo.to_string(), revision: revision.to_string() })
+            }
+            Some(("path", dir)) if !dir.is_empty() => Ok(Source::Path(dir.to_string())),
+            Some(("synthetic", config)) if !config.is_empty() => {
+                Ok(Source::Synthetic { config: config.to_string(), seed })
+            }
+            _ => Err(SourceError::Scheme { text: text.to_string() }),
+        }
+    }
+}
+
+fn is_name_char(c: char) -> bool {
+    c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.')
+}
+
+/// Where the hub and its cache are, as the Python client reads the environment.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct HubSettings {
+    /// HF_HUB_CACHE, else HF_HOME/hub, else XDG_CACHE_HOME/huggingface/hub, else ~/.cache/huggingface/hub.
+    pub cache: PathBuf,
+    /// HF_ENDPOINT, without a slash at its end.
+    pub endpoint: String,
+    /// HF_TOKEN, else the file that `hf auth login` writes.
+    pub token: Option<String>,
+    /// HF_HUB_OFFLINE.
+    pub offline: bool,
+}
+
+impl HubSettings {
+    pub fn from_env() -> HubSettings {
+        HubSettings::from_lookup(|name| std::env::var(name).ok())
+    }
+
+    fn from_lookup(lookup: impl Fn(&str) -> Option<String>) -> HubSettings {
+        let get = |name: &str| lookup(name).map(|v| v.trim().to_string()).filter(|v| !v.is_empty());
+        let path = |name: &str| get(name).map(PathBuf::from);
+        let home = path("HF_HOME").unwrap_or_else(|| {
+            let caches = path("XDG_CACHE_HOME");
+            caches.unwrap_or_else(|| path("HOME").unwrap_or_default().join(".cache")).join("huggingface")
+        });
+        let cache = path("HF_HUB_CACHE").or_else(|| path("HUGGINGFACE_HUB_CACHE")).unwrap_or_else(|| home.join("hub"));
+        let token = get("HF_TOKEN").or_else(|| get("HUGGING_FACE_HUB_TOKEN")).or_else(|| {
+            let file = path("HF_TOKEN_PATH").unwrap_or_else(|| home.join("token"));
+            fs::read_to_string(file).ok().map(|text| text.trim().to_string()).filter(|token| !token.is_empty())
+        });
+        let endpoint = get("HF_ENDPOINT").unwrap_or_else(|| "https://huggingface.co".to_string());
+        let truthy = |v: String| matches!(v.to_ascii_uppercase().as_str(), "1" | "ON" | "YES" | "TRUE");
+        HubSettings {
+            cache,
+            endpoint: endpoint.trim_end_matches('/').to_string(),
+            token,
+            offline: get("HF_HUB_OFFLINE").is_some_and(truthy),
+        }
+    }
+
+    fn repo_dir(&self, repo: &str) -> PathBuf {
+        self.cache.join(format!("models--{}", repo.replace('/', "--")))
+    }
+}
+
+/// Makes a source local. Relative paths are found by [`files::find`]; `base_dir` is the folder of the manifest.
+///
+/// # Errors
+/// See [`SourceError`]; what was downloaded before an error stays and is not downloaded again.
+pub fn resolve(source: &Source, base_dir: &Path, progress: &mut dyn FnMut(Event)) -> Result<Resolved, SourceError> {
+    resolve_with(source, base_dir, &HubSettings::from_env(), progress)
+}
+
+/// [`resolve`] with the hub's settings given.
+pub fn resolve_with(
+    source: &Source,
+    base_dir: &Path,
+    settings: &HubSettings,
+    progress: &mut dyn FnMut(Event),
+) -> Result<Resolved, SourceError> {
+    match source {
+        Source::Path(dir) => {
+            let path = files::find(dir, base_dir)?;
+            if !path.is_dir() {
+                return Err(SourceError::NotAFolder { path });
+            }
+            Ok(Resolved::Checkpoint { dir: path, commit: None })
+        }
+        Source::Synthetic { config, seed } => {
+            let path = files::find(config, base_dir)?;
+            if !path.is_file() {
+                return Err(SourceError::NotAFile { path });
+            }
+            Ok(Resolved::Synthetic { config: path, seed: *seed })
+        }
+        Source::Hub { repo, revision } => resolve_hub(repo, revision, settings, progress),
+    }
+}
+
+fn resolve_hub(
+    repo: &str,
+    revision: &str,
+    settings: &HubSettings,
+    progress: &mut dyn FnMut(Event),
+) -> Result<Resolved, SourceError> {
+    let cached = cached_commit(repo, revision, settings).map(|commit| {
+        let dir = settings.repo_dir(repo).join("snapshots").join(&commit);
+        (completeness(&dir), Resolved::Checkpoint { dir, commit: Some(commit) })
+    });
+    let offline = |why| {
+        let (repo, revision, cache) = (repo.to_string(), revision.to_string(), settings.cache.clone());
+        Err(SourceError::Offline { repo, revision, cache, why })
+    };
+    match cached {
+        Some((Completeness::Whole, resolved)) => Ok(resolved),
+        // The repository may have no tokenizer.json; only the hub knows, and without it the weights have to do.
+        Some((Completeness::NoTokenizer, resolved)) if settings.offline || cfg!(not(feature = "hub")) => Ok(resolved),
+        _ if settings.offline => offline("HF_HUB_OFFLINE is set"),
+        #[cfg(not(feature = "hub"))]
+        _ => {
+            let _ = progress;
+            offline("this build of monobloc has no hub support")
+        }
+        #[cfg(feature = "hub")]
+        Some((Completeness::NoTokenizer, resolved)) => match hub::download(repo, revision, settings, progress) {
+            Err(SourceError::Unreachable { .. }) => Ok(resolved),
+            other => other,
+        },
+        #[cfg(feature = "hub")]
+        _ => hub::download(repo, revision, settings, progress),
+    }
+}
+
+/// The commit that the cache has for a revision.
+fn cached_commit(repo: &str, revision: &str, settings: &HubSettings) -> Option<String> {
+    if is_commit(revision) {
+        return Some(revision.to_string());
+    }
+    let text = fs::read_to_string(settings.repo_dir(repo).join("refs").join(revision)).ok()?;
+    Some(text.trim().to_string()).filter(|commit| is_commit(commit))
+}
+
+fn is_commit(revision: &str) -> bool {
+    revision.len() == 40 && revision.bytes().all(|b| b.is_ascii_hexdigit())
+}
+
+enum Completeness {
+    Whole,
+    /// Config and weights, no tokenizer.
+    NoTokenizer,
+    Partial,
+}
+
+/// Whether a snapshot has what a build reads; another tool may have fetched only a part.
+fn completeness(dir: &Path) -> Completeness {
+    let there = |name: &str| dir.join(name).is_file();
+    let weights = there(SINGLE_FILE)
+        || fs::read(dir.join(INDEX_FILE))
+            .ok()
+            .and_then(|text| shards_of(&text))
+            .is_some_and(|shards| shards.iter().all(|shard| there(shard)));
+    match (there("config.json") && weights, there("tokenizer.json")) {
+        (true, true) => Completeness::Whole,
+        (true, false) => Completeness::NoTokenizer,
+        (false, _) => Completeness::Partial,
+    }
+}
+
+/// File names in an index, each once; `None` if the text is no index. They are plain names or are not asked for: the
+/// weight reader refuses the index that has others.
+fn shards_of(index: &[u8]) -> Option<Vec<String>> {
+    let index: Value = serde_json::from_slice(index).ok()?;
+    let mut shards: Vec<String> =
+        index.get("weight_map")?.as_object()?.values().filter_map(|v| v.as_str().map(str::to_string)).collect();
+    shards.sort_unstable();
+    shards.dedup();
+    shards.retain(|shard| shard.chars().all(is_name_char) && !shard.contains(".."));
+    Some(shards)
+}
+
+#[cfg(feature = "hub")]
+mod hub {
+    //! The one user of hf-hub.
+
+    use std::fs::{self, File};
+    use std::path::PathBuf;
+    use std::time::{Duration, Instant};
+
+    use hf_hub::api::sync::{Api, ApiBuilder, ApiError};
+    use hf_hub::{Cache, Repo, RepoType};
+
+    use super::{Event, HubSettings, Resolved, SourceError, is_commit, shards_of};
+    use crate::model::sha256;
+    use crate::model::weights::{INDEX_FILE, SINGLE_FILE};
+
+    /// Files read beside config and weights, where the repository has them.
+    const OPTIONAL_FILES: [&str; 5] = [
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+        "special_tokens_map.json",
+    ];
+
+    /// hf-hub waits five seconds for a lock; a large file takes another process longer than that.
+    const LOCK_WAIT: Duration = Duration::from_secs(30 * 60);
+
+    struct Hub<'a> {
+        api: Api,
+        cache: Cache,
+        repo: &'a str,
+        settings: &'a HubSettings,
+    }
+
+    /// Fetches what is missing of a revision, all of it at one commit.
+    pub fn download(
+        repo: &str,
+        revision: &str,
+        settings: &HubSettings,
+        progress: &mut dyn FnMut(Event),
+    ) -> Result<Resolved, SourceError> {
+        let cache = Cache::new(settings.cache.clone());
+        let api = ApiBuilder::from_cache(cache.clone())
+            .with_progress(false)
+            .with_retries(2)
+            .with_endpoint(settings.endpoint.clone())
+            .with_token(settings.token.clone())
+            .build();
+        let answer = |detail: String| SourceError::Answer { what: repo.to_string(), detail };
+        let hub = Hub { api: api.map_err(|e| answer(e.to_string()))?, cache: cache.clone(), repo, settings };
+        let named = Repo::with_revision(repo.to_string(), RepoType::Model, revision.to_string());
+        let what = format!("{repo} at {revision}");
+        let info = hub.api.repo(named.clone()).info().map_err(|error| hub.fault(&what, error))?;
+        if !is_commit(&info.sha) {
+            return Err(answer(format!("expected a commit of 40 digits, found `{}`", info.sha)));
+        }
+        let listed = |name: &str| info.siblings.iter().any(|s| s.rfilename == name);
+        // Weights decide whether the rest is worth fetching.
+        if !listed(SINGLE_FILE) && !listed(INDEX_FILE) {
+            let pickle = info.siblings.iter().find(|s| s.rfilename.ends_with(".bin") || s.rfilename.ends_with(".pth"));
+            let repo = repo.to_string();
+            return Err(match pickle {
+                Some(file) => SourceError::PickleOnly { repo, file: file.rfilename.clone() },
+                None => SourceError::NoWeights { repo },
+            });
+        }
+        let config = hub.fetch(&info.sha, "config.json", progress)?;
+        for name in OPTIONAL_FILES.into_iter().filter(|name| listed(name)) {
+            hub.fetch(&info.sha, name, progress)?;
+        }
+        if listed(SINGLE_FILE) {
+            hub.fetch(&info.sha, SINGLE_FILE, progress)?;
+        } else {
+            let path = hub.fetch(&info.sha, INDEX_FILE, progress)?;
+            let index = fs::read(&path).map_err(|error| SourceError::Io { path, error })?;
+            let no_index = || SourceError::Answer { what: INDEX_FILE.to_string(), detail: "no index".to_string() };
+            for shard in shards_of(&index).ok_or_else(no_index)? {
+                hub.fetch(&info.sha, &shard, progress)?;
+            }
+        }
+        // Last, so that a ref never names a snapshot that was not fetched whole.
+        if !is_commit(revision) {
+            let ref_fault = |error| SourceError::Io { path: settings.repo_dir(repo).join("refs"), error };
+            cache.repo(named).create_ref(&info.sha).map_err(ref_fault)?;
+        }
+        let dir = config.parent().map(PathBuf::from).unwrap_or_default();
+        Ok(Resolved::Checkpoint { dir, commit: Some(info.sha) })
+    }
+
+    impl Hub<'_> {
+        /// The local path of a file at a commit; fetched and checked if it is not there.
+        fn fetch(&self, commit: &str, name: &str, progress: &mut dyn FnMut(Event)) -> Result<PathBuf, SourceError> {
+            let path = self.settings.repo_dir(self.repo).join("snapshots").join(commit).join(name);
+            if path.is_file() {
+                return Ok(path);
+            }
+            match self.fetch_once(commit, name, progress) {
+                // A part that an interrupted download left may be the damage: start over, once.
+                Err(SourceError::Damaged { .. }) => self.fetch_once(commit, name, progress),
+                other => other,
+            }
+        }
+
+        fn fetch_once(
+            &self,
+            commit: &str,
+            name: &str,
+            progress: &mut dyn FnMut(Event),
+        ) -> Result<PathBuf, SourceError> {
+            let repo = Repo::with_revision(self.repo.to_string(), RepoType::Model, commit.to_string());
+            let remote = self.api.repo(repo.clone());
+            let metadata = self.api.metadata(&remote.url(name)).map_err(|error| self.fault(name, error))?;
+            let (etag, bytes) = (metadata.etag().to_string(), metadata.size() as u64);
+            // The tag becomes a file name.
+            if etag.is_empty() || !etag.chars().all(super::is_name_char) || etag.contains("..") {
+                let detail = format!("expected a plain tag, found `{etag}`");
+                return Err(SourceError::Answer { what: name.to_string(), detail });
+            }
+            if metadata.commit_hash() != commit {
+                let detail = format!("expected commit {commit}, found {}", metadata.commit_hash());
+                return Err(SourceError::Answer { what: name.to_string(), detail });
+            }
+            let blob = self.cache.repo(repo.clone()).blob_path(&etag);
+            // A part as long as the file would make hf-hub ask for an empty range, which the hub refuses for ever.
+            let part = blob.with_extension("part");
+            if fs::metadata(&part).is_ok_and(|part| part.len() >= bytes) {
+                let _ = fs::remove_file(&part);
+            }
+            progress(Event::File { name, bytes });
+            let begun = Instant::now();
+            let path = loop {
+                match remote.download_with_progress(name, Forward { progress: &mut *progress }) {
+                    Ok(path) => break path,
+                    Err(ApiError::LockAcquisition(_)) if begun.elapsed() < LOCK_WAIT => {
+                        progress(Event::Waiting { name })
+                    }
+                    Err(ApiError::LockAcquisition(_)) => {
+                        let minutes = LOCK_WAIT.as_secs() / 60;
+                        return Err(SourceError::Locked { file: name.to_string(), minutes });
+                    }
+                    Err(error) => return Err(self.download_fault(name, error)),
+                }
+            };
+            if let Err(fault) = check(name, &path, &etag, bytes) {
+                let _ = fs::remove_file(&path);
+                let _ = fs::remove_file(&blob);
+                return Err(fault);
+            }
+            progress(Event::Done { name });
+            Ok(path)
+        }
+
+        /// A request that got no usable answer.
+        fn fault(&self, what: &str, error: ApiError) -> SourceError {
+            let what = what.to_string();
+            match error {
+                ApiError::TooManyRetries(inner) => self.fault(&what, *inner),
+                ApiError::RequestError(error) => match *error {
+                    ureq::Error::StatusCode(status @ (401 | 403)) => SourceError::Refused {
+                        repo: self.repo.to_string(),
+                        status,
+                        with_token: self.settings.token.is_some(),
+                    },
+                    ureq::Error::StatusCode(404) => SourceError::NotFound { what },
+                    ureq::Error::StatusCode(status) => SourceError::Status { what, status },
+                    ureq::Error::Json(error) => SourceError::Answer { what, detail: error.to_string() },
+                    other => {
+                        SourceError::Unreachable { endpoint: self.settings.endpoint.clone(), detail: other.to_string() }
+                    }
+                },
+                other => SourceError::Answer { what, detail: other.to_string() },
+            }
+        }
+
+        /// A download that began and did not end: what the transport says then is that it was cut off.
+        fn download_fault(&self, file: &str, error: ApiError) -> SourceError {
+            let file_name = file.to_string();
+            match error {
+                ApiError::TooManyRetries(inner) => self.download_fault(file, *inner),
+                ApiError::IoError(error) if error.kind() == std::io::ErrorKind::StorageFull => {
+                    SourceError::Io { path: self.settings.cache.clone(), error }
+                }
+                ApiError::IoError(error) => SourceError::CutOff { file: file_name, detail: error.to_string() },
+                ApiError::InvalidResume => SourceError::CutOff {
+                    file: file_name,
+                    detail: "what was there is longer than the file".to_string(),
+                },
+                other => self.fault(file, other),
+            }
+        }
+    }
+
+    /// Length, and for large files, whose tag is their SHA-256, content.
+    fn check(name: &str, path: &PathBuf, etag: &str, bytes: u64) -> Result<(), SourceError> {
+        let io = |error| SourceError::Io { path: path.clone(), error };
+        let damaged = |expected, found| Err(SourceError::Damaged { file: name.to_string(), expected, found });
+        let found = fs::metadata(path).map_err(io)?.len();
+        if found != bytes {
+            return damaged(format!("{bytes} bytes"), format!("{found}"));
+        }
+        if etag.len() == 64 && etag.bytes().all(|b| b.is_ascii_hexdigit()) {
+            let found = sha256::hex_digest(File::open(path).map_err(io)?).map_err(io)?;
+            if found != etag.to_ascii_lowercase() {
+                return damaged(format!("SHA-256 {etag}"), found);
+            }
+        }
+        Ok(())
+    }
+
+    /// Passes hf-hub's byte counts on; it announces a file anew at every attempt, which is not passed on.
+    struct Forward<'a, 'b> {
+        progress: &'a mut dyn FnMut(Event<'b>),
+    }
+
+    impl hf_hub::api::Progress for Forward<'_, '_> {
+        fn init(&mut self, _size: usize, _filename: &str) {}
+
+        fn update(&mut self, size: usize) {
+            (self.progress)(Event::Received { bytes: size as u64 });
+        }
+
+        fn finish(&mut self) {}
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::error::Tier;
+
+    #[test]
+    fn sources_parse_or_say_what_was_expected() {
+        let parse = |text: &str| Source::parse(text, "main", 7);
+        let hub = Source::Hub { repo: "org/Model-1.5_x".to_string(), revision: "main".to_string() };
+        assert_eq!(parse("hf:org/Model-1.5_x").unwrap(), hub);
+        assert_eq!(parse("path:a/b").unwrap(), Source::Path("a/b".to_string()));
+        let synthetic = Source::Synthetic { config: "c.json".to_string(), seed: 7 };
+        assert_eq!(parse("synthetic:c.json").unwrap(), synthetic);
+        for bad in ["", "org/model", "path:", "synthetic:", "http://x", "HF:org/model"] {
+            assert!(matches!(parse(bad), Err(SourceError::Scheme { .. })), "{bad}");
+        }
+        for bad in ["hf:", "hf:model", "hf:a/b/c", "hf:../b", "hf:a/..", "hf:a/b c", "hf:/b", "hf:a/b?x"] {
+            assert!(matches!(parse(bad), Err(SourceError::RepoName { .. })), "{bad}");
+        }
+        for bad in ["", "../x", "/x", "a//b", "a b", "x/"] {
+            assert!(matches!(Source::parse("hf:a/b", bad, 0), Err(SourceError::RevisionName { .. })), "{bad}");
+        }
+        assert!(Source::parse("hf:a/b", "refs/pr/1", 0).is_ok());
+    }
+
+    #[test]
+    fn settings_follow_the_python_client() {
+        let with = |vars: &[(&str, &str)]| {
+            let find = |name: &str| vars.iter().find(|(n, _)| *n == name).map(|(_, v)| v.to_string());
+            HubSettings::from_lookup(find)
+        };
+        let plain = with(&[("HOME", "/nowhere")]);
+        assert_eq!(plain.cache, Path::new("/nowhere/.cache/huggingface/hub"));
+        assert_eq!((plain.endpoint.as_str(), plain.token, plain.offline), ("https://huggingface.co", None, false));
+        assert_eq!(with(&[("XDG_CACHE_HOME", "/x")]).cache, Path::new("/x/huggingface/hub"));
+        assert_eq!(with(&[("XDG_CACHE_HOME", "/x"), ("HF_HOME", "/h")]).cache, Path::new("/h/hub"));
+        assert_eq!(with(&[("HF_HUB_CACHE", "/c"), ("HF_HOME", "/h")]).cache, Path::new("/c"));
+        assert_eq!(with(&[("HF_ENDPOINT", "http://mirror/")]).endpoint, "http://mirror");
+        assert!(with(&[("HF_HUB_OFFLINE", "true")]).offline);
+        assert!(!with(&[("HF_HUB_OFFLINE", "0")]).offline);
+        let home = tempfile::tempdir().unwrap();
+        fs::write(home.path().join("token"), " hf_file \n").unwrap();
+        let home = home.path().to_str().unwrap();
+        assert_eq!(with(&[("HF_HOME", home)]).token.as_deref(), Some("hf_file"));
+        assert_eq!(with(&[("HF_HOME", home), ("HF_TOKEN", "hf_env")]).token.as_deref(), Some("hf_env"));
+    }
+
+    #[test]
+    fn local_sources_have_to_be_there() {
+        let dir = tempfile::tempdir().unwrap();
+        fs::write(dir.path().join("c.json"), "{}").unwrap();
+        fs::create_dir(dir.path().join("ckpt")).unwrap();
+        let at = |text: &str| resolve(&Source::parse(text, "main", 3).unwrap(), dir.path(), &mut |_| {});
+        let ckpt = Resolved::Checkpoint { dir: dir.path().join("ckpt"), commit: None };
+        assert_eq!(at("path:ckpt").unwrap(), ckpt);
+        let config = dir.path().join("c.json");
+        assert_eq!(at("synthetic:c.json").unwrap(), Resolved::Synthetic { config, seed: 3 });
+        for bad in ["path:c.json", "path:none", "synthetic:ckpt", "synthetic:none.json"] {
+            let fault = Fault::from(at(bad).unwrap_err());
+            assert!(fault.tier == Tier::Input && fault.message.contains(&bad[bad.len() - 4..]), "{fault}");
+        }
+    }
+
+    #[cfg(feature = "hub")]
+    mod with_hub {
+        use std::collections::BTreeMap;
+        use std::io::{BufRead, BufReader, Write};
+        use std::net::{TcpListener, TcpStream};
+        use std::sync::{Arc, Mutex};
+
+        use super::*;
+        use crate::model::sha256::hex_digest;
+
+        const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
+
+        /// How the fake hub behaves; shared with its thread, so that a test can mend it.
+        #[derive(Default)]
+        struct Behaviour {
+            files: BTreeMap<String, Vec<u8>>,
+            /// Answer every request with this status.
+            status: Option<u16>,
+            /// Refuse requests without this token.
+            token: Option<String>,
+            /// Send no byte of this file from this offset on.
+            cut: Option<(String, usize)>,
+            /// Flip a byte of this file.
+            damage: Option<String>,
+            requests: Vec<String>,
+        }
+
+        /// The three kinds of request that the client makes, on a local port.
+        struct FakeHub {
+            endpoint: String,
+            behaviour: Arc<Mutex<Behaviour>>,
+        }
+
+        impl FakeHub {
+            fn serve(files: &[(&str, &[u8])]) -> FakeHub {
+                let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+                let endpoint = format!("http://{}", listener.local_addr().unwrap());
+                let files = files.iter().map(|(name, bytes)| (name.to_string(), bytes.to_vec())).collect();
+                let behaviour = Arc::new(Mutex::new(Behaviour { files, ..Behaviour::default() }));
+                let shared = Arc::clone(&behaviour);
+                std::thread::spawn(move || {
+                    for stream in listener.incoming() {
+                        let _ = answer(stream.unwrap(), &shared);
+                    }
+                });
+                FakeHub { endpoint, behaviour }
+            }
+
+            fn set(&self, change: impl FnOnce(&mut Behaviour)) {
+                change(&mut self.behaviour.lock().unwrap());
+            }
+
+            fn requests(&self) -> Vec<String> {
+                std::mem::take(&mut self.behaviour.lock().unwrap().requests)
+            }
+        }
+
+        fn answer(mut stream: TcpStream, shared: &Mutex<Behaviour>) -> io::Result<()> {
+            let mut lines = Vec::new();
+            let mut reader = BufReader::new(stream.try_clone()?);
+            loop {
+                let mut line = String::new();
+                if reader.read_line(&mut line)? == 0 || line.trim().is_empty() {
+                    break;
+                }
+                lines.push(line.trim().to_string());
+            }
+            let header = |name: &str| {
+                let prefix = format!("{name}: ");
+                lines.iter().find(|l| l.to_lowercase().starts_with(&prefix)).map(|l| l[prefix.len()..].to_string())
+            };
+            let path = lines.first().and_then(|l| l.split(' ').nth(1)).unwrap_or_default().to_string();
+            let (range, token) = (header("range").unwrap_or_default(), header("authorization"));
+            let mut hub = shared.lock().unwrap();
+            hub.requests.push(format!("{path} {range}").trim_end().to_string());
+            let mut plain = |status: u16, body: &str| {
+                write!(
+                    stream,
+                    "HTTP/1.1 {status} X\r\nContent-Length: {}\r\nConnection: close\r\n\r\n{body}",
+                    body.len()
+                )
+            };
+            if let Some(status) = hub.status {
+                return plain(status, "");
+            }
+            if hub.token.as_ref().is_some_and(|expected| token != Some(format!("Bearer {expected}"))) {
+                return plain(401, "");
+            }
+            if path == "/api/models/org/m/revision/main" {
+                let names: Vec<String> = hub.files.keys().map(|name| format!("{{\"rfilename\":\"{name}\"}}")).collect();
+                return plain(200, &format!("{{\"sha\":\"{COMMIT}\",\"siblings\":[{}]}}", names.join(",")));
+            }
+            let name = path.strip_prefix(&format!("/org/m/resolve/{COMMIT}/")).unwrap_or_default().to_string();
+            let Some(mut bytes) = hub.files.get(&name).cloned() else { return plain(404, "") };
+            let etag = match name.ends_with(".safetensors") {
+                true => hex_digest(bytes.as_slice())?,
+                false => format!("{:040x}", bytes.len()),
+            };
+            if hub.damage.as_ref() == Some(&name) {
+                bytes[100] ^= 1;
+            }
+            let total = bytes.len();
+            let (first, last) = range.trim_start_matches("bytes=").split_once('-').unwrap_or(("0", ""));
+            let first: usize = first.parse().unwrap();
+            let end = last.parse::<usize>().map_or(total, |last| last + 1).min(total);
+            if first >= total {
+                return plain(416, "");
+            }
+            write!(
+                stream,
+                "HTTP/1.1 206 X\r\nContent-Length: {}\r\nContent-Range: bytes {first}-{}/{total}\r\n\
+                 ETag: \"{etag}\"\r\nx-repo-commit: {COMMIT}\r\nConnection: close\r\n\r\n",
+                end - first,
+                end - 1
+            )?;
+            let stop = hub.cut.as_ref().filter(|(cut, _)| *cut == name).map_or(end, |(_, at)| end.min(*at));
+            if end - first > 1 {
+                stream.write_all(&bytes[first.min(stop)..stop])
+            } else {
+                stream.write_all(&bytes[first..end])
+            }
+        }
+
+        fn settings(hub: &FakeHub, cache: &Path) -> HubSettings {
+            let (cache, endpoint) = (cache.to_path_buf(), hub.endpoint.clone());
+            HubSettings { cache, endpoint, token: None, offline: false }
+        }
+
+        fn source() -> Source {
+            Source::parse("hf:org/m", "main", 0).unwrap()
+        }
+
+        fn get(settings: &HubSettings) -> Result<Resolved, SourceError> {
+            resolve_with(&source(), Path::new("."), settings, &mut |_| {})
+        }
+
+        fn model_files() -> Vec<(&'static str, Vec<u8>)> {
+            let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/families/llama-gqa");
+            let read = |name: &str| fs::read(folder.join(name)).unwrap();
+            vec![
+                ("config.json", read("config.json")),
+                ("tokenizer.json", b"{}".to_vec()),
+                ("model.safetensors", read("model.safetensors")),
+                ("README.md", b"not fetched".to_vec()),
+            ]
+        }
+
+        fn model_hub() -> FakeHub {
+            let files = model_files();
+            FakeHub::serve(&files.iter().map(|(name, bytes)| (*name, bytes.as_slice())).collect::<Vec<_>>())
+        }
+
+        #[test]
+        fn a_model_is_fetched_once_and_then_answered_from_the_cache() {
+            let (hub, cache) = (model_hub(), tempfile::tempdir().unwrap());
+            let settings = settings(&hub, cache.path());
+            let mut received = 0;
+            let mut done = Vec::new();
+            let resolved = resolve_with(&source(), Path::new("."), &settings, &mut |event| match event {
+                Event::Received { bytes } => received += bytes,
+                Event::Done { name } => done.push(name.to_string()),
+                Event::File { .. } | Event::Waiting { .. } => {}
+            });
+            let Resolved::Checkpoint { dir, commit } = resolved.unwrap() else { panic!() };
+            assert_eq!(commit.as_deref(), Some(COMMIT));
+            assert_eq!(done, ["config.json", "tokenizer.json", "model.safetensors"]);
+            let bytes: usize = model_files()[..3].iter().map(|(_, bytes)| bytes.len()).sum();
+            assert_eq!(received, bytes as u64);
+            crate::model::config::import(&dir).unwrap();
+            assert!(!hub.requests().is_empty());
+
+            assert_eq!(get(&settings).unwrap(), Resolved::Checkpoint { dir: dir.clone(), commit: commit.clone() });
+            let pinned = Source::parse("hf:org/m", COMMIT, 0).unwrap();
+            let offline = HubSettings { offline: true, ..settings };
+            for source in [source(), pinned] {
+                let again = resolve_with(&source, Path::new("."), &offline, &mut |_| {}).unwrap();
+                assert_eq!(again, Resolved::Checkpoint { dir: dir.clone(), commit: commit.clone() });
+            }
+            assert_eq!(hub.requests(), Vec::<String>::new());
+        }
+
+        #[test]
+        fn a_snapshot_of_another_tool_is_used_without_a_request() {
+            let (hub, cache) = (model_hub(), tempfile::tempdir().unwrap());
+            let dir = cache.path().join("models--org--m/snapshots").join(COMMIT);
+            fs::create_dir_all(&dir).unwrap();
+            for (name, bytes) in model_files() {
+                fs::write(dir.join(name), bytes).unwrap();
+            }
+            let pinned = Source::parse("hf:org/m", COMMIT, 0).unwrap();
+            let settings = settings(&hub, cache.path());
+            let resolved = resolve_with(&pinned, Path::new("."), &settings, &mut |_| {}).unwrap();
+            assert_eq!(resolved, Resolved::Checkpoint { dir, commit: Some(COMMIT.to_string()) });
+            assert_eq!(hub.requests(), Vec::<String>::new());
+        }
+
+        #[test]
+        fn shards_are_fetched_by_their_index() {
+            let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/variants/olmo2-bias");
+            let files: Vec<(String, Vec<u8>)> = fs::read_dir(folder)
+                .unwrap()
+                .map(|e| e.unwrap())
+                .map(|e| (e.file_name().into_string().unwrap(), fs::read(e.path()).unwrap()))
+                .filter(|(name, _)| name != "goldens.safetensors")
+                .collect();
+            let hub = FakeHub::serve(&files.iter().map(|(n, b)| (n.as_str(), b.as_slice())).collect::<Vec<_>>());
+            let cache = tempfile::tempdir().unwrap();
+            let Resolved::Checkpoint { dir, .. } = get(&settings(&hub, cache.path())).unwrap() else { panic!() };
+            assert_eq!(crate::model::config::import(&dir).unwrap().weights.files().len(), 5);
+        }
+
+        #[test]
+        fn refusals_of_the_hub_are_told_apart() {
+            let (hub, cache) = (model_hub(), tempfile::tempdir().unwrap());
+            let open = settings(&hub, cache.path());
+            hub.set(|b| b.token = Some("hf_secret".to_string()));
+            let fault = Fault::from(get(&open).unwrap_err());
+            assert_eq!(fault.tier, Tier::Environment);
+            assert!(fault.message.contains("`org/m`") && fault.message.contains("401"), "{fault}");
+            assert!(fault.remedy.as_ref().unwrap().contains("HF_TOKEN"), "{fault}");
+            hub.set(|b| b.status = Some(403));
+            assert!(matches!(get(&open), Err(SourceError::Refused { status: 403, .. })));
+            hub.set(|b| b.status = Some(404));
+            let fault = Fault::from(get(&open).unwrap_err());
+            assert!(fault.tier == Tier::Input && fault.message.contains("`org/m at main`"), "{fault}");
+            hub.set(|b| b.status = Some(500));
+            assert!(matches!(get(&open), Err(SourceError::Status { status: 500, .. })));
+            hub.set(|b| b.status = None);
+            get(&HubSettings { token: Some("hf_secret".to_string()), ..open }).unwrap();
+        }
+
+        #[test]
+        fn an_unreachable_hub_is_named() {
+            let cache = tempfile::tempdir().unwrap();
+            // A port that was free a moment ago: nobody listens.
+            let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+            let endpoint = format!("http://127.0.0.1:{port}");
+            let away = HubSettings {
+                cache: cache.path().to_path_buf(),
+                endpoint: endpoint.clone(),
+                token: None,
+                offline: false,
+            };
+            let fault = Fault::from(get(&away).unwrap_err());
+            assert!(fault.tier == Tier::Environment && fault.message.contains(&endpoint), "{fault}");
+            let fault = Fault::from(get(&HubSettings { offline: true, ..away }).unwrap_err());
+            assert!(fault.message.contains("HF_HUB_OFFLINE"), "{fault}");
+        }
+
+        #[test]
+        fn a_download_that_was_cut_off_resumes() {
+            let (hub, cache) = (model_hub(), tempfile::tempdir().unwrap());
+            let settings = settings(&hub, cache.path());
+            hub.set(|b| b.cut = Some(("model.safetensors".to_string(), 300_000)));
+            let error = get(&settings).unwrap_err();
+            assert!(matches!(&error, SourceError::CutOff { file, .. } if file == "model.safetensors"), "{error}");
+            hub.set(|b| b.cut = None);
+            hub.requests();
+            let Resolved::Checkpoint { dir, .. } = get(&settings).unwrap() else { panic!() };
+            assert!(hub.requests().iter().any(|r| r.ends_with("model.safetensors bytes=300000-")));
+            assert_eq!(fs::read(dir.join("model.safetensors")).unwrap(), model_files()[2].1);
+        }
+
+        #[test]
+        fn damaged_content_is_not_kept() {
+            let (hub, cache) = (model_hub(), tempfile::tempdir().unwrap());
+            let settings = settings(&hub, cache.path());
+            hub.set(|b| b.damage = Some("model.safetensors".to_string()));
+            let error = get(&settings).unwrap_err();
+            assert!(matches!(&error, SourceError::Damaged { expected, .. } if expected.contains("SHA-256")), "{error}");
+            hub.set(|b| b.damage = None);
+            // What a crash may leave: a part as long as the file, with other content.
+            let (_, model) = &model_files()[2];
+            let blobs = cache.path().join("models--org--m/blobs");
+            fs::write(blobs.join(format!("{}.part", hex_digest(model.as_slice()).unwrap())), vec![0; model.len()])
+                .unwrap();
+            let Resolved::Checkpoint { dir, .. } = get(&settings).unwrap() else { panic!() };
+            assert_eq!(fs::read(dir.join("model.safetensors")).unwrap(), *model);
+        }
+
+        #[test]
+        fn a_shorter_part_of_other_content_is_replaced() {
+            let (hub, cache) = (model_hub(), tempfile::tempdir().unwrap());
+            let (_, model) = &model_files()[2];
+            let blobs = cache.path().join("models--org--m/blobs");
+            fs::create_dir_all(&blobs).unwrap();
+            fs::write(blobs.join(format!("{}.part", hex_digest(model.as_slice()).unwrap())), vec![0; 1000]).unwrap();
+            let Resolved::Checkpoint { dir, .. } = get(&settings(&hub, cache.path())).unwrap() else { panic!() };
+            assert_eq!(fs::read(dir.join("model.safetensors")).unwrap(), *model);
+        }
+
+        #[test]
+        fn a_lock_of_another_process_is_waited_for() {
+            let (hub, cache) = (model_hub(), tempfile::tempdir().unwrap());
+            let blobs = cache.path().join("models--org--m/blobs");
+            fs::create_dir_all(&blobs).unwrap();
+            let (_, model) = &model_files()[2];
+            let lock = fs::File::create(blobs.join(format!("{}.lock", hex_digest(model.as_slice()).unwrap()))).unwrap();
+            lock.lock().unwrap();
+            let mut lock = Some(lock);
+            let mut waited = 0;
+            let resolved = resolve_with(&source(), Path::new("."), &settings(&hub, cache.path()), &mut |event| {
+                if let Event::Waiting { .. } = event {
+                    waited += 1;
+                    lock.take();
+                }
+            });
+            assert!(resolved.is_ok() && waited == 1, "{resolved:?} {waited}");
+        }
+
+        #[test]
+        fn repositories_without_safetensors_are_refused_by_name() {
+            let cache = tempfile::tempdir().unwrap();
+            let hub = FakeHub::serve(&[("config.json", b"{}"), ("pytorch_model.bin", b"x")]);
+            let error = get(&settings(&hub, cache.path())).unwrap_err();
+            assert!(error.to_string().contains("`pytorch_model.bin`"), "{error}");
+            let hub = FakeHub::serve(&[("config.json", b"{}")]);
+            let error = get(&settings(&hub, cache.path())).unwrap_err();
+            assert!(matches!(error, SourceError::NoWeights { .. }), "{error}");
+        }
+    }
+}

@@ -10,12 +10,10 @@ use crate::ir::program::{Buffer, Space};
 use crate::ir::schedule::{Machine, RunBytes, Schedule};
 use crate::target::{DotMechanism, Target, TargetKind};
 
-/// Threads beside the consumers: one warpgroup, of which one thread loads (`setmaxnreg` works on warpgroups).
-const LOADER_THREADS: u32 = 128;
-/// Registers a loader thread keeps where warps can hand them over: the least that `setmaxnreg` takes.
-const LOADER_REGISTERS: u32 = 24;
+/// Fewer registers than this a compiler cannot work with.
+const REGISTERS_MIN: u32 = 24;
 /// Units whose partial sums wait for one reduction across warps; there are two such batches.
-const REDUCE_UNITS: u64 = 16;
+const REDUCE_UNITS: u64 = 8;
 /// What vector loads, tensor-core operands and bulk copies need of an address, bytes.
 const ALIGN: u64 = 16;
 
@@ -40,20 +38,21 @@ pub(super) fn machine(machine: &Machine, target: &Target, found: &mut Found) {
     // The CPU stands for SMs with one thread each; it has neither warps nor registers to run out of.
     if target.kind == TargetKind::Cuda {
         let consumers = u64::from(machine.consumer_warps) * 32;
-        let threads = consumers + u64::from(LOADER_THREADS);
-        if threads > u64::from(spec.threads_per_block_max) {
+        let threads = consumers + u64::from(machine.loader_warps) * 32;
+        if machine.loader_warps == 0 || threads > u64::from(spec.threads_per_block_max) {
             found.add(Rule::Threads, at, || {
-                format!("expected at most {} threads, found {threads}", spec.threads_per_block_max)
+                format!(
+                    "expected a loader warp or more and at most {} threads, found {threads}",
+                    spec.threads_per_block_max
+                )
             });
         }
-        let each = machine.registers_per_consumer_thread;
-        let loader = if spec.register_reallocation { LOADER_REGISTERS } else { each };
-        let total = consumers * u64::from(each) + u64::from(LOADER_THREADS) * u64::from(loader);
-        let step = if spec.register_reallocation { 8 } else { 1 };
-        if !(LOADER_REGISTERS..=255).contains(&each) || each % step != 0 || total > u64::from(spec.registers_per_sm) {
+        let each = machine.registers_per_thread;
+        let total = threads * u64::from(each);
+        if !(REGISTERS_MIN..=255).contains(&each) || total > u64::from(spec.registers_per_sm) {
             found.add(Rule::Registers, at, || {
                 format!(
-                    "expected {LOADER_REGISTERS} to 255 registers a thread, in steps of {step}, and at most {} in all; found {each} and {total}",
+                    "expected {REGISTERS_MIN} to 255 registers a thread and at most {} in all; found {each} and {total}",
                     spec.registers_per_sm
                 )
             });
@@ -89,7 +88,7 @@ pub(super) fn shared(schedule: &Schedule, target: &Target, grids: &Grids, found:
     // Tensor cores read the staged input as bf16; everything else reads fp32.
     let element = if weights == DType::Bf16 && target.spec.dot == DotMechanism::Mma { 2 } else { 4 };
     let granule = u64::from(GRANULE_ROW_BYTES) / weights.bytes() as u64;
-    let (mut stage, mut heads) = (0, 0);
+    let (mut stage, mut heads, mut scratch) = (0, 0, 0);
     let mut reduce = 2 * REDUCE_UNITS * warps * u64::from(UNIT_ROWS) * 4;
     for grid in &schedule.program.grids {
         match &grid.op {
@@ -98,13 +97,25 @@ pub(super) fn shared(schedule: &Schedule, target: &Target, grids: &Grids, found:
             Op::Attention(a) => {
                 let (per_task, dim) = (u64::from(a.heads_per_task), u64::from(a.head_dim));
                 // Maximum, sum and accumulators of each head, in each warp.
-                reduce = reduce.max(warps * per_task * (dim + 2) * 4);
+                scratch = scratch.max(warps * per_task * (dim + 2) * 4);
                 // Queries, key, value and the rotary row, in fp32.
                 heads = heads.max(((per_task + 2) * dim + u64::from(a.rotary)) * 4);
             }
-            Op::Select | Op::Report | Op::Embed { .. } | Op::AttentionMerge { .. } => {}
+            Op::AttentionMerge { head_dim, splits, .. } => {
+                // One record of each share.
+                scratch = scratch.max(u64::from(*splits) * (u64::from(*head_dim) + 2) * 4);
+            }
+            Op::Select | Op::Report | Op::Embed { .. } => {}
         }
     }
+    // Attention stages nothing: its scratch is `stage` and `reduce` together, which lie side by side.
+    let part = |name: &str| machine.smem.iter().find(|p| p.name == name);
+    if let (Some(a), Some(b)) = (part("stage"), part("reduce"))
+        && a.offset.checked_add(a.bytes) == Some(b.offset)
+    {
+        scratch = scratch.saturating_sub(u64::from(a.bytes));
+    }
+    reduce = reduce.max(scratch);
     let (residual, owner) = residual(schedule, grids);
     let ring = u64::from(machine.ring.slots) * u64::from(machine.ring.slot_bytes);
     // Two barriers of 8 bytes a slot, norm statistics of each warp, and token, position, queue entries, abort word.

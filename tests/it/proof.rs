@@ -167,9 +167,9 @@ fn case(rule: Rule) -> Case {
         Rule::Cluster => on_toy(machine, |s, _| s.machine.cluster = 3),
         Rule::Threads => on_toy(machine, |s, _| {
             (s.machine.consumer_warps, s.machine.ring.arrivals) = (32, 16);
-            s.machine.registers_per_consumer_thread = 56;
+            s.machine.registers_per_thread = 56;
         }),
-        Rule::Registers => on_toy(machine, |s, _| s.machine.registers_per_consumer_thread = 128),
+        Rule::Registers => on_toy(machine, |s, _| s.machine.registers_per_thread = 128),
         Rule::SmemPart => on_toy(machine, |s, _| {
             let heads = smem_part(s, "heads");
             s.machine.smem[heads].name = "head".to_string();

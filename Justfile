@@ -1,0 +1,39 @@
+# Every recipe is one cargo command (or a script of one screen): `just` is a convenience, not a requirement.
+
+# Arguments reach the commands as they were typed, blanks and quotes included.
+set positional-arguments
+
+# List the recipes
+[private]
+default:
+    @just --list --unsorted
+
+# Build every target of a manifest: just build manifests/tinystories.toml
+build manifest *args:
+    @cargo run --release --quiet -- build "$@"
+
+# Say which stages a build would run, and which input of each has changed
+explain manifest *args:
+    @cargo run --release --quiet -- explain "$@"
+
+# Format, lint and test, as a reviewer would
+check:
+    cargo fmt --check
+    cargo clippy --all-targets -- -D warnings
+    cargo test
+
+# What continuous integration runs: `check` with NVRTC, so that kernels are compiled too
+ci:
+    .ci/run
+
+# Rewrite the golden files of the tests; read the diff before you commit it
+bless:
+    BLESS=1 cargo test
+
+# Run the benchmarks of the host side
+bench *args:
+    cargo bench "$@"
+
+# Run the tests on a GPU of this machine; without one they fail instead of being skipped
+gpu:
+    MONOBLOC_REQUIRE_GPU=1 cargo test --release

@@ -1,0 +1,57 @@
+// Owns warp reductions, activation functions and the tensor-core dot product.
+#pragma once
+
+__device__ __forceinline__ float warp_sum(float v) {
+#pragma unroll
+  for (int o = 16; o; o >>= 1) v += __shfl_xor_sync(~0u, v, o);
+  return v;
+}
+__device__ __forceinline__ float warp_max(float v) {
+#pragma unroll
+  for (int o = 16; o; o >>= 1) v = fmaxf(v, __shfl_xor_sync(~0u, v, o));
+  return v;
+}
+
+// D(16 x 8) += A(16 x 16) B(16 x 8), bf16 operands, fp32 sums. Only rows 0..7 of A are used: row g of A (lane / 4 == g)
+// is one token or one query head, and the sums of rows 8..15 are never read, so their registers are shared scratch.
+__device__ __forceinline__ void mma_rows8(float& d0, float& d1, u32 a0, u32 a2, u32 b0, u32 b1) {
+#if __CUDA_ARCH__ >= 800
+  float unused0, unused1;
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5,%6,%5},{%7,%8},{%0,%1,%9,%9};"
+      : "+f"(d0), "+f"(d1), "=f"(unused0), "=f"(unused1)
+      : "r"(a0), "r"(0), "r"(a2), "r"(b0), "r"(b1), "f"(0.f));
+  (void)unused0, (void)unused1;
+#endif
+}
+
+enum class Act : u32 { SILU, GELU_ERF, GELU_TANH, RELU };
+
+// Formulas: see `Act` of the model graph. ACTS has a bit for each function that some op of the kernel uses.
+template <u32 ACTS>
+__device__ __forceinline__ float activate(Act act, float x) {
+  if ((ACTS & 1) && act == Act::SILU) return __fdividef(x, 1.f + __expf(-x));
+  if ((ACTS & 2) && act == Act::GELU_ERF) return 0.5f * x * (1.f + erff(x * 0.70710678118654752f));
+  if ((ACTS & 4) && act == Act::GELU_TANH)
+    return 0.5f * x * (1.f + tanhf(0.79788456080286536f * (x + 0.044715f * x * x * x)));
+  return fmaxf(x, 0.f);
+}
+
+// cap * tanh(x / cap); a cap of 0 stands for none.
+__device__ __forceinline__ float softcap(float x, float cap) { return cap > 0.f ? cap * tanhf(x / cap) : x; }
+
+// The larger value wins; of equal values the lower index, as everywhere in the project.
+__device__ __forceinline__ void argmax_take(float& value, int& index, float v, int i) {
+  if (v > value || (v == value && i < index)) {
+    value = v;
+    index = i;
+  }
+}
+__device__ __forceinline__ void warp_argmax(float& value, int& index) {
+#pragma unroll
+  for (int o = 16; o; o >>= 1) {
+    float v = __shfl_xor_sync(~0u, value, o);
+    int i = __shfl_xor_sync(~0u, index, o);
+    argmax_take(value, index, v, i);
+  }
+}

@@ -1,0 +1,16 @@
+// The one header that generated kernels include: everything, in order of dependence.
+#pragma once
+#include "core/types.cuh"
+#include "core/math.cuh"
+#include "runtime/queue.cuh"
+#include "runtime/sync.cuh"
+#include "runtime/context.cuh"
+#include "runtime/ring.cuh"
+#include "runtime/stage.cuh"
+#include "ops/select.cuh"
+#include "ops/embed.cuh"
+#include "ops/matvec.cuh"
+#include "ops/attention.cuh"
+#include "ops/attention_merge.cuh"
+#include "ops/norm_add.cuh"
+#include "runtime/kernel.cuh"

@@ -1,0 +1,63 @@
+// select: token = prompt[p] while p < prompt_len, else the arg-max over the candidates of the previous step.
+//
+// candidates (2 * PARTS)  packets of the previous step: value bits, row; published behind the release of that step
+// token                   shared memory of this block; every block decides the same
+//
+// One thread a candidate: all of them in one round trip. Ends with a block barrier.
+#pragma once
+
+template <class M, class G>
+struct Select {
+  static constexpr int T = M::WARPS * 32;
+
+  static __device__ __forceinline__ void run(Context<M>& c, const Entry& e) {
+    // A step reads what the previous one published, from the copy of that step's parity.
+    const u32 tag = c.tag - 1;
+    const u64* from = c.p.exchange + e.x + (tag & 1) * round_up(2 * G::PARTS, 2);
+    float value = NEGATIVE_INFINITY;
+    int row = 0x7fffffff;
+    for (int i = c.tid(); i < G::PARTS; i += T) {
+      const bool active[1] = {!c.lost};
+      u64 a[1] = {0}, b[1] = {0};
+      if (!await_pairs<1>(from + i * 2, 0, active, tag, a, b, c.dog(), WaitSite{c.tag, e.task, e.event})) c.lost = true;
+      argmax_take(value, row, __uint_as_float(u32(a[0])), int(u32(b[0])));
+    }
+    warp_argmax(value, row);
+    if (c.lane() == 0) {
+      c.state().best[c.warp()] = value;
+      c.state().best_index[c.warp()] = row;
+    }
+    c.barrier();
+    if (c.warp() == 0) {
+      value = c.lane() < M::WARPS ? c.state().best[c.lane()] : NEGATIVE_INFINITY;
+      row = c.lane() < M::WARPS ? c.state().best_index[c.lane()] : 0x7fffffff;
+      warp_argmax(value, row);
+      if (c.lane() == 0) {
+        acquire_step();
+        const bool given = c.position < c.p.prompt_len;
+        const int token = given ? c.p.prompt[c.position] : row;
+        bool stop = c.lost;
+        if (!given)
+          for (u32 i = 0; i < c.p.eos_count; i++) stop = stop || token == c.p.eos[i];
+        c.state().token = token;
+        if (stop) c.state().stop = 1;
+        c.state().history_tag = c.tag;
+      }
+    }
+    c.barrier();
+  }
+};
+
+// report: hands the token of this position to the host. The count follows the token, so a host that sees the count may
+// read the token.
+template <class M, class G>
+struct Report {
+  static __device__ __forceinline__ void run(Context<M>& c, const Entry& e) {
+    if (c.tid() == 0) {
+      c.p.mailbox[1 + c.position] = c.state().token;
+      __threadfence_system();
+      c.p.mailbox[0] = int(c.position) + 1;
+    }
+    c.barrier();
+  }
+};

@@ -1,0 +1,121 @@
+// Owns what a launch gets (Params), what a block keeps in shared memory (State) and what a thread carries (Context).
+#pragma once
+
+enum class Copy : int { PLAIN, CP_ASYNC, BULK };
+enum class Dot : int { FMA, MMA };
+
+constexpr int EOS_MAX = 8;
+
+struct Params {
+  const u8* streams;         // packed weights, one run of bytes per SM
+  const u64* stream_base;    // [SMS] first byte of each SM's stream
+  const u8* constants;
+  u8* cache;
+  u64* exchange;
+  float* logits;             // [steps][VOCAB], or null
+  const Entry* entries;      // all queues, one after another
+  const u32* entry_index;    // [REGIMES * SMS + 1]
+  const StreamRun* runs;
+  const u32* run_index;      // [REGIMES * SMS + 1]
+  const i32* prompt;         // token of each position below prompt_len
+  volatile i32* mailbox;     // host-visible: [0] tokens decided so far (positions), then the token of each position
+  u32* report;               // host-visible watchdog report, 8 words an SM
+  volatile u32* abort;       // host-visible
+  u64* stamps;               // [steps][SMS][STAMPS_MAX][4] globaltimer, traced builds only
+  u64 timeout_ns;
+  u64 seed;
+  u32 prompt_len, position, steps, tag;
+  u32 eos_count;
+  i32 eos[EOS_MAX];
+  float inverse_temperature; // 0: greedy
+};
+static_assert(sizeof(Params) == 17 * 8 + 14 * 4, "parameters are as codegen/abi.rs declares them");
+
+template <class M>
+struct State {
+  Watchdog dog;
+  u64 full[M::SLOTS];
+  u64 empty[M::SLOTS];
+  alignas(16) Entry entries[4]; // one that slow warps may still read, the running task, and the next two
+  float stat[2][2][M::WARPS]; // [task parity][sum, sum of squares][warp]
+  float best[M::WARPS];
+  int best_index[M::WARPS];
+  float current[8];          // score of the current position, by query head of the task
+  volatile u32 history_tag;  // step whose cache the loader may read
+  volatile u32 stop;         // the loader leaves after the copies it has issued
+  int token;
+};
+
+__device__ __forceinline__ u8* block_memory() {
+  extern __shared__ __align__(1024) u8 smem[];
+  return smem;
+}
+template <class M>
+__device__ __forceinline__ State<M>& block_state() {
+  return *reinterpret_cast<State<M>*>(block_memory() + M::STATE_AT);
+}
+
+// Thread-wide view of a block.
+template <class M>
+struct Context {
+  const Params& p;
+  u32 tag, position;
+  u32 chunk;    // ring chunks consumed since the launch began, all groups
+  u32 batch;    // parity of the partial-sum buffer
+  u32 task;     // tasks executed since the launch began: parity of `stat`, index into `entries`
+  int in_step;  // tasks executed in this step
+  bool lost;    // a wait gave up: run to the end without waiting
+
+  // Computed where they are used: registers are what attention is short of.
+  static __device__ __forceinline__ int tid() { return int(threadIdx.x); }
+  static __device__ __forceinline__ int warp() { return int(threadIdx.x) / 32; }
+  static __device__ __forceinline__ int lane() { return int(threadIdx.x) % 32; }
+  static __device__ __forceinline__ int sm() { return int(blockIdx.x); }
+  static __device__ __forceinline__ State<M>& state() { return block_state<M>(); }
+  static __device__ __forceinline__ const Watchdog* dog() { return &block_state<M>().dog; }
+  __device__ __forceinline__ u8* stage() const { return block_memory() + M::STAGE_AT; }
+  __device__ __forceinline__ float* reduce() const { return reinterpret_cast<float*>(block_memory() + M::REDUCE_AT); }
+  // `stage` and `reduce` lie side by side; an op that stages nothing may use both.
+  __device__ __forceinline__ float* scratch() const { return reinterpret_cast<float*>(block_memory() + M::STAGE_AT); }
+  __device__ __forceinline__ float* heads() const { return reinterpret_cast<float*>(block_memory() + M::HEADS_AT); }
+  __device__ __forceinline__ float* residual() const { return reinterpret_cast<float*>(block_memory() + M::RESIDUAL_AT); }
+  template <class T>
+  __device__ __forceinline__ const T* constant(u32 at) const {
+    return reinterpret_cast<const T*>(p.constants + u64(at) * 256);
+  }
+  __device__ __forceinline__ WaitSite site(const Entry& e) const { return WaitSite{tag, e.task, e.event}; }
+  __device__ __forceinline__ void barrier() const { consumer_barrier<M::WARPS * 32>(); }
+  // Traced builds: 0 task begins, 1 inputs are there, 2 sums are done, 3 task ends. Costs nothing when off.
+  __device__ __forceinline__ void stamp(int k) const {
+    if constexpr (M::TRACE)
+      if (tid() == 0 && in_step < M::STAMPS_MAX)
+        p.stamps[((u64(tag - p.tag) * M::SMS + sm()) * M::STAMPS_MAX + in_step) * 4 + k] = global_ns();
+  }
+};
+
+// Exchange packets: two bf16 values or one fp32 value each.
+template <class M>
+struct Wire {
+  static constexpr int PER_PACKET = M::WIRE == Elem::BF16 ? 2 : 1;
+  static __device__ __forceinline__ float lo(u32 payload) {
+    return M::WIRE == Elem::BF16 ? bf16_lo(payload) : __uint_as_float(payload);
+  }
+  static __device__ __forceinline__ float hi(u32 payload) { return bf16_hi(payload); }
+};
+
+// Publishes values of columns `col` (even) and `col + 1` of a buffer of `cols` columns that starts at packet `base`. Readers
+// poll two packets at once, so the last packet of an odd count is followed by one of padding.
+template <class M>
+__device__ __forceinline__ void publish_columns(const Context<M>& c, u32 base, int col, int cols, float a, float b) {
+  if constexpr (M::WIRE == Elem::BF16) {
+    u64* at = c.p.exchange + base + col / 2;
+    publish(at, bf16_pair(a, col + 1 < cols ? b : 0.f), c.tag);
+    int packets = ceil_div(cols, 2);
+    if ((packets & 1) && col / 2 == packets - 1) publish(at + 1, 0, c.tag);
+  } else {
+    u64* at = c.p.exchange + base + col;
+    publish(at, __float_as_uint(a), c.tag);
+    if (col + 1 < cols) publish(at + 1, __float_as_uint(b), c.tag);
+    else publish(at + 1, 0, c.tag);
+  }
+}

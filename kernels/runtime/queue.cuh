@@ -1,0 +1,52 @@
+// Owns the queue entry: what one task needs at run time, 128 bytes, laid out by `codegen/abi.rs`.
+//
+// Offsets into the exchange arena are packets (8 bytes); offsets into constants and caches are units of 256 bytes.
+#pragma once
+
+struct Entry {
+  u32 op;        // case of the generated dispatch
+  u32 task;      // t12, for the watchdog
+  u32 event;     // first event the task waits for, for the watchdog
+  u32 lo, hi;    // launch indices
+  u32 j;         // second index
+  u32 x;         // packets of the first exchange operand (x, q, candidates, partial)
+  u32 out;       // packets of the published operand
+  u32 aux;       // packets of a second published operand (candidates of the head)
+  u32 chunks;    // ring chunks of this task's weights; 0 for history, whose count depends on the position
+  u32 norm_weight, norm_bias, bias;
+  u32 q_norm, k_norm, rope;
+  u32 k_cache, v_cache;
+  u32 residual;  // first residual value of this SM that the task owns
+  u32 granules;  // granules of this task's weights
+  // Parameters of the op: one copy of a matvec's code serves all of them.
+  u32 k, rows;         // extents of W
+  u32 unit_granules;   // granules of one unit
+  u32 norm, epilogue, act, flags;
+  u32 eps, scale, cap; // float bits
+  u32 spare[2];
+};
+static_assert(sizeof(Entry) == 128, "queue entries are 128 bytes in codegen/abi.rs");
+
+// Entry::flags
+constexpr u32 FLAG_PUBLISH = 1, FLAG_BIAS = 2;
+
+// One run of an SM's stream: weights of one task, or its share of the history.
+struct StreamRun {
+  u32 bytes;      // weights: bytes of the run; history: 0
+  u32 k_cache;    // history: cache of this layer, units of 256 bytes
+  u32 v_cache;
+  u32 head_j;     // history: KV head << 16 | share
+  u32 splits;     // history: shares
+  u32 window;     // history: visible positions, 0: all
+  u32 row_bytes;  // history: bytes of one cache row of one KV head
+  u32 rows;       // history: rows of one chunk
+};
+static_assert(sizeof(StreamRun) == 32, "stream runs are 32 bytes in codegen/abi.rs");
+
+// Attention::history_share of ir/op.rs: the rows before `position` that share `j` of `splits` reads.
+__device__ __forceinline__ void history_share(u32 position, u32 window, u32 splits, u32 j, u32& start, u32& end) {
+  u32 first = window && position + 1 > window ? position + 1 - window : 0;
+  u32 share = ((position - first + splits - 1) / splits + 15) / 16 * 16;
+  start = min(first + j * share, position);
+  end = min(first + j * share + share, position);
+}

@@ -1,0 +1,204 @@
+// Owns the ring between loader and consumers: who fills which slot with what, and when.
+//
+// The loader walks the SM's stream in order and waits for nothing but free slots, with one exception: the first history
+// chunk of a step waits until this block has acquired the step. How many copies it keeps in flight depends on how many
+// slots are free: every poll of the consumers queues behind the bytes already asked for, so a well filled ring asks for
+// little (docs: perf log, "capped loads").
+#pragma once
+
+template <class M>
+constexpr bool RING_COUNTERS = M::COPY == Copy::PLAIN;
+
+template <class M>
+constexpr u32 FULL_ARRIVALS = M::COPY == Copy::BULK ? 1 : (M::COPY == Copy::CP_ASYNC ? M::LOADER_WARPS * 32 : M::LOADER_WARPS);
+
+template <class M>
+struct RingCursor {
+  u32 slot, use; // use: how often the slot was filled before
+  __device__ __forceinline__ void advance(u32 n) {
+    slot += n;
+    while (slot >= M::SLOTS) {
+      slot -= M::SLOTS;
+      use++;
+    }
+  }
+};
+template <class M>
+__device__ __forceinline__ RingCursor<M> ring_cursor(u32 chunk) {
+  return RingCursor<M>{chunk % M::SLOTS, chunk / M::SLOTS};
+}
+
+// ---- consumer side ----------------------------------------------------------------------------------------------
+
+template <class M>
+__device__ __forceinline__ const u8* ring_take(Context<M>& c, const Entry& e, const RingCursor<M>& at) {
+  if (!c.lost && !await_slot<RING_COUNTERS<M>>(&c.state().full[at.slot], at.use, FULL_ARRIVALS<M>, c.dog(), c.site(e),
+                                               WaitKind::RING_FULL))
+    c.lost = true;
+  return block_memory() + u32(at.slot) * M::SLOT_BYTES;
+}
+// Once by each warp of the group that owns the chunk.
+template <class M>
+__device__ __forceinline__ void ring_release(Context<M>& c, const RingCursor<M>& at) {
+  __syncwarp();
+  if (c.lane() == 0) Slot<RING_COUNTERS<M>>::arrive(&c.state().empty[at.slot]);
+}
+
+// ---- loader side ------------------------------------------------------------------------------------------------
+
+template <class M>
+struct Loader {
+  static constexpr u32 THREADS = M::LOADER_WARPS * 32;
+  const Params& p;
+  State<M>& state;
+  int tid; // within the loader warps
+  u32 issued, landed;
+  bool lost;
+#if __CUDA_ARCH__ >= 900
+  u64 policy;
+#endif
+
+  __device__ __forceinline__ bool gone() const { return lost || state.stop != 0; }
+
+  // Waits until the slot of chunk `issued` is free and few enough copies are in flight. False: leave.
+  __device__ __forceinline__ bool await_free(const RingCursor<M>& at, u32 tag) {
+    if constexpr (M::COPY == Copy::BULK) {
+#if __CUDA_ARCH__ >= 900
+      // Free slots ahead decide how much may be in flight.
+      auto ahead = ring_cursor<M>(issued + M::FLIGHT_FREE - (M::FLIGHT_FREE > 0 ? 1 : 0));
+      bool roomy = ahead.use == 0 || Slot<RING_COUNTERS<M>>::peek(&state.empty[ahead.slot], ahead.use - 1);
+      u32 cap = roomy ? M::FLIGHT_HIGH : M::FLIGHT_LOW;
+      while (issued - landed >= cap) {
+        auto oldest = ring_cursor<M>(landed);
+        if (!wait(&state.full[oldest.slot], oldest.use, 1, tag, WaitKind::RING_FULL)) return false;
+        landed++;
+      }
+#endif
+    }
+    return at.use == 0 || wait(&state.empty[at.slot], at.use - 1, M::WARPS / M::GROUPS, tag, WaitKind::RING_EMPTY);
+  }
+  __device__ __forceinline__ bool wait(u64* word, u32 use, u32 arrivals, u32 tag, WaitKind kind) {
+    u32 polls = 0;
+    while (!Slot<RING_COUNTERS<M>>::reached(word, use, arrivals)) {
+      if (state.stop) return false;
+      if (++polls % POLLS_BETWEEN_CHECKS == 0 && wait_expired(&state.dog, WaitSite{tag, ~0u, ~0u}, kind, use, arrivals)) {
+        lost = true;
+        return false;
+      }
+    }
+    return true;
+  }
+
+  __device__ __forceinline__ void copy(const RingCursor<M>& at, const u8* from, u32 bytes) {
+    u8* to = block_memory() + at.slot * M::SLOT_BYTES;
+    u64* full = &state.full[at.slot];
+    if constexpr (M::COPY == Copy::BULK) {
+#if __CUDA_ARCH__ >= 900
+      u32 barrier = smem_address(full);
+      asm volatile("{.reg .b64 s; mbarrier.arrive.expect_tx.shared.b64 s, [%0], %1;}" ::"r"(barrier), "r"(bytes)
+                   : "memory");
+      asm volatile(
+          "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
+              smem_address(to)),
+          "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
+          : "memory");
+#endif
+    } else if constexpr (M::COPY == Copy::CP_ASYNC) {
+#if __CUDA_ARCH__ >= 800
+      for (u32 i = tid * 16; i < bytes; i += THREADS * 16)
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(smem_address(to + i)), "l"(from + i) : "memory");
+      asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(smem_address(full)) : "memory");
+#endif
+    } else {
+      constexpr int UNROLL = 4;
+      for (u32 base = 0; base < bytes; base += UNROLL * THREADS * 16) {
+        uint4 v[UNROLL];
+#pragma unroll
+        for (int k = 0; k < UNROLL; k++) {
+          u32 i = base + (k * THREADS + tid) * 16;
+          if (i < bytes) v[k] = __ldcg(reinterpret_cast<const uint4*>(from + i));
+        }
+#pragma unroll
+        for (int k = 0; k < UNROLL; k++) {
+          u32 i = base + (k * THREADS + tid) * 16;
+          if (i < bytes) *reinterpret_cast<uint4*>(to + i) = v[k];
+        }
+      }
+      __syncwarp();
+      if (tid % 32 == 0) Slot<RING_COUNTERS<M>>::arrive(full);
+    }
+    issued++;
+  }
+
+  __device__ void run() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+#endif
+    const u8* stream = p.streams + p.stream_base[blockIdx.x];
+    RingCursor<M> at{0, 0};
+    for (u32 s = 0; s < p.steps && !gone(); s++) {
+      u32 position = p.position + s, tag = p.tag + s;
+      u32 queue = (position >= M::SPLIT_FROM ? gridDim.x : 0) + blockIdx.x;
+      u32 first = p.run_index[queue], last = p.run_index[queue + 1];
+      const u8* weights = stream;
+      bool acquired = false;
+      StreamRun next{};
+      if (first < last) next = p.runs[first];
+      for (u32 r = first; r < last && !gone(); r++) {
+        StreamRun run = next;
+        if (r + 1 < last) next = p.runs[r + 1];
+        if (run.bytes) {
+          for (u32 done = 0; done < run.bytes; done += M::SLOT_BYTES) {
+            u32 bytes = min(run.bytes - done, u32(M::SLOT_BYTES));
+            if (!await_free(at, tag)) return drain();
+            copy(at, weights + done, bytes);
+            at.advance(1);
+          }
+          weights += run.bytes;
+        } else {
+          u32 start, end;
+          history_share(position, run.window, run.splits, run.head_j & 0xffff, start, end);
+          if (start < end && !acquired) {
+            u32 polls = 0;
+            while (i32(state.history_tag - tag) < 0) {
+              if (state.stop) return drain();
+              if (++polls % POLLS_BETWEEN_CHECKS == 0 &&
+                  wait_expired(&state.dog, WaitSite{tag, ~0u, ~0u}, WaitKind::HISTORY, state.history_tag, tag)) {
+                lost = true;
+                return drain();
+              }
+            }
+            acquire_history();
+            acquired = true;
+          }
+          u64 head = u64(run.head_j >> 16) * M::CONTEXT_MAX * run.row_bytes;
+          const u8* k = p.cache + u64(run.k_cache) * 256 + head;
+          const u8* v = p.cache + u64(run.v_cache) * 256 + head;
+          for (u32 row = start; row < end; row += run.rows) {
+            u32 bytes = min(run.rows, end - row) * run.row_bytes;
+            u64 offset = u64(row) * run.row_bytes;
+            if (!await_free(at, tag)) return drain();
+            copy(at, k + offset, bytes);
+            at.advance(1);
+            if (!await_free(at, tag)) return drain();
+            copy(at, v + offset, bytes);
+            at.advance(1);
+          }
+        }
+      }
+    }
+    drain();
+  }
+
+  // No copy may land in shared memory that the block has given up.
+  __device__ __forceinline__ void drain() {
+    if constexpr (M::COPY == Copy::BULK) {
+      for (; landed < issued; landed++) {
+        auto oldest = ring_cursor<M>(landed);
+        await_slot<RING_COUNTERS<M>>(&state.full[oldest.slot], oldest.use, 1, &state.dog, WaitSite{~0u, ~0u, ~0u}, WaitKind::RING_FULL);
+      }
+    } else if constexpr (M::COPY == Copy::CP_ASYNC) {
+      asm volatile("cp.async.wait_all;" ::: "memory");
+    }
+  }
+};

@@ -1,0 +1,204 @@
+// The only file that waits or signals. The memory model is the one of src/ir/mod.rs:
+//
+// - A packet is 8 bytes: 32 bits of payload below, the tag of the step above. It is stored and loaded as one
+//   single-copy-atomic word, so a reader that sees the tag has the payload; nothing else is ordered by it.
+// - `release_step` / `acquire_step` fence once a step around the candidates, which every SM reads: what a step wrote to the
+//   cache is visible to the next step on every SM, also to bulk copies (the proxy fence).
+// - Consumer warps of a block meet at one named barrier; ring slots are handed over through mbarriers.
+// - Every wait is bounded: after `deadline_ns` it records what it waited for, raises the abort word, and all leave.
+#pragma once
+
+// One for the block, in shared memory: waits are everywhere and should not keep it in registers.
+struct Watchdog {
+  u32* report;         // host-visible, 8 words an SM: state, step, task, event, observed, expected, kind, -
+  volatile u32* abort; // device-wide abort word, also written by the host
+  u64 deadline_ns;     // globaltimer value after which a wait gives up
+};
+
+enum class WaitKind : u32 { PACKET = 1, RING_FULL = 2, RING_EMPTY = 3, HISTORY = 4 };
+
+struct WaitSite {
+  u32 step, task, event;
+};
+
+__device__ __forceinline__ u64 global_ns() {
+  u64 t;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t));
+  return t;
+}
+
+// Called every few thousand polls. True: leave, the launch is lost.
+__device__ __noinline__ bool wait_expired(const Watchdog* w, WaitSite at, WaitKind kind, u32 observed, u32 expected) {
+  if (*w->abort) return true;
+  if (global_ns() < w->deadline_ns) return false;
+  u32* r = w->report + blockIdx.x * 8;
+  if (atomicCAS(r, 0u, 1u) == 0u) {
+    r[1] = at.step;
+    r[2] = at.task;
+    r[3] = at.event;
+    r[4] = observed;
+    r[5] = expected;
+    r[6] = u32(kind);
+    __threadfence_system();
+  }
+  *w->abort = 1u;
+  return true;
+}
+constexpr u32 POLLS_BETWEEN_CHECKS = 4096;
+
+// ---- packets ----------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ void publish(u64* to, u32 payload, u32 tag) {
+  u64 word = (u64(tag) << 32) | payload;
+  asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"(word) : "memory");
+}
+// Two adjacent packets; each is atomic on its own, which is all that is needed.
+__device__ __forceinline__ void peek2(const u64* from, u64& a, u64& b) {
+  asm volatile("ld.relaxed.gpu.global.v2.u64 {%0,%1}, [%2];" : "=l"(a), "=l"(b) : "l"(from) : "memory");
+}
+__device__ __forceinline__ bool fresh(u64 packet, u32 tag) { return u32(packet >> 32) == tag; }
+
+// N pairs of packets at `base + i * stride`, for the `active` ones; returns when all carry the tag, or false on abort.
+// Lanes poll on their own; the warp leaves together so that later warp-wide steps see all lanes.
+template <int N>
+__device__ __forceinline__ bool await_pairs(const u64* base, int stride, const bool (&active)[N], u32 tag, u64 (&a)[N],
+                                            u64 (&b)[N], const Watchdog* dog, WaitSite at) {
+  u32 polls = 0;
+  bool done;
+  do {
+    done = true;
+#pragma unroll
+    for (int i = 0; i < N; i++)
+      if (active[i]) peek2(base + i64(i) * stride, a[i], b[i]);
+#pragma unroll
+    for (int i = 0; i < N; i++)
+      if (active[i]) done = done && fresh(a[i], tag) && fresh(b[i], tag);
+    if (!done && ++polls % POLLS_BETWEEN_CHECKS == 0) {
+      u32 seen = tag;
+#pragma unroll
+      for (int i = 0; i < N; i++)
+        if (active[i] && !fresh(a[i], tag)) seen = u32(a[i] >> 32);
+      if (wait_expired(dog, at, WaitKind::PACKET, seen, tag)) return false;
+    }
+  } while (!done);
+  return true;
+}
+__device__ __forceinline__ bool await_packet(const u64* from, u32 tag, u32& payload, const Watchdog* dog, WaitSite at) {
+  u32 polls = 0;
+  for (;;) {
+    u64 word;
+    asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(word) : "l"(from) : "memory");
+    payload = u32(word);
+    if (fresh(word, tag)) return true;
+    if (++polls % POLLS_BETWEEN_CHECKS == 0 && wait_expired(dog, at, WaitKind::PACKET, u32(word >> 32), tag)) return false;
+  }
+}
+
+// ---- step boundary ----------------------------------------------------------------------------------------------
+
+// Before the candidates of a step are published: everything this block wrote in the step becomes visible with them.
+// The caller has passed a block barrier since the last write of other warps.
+__device__ __forceinline__ void release_step() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("fence.proxy.async.global;" ::: "memory");
+#endif
+  __threadfence();
+}
+// After all candidates have been seen, before anything of this step touches the cache.
+__device__ __forceinline__ void acquire_step() {
+  __threadfence();
+#if __CUDA_ARCH__ >= 900
+  asm volatile("fence.proxy.async.global;" ::: "memory");
+#endif
+}
+// By the thread that issues bulk copies, after it has seen that the block acquired the step.
+__device__ __forceinline__ void acquire_history() {
+  __threadfence();
+#if __CUDA_ARCH__ >= 900
+  asm volatile("fence.proxy.async.global;" ::: "memory");
+#endif
+}
+
+// By each thread that wrote part of a cache row: later steps read it with bulk copies.
+__device__ __forceinline__ void publish_cache_row() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("fence.proxy.async.global;" ::: "memory");
+#endif
+}
+
+// ---- block ------------------------------------------------------------------------------------------------------
+
+template <int THREADS>
+__device__ __forceinline__ void consumer_barrier() {
+  asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");
+}
+
+__device__ __forceinline__ u32 smem_address(const void* p) { return u32(__cvta_generic_to_shared(p)); }
+
+// ---- ring slots -------------------------------------------------------------------------------------------------
+// A slot has a `full` and an `empty` word of 8 bytes each. With COUNTERS they are counts of fills and releases (sm_75 has
+// no mbarriers; any target may choose plain copies); otherwise mbarriers, where `parity` is the low bit of the use.
+
+template <bool COUNTERS>
+struct Slot;
+
+template <>
+struct Slot<true> {
+  static __device__ __forceinline__ void init(u64* word, u32) { *reinterpret_cast<volatile u32*>(word) = 0; }
+  // One arrival of a thread whose earlier shared-memory accesses are to be seen first.
+  static __device__ __forceinline__ void arrive(u64* word) {
+    __threadfence_block();
+    atomicAdd(reinterpret_cast<u32*>(word), 1u);
+  }
+  static __device__ __forceinline__ bool reached(u64* word, u32 use, u32 arrivals) {
+    bool done = *reinterpret_cast<volatile u32*>(word) - (use + 1) * arrivals < 0x80000000u;
+    if (done) __threadfence_block();
+    return done;
+  }
+};
+
+#if __CUDA_ARCH__ >= 800
+template <>
+struct Slot<false> {
+  static __device__ __forceinline__ void init(u64* word, u32 arrivals) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(smem_address(word)), "r"(arrivals));
+  }
+  static __device__ __forceinline__ void arrive(u64* word) {
+    asm volatile("{.reg .b64 s; mbarrier.arrive.shared.b64 s, [%0];}" ::"r"(smem_address(word)) : "memory");
+  }
+  static __device__ __forceinline__ bool reached(u64* word, u32 use, u32) {
+    u32 done;
+#if __CUDA_ARCH__ >= 900
+    asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0,1,0,p;}"
+                 : "=r"(done)
+                 : "r"(smem_address(word)), "r"(use & 1u)
+                 : "memory");
+#else
+    asm volatile("{.reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0,1,0,p;}"
+                 : "=r"(done)
+                 : "r"(smem_address(word)), "r"(use & 1u)
+                 : "memory");
+#endif
+    return done;
+  }
+  // `reached` may suspend the thread for a while; this one only looks.
+  static __device__ __forceinline__ bool peek(u64* word, u32 use) {
+    u32 done;
+    asm volatile("{.reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0,1,0,p;}"
+                 : "=r"(done)
+                 : "r"(smem_address(word)), "r"(use & 1u)
+                 : "memory");
+    return done;
+  }
+};
+#endif
+
+// False on abort.
+template <bool COUNTERS>
+__device__ __forceinline__ bool await_slot(u64* word, u32 use, u32 arrivals, const Watchdog* dog, WaitSite at,
+                                           WaitKind kind) {
+  u32 polls = 0;
+  while (!Slot<COUNTERS>::reached(word, use, arrivals))
+    if (++polls % POLLS_BETWEEN_CHECKS == 0 && wait_expired(dog, at, kind, use, arrivals)) return false;
+  return true;
+}

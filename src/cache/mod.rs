@@ -1,0 +1,327 @@
+//! Owns the content-addressed cache: what a stage made, under the key of what it was made from.
+//!
+//! ```text
+//! cache/                            CACHEDIR.TAG, .gitignore
+//!   schedule-v1/9f/9f3c…            what the stage made, then one sealed line
+//!   schedule-v1/9f/9f3c….why        the key text: what it was made from; its mtime is the last use
+//!   subjects/41…/schedule           the last key of one subject, for `explain`
+//!   files/  verified/               digests of large files, remembered by (size, mtime, ctime, inode)
+//!   tmp/  locks/  corrupt/          being written; being built; set aside
+//! ```
+//!
+//! What holds, whatever is killed, full, shared or damaged:
+//! - An entry appears whole or not at all: temporary name in the same file system, fsync, rename that never replaces.
+//! - Every read is checked against the seal. A damaged entry is set aside in `corrupt/`, and is a miss.
+//!   Entries of [`LARGE_BYTES`] or more are hashed when they are first seen and after any change of their identity;
+//!   [`Cache::verify`] reads every byte.
+//! - Processes that want one entry build it once: a lock file per entry, released by the kernel when its holder dies.
+//!   Nobody waits for more than the builds of the entry that it wants.
+//!
+//! Not promised: that an entry survives a power cut (folders are not synced; a lost rename is a miss), nor that two
+//! builds of one key agree. The first to be published wins, and later ones are told its digest.
+
+mod error;
+mod files;
+mod frame;
+pub(crate) mod lock;
+mod store;
+
+use std::fmt;
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+pub use crate::digest::diff_why;
+pub use error::CacheError;
+pub use files::{FileDigest, FileDigests};
+pub use store::{Entry, GcReport, LARGE_BYTES, Problem, ProblemKind, StageStats, Stats};
+
+use crate::digest::Digest;
+use lock::LockError;
+use store::{Found, Store};
+
+/// Where a cache lives.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Places {
+    pub root: PathBuf,
+    /// A folder that several machines mount: read on a miss, written after a build, never required.
+    pub shared: Option<PathBuf>,
+}
+
+impl Places {
+    /// Names the only two variables the cache reads.
+    pub const ROOT_VARIABLE: &'static str = "MONOBLOC_CACHE_DIR";
+    pub const SHARED_VARIABLE: &'static str = "MONOBLOC_SHARED_CACHE";
+
+    /// `MONOBLOC_CACHE_DIR` in place of `default_root`, and `MONOBLOC_SHARED_CACHE` behind it. Empty means unset.
+    pub fn from_environment(default_root: &Path) -> Places {
+        let variable = |name| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
+        Places {
+            root: variable(Self::ROOT_VARIABLE).unwrap_or_else(|| default_root.to_path_buf()),
+            shared: variable(Self::SHARED_VARIABLE),
+        }
+    }
+}
+
+/// Something worth telling the user that is not a failure.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Note {
+    /// A damaged entry; it is a miss, and will be built again.
+    SetAside { stage: String, key: Digest, reason: String, moved_to: Option<PathBuf> },
+    /// Another process builds the entry. Sent at once, then about every second.
+    Waiting { stage: String, key: Digest, waited: Duration },
+    /// The file system has no locks: two processes may both build the entry; both results are sound.
+    NoLocks { path: PathBuf, reason: String },
+    /// The shared folder could not be used; the build goes on without it.
+    Shared { action: &'static str, reason: String },
+}
+
+impl fmt::Display for Note {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Note::SetAside { stage, key, reason, moved_to } => {
+                write!(f, "cached {stage} {} is damaged ({reason}); it is built again", key.short())?;
+                match moved_to {
+                    Some(path) => write!(f, ", the damaged file is `{}`", path.display()),
+                    None => Ok(()),
+                }
+            }
+            Note::Waiting { stage, key, waited } => {
+                write!(f, "waiting for another process to build {stage} {} ({} s)", key.short(), waited.as_secs())
+            }
+            Note::NoLocks { path, reason } => {
+                write!(f, "no locks at `{}` ({reason}); processes may build the same entry twice", path.display())
+            }
+            Note::Shared { action, reason } => write!(f, "shared cache: cannot {action}: {reason}"),
+        }
+    }
+}
+
+/// How an entry came about.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Outcome {
+    /// It was there, here or in the shared folder.
+    Cached,
+    /// This call built it.
+    Built,
+    /// Another process built it while this one waited.
+    BuiltElsewhere,
+}
+
+/// The cache of one user or project, with an optional shared folder behind it.
+pub struct Cache {
+    store: Store,
+    shared: Option<Store>,
+    note: Box<dyn Fn(&Note) + Send + Sync>,
+}
+
+impl Cache {
+    /// Opens or creates the cache in `root`. A folder that cannot be written is fine until something must be stored.
+    pub fn open(root: impl Into<PathBuf>) -> Result<Cache, CacheError> {
+        Cache::open_places(&Places { root: root.into(), shared: None }, |_| {})
+    }
+
+    /// Opens both layers. `note` hears of damage, waiting and a shared folder that fails; it may be called from the
+    /// thread of any call below.
+    pub fn open_places(places: &Places, note: impl Fn(&Note) + Send + Sync + 'static) -> Result<Cache, CacheError> {
+        let store = Store::open(&places.root)?;
+        let shared = match places.shared.as_deref().map(Store::open) {
+            Some(Ok(shared)) => Some(shared),
+            Some(Err(fault)) => {
+                note(&Note::Shared { action: "open it", reason: fault.to_string() });
+                None
+            }
+            None => None,
+        };
+        Ok(Cache { store, shared, note: Box::new(note) })
+    }
+
+    pub fn root(&self) -> &Path {
+        self.store.root()
+    }
+
+    /// The memory of large input files that lives in this cache.
+    pub fn file_digests(&self) -> FileDigests {
+        FileDigests::open(self.store.root())
+    }
+
+    /// The checked entry under `key`, or `None` when there is none that can be trusted.
+    pub fn get(&self, stage: &str, key: &Digest) -> Result<Option<Entry>, CacheError> {
+        if let Some(entry) = self.get_own(stage, key)? {
+            return Ok(Some(entry));
+        }
+        Ok(self.get_shared(stage, key))
+    }
+
+    /// Stores `bytes` and returns the digest of what the cache now holds under `key`. That is another digest than the
+    /// one of `bytes` only if the stage is not deterministic and someone else was first.
+    pub fn put(&self, stage: &str, key: &Digest, why: &str, bytes: &[u8]) -> Result<Digest, CacheError> {
+        let content = self.store.put(stage, key, why, bytes)?;
+        self.write_through(stage, key, why);
+        Ok(content)
+    }
+
+    /// Like [`Cache::put`] for what does not fit in memory: `fill` writes the file, in any order.
+    pub fn put_file<E: From<CacheError>>(
+        &self,
+        stage: &str,
+        key: &Digest,
+        why: &str,
+        fill: impl FnOnce(&mut File) -> Result<(), E>,
+    ) -> Result<Digest, E> {
+        let content = self.store.put_file(stage, key, why, fill)?;
+        self.write_through(stage, key, why);
+        Ok(content)
+    }
+
+    /// The entry under `key`; `build` runs in at most one process at a time, and only if there is none.
+    pub fn get_or_build<E: From<CacheError>>(
+        &self,
+        stage: &str,
+        key: &Digest,
+        why: &str,
+        build: impl FnOnce() -> Result<Vec<u8>, E>,
+    ) -> Result<(Entry, Outcome), E> {
+        self.get_or(stage, key, || {
+            let bytes = build()?;
+            let content = self.put(stage, key, why, &bytes)?;
+            if content == Digest::of(&bytes) {
+                return Ok(Some(self.store.entry_in_memory(stage, key, content, bytes)));
+            }
+            Ok(self.get_own(stage, key)?)
+        })
+    }
+
+    /// Like [`Cache::get_or_build`] for what does not fit in memory.
+    pub fn get_or_build_file<E: From<CacheError>>(
+        &self,
+        stage: &str,
+        key: &Digest,
+        why: &str,
+        build: impl FnOnce(&mut File) -> Result<(), E>,
+    ) -> Result<(Entry, Outcome), E> {
+        self.get_or(stage, key, || {
+            self.put_file(stage, key, why, build)?;
+            Ok(self.get_own(stage, key)?)
+        })
+    }
+
+    fn get_or<E: From<CacheError>>(
+        &self,
+        stage: &str,
+        key: &Digest,
+        build: impl FnOnce() -> Result<Option<Entry>, E>,
+    ) -> Result<(Entry, Outcome), E> {
+        if let Some(entry) = self.get(stage, key)? {
+            return Ok((entry, Outcome::Cached));
+        }
+        let mut waiting = |waited| (self.note)(&Note::Waiting { stage: stage.to_string(), key: *key, waited });
+        let lock = match self.store.lock_entry(stage, key, &mut waiting) {
+            Ok(lock) => Some(lock),
+            Err(LockError::Lock { path, source }) => {
+                (self.note)(&Note::NoLocks { path, reason: source.to_string() });
+                None
+            }
+            Err(LockError::Open { path, source }) => return Err(CacheError::io("lock", &path, source).into()),
+        };
+        if let Some(entry) = self.get_own(stage, key)? {
+            return Ok((entry, Outcome::BuiltElsewhere));
+        }
+        let built = build()?;
+        drop(lock);
+        let entry = built.ok_or_else(|| CacheError::Vanished { path: self.store.entry_path(stage, key) })?;
+        Ok((entry, Outcome::Built))
+    }
+
+    fn get_own(&self, stage: &str, key: &Digest) -> Result<Option<Entry>, CacheError> {
+        match self.store.find(stage, key)? {
+            Found::Missing => Ok(None),
+            Found::Whole(entry) => Ok(Some(entry)),
+            Found::Damaged(damaged) => {
+                let reason = damaged.reason.to_string();
+                let moved_to = self.store.set_aside(stage, key, &damaged);
+                (self.note)(&Note::SetAside { stage: stage.to_string(), key: *key, reason, moved_to });
+                Ok(None)
+            }
+        }
+    }
+
+    /// A hit in the shared folder, copied here. Whatever goes wrong there is a note and a miss.
+    fn get_shared(&self, stage: &str, key: &Digest) -> Option<Entry> {
+        let shared = self.shared.as_ref()?;
+        let fault = |action, reason: String| (self.note)(&Note::Shared { action, reason });
+        let entry = match shared.find(stage, key) {
+            Ok(Found::Missing) => return None,
+            Ok(Found::Whole(entry)) => entry,
+            Ok(Found::Damaged(damaged)) => {
+                shared.set_aside(stage, key, &damaged);
+                fault("use an entry", format!("`{}` is damaged: {}", damaged.path.display(), damaged.reason));
+                return None;
+            }
+            Err(error) => {
+                fault("read", error.to_string());
+                return None;
+            }
+        };
+        let why = shared.why(stage, key).unwrap_or_default();
+        match self.store.copy_in(stage, key, &why, &entry) {
+            Ok(content) if content == entry.content() => self.get_own(stage, key).ok().flatten().or(Some(entry)),
+            Ok(_) => self.get_own(stage, key).ok().flatten(),
+            Err(error) => {
+                // The entry itself is sound, so a full or read-only local disk does not force a build.
+                fault("copy an entry here", error.to_string());
+                Some(entry)
+            }
+        }
+    }
+
+    fn write_through(&self, stage: &str, key: &Digest, why: &str) {
+        let Some(shared) = &self.shared else { return };
+        let copied = match self.store.find(stage, key) {
+            Ok(Found::Whole(entry)) => shared.copy_in(stage, key, why, &entry),
+            // Gone or damaged within this moment: there is nothing to share.
+            Ok(_) => return,
+            Err(error) => Err(error),
+        };
+        if let Err(error) = copied {
+            (self.note)(&Note::Shared { action: "write", reason: error.to_string() });
+        }
+    }
+
+    /// The key text an entry was stored with.
+    pub fn why(&self, stage: &str, key: &Digest) -> Option<String> {
+        self.store.why(stage, key)
+    }
+
+    /// Remembers `key` as the latest of `subject` (a manifest, a prompt: whatever the user asked about).
+    pub fn set_latest(&self, stage: &str, subject: &str, key: &Digest) -> Result<(), CacheError> {
+        self.store.set_latest(stage, subject, key)
+    }
+
+    /// Key and key text of the last build of `subject`; compare with [`diff_why`]. `None` when it was never built, or
+    /// when what it built was collected.
+    pub fn latest_why(&self, stage: &str, subject: &str) -> Option<(Digest, String)> {
+        let key = self.store.latest(stage, subject)?;
+        Some((key, self.store.why(stage, &key)?))
+    }
+
+    pub fn stats(&self) -> Result<Stats, CacheError> {
+        self.store.stats()
+    }
+
+    /// Removes what was used longest ago until the cache holds at most nine tenths of `bytes_max`; nothing happens
+    /// below `bytes_max`. Entries used within `age_min` stay. One process collects at a time: `None` says that another
+    /// one does.
+    pub fn gc(&self, bytes_max: u64, age_min: Duration) -> Result<Option<GcReport>, CacheError> {
+        self.store.gc(bytes_max, age_min)
+    }
+
+    /// Reads every byte and names what is wrong; changes nothing, except that a large entry found damaged is no longer
+    /// remembered as good. `progress` hears (bytes read, bytes in all).
+    pub fn verify(&self, progress: &mut dyn FnMut(u64, u64)) -> Result<Vec<Problem>, CacheError> {
+        self.store.verify(progress)
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,665 @@
+//! Owns one cache folder: its layout, publishing, checked reading, collecting and verifying.
+
+use std::borrow::Cow;
+use std::collections::BTreeMap;
+use std::fs::{self, File, FileTimes};
+use std::io::{self, ErrorKind, Read, Seek, SeekFrom, Write};
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime};
+use std::{fmt, mem};
+
+use super::error::CacheError;
+use super::files::{Identity, Memory, TEMPORARY, hash_prefix, new_temporary, read_framed, replace};
+use super::frame::{self, Damage, SEAL_BYTES};
+use super::lock::{self, Holder, LockError, LockFile};
+use crate::digest::Digest;
+
+/// Entries of this many bytes or more are not hashed again while their identity is unchanged: 64 MiB take 20 to 40 ms
+/// to hash, a weight pack takes seconds, and a build with no work to do has 300 ms.
+pub const LARGE_BYTES: u64 = 64 << 20;
+/// Version of the layout of an entry, in every bucket name: another version is another bucket.
+const BUCKET_SUFFIX: &str = "-v1";
+/// Key texts have tens of lines; a larger file is not one.
+const WHY_BYTES_MAX: u64 = 16 << 20;
+/// Half an entry, or a temporary file whose lock says nothing, was left by a dead process when it is this old.
+const REMAINS_AGE: Duration = Duration::from_secs(3600);
+/// A temporary file is locked right after it was created; one that is still unlocked after this was left behind.
+const UNLOCKED_AGE: Duration = Duration::from_secs(60);
+/// <https://bford.info/cachedir/>: backup programs skip a folder with this file.
+const CACHEDIR_TAG: &str = "Signature: 8a477f597d28d172789f06886806bc55\n\
+                            # Everything here can be built again; deleting it costs time only.\n";
+/// The store ignores itself, whatever repository it stands in; a page about it may be tracked.
+const GITIGNORE: &str = "*\n!README.md\n";
+
+/// What the cache holds under one key. The digest was checked when it was read.
+#[derive(Debug)]
+pub struct Entry {
+    content: Digest,
+    bytes: u64,
+    path: PathBuf,
+    data: Data,
+}
+
+#[derive(Debug)]
+enum Data {
+    Memory(Vec<u8>),
+    /// Open, so that a collector may remove the name meanwhile.
+    File(File),
+}
+
+impl Entry {
+    /// Digest of the content: what the next stage keys on.
+    pub fn content(&self) -> Digest {
+        self.content
+    }
+
+    /// Length of the content.
+    pub fn len(&self) -> u64 {
+        self.bytes
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.bytes == 0
+    }
+
+    /// The file whose first [`Entry::len`] bytes are the content, from offset 0; a sealed line follows.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The whole content. Entries of [`LARGE_BYTES`] or more are read from disk here: prefer [`Entry::read_at`].
+    pub fn bytes(&self) -> Result<Cow<'_, [u8]>, CacheError> {
+        match &self.data {
+            Data::Memory(bytes) => Ok(Cow::Borrowed(bytes)),
+            Data::File(_) => {
+                let length = usize::try_from(self.bytes)
+                    .map_err(|_| CacheError::io("read", &self.path, ErrorKind::OutOfMemory.into()))?;
+                let mut bytes = vec![0; length];
+                self.read_at(0, &mut bytes)?;
+                Ok(Cow::Owned(bytes))
+            }
+        }
+    }
+
+    pub fn into_bytes(mut self) -> Result<Vec<u8>, CacheError> {
+        match mem::replace(&mut self.data, Data::Memory(Vec::new())) {
+            Data::Memory(bytes) => Ok(bytes),
+            file => {
+                self.data = file;
+                self.bytes().map(Cow::into_owned)
+            }
+        }
+    }
+
+    /// Fills `buffer` with the content from `offset` on; reading past the end is an error.
+    pub fn read_at(&self, offset: u64, buffer: &mut [u8]) -> Result<(), CacheError> {
+        let end = offset.checked_add(buffer.len() as u64).filter(|end| *end <= self.bytes);
+        let past_end = || CacheError::io("read", &self.path, ErrorKind::UnexpectedEof.into());
+        let end = end.ok_or_else(past_end)?;
+        match &self.data {
+            Data::Memory(bytes) => {
+                let range = usize::try_from(offset).ok().zip(usize::try_from(end).ok());
+                let run = range.and_then(|(start, end)| bytes.get(start..end)).ok_or_else(past_end)?;
+                buffer.copy_from_slice(run);
+                Ok(())
+            }
+            Data::File(file) => {
+                file.read_exact_at(buffer, offset).map_err(|source| CacheError::io("read", &self.path, source))
+            }
+        }
+    }
+}
+
+/// What a look-up found.
+pub(super) enum Found {
+    Missing,
+    Whole(Entry),
+    Damaged(Damaged),
+}
+
+/// A file that cannot be trusted.
+pub(super) struct Damaged {
+    pub path: PathBuf,
+    pub reason: Damage,
+    /// Open, to tell it from a sound file that someone publishes at its name meanwhile.
+    file: File,
+}
+
+/// Sizes, for people.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Stats {
+    /// By stage, in name order.
+    pub stages: Vec<StageStats>,
+    /// Damaged files kept in `corrupt/`.
+    pub set_aside: u64,
+    /// Files being written, or left by a process that was killed.
+    pub temporary: u64,
+    /// Everything in the folder.
+    pub bytes: u64,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct StageStats {
+    pub stage: String,
+    pub entries: u64,
+    /// Entries and their key texts.
+    pub bytes: u64,
+}
+
+/// What a collection removed.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct GcReport {
+    pub entries_removed: u64,
+    /// Temporary files, lock files and damaged files that nobody needs.
+    pub remains_removed: u64,
+    pub bytes_before: u64,
+    pub bytes_after: u64,
+}
+
+/// One thing wrong in a cache folder.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Problem {
+    pub path: PathBuf,
+    pub kind: ProblemKind,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum ProblemKind {
+    /// An entry or key text with a damaged byte; the text says which part.
+    Damaged(String),
+    /// An entry without its key text: it can be used, not explained.
+    WhyMissing,
+    /// A temporary file that nobody is writing.
+    Stray,
+    /// A name that the cache did not give.
+    Unknown,
+    /// The disk refuses to read it.
+    Unreadable(String),
+}
+
+impl fmt::Display for Problem {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "`{}`: ", self.path.display())?;
+        match &self.kind {
+            ProblemKind::Damaged(reason) => write!(f, "damaged: {reason}"),
+            ProblemKind::WhyMissing => f.write_str("has no key text (`.why`)"),
+            ProblemKind::Stray => f.write_str("left by a process that was killed"),
+            ProblemKind::Unknown => f.write_str("not a file of the cache"),
+            ProblemKind::Unreadable(reason) => write!(f, "cannot be read: {reason}"),
+        }
+    }
+}
+
+#[derive(Debug)]
+pub(super) struct Store {
+    root: PathBuf,
+    /// Identities of large entries whose every byte was hashed.
+    verified: Memory,
+}
+
+impl Store {
+    pub fn open(root: &Path) -> Result<Store, CacheError> {
+        fs::create_dir_all(root).map_err(|source| CacheError::io("create", root, source))?;
+        for (name, text) in [("CACHEDIR.TAG", CACHEDIR_TAG), (".gitignore", GITIGNORE)] {
+            let path = root.join(name);
+            match File::create_new(&path).and_then(|mut file| file.write_all(text.as_bytes())) {
+                Ok(()) => {}
+                // Already there; or a folder that we may only read, which is a fine cache until something is stored.
+                Err(error)
+                    if matches!(
+                        error.kind(),
+                        ErrorKind::AlreadyExists | ErrorKind::PermissionDenied | ErrorKind::ReadOnlyFilesystem
+                    ) => {}
+                Err(source) => return Err(CacheError::io("write", &path, source)),
+            }
+        }
+        Ok(Store { root: root.to_path_buf(), verified: Memory::open(root, "verified") })
+    }
+
+    pub fn root(&self) -> &Path {
+        &self.root
+    }
+
+    pub fn entry_path(&self, stage: &str, key: &Digest) -> PathBuf {
+        self.root.join(entry_name(stage, key))
+    }
+
+    pub fn entry_in_memory(&self, stage: &str, key: &Digest, content: Digest, bytes: Vec<u8>) -> Entry {
+        let length = bytes.len() as u64;
+        Entry { content, bytes: length, path: self.entry_path(stage, key), data: Data::Memory(bytes) }
+    }
+
+    /// Looks an entry up and checks it. A hit stamps the key text with the time of use: not the entry, whose mtime is
+    /// part of what makes a large one known.
+    pub fn find(&self, stage: &str, key: &Digest) -> Result<Found, CacheError> {
+        check_stage(stage)?;
+        let found = self.read(&entry_name(stage, key), LARGE_BYTES, &mut |_| {})?;
+        if matches!(found, Found::Whole(_)) {
+            // Fails on a read-only cache and on another user's file; then the order of use is the order of creation.
+            let _ = File::open(self.why_path(stage, key))
+                .and_then(|file| file.set_times(FileTimes::new().set_modified(SystemTime::now())));
+        }
+        Ok(found)
+    }
+
+    /// Reads and checks the entry called `name`. From `trust_bytes` on, a remembered identity stands for the hash.
+    pub fn read(&self, name: &str, trust_bytes: u64, progress: &mut dyn FnMut(u64)) -> Result<Found, CacheError> {
+        let path = self.root.join(name);
+        let file = match File::open(&path) {
+            Ok(file) => file,
+            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Found::Missing),
+            Err(source) => return Err(CacheError::io("read", &path, source)),
+        };
+        match read_checked(&file, name, trust_bytes, &self.verified, progress) {
+            Ok((content, bytes, data)) => {
+                let data = data.map_or_else(|| Data::File(file), Data::Memory);
+                Ok(Found::Whole(Entry { content, bytes, path, data }))
+            }
+            Err(ReadFault::Damage(reason)) => Ok(Found::Damaged(Damaged { path, reason, file })),
+            Err(ReadFault::Io(source)) => Err(CacheError::io("read", &path, source)),
+        }
+    }
+
+    /// Moves a damaged file into `corrupt/`; returns where to. If it cannot be moved it stays, and every read refuses
+    /// it again.
+    pub fn set_aside(&self, stage: &str, key: &Digest, damaged: &Damaged) -> Option<PathBuf> {
+        self.verified.forget(entry_name(stage, key).as_bytes());
+        // Someone may have set it aside and built it again since it was read.
+        if !lock::is_at(&damaged.file, &damaged.path) {
+            return None;
+        }
+        let folder = self.root.join("corrupt");
+        fs::create_dir_all(&folder).ok()?;
+        let since_epoch = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+        let name = format!("{stage}-{}-{}-{}", key.short(), since_epoch.as_nanos(), std::process::id());
+        let to = folder.join(name);
+        fs::rename(&damaged.path, &to).ok()?;
+        Some(to)
+    }
+
+    pub fn put(&self, stage: &str, key: &Digest, why: &str, bytes: &[u8]) -> Result<Digest, CacheError> {
+        let path = self.entry_path(stage, key);
+        self.put_file(stage, key, why, |file| {
+            file.write_all(bytes).map_err(|source| CacheError::io("write", &path, source))
+        })
+    }
+
+    /// Publishes what `fill` writes. The digest is taken from the file afterwards, so `fill` may write in any order.
+    pub fn put_file<E: From<CacheError>>(
+        &self,
+        stage: &str,
+        key: &Digest,
+        why: &str,
+        fill: impl FnOnce(&mut File) -> Result<(), E>,
+    ) -> Result<Digest, E> {
+        check_stage(stage)?;
+        let name = entry_name(stage, key);
+        let path = self.root.join(&name);
+        let fault = |source| CacheError::io("write", &path, source);
+        let temporary = self.root.join(TEMPORARY);
+        let mut file = new_temporary(&temporary).map_err(fault)?;
+        fill(file.as_file_mut())?;
+        let bytes = file.as_file().metadata().map_err(fault)?.len();
+        let content = hash_prefix(file.as_file(), bytes, &mut |_| {}).map_err(fault)?;
+        let line = frame::seal("entry", &name, bytes, &content);
+        file.seek(SeekFrom::Start(bytes)).and_then(|_| file.write_all(line.as_bytes())).map_err(fault)?;
+        file.as_file().sync_data().map_err(fault)?;
+
+        // The key text first: an entry that can be seen can be explained.
+        let why_path = self.why_path(stage, key);
+        if let Some(bucket) = path.parent() {
+            fs::create_dir_all(bucket).map_err(|source| CacheError::io("create", bucket, source))?;
+        }
+        let framed_why = frame::wrap("why", &format!("{name}.why"), why.as_bytes());
+        replace(&temporary, &why_path, &framed_why).map_err(|source| CacheError::io("write", &why_path, source))?;
+
+        // A second try follows a damaged entry that was set aside; a third, one that came back at once.
+        for _ in 0..3 {
+            let error = match file.persist_noclobber(&path) {
+                Ok(published) => {
+                    if bytes >= LARGE_BYTES
+                        && let Ok(metadata) = published.metadata()
+                    {
+                        let _ = self.verified.remember(name.as_bytes(), &Identity::of(&metadata), &content);
+                    }
+                    return Ok(content);
+                }
+                Err(error) => error,
+            };
+            if error.error.kind() != ErrorKind::AlreadyExists {
+                return Err(fault(error.error).into());
+            }
+            file = error.file;
+            match self.read(&name, LARGE_BYTES, &mut |_| {})? {
+                Found::Whole(entry) => return Ok(entry.content),
+                Found::Missing => {}
+                Found::Damaged(damaged) => {
+                    self.set_aside(stage, key, &damaged);
+                }
+            }
+        }
+        Err(CacheError::Vanished { path }.into())
+    }
+
+    /// Publishes a checked entry of another store here.
+    pub fn copy_in(&self, stage: &str, key: &Digest, why: &str, entry: &Entry) -> Result<Digest, CacheError> {
+        let path = self.entry_path(stage, key);
+        if let Found::Whole(own) = self.read(&entry_name(stage, key), LARGE_BYTES, &mut |_| {})? {
+            return Ok(own.content);
+        }
+        match &entry.data {
+            Data::Memory(bytes) => self.put(stage, key, why, bytes),
+            Data::File(from) => self.put_file(stage, key, why, |file| {
+                let mut from = from.try_clone().map_err(|source| CacheError::io("read", &entry.path, source))?;
+                // The descriptor is shared, but nobody else uses its offset: all other reads are by position.
+                from.rewind().map_err(|source| CacheError::io("read", &entry.path, source))?;
+                io::copy(&mut from.take(entry.bytes), file).map_err(|source| CacheError::io("write", &path, source))?;
+                Ok(())
+            }),
+        }
+    }
+
+    /// Takes the right to build one entry.
+    pub fn lock_entry(
+        &self,
+        stage: &str,
+        key: &Digest,
+        on_wait: &mut dyn FnMut(Duration),
+    ) -> Result<LockFile, LockError> {
+        let folder = self.root.join("locks");
+        fs::create_dir_all(&folder).map_err(|source| LockError::Open { path: folder.clone(), source })?;
+        LockFile::acquire(folder.join(format!("{stage}-{key}")), on_wait)
+    }
+
+    fn why_path(&self, stage: &str, key: &Digest) -> PathBuf {
+        self.root.join(format!("{}.why", entry_name(stage, key)))
+    }
+
+    pub fn why(&self, stage: &str, key: &Digest) -> Option<String> {
+        check_stage(stage).ok()?;
+        read_framed(&self.why_path(stage, key), "why", &format!("{}.why", entry_name(stage, key)), WHY_BYTES_MAX)
+    }
+
+    pub fn set_latest(&self, stage: &str, subject: &str, key: &Digest) -> Result<(), CacheError> {
+        check_stage(stage)?;
+        let name = subject_name(stage, subject);
+        let path = self.root.join(&name);
+        let text = format!("{key}\n{subject}");
+        let fault = |source| CacheError::io("write", &path, source);
+        if let Some(folder) = path.parent() {
+            fs::create_dir_all(folder).map_err(|source| CacheError::io("create", folder, source))?;
+        }
+        replace(&self.root.join(TEMPORARY), &path, &frame::wrap("subject", &name, text.as_bytes())).map_err(fault)
+    }
+
+    pub fn latest(&self, stage: &str, subject: &str) -> Option<Digest> {
+        check_stage(stage).ok()?;
+        let name = subject_name(stage, subject);
+        let text = read_framed(&self.root.join(&name), "subject", &name, WHY_BYTES_MAX)?;
+        Digest::parse(text.lines().next()?).ok()
+    }
+
+    /// Every file of the folder with its size; one that disappears meanwhile is skipped.
+    fn walk(&self, folder: &Path) -> Result<Vec<(PathBuf, fs::Metadata)>, CacheError> {
+        let mut files = Vec::new();
+        for item in walkdir::WalkDir::new(folder).sort_by_file_name() {
+            let item = match item {
+                Ok(item) => item,
+                Err(error) if error.io_error().is_some_and(|error| error.kind() == ErrorKind::NotFound) => continue,
+                Err(error) => {
+                    let path = error.path().unwrap_or(folder).to_path_buf();
+                    return Err(CacheError::io("read", &path, error.into()));
+                }
+            };
+            if item.file_type().is_dir() {
+                continue;
+            }
+            if let Ok(metadata) = item.metadata() {
+                files.push((item.into_path(), metadata));
+            }
+        }
+        Ok(files)
+    }
+
+    pub fn stats(&self) -> Result<Stats, CacheError> {
+        let mut stats = Stats::default();
+        let mut stages: BTreeMap<String, StageStats> = BTreeMap::new();
+        for (path, metadata) in self.walk(&self.root)? {
+            stats.bytes += metadata.len();
+            let Ok(name) = path.strip_prefix(&self.root) else { continue };
+            let Some(top) = name.iter().next().and_then(|top| top.to_str()) else { continue };
+            if name.iter().count() == 1 {
+                continue;
+            }
+            match (top, top.strip_suffix(BUCKET_SUFFIX)) {
+                ("corrupt", _) => stats.set_aside += 1,
+                (TEMPORARY, _) => stats.temporary += 1,
+                (_, Some(stage)) => {
+                    let empty = StageStats { stage: stage.to_string(), entries: 0, bytes: 0 };
+                    let stage = stages.entry(stage.to_string()).or_insert(empty);
+                    stage.bytes += metadata.len();
+                    stage.entries += u64::from(path.extension().is_none());
+                }
+                _ => {}
+            }
+        }
+        stats.stages = stages.into_values().collect();
+        Ok(stats)
+    }
+
+    pub fn gc(&self, bytes_max: u64, age_min: Duration) -> Result<Option<GcReport>, CacheError> {
+        let locks = self.root.join("locks");
+        fs::create_dir_all(&locks).map_err(|source| CacheError::io("create", &locks, source))?;
+        let lock_path = locks.join("gc");
+        let lock = lock::open_lock_file(&lock_path).map_err(|source| CacheError::io("lock", &lock_path, source))?;
+        let _lock = match lock::try_lock(lock) {
+            Ok(locked) => locked,
+            Err(fs::TryLockError::WouldBlock) => return Ok(None),
+            Err(fs::TryLockError::Error(source)) => return Err(CacheError::io("lock", &lock_path, source)),
+        };
+        let now = SystemTime::now();
+        let age = |stamp: SystemTime| now.duration_since(stamp).unwrap_or_default();
+        let mut report = GcReport { bytes_before: self.stats()?.bytes, ..GcReport::default() };
+
+        for (path, metadata) in self.walk(&self.root.join(TEMPORARY))? {
+            let age = metadata.modified().map_or(Duration::ZERO, age);
+            let left = match lock::holder(&path) {
+                Holder::Nobody => age >= UNLOCKED_AGE,
+                Holder::Somebody => false,
+                Holder::Unknown => age >= REMAINS_AGE,
+            };
+            report.remains_removed += u64::from(left && fs::remove_file(&path).is_ok());
+        }
+        for (path, metadata) in self.walk(&self.root.join("corrupt"))? {
+            let old = metadata.modified().is_ok_and(|stamp| age(stamp) >= age_min);
+            report.remains_removed += u64::from(old && fs::remove_file(&path).is_ok());
+        }
+        for (path, _) in self.walk(&locks)? {
+            report.remains_removed += u64::from(path != lock_path && lock::remove_if_free(&path));
+        }
+
+        // Oldest use first. All versions of the layout take part, so that an old one does not stay for ever.
+        let mut entries: BTreeMap<PathBuf, (SystemTime, u64, Vec<PathBuf>)> = BTreeMap::new();
+        for (path, metadata) in self.walk(&self.root)? {
+            let in_bucket = path.strip_prefix(&self.root).ok().filter(|name| name.iter().count() == 3);
+            let bucket = in_bucket.and_then(|name| name.iter().next()).and_then(|bucket| bucket.to_str());
+            if !bucket.is_some_and(is_bucket) {
+                continue;
+            }
+            let stamp = metadata.modified().unwrap_or(now);
+            let entry = entries.entry(path.with_extension("")).or_insert((stamp, 0, Vec::new()));
+            entry.0 = entry.0.max(stamp);
+            entry.1 += metadata.len();
+            // The entry sorts before its key text and is removed first: what can be seen can be explained.
+            entry.2.push(path);
+        }
+        let mut by_use: Vec<_> = entries.into_iter().collect();
+        by_use.sort_by_key(|(_, (stamp, ..))| *stamp);
+        let (mut bytes, goal) = (self.stats()?.bytes, bytes_max / 10 * 9);
+        let over = bytes > bytes_max;
+        for (entry, (stamp, size, files)) in by_use {
+            // Half an entry may be one that is being published.
+            let half = !files.contains(&entry);
+            let unwanted = if half { age(stamp) > REMAINS_AGE } else { over && bytes > goal && age(stamp) >= age_min };
+            if unwanted && files.iter().all(|file| fs::remove_file(file).is_ok()) {
+                report.entries_removed += u64::from(!half);
+                report.remains_removed += u64::from(half);
+                bytes = bytes.saturating_sub(size);
+            }
+        }
+        self.forget_gone(&mut report);
+        report.bytes_after = self.stats()?.bytes;
+        Ok(Some(report))
+    }
+
+    /// Drops what is remembered about files that no longer exist.
+    fn forget_gone(&self, report: &mut GcReport) {
+        for memory in [Memory::open(&self.root, "files"), self.verified.clone()] {
+            for (record, name) in memory.records() {
+                // Names of entries are relative to the root; joining an absolute name keeps it.
+                let gone = name.is_none_or(|name| !self.root.join(name).exists());
+                report.remains_removed += u64::from(gone && fs::remove_file(record).is_ok());
+            }
+        }
+    }
+
+    pub fn verify(&self, progress: &mut dyn FnMut(u64, u64)) -> Result<Vec<Problem>, CacheError> {
+        let mut files = self.walk(&self.root)?;
+        files.retain(|(path, _)| path.parent() != Some(&self.root) && !path.starts_with(self.root.join("corrupt")));
+        let total: u64 = files.iter().map(|(_, metadata)| metadata.len()).sum();
+        let mut done = 0;
+        let mut problems = Vec::new();
+        for (path, metadata) in &files {
+            let Some(name) = path.strip_prefix(&self.root).ok().and_then(Path::to_str) else { continue };
+            let start = done;
+            let kind = self.verify_one(name, path, &mut |bytes| {
+                done += bytes;
+                progress(done, total);
+            });
+            done = start + metadata.len();
+            progress(done, total);
+            problems.extend(kind.map(|kind| Problem { path: path.clone(), kind }));
+        }
+        Ok(problems)
+    }
+
+    fn verify_one(&self, name: &str, path: &Path, progress: &mut dyn FnMut(u64)) -> Option<ProblemKind> {
+        let parts: Vec<&str> = name.split('/').collect();
+        match parts.as_slice() {
+            ["locks", _] => None,
+            [TEMPORARY, _] => (lock::holder(path) == Holder::Nobody).then_some(ProblemKind::Stray),
+            ["subjects", _, _] => verify_framed(path, "subject", name),
+            [kind @ ("files" | "verified"), id] => verify_framed(path, kind, id),
+            [bucket, shard, file] if bucket.ends_with(BUCKET_SUFFIX) => {
+                let (key, is_why) = file.strip_suffix(".why").map_or((*file, false), |key| (key, true));
+                if Digest::parse(key).is_err() || !key.starts_with(shard) || shard.len() != 2 {
+                    return Some(ProblemKind::Unknown);
+                }
+                if is_why {
+                    return verify_framed(path, "why", name);
+                }
+                match self.read(name, u64::MAX, progress) {
+                    Ok(Found::Missing) => None,
+                    Ok(Found::Whole(_)) => {
+                        let why = self.root.join(format!("{name}.why"));
+                        // Both gone by now: collected meanwhile.
+                        (!why.exists() && path.exists()).then_some(ProblemKind::WhyMissing)
+                    }
+                    Ok(Found::Damaged(damaged)) => {
+                        self.verified.forget(name.as_bytes());
+                        Some(ProblemKind::Damaged(damaged.reason.to_string()))
+                    }
+                    Err(error) => Some(ProblemKind::Unreadable(error.to_string())),
+                }
+            }
+            // Buckets of another version are not ours to judge.
+            [bucket, ..] if is_bucket(bucket) => None,
+            _ => Some(ProblemKind::Unknown),
+        }
+    }
+}
+
+enum ReadFault {
+    Damage(Damage),
+    Io(io::Error),
+}
+
+impl From<io::Error> for ReadFault {
+    fn from(error: io::Error) -> Self {
+        // The file became shorter than its metadata said.
+        if error.kind() == ErrorKind::UnexpectedEof { ReadFault::Damage(Damage::Seal) } else { ReadFault::Io(error) }
+    }
+}
+
+/// Content digest, length, and the content itself where it is small enough to be held.
+fn read_checked(
+    file: &File,
+    name: &str,
+    trust_bytes: u64,
+    verified: &Memory,
+    progress: &mut dyn FnMut(u64),
+) -> Result<(Digest, u64, Option<Vec<u8>>), ReadFault> {
+    let metadata = file.metadata()?;
+    if !metadata.is_file() {
+        return Err(ReadFault::Damage(Damage::NotAFile));
+    }
+    let Some(bytes) = metadata.len().checked_sub(SEAL_BYTES as u64) else {
+        return Err(ReadFault::Damage(Damage::TooShort { found_bytes: metadata.len() }));
+    };
+    if bytes < LARGE_BYTES {
+        let mut framed = Vec::with_capacity(usize::try_from(metadata.len()).unwrap_or(0));
+        // Bounded: the file may grow while it is read.
+        file.take(LARGE_BYTES + SEAL_BYTES as u64).read_to_end(&mut framed)?;
+        let (content, digest) = frame::unwrap("entry", name, framed).map_err(ReadFault::Damage)?;
+        return Ok((digest, content.len() as u64, Some(content)));
+    }
+    let mut line = [0; SEAL_BYTES];
+    file.read_exact_at(&mut line, bytes)?;
+    let stated = frame::unseal("entry", name, bytes, &line).map_err(ReadFault::Damage)?;
+    let identity = Identity::of(&metadata);
+    if bytes >= trust_bytes && verified.recall(name.as_bytes(), &identity) == Some(stated) {
+        return Ok((stated, bytes, None));
+    }
+    let found = hash_prefix(file, bytes, progress)?;
+    if found != stated {
+        return Err(ReadFault::Damage(Damage::Content { expected: stated, found }));
+    }
+    let _ = verified.remember(name.as_bytes(), &identity, &stated);
+    Ok((stated, bytes, None))
+}
+
+fn verify_framed(path: &Path, kind: &str, name: &str) -> Option<ProblemKind> {
+    match fs::read(path) {
+        Ok(framed) => frame::unwrap(kind, name, framed).err().map(|damage| ProblemKind::Damaged(damage.to_string())),
+        Err(error) if error.kind() == ErrorKind::NotFound => None,
+        Err(error) => Some(ProblemKind::Unreadable(error.to_string())),
+    }
+}
+
+/// `schedule-v1/9f/9f3c…`, relative to the root. Also the name under which an entry is sealed.
+pub(super) fn entry_name(stage: &str, key: &Digest) -> String {
+    let key = key.to_string();
+    format!("{stage}{BUCKET_SUFFIX}/{}/{key}", &key[..2])
+}
+
+/// Hashed, because a subject may be any text: a path, a model name.
+fn subject_name(stage: &str, subject: &str) -> String {
+    format!("subjects/{}/{stage}", Digest::of(subject.as_bytes()))
+}
+
+/// `NAME-vN`.
+fn is_bucket(name: &str) -> bool {
+    let version = name.rsplit_once("-v").map(|(_, version)| version);
+    version.is_some_and(|version| !version.is_empty() && version.bytes().all(|digit| digit.is_ascii_digit()))
+}
+
+/// A stage names a folder.
+fn check_stage(stage: &str) -> Result<(), CacheError> {
+    let sound = |c: u8| c.is_ascii_lowercase() || c.is_ascii_digit() || c == b'-' || c == b'_';
+    if !stage.is_empty() && stage.len() <= 64 && stage.bytes().all(sound) {
+        Ok(())
+    } else {
+        Err(CacheError::StageName { stage: stage.chars().take(80).collect() })
+    }
+}

@@ -1,0 +1,323 @@
+//! Owns the bytes a launch uploads beside the weights: queue entries and stream runs, as `kernels/runtime/queue.cuh`
+//! declares them.
+
+use super::emit::classes;
+use crate::ir::op::{Epilogue, Op, Role};
+use crate::ir::program::{Program, Space};
+use crate::ir::schedule::{RunBytes, Schedule};
+use crate::model::graph::{Act, NormKind};
+use crate::validate::Validated;
+use bytemuck::{Pod, Zeroable};
+
+/// `Entry` of queue.cuh.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
+pub struct Entry {
+    pub op: u32,
+    pub task: u32,
+    pub event: u32,
+    pub lo: u32,
+    pub hi: u32,
+    pub j: u32,
+    pub x: u32,
+    pub out: u32,
+    pub aux: u32,
+    pub chunks: u32,
+    pub norm_weight: u32,
+    pub norm_bias: u32,
+    pub bias: u32,
+    pub q_norm: u32,
+    pub k_norm: u32,
+    pub rope: u32,
+    pub k_cache: u32,
+    pub v_cache: u32,
+    pub residual: u32,
+    pub granules: u32,
+    pub k: u32,
+    pub rows: u32,
+    pub unit_granules: u32,
+    pub norm: u32,
+    pub epilogue: u32,
+    pub act: u32,
+    pub flags: u32,
+    /// Bits of an fp32, as `scale` and `cap`.
+    pub eps: u32,
+    pub scale: u32,
+    pub cap: u32,
+    pub spare: [u32; 2],
+}
+
+/// Values of [`Entry::flags`].
+pub const FLAG_PUBLISH: u32 = 1;
+pub const FLAG_BIAS: u32 = 2;
+
+/// `StreamRun` of queue.cuh.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
+pub struct StreamRun {
+    pub bytes: u32,
+    pub k_cache: u32,
+    pub v_cache: u32,
+    pub head_j: u32,
+    pub splits: u32,
+    pub window: u32,
+    pub row_bytes: u32,
+    pub rows: u32,
+}
+
+/// End-of-sequence ids a launch takes; `EOS_MAX` of context.cuh.
+pub const EOS_MAX: usize = 8;
+
+/// `Params` of context.cuh: the one kernel parameter. Pointers are device addresses.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Pod, Zeroable)]
+pub struct Params {
+    pub streams: u64,
+    pub stream_base: u64,
+    pub constants: u64,
+    pub cache: u64,
+    pub exchange: u64,
+    pub logits: u64,
+    pub entries: u64,
+    pub entry_index: u64,
+    pub runs: u64,
+    pub run_index: u64,
+    pub prompt: u64,
+    pub mailbox: u64,
+    pub report: u64,
+    pub abort: u64,
+    pub stamps: u64,
+    pub timeout_ns: u64,
+    pub seed: u64,
+    pub prompt_len: u32,
+    pub position: u32,
+    pub steps: u32,
+    pub tag: u32,
+    pub eos_count: u32,
+    pub eos: [i32; EOS_MAX],
+    pub inverse_temperature: f32,
+}
+
+/// Absent operand.
+pub const NONE: u32 = u32::MAX;
+
+/// Everything the kernel walks, encoded.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Tables {
+    pub entries: Vec<Entry>,
+    /// First entry of queue `regime * sms + sm`; one more at the end.
+    pub entry_index: Vec<u32>,
+    pub runs: Vec<StreamRun>,
+    pub run_index: Vec<u32>,
+    /// Bytes of the exchange, cache and output arenas.
+    pub exchange_bytes: u64,
+    pub cache_bytes: u64,
+}
+
+/// Byte offset of each constant buffer in the constants blob: 256-byte aligned, in buffer order.
+pub fn constant_offsets(program: &Program) -> (Vec<Option<u64>>, u64) {
+    let mut next = 0u64;
+    let offsets = program
+        .buffers
+        .iter()
+        .map(|b| {
+            (b.space == Space::Constant).then(|| {
+                let at = next;
+                let bytes = u64::from(b.rows) * u64::from(b.cols) * b.dtype.bytes() as u64;
+                next += bytes.next_multiple_of(256);
+                at
+            })
+        })
+        .collect();
+    (offsets, next)
+}
+
+/// Encodes the queues and streams of a proven schedule.
+pub fn encode(validated: &Validated) -> Tables {
+    let schedule = validated.schedule();
+    let program = &schedule.program;
+    let (_, class_of_grid) = classes(schedule);
+    let (constants, _) = constant_offsets(program);
+    let mut tables = Tables {
+        entries: vec![],
+        entry_index: vec![0],
+        runs: vec![],
+        run_index: vec![0],
+        exchange_bytes: arena_bytes(schedule, Space::Exchange),
+        cache_bytes: arena_bytes(schedule, Space::Cache),
+    };
+    for regime in &schedule.regimes {
+        for (queue, stream) in regime.queues.iter().zip(&regime.streams) {
+            let residual_base = queue
+                .iter()
+                .filter_map(|t| {
+                    let task = &regime.tasks[t.index()];
+                    let operand = program.grids[task.grid.index()].operand(Role::Residual)?;
+                    Some(operand.cols.range(task.lo, task.hi, task.j).0)
+                })
+                .min()
+                .unwrap_or(0);
+            for &id in queue {
+                let task = &regime.tasks[id.index()];
+                let grid = &program.grids[task.grid.index()];
+                let operand = |role: Role| grid.operand(role);
+                let packets = |role: Role| {
+                    operand(role)
+                        .filter(|o| program.buffers[o.buffer.index()].space == Space::Exchange)
+                        .and_then(|o| schedule.placement[o.buffer.index()])
+                        .map_or(NONE, |at| (at / 8) as u32)
+                };
+                let constant = |role: Role| {
+                    operand(role).and_then(|o| constants[o.buffer.index()]).map_or(NONE, |at| (at / 256) as u32)
+                };
+                let cache = |role: Role| {
+                    operand(role)
+                        .and_then(|o| schedule.placement[o.buffer.index()])
+                        .map_or(NONE, |at| (at / 256) as u32)
+                };
+                let first_read = [Role::X, Role::Q, Role::Partial].into_iter().map(packets).find(|&p| p != NONE);
+                let bytes = stream.iter().find(|r| r.task == id).map_or(0, |r| match r.bytes {
+                    RunBytes::Fixed { bytes, .. } => bytes,
+                    RunBytes::History { .. } => 0,
+                });
+                let residual =
+                    operand(Role::Residual).map_or(0, |o| o.cols.range(task.lo, task.hi, task.j).0 - residual_base);
+                let parameters = parameters(&grid.op, program.precision.weights.bytes() as u32);
+                let flag = |role: Role, bit: u32| if operand(role).is_some() { bit } else { 0 };
+                let reads_candidates = matches!(grid.op, Op::Select);
+                tables.entries.push(Entry {
+                    op: class_of_grid[task.grid.index()] as u32,
+                    task: id.0,
+                    event: task.waits.first().map_or(NONE, |w| w.event.0),
+                    lo: task.lo,
+                    hi: task.hi,
+                    j: task.j,
+                    x: if reads_candidates { packets(Role::Candidates) } else { first_read.unwrap_or(NONE) },
+                    out: packets(Role::Out),
+                    aux: if reads_candidates { NONE } else { packets(Role::Candidates) },
+                    chunks: bytes.div_ceil(u64::from(schedule.machine.ring.slot_bytes)) as u32,
+                    norm_weight: constant(Role::NormWeight),
+                    norm_bias: constant(Role::NormBias),
+                    bias: if matches!(grid.op, Op::Embed { .. }) {
+                        constant(Role::Table)
+                    } else {
+                        constant(Role::Bias)
+                    },
+                    q_norm: constant(Role::QNormWeight),
+                    k_norm: constant(Role::KNormWeight),
+                    rope: constant(Role::Rope),
+                    k_cache: cache(Role::AppendK),
+                    v_cache: cache(Role::AppendV),
+                    residual: residual as u32,
+                    granules: (bytes / u64::from(crate::ir::op::GRANULE_BYTES)) as u32,
+                    k: parameters.k,
+                    rows: parameters.rows,
+                    unit_granules: parameters.unit_granules,
+                    norm: parameters.norm,
+                    epilogue: parameters.epilogue,
+                    act: parameters.act,
+                    flags: flag(Role::Out, FLAG_PUBLISH) | flag(Role::Bias, FLAG_BIAS),
+                    eps: parameters.eps.to_bits(),
+                    scale: parameters.scale.to_bits(),
+                    cap: parameters.cap.to_bits(),
+                    spare: [0; 2],
+                });
+            }
+            tables.entry_index.push(tables.entries.len() as u32);
+            for run in stream {
+                let task = &regime.tasks[run.task.index()];
+                let grid = &program.grids[task.grid.index()];
+                let cache = |role: Role| {
+                    grid.operand(role)
+                        .and_then(|o| schedule.placement[o.buffer.index()])
+                        .map_or(0, |at| (at / 256) as u32)
+                };
+                tables.runs.push(match (run.bytes, &grid.op) {
+                    (RunBytes::History { rows }, Op::Attention(a)) => StreamRun {
+                        bytes: 0,
+                        k_cache: cache(Role::HistoryK),
+                        v_cache: cache(Role::HistoryV),
+                        head_j: (task.lo * a.heads_per_task / a.group) << 16 | task.j,
+                        splits: a.splits,
+                        window: a.window.unwrap_or(0),
+                        row_bytes: a.head_dim * program.precision.cache.bytes() as u32,
+                        rows,
+                    },
+                    (RunBytes::Fixed { bytes, .. }, _) => StreamRun { bytes: bytes as u32, ..StreamRun::zeroed() },
+                    (RunBytes::History { .. }, _) => unreachable!("validate: only attention streams history"),
+                });
+            }
+            tables.run_index.push(tables.runs.len() as u32);
+        }
+    }
+    tables
+}
+
+/// What the kernel reads of an op from its queue entry rather than from a template.
+#[derive(Default)]
+struct Parameters {
+    k: u32,
+    rows: u32,
+    unit_granules: u32,
+    norm: u32,
+    epilogue: u32,
+    act: u32,
+    eps: f32,
+    scale: f32,
+    cap: f32,
+}
+
+fn parameters(op: &Op, weight_bytes: u32) -> Parameters {
+    let norm_code = |kind: NormKind| match kind {
+        NormKind::Rms => 1,
+        NormKind::Layer => 2,
+    };
+    match op {
+        Op::MatVec(m) => {
+            let base = Parameters {
+                k: m.k,
+                rows: m.rows,
+                unit_granules: m.granules(weight_bytes),
+                norm: m.norm.map_or(0, |n| norm_code(n.kind)),
+                eps: m.norm.map_or(0.0, |n| n.eps),
+                scale: 1.0,
+                ..Parameters::default()
+            };
+            match m.epilogue {
+                Epilogue::Store => base,
+                Epilogue::Act(a) => Parameters { epilogue: 1, act: act_code(a), ..base },
+                Epilogue::Gated(a) => Parameters { epilogue: 2, act: act_code(a), ..base },
+                Epilogue::Residual { scale } => Parameters { epilogue: 3, scale, ..base },
+                Epilogue::Logits { scale, softcap } => {
+                    Parameters { epilogue: 4, scale, cap: softcap.unwrap_or(0.0), ..base }
+                }
+            }
+        }
+        Op::NormAdd { norm, width, scale } => {
+            Parameters { k: *width, norm: norm_code(norm.kind), eps: norm.eps, scale: *scale, ..Parameters::default() }
+        }
+        _ => Parameters::default(),
+    }
+}
+
+/// `Act` of core/math.cuh.
+pub(crate) fn act_code(act: Act) -> u32 {
+    match act {
+        Act::Silu => 0,
+        Act::GeluErf => 1,
+        Act::GeluTanh => 2,
+        Act::Relu => 3,
+    }
+}
+
+fn arena_bytes(schedule: &Schedule, space: Space) -> u64 {
+    schedule
+        .program
+        .buffers
+        .iter()
+        .zip(&schedule.placement)
+        .filter(|(b, _)| b.space == space)
+        .filter_map(|(b, at)| at.map(|at| at + crate::schedule::placed_bytes(b).next_multiple_of(256)))
+        .max()
+        .unwrap_or(0)
+}

@@ -1,0 +1,253 @@
+//! Prints the translation unit of one kernel: a machine, one configuration per distinct op, the dispatch, the entry point.
+
+use super::abi::act_code;
+use super::{Float, HEADERS, KernelSource};
+use crate::dtype::DType;
+use crate::ir::GridId;
+use crate::ir::op::{Attention, Epilogue, HISTORY_ALIGN, MatVec, NormAttr, Op, QkNormAttr, Role};
+use crate::ir::program::{Grid, Program};
+use crate::ir::schedule::Schedule;
+use crate::model::graph::NormKind;
+use crate::schedule::REDUCE_UNITS;
+use crate::target::{CopyMechanism, DotMechanism, Target};
+use crate::validate::Validated;
+use std::fmt::Write;
+
+/// Whether the kernel writes time stamps of every task.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Trace {
+    Off,
+    On,
+}
+
+/// Name of the kernel's entry point.
+pub const ENTRY_POINT: &str = "monobloc_decode";
+
+/// One configuration of an op template, shared by all grids that print the same.
+#[derive(Debug, Clone, PartialEq)]
+pub struct OpClass {
+    /// C++ template: `MatVec`.
+    pub template: &'static str,
+    /// Members of the configuration struct.
+    pub members: String,
+    /// Grids of this class, in order.
+    pub grids: Vec<GridId>,
+}
+
+/// The classes of a schedule in order of first use, and the class of each grid.
+pub fn classes(schedule: &Schedule) -> (Vec<OpClass>, Vec<usize>) {
+    let mut classes: Vec<OpClass> = vec![];
+    let mut of_grid = vec![];
+    for (g, grid) in schedule.program.grids.iter().enumerate() {
+        let (template, members) = class_of(schedule, grid);
+        let found = classes.iter().position(|c| c.template == template && c.members == members);
+        let class = found.unwrap_or_else(|| {
+            classes.push(OpClass { template, members, grids: vec![] });
+            classes.len() - 1
+        });
+        classes[class].grids.push(GridId::from(g));
+        of_grid.push(class);
+    }
+    (classes, of_grid)
+}
+
+/// Prints the kernel of a proven schedule.
+pub fn emit(validated: &Validated, target: &Target, trace: Trace) -> KernelSource {
+    let schedule = validated.schedule();
+    let program = &schedule.program;
+    let (classes, _) = classes(schedule);
+    let mut out = String::new();
+    let m = &schedule.machine;
+    let w = &mut out;
+    // Writing to a String cannot fail.
+    macro_rules! line {
+        ($($arg:tt)*) => { writeln!(w, $($arg)*).expect("writing to a string") };
+    }
+    line!("// Decode kernel of `{}` for `{}`: whole steps in one launch.", program.name, target.name);
+    line!(
+        "// {} blocks of {} consumer warps, {} grids in {} classes.",
+        m.sms,
+        m.consumer_warps,
+        program.grids.len(),
+        classes.len()
+    );
+    line!("#include \"monobloc.cuh\"");
+    line!();
+    line!("struct Machine {{");
+    line!("  static constexpr int SMS = {};", m.sms);
+    line!("  static constexpr int WARPS = {};", m.consumer_warps);
+    line!("  static constexpr int LOADER_WARPS = {};", m.loader_warps);
+    line!("  static constexpr int GROUPS = {};", m.ring.groups);
+    line!("  static constexpr int SLOTS = {};", m.ring.slots);
+    line!("  static constexpr int SLOT_BYTES = {};", m.ring.slot_bytes);
+    line!("  static constexpr int FLIGHT_HIGH = {};", m.ring.flight_high);
+    line!("  static constexpr int FLIGHT_LOW = {};", m.ring.flight_low);
+    line!("  static constexpr int FLIGHT_FREE = {};", m.ring.flight_free);
+    for part in &m.smem {
+        line!("  static constexpr int {}_AT = {};  // {} bytes", part.name.to_uppercase(), part.offset, part.bytes);
+    }
+    let state = m.smem.iter().find(|p| p.name == "state").map_or(0, |p| p.bytes);
+    line!("  static constexpr int STATE_BYTES = {state};");
+    line!("  static constexpr u32 CONTEXT_MAX = {};", program.context_max);
+    let split_from = schedule.regimes.get(1).map_or(u32::MAX, |r| r.from_position);
+    line!("  static constexpr u32 SPLIT_FROM = {split_from}u;  // first position of the split regime");
+    line!("  static constexpr Elem WEIGHT = {};", elem(program.precision.weights));
+    line!("  static constexpr Elem CACHE = {};", elem(program.precision.cache));
+    line!("  static constexpr Elem WIRE = {};", elem(program.precision.wire));
+    let copy = match target.spec.copy {
+        CopyMechanism::Plain => "PLAIN",
+        CopyMechanism::CpAsync => "CP_ASYNC",
+        CopyMechanism::Bulk => "BULK",
+    };
+    line!("  static constexpr Copy COPY = Copy::{copy};");
+    let dot = match target.spec.dot {
+        DotMechanism::Fma => "FMA",
+        DotMechanism::Mma => "MMA",
+    };
+    line!("  static constexpr Dot DOT = Dot::{dot};");
+    line!("  static constexpr int REDUCE_UNITS = {REDUCE_UNITS};");
+    line!("  static constexpr u32 ACTS = {};  // activation functions in use, one bit each", acts(program));
+    line!("  static constexpr bool LAYER_NORMS = {};", has_layer_norm(program));
+    line!("  static constexpr bool BIASES = {};", program.grids.iter().any(|g| g.operand(Role::Bias).is_some()));
+    line!("  static constexpr bool TRACE = {};", trace == Trace::On);
+    line!("  static constexpr int STAMPS_MAX = {};", stamps_max(schedule));
+    line!("}};");
+    for (i, class) in classes.iter().enumerate() {
+        line!();
+        let first = &program.grids[class.grids[0].index()];
+        let more = class.grids.len() - 1;
+        let tail = if more > 0 { format!(" and {more} more") } else { String::new() };
+        line!("// {} {}{tail}", class.grids[0], first.name);
+        line!("struct Class{i} {{");
+        for member in class.members.lines() {
+            line!("  static constexpr {member};");
+        }
+        line!("}};");
+    }
+    line!();
+    line!("struct Dispatch {{");
+    line!("  static __device__ __forceinline__ void run(Context<Machine>& c, const Entry& e) {{");
+    line!("    switch (e.op) {{");
+    for (i, class) in classes.iter().enumerate() {
+        line!("      case {i}: return {}<Machine, Class{i}>::run(c, e);", class.template);
+    }
+    line!("    }}");
+    line!("  }}");
+    line!("  static __device__ __forceinline__ void select_and_report(Context<Machine>& c, const Entry& e) {{");
+    for (i, class) in classes.iter().enumerate() {
+        if matches!(class.template, "Select" | "Report") {
+            line!("    if (e.op == {i}) return {}<Machine, Class{i}>::run(c, e);", class.template);
+        }
+    }
+    line!("  }}");
+    line!("}};");
+    line!();
+    let threads = (m.consumer_warps + m.loader_warps) * 32;
+    line!(
+        "extern \"C\" __global__ void __launch_bounds__({threads}, 1) {ENTRY_POINT}(const __grid_constant__ Params p) {{"
+    );
+    line!("  persistent<Machine, Dispatch>(p);");
+    line!("}}");
+    KernelSource {
+        name: "monobloc_decode.cu".to_string(),
+        text: out,
+        headers: HEADERS.iter().map(|(n, t)| (n.to_string(), t.to_string())).collect(),
+        arch: target.spec.arch.clone(),
+    }
+}
+
+/// Tasks of the longest queue: stamps of one block and step.
+pub fn stamps_max(schedule: &Schedule) -> usize {
+    schedule.regimes.iter().flat_map(|r| &r.queues).map(Vec::len).max().unwrap_or(0)
+}
+
+fn elem(dtype: DType) -> &'static str {
+    match dtype {
+        DType::Bf16 => "Elem::BF16",
+        _ => "Elem::F32",
+    }
+}
+
+/// One bit for each activation function that some op uses: what nobody uses is not compiled.
+fn acts(program: &Program) -> u32 {
+    let of = |op: &Op| match op {
+        Op::MatVec(MatVec { epilogue: Epilogue::Act(a) | Epilogue::Gated(a), .. }) => 1 << act_code(*a),
+        _ => 0,
+    };
+    program.grids.iter().map(|g| of(&g.op)).fold(0, |all, bit| all | bit)
+}
+
+fn has_layer_norm(program: &Program) -> bool {
+    let is_layer = |norm: Option<NormAttr>| norm.is_some_and(|n| n.kind == NormKind::Layer);
+    program.grids.iter().any(|g| matches!(&g.op, Op::MatVec(m) if is_layer(m.norm)))
+}
+
+/// C++ template and configuration members of a grid.
+fn class_of(schedule: &Schedule, grid: &Grid) -> (&'static str, String) {
+    let program = &schedule.program;
+    match &grid.op {
+        Op::Select => ("Select", format!("int PARTS = {}\n", parts(program))),
+        Op::Report => ("Report", String::new()),
+        Op::Embed { scale } => {
+            let hidden = grid.operand(Role::Out).map_or(0, |o| program.buffers[o.buffer.index()].cols);
+            ("Embed", format!("int HIDDEN = {hidden}\nfloat SCALE = {}\n", Float(*scale)))
+        }
+        // Everything else about a matvec is data of its queue entries.
+        Op::MatVec(_) => ("MatVec", format!("int PARTS = {}\n", parts(program))),
+        Op::Attention(a) => ("Attention", attention_members(schedule, a)),
+        Op::AttentionMerge { head_dim, splits, heads_per_task } => {
+            let heads = grid.n;
+            let members = format!(
+                "int HEADS = {heads}\nint DIM = {head_dim}\nint SPLITS = {splits}\nint HEADS_PER_TASK = {heads_per_task}\n"
+            );
+            ("AttentionMerge", members)
+        }
+        Op::NormAdd { .. } => ("NormAdd", String::new()),
+    }
+}
+
+/// Candidates of one step: tasks of the head.
+fn parts(program: &Program) -> u32 {
+    program
+        .grids
+        .iter()
+        .find(|g| matches!(&g.op, Op::MatVec(m) if matches!(m.epilogue, Epilogue::Logits { .. })))
+        .map_or(0, |g| g.second.extent())
+}
+
+fn attention_members(schedule: &Schedule, a: &Attention) -> String {
+    // Destructured so that a new attribute does not compile until the kernel knows it.
+    let Attention {
+        heads_per_task,
+        group,
+        heads,
+        head_dim,
+        scale,
+        softcap,
+        window,
+        rotary,
+        interleaved,
+        q_norm,
+        k_norm,
+        splits,
+    } = a;
+    let row_bytes = head_dim * schedule.program.precision.cache.bytes() as u32;
+    let rows = schedule.machine.ring.slot_bytes / row_bytes / HISTORY_ALIGN * HISTORY_ALIGN;
+    let head_norm = |n: &Option<QkNormAttr>| match n {
+        None => ("NONE", 0.0),
+        Some(QkNormAttr { norm, projection: false }) => ("HEAD", norm.eps),
+        Some(QkNormAttr { norm, projection: true }) => ("PROJECTION", norm.eps),
+    };
+    let ((qn, qe), (kn, ke)) = (head_norm(q_norm), head_norm(k_norm));
+    format!(
+        "int HEADS = {heads}\nint GROUP = {group}\nint HEADS_PER_TASK = {heads_per_task}\nint DIM = {head_dim}\n\
+         float SCALE = {}\nfloat SOFTCAP = {}\nu32 WINDOW = {}\nint ROTARY = {rotary}\nbool INTERLEAVED = {interleaved}\n\
+         HeadNorm Q_NORM = HeadNorm::{qn}\nfloat Q_EPS = {}\nHeadNorm K_NORM = HeadNorm::{kn}\nfloat K_EPS = {}\n\
+         int SPLITS = {splits}\nint CHUNK_ROWS = {rows}\n",
+        Float(*scale),
+        Float(softcap.unwrap_or(0.0)),
+        window.unwrap_or(0),
+        Float(qe),
+        Float(ke),
+    )
+}

@@ -1,0 +1,334 @@
+//! Owns memory that the device can reach: `DeviceBuffer`, `MappedBuffer` and the `Staging` that fills the first.
+
+use std::ptr::{self, NonNull};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use bytemuck::{AnyBitPattern, NoUninit};
+use cudarc::driver::sys::{CU_MEMHOSTALLOC_DEVICEMAP, CU_MEMHOSTALLOC_PORTABLE, CUdeviceptr};
+use rayon::prelude::*;
+
+use super::api::call;
+use super::driver::{Context, Device, DriverError};
+use super::stream::{Event, Stream};
+
+/// Byte that poisons a buffer: all ones is a NaN in fp32, bf16 and fp16, and -1 as an index.
+pub const POISON: u8 = 0xff;
+
+/// Device memory. Freed on drop, after the device has finished.
+pub struct DeviceBuffer {
+    context: Arc<Context>,
+    address: CUdeviceptr,
+    bytes: u64,
+}
+
+impl Device {
+    /// Device memory with undefined content, aligned to 256 bytes.
+    pub fn alloc(&self, bytes: u64) -> Result<DeviceBuffer, DriverError> {
+        let api = self.context.bind()?;
+        // The driver refuses 0 bytes; an empty buffer still has an address.
+        let size = usize::try_from(bytes.max(1)).unwrap_or(usize::MAX);
+        let mut address = 0;
+        // SAFETY: the call writes one address.
+        let result = unsafe { call!(api, cuMemAlloc_v2(&mut address, size)) };
+        result.map_err(|error| self.context.explain(error, bytes))?;
+        Ok(DeviceBuffer { context: self.context.clone(), address, bytes })
+    }
+
+    /// Host memory of `words` 32-bit words, zero, that kernels read and write while they run.
+    pub fn alloc_mapped(&self, words: usize) -> Result<MappedBuffer, DriverError> {
+        let host = HostBlock::alloc(&self.context, words.saturating_mul(4), CU_MEMHOSTALLOC_DEVICEMAP)?;
+        let api = self.context.bind()?;
+        let mut address = 0;
+        // SAFETY: the block was allocated with `DEVICEMAP`; the call writes one address.
+        unsafe { call!(api, cuMemHostGetDevicePointer_v2(&mut address, host.start.as_ptr().cast(), 0)) }?;
+        Ok(MappedBuffer { host, address, words })
+    }
+
+    /// Two pinned halves of `half_bytes` each, through which large uploads go; 8 MiB saturates a PCIe link.
+    pub fn staging(&self, half_bytes: usize) -> Result<Staging, DriverError> {
+        let half = || -> Result<Half, DriverError> {
+            let host = HostBlock::alloc(&self.context, half_bytes.max(1), 0)?;
+            Ok(Half { host, left: self.event()?, is_pending: false })
+        };
+        Ok(Staging { halves: [half()?, half()?], next: 0 })
+    }
+}
+
+impl DeviceBuffer {
+    /// Address in device memory, as kernels see it.
+    pub fn address(&self) -> u64 {
+        self.address
+    }
+
+    pub(super) fn address_ref(&self) -> &u64 {
+        &self.address
+    }
+
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// Sets every byte to zero, in the order of the stream; returns at once.
+    pub fn zero(&mut self, stream: &Stream) -> Result<(), DriverError> {
+        self.fill(stream, 0)
+    }
+
+    /// Sets every byte to `POISON`, so that what a kernel did not write is visible; returns at once.
+    pub fn poison(&mut self, stream: &Stream) -> Result<(), DriverError> {
+        self.fill(stream, POISON)
+    }
+
+    fn fill(&mut self, stream: &Stream, value: u8) -> Result<(), DriverError> {
+        if self.bytes == 0 {
+            return Ok(());
+        }
+        let api = self.context.bind()?;
+        // SAFETY: the buffer has this many bytes, and the stream is live.
+        unsafe { call!(api, cuMemsetD8Async(self.address, value, self.bytes as usize, stream.handle())) }
+    }
+
+    /// Copies `values` to `offset_bytes`, after the work queued in `stream`, and waits for it.
+    ///
+    /// For small inputs. Weights go through `Staging`, which keeps the link busy.
+    pub fn upload<T: NoUninit>(&mut self, stream: &Stream, offset_bytes: u64, values: &[T]) -> Result<(), DriverError> {
+        let values: &[u8] = bytemuck::cast_slice(values);
+        let to = self.place(offset_bytes, values.len())?;
+        if values.is_empty() {
+            return Ok(());
+        }
+        let api = self.context.bind()?;
+        // SAFETY: `place` checked the destination; the source outlives the copy, because the stream is waited for.
+        unsafe { call!(api, cuMemcpyHtoDAsync_v2(to, values.as_ptr().cast(), values.len(), stream.handle())) }?;
+        stream.synchronize()
+    }
+
+    /// Copies `count` values from `offset_bytes`, after the work queued in `stream`, and waits for it.
+    ///
+    /// This wait has no deadline: after a launch, call it when `wait_timeout` has seen the end.
+    pub fn download<T: AnyBitPattern + NoUninit>(
+        &self,
+        stream: &Stream,
+        offset_bytes: u64,
+        count: usize,
+    ) -> Result<Vec<T>, DriverError> {
+        // Checked before the host allocates: `count` may come from a file.
+        let from = self.place(offset_bytes, count.saturating_mul(size_of::<T>()))?;
+        let mut values = vec![T::zeroed(); count];
+        let bytes: &mut [u8] = bytemuck::cast_slice_mut(&mut values);
+        if bytes.is_empty() {
+            return Ok(values);
+        }
+        let api = self.context.bind()?;
+        // SAFETY: `place` checked the source; the destination outlives the copy, because the stream is waited for.
+        unsafe { call!(api, cuMemcpyDtoHAsync_v2(bytes.as_mut_ptr().cast(), from, bytes.len(), stream.handle())) }?;
+        stream.synchronize()?;
+        Ok(values)
+    }
+
+    /// Copies all of `source`, which is as large, in the order of the stream; returns at once.
+    pub fn copy_from(&mut self, stream: &Stream, source: &DeviceBuffer) -> Result<(), DriverError> {
+        let to = self.place(0, source.bytes as usize)?;
+        if source.bytes == 0 {
+            return Ok(());
+        }
+        let api = self.context.bind()?;
+        // SAFETY: `place` checked the destination, and the source has exactly this many bytes.
+        unsafe { call!(api, cuMemcpyDtoDAsync_v2(to, source.address, source.bytes as usize, stream.handle())) }
+    }
+
+    /// Address of a range that lies inside the buffer.
+    fn place(&self, offset_bytes: u64, range_bytes: usize) -> Result<CUdeviceptr, DriverError> {
+        let range_bytes = range_bytes as u64;
+        let is_inside = offset_bytes.checked_add(range_bytes).is_some_and(|end| end <= self.bytes);
+        if !is_inside {
+            return Err(DriverError::OutOfBounds { offset_bytes, range_bytes, buffer_bytes: self.bytes });
+        }
+        Ok(self.address + offset_bytes)
+    }
+}
+
+impl Drop for DeviceBuffer {
+    fn drop(&mut self) {
+        if let Some(api) = self.context.bind_to_free() {
+            // SAFETY: the address came from `cuMemAlloc`, nothing that knows it runs, and it is freed once.
+            let _ = unsafe { call!(api, cuMemFree_v2(self.address)) };
+        }
+    }
+}
+
+/// Page-locked host memory.
+struct HostBlock {
+    context: Arc<Context>,
+    start: NonNull<u8>,
+    bytes: usize,
+}
+
+// SAFETY: plain memory, owned; `MappedBuffer` reaches it through atomics, `Staging` through `&mut`.
+unsafe impl Send for HostBlock {}
+// SAFETY: as above.
+unsafe impl Sync for HostBlock {}
+
+impl HostBlock {
+    fn alloc(context: &Arc<Context>, bytes: usize, flags: u32) -> Result<HostBlock, DriverError> {
+        let api = context.bind()?;
+        let mut start = ptr::null_mut();
+        // SAFETY: the call writes one pointer. Portable: every context sees the memory as page-locked.
+        let result = unsafe { call!(api, cuMemHostAlloc(&mut start, bytes.max(1), flags | CU_MEMHOSTALLOC_PORTABLE)) };
+        result.map_err(|error| context.explain(error, bytes as u64))?;
+        let exhausted = DriverError::OutOfMemory { asked_bytes: bytes as u64, free_bytes: 0 };
+        let start = NonNull::new(start.cast()).ok_or(exhausted)?;
+        // SAFETY: the block has this many bytes, and nobody else knows it. It must not be read before it is written.
+        unsafe { start.write_bytes(0, bytes.max(1)) };
+        Ok(HostBlock { context: context.clone(), start, bytes })
+    }
+}
+
+impl Drop for HostBlock {
+    fn drop(&mut self) {
+        if let Some(api) = self.context.bind_to_free() {
+            // SAFETY: the pointer came from `cuMemHostAlloc`, the device has finished, and it is freed once.
+            let _ = unsafe { call!(api, cuMemFreeHost(self.start.as_ptr().cast())) };
+        }
+    }
+}
+
+/// Host memory that kernels read and write while they run: tokens, watchdog reports, the abort word.
+///
+/// Words are 32 bits, written and read whole by both sides. A word that the host sees was written by the device before
+/// the host's load; everything that the device made visible before it with `__threadfence_system` is seen by later loads.
+pub struct MappedBuffer {
+    host: HostBlock,
+    address: CUdeviceptr,
+    words: usize,
+}
+
+impl MappedBuffer {
+    /// Address as kernels see it.
+    pub fn address(&self) -> u64 {
+        self.address
+    }
+
+    pub(super) fn address_ref(&self) -> &u64 {
+        &self.address
+    }
+
+    pub fn words(&self) -> usize {
+        self.words
+    }
+
+    /// Atomics, for the device changes the words at any time: no load may be merged with another or invented.
+    fn atomics(&self) -> &[AtomicU32] {
+        // SAFETY: the block holds `words` aligned words (pages are aligned), initialised, and lives as long as `self`.
+        // Host and device reach them only by whole-word accesses.
+        unsafe { std::slice::from_raw_parts(self.host.start.as_ptr().cast::<AtomicU32>(), self.words) }
+    }
+
+    fn word(&self, index: usize) -> Result<&AtomicU32, DriverError> {
+        self.atomics().get(index).ok_or(DriverError::OutOfBounds {
+            offset_bytes: (index as u64).saturating_mul(4),
+            range_bytes: 4,
+            buffer_bytes: self.words as u64 * 4,
+        })
+    }
+
+    /// The word at `index` at this moment.
+    pub fn load(&self, index: usize) -> Result<u32, DriverError> {
+        Ok(self.word(index)?.load(Ordering::Acquire))
+    }
+
+    /// Sets the word at `index`; a running kernel sees it with a volatile load.
+    pub fn store(&self, index: usize, value: u32) -> Result<(), DriverError> {
+        self.word(index)?.store(value, Ordering::Release);
+        Ok(())
+    }
+
+    /// All words, each at some moment of the call.
+    pub fn snapshot(&self) -> Vec<u32> {
+        self.atomics().iter().map(|word| word.load(Ordering::Acquire)).collect()
+    }
+
+    pub fn fill(&self, value: u32) {
+        self.atomics().iter().for_each(|word| word.store(value, Ordering::Release));
+    }
+}
+
+/// Pinned memory in two halves: one is filled by the host while the other is on its way to the device.
+pub struct Staging {
+    halves: [Half; 2],
+    next: usize,
+}
+
+struct Half {
+    host: HostBlock,
+    /// The device has read the half; meaningful while `is_pending`.
+    left: Event,
+    is_pending: bool,
+}
+
+impl Half {
+    /// The half, once the device has read it.
+    fn bytes_mut(&mut self) -> Result<&mut [u8], DriverError> {
+        if self.is_pending {
+            while !self.left.is_done()? {
+                std::hint::spin_loop();
+            }
+            self.is_pending = false;
+        }
+        // SAFETY: the block has this many initialised bytes, `&mut self` is exclusive, and no copy is pending.
+        Ok(unsafe { std::slice::from_raw_parts_mut(self.host.start.as_ptr(), self.host.bytes) })
+    }
+}
+
+/// Piece of a copy into pinned memory that one thread makes: large enough to pay for the hand-over.
+const COPY_PIECE_BYTES: usize = 1 << 20;
+
+impl Staging {
+    /// Copies `bytes` to `offset_bytes` of `buffer` and waits for the end. Reads the source with all cores, so that a
+    /// file mapping is paged in at the speed of the disk.
+    pub fn upload(
+        &mut self,
+        stream: &Stream,
+        buffer: &mut DeviceBuffer,
+        offset_bytes: u64,
+        bytes: &[u8],
+    ) -> Result<(), DriverError> {
+        self.upload_chunks(stream, buffer, offset_bytes, [bytes])
+    }
+
+    /// Copies `chunks`, one after another, to `offset_bytes` of `buffer` and waits for the end.
+    pub fn upload_chunks<Chunk: AsRef<[u8]>>(
+        &mut self,
+        stream: &Stream,
+        buffer: &mut DeviceBuffer,
+        offset_bytes: u64,
+        chunks: impl IntoIterator<Item = Chunk>,
+    ) -> Result<(), DriverError> {
+        let mut offset_bytes = offset_bytes;
+        for chunk in chunks {
+            let chunk = chunk.as_ref();
+            buffer.place(offset_bytes, chunk.len())?;
+            for piece in chunk.chunks(self.halves[0].host.bytes) {
+                self.send(stream, buffer.place(offset_bytes, piece.len())?, piece)?;
+                offset_bytes += piece.len() as u64;
+            }
+        }
+        stream.synchronize()?;
+        self.halves.iter_mut().for_each(|half| half.is_pending = false);
+        Ok(())
+    }
+
+    /// Queues one piece, not larger than a half, to a checked address.
+    fn send(&mut self, stream: &Stream, to: CUdeviceptr, piece: &[u8]) -> Result<(), DriverError> {
+        let half = &mut self.halves[self.next];
+        self.next = 1 - self.next;
+        let pinned = &mut half.bytes_mut()?[..piece.len()];
+        let pieces = pinned.par_chunks_mut(COPY_PIECE_BYTES).zip(piece.par_chunks(COPY_PIECE_BYTES));
+        pieces.for_each(|(to, from)| to.copy_from_slice(from));
+        let api = stream.context.bind()?;
+        // SAFETY: the caller checked the destination; the half is not written again before its event has passed.
+        unsafe { call!(api, cuMemcpyHtoDAsync_v2(to, half.host.start.as_ptr().cast(), piece.len(), stream.handle())) }?;
+        half.is_pending = true;
+        half.left.record(stream)
+    }
+}

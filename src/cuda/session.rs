@@ -1,0 +1,436 @@
+//! Owns a kernel and everything it runs on: loaded once, launched many times, watched always.
+
+use super::driver::{Device, DriverError};
+use super::memory::{DeviceBuffer, MappedBuffer};
+use super::module::{Function, Module};
+use super::stream::{Argument, Event, LaunchShape, Stream, Wait};
+use crate::codegen::abi::{EOS_MAX, Params, Tables, encode};
+use crate::codegen::emit::{ENTRY_POINT, Trace, stamps_max};
+use crate::error::Fault;
+use crate::ir::op::Role;
+use crate::ir::schedule::Schedule;
+use crate::ir::{EventId, SmId, TaskId};
+use crate::pack::Layout;
+use crate::validate::Validated;
+use std::fmt;
+use std::time::Duration;
+use thiserror::Error;
+
+/// What a launch that was lost had been waiting for, by SM.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Stuck {
+    pub sm: SmId,
+    pub step: u32,
+    /// `None`: the loader.
+    pub task: Option<TaskId>,
+    pub event: Option<EventId>,
+    pub kind: StuckOn,
+    pub observed: u32,
+    pub expected: u32,
+    /// The grid of the task, where there is one.
+    pub grid: Option<String>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum StuckOn {
+    Packet,
+    RingFull,
+    RingEmpty,
+    History,
+    Unknown(u32),
+}
+
+impl fmt::Display for Stuck {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}: step {}: ", self.sm, self.step)?;
+        match self.task {
+            Some(task) => write!(f, "{task}")?,
+            None => f.write_str("the loader")?,
+        }
+        if let Some(grid) = &self.grid {
+            write!(f, " ({grid})")?;
+        }
+        f.write_str(" waited for ")?;
+        match self.kind {
+            StuckOn::Packet => match self.event {
+                Some(event) => write!(f, "packets of {event}")?,
+                None => f.write_str("packets")?,
+            },
+            StuckOn::RingFull => f.write_str("a chunk to land")?,
+            StuckOn::RingEmpty => f.write_str("a free ring slot")?,
+            StuckOn::History => f.write_str("the step's cache to be acquired")?,
+            StuckOn::Unknown(kind) => write!(f, "something of kind {kind}")?,
+        }
+        write!(f, ": expected {}, saw {}", self.expected, self.observed)
+    }
+}
+
+#[derive(Debug, Error)]
+pub enum SessionError {
+    #[error(transparent)]
+    Driver(#[from] DriverError),
+    #[error("the launch gave up after {timeout_ms} ms:\n{}", render(.stuck))]
+    Hung { timeout_ms: u64, stuck: Vec<Stuck> },
+    #[error("the kernel did not leave after its deadline and the abort word; the device is lost to this process")]
+    Lost,
+    #[error("position {position} and {steps} steps do not fit a context of {context_max}")]
+    Range { position: u32, steps: u32, context_max: u32 },
+    #[error("a launch continues at position {expected}, found {found}")]
+    NotContinuing { expected: u32, found: u32 },
+    #[error("{found} end-of-sequence ids, the kernel takes at most {EOS_MAX}")]
+    EosCount { found: usize },
+}
+
+fn render(stuck: &[Stuck]) -> String {
+    let mut lines: Vec<String> = stuck.iter().take(8).map(|s| format!("    {s}")).collect();
+    if stuck.len() > 8 {
+        lines.push(format!("    and {} more SMs", stuck.len() - 8));
+    }
+    if lines.is_empty() {
+        lines.push("    no SM reported what it waited for".to_string());
+    }
+    lines.join("\n")
+}
+
+impl From<SessionError> for Fault {
+    fn from(error: SessionError) -> Fault {
+        match error {
+            SessionError::Driver(e) => e.into(),
+            SessionError::Range { .. } | SessionError::NotContinuing { .. } | SessionError::EosCount { .. } => {
+                Fault::input(error.to_string())
+            }
+            SessionError::Hung { .. } | SessionError::Lost => Fault::internal(error.to_string()),
+        }
+    }
+}
+
+/// A kernel on a device with its weights, cache and tables.
+pub struct Session {
+    stream: Stream,
+    function: Function,
+    _module: Module,
+    shape: LaunchShape,
+    schedule: Schedule,
+    pack: DeviceBuffer,
+    stream_base: DeviceBuffer,
+    constants_base: u64,
+    cache: DeviceBuffer,
+    cache_bytes: u64,
+    exchange: DeviceBuffer,
+    tables: DeviceTables,
+    logits: DeviceBuffer,
+    prompt: DeviceBuffer,
+    stamps: DeviceBuffer,
+    stamps_max: usize,
+    mailbox: MappedBuffer,
+    report: MappedBuffer,
+    abort: MappedBuffer,
+    started: Event,
+    ended: Event,
+    candidates_packet: u64,
+    candidates_cols: u32,
+    prompt_len: u32,
+    eos: Vec<u32>,
+    tag: u32,
+    /// The position a launch may continue at without arming the candidates again.
+    next: Option<u32>,
+    steps_max: u32,
+    vocab: u32,
+}
+
+struct DeviceTables {
+    entries: DeviceBuffer,
+    entry_index: DeviceBuffer,
+    runs: DeviceBuffer,
+    run_index: DeviceBuffer,
+}
+
+/// What one launch did.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Launched {
+    /// Device time between the events around the launch.
+    pub device_us: f64,
+    /// Positions whose token is decided: `tokens[p]` for `p` below this.
+    pub decided: u32,
+}
+
+impl Session {
+    /// Loads a proven schedule. `steps_max` bounds the steps of a launch (it sizes the logits buffer).
+    ///
+    /// `fill` uploads the pack: it is given the buffer and the stream, so that a large pack can come piece by piece.
+    pub fn load(
+        device: &Device,
+        validated: &Validated,
+        layout: &Layout,
+        cubin: &[u8],
+        trace: Trace,
+        steps_max: u32,
+        fill: impl FnOnce(&Stream, &mut DeviceBuffer) -> Result<(), SessionError>,
+    ) -> Result<Session, SessionError> {
+        let schedule = validated.schedule();
+        let machine = &schedule.machine;
+        let tables: Tables = encode(validated);
+        let stream = device.stream()?;
+        let module = device.load(cubin)?;
+        let smem = machine.smem.iter().map(|p| p.offset + p.bytes).max().unwrap_or(0);
+        let function = device.function(&module, ENTRY_POINT, smem)?;
+        let shape = LaunchShape {
+            grid: machine.sms,
+            block: (machine.consumer_warps + machine.loader_warps) * 32,
+            smem_dynamic_bytes: smem,
+            cluster: machine.cluster,
+        };
+        let mut pack = device.alloc(layout.total_bytes.max(16))?;
+        fill(&stream, &mut pack)?;
+        let upload = |bytes: &[u8]| -> Result<DeviceBuffer, SessionError> {
+            let mut buffer = device.alloc(bytes.len().max(16) as u64)?;
+            buffer.upload(&stream, 0, bytes)?;
+            Ok(buffer)
+        };
+        let device_tables = DeviceTables {
+            entries: upload(bytemuck::cast_slice(&tables.entries))?,
+            entry_index: upload(bytemuck::cast_slice(&tables.entry_index))?,
+            runs: upload(bytemuck::cast_slice(&tables.runs))?,
+            run_index: upload(bytemuck::cast_slice(&tables.run_index))?,
+        };
+        let stream_base = upload(bytemuck::cast_slice(&layout.stream_base))?;
+        let constants_base = layout.constant_offset.iter().flatten().copied().min().unwrap_or(0);
+        let mut exchange = device.alloc(tables.exchange_bytes.max(16))?;
+        // Tag 0 is never published, so memory of zeros holds no packet.
+        exchange.zero(&stream)?;
+        let mut cache = device.alloc(tables.cache_bytes.max(16))?;
+        cache.poison(&stream)?;
+        let program = &schedule.program;
+        let vocab = program
+            .grids
+            .iter()
+            .filter_map(|g| g.operand(Role::Logits))
+            .map(|o| program.buffers[o.buffer.index()].cols)
+            .next()
+            .unwrap_or(0);
+        let mut logits = device.alloc((u64::from(steps_max) * u64::from(vocab) * 4).max(16))?;
+        logits.poison(&stream)?;
+        let stamps_max = if trace == Trace::On { stamps_max(schedule) } else { 0 };
+        let stamps =
+            device.alloc((u64::from(steps_max) * u64::from(machine.sms) * stamps_max as u64 * 4 * 8).max(16))?;
+        let candidates = program
+            .grids
+            .iter()
+            .filter_map(|g| g.operand(Role::Candidates))
+            .map(|o| o.buffer)
+            .next()
+            .expect("validate: a program without candidates has no select");
+        let candidates_packet = schedule.placement[candidates.index()].unwrap_or(0) / 8;
+        let session = Session {
+            mailbox: device.alloc_mapped(program.context_max as usize + 2)?,
+            report: device.alloc_mapped(machine.sms as usize * 8)?,
+            abort: device.alloc_mapped(1)?,
+            prompt: device.alloc(u64::from(program.context_max) * 4)?,
+            started: device.event()?,
+            ended: device.event()?,
+            candidates_packet,
+            candidates_cols: program.buffers[candidates.index()].cols,
+            stream,
+            function,
+            _module: module,
+            shape,
+            schedule: schedule.clone(),
+            pack,
+            stream_base,
+            constants_base,
+            cache,
+            cache_bytes: tables.cache_bytes,
+            exchange,
+            tables: device_tables,
+            logits,
+            stamps,
+            stamps_max,
+            prompt_len: 0,
+            eos: vec![],
+            tag: 1,
+            next: None,
+            steps_max,
+            vocab,
+        };
+        session.stream.synchronize()?;
+        Ok(session)
+    }
+
+    /// Starts a sequence: tokens of the first positions, and the ids that end it.
+    pub fn start(&mut self, prompt: &[u32], eos: &[u32]) -> Result<(), SessionError> {
+        let context_max = self.schedule.program.context_max;
+        if prompt.len() > context_max as usize {
+            return Err(SessionError::Range { position: 0, steps: prompt.len() as u32, context_max });
+        }
+        if eos.len() > EOS_MAX {
+            return Err(SessionError::EosCount { found: eos.len() });
+        }
+        self.prompt.upload(&self.stream, 0, prompt)?;
+        self.prompt_len = prompt.len() as u32;
+        self.eos = eos.to_vec();
+        self.mailbox.store(0, 0)?;
+        self.next = None;
+        Ok(())
+    }
+
+    /// Queues `steps` steps from `position` on and returns at once. The tokens appear in the mailbox as they are decided.
+    pub fn launch(&mut self, position: u32, steps: u32, with_logits: bool) -> Result<u64, SessionError> {
+        let context_max = self.schedule.program.context_max;
+        if steps == 0 || steps > self.steps_max || u64::from(position) + u64::from(steps) > u64::from(context_max) {
+            return Err(SessionError::Range { position, steps, context_max });
+        }
+        if self.next != Some(position) {
+            if position >= self.prompt_len {
+                return Err(SessionError::NotContinuing { expected: self.next.unwrap_or(0), found: position });
+            }
+            self.arm_candidates()?;
+        }
+        // A step at full speed takes milliseconds; the deadline is for faults.
+        let timeout = Duration::from_millis(1000 + 10 * u64::from(steps));
+        self.abort.store(0, 0)?;
+        self.report.fill(0);
+        let mut eos = [0i32; EOS_MAX];
+        for (to, &id) in eos.iter_mut().zip(&self.eos) {
+            *to = id as i32;
+        }
+        let params = Params {
+            streams: self.pack.address(),
+            stream_base: self.stream_base.address(),
+            constants: self.pack.address() + self.constants_base,
+            cache: self.cache.address(),
+            exchange: self.exchange.address(),
+            logits: if with_logits { self.logits.address() } else { 0 },
+            entries: self.tables.entries.address(),
+            entry_index: self.tables.entry_index.address(),
+            runs: self.tables.runs.address(),
+            run_index: self.tables.run_index.address(),
+            prompt: self.prompt.address(),
+            mailbox: self.mailbox.address(),
+            report: self.report.address(),
+            abort: self.abort.address(),
+            stamps: self.stamps.address(),
+            timeout_ns: timeout.as_nanos() as u64,
+            seed: 0,
+            prompt_len: self.prompt_len,
+            position,
+            steps,
+            tag: self.tag,
+            eos_count: self.eos.len() as u32,
+            eos,
+            inverse_temperature: 0.0,
+        };
+        self.started.record(&self.stream)?;
+        self.stream.launch_cooperative(
+            &self.function,
+            &self.shape,
+            &[Argument::Struct(bytemuck::bytes_of(&params))],
+        )?;
+        self.ended.record(&self.stream)?;
+        self.tag += steps;
+        self.next = Some(position + steps);
+        Ok(timeout.as_millis() as u64)
+    }
+
+    /// Waits for the launch that is under way.
+    pub fn finish(&mut self, timeout_ms: u64) -> Result<Launched, SessionError> {
+        // The kernel's own deadline comes first; the margin is for the launch itself.
+        if self.stream.wait_timeout(Duration::from_millis(timeout_ms + 1000))? == Wait::TimedOut {
+            self.abort.store(0, 1)?;
+            if self.stream.wait_timeout(Duration::from_secs(2))? == Wait::TimedOut {
+                return Err(SessionError::Lost);
+            }
+        }
+        if self.abort.load(0)? != 0 {
+            self.next = None;
+            return Err(SessionError::Hung { timeout_ms, stuck: self.stuck() });
+        }
+        Ok(Launched { device_us: self.started.elapsed_us(&self.ended)?, decided: self.decided()? })
+    }
+
+    /// Launches and waits.
+    pub fn run(&mut self, position: u32, steps: u32, with_logits: bool) -> Result<Launched, SessionError> {
+        let timeout_ms = self.launch(position, steps, with_logits)?;
+        self.finish(timeout_ms)
+    }
+
+    /// Positions whose token is known, while a launch runs or after it.
+    pub fn decided(&self) -> Result<u32, SessionError> {
+        Ok(self.mailbox.load(0)?)
+    }
+
+    /// The token of `position`, once it is decided.
+    pub fn token(&self, position: u32) -> Result<u32, SessionError> {
+        Ok(self.mailbox.load(1 + position as usize)?)
+    }
+
+    /// Logits of the first `steps` steps of the last launch that asked for them, `[steps * vocab]`.
+    pub fn logits(&self, steps: u32) -> Result<Vec<f32>, SessionError> {
+        Ok(self.logits.download(&self.stream, 0, steps as usize * self.vocab as usize)?)
+    }
+
+    /// Fills the logits with a pattern that no kernel writes, so that an unwritten row shows.
+    pub fn poison_logits(&mut self) -> Result<(), SessionError> {
+        Ok(self.logits.poison(&self.stream)?)
+    }
+
+    /// Time stamps of the last launch of a traced kernel, `[steps][sms][stamps_max][4]` nanoseconds.
+    pub fn stamps(&self, steps: u32) -> Result<(Vec<u64>, usize), SessionError> {
+        let words = steps as usize * self.shape.grid as usize * self.stamps_max * 4;
+        Ok((self.stamps.download(&self.stream, 0, words)?, self.stamps_max))
+    }
+
+    /// Bytes of the cache arena.
+    pub fn cache_bytes(&self) -> u64 {
+        self.cache_bytes
+    }
+
+    /// Writes bytes of the cache arena: a synthetic history for deep positions.
+    pub fn upload_cache(&mut self, offset: u64, bytes: &[u8]) -> Result<(), SessionError> {
+        Ok(self.cache.upload(&self.stream, offset, bytes)?)
+    }
+
+    /// The step before a fresh start published candidates that nobody will use; readers wait for them all the same.
+    fn arm_candidates(&mut self) -> Result<(), SessionError> {
+        let tag = self.tag - 1;
+        if tag == 0 {
+            // Tag 0 is what memory of zeros holds.
+            self.tag += 1;
+            return self.arm_candidates();
+        }
+        let words = vec![u64::from(tag) << 32; self.candidates_cols as usize];
+        let phase = u64::from(tag & 1) * u64::from(self.candidates_cols.next_multiple_of(2));
+        Ok(self.exchange.upload(&self.stream, (self.candidates_packet + phase) * 8, &words)?)
+    }
+
+    fn stuck(&self) -> Vec<Stuck> {
+        let regime = self.schedule.regimes.first();
+        self.report
+            .snapshot()
+            .chunks_exact(8)
+            .enumerate()
+            .filter(|(_, r)| r[0] != 0)
+            .map(|(sm, r)| {
+                let task = (r[2] != u32::MAX).then_some(TaskId(r[2]));
+                let grid = task
+                    .and_then(|t| regime.and_then(|regime| regime.tasks.get(t.index())))
+                    .map(|t| self.schedule.program.grids[t.grid.index()].name.clone());
+                Stuck {
+                    sm: SmId::from(sm),
+                    step: r[1],
+                    task,
+                    event: (r[3] != u32::MAX).then_some(EventId(r[3])),
+                    observed: r[4],
+                    expected: r[5],
+                    kind: match r[6] {
+                        1 => StuckOn::Packet,
+                        2 => StuckOn::RingFull,
+                        3 => StuckOn::RingEmpty,
+                        4 => StuckOn::History,
+                        other => StuckOn::Unknown(other),
+                    },
+                    grid,
+                }
+            })
+            .collect()
+    }
+}

@@ -1,0 +1,131 @@
+//! Owns how a file that a person names is found and read: the rule for relative paths, and the bound on its size.
+
+use std::fs::File;
+use std::io::{self, Read};
+use std::path::{Path, PathBuf};
+
+use crate::error::Fault;
+
+/// Why a named file gave no text.
+#[derive(Debug, thiserror::Error)]
+pub enum FileError {
+    #[error("no such file or folder: `{}` (tried {})", .raw, tried_list(.tried))]
+    Missing { raw: String, tried: Vec<PathBuf> },
+    #[error("cannot read `{}`: {}", .path.display(), .cause)]
+    Read { path: PathBuf, cause: io::Error },
+    #[error("expected at most {bytes_max} bytes in `{}`, found more", .path.display())]
+    TooLarge { path: PathBuf, bytes_max: u64 },
+    #[error("expected UTF-8 text in `{}`, found other bytes after byte {}", .path.display(), .valid_bytes)]
+    NotUtf8 { path: PathBuf, valid_bytes: usize },
+}
+
+fn tried_list(tried: &[PathBuf]) -> String {
+    let quoted: Vec<String> = tried.iter().map(|path| format!("`{}`", path.display())).collect();
+    quoted.join(" and ")
+}
+
+impl From<FileError> for Fault {
+    fn from(error: FileError) -> Fault {
+        let message = error.to_string();
+        match error {
+            FileError::Missing { .. } => Fault::input(message).with_remedy(PATH_RULE),
+            FileError::Read { cause, .. } if cause.kind() == io::ErrorKind::NotFound => Fault::input(message),
+            FileError::Read { .. } => Fault::environment(message),
+            FileError::TooLarge { .. } | FileError::NotUtf8 { .. } => Fault::input(message),
+        }
+    }
+}
+
+/// The rule of [`find`] in one sentence, for errors and help texts.
+pub const PATH_RULE: &str =
+    "a relative path is looked for in the current directory first, then in the folder of the file that names it";
+
+/// Finds the file or folder that `raw` names: an absolute path is itself, a relative one is tried against the current
+/// directory and then against `base_dir`, the folder of the file that names it.
+///
+/// The current directory comes first because manifests are run from the root of a checkout and name its folders; the
+/// second place makes a folder with a manifest and a checkpoint beside it work from anywhere.
+///
+/// # Errors
+/// [`FileError::Missing`] with every place that was tried.
+pub fn find(raw: &str, base_dir: &Path) -> Result<PathBuf, FileError> {
+    let mut tried = vec![PathBuf::from(raw)];
+    let beside = base_dir.join(raw);
+    // Joining an absolute path yields that path, and "." names the current directory: one place, named once.
+    if beside != tried[0] && base_dir != Path::new(".") {
+        tried.push(beside);
+    }
+    match tried.iter().find(|path| path.exists()) {
+        Some(found) => Ok(found.clone()),
+        None => Err(FileError::Missing { raw: raw.to_string(), tried }),
+    }
+}
+
+/// The folder that holds `path`; `.` for a bare file name.
+pub fn folder_of(path: &Path) -> PathBuf {
+    match path.parent() {
+        Some(parent) if !parent.as_os_str().is_empty() => parent.to_path_buf(),
+        _ => PathBuf::from("."),
+    }
+}
+
+/// Reads a text of at most `bytes_max` bytes; a larger file is refused without being read to its end.
+pub fn read_text(path: &Path, bytes_max: u64) -> Result<String, FileError> {
+    let failed = |cause| FileError::Read { path: path.to_path_buf(), cause };
+    let mut bytes = Vec::new();
+    File::open(path).and_then(|file| file.take(bytes_max + 1).read_to_end(&mut bytes)).map_err(failed)?;
+    if bytes.len() as u64 > bytes_max {
+        return Err(FileError::TooLarge { path: path.to_path_buf(), bytes_max });
+    }
+    String::from_utf8(bytes)
+        .map_err(|error| FileError::NotUtf8 { path: path.to_path_buf(), valid_bytes: error.utf8_error().valid_up_to() })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::error::Tier;
+
+    #[test]
+    fn a_relative_path_is_found_beside_the_file_that_names_it() {
+        let folder = tempfile::tempdir().expect("temporary folder");
+        std::fs::write(folder.path().join("near.toml"), "x").expect("write");
+        assert_eq!(find("near.toml", folder.path()).expect("found"), folder.path().join("near.toml"));
+        // Tests run in the root of the package, where this file is found before the folder is asked.
+        std::fs::write(folder.path().join("Cargo.toml"), "x").expect("write");
+        assert_eq!(find("Cargo.toml", folder.path()).expect("found"), Path::new("Cargo.toml"));
+    }
+
+    #[test]
+    fn a_missing_path_names_every_place_once() {
+        let tried = |raw: &str, base: &str| find(raw, Path::new(base)).expect_err("missing").to_string();
+        assert_eq!(
+            tried("no/such", "some/folder"),
+            "no such file or folder: `no/such` (tried `no/such` and `some/folder/no/such`)"
+        );
+        assert_eq!(tried("no/such", "."), "no such file or folder: `no/such` (tried `no/such`)");
+        assert_eq!(tried("/no/such", "some"), "no such file or folder: `/no/such` (tried `/no/such`)");
+    }
+
+    #[test]
+    fn reading_is_bounded_and_says_why_it_failed() {
+        let folder = tempfile::tempdir().expect("temporary folder");
+        let path = folder.path().join("f");
+        std::fs::write(&path, "abcd").expect("write");
+        assert_eq!(read_text(&path, 4).expect("four bytes"), "abcd");
+        assert!(matches!(read_text(&path, 3), Err(FileError::TooLarge { bytes_max: 3, .. })));
+        std::fs::write(&path, b"ab\xff").expect("write");
+        assert!(matches!(read_text(&path, 9), Err(FileError::NotUtf8 { valid_bytes: 2, .. })));
+        let missing = read_text(&folder.path().join("none"), 9).expect_err("no such file");
+        assert_eq!(Fault::from(missing).tier, Tier::Input);
+        let is_folder = read_text(folder.path(), 9).expect_err("a folder is no text");
+        assert_eq!(Fault::from(is_folder).tier, Tier::Environment);
+    }
+
+    #[test]
+    fn the_folder_of_a_bare_name_is_the_current_directory() {
+        assert_eq!(folder_of(Path::new("m.toml")), Path::new("."));
+        assert_eq!(folder_of(Path::new("a/m.toml")), Path::new("a"));
+        assert_eq!(folder_of(Path::new("/m.toml")), Path::new("/"));
+    }
+}

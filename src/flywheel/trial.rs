@@ -1,0 +1,1091 @@
+//! Owns `Trial`: one row of the corpus, its columns and their units.
+//!
+//! Only [`Verdict::Ok`] holds a [`Timing`], so a row with a latency that was not checked cannot be built, and predicted
+//! and measured figures are fields of different structs. One timed position is one row: a candidate timed at three
+//! positions gives three rows that share everything but their [`Timing`].
+
+use std::collections::HashMap;
+use std::fmt::{self, Display};
+use std::hash::{BuildHasher, RandomState};
+use std::str::FromStr;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use crate::digest::{Digest, KeyPart, KeySink, key};
+use crate::error::Fault;
+
+/// Version of the columns, in every row. A row with a larger one is refused, not guessed at.
+pub const SCHEMA: u32 = 1;
+/// Longest text of a cell; a candidate of 60 knobs takes about 1000 bytes.
+const TEXT_BYTES_MAX: usize = 8192;
+/// A longer reason is cut: the row points at artefacts that say more.
+const DETAIL_CHARS_MAX: usize = 500;
+
+/// One column, as the documentation shows it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Column {
+    pub name: &'static str,
+    /// `digest`, `text`, `count`, or the unit of a number.
+    pub unit: &'static str,
+    pub meaning: &'static str,
+}
+
+const fn column(name: &'static str, unit: &'static str, meaning: &'static str) -> Column {
+    Column { name, unit, meaning }
+}
+
+/// All columns in file order. Digests are 64 hex digits of blake3. Cells are empty where nothing was measured.
+pub const COLUMNS: [Column; 64] = [
+    column("schema", "count", "version of these columns"),
+    column("trial_id", "digest", "names the row: digest of its other columns and a nonce"),
+    column("utc", "time", "when the row was made, `2026-01-31T12:00:00Z`"),
+    column("tool", "digest", "the monobloc executable"),
+    column("host_kind", "text", "what the host is, such as `x86_64-linux`"),
+    column("manifest", "text", "name of the manifest"),
+    column("model_graph", "digest", "the imported model, weights' values aside"),
+    column("family", "text", "class of the checkpoint, such as `LlamaForCausalLM`"),
+    column("layers", "count", "decoder layers"),
+    column("hidden", "count", "width of the residual"),
+    column("intermediate", "count", "width of the MLP"),
+    column("heads", "count", "query heads"),
+    column("kv_heads", "count", "key and value heads"),
+    column("head_dim", "count", "width of one head"),
+    column("vocab", "count", "rows of the output matrix"),
+    column("parameters", "count", "weights of the checkpoint, tied ones once"),
+    column("weights_dtype", "text", "type of streamed weights"),
+    column("cache_dtype", "text", "type of cached keys and values"),
+    column("wire_dtype", "text", "type of activations between SMs"),
+    column("target", "text", "name of the target record"),
+    column("target_kind", "text", "`cuda` or `cpu`"),
+    column("device_name", "text", "as the driver reports it; empty if no device took part"),
+    column("device_uuid", "text", "as the driver reports it"),
+    column("driver", "text", "driver version"),
+    column("nvrtc", "text", "compiler version"),
+    column("sm_count", "count", "SMs that take part (worker threads on `cpu`)"),
+    column("context_max", "positions", "positions the kernel was built for"),
+    column("candidate", "text", "the knobs, `name=value;name=value`"),
+    column("candidate_digest", "digest", "the same as one word"),
+    column("space", "digest", "the knobs and values that the search could choose from"),
+    column("schedule", "digest", "the placed program; empty if there is none"),
+    column("source", "digest", "the generated kernel source; empty if there is none"),
+    column("cubin", "digest", "the compiled kernel; empty if there is none"),
+    column("seed", "count", "seed of the search"),
+    column(
+        "proposer",
+        "text",
+        "`default`, `prior`, `explore`, `local`, `external` or `seed`: who asked for this point",
+    ),
+    column("incumbent", "digest", "trial_id of what it was timed against, in the same process; may be empty"),
+    column("verdict", "text", "`ok`, `fail`, `infeasible`, `rejected`, `timeout` or `crash`"),
+    column("verdict_detail", "text", "why, if not `ok`"),
+    column("check_positions", "count", "positions whose logits were compared with the reference"),
+    column("error_abs_max", "logits", "largest absolute difference; may be `inf` or `NaN`"),
+    column("error_rel_l2", "ratio", "norm of the difference by norm of the reference, largest of all positions"),
+    column("kl_max", "nats", "largest divergence from the reference's distribution"),
+    column("argmax_agree", "count", "positions whose most likely token agrees"),
+    column("position", "positions", "tokens in the cache at the first timed step"),
+    column("steps_per_launch", "count", "decode steps in one launch"),
+    column("samples", "count", "timed launches"),
+    column("latency_us_p10", "µs per step", "10th percentile over launches"),
+    column("latency_us_p50", "µs per step", "median over launches"),
+    column("latency_us_p90", "µs per step", "90th percentile over launches"),
+    column("ratio_vs_incumbent_p50", "ratio", "median of paired latencies, this by incumbent; below 1 is faster"),
+    column("ratio_low", "ratio", "lower end of its bootstrap interval"),
+    column("ratio_high", "ratio", "upper end"),
+    column("bytes_per_step", "bytes", "bytes a step has to move at that position"),
+    column("floor_us", "µs per step", "those bytes at the target's bandwidth; empty if that is not known"),
+    column("clock_sm_mhz", "MHz", "SM clock while timing"),
+    column("clock_mem_mhz", "MHz", "memory clock while timing"),
+    column("throttle", "text", "reasons for throttling seen while timing; `none` if it was looked for"),
+    column("predicted_us", "µs per step", "what the cost model said beforehand; never a measurement"),
+    column("compile_ms", "ms", "source to cubin; empty if it was cached or not reached"),
+    column("check_ms", "ms", "comparison with the reference"),
+    column("measure_ms", "ms", "timing, warm-up included"),
+    column("registers", "count", "registers of a thread"),
+    column("spill_bytes", "bytes", "local memory of a thread"),
+    column("smem_bytes", "bytes", "shared memory of a block, static and dynamic"),
+];
+
+/// What was tried, and on what. The same for every position that one candidate is timed at.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Facts {
+    /// Digest of the running executable.
+    pub tool: Digest,
+    pub host_kind: String,
+    pub manifest: String,
+    pub model: ModelShape,
+    pub machine: Machine,
+    pub point: Point,
+    pub cost: Cost,
+}
+
+/// Shape columns, so that a prior can carry over from one model to another.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ModelShape {
+    pub model_graph: Digest,
+    pub family: String,
+    pub layers: u32,
+    pub hidden: u32,
+    pub intermediate: u32,
+    pub heads: u32,
+    pub kv_heads: u32,
+    pub head_dim: u32,
+    pub vocab: u32,
+    pub parameters: u64,
+    pub weights_dtype: String,
+    pub cache_dtype: String,
+    pub wire_dtype: String,
+}
+
+/// Where it ran. Fields of a device are empty where none took part.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Machine {
+    pub target: String,
+    pub target_kind: String,
+    pub device_name: String,
+    pub device_uuid: String,
+    pub driver: String,
+    pub nvrtc: String,
+    pub sm_count: u32,
+}
+
+/// The point of the search space, and what was made of it.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Point {
+    pub context_max: u32,
+    /// One line, `name=value;name=value`.
+    pub candidate: String,
+    pub candidate_digest: Digest,
+    pub space: Digest,
+    pub schedule: Option<Digest>,
+    pub source: Option<Digest>,
+    pub cubin: Option<Digest>,
+    pub seed: u64,
+    pub proposer: Proposer,
+    /// Id of the trial that it was timed against.
+    pub incumbent: Option<Digest>,
+    /// The cost model's word, given before anything ran.
+    pub predicted_us: Option<f64>,
+}
+
+/// Who asked for the point.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Proposer {
+    Default,
+    Prior,
+    Explore,
+    Local,
+    External,
+    Seed,
+}
+
+impl Proposer {
+    pub const ALL: [Proposer; 6] =
+        [Proposer::Default, Proposer::Prior, Proposer::Explore, Proposer::Local, Proposer::External, Proposer::Seed];
+
+    pub fn name(self) -> &'static str {
+        match self {
+            Proposer::Default => "default",
+            Proposer::Prior => "prior",
+            Proposer::Explore => "explore",
+            Proposer::Local => "local",
+            Proposer::External => "external",
+            Proposer::Seed => "seed",
+        }
+    }
+}
+
+impl Display for Proposer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// What it took. Empty where a step was cached or not reached.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Cost {
+    pub compile_ms: Option<f64>,
+    pub check_ms: Option<f64>,
+    pub measure_ms: Option<f64>,
+    /// Per thread.
+    pub registers: Option<u32>,
+    /// Per thread.
+    pub spill_bytes: Option<u32>,
+    /// Per block, static and dynamic.
+    pub smem_bytes: Option<u32>,
+}
+
+/// What came of a trial.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Verdict {
+    /// Checked against the reference, and timed.
+    Ok { check: CheckFigures, timing: Timing },
+    /// The numbers are wrong, or the timing cannot be true.
+    Fail { detail: String, check: Option<CheckFigures> },
+    /// The candidate does not fit the target.
+    Infeasible { detail: String },
+    /// The validator found a violation.
+    Rejected { detail: String },
+    /// Past its deadline.
+    Timeout { detail: String, check: Option<CheckFigures> },
+    /// Its process or its device context died.
+    Crash { detail: String, check: Option<CheckFigures> },
+}
+
+impl Verdict {
+    /// The words of the `verdict` column.
+    pub const NAMES: [&'static str; 6] = ["ok", "fail", "infeasible", "rejected", "timeout", "crash"];
+
+    pub fn name(&self) -> &'static str {
+        match self {
+            Verdict::Ok { .. } => "ok",
+            Verdict::Fail { .. } => "fail",
+            Verdict::Infeasible { .. } => "infeasible",
+            Verdict::Rejected { .. } => "rejected",
+            Verdict::Timeout { .. } => "timeout",
+            Verdict::Crash { .. } => "crash",
+        }
+    }
+
+    /// Why, if not `ok`.
+    pub fn detail(&self) -> &str {
+        match self {
+            Verdict::Ok { .. } => "",
+            Verdict::Fail { detail, .. }
+            | Verdict::Infeasible { detail }
+            | Verdict::Rejected { detail }
+            | Verdict::Timeout { detail, .. }
+            | Verdict::Crash { detail, .. } => detail,
+        }
+    }
+
+    pub fn check(&self) -> Option<&CheckFigures> {
+        match self {
+            Verdict::Ok { check, .. } => Some(check),
+            Verdict::Fail { check, .. } | Verdict::Timeout { check, .. } | Verdict::Crash { check, .. } => {
+                check.as_ref()
+            }
+            Verdict::Infeasible { .. } | Verdict::Rejected { .. } => None,
+        }
+    }
+
+    pub fn timing(&self) -> Option<&Timing> {
+        match self {
+            Verdict::Ok { timing, .. } => Some(timing),
+            _ => None,
+        }
+    }
+}
+
+/// Numerics against the reference. A kernel that fails may produce infinities and NaN, and they are kept.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct CheckFigures {
+    pub positions: u32,
+    pub error_abs_max: f64,
+    pub error_rel_l2: f64,
+    pub kl_max: f64,
+    /// Positions whose arg-max agrees.
+    pub argmax_agree: u32,
+}
+
+/// Timing at one position.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Timing {
+    /// Tokens in the cache at the first timed step.
+    pub position: u32,
+    pub steps_per_launch: u32,
+    /// Timed launches.
+    pub samples: u32,
+    pub latency_us_p10: f64,
+    pub latency_us_p50: f64,
+    pub latency_us_p90: f64,
+    pub ratio: Option<RatioInterval>,
+    pub bytes_per_step: u64,
+    pub floor_us: Option<f64>,
+    pub clock_sm_mhz: Option<u32>,
+    pub clock_mem_mhz: Option<u32>,
+    /// Empty if nobody looked, `none` if there was none.
+    pub throttle: String,
+}
+
+/// Paired latency of this trial by the incumbent's, with its bootstrap interval.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct RatioInterval {
+    pub p50: f64,
+    pub low: f64,
+    pub high: f64,
+}
+
+/// A row that cannot be: built by us, or found in a file.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("column `{column}`: {reason}")]
+pub struct RowFault {
+    pub column: &'static str,
+    pub reason: String,
+}
+
+impl From<RowFault> for Fault {
+    /// As an error of its own this is a row that we made; rows found in files are reported, never raised.
+    fn from(fault: RowFault) -> Fault {
+        Fault::internal(format!("a trial cannot be written: {fault}"))
+    }
+}
+
+fn fault<T>(column: &'static str, reason: impl Into<String>) -> Result<T, RowFault> {
+    Err(RowFault { column, reason: reason.into() })
+}
+
+/// One row. Sound by construction: a latency is there exactly when the verdict is `ok`, and can be true.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Trial {
+    trial_id: Digest,
+    utc: String,
+    facts: Facts,
+    verdict: Verdict,
+}
+
+impl Trial {
+    /// Makes a row. `nonce` tells apart repetitions within one second: [`fresh_nonce`].
+    pub fn new(facts: Facts, verdict: Verdict, now: SystemTime, nonce: u64) -> Result<Trial, RowFault> {
+        let mut trial = Trial { trial_id: Digest::from_bytes([0; 32]), utc: utc_text(now), facts, verdict };
+        trial.check()?;
+        trial.trial_id = key(&Identity { trial: &trial, nonce }).0;
+        Ok(trial)
+    }
+
+    pub fn trial_id(&self) -> Digest {
+        self.trial_id
+    }
+
+    pub fn utc(&self) -> &str {
+        &self.utc
+    }
+
+    pub fn facts(&self) -> &Facts {
+        &self.facts
+    }
+
+    pub fn verdict(&self) -> &Verdict {
+        &self.verdict
+    }
+
+    /// What must hold of any row, made or read.
+    fn check(&self) -> Result<(), RowFault> {
+        if !is_utc(&self.utc) {
+            return fault("utc", format!("expected `2026-01-31T12:00:00Z`, found `{}`", cut(&self.utc)));
+        }
+        for (name, cell) in self.cells() {
+            if cell.len() > TEXT_BYTES_MAX {
+                return fault(name, format!("expected at most {TEXT_BYTES_MAX} bytes, found {}", cell.len()));
+            }
+        }
+        let Point { predicted_us, .. } = &self.facts.point;
+        let Cost { compile_ms, check_ms, measure_ms, .. } = &self.facts.cost;
+        for (name, value) in [
+            ("predicted_us", predicted_us),
+            ("compile_ms", compile_ms),
+            ("check_ms", check_ms),
+            ("measure_ms", measure_ms),
+        ] {
+            if value.is_some_and(|value| !value.is_finite() || value < 0.0) {
+                return fault(name, format!("expected a number from 0 on, found `{}`", optional(*value)));
+            }
+        }
+        if let Some(check) = self.verdict.check() {
+            check.check()?;
+        }
+        match &self.verdict {
+            Verdict::Ok { timing, .. } => {
+                if self.facts.point.schedule.is_none() {
+                    return fault("schedule", "expected the digest of what was timed, found nothing");
+                }
+                timing.check()
+            }
+            _ if self.verdict.detail().trim().is_empty() => fault("verdict_detail", "expected a reason, found nothing"),
+            _ => Ok(()),
+        }
+    }
+
+    /// The row as text, in the order of [`COLUMNS`]. No cell has a line break or another control character.
+    pub(super) fn cells(&self) -> Vec<(&'static str, String)> {
+        // Destructured, so that a new field does not compile until it has a column.
+        let Trial { trial_id, utc, facts, verdict } = self;
+        let Facts { tool, host_kind, manifest, model, machine, point, cost } = facts;
+        let ModelShape {
+            model_graph,
+            family,
+            layers,
+            hidden,
+            intermediate,
+            heads,
+            kv_heads,
+            head_dim,
+            vocab,
+            parameters,
+            weights_dtype,
+            cache_dtype,
+            wire_dtype,
+        } = model;
+        let Machine { target, target_kind, device_name, device_uuid, driver, nvrtc, sm_count } = machine;
+        let Point {
+            context_max,
+            candidate,
+            candidate_digest,
+            space,
+            schedule,
+            source,
+            cubin,
+            seed,
+            proposer,
+            incumbent,
+            predicted_us,
+        } = point;
+        let Cost { compile_ms, check_ms, measure_ms, registers, spill_bytes, smem_bytes } = cost;
+        let check = verdict.check();
+        let timing = verdict.timing();
+        let ratio = timing.and_then(|timing| timing.ratio);
+        let detail: String = verdict.detail().chars().take(DETAIL_CHARS_MAX).collect();
+        vec![
+            ("schema", SCHEMA.to_string()),
+            ("trial_id", trial_id.to_string()),
+            ("utc", line(utc)),
+            ("tool", tool.to_string()),
+            ("host_kind", line(host_kind)),
+            ("manifest", line(manifest)),
+            ("model_graph", model_graph.to_string()),
+            ("family", line(family)),
+            ("layers", layers.to_string()),
+            ("hidden", hidden.to_string()),
+            ("intermediate", intermediate.to_string()),
+            ("heads", heads.to_string()),
+            ("kv_heads", kv_heads.to_string()),
+            ("head_dim", head_dim.to_string()),
+            ("vocab", vocab.to_string()),
+            ("parameters", parameters.to_string()),
+            ("weights_dtype", line(weights_dtype)),
+            ("cache_dtype", line(cache_dtype)),
+            ("wire_dtype", line(wire_dtype)),
+            ("target", line(target)),
+            ("target_kind", line(target_kind)),
+            ("device_name", line(device_name)),
+            ("device_uuid", line(device_uuid)),
+            ("driver", line(driver)),
+            ("nvrtc", line(nvrtc)),
+            ("sm_count", sm_count.to_string()),
+            ("context_max", context_max.to_string()),
+            ("candidate", line(candidate)),
+            ("candidate_digest", candidate_digest.to_string()),
+            ("space", space.to_string()),
+            ("schedule", optional(*schedule)),
+            ("source", optional(*source)),
+            ("cubin", optional(*cubin)),
+            ("seed", seed.to_string()),
+            ("proposer", proposer.to_string()),
+            ("incumbent", optional(*incumbent)),
+            ("verdict", verdict.name().to_string()),
+            ("verdict_detail", line(&detail)),
+            ("check_positions", optional(check.map(|check| check.positions))),
+            ("error_abs_max", optional(check.map(|check| check.error_abs_max))),
+            ("error_rel_l2", optional(check.map(|check| check.error_rel_l2))),
+            ("kl_max", optional(check.map(|check| check.kl_max))),
+            ("argmax_agree", optional(check.map(|check| check.argmax_agree))),
+            ("position", optional(timing.map(|timing| timing.position))),
+            ("steps_per_launch", optional(timing.map(|timing| timing.steps_per_launch))),
+            ("samples", optional(timing.map(|timing| timing.samples))),
+            ("latency_us_p10", optional(timing.map(|timing| timing.latency_us_p10))),
+            ("latency_us_p50", optional(timing.map(|timing| timing.latency_us_p50))),
+            ("latency_us_p90", optional(timing.map(|timing| timing.latency_us_p90))),
+            ("ratio_vs_incumbent_p50", optional(ratio.map(|ratio| ratio.p50))),
+            ("ratio_low", optional(ratio.map(|ratio| ratio.low))),
+            ("ratio_high", optional(ratio.map(|ratio| ratio.high))),
+            ("bytes_per_step", optional(timing.map(|timing| timing.bytes_per_step))),
+            ("floor_us", optional(timing.and_then(|timing| timing.floor_us))),
+            ("clock_sm_mhz", optional(timing.and_then(|timing| timing.clock_sm_mhz))),
+            ("clock_mem_mhz", optional(timing.and_then(|timing| timing.clock_mem_mhz))),
+            ("throttle", timing.map(|timing| line(&timing.throttle)).unwrap_or_default()),
+            ("predicted_us", optional(*predicted_us)),
+            ("compile_ms", optional(*compile_ms)),
+            ("check_ms", optional(*check_ms)),
+            ("measure_ms", optional(*measure_ms)),
+            ("registers", optional(*registers)),
+            ("spill_bytes", optional(*spill_bytes)),
+            ("smem_bytes", optional(*smem_bytes)),
+        ]
+    }
+
+    /// Reads a row of this schema. `cells` maps column names to text; every column of [`COLUMNS`] must be there.
+    pub(super) fn from_cells(cells: &HashMap<&str, &str>) -> Result<Trial, RowFault> {
+        let row = Row { cells };
+        let schema: u32 = row.number("schema")?;
+        if schema != SCHEMA {
+            return fault("schema", format!("expected {SCHEMA}, found {schema}"));
+        }
+        let model = ModelShape {
+            model_graph: row.digest("model_graph")?,
+            family: row.text("family")?,
+            layers: row.number("layers")?,
+            hidden: row.number("hidden")?,
+            intermediate: row.number("intermediate")?,
+            heads: row.number("heads")?,
+            kv_heads: row.number("kv_heads")?,
+            head_dim: row.number("head_dim")?,
+            vocab: row.number("vocab")?,
+            parameters: row.number("parameters")?,
+            weights_dtype: row.text("weights_dtype")?,
+            cache_dtype: row.text("cache_dtype")?,
+            wire_dtype: row.text("wire_dtype")?,
+        };
+        let machine = Machine {
+            target: row.text("target")?,
+            target_kind: row.text("target_kind")?,
+            device_name: row.text("device_name")?,
+            device_uuid: row.text("device_uuid")?,
+            driver: row.text("driver")?,
+            nvrtc: row.text("nvrtc")?,
+            sm_count: row.number("sm_count")?,
+        };
+        let proposer = row.text("proposer")?;
+        let Some(proposer) = Proposer::ALL.into_iter().find(|known| known.name() == proposer) else {
+            let known = Proposer::ALL.map(Proposer::name).join(", ");
+            return fault("proposer", format!("expected one of {known}, found `{}`", cut(&proposer)));
+        };
+        let point = Point {
+            context_max: row.number("context_max")?,
+            candidate: row.text("candidate")?,
+            candidate_digest: row.digest("candidate_digest")?,
+            space: row.digest("space")?,
+            schedule: row.digest_or_empty("schedule")?,
+            source: row.digest_or_empty("source")?,
+            cubin: row.digest_or_empty("cubin")?,
+            seed: row.number("seed")?,
+            proposer,
+            incumbent: row.digest_or_empty("incumbent")?,
+            predicted_us: row.number_or_empty("predicted_us")?,
+        };
+        let cost = Cost {
+            compile_ms: row.number_or_empty("compile_ms")?,
+            check_ms: row.number_or_empty("check_ms")?,
+            measure_ms: row.number_or_empty("measure_ms")?,
+            registers: row.number_or_empty("registers")?,
+            spill_bytes: row.number_or_empty("spill_bytes")?,
+            smem_bytes: row.number_or_empty("smem_bytes")?,
+        };
+        let facts = Facts {
+            tool: row.digest("tool")?,
+            host_kind: row.text("host_kind")?,
+            manifest: row.text("manifest")?,
+            model,
+            machine,
+            point,
+            cost,
+        };
+        let (trial_id, utc) = (row.digest("trial_id")?, row.text("utc")?);
+        let trial = Trial { trial_id, utc, facts, verdict: row.verdict()? };
+        trial.check()?;
+        Ok(trial)
+    }
+}
+
+/// What an id stands for.
+struct Identity<'a> {
+    trial: &'a Trial,
+    nonce: u64,
+}
+
+impl KeyPart for Identity<'_> {
+    fn write(&self, key: &mut dyn KeySink) {
+        let Self { trial, nonce } = self;
+        for (name, cell) in trial.cells().iter().filter(|(name, _)| *name != "trial_id") {
+            key.text(name, cell);
+        }
+        key.value("nonce", nonce);
+    }
+}
+
+impl CheckFigures {
+    fn check(&self) -> Result<(), RowFault> {
+        for (name, value) in
+            [("error_abs_max", self.error_abs_max), ("error_rel_l2", self.error_rel_l2), ("kl_max", self.kl_max)]
+        {
+            // A divergence is not negative, but its sum in floating point may be, by rounding.
+            let least = if name == "kl_max" { -1e-3 } else { 0.0 };
+            if value < least {
+                return fault(name, format!("expected a number from 0 on, found `{value}`"));
+            }
+        }
+        if self.positions == 0 {
+            return fault("check_positions", "expected at least 1, found 0");
+        }
+        if self.argmax_agree > self.positions {
+            return fault("argmax_agree", format!("expected at most {}, found {}", self.positions, self.argmax_agree));
+        }
+        Ok(())
+    }
+}
+
+impl Timing {
+    fn check(&self) -> Result<(), RowFault> {
+        let Timing { latency_us_p10: p10, latency_us_p50: p50, latency_us_p90: p90, .. } = *self;
+        for (name, value) in [
+            ("latency_us_p10", Some(p10)),
+            ("latency_us_p50", Some(p50)),
+            ("latency_us_p90", Some(p90)),
+            ("floor_us", self.floor_us),
+            ("ratio_vs_incumbent_p50", self.ratio.map(|ratio| ratio.p50)),
+            ("ratio_low", self.ratio.map(|ratio| ratio.low)),
+            ("ratio_high", self.ratio.map(|ratio| ratio.high)),
+        ] {
+            if value.is_some_and(|value| !value.is_finite() || value <= 0.0) {
+                return fault(name, format!("expected a number above 0, found `{}`", optional(value)));
+            }
+        }
+        for (name, count) in [("steps_per_launch", self.steps_per_launch), ("samples", self.samples)] {
+            if count == 0 {
+                return fault(name, "expected at least 1, found 0");
+            }
+        }
+        if p10 > p50 || p50 > p90 {
+            return fault("latency_us_p50", format!("expected p10 <= p50 <= p90, found {p10}, {p50}, {p90}"));
+        }
+        if let Some(ratio) = self.ratio.filter(|ratio| ratio.low > ratio.high) {
+            return fault("ratio_low", format!("expected at most ratio_high {}, found {}", ratio.high, ratio.low));
+        }
+        match self.floor_us {
+            Some(floor) if p50 < floor => {
+                fault("latency_us_p50", format!("expected at least the floor of {floor} us, found {p50}"))
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+/// The cells of one row, by name.
+struct Row<'a> {
+    cells: &'a HashMap<&'a str, &'a str>,
+}
+
+impl Row<'_> {
+    fn cell(&self, column: &'static str) -> Result<&str, RowFault> {
+        self.cells.get(column).copied().map_or_else(|| fault(column, "is missing"), Ok)
+    }
+
+    fn text(&self, column: &'static str) -> Result<String, RowFault> {
+        self.cell(column).map(str::to_string)
+    }
+
+    fn number<T: FromStr>(&self, column: &'static str) -> Result<T, RowFault> {
+        match self.number_or_empty(column)? {
+            Some(number) => Ok(number),
+            None => fault(column, "expected a number, found nothing"),
+        }
+    }
+
+    fn number_or_empty<T: FromStr>(&self, column: &'static str) -> Result<Option<T>, RowFault> {
+        let cell = self.cell(column)?;
+        if cell.is_empty() {
+            return Ok(None);
+        }
+        let expected = if cell.parse::<f64>().is_ok() { "a whole number in range" } else { "a number" };
+        match cell.parse() {
+            Ok(number) => Ok(Some(number)),
+            Err(_) => fault(column, format!("expected {expected}, found `{}`", cut(cell))),
+        }
+    }
+
+    fn digest(&self, column: &'static str) -> Result<Digest, RowFault> {
+        match self.digest_or_empty(column)? {
+            Some(digest) => Ok(digest),
+            None => fault(column, "expected a digest, found nothing"),
+        }
+    }
+
+    fn digest_or_empty(&self, column: &'static str) -> Result<Option<Digest>, RowFault> {
+        match self.cell(column)? {
+            "" => Ok(None),
+            cell => Digest::parse(cell).map(Some).or_else(|error| fault(column, error.to_string())),
+        }
+    }
+
+    /// Refuses figures that a verdict cannot have: most likely someone edited the row.
+    fn empty(&self, columns: &[&'static str], verdict: &str) -> Result<(), RowFault> {
+        for column in columns {
+            let cell = self.cell(column)?;
+            if !cell.is_empty() {
+                return fault(column, format!("expected nothing for the verdict `{verdict}`, found `{}`", cut(cell)));
+            }
+        }
+        Ok(())
+    }
+
+    fn verdict(&self) -> Result<Verdict, RowFault> {
+        const CHECK: [&str; 5] = ["check_positions", "error_abs_max", "error_rel_l2", "kl_max", "argmax_agree"];
+        const TIMING: [&str; 14] = [
+            "position",
+            "steps_per_launch",
+            "samples",
+            "latency_us_p10",
+            "latency_us_p50",
+            "latency_us_p90",
+            "ratio_vs_incumbent_p50",
+            "ratio_low",
+            "ratio_high",
+            "bytes_per_step",
+            "floor_us",
+            "clock_sm_mhz",
+            "clock_mem_mhz",
+            "throttle",
+        ];
+        let (name, detail) = (self.cell("verdict")?, self.text("verdict_detail")?);
+        if !Verdict::NAMES.contains(&name) {
+            return fault("verdict", format!("expected one of {}, found `{}`", Verdict::NAMES.join(", "), cut(name)));
+        }
+        if name == "ok" {
+            self.empty(&["verdict_detail"], name)?;
+            return Ok(Verdict::Ok { check: self.check_figures()?, timing: self.timing()? });
+        }
+        self.empty(&TIMING, name)?;
+        match name {
+            "infeasible" => self.empty(&CHECK, name).map(|()| Verdict::Infeasible { detail }),
+            "rejected" => self.empty(&CHECK, name).map(|()| Verdict::Rejected { detail }),
+            _ => {
+                let checked = !self.cell("check_positions")?.is_empty();
+                let check =
+                    if checked { Some(self.check_figures()?) } else { self.empty(&CHECK, name).map(|()| None)? };
+                Ok(match name {
+                    "fail" => Verdict::Fail { detail, check },
+                    "timeout" => Verdict::Timeout { detail, check },
+                    _ => Verdict::Crash { detail, check },
+                })
+            }
+        }
+    }
+
+    fn check_figures(&self) -> Result<CheckFigures, RowFault> {
+        Ok(CheckFigures {
+            positions: self.number("check_positions")?,
+            error_abs_max: self.number("error_abs_max")?,
+            error_rel_l2: self.number("error_rel_l2")?,
+            kl_max: self.number("kl_max")?,
+            argmax_agree: self.number("argmax_agree")?,
+        })
+    }
+
+    fn timing(&self) -> Result<Timing, RowFault> {
+        let ratio = match self.number_or_empty("ratio_vs_incumbent_p50")? {
+            Some(p50) => Some(RatioInterval { p50, low: self.number("ratio_low")?, high: self.number("ratio_high")? }),
+            None => {
+                self.empty(&["ratio_low", "ratio_high"], "ok")?;
+                None
+            }
+        };
+        Ok(Timing {
+            position: self.number("position")?,
+            steps_per_launch: self.number("steps_per_launch")?,
+            samples: self.number("samples")?,
+            latency_us_p10: self.number("latency_us_p10")?,
+            latency_us_p50: self.number("latency_us_p50")?,
+            latency_us_p90: self.number("latency_us_p90")?,
+            ratio,
+            bytes_per_step: self.number("bytes_per_step")?,
+            floor_us: self.number_or_empty("floor_us")?,
+            clock_sm_mhz: self.number_or_empty("clock_sm_mhz")?,
+            clock_mem_mhz: self.number_or_empty("clock_mem_mhz")?,
+            throttle: self.text("throttle")?,
+        })
+    }
+}
+
+/// Shortest text that reads back as the same value; empty for none.
+fn optional(value: Option<impl Display>) -> String {
+    value.map(|value| value.to_string()).unwrap_or_default()
+}
+
+/// Text on one line: rows are lines, so that a torn one never swallows the next.
+fn line(text: &str) -> String {
+    text.chars().map(|c| if c.is_control() { ' ' } else { c }).collect()
+}
+
+fn cut(text: &str) -> String {
+    text.chars().take(40).collect()
+}
+
+/// A number that no other trial of this or any other process is likely to have.
+pub fn fresh_nonce() -> u64 {
+    // The standard library seeds its hash maps from the system's random source; clock and process come on top.
+    RandomState::new().hash_one((std::process::id(), SystemTime::now()))
+}
+
+/// `2026-01-31T12:00:00Z`.
+pub fn utc_text(time: SystemTime) -> String {
+    let seconds = time.duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
+    let (days, second) = (seconds / 86_400, seconds % 86_400);
+    // Civil date from a day count, <https://howardhinnant.github.io/date_algorithms.html>: years start in March, and
+    // 400 of them have 146097 days.
+    let days = days + 719_468;
+    let (era, day_of_era) = (days / 146_097, days % 146_097);
+    let year_of_era = (day_of_era - day_of_era / 1460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
+    let day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
+    let month_from_march = (5 * day_of_year + 2) / 153;
+    let day = day_of_year - (153 * month_from_march + 2) / 5 + 1;
+    let month = if month_from_march < 10 { month_from_march + 3 } else { month_from_march - 9 };
+    let year = era * 400 + year_of_era + u64::from(month <= 2);
+    format!("{year:04}-{month:02}-{day:02}T{:02}:{:02}:{:02}Z", second / 3600, second / 60 % 60, second % 60)
+}
+
+fn is_utc(text: &str) -> bool {
+    const SHAPE: &[u8] = b"0000-00-00T00:00:00Z";
+    text.len() == SHAPE.len()
+        && text.bytes().zip(SHAPE).all(|(c, shape)| if *shape == b'0' { c.is_ascii_digit() } else { c == *shape })
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use std::time::Duration;
+
+    pub fn facts() -> Facts {
+        let digest = |text: &str| Digest::of(text.as_bytes());
+        Facts {
+            tool: digest("tool"),
+            host_kind: "x86_64-linux".into(),
+            manifest: "smollm, \"small\"".into(),
+            model: ModelShape {
+                model_graph: digest("model"),
+                family: "LlamaForCausalLM".into(),
+                layers: 30,
+                hidden: 576,
+                intermediate: 1536,
+                heads: 9,
+                kv_heads: 3,
+                head_dim: 64,
+                vocab: 49_152,
+                parameters: 134_515_008,
+                weights_dtype: "bf16".into(),
+                cache_dtype: "bf16".into(),
+                wire_dtype: "f32".into(),
+            },
+            machine: Machine {
+                target: "h200".into(),
+                target_kind: "cuda".into(),
+                device_name: "NVIDIA H200".into(),
+                device_uuid: "GPU-1".into(),
+                driver: "580.65".into(),
+                nvrtc: "12.8".into(),
+                sm_count: 132,
+            },
+            point: Point {
+                context_max: 4096,
+                candidate: "split_k=2;warps=16".into(),
+                candidate_digest: digest("split_k=2;warps=16"),
+                space: digest("space"),
+                schedule: Some(digest("schedule")),
+                source: Some(digest("source")),
+                cubin: Some(digest("cubin")),
+                seed: 7,
+                proposer: Proposer::Local,
+                incumbent: None,
+                predicted_us: Some(81.25),
+            },
+            cost: Cost { compile_ms: Some(2100.5), registers: Some(168), ..Cost::default() },
+        }
+    }
+
+    pub fn check_figures() -> CheckFigures {
+        CheckFigures { positions: 8, error_abs_max: 0.031, error_rel_l2: 0.0021, kl_max: 1e-5, argmax_agree: 8 }
+    }
+
+    pub fn timing(position: u32, latency_us: f64) -> Timing {
+        Timing {
+            position,
+            steps_per_launch: 32,
+            samples: 40,
+            latency_us_p10: latency_us * 0.99,
+            latency_us_p50: latency_us,
+            latency_us_p90: latency_us * 1.1,
+            ratio: Some(RatioInterval { p50: 0.97, low: 0.95, high: 0.99 }),
+            bytes_per_step: 269_000_000,
+            floor_us: Some(latency_us / 2.0),
+            clock_sm_mhz: Some(1980),
+            clock_mem_mhz: None,
+            throttle: "none".into(),
+        }
+    }
+
+    pub fn ok(position: u32, latency_us: f64) -> Verdict {
+        Verdict::Ok { check: check_figures(), timing: timing(position, latency_us) }
+    }
+
+    pub fn trial(verdict: Verdict, nonce: u64) -> Trial {
+        Trial::new(facts(), verdict, UNIX_EPOCH + Duration::from_secs(1_769_860_800), nonce).unwrap()
+    }
+
+    fn reread(cells: &[(&'static str, String)]) -> Result<Trial, RowFault> {
+        Trial::from_cells(&cells.iter().map(|(name, cell)| (*name, cell.as_str())).collect())
+    }
+
+    fn set(cells: &mut [(&'static str, String)], column: &str, value: &str) {
+        cells.iter_mut().find(|(name, _)| *name == column).unwrap().1 = value.to_string();
+    }
+
+    #[test]
+    fn cells_stand_under_their_columns() {
+        let names: Vec<&str> = trial(ok(32, 80.0), 1).cells().iter().map(|(name, _)| *name).collect();
+        assert_eq!(names, COLUMNS.map(|column| column.name));
+    }
+
+    #[test]
+    fn an_id_names_one_row() {
+        let first = trial(ok(32, 80.0), 1);
+        assert_eq!(first.trial_id(), trial(ok(32, 80.0), 1).trial_id());
+        assert_ne!(first.trial_id(), trial(ok(32, 80.0), 2).trial_id(), "a repetition");
+        assert_ne!(first.trial_id(), trial(ok(1024, 80.0), 1).trial_id(), "another position");
+        assert_ne!(fresh_nonce(), fresh_nonce());
+    }
+
+    #[test]
+    fn utc_is_the_civil_date() {
+        let text = |seconds| utc_text(UNIX_EPOCH + Duration::from_secs(seconds));
+        assert_eq!(text(0), "1970-01-01T00:00:00Z");
+        assert_eq!(text(951_782_399), "2000-02-28T23:59:59Z");
+        assert_eq!(text(951_868_800), "2000-03-01T00:00:00Z");
+        assert_eq!(text(1_709_164_800), "2024-02-29T00:00:00Z");
+        assert_eq!(text(1_769_860_801), "2026-01-31T12:00:01Z");
+        assert_eq!(text(4_107_542_399), "2100-02-28T23:59:59Z");
+        assert_eq!(text(4_107_542_400), "2100-03-01T00:00:00Z", "2100 is no leap year");
+    }
+
+    #[test]
+    fn a_timing_that_cannot_be_true_is_refused() {
+        let broken = |change: fn(&mut Timing)| {
+            let mut timing = timing(32, 80.0);
+            change(&mut timing);
+            let verdict = Verdict::Ok { check: check_figures(), timing };
+            Trial::new(facts(), verdict, UNIX_EPOCH, 0).unwrap_err().column
+        };
+        assert_eq!(broken(|timing| timing.latency_us_p50 = f64::NAN), "latency_us_p50");
+        assert_eq!(broken(|timing| timing.latency_us_p10 = 0.0), "latency_us_p10");
+        assert_eq!(broken(|timing| timing.latency_us_p90 = 1.0), "latency_us_p50");
+        assert_eq!(broken(|timing| timing.floor_us = Some(80.1)), "latency_us_p50");
+        assert_eq!(broken(|timing| timing.samples = 0), "samples");
+        assert_eq!(broken(|timing| timing.ratio = Some(RatioInterval { p50: 1.0, low: 1.1, high: 0.9 })), "ratio_low");
+        let mut unplaced = facts();
+        unplaced.point.schedule = None;
+        assert_eq!(Trial::new(unplaced, ok(32, 80.0), UNIX_EPOCH, 0).unwrap_err().column, "schedule");
+        let unexplained = Verdict::Rejected { detail: "\n".into() };
+        assert_eq!(Trial::new(facts(), unexplained, UNIX_EPOCH, 0).unwrap_err().column, "verdict_detail");
+    }
+
+    #[test]
+    fn figures_that_a_verdict_cannot_have_are_refused_when_read() {
+        for column in ["latency_us_p50", "samples", "ratio_low", "floor_us", "throttle"] {
+            let mut cells = trial(Verdict::Crash { detail: "SIGSEGV".into(), check: None }, 1).cells();
+            set(&mut cells, column, "80");
+            let fault = reread(&cells).unwrap_err();
+            assert_eq!(
+                fault.to_string(),
+                format!("column `{column}`: expected nothing for the verdict `crash`, found `80`")
+            );
+        }
+        let mut cells = trial(Verdict::Infeasible { detail: "x".into() }, 1).cells();
+        set(&mut cells, "kl_max", "0.1");
+        assert_eq!(reread(&cells).unwrap_err().column, "kl_max");
+    }
+
+    #[test]
+    fn hand_edited_values_are_named() {
+        for (column, value, expected) in [
+            ("layers", "thirty", "expected a number, found `thirty`"),
+            ("layers", "30.0", "expected a whole number in range, found `30.0`"),
+            ("layers", "", "expected a number, found nothing"),
+            ("vocab", "-1", "expected a whole number in range, found `-1`"),
+            ("schema", "0", "expected 1, found 0"),
+            ("cubin", "abc", "expected 64 lower-case hex digits, found `abc`"),
+            ("verdict", "great", "expected one of ok, fail, infeasible, rejected, timeout, crash, found `great`"),
+            ("proposer", "me", "expected one of default, prior, explore, local, external, seed, found `me`"),
+            ("latency_us_p50", "1", "expected p10 <= p50 <= p90, found 79.2, 1, 88"),
+            ("latency_us_p50", "", "expected a number, found nothing"),
+            ("utc", "yesterday", "expected `2026-01-31T12:00:00Z`, found `yesterday`"),
+            ("argmax_agree", "9", "expected at most 8, found 9"),
+            ("predicted_us", "inf", "expected a number from 0 on, found `inf`"),
+            ("ratio_vs_incumbent_p50", "", "expected nothing for the verdict `ok`, found `0.95`"),
+        ] {
+            let mut cells = trial(ok(32, 80.0), 1).cells();
+            set(&mut cells, column, value);
+            let fault = reread(&cells).unwrap_err();
+            assert_eq!(fault.reason, expected, "{column} = {value}");
+        }
+        let mut cells = trial(ok(32, 80.0), 1).cells();
+        cells.retain(|(name, _)| *name != "driver");
+        assert_eq!(reread(&cells).unwrap_err().to_string(), "column `driver`: is missing");
+    }
+
+    #[test]
+    fn text_stays_on_one_line_and_reasons_stay_short() {
+        let detail = format!("line one\r\nline two\t{}", "x".repeat(900));
+        let cells = trial(Verdict::Fail { detail, check: None }, 1).cells();
+        let (_, cell) = cells.iter().find(|(name, _)| *name == "verdict_detail").unwrap();
+        assert!(cell.starts_with("line one  line two x") && cell.chars().count() == DETAIL_CHARS_MAX, "{cell}");
+        let mut long = facts();
+        long.point.candidate = "k=1;".repeat(4000);
+        assert_eq!(Trial::new(long, ok(32, 80.0), UNIX_EPOCH, 0).unwrap_err().column, "candidate");
+    }
+
+    fn text() -> impl Strategy<Value = String> {
+        "[a-zA-Z0-9 ,;=\"'µ\\\\|-]{0,24}"
+    }
+
+    fn figure() -> impl Strategy<Value = f64> {
+        prop_oneof![0.0..1e12f64, Just(0.0), Just(f64::MIN_POSITIVE), Just(f64::INFINITY), Just(1.0 / 3.0)]
+    }
+
+    fn checks() -> impl Strategy<Value = CheckFigures> {
+        (1..100u32, figure(), figure(), figure()).prop_map(|(positions, error_abs_max, error_rel_l2, kl_max)| {
+            CheckFigures { positions, error_abs_max, error_rel_l2, kl_max, argmax_agree: positions / 2 }
+        })
+    }
+
+    fn timings() -> impl Strategy<Value = Timing> {
+        let ratio = prop::option::of(0.01..10.0f64);
+        (any::<u32>(), 1..9999u32, 0.001..1e9f64, ratio, any::<u64>(), prop::option::of(any::<u32>()), text()).prop_map(
+            |(position, samples, latency, ratio, bytes_per_step, clock_mem_mhz, throttle)| Timing {
+                samples,
+                ratio: ratio.map(|ratio| RatioInterval { p50: ratio, low: ratio * 0.9, high: ratio * 1.1 }),
+                bytes_per_step,
+                clock_mem_mhz,
+                throttle,
+                ..timing(position, latency)
+            },
+        )
+    }
+
+    pub fn verdicts() -> impl Strategy<Value = Verdict> {
+        let detail = || text().prop_map(|text| format!("x{text}"));
+        let check = || prop::option::of(checks());
+        prop_oneof![
+            (checks(), timings()).prop_map(|(check, timing)| Verdict::Ok { check, timing }),
+            (detail(), check()).prop_map(|(detail, check)| Verdict::Fail { detail, check }),
+            detail().prop_map(|detail| Verdict::Infeasible { detail }),
+            detail().prop_map(|detail| Verdict::Rejected { detail }),
+            (detail(), check()).prop_map(|(detail, check)| Verdict::Timeout { detail, check }),
+            (detail(), check()).prop_map(|(detail, check)| Verdict::Crash { detail, check }),
+        ]
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
+
+        #[test]
+        fn a_row_reads_back_as_it_was(
+            verdict in verdicts(), name in text(), seed in any::<u64>(), at in 0..9_000_000_000u64,
+        ) {
+            let mut facts = facts();
+            facts.manifest = name.clone();
+            facts.point.candidate = name;
+            facts.point.seed = seed;
+            facts.point.predicted_us = None;
+            facts.point.cubin = None;
+            let trial = Trial::new(facts, verdict, UNIX_EPOCH + Duration::from_secs(at), seed).unwrap();
+            prop_assert_eq!(reread(&trial.cells()).unwrap(), trial);
+        }
+    }
+}

@@ -1,0 +1,696 @@
+//! Executes a plan in one thread, in a hostile order that a seed decides: the second judge beside the validator.
+//!
+//! What `threads` leaves out is here. SMs drift apart as far as events let them, over step boundaries, with one SM
+//! starved at a time. Each loader runs ahead as far as its ring lets it, and freed slots are overwritten. Every element
+//! remembers the step that wrote it, so that reading too early, too late or never is named. Cache rows that an SM wrote
+//! stay unseen by loaders until the SM signals an event that orders memory, and a loader asks for history only after its
+//! SM has waited for such an event, carried from the step before; nothing in `ir` promises more.
+//!
+//! Counters count over steps, as on a device; packets are tagged with their step. A task is one indivisible action.
+
+use super::kernel::Isa;
+use super::memory::{Access, Cache, CacheColumns, Memory, Place, Region, round_to};
+use super::ops::{self, History, Input, Scratch, Step, Streamed};
+use super::plan::{Plan, StreamBytes, TaskPlan, Work};
+use super::real::Real;
+use super::synthetic::Random;
+use super::threads::Direct;
+use super::{Blocked, BlockedWait, Engine, InterpError, Logits, Pack, StepResult};
+use crate::ir::schedule::Mechanism;
+use crate::ir::{BufferId, EventId, SmId, TaskId};
+use std::collections::VecDeque;
+use std::ops::ControlFlow;
+use std::sync::Arc;
+use thiserror::Error;
+
+/// What a schedule did that its events do not allow. Positions number the steps.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+pub enum Violation {
+    #[error("{sm} {task} at position {expected} reads column {column} of {buffer}, {}", written(found))]
+    Stale { sm: SmId, task: TaskId, buffer: BufferId, column: usize, expected: u32, found: Option<u32> },
+    #[error("{sm} {task} at position {position} writes column {column} of {buffer}, already written in this step")]
+    WrittenTwice { sm: SmId, task: TaskId, buffer: BufferId, column: usize, position: u32 },
+    #[error("{sm} loads row {row} of {buffer} for {task} at position {position}, which no ordered write has reached")]
+    Unordered { sm: SmId, task: TaskId, buffer: BufferId, row: usize, position: u32 },
+    #[error("{sm} {task} at position {position} reads history before it waited for a carried event that orders memory")]
+    NotAcquired { sm: SmId, task: TaskId, position: u32 },
+    #[error("{sm} reached {task} at position {position}, its stream brings {found}")]
+    StreamOrder { sm: SmId, task: TaskId, position: u32, found: String },
+    #[error("{sm} {task} at position {position} needs more than the {slots} ring slots of {slot_bytes} bytes")]
+    Ring { sm: SmId, task: TaskId, position: u32, slots: u32, slot_bytes: u32 },
+}
+
+fn written(found: &Option<u32>) -> String {
+    match found {
+        Some(position) => format!("expected this step's, found one written at position {position}"),
+        None => "which nothing has written".to_string(),
+    }
+}
+
+pub struct Adversary<R> {
+    plan: Arc<Plan>,
+    pack: Pack,
+    isa: Isa,
+    memory: Memory,
+    seed: u64,
+    random: Random,
+    tags: Tags,
+    sms: Vec<Sm>,
+    scratch: Scratch<R>,
+    /// Regime of the last step that was launched.
+    previous_regime: usize,
+}
+
+/// The position whose step wrote each element last.
+struct Tags {
+    exchange: Vec<Option<u32>>,
+    output: Vec<Option<u32>>,
+    /// By cache: whether an ordered write has reached each element.
+    caches: Vec<Vec<bool>>,
+}
+
+struct Sm {
+    id: SmId,
+    private: Vec<u32>,
+    private_tags: Vec<Option<u32>>,
+    /// Step of the launch, and task in its queue.
+    step: usize,
+    cursor: usize,
+    /// Steps of this launch whose history the loader may ask for.
+    acquired: usize,
+    loader: Loader,
+    slots: Vec<Vec<u32>>,
+    free: Vec<usize>,
+    ring: VecDeque<Chunk>,
+    /// Cache rows written and not yet released: columns, row, values.
+    pending: Vec<(CacheColumns, usize, Vec<f32>)>,
+}
+
+/// The next chunk that a loader brings in.
+#[derive(Clone, Copy, Default)]
+struct Loader {
+    step: usize,
+    run: usize,
+    /// Bytes of a fixed run, or chunks of a history run, already loaded.
+    done: usize,
+}
+
+struct Chunk {
+    slot: usize,
+    task: TaskId,
+    step: usize,
+    bytes: usize,
+}
+
+/// What happened in a launch so far.
+struct Launch<'a> {
+    position: u32,
+    inputs: &'a [Input],
+    /// By step: regime, and steps of the launch that ran it before.
+    regimes: Vec<(usize, u64)>,
+    /// By step and event: signals.
+    signals: Vec<Vec<u32>>,
+    /// By regime and event: signals of all steps.
+    totals: Vec<Vec<u64>>,
+    /// By step.
+    tokens: Vec<u32>,
+    logits: Vec<Vec<f32>>,
+}
+
+enum Action {
+    Run(usize),
+    Load(usize),
+}
+
+impl<R: Real> Adversary<R> {
+    pub fn new(plan: Arc<Plan>, pack: Pack, isa: Isa, seed: u64) -> Adversary<R> {
+        let caches: Vec<Cache> = plan.caches.iter().map(|c| Cache::new(c.dtype, c.rows, c.cols)).collect();
+        let tags = Tags {
+            exchange: vec![None; plan.exchange_words],
+            output: vec![None; plan.output_words],
+            caches: caches.iter().map(|c| vec![false; c.rows() * c.cols()]).collect(),
+        };
+        let slots = plan.ring.slots as usize;
+        let sms = (0..plan.sms)
+            .map(|sm| Sm {
+                id: SmId::from(sm),
+                private: vec![0; plan.private_words],
+                private_tags: vec![None; plan.private_words],
+                step: 0,
+                cursor: 0,
+                acquired: 0,
+                loader: Loader::default(),
+                slots: vec![vec![]; slots],
+                free: (0..slots).collect(),
+                ring: VecDeque::new(),
+                pending: vec![],
+            })
+            .collect();
+        Adversary {
+            memory: Memory::new(plan.exchange_words, plan.output_words, caches),
+            pack,
+            isa,
+            seed,
+            random: Random::new(seed),
+            tags,
+            sms,
+            scratch: Scratch::new(),
+            previous_regime: 0,
+            plan,
+        }
+    }
+
+    fn run(&mut self, launch: &mut Launch<'_>) -> Result<(), InterpError> {
+        for sm in &mut self.sms {
+            (sm.step, sm.cursor, sm.acquired, sm.loader) = (0, 0, 1, Loader::default());
+            // A launch that failed may have left chunks behind.
+            sm.ring.clear();
+            sm.free = (0..sm.slots.len()).collect();
+            self.plan.skip_empty(launch, &mut sm.loader, sm.id);
+        }
+        // One SM at a time runs only when nothing else can, so that the others get as far ahead as events let them.
+        let mut starved = self.random.below(self.sms.len().max(1));
+        let mut last = 0;
+        let mut actions = vec![];
+        loop {
+            actions.clear();
+            for sm in 0..self.sms.len() {
+                self.advance(launch, sm);
+                if self.ready(launch, sm) {
+                    actions.push(Action::Run(sm));
+                }
+                if self.can_load(launch, sm) {
+                    actions.push(Action::Load(sm));
+                }
+            }
+            if self.sms.iter().all(|sm| sm.step == launch.inputs.len()) {
+                break;
+            }
+            if self.random.below(64) == 0 {
+                starved = self.random.below(self.sms.len());
+            }
+            let of = |action: &Action| match *action {
+                Action::Run(sm) | Action::Load(sm) => sm,
+            };
+            if actions.iter().any(|a| of(a) != starved) {
+                actions.retain(|a| of(a) != starved);
+            }
+            if actions.is_empty() {
+                return Err(self.deadlock(launch));
+            }
+            // Half of the time one SM goes on, so that it gets several tasks ahead.
+            let same: Vec<usize> = (0..actions.len()).filter(|&i| of(&actions[i]) == last).collect();
+            let choice = match same.len() {
+                n if n > 0 && self.random.below(2) == 0 => same[self.random.below(n)],
+                _ => self.random.below(actions.len()),
+            };
+            last = of(&actions[choice]);
+            match actions[choice] {
+                Action::Run(sm) => self.task(launch, sm)?,
+                Action::Load(sm) => self.load(launch, sm)?,
+            }
+        }
+        // The end of a launch orders everything.
+        for sm in 0..self.sms.len() {
+            self.release(sm);
+        }
+        Ok(())
+    }
+
+    /// Moves an SM whose queue is done to the next step.
+    fn advance(&mut self, launch: &Launch<'_>, sm: usize) {
+        let sm = &mut self.sms[sm];
+        while let Some(&(regime, _)) = launch.regimes.get(sm.step)
+            && sm.cursor == self.plan.regimes[regime].queues[sm.id.index()].len()
+        {
+            (sm.step, sm.cursor) = (sm.step + 1, 0);
+        }
+    }
+
+    fn ready(&self, launch: &Launch<'_>, sm: usize) -> bool {
+        let sm = &self.sms[sm];
+        let Some(&(regime, _)) = launch.regimes.get(sm.step) else { return false };
+        let Some(task) = self.plan.regimes[regime].queues[sm.id.index()].get(sm.cursor) else { return false };
+        task.waits.iter().all(|&(event, count)| self.seen(launch, sm.step, event) >= count)
+    }
+
+    /// Signals of `event` that a wait in `step` sees.
+    fn seen(&self, launch: &Launch<'_>, step: usize, event: EventId) -> u32 {
+        let (regime, epoch) = launch.regimes[step];
+        let plan = &self.plan.regimes[regime].events[event.index()];
+        let past = |epoch: u64| {
+            let before = epoch * u64::from(plan.signals);
+            launch.totals[regime][event.index()].saturating_sub(before) as u32
+        };
+        let counter = plan.event.mechanism == Mechanism::Counter;
+        match (plan.event.carried, step.checked_sub(1)) {
+            (false, _) if counter => past(epoch),
+            (false, _) => launch.signals[step][event.index()],
+            // The previous launch has ended.
+            (true, None) => u32::MAX,
+            (true, Some(before)) if launch.regimes[before].0 == regime => {
+                if counter {
+                    past(epoch - 1)
+                } else {
+                    launch.signals[before][event.index()]
+                }
+            }
+            // The first step of a regime sees the same columns, published by the tasks of the regime before.
+            (true, Some(before)) => {
+                let events = &self.plan.regimes[launch.regimes[before].0].events;
+                let done = events.iter().zip(&launch.signals[before]).all(|(e, &seen)| {
+                    let same = e.event.carried && e.event.buffer == plan.event.buffer;
+                    !same || e.event.hi <= plan.event.lo || plan.event.hi <= e.event.lo || seen >= e.event.count
+                });
+                if done { u32::MAX } else { 0 }
+            }
+        }
+    }
+
+    fn can_load(&self, launch: &Launch<'_>, sm: usize) -> bool {
+        let sm = &self.sms[sm];
+        let Some(&(regime, _)) = launch.regimes.get(sm.loader.step) else { return false };
+        let run = &self.plan.regimes[regime].streams[sm.id.index()][sm.loader.run];
+        let history = matches!(run.bytes, StreamBytes::History { .. });
+        !sm.free.is_empty() && (!history || sm.loader.step < sm.acquired)
+    }
+
+    /// Brings the next chunk of an SM's stream into a free slot.
+    fn load(&mut self, launch: &Launch<'_>, sm: usize) -> Result<(), InterpError> {
+        let plan = self.plan.clone();
+        let pack: &[u8] = (*self.pack).as_ref();
+        let sm = &mut self.sms[sm];
+        let (regime, _) = launch.regimes[sm.loader.step];
+        let position = launch.position + sm.loader.step as u32;
+        let run = &plan.regimes[regime].streams[sm.id.index()][sm.loader.run];
+        let slot_bytes = plan.ring.slot_bytes as usize;
+        let Some(slot) = sm.free.pop() else { return Ok(()) };
+        let words = &mut sm.slots[slot];
+        words.clear();
+        let bytes = match &run.bytes {
+            StreamBytes::Fixed(range) => {
+                let begin = range.start + sm.loader.done;
+                let bytes = slot_bytes.min(range.end - begin);
+                words.extend(pack[begin..begin + bytes].chunks(4).map(word));
+                sm.loader.done += bytes;
+                bytes
+            }
+            StreamBytes::History { rows, keys, values, op, j } => {
+                let (start, end) = op.history_share(position, *j);
+                let first = start as usize + sm.loader.done / 2 * rows;
+                let last = (first + rows).min(end as usize);
+                let columns = if sm.loader.done.is_multiple_of(2) { *keys } else { *values };
+                let cache = &self.memory.caches[columns.cache];
+                let tags = &self.tags.caches[columns.cache];
+                let mut row_bytes = vec![];
+                for row in first..last {
+                    let at = row * cache.cols() + columns.first;
+                    if tags[at..at + columns.len].iter().any(|ordered| !ordered) {
+                        let buffer = plan.caches[columns.cache].buffer;
+                        return Err(Violation::Unordered { sm: sm.id, task: run.task, buffer, row, position }.into());
+                    }
+                    let mut values = vec![0.0; columns.len];
+                    // SAFETY: one thread, and nothing is appended while the rows are read.
+                    unsafe { cache.history(row, row + 1, columns.first, columns.len) }.read(0, &mut values);
+                    for value in values {
+                        let bits = value.to_bits().to_le_bytes();
+                        // The upper half of fp32 is the bf16 it was widened from.
+                        row_bytes.extend_from_slice(if cache.dtype().bytes() == 2 { &bits[2..] } else { &bits });
+                    }
+                }
+                words.extend(row_bytes.chunks(4).map(word));
+                sm.loader.done += 1;
+                row_bytes.len()
+            }
+        };
+        if bytes > slot_bytes {
+            let ring = plan.ring;
+            let (slots, slot_bytes) = (ring.slots, ring.slot_bytes);
+            return Err(Violation::Ring { sm: sm.id, task: run.task, position, slots, slot_bytes }.into());
+        }
+        sm.ring.push_back(Chunk { slot, task: run.task, step: sm.loader.step, bytes });
+        plan.skip_empty(launch, &mut sm.loader, sm.id);
+        Ok(())
+    }
+
+    /// The next chunk of an SM's ring, loaded now if the loader was behind.
+    fn next_chunk(&mut self, launch: &Launch<'_>, sm: usize, task: TaskId) -> Result<Chunk, InterpError> {
+        let state = &self.sms[sm];
+        let (id, step) = (state.id, state.step);
+        let position = launch.position + step as u32;
+        if state.ring.is_empty() {
+            if !self.can_load(launch, sm) {
+                let ring = self.plan.ring;
+                let (slots, slot_bytes) = (ring.slots, ring.slot_bytes);
+                let violation = match state.loader.step {
+                    _ if state.free.is_empty() => Violation::Ring { sm: id, task, position, slots, slot_bytes },
+                    at if at == step && at >= state.acquired => Violation::NotAcquired { sm: id, task, position },
+                    _ => Violation::StreamOrder { sm: id, task, position, found: "nothing more".to_string() },
+                };
+                return Err(violation.into());
+            }
+            self.load(launch, sm)?;
+        }
+        match self.sms[sm].ring.pop_front() {
+            Some(chunk) if chunk.task == task && chunk.step == step => Ok(chunk),
+            other => {
+                let found = other.map_or("nothing more".to_string(), |chunk| chunk.task.to_string());
+                Err(Violation::StreamOrder { sm: id, task, position, found }.into())
+            }
+        }
+    }
+
+    /// Gives a slot back; what was in it is destroyed.
+    fn free(&mut self, sm: usize, chunk: &Chunk) {
+        let sm = &mut self.sms[sm];
+        sm.slots[chunk.slot].fill(u32::MAX);
+        sm.free.push(chunk.slot);
+    }
+
+    /// Executes the head task of an SM.
+    fn task(&mut self, launch: &mut Launch<'_>, sm: usize) -> Result<(), InterpError> {
+        let plan = self.plan.clone();
+        let (step, cursor) = (self.sms[sm].step, self.sms[sm].cursor);
+        let regime_index = launch.regimes[step].0;
+        let regime = &plan.regimes[regime_index];
+        let task = &regime.queues[sm][cursor];
+        let position = launch.position + step as u32;
+        let orders = |event: &EventId| regime.events[event.index()].event.mechanism.orders_memory();
+        if task.waits.iter().any(|(event, _)| regime.events[event.index()].event.carried && orders(event)) {
+            self.sms[sm].acquired = self.sms[sm].acquired.max(step + 1);
+        }
+
+        let mut words = [vec![], vec![]];
+        let mut rows = 0;
+        match &task.work {
+            Work::MatVec(m) => {
+                let mut bytes = 0;
+                while bytes < m.weight.len() {
+                    let chunk = self.next_chunk(launch, sm, task.id)?;
+                    words[0].extend_from_slice(&self.sms[sm].slots[chunk.slot]);
+                    bytes += chunk.bytes;
+                    self.free(sm, &chunk);
+                    self.load_some(launch, sm)?;
+                }
+            }
+            Work::Attention(a) => {
+                let (start, end) = a.op.history_share(position, a.j);
+                rows = end.saturating_sub(start) as usize;
+                let row_bytes = a.keys.len * a.cache_dtype.bytes();
+                let mut loaded = 0;
+                while loaded < rows {
+                    // Both chunks are held at once: weights of a row's value need its score.
+                    let pair = [self.next_chunk(launch, sm, task.id)?, self.next_chunk(launch, sm, task.id)?];
+                    for (words, chunk) in words.iter_mut().zip(&pair) {
+                        words.extend_from_slice(&self.sms[sm].slots[chunk.slot]);
+                    }
+                    loaded += pair[0].bytes / row_bytes.max(1);
+                    pair.iter().for_each(|chunk| self.free(sm, chunk));
+                    self.load_some(launch, sm)?;
+                }
+            }
+            _ => {}
+        }
+        let streamed = match &task.work {
+            Work::MatVec(m) => Streamed::Weights(&bytemuck::cast_slice(&words[0])[..m.weight.len()]),
+            Work::Attention(a) => Streamed::History(History {
+                keys: ops::history_rows(a.cache_dtype, &words[0], a.keys.len),
+                values: ops::history_rows(a.cache_dtype, &words[1], a.values.len),
+                rows,
+            }),
+            _ => Streamed::Nothing,
+        };
+        let previous = step.checked_sub(1).map_or(self.previous_regime, |before| launch.regimes[before].0);
+        let context = Step {
+            plan: &plan,
+            pack: (*self.pack).as_ref(),
+            isa: self.isa,
+            position,
+            serial: 0,
+            input: launch.inputs[step],
+            previous_parts: &plan.regimes[previous].parts,
+        };
+        let state = &mut self.sms[sm];
+        let mut memory = Checked {
+            direct: Direct { memory: &self.memory, private: &mut state.private, position },
+            private_tags: &mut state.private_tags,
+            tags: &mut self.tags,
+            pending: &mut state.pending,
+            sm: state.id,
+            task: task.id,
+            violation: None,
+        };
+        ops::run(&task.work, &context, streamed, &mut memory, &mut self.scratch);
+        if let Some(violation) = memory.violation {
+            return Err(violation.into());
+        }
+        self.record(launch, sm, task, step);
+        if task.signals.iter().any(orders) {
+            self.release(sm);
+        }
+        for event in &task.signals {
+            launch.signals[step][event.index()] += 1;
+            launch.totals[regime_index][event.index()] += 1;
+        }
+        self.sms[sm].cursor += 1;
+        Ok(())
+    }
+
+    /// Lets the loader of an SM run ahead by a random number of chunks.
+    fn load_some(&mut self, launch: &Launch<'_>, sm: usize) -> Result<(), InterpError> {
+        while self.can_load(launch, sm) && self.random.below(2) == 0 {
+            self.load(launch, sm)?;
+        }
+        Ok(())
+    }
+
+    /// Keeps what the host would see of a step: another step may overwrite it before the launch ends.
+    fn record(&self, launch: &mut Launch<'_>, sm: usize, task: &TaskPlan, step: usize) {
+        let position = launch.position + step as u32;
+        match &task.work {
+            Work::Select { token, .. } if sm == 0 => launch.tokens[step] = self.sms[sm].private[token.at(position)],
+            Work::MatVec(m) if m.candidate.is_some() => {
+                if let Some(out) = &m.out {
+                    let logits = &mut launch.logits[step];
+                    let mut direct = Direct { memory: &self.memory, private: &mut [], position };
+                    logits.resize(self.plan.vocab, f32::NAN);
+                    direct.load(out, &mut logits[out.first..out.first + out.len]);
+                }
+            }
+            _ => {}
+        }
+    }
+
+    /// Makes the cache rows an SM wrote visible to loaders.
+    fn release(&mut self, sm: usize) {
+        for (columns, row, values) in self.sms[sm].pending.drain(..) {
+            let cache = &self.memory.caches[columns.cache];
+            cache.append(row, columns.first, &values);
+            let at = row * cache.cols() + columns.first;
+            self.tags.caches[columns.cache][at..at + columns.len].fill(true);
+        }
+    }
+
+    fn deadlock(&self, launch: &Launch<'_>) -> InterpError {
+        let stuck: Vec<&Sm> = self.sms.iter().filter(|sm| sm.step < launch.inputs.len()).collect();
+        let step = stuck.iter().map(|sm| sm.step).min().unwrap_or(0);
+        let regime_index = launch.regimes[step].0;
+        let regime = &self.plan.regimes[regime_index];
+        let blocked = stuck.into_iter().filter(|sm| sm.step == step).filter_map(|sm| {
+            let task = regime.queues[sm.id.index()].get(sm.cursor)?;
+            let waits = task.waits.iter().map(|&(event, needed)| {
+                let seen = self.seen(launch, step, event).min(needed);
+                BlockedWait { event, needed, seen, missing: vec![] }
+            });
+            let waits = waits.filter(|w| w.seen < w.needed).collect();
+            Some(Blocked { sm: sm.id, cursor: sm.cursor, task: task.id, waits })
+        });
+        InterpError::deadlock(&self.plan, regime_index, launch.position + step as u32, blocked.collect())
+    }
+}
+
+fn word(bytes: &[u8]) -> u32 {
+    let mut word = [0; 4];
+    word[..bytes.len()].copy_from_slice(bytes);
+    u32::from_le_bytes(word)
+}
+
+impl Plan {
+    /// Moves `loader` past runs that are done or bring nothing, to the next chunk or the end of the launch.
+    fn skip_empty(&self, launch: &Launch<'_>, loader: &mut Loader, sm: SmId) {
+        while let Some(&(regime, _)) = launch.regimes.get(loader.step) {
+            let Some(run) = self.regimes[regime].streams[sm.index()].get(loader.run) else {
+                *loader = Loader { step: loader.step + 1, run: 0, done: 0 };
+                continue;
+            };
+            let size = match &run.bytes {
+                StreamBytes::Fixed(range) => range.len(),
+                StreamBytes::History { rows, op, j, .. } => {
+                    let (start, end) = op.history_share(launch.position + loader.step as u32, *j);
+                    2 * (end.saturating_sub(start) as usize).div_ceil(*rows)
+                }
+            };
+            if loader.done < size {
+                return;
+            }
+            (loader.run, loader.done) = (loader.run + 1, 0);
+        }
+    }
+}
+
+/// Memory that knows which step wrote what.
+struct Checked<'a> {
+    direct: Direct<'a>,
+    private_tags: &'a mut [Option<u32>],
+    tags: &'a mut Tags,
+    pending: &'a mut Vec<(CacheColumns, usize, Vec<f32>)>,
+    sm: SmId,
+    task: TaskId,
+    /// The first one.
+    violation: Option<Violation>,
+}
+
+impl Checked<'_> {
+    fn check_read(&mut self, region: &Region, position: u32) {
+        let at = region.at(position);
+        let tags = match region.place {
+            Place::Exchange => &self.tags.exchange,
+            Place::Output => &self.tags.output,
+            Place::Private => &*self.private_tags,
+        };
+        let tags = &tags[at..at + region.len];
+        if let Some(i) = tags.iter().position(|&tag| tag != Some(position)) {
+            let (sm, task, buffer) = (self.sm, self.task, region.buffer);
+            let stale =
+                Violation::Stale { sm, task, buffer, column: region.first + i, expected: position, found: tags[i] };
+            self.violation.get_or_insert(stale);
+        }
+    }
+
+    fn mark_written(&mut self, region: &Region) {
+        let position = self.direct.position;
+        let at = region.at(position);
+        let tags = match region.place {
+            Place::Exchange => &mut self.tags.exchange,
+            Place::Output => &mut self.tags.output,
+            Place::Private => &mut *self.private_tags,
+        };
+        let tags = &mut tags[at..at + region.len];
+        // Private memory is updated in place.
+        if region.place != Place::Private
+            && let Some(i) = tags.iter().position(|&tag| tag == Some(position))
+        {
+            let (sm, task, buffer) = (self.sm, self.task, region.buffer);
+            let twice = Violation::WrittenTwice { sm, task, buffer, column: region.first + i, position };
+            self.violation.get_or_insert(twice);
+        }
+        tags.fill(Some(position));
+    }
+}
+
+impl Access for Checked<'_> {
+    fn trusted(&self) -> bool {
+        false
+    }
+
+    fn load(&mut self, region: &Region, out: &mut [f32]) {
+        self.check_read(region, self.direct.position);
+        self.direct.load(region, out);
+    }
+
+    fn store(&mut self, region: &Region, values: &[f32]) {
+        self.mark_written(region);
+        self.direct.store(region, values);
+    }
+
+    fn load_words(&mut self, region: &Region, out: &mut [u32]) {
+        self.check_read(region, self.direct.position);
+        self.direct.load_words(region, out);
+    }
+
+    fn store_words(&mut self, region: &Region, words: &[u32]) {
+        self.mark_written(region);
+        self.direct.store_words(region, words);
+    }
+
+    fn load_previous_words(&mut self, region: &Region, out: &mut [u32]) {
+        self.check_read(region, self.direct.position.wrapping_sub(1));
+        self.direct.load_previous_words(region, out);
+    }
+
+    fn append(&mut self, columns: CacheColumns, values: &[f32]) {
+        let row = self.direct.position as usize;
+        let dtype = self.direct.memory.caches[columns.cache].dtype();
+        let values = values.iter().map(|&v| round_to(dtype, v)).collect();
+        self.pending.push((columns, row, values));
+    }
+}
+
+impl<R: Real> Engine for Adversary<R> {
+    fn launch(
+        &mut self,
+        position: u32,
+        inputs: &[Input],
+        on_step: &mut dyn FnMut(StepResult<'_>) -> ControlFlow<()>,
+    ) -> Result<(), InterpError> {
+        let mut epochs = vec![0; self.plan.regimes.len()];
+        let regimes: Vec<(usize, u64)> = (position..)
+            .take(inputs.len())
+            .map(|position| {
+                let regime = self.plan.regime_at(position);
+                epochs[regime] += 1;
+                (regime, epochs[regime] - 1)
+            })
+            .collect();
+        // What positions from here on hold belongs to an earlier sequence.
+        let stale = |tag: &mut Option<u32>| *tag = tag.filter(|&written| written < position);
+        self.tags.exchange.iter_mut().chain(&mut self.tags.output).for_each(stale);
+        self.sms.iter_mut().flat_map(|sm| &mut sm.private_tags).for_each(stale);
+        for (cache, tags) in self.memory.caches.iter().zip(&mut self.tags.caches) {
+            let begin = (position as usize * cache.cols()).min(tags.len());
+            tags[begin..].fill(false);
+        }
+        let mut launch = Launch {
+            position,
+            inputs,
+            signals: regimes.iter().map(|r| vec![0; self.plan.regimes[r.0].events.len()]).collect(),
+            totals: self.plan.regimes.iter().map(|r| vec![0; r.events.len()]).collect(),
+            regimes,
+            tokens: vec![0; inputs.len()],
+            logits: vec![vec![]; inputs.len()],
+        };
+        self.run(&mut launch)?;
+        if let Some(last) = launch.regimes.last() {
+            self.previous_regime = last.0;
+        }
+        for ((position, &token), logits) in (position..).zip(&launch.tokens).zip(&launch.logits) {
+            if on_step(StepResult { position, token, logits: Logits::Values(logits) }).is_break() {
+                break;
+            }
+        }
+        Ok(())
+    }
+
+    fn selected(&mut self, position: u32) -> Option<u32> {
+        let parts = &self.plan.regimes[self.previous_regime].parts;
+        let mut memory = Direct { memory: &self.memory, private: &mut [], position };
+        ops::best_candidate(&self.plan.candidates, parts, &mut memory)
+    }
+
+    fn write_cache(&mut self, cache: usize, row: usize, values: &[f32]) {
+        let cols = self.memory.caches[cache].cols();
+        self.memory.caches[cache].append(row, 0, values);
+        self.tags.caches[cache][row * cols..(row + 1) * cols].fill(true);
+    }
+
+    fn reset(&mut self) {
+        self.random = Random::new(self.seed);
+        self.tags.exchange.fill(None);
+        self.tags.output.fill(None);
+        self.tags.caches.iter_mut().for_each(|tags| tags.fill(false));
+        for sm in &mut self.sms {
+            sm.private_tags.fill(None);
+            sm.pending.clear();
+        }
+    }
+}

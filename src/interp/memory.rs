@@ -1,0 +1,238 @@
+//! Owns the memory a schedule's tasks touch: arenas for exchange, output and cache buffers, and how ops reach them.
+
+use super::kernel::HistoryRows;
+use crate::dtype::DType;
+use crate::ir::BufferId;
+use half::bf16;
+use std::cell::UnsafeCell;
+use std::sync::atomic::{AtomicU16, AtomicU32, Ordering};
+
+/// Columns of a buffer that one task touches, resolved to elements of an arena.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Region {
+    pub buffer: BufferId,
+    pub place: Place,
+    pub dtype: DType,
+    /// First column, within the buffer.
+    pub first: usize,
+    pub len: usize,
+    /// First element of phase 0, within the arena.
+    pub offset: usize,
+    pub phases: u32,
+    /// Elements from one phase to the next.
+    pub phase_stride: usize,
+}
+
+/// The arenas that ops read and write by [`Region`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Place {
+    Exchange,
+    Output,
+    Private,
+}
+
+impl Region {
+    /// Columns `first..first + len` of the region, cut off at its end.
+    pub fn columns(&self, first: usize, len: usize) -> Region {
+        let first = first.min(self.len);
+        Region {
+            first: self.first + first,
+            offset: self.offset + first,
+            len: len.min(self.len - first),
+            ..self.clone()
+        }
+    }
+
+    /// First element at the step that decodes `position`: phases take turns.
+    pub fn at(&self, position: u32) -> usize {
+        self.offset + (position % self.phases) as usize * self.phase_stride
+    }
+}
+
+/// Columns of one row of a cache buffer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct CacheColumns {
+    /// Index into [`Memory::caches`].
+    pub cache: usize,
+    pub first: usize,
+    pub len: usize,
+}
+
+/// How an op reaches its operands. Values are fp32 in the op's hands; a store rounds to the type of the buffer.
+pub trait Access {
+    /// Whether what was loaded once in a step may be used again: not where every load is to be judged.
+    fn trusted(&self) -> bool;
+    fn load(&mut self, region: &Region, out: &mut [f32]);
+    fn store(&mut self, region: &Region, values: &[f32]);
+    /// 32-bit words of a buffer of token ids.
+    fn load_words(&mut self, region: &Region, out: &mut [u32]);
+    fn store_words(&mut self, region: &Region, words: &[u32]);
+    /// Words that the previous step wrote (a carried event orders them).
+    fn load_previous_words(&mut self, region: &Region, out: &mut [u32]);
+    /// Row `position` of a cache; `values` already have the cache's precision.
+    fn append(&mut self, columns: CacheColumns, values: &[f32]);
+}
+
+/// `value` as `dtype` would keep it.
+pub fn round_to(dtype: DType, value: f32) -> f32 {
+    match dtype {
+        DType::Bf16 => bf16::from_f32(value).to_f32(),
+        _ => value,
+    }
+}
+
+/// What SMs share.
+///
+/// Exchange and output elements are relaxed atomics, so that even a schedule with a race executes without undefined
+/// behaviour: it computes wrong values. Events order them.
+pub struct Memory {
+    pub exchange: Box<[AtomicU32]>,
+    pub output: Box<[AtomicU32]>,
+    pub caches: Vec<Cache>,
+}
+
+impl Memory {
+    pub fn new(exchange: usize, output: usize, caches: Vec<Cache>) -> Memory {
+        let words = |n: usize| (0..n).map(|_| AtomicU32::new(0)).collect();
+        Memory { exchange: words(exchange), output: words(output), caches }
+    }
+}
+
+/// Keys or values of one layer, (positions, columns).
+///
+/// Rows are read as plain slices, because attention over a long history is bound by vector loads; hence the `unsafe`.
+pub struct Cache {
+    data: CacheData,
+    cols: usize,
+    rows: usize,
+}
+
+enum CacheData {
+    F32(Box<[UnsafeCell<f32>]>),
+    Bf16(Box<[UnsafeCell<u16>]>),
+}
+
+// SAFETY: elements change through atomic stores in `append` alone; `history` hands out plain references under the
+// contract that nobody appends to those rows while they live.
+unsafe impl Sync for Cache {}
+
+impl Cache {
+    /// A cache of zeros. Pages are taken from the operating system when they are first touched.
+    pub fn new(dtype: DType, rows: usize, cols: usize) -> Cache {
+        let n = rows * cols;
+        let data = match dtype {
+            DType::Bf16 => CacheData::Bf16(cells(vec![0; n])),
+            _ => CacheData::F32(cells(vec![0.0; n])),
+        };
+        Cache { data, cols, rows }
+    }
+
+    pub fn dtype(&self) -> DType {
+        match self.data {
+            CacheData::F32(_) => DType::F32,
+            CacheData::Bf16(_) => DType::Bf16,
+        }
+    }
+
+    pub fn rows(&self) -> usize {
+        self.rows
+    }
+
+    pub fn cols(&self) -> usize {
+        self.cols
+    }
+
+    /// Writes columns `first..` of row `row`, rounding to the cache's type.
+    pub fn append(&self, row: usize, first: usize, values: &[f32]) {
+        assert!(row < self.rows && first + values.len() <= self.cols, "row {row} of {} outside the cache", self.rows);
+        let at = row * self.cols + first;
+        match &self.data {
+            CacheData::F32(cells) => {
+                for (cell, value) in cells[at..].iter().zip(values) {
+                    // SAFETY: the pointer is that of a live element, aligned for 4 bytes; concurrent accesses to it are
+                    // other appends, which are atomic too (`history` excludes the rest).
+                    unsafe { AtomicU32::from_ptr(cell.get().cast()) }.store(value.to_bits(), Ordering::Relaxed);
+                }
+            }
+            CacheData::Bf16(cells) => {
+                for (cell, value) in cells[at..].iter().zip(values) {
+                    // SAFETY: as above, 2 bytes.
+                    unsafe { AtomicU16::from_ptr(cell.get()) }
+                        .store(bf16::from_f32(*value).to_bits(), Ordering::Relaxed);
+                }
+            }
+        }
+    }
+
+    /// Rows `start..end`, columns `first..first + len`, as [`HistoryRows`] counted from `start`.
+    ///
+    /// # Safety
+    /// No thread appends to a row below `end` while the result lives, and every append to one happened before.
+    pub unsafe fn history(&self, start: usize, end: usize, first: usize, len: usize) -> HistoryRows<'_> {
+        assert!(end <= self.rows && first + len <= self.cols, "rows up to {end} outside the cache of {}", self.rows);
+        let stride = self.cols;
+        let range = if start < end { start * stride + first..(end - 1) * stride + first + len } else { 0..0 };
+        match &self.data {
+            CacheData::F32(cells) => {
+                let cells = &cells[range];
+                // SAFETY: `UnsafeCell<f32>` has the layout of `f32`; the caller excludes writes.
+                HistoryRows::F32 {
+                    data: unsafe { std::slice::from_raw_parts(cells.as_ptr().cast(), cells.len()) },
+                    stride,
+                }
+            }
+            CacheData::Bf16(cells) => {
+                let cells = &cells[range];
+                // SAFETY: as above for `u16`.
+                HistoryRows::Bf16 {
+                    data: unsafe { std::slice::from_raw_parts(cells.as_ptr().cast(), cells.len()) },
+                    stride,
+                }
+            }
+        }
+    }
+}
+
+fn cells<T>(values: Vec<T>) -> Box<[UnsafeCell<T>]> {
+    let raw = Box::into_raw(values.into_boxed_slice());
+    // SAFETY: `UnsafeCell<T>` has the layout of `T`, and the box is given up by `into_raw` and taken over here. Mapping
+    // over the elements instead would touch every page of a cache that may stay mostly unused.
+    unsafe { Box::from_raw(raw as *mut [UnsafeCell<T>]) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_cache_keeps_rows_apart_and_rounds_to_its_type() {
+        for dtype in [DType::F32, DType::Bf16] {
+            let cache = Cache::new(dtype, 4, 6);
+            cache.append(1, 2, &[1.0, 1.0 + 1.0 / 256.0]);
+            cache.append(2, 2, &[-2.0, 3.0]);
+            // SAFETY: one thread.
+            let rows = unsafe { cache.history(1, 3, 2, 2) };
+            let mut row = [0.0; 2];
+            rows.read(0, &mut row);
+            let second = if dtype == DType::Bf16 { 1.0 } else { 1.0 + 1.0 / 256.0 };
+            assert_eq!(row, [1.0, second], "{dtype}");
+            rows.read(1, &mut row);
+            assert_eq!(row, [-2.0, 3.0]);
+        }
+    }
+
+    #[test]
+    fn phases_take_turns() {
+        let region = Region {
+            buffer: BufferId(0),
+            place: Place::Exchange,
+            dtype: DType::I32,
+            first: 4,
+            len: 2,
+            offset: 104,
+            phases: 2,
+            phase_stride: 50,
+        };
+        assert_eq!([region.at(0), region.at(1), region.at(2)], [104, 154, 104]);
+    }
+}

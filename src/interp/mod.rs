@@ -1,0 +1,426 @@
+//! Executes a schedule on the CPU exactly as it is placed: its queues, its streams, its events.
+//!
+//! One set of formulas (`ops`) over two arithmetics (`real`: fp32 with the vector loops of `kernel`, and f64) and two
+//! orders: `threads`, where worker threads stand in for SMs, and `adversary`, one thread that interleaves the SMs as badly
+//! as the events allow. The same schedule gives the same fp32 bits in both orders, with any number of threads and any
+//! seed, because every sum has one fixed order. `plan` resolves a schedule once, so that a task costs well under 1 µs
+//! beside its arithmetic.
+//!
+//! What a device rounds is rounded here: exchange buffers to their type, keys and values to the cache's type (for the
+//! current position too). What it is not: a tensor core multiplies bf16 by bf16, so a device also rounds the staged input
+//! of a matvec; here it stays fp32.
+
+mod adversary;
+mod kernel;
+mod memory;
+mod ops;
+mod plan;
+mod real;
+mod synthetic;
+mod threads;
+
+pub use adversary::Violation;
+pub use kernel::Isa;
+pub use ops::Input;
+pub use plan::{PlanError, cache_buffers};
+pub use synthetic::{CacheKind, cache_value};
+
+use crate::error::Fault;
+use crate::ir::schedule::Schedule;
+use crate::ir::{EventId, SmId, TaskId};
+use crate::pack::{Layout, layout};
+use std::fmt;
+use std::ops::ControlFlow;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use thiserror::Error;
+
+/// Bytes of a weight pack, in memory or mapped from a file.
+pub type Pack = Arc<dyn AsRef<[u8]> + Send + Sync>;
+
+/// How a schedule is executed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Options {
+    pub arithmetic: Arithmetic,
+    pub order: Order,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Arithmetic {
+    /// fp32 accumulation with vector instructions.
+    Fast,
+    /// f64 accumulation: what `Fast` and devices are judged by.
+    Spec,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Order {
+    /// At most this many threads, each with its share of the SMs; the calling thread is one of them.
+    Threads(usize),
+    /// A hostile order that the seed decides; finds what the events of a schedule do not order.
+    Adversarial { seed: u64 },
+}
+
+impl Options {
+    /// fp32 on all cores: generation, perplexity, the `cpu` target.
+    pub fn fast() -> Options {
+        let threads = std::thread::available_parallelism().map_or(1, |n| n.get());
+        Options { arithmetic: Arithmetic::Fast, order: Order::Threads(threads) }
+    }
+
+    /// f64 on all cores.
+    pub fn spec() -> Options {
+        Options { arithmetic: Arithmetic::Spec, ..Options::fast() }
+    }
+
+    pub fn adversarial(arithmetic: Arithmetic, seed: u64) -> Options {
+        Options { arithmetic, order: Order::Adversarial { seed } }
+    }
+}
+
+/// Why a step was not executed.
+#[derive(Debug, Clone, PartialEq, Error)]
+pub enum InterpError {
+    #[error("{0}")]
+    Plan(#[from] PlanError),
+    #[error("position {position} is not below the context of {context_max}")]
+    Position { position: u64, context_max: u32 },
+    #[error("token {token} is not below the vocabulary of {vocab}")]
+    Token { token: u32, vocab: usize },
+    #[error("no token to start from")]
+    NoToken,
+    #[error("{0}")]
+    Violation(#[from] Violation),
+    #[error("no task can run at position {position}:{}", list(blocked))]
+    Deadlock { position: u32, blocked: Vec<Blocked> },
+    #[error("a worker stopped: {message}")]
+    Panic { message: String },
+    #[error("an earlier step failed; reset first")]
+    Failed,
+}
+
+/// An SM whose head task cannot run.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Blocked {
+    pub sm: SmId,
+    /// Place of the task in the SM's queue.
+    pub cursor: usize,
+    pub task: TaskId,
+    pub waits: Vec<BlockedWait>,
+}
+
+/// A wait that is not over.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct BlockedWait {
+    pub event: EventId,
+    pub needed: u32,
+    pub seen: u32,
+    /// Tasks that signal the event and have not run, with the SM that queues them.
+    pub missing: Vec<(TaskId, SmId)>,
+}
+
+fn list(blocked: &[Blocked]) -> String {
+    blocked.iter().map(|b| format!("\n  {b}")).collect()
+}
+
+impl fmt::Display for Blocked {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} {}", self.sm, self.task)?;
+        for (i, wait) in self.waits.iter().enumerate() {
+            let BlockedWait { event, needed, seen, missing } = wait;
+            write!(f, "{} {event} ({seen} of {needed} signals", if i == 0 { " waits for" } else { "," })?;
+            for (i, (task, sm)) in missing.iter().enumerate() {
+                write!(f, "{}{task} of {sm}", if i == 0 { "; missing " } else { ", " })?;
+            }
+            f.write_str(")")?;
+        }
+        Ok(())
+    }
+}
+
+impl InterpError {
+    /// Names the tasks that the blocked SMs still had to run.
+    fn deadlock(plan: &plan::Plan, regime: usize, position: u32, mut blocked: Vec<Blocked>) -> InterpError {
+        blocked.sort_by_key(|b| b.sm);
+        let queues = &plan.regimes[regime].queues;
+        let rest = blocked.iter().flat_map(|b| queues[b.sm.index()][b.cursor..].iter().map(move |t| (t, b.sm)));
+        let rest: Vec<_> = rest.collect();
+        for wait in blocked.iter_mut().flat_map(|b| &mut b.waits) {
+            let signals = rest.iter().filter(|(task, _)| task.signals.contains(&wait.event));
+            wait.missing = signals.map(|(task, sm)| (task.id, *sm)).collect();
+        }
+        InterpError::Deadlock { position, blocked }
+    }
+}
+
+impl From<InterpError> for Fault {
+    fn from(error: InterpError) -> Fault {
+        let fault = match &error {
+            InterpError::Position { .. } => {
+                return Fault::input(error.to_string()).with_remedy("raise `context_max` or shorten the prompt");
+            }
+            InterpError::Token { .. } | InterpError::NoToken => return Fault::input(error.to_string()),
+            InterpError::Plan(PlanError::Size { .. }) => {
+                return Fault::environment(error.to_string()).with_remedy("lower `context_max`");
+            }
+            _ => Fault::internal(error.to_string()),
+        };
+        fault.with_remedy("this is a fault of the schedule or of the interpreter; `monobloc validate` may name it")
+    }
+}
+
+/// What a step left behind.
+pub struct StepResult<'a> {
+    pub position: u32,
+    /// The token that was decoded at this position: the input, or what the schedule selected.
+    pub token: u32,
+    pub logits: Logits<'a>,
+}
+
+/// Logits of a step, copied only if somebody asks.
+pub enum Logits<'a> {
+    Words(&'a [AtomicU32]),
+    Values(&'a [f32]),
+}
+
+impl Logits<'_> {
+    pub fn copy_to(&self, out: &mut Vec<f32>) {
+        out.clear();
+        match self {
+            Logits::Words(words) => out.extend(words.iter().map(|w| f32::from_bits(w.load(Ordering::Relaxed)))),
+            Logits::Values(values) => out.extend_from_slice(values),
+        }
+    }
+
+    pub fn to_vec(&self) -> Vec<f32> {
+        let mut out = vec![];
+        self.copy_to(&mut out);
+        out
+    }
+}
+
+/// One way of executing a plan.
+trait Engine: Send {
+    /// Runs a step for each input, from `position` on; stops early if `on_step` says so.
+    fn launch(
+        &mut self,
+        position: u32,
+        inputs: &[Input],
+        on_step: &mut dyn FnMut(StepResult<'_>) -> ControlFlow<()>,
+    ) -> Result<(), InterpError>;
+
+    /// The token that `Input::Selected` would decode at `position`, right after the step before it.
+    fn selected(&mut self, position: u32) -> Option<u32>;
+
+    /// A whole row of a cache, by index into the plan's caches.
+    fn write_cache(&mut self, cache: usize, row: usize, values: &[f32]);
+
+    fn reset(&mut self);
+}
+
+/// A schedule ready to be stepped, with its cache.
+pub struct Interp {
+    plan: Arc<plan::Plan>,
+    engine: Box<dyn Engine>,
+    position: u32,
+    /// Whether the step before `position` left candidates behind.
+    selectable: bool,
+}
+
+impl fmt::Debug for Interp {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Interp").field("sms", &self.plan.sms).field("position", &self.position).finish_non_exhaustive()
+    }
+}
+
+impl Interp {
+    /// Prepares a validated schedule with the pack that [`crate::pack`] made from it. Starts the worker threads.
+    pub fn new(schedule: &Schedule, pack: Pack, options: Options) -> Result<Interp, InterpError> {
+        let layout: Layout = layout(schedule);
+        let plan = Arc::new(plan::Plan::new(schedule, &layout, (*pack).as_ref())?);
+        let isa = Isa::detect();
+        let engine: Box<dyn Engine> = match (options.arithmetic, options.order) {
+            (Arithmetic::Fast, Order::Threads(n)) => Box::new(threads::Threads::<f32>::new(plan.clone(), pack, isa, n)),
+            (Arithmetic::Spec, Order::Threads(n)) => Box::new(threads::Threads::<f64>::new(plan.clone(), pack, isa, n)),
+            (Arithmetic::Fast, Order::Adversarial { seed }) => {
+                Box::new(adversary::Adversary::<f32>::new(plan.clone(), pack, isa, seed))
+            }
+            (Arithmetic::Spec, Order::Adversarial { seed }) => {
+                Box::new(adversary::Adversary::<f64>::new(plan.clone(), pack, isa, seed))
+            }
+        };
+        Ok(Interp { plan, engine, position: 0, selectable: false })
+    }
+
+    /// The position that the next step decodes.
+    pub fn position(&self) -> u32 {
+        self.position
+    }
+
+    pub fn context_max(&self) -> u32 {
+        self.plan.context_max
+    }
+
+    pub fn vocab(&self) -> usize {
+        self.plan.vocab
+    }
+
+    /// Forgets the sequence (and a failure): the next step decodes position 0.
+    pub fn reset(&mut self) {
+        self.engine.reset();
+        self.position = 0;
+        self.selectable = false;
+    }
+
+    /// Makes `position` the next one. Rows of the cache before it are whatever was written there: by steps, or by
+    /// [`fill_cache`](Self::fill_cache).
+    pub fn seek(&mut self, position: u32) -> Result<(), InterpError> {
+        self.check_position(u64::from(position))?;
+        self.position = position;
+        self.selectable = false;
+        Ok(())
+    }
+
+    /// Fills rows `0..rows` of every cache with [`cache_value`] and makes `rows` the next position, so that a deep position
+    /// can be executed without a prompt of that length.
+    pub fn fill_cache(&mut self, seed: u64, rows: u32) -> Result<(), InterpError> {
+        self.seek(rows)?;
+        for (index, cache) in self.plan.caches.iter().enumerate() {
+            let mut values = vec![0.0; cache.cols];
+            for row in 0..rows {
+                for (column, value) in (0..).zip(&mut values) {
+                    *value = cache_value(seed, cache.layer, cache.kind, row, column);
+                }
+                self.engine.write_cache(index, row as usize, &values);
+            }
+        }
+        Ok(())
+    }
+
+    /// Decodes one position. `Input::Selected` takes the arg-max that the schedule computed in the step before.
+    pub fn step(&mut self, input: Input) -> Result<Vec<f32>, InterpError> {
+        let mut logits = vec![];
+        self.launch(&[input], |step| {
+            step.logits.copy_to(&mut logits);
+            ControlFlow::Continue(())
+        })?;
+        Ok(logits)
+    }
+
+    /// Decodes one position per input; calls `on_step` for each in turn, which may stop. An adversarial order executes
+    /// all of them before the first call, as one launch on a device would.
+    pub fn launch(
+        &mut self,
+        inputs: &[Input],
+        mut on_step: impl FnMut(&StepResult<'_>) -> ControlFlow<()>,
+    ) -> Result<(), InterpError> {
+        let Some(first) = inputs.first() else { return Ok(()) };
+        if *first == Input::Selected && !self.selectable {
+            return Err(InterpError::NoToken);
+        }
+        self.check_position(u64::from(self.position) + inputs.len() as u64 - 1)?;
+        for input in inputs {
+            if let Input::Token(token) = *input
+                && token as usize >= self.plan.vocab
+            {
+                return Err(InterpError::Token { token, vocab: self.plan.vocab });
+            }
+        }
+        let position = &mut self.position;
+        self.selectable = true;
+        self.engine.launch(*position, inputs, &mut |step| {
+            *position = step.position + 1;
+            on_step(&step)
+        })
+    }
+
+    /// The token that follows, if nobody chooses another: the arg-max over the candidates of the last step, of equal
+    /// logits the lowest id.
+    pub fn selected(&mut self) -> Option<u32> {
+        if self.selectable { self.engine.selected(self.position) } else { None }
+    }
+
+    /// Logits after each of `ids`, from position 0, whatever the model would have chosen.
+    pub fn logits(&mut self, ids: &[u32]) -> Result<Vec<Vec<f32>>, InterpError> {
+        self.reset();
+        let inputs: Vec<Input> = ids.iter().copied().map(Input::Token).collect();
+        let mut logits = Vec::with_capacity(ids.len());
+        self.launch(&inputs, |step| {
+            logits.push(step.logits.to_vec());
+            ControlFlow::Continue(())
+        })?;
+        Ok(logits)
+    }
+
+    /// The `count` most likely tokens one after another that follow `prompt`, as the schedule selects them.
+    ///
+    /// `on_token` sees each as soon as it is known and may stop.
+    pub fn greedy(
+        &mut self,
+        prompt: &[u32],
+        count: usize,
+        mut on_token: impl FnMut(u32) -> ControlFlow<()>,
+    ) -> Result<Vec<u32>, InterpError> {
+        self.reset();
+        if prompt.is_empty() {
+            return Err(InterpError::NoToken);
+        }
+        let mut tokens = vec![];
+        if count == 0 {
+            return Ok(tokens);
+        }
+        // A token is known when the next step has selected it; the last one is selected by nobody but us.
+        let mut inputs: Vec<Input> = prompt.iter().copied().map(Input::Token).collect();
+        inputs.resize(prompt.len() + count - 1, Input::Selected);
+        let mut stopped = false;
+        self.launch(&inputs, |step| {
+            if step.position as usize >= prompt.len() {
+                tokens.push(step.token);
+                stopped = on_token(step.token).is_break();
+            }
+            if stopped { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+        })?;
+        if !stopped && let Some(token) = self.selected() {
+            tokens.push(token);
+            let _ = on_token(token);
+        }
+        Ok(tokens)
+    }
+
+    /// Continues `prompt` with at most `count` tokens, each chosen by `choose` from the logits of the step before.
+    /// `choose` returns `None` to stop.
+    pub fn generate(
+        &mut self,
+        prompt: &[u32],
+        count: usize,
+        mut choose: impl FnMut(&[f32]) -> Option<u32>,
+    ) -> Result<Vec<u32>, InterpError> {
+        self.reset();
+        if prompt.is_empty() {
+            return Err(InterpError::NoToken);
+        }
+        let inputs: Vec<Input> = prompt.iter().copied().map(Input::Token).collect();
+        let mut logits = vec![];
+        self.launch(&inputs, |step| {
+            if step.position as usize + 1 == prompt.len() {
+                step.logits.copy_to(&mut logits);
+            }
+            ControlFlow::Continue(())
+        })?;
+        let mut tokens = vec![];
+        while tokens.len() < count
+            && let Some(token) = choose(&logits)
+        {
+            tokens.push(token);
+            if tokens.len() < count {
+                logits = self.step(Input::Token(token))?;
+            }
+        }
+        Ok(tokens)
+    }
+
+    fn check_position(&self, position: u64) -> Result<(), InterpError> {
+        let context_max = self.plan.context_max;
+        if position < u64::from(context_max) { Ok(()) } else { Err(InterpError::Position { position, context_max }) }
+    }
+}

@@ -1,0 +1,416 @@
+//! Owns what each op computes: the formulas of `ir::op`, written once over both arithmetics and both kinds of memory.
+
+use super::kernel::{HistoryRows, Isa};
+use super::memory::{Access, Region, round_to};
+use super::plan::{self, Norm, Plan, Table, Work};
+use super::real::{self, Real, granule_k, read_value};
+use crate::dtype::DType;
+use crate::ir::GridId;
+use crate::ir::op::{Epilogue, PARTIAL_HEADER, UNIT_ROWS};
+use crate::model::graph::NormKind;
+
+/// Everything of a task that is not its operands in memory.
+#[derive(Clone, Copy)]
+pub struct Step<'a> {
+    pub plan: &'a Plan,
+    pub pack: &'a [u8],
+    pub isa: Isa,
+    pub position: u32,
+    /// Different for every step executed, also if a position is decoded again.
+    pub serial: u64,
+    pub input: Input,
+    /// Ordinals whose candidates the previous step wrote.
+    pub previous_parts: &'a [u32],
+}
+
+/// Where the token of a step comes from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Input {
+    /// The prompt, or a choice of the caller.
+    Token(u32),
+    /// The arg-max over the candidates that the previous step left behind.
+    Selected,
+}
+
+/// Cache rows that the loader brought in for a task.
+#[derive(Clone, Copy)]
+pub struct History<'a> {
+    pub keys: HistoryRows<'a>,
+    pub values: HistoryRows<'a>,
+    pub rows: usize,
+}
+
+/// What the task's stream delivered.
+#[derive(Clone, Copy)]
+pub enum Streamed<'a> {
+    Nothing,
+    Weights(&'a [u8]),
+    History(History<'a>),
+}
+
+/// Buffers that are reused from task to task.
+pub struct Scratch<R> {
+    load: Vec<f32>,
+    /// The input of a matvec, normalised and staged, what its result is multiplied by, and which grid of which step reads
+    /// it. All tasks of a grid read the same input: a thread that stands in for many SMs stages it once.
+    input: Vec<R>,
+    input_scale: R,
+    input_of: Option<(u64, GridId, usize)>,
+    x: Vec<R>,
+    y: Vec<R>,
+    q: Vec<R>,
+    k: Vec<R>,
+    v: Vec<R>,
+    scores: Vec<R>,
+    sums: Vec<R>,
+}
+
+impl<R: Real> Scratch<R> {
+    pub fn new() -> Self {
+        Scratch {
+            load: vec![],
+            input: vec![],
+            input_scale: R::of(1.0),
+            input_of: None,
+            x: vec![],
+            y: vec![],
+            q: vec![],
+            k: vec![],
+            v: vec![],
+            scores: vec![],
+            sums: vec![],
+        }
+    }
+}
+
+/// Executes one task.
+pub fn run<R: Real>(work: &Work, step: &Step<'_>, stream: Streamed<'_>, memory: &mut impl Access, s: &mut Scratch<R>) {
+    match work {
+        Work::Select { candidates, token } => select(step, candidates, token, memory),
+        Work::Report { token, out } => {
+            let mut word = [0];
+            memory.load_words(token, &mut word);
+            memory.store_words(out, &word);
+        }
+        Work::Embed { token, table, residual, out, scale } => {
+            let mut word = [0];
+            memory.load_words(token, &mut word);
+            s.load.clear();
+            s.load.extend(table_values(step.pack, table, word[0], residual.first, residual.len).map(|v| v * scale));
+            memory.store(residual, &s.load);
+            memory.store(out, &s.load);
+        }
+        Work::MatVec(m) => {
+            let weights = if let Streamed::Weights(weights) = stream { weights } else { &[] };
+            mat_vec(step, m, weights, memory, s);
+        }
+        Work::Attention(a) => {
+            let empty = HistoryRows::F32 { data: &[], stride: 0 };
+            let nothing = History { keys: empty, values: empty, rows: 0 };
+            let history = if let Streamed::History(history) = stream { history } else { nothing };
+            attention(step, a, history, memory, s);
+        }
+        Work::AttentionMerge { head_dim, splits, heads } => {
+            heads.iter().for_each(|head| merge(*head_dim, *splits, head, memory, s));
+        }
+        Work::NormAdd(n) => norm_add(step, n, memory, s),
+    }
+}
+
+/// A row of the embedding table, columns `first..first + len`; the last row stands in for a token beyond the table,
+/// which callers exclude.
+fn table_values<'a>(
+    pack: &'a [u8],
+    t: &Table,
+    token: u32,
+    first: usize,
+    len: usize,
+) -> impl Iterator<Item = f32> + use<'a> {
+    let dtype = t.dtype;
+    let row = token.min(t.rows.saturating_sub(1)) as usize;
+    let begin = t.bytes.start + (row * t.cols + first) * dtype.bytes();
+    pack[begin..begin + len * dtype.bytes()].chunks_exact(dtype.bytes()).map(move |v| read_value(dtype, v))
+}
+
+/// The better of two candidates: the larger logit, and of equal ones the lower row.
+fn better(a: (f32, u32), b: (f32, u32)) -> (f32, u32) {
+    if b.0 > a.0 || (b.0 == a.0 && b.1 < a.1) { b } else { a }
+}
+
+/// Arg-max over the pairs (bits of a logit, row) that the tasks with these ordinals left behind in the previous step.
+pub fn best_candidate(candidates: &Region, parts: &[u32], memory: &mut impl Access) -> Option<u32> {
+    let mut pair = |part: &u32| {
+        let mut words = [0; 2];
+        memory.load_previous_words(&candidates.columns(2 * *part as usize, 2), &mut words);
+        (f32::from_bits(words[0]), words[1])
+    };
+    let first = pair(parts.first()?);
+    Some(parts[1..].iter().map(pair).fold(first, better).1)
+}
+
+fn select(step: &Step<'_>, candidates: &Region, token: &Region, memory: &mut impl Access) {
+    let chosen = match step.input {
+        Input::Token(token) => token,
+        // The caller excludes a first step without a token.
+        Input::Selected => best_candidate(candidates, step.previous_parts, memory).unwrap_or(0),
+    };
+    memory.store_words(token, &[chosen]);
+}
+
+/// Loads `region` into `out`.
+fn load<R: Real>(memory: &mut impl Access, region: &Region, words: &mut Vec<f32>, out: &mut Vec<R>) {
+    words.resize(region.len, 0.0);
+    memory.load(region, words);
+    out.clear();
+    out.extend(words.iter().map(|&v| R::of(v)));
+}
+
+/// Normalises `x` as far as it goes before a dot product, and returns what the result is multiplied by.
+///
+/// RMS statistics commute with a dot product, so a device applies the gain before and the statistic after it; the mean
+/// of a LayerNorm does not.
+fn norm_stage<R: Real>(isa: Isa, norm: &Norm, constants: &[f32], x: &mut [R]) -> R {
+    let one = R::of(1.0);
+    let count = R::of_f64(x.len() as f64);
+    let eps = R::of(norm.attr.eps);
+    let weight = norm.weight.as_ref().map(|w| &constants[w.clone()]);
+    match norm.attr.kind {
+        NormKind::Rms => {
+            let mean = R::dot(isa, x, x) / count;
+            if let Some(weight) = weight {
+                x.iter_mut().zip(weight).for_each(|(x, w)| *x = *x * R::of(*w));
+            }
+            one / (mean + eps).sqrt()
+        }
+        NormKind::Layer => {
+            let mean = x.iter().fold(R::of(0.0), |sum, &x| sum + x) / count;
+            x.iter_mut().for_each(|x| *x = *x - mean);
+            let scale = one / (R::dot(isa, x, x) / count + eps).sqrt();
+            x.iter_mut().for_each(|x| *x = *x * scale);
+            if let Some(weight) = weight {
+                x.iter_mut().zip(weight).for_each(|(x, w)| *x = *x * R::of(*w));
+            }
+            if let Some(bias) = norm.bias.as_ref().map(|b| &constants[b.clone()]) {
+                x.iter_mut().zip(bias).for_each(|(x, b)| *x = *x + R::of(*b));
+            }
+            one
+        }
+    }
+}
+
+fn norm_whole<R: Real>(isa: Isa, norm: &Norm, constants: &[f32], x: &mut [R]) {
+    let scale = norm_stage(isa, norm, constants, x);
+    x.iter_mut().for_each(|x| *x = *x * scale);
+}
+
+fn mat_vec<R: Real>(step: &Step<'_>, m: &plan::MatVec, weights: &[u8], memory: &mut impl Access, s: &mut Scratch<R>) {
+    let rows = UNIT_ROWS as usize;
+    let input_of = Some((step.serial, m.grid, m.x.first));
+    if s.input_of != input_of || !memory.trusted() {
+        load(memory, &m.x, &mut s.load, &mut s.input);
+        s.input_scale = match &m.norm {
+            Some(norm) => norm_stage(step.isa, norm, &step.plan.constants, &mut s.input),
+            None => R::of(1.0),
+        };
+        s.input.resize(m.k.next_multiple_of(granule_k(m.dtype)), R::of(0.0));
+        R::stage(m.dtype, &mut s.input);
+        s.input_of = input_of;
+    }
+    let scale = s.input_scale;
+    s.y.resize(m.units * rows, R::of(0.0));
+    R::units(step.isa, m.dtype, weights, &s.input, &mut s.y);
+    if m.norm.is_some() {
+        s.y.iter_mut().for_each(|y| *y = *y * scale);
+    }
+    if let Some(bias) = &m.bias {
+        s.y.iter_mut().zip(&step.plan.constants[bias.clone()]).for_each(|(y, b)| *y = *y + R::of(*b));
+    }
+    let values = &mut s.load;
+    values.clear();
+    match m.epilogue {
+        Epilogue::Store => values.extend(s.y.iter().map(|y| y.to_f32())),
+        Epilogue::Act(act) => values.extend(s.y.iter().map(|&y| real::act(act, y).to_f32())),
+        Epilogue::Gated(act) => {
+            for unit in s.y.chunks_exact(rows) {
+                let (gate, up) = unit.split_at(rows / 2);
+                values.extend(gate.iter().zip(up).map(|(&g, &u)| (real::act(act, g) * u).to_f32()));
+            }
+        }
+        Epilogue::Residual { scale } => {
+            if let Some(residual) = &m.residual {
+                values.resize(residual.len, 0.0);
+                memory.load(residual, values);
+                let scale = R::of(scale);
+                values.iter_mut().zip(&s.y).for_each(|(r, &y)| *r = (R::of(*r) + scale * y).to_f32());
+                memory.store(residual, values);
+            }
+        }
+        Epilogue::Logits { scale, softcap } => {
+            let scale = R::of(scale);
+            values.extend(s.y.iter().map(|&y| real::softcap(softcap, scale * y).to_f32()));
+        }
+    }
+    if let Some(out) = &m.out {
+        values.truncate(out.len);
+        memory.store(out, values);
+        if let Some(candidate) = &m.candidate {
+            let rows = out.first as u32..;
+            let best = values.iter().copied().zip(rows).reduce(better).unwrap_or((f32::NEG_INFINITY, 0));
+            memory.store_words(candidate, &[best.0.to_bits(), best.1]);
+        }
+    }
+}
+
+fn norm_add<R: Real>(step: &Step<'_>, n: &plan::NormAdd, memory: &mut impl Access, s: &mut Scratch<R>) {
+    load(memory, &n.y, &mut s.load, &mut s.x);
+    norm_whole(step.isa, &n.norm, &step.plan.constants, &mut s.x);
+    let values = &mut s.load;
+    values.resize(n.residual.len, 0.0);
+    memory.load(&n.residual, values);
+    let scale = R::of(n.scale);
+    values.iter_mut().zip(&s.x[n.residual.first..]).for_each(|(r, &y)| *r = (R::of(*r) + scale * y).to_f32());
+    memory.store(&n.residual, values);
+    memory.store(&n.out, values);
+}
+
+/// Norm of each head or of the whole projection, then the columns of heads `first..first + heads`.
+fn normalised_heads<R: Real>(
+    step: &Step<'_>,
+    norm: Option<&Norm>,
+    projection: bool,
+    dim: usize,
+    first: usize,
+    heads: usize,
+    x: &mut Vec<R>,
+) {
+    if projection {
+        if let Some(norm) = norm {
+            norm_whole(step.isa, norm, &step.plan.constants, x);
+        }
+        x.drain(..first * dim);
+        x.truncate(heads * dim);
+    } else if let Some(norm) = norm {
+        x.chunks_exact_mut(dim).for_each(|head| norm_whole(step.isa, norm, &step.plan.constants, head));
+    }
+}
+
+/// Rotates the first dimensions of one head by a row of the table, cos then sin.
+fn rotate<R: Real>(table: &[f32], interleaved: bool, head: &mut [R]) {
+    let n = table.len() / 2;
+    let (cos, sin) = table.split_at(n);
+    for i in 0..n {
+        let (a, b) = if interleaved { (2 * i, 2 * i + 1) } else { (i, i + n) };
+        let (cos, sin) = (R::of(cos[i]), R::of(sin[i]));
+        let (x, y) = (head[a], head[b]);
+        head[a] = x * cos - y * sin;
+        head[b] = y * cos + x * sin;
+    }
+}
+
+fn attention<R: Real>(
+    step: &Step<'_>,
+    a: &plan::Attention,
+    history: History<'_>,
+    memory: &mut impl Access,
+    s: &mut Scratch<R>,
+) {
+    let op = &a.op;
+    let (dim, heads, rows) = (op.head_dim as usize, op.heads_per_task as usize, history.rows);
+    let rope = a.rope.as_ref().map(|table| {
+        let begin = table.start + step.position as usize * op.rotary as usize;
+        &step.plan.constants[begin..begin + op.rotary as usize]
+    });
+    let first = a.i as usize * heads;
+    let projected = |norm: Option<crate::ir::op::QkNormAttr>| norm.is_some_and(|n| n.projection);
+
+    load(memory, &a.q, &mut s.load, &mut s.q);
+    normalised_heads(step, a.q_norm.as_ref(), projected(op.q_norm), dim, first, heads, &mut s.q);
+    if let Some(rope) = rope {
+        s.q.chunks_exact_mut(dim).for_each(|head| rotate(rope, op.interleaved, head));
+    }
+
+    if let Some(current) = &a.current {
+        load(memory, &current.k, &mut s.load, &mut s.k);
+        normalised_heads(step, a.k_norm.as_ref(), projected(op.k_norm), dim, first / op.group as usize, 1, &mut s.k);
+        if let Some(rope) = rope {
+            rotate(rope, op.interleaved, &mut s.k);
+        }
+        load(memory, &current.v, &mut s.load, &mut s.v);
+        // This position is seen as every later position will see it: through the cache's type.
+        for (values, columns) in [(&mut s.k, current.append.map(|c| c.0)), (&mut s.v, current.append.map(|c| c.1))] {
+            s.load.clear();
+            s.load.extend(values.iter().map(|v| round_to(a.cache_dtype, v.to_f32())));
+            values.iter_mut().zip(&s.load).for_each(|(v, &rounded)| *v = R::of(rounded));
+            if let Some(columns) = columns {
+                memory.append(columns, &s.load);
+            }
+        }
+    }
+
+    let (scale, cap) = (R::of(op.scale), op.softcap);
+    s.scores.clear();
+    s.scores.resize(heads * rows, R::of(0.0));
+    R::scores(step.isa, &s.q, dim, history.keys, rows, &mut s.load, &mut s.scores);
+    s.scores.iter_mut().for_each(|score| *score = real::softcap(cap, *score * scale));
+    s.sums.clear();
+    s.sums.resize(heads * dim, R::of(0.0));
+    // Maximum, sum and weight of the current position of each head.
+    s.y.clear();
+    for h in 0..heads {
+        let scores = &mut s.scores[h * rows..(h + 1) * rows];
+        let own = a.current.as_ref().map(|_| {
+            let dot = R::dot(step.isa, &s.q[h * dim..(h + 1) * dim], &s.k);
+            real::softcap(cap, dot * scale)
+        });
+        let most = scores.iter().copied().chain(own).fold(R::NEG_INFINITY, |most, x| if x > most { x } else { most });
+        let sum = R::exp_sum(step.isa, most, scores);
+        let own = own.map_or(R::of(0.0), |own| (own - most).exp());
+        s.y.extend([most, sum + own, own]);
+    }
+    R::weigh(step.isa, &s.scores, dim, history.values, rows, &mut s.load, &mut s.sums);
+
+    let values = &mut s.load;
+    values.clear();
+    for (h, state) in s.y.chunks_exact(3).enumerate() {
+        let sums = &mut s.sums[h * dim..(h + 1) * dim];
+        if a.current.is_some() {
+            sums.iter_mut().zip(&s.v).for_each(|(sum, &v)| *sum = *sum + state[2] * v);
+        }
+        if op.splits > 1 {
+            values.extend([state[0].to_f32(), state[1].to_f32()]);
+            values.extend(sums.iter().map(|sum| sum.to_f32()));
+        } else {
+            values.extend(sums.iter().map(|&sum| (sum / state[1]).to_f32()));
+        }
+    }
+    memory.store(&a.out, values);
+}
+
+/// `out = sum_s exp(m_s - m) sums_s / sum_s exp(m_s - m) l_s` with `m` the largest maximum; shares without rows have
+/// `m_s` = -inf and weigh nothing.
+fn merge<R: Real>(dim: usize, splits: usize, head: &plan::MergeHead, memory: &mut impl Access, s: &mut Scratch<R>) {
+    load(memory, &head.partial, &mut s.load, &mut s.x);
+    let header = PARTIAL_HEADER as usize;
+    let record = |share: usize| &s.x[share * head.stride + head.first..][..header + dim];
+    let most = (0..splits).map(|s| record(s)[0]).fold(R::NEG_INFINITY, |most, x| if x > most { x } else { most });
+    s.sums.clear();
+    s.sums.resize(dim, R::of(0.0));
+    let mut sum = R::of(0.0);
+    for share in 0..splits {
+        let record = record(share);
+        let weight = (record[0] - most).exp();
+        sum = sum + weight * record[1];
+        s.sums.iter_mut().zip(&record[header..]).for_each(|(o, &v)| *o = *o + weight * v);
+    }
+    s.load.clear();
+    s.load.extend(s.sums.iter().map(|&v| (v / sum).to_f32()));
+    memory.store(&head.out, &s.load);
+}
+
+/// Converts chunk bytes of a cache of type `dtype` to the elements that [`HistoryRows`] shows.
+pub fn history_rows<'a>(dtype: DType, bytes: &'a [u32], dim: usize) -> HistoryRows<'a> {
+    match dtype {
+        DType::Bf16 => HistoryRows::Bf16 { data: bytemuck::cast_slice(bytes), stride: dim },
+        _ => HistoryRows::F32 { data: bytemuck::cast_slice(bytes), stride: dim },
+    }
+}

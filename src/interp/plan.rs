@@ -1,0 +1,714 @@
+//! Owns `Plan`: a schedule with every operand resolved to elements and bytes, so that executing a task looks up nothing.
+
+use super::memory::{CacheColumns, Place, Region};
+use super::real::{granule_k, read_value};
+use super::synthetic::CacheKind;
+use crate::dtype::DType;
+use crate::ir::op::{self, Epilogue, GRANULE_BYTES, NormAttr, Op, PARTIAL_HEADER, Role, UNIT_ROWS};
+use crate::ir::program::{Buffer, Grid, Operand, Program, Rows, Space};
+use crate::ir::schedule::{Event, Ring, RunBytes, Schedule, Task};
+use crate::ir::{BufferId, EventId, GridId, SmId, TaskId};
+use crate::pack::Layout;
+use std::ops::Range;
+use thiserror::Error;
+
+/// Why a schedule and its pack cannot be executed. A validated schedule and the pack made from it give none of these.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+pub enum PlanError {
+    #[error("{task} runs {grid}, which the program does not have")]
+    Grid { task: TaskId, grid: GridId },
+    #[error("{place} names {found}, which does not exist")]
+    Reference { place: String, found: String },
+    #[error("{grid} (`{op}`) has no operand `{role}`", role = role.name())]
+    Operand { grid: GridId, op: &'static str, role: Role },
+    #[error("{task}: operand `{role}` touches nothing, expected a region", role = role.name())]
+    Empty { task: TaskId, role: Role },
+    #[error("{task}: operand `{role}` ends at column {end}, {buffer} has {cols}", role = role.name())]
+    Bounds { task: TaskId, role: Role, buffer: BufferId, end: u64, cols: u32 },
+    #[error("{task}: operand `{role}` has {found} columns, expected {expected}", role = role.name())]
+    Width { task: TaskId, role: Role, expected: usize, found: usize },
+    #[error("{task}: operand `{role}` is in {found} memory, which this role cannot use", role = role.name())]
+    Space { task: TaskId, role: Role, found: &'static str },
+    #[error("{task} takes {found} launch indices, expected 1")]
+    Indices { task: TaskId, found: u32 },
+    #[error("{task} streams {found} bytes in adjacent runs, its weights take {expected}")]
+    Stream { task: TaskId, expected: u64, found: u64 },
+    #[error("the pack has {found} bytes, expected {expected}")]
+    Pack { expected: u64, found: u64 },
+    #[error("{buffer} takes {bytes} bytes, more than this machine can address")]
+    Size { buffer: BufferId, bytes: u64 },
+    #[error("the schedule has no `{role}` operand, expected one grid that writes it", role = role.name())]
+    Missing { role: Role },
+    #[error("no regime serves position 0")]
+    Regimes,
+    #[error("{sms} SMs are declared, a regime has {queues} queues and {streams} streams")]
+    Queues { sms: u32, queues: usize, streams: usize },
+}
+
+pub struct Plan {
+    pub sms: usize,
+    pub context_max: u32,
+    pub vocab: usize,
+    pub exchange_words: usize,
+    pub output_words: usize,
+    /// Words of private memory of one SM.
+    pub private_words: usize,
+    pub caches: Vec<CacheShape>,
+    /// fp32 constants, all buffers.
+    pub constants: Vec<f32>,
+    pub ring: Ring,
+    pub logits: Region,
+    pub candidates: Region,
+    pub regimes: Vec<RegimePlan>,
+}
+
+/// A cache buffer, and which half of which layer it is (in the order of the attention grids).
+#[derive(Debug, Clone, PartialEq)]
+pub struct CacheShape {
+    pub buffer: BufferId,
+    pub dtype: DType,
+    pub rows: usize,
+    pub cols: usize,
+    pub layer: u32,
+    pub kind: CacheKind,
+}
+
+pub struct RegimePlan {
+    pub from_position: u32,
+    pub events: Vec<EventPlan>,
+    /// One queue per SM.
+    pub queues: Vec<Vec<TaskPlan>>,
+    /// One stream per SM.
+    pub streams: Vec<Vec<StreamRun>>,
+    /// Ordinals whose candidates a step of this regime writes.
+    pub parts: Vec<u32>,
+}
+
+pub struct EventPlan {
+    pub event: Event,
+    /// Signals of one step.
+    pub signals: u32,
+}
+
+pub struct TaskPlan {
+    pub id: TaskId,
+    pub waits: Box<[(EventId, u32)]>,
+    pub signals: Box<[EventId]>,
+    pub work: Work,
+}
+
+/// One run of an SM's stream.
+#[derive(Debug, Clone, PartialEq)]
+pub struct StreamRun {
+    pub task: TaskId,
+    pub bytes: StreamBytes,
+}
+
+#[derive(Debug, Clone, PartialEq)]
+pub enum StreamBytes {
+    /// Bytes of the pack.
+    Fixed(Range<usize>),
+    History {
+        rows: usize,
+        keys: CacheColumns,
+        values: CacheColumns,
+        op: op::Attention,
+        j: u32,
+    },
+}
+
+pub enum Work {
+    Select { candidates: Region, token: Region },
+    Report { token: Region, out: Region },
+    Embed { token: Region, table: Table, residual: Region, out: Region, scale: f32 },
+    MatVec(Box<MatVec>),
+    Attention(Box<Attention>),
+    AttentionMerge { head_dim: usize, splits: usize, heads: Vec<MergeHead> },
+    NormAdd(Box<NormAdd>),
+}
+
+/// The embedding table, row-major in the pack.
+#[derive(Debug, Clone)]
+pub struct Table {
+    pub bytes: Range<usize>,
+    pub dtype: DType,
+    pub rows: u32,
+    pub cols: usize,
+}
+
+/// A norm with its constants, as ranges of [`Plan::constants`].
+#[derive(Debug, Clone)]
+pub struct Norm {
+    pub attr: NormAttr,
+    pub weight: Option<Range<usize>>,
+    pub bias: Option<Range<usize>>,
+}
+
+pub struct MatVec {
+    pub grid: GridId,
+    pub x: Region,
+    pub k: usize,
+    pub norm: Option<Norm>,
+    pub dtype: DType,
+    pub units: usize,
+    /// Bytes of the pack.
+    pub weight: Range<usize>,
+    pub bias: Option<Range<usize>>,
+    pub epilogue: Epilogue,
+    /// `Out`, or `Logits`.
+    pub out: Option<Region>,
+    pub residual: Option<Region>,
+    pub candidate: Option<Region>,
+}
+
+pub struct Attention {
+    pub op: op::Attention,
+    /// Head group.
+    pub i: u32,
+    pub j: u32,
+    pub q: Region,
+    /// Present in the share that holds the current position.
+    pub current: Option<Current>,
+    pub q_norm: Option<Norm>,
+    pub k_norm: Option<Norm>,
+    /// Range of [`Plan::constants`] that holds the table, `rotary` values a row.
+    pub rope: Option<Range<usize>>,
+    pub cache_dtype: DType,
+    pub keys: CacheColumns,
+    pub values: CacheColumns,
+    pub out: Region,
+}
+
+pub struct Current {
+    pub k: Region,
+    pub v: Region,
+    /// Where this task appends keys and values; `None` where another task of the same KV head does.
+    pub append: Option<(CacheColumns, CacheColumns)>,
+}
+
+pub struct MergeHead {
+    /// Records of all shares of the head's group.
+    pub partial: Region,
+    /// First value of this head's record within a share, and values from one share to the next.
+    pub first: usize,
+    pub stride: usize,
+    pub out: Region,
+}
+
+pub struct NormAdd {
+    pub y: Region,
+    pub norm: Norm,
+    pub scale: f32,
+    pub residual: Region,
+    pub out: Region,
+}
+
+/// Keys and values of each layer, in the order of the attention grids: the layers that `cache_value` numbers.
+pub fn cache_buffers(program: &Program) -> Vec<(BufferId, BufferId)> {
+    let mut layers = vec![];
+    for grid in &program.grids {
+        if let (Some(k), Some(v)) = (grid.operand(Role::HistoryK), grid.operand(Role::HistoryV)) {
+            let pair = (k.buffer, v.buffer);
+            if !layers.contains(&pair) {
+                layers.push(pair);
+            }
+        }
+    }
+    layers
+}
+
+impl Plan {
+    pub fn new(schedule: &Schedule, layout: &Layout, pack: &[u8]) -> Result<Plan, PlanError> {
+        let program = &schedule.program;
+        if (pack.len() as u64) < layout.total_bytes {
+            return Err(PlanError::Pack { expected: layout.total_bytes, found: pack.len() as u64 });
+        }
+        if schedule.regimes.first().is_none_or(|r| r.from_position != 0) {
+            return Err(PlanError::Regimes);
+        }
+        let memory = MemoryMap::new(program, layout, pack)?;
+        let regimes = schedule
+            .regimes
+            .iter()
+            .map(|regime| {
+                let sms = schedule.machine.sms as usize;
+                if regime.queues.len() != sms || regime.streams.len() != sms {
+                    let (queues, streams) = (regime.queues.len(), regime.streams.len());
+                    return Err(PlanError::Queues { sms: schedule.machine.sms, queues, streams });
+                }
+                let mut weights: Vec<Option<Range<usize>>> = vec![None; regime.tasks.len()];
+                let mut streams = vec![];
+                for (sm, stream) in regime.streams.iter().enumerate() {
+                    let base = layout.stream_base[sm];
+                    let resolve = |run: &crate::ir::schedule::Run| memory.run(program, regime, run, base, &mut weights);
+                    streams.push(stream.iter().map(resolve).collect::<Result<_, _>>()?);
+                }
+                let mut events: Vec<EventPlan> =
+                    regime.events.iter().map(|&event| EventPlan { event, signals: 0 }).collect();
+                let mut parts = vec![];
+                let mut queues = vec![];
+                for (sm, queue) in regime.queues.iter().enumerate() {
+                    let mut tasks = vec![];
+                    for &id in queue {
+                        let place = || SmId::from(sm).to_string();
+                        let task = regime.tasks.get(id.index()).ok_or_else(|| reference(place(), id))?;
+                        let streamed = weights[id.index()].clone();
+                        let work = memory.work(program, id, task, streamed)?;
+                        for &event in &task.signals {
+                            let plan = events.get_mut(event.index()).ok_or_else(|| reference(id, event))?;
+                            plan.signals += 1;
+                        }
+                        for wait in &task.waits {
+                            events.get(wait.event.index()).ok_or_else(|| reference(id, wait.event))?;
+                        }
+                        if matches!(&work, Work::MatVec(m) if m.candidate.is_some()) {
+                            parts.push(task.j);
+                        }
+                        let waits = task.waits.iter().map(|w| (w.event, w.count)).collect();
+                        tasks.push(TaskPlan { id, waits, signals: task.signals.as_slice().into(), work });
+                    }
+                    queues.push(tasks);
+                }
+                parts.sort_unstable();
+                Ok(RegimePlan { from_position: regime.from_position, events, queues, streams, parts })
+            })
+            .collect::<Result<_, _>>()?;
+        let whole = |role| {
+            let operand = program.grids.iter().find_map(|g| g.operand(role));
+            operand.and_then(|o| memory.whole(program, o.buffer)).ok_or(PlanError::Missing { role })
+        };
+        let (logits, candidates) = (whole(Role::Logits)?, whole(Role::Candidates)?);
+        Ok(Plan {
+            sms: schedule.machine.sms as usize,
+            context_max: program.context_max,
+            vocab: logits.len,
+            exchange_words: memory.words[0],
+            output_words: memory.words[1],
+            private_words: memory.words[2],
+            caches: memory.caches,
+            constants: memory.constants,
+            ring: schedule.machine.ring,
+            candidates,
+            logits,
+            regimes,
+        })
+    }
+
+    /// Index of the regime that serves `position`.
+    pub fn regime_at(&self, position: u32) -> usize {
+        self.regimes.partition_point(|r| r.from_position <= position).saturating_sub(1)
+    }
+}
+
+fn reference(place: impl ToString, found: impl ToString) -> PlanError {
+    PlanError::Reference { place: place.to_string(), found: found.to_string() }
+}
+
+/// Where each buffer lies.
+struct MemoryMap {
+    /// By buffer: arena, and first element.
+    arenas: Vec<Option<(Place, usize)>>,
+    /// By buffer: range of `constants`.
+    values: Vec<Option<Range<usize>>>,
+    /// By buffer: bytes of the pack.
+    packed: Vec<Option<Range<usize>>>,
+    constants: Vec<f32>,
+    caches: Vec<CacheShape>,
+    /// Words of the exchange, output and private arenas.
+    words: [usize; 3],
+    pack_bytes: u64,
+}
+
+impl MemoryMap {
+    fn new(program: &Program, layout: &Layout, pack: &[u8]) -> Result<MemoryMap, PlanError> {
+        let layers = cache_buffers(program);
+        let mut map = MemoryMap {
+            arenas: vec![None; program.buffers.len()],
+            values: vec![None; program.buffers.len()],
+            packed: vec![None; program.buffers.len()],
+            constants: vec![],
+            caches: vec![],
+            words: [0; 3],
+            pack_bytes: pack.len() as u64,
+        };
+        let tables: Vec<BufferId> =
+            program.grids.iter().filter_map(|g| g.operand(Role::Table)).map(|o| o.buffer).collect();
+        for (b, buffer) in program.buffers.iter().enumerate() {
+            let id = BufferId::from(b);
+            let size = |elements: u64| PlanError::Size { buffer: id, bytes: elements.saturating_mul(4) };
+            let elements = u64::from(buffer.rows) * u64::from(buffer.cols);
+            let elements = usize::try_from(elements).ok().filter(|n| *n < usize::MAX / 16).ok_or(size(elements))?;
+            let arena = match buffer.space {
+                Space::Exchange => Some((Place::Exchange, 0)),
+                Space::Output => Some((Place::Output, 1)),
+                Space::Private => Some((Place::Private, 2)),
+                _ => None,
+            };
+            if let Some((place, arena)) = arena {
+                map.arenas[b] = Some((place, map.words[arena]));
+                let words = elements.checked_mul(buffer.phases as usize).ok_or(size(elements as u64))?;
+                map.words[arena] = map.words[arena].checked_add(words).ok_or(size(words as u64))?;
+            }
+            match buffer.space {
+                Space::Constant => {
+                    let offset = layout.constant_offset[b].unwrap_or(0) as usize;
+                    let range = offset..offset + elements * buffer.dtype.bytes();
+                    if range.end > pack.len() {
+                        return Err(PlanError::Pack { expected: range.end as u64, found: pack.len() as u64 });
+                    }
+                    if !tables.contains(&id) {
+                        let first = map.constants.len();
+                        let values = pack[range.clone()].chunks_exact(buffer.dtype.bytes());
+                        map.constants.extend(values.map(|v| read_value(buffer.dtype, v)));
+                        map.values[b] = Some(first..map.constants.len());
+                    }
+                    map.packed[b] = Some(range);
+                }
+                Space::Cache => {
+                    // A cache that no attention reads has no layer; it is never executed either.
+                    let place = layers.iter().position(|&(k, v)| k == id || v == id);
+                    if let Some(layer) = place {
+                        let kind = if layers[layer].0 == id { CacheKind::Key } else { CacheKind::Value };
+                        let (rows, cols) = (buffer.rows as usize, buffer.cols as usize);
+                        let layer = layer as u32;
+                        map.caches.push(CacheShape { buffer: id, dtype: buffer.dtype, rows, cols, layer, kind });
+                    }
+                }
+                _ => {}
+            }
+        }
+        Ok(map)
+    }
+
+    fn whole(&self, program: &Program, id: BufferId) -> Option<Region> {
+        let buffer = program.buffers.get(id.index())?;
+        let (place, offset) = self.arenas[id.index()]?;
+        Some(self.region_of(id, buffer, place, offset, 0, buffer.cols as usize))
+    }
+
+    fn region_of(&self, id: BufferId, b: &Buffer, place: Place, offset: usize, first: usize, len: usize) -> Region {
+        Region {
+            buffer: id,
+            place,
+            dtype: b.dtype,
+            first,
+            len,
+            offset: offset + first,
+            phases: b.phases.max(1),
+            phase_stride: b.rows as usize * b.cols as usize,
+        }
+    }
+
+    /// Columns `start..end` that launch indices of `at` touch; `None` when they touch nothing.
+    fn columns(&self, at: At<'_>, operand: &Operand) -> Result<Option<(usize, usize)>, PlanError> {
+        let (start, end) = operand.cols.range(at.lo, at.hi, at.j);
+        let role = operand.role;
+        let cols = at.program.buffers.get(operand.buffer.index()).ok_or_else(|| reference(at.id, operand.buffer))?.cols;
+        if end > u64::from(cols) {
+            return Err(PlanError::Bounds { task: at.id, role, buffer: operand.buffer, end, cols });
+        }
+        Ok((start < end).then_some((start as usize, end as usize)))
+    }
+
+    fn optional(&self, at: At<'_>, role: Role) -> Result<Option<Region>, PlanError> {
+        let Some(operand) = at.grid.operand(role) else { return Ok(None) };
+        let Some((start, end)) = self.columns(at, operand)? else { return Ok(None) };
+        let buffer = &at.program.buffers[operand.buffer.index()];
+        let (place, offset) = self.arenas[operand.buffer.index()].ok_or(PlanError::Space {
+            task: at.id,
+            role,
+            found: buffer.space.name(),
+        })?;
+        Ok(Some(self.region_of(operand.buffer, buffer, place, offset, start, end - start)))
+    }
+
+    fn region(&self, at: At<'_>, role: Role) -> Result<Region, PlanError> {
+        at.operand(role)?;
+        self.optional(at, role)?.ok_or(PlanError::Empty { task: at.id, role })
+    }
+
+    /// A region of exactly `expected` columns.
+    fn sized(&self, at: At<'_>, role: Role, expected: usize) -> Result<Region, PlanError> {
+        let region = self.region(at, role)?;
+        width(at.id, role, expected, region.len)?;
+        Ok(region)
+    }
+
+    fn constant(&self, at: At<'_>, role: Role) -> Result<Option<Range<usize>>, PlanError> {
+        let Some(operand) = at.grid.operand(role) else { return Ok(None) };
+        let Some((start, end)) = self.columns(at, operand)? else { return Ok(None) };
+        let found = at.program.buffers[operand.buffer.index()].space.name();
+        let values =
+            self.values[operand.buffer.index()].as_ref().ok_or(PlanError::Space { task: at.id, role, found })?;
+        Ok(Some(match operand.rows {
+            Rows::Current => values.clone(),
+            _ => values.start + start..values.start + end,
+        }))
+    }
+
+    fn norm(
+        &self,
+        at: At<'_>,
+        attr: Option<NormAttr>,
+        weight: Role,
+        bias: Option<Role>,
+        len: usize,
+    ) -> Result<Option<Norm>, PlanError> {
+        let Some(attr) = attr else { return Ok(None) };
+        let constant = |role| -> Result<Option<Range<usize>>, PlanError> {
+            let range = self.constant(at, role)?;
+            range.iter().try_for_each(|r| width(at.id, role, len, r.len()))?;
+            Ok(range)
+        };
+        Ok(Some(Norm { attr, weight: constant(weight)?, bias: bias.map(constant).transpose()?.flatten() }))
+    }
+
+    fn cache(&self, at: At<'_>, role: Role) -> Result<Option<CacheColumns>, PlanError> {
+        let operand = at.operand(role)?;
+        let Some((start, end)) = self.columns(at, operand)? else { return Ok(None) };
+        let found = at.program.buffers[operand.buffer.index()].space.name();
+        let cache = self.caches.iter().position(|c| c.buffer == operand.buffer).ok_or(PlanError::Space {
+            task: at.id,
+            role,
+            found,
+        })?;
+        Ok(Some(CacheColumns { cache, first: start, len: end - start }))
+    }
+
+    fn run(
+        &self,
+        program: &Program,
+        regime: &crate::ir::schedule::Regime,
+        run: &crate::ir::schedule::Run,
+        base: u64,
+        weights: &mut [Option<Range<usize>>],
+    ) -> Result<StreamRun, PlanError> {
+        let task = regime.tasks.get(run.task.index()).ok_or_else(|| reference("a stream", run.task))?;
+        let bytes = match run.bytes {
+            RunBytes::Fixed { offset, bytes } => {
+                let end = base.saturating_add(offset).saturating_add(bytes);
+                if end > self.pack_bytes {
+                    return Err(PlanError::Pack { expected: end, found: self.pack_bytes });
+                }
+                let range = (base + offset) as usize..end as usize;
+                let known = &mut weights[run.task.index()];
+                match known {
+                    None => *known = Some(range.clone()),
+                    Some(known) if known.end == range.start => known.end = range.end,
+                    Some(known) => {
+                        let (expected, found) = ((known.len() + range.len()) as u64, known.len() as u64);
+                        return Err(PlanError::Stream { task: run.task, expected, found });
+                    }
+                }
+                StreamBytes::Fixed(range)
+            }
+            RunBytes::History { rows } => {
+                let at = At::new(program, run.task, task)?;
+                let Op::Attention(op) = &at.grid.op else {
+                    return Err(PlanError::Operand { grid: task.grid, op: at.grid.op.name(), role: Role::HistoryK });
+                };
+                let empty = |role| PlanError::Empty { task: run.task, role };
+                let keys = self.cache(at, Role::HistoryK)?.ok_or(empty(Role::HistoryK))?;
+                let values = self.cache(at, Role::HistoryV)?.ok_or(empty(Role::HistoryV))?;
+                StreamBytes::History { rows: rows.max(1) as usize, keys, values, op: op.clone(), j: task.j }
+            }
+        };
+        Ok(StreamRun { task: run.task, bytes })
+    }
+
+    fn work(
+        &self,
+        program: &Program,
+        id: TaskId,
+        task: &Task,
+        streamed: Option<Range<usize>>,
+    ) -> Result<Work, PlanError> {
+        let at = At::new(program, id, task)?;
+        Ok(match &at.grid.op {
+            Op::Select => {
+                Work::Select { candidates: self.region(at, Role::Candidates)?, token: self.sized(at, Role::Token, 1)? }
+            }
+            Op::Report => Work::Report { token: self.sized(at, Role::Token, 1)?, out: self.sized(at, Role::Out, 1)? },
+            Op::Embed { scale } => {
+                let operand = at.operand(Role::Table)?;
+                let buffer = &program.buffers[operand.buffer.index()];
+                let found = buffer.space.name();
+                let bytes = self.packed[operand.buffer.index()].clone().ok_or(PlanError::Space {
+                    task: id,
+                    role: Role::Table,
+                    found,
+                })?;
+                let cols = buffer.cols as usize;
+                let residual = self.region(at, Role::Residual)?;
+                let out = self.sized(at, Role::Out, residual.len)?;
+                self.columns(at, operand)?;
+                let table = Table { bytes, dtype: buffer.dtype, rows: buffer.rows, cols };
+                Work::Embed { token: self.sized(at, Role::Token, 1)?, table, residual, out, scale: *scale }
+            }
+            Op::MatVec(m) => Work::MatVec(Box::new(self.mat_vec(at, m, streamed)?)),
+            Op::Attention(a) => Work::Attention(Box::new(self.attention(at, a)?)),
+            &Op::AttentionMerge { head_dim, splits, heads_per_task } => {
+                let dim = head_dim as usize;
+                let record = (head_dim + PARTIAL_HEADER) as usize;
+                let stride = heads_per_task as usize * record;
+                let heads = (task.lo..task.hi)
+                    .map(|head| {
+                        let one = At { lo: head, hi: head + 1, ..at };
+                        Ok(MergeHead {
+                            partial: self.sized(one, Role::Partial, splits as usize * stride)?,
+                            first: (head % heads_per_task.max(1)) as usize * record,
+                            stride,
+                            out: self.sized(one, Role::Out, dim)?,
+                        })
+                    })
+                    .collect::<Result<_, PlanError>>()?;
+                Work::AttentionMerge { head_dim: dim, splits: splits as usize, heads }
+            }
+            &Op::NormAdd { norm, width, scale } => {
+                let width = width as usize;
+                let norm = self.norm(at, Some(norm), Role::NormWeight, Some(Role::NormBias), width)?;
+                let residual = self.region(at, Role::Residual)?;
+                Work::NormAdd(Box::new(NormAdd {
+                    y: self.sized(at, Role::X, width)?,
+                    norm: norm.ok_or(PlanError::Empty { task: id, role: Role::NormWeight })?,
+                    scale,
+                    out: self.sized(at, Role::Out, residual.len)?,
+                    residual,
+                }))
+            }
+        })
+    }
+
+    fn mat_vec(&self, at: At<'_>, m: &op::MatVec, streamed: Option<Range<usize>>) -> Result<MatVec, PlanError> {
+        let id = at.id;
+        let dtype = at
+            .program
+            .buffers
+            .get(at.operand(Role::Weight)?.buffer.index())
+            .ok_or_else(|| reference(id, Role::Weight.name()))?
+            .dtype;
+        let units = (at.hi - at.lo.min(at.hi)) as usize;
+        let k = m.k as usize;
+        let expected = (units * k.div_ceil(granule_k(dtype)) * GRANULE_BYTES as usize) as u64;
+        let weight = streamed.unwrap_or(0..0);
+        if weight.len() as u64 != expected {
+            return Err(PlanError::Stream { task: id, expected, found: weight.len() as u64 });
+        }
+        let bias = self.constant(at, Role::Bias)?;
+        bias.iter().try_for_each(|b| width(id, Role::Bias, units * UNIT_ROWS as usize, b.len()))?;
+        let values = units * UNIT_ROWS as usize;
+        // The last unit of a grid may have fewer rows than eight; its region says so.
+        let partial = |role, most: usize| {
+            let region = self.region(at, role)?;
+            let least = most.saturating_sub(UNIT_ROWS as usize - 1);
+            width(id, role, region.len.clamp(least, most), region.len)?;
+            Ok::<Region, PlanError>(region)
+        };
+        let (out, residual, candidate) = match m.epilogue {
+            Epilogue::Store | Epilogue::Act(_) => (Some(partial(Role::Out, values)?), None, None),
+            Epilogue::Gated(_) => (Some(partial(Role::Out, values / 2)?), None, None),
+            Epilogue::Residual { .. } => {
+                let residual = partial(Role::Residual, values)?;
+                let out = self.optional(at, Role::Out)?;
+                out.iter().try_for_each(|out| width(id, Role::Out, residual.len, out.len))?;
+                (out, Some(residual), None)
+            }
+            Epilogue::Logits { .. } => {
+                (Some(partial(Role::Logits, values)?), None, Some(self.sized(at, Role::Candidates, 2)?))
+            }
+        };
+        let norm = self.norm(at, m.norm, Role::NormWeight, Some(Role::NormBias), k)?;
+        let x = self.sized(at, Role::X, k)?;
+        let epilogue = m.epilogue;
+        let grid = at.grid_id;
+        Ok(MatVec { grid, x, k, norm, dtype, units, weight, bias, epilogue, out, residual, candidate })
+    }
+
+    fn attention(&self, at: At<'_>, a: &op::Attention) -> Result<Attention, PlanError> {
+        let id = at.id;
+        if at.hi != at.lo + 1 {
+            return Err(PlanError::Indices { task: id, found: at.hi.saturating_sub(at.lo) });
+        }
+        let dim = a.head_dim as usize;
+        let heads = a.heads_per_task as usize;
+        let norm_len = |attr: Option<op::QkNormAttr>, heads: u32| match attr {
+            Some(attr) if attr.projection => heads as usize * dim,
+            _ => dim,
+        };
+        let projected = |attr: Option<op::QkNormAttr>| attr.is_some_and(|a| a.projection);
+        let q_len = if projected(a.q_norm) { a.heads as usize * dim } else { heads * dim };
+        let k_len = if projected(a.k_norm) { a.kv_heads() as usize * dim } else { dim };
+        let current = if at.j == a.splits.saturating_sub(1) {
+            let append = match (self.cache(at, Role::AppendK)?, self.cache(at, Role::AppendV)?) {
+                (Some(k), Some(v)) => Some((k, v)),
+                _ => None,
+            };
+            if let Some((k, v)) = append {
+                width(id, Role::AppendK, dim, k.len)?;
+                width(id, Role::AppendV, dim, v.len)?;
+            }
+            Some(Current { k: self.sized(at, Role::K, k_len)?, v: self.sized(at, Role::V, dim)?, append })
+        } else {
+            None
+        };
+        let q_norm_attr = a.q_norm.map(|n| n.norm);
+        let k_norm_attr = a.k_norm.map(|n| n.norm);
+        let keys = self.cache(at, Role::HistoryK)?.ok_or(PlanError::Empty { task: id, role: Role::HistoryK })?;
+        let values = self.cache(at, Role::HistoryV)?.ok_or(PlanError::Empty { task: id, role: Role::HistoryV })?;
+        width(id, Role::HistoryK, dim, keys.len)?;
+        width(id, Role::HistoryV, dim, values.len)?;
+        let rope = if a.rotary > 0 {
+            let table = self.constant(at, Role::Rope)?.ok_or(PlanError::Empty { task: id, role: Role::Rope })?;
+            let expected = at.program.context_max as usize * a.rotary as usize;
+            width(id, Role::Rope, expected, table.len())?;
+            width(id, Role::Q, dim, dim.max(a.rotary as usize))?;
+            Some(table)
+        } else {
+            None
+        };
+        let record = dim + if a.splits > 1 { PARTIAL_HEADER as usize } else { 0 };
+        Ok(Attention {
+            op: a.clone(),
+            i: at.lo,
+            j: at.j,
+            q: self.sized(at, Role::Q, q_len)?,
+            current,
+            q_norm: self.norm(at, q_norm_attr, Role::QNormWeight, None, norm_len(a.q_norm, a.heads))?,
+            k_norm: self.norm(at, k_norm_attr, Role::KNormWeight, None, norm_len(a.k_norm, a.kv_heads()))?,
+            rope,
+            cache_dtype: self.caches[keys.cache].dtype,
+            keys,
+            values,
+            out: self.sized(at, Role::Out, heads * record)?,
+        })
+    }
+}
+
+fn width(task: TaskId, role: Role, expected: usize, found: usize) -> Result<(), PlanError> {
+    if expected == found { Ok(()) } else { Err(PlanError::Width { task, role, expected, found }) }
+}
+
+/// A task, or one launch index of it, with the grid it belongs to.
+#[derive(Clone, Copy)]
+struct At<'a> {
+    program: &'a Program,
+    grid: &'a Grid,
+    grid_id: GridId,
+    id: TaskId,
+    lo: u32,
+    hi: u32,
+    j: u32,
+}
+
+impl<'a> At<'a> {
+    fn new(program: &'a Program, id: TaskId, task: &Task) -> Result<At<'a>, PlanError> {
+        let grid = program.grids.get(task.grid.index()).ok_or(PlanError::Grid { task: id, grid: task.grid })?;
+        Ok(At { program, grid, grid_id: task.grid, id, lo: task.lo, hi: task.hi, j: task.j })
+    }
+
+    fn operand(&self, role: Role) -> Result<&'a Operand, PlanError> {
+        let missing = PlanError::Operand { grid: self.grid_id, op: self.grid.op.name(), role };
+        let operand = self.grid.operand(role).ok_or(missing)?;
+        Ok(operand)
+    }
+}

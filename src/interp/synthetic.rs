@@ -1,0 +1,81 @@
+//! Owns reproducible made-up values: the cache contents that let a deep position be checked without a long prompt, and
+//! the random numbers of the adversary.
+
+/// SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014): one word of state, and
+/// the same numbers on every machine.
+#[derive(Debug, Clone)]
+pub struct Random(u64);
+
+impl Random {
+    pub fn new(seed: u64) -> Self {
+        Random(seed)
+    }
+
+    pub fn next_u64(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        mix(self.0)
+    }
+
+    /// A number below `bound`; `bound` is not 0.
+    pub fn below(&mut self, bound: usize) -> usize {
+        ((u128::from(self.next_u64()) * bound as u128) >> 64) as usize
+    }
+
+    /// Evenly spread in `-1.0..1.0`.
+    #[cfg(test)]
+    pub fn signed(&mut self) -> f32 {
+        signed(self.next_u64())
+    }
+}
+
+/// The two halves of the cache.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum CacheKind {
+    Key,
+    Value,
+}
+
+/// The value that `fill_cache` puts into column `column` (KV head times `head_dim`, plus the dimension) of row
+/// `position`, before it is rounded to the cache's type: evenly spread in `-1.0..1.0`, a function of its arguments alone.
+pub fn cache_value(seed: u64, layer: u32, kind: CacheKind, position: u32, column: u32) -> f32 {
+    let kind = match kind {
+        CacheKind::Key => 0,
+        CacheKind::Value => 1,
+    };
+    let place = (u64::from(layer) << 1 | kind).wrapping_mul(0xd134_2543_de82_ef95);
+    signed(mix(mix(seed.wrapping_add(place)).wrapping_add(u64::from(position) << 32 | u64::from(column))))
+}
+
+fn mix(mut z: u64) -> u64 {
+    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ (z >> 31)
+}
+
+/// The upper 24 bits as a multiple of 2^-23, less 1: exact in fp32.
+fn signed(bits: u64) -> f32 {
+    (bits >> 40) as f32 * (1.0 / 8_388_608.0) - 1.0
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn cache_values_differ_in_every_argument_and_fill_the_interval() {
+        let base = cache_value(1, 2, CacheKind::Key, 3, 4);
+        for other in [
+            cache_value(2, 2, CacheKind::Key, 3, 4),
+            cache_value(1, 3, CacheKind::Key, 3, 4),
+            cache_value(1, 2, CacheKind::Value, 3, 4),
+            cache_value(1, 2, CacheKind::Key, 4, 4),
+            cache_value(1, 2, CacheKind::Key, 3, 5),
+        ] {
+            assert_ne!(base, other);
+        }
+        let values: Vec<f32> = (0..1000).map(|p| cache_value(7, 0, CacheKind::Value, p, 0)).collect();
+        let mean = values.iter().sum::<f32>() / 1000.0;
+        assert!(mean.abs() < 0.06 && values.iter().all(|v| (-1.0..1.0).contains(v)), "mean {mean}");
+        assert!(values.iter().any(|v| *v < -0.98) && values.iter().any(|v| *v > 0.98));
+    }
+}

@@ -1,0 +1,601 @@
+//! Executes a plan with worker threads standing in for SMs: the path for real use.
+//!
+//! Every thread has SMs of its own and runs whatever head task of theirs has its events; when none has, it takes a task
+//! of another thread's SM. So one running thread is enough to end a step, whatever the operating system does with the
+//! others. Events are counters that only grow.
+//!
+//! Unlike on a device, a step begins when the last one has ended everywhere: the host decides about tokens in between, so
+//! nothing is lost, and a carried event needs no counter. `adversary` executes what this leaves out.
+
+use super::kernel::Isa;
+use super::memory::{Access, Cache, CacheColumns, Memory, Place, Region, round_to};
+use super::ops::{self, History, Input, Scratch, Step, Streamed};
+use super::plan::{Plan, RegimePlan, TaskPlan, Work};
+use super::real::Real;
+use super::{Blocked, BlockedWait, Engine, InterpError, Logits, Pack, StepResult};
+use crate::ir::SmId;
+use std::ops::{ControlFlow, Range};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+/// Polls before a thread looks for work on SMs that are not its own: longer than a hop between two running threads (0.1
+/// to 0.3 µs), so that a thread which has only just signalled keeps its next task, and the cache that goes with it.
+const SPINS_OWN: u32 = 64;
+/// Polls before a thread gives its core away between two looks.
+const SPINS: u32 = 256;
+/// Polls of a thread that has no step to run before it parks: tens of microseconds, what a host needs between steps.
+const SPINS_IDLE: u32 = 4096;
+/// A step in which no task could run for this long has a deadlock: the longest task streams a fraction of a model, at
+/// gigabytes per second.
+const STALL: Duration = Duration::from_secs(30);
+const QUIT: u64 = u64::MAX;
+
+/// A counter on a cache line of its own.
+#[repr(align(64))]
+struct Counter(AtomicU64);
+
+struct Shared {
+    plan: Arc<Plan>,
+    pack: Pack,
+    isa: Isa,
+    memory: Memory,
+    stall: Duration,
+    /// By regime and event: signals since the last reset.
+    counters: Vec<Vec<Counter>>,
+    sms: Vec<Mutex<Sm>>,
+    /// Number of the step that runs; changes when one begins, after `order` did.
+    step: AtomicU64,
+    order: Mutex<StepOrder>,
+    /// SMs whose queue is not done in this step.
+    unfinished: AtomicUsize,
+    /// Workers that may be executing a task.
+    active: AtomicUsize,
+    abort: AtomicBool,
+    panic: Mutex<Option<String>>,
+}
+
+/// What a step is to do.
+#[derive(Clone, Copy)]
+struct StepOrder {
+    serial: u64,
+    position: u32,
+    input: Input,
+    /// Steps that the regime of this step has run before.
+    epoch: u64,
+    previous_regime: usize,
+}
+
+struct Sm {
+    private: Vec<u32>,
+    /// The last step somebody ran a task for, and the next task of its queue.
+    serial: u64,
+    cursor: usize,
+}
+
+/// What belongs to one thread.
+struct Crew<R> {
+    own: Range<usize>,
+    scratch: Scratch<R>,
+}
+
+pub struct Threads<R> {
+    shared: Arc<Shared>,
+    crew: Crew<R>,
+    workers: Vec<Worker>,
+    serial: u64,
+    /// By regime: steps run.
+    epochs: Vec<u64>,
+    previous_regime: usize,
+    failed: bool,
+}
+
+struct Worker {
+    handle: Option<JoinHandle<()>>,
+    parked: Arc<AtomicBool>,
+}
+
+impl<R: Real> Threads<R> {
+    pub fn new(plan: Arc<Plan>, pack: Pack, isa: Isa, threads: usize) -> Threads<R> {
+        Self::with_stall(plan, pack, isa, threads, STALL)
+    }
+
+    fn with_stall(plan: Arc<Plan>, pack: Pack, isa: Isa, threads: usize, stall: Duration) -> Threads<R> {
+        let caches = plan.caches.iter().map(|c| Cache::new(c.dtype, c.rows, c.cols)).collect();
+        let counters =
+            plan.regimes.iter().map(|r| r.events.iter().map(|_| Counter(AtomicU64::new(0))).collect()).collect();
+        let threads = threads.clamp(1, plan.sms.max(1));
+        let sm = |_| Mutex::new(Sm { private: vec![0; plan.private_words], serial: 0, cursor: 0 });
+        let order = StepOrder { serial: 0, position: 0, input: Input::Selected, epoch: 0, previous_regime: 0 };
+        let shared = Arc::new(Shared {
+            memory: Memory::new(plan.exchange_words, plan.output_words, caches),
+            counters,
+            sms: (0..plan.sms).map(sm).collect(),
+            stall,
+            step: AtomicU64::new(0),
+            order: Mutex::new(order),
+            unfinished: AtomicUsize::new(0),
+            active: AtomicUsize::new(0),
+            abort: AtomicBool::new(false),
+            panic: Mutex::default(),
+            plan,
+            pack,
+            isa,
+        });
+        let crew = |thread: usize| {
+            // Neighbours together: placement spreads few tasks evenly over SM numbers, and so over threads.
+            let first = |thread: usize| thread * shared.plan.sms / threads;
+            Crew { own: first(thread)..first(thread + 1), scratch: Scratch::new() }
+        };
+        let workers = (1..threads)
+            .map(|thread| {
+                let parked = Arc::new(AtomicBool::new(false));
+                let (shared, flag, mut crew) = (shared.clone(), parked.clone(), crew(thread));
+                Worker { handle: Some(thread::spawn(move || work(&shared, &mut crew, &flag))), parked }
+            })
+            .collect();
+        let epochs = vec![0; shared.plan.regimes.len()];
+        Threads { crew: crew(0), shared, workers, serial: 0, epochs, previous_regime: 0, failed: false }
+    }
+
+    fn step(&mut self, position: u32, input: Input) -> Result<u32, InterpError> {
+        if self.failed {
+            return Err(InterpError::Failed);
+        }
+        let shared = &*self.shared;
+        let regime = shared.plan.regime_at(position);
+        self.serial += 1;
+        let (serial, epoch) = (self.serial, self.epochs[regime]);
+        let order = StepOrder { serial, position, input, epoch, previous_regime: self.previous_regime };
+        *lock(&shared.order) = order;
+        shared.unfinished.store(shared.sms.len(), Ordering::Relaxed);
+        // Sequentially consistent against the worker's "parked, then look again": one of the two sees the other.
+        shared.step.store(serial, Ordering::SeqCst);
+        self.workers.iter().filter(|w| w.parked.load(Ordering::SeqCst)).for_each(Worker::wake);
+        run_caught(shared, &mut self.crew, &order);
+        if shared.abort.load(Ordering::Acquire) {
+            self.failed = true;
+            let mut spins = 0;
+            while shared.active.load(Ordering::Acquire) > 0 {
+                pause(&mut spins);
+            }
+            return Err(match lock(&shared.panic).take() {
+                Some(message) => InterpError::Panic { message },
+                None => InterpError::deadlock(&shared.plan, regime, position, blocked(shared, &order)),
+            });
+        }
+        self.epochs[regime] += 1;
+        self.previous_regime = regime;
+        let token = shared.plan.regimes[regime].queues[0].iter().find_map(|task| match &task.work {
+            Work::Select { token, .. } => Some(token.at(position)),
+            _ => None,
+        });
+        Ok(token.map_or(0, |at| lock(&shared.sms[0]).private[at]))
+    }
+}
+
+impl Worker {
+    fn wake(&self) {
+        if let Some(handle) = &self.handle {
+            handle.thread().unpark();
+        }
+    }
+}
+
+fn pause(spins: &mut u32) {
+    *spins += 1;
+    if !spins.is_multiple_of(SPINS) {
+        std::hint::spin_loop();
+    } else {
+        thread::yield_now();
+    }
+}
+
+/// A panic is reported as such; what it left behind is not used before a reset.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The life of a worker thread.
+fn work<R: Real>(shared: &Shared, crew: &mut Crew<R>, parked: &AtomicBool) {
+    let mut done = 0;
+    let mut spins = 0;
+    loop {
+        let step = shared.step.load(Ordering::Acquire);
+        if step == QUIT {
+            return;
+        }
+        if step != done {
+            shared.active.fetch_add(1, Ordering::SeqCst);
+            // May be a later step by now; the host cannot begin another before this one has ended.
+            let order = *lock(&shared.order);
+            run_caught(shared, crew, &order);
+            shared.active.fetch_sub(1, Ordering::Release);
+            done = order.serial;
+            spins = 0;
+            continue;
+        }
+        spins += 1;
+        if spins < SPINS_IDLE {
+            std::hint::spin_loop();
+            continue;
+        }
+        parked.store(true, Ordering::SeqCst);
+        if shared.step.load(Ordering::SeqCst) == done {
+            thread::park();
+        }
+        parked.store(false, Ordering::Relaxed);
+        spins = 0;
+    }
+}
+
+/// A panic in one thread must not leave the others waiting for its signals.
+fn run_caught<R: Real>(shared: &Shared, crew: &mut Crew<R>, order: &StepOrder) {
+    if let Err(panic) = catch_unwind(AssertUnwindSafe(|| run_step(shared, crew, order))) {
+        let text = panic.downcast_ref::<String>().map(String::as_str).or(panic.downcast_ref::<&str>().copied());
+        *lock(&shared.panic) = Some(text.unwrap_or("no message").to_string());
+        shared.abort.store(true, Ordering::Release);
+    }
+}
+
+/// Returns when the step has ended on all SMs, or was given up.
+fn run_step<R: Real>(shared: &Shared, crew: &mut Crew<R>, order: &StepOrder) {
+    let regime = shared.plan.regime_at(order.position);
+    let run = StepRun {
+        shared,
+        regime: &shared.plan.regimes[regime],
+        counters: &shared.counters[regime],
+        order,
+        step: Step {
+            plan: &shared.plan,
+            pack: (*shared.pack).as_ref(),
+            isa: shared.isa,
+            position: order.position,
+            serial: order.serial,
+            input: order.input,
+            previous_parts: &shared.plan.regimes[order.previous_regime].parts,
+        },
+    };
+    let mut spins = 0;
+    let mut idle_since: Option<Instant> = None;
+    loop {
+        let mut progress = false;
+        for sm in crew.own.clone() {
+            while run.task(sm, &mut crew.scratch) {
+                progress = true;
+            }
+        }
+        if !progress && spins >= SPINS_OWN {
+            let others = (crew.own.end..shared.sms.len()).chain(0..crew.own.start);
+            progress = others.into_iter().any(|sm| run.task(sm, &mut crew.scratch));
+        }
+        let ended = shared.unfinished.load(Ordering::Acquire) == 0;
+        if ended || shared.step.load(Ordering::Relaxed) != order.serial || shared.abort.load(Ordering::Relaxed) {
+            return;
+        }
+        if progress {
+            spins = 0;
+            idle_since = None;
+            continue;
+        }
+        pause(&mut spins);
+        if spins.is_multiple_of(SPINS) && idle_since.get_or_insert_with(Instant::now).elapsed() > shared.stall {
+            shared.abort.store(true, Ordering::Release);
+            return;
+        }
+    }
+}
+
+/// One step as one thread sees it.
+struct StepRun<'a> {
+    shared: &'a Shared,
+    regime: &'a RegimePlan,
+    counters: &'a [Counter],
+    order: &'a StepOrder,
+    step: Step<'a>,
+}
+
+impl StepRun<'_> {
+    /// Runs the head task of an SM, if it has its events and nobody else is at it.
+    fn task<R: Real>(&self, sm: usize, scratch: &mut Scratch<R>) -> bool {
+        let shared = self.shared;
+        let mut state = match shared.sms[sm].try_lock() {
+            Ok(state) => state,
+            Err(TryLockError::Poisoned(state)) => state.into_inner(),
+            Err(TryLockError::WouldBlock) => return false,
+        };
+        if state.serial > self.order.serial {
+            return false;
+        }
+        if state.serial < self.order.serial {
+            (state.serial, state.cursor) = (self.order.serial, 0);
+            if self.regime.queues[sm].is_empty() {
+                shared.unfinished.fetch_sub(1, Ordering::AcqRel);
+            }
+        }
+        let Some(task) = self.regime.queues[sm].get(state.cursor) else { return false };
+        if !ready(task, self.regime, self.counters, self.order.epoch) {
+            return false;
+        }
+        let position = self.order.position;
+        let mut memory = Direct { memory: &shared.memory, private: &mut state.private, position };
+        ops::run(&task.work, &self.step, streamed(shared, task, position, self.step.pack), &mut memory, scratch);
+        for event in &task.signals {
+            self.counters[event.index()].0.fetch_add(1, Ordering::Release);
+        }
+        state.cursor += 1;
+        if state.cursor == self.regime.queues[sm].len() {
+            shared.unfinished.fetch_sub(1, Ordering::AcqRel);
+        }
+        true
+    }
+}
+
+/// Signals that an event has in this step. Every step of a regime adds the same number to a counter.
+fn seen(event: usize, regime: &RegimePlan, counters: &[Counter], epoch: u64) -> u64 {
+    counters[event].0.load(Ordering::Acquire).saturating_sub(epoch * u64::from(regime.events[event].signals))
+}
+
+fn ready(task: &TaskPlan, regime: &RegimePlan, counters: &[Counter], epoch: u64) -> bool {
+    task.waits.iter().all(|&(event, count)| {
+        let event = event.index();
+        // What a carried event waits for ended with the previous step.
+        regime.events[event].event.carried || seen(event, regime, counters, epoch) >= u64::from(count)
+    })
+}
+
+/// The head task of every SM that is not done, with the waits that are not over.
+fn blocked(shared: &Shared, order: &StepOrder) -> Vec<Blocked> {
+    let index = shared.plan.regime_at(order.position);
+    let (regime, counters) = (&shared.plan.regimes[index], &shared.counters[index]);
+    let head = |(sm, queue): (usize, &Vec<TaskPlan>)| {
+        let state = lock(&shared.sms[sm]);
+        let cursor = if state.serial == order.serial { state.cursor } else { 0 };
+        let task = queue.get(cursor)?;
+        let waits = task.waits.iter().filter(|w| !regime.events[w.0.index()].event.carried);
+        let waits = waits.map(|&(event, needed)| {
+            let seen = seen(event.index(), regime, counters, order.epoch) as u32;
+            BlockedWait { event, needed, seen, missing: vec![] }
+        });
+        Some(Blocked {
+            sm: SmId::from(sm),
+            cursor,
+            task: task.id,
+            waits: waits.filter(|w| w.seen < w.needed).collect(),
+        })
+    };
+    regime.queues.iter().enumerate().filter_map(head).collect()
+}
+
+fn streamed<'a>(shared: &'a Shared, task: &TaskPlan, position: u32, pack: &'a [u8]) -> Streamed<'a> {
+    match &task.work {
+        Work::MatVec(m) => Streamed::Weights(&pack[m.weight.clone()]),
+        Work::Attention(a) => {
+            let (start, end) = a.op.history_share(position, a.j);
+            let (start, end) = (start as usize, end.min(position) as usize);
+            let rows = |columns: CacheColumns| {
+                // SAFETY: tasks append to row `position` alone (`Direct::append`), `end` is at most that, and the
+                // appends of earlier steps happened before this one began.
+                unsafe { shared.memory.caches[columns.cache].history(start, end, columns.first, columns.len) }
+            };
+            let rows_count = end.saturating_sub(start);
+            Streamed::History(History { keys: rows(a.keys), values: rows(a.values), rows: rows_count })
+        }
+        _ => Streamed::Nothing,
+    }
+}
+
+/// Memory as one SM sees it, without any check: events have ordered the accesses.
+pub struct Direct<'a> {
+    pub memory: &'a Memory,
+    pub private: &'a mut [u32],
+    pub position: u32,
+}
+
+impl Direct<'_> {
+    fn words(&self, region: &Region, position: u32, mut each: impl FnMut(usize, u32)) {
+        let at = region.at(position);
+        match region.place {
+            Place::Private => self.private[at..at + region.len].iter().enumerate().for_each(|(i, w)| each(i, *w)),
+            Place::Exchange | Place::Output => {
+                let arena = if region.place == Place::Exchange { &self.memory.exchange } else { &self.memory.output };
+                let words = arena[at..at + region.len].iter().enumerate();
+                words.for_each(|(i, w)| each(i, w.load(Ordering::Relaxed)));
+            }
+        }
+    }
+
+    fn put(&mut self, region: &Region, words: impl Iterator<Item = u32>) {
+        let at = region.at(self.position);
+        match region.place {
+            Place::Private => self.private[at..at + region.len].iter_mut().zip(words).for_each(|(o, w)| *o = w),
+            Place::Exchange | Place::Output => {
+                let arena = if region.place == Place::Exchange { &self.memory.exchange } else { &self.memory.output };
+                arena[at..at + region.len].iter().zip(words).for_each(|(o, w)| o.store(w, Ordering::Relaxed));
+            }
+        }
+    }
+}
+
+impl Access for Direct<'_> {
+    fn trusted(&self) -> bool {
+        true
+    }
+
+    fn load(&mut self, region: &Region, out: &mut [f32]) {
+        self.words(region, self.position, |i, word| out[i] = f32::from_bits(word));
+    }
+
+    fn store(&mut self, region: &Region, values: &[f32]) {
+        let dtype = region.dtype;
+        self.put(region, values.iter().map(|&v| round_to(dtype, v).to_bits()));
+    }
+
+    fn load_words(&mut self, region: &Region, out: &mut [u32]) {
+        self.words(region, self.position, |i, word| out[i] = word);
+    }
+
+    fn store_words(&mut self, region: &Region, words: &[u32]) {
+        self.put(region, words.iter().copied());
+    }
+
+    fn load_previous_words(&mut self, region: &Region, out: &mut [u32]) {
+        self.words(region, self.position.wrapping_sub(1), |i, word| out[i] = word);
+    }
+
+    fn append(&mut self, columns: CacheColumns, values: &[f32]) {
+        self.memory.caches[columns.cache].append(self.position as usize, columns.first, values);
+    }
+}
+
+impl<R: Real> Engine for Threads<R> {
+    fn launch(
+        &mut self,
+        position: u32,
+        inputs: &[Input],
+        on_step: &mut dyn FnMut(StepResult<'_>) -> ControlFlow<()>,
+    ) -> Result<(), InterpError> {
+        for (position, &input) in (position..).zip(inputs) {
+            let token = self.step(position, input)?;
+            let logits = &self.shared.plan.logits;
+            let at = logits.at(position);
+            let logits = Logits::Words(&self.shared.memory.output[at..at + logits.len]);
+            if on_step(StepResult { position, token, logits }).is_break() {
+                break;
+            }
+        }
+        Ok(())
+    }
+
+    fn selected(&mut self, position: u32) -> Option<u32> {
+        let parts = &self.shared.plan.regimes[self.previous_regime].parts;
+        let mut memory = Direct { memory: &self.shared.memory, private: &mut [], position };
+        ops::best_candidate(&self.shared.plan.candidates, parts, &mut memory)
+    }
+
+    fn write_cache(&mut self, cache: usize, row: usize, values: &[f32]) {
+        self.shared.memory.caches[cache].append(row, 0, values);
+    }
+
+    fn reset(&mut self) {
+        if self.failed {
+            // A step that was given up left SMs in the middle of their queues, and perhaps a worker about to go on there.
+            let (plan, pack) = (self.shared.plan.clone(), self.shared.pack.clone());
+            *self = Threads::with_stall(plan, pack, self.shared.isa, self.workers.len() + 1, self.shared.stall);
+            return;
+        }
+        self.epochs.fill(0);
+        self.shared.counters.iter().flatten().for_each(|c| c.0.store(0, Ordering::Relaxed));
+    }
+}
+
+impl<R> Drop for Threads<R> {
+    fn drop(&mut self) {
+        self.shared.step.store(QUIT, Ordering::SeqCst);
+        for worker in &mut self.workers {
+            worker.wake();
+            if let Some(handle) = worker.handle.take() {
+                // A worker catches its panics; there is nothing to learn from the result.
+                drop(handle.join());
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::candidate::Candidate;
+    use crate::dtype::{DType, Precision};
+    use crate::ir::schedule::Schedule;
+    use crate::lower::lower;
+    use crate::model::config::import;
+    use crate::schedule::schedule;
+    use crate::target::Target;
+    use std::path::Path;
+
+    const STALL: Duration = Duration::from_millis(50);
+
+    fn place() -> (Schedule, Pack) {
+        let model = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/families/llama-gqa");
+        let imported = import(&model).unwrap();
+        let target = Target::builtin("h200").unwrap();
+        let precision = Precision { weights: DType::F32, cache: DType::F32, wire: DType::F32 };
+        let candidate = Candidate { sms: 4, splits: 1, ..Candidate::default_for(&imported.graph, &target, precision) };
+        let schedule = schedule(lower(&imported.graph, "t", precision, 32, &candidate).unwrap(), &target, &candidate);
+        let schedule = schedule.unwrap();
+        let pack = crate::pack::pack(&schedule, &imported.graph, &imported.weights).unwrap();
+        (schedule, Arc::new(pack.bytes))
+    }
+
+    fn threads(schedule: &Schedule, pack: &Pack, count: usize, change: impl Fn(&mut Plan)) -> Threads<f32> {
+        let mut plan = Plan::new(schedule, &crate::pack::layout(schedule), (**pack).as_ref()).unwrap();
+        change(&mut plan);
+        Threads::with_stall(Arc::new(plan), pack.clone(), Isa::detect(), count, STALL)
+    }
+
+    fn is_matvec(task: &TaskPlan) -> bool {
+        matches!(task.work, Work::MatVec(_))
+    }
+
+    #[test]
+    fn a_deadlock_ends_after_the_stall_and_a_reset_starts_over() {
+        let (schedule, pack) = place();
+        // Every SM's first two matvecs change places: o waits for attention, attention for qkv.
+        let swap = |plan: &mut Plan| {
+            for queue in &mut plan.regimes[0].queues {
+                let first = queue.iter().position(is_matvec).unwrap();
+                let second = first + 1 + queue[first + 1..].iter().position(is_matvec).unwrap();
+                queue.swap(first, second);
+            }
+        };
+        for count in [1, 3] {
+            let mut engine = threads(&schedule, &pack, count, swap);
+            for _ in 0..2 {
+                let InterpError::Deadlock { position, blocked } = engine.step(0, Input::Token(1)).unwrap_err() else {
+                    panic!("expected a deadlock");
+                };
+                assert_eq!((position, blocked.len()), (0, 4));
+                let waits: Vec<_> = blocked.iter().flat_map(|b| &b.waits).collect();
+                assert!(
+                    !waits.is_empty() && waits.iter().all(|w| w.seen < w.needed && !w.missing.is_empty()),
+                    "{waits:?}"
+                );
+                assert_eq!(engine.step(0, Input::Token(1)), Err(InterpError::Failed));
+                engine.reset();
+            }
+        }
+    }
+
+    #[test]
+    fn a_panic_in_a_worker_is_an_error_of_the_step() {
+        let (schedule, pack) = place();
+        let mut engine = threads(&schedule, &pack, 2, |plan| {
+            for task in plan.regimes[0].queues[3].iter_mut() {
+                if let Work::MatVec(m) = &mut task.work
+                    && let Some(out) = &mut m.out
+                {
+                    out.offset = usize::MAX / 2;
+                }
+            }
+        });
+        let error = engine.step(0, Input::Token(1)).unwrap_err();
+        assert!(matches!(&error, InterpError::Panic { message } if message.contains("out of range")), "{error}");
+    }
+
+    #[test]
+    fn workers_that_slept_take_part_again() {
+        let (schedule, pack) = place();
+        let mut engine = threads(&schedule, &pack, 3, |_| ());
+        for position in 0..3 {
+            engine.step(position, Input::Token(position)).unwrap();
+            let begin = Instant::now();
+            while !engine.workers.iter().all(|w| w.parked.load(Ordering::SeqCst)) {
+                assert!(begin.elapsed() < Duration::from_secs(60), "an idle worker does not park");
+                thread::yield_now();
+            }
+        }
+    }
+}

@@ -1,0 +1,309 @@
+//! Owns `Plan`, a config resolved to numbers, and the one function that turns it into a graph over named tensors.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+
+use safetensors::Dtype;
+
+use crate::dtype::DType;
+use crate::model::config::reason::Reason;
+use crate::model::graph::{
+    Act, Attention, Layer, Linear, Mlp, ModelGraph, Norm, NormKind, QkNorm, QkNormSpan, Rope, RopeId, RowView, Tensor,
+    TensorId,
+};
+use crate::model::weights::HeaderTensor;
+
+/// A decoder as numbers: what a config says once its family's defaults and layouts are applied.
+#[derive(Debug, Clone)]
+pub struct Plan {
+    pub class: &'static str,
+    pub names: &'static Names,
+    pub vocab: u32,
+    pub hidden: u32,
+    pub intermediate: u32,
+    pub heads: u32,
+    pub kv_heads: u32,
+    pub head_dim: u32,
+    pub positions_max: u32,
+    /// What a user should know about the limits of this import.
+    pub notes: Vec<String>,
+    pub tied: bool,
+    pub norm: NormPlan,
+    pub qk_norm: Option<QkNormSpan>,
+    pub qkv_bias: bool,
+    pub o_bias: bool,
+    /// Of every projection of the MLP.
+    pub mlp_bias: bool,
+    pub act: Act,
+    pub gated: bool,
+    pub parallel: bool,
+    pub embed_scale: f32,
+    pub residual_scale: f32,
+    pub logits_scale: f32,
+    pub logits_softcap: Option<f32>,
+    pub attn_scale: f32,
+    pub attn_softcap: Option<f32>,
+    pub ropes: Vec<Rope>,
+    /// One per layer.
+    pub layers: Vec<LayerPlan>,
+}
+
+/// What differs from layer to layer.
+#[derive(Debug, Clone, Copy)]
+pub struct LayerPlan {
+    pub rope: Option<RopeId>,
+    pub window: Option<u32>,
+}
+
+/// Every norm of a model but its q and k norms' span.
+#[derive(Debug, Clone, Copy)]
+pub struct NormPlan {
+    pub kind: NormKind,
+    pub eps: f32,
+    pub weight_offset: f32,
+    pub bias: bool,
+}
+
+/// Tensor names of a family. Norms and projections are named without `.weight`, those of a layer under
+/// `{layers}.{index}.`.
+#[derive(Debug, Clone, Copy)]
+pub struct Names {
+    pub embed: &'static str,
+    pub layers: &'static str,
+    pub final_norm: &'static str,
+    /// Names the head may have; the first where the files have none.
+    pub heads: &'static [&'static str],
+    pub attn_norm: Option<&'static str>,
+    pub attn_post_norm: Option<&'static str>,
+    pub mlp_norm: Option<&'static str>,
+    pub mlp_post_norm: Option<&'static str>,
+    pub projections: Projections,
+    pub o: &'static str,
+    pub q_norm: &'static str,
+    pub k_norm: &'static str,
+    /// `None` in a gated MLP: `up` holds the rows of gate, then those of up (Phi-3).
+    pub gate: Option<&'static str>,
+    pub up: &'static str,
+    pub down: &'static str,
+}
+
+/// How q, k and v lie in tensors.
+#[derive(Debug, Clone, Copy)]
+pub enum Projections {
+    Separate {
+        q: &'static str,
+        k: &'static str,
+        v: &'static str,
+    },
+    /// All rows of q, then k, then v (Phi-3).
+    Rows {
+        qkv: &'static str,
+    },
+    /// For each head its q, k and v rows (GPT-NeoX); as many key as query heads.
+    PerHead {
+        qkv: &'static str,
+    },
+}
+
+/// The tensors a graph reads, checked against the files where there are any.
+struct Collector<'a> {
+    /// `None` for a synthetic model, which has whatever is asked for.
+    files: Option<&'a BTreeMap<String, HeaderTensor>>,
+    tensors: Vec<Tensor>,
+    ids: HashMap<String, TensorId>,
+    reasons: Vec<Reason>,
+}
+
+impl Collector<'_> {
+    /// The id of a tensor, which has to be there with this shape; asked for twice it is the same tensor.
+    fn want(&mut self, name: String, shape: &[u32]) -> TensorId {
+        if let Some(&id) = self.ids.get(&name) {
+            return id;
+        }
+        let dtype = match self.files {
+            None => DType::Bf16, // Synthetic values are exact in bf16.
+            Some(files) => self.check(files.get(&name), &name, shape),
+        };
+        let id = TensorId::from(self.tensors.len());
+        self.ids.insert(name.clone(), id);
+        self.tensors.push(Tensor { name, dtype, shape: shape.to_vec() });
+        id
+    }
+
+    fn check(&mut self, found: Option<&HeaderTensor>, name: &str, shape: &[u32]) -> DType {
+        let Some(found) = found else {
+            self.reasons.push(Reason::MissingTensor { name: name.to_string(), shape: shape.to_vec() });
+            return DType::Bf16;
+        };
+        if !found.shape.iter().map(|&n| n as u64).eq(shape.iter().map(|&n| u64::from(n))) {
+            let (expected, found) = (shape.to_vec(), found.shape.clone());
+            self.reasons.push(Reason::TensorShape { name: name.to_string(), expected, found });
+        }
+        match found.dtype {
+            Dtype::F32 => DType::F32,
+            Dtype::BF16 => DType::Bf16,
+            Dtype::F16 => DType::F16,
+            other => {
+                self.reasons.push(Reason::TensorDType { name: name.to_string(), found: format!("{other:?}") });
+                DType::Bf16
+            }
+        }
+    }
+
+    fn norm(&mut self, name: &str, plan: NormPlan, width: u32) -> Norm {
+        let weight = Some(self.want(format!("{name}.weight"), &[width]));
+        let bias = plan.bias.then(|| self.want(format!("{name}.bias"), &[width]));
+        Norm { kind: plan.kind, eps: plan.eps, weight, weight_offset: plan.weight_offset, bias }
+    }
+
+    /// A linear that is `rows` rows of a tensor of `rows_total`, where `view` places them.
+    fn linear(&mut self, name: &str, placed: Placed, rows: u32, cols: u32, bias: bool) -> Linear {
+        let Placed { rows_total, first, block, stride } = placed;
+        let weight = self.want(format!("{name}.weight"), &[rows_total, cols]);
+        let bias = bias.then(|| self.want(format!("{name}.bias"), &[rows_total]));
+        let view = |tensor| RowView { tensor, first, block, stride };
+        Linear { weight: view(weight), bias: bias.map(view), rows, cols }
+    }
+
+    fn whole(&mut self, name: &str, rows: u32, cols: u32, bias: bool) -> Linear {
+        self.linear(name, Placed::range(rows, 0), rows, cols, bias)
+    }
+}
+
+/// Where the rows of a linear lie in its tensor; see [`RowView`].
+struct Placed {
+    rows_total: u32,
+    first: u32,
+    block: u32,
+    stride: u32,
+}
+
+impl Placed {
+    fn range(rows_total: u32, first: u32) -> Self {
+        Placed { rows_total, first, block: 1, stride: 1 }
+    }
+}
+
+/// The outcome of assembling: a graph to trust if `reasons` is empty.
+pub struct Assembled {
+    pub graph: ModelGraph,
+    /// Names in `graph.tensors`.
+    pub consumed: BTreeSet<String>,
+    pub reasons: Vec<Reason>,
+}
+
+/// The graph of a plan over the tensors of `files`; over tensors of the right shape where there are none.
+///
+/// Tensors get their ids in the order of computation. `eos` and `bos` are left empty.
+pub fn assemble(plan: &Plan, files: Option<&BTreeMap<String, HeaderTensor>>) -> Assembled {
+    let names = plan.names;
+    let mut c = Collector { files, tensors: Vec::new(), ids: HashMap::new(), reasons: Vec::new() };
+    let embed = c.want(names.embed.to_string(), &[plan.vocab, plan.hidden]);
+    let layers = (0..plan.layers.len()).map(|layer| assemble_layer(&mut c, plan, layer)).collect();
+    let final_norm = c.norm(names.final_norm, plan.norm, plan.hidden);
+    let head = if plan.tied {
+        embed
+    } else {
+        let there = |name: &&&str| files.is_some_and(|files| files.contains_key(**name));
+        let name = names.heads.iter().find(there).unwrap_or(&names.heads[0]);
+        c.want(name.to_string(), &[plan.vocab, plan.hidden])
+    };
+    let graph = ModelGraph {
+        family: plan.class.to_string(),
+        hidden: plan.hidden,
+        vocab: plan.vocab,
+        positions_max: plan.positions_max,
+        embed,
+        embed_scale: plan.embed_scale,
+        ropes: plan.ropes.clone(),
+        layers,
+        final_norm,
+        head: Linear { weight: RowView::range(head, 0), bias: None, rows: plan.vocab, cols: plan.hidden },
+        logits_scale: plan.logits_scale,
+        logits_softcap: plan.logits_softcap,
+        eos: Vec::new(),
+        bos: None,
+        tensors: c.tensors,
+    };
+    Assembled { graph, consumed: c.ids.into_keys().collect(), reasons: c.reasons }
+}
+
+fn assemble_layer(c: &mut Collector, plan: &Plan, layer: usize) -> Layer {
+    let (names, LayerPlan { rope, window }) = (plan.names, plan.layers[layer]);
+    let (hidden, head_dim, intermediate) = (plan.hidden, plan.head_dim, plan.intermediate);
+    let (q_rows, kv_rows) = (plan.heads * head_dim, plan.kv_heads * head_dim);
+    let path = |name: &str| format!("{}.{layer}.{name}", names.layers);
+    let norm = |c: &mut Collector, name: Option<&str>| name.map(|name| c.norm(&path(name), plan.norm, hidden));
+
+    let attn_norm = norm(c, names.attn_norm);
+    let (q, k, v) = match names.projections {
+        Projections::Separate { q, k, v } => (
+            c.whole(&path(q), q_rows, hidden, plan.qkv_bias),
+            c.whole(&path(k), kv_rows, hidden, plan.qkv_bias),
+            c.whole(&path(v), kv_rows, hidden, plan.qkv_bias),
+        ),
+        Projections::Rows { qkv } => {
+            let rows_total = q_rows + 2 * kv_rows;
+            let mut part =
+                |first, rows| c.linear(&path(qkv), Placed::range(rows_total, first), rows, hidden, plan.qkv_bias);
+            (part(0, q_rows), part(q_rows, kv_rows), part(q_rows + kv_rows, kv_rows))
+        }
+        Projections::PerHead { qkv } => {
+            let mut part = |index: u32| {
+                let first = index * head_dim;
+                let placed = Placed { rows_total: 3 * q_rows, first, block: head_dim, stride: 3 * head_dim };
+                c.linear(&path(qkv), placed, q_rows, hidden, plan.qkv_bias)
+            };
+            (part(0), part(1), part(2))
+        }
+    };
+    let mut qk_norm = |name: &str, rows: u32| {
+        plan.qk_norm.map(|span| {
+            let width = if span == QkNormSpan::Head { head_dim } else { rows };
+            QkNorm { norm: c.norm(&path(name), plan.norm, width), span }
+        })
+    };
+    let (q_norm, k_norm) = (qk_norm(names.q_norm, q_rows), qk_norm(names.k_norm, kv_rows));
+    let o = c.whole(&path(names.o), hidden, q_rows, plan.o_bias);
+    let attn_post_norm = norm(c, names.attn_post_norm);
+    let mlp_norm = norm(c, names.mlp_norm);
+    let (gate, up) = match (plan.gated, names.gate) {
+        (false, _) => (None, c.whole(&path(names.up), intermediate, hidden, plan.mlp_bias)),
+        (true, Some(gate)) => (
+            Some(c.whole(&path(gate), intermediate, hidden, plan.mlp_bias)),
+            c.whole(&path(names.up), intermediate, hidden, plan.mlp_bias),
+        ),
+        (true, None) => {
+            let mut part = |first| {
+                let placed = Placed::range(2 * intermediate, first);
+                c.linear(&path(names.up), placed, intermediate, hidden, plan.mlp_bias)
+            };
+            (Some(part(0)), part(intermediate))
+        }
+    };
+    let down = c.whole(&path(names.down), hidden, intermediate, plan.mlp_bias);
+    let mlp_post_norm = norm(c, names.mlp_post_norm);
+    Layer {
+        attn_norm,
+        attn: Attention {
+            heads: plan.heads,
+            kv_heads: plan.kv_heads,
+            head_dim,
+            q,
+            k,
+            v,
+            o,
+            q_norm,
+            k_norm,
+            rope,
+            scale: plan.attn_scale,
+            softcap: plan.attn_softcap,
+            window,
+        },
+        attn_post_norm,
+        mlp_norm,
+        mlp: Mlp { act: plan.act, gate, up, down },
+        mlp_post_norm,
+        parallel: plan.parallel,
+        residual_scale: plan.residual_scale,
+    }
+}

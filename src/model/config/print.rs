@@ -1,0 +1,313 @@
+//! Owns how a model graph is shown: the complete text that is hashed, and the summary for people.
+
+use std::fmt::Write;
+
+use crate::dtype::{DType, Precision};
+use crate::model::graph::{
+    Act, Attention, Layer, Linear, Mlp, ModelGraph, Norm, NormKind, QkNorm, QkNormSpan, Rope, RowView, Tensor,
+};
+
+/// Every field of the graph as text: deterministic, complete, one fact per word. What is hashed is what is shown.
+///
+/// Structs are taken apart field by field, so that a new field does not compile until it is printed.
+pub fn graph_text(graph: &ModelGraph) -> String {
+    let ModelGraph {
+        family,
+        hidden,
+        vocab,
+        positions_max,
+        tensors,
+        embed,
+        embed_scale,
+        ropes,
+        layers,
+        final_norm,
+        head,
+        logits_scale,
+        logits_softcap,
+        eos,
+        bos,
+    } = graph;
+    let mut out = String::new();
+    line(&mut out, format_args!("model {family}"));
+    line(&mut out, format_args!("hidden {hidden} vocab {vocab} positions_max {positions_max}"));
+    let eos: Vec<String> = eos.iter().map(u32::to_string).collect();
+    line(&mut out, format_args!("bos {} eos [{}]", option(bos), eos.join(" ")));
+    line(&mut out, format_args!("embed {embed} scale {embed_scale:?}"));
+    for (i, Rope { inv_freq, scale, interleaved }) in ropes.iter().enumerate() {
+        let pairs = if *interleaved { "neighbours" } else { "halves" };
+        let freqs: Vec<String> = inv_freq.iter().map(|f| format!("{f:?}")).collect();
+        line(&mut out, format_args!("rope r{i} pairs {pairs} scale {scale:?} inv_freq [{}]", freqs.join(" ")));
+    }
+    for (i, layer) in layers.iter().enumerate() {
+        line(&mut out, format_args!("layer {i}"));
+        layer_text(&mut out, layer);
+    }
+    line(&mut out, format_args!("final_norm {}", norm_text(final_norm)));
+    line(&mut out, format_args!("head {}", linear_text(head)));
+    line(&mut out, format_args!("logits scale {logits_scale:?} softcap {}", option_float(logits_softcap)));
+    for (i, Tensor { name, dtype, shape }) in tensors.iter().enumerate() {
+        let shape: Vec<String> = shape.iter().map(u32::to_string).collect();
+        line(&mut out, format_args!("tensor w{i} {dtype} [{}] {name}", shape.join(" ")));
+    }
+    out
+}
+
+fn line(out: &mut String, text: std::fmt::Arguments) {
+    let _ = writeln!(out, "{text}");
+}
+
+fn option<T: std::fmt::Display>(value: &Option<T>) -> String {
+    value.as_ref().map_or("none".to_string(), T::to_string)
+}
+
+/// `{:?}` of a float is its shortest text that reads back as the same bits.
+fn option_float(value: &Option<f32>) -> String {
+    value.map_or("none".to_string(), |x| format!("{x:?}"))
+}
+
+fn layer_text(out: &mut String, layer: &Layer) {
+    let Layer { attn_norm, attn, attn_post_norm, mlp_norm, mlp, mlp_post_norm, parallel, residual_scale } = layer;
+    let Attention { heads, kv_heads, head_dim, q, k, v, o, q_norm, k_norm, rope, scale, softcap, window } = attn;
+    let Mlp { act, gate, up, down } = mlp;
+    let branches = if *parallel { "parallel" } else { "sequential" };
+    line(out, format_args!("  branches {branches} residual_scale {residual_scale:?}"));
+    let norm = |norm: &Option<Norm>| norm.as_ref().map_or("none".to_string(), norm_text);
+    let qk_norm = |norm: &Option<QkNorm>| match norm {
+        None => "none".to_string(),
+        Some(QkNorm { norm, span: QkNormSpan::Head }) => format!("per head {}", norm_text(norm)),
+        Some(QkNorm { norm, span: QkNormSpan::Projection }) => format!("whole {}", norm_text(norm)),
+    };
+    line(out, format_args!("  attn_norm {}", norm(attn_norm)));
+    line(
+        out,
+        format_args!(
+            "  attn heads {heads} kv_heads {kv_heads} head_dim {head_dim} rope {} scale {scale:?} softcap {} window {}",
+            option(rope),
+            option_float(softcap),
+            option(window)
+        ),
+    );
+    for (name, linear) in [("q", q), ("k", k), ("v", v), ("o", o)] {
+        line(out, format_args!("    {name} {}", linear_text(linear)));
+    }
+    line(out, format_args!("    q_norm {}", qk_norm(q_norm)));
+    line(out, format_args!("    k_norm {}", qk_norm(k_norm)));
+    line(out, format_args!("  attn_post_norm {}", norm(attn_post_norm)));
+    line(out, format_args!("  mlp_norm {}", norm(mlp_norm)));
+    line(out, format_args!("  mlp act {}", act_name(*act)));
+    line(out, format_args!("    gate {}", gate.as_ref().map_or("none".to_string(), linear_text)));
+    line(out, format_args!("    up {}", linear_text(up)));
+    line(out, format_args!("    down {}", linear_text(down)));
+    line(out, format_args!("  mlp_post_norm {}", norm(mlp_post_norm)));
+}
+
+fn norm_text(norm: &Norm) -> String {
+    let Norm { kind, eps, weight, weight_offset, bias } = norm;
+    let kind = match kind {
+        NormKind::Rms => "rms",
+        NormKind::Layer => "layer",
+    };
+    format!("{kind} eps {eps:?} weight {} offset {weight_offset:?} bias {}", option(weight), option(bias))
+}
+
+fn linear_text(linear: &Linear) -> String {
+    let Linear { weight, bias, rows, cols } = linear;
+    format!("[{rows} {cols}] {} bias {}", view_text(weight), bias.as_ref().map_or("none".to_string(), view_text))
+}
+
+fn view_text(view: &RowView) -> String {
+    let RowView { tensor, first, block, stride } = view;
+    format!("{tensor} first {first} block {block} stride {stride}")
+}
+
+fn act_name(act: Act) -> &'static str {
+    match act {
+        Act::Silu => "silu",
+        Act::GeluErf => "gelu_erf",
+        Act::GeluTanh => "gelu_tanh",
+        Act::Relu => "relu",
+    }
+}
+
+/// Weight bytes that one decode step has to read: every tensor once, of an untied embedding one row.
+///
+/// A lower bound: every value is counted in the weight type, norm gains and biases included.
+pub fn step_weight_bytes(graph: &ModelGraph, precision: Precision) -> u64 {
+    let table = u64::from(graph.vocab) * u64::from(graph.hidden);
+    let tied = graph.head.weight.tensor == graph.embed;
+    let values = graph.parameter_count() - if tied { 0 } else { table } + u64::from(graph.hidden);
+    values * precision.weights.bytes() as u64
+}
+
+/// Cache bytes that one decode step has to read with `positions` in the cache; a window bounds what its layer reads.
+pub fn step_cache_bytes(graph: &ModelGraph, precision: Precision, positions: u32) -> u64 {
+    let values: u64 = graph
+        .layers
+        .iter()
+        .map(|layer| {
+            let attn = &layer.attn;
+            let seen = attn.window.map_or(positions, |window| positions.min(window));
+            2 * u64::from(attn.kv_heads) * u64::from(attn.head_dim) * u64::from(seen)
+        })
+        .sum();
+    values * precision.cache.bytes() as u64
+}
+
+/// What the model is, what each group of equal layers does, and what a decode step reads; for people.
+pub fn describe(graph: &ModelGraph) -> String {
+    let mut out = String::new();
+    line(
+        &mut out,
+        format_args!(
+            "{}: {} parameters, {} layers, hidden {}, vocab {}, up to {} positions",
+            graph.family,
+            count_text(graph.parameter_count()),
+            graph.layers.len(),
+            graph.hidden,
+            graph.vocab,
+            graph.positions_max
+        ),
+    );
+    let mut stored: Vec<DType> = graph.tensors.iter().map(|t| t.dtype).collect();
+    stored.sort_unstable();
+    stored.dedup();
+    let stored: Vec<&str> = stored.into_iter().map(DType::name).collect();
+    line(&mut out, format_args!("weights stored as {}", stored.join(", ")));
+    let scale = scale_text("scaled by", graph.embed_scale);
+    let tied = if graph.head.weight.tensor == graph.embed { ", tied to the head" } else { "" };
+    line(&mut out, format_args!("embedding{tied}{scale}"));
+    for (i, rope) in graph.ropes.iter().enumerate() {
+        let pairs = if rope.interleaved { "neighbouring" } else { "half-split" };
+        let (count, scale) = (rope.inv_freq.len(), scale_text("scaled by", rope.scale));
+        let slowest = rope.inv_freq.last().copied().unwrap_or_default();
+        line(&mut out, format_args!("rope r{i}: {count} {pairs} pairs, slowest frequency {slowest:e}{scale}"));
+    }
+    let mut groups: Vec<(String, Vec<usize>)> = Vec::new();
+    for (i, layer) in graph.layers.iter().enumerate() {
+        let text = describe_layer(layer);
+        match groups.iter_mut().find(|(known, _)| *known == text) {
+            Some((_, members)) => members.push(i),
+            None => groups.push((text, vec![i])),
+        }
+    }
+    for (text, members) in groups {
+        let plural = if members.len() == 1 { "layer" } else { "layers" };
+        out.push_str(&format!("{plural} {}:\n{text}", ranges(&members)));
+    }
+    let softcap = graph.logits_softcap.map(|cap| format!(", softcap {cap}")).unwrap_or_default();
+    let scale = scale_text("scaled by", graph.logits_scale);
+    line(&mut out, format_args!("then {}, head{scale}{softcap}", describe_norm(&graph.final_norm)));
+    for (name, weights) in [("bf16", DType::Bf16), ("fp32", DType::F32)] {
+        let precision = Precision { weights, cache: weights, wire: DType::F32 };
+        let (bytes, per_1024) =
+            (step_weight_bytes(graph, precision), step_cache_bytes(graph, precision, 1024.min(graph.positions_max)));
+        line(
+            &mut out,
+            format_args!(
+                "a step in {name} reads {} of weights and, at context {}, {} of cache",
+                bytes_text(bytes),
+                1024.min(graph.positions_max),
+                bytes_text(per_1024)
+            ),
+        );
+    }
+    out
+}
+
+fn describe_layer(layer: &Layer) -> String {
+    let (attn, mlp) = (&layer.attn, &layer.mlp);
+    let mut out = String::new();
+    let norm = |norm: &Option<Norm>| norm.as_ref().map(|n| format!("{}, ", describe_norm(n))).unwrap_or_default();
+    let post = |norm: &Option<Norm>| norm.as_ref().map(|n| format!(", {}", describe_norm(n))).unwrap_or_default();
+    let mut traits = Vec::new();
+    let biases: Vec<&str> = [("q", &attn.q), ("k", &attn.k), ("v", &attn.v), ("o", &attn.o)]
+        .into_iter()
+        .filter_map(|(name, linear)| linear.bias.is_some().then_some(name))
+        .collect();
+    if !biases.is_empty() {
+        traits.push(format!("bias on {}", biases.join(", ")));
+    }
+    if let Some(qk) = &attn.q_norm {
+        let span = if qk.span == QkNormSpan::Head { "each head" } else { "the whole projection" };
+        traits.push(format!("q and k normed over {span}"));
+    }
+    traits.push(attn.rope.map_or("no rotary embedding".to_string(), |rope| format!("rope {rope}")));
+    traits.push(attn.window.map_or("full".to_string(), |window| format!("window {window}")));
+    traits.push(format!("scale {}", attn.scale));
+    if let Some(cap) = attn.softcap {
+        traits.push(format!("softcap {cap}"));
+    }
+    line(
+        &mut out,
+        format_args!(
+            "  {}attention of {} query and {} kv heads, {} wide ({}){}",
+            norm(&layer.attn_norm),
+            attn.heads,
+            attn.kv_heads,
+            attn.head_dim,
+            traits.join(", "),
+            post(&layer.attn_post_norm)
+        ),
+    );
+    let kind = if mlp.gate.is_some() { "gated " } else { "" };
+    let bias = if mlp.up.bias.is_some() { ", bias" } else { "" };
+    line(
+        &mut out,
+        format_args!(
+            "  {}{kind}mlp {} wide ({}{bias}){}",
+            norm(&layer.mlp_norm),
+            mlp.up.rows,
+            act_name(mlp.act),
+            post(&layer.mlp_post_norm)
+        ),
+    );
+    let order = if layer.parallel { "both branches read the layer's input" } else { "" };
+    let scale = scale_text("branches scaled by", layer.residual_scale);
+    if !order.is_empty() || !scale.is_empty() {
+        line(&mut out, format_args!("  {}", format!("{order}{scale}").trim_start_matches(", ")));
+    }
+    out
+}
+
+fn describe_norm(norm: &Norm) -> String {
+    let kind = match norm.kind {
+        NormKind::Rms => "RMS norm",
+        NormKind::Layer => "LayerNorm",
+    };
+    let offset = if norm.weight_offset == 0.0 { String::new() } else { format!(" ({} + w)", norm.weight_offset) };
+    format!("{kind}{offset}")
+}
+
+fn scale_text(what: &str, scale: f32) -> String {
+    if scale == 1.0 { String::new() } else { format!(", {what} {scale}") }
+}
+
+/// `0-3, 5, 7-9`
+fn ranges(members: &[usize]) -> String {
+    let mut parts: Vec<(usize, usize)> = Vec::new();
+    for &member in members {
+        match parts.last_mut() {
+            Some((_, last)) if *last + 1 == member => *last = member,
+            _ => parts.push((member, member)),
+        }
+    }
+    let text: Vec<String> =
+        parts.iter().map(|(a, b)| if a == b { a.to_string() } else { format!("{a}-{b}") }).collect();
+    text.join(", ")
+}
+
+fn count_text(count: u64) -> String {
+    scaled(count as f64, &[(1e9, "B"), (1e6, "M"), (1e3, "k")], "")
+}
+
+fn bytes_text(bytes: u64) -> String {
+    scaled(bytes as f64, &[(1e9, " GB"), (1e6, " MB"), (1e3, " kB")], " B")
+}
+
+fn scaled(value: f64, units: &[(f64, &str)], plain: &str) -> String {
+    match units.iter().find(|(unit, _)| value >= *unit) {
+        Some((unit, name)) => format!("{:.2}{name}", value / unit),
+        None => format!("{value}{plain}"),
+    }
+}

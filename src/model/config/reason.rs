@@ -1,0 +1,41 @@
+//! Owns the reasons for which an import is refused; a refusal carries every one that was found.
+
+use crate::model::weights::WeightsError;
+
+/// One thing the importer would have to ignore, guess or get wrong, and therefore does not accept.
+#[derive(Debug, thiserror::Error)]
+pub enum Reason {
+    #[error("`{class}` {why}")]
+    Architecture { class: String, why: &'static str },
+    #[error("key `{key}` is unknown for `{class}`{}", hint(nearest))]
+    UnknownKey { key: String, class: &'static str, nearest: Option<&'static str> },
+    #[error("key `{key}`: expected {allowed}, found {found} ({why})")]
+    NotNeutral { key: String, allowed: String, found: String, why: &'static str },
+    #[error("key `{key}` is listed as modelled and was not read: a fault of monobloc")]
+    Unread { key: String },
+    #[error("key `{key}`: expected {expected}, found {found}")]
+    BadValue { key: String, expected: String, found: String },
+    #[error("key `{key}` is missing")]
+    MissingKey { key: String },
+    #[error("keys `{first}` and `{second}` disagree: {detail}")]
+    Conflict { first: String, second: String, detail: String },
+    #[error("tensor `{name}` {shape:?} is missing")]
+    MissingTensor { name: String, shape: Vec<u32> },
+    #[error("tensor `{name}` {shape:?} is not used by `{class}`")]
+    UnknownTensor { name: String, shape: Vec<usize>, class: &'static str },
+    #[error("tensor `{name}`: expected shape {expected:?}, found {found:?}")]
+    TensorShape { name: String, expected: Vec<u32>, found: Vec<usize> },
+    #[error("tensor `{name}`: expected fp32, bf16 or fp16, found {found}")]
+    TensorDType { name: String, found: String },
+    #[error(
+        "tensor `{name}` differs from `{embed}` while `tie_word_embeddings` is true: transformers 4 would use \
+         `{embed}`, transformers 5 `{name}`"
+    )]
+    TiedHeadDiffers { name: String, embed: String },
+    #[error(transparent)]
+    Weights(#[from] WeightsError),
+}
+
+fn hint(nearest: &Option<&'static str>) -> String {
+    nearest.map(|key| format!("; did you mean `{key}`?")).unwrap_or_default()
+}

@@ -1,0 +1,901 @@
+//! What the importer refuses, and what it must never pass over.
+
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+
+use serde_json::json;
+
+use super::schema::{Entry, Rule};
+use super::*;
+use crate::dtype::Precision;
+
+fn fixture(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name)
+}
+
+fn all_fixtures() -> Vec<PathBuf> {
+    let mut folders: Vec<PathBuf> = ["families", "variants"]
+        .iter()
+        .flat_map(|group| std::fs::read_dir(fixture(group)).unwrap())
+        .map(|entry| entry.unwrap().path())
+        .filter(|path| !path.ends_with("qwen3-moe"))
+        .collect();
+    folders.push(fixture("tinystories-llama"));
+    folders.sort();
+    folders
+}
+
+fn config_of(folder: &Path) -> Map<String, Value> {
+    parse_object(folder, &read_text(&folder.join("config.json"), CONFIG_BYTES_MAX).unwrap()).unwrap()
+}
+
+/// Imports a fixture's weights under a changed config.
+fn import_changed(folder: &Path, change: impl FnOnce(&mut Map<String, Value>)) -> Result<Imported, ImportError> {
+    let dir = tempfile::tempdir().unwrap();
+    for entry in std::fs::read_dir(folder).unwrap().map(|e| e.unwrap()) {
+        std::fs::copy(entry.path(), dir.path().join(entry.file_name())).unwrap();
+    }
+    let mut config = config_of(folder);
+    change(&mut config);
+    std::fs::write(dir.path().join("config.json"), Value::Object(config).to_string()).unwrap();
+    import(dir.path())
+}
+
+fn reasons(error: ImportError) -> Vec<String> {
+    match error {
+        ImportError::Refused { reasons, .. } => reasons.iter().map(Reason::to_string).collect(),
+        other => panic!("{other}"),
+    }
+}
+
+/// The graph of a config alone.
+fn synthetic(config: &Map<String, Value>) -> Result<ModelGraph, ImportError> {
+    import_config_only(&Value::Object(config.clone()).to_string(), 0).map(|imported| imported.graph)
+}
+
+#[test]
+fn unsupported_values_are_refused_by_name() {
+    // (fixture, key, value, what the message has to say)
+    let cases = [
+        (
+            "families/llama-untied",
+            "attention_bias",
+            json!(true),
+            "tensor `model.layers.0.self_attn.q_proj.bias` [96] is missing",
+        ),
+        (
+            "families/llama-untied",
+            "mlp_bias",
+            json!(true),
+            "tensor `model.layers.1.mlp.down_proj.bias` [96] is missing",
+        ),
+        ("families/llama-untied", "tie_word_embeddings", json!(true), "tensor `lm_head.weight` differs from"),
+        ("families/llama-gqa", "tie_word_embeddings", json!(false), "tensor `lm_head.weight` [320, 64] is missing"),
+        ("families/llama-untied", "hidden_act", json!("relu2"), "key `hidden_act`: expected one of silu"),
+        ("families/llama-untied", "hidden_act", json!("quick_gelu"), "found \"quick_gelu\""),
+        (
+            "families/llama-untied",
+            "rope_interleaved",
+            json!(true),
+            "key `rope_interleaved`: expected false, found true",
+        ),
+        ("families/llama-untied", "is_llama_config", json!(false), "key `is_llama_config`: expected true"),
+        ("families/llama-untied", "partial_rotary_factor", json!(0.5), "key `partial_rotary_factor`: expected 1"),
+        (
+            "families/llama-untied",
+            "quantization_config",
+            json!({"bits": 4}),
+            "key `quantization_config`: expected null",
+        ),
+        ("families/llama-untied", "add_cross_attention", json!(true), "key `add_cross_attention`"),
+        ("families/llama-untied", "is_encoder_decoder", json!(true), "key `is_encoder_decoder`"),
+        ("families/llama-untied", "chunk_size_feed_forward", json!(64), "key `chunk_size_feed_forward`"),
+        ("families/llama-untied", "pruned_heads", json!({"0": [1]}), "key `pruned_heads`: expected an empty value"),
+        (
+            "families/llama-untied",
+            "sliding_window",
+            json!(16),
+            "key `sliding_window` is unknown for `LlamaForCausalLM`",
+        ),
+        ("families/llama-untied", "layer_types", json!(["full_attention"]), "key `layer_types` is unknown"),
+        ("families/llama-untied", "num_local_experts", json!(8), "key `num_local_experts` is unknown"),
+        ("families/llama-untied", "use_qk_norm", json!(true), "key `use_qk_norm` is unknown"),
+        ("families/llama-untied", "rope_scaling", json!({"rope_type": "mrope"}), "key `rope_scaling.rope_type`"),
+        ("families/llama-untied", "rope_scaling", json!({"type": "linear"}), "key `rope_scaling.factor` is missing"),
+        (
+            "families/llama-untied",
+            "rope_scaling",
+            json!({"type": "linear", "factor": 0}),
+            "`rope_scaling.factor`: expected a number above 0",
+        ),
+        (
+            "families/llama-untied",
+            "rope_scaling",
+            json!({"type": "linear", "rope_type": "yarn", "factor": 2}),
+            "disagree: `yarn` and `linear`",
+        ),
+        (
+            "families/llama-untied",
+            "rope_scaling",
+            json!({"type": "dynamic", "factor": 2, "alpha": 1000}),
+            "`rope_scaling.alpha`",
+        ),
+        (
+            "families/llama-untied",
+            "rope_scaling",
+            json!({"type": "linear", "factor": 2, "rope_theta": 7}),
+            "`rope_scaling.rope_theta` and `rope_theta` disagree",
+        ),
+        ("families/llama-untied", "rope_scaling", json!("linear"), "key `rope_scaling`: expected null or an object"),
+        (
+            "families/llama-untied",
+            "rope_parameters",
+            json!({"full_attention": {"rope_theta": 1.5}}),
+            "parameters per layer type",
+        ),
+        (
+            "families/llama-rope-llama3",
+            "rope_parameters",
+            json!({"rope_theta": 1.5}),
+            "`rope_scaling` and `rope_parameters` disagree",
+        ),
+        ("families/llama-rope-llama3", "original_max_position_embeddings", json!(64), "disagree: 64 and 32"),
+        (
+            "families/llama-untied",
+            "num_key_value_heads",
+            json!(4),
+            "key `num_key_value_heads`: expected a divisor of 6",
+        ),
+        ("families/llama-untied", "head_dim", json!(15), "expected an even number of rotated dimensions"),
+        (
+            "families/llama-untied",
+            "num_hidden_layers",
+            json!(3),
+            "tensor `model.layers.2.input_layernorm.weight` [96] is missing",
+        ),
+        (
+            "families/llama-untied",
+            "num_hidden_layers",
+            json!(1),
+            "tensor `model.layers.1.input_layernorm.weight` [96] is not used",
+        ),
+        (
+            "families/llama-untied",
+            "vocab_size",
+            json!(385),
+            "tensor `lm_head.weight`: expected shape [385, 96], found [384, 96]",
+        ),
+        (
+            "families/llama-untied",
+            "rms_norm_eps",
+            json!(-1e-5),
+            "key `rms_norm_eps`: expected a number above 0, found -0.00001",
+        ),
+        ("families/llama-untied", "hidden_size", json!("96"), "key `hidden_size`: expected a count from 1 to"),
+        ("families/llama-untied", "model_type", json!("mistral"), "keys `architectures` and `model_type` disagree"),
+        ("families/llama-untied", "architectures", json!(["LlamaForCausalLM", "X"]), "exactly one class name"),
+        (
+            "families/llama-untied",
+            "architectures",
+            json!(["LlamaModel"]),
+            "`LlamaModel` is not supported: expected a class that ends in",
+        ),
+        (
+            "families/llama-untied",
+            "architectures",
+            json!(["MixtralForCausalLM"]),
+            "`MixtralForCausalLM` (mixture of experts) is not supported yet",
+        ),
+        (
+            "families/llama-untied",
+            "architectures",
+            json!(["Gemma3ForConditionalGeneration"]),
+            "(multimodal or encoder-decoder)",
+        ),
+        (
+            "families/llama-untied",
+            "architectures",
+            json!(["Olmo3ForCausalLM"]),
+            "`Olmo3ForCausalLM` is not a supported decoder family",
+        ),
+        ("families/mistral-swa", "attention_bias", json!(true), "key `attention_bias`: expected false"),
+        ("families/mistral-swa", "layer_types", json!(["full_attention"]), "key `layer_types` is unknown"),
+        ("families/mistral-swa", "sliding_window", json!(0), "key `sliding_window`: expected null or a count"),
+        ("variants/ministral", "sliding_window", json!(null), "keys `layer_types` and `sliding_window` disagree"),
+        ("variants/ministral", "layer_types", json!(["full_attention"]), "key `layer_types`: expected 3 entries"),
+        (
+            "variants/ministral",
+            "layer_types",
+            json!(["full_attention", "chunked_attention", "full_attention"]),
+            "key `layer_types`",
+        ),
+        (
+            "families/qwen2",
+            "layer_types",
+            json!(["sliding_attention", "full_attention", "full_attention"]),
+            "`sliding_window` disagree",
+        ),
+        ("families/qwen2", "attention_bias", json!(false), "key `attention_bias` is unknown for `Qwen2ForCausalLM`"),
+        ("families/qwen3", "attention_bias", json!(true), "q_proj.bias` [128] is missing"),
+        ("families/qwen3", "head_dim", json!(null), "key `head_dim`: expected a count from 1 to 1048576, found null"),
+        ("families/phi3", "lm_head_bias", json!(true), "key `lm_head_bias`: expected false"),
+        ("families/phi3", "interpolate_factor", json!(2), "key `interpolate_factor`: expected 1"),
+        (
+            "families/phi3",
+            "rope_scaling",
+            json!({"type": "su", "short_factor": [1.0], "long_factor": [1.0]}),
+            "`rope_scaling.short_factor`: expected 8 numbers",
+        ),
+        (
+            "families/gemma2",
+            "use_bidirectional_attention",
+            json!(true),
+            "key `use_bidirectional_attention`: expected false",
+        ),
+        ("families/gemma2", "hidden_act", json!("silu"), "key `hidden_act`: expected the value of `hidden_activation`"),
+        ("families/gemma2", "sliding_window", json!(null), "keys `layer_types` and `sliding_window` disagree"),
+        ("families/gemma2", "query_pre_attn_scalar", json!(0), "key `query_pre_attn_scalar`"),
+        ("families/gemma3", "attn_logit_softcapping", json!(50.0), "key `attn_logit_softcapping`: expected null"),
+        (
+            "families/gemma3",
+            "rope_scaling",
+            json!({"type": "linear", "factor": 2}),
+            "`rope_scaling` and `rope_parameters` disagree",
+        ),
+        ("variants/gemma3-v4", "_sliding_window_pattern", json!(3), "expected a config that also gives `layer_types`"),
+        (
+            "variants/gemma3-v4",
+            "rope_scaling",
+            json!({"type": "linear", "factor": 4.0}),
+            "key `rope_scaling.type`: expected the kind as `rope_type`",
+        ),
+        ("variants/ministral", "head_dim", json!(null), "key `head_dim`"),
+        ("families/olmo2", "clip_qkv", json!(8.0), "key `clip_qkv` is unknown"),
+        ("families/granite", "embedding_multiplier", json!(0.0), "key `embedding_multiplier`"),
+        (
+            "families/smollm3",
+            "no_rope_layers",
+            json!([1, 0, 2, 0]),
+            "key `no_rope_layers`: expected 4 entries, each 0 or 1",
+        ),
+        (
+            "families/smollm3",
+            "layer_types",
+            json!(["sliding_attention", "full_attention", "full_attention", "full_attention"]),
+            "disagree",
+        ),
+        ("families/stablelm", "qk_layernorm", json!(true), "key `qk_layernorm`: expected false"),
+        (
+            "families/stablelm",
+            "use_parallel_residual",
+            json!(true),
+            "tensor `model.layers.0.post_attention_layernorm.bias` [64] is not used",
+        ),
+        (
+            "families/stablelm",
+            "use_qkv_bias",
+            json!(false),
+            "tensor `model.layers.0.self_attn.k_proj.bias` [32] is not used",
+        ),
+        ("families/stablelm", "head_dim", json!(16), "key `head_dim` is unknown"),
+        ("families/starcoder2", "mlp_type", json!("gated"), "key `mlp_type`: expected \"default\", found \"gated\""),
+        ("families/starcoder2", "use_bias", json!(false), "is not used by `Starcoder2ForCausalLM`"),
+        ("families/gpt-neox", "rope_theta", json!(10000), "key `rope_theta` is unknown"),
+        ("families/gpt-neox", "rotary_pct", json!(0.2), "found 3 of 16"),
+        ("variants/cohere", "use_qk_norm", json!(true), "key `use_qk_norm`: expected false"),
+        ("variants/cohere2", "position_embedding_type", json!("alibi"), "key `position_embedding_type`"),
+        (
+            "variants/cohere2",
+            "layer_switch",
+            json!(3),
+            "key `layer_switch`: expected the value of `sliding_window_pattern`",
+        ),
+    ];
+    for (name, key, value, expected) in cases {
+        let result = import_changed(&fixture(name), |config| {
+            config.insert(key.to_string(), value.clone());
+        });
+        match result {
+            Ok(_) => panic!("{name} with {key} = {value} was imported"),
+            Err(error) => {
+                let reasons = reasons(error);
+                assert!(reasons.iter().any(|r| r.contains(expected)), "{name} {key} = {value}: {reasons:#?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_refusal_names_every_reason() {
+    let error = import_changed(&fixture("families/qwen2"), |config| {
+        config.insert("rope_thetta".to_string(), json!(1e6));
+        config.insert("my_experts".to_string(), json!(8));
+        config.insert("hidden_act".to_string(), json!("mish"));
+        config.insert("rms_norm_eps".to_string(), json!("small"));
+        config.insert("num_key_value_heads".to_string(), json!(3));
+        config.insert("chunk_size_feed_forward".to_string(), json!(1));
+    });
+    let error = error.unwrap_err();
+    let fault = Fault::from(ImportError::Refused { place: "model".to_string(), reasons: vec![] });
+    assert_eq!(fault.tier, crate::error::Tier::Input);
+    let mut found = reasons(error);
+    found.sort();
+    assert_eq!(
+        found,
+        [
+            "key `chunk_size_feed_forward`: expected 0, found 1 (chunked feed-forward is not supported)",
+            "key `hidden_act`: expected one of silu, swish, gelu, gelu_python, gelu_new, gelu_pytorch_tanh, relu, \
+             found \"mish\"",
+            "key `my_experts` is unknown for `Qwen2ForCausalLM`",
+            "key `num_key_value_heads`: expected a divisor of 4 query heads, found 3",
+            "key `rms_norm_eps`: expected a number above 0, found \"small\"",
+            "key `rope_thetta` is unknown for `Qwen2ForCausalLM`; did you mean `rope_theta`?",
+        ]
+    );
+    let missing = import_config_only(r#"{"architectures":["LlamaForCausalLM"]}"#, 0).unwrap_err();
+    let names = ["vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"];
+    assert_eq!(reasons(missing), names.map(|name| format!("key `{name}` is missing")));
+}
+
+#[test]
+fn mixtures_of_experts_are_refused_by_name() {
+    let found = reasons(import(&fixture("families/qwen3-moe")).unwrap_err());
+    assert_eq!(found, ["`Qwen3MoeForCausalLM` (mixture of experts) is not supported yet"]);
+}
+
+/// The tables and the code are written side by side: each key the code reads is in the table as modelled, or it would
+/// be refused as unknown, and each modelled key is read, or it would be accepted and ignored.
+#[test]
+fn tables_and_code_agree() {
+    let mut seen = BTreeSet::new();
+    for folder in all_fixtures() {
+        let config = config_of(&folder);
+        let family = family_of(&config).unwrap();
+        let mut reader = Reader::new(&config);
+        assert!((family.plan)(&mut reader).is_some(), "{}", folder.display());
+        let is_modelled = |entry: &&Entry| matches!(entry.rule, Rule::Modelled(_));
+        let own: BTreeSet<&str> =
+            family.keys.iter().copied().flatten().filter(is_modelled).map(|entry| entry.key).collect();
+        let common: BTreeSet<&str> = schema::COMMON.iter().filter(is_modelled).map(|entry| entry.key).collect();
+        let elsewhere = BTreeSet::from(["architectures", "model_type", "bos_token_id", "eos_token_id"]);
+        let expected: BTreeSet<&str> = own.union(&common).copied().collect();
+        let asked: BTreeSet<&str> = reader.asked().union(&elsewhere).copied().collect();
+        assert_eq!(asked, expected, "{}", family.class);
+        seen.insert(family.class);
+        let keys: Vec<&str> = family.keys.iter().copied().flatten().map(|entry| entry.key).collect();
+        let unique: BTreeSet<&str> = keys.iter().copied().collect();
+        assert_eq!(keys.len(), unique.len(), "{} lists a key twice: {keys:?}", family.class);
+    }
+    assert_eq!(seen.len(), FAMILIES.len(), "a family has no fixture: {seen:?}");
+}
+
+/// Turns every key of every fixture, and every modelled key that is absent, to many values. What is accepted without
+/// any effect on the graph has to be a neutral key, or one of the few listed here with the reason.
+#[test]
+fn no_key_is_accepted_and_ignored() {
+    let values = [
+        json!(null),
+        json!(true),
+        json!(false),
+        json!(0),
+        json!(1),
+        json!(2),
+        json!(3),
+        json!(48),
+        json!(-1),
+        json!(0.37),
+        json!(1e9),
+        json!(u64::MAX),
+        json!("silu"),
+        json!("gelu"),
+        json!("zzz"),
+        json!([]),
+        json!([1, 0, 1]),
+        json!({}),
+        json!({"rope_type": "linear", "factor": 3.0}),
+        json!({"rope_type": "yarn", "factor": 3.0}),
+        json!({"zzz": 1}),
+    ];
+    let mut accepted = 0;
+    let mut wrong = BTreeSet::new();
+    for folder in all_fixtures() {
+        let config = config_of(&folder);
+        let family = family_of(&config).unwrap();
+        let before = graph_text(&synthetic(&config).unwrap());
+        let groups: Vec<_> = family.keys.iter().copied().chain([schema::COMMON]).collect();
+        let keys: BTreeSet<&str> =
+            config.keys().map(String::as_str).chain(groups.iter().copied().flatten().map(|e| e.key)).collect();
+        for key in keys {
+            for value in &values {
+                let mut changed = config.clone();
+                changed.insert(key.to_string(), value.clone());
+                let Ok(graph) = synthetic(&changed) else { continue };
+                accepted += 1;
+                if value.is_null() {
+                    let mut without = config.clone();
+                    without.remove(key);
+                    let absent = synthetic(&without).map(|graph| graph_text(&graph)).ok();
+                    let same = absent.is_some_and(|absent| absent == graph_text(&graph));
+                    // A window or a softcap that is null is none, and null kv heads are as many as query heads,
+                    // whatever the class has where they are absent.
+                    let none =
+                        ["sliding_window", "attn_logit_softcapping", "final_logit_softcapping", "num_key_value_heads"]
+                            .contains(&key);
+                    assert!(same || none || !config.contains_key(key), "{}: {key} = null", folder.display());
+                    continue;
+                }
+                let ignored = graph_text(&graph) == before && schema::is_modelled(key, &groups);
+                let equal = config.get(key).is_some_and(|old| old == value || old.as_f64() == value.as_f64());
+                if ignored && !equal && !ineffective(family.class, key, value, &config) {
+                    wrong.insert(format!("{}: {key} = {value} is accepted and changes nothing", folder.display()));
+                }
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "{wrong:#?}");
+    assert!(accepted > 10_000, "{accepted}");
+}
+
+/// Whether a modelled key rightly has no effect at this value beside the other keys.
+fn ineffective(class: &str, key: &str, value: &Value, config: &Map<String, Value>) -> bool {
+    let given = |key: &str| config.get(key).is_some_and(|v| !v.is_null());
+    let off = |key: &str| config.get(key).is_none_or(|v| v == &json!(false));
+    let kind = |key: &str| config.get(key).and_then(|v| v.get("rope_type").or(v.get("type"))).and_then(Value::as_str);
+    let trained = ["llama3", "yarn", "longrope"];
+    match key {
+        // Ids outside the vocabulary, and what is no id, count as none.
+        "bos_token_id" | "eos_token_id" => true,
+        // Absent keys set to the default of the class.
+        "attention_bias"
+        | "mlp_bias"
+        | "use_parallel_residual"
+        | "use_qkv_bias"
+        | "use_bias"
+        | "use_sliding_window"
+        | "tie_word_embeddings"
+        | "hidden_act"
+        | "hidden_activation"
+        | "embedding_multiplier"
+        | "attention_multiplier"
+        | "residual_multiplier"
+        | "logits_scaling"
+        | "no_rope_layer_interval"
+            if !given(key) =>
+        {
+            true
+        }
+        // The trained length ends before it, and the factor is given.
+        "max_position_embeddings" => kind("rope_scaling") == Some("longrope"),
+        "partial_rotary_factor" => value == &json!(1) && !given(key),
+        // An empty object is no object.
+        "rope_scaling" | "rope_parameters" => value == &json!({}) && !given(key),
+        "max_window_layers" => off("use_sliding_window") || given("layer_types"),
+        "sliding_window" if ["Qwen2ForCausalLM", "Qwen3ForCausalLM", "SmolLM3ForCausalLM"].contains(&class) => {
+            off("use_sliding_window")
+        }
+        "sliding_window_pattern" => given("layer_types"),
+        "no_rope_layer_interval" => given("no_rope_layers"),
+        "use_sliding_window" => class == "SmolLM3ForCausalLM" && !given("sliding_window"),
+        // Read by three kinds only.
+        "original_max_position_embeddings" => {
+            !kind("rope_scaling").or(kind("rope_parameters")).is_some_and(|kind| trained.contains(&kind))
+        }
+        _ => false,
+    }
+}
+
+#[test]
+fn a_config_alone_gives_the_graph_of_its_checkpoint() {
+    for folder in all_fixtures() {
+        let imported = import(&folder).unwrap();
+        let mut alone = import_config_only(&imported.config_text, 0).unwrap().graph;
+        for (t, stored) in alone.tensors.iter_mut().zip(&imported.graph.tensors) {
+            t.dtype = stored.dtype;
+        }
+        // generation_config.json may say more about these, and files may name the head otherwise.
+        alone.eos.clone_from(&imported.graph.eos);
+        if folder.ends_with("gpt-neox-sequential") {
+            let name = |graph: &ModelGraph| graph.tensor(graph.head.weight.tensor).name.clone();
+            let names = [name(&alone), name(&imported.graph)];
+            assert!(names.iter().all(|n| ["embed_out.weight", "lm_head.weight"].contains(&n.as_str())), "{names:?}");
+            continue;
+        }
+        assert_eq!(graph_text(&alone), graph_text(&imported.graph), "{}", folder.display());
+    }
+}
+
+/// Rewrites the weight file of a fixture with other tensors.
+fn with_tensors(change: impl FnOnce(&mut Vec<(String, safetensors::Dtype, Vec<usize>, Vec<u8>)>)) -> Vec<String> {
+    let folder = fixture("families/llama-rope-llama3");
+    let bytes = std::fs::read(folder.join("model.safetensors")).unwrap();
+    let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+    let mut tensors: Vec<_> =
+        file.tensors().into_iter().map(|(name, t)| (name, t.dtype(), t.shape().to_vec(), t.data().to_vec())).collect();
+    change(&mut tensors);
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::copy(folder.join("config.json"), dir.path().join("config.json")).unwrap();
+    let views = tensors.iter().map(|(name, dtype, shape, data)| {
+        (name.clone(), safetensors::tensor::TensorView::new(*dtype, shape.clone(), data).unwrap())
+    });
+    safetensors::serialize_to_file(views, None, &dir.path().join("model.safetensors")).unwrap();
+    match import(dir.path()) {
+        Ok(_) => Vec::new(),
+        Err(error) => reasons(error),
+    }
+}
+
+#[test]
+fn every_tensor_is_used_or_neutral_or_refused() {
+    use safetensors::Dtype;
+    let embed = "model.embed_tokens.weight";
+    let none: [String; 0] = [];
+    assert_eq!(with_tensors(|_| {}), none);
+    // Rotary buffers of old checkpoints, and a stored copy of the tied embedding, change nothing.
+    let neutral = with_tensors(|tensors| {
+        let buffer = "model.layers.0.self_attn.rotary_emb.inv_freq".to_string();
+        tensors.push((buffer, Dtype::F32, vec![16], vec![0; 64]));
+        let copy = tensors.iter().find(|t| t.0 == embed).unwrap().clone();
+        tensors.push(("lm_head.weight".to_string(), copy.1, copy.2, copy.3));
+    });
+    assert_eq!(neutral, none);
+    let differs = with_tensors(|tensors| {
+        let mut copy = tensors.iter().find(|t| t.0 == embed).unwrap().clone();
+        copy.3[17] ^= 1;
+        tensors.push(("lm_head.weight".to_string(), copy.1, copy.2, copy.3));
+    });
+    assert!(differs.len() == 1 && differs[0].contains("tensor `lm_head.weight` differs from"), "{differs:?}");
+    let extra = with_tensors(|tensors| {
+        tensors.push(("model.layers.0.self_attn.q_norm.weight".to_string(), Dtype::BF16, vec![32], vec![0; 64]));
+        tensors.push(("rotary_emb.inv_freq.extra".to_string(), Dtype::BF16, vec![1], vec![0; 2]));
+        tensors.push(("model.layers.0.attention.bias".to_string(), Dtype::BOOL, vec![1], vec![0; 1]));
+    });
+    assert_eq!(
+        extra,
+        [
+            "tensor `model.layers.0.attention.bias` [1] is not used by `LlamaForCausalLM`",
+            "tensor `model.layers.0.self_attn.q_norm.weight` [32] is not used by `LlamaForCausalLM`",
+            "tensor `rotary_emb.inv_freq.extra` [1] is not used by `LlamaForCausalLM`",
+        ]
+    );
+    let missing = with_tensors(|tensors| tensors.retain(|t| t.0 != "model.layers.1.mlp.up_proj.weight"));
+    assert_eq!(missing, ["tensor `model.layers.1.mlp.up_proj.weight` [160, 64] is missing"]);
+    let reshaped = with_tensors(|tensors| {
+        let t = tensors.iter_mut().find(|t| t.0 == "model.layers.2.mlp.down_proj.weight").unwrap();
+        t.2 = vec![160, 64];
+    });
+    assert_eq!(reshaped, ["tensor `model.layers.2.mlp.down_proj.weight`: expected shape [64, 160], found [160, 64]"]);
+    for dtype in [Dtype::I8, Dtype::F8_E4M3, Dtype::F8_E5M2, Dtype::U8] {
+        let quantised = with_tensors(|tensors| {
+            let t = tensors.iter_mut().find(|t| t.0 == "model.norm.weight").unwrap();
+            (t.1, t.3) = (dtype, vec![0; 64]);
+        });
+        let found = format!("tensor `model.norm.weight`: expected fp32, bf16 or fp16, found {dtype:?}");
+        assert_eq!(quantised, [found]);
+    }
+}
+
+#[test]
+fn old_gpt_neox_buffers_are_neutral() {
+    let config = config_of(&fixture("families/gpt-neox"));
+    let (_, plan, reasons) = resolve(&config);
+    assert!(reasons.is_empty());
+    let plan = plan.unwrap();
+    let neutral = |name: &str| matches!(extra_tensor(name, &plan), Extra::Neutral);
+    assert!(neutral("gpt_neox.layers.0.attention.bias") && neutral("gpt_neox.layers.0.attention.masked_bias"));
+    assert!(neutral("gpt_neox.layers.0.attention.rotary_emb.inv_freq"));
+    assert!(!neutral("gpt_neox.layers.0.attention.dense.bias") && !neutral("gpt_neox.attention.bias2"));
+}
+
+#[test]
+fn special_tokens_come_from_the_generation_config_first() {
+    let graph = import(&fixture("tinystories-llama")).unwrap().graph;
+    assert_eq!((graph.bos, graph.eos), (Some(0), vec![1, 3]));
+    let mut config = config_of(&fixture("tinystories-llama"));
+    config.insert("eos_token_id".to_string(), json!([5, 2, 5, 99999, -1]));
+    config.insert("bos_token_id".to_string(), json!(null));
+    let graph = synthetic(&config).unwrap();
+    assert_eq!((graph.bos, graph.eos), (None, vec![2, 5]));
+}
+
+#[test]
+fn positions_end_where_rotary_tables_would_change() {
+    let limit = |name: &str| {
+        let imported = import(&fixture(name)).unwrap();
+        (imported.graph.positions_max, imported.notes.concat())
+    };
+    assert_eq!(limit("families/llama-rope-yarn"), (256, String::new()));
+    // dynamic: the base grows beyond max_position_embeddings; longrope: the long factors begin beyond the trained
+    // length.
+    let (positions, note) = limit("variants/llama-dynamic");
+    assert!(positions == 128 && note.contains("`dynamic`") && note.contains("128"), "{positions} {note}");
+    for name in ["variants/llama-longrope", "variants/phi3-longrope"] {
+        let (positions, note) = limit(name);
+        assert!(positions == 32 && note.contains("`longrope`") && note.contains("32"), "{positions} {note}");
+    }
+}
+
+/// inv_freq of published rotary settings, computed by transformers 5.23.0 (torch, fp32).
+#[test]
+fn rotary_frequencies_of_published_models() {
+    let base = |extra: Value| {
+        let mut config = json!({
+            "architectures": ["LlamaForCausalLM"], "hidden_size": 256, "intermediate_size": 8, "num_hidden_layers": 1,
+            "num_attention_heads": 2, "vocab_size": 8, "max_position_embeddings": 131072
+        });
+        let config = config.as_object_mut().unwrap();
+        config.extend(extra.as_object().unwrap().clone());
+        synthetic(config).unwrap().ropes.remove(0)
+    };
+    let llama31 = base(json!({"rope_theta": 500000.0, "rope_scaling": {"factor": 8.0, "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0, "original_max_position_embeddings": 8192, "rope_type": "llama3"}}));
+    let yarn = base(json!({"rope_theta": 1000000.0, "rope_scaling": {"factor": 4.0,
+        "original_max_position_embeddings": 32768, "type": "yarn"}}));
+    for (rope, expected, scale) in [(llama31, LLAMA31_INV_FREQ, 1.0), (yarn, QWEN_YARN_INV_FREQ, QWEN_YARN_SCALE)] {
+        assert_eq!((rope.inv_freq.len(), rope.scale), (64, scale));
+        for (pair, value) in expected {
+            let found = rope.inv_freq[pair];
+            // torch's vectorised power may differ from the correctly rounded one by one unit in the last place.
+            assert!(found.to_bits().abs_diff(value.to_bits()) <= 2, "pair {pair}: expected {value:e}, found {found:e}");
+        }
+    }
+}
+
+const LLAMA31_INV_FREQ: [(usize, f32); 10] = [
+    (0, 1.0),
+    (1, 8.146_172e-1),
+    (10, 1.286_873_8e-1),
+    (25, 5.940_730_7e-3),
+    (28, 3.211_446e-3),
+    (30, 1.371_893_7e-3),
+    (32, 5.248_46e-4),
+    (34, 1.785_077_9e-4),
+    (36, 7.784_655_5e-5),
+    (63, 3.068_926e-7),
+];
+const QWEN_YARN_INV_FREQ: [(usize, f32); 10] = [
+    (0, 1.0),
+    (1, 8.058_422e-1),
+    (20, 1.333_521_5e-2),
+    (25, 4.131_738e-3),
+    (28, 1.848_276_6e-3),
+    (32, 6.029_411_5e-4),
+    (36, 1.798_411_5e-4),
+    (40, 4.445_698_5e-5),
+    (44, 1.874_735_6e-5),
+    (63, 3.102_344_4e-7),
+];
+const QWEN_YARN_SCALE: f32 = 1.138_629_4;
+
+#[test]
+fn hostile_configs_never_panic() {
+    let big = json!({
+        "architectures": ["LlamaForCausalLM"], "hidden_size": 1 << 20, "intermediate_size": 1 << 20,
+        "num_hidden_layers": 4096, "num_attention_heads": 1 << 19, "vocab_size": 1 << 24,
+        "max_position_embeddings": 1 << 27
+    });
+    let graph = import_config_only(&big.to_string(), 0).unwrap().graph;
+    assert!(graph.parameter_count() > 1 << 50);
+    assert!(!describe(&graph).is_empty());
+    for text in ["", "[]", "{", "null", "{\"architectures\": 7}", "{\"architectures\": [7]}", "{\"model_type\": []}"] {
+        assert!(import_config_only(text, 0).is_err(), "{text}");
+    }
+    let missing = Fault::from(import(Path::new("/nonexistent")).unwrap_err());
+    assert!(missing.tier == crate::error::Tier::Input && missing.message.contains("config.json"), "{missing}");
+}
+
+#[test]
+fn the_schema_table_is_markdown_with_every_family_and_key() {
+    let table = schema_table();
+    for family in FAMILIES {
+        assert!(table.contains(&format!("### `{}`\n\n| key | treatment |", family.class)));
+        for entry in family.keys.iter().copied().flatten() {
+            assert!(table.contains(&format!("\n| `{}` | ", entry.key)));
+        }
+    }
+    assert!(table.lines().filter(|line| line.starts_with('|')).all(|line| line.matches(" | ").count() == 1));
+}
+
+#[test]
+fn the_graph_text_is_complete() {
+    let text = |change: fn(&mut ModelGraph)| {
+        let mut graph = import(&fixture("families/gemma2")).unwrap().graph;
+        change(&mut graph);
+        graph_text(&graph)
+    };
+    let plain = text(|_| {});
+    let changes: [fn(&mut ModelGraph); 14] = [
+        |g| g.positions_max += 1,
+        |g| g.embed_scale += 1e-6,
+        |g| g.ropes[0].inv_freq[3] += 1e-7,
+        |g| g.ropes[0].scale = 2.0,
+        |g| g.ropes[0].interleaved = true,
+        |g| g.layers[2].attn.softcap = None,
+        |g| g.layers[2].attn.window = Some(9),
+        |g| g.layers[1].mlp_post_norm = None,
+        |g| g.layers[1].residual_scale = 0.5,
+        |g| g.layers[0].parallel = true,
+        |g| g.final_norm.eps = 1e-5,
+        |g| g.logits_softcap = Some(30.0),
+        |g| g.layers[0].attn.k.weight.first = 1,
+        |g| g.tensors[4].dtype = crate::dtype::DType::F16,
+    ];
+    for (i, change) in changes.into_iter().enumerate() {
+        assert_ne!(text(change), plain, "change {i}");
+    }
+    let head: Vec<&str> = plain.lines().take(8).collect();
+    assert_eq!(
+        head[..4],
+        ["model Gemma2ForCausalLM", "hidden 64 vocab 320 positions_max 256", "bos 0 eos [1]", "embed w0 scale 8.0",]
+    );
+    assert!(head[4].starts_with("rope r0 pairs halves scale 1.0 inv_freq [1.0 0.46"), "{}", head[4]);
+    assert_eq!(
+        head[5..8],
+        [
+            "layer 0",
+            "  branches sequential residual_scale 1.0",
+            "  attn_norm rms eps 1e-6 weight w1 offset 1.0 bias none",
+        ]
+    );
+}
+
+#[test]
+fn descriptions_are_for_people() {
+    let gemma3 = describe(&import(&fixture("families/gemma3")).unwrap().graph);
+    assert_eq!(
+        gemma3,
+        "\
+Gemma3ForCausalLM: 159.70k parameters, 3 layers, hidden 64, vocab 320, up to 256 positions
+weights stored as bf16
+embedding, tied to the head, scaled by 8
+rope r0: 12 half-split pairs, slowest frequency 3.9528462e-7
+rope r1: 12 half-split pairs, slowest frequency 2.1544342e-4
+layers 0-1:
+  RMS norm (1 + w), attention of 4 query and 1 kv heads, 24 wide (q and k normed over each head, rope r1, window 8, \
+scale 0.15811388), RMS norm (1 + w)
+  RMS norm (1 + w), gated mlp 160 wide (gelu_tanh), RMS norm (1 + w)
+layer 2:
+  RMS norm (1 + w), attention of 4 query and 1 kv heads, 24 wide (q and k normed over each head, rope r0, full, \
+scale 0.15811388), RMS norm (1 + w)
+  RMS norm (1 + w), gated mlp 160 wide (gelu_tanh), RMS norm (1 + w)
+then RMS norm (1 + w), head
+a step in bf16 reads 319.52 kB of weights and, at context 256, 26.11 kB of cache
+a step in fp32 reads 639.04 kB of weights and, at context 256, 52.22 kB of cache
+"
+    );
+    let neox = describe(&import(&fixture("families/gpt-neox")).unwrap().graph);
+    let layers: Vec<&str> = neox.lines().skip(4).take(4).collect();
+    assert_eq!(
+        layers,
+        [
+            "layers 0-1:",
+            "  LayerNorm, attention of 4 query and 4 kv heads, 16 wide (bias on q, k, v, o, rope r0, full, scale 0.25)",
+            "  LayerNorm, mlp 256 wide (gelu_erf, bias)",
+            "  both branches read the layer's input",
+        ]
+    );
+}
+
+#[test]
+fn step_bytes_count_one_row_of_an_untied_embedding() {
+    use crate::dtype::DType;
+    let bytes = |name: &str, weights: DType| {
+        let graph = import(&fixture(name)).unwrap().graph;
+        let precision = Precision { weights, cache: DType::F32, wire: DType::F32 };
+        (graph.parameter_count(), step_weight_bytes(&graph, precision), step_cache_bytes(&graph, precision, 20))
+    };
+    // Tied: the table is read whole as the head, and one row of it as the embedding.
+    let (parameters, weights, _) = bytes("families/llama-gqa", DType::Bf16);
+    assert_eq!(weights, 2 * (parameters + 64));
+    let (parameters, weights, cache) = bytes("families/mistral-swa", DType::F32);
+    assert_eq!(weights, 4 * (parameters - 320 * 64 + 64));
+    // Three layers, 8 of 20 positions seen, keys and values of 2 heads of 16.
+    assert_eq!(cache, 3 * 8 * 2 * 32 * 4);
+}
+
+/// Configs as they are on the Hub, key for key: parameters in total, layers with a window, layers without rotation.
+#[test]
+fn published_configs_import() {
+    let cases = [
+        (SMOLLM2_135M, 134_515_008, 0, 0),
+        (LLAMA_3_2_1B, 1_235_814_400, 0, 0),
+        (MISTRAL_7B, 7_241_732_096, 32, 0),
+        (QWEN_2_5_0_5B, 494_032_768, 0, 0),
+        (QWEN_3_0_6B, 596_049_920, 0, 0),
+        (PHI_3_MINI, 3_821_079_552, 32, 0),
+        (GEMMA_2_2B, 2_614_341_888, 13, 0),
+        (GEMMA_3_1B, 999_885_952, 22, 0),
+        (SMOLLM3_3B, 3_075_098_624, 0, 9),
+        (PYTHIA_160M, 162_322_944, 0, 0),
+        (STARCODER2_3B, 3_030_371_328, 30, 0),
+        (STABLELM_2_1_6B, 1_644_515_328, 0, 0),
+    ];
+    for (text, parameters, windows, unrotated) in cases {
+        let graph = import_config_only(text, 0).unwrap_or_else(|error| panic!("{error}\n{text}")).graph;
+        assert_eq!(graph.parameter_count(), parameters, "{text}");
+        assert_eq!(graph.layers.iter().filter(|l| l.attn.window.is_some()).count(), windows, "{text}");
+        assert_eq!(graph.layers.iter().filter(|l| l.attn.rope.is_none()).count(), unrotated, "{text}");
+    }
+}
+
+const SMOLLM2_135M: &str = r#"{"architectures":["LlamaForCausalLM"],"attention_bias":false,"attention_dropout":0.0,
+"bos_token_id":1,"eos_token_id":2,"hidden_act":"silu","hidden_size":576,"initializer_range":0.041666666666666664,
+"intermediate_size":1536,"is_llama_config":true,"max_position_embeddings":8192,"mlp_bias":false,"model_type":"llama",
+"num_attention_heads":9,"num_hidden_layers":30,"num_key_value_heads":3,"pad_token_id":2,"pretraining_tp":1,
+"rms_norm_eps":1e-05,"rope_interleaved":false,"rope_scaling":null,"rope_theta":100000,"tie_word_embeddings":true,
+"torch_dtype":"bfloat16","transformers_version":"4.42.3",
+"transformers.js_config":{"kv_cache_dtype":{"q4f16":"float16"}},"use_cache":true,"vocab_size":49152}"#;
+const LLAMA_3_2_1B: &str = r#"{"architectures":["LlamaForCausalLM"],"attention_bias":false,"attention_dropout":0.0,
+"bos_token_id":128000,"eos_token_id":[128001,128008,128009],"head_dim":64,"hidden_act":"silu","hidden_size":2048,
+"initializer_range":0.02,"intermediate_size":8192,"max_position_embeddings":131072,"mlp_bias":false,
+"model_type":"llama","num_attention_heads":32,"num_hidden_layers":16,"num_key_value_heads":8,"pretraining_tp":1,
+"rms_norm_eps":1e-05,"rope_scaling":{"factor":32.0,"high_freq_factor":4.0,"low_freq_factor":1.0,
+"original_max_position_embeddings":8192,"rope_type":"llama3"},"rope_theta":500000.0,"tie_word_embeddings":true,
+"torch_dtype":"bfloat16","transformers_version":"4.45.0.dev0","use_cache":true,"vocab_size":128256}"#;
+const MISTRAL_7B: &str = r#"{"architectures":["MistralForCausalLM"],"bos_token_id":1,"eos_token_id":2,
+"hidden_act":"silu","hidden_size":4096,"initializer_range":0.02,"intermediate_size":14336,
+"max_position_embeddings":32768,"model_type":"mistral","num_attention_heads":32,"num_hidden_layers":32,
+"num_key_value_heads":8,"rms_norm_eps":1e-05,"rope_theta":10000.0,"sliding_window":4096,
+"tie_word_embeddings":false,"torch_dtype":"bfloat16","transformers_version":"4.34.0.dev0","use_cache":true,
+"vocab_size":32000}"#;
+const QWEN_2_5_0_5B: &str = r#"{"architectures":["Qwen2ForCausalLM"],"attention_dropout":0.0,"bos_token_id":151643,
+"eos_token_id":151645,"hidden_act":"silu","hidden_size":896,"initializer_range":0.02,"intermediate_size":4864,
+"max_position_embeddings":32768,"max_window_layers":21,"model_type":"qwen2","num_attention_heads":14,
+"num_hidden_layers":24,"num_key_value_heads":2,"rms_norm_eps":1e-06,"rope_theta":1000000.0,"sliding_window":32768,
+"tie_word_embeddings":true,"torch_dtype":"bfloat16","transformers_version":"4.43.1","use_cache":true,
+"use_sliding_window":false,"vocab_size":151936}"#;
+const QWEN_3_0_6B: &str = r#"{"architectures":["Qwen3ForCausalLM"],"attention_bias":false,"attention_dropout":0.0,
+"bos_token_id":151643,"eos_token_id":151645,"head_dim":128,"hidden_act":"silu","hidden_size":1024,
+"initializer_range":0.02,"intermediate_size":3072,"max_position_embeddings":40960,"max_window_layers":28,
+"model_type":"qwen3","num_attention_heads":16,"num_hidden_layers":28,"num_key_value_heads":8,"rms_norm_eps":1e-06,
+"rope_scaling":null,"rope_theta":1000000,"sliding_window":null,"tie_word_embeddings":true,"torch_dtype":"bfloat16",
+"transformers_version":"4.51.0","use_cache":true,"use_sliding_window":false,"vocab_size":151936}"#;
+const PHI_3_MINI: &str = r#"{"_name_or_path":"Phi-3-mini-4k-instruct","architectures":["Phi3ForCausalLM"],
+"attention_dropout":0.0,"auto_map":{"AutoConfig":"configuration_phi3.Phi3Config",
+"AutoModelForCausalLM":"modeling_phi3.Phi3ForCausalLM"},"bos_token_id":1,"embd_pdrop":0.0,"eos_token_id":32000,
+"hidden_act":"silu","hidden_size":3072,"initializer_range":0.02,"intermediate_size":8192,
+"max_position_embeddings":4096,"model_type":"phi3","num_attention_heads":32,"num_hidden_layers":32,
+"num_key_value_heads":32,"original_max_position_embeddings":4096,"pad_token_id":32000,"resid_pdrop":0.0,
+"rms_norm_eps":1e-05,"rope_scaling":null,"rope_theta":10000.0,"sliding_window":2047,"tie_word_embeddings":false,
+"torch_dtype":"bfloat16","transformers_version":"4.40.2","use_cache":true,"attention_bias":false,
+"vocab_size":32064}"#;
+const GEMMA_2_2B: &str = r#"{"architectures":["Gemma2ForCausalLM"],"attention_bias":false,"attention_dropout":0.0,
+"attn_logit_softcapping":50.0,"bos_token_id":2,"cache_implementation":"hybrid","eos_token_id":1,
+"final_logit_softcapping":30.0,"head_dim":256,"hidden_act":"gelu_pytorch_tanh",
+"hidden_activation":"gelu_pytorch_tanh","hidden_size":2304,"initializer_range":0.02,"intermediate_size":9216,
+"max_position_embeddings":8192,"model_type":"gemma2","num_attention_heads":8,"num_hidden_layers":26,
+"num_key_value_heads":4,"pad_token_id":0,"query_pre_attn_scalar":256,"rms_norm_eps":1e-06,"rope_theta":10000.0,
+"sliding_window":4096,"torch_dtype":"float32","transformers_version":"4.42.4","use_cache":true,
+"vocab_size":256000}"#;
+const GEMMA_3_1B: &str = r#"{"architectures":["Gemma3ForCausalLM"],"attention_bias":false,"attention_dropout":0.0,
+"attn_logit_softcapping":null,"bos_token_id":2,"cache_implementation":"hybrid","eos_token_id":[1,106],
+"final_logit_softcapping":null,"head_dim":256,"hidden_activation":"gelu_pytorch_tanh","hidden_size":1152,
+"initializer_range":0.02,"intermediate_size":6912,"max_position_embeddings":32768,"model_type":"gemma3_text",
+"num_attention_heads":4,"num_hidden_layers":26,"num_key_value_heads":1,"pad_token_id":0,
+"query_pre_attn_scalar":256,"rms_norm_eps":1e-06,"rope_local_base_freq":10000,"rope_scaling":null,
+"rope_theta":1000000,"sliding_window":512,"sliding_window_pattern":6,"torch_dtype":"bfloat16",
+"transformers_version":"4.50.0.dev0","use_cache":true,"vocab_size":262144}"#;
+const SMOLLM3_3B: &str = r#"{"architectures":["SmolLM3ForCausalLM"],"attention_bias":false,"attention_dropout":0.0,
+"bos_token_id":null,"eos_token_id":128001,"hidden_act":"silu","hidden_size":2048,"initializer_range":0.02,
+"intermediate_size":11008,"max_position_embeddings":65536,"max_window_layers":28,"mlp_bias":false,
+"model_type":"smollm3","no_rope_layer_interval":4,"num_attention_heads":16,"num_hidden_layers":36,
+"num_key_value_heads":4,"pad_token_id":128004,"pretraining_tp":2,"rms_norm_eps":1e-06,"rope_scaling":null,
+"rope_theta":5000000.0,"sliding_window":null,"torch_dtype":"bfloat16","transformers_version":"4.54.0.dev0",
+"use_cache":false,"use_sliding_window":false,"vocab_size":128256}"#;
+const PYTHIA_160M: &str = r#"{"architectures":["GPTNeoXForCausalLM"],"bos_token_id":0,"eos_token_id":0,
+"hidden_act":"gelu","hidden_size":768,"initializer_range":0.02,"intermediate_size":3072,"layer_norm_eps":1e-05,
+"max_position_embeddings":2048,"model_type":"gpt_neox","num_attention_heads":12,"num_hidden_layers":12,
+"rotary_emb_base":10000,"rotary_pct":0.25,"tie_word_embeddings":false,"torch_dtype":"float16",
+"transformers_version":"4.24.0","use_cache":true,"use_parallel_residual":true,"vocab_size":50304}"#;
+const STARCODER2_3B: &str = r#"{"architectures":["Starcoder2ForCausalLM"],"attention_dropout":0.1,
+"residual_dropout":0.1,"embedding_dropout":0.1,"bos_token_id":0,"eos_token_id":0,"hidden_act":"gelu_pytorch_tanh",
+"hidden_size":3072,"initializer_range":0.018042,"intermediate_size":12288,"max_position_embeddings":16384,
+"mlp_type":"default","model_type":"starcoder2","norm_epsilon":1e-05,"norm_type":"layer_norm",
+"num_attention_heads":24,"num_hidden_layers":30,"num_key_value_heads":2,"rope_theta":999999.4420358813,
+"sliding_window":4096,"torch_dtype":"bfloat16","transformers_version":"4.37.0.dev0","use_bias":true,
+"use_cache":true,"vocab_size":49152}"#;
+const STABLELM_2_1_6B: &str = r#"{"architectures":["StableLmForCausalLM"],"bos_token_id":100257,
+"eos_token_id":100257,"hidden_act":"silu","hidden_size":2048,"initializer_range":0.02,"intermediate_size":5632,
+"layer_norm_eps":1e-05,"max_position_embeddings":4096,"model_type":"stablelm","num_attention_heads":32,
+"num_hidden_layers":24,"num_key_value_heads":32,"partial_rotary_factor":0.25,"rope_theta":10000,
+"tie_word_embeddings":false,"torch_dtype":"float16","transformers_version":"4.38.0","use_cache":true,
+"use_qkv_bias":true,"vocab_size":100352}"#;

@@ -1,0 +1,366 @@
+//! The interpreter over schedules that lowering makes: goldens of every family, both arithmetics, hostile orders.
+
+use std::ops::ControlFlow;
+use std::sync::Arc;
+
+use monobloc::candidate::Candidate;
+use monobloc::dtype::{DType, Precision};
+use monobloc::interp::{Arithmetic, Input, Interp, InterpError, Options, Order, Pack};
+use monobloc::ir::schedule::{Mechanism, Schedule};
+use monobloc::lower::lower;
+use monobloc::model::config::{Imported, import, import_config_only};
+use monobloc::pack::pack;
+use monobloc::reference;
+use monobloc::schedule::schedule;
+use monobloc::target::Target;
+
+use crate::support::{Goldens, fixture, max_difference};
+
+/// fp32 against fp32 in another summation order (tests/fixtures/README.md).
+const LOGITS_TOLERANCE: f32 = 3e-4;
+const FP32: Precision = Precision { weights: DType::F32, cache: DType::F32, wire: DType::F32 };
+const BF16: Precision = Precision { weights: DType::Bf16, cache: DType::Bf16, wire: DType::Bf16 };
+
+/// How a test places a model.
+#[derive(Clone)]
+struct Plan {
+    precision: Precision,
+    sms: u32,
+    heads_per_task: u32,
+    splits: u32,
+    split_from: u32,
+    slot_bytes: u32,
+    mechanism: Mechanism,
+}
+
+const SMALL: Plan = Plan {
+    precision: FP32,
+    sms: 3,
+    heads_per_task: 1,
+    splits: 1,
+    split_from: 0,
+    slot_bytes: 4096,
+    mechanism: Mechanism::Packets,
+};
+
+fn place(imported: &Imported, plan: &Plan, context_max: u32) -> Schedule {
+    let target = Target::builtin("h200").unwrap();
+    let candidate = Candidate {
+        consumer_warps: 4,
+        groups: 2,
+        ring_slots: 4,
+        slot_bytes: plan.slot_bytes,
+        flight_high: 2,
+        flight_low: 1,
+        flight_free: 2,
+        sms: plan.sms,
+        heads_per_task: plan.heads_per_task,
+        splits: plan.splits,
+        split_from: plan.split_from,
+        mechanism: plan.mechanism,
+    };
+    let program = lower(&imported.graph, "test", plan.precision, context_max, &candidate).unwrap();
+    schedule(program, &target, &candidate).unwrap()
+}
+
+fn packed(imported: &Imported, schedule: &Schedule) -> Pack {
+    Arc::new(pack(schedule, &imported.graph, &imported.weights).unwrap().bytes)
+}
+
+fn family(name: &str) -> Imported {
+    import(&fixture("families").join(name)).unwrap()
+}
+
+fn threads(n: usize) -> Options {
+    Options { arithmetic: Arithmetic::Fast, order: Order::Threads(n) }
+}
+
+fn bits(logits: &[Vec<f32>]) -> Vec<u32> {
+    logits.iter().flatten().map(|v| v.to_bits()).collect()
+}
+
+/// All families that import, with the candidates that exercise every op and every role.
+fn plans(group: u32) -> Vec<Plan> {
+    vec![
+        SMALL,
+        Plan { sms: 1, heads_per_task: group, mechanism: Mechanism::Counter, ..SMALL },
+        Plan { sms: 7, splits: 3, split_from: 5, mechanism: Mechanism::Fenced, ..SMALL },
+        Plan { sms: 5, splits: 2, split_from: 0, slot_bytes: 8192, ..SMALL },
+    ]
+}
+
+#[test]
+fn every_family_agrees_with_transformers_through_lower_and_schedule() {
+    let mut folders: Vec<_> = std::fs::read_dir(fixture("families")).unwrap().map(|e| e.unwrap().path()).collect();
+    folders.sort();
+    let mut tested = 0;
+    let mut wrong = vec![];
+    for folder in folders {
+        let name = folder.file_name().unwrap().to_str().unwrap().to_string();
+        if name == "qwen3-moe" {
+            continue;
+        }
+        let imported = import(&folder).unwrap();
+        let goldens = Goldens::open(&format!("families/{name}"));
+        let ids = goldens.ids("input_ids");
+        let want = goldens.floats("logits");
+        let attn = &imported.graph.layers[0].attn;
+        for (p, plan) in plans(attn.heads / attn.kv_heads).into_iter().enumerate() {
+            let schedule = place(&imported, &plan, 64);
+            let mut interp = Interp::new(&schedule, packed(&imported, &schedule), threads(2)).unwrap();
+            let logits = interp.logits(&ids).unwrap();
+            let difference = max_difference(&logits.concat(), &want);
+            let greedy = interp.greedy(&ids, 16, |_| ControlFlow::Continue(())).unwrap();
+            if difference > LOGITS_TOLERANCE || greedy != goldens.ids("greedy_ids") {
+                wrong.push(format!("{name}, plan {p}: largest difference {difference}, greedy {greedy:?}"));
+            }
+        }
+        tested += 1;
+    }
+    assert!(wrong.is_empty(), "{wrong:#?}");
+    assert!(tested >= 19, "{tested}");
+}
+
+/// Families that between them have windows, two RoPE tables, both norms, q/k norms of both spans, a parallel block,
+/// biases, softcaps, plain and gated MLPs.
+const VARIED: [&str; 5] = ["gemma2", "gemma3", "gpt-neox", "olmo2", "llama-bias"];
+
+#[test]
+fn any_number_of_threads_and_any_hostile_order_give_the_same_bits() {
+    for name in VARIED {
+        let imported = family(name);
+        let ids = &Goldens::open(&format!("families/{name}")).ids("input_ids")[..12];
+        for plan in [
+            Plan { sms: 4, splits: 3, split_from: 5, ..SMALL },
+            Plan { sms: 6, precision: BF16, mechanism: Mechanism::Counter, ..SMALL },
+        ] {
+            let schedule = place(&imported, &plan, 32);
+            let pack = packed(&imported, &schedule);
+            let mut one = Interp::new(&schedule, pack.clone(), threads(1)).unwrap();
+            let want = bits(&one.logits(ids).unwrap());
+            let greedy = one.greedy(ids, 6, |_| ControlFlow::Continue(())).unwrap();
+            let mut others = vec![threads(2), threads(3)];
+            others.extend((0..4).map(|seed| Options::adversarial(Arithmetic::Fast, seed)));
+            for options in others {
+                let mut interp = Interp::new(&schedule, pack.clone(), options).unwrap();
+                assert!(bits(&interp.logits(ids).unwrap()) == want, "{name}, {options:?}");
+                let again = interp.greedy(ids, 6, |_| ControlFlow::Continue(())).unwrap();
+                assert_eq!(again, greedy, "{name}, {options:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn the_fast_path_agrees_with_f64_and_f64_with_the_reference() {
+    for name in VARIED {
+        let imported = family(name);
+        let ids = &Goldens::open(&format!("families/{name}")).ids("input_ids")[..12];
+        let schedule = place(&imported, &Plan { splits: 2, split_from: 6, ..SMALL }, 32);
+        let pack = packed(&imported, &schedule);
+        let run = |options| Interp::new(&schedule, pack.clone(), options).unwrap().logits(ids).unwrap().concat();
+        let (fast, spec) = (run(Options::fast()), run(Options::spec()));
+        let hostile = run(Options::adversarial(Arithmetic::Spec, 9));
+        assert!(spec == hostile, "{name}: f64 depends on the order");
+        let reference = reference::forward(&imported.graph, &imported.weights, ids).concat();
+        let (a, b) = (max_difference(&fast, &spec), max_difference(&spec, &reference));
+        // Buffers between ops are fp32 in both; the reference keeps f64 throughout.
+        assert!(a < 1e-4 && b < 1e-4, "{name}: fast to spec {a}, spec to reference {b}");
+    }
+}
+
+#[test]
+fn sizes_that_nothing_divides_compute_the_same() {
+    // 44 of k is 32 and 12 in bf16 granules, 61 rows of the head and 86 of the MLP end in the middle of a unit, and ten
+    // dimensions of a head are no vector.
+    let config = r#"{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 44,
+        "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 10, "intermediate_size": 86,
+        "num_hidden_layers": 2, "vocab_size": 61, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu",
+        "max_position_embeddings": 64, "tie_word_embeddings": false, "attention_bias": true, "mlp_bias": true,
+        "torch_dtype": "bfloat16"}"#;
+    let imported = import_config_only(config, 3).unwrap();
+    let ids: Vec<u32> = (0..40).map(|i| i * 7 % 61).collect();
+    let reference = reference::forward(&imported.graph, &imported.weights, &ids).concat();
+    for plan in [
+        Plan { sms: 8, splits: 2, split_from: 17, ..SMALL },
+        Plan { sms: 8, heads_per_task: 3, precision: Precision { weights: DType::Bf16, ..FP32 }, ..SMALL },
+    ] {
+        let schedule = place(&imported, &plan, 64);
+        let pack = packed(&imported, &schedule);
+        for options in [threads(2), Options::spec(), Options::adversarial(Arithmetic::Fast, 2)] {
+            let logits = Interp::new(&schedule, pack.clone(), options).unwrap().logits(&ids).unwrap().concat();
+            let difference = max_difference(&logits, &reference);
+            assert!(difference < 1e-4, "{options:?}: {difference}");
+        }
+    }
+}
+
+#[test]
+fn bf16_stays_within_the_error_of_bf16_eager() {
+    for name in VARIED {
+        let imported = family(name);
+        let goldens = Goldens::open(&format!("families/{name}"));
+        let want = goldens.floats("logits");
+        let schedule = place(&imported, &Plan { precision: BF16, ..SMALL }, 64);
+        let mut interp = Interp::new(&schedule, packed(&imported, &schedule), threads(2)).unwrap();
+        let got = interp.logits(&goldens.ids("input_ids")).unwrap().concat();
+        let square = |values: &mut dyn Iterator<Item = f32>| values.map(|v| f64::from(v * v)).sum::<f64>();
+        let error = square(&mut got.iter().zip(&want).map(|(a, b)| a - b));
+        let relative = (error / square(&mut want.iter().copied())).sqrt();
+        // Not zero either: rounding must happen.
+        assert!((1e-4..0.02).contains(&relative), "{name}: relative error {relative}");
+    }
+}
+
+#[test]
+fn deep_positions_run_on_a_made_up_cache() {
+    let imported = family("mistral-swa");
+    let plan = Plan { splits: 3, split_from: 20, precision: Precision { cache: DType::Bf16, ..FP32 }, ..SMALL };
+    let schedule = place(&imported, &plan, 128);
+    let pack = packed(&imported, &schedule);
+    let run = |options, position| {
+        let mut interp = Interp::new(&schedule, pack.clone(), options).unwrap();
+        interp.fill_cache(5, position).unwrap();
+        let first = interp.step(Input::Token(7)).unwrap();
+        assert_eq!(interp.position(), position + 1);
+        [first, interp.step(Input::Selected).unwrap()].concat()
+    };
+    let shallow = run(threads(1), 3);
+    for position in [3, 19, 20, 90, 126] {
+        let (fast, spec) = (run(threads(2), position), run(Options::spec(), position));
+        let hostile = run(Options::adversarial(Arithmetic::Fast, 3), position);
+        assert!(fast == hostile, "position {position}");
+        assert!(max_difference(&fast, &spec) < 1e-4, "position {position}: {}", max_difference(&fast, &spec));
+        assert!(position == 3 || fast != shallow, "the cache has no effect at {position}");
+    }
+}
+
+#[test]
+fn a_caller_may_choose_tokens_and_stop() {
+    let imported = family("llama-gqa");
+    let schedule = place(&imported, &SMALL, 32);
+    let mut interp = Interp::new(&schedule, packed(&imported, &schedule), threads(2)).unwrap();
+    let greedy = interp.greedy(&[1, 2, 3], 8, |_| ControlFlow::Continue(())).unwrap();
+    assert_eq!(greedy.len(), 8);
+    let chosen = interp.generate(&[1, 2, 3], 8, |logits| Some(reference::argmax(logits))).unwrap();
+    assert_eq!(chosen, greedy);
+    let mut left = 3;
+    let stopped = interp.greedy(&[1, 2, 3], 8, |_| {
+        left -= 1;
+        if left == 0 { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+    });
+    assert_eq!(stopped.unwrap(), greedy[..3]);
+    // Going on from there, and coming back: what later positions left behind is not seen.
+    interp.seek(3).unwrap();
+    interp.step(Input::Token(greedy[0])).unwrap();
+    assert_eq!(interp.selected(), Some(greedy[1]));
+    let mut hostile =
+        Interp::new(&schedule, packed(&imported, &schedule), Options::adversarial(Arithmetic::Fast, 1)).unwrap();
+    hostile.logits(&[1, 2, 3, greedy[0], 9]).unwrap();
+    hostile.seek(3).unwrap();
+    hostile.step(Input::Token(greedy[0])).unwrap();
+    assert_eq!(hostile.selected(), Some(greedy[1]));
+}
+
+#[test]
+fn bad_input_is_named() {
+    let imported = family("llama-gqa");
+    let schedule = place(&imported, &SMALL, 8);
+    let pack = packed(&imported, &schedule);
+    let mut interp = Interp::new(&schedule, pack.clone(), threads(2)).unwrap();
+    let text = |error: InterpError| error.to_string();
+    assert_eq!(text(interp.logits(&[1; 9]).unwrap_err()), "position 8 is not below the context of 8");
+    assert_eq!(text(interp.step(Input::Selected).unwrap_err()), "no token to start from");
+    let vocab = interp.vocab() as u32;
+    let error = text(interp.step(Input::Token(vocab)).unwrap_err());
+    assert_eq!(error, format!("token {vocab} is not below the vocabulary of {vocab}"));
+    let short: Pack = Arc::new((*pack).as_ref()[..100].to_vec());
+    let error = text(Interp::new(&schedule, short, threads(1)).unwrap_err());
+    assert_eq!(error, format!("the pack has 100 bytes, expected {}", (*pack).as_ref().len()));
+}
+
+/// What hostile orders with several seeds say about a schedule after `change`.
+fn verdicts(change: impl Fn(&mut Schedule)) -> Vec<String> {
+    let imported = family("llama-gqa");
+    let mut schedule = place(&imported, &Plan { sms: 4, ..SMALL }, 64);
+    change(&mut schedule);
+    let pack = packed(&imported, &schedule);
+    (0..8)
+        .map(|seed| {
+            let options = Options::adversarial(Arithmetic::Fast, seed);
+            match Interp::new(&schedule, pack.clone(), options).unwrap().logits(&[5; 8]) {
+                Ok(_) => "fine".to_string(),
+                Err(error) => error.to_string(),
+            }
+        })
+        .collect()
+}
+
+fn grid_task(schedule: &Schedule, grid: &str, sm: usize) -> usize {
+    let regime = &schedule.regimes[0];
+    let is = |t: &&monobloc::ir::TaskId| schedule.program.grids[regime.tasks[t.index()].grid.index()].name == grid;
+    regime.queues[sm].iter().find(is).unwrap().index()
+}
+
+#[test]
+fn a_hostile_order_finds_what_a_schedule_does_not_order() {
+    assert!(verdicts(|_| ()).iter().all(|v| v == "fine"));
+
+    let unwaited = verdicts(|s| {
+        let task = grid_task(s, "gate_up.0", 2);
+        s.regimes[0].tasks[task].waits.clear();
+    });
+    assert!(unwaited.iter().any(|v| v.contains("reads column") && v.contains("expected this step's")), "{unwaited:#?}");
+
+    // Candidates that travel as plain packets order no cache rows.
+    let unordered = verdicts(|s| {
+        for event in &mut s.regimes[0].events {
+            event.mechanism = Mechanism::Packets;
+        }
+    });
+    assert!(unordered.iter().all(|v| v.contains("before it waited for a carried event")), "{unordered:#?}");
+
+    // One SM whose rows nobody is told about.
+    let unreleased = verdicts(|s| {
+        let sm =
+            (0..4).find(|&sm| s.regimes[0].queues[sm].len() == s.regimes[0].queues.iter().map(Vec::len).max().unwrap());
+        let task = grid_task(s, "head", sm.unwrap());
+        let event = s.regimes[0].tasks[task].signals[0];
+        s.regimes[0].tasks[task].signals.clear();
+        s.regimes[0].events[event.index()].count -= 1;
+        for wait in s.regimes[0].tasks.iter_mut().flat_map(|t| &mut t.waits).filter(|w| w.event == event) {
+            wait.count -= 1;
+        }
+    });
+    assert!(
+        unreleased.iter().any(|v| v.contains("no ordered write has reached") || v.contains("reads column")),
+        "{unreleased:#?}"
+    );
+
+    let swapped = verdicts(|s| s.regimes[0].streams[1].swap(0, 1));
+    assert!(swapped.iter().all(|v| v.contains("its stream brings")), "{swapped:#?}");
+
+    let tight = verdicts(|s| s.machine.ring.slots = 1);
+    assert!(tight.iter().all(|v| v.contains("needs more than the 1 ring slots")), "{tight:#?}");
+}
+
+#[test]
+fn a_deadlock_says_what_waits_for_what() {
+    // Every SM would multiply by the down projection before it has computed what that reads.
+    let stuck = verdicts(|s| {
+        for sm in 0..4 {
+            let (up, down) = (grid_task(s, "gate_up.0", sm), grid_task(s, "down.0", sm));
+            let at = |task: usize| s.regimes[0].queues[sm].iter().position(|t| t.index() == task).unwrap();
+            let (i, k) = (at(up), at(down));
+            s.regimes[0].queues[sm].swap(i, k);
+            let at = |task: usize| s.regimes[0].streams[sm].iter().position(|r| r.task.index() == task).unwrap();
+            let (i, k) = (at(up), at(down));
+            s.regimes[0].streams[sm].swap(i, k);
+        }
+    });
+    for verdict in &stuck {
+        assert!(verdict.starts_with("no task can run at position 0:\n  sm0 t"), "{verdict}");
+        assert!(verdict.contains(" waits for e") && verdict.contains("(0 of 4 signals; missing t"), "{verdict}");
+        assert_eq!(verdict.lines().count(), 5, "{verdict}");
+    }
+}
