@@ -302,7 +302,7 @@ const JUDGED: [Rule; 5] =
 
 #[test]
 fn two_judges_agree_on_random_mutants() {
-    let target = h200();
+    let target = beyond_kernels();
     let base = Candidate { split_from: 4, ..on_h200(4) };
     let mut random = Random(0x9e37_79b9_7f4a_7c15);
     let (mut safe, mut unsafe_, mut other) = (0, 0, 0);
@@ -312,7 +312,7 @@ fn two_judges_agree_on_random_mutants() {
         // With a narrow residual, half of the SMs own none of it and are less tightly bound to the others.
         let hidden = [64, 16, 24][random.below(3)];
         let toy = Toy { context: 7, hidden, ..TOY };
-        let mut s = toy.schedule(&target, &Candidate { split_from, ..base.clone() });
+        let mut s = toy.schedule(&h200(), &Candidate { split_from, ..base.clone() });
         for _ in 0..1 + random.below(4) {
             mutate(&mut s, &mut random);
         }

@@ -1,13 +1,15 @@
 //! The proof accepts what lowering makes: families, sizes, SMs, splits and mechanisms.
 
 use crate::proof_support::*;
+use monobloc::candidate::Candidate;
 use monobloc::dtype::Precision;
 use monobloc::ir::schedule::Mechanism;
 use monobloc::model::graph::QkNormSpan;
+use monobloc::target::Target;
 use monobloc::validate::{check, validate};
 
 #[track_caller]
-fn proven(toy: Toy, target: &monobloc::target::Target, candidate: &monobloc::candidate::Candidate) {
+fn proven(toy: Toy, target: &Target, candidate: &Candidate) {
     let schedule = toy.schedule(target, candidate);
     let violations = check(&schedule, target);
     assert!(violations.is_empty(), "{toy:?} {candidate}\n{}", listed(&violations));
@@ -41,14 +43,21 @@ fn every_family_on_one_to_sixteen_sms() {
 }
 
 #[test]
-fn splits_regimes_and_mechanisms() {
+fn splits_and_regimes() {
     for splits in [1, 2, 3, 8] {
         for split_from in [0, 1, 2, 31, 62, 63, 64] {
-            for mechanism in Mechanism::ALL {
-                let candidate = monobloc::candidate::Candidate { splits, split_from, mechanism, ..on_h200(5) };
-                proven(TOY, &h200(), &candidate);
-            }
+            proven(TOY, &h200(), &Candidate { splits, split_from, ..on_h200(5) });
+            proven(TOY, &cpu(), &Candidate { splits, split_from, ..on_cpu(5) });
         }
+    }
+}
+
+#[test]
+fn every_mechanism_where_the_interpreter_stands_for_a_gpu() {
+    for mechanism in Mechanism::ALL {
+        proven(TOY, &cpu(), &Candidate { mechanism, ..on_cpu(5) });
+        let schedule = TOY.schedule(&h200(), &Candidate { mechanism, ..on_h200(5) });
+        assert_eq!(check(&schedule, &beyond_kernels()), []);
     }
 }
 

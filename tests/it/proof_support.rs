@@ -202,6 +202,11 @@ pub fn h200() -> Target {
     }
 }
 
+/// The H200 without the limits of today's kernels: what the language can say, with bulk copies.
+pub fn beyond_kernels() -> Target {
+    Target { kind: TargetKind::Cpu, ..h200() }
+}
+
 /// Counters and one warp an SM, as the interpreter runs it.
 pub fn on_cpu(sms: u32) -> Candidate {
     Candidate {
