@@ -33,7 +33,7 @@ pub(super) fn machine(machine: &Machine, target: &Target, found: &mut Found) {
         });
     }
     let cluster = machine.cluster;
-    if cluster == 0 || cluster > spec.cluster_max.max(1) || machine.sms % cluster != 0 {
+    if cluster == 0 || cluster > spec.cluster_max.max(1) || !machine.sms.is_multiple_of(cluster) {
         found.add(Rule::Cluster, at, || {
             let most = spec.cluster_max.max(1);
             format!("expected a cluster of at most {most} blocks that divides {} SMs, found {cluster}", machine.sms)

@@ -107,7 +107,7 @@ fn scramble(s: &mut Schedule, random: &mut Random) -> Option<String> {
             let (i, g) = pick(random, &mut s.program.grids)?;
             let k = random.below(7);
             match &mut g.op {
-                Op::MatVec(m) if k % 2 == 0 => m.rows = other(random, m.rows),
+                Op::MatVec(m) if k < 4 => m.rows = other(random, m.rows),
                 Op::MatVec(m) => m.k = other(random, m.k),
                 Op::Attention(a) => {
                     let fields = [

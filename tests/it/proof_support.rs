@@ -247,17 +247,17 @@ pub fn listed(violations: &[Violation]) -> String {
 }
 
 pub fn buffer(schedule: &Schedule, name: &str) -> BufferId {
-    BufferId::from(schedule.program.buffers.iter().position(|b| b.name == name).expect(name))
+    BufferId::from(schedule.program.buffers.iter().position(|b| b.name == name).expect("the name"))
 }
 
 pub fn grid(schedule: &Schedule, name: &str) -> GridId {
-    GridId::from(schedule.program.grids.iter().position(|g| g.name == name).expect(name))
+    GridId::from(schedule.program.grids.iter().position(|g| g.name == name).expect("the name"))
 }
 
 pub fn operand<'a>(schedule: &'a mut Schedule, grid_name: &str, role: Role) -> &'a mut Operand {
     let id = grid(schedule, grid_name);
     let operands = &mut schedule.program.grids[id.index()].operands;
-    operands.iter_mut().find(|o| o.role == role).expect(role.name())
+    operands.iter_mut().find(|o| o.role == role).expect("the operand")
 }
 
 /// The `nth` task of a grid in a regime.
@@ -265,6 +265,13 @@ pub fn task(schedule: &Schedule, regime: usize, grid_name: &str, nth: usize) -> 
     let id = grid(schedule, grid_name);
     let tasks = schedule.regimes[regime].tasks.iter().enumerate().filter(|(_, t)| t.grid == id);
     TaskId::from(tasks.map(|(t, _)| t).nth(nth).expect("the task"))
+}
+
+/// The event of a regime about exactly these columns.
+pub fn event(schedule: &Schedule, regime: usize, buffer_name: &str, lo: u32, hi: u32) -> EventId {
+    let id = buffer(schedule, buffer_name);
+    let mut events = schedule.regimes[regime].events.iter();
+    EventId::from(events.position(|e| (e.buffer, e.lo, e.hi) == (id, lo, hi)).expect("the event"))
 }
 
 /// Swaps two tasks of a regime wherever queues hold them.
