@@ -163,8 +163,7 @@ fn place_default(site: &Site<'_>) -> Result<Placed, Fault> {
     place(site, candidate.clone()).map_err(|not_placed| match not_placed {
         NotPlaced::Fault(fault) => fault,
         NotPlaced::Infeasible(reason) => {
-            let tried =
-                Tried { site, candidate: &candidate, schedule: None, source: None, cubin: None, hardware: None };
+            let tried = Tried { site, candidate: &candidate, placed: None, source: None, cubin: None, hardware: None };
             let row = tried.append(None, None, vec![Verdict::Infeasible { detail: reason.to_string() }]);
             let message = format!("the default candidate does not fit `{}`: {reason}", site.target.name);
             row.err().unwrap_or_else(|| {

@@ -59,7 +59,7 @@ pub(super) fn prove(site: &Site<'_>, placed: &Placed, on: Option<OnDevice<'_>>) 
     let tried = Tried {
         site,
         candidate: &placed.candidate,
-        schedule: Some(placed.content),
+        placed: Some(placed),
         source: on.as_ref().map(|on| on.source),
         cubin,
         hardware: Some(&hardware),

@@ -309,7 +309,7 @@ impl Placed {
             let message = stored().message;
             Fault::internal(format!("{message}: {error}"))
         })?;
-        let validated = validate(parsed, target)?;
+        let validated = validate(parsed, &keys::unmeasured(target))?;
         Ok(self.validated.get_or_init(|| validated))
     }
 
@@ -341,18 +341,19 @@ impl From<CacheError> for NotPlaced {
 /// Lowers, schedules and proves the candidate; one stage, because none of the three has a result of its own.
 pub(super) fn place(site: &Site<'_>, candidate: Candidate) -> Result<Placed, NotPlaced> {
     let keyed = site.schedule_key(&candidate);
+    let target = &keys::unmeasured(site.target);
     let validated = OnceCell::new();
     let mut infeasible = None;
     let built =
         site.workspace.stage(&keyed, &site.subject(), &site.title(keys::SCHEDULE), "lower, place, prove", || {
-            let placed = site.lower(&candidate).and_then(|program| schedule(program, site.target, &candidate));
+            let placed = site.lower(&candidate).and_then(|program| schedule(program, target, &candidate));
             let placed = placed.map_err(|reason| {
                 let fault = Fault::input(reason.to_string());
                 infeasible = Some(reason);
                 fault
             })?;
             let text = print(&placed);
-            let proven = validate(placed, site.target).map_err(|rejected| save_rejected(&text, rejected.into()))?;
+            let proven = validate(placed, target).map_err(|rejected| save_rejected(&text, rejected.into()))?;
             let _ = validated.set(proven);
             Ok(text.into_bytes())
         });
@@ -398,7 +399,7 @@ pub(super) fn generate_source(site: &Site<'_>, placed: &Placed) -> Result<Genera
 }
 
 pub(super) fn source_bytes(validated: &Validated, target: &Target) -> Result<Vec<u8>, Fault> {
-    let KernelSource { name, text, headers, arch } = emit(validated, target, Trace::Off);
+    let KernelSource { name, text, headers, arch } = emit(validated, &keys::unmeasured(target), Trace::Off);
     serde_json::to_vec(&StoredSource { name, arch, text, headers })
         .map_err(|error| Fault::internal(format!("the source cannot be stored: {error}")))
 }
