@@ -28,7 +28,7 @@ impl Keyed {
 pub const IMPORT: &str = "import";
 pub const SCHEDULE: &str = "schedule";
 pub const SOURCE: &str = "source";
-pub const CUBIN: &str = "cubin";
+pub const COMPILE: &str = "compile";
 pub const PACK: &str = "pack";
 pub const CHECK: &str = "check";
 pub const MEASURE: &str = "measure";
@@ -150,7 +150,7 @@ pub struct CubinKey<'a> {
 
 impl CubinKey<'_> {
     pub fn keyed(&self) -> Keyed {
-        Keyed::of(CUBIN, self)
+        Keyed::of(COMPILE, self)
     }
 }
 

@@ -14,8 +14,9 @@ use crate::flywheel::{
 use crate::measure::{Measurement, Timed};
 use crate::model::graph::ModelGraph;
 
+use super::compile::Cubin;
 use super::keys::Hardware;
-use super::stages::{Cubin, Placed, Site};
+use super::stages::{Placed, Site};
 
 /// What of a trial is known before it runs.
 pub(super) struct Tried<'a> {

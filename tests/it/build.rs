@@ -7,10 +7,13 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
 use monobloc::cache::Cache;
+use monobloc::check::{CheckError, Subject, check_cpu};
 use monobloc::cuda::driver::Device;
 use monobloc::error::Tier;
 use monobloc::flywheel::Corpus;
 use monobloc::manifest::Manifest;
+use monobloc::model::config::Imported;
+use monobloc::pack::pack;
 use monobloc::pipeline::{BuildReport, Workspace, build, explain, prepare, show};
 use monobloc::report::Report;
 use monobloc::sample::SampleSettings;
@@ -402,4 +405,25 @@ fn deep_positions_and_bf16_are_checked_against_a_reference_too() {
         assert_eq!((check.positions, check.argmax_agree), (3, 3), "{precision}: {check:?}");
         assert!(check.error_rel_l2 > 0.0 && check.kl_max >= 0.0, "{check:?}");
     }
+}
+
+#[test]
+fn a_pack_with_one_wrong_weight_does_not_pass_the_check() {
+    let bench = Bench::new();
+    let (workspace, manifest) = (bench.workspace(), bench.manifest(TINY));
+    let prepared = prepare(&workspace, &manifest, &manifest.targets[0]).unwrap_or_else(|fault| panic!("{fault}"));
+    let Imported { graph, weights, .. } = &prepared.imported;
+    let good = pack(prepared.validated.schedule(), graph, weights).expect("pack").bytes;
+    let checked = |bytes: Vec<u8>| {
+        let (validated, positions) = (&prepared.validated, &manifest.decode.check_positions);
+        check_cpu(&Subject { validated, graph, weights, pack: Arc::new(bytes), positions })
+    };
+    assert_eq!(checked(good.clone()).expect("good").figures().positions, 3);
+    // The exponent of one weight of a query: it was some hundredth, and is huge.
+    let mut bad = good;
+    bad[3] ^= 0x40;
+    let error = checked(bad).expect_err("bad");
+    assert!(matches!(error, CheckError::Wrong { .. } | CheckError::NotFinite { .. }), "{error}");
+    // Position 0 is right whatever the query is, because attention sees one row there: the second position tells.
+    assert_eq!(error.figures().map(|figures| figures.positions), Some(2));
 }
