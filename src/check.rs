@@ -402,7 +402,7 @@ fn check_selection(
 
 /// Writes rows `0..rows` of every cache of the device with the values that `Interp::fill_cache` makes.
 ///
-/// On the device a cache buffer is `[kv_head][row][head_dim]`, so that the history of one head is one run of bytes.
+/// On the device a cache buffer is `[kv_head][row][pitch]`, so that the history of one head is one run of bytes.
 pub(crate) fn fill_device_cache(
     session: &mut Session,
     schedule: &Schedule,
@@ -413,7 +413,7 @@ pub(crate) fn fill_device_cache(
         for (kind, id) in [(CacheKind::Key, keys), (CacheKind::Value, values)] {
             let Some(buffer) = schedule.program.buffers.get(id.index()) else { continue };
             let Some(at) = schedule.placement.get(id.index()).copied().flatten() else { continue };
-            let dim = head_dim(&schedule.program, id).unwrap_or(buffer.cols).max(1);
+            let dim = head_pitch(&schedule.program, id).unwrap_or(buffer.cols).max(1);
             let row_bytes = dim as usize * buffer.dtype.bytes();
             for head in 0..buffer.cols / dim {
                 let mut bytes = vec![0u8; rows as usize * row_bytes];
@@ -434,12 +434,12 @@ pub(crate) fn fill_device_cache(
     Ok(())
 }
 
-/// Columns of one KV head in a cache buffer.
-fn head_dim(program: &Program, cache: BufferId) -> Option<u32> {
+/// Columns from one KV head to the next in a cache buffer.
+fn head_pitch(program: &Program, cache: BufferId) -> Option<u32> {
     program.grids.iter().find_map(|grid| match &grid.op {
-        Op::Attention(a) => {
-            let reads = |role| grid.operand(role).is_some_and(|operand| operand.buffer == cache);
-            (reads(Role::HistoryK) || reads(Role::HistoryV)).then_some(a.head_dim)
+        Op::Attention(_) => {
+            let reads = |role| grid.operand(role).filter(|operand| operand.buffer == cache);
+            reads(Role::HistoryK).or_else(|| reads(Role::HistoryV)).map(|operand| operand.cols.stride)
         }
         _ => None,
     })
