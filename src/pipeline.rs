@@ -81,3 +81,23 @@ impl Runner {
         String::new()
     }
 }
+
+/// What a build would do about one stage of one target.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Explained {
+    pub target: String,
+    pub stage: String,
+    pub cached: bool,
+    /// Inputs that changed since the last build, as lines of the key text.
+    pub lines: Vec<String>,
+}
+
+/// Which stages a build would run, and why; runs nothing.
+pub fn explain(_workspace: &Workspace, _manifest: &Manifest) -> Result<Vec<Explained>, Fault> {
+    Err(Fault::internal("not written yet"))
+}
+
+/// What one stage of one target makes, as text.
+pub fn show(_workspace: &Workspace, _manifest: &Manifest, _target: &Target, _stage: &str) -> Result<String, Fault> {
+    Err(Fault::internal("not written yet"))
+}
