@@ -83,7 +83,9 @@ pub enum Command {
 /// Every stage whose inputs did not change comes from the cache. What needs a device or a tool that this machine lacks
 /// waits, and is said to wait; run the same command with the same cache where it is there.
 #[derive(Debug, Args)]
-#[command(after_help = "\
+#[command(
+    verbatim_doc_comment,
+    after_help = "\
 Examples:
   monobloc build manifests/tinystories.toml
   monobloc build manifests/smollm.toml --target h200
@@ -97,7 +99,8 @@ A manifest needs at least:
   [decode]
   context_max = 2048
   [[target]]
-  record = \"cpu\"               # a name that `monobloc targets` lists, or the path of a record")]
+  record = \"cpu\"               # a name that `monobloc targets` lists, or the path of a record"
+)]
 pub struct Build {
     /// Manifest to build
     pub manifest: PathBuf,
@@ -118,6 +121,7 @@ pub struct Build {
 /// Ends at the model's end-of-text token, after `--max-tokens`, or where the context is full.
 #[derive(Debug, Args)]
 #[command(
+    verbatim_doc_comment,
     group = clap::ArgGroup::new("input").required(true),
     after_help = "\
 Examples:
@@ -179,10 +183,13 @@ pub struct Ids(pub Vec<u32>);
 /// more tokens than the manifest's `context_max` is read in windows of that size; each begins with the text's first
 /// special token, if it has one, and the last token of the window before, so that every token is scored once.
 #[derive(Debug, Args)]
-#[command(after_help = "\
+#[command(
+    verbatim_doc_comment,
+    after_help = "\
 Examples:
   monobloc perplexity manifests/tinystories.toml tests/fixtures/tinystories-llama/heldout.txt
-  monobloc perplexity manifests/tinystories.toml story.txt --json | jq .ppl")]
+  monobloc perplexity manifests/tinystories.toml story.txt --json | jq .ppl"
+)]
 pub struct Perplexity {
     /// Manifest whose model is run
     pub manifest: PathBuf,
@@ -201,14 +208,17 @@ pub struct Perplexity {
 /// The ids are given one after another, whatever the model would have chosen. The file has one fp32 tensor, `logits`
 /// [positions, vocab].
 #[derive(Debug, Args)]
-#[command(after_help = "\
+#[command(
+    verbatim_doc_comment,
+    after_help = "\
 Example:
   monobloc logits manifests/tinystories.toml --ids 0,364,839 --out logits.safetensors
 
 and to compare:
   from safetensors.torch import load_file; from transformers import AutoModelForCausalLM; import torch
   model = AutoModelForCausalLM.from_pretrained(\"tests/fixtures/tinystories-llama\", dtype=torch.float32)
-  print((load_file(\"logits.safetensors\")[\"logits\"] - model(torch.tensor([[0, 364, 839]])).logits[0]).abs().max())")]
+  print((load_file(\"logits.safetensors\")[\"logits\"] - model(torch.tensor([[0, 364, 839]])).logits[0]).abs().max())"
+)]
 pub struct Logits {
     /// Manifest whose model is run
     pub manifest: PathBuf,
@@ -227,11 +237,14 @@ pub struct Logits {
 ///
 /// Exit code 0: proven. 1: rejected, with every violation on the line that it concerns. 2: not a schedule.
 #[derive(Debug, Args)]
-#[command(after_help = "\
+#[command(
+    verbatim_doc_comment,
+    after_help = "\
 Examples:
   monobloc show schedule manifests/tinystories.toml > mine.mkir
   monobloc validate mine.mkir
-  monobloc validate mine.mkir --target h200 --json | jq '.violations[].rule'")]
+  monobloc validate mine.mkir --target h200 --json | jq '.violations[].rule'"
+)]
 pub struct Validate {
     /// Schedule in text form
     pub file: PathBuf,
@@ -281,11 +294,14 @@ pub struct Explain {
 ///
 /// Reads the config and the headers of the weight files, never the weights.
 #[derive(Debug, Args)]
-#[command(after_help = "\
+#[command(
+    verbatim_doc_comment,
+    after_help = "\
 Examples:
   monobloc import tests/fixtures/tinystories-llama --dry-run
   monobloc import manifests/configs/llama-3.1-8b.json --dry-run
-  monobloc import ~/models/mine --dry-run --json | jq '.reasons[]'")]
+  monobloc import ~/models/mine --dry-run --json | jq '.reasons[]'"
+)]
 pub struct Import {
     /// Folder of a checkpoint, or a config.json alone
     #[arg(value_name = "DIR")]

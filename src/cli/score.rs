@@ -1,5 +1,6 @@
 //! Owns `perplexity` and `logits`: a model run over tokens that are given, and what it made of them.
 
+use std::fs::{self, File, OpenOptions};
 use std::io::{self, BufWriter, Write};
 use std::ops::Range;
 use std::path::Path;
@@ -125,10 +126,33 @@ pub fn logits(session: &Session, asked: &Logits) -> Result<Outcome, Fault> {
     Ok(Outcome::Done)
 }
 
-/// A safetensors file of one fp32 tensor, written row by row: the logits of a long text do not fit in memory. Nothing is
-/// at its name before it is whole. Format: <https://github.com/huggingface/safetensors#format>.
+/// A safetensors file of one fp32 tensor, written row by row: the logits of a long text do not fit in memory. Format:
+/// <https://github.com/huggingface/safetensors#format>.
 struct Tensor {
-    file: BufWriter<NamedTempFile>,
+    file: BufWriter<Sink>,
+}
+
+enum Sink {
+    /// Nothing is at its name before it is whole.
+    Whole(NamedTempFile),
+    /// A pipe or a device: a rename would put a file in its place.
+    Direct(File),
+}
+
+impl Write for Sink {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        match self {
+            Sink::Whole(file) => file.write(bytes),
+            Sink::Direct(file) => file.write(bytes),
+        }
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        match self {
+            Sink::Whole(file) => file.flush(),
+            Sink::Direct(file) => file.flush(),
+        }
+    }
 }
 
 impl Tensor {
@@ -138,7 +162,12 @@ impl Tensor {
             json!({ "logits": { "dtype": "F32", "shape": [rows, cols], "data_offsets": [0, bytes] } }).to_string();
         // Padded, so that the values lie on their own alignment.
         header.push_str(&" ".repeat(header.len().next_multiple_of(8) - header.len()));
-        let mut file = BufWriter::new(NamedTempFile::new_in(folder_of(path))?);
+        let is_special = fs::metadata(path).is_ok_and(|there| !there.is_file());
+        let sink = match is_special {
+            true => Sink::Direct(OpenOptions::new().write(true).open(path)?),
+            false => Sink::Whole(new_file_in(&folder_of(path))?),
+        };
+        let mut file = BufWriter::new(sink);
         file.write_all(&(header.len() as u64).to_le_bytes())?;
         file.write_all(header.as_bytes())?;
         Ok(Tensor { file })
@@ -149,15 +178,16 @@ impl Tensor {
     }
 
     fn finish(self, path: &Path) -> io::Result<()> {
-        let file = self.file.into_inner().map_err(io::IntoInnerError::into_error)?;
-        // A temporary file is for its owner alone; what a user asked for has the permissions of any new file.
-        #[cfg(unix)]
-        {
-            use std::os::unix::fs::PermissionsExt;
-            file.as_file().set_permissions(std::fs::Permissions::from_mode(0o644))?;
+        match self.file.into_inner().map_err(io::IntoInnerError::into_error)? {
+            Sink::Whole(file) => file.persist(path).map(|_| ()).map_err(|error| error.error),
+            Sink::Direct(_) => Ok(()),
         }
-        file.persist(path).map(|_| ()).map_err(|error| error.error)
     }
+}
+
+/// A temporary file with the permissions that the user gives new files, instead of those of a secret.
+fn new_file_in(folder: &Path) -> io::Result<NamedTempFile> {
+    tempfile::Builder::new().make_in(folder, |path| File::create_new(path))
 }
 
 #[cfg(test)]

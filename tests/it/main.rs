@@ -1,5 +1,8 @@
 //! End-to-end tests: what a user sees, over fixtures; one crate, one module per stage.
 
+mod cli;
+mod cli_errors;
+mod cli_support;
 mod driver;
 mod families;
 mod filetests;
