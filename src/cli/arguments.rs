@@ -3,9 +3,12 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
+use clap::builder::PossibleValuesParser;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
 use super::units::{parse_age, parse_bytes, parse_ids};
+use crate::flywheel::Verdict;
+use crate::pipeline::SHOW_STAGES;
 
 const EXIT_CODES: &str = "\
 Exit codes:
@@ -264,7 +267,8 @@ Examples:
   monobloc show schedule manifests/tinystories.toml > mine.mkir
   monobloc show source manifests/smollm.toml --target h200")]
 pub struct Show {
-    /// Stage to print; a name that is none is answered with those there are
+    /// Stage to print
+    #[arg(value_parser = PossibleValuesParser::new(SHOW_STAGES))]
     pub stage: String,
     /// Manifest to show
     pub manifest: PathBuf,
@@ -420,8 +424,7 @@ pub enum FlywheelAction {
         #[arg(long, value_name = "NAME")]
         target: Option<String>,
         /// Only trials with this verdict
-        #[arg(long, value_name = "VERDICT", value_parser = clap::builder::PossibleValuesParser::new(
-            crate::flywheel::Verdict::NAMES))]
+        #[arg(long, value_name = "VERDICT", value_parser = PossibleValuesParser::new(Verdict::NAMES))]
         verdict: Option<String>,
     },
     /// Append the rows of other files that `--trials` does not have yet

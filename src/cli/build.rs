@@ -55,10 +55,12 @@ pub fn explain(session: &Session, asked: &Explain) -> Result<Outcome, Fault> {
     let mut target = None;
     for e in &explained {
         if target != Some(&e.target) {
-            session.terminal.print(&format!("{}\n", e.target))?;
+            // The import is of no target.
+            let heading = if e.target.is_empty() { "every target" } else { &e.target };
+            session.terminal.print(&format!("{heading}\n"))?;
             target = Some(&e.target);
         }
-        let state = if e.cached { "cached" } else { "would run" };
+        let state = if e.cached { "cached" } else { "not cached" };
         session.terminal.print(&format!("  {:<9} {state}\n", e.stage))?;
         for line in &e.lines {
             session.terminal.print(&format!("      {line}\n"))?;
