@@ -10,6 +10,9 @@ use crate::cache::{GcReport, StageStats, Stats};
 use crate::error::Fault;
 use crate::report::Report;
 
+/// Less than this is read before a bar could be seen.
+const PROGRESS_BYTES_MIN: u64 = 1 << 30;
+
 pub fn cache(session: &Session, asked: &Cache) -> Result<Outcome, Fault> {
     let (terminal, root) = (&session.terminal, &session.places.root);
     // Opening makes the folder; whoever looks after a cache that is not there has mistyped its name.
@@ -55,19 +58,22 @@ pub fn cache(session: &Session, asked: &Cache) -> Result<Outcome, Fault> {
         CacheAction::Verify { json } => {
             let report = if json { Report::quiet() } else { Report::to_stderr() };
             let mut progress = None;
-            let mut bytes_told = 0;
+            let (mut bytes_told, mut bytes_read) = (0, 0);
             let problems = cache.verify(&mut |read, all| {
-                // Bytes of a small cache are read before a bar could be seen.
-                let bar = progress.get_or_insert_with(|| report.progress("bytes", all));
-                bar.inc(read.saturating_sub(bytes_told));
-                bytes_told = read;
+                bytes_read = read;
+                if all >= PROGRESS_BYTES_MIN {
+                    let bar = progress.get_or_insert_with(|| report.progress("MiB", all >> 20));
+                    let more = read.saturating_sub(bytes_told) >> 20;
+                    bar.inc(more);
+                    bytes_told += more << 20;
+                }
             })?;
             drop(progress);
             let entries: u64 = cache.stats()?.stages.iter().map(|stage| stage.entries).sum();
             if json {
                 let listed: Vec<String> = problems.iter().map(ToString::to_string).collect();
                 terminal.print_json(&json!({
-                    "sound": problems.is_empty(), "entries": entries, "bytes": bytes_told, "problems": listed,
+                    "sound": problems.is_empty(), "entries": entries, "bytes": bytes_read, "problems": listed,
                 }))?;
             } else {
                 problems.iter().try_for_each(|problem| terminal.print(&format!("{problem}\n")))?;
@@ -76,7 +82,7 @@ pub fn cache(session: &Session, asked: &Cache) -> Result<Outcome, Fault> {
                     false => (terminal.bad("damaged"), counted(problems.len() as u64, "problem")),
                 };
                 let entries = counted(entries, "entry");
-                terminal.print(&format!("{verdict}: {found} in {entries}, {} read\n", bytes_text(bytes_told)))?;
+                terminal.print(&format!("{verdict}: {found} in {entries}, {} read\n", bytes_text(bytes_read)))?;
             }
             return Ok(if problems.is_empty() { Outcome::Done } else { Outcome::No });
         }

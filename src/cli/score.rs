@@ -2,6 +2,7 @@
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, BufWriter, Write};
+use std::iter;
 use std::ops::Range;
 use std::path::Path;
 
@@ -77,13 +78,11 @@ pub fn perplexity(session: &Session, asked: &Perplexity) -> Result<Outcome, Faul
 
 /// The parts of `count` tokens that are read one after another: each begins with the last token of the part before and
 /// has room for one more token in front of it where the first token is `repeated`. `context_max` is 3 or more.
-fn windows(count: usize, context_max: usize, repeated: bool) -> Vec<Range<usize>> {
-    let mut windows = vec![0..count.min(context_max)];
-    while let Some(last) = windows.last().filter(|last| last.end < count) {
+fn windows(count: usize, context_max: usize, repeated: bool) -> impl Iterator<Item = Range<usize>> {
+    iter::successors(Some(0..count.min(context_max)), move |last| {
         let start = last.end - 1;
-        windows.push(start..count.min(start + context_max - usize::from(repeated)));
-    }
-    windows
+        (last.end < count).then(|| start..count.min(start + context_max - usize::from(repeated)))
+    })
 }
 
 /// `ln(sum(exp(logits))) - logits[id]`, summed in f64, the largest logit taken out first.

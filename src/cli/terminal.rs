@@ -189,4 +189,23 @@ mod tests {
         assert!(fault_text(&fault, Style::Colour).starts_with("\u{1b}[1;31merror\u{1b}[0m: no"));
         assert!(fault_text(&Fault::internal("broken"), Style::Plain).contains("please report it"));
     }
+
+    const CHILD: &str = "MONOBLOC_PANIC_TEST_CHILD";
+
+    /// In a process of its own: the hook is of the whole process, and would silence other tests.
+    #[test]
+    fn a_panic_is_told_as_our_fault() {
+        if std::env::var_os(CHILD).is_some() {
+            catch_panics();
+            assert!(panic::catch_unwind(|| panic!("the sky fell")).is_err());
+            Terminal::new(Color::Never).print_fault(&panicked());
+            return;
+        }
+        let name = "cli::terminal::tests::a_panic_is_told_as_our_fault";
+        let mut child = std::process::Command::new(std::env::current_exe().unwrap());
+        let output = child.args(["--exact", name]).env(CHILD, "1").env_remove("RUST_BACKTRACE").output().unwrap();
+        let said = String::from_utf8(output.stderr).unwrap();
+        assert!(said.starts_with("error: the sky fell at src/cli/terminal.rs:"), "{said}");
+        assert!(said.contains("please report it") && !said.contains("panicked"), "{said}");
+    }
 }

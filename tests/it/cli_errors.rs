@@ -69,7 +69,8 @@ fn arguments_are_checked() {
     place.run("logits m.toml --ids 1 --out none/l.safetensors").fault(3, &["none/l.safetensors"]);
     place.run("import none --dry-run").refused(&["`none`"]);
     place.run("import m.toml").refused(&["--dry-run"]);
-    place.run("cache stats").refused(&["no cache at `cache`"]);
+    place.run("cache stats --cache none").refused(&["no cache at `none`"]);
+    assert!(!place.path("none").exists());
     place.run("cache gc --max-size 10X").refused(&["10G"]);
     place.run("targets none").refused(&["unknown target `none`"]);
     place.run("perplexity m.toml none.txt").refused(&["none.txt"]);
@@ -299,7 +300,7 @@ fn processes_build_into_one_cache_at_once() {
     let children: Vec<_> = ["a.toml", "a.toml", "b.toml", "c.toml"]
         .iter()
         .map(|name| {
-            let mut command = place.command(&format!("build {name}"));
+            let mut command = place.process(&format!("build {name}"));
             command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
         })
         .collect();

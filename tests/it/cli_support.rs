@@ -3,6 +3,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::time::Duration;
 
 use tempfile::TempDir;
 
@@ -59,7 +60,15 @@ impl Place {
     }
 
     /// The binary with these arguments, divided at blanks, in this folder.
-    pub fn command(&self, arguments: &str) -> Command {
+    pub fn command(&self, arguments: &str) -> assert_cmd::Command {
+        let mut command = assert_cmd::Command::from_std(self.process(arguments));
+        // A command that hangs is a failure that should name itself.
+        command.timeout(Duration::from_secs(300));
+        command
+    }
+
+    /// As [`Place::command`], to be spawned.
+    pub fn process(&self, arguments: &str) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_monobloc"));
         command.args(arguments.split_whitespace()).current_dir(self.folder.path()).stdin(Stdio::null());
         FOREIGN.iter().for_each(|name| {
@@ -103,8 +112,8 @@ pub struct Answer {
 }
 
 impl Answer {
-    pub fn of(command: &mut Command) -> Answer {
-        let output = assert_cmd::Command::from_std(std::mem::replace(command, Command::new(""))).output().unwrap();
+    pub fn of(command: &mut assert_cmd::Command) -> Answer {
+        let output = command.output().unwrap();
         Answer {
             code: output.status.code().expect("no signal"),
             stdout: String::from_utf8(output.stdout).unwrap(),
