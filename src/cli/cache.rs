@@ -6,7 +6,7 @@ use super::Outcome;
 use super::arguments::{Cache, CacheAction};
 use super::session::Session;
 use super::units::{bytes_text, counted};
-use crate::cache::{GcReport, StageStats, Stats};
+use crate::cache::{GcReport, Problem, ProblemKind, StageStats, Stats};
 use crate::error::Fault;
 use crate::report::Report;
 
@@ -59,7 +59,7 @@ pub fn cache(session: &Session, asked: &Cache) -> Result<Outcome, Fault> {
             let report = if json { Report::quiet() } else { Report::to_stderr() };
             let mut progress = None;
             let (mut bytes_told, mut bytes_read) = (0, 0);
-            let problems = cache.verify(&mut |read, all| {
+            let found = cache.verify(&mut |read, all| {
                 bytes_read = read;
                 if all >= PROGRESS_BYTES_MIN {
                     let bar = progress.get_or_insert_with(|| report.progress("MiB", all >> 20));
@@ -69,11 +69,15 @@ pub fn cache(session: &Session, asked: &Cache) -> Result<Outcome, Fault> {
                 }
             })?;
             drop(progress);
+            // Nobody trusts what a killed process left, so it is no damage.
+            let (strays, problems): (Vec<Problem>, Vec<Problem>) =
+                found.into_iter().partition(|problem| problem.kind == ProblemKind::Stray);
             let entries: u64 = cache.stats()?.stages.iter().map(|stage| stage.entries).sum();
             if json {
                 let listed: Vec<String> = problems.iter().map(ToString::to_string).collect();
                 terminal.print_json(&json!({
                     "sound": problems.is_empty(), "entries": entries, "bytes": bytes_read, "problems": listed,
+                    "strays": strays.len(),
                 }))?;
             } else {
                 problems.iter().try_for_each(|problem| terminal.print(&format!("{problem}\n")))?;
@@ -83,6 +87,12 @@ pub fn cache(session: &Session, asked: &Cache) -> Result<Outcome, Fault> {
                 };
                 let entries = counted(entries, "entry");
                 terminal.print(&format!("{verdict}: {found} in {entries}, {} read\n", bytes_text(bytes_read)))?;
+                if !strays.is_empty() {
+                    let strays = counted(strays.len() as u64, "file");
+                    terminal.print(&format!(
+                        "{strays} of killed processes in `tmp/`, which `monobloc cache gc` removes\n"
+                    ))?;
+                }
             }
             return Ok(if problems.is_empty() { Outcome::Done } else { Outcome::No });
         }

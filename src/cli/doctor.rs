@@ -6,8 +6,8 @@ use super::Outcome;
 use super::arguments::Doctor;
 use super::session::Session;
 use super::units::{bytes_text, counted};
-use crate::cuda::driver::{Device, DeviceIdentity, DriverError};
-use crate::cuda::nvrtc::{Nvrtc, NvrtcError};
+use crate::cuda::driver::{Device, DeviceIdentity};
+use crate::cuda::nvrtc::Nvrtc;
 use crate::cuda::self_test::{SelfTest, self_test};
 use crate::error::Fault;
 use crate::flywheel::Corpus;
@@ -22,14 +22,13 @@ struct Finding {
 }
 
 pub fn doctor(session: &Session, asked: &Doctor) -> Result<Outcome, Fault> {
-    let nvrtc = Nvrtc::load();
-    let devices = Device::list();
+    let nvrtc = Nvrtc::load().map_err(Fault::from);
+    let devices = Device::list().map_err(Fault::from);
     let mut findings = vec![version(), cache(session), trials(session), targets(), compiler(&nvrtc), driver(&devices)];
     if let Ok(devices) = &devices {
         findings.push(device_list(devices));
     }
     if asked.device {
-        // The list's own fault says what is missing.
         let (devices, nvrtc) = (devices?, nvrtc?);
         let tested: Result<Vec<SelfTest>, Fault> =
             devices.iter().map(|device| Ok(self_test(&Device::open(device.ordinal)?, &nvrtc)?)).collect();
@@ -111,7 +110,7 @@ fn targets() -> Finding {
     Finding { name: "targets", text: names.join(", "), json: json!(names), sound: true }
 }
 
-fn compiler(nvrtc: &Result<Nvrtc, NvrtcError>) -> Finding {
+fn compiler(nvrtc: &Result<Nvrtc, Fault>) -> Finding {
     let (text, json) = match nvrtc {
         Ok(nvrtc) => {
             let (version, path) = (nvrtc.version().to_string(), nvrtc.path().display().to_string());
@@ -121,15 +120,19 @@ fn compiler(nvrtc: &Result<Nvrtc, NvrtcError>) -> Finding {
                 json!({ "found": true, "version": version, "path": path, "archs": archs }),
             )
         }
-        Err(error) => (
-            format!("{error}\nsources are generated without it; to compile them: `pip install nvidia-cuda-nvrtc-cu12`"),
-            json!({ "found": false, "error": error.to_string() }),
-        ),
+        Err(fault) => absent(fault, "sources are generated without it"),
     };
     Finding { name: "nvrtc", text, json, sound: true }
 }
 
-fn driver(devices: &Result<Vec<DeviceIdentity>, DriverError>) -> Finding {
+/// What is not here, what that means, and how to get it.
+fn absent(fault: &Fault, consequence: &str) -> (String, Value) {
+    let remedy = fault.remedy.iter().map(|remedy| format!("\n{remedy}")).collect::<String>();
+    let json = json!({ "found": false, "error": fault.message, "help": fault.remedy });
+    (format!("{}\n{consequence}{remedy}", fault.message), json)
+}
+
+fn driver(devices: &Result<Vec<DeviceIdentity>, Fault>) -> Finding {
     let (text, json) = match devices {
         Ok(devices) => {
             let first = devices.first();
@@ -139,10 +142,7 @@ fn driver(devices: &Result<Vec<DeviceIdentity>, DriverError>) -> Finding {
             let text = format!("{name}, runs CUDA up to {}", cuda.clone().unwrap_or_default());
             (text, json!({ "found": true, "release": release, "cuda": cuda }))
         }
-        Err(error) => (
-            format!("{error}\nchecks and measurements of CUDA targets wait for a machine with a device"),
-            json!({ "found": false, "error": error.to_string() }),
-        ),
+        Err(fault) => absent(fault, "checks and measurements of CUDA targets wait for a machine with a device"),
     };
     Finding { name: "driver", text, json, sound: true }
 }

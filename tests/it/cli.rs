@@ -10,6 +10,7 @@ use safetensors::SafeTensors;
 use serde_json::Value;
 
 use crate::cli_support::{Answer, Place};
+use crate::skipped;
 use crate::support::{Goldens, fixture, max_difference};
 
 /// One place for the tests that only run the trained model: it is built once.
@@ -82,6 +83,30 @@ fn explain_names_what_changed_and_show_prints_every_stage() {
     let verdict = place.run("validate mine.mkir").code(0);
     assert!(verdict.stdout.starts_with("proven: "), "{verdict:#?}");
     place.run("show shcedule m.toml").refused(&["'shcedule'", "'schedule'"]);
+}
+
+#[test]
+fn a_target_without_its_device_waits_and_the_others_are_built() {
+    let place = Place::new();
+    let manifest = place.manifest(&fixture("families/llama-gqa"), 32);
+    let text = fs::read_to_string(&manifest).unwrap();
+    fs::write(&manifest, format!("{text}[[target]]\nrecord = \"b200\"\n")).unwrap();
+    let doctor = place.run("doctor --json").code(0).json();
+    let devices = doctor["devices"].as_array().cloned().unwrap_or_default();
+    if devices.iter().any(|device| device["targets"].to_string().contains("b200")) {
+        let name = "a_target_without_its_device_waits_and_the_others_are_built";
+        return skipped(name, "machine without a B200", "its device is here");
+    }
+    let built = place.run("build m.toml").code(0);
+    assert!(built.stderr.contains("note b200: ") && built.stderr.contains("wait for"), "{built:#?}");
+    assert!(built.stderr.contains("measure cpu"), "{built:#?}");
+    let waiting = place.run("build m.toml --json").code(0).json();
+    assert_eq!(waiting["waiting"].as_array().unwrap().len(), 1, "{waiting}");
+    let alone = place.run("build m.toml --json --target cpu").code(0).json();
+    assert_eq!((&alone["waiting"], &alone["ran"]), (&Value::from(Vec::<u8>::new()), &Value::from(0)));
+    place.run("generate m.toml --ids 1 --target b200").fault(3, &["b200"]);
+    assert!(place.run("show schedule m.toml --target b200").code(0).stdout.contains("machine \"b200\""));
+    assert!(place.run("show source m.toml --target b200").code(0).stdout.contains("__global__"));
 }
 
 #[test]

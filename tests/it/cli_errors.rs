@@ -6,6 +6,7 @@ use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::thread;
+use std::time::Duration;
 
 use safetensors::tensor::{Dtype, TensorView, serialize_to_file};
 use safetensors::{SafeTensors, serialize};
@@ -376,4 +377,27 @@ fn a_cache_that_cannot_be_written_is_a_clear_error() {
         }
         place.run("build m.toml --cache frozen").fault(3, &["frozen"]);
     }
+}
+
+#[test]
+fn a_killed_build_leaves_nothing_that_a_later_one_trusts() {
+    let place = Place::new();
+    place.manifest(&fixture(SMALL), 32);
+    // A build takes some 200 ms: these die at different stages.
+    for delay_ms in [5, 20, 40, 80, 120] {
+        let mut child = place.process("build m.toml --quiet").spawn().unwrap();
+        thread::sleep(Duration::from_millis(delay_ms));
+        // It may be done by now.
+        let _ = child.kill();
+        child.wait().unwrap();
+        if place.path("cache").is_dir() {
+            place.run("cache verify").code(0);
+        }
+    }
+    place.run("build m.toml").code(0);
+    assert!(place.run("build m.toml").code(0).stderr.contains("no work to do"));
+    let fresh = Place::new();
+    fresh.manifest(&fixture(SMALL), 32);
+    let generate = "generate m.toml --ids 1,2,3 --max-tokens 8 --ignore-eos";
+    assert_eq!(place.run(generate).code(0).stdout, fresh.run(generate).code(0).stdout);
 }
