@@ -475,8 +475,7 @@ impl Judge {
             ("norm of the difference by norm of the reference", self.tolerance.error_rel_l2, row.error_rel_l2),
             ("divergence in nats", self.tolerance.kl, row.kl),
         ] {
-            // Written so that a NaN is a fault.
-            if !(found <= expected) {
+            if found.is_nan() || found > expected {
                 return Err(CheckError::Wrong { position, what, expected, found, figures });
             }
         }
@@ -528,5 +527,70 @@ fn compare_rows(expected: &[f32], found: &[f32]) -> RowFigures {
         // Rounding may leave a sum of equal terms below zero.
         kl: if kl < 0.0 { 0.0 } else { kl },
         scale: expected.iter().map(|&v| f64::from(v.abs())).fold(1.0, f64::max),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const FP32: Tolerance = Tolerance { error_scaled: 3e-4, error_rel_l2: 3e-4, kl: 1e-3 };
+
+    fn judged(expected: &[f32], found: &[f32]) -> (Result<(), CheckError>, Figures) {
+        let mut judge = Judge::new(FP32);
+        let verdict = judge.compare(7, expected, found);
+        (verdict, judge.figures)
+    }
+
+    #[test]
+    fn differences_are_measured_against_the_largest_logit() {
+        let (verdict, figures) = judged(&[10.0, -30.0, 0.0], &[10.0, -30.008, 0.0]);
+        assert!(verdict.is_ok(), "{verdict:?}");
+        assert!((figures.error_abs_max - 0.008).abs() < 1e-5, "{figures:?}");
+        assert_eq!((figures.positions, figures.argmax_agree), (1, 1));
+        let (verdict, _) = judged(&[10.0, -30.0, 0.0], &[10.0, -30.01, 0.0]);
+        assert!(matches!(verdict, Err(CheckError::Wrong { position: 7, what, .. }) if what.starts_with("largest")));
+    }
+
+    #[test]
+    fn what_is_no_number_fails_and_stays_visible() {
+        for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+            let (verdict, figures) = judged(&[1.0, 2.0], &[1.0, bad]);
+            assert!(matches!(verdict, Err(CheckError::NotFinite { index: 1, .. })), "{bad}: {verdict:?}");
+            assert!(!figures.error_abs_max.is_finite(), "{figures:?}");
+        }
+        // A reference of NaN agrees with nothing.
+        let (verdict, _) = judged(&[f32::NAN, 2.0], &[1.0, 2.0]);
+        assert!(matches!(verdict, Err(CheckError::Wrong { .. })), "{verdict:?}");
+        let (verdict, _) = judged(&[1.0, 2.0, 3.0], &[1.0, 2.0]);
+        assert!(matches!(verdict, Err(CheckError::Wrong { .. })), "{verdict:?}");
+    }
+
+    #[test]
+    fn another_winner_is_a_tie_or_a_fault() {
+        let (verdict, figures) = judged(&[1.0, 1.0001], &[1.0001, 1.0]);
+        assert!(verdict.is_ok(), "{verdict:?}");
+        assert_eq!(figures.argmax_agree, 0);
+        let mut judge = Judge::new(Tolerance { error_scaled: 1.0, kl: 10.0, ..FP32 });
+        let flat = vec![100.0; 100_000];
+        let (mut expected, mut found) = (flat.clone(), flat);
+        (expected[5], found[6]) = (100.1, 100.1);
+        assert!(matches!(judge.compare(0, &expected, &found), Err(CheckError::Argmax { expected: 5, found: 6, .. })));
+    }
+
+    #[test]
+    fn divergence_is_that_of_the_distributions() {
+        let row = compare_rows(&[0.0, 0.0], &[0.0, 3.0_f32.ln()]);
+        // p = (1/2, 1/2), q = (1/4, 3/4): 1/2 ln 2 + 1/2 ln 2/3.
+        assert!((row.kl - 0.5 * (2.0f64.ln() + (2.0f64 / 3.0).ln())).abs() < 1e-7, "{}", row.kl);
+        assert_eq!(compare_rows(&[5.0, 1.0], &[5.0, 1.0]).kl, 0.0);
+    }
+
+    #[test]
+    fn a_longer_check_begins_as_a_shorter_one() {
+        let long = check_ids(1000, 50);
+        assert_eq!(check_ids(1000, 20), long[..20]);
+        assert!(long.iter().all(|&id| id < 1000));
+        assert!(long.iter().collect::<std::collections::BTreeSet<_>>().len() > 40);
     }
 }

@@ -27,7 +27,8 @@ const DEVICE_BUDGET: Duration = Duration::from_secs(3);
 /// Launches that are run and not counted: clocks rise, pages and caches fill.
 const WARM_UP: u32 = 3;
 /// More samples do not move the median of a quiet machine; fewer than three have no spread.
-const SAMPLES_MAX: usize = 50;
+const CPU_SAMPLES_MAX: usize = 20;
+const DEVICE_SAMPLES_MAX: usize = 50;
 const SAMPLES_MIN: usize = 3;
 
 /// Times at one position, per step.
@@ -153,7 +154,7 @@ pub fn measure_cpu(subject: &Subject<'_>, _checked: &Checked, pack: Pack) -> Res
         let steps = u128::from(subject.steps_per_launch).min(affordable) as u32;
         launch(steps)?;
         let mut samples_us = vec![];
-        while samples_us.len() < SAMPLES_MIN || (samples_us.len() < SAMPLES_MAX && started.elapsed() < budget) {
+        while samples_us.len() < SAMPLES_MIN || (samples_us.len() < CPU_SAMPLES_MAX && started.elapsed() < budget) {
             samples_us.push(launch(steps)?.as_secs_f64() * 1e6 / f64::from(steps));
         }
         measurement.add(subject, position, steps, samples_us, None);
@@ -181,7 +182,9 @@ pub fn measure_cuda(
         }
         let started = Instant::now();
         let mut samples_us = vec![];
-        while samples_us.len() < SAMPLES_MIN || (samples_us.len() < SAMPLES_MAX && started.elapsed() < DEVICE_BUDGET) {
+        while samples_us.len() < SAMPLES_MIN
+            || (samples_us.len() < DEVICE_SAMPLES_MAX && started.elapsed() < DEVICE_BUDGET)
+        {
             samples_us.push(session.run(position, steps, false)?.device_us / f64::from(steps));
         }
         measurement.add(subject, position, steps, samples_us, device.clocks());
@@ -244,4 +247,38 @@ impl Measurement {
 fn percentile(ascending: &[f64], share: f64) -> f64 {
     let rank = (share * ascending.len().saturating_sub(1) as f64).round() as usize;
     ascending.get(rank).copied().unwrap_or(0.0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn percentiles_are_samples() {
+        let samples: Vec<f64> = (1..=11).map(f64::from).collect();
+        assert_eq!([0.1, 0.5, 0.9].map(|share| percentile(&samples, share)), [2.0, 6.0, 10.0]);
+        assert_eq!([0.1, 0.5, 0.9].map(|share| percentile(&[3.0], share)), [3.0; 3]);
+        assert_eq!(percentile(&[1.0, 2.0, 9.0], 0.9), 9.0);
+    }
+
+    #[test]
+    fn an_entry_reads_back_as_it_was() {
+        let timed = Timed {
+            position: 32,
+            steps_per_launch: 8,
+            samples: 20,
+            latency_us_p10: 0.1,
+            latency_us_p50: 1.0 / 3.0,
+            latency_us_p90: 1e9,
+            bytes_per_step: u64::MAX,
+            floor_us: Some(0.25),
+            clock_sm_mhz: Some(1980),
+            clock_mem_mhz: None,
+            throttle: "none".to_string(),
+        };
+        let withheld = Withheld { position: 64, reason: "too fast".to_string() };
+        let measurement = Measurement { timed: vec![timed], withheld: vec![withheld] };
+        assert_eq!(Measurement::from_entry(&measurement.to_entry()), Some(measurement));
+        assert_eq!(Measurement::from_entry(b"{}"), None);
+    }
 }

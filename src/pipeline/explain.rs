@@ -13,13 +13,11 @@ use crate::text::{nearest, one_of};
 use crate::validate::Validated;
 
 use super::Workspace;
+use super::compile::{Compile, Compiler, Found, compile, find_cubin, stored_cubin};
 use super::execute::{Devices, hardware_of, host};
 use super::keys::{self, Keyed, WeightsId};
 use super::prove::execution_keys;
-use super::stages::{
-    Compile, Compiler, Generated, Placed, Site, compile, find_cubin, generate_source, load_model, stored_cubin,
-    stored_source, subject,
-};
+use super::stages::{Generated, Placed, Site, generate_source, load_model, stored_source, subject};
 use super::{import_stage, place_default};
 
 /// What a build would do with one stage.
@@ -71,7 +69,7 @@ fn explain_target(
     let Some(schedule) = tell(all, &site.schedule_key(&candidate))?.map(|entry| entry.content()) else {
         let rest: &[&str] = match site.target.kind {
             TargetKind::Cpu => &[keys::PACK, keys::CHECK, keys::MEASURE],
-            TargetKind::Cuda => &[keys::SOURCE, keys::CUBIN, keys::PACK, keys::CHECK, keys::MEASURE],
+            TargetKind::Cuda => &[keys::SOURCE, keys::COMPILE, keys::PACK, keys::CHECK, keys::MEASURE],
         };
         all.extend(rest.iter().map(|stage| follows(name, stage, keys::SCHEDULE)));
         return Ok(());
@@ -80,18 +78,18 @@ fn explain_target(
         TargetKind::Cpu => (host(), None),
         TargetKind::Cuda => {
             let Some(entry) = tell(all, &site.source_key(schedule))? else {
-                let rest = [keys::CUBIN, keys::PACK, keys::CHECK, keys::MEASURE];
+                let rest = [keys::COMPILE, keys::PACK, keys::CHECK, keys::MEASURE];
                 all.extend(rest.iter().map(|stage| follows(name, stage, keys::SOURCE)));
                 return Ok(());
             };
             let generated = Generated { source: stored_source(&entry)?, content: entry.content() };
             let compiled = match find_cubin(site, compiler, &generated)? {
-                Ok((keyed, _, nvrtc)) => {
+                Ok(Found { keyed, nvrtc, .. }) => {
                     let entry = tell(all, &keyed)?;
                     entry.map(|entry| stored_cubin(&entry, nvrtc, None)).transpose()?
                 }
                 Err(missing) => {
-                    all.push(waits(name, keys::CUBIN, missing.message.lines().next().unwrap_or_default()));
+                    all.push(waits(name, keys::COMPILE, missing.message.lines().next().unwrap_or_default()));
                     None
                 }
             };
@@ -99,7 +97,7 @@ fn explain_target(
                 (Some(cubin), Ok(device)) => (hardware_of(device), Some(cubin.digest)),
                 (None, Ok(_)) => {
                     let rest = [keys::PACK, keys::CHECK, keys::MEASURE];
-                    all.extend(rest.iter().map(|stage| follows(name, stage, keys::CUBIN)));
+                    all.extend(rest.iter().map(|stage| follows(name, stage, keys::COMPILE)));
                     return Ok(());
                 }
                 (_, Err(reason)) => {
@@ -255,7 +253,7 @@ fn tables_text(validated: &Validated) -> String {
 /// The key texts of the last build of this manifest and target, stage by stage.
 fn why_text(site: &Site<'_>, import: &Keyed) -> String {
     let mut out = format!("[{}] {}\n{}", import.stage, import.key, import.why);
-    for stage in [keys::SCHEDULE, keys::SOURCE, keys::CUBIN, keys::PACK, keys::CHECK, keys::MEASURE] {
+    for stage in [keys::SCHEDULE, keys::SOURCE, keys::COMPILE, keys::PACK, keys::CHECK, keys::MEASURE] {
         if let Some((key, why)) = site.workspace.cache.latest_why(stage, &site.subject()) {
             let _ = write!(out, "\n[{stage}] {key}\n{why}");
         }

@@ -7,7 +7,7 @@ use crate::candidate::Candidate;
 use crate::codegen::KernelSource;
 use crate::digest::{Digest, KeyPart, KeySink, key};
 use crate::dtype::Precision;
-use crate::target::Target;
+use crate::target::{Measured, Target};
 
 /// A stage with its key and the text that explains it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -28,7 +28,7 @@ impl Keyed {
 pub const IMPORT: &str = "import";
 pub const SCHEDULE: &str = "schedule";
 pub const SOURCE: &str = "source";
-pub const CUBIN: &str = "cubin";
+pub const COMPILE: &str = "compile";
 pub const PACK: &str = "pack";
 pub const CHECK: &str = "check";
 pub const MEASURE: &str = "measure";
@@ -70,9 +70,15 @@ fn write_precision(key: &mut dyn KeySink, precision: &Precision) {
     key.value("precision.activations", wire);
 }
 
+/// A target without what was measured on it. Stages before measure are given this one, so that their results cannot
+/// depend on figures that their keys leave out, and calibrating a device proves nothing again.
+pub fn unmeasured(target: &Target) -> Target {
+    Target { measured: Measured::default(), ..target.clone() }
+}
+
 /// A target as the lines of its key text, so that a change names the field.
-fn write_target(key: &mut dyn KeySink, target: &Target) {
-    for line in target.key_text().lines() {
+fn write_spec(key: &mut dyn KeySink, target: &Target) {
+    for line in unmeasured(target).key_text().lines() {
         let (name, value) = line.split_once(' ').unwrap_or((line, ""));
         key.text(name, value);
     }
@@ -102,7 +108,7 @@ impl KeyPart for ScheduleKey<'_> {
         write_precision(key, precision);
         key.value("context_max", context_max);
         write_candidate(key, candidate);
-        write_target(key, target);
+        write_spec(key, target);
     }
 }
 
@@ -131,7 +137,7 @@ impl KeyPart for SourceKey<'_> {
         let Self { tool, schedule, target } = self;
         key.value("tool", tool);
         key.value("schedule", schedule);
-        write_target(key, target);
+        write_spec(key, target);
     }
 }
 
@@ -144,7 +150,7 @@ pub struct CubinKey<'a> {
 
 impl CubinKey<'_> {
     pub fn keyed(&self) -> Keyed {
-        Keyed::of(CUBIN, self)
+        Keyed::of(COMPILE, self)
     }
 }
 
@@ -249,7 +255,7 @@ impl KeyPart for SubjectKey<'_> {
         key.value("graph", graph);
         key.nested("weights", *weights);
         write_candidate(key, candidate);
-        write_target(key, target);
+        write_spec(key, target);
         key.value("cubin", cubin.map_or("none".to_string(), |cubin| cubin.to_string()));
         key.nested("hardware", *hardware);
     }
@@ -295,6 +301,9 @@ impl KeyPart for MeasureKey<'_> {
     fn write(&self, key: &mut dyn KeySink) {
         let Self { subject, positions, steps_per_launch } = self;
         subject.write(key);
+        // The floor comes from it.
+        let read_bytes_per_s = subject.target.measured.read_bytes_per_s;
+        key.value("read_bytes_per_s", read_bytes_per_s.map_or("unmeasured".to_string(), |value| format!("{value:?}")));
         key.list("time_positions", positions.iter());
         key.value("steps_per_launch", steps_per_launch);
     }

@@ -11,6 +11,7 @@
 //! A warm build imports the headers and looks every stage up. It parses and proves a schedule only when something is to
 //! be executed or compiled: the proof belongs to the bytes that are used, so it is made again from what was loaded.
 
+mod compile;
 mod execute;
 mod explain;
 mod keys;
@@ -34,12 +35,11 @@ use crate::target::{Target, TargetKind};
 use crate::validate::Validated;
 use std::path::PathBuf;
 
+use compile::{Compile, Compiler, compile};
 use execute::Devices;
 use prove::{OnDevice, prove};
 use rows::Tried;
-use stages::{
-    Compile, Compiler, Generated, Model, NotPlaced, Placed, Site, compile, generate_source, load_model, place,
-};
+use stages::{Generated, Model, NotPlaced, Placed, Site, generate_source, load_model, place};
 
 /// What every command works with.
 pub struct Workspace {
@@ -102,6 +102,12 @@ pub fn build(workspace: &Workspace, manifest: &Manifest) -> Result<BuildReport, 
     let (ran, cached) = (workspace.report.ran_count(), workspace.report.cached_count());
     let tool = workspace.tool()?;
     let model = import_stage(workspace, manifest, tool)?;
+    if let Some(commit) = &model.commit {
+        workspace.report.note(&format!("{} at revision `{}` is commit {commit}", manifest.source, manifest.revision));
+    }
+    for note in &model.imported.notes {
+        workspace.report.note(note);
+    }
     let mut waiting = vec![];
 
     let mut sites: Vec<(Site<'_>, Placed, Option<Generated>)> = vec![];
@@ -138,8 +144,9 @@ pub fn build(workspace: &Workspace, manifest: &Manifest) -> Result<BuildReport, 
                 }
             },
             Some(Compile::Waits(missing)) => {
-                let remedy = missing.remedy.map(|remedy| format!(": {remedy}")).unwrap_or_default();
-                waiting.push(format!("{name}: compile waits for NVRTC, check and measure wait for it{remedy}"));
+                let reason = missing.message.lines().next().unwrap_or_default();
+                let remedy = missing.remedy.map(|remedy| format!("; {remedy}")).unwrap_or_default();
+                waiting.push(format!("{name}: compile, check and measure wait for NVRTC ({reason}{remedy})"));
             }
             None => return Err(Fault::internal(format!("the compile of `{name}` gave no result"))),
         }
@@ -163,8 +170,7 @@ fn place_default(site: &Site<'_>) -> Result<Placed, Fault> {
     place(site, candidate.clone()).map_err(|not_placed| match not_placed {
         NotPlaced::Fault(fault) => fault,
         NotPlaced::Infeasible(reason) => {
-            let tried =
-                Tried { site, candidate: &candidate, schedule: None, source: None, cubin: None, hardware: None };
+            let tried = Tried { site, candidate: &candidate, placed: None, source: None, cubin: None, hardware: None };
             let row = tried.append(None, None, vec![Verdict::Infeasible { detail: reason.to_string() }]);
             let message = format!("the default candidate does not fit `{}`: {reason}", site.target.name);
             row.err().unwrap_or_else(|| {

@@ -13,10 +13,11 @@ use crate::flywheel::Verdict;
 use crate::interp::Pack;
 use crate::measure::{self, Measurement, measure_cpu, measure_cuda};
 
+use super::compile::Cubin;
 use super::execute::{hardware_of, host, load_session};
 use super::keys::{self, CheckKey, Hardware, Keyed, MeasureKey, SubjectKey, WeightsId};
 use super::rows::{Tried, check_figures, verdicts};
-use super::stages::{Cubin, Placed, Site, open_pack, store_pack};
+use super::stages::{Placed, Site, open_pack, store_pack};
 
 /// A kernel and the device that is here to run it.
 pub(super) struct OnDevice<'a> {
@@ -59,7 +60,7 @@ pub(super) fn prove(site: &Site<'_>, placed: &Placed, on: Option<OnDevice<'_>>) 
     let tried = Tried {
         site,
         candidate: &placed.candidate,
-        schedule: Some(placed.content),
+        placed: Some(placed),
         source: on.as_ref().map(|on| on.source),
         cubin,
         hardware: Some(&hardware),

@@ -14,14 +14,16 @@ use crate::flywheel::{
 use crate::measure::{Measurement, Timed};
 use crate::model::graph::ModelGraph;
 
+use super::compile::Cubin;
 use super::keys::Hardware;
-use super::stages::{Cubin, Site};
+use super::stages::{Placed, Site};
 
 /// What of a trial is known before it runs.
 pub(super) struct Tried<'a> {
     pub site: &'a Site<'a>,
     pub candidate: &'a Candidate,
-    pub schedule: Option<Digest>,
+    /// What it became; `None` where it does not fit.
+    pub placed: Option<&'a Placed>,
     pub source: Option<Digest>,
     pub cubin: Option<&'a Cubin>,
     /// What ran it; `None` for a candidate that nothing ran.
@@ -31,7 +33,7 @@ pub(super) struct Tried<'a> {
 impl Tried<'_> {
     /// Appends one row for each verdict.
     pub fn append(&self, check_ms: Option<f64>, measure_ms: Option<f64>, verdicts: Vec<Verdict>) -> Result<(), Fault> {
-        let facts = self.facts(check_ms, measure_ms);
+        let facts = self.facts(check_ms, measure_ms)?;
         let now = SystemTime::now();
         let trials = verdicts
             .into_iter()
@@ -41,8 +43,8 @@ impl Tried<'_> {
         Ok(())
     }
 
-    fn facts(&self, check_ms: Option<f64>, measure_ms: Option<f64>) -> Facts {
-        let Tried { site, candidate, schedule, source, cubin, hardware } = self;
+    fn facts(&self, check_ms: Option<f64>, measure_ms: Option<f64>) -> Result<Facts, Fault> {
+        let Tried { site, candidate, placed, source, cubin, hardware } = self;
         let text = candidate.to_string();
         let digest = Digest::of(text.as_bytes());
         // A device is named by its driver; the CPU that stands in for one is no device.
@@ -50,7 +52,14 @@ impl Tried<'_> {
             hardware.filter(|hardware| !hardware.uuid.is_empty()).map(of).cloned().unwrap_or_default()
         };
         let kernel = cubin.and_then(|cubin| cubin.resources.kernels.get(ENTRY_POINT));
-        Facts {
+        let smem_dynamic = match placed {
+            Some(placed) => {
+                let machine = &placed.validated(site.target)?.schedule().machine;
+                machine.smem.iter().map(|part| part.offset + part.bytes).max().unwrap_or(0)
+            }
+            None => 0,
+        };
+        Ok(Facts {
             tool: site.tool,
             host_kind: format!("{}-{}", std::env::consts::ARCH, std::env::consts::OS),
             manifest: site.manifest.name.clone(),
@@ -70,7 +79,7 @@ impl Tried<'_> {
                 candidate_digest: digest,
                 // One point to choose from.
                 space: digest,
-                schedule: *schedule,
+                schedule: placed.map(|placed| placed.content),
                 source: *source,
                 cubin: cubin.map(|cubin| cubin.digest),
                 seed: site.manifest.search.seed,
@@ -84,9 +93,9 @@ impl Tried<'_> {
                 measure_ms,
                 registers: kernel.map(|kernel| kernel.registers),
                 spill_bytes: kernel.map(|kernel| kernel.spill_store_bytes),
-                smem_bytes: kernel.map(|kernel| kernel.smem_static_bytes),
+                smem_bytes: kernel.map(|kernel| kernel.smem_static_bytes + smem_dynamic),
             },
-        }
+        })
     }
 }
 

@@ -11,9 +11,10 @@ use crate::interp::{Input, Interp, Options};
 use crate::sample::{SampleSettings, argmax};
 use crate::target::TargetKind;
 
+use super::compile::{Compile, Compiler, compile};
 use super::execute::{Devices, host, load_session};
-use super::stages::{Compile, Compiler, Generated, compile, pack_for, stored_source};
-use super::{Prepared, Workspace};
+use super::stages::{Generated, pack_for, stored_source};
+use super::{Prepared, Workspace, keys};
 
 /// Between two looks at the tokens of a running launch: well below the time of a token that a person sees.
 const POLL: Duration = Duration::from_micros(200);
@@ -58,9 +59,10 @@ impl Prepared {
                         .with_remedy("add a `[[target]]` with `record = \"cpu\"` to run on any machine")
                 })?;
                 let source_key = site.source_key(self.schedule);
-                let (entry, _) = workspace.stage(&source_key, &site.subject(), &site.title("source"), "", || {
-                    super::stages::source_bytes(&self.validated, &self.target)
-                })?;
+                let (entry, _) =
+                    workspace.stage(&source_key, &site.subject(), &site.title(keys::SOURCE), "", || {
+                        super::stages::source_bytes(&self.validated, &self.target)
+                    })?;
                 let generated = Generated { source: stored_source(&entry)?, content: entry.content() };
                 let compiler = Compiler::new(workspace);
                 let cubin = match compile(&compiler, &[(site, &generated)])?.pop() {

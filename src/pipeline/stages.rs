@@ -3,9 +3,8 @@
 use std::cell::OnceCell;
 use std::fs::{self, File};
 use std::io::{Read, Write};
-use std::path::{Path, PathBuf};
-use std::sync::{Arc, OnceLock};
-use std::time::UNIX_EPOCH;
+use std::path::Path;
+use std::sync::Arc;
 
 use memmap2::Mmap;
 use serde::{Deserialize, Serialize};
@@ -14,9 +13,6 @@ use crate::cache::{CacheError, Entry, Outcome};
 use crate::candidate::{Candidate, Infeasible};
 use crate::codegen::KernelSource;
 use crate::codegen::emit::{Trace, emit};
-use crate::cuda::arch::Arch;
-use crate::cuda::cubin::{self, Resources};
-use crate::cuda::nvrtc::{self, Nvrtc, NvrtcVersion};
 use crate::digest::Digest;
 use crate::error::{Fault, Tier};
 use crate::interp::Pack;
@@ -34,7 +30,7 @@ use crate::target::Target;
 use crate::validate::{Validated, validate};
 
 use super::Workspace;
-use super::keys::{self, CubinKey, ImportKey, Keyed, PackKey, ScheduleKey, SourceKey, WeightsId};
+use super::keys::{self, ImportKey, Keyed, PackKey, ScheduleKey, SourceKey, WeightsId};
 
 /// A config is kilobytes; the importer has the same bound.
 const CONFIG_BYTES_MAX: u64 = 16 << 20;
@@ -103,6 +99,8 @@ impl Workspace {
 /// A model that was imported, with the names it has in keys.
 pub(super) struct Model {
     pub imported: Imported,
+    /// Of a model from the hub.
+    pub commit: Option<String>,
     pub keyed: Keyed,
     /// Digest of the graph's text: what the next stage keys on.
     pub graph: Digest,
@@ -113,9 +111,9 @@ pub(super) struct Model {
 pub(super) fn load_model(workspace: &Workspace, manifest: &Manifest, tool: Digest) -> Result<Model, Fault> {
     let source = Source::parse(&manifest.source, &manifest.revision, manifest.seed)?;
     let resolved = download(workspace, &source, manifest)?;
-    let (imported, keyed) = match &resolved {
-        Resolved::Checkpoint { dir, commit: _ } => {
-            let imported = import(dir)?;
+    let (imported, keyed, commit) = match resolved {
+        Resolved::Checkpoint { dir, commit } => {
+            let imported = import(&dir)?;
             let generation = dir.join("generation_config.json");
             let generation =
                 if generation.exists() { Some(read_bounded(&generation, CONFIG_BYTES_MAX)?) } else { None };
@@ -133,15 +131,15 @@ pub(super) fn load_model(workspace: &Workspace, manifest: &Manifest, tool: Diges
                 headers: &headers,
             }
             .keyed();
-            (imported, keyed)
+            (imported, keyed, commit)
         }
         Resolved::Synthetic { config, seed } => {
-            let text = crate::files::read_text(config, CONFIG_BYTES_MAX)?;
-            let imported = import_config_only(&text, *seed)?;
+            let text = crate::files::read_text(&config, CONFIG_BYTES_MAX)?;
+            let imported = import_config_only(&text, seed)?;
             let keyed =
                 ImportKey { tool, synthetic: true, config: text.as_bytes(), generation_config: None, headers: &[] }
                     .keyed();
-            (imported, keyed)
+            (imported, keyed, None)
         }
     };
     let graph_text = graph_text(&imported.graph);
@@ -151,7 +149,7 @@ pub(super) fn load_model(workspace: &Workspace, manifest: &Manifest, tool: Diges
             "`decode.context_max` is {context_max}, expected at most {positions_max}, the positions that the model was made for"
         )));
     }
-    Ok(Model { imported, keyed, graph: Digest::of(graph_text.as_bytes()), graph_text })
+    Ok(Model { imported, commit, keyed, graph: Digest::of(graph_text.as_bytes()), graph_text })
 }
 
 /// Makes the source local; a download shows its progress.
@@ -309,7 +307,7 @@ impl Placed {
             let message = stored().message;
             Fault::internal(format!("{message}: {error}"))
         })?;
-        let validated = validate(parsed, target)?;
+        let validated = validate(parsed, &keys::unmeasured(target))?;
         Ok(self.validated.get_or_init(|| validated))
     }
 
@@ -341,18 +339,19 @@ impl From<CacheError> for NotPlaced {
 /// Lowers, schedules and proves the candidate; one stage, because none of the three has a result of its own.
 pub(super) fn place(site: &Site<'_>, candidate: Candidate) -> Result<Placed, NotPlaced> {
     let keyed = site.schedule_key(&candidate);
+    let target = &keys::unmeasured(site.target);
     let validated = OnceCell::new();
     let mut infeasible = None;
     let built =
         site.workspace.stage(&keyed, &site.subject(), &site.title(keys::SCHEDULE), "lower, place, prove", || {
-            let placed = site.lower(&candidate).and_then(|program| schedule(program, site.target, &candidate));
+            let placed = site.lower(&candidate).and_then(|program| schedule(program, target, &candidate));
             let placed = placed.map_err(|reason| {
                 let fault = Fault::input(reason.to_string());
                 infeasible = Some(reason);
                 fault
             })?;
             let text = print(&placed);
-            let proven = validate(placed, site.target).map_err(|rejected| save_rejected(&text, rejected.into()))?;
+            let proven = validate(placed, target).map_err(|rejected| save_rejected(&text, rejected.into()))?;
             let _ = validated.set(proven);
             Ok(text.into_bytes())
         });
@@ -398,7 +397,7 @@ pub(super) fn generate_source(site: &Site<'_>, placed: &Placed) -> Result<Genera
 }
 
 pub(super) fn source_bytes(validated: &Validated, target: &Target) -> Result<Vec<u8>, Fault> {
-    let KernelSource { name, text, headers, arch } = emit(validated, target, Trace::Off);
+    let KernelSource { name, text, headers, arch } = emit(validated, &keys::unmeasured(target), Trace::Off);
     serde_json::to_vec(&StoredSource { name, arch, text, headers })
         .map_err(|error| Fault::internal(format!("the source cannot be stored: {error}")))
 }
@@ -407,223 +406,6 @@ pub(super) fn stored_source(entry: &Entry) -> Result<KernelSource, Fault> {
     let StoredSource { name, arch, text, headers } = serde_json::from_slice(&entry.bytes()?)
         .map_err(|error| Fault::internal(format!("`{}` is no stored source: {error}", entry.path().display())))?;
     Ok(KernelSource { name, text, headers, arch })
-}
-
-/// A compiled kernel and what the compiler said.
-pub(super) struct Cubin {
-    pub bytes: Vec<u8>,
-    pub digest: Digest,
-    pub resources: Resources,
-    pub nvrtc: String,
-    /// Of this build; `None` if it was in the cache.
-    pub compile_ms: Option<f64>,
-}
-
-/// The compiler of this machine: found once, loaded only when something is compiled.
-pub(super) struct Compiler<'a> {
-    workspace: &'a Workspace,
-    loaded: OnceLock<Result<Nvrtc, Fault>>,
-    version: OnceLock<Result<NvrtcVersion, Fault>>,
-}
-
-/// What is remembered of the library that was found last.
-#[derive(Serialize, Deserialize, PartialEq)]
-struct Remembered {
-    path: PathBuf,
-    size_bytes: u64,
-    modified_ns: u64,
-    major: u32,
-    minor: u32,
-    patch: Option<u32>,
-}
-
-/// Variables that decide where a library is looked for.
-const PLACES: [&str; 7] = ["MONOBLOC_NVRTC", "VIRTUAL_ENV", "CONDA_PREFIX", "CUDA_HOME", "CUDA_PATH", "HOME", "PATH"];
-
-impl<'a> Compiler<'a> {
-    pub fn new(workspace: &'a Workspace) -> Compiler<'a> {
-        Compiler { workspace, loaded: OnceLock::new(), version: OnceLock::new() }
-    }
-
-    /// The version, without loading the library where the one that was found last is still the same file.
-    ///
-    /// Loading takes a fifth of a second, which a build with no work to do does not have. Not noticed: a library that
-    /// was installed since in a place that is tried earlier; the next compile finds it.
-    pub fn version(&self) -> Result<NvrtcVersion, Fault> {
-        let version = self.version.get_or_init(|| match self.remembered() {
-            Some(version) => Ok(version),
-            None => self.nvrtc().map(Nvrtc::version),
-        });
-        version.clone()
-    }
-
-    pub fn nvrtc(&self) -> Result<&Nvrtc, Fault> {
-        let loaded = self.loaded.get_or_init(|| {
-            let nvrtc = Nvrtc::load()?;
-            self.remember(&nvrtc);
-            Ok(nvrtc)
-        });
-        loaded.as_ref().map_err(Clone::clone)
-    }
-
-    fn subject() -> String {
-        let value = |name| std::env::var_os(name).map(|value| value.to_string_lossy().into_owned());
-        PLACES.map(|name| format!("{name}={:?}", value(name))).join(" ")
-    }
-
-    fn remembered(&self) -> Option<NvrtcVersion> {
-        let (key, _) = self.workspace.cache.latest_why(keys::NVRTC, &Compiler::subject())?;
-        let entry = self.workspace.cache.get(keys::NVRTC, &key).ok()??;
-        let Remembered { path, size_bytes, modified_ns, major, minor, patch } =
-            serde_json::from_slice(&entry.bytes().ok()?).ok()?;
-        let metadata = fs::metadata(&path).ok()?;
-        let modified = metadata.modified().ok()?.duration_since(UNIX_EPOCH).ok()?.as_nanos() as u64;
-        (metadata.len() == size_bytes && modified == modified_ns).then_some(NvrtcVersion { major, minor, patch })
-    }
-
-    /// A cache that cannot be written costs the next build the time of loading.
-    fn remember(&self, nvrtc: &Nvrtc) {
-        let identity = nvrtc.identity();
-        let NvrtcVersion { major, minor, patch } = identity.version;
-        let (path, size_bytes, modified_ns) = (identity.path, identity.size_bytes, identity.modified_ns as u64);
-        let remembered = Remembered { path, size_bytes, modified_ns, major, minor, patch };
-        if let Ok(bytes) = serde_json::to_vec(&remembered) {
-            let key = Digest::of(&bytes);
-            let why = format!("the compiler {} at {}\n", identity.version, remembered.path.display());
-            let cache = &self.workspace.cache;
-            let _ = cache
-                .put(keys::NVRTC, &key, &why, &bytes)
-                .and_then(|_| cache.set_latest(keys::NVRTC, &Compiler::subject(), &key));
-        }
-    }
-}
-
-/// What stands between a source and its cubin.
-pub(super) enum Compile {
-    /// In the cache, or compiled just now.
-    Done(Box<Cubin>),
-    /// There is no compiler here, and no cubin of this source.
-    Waits(Fault),
-}
-
-/// The key of a compile by a version.
-pub(super) fn cubin_key(source: &KernelSource, version: NvrtcVersion) -> Result<Keyed, Fault> {
-    let arch = Arch::parse(&source.arch).map_err(nvrtc::NvrtcError::from)?;
-    Ok(CubinKey { source, options: &nvrtc::options(version, arch), nvrtc: &version.to_string() }.keyed())
-}
-
-/// Finds the cubin of a source. Without a compiler, the one that was made last from the same source will do.
-pub(super) fn find_cubin(
-    site: &Site<'_>,
-    compiler: &Compiler<'_>,
-    source: &Generated,
-) -> Result<Result<(Keyed, Option<Entry>, String), Fault>, Fault> {
-    let cache = &site.workspace.cache;
-    match compiler.version() {
-        Ok(version) => {
-            let keyed = cubin_key(&source.source, version)?;
-            let entry = cache.get(keyed.stage, &keyed.key)?;
-            Ok(Ok((keyed, entry, version.to_string())))
-        }
-        Err(missing) if missing.tier == Tier::Environment => {
-            let Some((key, why)) = cache.latest_why(keys::CUBIN, &source_subject(source)) else {
-                return Ok(Err(missing));
-            };
-            let nvrtc = why.lines().find_map(|line| line.strip_prefix("nvrtc = ")).unwrap_or_default().to_string();
-            let keyed = Keyed { stage: keys::CUBIN, key, why };
-            Ok(match cache.get(keys::CUBIN, &key)? {
-                Some(entry) => Ok((keyed, Some(entry), nvrtc)),
-                None => Err(missing),
-            })
-        }
-        Err(fault) => Err(fault),
-    }
-}
-
-fn source_subject(source: &Generated) -> String {
-    format!("source {}", source.content)
-}
-
-/// Compiles the sources that are not in the cache, on all cores; answers in the order of the sites.
-pub(super) fn compile(compiler: &Compiler<'_>, sites: &[(Site<'_>, &Generated)]) -> Result<Vec<Compile>, Fault> {
-    use rayon::prelude::*;
-    let found = sites
-        .iter()
-        .map(|(site, source)| {
-            let found = find_cubin(site, compiler, source)?;
-            if let Ok((_, Some(_), _)) = &found {
-                site.workspace.report.cached(&site.title("compile"));
-            }
-            // Announced in the order of the manifest, whichever ends first.
-            let stage = match &found {
-                Ok((_, None, _)) => Some(site.workspace.report.stage(&site.title("compile"), &source.source.arch)),
-                _ => None,
-            };
-            Ok((found, stage))
-        })
-        .collect::<Result<Vec<_>, Fault>>()?;
-    let missing: Vec<_> = found
-        .iter()
-        .zip(sites)
-        .filter_map(|((found, _), (_, source))| match found {
-            Ok((keyed, None, _)) => Some((keyed, &source.source)),
-            _ => None,
-        })
-        .collect();
-    let cache = sites.first().map(|(site, _)| &site.workspace.cache);
-    let compiled: Vec<Result<(Entry, Outcome, f64), Fault>> = missing
-        .par_iter()
-        .map(|(keyed, source)| {
-            let started = std::time::Instant::now();
-            let cache = cache.ok_or_else(|| Fault::internal("a compile without a site"))?;
-            let (entry, outcome) = cache.get_or_build(keyed.stage, &keyed.key, &keyed.why, || {
-                let made = compiler.nvrtc()?.compile(source)?;
-                // Read now, so that a cubin whose costs cannot be told is never stored.
-                cubin::read(&made.cubin, &made.log)?;
-                let mut bytes = (made.log.len() as u64).to_le_bytes().to_vec();
-                bytes.extend_from_slice(made.log.as_bytes());
-                bytes.extend_from_slice(&made.cubin);
-                Ok::<_, Fault>(bytes)
-            })?;
-            Ok((entry, outcome, started.elapsed().as_secs_f64() * 1e3))
-        })
-        .collect();
-    let mut compiled = compiled.into_iter();
-    let mut results = vec![];
-    for ((found, stage), (site, source)) in found.into_iter().zip(sites) {
-        results.push(match found {
-            Err(missing) => Compile::Waits(missing),
-            Ok((keyed, entry, nvrtc)) => {
-                let (entry, compile_ms) = match entry {
-                    Some(entry) => (entry, None),
-                    None => {
-                        let lost = || Err(Fault::internal("a compile gave no result"));
-                        let (entry, outcome, ms) = compiled.next().unwrap_or_else(lost)?;
-                        match (stage, outcome) {
-                            (Some(stage), Outcome::Built) => stage.done(),
-                            _ => site.workspace.report.cached(&site.title("compile")),
-                        }
-                        (entry, (outcome == Outcome::Built).then_some(ms))
-                    }
-                };
-                site.workspace.point(&keyed, &site.subject())?;
-                site.workspace.point(&keyed, &source_subject(source))?;
-                Compile::Done(Box::new(stored_cubin(&entry, nvrtc, compile_ms)?))
-            }
-        });
-    }
-    Ok(results)
-}
-
-pub(super) fn stored_cubin(entry: &Entry, nvrtc: String, compile_ms: Option<f64>) -> Result<Cubin, Fault> {
-    let broken = || Fault::internal(format!("`{}` is no stored cubin", entry.path().display()));
-    let bytes = entry.bytes()?;
-    let (length, rest) = bytes.split_first_chunk::<8>().ok_or_else(broken)?;
-    let length = usize::try_from(u64::from_le_bytes(*length)).map_err(|_| broken())?;
-    let (log, cubin) = rest.split_at_checked(length).ok_or_else(broken)?;
-    let log = std::str::from_utf8(log).map_err(|_| broken())?;
-    let resources = cubin::read(cubin, log)?;
-    Ok(Cubin { digest: Digest::of(cubin), bytes: cubin.to_vec(), resources, nvrtc, compile_ms })
 }
 
 /// A pack that lies in a file of the cache.
