@@ -1,6 +1,9 @@
 //! End-to-end tests: what a user sees, over fixtures; one crate, one module per stage.
 
 mod build;
+mod cli;
+mod cli_errors;
+mod cli_support;
 mod driver;
 mod families;
 mod filetests;
