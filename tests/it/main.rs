@@ -10,6 +10,7 @@ mod proof_holes;
 mod proof_real;
 mod proof_support;
 mod support;
+mod tidy;
 
 use std::io::Write;
 
