@@ -477,7 +477,8 @@ fn the_manifest_reference_of_the_readme_is_that_of_the_module() {
     assert_eq!(marked(&readme, "manifest reference"), &head[from..to]);
     // It is a manifest, too, but for keys that belong to other kinds of source: every key in it is one that is read.
     let body = head[from..to].trim_start_matches("```toml").trim_end_matches("```");
-    let fits = |line: &&str| !["revision", "seed = 0                     # synthetic"].iter().any(|k| line.starts_with(k));
+    let fits =
+        |line: &&str| !["revision", "seed = 0                     # synthetic"].iter().any(|k| line.starts_with(k));
     let text: String = body.lines().filter(fits).map(|line| format!("{line}\n")).collect();
     assert_eq!(text.lines().count() + 2, body.lines().count());
     Manifest::parse(&text, Path::new("reference.toml")).unwrap_or_else(|error| panic!("{error}"));
