@@ -1,10 +1,10 @@
 //! Group 2: who signals an event, who waits for it, and which reads that covers.
 
-use super::wellformed::{Grids, Writes};
+use super::wellformed::{Flow, Grids, Writes};
 use super::{Entity, Found, Rule, note};
 use crate::ir::op::Op;
 use crate::ir::program::{Program, Space};
-use crate::ir::schedule::{Event, Mechanism, Regime, Schedule, Task};
+use crate::ir::schedule::{Event, Mechanism, Regime, Schedule, Task, Wait};
 use crate::ir::{BufferId, EventId, GridId, TaskId};
 use std::collections::BTreeMap;
 
@@ -137,6 +137,9 @@ fn check_regime(
     }
     for (t, task) in (0..).zip(&regime.tasks) {
         check_waits(r, TaskId(t), task, regime, program, &mut state, found);
+        for wait in task.waits.iter().filter(|w| state[w.event.index()].producers.is_some()) {
+            unread(r, TaskId(t), task, wait, regime, grids, found);
+        }
         for flow in grids.reads(task.grid) {
             if let Some((lo, hi)) = flow.span(task)
                 && let Some((from, to)) = unwaited(regime, task, flow.buffer, lo, hi)
@@ -217,6 +220,21 @@ fn check_waits(
                 (wrong.to_string(), vec![note(Entity::Task(r, id), format!("of {} waits for it", task.grid))])
             });
         }
+    }
+}
+
+/// A reader polls the packets that it reads, and no others: a wait for more would order less than it says.
+fn unread(r: u32, id: TaskId, task: &Task, wait: &Wait, regime: &Regime, grids: &Grids, found: &mut Found) {
+    let event = &regime.events[wait.event.index()];
+    let polls = |flow: &Flow| {
+        flow.buffer == event.buffer && flow.span(task).is_some_and(|s| s.0 <= event.lo && event.hi <= s.1)
+    };
+    if event.mechanism != Mechanism::Counter && !grids.reads(task.grid).iter().any(polls) {
+        found.add_with(Rule::UnreadWait, Entity::Task(r, id), || {
+            let Event { buffer, lo, hi, .. } = *event;
+            let message = format!("waits by packets for columns {lo}..{hi} of {buffer}, expected to read all of them");
+            (message, vec![note(Entity::Event(r, wait.event), "is about them")])
+        });
     }
 }
 

@@ -5,7 +5,7 @@ use super::{Entity, Found, Rule, note};
 use crate::dtype::DType;
 use crate::ir::BufferId;
 use crate::ir::SmId;
-use crate::ir::op::{GRANULE_ROW_BYTES, Op, UNIT_ROWS};
+use crate::ir::op::{Op, UNIT_ROWS};
 use crate::ir::program::{Buffer, Space};
 use crate::ir::schedule::{Machine, RunBytes, Schedule};
 use crate::target::{DotMechanism, Target, TargetKind};
@@ -14,8 +14,12 @@ use crate::target::{DotMechanism, Target, TargetKind};
 const REGISTERS_MIN: u32 = 24;
 /// Units whose partial sums wait for one reduction across warps; there are two such batches.
 const REDUCE_UNITS: u64 = 8;
-/// What vector loads, tensor-core operands and bulk copies need of an address, bytes.
+/// What vector loads, tensor-core operands and bulk copies need of an address in shared memory, bytes.
 const ALIGN: u64 = 16;
+/// Places in arenas are told to the kernel in this unit, bytes.
+const PLACE_ALIGN: u64 = 256;
+/// The staged input is padded with zeros to whole granules of the narrowest weights.
+const STAGE_VALUES: u64 = 32;
 
 /// The machine by itself.
 pub(super) fn machine(machine: &Machine, target: &Target, found: &mut Found) {
@@ -29,7 +33,7 @@ pub(super) fn machine(machine: &Machine, target: &Target, found: &mut Found) {
         });
     }
     let cluster = machine.cluster;
-    if cluster == 0 || cluster > spec.cluster_max.max(1) || machine.sms % cluster != 0 {
+    if cluster == 0 || cluster > spec.cluster_max.max(1) || !machine.sms.is_multiple_of(cluster) {
         found.add(Rule::Cluster, at, || {
             let most = spec.cluster_max.max(1);
             format!("expected a cluster of at most {most} blocks that divides {} SMs, found {cluster}", machine.sms)
@@ -87,13 +91,12 @@ pub(super) fn shared(schedule: &Schedule, target: &Target, grids: &Grids, found:
     let weights = schedule.program.precision.weights;
     // Tensor cores read the staged input as bf16; everything else reads fp32.
     let element = if weights == DType::Bf16 && target.spec.dot == DotMechanism::Mma { 2 } else { 4 };
-    let granule = u64::from(GRANULE_ROW_BYTES) / weights.bytes() as u64;
     let (mut stage, mut heads, mut scratch) = (0, 0, 0);
     let mut reduce = 2 * REDUCE_UNITS * warps * u64::from(UNIT_ROWS) * 4;
     for grid in &schedule.program.grids {
         match &grid.op {
-            Op::MatVec(m) => stage = stage.max(u64::from(m.k).next_multiple_of(granule) * element),
-            Op::NormAdd { width, .. } => stage = stage.max(u64::from(*width).next_multiple_of(granule) * element),
+            Op::MatVec(m) => stage = stage.max(u64::from(m.k).next_multiple_of(STAGE_VALUES) * element),
+            Op::NormAdd { width, .. } => stage = stage.max(u64::from(*width).next_multiple_of(STAGE_VALUES) * element),
             Op::Attention(a) => {
                 let (per_task, dim) = (u64::from(a.heads_per_task), u64::from(a.head_dim));
                 // Maximum, sum and accumulators of each head, in each warp.
@@ -147,7 +150,7 @@ pub(super) fn shared(schedule: &Schedule, target: &Target, grids: &Grids, found:
     }
 }
 
-/// Bytes of the fp32 columns that the largest owner keeps, from its lowest to its highest, and who that is.
+/// Bytes of the fp32 columns that the largest owner keeps, from its lowest to its highest in whole units, and who that is.
 fn residual(schedule: &Schedule, grids: &Grids) -> (u64, Option<Entity>) {
     let buffers = &schedule.program.buffers;
     let mut spans = vec![(u32::MAX, 0u32); buffers.len()];
@@ -170,7 +173,7 @@ fn residual(schedule: &Schedule, grids: &Grids) -> (u64, Option<Entity>) {
             let mut bytes = 0;
             for buffer in touched.drain(..) {
                 let (lo, hi) = std::mem::replace(&mut spans[buffer.index()], (u32::MAX, 0));
-                bytes += u64::from(hi - lo) * 4;
+                bytes += u64::from(hi - lo).next_multiple_of(u64::from(UNIT_ROWS)) * 4;
             }
             if bytes > most.0 {
                 most = (bytes, Some(Entity::Sm(r, SmId(s))));
@@ -189,9 +192,9 @@ pub(super) fn device(schedule: &Schedule, target: &Target, found: &mut Found) {
         let (id, bytes) = (BufferId(b), bytes(buffer));
         match (buffer.space, place) {
             (Space::Exchange | Space::Cache | Space::Output, Some(offset)) => {
-                if offset % ALIGN != 0 {
+                if offset % PLACE_ALIGN != 0 {
                     found.add(Rule::Placement, Entity::Buffer(id), || {
-                        format!("expected a multiple of {ALIGN} bytes as its place, found {offset}")
+                        format!("expected a multiple of {PLACE_ALIGN} bytes as its place, found {offset}")
                     });
                 }
                 placed.push((buffer.space, offset, offset.saturating_add(bytes), id));

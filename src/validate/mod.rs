@@ -14,12 +14,12 @@
 //!    with the right element type, row kind and columns, inside its buffer for every extent: rows of the current position
 //!    and of the history below `context_max`, rows of the table up to the vocabulary of the head. Attributes are finite
 //!    and positive where they must be. Exchange regions start on packets. Each regime launches every index of every grid
-//!    once; only attention has alternatives. Each queue starts with its `select`. What a regime writes of a shared buffer
+//!    once; only attention has alternatives, and they agree. Each queue starts with its `select`. What a regime writes of a shared buffer
 //!    it writes whole and once: no element is read that was not produced, none has two producers, and each layer's keys
 //!    and values are appended once a step. A private element is written, then updated, on one SM in program order.
 //! 2. **Events** (`events`). An event is signalled once by each task that writes any of its columns, by no other, and its
 //!    count says how many those are; each wait asks for exactly that count. Every exchange region read is covered by the
-//!    reader's own waits. Events about one buffer are all counters or all packets. An event is carried where program order reads before it writes (the candidates), and only there; the first
+//!    reader's own waits, and who waits by packets reads them: the poll is the wait. Events about one buffer are all counters or all packets. An event is carried where program order reads before it writes (the candidates), and only there; the first
 //!    step of a regime finds the events it carries in the regime before.
 //! 3. **Free of deadlock** (`order`). Queues and the events of a step have no cycle; a witness is the cycle. The stream of
 //!    an SM lists exactly the streamed operands of its queue, in its order, with the right bytes at consecutive offsets,
@@ -30,6 +30,9 @@
 //! 5. **Memory** (`memory`). Shared-memory parts, registers, threads, SMs and clusters fit the target, parts are large
 //!    enough for what runs in them, arenas have no overlap, and everything fits device memory.
 //! 6. **Proxies** (`proxies`). Where the target copies in bulk, an append reaches the loader through a proxy fence.
+//!
+//! A CUDA target has kernels that can do less than the language says; what is proven is at last compared with what they
+//! take for granted (`kernels`).
 //!
 //! # What the runtime must do for the proof to hold
 //!
@@ -52,10 +55,11 @@
 //!
 //! # What is not checked
 //!
-//! Numbers: whether a scale is the model's, whether two alternatives of an attention compute the same. `check` does that.
+//! Numbers: whether a scale is the model's, whether a layer reads the buffer that the model says. `check` does that.
 //! Which bytes the packer puts into weights and constants.
 
 mod events;
+mod kernels;
 mod memory;
 mod operands;
 mod order;
@@ -202,7 +206,7 @@ macro_rules! rules {
                 }
             }
 
-            /// 1 well-formed, 2 events, 3 deadlock, 4 races, 5 memory, 6 proxies.
+            /// 1 well-formed, 2 events, 3 deadlock, 4 races, 5 memory, 6 proxies, 7 kernels.
             pub fn group(self) -> u8 {
                 match self {
                     $(Rule::$variant => $group,)*
@@ -245,6 +249,8 @@ rules! {
     Misaligned "misaligned" 1;
     /// One exchange buffer carries values of different meaning.
     MixedUse "mixed-use" 1;
+    /// Two grids extend the same keys and are not the same attention.
+    Alternatives "alternatives" 1;
     /// A launch index has no task.
     LaunchMissing "launch-missing" 1;
     /// A launch index has two tasks.
@@ -276,6 +282,8 @@ rules! {
     UnreachableWait "unreachable-wait" 2;
     /// A region is read without a wait that covers it.
     MissingWait "missing-wait" 2;
+    /// A task waits by packets for columns that it does not read.
+    UnreadWait "unread-wait" 2;
     /// An event is carried against program order, or not carried where program order asks for it.
     Carried "carried" 2;
     /// Events about one buffer are counters and packets.
@@ -338,6 +346,9 @@ rules! {
     MissingProxy "missing-proxy" 6;
     /// Cache rows do not lie on the boundaries that asynchronous copies need.
     CopyAlignment "copy-alignment" 6;
+
+    /// Proven, and yet the kernels of a CUDA target cannot run it as it says.
+    Kernel "kernel" 7;
 }
 
 impl Rule {
@@ -412,6 +423,10 @@ fn judge(schedule: &Schedule, target: &Target, found: &mut Found) {
     }
     let facts = races::Facts { grids: &grids, owners: &owners, writes: &writes, joins: &joins, orders: &orders };
     races::check(schedule, target, &facts, found);
+    if found.any() {
+        return;
+    }
+    kernels::check(schedule, target, found);
 }
 
 /// The violations found so far, bounded for each rule.

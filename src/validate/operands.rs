@@ -7,6 +7,7 @@ use crate::ir::program::{Buffer, Cols, Content, Grid, Operand, Program, Rows, Se
 use crate::ir::schedule::Schedule;
 use crate::ir::{BufferId, GridId};
 use crate::model::graph::NormKind;
+use std::collections::BTreeMap;
 
 /// Query heads of one attention task: the rows of one half of a tensor-core operand.
 const HEADS_PER_TASK_MAX: u32 = 8;
@@ -45,6 +46,7 @@ pub(super) fn check(schedule: &Schedule, found: &mut Found) {
         meanings(id, grid, program, &mut uses, found);
     }
     tokens_in_table(program, found);
+    alternatives(program, found);
 }
 
 fn check_buffer(id: BufferId, buffer: &Buffer, found: &mut Found) {
@@ -157,7 +159,7 @@ fn attributes(id: GridId, op: &Op, n: u32, found: &mut Found) -> bool {
             expect(*dim > 0 && dim % 2 == 0, "an even `head_dim` above 0", dim);
             expect(*splits > 0, "`splits` of at least 1", splits);
             expect(n > 0, "at least one head", &n);
-            expect(*per_task > 0 && n % per_task == 0, "`heads_per_task` that divides the heads", per_task);
+            expect(*per_task > 0 && n.is_multiple_of(*per_task), "`heads_per_task` that divides the heads", per_task);
             let columns = wide(n) * wide(*splits) * (wide(*dim) + wide(PARTIAL_HEADER));
             expect(fits(columns), "heads, head_dim and splits whose product is below 2^28", &columns);
         }
@@ -406,7 +408,7 @@ fn relative(cols: &Cols, axis: u32) -> Option<Cols> {
 fn aligned(id: GridId, operand: &Operand, buffer: &Buffer, found: &mut Found) {
     let per_packet = 4 / buffer.dtype.bytes() as u32;
     let Cols { base, stride, stride_j, len, limit, .. } = operand.cols;
-    let ends = |at: u64| at % u64::from(per_packet) == 0 || at == u64::from(buffer.cols);
+    let ends = |at: u64| at.is_multiple_of(u64::from(per_packet)) || at == u64::from(buffer.cols);
     let single = stride == 0 && stride_j == 0;
     let block = if single { ends(u64::from(base) + u64::from(len)) } else { len % per_packet == 0 };
     if [base, stride, stride_j].iter().any(|x| x % per_packet != 0) || !block || !ends(u64::from(limit)) {
@@ -606,6 +608,29 @@ fn tokens_in_table(program: &Program, found: &mut Found) {
                     note(Entity::Buffer(table.buffer), "is the table"),
                 ];
                 (message, witness)
+            });
+        }
+    }
+}
+
+/// Attention has alternatives, one for each regime. Those that extend the same keys are the same attention, shared out
+/// differently: a text must not depend on where a regime begins.
+fn alternatives(program: &Program, found: &mut Found) {
+    let mut first: BTreeMap<(BufferId, u32), (GridId, &Attention)> = BTreeMap::new();
+    for (g, grid) in (0..).zip(&program.grids) {
+        let Op::Attention(attention) = &grid.op else { continue };
+        let Some(keys) = grid.operand(Role::AppendK) else { continue };
+        let id = GridId(g);
+        let (other, same) = *first.entry((keys.buffer, keys.cols.base)).or_insert((id, attention));
+        let alone = |a: &Attention| Attention { heads_per_task: 1, splits: 1, ..a.clone() };
+        let place = |id: GridId, role| program.grids[id.index()].operand(role).map(|o| (o.buffer, o.cols.base));
+        let roles = [Role::Q, Role::K, Role::V, Role::QNormWeight, Role::KNormWeight, Role::Rope, Role::HistoryV];
+        let differs = roles.into_iter().find(|&role| place(id, role) != place(other, role));
+        if alone(attention) != alone(same) || differs.is_some() {
+            found.add_with(Rule::Alternatives, Entity::Grid(id), || {
+                let what = differs.map_or("attributes".to_string(), |role| format!("`{}`", role.name()));
+                let message = format!("extends the keys of {other}, expected the same attention, found other {what}");
+                (message, vec![note(Entity::Grid(other), "extends them too")])
             });
         }
     }

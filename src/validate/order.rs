@@ -107,7 +107,7 @@ pub(super) fn ring(schedule: &Schedule, found: &mut Found) {
         found.add(Rule::RingShape, at, || {
             format!("expected slots of whole granules of {GRANULE_BYTES} bytes, found {} bytes", ring.slot_bytes)
         });
-    } else if ring.arrivals > 0 && (ring.slot_bytes / GRANULE_BYTES) % ring.arrivals != 0 {
+    } else if ring.arrivals > 0 && !(ring.slot_bytes / GRANULE_BYTES).is_multiple_of(ring.arrivals) {
         found.add(Rule::RingShape, at, || {
             let granules = ring.slot_bytes / GRANULE_BYTES;
             format!("expected as many granules in a slot for each of {} warps, found {granules}", ring.arrivals)

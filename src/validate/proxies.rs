@@ -4,9 +4,10 @@ use super::{Entity, Found, Rule, Witness, note};
 use crate::ir::op::{Op, Role};
 use crate::ir::program::Program;
 use crate::ir::{BufferId, GridId};
-use crate::target::{CopyMechanism, Target};
+use crate::target::{CopyMechanism, Target, TargetKind};
 
-/// Size and alignment of the pieces that `cp.async` (16-byte form) and `cp.async.bulk` move, bytes.
+/// Size and alignment of the pieces that a GPU copies: of `cp.async.bulk`, of the wide form of `cp.async`, and of the
+/// vector loads that stand in for them, bytes.
 const COPY_BYTES: u64 = 16;
 
 /// An append is visible to ordinary loads of `sm`, not to its bulk copies: no proxy fence after it became visible.
@@ -27,7 +28,7 @@ pub(super) fn missing(
 
 /// The loader copies the columns of one KV head, row by row.
 pub(super) fn copies(program: &Program, target: &Target, found: &mut Found) {
-    if target.spec.copy == CopyMechanism::Plain {
+    if target.kind == TargetKind::Cpu && target.spec.copy == CopyMechanism::Plain {
         return;
     }
     for (g, grid) in (0..).zip(&program.grids) {

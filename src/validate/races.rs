@@ -9,7 +9,7 @@
 
 use super::wellformed::{Grids, Owners, Region, Writes};
 use super::{Entity, Found, Rule, events::Joins, note, proxies};
-use crate::ir::program::{Program, Space};
+use crate::ir::program::Space;
 use crate::ir::schedule::{Regime, Schedule};
 use crate::ir::{BufferId, EventId, TaskId};
 use crate::target::{CopyMechanism, Target};
@@ -320,7 +320,7 @@ impl<'a> Run<'a> {
     /// The latest step before `s` that wrote the same phase of a buffer.
     fn last_write(&self, s: usize, buffer: BufferId, phases: u32) -> Option<usize> {
         (0..s).rev().find(|&q| {
-            self.distance(q, s) % u64::from(phases) == 0
+            self.distance(q, s).is_multiple_of(u64::from(phases))
                 && !self.facts.writes[self.steps[q].regime].buffer(buffer).is_empty()
         })
     }
@@ -385,8 +385,7 @@ impl<'a> Run<'a> {
         let r = self.steps[q].regime;
         if self.readers[r].is_none() {
             let regime = &self.schedule.regimes[r];
-            self.readers[r] =
-                Some(Readers::of(regime, &self.schedule.program, self.facts.grids, &self.facts.owners[r]));
+            self.readers[r] = Some(Readers::of(regime, self.facts.grids, &self.facts.owners[r]));
         }
         let Some(readers) = &self.readers[r] else { return };
         let clock = &self.dependency[sm * self.sms..][..self.sms];
@@ -430,10 +429,22 @@ struct Readers {
     parts: Vec<Part>,
 }
 
+/// Carried, buffer, SM.
+type Key = (bool, BufferId, u32);
+
 /// The readers of one buffer on one SM.
 struct Group {
-    key: (bool, BufferId, u32),
+    key: Key,
     parts: (usize, usize),
+}
+
+/// Columns that a task reads; `pos` is its place in the queue.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+struct Read {
+    lo: u32,
+    hi: u32,
+    pos: u32,
+    task: TaskId,
 }
 
 /// Disjoint and ascending within a group.
@@ -444,17 +455,15 @@ struct Part {
 }
 
 impl Readers {
-    fn of(regime: &Regime, program: &Program, grids: &Grids, owners: &Owners) -> Readers {
-        let mut reads: Vec<((bool, BufferId, u32), (u32, u32, u32, TaskId))> = vec![];
+    fn of(regime: &Regime, grids: &Grids, owners: &Owners) -> Readers {
+        let mut reads: Vec<(Key, Read)> = vec![];
         for (t, task) in (0..).zip(&regime.tasks) {
             for flow in grids.reads(task.grid) {
-                if program.buffers[flow.buffer.index()].space == Space::Exchange
-                    && let Some((lo, hi)) = flow.span(task)
-                {
+                if let Some((lo, hi)) = flow.span(task) {
                     let about = |e: EventId| regime.events[e.index()].buffer == flow.buffer;
                     let carried = task.waits.iter().any(|w| about(w.event) && regime.events[w.event.index()].carried);
                     let key = (carried, flow.buffer, owners.sm[t as usize]);
-                    reads.push((key, (lo, hi, owners.pos[t as usize], TaskId(t))));
+                    reads.push((key, Read { lo, hi, pos: owners.pos[t as usize], task: TaskId(t) }));
                 }
             }
         }
@@ -469,19 +478,19 @@ impl Readers {
     }
 
     /// Appends the parts of one group: over each column the read latest in the queue. `reads` ascend by first column.
-    fn paint(&mut self, reads: impl Iterator<Item = (u32, u32, u32, TaskId)>) {
+    fn paint(&mut self, reads: impl Iterator<Item = Read>) {
         let start = self.parts.len();
         let mut reads = reads.peekable();
         let mut open: BinaryHeap<(u32, u32, TaskId)> = BinaryHeap::new();
         let mut at = 0;
         loop {
-            while let Some((_, hi, pos, task)) = reads.next_if(|read| read.0 <= at) {
-                open.push((pos, hi, task));
+            while let Some(read) = reads.next_if(|read| read.lo <= at) {
+                open.push((read.pos, read.hi, read.task));
             }
             while open.peek().is_some_and(|top| top.1 <= at) {
                 open.pop();
             }
-            let next = reads.peek().map(|read| read.0);
+            let next = reads.peek().map(|read| read.lo);
             let Some(&(_, hi, task)) = open.peek() else {
                 match next {
                     Some(next) => at = next,

@@ -7,6 +7,8 @@ mod interp;
 mod nvrtc;
 mod proof;
 mod proof_holes;
+mod proof_hostile;
+mod proof_naive;
 mod proof_real;
 mod proof_support;
 mod support;

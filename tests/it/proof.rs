@@ -5,7 +5,7 @@ use monobloc::dtype::DType;
 use monobloc::ir::op::{Op, Role};
 use monobloc::ir::program::{Cols, Rows};
 use monobloc::ir::schedule::{Mechanism, RunBytes, Schedule};
-use monobloc::ir::{BufferId, EventId, GridId, TaskId};
+use monobloc::ir::{BufferId, EventId, GridId, SmId, TaskId};
 use monobloc::target::{CopyMechanism, Target};
 use monobloc::validate::{Entity, Rule, Violation, check};
 
@@ -70,6 +70,10 @@ fn case(rule: Rule) -> Case {
             *heads_per_task = 1;
             operand(s, "attn_merge.0", Role::Partial).cols = Cols::blocks(36, 144);
         }),
+        Rule::Alternatives => on_toy(Entity::Grid(GridId(4)), |s, _| {
+            let Op::Attention(a) = &mut s.program.grids[4].op else { panic!("g4 is attention") };
+            a.window = Some(8);
+        }),
         Rule::LaunchMissing => on_toy(Entity::Grid(GridId(3)), |s, _| s.regimes[0].tasks[10].lo = 5),
         Rule::LaunchTwice => on_toy(t(10), |s, _| s.regimes[0].tasks[10].lo = 3),
         Rule::TaskWidth => on_toy(t(13), |s, _| s.regimes[0].tasks[13].hi = 2),
@@ -108,6 +112,11 @@ fn case(rule: Rule) -> Case {
         Rule::PartialJoin => on_toy(t(9), |s, _| s.regimes[0].tasks[9].waits[0].count = 3),
         Rule::UnreachableWait => on_toy(t(9), |s, _| s.regimes[0].tasks[9].waits[0].count = 5),
         Rule::MissingWait => on_toy(t(9), |s, _| s.regimes[0].tasks[9].waits.clear()),
+        Rule::UnreadWait => on_toy(t(21), |s, _| {
+            // The output of attention, which the MLP does not read.
+            let waits = s.regimes[0].tasks[17].waits.clone();
+            s.regimes[0].tasks[21].waits.extend(waits);
+        }),
         Rule::Carried => on_toy(Entity::Event(0, EventId(1)), |s, _| s.regimes[0].events[1].carried = true),
         Rule::CarriedMatch => on_toy(Entity::Event(1, EventId(0)), |s, _| {
             s.regimes[1].events[0].mechanism = Mechanism::Packets;
@@ -184,6 +193,11 @@ fn case(rule: Rule) -> Case {
         Rule::MissingProxy => on_toy(t(13), |s, _| s.regimes[0].events[0].proxy = false),
         Rule::CopyAlignment => on_counters(Toy { dim: 4, ..TOY }, Entity::Grid(GridId(4)), |_, target| {
             target.spec.copy = CopyMechanism::CpAsync;
+        }),
+
+        Rule::Kernel => on_toy(Entity::Sm(0, SmId(0)), |s, _| {
+            // Whoever stops looks for the report behind the select.
+            s.regimes[0].queues[0].swap(1, 2);
         }),
     }
 }

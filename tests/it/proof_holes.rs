@@ -1,1 +1,539 @@
-//! Each rule of the proof is broken by one mutation of a proven schedule, and names what was mutated.
+//! Every way around the validator of the nearest prior system, turned into a test; and what must not be refused.
+
+use crate::proof_support::*;
+use monobloc::candidate::Candidate;
+use monobloc::dtype::DType;
+use monobloc::error::{Fault, Tier};
+use monobloc::ir::op::{Attention, Op, Role};
+use monobloc::ir::program::{Cols, Space};
+use monobloc::ir::schedule::{Event, Mechanism, RunBytes, Schedule, Wait};
+use monobloc::ir::{BufferId, EventId, GridId, SmId, TaskId};
+use monobloc::target::Target;
+use monobloc::validate::{Entity, KEPT_PER_RULE, Rule, check, validate};
+
+/// The rules that `mutate` breaks, in order of first appearance.
+#[track_caller]
+fn broken(mutate: impl FnOnce(&mut Schedule)) -> Vec<Rule> {
+    let (mut schedule, target) = toy();
+    mutate(&mut schedule);
+    rules(&schedule, &target)
+}
+
+fn rules(schedule: &Schedule, target: &Target) -> Vec<Rule> {
+    let mut rules = vec![];
+    for violation in check(schedule, target) {
+        if !rules.contains(&violation.rule) {
+            rules.push(violation.rule);
+        }
+    }
+    rules
+}
+
+// ---- W1: above 8,000 tasks races, coverage and aliasing were not looked at.
+
+#[test]
+fn w1_nothing_is_skipped_above_8000_tasks() {
+    let deep = Toy { layers: 160, vocab: 512, ..TOY };
+    let target = h200();
+    let schedule = deep.schedule(&target, &on_h200(16));
+    assert!(schedule.regimes[0].tasks.len() > 8001 && schedule.regimes[1].tasks.len() > 8001);
+    assert_eq!(check(&schedule, &target), []);
+    let last = schedule.regimes[0].tasks.len() - 1;
+    let at_end = |mutate: &dyn Fn(&mut Schedule)| {
+        let mut s = schedule.clone();
+        mutate(&mut s);
+        rules(&s, &target)
+    };
+    assert_eq!(at_end(&|s| s.regimes[0].tasks[last].waits.clear()), [Rule::MissingWait]);
+    assert_eq!(at_end(&|s| s.regimes[0].tasks[last].hi -= 1), [Rule::LaunchMissing]);
+    let aliased = buffer(&schedule, "act.159").index();
+    assert_eq!(at_end(&|s| s.placement[aliased] = s.placement[aliased].map(|at| at - 256)), [Rule::PlacementOverlap]);
+    let unfenced = |s: &mut Schedule| s.regimes.iter_mut().for_each(|r| r.events[0].mechanism = Mechanism::Packets);
+    assert_eq!(at_end(&unfenced), [Rule::HistoryUnordered]);
+}
+
+#[test]
+fn w1_every_task_reads_what_nobody_writes() {
+    let deep = Toy { layers: 120, ..TOY };
+    let mut schedule = deep.schedule(&cpu(), &on_cpu(16));
+    let never = BufferId::from(schedule.program.buffers.len());
+    let mut like = schedule.program.buffers[buffer(&schedule, "x.0").index()].clone();
+    like.name = "never".to_string();
+    schedule.program.buffers.push(like);
+    schedule.placement.push(Some(1 << 30));
+    for grid in &mut schedule.program.grids {
+        for operand in grid.operands.iter_mut().filter(|o| o.role == Role::X && o.cols.len == 64) {
+            operand.buffer = never;
+        }
+    }
+    let violations = check(&schedule, &cpu());
+    let uncovered = |v: &&monobloc::validate::Violation| v.rule == Rule::Uncovered && v.entity == Entity::Buffer(never);
+    assert_eq!(violations.iter().filter(uncovered).count(), 1, "{}", listed(&violations));
+}
+
+// ---- W2: a deadlock through the queues of several SMs passed.
+
+#[test]
+fn w2_a_circle_through_two_queues_is_told_as_one() {
+    // sm1 would begin with layer 1, which waits for the other SMs, which wait for its part of layer 0.
+    let (mut schedule, target) = toy();
+    for r in 0..2 {
+        let (a, b) = (task(&schedule, r, "qkv.0", 1), task(&schedule, r, "gate_up.1", 1));
+        swap_queued(&mut schedule, r, a, b);
+    }
+    restream(&mut schedule);
+    let violations = check(&schedule, &target);
+    assert_eq!(rules(&schedule, &target), [Rule::Deadlock], "{}", listed(&violations));
+    for violation in &violations {
+        let story = &violation.witness;
+        assert!(story.len() >= 2 && story.len() % 2 == 0, "{violation}");
+        for pair in story.chunks(2) {
+            assert!(pair[0].note.contains(" waits for ") && pair[1].note.contains(" signals "), "{violation}");
+        }
+        let sm = |note: &str| note.split_whitespace().nth(1).map(str::to_string);
+        let last = story.last().and_then(|w| sm(&w.note));
+        assert_eq!(sm(&story[0].note), last, "the story ends where it began\n{violation}");
+    }
+}
+
+#[test]
+fn w2_a_task_that_waits_for_itself() {
+    let own = |s: &mut Schedule| {
+        let task = &mut s.regimes[0].tasks[9];
+        let event = task.signals[0];
+        task.waits.push(Wait { event, count: 1 });
+    };
+    let rules = broken(own);
+    assert!(rules.contains(&Rule::Carried), "{rules:?}");
+}
+
+// ---- W3: sizes, positions and attributes were not looked at.
+
+#[test]
+fn w3_shapes_against_buffers() {
+    let k_too_long = |s: &mut Schedule| {
+        let Op::MatVec(m) = &mut s.program.grids[7].op else { panic!("o.0") };
+        m.k = 128;
+    };
+    assert_eq!(broken(k_too_long), [Rule::Shape]);
+    assert_eq!(broken(|s| s.program.buffers[16].rows = 56), [Rule::Content, Rule::Shape]);
+    assert_eq!(broken(|s| s.program.grids[3].n = 15), [Rule::Shape]);
+    assert_eq!(broken(|s| s.program.grids[3].n = u32::MAX), [Rule::Shape]);
+    assert_eq!(broken(|s| operand(s, "qkv.0", Role::Out).cols.limit = 256), [Rule::Shape]);
+    assert_eq!(broken(|s| s.program.buffers[8].cols = 64), [Rule::OutOfBounds]);
+}
+
+#[test]
+fn w3_positions_and_tokens_against_tables() {
+    assert_eq!(broken(|s| s.program.context_max = 65), [Rule::OutOfBounds]);
+    assert_eq!(broken(|s| s.program.context_max = u32::MAX), [Rule::Attribute, Rule::OutOfBounds]);
+    assert_eq!(broken(|s| s.program.buffers[6].rows = 63), [Rule::OutOfBounds]);
+    // A token is a row of the head: the table must have it.
+    assert_eq!(broken(|s| s.program.buffers[5].rows = 199), [Rule::OutOfBounds]);
+    assert_eq!(broken(|s| s.program.context_max = 0), [Rule::RegimeRange]);
+}
+
+#[test]
+fn w3_attributes() {
+    let attention = |change: fn(&mut Attention)| {
+        broken(move |s| {
+            for g in [4, 5] {
+                let Op::Attention(a) = &mut s.program.grids[g].op else { panic!("attention") };
+                change(a);
+            }
+        })
+    };
+    let only_attributes: [fn(&mut Attention); 12] = [
+        |a| a.head_dim = 15,
+        |a| a.head_dim = 0,
+        |a| a.group = 3,
+        |a| a.group = 0,
+        |a| a.heads = 0,
+        |a| a.heads = u32::MAX,
+        |a| a.heads_per_task = 0,
+        |a| a.rotary = 18,
+        |a| a.splits = 0,
+        |a| a.window = Some(0),
+        |a| a.scale = f32::INFINITY,
+        |a| a.softcap = Some(0.0),
+    ];
+    for (i, change) in only_attributes.into_iter().enumerate() {
+        assert!(attention(change).contains(&Rule::Attribute), "change {i}");
+    }
+    for eps in [0.0, -1.0, f32::NAN, f32::INFINITY] {
+        let rules = broken(|s| {
+            let Op::MatVec(m) = &mut s.program.grids[3].op else { panic!("qkv.0") };
+            m.norm.as_mut().expect("a norm").eps = eps;
+        });
+        assert_eq!(rules, [Rule::Attribute], "{eps}");
+    }
+}
+
+#[test]
+fn w3_machines_that_no_device_is() {
+    assert_eq!(broken(|s| s.machine.sms = 0), [Rule::Counts]);
+    assert_eq!(broken(|s| s.machine.sms = u32::MAX), [Rule::Counts]);
+    let (schedule, mut target) = toy();
+    target.spec.sm_count = 3;
+    assert_eq!(rules(&schedule, &target), [Rule::SmCount]);
+}
+
+// ---- W4: parts of outputs, types, immutable buffers and shared memory of other SMs were not looked at.
+
+#[test]
+fn w4_eight_of_many_columns_written() {
+    let rules = broken(|s| {
+        // The rest of the units is nobody's.
+        let id = task(s, 0, "head", 3);
+        s.regimes[0].tasks[id.index()].hi -= 1;
+    });
+    assert_eq!(rules, [Rule::LaunchMissing]);
+    let rules = broken(|s| {
+        let act = buffer(s, "act.1").index();
+        s.program.buffers[act].cols = 104;
+        s.placement[act] = Some(1 << 20);
+    });
+    assert_eq!(rules, [Rule::Uncovered]);
+}
+
+#[test]
+fn w4_types() {
+    // fp32 activations where the weights are bf16 is a precision of its own; one buffer of another type is not.
+    assert_eq!(broken(|s| s.program.buffers[8].dtype = DType::F32), [Rule::DType]);
+    assert_eq!(broken(|s| s.program.buffers[16].dtype = DType::F32), [Rule::DType]);
+    assert_eq!(broken(|s| s.program.buffers[11].dtype = DType::F16), [Rule::DType]);
+    assert_eq!(broken(|s| s.program.precision.weights = DType::I32), [Rule::DType]);
+}
+
+#[test]
+fn w4_writes_to_what_is_immutable() {
+    for name in ["o.0.weight", "qkv.0.norm_weight", "embed", "rope.r0"] {
+        let rules = broken(|s| operand(s, "o.0", Role::Out).buffer = buffer(s, name));
+        assert_eq!(rules, [Rule::Space], "{name}");
+    }
+    assert_eq!(broken(|s| s.program.buffers[16].space = Space::Constant), [Rule::Space]);
+    assert_eq!(broken(|s| operand(s, "o.0", Role::X).buffer = buffer(s, "k.0")), [Rule::Space]);
+}
+
+#[test]
+fn w4_two_grids_write_one_buffer() {
+    // `down.0` writes where `o.0` has written, and nobody writes its own output.
+    let rules = broken(|s| operand(s, "down.0", Role::Out).buffer = buffer(s, "x2.0"));
+    assert_eq!(rules, [Rule::DoubleProducer, Rule::Uncovered]);
+}
+
+#[test]
+fn w4_private_data_of_another_sm() {
+    // The token is where its `select` ran; `report` on an SM whose select comes later reads nothing.
+    let rules = broken(|s| {
+        for regime in &mut s.regimes {
+            regime.queues[0].swap(0, 1);
+        }
+    });
+    assert_eq!(rules, [Rule::SelectFirst]);
+    // A share of the residual is summed up on an SM that does not hold it.
+    let rules = broken(|s| {
+        for r in 0..2 {
+            for layer in ["down.0", "down.1"] {
+                let (a, b) = (task(s, r, layer, 1), task(s, r, layer, 2));
+                swap_queued(s, r, a, b);
+            }
+        }
+        restream(s);
+    });
+    assert_eq!(rules, [Rule::Uncovered]);
+}
+
+#[test]
+fn w4_more_signals_than_the_step_has() {
+    // A counter that starts above zero is an event whose waiters ask for less.
+    for count in [0, 1, 3] {
+        let rules = broken(|s| {
+            for task in &mut s.regimes[0].tasks {
+                task.waits.iter_mut().filter(|w| w.event == EventId(1)).for_each(|w| w.count = count);
+            }
+        });
+        assert_eq!(rules, [Rule::PartialJoin], "{count}");
+    }
+    assert_eq!(broken(|s| s.regimes[0].events[1].count = 0), [Rule::EventCount]);
+}
+
+// ---- W4b: arenas.
+
+#[test]
+fn w4b_places_in_arenas() {
+    let place = |at: Option<u64>, name: &'static str| {
+        broken(move |s| {
+            let id = buffer(s, name).index();
+            s.placement[id] = at;
+        })
+    };
+    assert_eq!(place(None, "x.0"), [Rule::Placement]);
+    assert_eq!(place(Some(0), "token"), [Rule::Placement]);
+    assert_eq!(place(Some(0), "o.0.weight"), [Rule::Placement]);
+    assert_eq!(place(Some(16), "logits"), [Rule::Placement]);
+    assert_eq!(place(Some(0), "v.0"), [Rule::PlacementOverlap]);
+    assert_eq!(place(Some(u64::MAX - 255), "x.0"), [Rule::DeviceMemory]);
+    // A place for less than the buffer is: all phases count.
+    let doubled = |s: &mut Schedule| {
+        let id = buffer(s, "x.0").index();
+        s.program.buffers[id].phases = 2;
+    };
+    assert_eq!(broken(doubled), [Rule::PlacementOverlap]);
+}
+
+// ---- W4c: ids.
+
+#[test]
+fn w4c_ids_that_name_nothing() {
+    let far = u32::MAX;
+    let cases: [fn(&mut Schedule); 9] = [
+        |s| s.program.grids[3].operands[0].buffer = BufferId(u32::MAX),
+        |s| s.regimes[0].tasks[9].grid = GridId(u32::MAX),
+        |s| s.regimes[0].tasks[9].waits[0].event = EventId(u32::MAX),
+        |s| s.regimes[0].tasks[9].signals[0] = EventId(u32::MAX),
+        |s| s.regimes[0].events[3].buffer = BufferId(u32::MAX),
+        |s| s.regimes[0].streams[0][0].task = TaskId(u32::MAX),
+        |s| s.regimes[1].queues[3].push(TaskId(u32::MAX)),
+        |s| s.regimes[0].tasks[9].grid = GridId(s.program.grids.len() as u32),
+        |s| s.regimes[0].events[3].buffer = BufferId(s.program.buffers.len() as u32),
+    ];
+    for (i, case) in cases.into_iter().enumerate() {
+        assert_eq!(broken(case), [Rule::IdRange], "case {i}");
+    }
+    assert_eq!(broken(|s| s.regimes[0].tasks[9].lo = far), [Rule::LaunchRange]);
+    assert_eq!(broken(|s| s.regimes.clear()), [Rule::Counts]);
+    assert_eq!(broken(|s| s.program.grids.clear()).first(), Some(&Rule::IdRange));
+}
+
+/// Renumbers the tasks of a regime backwards, everywhere.
+fn renumber(s: &mut Schedule, r: usize) {
+    let regime = &mut s.regimes[r];
+    let last = regime.tasks.len() as u32 - 1;
+    regime.tasks.reverse();
+    regime.queues.iter_mut().flatten().for_each(|id| *id = TaskId(last - id.0));
+    regime.streams.iter_mut().flatten().for_each(|run| run.task = TaskId(last - run.task.0));
+}
+
+#[test]
+fn w4c_the_numbers_of_tasks_mean_nothing() {
+    let (mut schedule, target) = toy();
+    (0..2).for_each(|r| renumber(&mut schedule, r));
+    assert_eq!(check(&schedule, &target), []);
+    let last = schedule.regimes[0].tasks.len() - 1;
+    let racy = TaskId::from(last - 9);
+    schedule.regimes[0].tasks[racy.index()].waits.clear();
+    let violations = check(&schedule, &target);
+    assert_eq!(
+        violations.iter().map(|v| (v.rule, v.entity)).collect::<Vec<_>>(),
+        [(Rule::MissingWait, Entity::Task(0, racy))]
+    );
+}
+
+// ---- W4d: what must not be refused.
+
+/// Replaces the one event about `x.0` by one for each share of it: readers wait for all of them.
+fn one_event_a_tile(s: &mut Schedule) {
+    for r in 0..s.regimes.len() {
+        let whole = event(s, r, "x.0", 0, 64);
+        let shares: Vec<TaskId> = (0..4).map(|nth| task(s, r, "embed", nth)).collect();
+        let regime = &mut s.regimes[r];
+        let first = regime.events.len();
+        let buffer = regime.events[whole.index()].buffer;
+        let tile = |nth: u32| Event { lo: 16 * nth, hi: 16 * nth + 16, count: 1, ..regime.events[whole.index()] };
+        let tiles: Vec<Event> = (0..4).map(tile).collect();
+        assert!(tiles.iter().all(|e| e.buffer == buffer));
+        regime.events.extend(tiles);
+        for (nth, id) in shares.into_iter().enumerate() {
+            regime.tasks[id.index()].signals = vec![EventId::from(first + nth)];
+        }
+        for task in &mut regime.tasks {
+            if task.waits.iter().any(|w| w.event == whole) {
+                task.waits = (0..4).map(|nth| Wait { event: EventId::from(first + nth), count: 1 }).collect();
+            }
+        }
+        // What is left of the event about all columns: about the first tile, signalled by its producer, waited for by none.
+        regime.events[whole.index()] = regime.events[first];
+        let signaller = regime.tasks.iter().position(|t| t.signals == [EventId::from(first)]).expect("the first share");
+        regime.tasks[signaller].signals.push(whole);
+    }
+}
+
+#[test]
+fn w4d_disjoint_tiles_with_events_of_their_own() {
+    let (mut schedule, target) = toy();
+    one_event_a_tile(&mut schedule);
+    assert_eq!(check(&schedule, &target), []);
+    // And such a tile is missed.
+    let reader = task(&schedule, 0, "qkv.0", 2);
+    schedule.regimes[0].tasks[reader.index()].waits.remove(2);
+    let violations = check(&schedule, &target);
+    assert_eq!(violations.len(), 1, "{}", listed(&violations));
+    assert_eq!((violations[0].rule, violations[0].entity), (Rule::MissingWait, Entity::Task(0, reader)));
+    assert!(violations[0].message.contains("32..48"), "{}", violations[0]);
+}
+
+#[test]
+fn w4d_two_tiles_of_one_update_on_one_sm() {
+    let (mut schedule, target) = toy();
+    for r in 0..2 {
+        let id = task(&schedule, r, "o.0", 1);
+        let regime = &mut schedule.regimes[r];
+        let new = TaskId::from(regime.tasks.len());
+        let mut second = regime.tasks[id.index()].clone();
+        let middle = second.lo + 1;
+        (regime.tasks[id.index()].hi, second.lo) = (middle, middle);
+        let event = second.signals[0];
+        regime.tasks.push(second);
+        regime.events[event.index()].count += 1;
+        for task in &mut regime.tasks {
+            task.waits.iter_mut().filter(|w| w.event == event).for_each(|w| w.count += 1);
+        }
+        let place = regime.queues[1].iter().position(|t| *t == id).expect("on sm1");
+        regime.queues[1].insert(place + 1, new);
+        let run = regime.streams[1].iter_mut().find(|run| run.task == id).expect("its weights");
+        let RunBytes::Fixed { bytes, .. } = &mut run.bytes else { panic!("weights") };
+        *bytes /= 2;
+        let mut run = *run;
+        run.task = new;
+        regime.streams[1].push(run);
+    }
+    restream(&mut schedule);
+    assert_eq!(check(&schedule, &target), []);
+}
+
+#[test]
+fn w4d_more_buffers_and_stronger_events_than_needed() {
+    let (mut schedule, _) = toy();
+    let id = buffer(&schedule, "act.0").index();
+    schedule.program.buffers[id].phases = 3;
+    schedule.placement[id] = Some(1 << 20);
+    for event in &mut schedule.regimes[0].events {
+        if event.mechanism == Mechanism::Packets {
+            event.mechanism = Mechanism::Fenced;
+        }
+        event.proxy = true;
+    }
+    assert_eq!(check(&schedule, &beyond_kernels()), []);
+}
+
+#[test]
+fn w4d_one_copy_of_the_candidates_is_enough_where_every_sm_embeds() {
+    let (mut schedule, _) = toy();
+    schedule.program.buffers[0].phases = 1;
+    assert_eq!(check(&schedule, &beyond_kernels()), []);
+}
+
+// ---- what a rejection is
+
+#[test]
+fn a_list_is_bounded_and_counts_the_rest() {
+    let deep = Toy { layers: 120, ..TOY };
+    let mut schedule = deep.schedule(&cpu(), &on_cpu(4));
+    let mut cleared = 0;
+    for task in schedule.regimes[0].tasks.iter_mut().filter(|t| !t.waits.is_empty() && !t.signals.is_empty()) {
+        task.signals.clear();
+        cleared += 1;
+    }
+    let violations = check(&schedule, &cpu());
+    let of = |rule: Rule| violations.iter().filter(move |v| v.rule == rule);
+    assert!(cleared > 1000);
+    assert_eq!(of(Rule::MissingSignal).count() as u32, KEPT_PER_RULE + 1);
+    let rest = of(Rule::MissingSignal).next_back().expect("the rest");
+    assert_eq!(rest.entity, Entity::Schedule);
+    assert!(rest.message.ends_with(" more"), "{rest}");
+}
+
+#[test]
+fn a_rejection_is_our_bug_and_says_where() {
+    let (mut schedule, target) = toy();
+    schedule.regimes[0].tasks[9].waits.clear();
+    let rejected = validate(schedule.clone(), &target).expect_err("a wait is missing");
+    assert_eq!(*rejected.schedule, schedule);
+    assert_eq!(rejected.to_string(), "`toy` is not proven: `missing-wait` at t9 of r0");
+    let fault = Fault::from(rejected);
+    assert_eq!(fault.tier, Tier::Internal);
+    assert!(fault.message.contains("missing-wait: t9 of r0: reads columns 0..64 of b7 without a wait"), "{fault}");
+}
+
+#[test]
+fn names_of_rules_are_unique_and_kebab_case() {
+    for (i, rule) in Rule::ALL.iter().enumerate() {
+        assert_eq!(Rule::parse(rule.name()), Some(*rule));
+        assert!(rule.name().bytes().all(|b| b.is_ascii_lowercase() || b == b'-'), "{rule}");
+        assert!(Rule::ALL[..i].iter().all(|other| other.name() != rule.name()), "{rule}");
+        assert!((1..=7).contains(&rule.group()));
+    }
+    assert_eq!(Rule::parse("no-such-rule"), None);
+}
+
+// ---- kernels: what the language says and a GPU would not do
+
+#[test]
+fn kernels_refuse_what_they_would_ignore() {
+    let (schedule, target) = toy();
+    let refused = |mutate: fn(&mut Schedule)| {
+        let mut s = schedule.clone();
+        mutate(&mut s);
+        assert_eq!(rules(&s, &beyond_kernels()), [], "the language allows it");
+        rules(&s, &target)
+    };
+    let cases: [fn(&mut Schedule); 8] = [
+        // Counters, and fences in the middle of a step.
+        |s| s.regimes[0].events[1].mechanism = Mechanism::Fenced,
+        // One copy of the candidates, or two of an activation.
+        |s| s.program.buffers[0].phases = 1,
+        |s| {
+            s.program.buffers[7].phases = 2;
+            s.placement[7] = Some(1 << 20);
+        },
+        // Fewer rows a chunk than the kernel was compiled for.
+        |s| s.regimes[0].streams[0][1].bytes = RunBytes::History { rows: 256 },
+        // Columns in the middle of a buffer.
+        |s| add_extra(s, "qkv.0", [0, 0]),
+        // A norm without weights.
+        |s| s.program.grids[3].operands.retain(|o| o.role != Role::NormWeight),
+        // Parts of shared memory in other places.
+        |s| {
+            let ring = s.machine.smem.remove(0);
+            let end = s.machine.smem.last().map_or(0, |p| p.offset + p.bytes);
+            s.machine.smem.push(monobloc::ir::schedule::SmemPart { offset: end, ..ring });
+        },
+        // A third regime.
+        |s| {
+            let mut third = s.regimes[1].clone();
+            third.from_position = 48;
+            s.regimes.push(third);
+        },
+    ];
+    for (i, case) in cases.into_iter().enumerate() {
+        assert_eq!(refused(case), [Rule::Kernel], "case {i}");
+    }
+    // Keys behind values: the interpreter reads what the operands say, attention.cuh what it expects.
+    let swapped = |s: &mut Schedule| {
+        for name in ["attn.0", "attn_split.0"] {
+            let (k, v) = (operand(s, name, Role::K).cols, operand(s, name, Role::V).cols);
+            operand(s, name, Role::K).cols = Cols { only_j: k.only_j, ..v };
+            operand(s, name, Role::V).cols = Cols { only_j: v.only_j, ..k };
+        }
+    };
+    let mut s = schedule.clone();
+    swapped(&mut s);
+    assert_eq!(rules(&s, &target), [Rule::Kernel]);
+}
+
+#[test]
+fn every_sm_is_named_by_its_own_queue() {
+    let (mut schedule, target) = toy();
+    schedule.regimes[1].queues[2].clear();
+    let violations = check(&schedule, &target);
+    assert!(violations.iter().all(|v| v.rule == Rule::TaskQueued), "{}", listed(&violations));
+    let schedule = TOY.schedule(&target, &Candidate { sms: 4, ..on_h200(4) });
+    let mut broken = schedule.clone();
+    broken.regimes[0].streams[2].swap(0, 1);
+    let violations = check(&broken, &target);
+    assert_eq!(
+        violations.iter().map(|v| (v.rule, v.entity)).collect::<Vec<_>>(),
+        [(Rule::StreamOrder, Entity::Sm(0, SmId(2)))]
+    );
+}

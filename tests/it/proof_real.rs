@@ -1,13 +1,20 @@
 //! The proof accepts what lowering makes: families, sizes, SMs, splits and mechanisms.
 
+use std::path::Path;
+
 use crate::proof_support::*;
-use monobloc::dtype::Precision;
+use monobloc::candidate::Candidate;
+use monobloc::dtype::{DType, Precision};
 use monobloc::ir::schedule::Mechanism;
-use monobloc::model::graph::QkNormSpan;
-use monobloc::validate::{check, validate};
+use monobloc::lower::lower;
+use monobloc::model::config::{import, import_config_only};
+use monobloc::model::graph::{Layer, ModelGraph, QkNormSpan};
+use monobloc::schedule::schedule;
+use monobloc::target::{Target, TargetKind};
+use monobloc::validate::{Rule, check, validate};
 
 #[track_caller]
-fn proven(toy: Toy, target: &monobloc::target::Target, candidate: &monobloc::candidate::Candidate) {
+fn proven(toy: Toy, target: &Target, candidate: &Candidate) {
     let schedule = toy.schedule(target, candidate);
     let violations = check(&schedule, target);
     assert!(violations.is_empty(), "{toy:?} {candidate}\n{}", listed(&violations));
@@ -41,14 +48,21 @@ fn every_family_on_one_to_sixteen_sms() {
 }
 
 #[test]
-fn splits_regimes_and_mechanisms() {
+fn splits_and_regimes() {
     for splits in [1, 2, 3, 8] {
         for split_from in [0, 1, 2, 31, 62, 63, 64] {
-            for mechanism in Mechanism::ALL {
-                let candidate = monobloc::candidate::Candidate { splits, split_from, mechanism, ..on_h200(5) };
-                proven(TOY, &h200(), &candidate);
-            }
+            proven(TOY, &h200(), &Candidate { splits, split_from, ..on_h200(5) });
+            proven(TOY, &cpu(), &Candidate { splits, split_from, ..on_cpu(5) });
         }
+    }
+}
+
+#[test]
+fn every_mechanism_where_the_interpreter_stands_for_a_gpu() {
+    for mechanism in Mechanism::ALL {
+        proven(TOY, &cpu(), &Candidate { mechanism, ..on_cpu(5) });
+        let schedule = TOY.schedule(&h200(), &Candidate { mechanism, ..on_h200(5) });
+        assert_eq!(check(&schedule, &beyond_kernels()), []);
     }
 }
 
@@ -65,4 +79,59 @@ fn a_proven_schedule_comes_back_unchanged() {
     let proven = validate(schedule.clone(), &target).expect("the toy is proven");
     assert_eq!(proven.schedule(), &schedule);
     assert_eq!(proven.into_schedule(), schedule);
+}
+
+/// Default candidates of a checkpoint's graph on every record; how many there were.
+fn proven_on_every_record(graph: &ModelGraph, name: &str, context_max: u32) -> usize {
+    let mut count = 0;
+    for target in Target::builtin_names().filter_map(Target::builtin) {
+        for precision in [BF16, FP32, Precision { wire: DType::F32, ..BF16 }] {
+            let candidate = Candidate::default_for(graph, &target, precision);
+            let program = match lower(graph, name, precision, context_max, &candidate) {
+                Ok(program) => program,
+                Err(infeasible) => panic!("{name} on {}: {infeasible}", target.name),
+            };
+            // What does not fit is the search's business.
+            let Ok(placed) = schedule(program, &target, &candidate) else { continue };
+            let mut violations = check(&placed, &target);
+            // Rows of 24 bytes, which no GPU copies in pieces of 16.
+            let head_bytes = |l: &Layer| l.attn.head_dim as usize * precision.cache.bytes();
+            if target.kind == TargetKind::Cuda && graph.layers.iter().any(|l| head_bytes(l) % 16 != 0) {
+                violations.retain(|v| v.rule != Rule::CopyAlignment);
+            }
+            // A model larger than the device: more weights alone than it has memory.
+            if graph.parameter_count() * precision.weights.bytes() as u64 + (1 << 30) > target.spec.memory_bytes {
+                violations.retain(|v| v.rule != Rule::DeviceMemory);
+            }
+            assert!(violations.is_empty(), "{name} on {}, {candidate}\n{}", target.name, listed(&violations));
+            count += 1;
+        }
+    }
+    count
+}
+
+#[test]
+fn every_checkpoint_on_every_record() {
+    let mut count = 0;
+    for folder in ["families", "variants"] {
+        let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(folder);
+        for entry in std::fs::read_dir(root).expect("fixtures") {
+            let path = entry.expect("an entry").path();
+            // What the importer refuses is tested where it is refused.
+            let Ok(imported) = import(&path) else { continue };
+            count += proven_on_every_record(&imported.graph, &path.display().to_string(), 512);
+        }
+    }
+    assert!(count > 1000, "only {count} schedules");
+}
+
+#[test]
+fn every_synthetic_shape_on_every_record() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("manifests/configs");
+    for entry in std::fs::read_dir(root).expect("configs") {
+        let path = entry.expect("an entry").path();
+        let text = std::fs::read_to_string(&path).expect("a config");
+        let imported = import_config_only(&text, 0).expect("a shape that we ship");
+        proven_on_every_record(&imported.graph, &path.display().to_string(), 4096);
+    }
 }

@@ -202,12 +202,16 @@ pub fn h200() -> Target {
     }
 }
 
+/// The H200 without the limits of today's kernels: what the language can say, with bulk copies.
+pub fn beyond_kernels() -> Target {
+    Target { kind: TargetKind::Cpu, ..h200() }
+}
+
 /// Counters and one warp an SM, as the interpreter runs it.
 pub fn on_cpu(sms: u32) -> Candidate {
     Candidate {
         sms,
         consumer_warps: 1,
-        groups: 1,
         ring_slots: 4,
         slot_bytes: 4096,
         flight_high: 4,
@@ -222,14 +226,7 @@ pub fn on_cpu(sms: u32) -> Candidate {
 
 /// Packets, sixteen warps in two groups, and split attention from position 32 on.
 pub fn on_h200(sms: u32) -> Candidate {
-    Candidate {
-        consumer_warps: 16,
-        groups: 2,
-        slot_bytes: 16_384,
-        splits: 2,
-        mechanism: Mechanism::Packets,
-        ..on_cpu(sms)
-    }
+    Candidate { consumer_warps: 16, slot_bytes: 16_384, splits: 2, mechanism: Mechanism::Packets, ..on_cpu(sms) }
 }
 
 /// The toy on 4 SMs of an H200: two regimes, packets.
@@ -242,17 +239,17 @@ pub fn listed(violations: &[Violation]) -> String {
 }
 
 pub fn buffer(schedule: &Schedule, name: &str) -> BufferId {
-    BufferId::from(schedule.program.buffers.iter().position(|b| b.name == name).expect(name))
+    BufferId::from(schedule.program.buffers.iter().position(|b| b.name == name).expect("the name"))
 }
 
 pub fn grid(schedule: &Schedule, name: &str) -> GridId {
-    GridId::from(schedule.program.grids.iter().position(|g| g.name == name).expect(name))
+    GridId::from(schedule.program.grids.iter().position(|g| g.name == name).expect("the name"))
 }
 
 pub fn operand<'a>(schedule: &'a mut Schedule, grid_name: &str, role: Role) -> &'a mut Operand {
     let id = grid(schedule, grid_name);
     let operands = &mut schedule.program.grids[id.index()].operands;
-    operands.iter_mut().find(|o| o.role == role).expect(role.name())
+    operands.iter_mut().find(|o| o.role == role).expect("the operand")
 }
 
 /// The `nth` task of a grid in a regime.
@@ -260,11 +257,6 @@ pub fn task(schedule: &Schedule, regime: usize, grid_name: &str, nth: usize) -> 
     let id = grid(schedule, grid_name);
     let tasks = schedule.regimes[regime].tasks.iter().enumerate().filter(|(_, t)| t.grid == id);
     TaskId::from(tasks.map(|(t, _)| t).nth(nth).expect("the task"))
-}
-
-pub fn task_mut<'a>(schedule: &'a mut Schedule, regime: usize, grid_name: &str, nth: usize) -> &'a mut Task {
-    let id = task(schedule, regime, grid_name, nth);
-    &mut schedule.regimes[regime].tasks[id.index()]
 }
 
 /// The event of a regime about exactly these columns.
@@ -304,11 +296,13 @@ pub fn restream(schedule: &mut Schedule) {
     }
 }
 
-/// Adds to the toy a grid `extra`, one task in each regime, that multiplies columns 16..32 of `x.0` by weights of its own
-/// into a buffer `y` that nobody reads. It is put behind `after` in the queue of the SM that is given for each regime.
+/// Adds to the toy a grid `extra`, one task in each regime, that multiplies the last 16 columns of `x.0` by weights of its own
+/// into a buffer `y` that nobody reads. It is put behind `after` (else last) in the queue of the SM given for each regime.
 pub fn add_extra(schedule: &mut Schedule, after: &str, sms: [usize; 2]) {
     let x = buffer(schedule, "x.0");
     let program = &mut schedule.program;
+    let hi = program.buffers[x.index()].cols;
+    let lo = hi - 16;
     let weight = BufferId::from(program.buffers.len());
     let view = RowView::range(TensorId(0), 0);
     program.buffers.push(Buffer {
@@ -339,34 +333,43 @@ pub fn add_extra(schedule: &mut Schedule, after: &str, sms: [usize; 2]) {
         n: 1,
         second: Second::Axis(1),
         operands: vec![
-            op(Role::X, Access::Read, x, Rows::One, Cols { base: 16, limit: 32, ..Cols::all(16) }),
+            op(Role::X, Access::Read, x, Rows::One, Cols { base: lo, limit: hi, ..Cols::all(16) }),
             op(Role::Weight, Access::Stream, weight, Rows::Units, Cols::blocks(1, 1)),
             op(Role::Out, Access::Write, y, Rows::One, Cols::blocks(8, 8)),
         ],
     });
     for (r, sm) in sms.into_iter().enumerate().take(schedule.regimes.len()) {
         let event = EventId::from(schedule.regimes[r].events.len());
-        let producers: Vec<TaskId> = (0..4).map(|nth| task(schedule, r, "embed", nth)).collect();
+        let embed = grid(schedule, "embed");
         let after = grid(schedule, after);
         let regime = &mut schedule.regimes[r];
         let mut count = 0;
-        for id in producers {
-            let embed = &mut regime.tasks[id.index()];
-            // Units of 8 columns.
-            if embed.lo * 8 < 32 && embed.hi * 8 > 16 {
-                embed.signals.push(event);
-                count += 1;
-            }
+        // Units of 8 columns.
+        for task in regime.tasks.iter_mut().filter(|t| t.grid == embed && t.lo * 8 < hi && t.hi * 8 > lo) {
+            task.signals.push(event);
+            count += 1;
         }
         let mechanism = Mechanism::Packets;
-        regime.events.push(Event { buffer: x, lo: 16, hi: 32, count, mechanism, carried: false, proxy: false });
+        regime.events.push(Event { buffer: x, lo, hi, count, mechanism, carried: false, proxy: false });
         let id = TaskId::from(regime.tasks.len());
         let waits = vec![Wait { event, count }];
         regime.tasks.push(Task { grid: extra, lo: 0, hi: 1, j: 0, waits, signals: vec![] });
         let queue = &mut regime.queues[sm];
-        let place = queue.iter().rposition(|id| regime.tasks[id.index()].grid == after).expect("the task before");
-        queue.insert(place + 1, id);
+        let place = queue.iter().rposition(|id| regime.tasks[id.index()].grid == after);
+        queue.insert(place.map_or(queue.len(), |place| place + 1), id);
         regime.streams[sm].push(Run { task: id, bytes: RunBytes::Fixed { offset: 0, bytes: 512 } });
     }
     restream(schedule);
+}
+
+/// xorshift64*: the mutants are the same on every machine.
+pub struct Random(pub u64);
+
+impl Random {
+    pub fn below(&mut self, n: usize) -> usize {
+        self.0 ^= self.0 >> 12;
+        self.0 ^= self.0 << 25;
+        self.0 ^= self.0 >> 27;
+        (self.0.wrapping_mul(0x2545_f491_4f6c_dd1d) >> 33) as usize % n
+    }
 }

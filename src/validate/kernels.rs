@@ -1,0 +1,216 @@
+//! Group 7, CUDA targets: what `kernels/` takes for granted. The language can say more, and the interpreter runs more.
+//!
+//! Code generation prints and decides nothing, so what the kernels cannot do must end here. Each rule names the place
+//! that relies on it; where that place learns more, the rule goes.
+
+use super::{Entity, Found, Rule, Witness, note};
+use crate::ir::op::{Attention, Epilogue, HISTORY_ALIGN, MatVec, Op, QkNormAttr, Role};
+use crate::ir::program::{Grid, Program, Space};
+use crate::ir::schedule::{Mechanism, RunBytes, Schedule};
+use crate::ir::{EventId, GridId, SmId};
+use crate::model::graph::NormKind;
+use crate::target::{Target, TargetKind};
+
+/// Extents that queue entries and stream runs hold in 16 and 32 bits.
+const SHARES_MAX: u32 = 1 << 16;
+const RUN_BYTES_MAX: u64 = 1 << 31;
+/// Bytes that 32 bits of 8-byte packets, and of 256-byte units, reach.
+const EXCHANGE_BYTES_MAX: u64 = 8 << 32;
+const CACHE_BYTES_MAX: u64 = 256 << 32;
+
+pub(super) fn check(schedule: &Schedule, target: &Target, found: &mut Found) {
+    if target.kind != TargetKind::Cuda {
+        return;
+    }
+    let mut rules = Rules { found };
+    rules.program(&schedule.program);
+    rules.regimes(schedule);
+    rules.memory(schedule);
+}
+
+struct Rules<'a> {
+    found: &'a mut Found,
+}
+
+impl Rules<'_> {
+    fn expect(&mut self, holds: bool, at: Entity, message: impl FnOnce() -> String) {
+        if !holds {
+            self.found.add(Rule::Kernel, at, message);
+        }
+    }
+
+    fn expect_with(&mut self, holds: bool, at: Entity, story: impl FnOnce() -> (String, Vec<Witness>)) {
+        if !holds {
+            self.found.add_with(Rule::Kernel, at, story);
+        }
+    }
+
+    fn program(&mut self, program: &Program) {
+        let mut heads = vec![];
+        for (g, grid) in (0..).zip(&program.grids) {
+            let at = Entity::Grid(GridId(g));
+            self.places(at, grid, program);
+            match &grid.op {
+                Op::MatVec(m) => {
+                    if matches!(m.epilogue, Epilogue::Logits { .. }) {
+                        heads.push(at);
+                    }
+                    // stage.cuh multiplies by the weights of every norm.
+                    self.expect(m.norm.is_none() || grid.operand(Role::NormWeight).is_some(), at, || {
+                        "expected weights for its norm, found none".to_string()
+                    });
+                }
+                Op::NormAdd { norm, .. } => {
+                    // norm_add.cuh.
+                    self.expect(grid.operand(Role::NormWeight).is_some(), at, || {
+                        "expected weights for its norm, found none".to_string()
+                    });
+                    self.expect(norm.kind == NormKind::Rms && grid.operand(Role::NormBias).is_none(), at, || {
+                        "expected an RMS norm without bias".to_string()
+                    });
+                }
+                Op::Attention(a) => self.attention(at, grid, a),
+                Op::AttentionMerge { .. } | Op::Select | Op::Report | Op::Embed { .. } => {}
+            }
+        }
+        // select.cuh reads as many candidates as the first head has.
+        self.expect_with(heads.len() == 1, Entity::Schedule, || {
+            let heads: Vec<Witness> = heads.iter().map(|&at| note(at, "makes logits")).collect();
+            (format!("expected one head, found {}", heads.len()), heads)
+        });
+    }
+
+    /// A queue entry holds the place of a buffer and no column: operands begin at its column 0 and take all of it. Only
+    /// q, k and v share a buffer, one behind the other.
+    fn places(&mut self, at: Entity, grid: &Grid, program: &Program) {
+        for operand in &grid.operands {
+            let buffer = &program.buffers[operand.buffer.index()];
+            let (base, limit) = (operand.cols.base, operand.cols.limit);
+            let role = operand.role.name();
+            match (buffer.space, operand.role) {
+                (Space::Exchange, Role::Q | Role::K | Role::V) => {}
+                (Space::Exchange, _) => {
+                    self.expect_with(base == 0 && limit == buffer.cols, at, || {
+                        let message =
+                            format!("expected `{role}` to be all columns of its buffer, found {base}..{limit}");
+                        (message, vec![note(Entity::Buffer(operand.buffer), format!("has {}", buffer.cols))])
+                    });
+                }
+                (Space::Cache, _) => {
+                    self.expect_with(base == 0, at, || {
+                        let message = format!("expected `{role}` from column 0 on, found {base}");
+                        (message, vec![note(Entity::Buffer(operand.buffer), "is the cache")])
+                    });
+                }
+                _ => {}
+            }
+            // select.cuh and matvec.cuh take the candidates of even and odd steps in turn, nothing else has copies.
+            let phases = if operand.role == Role::Candidates { 2 } else { 1 };
+            self.expect_with(buffer.phases == phases, at, || {
+                let message = format!("expected {phases} phases of `{role}`, found {}", buffer.phases);
+                (message, vec![note(Entity::Buffer(operand.buffer), "has them")])
+            });
+        }
+    }
+
+    /// attention.cuh.
+    fn attention(&mut self, at: Entity, grid: &Grid, a: &Attention) {
+        let (q_cols, kv_cols) = (a.heads * a.head_dim, a.kv_heads() * a.head_dim);
+        let place = |role| grid.operand(role).map(|o| (o.buffer, o.cols.base));
+        let q = place(Role::Q).map(|q| q.0);
+        let follows = [(Role::Q, 0), (Role::K, q_cols), (Role::V, q_cols + kv_cols)];
+        self.expect(follows.into_iter().all(|(role, base)| place(role) == q.map(|q| (q, base))), at, || {
+            "expected q, k and v one behind the other from column 0 of one buffer".to_string()
+        });
+        for (norm, role) in [(&a.q_norm, Role::QNormWeight), (&a.k_norm, Role::KNormWeight)] {
+            let Some(QkNormAttr { norm, .. }) = norm else { continue };
+            self.expect(norm.kind == NormKind::Rms && grid.operand(role).is_some(), at, || {
+                format!("expected an RMS norm with weights for `{}`", role.name())
+            });
+        }
+        self.expect(a.splits < SHARES_MAX && a.kv_heads() < SHARES_MAX, at, || {
+            let (splits, kv_heads) = (a.splits, a.kv_heads());
+            format!("expected fewer than {SHARES_MAX} shares and KV heads, found {splits} and {kv_heads}")
+        });
+    }
+
+    fn regimes(&mut self, schedule: &Schedule) {
+        let program = &schedule.program;
+        // kernel.cuh and ring.cuh compare the position with one bound.
+        let regimes = schedule.regimes.len();
+        self.expect(regimes <= 2, Entity::Schedule, || format!("expected at most 2 regimes, found {regimes}"));
+        for (r, regime) in (0..).zip(&schedule.regimes) {
+            for (e, event) in (0..).zip(&regime.events) {
+                // sync.cuh fences once a step, around the candidates.
+                let mechanism = if event.carried { Mechanism::Fenced } else { Mechanism::Packets };
+                self.expect(event.mechanism == mechanism, Entity::Event(r, EventId(e)), || {
+                    let (expected, found) = (mechanism.name(), event.mechanism.name());
+                    format!("expected `{expected}`, the only mechanism of such events, found `{found}`")
+                });
+            }
+            for (s, queue) in (0..).zip(&regime.queues) {
+                let at = Entity::Sm(r, SmId(s));
+                // kernel.cuh fetches two entries ahead.
+                self.expect(queue.len() >= 2, at, || format!("expected at least 2 tasks, found {}", queue.len()));
+                // Whoever stops reports the token by the entry behind its `select`.
+                let second = queue.get(1).map(|t| &program.grids[regime.tasks[t.index()].grid.index()].op);
+                self.expect(s != 0 || matches!(second, Some(Op::Report)), at, || {
+                    "expected `report` behind `select` in its queue".to_string()
+                });
+            }
+            for run in regime.streams.iter().flatten() {
+                let at = Entity::Task(r, run.task);
+                let op = &program.grids[regime.tasks[run.task.index()].grid.index()].op;
+                match (run.bytes, op) {
+                    (RunBytes::Fixed { bytes, .. }, Op::MatVec(MatVec { .. })) => {
+                        self.expect(bytes < RUN_BYTES_MAX, at, || {
+                            format!("expected fewer than {RUN_BYTES_MAX} bytes of weights a task, found {bytes}")
+                        });
+                    }
+                    (RunBytes::History { rows }, Op::Attention(a)) => {
+                        // The consumers know the rows of a chunk when they are compiled: as many as a slot holds.
+                        let row_bytes = u64::from(a.head_dim) * program.precision.cache.bytes() as u64;
+                        let align = u64::from(HISTORY_ALIGN);
+                        let expected = u64::from(schedule.machine.ring.slot_bytes) / row_bytes / align * align;
+                        self.expect(u64::from(rows) == expected, at, || {
+                            format!("expected {expected} rows a chunk, as many as a slot holds, found {rows}")
+                        });
+                    }
+                    // `streams` says what is wrong with it.
+                    _ => {}
+                }
+            }
+        }
+    }
+
+    fn memory(&mut self, schedule: &Schedule) {
+        let smem = &schedule.machine.smem;
+        let part = |name: &str| (0..).zip(smem).find(|(_, part)| part.name == name);
+        // ring.cuh: slot `i` is at `i * slot_bytes`.
+        if let Some((i, ring)) = part("ring") {
+            self.expect(ring.offset == 0, Entity::SmemPart(i), || {
+                format!("expected `ring` at 0, found {}", ring.offset)
+            });
+        }
+        // context.cuh: what stages nothing uses both as one.
+        if let (Some((_, stage)), Some((i, reduce))) = (part("stage"), part("reduce")) {
+            let end = u64::from(stage.offset) + u64::from(stage.bytes);
+            self.expect(u64::from(reduce.offset) == end, Entity::SmemPart(i), || {
+                format!("expected `reduce` right behind `stage`, at {end}, found {}", reduce.offset)
+            });
+        }
+        let places = schedule.program.buffers.iter().zip(&schedule.placement).enumerate();
+        for (b, (buffer, place)) in places {
+            let most = match buffer.space {
+                Space::Exchange => EXCHANGE_BYTES_MAX,
+                Space::Cache => CACHE_BYTES_MAX,
+                _ => continue,
+            };
+            if let Some(place) = *place {
+                self.expect(place < most, Entity::Buffer(b.into()), || {
+                    format!("expected a place below {most}, found {place}")
+                });
+            }
+        }
+    }
+}
