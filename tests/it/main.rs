@@ -17,6 +17,7 @@ mod tidy;
 use std::io::Write;
 
 /// Says on the terminal that `test` did not run: the test harness hides what passing tests print by `eprintln!`.
+#[allow(clippy::explicit_write)]
 fn skipped(test: &str, missing: &str, reason: &str) {
     let first = reason.lines().next().unwrap_or_default();
     writeln!(std::io::stderr(), "SKIPPED (no {missing}): {test}: {first}").unwrap();

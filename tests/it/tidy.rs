@@ -38,7 +38,7 @@ const IMPORTS: &[(&str, &[&str])] = &[
     ("validate", &["dtype", "error", "ir", "model", "target"]),
     ("interp", &["dtype", "error", "ir", "model", "pack", "sample"]),
     // Prints and encodes what was proven; decides nothing.
-    ("codegen", &["dtype", "ir", "model", "schedule", "target", "validate"]),
+    ("codegen", &["dtype", "ir", "lower", "model", "schedule", "target", "validate"]),
     // Source in, cubin out, bytes to a device; only a session knows what a schedule is.
     ("cuda", &["codegen", "error", "target"]),
     ("cuda/session", &["codegen", "error", "ir", "pack", "sample", "target", "validate"]),
@@ -104,7 +104,6 @@ const SYNCHRONISES_ELSEWHERE: &[(&str, &str, &str)] = &[
         "wait_expired",
         "the loader's waits for a free slot and for the acquired step, bounded as all",
     ),
-    ("runtime/kernel.cuh", "cp.async", "brings queue entries ahead of their task"),
     ("runtime/kernel.cuh", "fence.mbarrier_init", "once, before the roles of the warps part"),
     ("runtime/kernel.cuh", "__threadfence_block", "once, before the roles of the warps part"),
     ("runtime/kernel.cuh", "__syncthreads", "once, before the roles of the warps part"),
