@@ -442,7 +442,7 @@ pub const HEADS_PER_TASK_MAX: u32 = 8;
 
 /// The most query heads of one KV head that one task can take.
 pub fn heads_per_task_most(group: u32) -> u32 {
-    (1..=HEADS_PER_TASK_MAX.min(group)).rev().find(|n| group % n == 0).unwrap_or(1)
+    (1..=HEADS_PER_TASK_MAX.min(group)).rev().find(|n| group.is_multiple_of(*n)).unwrap_or(1)
 }
 
 struct Sum {

@@ -53,10 +53,10 @@ fn check_knobs(program: &Program, target: &Target, c: &Candidate) -> Result<(), 
     if c.consumer_warps == 0 || c.consumer_warps > warps_max {
         return knob("consumer_warps", c.consumer_warps, &format!("1 to {warps_max}"));
     }
-    if c.slot_bytes == 0 || c.slot_bytes % GRANULE_BYTES != 0 {
+    if c.slot_bytes == 0 || !c.slot_bytes.is_multiple_of(GRANULE_BYTES) {
         return knob("slot_bytes", c.slot_bytes, &format!("a multiple of {GRANULE_BYTES}"));
     }
-    if (c.slot_bytes / GRANULE_BYTES) % c.consumer_warps != 0 {
+    if !(c.slot_bytes / GRANULE_BYTES).is_multiple_of(c.consumer_warps) {
         let expected = format!("a multiple of {} granules, one for each warp", c.consumer_warps);
         return knob("slot_bytes", c.slot_bytes, &expected);
     }

@@ -11,7 +11,7 @@
 // the staged x at the same places, so no data is rearranged. Partial sums of a unit from all warps meet in shared memory,
 // M::REDUCE_UNITS units at a time; a warp adds up one unit.
 //
-// Serial instructions between two hops are what a step is made of (about 0.4 us a hundred on Hopper), so everything that can
+// Serial instructions between two hops are what a step is made of (about 0.4 us a hundred on sm_90), so everything that can
 // be is a constant.
 #pragma once
 

@@ -16,10 +16,12 @@ mod proof_naive;
 mod proof_real;
 mod proof_support;
 mod support;
+mod tidy;
 
 use std::io::Write;
 
 /// Says on the terminal that `test` did not run: the test harness hides what passing tests print by `eprintln!`.
+#[allow(clippy::explicit_write)]
 fn skipped(test: &str, missing: &str, reason: &str) {
     let first = reason.lines().next().unwrap_or_default();
     writeln!(std::io::stderr(), "SKIPPED (no {missing}): {test}: {first}").unwrap();
