@@ -20,8 +20,6 @@ pub struct Candidate {
     pub sms: u32,
     /// Warps that execute tasks.
     pub consumer_warps: u32,
-    /// Warp groups that take chunks in turn; divides `consumer_warps`.
-    pub groups: u32,
     pub ring_slots: u32,
     pub slot_bytes: u32,
     /// Copies in flight while at least `flight_free` slots are free, and otherwise.
@@ -58,8 +56,8 @@ pub enum Infeasible {
 }
 
 impl Candidate {
-    /// What an engineer who has read the measurements would pick without measuring: all SMs that get work, sixteen
-    /// consumer warps in two groups, a ring as large as shared memory allows, few copies in flight near a hop.
+    /// What an engineer who has read the measurements would pick without measuring: all SMs that get work, eight
+    /// consumer warps, a ring as large as shared memory allows, few copies in flight near a hop.
     pub fn default_for(graph: &ModelGraph, target: &Target, precision: Precision) -> Candidate {
         let attention = graph.layers.first().map(|l| &l.attn);
         let (heads, kv_heads) = attention.map_or((1, 1), |a| (a.heads, a.kv_heads));
@@ -67,7 +65,9 @@ impl Candidate {
         // A block without a unit of the head would release nothing at the end of a step.
         let sms = target.spec.sm_count.min(graph.vocab.div_ceil(UNIT_ROWS)).max(1);
         let cpu = target.kind == TargetKind::Cpu;
-        let consumer_warps = if cpu { 1 } else { 16 };
+        // Eight warps have 224 registers each and half the barrier and instruction traffic of sixteen, and still take chunks
+        // faster than memory brings them (docs/perf-log.md).
+        let consumer_warps = if cpu { 1 } else { 8 };
         let slot_bytes = 16384;
         let fixed = crate::schedule::fixed_smem_bytes(graph, target, precision, consumer_warps, sms);
         let room = u64::from(target.spec.smem_bytes_per_block_max).saturating_sub(fixed);
@@ -75,7 +75,6 @@ impl Candidate {
         Candidate {
             sms,
             consumer_warps,
-            groups: if cpu { 1 } else { 2 },
             ring_slots,
             slot_bytes,
             flight_high: 4.min(ring_slots),
@@ -100,7 +99,6 @@ impl fmt::Display for Candidate {
         let Candidate {
             sms,
             consumer_warps,
-            groups,
             ring_slots,
             slot_bytes,
             flight_high,
@@ -113,7 +111,7 @@ impl fmt::Display for Candidate {
         } = self;
         write!(
             f,
-            "sms={sms};consumer_warps={consumer_warps};groups={groups};ring_slots={ring_slots};slot_bytes={slot_bytes};\
+            "sms={sms};consumer_warps={consumer_warps};ring_slots={ring_slots};slot_bytes={slot_bytes};\
              flight_high={flight_high};flight_low={flight_low};flight_free={flight_free};\
              heads_per_task={heads_per_task};splits={splits};split_from={split_from};mechanism={}",
             mechanism.name()
@@ -137,7 +135,6 @@ impl Candidate {
             *match knob {
                 "sms" => &mut candidate.sms,
                 "consumer_warps" => &mut candidate.consumer_warps,
-                "groups" => &mut candidate.groups,
                 "ring_slots" => &mut candidate.ring_slots,
                 "slot_bytes" => &mut candidate.slot_bytes,
                 "flight_high" => &mut candidate.flight_high,

@@ -37,5 +37,6 @@ pub mod flywheel;
 pub mod report;
 pub mod search;
 
-pub mod cli;
 pub mod pipeline;
+
+pub mod cli;

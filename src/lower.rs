@@ -301,8 +301,9 @@ impl Builder<'_> {
         self.matvec(&format!("qkv.{l}"), x, layer.attn_norm.as_ref(), &linears, Epilogue::Store, Second::Axis(1), out);
 
         let (rows, dtype) = (self.program.context_max, self.program.precision.cache);
-        let k_cache = self.buffer(&format!("k.{l}"), Space::Cache, dtype, rows, kv_cols, 1, None);
-        let v_cache = self.buffer(&format!("v.{l}"), Space::Cache, dtype, rows, kv_cols, 1, None);
+        let pitch = cache_pitch(dim, dtype);
+        let k_cache = self.buffer(&format!("k.{l}"), Space::Cache, dtype, rows, kv_heads * pitch, 1, None);
+        let v_cache = self.buffer(&format!("v.{l}"), Space::Cache, dtype, rows, kv_heads * pitch, 1, None);
         let attn = self.exchange(&format!("attn.{l}"), q_cols);
         let mut constants = vec![];
         for (role, norm, width) in [(Role::QNormWeight, &a.q_norm, q_cols), (Role::KNormWeight, &a.k_norm, kv_cols)] {
@@ -396,8 +397,9 @@ impl Builder<'_> {
             Some(QkNormAttr { projection: true, .. }) => Cols { only_j: last, ..whole(q_cols, kv_cols) },
             _ => head_kv(q_cols),
         };
-        let history = Cols { only_j: None, ..head_kv(0) };
-        let append = Cols { first: true, ..head_kv(0) };
+        let pitch = cache_pitch(dim, self.program.precision.cache);
+        let history = Cols { only_j: None, stride: pitch, limit: op.kv_heads() * pitch, ..head_kv(0) };
+        let append = Cols { first: true, only_j: last, ..history };
         let mut operands = vec![
             read(Role::Q, buffers.qkv, q),
             read(Role::K, buffers.qkv, k),
@@ -426,12 +428,21 @@ impl Builder<'_> {
     }
 }
 
+/// Columns from one KV head to the next in a cache row: `head_dim`, rounded up to what a bulk copy can start at.
+pub fn cache_pitch(head_dim: u32, dtype: DType) -> u32 {
+    let bytes = dtype.bytes() as u32;
+    (head_dim * bytes).next_multiple_of(COPY_ALIGN_BYTES) / bytes
+}
+
+/// Bulk and 16-byte asynchronous copies take addresses and lengths in multiples of this.
+const COPY_ALIGN_BYTES: u32 = 16;
+
 /// Query heads are rows of one 8-row half of a tensor-core operand.
 pub const HEADS_PER_TASK_MAX: u32 = 8;
 
 /// The most query heads of one KV head that one task can take.
 pub fn heads_per_task_most(group: u32) -> u32 {
-    (1..=HEADS_PER_TASK_MAX.min(group)).rev().find(|n| group % n == 0).unwrap_or(1)
+    (1..=HEADS_PER_TASK_MAX.min(group)).rev().find(|n| group.is_multiple_of(*n)).unwrap_or(1)
 }
 
 struct Sum {

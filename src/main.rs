@@ -1,1 +1,7 @@
-fn main() {}
+//! The `monobloc` binary; [`monobloc::cli`] is what it does.
+
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    monobloc::cli::run(std::env::args_os())
+}

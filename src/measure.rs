@@ -1,1 +1,284 @@
-//! Not written yet.
+//! Owns `Measurement`: the time of whole launches of a schedule whose numbers were checked.
+//!
+//! Launches of many steps are timed, never single steps of a device: a launch is what a user waits for. A latency below
+//! the time that the bytes of a step need at the measured bandwidth cannot be true, and is withheld.
+
+use std::ops::ControlFlow;
+use std::time::{Duration, Instant};
+
+use serde::{Deserialize, Serialize};
+use thiserror::Error;
+
+use crate::check::{Checked, FILL_SEED, check_ids, fill_device_cache};
+use crate::cuda::driver::Device;
+use crate::cuda::session::{Session, SessionError};
+use crate::error::Fault;
+use crate::interp::{Input, Interp, InterpError, Options, Pack};
+use crate::model::config::step_cache_bytes;
+use crate::model::graph::ModelGraph;
+use crate::pack::layout;
+use crate::target::Target;
+use crate::validate::Validated;
+
+/// Time for all positions of one measurement together, on the CPU.
+const CPU_BUDGET: Duration = Duration::from_secs(10);
+/// Time for one position on a device: thousands of steps of any model that fits it.
+const DEVICE_BUDGET: Duration = Duration::from_secs(3);
+/// Launches that are run and not counted: clocks rise, pages and caches fill.
+const WARM_UP: u32 = 3;
+/// More samples do not move the median of a quiet machine; fewer than three have no spread.
+const CPU_SAMPLES_MAX: usize = 20;
+const DEVICE_SAMPLES_MAX: usize = 50;
+const SAMPLES_MIN: usize = 3;
+
+/// Times at one position, per step.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Timed {
+    /// Tokens in the cache at the first timed step.
+    pub position: u32,
+    pub steps_per_launch: u32,
+    /// Timed launches.
+    pub samples: u32,
+    pub latency_us_p10: f64,
+    pub latency_us_p50: f64,
+    pub latency_us_p90: f64,
+    /// Bytes that a step has to move in the middle of the launch: weight streams, cache rows, one embedding row.
+    pub bytes_per_step: u64,
+    /// Those bytes at the bandwidth that was measured for the target.
+    pub floor_us: Option<f64>,
+    pub clock_sm_mhz: Option<u32>,
+    pub clock_mem_mhz: Option<u32>,
+    /// Reasons for throttling; `none` if there was none, empty if nobody looked.
+    pub throttle: String,
+}
+
+/// A latency that cannot be true.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Withheld {
+    pub position: u32,
+    pub reason: String,
+}
+
+/// Times of a checked schedule, by position. Only the functions of this file make one.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Measurement {
+    timed: Vec<Timed>,
+    withheld: Vec<Withheld>,
+}
+
+/// What a cache keeps of it. Not `Measurement` itself, or any JSON could become one.
+#[derive(Serialize, Deserialize)]
+struct Entry {
+    timed: Vec<Timed>,
+    withheld: Vec<Withheld>,
+}
+
+impl Measurement {
+    /// By position, ascending.
+    pub fn timed(&self) -> &[Timed] {
+        &self.timed
+    }
+
+    /// Positions without a time, and why.
+    pub fn withheld(&self) -> &[Withheld] {
+        &self.withheld
+    }
+
+    /// The text that a cache keeps.
+    pub(crate) fn to_entry(&self) -> Vec<u8> {
+        let Measurement { timed, withheld } = self.clone();
+        serde_json::to_vec(&Entry { timed, withheld }).expect("numbers and names")
+    }
+
+    /// Reads what [`Measurement::to_entry`] wrote; the cache answers for the bytes and for the key they lie under.
+    pub(crate) fn from_entry(bytes: &[u8]) -> Option<Measurement> {
+        let Entry { timed, withheld } = serde_json::from_slice(bytes).ok()?;
+        Some(Measurement { timed, withheld })
+    }
+}
+
+#[derive(Debug, Error)]
+pub enum MeasureError {
+    #[error(transparent)]
+    Interp(#[from] InterpError),
+    #[error(transparent)]
+    Session(#[from] SessionError),
+}
+
+impl From<MeasureError> for Fault {
+    fn from(error: MeasureError) -> Fault {
+        match error {
+            MeasureError::Interp(error) => error.into(),
+            MeasureError::Session(error) => error.into(),
+        }
+    }
+}
+
+/// What is timed.
+#[derive(Clone, Copy)]
+pub struct Subject<'a> {
+    pub validated: &'a Validated,
+    pub graph: &'a ModelGraph,
+    pub target: &'a Target,
+    /// Ascending; each leaves room for a launch.
+    pub positions: &'a [u32],
+    /// Steps of one launch, as the manifest asks for them; the CPU takes fewer where a launch would last too long.
+    pub steps_per_launch: u32,
+}
+
+/// Times the interpreter's fast path with a clock on the wall.
+///
+/// # Errors
+/// Faults of the interpreter.
+pub fn measure_cpu(subject: &Subject<'_>, _checked: &Checked, pack: Pack) -> Result<Measurement, MeasureError> {
+    let mut interp = Interp::new(subject.validated.schedule(), pack, Options::fast())?;
+    let budget = CPU_BUDGET / subject.positions.len().max(1) as u32;
+    let mut measurement = Measurement { timed: vec![], withheld: vec![] };
+    for &position in subject.positions {
+        interp.reset();
+        interp.fill_cache(FILL_SEED, position)?;
+        let first = check_ids(subject.graph.vocab, 1).first().copied().unwrap_or(0);
+        let mut launch = |steps: u32| -> Result<Duration, InterpError> {
+            let mut inputs = vec![Input::Selected; steps.max(1) as usize];
+            inputs[0] = Input::Token(first);
+            interp.seek(position)?;
+            let started = Instant::now();
+            interp.launch(&inputs, |_| ControlFlow::Continue(()))?;
+            Ok(started.elapsed())
+        };
+        let started = Instant::now();
+        // The first step pays for pages that nobody touched yet; the second tells how many of them fit the budget.
+        launch(1)?;
+        let step = launch(1)?.max(Duration::from_nanos(1));
+        let affordable = (budget.as_nanos() / step.as_nanos() / (SAMPLES_MIN as u128 + 1)).max(1);
+        let steps = u128::from(subject.steps_per_launch).min(affordable) as u32;
+        launch(steps)?;
+        let mut samples_us = vec![];
+        while samples_us.len() < SAMPLES_MIN || (samples_us.len() < CPU_SAMPLES_MAX && started.elapsed() < budget) {
+            samples_us.push(launch(steps)?.as_secs_f64() * 1e6 / f64::from(steps));
+        }
+        measurement.add(subject, position, steps, samples_us, None);
+    }
+    Ok(measurement)
+}
+
+/// Times a device with events around each launch. The cache before each position is made up.
+///
+/// # Errors
+/// Faults of the session; one that hung is lost.
+pub fn measure_cuda(
+    subject: &Subject<'_>,
+    _checked: &Checked,
+    device: &Device,
+    session: &mut Session,
+) -> Result<Measurement, MeasureError> {
+    let steps = subject.steps_per_launch;
+    let mut measurement = Measurement { timed: vec![], withheld: vec![] };
+    for &position in subject.positions {
+        fill_device_cache(session, subject.validated.schedule(), FILL_SEED, position)?;
+        session.start(&check_ids(subject.graph.vocab, position + 1), &[])?;
+        for _ in 0..WARM_UP {
+            session.run(position, steps, false)?;
+        }
+        let started = Instant::now();
+        let mut samples_us = vec![];
+        while samples_us.len() < SAMPLES_MIN
+            || (samples_us.len() < DEVICE_SAMPLES_MAX && started.elapsed() < DEVICE_BUDGET)
+        {
+            samples_us.push(session.run(position, steps, false)?.device_us / f64::from(steps));
+        }
+        measurement.add(subject, position, steps, samples_us, device.clocks());
+    }
+    Ok(measurement)
+}
+
+/// Bytes that a step has to move with `history` tokens in the cache, and what of them may stay in the L2 cache.
+fn step_bytes(subject: &Subject<'_>, history: u32) -> u64 {
+    let schedule = subject.validated.schedule();
+    let precision = schedule.program.precision;
+    let streams: u64 = layout(schedule).stream_bytes.iter().sum();
+    let row = u64::from(subject.graph.hidden) * precision.weights.bytes() as u64;
+    streams + step_cache_bytes(subject.graph, precision, history) + row
+}
+
+impl Measurement {
+    fn add(
+        &mut self,
+        subject: &Subject<'_>,
+        position: u32,
+        steps: u32,
+        mut samples_us: Vec<f64>,
+        clocks: Option<crate::cuda::nvml::Clocks>,
+    ) {
+        samples_us.sort_by(f64::total_cmp);
+        let bytes_per_step = step_bytes(subject, position + steps / 2);
+        let bandwidth = subject.target.measured.read_bytes_per_s;
+        let floor = |bytes: u64| bandwidth.map(|per_s| bytes as f64 / per_s * 1e6);
+        let median = percentile(&samples_us, 0.5);
+        // What fits the L2 cache may stay there from one step to the next, so it does not have to be read again.
+        let least = floor(bytes_per_step.saturating_sub(subject.target.spec.l2_bytes)).unwrap_or(0.0);
+        if median < least || median <= 0.0 {
+            let reason = format!("{median:.2} µs per step at position {position} is below the floor of {least:.2} µs");
+            self.withheld.push(Withheld { position, reason });
+            return;
+        }
+        let throttle =
+            clocks.as_ref().map(|clocks| clocks.throttle_reasons()).map(|reasons| match reasons.is_empty() {
+                true => "none".to_string(),
+                false => reasons.join(", "),
+            });
+        self.timed.push(Timed {
+            position,
+            steps_per_launch: steps,
+            samples: samples_us.len() as u32,
+            latency_us_p10: percentile(&samples_us, 0.1),
+            latency_us_p50: median,
+            latency_us_p90: percentile(&samples_us, 0.9),
+            bytes_per_step,
+            floor_us: floor(bytes_per_step),
+            clock_sm_mhz: clocks.as_ref().and_then(|clocks| clocks.sm_mhz),
+            clock_mem_mhz: clocks.as_ref().and_then(|clocks| clocks.memory_mhz),
+            throttle: throttle.unwrap_or_default(),
+        });
+    }
+}
+
+/// The value at `share` of ascending samples, by nearest rank.
+fn percentile(ascending: &[f64], share: f64) -> f64 {
+    let rank = (share * ascending.len().saturating_sub(1) as f64).round() as usize;
+    ascending.get(rank).copied().unwrap_or(0.0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn percentiles_are_samples() {
+        let samples: Vec<f64> = (1..=11).map(f64::from).collect();
+        assert_eq!([0.1, 0.5, 0.9].map(|share| percentile(&samples, share)), [2.0, 6.0, 10.0]);
+        assert_eq!([0.1, 0.5, 0.9].map(|share| percentile(&[3.0], share)), [3.0; 3]);
+        assert_eq!(percentile(&[1.0, 2.0, 9.0], 0.9), 9.0);
+    }
+
+    #[test]
+    fn an_entry_reads_back_as_it_was() {
+        let timed = Timed {
+            position: 32,
+            steps_per_launch: 8,
+            samples: 20,
+            latency_us_p10: 0.1,
+            latency_us_p50: 1.0 / 3.0,
+            latency_us_p90: 1e9,
+            bytes_per_step: u64::MAX,
+            floor_us: Some(0.25),
+            clock_sm_mhz: Some(1980),
+            clock_mem_mhz: None,
+            throttle: "none".to_string(),
+        };
+        let withheld = Withheld { position: 64, reason: "too fast".to_string() };
+        let measurement = Measurement { timed: vec![timed], withheld: vec![withheld] };
+        assert_eq!(Measurement::from_entry(&measurement.to_entry()), Some(measurement));
+        assert_eq!(Measurement::from_entry(b"{}"), None);
+    }
+}

@@ -21,6 +21,8 @@ pub struct Report {
     writer: Mutex<Box<dyn Write + Send>>,
     /// On a terminal: what is drawn below the lines.
     bars: Option<MultiProgress>,
+    /// Whether stages that had nothing to do are told.
+    tells_cached: bool,
     ran: AtomicUsize,
     cached: AtomicUsize,
 }
@@ -43,7 +45,14 @@ impl Report {
     }
 
     fn new(writer: Box<dyn Write + Send>, bars: Option<MultiProgress>) -> Report {
-        Report { writer: Mutex::new(writer), bars, ran: AtomicUsize::new(0), cached: AtomicUsize::new(0) }
+        let (ran, cached) = (AtomicUsize::new(0), AtomicUsize::new(0));
+        Report { writer: Mutex::new(writer), bars, tells_cached: true, ran, cached }
+    }
+
+    /// Counts stages that had nothing to do without a line for each: for commands whose result is not the build.
+    pub fn without_cached(mut self) -> Report {
+        self.tells_cached = false;
+        self
     }
 
     /// Begins a stage that has work to do; `detail` tells this one from others of its name and may be empty.
@@ -67,7 +76,9 @@ impl Report {
     /// Tells that a stage had nothing to do because its result was in the cache.
     pub fn cached(&self, name: &str) {
         self.cached.fetch_add(1, Ordering::Relaxed);
-        self.line(&format!("cached {}", plain(name)));
+        if self.tells_cached {
+            self.line(&format!("cached {}", plain(name)));
+        }
     }
 
     /// Begins counting to `total` inside the current stage; `what` names the things counted, as in `trials`.

@@ -6,6 +6,7 @@ use crate::ir::op::{Access, Epilogue, GRANULE_BYTES, HISTORY_ALIGN, Op, PARTIAL_
 use crate::ir::program::{Grid, Program, Second, Space};
 use crate::ir::schedule::{Event, Machine, Mechanism, Regime, Ring, Run, RunBytes, Schedule, SmemPart, Task, Wait};
 use crate::ir::{BufferId, EventId, GridId, TaskId};
+use crate::lower::cache_pitch;
 use crate::model::graph::ModelGraph;
 use crate::target::{CopyMechanism, DotMechanism, Target, TargetKind};
 use std::collections::BTreeMap;
@@ -13,18 +14,22 @@ use std::collections::BTreeMap;
 /// Units whose partial sums wait in shared memory for one reduction across warps.
 pub const REDUCE_UNITS: u32 = 8;
 
+/// Bytes of a queue entry in the kernel's tables.
+pub const QUEUE_ENTRY_BYTES: u32 = 64;
+
 /// Places `program` on `target` as `candidate` says, or names what does not fit.
 pub fn schedule(program: Program, target: &Target, candidate: &Candidate) -> Result<Schedule, Infeasible> {
     check_knobs(&program, target, candidate)?;
-    let machine = machine(&program, target, candidate)?;
     let split = program.grids.iter().any(|g| matches!(g.op, Op::AttentionMerge { .. }));
     let mut regimes = vec![];
     if !split || candidate.split_from > 0 {
-        regimes.push(regime(&program, &machine, target, candidate, 0, false)?);
+        regimes.push(regime(&program, target, candidate, 0, false)?);
     }
     if split {
-        regimes.push(regime(&program, &machine, target, candidate, candidate.split_from, true)?);
+        regimes.push(regime(&program, target, candidate, candidate.split_from, true)?);
     }
+    let queue_max = regimes.iter().flat_map(|r| &r.queues).map(Vec::len).max().unwrap_or(0) as u32;
+    let machine = machine(&program, target, candidate, queue_max)?;
     let placement = placement(&program);
     Ok(Schedule { program, machine, placement, regimes })
 }
@@ -48,19 +53,12 @@ fn check_knobs(program: &Program, target: &Target, c: &Candidate) -> Result<(), 
     if c.consumer_warps == 0 || c.consumer_warps > warps_max {
         return knob("consumer_warps", c.consumer_warps, &format!("1 to {warps_max}"));
     }
-    if c.groups == 0 || c.consumer_warps % c.groups != 0 {
-        return knob("groups", c.groups, &format!("a divisor of the {} consumer warps", c.consumer_warps));
-    }
-    if c.slot_bytes == 0 || c.slot_bytes % GRANULE_BYTES != 0 {
+    if c.slot_bytes == 0 || !c.slot_bytes.is_multiple_of(GRANULE_BYTES) {
         return knob("slot_bytes", c.slot_bytes, &format!("a multiple of {GRANULE_BYTES}"));
     }
-    let per_group = c.consumer_warps / c.groups;
-    if (c.slot_bytes / GRANULE_BYTES) % per_group != 0 {
-        return knob(
-            "slot_bytes",
-            c.slot_bytes,
-            &format!("a multiple of {} granules, one for each warp of a group", per_group),
-        );
+    if !(c.slot_bytes / GRANULE_BYTES).is_multiple_of(c.consumer_warps) {
+        let expected = format!("a multiple of {} granules, one for each warp", c.consumer_warps);
+        return knob("slot_bytes", c.slot_bytes, &expected);
     }
     if c.ring_slots < 2 {
         return knob("ring_slots", c.ring_slots, "at least 2: a key chunk and its value chunk");
@@ -113,6 +111,8 @@ pub fn fixed_smem_bytes(
         dot: target.spec.dot,
         consumer_warps,
         ring_bytes: 0,
+        // Tasks of an SM in a layer: five, two more with post norms, and one of attention in most layers.
+        queue_max: graph.layers.len() as u32 * 8 + 8,
     });
     parts.last().map_or(0, |p| u64::from(p.offset) + u64::from(p.bytes))
 }
@@ -128,6 +128,7 @@ struct SmemNeeds {
     dot: DotMechanism,
     consumer_warps: u32,
     ring_bytes: u32,
+    queue_max: u32,
 }
 
 /// The shared-memory map in address order. Scratch of the running task (`stage`, `reduce`, `heads`) is reused by the next
@@ -150,7 +151,9 @@ fn smem_parts(n: &SmemNeeds) -> Vec<SmemPart> {
         // q of a task, k, v, in fp32, and the rotary row.
         ("heads", ((n.heads_per_task + 2) * n.head_dim + n.rotary) * 4),
         ("residual", n.hidden_units_per_sm * UNIT_ROWS * 4),
-        // Ring barriers (64 slots at most), norm statistics of each warp, token, position, two queue entries, abort word.
+        // The queue of this SM, read once a launch.
+        ("queue", n.queue_max.saturating_mul(QUEUE_ENTRY_BYTES)),
+        // Ring barriers (64 slots at most), norm statistics of each warp, token, position, abort word.
         ("state", 64 * 16 + n.consumer_warps * 32 + 1024),
     ];
     let mut offset = 0u32;
@@ -164,7 +167,7 @@ fn smem_parts(n: &SmemNeeds) -> Vec<SmemPart> {
         .collect()
 }
 
-fn machine(program: &Program, target: &Target, c: &Candidate) -> Result<Machine, Infeasible> {
+fn machine(program: &Program, target: &Target, c: &Candidate, queue_max: u32) -> Result<Machine, Infeasible> {
     let spec = &target.spec;
     let mut needs = SmemNeeds {
         k_max: 0,
@@ -177,6 +180,7 @@ fn machine(program: &Program, target: &Target, c: &Candidate) -> Result<Machine,
         dot: spec.dot,
         consumer_warps: c.consumer_warps,
         ring_bytes: c.ring_slots.saturating_mul(c.slot_bytes),
+        queue_max,
     };
     for grid in &program.grids {
         match &grid.op {
@@ -222,8 +226,8 @@ fn machine(program: &Program, target: &Target, c: &Candidate) -> Result<Machine,
         ring: Ring {
             slots: c.ring_slots,
             slot_bytes: c.slot_bytes,
-            groups: c.groups,
-            arrivals: c.consumer_warps / c.groups,
+            groups: 1,
+            arrivals: c.consumer_warps,
             flight_high: c.flight_high,
             flight_low: c.flight_low,
             flight_free: c.flight_free,
@@ -263,7 +267,6 @@ pub fn placed_bytes(b: &crate::ir::program::Buffer) -> u64 {
 
 fn regime(
     program: &Program,
-    machine: &Machine,
     target: &Target,
     c: &Candidate,
     from_position: u32,
@@ -302,10 +305,11 @@ fn regime(
                     load[share.sm] += bytes;
                 }
                 Op::Attention(a) => {
-                    let row_bytes = a.head_dim * program.precision.cache.bytes() as u32;
-                    let rows = machine.ring.slot_bytes / row_bytes / HISTORY_ALIGN * HISTORY_ALIGN;
+                    let cache = program.precision.cache;
+                    let row_bytes = cache_pitch(a.head_dim, cache) * cache.bytes() as u32;
+                    let rows = c.slot_bytes / row_bytes / HISTORY_ALIGN * HISTORY_ALIGN;
                     if rows == 0 {
-                        let slot_bytes = machine.ring.slot_bytes;
+                        let slot_bytes = c.slot_bytes;
                         return Err(Infeasible::HistoryChunk { slot_bytes, rows: HISTORY_ALIGN, row_bytes });
                     }
                     r.streams[share.sm].push(Run { task: id, bytes: RunBytes::History { rows } });

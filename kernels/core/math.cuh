@@ -27,12 +27,12 @@ __device__ __forceinline__ void mma_rows8(float& d0, float& d1, u32 a0, u32 a2, 
 
 enum class Act : u32 { SILU, GELU_ERF, GELU_TANH, RELU };
 
-// Formulas: see `Act` of the model graph. ACTS has a bit for each function that some op of the kernel uses.
-template <u32 ACTS>
-__device__ __forceinline__ float activate(Act act, float x) {
-  if ((ACTS & 1) && act == Act::SILU) return __fdividef(x, 1.f + __expf(-x));
-  if ((ACTS & 2) && act == Act::GELU_ERF) return 0.5f * x * (1.f + erff(x * 0.70710678118654752f));
-  if ((ACTS & 4) && act == Act::GELU_TANH)
+// Formulas: see `Act` of the model graph.
+template <Act A>
+__device__ __forceinline__ float activate(float x) {
+  if constexpr (A == Act::SILU) return __fdividef(x, 1.f + __expf(-x));
+  if constexpr (A == Act::GELU_ERF) return 0.5f * x * (1.f + erff(x * 0.70710678118654752f));
+  if constexpr (A == Act::GELU_TANH)
     return 0.5f * x * (1.f + tanhf(0.79788456080286536f * (x + 0.044715f * x * x * x)));
   return fmaxf(x, 0.f);
 }

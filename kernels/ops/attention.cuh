@@ -2,10 +2,10 @@
 // that ends it, the current position.
 //
 // q (HPT, DIM), k, v (DIM)   packets; k and v are read by the last share only
-// K, V (CONTEXT_MAX, DIM)    cache of one KV head; rows of the share arrive through the ring, K and V chunk in turn
+// K, V (CONTEXT_MAX, PITCH)  cache of one KV head, DIM of each row in use; rows of the share arrive through the ring, K and V chunk in turn
 // out                        SPLITS == 1: HPT * DIM columns; else one record (max, sum, DIM sums) a query head, see merge
 //
-// Work split: pairs of chunks go to warp groups in turn; within a pair a warp takes tiles of rows and keeps its own running
+// Work split: within a pair of chunks a warp takes tiles of rows and keeps its own running
 // maximum, sum and accumulators, so no barrier is needed until all warps merge. The current position is merged last: its
 // key and value never travel through the cache. With bf16 caches a tile is 16 rows and both products run on tensor cores
 // (rows of A are the query heads of one KV head); else a tile is 32 rows, one a lane.
@@ -16,7 +16,6 @@ enum class HeadNorm : int { NONE, HEAD, PROJECTION };
 template <class M, class G>
 struct Attention {
   static constexpr int T = M::WARPS * 32;
-  static constexpr int GROUP_WARPS = M::WARPS / M::GROUPS;
   static constexpr int R = G::DIM + 2;
   static constexpr int HPT = G::HEADS_PER_TASK;
   static constexpr int KV_HEADS = G::HEADS / G::GROUP;
@@ -102,61 +101,43 @@ struct Attention {
     }
   }
 
+  // One head's packets into shared memory, by one warp.
+  static __device__ __forceinline__ void fetch(Context<M>& c, const Entry& e, float* to, int col) {
+    constexpr int PACKETS = G::DIM / PER_PACKET;
+    for (int i = c.lane(); i < PACKETS; i += 32) {
+      u32 payload = 0;
+      if (!c.lost && !await_packet(c.p.exchange + e.x + col / PER_PACKET + i, c.tag, payload, c.dog(), c.site(e))) c.lost = true;
+      to[i * PER_PACKET] = Wire<M>::lo(payload);
+      if constexpr (PER_PACKET == 2) to[i * 2 + 1] = Wire<M>::hi(payload);
+    }
+    __syncwarp();
+  }
+
   static __device__ __forceinline__ void run(Context<M>& c, const Entry& e) {
     const int i = int(e.lo), j = int(e.j), kv = i * HPT / G::GROUP;
     const bool last = j == G::SPLITS - 1;
     const Angles angle = angles(c, e);
-    c.barrier(); // slow warps may still read the heads of the previous attention task
-    {
-      const int q_packets = HPT * G::DIM / PER_PACKET, dim_packets = G::DIM / PER_PACKET;
-      const int count = q_packets + (last ? 2 * dim_packets : 0);
-      for (int t = c.tid(); t < count; t += T) {
-        int col; // in packets
-        if (t < q_packets)
-          col = i * q_packets + t;
-        else if (t < q_packets + dim_packets)
-          col = (G::HEADS + kv) * dim_packets + t - q_packets;
-        else
-          col = (G::HEADS + KV_HEADS + kv) * dim_packets + t - q_packets - dim_packets;
-        u32 payload = 0;
-        if (!c.lost && !await_packet(c.p.exchange + e.x + col, c.tag, payload, c.dog(), c.site(e))) c.lost = true;
-        c.heads()[t * PER_PACKET] = Wire<M>::lo(payload);
-        if constexpr (PER_PACKET == 2) c.heads()[t * 2 + 1] = Wire<M>::hi(payload);
-      }
-    }
     float q_squares = 0.f, k_squares = 0.f;
     if constexpr (G::Q_NORM == HeadNorm::PROJECTION) q_squares = projection_squares(c, e, 0, G::HEADS * G::DIM, 0);
     if constexpr (G::K_NORM == HeadNorm::PROJECTION)
       if (last) k_squares = projection_squares(c, e, G::HEADS * G::DIM, KV_HEADS * G::DIM, 1);
-    c.barrier();
-    c.stamp(1);
+    // A warp takes a head from its packets to its final values, so that one block barrier serves all of them.
     for (int h = c.warp(); h < HPT + (last ? 2 : 0); h += M::WARPS) {
       if (h < HPT) {
+        fetch(c, e, q_head(c, h), (i * HPT + h) * G::DIM);
         prepare<G::Q_NORM>(c, angle, q_head(c, h), q_squares, G::HEADS * G::DIM, G::Q_EPS, e.q_norm, i * HPT + h);
         continue;
       }
       const bool is_key = h == HPT;
       float* x = is_key ? key(c) : value(c);
+      fetch(c, e, x, (G::HEADS + (is_key ? 0 : KV_HEADS) + kv) * G::DIM);
       if (is_key) prepare<G::K_NORM>(c, angle, x, k_squares, KV_HEADS * G::DIM, G::K_EPS, e.k_norm, kv);
       // The current position uses what later steps will read: the value rounded to the cache type.
       for (int d = c.lane(); d < G::DIM; d += 32) x[d] = rounded(x[d]);
       __syncwarp();
-      if (i % (G::GROUP / HPT) == 0) {
-        C* row = reinterpret_cast<C*>(c.p.cache + u64(is_key ? e.k_cache : e.v_cache) * 256) +
-                 (u64(kv) * M::CONTEXT_MAX + c.position) * G::DIM;
-        for (int d = c.lane(); d < G::DIM; d += 32) narrow(x[d], row + d);
-        publish_cache_row();
-      }
     }
     c.barrier();
-    if (last) {
-      for (int h = c.warp(); h < HPT; h += M::WARPS) {
-        float dot = 0.f;
-        for (int d = c.lane(); d < G::DIM; d += 32) dot += q_head(c, h)[d] * key(c)[d];
-        dot = softcap(warp_sum(dot) * G::SCALE, G::SOFTCAP);
-        if (c.lane() == 0) c.state().current[h] = dot;
-      }
-    }
+    c.stamp(1);
     u32 start, end;
     history_share(c.position, G::WINDOW, G::SPLITS, j, start, end);
     const int rows = int(end - start), pairs = ceil_div(rows, G::CHUNK_ROWS);
@@ -168,6 +149,17 @@ struct Attention {
     c.barrier();
     c.stamp(2);
     finish(c, e, i, j, last);
+    // Nobody waits for the row in this step, and the fence waits for the stores: behind the publication.
+    if (last && i % (G::GROUP / HPT) == 0) {
+      for (int h = M::WARPS - 1 - c.warp(); h < 2; h += M::WARPS) {
+        const float* x = h == 0 ? key(c) : value(c);
+        C* row = reinterpret_cast<C*>(c.p.cache + u64(h == 0 ? e.k_cache : e.v_cache) * 256) +
+                 (u64(kv) * M::CONTEXT_MAX + c.position) * G::PITCH;
+        for (int d = c.lane(); d < G::DIM; d += 32) narrow(x[d], row + d);
+        publish_cache_row();
+      }
+    }
+    c.barrier(); // the next task may stage where the records are, or fetch other heads
   }
 
   static __device__ __forceinline__ float* warp_record(const Context<M>& c, int warp, int h) {
@@ -176,7 +168,7 @@ struct Attention {
 
   static __device__ __forceinline__ void history_tensor(Context<M>& c, const Entry& e, int rows, int pairs) {
     constexpr int KJ = ceil_div(G::DIM, 32), NT = ceil_div(G::DIM, 8);
-    const int group = c.warp() / GROUP_WARPS, member = c.warp() % GROUP_WARPS, g = c.lane() / 4, t = c.lane() % 4;
+    const int g = c.lane() / 4, t = c.lane() % 4;
     u32 qa[KJ * 4];
 #pragma unroll
     for (int k = 0; k < KJ; k++) {
@@ -189,14 +181,14 @@ struct Attention {
     float m = NEGATIVE_INFINITY, l = 0.f, o[NT][2];
 #pragma unroll
     for (int n = 0; n < NT; n++) o[n][0] = o[n][1] = 0.f;
-    auto at = ring_cursor<M>(c.chunk + 2 * group);
-    for (int pair = group; pair < pairs; pair += M::GROUPS) {
+    auto at = ring_cursor<M>(c.chunk);
+    for (int pair = 0; pair < pairs; pair++) {
       const int live_rows = min(G::CHUNK_ROWS, rows - pair * G::CHUNK_ROWS);
       auto v_at = at;
       v_at.advance(1);
       const u8* keys = ring_take(c, e, at);
       const u8* values = ring_take(c, e, v_at);
-      for (int tile = member; tile * 16 < live_rows; tile += GROUP_WARPS) {
+      for (int tile = c.warp(); tile * 16 < live_rows; tile += M::WARPS) {
         const int row0 = tile * 16;
         float s[2][2] = {{0.f, 0.f}, {0.f, 0.f}};
 #pragma unroll
@@ -205,7 +197,7 @@ struct Attention {
           for (int k = 0; k < KJ; k++) {
             uint4 b = make_uint4(0, 0, 0, 0);
             if (G::DIM % 32 == 0 || k * 32 + t * 8 < G::DIM)
-              b = *reinterpret_cast<const uint4*>(keys + (row0 + n * 8 + g) * (G::DIM * 2) + k * 64 + t * 16);
+              b = *reinterpret_cast<const uint4*>(keys + (row0 + n * 8 + g) * (G::PITCH * 2) + k * 64 + t * 16);
             mma_rows8(s[n][0], s[n][1], qa[k * 4], qa[k * 4 + 1], b.x, b.y);
             mma_rows8(s[n][0], s[n][1], qa[k * 4 + 2], qa[k * 4 + 3], b.z, b.w);
           }
@@ -237,7 +229,7 @@ struct Attention {
           o[n][1] *= shrink;
         }
         // Transposed 8 x 8 blocks of V: rows row0 and row0 + 8 on, dimensions n * 8 on.
-        const u8* from = values + (row0 + c.lane() % 16) * (G::DIM * 2) + (c.lane() / 16) * 16;
+        const u8* from = values + (row0 + c.lane() % 16) * (G::PITCH * 2) + (c.lane() / 16) * 16;
 #pragma unroll
         for (int n = 0; n < NT; n += 2) {
           u32 b0, b1, b2, b3;
@@ -256,7 +248,7 @@ struct Attention {
       }
       ring_release(c, at);
       ring_release(c, v_at);
-      at.advance(2 * M::GROUPS);
+      at.advance(2);
     }
     l += __shfl_xor_sync(~0u, l, 1);
     l += __shfl_xor_sync(~0u, l, 2);
@@ -290,7 +282,6 @@ struct Attention {
 
   static __device__ __forceinline__ void history_lanes(Context<M>& c, const Entry& e, int rows, int pairs) {
     constexpr int DL = ceil_div(G::DIM, 32);
-    const int group = c.warp() / GROUP_WARPS, member = c.warp() % GROUP_WARPS;
     float m[HPT], l[HPT], o[HPT][DL];
 #pragma unroll
     for (int h = 0; h < HPT; h++) {
@@ -299,14 +290,14 @@ struct Attention {
 #pragma unroll
       for (int d = 0; d < DL; d++) o[h][d] = 0.f;
     }
-    auto at = ring_cursor<M>(c.chunk + 2 * group);
-    for (int pair = group; pair < pairs; pair += M::GROUPS) {
+    auto at = ring_cursor<M>(c.chunk);
+    for (int pair = 0; pair < pairs; pair++) {
       const int live_rows = min(G::CHUNK_ROWS, rows - pair * G::CHUNK_ROWS);
       auto v_at = at;
       v_at.advance(1);
       const C* keys = reinterpret_cast<const C*>(ring_take(c, e, at));
       const C* values = reinterpret_cast<const C*>(ring_take(c, e, v_at));
-      for (int tile = member; tile * 32 < live_rows; tile += GROUP_WARPS) {
+      for (int tile = c.warp(); tile * 32 < live_rows; tile += M::WARPS) {
         const int row = tile * 32 + c.lane();
         const bool live = row < live_rows;
 #pragma unroll
@@ -317,7 +308,7 @@ struct Attention {
               // Each lane starts at another dimension, or all would read one bank.
               int at_d = d + c.lane();
               at_d -= at_d >= G::DIM ? (at_d / G::DIM) * G::DIM : 0;
-              s += q_head(c, h)[at_d] * widen(keys[row * G::DIM + at_d]);
+              s += q_head(c, h)[at_d] * widen(keys[row * G::PITCH + at_d]);
             }
           s = live ? softcap(s * G::SCALE, G::SOFTCAP) : NEGATIVE_INFINITY;
           const float top = fmaxf(m[h], warp_max(s));
@@ -332,13 +323,13 @@ struct Attention {
             const float p = __shfl_sync(~0u, s, r);
 #pragma unroll
             for (int d = 0; d < DL; d++)
-              if (d * 32 + c.lane() < G::DIM) o[h][d] += p * widen(values[(tile * 32 + r) * G::DIM + d * 32 + c.lane()]);
+              if (d * 32 + c.lane() < G::DIM) o[h][d] += p * widen(values[(tile * 32 + r) * G::PITCH + d * 32 + c.lane()]);
           }
         }
       }
       ring_release(c, at);
       ring_release(c, v_at);
-      at.advance(2 * M::GROUPS);
+      at.advance(2);
     }
 #pragma unroll
     for (int h = 0; h < HPT; h++) {
@@ -353,38 +344,44 @@ struct Attention {
     }
   }
 
-  // Merges the warps and the current position, in warp order.
+  // Merges the warps and the current position; a warp takes a head, and a lane the weight of one warp's record.
   static __device__ __forceinline__ void finish(Context<M>& c, const Entry& e, int i, int j, bool last) {
-    for (int t = c.tid(); t < HPT * G::DIM / 2; t += T) {
-      const int h = t / (G::DIM / 2), d = t % (G::DIM / 2) * 2;
-      float top = last ? c.state().current[h] : NEGATIVE_INFINITY;
-#pragma unroll 4
-      for (int w = 0; w < M::WARPS; w++) top = fmaxf(top, warp_record(c, w, h)[0]);
-      float sum = 0.f, a = 0.f, b = 0.f;
+    static_assert(M::WARPS <= 32, "a lane holds the weight of a warp");
+    for (int h = c.warp(); h < HPT; h += M::WARPS) {
+      float score = NEGATIVE_INFINITY;
       if (last) {
-        sum = __expf(c.state().current[h] - top);
-        a = sum * value(c)[d];
-        b = sum * value(c)[d + 1];
+        float dot = 0.f;
+        for (int d = c.lane(); d < G::DIM; d += 32) dot += q_head(c, h)[d] * key(c)[d];
+        score = softcap(warp_sum(dot) * G::SCALE, G::SOFTCAP);
       }
-      if (top > NEGATIVE_INFINITY)
-#pragma unroll 4
+      const bool mine = c.lane() < M::WARPS;
+      const float m = mine ? warp_record(c, c.lane(), h)[0] : NEGATIVE_INFINITY;
+      const float top = fmaxf(score, warp_max(m));
+      const float weight = m > NEGATIVE_INFINITY ? __expf(m - top) : 0.f;
+      const float current = last ? __expf(score - top) : 0.f;
+      const float sum = warp_sum(mine ? weight * warp_record(c, c.lane(), h)[1] : 0.f) + current;
+      for (int d = c.lane() * 2; d < round_up(G::DIM, 64); d += 64) {
+        const bool live = d < G::DIM;
+        float a = last && live ? current * value(c)[d] : 0.f, b = last && live ? current * value(c)[d + 1] : 0.f;
+#pragma unroll 8
         for (int w = 0; w < M::WARPS; w++) {
-          const float* record = warp_record(c, w, h);
-          const float weight = __expf(record[0] - top);
-          sum += weight * record[1];
-          a += weight * record[2 + d];
-          b += weight * record[3 + d];
+          const float factor = __shfl_sync(~0u, weight, w);
+          const float2 o = *reinterpret_cast<const float2*>(warp_record(c, w, h) + 2 + (live ? d : 0));
+          a += factor * o.x;
+          b += factor * o.y;
         }
-      if constexpr (G::SPLITS == 1) {
-        publish_columns(c, e.out, (i * HPT + h) * G::DIM + d, G::HEADS * G::DIM, __fdividef(a, sum), __fdividef(b, sum));
-      } else {
-        u64* record = c.p.exchange + e.out + u64((i * G::SPLITS + j) * HPT + h) * R;
-        if (d == 0) {
-          publish(record, __float_as_uint(top), c.tag);
-          publish(record + 1, __float_as_uint(sum), c.tag);
+        if (!live) continue;
+        if constexpr (G::SPLITS == 1) {
+          publish_columns<G::HEADS * G::DIM>(c, e.out, (i * HPT + h) * G::DIM + d, __fdividef(a, sum), __fdividef(b, sum));
+        } else {
+          u64* record = c.p.exchange + e.out + u64((i * G::SPLITS + j) * HPT + h) * R;
+          if (d == 0) {
+            publish(record, __float_as_uint(top), c.tag);
+            publish(record + 1, __float_as_uint(sum), c.tag);
+          }
+          publish(record + 2 + d, __float_as_uint(a), c.tag);
+          publish(record + 3 + d, __float_as_uint(b), c.tag);
         }
-        publish(record + 2 + d, __float_as_uint(a), c.tag);
-        publish(record + 3 + d, __float_as_uint(b), c.tag);
       }
     }
   }

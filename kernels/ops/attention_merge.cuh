@@ -37,7 +37,8 @@ struct AttentionMerge {
         a += w * scratch[s * R + 2 + d];
         b += w * scratch[s * R + 3 + d];
       }
-      publish_columns(c, e.out, h * G::DIM + d, G::HEADS * G::DIM, __fdividef(a, sum), __fdividef(b, sum));
+      publish_columns<G::HEADS * G::DIM>(c, e.out, h * G::DIM + d, __fdividef(a, sum), __fdividef(b, sum));
     }
+    c.barrier(); // the next task may stage where these records are
   }
 };

@@ -9,14 +9,14 @@ template <class M, class G>
 struct Embed {
   static __device__ __forceinline__ void run(Context<M>& c, const Entry& e) {
     typedef typename ElemOf<M::WEIGHT>::type W;
-    const W* row = c.template constant<W>(e.bias) + u64(u32(c.state().token)) * G::HIDDEN;
+    const W* row = c.template constant<W>(e.table) + u64(u32(c.state().token)) * G::HIDDEN;
     int first = int(e.lo) * 8, last = min(int(e.hi) * 8, G::HIDDEN);
     for (int col = first + c.tid() * 2; col < last; col += M::WARPS * 64) {
       float a = widen(row[col]) * G::SCALE, b = col + 1 < last ? widen(row[col + 1]) * G::SCALE : 0.f;
       float* mine = c.residual() + e.residual + (col - first);
       mine[0] = a;
       mine[1] = b;
-      publish_columns(c, e.out, col, G::HIDDEN, a, b);
+      publish_columns<G::HIDDEN>(c, e.out, col, a, b);
     }
     c.barrier();
   }

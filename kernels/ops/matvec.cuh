@@ -5,10 +5,14 @@
 // out            STORE, ACT: 8 columns a unit; GATED: 4 columns a unit from 4 gate and 4 up rows
 //                RESIDUAL: the fp32 sum stays in the block, its rounded copy travels; LOGITS: best (value, row)
 //
-// Warp groups take chunks in turn; within a chunk the warps of a group take granules in turn (split k). A lane of a warp
-// loads 16 bytes of row lane / 4 at k = (lane % 4) * 16 bytes: as the B operand of two m16n8k16 products that is a
-// permutation of k, and the A operand reads the staged x at the same places, so no data is rearranged. Partial sums of a
-// unit from all warps meet in shared memory, M::REDUCE_UNITS units at a time; a warp adds up one unit.
+// Warps take the granules of a unit in turn (split k): warp w always reads the slices of k whose granule is w modulo WARPS,
+// so it stages them itself and waits for nobody else's packets. A lane of a warp loads 16 bytes of row lane / 4 at
+// k = (lane % 4) * 16 bytes: as the B operand of two m16n8k16 products that is a permutation of k, and the A operand reads
+// the staged x at the same places, so no data is rearranged. Partial sums of a unit from all warps meet in shared memory,
+// M::REDUCE_UNITS units at a time; a warp adds up one unit.
+//
+// Serial instructions between two hops are what a step is made of (about 0.4 us a hundred on sm_90), so everything that can
+// be is a constant.
 #pragma once
 
 enum class Epilogue : u32 { STORE, ACT, GATED, RESIDUAL, LOGITS };
@@ -17,32 +21,41 @@ template <class M, class G>
 struct MatVec {
   static constexpr int ELEM = ElemOf<M::WEIGHT>::BYTES;
   static constexpr int GRANULE_K = 64 / ELEM;
+  static constexpr int J = ceil_div(G::K, GRANULE_K);      // granules of a unit
   static constexpr int PER_CHUNK = M::SLOT_BYTES / 512;    // granules of a chunk
-  static constexpr int GROUP_WARPS = M::WARPS / M::GROUPS;
-  static constexpr int PER_WARP = PER_CHUNK / GROUP_WARPS; // granules of a chunk for each warp of its group
+  // No chunk is shared by two units, and every warp has as many granules of each.
+  static constexpr bool REGULAR = J % PER_CHUNK == 0;
+  static constexpr int PER_WARP = PER_CHUNK / M::WARPS;    // granules of a chunk for each warp
+
+  // Pairs of packets of this warp's granules, for each lane.
+  static constexpr int PAIR_K = 2 * Wire<M>::PER_PACKET, GRANULE_PAIRS = GRANULE_K / PAIR_K;
+  static constexpr int PAIRS = ceil_div(ceil_div(J, M::WARPS) * GRANULE_PAIRS, 32);
+  static_assert(32 % GRANULE_PAIRS == 0, "lanes of a turn take whole granules");
+  // Elements between two pairs of a lane.
+  static constexpr int PAIR_STEP = 32 / GRANULE_PAIRS * M::WARPS * GRANULE_K;
 
   struct Sums {
     float d0, d1, e0, e1;
   };
 
-  // One granule of W against the staged x at granule j of k.
+  // One granule of W against the staged x at granule j of k. With tensor cores all 8 rows of A are the same token: lanes
+  // of other rows load what lane % 4 loads, which costs nothing, and their sums are not read.
   static __device__ __forceinline__ void granule(const Context<M>& c, const u8* w, int j, Sums& s) {
-    uint4 b = *reinterpret_cast<const uint4*>(w + c.lane() * 16);
+    const uint4 b = *reinterpret_cast<const uint4*>(w + c.lane() * 16);
     if constexpr (STAGE_BF16<M>) {
-      uint4 a = make_uint4(0, 0, 0, 0);
-      if (c.lane() < 4) a = *reinterpret_cast<const uint4*>(c.stage() + j * 64 + c.lane() * 16);
+      const uint4 a = *reinterpret_cast<const uint4*>(c.stage() + j * 64 + (c.lane() % 4) * 16);
       mma_rows8(s.d0, s.d1, a.x, a.y, b.x, b.y);
       mma_rows8(s.e0, s.e1, a.z, a.w, b.z, b.w);
     } else {
       const float* x = reinterpret_cast<const float*>(c.stage()) + j * GRANULE_K + (c.lane() % 4) * (16 / ELEM);
       if constexpr (ELEM == 4) {
-        float4 v = *reinterpret_cast<const float4*>(x);
+        const float4 v = *reinterpret_cast<const float4*>(x);
         s.d0 += v.x * __uint_as_float(b.x);
         s.d1 += v.y * __uint_as_float(b.y);
         s.e0 += v.z * __uint_as_float(b.z);
         s.e1 += v.w * __uint_as_float(b.w);
       } else {
-        float4 v = *reinterpret_cast<const float4*>(x), u = *reinterpret_cast<const float4*>(x + 4);
+        const float4 v = *reinterpret_cast<const float4*>(x), u = *reinterpret_cast<const float4*>(x + 4);
         s.d0 += v.x * bf16_lo(b.x) + u.x * bf16_lo(b.z);
         s.d1 += v.y * bf16_hi(b.x) + u.y * bf16_hi(b.z);
         s.e0 += v.z * bf16_lo(b.y) + u.z * bf16_lo(b.w);
@@ -65,16 +78,26 @@ struct MatVec {
   }
 
   static __device__ __forceinline__ void run(Context<M>& c, const Entry& e) {
-    const float factor = stage_input<M, true>(c, e);
+    if constexpr (G::NORM == Norm::LAYER) {
+      // The mean has to be known before anything is staged.
+      stage_block<M, G::K, G::NORM, true>(c, e, G::EPS);
+    } else {
+      constexpr int COUNT = PAIRS < 4 ? PAIRS : 4;
+      const int first = c.lane() / GRANULE_PAIRS * M::WARPS + c.warp();
+      const int k0 = first * GRANULE_K + c.lane() % GRANULE_PAIRS * PAIR_K;
+      float squares = 0.f, unused = 0.f;
+#pragma unroll 1
+      for (int q = 0; q < PAIRS; q += COUNT)
+        squares += stage_pairs<M, G::K, G::NORM, true, COUNT>(c, e, k0 + q * PAIR_STEP, PAIR_STEP, unused);
+      if constexpr (G::NORM != Norm::NONE) put_statistic(c, 0, squares);
+      __syncwarp();
+    }
     c.stamp(1);
-    const int group = c.warp() / GROUP_WARPS, member = c.warp() % GROUP_WARPS;
-    auto at = ring_cursor<M>(c.chunk + group);
-    float best = NEGATIVE_INFINITY;
+    float best = NEGATIVE_INFINITY, factor = 1.f;
     int best_row = 0x7fffffff;
-    const int units = int(e.hi - e.lo), J = int(e.unit_granules), total = units * J;
-    // Every unit a whole number of chunks for each group: no chunk is shared by two units.
-    const bool regular = J % (PER_CHUNK * M::GROUPS) == 0;
-    int held = -1; // chunk of this task that this warp holds
+    const int units = int(e.hi - e.lo);
+    auto at = ring_cursor<M>(c.chunk);
+    int held = -1; // chunk of this task that this warp holds, if chunks are shared by units
     const u8* slot = nullptr;
 #pragma unroll 1
     for (int u0 = 0; u0 < units; u0 += M::REDUCE_UNITS) {
@@ -82,40 +105,43 @@ struct MatVec {
       float* partial = c.reduce() + c.batch * (M::REDUCE_UNITS * M::WARPS * 8);
 #pragma unroll 1
       for (int u = 0; u < n; u++) {
-        Sums s{0.f, 0.f, 0.f, 0.f};
-        if (regular) {
+        // Two sets of sums: products wait for the sum they add to.
+        Sums s{0.f, 0.f, 0.f, 0.f}, s1{0.f, 0.f, 0.f, 0.f};
+        if constexpr (REGULAR) {
 #pragma unroll 1
-          for (int j = group * PER_CHUNK + member; j < J; j += PER_CHUNK * M::GROUPS) {
-            slot = ring_take(c, e, at) + member * 512;
+          for (int j = c.warp(); j < J; j += PER_CHUNK) {
+            slot = ring_take(c, e, at) + c.warp() * 512;
 #pragma unroll
-            for (int i = 0; i < PER_WARP; i++) granule(c, slot + i * (GROUP_WARPS * 512), j + i * GROUP_WARPS, s);
+            for (int i = 0; i < PER_WARP; i++) granule(c, slot + i * (M::WARPS * 512), j + i * M::WARPS, i & 1 ? s1 : s);
             ring_release(c, at);
-            at.advance(M::GROUPS);
+            at.advance(1);
           }
         } else {
-          const int g0 = (u0 + u) * J, g1 = g0 + J;
-#pragma unroll 1
-          for (int chunk = g0 / PER_CHUNK; chunk * PER_CHUNK < g1; chunk++) {
-            if (chunk % M::GROUPS != group) continue;
-            if (chunk != held) {
+          const int g0 = (u0 + u) * J;
+#pragma unroll
+          for (int i = 0; i < ceil_div(J, M::WARPS); i++) {
+            const int j = i * M::WARPS + c.warp();
+            if (J % M::WARPS != 0 && j >= J) break;
+            const int chunk = (g0 + j) / PER_CHUNK;
+            // Every warp passes through every chunk, also where it has nothing to read there.
+            while (held < chunk) {
+              if (held >= 0) {
+                ring_release(c, at);
+                at.advance(1);
+              }
               slot = ring_take(c, e, at);
-              held = chunk;
+              held++;
             }
-            const int from = max(g0, chunk * PER_CHUNK), to = min(g1, (chunk + 1) * PER_CHUNK);
-            // Granules of the chunk belong to the warps of the group in turn.
-            int g = from + (member + PER_CHUNK - (from - chunk * PER_CHUNK)) % GROUP_WARPS;
-#pragma unroll 1
-            for (; g < to; g += GROUP_WARPS) granule(c, slot + (g - chunk * PER_CHUNK) * 512, g - g0, s);
-            if (to == (chunk + 1) * PER_CHUNK || to == total) {
-              ring_release(c, at);
-              at.advance(M::GROUPS);
-            }
+            granule(c, slot + (g0 + j - chunk * PER_CHUNK) * 512, j, i & 1 ? s1 : s);
           }
         }
+        s.d0 += s1.d0, s.d1 += s1.d1, s.e0 += s1.e0, s.e1 += s1.e1;
         put_partial(c, partial + (u * M::WARPS + c.warp()) * 8, s);
       }
       c.barrier();
       c.stamp(2);
+      if constexpr (G::NORM == Norm::RMS)
+        if (u0 == 0 && c.warp() < n) factor = rms_factor<M, G::K>(c, G::EPS);
 #pragma unroll 1
       for (int u = c.warp(); u < n; u += M::WARPS) {
         // Lane 4r + t adds the sums of warps t, t + 4, ... of row r; then the four lanes of a row agree.
@@ -123,55 +149,61 @@ struct MatVec {
         float y = 0.f;
 #pragma unroll
         for (int w = 0; w < M::WARPS; w += 4)
-          if (w + c.lane() % 4 < M::WARPS) y += partial[(u * M::WARPS + w + c.lane() % 4) * 8 + r];
+          if (M::WARPS % 4 == 0 || w + c.lane() % 4 < M::WARPS) y += partial[(u * M::WARPS + w + c.lane() % 4) * 8 + r];
         y += __shfl_xor_sync(~0u, y, 1);
         y += __shfl_xor_sync(~0u, y, 2);
-        y *= factor;
+        if constexpr (G::NORM == Norm::RMS) y *= factor;
         const int unit = int(e.lo) + u0 + u;
-        if (M::BIASES && (e.flags & FLAG_BIAS)) y += __ldg(c.template constant<float>(e.bias) + unit * 8 + r);
+        if constexpr (G::BIAS) y += __ldg(c.template constant<float>(e.bias) + unit * 8 + r);
         epilogue(c, e, u0 + u, unit, r, y, best, best_row);
       }
       c.batch ^= 1;
     }
+    if constexpr (!REGULAR)
+      for (; held < int(e.chunks); held++) {
+        // The last chunk, and those in which this warp had no granule.
+        if (held >= 0) {
+          ring_release(c, at);
+          at.advance(1);
+        }
+        if (held + 1 < int(e.chunks)) ring_take(c, e, at);
+      }
     c.chunk += e.chunks;
-    if (Epilogue(e.epilogue) == Epilogue::LOGITS) publish_best(c, e, best, best_row);
+    if constexpr (G::EPILOGUE == Epilogue::LOGITS) publish_best(c, e, best, best_row);
   }
 
   // Four lanes hold y of row r (0..7) of the unit; the first of them acts.
   static __device__ __forceinline__ void epilogue(Context<M>& c, const Entry& e, int local, int unit, int r, float y,
                                                   float& best, int& best_row) {
     const bool mine = c.lane() % 4 == 0;
-    const Epilogue kind = Epilogue(e.epilogue);
-    const int rows = int(e.rows);
-    const float scale = __uint_as_float(e.scale);
-    if (kind == Epilogue::LOGITS) {
-      const int row = unit * 8 + r;
-      if (mine && row < rows) {
-        y = softcap(y * scale, __uint_as_float(e.cap));
-        if (c.p.logits) c.p.logits[u64(c.tag - c.p.tag) * rows + row] = y;
-        argmax_take(best, best_row, y, row);
-      }
-      return;
-    }
-    int col = unit * 8 + r, cols = rows;
-    bool first = (r & 1) == 0;
-    if (kind == Epilogue::GATED) {
+    if constexpr (G::EPILOGUE == Epilogue::GATED) {
       // Rows 0..3 are gate, rows 4..7 up: 16 lanes further.
       const float up = __shfl_down_sync(~0u, y, 16);
-      y = activate<M::ACTS>(Act(e.act), y) * up;
-      col = unit * 4 + r;
-      cols = rows / 2;
-      first = first && r < 4;
-    } else if (kind == Epilogue::ACT) {
-      y = activate<M::ACTS>(Act(e.act), y);
-    } else if (kind == Epilogue::RESIDUAL) {
-      float* own = c.residual() + e.residual + local * 8 + r;
-      y = *own + scale * y;
-      __syncwarp();
-      if (mine) *own = y;
+      const float v = activate<G::ACT>(y) * up;
+      const float next = __shfl_down_sync(~0u, v, 4);
+      const int col = unit * 4 + r;
+      if (mine && r < 4 && (r & 1) == 0 && col < G::ROWS / 2) publish_columns<G::ROWS / 2>(c, e.out, col, v, next);
+    } else if constexpr (G::EPILOGUE == Epilogue::LOGITS) {
+      const int row = unit * 8 + r;
+      if (mine && row < G::ROWS) {
+        y = softcap(y * G::SCALE, G::SOFTCAP);
+        if (c.p.logits) c.p.logits[u64(c.tag - c.p.tag) * G::ROWS + row] = y;
+        argmax_take(best, best_row, y, row);
+      }
+    } else {
+      const int row = unit * 8 + r;
+      if constexpr (G::EPILOGUE == Epilogue::ACT) y = activate<G::ACT>(y);
+      if constexpr (G::EPILOGUE == Epilogue::RESIDUAL) {
+        float* own = c.residual() + e.residual + local * 8 + r;
+        y = *own + G::SCALE * y;
+        __syncwarp();
+        if (mine) *own = y;
+      }
+      if constexpr (G::PUBLISH) {
+        const float next = __shfl_down_sync(~0u, y, 4);
+        if (mine && (r & 1) == 0 && row < G::ROWS) publish_columns<G::ROWS>(c, e.out, row, y, next);
+      }
     }
-    const float next = __shfl_down_sync(~0u, y, 4);
-    if ((e.flags & FLAG_PUBLISH) && mine && first && col < cols) publish_columns(c, e.out, col, cols, y, next);
   }
 
   static __device__ __forceinline__ void publish_best(Context<M>& c, const Entry& e, float best, int best_row) {

@@ -8,12 +8,11 @@
 template <class M, class G>
 struct NormAdd {
   static __device__ __forceinline__ void run(Context<M>& c, const Entry& e) {
-    float factor = stage_input<M, false>(c, e);
+    stage_block<M, G::WIDTH, Norm::RMS, false>(c, e, G::EPS);
+    const float factor = rms_factor<M, G::WIDTH>(c, G::EPS);
     c.stamp(1);
-    const int width = int(e.k);
-    const float scale = __uint_as_float(e.scale);
     const float* weight = c.template constant<float>(e.norm_weight);
-    int first = int(e.lo) * 8, last = min(int(e.hi) * 8, width);
+    int first = int(e.lo) * 8, last = min(int(e.hi) * 8, G::WIDTH);
     for (int col = first + c.tid() * 2; col < last; col += M::WARPS * 64) {
       const u64* from = c.p.exchange + e.x + col / Wire<M>::PER_PACKET;
       float y[2];
@@ -23,8 +22,8 @@ struct NormAdd {
       float* own = c.residual() + e.residual + (col - first);
 #pragma unroll
       for (int i = 0; i < 2; i++)
-        if (col + i < last) own[i] += scale * (y[i] * factor * weight[col + i]);
-      publish_columns(c, e.out, col, width, own[0], col + 1 < last ? own[1] : 0.f);
+        if (col + i < last) own[i] += G::SCALE * (y[i] * factor * weight[col + i]);
+      publish_columns<G::WIDTH>(c, e.out, col, own[0], col + 1 < last ? own[1] : 0.f);
     }
   }
 };

@@ -36,11 +36,9 @@ struct State {
   Watchdog dog;
   u64 full[M::SLOTS];
   u64 empty[M::SLOTS];
-  alignas(16) Entry entries[4]; // one that slow warps may still read, the running task, and the next two
   float stat[2][2][M::WARPS]; // [task parity][sum, sum of squares][warp]
   float best[M::WARPS];
   int best_index[M::WARPS];
-  float current[8];          // score of the current position, by query head of the task
   volatile u32 history_tag;  // step whose cache the loader may read
   volatile u32 stop;         // the loader leaves after the copies it has issued
   int token;
@@ -60,9 +58,9 @@ template <class M>
 struct Context {
   const Params& p;
   u32 tag, position;
-  u32 chunk;    // ring chunks consumed since the launch began, all groups
+  u32 chunk;    // ring chunks consumed since the launch began
   u32 batch;    // parity of the partial-sum buffer
-  u32 task;     // tasks executed since the launch began: parity of `stat`, index into `entries`
+  u32 task;     // tasks executed since the launch began: parity of `stat`
   int in_step;  // tasks executed in this step
   bool lost;    // a wait gave up: run to the end without waiting
 
@@ -77,6 +75,7 @@ struct Context {
   __device__ __forceinline__ float* reduce() const { return reinterpret_cast<float*>(block_memory() + M::REDUCE_AT); }
   // `stage` and `reduce` lie side by side; an op that stages nothing may use both.
   __device__ __forceinline__ float* scratch() const { return reinterpret_cast<float*>(block_memory() + M::STAGE_AT); }
+  static __device__ __forceinline__ Entry* queue() { return reinterpret_cast<Entry*>(block_memory() + M::QUEUE_AT); }
   __device__ __forceinline__ float* heads() const { return reinterpret_cast<float*>(block_memory() + M::HEADS_AT); }
   __device__ __forceinline__ float* residual() const { return reinterpret_cast<float*>(block_memory() + M::RESIDUAL_AT); }
   template <class T>
@@ -103,19 +102,19 @@ struct Wire {
   static __device__ __forceinline__ float hi(u32 payload) { return bf16_hi(payload); }
 };
 
-// Publishes values of columns `col` (even) and `col + 1` of a buffer of `cols` columns that starts at packet `base`. Readers
+// Publishes values of columns `col` (even) and `col + 1` of a buffer of COLS columns that starts at packet `base`. Readers
 // poll two packets at once, so the last packet of an odd count is followed by one of padding.
-template <class M>
-__device__ __forceinline__ void publish_columns(const Context<M>& c, u32 base, int col, int cols, float a, float b) {
+template <int COLS, class M>
+__device__ __forceinline__ void publish_columns(const Context<M>& c, u32 base, int col, float a, float b) {
   if constexpr (M::WIRE == Elem::BF16) {
+    constexpr int PACKETS = ceil_div(COLS, 2);
     u64* at = c.p.exchange + base + col / 2;
-    publish(at, bf16_pair(a, col + 1 < cols ? b : 0.f), c.tag);
-    int packets = ceil_div(cols, 2);
-    if ((packets & 1) && col / 2 == packets - 1) publish(at + 1, 0, c.tag);
+    publish(at, bf16_pair(a, COLS % 2 == 0 || col + 1 < COLS ? b : 0.f), c.tag);
+    if constexpr ((PACKETS & 1) != 0)
+      if (col / 2 == PACKETS - 1) publish(at + 1, 0, c.tag);
   } else {
     u64* at = c.p.exchange + base + col;
     publish(at, __float_as_uint(a), c.tag);
-    if (col + 1 < cols) publish(at + 1, __float_as_uint(b), c.tag);
-    else publish(at + 1, 0, c.tag);
+    publish(at + 1, COLS % 2 == 0 || col + 1 < COLS ? __float_as_uint(b) : 0u, c.tag);
   }
 }

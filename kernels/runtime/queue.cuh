@@ -1,37 +1,36 @@
-// Owns the queue entry: what one task needs at run time, 128 bytes, laid out by `codegen/abi.rs`.
+// Owns the queue entry: what one task needs at run time, 64 bytes, laid out by `codegen/abi.rs`.
 //
-// Offsets into the exchange arena are packets (8 bytes); offsets into constants and caches are units of 256 bytes.
+// Offsets into the exchange arena are packets (8 bytes); offsets into constants and caches are units of 256 bytes. A block
+// copies its queue to shared memory once a launch (and once more where the regime changes): a fetch for each task would sit
+// on the critical path of every hop.
 #pragma once
 
-struct Entry {
-  u32 op;        // case of the generated dispatch
-  u32 task;      // t12, for the watchdog
-  u32 event;     // first event the task waits for, for the watchdog
-  u32 lo, hi;    // launch indices
-  u32 j;         // second index
-  u32 x;         // packets of the first exchange operand (x, q, candidates, partial)
-  u32 out;       // packets of the published operand
-  u32 aux;       // packets of a second published operand (candidates of the head)
-  u32 chunks;    // ring chunks of this task's weights; 0 for history, whose count depends on the position
-  u32 norm_weight, norm_bias, bias;
-  u32 q_norm, k_norm, rope;
+struct alignas(16) Entry {
+  u32 op;       // case of the generated dispatch
+  u32 task;     // t12, for the watchdog
+  u32 event;    // first event the task waits for, for the watchdog
+  u32 lo, hi;   // launch indices
+  u32 j;        // second index
+  u32 x;        // packets of the first exchange operand (x, q, candidates, partial)
+  u32 out;      // packets of the published operand
+  u32 aux;      // packets of a second published operand (candidates of the head)
+  u32 chunks;   // ring chunks of this task's weights; 0 for history, whose count depends on the position
+  u32 residual; // first residual value of this block that the task owns
+  union {
+    u32 norm_weight, q_norm;
+  };
+  union {
+    u32 norm_bias, k_norm;
+  };
+  union {
+    u32 bias, rope, table;
+  };
   u32 k_cache, v_cache;
-  u32 residual;  // first residual value of this SM that the task owns
-  u32 granules;  // granules of this task's weights
-  // Parameters of the op: one copy of a matvec's code serves all of them.
-  u32 k, rows;         // extents of W
-  u32 unit_granules;   // granules of one unit
-  u32 norm, epilogue, act, flags;
-  u32 eps, scale, cap; // float bits
-  u32 spare[2];
 };
-static_assert(sizeof(Entry) == 128, "queue entries are 128 bytes in codegen/abi.rs");
-
-// Entry::flags
-constexpr u32 FLAG_PUBLISH = 1, FLAG_BIAS = 2;
+static_assert(sizeof(Entry) == 64, "queue entries are 64 bytes in codegen/abi.rs");
 
 // One run of an SM's stream: weights of one task, or its share of the history.
-struct StreamRun {
+struct alignas(16) StreamRun {
   u32 bytes;      // weights: bytes of the run; history: 0
   u32 k_cache;    // history: cache of this layer, units of 256 bytes
   u32 v_cache;

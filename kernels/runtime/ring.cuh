@@ -37,7 +37,7 @@ __device__ __forceinline__ const u8* ring_take(Context<M>& c, const Entry& e, co
     c.lost = true;
   return block_memory() + u32(at.slot) * M::SLOT_BYTES;
 }
-// Once by each warp of the group that owns the chunk.
+// Once by each warp.
 template <class M>
 __device__ __forceinline__ void ring_release(Context<M>& c, const RingCursor<M>& at) {
   __syncwarp();
@@ -75,7 +75,7 @@ struct Loader {
       }
 #endif
     }
-    return at.use == 0 || wait(&state.empty[at.slot], at.use - 1, M::WARPS / M::GROUPS, tag, WaitKind::RING_EMPTY);
+    return at.use == 0 || wait(&state.empty[at.slot], at.use - 1, M::WARPS, tag, WaitKind::RING_EMPTY);
   }
   __device__ __forceinline__ bool wait(u64* word, u32 use, u32 arrivals, u32 tag, WaitKind kind) {
     u32 polls = 0;

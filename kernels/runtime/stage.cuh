@@ -2,8 +2,6 @@
 //
 // The staged vector is bf16 where tensor cores read it and fp32 otherwise. With an RMS norm the vector is x * weight, and
 // the factor rsqrt(mean(x^2) + eps) is applied after the dot product, so that no thread waits for the statistics of all.
-// Sizes are data of the queue entry: one copy of this code serves every matvec, which keeps the layer loop in the
-// instruction cache.
 #pragma once
 
 enum class Norm : u32 { NONE, RMS, LAYER };
@@ -19,6 +17,12 @@ __device__ __forceinline__ void stage_store(const Context<M>& c, int k, float a,
     *reinterpret_cast<float2*>(c.stage() + k * 4) = make_float2(a, b);
 }
 
+// Statistics that every warp left: valid behind the next block barrier.
+template <class M>
+__device__ __forceinline__ void put_statistic(const Context<M>& c, int which, float value) {
+  value = warp_sum(value);
+  if (c.lane() == 0) c.state().stat[c.task & 1][which][c.warp()] = value;
+}
 template <class M>
 __device__ __forceinline__ float block_sum(const Context<M>& c, int which) {
   float sum = 0.f;
@@ -26,13 +30,78 @@ __device__ __forceinline__ float block_sum(const Context<M>& c, int which) {
   for (int w = 0; w < M::WARPS; w++) sum += c.state().stat[c.task & 1][which][w];
   return sum;
 }
+template <class M, int K>
+__device__ __forceinline__ float rms_factor(const Context<M>& c, float eps) {
+  return rsqrtf(block_sum(c, 0) * (1.f / K) + eps);
+}
+
+// Waits for N pairs of packets of this thread, at elements k0 + i * step (multiples of a pair) below K; stages x * weight and
+// returns the sum of squares.
+template <class M, int K, Norm N, bool STORE, int COUNT>
+__device__ __forceinline__ float stage_pairs(Context<M>& c, const Entry& e, int k0, int step, float& sum) {
+  constexpr int PER_PACKET = Wire<M>::PER_PACKET, PER_PAIR = 2 * PER_PACKET;
+  const float* weight = c.template constant<float>(e.norm_weight);
+  bool active[COUNT];
+  u64 a[COUNT], b[COUNT];
+  float w[COUNT][PER_PAIR];
+#pragma unroll
+  for (int i = 0; i < COUNT; i++) {
+    const int k = k0 + i * step;
+    active[i] = k < K && !c.lost;
+    a[i] = b[i] = 0;
+    // Before the wait, so that the weights are there when the packets are. Past the end lies other constant memory.
+    if constexpr (STORE && N == Norm::RMS) {
+      if constexpr (PER_PAIR == 4) {
+        float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
+        if (k < K) v = __ldg(reinterpret_cast<const float4*>(weight + k));
+        w[i][0] = v.x, w[i][1] = v.y, w[i][2] = v.z, w[i][3] = v.w;
+      } else {
+        float2 v = make_float2(0.f, 0.f);
+        if (k < K) v = __ldg(reinterpret_cast<const float2*>(weight + k));
+        w[i][0] = v.x, w[i][1] = v.y;
+      }
+    }
+  }
+  if (!await_pairs<COUNT>(c.p.exchange + e.x + k0 / PER_PACKET, step / PER_PACKET, active, c.tag, a, b, c.dog(), c.site(e)))
+    c.lost = true;
+  float squares = 0.f;
+#pragma unroll
+  for (int i = 0; i < COUNT; i++) {
+    const int k = k0 + i * step;
+    float x[4];
+    x[0] = Wire<M>::lo(u32(a[i]));
+    if constexpr (PER_PACKET == 2) {
+      x[1] = Wire<M>::hi(u32(a[i]));
+      x[2] = Wire<M>::lo(u32(b[i]));
+      x[3] = Wire<M>::hi(u32(b[i]));
+    } else {
+      x[1] = Wire<M>::lo(u32(b[i]));
+    }
+#pragma unroll
+    for (int j = 0; j < PER_PAIR; j++) {
+      if constexpr (N != Norm::NONE) squares += x[j] * x[j];
+      if constexpr (N == Norm::LAYER) sum += x[j];
+      if constexpr (STORE && N == Norm::RMS) x[j] *= w[i][j];
+    }
+    // Past the end nothing was loaded, so the rest of the last granule becomes zeros.
+    if constexpr (STORE && N != Norm::LAYER) {
+      if (k < round_up(K, 32)) {
+        if constexpr (STAGE_BF16<M> && PER_PAIR == 4)
+          *reinterpret_cast<uint2*>(c.stage() + k * 2) = make_uint2(bf16_pair(x[0], x[1]), bf16_pair(x[2], x[3]));
+        else
+#pragma unroll
+          for (int j = 0; j < PER_PAIR; j += 2) stage_store(c, k + j, x[j], x[j + 1]);
+      }
+    }
+  }
+  return squares;
+}
 
 // LayerNorm: the mean first, then the variance around it, for a difference of squares would cancel. All packets have been
 // seen by the block; they are read again. Ends with a block barrier.
-template <class M>
-__device__ __forceinline__ void stage_layer_norm(Context<M>& c, const Entry& e) {
+template <class M, int K>
+__device__ __forceinline__ void stage_layer_norm(Context<M>& c, const Entry& e, float eps) {
   constexpr int T = M::WARPS * 32, PER_PACKET = Wire<M>::PER_PACKET;
-  const int K = int(e.k);
   const float* weight = c.template constant<float>(e.norm_weight);
   const float* bias = c.template constant<float>(e.norm_bias);
   const u64* packets = c.p.exchange + e.x;
@@ -43,11 +112,10 @@ __device__ __forceinline__ void stage_layer_norm(Context<M>& c, const Entry& e) 
     const float a = Wire<M>::lo(payload) - mean, b = PER_PACKET == 2 && k + 1 < K ? Wire<M>::hi(payload) - mean : 0.f;
     around += a * a + b * b;
   }
-  around = warp_sum(around);
-  if (c.lane() == 0) c.state().stat[c.task & 1][1][c.warp()] = around;
+  put_statistic(c, 1, around);
   c.barrier();
-  const float factor = rsqrtf(block_sum(c, 1) / K + __uint_as_float(e.eps));
-  for (int k = c.tid() * 2; k < K; k += T * 2) {
+  const float factor = rsqrtf(block_sum(c, 1) / K + eps);
+  for (int k = c.tid() * 2; k < round_up(K, 32); k += T * 2) {
     float x[2];
 #pragma unroll
     for (int j = 0; j < 2; j++) {
@@ -63,82 +131,17 @@ __device__ __forceinline__ void stage_layer_norm(Context<M>& c, const Entry& e) 
   c.barrier();
 }
 
-// Stages `e.k` values from packet `e.x` on; ends with a block barrier. Returns the factor of the dot products.
-// STORE false: only the statistics are wanted.
-template <class M, bool STORE>
-__device__ __forceinline__ float stage_input(Context<M>& c, const Entry& e) {
-  constexpr int T = M::WARPS * 32, PER_PACKET = Wire<M>::PER_PACKET, PER_THREAD = 2 * PER_PACKET;
-  // Loads that are polled together: more would not stay in registers, fewer would wait for one after another.
-  constexpr int GROUP = 4;
-  const int K = int(e.k);
-  const Norm norm = Norm(e.norm);
-  const float* weight = c.template constant<float>(e.norm_weight);
+// Reads all K values from packet `e.x` on, by all threads, for their statistics (and, for LayerNorm, to stage them); ends
+// with a block barrier.
+template <class M, int K, Norm N, bool STORE>
+__device__ __forceinline__ void stage_block(Context<M>& c, const Entry& e, float eps) {
+  constexpr int T = M::WARPS * 32, PER_PAIR = 2 * Wire<M>::PER_PACKET;
+  constexpr int PASSES = ceil_div(K, T * PER_PAIR), COUNT = PASSES < 4 ? PASSES : 4;
   float sum = 0.f, squares = 0.f;
-  if constexpr (STORE)
-    for (int k = round_up(K, 2) + c.tid() * 2; k < round_up(K, 32); k += T * 2) stage_store(c, k, 0.f, 0.f);
 #pragma unroll 1
-  for (int base = c.tid() * PER_THREAD; base < K; base += GROUP * T * PER_THREAD) {
-    bool active[GROUP];
-    u64 a[GROUP], b[GROUP];
-    float w[GROUP][PER_THREAD];
-#pragma unroll
-    for (int i = 0; i < GROUP; i++) {
-      const int k = base + i * T * PER_THREAD;
-      active[i] = k < K && !c.lost;
-      a[i] = b[i] = 0;
-      // Before the wait, so that the weights are there when the packets are. Past the end lies other constant memory.
-      if (STORE && norm == Norm::RMS && k < K) {
-        if constexpr (PER_THREAD == 4) {
-          const float4 v = __ldg(reinterpret_cast<const float4*>(weight + k));
-          w[i][0] = v.x, w[i][1] = v.y, w[i][2] = v.z, w[i][3] = v.w;
-        } else {
-          const float2 v = __ldg(reinterpret_cast<const float2*>(weight + k));
-          w[i][0] = v.x, w[i][1] = v.y;
-        }
-      } else {
-#pragma unroll
-        for (int j = 0; j < PER_THREAD; j++) w[i][j] = 1.f;
-      }
-    }
-    if (!await_pairs<GROUP>(c.p.exchange + e.x + base / PER_PACKET, T * 2, active, c.tag, a, b, c.dog(), c.site(e))) c.lost = true;
-#pragma unroll
-    for (int i = 0; i < GROUP; i++) {
-      const int k = base + i * T * PER_THREAD;
-      if (k >= K) continue;
-      float x[4];
-      x[0] = Wire<M>::lo(u32(a[i]));
-      if constexpr (PER_PACKET == 2) {
-        x[1] = Wire<M>::hi(u32(a[i]));
-        x[2] = Wire<M>::lo(u32(b[i]));
-        x[3] = Wire<M>::hi(u32(b[i]));
-      } else {
-        x[1] = Wire<M>::lo(u32(b[i]));
-      }
-#pragma unroll
-      for (int j = 0; j < PER_THREAD; j++) {
-        squares += x[j] * x[j];
-        if constexpr (M::LAYER_NORMS) sum += x[j];
-        x[j] *= w[i][j];
-      }
-      if constexpr (STORE)
-#pragma unroll
-        for (int j = 0; j < PER_THREAD; j += 2)
-          if (k + j < K) stage_store(c, k + j, x[j], k + j + 1 < K ? x[j + 1] : 0.f);
-    }
-  }
-  if (norm != Norm::NONE) {
-    squares = warp_sum(squares);
-    if constexpr (M::LAYER_NORMS) sum = warp_sum(sum);
-    if (c.lane() == 0) {
-      c.state().stat[c.task & 1][0][c.warp()] = M::LAYER_NORMS && norm == Norm::LAYER ? sum : squares;
-    }
-  }
+  for (int g = 0; g < PASSES; g += COUNT)
+    squares += stage_pairs<M, K, N, STORE, COUNT>(c, e, (g * T + c.tid()) * PER_PAIR, T * PER_PAIR, sum);
+  if constexpr (N != Norm::NONE) put_statistic(c, 0, N == Norm::LAYER ? sum : squares);
   c.barrier();
-  if (norm == Norm::NONE) return 1.f;
-  if constexpr (M::LAYER_NORMS)
-    if (norm == Norm::LAYER) {
-      stage_layer_norm(c, e);
-      return 1.f;
-    }
-  return rsqrtf(block_sum(c, 0) / K + __uint_as_float(e.eps));
+  if constexpr (N == Norm::LAYER) stage_layer_norm<M, K>(c, e, eps);
 }

@@ -2,14 +2,14 @@
 //! declares them.
 
 use super::emit::classes;
-use crate::ir::op::{Epilogue, Op, Role};
+use crate::ir::op::{Op, Role};
 use crate::ir::program::{Program, Space};
 use crate::ir::schedule::{RunBytes, Schedule};
-use crate::model::graph::{Act, NormKind};
+use crate::lower::cache_pitch;
 use crate::validate::Validated;
 use bytemuck::{Pod, Zeroable};
 
-/// `Entry` of queue.cuh.
+/// `Entry` of queue.cuh; the last fields mean different things for different ops.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
 pub struct Entry {
@@ -23,33 +23,16 @@ pub struct Entry {
     pub out: u32,
     pub aux: u32,
     pub chunks: u32,
+    pub residual: u32,
+    /// Norm weight of the input, or of q.
     pub norm_weight: u32,
+    /// Norm bias of the input, or the norm weight of k.
     pub norm_bias: u32,
-    pub bias: u32,
-    pub q_norm: u32,
-    pub k_norm: u32,
-    pub rope: u32,
+    /// Bias, rotary table, or embedding table.
+    pub table: u32,
     pub k_cache: u32,
     pub v_cache: u32,
-    pub residual: u32,
-    pub granules: u32,
-    pub k: u32,
-    pub rows: u32,
-    pub unit_granules: u32,
-    pub norm: u32,
-    pub epilogue: u32,
-    pub act: u32,
-    pub flags: u32,
-    /// Bits of an fp32, as `scale` and `cap`.
-    pub eps: u32,
-    pub scale: u32,
-    pub cap: u32,
-    pub spare: [u32; 2],
 }
-
-/// Values of [`Entry::flags`].
-pub const FLAG_PUBLISH: u32 = 1;
-pub const FLAG_BIAS: u32 = 2;
 
 /// `StreamRun` of queue.cuh.
 #[repr(C)]
@@ -182,8 +165,8 @@ pub fn encode(validated: &Validated) -> Tables {
                 });
                 let residual =
                     operand(Role::Residual).map_or(0, |o| o.cols.range(task.lo, task.hi, task.j).0 - residual_base);
-                let parameters = parameters(&grid.op, program.precision.weights.bytes() as u32);
-                let flag = |role: Role, bit: u32| if operand(role).is_some() { bit } else { 0 };
+                // An op has at most one of the operands that share a field.
+                let either = |roles: &[Role]| roles.iter().map(|&r| constant(r)).find(|&at| at != NONE).unwrap_or(NONE);
                 let reads_candidates = matches!(grid.op, Op::Select);
                 tables.entries.push(Entry {
                     op: class_of_grid[task.grid.index()] as u32,
@@ -196,31 +179,12 @@ pub fn encode(validated: &Validated) -> Tables {
                     out: packets(Role::Out),
                     aux: if reads_candidates { NONE } else { packets(Role::Candidates) },
                     chunks: bytes.div_ceil(u64::from(schedule.machine.ring.slot_bytes)) as u32,
-                    norm_weight: constant(Role::NormWeight),
-                    norm_bias: constant(Role::NormBias),
-                    bias: if matches!(grid.op, Op::Embed { .. }) {
-                        constant(Role::Table)
-                    } else {
-                        constant(Role::Bias)
-                    },
-                    q_norm: constant(Role::QNormWeight),
-                    k_norm: constant(Role::KNormWeight),
-                    rope: constant(Role::Rope),
+                    residual: residual as u32,
+                    norm_weight: either(&[Role::NormWeight, Role::QNormWeight]),
+                    norm_bias: either(&[Role::NormBias, Role::KNormWeight]),
+                    table: either(&[Role::Bias, Role::Rope, Role::Table]),
                     k_cache: cache(Role::AppendK),
                     v_cache: cache(Role::AppendV),
-                    residual: residual as u32,
-                    granules: (bytes / u64::from(crate::ir::op::GRANULE_BYTES)) as u32,
-                    k: parameters.k,
-                    rows: parameters.rows,
-                    unit_granules: parameters.unit_granules,
-                    norm: parameters.norm,
-                    epilogue: parameters.epilogue,
-                    act: parameters.act,
-                    flags: flag(Role::Out, FLAG_PUBLISH) | flag(Role::Bias, FLAG_BIAS),
-                    eps: parameters.eps.to_bits(),
-                    scale: parameters.scale.to_bits(),
-                    cap: parameters.cap.to_bits(),
-                    spare: [0; 2],
                 });
             }
             tables.entry_index.push(tables.entries.len() as u32);
@@ -240,7 +204,8 @@ pub fn encode(validated: &Validated) -> Tables {
                         head_j: (task.lo * a.heads_per_task / a.group) << 16 | task.j,
                         splits: a.splits,
                         window: a.window.unwrap_or(0),
-                        row_bytes: a.head_dim * program.precision.cache.bytes() as u32,
+                        row_bytes: cache_pitch(a.head_dim, program.precision.cache)
+                            * program.precision.cache.bytes() as u32,
                         rows,
                     },
                     (RunBytes::Fixed { bytes, .. }, _) => StreamRun { bytes: bytes as u32, ..StreamRun::zeroed() },
@@ -251,63 +216,6 @@ pub fn encode(validated: &Validated) -> Tables {
         }
     }
     tables
-}
-
-/// What the kernel reads of an op from its queue entry rather than from a template.
-#[derive(Default)]
-struct Parameters {
-    k: u32,
-    rows: u32,
-    unit_granules: u32,
-    norm: u32,
-    epilogue: u32,
-    act: u32,
-    eps: f32,
-    scale: f32,
-    cap: f32,
-}
-
-fn parameters(op: &Op, weight_bytes: u32) -> Parameters {
-    let norm_code = |kind: NormKind| match kind {
-        NormKind::Rms => 1,
-        NormKind::Layer => 2,
-    };
-    match op {
-        Op::MatVec(m) => {
-            let base = Parameters {
-                k: m.k,
-                rows: m.rows,
-                unit_granules: m.granules(weight_bytes),
-                norm: m.norm.map_or(0, |n| norm_code(n.kind)),
-                eps: m.norm.map_or(0.0, |n| n.eps),
-                scale: 1.0,
-                ..Parameters::default()
-            };
-            match m.epilogue {
-                Epilogue::Store => base,
-                Epilogue::Act(a) => Parameters { epilogue: 1, act: act_code(a), ..base },
-                Epilogue::Gated(a) => Parameters { epilogue: 2, act: act_code(a), ..base },
-                Epilogue::Residual { scale } => Parameters { epilogue: 3, scale, ..base },
-                Epilogue::Logits { scale, softcap } => {
-                    Parameters { epilogue: 4, scale, cap: softcap.unwrap_or(0.0), ..base }
-                }
-            }
-        }
-        Op::NormAdd { norm, width, scale } => {
-            Parameters { k: *width, norm: norm_code(norm.kind), eps: norm.eps, scale: *scale, ..Parameters::default() }
-        }
-        _ => Parameters::default(),
-    }
-}
-
-/// `Act` of core/math.cuh.
-pub(crate) fn act_code(act: Act) -> u32 {
-    match act {
-        Act::Silu => 0,
-        Act::GeluErf => 1,
-        Act::GeluTanh => 2,
-        Act::Relu => 3,
-    }
 }
 
 fn arena_bytes(schedule: &Schedule, space: Space) -> u64 {

@@ -1,13 +1,13 @@
 //! Prints the translation unit of one kernel: a machine, one configuration per distinct op, the dispatch, the entry point.
 
-use super::abi::act_code;
 use super::{Float, HEADERS, KernelSource};
 use crate::dtype::DType;
 use crate::ir::GridId;
 use crate::ir::op::{Attention, Epilogue, HISTORY_ALIGN, MatVec, NormAttr, Op, QkNormAttr, Role};
 use crate::ir::program::{Grid, Program};
 use crate::ir::schedule::Schedule;
-use crate::model::graph::NormKind;
+use crate::lower::cache_pitch;
+use crate::model::graph::{Act, NormKind};
 use crate::schedule::REDUCE_UNITS;
 use crate::target::{CopyMechanism, DotMechanism, Target};
 use crate::validate::Validated;
@@ -77,7 +77,6 @@ pub fn emit(validated: &Validated, target: &Target, trace: Trace) -> KernelSourc
     line!("  static constexpr int SMS = {};", m.sms);
     line!("  static constexpr int WARPS = {};", m.consumer_warps);
     line!("  static constexpr int LOADER_WARPS = {};", m.loader_warps);
-    line!("  static constexpr int GROUPS = {};", m.ring.groups);
     line!("  static constexpr int SLOTS = {};", m.ring.slots);
     line!("  static constexpr int SLOT_BYTES = {};", m.ring.slot_bytes);
     line!("  static constexpr int FLIGHT_HIGH = {};", m.ring.flight_high);
@@ -106,9 +105,6 @@ pub fn emit(validated: &Validated, target: &Target, trace: Trace) -> KernelSourc
     };
     line!("  static constexpr Dot DOT = Dot::{dot};");
     line!("  static constexpr int REDUCE_UNITS = {REDUCE_UNITS};");
-    line!("  static constexpr u32 ACTS = {};  // activation functions in use, one bit each", acts(program));
-    line!("  static constexpr bool LAYER_NORMS = {};", has_layer_norm(program));
-    line!("  static constexpr bool BIASES = {};", program.grids.iter().any(|g| g.operand(Role::Bias).is_some()));
     line!("  static constexpr bool TRACE = {};", trace == Trace::On);
     line!("  static constexpr int STAMPS_MAX = {};", stamps_max(schedule));
     line!("}};");
@@ -168,18 +164,22 @@ fn elem(dtype: DType) -> &'static str {
     }
 }
 
-/// One bit for each activation function that some op uses: what nobody uses is not compiled.
-fn acts(program: &Program) -> u32 {
-    let of = |op: &Op| match op {
-        Op::MatVec(MatVec { epilogue: Epilogue::Act(a) | Epilogue::Gated(a), .. }) => 1 << act_code(*a),
-        _ => 0,
+fn norm_members(norm: Option<NormAttr>) -> String {
+    let (kind, eps) = match norm {
+        None => ("NONE", 0.0),
+        Some(NormAttr { kind: NormKind::Rms, eps }) => ("RMS", eps),
+        Some(NormAttr { kind: NormKind::Layer, eps }) => ("LAYER", eps),
     };
-    program.grids.iter().map(|g| of(&g.op)).fold(0, |all, bit| all | bit)
+    format!("Norm NORM = Norm::{kind}\nfloat EPS = {}\n", Float(eps))
 }
 
-fn has_layer_norm(program: &Program) -> bool {
-    let is_layer = |norm: Option<NormAttr>| norm.is_some_and(|n| n.kind == NormKind::Layer);
-    program.grids.iter().any(|g| matches!(&g.op, Op::MatVec(m) if is_layer(m.norm)))
+fn act(act: Act) -> &'static str {
+    match act {
+        Act::Silu => "Act::SILU",
+        Act::GeluErf => "Act::GELU_ERF",
+        Act::GeluTanh => "Act::GELU_TANH",
+        Act::Relu => "Act::RELU",
+    }
 }
 
 /// C++ template and configuration members of a grid.
@@ -192,8 +192,7 @@ fn class_of(schedule: &Schedule, grid: &Grid) -> (&'static str, String) {
             let hidden = grid.operand(Role::Out).map_or(0, |o| program.buffers[o.buffer.index()].cols);
             ("Embed", format!("int HIDDEN = {hidden}\nfloat SCALE = {}\n", Float(*scale)))
         }
-        // Everything else about a matvec is data of its queue entries.
-        Op::MatVec(_) => ("MatVec", format!("int PARTS = {}\n", parts(program))),
+        Op::MatVec(m) => ("MatVec", matvec_members(program, grid, m)),
         Op::Attention(a) => ("Attention", attention_members(schedule, a)),
         Op::AttentionMerge { head_dim, splits, heads_per_task } => {
             let heads = grid.n;
@@ -202,7 +201,11 @@ fn class_of(schedule: &Schedule, grid: &Grid) -> (&'static str, String) {
             );
             ("AttentionMerge", members)
         }
-        Op::NormAdd { .. } => ("NormAdd", String::new()),
+        Op::NormAdd { norm, width, scale } => {
+            let members =
+                format!("int WIDTH = {width}\nfloat EPS = {}\nfloat SCALE = {}\n", Float(norm.eps), Float(*scale));
+            ("NormAdd", members)
+        }
     }
 }
 
@@ -213,6 +216,31 @@ fn parts(program: &Program) -> u32 {
         .iter()
         .find(|g| matches!(&g.op, Op::MatVec(m) if matches!(m.epilogue, Epilogue::Logits { .. })))
         .map_or(0, |g| g.second.extent())
+}
+
+fn matvec_members(program: &Program, grid: &Grid, m: &MatVec) -> String {
+    let mut s = format!("int ROWS = {}\nint K = {}\n", m.rows, m.k);
+    s += &norm_members(m.norm);
+    let (epilogue, activation, scale, cap) = match m.epilogue {
+        Epilogue::Store => ("STORE", None, 1.0, 0.0),
+        Epilogue::Act(a) => ("ACT", Some(a), 1.0, 0.0),
+        Epilogue::Gated(a) => ("GATED", Some(a), 1.0, 0.0),
+        Epilogue::Residual { scale } => ("RESIDUAL", None, scale, 0.0),
+        Epilogue::Logits { scale, softcap } => ("LOGITS", None, scale, softcap.unwrap_or(0.0)),
+    };
+    let parts = if epilogue == "LOGITS" { parts(program) } else { 0 };
+    // Writing to a String cannot fail.
+    let _ = write!(
+        s,
+        "Epilogue EPILOGUE = Epilogue::{epilogue}\nAct ACT = {}\nfloat SCALE = {}\nfloat SOFTCAP = {}\n\
+         bool BIAS = {}\nbool PUBLISH = {}\nint PARTS = {parts}\n",
+        activation.map_or("Act::SILU", act),
+        Float(scale),
+        Float(cap),
+        grid.operand(Role::Bias).is_some(),
+        grid.operand(Role::Out).is_some(),
+    );
+    s
 }
 
 fn attention_members(schedule: &Schedule, a: &Attention) -> String {
@@ -231,7 +259,9 @@ fn attention_members(schedule: &Schedule, a: &Attention) -> String {
         k_norm,
         splits,
     } = a;
-    let row_bytes = head_dim * schedule.program.precision.cache.bytes() as u32;
+    let cache = schedule.program.precision.cache;
+    let pitch = cache_pitch(*head_dim, cache);
+    let row_bytes = pitch * cache.bytes() as u32;
     let rows = schedule.machine.ring.slot_bytes / row_bytes / HISTORY_ALIGN * HISTORY_ALIGN;
     let head_norm = |n: &Option<QkNormAttr>| match n {
         None => ("NONE", 0.0),
@@ -240,7 +270,7 @@ fn attention_members(schedule: &Schedule, a: &Attention) -> String {
     };
     let ((qn, qe), (kn, ke)) = (head_norm(q_norm), head_norm(k_norm));
     format!(
-        "int HEADS = {heads}\nint GROUP = {group}\nint HEADS_PER_TASK = {heads_per_task}\nint DIM = {head_dim}\n\
+        "int HEADS = {heads}\nint GROUP = {group}\nint HEADS_PER_TASK = {heads_per_task}\nint DIM = {head_dim}\nint PITCH = {pitch}\n\
          float SCALE = {}\nfloat SOFTCAP = {}\nu32 WINDOW = {}\nint ROTARY = {rotary}\nbool INTERLEAVED = {interleaved}\n\
          HeadNorm Q_NORM = HeadNorm::{qn}\nfloat Q_EPS = {}\nHeadNorm K_NORM = HeadNorm::{kn}\nfloat K_EPS = {}\n\
          int SPLITS = {splits}\nint CHUNK_ROWS = {rows}\n",

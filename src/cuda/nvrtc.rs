@@ -51,6 +51,27 @@ impl fmt::Display for NvrtcVersion {
     }
 }
 
+/// The one option list of the project, part of the compile key. A function of its own, so that a key can be computed
+/// without loading the library.
+///
+/// Fixed, because options such as `-Xptxas -v` reach the cubin: ptxas notes its command line in it.
+pub fn options(version: NvrtcVersion, arch: Arch) -> Vec<String> {
+    let mut options = vec![
+        format!("--gpu-architecture={arch}"),
+        "-std=c++17".to_owned(),
+        "-default-device".to_owned(),
+        // Spilled bytes are reported nowhere else.
+        "--ptxas-options=-v".to_owned(),
+        // NVRTC would otherwise raise the stack limit of the whole process.
+        "--modify-stack-limit=false".to_owned(),
+    ];
+    // Our cache is the only one; 12.9 is the first version that has another (NVRTC guide, "Caching").
+    if (version.major, version.minor) >= (12, 9) {
+        options.push("--no-cache".to_owned());
+    }
+    options
+}
+
 /// A place that was tried, and why it did not give a library.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Tried {
@@ -238,24 +259,9 @@ impl Nvrtc {
         }
     }
 
-    /// The one option list of the project, part of the compile key.
-    ///
-    /// Fixed, because options such as `-Xptxas -v` reach the cubin: ptxas notes its command line in it.
+    /// The options that this library is called with; see [`options`].
     pub fn options(&self, arch: Arch) -> Vec<String> {
-        let mut options = vec![
-            format!("--gpu-architecture={arch}"),
-            "-std=c++17".to_owned(),
-            "-default-device".to_owned(),
-            // Spilled bytes are reported nowhere else.
-            "--ptxas-options=-v".to_owned(),
-            // NVRTC would otherwise raise the stack limit of the whole process.
-            "--modify-stack-limit=false".to_owned(),
-        ];
-        // Our cache is the only one; 12.9 is the first version that has another (NVRTC guide, "Caching").
-        if (self.version.major, self.version.minor) >= (12, 9) {
-            options.push("--no-cache".to_owned());
-        }
-        options
+        options(self.version, arch)
     }
 
     /// Compiles one translation unit to a cubin. Nothing is read from disk: headers come from the source alone.

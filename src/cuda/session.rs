@@ -353,6 +353,11 @@ impl Session {
         self.finish(timeout_ms)
     }
 
+    /// Whether the launch that is under way has ended, for whatever reason. Never waits.
+    pub fn is_done(&self) -> Result<bool, SessionError> {
+        Ok(self.stream.is_done()?)
+    }
+
     /// Positions whose token is known, while a launch runs or after it.
     pub fn decided(&self) -> Result<u32, SessionError> {
         Ok(self.mailbox.load(0)?)

@@ -406,7 +406,7 @@ impl Trial {
     }
 
     /// The row as text, in the order of [`COLUMNS`]. No cell has a line break or another control character.
-    pub(super) fn cells(&self) -> Vec<(&'static str, String)> {
+    pub fn cells(&self) -> Vec<(&'static str, String)> {
         // Destructured, so that a new field does not compile until it has a column.
         let Trial { trial_id, utc, facts, verdict } = self;
         let Facts { tool, host_kind, manifest, model, machine, point, cost } = facts;

@@ -140,9 +140,9 @@ pub fn scores(
         for (h, q) in q.chunks_exact(dim).enumerate() {
             let out = &mut scores[h * rows + first..][..count];
             match isa {
-                // SAFETY: `Isa::Avx2` exists only where the features were detected.
                 #[cfg(target_arch = "x86_64")]
                 Isa::Avx2 if dim.is_multiple_of(LANES) => {
+                    // SAFETY: `Isa::Avx2` exists only where the features were detected.
                     out.copy_from_slice(&unsafe { avx2::dots(q, block) }[..count])
                 }
                 _ => out.iter_mut().zip(block.chunks_exact(dim)).for_each(|(out, row)| *out = dot(isa, q, row)),

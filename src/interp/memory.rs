@@ -176,18 +176,14 @@ impl Cache {
             CacheData::F32(cells) => {
                 let cells = &cells[range];
                 // SAFETY: `UnsafeCell<f32>` has the layout of `f32`; the caller excludes writes.
-                HistoryRows::F32 {
-                    data: unsafe { std::slice::from_raw_parts(cells.as_ptr().cast(), cells.len()) },
-                    stride,
-                }
+                let data = unsafe { std::slice::from_raw_parts(cells.as_ptr().cast(), cells.len()) };
+                HistoryRows::F32 { data, stride }
             }
             CacheData::Bf16(cells) => {
                 let cells = &cells[range];
                 // SAFETY: as above for `u16`.
-                HistoryRows::Bf16 {
-                    data: unsafe { std::slice::from_raw_parts(cells.as_ptr().cast(), cells.len()) },
-                    stride,
-                }
+                let data = unsafe { std::slice::from_raw_parts(cells.as_ptr().cast(), cells.len()) };
+                HistoryRows::Bf16 { data, stride }
             }
         }
     }

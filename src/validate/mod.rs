@@ -68,9 +68,11 @@ mod races;
 mod wellformed;
 
 use crate::error::{Fault, Tier};
+use crate::ir::parse::Lines;
 use crate::ir::schedule::Schedule;
 use crate::ir::{BufferId, EventId, GridId, SmId, TaskId};
 use crate::target::Target;
+use crate::text::Span;
 use std::fmt;
 
 /// A schedule with a proof. Only [`validate`] makes one.
@@ -185,6 +187,25 @@ impl fmt::Display for Entity {
             Entity::Sm(regime, sm) => write!(f, "{sm} of r{regime}"),
         }
     }
+}
+
+/// Where an entity that a violation of `rule` names is written: an SM on its queue, or on its stream where the rule is
+/// about its order. What the text does not have is where the program begins.
+pub fn line_of(entity: Entity, rule: Rule, lines: &Lines) -> Span {
+    let regime = |r: u32| lines.regimes.get(r as usize);
+    let span = match entity {
+        Entity::Schedule => None,
+        Entity::Machine => Some(&lines.machine),
+        Entity::SmemPart(part) => lines.smem.get(part as usize),
+        Entity::Buffer(buffer) => lines.buffers.get(buffer.index()),
+        Entity::Grid(grid) => lines.grids.get(grid.index()),
+        Entity::Regime(r) => regime(r).map(|regime| &regime.regime),
+        Entity::Task(r, task) => regime(r).and_then(|regime| regime.tasks.get(task.index())),
+        Entity::Event(r, event) => regime(r).and_then(|regime| regime.events.get(event.index())),
+        Entity::Sm(r, sm) if rule == Rule::StreamOrder => regime(r).and_then(|regime| regime.streams.get(sm.index())),
+        Entity::Sm(r, sm) => regime(r).and_then(|regime| regime.queues.get(sm.index())),
+    };
+    span.unwrap_or(&lines.program).clone()
 }
 
 /// Declares the rules once: variant, name in text, group.

@@ -9,6 +9,9 @@ use crate::ir::{BufferId, GridId};
 use crate::model::graph::NormKind;
 use std::collections::BTreeMap;
 
+/// What the start of a KV head in a cache row is a multiple of, bytes.
+const CACHE_HEAD_BYTES: u32 = 16;
+
 /// Query heads of one attention task: the rows of one half of a tensor-core operand.
 const HEADS_PER_TASK_MAX: u32 = 8;
 /// Each phase is one more step of the loop to prove, and one more copy in memory.
@@ -496,6 +499,9 @@ fn want(grid: &Grid, operand: &Operand, program: &Program) -> Option<Want> {
             let last = Some(a.splits - 1);
             let head =
                 Cols { stride: a.head_dim, div: a.group / a.heads_per_task, limit: kv_cols, ..Cols::all(a.head_dim) };
+            // Heads of a cache row start where a copy may start.
+            let pitch = (a.head_dim * cache.bytes() as u32).next_multiple_of(CACHE_HEAD_BYTES) / cache.bytes() as u32;
+            let cached = Cols { stride: pitch, limit: a.kv_heads() * pitch, ..head };
             let rows_of_cache =
                 |rows, cols| Want { space: Space::Cache, dtype: cache, rows, cols, extent: Extent::PositionsShared };
             let projection = |norm: &Option<QkNormAttr>| norm.is_some_and(|n| n.projection);
@@ -516,9 +522,9 @@ fn want(grid: &Grid, operand: &Operand, program: &Program) -> Option<Want> {
                     cols: Cols::all(a.rotary),
                     extent: Extent::Positions,
                 }),
-                Role::HistoryK | Role::HistoryV => Some(rows_of_cache(Rows::History, head)),
+                Role::HistoryK | Role::HistoryV => Some(rows_of_cache(Rows::History, cached)),
                 Role::AppendK | Role::AppendV => {
-                    Some(rows_of_cache(Rows::Current, Cols { first: true, only_j: last, ..head }))
+                    Some(rows_of_cache(Rows::Current, Cols { first: true, only_j: last, ..cached }))
                 }
                 Role::Out if a.splits == 1 => Some(exchange(wire, Cols::blocks(a.heads_per_task * a.head_dim, q_cols))),
                 Role::Out => {

@@ -32,11 +32,13 @@ pub(super) fn copies(program: &Program, target: &Target, found: &mut Found) {
         return;
     }
     for (g, grid) in (0..).zip(&program.grids) {
-        let Op::Attention(a) = &grid.op else { continue };
+        if !matches!(grid.op, Op::Attention(_)) {
+            continue;
+        }
         for operand in [Role::HistoryK, Role::HistoryV].into_iter().filter_map(|role| grid.operand(role)) {
             let buffer = &program.buffers[operand.buffer.index()];
             let bytes = buffer.dtype.bytes() as u64;
-            let sizes = [a.head_dim, buffer.cols, operand.cols.base].map(|n| u64::from(n) * bytes);
+            let sizes = [operand.cols.stride, buffer.cols, operand.cols.base].map(|n| u64::from(n) * bytes);
             if sizes.iter().any(|size| size % COPY_BYTES != 0) {
                 found.add_with(Rule::CopyAlignment, Entity::Grid(GridId(g)), || {
                     let [head, row, base] = sizes;

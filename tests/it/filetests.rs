@@ -18,7 +18,7 @@ use std::path::{Path, PathBuf};
 
 use monobloc::candidate::Candidate;
 use monobloc::dtype::{DType, Precision};
-use monobloc::ir::parse::{Lines, parse, parse_with_lines};
+use monobloc::ir::parse::{parse, parse_with_lines};
 use monobloc::ir::print::{FAULT, mark, print};
 use monobloc::lower::lower;
 use monobloc::model::graph::{
@@ -27,8 +27,8 @@ use monobloc::model::graph::{
 };
 use monobloc::schedule::schedule;
 use monobloc::target::{CopyMechanism, DotMechanism, Measured, Spec, Target, TargetKind};
-use monobloc::text::{Diagnostic, Span};
-use monobloc::validate::{Entity, Rule, Violation, check};
+use monobloc::text::Diagnostic;
+use monobloc::validate::{Rule, check, line_of};
 
 #[test]
 fn parse_files() {
@@ -53,30 +53,12 @@ fn validate_files() {
         tripped.extend(violations.iter().map(|violation| violation.rule).filter(|rule| rule.name() == name));
         let faults: Vec<(usize, String)> = violations
             .iter()
-            .map(|violation| (line_of(violation, &lines).start, format!("{}: {}", violation.rule, violation.message)))
+            .map(|violation| (line_of(violation.entity, violation.rule, &lines).start, format!("{}: {}", violation.rule, violation.message)))
             .collect();
         mark(text, &faults)
     });
     let missing: Vec<&Rule> = Rule::ALL.iter().filter(|rule| !tripped.contains(rule)).collect();
     assert!(missing.is_empty(), "no file of their name trips {missing:?}");
-}
-
-/// Where a violation is written.
-fn line_of(violation: &Violation, lines: &Lines) -> Span {
-    let regime = |r: u32| &lines.regimes[r as usize];
-    match violation.entity {
-        Entity::Schedule => &lines.program,
-        Entity::Machine => &lines.machine,
-        Entity::SmemPart(part) => &lines.smem[part as usize],
-        Entity::Buffer(buffer) => &lines.buffers[buffer.index()],
-        Entity::Grid(grid) => &lines.grids[grid.index()],
-        Entity::Regime(r) => &regime(r).regime,
-        Entity::Task(r, task) => &regime(r).tasks[task.index()],
-        Entity::Event(r, event) => &regime(r).events[event.index()],
-        Entity::Sm(r, sm) if violation.rule == Rule::StreamOrder => &regime(r).streams[sm.index()],
-        Entity::Sm(r, sm) => &regime(r).queues[sm.index()],
-    }
-    .clone()
 }
 
 #[test]

@@ -47,7 +47,6 @@ fn place(imported: &Imported, plan: &Plan, context_max: u32) -> Schedule {
     let target = Target::builtin("h200").unwrap();
     let candidate = Candidate {
         consumer_warps: 4,
-        groups: 2,
         ring_slots: 4,
         slot_bytes: plan.slot_bytes,
         flight_high: 2,

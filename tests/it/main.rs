@@ -1,5 +1,9 @@
 //! End-to-end tests: what a user sees, over fixtures; one crate, one module per stage.
 
+mod build;
+mod cli;
+mod cli_errors;
+mod cli_support;
 mod driver;
 mod families;
 mod filetests;
@@ -12,10 +16,12 @@ mod proof_naive;
 mod proof_real;
 mod proof_support;
 mod support;
+mod tidy;
 
 use std::io::Write;
 
 /// Says on the terminal that `test` did not run: the test harness hides what passing tests print by `eprintln!`.
+#[allow(clippy::explicit_write)]
 fn skipped(test: &str, missing: &str, reason: &str) {
     let first = reason.lines().next().unwrap_or_default();
     writeln!(std::io::stderr(), "SKIPPED (no {missing}): {test}: {first}").unwrap();

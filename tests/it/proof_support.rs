@@ -212,7 +212,6 @@ pub fn on_cpu(sms: u32) -> Candidate {
     Candidate {
         sms,
         consumer_warps: 1,
-        groups: 1,
         ring_slots: 4,
         slot_bytes: 4096,
         flight_high: 4,
@@ -227,14 +226,7 @@ pub fn on_cpu(sms: u32) -> Candidate {
 
 /// Packets, sixteen warps in two groups, and split attention from position 32 on.
 pub fn on_h200(sms: u32) -> Candidate {
-    Candidate {
-        consumer_warps: 16,
-        groups: 2,
-        slot_bytes: 16_384,
-        splits: 2,
-        mechanism: Mechanism::Packets,
-        ..on_cpu(sms)
-    }
+    Candidate { consumer_warps: 16, slot_bytes: 16_384, splits: 2, mechanism: Mechanism::Packets, ..on_cpu(sms) }
 }
 
 /// The toy on 4 SMs of an H200: two regimes, packets.

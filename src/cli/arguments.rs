@@ -1,0 +1,436 @@
+//! Owns the words of the command line: commands, options, and the text of each `--help`.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::builder::PossibleValuesParser;
+use clap::{Args, Parser, Subcommand, ValueEnum};
+
+use super::units::{parse_age, parse_bytes, parse_ids};
+use crate::flywheel::Verdict;
+use crate::pipeline::SHOW_STAGES;
+
+const EXIT_CODES: &str = "\
+Exit codes:
+  0    done
+  1    a check or verification said no: the schedule is not proven, the cache is damaged
+  2    the input has to change: manifest, checkpoint, prompt, arguments
+  3    the machine lacks something: a driver, a library, disk space, a network
+  70   a fault of monobloc itself: please report it
+  130  interrupted
+
+Environment:
+  MONOBLOC_CACHE_DIR     the cache, where `--cache` does not name it
+  MONOBLOC_SHARED_CACHE  a folder that machines share: read on a miss, written after a build
+  MONOBLOC_NVRTC         the CUDA compiler library, or its folder
+  HF_HOME, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE
+                         the hub, as its Python client reads them
+  NO_COLOR               no colours
+
+Start with:
+  monobloc build manifests/tinystories.toml
+  monobloc generate manifests/tinystories.toml --prompt \"Once upon a time\"";
+
+/// Compiles a decoder model into one persistent, statically proven GPU kernel.
+#[derive(Debug, Parser)]
+#[command(name = "monobloc", version, after_help = EXIT_CODES)]
+pub struct Arguments {
+    #[command(flatten)]
+    pub global: Global,
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Global options")]
+pub struct Global {
+    /// Folder of the cache [default: $MONOBLOC_CACHE_DIR, else ./cache]
+    #[arg(long, global = true, value_name = "DIR")]
+    pub cache: Option<PathBuf>,
+    /// File of the trials
+    #[arg(long, global = true, value_name = "FILE", default_value = "flywheel/trials.csv")]
+    pub trials: PathBuf,
+    /// Colours on a terminal, everywhere, or nowhere
+    #[arg(long, global = true, value_name = "WHEN", default_value = "auto")]
+    pub color: Color,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum Color {
+    Auto,
+    Always,
+    Never,
+}
+
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    Build(Build),
+    Generate(Generate),
+    Perplexity(Perplexity),
+    Logits(Logits),
+    Validate(Validate),
+    Show(Show),
+    Explain(Explain),
+    Import(Import),
+    Doctor(Doctor),
+    Cache(Cache),
+    Targets(Targets),
+    Flywheel(Flywheel),
+    /// Print which keys of which model family's config.json are modelled, or neutral at which values
+    #[command(after_help = "Example:\n  monobloc schema > schema.md")]
+    Schema,
+}
+
+/// Build every target of a manifest: import, lower, prove, compile, check, measure
+///
+/// Every stage whose inputs did not change comes from the cache. What needs a device or a tool that this machine lacks
+/// waits, and is said to wait; run the same command with the same cache where it is there.
+#[derive(Debug, Args)]
+#[command(
+    verbatim_doc_comment,
+    after_help = "\
+Examples:
+  monobloc build manifests/tinystories.toml
+  monobloc build manifests/smollm.toml --target h200
+  monobloc build manifests/smollm.toml --json | jq .waiting
+
+A manifest needs at least:
+  [model]
+  source = \"path:DIR\"          # or \"hf:OWNER/NAME\", or \"synthetic:CONFIG.json\"
+  [precision]
+  weights = \"bf16\"             # or \"fp32\"
+  [decode]
+  context_max = 2048
+  [[target]]
+  record = \"cpu\"               # a name that `monobloc targets` lists, or the path of a record"
+)]
+pub struct Build {
+    /// Manifest to build
+    pub manifest: PathBuf,
+    /// Build this target of the manifest alone
+    #[arg(long, value_name = "NAME")]
+    pub target: Option<String>,
+    /// Print what was done as one JSON object
+    #[arg(long)]
+    pub json: bool,
+    /// Say nothing but errors
+    #[arg(long, short)]
+    pub quiet: bool,
+}
+
+/// Generate text, or token ids, with a manifest's model
+///
+/// Builds what is not built yet, then prints the continuation as it is decided. Greedy unless a temperature is given.
+/// Ends at the model's end-of-text token, after `--max-tokens`, or where the context is full.
+#[derive(Debug, Args)]
+#[command(
+    verbatim_doc_comment,
+    group = clap::ArgGroup::new("input").required(true),
+    after_help = "\
+Examples:
+  monobloc generate manifests/tinystories.toml --prompt \"Once upon a time, there was a little fox\"
+  monobloc generate manifests/tinystories.toml --chat \"Tell me a story about a blue kite.\"
+  monobloc generate manifests/tinystories.toml --prompt \"One day\" --temperature 0.8 --top-p 0.95 --seed 7
+  monobloc generate manifests/tinystories.toml --ids 0,364,839 --max-tokens 16 --ignore-eos")]
+pub struct Generate {
+    /// Manifest whose model is run
+    pub manifest: PathBuf,
+    /// Text to continue, with the tokens that begin a text as the tokenizer adds them
+    #[arg(long, value_name = "TEXT", group = "input", allow_hyphen_values = true)]
+    pub prompt: Option<String>,
+    /// Message to answer, put into the checkpoint's chat template
+    #[arg(long, value_name = "TEXT", group = "input", allow_hyphen_values = true)]
+    pub chat: Option<String>,
+    /// Token ids to continue; prints ids
+    #[arg(long, value_name = "IDS", group = "input", value_parser = parse_ids)]
+    pub ids: Option<Ids>,
+    /// What the system says before a chat
+    #[arg(long, value_name = "TEXT", requires = "chat", allow_hyphen_values = true)]
+    pub system: Option<String>,
+    /// Take the text as it is: no chat template, no token that begins a text
+    #[arg(long, conflicts_with_all = ["ids", "system"])]
+    pub raw: bool,
+    /// Tokens to generate, at most
+    #[arg(long, value_name = "N", default_value_t = 128)]
+    pub max_tokens: usize,
+    /// 0 takes the most probable token; higher is more varied
+    #[arg(long, value_name = "F", default_value_t = 0.0, allow_negative_numbers = true)]
+    pub temperature: f32,
+    /// Choose among the N most probable tokens
+    #[arg(long, value_name = "N")]
+    pub top_k: Option<u32>,
+    /// Choose among the most probable tokens that hold this probability
+    #[arg(long, value_name = "F", allow_negative_numbers = true)]
+    pub top_p: Option<f32>,
+    /// Seed of the choice; the same seed gives the same text
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub seed: u64,
+    /// Go on after the end-of-text token, and print special tokens
+    #[arg(long)]
+    pub ignore_eos: bool,
+    /// Target to run on [default: the manifest's first]
+    #[arg(long, value_name = "NAME")]
+    pub target: Option<String>,
+    /// Print one JSON object at the end instead of text as it comes
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Token ids of one sequence.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Ids(pub Vec<u32>);
+
+/// Measure how well a manifest's model predicts a text
+///
+/// Prints the mean negative log-likelihood of each next token in nats, and its exponential, the perplexity. A text of
+/// more tokens than the manifest's `context_max` is read in windows of that size; each begins with the text's first
+/// special token, if it has one, and the last token of the window before, so that every token is scored once.
+#[derive(Debug, Args)]
+#[command(
+    verbatim_doc_comment,
+    after_help = "\
+Examples:
+  monobloc perplexity manifests/tinystories.toml tests/fixtures/tinystories-llama/heldout.txt
+  monobloc perplexity manifests/tinystories.toml story.txt --json | jq .ppl"
+)]
+pub struct Perplexity {
+    /// Manifest whose model is run
+    pub manifest: PathBuf,
+    /// UTF-8 text
+    pub file: PathBuf,
+    /// Target to run on [default: the manifest's first]
+    #[arg(long, value_name = "NAME")]
+    pub target: Option<String>,
+    /// Print one JSON object
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Write the logits of a manifest's model, to compare them with another implementation
+///
+/// The ids are given one after another, whatever the model would have chosen. The file has one fp32 tensor, `logits`
+/// [positions, vocab].
+#[derive(Debug, Args)]
+#[command(
+    verbatim_doc_comment,
+    after_help = "\
+Example:
+  monobloc logits manifests/tinystories.toml --ids 0,364,839 --out logits.safetensors
+
+and to compare:
+  from safetensors.torch import load_file; from transformers import AutoModelForCausalLM; import torch
+  model = AutoModelForCausalLM.from_pretrained(\"tests/fixtures/tinystories-llama\", dtype=torch.float32)
+  print((load_file(\"logits.safetensors\")[\"logits\"] - model(torch.tensor([[0, 364, 839]])).logits[0]).abs().max())"
+)]
+pub struct Logits {
+    /// Manifest whose model is run
+    pub manifest: PathBuf,
+    /// Token ids
+    #[arg(long, value_name = "IDS", value_parser = parse_ids)]
+    pub ids: Ids,
+    /// File to write
+    #[arg(long, value_name = "FILE")]
+    pub out: PathBuf,
+    /// Target to run on [default: the manifest's first]
+    #[arg(long, value_name = "NAME")]
+    pub target: Option<String>,
+}
+
+/// Prove a schedule free of deadlock and race, or show what is wrong with it
+///
+/// Exit code 0: proven. 1: rejected, with every violation on the line that it concerns. 2: not a schedule.
+#[derive(Debug, Args)]
+#[command(
+    verbatim_doc_comment,
+    after_help = "\
+Examples:
+  monobloc show schedule manifests/tinystories.toml > mine.mkir
+  monobloc validate mine.mkir
+  monobloc validate mine.mkir --target h200 --json | jq '.violations[].rule'"
+)]
+pub struct Validate {
+    /// Schedule in text form
+    pub file: PathBuf,
+    /// Target to prove it for [default: the one that it names]
+    #[arg(long, value_name = "NAME")]
+    pub target: Option<String>,
+    /// Print the verdict as one JSON object
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Print what a stage of a build makes, as text
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  monobloc show model manifests/tinystories.toml
+  monobloc show schedule manifests/tinystories.toml > mine.mkir
+  monobloc show source manifests/smollm.toml --target h200")]
+pub struct Show {
+    /// Stage to print
+    #[arg(value_parser = PossibleValuesParser::new(SHOW_STAGES))]
+    pub stage: String,
+    /// Manifest to show
+    pub manifest: PathBuf,
+    /// Target to show it for [default: the manifest's first]
+    #[arg(long, value_name = "NAME")]
+    pub target: Option<String>,
+}
+
+/// Say which stages a build would run, and which input of each has changed
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  monobloc explain manifests/tinystories.toml
+  monobloc explain manifests/tinystories.toml --json | jq '.[] | select(.cached | not) | .stage'")]
+pub struct Explain {
+    /// Manifest to explain
+    pub manifest: PathBuf,
+    /// Explain this target of the manifest alone
+    #[arg(long, value_name = "NAME")]
+    pub target: Option<String>,
+    /// Print a JSON array of stages
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Say what a checkpoint is, or every reason why it cannot be computed
+///
+/// Reads the config and the headers of the weight files, never the weights.
+#[derive(Debug, Args)]
+#[command(
+    verbatim_doc_comment,
+    after_help = "\
+Examples:
+  monobloc import tests/fixtures/tinystories-llama --dry-run
+  monobloc import manifests/configs/llama-3.1-8b.json --dry-run
+  monobloc import ~/models/mine --dry-run --json | jq '.reasons[]'"
+)]
+pub struct Import {
+    /// Folder of a checkpoint, or a config.json alone
+    #[arg(value_name = "DIR")]
+    pub place: PathBuf,
+    /// Change nothing; required, because a build imports by itself
+    #[arg(long, required = true)]
+    pub dry_run: bool,
+    /// Print one JSON object
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Say what is here: versions, cache, trials, targets, CUDA compiler, driver and devices
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  monobloc doctor
+  monobloc doctor --device          # on a machine with a GPU
+  monobloc doctor --json | jq .nvrtc
+
+A machine without CUDA is healthy: the `cpu` target needs nothing. Exit code 1 means that the cache or the trials cannot
+be used.")]
+pub struct Doctor {
+    /// Try on every device what kernels rely on; takes about a second each
+    #[arg(long)]
+    pub device: bool,
+    /// Print one JSON object
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Look after the cache
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  monobloc cache stats
+  monobloc cache gc --max-size 5G --min-age 12h
+  monobloc cache verify && echo sound")]
+pub struct Cache {
+    #[command(subcommand)]
+    pub action: CacheAction,
+}
+
+#[derive(Debug, Subcommand)]
+pub enum CacheAction {
+    /// Say how many entries each stage has, and their size
+    Stats {
+        /// Print one JSON object
+        #[arg(long)]
+        json: bool,
+    },
+    /// Remove what was used longest ago, until the cache is smaller than a size; safe while builds run
+    Gc {
+        /// Size to come below; K, M, G and T are powers of 1024
+        #[arg(long, value_name = "SIZE", default_value = "10G", value_parser = parse_bytes)]
+        max_size: u64,
+        /// Keep what was used within this time: s, m, h, d or w
+        #[arg(long, value_name = "AGE", default_value = "1d", value_parser = parse_age)]
+        min_age: Duration,
+        /// Print one JSON object
+        #[arg(long)]
+        json: bool,
+    },
+    /// Read every byte and say what is damaged; exit code 1 if anything is
+    Verify {
+        /// Print one JSON object
+        #[arg(long)]
+        json: bool,
+    },
+}
+
+/// List the target records, or print one
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  monobloc targets
+  monobloc targets h200 > mine.toml   # a record to start from; name it in a manifest by its path")]
+pub struct Targets {
+    /// A record's name, or the path of one
+    pub name: Option<String>,
+    /// Print JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Read and merge the trials: what was tried, on what, and what came of it
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  monobloc flywheel stats
+  monobloc flywheel best --json | jq '.[0]'
+  monobloc flywheel export --target h200 --verdict ok > h200.csv
+  monobloc flywheel merge elsewhere/trials.csv --trials flywheel/trials.csv")]
+pub struct Flywheel {
+    #[command(subcommand)]
+    pub action: FlywheelAction,
+}
+
+#[derive(Debug, Subcommand)]
+pub enum FlywheelAction {
+    /// Count the trials by verdict, target and manifest, and name the rows that cannot be read
+    Stats {
+        /// Print one JSON object
+        #[arg(long)]
+        json: bool,
+    },
+    /// Print the fastest trial of each model, precision, target, device and position
+    Best {
+        /// Print a JSON array
+        #[arg(long)]
+        json: bool,
+    },
+    /// Print the sound rows as CSV, each trial once
+    Export {
+        /// Only trials of this target
+        #[arg(long, value_name = "NAME")]
+        target: Option<String>,
+        /// Only trials with this verdict
+        #[arg(long, value_name = "VERDICT", value_parser = PossibleValuesParser::new(Verdict::NAMES))]
+        verdict: Option<String>,
+    },
+    /// Append the rows of other files that `--trials` does not have yet
+    Merge {
+        /// Files to take rows from
+        #[arg(required = true, value_name = "FILE")]
+        inputs: Vec<PathBuf>,
+    },
+}

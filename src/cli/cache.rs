@@ -1,0 +1,126 @@
+//! Owns `cache stats`, `gc` and `verify`.
+
+use serde_json::json;
+
+use super::Outcome;
+use super::arguments::{Cache, CacheAction};
+use super::session::Session;
+use super::units::{bytes_text, counted};
+use crate::cache::{GcReport, Problem, ProblemKind, StageStats, Stats};
+use crate::error::Fault;
+use crate::report::Report;
+
+/// Less than this is read before a bar could be seen.
+const PROGRESS_BYTES_MIN: u64 = 1 << 30;
+
+pub fn cache(session: &Session, asked: &Cache) -> Result<Outcome, Fault> {
+    let (terminal, root) = (&session.terminal, &session.places.root);
+    // Opening makes the folder; whoever looks after a cache that is not there has mistyped its name.
+    if !root.is_dir() {
+        return Err(Fault::input(format!("there is no cache at `{}`", root.display()))
+            .with_remedy("name it with `--cache`; the first build makes it"));
+    }
+    let cache = session.open_cache()?;
+    match asked.action {
+        CacheAction::Stats { json } => {
+            let stats = cache.stats()?;
+            match json {
+                true => terminal.print_json(&stats_json(&stats, root.display().to_string()))?,
+                false => terminal.print(&format!("cache `{}`\n{}", root.display(), stats_text(&stats)))?,
+            }
+        }
+        CacheAction::Gc { max_size, min_age, json } => {
+            let done = cache.gc(max_size, min_age)?;
+            match (done, json) {
+                (None, true) => terminal.print_json(&json!({ "collected": false }))?,
+                (None, false) => terminal.print("another process is collecting\n")?,
+                (Some(done), json) => {
+                    let GcReport { entries_removed, remains_removed, bytes_before, bytes_after } = done;
+                    match json {
+                        true => terminal.print_json(&json!({
+                            "collected": true,
+                            "entries_removed": entries_removed,
+                            "remains_removed": remains_removed,
+                            "bytes_before": bytes_before,
+                            "bytes_after": bytes_after,
+                        }))?,
+                        false => terminal.print(&format!(
+                            "removed {} and {}: {} before, {} after\n",
+                            counted(entries_removed, "entry"),
+                            counted(remains_removed, "remain"),
+                            bytes_text(bytes_before),
+                            bytes_text(bytes_after)
+                        ))?,
+                    }
+                }
+            }
+        }
+        CacheAction::Verify { json } => {
+            let report = if json { Report::quiet() } else { Report::to_stderr() };
+            let mut progress = None;
+            let (mut bytes_told, mut bytes_read) = (0, 0);
+            let found = cache.verify(&mut |read, all| {
+                bytes_read = read;
+                if all >= PROGRESS_BYTES_MIN {
+                    let bar = progress.get_or_insert_with(|| report.progress("MiB", all >> 20));
+                    let more = read.saturating_sub(bytes_told) >> 20;
+                    bar.inc(more);
+                    bytes_told += more << 20;
+                }
+            })?;
+            drop(progress);
+            // Nobody trusts what a killed process left, so it is no damage.
+            let (strays, problems): (Vec<Problem>, Vec<Problem>) =
+                found.into_iter().partition(|problem| problem.kind == ProblemKind::Stray);
+            let entries: u64 = cache.stats()?.stages.iter().map(|stage| stage.entries).sum();
+            if json {
+                let listed: Vec<String> = problems.iter().map(ToString::to_string).collect();
+                terminal.print_json(&json!({
+                    "sound": problems.is_empty(), "entries": entries, "bytes": bytes_read, "problems": listed,
+                    "strays": strays.len(),
+                }))?;
+            } else {
+                problems.iter().try_for_each(|problem| terminal.print(&format!("{problem}\n")))?;
+                let (verdict, found) = match problems.is_empty() {
+                    true => (terminal.good("sound"), "no problem".to_string()),
+                    false => (terminal.bad("damaged"), counted(problems.len() as u64, "problem")),
+                };
+                let entries = counted(entries, "entry");
+                terminal.print(&format!("{verdict}: {found} in {entries}, {} read\n", bytes_text(bytes_read)))?;
+                if !strays.is_empty() {
+                    let strays = counted(strays.len() as u64, "file");
+                    terminal.print(&format!(
+                        "{strays} of killed processes in `tmp/`, which `monobloc cache gc` removes\n"
+                    ))?;
+                }
+            }
+            return Ok(if problems.is_empty() { Outcome::Done } else { Outcome::No });
+        }
+    }
+    Ok(Outcome::Done)
+}
+
+fn stats_text(stats: &Stats) -> String {
+    let Stats { stages, set_aside, temporary, bytes } = stats;
+    let mut text = String::new();
+    for StageStats { stage, entries, bytes } in stages {
+        text.push_str(&format!("  {stage:<12} {:>12} {:>12}\n", counted(*entries, "entry"), bytes_text(*bytes)));
+    }
+    text.push_str(&format!("  {} in all\n", bytes_text(*bytes)));
+    if *set_aside > 0 {
+        text.push_str(&format!("  {} set aside in `corrupt/`\n", counted(*set_aside, "damaged file")));
+    }
+    if *temporary > 0 {
+        text.push_str(&format!("  {} in `tmp/`\n", counted(*temporary, "file")));
+    }
+    text
+}
+
+fn stats_json(stats: &Stats, root: String) -> serde_json::Value {
+    let Stats { stages, set_aside, temporary, bytes } = stats;
+    let stages: serde_json::Map<_, _> = stages
+        .iter()
+        .map(|StageStats { stage, entries, bytes }| (stage.clone(), json!({ "entries": entries, "bytes": bytes })))
+        .collect();
+    json!({ "root": root, "bytes": bytes, "stages": stages, "set_aside": set_aside, "temporary": temporary })
+}

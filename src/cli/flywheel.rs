@@ -1,0 +1,137 @@
+//! Owns `flywheel stats`, `best`, `export` and `merge`.
+
+use serde_json::json;
+
+use super::Outcome;
+use super::arguments::{Flywheel, FlywheelAction};
+use super::session::Session;
+use super::units::counted;
+use crate::error::Fault;
+use crate::flywheel::{BrokenRow, COLUMNS, Corpus, CorpusStats, Trial, best, merge, stats};
+
+pub fn flywheel(session: &Session, asked: &Flywheel) -> Result<Outcome, Fault> {
+    let (terminal, path) = (&session.terminal, &session.trials);
+    if let FlywheelAction::Merge { inputs } = &asked.action {
+        let merged = merge(inputs, path)?;
+        tell_broken(session, &merged.broken);
+        let (added, known) = (counted(merged.rows_added, "row"), merged.duplicates);
+        terminal.print(&format!("added {added} to `{}`; {known} were there already\n", path.display()))?;
+        return Ok(Outcome::Done);
+    }
+    let corpus = Corpus::read(&[path])?;
+    match &asked.action {
+        FlywheelAction::Merge { .. } => {}
+        FlywheelAction::Stats { json } => {
+            let stats = stats(&corpus.trials);
+            match json {
+                true => terminal.print_json(&stats_json(&stats, &corpus.broken))?,
+                false => {
+                    terminal.print(&format!("trials `{}`\n{}", path.display(), stats_text(&stats)))?;
+                    tell_broken(session, &corpus.broken);
+                }
+            }
+        }
+        FlywheelAction::Best { json } => {
+            tell_broken(session, &corpus.broken);
+            let best = best(&corpus.trials);
+            if *json {
+                let rows = best.iter().map(|best| {
+                    let (facts, timing) = (best.trial.facts(), best.timing);
+                    json!({
+                        "trial_id": best.trial.trial_id().to_string(),
+                        "manifest": facts.manifest,
+                        "weights_dtype": facts.model.weights_dtype,
+                        "target": facts.machine.target,
+                        "device_name": facts.machine.device_name,
+                        "position": timing.position,
+                        "latency_us_p50": timing.latency_us_p50,
+                        "floor_us": timing.floor_us,
+                        "candidate": facts.point.candidate,
+                        "compared": best.compared,
+                    })
+                });
+                terminal.print_json(&rows.collect())?;
+                return Ok(Outcome::Done);
+            }
+            for best in &best {
+                let (facts, timing) = (best.trial.facts(), best.timing);
+                let device = match facts.machine.device_name.as_str() {
+                    "" => String::new(),
+                    device => format!(" ({device})"),
+                };
+                let floor = timing.floor_us.map(|floor| format!(", floor {floor:.1} us")).unwrap_or_default();
+                terminal.print(&format!(
+                    "{} {} on {}{device}, position {}: {:.1} us{floor}, of {}\n    {} {}\n",
+                    facts.manifest,
+                    facts.model.weights_dtype,
+                    facts.machine.target,
+                    timing.position,
+                    timing.latency_us_p50,
+                    counted(best.compared, "trial"),
+                    best.trial.trial_id().short(),
+                    facts.point.candidate
+                ))?;
+            }
+            if best.is_empty() {
+                terminal.say("no trial with the verdict `ok` yet");
+            }
+        }
+        FlywheelAction::Export { target, verdict } => {
+            tell_broken(session, &corpus.broken);
+            let wanted = |trial: &&Trial| {
+                target.as_ref().is_none_or(|target| trial.facts().machine.target == *target)
+                    && verdict.as_ref().is_none_or(|verdict| trial.verdict().name() == verdict)
+            };
+            terminal.print(&csv_text(corpus.trials.iter().filter(wanted))?)?;
+        }
+    }
+    Ok(Outcome::Done)
+}
+
+fn tell_broken(session: &Session, broken: &[BrokenRow]) {
+    broken.iter().for_each(|row| session.terminal.say(&format!("warning: skipped {row}")));
+}
+
+fn csv_text<'a>(trials: impl Iterator<Item = &'a Trial>) -> Result<String, Fault> {
+    let failed = |error: csv::Error| Fault::internal(format!("rows of a corpus are no CSV: {error}"));
+    let mut writer = csv::Writer::from_writer(Vec::new());
+    writer.write_record(COLUMNS.map(|column| column.name)).map_err(failed)?;
+    for trial in trials {
+        writer.write_record(trial.cells().iter().map(|(_, cell)| cell)).map_err(failed)?;
+    }
+    let bytes = writer.into_inner().map_err(|error| Fault::internal(error.to_string()))?;
+    Ok(String::from_utf8_lossy(&bytes).into_owned())
+}
+
+fn stats_text(stats: &CorpusStats) -> String {
+    let CorpusStats { rows, verdicts, targets, manifests, models, candidates, devices, utc } = stats;
+    let mut text =
+        format!("  {}, {}, {}\n", counted(*rows, "row"), counted(*models, "model"), counted(*candidates, "candidate"));
+    let mut line = |name: &str, counts: Vec<String>| {
+        if !counts.is_empty() {
+            text.push_str(&format!("  {name:<10} {}\n", counts.join(", ")));
+        }
+    };
+    line("verdicts", verdicts.iter().map(|(name, count)| format!("{count} {name}")).collect());
+    line("targets", targets.iter().map(|(name, count)| format!("{count} {name}")).collect());
+    line("manifests", manifests.iter().map(|(name, count)| format!("{count} {name}")).collect());
+    line("devices", devices.iter().cloned().collect());
+    line("time", utc.iter().map(|(first, last)| format!("{first} to {last}")).collect());
+    text
+}
+
+fn stats_json(stats: &CorpusStats, broken: &[BrokenRow]) -> serde_json::Value {
+    let CorpusStats { rows, verdicts, targets, manifests, models, candidates, devices, utc } = stats;
+    json!({
+        "rows": rows,
+        "verdicts": verdicts,
+        "targets": targets,
+        "manifests": manifests,
+        "models": models,
+        "candidates": candidates,
+        "devices": devices,
+        "first_utc": utc.as_ref().map(|(first, _)| first),
+        "last_utc": utc.as_ref().map(|(_, last)| last),
+        "broken": broken.iter().map(ToString::to_string).collect::<Vec<_>>(),
+    })
+}

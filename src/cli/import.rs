@@ -1,0 +1,82 @@
+//! Owns `import --dry-run`: what a checkpoint is, or every reason why it is refused.
+
+use serde_json::json;
+
+use super::Outcome;
+use super::arguments::Import;
+use super::session::Session;
+use super::units::counted;
+use crate::dtype::{DType, Precision};
+use crate::error::Fault;
+use crate::files::{PATH_RULE, read_text};
+use crate::model::config::{self, ImportError, Imported, describe, step_cache_bytes, step_weight_bytes};
+
+/// As for a checkpoint's own config.
+const CONFIG_BYTES_MAX: u64 = 16 << 20;
+
+pub fn import(session: &Session, asked: &Import) -> Result<Outcome, Fault> {
+    let place = &asked.place;
+    let imported = if place.is_file() {
+        config::import_config_only(&read_text(place, CONFIG_BYTES_MAX)?, 0)
+    } else if place.is_dir() {
+        config::import(place)
+    } else {
+        return Err(Fault::input(format!("no such file or folder: `{}`", place.display())).with_remedy(PATH_RULE));
+    };
+    match imported {
+        Ok(imported) if asked.json => session.terminal.print_json(&accepted(&imported))?,
+        Ok(imported) => {
+            let mut text = describe(&imported.graph);
+            for note in &imported.notes {
+                text.push_str(&format!("note: {note}\n"));
+            }
+            text.push_str(&format!("read {} bytes of weight headers\n", imported.header_bytes_read));
+            session.terminal.print(&text)?;
+        }
+        Err(ImportError::Refused { reasons, .. }) => {
+            let listed: Vec<String> = reasons.iter().map(ToString::to_string).collect();
+            if asked.json {
+                session.terminal.print_json(&json!({ "accepted": false, "reasons": listed }))?;
+            } else {
+                // All of them, where the error of a build shows a screenful.
+                listed.iter().try_for_each(|reason| session.terminal.print(&format!("- {reason}\n")))?;
+            }
+            let count = counted(reasons.len() as u64, "reason");
+            return Err(Fault::input(format!("`{}` cannot be imported, for {count}", place.display()))
+                .with_remedy("`monobloc schema` lists what is modelled; what is not might change the result"));
+        }
+        Err(error) => return Err(error.into()),
+    }
+    Ok(Outcome::Done)
+}
+
+fn accepted(imported: &Imported) -> serde_json::Value {
+    let Imported { graph, weights: _, header_bytes_read, config_text: _, notes } = imported;
+    let stored_bytes: u64 = graph
+        .tensors
+        .iter()
+        .map(|t| t.shape.iter().map(|&n| u64::from(n)).product::<u64>() * t.dtype.bytes() as u64)
+        .sum();
+    let context = graph.positions_max.min(1024);
+    let step = |dtype| {
+        let precision = Precision { weights: dtype, cache: dtype, wire: DType::F32 };
+        json!({
+            "weight_bytes": step_weight_bytes(graph, precision),
+            "cache_bytes": step_cache_bytes(graph, precision, context),
+        })
+    };
+    json!({
+        "accepted": true,
+        "family": graph.family,
+        "parameters": graph.parameter_count(),
+        "stored_bytes": stored_bytes,
+        "layers": graph.layers.len(),
+        "hidden": graph.hidden,
+        "vocab": graph.vocab,
+        "positions_max": graph.positions_max,
+        "step": { "context": context, "bf16": step(DType::Bf16), "fp32": step(DType::F32) },
+        "header_bytes_read": header_bytes_read,
+        "notes": notes,
+        "description": describe(graph).lines().collect::<Vec<_>>(),
+    })
+}

@@ -1,0 +1,125 @@
+//! Owns the command line: what can be asked and in which words, and the exit code of every answer.
+//!
+//! `arguments` is what was typed; each command has a file and turns it into calls of the stages. Results go to stdout,
+//! everything said on the way to stderr. Only this module prints, asks whether there is a terminal, or ends the process.
+
+mod arguments;
+mod build;
+mod cache;
+mod doctor;
+mod flywheel;
+mod generate;
+mod import;
+mod score;
+mod session;
+mod targets;
+mod terminal;
+mod units;
+mod validate;
+
+use std::ffi::OsString;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::process::ExitCode;
+
+use clap::Parser;
+
+use crate::error::{Fault, Tier};
+use crate::model::config::schema_table;
+use arguments::{Arguments, Command};
+use session::Session;
+use terminal::interrupt;
+
+/// What a command came to, when it did what it was asked.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Outcome {
+    Done,
+    /// A check or a verification said no: exit code 1.
+    No,
+    /// The user stopped it: exit code 130, as a shell reports SIGINT.
+    Interrupted,
+}
+
+impl Outcome {
+    fn exit_code(self) -> u8 {
+        match self {
+            Outcome::Done => 0,
+            Outcome::No => 1,
+            Outcome::Interrupted => 130,
+        }
+    }
+}
+
+/// Runs one command line, prints its answer, and returns its exit code. For `main` only: it installs a panic hook and a
+/// handler of interrupts.
+pub fn run(arguments: impl Iterator<Item = OsString>) -> ExitCode {
+    terminal::catch_panics();
+    let arguments = match Arguments::try_parse_from(arguments) {
+        Ok(arguments) => arguments,
+        // `--help` and `--version` are such errors, too. A reader of stdout that has gone is no failure.
+        Err(error) => {
+            let _ = error.print();
+            return ExitCode::from(if error.use_stderr() { Tier::Input.exit_code() } else { 0 });
+        }
+    };
+    let session = Session::new(arguments.global);
+    interrupt::install();
+    let answer = catch_unwind(AssertUnwindSafe(|| answer(&session, arguments.command)));
+    let fault = match answer {
+        Ok(Ok(outcome)) => return ExitCode::from(outcome.exit_code()),
+        Ok(Err(fault)) => fault,
+        Err(_) => terminal::panicked(),
+    };
+    session.terminal.print_fault(&fault);
+    ExitCode::from(fault.tier.exit_code())
+}
+
+fn answer(session: &Session, command: Command) -> Result<Outcome, Fault> {
+    match command {
+        Command::Build(asked) => build::build(session, &asked),
+        Command::Generate(asked) => generate::generate(session, &asked),
+        Command::Perplexity(asked) => score::perplexity(session, &asked),
+        Command::Logits(asked) => score::logits(session, &asked),
+        Command::Validate(asked) => validate::validate(session, &asked),
+        Command::Show(asked) => build::show(session, &asked),
+        Command::Explain(asked) => build::explain(session, &asked),
+        Command::Import(asked) => import::import(session, &asked),
+        Command::Doctor(asked) => doctor::doctor(session, &asked),
+        Command::Cache(asked) => cache::cache(session, &asked),
+        Command::Targets(asked) => targets::targets(session, &asked),
+        Command::Flywheel(asked) => flywheel::flywheel(session, &asked),
+        Command::Schema => {
+            session.terminal.print(&schema_table())?;
+            Ok(Outcome::Done)
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory;
+
+    #[test]
+    fn the_command_line_is_well_formed_and_every_command_has_an_example() {
+        let mut all = Arguments::command();
+        all.build();
+        all.clone().debug_assert();
+        for command in all.get_subcommands().filter(|command| command.get_name() != "help") {
+            let name = command.get_name();
+            assert!(command.get_about().is_some(), "`{name}` says what it does");
+            let example = format!("monobloc {name}");
+            let help = command.get_after_help().map(ToString::to_string).unwrap_or_default();
+            assert!(help.contains(&example), "`{name} --help` shows an example");
+        }
+    }
+
+    #[test]
+    fn the_help_documents_every_exit_code() {
+        let help = Arguments::command().render_long_help().to_string();
+        let codes = [Tier::Input, Tier::Environment, Tier::Internal].map(Tier::exit_code);
+        let outcomes = [Outcome::Done, Outcome::No, Outcome::Interrupted].map(Outcome::exit_code);
+        for code in codes.into_iter().chain(outcomes) {
+            assert!(help.lines().any(|line| line.trim_start().starts_with(&format!("{code} "))), "{code} in {help}");
+        }
+    }
+}

@@ -1,0 +1,234 @@
+//! Owns `perplexity` and `logits`: a model run over tokens that are given, and what it made of them.
+
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, BufWriter, Write};
+use std::iter;
+use std::ops::Range;
+use std::path::Path;
+
+use serde_json::json;
+use tempfile::NamedTempFile;
+
+use super::Outcome;
+use super::arguments::{Logits, Perplexity};
+use super::session::{Session, Talk, pick_target, tokenizer_dir};
+use crate::error::Fault;
+use crate::files::{folder_of, read_text};
+use crate::pipeline;
+use crate::tokenizer::{Tokenizer, check_ids};
+
+/// Largest text that is scored: some 60 million tokens, days of work.
+const TEXT_BYTES_MAX: u64 = 256 << 20;
+
+pub fn perplexity(session: &Session, asked: &Perplexity) -> Result<Outcome, Fault> {
+    let manifest = session.manifest(&asked.manifest)?;
+    let target = pick_target(&manifest, asked.target.as_deref())?;
+    let text = read_text(&asked.file, TEXT_BYTES_MAX)?;
+    let workspace = session.workspace(if asked.json { Talk::Nothing } else { Talk::Work })?;
+    let mut tokenizer = Tokenizer::load(&tokenizer_dir(&manifest)?)?;
+    let prepared = pipeline::prepare(&workspace, &manifest, &target)?;
+    let graph = &prepared.imported.graph;
+    tokenizer.check_vocab(graph.vocab)?;
+    let ids = tokenizer.encode(&text, true)?;
+    if ids.len() < 2 {
+        let (file, count) = (asked.file.display(), ids.len());
+        return Err(Fault::input(format!("expected at least 2 tokens in `{file}`, to predict one, found {count}")));
+    }
+    if manifest.decode.context_max < 3 {
+        let context_max = manifest.decode.context_max;
+        return Err(Fault::input(format!(
+            "expected a `context_max` of at least 3 to read a text, found {context_max}"
+        )));
+    }
+
+    let mut runner = prepared.runner(&workspace)?;
+    let first_special = graph.bos.filter(|bos| ids.first() == Some(bos));
+    let progress = workspace.report.progress("tokens", ids.len() as u64);
+    let mut nll = 0.0;
+    let mut scored = 0;
+    for window in windows(ids.len(), manifest.decode.context_max as usize, first_special.is_some()) {
+        let repeated = if window.start > 0 { first_special } else { None };
+        let given: Vec<u32> = repeated.into_iter().chain(ids[window].iter().copied()).collect();
+        let skipped = usize::from(repeated.is_some());
+        runner.logits(&given, &mut |position, logits| {
+            let position = position as usize;
+            progress.inc(1);
+            if position >= skipped
+                && let Some(&next) = given.get(position + 1)
+            {
+                nll += negative_log_likelihood(logits, next);
+                scored += 1;
+            }
+        })?;
+    }
+    drop(progress);
+    let nll = nll / f64::from(scored);
+    let (ppl, count) = (nll.exp(), ids.len());
+    if asked.json {
+        let place = runner.place();
+        session
+            .terminal
+            .print_json(&json!({ "nll": nll, "ppl": ppl, "tokens": count, "scored": scored, "place": place }))?;
+    } else {
+        session.terminal.print(&format!("nll {nll:.6}\nppl {ppl:.6}\ntokens {count}\nscored {scored}\n"))?;
+        session.terminal.say(&format!("({})", runner.place()));
+    }
+    Ok(Outcome::Done)
+}
+
+/// The parts of `count` tokens that are read one after another: each begins with the last token of the part before and
+/// has room for one more token in front of it where the first token is `repeated`. `context_max` is 3 or more.
+fn windows(count: usize, context_max: usize, repeated: bool) -> impl Iterator<Item = Range<usize>> {
+    iter::successors(Some(0..count.min(context_max)), move |last| {
+        let start = last.end - 1;
+        (last.end < count).then(|| start..count.min(start + context_max - usize::from(repeated)))
+    })
+}
+
+/// `ln(sum(exp(logits))) - logits[id]`, summed in f64, the largest logit taken out first.
+fn negative_log_likelihood(logits: &[f32], id: u32) -> f64 {
+    let most = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let sum: f64 = logits.iter().map(|&logit| f64::from(logit - most).exp()).sum();
+    let own = logits.get(id as usize).copied().unwrap_or(f32::NAN);
+    sum.ln() + f64::from(most) - f64::from(own)
+}
+
+pub fn logits(session: &Session, asked: &Logits) -> Result<Outcome, Fault> {
+    let ids = &asked.ids.0;
+    let manifest = session.manifest(&asked.manifest)?;
+    let target = pick_target(&manifest, asked.target.as_deref())?;
+    let context_max = manifest.decode.context_max as usize;
+    if ids.len() > context_max {
+        return Err(Fault::input(format!(
+            "expected at most {context_max} ids (`context_max` of manifest `{}`), found {}",
+            manifest.name,
+            ids.len()
+        ))
+        .with_remedy("give fewer ids, or raise `context_max` in the manifest"));
+    }
+    let workspace = session.workspace(Talk::Work)?;
+    let prepared = pipeline::prepare(&workspace, &manifest, &target)?;
+    let vocab = prepared.imported.graph.vocab;
+    check_ids(ids, vocab)?;
+    let failed = |error: io::Error| Fault::environment(format!("cannot write `{}`: {error}", asked.out.display()));
+    let mut file = Tensor::create(&asked.out, ids.len(), vocab as usize).map_err(failed)?;
+    let mut runner = prepared.runner(&workspace)?;
+    let mut written = Ok(());
+    runner.logits(ids, &mut |_, row| {
+        if written.is_ok() {
+            written = file.row(row);
+        }
+    })?;
+    written.and_then(|()| file.finish(&asked.out)).map_err(failed)?;
+    let (place, out) = (runner.place(), asked.out.display());
+    session.terminal.say(&format!("wrote `logits` [{}, {vocab}] to `{out}` ({place})", ids.len()));
+    Ok(Outcome::Done)
+}
+
+/// A safetensors file of one fp32 tensor, written row by row: the logits of a long text do not fit in memory. Format:
+/// <https://github.com/huggingface/safetensors#format>.
+struct Tensor {
+    file: BufWriter<Sink>,
+}
+
+enum Sink {
+    /// Nothing is at its name before it is whole.
+    Whole(NamedTempFile),
+    /// A pipe or a device: a rename would put a file in its place.
+    Direct(File),
+}
+
+impl Write for Sink {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        match self {
+            Sink::Whole(file) => file.write(bytes),
+            Sink::Direct(file) => file.write(bytes),
+        }
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        match self {
+            Sink::Whole(file) => file.flush(),
+            Sink::Direct(file) => file.flush(),
+        }
+    }
+}
+
+impl Tensor {
+    fn create(path: &Path, rows: usize, cols: usize) -> io::Result<Tensor> {
+        let bytes = rows as u64 * cols as u64 * size_of::<f32>() as u64;
+        let mut header =
+            json!({ "logits": { "dtype": "F32", "shape": [rows, cols], "data_offsets": [0, bytes] } }).to_string();
+        // Padded, so that the values lie on their own alignment.
+        header.push_str(&" ".repeat(header.len().next_multiple_of(8) - header.len()));
+        let is_special = fs::metadata(path).is_ok_and(|there| !there.is_file());
+        let sink = match is_special {
+            true => Sink::Direct(OpenOptions::new().write(true).open(path)?),
+            false => Sink::Whole(new_file_in(&folder_of(path))?),
+        };
+        let mut file = BufWriter::new(sink);
+        file.write_all(&(header.len() as u64).to_le_bytes())?;
+        file.write_all(header.as_bytes())?;
+        Ok(Tensor { file })
+    }
+
+    fn row(&mut self, values: &[f32]) -> io::Result<()> {
+        values.iter().try_for_each(|value| self.file.write_all(&value.to_le_bytes()))
+    }
+
+    fn finish(self, path: &Path) -> io::Result<()> {
+        match self.file.into_inner().map_err(io::IntoInnerError::into_error)? {
+            Sink::Whole(file) => file.persist(path).map(|_| ()).map_err(|error| error.error),
+            Sink::Direct(_) => Ok(()),
+        }
+    }
+}
+
+/// A temporary file with the permissions that the user gives new files, instead of those of a secret.
+fn new_file_in(folder: &Path) -> io::Result<NamedTempFile> {
+    tempfile::Builder::new().make_in(folder, |path| File::create_new(path))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use safetensors::SafeTensors;
+
+    #[test]
+    fn windows_score_every_token_once() {
+        for (count, context_max, repeated) in
+            [(2, 3, true), (10, 10, false), (11, 10, true), (100, 3, true), (100, 7, false)]
+        {
+            let mut scored = vec![0; count];
+            for window in windows(count, context_max, repeated) {
+                assert!(window.len() + usize::from(repeated && window.start > 0) <= context_max);
+                window.skip(1).for_each(|i| scored[i] += 1);
+            }
+            assert_eq!(scored[0], 0, "nothing predicts the first token");
+            assert!(scored[1..].iter().all(|&times| times == 1), "{count} {context_max} {repeated}: {scored:?}");
+        }
+    }
+
+    #[test]
+    fn the_likelihood_survives_large_logits() {
+        assert!((negative_log_likelihood(&[0.0, 0.0], 1) - 2f64.ln()).abs() < 1e-12);
+        assert!((negative_log_likelihood(&[1e30, 0.0], 0)).abs() < 1e-12);
+        assert!(negative_log_likelihood(&[f32::NAN, 0.0], 0).is_nan());
+    }
+
+    #[test]
+    fn rows_become_a_tensor_that_others_read() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("l.safetensors");
+        let mut file = Tensor::create(&path, 2, 3).unwrap();
+        file.row(&[1.0, 2.0, 3.0]).unwrap();
+        assert!(!path.exists());
+        file.row(&[4.0, 5.0, 6.0]).unwrap();
+        file.finish(&path).unwrap();
+        let bytes = std::fs::read(&path).unwrap();
+        let tensors = SafeTensors::deserialize(&bytes).unwrap();
+        let logits = tensors.tensor("logits").unwrap();
+        assert_eq!(logits.shape(), [2, 3]);
+        assert_eq!(logits.data()[20..], 6f32.to_le_bytes());
+    }
+}

@@ -1,0 +1,95 @@
+//! Owns what every command starts from: the places named on the command line, the manifest, and the target.
+
+use std::path::{Path, PathBuf};
+
+use super::arguments::Global;
+use super::terminal::Terminal;
+use crate::cache::{Cache, Places};
+use crate::error::Fault;
+use crate::manifest::Manifest;
+use crate::model::source::{self, Event, Resolved, Source};
+use crate::pipeline::Workspace;
+use crate::report::Report;
+use crate::target::Target;
+use crate::text::{nearest, one_of};
+
+/// The cache where neither `--cache` nor the environment names one.
+const CACHE_DEFAULT: &str = "cache";
+
+pub struct Session {
+    pub terminal: Terminal,
+    pub places: Places,
+    /// File of the trials.
+    pub trials: PathBuf,
+}
+
+/// How much a command says on the way.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Talk {
+    /// Every stage.
+    Stages,
+    /// Stages that do work: for commands whose result is not the build.
+    Work,
+    Nothing,
+}
+
+impl Session {
+    pub fn new(global: Global) -> Session {
+        let Global { cache, trials, color } = global;
+        let mut places = Places::from_environment(Path::new(CACHE_DEFAULT));
+        places.root = cache.unwrap_or(places.root);
+        Session { terminal: Terminal::new(color), places, trials }
+    }
+
+    /// Opens the cache and what else a build works with.
+    pub fn workspace(&self, talk: Talk) -> Result<Workspace, Fault> {
+        let report = match talk {
+            Talk::Stages => Report::to_stderr(),
+            Talk::Work => Report::to_stderr().without_cached(),
+            Talk::Nothing => Report::quiet(),
+        };
+        Ok(Workspace { cache: self.open_cache()?, report, trials: self.trials.clone() })
+    }
+
+    pub fn open_cache(&self) -> Result<Cache, Fault> {
+        Ok(Cache::open_places(&self.places, |note| {
+            // Notes come from threads that have no report; damage and waiting are said even to the quiet.
+            let _ = std::io::Write::write_fmt(&mut std::io::stderr().lock(), format_args!("  note {note}\n"));
+        })?)
+    }
+
+    pub fn manifest(&self, path: &Path) -> Result<Manifest, Fault> {
+        Manifest::load(path).map_err(|error| error.into_fault(self.terminal.style))
+    }
+}
+
+/// The manifest's target of that name; its first where no name is given.
+pub fn pick_target(manifest: &Manifest, name: Option<&str>) -> Result<Target, Fault> {
+    let names = || manifest.targets.iter().map(|target| target.name.as_str());
+    let Some(name) = name else {
+        return manifest.targets.first().cloned().ok_or_else(|| Fault::internal("a manifest without targets"));
+    };
+    manifest.targets.iter().find(|target| target.name == name).cloned().ok_or_else(|| {
+        let expected = one_of(names());
+        let fault = Fault::input(format!("manifest `{}` has no target `{name}`: expected {expected}", manifest.name));
+        match (nearest(name, names()), Target::builtin(name)) {
+            (Some(meant), None) => fault.with_remedy(format!("did you mean `{meant}`?")),
+            (_, Some(_)) => fault.with_remedy(format!("add a `[[target]]` with `record = \"{name}\"` to the manifest")),
+            (None, None) => fault,
+        }
+    })
+}
+
+/// The folder that a manifest's tokenizer is in.
+pub fn tokenizer_dir(manifest: &Manifest) -> Result<PathBuf, Fault> {
+    let source = Source::parse(&manifest.source, &manifest.revision, manifest.seed)?;
+    let mut unheard = |_: Event| {};
+    match source::resolve(&source, &manifest.base_dir, &mut unheard)? {
+        Resolved::Checkpoint { dir, .. } => Ok(dir),
+        Resolved::Synthetic { .. } => Err(Fault::input(format!(
+            "`{}` has synthetic weights and no tokenizer, so text cannot be turned into token ids",
+            manifest.source
+        ))
+        .with_remedy("pass token ids with `--ids`")),
+    }
+}

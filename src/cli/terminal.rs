@@ -1,0 +1,211 @@
+//! Owns how the process speaks: stdout that may close, errors on stderr, colours, panics and interrupts.
+
+use std::backtrace::{Backtrace, BacktraceStatus};
+use std::io::{self, ErrorKind, IsTerminal, Write};
+use std::panic;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use super::arguments::Color;
+use crate::error::{Fault, Tier};
+use crate::text::Style;
+
+const RED_BOLD: &str = "\x1b[1;31m";
+const GREEN_BOLD: &str = "\x1b[1;32m";
+const CYAN_BOLD: &str = "\x1b[1;36m";
+const RESET: &str = "\x1b[0m";
+
+/// Where a command prints.
+pub struct Terminal {
+    /// Of what goes to stderr.
+    pub style: Style,
+    /// Of what goes to stdout.
+    pub stdout_style: Style,
+    /// Whether the reader of stdout has gone.
+    closed: AtomicBool,
+}
+
+impl Terminal {
+    pub fn new(color: Color) -> Terminal {
+        let (style, stdout_style) = match color {
+            Color::Always => (Style::Colour, Style::Colour),
+            Color::Never => (Style::Plain, Style::Plain),
+            Color::Auto => (Style::for_stderr(), style_for_stdout()),
+        };
+        Terminal { style, stdout_style, closed: AtomicBool::new(false) }
+    }
+
+    /// Prints to stdout at once. A reader that has gone (`| head`) has what it wanted: nothing more is printed, and the
+    /// command ends as it would have ended.
+    pub fn print(&self, text: &str) -> Result<(), Fault> {
+        if self.is_closed() {
+            return Ok(());
+        }
+        let mut stdout = io::stdout().lock();
+        match stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()) {
+            Ok(()) => Ok(()),
+            Err(error) if error.kind() == ErrorKind::BrokenPipe => {
+                self.closed.store(true, Ordering::Relaxed);
+                Ok(())
+            }
+            Err(error) => Err(Fault::environment(format!("cannot write to stdout: {error}"))),
+        }
+    }
+
+    /// Prints one JSON value and a line break.
+    pub fn print_json(&self, value: &serde_json::Value) -> Result<(), Fault> {
+        self.print(&format!("{value:#}\n"))
+    }
+
+    /// Whether printing is in vain.
+    pub fn is_closed(&self) -> bool {
+        self.closed.load(Ordering::Relaxed)
+    }
+
+    /// Says something to the user that is no result.
+    pub fn say(&self, text: &str) {
+        // Without stderr there is nobody to tell.
+        let _ = writeln!(io::stderr().lock(), "{text}");
+    }
+
+    pub fn print_fault(&self, fault: &Fault) {
+        self.say(&fault_text(fault, self.style));
+    }
+
+    /// `proven`, in green on a terminal.
+    pub fn good(&self, word: &str) -> String {
+        painted(word, GREEN_BOLD, self.stdout_style)
+    }
+
+    /// `rejected`, in red on a terminal.
+    pub fn bad(&self, word: &str) -> String {
+        painted(word, RED_BOLD, self.stdout_style)
+    }
+}
+
+/// As [`Style::for_stderr`].
+fn style_for_stdout() -> Style {
+    let refused = std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
+    if io::stdout().is_terminal() && !refused { Style::Colour } else { Style::Plain }
+}
+
+fn painted(word: &str, paint: &str, style: Style) -> String {
+    match style {
+        Style::Plain => word.to_string(),
+        Style::Colour => format!("{paint}{word}{RESET}"),
+    }
+}
+
+fn fault_text(fault: &Fault, style: Style) -> String {
+    let Fault { tier, message, remedy } = fault;
+    let mut text = format!("{}: {message}", painted("error", RED_BOLD, style));
+    if let Some(remedy) = remedy {
+        text.push_str(&format!("\n  {}: {remedy}", painted("help", CYAN_BOLD, style)));
+    }
+    if *tier == Tier::Internal {
+        let report = "this is a fault of monobloc, not of the input: please report it with the command line";
+        text.push_str(&format!("\n  {}: {report}", painted("help", CYAN_BOLD, style)));
+    }
+    text
+}
+
+/// What the last panic said, and where.
+static PANIC: Mutex<Option<String>> = Mutex::new(None);
+
+/// Keeps panics from printing: one that a stage catches (a library's, on a stranger's file) is none of the user's
+/// business, and one that reaches [`super::run`] is told as a fault.
+pub fn catch_panics() {
+    panic::set_hook(Box::new(|info| {
+        let payload = info.payload();
+        let said = payload.downcast_ref::<String>().map(String::as_str);
+        let said = said.or_else(|| payload.downcast_ref::<&str>().copied()).unwrap_or("a panic without a message");
+        let place = info.location().map(|place| format!(" at {}:{}", place.file(), place.line())).unwrap_or_default();
+        // There only if the user asks for it: RUST_BACKTRACE.
+        let trace = Backtrace::capture();
+        let trace = match trace.status() {
+            BacktraceStatus::Captured => format!("\n{trace}"),
+            _ => String::new(),
+        };
+        let mut last = PANIC.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        *last = Some(format!("{said}{place}{trace}"));
+    }));
+}
+
+/// The fault that the last panic is.
+pub fn panicked() -> Fault {
+    let said = PANIC.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).take();
+    Fault::internal(said.unwrap_or_else(|| "a panic without a message".to_string()))
+}
+
+pub mod interrupt {
+    //! Owns Ctrl-C: it ends the process at once, unless a command has asked to finish by itself.
+    //!
+    //! Ending at once loses nothing: the cache and the trials are sound wherever a process is killed.
+
+    use std::sync::atomic::{AtomicBool, Ordering};
+
+    use super::super::Outcome;
+
+    static ASKED: AtomicBool = AtomicBool::new(false);
+    static DEFERRED: AtomicBool = AtomicBool::new(false);
+
+    /// Handles interrupts from now on. Where that fails, the default (death by the signal) stays.
+    pub fn install() {
+        let _ = ctrlc::set_handler(|| {
+            let again = ASKED.swap(true, Ordering::SeqCst);
+            if again || !DEFERRED.load(Ordering::SeqCst) {
+                std::process::exit(i32::from(Outcome::Interrupted.exit_code()));
+            }
+        });
+    }
+
+    /// While this lives, the first interrupt only makes [`asked`] true; a second one ends the process.
+    pub struct Deferred(());
+
+    pub fn defer() -> Deferred {
+        DEFERRED.store(true, Ordering::SeqCst);
+        Deferred(())
+    }
+
+    impl Drop for Deferred {
+        fn drop(&mut self) {
+            DEFERRED.store(false, Ordering::SeqCst);
+        }
+    }
+
+    pub fn asked() -> bool {
+        ASKED.load(Ordering::SeqCst)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_fault_prints_with_its_help_and_ours_says_so() {
+        let fault = Fault::input("no such file").with_remedy("make it");
+        assert_eq!(fault_text(&fault, Style::Plain), "error: no such file\n  help: make it");
+        assert!(fault_text(&fault, Style::Colour).starts_with("\u{1b}[1;31merror\u{1b}[0m: no"));
+        assert!(fault_text(&Fault::internal("broken"), Style::Plain).contains("please report it"));
+    }
+
+    const CHILD: &str = "MONOBLOC_PANIC_TEST_CHILD";
+
+    /// In a process of its own: the hook is of the whole process, and would silence other tests.
+    #[test]
+    fn a_panic_is_told_as_our_fault() {
+        if std::env::var_os(CHILD).is_some() {
+            catch_panics();
+            assert!(panic::catch_unwind(|| panic!("the sky fell")).is_err());
+            Terminal::new(Color::Never).print_fault(&panicked());
+            return;
+        }
+        let name = "cli::terminal::tests::a_panic_is_told_as_our_fault";
+        let mut child = std::process::Command::new(std::env::current_exe().unwrap());
+        let output = child.args(["--exact", name]).env(CHILD, "1").env_remove("RUST_BACKTRACE").output().unwrap();
+        let said = String::from_utf8(output.stderr).unwrap();
+        assert!(said.starts_with("error: the sky fell at src/cli/terminal.rs:"), "{said}");
+        assert!(said.contains("please report it") && !said.contains("panicked"), "{said}");
+    }
+}

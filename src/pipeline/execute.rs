@@ -1,0 +1,78 @@
+//! Owns what runs a schedule: the interpreter on this CPU, or a kernel on a device of this machine.
+
+use std::fs;
+
+use crate::codegen::emit::Trace;
+use crate::cuda::driver::{Device, DeviceIdentity};
+use crate::cuda::session::{Session, SessionError};
+use crate::error::Fault;
+use crate::interp::Pack;
+use crate::pack::layout;
+use crate::target::Target;
+use crate::validate::Validated;
+
+use super::keys::Hardware;
+
+/// Half of the pinned memory that weights go through on their way to a device.
+const STAGING_BYTES: usize = 8 << 20;
+
+/// The CPU of this machine, as a key names it.
+pub(super) fn host() -> Hardware {
+    let threads = std::thread::available_parallelism().map_or(1, |count| count.get());
+    // Linux; elsewhere the architecture has to do.
+    let cpuinfo = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    let model = cpuinfo.lines().find(|line| line.starts_with("model name")).and_then(|line| line.split_once(':'));
+    let name = model.map_or(std::env::consts::ARCH, |(_, name)| name.trim()).to_string();
+    Hardware { name, uuid: String::new(), driver: String::new(), threads }
+}
+
+pub(super) fn hardware_of(device: &DeviceIdentity) -> Hardware {
+    Hardware {
+        name: device.name.clone(),
+        uuid: device.uuid.clone(),
+        driver: device.driver_release.clone().unwrap_or_else(|| format!("CUDA {}", device.driver_cuda)),
+        threads: 0,
+    }
+}
+
+/// The devices of this machine, asked for once a build.
+pub(super) struct Devices(Result<Vec<DeviceIdentity>, String>);
+
+impl Devices {
+    /// `wanted`: whether any target needs one; the driver takes its time to start.
+    pub fn list(wanted: bool) -> Devices {
+        if !wanted {
+            return Devices(Ok(vec![]));
+        }
+        Devices(Device::list().map_err(|error| error.to_string()))
+    }
+
+    /// The first device that the target describes, or why there is none.
+    pub fn find(&self, target: &Target) -> Result<&DeviceIdentity, String> {
+        let devices = self.0.as_ref().map_err(Clone::clone)?;
+        let mut reason = "this machine has no device".to_string();
+        for device in devices {
+            match device.matches(target) {
+                Ok(()) => return Ok(device),
+                Err(mismatch) => reason = mismatch.to_string(),
+            }
+        }
+        Err(reason)
+    }
+}
+
+/// Loads a kernel with its weights.
+pub(super) fn load_session(
+    device: &Device,
+    validated: &Validated,
+    cubin: &[u8],
+    pack: &Pack,
+    steps_max: u32,
+) -> Result<Session, Fault> {
+    let layout = layout(validated.schedule());
+    let session = Session::load(device, validated, &layout, cubin, Trace::Off, steps_max, |stream, buffer| {
+        let mut staging = device.staging(STAGING_BYTES)?;
+        Ok::<_, SessionError>(staging.upload(stream, buffer, 0, (**pack).as_ref())?)
+    })?;
+    Ok(session)
+}

@@ -1,0 +1,310 @@
+//! Owns the keys of the stages: what each result depends on, and nothing else.
+//!
+//! Every stage but compile is keyed by the digest of the running tool too, because its code decides the result. A stage
+//! keys on the *content* of the stage before it, so a change that leaves a result as it was stops there.
+
+use crate::candidate::Candidate;
+use crate::codegen::KernelSource;
+use crate::digest::{Digest, KeyPart, KeySink, key};
+use crate::dtype::Precision;
+use crate::target::{Measured, Target};
+
+/// A stage with its key and the text that explains it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Keyed {
+    pub stage: &'static str,
+    pub key: Digest,
+    pub why: String,
+}
+
+impl Keyed {
+    fn of(stage: &'static str, part: &dyn KeyPart) -> Keyed {
+        let (key, why) = key(part);
+        Keyed { stage, key, why }
+    }
+}
+
+/// Folders of the cache, in the order in which a build fills them.
+pub const IMPORT: &str = "import";
+pub const SCHEDULE: &str = "schedule";
+pub const SOURCE: &str = "source";
+pub const COMPILE: &str = "compile";
+pub const PACK: &str = "pack";
+pub const CHECK: &str = "check";
+pub const MEASURE: &str = "measure";
+/// Which compiler was found last; no stage of a build.
+pub const NVRTC: &str = "nvrtc";
+
+/// Config and headers to a model graph.
+pub struct ImportKey<'a> {
+    pub tool: Digest,
+    pub synthetic: bool,
+    pub config: &'a [u8],
+    pub generation_config: Option<&'a [u8]>,
+    /// File name, length of the file, and digest of its header, of every weight file.
+    pub headers: &'a [(String, u64, Digest)],
+}
+
+impl ImportKey<'_> {
+    pub fn keyed(&self) -> Keyed {
+        Keyed::of(IMPORT, self)
+    }
+}
+
+impl KeyPart for ImportKey<'_> {
+    fn write(&self, key: &mut dyn KeySink) {
+        let Self { tool, synthetic, config, generation_config, headers } = self;
+        key.value("tool", tool);
+        key.value("synthetic", synthetic);
+        key.bytes("config.json", config);
+        key.value("generation_config", generation_config.is_some());
+        key.bytes("generation_config.json", generation_config.unwrap_or_default());
+        key.list("header", headers.iter().map(|(name, bytes, digest)| format!("{name} {bytes} {digest}")));
+    }
+}
+
+fn write_precision(key: &mut dyn KeySink, precision: &Precision) {
+    let Precision { weights, cache, wire } = precision;
+    key.value("precision.weights", weights);
+    key.value("precision.cache", cache);
+    key.value("precision.activations", wire);
+}
+
+/// A target without what was measured on it. Stages before measure are given this one, so that their results cannot
+/// depend on figures that their keys leave out, and calibrating a device proves nothing again.
+pub fn unmeasured(target: &Target) -> Target {
+    Target { measured: Measured::default(), ..target.clone() }
+}
+
+/// A target as the lines of its key text, so that a change names the field.
+fn write_spec(key: &mut dyn KeySink, target: &Target) {
+    for line in unmeasured(target).key_text().lines() {
+        let (name, value) = line.split_once(' ').unwrap_or((line, ""));
+        key.text(name, value);
+    }
+}
+
+/// Graph to a proven schedule.
+pub struct ScheduleKey<'a> {
+    pub tool: Digest,
+    pub graph: Digest,
+    pub precision: Precision,
+    pub context_max: u32,
+    pub candidate: &'a Candidate,
+    pub target: &'a Target,
+}
+
+impl ScheduleKey<'_> {
+    pub fn keyed(&self) -> Keyed {
+        Keyed::of(SCHEDULE, self)
+    }
+}
+
+impl KeyPart for ScheduleKey<'_> {
+    fn write(&self, key: &mut dyn KeySink) {
+        let Self { tool, graph, precision, context_max, candidate, target } = self;
+        key.value("tool", tool);
+        key.value("graph", graph);
+        write_precision(key, precision);
+        key.value("context_max", context_max);
+        write_candidate(key, candidate);
+        write_spec(key, target);
+    }
+}
+
+fn write_candidate(key: &mut dyn KeySink, candidate: &Candidate) {
+    for pair in candidate.to_string().split(';') {
+        let (knob, value) = pair.split_once('=').unwrap_or((pair, ""));
+        key.text(&format!("candidate.{knob}"), value);
+    }
+}
+
+/// Schedule to CUDA C++.
+pub struct SourceKey<'a> {
+    pub tool: Digest,
+    pub schedule: Digest,
+    pub target: &'a Target,
+}
+
+impl SourceKey<'_> {
+    pub fn keyed(&self) -> Keyed {
+        Keyed::of(SOURCE, self)
+    }
+}
+
+impl KeyPart for SourceKey<'_> {
+    fn write(&self, key: &mut dyn KeySink) {
+        let Self { tool, schedule, target } = self;
+        key.value("tool", tool);
+        key.value("schedule", schedule);
+        write_spec(key, target);
+    }
+}
+
+/// CUDA C++ to a cubin: text, headers, options and compiler, and nothing of us.
+pub struct CubinKey<'a> {
+    pub source: &'a KernelSource,
+    pub options: &'a [String],
+    pub nvrtc: &'a str,
+}
+
+impl CubinKey<'_> {
+    pub fn keyed(&self) -> Keyed {
+        Keyed::of(COMPILE, self)
+    }
+}
+
+impl KeyPart for CubinKey<'_> {
+    fn write(&self, key: &mut dyn KeySink) {
+        let Self { source, options, nvrtc } = self;
+        let KernelSource { name, text, headers, arch } = source;
+        key.text("nvrtc", nvrtc);
+        key.list("option", options.iter());
+        key.text("arch", arch);
+        key.text("name", name);
+        key.text("source", text);
+        for (name, text) in headers {
+            key.text(name, text);
+        }
+    }
+}
+
+/// What tells the weights of two models of one graph apart.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum WeightsId {
+    /// Values are a function of the seed.
+    Synthetic { seed: u64 },
+    /// Name and content digest of each file.
+    Files(Vec<(String, Digest)>),
+}
+
+impl KeyPart for WeightsId {
+    fn write(&self, key: &mut dyn KeySink) {
+        match self {
+            WeightsId::Synthetic { seed } => key.value("seed", seed),
+            WeightsId::Files(files) => key.list("file", files.iter().map(|(name, digest)| format!("{name} {digest}"))),
+        }
+    }
+}
+
+/// Schedule and weights to a pack.
+pub struct PackKey<'a> {
+    pub tool: Digest,
+    pub schedule: Digest,
+    pub graph: Digest,
+    pub weights: &'a WeightsId,
+}
+
+impl PackKey<'_> {
+    pub fn keyed(&self) -> Keyed {
+        Keyed::of(PACK, self)
+    }
+}
+
+impl KeyPart for PackKey<'_> {
+    fn write(&self, key: &mut dyn KeySink) {
+        let Self { tool, schedule, graph, weights } = self;
+        key.value("tool", tool);
+        key.value("schedule", schedule);
+        key.value("graph", graph);
+        key.nested("weights", *weights);
+    }
+}
+
+/// The hardware that a check or a measurement speaks about.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Hardware {
+    /// `NVIDIA H200`, or the model of the CPU.
+    pub name: String,
+    /// The device's, empty for a CPU.
+    pub uuid: String,
+    /// Release of the driver, empty for a CPU.
+    pub driver: String,
+    /// Threads of the interpreter; 0 for a device.
+    pub threads: usize,
+}
+
+impl KeyPart for Hardware {
+    fn write(&self, key: &mut dyn KeySink) {
+        let Self { name, uuid, driver, threads } = self;
+        key.text("name", name);
+        key.text("uuid", uuid);
+        key.text("driver", driver);
+        key.value("threads", threads);
+    }
+}
+
+/// A schedule on hardware with weights: what is common to check and measure.
+pub struct SubjectKey<'a> {
+    pub tool: Digest,
+    pub schedule: Digest,
+    pub graph: Digest,
+    pub weights: &'a WeightsId,
+    pub candidate: &'a Candidate,
+    pub target: &'a Target,
+    /// Digest of the cubin that a device runs.
+    pub cubin: Option<Digest>,
+    pub hardware: &'a Hardware,
+}
+
+impl KeyPart for SubjectKey<'_> {
+    fn write(&self, key: &mut dyn KeySink) {
+        let Self { tool, schedule, graph, weights, candidate, target, cubin, hardware } = self;
+        key.value("tool", tool);
+        key.value("schedule", schedule);
+        key.value("graph", graph);
+        key.nested("weights", *weights);
+        write_candidate(key, candidate);
+        write_spec(key, target);
+        key.value("cubin", cubin.map_or("none".to_string(), |cubin| cubin.to_string()));
+        key.nested("hardware", *hardware);
+    }
+}
+
+/// Numerics at these positions.
+pub struct CheckKey<'a> {
+    pub subject: &'a SubjectKey<'a>,
+    pub positions: &'a [u32],
+    /// Sizes the launches of a device; the interpreter does not care, and it costs a check to change it.
+    pub steps_per_launch: Option<u32>,
+}
+
+impl CheckKey<'_> {
+    pub fn keyed(&self) -> Keyed {
+        Keyed::of(CHECK, self)
+    }
+}
+
+impl KeyPart for CheckKey<'_> {
+    fn write(&self, key: &mut dyn KeySink) {
+        let Self { subject, positions, steps_per_launch } = self;
+        subject.write(key);
+        key.list("check_positions", positions.iter());
+        key.list("steps_per_launch", steps_per_launch.iter());
+    }
+}
+
+/// Times at these positions. Not keyed by the figures of the check: they say that it may be timed, not how fast it is.
+pub struct MeasureKey<'a> {
+    pub subject: &'a SubjectKey<'a>,
+    pub positions: &'a [u32],
+    pub steps_per_launch: u32,
+}
+
+impl MeasureKey<'_> {
+    pub fn keyed(&self) -> Keyed {
+        Keyed::of(MEASURE, self)
+    }
+}
+
+impl KeyPart for MeasureKey<'_> {
+    fn write(&self, key: &mut dyn KeySink) {
+        let Self { subject, positions, steps_per_launch } = self;
+        subject.write(key);
+        // The floor comes from it.
+        let read_bytes_per_s = subject.target.measured.read_bytes_per_s;
+        key.value("read_bytes_per_s", read_bytes_per_s.map_or("unmeasured".to_string(), |value| format!("{value:?}")));
+        key.list("time_positions", positions.iter());
+        key.value("steps_per_launch", steps_per_launch);
+    }
+}

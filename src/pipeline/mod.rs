@@ -1,0 +1,181 @@
+//! Owns the order of the stages: what a build runs, what it finds in the cache, and what waits for a device.
+//!
+//! ```text
+//! import -> schedule (lower, place, prove) -> source -> compile        -> check -> measure -> a row of trials
+//!                                          \-> pack (weights) -------/
+//! ```
+//!
+//! `keys` says what each stage depends on, `stages` makes what needs no execution, `prove` checks and measures, `rows`
+//! tells the corpus, `runner` decodes for commands, `explain` answers why something would run.
+//!
+//! A warm build imports the headers and looks every stage up. It parses and proves a schedule only when something is to
+//! be executed or compiled: the proof belongs to the bytes that are used, so it is made again from what was loaded.
+
+mod compile;
+mod execute;
+mod explain;
+mod keys;
+mod prove;
+mod rows;
+mod runner;
+mod stages;
+
+pub use explain::{Explained, SHOW_STAGES, explain, show};
+pub use runner::Runner;
+
+use crate::cache::Cache;
+use crate::candidate::Candidate;
+use crate::digest::Digest;
+use crate::error::Fault;
+use crate::flywheel::Verdict;
+use crate::manifest::Manifest;
+use crate::model::config::Imported;
+use crate::report::Report;
+use crate::target::{Target, TargetKind};
+use crate::validate::Validated;
+use std::path::PathBuf;
+
+use compile::{Compile, Compiler, compile};
+use execute::Devices;
+use prove::{OnDevice, prove};
+use rows::Tried;
+use stages::{Generated, Model, NotPlaced, Placed, Site, generate_source, load_model, place};
+
+/// What every command works with.
+pub struct Workspace {
+    pub cache: Cache,
+    pub report: Report,
+    /// The user's own trials.
+    pub trials: PathBuf,
+}
+
+/// A manifest's model on one target, up to the proof. The kernel of a CUDA target is compiled by
+/// [`Prepared::runner`], because only that needs it.
+pub struct Prepared {
+    pub manifest: Manifest,
+    pub target: Target,
+    pub imported: Imported,
+    pub candidate: Candidate,
+    pub validated: Validated,
+    /// Digest of the graph's text, of the running tool, and of the schedule's text: what keys name.
+    graph: Digest,
+    tool: Digest,
+    schedule: Digest,
+}
+
+impl Prepared {
+    fn site<'a>(&'a self, workspace: &'a Workspace) -> Site<'a> {
+        let Prepared { manifest, target, imported, graph, tool, .. } = self;
+        Site { workspace, manifest, target, imported, graph: *graph, tool: *tool }
+    }
+}
+
+/// Imports, lowers, schedules and proves; every stage through the cache.
+///
+/// # Errors
+/// Faults of the source, a default candidate that does not fit the target, a full disk.
+pub fn prepare(workspace: &Workspace, manifest: &Manifest, target: &Target) -> Result<Prepared, Fault> {
+    let tool = workspace.tool()?;
+    let model = import_stage(workspace, manifest, tool)?;
+    let site = Site::new(workspace, manifest, target, &model, tool);
+    let placed = place_default(&site)?;
+    let schedule = placed.content;
+    let (candidate, validated) = placed.into_validated(target)?;
+    let (manifest, target, graph) = (manifest.clone(), target.clone(), model.graph);
+    Ok(Prepared { manifest, target, imported: model.imported, candidate, validated, graph, tool, schedule })
+}
+
+/// What a build did, for the last line and for `--json`.
+#[derive(Debug, Clone, PartialEq)]
+pub struct BuildReport {
+    pub ran: usize,
+    pub cached: usize,
+    /// One line a target that waits for a device or a tool.
+    pub waiting: Vec<String>,
+}
+
+/// Runs every stage of every target of the manifest that this machine can run. The summary is the caller's to tell.
+///
+/// # Errors
+/// The first fault. What was built before it stays in the cache.
+pub fn build(workspace: &Workspace, manifest: &Manifest) -> Result<BuildReport, Fault> {
+    let (ran, cached) = (workspace.report.ran_count(), workspace.report.cached_count());
+    let tool = workspace.tool()?;
+    let model = import_stage(workspace, manifest, tool)?;
+    if let Some(commit) = &model.commit {
+        workspace.report.note(&format!("{} at revision `{}` is commit {commit}", manifest.source, manifest.revision));
+    }
+    for note in &model.imported.notes {
+        workspace.report.note(note);
+    }
+    let mut waiting = vec![];
+
+    let mut sites: Vec<(Site<'_>, Placed, Option<Generated>)> = vec![];
+    for target in &manifest.targets {
+        let site = Site::new(workspace, manifest, target, &model, tool);
+        let placed = place_default(&site)?;
+        let generated = match target.kind {
+            TargetKind::Cpu => None,
+            TargetKind::Cuda => Some(generate_source(&site, &placed)?),
+        };
+        sites.push((site, placed, generated));
+    }
+
+    let compiler = Compiler::new(workspace);
+    let sources: Vec<(Site<'_>, &Generated)> =
+        sites.iter().filter_map(|(site, _, generated)| Some((*site, generated.as_ref()?))).collect();
+    let mut compiled = compile(&compiler, &sources)?.into_iter();
+
+    // One after another, with the machine to itself: what runs beside a measurement is measured with it.
+    let devices = Devices::list(!sources.is_empty());
+    for (site, placed, generated) in &sites {
+        let name = &site.target.name;
+        let Some(generated) = generated else {
+            prove(site, placed, None)?;
+            continue;
+        };
+        match compiled.next() {
+            Some(Compile::Done(cubin)) => match devices.find(site.target) {
+                Ok(device) => {
+                    prove(site, placed, Some(OnDevice { cubin: &cubin, source: generated.content, device }))?;
+                }
+                Err(reason) => {
+                    waiting.push(format!("{name}: check and measure wait for a device of its kind ({reason})"))
+                }
+            },
+            Some(Compile::Waits(missing)) => {
+                let reason = missing.message.lines().next().unwrap_or_default();
+                let remedy = missing.remedy.map(|remedy| format!("; {remedy}")).unwrap_or_default();
+                waiting.push(format!("{name}: compile, check and measure wait for NVRTC ({reason}{remedy})"));
+            }
+            None => return Err(Fault::internal(format!("the compile of `{name}` gave no result"))),
+        }
+    }
+    let report = &workspace.report;
+    Ok(BuildReport { ran: report.ran_count() - ran, cached: report.cached_count() - cached, waiting })
+}
+
+/// Imports the model, and keeps the text of its graph.
+fn import_stage(workspace: &Workspace, manifest: &Manifest, tool: Digest) -> Result<Model, Fault> {
+    let model = load_model(workspace, manifest, tool)?;
+    let subject = stages::subject(manifest, "model");
+    workspace
+        .stage(&model.keyed, &subject, keys::IMPORT, &manifest.source, || Ok(model.graph_text.clone().into_bytes()))?;
+    Ok(model)
+}
+
+/// Places the candidate that is built without a search.
+fn place_default(site: &Site<'_>) -> Result<Placed, Fault> {
+    let candidate = site.candidate();
+    place(site, candidate.clone()).map_err(|not_placed| match not_placed {
+        NotPlaced::Fault(fault) => fault,
+        NotPlaced::Infeasible(reason) => {
+            let tried = Tried { site, candidate: &candidate, placed: None, source: None, cubin: None, hardware: None };
+            let row = tried.append(None, None, vec![Verdict::Infeasible { detail: reason.to_string() }]);
+            let message = format!("the default candidate does not fit `{}`: {reason}", site.target.name);
+            row.err().unwrap_or_else(|| {
+                Fault::input(message).with_remedy("lower `decode.context_max`, or take a larger target")
+            })
+        }
+    })
+}

@@ -1,0 +1,166 @@
+//! Owns the rows that a build appends to the user's trials: what was tried, on what, and what came of it.
+
+use std::time::SystemTime;
+
+use crate::candidate::Candidate;
+use crate::check::Figures;
+use crate::codegen::emit::ENTRY_POINT;
+use crate::digest::Digest;
+use crate::error::Fault;
+use crate::flywheel::trial::fresh_nonce;
+use crate::flywheel::{
+    CheckFigures, Cost, Facts, Machine, ModelShape, Point, Proposer, Timing, Trial, Verdict, append,
+};
+use crate::measure::{Measurement, Timed};
+use crate::model::graph::ModelGraph;
+
+use super::compile::Cubin;
+use super::keys::Hardware;
+use super::stages::{Placed, Site};
+
+/// What of a trial is known before it runs.
+pub(super) struct Tried<'a> {
+    pub site: &'a Site<'a>,
+    pub candidate: &'a Candidate,
+    /// What it became; `None` where it does not fit.
+    pub placed: Option<&'a Placed>,
+    pub source: Option<Digest>,
+    pub cubin: Option<&'a Cubin>,
+    /// What ran it; `None` for a candidate that nothing ran.
+    pub hardware: Option<&'a Hardware>,
+}
+
+impl Tried<'_> {
+    /// Appends one row for each verdict.
+    pub fn append(&self, check_ms: Option<f64>, measure_ms: Option<f64>, verdicts: Vec<Verdict>) -> Result<(), Fault> {
+        let facts = self.facts(check_ms, measure_ms)?;
+        let now = SystemTime::now();
+        let trials = verdicts
+            .into_iter()
+            .map(|verdict| Trial::new(facts.clone(), verdict, now, fresh_nonce()))
+            .collect::<Result<Vec<_>, _>>()?;
+        append(&self.site.workspace.trials, &trials)?;
+        Ok(())
+    }
+
+    fn facts(&self, check_ms: Option<f64>, measure_ms: Option<f64>) -> Result<Facts, Fault> {
+        let Tried { site, candidate, placed, source, cubin, hardware } = self;
+        let text = candidate.to_string();
+        let digest = Digest::of(text.as_bytes());
+        // A device is named by its driver; the CPU that stands in for one is no device.
+        let device = |of: fn(&Hardware) -> &String| {
+            hardware.filter(|hardware| !hardware.uuid.is_empty()).map(of).cloned().unwrap_or_default()
+        };
+        let kernel = cubin.and_then(|cubin| cubin.resources.kernels.get(ENTRY_POINT));
+        let smem_dynamic = match placed {
+            Some(placed) => {
+                let machine = &placed.validated(site.target)?.schedule().machine;
+                machine.smem.iter().map(|part| part.offset + part.bytes).max().unwrap_or(0)
+            }
+            None => 0,
+        };
+        Ok(Facts {
+            tool: site.tool,
+            host_kind: format!("{}-{}", std::env::consts::ARCH, std::env::consts::OS),
+            manifest: site.manifest.name.clone(),
+            model: shape(site, &site.imported.graph),
+            machine: Machine {
+                target: site.target.name.clone(),
+                target_kind: site.target.kind.to_string(),
+                device_name: device(|hardware| &hardware.name),
+                device_uuid: device(|hardware| &hardware.uuid),
+                driver: device(|hardware| &hardware.driver),
+                nvrtc: cubin.map(|cubin| cubin.nvrtc.clone()).unwrap_or_default(),
+                sm_count: candidate.sms,
+            },
+            point: Point {
+                context_max: site.manifest.decode.context_max,
+                candidate: text,
+                candidate_digest: digest,
+                // One point to choose from.
+                space: digest,
+                schedule: placed.map(|placed| placed.content),
+                source: *source,
+                cubin: cubin.map(|cubin| cubin.digest),
+                seed: site.manifest.search.seed,
+                proposer: Proposer::Default,
+                incumbent: None,
+                predicted_us: None,
+            },
+            cost: Cost {
+                compile_ms: cubin.and_then(|cubin| cubin.compile_ms),
+                check_ms,
+                measure_ms,
+                registers: kernel.map(|kernel| kernel.registers),
+                spill_bytes: kernel.map(|kernel| kernel.spill_store_bytes),
+                smem_bytes: kernel.map(|kernel| kernel.smem_static_bytes + smem_dynamic),
+            },
+        })
+    }
+}
+
+fn shape(site: &Site<'_>, graph: &ModelGraph) -> ModelShape {
+    let precision = site.manifest.precision;
+    let layer = graph.layers.first();
+    ModelShape {
+        model_graph: site.graph,
+        family: graph.family.clone(),
+        layers: graph.layers.len() as u32,
+        hidden: graph.hidden,
+        intermediate: layer.map_or(0, |layer| layer.mlp.up.rows),
+        heads: layer.map_or(0, |layer| layer.attn.heads),
+        kv_heads: layer.map_or(0, |layer| layer.attn.kv_heads),
+        head_dim: layer.map_or(0, |layer| layer.attn.head_dim),
+        vocab: graph.vocab,
+        parameters: graph.parameter_count(),
+        weights_dtype: precision.weights.to_string(),
+        cache_dtype: precision.cache.to_string(),
+        wire_dtype: precision.wire.to_string(),
+    }
+}
+
+pub(super) fn check_figures(figures: Figures) -> CheckFigures {
+    let Figures { positions, error_abs_max, error_rel_l2, kl_max, argmax_agree } = figures;
+    CheckFigures { positions, error_abs_max, error_rel_l2, kl_max, argmax_agree }
+}
+
+/// One verdict a position: `ok` with its time, or `fail` where the time cannot be true.
+pub(super) fn verdicts(figures: Figures, measurement: &Measurement) -> Vec<Verdict> {
+    let check = check_figures(figures);
+    let timed = measurement.timed().iter().map(|timed| Verdict::Ok { check, timing: timing(timed) });
+    let withheld = measurement
+        .withheld()
+        .iter()
+        .map(|withheld| Verdict::Fail { detail: withheld.reason.clone(), check: Some(check) });
+    timed.chain(withheld).collect()
+}
+
+fn timing(timed: &Timed) -> Timing {
+    let Timed {
+        position,
+        steps_per_launch,
+        samples,
+        latency_us_p10,
+        latency_us_p50,
+        latency_us_p90,
+        bytes_per_step,
+        floor_us,
+        clock_sm_mhz,
+        clock_mem_mhz,
+        throttle,
+    } = timed.clone();
+    Timing {
+        position,
+        steps_per_launch,
+        samples,
+        latency_us_p10,
+        latency_us_p50,
+        latency_us_p90,
+        ratio: None,
+        bytes_per_step,
+        floor_us,
+        clock_sm_mhz,
+        clock_mem_mhz,
+        throttle,
+    }
+}

@@ -1,0 +1,494 @@
+//! Owns the stages that need no execution: import, schedule, source, cubin and pack, each through the cache.
+
+use std::cell::OnceCell;
+use std::fs::{self, File};
+use std::io::{Read, Write};
+use std::path::Path;
+use std::sync::Arc;
+
+use memmap2::Mmap;
+use serde::{Deserialize, Serialize};
+
+use crate::cache::{CacheError, Entry, Outcome};
+use crate::candidate::{Candidate, Infeasible};
+use crate::codegen::KernelSource;
+use crate::codegen::emit::{Trace, emit};
+use crate::digest::Digest;
+use crate::error::{Fault, Tier};
+use crate::interp::Pack;
+use crate::ir::parse::parse;
+use crate::ir::print::print;
+use crate::ir::program::Program;
+use crate::lower::lower;
+use crate::manifest::Manifest;
+use crate::model::config::{Imported, graph_text, import, import_config_only};
+use crate::model::graph::ModelGraph;
+use crate::model::source::{Event, Resolved, Source, resolve};
+use crate::pack::{layout, pack, pack_pieces};
+use crate::schedule::schedule;
+use crate::target::Target;
+use crate::validate::{Validated, validate};
+
+use super::Workspace;
+use super::keys::{self, ImportKey, Keyed, PackKey, ScheduleKey, SourceKey, WeightsId};
+
+/// A config is kilobytes; the importer has the same bound.
+const CONFIG_BYTES_MAX: u64 = 16 << 20;
+
+/// A header that the importer accepted has at most this many bytes.
+const HEADER_BYTES_MAX: u64 = 100_000_000;
+
+impl Workspace {
+    /// The entry under `keyed`; `build` makes it where there is none, as a stage that the report shows under `title`.
+    pub(super) fn stage(
+        &self,
+        keyed: &Keyed,
+        subject: &str,
+        title: &str,
+        detail: &str,
+        build: impl FnOnce() -> Result<Vec<u8>, Fault>,
+    ) -> Result<(Entry, Outcome), Fault> {
+        self.run_stage(keyed, subject, title, detail, |keyed| {
+            self.cache.get_or_build(keyed.stage, &keyed.key, &keyed.why, build)
+        })
+    }
+
+    /// Looks an entry up, and otherwise runs `make`, which takes the lock of the entry and builds it.
+    pub(super) fn run_stage(
+        &self,
+        keyed: &Keyed,
+        subject: &str,
+        title: &str,
+        detail: &str,
+        make: impl FnOnce(&Keyed) -> Result<(Entry, Outcome), Fault>,
+    ) -> Result<(Entry, Outcome), Fault> {
+        if let Some(entry) = self.cache.get(keyed.stage, &keyed.key)? {
+            self.report.cached(title);
+            self.point(keyed, subject)?;
+            return Ok((entry, Outcome::Cached));
+        }
+        let stage = self.report.stage(title, detail);
+        let (entry, outcome) = make(keyed)?;
+        match outcome {
+            Outcome::Built => stage.done(),
+            Outcome::Cached | Outcome::BuiltElsewhere => {
+                drop(stage);
+                self.report.cached(title);
+            }
+        }
+        self.point(keyed, subject)?;
+        Ok((entry, outcome))
+    }
+
+    /// Remembers what the subject was built from, for `explain`. Written only when it changes.
+    pub(super) fn point(&self, keyed: &Keyed, subject: &str) -> Result<(), Fault> {
+        if self.cache.latest_why(keyed.stage, subject).is_none_or(|(key, _)| key != keyed.key) {
+            self.cache.set_latest(keyed.stage, subject, &keyed.key)?;
+        }
+        Ok(())
+    }
+
+    /// Digest of the running executable; hashed once for each version of its file.
+    pub(super) fn tool(&self) -> Result<Digest, Fault> {
+        let path = std::env::current_exe()
+            .map_err(|error| Fault::environment(format!("the path of the running program is not known: {error}")))?;
+        Ok(self.cache.file_digests().digest(&path)?.digest)
+    }
+}
+
+/// A model that was imported, with the names it has in keys.
+pub(super) struct Model {
+    pub imported: Imported,
+    /// Of a model from the hub.
+    pub commit: Option<String>,
+    pub keyed: Keyed,
+    /// Digest of the graph's text: what the next stage keys on.
+    pub graph: Digest,
+    pub graph_text: String,
+}
+
+/// Finds the source and imports it. Headers only, so it is done on every build; the stage is its result.
+pub(super) fn load_model(workspace: &Workspace, manifest: &Manifest, tool: Digest) -> Result<Model, Fault> {
+    let source = Source::parse(&manifest.source, &manifest.revision, manifest.seed)?;
+    let resolved = download(workspace, &source, manifest)?;
+    let (imported, keyed, commit) = match resolved {
+        Resolved::Checkpoint { dir, commit } => {
+            let imported = import(&dir)?;
+            let generation = dir.join("generation_config.json");
+            let generation =
+                if generation.exists() { Some(read_bounded(&generation, CONFIG_BYTES_MAX)?) } else { None };
+            let headers = imported
+                .weights
+                .files()
+                .iter()
+                .map(|(path, bytes)| Ok((file_name(path), *bytes, header_digest(path)?)))
+                .collect::<Result<Vec<_>, Fault>>()?;
+            let keyed = ImportKey {
+                tool,
+                synthetic: false,
+                config: imported.config_text.as_bytes(),
+                generation_config: generation.as_deref(),
+                headers: &headers,
+            }
+            .keyed();
+            (imported, keyed, commit)
+        }
+        Resolved::Synthetic { config, seed } => {
+            let text = crate::files::read_text(&config, CONFIG_BYTES_MAX)?;
+            let imported = import_config_only(&text, seed)?;
+            let keyed =
+                ImportKey { tool, synthetic: true, config: text.as_bytes(), generation_config: None, headers: &[] }
+                    .keyed();
+            (imported, keyed, None)
+        }
+    };
+    let graph_text = graph_text(&imported.graph);
+    let (positions_max, context_max) = (imported.graph.positions_max, manifest.decode.context_max);
+    if context_max > positions_max {
+        return Err(Fault::input(format!(
+            "`decode.context_max` is {context_max}, expected at most {positions_max}, the positions that the model was made for"
+        )));
+    }
+    Ok(Model { imported, commit, keyed, graph: Digest::of(graph_text.as_bytes()), graph_text })
+}
+
+/// Makes the source local; a download shows its progress.
+fn download(workspace: &Workspace, source: &Source, manifest: &Manifest) -> Result<Resolved, Fault> {
+    let mut progress = None;
+    let resolved = resolve(source, &manifest.base_dir, &mut |event| match event {
+        Event::File { name, bytes } => {
+            workspace.report.note(&format!("downloading {name}, {bytes} bytes"));
+            progress = Some(workspace.report.progress(&format!("bytes of {name}"), bytes));
+        }
+        Event::Received { bytes } => {
+            if let Some(progress) = &progress {
+                progress.inc(bytes);
+            }
+        }
+        Event::Done { .. } => progress = None,
+        Event::Waiting { name } => workspace.report.note(&format!("waiting for another process to download {name}")),
+    })?;
+    Ok(resolved)
+}
+
+fn file_name(path: &Path) -> String {
+    path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default()
+}
+
+fn unreadable(path: &Path, error: impl std::fmt::Display) -> Fault {
+    Fault::environment(format!("cannot read `{}`: {error}", path.display()))
+}
+
+fn read_bounded(path: &Path, bytes_max: u64) -> Result<Vec<u8>, Fault> {
+    let mut bytes = vec![];
+    let read = File::open(path).and_then(|file| file.take(bytes_max).read_to_end(&mut bytes));
+    read.map(|_| bytes).map_err(|error| unreadable(path, error))
+}
+
+/// Digest of the header of a safetensors file that the importer has accepted.
+fn header_digest(path: &Path) -> Result<Digest, Fault> {
+    let mut file = File::open(path).map_err(|error| unreadable(path, error))?;
+    let mut length = [0; 8];
+    file.read_exact(&mut length).map_err(|error| unreadable(path, error))?;
+    let length = u64::from_le_bytes(length).min(HEADER_BYTES_MAX);
+    let mut header = vec![];
+    file.take(length).read_to_end(&mut header).map_err(|error| unreadable(path, error))?;
+    Ok(Digest::of(&header))
+}
+
+/// One target of a manifest, with the model that all targets share.
+#[derive(Clone, Copy)]
+pub(super) struct Site<'a> {
+    pub workspace: &'a Workspace,
+    pub manifest: &'a Manifest,
+    pub target: &'a Target,
+    pub imported: &'a Imported,
+    pub graph: Digest,
+    pub tool: Digest,
+}
+
+impl<'a> Site<'a> {
+    pub fn new(
+        workspace: &'a Workspace,
+        manifest: &'a Manifest,
+        target: &'a Target,
+        model: &'a Model,
+        tool: Digest,
+    ) -> Self {
+        Site { workspace, manifest, target, imported: &model.imported, graph: model.graph, tool }
+    }
+
+    /// What the user calls this: the manifest by its folder and name, and the target.
+    pub fn subject(&self) -> String {
+        subject(self.manifest, &self.target.name)
+    }
+
+    pub fn title(&self, stage: &str) -> String {
+        format!("{stage} {}", self.target.name)
+    }
+
+    pub fn candidate(&self) -> Candidate {
+        Candidate::default_for(&self.imported.graph, self.target, self.manifest.precision)
+    }
+
+    pub fn schedule_key(&self, candidate: &Candidate) -> Keyed {
+        ScheduleKey {
+            tool: self.tool,
+            graph: self.graph,
+            precision: self.manifest.precision,
+            context_max: self.manifest.decode.context_max,
+            candidate,
+            target: self.target,
+        }
+        .keyed()
+    }
+
+    pub fn source_key(&self, schedule: Digest) -> Keyed {
+        SourceKey { tool: self.tool, schedule, target: self.target }.keyed()
+    }
+
+    pub fn pack_key(&self, schedule: Digest, weights: &WeightsId) -> Keyed {
+        PackKey { tool: self.tool, schedule, graph: self.graph, weights }.keyed()
+    }
+
+    /// The program of a candidate. Named after the family: a manifest's name is a label, and no part of any key.
+    pub fn lower(&self, candidate: &Candidate) -> Result<Program, Infeasible> {
+        let Manifest { precision, decode, .. } = self.manifest;
+        let graph: &ModelGraph = &self.imported.graph;
+        lower(graph, &graph.family, *precision, decode.context_max, candidate)
+    }
+
+    /// Identity of the weights. The first call for a checkpoint reads every byte of it, later ones read none.
+    pub fn weights_id(&self) -> Result<WeightsId, Fault> {
+        weights_id(self.workspace, self.imported)
+    }
+}
+
+pub(super) fn subject(manifest: &Manifest, part: &str) -> String {
+    let folder = fs::canonicalize(&manifest.base_dir).unwrap_or_else(|_| manifest.base_dir.clone());
+    format!("{} {part}", folder.join(&manifest.name).display())
+}
+
+pub(super) fn weights_id(workspace: &Workspace, imported: &Imported) -> Result<WeightsId, Fault> {
+    if let Some(seed) = imported.weights.synthetic_seed() {
+        return Ok(WeightsId::Synthetic { seed });
+    }
+    let digests = workspace.cache.file_digests();
+    let files = imported
+        .weights
+        .files()
+        .iter()
+        .map(|(path, _)| Ok((file_name(path), digests.digest(path)?.digest)))
+        .collect::<Result<_, CacheError>>()?;
+    Ok(WeightsId::Files(files))
+}
+
+/// A schedule that was proven when it was stored; the proof is made again by whoever executes or compiles it.
+pub(super) struct Placed {
+    pub candidate: Candidate,
+    pub content: Digest,
+    entry: Entry,
+    validated: OnceCell<Validated>,
+}
+
+impl Placed {
+    pub fn text(&self) -> Result<String, Fault> {
+        text_of(&self.entry)
+    }
+
+    /// The schedule with its proof: what was just proven, or the stored text parsed and proven again.
+    pub fn validated(&self, target: &Target) -> Result<&Validated, Fault> {
+        if let Some(validated) = self.validated.get() {
+            return Ok(validated);
+        }
+        let stored =
+            || Fault::internal(format!("the stored schedule `{}` cannot be read", self.entry.path().display()));
+        let parsed = parse(&self.text()?).map_err(|error| {
+            let message = stored().message;
+            Fault::internal(format!("{message}: {error}"))
+        })?;
+        let validated = validate(parsed, &keys::unmeasured(target))?;
+        Ok(self.validated.get_or_init(|| validated))
+    }
+
+    pub fn into_validated(self, target: &Target) -> Result<(Candidate, Validated), Fault> {
+        self.validated(target)?;
+        let Placed { candidate, validated, .. } = self;
+        let validated = validated.into_inner().ok_or_else(|| Fault::internal("the proof of a schedule was lost"))?;
+        Ok((candidate, validated))
+    }
+}
+
+fn text_of(entry: &Entry) -> Result<String, Fault> {
+    String::from_utf8(entry.bytes()?.into_owned())
+        .map_err(|_| Fault::internal(format!("`{}` is no text", entry.path().display())))
+}
+
+/// Why a candidate gave no schedule.
+pub(super) enum NotPlaced {
+    Infeasible(Infeasible),
+    Fault(Fault),
+}
+
+impl From<CacheError> for NotPlaced {
+    fn from(error: CacheError) -> Self {
+        NotPlaced::Fault(error.into())
+    }
+}
+
+/// Lowers, schedules and proves the candidate; one stage, because none of the three has a result of its own.
+pub(super) fn place(site: &Site<'_>, candidate: Candidate) -> Result<Placed, NotPlaced> {
+    let keyed = site.schedule_key(&candidate);
+    let target = &keys::unmeasured(site.target);
+    let validated = OnceCell::new();
+    let mut infeasible = None;
+    let built =
+        site.workspace.stage(&keyed, &site.subject(), &site.title(keys::SCHEDULE), "lower, place, prove", || {
+            let placed = site.lower(&candidate).and_then(|program| schedule(program, target, &candidate));
+            let placed = placed.map_err(|reason| {
+                let fault = Fault::input(reason.to_string());
+                infeasible = Some(reason);
+                fault
+            })?;
+            let text = print(&placed);
+            let proven = validate(placed, target).map_err(|rejected| save_rejected(&text, rejected.into()))?;
+            let _ = validated.set(proven);
+            Ok(text.into_bytes())
+        });
+    match (built, infeasible) {
+        (Ok((entry, _)), _) => Ok(Placed { candidate, content: entry.content(), entry, validated }),
+        (Err(_), Some(reason)) => Err(NotPlaced::Infeasible(reason)),
+        (Err(fault), None) => Err(NotPlaced::Fault(fault)),
+    }
+}
+
+/// Keeps a schedule that our own lowering made and our own proof refuses.
+fn save_rejected(text: &str, fault: Fault) -> Fault {
+    let path = std::env::temp_dir().join(format!("monobloc-rejected-{}.mkir", Digest::of(text.as_bytes()).short()));
+    let place = match fs::write(&path, text) {
+        Ok(()) => format!("the schedule was saved as `{}`", path.display()),
+        Err(error) => format!("the schedule could not be saved as `{}`: {error}", path.display()),
+    };
+    let Fault { message, .. } = fault;
+    Fault { tier: Tier::Internal, message, remedy: Some(format!("{place}; report it with this message")) }
+}
+
+/// The generated source as the cache keeps it.
+#[derive(Serialize, Deserialize)]
+struct StoredSource {
+    name: String,
+    arch: String,
+    text: String,
+    headers: Vec<(String, String)>,
+}
+
+pub(super) struct Generated {
+    pub source: KernelSource,
+    pub content: Digest,
+}
+
+/// Prints the kernel of a proven schedule.
+pub(super) fn generate_source(site: &Site<'_>, placed: &Placed) -> Result<Generated, Fault> {
+    let keyed = site.source_key(placed.content);
+    let (entry, _) = site.workspace.stage(&keyed, &site.subject(), &site.title(keys::SOURCE), "", || {
+        source_bytes(placed.validated(site.target)?, site.target)
+    })?;
+    Ok(Generated { source: stored_source(&entry)?, content: entry.content() })
+}
+
+pub(super) fn source_bytes(validated: &Validated, target: &Target) -> Result<Vec<u8>, Fault> {
+    let KernelSource { name, text, headers, arch } = emit(validated, &keys::unmeasured(target), Trace::Off);
+    serde_json::to_vec(&StoredSource { name, arch, text, headers })
+        .map_err(|error| Fault::internal(format!("the source cannot be stored: {error}")))
+}
+
+pub(super) fn stored_source(entry: &Entry) -> Result<KernelSource, Fault> {
+    let StoredSource { name, arch, text, headers } = serde_json::from_slice(&entry.bytes()?)
+        .map_err(|error| Fault::internal(format!("`{}` is no stored source: {error}", entry.path().display())))?;
+    Ok(KernelSource { name, text, headers, arch })
+}
+
+/// A pack that lies in a file of the cache.
+struct MappedPack {
+    map: Mmap,
+    bytes: usize,
+}
+
+impl AsRef<[u8]> for MappedPack {
+    fn as_ref(&self) -> &[u8] {
+        self.map.get(..self.bytes).unwrap_or(&self.map)
+    }
+}
+
+/// Makes sure that the pack of a checkpoint is stored. Packs of synthetic weights are never stored: they can be made
+/// again from nothing, at the speed of memory.
+pub(super) fn store_pack(site: &Site<'_>, placed: &Placed, weights: &WeightsId) -> Result<Option<Entry>, Fault> {
+    if matches!(weights, WeightsId::Synthetic { .. }) {
+        return Ok(None);
+    }
+    let keyed = site.pack_key(placed.content, weights);
+    let workspace = site.workspace;
+    let (entry, _) = workspace.run_stage(&keyed, &site.subject(), &site.title(keys::PACK), "", |keyed| {
+        let validated = placed.validated(site.target)?;
+        workspace.cache.get_or_build_file(keyed.stage, &keyed.key, &keyed.why, |file| write_pack(site, validated, file))
+    })?;
+    Ok(Some(entry))
+}
+
+fn write_pack(site: &Site<'_>, validated: &Validated, file: &mut File) -> Result<(), Fault> {
+    let (schedule, Imported { graph, weights, .. }) = (validated.schedule(), site.imported);
+    let megabytes = layout(schedule).total_bytes >> 20;
+    let progress = site.workspace.report.progress("MiB packed", megabytes);
+    let mut told = 0;
+    pack_pieces(schedule, graph, weights, |at, bytes| {
+        let write = |source| Fault::from(CacheError::io("write", site.workspace.cache.root(), source));
+        file.write_all(bytes).map_err(write)?;
+        let now = (at + bytes.len() as u64) >> 20;
+        progress.inc(now - told);
+        told = now;
+        Ok::<(), Fault>(())
+    })?;
+    Ok(())
+}
+
+/// The pack as executors take it: mapped from the cache, or made in memory.
+pub(super) fn open_pack(site: &Site<'_>, placed: &Placed, stored: Option<&Entry>) -> Result<Pack, Fault> {
+    match stored {
+        Some(entry) => map_pack(entry),
+        None => memory_pack(site, placed.validated(site.target)?),
+    }
+}
+
+pub(super) fn memory_pack(site: &Site<'_>, validated: &Validated) -> Result<Pack, Fault> {
+    let Imported { graph, weights, .. } = site.imported;
+    Ok(Arc::new(pack(validated.schedule(), graph, weights)?.bytes))
+}
+
+fn map_pack(entry: &Entry) -> Result<Pack, Fault> {
+    let path = entry.path();
+    let bytes = usize::try_from(entry.len())
+        .map_err(|_| Fault::environment(format!("`{}` is larger than this machine can address", path.display())))?;
+    let file = File::open(path).map_err(|error| unreadable(path, error))?;
+    // SAFETY: a mapping is unsound only if the file changes under it. Entries of the cache are written under another
+    // name and never again after their rename; a collector removes the name, which leaves a mapping whole.
+    let map = unsafe { Mmap::map(&file) }.map_err(|error| unreadable(path, error))?;
+    if map.len() < bytes {
+        return Err(unreadable(path, format!("expected {bytes} bytes, found {}", map.len())));
+    }
+    Ok(Arc::new(MappedPack { map, bytes }))
+}
+
+/// A pack mapped from a stored entry, for a schedule whose stage was not run here.
+pub(super) fn pack_for(site: &Site<'_>, schedule: Digest, validated: &Validated) -> Result<Pack, Fault> {
+    let weights = site.weights_id()?;
+    if matches!(weights, WeightsId::Synthetic { .. }) {
+        return memory_pack(site, validated);
+    }
+    let keyed = site.pack_key(schedule, &weights);
+    let (entry, _) = site.workspace.run_stage(&keyed, &site.subject(), &site.title(keys::PACK), "", |keyed| {
+        site.workspace
+            .cache
+            .get_or_build_file(keyed.stage, &keyed.key, &keyed.why, |file| write_pack(site, validated, file))
+    })?;
+    map_pack(&entry)
+}

@@ -1,0 +1,363 @@
+//! The command line, end to end: what a user types, sees, and gets.
+
+use std::fs;
+use std::io::{BufRead, BufReader, Read};
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+use std::sync::OnceLock;
+
+use safetensors::SafeTensors;
+use serde_json::Value;
+
+use crate::cli_support::{Answer, Place};
+use crate::skipped;
+use crate::support::{Goldens, fixture, max_difference};
+
+/// One place for the tests that only run the trained model: it is built once.
+fn stories() -> &'static Place {
+    static PLACE: OnceLock<Place> = OnceLock::new();
+    PLACE.get_or_init(|| {
+        let place = Place::new();
+        place.manifest(&fixture("tinystories-llama"), 2048);
+        place.run("build m.toml").code(0);
+        place
+    })
+}
+
+fn goldens() -> Value {
+    serde_json::from_str(&fs::read_to_string(fixture("tinystories-llama").join("goldens.json")).unwrap()).unwrap()
+}
+
+fn ids_of(value: &Value) -> Vec<u32> {
+    value.as_array().unwrap().iter().map(|id| u32::try_from(id.as_u64().unwrap()).unwrap()).collect()
+}
+
+fn comma_separated(ids: &[u32]) -> String {
+    ids.iter().map(u32::to_string).collect::<Vec<_>>().join(",")
+}
+
+#[test]
+fn the_second_build_has_no_work_to_do() {
+    let place = Place::new();
+    place.manifest(&fixture("families/llama-gqa"), 32);
+    let first = place.run("build m.toml").code(0);
+    assert_eq!(first.stdout, "", "progress is no result");
+    assert!(first.stderr.lines().last().unwrap().starts_with("ran "), "{first:#?}");
+    let rows = fs::read_to_string(place.path("flywheel/trials.csv")).unwrap();
+    assert_eq!(rows.lines().count(), 2, "a header and one trial: {rows}");
+
+    let second = place.run("build m.toml").code(0);
+    assert!(second.stderr.lines().last().unwrap().starts_with("no work to do"), "{second:#?}");
+    assert!(!second.stderr.contains("   run "), "{second:#?}");
+    assert_eq!(fs::read_to_string(place.path("flywheel/trials.csv")).unwrap(), rows);
+
+    let third = place.run("build m.toml --json").code(0);
+    assert_eq!(third.stderr, "");
+    assert_eq!((&third.json()["ran"], &third.json()["waiting"]), (&Value::from(0), &Value::from(Vec::<u8>::new())));
+    let quiet = place.run("build m.toml --quiet").code(0);
+    assert_eq!((quiet.stdout.as_str(), quiet.stderr.as_str()), ("", ""));
+    assert!(place.run("cache verify").code(0).stdout.starts_with("sound: no problem in "));
+}
+
+#[test]
+fn explain_names_what_changed_and_show_prints_every_stage() {
+    let place = Place::new();
+    let manifest = place.manifest(&fixture("families/llama-gqa"), 32);
+    let before = place.run("explain m.toml").code(0);
+    assert!(before.stdout.contains("not cached"), "{before:#?}");
+    place.run("build m.toml").code(0);
+    let built = place.run("explain m.toml").code(0);
+    assert!(!built.stdout.contains("not cached") && built.stdout.ends_with("no work to do\n"), "{built:#?}");
+
+    let text = fs::read_to_string(&manifest).unwrap().replace("context_max = 32", "context_max = 48");
+    fs::write(&manifest, text).unwrap();
+    let changed = place.run("explain m.toml").code(0);
+    let lines: Vec<&str> = changed.stdout.lines().collect();
+    assert!(lines.iter().any(|line| line.contains("context_max") && line.contains("48")), "{changed:#?}");
+    assert!(lines.iter().any(|line| line.contains("cached")), "the import does not depend on it: {changed:#?}");
+    let json = place.run("explain m.toml --json").code(0).json();
+    assert!(json.as_array().unwrap().iter().any(|stage| stage["cached"] == Value::Bool(false)));
+
+    let schedule = place.run("show schedule m.toml").code(0).stdout;
+    place.write("mine.mkir", &schedule);
+    let verdict = place.run("validate mine.mkir").code(0);
+    assert!(verdict.stdout.starts_with("proven: "), "{verdict:#?}");
+    place.run("show shcedule m.toml").refused(&["'shcedule'", "'schedule'"]);
+}
+
+#[test]
+fn a_target_without_its_device_waits_and_the_others_are_built() {
+    let place = Place::new();
+    let manifest = place.manifest(&fixture("families/llama-gqa"), 32);
+    let text = fs::read_to_string(&manifest).unwrap();
+    fs::write(&manifest, format!("{text}[[target]]\nrecord = \"b200\"\n")).unwrap();
+    let doctor = place.run("doctor --json").code(0).json();
+    let devices = doctor["devices"].as_array().cloned().unwrap_or_default();
+    if devices.iter().any(|device| device["targets"].to_string().contains("b200")) {
+        let name = "a_target_without_its_device_waits_and_the_others_are_built";
+        return skipped(name, "machine without a B200", "its device is here");
+    }
+    let built = place.run("build m.toml").code(0);
+    assert!(built.stderr.contains("note b200: ") && built.stderr.contains("wait for"), "{built:#?}");
+    assert!(built.stderr.contains("measure cpu"), "{built:#?}");
+    let waiting = place.run("build m.toml --json").code(0).json();
+    assert_eq!(waiting["waiting"].as_array().unwrap().len(), 1, "{waiting}");
+    let alone = place.run("build m.toml --json --target cpu").code(0).json();
+    assert_eq!((&alone["waiting"], &alone["ran"]), (&Value::from(Vec::<u8>::new()), &Value::from(0)));
+    place.run("generate m.toml --ids 1 --target b200").fault(3, &["b200"]);
+    assert!(place.run("show schedule m.toml --target b200").code(0).stdout.contains("machine \"b200\""));
+    assert!(place.run("show source m.toml --target b200").code(0).stdout.contains("__global__"));
+}
+
+#[test]
+fn greedy_ids_are_those_of_the_goldens() {
+    let place = stories();
+    for prompt in goldens()["prompts"].as_array().unwrap() {
+        let name = prompt["name"].as_str().unwrap();
+        let ids = comma_separated(&ids_of(&prompt["ids"]));
+        let answer = place.run(&format!("generate m.toml --ids {ids} --max-tokens 64 --ignore-eos")).code(0);
+        // fp32 on both sides differs by 1e-5, and the smallest margin of these prompts is 1.3e-3.
+        assert_eq!(answer.stdout, comma_separated(&ids_of(&prompt["greedy_ids"])) + "\n", "{name}");
+        assert!(answer.stderr.contains("tokens/s"), "{answer:#?}");
+    }
+}
+
+#[test]
+fn text_goes_through_the_tokenizer_and_the_chat_template() {
+    let place = stories();
+    for prompt in goldens()["prompts"].as_array().unwrap() {
+        let (name, ids) = (prompt["name"].as_str().unwrap(), ids_of(&prompt["ids"]));
+        let mut command = place.command("generate m.toml --json --max-tokens 8 --ignore-eos");
+        match prompt["text"].as_str() {
+            Some(text) => command.arg("--prompt").arg(text),
+            None => command.arg("--chat").arg(prompt["messages"][0]["content"].as_str().unwrap()),
+        };
+        let answer = Answer::of(&mut command).code(0).json();
+        assert_eq!(ids_of(&answer["prompt_ids"]), ids, "{name}");
+        assert_eq!(ids_of(&answer["ids"]), ids_of(&prompt["greedy_ids"])[..8], "{name}");
+        let text = answer["text"].as_str().unwrap();
+        assert!(prompt["greedy_text"].as_str().unwrap().starts_with(text) && !text.is_empty(), "{name}: {text:?}");
+        assert_eq!(answer["stop"], "length", "{name}");
+    }
+    let mut chat = place.command("generate m.toml --json --max-tokens 1 --system Short.");
+    let with_system = Answer::of(chat.args(["--chat", "Hello."])).code(0).json();
+    let without = place.run("generate m.toml --json --max-tokens 1 --chat Hello.").code(0).json();
+    assert!(ids_of(&with_system["prompt_ids"]).len() > ids_of(&without["prompt_ids"]).len());
+    let raw = place.run("generate m.toml --json --max-tokens 1 --raw --prompt Hello.").code(0).json();
+    let begun = place.run("generate m.toml --json --max-tokens 1 --prompt Hello.").code(0).json();
+    assert_eq!(ids_of(&begun["prompt_ids"])[0], 0, "the tokenizer begins a text");
+    assert_eq!(ids_of(&begun["prompt_ids"])[1..], ids_of(&raw["prompt_ids"]));
+}
+
+#[test]
+fn the_text_is_what_the_ids_decode_to() {
+    let place = stories();
+    let girl = &goldens()["prompts"][0];
+    let mut command = place.command("generate m.toml --max-tokens 64 --prompt");
+    let answer = Answer::of(command.arg(girl["text"].as_str().unwrap())).code(0);
+    assert_eq!(answer.stdout, format!("{}\n", girl["greedy_text"].as_str().unwrap()));
+}
+
+#[test]
+fn generation_ends_at_the_end_of_the_text() {
+    let place = stories();
+    let bos_only = goldens()["prompts"].as_array().unwrap().iter().find(|p| p["name"] == "bos-only").unwrap().clone();
+    let (ids, greedy) = (ids_of(&bos_only["ids"]), ids_of(&bos_only["greedy_ids"]));
+    let end = bos_only["first_eos_step"].as_u64().unwrap() as usize;
+    let ids = comma_separated(&ids);
+    let answer = place.run(&format!("generate m.toml --ids {ids} --max-tokens 64")).code(0);
+    assert_eq!(answer.stdout, comma_separated(&greedy[..=end]) + "\n");
+    let json = place.run(&format!("generate m.toml --ids {ids} --max-tokens 64 --json")).code(0).json();
+    assert_eq!((&json["stop"], &json["text"]), (&Value::from("eos"), &Value::Null));
+}
+
+#[test]
+fn a_seed_gives_the_same_text_again() {
+    let place = stories();
+    let sampled = |seed: u32| {
+        let line =
+            format!("generate m.toml --ids 0 --max-tokens 16 --temperature 1.2 --top-k 50 --top-p 0.9 --seed {seed}");
+        place.run(&line).code(0).stdout
+    };
+    assert_eq!(sampled(7), sampled(7));
+    assert!((8..12).any(|seed| sampled(seed) != sampled(7)));
+}
+
+#[test]
+fn generation_ends_where_the_context_is_full() {
+    let place = Place::new();
+    place.manifest(&fixture("families/llama-gqa"), 8);
+    let answer = place.run("generate m.toml --ids 1,2,3,4,5,6 --ignore-eos").code(0);
+    // Positions 5, 6 and 7 each decide a token.
+    assert_eq!(answer.stdout.split(',').count(), 3, "{answer:#?}");
+    assert!(answer.stderr.contains("at most 3 of 128 tokens: `context_max` is 8"), "{answer:#?}");
+    place.run("generate m.toml --ids 1,2,3,4,5,6,7,8,9").refused(&["at most 8 tokens", "found 9", "context_max"]);
+    place.run("logits m.toml --ids 1,2,3,4,5,6,7,8,9 --out l.safetensors").refused(&["at most 8 ids", "found 9"]);
+}
+
+#[test]
+fn logits_are_those_of_the_goldens() {
+    let place = stories();
+    let goldens = Goldens::open("tinystories-llama");
+    let ids = comma_separated(&goldens.ids("heldout.ids")[..64]);
+    place.run(&format!("logits m.toml --ids {ids} --out logits.safetensors")).code(0);
+    let bytes = fs::read(place.path("logits.safetensors")).unwrap();
+    let tensors = SafeTensors::deserialize(&bytes).unwrap();
+    let logits = tensors.tensor("logits").unwrap();
+    assert_eq!((logits.shape(), tensors.len()), (&[64, 1024][..], 1));
+    let found: Vec<f32> = logits.data().as_chunks().0.iter().map(|b| f32::from_le_bytes(*b)).collect();
+    let difference = max_difference(&found, &goldens.floats("heldout.logits_first64"));
+    assert!(difference <= 3e-4, "{difference}");
+}
+
+#[test]
+fn perplexity_is_that_of_the_goldens() {
+    let place = stories();
+    let file = fixture("tinystories-llama/heldout.txt");
+    let answer = place.run(&format!("perplexity m.toml {} --json", file.display())).code(0).json();
+    let golden = &goldens()["heldout"];
+    let ratio = answer["ppl"].as_f64().unwrap() / golden["ppl"].as_f64().unwrap();
+    assert!((ratio - 1.0).abs() <= 1e-4, "{answer}");
+    assert_eq!((&answer["tokens"], &answer["scored"]), (&golden["n_ids"], &golden["n_scored"]));
+}
+
+#[test]
+fn a_long_text_is_read_in_windows() {
+    let place = Place::new();
+    place.manifest(&fixture("tinystories-llama"), 48);
+    let text = fs::read_to_string(fixture("tinystories-llama/heldout.txt")).unwrap();
+    place.write("short.txt", &text[..300]);
+    let answer = place.run("perplexity m.toml short.txt").code(0).stdout;
+    let figure = |name: &str| -> f64 {
+        let line = answer.lines().find_map(|line| line.strip_prefix(name)).unwrap_or_else(|| panic!("{answer}"));
+        line.trim().parse().unwrap()
+    };
+    assert!(figure("tokens ") > 48.0 && figure("scored ") == figure("tokens ") - 1.0, "{answer}");
+    assert!((1.05..3.0).contains(&figure("ppl ")), "the model still predicts its own kind of text: {answer}");
+}
+
+#[test]
+fn validate_prints_the_line_the_rule_and_the_witness() {
+    let place = Place::new();
+    let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/filetests/validate");
+    let proven = place.run(&format!("validate {}", folder.join("proven-tiny.mkir").display())).code(0);
+    assert!(proven.stdout.starts_with("proven: "), "{proven:#?}");
+    // One rule of each group; the filetests try every one.
+    for rule in ["uncovered", "partial-join", "deadlock", "overwrite-unread", "smem-overlap", "missing-proxy"] {
+        let path = folder.join(format!("{rule}.mkir"));
+        let text = fs::read_to_string(&path).unwrap();
+        let answer = place.run(&format!("validate {}", path.display())).code(1);
+        let line = 1 + text.lines().position(|line| line.contains(&format!("; error: {rule}: "))).unwrap();
+        assert!(answer.stdout.contains(&format!("violation: {rule}: ")), "{answer:#?}");
+        assert!(answer.stdout.contains(&format!("{}:{line}:", path.display())), "{answer:#?}");
+        assert!(answer.stdout.lines().last().unwrap().starts_with("rejected: "), "{answer:#?}");
+    }
+
+    let deadlock = place.run(&format!("validate {} --json", folder.join("deadlock.mkir").display())).code(1).json();
+    assert_eq!(deadlock["proven"], Value::Bool(false));
+    let violation = &deadlock["violations"][0];
+    assert_eq!((&violation["rule"], &violation["group"]), (&Value::from("deadlock"), &Value::from(3)));
+    assert!(violation["witness"].as_array().unwrap().len() >= 2 && violation["line"].as_u64().unwrap() > 1);
+}
+
+#[test]
+fn import_says_what_a_checkpoint_is_and_doctor_what_a_machine_is() {
+    let place = Place::new();
+    let tiny = fixture("tinystories-llama");
+    let said = place.run(&format!("import {} --dry-run", tiny.display())).code(0).stdout;
+    for words in ["LlamaForCausalLM: 3.08M parameters, 4 layers", "a step in bf16 reads", "bytes of weight headers"] {
+        assert!(said.contains(words), "{said}");
+    }
+    let json = place.run(&format!("import {} --dry-run --json", tiny.display())).code(0).json();
+    assert_eq!((&json["parameters"], &json["layers"]), (&Value::from(3_082_496), &Value::from(4)));
+
+    let doctor = place.run("doctor --json").code(0).json();
+    assert_eq!(doctor["monobloc"]["version"], env!("CARGO_PKG_VERSION"));
+    assert_eq!(doctor["cache"]["state"], "absent");
+    assert!(!place.path("cache").exists(), "a doctor changes nothing");
+    assert!(doctor["targets"].as_array().unwrap().len() >= 11 && doctor["nvrtc"]["found"].is_boolean());
+    place.write("cache", "no folder");
+    let sick = place.run("doctor").code(1);
+    assert!(sick.stdout.contains("fault: "), "{sick:#?}");
+
+    let targets = place.run("targets --json").code(0).json();
+    assert_eq!(targets.as_array().unwrap().len(), doctor["targets"].as_array().unwrap().len());
+    place.write("mine.toml", place.run("targets h200").code(0).stdout);
+    assert_eq!(place.run("targets ./mine.toml").code(0).stdout, place.run("targets h200").code(0).stdout);
+    assert!(place.run("schema").code(0).stdout.contains("rope_theta"));
+    let version = place.run("--version").code(0).stdout;
+    assert_eq!(version, format!("monobloc {}\n", env!("CARGO_PKG_VERSION")));
+}
+
+#[test]
+fn the_flywheel_tells_exports_and_merges_trials() {
+    let place = Place::new();
+    place.manifest(&fixture("families/llama-gqa"), 32);
+    place.run("build m.toml --trials a.csv").code(0);
+    assert!(place.run("flywheel best --trials a.csv").code(0).stdout.contains(" on cpu, position 0: "));
+    let stats = place.run("flywheel stats --trials a.csv --json").code(0).json();
+    assert_eq!((&stats["rows"], &stats["verdicts"]["ok"]), (&Value::from(1), &Value::from(1)));
+
+    let merged = place.run("flywheel merge a.csv --trials b.csv").code(0);
+    assert_eq!(merged.stdout, "added 1 row to `b.csv`; 0 were there already\n");
+    let merged = place.run("flywheel merge a.csv --trials b.csv").code(0);
+    assert_eq!(merged.stdout, "added 0 rows to `b.csv`; 1 were there already\n");
+    let exported = place.run("flywheel export --trials b.csv").code(0).stdout;
+    assert_eq!(exported, fs::read_to_string(place.path("b.csv")).unwrap());
+    assert_eq!(place.run("flywheel export --trials b.csv --target h200").code(0).stdout.lines().count(), 1);
+    place.run("flywheel merge none.csv --trials b.csv").fault(3, &["none.csv"]);
+}
+
+#[test]
+fn an_interrupt_ends_generation_cleanly() {
+    let place = stories();
+    let mut child = place
+        .process("generate m.toml --ids 0 --max-tokens 2000 --ignore-eos")
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut stdout = BufReader::new(child.stdout.take().unwrap());
+    let mut first = Vec::new();
+    stdout.read_until(b',', &mut first).unwrap();
+    let interrupt = format!("kill -INT {}", child.id());
+    assert!(Command::new("sh").args(["-c", &interrupt]).status().unwrap().success());
+    let (mut rest, mut said) = (String::new(), String::new());
+    stdout.read_to_string(&mut rest).unwrap();
+    child.stderr.take().unwrap().read_to_string(&mut said).unwrap();
+    assert_eq!(child.wait().unwrap().code(), Some(130), "{said}");
+    assert!(rest.ends_with('\n') && rest.split(',').count() < 1999, "the line is whole: {rest}");
+    assert!(said.contains("tokens/s") && !said.contains("error"), "{said}");
+}
+
+#[test]
+fn a_reader_that_leaves_and_a_full_disk_are_no_panic() {
+    let place = Place::new();
+    let shell = |line: &str| {
+        let line = format!("{} {line}", env!("CARGO_BIN_EXE_monobloc"));
+        let output = Command::new("sh").args(["-c", &line]).current_dir(place.path("")).output().unwrap();
+        (output.status.code().unwrap(), String::from_utf8(output.stderr).unwrap())
+    };
+    for command in ["schema", "--help", "targets"] {
+        // The reader leaves at once; the status is the one of monobloc.
+        let line = format!("{command} 2>err | true; cat err >&2");
+        let (_, said) = shell(&line);
+        assert_eq!(said, "", "{command}");
+    }
+    let mut child = place.process("schema").stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    drop(child.stdout.take());
+    assert_eq!(child.wait().unwrap().code(), Some(0));
+    #[cfg(target_os = "linux")]
+    {
+        let (code, said) = shell("targets > /dev/full");
+        assert_eq!((code, said.starts_with("error: cannot write to stdout: ")), (3, true), "{said}");
+    }
+}
+
+#[test]
+fn colours_are_where_they_are_asked_for() {
+    let place = Place::new();
+    assert!(!place.run("targets h20").code(2).stderr.contains('\u{1b}'), "no terminal");
+    assert!(place.run("targets h20 --color always").code(2).stderr.contains("\u{1b}[1;31merror"));
+    assert!(!place.run("targets h20 --color never").code(2).stderr.contains('\u{1b}'));
+}

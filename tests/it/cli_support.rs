@@ -1,0 +1,155 @@
+//! A place to run the real binary in: a folder with its own cache and trials, and checkpoints to damage.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use tempfile::TempDir;
+
+use crate::support::fixture;
+
+/// Variables that would make a test depend on the machine.
+const FOREIGN: [&str; 9] = [
+    "MONOBLOC_CACHE_DIR",
+    "MONOBLOC_SHARED_CACHE",
+    "HF_HOME",
+    "HF_HUB_CACHE",
+    "HF_TOKEN",
+    "HF_ENDPOINT",
+    "HF_HUB_OFFLINE",
+    "NO_COLOR",
+    "RUST_BACKTRACE",
+];
+
+/// A folder in which commands run.
+pub struct Place {
+    folder: TempDir,
+}
+
+impl Place {
+    pub fn new() -> Place {
+        Place { folder: tempfile::tempdir().unwrap() }
+    }
+
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    pub fn write(&self, name: &str, text: impl AsRef<[u8]>) -> PathBuf {
+        let path = self.path(name);
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        fs::write(&path, text).unwrap();
+        path
+    }
+
+    /// Writes `m.toml` for a checkpoint folder, small enough to check and time in a moment.
+    pub fn manifest(&self, checkpoint: &Path, context_max: u32) -> PathBuf {
+        self.write("m.toml", manifest_text(&format!("path:{}", checkpoint.display()), context_max))
+    }
+
+    /// A copy of a fixture, to damage.
+    pub fn checkpoint(&self, name: &str) -> PathBuf {
+        let folder = self.path("checkpoint");
+        fs::create_dir_all(&folder).unwrap();
+        for entry in fs::read_dir(fixture(name)).unwrap() {
+            let entry = entry.unwrap();
+            fs::copy(entry.path(), folder.join(entry.file_name())).unwrap();
+        }
+        folder
+    }
+
+    /// The binary with these arguments, divided at blanks, in this folder.
+    pub fn command(&self, arguments: &str) -> assert_cmd::Command {
+        let mut command = assert_cmd::Command::from_std(self.process(arguments));
+        // A command that hangs is a failure that should name itself.
+        command.timeout(Duration::from_secs(300));
+        command
+    }
+
+    /// As [`Place::command`], to be spawned.
+    pub fn process(&self, arguments: &str) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_monobloc"));
+        command.args(arguments.split_whitespace()).current_dir(self.folder.path()).stdin(Stdio::null());
+        FOREIGN.iter().for_each(|name| {
+            command.env_remove(name);
+        });
+        // No credentials and no downloads of this user.
+        command.env("HOME", self.folder.path());
+        command
+    }
+
+    pub fn run(&self, arguments: &str) -> Answer {
+        Answer::of(&mut self.command(arguments))
+    }
+}
+
+pub fn manifest_text(source: &str, context_max: u32) -> String {
+    format!(
+        "[model]
+source = \"{source}\"
+[precision]
+weights = \"fp32\"
+[decode]
+context_max = {context_max}
+steps_per_launch = 2
+check_positions = [0, 1, 5]
+time_positions = [0]
+[search]
+trials = 0
+[[target]]
+record = \"cpu\"
+"
+    )
+}
+
+/// What a command said.
+#[derive(Debug)]
+pub struct Answer {
+    pub code: i32,
+    pub stdout: String,
+    pub stderr: String,
+}
+
+impl Answer {
+    pub fn of(command: &mut assert_cmd::Command) -> Answer {
+        let output = command.output().unwrap();
+        Answer {
+            code: output.status.code().expect("no signal"),
+            stdout: String::from_utf8(output.stdout).unwrap(),
+            stderr: String::from_utf8(output.stderr).unwrap(),
+        }
+    }
+
+    /// The answer, if the exit code is `code`.
+    #[track_caller]
+    pub fn code(self, code: i32) -> Answer {
+        assert_eq!(self.code, code, "{self:#?}");
+        self
+    }
+
+    /// The answer to bad input: exit code 2, `error: ` first, and no trace of our insides.
+    #[track_caller]
+    pub fn refused(self, expected: &[&str]) -> Answer {
+        self.fault(2, expected)
+    }
+
+    #[track_caller]
+    pub fn fault(self, code: i32, expected: &[&str]) -> Answer {
+        let answer = self.code(code);
+        let error = answer.stderr.lines().find(|line| line.starts_with("error: "));
+        assert!(error.is_some_and(|error| error.len() > "error: ".len()), "{answer:#?}");
+        for words in expected {
+            assert!(answer.stderr.contains(words), "expected `{words}` in {answer:#?}");
+        }
+        for inside in ["panicked", "RUST_BACKTRACE", "src/", "fault of monobloc"] {
+            assert!(!answer.stderr.contains(inside), "found `{inside}` in {answer:#?}");
+        }
+        answer
+    }
+
+    #[track_caller]
+    pub fn json(&self) -> serde_json::Value {
+        serde_json::from_str(&self.stdout).unwrap_or_else(|error| panic!("{error}: {self:#?}"))
+    }
+}

@@ -1,0 +1,515 @@
+//! What no compiler checks: who may import whom, where `unsafe` and waiting live, and that the documents agree with the code.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use monobloc::codegen::HEADERS;
+use monobloc::manifest::Manifest;
+use monobloc::model::config::schema_table;
+use monobloc::target::Target;
+
+/// What each module may import from the crate. A file of a module may have a row of its own, which then replaces the
+/// module's. Groups of `src/lib.rs` are layers: a row names its own layer and those above it in that file, except for
+/// what [`UPWARD`] gives a reason for.
+const IMPORTS: &[(&str, &[&str])] = &[
+    ("dtype", &[]),
+    ("error", &[]),
+    ("id", &[]),
+    ("digest", &[]),
+    ("text", &[]),
+    ("fields", &["text"]),
+    ("files", &["error"]),
+    ("manifest", &["dtype", "error", "fields", "files", "target", "text"]),
+    // A model knows no hardware and no tiles.
+    ("model", &["dtype", "error", "files", "id"]),
+    ("sample", &["error"]),
+    // A target is data: it never asks a device.
+    ("target", &["error", "fields", "files", "text"]),
+    ("tokenizer", &["error", "files"]),
+    ("candidate", &["dtype", "ir", "lower", "model", "schedule", "target"]),
+    // The language knows no pass and no CUDA.
+    ("ir", &["dtype", "error", "id", "model", "text"]),
+    ("lower", &["candidate", "dtype", "ir", "model"]),
+    ("schedule", &["candidate", "dtype", "ir", "lower", "model", "target"]),
+    ("pack", &["dtype", "error", "ir", "model"]),
+    ("reference", &["dtype", "model"]),
+    // Judges believe nobody: neither lowering nor scheduling, nor each other.
+    ("validate", &["dtype", "error", "ir", "model", "target"]),
+    ("interp", &["dtype", "error", "ir", "model", "pack", "sample"]),
+    // Prints and encodes what was proven; decides nothing.
+    ("codegen", &["dtype", "ir", "lower", "model", "schedule", "target", "validate"]),
+    // Source in, cubin out, bytes to a device; only a session knows what a schedule is.
+    ("cuda", &["codegen", "error", "target"]),
+    ("cuda/session", &["codegen", "error", "ir", "pack", "sample", "target", "validate"]),
+    (
+        "check",
+        &["codegen", "cuda", "dtype", "error", "interp", "ir", "model", "pack", "reference", "target", "validate"],
+    ),
+    ("measure", &["check", "codegen", "cuda", "dtype", "error", "interp", "ir", "model", "pack", "target", "validate"]),
+    // Stores bytes under digests and understands none of them.
+    ("cache", &["digest", "error"]),
+    // Rows of text and figures: no pass, no device.
+    ("flywheel", &["cache", "digest", "error"]),
+    ("report", &[]),
+    // Proposes; never builds.
+    ("search", &["candidate", "dtype", "error", "flywheel", "ir", "model", "sample", "target"]),
+];
+
+/// Modules that wire the others together and may import any of them.
+const WIRING: &[&str] = &["cli", "lib", "main", "pipeline"];
+
+/// Imports from a later layer, each with its reason.
+const UPWARD: &[(&str, &str, &str)] = &[
+    ("candidate", "lower", "the default candidate asks how many query heads a task can take"),
+    ("candidate", "schedule", "the default candidate sizes its ring by what shared memory leaves over"),
+];
+
+/// Files outside `src/cuda` that may hold `unsafe`, each for one thing.
+const UNSAFE: &[(&str, &str)] = &[
+    ("src/interp/adversary.rs", "reads rows of the cache arena"),
+    ("src/interp/kernel.rs", "vector loads"),
+    ("src/interp/memory.rs", "the cache arena: rows read as plain slices while others are written"),
+    ("src/interp/threads.rs", "reads rows of the cache arena"),
+    ("src/model/weights.rs", "maps weight files"),
+];
+
+/// What waits, signals or orders memory in CUDA, as it is spelled.
+const SYNCHRONISES: &[&str] = &[
+    "__threadfence",
+    "__syncthreads",
+    "atomic",
+    "mbarrier",
+    "bar.sync",
+    "barrier.",
+    "fence.",
+    "ld.relaxed",
+    "st.relaxed",
+    "ld.acquire",
+    "st.release",
+    "red.relaxed",
+    "red.release",
+    "atom.",
+    "cp.async",
+    "wait_expired",
+];
+
+/// Where it may stand outside `kernels/runtime/sync.cuh`: file, what the line must contain, why.
+const SYNCHRONISES_ELSEWHERE: &[(&str, &str, &str)] = &[
+    ("runtime/ring.cuh", "cp.async.bulk", "a copy of the loader, completing on the slot's barrier"),
+    ("runtime/ring.cuh", "mbarrier.arrive.expect_tx", "announces the bytes of that copy"),
+    ("runtime/ring.cuh", "cp.async", "a copy of the loader in pieces of 16 bytes, and the end of all copies"),
+    (
+        "runtime/ring.cuh",
+        "wait_expired",
+        "the loader's waits for a free slot and for the acquired step, bounded as all",
+    ),
+    ("runtime/kernel.cuh", "fence.mbarrier_init", "once, before the roles of the warps part"),
+    ("runtime/kernel.cuh", "__threadfence_block", "once, before the roles of the warps part"),
+    ("runtime/kernel.cuh", "__syncthreads", "once, before the roles of the warps part"),
+    ("ops/select.cuh", "__threadfence_system", "the token reaches the host before the count that says so"),
+];
+
+struct Source {
+    /// Relative to the repository, with `/`.
+    path: String,
+    text: String,
+}
+
+fn root() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+}
+
+/// Files below `folder` whose name ends in one of `endings`, in order of their paths.
+fn sources(folder: &str, endings: &[&str]) -> Vec<Source> {
+    let mut found = vec![];
+    for entry in walkdir::WalkDir::new(root().join(folder)).sort_by_file_name() {
+        let entry = entry.unwrap();
+        if !entry.file_type().is_file()
+            || !endings.iter().any(|e| entry.path().as_os_str().to_str().unwrap().ends_with(e))
+        {
+            continue;
+        }
+        let path = entry.path().strip_prefix(root()).unwrap().to_str().unwrap().to_string();
+        let text = fs::read_to_string(entry.path()).unwrap_or_else(|error| panic!("{path}: {error}"));
+        found.push(Source { path, text });
+    }
+    assert!(!found.is_empty(), "no {endings:?} below {folder}");
+    found
+}
+
+fn read(path: &str) -> String {
+    fs::read_to_string(root().join(path)).unwrap_or_else(|error| panic!("{path}: {error}"))
+}
+
+/// Numbered lines without those that are only a comment; text behind `//` on a line of code is cut.
+fn code_lines(text: &str) -> impl Iterator<Item = (usize, &str)> {
+    text.lines().enumerate().filter_map(|(at, line)| {
+        let code = line.split("//").next().unwrap_or_default();
+        (!code.trim().is_empty()).then_some((at + 1, code))
+    })
+}
+
+/// Whether `word` stands in `line` and is no part of a longer word.
+fn has_word(line: &str, word: &str) -> bool {
+    let part_of_word = |c: char| c.is_alphanumeric() || c == '_';
+    line.match_indices(word).any(|(at, _)| {
+        !line[..at].chars().next_back().is_some_and(part_of_word)
+            && !line[at + word.len()..].chars().next().is_some_and(part_of_word)
+    })
+}
+
+#[track_caller]
+fn none(faults: Vec<String>) {
+    assert!(faults.is_empty(), "\n{}", faults.join("\n"));
+}
+
+/// Modules of `src/lib.rs` by layer: a blank line begins the next one.
+fn layers() -> BTreeMap<String, usize> {
+    let text = read("src/lib.rs");
+    let mut layers = BTreeMap::new();
+    for (layer, group) in text.split("\n\n").enumerate() {
+        let names = group.lines().filter_map(|line| line.trim().strip_prefix("pub mod ")?.strip_suffix(';'));
+        layers.extend(names.map(|name| (name.to_string(), layer)));
+    }
+    layers
+}
+
+/// `src/cuda/session.rs` is the module `cuda` and the file `cuda/session`.
+fn module_of(path: &str) -> (&str, &str) {
+    let file = path.trim_start_matches("src/").trim_end_matches(".rs").trim_end_matches("/mod");
+    (file.split('/').next().unwrap_or(file), file)
+}
+
+/// Modules named behind `crate::` in code that is not a unit test, with their lines.
+fn imports(text: &str) -> Vec<(usize, String)> {
+    let end = text.find("#[cfg(test)]\nmod tests").unwrap_or(text.len());
+    let mut found = vec![];
+    for (line, code) in code_lines(&text[..end]) {
+        for (at, _) in code.match_indices("crate::") {
+            let rest = &code[at + "crate::".len()..];
+            let names = match rest.strip_prefix('{') {
+                Some(list) => list.split('}').next().unwrap_or_default().split(',').collect(),
+                None => vec![rest],
+            };
+            for name in names {
+                let name = name.trim().split(|c: char| !c.is_alphanumeric() && c != '_').next().unwrap_or_default();
+                // The macro of `id` is exported at the root.
+                let name = if name == "define_id" { "id" } else { name };
+                found.push((line, name.to_string()));
+            }
+        }
+    }
+    found
+}
+
+#[test]
+fn a_module_imports_only_what_the_matrix_allows() {
+    let mut faults = vec![];
+    for source in sources("src", &[".rs"]).iter().filter(|source| !source.path.ends_with("/tests.rs")) {
+        let (module, file) = module_of(&source.path);
+        if WIRING.contains(&module) {
+            continue;
+        }
+        let row = IMPORTS.iter().find(|(name, _)| *name == file).or(IMPORTS.iter().find(|(name, _)| *name == module));
+        let Some((row, allowed)) = row else {
+            faults.push(format!("{}: `{module}` has no row in the import matrix", source.path));
+            continue;
+        };
+        for (line, name) in imports(&source.text) {
+            if name != module && !allowed.contains(&name.as_str()) {
+                faults.push(format!("{}:{line}: `{row}` may not import `{name}`", source.path));
+            }
+        }
+    }
+    none(faults);
+}
+
+#[test]
+fn the_matrix_follows_the_layers() {
+    let layers = layers();
+    let mut faults = vec![];
+    for module in layers.keys().filter(|name| !WIRING.contains(&name.as_str())) {
+        if !IMPORTS.iter().any(|(row, _)| row == module) {
+            faults.push(format!("`{module}` of lib.rs has no row"));
+        }
+    }
+    for (row, allowed) in IMPORTS {
+        let module = row.split('/').next().unwrap_or(row);
+        let Some(layer) = layers.get(module) else {
+            faults.push(format!("row `{row}` is no module of lib.rs"));
+            continue;
+        };
+        for name in *allowed {
+            let reason = UPWARD.iter().find(|(from, to, _)| from == row && to == name);
+            match layers.get(*name) {
+                None => faults.push(format!("`{row}`: `{name}` is no module of lib.rs")),
+                Some(other) if other > layer && reason.is_none() => {
+                    faults.push(format!("`{row}` imports `{name}` from a later layer"));
+                }
+                Some(other) if other <= layer && reason.is_some() => {
+                    faults.push(format!("`{row}` may import `{name}` anyway: no reason is needed"));
+                }
+                Some(_) => {}
+            }
+        }
+    }
+    none(faults);
+}
+
+#[test]
+fn a_file_says_what_it_owns() {
+    let mut faults = vec![];
+    for folder in ["src", "tests/it", "tests/bench"] {
+        for source in sources(folder, &[".rs"]) {
+            // The crate's own head is a file of its own.
+            let starts = source.text.starts_with("//! ") || source.path == "src/lib.rs";
+            if !starts {
+                faults.push(format!("{}: expected `//!` and a sentence on the first line", source.path));
+            }
+        }
+    }
+    for source in sources("kernels", &[".cuh", ".cu"]) {
+        if !source.text.starts_with("// ") {
+            faults.push(format!("{}: expected `//` and a sentence on the first line", source.path));
+        }
+    }
+    none(faults);
+}
+
+#[test]
+fn nothing_is_left_for_later_and_no_path_is_of_one_machine() {
+    // In halves, so that this file does not find itself.
+    let words = [("TO", "DO"), ("FIX", "ME"), ("XX", "X"), ("to", "do!"), ("unimple", "mented!"), ("db", "g!")];
+    let places = [("/ho", "me/"), ("/ro", "ot/"), ("/Use", "rs/"), ("/wo", "rk/"), ("../sha", "red")];
+    let mut faults = vec![];
+    let mut all = vec![];
+    for (folder, endings) in [
+        ("src", &[".rs", ".md", ".cu"][..]),
+        ("kernels", &[".cuh", ".cu"]),
+        ("tests/it", &[".rs", ".c"]),
+        ("tests/bench", &[".rs"]),
+        ("tests/filetests", &[".mkir"]),
+        ("manifests", &[".toml", ".json"]),
+        ("docs", &[".md"]),
+        (".ci", &["run", ".sh"]),
+        (".github", &[".yml"]),
+    ] {
+        all.extend(sources(folder, endings));
+    }
+    for path in [
+        "README.md",
+        "CHANGELOG.md",
+        "CONTRIBUTING.md",
+        "Cargo.toml",
+        "Justfile",
+        "cache/README.md",
+        "flywheel/README.md",
+    ] {
+        all.push(Source { path: path.to_string(), text: read(path) });
+    }
+    for Source { path, text } in all {
+        for (at, line) in text.lines().enumerate() {
+            for word in words.map(|(a, b)| format!("{a}{b}")) {
+                let found = if word.ends_with('!') { line.contains(&word) } else { has_word(line, &word) };
+                if found {
+                    faults.push(format!("{path}:{}: `{word}`", at + 1));
+                }
+            }
+            for place in places.map(|(a, b)| format!("{a}{b}")) {
+                if line.contains(&place) {
+                    faults.push(format!("{path}:{}: `{place}` names a place on one machine", at + 1));
+                }
+            }
+        }
+    }
+    none(faults);
+}
+
+#[test]
+fn unsafe_stays_where_it_is_named() {
+    let mut faults = vec![];
+    for source in sources("src", &[".rs"]) {
+        let named = UNSAFE.iter().any(|(path, _)| *path == source.path);
+        let uses = code_lines(&source.text).filter(|(_, line)| has_word(line, "unsafe"));
+        let lines: Vec<usize> = uses.map(|(line, _)| line).collect();
+        if !named && !source.path.starts_with("src/cuda/") {
+            faults.extend(lines.iter().map(|line| format!("{}:{line}: `unsafe`", source.path)));
+        }
+        if named && lines.is_empty() {
+            faults.push(format!("{}: has no `unsafe`, and needs no mention", source.path));
+        }
+    }
+    // That each block says why it is sound is a lint.
+    let manifest = read("Cargo.toml");
+    assert!(manifest.contains("undocumented_unsafe_blocks = \"warn\""), "the lint that asks for SAFETY is gone");
+    none(faults);
+}
+
+#[test]
+fn only_sync_waits_and_signals() {
+    let mut faults = vec![];
+    let mut used = vec![false; SYNCHRONISES_ELSEWHERE.len()];
+    for source in sources("kernels", &[".cuh", ".cu"]) {
+        let path = source.path.trim_start_matches("kernels/");
+        if path == "runtime/sync.cuh" {
+            continue;
+        }
+        for (line, code) in code_lines(&source.text) {
+            if !SYNCHRONISES.iter().any(|word| code.contains(word)) {
+                continue;
+            }
+            let mut excused = false;
+            for (i, (file, word, _)) in SYNCHRONISES_ELSEWHERE.iter().enumerate() {
+                if *file == path && code.contains(word) {
+                    (excused, used[i]) = (true, true);
+                }
+            }
+            if !excused {
+                faults.push(format!("{}:{line}: {}", source.path, code.trim()));
+            }
+        }
+    }
+    for ((file, word, _), used) in SYNCHRONISES_ELSEWHERE.iter().zip(used) {
+        if !used {
+            faults.push(format!("{file}: `{word}` is excused and not there"));
+        }
+    }
+    none(faults);
+}
+
+#[test]
+fn kernels_know_no_gpu() {
+    let mut names: Vec<String> =
+        ["turing", "ampere", "ada", "lovelace", "hopper", "blackwell"].map(str::to_string).into();
+    let mut counts: Vec<String> = vec![];
+    for target in Target::builtin_names().filter(|name| *name != "cpu") {
+        let target = Target::builtin(target).unwrap();
+        let sms = target.spec.sm_count;
+        // Powers of two are everywhere, and 80 is the first digits of an architecture.
+        if !sms.is_power_of_two() && sms != 80 {
+            counts.push(sms.to_string());
+        }
+        names.push(target.name);
+    }
+    let mut faults = vec![];
+    for source in sources("kernels", &[".cuh", ".cu"]) {
+        for (at, line) in source.text.lines().enumerate() {
+            let lower = line.to_lowercase();
+            for name in names.iter().filter(|name| has_word(&lower, name)) {
+                faults.push(format!("{}:{}: names `{name}`", source.path, at + 1));
+            }
+        }
+        for (line, code) in code_lines(&source.text) {
+            for count in counts.iter().filter(|count| has_word(code, count)) {
+                faults.push(format!("{}:{line}: {count} is the SM count of a GPU", source.path));
+            }
+        }
+    }
+    none(faults);
+}
+
+#[test]
+fn the_compiler_gets_every_header_and_the_master_header_includes_them() {
+    let files: Vec<String> = sources("kernels", &[".cuh", ".cu"])
+        .iter()
+        .map(|source| source.path.trim_start_matches("kernels/").to_string())
+        .collect();
+    let mut listed = HEADERS.map(|(name, _)| name);
+    listed.sort();
+    assert_eq!(files, listed, "files below kernels/ and HEADERS of src/codegen/mod.rs");
+    let master = read("kernels/monobloc.cuh");
+    let mut included: Vec<&str> =
+        master.lines().filter_map(|line| line.strip_prefix("#include \"")?.strip_suffix('"')).collect();
+    included.push("monobloc.cuh");
+    included.sort();
+    assert_eq!(included, listed, "monobloc.cuh includes every header");
+}
+
+/// Compares a document with what the code says, or writes it under `BLESS=1`.
+#[track_caller]
+fn blessed(path: &str, expected: &str) {
+    if std::env::var_os("BLESS").is_some() {
+        fs::write(root().join(path), expected).unwrap();
+    }
+    let found = fs::read_to_string(root().join(path)).unwrap_or_default();
+    assert!(found == expected, "{path} is not what the code says; `BLESS=1 cargo test --test it tidy` rewrites it");
+}
+
+#[test]
+fn the_table_of_families_is_that_of_the_importer() {
+    let head = "# What the importer does with every key of `config.json`
+
+Generated from the importer's schema (`src/model/config/schema.rs`, `families.rs`) by `BLESS=1 cargo test --test it tidy`.
+
+A key is *modelled*: what it says reaches the model graph; or *neutral*: it does not change the logits while it has the
+stated value. Every other key, and every other value of a neutral key, refuses the import with the key's name: a model
+that is accepted and computed wrong is worse than one that is not accepted. A value `null` counts as absent. An absent key
+has the default of the family's configuration class in transformers 5.
+
+Neutral `any value` means that the key speaks about something else: training, Python code, sampling advice.
+`monobloc import DIR --dry-run` prints what was understood of a checkpoint, or the complete list of reasons against it.
+
+";
+    let table = schema_table();
+    blessed("docs/families.md", &format!("{head}{}\n", table.trim_end()));
+}
+
+/// What stands between two marker comments of a document, without them.
+fn marked<'a>(text: &'a str, name: &str) -> &'a str {
+    let (begin, end) = (format!("<!-- {name} -->\n"), format!("<!-- end of {name} -->"));
+    let from = text.find(&begin).unwrap_or_else(|| panic!("no `{begin}`")) + begin.len();
+    let to = text[from..].find(&end).unwrap_or_else(|| panic!("no `{end}`"));
+    text[from..from + to].trim()
+}
+
+#[test]
+fn the_manifest_reference_of_the_readme_is_that_of_the_module() {
+    let head: String = read("src/manifest.rs")
+        .lines()
+        .map_while(|line| line.strip_prefix("//!"))
+        .map(|line| format!("{}\n", line.strip_prefix(' ').unwrap_or(line)))
+        .collect();
+    let from = head.find("```toml").expect("a block of TOML");
+    let to = from + 3 + head[from + 3..].find("```").expect("its end") + 3;
+    let readme = read("README.md");
+    assert_eq!(marked(&readme, "manifest reference"), &head[from..to]);
+    // It is a manifest, too, but for keys that belong to other kinds of source: every key in it is one that is read.
+    let body = head[from..to].trim_start_matches("```toml").trim_end_matches("```");
+    let fits =
+        |line: &&str| !["revision", "seed = 0                     # synthetic"].iter().any(|k| line.starts_with(k));
+    let text: String = body.lines().filter(fits).map(|line| format!("{line}\n")).collect();
+    assert_eq!(text.lines().count() + 2, body.lines().count());
+    Manifest::parse(&text, Path::new("reference.toml")).unwrap_or_else(|error| panic!("{error}"));
+}
+
+#[test]
+fn the_readme_names_every_target_and_no_other() {
+    let readme = read("README.md");
+    let listed: Vec<&str> =
+        marked(&readme, "targets").split(['`', '|']).filter(|word| Target::builtin(word.trim()).is_some()).collect();
+    let known: Vec<&str> = Target::builtin_names().collect();
+    assert_eq!(listed, known);
+}
+
+#[test]
+fn links_between_documents_lead_somewhere() {
+    let mut faults = vec![];
+    let mut documents: Vec<PathBuf> =
+        ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "cache/README.md", "flywheel/README.md"]
+            .map(PathBuf::from)
+            .into();
+    documents.extend(sources("docs", &[".md"]).into_iter().map(|source| PathBuf::from(source.path)));
+    documents.push("src/ARCHITECTURE.md".into());
+    for document in documents {
+        let text = read(document.to_str().unwrap());
+        for rest in text.split("](").skip(1) {
+            let link = rest.split(')').next().unwrap_or_default().split('#').next().unwrap_or_default();
+            let external = link.contains("://") || link.is_empty();
+            if !external && !root().join(&document).parent().unwrap().join(link).exists() {
+                faults.push(format!("{}: `{link}` leads nowhere", document.display()));
+            }
+        }
+    }
+    none(faults);
+}
