@@ -4,7 +4,7 @@
 //! that relies on it; where that place learns more, the rule goes.
 
 use super::{Entity, Found, Rule, Witness, note};
-use crate::ir::op::{Attention, Epilogue, HISTORY_ALIGN, MatVec, Op, QkNormAttr, Role};
+use crate::ir::op::{Attention, Epilogue, GRANULE_BYTES, HISTORY_ALIGN, MatVec, Op, QkNormAttr, Role};
 use crate::ir::program::{Grid, Program, Space};
 use crate::ir::schedule::{Mechanism, RunBytes, Schedule};
 use crate::ir::{EventId, GridId, SmId};
@@ -14,6 +14,8 @@ use crate::target::{Target, TargetKind};
 /// Extents that queue entries and stream runs hold in 16 and 32 bits.
 const SHARES_MAX: u32 = 1 << 16;
 const RUN_BYTES_MAX: u64 = 1 << 31;
+/// Bytes of a queue entry in the `queue` part of shared memory.
+const ENTRY_BYTES: u64 = 64;
 /// Bytes that 32 bits of 8-byte packets, and of 256-byte units, reach.
 const EXCHANGE_BYTES_MAX: u64 = 8 << 32;
 const CACHE_BYTES_MAX: u64 = 256 << 32;
@@ -150,8 +152,6 @@ impl Rules<'_> {
             }
             for (s, queue) in (0..).zip(&regime.queues) {
                 let at = Entity::Sm(r, SmId(s));
-                // kernel.cuh fetches two entries ahead.
-                self.expect(queue.len() >= 2, at, || format!("expected at least 2 tasks, found {}", queue.len()));
                 // Whoever stops reports the token by the entry behind its `select`.
                 let second = queue.get(1).map(|t| &program.grids[regime.tasks[t.index()].grid.index()].op);
                 self.expect(s != 0 || matches!(second, Some(Op::Report)), at, || {
@@ -160,16 +160,18 @@ impl Rules<'_> {
             }
             for run in regime.streams.iter().flatten() {
                 let at = Entity::Task(r, run.task);
-                let op = &program.grids[regime.tasks[run.task.index()].grid.index()].op;
-                match (run.bytes, op) {
-                    (RunBytes::Fixed { bytes, .. }, Op::MatVec(MatVec { .. })) => {
+                let grid = &program.grids[regime.tasks[run.task.index()].grid.index()];
+                match (run.bytes, &grid.op) {
+                    (RunBytes::Fixed { bytes, .. }, Op::MatVec(m)) => {
                         self.expect(bytes < RUN_BYTES_MAX, at, || {
                             format!("expected fewer than {RUN_BYTES_MAX} bytes of weights a task, found {bytes}")
                         });
+                        self.chunks_held(at, m, bytes, schedule);
                     }
                     (RunBytes::History { rows }, Op::Attention(a)) => {
                         // The consumers know the rows of a chunk when they are compiled: as many as a slot holds.
-                        let row_bytes = u64::from(a.head_dim) * program.precision.cache.bytes() as u64;
+                        let pitch = grid.operand(Role::HistoryK).map_or(a.head_dim, |o| o.cols.stride);
+                        let row_bytes = u64::from(pitch) * program.precision.cache.bytes() as u64;
                         let align = u64::from(HISTORY_ALIGN);
                         let expected = u64::from(schedule.machine.ring.slot_bytes) / row_bytes / align * align;
                         self.expect(u64::from(rows) == expected, at, || {
@@ -183,7 +185,39 @@ impl Rules<'_> {
         }
     }
 
+    /// matvec.cuh: warps take the granules of a unit in turn, pass through all chunks one after another, and meet at a
+    /// barrier every few units. Who waits there holds the chunk of its last granule while others need the next; and a warp
+    /// that has no granule of a unit holds the task's first chunk to its end.
+    fn chunks_held(&mut self, at: Entity, m: &MatVec, bytes: u64, schedule: &Schedule) {
+        let (machine, ring) = (&schedule.machine, &schedule.machine.ring);
+        let weight_bytes = schedule.program.precision.weights.bytes() as u32;
+        let (granules, a_chunk) = (m.granules(weight_bytes), ring.slot_bytes / GRANULE_BYTES);
+        let chunks = bytes.div_ceil(u64::from(ring.slot_bytes));
+        let held = if granules.is_multiple_of(a_chunk) {
+            1
+        } else if granules >= machine.consumer_warps {
+            chunks.min(2)
+        } else {
+            chunks
+        };
+        self.expect(held <= u64::from(ring.slots), at, || {
+            format!(
+                "expected {held} slots, the chunks that its {} warps hold at once over units of {granules} granules; found {}",
+                machine.consumer_warps, ring.slots
+            )
+        });
+    }
+
     fn memory(&mut self, schedule: &Schedule) {
+        // ring.cuh: every warp frees every slot.
+        let groups = schedule.machine.ring.groups;
+        self.expect(groups == 1, Entity::Machine, || format!("expected one group of warps, found {groups}"));
+        // kernel.cuh: a block keeps its queue in shared memory.
+        let longest = schedule.regimes.iter().flat_map(|r| &r.queues).map(Vec::len).max().unwrap_or(0) as u64;
+        let queue = schedule.machine.smem.iter().find(|p| p.name == "queue").map_or(0, |p| u64::from(p.bytes));
+        self.expect(queue >= longest * ENTRY_BYTES, Entity::Machine, || {
+            format!("expected a part `queue` of {} bytes, for {longest} tasks, found {queue}", longest * ENTRY_BYTES)
+        });
         let smem = &schedule.machine.smem;
         let part = |name: &str| (0..).zip(smem).find(|(_, part)| part.name == name);
         // ring.cuh: slot `i` is at `i * slot_bytes`.

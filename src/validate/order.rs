@@ -2,7 +2,7 @@
 
 use super::wellformed::Owners;
 use super::{Entity, Found, Rule, Witness, note};
-use crate::ir::op::{GRANULE_BYTES, HISTORY_ALIGN, Op};
+use crate::ir::op::{GRANULE_BYTES, HISTORY_ALIGN, Op, Role};
 use crate::ir::schedule::{Regime, RunBytes, Schedule};
 use crate::ir::{EventId, GridId, SmId, TaskId};
 
@@ -170,7 +170,8 @@ fn stream(r: u32, s: usize, schedule: &Schedule, regime: &Regime, found: &mut Fo
     let mut fine = true;
     for &id in &regime.queues[s] {
         let task = &regime.tasks[id.index()];
-        let op = &program.grids[task.grid.index()].op;
+        let grid = &program.grids[task.grid.index()];
+        let op = &grid.op;
         if !matches!(op, Op::MatVec(_) | Op::Attention(_)) {
             continue;
         }
@@ -206,7 +207,9 @@ fn stream(r: u32, s: usize, schedule: &Schedule, regime: &Regime, found: &mut Fo
                 end = offset.saturating_add(expected);
             }
             (Op::Attention(a), RunBytes::History { rows }) => {
-                let row = u64::from(a.head_dim) * program.precision.cache.bytes() as u64;
+                // From head to head: what a copy brings in is whole rows with their padding.
+                let pitch = grid.operand(Role::HistoryK).map_or(a.head_dim, |o| o.cols.stride);
+                let row = u64::from(pitch) * program.precision.cache.bytes() as u64;
                 if rows == 0 || rows % HISTORY_ALIGN != 0 || u64::from(rows) * row > u64::from(slot_bytes) {
                     fine = false;
                     found.add(Rule::HistoryChunk, at, || {

@@ -478,7 +478,14 @@ fn kernels_refuse_what_they_would_ignore() {
         assert_eq!(rules(&s, &beyond_kernels()), [], "the language allows it");
         rules(&s, &target)
     };
-    let cases: [fn(&mut Schedule); 8] = [
+    let cases: [fn(&mut Schedule); 10] = [
+        // Groups of warps that take chunks in turn.
+        |s| (s.machine.ring.groups, s.machine.ring.arrivals) = (2, 8),
+        // A queue that outgrows its place in shared memory.
+        |s| {
+            let queue = s.machine.smem.iter().position(|p| p.name == "queue").expect("a queue");
+            s.machine.smem[queue].bytes = 64;
+        },
         // Counters, and fences in the middle of a step.
         |s| s.regimes[0].events[1].mechanism = Mechanism::Fenced,
         // One copy of the candidates, or two of an activation.
@@ -520,6 +527,15 @@ fn kernels_refuse_what_they_would_ignore() {
     let mut s = schedule.clone();
     swapped(&mut s);
     assert_eq!(rules(&s, &target), [Rule::Kernel]);
+}
+
+/// Units of two granules for sixteen warps: those without one hold the first chunk to the end of the task.
+#[test]
+fn kernels_need_room_for_what_idle_warps_hold() {
+    let wide = Toy { vocab: 2048, ..TOY };
+    let rules_on = |sms: u32| rules(&wide.schedule(&h200(), &on_h200(sms)), &h200());
+    assert_eq!(rules_on(8), []);
+    assert_eq!(rules_on(2), [Rule::Kernel]);
 }
 
 #[test]
