@@ -160,16 +160,17 @@ impl Rules<'_> {
             }
             for run in regime.streams.iter().flatten() {
                 let at = Entity::Task(r, run.task);
-                let op = &program.grids[regime.tasks[run.task.index()].grid.index()].op;
-                match (run.bytes, op) {
+                let grid = &program.grids[regime.tasks[run.task.index()].grid.index()];
+                match (run.bytes, &grid.op) {
                     (RunBytes::Fixed { bytes, .. }, Op::MatVec(MatVec { .. })) => {
                         self.expect(bytes < RUN_BYTES_MAX, at, || {
                             format!("expected fewer than {RUN_BYTES_MAX} bytes of weights a task, found {bytes}")
                         });
                     }
-                    (RunBytes::History { rows }, Op::Attention(a)) => {
+                    (RunBytes::History { rows }, Op::Attention(_)) => {
                         // The consumers know the rows of a chunk when they are compiled: as many as a slot holds.
-                        let row_bytes = u64::from(a.head_dim) * program.precision.cache.bytes() as u64;
+                        let pitch = grid.operand(Role::HistoryK).map_or(1, |o| u64::from(o.cols.stride.max(1)));
+                        let row_bytes = pitch * program.precision.cache.bytes() as u64;
                         let align = u64::from(HISTORY_ALIGN);
                         let expected = u64::from(schedule.machine.ring.slot_bytes) / row_bytes / align * align;
                         self.expect(u64::from(rows) == expected, at, || {

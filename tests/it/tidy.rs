@@ -35,7 +35,7 @@ const IMPORTS: &[(&str, &[&str])] = &[
     ("pack", &["dtype", "error", "ir", "model"]),
     ("reference", &["dtype", "model"]),
     // Judges believe nobody: neither lowering nor scheduling, nor each other.
-    ("validate", &["dtype", "error", "ir", "model", "target"]),
+    ("validate", &["dtype", "error", "ir", "model", "target", "text"]),
     ("interp", &["dtype", "error", "ir", "model", "pack", "sample"]),
     // Prints and encodes what was proven; decides nothing.
     ("codegen", &["dtype", "ir", "lower", "model", "schedule", "target", "validate"]),
@@ -44,7 +44,20 @@ const IMPORTS: &[(&str, &[&str])] = &[
     ("cuda/session", &["codegen", "error", "ir", "pack", "sample", "target", "validate"]),
     (
         "check",
-        &["codegen", "cuda", "dtype", "error", "interp", "ir", "model", "pack", "reference", "target", "validate"],
+        &[
+            "codegen",
+            "cuda",
+            "dtype",
+            "error",
+            "interp",
+            "ir",
+            "model",
+            "pack",
+            "reference",
+            "sample",
+            "target",
+            "validate",
+        ],
     ),
     ("measure", &["check", "codegen", "cuda", "dtype", "error", "interp", "ir", "model", "pack", "target", "validate"]),
     // Stores bytes under digests and understands none of them.
@@ -72,6 +85,7 @@ const UNSAFE: &[(&str, &str)] = &[
     ("src/interp/memory.rs", "the cache arena: rows read as plain slices while others are written"),
     ("src/interp/threads.rs", "reads rows of the cache arena"),
     ("src/model/weights.rs", "maps weight files"),
+    ("src/pipeline/stages.rs", "maps packs of the cache"),
 ];
 
 /// What waits, signals or orders memory in CUDA, as it is spelled.
