@@ -540,6 +540,15 @@ fn the_readme_names_every_command_and_exit_code() {
 }
 
 #[test]
+fn the_readme_names_every_family() {
+    let (table, readme) = (schema_table(), read("README.md"));
+    let classes: Vec<&str> = table.lines().filter_map(|line| line.strip_prefix("### ")).collect();
+    assert!(classes.len() > 10, "{classes:?}");
+    let known = |class: &&&str| class.starts_with('`') && !readme.contains(**class);
+    none(classes.iter().filter(known).map(|class| format!("README.md: no {class}")).collect());
+}
+
+#[test]
 fn links_between_documents_lead_somewhere() {
     let mut faults = vec![];
     let mut documents: Vec<PathBuf> =
