@@ -30,9 +30,9 @@ ci:
 bless:
     BLESS=1 cargo test
 
-# Run the benchmarks of the host side
+# Print the figures of the host side as a table; `just bench passes import` those parts alone
 bench *args:
-    cargo bench "$@"
+    cargo bench --bench host -- "$@"
 
 # Run the tests on a GPU of this machine; without one they fail instead of being skipped
 gpu:

@@ -8,7 +8,7 @@ use crate::cuda::driver::Device;
 use crate::cuda::session::{Session, SessionError};
 use crate::error::Fault;
 use crate::interp::{Input, Interp, Options};
-use crate::sample::{SampleSettings, argmax};
+use crate::sample::SampleSettings;
 use crate::target::TargetKind;
 
 use super::compile::{Compile, Compiler, compile};
@@ -187,7 +187,7 @@ impl Runner {
             }
             On::Device { session, steps_max } if sampler.is_greedy() => {
                 let at_most = *steps_max;
-                Ok(greedy_on_device(session, at_most, self.vocab, prompt, count, eos, &mut tell)?)
+                Ok(greedy_on_device(session, at_most, prompt, count, eos, &mut tell)?)
             }
             On::Device { session, steps_max } => {
                 // The host chooses, so the device decodes the prompt in whole launches and then one step each.
@@ -234,7 +234,6 @@ impl Runner {
 fn greedy_on_device(
     session: &mut Session,
     steps_max: u32,
-    vocab: u32,
     prompt: &[u32],
     count: usize,
     eos: &[u32],
@@ -246,9 +245,8 @@ fn greedy_on_device(
     let mut position = 0;
     while position < last {
         let steps = steps_max.min(last - position);
-        // The token behind the last step is selected by nobody but us, from the logits of that step.
-        let closing = position + steps == last;
-        let timeout_ms = session.launch(position, steps, closing)?;
+        // The kernel selects and reports the token behind its last step as well.
+        let timeout_ms = session.launch(position, steps, false)?;
         let mut stopped = false;
         let mut catch_up = |session: &Session, tokens: &mut Vec<u32>| -> Result<(), SessionError> {
             let decided = session.decided()?;
@@ -272,14 +270,6 @@ fn greedy_on_device(
         catch_up(session, &mut tokens)?;
         if stopped {
             return Ok(tokens);
-        }
-        if closing {
-            let logits = session.logits(steps)?;
-            let row = logits.rchunks(vocab.max(1) as usize).next().unwrap_or_default();
-            if let Some(token) = argmax(row) {
-                tokens.push(token);
-                let _ = tell(token);
-            }
         }
         position += steps;
     }

@@ -168,10 +168,10 @@ impl Rules<'_> {
                         });
                         self.chunks_held(at, m, bytes, schedule);
                     }
-                    (RunBytes::History { rows }, Op::Attention(a)) => {
+                    (RunBytes::History { rows }, Op::Attention(_)) => {
                         // The consumers know the rows of a chunk when they are compiled: as many as a slot holds.
-                        let pitch = grid.operand(Role::HistoryK).map_or(a.head_dim, |o| o.cols.stride);
-                        let row_bytes = u64::from(pitch) * program.precision.cache.bytes() as u64;
+                        let pitch = grid.operand(Role::HistoryK).map_or(1, |o| u64::from(o.cols.stride.max(1)));
+                        let row_bytes = pitch * program.precision.cache.bytes() as u64;
                         let align = u64::from(HISTORY_ALIGN);
                         let expected = u64::from(schedule.machine.ring.slot_bytes) / row_bytes / align * align;
                         self.expect(u64::from(rows) == expected, at, || {

@@ -365,8 +365,6 @@ rules! {
 
     /// Cache rows reach bulk copies without a proxy fence.
     MissingProxy "missing-proxy" 6;
-    /// Cache rows do not lie on the boundaries that asynchronous copies need.
-    CopyAlignment "copy-alignment" 6;
 
     /// Proven, and yet the kernels of a CUDA target cannot run it as it says.
     Kernel "kernel" 7;
@@ -429,7 +427,6 @@ fn judge(schedule: &Schedule, target: &Target, found: &mut Found) {
     order::streams(schedule, found);
     memory::shared(schedule, target, &grids, found);
     memory::device(schedule, target, found);
-    proxies::copies(program, target, found);
     if found.any() {
         return;
     }

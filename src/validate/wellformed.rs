@@ -2,7 +2,7 @@
 
 use super::{Entity, Found, Rule, note};
 use crate::ir::op::{Access, Op};
-use crate::ir::program::{Cols, Grid, Program, Rows, Second, Space};
+use crate::ir::program::{Buffer, Cols, Grid, Program, Rows, Second, Space};
 use crate::ir::schedule::{Regime, Schedule, Task};
 use crate::ir::{BufferId, EventId, GridId, SmId, TaskId};
 use std::collections::BTreeMap;
@@ -401,7 +401,7 @@ impl Writes {
             if !of_buffer.is_sorted_by_key(|region| region.lo) {
                 of_buffer.sort_unstable_by_key(|region| region.lo);
             }
-            cover(r, regime, BufferId::from(b), buffers[b].cols, of_buffer, grids, found);
+            cover(r, regime, (BufferId::from(b), &buffers[b]), of_buffer, grids, found);
         }
         Writes { regions, starts }
     }
@@ -420,13 +420,22 @@ impl Writes {
     }
 }
 
-/// Judges that `regions`, ascending, cover `0..cols` without overlap.
-fn cover(r: u32, regime: &Regime, buffer: BufferId, cols: u32, regions: &[Region], grids: &Grids, found: &mut Found) {
+/// Judges that `regions`, ascending, cover the buffer without overlap. A cache row has padding between heads, which nobody
+/// writes and nobody may read.
+fn cover(
+    r: u32,
+    regime: &Regime,
+    (buffer, memory): (BufferId, &Buffer),
+    regions: &[Region],
+    grids: &Grids,
+    found: &mut Found,
+) {
+    let padded = memory.space == Space::Cache;
     let mut end = 0;
     let mut last: Option<TaskId> = None;
     for region in regions {
         if region.lo > end {
-            uncovered(r, regime, buffer, end, region.lo, grids, found);
+            uncovered(r, regime, buffer, (end, region.lo), padded, grids, found);
         } else if region.lo < end {
             found.add_with(Rule::DoubleProducer, Entity::Task(r, region.task), || {
                 let most = region.hi.min(end);
@@ -438,18 +447,29 @@ fn cover(r: u32, regime: &Regime, buffer: BufferId, cols: u32, regions: &[Region
             (end, last) = (region.hi, Some(region.task));
         }
     }
-    if end < cols {
-        uncovered(r, regime, buffer, end, cols, grids, found);
+    if end < memory.cols {
+        uncovered(r, regime, buffer, (end, memory.cols), padded, grids, found);
     }
 }
 
-fn uncovered(r: u32, regime: &Regime, buffer: BufferId, lo: u32, hi: u32, grids: &Grids, found: &mut Found) {
+fn uncovered(
+    r: u32,
+    regime: &Regime,
+    buffer: BufferId,
+    (lo, hi): (u32, u32),
+    padded: bool,
+    grids: &Grids,
+    found: &mut Found,
+) {
+    let touches = |task: &Task| {
+        let flows = grids.reads(task.grid).iter().chain(grids.history(task.grid));
+        flows.filter(|f| f.buffer == buffer).filter_map(|f| f.span(task)).any(|s| s.0 < hi && lo < s.1)
+    };
+    let reader = regime.tasks.iter().position(touches);
+    if padded && reader.is_none() {
+        return;
+    }
     found.add_with(Rule::Uncovered, Entity::Buffer(buffer), || {
-        let touches = |task: &Task| {
-            let flows = grids.reads(task.grid).iter().chain(grids.history(task.grid));
-            flows.filter(|f| f.buffer == buffer).filter_map(|f| f.span(task)).any(|s| s.0 < hi && lo < s.1)
-        };
-        let reader = regime.tasks.iter().position(touches);
         let witness = reader.map(|t| note(Entity::Task(r, TaskId::from(t)), "reads them"));
         (format!("no task of r{r} writes columns {lo}..{hi}"), witness.into_iter().collect())
     });

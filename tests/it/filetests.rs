@@ -53,7 +53,12 @@ fn validate_files() {
         tripped.extend(violations.iter().map(|violation| violation.rule).filter(|rule| rule.name() == name));
         let faults: Vec<(usize, String)> = violations
             .iter()
-            .map(|violation| (line_of(violation.entity, violation.rule, &lines).start, format!("{}: {}", violation.rule, violation.message)))
+            .map(|violation| {
+                (
+                    line_of(violation.entity, violation.rule, &lines).start,
+                    format!("{}: {}", violation.rule, violation.message),
+                )
+            })
             .collect();
         mark(text, &faults)
     });

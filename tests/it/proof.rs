@@ -6,7 +6,7 @@ use monobloc::ir::op::{Op, Role};
 use monobloc::ir::program::{Cols, Rows};
 use monobloc::ir::schedule::{Mechanism, RunBytes, Schedule};
 use monobloc::ir::{BufferId, EventId, GridId, SmId, TaskId};
-use monobloc::target::{CopyMechanism, Target};
+use monobloc::target::Target;
 use monobloc::validate::{Entity, Rule, Violation, check};
 
 struct Case {
@@ -171,7 +171,7 @@ fn case(rule: Rule) -> Case {
         Rule::SmCount => on_toy(machine, |_, target| target.spec.sm_count = 3),
         Rule::Cluster => on_toy(machine, |s, _| s.machine.cluster = 3),
         Rule::Threads => on_toy(machine, |s, _| {
-            (s.machine.consumer_warps, s.machine.ring.arrivals) = (32, 16);
+            (s.machine.consumer_warps, s.machine.ring.arrivals) = (32, 32);
             s.machine.registers_per_thread = 56;
         }),
         Rule::Registers => on_toy(machine, |s, _| s.machine.registers_per_thread = 128),
@@ -191,10 +191,6 @@ fn case(rule: Rule) -> Case {
         Rule::DeviceMemory => on_toy(Entity::Schedule, |_, target| target.spec.memory_bytes = 1000),
 
         Rule::MissingProxy => on_toy(t(13), |s, _| s.regimes[0].events[0].proxy = false),
-        Rule::CopyAlignment => on_counters(Toy { dim: 4, ..TOY }, Entity::Grid(GridId(4)), |_, target| {
-            target.spec.copy = CopyMechanism::CpAsync;
-        }),
-
         Rule::Kernel => on_toy(Entity::Sm(0, SmId(0)), |s, _| {
             // Whoever stops looks for the report behind the select.
             s.regimes[0].queues[0].swap(1, 2);

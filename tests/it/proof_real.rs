@@ -8,9 +8,9 @@ use monobloc::dtype::{DType, Precision};
 use monobloc::ir::schedule::Mechanism;
 use monobloc::lower::lower;
 use monobloc::model::config::{import, import_config_only};
-use monobloc::model::graph::{Layer, ModelGraph, QkNormSpan};
+use monobloc::model::graph::{ModelGraph, QkNormSpan};
 use monobloc::schedule::schedule;
-use monobloc::target::{Target, TargetKind};
+use monobloc::target::Target;
 use monobloc::validate::{Rule, check, validate};
 
 #[track_caller]
@@ -94,11 +94,6 @@ fn proven_on_every_record(graph: &ModelGraph, name: &str, context_max: u32) -> u
             // What does not fit is the search's business.
             let Ok(placed) = schedule(program, &target, &candidate) else { continue };
             let mut violations = check(&placed, &target);
-            // Rows of 24 bytes, which no GPU copies in pieces of 16.
-            let head_bytes = |l: &Layer| l.attn.head_dim as usize * precision.cache.bytes();
-            if target.kind == TargetKind::Cuda && graph.layers.iter().any(|l| head_bytes(l) % 16 != 0) {
-                violations.retain(|v| v.rule != Rule::CopyAlignment);
-            }
             // A model larger than the device: more weights alone than it has memory.
             if graph.parameter_count() * precision.weights.bytes() as u64 + (1 << 30) > target.spec.memory_bytes {
                 violations.retain(|v| v.rule != Rule::DeviceMemory);

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 
 use monobloc::codegen::HEADERS;
 use monobloc::manifest::Manifest;
@@ -35,7 +36,7 @@ const IMPORTS: &[(&str, &[&str])] = &[
     ("pack", &["dtype", "error", "ir", "model"]),
     ("reference", &["dtype", "model"]),
     // Judges believe nobody: neither lowering nor scheduling, nor each other.
-    ("validate", &["dtype", "error", "ir", "model", "target"]),
+    ("validate", &["dtype", "error", "ir", "model", "target", "text"]),
     ("interp", &["dtype", "error", "ir", "model", "pack", "sample"]),
     // Prints and encodes what was proven; decides nothing.
     ("codegen", &["dtype", "ir", "lower", "model", "schedule", "target", "validate"]),
@@ -44,7 +45,20 @@ const IMPORTS: &[(&str, &[&str])] = &[
     ("cuda/session", &["codegen", "error", "ir", "pack", "sample", "target", "validate"]),
     (
         "check",
-        &["codegen", "cuda", "dtype", "error", "interp", "ir", "model", "pack", "reference", "target", "validate"],
+        &[
+            "codegen",
+            "cuda",
+            "dtype",
+            "error",
+            "interp",
+            "ir",
+            "model",
+            "pack",
+            "reference",
+            "sample",
+            "target",
+            "validate",
+        ],
     ),
     ("measure", &["check", "codegen", "cuda", "dtype", "error", "interp", "ir", "model", "pack", "target", "validate"]),
     // Stores bytes under digests and understands none of them.
@@ -72,6 +86,7 @@ const UNSAFE: &[(&str, &str)] = &[
     ("src/interp/memory.rs", "the cache arena: rows read as plain slices while others are written"),
     ("src/interp/threads.rs", "reads rows of the cache arena"),
     ("src/model/weights.rs", "maps weight files"),
+    ("src/pipeline/stages.rs", "maps packs of the cache"),
 ];
 
 /// What waits, signals or orders memory in CUDA, as it is spelled.
@@ -490,6 +505,47 @@ fn the_readme_names_every_target_and_no_other() {
         marked(&readme, "targets").split(['`', '|']).filter(|word| Target::builtin(word.trim()).is_some()).collect();
     let known: Vec<&str> = Target::builtin_names().collect();
     assert_eq!(listed, known);
+}
+
+#[test]
+fn the_readme_names_every_command_and_exit_code() {
+    let help = Command::new(env!("CARGO_BIN_EXE_monobloc")).arg("--help").output().unwrap();
+    let help = String::from_utf8(help.stdout).unwrap();
+    let listed = |title: &str| -> Vec<String> {
+        let lines = help.lines().skip_while(|line| *line != title).skip(1).take_while(|line| !line.is_empty());
+        // What a line explains begins in its third column; deeper lines go on with the one above.
+        let words = lines.filter_map(|line| line.strip_prefix("  ").filter(|line| !line.starts_with(' ')));
+        words.map(|line| line.split_whitespace().next().unwrap().trim_end_matches(',').to_string()).collect()
+    };
+    let (commands, codes, variables) = (listed("Commands:"), listed("Exit codes:"), listed("Environment:"));
+    assert!(commands.len() > 5 && codes.len() > 3 && variables.len() > 3, "{help}");
+    let readme = read("README.md");
+    let mut faults = vec![];
+    for command in commands.iter().filter(|command| *command != "help") {
+        if !readme.contains(&format!("\n| `{command}")) {
+            faults.push(format!("README.md: no row for the command `{command}`"));
+        }
+    }
+    for code in &codes {
+        if !readme.contains(&format!("\n| {code} | ")) {
+            faults.push(format!("README.md: no row for exit code {code}"));
+        }
+    }
+    for variable in &variables {
+        if !readme.contains(&format!("`{variable}`")) {
+            faults.push(format!("README.md: does not say what `{variable}` means"));
+        }
+    }
+    none(faults);
+}
+
+#[test]
+fn the_readme_names_every_family() {
+    let (table, readme) = (schema_table(), read("README.md"));
+    let classes: Vec<&str> = table.lines().filter_map(|line| line.strip_prefix("### ")).collect();
+    assert!(classes.len() > 10, "{classes:?}");
+    let known = |class: &&&str| class.starts_with('`') && !readme.contains(**class);
+    none(classes.iter().filter(known).map(|class| format!("README.md: no {class}")).collect());
 }
 
 #[test]
