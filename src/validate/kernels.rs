@@ -186,8 +186,8 @@ impl Rules<'_> {
     }
 
     /// matvec.cuh: warps take the granules of a unit in turn, pass through all chunks one after another, and meet at a
-    /// barrier every few units. Who waits there holds the chunk of its last granule while others need the next; and a warp
-    /// that has no granule of a unit holds the task's first chunk to its end.
+    /// barrier every few units. Who waits there holds the chunk of its last granule while others need the next; and a
+    /// warp that has no granule of a unit holds the task's first chunk to its end.
     fn chunks_held(&mut self, at: Entity, m: &MatVec, bytes: u64, schedule: &Schedule) {
         let (machine, ring) = (&schedule.machine, &schedule.machine.ring);
         let weight_bytes = schedule.program.precision.weights.bytes() as u32;
@@ -202,7 +202,8 @@ impl Rules<'_> {
         };
         self.expect(held <= u64::from(ring.slots), at, || {
             format!(
-                "expected {held} slots, the chunks that its {} warps hold at once over units of {granules} granules; found {}",
+                "expected {held} slots, the chunks that its {} warps hold at once over units of \
+                 {granules} granules; found {}",
                 machine.consumer_warps, ring.slots
             )
         });

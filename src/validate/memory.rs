@@ -56,7 +56,8 @@ pub(super) fn machine(machine: &Machine, target: &Target, found: &mut Found) {
         if !(REGISTERS_MIN..=255).contains(&each) || total > u64::from(spec.registers_per_sm) {
             found.add(Rule::Registers, at, || {
                 format!(
-                    "expected {REGISTERS_MIN} to 255 registers a thread and at most {} in all; found {each} and {total}",
+                    "expected {REGISTERS_MIN} to 255 registers a thread and at most {} in all; \
+                     found {each} and {total}",
                     spec.registers_per_sm
                 )
             });
@@ -150,7 +151,8 @@ pub(super) fn shared(schedule: &Schedule, target: &Target, grids: &Grids, found:
     }
 }
 
-/// Bytes of the fp32 columns that the largest owner keeps, from its lowest to its highest in whole units, and who that is.
+/// Bytes of the fp32 columns that the largest owner keeps, from its lowest to its highest in whole units, and who that
+/// is.
 fn residual(schedule: &Schedule, grids: &Grids) -> (u64, Option<Entity>) {
     let buffers = &schedule.program.buffers;
     let mut spans = vec![(u32::MAX, 0u32); buffers.len()];
@@ -245,8 +247,8 @@ pub(super) fn device(schedule: &Schedule, target: &Target, found: &mut Found) {
     }
 }
 
-/// Bytes of a buffer in device memory. A packet of 8 bytes holds two 16-bit values or one of 32 bits, and a tag; packets
-/// are read in pairs.
+/// Bytes of a buffer in device memory. A packet of 8 bytes holds two 16-bit values or one of 32 bits, and a tag;
+/// packets are read in pairs.
 fn bytes(buffer: &Buffer) -> u64 {
     let elements = u64::from(buffer.rows) * u64::from(buffer.cols);
     match buffer.space {

@@ -10,23 +10,27 @@
 //! nothing, so that a list of violations names causes and not their consequences.
 //!
 //! 1. **Well-formed** (`wellformed`, `operands`). Every id exists; every task is in one queue; queues, streams and
-//!    placements are as many as SMs and buffers. Every grid has the operands of its op's table, each in the right space,
-//!    with the right element type, row kind and columns, inside its buffer for every extent: rows of the current position
-//!    and of the history below `context_max`, rows of the table up to the vocabulary of the head. Attributes are finite
-//!    and positive where they must be. Exchange regions start on packets. Each regime launches every index of every grid
-//!    once; only attention has alternatives, and they agree. Each queue starts with its `select`. What a regime writes of a shared buffer
-//!    it writes whole and once: no element is read that was not produced, none has two producers, and each layer's keys
-//!    and values are appended once a step. A private element is written, then updated, on one SM in program order.
-//! 2. **Events** (`events`). An event is signalled once by each task that writes any of its columns, by no other, and its
-//!    count says how many those are; each wait asks for exactly that count. Every exchange region read is covered by the
-//!    reader's own waits, and who waits by packets reads them: the poll is the wait. Events about one buffer are all counters or all packets. An event is carried where program order reads before it writes (the candidates), and only there; the first
-//!    step of a regime finds the events it carries in the regime before.
-//! 3. **Free of deadlock** (`order`). Queues and the events of a step have no cycle; a witness is the cycle. The stream of
-//!    an SM lists exactly the streamed operands of its queue, in its order, with the right bytes at consecutive offsets,
-//!    the same in every regime. A task's chunks fit the ring; the arrivals that free a slot are the warps of one group.
-//! 4. **Race-free** (`races`), over `1 + phases` consecutive steps of the loop and across each change of regime. A packet
-//!    or logit is overwritten only after every reader and the writer of the old value (dependency order; visibility order
-//!    for what the host reads). A loader reads the history only where each append of the step before is visible.
+//!    placements are as many as SMs and buffers. Every grid has the operands of its op's table, each in the right
+//!    space, with the right element type, row kind and columns, inside its buffer for every extent: rows of the current
+//!    position and of the history below `context_max`, rows of the table up to the vocabulary of the head. Attributes
+//!    are finite and positive where they must be. Exchange regions start on packets. Each regime launches every index
+//!    of every grid once; only attention has alternatives, and they agree. Each queue starts with its `select`. What a
+//!    regime writes of a shared buffer it writes whole and once: no element is read that was not produced, none has two
+//!    producers, and each layer's keys and values are appended once a step. A private element is written, then updated,
+//!    on one SM in program order.
+//! 2. **Events** (`events`). An event is signalled once by each task that writes any of its columns, by no other, and
+//!    its count says how many those are; each wait asks for exactly that count. Every exchange region read is covered
+//!    by the reader's own waits, and who waits by packets reads them: the poll is the wait. Events about one buffer are
+//!    all counters or all packets. An event is carried where program order reads before it writes (the candidates), and
+//!    only there; the first step of a regime finds the events it carries in the regime before.
+//! 3. **Free of deadlock** (`order`). Queues and the events of a step have no cycle; a witness is the cycle. The stream
+//!    of an SM lists exactly the streamed operands of its queue, in its order, with the right bytes at consecutive
+//!    offsets, the same in every regime. A task's chunks fit the ring; the arrivals that free a slot are the warps of
+//!    one group.
+//! 4. **Race-free** (`races`), over `1 + phases` consecutive steps of the loop and across each change of regime. A
+//!    packet or logit is overwritten only after every reader and the writer of the old value (dependency order;
+//!    visibility order for what the host reads). A loader reads the history only where each append of the step before
+//!    is visible.
 //! 5. **Memory** (`memory`). Shared-memory parts, registers, threads, SMs and clusters fit the target, parts are large
 //!    enough for what runs in them, arenas have no overlap, and everything fits device memory.
 //! 6. **Proxies** (`proxies`). Where the target copies in bulk, an append reaches the loader through a proxy fence.
@@ -36,10 +40,10 @@
 //!
 //! # What the runtime must do for the proof to hold
 //!
-//! - Program order is the order of the grids: a read sees the last write before it in this order, of the same step, else
-//!   of the step before.
-//! - The loader brings in chunks of the history of a step only after the first task of its SM's queue in that step is done;
-//!   it may bring in weights at any time.
+//! - Program order is the order of the grids: a read sees the last write before it in this order, of the same step,
+//!   else of the step before.
+//! - The loader brings in chunks of the history of a step only after the first task of its SM's queue in that step is
+//!   done; it may bring in weights at any time.
 //! - A carried event is the same object in all regimes whose carried events have its buffer and columns.
 //! - A step's phase of a buffer is its position modulo the buffer's phases.
 //! - A launch may start at any position; its first step waits for no carried event (nothing ran before it).

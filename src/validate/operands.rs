@@ -392,7 +392,8 @@ fn check_operand(id: GridId, grid: &Grid, operand: &Operand, want: &Want, progra
     }
 }
 
-/// Columns relative to their base, in a form in which equal regions are equal values. `None`: the limit is below the base.
+/// Columns relative to their base, in a form in which equal regions are equal values. `None`: the limit is below the
+/// base.
 fn relative(cols: &Cols, axis: u32) -> Option<Cols> {
     let mut cols = Cols { limit: cols.limit.checked_sub(cols.base)?, base: 0, ..*cols };
     if axis == 1 {
@@ -569,7 +570,8 @@ enum Meaning {
     },
 }
 
-/// An exchange buffer means one thing to all who touch it. Types cannot tell: fp32 activations and fp32 records are alike.
+/// An exchange buffer means one thing to all who touch it. Types cannot tell: fp32 activations and fp32 records are
+/// alike.
 fn meanings(id: GridId, grid: &Grid, program: &Program, uses: &mut [Option<(Meaning, GridId)>], found: &mut Found) {
     for operand in &grid.operands {
         if program.buffers[operand.buffer.index()].space != Space::Exchange {

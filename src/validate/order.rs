@@ -125,7 +125,8 @@ pub(super) fn ring(schedule: &Schedule, found: &mut Found) {
     if low == 0 || low > high || high > ring.slots || free > ring.slots {
         found.add(Rule::Flight, at, || {
             format!(
-                "expected 1 <= `flight_low` <= `flight_high` <= {} slots and `flight_free` up to them, found {low}, {high}, {free}",
+                "expected 1 <= `flight_low` <= `flight_high` <= {} slots and \
+                 `flight_free` up to them, found {low}, {high}, {free}",
                 ring.slots
             )
         });
@@ -144,7 +145,8 @@ pub(super) fn ring(schedule: &Schedule, found: &mut Found) {
     }
 }
 
-/// Each stream is the streamed operands of its queue, in its order, with their bytes; weights lie where every regime finds them.
+/// Each stream is the streamed operands of its queue, in its order, with their bytes; weights lie where every regime
+/// finds them.
 pub(super) fn streams(schedule: &Schedule, found: &mut Found) {
     let mut first_fine = vec![true; schedule.machine.sms as usize];
     for (r, regime) in (0..).zip(&schedule.regimes) {
@@ -214,7 +216,8 @@ fn stream(r: u32, s: usize, schedule: &Schedule, regime: &Regime, found: &mut Fo
                     fine = false;
                     found.add(Rule::HistoryChunk, at, || {
                         format!(
-                            "expected a multiple of {HISTORY_ALIGN} rows of {row} bytes in a slot of {slot_bytes}, found {rows} rows"
+                            "expected a multiple of {HISTORY_ALIGN} rows of {row} bytes in a slot \
+                             of {slot_bytes}, found {rows} rows"
                         )
                     });
                 }

@@ -1,5 +1,5 @@
-//! Group 6: what asynchronous copies need: a fence between proxies. That heads of a cache row start where a copy may start is
-//! part of their shape (`operands`).
+//! Group 6: what asynchronous copies need: a fence between proxies. That heads of a cache row start where a copy may
+//! start is part of their shape (`operands`).
 
 use super::{Entity, Found, Rule, Witness};
 use crate::ir::BufferId;
@@ -14,7 +14,8 @@ pub(super) fn missing(
 ) {
     found.add_with(Rule::MissingProxy, at, || {
         let message = format!(
-            "bulk copies of {buffer} on sm{sm} read an append without a proxy fence, expected `proxy` on a carried event that the SM's first task waits for"
+            "bulk copies of {buffer} on sm{sm} read an append without a proxy fence, \
+             expected `proxy` on a carried event that the SM's first task waits for"
         );
         (message, story())
     });

@@ -1,8 +1,9 @@
 //! Group 4: happens-before over a few steps of the loop, as one vector clock for each SM.
 //!
-//! Entry `a` of a clock counts the tasks of SM `a`, over all steps of the run, that are known to be done. Clocks are kept
-//! for the present task of each SM and for events between their first signal and their last wait, never for each task:
-//! a later task asks its own clock about an earlier one by (SM, place in the run), which are known without a clock.
+//! Entry `a` of a clock counts the tasks of SM `a`, over all steps of the run, that are known to be done. Clocks are
+//! kept for the present task of each SM and for events between their first signal and their last wait, never for each
+//! task: a later task asks its own clock about an earlier one by (SM, place in the run), which are known without a
+//! clock.
 //!
 //! Three orders, hence three clocks an SM: `dependency` (all events), `visibility` (events that order memory), and
 //! `fenced`, what was visible when the SM last fenced the asynchronous proxy.
@@ -50,8 +51,8 @@ pub(super) fn check(schedule: &Schedule, target: &Target, facts: &Facts, found: 
     let exchange = schedule.program.buffers.iter().filter(|b| b.space == Space::Exchange);
     let phases = exchange.map(|b| b.phases).max().unwrap_or(1);
     if phases > 1 {
-        // Mostly every SM begins a step by learning that all of the step before is done, and so all before that: pairs two
-        // steps and more apart are ordered, and two steps of each regime show the rest.
+        // Mostly every SM begins a step by learning that all of the step before is done, and so all before that: pairs
+        // two steps and more apart are ordered, and two steps of each regime show the rest.
         let mut few = Found::default();
         if run(schedule, target, facts, 2, true, &mut few) {
             *found = few;
@@ -168,7 +169,8 @@ impl<'a> Run<'a> {
         (sm, self.base(s)[sm] + owners.pos[id.index()] + 1)
     }
 
-    /// Runs step `s` in topological order; `before` are the carried events of the step before, by id. Returns those of this one.
+    /// Runs step `s` in topological order; `before` are the carried events of the step before, by id. Returns those of
+    /// this one.
     fn step(&mut self, s: usize, before: &[Option<u32>], pool: &mut Pool, found: &mut Found) -> Vec<Option<u32>> {
         let r = self.steps[s].regime;
         let (regime, facts, sms) = (self.regime(s), self.facts, self.sms);

@@ -154,7 +154,8 @@ impl Flow {
     }
 }
 
-/// The operands of all grids, sorted by what they mean for other tasks. Constants and weights mean nothing: nobody writes them.
+/// The operands of all grids, sorted by what they mean for other tasks. Constants and weights mean nothing: nobody
+/// writes them.
 pub(super) struct Grids {
     flows: Vec<Flow>,
     ends: Vec<[u32; 4]>,
@@ -420,8 +421,8 @@ impl Writes {
     }
 }
 
-/// Judges that `regions`, ascending, cover the buffer without overlap. A cache row has padding between heads, which nobody
-/// writes and nobody may read.
+/// Judges that `regions`, ascending, cover the buffer without overlap. A cache row has padding between heads, which
+/// nobody writes and nobody may read.
 fn cover(
     r: u32,
     regime: &Regime,

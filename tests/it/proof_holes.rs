@@ -352,7 +352,8 @@ fn one_event_a_tile(s: &mut Schedule) {
                 task.waits = (0..4).map(|nth| Wait { event: EventId::from(first + nth), count: 1 }).collect();
             }
         }
-        // What is left of the event about all columns: about the first tile, signalled by its producer, waited for by none.
+        // What is left of the event about all columns: about the first tile, signalled by its producer, waited for by
+        // none.
         regime.events[whole.index()] = regime.events[first];
         let signaller = regime.tasks.iter().position(|t| t.signals == [EventId::from(first)]).expect("the first share");
         regime.tasks[signaller].signals.push(whole);

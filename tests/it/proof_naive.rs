@@ -1,5 +1,6 @@
 //! A second judge for order, races and proxies: every position of a text as a graph, closed transitively, every pair of
-//! accesses compared. It shares no code with the proof, takes cubic time, and must agree on thousands of random mutants.
+//! accesses compared. It shares no code with the proof, takes cubic time, and must agree on thousands of random
+//! mutants.
 
 use crate::proof_support::*;
 use monobloc::candidate::Candidate;

@@ -296,8 +296,9 @@ pub fn restream(schedule: &mut Schedule) {
     }
 }
 
-/// Adds to the toy a grid `extra`, one task in each regime, that multiplies the last 16 columns of `x.0` by weights of its own
-/// into a buffer `y` that nobody reads. It is put behind `after` (else last) in the queue of the SM given for each regime.
+/// Adds to the toy a grid `extra`, one task in each regime, that multiplies the last 16 columns of `x.0` by weights of
+/// its own into a buffer `y` that nobody reads. It is put behind `after` (else last) in the queue of the SM given for
+/// each regime.
 pub fn add_extra(schedule: &mut Schedule, after: &str, sms: [usize; 2]) {
     let x = buffer(schedule, "x.0");
     let program = &mut schedule.program;
