@@ -121,9 +121,8 @@ struct MatVec {
 #pragma unroll
           for (int i = 0; i < ceil_div(J, M::WARPS); i++) {
             const int j = i * M::WARPS + c.warp();
-            if (J % M::WARPS != 0 && j >= J) break;
-            const int chunk = (g0 + j) / PER_CHUNK;
-            // Every warp passes through every chunk, also where it has nothing to read there.
+            // Every warp passes through every chunk, also where it has nothing to read there: a slot is free when all have.
+            const int chunk = (g0 + min(j, J - 1)) / PER_CHUNK;
             while (held < chunk) {
               if (held >= 0) {
                 ring_release(c, at);
@@ -132,7 +131,7 @@ struct MatVec {
               slot = ring_take(c, e, at);
               held++;
             }
-            granule(c, slot + (g0 + j - chunk * PER_CHUNK) * 512, j, i & 1 ? s1 : s);
+            if (J % M::WARPS == 0 || j < J) granule(c, slot + (g0 + j - chunk * PER_CHUNK) * 512, j, i & 1 ? s1 : s);
           }
         }
         s.d0 += s1.d0, s.d1 += s1.d1, s.e0 += s1.e0, s.e1 += s1.e1;
