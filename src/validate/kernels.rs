@@ -185,27 +185,15 @@ impl Rules<'_> {
         }
     }
 
-    /// matvec.cuh: warps take the granules of a unit in turn, pass through all chunks one after another, and meet at a
-    /// barrier every few units. Who waits there holds the chunk of its last granule while others need the next; and a
-    /// warp that has no granule of a unit holds the task's first chunk to its end.
+    /// matvec.cuh: warps pass through the chunks of a task one after another and meet at a barrier every few units. Where
+    /// a unit is not whole chunks, who waits there holds the chunk of its last granule while others need the next.
     fn chunks_held(&mut self, at: Entity, m: &MatVec, bytes: u64, schedule: &Schedule) {
-        let (machine, ring) = (&schedule.machine, &schedule.machine.ring);
-        let weight_bytes = schedule.program.precision.weights.bytes() as u32;
-        let (granules, a_chunk) = (m.granules(weight_bytes), ring.slot_bytes / GRANULE_BYTES);
-        let chunks = bytes.div_ceil(u64::from(ring.slot_bytes));
-        let held = if granules.is_multiple_of(a_chunk) {
-            1
-        } else if granules >= machine.consumer_warps {
-            chunks.min(2)
-        } else {
-            chunks
-        };
-        self.expect(held <= u64::from(ring.slots), at, || {
-            format!(
-                "expected {held} slots, the chunks that its {} warps hold at once over units of \
-                 {granules} granules; found {}",
-                machine.consumer_warps, ring.slots
-            )
+        let ring = &schedule.machine.ring;
+        let granules = m.granules(schedule.program.precision.weights.bytes() as u32);
+        let shared = !granules.is_multiple_of(ring.slot_bytes / GRANULE_BYTES);
+        let held = if shared && bytes > u64::from(ring.slot_bytes) { 2 } else { 1 };
+        self.expect(held <= ring.slots, at, || {
+            format!("expected {held} slots, the chunks that its warps hold at once, found {}", ring.slots)
         });
     }
 

@@ -530,13 +530,18 @@ fn kernels_refuse_what_they_would_ignore() {
     assert_eq!(rules(&s, &target), [Rule::Kernel]);
 }
 
-/// Units of two granules for sixteen warps: those without one hold the first chunk to the end of the task.
+/// Units of two granules in chunks of 32: a warp that waits at a barrier holds a chunk while others need the next.
 #[test]
-fn kernels_need_room_for_what_idle_warps_hold() {
-    let wide = Toy { vocab: 2048, ..TOY };
-    let rules_on = |sms: u32| rules(&wide.schedule(&h200(), &on_h200(sms)), &h200());
-    assert_eq!(rules_on(8), []);
-    assert_eq!(rules_on(2), [Rule::Kernel]);
+fn kernels_need_two_slots_where_units_share_chunks() {
+    let only_head = Toy { vocab: 2048, layers: 0, ..TOY };
+    let with_one_slot = |sms: u32| {
+        let mut s = only_head.schedule(&h200(), &on_h200(sms));
+        let ring = &mut s.machine.ring;
+        (ring.slots, ring.flight_low, ring.flight_high, ring.flight_free) = (1, 1, 1, 1);
+        rules(&s, &h200())
+    };
+    assert_eq!(with_one_slot(2), [Rule::Kernel]);
+    assert_eq!(with_one_slot(16), []);
 }
 
 #[test]
