@@ -31,6 +31,7 @@ pub mod codegen;
 pub mod check;
 pub mod cuda;
 pub mod measure;
+pub mod paired;
 
 pub mod cache;
 pub mod flywheel;

@@ -17,6 +17,7 @@ use crate::interp::{Input, Interp, InterpError, Options, Pack};
 use crate::model::config::step_cache_bytes;
 use crate::model::graph::ModelGraph;
 use crate::pack::layout;
+use crate::paired::percentile;
 use crate::target::Target;
 use crate::validate::Validated;
 
@@ -126,70 +127,130 @@ pub struct Subject<'a> {
     pub steps_per_launch: u32,
 }
 
-/// Times the interpreter's fast path with a clock on the wall.
-///
-/// # Errors
-/// Faults of the interpreter.
-pub fn measure_cpu(subject: &Subject<'_>, _checked: &Checked, pack: Pack) -> Result<Measurement, MeasureError> {
-    let mut interp = Interp::new(subject.validated.schedule(), pack, Options::fast())?;
-    let budget = CPU_BUDGET / subject.positions.len().max(1) as u32;
-    let mut measurement = Measurement { timed: vec![], withheld: vec![] };
-    for &position in subject.positions {
-        interp.reset();
-        interp.fill_cache(FILL_SEED, position)?;
-        let first = check_ids(subject.graph.vocab, 1).first().copied().unwrap_or(0);
-        let mut launch = |steps: u32| -> Result<Duration, InterpError> {
-            let mut inputs = vec![Input::Selected; steps.max(1) as usize];
-            inputs[0] = Input::Token(first);
-            interp.seek(position)?;
-            let started = Instant::now();
-            interp.launch(&inputs, |_| ControlFlow::Continue(()))?;
-            Ok(started.elapsed())
-        };
-        let started = Instant::now();
-        // The first step pays for pages that nobody touched yet; the second tells how many of them fit the budget.
-        launch(1)?;
-        let step = launch(1)?.max(Duration::from_nanos(1));
-        let affordable = (budget.as_nanos() / step.as_nanos() / (SAMPLES_MIN as u128 + 1)).max(1);
-        let steps = u128::from(subject.steps_per_launch).min(affordable) as u32;
-        launch(steps)?;
-        let mut samples_us = vec![];
-        while samples_us.len() < SAMPLES_MIN || (samples_us.len() < CPU_SAMPLES_MAX && started.elapsed() < budget) {
-            samples_us.push(launch(steps)?.as_secs_f64() * 1e6 / f64::from(steps));
-        }
-        measurement.add(subject, position, steps, samples_us, None);
-    }
-    Ok(measurement)
+/// A checked schedule that is launched and timed, at one position after another.
+pub struct Timer<'a> {
+    subject: Subject<'a>,
+    on: On<'a>,
+    /// Time that the launches of one position may take together.
+    budget: Duration,
+    position: u32,
+    steps: u32,
 }
 
-/// Times a device with events around each launch. The cache before each position is made up.
-///
-/// # Errors
-/// Faults of the session; one that hung is lost.
-pub fn measure_cuda(
-    subject: &Subject<'_>,
-    _checked: &Checked,
-    device: &Device,
-    session: &mut Session,
-) -> Result<Measurement, MeasureError> {
-    let steps = subject.steps_per_launch;
-    let mut measurement = Measurement { timed: vec![], withheld: vec![] };
-    for &position in subject.positions {
-        fill_device_cache(session, subject.validated.schedule(), FILL_SEED, position)?;
-        session.start(&check_ids(subject.graph.vocab, position + 1), &[])?;
-        for _ in 0..WARM_UP {
-            session.run(position, steps, false)?;
-        }
-        let started = Instant::now();
-        let mut samples_us = vec![];
-        while samples_us.len() < SAMPLES_MIN
-            || (samples_us.len() < DEVICE_SAMPLES_MAX && started.elapsed() < DEVICE_BUDGET)
-        {
-            samples_us.push(session.run(position, steps, false)?.device_us / f64::from(steps));
-        }
-        measurement.add(subject, position, steps, samples_us, device.clocks());
+enum On<'a> {
+    Cpu(Box<Interp>),
+    Device { device: &'a Device, session: &'a mut Session },
+}
+
+impl<'a> Timer<'a> {
+    /// Times the interpreter's fast path with a clock on the wall.
+    ///
+    /// # Errors
+    /// Faults of the interpreter.
+    pub fn cpu(subject: Subject<'a>, _checked: &Checked, pack: Pack) -> Result<Timer<'a>, MeasureError> {
+        let interp = Interp::new(subject.validated.schedule(), pack, Options::fast())?;
+        let budget = CPU_BUDGET / subject.positions.len().max(1) as u32;
+        Ok(Timer { subject, on: On::Cpu(Box::new(interp)), budget, position: 0, steps: 1 })
     }
-    Ok(measurement)
+
+    /// Times a device with events around each launch.
+    pub fn cuda(subject: Subject<'a>, _checked: &Checked, device: &'a Device, session: &'a mut Session) -> Timer<'a> {
+        Timer { subject, on: On::Device { device, session }, budget: DEVICE_BUDGET, position: 0, steps: 1 }
+    }
+
+    /// Makes up a cache of `position` tokens, decides how many steps a launch has, and warms up.
+    ///
+    /// # Errors
+    /// Faults of interpreter or session; a session that hung is lost.
+    pub fn prepare(&mut self, position: u32) -> Result<(), MeasureError> {
+        self.position = position;
+        self.steps = self.subject.steps_per_launch;
+        match &mut self.on {
+            On::Cpu(interp) => {
+                interp.reset();
+                interp.fill_cache(FILL_SEED, position)?;
+                // The first step pays for pages that nobody touched yet; the second tells how many of them fit the budget.
+                self.steps = 1;
+                self.launch()?;
+                let step_us = self.launch()?.max(1e-3);
+                let affordable = (self.budget.as_secs_f64() * 1e6 / step_us / (SAMPLES_MIN as f64 + 1.0)) as u32;
+                self.steps = self.subject.steps_per_launch.min(affordable.max(1));
+                self.launch()?;
+            }
+            On::Device { session, .. } => {
+                fill_device_cache(session, self.subject.validated.schedule(), FILL_SEED, position)?;
+                session.start(&check_ids(self.subject.graph.vocab, position + 1), &[])?;
+                for _ in 0..WARM_UP {
+                    self.launch()?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// One launch from the prepared position on; microseconds per step.
+    ///
+    /// # Errors
+    /// As [`Timer::prepare`].
+    pub fn launch(&mut self) -> Result<f64, MeasureError> {
+        let (position, steps) = (self.position, self.steps);
+        let launch_us = match &mut self.on {
+            On::Cpu(interp) => {
+                let first = check_ids(self.subject.graph.vocab, 1).first().copied().unwrap_or(0);
+                let mut inputs = vec![Input::Selected; steps.max(1) as usize];
+                inputs[0] = Input::Token(first);
+                interp.seek(position)?;
+                let started = Instant::now();
+                interp.launch(&inputs, |_| ControlFlow::Continue(()))?;
+                started.elapsed().as_secs_f64() * 1e6
+            }
+            On::Device { session, .. } => session.run(position, steps, false)?.device_us,
+        };
+        Ok(launch_us / f64::from(steps))
+    }
+
+    /// Steps of one launch at the prepared position.
+    pub fn steps(&self) -> u32 {
+        self.steps
+    }
+
+    /// What samples of [`Timer::launch`] at the prepared position say, with the clocks of now.
+    ///
+    /// # Errors
+    /// A median below the floor of the bytes, which cannot be true.
+    pub fn timed(&self, samples_us: Vec<f64>) -> Result<Timed, Withheld> {
+        let clocks = match &self.on {
+            On::Cpu(_) => None,
+            On::Device { device, .. } => device.clocks(),
+        };
+        timed(&self.subject, self.position, self.steps, samples_us, clocks)
+    }
+
+    /// Times every position of the subject.
+    ///
+    /// # Errors
+    /// As [`Timer::prepare`].
+    pub fn measure(mut self) -> Result<Measurement, MeasureError> {
+        let samples_max = match &self.on {
+            On::Cpu(_) => CPU_SAMPLES_MAX,
+            On::Device { .. } => DEVICE_SAMPLES_MAX,
+        };
+        let mut measurement = Measurement { timed: vec![], withheld: vec![] };
+        for &position in self.subject.positions {
+            self.prepare(position)?;
+            let started = Instant::now();
+            let mut samples_us = vec![];
+            while samples_us.len() < SAMPLES_MIN || (samples_us.len() < samples_max && started.elapsed() < self.budget)
+            {
+                samples_us.push(self.launch()?);
+            }
+            match self.timed(samples_us) {
+                Ok(timed) => measurement.timed.push(timed),
+                Err(withheld) => measurement.withheld.push(withheld),
+            }
+        }
+        Ok(measurement)
+    }
 }
 
 /// Bytes that a step has to move with `history` tokens in the cache, and what of them may stay in the L2 cache.
@@ -201,65 +262,47 @@ fn step_bytes(subject: &Subject<'_>, history: u32) -> u64 {
     streams + step_cache_bytes(subject.graph, precision, history) + row
 }
 
-impl Measurement {
-    fn add(
-        &mut self,
-        subject: &Subject<'_>,
-        position: u32,
-        steps: u32,
-        mut samples_us: Vec<f64>,
-        clocks: Option<crate::cuda::nvml::Clocks>,
-    ) {
-        samples_us.sort_by(f64::total_cmp);
-        let bytes_per_step = step_bytes(subject, position + steps / 2);
-        let bandwidth = subject.target.measured.read_bytes_per_s;
-        let floor = |bytes: u64| bandwidth.map(|per_s| bytes as f64 / per_s * 1e6);
-        let median = percentile(&samples_us, 0.5);
-        // What fits the L2 cache may stay there from one step to the next, so it does not have to be read again.
-        let least = floor(bytes_per_step.saturating_sub(subject.target.spec.l2_bytes)).unwrap_or(0.0);
-        if median < least || median <= 0.0 {
-            let reason = format!("{median:.2} µs per step at position {position} is below the floor of {least:.2} µs");
-            self.withheld.push(Withheld { position, reason });
-            return;
-        }
-        let throttle =
-            clocks.as_ref().map(|clocks| clocks.throttle_reasons()).map(|reasons| match reasons.is_empty() {
-                true => "none".to_string(),
-                false => reasons.join(", "),
-            });
-        self.timed.push(Timed {
-            position,
-            steps_per_launch: steps,
-            samples: samples_us.len() as u32,
-            latency_us_p10: percentile(&samples_us, 0.1),
-            latency_us_p50: median,
-            latency_us_p90: percentile(&samples_us, 0.9),
-            bytes_per_step,
-            floor_us: floor(bytes_per_step),
-            clock_sm_mhz: clocks.as_ref().and_then(|clocks| clocks.sm_mhz),
-            clock_mem_mhz: clocks.as_ref().and_then(|clocks| clocks.memory_mhz),
-            throttle: throttle.unwrap_or_default(),
-        });
+/// What samples of whole launches say, in µs per step; a median below the floor is withheld.
+fn timed(
+    subject: &Subject<'_>,
+    position: u32,
+    steps: u32,
+    mut samples_us: Vec<f64>,
+    clocks: Option<crate::cuda::nvml::Clocks>,
+) -> Result<Timed, Withheld> {
+    samples_us.sort_by(f64::total_cmp);
+    let bytes_per_step = step_bytes(subject, position + steps / 2);
+    let bandwidth = subject.target.measured.read_bytes_per_s;
+    let floor = |bytes: u64| bandwidth.map(|per_s| bytes as f64 / per_s * 1e6);
+    let median = percentile(&samples_us, 0.5);
+    // What fits the L2 cache may stay there from one step to the next, so it does not have to be read again.
+    let least = floor(bytes_per_step.saturating_sub(subject.target.spec.l2_bytes)).unwrap_or(0.0);
+    if median < least || median <= 0.0 {
+        let reason = format!("{median:.2} µs per step at position {position} is below the floor of {least:.2} µs");
+        return Err(Withheld { position, reason });
     }
-}
-
-/// The value at `share` of ascending samples, by nearest rank.
-fn percentile(ascending: &[f64], share: f64) -> f64 {
-    let rank = (share * ascending.len().saturating_sub(1) as f64).round() as usize;
-    ascending.get(rank).copied().unwrap_or(0.0)
+    let throttle = clocks.as_ref().map(|clocks| clocks.throttle_reasons()).map(|reasons| match reasons.is_empty() {
+        true => "none".to_string(),
+        false => reasons.join(", "),
+    });
+    Ok(Timed {
+        position,
+        steps_per_launch: steps,
+        samples: samples_us.len() as u32,
+        latency_us_p10: percentile(&samples_us, 0.1),
+        latency_us_p50: median,
+        latency_us_p90: percentile(&samples_us, 0.9),
+        bytes_per_step,
+        floor_us: floor(bytes_per_step),
+        clock_sm_mhz: clocks.as_ref().and_then(|clocks| clocks.sm_mhz),
+        clock_mem_mhz: clocks.as_ref().and_then(|clocks| clocks.memory_mhz),
+        throttle: throttle.unwrap_or_default(),
+    })
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn percentiles_are_samples() {
-        let samples: Vec<f64> = (1..=11).map(f64::from).collect();
-        assert_eq!([0.1, 0.5, 0.9].map(|share| percentile(&samples, share)), [2.0, 6.0, 10.0]);
-        assert_eq!([0.1, 0.5, 0.9].map(|share| percentile(&[3.0], share)), [3.0; 3]);
-        assert_eq!(percentile(&[1.0, 2.0, 9.0], 0.9), 9.0);
-    }
 
     #[test]
     fn an_entry_reads_back_as_it_was() {

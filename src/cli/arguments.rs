@@ -13,7 +13,7 @@ use crate::pipeline::SHOW_STAGES;
 const EXIT_CODES: &str = "\
 Exit codes:
   0    done
-  1    a check or verification said no: the schedule is not proven, the cache is damaged
+  1    a check or verification said no: the schedule is not proven, the cache is damaged, a figure is withheld
   2    the input has to change: manifest, checkpoint, prompt, arguments
   3    the machine lacks something: a driver, a library, disk space, a network
   70   a fault of monobloc itself: please report it
@@ -68,6 +68,7 @@ pub enum Command {
     Generate(Generate),
     Perplexity(Perplexity),
     Logits(Logits),
+    Bench(Bench),
     Validate(Validate),
     Show(Show),
     Explain(Explain),
@@ -234,6 +235,55 @@ pub struct Logits {
     /// Target to run on [default: the manifest's first]
     #[arg(long, value_name = "NAME")]
     pub target: Option<String>,
+}
+
+/// Time a manifest's kernel, alone and in turns with baselines
+///
+/// Builds and checks what is not built yet: the verdict comes before any figure. Whole launches are timed, on a device by
+/// events around each. A baseline takes turns with the kernel, A B B A, and its ratio is the median over rounds with a
+/// 95 % bootstrap interval: 1.5x means that it takes 1.5 times as long. A time below the floor of its bytes is withheld.
+///
+/// A baseline is `torch` (PyTorch's decode step at the shapes of the manifest's config, in `python3`), a schedule FILE.mkir
+/// for the same model, or the command line of a program that answers questions; docs/bench.md has the protocol.
+///
+/// Exit code 1: a figure is withheld, or a baseline gave none.
+#[derive(Debug, Args)]
+#[command(
+    verbatim_doc_comment,
+    after_help = "\
+Examples:
+  monobloc bench manifests/tinystories.toml
+  monobloc bench manifests/llama-3.2-1b-synthetic.toml --baseline torch
+  monobloc bench manifests/tinystories.toml --baseline mine.mkir --position 0,32
+  monobloc bench manifests/smollm.toml --baseline '../before/monobloc bench manifests/smollm.toml --serve'"
+)]
+pub struct Bench {
+    /// Manifest whose kernel is timed
+    pub manifest: PathBuf,
+    /// What to compare with; may be given again
+    #[arg(long, value_name = "WHAT", conflicts_with = "serve")]
+    pub baseline: Vec<String>,
+    /// Positions at which launches begin [default: the manifest's `time_positions`]
+    #[arg(long, value_name = "N,N", value_parser = parse_ids)]
+    pub position: Option<Ids>,
+    /// Most rounds of a comparison; four launches each
+    #[arg(long, value_name = "N", default_value_t = 15)]
+    pub rounds: usize,
+    /// Time after which a comparison begins no further round: s, m or h
+    #[arg(long, value_name = "TIME", default_value = "10s", value_parser = parse_age)]
+    pub time: Duration,
+    /// Longest wait for one answer of a baseline: s, m or h
+    #[arg(long, value_name = "TIME", default_value = "10m", value_parser = parse_age)]
+    pub baseline_timeout: Duration,
+    /// Be a baseline: answer questions on stdin
+    #[arg(long, conflicts_with_all = ["json", "position"])]
+    pub serve: bool,
+    /// Target to time [default: the manifest's first]
+    #[arg(long, value_name = "NAME")]
+    pub target: Option<String>,
+    /// Print one JSON object
+    #[arg(long)]
+    pub json: bool,
 }
 
 /// Prove a schedule free of deadlock and race, or show what is wrong with it

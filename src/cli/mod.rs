@@ -4,6 +4,7 @@
 //! everything said on the way to stderr. Only this module prints, asks whether there is a terminal, or ends the process.
 
 mod arguments;
+mod bench;
 mod build;
 mod cache;
 mod doctor;
@@ -79,6 +80,7 @@ fn answer(session: &Session, command: Command) -> Result<Outcome, Fault> {
         Command::Generate(asked) => generate::generate(session, &asked),
         Command::Perplexity(asked) => score::perplexity(session, &asked),
         Command::Logits(asked) => score::logits(session, &asked),
+        Command::Bench(asked) => bench::bench(session, &asked),
         Command::Validate(asked) => validate::validate(session, &asked),
         Command::Show(asked) => build::show(session, &asked),
         Command::Explain(asked) => build::explain(session, &asked),

@@ -59,6 +59,14 @@ impl Devices {
         }
         Err(reason)
     }
+
+    /// As [`Devices::find`], for a command that can do nothing without one.
+    pub fn find_for_run(&self, target: &Target) -> Result<&DeviceIdentity, Fault> {
+        self.find(target).map_err(|reason| {
+            Fault::environment(format!("target `{}` has no device here: {reason}", target.name))
+                .with_remedy("add a `[[target]]` with `record = \"cpu\"` to run on any machine")
+        })
+    }
 }
 
 /// Loads a kernel with its weights.

@@ -11,7 +11,7 @@ use crate::digest::Digest;
 use crate::error::Fault;
 use crate::flywheel::Verdict;
 use crate::interp::Pack;
-use crate::measure::{self, Measurement, measure_cpu, measure_cuda};
+use crate::measure::{self, Measurement, Timer};
 
 use super::compile::Cubin;
 use super::execute::{hardware_of, host, load_session};
@@ -48,54 +48,22 @@ pub(super) fn execution_keys(
     (check.keyed(), measure.keyed())
 }
 
-/// Packs, checks and measures. `device` is `None` for the CPU.
+/// Packs, checks and measures. `on` is `None` for the CPU.
 pub(super) fn prove(site: &Site<'_>, placed: &Placed, on: Option<OnDevice<'_>>) -> Result<(), Fault> {
-    let workspace = site.workspace;
-    let weights = site.weights_id()?;
-    let stored = store_pack(site, placed, &weights)?;
-    let hardware = on.as_ref().map_or_else(host, |on| hardware_of(on.device));
-    let cubin = on.as_ref().map(|on| on.cubin);
-    let (check_key, measure_key) =
-        execution_keys(site, &placed.candidate, placed.content, &weights, cubin.map(|cubin| cubin.digest), &hardware);
-    let tried = Tried {
-        site,
-        candidate: &placed.candidate,
-        placed: Some(placed),
-        source: on.as_ref().map(|on| on.source),
-        cubin,
-        hardware: Some(&hardware),
-    };
-    let executor = Executor { site, placed, on: on.as_ref(), stored: stored.as_ref(), pack: OnceCell::new() };
+    let executor = Executor::new(*site, placed, on)?;
     let mut session = None;
+    let (checked, check_ms) = executor.checked(&mut session)?;
 
-    let mut check_ms = None;
-    let positions = &site.manifest.decode.check_positions;
-    let detail = format!("{} positions on {}", positions.len(), hardware.name);
-    let (entry, _) = workspace.stage(&check_key, &site.subject(), &site.title(keys::CHECK), &detail, || {
-        let started = Instant::now();
-        let checked = executor.check(&mut session);
-        let took_ms = started.elapsed().as_secs_f64() * 1e3;
-        check_ms = Some(took_ms);
-        match checked {
-            Ok(checked) => Ok(checked.to_entry()),
-            Err(Ran::Fault(fault)) => Err(fault),
-            Err(Ran::Check(error)) => {
-                tried.append(Some(took_ms), None, vec![failed(&error)])?;
-                Err(error.into())
-            }
-        }
-    })?;
-    let checked = Checked::from_entry(&entry.bytes()?).ok_or_else(|| unreadable(&entry))?;
-
+    let (_, measure_key) = executor.keys();
     let positions = &site.manifest.decode.time_positions;
-    let detail = format!("{} positions on {}", positions.len(), hardware.name);
+    let detail = format!("{} positions on {}", positions.len(), executor.hardware.name);
     let (entry, outcome) =
-        workspace.stage(&measure_key, &site.subject(), &site.title(keys::MEASURE), &detail, || {
+        site.workspace.stage(&measure_key, &site.subject(), &site.title(keys::MEASURE), &detail, || {
             let started = Instant::now();
             let measurement = executor.measure(&mut session, &checked)?;
             let took_ms = started.elapsed().as_secs_f64() * 1e3;
             // Before the entry: a row that is there twice is a repetition, a row that is lost is lost.
-            tried.append(check_ms, Some(took_ms), verdicts(checked.figures(), &measurement))?;
+            executor.tried().append(check_ms, Some(took_ms), verdicts(checked.figures(), &measurement))?;
             Ok(measurement.to_entry())
         })?;
     let measurement = Measurement::from_entry(&entry.bytes()?).ok_or_else(|| unreadable(&entry))?;
@@ -147,21 +115,107 @@ impl From<Fault> for Ran {
     }
 }
 
-/// Opens pack and device when the first stage needs them.
-struct Executor<'a> {
-    site: &'a Site<'a>,
+/// A placed schedule with what executes it; opens pack and device when the first stage needs them.
+pub(super) struct Executor<'a> {
+    site: Site<'a>,
     placed: &'a Placed,
-    on: Option<&'a OnDevice<'a>>,
-    stored: Option<&'a Entry>,
+    on: Option<OnDevice<'a>>,
+    weights: WeightsId,
+    stored: Option<Entry>,
+    hardware: Hardware,
     pack: OnceCell<Pack>,
 }
 
-impl Executor<'_> {
+impl<'a> Executor<'a> {
+    /// Packs the weights of a checkpoint, through the cache. `on` is `None` for the CPU.
+    pub fn new(site: Site<'a>, placed: &'a Placed, on: Option<OnDevice<'a>>) -> Result<Executor<'a>, Fault> {
+        let weights = site.weights_id()?;
+        let stored = store_pack(&site, placed, &weights)?;
+        let hardware = on.as_ref().map_or_else(host, |on| hardware_of(on.device));
+        Ok(Executor { site, placed, on, weights, stored, hardware, pack: OnceCell::new() })
+    }
+
+    pub fn hardware(&self) -> &Hardware {
+        &self.hardware
+    }
+
+    fn keys(&self) -> (Keyed, Keyed) {
+        let Executor { site, placed, on, weights, hardware, .. } = self;
+        let cubin = on.as_ref().map(|on| on.cubin.digest);
+        execution_keys(site, &placed.candidate, placed.content, weights, cubin, hardware)
+    }
+
+    fn tried(&self) -> Tried<'_> {
+        let on = self.on.as_ref();
+        Tried {
+            site: &self.site,
+            candidate: &self.placed.candidate,
+            placed: Some(self.placed),
+            source: on.map(|on| on.source),
+            cubin: on.map(|on| on.cubin),
+            hardware: Some(&self.hardware),
+        }
+    }
+
+    /// Checks the numbers, unless they were checked on this hardware before. Also the milliseconds that it took now.
+    pub fn checked(&self, session: &mut Option<(Device, Session)>) -> Result<(Checked, Option<f64>), Fault> {
+        let site = &self.site;
+        let (check_key, _) = self.keys();
+        let mut check_ms = None;
+        let positions = &site.manifest.decode.check_positions;
+        let detail = format!("{} positions on {}", positions.len(), self.hardware.name);
+        let (entry, _) =
+            site.workspace.stage(&check_key, &site.subject(), &site.title(keys::CHECK), &detail, || {
+                let started = Instant::now();
+                let checked = self.check(session);
+                let took_ms = started.elapsed().as_secs_f64() * 1e3;
+                check_ms = Some(took_ms);
+                match checked {
+                    Ok(checked) => Ok(checked.to_entry()),
+                    Err(Ran::Fault(fault)) => Err(fault),
+                    Err(Ran::Check(error)) => {
+                        self.tried().append(Some(took_ms), None, vec![failed(&error)])?;
+                        Err(error.into())
+                    }
+                }
+            })?;
+        let checked = Checked::from_entry(&entry.bytes()?).ok_or_else(|| unreadable(&entry))?;
+        Ok((checked, check_ms))
+    }
+
+    /// What is timed: the schedule at the positions of the manifest.
+    fn subject(&self) -> Result<measure::Subject<'_>, Fault> {
+        let Site { imported, target, manifest, .. } = self.site;
+        Ok(measure::Subject {
+            validated: self.placed.validated(target)?,
+            graph: &imported.graph,
+            target,
+            positions: &manifest.decode.time_positions,
+            steps_per_launch: manifest.decode.steps_per_launch,
+        })
+    }
+
+    /// What times it; the session stays in `session`.
+    pub fn timer<'s>(
+        &'s self,
+        session: &'s mut Option<(Device, Session)>,
+        checked: &Checked,
+    ) -> Result<Timer<'s>, Fault> {
+        let subject = self.subject()?;
+        match &self.on {
+            None => Ok(Timer::cpu(subject, checked, self.pack()?)?),
+            Some(on) => {
+                let (device, session) = self.session(on, session)?;
+                Ok(Timer::cuda(subject, checked, device, session))
+            }
+        }
+    }
+
     fn pack(&self) -> Result<Pack, Fault> {
         if let Some(pack) = self.pack.get() {
             return Ok(pack.clone());
         }
-        let pack = open_pack(self.site, self.placed, self.stored)?;
+        let pack = open_pack(&self.site, self.placed, self.stored.as_ref())?;
         Ok(self.pack.get_or_init(|| pack).clone())
     }
 
@@ -186,7 +240,7 @@ impl Executor<'_> {
     }
 
     fn check(&self, session: &mut Option<(Device, Session)>) -> Result<Checked, Ran> {
-        let Site { imported, target, manifest, .. } = *self.site;
+        let Site { imported, target, manifest, .. } = self.site;
         let subject = check::Subject {
             validated: self.placed.validated(target)?,
             graph: &imported.graph,
@@ -194,7 +248,7 @@ impl Executor<'_> {
             pack: self.pack()?,
             positions: &manifest.decode.check_positions,
         };
-        let checked = match self.on {
+        let checked = match &self.on {
             None => check_cpu(&subject),
             Some(on) => {
                 let (_, session) = self.session(on, session)?;
@@ -205,21 +259,6 @@ impl Executor<'_> {
     }
 
     fn measure(&self, session: &mut Option<(Device, Session)>, checked: &Checked) -> Result<Measurement, Fault> {
-        let Site { imported, target, manifest, .. } = *self.site;
-        let subject = measure::Subject {
-            validated: self.placed.validated(target)?,
-            graph: &imported.graph,
-            target,
-            positions: &manifest.decode.time_positions,
-            steps_per_launch: manifest.decode.steps_per_launch,
-        };
-        let measurement = match self.on {
-            None => measure_cpu(&subject, checked, self.pack()?),
-            Some(on) => {
-                let (device, session) = self.session(on, session)?;
-                measure_cuda(&subject, checked, device, session)
-            }
-        };
-        Ok(measurement?)
+        Ok(self.timer(session, checked)?.measure()?)
     }
 }

@@ -53,11 +53,7 @@ impl Prepared {
             }
             TargetKind::Cuda => {
                 let devices = Devices::list(true);
-                let name = &self.target.name;
-                let found = devices.find(&self.target).map_err(|reason| {
-                    Fault::environment(format!("target `{name}` has no device here: {reason}"))
-                        .with_remedy("add a `[[target]]` with `record = \"cpu\"` to run on any machine")
-                })?;
+                let found = devices.find_for_run(&self.target)?;
                 let source_key = site.source_key(self.schedule);
                 let (entry, _) =
                     workspace.stage(&source_key, &site.subject(), &site.title(keys::SOURCE), "", || {

@@ -60,7 +60,14 @@ const IMPORTS: &[(&str, &[&str])] = &[
             "validate",
         ],
     ),
-    ("measure", &["check", "codegen", "cuda", "dtype", "error", "interp", "ir", "model", "pack", "target", "validate"]),
+    (
+        "measure",
+        &[
+            "check", "codegen", "cuda", "dtype", "error", "interp", "ir", "model", "pack", "paired", "target",
+            "validate",
+        ],
+    ),
+    ("paired", &[]),
     // Stores bytes under digests and understands none of them.
     ("cache", &["digest", "error"]),
     // Rows of text and figures: no pass, no device.

@@ -1,0 +1,209 @@
+//! Owns `bench`: what was found, as a table that grows line by line, or as one JSON object.
+
+use std::io::BufRead;
+use std::path::PathBuf;
+
+use serde_json::{Value, json};
+
+use super::Outcome;
+use super::arguments::Bench;
+use super::session::{Session, Talk, pick_target};
+use crate::error::Fault;
+use crate::manifest::Manifest;
+use crate::measure::Timed;
+use crate::paired::{Limits, Ratio};
+use crate::pipeline::bench::{self, Baseline, Compared, Found, Own, Request, Subject, Versus};
+
+/// Fewer rounds than this have no interval worth the name.
+const ROUNDS_MIN: usize = 3;
+
+pub fn bench(session: &Session, asked: &Bench) -> Result<Outcome, Fault> {
+    let mut manifest = session.manifest(&asked.manifest)?;
+    let target = pick_target(&manifest, asked.target.as_deref())?;
+    if asked.serve {
+        let workspace = session.workspace(Talk::Nothing)?;
+        let questions = std::io::stdin().lock().lines().map_while(Result::ok);
+        bench::serve(&workspace, &manifest, &target, questions, |answer| {
+            session.terminal.print(&format!("{answer}\n"))
+        })?;
+        return Ok(Outcome::Done);
+    }
+    if let Some(positions) = &asked.position {
+        manifest.decode.time_positions = positions_of(&manifest, &positions.0)?;
+    }
+    let request = Request {
+        baselines: asked.baseline.iter().map(|word| baseline(word)).collect(),
+        limits: Limits { rounds_min: ROUNDS_MIN, rounds_max: asked.rounds.max(ROUNDS_MIN), time_max: asked.time },
+        baseline_timeout: asked.baseline_timeout,
+    };
+    let workspace = session.workspace(if asked.json { Talk::Nothing } else { Talk::Work })?;
+    let mut all = json!({ "manifest": manifest.name });
+    let mut whole = true;
+    let mut read_bytes_per_s = None;
+    bench::bench(&workspace, &manifest, &target, &request, &mut |found| {
+        match &found {
+            Found::Subject(subject) => {
+                read_bytes_per_s = subject.read_bytes_per_s;
+                merge(&mut all, subject_json(subject));
+                all["positions"] = json!([]);
+            }
+            Found::Own(own) => {
+                whole &= own.is_ok();
+                push(&mut all["positions"], own_json(own, read_bytes_per_s));
+            }
+            Found::Versus { versus, .. } => {
+                whole &= versus.outcome.is_ok();
+                if let Some(position) = all["positions"].as_array_mut().and_then(|list| list.last_mut()) {
+                    push(&mut position["baselines"], versus_json(versus));
+                }
+            }
+        }
+        if asked.json { Ok(()) } else { session.terminal.print(&text(&found, read_bytes_per_s)) }
+    })?;
+    if asked.json {
+        session.terminal.print_json(&all)?;
+    }
+    Ok(if whole { Outcome::Done } else { Outcome::No })
+}
+
+fn baseline(word: &str) -> Baseline {
+    match word {
+        "torch" => Baseline::Torch,
+        path if path.ends_with(".mkir") && !path.contains(char::is_whitespace) => {
+            Baseline::Schedule(PathBuf::from(path))
+        }
+        line => Baseline::Command(line.to_string()),
+    }
+}
+
+/// Ascending, each once, each with room for a launch: as the manifest's own.
+fn positions_of(manifest: &Manifest, asked: &[u32]) -> Result<Vec<u32>, Fault> {
+    let decode = &manifest.decode;
+    let last = decode.context_max - decode.steps_per_launch;
+    let mut positions = asked.to_vec();
+    positions.sort_unstable();
+    positions.dedup();
+    match positions.iter().find(|&&position| position > last) {
+        None => Ok(positions),
+        Some(position) => Err(Fault::input(format!(
+            "position {position} leaves no room for a launch of {} steps in a context of {}: expected at most {last}",
+            decode.steps_per_launch, decode.context_max
+        ))
+        .with_remedy("raise `decode.context_max`, or lower `decode.steps_per_launch`")),
+    }
+}
+
+fn merge(all: &mut Value, more: Value) {
+    if let (Some(all), Value::Object(more)) = (all.as_object_mut(), more) {
+        all.extend(more);
+    }
+}
+
+fn push(list: &mut Value, item: Value) {
+    match list {
+        Value::Array(items) => items.push(item),
+        other => *other = Value::Array(vec![item]),
+    }
+}
+
+fn subject_json(subject: &Subject) -> Value {
+    let Subject { target, hardware, driver, precision, checked, read_bytes_per_s } = subject;
+    json!({
+        "target": target,
+        "hardware": hardware,
+        "driver": driver,
+        "precision": precision,
+        "checked": checked,
+        "read_bytes_per_s": read_bytes_per_s,
+    })
+}
+
+fn own_json(own: &Own, read_bytes_per_s: Option<f64>) -> Value {
+    match own {
+        Ok(timed) => {
+            let mut all = serde_json::to_value(timed).unwrap_or_default();
+            all["of_read_peak"] = json!(of_peak(timed, read_bytes_per_s));
+            all["baselines"] = json!([]);
+            all
+        }
+        Err(withheld) => json!({ "position": withheld.position, "withheld": withheld.reason }),
+    }
+}
+
+fn versus_json(versus: &Versus) -> Value {
+    let Versus { baseline, variant, outcome } = versus;
+    let mut all = json!({ "baseline": baseline, "variant": variant });
+    merge(
+        &mut all,
+        match outcome {
+            Err(reason) => json!({ "error": reason }),
+            Ok(Compared { latency_us_p10, latency_us_p50, latency_us_p90, ratio }) => {
+                let Ratio { ratio, low, high, rounds } = ratio;
+                json!({
+                    "latency_us_p10": latency_us_p10,
+                    "latency_us_p50": latency_us_p50,
+                    "latency_us_p90": latency_us_p90,
+                    "ratio": ratio,
+                    "ratio_low": low,
+                    "ratio_high": high,
+                    "rounds": rounds,
+                })
+            }
+        },
+    );
+    all
+}
+
+/// The bandwidth that the bytes of a step come to, as a share of the read peak.
+fn of_peak(timed: &Timed, read_bytes_per_s: Option<f64>) -> Option<f64> {
+    read_bytes_per_s.map(|peak| timed.bytes_per_step as f64 / (timed.latency_us_p50 * 1e-6) / peak)
+}
+
+fn text(found: &Found<'_>, read_bytes_per_s: Option<f64>) -> String {
+    match found {
+        Found::Subject(subject) => {
+            let Subject { target, hardware, driver, precision, checked, read_bytes_per_s } = subject;
+            let driver = if driver.is_empty() { String::new() } else { format!(", driver {driver}") };
+            let peak = match read_bytes_per_s {
+                Some(peak) => format!("read peak {:.2} TB/s", peak * 1e-12),
+                None => "read peak not measured".to_string(),
+            };
+            format!(
+                "{target} on {hardware}{driver}; {precision}; {peak}\n\
+                 checked: {} positions, error {:.1e} of the norm, most likely token equal at {}\n",
+                checked.positions, checked.error_rel_l2, checked.argmax_agree
+            )
+        }
+        Found::Own(Err(withheld)) => format!("position {:>6}  withheld: {}\n", withheld.position, withheld.reason),
+        Found::Own(Ok(timed)) => {
+            let bandwidth = timed.bytes_per_step as f64 / timed.latency_us_p50 * 1e-3;
+            let share = of_peak(timed, read_bytes_per_s);
+            let share = share.map(|share| format!(", {:.1} % of read peak", share * 100.0)).unwrap_or_default();
+            let clock = |mhz: Option<u32>, what: &str| mhz.map(|mhz| format!("; {what} {mhz} MHz")).unwrap_or_default();
+            let throttle = match timed.throttle.as_str() {
+                "" => String::new(),
+                reasons => format!("; throttling: {reasons}"),
+            };
+            format!(
+                "position {:>6}  {:>9.1} µs a step (p10 {:.1}, p90 {:.1}; {} launches of {})  {:.3} GB, {bandwidth:.0} GB/s{share}{}{}{throttle}\n",
+                timed.position,
+                timed.latency_us_p50,
+                timed.latency_us_p10,
+                timed.latency_us_p90,
+                timed.samples,
+                timed.steps_per_launch,
+                timed.bytes_per_step as f64 * 1e-9,
+                clock(timed.clock_sm_mhz, "SM"),
+                clock(timed.clock_mem_mhz, "memory"),
+            )
+        }
+        Found::Versus { versus: Versus { baseline, variant, outcome }, .. } => match outcome {
+            Err(reason) => format!("    {baseline} {variant}: no figure: {reason}\n"),
+            Ok(Compared { latency_us_p10, latency_us_p50, latency_us_p90, ratio }) => format!(
+                "    {baseline} {variant}: {latency_us_p50:.1} µs (p10 {latency_us_p10:.1}, p90 {latency_us_p90:.1}), \
+                 {:.3}x ({:.3} to {:.3}, {} rounds)\n",
+                ratio.ratio, ratio.low, ratio.high, ratio.rounds
+            ),
+        },
+    }
+}

@@ -1,0 +1,374 @@
+//! Owns the timing protocol: a checked kernel at some positions, alone and in turns with its baselines.
+
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use serde_json::{Value, json};
+
+use crate::check::{self, Checked, Figures, check_cpu, check_cuda};
+use crate::codegen::emit::{Trace, emit};
+use crate::cuda::driver::Device;
+use crate::cuda::session::Session;
+use crate::digest::Digest;
+use crate::dtype::DType;
+use crate::error::Fault;
+use crate::files::read_text;
+use crate::interp::Pack;
+use crate::ir::parse::parse_with_lines;
+use crate::manifest::Manifest;
+use crate::measure::{self, Timed, Timer, Withheld};
+use crate::paired::{self, Limits, Ratio, Round, percentile};
+use crate::target::{Target, TargetKind};
+use crate::text::Style;
+use crate::validate::{Validated, validate};
+
+use super::compile::{Compile, Compiler, Cubin, compile};
+use super::execute::{Devices, load_session};
+use super::peer::{Opened, Peer};
+use super::prove::{Executor, OnDevice};
+use super::stages::{Generated, Placed, Site, generate_source, memory_pack};
+use super::{Workspace, import_stage, keys, place_default};
+
+/// Launches of our own at each position, beyond those of the comparisons.
+const SAMPLES: usize = 30;
+/// Largest schedule that is read as a baseline.
+const SCHEDULE_BYTES_MAX: u64 = 1 << 30;
+
+/// Something to compare with.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Baseline {
+    /// PyTorch's decode step at the shapes of the manifest's config.
+    Torch,
+    /// A schedule in text form for the same model, proven, compiled and run in this process.
+    Schedule(PathBuf),
+    /// A program that speaks the protocol of `docs/bench.md`.
+    Command(String),
+}
+
+impl std::fmt::Display for Baseline {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Baseline::Torch => f.write_str("torch"),
+            Baseline::Schedule(path) => write!(f, "{}", path.display()),
+            Baseline::Command(line) => f.write_str(line),
+        }
+    }
+}
+
+/// What is to be timed, and for how long.
+pub struct Request {
+    pub baselines: Vec<Baseline>,
+    /// Of each comparison at each position.
+    pub limits: Limits,
+    /// How long a program may take for one answer.
+    pub baseline_timeout: Duration,
+}
+
+/// What stands before any figure.
+pub struct Subject {
+    pub target: String,
+    /// `NVIDIA H200`, or the model of the CPU.
+    pub hardware: String,
+    /// Release of the driver; empty for the CPU.
+    pub driver: String,
+    pub precision: String,
+    /// The verdict: only what was checked is timed.
+    pub checked: Figures,
+    /// What 100 % of the read peak is; `None` where the target was not calibrated.
+    pub read_bytes_per_s: Option<f64>,
+}
+
+/// Our own time at one position.
+pub type Own = Result<Timed, Withheld>;
+
+/// A baseline at one position.
+pub struct Versus {
+    pub baseline: String,
+    pub variant: String,
+    /// Why there is no figure, as text: the other comparisons go on.
+    pub outcome: Result<Compared, String>,
+}
+
+/// A baseline that took `ratio` times as long as we did.
+pub struct Compared {
+    pub latency_us_p10: f64,
+    pub latency_us_p50: f64,
+    pub latency_us_p90: f64,
+    pub ratio: Ratio,
+}
+
+/// What a benchmark found, in the order in which it is found.
+pub enum Found<'a> {
+    Subject(&'a Subject),
+    Own(&'a Own),
+    Versus { position: u32, versus: &'a Versus },
+}
+
+/// A target's schedule with its cubin, where there is one to compile.
+struct Built<'a> {
+    site: Site<'a>,
+    placed: Placed,
+    cubin: Option<(Box<Cubin>, Digest)>,
+}
+
+/// Builds what is not built, checks it, and times it at the manifest's positions, alone and against each baseline.
+///
+/// # Errors
+/// Faults of the build; no device of the target's kind; a baseline that cannot be started. One that fails later is
+/// told in its [`Versus`].
+pub fn bench(
+    workspace: &Workspace,
+    manifest: &Manifest,
+    target: &Target,
+    request: &Request,
+    on_found: &mut dyn FnMut(Found<'_>) -> Result<(), Fault>,
+) -> Result<(), Fault> {
+    let tool = workspace.tool()?;
+    let model = import_stage(workspace, manifest, tool)?;
+    let site = Site::new(workspace, manifest, target, &model, tool);
+    let built = built(workspace, site)?;
+    let devices = Devices::list(target.kind == TargetKind::Cuda);
+    let executor = executor(&built, &devices)?;
+    let mut session = None;
+    let (checked, _) = executor.checked(&mut session)?;
+    let hardware = executor.hardware();
+    let precision = manifest.precision;
+    on_found(Found::Subject(&Subject {
+        target: target.name.clone(),
+        hardware: hardware.name.clone(),
+        driver: hardware.driver.clone(),
+        precision: format!("{} weights, {} cache", precision.weights, precision.cache),
+        checked: checked.figures(),
+        read_bytes_per_s: target.measured.read_bytes_per_s,
+    }))?;
+
+    // A baseline that cannot start is known before anything is timed.
+    let uuid = Some(hardware.uuid.as_str()).filter(|uuid| !uuid.is_empty());
+    let config = config_file(&model.imported.config_text)?;
+    let mut peers: Vec<(String, Peer, Opened)> = vec![];
+    let mut rivals: Vec<Rival> = vec![];
+    for baseline in &request.baselines {
+        let mut peer = match baseline {
+            Baseline::Schedule(path) => {
+                rivals.push(Rival::load(&built.site, path, &devices)?);
+                continue;
+            }
+            Baseline::Torch => Peer::torch(uuid, request.baseline_timeout)?,
+            Baseline::Command(line) => Peer::command(line, uuid, request.baseline_timeout)?,
+        };
+        let dtype = if precision.weights == DType::Bf16 { "bf16" } else { "fp32" };
+        let opened = peer.open(config.path(), dtype, manifest.decode.context_max)?;
+        workspace.report.note(&format!("baseline {baseline}: {}", opened.name));
+        peers.push((baseline.to_string(), peer, opened));
+    }
+    let mut rivals = rivals.iter_mut().map(|rival| rival.timer(&built.site)).collect::<Result<Vec<_>, Fault>>()?;
+
+    let mut timer = executor.timer(&mut session, &checked)?;
+    for &position in &manifest.decode.time_positions {
+        timer.prepare(position)?;
+        let samples = (0..SAMPLES).map(|_| timer.launch()).collect::<Result<Vec<f64>, _>>()?;
+        let own = timer.timed(samples);
+        on_found(Found::Own(&own))?;
+        if own.is_err() {
+            continue;
+        }
+        let mut told = |baseline: &str, variant: &str, outcome: Result<Compared, String>| {
+            let versus = Versus { baseline: baseline.to_string(), variant: variant.to_string(), outcome };
+            on_found(Found::Versus { position, versus: &versus })
+        };
+        for (name, rival) in &mut rivals {
+            rival.prepare(position)?;
+            let rounds = paired::rounds(
+                request.limits,
+                &mut (&mut timer, rival),
+                |(own, _)| own.launch(),
+                |(_, rival)| rival.launch(),
+            )?;
+            told(name, "schedule", compared(&rounds))?;
+        }
+        for (name, peer, opened) in &mut peers {
+            for variant in &opened.variants {
+                workspace.report.note(&format!("{name} {variant}: preparing position {position}"));
+                let steps = timer.steps();
+                let outcome = match peer.prepare(variant, position) {
+                    Err(error) => Err(error.to_string()),
+                    Ok(()) => paired::rounds(
+                        request.limits,
+                        &mut (&mut timer, &mut *peer),
+                        |(own, _)| own.launch().map_err(Fault::from),
+                        |(_, peer)| peer.time(steps).map_err(Fault::from),
+                    )
+                    .map_err(|fault| fault.message)
+                    .and_then(|rounds| compared(&rounds)),
+                };
+                told(name, variant, outcome)?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Answers as a baseline until there is no further question: the other side of [`bench`].
+///
+/// # Errors
+/// As [`bench`]; a question that is no JSON; whatever `answer` says.
+pub fn serve(
+    workspace: &Workspace,
+    manifest: &Manifest,
+    target: &Target,
+    questions: impl Iterator<Item = String>,
+    mut answer: impl FnMut(&Value) -> Result<(), Fault>,
+) -> Result<(), Fault> {
+    let tool = workspace.tool()?;
+    let model = import_stage(workspace, manifest, tool)?;
+    let built = built(workspace, Site::new(workspace, manifest, target, &model, tool))?;
+    let devices = Devices::list(target.kind == TargetKind::Cuda);
+    let executor = executor(&built, &devices)?;
+    let mut session = None;
+    let (checked, _) = executor.checked(&mut session)?;
+    let mut timer = executor.timer(&mut session, &checked)?;
+    for line in questions {
+        let question: Value = serde_json::from_str(&line)
+            .map_err(|error| Fault::input(format!("expected a question in JSON, found `{line}`: {error}")))?;
+        answer(&match question["do"].as_str() {
+            Some("open") => {
+                let name = format!("monobloc {} on {}", env!("CARGO_PKG_VERSION"), executor.hardware().name);
+                json!({ "name": name, "variants": [target.name] })
+            }
+            Some("prepare") => {
+                let position = question["position"].as_u64().and_then(|position| u32::try_from(position).ok());
+                let room = manifest.decode.context_max.saturating_sub(manifest.decode.steps_per_launch);
+                match position.filter(|&position| position <= room) {
+                    Some(position) => {
+                        timer.prepare(position)?;
+                        json!({})
+                    }
+                    None => json!({ "error": format!("expected a position up to {room}") }),
+                }
+            }
+            // As many steps as a launch has here, whatever the other side's launch has: it is a time per step.
+            Some("time") => json!({ "us_per_step": timer.launch()? }),
+            _ => json!({ "error": "expected `open`, `prepare` or `time`" }),
+        })?;
+    }
+    Ok(())
+}
+
+fn built<'a>(workspace: &Workspace, site: Site<'a>) -> Result<Built<'a>, Fault> {
+    let placed = place_default(&site)?;
+    let cubin = match site.target.kind {
+        TargetKind::Cpu => None,
+        TargetKind::Cuda => {
+            let generated = generate_source(&site, &placed)?;
+            Some((compiled(workspace, &site, &generated)?, generated.content))
+        }
+    };
+    Ok(Built { site, placed, cubin })
+}
+
+fn compiled(workspace: &Workspace, site: &Site<'_>, generated: &Generated) -> Result<Box<Cubin>, Fault> {
+    match compile(&Compiler::new(workspace), &[(*site, generated)])?.pop() {
+        Some(Compile::Done(cubin)) => Ok(cubin),
+        Some(Compile::Waits(missing)) => Err(missing),
+        None => Err(Fault::internal("a compile gave no result")),
+    }
+}
+
+fn executor<'a>(built: &'a Built<'a>, devices: &'a Devices) -> Result<Executor<'a>, Fault> {
+    let Built { site, placed, cubin } = built;
+    let on = match cubin {
+        None => None,
+        Some((cubin, source)) => Some(OnDevice { cubin, source: *source, device: devices.find_for_run(site.target)? }),
+    };
+    Executor::new(*site, placed, on)
+}
+
+fn compared(rounds: &[Round]) -> Result<Compared, String> {
+    let ratio = paired::ratio(rounds).ok_or("its times are no positive numbers")?;
+    let mut latency_us: Vec<f64> = rounds.iter().flat_map(|round| round.b).collect();
+    latency_us.sort_by(f64::total_cmp);
+    Ok(Compared {
+        latency_us_p10: percentile(&latency_us, 0.1),
+        latency_us_p50: percentile(&latency_us, 0.5),
+        latency_us_p90: percentile(&latency_us, 0.9),
+        ratio,
+    })
+}
+
+/// The config as a file: that of a checkpoint lies in a folder with much else.
+fn config_file(text: &str) -> Result<tempfile::NamedTempFile, Fault> {
+    let write = || -> std::io::Result<_> {
+        let mut file = tempfile::Builder::new().prefix("monobloc-config-").suffix(".json").tempfile()?;
+        file.write_all(text.as_bytes())?;
+        file.flush()?;
+        Ok(file)
+    };
+    write().map_err(|error| Fault::environment(format!("no temporary file can be written: {error}")))
+}
+
+/// A schedule in text form that runs in this process.
+struct Rival {
+    name: String,
+    validated: Validated,
+    checked: Checked,
+    pack: Pack,
+    on: Option<(Device, Session)>,
+}
+
+impl Rival {
+    /// Proves, compiles, packs and checks it, as anything that is timed.
+    fn load(site: &Site<'_>, path: &Path, devices: &Devices) -> Result<Rival, Fault> {
+        let Site { workspace, manifest, target, imported, .. } = *site;
+        let name = path.display().to_string();
+        let text = read_text(path, SCHEDULE_BYTES_MAX)?;
+        let (schedule, _) = parse_with_lines(&text).map_err(|error| error.into_fault(&name, &text, Style::Plain))?;
+        let validated = validate(schedule, &keys::unmeasured(target)).map_err(|rejected| {
+            let message = Fault::from(rejected).message;
+            Fault::input(format!("`{name}` is not proven for target `{}`: {message}", target.name))
+                .with_remedy("`monobloc validate` shows every violation on its line")
+        })?;
+        let pack = memory_pack(site, &validated)?;
+        let positions = &manifest.decode.check_positions;
+        let subject = check::Subject {
+            validated: &validated,
+            graph: &imported.graph,
+            weights: &imported.weights,
+            pack: pack.clone(),
+            positions,
+        };
+        let failed = |error: check::CheckError| {
+            let fault = Fault::from(error);
+            Fault { message: format!("baseline `{name}`: {}", fault.message), ..fault }
+        };
+        let (checked, on) = match target.kind {
+            TargetKind::Cpu => (check_cpu(&subject).map_err(failed)?, None),
+            TargetKind::Cuda => {
+                let source = emit(&validated, target, Trace::Off);
+                let generated = Generated { content: Digest::of(source.text.as_bytes()), source };
+                let cubin = compiled(workspace, site, &generated)?;
+                let device = Device::open(devices.find_for_run(target)?.ordinal)?;
+                let steps_max = manifest.decode.steps_per_launch;
+                let mut session = load_session(&device, &validated, &cubin.bytes, &pack, steps_max)?;
+                (check_cuda(&subject, &mut session, steps_max).map_err(failed)?, Some((device, session)))
+            }
+        };
+        Ok(Rival { name, validated, checked, pack, on })
+    }
+
+    fn timer<'a>(&'a mut self, site: &Site<'a>) -> Result<(String, Timer<'a>), Fault> {
+        let Rival { name, validated, checked, pack, on } = self;
+        let subject = measure::Subject {
+            validated,
+            graph: &site.imported.graph,
+            target: site.target,
+            positions: &site.manifest.decode.time_positions,
+            steps_per_launch: site.manifest.decode.steps_per_launch,
+        };
+        let timer = match on {
+            None => Timer::cpu(subject, checked, pack.clone())?,
+            Some((device, session)) => Timer::cuda(subject, checked, device, session),
+        };
+        Ok((name.clone(), timer))
+    }
+}

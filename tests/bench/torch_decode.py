@@ -1,0 +1,306 @@
+"""PyTorch's decode step, one sequence, at the shapes of a config.json: the baseline `torch` of `monobloc bench`.
+
+It answers questions on stdin, one JSON object a line, as docs/bench.md describes. A variant is an implementation and how
+it is run; each is captured in one CUDA graph, so that no launch is paid for by the host:
+
+    eager     the step below, operator by operator
+    compile   the same step through torch.compile, max-autotune, the whole graph
+    hf-eager, hf-compile
+              transformers' own model of that config with a static cache, run in the same two ways; only where the step
+              below does not know the architecture
+
+Weights are random: a decode step's time depends on shapes and bytes. The step has nothing that a fair baseline would not
+have: fused qkv and gate/up matrices, a preallocated cache of exactly the history, no dropout, no masks, arg-max at the end.
+
+For a look without monobloc:  python3 torch_decode.py CONFIG.json POSITION[,POSITION] [VARIANT,...] [dtype]
+"""
+
+import json
+import os
+import sys
+import time
+
+STEPS_WARM = 3
+
+
+class Refusal(Exception):
+    """What is wrong, for the other side."""
+
+
+# ---- the model ------------------------------------------------------------------------------------------------------
+
+# Families whose layers are the step below; the rest is transformers' business.
+PLAIN = {
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "Gemma2ForCausalLM",
+    "Gemma3ForCausalLM",
+}
+
+
+class Shape:
+    """What the step needs of a config.json, with the defaults of transformers' config classes."""
+
+    def __init__(self, config):
+        get = config.get
+        self.architecture = (get("architectures") or ["unknown"])[0]
+        gemma = self.architecture.startswith("Gemma")
+        self.hidden = config["hidden_size"]
+        self.intermediate = config["intermediate_size"]
+        self.layers = config["num_hidden_layers"]
+        self.heads = config["num_attention_heads"]
+        self.kv_heads = get("num_key_value_heads") or self.heads
+        self.head_dim = get("head_dim") or self.hidden // self.heads
+        self.vocab = config["vocab_size"]
+        self.eps = get("rms_norm_eps", 1e-6)
+        rope = get("rope_parameters") or {}
+        self.theta = get("rope_theta") or rope.get("rope_theta") or 10000.0
+        self.qkv_bias = self.architecture.startswith("Qwen2") or bool(get("attention_bias"))
+        self.qk_norm = self.architecture in ("Qwen3ForCausalLM", "Gemma3ForCausalLM")
+        self.post_norms = gemma
+        self.gelu = gemma
+        self.embed_scale = self.hidden**0.5 if gemma else None
+        self.scale = (get("query_pre_attn_scalar") or self.head_dim) ** -0.5 if gemma else self.head_dim**-0.5
+        self.attn_softcap = get("attn_logit_softcapping") if gemma else None
+        self.final_softcap = get("final_logit_softcapping") if gemma else None
+        self.tied = get("tie_word_embeddings", gemma)
+        window = get("sliding_window") if (gemma or self.architecture.startswith("Mistral")) else None
+        types = get("layer_types")
+        pattern = get("sliding_window_pattern") or (6 if self.architecture == "Gemma3ForCausalLM" else 2)
+
+        def is_local(layer):
+            if window is None:
+                return False
+            if types:
+                return types[layer] == "sliding_attention"
+            return not gemma or (layer + 1) % pattern != 0
+
+        self.windows = [window if is_local(layer) else None for layer in range(self.layers)]
+
+
+def plain_step(torch, shape, position, device, dtype):
+    """One decode step at `position`, with a cache of exactly the rows that each layer may look at."""
+    functional = torch.nn.functional
+    hidden, dim = shape.hidden, shape.head_dim
+    heads, kv_heads = shape.heads, shape.kv_heads
+
+    def matrix(rows, columns):
+        return torch.randn(rows, columns, device=device, dtype=dtype) / columns**0.5
+
+    def ones(size):
+        return torch.ones(size, device=device, dtype=dtype)
+
+    embedding = matrix(shape.vocab, hidden)
+    head = embedding if shape.tied else matrix(shape.vocab, hidden)
+    final_norm = ones(hidden)
+    layers = []
+    for window in shape.windows:
+        rows = position + 1 if window is None else min(position + 1, window)
+        layers.append(
+            {
+                "qkv": matrix((heads + 2 * kv_heads) * dim, hidden),
+                "bias": torch.zeros((heads + 2 * kv_heads) * dim, device=device, dtype=dtype) if shape.qkv_bias else None,
+                "o": matrix(hidden, heads * dim),
+                "gate_up": matrix(2 * shape.intermediate, hidden),
+                "down": matrix(hidden, shape.intermediate),
+                "norms": [ones(hidden) for _ in range(4)],
+                "q_norm": ones(dim),
+                "k_norm": ones(dim),
+                "keys": torch.randn(1, kv_heads, rows, dim, device=device, dtype=dtype),
+                "values": torch.randn(1, kv_heads, rows, dim, device=device, dtype=dtype),
+                # The row that this step writes: the last one, also of a window, whose ring has come round to it.
+                "row": torch.tensor([rows - 1], device=device),
+            }
+        )
+    token = torch.full((1,), 17 % shape.vocab, device=device)
+    at = torch.tensor([float(position)], device=device)
+    frequencies = shape.theta ** (-torch.arange(0, dim, 2, device=device).float() / dim)
+
+    def norm(x, weight):
+        return functional.rms_norm(x, (x.shape[-1],), weight, shape.eps)
+
+    def attend(q, keys, values):
+        if shape.attn_softcap is None:
+            return functional.scaled_dot_product_attention(q, keys, values, scale=shape.scale, enable_gqa=heads != kv_heads)
+        group = heads // kv_heads
+        q = q.view(1, kv_heads, group, dim)
+        scores = torch.tanh(q @ keys.transpose(-1, -2) * (shape.scale / shape.attn_softcap)) * shape.attn_softcap
+        return (torch.softmax(scores.float(), -1).to(dtype) @ values).view(1, heads, 1, dim)
+
+    def step():
+        x = embedding[token]
+        if shape.embed_scale is not None:
+            x = x * shape.embed_scale
+        angle = at * frequencies
+        cos, sin = torch.cat([angle.cos()] * 2).to(dtype), torch.cat([angle.sin()] * 2).to(dtype)
+
+        def rotate(t):
+            return t * cos + torch.cat([-t[..., dim // 2 :], t[..., : dim // 2]], -1) * sin
+
+        for layer in layers:
+            norms = layer["norms"]
+            y = functional.linear(norm(x, norms[0]), layer["qkv"], layer["bias"]).view(1, heads + 2 * kv_heads, dim)
+            q, k, v = y[:, :heads], y[:, heads : heads + kv_heads], y[:, heads + kv_heads :]
+            if shape.qk_norm:
+                q, k = norm(q, layer["q_norm"]), norm(k, layer["k_norm"])
+            layer["keys"].index_copy_(2, layer["row"], rotate(k).unsqueeze(2))
+            layer["values"].index_copy_(2, layer["row"], v.unsqueeze(2))
+            o = attend(rotate(q).unsqueeze(2), layer["keys"], layer["values"])
+            y = functional.linear(o.reshape(1, heads * dim), layer["o"])
+            x = x + (norm(y, norms[2]) if shape.post_norms else y)
+            gate, up = functional.linear(norm(x, norms[1]), layer["gate_up"]).chunk(2, -1)
+            act = functional.gelu(gate, approximate="tanh") if shape.gelu else functional.silu(gate)
+            y = functional.linear(act * up, layer["down"])
+            x = x + (norm(y, norms[3]) if shape.post_norms else y)
+        logits = functional.linear(norm(x, final_norm), head)
+        if shape.final_softcap is not None:
+            logits = torch.tanh(logits / shape.final_softcap) * shape.final_softcap
+        return logits.argmax(-1)
+
+    return step
+
+
+def transformers_step(torch, config_path, position, device, dtype):
+    """One step of transformers' own model with a static cache."""
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(config_path)
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    cache = transformers.StaticCache(config=config, max_batch_size=1, max_cache_len=position + 1, device=device, dtype=dtype)
+    token = torch.full((1, 1), 17 % config.vocab_size, device=device)
+    at = torch.tensor([position], device=device)
+
+    def step():
+        out = model(token, past_key_values=cache, cache_position=at, use_cache=True)
+        return out.logits[:, -1].argmax(-1)
+
+    return step
+
+
+# ---- the questions --------------------------------------------------------------------------------------------------
+
+
+class Bench:
+    def __init__(self):
+        import torch
+
+        torch.set_grad_enabled(False)
+        self.torch = torch
+        self.run = None
+
+    def open(self, config, dtype, context_max=None, **_):
+        torch = self.torch
+        if not torch.cuda.is_available() and os.environ.get("MONOBLOC_TORCH_CPU") != "1":
+            raise Refusal("torch sees no CUDA device; MONOBLOC_TORCH_CPU=1 times it on the CPU")
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.config_path = config
+        with open(config) as file:
+            self.shape = Shape(json.load(file))
+        self.dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
+        plain = self.shape.architecture in PLAIN
+        where = torch.cuda.get_device_name() if self.device == "cuda" else "the CPU"
+        variants = ["eager", "compile"] if plain else ["hf-eager", "hf-compile"]
+        return {"name": f"torch {torch.__version__} on {where}", "variants": variants}
+
+    def prepare(self, variant, position, **_):
+        torch = self.torch
+        # The graph of the last variant holds its memory.
+        self.run = None
+        torch._dynamo.reset()
+        if self.device == "cuda":
+            torch.cuda.empty_cache()
+        torch.manual_seed(0)
+        if variant.startswith("hf-"):
+            step = transformers_step(torch, self.config_path, position, self.device, self.dtype)
+        else:
+            step = plain_step(torch, self.shape, position, self.device, self.dtype)
+        if variant.endswith("compile"):
+            step = torch.compile(step, mode="max-autotune-no-cudagraphs", fullgraph=not variant.startswith("hf-"))
+        self.run = self.capture(step) if self.device == "cuda" else step
+        for _ in range(STEPS_WARM):
+            self.run()
+        return {}
+
+    def capture(self, step):
+        torch = self.torch
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(STEPS_WARM):
+                step()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step()
+        return graph.replay
+
+    def time(self, steps, **_):
+        if self.run is None:
+            raise Refusal("nothing was prepared")
+        if self.device == "cpu":
+            begun = time.perf_counter()
+            for _ in range(steps):
+                self.run()
+            return {"us_per_step": (time.perf_counter() - begun) * 1e6 / steps}
+        torch = self.torch
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        for _ in range(steps):
+            self.run()
+        end.record()
+        torch.cuda.synchronize()
+        return {"us_per_step": begin.elapsed_time(end) * 1e3 / steps}
+
+
+def answer(bench, question):
+    try:
+        what = question.pop("do", None)
+        if what not in ("open", "prepare", "time"):
+            raise Refusal(f"expected `open`, `prepare` or `time`, found `{what}`")
+        return getattr(bench, what)(**question)
+    except Exception as error:  # whatever it is, the other side should hear of it
+        return {"error": f"{type(error).__name__}: {error}".splitlines()[0][:500]}
+
+
+def serve():
+    # What libraries print must not be taken for an answer.
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    bench = None
+    for line in sys.stdin:
+        try:
+            bench = bench or Bench()
+            reply = answer(bench, json.loads(line))
+        except ImportError as error:
+            reply = {"error": f"{error}; install torch in the environment of `python3`"}
+        print(json.dumps(reply), file=out, flush=True)
+
+
+def look(config, positions, variants=None, dtype="bf16"):
+    bench = Bench()
+    opened = bench.open(config, dtype)
+    print(json.dumps(opened), flush=True)
+    for position in map(int, positions.split(",")):
+        for variant in variants.split(",") if variants else opened["variants"]:
+            begun = time.perf_counter()
+            row = {"variant": variant, "position": position}
+            row.update(answer(bench, {"do": "prepare", "variant": variant, "position": position}))
+            row["prepare_s"] = round(time.perf_counter() - begun, 1)
+            if "error" not in row:
+                samples = sorted(bench.time(32)["us_per_step"] for _ in range(15))
+                row["us_per_step_p50"] = samples[7]
+            print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        look(*sys.argv[1:])
+    else:
+        serve()

@@ -1,0 +1,110 @@
+//! `monobloc bench` as a user meets it: verdict first, ratios, and baselines of every kind that fail in every way.
+
+use crate::cli_support::Place;
+use crate::support::fixture;
+
+/// A baseline in shell: `time` takes `us`, and `prepare` of position 9 is refused.
+fn peer(place: &Place, us: &str) -> String {
+    let script = format!(
+        r#"while read -r line; do
+  case "$line" in
+    *'"open"'*) echo '{{"name":"shell","variants":["plain"]}}' ;;
+    *'"position":9'*) echo '{{"error":"nine is not my number"}}' ;;
+    *'"prepare"'*) echo '{{}}' ;;
+    *) echo '{{"us_per_step":{us}}}' ;;
+  esac
+done
+"#
+    );
+    format!("sh {}", place.write("peer.sh", script).display())
+}
+
+fn bench(place: &Place, baselines: &[&str], more: &str) -> crate::cli_support::Answer {
+    place.manifest(&fixture("families/llama-gqa"), 24);
+    let mut command = place.command(&format!("bench m.toml --rounds 3 --time 1s {more}"));
+    for baseline in baselines {
+        command.arg("--baseline").arg(baseline);
+    }
+    crate::cli_support::Answer::of(&mut command)
+}
+
+#[test]
+fn a_verdict_stands_before_the_figures_and_baselines_have_ratios() {
+    let place = Place::new();
+    let slow = peer(&place, "1e9");
+    let answer = bench(&place, &[&slow], "--position 0,9").code(1);
+    let lines: Vec<&str> = answer.stdout.lines().collect();
+    assert!(lines[0].starts_with("cpu on ") && lines[0].contains("fp32 weights"), "{answer:#?}");
+    assert!(lines[1].starts_with("checked: 3 positions") && lines[1].ends_with("equal at 3"), "{answer:#?}");
+    assert!(lines[2].starts_with("position      0 ") && lines[2].contains("µs a step"), "{answer:#?}");
+    assert!(lines[3].contains("sh ") && lines[3].contains("plain: 1000000000.0 µs"), "{answer:#?}");
+    // A baseline that takes a thousand seconds a step is beaten by any machine, by the factor that stands there.
+    let ratio: f64 = lines[3].split(", ").nth(2).unwrap().split('x').next().unwrap().parse().unwrap();
+    assert!(ratio > 100.0, "{answer:#?}");
+    assert!(lines[4].starts_with("position      9 "), "{answer:#?}");
+    assert!(lines[5].contains("no figure: ") && lines[5].ends_with("nine is not my number"), "{answer:#?}");
+    assert_eq!(lines.len(), 6, "{answer:#?}");
+}
+
+#[test]
+fn another_monobloc_and_a_schedule_are_baselines() {
+    let place = Place::new();
+    place.manifest(&fixture("families/llama-gqa"), 24);
+    let schedule = place.run("show schedule m.toml").code(0).stdout;
+    place.write("same.mkir", &schedule);
+    let serve = format!("{} bench m.toml --serve", env!("CARGO_BIN_EXE_monobloc"));
+    let answer = bench(&place, &["same.mkir", &serve], "--json").code(0);
+    let all = answer.json();
+    assert_eq!(all["checked"]["argmax_agree"], 3, "{all}");
+    let position = &all["positions"][0];
+    let latency = position["latency_us_p50"].as_f64().unwrap();
+    assert!(latency > 0.0 && position["latency_us_p10"].as_f64().unwrap() <= latency, "{all}");
+    let baselines = position["baselines"].as_array().unwrap();
+    assert_eq!(baselines.len(), 2, "{all}");
+    assert_eq!((&baselines[0]["variant"], &baselines[1]["variant"]), (&"schedule".into(), &"cpu".into()), "{all}");
+    for baseline in baselines {
+        let figure = |name: &str| baseline[name].as_f64().unwrap_or_else(|| panic!("{name} of {baseline}"));
+        assert!(figure("ratio_low") <= figure("ratio") && figure("ratio") <= figure("ratio_high"), "{baseline}");
+        assert!(figure("latency_us_p10") <= figure("latency_us_p90") && figure("rounds") >= 3.0, "{baseline}");
+    }
+    // A benchmark is no trial.
+    assert!(!place.path("flywheel/trials.csv").exists());
+}
+
+#[test]
+fn a_baseline_that_cannot_start_ends_it_before_anything_is_timed() {
+    for (baseline, expected) in [
+        ("no-such-program-here", "ended without an answer to `open`"),
+        ("echo hello", "answered `open` with `hello`, expected a JSON object"),
+        ("echo '{\"error\":\"no torch\"}'", "`echo '{\"error\":\"no torch\"}'`: no torch"),
+        ("echo '{\"name\":\"x\",\"variants\":[]}'", "expected `name` and at least one of `variants`"),
+        ("sleep 100", "did not answer `open` within 1 s"),
+    ] {
+        let answer = bench(&Place::new(), &[baseline], "--baseline-timeout 1s").fault(3, &["baseline ", expected]);
+        assert!(!answer.stdout.contains("µs"), "{answer:#?}");
+    }
+}
+
+#[test]
+fn figures_that_cannot_be_are_no_figures() {
+    for us in ["0", "-1", "\"fast\"", "1e999"] {
+        let place = Place::new();
+        let odd = peer(&place, us);
+        let answer = bench(&place, &[&odd], "").code(1);
+        assert!(answer.stdout.contains("plain: no figure: "), "{answer:#?}");
+    }
+}
+
+#[test]
+fn schedules_of_others_and_positions_without_room_are_refused() {
+    let place = Place::new();
+    place.write("broken.mkir", "mkir 1\n");
+    bench(&place, &["broken.mkir"], "").refused(&["broken.mkir"]);
+    bench(&place, &["none.mkir"], "").code(2);
+    let other = Place::new();
+    other.manifest(&fixture("families/qwen3"), 24);
+    place.write("other.mkir", other.run("show schedule m.toml").code(0).stdout);
+    let answer = bench(&place, &["other.mkir"], "");
+    assert!(answer.code != 0 && !answer.stdout.contains("schedule:"), "{answer:#?}");
+    bench(&place, &[], "--position 23").refused(&["position 23 leaves no room", "at most 22"]);
+}
