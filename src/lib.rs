@@ -27,6 +27,7 @@ pub mod schedule;
 pub mod validate;
 
 pub mod codegen;
+pub mod trace;
 
 pub mod check;
 pub mod cuda;

@@ -253,13 +253,13 @@ impl<'a> Timer<'a> {
     }
 }
 
-/// Bytes that a step has to move with `history` tokens in the cache, and what of them may stay in the L2 cache.
-fn step_bytes(subject: &Subject<'_>, history: u32) -> u64 {
-    let schedule = subject.validated.schedule();
+/// Bytes that a step has to move with `history` tokens in the cache: weight streams, cache rows, one embedding row.
+pub fn step_bytes(validated: &Validated, graph: &ModelGraph, history: u32) -> u64 {
+    let schedule = validated.schedule();
     let precision = schedule.program.precision;
     let streams: u64 = layout(schedule).stream_bytes.iter().sum();
-    let row = u64::from(subject.graph.hidden) * precision.weights.bytes() as u64;
-    streams + step_cache_bytes(subject.graph, precision, history) + row
+    let row = u64::from(graph.hidden) * precision.weights.bytes() as u64;
+    streams + step_cache_bytes(graph, precision, history) + row
 }
 
 /// What samples of whole launches say, in µs per step; a median below the floor is withheld.
@@ -271,7 +271,7 @@ fn timed(
     clocks: Option<crate::cuda::nvml::Clocks>,
 ) -> Result<Timed, Withheld> {
     samples_us.sort_by(f64::total_cmp);
-    let bytes_per_step = step_bytes(subject, position + steps / 2);
+    let bytes_per_step = step_bytes(subject.validated, subject.graph, position + steps / 2);
     let bandwidth = subject.target.measured.read_bytes_per_s;
     let floor = |bytes: u64| bandwidth.map(|per_s| bytes as f64 / per_s * 1e6);
     let median = percentile(&samples_us, 0.5);

@@ -16,12 +16,11 @@ __device__ __forceinline__ float warp_max(float v) {
 // is one token or one query head, and the sums of rows 8..15 are never read, so their registers are shared scratch.
 __device__ __forceinline__ void mma_rows8(float& d0, float& d1, u32 a0, u32 a2, u32 b0, u32 b1) {
 #if __CUDA_ARCH__ >= 800
-  float unused0, unused1;
+  [[maybe_unused]] float unused0, unused1;
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5,%6,%5},{%7,%8},{%0,%1,%9,%9};"
       : "+f"(d0), "+f"(d1), "=f"(unused0), "=f"(unused1)
       : "r"(a0), "r"(0), "r"(a2), "r"(b0), "r"(b1), "f"(0.f));
-  (void)unused0, (void)unused1;
 #endif
 }
 

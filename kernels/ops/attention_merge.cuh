@@ -26,7 +26,7 @@ struct AttentionMerge {
       scratch[i] = __uint_as_float(payload);
     }
     c.barrier();
-    c.stamp(2);
+    c.stamp(1);
     for (int d = c.tid() * 2; d < G::DIM; d += T * 2) {
       float top = NEGATIVE_INFINITY;
       for (int s = 0; s < G::SPLITS; s++) top = fmaxf(top, scratch[s * R]);

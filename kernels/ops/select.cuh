@@ -22,6 +22,7 @@ struct Select {
       if (!await_pairs<1>(from + i * 2, 0, active, tag, a, b, c.dog(), WaitSite{c.tag, e.task, e.event})) c.lost = true;
       argmax_take(value, row, __uint_as_float(u32(a[0])), int(u32(b[0])));
     }
+    c.stamp(1);
     warp_argmax(value, row);
     if (c.lane() == 0) {
       c.state().best[c.warp()] = value;

@@ -5,6 +5,7 @@ enum class Copy : int { PLAIN, CP_ASYNC, BULK };
 enum class Dot : int { FMA, MMA };
 
 constexpr int EOS_MAX = 8;
+constexpr int STAMP_WORDS = 5; // of a task: four moments, and the time before chunks that had not landed
 
 struct Params {
   const u8* streams;         // packed weights, one run of bytes per SM
@@ -21,7 +22,7 @@ struct Params {
   volatile i32* mailbox;     // host-visible: [0] tokens decided so far (positions), then the token of each position
   u32* report;               // host-visible watchdog report, 8 words an SM
   volatile u32* abort;       // host-visible
-  u64* stamps;               // [steps][SMS][STAMPS_MAX][4] globaltimer, traced builds only
+  u64* stamps;               // [steps][SMS][STAMPS_MAX][STAMP_WORDS] nanoseconds, traced builds only
   u64 timeout_ns;
   u64 seed;
   u32 prompt_len, position, steps, tag;
@@ -62,6 +63,7 @@ struct Context {
   u32 batch;    // parity of the partial-sum buffer
   u32 task;     // tasks executed since the launch began: parity of `stat`
   int in_step;  // tasks executed in this step
+  u32 starved_ns; // traced builds: time of this task before chunks that had not landed
   bool lost;    // a wait gave up: run to the end without waiting
 
   // Computed where they are used: registers are what attention is short of.
@@ -85,10 +87,20 @@ struct Context {
   __device__ __forceinline__ WaitSite site(const Entry& e) const { return WaitSite{tag, e.task, e.event}; }
   __device__ __forceinline__ void barrier() const { consumer_barrier<M::WARPS * 32>(); }
   // Traced builds: 0 task begins, 1 inputs are there, 2 sums are done, 3 task ends. Costs nothing when off.
-  __device__ __forceinline__ void stamp(int k) const {
+  __device__ __forceinline__ void stamp(int k) {
     if constexpr (M::TRACE)
-      if (tid() == 0 && in_step < M::STAMPS_MAX)
-        p.stamps[((u64(tag - p.tag) * M::SMS + sm()) * M::STAMPS_MAX + in_step) * 4 + k] = global_ns();
+      if (tid() == 0 && in_step < M::STAMPS_MAX) {
+        u64* words = p.stamps + ((u64(tag - p.tag) * M::SMS + sm()) * M::STAMPS_MAX + in_step) * STAMP_WORDS;
+        words[k] = global_ns();
+        if (k == 0) starved_ns = 0;
+        if (k == 3) words[4] = starved_ns;
+      }
+  }
+  // Traced builds: around the first warp's wait for a chunk.
+  __device__ __forceinline__ u64 begin_starving() const { return M::TRACE && tid() == 0 ? global_ns() : 0; }
+  __device__ __forceinline__ void end_starving(u64 begun) {
+    if constexpr (M::TRACE)
+      if (tid() == 0) starved_ns += u32(global_ns() - begun);
   }
 };
 

@@ -32,9 +32,11 @@ __device__ __forceinline__ RingCursor<M> ring_cursor(u32 chunk) {
 
 template <class M>
 __device__ __forceinline__ const u8* ring_take(Context<M>& c, const Entry& e, const RingCursor<M>& at) {
+  const u64 begun = c.begin_starving();
   if (!c.lost && !await_slot<RING_COUNTERS<M>>(&c.state().full[at.slot], at.use, FULL_ARRIVALS<M>, c.dog(), c.site(e),
                                                WaitKind::RING_FULL))
     c.lost = true;
+  c.end_starving(begun);
   return block_memory() + u32(at.slot) * M::SLOT_BYTES;
 }
 // Once by each warp.

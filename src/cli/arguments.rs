@@ -69,6 +69,7 @@ pub enum Command {
     Perplexity(Perplexity),
     Logits(Logits),
     Bench(Bench),
+    Trace(Trace),
     Validate(Validate),
     Show(Show),
     Explain(Explain),
@@ -282,6 +283,41 @@ pub struct Bench {
     #[arg(long, value_name = "NAME")]
     pub target: Option<String>,
     /// Print one JSON object
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Show where the time of a step goes, SM by SM
+///
+/// Compiles the kernel once more with time stamps, runs it, and writes the timeline of every SM as a file that
+/// https://ui.perfetto.dev opens. The table says, for each kind of task, how long an SM waited for others, stood before
+/// bytes that had not landed, computed and finished; in µs of one step, as the mean over SMs and from the least to the most.
+/// Stamps cost time: compare the step with that of `monobloc bench`.
+#[derive(Debug, Args)]
+#[command(
+    verbatim_doc_comment,
+    after_help = "\
+Examples:
+  monobloc trace manifests/smollm.toml --target h200
+  monobloc trace manifests/smollm.toml --position 1024 --out deep.json
+  monobloc trace manifests/smollm.toml --json | jq '.rows[] | {kind, wait: .wait.mean_us}'"
+)]
+pub struct Trace {
+    /// Manifest whose kernel is traced
+    pub manifest: PathBuf,
+    /// Position of the first step [default: the manifest's first of `time_positions`]
+    #[arg(long, value_name = "N")]
+    pub position: Option<u32>,
+    /// Steps of the traced launch
+    #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=64))]
+    pub steps: u32,
+    /// File of the timeline
+    #[arg(long, value_name = "FILE", default_value = "trace.json")]
+    pub out: PathBuf,
+    /// Target to trace [default: the manifest's first]
+    #[arg(long, value_name = "NAME")]
+    pub target: Option<String>,
+    /// Print the table as one JSON object
     #[arg(long)]
     pub json: bool,
 }

@@ -15,6 +15,7 @@ mod score;
 mod session;
 mod targets;
 mod terminal;
+mod trace;
 mod units;
 mod validate;
 
@@ -81,6 +82,7 @@ fn answer(session: &Session, command: Command) -> Result<Outcome, Fault> {
         Command::Perplexity(asked) => score::perplexity(session, &asked),
         Command::Logits(asked) => score::logits(session, &asked),
         Command::Bench(asked) => bench::bench(session, &asked),
+        Command::Trace(asked) => trace::trace(session, &asked),
         Command::Validate(asked) => validate::validate(session, &asked),
         Command::Show(asked) => build::show(session, &asked),
         Command::Explain(asked) => build::explain(session, &asked),

@@ -11,6 +11,7 @@ use crate::ir::op::Role;
 use crate::ir::schedule::Schedule;
 use crate::ir::{EventId, SmId, TaskId};
 use crate::pack::Layout;
+use crate::trace::STAMP_WORDS;
 use crate::validate::Validated;
 use std::fmt;
 use std::time::Duration;
@@ -211,8 +212,8 @@ impl Session {
         let mut logits = device.alloc((u64::from(steps_max) * u64::from(vocab) * 4).max(16))?;
         logits.poison(&stream)?;
         let stamps_max = if trace == Trace::On { stamps_max(schedule) } else { 0 };
-        let stamps =
-            device.alloc((u64::from(steps_max) * u64::from(machine.sms) * stamps_max as u64 * 4 * 8).max(16))?;
+        let stamp_bytes = stamps_max as u64 * STAMP_WORDS as u64 * 8;
+        let stamps = device.alloc((u64::from(steps_max) * u64::from(machine.sms) * stamp_bytes).max(16))?;
         let candidates = program
             .grids
             .iter()
@@ -378,10 +379,18 @@ impl Session {
         Ok(self.logits.poison(&self.stream)?)
     }
 
-    /// Time stamps of the last launch of a traced kernel, `[steps][sms][stamps_max][4]` nanoseconds.
-    pub fn stamps(&self, steps: u32) -> Result<(Vec<u64>, usize), SessionError> {
-        let words = steps as usize * self.shape.grid as usize * self.stamps_max * 4;
-        Ok((self.stamps.download(&self.stream, 0, words)?, self.stamps_max))
+    /// Launches a traced kernel and waits. Its stamps, as `trace` reads them, and the device time in microseconds.
+    pub fn run_traced(&mut self, position: u32, steps: u32) -> Result<(Vec<u64>, f64), SessionError> {
+        // A stamp that a launch leaves out is 0, not one of an earlier launch.
+        self.stamps.zero(&self.stream)?;
+        let launched = self.run(position, steps, false)?;
+        let words = steps as usize * self.shape.grid as usize * self.stamps_max * STAMP_WORDS;
+        Ok((self.stamps.download(&self.stream, 0, words)?, launched.device_us))
+    }
+
+    /// Tasks of one SM and step that stamps have room for; 0 without them.
+    pub fn stamps_max(&self) -> usize {
+        self.stamps_max
     }
 
     /// Bytes of the cache arena.

@@ -69,16 +69,17 @@ impl Devices {
     }
 }
 
-/// Loads a kernel with its weights.
+/// Loads a kernel with its weights. `trace` is what the cubin was compiled with.
 pub(super) fn load_session(
     device: &Device,
     validated: &Validated,
     cubin: &[u8],
     pack: &Pack,
+    trace: Trace,
     steps_max: u32,
 ) -> Result<Session, Fault> {
     let layout = layout(validated.schedule());
-    let session = Session::load(device, validated, &layout, cubin, Trace::Off, steps_max, |stream, buffer| {
+    let session = Session::load(device, validated, &layout, cubin, trace, steps_max, |stream, buffer| {
         let mut staging = device.staging(STAGING_BYTES)?;
         Ok::<_, SessionError>(staging.upload(stream, buffer, 0, (**pack).as_ref())?)
     })?;

@@ -7,7 +7,7 @@
 //!
 //! `keys` says what each stage depends on, `stages` makes what needs no execution, `prove` checks and measures, `rows`
 //! tells the corpus, `runner` decodes for commands, `bench` times beside baselines (`peer` is one in another process),
-//! `explain` answers why something would run.
+//! `trace` says where a step's time goes, `explain` answers why something would run.
 //!
 //! A warm build imports the headers and looks every stage up. It parses and proves a schedule only when something is to
 //! be executed or compiled: the proof belongs to the bytes that are used, so it is made again from what was loaded.
@@ -22,6 +22,7 @@ mod prove;
 mod rows;
 mod runner;
 mod stages;
+pub mod trace;
 
 pub use explain::{Explained, SHOW_STAGES, explain, show};
 pub use runner::Runner;

@@ -5,6 +5,7 @@ use std::time::Instant;
 
 use crate::cache::{Entry, Outcome};
 use crate::check::{self, CheckError, Checked, check_cpu, check_cuda};
+use crate::codegen::emit::Trace;
 use crate::cuda::driver::{Device, DeviceIdentity};
 use crate::cuda::session::{Session, SessionError};
 use crate::digest::Digest;
@@ -229,7 +230,7 @@ impl<'a> Executor<'a> {
             let device = Device::open(on.device.ordinal)?;
             let validated = self.placed.validated(self.site.target)?;
             let steps_max = self.steps_max();
-            let loaded = load_session(&device, validated, &on.cubin.bytes, &self.pack()?, steps_max)?;
+            let loaded = load_session(&device, validated, &on.cubin.bytes, &self.pack()?, Trace::Off, steps_max)?;
             *session = Some((device, loaded));
         }
         session.as_mut().ok_or_else(|| Fault::internal("a session was loaded and is gone"))

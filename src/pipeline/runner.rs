@@ -4,6 +4,7 @@ use std::ops::ControlFlow;
 use std::thread;
 use std::time::Duration;
 
+use crate::codegen::emit::Trace;
 use crate::cuda::driver::Device;
 use crate::cuda::session::{Session, SessionError};
 use crate::error::Fault;
@@ -69,7 +70,7 @@ impl Prepared {
                 let pack = pack_for(&site, self.schedule, &self.validated)?;
                 let device = Device::open(found.ordinal)?;
                 let steps_max = self.manifest.decode.steps_per_launch;
-                let session = load_session(&device, &self.validated, &cubin.bytes, &pack, steps_max)?;
+                let session = load_session(&device, &self.validated, &cubin.bytes, &pack, Trace::Off, steps_max)?;
                 let place = format!("{} (device {})", found.name, found.ordinal);
                 Ok(Runner { place, context_max, vocab, on: On::Device { session: Box::new(session), steps_max } })
             }

@@ -401,3 +401,13 @@ fn a_killed_build_leaves_nothing_that_a_later_one_trusts() {
     let generate = "generate m.toml --ids 1,2,3 --max-tokens 8 --ignore-eos";
     assert_eq!(place.run(generate).code(0).stdout, fresh.run(generate).code(0).stdout);
 }
+
+#[test]
+fn what_has_no_kernel_cannot_be_traced() {
+    let place = Place::new();
+    place.manifest(&fixture("families/llama-gqa"), 24);
+    place.run("trace m.toml").refused(&["target `cpu` has no kernel to trace", "--target"]);
+    let text = fs::read_to_string(place.path("m.toml")).unwrap().replace("\"cpu\"", "\"h200\"");
+    place.write("gpu.toml", text);
+    place.run("trace gpu.toml --position 22").refused(&["4 steps from position 22 do not fit a context of 24"]);
+}

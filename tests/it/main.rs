@@ -9,6 +9,7 @@ mod driver;
 mod families;
 mod filetests;
 mod interp;
+mod kernels;
 mod nvrtc;
 mod proof;
 mod proof_holes;

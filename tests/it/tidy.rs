@@ -42,7 +42,7 @@ const IMPORTS: &[(&str, &[&str])] = &[
     ("codegen", &["dtype", "ir", "lower", "model", "schedule", "target", "validate"]),
     // Source in, cubin out, bytes to a device; only a session knows what a schedule is.
     ("cuda", &["codegen", "error", "target"]),
-    ("cuda/session", &["codegen", "error", "ir", "pack", "sample", "target", "validate"]),
+    ("cuda/session", &["codegen", "error", "ir", "pack", "sample", "target", "trace", "validate"]),
     (
         "check",
         &[
@@ -68,6 +68,7 @@ const IMPORTS: &[(&str, &[&str])] = &[
         ],
     ),
     ("paired", &[]),
+    ("trace", &["ir"]),
     // Stores bytes under digests and understands none of them.
     ("cache", &["digest", "error"]),
     // Rows of text and figures: no pass, no device.

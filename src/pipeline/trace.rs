@@ -1,0 +1,95 @@
+//! Owns the traced run of a manifest's kernel: built once more with time stamps, launched, read.
+
+use crate::check::{FILL_SEED, check_ids, fill_device_cache};
+use crate::codegen::emit::{Trace, emit};
+use crate::cuda::driver::Device;
+use crate::digest::Digest;
+use crate::error::Fault;
+use crate::measure::step_bytes;
+use crate::target::TargetKind;
+use crate::trace::{Span, Stamps, Table, spans, table};
+
+use super::compile::{Compile, Compiler, compile};
+use super::execute::{Devices, load_session};
+use super::stages::{Generated, pack_for};
+use super::{Prepared, Workspace};
+
+/// Launches before the one whose stamps are kept: clocks rise, pages and caches fill.
+const WARM_UP: u32 = 3;
+
+/// What a traced launch was, and what its stamps say.
+pub struct Traced {
+    /// `NVIDIA H200`.
+    pub hardware: String,
+    pub sms: u32,
+    pub position: u32,
+    pub steps: u32,
+    /// Device time of a step between the events around the launch, stamps included.
+    pub step_us: f64,
+    /// Bytes that a step has to read in the middle of the launch.
+    pub bytes_per_step: u64,
+    /// Those bytes at the measured read peak; `None` where the target was not calibrated.
+    pub floor_us: Option<f64>,
+    pub spans: Vec<Span>,
+    pub table: Table,
+}
+
+impl Traced {
+    /// Time of a step in which the memory could have read at its peak and did not; `None` without a peak.
+    pub fn memory_idle_us(&self) -> Option<f64> {
+        self.floor_us.map(|floor| (self.step_us - floor).max(0.0))
+    }
+}
+
+impl Prepared {
+    /// Runs the kernel with time stamps from `position` on.
+    ///
+    /// # Errors
+    /// A target without a kernel, no device of its kind, no compiler, a position without room for the launch.
+    pub fn trace(&self, workspace: &Workspace, position: u32, steps: u32) -> Result<Traced, Fault> {
+        let Prepared { manifest, target, imported, validated, .. } = self;
+        if target.kind == TargetKind::Cpu {
+            return Err(Fault::input(format!("target `{}` has no kernel to trace", target.name))
+                .with_remedy("name a CUDA target of the manifest with `--target`"));
+        }
+        let context_max = manifest.decode.context_max;
+        if u64::from(position) + u64::from(steps) > u64::from(context_max) {
+            let message = format!("{steps} steps from position {position} do not fit a context of {context_max}");
+            return Err(Fault::input(message).with_remedy("lower `--position` or `--steps`"));
+        }
+        let devices = Devices::list(true);
+        let found = devices.find_for_run(target)?;
+        let site = self.site(workspace);
+        let source = emit(validated, target, Trace::On);
+        let generated = Generated { content: Digest::of(source.text.as_bytes()), source };
+        let cubin = match compile(&Compiler::new(workspace), &[(site, &generated)])?.pop() {
+            Some(Compile::Done(cubin)) => cubin,
+            Some(Compile::Waits(missing)) => return Err(missing),
+            None => return Err(Fault::internal("a compile gave no result")),
+        };
+        let pack = pack_for(&site, self.schedule, validated)?;
+        let device = Device::open(found.ordinal)?;
+        let schedule = validated.schedule();
+        let mut session = load_session(&device, validated, &cubin.bytes, &pack, Trace::On, steps)?;
+        fill_device_cache(&mut session, schedule, FILL_SEED, position)?;
+        session.start(&check_ids(imported.graph.vocab, position + 1), &[])?;
+        for _ in 0..WARM_UP {
+            session.run(position, steps, false)?;
+        }
+        let (words, device_us) = session.run_traced(position, steps)?;
+        let stamps = Stamps { words: &words, tasks_max: session.stamps_max(), position, steps };
+        let spans = spans(schedule, stamps).map_err(|error| Fault::internal(format!("the trace: {error}")))?;
+        let bytes_per_step = step_bytes(validated, &imported.graph, position + steps / 2);
+        Ok(Traced {
+            hardware: found.name.clone(),
+            sms: schedule.machine.sms,
+            position,
+            steps,
+            step_us: device_us / f64::from(steps),
+            bytes_per_step,
+            floor_us: target.measured.read_bytes_per_s.map(|per_s| bytes_per_step as f64 / per_s * 1e6),
+            table: table(&spans, schedule.machine.sms, steps),
+            spans,
+        })
+    }
+}
