@@ -105,7 +105,6 @@ pub fn fixed_smem_bytes(
         heads_per_task: crate::lower::HEADS_PER_TASK_MAX
             .min(graph.layers.iter().map(|l| l.attn.heads / l.attn.kv_heads).max().unwrap_or(1)),
         hidden_units_per_sm: graph.hidden.div_ceil(UNIT_ROWS).div_ceil(sms),
-        rotary: dim,
         splits: crate::candidate::SPLITS_DEFAULT_MAX,
         precision,
         dot: target.spec.dot,
@@ -122,7 +121,6 @@ struct SmemNeeds {
     head_dim: u32,
     heads_per_task: u32,
     hidden_units_per_sm: u32,
-    rotary: u32,
     splits: u32,
     precision: Precision,
     dot: DotMechanism,
@@ -140,21 +138,22 @@ fn smem_parts(n: &SmemNeeds) -> Vec<SmemPart> {
         _ => n.k_max.next_multiple_of(32) * 4,
     };
     // Two batches of partial sums, so that a warp may start the next batch while others still add up this one. Attention
-    // stages nothing: its per-warp state (maximum, sum, accumulators) and the records of a merge take both places.
+    // stages nothing: the state of each warp and of the current position (maximum, sum, accumulators) and the records of a
+    // merge take both places.
     let sums = 2 * REDUCE_UNITS * n.consumer_warps * UNIT_ROWS * 4;
-    let attention = n.consumer_warps * n.heads_per_task * (n.head_dim + PARTIAL_HEADER) * 4;
+    let attention = (n.consumer_warps + 1) * n.heads_per_task * (n.head_dim + PARTIAL_HEADER) * 4;
     let merge = n.splits * (n.head_dim + PARTIAL_HEADER) * 4;
     let parts = [
         ("ring", n.ring_bytes),
         ("stage", stage_bytes),
         ("reduce", sums.max(attention.max(merge).saturating_sub(stage_bytes.next_multiple_of(128)))),
-        // q of a task, k, v, in fp32, and the rotary row.
-        ("heads", ((n.heads_per_task + 2) * n.head_dim + n.rotary) * 4),
+        // q of a task, k, v, in fp32, and q once more as the tensor cores take it.
+        ("heads", (n.heads_per_task + 2) * n.head_dim * 4 + n.heads_per_task * n.head_dim.next_multiple_of(32) * 2),
         ("residual", n.hidden_units_per_sm * UNIT_ROWS * 4),
         // The queue of this SM, read once a launch.
         ("queue", n.queue_max.saturating_mul(QUEUE_ENTRY_BYTES)),
-        // Ring barriers (64 slots at most), norm statistics of each warp, token, position, abort word.
-        ("state", 64 * 16 + n.consumer_warps * 32 + 1024),
+        // Ring barriers (64 slots at most), what each warp carries from task to task and its statistics, token, watchdog.
+        ("state", 64 * 16 + n.consumer_warps * 64 + 512),
     ];
     let mut offset = 0u32;
     parts
@@ -174,7 +173,6 @@ fn machine(program: &Program, target: &Target, c: &Candidate, queue_max: u32) ->
         head_dim: 0,
         heads_per_task: 1,
         hidden_units_per_sm: 0,
-        rotary: 0,
         splits: 1,
         precision: program.precision,
         dot: spec.dot,
@@ -193,7 +191,6 @@ fn machine(program: &Program, target: &Target, c: &Candidate, queue_max: u32) ->
             Op::Attention(a) => {
                 needs.head_dim = needs.head_dim.max(a.head_dim);
                 needs.heads_per_task = needs.heads_per_task.max(a.heads_per_task);
-                needs.rotary = needs.rotary.max(a.rotary);
                 needs.splits = needs.splits.max(a.splits);
             }
             Op::NormAdd { width, .. } => {

@@ -12,13 +12,35 @@ __device__ __forceinline__ float warp_max(float v) {
   return v;
 }
 
-// D(16 x 8) += A(16 x 16) B(16 x 8), bf16 operands, fp32 sums. Only rows 0..7 of A are used: row g of A (lane / 4 == g)
-// is one token or one query head, and the sums of rows 8..15 are never read, so their registers are shared scratch.
+// Tensor-core sums D(16 x 8) += A(16 x 16) B(16 x 8), bf16 operands, fp32 sums. Only 8 rows are wanted (row g, of lane / 4
+// == g, is one token or one query head), so rows 8..15 serve as a second k: four words (x, y, z, w) of a row of W or of K
+// meet the words of the vector in the order (x, z, y, w). The first product adds x and y to the low rows, the second z and w
+// to the high rows of another set of sums; the other halves are never read. No register is moved, and none is zero.
+struct Products {
+  float low[4], high[4];
+  __device__ __forceinline__ float sum(int column) const { return low[column] + high[2 + column]; }
+  __device__ __forceinline__ void add(const uint4 a, const uint4 b) {
+#if __CUDA_ARCH__ >= 800
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+        : "+f"(low[0]), "+f"(low[1]), "+f"(low[2]), "+f"(low[3])
+        : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b.x), "r"(b.y));
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+        : "+f"(high[0]), "+f"(high[1]), "+f"(high[2]), "+f"(high[3])
+        : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b.z), "r"(b.w));
+#endif
+  }
+};
+// Byte of a vector's pair of elements `k`, `k + 1` (k even) in that order: within 16 bytes the middle words change places.
+__device__ __forceinline__ int operand_byte(int k) {
+  const int word = k / 2 % 4;
+  return k / 8 * 16 + ((word & 1) << 1 | word >> 1) * 4;
+}
+
+// The same with rows 8..15 of A zero and their sums scratch.
 __device__ __forceinline__ void mma_rows8(float& d0, float& d1, u32 a0, u32 a2, u32 b0, u32 b1) {
 #if __CUDA_ARCH__ >= 800
   [[maybe_unused]] float unused0, unused1;
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5,%6,%5},{%7,%8},{%0,%1,%9,%9};"
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5,%6,%5},{%7,%8},{%0,%1,%9,%9};"
       : "+f"(d0), "+f"(d1), "=f"(unused0), "=f"(unused1)
       : "r"(a0), "r"(0), "r"(a2), "r"(b0), "r"(b1), "f"(0.f));
 #endif

@@ -6,9 +6,10 @@
 // out                        SPLITS == 1: HPT * DIM columns; else one record (max, sum, DIM sums) a query head, see merge
 //
 // Work split: within a pair of chunks a warp takes tiles of rows and keeps its own running
-// maximum, sum and accumulators, so no barrier is needed until all warps merge. The current position is merged last: its
-// key and value never travel through the cache. With bf16 caches a tile is 16 rows and both products run on tensor cores
-// (rows of A are the query heads of one KV head); else a tile is 32 rows, one a lane.
+// maximum, sum and accumulators, so no barrier is needed until all warps merge. The current position is one more record of
+// the merge: its key and value never travel through the cache, and the warps that are the last to get a tile score it. With
+// bf16 caches a tile is 16 rows and both products run on tensor cores (rows of A are the query heads of one KV head); else a
+// tile is 32 rows, one a lane.
 #pragma once
 
 enum class HeadNorm : int { NONE, HEAD, PROJECTION };
@@ -26,6 +27,11 @@ struct Attention {
   static __device__ __forceinline__ float* q_head(const Context<M>& c, int h) { return c.heads() + h * G::DIM; }
   static __device__ __forceinline__ float* key(const Context<M>& c) { return c.heads() + HPT * G::DIM; }
   static __device__ __forceinline__ float* value(const Context<M>& c) { return c.heads() + (HPT + 1) * G::DIM; }
+  // Tensor cores: the queries once more, as bf16, KJ granules of 32 values a head.
+  static constexpr int KJ = ceil_div(G::DIM, 32);
+  static __device__ __forceinline__ u8* q_operand(const Context<M>& c, int h) {
+    return reinterpret_cast<u8*>(c.heads() + (HPT + 2) * G::DIM) + h * (KJ * 64);
+  }
 
   static __device__ __forceinline__ float rounded(float v) {
     C stored;
@@ -36,10 +42,13 @@ struct Attention {
   // Sum of squares of a whole projection, on all threads (OLMo 2 normalises over all heads at once).
   static __device__ __forceinline__ float projection_squares(Context<M>& c, const Entry& e, int col, int cols, int which) {
     float squares = 0.f;
-    for (int i = c.tid(); i < cols / PER_PACKET; i += T) {
-      u32 payload = 0;
-      if (!c.lost && !await_packet(c.p.exchange + e.x + col / PER_PACKET + i, c.tag, payload, c.dog(), c.site(e))) c.lost = true;
-      float a = Wire<M>::lo(payload), b = PER_PACKET == 2 ? Wire<M>::hi(payload) : 0.f;
+    for (int first = 0; first < cols / PER_PACKET; first += T) {
+      const int i = first + c.tid();
+      const bool active[1] = {i < cols / PER_PACKET};
+      u32 payload[1];
+      const u64* const from[1] = {c.p.exchange + e.x + col / PER_PACKET + i};
+      await_packets<1>(from, active, c.tag, payload, c.patience, c.dog(), c.site());
+      float a = Wire<M>::lo(payload[0]), b = PER_PACKET == 2 ? Wire<M>::hi(payload[0]) : 0.f;
       squares += a * a + b * b;
     }
     squares = warp_sum(squares);
@@ -103,12 +112,24 @@ struct Attention {
 
   // One head's packets into shared memory, by one warp.
   static __device__ __forceinline__ void fetch(Context<M>& c, const Entry& e, float* to, int col) {
-    constexpr int PACKETS = G::DIM / PER_PACKET;
-    for (int i = c.lane(); i < PACKETS; i += 32) {
-      u32 payload = 0;
-      if (!c.lost && !await_packet(c.p.exchange + e.x + col / PER_PACKET + i, c.tag, payload, c.dog(), c.site(e))) c.lost = true;
-      to[i * PER_PACKET] = Wire<M>::lo(payload);
-      if constexpr (PER_PACKET == 2) to[i * 2 + 1] = Wire<M>::hi(payload);
+    constexpr int PACKETS = G::DIM / PER_PACKET, N = ceil_div(PACKETS, 32);
+    bool active[N];
+    const u64* from[N];
+    u32 payload[N];
+#pragma unroll
+    for (int n = 0; n < N; n++) {
+      active[n] = n * 32 + c.lane() < PACKETS;
+      from[n] = c.p.exchange + e.x + col / PER_PACKET + n * 32 + c.lane();
+    }
+    await_packets<N>(from, active, c.tag, payload, c.patience, c.dog(), c.site());
+#pragma unroll
+    for (int n = 0; n < N; n++) {
+      if (!active[n]) continue;
+      float* x = to + (n * 32 + c.lane()) * PER_PACKET;
+      if constexpr (PER_PACKET == 2)
+        *reinterpret_cast<float2*>(x) = make_float2(Wire<M>::lo(payload[n]), Wire<M>::hi(payload[n]));
+      else
+        *x = Wire<M>::lo(payload[n]);
     }
     __syncwarp();
   }
@@ -126,6 +147,11 @@ struct Attention {
       if (h < HPT) {
         fetch(c, e, q_head(c, h), (i * HPT + h) * G::DIM);
         prepare<G::Q_NORM>(c, angle, q_head(c, h), q_squares, G::HEADS * G::DIM, G::Q_EPS, e.q_norm, i * HPT + h);
+        if constexpr (TENSOR)
+          for (int d = c.lane() * 2; d < KJ * 32; d += 64) {
+            const float2 x = d < G::DIM ? *reinterpret_cast<const float2*>(q_head(c, h) + d) : make_float2(0.f, 0.f);
+            *reinterpret_cast<u32*>(q_operand(c, h) + operand_byte(d)) = bf16_pair(x.x, x.y);
+          }
         continue;
       }
       const bool is_key = h == HPT;
@@ -141,11 +167,12 @@ struct Attention {
     u32 start, end;
     history_share(c.position, G::WINDOW, G::SPLITS, j, start, end);
     const int rows = int(end - start), pairs = ceil_div(rows, G::CHUNK_ROWS);
+    if (last)
+      for (int h = M::WARPS - 1 - c.warp(); h < HPT; h += M::WARPS) score_current(c, h);
     if constexpr (TENSOR)
       history_tensor(c, e, rows, pairs);
     else
       history_lanes(c, e, rows, pairs);
-    c.chunk += 2 * pairs;
     c.barrier();
     c.stamp(2);
     finish(c, e, i, j, last);
@@ -166,31 +193,41 @@ struct Attention {
     return c.scratch() + (warp * HPT + h) * R;
   }
 
+  // The current position's score, behind the records of all warps; its value is the one in shared memory.
+  static __device__ __forceinline__ void score_current(const Context<M>& c, int h) {
+    float dot = 0.f;
+    for (int d = c.lane(); d < G::DIM; d += 32) dot += q_head(c, h)[d] * key(c)[d];
+    dot = warp_sum(dot);
+    if (c.lane() == 0) warp_record(c, M::WARPS, h)[0] = softcap(dot * G::SCALE, G::SOFTCAP);
+  }
+
   static __device__ __forceinline__ void history_tensor(Context<M>& c, const Entry& e, int rows, int pairs) {
-    constexpr int KJ = ceil_div(G::DIM, 32), NT = ceil_div(G::DIM, 8);
+    constexpr int NT = ceil_div(G::DIM, 8);
     const int g = c.lane() / 4, t = c.lane() % 4;
-    u32 qa[KJ * 4];
+    // Rows of the product beyond HPT are never read.
+    const u8* q = q_operand(c, g < HPT ? g : 0) + t * 16;
+    // Kept in registers as long as the sums leave room for them.
+    constexpr bool KEEP = G::DIM <= 128;
+    uint4 qa[KEEP ? KJ : 1];
+    if constexpr (KEEP)
 #pragma unroll
-    for (int k = 0; k < KJ; k++) {
-      const int d = k * 32 + t * 8;
-      const bool live = g < HPT && d < G::DIM;
-      const float* x = q_head(c, live ? g : 0) + (live ? d : 0);
-#pragma unroll
-      for (int w = 0; w < 4; w++) qa[k * 4 + w] = live ? bf16_pair(x[2 * w], x[2 * w + 1]) : 0;
-    }
+      for (int k = 0; k < KJ; k++) qa[k] = *reinterpret_cast<const uint4*>(q + k * 64);
     float m = NEGATIVE_INFINITY, l = 0.f, o[NT][2];
 #pragma unroll
     for (int n = 0; n < NT; n++) o[n][0] = o[n][1] = 0.f;
-    auto at = ring_cursor<M>(c.chunk);
+#pragma unroll 1
     for (int pair = 0; pair < pairs; pair++) {
       const int live_rows = min(G::CHUNK_ROWS, rows - pair * G::CHUNK_ROWS);
-      auto v_at = at;
-      v_at.advance(1);
-      const u8* keys = ring_take(c, e, at);
-      const u8* values = ring_take(c, e, v_at);
+      const RingCursor<M> at = c.ring;
+      c.ring.next();
+      const RingCursor<M> v_at = c.ring;
+      c.ring.next();
+      const u8* keys = ring_take(c, at);
+      const u8* values = ring_take(c, v_at);
+#pragma unroll 1
       for (int tile = c.warp(); tile * 16 < live_rows; tile += M::WARPS) {
         const int row0 = tile * 16;
-        float s[2][2] = {{0.f, 0.f}, {0.f, 0.f}};
+        Products products[2] = {};
 #pragma unroll
         for (int n = 0; n < 2; n++)
 #pragma unroll
@@ -198,15 +235,16 @@ struct Attention {
             uint4 b = make_uint4(0, 0, 0, 0);
             if (G::DIM % 32 == 0 || k * 32 + t * 8 < G::DIM)
               b = *reinterpret_cast<const uint4*>(keys + (row0 + n * 8 + g) * (G::PITCH * 2) + k * 64 + t * 16);
-            mma_rows8(s[n][0], s[n][1], qa[k * 4], qa[k * 4 + 1], b.x, b.y);
-            mma_rows8(s[n][0], s[n][1], qa[k * 4 + 2], qa[k * 4 + 3], b.z, b.w);
+            products[n].add(KEEP ? qa[KEEP ? k : 0] : *reinterpret_cast<const uint4*>(q + k * 64), b);
           }
+        float s[2][2];
         float top = m;
 #pragma unroll
         for (int n = 0; n < 2; n++)
 #pragma unroll
           for (int i = 0; i < 2; i++) {
-            s[n][i] = row0 + n * 8 + t * 2 + i < live_rows ? softcap(s[n][i] * G::SCALE, G::SOFTCAP) : NEGATIVE_INFINITY;
+            const float score = softcap(products[n].sum(i) * G::SCALE, G::SOFTCAP);
+            s[n][i] = row0 + n * 8 + t * 2 + i < live_rows ? score : NEGATIVE_INFINITY;
             top = fmaxf(top, s[n][i]);
           }
         top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
@@ -248,7 +286,6 @@ struct Attention {
       }
       ring_release(c, at);
       ring_release(c, v_at);
-      at.advance(2);
     }
     l += __shfl_xor_sync(~0u, l, 1);
     l += __shfl_xor_sync(~0u, l, 2);
@@ -290,13 +327,15 @@ struct Attention {
 #pragma unroll
       for (int d = 0; d < DL; d++) o[h][d] = 0.f;
     }
-    auto at = ring_cursor<M>(c.chunk);
+#pragma unroll 1
     for (int pair = 0; pair < pairs; pair++) {
       const int live_rows = min(G::CHUNK_ROWS, rows - pair * G::CHUNK_ROWS);
-      auto v_at = at;
-      v_at.advance(1);
-      const C* keys = reinterpret_cast<const C*>(ring_take(c, e, at));
-      const C* values = reinterpret_cast<const C*>(ring_take(c, e, v_at));
+      const RingCursor<M> at = c.ring;
+      c.ring.next();
+      const RingCursor<M> v_at = c.ring;
+      c.ring.next();
+      const C* keys = reinterpret_cast<const C*>(ring_take(c, at));
+      const C* values = reinterpret_cast<const C*>(ring_take(c, v_at));
       for (int tile = c.warp(); tile * 32 < live_rows; tile += M::WARPS) {
         const int row = tile * 32 + c.lane();
         const bool live = row < live_rows;
@@ -329,7 +368,6 @@ struct Attention {
       }
       ring_release(c, at);
       ring_release(c, v_at);
-      at.advance(2);
     }
 #pragma unroll
     for (int h = 0; h < HPT; h++) {
@@ -344,44 +382,43 @@ struct Attention {
     }
   }
 
-  // Merges the warps and the current position; a warp takes a head, and a lane the weight of one warp's record.
+  // Merges the warps and the current position; a warp takes up to 64 dimensions of a head.
   static __device__ __forceinline__ void finish(Context<M>& c, const Entry& e, int i, int j, bool last) {
-    static_assert(M::WARPS <= 32, "a lane holds the weight of a warp");
-    for (int h = c.warp(); h < HPT; h += M::WARPS) {
-      float score = NEGATIVE_INFINITY;
-      if (last) {
-        float dot = 0.f;
-        for (int d = c.lane(); d < G::DIM; d += 32) dot += q_head(c, h)[d] * key(c)[d];
-        score = softcap(warp_sum(dot) * G::SCALE, G::SOFTCAP);
+    constexpr int BLOCKS = ceil_div(G::DIM, 64);
+#pragma unroll 1
+    for (int x = c.warp(); x < HPT * BLOCKS; x += M::WARPS) {
+      const int h = x / BLOCKS, d = x % BLOCKS * 64 + c.lane() * 2;
+      const bool live = d < G::DIM;
+      const float score = last ? warp_record(c, M::WARPS, h)[0] : NEGATIVE_INFINITY;
+      float2 state[M::WARPS];
+      float top = score;
+#pragma unroll
+      for (int w = 0; w < M::WARPS; w++) {
+        state[w] = *reinterpret_cast<const float2*>(warp_record(c, w, h));
+        top = fmaxf(top, state[w].x);
       }
-      const bool mine = c.lane() < M::WARPS;
-      const float m = mine ? warp_record(c, c.lane(), h)[0] : NEGATIVE_INFINITY;
-      const float top = fmaxf(score, warp_max(m));
-      const float weight = m > NEGATIVE_INFINITY ? __expf(m - top) : 0.f;
       const float current = last ? __expf(score - top) : 0.f;
-      const float sum = warp_sum(mine ? weight * warp_record(c, c.lane(), h)[1] : 0.f) + current;
-      for (int d = c.lane() * 2; d < round_up(G::DIM, 64); d += 64) {
-        const bool live = d < G::DIM;
-        float a = last && live ? current * value(c)[d] : 0.f, b = last && live ? current * value(c)[d + 1] : 0.f;
-#pragma unroll 8
-        for (int w = 0; w < M::WARPS; w++) {
-          const float factor = __shfl_sync(~0u, weight, w);
-          const float2 o = *reinterpret_cast<const float2*>(warp_record(c, w, h) + 2 + (live ? d : 0));
-          a += factor * o.x;
-          b += factor * o.y;
+      const float2 v = last && live ? *reinterpret_cast<const float2*>(value(c) + d) : make_float2(0.f, 0.f);
+      float sum = current, a = current * v.x, b = current * v.y;
+#pragma unroll
+      for (int w = 0; w < M::WARPS; w++) {
+        const float factor = state[w].x > NEGATIVE_INFINITY ? __expf(state[w].x - top) : 0.f;
+        const float2 o = *reinterpret_cast<const float2*>(warp_record(c, w, h) + 2 + (live ? d : 0));
+        sum += factor * state[w].y;
+        a += factor * o.x;
+        b += factor * o.y;
+      }
+      if (!live) continue;
+      if constexpr (G::SPLITS == 1) {
+        publish_columns<G::HEADS * G::DIM>(c, e.out, (i * HPT + h) * G::DIM + d, __fdividef(a, sum), __fdividef(b, sum));
+      } else {
+        u64* record = c.p.exchange + e.out + u64((i * G::SPLITS + j) * HPT + h) * R;
+        if (d == 0) {
+          publish(record, __float_as_uint(top), c.tag);
+          publish(record + 1, __float_as_uint(sum), c.tag);
         }
-        if (!live) continue;
-        if constexpr (G::SPLITS == 1) {
-          publish_columns<G::HEADS * G::DIM>(c, e.out, (i * HPT + h) * G::DIM + d, __fdividef(a, sum), __fdividef(b, sum));
-        } else {
-          u64* record = c.p.exchange + e.out + u64((i * G::SPLITS + j) * HPT + h) * R;
-          if (d == 0) {
-            publish(record, __float_as_uint(top), c.tag);
-            publish(record + 1, __float_as_uint(sum), c.tag);
-          }
-          publish(record + 2 + d, __float_as_uint(a), c.tag);
-          publish(record + 3 + d, __float_as_uint(b), c.tag);
-        }
+        publish(record + 2 + d, __float_as_uint(a), c.tag);
+        publish(record + 3 + d, __float_as_uint(b), c.tag);
       }
     }
   }

@@ -12,6 +12,7 @@ template <class M, class G>
 struct AttentionMerge {
   static constexpr int R = G::DIM + 2;
   static constexpr int T = M::WARPS * 32;
+  static constexpr int N = ceil_div(G::SPLITS * R, T) < 8 ? ceil_div(G::SPLITS * R, T) : 8; // packets a thread waits for at once
 
   static __device__ __forceinline__ void run(Context<M>& c, const Entry& e) {
     const int h = int(e.lo);
@@ -19,11 +20,22 @@ struct AttentionMerge {
     constexpr int STRIDE = G::HEADS_PER_TASK * R;
     float* scratch = c.scratch();
     c.barrier(); // slow warps may still add up the previous task's partial sums there
-    // Everything is read by somebody: one packet a thread and turn, into shared memory.
-    for (int i = c.tid(); i < G::SPLITS * R; i += T) {
-      u32 payload = 0;
-      if (!c.lost && !await_packet(records + u64(i / R) * STRIDE + i % R, c.tag, payload, c.dog(), c.site(e))) c.lost = true;
-      scratch[i] = __uint_as_float(payload);
+    // Everything is read by somebody, into shared memory.
+#pragma unroll 1
+    for (int first = 0; first < G::SPLITS * R; first += T * N) {
+      bool active[N];
+      const u64* from[N];
+      u32 payload[N];
+#pragma unroll
+      for (int n = 0; n < N; n++) {
+        const int i = first + n * T + c.tid();
+        active[n] = i < G::SPLITS * R;
+        from[n] = records + u64(i / R) * STRIDE + i % R;
+      }
+      await_packets<N>(from, active, c.tag, payload, c.patience, c.dog(), c.site());
+#pragma unroll
+      for (int n = 0; n < N; n++)
+        if (active[n]) scratch[first + n * T + c.tid()] = __uint_as_float(payload[n]);
     }
     c.barrier();
     c.stamp(1);

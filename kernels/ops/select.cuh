@@ -16,11 +16,12 @@ struct Select {
     const u64* from = c.p.exchange + e.x + (tag & 1) * round_up(2 * G::PARTS, 2);
     float value = NEGATIVE_INFINITY;
     int row = 0x7fffffff;
-    for (int i = c.tid(); i < G::PARTS; i += T) {
-      const bool active[1] = {!c.lost};
+    for (int first = 0; first < G::PARTS; first += T) {
+      const int i = first + c.tid();
+      const bool active[1] = {i < G::PARTS};
       u64 a[1] = {0}, b[1] = {0};
-      if (!await_pairs<1>(from + i * 2, 0, active, tag, a, b, c.dog(), WaitSite{c.tag, e.task, e.event})) c.lost = true;
-      argmax_take(value, row, __uint_as_float(u32(a[0])), int(u32(b[0])));
+      await_pairs<1>(from + i * 2, 0, active, tag, a, b, c.patience, c.dog(), c.site());
+      if (active[0]) argmax_take(value, row, __uint_as_float(u32(a[0])), int(u32(b[0])));
     }
     c.stamp(1);
     warp_argmax(value, row);
@@ -37,7 +38,7 @@ struct Select {
         acquire_step();
         const bool given = c.position < c.p.prompt_len;
         const int token = given ? c.p.prompt[c.position] : row;
-        bool stop = c.lost;
+        bool stop = c.lost();
         if (!given)
           for (u32 i = 0; i < c.p.eos_count; i++) stop = stop || token == c.p.eos[i];
         c.state().token = token;

@@ -54,22 +54,38 @@ __device__ __forceinline__ State<M>& block_state() {
   return *reinterpret_cast<State<M>*>(block_memory() + M::STATE_AT);
 }
 
+// Where a chunk of the stream lies: its slot, and how often the slot was filled before.
+template <class M>
+struct RingCursor {
+  u32 slot, use;
+  __device__ __forceinline__ void next() {
+    if (++slot == M::SLOTS) {
+      slot = 0;
+      use++;
+    }
+  }
+};
+
 // Thread-wide view of a block.
 template <class M>
 struct Context {
   const Params& p;
   u32 tag, position;
-  u32 chunk;    // ring chunks consumed since the launch began
-  u32 batch;    // parity of the partial-sum buffer
-  u32 task;     // tasks executed since the launch began: parity of `stat`
-  int in_step;  // tasks executed in this step
-  u32 starved_ns; // traced builds: time of this task before chunks that had not landed
-  bool lost;    // a wait gave up: run to the end without waiting
+  RingCursor<M> ring; // next chunk to consume
+  u32 batch;          // parity of the partial-sum buffer
+  u32 task;           // tasks executed since the launch began: parity of `stat`
+  int in_step;        // place of the running task in the queue
+  u32 patience;       // polls of a wait before it looks at the clock
+  u32 starved_ns;     // traced builds: time of this task before chunks that had not landed
 
-  // Computed where they are used: registers are what attention is short of.
-  static __device__ __forceinline__ int tid() { return int(threadIdx.x); }
-  static __device__ __forceinline__ int warp() { return int(threadIdx.x) / 32; }
-  static __device__ __forceinline__ int lane() { return int(threadIdx.x) % 32; }
+  int thread;
+
+  // At the start of every task. The compiler must take the thread for new, or it computes what all ops derive from it
+  // before the loop over tasks, and keeps that in registers throughout.
+  __device__ __forceinline__ void begin_task() { asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread)); }
+  __device__ __forceinline__ int tid() const { return thread; }
+  __device__ __forceinline__ int warp() const { return thread / 32; }
+  __device__ __forceinline__ int lane() const { return thread % 32; }
   static __device__ __forceinline__ int sm() { return int(blockIdx.x); }
   static __device__ __forceinline__ State<M>& state() { return block_state<M>(); }
   static __device__ __forceinline__ const Watchdog* dog() { return &block_state<M>().dog; }
@@ -84,7 +100,8 @@ struct Context {
   __device__ __forceinline__ const T* constant(u32 at) const {
     return reinterpret_cast<const T*>(p.constants + u64(at) * 256);
   }
-  __device__ __forceinline__ WaitSite site(const Entry& e) const { return WaitSite{tag, e.task, e.event}; }
+  __device__ __forceinline__ WaitSite site() const { return WaitSite{tag, queue() + in_step}; }
+  __device__ __forceinline__ bool lost() const { return patience == POLLS_WHEN_LOST; }
   __device__ __forceinline__ void barrier() const { consumer_barrier<M::WARPS * 32>(); }
   // Traced builds: 0 task begins, 1 inputs are there, 2 sums are done, 3 task ends. Costs nothing when off.
   __device__ __forceinline__ void stamp(int k) {

@@ -20,9 +20,11 @@ __device__ __forceinline__ void consume(const Params& p) {
   Context<M> c{p};
   c.tag = p.tag;
   c.position = p.position;
-  c.chunk = c.batch = c.task = 0;
+  c.ring = RingCursor<M>{0, 0};
+  c.batch = c.task = 0;
   c.in_step = 0;
-  c.lost = false;
+  c.patience = POLLS_BETWEEN_CHECKS;
+  c.begin_task();
   u32 count = load_queue(c, c.position);
   for (u32 s = 0; s < p.steps; s++) {
     if (s > 0 && c.position == M::SPLIT_FROM) count = load_queue(c, c.position);
@@ -30,11 +32,14 @@ __device__ __forceinline__ void consume(const Params& p) {
     for (u32 i = 0; i < count; i++) {
       c.in_step = int(i);
       c.stamp(0);
-      D::run(c, c.queue()[i]);
+      const Entry& entry = c.queue()[i];
+      c.begin_task();
+      D::run(c, entry);
       c.stamp(3);
       c.task++;
       if (i == 0 && c.state().stop) {
         // The token that ended the sequence is reported all the same; in the queue of block 0 that is the next task.
+        c.in_step = 1;
         if (c.sm() == 0) D::select_and_report(c, c.queue()[1]);
         return;
       }
@@ -45,6 +50,7 @@ __device__ __forceinline__ void consume(const Params& p) {
   // The token that follows the last step, for the host: block 0 selects and reports once more.
   if (c.sm() == 0)
     for (u32 i = 0; i < 2; i++) {
+      c.in_step = int(i);
       D::select_and_report(c, c.queue()[i]);
       c.task++;
     }
@@ -69,7 +75,7 @@ __device__ __forceinline__ void persistent(const Params& p) {
   }
   __syncthreads();
   if (threadIdx.x >= M::WARPS * 32) {
-    Loader<M> loader{p, state, int(threadIdx.x) - M::WARPS * 32, 0, 0, false};
+    Loader<M> loader{p, state, int(threadIdx.x) - M::WARPS * 32, RingCursor<M>{0, 0}, 0, false};
     if (M::COPY != Copy::BULK || loader.tid == 0) loader.run();
   } else {
     consume<M, D>(p);

@@ -14,7 +14,7 @@ struct alignas(16) Entry {
   u32 x;        // packets of the first exchange operand (x, q, candidates, partial)
   u32 out;      // packets of the published operand
   u32 aux;      // packets of a second published operand (candidates of the head)
-  u32 chunks;   // ring chunks of this task's weights; 0 for history, whose count depends on the position
+  u32 reserved; // makes an entry 64 bytes
   u32 residual; // first residual value of this block that the task owns
   union {
     u32 norm_weight, q_norm;
@@ -32,8 +32,14 @@ static_assert(sizeof(Entry) == 64, "queue entries are 64 bytes in codegen/abi.rs
 // One run of an SM's stream: weights of one task, or its share of the history.
 struct alignas(16) StreamRun {
   u32 bytes;      // weights: bytes of the run; history: 0
-  u32 k_cache;    // history: cache of this layer, units of 256 bytes
-  u32 v_cache;
+  union {
+    u32 block_bytes; // weights: what chunks do not reach beyond
+    u32 k_cache;     // history: cache of this layer, units of 256 bytes
+  };
+  union {
+    u32 chunk_bytes; // weights: bytes of a chunk, the last of a block may be shorter
+    u32 v_cache;
+  };
   u32 head_j;     // history: KV head << 16 | share
   u32 splits;     // history: shares
   u32 window;     // history: visible positions, 0: all

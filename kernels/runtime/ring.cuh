@@ -12,32 +12,21 @@ constexpr bool RING_COUNTERS = M::COPY == Copy::PLAIN;
 template <class M>
 constexpr u32 FULL_ARRIVALS = M::COPY == Copy::BULK ? 1 : (M::COPY == Copy::CP_ASYNC ? M::LOADER_WARPS * 32 : M::LOADER_WARPS);
 
-template <class M>
-struct RingCursor {
-  u32 slot, use; // use: how often the slot was filled before
-  __device__ __forceinline__ void advance(u32 n) {
-    slot += n;
-    while (slot >= M::SLOTS) {
-      slot -= M::SLOTS;
-      use++;
-    }
-  }
-};
-template <class M>
-__device__ __forceinline__ RingCursor<M> ring_cursor(u32 chunk) {
-  return RingCursor<M>{chunk % M::SLOTS, chunk / M::SLOTS};
-}
-
 // ---- consumer side ----------------------------------------------------------------------------------------------
 
+// Waits for a chunk.
 template <class M>
-__device__ __forceinline__ const u8* ring_take(Context<M>& c, const Entry& e, const RingCursor<M>& at) {
+__device__ __forceinline__ const u8* ring_take(Context<M>& c, const RingCursor<M>& at) {
   const u64 begun = c.begin_starving();
-  if (!c.lost && !await_slot<RING_COUNTERS<M>>(&c.state().full[at.slot], at.use, FULL_ARRIVALS<M>, c.dog(), c.site(e),
-                                               WaitKind::RING_FULL))
-    c.lost = true;
+  await_slot<RING_COUNTERS<M>>(&c.state().full[at.slot], at.use, FULL_ARRIVALS<M>, c.patience, c.dog(), c.site(),
+                               WaitKind::RING_FULL);
   c.end_starving(begun);
-  return block_memory() + u32(at.slot) * M::SLOT_BYTES;
+  return block_memory() + at.slot * M::SLOT_BYTES;
+}
+// Whether a chunk is there already; the same for all lanes.
+template <class M>
+__device__ __forceinline__ bool ring_peek(Context<M>& c, const RingCursor<M>& at) {
+  return __all_sync(~0u, Slot<RING_COUNTERS<M>>::peek(&c.state().full[at.slot], at.use, FULL_ARRIVALS<M>));
 }
 // Once by each warp.
 template <class M>
@@ -54,7 +43,8 @@ struct Loader {
   const Params& p;
   State<M>& state;
   int tid; // within the loader warps
-  u32 issued, landed;
+  RingCursor<M> oldest; // the first copy that has not landed
+  u32 flying;           // copies that have not
   bool lost;
 #if __CUDA_ARCH__ >= 900
   u64 policy;
@@ -62,18 +52,20 @@ struct Loader {
 
   __device__ __forceinline__ bool gone() const { return lost || state.stop != 0; }
 
-  // Waits until the slot of chunk `issued` is free and few enough copies are in flight. False: leave.
+  // Waits until the slot of the next chunk is free and few enough copies are in flight. False: leave.
   __device__ __forceinline__ bool await_free(const RingCursor<M>& at, u32 tag) {
     if constexpr (M::COPY == Copy::BULK) {
 #if __CUDA_ARCH__ >= 900
       // Free slots ahead decide how much may be in flight.
-      auto ahead = ring_cursor<M>(issued + M::FLIGHT_FREE - (M::FLIGHT_FREE > 0 ? 1 : 0));
-      bool roomy = ahead.use == 0 || Slot<RING_COUNTERS<M>>::peek(&state.empty[ahead.slot], ahead.use - 1);
-      u32 cap = roomy ? M::FLIGHT_HIGH : M::FLIGHT_LOW;
-      while (issued - landed >= cap) {
-        auto oldest = ring_cursor<M>(landed);
+      constexpr u32 AHEAD = M::FLIGHT_FREE > 0 ? M::FLIGHT_FREE - 1 : 0;
+      const bool wraps = at.slot + AHEAD >= M::SLOTS;
+      const u32 slot = wraps ? at.slot + AHEAD - M::SLOTS : at.slot + AHEAD, use = wraps ? at.use + 1 : at.use;
+      const bool roomy = use == 0 || Slot<false>::peek(&state.empty[slot], use - 1, M::WARPS);
+      const u32 cap = roomy ? M::FLIGHT_HIGH : M::FLIGHT_LOW;
+      while (flying >= cap) {
         if (!wait(&state.full[oldest.slot], oldest.use, 1, tag, WaitKind::RING_FULL)) return false;
-        landed++;
+        oldest.next();
+        flying--;
       }
 #endif
     }
@@ -83,7 +75,7 @@ struct Loader {
     u32 polls = 0;
     while (!Slot<RING_COUNTERS<M>>::reached(word, use, arrivals)) {
       if (state.stop) return false;
-      if (++polls % POLLS_BETWEEN_CHECKS == 0 && wait_expired(&state.dog, WaitSite{tag, ~0u, ~0u}, kind, use, arrivals)) {
+      if (++polls % POLLS_BETWEEN_CHECKS == 0 && wait_expired(&state.dog, WaitSite{tag, nullptr}, kind, use, arrivals)) {
         lost = true;
         return false;
       }
@@ -129,7 +121,7 @@ struct Loader {
       __syncwarp();
       if (tid % 32 == 0) Slot<RING_COUNTERS<M>>::arrive(full);
     }
-    issued++;
+    flying++;
   }
 
   __device__ void run() {
@@ -150,11 +142,14 @@ struct Loader {
         StreamRun run = next;
         if (r + 1 < last) next = p.runs[r + 1];
         if (run.bytes) {
-          for (u32 done = 0; done < run.bytes; done += M::SLOT_BYTES) {
-            u32 bytes = min(run.bytes - done, u32(M::SLOT_BYTES));
+          for (u32 end = 0, done = 0; done < run.bytes;) {
+            // No chunk reaches beyond its block.
+            if (done == end) end = min(done + run.block_bytes, run.bytes);
+            const u32 bytes = min(end - done, run.chunk_bytes);
             if (!await_free(at, tag)) return drain();
             copy(at, weights + done, bytes);
-            at.advance(1);
+            at.next();
+            done += bytes;
           }
           weights += run.bytes;
         } else {
@@ -165,7 +160,7 @@ struct Loader {
             while (i32(state.history_tag - tag) < 0) {
               if (state.stop) return drain();
               if (++polls % POLLS_BETWEEN_CHECKS == 0 &&
-                  wait_expired(&state.dog, WaitSite{tag, ~0u, ~0u}, WaitKind::HISTORY, state.history_tag, tag)) {
+                  wait_expired(&state.dog, WaitSite{tag, nullptr}, WaitKind::HISTORY, state.history_tag, tag)) {
                 lost = true;
                 return drain();
               }
@@ -181,10 +176,10 @@ struct Loader {
             u64 offset = u64(row) * run.row_bytes;
             if (!await_free(at, tag)) return drain();
             copy(at, k + offset, bytes);
-            at.advance(1);
+            at.next();
             if (!await_free(at, tag)) return drain();
             copy(at, v + offset, bytes);
-            at.advance(1);
+            at.next();
           }
         }
       }
@@ -195,10 +190,11 @@ struct Loader {
   // No copy may land in shared memory that the block has given up.
   __device__ __forceinline__ void drain() {
     if constexpr (M::COPY == Copy::BULK) {
-      for (; landed < issued; landed++) {
-        auto oldest = ring_cursor<M>(landed);
-        await_slot<RING_COUNTERS<M>>(&state.full[oldest.slot], oldest.use, 1, &state.dog, WaitSite{~0u, ~0u, ~0u}, WaitKind::RING_FULL);
-      }
+      for (u32 polls = 0; flying > 0; flying--, oldest.next())
+        while (!Slot<RING_COUNTERS<M>>::reached(&state.full[oldest.slot], oldest.use, 1))
+          if (++polls % POLLS_BETWEEN_CHECKS == 0 &&
+              wait_expired(&state.dog, WaitSite{~0u, nullptr}, WaitKind::RING_FULL, oldest.use, 1))
+            return;
     } else if constexpr (M::COPY == Copy::CP_ASYNC) {
       asm volatile("cp.async.wait_all;" ::: "memory");
     }

@@ -12,10 +12,13 @@ constexpr bool STAGE_BF16 = M::WEIGHT == Elem::BF16 && M::DOT == Dot::MMA;
 template <class M>
 __device__ __forceinline__ void stage_store(const Context<M>& c, int k, float a, float b) {
   if constexpr (STAGE_BF16<M>)
-    *reinterpret_cast<u32*>(c.stage() + k * 2) = bf16_pair(a, b);
+    *reinterpret_cast<u32*>(c.stage() + operand_byte(k)) = bf16_pair(a, b);
   else
     *reinterpret_cast<float2*>(c.stage() + k * 4) = make_float2(a, b);
 }
+
+// Pairs of packets that a thread waits for at once: each round of waiting costs a trip to L2.
+constexpr int STAGE_PAIRS_MAX = 8;
 
 // Statistics that every warp left: valid behind the next block barrier.
 template <class M>
@@ -35,8 +38,8 @@ __device__ __forceinline__ float rms_factor(const Context<M>& c, float eps) {
   return rsqrtf(block_sum(c, 0) * (1.f / K) + eps);
 }
 
-// Waits for N pairs of packets of this thread, at elements k0 + i * step (multiples of a pair) below K; stages x * weight and
-// returns the sum of squares.
+// Waits, by whole warps, for COUNT pairs of packets of this thread, at elements k0 + i * step (multiples of a pair) below K;
+// stages x * weight and returns the sum of squares.
 template <class M, int K, Norm N, bool STORE, int COUNT>
 __device__ __forceinline__ float stage_pairs(Context<M>& c, const Entry& e, int k0, int step, float& sum) {
   constexpr int PER_PACKET = Wire<M>::PER_PACKET, PER_PAIR = 2 * PER_PACKET;
@@ -47,7 +50,7 @@ __device__ __forceinline__ float stage_pairs(Context<M>& c, const Entry& e, int 
 #pragma unroll
   for (int i = 0; i < COUNT; i++) {
     const int k = k0 + i * step;
-    active[i] = k < K && !c.lost;
+    active[i] = k < K;
     a[i] = b[i] = 0;
     // Before the wait, so that the weights are there when the packets are. Past the end lies other constant memory.
     if constexpr (STORE && N == Norm::RMS) {
@@ -62,8 +65,8 @@ __device__ __forceinline__ float stage_pairs(Context<M>& c, const Entry& e, int 
       }
     }
   }
-  if (!await_pairs<COUNT>(c.p.exchange + e.x + k0 / PER_PACKET, step / PER_PACKET, active, c.tag, a, b, c.dog(), c.site(e)))
-    c.lost = true;
+  await_pairs<COUNT>(c.p.exchange + e.x + k0 / PER_PACKET, step / PER_PACKET, active, c.tag, a, b, c.patience, c.dog(),
+                     c.site());
   float squares = 0.f;
 #pragma unroll
   for (int i = 0; i < COUNT; i++) {
@@ -86,11 +89,8 @@ __device__ __forceinline__ float stage_pairs(Context<M>& c, const Entry& e, int 
     // Past the end nothing was loaded, so the rest of the last granule becomes zeros.
     if constexpr (STORE && N != Norm::LAYER) {
       if (k < round_up(K, 32)) {
-        if constexpr (STAGE_BF16<M> && PER_PAIR == 4)
-          *reinterpret_cast<uint2*>(c.stage() + k * 2) = make_uint2(bf16_pair(x[0], x[1]), bf16_pair(x[2], x[3]));
-        else
 #pragma unroll
-          for (int j = 0; j < PER_PAIR; j += 2) stage_store(c, k + j, x[j], x[j + 1]);
+        for (int j = 0; j < PER_PAIR; j += 2) stage_store(c, k + j, x[j], x[j + 1]);
       }
     }
   }
@@ -136,7 +136,7 @@ __device__ __forceinline__ void stage_layer_norm(Context<M>& c, const Entry& e, 
 template <class M, int K, Norm N, bool STORE>
 __device__ __forceinline__ void stage_block(Context<M>& c, const Entry& e, float eps) {
   constexpr int T = M::WARPS * 32, PER_PAIR = 2 * Wire<M>::PER_PACKET;
-  constexpr int PASSES = ceil_div(K, T * PER_PAIR), COUNT = PASSES < 4 ? PASSES : 4;
+  constexpr int PASSES = ceil_div(K, T * PER_PAIR), COUNT = PASSES < STAGE_PAIRS_MAX ? PASSES : STAGE_PAIRS_MAX;
   float sum = 0.f, squares = 0.f;
 #pragma unroll 1
   for (int g = 0; g < PASSES; g += COUNT)

@@ -17,8 +17,10 @@ struct Watchdog {
 
 enum class WaitKind : u32 { PACKET = 1, RING_FULL = 2, RING_EMPTY = 3, HISTORY = 4 };
 
+// Who waits: the entry is looked at only when a wait is given up. Null: the loader.
 struct WaitSite {
-  u32 step, task, event;
+  u32 step;
+  const Entry* entry;
 };
 
 __device__ __forceinline__ u64 global_ns() {
@@ -27,15 +29,20 @@ __device__ __forceinline__ u64 global_ns() {
   return t;
 }
 
-// Called every few thousand polls. True: leave, the launch is lost.
+// What a thread still waits for: how often it polls before it looks at the clock and the abort word. Every wait of a launch
+// that is lost polls once and goes on, so that all threads run to the end of the step and leave together.
+constexpr u32 POLLS_BETWEEN_CHECKS = 4096;
+constexpr u32 POLLS_WHEN_LOST = 1;
+
+// True: leave, the launch is lost. Out of line: no wait should keep in registers what only this needs.
 __device__ __noinline__ bool wait_expired(const Watchdog* w, WaitSite at, WaitKind kind, u32 observed, u32 expected) {
   if (*w->abort) return true;
   if (global_ns() < w->deadline_ns) return false;
   u32* r = w->report + blockIdx.x * 8;
   if (atomicCAS(r, 0u, 1u) == 0u) {
     r[1] = at.step;
-    r[2] = at.task;
-    r[3] = at.event;
+    r[2] = at.entry ? at.entry->task : ~0u;
+    r[3] = at.entry ? at.entry->event : ~0u;
     r[4] = observed;
     r[5] = expected;
     r[6] = u32(kind);
@@ -44,7 +51,15 @@ __device__ __noinline__ bool wait_expired(const Watchdog* w, WaitSite at, WaitKi
   *w->abort = 1u;
   return true;
 }
-constexpr u32 POLLS_BETWEEN_CHECKS = 4096;
+
+// After `patience` polls in vain, by whole warps. True: stop waiting.
+__device__ __forceinline__ bool give_up(u32& patience, bool done, const Watchdog* dog, WaitSite at, WaitKind kind, u32 observed,
+                                        u32 expected) {
+  if (patience == POLLS_WHEN_LOST) return true;
+  if (!__any_sync(~0u, !done && wait_expired(dog, at, kind, observed, expected))) return false;
+  patience = POLLS_WHEN_LOST;
+  return true;
+}
 
 // ---- packets ----------------------------------------------------------------------------------------------------
 
@@ -58,39 +73,55 @@ __device__ __forceinline__ void peek2(const u64* from, u64& a, u64& b) {
 }
 __device__ __forceinline__ bool fresh(u64 packet, u32 tag) { return u32(packet >> 32) == tag; }
 
-// N pairs of packets at `base + i * stride`, for the `active` ones; returns when all carry the tag, or false on abort.
-// Lanes poll on their own; the warp leaves together so that later warp-wide steps see all lanes.
+// N pairs of packets at `base + i * stride`, for the `active` ones; returns when all lanes have all of theirs.
+// By whole warps: lanes that leave a loop one by one meet again only at the price of a second wait.
 template <int N>
-__device__ __forceinline__ bool await_pairs(const u64* base, int stride, const bool (&active)[N], u32 tag, u64 (&a)[N],
-                                            u64 (&b)[N], const Watchdog* dog, WaitSite at) {
-  u32 polls = 0;
-  bool done;
-  do {
-    done = true;
+__device__ __forceinline__ void await_pairs(const u64* base, int stride, const bool (&active)[N], u32 tag, u64 (&a)[N],
+                                            u64 (&b)[N], u32& patience, const Watchdog* dog, WaitSite at) {
+  u32 left = patience;
+  for (;;) {
 #pragma unroll
     for (int i = 0; i < N; i++)
       if (active[i]) peek2(base + i64(i) * stride, a[i], b[i]);
+    bool done = true;
 #pragma unroll
-    for (int i = 0; i < N; i++)
-      if (active[i]) done = done && fresh(a[i], tag) && fresh(b[i], tag);
-    if (!done && ++polls % POLLS_BETWEEN_CHECKS == 0) {
+    for (int i = 0; i < N; i++) done = done && (!active[i] || (fresh(a[i], tag) && fresh(b[i], tag)));
+    if (__all_sync(~0u, done)) return;
+    if (--left == 0) {
       u32 seen = tag;
 #pragma unroll
       for (int i = 0; i < N; i++)
-        if (active[i] && !fresh(a[i], tag)) seen = u32(a[i] >> 32);
-      if (wait_expired(dog, at, WaitKind::PACKET, seen, tag)) return false;
+        if (active[i]) seen = !fresh(a[i], tag) ? u32(a[i] >> 32) : (!fresh(b[i], tag) ? u32(b[i] >> 32) : seen);
+      if (give_up(patience, done, dog, at, WaitKind::PACKET, seen, tag)) return;
+      left = POLLS_BETWEEN_CHECKS;
     }
-  } while (!done);
-  return true;
+  }
 }
-__device__ __forceinline__ bool await_packet(const u64* from, u32 tag, u32& payload, const Watchdog* dog, WaitSite at) {
-  u32 polls = 0;
+// N packets, likewise; what is not `active` becomes 0.
+template <int N>
+__device__ __forceinline__ void await_packets(const u64* const (&from)[N], const bool (&active)[N], u32 tag, u32 (&payload)[N],
+                                              u32& patience, const Watchdog* dog, WaitSite at) {
+  u32 left = patience;
   for (;;) {
-    u64 word;
-    asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(word) : "l"(from) : "memory");
-    payload = u32(word);
-    if (fresh(word, tag)) return true;
-    if (++polls % POLLS_BETWEEN_CHECKS == 0 && wait_expired(dog, at, WaitKind::PACKET, u32(word >> 32), tag)) return false;
+    u64 word[N];
+#pragma unroll
+    for (int i = 0; i < N; i++)
+      if (active[i]) asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(word[i]) : "l"(from[i]) : "memory");
+    bool done = true;
+    u32 seen = tag;
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+      payload[i] = active[i] ? u32(word[i]) : 0u;
+      if (active[i] && !fresh(word[i], tag)) {
+        done = false;
+        seen = u32(word[i] >> 32);
+      }
+    }
+    if (__all_sync(~0u, done)) return;
+    if (--left == 0) {
+      if (give_up(patience, done, dog, at, WaitKind::PACKET, seen, tag)) return;
+      left = POLLS_BETWEEN_CHECKS;
+    }
   }
 }
 
@@ -155,6 +186,7 @@ struct Slot<true> {
     if (done) __threadfence_block();
     return done;
   }
+  static __device__ __forceinline__ bool peek(u64* word, u32 use, u32 arrivals) { return reached(word, use, arrivals); }
 };
 
 #if __CUDA_ARCH__ >= 800
@@ -182,7 +214,7 @@ struct Slot<false> {
     return done;
   }
   // `reached` may suspend the thread for a while; this one only looks.
-  static __device__ __forceinline__ bool peek(u64* word, u32 use) {
+  static __device__ __forceinline__ bool peek(u64* word, u32 use, u32) {
     u32 done;
     asm volatile("{.reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0,1,0,p;}"
                  : "=r"(done)
@@ -193,12 +225,17 @@ struct Slot<false> {
 };
 #endif
 
-// False on abort.
+// By whole warps.
 template <bool COUNTERS>
-__device__ __forceinline__ bool await_slot(u64* word, u32 use, u32 arrivals, const Watchdog* dog, WaitSite at,
+__device__ __forceinline__ void await_slot(u64* word, u32 use, u32 arrivals, u32& patience, const Watchdog* dog, WaitSite at,
                                            WaitKind kind) {
-  u32 polls = 0;
-  while (!Slot<COUNTERS>::reached(word, use, arrivals))
-    if (++polls % POLLS_BETWEEN_CHECKS == 0 && wait_expired(dog, at, kind, use, arrivals)) return false;
-  return true;
+  u32 left = patience;
+  for (;;) {
+    const bool done = Slot<COUNTERS>::reached(word, use, arrivals);
+    if (__all_sync(~0u, done)) return;
+    if (--left == 0) {
+      if (give_up(patience, done, dog, at, kind, use, arrivals)) return;
+      left = POLLS_BETWEEN_CHECKS;
+    }
+  }
 }

@@ -2,7 +2,7 @@
 //! declares them.
 
 use super::emit::classes;
-use crate::ir::op::{Op, Role};
+use crate::ir::op::{GRANULE_BYTES, Op, Role};
 use crate::ir::program::{Program, Space};
 use crate::ir::schedule::{RunBytes, Schedule};
 use crate::lower::cache_pitch;
@@ -22,7 +22,8 @@ pub struct Entry {
     pub x: u32,
     pub out: u32,
     pub aux: u32,
-    pub chunks: u32,
+    /// Makes an entry 64 bytes.
+    pub reserved: u32,
     pub residual: u32,
     /// Norm weight of the input, or of q.
     pub norm_weight: u32,
@@ -34,12 +35,14 @@ pub struct Entry {
     pub v_cache: u32,
 }
 
-/// `StreamRun` of queue.cuh.
+/// `StreamRun` of queue.cuh; the second and third field mean different things for weights and for history.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
 pub struct StreamRun {
     pub bytes: u32,
+    /// History: place of the keys. Weights: bytes that no chunk reaches beyond.
     pub k_cache: u32,
+    /// History: place of the values. Weights: bytes of a chunk.
     pub v_cache: u32,
     pub head_j: u32,
     pub splits: u32,
@@ -159,10 +162,6 @@ pub fn encode(validated: &Validated) -> Tables {
                         .map_or(NONE, |at| (at / 256) as u32)
                 };
                 let first_read = [Role::X, Role::Q, Role::Partial].into_iter().map(packets).find(|&p| p != NONE);
-                let bytes = stream.iter().find(|r| r.task == id).map_or(0, |r| match r.bytes {
-                    RunBytes::Fixed { bytes, .. } => bytes,
-                    RunBytes::History { .. } => 0,
-                });
                 let residual =
                     operand(Role::Residual).map_or(0, |o| o.cols.range(task.lo, task.hi, task.j).0 - residual_base);
                 // An op has at most one of the operands that share a field.
@@ -178,7 +177,7 @@ pub fn encode(validated: &Validated) -> Tables {
                     x: if reads_candidates { packets(Role::Candidates) } else { first_read.unwrap_or(NONE) },
                     out: packets(Role::Out),
                     aux: if reads_candidates { NONE } else { packets(Role::Candidates) },
-                    chunks: bytes.div_ceil(u64::from(schedule.machine.ring.slot_bytes)) as u32,
+                    reserved: 0,
                     residual: residual as u32,
                     norm_weight: either(&[Role::NormWeight, Role::QNormWeight]),
                     norm_bias: either(&[Role::NormBias, Role::KNormWeight]),
@@ -208,8 +207,17 @@ pub fn encode(validated: &Validated) -> Tables {
                             * program.precision.cache.bytes() as u32,
                         rows,
                     },
-                    (RunBytes::Fixed { bytes, .. }, _) => StreamRun { bytes: bytes as u32, ..StreamRun::zeroed() },
-                    (RunBytes::History { .. }, _) => unreachable!("validate: only attention streams history"),
+                    (RunBytes::Fixed { bytes, .. }, Op::MatVec(m)) => {
+                        let unit = m.granules(program.precision.weights.bytes() as u32);
+                        let chunking = schedule.machine.ring.chunking(unit);
+                        StreamRun {
+                            bytes: bytes as u32,
+                            k_cache: chunking.block.map_or(bytes as u32, |block| block * GRANULE_BYTES),
+                            v_cache: chunking.chunk * GRANULE_BYTES,
+                            ..StreamRun::zeroed()
+                        }
+                    }
+                    _ => unreachable!("validate: matvecs stream weights, attention streams history"),
                 });
             }
             tables.run_index.push(tables.runs.len() as u32);

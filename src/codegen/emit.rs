@@ -192,7 +192,7 @@ fn class_of(schedule: &Schedule, grid: &Grid) -> (&'static str, String) {
             let hidden = grid.operand(Role::Out).map_or(0, |o| program.buffers[o.buffer.index()].cols);
             ("Embed", format!("int HIDDEN = {hidden}\nfloat SCALE = {}\n", Float(*scale)))
         }
-        Op::MatVec(m) => ("MatVec", matvec_members(program, grid, m)),
+        Op::MatVec(m) => ("MatVec", matvec_members(schedule, grid, m)),
         Op::Attention(a) => ("Attention", attention_members(schedule, a)),
         Op::AttentionMerge { head_dim, splits, heads_per_task } => {
             let heads = grid.n;
@@ -218,8 +218,10 @@ fn parts(program: &Program) -> u32 {
         .map_or(0, |g| g.second.extent())
 }
 
-fn matvec_members(program: &Program, grid: &Grid, m: &MatVec) -> String {
-    let mut s = format!("int ROWS = {}\nint K = {}\n", m.rows, m.k);
+fn matvec_members(schedule: &Schedule, grid: &Grid, m: &MatVec) -> String {
+    let program = &schedule.program;
+    let chunk = schedule.machine.ring.chunking(m.granules(program.precision.weights.bytes() as u32)).chunk;
+    let mut s = format!("int ROWS = {}\nint K = {}\nint CHUNK = {chunk}\n", m.rows, m.k);
     s += &norm_members(m.norm);
     let (epilogue, activation, scale, cap) = match m.epilogue {
         Epilogue::Store => ("STORE", None, 1.0, 0.0),

@@ -288,9 +288,10 @@ impl<R: Real> Adversary<R> {
         let words = &mut sm.slots[slot];
         words.clear();
         let bytes = match &run.bytes {
-            StreamBytes::Fixed(range) => {
+            StreamBytes::Fixed { range, unit } => {
                 let begin = range.start + sm.loader.done;
-                let bytes = slot_bytes.min(range.end - begin);
+                let chunking = plan.ring.chunking(*unit);
+                let bytes = chunking.bytes_at(sm.loader.done as u64, range.len() as u64) as usize;
                 words.extend(pack[begin..begin + bytes].chunks(4).map(word));
                 sm.loader.done += bytes;
                 bytes
@@ -524,7 +525,7 @@ impl Plan {
                 continue;
             };
             let size = match &run.bytes {
-                StreamBytes::Fixed(range) => range.len(),
+                StreamBytes::Fixed { range, .. } => range.len(),
                 StreamBytes::History { rows, op, j, .. } => {
                     let (start, end) = op.history_share(launch.position + loader.step as u32, *j);
                     2 * (end.saturating_sub(start) as usize).div_ceil(*rows)

@@ -106,8 +106,11 @@ pub struct StreamRun {
 
 #[derive(Debug, Clone, PartialEq)]
 pub enum StreamBytes {
-    /// Bytes of the pack.
-    Fixed(Range<usize>),
+    /// Bytes of the pack: units of so many granules.
+    Fixed {
+        range: Range<usize>,
+        unit: u32,
+    },
     History {
         rows: usize,
         keys: CacheColumns,
@@ -500,7 +503,12 @@ impl MemoryMap {
                         return Err(PlanError::Stream { task: run.task, expected, found });
                     }
                 }
-                StreamBytes::Fixed(range)
+                let at = At::new(program, run.task, task)?;
+                let unit = match &at.grid.op {
+                    Op::MatVec(op) => op.granules(program.precision.weights.bytes() as u32),
+                    _ => 1,
+                };
+                StreamBytes::Fixed { range, unit }
             }
             RunBytes::History { rows } => {
                 let at = At::new(program, run.task, task)?;

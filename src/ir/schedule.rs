@@ -1,5 +1,6 @@
 //! Owns `Schedule`: a program placed on a machine as data: queues, events, chunk runs, memory map.
 
+use super::op::GRANULE_BYTES;
 use super::program::Program;
 use super::{BufferId, EventId, GridId, SmId, TaskId};
 
@@ -128,6 +129,41 @@ impl Mechanism {
     }
 }
 
+impl Ring {
+    /// How the weights of a task come in when a unit is `unit` granules: chunks of whole units where a slot holds one, else
+    /// units of whole chunks, each as many granules for every warp. A slot that is not filled is memory not used; a chunk
+    /// that ends inside a unit would be instructions between two hops.
+    pub fn chunking(&self, unit: u32) -> Chunking {
+        let (unit, slot, warps) = (unit.max(1), (self.slot_bytes / GRANULE_BYTES).max(1), self.arrivals.max(1));
+        if unit <= slot {
+            return Chunking { chunk: slot / unit * unit, block: None };
+        }
+        let chunk = unit.div_ceil(unit.div_ceil(slot)).next_multiple_of(warps).min(slot);
+        Chunking { chunk, block: Some(unit) }
+    }
+}
+
+/// Granules of the chunks of a task's weights.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Chunking {
+    /// Granules of a chunk; the last one of a block may be shorter.
+    pub chunk: u32,
+    /// Granules that no chunk reaches beyond: a unit. `None`: the weights of the task.
+    pub block: Option<u32>,
+}
+
+impl Chunking {
+    /// Bytes of the chunk that begins `done` bytes into a task's weights of `total` bytes.
+    pub fn bytes_at(&self, done: u64, total: u64) -> u64 {
+        let granule = u64::from(GRANULE_BYTES);
+        let end = match self.block {
+            Some(block) => (done / (u64::from(block) * granule) + 1) * u64::from(block) * granule,
+            None => total,
+        };
+        (u64::from(self.chunk) * granule).min(end.min(total).saturating_sub(done))
+    }
+}
+
 /// Chunks of one task in a stream.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Run {
@@ -137,7 +173,7 @@ pub struct Run {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RunBytes {
-    /// Weights: this many bytes from `offset` of the SM's pack, in chunks of the ring's slot size, the last one shorter.
+    /// Weights: this many bytes from `offset` of the SM's pack, in chunks as [`Ring::chunking`] says.
     Fixed { offset: u64, bytes: u64 },
     /// Key and value chunks of the task's share of the history, in turn; `rows` cache rows a chunk.
     History { rows: u32 },

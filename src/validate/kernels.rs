@@ -4,7 +4,7 @@
 //! that relies on it; where that place learns more, the rule goes.
 
 use super::{Entity, Found, Rule, Witness, note};
-use crate::ir::op::{Attention, Epilogue, GRANULE_BYTES, HISTORY_ALIGN, MatVec, Op, QkNormAttr, Role};
+use crate::ir::op::{Attention, Epilogue, HISTORY_ALIGN, Op, QkNormAttr, Role};
 use crate::ir::program::{Grid, Program, Space};
 use crate::ir::schedule::{Mechanism, RunBytes, Schedule};
 use crate::ir::{EventId, GridId, SmId};
@@ -162,11 +162,10 @@ impl Rules<'_> {
                 let at = Entity::Task(r, run.task);
                 let grid = &program.grids[regime.tasks[run.task.index()].grid.index()];
                 match (run.bytes, &grid.op) {
-                    (RunBytes::Fixed { bytes, .. }, Op::MatVec(m)) => {
+                    (RunBytes::Fixed { bytes, .. }, Op::MatVec(_)) => {
                         self.expect(bytes < RUN_BYTES_MAX, at, || {
                             format!("expected fewer than {RUN_BYTES_MAX} bytes of weights a task, found {bytes}")
                         });
-                        self.chunks_held(at, m, bytes, schedule);
                     }
                     (RunBytes::History { rows }, Op::Attention(_)) => {
                         // The consumers know the rows of a chunk when they are compiled: as many as a slot holds.
@@ -183,18 +182,6 @@ impl Rules<'_> {
                 }
             }
         }
-    }
-
-    /// matvec.cuh: warps pass through the chunks of a task one after another and meet at a barrier every few units. Where
-    /// a unit is not whole chunks, who waits there holds the chunk of its last granule while others need the next.
-    fn chunks_held(&mut self, at: Entity, m: &MatVec, bytes: u64, schedule: &Schedule) {
-        let ring = &schedule.machine.ring;
-        let granules = m.granules(schedule.program.precision.weights.bytes() as u32);
-        let shared = !granules.is_multiple_of(ring.slot_bytes / GRANULE_BYTES);
-        let held = if shared && bytes > u64::from(ring.slot_bytes) { 2 } else { 1 };
-        self.expect(held <= ring.slots, at, || {
-            format!("expected {held} slots, the chunks that its warps hold at once, found {}", ring.slots)
-        });
     }
 
     fn memory(&mut self, schedule: &Schedule) {

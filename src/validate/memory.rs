@@ -100,10 +100,10 @@ pub(super) fn shared(schedule: &Schedule, target: &Target, grids: &Grids, found:
             Op::NormAdd { width, .. } => stage = stage.max(u64::from(*width).next_multiple_of(STAGE_VALUES) * element),
             Op::Attention(a) => {
                 let (per_task, dim) = (u64::from(a.heads_per_task), u64::from(a.head_dim));
-                // Maximum, sum and accumulators of each head, in each warp.
-                scratch = scratch.max(warps * per_task * (dim + 2) * 4);
-                // Queries, key, value and the rotary row, in fp32.
-                heads = heads.max(((per_task + 2) * dim + u64::from(a.rotary)) * 4);
+                // Maximum, sum and accumulators of each head, in each warp and for the current position.
+                scratch = scratch.max((warps + 1) * per_task * (dim + 2) * 4);
+                // Queries, key and value in fp32, queries in bf16 and whole granules.
+                heads = heads.max((per_task + 2) * dim * 4 + per_task * dim.next_multiple_of(32) * 2);
             }
             Op::AttentionMerge { head_dim, splits, .. } => {
                 // One record of each share.
@@ -122,8 +122,9 @@ pub(super) fn shared(schedule: &Schedule, target: &Target, grids: &Grids, found:
     reduce = reduce.max(scratch);
     let (residual, owner) = residual(schedule, grids);
     let ring = u64::from(machine.ring.slots) * u64::from(machine.ring.slot_bytes);
-    // Two barriers of 8 bytes a slot, norm statistics of each warp, and token, position, queue entries, abort word.
-    let state = u64::from(machine.ring.slots) * 16 + warps * 16 + 1024;
+    // Two barriers of 8 bytes a slot; of each warp what it carries from task to task, its norm statistics and its best
+    // candidate; token, stop and watchdog.
+    let state = u64::from(machine.ring.slots) * 16 + warps * 56 + 128;
     for (name, least) in [
         ("ring", ring),
         ("stage", stage),
