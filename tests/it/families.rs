@@ -1,70 +1,36 @@
 //! The importer and the reference against goldens of transformers, for every family.
 
-use std::path::{Path, PathBuf};
+use std::collections::BTreeMap;
 
 use monobloc::model::config::{Imported, import};
+use monobloc::model::graph::{Layer, ModelGraph};
 use monobloc::reference::{Session, argmax, forward};
-use safetensors::SafeTensors;
+
+use crate::support::{Goldens, checkpoints, fixture, max_difference};
 
 /// Recomputation in another summation order differs by up to 3e-5 (tests/fixtures/README.md); the features that a
 /// fixture exercises move its logits by far more than this.
 const LOGITS_TOLERANCE: f32 = 3e-4;
 
-fn fixture(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name)
-}
-
-struct Goldens(Vec<u8>);
-
-impl Goldens {
-    fn open(name: &str) -> Goldens {
-        Goldens(std::fs::read(fixture(name).join("goldens.safetensors")).unwrap())
-    }
-
-    fn bytes(&self, tensor: &str) -> Vec<u8> {
-        SafeTensors::deserialize(&self.0).unwrap().tensor(tensor).unwrap().data().to_vec()
-    }
-
-    fn ids(&self, tensor: &str) -> Vec<u32> {
-        self.bytes(tensor).as_chunks().0.iter().map(|b| u32::try_from(i64::from_le_bytes(*b)).unwrap()).collect()
-    }
-
-    fn floats(&self, tensor: &str) -> Vec<f32> {
-        self.bytes(tensor).as_chunks().0.iter().map(|b| f32::from_le_bytes(*b)).collect()
-    }
-}
-
-fn max_difference(a: &[f32], b: &[f32]) -> f32 {
-    assert_eq!(a.len(), b.len());
-    a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max)
-}
-
 fn greedy(imported: &Imported, prompt: &[u32], count: usize) -> Vec<u32> {
     let mut session = Session::new(&imported.graph, &imported.weights);
-    let mut logits = Vec::new();
-    for &id in prompt {
-        logits = session.step(id);
+    let mut ids = prompt.to_vec();
+    for at in 0..prompt.len() + count - 1 {
+        let logits = session.step(ids[at]);
+        if at + 1 >= prompt.len() {
+            ids.push(argmax(&logits));
+        }
     }
-    let mut ids = Vec::new();
-    while ids.len() < count {
-        ids.push(argmax(&logits));
-        logits = session.step(ids[ids.len() - 1]);
-    }
-    ids
+    ids.split_off(prompt.len())
 }
 
 /// Compares every checkpoint of a fixture folder with its goldens; returns how many there were.
-fn agree_with_transformers(folder: &str, skip: &[&str]) -> usize {
-    let mut names: Vec<String> = std::fs::read_dir(fixture(folder))
-        .unwrap()
-        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
-        .filter(|name| !skip.contains(&name.as_str()))
-        .collect();
-    names.sort();
+fn agree_with_transformers(folder: &str) -> usize {
+    let names = checkpoints(folder);
     let mut wrong = Vec::new();
     for name in &names {
-        let goldens = Goldens::open(&format!("{folder}/{name}"));
-        let imported = match import(&fixture(folder).join(name)) {
+        let goldens = Goldens::open(name);
+        let imported = match import(&fixture(name)) {
             Ok(imported) => imported,
             Err(error) => {
                 wrong.push(format!("{name}: {error}"));
@@ -87,13 +53,85 @@ fn agree_with_transformers(folder: &str, skip: &[&str]) -> usize {
 
 #[test]
 fn every_family_agrees_with_transformers() {
-    assert_eq!(agree_with_transformers("families", &["qwen3-moe"]), 19);
+    assert_eq!(agree_with_transformers("families"), 19);
 }
 
 /// Absent keys, both config layouts, other rotary kinds, shards: see tests/fixtures/make_variants.py.
 #[test]
 fn variants_agree_with_transformers() {
-    assert_eq!(agree_with_transformers("variants", &[]), 23);
+    assert_eq!(agree_with_transformers("variants"), 39);
+}
+
+/// A feature's name, and how to ignore it.
+type Feature<T> = (&'static str, fn(&mut T));
+
+/// What a layer may have, and how it computes without.
+const LAYER_FEATURES: [Feature<Layer>; 14] = [
+    ("rotary embedding", |l| l.attn.rope = None),
+    ("window", |l| l.attn.window = None),
+    ("score softcap", |l| l.attn.softcap = None),
+    ("score scale", |l| l.attn.scale = (l.attn.head_dim as f32).powf(-0.5)),
+    ("q norm", |l| l.attn.q_norm = None),
+    ("k norm", |l| l.attn.k_norm = None),
+    ("q bias", |l| l.attn.q.bias = None),
+    ("v bias", |l| l.attn.v.bias = None),
+    ("o bias", |l| l.attn.o.bias = None),
+    ("up bias", |l| l.mlp.up.bias = None),
+    ("down bias", |l| l.mlp.down.bias = None),
+    ("norm behind attention", |l| l.attn_post_norm = None),
+    ("norm behind the MLP", |l| l.mlp_post_norm = None),
+    ("parallel branches", |l| l.parallel = false),
+];
+
+/// What a model may have beside its layers, and how it computes without.
+const MODEL_FEATURES: [Feature<ModelGraph>; 9] = [
+    ("embedding scale", |g| g.embed_scale = 1.0),
+    ("logit scale", |g| g.logits_scale = 1.0),
+    ("logit softcap", |g| g.logits_softcap = None),
+    ("residual scale", |g| g.layers.iter_mut().for_each(|l| l.residual_scale = 1.0)),
+    ("gain offset", |g| g.final_norm.weight_offset = 0.0),
+    ("norm bias", |g| g.final_norm.bias = None),
+    ("rotary scale", |g| g.ropes.iter_mut().for_each(|r| r.scale = 1.0)),
+    ("neighbouring pairs", |g| g.ropes.iter_mut().for_each(|r| r.interleaved = false)),
+    ("second rotary table", |g| g.ropes = vec![g.ropes[0].clone(); g.ropes.len()]),
+];
+
+/// Goldens prove that a feature is computed only where computing without it gives something else: for each feature of
+/// each family there is a checkpoint whose logits move by far more than the tolerance when it is ignored.
+#[test]
+fn ignoring_any_feature_moves_the_logits() {
+    let mut most: BTreeMap<(String, &str), f32> = BTreeMap::new();
+    for name in checkpoints("families").into_iter().chain(checkpoints("variants")) {
+        let imported = import(&fixture(&name)).unwrap();
+        let ids = Goldens::open(&name).ids("input_ids");
+        let expected = forward(&imported.graph, &imported.weights, &ids).concat();
+        let mut try_without = |feature, without: ModelGraph| {
+            if without != imported.graph {
+                let logits = forward(&without, &imported.weights, &ids).concat();
+                let moved = most.entry((imported.graph.family.clone(), feature)).or_default();
+                *moved = moved.max(max_difference(&logits, &expected));
+            }
+        };
+        for (feature, change) in LAYER_FEATURES {
+            let mut without = imported.graph.clone();
+            without.layers.iter_mut().for_each(change);
+            try_without(feature, without);
+        }
+        for (feature, change) in MODEL_FEATURES {
+            let mut without = imported.graph.clone();
+            change(&mut without);
+            try_without(feature, without);
+        }
+    }
+    let unseen: Vec<_> = most.iter().filter(|(_, moved)| **moved < 10.0 * LOGITS_TOLERANCE).collect();
+    assert!(unseen.is_empty(), "{unseen:#?}");
+    for (feature, _) in LAYER_FEATURES {
+        assert!(most.keys().any(|(_, seen)| *seen == feature), "no checkpoint has a {feature}");
+    }
+    for (feature, _) in MODEL_FEATURES {
+        assert!(most.keys().any(|(_, seen)| *seen == feature), "no checkpoint has a {feature}");
+    }
+    assert!(most.len() > 100, "{} features of families", most.len());
 }
 
 /// A trained model: last logits and greedy text of its prompts, and the loss of held-out text token by token.

@@ -8,7 +8,7 @@ use crate::model::config::reader::{Answer, EXTENT_MAX, LAYERS_MAX, POSITIONS_MAX
 use crate::model::config::reason::Reason;
 use crate::model::config::rope::{self, LAYER_TYPES, Partial, ResolvedRope, RopeRules};
 use crate::model::config::schema::{
-    Entry, GATED_MLP, GROUPED, HEAD_DIM, LAYER_NORM, Literal, OFF, ON, RMS, ROPE, When, modelled, neutral,
+    Entry, GATED_MLP, GROUPED, HEAD_DIM, LAYER_NORM, Literal, OFF, ON, RMS, ROPE, TRAINED, When, modelled, neutral,
 };
 use crate::model::graph::{Act, NormKind, QkNormSpan, RopeId};
 
@@ -26,31 +26,31 @@ pub static FAMILIES: &[Family] = &[
     Family {
         class: "LlamaForCausalLM",
         model_type: "llama",
-        keys: &[LLAMA_KEYS, ATTENTION_BIAS, MLP_BIAS, GROUPED, HEAD_DIM, GATED_MLP, RMS, ROPE],
+        keys: &[LLAMA_KEYS, ATTENTION_BIAS, MLP_BIAS, GROUPED, HEAD_DIM, GATED_MLP, RMS, ROPE, TRAINED],
         plan: llama,
     },
     Family {
         class: "MistralForCausalLM",
         model_type: "mistral",
-        keys: &[MISTRAL_KEYS, GROUPED, HEAD_DIM, GATED_MLP, RMS, ROPE],
+        keys: &[MISTRAL_KEYS, GROUPED, HEAD_DIM, GATED_MLP, RMS, ROPE, TRAINED],
         plan: mistral,
     },
     Family {
         class: "MinistralForCausalLM",
         model_type: "ministral",
-        keys: &[MINISTRAL_KEYS, LAYER_TYPES_KEY, GROUPED, HEAD_DIM, GATED_MLP, RMS, ROPE],
+        keys: &[MINISTRAL_KEYS, LAYER_TYPES_KEY, GROUPED, HEAD_DIM, GATED_MLP, RMS, ROPE, TRAINED],
         plan: ministral,
     },
     Family {
         class: "Qwen2ForCausalLM",
         model_type: "qwen2",
-        keys: &[QWEN_WINDOW, LAYER_TYPES_KEY, GROUPED, HEAD_DIM, GATED_MLP, RMS, ROPE],
+        keys: &[QWEN_WINDOW, LAYER_TYPES_KEY, GROUPED, HEAD_DIM, GATED_MLP, RMS, ROPE, TRAINED],
         plan: qwen2,
     },
     Family {
         class: "Qwen3ForCausalLM",
         model_type: "qwen3",
-        keys: &[QWEN_WINDOW, ATTENTION_BIAS, LAYER_TYPES_KEY, GROUPED, HEAD_DIM, GATED_MLP, RMS, ROPE],
+        keys: &[QWEN_WINDOW, ATTENTION_BIAS, LAYER_TYPES_KEY, GROUPED, HEAD_DIM, GATED_MLP, RMS, ROPE, TRAINED],
         plan: qwen3,
     },
     Family {
@@ -62,43 +62,54 @@ pub static FAMILIES: &[Family] = &[
     Family {
         class: "Gemma2ForCausalLM",
         model_type: "gemma2",
-        keys: &[GEMMA2_KEYS, GEMMA_KEYS, ATTENTION_BIAS, LAYER_TYPES_KEY, GROUPED, HEAD_DIM, RMS, ROPE],
+        keys: &[GEMMA2_KEYS, GEMMA_KEYS, ATTENTION_BIAS, LAYER_TYPES_KEY, GROUPED, HEAD_DIM, RMS, ROPE, TRAINED],
         plan: gemma2,
     },
     Family {
         class: "Gemma3ForCausalLM",
         model_type: "gemma3_text",
-        keys: &[GEMMA3_KEYS, GEMMA_KEYS, ATTENTION_BIAS, LAYER_TYPES_KEY, GROUPED, HEAD_DIM, RMS, ROPE],
+        keys: &[GEMMA3_KEYS, GEMMA_KEYS, ATTENTION_BIAS, LAYER_TYPES_KEY, GROUPED, HEAD_DIM, RMS, ROPE, TRAINED],
         plan: gemma3,
     },
     Family {
         class: "Olmo2ForCausalLM",
         model_type: "olmo2",
-        keys: &[ATTENTION_BIAS, GROUPED, HEAD_DIM, GATED_MLP, RMS, ROPE],
+        keys: &[ATTENTION_BIAS, GROUPED, HEAD_DIM, GATED_MLP, RMS, ROPE, TRAINED],
         plan: olmo2,
     },
     Family {
         class: "GraniteForCausalLM",
         model_type: "granite",
-        keys: &[GRANITE_KEYS, ATTENTION_BIAS, MLP_BIAS, GROUPED, HEAD_DIM, GATED_MLP, RMS, ROPE],
+        keys: &[GRANITE_KEYS, ATTENTION_BIAS, MLP_BIAS, GROUPED, HEAD_DIM, GATED_MLP, RMS, ROPE, TRAINED],
         plan: granite,
     },
     Family {
         class: "SmolLM3ForCausalLM",
         model_type: "smollm3",
-        keys: &[SMOLLM3_KEYS, ATTENTION_BIAS, MLP_BIAS, LAYER_TYPES_KEY, GROUPED, HEAD_DIM, GATED_MLP, RMS, ROPE],
+        keys: &[
+            SMOLLM3_KEYS,
+            ATTENTION_BIAS,
+            MLP_BIAS,
+            LAYER_TYPES_KEY,
+            GROUPED,
+            HEAD_DIM,
+            GATED_MLP,
+            RMS,
+            ROPE,
+            TRAINED,
+        ],
         plan: smollm3,
     },
     Family {
         class: "StableLmForCausalLM",
         model_type: "stablelm",
-        keys: &[STABLELM_KEYS, GROUPED, GATED_MLP, LAYER_NORM, ROPE],
+        keys: &[STABLELM_KEYS, GROUPED, GATED_MLP, LAYER_NORM, ROPE, TRAINED],
         plan: stablelm,
     },
     Family {
         class: "Starcoder2ForCausalLM",
         model_type: "starcoder2",
-        keys: &[STARCODER2_KEYS, GROUPED, HEAD_DIM, GATED_MLP, ROPE],
+        keys: &[STARCODER2_KEYS, GROUPED, HEAD_DIM, GATED_MLP, ROPE, TRAINED],
         plan: starcoder2,
     },
     Family {
@@ -110,7 +121,7 @@ pub static FAMILIES: &[Family] = &[
     Family {
         class: "CohereForCausalLM",
         model_type: "cohere",
-        keys: &[COHERE_SHARED, ATTENTION_BIAS, GROUPED, HEAD_DIM, GATED_MLP, LAYER_NORM, ROPE],
+        keys: &[COHERE_SHARED, ATTENTION_BIAS, GROUPED, HEAD_DIM, GATED_MLP, LAYER_NORM, ROPE, TRAINED],
         plan: cohere,
     },
     Family {
@@ -126,6 +137,7 @@ pub static FAMILIES: &[Family] = &[
             GATED_MLP,
             LAYER_NORM,
             ROPE,
+            TRAINED,
         ],
         plan: cohere2,
     },
@@ -152,6 +164,7 @@ const QWEN_WINDOW: &[Entry] = &[
     modelled("max_window_layers", "first sliding layer, where `layer_types` is absent"),
 ];
 const PHI3_KEYS: &[Entry] = &[
+    modelled("original_max_position_embeddings", "trained length, for longrope; 4096 where absent"),
     modelled("sliding_window", "window of every layer"),
     neutral("resid_pdrop", When::Any, "used in training only"),
     neutral("embd_pdrop", When::Any, "used in training only"),
@@ -212,6 +225,8 @@ const GPT_NEOX_KEYS: &[Entry] = &[
     modelled("use_parallel_residual", "both branches read the layer's input; true where absent"),
     modelled("rotary_pct", "share of the head that is rotated (v4); 0.25 where absent"),
     modelled("rotary_emb_base", "base of the rotary frequencies (v4)"),
+    neutral("partial_rotary_factor", When::SameAs("rotary_pct"), "the model code reads `rotary_pct`"),
+    neutral("rope_theta", When::SameAs("rotary_emb_base"), "the model code reads `rotary_emb_base`"),
     modelled("rope_scaling", "kind of rotary scaling (v4)"),
     modelled("rope_parameters", "base, share and kind together (v5)"),
     modelled("original_max_position_embeddings", "trained length, for llama3, yarn and longrope"),
@@ -354,6 +369,8 @@ fn rope_rules(s: &Shape) -> RopeRules {
         interleaved: false,
         positions_max: s.positions_max,
         old_longrope_names: false,
+        trained_default: None,
+        always_truncates: false,
     }
 }
 
@@ -591,7 +608,9 @@ fn phi3(r: &mut Reader) -> Option<Plan> {
     };
     let s = shape(r, defaults)?;
     let partial = Partial::Factor { key: "partial_rotary_factor", default: 1.0 };
-    let rope = rope::flat(r, &RopeRules { partial, old_longrope_names: true, ..rope_rules(&s) })?;
+    let trained_default = Some(4096);
+    let rules = RopeRules { partial, old_longrope_names: true, trained_default, ..rope_rules(&s) };
+    let rope = rope::flat(r, &rules)?;
     let layers = uniform(s.layers, Some(RopeId(0)), window);
     Some(Plan { layers, ..plan(&s, &PHI3_NAMES, scalars, rope) })
 }
@@ -665,8 +684,8 @@ fn gemma3(r: &mut Reader) -> Option<Plan> {
     };
     let s = shape(r, defaults)?;
     let sliding = sliding_layers(r, s.layers, window, |layer| !(layer + 1).is_multiple_of(pattern));
-    let full_rules = RopeRules { theta_default: 1_000_000.0, ..rope_rules(&s) };
-    let sliding_rules = RopeRules { theta_key: "rope_local_base_freq", ..rope_rules(&s) };
+    let full_rules = RopeRules { theta_default: 1_000_000.0, always_truncates: true, ..rope_rules(&s) };
+    let sliding_rules = RopeRules { theta_key: "rope_local_base_freq", always_truncates: true, ..rope_rules(&s) };
     let (full, local) = rope::per_layer_type(r, &full_rules, &sliding_rules)?;
     let ropes = vec![full.rope.clone(), local.rope];
     let notes = [&full.note, &local.note].into_iter().flatten().cloned().collect();

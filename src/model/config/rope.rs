@@ -24,6 +24,12 @@ pub struct RopeRules {
     pub positions_max: u32,
     /// Phi-3 reads the old names `su` and `yarn` as `longrope`.
     pub old_longrope_names: bool,
+    /// A class with a top-level `original_max_position_embeddings` of its own (Phi-3): its default, which also
+    /// overrules what the rotary parameters say.
+    pub trained_default: Option<u32>,
+    /// Parameters per layer type (Gemma 3): transformers looks for yarn's `truncate` beside them, not in them, so there
+    /// it is always true.
+    pub always_truncates: bool,
 }
 
 /// Whether a family rotates a part of the head.
@@ -303,13 +309,17 @@ fn resolve<'a>(
         return inner.reader.refuse(Reason::BadValue { key, expected, found });
     }
     let positions = rules.positions_max;
-    // A length of training that the kind needs: top level first (Phi-3), then inner, then the declared positions.
+    // A length of training that the kind needs: top level first, then inner, then the declared positions.
     let trained = |inner: &mut Inner| -> Option<f64> {
         let key = "original_max_position_embeddings";
-        match (original, inner.positive_opt(key)?) {
+        let (top, absent) = match (original, rules.trained_default) {
+            (None, Some(default)) => (Some(f64::from(default)), ", the default of the class,"),
+            (given, _) => (given, ""),
+        };
+        match (top, inner.positive_opt(key)?) {
             (Some(a), Some(b)) if a != b => {
                 let (first, second) = (key.to_string(), format!("{name}.{key}"));
-                inner.reader.refuse(Reason::Conflict { first, second, detail: format!("{a} and {b}") })
+                inner.reader.refuse(Reason::Conflict { first, second, detail: format!("{a}{absent} and {b}") })
             }
             (Some(x), _) | (None, Some(x)) => Some(x),
             (None, None) => Some(f64::from(positions)),
@@ -357,6 +367,9 @@ fn resolve<'a>(
             let attention = inner.positive_opt("attention_factor");
             let truncate = match inner.value("truncate") {
                 None => Some(true),
+                Some(Value::Bool(false)) if rules.always_truncates => {
+                    inner.bad("truncate", "true (transformers ignores it where parameters are per layer type)")
+                }
                 Some(Value::Bool(truncate)) => Some(*truncate),
                 Some(_) => inner.bad("truncate", "true or false"),
             };

@@ -152,8 +152,9 @@ pub const ROPE: &[Entry] = &[
     modelled("rope_scaling", "kind of rotary scaling (v4): default, linear, dynamic, llama3, yarn, longrope"),
     modelled("rope_parameters", "base and kind together (v5)"),
     modelled("partial_rotary_factor", "share of the head that is rotated; 1 where the family rotates whole heads"),
-    modelled("original_max_position_embeddings", "trained length, for llama3, yarn and longrope"),
 ];
+pub const TRAINED: &[Entry] =
+    &[modelled("original_max_position_embeddings", "trained length, for llama3, yarn and longrope")];
 
 pub const GROUPED: &[Entry] = &[modelled("num_key_value_heads", "key and value heads")];
 pub const HEAD_DIM: &[Entry] = &[modelled("head_dim", "width of a head")];
@@ -196,7 +197,9 @@ impl When {
         match self {
             When::Any => true,
             When::Only(literals) => literals.iter().any(|literal| literal.is(value)),
-            When::SameAs(other) => config.get(other) == Some(value),
+            When::SameAs(other) => config
+                .get(other)
+                .is_some_and(|other| other == value || value.as_f64().is_some_and(|x| other.as_f64() == Some(x))),
             When::Given(other) => config.get(other).is_some_and(|v| !v.is_null()),
         }
     }

@@ -249,6 +249,18 @@ fn unsupported_values_are_refused_by_name() {
             json!({"type": "linear", "factor": 4.0}),
             "key `rope_scaling.type`: expected the kind as `rope_type`",
         ),
+        (
+            "variants/gemma3-v4",
+            "rope_scaling",
+            json!({"rope_type": "yarn", "factor": 4.0, "truncate": false}),
+            "key `rope_scaling.truncate`: expected true",
+        ),
+        (
+            "variants/gemma3-yarn",
+            "rope_parameters",
+            json!({"sliding_attention": {"rope_type": "yarn", "factor": 4.0, "truncate": false}}),
+            "key `rope_parameters.sliding_attention.truncate`: expected true",
+        ),
         ("variants/ministral", "head_dim", json!(null), "key `head_dim`"),
         ("families/olmo2", "clip_qkv", json!(8.0), "key `clip_qkv` is unknown"),
         ("families/granite", "embedding_multiplier", json!(0.0), "key `embedding_multiplier`"),
@@ -280,7 +292,8 @@ fn unsupported_values_are_refused_by_name() {
         ("families/stablelm", "head_dim", json!(16), "key `head_dim` is unknown"),
         ("families/starcoder2", "mlp_type", json!("gated"), "key `mlp_type`: expected \"default\", found \"gated\""),
         ("families/starcoder2", "use_bias", json!(false), "is not used by `Starcoder2ForCausalLM`"),
-        ("families/gpt-neox", "rope_theta", json!(10000), "key `rope_theta` is unknown"),
+        ("families/gpt-neox", "rope_theta", json!(500), "key `rope_theta`: expected the value of `rotary_emb_base`"),
+        ("families/gpt-neox", "partial_rotary_factor", json!(0.5), "expected the value of `rotary_pct`"),
         ("families/gpt-neox", "rotary_pct", json!(0.2), "found 3 of 16"),
         ("variants/cohere", "use_qk_norm", json!(true), "key `use_qk_norm`: expected false"),
         ("variants/cohere2", "position_embedding_type", json!("alibi"), "key `position_embedding_type`"),
@@ -484,6 +497,55 @@ fn ineffective(class: &str, key: &str, value: &Value, config: &Map<String, Value
     }
 }
 
+/// Every key that the classes of transformers 4 and 5 have, with the value that they fill in: all of them are known, and
+/// to leave one out is to give its default. See tests/fixtures/make_config_classes.py.
+#[test]
+fn absent_keys_have_the_defaults_of_the_class() {
+    let classes = std::fs::read_to_string(fixture("config_classes.json")).unwrap();
+    let classes: Map<String, Value> = serde_json::from_str(&classes).unwrap();
+    // No class needs these to say what it computes, and ids that a config does not name end no text here.
+    let text = |graph: &ModelGraph| {
+        let lines: Vec<String> = graph_text(graph).lines().map(str::to_string).collect();
+        lines.into_iter().filter(|line| !line.starts_with("bos ")).collect::<Vec<_>>()
+    };
+    let extents = ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"];
+    let mut single = 0;
+    for (version, families) in &classes {
+        let families = families.as_object().unwrap();
+        assert_eq!(families.len(), FAMILIES.len());
+        for (model_type, keys) in families {
+            let mut keys = keys.as_object().unwrap().clone();
+            let mut given: Vec<&str> = extents.into_iter().chain(["model_type"]).collect();
+            if model_type == "ministral" {
+                // Null in the class, which computes nothing with it.
+                assert_eq!(keys.insert("head_dim".to_string(), json!(16)), Some(json!(null)));
+                given.push("head_dim");
+            }
+            let given = |key: &str| given.contains(&key);
+            let minimal: Map<String, Value> =
+                keys.iter().filter(|(key, _)| given(key)).map(|(key, value)| (key.clone(), value.clone())).collect();
+            // The one default on which the versions differ: 5 counts.
+            let theta_of_version_4 = version.starts_with('4') && model_type == "cohere";
+            let expected = text(&synthetic(&minimal).unwrap());
+            let mut full = keys.clone();
+            if theta_of_version_4 {
+                assert_eq!(full.remove("rope_theta"), Some(json!(10000.0)));
+            }
+            let found = synthetic(&full).unwrap_or_else(|error| panic!("{version} {model_type}: {error}"));
+            assert_eq!(text(&found), expected, "{version} {model_type}");
+            for (key, value) in full.iter().filter(|(key, _)| !given(key)) {
+                let mut one = minimal.clone();
+                one.insert(key.clone(), value.clone());
+                // Alone, some keys are refused for want of the key that they repeat.
+                let Ok(found) = synthetic(&one) else { continue };
+                assert_eq!(text(&found), expected, "{version} {model_type} {key} = {value}");
+                single += 1;
+            }
+        }
+    }
+    assert!(single > 1000, "{single}");
+}
+
 #[test]
 fn a_config_alone_gives_the_graph_of_its_checkpoint() {
     for folder in all_fixtures() {
@@ -612,6 +674,29 @@ fn positions_end_where_rotary_tables_would_change() {
         let (positions, note) = limit(name);
         assert!(positions == 32 && note.contains("`longrope`") && note.contains("32"), "{positions} {note}");
     }
+}
+
+/// Phi-3's class has a trained length of its own beside the rotary parameters, 4096 where absent, and overrules theirs.
+#[test]
+fn phi3_reads_the_trained_length_of_its_class() {
+    let import = |top: Value, inner: Value| {
+        let mut config = config_of(&fixture("variants/phi3-longrope"));
+        config.insert("original_max_position_embeddings".to_string(), top);
+        config["rope_scaling"]["original_max_position_embeddings"] = inner;
+        synthetic(&config)
+    };
+    let refused = |top, inner| reasons(import(top, inner).unwrap_err()).concat();
+    // 128 positions are fewer than 4096, so nothing is scaled and no limit is met.
+    let absent = import(json!(null), json!(null)).unwrap();
+    assert_eq!((absent.ropes[0].scale, absent.positions_max), (1.0, 128));
+    assert_eq!(graph_text(&import(json!(null), json!(4096)).unwrap()), graph_text(&absent));
+    let message = refused(json!(null), json!(32));
+    assert!(message.ends_with("disagree: 4096, the default of the class, and 32"), "{message}");
+    let message = refused(json!(64), json!(32));
+    assert!(message.ends_with("disagree: 64 and 32"), "{message}");
+    // (1 + ln(128 / 32) / ln 32)^(1/2)
+    let given = import(json!(32), json!(32)).unwrap();
+    assert_eq!((given.ropes[0].scale, given.positions_max), (1.183_216, 32));
 }
 
 /// inv_freq of published rotary settings, computed by transformers 5.23.0 (torch, fp32).
