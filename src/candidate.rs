@@ -9,6 +9,9 @@ use crate::target::{CopyMechanism, Target, TargetKind};
 use std::fmt;
 use thiserror::Error;
 
+/// Slots that the barriers in shared memory are sized for (`state` of the shared-memory map).
+pub const RING_SLOTS_MAX: u32 = 64;
+
 /// More shares of the history than this would make the merge longer than the history it saves.
 pub const SPLITS_DEFAULT_MAX: u32 = 32;
 
@@ -43,6 +46,8 @@ pub enum Infeasible {
     Sms { sms: u32, most: u32, target: String },
     #[error("`{knob}` is {value}, expected {expected}")]
     Knob { knob: &'static str, value: u32, expected: String },
+    #[error("`mechanism` is {mechanism}, expected packets: the kernel of a CUDA target has no other")]
+    Mechanism { mechanism: &'static str },
     #[error("shared memory: the plan takes {bytes} bytes, `{target}` has {most} for one block")]
     SharedMemory { bytes: u64, most: u32, target: String },
     #[error("registers: {threads} threads of {registers} take {total}, `{target}` has {most}")]

@@ -175,6 +175,56 @@ pub struct Subject<'a> {
     pub positions: &'a [u32],
 }
 
+/// Logits that every schedule of one model has to reproduce, by position. Made once, compared with many candidates.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Expected {
+    /// Ascending, each with whether its cache is made up, and its logits `[vocab]`.
+    rows: Vec<(u32, bool, Vec<f32>)>,
+}
+
+impl Expected {
+    fn prompted(&self) -> Vec<u32> {
+        self.rows.iter().filter(|(_, filled, _)| !filled).map(|(position, ..)| *position).collect()
+    }
+
+    fn filled(&self) -> impl Iterator<Item = (u32, &[f32])> {
+        self.rows.iter().filter(|(_, filled, _)| *filled).map(|(position, _, row)| (*position, row.as_slice()))
+    }
+
+    fn prompted_rows(&self) -> impl Iterator<Item = &[f32]> {
+        self.rows.iter().filter(|(_, filled, _)| !filled).map(|(.., row)| row.as_slice())
+    }
+
+    /// The bytes that a cache keeps: of each row its position, whether it is filled, its length, and its values, all in 32
+    /// bits, little-endian.
+    pub(crate) fn to_entry(&self) -> Vec<u8> {
+        let mut bytes = vec![];
+        for (position, filled, row) in &self.rows {
+            for word in [*position, u32::from(*filled), row.len() as u32] {
+                bytes.extend(word.to_le_bytes());
+            }
+            bytes.extend(row.iter().flat_map(|value| value.to_le_bytes()));
+        }
+        bytes
+    }
+
+    /// Reads what [`Expected::to_entry`] wrote.
+    pub(crate) fn from_entry(bytes: &[u8]) -> Option<Expected> {
+        let mut words = bytes.chunks(4).map(|word| word.try_into().ok().map(u32::from_le_bytes));
+        let mut rows = vec![];
+        while let Some(position) = words.next() {
+            let (position, filled, count) = (position?, words.next()?? != 0, words.next()??);
+            let row =
+                (&mut words).take(count as usize).map(|word| word.map(f32::from_bits)).collect::<Option<Vec<f32>>>()?;
+            if row.len() != count as usize {
+                return None;
+            }
+            rows.push((position, filled, row));
+        }
+        Some(Expected { rows })
+    }
+}
+
 /// Compares the interpreter's fast path with the reference, then with hostile orders of the same schedule.
 ///
 /// Where the precision is bf16 and the checkpoint is not, the reference keeps the checkpoint's own weights, so that the
@@ -183,39 +233,63 @@ pub struct Subject<'a> {
 /// # Errors
 /// See [`CheckError`]; the first fault ends the check.
 pub fn check_cpu(subject: &Subject<'_>) -> Result<Checked, CheckError> {
+    let expected = expect_cpu(subject)?;
+    let mut fast = Interp::new(subject.validated.schedule(), subject.pack.clone(), Options::fast())?;
+    let checked = compare_cpu(subject, &expected, &mut fast)?;
+    check_orders(subject, &mut fast, checked.figures)?;
+    Ok(checked)
+}
+
+/// What the interpreter's fast path is compared with: the reference, and the interpreter in f64 for deep positions.
+///
+/// # Errors
+/// Faults of the interpreter.
+pub fn expect_cpu(subject: &Subject<'_>) -> Result<Expected, CheckError> {
     let Subject { validated, graph, pack, positions, .. } = subject;
-    let schedule = validated.schedule();
-    let mut judge = Judge::new(Tolerance::of(schedule.program.precision));
     let (prompted, filled) = split(graph, positions, REFERENCE_COST_MAX);
-    let mut fast = Interp::new(schedule, pack.clone(), Options::fast())?;
+    let mut rows = vec![];
     if let Some(&last) = prompted.last() {
-        let ids = check_ids(graph.vocab, last + 1);
-        let mut found = vec![];
-        fast.reset();
-        fast.launch(&inputs(&ids), |step| {
-            keep(step, prompted, &mut found);
-            ControlFlow::Continue(())
-        })?;
         let mut session = reference::Session::new(graph, subject.weights);
-        let mut rows = found.iter();
-        for (position, &id) in (0..).zip(&ids) {
+        for (position, &id) in (0..).zip(&check_ids(graph.vocab, last + 1)) {
             if prompted.contains(&position) {
-                let expected = session.step(id);
-                rows.next().map_or(Ok(()), |row| judge.compare(position, &expected, row))?;
+                rows.push((position, false, session.step(id)));
             } else {
                 session.step_hidden(id);
             }
         }
     }
     if !filled.is_empty() {
-        let mut spec = Interp::new(schedule, pack.clone(), Options::spec())?;
+        let mut spec = Interp::new(validated.schedule(), pack.clone(), Options::spec())?;
         for &position in filled {
-            let expected = filled_logits(&mut spec, graph.vocab, position)?;
-            let found = filled_logits(&mut fast, graph.vocab, position)?;
-            judge.compare(position, &expected, &found)?;
+            rows.push((position, true, filled_logits(&mut spec, graph.vocab, position)?));
         }
     }
-    check_orders(subject, &mut fast, judge.figures)?;
+    Ok(Expected { rows })
+}
+
+/// Compares the interpreter's fast path with what was expected of the model.
+///
+/// # Errors
+/// See [`CheckError`].
+pub fn compare_cpu(subject: &Subject<'_>, expected: &Expected, fast: &mut Interp) -> Result<Checked, CheckError> {
+    let vocab = subject.graph.vocab;
+    let mut judge = Judge::new(Tolerance::of(subject.validated.schedule().program.precision));
+    let prompted = expected.prompted();
+    if let Some(&last) = prompted.last() {
+        let mut found = vec![];
+        fast.reset();
+        fast.launch(&inputs(&check_ids(vocab, last + 1)), |step| {
+            keep(step, &prompted, &mut found);
+            ControlFlow::Continue(())
+        })?;
+        for ((&position, expected), found) in prompted.iter().zip(expected.prompted_rows()).zip(&found) {
+            judge.compare(position, expected, found)?;
+        }
+    }
+    for (position, expected) in expected.filled() {
+        let found = filled_logits(fast, vocab, position)?;
+        judge.compare(position, expected, &found)?;
+    }
     Ok(Checked { figures: judge.figures })
 }
 
@@ -227,34 +301,62 @@ pub fn check_cpu(subject: &Subject<'_>) -> Result<Checked, CheckError> {
 /// # Errors
 /// See [`CheckError`]; a session that hung is lost.
 pub fn check_cuda(subject: &Subject<'_>, session: &mut Session, steps_max: u32) -> Result<Checked, CheckError> {
+    compare_cuda(subject, &expect_cuda(subject)?, session, steps_max)
+}
+
+/// What a device is compared with: the interpreter in f64.
+///
+/// # Errors
+/// Faults of the interpreter.
+pub fn expect_cuda(subject: &Subject<'_>) -> Result<Expected, CheckError> {
     let Subject { validated, graph, pack, positions, .. } = subject;
-    let schedule = validated.schedule();
-    let vocab = graph.vocab;
-    let mut judge = Judge::new(Tolerance::of_device(schedule.program.precision));
     let (prompted, filled) = split(graph, positions, PROMPT_COST_MAX);
-    let mut spec = Interp::new(schedule, pack.clone(), Options::spec())?;
+    let mut spec = Interp::new(validated.schedule(), pack.clone(), Options::spec())?;
+    let mut rows = vec![];
     if let Some(&last) = prompted.last() {
-        let ids = check_ids(vocab, last + 1);
         let mut expected = vec![];
         spec.reset();
-        spec.launch(&inputs(&ids), |step| {
+        spec.launch(&inputs(&check_ids(graph.vocab, last + 1)), |step| {
             keep(step, prompted, &mut expected);
             ControlFlow::Continue(())
         })?;
-        let found = twice(judge.figures, prompted, || device_logits(session, &ids, 0, steps_max, vocab, prompted))?;
-        for ((&position, expected), found) in prompted.iter().zip(&expected).zip(&found) {
+        rows.extend(prompted.iter().zip(expected).map(|(&position, row)| (position, false, row)));
+    }
+    for &position in filled {
+        rows.push((position, true, filled_logits(&mut spec, graph.vocab, position)?));
+    }
+    Ok(Expected { rows })
+}
+
+/// Compares a device with what was expected of the model. See [`check_cuda`].
+///
+/// # Errors
+/// See [`CheckError`]; a session that hung is lost.
+pub fn compare_cuda(
+    subject: &Subject<'_>,
+    expected: &Expected,
+    session: &mut Session,
+    steps_max: u32,
+) -> Result<Checked, CheckError> {
+    let schedule = subject.validated.schedule();
+    let vocab = subject.graph.vocab;
+    let mut judge = Judge::new(Tolerance::of_device(schedule.program.precision));
+    let prompted = expected.prompted();
+    if let Some(&last) = prompted.last() {
+        let ids = check_ids(vocab, last + 1);
+        let found = twice(judge.figures, &prompted, || device_logits(session, &ids, 0, steps_max, vocab, &prompted))?;
+        for ((&position, expected), found) in prompted.iter().zip(expected.prompted_rows()).zip(&found) {
             judge.compare(position, expected, found)?;
         }
     }
-    for &position in filled {
-        let expected = filled_logits(&mut spec, vocab, position)?;
+    for (position, expected) in expected.filled() {
         let rows = filled_rows(position);
         fill_device_cache(session, schedule, FILL_SEED, rows)?;
         let ids = check_ids(vocab, position + 1);
         let found =
             twice(judge.figures, &[position], || device_logits(session, &ids, rows, steps_max, vocab, &[position]))?
                 .concat();
-        judge.compare(position, &expected, &found)?;
+        judge.compare(position, expected, &found)?;
     }
     check_selection(session, vocab, steps_max, schedule.program.context_max, judge.figures)?;
     Ok(Checked { figures: judge.figures })

@@ -135,6 +135,8 @@ pub struct Timer<'a> {
     budget: Duration,
     position: u32,
     steps: u32,
+    /// Rows of the cache that were made up. Launches write over some of them: what a row holds takes no time.
+    filled: Option<u32>,
 }
 
 enum On<'a> {
@@ -150,12 +152,23 @@ impl<'a> Timer<'a> {
     pub fn cpu(subject: Subject<'a>, _checked: &Checked, pack: Pack) -> Result<Timer<'a>, MeasureError> {
         let interp = Interp::new(subject.validated.schedule(), pack, Options::fast())?;
         let budget = CPU_BUDGET / subject.positions.len().max(1) as u32;
-        Ok(Timer { subject, on: On::Cpu(Box::new(interp)), budget, position: 0, steps: 1 })
+        Ok(Timer { subject, on: On::Cpu(Box::new(interp)), budget, position: 0, steps: 1, filled: None })
     }
 
     /// Times a device with events around each launch.
     pub fn cuda(subject: Subject<'a>, _checked: &Checked, device: &'a Device, session: &'a mut Session) -> Timer<'a> {
-        Timer { subject, on: On::Device { device, session }, budget: DEVICE_BUDGET, position: 0, steps: 1 }
+        let on = On::Device { device, session };
+        Timer { subject, on, budget: DEVICE_BUDGET, position: 0, steps: 1, filled: None }
+    }
+
+    /// Takes the cache as it is up to this many rows: an earlier timer has made them up.
+    pub fn with_filled(self, rows: Option<u32>) -> Timer<'a> {
+        Timer { filled: rows, ..self }
+    }
+
+    /// Rows of the cache that were made up.
+    pub fn filled(&self) -> Option<u32> {
+        self.filled
     }
 
     /// Makes up a cache of `position` tokens, decides how many steps a launch has, and warms up.
@@ -165,10 +178,16 @@ impl<'a> Timer<'a> {
     pub fn prepare(&mut self, position: u32) -> Result<(), MeasureError> {
         self.position = position;
         self.steps = self.subject.steps_per_launch;
+        let fill = self.filled.is_none_or(|rows| rows < position);
+        if fill {
+            self.filled = Some(position);
+        }
         match &mut self.on {
             On::Cpu(interp) => {
-                interp.reset();
-                interp.fill_cache(FILL_SEED, position)?;
+                if fill {
+                    interp.reset();
+                    interp.fill_cache(FILL_SEED, position)?;
+                }
                 // The first step pays for pages that nobody touched yet; the second tells how many of them fit the budget.
                 self.steps = 1;
                 self.launch()?;
@@ -178,7 +197,9 @@ impl<'a> Timer<'a> {
                 self.launch()?;
             }
             On::Device { session, .. } => {
-                fill_device_cache(session, self.subject.validated.schedule(), FILL_SEED, position)?;
+                if fill {
+                    fill_device_cache(session, self.subject.validated.schedule(), FILL_SEED, position)?;
+                }
                 session.start(&check_ids(self.subject.graph.vocab, position + 1), &[])?;
                 for _ in 0..WARM_UP {
                     self.launch()?;

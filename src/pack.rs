@@ -159,6 +159,34 @@ pub fn pack_pieces<E: From<PackError>>(
     Ok(layout)
 }
 
+/// Names the bytes of a pack without making them: schedules of one model with the same name have the same pack, so that an
+/// executor that holds one may run the other with it. blake3 of where everything lies and what it is.
+///
+/// # Errors
+/// Streams that cannot be filled.
+pub fn identity(schedule: &Schedule) -> Result<[u8; 32], PackError> {
+    let Layout { stream_base, stream_bytes, constant_offset, total_bytes } = layout(schedule);
+    let mut hasher = blake3::Hasher::new();
+    let mut add = |text: String| hasher.update(text.as_bytes()).update(b"\n").count();
+    add(format!("{total_bytes} {stream_base:?} {stream_bytes:?}"));
+    let content = |b: &Buffer| format!("{:?} {} {} {:?}", b.dtype, b.rows, b.cols, b.content);
+    for (offset, buffer) in constant_offset.iter().zip(&schedule.program.buffers) {
+        // Ids shift when a candidate has more buffers of another kind.
+        if let Some(offset) = offset {
+            add(format!("{offset} {}", content(buffer)));
+        }
+    }
+    let contents: Vec<String> = schedule.program.buffers.iter().map(content).collect();
+    for sm in 0..schedule.machine.sms {
+        for run in weight_runs(schedule, SmId(sm))?.values() {
+            let WeightRun { task: _, buffer, lo, hi, offset, bytes, unit_bytes } = run;
+            let content = contents.get(buffer.index()).map_or("", String::as_str);
+            add(format!("{sm} {lo} {hi} {offset} {bytes} {unit_bytes} {content}"));
+        }
+    }
+    Ok(*hasher.finalize().as_bytes())
+}
+
 /// First byte of the constants.
 fn constants_base(layout: &Layout) -> u64 {
     match (layout.stream_base.last(), layout.stream_bytes.last()) {

@@ -1,6 +1,6 @@
 //! Places a program on a machine: shares of every grid, queues, events derived from regions, streams, memory map.
 
-use crate::candidate::{Candidate, Infeasible};
+use crate::candidate::{Candidate, Infeasible, RING_SLOTS_MAX};
 use crate::dtype::{DType, Precision};
 use crate::ir::op::{Access, Epilogue, GRANULE_BYTES, HISTORY_ALIGN, Op, PARTIAL_HEADER, Role, UNIT_ROWS};
 use crate::ir::program::{Grid, Program, Second, Space};
@@ -31,7 +31,31 @@ pub fn schedule(program: Program, target: &Target, candidate: &Candidate) -> Res
     let queue_max = regimes.iter().flat_map(|r| &r.queues).map(Vec::len).max().unwrap_or(0) as u32;
     let machine = machine(&program, target, candidate, queue_max)?;
     let placement = placement(&program);
-    Ok(Schedule { program, machine, placement, regimes })
+    let schedule = Schedule { program, machine, placement, regimes };
+    check_memory(&schedule, target)?;
+    Ok(schedule)
+}
+
+/// Weights, cache and exchange buffers against the memory of a device. The record of a CPU says nothing of its host.
+fn check_memory(schedule: &Schedule, target: &Target) -> Result<(), Infeasible> {
+    if target.kind == TargetKind::Cpu {
+        return Ok(());
+    }
+    // Every regime streams the same bytes.
+    let runs = schedule.regimes.first().into_iter().flat_map(|r| r.streams.iter().flatten());
+    let weights: u64 = runs.map(|run| if let RunBytes::Fixed { bytes, .. } = run.bytes { bytes } else { 0 }).sum();
+    let buffers = |space: fn(Space) -> bool| -> u64 {
+        schedule.program.buffers.iter().filter(|b| space(b.space)).map(placed_bytes).sum()
+    };
+    let weights = weights + buffers(|space| space == Space::Constant);
+    let cache = buffers(|space| space == Space::Cache);
+    let rest = buffers(|space| matches!(space, Space::Exchange | Space::Output));
+    let (bytes, most) = (weights + cache + rest, target.spec.memory_bytes);
+    if bytes > most {
+        let what = if cache > weights { "the cache, with the weights," } else { "the model" };
+        return Err(Infeasible::DeviceMemory { what, bytes, most, target: target.name.clone() });
+    }
+    Ok(())
 }
 
 fn check_knobs(program: &Program, target: &Target, c: &Candidate) -> Result<(), Infeasible> {
@@ -60,8 +84,9 @@ fn check_knobs(program: &Program, target: &Target, c: &Candidate) -> Result<(), 
         let expected = format!("a multiple of {} granules, one for each warp", c.consumer_warps);
         return knob("slot_bytes", c.slot_bytes, &expected);
     }
-    if c.ring_slots < 2 {
-        return knob("ring_slots", c.ring_slots, "at least 2: a key chunk and its value chunk");
+    if c.ring_slots < 2 || c.ring_slots > RING_SLOTS_MAX {
+        let expected = format!("2, a key chunk and its value chunk, to {RING_SLOTS_MAX}");
+        return knob("ring_slots", c.ring_slots, &expected);
     }
     if c.flight_low == 0 || c.flight_low > c.flight_high || c.flight_high > c.ring_slots {
         return knob("flight_low", c.flight_low, "1 to `flight_high`, which is at most `ring_slots`");
@@ -71,6 +96,9 @@ fn check_knobs(program: &Program, target: &Target, c: &Candidate) -> Result<(), 
     }
     if c.splits == 0 {
         return knob("splits", c.splits, "at least 1");
+    }
+    if target.kind == TargetKind::Cuda && c.mechanism != Mechanism::Packets {
+        return Err(Infeasible::Mechanism { mechanism: c.mechanism.name() });
     }
     Ok(())
 }
@@ -152,8 +180,8 @@ fn smem_parts(n: &SmemNeeds) -> Vec<SmemPart> {
         ("residual", n.hidden_units_per_sm * UNIT_ROWS * 4),
         // The queue of this SM, read once a launch.
         ("queue", n.queue_max.saturating_mul(QUEUE_ENTRY_BYTES)),
-        // Ring barriers (64 slots at most), what each warp carries from task to task and its statistics, token, watchdog.
-        ("state", 64 * 16 + n.consumer_warps * 64 + 512),
+        // Ring barriers, what each warp carries from task to task and its statistics, token, watchdog.
+        ("state", RING_SLOTS_MAX * 16 + n.consumer_warps * 64 + 512),
     ];
     let mut offset = 0u32;
     parts

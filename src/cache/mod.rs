@@ -140,6 +140,14 @@ impl Cache {
         self.store.root()
     }
 
+    /// Where it lives, for another process that is to use the same.
+    pub fn places(&self) -> Places {
+        Places {
+            root: self.root().to_path_buf(),
+            shared: self.shared.as_ref().map(|shared| shared.root().to_path_buf()),
+        }
+    }
+
     /// The memory of large input files that lives in this cache.
     pub fn file_digests(&self) -> FileDigests {
         FileDigests::open(self.store.root())

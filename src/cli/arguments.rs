@@ -6,7 +6,7 @@ use std::time::Duration;
 use clap::builder::PossibleValuesParser;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
-use super::units::{parse_age, parse_bytes, parse_ids};
+use super::units::{parse_age, parse_bytes, parse_ids, parse_minutes};
 use crate::flywheel::Verdict;
 use crate::pipeline::SHOW_STAGES;
 
@@ -78,6 +78,9 @@ pub enum Command {
     Cache(Cache),
     Targets(Targets),
     Flywheel(Flywheel),
+    Tune(Tune),
+    #[command(hide = true)]
+    Trials(Trials),
     /// Print which keys of which model family's config.json are modelled, or neutral at which values
     #[command(after_help = "Example:\n  monobloc schema > schema.md")]
     Schema,
@@ -519,4 +522,49 @@ pub enum FlywheelAction {
         #[arg(required = true, value_name = "FILE")]
         inputs: Vec<PathBuf>,
     },
+}
+
+/// Search for a faster kernel: propose, prove, check, time in turns with the best so far, keep or revert
+///
+/// Goes on where the same search of the same program stopped. Ctrl-C stops it and keeps everything; later builds of the
+/// manifest take the best candidate. Every trial is a row of `--trials`; the rows there, and those of the corpora beside that
+/// file (`corpus/*.csv`), say what to try first.
+#[derive(Debug, Args)]
+#[command(
+    verbatim_doc_comment,
+    after_help = "\
+Examples:
+  monobloc tune manifests/tinystories.toml --max-trials 20
+  monobloc tune manifests/smollm.toml --target h200 --minutes 30
+  monobloc tune manifests/smollm.toml --proposer 'python3 propose.py'"
+)]
+pub struct Tune {
+    /// Manifest to tune
+    pub manifest: PathBuf,
+    /// Tune this target of the manifest alone [default: each in turn]
+    #[arg(long, value_name = "NAME")]
+    pub target: Option<String>,
+    /// Candidates to measure beyond the default [default: the manifest's `search.trials`, or 40 where that is 0]
+    #[arg(long, value_name = "N")]
+    pub max_trials: Option<u32>,
+    /// Time after which no further trial starts [default: the manifest's `search.minutes`]
+    #[arg(long, value_name = "N", value_parser = parse_minutes)]
+    pub minutes: Option<f64>,
+    /// Program that proposes candidates over JSON lines; what it proposes is proven, checked and timed like any other
+    #[arg(long, value_name = "COMMAND")]
+    pub proposer: Option<String>,
+    /// Print what came of it as one JSON array
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Serve the trials of a search: one JSON line in, one out. Started by `tune`
+#[derive(Debug, Args)]
+#[command(after_help = "Example:\n  monobloc trials manifests/tinystories.toml --target cpu < jobs.jsonl")]
+pub struct Trials {
+    /// Manifest whose candidates are tried
+    pub manifest: PathBuf,
+    /// Target that they are tried on
+    #[arg(long, value_name = "NAME")]
+    pub target: String,
 }

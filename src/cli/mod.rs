@@ -16,6 +16,7 @@ mod session;
 mod targets;
 mod terminal;
 mod trace;
+mod tune;
 mod units;
 mod validate;
 
@@ -91,6 +92,8 @@ fn answer(session: &Session, command: Command) -> Result<Outcome, Fault> {
         Command::Cache(asked) => cache::cache(session, &asked),
         Command::Targets(asked) => targets::targets(session, &asked),
         Command::Flywheel(asked) => flywheel::flywheel(session, &asked),
+        Command::Tune(asked) => tune::tune(session, &asked),
+        Command::Trials(asked) => tune::trials(session, &asked),
         Command::Schema => {
             session.terminal.print(&schema_table())?;
             Ok(Outcome::Done)

@@ -51,6 +51,12 @@ pub fn parse_age(text: &str) -> Result<Duration, String> {
     Ok(Duration::from_secs(seconds))
 }
 
+/// `30`, `0.5`: above 0, up to a week.
+pub fn parse_minutes(text: &str) -> Result<f64, String> {
+    let minutes = text.parse::<f64>().ok().filter(|minutes| *minutes > 0.0 && *minutes <= 7.0 * 24.0 * 60.0);
+    minutes.ok_or_else(|| format!("expected minutes above 0, such as `30` or `0.5`, found `{text}`"))
+}
+
 fn split_unit(text: &str) -> (&str, &str) {
     let digits = text.bytes().take_while(u8::is_ascii_digit).count();
     text.split_at(digits)

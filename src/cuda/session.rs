@@ -14,6 +14,7 @@ use crate::pack::Layout;
 use crate::trace::STAMP_WORDS;
 use crate::validate::Validated;
 use std::fmt;
+use std::sync::Arc;
 use std::time::Duration;
 use thiserror::Error;
 
@@ -112,7 +113,7 @@ pub struct Session {
     _module: Module,
     shape: LaunchShape,
     schedule: Schedule,
-    pack: DeviceBuffer,
+    pack: Arc<DeviceBuffer>,
     stream_base: DeviceBuffer,
     constants_base: u64,
     cache: DeviceBuffer,
@@ -168,6 +169,28 @@ impl Session {
         steps_max: u32,
         fill: impl FnOnce(&Stream, &mut DeviceBuffer) -> Result<(), SessionError>,
     ) -> Result<Session, SessionError> {
+        let stream = device.stream()?;
+        let mut pack = device.alloc(layout.total_bytes.max(16))?;
+        fill(&stream, &mut pack)?;
+        stream.synchronize()?;
+        Session::load_sharing(device, validated, layout, cubin, trace, steps_max, Arc::new(pack))
+    }
+
+    /// The weights of this session, for another one whose pack has the same bytes.
+    pub fn pack(&self) -> Arc<DeviceBuffer> {
+        self.pack.clone()
+    }
+
+    /// As [`Session::load`], with weights that are on the device already.
+    pub fn load_sharing(
+        device: &Device,
+        validated: &Validated,
+        layout: &Layout,
+        cubin: &[u8],
+        trace: Trace,
+        steps_max: u32,
+        pack: Arc<DeviceBuffer>,
+    ) -> Result<Session, SessionError> {
         let schedule = validated.schedule();
         let machine = &schedule.machine;
         let tables: Tables = encode(validated);
@@ -181,8 +204,6 @@ impl Session {
             smem_dynamic_bytes: smem,
             cluster: machine.cluster,
         };
-        let mut pack = device.alloc(layout.total_bytes.max(16))?;
-        fill(&stream, &mut pack)?;
         let upload = |bytes: &[u8]| -> Result<DeviceBuffer, SessionError> {
             let mut buffer = device.alloc(bytes.len().max(16) as u64)?;
             buffer.upload(&stream, 0, bytes)?;

@@ -603,8 +603,8 @@ mod tests {
             // Other readers of CSV see one line with too many cells, and the next row whole.
             let mut reader = csv::ReaderBuilder::new().flexible(true).from_path(&path).unwrap();
             let counts: Vec<usize> = reader.records().map(|record| record.unwrap().len()).collect();
-            let torn = counts.get(1).is_some_and(|count| *count > 64);
-            assert!(counts == [64, 64] || (torn && counts.len() == 3 && counts[2] == 64), "cut at {cut}: {counts:?}");
+            let torn = counts.get(1).is_some_and(|count| *count > COLUMNS.len());
+            assert!(counts == [67, 67] || (torn && counts.len() == 3 && counts[2] == 67), "cut at {cut}: {counts:?}");
         }
     }
 
@@ -627,7 +627,7 @@ mod tests {
         let path = folder.path().join("notes.txt");
         for (text, reason) in [
             ("dear diary", "is not the header of a corpus"),
-            ("dear,diary\n1,2\n", "lacks schema and 63 more columns"),
+            ("dear,diary\n1,2\n", "lacks schema and 66 more columns"),
             (&header_line().replace("kv_heads,", ""), "lacks kv_heads"),
             (&header_line().replace("kv_heads,", "kv_heads,heads,"), "names the column `heads` twice"),
         ] {
@@ -693,8 +693,8 @@ mod tests {
         assert_eq!(
             reasons(&corpus),
             [
-                (4, "expected 64 cells, found 3"),
-                (5, "expected 64 cells, found 1"),
+                (4, "expected 67 cells, found 3"),
+                (5, "expected 67 cells, found 1"),
                 (6, "is not UTF-8 text"),
                 (7, "written by a newer monobloc: schema 7, this one reads 1"),
                 (8, "column `layers`: expected a number, found `many`"),
@@ -703,7 +703,7 @@ mod tests {
                 (11, &format!("another row has the id {id}, with other values; the first one counts")),
             ]
         );
-        assert!(corpus.broken[0].to_string().ends_with("trials.csv:4: expected 64 cells, found 3"));
+        assert!(corpus.broken[0].to_string().ends_with("trials.csv:4: expected 67 cells, found 3"));
     }
 
     #[test]

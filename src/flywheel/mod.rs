@@ -10,6 +10,6 @@ pub mod trial;
 
 pub use corpus::{BestTrial, BrokenRow, Corpus, CorpusError, CorpusStats, MergeReport, append, best, merge, stats};
 pub use trial::{
-    COLUMNS, CheckFigures, Column, Cost, Facts, Machine, ModelShape, Point, Proposer, RatioInterval, RowFault, SCHEMA,
-    Timing, Trial, Verdict,
+    COLUMNS, CheckFigures, Column, Cost, Decision, Facts, Machine, ModelShape, Point, Proposer, RatioInterval,
+    RowFault, SCHEMA, Timing, Trial, Verdict,
 };

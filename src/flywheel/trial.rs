@@ -34,7 +34,7 @@ const fn column(name: &'static str, unit: &'static str, meaning: &'static str) -
 }
 
 /// All columns in file order. Digests are 64 hex digits of blake3. Cells are empty where nothing was measured.
-pub const COLUMNS: [Column; 64] = [
+pub const COLUMNS: [Column; 67] = [
     column("schema", "count", "version of these columns"),
     column("trial_id", "digest", "names the row: digest of its other columns and a nonce"),
     column("utc", "time", "when the row was made, `2026-01-31T12:00:00Z`"),
@@ -68,6 +68,8 @@ pub const COLUMNS: [Column; 64] = [
     column("schedule", "digest", "the placed program; empty if there is none"),
     column("source", "digest", "the generated kernel source; empty if there is none"),
     column("cubin", "digest", "the compiled kernel; empty if there is none"),
+    column("campaign", "digest", "the search that tried it; empty for a build without one"),
+    column("trial", "count", "its number in the campaign, 0 for the default candidate; the same at every position"),
     column("seed", "count", "seed of the search"),
     column(
         "proposer",
@@ -75,6 +77,11 @@ pub const COLUMNS: [Column; 64] = [
         "`default`, `prior`, `explore`, `local`, `external` or `seed`: who asked for this point",
     ),
     column("incumbent", "digest", "trial_id of what it was timed against, in the same process; may be empty"),
+    column(
+        "decision",
+        "text",
+        "`first`, `faster`, `simpler` (kept) or `reverted`, over all positions; empty if nothing was decided",
+    ),
     column("verdict", "text", "`ok`, `fail`, `infeasible`, `rejected`, `timeout` or `crash`"),
     column("verdict_detail", "text", "why, if not `ok`"),
     column("check_positions", "count", "positions whose logits were compared with the reference"),
@@ -159,10 +166,15 @@ pub struct Point {
     pub schedule: Option<Digest>,
     pub source: Option<Digest>,
     pub cubin: Option<Digest>,
+    /// The search that tried it, and its number there; `None` for a build without a search.
+    pub campaign: Option<Digest>,
+    pub trial: Option<u32>,
     pub seed: u64,
     pub proposer: Proposer,
     /// Id of the trial that it was timed against.
     pub incumbent: Option<Digest>,
+    /// What a search made of it.
+    pub decision: Option<Decision>,
     /// The cost model's word, given before anything ran.
     pub predicted_us: Option<f64>,
 }
@@ -195,6 +207,42 @@ impl Proposer {
 }
 
 impl Display for Proposer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// What becomes of a candidate that was checked and timed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Decision {
+    /// The first of a campaign: there was nothing to compare it with.
+    First,
+    /// Faster than the incumbent by the margin, and the interval says so.
+    Faster,
+    /// As fast within the margin, and fewer knobs away from the default.
+    Simpler,
+    Reverted,
+}
+
+impl Decision {
+    pub const ALL: [Decision; 4] = [Decision::First, Decision::Faster, Decision::Simpler, Decision::Reverted];
+
+    pub fn name(self) -> &'static str {
+        match self {
+            Decision::First => "first",
+            Decision::Faster => "faster",
+            Decision::Simpler => "simpler",
+            Decision::Reverted => "reverted",
+        }
+    }
+
+    /// Whether the candidate is the incumbent from now on.
+    pub fn is_kept(self) -> bool {
+        self != Decision::Reverted
+    }
+}
+
+impl Display for Decision {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.name())
     }
@@ -393,6 +441,9 @@ impl Trial {
         if let Some(check) = self.verdict.check() {
             check.check()?;
         }
+        if self.facts.point.decision.is_some_and(Decision::is_kept) && self.verdict.timing().is_none() {
+            return fault("decision", format!("a candidate with the verdict `{}` is never kept", self.verdict.name()));
+        }
         match &self.verdict {
             Verdict::Ok { timing, .. } => {
                 if self.facts.point.schedule.is_none() {
@@ -434,9 +485,12 @@ impl Trial {
             schedule,
             source,
             cubin,
+            campaign,
+            trial,
             seed,
             proposer,
             incumbent,
+            decision,
             predicted_us,
         } = point;
         let Cost { compile_ms, check_ms, measure_ms, registers, spill_bytes, smem_bytes } = cost;
@@ -478,9 +532,12 @@ impl Trial {
             ("schedule", optional(*schedule)),
             ("source", optional(*source)),
             ("cubin", optional(*cubin)),
+            ("campaign", optional(*campaign)),
+            ("trial", optional(*trial)),
             ("seed", seed.to_string()),
             ("proposer", proposer.to_string()),
             ("incumbent", optional(*incumbent)),
+            ("decision", optional(*decision)),
             ("verdict", verdict.name().to_string()),
             ("verdict_detail", line(&detail)),
             ("check_positions", optional(check.map(|check| check.positions))),
@@ -548,6 +605,16 @@ impl Trial {
             let known = Proposer::ALL.map(Proposer::name).join(", ");
             return fault("proposer", format!("expected one of {known}, found `{}`", cut(&proposer)));
         };
+        let decision = match row.text("decision")?.as_str() {
+            "" => None,
+            word => match Decision::ALL.into_iter().find(|known| known.name() == word) {
+                Some(decision) => Some(decision),
+                None => {
+                    let known = Decision::ALL.map(Decision::name).join(", ");
+                    return fault("decision", format!("expected one of {known} or nothing, found `{}`", cut(word)));
+                }
+            },
+        };
         let point = Point {
             context_max: row.number("context_max")?,
             candidate: row.text("candidate")?,
@@ -556,9 +623,12 @@ impl Trial {
             schedule: row.digest_or_empty("schedule")?,
             source: row.digest_or_empty("source")?,
             cubin: row.digest_or_empty("cubin")?,
+            campaign: row.digest_or_empty("campaign")?,
+            trial: row.number_or_empty("trial")?,
             seed: row.number("seed")?,
             proposer,
             incumbent: row.digest_or_empty("incumbent")?,
+            decision,
             predicted_us: row.number_or_empty("predicted_us")?,
         };
         let cost = Cost {
@@ -881,9 +951,12 @@ pub(super) mod tests {
                 schedule: Some(digest("schedule")),
                 source: Some(digest("source")),
                 cubin: Some(digest("cubin")),
+                campaign: Some(digest("campaign")),
+                trial: Some(3),
                 seed: 7,
                 proposer: Proposer::Local,
                 incumbent: None,
+                decision: None,
                 predicted_us: Some(81.25),
             },
             cost: Cost { compile_ms: Some(2100.5), registers: Some(168), ..Cost::default() },
@@ -1001,6 +1074,8 @@ pub(super) mod tests {
             ("schema", "0", "expected 1, found 0"),
             ("cubin", "abc", "expected 64 lower-case hex digits, found `abc`"),
             ("verdict", "great", "expected one of ok, fail, infeasible, rejected, timeout, crash, found `great`"),
+            ("decision", "good", "expected one of first, faster, simpler, reverted or nothing, found `good`"),
+            ("trial", "-1", "expected a whole number in range, found `-1`"),
             ("proposer", "me", "expected one of default, prior, explore, local, external, seed, found `me`"),
             ("latency_us_p50", "1", "expected p10 <= p50 <= p90, found 79.2, 1, 88"),
             ("latency_us_p50", "", "expected a number, found nothing"),
@@ -1017,6 +1092,18 @@ pub(super) mod tests {
         let mut cells = trial(ok(32, 80.0), 1).cells();
         cells.retain(|(name, _)| *name != "driver");
         assert_eq!(reread(&cells).unwrap_err().to_string(), "column `driver`: is missing");
+    }
+
+    #[test]
+    fn only_what_was_checked_and_timed_is_kept() {
+        let mut kept = facts();
+        for decision in Decision::ALL {
+            kept.point.decision = Some(decision);
+            assert!(Trial::new(kept.clone(), ok(32, 80.0), UNIX_EPOCH, 0).is_ok());
+            let crashed = Verdict::Crash { detail: "SIGSEGV".into(), check: None };
+            let made = Trial::new(kept.clone(), crashed, UNIX_EPOCH, 0);
+            assert_eq!(made.is_ok(), decision == Decision::Reverted, "{decision}");
+        }
     }
 
     #[test]

@@ -28,7 +28,7 @@ use super::execute::{Devices, load_session};
 use super::peer::{Opened, Peer};
 use super::prove::{Executor, OnDevice};
 use super::stages::{Generated, Placed, Site, generate_source, memory_pack};
-use super::{Workspace, import_stage, keys, place_default};
+use super::{Workspace, import_stage, keys, place_chosen};
 
 /// Launches of our own at each position, beyond those of the comparisons.
 const SAMPLES: usize = 30;
@@ -256,7 +256,7 @@ pub fn serve(
 }
 
 fn built<'a>(workspace: &Workspace, site: Site<'a>) -> Result<Built<'a>, Fault> {
-    let placed = place_default(&site)?;
+    let placed = place_chosen(&site)?;
     let cubin = match site.target.kind {
         TargetKind::Cpu => None,
         TargetKind::Cuda => {

@@ -1,9 +1,11 @@
 //! Owns what runs a schedule: the interpreter on this CPU, or a kernel on a device of this machine.
 
 use std::fs;
+use std::sync::Arc;
 
 use crate::codegen::emit::Trace;
 use crate::cuda::driver::{Device, DeviceIdentity};
+use crate::cuda::memory::DeviceBuffer;
 use crate::cuda::session::{Session, SessionError};
 use crate::error::Fault;
 use crate::interp::Pack;
@@ -84,4 +86,16 @@ pub(super) fn load_session(
         Ok::<_, SessionError>(staging.upload(stream, buffer, 0, (**pack).as_ref())?)
     })?;
     Ok(session)
+}
+
+/// Loads a kernel beside one whose weights it shares.
+pub(super) fn load_session_sharing(
+    device: &Device,
+    validated: &Validated,
+    cubin: &[u8],
+    pack: Arc<DeviceBuffer>,
+    steps_max: u32,
+) -> Result<Session, Fault> {
+    let layout = layout(validated.schedule());
+    Ok(Session::load_sharing(device, validated, &layout, cubin, Trace::Off, steps_max, pack)?)
 }

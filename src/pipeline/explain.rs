@@ -18,7 +18,7 @@ use super::execute::{Devices, hardware_of, host};
 use super::keys::{self, Keyed, WeightsId};
 use super::prove::execution_keys;
 use super::stages::{Generated, Placed, Site, generate_source, load_model, stored_source, subject};
-use super::{import_stage, place_default};
+use super::{import_stage, place_chosen};
 
 /// What a build would do with one stage.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -172,15 +172,15 @@ pub fn show(workspace: &Workspace, manifest: &Manifest, target: &Target, stage: 
             let program = site.lower(&site.candidate()).map_err(|reason| Fault::input(reason.to_string()))?;
             Ok(print_program(&program))
         }
-        "schedule" => place_default(&site)?.text(),
-        "tables" => Ok(tables_text(place_default(&site)?.validated(target)?)),
+        "schedule" => place_chosen(&site)?.text(),
+        "tables" => Ok(tables_text(place_chosen(&site)?.validated(target)?)),
         "source" => {
             needs_kernel(target, stage)?;
-            Ok(generate_source(&site, &place_default(&site)?)?.source.text)
+            Ok(generate_source(&site, &place_chosen(&site)?)?.source.text)
         }
         "resources" => {
             needs_kernel(target, stage)?;
-            resources_text(&site, &place_default(&site)?)
+            resources_text(&site, &place_chosen(&site)?)
         }
         _ => Ok(why_text(&site, &model.keyed)),
     }

@@ -32,6 +32,10 @@ pub const COMPILE: &str = "compile";
 pub const PACK: &str = "pack";
 pub const CHECK: &str = "check";
 pub const MEASURE: &str = "measure";
+/// What candidates of a search are compared with; no stage of a build.
+pub const EXPECT: &str = "expect";
+/// The candidate that a search found best; no stage of a build.
+pub const TUNED: &str = "tuned";
 /// Which compiler was found last; no stage of a build.
 pub const NVRTC: &str = "nvrtc";
 
@@ -306,5 +310,74 @@ impl KeyPart for MeasureKey<'_> {
         key.value("read_bytes_per_s", read_bytes_per_s.map_or("unmeasured".to_string(), |value| format!("{value:?}")));
         key.list("time_positions", positions.iter());
         key.value("steps_per_launch", steps_per_launch);
+    }
+}
+
+/// Logits that every candidate of a search has to reproduce.
+pub struct ExpectKey<'a> {
+    pub tool: Digest,
+    /// The schedule that the interpreter executes for it.
+    pub schedule: Digest,
+    pub graph: Digest,
+    pub weights: &'a WeightsId,
+    pub positions: &'a [u32],
+    /// Whether a device is compared with it: another reference, and other costs.
+    pub device: bool,
+}
+
+impl ExpectKey<'_> {
+    pub fn keyed(&self) -> Keyed {
+        Keyed::of(EXPECT, self)
+    }
+}
+
+impl KeyPart for ExpectKey<'_> {
+    fn write(&self, key: &mut dyn KeySink) {
+        let Self { tool, schedule, graph, weights, positions, device } = self;
+        key.value("tool", tool);
+        key.value("schedule", schedule);
+        key.value("graph", graph);
+        key.nested("weights", *weights);
+        key.list("check_positions", positions.iter());
+        key.value("device", device);
+    }
+}
+
+/// What a search is about: its name in the rows of its trials.
+pub struct CampaignKey<'a> {
+    pub tool: Digest,
+    pub graph: Digest,
+    pub precision: Precision,
+    pub context_max: u32,
+    pub positions: &'a [u32],
+    pub steps_per_launch: u32,
+    pub target: &'a Target,
+    pub hardware: &'a Hardware,
+    pub space: Digest,
+    pub seed: u64,
+}
+
+impl CampaignKey<'_> {
+    pub fn digest(&self) -> Digest {
+        key(self).0
+    }
+}
+
+impl KeyPart for CampaignKey<'_> {
+    fn write(&self, key: &mut dyn KeySink) {
+        let Self { tool, graph, precision, context_max, positions, steps_per_launch, target, hardware, space, seed } =
+            self;
+        key.value("tool", tool);
+        key.value("graph", graph);
+        write_precision(key, precision);
+        key.value("context_max", context_max);
+        key.list("time_positions", positions.iter());
+        key.value("steps_per_launch", steps_per_launch);
+        write_spec(key, target);
+        // Not its UUID: a campaign may go on with another device of the same name.
+        key.text("hardware", &hardware.name);
+        key.value("threads", hardware.threads);
+        key.value("space", space);
+        key.value("seed", seed);
     }
 }

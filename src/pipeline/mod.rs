@@ -13,6 +13,7 @@
 //! be executed or compiled: the proof belongs to the bytes that are used, so it is made again from what was loaded.
 
 pub mod bench;
+mod campaign;
 mod compile;
 mod execute;
 mod explain;
@@ -23,9 +24,13 @@ mod rows;
 mod runner;
 mod stages;
 pub mod trace;
+mod trial;
+mod worker;
 
+pub use campaign::{Tuned, Tuning, can_tune, tune};
 pub use explain::{Explained, SHOW_STAGES, explain, show};
 pub use runner::Runner;
+pub use trial::serve;
 
 use crate::cache::Cache;
 use crate::candidate::Candidate;
@@ -82,7 +87,7 @@ pub fn prepare(workspace: &Workspace, manifest: &Manifest, target: &Target) -> R
     let tool = workspace.tool()?;
     let model = import_stage(workspace, manifest, tool)?;
     let site = Site::new(workspace, manifest, target, &model, tool);
-    let placed = place_default(&site)?;
+    let placed = place_chosen(&site)?;
     let schedule = placed.content;
     let (candidate, validated) = placed.into_validated(target)?;
     let (manifest, target, graph) = (manifest.clone(), target.clone(), model.graph);
@@ -117,7 +122,7 @@ pub fn build(workspace: &Workspace, manifest: &Manifest) -> Result<BuildReport, 
     let mut sites: Vec<(Site<'_>, Placed, Option<Generated>)> = vec![];
     for target in &manifest.targets {
         let site = Site::new(workspace, manifest, target, &model, tool);
-        let placed = place_default(&site)?;
+        let placed = place_chosen(&site)?;
         let generated = match target.kind {
             TargetKind::Cpu => None,
             TargetKind::Cuda => Some(generate_source(&site, &placed)?),
@@ -168,15 +173,23 @@ fn import_stage(workspace: &Workspace, manifest: &Manifest, tool: Digest) -> Res
     Ok(model)
 }
 
-/// Places the candidate that is built without a search.
-fn place_default(site: &Site<'_>) -> Result<Placed, Fault> {
+/// Places the candidate that is built: the best of a search, else the default.
+fn place_chosen(site: &Site<'_>) -> Result<Placed, Fault> {
     let candidate = site.candidate();
     place(site, candidate.clone()).map_err(|not_placed| match not_placed {
         NotPlaced::Fault(fault) => fault,
         NotPlaced::Infeasible(reason) => {
-            let tried = Tried { site, candidate: &candidate, placed: None, source: None, cubin: None, hardware: None };
+            let tried = Tried {
+                site,
+                candidate: &candidate,
+                placed: None,
+                source: None,
+                cubin: None,
+                hardware: None,
+                asked: None,
+            };
             let row = tried.append(None, None, vec![Verdict::Infeasible { detail: reason.to_string() }]);
-            let message = format!("the default candidate does not fit `{}`: {reason}", site.target.name);
+            let message = format!("the candidate does not fit `{}`: {reason}", site.target.name);
             row.err().unwrap_or_else(|| {
                 Fault::input(message).with_remedy("lower `decode.context_max`, or take a larger target")
             })

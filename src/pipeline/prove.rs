@@ -155,6 +155,7 @@ impl<'a> Executor<'a> {
             source: on.map(|on| on.source),
             cubin: on.map(|on| on.cubin),
             hardware: Some(&self.hardware),
+            asked: None,
         }
     }
 

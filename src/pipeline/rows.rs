@@ -9,10 +9,12 @@ use crate::digest::Digest;
 use crate::error::Fault;
 use crate::flywheel::trial::fresh_nonce;
 use crate::flywheel::{
-    CheckFigures, Cost, Facts, Machine, ModelShape, Point, Proposer, Timing, Trial, Verdict, append,
+    CheckFigures, Cost, Decision, Facts, Machine, ModelShape, Point, Proposer, RatioInterval, Timing, Trial, Verdict,
+    append,
 };
 use crate::measure::{Measurement, Timed};
 use crate::model::graph::ModelGraph;
+use crate::search::Space;
 
 use super::compile::Cubin;
 use super::keys::Hardware;
@@ -28,23 +30,58 @@ pub(super) struct Tried<'a> {
     pub cubin: Option<&'a Cubin>,
     /// What ran it; `None` for a candidate that nothing ran.
     pub hardware: Option<&'a Hardware>,
+    /// The search that tried it.
+    pub asked: Option<Asked>,
+}
+
+/// What a search knows of a trial.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Asked {
+    pub campaign: Digest,
+    /// `None` for a candidate that does not fit.
+    pub trial: Option<u32>,
+    pub seed: u64,
+    pub proposer: Proposer,
+    pub decision: Option<Decision>,
+}
+
+/// One row: its verdict, and what is of one position alone.
+pub(super) struct Verdicted {
+    pub verdict: Verdict,
+    /// Row of what it took turns with.
+    pub incumbent: Option<Digest>,
+    pub predicted_us: Option<f64>,
 }
 
 impl Tried<'_> {
     /// Appends one row for each verdict.
     pub fn append(&self, check_ms: Option<f64>, measure_ms: Option<f64>, verdicts: Vec<Verdict>) -> Result<(), Fault> {
+        let alone = |verdict| Verdicted { verdict, incumbent: None, predicted_us: None };
+        self.append_rows(check_ms, measure_ms, verdicts.into_iter().map(alone).collect()).map(|_| ())
+    }
+
+    /// As [`Tried::append`], with what only a search knows; the rows as they were written.
+    pub fn append_rows(
+        &self,
+        check_ms: Option<f64>,
+        measure_ms: Option<f64>,
+        verdicts: Vec<Verdicted>,
+    ) -> Result<Vec<Trial>, Fault> {
         let facts = self.facts(check_ms, measure_ms)?;
         let now = SystemTime::now();
         let trials = verdicts
             .into_iter()
-            .map(|verdict| Trial::new(facts.clone(), verdict, now, fresh_nonce()))
+            .map(|Verdicted { verdict, incumbent, predicted_us }| {
+                let point = Point { incumbent, predicted_us, ..facts.point.clone() };
+                Trial::new(Facts { point, ..facts.clone() }, verdict, now, fresh_nonce())
+            })
             .collect::<Result<Vec<_>, _>>()?;
         append(&self.site.workspace.trials, &trials)?;
-        Ok(())
+        Ok(trials)
     }
 
     fn facts(&self, check_ms: Option<f64>, measure_ms: Option<f64>) -> Result<Facts, Fault> {
-        let Tried { site, candidate, placed, source, cubin, hardware } = self;
+        let Tried { site, candidate, placed, source, cubin, hardware, asked } = self;
         let text = candidate.to_string();
         let digest = Digest::of(text.as_bytes());
         // A device is named by its driver; the CPU that stands in for one is no device.
@@ -77,14 +114,16 @@ impl Tried<'_> {
                 context_max: site.manifest.decode.context_max,
                 candidate: text,
                 candidate_digest: digest,
-                // One point to choose from.
-                space: digest,
+                space: Space::digest(),
                 schedule: placed.map(|placed| placed.content),
                 source: *source,
                 cubin: cubin.map(|cubin| cubin.digest),
-                seed: site.manifest.search.seed,
-                proposer: Proposer::Default,
+                campaign: asked.map(|asked| asked.campaign),
+                trial: asked.and_then(|asked| asked.trial),
+                seed: asked.map_or(site.manifest.search.seed, |asked| asked.seed),
+                proposer: asked.map_or(Proposer::Default, |asked| asked.proposer),
                 incumbent: None,
+                decision: asked.and_then(|asked| asked.decision),
                 predicted_us: None,
             },
             cost: Cost {
@@ -99,7 +138,7 @@ impl Tried<'_> {
     }
 }
 
-fn shape(site: &Site<'_>, graph: &ModelGraph) -> ModelShape {
+pub(super) fn shape(site: &Site<'_>, graph: &ModelGraph) -> ModelShape {
     let precision = site.manifest.precision;
     let layer = graph.layers.first();
     ModelShape {
@@ -127,7 +166,7 @@ pub(super) fn check_figures(figures: Figures) -> CheckFigures {
 /// One verdict a position: `ok` with its time, or `fail` where the time cannot be true.
 pub(super) fn verdicts(figures: Figures, measurement: &Measurement) -> Vec<Verdict> {
     let check = check_figures(figures);
-    let timed = measurement.timed().iter().map(|timed| Verdict::Ok { check, timing: timing(timed) });
+    let timed = measurement.timed().iter().map(|timed| Verdict::Ok { check, timing: timing(timed, None) });
     let withheld = measurement
         .withheld()
         .iter()
@@ -135,7 +174,7 @@ pub(super) fn verdicts(figures: Figures, measurement: &Measurement) -> Vec<Verdi
     timed.chain(withheld).collect()
 }
 
-fn timing(timed: &Timed) -> Timing {
+pub(super) fn timing(timed: &Timed, ratio: Option<RatioInterval>) -> Timing {
     let Timed {
         position,
         steps_per_launch,
@@ -156,7 +195,7 @@ fn timing(timed: &Timed) -> Timing {
         latency_us_p10,
         latency_us_p50,
         latency_us_p90,
-        ratio: None,
+        ratio,
         bytes_per_step,
         floor_us,
         clock_sm_mhz,

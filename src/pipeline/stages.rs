@@ -26,11 +26,12 @@ use crate::model::graph::ModelGraph;
 use crate::model::source::{Event, Resolved, Source, resolve};
 use crate::pack::{layout, pack, pack_pieces};
 use crate::schedule::schedule;
+use crate::search::Space;
 use crate::target::Target;
 use crate::validate::{Validated, validate};
 
 use super::Workspace;
-use super::keys::{self, ImportKey, Keyed, PackKey, ScheduleKey, SourceKey, WeightsId};
+use super::keys::{self, CampaignKey, Hardware, ImportKey, Keyed, PackKey, ScheduleKey, SourceKey, WeightsId};
 
 /// A config is kilobytes; the importer has the same bound.
 const CONFIG_BYTES_MAX: u64 = 16 << 20;
@@ -227,7 +228,23 @@ impl<'a> Site<'a> {
         format!("{stage} {}", self.target.name)
     }
 
+    /// What is built: what a search found best, else the default.
     pub fn candidate(&self) -> Candidate {
+        let default = self.default_candidate();
+        let cache = &self.workspace.cache;
+        let tuned = || {
+            let (key, _) = cache.latest_why(keys::TUNED, &self.tuned_subject())?;
+            let entry = cache.get(keys::TUNED, &key).ok()??;
+            let tuned = Candidate::parse(std::str::from_utf8(&entry.bytes().ok()?).ok()?, &default).ok()?;
+            // Another version of the tool may not take it any more.
+            let target = keys::unmeasured(self.target);
+            let fits = self.lower(&tuned).and_then(|program| schedule(program, &target, &tuned)).is_ok();
+            (tuned != default && fits).then_some(tuned)
+        };
+        tuned().unwrap_or(default)
+    }
+
+    pub fn default_candidate(&self) -> Candidate {
         Candidate::default_for(&self.imported.graph, self.target, self.manifest.precision)
     }
 
@@ -241,6 +258,30 @@ impl<'a> Site<'a> {
             target: self.target,
         }
         .keyed()
+    }
+
+    /// What a search finds best for: whatever the hardware and the tool, a candidate is proven and checked again.
+    pub fn tuned_subject(&self) -> String {
+        let Manifest { precision, decode, .. } = self.manifest;
+        format!("{} {precision:?} {} {}", self.graph, decode.context_max, self.target.name)
+    }
+
+    /// Names a search of this model on this target and hardware.
+    pub fn campaign(&self, hardware: &Hardware) -> Digest {
+        let Manifest { precision, decode, search, .. } = self.manifest;
+        CampaignKey {
+            tool: self.tool,
+            graph: self.graph,
+            precision: *precision,
+            context_max: decode.context_max,
+            positions: &decode.time_positions,
+            steps_per_launch: decode.steps_per_launch,
+            target: self.target,
+            hardware,
+            space: Space::digest(),
+            seed: search.seed,
+        }
+        .digest()
     }
 
     pub fn source_key(&self, schedule: Digest) -> Keyed {

@@ -75,7 +75,7 @@ const IMPORTS: &[(&str, &[&str])] = &[
     ("flywheel", &["cache", "digest", "error"]),
     ("report", &[]),
     // Proposes; never builds.
-    ("search", &["candidate", "dtype", "error", "flywheel", "ir", "model", "sample", "target"]),
+    ("search", &["candidate", "digest", "dtype", "flywheel", "ir", "model", "paired", "target"]),
 ];
 
 /// Modules that wire the others together and may import any of them.

@@ -1,0 +1,159 @@
+//! Owns `tune` and the child process that serves its trials.
+
+use std::io::BufRead;
+use std::path::Path;
+use std::process::Command;
+use std::sync::mpsc::channel;
+use std::thread;
+
+use serde_json::{Value, json};
+
+use super::Outcome;
+use super::arguments::{Trials, Tune};
+use super::session::{Session, Talk, pick_target};
+use super::terminal::interrupt;
+use super::units::counted;
+use crate::error::Fault;
+use crate::manifest::Manifest;
+use crate::pipeline::{self, Tuned, Tuning, Workspace};
+use crate::target::Target;
+
+/// Trials of a manifest that asks for none: about what a search of the knobs one at a time takes.
+const TRIALS_DEFAULT: u32 = 40;
+
+pub fn tune(session: &Session, asked: &Tune) -> Result<Outcome, Fault> {
+    let manifest = session.manifest(&asked.manifest)?;
+    let targets = match &asked.target {
+        Some(name) => vec![pick_target(&manifest, Some(name))?],
+        None => manifest.targets.clone(),
+    };
+    let workspace = session.workspace(if asked.json { Talk::Nothing } else { Talk::Work })?;
+    let trials = match (asked.max_trials, manifest.search.trials) {
+        (Some(trials), _) => trials,
+        (None, 0) => TRIALS_DEFAULT,
+        (None, trials) => trials,
+    };
+    let budget = Budget { trials, minutes: asked.minutes.unwrap_or(manifest.search.minutes) };
+    let mut all = vec![];
+    let mut interrupted = false;
+    for target in &targets {
+        if targets.len() > 1
+            && let Err(reason) = pipeline::can_tune(&workspace, target)
+        {
+            workspace.report.note(&format!("{}: the search waits for a device of its kind ({reason})", target.name));
+            continue;
+        }
+        let proposer = asked.proposer.as_deref();
+        let tuned = search(session, &workspace, &asked.manifest, &manifest, target, budget, proposer)?;
+        if !asked.json {
+            session.terminal.print(&tuned_text(&tuned))?;
+        }
+        interrupted |= tuned.interrupted;
+        all.push(tuned_json(&tuned));
+        if interrupted {
+            break;
+        }
+    }
+    if asked.json {
+        session.terminal.print_json(&Value::Array(all))?;
+    }
+    Ok(if interrupted { Outcome::Interrupted } else { Outcome::Done })
+}
+
+#[derive(Debug, Clone, Copy)]
+pub struct Budget {
+    pub trials: u32,
+    pub minutes: f64,
+}
+
+/// Runs a campaign; an interrupt ends it after what is under way was given up.
+pub fn search(
+    session: &Session,
+    workspace: &Workspace,
+    path: &Path,
+    manifest: &Manifest,
+    target: &Target,
+    budget: Budget,
+    proposer: Option<&str>,
+) -> Result<Tuned, Fault> {
+    let _deferred = interrupt::defer();
+    let program = std::env::current_exe()
+        .map_err(|error| Fault::environment(format!("the path of the running program is not known: {error}")))?;
+    let child = |target: &Target| {
+        let mut command = Command::new(&program);
+        command.arg("trials").arg(path).args(["--target", &target.name]);
+        command.arg("--cache").arg(&session.places.root).arg("--trials").arg(&session.trials);
+        command
+    };
+    let Budget { trials, minutes } = budget;
+    let tuning = Tuning { trials, minutes, proposer, child: &child, stop: &interrupt::asked };
+    pipeline::tune(workspace, manifest, target, &tuning)
+}
+
+/// Serves trials. The parent is all that a child lives for: when it is gone, so is the child, whatever it is doing.
+pub fn trials(session: &Session, asked: &Trials) -> Result<Outcome, Fault> {
+    let manifest = session.manifest(&asked.manifest)?;
+    let target = pick_target(&manifest, Some(&asked.target))?;
+    let workspace = session.workspace(Talk::Nothing)?;
+    let (sender, jobs) = channel();
+    thread::spawn(move || {
+        for line in std::io::stdin().lock().lines() {
+            if sender.send(line).is_err() {
+                return;
+            }
+        }
+        // Nobody is left to read an answer. The cache and the trials are sound wherever a process ends.
+        std::process::exit(i32::from(Outcome::Done.exit_code()));
+    });
+    pipeline::serve(&workspace, &manifest, &target, jobs.into_iter(), std::io::stdout())?;
+    Ok(Outcome::Done)
+}
+
+fn tuned_text(tuned: &Tuned) -> String {
+    let Tuned { target, candidate, is_default, stop, trials, ran, against_default, .. } = tuned;
+    let mut text = format!("{target}: {stop}; {}, {ran} measured now\n", counted(u64::from(*trials), "trial"));
+    if *is_default {
+        text.push_str("  the default candidate stays\n");
+    } else {
+        text.push_str(&format!("  best: {candidate}\n"));
+    }
+    if let Some(ratio) = against_default {
+        let (times, low, high) = (1.0 / ratio.ratio, 1.0 / ratio.high, 1.0 / ratio.low);
+        text.push_str(&format!("  best against default, in turns: {times:.3} times as fast, {low:.3} to {high:.3}\n"));
+    }
+    if let (Some(search), Some(load)) = (tuned.search_ms_per_trial, tuned.load_ms_per_trial) {
+        text.push_str(&format!(
+            "  beside compile, check and measure: {search:.0} ms a trial, and {load:.0} ms to load it\n"
+        ));
+    }
+    text
+}
+
+fn tuned_json(tuned: &Tuned) -> Value {
+    let Tuned {
+        target,
+        candidate,
+        is_default,
+        stop,
+        interrupted,
+        trials,
+        ran,
+        against_default,
+        search_ms_per_trial,
+        load_ms_per_trial,
+    } = tuned;
+    json!({
+        "target": target,
+        "candidate": candidate,
+        "is_default": is_default,
+        "stop": stop,
+        "interrupted": interrupted,
+        "trials": trials,
+        "ran": ran,
+        "ratio_against_default": against_default.map(|ratio| json!({
+            "p50": ratio.ratio, "low": ratio.low, "high": ratio.high, "rounds": ratio.rounds,
+        })),
+        "search_ms_per_trial": search_ms_per_trial,
+        "load_ms_per_trial": load_ms_per_trial,
+    })
+}

@@ -1,0 +1,825 @@
+//! Owns a campaign: a search over one target of a manifest, with devices, clocks, a child process and a corpus.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::{Condvar, Mutex};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use serde_json::{Value, json};
+
+use crate::cache::Cache;
+use crate::candidate::Candidate;
+use crate::digest::Digest;
+use crate::error::{Fault, Tier};
+use crate::flywheel::{Corpus, Decision, Proposer, RatioInterval, Trial, Verdict};
+use crate::manifest::Manifest;
+use crate::paired::Ratio;
+use crate::report::Report;
+use crate::schedule::schedule;
+use crate::search::prior::{Group, Model as PriorModel};
+use crate::search::space::values;
+use crate::search::{
+    Arena, Ask, Limits, Made, Outcome, Prior, Ran, Search, Setting, Settled, SettledAs, Space, Start, Stop, Told, cost,
+    drive, lessons,
+};
+use crate::target::{Target, TargetKind};
+
+use super::compile::{Compile, Compiler, Cubin, compile};
+use super::execute::{Devices, hardware_of, host};
+use super::keys::{self, Hardware};
+use super::prove::{Executor, OnDevice};
+use super::rows::{Asked, Tried, Verdicted, check_figures, shape, timing};
+use super::stages::{Generated, NotPlaced, Placed, Site, generate_source, place};
+use super::trial::{Answer, Job};
+use super::worker::{Done, Reply, Worker};
+use super::{Workspace, import_stage};
+
+/// A child that has to import, compare and load first.
+const DEADLINE_COLD: Duration = Duration::from_secs(900);
+/// A trial of a warm child: seconds, unless something hangs. Slow models get a multiple of what trials took so far.
+const DEADLINE_WARM: Duration = Duration::from_secs(120);
+const DEADLINE_FACTOR: u32 = 10;
+/// A program that proposes may think this long.
+const DEADLINE_PROPOSER: Duration = Duration::from_secs(600);
+/// Candidates that are compiled before they are asked for, at most; more are stale before their turn comes.
+const AHEAD_MAX: usize = 12;
+
+/// How hard to search, and how a child is started.
+pub struct Tuning<'a> {
+    pub trials: u32,
+    pub minutes: f64,
+    /// A command line that proposes candidates.
+    pub proposer: Option<&'a str>,
+    /// Makes the command that serves trials of this manifest and target.
+    pub child: &'a dyn Fn(&Target) -> Command,
+    /// Whether the user wants to stop.
+    pub stop: &'a dyn Fn() -> bool,
+}
+
+/// What a campaign came to.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Tuned {
+    pub target: String,
+    /// Knobs of the best.
+    pub candidate: String,
+    pub is_default: bool,
+    pub stop: String,
+    pub interrupted: bool,
+    /// Measured candidates of this campaign, of this run and earlier ones, the default aside.
+    pub trials: u32,
+    /// Measured by this run, the default and the last comparison included.
+    pub ran: u32,
+    /// Latency of the best by the default's, where they were compared at the end.
+    pub against_default: Option<Ratio>,
+    /// Of each trial, outside of compile, check and measure; `None` where none ran.
+    pub search_ms_per_trial: Option<f64>,
+    /// Of each trial, loading and packing in the child; `None` where none ran.
+    pub load_ms_per_trial: Option<f64>,
+}
+
+impl Workspace {
+    /// The same places, without a word.
+    fn quiet(&self) -> Result<Workspace, Fault> {
+        let cache = Cache::open_places(&self.cache.places(), |_| {})?;
+        Ok(Workspace { cache, report: Report::quiet(), trials: self.trials.clone() })
+    }
+
+    /// The user's own trials, and the corpora that lie beside them.
+    pub(super) fn corpora(&self) -> Vec<PathBuf> {
+        let folder = self.trials.parent().unwrap_or(Path::new("")).join("corpus");
+        let mut paths: Vec<PathBuf> = fs::read_dir(&folder)
+            .into_iter()
+            .flatten()
+            .filter_map(|entry| Some(entry.ok()?.path()))
+            .filter(|path| path.extension().is_some_and(|extension| extension == "csv"))
+            .collect();
+        paths.sort();
+        paths.push(self.trials.clone());
+        paths
+    }
+}
+
+/// Searches, or goes on where the same search stopped, and remembers the best for later builds.
+///
+/// # Errors
+/// A target without a device here; a default candidate that is wrong or does not fit; faults of the environment.
+pub fn tune(workspace: &Workspace, manifest: &Manifest, target: &Target, asked: &Tuning<'_>) -> Result<Tuned, Fault> {
+    let tool = workspace.tool()?;
+    let model = import_stage(workspace, manifest, tool)?;
+    let quiet = workspace.quiet()?;
+    let told_site = Site::new(workspace, manifest, target, &model, tool);
+    let devices = Devices::list(target.kind == TargetKind::Cuda);
+    let hardware = match target.kind {
+        TargetKind::Cpu => host(),
+        TargetKind::Cuda => hardware_of(devices.find_for_run(target)?),
+    };
+    let campaign = told_site.campaign(&hardware);
+    let known = Known::read(workspace, &told_site, campaign)?;
+    let site = Site::new(&quiet, manifest, target, &model, tool);
+    let space = space_of(&site);
+    let default = space.default_candidate().clone();
+    let guess = |candidate: &Candidate| guess(&site, &default, candidate);
+    let setting = Setting::new(&shape(&site, &model.imported.graph), &target.name, target.kind.name());
+    let prior = Prior::new(&known.groups, setting, &default);
+    let intro = intro(&site, &space, &known, &prior);
+    let limits = Limits::of_budget(asked.trials, manifest.search.seed);
+    let mut search = Search::new(&space, limits, &known.groups, prior, &guess);
+
+    let ahead = Ahead::default();
+    let count = match target.kind {
+        TargetKind::Cpu => 0,
+        TargetKind::Cuda => thread::available_parallelism().map_or(1, |n| n.get()).min(AHEAD_MAX),
+    };
+    thread::scope(|scope| {
+        for _ in 0..count {
+            scope.spawn(|| ahead.work(&site));
+        }
+        let result = run(&told_site, &site, &hardware, campaign, known, &mut search, intro, &ahead, count, asked);
+        ahead.end();
+        result
+    })
+}
+
+#[allow(clippy::too_many_arguments)] // Everything that one run of a campaign works with.
+fn run(
+    told_site: &Site<'_>,
+    site: &Site<'_>,
+    hardware: &Hardware,
+    campaign: Digest,
+    known: Known,
+    search: &mut Search<'_>,
+    intro: Vec<String>,
+    ahead: &Ahead,
+    count: usize,
+    asked: &Tuning<'_>,
+) -> Result<Tuned, Fault> {
+    let report = &told_site.workspace.report;
+    let (target, default) = (site.target, search.default_candidate().clone());
+    let mut arena = Bench {
+        site: *site,
+        report,
+        compiler: Compiler::new(site.workspace),
+        hardware,
+        campaign,
+        default: default.clone(),
+        intro,
+        worker: Worker::new(|| (asked.child)(target)),
+        ahead,
+        started: Instant::now(),
+        minutes: asked.minutes,
+        stop: asked.stop,
+        incumbent_rows: known.incumbent_rows,
+        floor_gap: known.floor_gap,
+        last_failure: None,
+        slowest: Duration::ZERO,
+        spent: Spent::default(),
+    };
+    let mut proposer = asked.proposer.map(|line| External::new(line, asked.stop));
+    let mut propose = |search: &Search<'_>| match &mut proposer {
+        Some(proposer) => proposer.propose(search, report),
+        None => Ok(None),
+    };
+    let external = asked.proposer.is_some();
+    let start = Start {
+        told: known.told,
+        margin: site.manifest.search.margin,
+        external: external.then_some(&mut propose as crate::search::Proposes<'_, Fault>),
+    };
+    let driven = drive(&mut arena, search, start, count)?;
+    for (candidate, other) in &driven.duplicates {
+        let (candidate, other) = (changed(candidate, &default), changed(other, &default));
+        report.note(&format!("`{candidate}` makes the schedule of `{other}`: not measured again"));
+    }
+    let Some(best) = driven.best else {
+        if driven.stop == Stop::Interrupted {
+            return Err(Fault::environment("interrupted before the default candidate was measured")
+                .with_remedy("start the same command again"));
+        }
+        let reason = arena.last_failure.unwrap_or_else(|| "nothing was measured".to_string());
+        return Err(Fault::internal(format!("the default candidate of `{}` cannot be tuned: {reason}", target.name))
+            .with_remedy("its verdict is a row of the trials; `monobloc build` checks it in full"));
+    };
+    let best = match fully_checked(told_site, &best, &default) {
+        Ok(()) => best,
+        Err(fault) if fault.tier == Tier::Internal => {
+            report.note(&format!("the best candidate fails the full check, the default is built: {}", fault.message));
+            default.clone()
+        }
+        Err(fault) => return Err(fault),
+    };
+    remember(told_site, &best, &driven.stop, search.trials())?;
+    let elapsed = arena.started.elapsed();
+    let per_trial = |time: Duration| (driven.ran > 0).then(|| time.as_secs_f64() * 1e3 / f64::from(driven.ran));
+    Ok(Tuned {
+        target: target.name.clone(),
+        is_default: best == default,
+        candidate: best.to_string(),
+        stop: driven.stop.to_string(),
+        interrupted: driven.stop == Stop::Interrupted,
+        trials: search.trials(),
+        ran: driven.ran,
+        against_default: driven.against_default,
+        search_ms_per_trial: per_trial(elapsed.saturating_sub(arena.spent.compile + arena.spent.child)),
+        load_ms_per_trial: per_trial(arena.spent.child.saturating_sub(arena.spent.measured)),
+    })
+}
+
+/// What the corpora say, about this campaign and others.
+struct Known {
+    groups: Vec<Group>,
+    stale: usize,
+    told: Vec<Told>,
+    broken: Vec<String>,
+    /// Row of the incumbent at each position.
+    incumbent_rows: BTreeMap<u32, Digest>,
+    floor_gap: Option<f64>,
+}
+
+impl Known {
+    fn read(workspace: &Workspace, site: &Site<'_>, campaign: Digest) -> Result<Known, Fault> {
+        let corpus = Corpus::read(&workspace.corpora())?;
+        let is_own = |trial: &&Trial| trial.facts().point.campaign == Some(campaign);
+        let others: Vec<Trial> = corpus.trials.iter().filter(|trial| !is_own(trial)).cloned().collect();
+        let own: Vec<&Trial> = corpus.trials.iter().filter(is_own).collect();
+        let lessons = lessons(&others);
+        let mut known = Known {
+            groups: lessons.groups,
+            stale: lessons.stale,
+            told: vec![],
+            broken: corpus.broken.iter().map(ToString::to_string).collect(),
+            incumbent_rows: BTreeMap::new(),
+            floor_gap: None,
+        };
+        let default = site.default_candidate();
+        let mut at = 0;
+        while let Some(first) = own.get(at) {
+            let point = &first.facts().point;
+            // Rows of one trial were appended together; of points that do not fit there is one each.
+            let same = |row: &&&Trial| point.trial.is_some() && row.facts().point.trial == point.trial;
+            let rows: Vec<&Trial> = match point.trial {
+                Some(_) => own.iter().skip(at).take_while(same).copied().collect(),
+                None => vec![first],
+            };
+            at += rows.len();
+            known.tell(&rows, &default);
+        }
+        Ok(known)
+    }
+
+    /// Takes note of the rows of one trial of this campaign.
+    fn tell(&mut self, rows: &[&Trial], default: &Candidate) {
+        let Some(first) = rows.first() else { return };
+        let point = &first.facts().point;
+        let Ok(candidate) = Candidate::parse(&point.candidate, default) else { return };
+        let kept = point.decision.is_some_and(Decision::is_kept);
+        let all_timed = rows.iter().all(|row| row.verdict().timing().is_some());
+        let outcome = match point.trial {
+            None => Outcome::Infeasible,
+            Some(_) if !all_timed || point.decision.is_none() => Outcome::Failed,
+            Some(_) => {
+                let logs: Vec<f64> = rows
+                    .iter()
+                    .filter_map(|row| row.verdict().timing()?.ratio)
+                    .map(|ratio| ratio.p50.max(f64::MIN_POSITIVE).ln())
+                    .collect();
+                let mean = logs.iter().sum::<f64>() / logs.len().max(1) as f64;
+                Outcome::Timed { ratio: mean.exp(), kept }
+            }
+        };
+        if point.trial == Some(0) && outcome == Outcome::Failed {
+            // Without a default there is nothing to compare with: it is tried again.
+            return;
+        }
+        if kept {
+            self.incumbent_rows =
+                rows.iter().filter_map(|row| Some((row.verdict().timing()?.position, row.trial_id()))).collect();
+            self.floor_gap = floor_gap(rows);
+        }
+        self.told.push(Told {
+            number: point.trial.unwrap_or(0),
+            candidate,
+            artefact: point.schedule.filter(|_| point.trial.is_some()),
+            proposer: point.proposer,
+            outcome,
+        });
+    }
+}
+
+/// How far latencies are above their floors, the farthest of all positions, as a fraction of the floor.
+fn floor_gap(rows: &[&Trial]) -> Option<f64> {
+    let gaps = rows.iter().map(|row| {
+        let timing = row.verdict().timing()?;
+        Some(timing.latency_us_p50 / timing.floor_us? - 1.0)
+    });
+    gaps.collect::<Option<Vec<f64>>>()?.into_iter().max_by(f64::total_cmp)
+}
+
+/// The space of a site; shared memory beside the ring as schedules have it.
+pub(super) fn space_of(site: &Site<'_>) -> Space {
+    let Manifest { precision, decode, .. } = site.manifest;
+    let graph = &site.imported.graph;
+    let default = site.default_candidate();
+    let fixed = |consumer_warps: u32| {
+        // The smallest ring that these warps can have, so that all else is what shared memory holds.
+        let slot_bytes = consumer_warps * crate::ir::op::GRANULE_BYTES * 4;
+        let smallest = Candidate {
+            consumer_warps,
+            slot_bytes,
+            ring_slots: 2,
+            flight_high: 1,
+            flight_low: 1,
+            flight_free: 0,
+            ..default.clone()
+        };
+        let placed =
+            site.lower(&smallest).and_then(|program| schedule(program, &keys::unmeasured(site.target), &smallest));
+        placed.map_or(0, |schedule| {
+            let smem = &schedule.machine.smem;
+            smem.iter().filter(|part| part.name != "ring").map(|part| u64::from(part.bytes)).sum()
+        })
+    };
+    Space::new(graph, site.target, *precision, decode.context_max, fixed)
+}
+
+/// The cost model's log ratio by the default, the mean of all timed positions; 0 where the target was not calibrated.
+fn guess(site: &Site<'_>, default: &Candidate, candidate: &Candidate) -> f64 {
+    let positions = &site.manifest.decode.time_positions;
+    let logs = positions.iter().filter_map(|&position| {
+        Some((predicted_us(site, candidate, position)? / predicted_us(site, default, position)?).ln())
+    });
+    logs.sum::<f64>() / positions.len().max(1) as f64
+}
+
+pub(super) fn predicted_us(site: &Site<'_>, candidate: &Candidate, position: u32) -> Option<f64> {
+    let precision = site.manifest.precision;
+    let predicted = cost::predict(&site.imported.graph, site.target, precision, candidate, position)?;
+    Some(predicted.total_us()).filter(|us| us.is_finite() && *us > 0.0)
+}
+
+fn intro(site: &Site<'_>, space: &Space, known: &Known, prior: &Prior) -> Vec<String> {
+    let knobs: Vec<&str> = space.knobs().map(|(knob, _)| knob.name).collect();
+    let mut lines = vec![format!("{}: {} points of {}", site.target.name, space.size(), knobs.join(", "))];
+    if known.stale > 0 {
+        lines.push(format!("{} rows are of another space of knobs and teach nothing here", known.stale));
+    }
+    if !prior.is_cold() {
+        let by = match prior.model() {
+            PriorModel::Nearest => "nearest neighbours",
+            PriorModel::Linear => "a ridge regression, which ranks held-out campaigns better",
+        };
+        lines.push(format!("{} earlier campaigns, read by {by}", known.groups.len()));
+    }
+    if let Some(last) = known.told.iter().map(|told| told.number).max() {
+        lines.push(format!("goes on behind trial {last}"));
+    }
+    lines.extend(known.broken.iter().take(3).map(|broken| format!("skipped {broken}")));
+    lines
+}
+
+/// Knobs that differ from the default, as text; `default` where none does.
+pub(super) fn changed(candidate: &Candidate, default: &Candidate) -> String {
+    let (texts, base) = (candidate.to_string(), values(default));
+    let pairs = texts.split(';').zip(values(candidate)).zip(base).filter(|((_, value), default)| value != default);
+    let pairs: Vec<&str> = pairs.map(|((text, _), _)| text).collect();
+    if pairs.is_empty() { "default".to_string() } else { pairs.join(" ") }
+}
+
+/// Checks what a search found as a build would, through the cache. Trials are compared with less: no hostile orders.
+fn fully_checked(site: &Site<'_>, best: &Candidate, default: &Candidate) -> Result<(), Fault> {
+    if best == default {
+        return Ok(());
+    }
+    let placed = place(site, best.clone()).map_err(|not_placed| match not_placed {
+        NotPlaced::Fault(fault) => fault,
+        NotPlaced::Infeasible(reason) => Fault::internal(format!("a candidate that was timed does not fit: {reason}")),
+    })?;
+    let devices = Devices::list(site.target.kind == TargetKind::Cuda);
+    let made = match site.target.kind {
+        TargetKind::Cpu => None,
+        TargetKind::Cuda => {
+            let generated = generate_source(site, &placed)?;
+            let cubin = compiled(&Compiler::new(site.workspace), site, &generated)?;
+            cubin.map(|cubin| (cubin, generated.content))
+        }
+    };
+    let on = match &made {
+        None => None,
+        Some((cubin, source)) => {
+            let device = devices.find_for_run(site.target)?;
+            Some(OnDevice { cubin, source: *source, device })
+        }
+    };
+    Executor::new(*site, &placed, on)?.checked(&mut None).map(|_| ())
+}
+
+/// Whether a search of this target can run here, or what is missing.
+///
+/// # Errors
+/// One line that says what is missing.
+pub fn can_tune(workspace: &Workspace, target: &Target) -> Result<(), String> {
+    if target.kind == TargetKind::Cpu {
+        return Ok(());
+    }
+    Devices::list(true).find(target)?;
+    let missing = |fault: Fault| fault.message.lines().next().unwrap_or_default().to_string();
+    Compiler::new(workspace).version().map(|_| ()).map_err(missing)
+}
+
+/// Keeps the best where builds look for it.
+fn remember(site: &Site<'_>, best: &Candidate, stop: &Stop, trials: u32) -> Result<(), Fault> {
+    let text = best.to_string();
+    let why = format!("candidate = {text}\ntrials = {trials}\nstop = {stop}\n");
+    let key = Digest::of(why.as_bytes());
+    let cache = &site.workspace.cache;
+    cache.put(keys::TUNED, &key, &why, text.as_bytes())?;
+    cache.set_latest(keys::TUNED, &site.tuned_subject(), &key)?;
+    Ok(())
+}
+
+/// Time that is not the search's.
+#[derive(Default)]
+struct Spent {
+    compile: Duration,
+    child: Duration,
+    /// Of the child: check and measure.
+    measured: Duration,
+}
+
+/// The arena of a real campaign.
+struct Bench<'a> {
+    site: Site<'a>,
+    report: &'a Report,
+    compiler: Compiler<'a>,
+    hardware: &'a Hardware,
+    campaign: Digest,
+    default: Candidate,
+    /// Lines to tell before the first candidate is made: a campaign that has nothing to do says nothing.
+    intro: Vec<String>,
+    worker: Worker<'a>,
+    ahead: &'a Ahead,
+    started: Instant,
+    minutes: f64,
+    stop: &'a dyn Fn() -> bool,
+    incumbent_rows: BTreeMap<u32, Digest>,
+    floor_gap: Option<f64>,
+    last_failure: Option<String>,
+    slowest: Duration,
+    spent: Spent,
+}
+
+struct Kernel {
+    placed: Placed,
+    source: Option<Digest>,
+    cubin: Option<Box<Cubin>>,
+}
+
+/// What the child told of a trial.
+struct Evidence {
+    /// Of each timed position, or one of the whole trial.
+    verdicts: Vec<Verdict>,
+    check_ms: Option<f64>,
+    measure_ms: Option<f64>,
+}
+
+impl Evidence {
+    fn failed(verdict: Verdict) -> Evidence {
+        Evidence { verdicts: vec![verdict], check_ms: None, measure_ms: None }
+    }
+}
+
+impl Bench<'_> {
+    fn asked(&self, number: Option<u32>, proposer: Proposer, decision: Option<Decision>) -> Asked {
+        Asked { campaign: self.campaign, trial: number, seed: self.site.manifest.search.seed, proposer, decision }
+    }
+
+    fn append(
+        &self,
+        candidate: &Candidate,
+        made: Option<&Kernel>,
+        asked: Asked,
+        evidence: &Evidence,
+        against: bool,
+    ) -> Result<Vec<Trial>, Fault> {
+        let tried = Tried {
+            site: &self.site,
+            candidate,
+            placed: made.map(|made| &made.placed),
+            source: made.and_then(|made| made.source),
+            cubin: made.and_then(|made| made.cubin.as_deref()),
+            hardware: made.map(|_| self.hardware),
+            asked: Some(asked),
+        };
+        let rows = evidence.verdicts.iter().map(|verdict| {
+            let position = verdict.timing().map(|timing| timing.position);
+            let incumbent = match position {
+                Some(position) => self.incumbent_rows.get(&position),
+                // A trial without times still says what it was up against.
+                None => self.incumbent_rows.values().next(),
+            };
+            Verdicted {
+                verdict: verdict.clone(),
+                incumbent: incumbent.copied().filter(|_| against),
+                predicted_us: position.and_then(|position| predicted_us(&self.site, candidate, position)),
+            }
+        });
+        tried.append_rows(evidence.check_ms, evidence.measure_ms, rows.collect())
+    }
+}
+
+impl Arena for Bench<'_> {
+    type Made = Kernel;
+    type Evidence = Evidence;
+    type Fault = Fault;
+
+    fn make(&mut self, candidate: &Candidate, ahead: &[Candidate]) -> Result<Made<Kernel>, Fault> {
+        self.intro.drain(..).for_each(|line| self.report.note(&line));
+        self.ahead.replace(ahead);
+        let placed = match place(&self.site, candidate.clone()) {
+            Ok(placed) => placed,
+            Err(NotPlaced::Infeasible(reason)) => return Ok(Made::Infeasible(reason.to_string())),
+            Err(NotPlaced::Fault(fault)) if fault.tier == Tier::Internal => {
+                // A schedule of our own that cannot be proven is our bug: it stops the search, and is a row, so that the
+                // same command goes on without it.
+                let detail = fault.message.clone();
+                let asked = self.asked(None, Proposer::Local, None);
+                self.append(candidate, None, asked, &Evidence::failed(Verdict::Rejected { detail }), false)?;
+                return Err(fault);
+            }
+            Err(NotPlaced::Fault(fault)) => return Err(fault),
+        };
+        let artefact = placed.content;
+        let (mut source, mut cubin) = (None, None);
+        if self.site.target.kind == TargetKind::Cuda {
+            let generated = generate_source(&self.site, &placed)?;
+            source = Some(generated.content);
+            let started = Instant::now();
+            cubin = compiled(&self.compiler, &self.site, &generated)?;
+            self.spent.compile += started.elapsed();
+        }
+        Ok(Made::Ready { artefact, made: Kernel { placed, source, cubin } })
+    }
+
+    fn run(
+        &mut self,
+        candidate: &Candidate,
+        _made: &Kernel,
+        incumbent: Option<&Candidate>,
+    ) -> Result<Ran<Evidence>, Fault> {
+        let job = Job {
+            campaign: self.campaign.to_string(),
+            candidate: candidate.to_string(),
+            incumbent: incumbent.map(ToString::to_string),
+        };
+        let deadline = match self.worker.is_warm() {
+            true => DEADLINE_WARM.max(self.slowest * DEADLINE_FACTOR),
+            false => DEADLINE_COLD,
+        };
+        let started = Instant::now();
+        let done = self.worker.run(&job, deadline, self.stop)?;
+        let took = started.elapsed();
+        self.spent.child += took;
+        Ok(match done {
+            Done::Interrupted => Ran::Interrupted,
+            Done::Late(after) => {
+                let detail = format!("no answer within {} s; the child process was killed", after.as_secs());
+                Ran::Failed(Evidence::failed(Verdict::Timeout { detail, check: None }))
+            }
+            Done::Died(detail) => Ran::Failed(Evidence::failed(Verdict::Crash { detail, check: None })),
+            Done::Answer(Answer::Fault { tier, message, remedy }) => {
+                return Err(Answer::told_fault(&tier, &message, remedy.as_deref()));
+            }
+            Done::Answer(Answer::Failed { verdict, detail, figures, check_ms }) => {
+                let check = figures.map(check_figures);
+                let verdict = match verdict.as_str() {
+                    "timeout" => Verdict::Timeout { detail, check },
+                    "crash" => Verdict::Crash { detail, check },
+                    _ => Verdict::Fail { detail, check },
+                };
+                Ran::Failed(Evidence { check_ms, ..Evidence::failed(verdict) })
+            }
+            Done::Answer(Answer::Timed { figures, timed, rounds, check_ms, measure_ms }) => {
+                self.slowest = self.slowest.max(took);
+                self.spent.measured += Duration::from_secs_f64((check_ms + measure_ms).max(0.0) / 1e3);
+                let check = check_figures(figures);
+                let verdicts = timed.iter().map(|timed| Verdict::Ok { check, timing: timing(timed, None) }).collect();
+                let (check_ms, measure_ms) = (Some(check_ms), Some(measure_ms));
+                Ran::Timed { rounds: Answer::rounds(&rounds), evidence: Evidence { verdicts, check_ms, measure_ms } }
+            }
+        })
+    }
+
+    fn record(&mut self, settled: &Settled<'_, Kernel, Evidence>) -> Result<(), Fault> {
+        let Settled { number, candidate, proposer, result } = settled;
+        let what = changed(candidate, &self.default);
+        let line = |of: String| match number {
+            Some(number) => format!("trial {number} {proposer}: {what}: {of}"),
+            None => format!("{proposer}: {what}: {of}"),
+        };
+        match result {
+            SettledAs::Infeasible(reason) => {
+                let asked = self.asked(None, *proposer, None);
+                let evidence = Evidence::failed(Verdict::Infeasible { detail: reason.to_string() });
+                self.append(candidate, None, asked, &evidence, false)?;
+                self.report.note(&line(format!("infeasible: {reason}")));
+            }
+            SettledAs::Failed { made, evidence } => {
+                let asked = self.asked(*number, *proposer, None);
+                self.append(candidate, Some(made), asked, evidence, true)?;
+                let verdict = evidence.verdicts.first();
+                let said =
+                    verdict.map(|verdict| format!("{}: {}", verdict.name(), verdict.detail())).unwrap_or_default();
+                self.report.note(&line(said.clone()));
+                self.last_failure = Some(said);
+            }
+            SettledAs::First { made, evidence } => {
+                let asked = self.asked(*number, *proposer, Some(Decision::First));
+                let rows = self.append(candidate, Some(made), asked, evidence, false)?;
+                self.keep(&rows);
+                let times: Vec<String> = rows
+                    .iter()
+                    .filter_map(|row| row.verdict().timing())
+                    .map(|timing| format!("{:.1} µs at position {}", timing.latency_us_p50, timing.position))
+                    .collect();
+                self.report.note(&line(times.join(", ")));
+            }
+            SettledAs::Judged { made, evidence, judged } => {
+                let asked = self.asked(*number, *proposer, Some(judged.decision));
+                let ratios: BTreeMap<u32, RatioInterval> = judged
+                    .positions
+                    .iter()
+                    .filter_map(|(position, ratio)| {
+                        let Ratio { ratio, low, high, .. } = (*ratio)?;
+                        Some((*position, RatioInterval { p50: ratio, low: low.min(ratio), high: high.max(ratio) }))
+                    })
+                    .collect();
+                let with_ratio = |verdict: &Verdict| match verdict {
+                    Verdict::Ok { check, timing } => {
+                        let ratio = ratios.get(&timing.position).copied();
+                        Verdict::Ok { check: *check, timing: crate::flywheel::Timing { ratio, ..timing.clone() } }
+                    }
+                    other => other.clone(),
+                };
+                let verdicts = evidence.verdicts.iter().map(with_ratio).collect();
+                let evidence = Evidence { verdicts, check_ms: evidence.check_ms, measure_ms: evidence.measure_ms };
+                let rows = self.append(candidate, Some(made), asked, &evidence, true)?;
+                if judged.decision.is_kept() {
+                    self.keep(&rows);
+                }
+                let said = match &judged.overall {
+                    Some(Ratio { ratio, low, high, .. }) => {
+                        format!("{ratio:.3} of the incumbent's time, {low:.3} to {high:.3}: {}", judged.decision)
+                    }
+                    None => "no sound times".to_string(),
+                };
+                self.report.note(&line(said));
+            }
+        }
+        Ok(())
+    }
+
+    fn stop(&mut self) -> Option<Stop> {
+        if (self.stop)() {
+            return Some(Stop::Interrupted);
+        }
+        (self.started.elapsed().as_secs_f64() >= self.minutes * 60.0).then_some(Stop::Minutes(self.minutes))
+    }
+
+    fn floor_gap(&mut self) -> Option<f64> {
+        self.floor_gap
+    }
+}
+
+impl Bench<'_> {
+    fn keep(&mut self, rows: &[Trial]) {
+        self.incumbent_rows =
+            rows.iter().filter_map(|row| Some((row.verdict().timing()?.position, row.trial_id()))).collect();
+        self.floor_gap = floor_gap(&rows.iter().collect::<Vec<_>>());
+    }
+}
+
+fn compiled(compiler: &Compiler<'_>, site: &Site<'_>, generated: &Generated) -> Result<Option<Box<Cubin>>, Fault> {
+    match compile(compiler, &[(*site, generated)])?.pop() {
+        Some(Compile::Done(cubin)) => Ok(Some(cubin)),
+        Some(Compile::Waits(missing)) => Err(missing),
+        None => Err(Fault::internal("a compile gave no result")),
+    }
+}
+
+/// Candidates that wait to be compiled before anybody asks for them.
+#[derive(Default)]
+struct Ahead {
+    queue: Mutex<Queue>,
+    more: Condvar,
+}
+
+#[derive(Default)]
+struct Queue {
+    waiting: VecDeque<Candidate>,
+    /// Knobs of what was taken: nothing is compiled twice.
+    taken: std::collections::BTreeSet<String>,
+    ended: bool,
+}
+
+impl Ahead {
+    /// What was waiting is stale now.
+    fn replace(&self, candidates: &[Candidate]) {
+        let mut queue = self.lock();
+        queue.waiting = candidates.iter().filter(|c| !queue.taken.contains(&c.to_string())).cloned().collect();
+        self.more.notify_all();
+    }
+
+    fn end(&self) {
+        self.lock().ended = true;
+        self.more.notify_all();
+    }
+
+    fn lock(&self) -> std::sync::MutexGuard<'_, Queue> {
+        self.queue.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    }
+
+    /// Compiles what is waiting until the campaign ends. Faults are told when the candidate's turn comes.
+    fn work(&self, site: &Site<'_>) {
+        let compiler = Compiler::new(site.workspace);
+        loop {
+            let mut queue = self.lock();
+            let candidate = loop {
+                if queue.ended {
+                    return;
+                }
+                match queue.waiting.pop_front() {
+                    Some(candidate) => break candidate,
+                    None => queue = self.more.wait(queue).unwrap_or_else(|poisoned| poisoned.into_inner()),
+                }
+            };
+            queue.taken.insert(candidate.to_string());
+            drop(queue);
+            let Ok(placed) = place(site, candidate) else { continue };
+            let Ok(generated) = generate_source(site, &placed) else { continue };
+            let _ = compiled(&compiler, site, &generated);
+        }
+    }
+}
+
+/// A program that proposes candidates: one JSON object a line in each direction.
+struct External<'a> {
+    worker: Worker<'a>,
+    line: String,
+    stop: &'a dyn Fn() -> bool,
+    refused: Option<String>,
+}
+
+impl<'a> External<'a> {
+    fn new(line: &str, stop: &'a dyn Fn() -> bool) -> External<'a> {
+        External { worker: Worker::shell(line), line: line.to_string(), stop, refused: None }
+    }
+
+    fn propose(&mut self, search: &Search<'_>, report: &Report) -> Result<Option<Candidate>, Fault> {
+        let Some((incumbent, log)) = search.incumbent() else { return Ok(None) };
+        let knobs: Vec<Value> = search
+            .space()
+            .knobs()
+            .map(|(knob, values)| json!({ "name": knob.name, "meaning": knob.meaning, "values": values }))
+            .collect();
+        let own = match search.ask() {
+            Ask::Try { candidate, .. } => Some(candidate.to_string()),
+            Ask::Stop(_) => None,
+        };
+        let question = json!({
+            "do": "propose",
+            "trial": search.trials() + 1,
+            "knobs": knobs,
+            "default": search.default_candidate().to_string(),
+            "incumbent": incumbent.to_string(),
+            "incumbent_ratio": log.exp(),
+            "tried": search.tried().map(|(log, candidate)| json!({ "candidate": candidate.to_string(), "ratio": log.exp() })).collect::<Vec<_>>(),
+            "search_would_try": own,
+            "refused": self.refused.take(),
+        });
+        let failed = |what: String| {
+            Fault::environment(format!("proposer `{}` {what}", self.line))
+                .with_remedy("it reads one JSON object a line, and answers `{\"candidate\": \"knob=value;...\"}` or `{\"candidate\": null}`")
+        };
+        let line = match self.worker.exchange(&question.to_string(), DEADLINE_PROPOSER, self.stop)? {
+            Reply::Line(line) => line,
+            Reply::Interrupted => return Ok(None),
+            Reply::Died(how) => return Err(failed(format!("gave no answer: {how}"))),
+            Reply::Late(after) => return Err(failed(format!("gave no answer within {} s", after.as_secs()))),
+        };
+        let answer: Value = serde_json::from_str(&line)
+            .map_err(|error| failed(format!("answered `{line}`, expected JSON: {error}")))?;
+        let Some(text) = answer["candidate"].as_str() else { return Ok(None) };
+        let proposed = Candidate::parse(text, incumbent)
+            .and_then(|c| search.space().admits(&c).map(|()| c).map_err(|reason| reason.to_string()));
+        match proposed {
+            Ok(candidate) => Ok(Some(candidate)),
+            Err(reason) => {
+                report.note(&format!("proposer: `{text}`: {reason}"));
+                self.refused = Some(reason);
+                Ok(None)
+            }
+        }
+    }
+}

@@ -1,0 +1,438 @@
+//! Owns the child process of a campaign: it checks a candidate and times it in turns with the incumbent, one job a line.
+//!
+//! A process of its own, because what a wrong kernel does to its context nobody survives. It lives as long as it answers:
+//! the incumbent stays loaded from one trial to the next, and weights whose order two candidates share are on the device
+//! once. The parent kills a child that is late, and starts another one.
+
+use std::io::{self, Write};
+use std::time::{Duration, Instant};
+
+use serde::{Deserialize, Serialize};
+
+use crate::candidate::Candidate;
+use crate::check::{self, CheckError, Checked, Expected, Figures, compare_cpu, compare_cuda, expect_cpu, expect_cuda};
+use crate::codegen::emit::Trace;
+use crate::cuda::driver::{Device, DeviceIdentity};
+use crate::cuda::session::{Session, SessionError};
+use crate::error::{Fault, Tier};
+use crate::interp::{Interp, Options, Pack};
+use crate::manifest::Manifest;
+use crate::measure::{self, MeasureError, Timed, Timer};
+use crate::pack::identity;
+use crate::paired::{self, Limits, Round};
+use crate::search::judge::ROUNDS_MIN;
+use crate::search::{Rounds, is_lost};
+use crate::target::{Target, TargetKind};
+
+use super::compile::{Compile, Compiler, Cubin, compile};
+use super::execute::{Devices, hardware_of, host, load_session, load_session_sharing};
+use super::keys::ExpectKey;
+use super::stages::{Model, NotPlaced, Placed, Site, generate_source, memory_pack, place};
+use super::{Workspace, import_stage};
+
+/// Rounds at one position: more would narrow the interval by less than they cost.
+const ROUNDS_MAX: usize = 11;
+/// Time for the rounds of all positions together, past the fewest.
+const TIME_MAX_CPU: Duration = Duration::from_millis(3000);
+const TIME_MAX_DEVICE: Duration = Duration::from_millis(1200);
+/// Launches of the first candidate, which has nothing to take turns with.
+const SAMPLES_ALONE: usize = 2 * ROUNDS_MAX;
+
+/// What the child is asked.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Job {
+    /// The campaign that asks; a child of another one would time something else.
+    pub campaign: String,
+    /// Knobs of the candidate.
+    pub candidate: String,
+    /// Knobs of what it takes turns with; `None` for the first.
+    pub incumbent: Option<String>,
+}
+
+/// What it answers, one JSON line a job.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "answer", rename_all = "lowercase")]
+pub enum Answer {
+    /// Checked, and timed at every position.
+    Timed {
+        figures: Figures,
+        timed: Vec<Timed>,
+        /// By position, in the order A B B A, µs per step.
+        rounds: Vec<(u32, Vec<[f64; 4]>)>,
+        check_ms: f64,
+        measure_ms: f64,
+    },
+    /// A verdict about the candidate: `fail`, `timeout` or `crash`.
+    Failed { verdict: String, detail: String, figures: Option<Figures>, check_ms: Option<f64> },
+    /// Nothing about the candidate: the campaign cannot go on.
+    Fault { tier: String, message: String, remedy: Option<String> },
+}
+
+impl Answer {
+    /// The rounds as the judge reads them.
+    pub fn rounds(rounds: &[(u32, Vec<[f64; 4]>)]) -> Vec<Rounds> {
+        let round = |&[a1, b1, b2, a2]: &[f64; 4]| Round { a: [a1, a2], b: [b1, b2] };
+        rounds
+            .iter()
+            .map(|(position, rounds)| Rounds { position: *position, rounds: rounds.iter().map(round).collect() })
+            .collect()
+    }
+
+    fn fault(fault: Fault) -> Answer {
+        let Fault { tier, message, remedy } = fault;
+        let tier = match tier {
+            Tier::Input => "input",
+            Tier::Environment => "environment",
+            Tier::Internal => "internal",
+        };
+        Answer::Fault { tier: tier.to_string(), message, remedy }
+    }
+
+    /// The fault that a child told.
+    pub fn told_fault(tier: &str, message: &str, remedy: Option<&str>) -> Fault {
+        let fault = match tier {
+            "input" => Fault::input(message),
+            "environment" => Fault::environment(message),
+            _ => Fault::internal(message),
+        };
+        remedy.into_iter().fold(fault, Fault::with_remedy)
+    }
+}
+
+/// Answers jobs, a line each, until there are no more.
+///
+/// # Errors
+/// Faults of the import, before the first job; an output that nobody reads.
+pub fn serve(
+    workspace: &Workspace,
+    manifest: &Manifest,
+    target: &Target,
+    jobs: impl Iterator<Item = io::Result<String>>,
+    mut output: impl Write,
+) -> Result<(), Fault> {
+    let tool = workspace.tool()?;
+    let model: Model = import_stage(workspace, manifest, tool)?;
+    let site = Site::new(workspace, manifest, target, &model, tool);
+    let devices = Devices::list(target.kind == TargetKind::Cuda);
+    let found = match target.kind {
+        TargetKind::Cpu => None,
+        TargetKind::Cuda => Some(devices.find_for_run(target)?),
+    };
+    let hardware = found.map_or_else(host, hardware_of);
+    let campaign = site.campaign(&hardware).to_string();
+    let mut child = Child { site, found, device: None, expected: None, seats: vec![] };
+    for line in jobs {
+        let line = line.map_err(|error| Fault::environment(format!("cannot read a job: {error}")))?;
+        let job: Job = serde_json::from_str(&line).map_err(|error| {
+            Fault::input(format!("`{line}` is no job: {error}"))
+                .with_remedy("this command is started by `monobloc tune`")
+        })?;
+        if job.campaign != campaign {
+            let message = "the manifest or the program changed while the campaign ran";
+            return Err(Fault::input(message).with_remedy("start the same command again"));
+        }
+        let answer = child.answer(&job).unwrap_or_else(Answer::fault);
+        let text = serde_json::to_string(&answer)
+            .map_err(|error| Fault::internal(format!("an answer cannot be written: {error}")))?;
+        writeln!(output, "{text}")
+            .and_then(|()| output.flush())
+            .map_err(|error| Fault::environment(format!("nobody reads the answers: {error}")))?;
+    }
+    Ok(())
+}
+
+/// A candidate that was loaded and checked.
+struct Seat {
+    knobs: String,
+    placed: Placed,
+    /// Names the bytes of its pack.
+    pack_id: [u8; 32],
+    on: On,
+    checked: Option<Checked>,
+    /// Rows of its cache that were made up.
+    filled: Option<u32>,
+}
+
+enum On {
+    Cpu(Pack),
+    Device(Box<Session>),
+}
+
+struct Child<'a> {
+    site: Site<'a>,
+    found: Option<&'a DeviceIdentity>,
+    device: Option<Device>,
+    expected: Option<Expected>,
+    seats: Vec<Seat>,
+}
+
+/// Why a trial ended without times.
+enum Ended {
+    Verdict(Answer),
+    Fault(Fault),
+}
+
+impl From<Fault> for Ended {
+    fn from(fault: Fault) -> Ended {
+        Ended::Fault(fault)
+    }
+}
+
+fn failed(error: &CheckError, check_ms: Option<f64>) -> Answer {
+    let verdict = match error {
+        CheckError::Session(SessionError::Hung { .. } | SessionError::Lost) => "timeout",
+        CheckError::Session(SessionError::Driver(driver)) if driver.is_crash() => "crash",
+        _ => "fail",
+    };
+    Answer::Failed { verdict: verdict.to_string(), detail: error.to_string(), figures: error.figures(), check_ms }
+}
+
+impl<'a> Child<'a> {
+    fn answer(&mut self, job: &Job) -> Result<Answer, Fault> {
+        match self.trial(job) {
+            Ok(answer) | Err(Ended::Verdict(answer)) => Ok(answer),
+            Err(Ended::Fault(fault)) => Err(fault),
+        }
+    }
+
+    fn trial(&mut self, job: &Job) -> Result<Answer, Ended> {
+        let wanted = |knobs: &str| knobs == job.candidate || job.incumbent.as_deref() == Some(knobs);
+        self.seats.retain(|seat| wanted(&seat.knobs));
+        if let Some(incumbent) = &job.incumbent {
+            self.load(incumbent)?;
+            self.check(incumbent)?;
+        }
+        self.load(&job.candidate)?;
+        let started = Instant::now();
+        let (figures, ran) = self.check(&job.candidate)?;
+        // What was checked for an earlier trial costs this one nothing.
+        let check_ms = if ran { started.elapsed().as_secs_f64() * 1e3 } else { 0.0 };
+        let started = Instant::now();
+        let (timed, rounds) = self.time(job)?;
+        let measure_ms = started.elapsed().as_secs_f64() * 1e3;
+        Ok(Answer::Timed { figures, timed, rounds, check_ms, measure_ms })
+    }
+
+    fn seat(&mut self, knobs: &str) -> Option<&mut Seat> {
+        self.seats.iter_mut().find(|seat| seat.knobs == knobs)
+    }
+
+    /// Places, compiles, packs and loads a candidate, unless it is loaded.
+    fn load(&mut self, knobs: &str) -> Result<(), Fault> {
+        if self.seat(knobs).is_some() {
+            return Ok(());
+        }
+        let site = self.site;
+        let candidate = Candidate::parse(knobs, &site.default_candidate())
+            .map_err(|error| Fault::input(format!("`{knobs}` is no candidate: {error}")))?;
+        let placed = placed(&site, candidate)?;
+        let cubin = match self.found {
+            None => None,
+            Some(_) => Some(cubin(&site, &placed)?),
+        };
+        let validated = placed.validated(site.target)?;
+        let pack_id = identity(validated.schedule())?;
+        let twin = self.seats.iter().find(|seat| seat.pack_id == pack_id).map(|seat| &seat.on);
+        let on = match (self.found, &cubin) {
+            (Some(found), Some(cubin)) => {
+                let device = match &mut self.device {
+                    Some(device) => device,
+                    empty => empty.insert(Device::open(found.ordinal)?),
+                };
+                let steps_max = site.manifest.decode.steps_per_launch;
+                let session = match twin {
+                    Some(On::Device(twin)) => {
+                        load_session_sharing(device, validated, &cubin.bytes, twin.pack(), steps_max)?
+                    }
+                    _ => {
+                        let pack = memory_pack(&site, validated)?;
+                        load_session(device, validated, &cubin.bytes, &pack, Trace::Off, steps_max)?
+                    }
+                };
+                On::Device(Box::new(session))
+            }
+            _ => match twin {
+                Some(On::Cpu(pack)) => On::Cpu(pack.clone()),
+                _ => On::Cpu(memory_pack(&site, validated)?),
+            },
+        };
+        let knobs = knobs.to_string();
+        self.seats.push(Seat { knobs, placed, pack_id, on, checked: None, filled: None });
+        Ok(())
+    }
+
+    /// Compares a loaded candidate with what is expected of the model, once. Also whether it was compared now.
+    fn check(&mut self, knobs: &str) -> Result<(Figures, bool), Ended> {
+        if let Some(Seat { checked: Some(checked), .. }) = self.seat(knobs) {
+            return Ok((checked.figures(), false));
+        }
+        if self.expected.is_none() {
+            self.expected = Some(self.expect()?);
+        }
+        let site = self.site;
+        let expected =
+            self.expected.as_ref().ok_or_else(|| Fault::internal("what is expected was made and is gone"))?;
+        let seat = self.seats.iter_mut().find(|seat| seat.knobs == knobs);
+        let seat = seat.ok_or_else(|| Fault::internal("a candidate was loaded and is gone"))?;
+        let started = Instant::now();
+        let empty: Pack = std::sync::Arc::new([0u8; 0]);
+        let pack = match &seat.on {
+            On::Cpu(pack) => pack.clone(),
+            // A comparison with what is expected reads no weights on the host.
+            On::Device(_) => empty,
+        };
+        let subject = check_subject(&site, &seat.placed, pack)?;
+        let checked = match &mut seat.on {
+            On::Cpu(pack) => Interp::new(subject.validated.schedule(), pack.clone(), Options::fast())
+                .map_err(CheckError::from)
+                .and_then(|mut fast| compare_cpu(&subject, expected, &mut fast)),
+            On::Device(session) => compare_cuda(&subject, expected, session, site.manifest.decode.steps_per_launch),
+        };
+        match checked {
+            Ok(checked) => {
+                let figures = checked.figures();
+                seat.checked = Some(checked);
+                Ok((figures, true))
+            }
+            Err(error) => {
+                let answer = failed(&error, Some(started.elapsed().as_secs_f64() * 1e3));
+                // What hung or crashed takes its context with it, and what is wrong is not wanted again.
+                self.seats.retain(|seat| seat.knobs != knobs);
+                Err(Ended::Verdict(answer))
+            }
+        }
+    }
+
+    /// What every candidate is compared with, made from the default one, through the cache.
+    fn expect(&self) -> Result<Expected, Ended> {
+        let site = self.site;
+        let weights = site.weights_id()?;
+        let placed = placed(&site, site.default_candidate())?;
+        let positions = &site.manifest.decode.check_positions;
+        let (tool, graph, schedule, device) = (site.tool, site.graph, placed.content, self.found.is_some());
+        let keyed = ExpectKey { tool, schedule, graph, weights: &weights, positions, device }.keyed();
+        let make = || -> Result<Vec<u8>, Fault> {
+            let pack = memory_pack(&site, placed.validated(site.target)?)?;
+            let subject = check_subject(&site, &placed, pack)?;
+            let expected = if device { expect_cuda(&subject) } else { expect_cpu(&subject) };
+            Ok(expected?.to_entry())
+        };
+        let (entry, _) = site.workspace.stage(&keyed, &site.subject(), &site.title(keyed.stage), "", make)?;
+        let bytes = entry.bytes().map_err(Fault::from)?;
+        let unreadable = || Fault::internal(format!("the stored result `{}` cannot be read", entry.path().display()));
+        Ok(Expected::from_entry(&bytes).ok_or_else(unreadable)?)
+    }
+
+    /// Times the candidate at every position, in turns with the incumbent where there is one.
+    #[allow(clippy::type_complexity)] // As an answer has it.
+    fn time(&mut self, job: &Job) -> Result<(Vec<Timed>, Vec<(u32, Vec<[f64; 4]>)>), Ended> {
+        let Child { site, device, seats, .. } = self;
+        let lost = || Fault::internal("a candidate was loaded and is gone");
+        let decode = &site.manifest.decode;
+        let share = |all: Duration| all / decode.time_positions.len().max(1) as u32;
+        let time_max = share(if device.is_some() { TIME_MAX_DEVICE } else { TIME_MAX_CPU });
+        let (mut all_timed, mut all_rounds) = (vec![], vec![]);
+        let mut pair: Vec<&mut Seat> = seats.iter_mut().collect();
+        // The candidate last: B.
+        pair.sort_by_key(|seat| seat.knobs == job.candidate);
+        let (b, a) = pair.split_last_mut().ok_or_else(lost)?;
+        let mut b_timer = timer(site, device.as_ref(), b)?;
+        let mut a_timer = match a.first_mut() {
+            Some(a) => Some(timer(site, device.as_ref(), a)?),
+            None => None,
+        };
+        // The deepest first: its cache serves the others.
+        for &position in decode.time_positions.iter().rev() {
+            let measured = |error: MeasureError| match error {
+                MeasureError::Session(error) => Ended::Verdict(failed(&CheckError::Session(error), None)),
+                MeasureError::Interp(error) => Ended::Fault(error.into()),
+            };
+            b_timer.prepare(position).map_err(measured)?;
+            let mut samples = vec![];
+            match &mut a_timer {
+                None => {
+                    for _ in 0..SAMPLES_ALONE {
+                        samples.push(b_timer.launch().map_err(measured)?);
+                    }
+                }
+                Some(a_timer) => {
+                    a_timer.prepare(position).map_err(measured)?;
+                    let mut both = (a_timer, &mut b_timer);
+                    let mut turns = |rounds_min, rounds_max| {
+                        let limits = Limits { rounds_min, rounds_max, time_max };
+                        paired::rounds(limits, &mut both, |both| both.0.launch(), |both| both.1.launch())
+                    };
+                    let mut rounds = turns(ROUNDS_MIN, ROUNDS_MIN).map_err(measured)?;
+                    if !is_lost(&rounds, site.manifest.search.margin) {
+                        rounds.extend(turns(0, ROUNDS_MAX - ROUNDS_MIN).map_err(measured)?);
+                    }
+                    samples.extend(rounds.iter().flat_map(|round| round.b));
+                    let abba = |round: &Round| [round.a[0], round.b[0], round.b[1], round.a[1]];
+                    all_rounds.push((position, rounds.iter().map(abba).collect()));
+                }
+            }
+            match b_timer.timed(samples) {
+                Ok(timed) => all_timed.push(timed),
+                Err(withheld) => {
+                    let (verdict, detail) = ("fail".to_string(), withheld.reason);
+                    return Err(Ended::Verdict(Answer::Failed { verdict, detail, figures: None, check_ms: None }));
+                }
+            }
+        }
+        let filled = (a_timer.as_ref().and_then(Timer::filled), b_timer.filled());
+        drop((a_timer, b_timer));
+        if let Some(a) = a.first_mut() {
+            a.filled = filled.0;
+        }
+        b.filled = filled.1;
+        all_timed.reverse();
+        all_rounds.reverse();
+        Ok((all_timed, all_rounds))
+    }
+}
+
+fn timer<'s>(site: &Site<'s>, device: Option<&'s Device>, seat: &'s mut Seat) -> Result<Timer<'s>, Ended> {
+    let Seat { placed, on, checked, filled, .. } = seat;
+    let checked =
+        checked.as_ref().ok_or_else(|| Fault::internal("a candidate that was not checked cannot be timed"))?;
+    let decode = &site.manifest.decode;
+    let subject = measure::Subject {
+        validated: placed.validated(site.target)?,
+        graph: &site.imported.graph,
+        target: site.target,
+        positions: &decode.time_positions,
+        steps_per_launch: decode.steps_per_launch,
+    };
+    match (on, device) {
+        (On::Cpu(pack), _) => Ok(Timer::cpu(subject, checked, pack.clone()).map_err(Fault::from)?),
+        (On::Device(session), Some(device)) => Ok(Timer::cuda(subject, checked, device, session).with_filled(*filled)),
+        (On::Device(_), None) => Err(Fault::internal("a session without a device").into()),
+    }
+}
+
+fn check_subject<'s>(site: &Site<'s>, placed: &'s Placed, pack: Pack) -> Result<check::Subject<'s>, Fault> {
+    Ok(check::Subject {
+        validated: placed.validated(site.target)?,
+        graph: &site.imported.graph,
+        weights: &site.imported.weights,
+        pack,
+        positions: &site.manifest.decode.check_positions,
+    })
+}
+
+fn placed(site: &Site<'_>, candidate: Candidate) -> Result<Placed, Fault> {
+    place(site, candidate).map_err(|not_placed| match not_placed {
+        NotPlaced::Fault(fault) => fault,
+        NotPlaced::Infeasible(reason) => Fault::internal(format!("a candidate that was placed does not fit: {reason}")),
+    })
+}
+
+fn cubin(site: &Site<'_>, placed: &Placed) -> Result<Box<Cubin>, Fault> {
+    let generated = generate_source(site, placed)?;
+    let compiler = Compiler::new(site.workspace);
+    match compile(&compiler, &[(*site, &generated)])?.pop() {
+        Some(Compile::Done(cubin)) => Ok(cubin),
+        Some(Compile::Waits(missing)) => Err(missing),
+        None => Err(Fault::internal("a compile gave no result")),
+    }
+}

@@ -1,0 +1,464 @@
+//! Owns the loop of a campaign: ask, make, run, judge, record, tell, until there is a reason to stop.
+//!
+//! What making and running mean is the business of an [`Arena`]: the pipeline with a device in a child process, or a
+//! landscape that a test made up. A trial is recorded before the search is told of it, so that what a later campaign reads is
+//! never behind what this one acted on.
+
+use std::collections::BTreeMap;
+
+use crate::candidate::Candidate;
+use crate::digest::Digest;
+use crate::flywheel::{Decision, Proposer};
+use crate::paired::Ratio;
+
+use super::judge::{Judged, Rounds, judge};
+use super::propose::{Ask, Outcome, Search, Stop};
+use super::space::Space;
+
+/// What builds and times candidates.
+pub trait Arena {
+    /// A candidate that was made.
+    type Made;
+    /// What the arena has to say of a trial beyond its times.
+    type Evidence;
+    type Fault;
+
+    /// Lowers, places, proves and compiles. `ahead` is what will probably be asked next.
+    ///
+    /// # Errors
+    /// Faults that end the campaign.
+    fn make(&mut self, candidate: &Candidate, ahead: &[Candidate]) -> Result<Made<Self::Made>, Self::Fault>;
+
+    /// Checks and times a candidate, in turns with the incumbent where there is one.
+    ///
+    /// # Errors
+    /// As [`Arena::make`].
+    fn run(
+        &mut self,
+        candidate: &Candidate,
+        made: &Self::Made,
+        incumbent: Option<&Candidate>,
+    ) -> Result<Ran<Self::Evidence>, Self::Fault>;
+
+    /// Keeps what came of a candidate, before the search acts on it.
+    ///
+    /// # Errors
+    /// As [`Arena::make`]: a trial that cannot be kept did not take place.
+    fn record(&mut self, settled: &Settled<'_, Self::Made, Self::Evidence>) -> Result<(), Self::Fault>;
+
+    /// A reason to stop that is not the search's own: an interrupt, or the clock.
+    fn stop(&mut self) -> Option<Stop>;
+
+    /// How far the candidate that was kept last is above the floor of its bytes, as a fraction; `None` where that is not known.
+    fn floor_gap(&mut self) -> Option<f64>;
+}
+
+/// What became of making a candidate.
+pub enum Made<T> {
+    /// `artefact` names what would run: two candidates with the same one are the same.
+    Ready {
+        artefact: Digest,
+        made: T,
+    },
+    Infeasible(String),
+}
+
+/// What became of running one.
+pub enum Ran<E> {
+    /// Checked. `rounds` is empty for the first candidate, which has nothing to take turns with.
+    Timed { rounds: Vec<Rounds>, evidence: E },
+    /// Wrong, hung or crashed, or a time that cannot be true.
+    Failed(E),
+    /// The user stopped it: the trial did not take place.
+    Interrupted,
+}
+
+/// A candidate with what came of it.
+pub struct Settled<'a, T, E> {
+    /// Number in the campaign; `None` for a candidate that does not fit.
+    pub number: Option<u32>,
+    pub candidate: &'a Candidate,
+    pub proposer: Proposer,
+    pub result: SettledAs<'a, T, E>,
+}
+
+pub enum SettledAs<'a, T, E> {
+    Infeasible(&'a str),
+    Failed { made: &'a T, evidence: &'a E },
+    First { made: &'a T, evidence: &'a E },
+    Judged { made: &'a T, evidence: &'a E, judged: &'a Judged },
+}
+
+/// A trial of an interrupted campaign, as its rows tell it.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Told {
+    pub number: u32,
+    pub candidate: Candidate,
+    pub artefact: Option<Digest>,
+    pub proposer: Proposer,
+    pub outcome: Outcome,
+}
+
+/// How a campaign ended.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Driven {
+    pub best: Option<Candidate>,
+    pub stop: Stop,
+    /// Measured now, the default included.
+    pub ran: u32,
+    /// Latency of the best by the default's, where the two were compared at the end.
+    pub against_default: Option<Ratio>,
+    /// Candidates that made what another one makes, with that other one.
+    pub duplicates: Vec<(Candidate, Candidate)>,
+}
+
+/// What a campaign goes on from, and with.
+pub struct Start<'p, F> {
+    pub told: Vec<Told>,
+    /// The fraction by which a candidate has to be faster to be kept.
+    pub margin: f64,
+    /// Somebody else who proposes; asked first, `None` leaves it to the search.
+    pub external: Option<Proposes<'p, F>>,
+}
+
+/// A proposer outside the search: sees the search and answers a candidate, or none.
+pub type Proposes<'p, F> = &'p mut dyn FnMut(&Search<'_>) -> Result<Option<Candidate>, F>;
+
+/// Runs a campaign to its end, from where `start.told` left it.
+///
+/// At the end the default takes its turns with the best: a campaign that noise led astray ends with the default.
+///
+/// # Errors
+/// The first fault of the arena. What was recorded before stays recorded.
+pub fn drive<A: Arena>(
+    arena: &mut A,
+    search: &mut Search<'_>,
+    mut start: Start<'_, A::Fault>,
+    ahead: usize,
+) -> Result<Driven, A::Fault> {
+    let mut artefacts: BTreeMap<Digest, Candidate> = BTreeMap::new();
+    let default = search.default_candidate().clone();
+    let mut number = 0;
+    let mut compared = None;
+    for told in std::mem::take(&mut start.told) {
+        number = number.max(told.number + 1);
+        if let Some(artefact) = told.artefact {
+            artefacts.entry(artefact).or_insert_with(|| told.candidate.clone());
+        }
+        if told.proposer == Proposer::Default && told.number > 0 {
+            search.settle(&told.candidate, told.outcome);
+            // What was decided at the end of an earlier run is open again as soon as there is another trial.
+            compared = Some(told.number);
+        } else {
+            search.tell(&told.candidate, told.outcome);
+        }
+    }
+    let mut driven = Driven { best: None, stop: Stop::Interrupted, ran: 0, against_default: None, duplicates: vec![] };
+    loop {
+        if let Some(stop) = arena.stop() {
+            driven.stop = stop;
+            break;
+        }
+        search.tell_floor(arena.floor_gap());
+        let (candidate, proposer) = match search.ask() {
+            Ask::Stop(stop) => {
+                driven.stop = stop;
+                break;
+            }
+            Ask::Try { candidate, proposer } => match (&mut start.external, proposer) {
+                (Some(external), asked) if asked != Proposer::Default => match external(search)? {
+                    Some(other) if search.is_new(&other) => (other, Proposer::External),
+                    _ => (candidate, proposer),
+                },
+                _ => (candidate, proposer),
+            },
+        };
+        let likely = search.ahead(ahead);
+        let (artefact, made) = match arena.make(&candidate, &likely)? {
+            Made::Ready { artefact, made } => (artefact, made),
+            Made::Infeasible(reason) => {
+                let result = SettledAs::Infeasible(&reason);
+                arena.record(&Settled { number: None, candidate: &candidate, proposer, result })?;
+                search.tell(&candidate, Outcome::Infeasible);
+                continue;
+            }
+        };
+        if let Some(other) = artefacts.get(&artefact) {
+            driven.duplicates.push((candidate.clone(), other.clone()));
+            search.tell(&candidate, Outcome::Duplicate);
+            continue;
+        }
+        let incumbent = search.incumbent().map(|(candidate, _)| candidate.clone());
+        let simpler = incumbent
+            .as_ref()
+            .is_some_and(|incumbent| Space::distance(&candidate, &default) < Space::distance(incumbent, &default));
+        let Some((outcome, _)) =
+            settle(arena, number, &candidate, proposer, &made, incumbent.as_ref(), start.margin, simpler)?
+        else {
+            driven.stop = Stop::Interrupted;
+            break;
+        };
+        artefacts.insert(artefact, candidate.clone());
+        search.tell(&candidate, outcome);
+        number += 1;
+        driven.ran += 1;
+    }
+    let incumbent = search.incumbent().map(|(candidate, _)| candidate.clone());
+    if let Some(best) = incumbent.filter(|best| *best != default)
+        && driven.stop != Stop::Interrupted
+        && compared.is_none_or(|at| at + 1 < number)
+        && let Made::Ready { made, .. } = arena.make(&default, &[])?
+    {
+        let proposer = Proposer::Default;
+        let settled = settle(arena, number, &default, proposer, &made, Some(&best), start.margin, true)?;
+        if let Some((outcome, judged)) = settled {
+            search.settle(&default, outcome);
+            driven.ran += 1;
+            // The default by the best, turned over.
+            driven.against_default = judged.and_then(|judged| judged.overall).map(|ratio| Ratio {
+                ratio: 1.0 / ratio.ratio,
+                low: 1.0 / ratio.high,
+                high: 1.0 / ratio.low,
+                rounds: ratio.rounds,
+            });
+        }
+    }
+    driven.best = search.incumbent().map(|(candidate, _)| candidate.clone());
+    Ok(driven)
+}
+
+/// Runs and judges one candidate and records it; `None` where the user stopped it.
+#[allow(clippy::too_many_arguments)] // What a trial is, in order.
+fn settle<A: Arena>(
+    arena: &mut A,
+    number: u32,
+    candidate: &Candidate,
+    proposer: Proposer,
+    made: &A::Made,
+    incumbent: Option<&Candidate>,
+    margin: f64,
+    simpler: bool,
+) -> Result<Option<(Outcome, Option<Judged>)>, A::Fault> {
+    let number = Some(number);
+    Ok(match arena.run(candidate, made, incumbent)? {
+        Ran::Interrupted => None,
+        Ran::Failed(evidence) => {
+            let result = SettledAs::Failed { made, evidence: &evidence };
+            arena.record(&Settled { number, candidate, proposer, result })?;
+            Some((Outcome::Failed, None))
+        }
+        Ran::Timed { evidence, .. } if incumbent.is_none() => {
+            let result = SettledAs::First { made, evidence: &evidence };
+            arena.record(&Settled { number, candidate, proposer, result })?;
+            Some((Outcome::Timed { ratio: 1.0, kept: true }, None))
+        }
+        Ran::Timed { rounds, evidence } => {
+            let judged = judge(&rounds, margin, simpler);
+            let result = SettledAs::Judged { made, evidence: &evidence, judged: &judged };
+            arena.record(&Settled { number, candidate, proposer, result })?;
+            let outcome = match &judged.overall {
+                Some(overall) => Outcome::Timed { ratio: overall.ratio, kept: judged.decision != Decision::Reverted },
+                None => Outcome::Failed,
+            };
+            Some((outcome, Some(judged)))
+        }
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::prior::{Prior, Setting};
+    use super::super::propose::Limits;
+    use super::super::random::Random;
+    use super::super::space::{KNOBS, values};
+    use super::*;
+    use crate::dtype::{DType, Precision};
+    use crate::flywheel::ModelShape;
+    use crate::model::config::import_config_only;
+    use crate::paired::Round;
+    use crate::target::Target;
+
+    const BF16: Precision = Precision { weights: DType::Bf16, cache: DType::Bf16, wire: DType::Bf16 };
+
+    fn space() -> Space {
+        let config = include_str!("../../manifests/configs/llama-3.2-1b.json");
+        let graph = import_config_only(config, 0).expect("a config of the repository").graph;
+        Space::new(&graph, &Target::builtin("h200").expect("a record"), BF16, 4096, |_| 40_000)
+    }
+
+    fn setting() -> Setting {
+        let model = ModelShape {
+            model_graph: Digest::of(b"model"),
+            family: "LlamaForCausalLM".to_string(),
+            layers: 16,
+            hidden: 2048,
+            intermediate: 8192,
+            heads: 32,
+            kv_heads: 8,
+            head_dim: 64,
+            vocab: 128_256,
+            parameters: 1,
+            weights_dtype: "bf16".to_string(),
+            cache_dtype: "bf16".to_string(),
+            wire_dtype: "bf16".to_string(),
+        };
+        Setting::new(&model, "h200", "cuda")
+    }
+
+    /// Latency by the default's: a valley whose bottom is some octaves away from the default in a few knobs.
+    fn landscape(candidate: &Candidate, default: &Candidate) -> f64 {
+        let moves = super::super::prior::moves(&values(candidate), &values(default));
+        let (mut cost, mut least) = (0.0, 0.0);
+        for (at, best) in [(2, -0.4), (3, 0.9), (6, -0.8), (9, 1.0)] {
+            cost += 0.05 * (moves[at] - best).powi(2);
+            least += 0.05 * f64::powi(best, 2);
+        }
+        let rest: f64 = [0, 1, 4, 5, 7, 8].iter().map(|&at: &usize| 0.03 * moves[at].powi(2)).sum();
+        1.0 + cost + rest - least
+    }
+
+    /// A made-up machine, on which one trial in `one_in` goes wrong in some way.
+    struct MadeUp {
+        default: Candidate,
+        random: Random,
+        one_in: usize,
+        wrong: BTreeMap<String, &'static str>,
+        recorded: Vec<(String, bool)>,
+        stop_after: usize,
+        disk_is_full: bool,
+    }
+
+    impl Arena for MadeUp {
+        type Made = ();
+        type Evidence = &'static str;
+        type Fault = &'static str;
+
+        fn make(&mut self, candidate: &Candidate, _: &[Candidate]) -> Result<Made<()>, &'static str> {
+            if *candidate != self.default && self.random.below(self.one_in) == 0 {
+                return Ok(Made::Infeasible("injected".to_string()));
+            }
+            Ok(Made::Ready { artefact: Digest::of(candidate.to_string().as_bytes()), made: () })
+        }
+
+        fn run(
+            &mut self,
+            candidate: &Candidate,
+            (): &(),
+            incumbent: Option<&Candidate>,
+        ) -> Result<Ran<&'static str>, &'static str> {
+            if let Some(incumbent) = incumbent {
+                assert!(!self.wrong.contains_key(&incumbent.to_string()), "a wrong candidate became the incumbent");
+                if *candidate != self.default && self.random.below(self.one_in) == 0 {
+                    let how = ["wrong result", "hang", "crash", "below the floor"][self.random.below(4)];
+                    self.wrong.insert(candidate.to_string(), how);
+                    return Ok(Ran::Failed(how));
+                }
+            }
+            let Some(incumbent) = incumbent else { return Ok(Ran::Timed { rounds: vec![], evidence: "ok" }) };
+            let times = [incumbent, candidate].map(|c| landscape(c, &self.default));
+            let mut noisy = |us: f64| us * (0.998 + 0.004 * self.random.unit());
+            let rounds = (0..7)
+                .map(|_| Round { a: [noisy(times[0]), noisy(times[0])], b: [noisy(times[1]), noisy(times[1])] })
+                .collect();
+            Ok(Ran::Timed { rounds: vec![Rounds { position: 32, rounds }], evidence: "ok" })
+        }
+
+        fn record(&mut self, settled: &Settled<'_, (), &'static str>) -> Result<(), &'static str> {
+            if self.disk_is_full {
+                return Err("disk full");
+            }
+            let failed = matches!(settled.result, SettledAs::Failed { .. });
+            self.recorded.push((settled.candidate.to_string(), failed));
+            Ok(())
+        }
+
+        fn stop(&mut self) -> Option<Stop> {
+            (self.recorded.len() >= self.stop_after).then_some(Stop::Interrupted)
+        }
+
+        fn floor_gap(&mut self) -> Option<f64> {
+            None
+        }
+    }
+
+    fn made_up(space: &Space, seed: u64, one_in: usize) -> MadeUp {
+        MadeUp {
+            default: space.default_candidate().clone(),
+            random: Random::new(seed, "faults", 0),
+            one_in,
+            wrong: BTreeMap::new(),
+            recorded: vec![],
+            stop_after: usize::MAX,
+            disk_is_full: false,
+        }
+    }
+
+    fn search<'s>(space: &'s Space, trials: u32, seed: u64) -> Search<'s> {
+        let prior = Prior::new(&[], setting(), space.default_candidate());
+        Search::new(space, Limits { plateau: trials, ..Limits::of_budget(trials, seed) }, &[], prior, &|_| 0.0)
+    }
+
+    fn start() -> Start<'static, &'static str> {
+        Start { told: vec![], margin: 0.01, external: None }
+    }
+
+    #[test]
+    fn sixty_trials_find_the_valley_and_a_seed_decides_them() {
+        let space = space();
+        for seed in 0..3 {
+            let run = || {
+                let (mut arena, mut search) = (made_up(&space, seed, usize::MAX), search(&space, 60, seed));
+                let driven = drive(&mut arena, &mut search, start(), 0).expect("no fault");
+                (driven, arena.recorded)
+            };
+            let (driven, recorded) = run();
+            let best = driven.best.clone().expect("measured");
+            let found = landscape(&best, space.default_candidate());
+            assert!(found < 0.93, "seed {seed}: {found} with {best}");
+            assert!(driven.against_default.expect("compared at the end").ratio < 0.95);
+            assert_eq!((driven, recorded), run(), "the same seed asks the same");
+        }
+    }
+
+    #[test]
+    fn of_a_thousand_injected_faults_none_becomes_the_incumbent_and_none_is_lost() {
+        let space = space();
+        let (mut faults, mut seed) = (0, 0);
+        while faults < 1000 {
+            let (mut arena, mut search) = (made_up(&space, seed, 2), search(&space, 100, seed));
+            let driven = drive(&mut arena, &mut search, start(), 0).expect("no fault of the arena");
+            let best = driven.best.expect("the default at least").to_string();
+            assert!(!arena.wrong.contains_key(&best));
+            for wrong in arena.wrong.keys() {
+                assert!(arena.recorded.contains(&(wrong.clone(), true)), "{wrong} is not recorded as failed");
+            }
+            faults += arena.wrong.len();
+            seed += 1;
+        }
+    }
+
+    #[test]
+    fn a_trial_that_cannot_be_recorded_did_not_take_place() {
+        let space = space();
+        let (mut arena, mut search) = (made_up(&space, 1, usize::MAX), search(&space, 10, 1));
+        arena.disk_is_full = true;
+        assert_eq!(drive(&mut arena, &mut search, start(), 0), Err("disk full"));
+        assert_eq!(search.incumbent(), None);
+    }
+
+    #[test]
+    fn knobs_are_those_that_a_candidate_prints_and_neighbours_are_legal() {
+        let space = space();
+        let default = space.default_candidate();
+        let printed: Vec<String> =
+            default.to_string().split(';').map(|pair| pair.split('=').next().unwrap_or_default().to_string()).collect();
+        assert_eq!(printed, KNOBS.map(|knob| knob.name));
+        let neighbours = space.neighbours(default);
+        assert!(neighbours.len() > 10, "{}", neighbours.len());
+        for neighbour in neighbours {
+            assert_eq!(space.admits(&neighbour), Ok(()), "{neighbour}");
+            assert!(Space::distance(&neighbour, default) >= 1);
+        }
+        assert!(space.knobs().all(|(knob, _)| knob.name != "mechanism"), "kernels have packets alone");
+    }
+}

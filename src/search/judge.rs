@@ -1,0 +1,134 @@
+//! Owns the decision about a trial: paired times in, an interval of the ratio out, and whether the candidate is kept.
+//!
+//! Rounds are those of [`crate::paired`], with the incumbent as A and the candidate as B.
+
+use crate::flywheel::Decision;
+use crate::paired::{Ratio, Round, ratio};
+
+/// With fewer rounds the interval of their median is hardly more than what was seen.
+pub const ROUNDS_MIN: usize = 5;
+
+/// Times at one position, µs per step.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Rounds {
+    pub position: u32,
+    pub rounds: Vec<Round>,
+}
+
+/// The decision with its evidence.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Judged {
+    pub decision: Decision,
+    /// Candidate by incumbent over all positions, which count alike: the geometric mean of a round's ratios at every
+    /// position. `None` where there are too few rounds, or a time that is none.
+    pub overall: Option<Ratio>,
+    /// By position, in the order of the rounds.
+    pub positions: Vec<(u32, Option<Ratio>)>,
+}
+
+/// Judges a candidate. `margin`: the fraction by which it has to be faster; `simpler`: whether it would replace an equal.
+///
+/// Too few rounds, or a time that is none, keep the incumbent: a decision needs evidence.
+pub fn judge(all: &[Rounds], margin: f64, simpler: bool) -> Judged {
+    let positions = all.iter().map(|r| (r.position, ratio(&r.rounds))).collect();
+    let count = all.iter().map(|r| r.rounds.len()).min().unwrap_or(0);
+    let means: Vec<Round> = (0..count)
+        .map(|round| {
+            let logs =
+                all.iter().filter_map(|r| r.rounds.get(round)).map(|r| (r.b[0] + r.b[1]).ln() - (r.a[0] + r.a[1]).ln());
+            let mean = (logs.sum::<f64>() / all.len().max(1) as f64).exp();
+            Round { a: [1.0; 2], b: [mean; 2] }
+        })
+        .collect();
+    let overall = ratio(&means).filter(|_| count >= ROUNDS_MIN && all.iter().all(is_sound));
+    let decision = match &overall {
+        None => Decision::Reverted,
+        Some(ratio) if ratio.high <= 1.0 - margin && ratio.high < 1.0 => Decision::Faster,
+        Some(ratio) if simpler && ratio.low >= 1.0 - margin && ratio.high <= 1.0 + margin => Decision::Simpler,
+        Some(_) => Decision::Reverted,
+    };
+    Judged { decision, overall, positions }
+}
+
+fn is_sound(rounds: &Rounds) -> bool {
+    rounds.rounds.iter().flat_map(|r| r.a.iter().chain(&r.b)).all(|us| us.is_finite() && *us > 0.0)
+}
+
+/// Whether these rounds already show a loss that more of them would not turn. Only a loss may end early: stopping at the
+/// first sight of a win would keep what luck made fast.
+pub fn is_lost(rounds: &[Round], margin: f64) -> bool {
+    ratio(rounds).is_some_and(|ratio| ratio.low > 1.0 + 2.0 * margin.max(0.005))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::random::Random;
+    use super::*;
+
+    /// Rounds of a candidate that takes `ratio` of the incumbent, with noise of the given size and a drift.
+    fn rounds(ratio: f64, noise: f64, count: usize, seed: u64) -> Rounds {
+        let mut random = Random::new(seed, "test", 0);
+        let mut clock = 1.0;
+        let mut time = |base: f64| {
+            clock *= 1.002;
+            100.0 * clock * base * (1.0 + noise * (random.unit() - 0.5))
+        };
+        let rounds = (0..count)
+            .map(|_| {
+                let (a1, b1, b2, a2) = (time(1.0), time(ratio), time(ratio), time(1.0));
+                Round { a: [a1, a2], b: [b1, b2] }
+            })
+            .collect();
+        Rounds { position: 32, rounds }
+    }
+
+    #[test]
+    fn faster_by_the_margin_is_kept_and_an_equal_is_not() {
+        for seed in 0..50 {
+            assert_eq!(judge(&[rounds(0.95, 0.01, 8, seed)], 0.01, false).decision, Decision::Faster);
+            let judged = judge(&[rounds(1.0, 0.01, 8, seed)], 0.01, false);
+            assert_eq!(judged.decision, Decision::Reverted, "{judged:?}");
+        }
+    }
+
+    #[test]
+    fn faster_by_less_than_the_margin_is_reverted_and_an_equal_must_be_simpler() {
+        let tie = [rounds(0.996, 0.001, 9, 1)];
+        assert_eq!(judge(&tie, 0.01, false).decision, Decision::Reverted);
+        assert_eq!(judge(&tie, 0.01, true).decision, Decision::Simpler);
+        assert_eq!(judge(&tie, 0.0, false).decision, Decision::Faster, "no margin is a margin of nothing");
+        let slower = [rounds(1.03, 0.001, 9, 1)];
+        assert_eq!(judge(&slower, 0.01, true).decision, Decision::Reverted, "simpler, but not as fast");
+    }
+
+    #[test]
+    fn what_is_too_little_or_no_number_keeps_the_incumbent() {
+        assert_eq!(judge(&[], 0.01, true).decision, Decision::Reverted);
+        assert_eq!(judge(&[rounds(0.5, 0.0, ROUNDS_MIN - 1, 0)], 0.01, true).decision, Decision::Reverted);
+        for bad in [f64::NAN, 0.0, -1.0, f64::INFINITY] {
+            let mut broken = rounds(0.5, 0.0, 8, 0);
+            broken.rounds[3].b[1] = bad;
+            assert_eq!(judge(&[broken], 0.01, true).decision, Decision::Reverted, "{bad}");
+        }
+        let (long, short) = (rounds(0.5, 0.0, 9, 0), Rounds { position: 64, rounds: vec![] });
+        assert_eq!(judge(&[long, short], 0.01, true).decision, Decision::Reverted, "a position without a time");
+    }
+
+    #[test]
+    fn positions_count_alike() {
+        let (much, little) = (rounds(0.80, 0.001, 9, 1), Rounds { position: 2048, ..rounds(1.10, 0.001, 9, 2) });
+        let judged = judge(&[much, little], 0.01, false);
+        assert_eq!(judged.decision, Decision::Faster);
+        let expected = (0.80f64 * 1.10).sqrt();
+        assert!((judged.overall.expect("sound").ratio - expected).abs() < 0.01, "{judged:?}");
+        assert_eq!(judged.positions.iter().map(|(position, _)| *position).collect::<Vec<_>>(), [32, 2048]);
+    }
+
+    #[test]
+    fn a_clear_loss_ends_early_and_nothing_else_does() {
+        assert!(is_lost(&rounds(1.10, 0.01, ROUNDS_MIN, 1).rounds, 0.01));
+        for ratio in [0.5, 0.99, 1.0, 1.01] {
+            assert!(!is_lost(&rounds(ratio, 0.01, ROUNDS_MIN, 1).rounds, 0.01), "{ratio}");
+        }
+    }
+}

@@ -1,0 +1,20 @@
+//! Owns the search: which candidate to try next, and what becomes of one that was tried.
+//!
+//! `space` says what may be turned, `propose` asks and is told, `judge` keeps or reverts, `prior` remembers what earlier
+//! campaigns taught, `cost` guesses from calibrated figures. All of it is data and pure functions: `pipeline` builds, runs and
+//! times what is proposed, so a thousand trials of a made-up landscape take milliseconds.
+
+pub mod cost;
+mod drive;
+pub mod judge;
+pub mod prior;
+pub mod propose;
+mod random;
+pub mod space;
+
+pub use drive::{Arena, Driven, Made, Proposes, Ran, Settled, SettledAs, Start, Told, drive};
+pub use judge::{Judged, Rounds, is_lost, judge};
+pub use prior::{Prior, Setting, lessons};
+pub use propose::{Ask, Limits, Outcome, Search, Stop};
+pub use random::Random;
+pub use space::{KNOBS, Space};

@@ -1,0 +1,445 @@
+//! Owns what the corpus teaches: examples from earlier trials, and what they say of a point that nobody has tried.
+//!
+//! An example is a trial by its knobs *relative to the default of its own campaign*, so that "twice the bytes a slot" of
+//! one model speaks to another, and its latency relative to that default. Two models of it are there, weighted nearest
+//! neighbours and a ridge regression; [`Prior::new`] takes the one that ranks held-out campaigns better. Trials that
+//! failed teach risk. Rows from another space, and targets of another kind, teach nothing.
+
+use std::collections::BTreeMap;
+
+use crate::candidate::Candidate;
+use crate::digest::Digest;
+use crate::flywheel::{ModelShape, Proposer, Trial};
+
+use super::space::{KNOBS, Space, Values, values};
+
+/// Knobs, relative to the default: log2 of (value + 1) by (default + 1).
+pub type Moves = [f64; KNOBS.len()];
+
+/// What two campaigns are compared by: model and target.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Setting {
+    pub target: String,
+    pub target_kind: String,
+    /// log2 of layers, hidden, intermediate, heads, kv_heads, head_dim, vocab, and bits of weights and cache.
+    shape: [f64; 9],
+}
+
+impl Setting {
+    pub fn new(model: &ModelShape, target: &str, target_kind: &str) -> Setting {
+        let bits = |dtype: &str| if dtype == "bf16" { 16.0 } else { 32.0 };
+        let log = |value: u32| f64::from(value.max(1)).log2();
+        let shape = [
+            log(model.layers),
+            log(model.hidden),
+            log(model.intermediate),
+            log(model.heads),
+            log(model.kv_heads),
+            log(model.head_dim),
+            log(model.vocab),
+            f64::log2(bits(&model.weights_dtype)),
+            f64::log2(bits(&model.cache_dtype)),
+        ];
+        Setting { target: target.to_string(), target_kind: target_kind.to_string(), shape }
+    }
+
+    /// Squared distance in octaves; `None` between kinds of target, which share no knob's effect.
+    fn distance(&self, other: &Setting) -> Option<f64> {
+        if self.target_kind != other.target_kind {
+            return None;
+        }
+        let shape: f64 = self.shape.iter().zip(&other.shape).map(|(a, b)| (a - b).powi(2)).sum();
+        Some(shape + if self.target == other.target { 0.0 } else { 1.0 })
+    }
+}
+
+/// One trial, relative to its campaign's default.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Example {
+    pub moves: Moves,
+    pub values: Values,
+    /// log of latency by the default's; `None`: it failed.
+    pub log_ratio: Option<f64>,
+}
+
+/// The trials of one campaign.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Group {
+    pub name: String,
+    pub setting: Setting,
+    pub default: Values,
+    pub examples: Vec<Example>,
+    /// What the cost model had said of each example, µs.
+    pub predicted: Vec<Option<f64>>,
+}
+
+/// What was read, and what was not.
+#[derive(Debug, Clone, Default)]
+pub struct Lessons {
+    pub groups: Vec<Group>,
+    /// Trials of another space of knobs.
+    pub stale: usize,
+}
+
+pub fn moves(of: &Values, default: &Values) -> Moves {
+    let mut moves = [0.0; KNOBS.len()];
+    for ((to, v), d) in moves.iter_mut().zip(of).zip(default) {
+        *to = ((f64::from(*v) + 1.0) / (f64::from(*d) + 1.0)).log2();
+    }
+    moves
+}
+
+/// Reads trials into examples. A candidate that was timed at several positions is one example, their mean.
+///
+/// Ratios are chained through `incumbent`: they were taken in one process, launch by launch, so they do not drift with
+/// clocks and neighbours as latencies do.
+pub fn lessons(trials: &[Trial]) -> Lessons {
+    let mut lessons = Lessons::default();
+    let space = Space::digest();
+    let mut campaigns: BTreeMap<Digest, Vec<&Trial>> = BTreeMap::new();
+    for trial in trials {
+        let point = &trial.facts().point;
+        // A build without a search belongs to no campaign, and has nothing to be compared with.
+        let Some(campaign) = point.campaign else { continue };
+        if point.space == space {
+            campaigns.entry(campaign).or_default().push(trial);
+        } else {
+            lessons.stale += 1;
+        }
+    }
+    for rows in campaigns.into_values() {
+        let Some(first) = rows.iter().find(|row| row.facts().point.proposer == Proposer::Default) else { continue };
+        let facts = first.facts();
+        let Some(default) = candidate_of(first) else { continue };
+        let default_values = values(&default);
+        // Of each row: latency by the default's at that position.
+        let mut relative: BTreeMap<Digest, f64> = BTreeMap::new();
+        let mut members: BTreeMap<u32, (Values, Vec<f64>, bool, Vec<f64>)> = BTreeMap::new();
+        for row in &rows {
+            let Some(values) = Candidate::parse(&row.facts().point.candidate, &default).ok().map(|c| values(&c)) else {
+                continue;
+            };
+            let Some(number) = row.facts().point.trial else { continue };
+            let member = members.entry(number).or_insert((values, vec![], false, vec![]));
+            match row.verdict().timing() {
+                Some(timing) => {
+                    let base = row.facts().point.incumbent.and_then(|id| relative.get(&id).copied());
+                    let log = match (timing.ratio, base) {
+                        (Some(ratio), Some(base)) if ratio.p50 > 0.0 => base + ratio.p50.ln(),
+                        _ => 0.0,
+                    };
+                    relative.insert(row.trial_id(), log);
+                    member.1.push(log);
+                }
+                None => member.2 = true,
+            }
+            member.3.extend(row.facts().point.predicted_us);
+        }
+        let mut group = Group {
+            name: format!("{} on {}", facts.manifest, facts.machine.target),
+            setting: Setting::new(&facts.model, &facts.machine.target, &facts.machine.target_kind),
+            default: default_values,
+            examples: vec![],
+            predicted: vec![],
+        };
+        for (values, logs, failed, predicted) in members.into_values() {
+            let mean = |of: &[f64]| (!of.is_empty()).then(|| of.iter().sum::<f64>() / of.len() as f64);
+            let log_ratio = if failed { None } else { mean(&logs) };
+            group.examples.push(Example { moves: moves(&values, &default_values), values, log_ratio });
+            group.predicted.push(mean(&predicted));
+        }
+        lessons.groups.push(group);
+    }
+    lessons
+}
+
+fn candidate_of(trial: &Trial) -> Option<Candidate> {
+    // Every knob is in the text; what it is parsed over does not matter.
+    let empty = super::space::candidate(&[1; KNOBS.len()]);
+    Candidate::parse(&trial.facts().point.candidate, &empty).ok()
+}
+
+/// Which model of the examples is asked.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Model {
+    Nearest,
+    Linear,
+}
+
+impl Model {
+    pub fn name(self) -> &'static str {
+        match self {
+            Model::Nearest => "nearest neighbours",
+            Model::Linear => "ridge regression",
+        }
+    }
+}
+
+/// Rank correlation of each model with what it had not seen.
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+pub struct HeldOut {
+    /// Campaigns that were left out in turn.
+    pub campaigns: usize,
+    pub trials: usize,
+    pub nearest: f64,
+    pub linear: f64,
+}
+
+/// What is known before and during one campaign.
+#[derive(Debug, Clone)]
+pub struct Prior {
+    setting: Setting,
+    default: Values,
+    model: Model,
+    /// Weight by similarity of the setting, and the example.
+    examples: Vec<(f64, Example)>,
+    coefficients: Vec<f64>,
+}
+
+/// A prediction for one point.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Opinion {
+    /// log of latency by the default's.
+    pub log_ratio: f64,
+    /// Weight of the examples near it: 0 where nothing is known.
+    pub support: f64,
+    /// Share of failures among them.
+    pub risk: f64,
+}
+
+/// Squared octaves at which an example's weight falls to 1/e.
+const KNOB_WIDTH: f64 = 1.0;
+const SETTING_WIDTH: f64 = 12.0;
+/// Weight of the opinion that a point is like the default, in examples.
+const DOUBT: f64 = 0.3;
+/// Ridge: as many examples say that a coefficient is 0.
+const RIDGE: f64 = 1.0;
+const TERMS: usize = 2 * KNOBS.len();
+/// More examples would cost the search its milliseconds; the nearest settings are kept.
+const EXAMPLES_MAX: usize = 2000;
+
+impl Prior {
+    /// Prepares what `groups` say about a setting.
+    pub fn new(groups: &[Group], setting: Setting, default: &Candidate) -> Prior {
+        let held_out = held_out(groups);
+        let model = if held_out.linear > held_out.nearest { Model::Linear } else { Model::Nearest };
+        Prior::with_model(groups, setting, values(default), model)
+    }
+
+    fn with_model(groups: &[Group], setting: Setting, default: Values, model: Model) -> Prior {
+        let mut near: Vec<(f64, &Group)> =
+            groups.iter().filter_map(|g| Some((setting.distance(&g.setting)?, g))).collect();
+        near.sort_by(|a, b| a.0.total_cmp(&b.0));
+        let mut examples = vec![];
+        for (distance, group) in near {
+            let weight = (-distance / SETTING_WIDTH).exp();
+            let room = EXAMPLES_MAX.saturating_sub(examples.len());
+            examples.extend(group.examples.iter().take(room).map(|example| (weight, example.clone())));
+        }
+        let mut prior = Prior { setting, default, model, examples, coefficients: vec![] };
+        prior.fit();
+        prior
+    }
+
+    pub fn model(&self) -> Model {
+        self.model
+    }
+
+    pub fn setting(&self) -> &Setting {
+        &self.setting
+    }
+
+    /// Whether anything was learned before the first trial.
+    pub fn is_cold(&self) -> bool {
+        self.examples.is_empty()
+    }
+
+    /// Learns from a trial of this very campaign.
+    pub fn learn(&mut self, candidate: &Candidate, log_ratio: Option<f64>) {
+        let values = values(candidate);
+        let moves = moves(&values, &self.default);
+        self.examples.push((1.0, Example { moves, values, log_ratio }));
+        self.fit();
+    }
+
+    /// What is thought of a point. `guess`: the cost model's word on its log ratio, believed as far as nothing else is known.
+    pub fn opinion(&self, candidate: &Candidate, guess: f64) -> Opinion {
+        let at = moves(&values(candidate), &self.default);
+        let (mut sum, mut weight, mut failed, mut all) = (0.0, 0.0, 0.0, 0.0);
+        for (similar, example) in &self.examples {
+            let distance: f64 = at.iter().zip(&example.moves).map(|(a, b)| (a - b).powi(2)).sum();
+            let w = similar * (-distance / KNOB_WIDTH).exp();
+            all += w;
+            match example.log_ratio {
+                Some(log) => {
+                    sum += w * log;
+                    weight += w;
+                }
+                None => failed += w,
+            }
+        }
+        let log_ratio = match self.model {
+            Model::Nearest => (sum + DOUBT * guess) / (weight + DOUBT),
+            Model::Linear => terms(&at).iter().zip(&self.coefficients).map(|(t, c)| t * c).sum(),
+        };
+        Opinion { log_ratio, support: all, risk: failed / (all + DOUBT) }
+    }
+
+    /// Weighted ridge regression on each move and its square; the default is where all terms are 0, and so is the value.
+    fn fit(&mut self) {
+        if self.model != Model::Linear {
+            return;
+        }
+        let mut matrix = vec![[0.0; TERMS + 1]; TERMS];
+        for (i, row) in matrix.iter_mut().enumerate() {
+            row[i] = RIDGE;
+        }
+        for (weight, example) in &self.examples {
+            let Some(log) = example.log_ratio else { continue };
+            let terms = terms(&example.moves);
+            for (row, a) in matrix.iter_mut().zip(&terms) {
+                for (cell, b) in row.iter_mut().zip(&terms) {
+                    *cell += weight * a * b;
+                }
+                row[TERMS] += weight * a * log;
+            }
+        }
+        self.coefficients = solve(matrix);
+    }
+
+    /// Points that earlier campaigns found good, carried over to this space: the best of each, relative to its default and
+    /// as it is, ranked by what all examples say.
+    pub fn seeds(
+        &self,
+        groups: &[Group],
+        space: &Space,
+        count: usize,
+        guess: &dyn Fn(&Candidate) -> f64,
+    ) -> Vec<Candidate> {
+        let mut found: Vec<Candidate> = vec![];
+        for group in groups.iter().filter(|g| self.setting.distance(&g.setting).is_some()) {
+            let mut good: Vec<(&Example, f64)> = group
+                .examples
+                .iter()
+                .filter_map(|e| Some((e, e.log_ratio?)))
+                .filter(|(_, log)| *log < -0.005)
+                .collect();
+            good.sort_by(|a, b| a.1.total_cmp(&b.1));
+            for (example, _) in good.into_iter().take(3) {
+                let mut scaled = self.default;
+                for ((to, moved), default) in scaled.iter_mut().zip(&example.moves).zip(&self.default) {
+                    *to = ((f64::from(*default) + 1.0) * moved.exp2() - 1.0).round().max(0.0) as u32;
+                }
+                found.extend([space.snap(&scaled), space.snap(&example.values)].into_iter().flatten());
+            }
+        }
+        let mut distinct: Vec<Candidate> = vec![];
+        for candidate in found {
+            if candidate != *space.default_candidate() && !distinct.contains(&candidate) {
+                distinct.push(candidate);
+            }
+        }
+        let score = |c: &Candidate| {
+            let opinion = self.opinion(c, guess(c));
+            opinion.log_ratio + opinion.risk
+        };
+        distinct.sort_by(|a, b| score(a).total_cmp(&score(b)));
+        distinct.truncate(count);
+        distinct
+    }
+}
+
+fn terms(moves: &Moves) -> [f64; TERMS] {
+    let mut terms = [0.0; TERMS];
+    for (at, moved) in moves.iter().enumerate() {
+        terms[at] = *moved;
+        terms[KNOBS.len() + at] = moved * moved;
+    }
+    terms
+}
+
+/// Gauss-Jordan with pivoting; the ridge keeps the matrix regular.
+fn solve(mut matrix: Vec<[f64; TERMS + 1]>) -> Vec<f64> {
+    for column in 0..TERMS {
+        let pivot = (column..TERMS).max_by(|&a, &b| matrix[a][column].abs().total_cmp(&matrix[b][column].abs()));
+        matrix.swap(column, pivot.unwrap_or(column));
+        let row = matrix[column];
+        if row[column] == 0.0 {
+            continue;
+        }
+        for (at, other) in matrix.iter_mut().enumerate() {
+            if at != column {
+                let factor = other[column] / row[column];
+                other.iter_mut().zip(&row).for_each(|(cell, value)| *cell -= factor * value);
+            }
+        }
+    }
+    (0..TERMS).map(|at| if matrix[at][at] == 0.0 { 0.0 } else { matrix[at][TERMS] / matrix[at][at] }).collect()
+}
+
+/// Leaves each campaign out in turn, and correlates what the others predict with what was measured.
+pub fn held_out(groups: &[Group]) -> HeldOut {
+    let mut found = HeldOut::default();
+    for (at, group) in groups.iter().enumerate() {
+        let others: Vec<Group> = groups
+            .iter()
+            .enumerate()
+            .filter(|(i, g)| *i != at && g.setting.distance(&group.setting).is_some())
+            .map(|(_, g)| g.clone())
+            .collect();
+        let measured: Vec<(&Example, f64)> = group.examples.iter().filter_map(|e| Some((e, e.log_ratio?))).collect();
+        if others.is_empty() || measured.len() < 3 {
+            continue;
+        }
+        let truth: Vec<f64> = measured.iter().map(|(_, log)| *log).collect();
+        let rank = |model: Model| {
+            let prior = Prior::with_model(&others, group.setting.clone(), group.default, model);
+            let said: Vec<f64> = measured
+                .iter()
+                .map(|(example, _)| prior.opinion(&super::space::candidate(&example.values), 0.0).log_ratio)
+                .collect();
+            rank_correlation(&said, &truth).unwrap_or(0.0)
+        };
+        let weight = truth.len() as f64;
+        found.nearest += weight * rank(Model::Nearest);
+        found.linear += weight * rank(Model::Linear);
+        found.trials += truth.len();
+        found.campaigns += 1;
+    }
+    if found.trials > 0 {
+        found.nearest /= found.trials as f64;
+        found.linear /= found.trials as f64;
+    }
+    found
+}
+
+/// Spearman's rank correlation; `None` for fewer than three pairs, or where one side has no order.
+pub fn rank_correlation(a: &[f64], b: &[f64]) -> Option<f64> {
+    if a.len() < 3 || a.len() != b.len() {
+        return None;
+    }
+    let (a, b) = (ranks(a), ranks(b));
+    let mean = (a.len() as f64 - 1.0) / 2.0;
+    let moment = |x: &[f64], y: &[f64]| -> f64 { x.iter().zip(y).map(|(x, y)| (x - mean) * (y - mean)).sum() };
+    let scale = (moment(&a, &a) * moment(&b, &b)).sqrt();
+    (scale > 0.0).then(|| moment(&a, &b) / scale)
+}
+
+/// Ranks from 0; equal values share the mean of theirs.
+fn ranks(values: &[f64]) -> Vec<f64> {
+    let mut order: Vec<usize> = (0..values.len()).collect();
+    order.sort_by(|&a, &b| values[a].total_cmp(&values[b]));
+    let mut ranks = vec![0.0; values.len()];
+    let mut at = 0;
+    while at < order.len() {
+        let mut end = at + 1;
+        while end < order.len() && values[order[end]] == values[order[at]] {
+            end += 1;
+        }
+        for &index in &order[at..end] {
+            ranks[index] = (at + end - 1) as f64 / 2.0;
+        }
+        at = end;
+    }
+    ranks
+}

@@ -1,0 +1,405 @@
+//! Owns `Space`: the knobs that a search may turn for one model on one target, and the values each may take.
+//!
+//! A knob is in the space of a target only where it changes what runs there. The values are a fixed grid, so that
+//! `digest` names the space across models and machines, and rows of an older grid can be told from rows of this one.
+
+use std::collections::BTreeMap;
+
+use crate::candidate::{Candidate, Infeasible, RING_SLOTS_MAX};
+use crate::digest::Digest;
+use crate::dtype::Precision;
+use crate::ir::op::{GRANULE_BYTES, UNIT_ROWS};
+use crate::ir::schedule::Mechanism;
+use crate::model::graph::ModelGraph;
+use crate::target::{Target, TargetKind};
+
+/// What a knob's values mean.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Grid {
+    /// The values themselves.
+    Values(&'static [u32]),
+    /// The SMs of the target, less these eighths of them.
+    EighthsLess(&'static [u32]),
+}
+
+/// One knob of a candidate.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Knob {
+    /// As `Candidate` prints it.
+    pub name: &'static str,
+    /// In the words of the field.
+    pub meaning: &'static str,
+    pub grid: Grid,
+    /// Whether it changes what the interpreter does, which has no ring and no warps.
+    pub on_cpu: bool,
+    /// Whether it changes what a kernel does.
+    pub on_cuda: bool,
+}
+
+const fn knob(name: &'static str, grid: Grid, on_cpu: bool, on_cuda: bool, meaning: &'static str) -> Knob {
+    Knob { name, meaning, grid, on_cpu, on_cuda }
+}
+
+/// All knobs, in the order in which a candidate prints them (a test holds that).
+pub const KNOBS: [Knob; 11] = [
+    knob(
+        "sms",
+        Grid::EighthsLess(&[0, 1, 2, 3, 4, 5, 6]),
+        true,
+        true,
+        "streaming multiprocessors that take part, one persistent block each (shares of the work on `cpu`)",
+    ),
+    knob("consumer_warps", Grid::Values(&[4, 8, 12, 16]), false, true, "warps of a block that execute tasks"),
+    knob(
+        "ring_slots",
+        Grid::Values(&[2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 48]),
+        false,
+        true,
+        "stages of the weight ring in shared memory: how far the loader may run ahead",
+    ),
+    knob(
+        "slot_bytes",
+        Grid::Values(&[4096, 8192, 12_288, 16_384, 24_576, 32_768, 49_152]),
+        false,
+        true,
+        "bytes of one stage of the ring, which is one bulk copy and one barrier",
+    ),
+    knob(
+        "flight_high",
+        Grid::Values(&[1, 2, 3, 4, 6, 8, 12]),
+        false,
+        true,
+        "bulk copies in flight at most while the ring is emptier than `flight_free`",
+    ),
+    knob(
+        "flight_low",
+        Grid::Values(&[1, 2, 3, 4, 6]),
+        false,
+        true,
+        "bulk copies in flight at most otherwise: polls of an exchange queue behind them",
+    ),
+    knob(
+        "flight_free",
+        Grid::Values(&[0, 1, 2, 3, 4, 5, 6, 8, 10, 12]),
+        false,
+        true,
+        "free slots from which the loader is in a hurry",
+    ),
+    knob(
+        "heads_per_task",
+        Grid::Values(&[1, 2, 4, 8]),
+        true,
+        true,
+        "query heads that share one read of their KV head in one task",
+    ),
+    knob(
+        "splits",
+        Grid::Values(&[1, 2, 3, 4, 6, 8, 12, 16, 24, 32]),
+        true,
+        true,
+        "shares of the history in split attention (flash decoding); 1 never splits",
+    ),
+    knob(
+        "split_from",
+        Grid::Values(&[128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 4096]),
+        true,
+        true,
+        "first position whose attention is split",
+    ),
+    knob(
+        "mechanism",
+        Grid::Values(&[0, 1, 2]),
+        false,
+        false,
+        "how activations travel: tagged packets, fenced packets, or counters; kernels have packets alone",
+    ),
+];
+
+/// Values of one candidate by knob, in the order of [`KNOBS`].
+pub type Values = [u32; KNOBS.len()];
+
+/// The knobs of a candidate as numbers.
+pub fn values(candidate: &Candidate) -> Values {
+    // Destructured, so that a new knob does not compile until it has a row in `KNOBS`.
+    let Candidate {
+        sms,
+        consumer_warps,
+        ring_slots,
+        slot_bytes,
+        flight_high,
+        flight_low,
+        flight_free,
+        heads_per_task,
+        splits,
+        split_from,
+        mechanism,
+    } = *candidate;
+    let mechanism = Mechanism::ALL.iter().position(|m| *m == mechanism).unwrap_or(0) as u32;
+    [
+        sms,
+        consumer_warps,
+        ring_slots,
+        slot_bytes,
+        flight_high,
+        flight_low,
+        flight_free,
+        heads_per_task,
+        splits,
+        split_from,
+        mechanism,
+    ]
+}
+
+/// The candidate of these numbers.
+pub fn candidate(values: &Values) -> Candidate {
+    let [
+        sms,
+        consumer_warps,
+        ring_slots,
+        slot_bytes,
+        flight_high,
+        flight_low,
+        flight_free,
+        heads_per_task,
+        splits,
+        split_from,
+        mechanism,
+    ] = *values;
+    let mechanism = *Mechanism::ALL.get(mechanism as usize).unwrap_or(&Mechanism::Packets);
+    Candidate {
+        sms,
+        consumer_warps,
+        ring_slots,
+        slot_bytes,
+        flight_high,
+        flight_low,
+        flight_free,
+        heads_per_task,
+        splits,
+        split_from,
+        mechanism,
+    }
+}
+
+/// The points that a search may visit for one model on one target.
+#[derive(Debug, Clone)]
+pub struct Space {
+    default: Candidate,
+    /// Index into [`KNOBS`] and legal values, ascending; a knob with one value is left out.
+    knobs: Vec<(usize, Vec<u32>)>,
+    rules: Rules,
+}
+
+/// What of model and target decides legality before anything is lowered. Lowering has the last word.
+#[derive(Debug, Clone)]
+struct Rules {
+    kind: TargetKind,
+    target: String,
+    sms_max: u32,
+    smem_bytes_max: u32,
+    fixed_smem: BTreeMap<u32, u64>,
+    group: u32,
+}
+
+impl Space {
+    /// `fixed_smem_bytes(consumer_warps)` says what a block's shared memory holds beside the ring, bytes; it is a lower
+    /// bound or an estimate, because [`Space::admits`] only saves the time of lowering.
+    pub fn new(
+        graph: &ModelGraph,
+        target: &Target,
+        precision: Precision,
+        context_max: u32,
+        fixed_smem_bytes: impl Fn(u32) -> u64,
+    ) -> Space {
+        let default = Candidate::default_for(graph, target, precision);
+        let cpu = target.kind == TargetKind::Cpu;
+        let group = graph.layers.iter().map(|l| l.attn.heads / l.attn.kv_heads.max(1)).max().unwrap_or(1).max(1);
+        let sms_max = target.spec.sm_count.min(graph.vocab.div_ceil(UNIT_ROWS)).max(1);
+        let own = values(&default);
+        let mut knobs = vec![];
+        for (at, knob) in KNOBS.iter().enumerate() {
+            if !(if cpu { knob.on_cpu } else { knob.on_cuda }) {
+                continue;
+            }
+            let mut values: Vec<u32> = match knob.grid {
+                Grid::Values(values) => values.to_vec(),
+                Grid::EighthsLess(eighths) => eighths
+                    .iter()
+                    .flat_map(|e| [sms_max - sms_max * e / 8, sms_max.saturating_sub(*e)])
+                    .filter(|sms| *sms > 0)
+                    .collect(),
+            };
+            match knob.name {
+                "heads_per_task" => values.retain(|&heads| heads <= group && group.is_multiple_of(heads)),
+                // Where it begins behind the context, it never splits, which `splits` says already.
+                "split_from" => values.retain(|&from| from < context_max),
+                _ => {}
+            }
+            values.push(own[at]);
+            values.sort_unstable();
+            values.dedup();
+            if values.len() > 1 {
+                knobs.push((at, values));
+            }
+        }
+        let warps = match KNOBS[1].grid {
+            Grid::Values(warps) => warps,
+            Grid::EighthsLess(_) => &[],
+        };
+        let fixed_smem =
+            warps.iter().chain([&default.consumer_warps]).map(|&warps| (warps, fixed_smem_bytes(warps))).collect();
+        let rules = Rules {
+            kind: target.kind,
+            target: target.name.clone(),
+            sms_max,
+            smem_bytes_max: target.spec.smem_bytes_per_block_max,
+            fixed_smem,
+            group,
+        };
+        Space { default, knobs, rules }
+    }
+
+    /// What is built without a search.
+    pub fn default_candidate(&self) -> &Candidate {
+        &self.default
+    }
+
+    /// The knobs that have more than one value here, with their values, ascending.
+    pub fn knobs(&self) -> impl Iterator<Item = (&'static Knob, &[u32])> {
+        self.knobs.iter().filter_map(|(at, values)| Some((KNOBS.get(*at)?, values.as_slice())))
+    }
+
+    /// Names the grid of all knobs: rows with another digest were drawn from another space. The same for every model and
+    /// target, so that what is known of one carries over to the next.
+    pub fn digest() -> Digest {
+        let mut text = String::new();
+        for Knob { name, meaning: _, grid, on_cpu, on_cuda } in KNOBS {
+            text.push_str(&format!("{name} {grid:?} {on_cpu} {on_cuda}\n"));
+        }
+        Digest::of(text.as_bytes())
+    }
+
+    /// Says in microseconds what lowering would say in milliseconds; what it lets pass may still be infeasible.
+    ///
+    /// # Errors
+    /// Why the point does not fit.
+    pub fn admits(&self, c: &Candidate) -> Result<(), Infeasible> {
+        let Rules { kind, target, sms_max, smem_bytes_max, fixed_smem, group } = &self.rules;
+        let refuse = |knob, value, expected: String| Err(Infeasible::Knob { knob, value, expected });
+        if c.sms == 0 || c.sms > *sms_max {
+            return Err(Infeasible::Sms { sms: c.sms, most: *sms_max, target: target.clone() });
+        }
+        if c.heads_per_task == 0 || !group.is_multiple_of(c.heads_per_task) {
+            return refuse("heads_per_task", c.heads_per_task, format!("a divisor of {group}, the heads of a KV head"));
+        }
+        if c.splits == 0 {
+            return refuse("splits", 0, "at least 1".to_string());
+        }
+        if *kind == TargetKind::Cpu {
+            return Ok(());
+        }
+        if c.consumer_warps == 0 || !(c.slot_bytes / GRANULE_BYTES).is_multiple_of(c.consumer_warps) {
+            let expected = format!("a multiple of {} granules of {GRANULE_BYTES} bytes", c.consumer_warps);
+            return refuse("slot_bytes", c.slot_bytes, expected);
+        }
+        if c.ring_slots < 2 || c.ring_slots > RING_SLOTS_MAX {
+            return refuse("ring_slots", c.ring_slots, format!("2 to {RING_SLOTS_MAX}"));
+        }
+        if c.flight_low == 0 || c.flight_low > c.flight_high || c.flight_high > c.ring_slots {
+            return refuse("flight_low", c.flight_low, "1 to `flight_high`, which is at most `ring_slots`".to_string());
+        }
+        if c.flight_free > c.ring_slots {
+            return refuse("flight_free", c.flight_free, "at most `ring_slots`".to_string());
+        }
+        let fixed = fixed_smem.get(&c.consumer_warps).copied().unwrap_or(0);
+        let bytes = fixed + u64::from(c.ring_slots) * u64::from(c.slot_bytes);
+        if bytes > u64::from(*smem_bytes_max) {
+            return Err(Infeasible::SharedMemory { bytes, most: *smem_bytes_max, target: target.clone() });
+        }
+        Ok(())
+    }
+
+    /// The legal points one knob away, those of the nearest values first. A ring that becomes larger or smaller takes the
+    /// in-flight knobs with it where they would not fit.
+    pub fn neighbours(&self, from: &Candidate) -> Vec<Candidate> {
+        let mut found: Vec<(usize, usize, Candidate)> = vec![];
+        let own = values(from);
+        for (order, (at, choices)) in self.knobs.iter().enumerate() {
+            let Some(&now) = own.get(*at) else { continue };
+            let below = choices.iter().rev().filter(|&&v| v < now).zip(1..);
+            let above = choices.iter().filter(|&&v| v > now).zip(1..);
+            for (&value, distance) in below.chain(above) {
+                let moved = self.with(from, *at, value);
+                if moved != *from && self.admits(&moved).is_ok() {
+                    found.push((distance, order, moved));
+                }
+            }
+        }
+        found.sort_by_key(|(distance, order, _)| (*distance, *order));
+        found.into_iter().map(|(_, _, candidate)| candidate).collect()
+    }
+
+    /// The point with one knob set, and those that depend on it brought back into their range.
+    fn with(&self, from: &Candidate, at: usize, value: u32) -> Candidate {
+        let mut numbers = values(from);
+        if let Some(number) = numbers.get_mut(at) {
+            *number = value;
+        }
+        let mut to = candidate(&numbers);
+        let changed = KNOBS.get(at).map_or("", |knob| knob.name);
+        if self.rules.kind == TargetKind::Cuda {
+            // More bytes a slot leave room for fewer slots.
+            if matches!(changed, "slot_bytes" | "consumer_warps") {
+                let fixed = self.rules.fixed_smem.get(&to.consumer_warps).copied().unwrap_or(0);
+                let room = u64::from(self.rules.smem_bytes_max).saturating_sub(fixed) / u64::from(to.slot_bytes.max(1));
+                to.ring_slots = to.ring_slots.min(room.min(u64::from(RING_SLOTS_MAX)) as u32);
+            }
+            match changed {
+                "flight_low" => to.flight_high = to.flight_high.max(to.flight_low),
+                _ => to.flight_high = to.flight_high.min(to.ring_slots),
+            }
+            to.flight_low = to.flight_low.min(to.flight_high);
+            to.flight_free = to.flight_free.min(to.ring_slots);
+        }
+        to
+    }
+
+    /// `moves` knobs set to random values: `choose(n)` gives a number below `n`. `None` where luck finds no legal point.
+    pub fn mutated(&self, from: &Candidate, moves: usize, choose: &mut dyn FnMut(usize) -> usize) -> Option<Candidate> {
+        // Half of all random points are legal on the records that come with the tool; 32 tries miss one in 10^9.
+        for _ in 0..32 {
+            let mut to = from.clone();
+            for _ in 0..moves {
+                let (at, choices) = self.knobs.get(choose(self.knobs.len().max(1)))?;
+                let value = *choices.get(choose(choices.len()))?;
+                to = self.with(&to, *at, value);
+            }
+            if to != *from && self.admits(&to).is_ok() {
+                return Some(to);
+            }
+        }
+        None
+    }
+
+    /// The legal point of the grid nearest to these numbers, where each knob that is not in this space keeps the default.
+    pub fn snap(&self, numbers: &Values) -> Option<Candidate> {
+        let mut to = self.default.clone();
+        for (at, choices) in &self.knobs {
+            let wanted = numbers.get(*at).copied().unwrap_or(0);
+            let octaves = |value: u32| ((f64::from(value) + 1.0) / (f64::from(wanted) + 1.0)).log2().abs();
+            let nearest = choices.iter().min_by(|a, b| octaves(**a).total_cmp(&octaves(**b)));
+            to = self.with(&to, *at, *nearest?);
+        }
+        self.admits(&to).is_ok().then_some(to)
+    }
+
+    /// Knobs in which two points differ: what "simpler" counts, from the default.
+    pub fn distance(a: &Candidate, b: &Candidate) -> usize {
+        values(a).iter().zip(values(b)).filter(|(a, b)| **a != *b).count()
+    }
+
+    /// Points of the grid, legal or not: how large the space is.
+    pub fn size(&self) -> u64 {
+        self.knobs.iter().map(|(_, values)| values.len() as u64).product()
+    }
+}
