@@ -101,7 +101,7 @@ pub enum DotMechanism {
 /// What `monobloc calibrate` found on a device of this kind.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Measured {
-    /// Device name, driver and date of the measurement.
+    /// How it was measured: device name, driver, compiler.
     pub provenance: Option<String>,
     /// Read bandwidth through the copy mechanism of the record, all SMs.
     pub read_bytes_per_s: Option<f64>,

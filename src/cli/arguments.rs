@@ -70,6 +70,7 @@ pub enum Command {
     Logits(Logits),
     Bench(Bench),
     Trace(Trace),
+    Calibrate(Calibrate),
     Validate(Validate),
     Show(Show),
     Explain(Explain),
@@ -323,6 +324,26 @@ pub struct Trace {
     /// Print the table as one JSON object
     #[arg(long)]
     pub json: bool,
+}
+
+/// Measure a device, and print its target record with the measured figures
+///
+/// Read bandwidth through the record's copy mechanism, an exchange of 1024 packets between all SMs with nothing and with
+/// 32 KiB in flight on each, an empty launch, and the slowest SM's share of the mean bandwidth. Takes a few seconds.
+#[derive(Debug, Args)]
+#[command(
+    verbatim_doc_comment,
+    after_help = "\
+Examples:
+  monobloc calibrate h200
+  monobloc calibrate mine.toml --out mine.toml"
+)]
+pub struct Calibrate {
+    /// Record that describes the device: a builtin name, or a path
+    pub target: String,
+    /// File to write instead of stdout
+    #[arg(long, value_name = "FILE")]
+    pub out: Option<PathBuf>,
 }
 
 /// Prove a schedule free of deadlock and race, or show what is wrong with it

@@ -7,6 +7,7 @@ mod arguments;
 mod bench;
 mod build;
 mod cache;
+mod calibrate;
 mod doctor;
 mod flywheel;
 mod generate;
@@ -89,6 +90,7 @@ fn answer(session: &Session, command: Command) -> Result<Outcome, Fault> {
         Command::Explain(asked) => build::explain(session, &asked),
         Command::Import(asked) => import::import(session, &asked),
         Command::Doctor(asked) => doctor::doctor(session, &asked),
+        Command::Calibrate(asked) => calibrate::calibrate(session, &asked),
         Command::Cache(asked) => cache::cache(session, &asked),
         Command::Targets(asked) => targets::targets(session, &asked),
         Command::Flywheel(asked) => flywheel::flywheel(session, &asked),

@@ -6,6 +6,7 @@
 
 mod api;
 pub mod arch;
+pub mod calibrate;
 pub mod cubin;
 pub mod driver;
 pub mod memory;

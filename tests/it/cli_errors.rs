@@ -411,3 +411,12 @@ fn what_has_no_kernel_cannot_be_traced() {
     place.write("gpu.toml", text);
     place.run("trace gpu.toml --position 22").refused(&["4 steps from position 22 do not fit a context of 24"]);
 }
+
+#[test]
+fn what_is_no_gpu_cannot_be_calibrated() {
+    let place = Place::new();
+    place.run("calibrate cpu").refused(&["target `cpu` is no GPU", "monobloc targets"]);
+    place.run("calibrate h2000").refused(&["unknown target `h2000`", "h200"]);
+    place.write("mine.toml", "name = 3\n");
+    place.run("calibrate mine.toml").refused(&["mine.toml"]);
+}

@@ -8,9 +8,11 @@ use std::sync::OnceLock;
 
 use monobloc::codegen::KernelSource;
 use monobloc::cuda::arch::Arch;
+use monobloc::cuda::calibrate;
 use monobloc::cuda::cubin;
 use monobloc::cuda::nvrtc::Nvrtc;
 use monobloc::error::{Fault, Tier};
+use monobloc::target::CopyMechanism;
 
 use super::skipped;
 
@@ -93,6 +95,23 @@ fn the_self_test_compiles_for_every_architecture() {
         assert!(!compiled.log.contains("warning"), "{arch}: {}", compiled.log);
         let resources = cubin::read(&compiled.cubin, &compiled.log).unwrap();
         assert!(resources.kernels.values().all(|kernel| kernel.stack_bytes == 0), "{arch}: {resources:?}");
+    }
+}
+
+#[test]
+fn the_calibration_compiles_for_every_architecture_and_copy_mechanism() {
+    let Some(nvrtc) = nvrtc("the_calibration_compiles_for_every_architecture_and_copy_mechanism") else { return };
+    let all = [(CopyMechanism::Plain, 0), (CopyMechanism::CpAsync, 80), (CopyMechanism::Bulk, 90)];
+    for (arch, (copy, from)) in ARCHS.iter().flat_map(|arch| all.map(|copy| (*arch, copy))) {
+        let number: u32 = arch.trim_start_matches("sm_").trim_end_matches('a').parse().unwrap();
+        if number < from {
+            continue;
+        }
+        let compiled =
+            nvrtc.compile(&calibrate::source(copy, arch, 12)).unwrap_or_else(|error| panic!("{arch}: {error}"));
+        assert!(!compiled.log.contains("warning"), "{arch}, {copy}: {}", compiled.log);
+        let resources = cubin::read(&compiled.cubin, &compiled.log).unwrap();
+        assert!(resources.kernels.values().all(|kernel| kernel.stack_bytes == 0), "{arch}, {copy}: {resources:?}");
     }
 }
 
