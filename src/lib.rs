@@ -8,6 +8,7 @@ pub mod id;
 pub mod digest;
 pub mod fields;
 pub mod files;
+pub mod random;
 pub mod text;
 
 pub mod manifest;

@@ -289,11 +289,7 @@ impl Builder<'_> {
             return Err(Infeasible::HeadDim { head_dim: dim });
         }
         let group = heads / kv_heads;
-        let heads_per_task = candidate.heads_per_task.min(group);
-        if heads_per_task == 0 || group % heads_per_task != 0 || heads_per_task > HEADS_PER_TASK_MAX {
-            let expected = format!("a divisor, at most {HEADS_PER_TASK_MAX}, of the {group} query heads of a KV head");
-            return Err(Infeasible::Knob { knob: "heads_per_task", value: candidate.heads_per_task, expected });
-        }
+        let heads_per_task = heads_of_task(group, candidate)?;
         let (q_cols, kv_cols) = (heads * dim, kv_heads * dim);
         let qkv = self.exchange(&format!("qkv.{l}"), q_cols + 2 * kv_cols);
         let out = vec![write(Role::Out, qkv, Cols::blocks(UNIT_ROWS, q_cols + 2 * kv_cols))];
@@ -443,6 +439,19 @@ pub const HEADS_PER_TASK_MAX: u32 = 8;
 /// The most query heads of one KV head that one task can take.
 pub fn heads_per_task_most(group: u32) -> u32 {
     (1..=HEADS_PER_TASK_MAX.min(group)).rev().find(|n| group.is_multiple_of(*n)).unwrap_or(1)
+}
+
+/// The query heads of one attention task, of the `group` that share a KV head.
+///
+/// # Errors
+/// A number of heads that does not divide the group, or is more than a task can take.
+pub fn heads_of_task(group: u32, candidate: &Candidate) -> Result<u32, Infeasible> {
+    let heads = candidate.heads_per_task.min(group);
+    if heads == 0 || !group.is_multiple_of(heads) || heads > HEADS_PER_TASK_MAX {
+        let expected = format!("a divisor, at most {HEADS_PER_TASK_MAX}, of the {group} query heads of a KV head");
+        return Err(Infeasible::Knob { knob: "heads_per_task", value: candidate.heads_per_task, expected });
+    }
+    Ok(heads)
 }
 
 struct Sum {

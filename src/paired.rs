@@ -6,6 +6,8 @@
 
 use std::time::{Duration, Instant};
 
+use crate::random::Random;
+
 /// Resamples of the bootstrap. The ends of a 95 % interval move by less than a tenth of its width beyond that.
 const RESAMPLES: usize = 2000;
 
@@ -74,7 +76,7 @@ pub fn ratio(rounds: &[Round]) -> Option<Ratio> {
     if ratios.is_empty() || ratios.iter().any(|ratio| !ratio.is_finite() || *ratio <= 0.0) {
         return None;
     }
-    let mut random = SplitMix(0);
+    let mut random = Random::new(0);
     let mut medians: Vec<f64> = (0..RESAMPLES)
         .map(|_| median((0..ratios.len()).map(|_| ratios[random.below(ratios.len())]).collect()))
         .collect();
@@ -101,20 +103,6 @@ pub fn median(mut samples: Vec<f64>) -> f64 {
 pub fn percentile(ascending: &[f64], share: f64) -> f64 {
     let rank = (share * ascending.len().saturating_sub(1) as f64).round() as usize;
     ascending.get(rank).copied().unwrap_or(0.0)
-}
-
-/// SplitMix64 (G. Steele et al., OOPSLA 2014): resampling needs no better generator.
-struct SplitMix(u64);
-
-impl SplitMix {
-    fn below(&mut self, count: usize) -> usize {
-        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
-        let mut word = self.0;
-        word = (word ^ (word >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-        word = (word ^ (word >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-        word ^= word >> 31;
-        ((u128::from(word) * count as u128) >> 64) as usize
-    }
 }
 
 #[cfg(test)]
@@ -144,7 +132,7 @@ mod tests {
 
     #[test]
     fn the_interval_covers_the_truth_as_often_as_it_says() {
-        let mut random = SplitMix(7);
+        let mut random = Random::new(7);
         // Times with a spread of 5 % each way: B is truly 1.1 times A.
         let mut noisy = |mean: f64| mean * (0.95 + random.below(1000) as f64 / 10_000.0);
         let covered = (0..200)

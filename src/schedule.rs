@@ -19,7 +19,8 @@ pub const QUEUE_ENTRY_BYTES: u32 = 64;
 
 /// Places `program` on `target` as `candidate` says, or names what does not fit.
 pub fn schedule(program: Program, target: &Target, candidate: &Candidate) -> Result<Schedule, Infeasible> {
-    check_knobs(&program, target, candidate)?;
+    let head_units = program.grids.iter().filter(|g| g.name == "head").map(|g| g.n).sum();
+    check_knobs(head_units, target, candidate)?;
     let split = program.grids.iter().any(|g| matches!(g.op, Op::AttentionMerge { .. }));
     let mut regimes = vec![];
     if !split || candidate.split_from > 0 {
@@ -58,16 +59,19 @@ fn check_memory(schedule: &Schedule, target: &Target) -> Result<(), Infeasible> 
     Ok(())
 }
 
-fn check_knobs(program: &Program, target: &Target, c: &Candidate) -> Result<(), Infeasible> {
+/// What of a candidate needs no program to be judged. `head_units`: the units of 8 rows of the output matrix.
+///
+/// # Errors
+/// The first knob that is out of its range, or does not fit another one.
+pub fn check_knobs(head_units: u32, target: &Target, c: &Candidate) -> Result<(), Infeasible> {
     let most = target.spec.sm_count;
     if c.sms == 0 || c.sms > most {
         return Err(Infeasible::Sms { sms: c.sms, most, target: target.name.clone() });
     }
     let knob = |knob, value, expected: &str| Err(Infeasible::Knob { knob, value, expected: expected.to_string() });
-    let units = program.grids.iter().map(|g| if g.name == "head" { g.n } else { 0 }).sum::<u32>();
-    if c.sms > units {
+    if c.sms > head_units {
         // A block that publishes nothing at the end of a step would not release what it wrote to the cache.
-        return knob("sms", c.sms, &format!("at most {units}, the units of the head"));
+        return knob("sms", c.sms, &format!("at most {head_units}, the units of the head"));
     }
     let warps_max = match target.kind {
         // A worker thread runs what stands for one warp.

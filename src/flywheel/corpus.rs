@@ -12,7 +12,7 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::{fmt, mem};
 
-use super::trial::{COLUMNS, SCHEMA, Timing, Trial};
+use super::trial::{ADDED_IN_2, COLUMNS, SCHEMA, Timing, Trial};
 use crate::cache::lock::{LockError, Wait, lock_path};
 use crate::digest::Digest;
 use crate::error::Fault;
@@ -61,8 +61,9 @@ impl From<CorpusError> for Fault {
             CorpusError::Lock { .. } => Fault::environment(message).with_remedy(
                 "keep the corpus on a file system with locks: without them, rows of two processes could mix",
             ),
-            CorpusError::Header { .. } => Fault::input(message)
-                .with_remedy("move the file away, or merge its rows into a new one with `monobloc corpus merge`"),
+            CorpusError::Header { .. } => Fault::input(message).with_remedy(
+                "rename the file, and bring its rows into a new one with `monobloc flywheel merge RENAMED.csv`",
+            ),
         }
     }
 }
@@ -193,11 +194,15 @@ fn header(file: &File) -> io::Result<Header> {
     Ok(match columns {
         None => Header::Unusable("is not text".to_string()),
         Some(Err(reason)) => Header::Unusable(reason),
-        Some(Ok(columns)) => Header::Columns(columns),
+        // Read, but not written to: rows of this schema would lose what those columns hold.
+        Some(Ok(columns)) => match ADDED_IN_2.into_iter().find(|added| !columns.iter().any(|name| name == added)) {
+            Some(added) => Header::Unusable(format!("lacks {added}: it is of schema 1")),
+            None => Header::Columns(columns),
+        },
     })
 }
 
-/// The names of a header, if every column of this schema is there once.
+/// The names of a header, if every column that all schemas have is there, and none twice.
 fn header_columns(names: &[String]) -> Result<Vec<String>, String> {
     let mut names = names.to_vec();
     if let Some(first) = names.first_mut() {
@@ -208,7 +213,8 @@ fn header_columns(names: &[String]) -> Result<Vec<String>, String> {
     if let Some(twice) = names.iter().find(|name| !seen.insert(name.as_str())) {
         return Err(format!("names the column `{twice}` twice"));
     }
-    let missing: Vec<&str> = COLUMNS.iter().map(|column| column.name).filter(|name| !seen.contains(name)).collect();
+    let needed = COLUMNS.iter().map(|column| column.name).filter(|name| !ADDED_IN_2.contains(name));
+    let missing: Vec<&str> = needed.filter(|name| !seen.contains(name)).collect();
     match missing.as_slice() {
         [] => Ok(names),
         [one, rest @ ..] if rest.len() < 3 => Err(format!("lacks {}", [&[*one], rest].concat().join(", "))),
@@ -627,7 +633,7 @@ mod tests {
         let path = folder.path().join("notes.txt");
         for (text, reason) in [
             ("dear diary", "is not the header of a corpus"),
-            ("dear,diary\n1,2\n", "lacks schema and 66 more columns"),
+            ("dear,diary\n1,2\n", "lacks schema and 63 more columns"),
             (&header_line().replace("kv_heads,", ""), "lacks kv_heads"),
             (&header_line().replace("kv_heads,", "kv_heads,heads,"), "names the column `heads` twice"),
         ] {
@@ -641,25 +647,56 @@ mod tests {
     }
 
     #[test]
+    fn rows_of_schema_1_are_read_and_brought_over_by_a_merge() {
+        let folder = tempfile::tempdir().unwrap();
+        let [old, new] = ["old.csv", "new.csv"].map(|name| folder.path().join(name));
+        append(&new, &[row_of(1)]).unwrap();
+        let kept: Vec<usize> = (0..COLUMNS.len()).filter(|at| !ADDED_IN_2.contains(&COLUMNS[*at].name)).collect();
+        let mut reader = csv::ReaderBuilder::new().has_headers(false).from_path(&new).unwrap();
+        let mut writer = csv::Writer::from_path(&old).unwrap();
+        for record in reader.records() {
+            let record = record.unwrap();
+            let cells: Vec<&str> = kept.iter().map(|at| if record[*at] == *"2" { "1" } else { &record[*at] }).collect();
+            writer.write_record(cells).unwrap();
+        }
+        drop(writer);
+        let read = one(&old);
+        assert_eq!((read.trials.len(), &read.broken), (1, &vec![]));
+        let point = &read.trials[0].facts().point;
+        assert_eq!((point.campaign, point.trial, point.decision), (None, None, None));
+        assert_eq!(read.trials[0].trial_id(), row_of(1).trial_id());
+
+        let before = fs::read(&old).unwrap();
+        let fault = Fault::from(append(&old, &[row_of(2)]).unwrap_err());
+        assert!(fault.message.ends_with("its first line lacks campaign: it is of schema 1"), "{fault}");
+        assert!(fault.remedy.unwrap().contains("monobloc flywheel merge"));
+        assert_eq!(fs::read(&old).unwrap(), before);
+        fs::remove_file(&new).unwrap();
+        merge(&[&old], &new).unwrap();
+        append(&new, &[row_of(2)]).unwrap();
+        assert_eq!(one(&new).trials, [read.trials[0].clone(), row_of(2)]);
+    }
+
+    #[test]
     fn rows_follow_the_columns_of_the_file() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("trials.csv");
         // As a newer monobloc might leave it: other order, a column more, its own rows.
         let mut names: Vec<&str> = COLUMNS.iter().map(|column| column.name).rev().collect();
         names.insert(5, "energy_uj");
-        let newer: Vec<&str> = names.iter().map(|name| if *name == "schema" { "2" } else { "1" }).collect();
+        let newer: Vec<&str> = names.iter().map(|name| if *name == "schema" { "3" } else { "1" }).collect();
         fs::write(&path, format!("\u{feff}{}\r\n{}\r\n", names.join(","), newer.join(","))).unwrap();
         append(&path, &[row_of(1)]).unwrap();
         let corpus = one(&path);
         assert_eq!(corpus.trials, [row_of(1)]);
-        assert_eq!(reasons(&corpus), [(2, "written by a newer monobloc: schema 2, this one reads 1")]);
+        assert_eq!(reasons(&corpus), [(2, "written by a newer monobloc: schema 3, this one reads 2")]);
 
         let text = fs::read_to_string(&path).unwrap();
         // The manifest of the row is quoted and has a comma; the added column stands before it.
         let mut cells: Vec<&str> = text.lines().last().unwrap().split(',').collect();
         cells[5] = "99";
         fs::write(&path, format!("{}\n{}\n", text.lines().next().unwrap(), cells.join(","))).unwrap();
-        assert_eq!(reasons(&one(&path)), [(2, "column `energy_uj` is not one of schema 1, and has a value")]);
+        assert_eq!(reasons(&one(&path)), [(2, "column `energy_uj` is not one of schema 2, and has a value")]);
     }
 
     #[test]
@@ -677,7 +714,7 @@ mod tests {
             b"1,2,3".to_vec(),
             b"\"unclosed, \"and\" odd".to_vec(),
             b"\xff\xfe".to_vec(),
-            row.replacen("1,", "7,", 1).into_bytes(),
+            row.replacen("2,", "7,", 1).into_bytes(),
             row.replacen(",30,", ",many,", 1).into_bytes(),
             row.replacen(",ok,", ",fail,", 1).into_bytes(),
             vec![b'x'; LINE_BYTES_MAX * 2 + 10],
@@ -696,7 +733,7 @@ mod tests {
                 (4, "expected 67 cells, found 3"),
                 (5, "expected 67 cells, found 1"),
                 (6, "is not UTF-8 text"),
-                (7, "written by a newer monobloc: schema 7, this one reads 1"),
+                (7, "written by a newer monobloc: schema 7, this one reads 2"),
                 (8, "column `layers`: expected a number, found `many`"),
                 (9, "column `position`: expected nothing for the verdict `fail`, found `32`"),
                 (10, "is longer than 1048576 bytes"),

@@ -13,8 +13,10 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use crate::digest::{Digest, KeyPart, KeySink, key};
 use crate::error::Fault;
 
-/// Version of the columns, in every row. A row with a larger one is refused, not guessed at.
-pub const SCHEMA: u32 = 1;
+/// Version of the columns, in every row. A row with a larger one is refused, not guessed at; older ones are read.
+pub const SCHEMA: u32 = 2;
+/// Columns that came with schema 2, in which a search says what it decided. In older rows they are empty or not there.
+pub const ADDED_IN_2: [&str; 3] = ["campaign", "trial", "decision"];
 /// Longest text of a cell; a candidate of 60 knobs takes about 1000 bytes.
 const TEXT_BYTES_MAX: usize = 8192;
 /// A longer reason is cut: the row points at artefacts that say more.
@@ -569,12 +571,13 @@ impl Trial {
         ]
     }
 
-    /// Reads a row of this schema. `cells` maps column names to text; every column of [`COLUMNS`] must be there.
+    /// Reads a row of this schema or an older one. `cells` maps column names to text; every column of [`COLUMNS`] that the
+    /// row's schema has must be there.
     pub(super) fn from_cells(cells: &HashMap<&str, &str>) -> Result<Trial, RowFault> {
         let row = Row { cells };
         let schema: u32 = row.number("schema")?;
-        if schema != SCHEMA {
-            return fault("schema", format!("expected {SCHEMA}, found {schema}"));
+        if !(1..=SCHEMA).contains(&schema) {
+            return fault("schema", format!("expected 1 to {SCHEMA}, found {schema}"));
         }
         let model = ModelShape {
             model_graph: row.digest("model_graph")?,
@@ -605,7 +608,7 @@ impl Trial {
             let known = Proposer::ALL.map(Proposer::name).join(", ");
             return fault("proposer", format!("expected one of {known}, found `{}`", cut(&proposer)));
         };
-        let decision = match row.text("decision")?.as_str() {
+        let decision = match row.cell("decision")? {
             "" => None,
             word => match Decision::ALL.into_iter().find(|known| known.name() == word) {
                 Some(decision) => Some(decision),
@@ -735,7 +738,11 @@ struct Row<'a> {
 
 impl Row<'_> {
     fn cell(&self, column: &'static str) -> Result<&str, RowFault> {
-        self.cells.get(column).copied().map_or_else(|| fault(column, "is missing"), Ok)
+        match self.cells.get(column) {
+            Some(cell) => Ok(cell),
+            None if ADDED_IN_2.contains(&column) && self.cells.get("schema") == Some(&"1") => Ok(""),
+            None => fault(column, "is missing"),
+        }
     }
 
     fn text(&self, column: &'static str) -> Result<String, RowFault> {
@@ -1071,7 +1078,7 @@ pub(super) mod tests {
             ("layers", "30.0", "expected a whole number in range, found `30.0`"),
             ("layers", "", "expected a number, found nothing"),
             ("vocab", "-1", "expected a whole number in range, found `-1`"),
-            ("schema", "0", "expected 1, found 0"),
+            ("schema", "0", "expected 1 to 2, found 0"),
             ("cubin", "abc", "expected 64 lower-case hex digits, found `abc`"),
             ("verdict", "great", "expected one of ok, fail, infeasible, rejected, timeout, crash, found `great`"),
             ("decision", "good", "expected one of first, faster, simpler, reverted or nothing, found `good`"),

@@ -13,11 +13,11 @@ use super::memory::{Access, Cache, CacheColumns, Memory, Place, Region, round_to
 use super::ops::{self, History, Input, Scratch, Step, Streamed};
 use super::plan::{Plan, StreamBytes, TaskPlan, Work};
 use super::real::Real;
-use super::synthetic::Random;
 use super::threads::Direct;
 use super::{Blocked, BlockedWait, Engine, InterpError, Logits, Pack, StepResult};
 use crate::ir::schedule::Mechanism;
 use crate::ir::{BufferId, EventId, SmId, TaskId};
+use crate::random::Random;
 use std::collections::VecDeque;
 use std::ops::ControlFlow;
 use std::sync::Arc;

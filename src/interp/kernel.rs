@@ -445,7 +445,8 @@ mod avx2 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::interp::synthetic::Random;
+    use crate::interp::synthetic::signed;
+    use crate::random::Random;
     use half::bf16;
 
     fn isas() -> Vec<Isa> {
@@ -465,10 +466,10 @@ mod tests {
         let mut random = Random::new(1);
         for granules in [1, 2, 7, 18] {
             let (k, k2) = (granules * GRANULE_K_F32, granules * GRANULE_K_BF16);
-            let rows: Vec<Vec<f32>> = (0..ROWS).map(|_| (0..k).map(|_| random.signed()).collect()).collect();
+            let rows: Vec<Vec<f32>> = (0..ROWS).map(|_| (0..k).map(|_| signed(random.word())).collect()).collect();
             let narrow: Vec<Vec<bf16>> =
-                (0..ROWS).map(|_| (0..k2).map(|_| bf16::from_f32(random.signed())).collect()).collect();
-            let x: Vec<f32> = (0..k2).map(|_| random.signed()).collect();
+                (0..ROWS).map(|_| (0..k2).map(|_| bf16::from_f32(signed(random.word()))).collect()).collect();
+            let x: Vec<f32> = (0..k2).map(|_| signed(random.word())).collect();
             let (mut w32, mut w16) = (vec![], vec![]);
             for g in 0..granules {
                 for r in 0..ROWS {
@@ -494,10 +495,10 @@ mod tests {
     fn attention_loops_agree_with_a_plain_sum_at_odd_sizes() {
         let mut random = Random::new(2);
         for (dim, rows, heads, stride) in [(2, 1, 1, 2), (10, 5, 3, 30), (64, 33, 2, 64), (80, 16, 4, 160)] {
-            let data: Vec<f32> = (0..rows * stride).map(|_| bf16::from_f32(random.signed()).to_f32()).collect();
+            let data: Vec<f32> = (0..rows * stride).map(|_| bf16::from_f32(signed(random.word())).to_f32()).collect();
             let narrow: Vec<u16> = data.iter().map(|&v| bf16::from_f32(v).to_bits()).collect();
-            let q: Vec<f32> = (0..heads * dim).map(|_| random.signed()).collect();
-            let weights: Vec<f32> = (0..heads * rows).map(|_| random.signed()).collect();
+            let q: Vec<f32> = (0..heads * dim).map(|_| signed(random.word())).collect();
+            let weights: Vec<f32> = (0..heads * rows).map(|_| signed(random.word())).collect();
             for isa in isas() {
                 for view in [HistoryRows::F32 { data: &data, stride }, HistoryRows::Bf16 { data: &narrow, stride }] {
                     let (mut block, mut got) = (vec![], vec![0.0; heads * rows]);

@@ -1,32 +1,6 @@
-//! Owns reproducible made-up values: the cache contents that let a deep position be checked without a long prompt, and
-//! the random numbers of the adversary.
+//! Owns made-up values: the cache contents that let a deep position be checked without a long prompt.
 
-/// SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014): one word of state, and
-/// the same numbers on every machine.
-#[derive(Debug, Clone)]
-pub struct Random(u64);
-
-impl Random {
-    pub fn new(seed: u64) -> Self {
-        Random(seed)
-    }
-
-    pub fn next_u64(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        mix(self.0)
-    }
-
-    /// A number below `bound`; `bound` is not 0.
-    pub fn below(&mut self, bound: usize) -> usize {
-        ((u128::from(self.next_u64()) * bound as u128) >> 64) as usize
-    }
-
-    /// Evenly spread in `-1.0..1.0`.
-    #[cfg(test)]
-    pub fn signed(&mut self) -> f32 {
-        signed(self.next_u64())
-    }
-}
+use crate::random::mix;
 
 /// The two halves of the cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -46,14 +20,8 @@ pub fn cache_value(seed: u64, layer: u32, kind: CacheKind, position: u32, column
     signed(mix(mix(seed.wrapping_add(place)).wrapping_add(u64::from(position) << 32 | u64::from(column))))
 }
 
-fn mix(mut z: u64) -> u64 {
-    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    z ^ (z >> 31)
-}
-
 /// The upper 24 bits as a multiple of 2^-23, less 1: exact in fp32.
-fn signed(bits: u64) -> f32 {
+pub(super) fn signed(bits: u64) -> f32 {
     (bits >> 40) as f32 * (1.0 / 8_388_608.0) - 1.0
 }
 

@@ -7,10 +7,12 @@ use std::sync::LazyLock;
 
 use half::bf16;
 
+use crate::random::{GOLDEN, mix};
+
 /// One tensor of a synthetic model.
 ///
 /// Element `i` is `round_to_bf16(mean + std * NORMAL[u])`, `u` being twelve bits of lane `i % 4` of
-/// `splitmix64(key + (i / 4 + 1) * golden)`: one hash serves four elements. The table holds 4096 normal-like values of
+/// `mix(key + (i / 4 + 1) * GOLDEN)`: one hash serves four elements. The table holds 4096 normal-like values of
 /// mean 0 and deviation 1, none beyond 3.5, so there are no outliers that would decide a tolerance. Every value is
 /// exact in bf16, so an fp32 and a bf16 build of one model share weights.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -18,16 +20,6 @@ pub struct SyntheticTensor {
     key: u64,
     mean: f32,
     std: f32,
-}
-
-/// Increment of SplitMix64 (Steele, Lea, Flood 2014): 2^64 / golden ratio.
-const GOLDEN: u64 = 0x9E37_79B9_7F4A_7C15;
-
-/// Output function of SplitMix64.
-fn mix(mut h: u64) -> u64 {
-    h = (h ^ (h >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-    h = (h ^ (h >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-    h ^ (h >> 31)
 }
 
 const TABLE_BITS: u32 = 12;

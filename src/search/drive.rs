@@ -269,13 +269,13 @@ fn settle<A: Arena>(
 mod tests {
     use super::super::prior::{Prior, Setting};
     use super::super::propose::Limits;
-    use super::super::random::Random;
     use super::super::space::{KNOBS, values};
     use super::*;
     use crate::dtype::{DType, Precision};
     use crate::flywheel::ModelShape;
     use crate::model::config::import_config_only;
     use crate::paired::Round;
+    use crate::random::Random;
     use crate::target::Target;
 
     const BF16: Precision = Precision { weights: DType::Bf16, cache: DType::Bf16, wire: DType::Bf16 };
@@ -384,7 +384,7 @@ mod tests {
     fn made_up(space: &Space, seed: u64, one_in: usize) -> MadeUp {
         MadeUp {
             default: space.default_candidate().clone(),
-            random: Random::new(seed, "faults", 0),
+            random: Random::stream(seed, "faults", 0),
             one_in,
             wrong: BTreeMap::new(),
             recorded: vec![],

@@ -62,12 +62,12 @@ pub fn is_lost(rounds: &[Round], margin: f64) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use super::super::random::Random;
     use super::*;
+    use crate::random::Random;
 
     /// Rounds of a candidate that takes `ratio` of the incumbent, with noise of the given size and a drift.
     fn rounds(ratio: f64, noise: f64, count: usize, seed: u64) -> Rounds {
-        let mut random = Random::new(seed, "test", 0);
+        let mut random = Random::stream(seed, "test", 0);
         let mut clock = 1.0;
         let mut time = |base: f64| {
             clock *= 1.002;

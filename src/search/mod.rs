@@ -9,12 +9,10 @@ mod drive;
 pub mod judge;
 pub mod prior;
 pub mod propose;
-mod random;
 pub mod space;
 
 pub use drive::{Arena, Driven, Made, Proposes, Ran, Settled, SettledAs, Start, Told, drive};
 pub use judge::{Judged, Rounds, is_lost, judge};
 pub use prior::{Prior, Setting, lessons};
 pub use propose::{Ask, Limits, Outcome, Search, Stop};
-pub use random::Random;
 pub use space::{KNOBS, Space};

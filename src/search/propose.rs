@@ -13,8 +13,8 @@ use crate::candidate::Candidate;
 use crate::flywheel::Proposer;
 
 use super::prior::{Group, Opinion, Prior};
-use super::random::Random;
 use super::space::Space;
+use crate::random::Random;
 
 /// When to stop, and with which luck.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -240,7 +240,7 @@ impl<'a> Search<'a> {
         if let Some(candidate) = self.warm.iter().find(|c| self.is_new(c)) {
             return Ask::Try { candidate: candidate.clone(), proposer: Proposer::Prior };
         }
-        let mut random = Random::new(self.limits.seed, "ask", u64::from(self.trials));
+        let mut random = Random::stream(self.limits.seed, "ask", u64::from(self.trials));
         let base = self.base(incumbent);
         let bold = random.unit() < BOLD_SHARE * (1.0 + f64::from(self.reverts % RESTART_AFTER) / 8.0);
         let found = match bold {
@@ -276,7 +276,7 @@ impl<'a> Search<'a> {
             return incumbent.clone();
         }
         // The same as long as the run of reverts lasts.
-        let mut random = Random::new(self.limits.seed, "restart", u64::from(self.trials / RESTART_AFTER));
+        let mut random = Random::stream(self.limits.seed, "restart", u64::from(self.trials / RESTART_AFTER));
         let others: Vec<&Candidate> =
             self.elite.iter().map(|(_, c)| c).filter(|c| *c != incumbent).take(2 + restarts as usize).collect();
         match others.get(random.below(others.len() + 1)) {

@@ -8,9 +8,11 @@ use std::collections::BTreeMap;
 use crate::candidate::{Candidate, Infeasible, RING_SLOTS_MAX};
 use crate::digest::Digest;
 use crate::dtype::Precision;
-use crate::ir::op::{GRANULE_BYTES, UNIT_ROWS};
+use crate::ir::op::UNIT_ROWS;
 use crate::ir::schedule::Mechanism;
+use crate::lower::heads_of_task;
 use crate::model::graph::ModelGraph;
+use crate::schedule::check_knobs;
 use crate::target::{Target, TargetKind};
 
 /// What a knob's values mean.
@@ -193,10 +195,9 @@ pub struct Space {
 /// What of model and target decides legality before anything is lowered. Lowering has the last word.
 #[derive(Debug, Clone)]
 struct Rules {
-    kind: TargetKind,
-    target: String,
-    sms_max: u32,
-    smem_bytes_max: u32,
+    target: Target,
+    head_units: u32,
+    context_max: u32,
     fixed_smem: BTreeMap<u32, u64>,
     group: u32,
 }
@@ -214,7 +215,8 @@ impl Space {
         let default = Candidate::default_for(graph, target, precision);
         let cpu = target.kind == TargetKind::Cpu;
         let group = graph.layers.iter().map(|l| l.attn.heads / l.attn.kv_heads.max(1)).max().unwrap_or(1).max(1);
-        let sms_max = target.spec.sm_count.min(graph.vocab.div_ceil(UNIT_ROWS)).max(1);
+        let head_units = graph.vocab.div_ceil(UNIT_ROWS);
+        let sms_max = target.spec.sm_count.min(head_units).max(1);
         let own = values(&default);
         let mut knobs = vec![];
         for (at, knob) in KNOBS.iter().enumerate() {
@@ -248,14 +250,7 @@ impl Space {
         };
         let fixed_smem =
             warps.iter().chain([&default.consumer_warps]).map(|&warps| (warps, fixed_smem_bytes(warps))).collect();
-        let rules = Rules {
-            kind: target.kind,
-            target: target.name.clone(),
-            sms_max,
-            smem_bytes_max: target.spec.smem_bytes_per_block_max,
-            fixed_smem,
-            group,
-        };
+        let rules = Rules { target: target.clone(), head_units, context_max, fixed_smem, group };
         Space { default, knobs, rules }
     }
 
@@ -284,37 +279,16 @@ impl Space {
     /// # Errors
     /// Why the point does not fit.
     pub fn admits(&self, c: &Candidate) -> Result<(), Infeasible> {
-        let Rules { kind, target, sms_max, smem_bytes_max, fixed_smem, group } = &self.rules;
-        let refuse = |knob, value, expected: String| Err(Infeasible::Knob { knob, value, expected });
-        if c.sms == 0 || c.sms > *sms_max {
-            return Err(Infeasible::Sms { sms: c.sms, most: *sms_max, target: target.clone() });
-        }
-        if c.heads_per_task == 0 || !group.is_multiple_of(c.heads_per_task) {
-            return refuse("heads_per_task", c.heads_per_task, format!("a divisor of {group}, the heads of a KV head"));
-        }
-        if c.splits == 0 {
-            return refuse("splits", 0, "at least 1".to_string());
-        }
-        if *kind == TargetKind::Cpu {
-            return Ok(());
-        }
-        if c.consumer_warps == 0 || !(c.slot_bytes / GRANULE_BYTES).is_multiple_of(c.consumer_warps) {
-            let expected = format!("a multiple of {} granules of {GRANULE_BYTES} bytes", c.consumer_warps);
-            return refuse("slot_bytes", c.slot_bytes, expected);
-        }
-        if c.ring_slots < 2 || c.ring_slots > RING_SLOTS_MAX {
-            return refuse("ring_slots", c.ring_slots, format!("2 to {RING_SLOTS_MAX}"));
-        }
-        if c.flight_low == 0 || c.flight_low > c.flight_high || c.flight_high > c.ring_slots {
-            return refuse("flight_low", c.flight_low, "1 to `flight_high`, which is at most `ring_slots`".to_string());
-        }
-        if c.flight_free > c.ring_slots {
-            return refuse("flight_free", c.flight_free, "at most `ring_slots`".to_string());
-        }
-        let fixed = fixed_smem.get(&c.consumer_warps).copied().unwrap_or(0);
-        let bytes = fixed + u64::from(c.ring_slots) * u64::from(c.slot_bytes);
-        if bytes > u64::from(*smem_bytes_max) {
-            return Err(Infeasible::SharedMemory { bytes, most: *smem_bytes_max, target: target.clone() });
+        let Rules { target, head_units, context_max: _, fixed_smem, group } = &self.rules;
+        check_knobs(*head_units, target, c)?;
+        heads_of_task(*group, c)?;
+        if target.kind == TargetKind::Cuda {
+            let fixed = fixed_smem.get(&c.consumer_warps).copied().unwrap_or(0);
+            let bytes = fixed + u64::from(c.ring_slots) * u64::from(c.slot_bytes);
+            let most = target.spec.smem_bytes_per_block_max;
+            if bytes > u64::from(most) {
+                return Err(Infeasible::SharedMemory { bytes, most, target: target.name.clone() });
+            }
         }
         Ok(())
     }
@@ -347,11 +321,12 @@ impl Space {
         }
         let mut to = candidate(&numbers);
         let changed = KNOBS.get(at).map_or("", |knob| knob.name);
-        if self.rules.kind == TargetKind::Cuda {
+        if self.rules.target.kind == TargetKind::Cuda {
             // More bytes a slot leave room for fewer slots.
             if matches!(changed, "slot_bytes" | "consumer_warps") {
                 let fixed = self.rules.fixed_smem.get(&to.consumer_warps).copied().unwrap_or(0);
-                let room = u64::from(self.rules.smem_bytes_max).saturating_sub(fixed) / u64::from(to.slot_bytes.max(1));
+                let room = u64::from(self.rules.target.spec.smem_bytes_per_block_max).saturating_sub(fixed)
+                    / u64::from(to.slot_bytes.max(1));
                 to.ring_slots = to.ring_slots.min(room.min(u64::from(RING_SLOTS_MAX)) as u32);
             }
             match changed {
@@ -360,6 +335,12 @@ impl Space {
             }
             to.flight_low = to.flight_low.min(to.flight_high);
             to.flight_free = to.flight_free.min(to.ring_slots);
+        }
+        // Of the points that never split only one is in the space: they make the same schedule.
+        let never_splits = |c: &Candidate| c.splits == 1 || c.split_from >= self.rules.context_max;
+        if never_splits(&to) {
+            to.splits = if never_splits(&self.default) { self.default.splits } else { 1 };
+            to.split_from = self.default.split_from;
         }
         to
     }
@@ -401,5 +382,54 @@ impl Space {
     /// Points of the grid, legal or not: how large the space is.
     pub fn size(&self) -> u64 {
         self.knobs.iter().map(|(_, values)| values.len() as u64).product()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::dtype::DType;
+    use crate::ir::print::print;
+    use crate::lower::lower;
+    use crate::model::config::import_config_only;
+    use crate::schedule::schedule;
+    use std::collections::BTreeMap;
+
+    const CONFIGS: [&str; 3] = [
+        include_str!("../../manifests/configs/llama-3.2-1b.json"),
+        include_str!("../../manifests/configs/smollm2-135m.json"),
+        include_str!("../../manifests/configs/qwen3-0.6b.json"),
+    ];
+
+    /// A knob that turns and changes nothing would be measured for nothing.
+    #[test]
+    fn every_move_of_one_knob_makes_another_schedule() {
+        let precision = Precision { weights: DType::Bf16, cache: DType::Bf16, wire: DType::Bf16 };
+        for (config, target, context_max) in
+            CONFIGS.iter().flat_map(|c| [("h200", 4096), ("cpu", 4096), ("h200", 300)].map(|(t, n)| (*c, t, n)))
+        {
+            let mut graph = import_config_only(config, 0).expect("a config of the repository").graph;
+            // Layers are alike: two say what sixteen would.
+            graph.layers.truncate(2);
+            let target = Target::builtin(target).expect("a record");
+            let space = Space::new(&graph, &target, precision, context_max, |_| 0);
+            let default = space.default_candidate().clone();
+            let split = space.with(&default, 8, if default.splits == 1 { 4 } else { 1 });
+            let mut schedules: BTreeMap<String, Candidate> = BTreeMap::new();
+            let mut points: Vec<Candidate> = vec![default.clone(), split.clone()];
+            points.extend(space.neighbours(&default).into_iter().chain(space.neighbours(&split)));
+            points.sort_by_key(ToString::to_string);
+            points.dedup();
+            let mut made = 0;
+            for point in points {
+                let Ok(program) = lower(&graph, "test", precision, context_max, &point) else { continue };
+                let Ok(placed) = schedule(program, &target, &point) else { continue };
+                made += 1;
+                if let Some(same) = schedules.insert(print(&placed), point.clone()) {
+                    panic!("{} at {context_max}: `{point}` makes the schedule of `{same}`", target.name);
+                }
+            }
+            assert!(made > 10, "{} at {context_max}: {made} points fit", target.name);
+        }
     }
 }

@@ -18,12 +18,13 @@ const IMPORTS: &[(&str, &[&str])] = &[
     ("error", &[]),
     ("id", &[]),
     ("digest", &[]),
+    ("random", &["digest"]),
     ("text", &[]),
     ("fields", &["text"]),
     ("files", &["error"]),
     ("manifest", &["dtype", "error", "fields", "files", "target", "text"]),
     // A model knows no hardware and no tiles.
-    ("model", &["dtype", "error", "files", "id"]),
+    ("model", &["dtype", "error", "files", "id", "random"]),
     ("sample", &["error"]),
     // A target is data: it never asks a device.
     ("target", &["error", "fields", "files", "text"]),
@@ -37,7 +38,7 @@ const IMPORTS: &[(&str, &[&str])] = &[
     ("reference", &["dtype", "model"]),
     // Judges believe nobody: neither lowering nor scheduling, nor each other.
     ("validate", &["dtype", "error", "ir", "model", "target", "text"]),
-    ("interp", &["dtype", "error", "ir", "model", "pack", "sample"]),
+    ("interp", &["dtype", "error", "ir", "model", "pack", "random", "sample"]),
     // Prints and encodes what was proven; decides nothing.
     ("codegen", &["dtype", "ir", "lower", "model", "schedule", "target", "validate"]),
     // Source in, cubin out, bytes to a device; only a session knows what a schedule is.
@@ -67,7 +68,7 @@ const IMPORTS: &[(&str, &[&str])] = &[
             "validate",
         ],
     ),
-    ("paired", &[]),
+    ("paired", &["random"]),
     ("trace", &["ir"]),
     // Stores bytes under digests and understands none of them.
     ("cache", &["digest", "error"]),
@@ -75,7 +76,10 @@ const IMPORTS: &[(&str, &[&str])] = &[
     ("flywheel", &["cache", "digest", "error"]),
     ("report", &[]),
     // Proposes; never builds.
-    ("search", &["candidate", "digest", "dtype", "flywheel", "ir", "model", "paired", "target"]),
+    (
+        "search",
+        &["candidate", "digest", "dtype", "flywheel", "ir", "lower", "model", "paired", "random", "schedule", "target"],
+    ),
 ];
 
 /// Modules that wire the others together and may import any of them.
