@@ -69,15 +69,20 @@ pub fn folder_of(path: &Path) -> PathBuf {
     }
 }
 
-/// Reads a text of at most `bytes_max` bytes; a larger file is refused without being read to its end.
-pub fn read_text(path: &Path, bytes_max: u64) -> Result<String, FileError> {
+/// Reads a file of at most `bytes_max` bytes; a larger one is refused without being read to its end.
+pub fn read_bytes(path: &Path, bytes_max: u64) -> Result<Vec<u8>, FileError> {
     let failed = |cause| FileError::Read { path: path.to_path_buf(), cause };
     let mut bytes = Vec::new();
     File::open(path).and_then(|file| file.take(bytes_max + 1).read_to_end(&mut bytes)).map_err(failed)?;
     if bytes.len() as u64 > bytes_max {
         return Err(FileError::TooLarge { path: path.to_path_buf(), bytes_max });
     }
-    String::from_utf8(bytes)
+    Ok(bytes)
+}
+
+/// Reads a text, bounded as by [`read_bytes`].
+pub fn read_text(path: &Path, bytes_max: u64) -> Result<String, FileError> {
+    String::from_utf8(read_bytes(path, bytes_max)?)
         .map_err(|error| FileError::NotUtf8 { path: path.to_path_buf(), valid_bytes: error.utf8_error().valid_up_to() })
 }
 

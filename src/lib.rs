@@ -32,6 +32,7 @@ pub mod trace;
 
 pub mod check;
 pub mod cuda;
+pub mod goldens;
 pub mod measure;
 pub mod paired;
 

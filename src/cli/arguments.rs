@@ -13,7 +13,8 @@ use crate::pipeline::SHOW_STAGES;
 const EXIT_CODES: &str = "\
 Exit codes:
   0    done
-  1    a check or verification said no: the schedule is not proven, the cache is damaged, a figure is withheld
+  1    a check or verification said no: the schedule is not proven, the cache is damaged, a figure is withheld,
+       logits differ from their goldens
   2    the input has to change: manifest, checkpoint, prompt, arguments
   3    the machine lacks something: a driver, a library, disk space, a network
   70   a fault of monobloc itself: please report it
@@ -68,6 +69,7 @@ pub enum Command {
     Generate(Generate),
     Perplexity(Perplexity),
     Logits(Logits),
+    Compare(Compare),
     Bench(Bench),
     Trace(Trace),
     Calibrate(Calibrate),
@@ -240,6 +242,44 @@ pub struct Logits {
     /// Target to run on [default: the manifest's first]
     #[arg(long, value_name = "NAME")]
     pub target: Option<String>,
+}
+
+/// Compare what a manifest's model computes with golden outputs of another implementation
+///
+/// The goldens are a safetensors file with `input_ids` [positions] and fp32 `logits` [positions, vocab]; and, where they are
+/// there, `logits_bf16` of the same shape, `greedy_ids` [steps], which follow the ids where the most probable token is
+/// taken, and `greedy_margin` [steps], by how much each of them beat the second.
+///
+/// In fp32 no logit may differ by more than 3e-4, and the greedy tokens are equal. With anything in bf16, the norm of all
+/// differences by the norm of all logits may be 1.5 times that of `logits_bf16`, or 0.04 without it, and greedy tokens are
+/// equal up to the first that won by less than twice the largest difference. Exit code 1: it differs.
+#[derive(Debug, Args)]
+#[command(
+    verbatim_doc_comment,
+    after_help = "\
+Examples:
+  monobloc compare manifests/mine.toml --goldens goldens.safetensors
+  monobloc compare manifests/mine.toml --goldens goldens.safetensors --target h200 --json | jq .error_abs_max
+
+and to make the file:
+  from safetensors.torch import save_file; from transformers import AutoModelForCausalLM; import torch
+  ids = torch.tensor([[0, 364, 839]])
+  logits = lambda dtype: AutoModelForCausalLM.from_pretrained(\"DIR\", dtype=dtype)(ids).logits[0].detach()
+  save_file({\"input_ids\": ids[0], \"logits\": logits(torch.float32), \"logits_bf16\": logits(torch.bfloat16)},
+            \"goldens.safetensors\")"
+)]
+pub struct Compare {
+    /// Manifest whose model is run
+    pub manifest: PathBuf,
+    /// Golden outputs of the manifest's checkpoint
+    #[arg(long, value_name = "FILE")]
+    pub goldens: PathBuf,
+    /// Target to run on [default: the manifest's first]
+    #[arg(long, value_name = "NAME")]
+    pub target: Option<String>,
+    /// Print one JSON object
+    #[arg(long)]
+    pub json: bool,
 }
 
 /// Time a manifest's kernel, alone and in turns with baselines

@@ -83,6 +83,7 @@ fn answer(session: &Session, command: Command) -> Result<Outcome, Fault> {
         Command::Generate(asked) => generate::generate(session, &asked),
         Command::Perplexity(asked) => score::perplexity(session, &asked),
         Command::Logits(asked) => score::logits(session, &asked),
+        Command::Compare(asked) => score::compare(session, &asked),
         Command::Bench(asked) => bench::bench(session, &asked),
         Command::Trace(asked) => trace::trace(session, &asked),
         Command::Validate(asked) => validate::validate(session, &asked),

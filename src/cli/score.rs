@@ -1,24 +1,29 @@
-//! Owns `perplexity` and `logits`: a model run over tokens that are given, and what it made of them.
+//! Owns `perplexity`, `logits` and `compare`: a model run over tokens that are given, and what it made of them.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, BufWriter, Write};
 use std::iter;
-use std::ops::Range;
+use std::ops::{ControlFlow, Range};
 use std::path::Path;
 
 use serde_json::json;
 use tempfile::NamedTempFile;
 
 use super::Outcome;
-use super::arguments::{Logits, Perplexity};
+use super::arguments::{Compare, Logits, Perplexity};
 use super::session::{Session, Talk, pick_target, tokenizer_dir};
 use crate::error::Fault;
-use crate::files::{folder_of, read_text};
+use crate::files::{folder_of, read_bytes, read_text};
+use crate::goldens::{Allowed, Comparison, Goldens};
 use crate::pipeline;
+use crate::sample::SampleSettings;
 use crate::tokenizer::{Tokenizer, check_ids};
 
 /// Largest text that is scored: some 60 million tokens, days of work.
 const TEXT_BYTES_MAX: u64 = 256 << 20;
+
+/// Largest file of goldens: some 4,000 positions of a vocabulary of 128 Ki.
+const GOLDENS_BYTES_MAX: u64 = 4 << 30;
 
 pub fn perplexity(session: &Session, asked: &Perplexity) -> Result<Outcome, Fault> {
     let manifest = session.manifest(&asked.manifest)?;
@@ -123,6 +128,68 @@ pub fn logits(session: &Session, asked: &Logits) -> Result<Outcome, Fault> {
     let (place, out) = (runner.place(), asked.out.display());
     session.terminal.say(&format!("wrote `logits` [{}, {vocab}] to `{out}` ({place})", ids.len()));
     Ok(Outcome::Done)
+}
+
+pub fn compare(session: &Session, asked: &Compare) -> Result<Outcome, Fault> {
+    let manifest = session.manifest(&asked.manifest)?;
+    let target = pick_target(&manifest, asked.target.as_deref())?;
+    let file = asked.goldens.display();
+    let goldens = Goldens::parse(&read_bytes(&asked.goldens, GOLDENS_BYTES_MAX)?)
+        .map_err(|error| Fault::input(format!("`{file}`: {error}")).with_remedy(GOLDENS_RULE))?;
+    let (needed, context_max) = (goldens.positions_needed(), manifest.decode.context_max as usize);
+    if needed > context_max {
+        return Err(Fault::input(format!(
+            "`{file}` needs {needed} positions, `context_max` of manifest `{}` is {context_max}",
+            manifest.name
+        ))
+        .with_remedy("raise `context_max` in the manifest"));
+    }
+    let workspace = session.workspace(if asked.json { Talk::Nothing } else { Talk::Work })?;
+    let prepared = pipeline::prepare(&workspace, &manifest, &target)?;
+    let vocab = prepared.imported.graph.vocab;
+    if goldens.vocab != vocab {
+        let found = goldens.vocab;
+        return Err(Fault::input(format!("expected `logits` of {vocab} tokens in `{file}`, found {found}"))
+            .with_remedy("name the goldens of the manifest's own checkpoint"));
+    }
+    let mut runner = prepared.runner(&workspace)?;
+    let mut logits = Vec::with_capacity(goldens.input_ids.len() * vocab as usize);
+    runner.logits(&goldens.input_ids, &mut |_, row| logits.extend_from_slice(row))?;
+    let go_on = &mut |_| ControlFlow::Continue(());
+    // No token ends the text: goldens go on behind it.
+    let greedy =
+        runner.generate(&goldens.input_ids, goldens.greedy_ids.len(), &[], &SampleSettings::greedy(), go_on)?;
+    let compared = goldens.compare(&logits, &greedy, manifest.precision);
+    if asked.json {
+        session.terminal.print_json(&comparison_json(&compared, &runner.place()))?;
+    } else {
+        session.terminal.print(&format!("{compared} ({})\n", runner.place()))?;
+    }
+    Ok(if compared.agrees { Outcome::Done } else { Outcome::No })
+}
+
+/// What a file of goldens has to hold.
+const GOLDENS_RULE: &str = "`monobloc compare --help` says what a file of goldens holds";
+
+fn comparison_json(compared: &Comparison, place: &str) -> serde_json::Value {
+    let Comparison { positions, largest, error_rel_l2, allowed, steps, steps_sure, steps_equal, agrees } = compared;
+    let (error_abs_allowed, error_rel_l2_allowed) = match allowed {
+        Allowed::Abs(limit) => (Some(limit), None),
+        Allowed::RelL2(limit) => (None, Some(limit)),
+    };
+    json!({
+        "agrees": agrees,
+        "positions": positions,
+        "error_abs_max": largest.abs(),
+        "error_abs_allowed": error_abs_allowed,
+        "error_rel_l2": error_rel_l2,
+        "error_rel_l2_allowed": error_rel_l2_allowed,
+        "largest": {
+            "position": largest.position, "token": largest.token, "expected": largest.expected, "found": largest.found,
+        },
+        "greedy": { "steps": steps, "steps_sure": steps_sure, "steps_equal": steps_equal },
+        "place": place,
+    })
 }
 
 /// A safetensors file of one fp32 tensor, written row by row: the logits of a long text do not fit in memory. Format:

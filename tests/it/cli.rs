@@ -361,3 +361,39 @@ fn colours_are_where_they_are_asked_for() {
     assert!(place.run("targets h20 --color always").code(2).stderr.contains("\u{1b}[1;31merror"));
     assert!(!place.run("targets h20 --color never").code(2).stderr.contains('\u{1b}'));
 }
+
+#[test]
+fn goldens_are_compared_in_one_step_and_damage_is_seen() {
+    let place = Place::new();
+    let checkpoint = fixture("families/qwen3");
+    place.manifest(&checkpoint, 48);
+    let goldens = checkpoint.join("goldens.safetensors");
+    let answer = place.run(&format!("compare m.toml --goldens {}", goldens.display())).code(0);
+    assert!(answer.stdout.starts_with("agrees at 24 positions: largest difference "), "{answer:#?}");
+    assert!(answer.stdout.contains(" 3e-4 allowed; 16 of 16 greedy tokens (cpu interpreter on "), "{answer:#?}");
+
+    // The same checkpoint in bf16 is held to the error of bf16 elsewhere.
+    let text = fs::read_to_string(place.path("m.toml")).unwrap().replace("fp32", "bf16");
+    place.write("bf16.toml", text);
+    let answer = place.run(&format!("compare bf16.toml --json --goldens {}", goldens.display())).code(0).json();
+    let (error, allowed) = (answer["error_rel_l2"].as_f64().unwrap(), answer["error_rel_l2_allowed"].as_f64().unwrap());
+    assert!(error > 1e-4 && error < allowed && allowed < 0.1, "{answer}");
+
+    // One logit that is wrong, and goldens that the context or the model cannot hold.
+    let mut bytes = fs::read(&goldens).unwrap();
+    let start = |bytes: &[u8]| {
+        let (header, metadata) = SafeTensors::read_metadata(bytes).unwrap();
+        8 + header + metadata.info("logits").unwrap().data_offsets.0
+    };
+    let at = start(&bytes) + 4 * (320 * 7 + 5);
+    let expected = f32::from_le_bytes(bytes[at..at + 4].try_into().unwrap());
+    bytes[at..at + 4].copy_from_slice(&(expected + 0.001).to_le_bytes());
+    place.write("off.safetensors", &bytes);
+    let answer = place.run("compare m.toml --goldens off.safetensors").code(1);
+    assert!(answer.stdout.starts_with("differs at ") && answer.stdout.contains("position 7, token 5: "), "{answer:#?}");
+    place.manifest(&checkpoint, 38);
+    place.run("compare m.toml --goldens off.safetensors").refused(&["needs 39 positions", "is 38", "context_max"]);
+    place.manifest(&fixture("families/llama-untied"), 48);
+    place.run("compare m.toml --goldens off.safetensors").refused(&["expected `logits` of 384 tokens", "found 320"]);
+    place.run("compare m.toml --goldens m.toml").refused(&["m.toml", "expected a safetensors file"]);
+}

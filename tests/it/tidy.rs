@@ -68,6 +68,7 @@ const IMPORTS: &[(&str, &[&str])] = &[
             "validate",
         ],
     ),
+    ("goldens", &["dtype"]),
     ("paired", &["random"]),
     ("trace", &["ir"]),
     // Stores bytes under digests and understands none of them.
@@ -316,6 +317,7 @@ fn nothing_is_left_for_later_and_no_path_is_of_one_machine() {
         ("kernels", &[".cuh", ".cu"]),
         ("tests/it", &[".rs", ".c"]),
         ("tests/bench", &[".rs"]),
+        ("tests/device", &[".sh"]),
         ("tests/filetests", &[".mkir"]),
         ("manifests", &[".toml", ".json"]),
         ("docs", &[".md"]),
