@@ -1,8 +1,9 @@
 //! Owns `Runner`: a prepared model that decodes, on the CPU or on a device, behind one face.
 
+use std::hint;
 use std::ops::ControlFlow;
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::codegen::emit::Trace;
 use crate::cuda::driver::Device;
@@ -255,13 +256,14 @@ fn greedy_on_device(
             Ok(())
         };
         // A launch that hangs ends by its own deadline; `finish` tells why.
-        let looks = Duration::from_millis(timeout_ms).as_micros() / POLL.as_micros();
-        for _ in 0..looks {
+        let deadline = Instant::now() + Duration::from_millis(timeout_ms);
+        while Instant::now() < deadline {
             catch_up(session, &mut tokens)?;
             if session.decided()? >= position + steps || session.is_done()? {
                 break;
             }
-            thread::sleep(POLL);
+            // A person waits for the first token, and a sleep would be longer than the launch takes to begin.
+            if tokens.is_empty() { hint::spin_loop() } else { thread::sleep(POLL) }
         }
         session.finish(timeout_ms)?;
         catch_up(session, &mut tokens)?;
