@@ -37,3 +37,7 @@ bench *args:
 # Run the tests on a GPU of this machine; without one they fail instead of being skipped
 gpu:
     MONOBLOC_REQUIRE_GPU=1 cargo test --release
+
+# Run the tests of tests/device alone, or those whose name contains a word, and print what they measure
+device *args:
+    MONOBLOC_REQUIRE_GPU=1 cargo test --release --test device -- --nocapture "$@"

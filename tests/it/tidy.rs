@@ -288,7 +288,7 @@ fn the_matrix_follows_the_layers() {
 #[test]
 fn a_file_says_what_it_owns() {
     let mut faults = vec![];
-    for folder in ["src", "tests/it", "tests/bench"] {
+    for folder in ["src", "tests/it", "tests/device", "tests/bench"] {
         for source in sources(folder, &[".rs"]) {
             // The crate's own head is a file of its own.
             let starts = source.text.starts_with("//! ") || source.path == "src/lib.rs";
@@ -316,6 +316,7 @@ fn nothing_is_left_for_later_and_no_path_is_of_one_machine() {
         ("src", &[".rs", ".md", ".cu"][..]),
         ("kernels", &[".cuh", ".cu"]),
         ("tests/it", &[".rs", ".c"]),
+        ("tests/device", &[".rs"]),
         ("tests/bench", &[".rs"]),
         ("tests/device", &[".sh"]),
         ("tests/filetests", &[".mkir"]),

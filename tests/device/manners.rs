@@ -1,0 +1,137 @@
+//! What a user meets beside numbers: tokens as they are decided, short ways to the first one, clean memory.
+
+use std::ops::ControlFlow;
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use monobloc::check::check_ids;
+use monobloc::codegen::emit::{Trace, emit};
+use monobloc::cuda::session::Session;
+use monobloc::pack::layout;
+use monobloc::pipeline::build;
+use monobloc::sample::SampleSettings;
+
+use crate::support::Goldens;
+use crate::{Gpu, Place, packed, prepared, runner, say};
+
+/// Tokens arrive one by one while the launch that decides all of them still runs.
+#[test]
+fn tokens_stream_out_of_a_running_launch() {
+    let Some(gpu) = Gpu::here("tokens_stream_out_of_a_running_launch") else { return };
+    let place = Place::new();
+    let workspace = place.workspace(None);
+    let manifest =
+        place.manifest(&gpu.record, gpu.record.spec.copy, "fp32", "context_max = 2048\nsteps_per_launch = 2048");
+    let mut device = runner(&workspace, &prepared(&workspace, &manifest));
+    let prompt = Goldens::open("tinystories-llama").ids("prompt_ids.0");
+    let mut seen = vec![];
+    let settings = SampleSettings::greedy();
+    let tokens = device
+        .generate(&prompt, 2000, &[], &settings, &mut |_| {
+            seen.push(Instant::now());
+            ControlFlow::Continue(())
+        })
+        .unwrap();
+    assert_eq!((tokens.len(), seen.len()), (2000, 2000));
+    let moments = 1 + seen.windows(2).filter(|pair| pair[1] - pair[0] > Duration::from_micros(20)).count();
+    say(&format!("2000 tokens of one launch arrived at {moments} moments over {:?}", seen[1999] - seen[0]));
+    assert!(moments > 20, "all tokens of a launch arrived at {moments} moments");
+}
+
+/// Prints how long the way from a launch to its first token is beyond the step that decides it.
+#[test]
+fn the_way_to_the_first_token_is_measured() {
+    let Some(gpu) = Gpu::here("the_way_to_the_first_token_is_measured") else { return };
+    let place = Place::new();
+    let workspace = place.workspace(None);
+    let prepared =
+        prepared(&workspace, &place.manifest(&gpu.record, gpu.record.spec.copy, "bf16", "context_max = 512"));
+    let source = emit(&prepared.validated, &prepared.target, Trace::Off);
+    let cubin = gpu.nvrtc.compile(&source).unwrap().cubin;
+    let (pack, layout) = (packed(&prepared), layout(prepared.validated.schedule()));
+    let mut session =
+        Session::load(&gpu.device, &prepared.validated, &layout, &cubin, Trace::Off, 256, |stream, to| {
+            Ok(to.upload(stream, 0, (*pack).as_ref())?)
+        })
+        .unwrap();
+    let ids = check_ids(prepared.imported.graph.vocab, 1);
+    let (mut over_us, mut step_us) = (vec![], vec![]);
+    for _ in 0..50 {
+        session.start(&ids, &[]).unwrap();
+        let begun = Instant::now();
+        let timeout_ms = session.launch(0, 256, false).unwrap();
+        // The token of position 0 is the prompt's; that of position 1 is the first decided one.
+        while session.decided().unwrap() < 2 && !session.is_done().unwrap() {
+            std::hint::spin_loop();
+        }
+        let first_us = begun.elapsed().as_secs_f64() * 1e6;
+        let launched = session.finish(timeout_ms).unwrap();
+        assert_eq!(launched.decided, 257);
+        step_us.push(launched.device_us / 256.0);
+        over_us.push(first_us - launched.device_us / 256.0);
+    }
+    let median = |values: &mut Vec<f64>| {
+        values.sort_by(f64::total_cmp);
+        values[values.len() / 2]
+    };
+    let (over, step) = (median(&mut over_us), median(&mut step_us));
+    say(&format!("first token of a warm launch: {over:.1} us over a step of {step:.1} us (median of 50)"));
+    assert!(over.is_finite() && step > 0.0);
+}
+
+/// A machine that has nothing but the shared cache runs no stage, and gives the same tokens.
+#[test]
+fn a_new_machine_loads_everything_from_the_shared_cache() {
+    let Some(gpu) = Gpu::here("a_new_machine_loads_everything_from_the_shared_cache") else { return };
+    let (builder, shared) = (Place::new(), tempfile::tempdir().unwrap());
+    let copy = gpu.record.spec.copy;
+    let manifest = builder.manifest(&gpu.record, copy, "bf16", "context_max = 512");
+    let workspace = builder.workspace(Some(shared.path()));
+    build(&workspace, &manifest).unwrap_or_else(|fault| panic!("{fault}"));
+    let prompt = Goldens::open("tinystories-llama").ids("prompt_ids.1");
+    let settings = SampleSettings::greedy();
+    let built = runner(&workspace, &prepared(&workspace, &manifest))
+        .generate(&prompt, 8, &[], &settings, &mut |_| ControlFlow::Continue(()))
+        .unwrap();
+
+    let new = Place::new();
+    let begun = Instant::now();
+    let workspace = new.workspace(Some(shared.path()));
+    let prepared = prepared(&workspace, &manifest);
+    let mut device = runner(&workspace, &prepared);
+    let loaded = begun.elapsed();
+    let found = device.generate(&prompt, 8, &[], &settings, &mut |_| ControlFlow::Continue(())).unwrap();
+    assert_eq!(found, built);
+    assert_eq!(workspace.report.ran_count(), 0, "nothing is built where everything is shared");
+    say(&format!("loaded from the shared cache in {:.0} ms", loaded.as_secs_f64() * 1e3));
+}
+
+/// memcheck and racecheck of the compute sanitizer, where a toolkit has brought it, over every way into shared memory.
+#[test]
+fn the_compute_sanitizer_finds_nothing() {
+    let Some(gpu) = Gpu::here("the_compute_sanitizer_finds_nothing") else { return };
+    let installed = ["compute-sanitizer", "/usr/local/cuda/bin/compute-sanitizer"];
+    let works =
+        |program: &&str| Command::new(program).arg("--version").output().is_ok_and(|said| said.status.success());
+    let Some(sanitizer) = installed.into_iter().find(works) else {
+        return say(
+            "SKIPPED (no compute-sanitizer): the_compute_sanitizer_finds_nothing: it comes with the CUDA toolkit",
+        );
+    };
+    for copy in gpu.copies() {
+        let place = Place::new();
+        // Few steps a launch: the sanitizer makes each a hundred times as long, and the deadline stays.
+        place.manifest(&gpu.record, copy, "bf16", "context_max = 64\nsteps_per_launch = 4");
+        for tool in ["memcheck", "racecheck"] {
+            let mut command = Command::new(sanitizer);
+            command.args(["--tool", tool, "--error-exitcode", "86", env!("CARGO_BIN_EXE_monobloc")]);
+            command.args(["generate", "m.toml", "--ids", "0,467,468", "--max-tokens", "12", "--ignore-eos"]);
+            let output = command.current_dir(place.path("")).env("HOME", place.path("")).output().unwrap();
+            let text = String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
+            assert!(output.status.success(), "{copy}, {tool}: {text}");
+            let verdict = text.lines().filter(|line| line.contains("SUMMARY")).collect::<Vec<_>>().join("; ");
+            assert!(!verdict.is_empty(), "{copy}, {tool}: {text}");
+            say(&format!("{copy}, {tool}: {verdict}"));
+        }
+    }
+}

@@ -1,0 +1,106 @@
+//! Logits and tokens of the device against the interpreter and the goldens.
+
+use std::ops::ControlFlow;
+
+use monobloc::check::check_ids;
+use monobloc::flywheel::Corpus;
+use monobloc::pipeline::build;
+use monobloc::sample::{SampleSettings, argmax};
+
+use crate::support::Goldens;
+use crate::{Gpu, Place, bits, error_rel_l2, interpreter, logits, prepared, runner, say};
+
+const CONTEXT: &str = "context_max = 512";
+
+/// A whole build, check and measurement included, for every way that bytes can reach shared memory on this device.
+#[test]
+fn every_way_into_shared_memory_is_checked_and_timed() {
+    let Some(gpu) = Gpu::here("every_way_into_shared_memory_is_checked_and_timed") else { return };
+    for copy in gpu.copies() {
+        for weights in ["fp32", "bf16"] {
+            let place = Place::new();
+            let workspace = place.workspace(None);
+            let manifest = place.manifest(&gpu.record, copy, weights, "context_max = 1024\ntime_positions = [32, 960]");
+            let report = build(&workspace, &manifest).unwrap_or_else(|fault| panic!("{copy}, {weights}: {fault}"));
+            assert_eq!(report.waiting, Vec::<String>::new(), "{copy}, {weights}");
+            let rows = Corpus::read(&[place.path("trials.csv")]).unwrap().trials;
+            let positions: Vec<u32> =
+                rows.iter().filter_map(|row| row.verdict().timing()).map(|timing| timing.position).collect();
+            assert_eq!(positions, [32, 960], "{copy}, {weights}: {rows:?}");
+            let check = rows[0].verdict().check().expect("checked before it was timed");
+            let at_32 = rows[0].verdict().timing().expect("timed").latency_us_p50;
+            say(&format!("{copy}, {weights}: relative L2 {:.2e}, {at_32:.1} us a step at 32", check.error_rel_l2));
+        }
+    }
+}
+
+#[test]
+fn fp32_logits_are_those_of_the_interpreter_and_of_every_other_run() {
+    let Some(gpu) = Gpu::here("fp32_logits_are_those_of_the_interpreter_and_of_every_other_run") else { return };
+    for copy in gpu.copies() {
+        let place = Place::new();
+        let workspace = place.workspace(None);
+        let prepared = prepared(&workspace, &place.manifest(&gpu.record, copy, "fp32", CONTEXT));
+        let ids = check_ids(prepared.imported.graph.vocab, 512);
+        let mut device = runner(&workspace, &prepared);
+        let found = logits(&mut device, &ids);
+        let expected = interpreter(&prepared).logits(&ids).unwrap();
+        for position in [0, 1, 31, 200, 511] {
+            let error = error_rel_l2(&expected[position], &found[position]);
+            say(&format!("{copy}, position {position}: relative L2 {error:.2e}"));
+            assert!(error <= 1e-4, "{copy}, position {position}: {error:e}");
+        }
+        // Again in the same session, and in another one with another cache.
+        assert!(bits(&found) == bits(&logits(&mut device, &ids)), "{copy}: a second run differs");
+        drop(device);
+        let mut other = runner(&workspace, &prepared);
+        assert!(bits(&found) == bits(&logits(&mut other, &ids)), "{copy}: another session differs");
+    }
+}
+
+#[test]
+fn greedy_tokens_are_those_of_transformers() {
+    let Some(gpu) = Gpu::here("greedy_tokens_are_those_of_transformers") else { return };
+    let place = Place::new();
+    let workspace = place.workspace(None);
+    let prepared =
+        prepared(&workspace, &place.manifest(&gpu.record, gpu.record.spec.copy, "fp32", "context_max = 1024"));
+    let mut device = runner(&workspace, &prepared);
+    let goldens = Goldens::open("tinystories-llama");
+    let greedy = goldens.ids("greedy_ids");
+    for (prompt, expected) in greedy.chunks_exact(64).enumerate() {
+        let ids = goldens.ids(&format!("prompt_ids.{prompt}"));
+        let settings = SampleSettings::greedy();
+        let found = device.generate(&ids, 64, &[], &settings, &mut |_| ControlFlow::Continue(())).unwrap();
+        assert_eq!(found, expected, "prompt {prompt}");
+    }
+}
+
+/// Each of 512 tokens is the interpreter's own choice after the tokens before it, or a tie within the tolerance.
+#[test]
+fn five_hundred_greedy_tokens_do_not_diverge() {
+    let Some(gpu) = Gpu::here("five_hundred_greedy_tokens_do_not_diverge") else { return };
+    // What two logits of a model of this size may differ by: bf16 rounds activations, fp32 only sums.
+    for (weights, tolerance) in [("fp32", 1e-3), ("bf16", 0.5)] {
+        let place = Place::new();
+        let workspace = place.workspace(None);
+        let manifest =
+            place.manifest(&gpu.record, gpu.record.spec.copy, weights, "context_max = 560\nsteps_per_launch = 128");
+        let prepared = prepared(&workspace, &manifest);
+        let prompt = Goldens::open("tinystories-llama").ids("prompt_ids.0");
+        let settings = SampleSettings::greedy();
+        let mut device = runner(&workspace, &prepared);
+        let tokens = device.generate(&prompt, 512, &[], &settings, &mut |_| ControlFlow::Continue(())).unwrap();
+        assert_eq!(tokens.len(), 512);
+        let ids: Vec<u32> = prompt.iter().chain(&tokens).copied().collect();
+        let rows = interpreter(&prepared).logits(&ids[..ids.len() - 1]).unwrap();
+        let mut ties = 0;
+        for (at, (&token, row)) in tokens.iter().zip(&rows[prompt.len() - 1..]).enumerate() {
+            let best = argmax(row).unwrap();
+            let margin = row[best as usize] - row[token as usize];
+            assert!(margin <= tolerance, "{weights}, token {at}: expected {best}, found {token}, {margin} below");
+            ties += usize::from(token != best);
+        }
+        say(&format!("{weights}: 512 tokens, {ties} of them the other one of a tie"));
+    }
+}
