@@ -161,6 +161,16 @@ impl Cache {
         Ok(self.get_shared(stage, key))
     }
 
+    /// Forgets the entry under `key`, here and in the shared folder: the next who wants it builds it.
+    pub fn remove(&self, stage: &str, key: &Digest) -> Result<(), CacheError> {
+        if let Some(shared) = &self.shared
+            && let Err(error) = shared.remove(stage, key)
+        {
+            (self.note)(&Note::Shared { action: "remove an entry", reason: error.to_string() });
+        }
+        self.store.remove(stage, key)
+    }
+
     /// Stores `bytes` and returns the digest of what the cache now holds under `key`. That is another digest than the
     /// one of `bytes` only if the stage is not deterministic and someone else was first.
     pub fn put(&self, stage: &str, key: &Digest, why: &str, bytes: &[u8]) -> Result<Digest, CacheError> {

@@ -278,6 +278,17 @@ impl Store {
         Some(to)
     }
 
+    /// Removes an entry; its key text stays, for `explain`.
+    pub fn remove(&self, stage: &str, key: &Digest) -> Result<(), CacheError> {
+        check_stage(stage)?;
+        self.verified.forget(entry_name(stage, key).as_bytes());
+        let path = self.entry_path(stage, key);
+        match fs::remove_file(&path) {
+            Err(source) if source.kind() != ErrorKind::NotFound => Err(CacheError::io("remove", &path, source)),
+            _ => Ok(()),
+        }
+    }
+
     pub fn put(&self, stage: &str, key: &Digest, why: &str, bytes: &[u8]) -> Result<Digest, CacheError> {
         let path = self.entry_path(stage, key);
         self.put_file(stage, key, why, |file| {

@@ -2,6 +2,7 @@
 //! declares them.
 
 use super::emit::classes;
+use crate::digest::Digest;
 use crate::ir::op::{GRANULE_BYTES, Op, Role};
 use crate::ir::program::{Program, Space};
 use crate::ir::schedule::{RunBytes, Schedule};
@@ -224,6 +225,44 @@ pub fn encode(validated: &Validated) -> Tables {
         }
     }
     tables
+}
+
+/// The queues of a proven schedule, and the digest of every byte of them that is uploaded. There is no other way to make
+/// one, so what reaches a device was proven.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Queues<'a> {
+    validated: &'a Validated,
+    tables: Tables,
+    digest: Digest,
+}
+
+impl<'a> Queues<'a> {
+    pub fn of(validated: &'a Validated) -> Queues<'a> {
+        let tables = encode(validated);
+        let Tables { entries, entry_index, runs, run_index, exchange_bytes, cache_bytes } = &tables;
+        let parts: [&[u8]; 4] = [
+            bytemuck::cast_slice(entries),
+            bytemuck::cast_slice(entry_index),
+            bytemuck::cast_slice(runs),
+            bytemuck::cast_slice(run_index),
+        ];
+        let digests = parts.map(Digest::of);
+        let digest = Digest::of(format!("{digests:?} {exchange_bytes} {cache_bytes}").as_bytes());
+        Queues { validated, tables, digest }
+    }
+
+    /// The proof.
+    pub fn validated(&self) -> &'a Validated {
+        self.validated
+    }
+
+    pub fn tables(&self) -> &Tables {
+        &self.tables
+    }
+
+    pub fn digest(&self) -> Digest {
+        self.digest
+    }
 }
 
 fn arena_bytes(schedule: &Schedule, space: Space) -> u64 {

@@ -4,7 +4,7 @@ use super::driver::{Device, DriverError};
 use super::memory::{DeviceBuffer, MappedBuffer};
 use super::module::{Function, Module};
 use super::stream::{Argument, Event, LaunchShape, Stream, Wait};
-use crate::codegen::abi::{EOS_MAX, Params, Tables, encode};
+use crate::codegen::abi::{EOS_MAX, Params, Queues};
 use crate::codegen::emit::{ENTRY_POINT, Trace, stamps_max};
 use crate::error::Fault;
 use crate::ir::op::Role;
@@ -12,7 +12,6 @@ use crate::ir::schedule::Schedule;
 use crate::ir::{EventId, SmId, TaskId};
 use crate::pack::Layout;
 use crate::trace::STAMP_WORDS;
-use crate::validate::Validated;
 use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
@@ -157,12 +156,12 @@ pub struct Launched {
 }
 
 impl Session {
-    /// Loads a proven schedule. `steps_max` bounds the steps of a launch (it sizes the logits buffer).
+    /// Loads the queues of a proven schedule, and what they need. `steps_max` bounds the steps of a launch (it sizes the logits buffer).
     ///
     /// `fill` uploads the pack: it is given the buffer and the stream, so that a large pack can come piece by piece.
     pub fn load(
         device: &Device,
-        validated: &Validated,
+        queues: &Queues<'_>,
         layout: &Layout,
         cubin: &[u8],
         trace: Trace,
@@ -173,7 +172,7 @@ impl Session {
         let mut pack = device.alloc(layout.total_bytes.max(16))?;
         fill(&stream, &mut pack)?;
         stream.synchronize()?;
-        Session::load_sharing(device, validated, layout, cubin, trace, steps_max, Arc::new(pack))
+        Session::load_sharing(device, queues, layout, cubin, trace, steps_max, Arc::new(pack))
     }
 
     /// The weights of this session, for another one whose pack has the same bytes.
@@ -184,16 +183,16 @@ impl Session {
     /// As [`Session::load`], with weights that are on the device already.
     pub fn load_sharing(
         device: &Device,
-        validated: &Validated,
+        queues: &Queues<'_>,
         layout: &Layout,
         cubin: &[u8],
         trace: Trace,
         steps_max: u32,
         pack: Arc<DeviceBuffer>,
     ) -> Result<Session, SessionError> {
-        let schedule = validated.schedule();
+        let schedule = queues.validated().schedule();
         let machine = &schedule.machine;
-        let tables: Tables = encode(validated);
+        let tables = queues.tables();
         let stream = device.stream()?;
         let module = device.load(cubin)?;
         let smem = machine.smem.iter().map(|p| p.offset + p.bytes).max().unwrap_or(0);

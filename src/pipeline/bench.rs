@@ -349,7 +349,8 @@ impl Rival {
                 let cubin = compiled(workspace, site, &generated)?;
                 let device = Device::open(devices.find_for_run(target)?.ordinal)?;
                 let steps_max = manifest.decode.steps_per_launch;
-                let mut session = load_session(&device, &validated, &cubin.bytes, &pack, Trace::Off, steps_max)?;
+                let mut session =
+                    load_session(workspace, &device, &validated, &cubin.bytes, &pack, Trace::Off, steps_max)?;
                 (check_cuda(&subject, &mut session, steps_max).map_err(failed)?, Some((device, session)))
             }
         };

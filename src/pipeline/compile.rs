@@ -160,11 +160,11 @@ pub(super) fn find_cubin(
     compiler: &Compiler<'_>,
     source: &Generated,
 ) -> Result<Result<Found, Fault>, Fault> {
-    let cache = &site.workspace.cache;
+    let (workspace, cache) = (site.workspace, &site.workspace.cache);
     match compiler.version() {
         Ok(version) => {
             let keyed = cubin_key(&source.source, version)?;
-            let entry = cache.get(keyed.stage, &keyed.key)?;
+            let entry = workspace.trusted(&keyed)?;
             Ok(Ok(Found { keyed, entry, nvrtc: version.to_string() }))
         }
         Err(missing) if missing.tier == Tier::Environment => {
@@ -173,7 +173,7 @@ pub(super) fn find_cubin(
             };
             let nvrtc = why.lines().find_map(|line| line.strip_prefix("nvrtc = ")).unwrap_or_default().to_string();
             let keyed = Keyed { stage: keys::COMPILE, key, why };
-            Ok(match cache.get(keys::COMPILE, &key)? {
+            Ok(match workspace.trusted(&keyed)? {
                 Some(entry) => Ok(Found { keyed, entry: Some(entry), nvrtc }),
                 None => Err(missing),
             })
@@ -213,7 +213,8 @@ pub(super) fn compile(compiler: &Compiler<'_>, sites: &[(Site<'_>, &Generated)])
             _ => None,
         })
         .collect();
-    let cache = sites.first().map(|(site, _)| &site.workspace.cache);
+    let workspace = sites.first().map(|(site, _)| site.workspace);
+    let cache = workspace.map(|workspace| &workspace.cache);
     let compiled: Vec<Result<Compiled, Unmade>> = missing
         .par_iter()
         .map(|(keyed, source)| {
@@ -229,6 +230,9 @@ pub(super) fn compile(compiler: &Compiler<'_>, sites: &[(Site<'_>, &Generated)])
                 let mut bytes = (made.log.len() as u64).to_le_bytes().to_vec();
                 bytes.extend_from_slice(made.log.as_bytes());
                 bytes.extend_from_slice(&made.cubin);
+                if let Some(workspace) = workspace {
+                    workspace.vouch(keyed, Digest::of(&bytes))?;
+                }
                 Ok(bytes)
             });
             made.map(|(entry, outcome)| (entry, outcome, started.elapsed().as_secs_f64() * 1e3))

@@ -13,6 +13,7 @@ use crate::pack::layout;
 use crate::target::Target;
 use crate::validate::Validated;
 
+use super::Workspace;
 use super::keys::Hardware;
 
 /// Half of the pinned memory that weights go through on their way to a device.
@@ -73,6 +74,7 @@ impl Devices {
 
 /// Loads a kernel with its weights. `trace` is what the cubin was compiled with.
 pub(super) fn load_session(
+    workspace: &Workspace,
     device: &Device,
     validated: &Validated,
     cubin: &[u8],
@@ -81,7 +83,8 @@ pub(super) fn load_session(
     steps_max: u32,
 ) -> Result<Session, Fault> {
     let layout = layout(validated.schedule());
-    let session = Session::load(device, validated, &layout, cubin, trace, steps_max, |stream, buffer| {
+    let queues = workspace.queues(validated)?;
+    let session = Session::load(device, &queues, &layout, cubin, trace, steps_max, |stream, buffer| {
         let mut staging = device.staging(STAGING_BYTES)?;
         Ok::<_, SessionError>(staging.upload(stream, buffer, 0, (**pack).as_ref())?)
     })?;
@@ -90,6 +93,7 @@ pub(super) fn load_session(
 
 /// Loads a kernel beside one whose weights it shares.
 pub(super) fn load_session_sharing(
+    workspace: &Workspace,
     device: &Device,
     validated: &Validated,
     cubin: &[u8],
@@ -97,5 +101,6 @@ pub(super) fn load_session_sharing(
     steps_max: u32,
 ) -> Result<Session, Fault> {
     let layout = layout(validated.schedule());
-    Ok(Session::load_sharing(device, validated, &layout, cubin, Trace::Off, steps_max, pack)?)
+    let queues = workspace.queues(validated)?;
+    Ok(Session::load_sharing(device, &queues, &layout, cubin, Trace::Off, steps_max, pack)?)
 }

@@ -36,6 +36,8 @@ pub const MEASURE: &str = "measure";
 pub const EXPECT: &str = "expect";
 /// The candidate that a search found best; no stage of a build.
 pub const TUNED: &str = "tuned";
+/// What was built, by digest, beside the parts of a kernel; no stage of a build.
+pub const LINK: &str = "link";
 /// Which compiler was found last; no stage of a build.
 pub const NVRTC: &str = "nvrtc";
 

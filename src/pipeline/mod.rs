@@ -18,6 +18,7 @@ mod compile;
 mod execute;
 mod explain;
 mod keys;
+mod links;
 mod peer;
 mod prove;
 mod rows;

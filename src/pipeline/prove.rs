@@ -231,7 +231,15 @@ impl<'a> Executor<'a> {
             let device = Device::open(on.device.ordinal)?;
             let validated = self.placed.validated(self.site.target)?;
             let steps_max = self.steps_max();
-            let loaded = load_session(&device, validated, &on.cubin.bytes, &self.pack()?, Trace::Off, steps_max)?;
+            let loaded = load_session(
+                self.site.workspace,
+                &device,
+                validated,
+                &on.cubin.bytes,
+                &self.pack()?,
+                Trace::Off,
+                steps_max,
+            )?;
             *session = Some((device, loaded));
         }
         session.as_mut().ok_or_else(|| Fault::internal("a session was loaded and is gone"))

@@ -71,7 +71,8 @@ impl Prepared {
                 let pack = pack_for(&site, self.schedule, &self.validated)?;
                 let device = Device::open(found.ordinal)?;
                 let steps_max = self.manifest.decode.steps_per_launch;
-                let session = load_session(&device, &self.validated, &cubin.bytes, &pack, Trace::Off, steps_max)?;
+                let session =
+                    load_session(workspace, &device, &self.validated, &cubin.bytes, &pack, Trace::Off, steps_max)?;
                 let place = format!("{} (device {})", found.name, found.ordinal);
                 Ok(Runner { place, context_max, vocab, on: On::Device { session: Box::new(session), steps_max } })
             }

@@ -50,7 +50,11 @@ impl Workspace {
         build: impl FnOnce() -> Result<Vec<u8>, Fault>,
     ) -> Result<(Entry, Outcome), Fault> {
         self.run_stage(keyed, subject, title, detail, |keyed| {
-            self.cache.get_or_build(keyed.stage, &keyed.key, &keyed.why, build)
+            self.cache.get_or_build(keyed.stage, &keyed.key, &keyed.why, || {
+                let bytes = build()?;
+                self.vouch(keyed, Digest::of(&bytes))?;
+                Ok(bytes)
+            })
         })
     }
 
@@ -63,7 +67,7 @@ impl Workspace {
         detail: &str,
         make: impl FnOnce(&Keyed) -> Result<(Entry, Outcome), Fault>,
     ) -> Result<(Entry, Outcome), Fault> {
-        if let Some(entry) = self.cache.get(keyed.stage, &keyed.key)? {
+        if let Some(entry) = self.trusted(keyed)? {
             self.report.cached(title);
             self.point(keyed, subject)?;
             return Ok((entry, Outcome::Cached));
@@ -73,6 +77,7 @@ impl Workspace {
         match outcome {
             Outcome::Built => stage.done(),
             Outcome::Cached | Outcome::BuiltElsewhere => {
+                self.linked(keyed, &entry)?;
                 drop(stage);
                 self.report.cached(title);
             }
@@ -471,9 +476,19 @@ pub(super) fn store_pack(site: &Site<'_>, placed: &Placed, weights: &WeightsId) 
     let workspace = site.workspace;
     let (entry, _) = workspace.run_stage(&keyed, &site.subject(), &site.title(keys::PACK), "", |keyed| {
         let validated = placed.validated(site.target)?;
-        workspace.cache.get_or_build_file(keyed.stage, &keyed.key, &keyed.why, |file| write_pack(site, validated, file))
+        build_pack(site, validated, keyed)
     })?;
     Ok(Some(entry))
+}
+
+fn build_pack(site: &Site<'_>, validated: &Validated, keyed: &Keyed) -> Result<(Entry, Outcome), Fault> {
+    let Keyed { stage, key, why } = keyed;
+    let cache = &site.workspace.cache;
+    let (entry, outcome) = cache.get_or_build_file(stage, key, why, |file| write_pack(site, validated, file))?;
+    if outcome == Outcome::Built {
+        site.workspace.vouch(keyed, entry.content())?;
+    }
+    Ok((entry, outcome))
 }
 
 fn write_pack(site: &Site<'_>, validated: &Validated, file: &mut File) -> Result<(), Fault> {
@@ -526,10 +541,8 @@ pub(super) fn pack_for(site: &Site<'_>, schedule: Digest, validated: &Validated)
         return memory_pack(site, validated);
     }
     let keyed = site.pack_key(schedule, &weights);
-    let (entry, _) = site.workspace.run_stage(&keyed, &site.subject(), &site.title(keys::PACK), "", |keyed| {
-        site.workspace
-            .cache
-            .get_or_build_file(keyed.stage, &keyed.key, &keyed.why, |file| write_pack(site, validated, file))
-    })?;
+    let (entry, _) = site
+        .workspace
+        .run_stage(&keyed, &site.subject(), &site.title(keys::PACK), "", |keyed| build_pack(site, validated, keyed))?;
     map_pack(&entry)
 }

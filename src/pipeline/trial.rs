@@ -242,11 +242,11 @@ impl<'a> Child<'a> {
                 let steps_max = site.manifest.decode.steps_per_launch;
                 let session = match twin {
                     Some(On::Device(twin)) => {
-                        load_session_sharing(device, validated, &cubin.bytes, twin.pack(), steps_max)?
+                        load_session_sharing(site.workspace, device, validated, &cubin.bytes, twin.pack(), steps_max)?
                     }
                     _ => {
                         let pack = memory_pack(&site, validated)?;
-                        load_session(device, validated, &cubin.bytes, &pack, Trace::Off, steps_max)?
+                        load_session(site.workspace, device, validated, &cubin.bytes, &pack, Trace::Off, steps_max)?
                     }
                 };
                 On::Device(Box::new(session))

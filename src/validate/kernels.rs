@@ -7,7 +7,7 @@ use super::{Entity, Found, Rule, Witness, note};
 use crate::ir::op::{Attention, Epilogue, HISTORY_ALIGN, Op, QkNormAttr, Role};
 use crate::ir::program::{Grid, Program, Space};
 use crate::ir::schedule::{Mechanism, RunBytes, Schedule};
-use crate::ir::{EventId, GridId, SmId};
+use crate::ir::{EventId, GridId, SmId, TaskId};
 use crate::model::graph::NormKind;
 use crate::target::{Target, TargetKind};
 
@@ -71,7 +71,20 @@ impl Rules<'_> {
                         "expected an RMS norm without bias".to_string()
                     });
                 }
-                Op::Attention(a) => self.attention(at, grid, a),
+                Op::Attention(a) => {
+                    self.attention(at, grid, a);
+                    // norm_add.cuh reads its own columns again while it publishes, so that only who reads all of what it
+                    // publishes knows that it has read. Every op but this one reads all columns.
+                    let q = grid.operand(Role::Q).map(|o| o.buffer);
+                    let sum = (0..).zip(&program.grids).find(|(_, g)| {
+                        matches!(g.op, Op::NormAdd { .. }) && g.operand(Role::Out).map(|o| o.buffer) == q
+                    });
+                    self.expect_with(sum.is_none(), at, || {
+                        let writes = sum.map(|(g, _)| note(Entity::Grid(GridId(g)), "writes them"));
+                        let message = "expected q, k and v from a `matvec`, found a `norm_add`".to_string();
+                        (message, writes.into_iter().collect())
+                    });
+                }
                 Op::AttentionMerge { .. } | Op::Select | Op::Report | Op::Embed { .. } => {}
             }
         }
@@ -189,10 +202,17 @@ impl Rules<'_> {
         let groups = schedule.machine.ring.groups;
         self.expect(groups == 1, Entity::Machine, || format!("expected one group of warps, found {groups}"));
         // kernel.cuh: a block keeps its queue in shared memory.
-        let longest = schedule.regimes.iter().flat_map(|r| &r.queues).map(Vec::len).max().unwrap_or(0) as u64;
+        let numbered = |(r, queues): (u32, &Vec<Vec<TaskId>>)| -> Vec<(u64, Entity)> {
+            (0..).zip(queues).map(|(s, queue)| (queue.len() as u64, Entity::Sm(r, SmId(s)))).collect()
+        };
+        let queues = (0..).zip(schedule.regimes.iter().map(|regime| &regime.queues)).flat_map(numbered);
+        let longest = queues.max_by_key(|(length, _)| *length);
         let queue = schedule.machine.smem.iter().find(|p| p.name == "queue").map_or(0, |p| u64::from(p.bytes));
-        self.expect(queue >= longest * ENTRY_BYTES, Entity::Machine, || {
-            format!("expected a part `queue` of {} bytes, for {longest} tasks, found {queue}", longest * ENTRY_BYTES)
+        let needs = longest.map_or(0, |(length, _)| length * ENTRY_BYTES);
+        self.expect_with(queue >= needs, Entity::Machine, || {
+            let tasks = longest.map_or(0, |(length, _)| length);
+            let message = format!("expected a part `queue` of {needs} bytes, for {tasks} tasks, found {queue}");
+            (message, longest.map(|(_, at)| note(at, "has the longest queue")).into_iter().collect())
         });
         let smem = &schedule.machine.smem;
         let part = |name: &str| (0..).zip(smem).find(|(_, part)| part.name == name);

@@ -44,6 +44,8 @@
 //!   else of the step before.
 //! - The loader brings in chunks of the history of a step only after the first task of its SM's queue in that step is
 //!   done; it may bring in weights at any time.
+//! - A task has read its exchange operands before the first of its packets can be seen. What it writes besides may land
+//!   later: a packet vouches for itself, and only an event that orders memory for more.
 //! - A carried event is the same object in all regimes whose carried events have its buffer and columns.
 //! - A step's phase of a buffer is its position modulo the buffer's phases.
 //! - A launch may start at any position; its first step waits for no carried event (nothing ran before it).

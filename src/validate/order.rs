@@ -3,7 +3,7 @@
 use super::wellformed::Owners;
 use super::{Entity, Found, Rule, Witness, note};
 use crate::ir::op::{GRANULE_BYTES, HISTORY_ALIGN, Op, Role};
-use crate::ir::schedule::{Regime, RunBytes, Schedule};
+use crate::ir::schedule::{Regime, RunBytes, Schedule, Task};
 use crate::ir::{EventId, GridId, SmId, TaskId};
 
 /// A topological order of the tasks of one step under queue order and the events of the step; empty if there is none.
@@ -133,13 +133,10 @@ pub(super) fn ring(schedule: &Schedule, found: &mut Found) {
     }
     for (g, grid) in (0..).zip(&schedule.program.grids) {
         if grid.op.ring_demand() > ring.slots {
-            found.add(Rule::RingCapacity, Entity::Grid(GridId(g)), || {
-                format!(
-                    "`{}` holds {} chunks at once, the ring has {} slots",
-                    grid.op.name(),
-                    grid.op.ring_demand(),
-                    ring.slots
-                )
+            found.add_with(Rule::RingCapacity, Entity::Grid(GridId(g)), || {
+                let (op, demand, slots) = (grid.op.name(), grid.op.ring_demand(), ring.slots);
+                let message = format!("`{op}` holds {demand} chunks at once, the ring has {slots} slots");
+                (message, vec![note(at, "has the ring")])
             });
         }
     }
@@ -214,11 +211,12 @@ fn stream(r: u32, s: usize, schedule: &Schedule, regime: &Regime, found: &mut Fo
                 let row = u64::from(pitch) * program.precision.cache.bytes() as u64;
                 if rows == 0 || rows % HISTORY_ALIGN != 0 || u64::from(rows) * row > u64::from(slot_bytes) {
                     fine = false;
-                    found.add(Rule::HistoryChunk, at, || {
-                        format!(
+                    found.add_with(Rule::HistoryChunk, at, || {
+                        let message = format!(
                             "expected a multiple of {HISTORY_ALIGN} rows of {row} bytes in a slot \
                              of {slot_bytes}, found {rows} rows"
-                        )
+                        );
+                        (message, vec![note(Entity::Machine, "has the slots")])
                     });
                 }
             }
@@ -266,7 +264,24 @@ fn same_layout(r: u32, s: usize, first: &Regime, regime: &Regime, found: &mut Fo
             show(expected.get(differs)),
             show(here.get(differs))
         );
-        let other = layout(first, differs).map(|task| note(Entity::Task(0, task), "is there in r0"));
-        (message, other.into_iter().collect())
+        // Both ends of the story: what lies there in r0 and where this regime has it; what lies here and where r0 has it.
+        let (there, here) = (layout(first, differs), layout(regime, differs));
+        let twin = |regime: &Regime, task: &Task| {
+            let same = |t: &Task| (t.grid, t.lo, t.hi, t.j) == (task.grid, task.lo, task.hi, task.j);
+            regime.tasks.iter().position(same).map(TaskId::from)
+        };
+        let mut witness = vec![];
+        if let Some(task) = there {
+            witness.push(note(Entity::Task(0, task), "is there in r0"));
+            if let Some(twin) = twin(regime, &first.tasks[task.index()]) {
+                witness.push(note(Entity::Task(r, twin), format!("is its counterpart in r{r}")));
+            }
+        }
+        if let Some(task) = here
+            && let Some(twin) = twin(first, &regime.tasks[task.index()])
+        {
+            witness.push(note(Entity::Task(0, twin), format!("is the counterpart of {task} in r0")));
+        }
+        (message, witness)
     });
 }

@@ -12,7 +12,7 @@ use super::wellformed::{Grids, Owners, Region, Writes};
 use super::{Entity, Found, Rule, events::Joins, note, proxies};
 use crate::ir::program::Space;
 use crate::ir::schedule::{Regime, Schedule};
-use crate::ir::{BufferId, EventId, TaskId};
+use crate::ir::{BufferId, EventId, SmId, TaskId};
 use crate::target::{CopyMechanism, Target};
 use std::collections::BinaryHeap;
 
@@ -288,7 +288,11 @@ impl<'a> Run<'a> {
                         let acquires = queue.first().map(|&first| {
                             note(Entity::Task(r as u32, first), format!("is what the loader of sm{sm} waits for"))
                         });
-                        std::iter::once(appends).chain(acquires).collect()
+                        let releases = note(
+                            Entity::Sm(before as u32, SmId::from(other)),
+                            "signals nothing behind it that orders memory and reaches that far",
+                        );
+                        std::iter::once(appends).chain(acquires).chain([releases]).collect()
                     };
                     let at = Entity::Task(r as u32, reader);
                     if visible[other] < done {
@@ -318,6 +322,16 @@ impl<'a> Run<'a> {
             }
             let exchange = buffer.space == Space::Exchange;
             if exchange {
+                // Later steps of a regime find columns as their own writers left them.
+                if self.steps[s].regime > 0
+                    && self.steps[s].index < buffer.phases
+                    && !settled(&self.visibility[sm * self.sms..][..self.sms], self.base(s))
+                    && let Some((lo, hi)) = flow.span(task)
+                    && let Some(q) = self.last_write(s, flow.buffer, buffer.phases)
+                    && self.steps[q].regime != self.steps[s].regime
+                {
+                    self.landed(s, q, flow.buffer, Region { lo, hi, task: id }, sm, found);
+                }
                 *knows_all = *knows_all || settled(&self.dependency[sm * self.sms..][..self.sms], self.base(s));
                 // With one phase, what the step before wrote may still be read in this one.
                 let carried = &self.facts.joins[self.steps[s].regime].carried;
@@ -341,6 +355,55 @@ impl<'a> Run<'a> {
                 self.after_readers(s, q + 1, true, flow.buffer, region, sm, found);
             }
         }
+    }
+
+    /// A packet is seen by those who read it, and says nothing of other packets of its task: what nobody reads may land
+    /// late, over what another SM has written since. Within a regime a column has the same writer in every step, and
+    /// stores of one SM to one place keep their order, so only a change of regime can show it.
+    fn landed(&self, s: usize, q: usize, buffer: BufferId, region: Region, sm: usize, found: &mut Found) {
+        let visible = &self.visibility[sm * self.sms..][..self.sms];
+        let (r, before) = (self.steps[s].regime, self.steps[q].regime);
+        for write in self.facts.writes[before].overlapping(buffer, region.lo, region.hi) {
+            let (other, done) = self.done(q, write.task);
+            if other == sm || visible[other] >= done {
+                continue;
+            }
+            let (lo, hi) = (write.lo.max(region.lo), write.hi.min(region.hi));
+            let Some((lo, hi)) = self.unread(q, buffer, lo, hi) else { continue };
+            found.add_with(Rule::OverwriteUnordered, Entity::Task(r as u32, region.task), || {
+                let message = format!(
+                    "on sm{sm} writes columns {lo}..{hi} of {buffer} {}, where packets that nobody reads may land later",
+                    later(self.distance(q, s))
+                );
+                let at = Entity::Task(before as u32, write.task);
+                (message, vec![note(at, format!("on sm{other} wrote them"))])
+            });
+        }
+    }
+
+    /// The first of columns `lo..hi` that nobody reads as step `q` left them: in that step, or carried into the next.
+    fn unread(&self, q: usize, buffer: BufferId, lo: u32, hi: u32) -> Option<(u32, u32)> {
+        let mut reads: Vec<(u32, u32)> = vec![];
+        for (step, carried) in [(q, false), (q + 1, true)] {
+            let regime = self.regime(step);
+            for task in &regime.tasks {
+                let flows = self.facts.grids.reads(task.grid).iter().filter(|f| f.buffer == buffer);
+                let spans = flows.filter_map(|f| f.span(task)).filter(|s| s.0 < hi && lo < s.1);
+                let mut about = task.waits.iter().map(|w| &regime.events[w.event.index()]);
+                if about.any(|e| e.buffer == buffer && e.carried) == carried {
+                    reads.extend(spans);
+                }
+            }
+        }
+        reads.sort_unstable();
+        let mut at = lo;
+        for (from, to) in reads {
+            if from > at {
+                break;
+            }
+            at = at.max(to);
+        }
+        (at < hi).then_some((at, hi))
     }
 
     /// The latest step before `s` that wrote the same phase of a buffer.

@@ -524,10 +524,25 @@ pub(super) fn privates(schedule: &Schedule, grids: &Grids, found: &mut Found) {
                             program_order(found, at, buffer, s, task.grid, (other, grid_of(other)), r);
                         }
                         if covered < hi {
-                            found.add(Rule::Uncovered, at, || {
-                                format!(
+                            found.add_with(Rule::Uncovered, at, || {
+                                let message = format!(
                                     "columns {covered}..{hi} of {buffer} have no writer on sm{s} before it in the step"
-                                )
+                                );
+                                let writes = |other: &Task| {
+                                    let mut flows = grids.privates(other.grid).iter().filter(|f| f.buffer == buffer);
+                                    flows.any(|f| {
+                                        let span = f.span(other);
+                                        f.access.writes() && span.is_some_and(|(from, to)| from < hi && covered < to)
+                                    })
+                                };
+                                // Who writes them on another SM, or too late: one of each queue tells the story.
+                                let queues = regime.queues.iter().enumerate();
+                                let elsewhere = queues.flat_map(|(sm, queue)| queue.iter().map(move |t| (sm, *t)));
+                                let witness = elsewhere
+                                    .filter(|(_, other)| *other != id && writes(&regime.tasks[other.index()]))
+                                    .map(|(sm, other)| note(Entity::Task(r, other), format!("writes some on sm{sm}")))
+                                    .take(WRITERS_TOLD);
+                                (message, witness.collect())
                             });
                         }
                     }
@@ -548,6 +563,9 @@ pub(super) fn privates(schedule: &Schedule, grids: &Grids, found: &mut Found) {
         }
     }
 }
+
+/// Writers that a violation lists.
+const WRITERS_TOLD: usize = 16;
 
 fn program_order(
     found: &mut Found,

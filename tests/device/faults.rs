@@ -6,6 +6,7 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use monobloc::codegen::KernelSource;
+use monobloc::codegen::abi::Queues;
 use monobloc::codegen::emit::{Trace, emit};
 use monobloc::cuda::nvrtc::Nvrtc;
 use monobloc::cuda::session::{Session, SessionError, StuckOn};
@@ -86,7 +87,7 @@ fn session(gpu: &Gpu, prepared: &Prepared, edits: &[Edit]) -> Session {
     let source = edited(emit(&prepared.validated, &prepared.target, Trace::Off), edits);
     let cubin = gpu.nvrtc.compile(&source).unwrap_or_else(|error| panic!("{error}")).cubin;
     let (pack, layout) = (packed(prepared), layout(prepared.validated.schedule()));
-    Session::load(&gpu.device, &prepared.validated, &layout, &cubin, Trace::Off, STEPS, |stream, to| {
+    Session::load(&gpu.device, &Queues::of(&prepared.validated), &layout, &cubin, Trace::Off, STEPS, |stream, to| {
         Ok(to.upload(stream, 0, (*pack).as_ref())?)
     })
     .unwrap_or_else(|error| panic!("{error}"))

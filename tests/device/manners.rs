@@ -5,6 +5,7 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use monobloc::check::check_ids;
+use monobloc::codegen::abi::Queues;
 use monobloc::codegen::emit::{Trace, emit};
 use monobloc::cuda::session::Session;
 use monobloc::pack::layout;
@@ -50,7 +51,7 @@ fn the_way_to_the_first_token_is_measured() {
     let cubin = gpu.nvrtc.compile(&source).unwrap().cubin;
     let (pack, layout) = (packed(&prepared), layout(prepared.validated.schedule()));
     let mut session =
-        Session::load(&gpu.device, &prepared.validated, &layout, &cubin, Trace::Off, 256, |stream, to| {
+        Session::load(&gpu.device, &Queues::of(&prepared.validated), &layout, &cubin, Trace::Off, 256, |stream, to| {
             Ok(to.upload(stream, 0, (*pack).as_ref())?)
         })
         .unwrap();

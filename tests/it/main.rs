@@ -1,5 +1,6 @@
 //! End-to-end tests: what a user sees, over fixtures; one crate, one module per stage.
 
+mod artefact;
 mod bench;
 mod build;
 mod cli;
@@ -8,15 +9,21 @@ mod cli_support;
 mod driver;
 mod families;
 mod filetests;
+mod fuzz_replay;
 mod interp;
 mod kernels;
 mod nvrtc;
+#[path = "../oracle/mod.rs"]
+mod oracle;
+mod oracle_agrees;
 mod proof;
 mod proof_holes;
 mod proof_hostile;
 mod proof_naive;
 mod proof_real;
 mod proof_support;
+#[path = "../../fuzz/src/readers.rs"]
+mod readers;
 mod support;
 mod tidy;
 

@@ -40,10 +40,10 @@ const IMPORTS: &[(&str, &[&str])] = &[
     ("validate", &["dtype", "error", "ir", "model", "target", "text"]),
     ("interp", &["dtype", "error", "ir", "model", "pack", "random", "sample"]),
     // Prints and encodes what was proven; decides nothing.
-    ("codegen", &["dtype", "ir", "lower", "model", "schedule", "target", "validate"]),
+    ("codegen", &["digest", "dtype", "ir", "lower", "model", "schedule", "target", "validate"]),
     // Source in, cubin out, bytes to a device; only a session knows what a schedule is.
     ("cuda", &["codegen", "error", "target"]),
-    ("cuda/session", &["codegen", "error", "ir", "pack", "sample", "target", "trace", "validate"]),
+    ("cuda/session", &["codegen", "error", "ir", "pack", "sample", "target", "trace"]),
     (
         "check",
         &[

@@ -159,6 +159,7 @@ fn count_of(value: &Value, max: u32) -> Option<u32> {
     value.as_u64().and_then(|n| u32::try_from(n).ok()).filter(|n| (1..=max).contains(n))
 }
 
+/// Positive and finite also as fp32, which is what the graph holds: an `eps` of 1e-58 would be none.
 fn positive_of(value: &Value) -> Option<f64> {
-    value.as_f64().filter(|x| x.is_finite() && *x > 0.0)
+    value.as_f64().filter(|x| (*x as f32).is_finite() && *x as f32 > 0.0)
 }

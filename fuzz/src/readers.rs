@@ -1,0 +1,255 @@
+//! Everything that reads bytes somebody else wrote, as functions of bytes: fuzzers call them, and so does a replay in
+//! `cargo test`. None may panic, nor take memory or time that the size of its input does not explain.
+
+use std::cell::RefCell;
+use std::fs;
+use std::path::Path;
+
+use monobloc::cache::Cache;
+use monobloc::candidate::Candidate;
+use monobloc::cuda::cubin;
+use monobloc::digest::Digest;
+use monobloc::dtype::{DType, Precision};
+use monobloc::error::Fault;
+use monobloc::flywheel::{Corpus, best, stats};
+use monobloc::ir::parse::{parse_program, parse_with_lines};
+use monobloc::ir::print::print;
+use monobloc::lower::lower;
+use monobloc::manifest::Manifest;
+use monobloc::model::config::{graph_text, import, import_config_only};
+use monobloc::schedule::schedule;
+use monobloc::target::Target;
+use monobloc::text::Style;
+use monobloc::tokenizer::{Message, Tokenizer};
+use monobloc::validate::{check, line_of};
+
+/// Reads bytes; what it made of them is nobody's affair.
+pub type Reader = fn(&[u8]);
+
+/// What can be fuzzed, by the name of its corpus.
+pub const READERS: [(&str, Reader); 7] = [
+    ("manifest", manifest),
+    ("config", config),
+    ("weights", weights),
+    ("mkir", mkir),
+    ("trials", trials),
+    ("artefact", artefact),
+    ("tokenizer", tokenizer),
+];
+
+pub fn reader(name: &str) -> Option<Reader> {
+    READERS.iter().find(|(n, _)| *n == name).map(|(_, reader)| *reader)
+}
+
+/// Inputs longer than this only take longer.
+const BYTES_MAX: usize = 1 << 16;
+
+thread_local! {
+    static FOLDER: RefCell<Option<tempfile::TempDir>> = const { RefCell::new(None) };
+}
+
+/// A folder of this thread, in memory where the machine has such a place.
+fn in_folder(work: impl FnOnce(&Path)) {
+    FOLDER.with_borrow_mut(|folder| {
+        let memory = Path::new("/dev/shm");
+        let make = || if memory.is_dir() { tempfile::tempdir_in(memory) } else { tempfile::tempdir() };
+        let folder = folder.get_or_insert_with(|| make().expect("a temporary folder"));
+        work(folder.path());
+    });
+}
+
+fn put(folder: &Path, name: &str, bytes: &[u8]) {
+    fs::write(folder.join(name), bytes).expect("a file in the temporary folder");
+}
+
+fn told(fault: Fault) {
+    assert!(!fault.message.is_empty());
+}
+
+/// A manifest, and the same text as a target record.
+fn manifest(data: &[u8]) {
+    let Ok(text) = std::str::from_utf8(data) else { return };
+    if let Err(error) = Manifest::parse(text, Path::new("no-such-folder/fuzz.toml")) {
+        told(error.into_fault(Style::Plain));
+    }
+    if let Err(rejection) = Target::parse(text, "fuzz.toml") {
+        assert!(!rejection.render(Style::Plain).is_empty());
+    }
+}
+
+/// A `config.json`; what is accepted must be placed and proven, or say why not.
+fn config(data: &[u8]) {
+    let Ok(text) = std::str::from_utf8(data) else { return };
+    match import_config_only(text, 0) {
+        Err(error) => told(error.into()),
+        Ok(imported) => {
+            let graph = imported.graph;
+            // The rest is linear in layers, positions and vocabulary, which may be large; small ones show as much.
+            if graph.layers.len() > 8 || graph.vocab > 1 << 16 || graph.hidden > 1 << 13 {
+                return;
+            }
+            assert!(!graph_text(&graph).is_empty());
+            let target = Target::builtin("h200").expect("a record");
+            let precision = Precision { weights: DType::Bf16, cache: DType::Bf16, wire: DType::Bf16 };
+            let candidate = Candidate::default_for(&graph, &target, precision);
+            let context_max = graph.positions_max.min(64);
+            let placed = lower(&graph, "fuzz", precision, context_max, &candidate)
+                .and_then(|program| schedule(program, &target, &candidate));
+            if let Ok(placed) = placed {
+                let violations = check(&placed, &target);
+                assert!(violations.is_empty(), "{}", violations[0]);
+            }
+        }
+    }
+}
+
+/// A safetensors file or the index of a checkpoint in shards, beside a config of a Llama.
+fn weights(data: &[u8]) {
+    let Some((&kind, data)) = data.split_first() else { return };
+    in_folder(|folder| {
+        put(folder, "config.json", LLAMA.as_bytes());
+        let (single, index) = ("model.safetensors", "model.safetensors.index.json");
+        let (name, other) = if kind % 2 == 0 { (single, index) } else { (index, single) };
+        let _ = fs::remove_file(folder.join(other));
+        put(folder, name, data);
+        if kind % 2 == 1 {
+            put(folder, "a.safetensors", b"\x02\0\0\0\0\0\0\0{}");
+        }
+        if let Err(error) = import(folder) {
+            told(error.into());
+        }
+    });
+}
+
+const LLAMA: &str = r#"{"architectures":["LlamaForCausalLM"],"hidden_size":16,"intermediate_size":16,
+    "num_hidden_layers":1,"num_attention_heads":2,"num_key_value_heads":1,"head_dim":8,"vocab_size":16}"#;
+
+/// A schedule's text: what is parsed prints to a text that parses to the same, and gets a verdict.
+fn mkir(data: &[u8]) {
+    let Ok(text) = std::str::from_utf8(data) else { return };
+    match parse_with_lines(text) {
+        Err(error) => {
+            assert!(!error.render("fuzz.mkir", text, Style::Plain).is_empty());
+            let _ = parse_program(text);
+        }
+        Ok((schedule, lines)) => {
+            let printed = print(&schedule);
+            let again =
+                parse_with_lines(&printed).unwrap_or_else(|e| panic!("{}", e.render("", &printed, Style::Plain)));
+            // NaN differs from itself; its text does not.
+            assert!(print(&again.0) == printed, "printing is not stable");
+            for name in ["cpu", "h200"] {
+                let target = Target::builtin(name).expect("a record");
+                for violation in check(&schedule, &target) {
+                    let span = line_of(violation.entity, violation.rule, &lines);
+                    assert!(text.get(span.start..span.end).is_some() && !violation.to_string().is_empty());
+                }
+            }
+        }
+    }
+}
+
+/// A corpus of trials.
+fn trials(data: &[u8]) {
+    in_folder(|folder| {
+        put(folder, "trials.csv", data);
+        match Corpus::read(&[folder.join("trials.csv")]) {
+            Err(error) => told(error.into()),
+            Ok(corpus) => {
+                let _ = (stats(&corpus.trials), best(&corpus.trials));
+                for trial in &corpus.trials {
+                    assert!(!trial.cells().is_empty());
+                }
+            }
+        }
+    });
+}
+
+/// What lies beside and in an artefact: an entry of the cache, a cubin, a candidate's line.
+fn artefact(data: &[u8]) {
+    let Some((&kind, data)) = data.split_first() else { return };
+    match kind % 3 {
+        0 => in_folder(|folder| {
+            let Ok(cache) = Cache::open(folder.join("cache")) else { return };
+            let key = Digest::of(b"fuzz");
+            cache.put("fuzz", &key, "why\n", b"content").expect("an entry");
+            let path = cache.get("fuzz", &key).expect("the cache").map(|entry| entry.path().to_path_buf());
+            let Some(path) = path else { return };
+            fs::write(&path, data).expect("the entry's file");
+            fs::write(path.with_extension("why"), data).expect("its why");
+            if let Ok(Some(entry)) = cache.get("fuzz", &key) {
+                let _ = entry.bytes();
+            }
+            let _ = (cache.why("fuzz", &key), cache.stats());
+        }),
+        1 => {
+            let _ = (cubin::read(data, ""), cubin::tool_note(data));
+            if let Ok(log) = std::str::from_utf8(data) {
+                let _ = cubin::read(data, log);
+            }
+        }
+        _ => {
+            let Ok(text) = std::str::from_utf8(data) else { return };
+            let base = Candidate {
+                sms: 1,
+                consumer_warps: 8,
+                ring_slots: 4,
+                slot_bytes: 16_384,
+                flight_high: 4,
+                flight_low: 2,
+                flight_free: 2,
+                heads_per_task: 1,
+                splits: 1,
+                split_from: 0,
+                mechanism: monobloc::ir::schedule::Mechanism::Packets,
+            };
+            let Ok(candidate) = Candidate::parse(text, &base) else { return };
+            assert_eq!(Candidate::parse(&candidate.to_string(), &base), Ok(candidate.clone()));
+            // Any numbers are a place or an answer.
+            let graph = import_config_only(LLAMA, 0).expect("a model").graph;
+            let target = Target::builtin("h200").expect("a record");
+            let precision = Precision { weights: DType::Bf16, cache: DType::Bf16, wire: DType::Bf16 };
+            let placed = lower(&graph, "fuzz", precision, 64, &candidate)
+                .and_then(|program| schedule(program, &target, &candidate));
+            if let Ok(placed) = placed {
+                let _ = check(&placed, &target);
+            }
+        }
+    }
+}
+
+/// `tokenizer.json`, `tokenizer_config.json` or a chat template, and a short text through what came of it.
+fn tokenizer(data: &[u8]) {
+    let Some((&kind, data)) = data.split_first() else { return };
+    if data.len() > BYTES_MAX {
+        return;
+    }
+    in_folder(|folder| {
+        let (tokens, settings, template) = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja");
+        put(folder, tokens, TOKENS.as_bytes());
+        for name in [settings, template] {
+            let _ = fs::remove_file(folder.join(name));
+        }
+        put(folder, [tokens, settings, template][usize::from(kind % 3)], data);
+        match Tokenizer::load(folder) {
+            Err(error) => told(error.into()),
+            Ok(mut tokenizer) => {
+                let _ = tokenizer.check_vocab(16);
+                let _ = tokenizer.encode("ab ba\u{1f600}", true);
+                let _ = tokenizer.decode(&[0, 1, 2, u32::MAX], false);
+                let mut stream = tokenizer.stream(true);
+                for id in 0..4 {
+                    let _ = stream.push(id);
+                }
+                let _ = stream.finish();
+                let said = [Message::new("system", "be"), Message::new("user", "a")];
+                let _ = tokenizer.apply_chat(&said, true);
+            }
+        }
+    });
+}
+
+const TOKENS: &str = r#"{"version":"1.0","truncation":null,"padding":null,"added_tokens":[],"normalizer":null,
+    "pre_tokenizer":null,"post_processor":null,"decoder":null,"model":{"type":"BPE","dropout":null,"unk_token":null,
+    "continuing_subword_prefix":null,"end_of_word_suffix":null,"fuse_unk":false,"byte_fallback":false,
+    "vocab":{"a":0,"b":1," ":2,"ab":3},"merges":["a b"]}}"#;

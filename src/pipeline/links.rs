@@ -1,0 +1,210 @@
+//! Owns the links: what a build proved, printed, compiled and packed, by digest, kept apart from the entries themselves.
+//!
+//! The cache sees a damaged byte, because every entry ends with a line that seals it. It does not see an entry that was
+//! edited and sealed anew. So whoever makes a part of a kernel also says, in an entry of its own, what it made; a part that
+//! differs is refused before anything of it reaches a device or an interpreter, and a part that nobody vouches for is made
+//! again. Queues are no part that is stored: what is uploaded is encoded from a schedule that was proven in this process,
+//! and compared with what was encoded when it was proven first.
+//!
+//! Not promised: who can write the cache can replace a part and its link. Then the schedule is still proven anew, and a
+//! launch still has a deadline, but a cubin that computes something else is noticed by `check` alone.
+
+use std::fmt;
+
+use crate::cache::Entry;
+use crate::codegen::abi::Queues;
+use crate::digest::Digest;
+use crate::error::{Fault, Tier};
+use crate::ir::print::print;
+use crate::validate::Validated;
+
+use super::Workspace;
+use super::keys::{self, Keyed};
+
+/// Stages whose results a launch is made of.
+const PARTS: [&str; 4] = [keys::SCHEDULE, keys::SOURCE, keys::COMPILE, keys::PACK];
+
+/// The link of the queues of a schedule, by the digest of the schedule's text.
+const QUEUES: &str = "queues";
+
+/// Something that a launch is made of and that is not what was made.
+struct Refused<'a> {
+    part: &'a str,
+    /// The file with the part, or what it is made from.
+    place: String,
+    /// The file that says what it must be.
+    link: String,
+    expected: Digest,
+    found: Digest,
+}
+
+impl fmt::Display for Refused<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Refused { part, place, link, expected, found } = self;
+        write!(
+            f,
+            "the stored {part} `{place}` is not what was built: expected content {}, as `{link}` says, found {}",
+            expected.short(),
+            found.short()
+        )
+    }
+}
+
+impl From<Refused<'_>> for Fault {
+    fn from(refused: Refused<'_>) -> Fault {
+        Fault {
+            tier: Tier::Environment,
+            message: refused.to_string(),
+            remedy: Some(format!(
+                "remove both files if nobody should have changed them: the next build makes `{}` again",
+                refused.part
+            )),
+        }
+    }
+}
+
+fn link_key(stage: &str, key: &Digest) -> Digest {
+    Digest::of(format!("{stage} {key}").as_bytes())
+}
+
+impl Workspace {
+    /// The entry under `keyed`, if it is what was built. One that nobody vouches for is removed, and a miss.
+    ///
+    /// # Errors
+    /// An entry that is another than the one that was built: it is refused, and left for people to look at.
+    pub(super) fn trusted(&self, keyed: &Keyed) -> Result<Option<Entry>, Fault> {
+        let Some(entry) = self.cache.get(keyed.stage, &keyed.key)? else { return Ok(None) };
+        if self.linked(keyed, &entry)? {
+            return Ok(Some(entry));
+        }
+        self.cache.remove(keyed.stage, &keyed.key)?;
+        Ok(None)
+    }
+
+    /// Whether somebody vouches for an entry; every entry that is no part of a kernel is fine.
+    ///
+    /// # Errors
+    /// What was vouched for is another entry.
+    pub(super) fn linked(&self, keyed: &Keyed, entry: &Entry) -> Result<bool, Fault> {
+        if !PARTS.contains(&keyed.stage) {
+            return Ok(true);
+        }
+        match self.vouched(keyed.stage, &keyed.key)? {
+            None => Ok(false),
+            Some((expected, _)) if expected == entry.content() => Ok(true),
+            Some((expected, link)) => {
+                let (place, found) = (entry.path().display().to_string(), entry.content());
+                Err(Refused { part: keyed.stage, place, link, expected, found }.into())
+            }
+        }
+    }
+
+    /// Says what the stage makes under this key. Said before the entry can be seen where that is possible: a process that
+    /// is killed in between costs the next one a stage.
+    pub(super) fn vouch(&self, keyed: &Keyed, content: Digest) -> Result<(), Fault> {
+        if PARTS.contains(&keyed.stage) {
+            self.put_link(keyed.stage, &keyed.key, content)?;
+        }
+        Ok(())
+    }
+
+    /// The queues of a proven schedule as they are uploaded.
+    ///
+    /// # Errors
+    /// Other bytes than those that this schedule had when it was proven first.
+    pub(super) fn queues<'v>(&self, validated: &'v Validated) -> Result<Queues<'v>, Fault> {
+        let queues = Queues::of(validated);
+        let schedule = Digest::of(print(validated.schedule()).as_bytes());
+        match self.vouched(QUEUES, &schedule)? {
+            None => self.put_link(QUEUES, &schedule, queues.digest())?,
+            Some((expected, _)) if expected == queues.digest() => {}
+            Some((expected, link)) => {
+                let place = format!("of schedule {}", schedule.short());
+                return Err(Refused { part: QUEUES, place, link, expected, found: queues.digest() }.into());
+            }
+        }
+        Ok(queues)
+    }
+
+    fn vouched(&self, stage: &str, key: &Digest) -> Result<Option<(Digest, String)>, Fault> {
+        let Some(entry) = self.cache.get(keys::LINK, &link_key(stage, key))? else { return Ok(None) };
+        let place = entry.path().display().to_string();
+        let bytes = entry.bytes()?;
+        let digest = std::str::from_utf8(&bytes).ok().and_then(|text| Digest::parse(text.trim_end()).ok());
+        match digest {
+            Some(digest) => Ok(Some((digest, place))),
+            None => Err(Fault::environment(format!("the stored link `{place}` names no content, expected a digest"))
+                .with_remedy("remove the file: the next build makes it again")),
+        }
+    }
+
+    fn put_link(&self, stage: &str, key: &Digest, content: Digest) -> Result<(), Fault> {
+        match self.vouched(stage, key)? {
+            Some((there, _)) if there == content => return Ok(()),
+            // What was built again, after damage, need not have the same bytes: a compiler decides.
+            Some(_) => self.cache.remove(keys::LINK, &link_key(stage, key))?,
+            None => {}
+        }
+        let why = format!("{stage} = {key}\n");
+        self.cache.put(keys::LINK, &link_key(stage, key), &why, format!("{content}\n").as_bytes())?;
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cache::Cache;
+    use crate::ir::parse::parse;
+    use crate::report::Report;
+    use crate::target::Target;
+    use crate::validate::validate;
+
+    fn proven() -> Validated {
+        let text = include_str!("../../tests/filetests/validate/proven-layer-h200.mkir");
+        let target = Target::builtin("h200").expect("a record");
+        validate(parse(text).expect("a schedule"), &target).expect("a proof")
+    }
+
+    #[test]
+    fn queues_are_those_of_the_first_proof_or_refused() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let workspace = Workspace {
+            cache: Cache::open(folder.path()).expect("a cache"),
+            report: Report::quiet(),
+            trials: folder.path().join("trials.csv"),
+        };
+        let validated = proven();
+        let first = workspace.queues(&validated).expect("queues");
+        assert_eq!(workspace.queues(&validated).expect("the same queues"), first);
+        // Somebody says that this schedule had other queues.
+        let schedule = Digest::of(print(validated.schedule()).as_bytes());
+        let key = link_key(QUEUES, &schedule);
+        workspace.cache.remove(keys::LINK, &key).expect("removed");
+        let other = Digest::of(b"other");
+        workspace.cache.put(keys::LINK, &key, "", format!("{other}\n").as_bytes()).expect("put");
+        let fault = workspace.queues(&validated).expect_err("refused");
+        assert_eq!(fault.tier, Tier::Environment);
+        for part in ["the stored queues", &schedule.short(), &other.short(), &first.digest().short(), "link-v1"] {
+            assert!(fault.message.contains(part), "{part}: {fault}");
+        }
+        assert!(fault.remedy.is_some_and(|remedy| remedy.contains("remove")), "a remedy");
+    }
+
+    #[test]
+    fn every_byte_of_a_queue_counts() {
+        let validated = proven();
+        let mut schedule = validated.schedule().clone();
+        // Another place of the last buffer that travels between SMs: still proven, and another queue.
+        let last = schedule
+            .placement
+            .iter()
+            .zip(&schedule.program.buffers)
+            .rposition(|(place, buffer)| place.is_some() && buffer.space == crate::ir::program::Space::Exchange);
+        let last = last.expect("an exchange buffer");
+        schedule.placement[last] = schedule.placement[last].map(|at| at + (1 << 20));
+        let target = Target::builtin("h200").expect("a record");
+        let moved = validate(schedule, &target).expect("a proof");
+        assert_ne!(Queues::of(&moved).digest(), Queues::of(&validated).digest());
+    }
+}

@@ -1,0 +1,297 @@
+//! The proof under attack: figures and tables of `docs/proof-report.md`.
+//!
+//! `cargo bench --bench proof` runs all parts on all cores, `-- scale` those that are named: `population` (or a number of
+//! schedules in place of 120,000), `scale`, `load`. With `write` among the words each part also replaces its table in the report.
+
+#[path = "../oracle/mod.rs"]
+mod oracle;
+#[allow(dead_code)] // The tests use more of it.
+#[path = "../it/proof_support.rs"]
+mod proof_support;
+
+use monobloc::candidate::Candidate;
+use monobloc::codegen::abi::Queues;
+use monobloc::digest::Digest;
+use monobloc::ir::parse::parse;
+use monobloc::ir::print::print;
+use monobloc::ir::schedule::Schedule;
+use monobloc::lower::lower;
+use monobloc::model::config::{import, import_config_only};
+use monobloc::model::graph::ModelGraph;
+use monobloc::schedule::schedule;
+use monobloc::target::Target;
+use monobloc::validate::{check, validate};
+use oracle::population::{Outcome, Size, judge_population};
+use proof_support::BF16;
+use std::fmt::Write;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Instant;
+
+/// Schedules of the population that the report speaks about.
+const POPULATION: usize = 120_000;
+
+fn main() {
+    // Cargo passes `--bench`.
+    let words: Vec<String> = std::env::args().skip(1).filter(|word| !word.starts_with('-')).collect();
+    let count = words.iter().find_map(|word| word.parse().ok());
+    if let Some(unknown) = words
+        .iter()
+        .find(|w| !["population", "scale", "load", "write"].contains(&w.as_str()) && w.parse::<usize>().is_err())
+    {
+        eprintln!("no part `{unknown}`: expected population, scale, load, a number of schedules, or write");
+        std::process::exit(2);
+    }
+    let asked = |part: &str| words.iter().any(|w| w == part);
+    let all = !["population", "scale", "load"].into_iter().any(asked) && count.is_none();
+    let put = |name: &str, text: String| {
+        println!("{text}");
+        if asked("write") {
+            replace(name, &text);
+        }
+    };
+    if all || asked("scale") {
+        put("scale", scale());
+    }
+    if all || asked("load") {
+        put("load", load());
+    }
+    if all || asked("population") || count.is_some() {
+        let (text, fine) = population(count.unwrap_or(POPULATION));
+        put("population", text);
+        if !fine {
+            std::process::exit(1);
+        }
+    }
+}
+
+fn root(path: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join(path)
+}
+
+/// Replaces what stands between `<!-- name -->` and `<!-- /name -->` in the report.
+fn replace(name: &str, text: &str) {
+    let path = root("docs/proof-report.md");
+    let page = fs::read_to_string(&path).expect("the report");
+    let (open, close) = (format!("<!-- {name} -->\n"), format!("<!-- /{name} -->"));
+    let begin = page.find(&open).expect("its mark") + open.len();
+    let end = page.find(&close).expect("its mark");
+    fs::write(&path, format!("{}{}\n{}", &page[..begin], text.trim_end(), &page[end..])).expect("the report");
+}
+
+/// Linux; elsewhere the architecture has to do.
+fn cpu_model() -> String {
+    let info = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    let line = info.lines().find_map(|line| line.strip_prefix("model name")?.split_once(':'));
+    line.map_or(std::env::consts::ARCH, |(_, name)| name.trim()).to_string()
+}
+
+fn graphs() -> Vec<(String, ModelGraph)> {
+    let mut graphs = vec![];
+    for folder in ["families", "variants"] {
+        for entry in fs::read_dir(root("tests/fixtures").join(folder)).expect("fixtures") {
+            let path = entry.expect("an entry").path();
+            if let Ok(imported) = import(&path) {
+                let name = path.file_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
+                graphs.push((name, imported.graph));
+            }
+        }
+    }
+    graphs.sort_by(|a, b| a.0.cmp(&b.0));
+    graphs
+}
+
+/// The table of both judges, and whether nothing in it must not be.
+fn population(total: usize) -> (String, bool) {
+    let threads = std::thread::available_parallelism().map_or(1, |n| n.get());
+    let graphs = graphs();
+    let begin = Instant::now();
+    let mut all = Outcome::default();
+    let parts = 8 * threads;
+    let each = total / parts;
+    let next = AtomicUsize::new(0);
+    std::thread::scope(|scope| {
+        let work = || {
+            let mut mine = Outcome::default();
+            loop {
+                let part = next.fetch_add(1, Ordering::Relaxed);
+                if part >= parts {
+                    return mine;
+                }
+                let (real, double, random) = (each * 15 / 100, each * 25 / 100, each / 10);
+                let single = each - real - double - random;
+                let size = Size { real, single, double, random, seed: part as u64 + 1 };
+                mine.merge(judge_population(&size, &graphs));
+            }
+        };
+        let workers: Vec<_> = (0..threads).map(|_| scope.spawn(work)).collect();
+        for worker in workers {
+            all.merge(worker.join().expect("a worker"));
+        }
+    });
+    for fault in all.faults.iter().take(10) {
+        eprintln!("----\n{fault}");
+    }
+    let count = all.total();
+    let mut text = String::new();
+    let _ = writeln!(
+        text,
+        "{} schedules on {threads} threads of {}, in {:.0} s.\n\n{}",
+        count.judged,
+        cpu_model(),
+        begin.elapsed().as_secs_f64(),
+        all.table()
+    );
+    (text, count.false_accepts + count.unnamed == 0 && all.faults.is_empty())
+}
+
+/// Seconds that this thread has had a core: the machine may have other work. Elsewhere than on Linux, seconds.
+fn core_seconds() -> f64 {
+    static BEGIN: OnceLock<Instant> = OnceLock::new();
+    let begin = BEGIN.get_or_init(Instant::now);
+    let stat = fs::read_to_string("/proc/thread-self/schedstat").ok();
+    let ns = stat.and_then(|stat| stat.split(' ').next()?.parse::<f64>().ok());
+    ns.map_or_else(|| begin.elapsed().as_secs_f64(), |ns| ns * 1e-9)
+}
+
+/// A field of `/proc/self/status`, bytes; `None` where there is no such file.
+fn status_bytes(field: &str) -> Option<u64> {
+    let status = fs::read_to_string("/proc/self/status").ok()?;
+    let line = status.lines().find_map(|line| line.strip_prefix(field)?.strip_prefix(':'))?;
+    line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok().map(|kib| kib * 1024)
+}
+
+/// A Llama of one layer, repeated: every layer on the same weights, which the proof does not ask about.
+fn layered(sms: u32, layers: usize) -> ModelGraph {
+    let hidden = sms * 16;
+    let config = format!(
+        r#"{{"architectures":["LlamaForCausalLM"],"hidden_size":{hidden},"intermediate_size":{hidden},
+        "num_hidden_layers":1,"num_attention_heads":{},"num_key_value_heads":{},"head_dim":16,"vocab_size":{}}}"#,
+        hidden / 16,
+        hidden / 32,
+        hidden * 2
+    );
+    let mut graph = import_config_only(&config, 0).expect("a model").graph;
+    let layer = graph.layers[0].clone();
+    graph.layers = (0..layers).map(|_| layer.clone()).collect();
+    graph
+}
+
+/// What stands between the parts of an 8B model's kernel and their upload.
+fn load() -> String {
+    let target = Target::builtin("h200").expect("a record");
+    let config = fs::read_to_string(root("manifests/configs/llama-3.1-8b.json")).expect("a config");
+    let graph = import_config_only(&config, 0).expect("a model").graph;
+    let candidate = Candidate::default_for(&graph, &target, BF16);
+    let program = lower(&graph, "load", BF16, 8192, &candidate).expect("a program");
+    let placed = schedule(program, &target, &candidate).expect("a schedule");
+    let (text, tasks) = (print(&placed), placed.task_count());
+    let mut parts = [vec![], vec![], vec![], vec![], vec![]];
+    for _ in 0..9 {
+        // On several threads.
+        let begin = Instant::now();
+        std::hint::black_box(Digest::of(text.as_bytes()));
+        parts[0].push(begin.elapsed().as_secs_f64() * 1e3);
+        let mut last = core_seconds();
+        let mut lap = |part: &mut Vec<f64>| {
+            part.push((core_seconds() - last) * 1e3);
+            last = core_seconds();
+        };
+        let parsed = parse(&text).unwrap_or_else(|e| panic!("{e}"));
+        lap(&mut parts[1]);
+        let proven = validate(parsed, &target).unwrap_or_else(|e| panic!("{e}"));
+        lap(&mut parts[2]);
+        std::hint::black_box(Queues::of(&proven).digest());
+        lap(&mut parts[3]);
+        std::hint::black_box(Digest::of(print(proven.schedule()).as_bytes()));
+        lap(&mut parts[4]);
+    }
+    let medians = parts.map(|mut ms| {
+        ms.sort_by(f64::total_cmp);
+        ms[ms.len() / 2]
+    });
+    let mut table = format!(
+        "Llama-3.1-8B on {} SMs, {tasks} tasks, a schedule of {:.1} MB of text; one core of {}; time is what it had of it, medians of 9.\n\n\
+         | what | time |\n| --- | --- |\n",
+        candidate.sms,
+        text.len() as f64 / 1e6,
+        cpu_model()
+    );
+    let names = [
+        "digest of the stored schedule, compared with its link",
+        "parse",
+        "prove",
+        "encode the queues, digest every byte",
+        "print what was proven, and find the link of its queues by the digest",
+    ];
+    for (name, ms) in names.iter().zip(medians) {
+        let _ = writeln!(table, "| {name} | {ms:.1} ms |");
+    }
+    let _ = writeln!(table, "| all | {:.1} ms |", medians.iter().sum::<f64>());
+    table
+}
+
+/// The proof over ever larger schedules: proven ones, and one that is refused for its last task.
+fn scale() -> String {
+    // No GPU has queues of thousands of tasks in shared memory; the proof costs the same.
+    let mut target = Target::builtin("h200").expect("a record");
+    target.spec.smem_bytes_per_block_max = 64 << 20;
+    target.spec.sm_count = 148;
+    let mut text = format!(
+        "One core of {}; time is what the proof had of it, the median of up to 5 runs. Memory is what the proof takes beside the schedule, at its peak.\n\n\
+         | tasks | queues | regimes | verdict | time | a task | memory |\n\
+         | --- | --- | --- | --- | --- | --- | --- |\n",
+        cpu_model()
+    );
+    let sizes = [(148, 2), (148, 14), (148, 135), (148, 1350), (64, 3125), (16, 12_500)];
+    for (sms, layers) in sizes {
+        for splits in [1, 2] {
+            // Two regimes have their tasks twice.
+            let graph = layered(sms, if splits == 1 { layers } else { (layers / 2).max(1) });
+            let default = Candidate::default_for(&graph, &target, BF16);
+            let candidate = Candidate { sms, splits, split_from: 32, heads_per_task: 1, ..default };
+            let program = lower(&graph, "scale", BF16, 64, &candidate).expect("a program");
+            let mut placed = schedule(program, &target, &candidate).expect("a schedule");
+            measure(&mut text, &placed, &target, "proven");
+            if splits == 1 && layers == 1350 {
+                let regime = &mut placed.regimes[0];
+                let last = regime.tasks.len() - 1;
+                regime.tasks[last].waits.clear();
+                measure(&mut text, &placed, &target, "last wait dropped: refused");
+            }
+        }
+    }
+    text
+}
+
+fn measure(text: &mut String, placed: &Schedule, target: &Target, verdict: &str) {
+    let tasks = placed.task_count();
+    let _ = fs::write("/proc/self/clear_refs", "5");
+    let resident = status_bytes("VmRSS");
+    let runs = (1_000_000 / tasks).clamp(3, 5);
+    // The time that a thread had is known to some milliseconds.
+    let times = (200_000 / tasks).max(1);
+    let mut seconds: Vec<f64> = (0..runs)
+        .map(|_| {
+            let begin = core_seconds();
+            for _ in 0..times {
+                assert_eq!(check(placed, target).is_empty(), verdict == "proven");
+            }
+            (core_seconds() - begin) / times as f64
+        })
+        .collect();
+    seconds.sort_by(f64::total_cmp);
+    let seconds = seconds[seconds.len() / 2];
+    let more = status_bytes("VmHWM").zip(resident).map(|(peak, before)| peak.saturating_sub(before));
+    let more = more.map_or("unknown".to_string(), |bytes| format!("{:.0} MiB", bytes as f64 / (1 << 20) as f64));
+    let _ = writeln!(
+        text,
+        "| {tasks} | {} | {} | {verdict} | {:.2} ms | {:.0} ns | {more} |",
+        placed.machine.sms,
+        placed.regimes.len(),
+        seconds * 1e3,
+        seconds / tasks as f64 * 1e9,
+    );
+}

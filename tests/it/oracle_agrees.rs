@@ -1,0 +1,184 @@
+//! The judge that runs schedules and the judge that proves them: a slice of the population of `docs/proof-report.md`, and
+//! what the machine must notice for its silence to mean anything.
+
+use crate::oracle::Kind;
+use crate::oracle::explore::{Effort, Verdict, judge};
+use crate::oracle::population::{Size, judge_population};
+use crate::proof_support::*;
+use monobloc::candidate::Candidate;
+use monobloc::ir::op::{Op, Role};
+use monobloc::ir::schedule::{Mechanism, Schedule, Task, Wait};
+use monobloc::ir::{EventId, TaskId};
+use monobloc::validate::{Entity, Rule, check};
+
+const EFFORT: Effort = Effort { steps: 3, states_max: 200_000, walks: 8, stores: usize::MAX, seed: 1 };
+
+/// One layer on two SMs: every interleaving is walked.
+fn tiny() -> Schedule {
+    let toy =
+        Toy { layers: 1, hidden: 16, heads: 2, kv_heads: 1, dim: 8, intermediate: 16, vocab: 24, context: 6, ..TOY };
+    toy.schedule(&h200(), &Candidate { split_from: 3, ..on_h200(2) })
+}
+
+#[track_caller]
+fn goes_wrong(kinds: &[Kind], mutate: impl FnOnce(&mut Schedule)) {
+    let mut s = tiny();
+    mutate(&mut s);
+    match judge(&s, &h200(), &EFFORT) {
+        Verdict::Unsafe(fault) => assert!(kinds.contains(&fault.kind), "expected {kinds:?}, found {fault}"),
+        safe => panic!("expected {kinds:?}, found {safe:?}"),
+    }
+}
+
+#[test]
+fn the_machine_runs_what_is_right() {
+    assert_eq!(judge(&tiny(), &h200(), &EFFORT), Verdict::Safe { exhaustive: true });
+}
+
+#[test]
+fn the_machine_sees_what_is_wrong() {
+    goes_wrong(&[Kind::Hang], |s| s.regimes[0].tasks[5].waits[0].count += 1);
+    goes_wrong(&[Kind::Unwritten, Kind::Stale, Kind::Invisible], |s| {
+        let id = task(s, 0, "o.0", 0);
+        s.regimes[0].tasks[id.index()].waits.clear();
+    });
+    goes_wrong(&[Kind::Invisible], |s| {
+        s.regimes.iter_mut().for_each(|r| r.events[0].mechanism = Mechanism::Packets);
+    });
+    goes_wrong(&[Kind::Invisible], |s| s.regimes.iter_mut().for_each(|r| r.events[0].proxy = false));
+    goes_wrong(&[Kind::Clobbered, Kind::Stale], |s| {
+        let (a, b) = (buffer(s, "x.0").index(), buffer(s, "act.0").index());
+        s.placement[a] = s.placement[b];
+    });
+    goes_wrong(&[Kind::Ring], |s| s.regimes[0].streams[0].swap(0, 1));
+    goes_wrong(&[Kind::OutOfBounds], |s| s.program.context_max += 1);
+    goes_wrong(&[Kind::Occupancy], |s| s.machine.smem[1].offset -= 128);
+}
+
+/// Attention in two shares on sm0 and sm1, merged on sm2 from position 3 on and by nobody before; the share of sm0 moves
+/// to sm2 where the merge begins. Each SM learns by packets that a step of another is done, and of sm1, which appends to
+/// the cache, by a fence.
+fn partials_that_nobody_reads_at_first(moves: bool, all_fenced: bool) -> Schedule {
+    let toy =
+        Toy { layers: 1, hidden: 16, heads: 1, kv_heads: 1, dim: 16, intermediate: 16, vocab: 24, context: 6, ..TOY };
+    let candidate = Candidate { splits: 2, split_from: 0, heads_per_task: 1, ..on_h200(3) };
+    let mut s = toy.schedule(&h200(), &candidate);
+    assert_eq!(s.regimes.len(), 1);
+    // o.0 multiplies x.0, which has as many columns, so that nothing waits for the merge.
+    let (x, attn, partial) = (buffer(&s, "x.0"), buffer(&s, "attn.0"), buffer(&s, "partial.0"));
+    operand(&mut s, "o.0", Role::X).buffer = x;
+    let regime = &mut s.regimes[0];
+    let about_x = EventId::from(regime.events.iter().position(|e| e.buffer == x).expect("an event"));
+    let about_attn = EventId::from(regime.events.iter().position(|e| e.buffer == attn).expect("an event"));
+    let count = regime.events[about_x.index()].count;
+    for wait in regime.tasks.iter_mut().flat_map(|t| &mut t.waits).filter(|w| w.event == about_attn) {
+        *wait = Wait { event: about_x, count };
+    }
+    // The candidates of each SM by an event of their own.
+    let all = regime.events[0];
+    let heads: Vec<usize> =
+        (0..regime.tasks.len()).filter(|&t| regime.tasks[t].signals.contains(&EventId(0))).collect();
+    assert_eq!((all.carried, heads.len()), (true, 3));
+    let appends = attention(&s, 0, 1);
+    let owners = s.regimes[0].owners();
+    let regime = &mut s.regimes[0];
+    let ids = [0, regime.events.len() as u32, regime.events.len() as u32 + 1].map(EventId);
+    regime.events.extend([all, all]);
+    for t in heads {
+        let j = regime.tasks[t].j;
+        let id = ids[j as usize];
+        let event = &mut regime.events[id.index()];
+        (event.lo, event.hi, event.count) = (2 * j, 2 * j + 2, 1);
+        let fenced = all_fenced || owners[t] == owners[appends.index()];
+        (event.mechanism, event.proxy) = if fenced { (Mechanism::Fenced, true) } else { (Mechanism::Packets, false) };
+        regime.tasks[t].signals.retain(|e| *e != EventId(0));
+        regime.tasks[t].signals.push(id);
+    }
+    for task in regime.tasks.iter_mut().filter(|t| t.waits.iter().any(|w| w.event == EventId(0))) {
+        task.waits.retain(|w| w.event != EventId(0));
+        task.waits.extend(ids.map(|event| Wait { event, count: 1 }));
+    }
+    // The same without a merge, from position 0 on.
+    let mut first = s.regimes[0].clone();
+    let merge = grid(&s, "attn_merge.0");
+    s.regimes[0].from_position = 3;
+    let kept: Vec<usize> = (0..first.tasks.len()).filter(|&t| first.tasks[t].grid != merge).collect();
+    let to = |id: TaskId| TaskId::from(kept.iter().position(|&t| t == id.index()).expect("a task that was kept"));
+    let of_merge = |id: &TaskId| first.tasks[id.index()].grid == merge;
+    first.queues.iter_mut().for_each(|q| q.retain(|id| !of_merge(id)));
+    first.queues.iter_mut().flatten().for_each(|id| *id = to(*id));
+    first.streams.iter_mut().flatten().for_each(|run| run.task = to(run.task));
+    first.tasks = kept.iter().map(|&t| first.tasks[t].clone()).collect();
+    // No producer is left of what the merge wrote.
+    let last = EventId::from(first.events.len() - 1);
+    for event in first.tasks.iter_mut().flat_map(|t| {
+        let waits = t.waits.iter_mut().map(|w| &mut w.event);
+        waits.chain(&mut t.signals)
+    }) {
+        if *event == last {
+            *event = about_attn;
+        }
+    }
+    first.events.swap_remove(about_attn.index());
+    s.regimes.insert(0, first);
+    let share = attention(&s, 0, 0);
+    let from = s.regimes[0].owners()[share.index()].expect("an owner").index();
+    if moves {
+        let to = (0..3).find(|&sm| {
+            sm != from && Some(sm) != s.regimes[0].owners()[attention(&s, 0, 1).index()].map(|sm| sm.index())
+        });
+        let to = to.expect("a third SM");
+        let place = s.regimes[0].queues[from].iter().position(|id| *id == share).expect("its place");
+        s.regimes[0].queues[from].remove(place);
+        let queue = &mut s.regimes[0].queues[to];
+        queue.insert(place.min(queue.len()), share);
+        restream(&mut s);
+    }
+    assert!(s.program.buffers[partial.index()].cols > 0);
+    s
+}
+
+/// The task of share `j` of the first layer's attention.
+fn attention(s: &Schedule, regime: usize, j: u32) -> TaskId {
+    let tasks = s.regimes[regime].tasks.iter();
+    let is = |t: &Task| matches!(s.program.grids[t.grid.index()].op, Op::Attention(_)) && t.j == j;
+    TaskId::from(tasks.enumerate().find(|(_, t)| is(t)).expect("a share").0)
+}
+
+/// Seeing one packet of a task says nothing of those that nobody reads: they may land over what came later.
+#[test]
+fn packets_that_nobody_reads_may_land_late() {
+    let target = beyond_kernels();
+    for (moves, all_fenced) in [(false, false), (true, true)] {
+        let s = partials_that_nobody_reads_at_first(moves, all_fenced);
+        assert_eq!(check(&s, &target), [], "{moves} {all_fenced}");
+        let verdict = judge(&s, &target, &Effort { states_max: 0, ..EFFORT });
+        assert_eq!(verdict, Verdict::Safe { exhaustive: false }, "{moves} {all_fenced}");
+    }
+    let s = partials_that_nobody_reads_at_first(true, false);
+    match judge(&s, &target, &Effort { states_max: 0, ..EFFORT }) {
+        Verdict::Unsafe(fault) => assert_eq!(fault.kind, Kind::Clobbered, "{fault}"),
+        safe => panic!("a store that lands late is not seen: {safe:?}"),
+    }
+    let violations = check(&s, &target);
+    assert!(!violations.is_empty());
+    for violation in &violations {
+        assert_eq!(violation.rule, Rule::OverwriteUnordered, "{violation}");
+        assert!(violation.message.contains("packets that nobody reads"), "{violation}");
+        assert_eq!(violation.entity, Entity::Task(1, attention(&s, 1, 0)), "{violation}");
+        assert_eq!(violation.witness[0].entity, Entity::Task(0, attention(&s, 0, 0)), "{violation}");
+    }
+}
+
+#[test]
+fn both_judges_agree_on_a_slice_of_the_population() {
+    let size = |seed| Size { real: 0, single: 450, double: 100, random: 100, seed };
+    let mut outcome = judge_population(&size(11), &[]);
+    outcome.merge(judge_population(&size(12), &[]));
+    let total = outcome.total();
+    assert_eq!(total.false_accepts, 0, "{}\n{:?}", outcome.table(), outcome.faults);
+    assert_eq!(total.unnamed, 0, "{}\n{:?}", outcome.table(), outcome.faults);
+    assert!(total.unsafe_ > 500 && total.exhaustive > 50, "{}", outcome.table());
+    let random = outcome.classes["random program"];
+    assert_eq!(random.stricter, 0, "random programs are rejected where they are unsafe, and nowhere else");
+}

@@ -1,0 +1,401 @@
+//! Schedules to judge: real lowerings of random shapes and candidates, and programs that no lowering would make.
+
+use super::explore::Rng;
+use crate::proof_support::{BF16, FP32, TOY, Toy, cpu, h200, on_cpu, on_h200};
+use monobloc::candidate::Candidate;
+use monobloc::dtype::{DType, Precision};
+use monobloc::ir::op::{Access, Epilogue, GRANULE_BYTES, MatVec, NormAttr, Op, Role};
+use monobloc::ir::program::{Buffer, Cols, Content, Grid, Operand, Part, Program, Rows, Second, Space};
+use monobloc::ir::schedule::{Event, Machine, Mechanism, Regime, Ring, Run, RunBytes, Schedule, SmemPart, Task, Wait};
+use monobloc::ir::{BufferId, EventId, GridId, TaskId};
+use monobloc::lower::lower;
+use monobloc::model::graph::{Act, ModelGraph, NormKind, QkNormSpan, RowView, TensorId};
+use monobloc::schedule::schedule;
+use monobloc::target::{CopyMechanism, Target, TargetKind};
+
+/// A schedule, what it was made for, and what it is called.
+pub struct Base {
+    pub name: String,
+    pub schedule: Schedule,
+    pub target: Target,
+}
+
+fn of<T: Copy>(random: &mut Rng, list: &[T]) -> T {
+    list[random.below(list.len())]
+}
+
+/// The variations of a decoder that lowering knows, by the family that has them.
+pub const FAMILIES: [(&str, Toy); 12] = [
+    ("Llama", TOY),
+    ("Llama fp32", Toy { precision: FP32, ..TOY }),
+    ("fp32 cache", Toy { precision: Precision { cache: FP32.cache, ..BF16 }, bias: true, ..TOY }),
+    ("fp32 wire", Toy { precision: Precision { wire: FP32.wire, ..BF16 }, ..TOY }),
+    ("StarCoder2, plain MLP and biases", Toy { gated: false, bias: true, ..TOY }),
+    ("GPT-NeoX, parallel block", Toy { parallel: true, gated: false, bias: true, ..TOY }),
+    ("Gemma, post norms and window", Toy { post_norms: true, window: Some(8), ..TOY }),
+    ("Qwen3, head norms", Toy { qk_norm: Some(QkNormSpan::Head), ..TOY }),
+    ("OLMo 2, projection norms", Toy { qk_norm: Some(QkNormSpan::Projection), post_norms: true, ..TOY }),
+    ("no RoPE, no groups", Toy { rope: false, kv_heads: 4, ..TOY }),
+    ("one KV head", Toy { kv_heads: 1, heads: 8, dim: 8, ..TOY }),
+    ("odd sizes", Toy { vocab: 201, intermediate: 50, hidden: 72, ..TOY }),
+];
+
+/// A decoder so small that every interleaving of a few of its steps can be walked.
+pub fn small(random: &mut Rng) -> Base {
+    let (name, family) = of(random, &FAMILIES);
+    let (heads, kv_heads) = of(random, &[(1, 1), (2, 1), (2, 2)]);
+    let toy = Toy {
+        layers: 1,
+        hidden: of(random, &[8, 16, 24]),
+        heads,
+        kv_heads,
+        dim: 8,
+        intermediate: of(random, &[8, 16]),
+        vocab: of(random, &[24, 32]),
+        context: 6,
+        window: family.window.map(|_| 2),
+        ..family
+    };
+    let sms = of(random, &[1, 2, 2, 2, 2, 3]);
+    placed(random, name, toy, sms)
+}
+
+/// A decoder of a few layers on a few SMs.
+pub fn medium(random: &mut Rng) -> Base {
+    let (name, family) = of(random, &FAMILIES);
+    let toy = Toy {
+        layers: of(random, &[1, 2, 3]),
+        hidden: of(random, &[16, 64, 72]),
+        vocab: of(random, &[96, 200]),
+        context: of(random, &[7, 40, 64]),
+        ..family
+    };
+    let sms = 2 + random.below(7) as u32;
+    placed(random, name, toy, sms)
+}
+
+fn placed(random: &mut Rng, name: &str, toy: Toy, sms: u32) -> Base {
+    let on_gpu = random.below(4) != 0;
+    let base = if on_gpu { on_h200(sms) } else { on_cpu(sms) };
+    let splits = of(random, &[1, 2, 2, 3]);
+    let split_from = of(random, &[0, 1, 3, toy.context / 2, toy.context]);
+    let candidate = Candidate { splits, split_from, ..base };
+    let target = if on_gpu { h200() } else { cpu() };
+    Base { name: name.to_string(), schedule: toy.schedule(&target, &candidate), target }
+}
+
+/// A real lowering: of a checkpoint's graph or of a random shape, on any record, by any candidate. `None`: it does not fit.
+pub fn real(random: &mut Rng, graphs: &[(String, ModelGraph)]) -> Option<Base> {
+    let names: Vec<&str> = Target::builtin_names().collect();
+    let target = Target::builtin(names[random.below(names.len())])?;
+    let (name, graph, context_max) = if random.below(3) == 0 {
+        let (name, graph) = &graphs[random.below(graphs.len())];
+        (name.clone(), graph.clone(), of(random, &[24, 100, 512]))
+    } else {
+        let (name, family) = of(random, &FAMILIES);
+        let (heads, kv_heads) = of(random, &[(1, 1), (2, 1), (4, 2), (4, 4), (6, 2), (8, 1), (9, 3)]);
+        let toy = Toy {
+            layers: 1 + random.below(4) as u32,
+            hidden: 8 * (1 + random.below(24)) as u32,
+            heads,
+            kv_heads,
+            dim: of(random, &[8, 16, 40, 80]),
+            intermediate: 2 * (1 + random.below(80)) as u32,
+            vocab: 8 + random.below(400) as u32,
+            context: 1 + random.below(100) as u32,
+            window: family.window.map(|w| of(random, &[1, 3, w, 50])),
+            ..family
+        };
+        (name.to_string(), toy.graph(), toy.context)
+    };
+    let precision = of(random, &[BF16, FP32, Precision { wire: DType::F32, ..BF16 }]);
+    let cpu = target.kind == TargetKind::Cpu;
+    let default = Candidate::default_for(&graph, &target, precision);
+    let slots = of(random, &[2, 3, 4, 8]);
+    let candidate = match random.below(4) {
+        0 => default,
+        _ => Candidate {
+            sms: of(random, &[1, 2, 3, 5, 8, 16, default.sms]).min(default.sms),
+            consumer_warps: if cpu { 1 } else { of(random, &[4, 8, 16]) },
+            ring_slots: slots,
+            slot_bytes: of(random, &[8192, 16_384, 32_768]),
+            flight_high: slots.min(of(random, &[1, 2, 4])),
+            flight_low: 1,
+            flight_free: random.below(slots as usize + 1) as u32,
+            heads_per_task: of(random, &[1, 2, default.heads_per_task]),
+            splits: of(random, &[1, 1, 2, 3, 7, default.splits]),
+            split_from: of(random, &[0, 1, 16, context_max / 2, context_max, 384]),
+            // Today's kernels have one; the interpreter has all.
+            mechanism: if cpu { of(random, &Mechanism::ALL) } else { Mechanism::Packets },
+        },
+    };
+    let program = lower(&graph, &name, precision, context_max, &candidate).ok()?;
+    let placed = schedule(program, &target, &candidate).ok()?;
+    Some(Base { name, schedule: placed, target })
+}
+
+/// A random program: matrix products in any wiring over random SMs, with private sums, in queues that mostly follow the
+/// program; its events are derived here, not by the scheduler.
+pub fn random_program(random: &mut Rng) -> Base {
+    let sms = 1 + random.below(3);
+    let hidden = 8 * (1 + random.below(3)) as u32;
+    let vocab = 24;
+    let mut p = Program {
+        name: "random".to_string(),
+        precision: BF16,
+        context_max: 2 + random.below(4) as u32,
+        buffers: vec![],
+        grids: vec![],
+    };
+    let mut build = Build { p: &mut p, hidden };
+    let candidates = build.buffer("candidates", Space::Exchange, DType::I32, 2 * sms as u32);
+    build.p.buffers[candidates.index()].phases = 1 + random.below(2) as u32;
+    let token = build.buffer("token", Space::Private, DType::I32, 1);
+    let residual = build.buffer("residual", Space::Private, DType::F32, hidden);
+    let said = build.buffer("said", Space::Output, DType::I32, 1);
+    let logits = build.buffer("logits", Space::Output, DType::F32, vocab);
+    let table = build.constant("table", DType::Bf16, vocab, hidden);
+    let x = build.buffer("x", Space::Exchange, DType::Bf16, hidden);
+    let read = |role, buffer, cols| Operand { role, access: Access::Read, buffer, rows: Rows::One, cols };
+    let write = |role, buffer, cols| Operand { role, access: Access::Write, buffer, rows: Rows::One, cols };
+    let one = Cols::all(1);
+    build.grid(
+        "select",
+        Op::Select,
+        sms as u32,
+        vec![read(Role::Candidates, candidates, Cols::all(2 * sms as u32)), write(Role::Token, token, one)],
+    );
+    build.grid("report", Op::Report, 1, vec![read(Role::Token, token, one), write(Role::Out, said, one)]);
+    let blocks = Cols::blocks(8, hidden);
+    build.grid(
+        "embed",
+        Op::Embed { scale: 1.0 },
+        hidden / 8,
+        vec![
+            read(Role::Token, token, one),
+            Operand { rows: Rows::Token, ..read(Role::Table, table, blocks) },
+            write(Role::Residual, residual, blocks),
+            write(Role::Out, x, blocks),
+        ],
+    );
+    // Vectors that exist so far.
+    let mut vectors = vec![(x, hidden)];
+    let norm = NormAttr { kind: NormKind::Rms, eps: 1e-5 };
+    for nth in 0..1 + random.below(5) {
+        let (from, k) = vectors[random.below(vectors.len())];
+        let sum = random.below(3) == 0;
+        let rows = if sum { hidden } else { 8 * (1 + random.below(4)) as u32 };
+        let epilogue = if sum { Epilogue::Residual { scale: 1.0 } } else { Epilogue::Act(Act::Silu) };
+        let out = build.buffer(&format!("v{nth}"), Space::Exchange, DType::Bf16, rows);
+        build.matvec(&format!("m{nth}"), from, k, rows, random.below(2) == 0, norm, epilogue, |cols| {
+            let mut to = vec![];
+            if sum {
+                to.push(Operand { access: Access::Update, ..write(Role::Residual, residual, cols) });
+            }
+            to.push(write(Role::Out, out, cols));
+            to
+        });
+        vectors.push((out, rows));
+    }
+    let (from, k) = vectors[vectors.len() - 1];
+    let epilogue = Epilogue::Logits { scale: 1.0, softcap: None };
+    build.matvec("head", from, k, vocab, true, norm, epilogue, |cols| {
+        let slots = Cols { stride_j: 2, limit: 2 * sms as u32, ..Cols::all(2) };
+        vec![write(Role::Logits, logits, cols), write(Role::Candidates, candidates, slots)]
+    });
+    let last = p.grids.len() - 1;
+    p.grids[last].second = Second::Ordinal(sms as u32);
+    place_randomly(random, p, sms)
+}
+
+struct Build<'a> {
+    p: &'a mut Program,
+    hidden: u32,
+}
+
+impl Build<'_> {
+    fn buffer(&mut self, name: &str, space: Space, dtype: DType, cols: u32) -> BufferId {
+        let name = name.to_string();
+        self.p.buffers.push(Buffer { name, space, dtype, rows: 1, cols, phases: 1, content: None });
+        BufferId::from(self.p.buffers.len() - 1)
+    }
+
+    fn constant(&mut self, name: &str, dtype: DType, rows: u32, cols: u32) -> BufferId {
+        let id = self.buffer(name, Space::Constant, dtype, cols);
+        let buffer = &mut self.p.buffers[id.index()];
+        (buffer.rows, buffer.content) = (rows, Some(Content::Tensor(TensorId(0))));
+        id
+    }
+
+    fn grid(&mut self, name: &str, op: Op, n: u32, operands: Vec<Operand>) {
+        self.p.grids.push(Grid { name: name.to_string(), op, n, second: Second::Axis(1), operands });
+    }
+
+    #[allow(clippy::too_many_arguments)] // A matrix product has as many parts.
+    fn matvec(
+        &mut self,
+        name: &str,
+        x: BufferId,
+        k: u32,
+        rows: u32,
+        normed: bool,
+        norm: NormAttr,
+        epilogue: Epilogue,
+        out: impl FnOnce(Cols) -> Vec<Operand>,
+    ) {
+        let weight = self.buffer(&format!("{name}.weight"), Space::Weight, DType::Bf16, k);
+        let view = RowView::range(TensorId(0), 0);
+        let buffer = &mut self.p.buffers[weight.index()];
+        buffer.rows = rows;
+        buffer.content = Some(Content::Rows { parts: vec![Part { view, rows }], interleave: 1 });
+        let operand = |role, access, buffer, rows, cols| Operand { role, access, buffer, rows, cols };
+        let mut operands = vec![operand(Role::X, Access::Read, x, Rows::One, Cols::all(k))];
+        if normed {
+            let gain = self.constant(&format!("{name}.norm"), DType::F32, 1, k);
+            operands.push(operand(Role::NormWeight, Access::Read, gain, Rows::One, Cols::all(k)));
+        }
+        let units = Cols::blocks(1, rows.div_ceil(8));
+        operands.push(operand(Role::Weight, Access::Stream, weight, Rows::Units, units));
+        operands.extend(out(Cols::blocks(8, rows)));
+        debug_assert!(self.hidden > 0);
+        let op = Op::MatVec(MatVec { rows, k, norm: normed.then_some(norm), epilogue });
+        self.grid(name, op, rows.div_ceil(8), operands);
+    }
+}
+
+/// Tasks to random SMs, queues mostly in program order, and events from the regions that tasks read.
+fn place_randomly(random: &mut Rng, p: Program, sms: usize) -> Base {
+    let mut regime = Regime {
+        from_position: 0,
+        tasks: vec![],
+        events: vec![],
+        queues: vec![vec![]; sms],
+        streams: vec![vec![]; sms],
+    };
+    // Whose the parts of the residual are, everywhere the same; sometimes one grid sees it otherwise.
+    let owned = |n: u32, sm: usize| (sm as u32 * n / sms as u32, (sm as u32 + 1) * n / sms as u32);
+    for (g, grid) in p.grids.iter().enumerate() {
+        let mut cuts: Vec<(usize, u32, u32)> = match grid.op {
+            Op::Select => (0..sms).map(|sm| (sm, sm as u32, sm as u32 + 1)).collect(),
+            Op::Report => vec![(0, 0, 1)],
+            _ if grid.operand(Role::Residual).is_some() || grid.operand(Role::Logits).is_some() => {
+                (0..sms).map(|sm| (sm, owned(grid.n, sm).0, owned(grid.n, sm).1)).collect()
+            }
+            _ => {
+                let parts = 1 + random.below(sms) as u32;
+                let first = random.below(sms);
+                let cut = |i: u32| i * grid.n / parts;
+                (0..parts).map(|i| ((first + i as usize) % sms, cut(i), cut(i + 1))).collect()
+            }
+        };
+        cuts.retain(|c| c.1 < c.2);
+        if grid.operand(Role::Residual).is_some() && cuts.len() > 1 && random.below(12) == 0 {
+            (cuts[0].0, cuts[1].0) = (cuts[1].0, cuts[0].0);
+        }
+        for (ordinal, (sm, lo, hi)) in cuts.into_iter().enumerate() {
+            let j = if matches!(grid.second, Second::Ordinal(_)) { ordinal as u32 } else { 0 };
+            regime.queues[sm].push(TaskId::from(regime.tasks.len()));
+            regime.tasks.push(Task { grid: GridId::from(g), lo, hi, j, waits: vec![], signals: vec![] });
+        }
+    }
+    for queue in &mut regime.queues {
+        for _ in 0..random.below(3) {
+            let length = queue.len();
+            // Behind the select, mostly.
+            let at = if random.below(8) == 0 { 0 } else { 1 };
+            if length > at + 1 {
+                let i = at + random.below(length - at - 1);
+                queue.swap(i, i + 1);
+            }
+        }
+    }
+    let mechanism = [Mechanism::Packets, Mechanism::Fenced, Mechanism::Counter][random.below(3)];
+    let span = |o: &Operand, t: &Task| o.cols.range(t.lo, t.hi, t.j);
+    let mut known: Vec<(BufferId, u32, u32)> = vec![];
+    for t in 0..regime.tasks.len() {
+        let grid = &p.grids[regime.tasks[t].grid.index()];
+        for operand in grid.operands.iter().filter(|o| o.access == Access::Read) {
+            let (lo, hi) = span(operand, &regime.tasks[t]);
+            if p.buffers[operand.buffer.index()].space != Space::Exchange || lo >= hi {
+                continue;
+            }
+            let key = (operand.buffer, lo as u32, hi as u32);
+            let e = known.iter().position(|k| *k == key).unwrap_or_else(|| {
+                let id = EventId::from(known.len());
+                known.push(key);
+                let mut count = 0;
+                for task in &mut regime.tasks {
+                    let grid = &p.grids[task.grid.index()];
+                    let writes = grid.operands.iter().filter(|o| o.access == Access::Write && o.buffer == key.0);
+                    let mut spans = writes.map(|o| o.cols.range(task.lo, task.hi, task.j));
+                    if spans.any(|s| s.0 < hi && lo < s.1) {
+                        task.signals.push(id);
+                        count += 1;
+                    }
+                }
+                let carried = operand.role == Role::Candidates;
+                let mechanism = match mechanism {
+                    Mechanism::Packets if carried && random.below(4) > 0 => Mechanism::Fenced,
+                    other => other,
+                };
+                let (buffer, lo, hi) = key;
+                regime.events.push(Event { buffer, lo, hi, count, mechanism, carried, proxy: false });
+                known.len() - 1
+            });
+            let count = regime.events[e].count;
+            regime.tasks[t].waits.push(Wait { event: EventId::from(e), count });
+        }
+    }
+    for sm in 0..sms {
+        let mut end = 0;
+        for id in &regime.queues[sm] {
+            let task = &regime.tasks[id.index()];
+            if let Op::MatVec(m) = &p.grids[task.grid.index()].op {
+                let bytes = u64::from(task.hi - task.lo) * u64::from(m.granules(2)) * u64::from(GRANULE_BYTES);
+                regime.streams[sm].push(Run { task: *id, bytes: RunBytes::Fixed { offset: end, bytes } });
+                end += bytes;
+            }
+        }
+    }
+    let mut next = 0u64;
+    let placement = p.buffers.iter().map(|b| match b.space {
+        Space::Exchange => {
+            let at = next;
+            next += (u64::from(b.cols) * 8 * u64::from(b.phases) + 16).next_multiple_of(256);
+            Some(at)
+        }
+        Space::Output => Some(if b.name == "said" { 1 << 16 } else { 0 }),
+        _ => None,
+    });
+    let placement = placement.collect();
+    let mut offset = 0;
+    let smem =
+        [("ring", 16_384), ("stage", 1024), ("reduce", 4096), ("heads", 256), ("residual", 1024), ("queue", 4096)];
+    let smem = smem.into_iter().chain([("state", 4096)]).map(|(name, bytes)| {
+        offset += bytes;
+        SmemPart { name: name.to_string(), offset: offset - bytes, bytes }
+    });
+    let machine = Machine {
+        target: "h200".to_string(),
+        sms: sms as u32,
+        cluster: 1,
+        consumer_warps: 1,
+        loader_warps: 1,
+        registers_per_thread: 128,
+        ring: Ring {
+            slots: 4,
+            slot_bytes: 4096,
+            groups: 1,
+            arrivals: 1,
+            flight_high: 4,
+            flight_low: 2,
+            flight_free: 2,
+        },
+        smem: smem.collect(),
+    };
+    let schedule = Schedule { program: p, machine, placement, regimes: vec![regime] };
+    // What the language says, without the limits of today's kernels.
+    let mut target = Target { kind: TargetKind::Cpu, ..h200() };
+    target.spec.copy = CopyMechanism::Plain;
+    Base { name: "random program".to_string(), schedule, target }
+}

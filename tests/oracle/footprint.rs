@@ -1,0 +1,887 @@
+//! What each task touches, from the formula of its op; and what can be judged without running anything.
+
+use super::{Fault, Kind};
+use monobloc::dtype::DType;
+use monobloc::ir::op::{Access, Attention, Epilogue, MatVec, NormAttr, Op, Role};
+use monobloc::ir::program::{Buffer, Cols, Content, Grid, Operand, Rows, Second, Space};
+use monobloc::ir::schedule::{Regime, RunBytes, Schedule, Task};
+use monobloc::ir::{BufferId, GridId};
+use monobloc::model::graph::NormKind;
+use monobloc::target::{DotMechanism, Target, TargetKind};
+use std::collections::{BTreeMap, BTreeSet};
+
+/// Columns `lo..hi` of a buffer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Touch {
+    pub buffer: BufferId,
+    pub lo: u32,
+    pub hi: u32,
+}
+
+/// What one task reads and writes, by kind of memory.
+#[derive(Debug, Clone, Default)]
+pub struct Foot {
+    /// Exchange buffers.
+    pub reads: Vec<Touch>,
+    pub writes: Vec<Touch>,
+    /// In the shared memory of its SM, in the order of its op.
+    pub private_reads: Vec<Touch>,
+    pub private_writes: Vec<Touch>,
+    /// A cache row of the step's position.
+    pub appends: Vec<Touch>,
+    /// Cache rows before it, brought in by the loader: columns, and which share of how many, under which window.
+    pub history: Vec<Touch>,
+    pub outputs: Vec<Touch>,
+}
+
+const GRANULE: u64 = 512;
+const GRANULE_ROW: u64 = 64;
+/// Rows of the history that an op takes at once.
+const TILE_ROWS: u32 = 16;
+/// Heads in a cache row begin at multiples of this many bytes, for copies.
+const HEAD_BYTES: u64 = 16;
+
+/// An operand as the op's formula has it.
+struct Part {
+    role: Role,
+    access: Access,
+    space: Space,
+    dtype: DType,
+    rows: Rows,
+    /// Columns from the operand's first column on.
+    lo: u64,
+    hi: u64,
+    /// The whole of the buffer, for what is indexed by a token, a position or a unit.
+    must: Must,
+}
+
+enum Must {
+    /// Columns only.
+    Inside,
+    /// A row for each position.
+    Positions,
+    /// A row for each token.
+    Tokens,
+    /// `rows x cols` exactly: weights.
+    Exactly(u32, u32),
+}
+
+fn malformed<T>(what: impl Into<String>) -> Result<T, Fault> {
+    Err(Fault::new(Kind::Malformed, what))
+}
+
+/// Columns that an operand declares for launch indices `lo..hi`, `None` where it is not touched.
+fn declared(c: &Cols, lo: u32, hi: u32, j: u32) -> Option<(u64, u64)> {
+    let div = u64::from(c.div.max(1));
+    if c.only_j.is_some_and(|only| only != j) {
+        return None;
+    }
+    let mut range: Option<(u64, u64)> = None;
+    // Columns grow with the index: its first and last value say all.
+    let (mut first, mut last) = (u64::from(lo), u64::from(hi) - 1);
+    if c.first {
+        (first, last) = (first.next_multiple_of(div), last / div * div);
+    }
+    if first > last {
+        return None;
+    }
+    for i in [first, last] {
+        let start = u64::from(c.base) + u64::from(c.stride) * (i / div) + u64::from(c.stride_j) * u64::from(j);
+        let end = (start + u64::from(c.len)).min(u64::from(c.limit));
+        if start < end {
+            range = Some(range.map_or((start, end), |(a, b)| (a.min(start), b.max(end))));
+        }
+    }
+    range
+}
+
+/// What a schedule touches, by regime and task; and everything that is wrong without running it.
+pub fn footprints(s: &Schedule, target: &Target) -> Result<Vec<Vec<Foot>>, Fault> {
+    ids(s)?;
+    numbers(s)?;
+    occupancy(s, target)?;
+    launches(s)?;
+    let vocab = s.program.grids.iter().filter_map(|g| match &g.op {
+        Op::MatVec(MatVec { rows, epilogue: Epilogue::Logits { .. }, .. }) => Some(*rows),
+        _ => None,
+    });
+    let vocab = vocab.max().unwrap_or(0);
+    meanings(s)?;
+    let mut feet = vec![];
+    for regime in &s.regimes {
+        let mut of_regime = vec![];
+        for (t, task) in regime.tasks.iter().enumerate() {
+            let grid = &s.program.grids[task.grid.index()];
+            of_regime.push(foot(s, grid, task, vocab).map_err(|f| Fault::new(f.kind, format!("t{t}: {}", f.what)))?);
+        }
+        feet.push(of_regime);
+    }
+    packed(s)?;
+    arenas(s, target)?;
+    shared_memory(s, target)?;
+    Ok(feet)
+}
+
+fn ids(s: &Schedule) -> Result<(), Fault> {
+    let p = &s.program;
+    if s.placement.len() != p.buffers.len() || s.regimes.is_empty() || s.machine.sms == 0 {
+        return malformed("counts");
+    }
+    let mut from = None;
+    for (r, regime) in s.regimes.iter().enumerate() {
+        let at = regime.from_position;
+        if at >= p.context_max || (r == 0) != (at == 0) || from.is_some_and(|f| at <= f) {
+            return malformed(format!("r{r} starts at {at}"));
+        }
+        from = Some(at);
+        if regime.queues.len() != s.machine.sms as usize || regime.streams.len() != s.machine.sms as usize {
+            return malformed("queues and streams");
+        }
+        let mut seen = BTreeSet::new();
+        for id in regime.queues.iter().flatten() {
+            if id.index() >= regime.tasks.len() || !seen.insert(*id) {
+                return malformed(format!("{id} in the queues of r{r}"));
+            }
+        }
+        if seen.len() != regime.tasks.len() {
+            return malformed(format!("a task of r{r} that never runs"));
+        }
+        for task in &regime.tasks {
+            let events = task.waits.iter().map(|w| w.event).chain(task.signals.iter().copied());
+            if task.grid.index() >= p.grids.len() || events.into_iter().any(|e| e.index() >= regime.events.len()) {
+                return malformed("a task names nothing");
+            }
+        }
+        if regime.events.iter().any(|e| e.buffer.index() >= p.buffers.len())
+            || regime.streams.iter().flatten().any(|run| run.task.index() >= regime.tasks.len())
+        {
+            return malformed("an event or a run names nothing");
+        }
+    }
+    if p.grids.iter().flat_map(|g| &g.operands).any(|o| o.buffer.index() >= p.buffers.len()) {
+        return malformed("an operand names nothing");
+    }
+    Ok(())
+}
+
+/// Numbers that a formula takes.
+fn numbers(s: &Schedule) -> Result<(), Fault> {
+    let p = &s.program;
+    let norm = |n: &NormAttr| n.eps.is_finite() && n.eps > 0.0;
+    for (g, grid) in p.grids.iter().enumerate() {
+        let fine = match &grid.op {
+            Op::Select | Op::Report => true,
+            Op::Embed { scale } => scale.is_finite(),
+            Op::MatVec(m) => {
+                let tail = match m.epilogue {
+                    Epilogue::Store | Epilogue::Act(_) => true,
+                    Epilogue::Gated(_) => m.rows % 2 == 0,
+                    Epilogue::Residual { scale } => scale.is_finite(),
+                    Epilogue::Logits { scale, softcap } => {
+                        scale.is_finite() && softcap.is_none_or(|c| c.is_finite() && c > 0.0)
+                    }
+                };
+                m.rows > 0 && m.rows < 1 << 29 && m.k > 0 && m.k < 1 << 29 && m.norm.as_ref().is_none_or(norm) && tail
+            }
+            Op::Attention(a) => {
+                let sizes = [a.heads_per_task, a.group, a.heads, a.head_dim, a.splits];
+                let most = |n: u64| n < 1 << 29;
+                sizes.iter().all(|&n| n > 0)
+                    && a.heads % a.group == 0
+                    && a.group % a.heads_per_task == 0
+                    && a.head_dim % 2 == 0
+                    && a.rotary <= a.head_dim
+                    && a.rotary % 2 == 0
+                    && most(u64::from(a.heads) * u64::from(a.head_dim))
+                    && most(u64::from(a.heads) * u64::from(a.splits).saturating_mul(u64::from(a.head_dim) + 2))
+                    && a.window != Some(0)
+                    && a.scale.is_finite()
+                    && a.scale > 0.0
+                    && a.softcap.is_none_or(|c| c.is_finite() && c > 0.0)
+                    && a.q_norm.iter().chain(&a.k_norm).all(|n| norm(&n.norm))
+            }
+            Op::AttentionMerge { head_dim, splits, heads_per_task } => {
+                [*head_dim, *splits, *heads_per_task].iter().all(|&n| n > 0)
+                    && grid.n % heads_per_task == 0
+                    && u64::from(grid.n) * u64::from(*splits).saturating_mul(u64::from(*head_dim) + 2) < 1 << 29
+            }
+            Op::NormAdd { norm: n, width, scale } => norm(n) && *width > 0 && *width < 1 << 29 && scale.is_finite(),
+        };
+        if !fine {
+            return malformed(format!("g{g}: a number that `{}` cannot take", grid.op.name()));
+        }
+        // Extents of the launch are those of the op.
+        let n = match &grid.op {
+            Op::Select => Some(s.machine.sms),
+            Op::Report => Some(1),
+            Op::Embed { .. } => grid.operand(Role::Table).map(|o| p.buffers[o.buffer.index()].cols.div_ceil(8)),
+            Op::MatVec(m) => Some(units(m)),
+            Op::Attention(a) => Some(a.heads / a.heads_per_task),
+            Op::AttentionMerge { .. } => None,
+            Op::NormAdd { width, .. } => Some(width.div_ceil(8)),
+        };
+        if n.is_some_and(|n| n != grid.n) {
+            return malformed(format!("g{g} launches {} of {n:?} indices", grid.n));
+        }
+        if let Op::Attention(a) = &grid.op
+            && grid.second != Second::Axis(a.splits)
+        {
+            return malformed(format!("g{g} launches other shares than it has"));
+        }
+    }
+    // A position is a row: what is 2^32 rows long is nothing that anybody has.
+    if p.context_max >= 1 << 30 {
+        return malformed("context_max");
+    }
+    let floats = [DType::F32, DType::Bf16, DType::F16];
+    let precision = [p.precision.weights, p.precision.cache, p.precision.wire];
+    if precision.iter().any(|d| !floats.contains(d)) {
+        return malformed("numbers that are none");
+    }
+    Ok(())
+}
+
+fn units(m: &MatVec) -> u32 {
+    match m.epilogue {
+        Epilogue::Gated(_) => (m.rows / 2).div_ceil(4),
+        _ => m.rows.div_ceil(8),
+    }
+}
+
+fn launches(s: &Schedule) -> Result<(), Fault> {
+    for (r, regime) in s.regimes.iter().enumerate() {
+        let mut launched: Vec<BTreeMap<(u32, u32), u32>> = vec![BTreeMap::new(); s.program.grids.len()];
+        let mut ordinals: BTreeSet<(GridId, u32)> = BTreeSet::new();
+        for (t, task) in regime.tasks.iter().enumerate() {
+            let grid = &s.program.grids[task.grid.index()];
+            let extent = match grid.second {
+                Second::Axis(n) | Second::Ordinal(n) => n,
+            };
+            if task.lo >= task.hi || task.hi > grid.n || task.j >= extent {
+                return malformed(format!("t{t} of r{r} launches what is not there"));
+            }
+            let one = matches!(grid.op, Op::Select | Op::Report | Op::Attention(_) | Op::AttentionMerge { .. });
+            if one && task.hi - task.lo != 1 {
+                return malformed(format!("t{t} of r{r} launches several indices of one-index op"));
+            }
+            let ordinal = matches!(grid.second, Second::Ordinal(_));
+            if ordinal && !ordinals.insert((task.grid, task.j)) {
+                return malformed(format!("t{t} of r{r} has the ordinal of another"));
+            }
+            let axis = if ordinal { 0 } else { task.j };
+            // Ranges by their start: (axis, lo) to hi.
+            if launched[task.grid.index()].insert((axis, task.lo), task.hi).is_some() {
+                return malformed(format!("t{t} of r{r} launches again"));
+            }
+        }
+        for (g, grid) in s.program.grids.iter().enumerate() {
+            let list = &launched[g];
+            if list.is_empty() && matches!(grid.op, Op::Attention(_) | Op::AttentionMerge { .. }) {
+                continue;
+            }
+            let axes = match grid.second {
+                Second::Axis(n) => n,
+                Second::Ordinal(_) => 1,
+            };
+            if u64::from(axes) > regime.tasks.len() as u64 {
+                return malformed(format!("g{g} has axes that are not launched"));
+            }
+            for axis in 0..axes {
+                let mut end = 0;
+                for (&(_, lo), &hi) in list.range((axis, 0)..=(axis, u32::MAX)) {
+                    if lo != end {
+                        return malformed(format!("g{g} launches {lo} after {end} in r{r}"));
+                    }
+                    end = hi;
+                }
+                if end != grid.n {
+                    return malformed(format!("g{g} ends at {end} of {} in r{r}", grid.n));
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The operands of a task, as the formula of its op has them.
+fn parts(s: &Schedule, grid: &Grid, task: &Task) -> Vec<Part> {
+    let pr = s.program.precision;
+    let (lo, hi, j) = (u64::from(task.lo), u64::from(task.hi), u64::from(task.j));
+    let part = |role, access, space, dtype, lo: u64, hi: u64| Part {
+        role,
+        access,
+        space,
+        dtype,
+        rows: Rows::One,
+        lo,
+        hi,
+        must: Must::Inside,
+    };
+    use Access::{Read, Stream, Update, Write};
+    use Space::{Cache, Constant, Exchange, Output, Private, Weight};
+    let vector = |role, lo, hi| part(role, Read, Constant, DType::F32, lo, hi);
+    match &grid.op {
+        Op::Select => {
+            let all = grid.operand(Role::Candidates).map_or(0, |o| s.program.buffers[o.buffer.index()].cols);
+            vec![
+                part(Role::Candidates, Read, Exchange, DType::I32, 0, u64::from(all)),
+                part(Role::Token, Write, Private, DType::I32, 0, 1),
+            ]
+        }
+        Op::Report => {
+            vec![part(Role::Token, Read, Private, DType::I32, 0, 1), part(Role::Out, Write, Output, DType::I32, 0, 1)]
+        }
+        Op::Embed { .. } => {
+            let width = grid.operand(Role::Table).map_or(0, |o| u64::from(s.program.buffers[o.buffer.index()].cols));
+            let (lo, hi) = (8 * lo, (8 * hi).min(width));
+            vec![
+                part(Role::Token, Read, Private, DType::I32, 0, 1),
+                Part { rows: Rows::Token, must: Must::Tokens, ..part(Role::Table, Read, Constant, pr.weights, lo, hi) },
+                part(Role::Residual, Write, Private, DType::F32, lo, hi),
+                part(Role::Out, Write, Exchange, pr.wire, lo, hi),
+            ]
+        }
+        Op::MatVec(m) => {
+            let (rows, k) = (u64::from(m.rows), u64::from(m.k));
+            let (from, to) = (8 * lo, (8 * hi).min(rows));
+            let mut parts = vec![part(Role::X, Read, Exchange, pr.wire, 0, k)];
+            if let Some(norm) = &m.norm {
+                parts.push(vector(Role::NormWeight, 0, k));
+                if norm.kind == NormKind::Layer {
+                    parts.push(vector(Role::NormBias, 0, k));
+                }
+            }
+            parts.push(Part {
+                rows: Rows::Units,
+                must: Must::Exactly(m.rows, m.k),
+                ..part(Role::Weight, Stream, Weight, pr.weights, lo, hi)
+            });
+            parts.push(vector(Role::Bias, 8 * lo, 8 * hi));
+            match m.epilogue {
+                Epilogue::Store | Epilogue::Act(_) => parts.push(part(Role::Out, Write, Exchange, pr.wire, from, to)),
+                Epilogue::Gated(_) => {
+                    parts.push(part(Role::Out, Write, Exchange, pr.wire, 4 * lo, (4 * hi).min(rows / 2)));
+                }
+                Epilogue::Residual { .. } => {
+                    parts.push(part(Role::Residual, Update, Private, DType::F32, from, to));
+                    parts.push(part(Role::Out, Write, Exchange, pr.wire, from, to));
+                }
+                Epilogue::Logits { .. } => {
+                    parts.push(part(Role::Logits, Write, Output, DType::F32, from, to));
+                    parts.push(part(Role::Candidates, Write, Exchange, DType::I32, 2 * j, 2 * j + 2));
+                }
+            }
+            parts
+        }
+        Op::Attention(a) => attention(s, a, lo, j),
+        Op::AttentionMerge { head_dim, splits, heads_per_task } => {
+            let (dim, splits, each) = (u64::from(*head_dim), u64::from(*splits), u64::from(*heads_per_task));
+            let records = splits * each * (dim + 2);
+            let group = lo / each;
+            vec![
+                part(Role::Partial, Read, Exchange, DType::F32, group * records, (group + 1) * records),
+                part(Role::Out, Write, Exchange, pr.wire, lo * dim, (lo + 1) * dim),
+            ]
+        }
+        Op::NormAdd { norm, width, .. } => {
+            let width = u64::from(*width);
+            let (from, to) = (8 * lo, (8 * hi).min(width));
+            let mut parts = vec![part(Role::X, Read, Exchange, pr.wire, 0, width), vector(Role::NormWeight, 0, width)];
+            if norm.kind == NormKind::Layer {
+                parts.push(vector(Role::NormBias, 0, width));
+            }
+            parts.push(part(Role::Residual, Update, Private, DType::F32, from, to));
+            parts.push(part(Role::Out, Write, Exchange, pr.wire, from, to));
+            parts
+        }
+    }
+    .into_iter()
+    .map(|mut p| {
+        // What lies in a cache is named below.
+        if p.space == Cache && p.rows == Rows::One {
+            p.rows = Rows::Current;
+        }
+        p
+    })
+    .collect()
+}
+
+/// Elements from one head of a cache row to the next.
+fn pitch(s: &Schedule, a: &Attention) -> u64 {
+    let each = s.program.precision.cache.bytes() as u64;
+    (u64::from(a.head_dim) * each).next_multiple_of(HEAD_BYTES) / each
+}
+
+fn attention(s: &Schedule, a: &Attention, i: u64, j: u64) -> Vec<Part> {
+    let pr = s.program.precision;
+    let (dim, each, splits) = (u64::from(a.head_dim), u64::from(a.heads_per_task), u64::from(a.splits));
+    let q_cols = u64::from(a.heads) * dim;
+    let kv_cols = u64::from(a.heads / a.group) * dim;
+    let kv = i * each / u64::from(a.group);
+    let pitch = pitch(s, a);
+    // The share that ends at the current position takes it from the projection; the first task of a KV head appends it.
+    let current = j + 1 == splits;
+    let appends = current && (i * each).is_multiple_of(u64::from(a.group));
+    let part = |role, access, space, dtype, rows, lo: u64, hi: u64, must| Part {
+        role,
+        access,
+        space,
+        dtype,
+        rows,
+        lo,
+        hi,
+        must,
+    };
+    let read = |role, lo, hi| part(role, Access::Read, Space::Exchange, pr.wire, Rows::One, lo, hi, Must::Inside);
+    let vector = |role, hi| part(role, Access::Read, Space::Constant, DType::F32, Rows::One, 0, hi, Must::Inside);
+    let cache = |role, access, rows, touched: bool| {
+        let (lo, hi) = if touched { (kv * pitch, kv * pitch + dim) } else { (0, 0) };
+        part(role, access, Space::Cache, pr.cache, rows, lo, hi, Must::Positions)
+    };
+    let whole_q = a.q_norm.is_some_and(|n| n.projection);
+    let whole_k = a.k_norm.is_some_and(|n| n.projection);
+    let mut parts =
+        vec![if whole_q { read(Role::Q, 0, q_cols) } else { read(Role::Q, i * each * dim, (i + 1) * each * dim) }];
+    let (k, v) = if current { ((kv * dim, (kv + 1) * dim), (kv * dim, (kv + 1) * dim)) } else { ((0, 0), (0, 0)) };
+    parts.push(if whole_k && current { read(Role::K, 0, kv_cols) } else { read(Role::K, k.0, k.1) });
+    parts.push(read(Role::V, v.0, v.1));
+    if a.q_norm.is_some() {
+        parts.push(vector(Role::QNormWeight, if whole_q { q_cols } else { dim }));
+    }
+    if a.k_norm.is_some() {
+        parts.push(vector(Role::KNormWeight, if whole_k { kv_cols } else { dim }));
+    }
+    if a.rotary > 0 {
+        let rotary = u64::from(a.rotary);
+        let (read, constant) = (Access::Read, Space::Constant);
+        parts.push(part(Role::Rope, read, constant, DType::F32, Rows::Current, 0, rotary, Must::Positions));
+    }
+    parts.push(cache(Role::HistoryK, Access::Stream, Rows::History, true));
+    parts.push(cache(Role::HistoryV, Access::Stream, Rows::History, true));
+    parts.push(cache(Role::AppendK, Access::Write, Rows::Current, appends));
+    parts.push(cache(Role::AppendV, Access::Write, Rows::Current, appends));
+    let (space, write) = (Space::Exchange, Access::Write);
+    parts.push(if splits == 1 {
+        part(Role::Out, write, space, pr.wire, Rows::One, i * each * dim, (i + 1) * each * dim, Must::Inside)
+    } else {
+        let record = each * (dim + 2);
+        let at = (i * splits + j) * record;
+        part(Role::Out, write, space, DType::F32, Rows::One, at, at + record, Must::Inside)
+    });
+    parts
+}
+
+/// Roles that an op does without where they are absent.
+fn optional(op: &Op, role: Role) -> bool {
+    let norms = [Role::NormWeight, Role::NormBias, Role::QNormWeight, Role::KNormWeight];
+    let unpublished = matches!(op, Op::MatVec(MatVec { epilogue: Epilogue::Residual { .. }, .. })) && role == Role::Out;
+    role == Role::Bias || norms.contains(&role) || unpublished
+}
+
+fn foot(s: &Schedule, grid: &Grid, task: &Task, vocab: u32) -> Result<Foot, Fault> {
+    let parts = parts(s, grid, task);
+    let mut roles = BTreeSet::new();
+    for operand in &grid.operands {
+        if !roles.insert(operand.role) || !parts.iter().any(|p| p.role == operand.role) {
+            return Err(Fault::new(Kind::Undeclared, format!("`{}` is no operand of its op", operand.role.name())));
+        }
+    }
+    let mut foot = Foot::default();
+    for part in parts {
+        let Some(operand) = grid.operand(part.role) else {
+            if optional(&grid.op, part.role) {
+                continue;
+            }
+            return Err(Fault::new(Kind::Undeclared, format!("no `{}`", part.role.name())));
+        };
+        let buffer = &s.program.buffers[operand.buffer.index()];
+        compare(&part, operand, buffer, task, s.program.context_max, vocab)?;
+        if part.lo >= part.hi {
+            continue;
+        }
+        // They fit: compared with the columns of the buffer.
+        let base = u64::from(operand.cols.base);
+        let touch = Touch { buffer: operand.buffer, lo: (base + part.lo) as u32, hi: (base + part.hi) as u32 };
+        let list = match (part.space, part.access) {
+            (Space::Exchange, Access::Read) => &mut foot.reads,
+            (Space::Exchange, _) => &mut foot.writes,
+            (Space::Private, Access::Read) => &mut foot.private_reads,
+            (Space::Private, Access::Update) => {
+                foot.private_reads.push(touch);
+                &mut foot.private_writes
+            }
+            (Space::Private, _) => &mut foot.private_writes,
+            (Space::Cache, Access::Stream) => &mut foot.history,
+            (Space::Cache, _) => &mut foot.appends,
+            (Space::Output, _) => &mut foot.outputs,
+            (Space::Weight | Space::Constant, _) => continue,
+        };
+        list.push(touch);
+    }
+    Ok(foot)
+}
+
+/// An operand against what the op makes of it.
+fn compare(
+    part: &Part,
+    operand: &Operand,
+    buffer: &Buffer,
+    task: &Task,
+    context_max: u32,
+    vocab: u32,
+) -> Result<(), Fault> {
+    let role = part.role.name();
+    let undeclared = |what: String| Err(Fault::new(Kind::Undeclared, format!("`{role}`: {what}")));
+    if operand.access != part.access || operand.rows != part.rows {
+        return undeclared("touched in another way".to_string());
+    }
+    if buffer.space != part.space {
+        return undeclared(format!("in {}, the op looks in {}", buffer.space.name(), part.space.name()));
+    }
+    if buffer.dtype != part.dtype {
+        return undeclared(format!("holds {}, the op takes {}", buffer.dtype, part.dtype));
+    }
+    if buffer.rows == 0 || buffer.cols == 0 || buffer.phases == 0 {
+        return malformed("a buffer of nothing");
+    }
+    let immutable = matches!(buffer.space, Space::Weight | Space::Constant);
+    if immutable != buffer.content.is_some() {
+        return Err(Fault::new(Kind::Unwritten, format!("`{role}`: content")));
+    }
+    let filled = match &buffer.content {
+        Some(Content::Rows { parts, .. }) => {
+            parts.iter().map(|p| u64::from(p.rows)).sum::<u64>() == u64::from(buffer.rows)
+        }
+        _ => true,
+    };
+    if !filled {
+        return Err(Fault::new(Kind::Unwritten, format!("`{role}`: content of other rows")));
+    }
+    let beyond = |what: String| Err(Fault::new(Kind::OutOfBounds, format!("`{role}`: {what}")));
+    match part.must {
+        Must::Positions if buffer.rows < context_max => return beyond(format!("{} rows", buffer.rows)),
+        Must::Tokens if buffer.rows < vocab => return beyond(format!("{} rows, {vocab} tokens", buffer.rows)),
+        Must::Exactly(rows, cols) => {
+            if (buffer.rows, buffer.cols) != (rows, cols) {
+                return undeclared(format!("{} x {}, the op takes {rows} x {cols}", buffer.rows, buffer.cols));
+            }
+            // Columns are units of the stream.
+            let range = declared(&operand.cols, task.lo, task.hi, task.j);
+            if range != Some((part.lo, part.hi)) {
+                return undeclared(format!("units {range:?}, the op takes {}..{}", part.lo, part.hi));
+            }
+            return Ok(());
+        }
+        _ => {}
+    }
+    let base = u64::from(operand.cols.base);
+    let implied = (part.lo < part.hi).then_some((base + part.lo, base + part.hi));
+    let range = declared(&operand.cols, task.lo, task.hi, task.j);
+    if implied.is_some_and(|(_, hi)| hi > u64::from(buffer.cols)) {
+        return beyond(format!("columns {implied:?} of {}", buffer.cols));
+    }
+    if range != implied {
+        return undeclared(format!("columns {range:?}, the op touches {implied:?}"));
+    }
+    Ok(())
+}
+
+/// Bytes mean one thing: fp32 activations and fp32 records of attention look alike, and are not.
+fn meanings(s: &Schedule) -> Result<(), Fault> {
+    let mut meaning: BTreeMap<BufferId, (u32, u32, u32, u32)> = BTreeMap::new();
+    let mut attention: BTreeMap<(BufferId, u32), Attention> = BTreeMap::new();
+    for grid in &s.program.grids {
+        for operand in &grid.operands {
+            if s.program.buffers[operand.buffer.index()].space != Space::Exchange {
+                continue;
+            }
+            let is = match (&grid.op, operand.role) {
+                (_, Role::Candidates) => (1, 0, 0, 0),
+                (Op::AttentionMerge { head_dim, splits, heads_per_task }, Role::Partial) => {
+                    (2, *head_dim, *splits, *heads_per_task)
+                }
+                (Op::Attention(a), Role::Out) if a.splits > 1 => (2, a.head_dim, a.splits, a.heads_per_task),
+                _ => (0, 0, 0, 0),
+            };
+            if *meaning.entry(operand.buffer).or_insert(is) != is {
+                return Err(Fault::new(Kind::Undeclared, format!("{} means two things", operand.buffer)));
+            }
+        }
+        // One text must not depend on where a regime begins.
+        if let (Op::Attention(a), Some(keys)) = (&grid.op, grid.operand(Role::AppendK)) {
+            let alone = Attention { heads_per_task: 1, splits: 1, ..a.clone() };
+            if *attention.entry((keys.buffer, keys.cols.base)).or_insert(alone.clone()) != alone {
+                return Err(Fault::new(Kind::Malformed, "two attentions over the same keys"));
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Whether everything can be there at once.
+fn occupancy(s: &Schedule, target: &Target) -> Result<(), Fault> {
+    let (m, spec) = (&s.machine, &target.spec);
+    let no = |what: &str| Err(Fault::new(Kind::Occupancy, what.to_string()));
+    if m.target != target.name {
+        return no("made for another target");
+    }
+    if m.sms > spec.sm_count {
+        // The blocks beyond the last SM start when others end, and those wait for them.
+        return no("more blocks than SMs");
+    }
+    if m.cluster == 0 || m.cluster > spec.cluster_max.max(1) || m.sms % m.cluster != 0 {
+        return no("clusters");
+    }
+    if target.kind == TargetKind::Cuda {
+        let threads = (u64::from(m.consumer_warps) + u64::from(m.loader_warps)) * 32;
+        if m.consumer_warps == 0 || m.loader_warps == 0 || threads > u64::from(spec.threads_per_block_max) {
+            return no("threads");
+        }
+        let registers = u64::from(m.registers_per_thread);
+        if !(24..=255).contains(&registers) || threads * registers > u64::from(spec.registers_per_sm) {
+            return no("registers");
+        }
+    }
+    let r = &m.ring;
+    if r.slots == 0 || r.slot_bytes == 0 || u64::from(r.slot_bytes) % GRANULE != 0 || r.groups == 0 {
+        return Err(Fault::new(Kind::Ring, "slots"));
+    }
+    // A slot is free when as many warps have left it as are asked for; each warp of the group leaves it once.
+    if u64::from(r.arrivals) * u64::from(r.groups) != u64::from(m.consumer_warps) {
+        let what = if u64::from(r.arrivals) * u64::from(r.groups) > u64::from(m.consumer_warps) {
+            "slots that are never free"
+        } else {
+            "slots that are free while a warp still reads them"
+        };
+        return Err(Fault::new(Kind::Ring, what));
+    }
+    // Each warp takes its granules of every slot in turn.
+    if r.arrivals > 0 && !(r.slot_bytes / GRANULE as u32).is_multiple_of(r.arrivals) {
+        return Err(Fault::new(Kind::Ring, "granules that do not go round"));
+    }
+    // While too few slots are free only `flight_low` copies may be on their way; with none the loader never starts
+    // where slots are never free enough.
+    let starts = if r.flight_free > r.slots { r.flight_low } else { r.flight_high.min(r.flight_low) };
+    if starts == 0 {
+        return Err(Fault::new(Kind::Hang, "a loader that never asks"));
+    }
+    Ok(())
+}
+
+/// Streams against queues: the loader reads the pack of its SM in order, byte after byte.
+fn packed(s: &Schedule) -> Result<(), Fault> {
+    let ring = |what: String| Err(Fault::new(Kind::Ring, what));
+    let slot = u64::from(s.machine.ring.slot_bytes);
+    let weight = s.program.precision.weights.bytes() as u64;
+    // What lies where in the pack of each SM, by what the first regime puts there.
+    let mut packs: Vec<BTreeMap<u64, (u64, GridId, u32, u32)>> = vec![BTreeMap::new(); s.machine.sms as usize];
+    for (r, regime) in s.regimes.iter().enumerate() {
+        for (sm, (queue, stream)) in regime.queues.iter().zip(&regime.streams).enumerate() {
+            let mut runs = stream.iter();
+            let mut end = 0u64;
+            for id in queue {
+                let task = &regime.tasks[id.index()];
+                let grid = &s.program.grids[task.grid.index()];
+                let needs = match &grid.op {
+                    Op::MatVec(_) => 1,
+                    Op::Attention(_) => 2,
+                    _ => continue,
+                };
+                if needs > s.machine.ring.slots {
+                    return ring(format!("{id} of r{r} needs {needs} slots"));
+                }
+                let Some(run) = runs.next() else {
+                    return ring(format!("{id} of r{r} waits for chunks that never come"));
+                };
+                if run.task != *id {
+                    return ring(format!("{id} of r{r} gets the chunks of {}", run.task));
+                }
+                match (&grid.op, run.bytes) {
+                    (Op::MatVec(m), RunBytes::Fixed { offset, bytes }) => {
+                        let unit = u64::from(m.k).div_ceil(GRANULE_ROW / weight) * GRANULE;
+                        if bytes != unit * u64::from(task.hi - task.lo) {
+                            return ring(format!("{id} of r{r} gets {bytes} bytes"));
+                        }
+                        if offset != end {
+                            return ring(format!("{id} of r{r} is packed at {offset} and read at {end}"));
+                        }
+                        let here = (bytes, task.grid, task.lo, task.hi);
+                        if *packs[sm].entry(offset).or_insert(here) != here {
+                            return ring(format!("{id} of r{r} finds other weights"));
+                        }
+                        end += bytes;
+                    }
+                    (Op::Attention(a), RunBytes::History { rows }) => {
+                        let row = pitch(s, a) * s.program.precision.cache.bytes() as u64;
+                        if rows == 0 || rows % TILE_ROWS != 0 || u64::from(rows) * row > slot {
+                            return ring(format!("{id} of r{r} gets {rows} rows a chunk"));
+                        }
+                    }
+                    _ => return ring(format!("{id} of r{r} gets bytes of another kind")),
+                }
+            }
+            if runs.next().is_some() {
+                return ring(format!("sm{sm} of r{r} gets chunks that nobody takes"));
+            }
+        }
+    }
+    // Entries that begin elsewhere and overlap.
+    for pack in &packs {
+        let mut end = 0;
+        for (&offset, &(bytes, ..)) in pack {
+            if offset < end {
+                return ring("weights over weights".to_string());
+            }
+            end = offset + bytes;
+        }
+    }
+    Ok(())
+}
+
+/// Bytes from the first of a buffer to the first of its next phase.
+pub fn phase_bytes(buffer: &Buffer) -> u64 {
+    let per_packet = 4 / (buffer.dtype.bytes() as u64).min(4);
+    let elements = u64::from(buffer.rows) * u64::from(buffer.cols);
+    elements.div_ceil(per_packet).next_multiple_of(2) * 8
+}
+
+/// Places of buffers. Exchange memory is shadowed while it runs; caches and outputs are written at every position of a
+/// text, so that two in one place are a fault without running.
+fn arenas(s: &Schedule, target: &Target) -> Result<(), Fault> {
+    let mut total = 0u64;
+    let mut extents: Vec<(u8, u64, u64)> = vec![];
+    for (b, (buffer, place)) in s.program.buffers.iter().zip(&s.placement).enumerate() {
+        let elements = u64::from(buffer.rows).saturating_mul(u64::from(buffer.cols));
+        let bytes = match buffer.space {
+            Space::Exchange => phase_bytes(buffer).saturating_mul(u64::from(buffer.phases)),
+            _ => elements.saturating_mul(buffer.dtype.bytes() as u64),
+        };
+        match buffer.space {
+            Space::Exchange | Space::Cache | Space::Output => {
+                let Some(place) = place else { return malformed(format!("b{b} has no place")) };
+                // A queue entry holds places in units; the rest is cut off.
+                if place % if buffer.space == Space::Exchange { 8 } else { 256 } != 0 {
+                    return Err(Fault::new(Kind::Stale, format!("b{b} is read elsewhere than at {place}")));
+                }
+                let Some(end) = place.checked_add(bytes) else { return malformed("a place beyond all memory") };
+                if buffer.space != Space::Exchange {
+                    extents.push((buffer.space as u8, *place, end));
+                }
+                total = total.max(end);
+            }
+            Space::Constant => total = total.saturating_add(bytes),
+            Space::Weight | Space::Private => {}
+        }
+    }
+    let streamed = |regime: &Regime| -> u64 {
+        let bytes = regime.streams.iter().flatten().map(|run| match run.bytes {
+            RunBytes::Fixed { bytes, .. } => bytes,
+            RunBytes::History { .. } => 0,
+        });
+        bytes.fold(0, u64::saturating_add)
+    };
+    let weights = s.regimes.iter().map(streamed).max().unwrap_or(0);
+    if total.saturating_add(weights) > target.spec.memory_bytes {
+        return Err(Fault::new(Kind::Occupancy, "device memory"));
+    }
+    extents.sort();
+    if extents.windows(2).any(|w| w[0].0 == w[1].0 && w[1].1 < w[0].2) {
+        return Err(Fault::new(Kind::Clobbered, "caches or outputs in one place"));
+    }
+    Ok(())
+}
+
+/// Shared memory: parts that overlap, are missing, or hold less than what runs in them.
+fn shared_memory(s: &Schedule, target: &Target) -> Result<(), Fault> {
+    let m = &s.machine;
+    let no = |what: String| Err(Fault::new(Kind::Occupancy, what));
+    let mut parts: BTreeMap<&str, (u64, u64)> = BTreeMap::new();
+    for part in &m.smem {
+        let here = (u64::from(part.offset), u64::from(part.offset) + u64::from(part.bytes));
+        if parts.insert(&part.name, here).is_some() {
+            return no(format!("`{}` twice", part.name));
+        }
+        if here.1 > u64::from(target.spec.smem_bytes_per_block_max) {
+            return no(format!("`{}` ends at {}", part.name, here.1));
+        }
+        if here.0 % 16 != 0 {
+            return no(format!("`{}` begins at {}", part.name, here.0));
+        }
+    }
+    let mut places: Vec<(u64, u64)> = parts.values().copied().filter(|p| p.0 < p.1).collect();
+    places.sort_unstable();
+    if places.windows(2).any(|w| w[1].0 < w[0].1) {
+        return no("parts of shared memory that overlap".to_string());
+    }
+    let precision = s.program.precision;
+    let tensor_cores = precision.weights == DType::Bf16 && target.spec.dot == DotMechanism::Mma;
+    let staged = if tensor_cores { 2 } else { 4 };
+    let mut needs: BTreeMap<&str, u64> = BTreeMap::new();
+    let mut need = |part: &'static str, bytes: u64| {
+        let most = needs.entry(part).or_default();
+        *most = (*most).max(bytes);
+    };
+    need("ring", u64::from(m.ring.slots) * u64::from(m.ring.slot_bytes));
+    // Sums of 8 units of 8 rows by every warp, twice, so that a batch may begin before the last one is added up.
+    let warps = u64::from(m.consumer_warps);
+    need("reduce", 2 * 8 * warps * 8 * 4);
+    // Records of attention lie from the staged input on, which attention has none of, over the sums.
+    let mut scratch = 0;
+    for grid in &s.program.grids {
+        match &grid.op {
+            // Whole granules of 32 values; the rest is zeros.
+            Op::MatVec(MatVec { k: width, .. }) | Op::NormAdd { width, .. } => {
+                need("stage", u64::from(*width).next_multiple_of(32) * staged);
+            }
+            Op::Attention(a) => {
+                let (heads, dim) = (u64::from(a.heads_per_task), u64::from(a.head_dim));
+                let tensor = precision.cache == DType::Bf16 && target.spec.dot == DotMechanism::Mma && dim % 8 == 0;
+                let operands = if tensor { heads * dim.div_ceil(32) * 64 } else { 0 };
+                need("heads", (heads + 2) * dim * 4 + operands);
+                // One record of each head and warp, and the score of the current position.
+                scratch = scratch.max(warps * heads * (dim + 2) * 4 + ((heads - 1) * (dim + 2) + 1) * 4);
+            }
+            Op::AttentionMerge { head_dim, splits, .. } => {
+                scratch = scratch.max(u64::from(*splits) * (u64::from(*head_dim) + 2) * 4);
+            }
+            Op::Select | Op::Report | Op::Embed { .. } => {}
+        }
+    }
+    let room = match (parts.get("stage"), parts.get("reduce")) {
+        (Some(stage), Some(reduce)) if stage.1 == reduce.0 => reduce.1 - stage.0,
+        (_, Some(reduce)) => reduce.1 - reduce.0,
+        _ => 0,
+    };
+    if room < scratch {
+        return no(format!("records of attention have {room} bytes, {scratch} are used"));
+    }
+    for regime in &s.regimes {
+        for queue in &regime.queues {
+            if target.kind == TargetKind::Cuda {
+                need("queue", queue.len() as u64 * 64);
+            }
+            // What an SM keeps of the residual lies side by side from its first column on.
+            let mut owned: Option<(u32, u32)> = None;
+            for id in queue {
+                let task = &regime.tasks[id.index()];
+                let grid = &s.program.grids[task.grid.index()];
+                if let Some(o) = grid.operand(Role::Residual)
+                    && let Some((lo, hi)) = declared(&o.cols, task.lo, task.hi, task.j)
+                {
+                    let (lo, hi) = (lo as u32, hi as u32);
+                    owned = Some(owned.map_or((lo, hi), |(a, b)| (a.min(lo), b.max(hi))));
+                }
+            }
+            if let Some((lo, hi)) = owned {
+                need("residual", u64::from(hi - lo) * 4);
+            }
+        }
+    }
+    for (part, bytes) in needs {
+        let found = parts.get(part).map_or(0, |p| p.1 - p.0);
+        if found < bytes {
+            return no(format!("`{part}` has {found} bytes, {bytes} are used"));
+        }
+    }
+    Ok(())
+}

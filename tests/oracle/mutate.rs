@@ -1,0 +1,814 @@
+//! Schedules broken in named ways. A mutation says which entities it touched: a rejection must name one of them.
+
+use super::explore::Rng;
+use monobloc::dtype::DType;
+use monobloc::ir::op::{Access, MatVec, Op, Role};
+use monobloc::ir::program::{Rows, Second, Space};
+use monobloc::ir::schedule::{Mechanism, Run, RunBytes, Schedule, Wait};
+use monobloc::ir::{BufferId, EventId, GridId, SmId, TaskId};
+use monobloc::target::Target;
+use monobloc::validate::{Entity, Violation};
+
+/// Changes a schedule or the machine it is meant for; `None`: there is nothing here to break in this way.
+pub type Mutate = fn(&mut Schedule, &mut Target, &mut Rng) -> Option<Vec<Entity>>;
+
+/// The ways to break a schedule. What is unsafe in which of them depends on where it hits; the population counts it.
+pub const CLASSES: &[(&str, Mutate)] = &[
+    ("dropped wait", dropped_wait),
+    ("threshold lowered", |s, _, r| threshold(s, r, false)),
+    ("threshold raised", |s, _, r| threshold(s, r, true)),
+    ("partial join", partial_join),
+    ("wrong event", wrong_event),
+    ("dropped signal", dropped_signal),
+    ("doubled signal", doubled_signal),
+    ("stray signal", stray_signal),
+    ("self wait", self_wait),
+    ("event count", event_count),
+    ("event columns", event_columns),
+    ("carried or not", carried),
+    ("mechanism of one event", mechanism),
+    ("queue entries swapped", queue_swapped),
+    ("queue cycle over SMs", queue_cycle),
+    ("task on another SM", moved),
+    ("task dropped", task_dropped),
+    ("missing producer", missing_producer),
+    ("duplicate producer", duplicate_producer),
+    ("index launched twice", launched_twice),
+    ("overlapping regions", overlapping),
+    ("misplaced buffer", misplaced),
+    ("out-of-bounds region", out_of_bounds),
+    ("uncovered element", uncovered),
+    ("dtype mismatch", dtype),
+    ("shape mismatch", shape),
+    ("operand of another buffer", other_buffer),
+    ("wrong space", space),
+    ("wrong access", access),
+    ("attribute", attribute),
+    ("misaligned chunk", misaligned_chunk),
+    ("ring order swapped", ring_order),
+    ("ring over capacity", ring_capacity),
+    ("chunk list unequal", chunk_list),
+    ("weights over weights", weight_offset),
+    ("barrier count", barrier_count),
+    ("flight limits", flight),
+    (REUSED, reused),
+    ("late reader", late_reader),
+    ("cache row read before append", before_append),
+    ("missing proxy fence", proxy),
+    ("shared-memory overlap", smem_overlap),
+    ("shared memory too small", smem_small),
+    ("too many blocks", too_many_blocks),
+    ("runtime index over its bound", runtime_index),
+    ("regime borders", regime_border),
+];
+
+pub const REUSED: &str = "packet buffer reused across steps";
+
+fn pick<T>(random: &mut Rng, list: &[T]) -> Option<usize> {
+    (!list.is_empty()).then(|| random.below(list.len()))
+}
+
+/// A regime and one of its tasks that satisfies `wanted`.
+fn a_task(s: &Schedule, random: &mut Rng, wanted: impl Fn(usize, TaskId) -> bool) -> Option<(usize, TaskId)> {
+    let r = random.below(s.regimes.len());
+    let all: Vec<TaskId> = (0..s.regimes[r].tasks.len()).map(TaskId::from).filter(|t| wanted(r, *t)).collect();
+    Some((r, all[pick(random, &all)?]))
+}
+
+fn an_event(s: &Schedule, random: &mut Rng) -> Option<(usize, EventId)> {
+    let r = random.below(s.regimes.len());
+    Some((r, EventId::from(pick(random, &s.regimes[r].events)?)))
+}
+
+fn a_buffer(s: &Schedule, random: &mut Rng, wanted: impl Fn(Space) -> bool) -> Option<BufferId> {
+    let all: Vec<usize> = (0..s.program.buffers.len()).filter(|&b| wanted(s.program.buffers[b].space)).collect();
+    Some(BufferId::from(all[pick(random, &all)?]))
+}
+
+fn task_at(r: usize, id: TaskId) -> Entity {
+    Entity::Task(r as u32, id)
+}
+
+fn event_at(r: usize, id: EventId) -> Entity {
+    Entity::Event(r as u32, id)
+}
+
+fn a_wait(s: &Schedule, random: &mut Rng) -> Option<(usize, TaskId, usize)> {
+    let (r, id) = a_task(s, random, |r, t| !s.regimes[r].tasks[t.index()].waits.is_empty())?;
+    Some((r, id, pick(random, &s.regimes[r].tasks[id.index()].waits)?))
+}
+
+fn dropped_wait(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<Entity>> {
+    let (r, id, w) = a_wait(s, random)?;
+    let wait = s.regimes[r].tasks[id.index()].waits.remove(w);
+    Some(vec![task_at(r, id), event_at(r, wait.event)])
+}
+
+fn threshold(s: &mut Schedule, random: &mut Rng, raised: bool) -> Option<Vec<Entity>> {
+    let (r, id, w) = a_wait(s, random)?;
+    let wait = &mut s.regimes[r].tasks[id.index()].waits[w];
+    let by = 1 + random.below(2) as u32;
+    wait.count = if raised { wait.count + by } else { wait.count.saturating_sub(by) };
+    Some(vec![task_at(r, id), event_at(r, wait.event)])
+}
+
+/// One producer less is waited for, consistently: it does not signal, and all counts are lower.
+fn partial_join(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<Entity>> {
+    let (r, e) = an_event(s, random)?;
+    let regime = &mut s.regimes[r];
+    let by: Vec<usize> = (0..regime.tasks.len()).filter(|&t| regime.tasks[t].signals.contains(&e)).collect();
+    if by.len() < 2 {
+        return None;
+    }
+    let silent = by[random.below(by.len())];
+    regime.tasks[silent].signals.retain(|x| *x != e);
+    regime.events[e.index()].count -= 1;
+    for task in &mut regime.tasks {
+        task.waits.iter_mut().filter(|w| w.event == e).for_each(|w| w.count = w.count.saturating_sub(1));
+    }
+    Some(vec![task_at(r, TaskId::from(silent)), event_at(r, e)])
+}
+
+fn wrong_event(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<Entity>> {
+    let (r, id, w) = a_wait(s, random)?;
+    let regime = &mut s.regimes[r];
+    let other = EventId::from(pick(random, &regime.events)?);
+    let count = regime.events[other.index()].count;
+    let wait = &mut regime.tasks[id.index()].waits[w];
+    let was = wait.event;
+    if was == other {
+        return None;
+    }
+    *wait = Wait { event: other, count };
+    Some(vec![task_at(r, id), event_at(r, was), event_at(r, other)])
+}
+
+fn a_signal(s: &Schedule, random: &mut Rng) -> Option<(usize, TaskId, usize)> {
+    let (r, id) = a_task(s, random, |r, t| !s.regimes[r].tasks[t.index()].signals.is_empty())?;
+    Some((r, id, pick(random, &s.regimes[r].tasks[id.index()].signals)?))
+}
+
+fn dropped_signal(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<Entity>> {
+    let (r, id, at) = a_signal(s, random)?;
+    let event = s.regimes[r].tasks[id.index()].signals.remove(at);
+    Some(vec![task_at(r, id), event_at(r, event)])
+}
+
+fn doubled_signal(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<Entity>> {
+    let (r, id, at) = a_signal(s, random)?;
+    let event = s.regimes[r].tasks[id.index()].signals[at];
+    s.regimes[r].tasks[id.index()].signals.push(event);
+    Some(vec![task_at(r, id), event_at(r, event)])
+}
+
+fn stray_signal(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<Entity>> {
+    let (r, e) = an_event(s, random)?;
+    let id = TaskId::from(random.below(s.regimes[r].tasks.len()));
+    if s.regimes[r].tasks[id.index()].signals.contains(&e) {
+        return None;
+    }
+    s.regimes[r].tasks[id.index()].signals.push(e);
+    // Half of the time the event says so too.
+    if random.below(2) == 0 {
+        s.regimes[r].events[e.index()].count += 1;
+    }
+    Some(vec![task_at(r, id), event_at(r, e)])
+}
+
+fn self_wait(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<Entity>> {
+    let (r, id, at) = a_signal(s, random)?;
+    let event = s.regimes[r].tasks[id.index()].signals[at];
+    let count = s.regimes[r].events[event.index()].count;
+    s.regimes[r].tasks[id.index()].waits.push(Wait { event, count });
+    Some(vec![task_at(r, id), event_at(r, event)])
+}
+
+fn event_count(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<Entity>> {
+    let (r, e) = an_event(s, random)?;
+    let event = &mut s.regimes[r].events[e.index()];
+    let raised = random.below(2) == 0;
+    event.count = if raised { event.count + 1 } else { event.count - 1 };
+    // Waits follow, half of the time.
+    if random.below(2) == 0 {
+        let count = event.count;
+        for task in &mut s.regimes[r].tasks {
+            task.waits.iter_mut().filter(|w| w.event == e).for_each(|w| w.count = count);
+        }
+    }
+    Some(vec![event_at(r, e)])
+}
+
+fn event_columns(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<Entity>> {
+    let (r, e) = an_event(s, random)?;
+    let event = &mut s.regimes[r].events[e.index()];
+    match random.below(4) {
+        0 => event.hi += 2,
+        1 => event.hi = event.lo + (event.hi - event.lo) / 2,
+        2 => event.lo += 2,
+        _ => event.buffer = BufferId(random.below(s.program.buffers.len()) as u32),
+    }
+    Some(vec![event_at(r, e), Entity::Buffer(s.regimes[r].events[e.index()].buffer)])
+}
+
+fn carried(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<Entity>> {
+    let (r, e) = an_event(s, random)?;
+    let event = &mut s.regimes[r].events[e.index()];
+    event.carried = !event.carried;
+    Some(vec![event_at(r, e)])
+}
+
+fn mechanism(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<Entity>> {
+    let (r, e) = an_event(s, random)?;
+    let event = &mut s.regimes[r].events[e.index()];
+    let was = event.mechanism;
+    event.mechanism = Mechanism::ALL[random.below(3)];
+    // The same event where a regime carries it on.
+    (event.mechanism != was).then(|| vec![event_at(r, e), Entity::Buffer(event.buffer)])
+}
+
+/// Lists the runs of a regime's queues anew, each with the bytes it had.
+fn restream(s: &mut Schedule, r: usize) {
+    let regime = &mut s.regimes[r];
+    let runs: Vec<Run> = regime.streams.iter().flatten().copied().collect();
+    for (stream, queue) in regime.streams.iter_mut().zip(&regime.queues) {
+        let mut end = 0;
+        stream.clear();
+        for run in queue.iter().filter_map(|id| runs.iter().find(|run| run.task == *id)) {
+            let mut run = *run;
+            if let RunBytes::Fixed { offset, bytes } = &mut run.bytes {
+                *offset = end;
+                end += *bytes;
+            }
+            stream.push(run);
+        }
+    }
+}
+
+/// Swaps two entries of a queue that far apart, in all regimes that have them, streams included.
+fn swap_in_queue(s: &mut Schedule, random: &mut Rng, apart: usize) -> Option<Vec<Entity>> {
+    let r = random.below(s.regimes.len());
+    let sm = random.below(s.regimes[r].queues.len());
+    let length = s.regimes[r].queues[sm].len();
+    if length < apart + 1 {
+        return None;
+    }
+    let at = random.below(length - apart);
+    let (a, b) = (s.regimes[r].queues[sm][at], s.regimes[r].queues[sm][at + apart]);
+    let key = |s: &Schedule, r: usize, t: TaskId| {
+        let task = &s.regimes[r].tasks[t.index()];
+        (task.grid, task.lo, task.j)
+    };
+    let (key_a, key_b) = (key(s, r, a), key(s, r, b));
+    let mut touched = vec![Entity::Sm(r as u32, SmId::from(sm))];
+    for other in 0..s.regimes.len() {
+        let find = |wanted| {
+            let tasks = (0..s.regimes[other].tasks.len()).map(TaskId::from);
+            tasks.clone().find(|&t| key(s, other, t) == wanted)
+        };
+        if let (Some(a), Some(b)) = (find(key_a), find(key_b)) {
+            for id in s.regimes[other].queues.iter_mut().flatten() {
+                *id = if *id == a {
+                    b
+                } else if *id == b {
+                    a
+                } else {
+                    *id
+                };
+            }
+            touched.extend([task_at(other, a), task_at(other, b)]);
+            restream(s, other);
+        }
+    }
+    // Whatever lies between them moves against both.
+    for t in s.regimes[r].queues[sm][at..=at + apart].iter() {
+        touched.push(task_at(r, *t));
+    }
+    Some(touched)
+}
+
+fn queue_swapped(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<Entity>> {
+    swap_in_queue(s, random, 1)
+}
+
+fn queue_cycle(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<Entity>> {
+    let apart = 2 + random.below(4);
+    let mut touched = swap_in_queue(s, random, apart)?;
+    if random.below(2) == 0 {
+        let apart = 2 + random.below(4);
+        touched.extend(swap_in_queue(s, random, apart).unwrap_or_default());
+    }
+    Some(touched)
+}
+
+/// To a place in another queue, with its stream.
+fn moved(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<Entity>> {
+    let (r, id) = a_task(s, random, |_, _| true)?;
+    let queues = &mut s.regimes[r].queues;
+    let from = queues.iter().position(|q| q.contains(&id))?;
+    let to = random.below(queues.len());
+    let place = queues[from].iter().position(|t| *t == id)?;
+    queues[from].remove(place);
+    // About as far along, or anywhere.
+    let at = if random.below(2) == 0 { place.min(queues[to].len()) } else { random.below(queues[to].len() + 1) };
+    queues[to].insert(at, id);
+    restream(s, r);
+    let sms = [from, to].map(|sm| Entity::Sm(r as u32, SmId::from(sm)));
+    Some(vec![task_at(r, id), sms[0], sms[1]])
+}
+
+fn task_dropped(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<Entity>> {
+    let (r, id) = a_task(s, random, |_, _| true)?;
+    s.regimes[r].queues.iter_mut().for_each(|q| q.retain(|t| *t != id));
+    restream(s, r);
+    Some(vec![task_at(r, id)])
+}
+
+/// A launch range without its first or last index, weights and all.
+fn missing_producer(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<Entity>> {
+    let wide = |r: usize, t: TaskId| {
+        let task = &s.regimes[r].tasks[t.index()];
+        task.hi - task.lo > 1
+    };
+    let (r, id) = a_task(s, random, wide)?;
+    let regime = &mut s.regimes[r];
+    let task = &mut regime.tasks[id.index()];
+    let units = u64::from(task.hi - task.lo);
+    if random.below(2) == 0 {
+        task.lo += 1;
+    } else {
+        task.hi -= 1;
+    }
+    let run = regime.streams.iter_mut().flatten().find(|run| run.task == id);
+    if let Some(Run { bytes: RunBytes::Fixed { bytes, .. }, .. }) = run {
+        *bytes = *bytes / units * (units - 1);
+    }
+    let grid = task.grid;
+    restream(s, r);
+    Some(vec![task_at(r, id), Entity::Grid(grid)])
+}
+
+/// An output goes to where another grid of the same width writes.
+fn duplicate_producer(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<Entity>> {
+    let p = &mut s.program;
+    let written = |g: usize| p.grids[g].operand(Role::Out).map(|o| o.buffer);
+    let all: Vec<usize> = (0..p.grids.len()).filter(|&g| written(g).is_some()).collect();
+    let (a, b) = (all[pick(random, &all)?], all[pick(random, &all)?]);
+    let (from, to) = (written(a)?, written(b)?);
+    let (x, y) = (&p.buffers[from.index()], &p.buffers[to.index()]);
+    if from == to || (x.space, x.dtype, x.cols) != (y.space, y.dtype, y.cols) {
+        return None;
+    }
+    p.grids[a].operands.iter_mut().filter(|o| o.role == Role::Out).for_each(|o| o.buffer = to);
+    Some(vec![Entity::Grid(GridId::from(a)), Entity::Buffer(from), Entity::Buffer(to)])
+}
+
+fn launched_twice(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<Entity>> {
+    let (r, id) = a_task(s, random, |r, t| {
+        let task = &s.regimes[r].tasks[t.index()];
+        task.lo > 0 || s.program.grids[task.grid.index()].second.extent() > 1
+    })?;
+    let regime = &mut s.regimes[r];
+    let task = &mut regime.tasks[id.index()];
+    let units = u64::from(task.hi - task.lo);
+    if task.lo > 0 {
+        task.lo -= 1;
+    } else {
+        task.j = if task.j > 0 { task.j - 1 } else { 1 };
+    }
+    let wider = u64::from(task.hi - task.lo);
+    let grid = task.grid;
+    let run = regime.streams.iter_mut().flatten().find(|run| run.task == id);
+    if let Some(Run { bytes: RunBytes::Fixed { bytes, .. }, .. }) = run {
+        *bytes = *bytes / units * wider;
+    }
+    restream(s, r);
+    Some(vec![task_at(r, id), Entity::Grid(grid)])
+}
+
+/// Two buffers of an arena in one place, or one a little into the other.
+fn overlapping(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<Entity>> {
+    let a = a_buffer(s, random, |space| matches!(space, Space::Exchange | Space::Cache | Space::Output))?;
+    let space = s.program.buffers[a.index()].space;
+    let b = a_buffer(s, random, |other| other == space)?;
+    if a == b {
+        return None;
+    }
+    let place = s.placement[b.index()]?;
+    s.placement[a.index()] = Some(if random.below(2) == 0 { place } else { place.saturating_sub(256) });
+    Some(vec![Entity::Buffer(a), Entity::Buffer(b)])
+}
+
+fn misplaced(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<Entity>> {
+    let b = a_buffer(s, random, |_| true)?;
+    let place = &mut s.placement[b.index()];
+    *place = match (random.below(4), *place) {
+        (0, Some(_)) => None,
+        (0, None) => Some(0),
+        (1, Some(at)) => Some(at + 4),
+        (2, Some(at)) => Some(at + 8),
+        _ => Some(u64::MAX - 255),
+    };
+    Some(vec![Entity::Buffer(b), Entity::Schedule])
+}
+
+fn an_operand(s: &Schedule, random: &mut Rng) -> Option<(GridId, usize)> {
+    let g = pick(random, &s.program.grids)?;
+    Some((GridId::from(g), pick(random, &s.program.grids[g].operands)?))
+}
+
+fn out_of_bounds(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<Entity>> {
+    let (g, o) = an_operand(s, random)?;
+    let operand = &mut s.program.grids[g.index()].operands[o];
+    let buffer = operand.buffer;
+    match random.below(4) {
+        0 => {
+            operand.cols.base += 8;
+            operand.cols.limit += 8;
+        }
+        1 => operand.cols.limit += 8,
+        2 => {
+            let cols = &mut s.program.buffers[buffer.index()].cols;
+            *cols = cols.saturating_sub(8);
+        }
+        _ => operand.cols.stride += 8,
+    }
+    Some(vec![Entity::Grid(g), Entity::Buffer(buffer)])
+}
+
+/// More columns than anybody writes, or less written than there are.
+fn uncovered(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<Entity>> {
+    if random.below(2) == 0 {
+        let b = a_buffer(s, random, |space| space != Space::Weight)?;
+        s.program.buffers[b.index()].cols += 8;
+        return Some(vec![Entity::Buffer(b)]);
+    }
+    let (g, o) = an_operand(s, random)?;
+    let operand = &mut s.program.grids[g.index()].operands[o];
+    operand.cols.len = operand.cols.len.saturating_sub(2);
+    Some(vec![Entity::Grid(g), Entity::Buffer(operand.buffer)])
+}
+
+fn dtype(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<Entity>> {
+    let b = a_buffer(s, random, |_| true)?;
+    let buffer = &mut s.program.buffers[b.index()];
+    let was = buffer.dtype;
+    buffer.dtype = [DType::F32, DType::Bf16, DType::F16, DType::I32][random.below(4)];
+    (buffer.dtype != was).then(|| vec![Entity::Buffer(b)])
+}
+
+fn shape(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<Entity>> {
+    let g = pick(random, &s.program.grids)?;
+    let k = random.below(3);
+    let grid = &mut s.program.grids[g];
+    match &mut grid.op {
+        Op::MatVec(m) if k == 0 => m.k += 8,
+        Op::MatVec(m) if k == 1 => m.rows += 8,
+        Op::Attention(a) if k == 0 => a.head_dim *= 2,
+        Op::Attention(a) if k == 1 => a.heads *= 2,
+        Op::Attention(a) => a.splits += 1,
+        Op::AttentionMerge { splits, .. } if k == 0 => *splits += 1,
+        Op::AttentionMerge { head_dim, .. } => *head_dim += 8,
+        Op::NormAdd { width, .. } => *width += 8,
+        _ if k == 2 => grid.n += 1,
+        _ => {
+            grid.second = match grid.second {
+                Second::Axis(n) => Second::Axis(n + 1),
+                Second::Ordinal(n) => Second::Ordinal(n + 1),
+            }
+        }
+    }
+    Some(vec![Entity::Grid(GridId::from(g))])
+}
+
+fn other_buffer(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<Entity>> {
+    let (g, o) = an_operand(s, random)?;
+    let was = s.program.grids[g.index()].operands[o].buffer;
+    let space = s.program.buffers[was.index()].space;
+    let b = a_buffer(s, random, |other| other == space)?;
+    let (x, y) = (&s.program.buffers[was.index()], &s.program.buffers[b.index()]);
+    // Of the same shape, so that only what is in it differs.
+    if b == was || (x.dtype, x.rows, x.cols) != (y.dtype, y.rows, y.cols) {
+        return None;
+    }
+    s.program.grids[g.index()].operands[o].buffer = b;
+    Some(vec![Entity::Grid(g), Entity::Buffer(was), Entity::Buffer(b)])
+}
+
+fn space(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<Entity>> {
+    let b = a_buffer(s, random, |_| true)?;
+    let was = s.program.buffers[b.index()].space;
+    let now = Space::ALL[random.below(6)];
+    s.program.buffers[b.index()].space = now;
+    (was != now).then(|| vec![Entity::Buffer(b)])
+}
+
+fn access(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<Entity>> {
+    let (g, o) = an_operand(s, random)?;
+    let operand = &mut s.program.grids[g.index()].operands[o];
+    let was = operand.clone();
+    match random.below(4) {
+        0 => operand.access = [Access::Read, Access::Write, Access::Update, Access::Stream][random.below(4)],
+        1 => operand.rows = Rows::ALL[random.below(5)],
+        2 => operand.role = Role::ALL[random.below(22)],
+        _ => operand.cols.only_j = [None, Some(0), Some(1)][random.below(3)],
+    }
+    (*operand != was).then(|| vec![Entity::Grid(g)])
+}
+
+fn attribute(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<Entity>> {
+    let g = pick(random, &s.program.grids)?;
+    let k = random.below(5);
+    match &mut s.program.grids[g].op {
+        Op::MatVec(MatVec { norm: Some(norm), .. }) if k < 2 => norm.eps = [f32::NAN, 0.0][k],
+        Op::MatVec(MatVec { rows, .. }) if k == 2 => *rows = 0,
+        Op::MatVec(MatVec { k, .. }) => *k = 0,
+        Op::Attention(a) => match k {
+            0 => a.scale = f32::NAN,
+            1 => a.window = Some(0),
+            2 => a.group = 0,
+            3 => a.head_dim += 1,
+            _ => a.rotary = a.head_dim + 2,
+        },
+        Op::AttentionMerge { splits, .. } => *splits = 0,
+        Op::NormAdd { norm, .. } => norm.eps = -1.0,
+        Op::Embed { scale } => *scale = f32::INFINITY,
+        Op::Select | Op::Report => return None,
+    }
+    Some(vec![Entity::Grid(GridId::from(g))])
+}
+
+fn a_run(s: &Schedule, random: &mut Rng, wanted: fn(&RunBytes) -> bool) -> Option<(usize, usize, usize)> {
+    let r = random.below(s.regimes.len());
+    let all: Vec<(usize, usize)> = s.regimes[r]
+        .streams
+        .iter()
+        .enumerate()
+        .flat_map(|(sm, stream)| stream.iter().enumerate().map(move |(i, run)| (sm, i, run.bytes)))
+        .filter(|(_, _, bytes)| wanted(bytes))
+        .map(|(sm, i, _)| (sm, i))
+        .collect();
+    let (sm, i) = all[pick(random, &all)?];
+    Some((r, sm, i))
+}
+
+fn run_entities(s: &Schedule, r: usize, sm: usize, i: usize) -> Vec<Entity> {
+    vec![Entity::Sm(r as u32, SmId::from(sm)), task_at(r, s.regimes[r].streams[sm][i].task)]
+}
+
+fn misaligned_chunk(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<Entity>> {
+    if random.below(4) == 0 {
+        s.machine.ring.slot_bytes -= [16, 256, 512][random.below(3)];
+        return Some(vec![Entity::Machine, Entity::Schedule]);
+    }
+    let (r, sm, i) = a_run(s, random, |bytes| matches!(bytes, RunBytes::History { .. }))?;
+    let touched = run_entities(s, r, sm, i);
+    if let RunBytes::History { rows } = &mut s.regimes[r].streams[sm][i].bytes {
+        *rows = match random.below(4) {
+            0 => *rows + 8,
+            1 => rows.saturating_sub(1),
+            2 => 0,
+            _ => *rows * 2,
+        };
+    }
+    Some(touched)
+}
+
+fn ring_order(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<Entity>> {
+    let r = random.below(s.regimes.len());
+    let sm = random.below(s.regimes[r].streams.len());
+    let length = s.regimes[r].streams[sm].len();
+    if length < 2 {
+        return None;
+    }
+    let at = random.below(length - 1);
+    let to = if random.below(2) == 0 { at + 1 } else { random.below(length) };
+    if at == to {
+        return None;
+    }
+    let mut touched = run_entities(s, r, sm, at);
+    touched.extend(run_entities(s, r, sm, to));
+    s.regimes[r].streams[sm].swap(at, to);
+    Some(touched)
+}
+
+fn ring_capacity(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<Entity>> {
+    let ring = &mut s.machine.ring;
+    match random.below(3) {
+        0 => (ring.slots, ring.flight_low, ring.flight_high, ring.flight_free) = (1, 1, 1, 1),
+        1 => (ring.slots, ring.flight_low, ring.flight_high, ring.flight_free) = (0, 0, 0, 0),
+        _ => ring.slots *= 2,
+    }
+    Some(vec![Entity::Machine, Entity::SmemPart(0)])
+}
+
+fn chunk_list(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<Entity>> {
+    let (r, sm, i) = a_run(s, random, |_| true)?;
+    let touched = run_entities(s, r, sm, i);
+    let stream = &mut s.regimes[r].streams[sm];
+    match (random.below(4), &mut stream[i].bytes) {
+        (0, _) => drop(stream.remove(i)),
+        (1, _) => stream.insert(i, stream[i]),
+        (2, RunBytes::Fixed { bytes, .. }) => *bytes += 512,
+        (_, RunBytes::Fixed { bytes, .. }) => *bytes -= 512,
+        (_, bytes) => *bytes = RunBytes::Fixed { offset: 0, bytes: 512 },
+    }
+    Some(touched)
+}
+
+fn weight_offset(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<Entity>> {
+    let (r, sm, i) = a_run(s, random, |bytes| matches!(bytes, RunBytes::Fixed { .. }))?;
+    let touched = run_entities(s, r, sm, i);
+    if let RunBytes::Fixed { offset, .. } = &mut s.regimes[r].streams[sm][i].bytes {
+        *offset = if random.below(2) == 0 { *offset + 512 } else { offset.saturating_sub(512) };
+        if *offset == 0 && i == 0 {
+            *offset = 512;
+        }
+    }
+    Some(touched)
+}
+
+fn barrier_count(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<Entity>> {
+    let (ring, warps) = (&mut s.machine.ring, &mut s.machine.consumer_warps);
+    match random.below(4) {
+        0 => ring.arrivals += 1,
+        1 => ring.arrivals = ring.arrivals.saturating_sub(1),
+        2 => ring.arrivals *= 2,
+        _ => *warps += 1,
+    }
+    Some(vec![Entity::Machine])
+}
+
+fn flight(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<Entity>> {
+    let ring = &mut s.machine.ring;
+    match random.below(4) {
+        0 => ring.flight_low = 0,
+        1 => (ring.flight_low, ring.flight_high) = (0, 0),
+        2 => ring.flight_free = ring.slots + 1,
+        _ => ring.flight_high = ring.slots + 1,
+    }
+    Some(vec![Entity::Machine])
+}
+
+/// Fewer copies of what is written before the step before has been read everywhere.
+fn reused(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<Entity>> {
+    let several: Vec<usize> = (0..s.program.buffers.len()).filter(|&b| s.program.buffers[b].phases > 1).collect();
+    let b = several[pick(random, &several)?];
+    s.program.buffers[b].phases = 1;
+    Some(vec![Entity::Buffer(BufferId::from(b))])
+}
+
+/// A task that reads behind everything else of its SM: the next step may come first.
+fn late_reader(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<Entity>> {
+    let r = random.below(s.regimes.len());
+    let sm = random.below(s.regimes[r].queues.len());
+    let queue = &mut s.regimes[r].queues[sm];
+    if queue.len() < 3 {
+        return None;
+    }
+    let at = 1 + random.below(queue.len() - 1);
+    let id = queue.remove(at);
+    queue.push(id);
+    let mut touched = vec![Entity::Sm(r as u32, SmId::from(sm))];
+    touched.extend(queue[at..].iter().map(|t| task_at(r, *t)));
+    restream(s, r);
+    Some(touched)
+}
+
+fn before_append(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<Entity>> {
+    let mut touched = vec![];
+    if random.below(2) == 0 {
+        // The release at the end of a step is gone.
+        for r in 0..s.regimes.len() {
+            for e in 0..s.regimes[r].events.len() {
+                let event = &mut s.regimes[r].events[e];
+                if event.carried && event.mechanism == Mechanism::Fenced {
+                    event.mechanism = Mechanism::Packets;
+                    touched.push(event_at(r, EventId::from(e)));
+                }
+            }
+        }
+    } else {
+        // One SM begins a step without it.
+        let (r, id) = a_task(s, random, |r, t| {
+            let task = &s.regimes[r].tasks[t.index()];
+            task.waits.iter().any(|w| s.regimes[r].events[w.event.index()].carried)
+        })?;
+        let events: Vec<EventId> = s.regimes[r].tasks[id.index()].waits.iter().map(|w| w.event).collect();
+        s.regimes[r].tasks[id.index()].waits.clear();
+        touched.push(task_at(r, id));
+        touched.extend(events.into_iter().map(|e| event_at(r, e)));
+    }
+    (!touched.is_empty()).then_some(touched)
+}
+
+fn proxy(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<Entity>> {
+    let r = random.below(s.regimes.len());
+    let all: Vec<usize> = (0..s.regimes[r].events.len()).filter(|&e| s.regimes[r].events[e].proxy).collect();
+    let e = all[pick(random, &all)?];
+    s.regimes[r].events[e].proxy = false;
+    // What fails is the loaders of the regime.
+    let mut touched = vec![event_at(r, EventId::from(e))];
+    touched.extend((0..s.regimes[r].tasks.len()).map(|t| task_at(r, TaskId::from(t))).filter(|at| match at {
+        Entity::Task(r, t) => s.regimes[*r as usize].tasks[t.index()].waits.iter().any(|w| w.event.index() == e),
+        _ => false,
+    }));
+    Some(touched)
+}
+
+fn smem_overlap(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<Entity>> {
+    let i = pick(random, &s.machine.smem)?;
+    let part = &mut s.machine.smem[i];
+    part.offset = match random.below(3) {
+        0 => part.offset.saturating_sub(128),
+        1 => part.offset + 128,
+        _ => 0,
+    };
+    let i = i as u32;
+    Some(vec![Entity::SmemPart(i), Entity::SmemPart(i + 1), Entity::Machine])
+}
+
+fn smem_small(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<Entity>> {
+    let i = pick(random, &s.machine.smem)?;
+    let part = &mut s.machine.smem[i];
+    part.bytes = match random.below(3) {
+        0 => part.bytes / 2,
+        1 => 0,
+        _ => part.bytes.saturating_mul(1000),
+    };
+    Some(vec![Entity::SmemPart(i as u32), Entity::SmemPart(i as u32 + 1), Entity::Machine])
+}
+
+fn too_many_blocks(s: &mut Schedule, target: &mut Target, random: &mut Rng) -> Option<Vec<Entity>> {
+    match random.below(4) {
+        0 => target.spec.sm_count = s.machine.sms - 1,
+        1 => s.machine.cluster = s.machine.sms + 1,
+        2 => target.spec.registers_per_sm = 4096,
+        _ => target.spec.threads_per_block_max = 128,
+    }
+    Some(vec![Entity::Machine])
+}
+
+fn runtime_index(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<Entity>> {
+    let p = &mut s.program;
+    let of =
+        |role: Role| -> Vec<BufferId> { p.grids.iter().filter_map(|g| g.operand(role)).map(|o| o.buffer).collect() };
+    let (what, buffers) = match random.below(4) {
+        0 => (0, of(Role::Table)),
+        1 => (1, of(Role::Rope)),
+        2 => (1, of(Role::HistoryK)),
+        _ => (2, vec![]),
+    };
+    if what == 2 {
+        let cache = *of(Role::HistoryK).first()?;
+        p.context_max += 1;
+        return Some(vec![Entity::Schedule, Entity::Buffer(cache)]);
+    }
+    let b = buffers[pick(random, &buffers)?];
+    p.buffers[b.index()].rows -= 1;
+    Some(vec![Entity::Buffer(b)])
+}
+
+fn regime_border(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<Entity>> {
+    let r = random.below(s.regimes.len());
+    let context_max = s.program.context_max;
+    let regime = &mut s.regimes[r];
+    let was = regime.from_position;
+    regime.from_position = [0, was + 1, context_max, context_max - 1][random.below(4)];
+    (regime.from_position != was).then(|| vec![Entity::Regime(r as u32), Entity::Regime(r as u32 + 1)])
+}
+
+/// Whether a violation names one of the entities, or something that is a part of one: a task of a grid, an event or an
+/// operand of a buffer, an SM of a regime.
+pub fn names(violation: &Violation, touched: &[Entity], s: &Schedule) -> bool {
+    let said = std::iter::once(violation.entity).chain(violation.witness.iter().map(|w| w.entity));
+    said.into_iter().any(|entity| touched.iter().any(|t| concerns(entity, *t, s)))
+}
+
+fn concerns(said: Entity, touched: Entity, s: &Schedule) -> bool {
+    if said == touched {
+        return true;
+    }
+    let task = |r: u32, t: TaskId| s.regimes.get(r as usize).and_then(|regime| regime.tasks.get(t.index()));
+    let event = |r: u32, e: EventId| s.regimes.get(r as usize).and_then(|regime| regime.events.get(e.index()));
+    let uses = |g: GridId, b: BufferId| {
+        s.program.grids.get(g.index()).is_some_and(|grid| grid.operands.iter().any(|o| o.buffer == b))
+    };
+    match (said, touched) {
+        (Entity::Task(r, t), Entity::Grid(g)) => task(r, t).is_some_and(|task| task.grid == g),
+        (Entity::Grid(g), Entity::Task(r, t)) => task(r, t).is_some_and(|task| task.grid == g),
+        (Entity::Task(r, t), Entity::Buffer(b)) => task(r, t).is_some_and(|task| uses(task.grid, b)),
+        (Entity::Grid(g), Entity::Buffer(b)) | (Entity::Buffer(b), Entity::Grid(g)) => uses(g, b),
+        (Entity::Event(r, e), Entity::Buffer(b)) | (Entity::Buffer(b), Entity::Event(r, e)) => {
+            event(r, e).is_some_and(|event| event.buffer == b)
+        }
+        (Entity::Event(r, e), Entity::Task(q, t)) | (Entity::Task(q, t), Entity::Event(r, e)) => {
+            r == q
+                && task(q, t).is_some_and(|task| task.waits.iter().any(|w| w.event == e) || task.signals.contains(&e))
+        }
+        (Entity::Event(r, e), Entity::Grid(g)) => event(r, e).is_some_and(|event| uses(g, event.buffer)),
+        (Entity::Sm(r, sm), Entity::Task(q, t)) => {
+            r == q && s.regimes[q as usize].queues.get(sm.index()).is_some_and(|queue| queue.contains(&t))
+        }
+        _ => false,
+    }
+}
