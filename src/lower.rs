@@ -5,7 +5,7 @@ use crate::dtype::{DType, Precision};
 use crate::ir::BufferId;
 use crate::ir::op::{Access, Attention, Epilogue, MatVec, NormAttr, Op, PARTIAL_HEADER, QkNormAttr, Role, UNIT_ROWS};
 use crate::ir::program::{Buffer, Cols, Content, Grid, Operand, Part, Program, Rows, Second, Space, VectorPart};
-use crate::model::graph::{Layer, Linear, ModelGraph, Norm, QkNorm, QkNormSpan, RopeId, RowView};
+use crate::model::graph::{Layer, Linear, ModelGraph, Norm, QkNorm, QkNormSpan, RopeId, RowView, TensorId};
 
 /// Lowers `graph` to grids of tasks. The candidate decides what the program holds (split attention, candidates per SM);
 /// where tasks run is `schedule`'s business.
@@ -136,9 +136,15 @@ impl Builder<'_> {
         self.program.grids.push(Grid { name: name.to_string(), op, n, second, operands });
     }
 
-    fn vector(&mut self, name: &str, tensor: crate::model::graph::TensorId, len: u32, offset: f32) -> BufferId {
-        let part = VectorPart { view: Some(RowView::range(tensor, 0)), len };
-        let content = Content::Vectors { parts: vec![part], offset, interleave: 1 };
+    fn vector(&mut self, name: &str, tensor: TensorId, len: u32, offset: f32) -> BufferId {
+        self.vectors(name, &[tensor], len, offset)
+    }
+
+    /// `len` values of tensors of one length, one behind the other.
+    fn vectors(&mut self, name: &str, tensors: &[TensorId], len: u32, offset: f32) -> BufferId {
+        let each = len / tensors.len().max(1) as u32;
+        let part = |&tensor| VectorPart { view: Some(RowView::range(tensor, 0)), len: each };
+        let content = Content::Vectors { parts: tensors.iter().map(part).collect(), offset, interleave: 1 };
         self.buffer(name, Space::Constant, DType::F32, 1, len, 1, Some(content))
     }
 
@@ -302,12 +308,10 @@ impl Builder<'_> {
         let v_cache = self.buffer(&format!("v.{l}"), Space::Cache, dtype, rows, kv_heads * pitch, 1, None);
         let attn = self.exchange(&format!("attn.{l}"), q_cols);
         let mut constants = vec![];
-        for (role, norm, width) in [(Role::QNormWeight, &a.q_norm, q_cols), (Role::KNormWeight, &a.k_norm, kv_cols)] {
-            if let Some(QkNorm { norm, span }) = norm
-                && let Some(weight) = norm.weight
-            {
-                let len = if *span == QkNormSpan::Projection { width } else { dim };
-                let id = self.vector(&format!("attn.{l}.{}", role.name()), weight, len, norm.weight_offset);
+        for (role, norm, heads) in [(Role::QNormWeight, &a.q_norm, heads), (Role::KNormWeight, &a.k_norm, kv_heads)] {
+            if let Some(QkNorm { weights, weight_offset, span, .. }) = norm {
+                let len = span.gains(heads, dim);
+                let id = self.vectors(&format!("attn.{l}.{}", role.name()), weights, len, *weight_offset);
                 constants.push(read(role, id, Cols::all(len)));
             }
         }
@@ -321,7 +325,8 @@ impl Builder<'_> {
             None => 0,
         };
         let qk_norm = |norm: &Option<QkNorm>| {
-            norm.as_ref().map(|n| QkNormAttr { norm: norm_attr(&n.norm), projection: n.span == QkNormSpan::Projection })
+            let attr = |n: &QkNorm| QkNormAttr { norm: NormAttr { kind: n.kind, eps: n.eps }, span: n.span };
+            norm.as_ref().map(attr)
         };
         let base = Attention {
             heads_per_task,
@@ -386,11 +391,11 @@ impl Builder<'_> {
         };
         let whole = |base: u32, len: u32| Cols { base, limit: base + len, ..Cols::all(len) };
         let q = match op.q_norm {
-            Some(QkNormAttr { projection: true, .. }) => whole(0, q_cols),
+            Some(QkNormAttr { span: QkNormSpan::Projection, .. }) => whole(0, q_cols),
             _ => Cols::blocks(q_len, q_cols),
         };
         let k = match op.k_norm {
-            Some(QkNormAttr { projection: true, .. }) => Cols { only_j: last, ..whole(q_cols, kv_cols) },
+            Some(QkNormAttr { span: QkNormSpan::Projection, .. }) => Cols { only_j: last, ..whole(q_cols, kv_cols) },
             _ => head_kv(q_cols),
         };
         let pitch = cache_pitch(dim, self.program.precision.cache);

@@ -168,13 +168,13 @@ pub fn norm_values(
 /// Norms a projection in place, head by head or as a whole.
 pub fn qk_norm(weights: &Weights, op: Option<&QkNorm>, head_dim: usize, projected: &mut [f64]) {
     let Some(op) = op else { return };
-    let span = match op.span {
-        QkNormSpan::Head => head_dim,
-        QkNormSpan::Projection => projected.len(),
-    };
-    for part in projected.chunks_exact_mut(span) {
-        let normed = norm(weights, &op.norm, part);
-        part.copy_from_slice(&normed);
+    let QkNorm { kind, eps, weights: tensors, weight_offset, span } = op;
+    let gains: Vec<f32> = tensors.iter().flat_map(|&id| weights.vector_f32(id)).collect();
+    let width = if *span == QkNormSpan::Projection { projected.len() } else { head_dim };
+    for (part, values) in projected.chunks_exact_mut(width).enumerate() {
+        let gains = if *span == QkNormSpan::OwnGains { &gains[part * width..(part + 1) * width] } else { &gains[..] };
+        let normed = norm_values(*kind, *eps, *weight_offset, Some(gains), None, values);
+        values.copy_from_slice(&normed);
     }
 }
 

@@ -12,7 +12,8 @@
 // tile is 32 rows, one a lane.
 #pragma once
 
-enum class HeadNorm : int { NONE, HEAD, PROJECTION };
+// HEAD: RMS of each head, gains shared. CENTRED: LayerNorm of each head with gains of its own. PROJECTION: RMS of all heads.
+enum class HeadNorm : int { NONE, HEAD, CENTRED, PROJECTION };
 
 template <class M, class G>
 struct Attention {
@@ -84,15 +85,20 @@ struct Attention {
   static __device__ __forceinline__ void prepare(const Context<M>& c, const Angles& angle, float* x, float squares, int width,
                                                  float eps, u32 weight_at, int head) {
     if constexpr (N != HeadNorm::NONE) {
-      const float* weight = c.template constant<float>(weight_at) + (N == HeadNorm::PROJECTION ? head * G::DIM : 0);
-      if constexpr (N == HeadNorm::HEAD) {
+      const float* weight = c.template constant<float>(weight_at) + (N == HeadNorm::HEAD ? 0 : head * G::DIM);
+      float mean = 0.f;
+      if constexpr (N == HeadNorm::CENTRED) {
+        for (int d = c.lane(); d < G::DIM; d += 32) mean += x[d];
+        mean = warp_sum(mean) / G::DIM;
+      }
+      if constexpr (N != HeadNorm::PROJECTION) {
         squares = 0.f;
-        for (int d = c.lane(); d < G::DIM; d += 32) squares += x[d] * x[d];
+        for (int d = c.lane(); d < G::DIM; d += 32) squares += (x[d] - mean) * (x[d] - mean);
         squares = warp_sum(squares);
         width = G::DIM;
       }
       float factor = rsqrtf(squares / width + eps);
-      for (int d = c.lane(); d < G::DIM; d += 32) x[d] = x[d] * factor * weight[d];
+      for (int d = c.lane(); d < G::DIM; d += 32) x[d] = (x[d] - mean) * factor * weight[d];
       __syncwarp();
     }
     if constexpr (G::ROTARY > 0) {

@@ -7,7 +7,7 @@ use crate::ir::op::{Attention, Epilogue, HISTORY_ALIGN, MatVec, NormAttr, Op, Qk
 use crate::ir::program::{Grid, Program};
 use crate::ir::schedule::Schedule;
 use crate::lower::cache_pitch;
-use crate::model::graph::{Act, NormKind};
+use crate::model::graph::{Act, NormKind, QkNormSpan};
 use crate::schedule::REDUCE_UNITS;
 use crate::target::{CopyMechanism, DotMechanism, Target};
 use crate::validate::Validated;
@@ -267,8 +267,9 @@ fn attention_members(schedule: &Schedule, a: &Attention) -> String {
     let rows = schedule.machine.ring.slot_bytes / row_bytes / HISTORY_ALIGN * HISTORY_ALIGN;
     let head_norm = |n: &Option<QkNormAttr>| match n {
         None => ("NONE", 0.0),
-        Some(QkNormAttr { norm, projection: false }) => ("HEAD", norm.eps),
-        Some(QkNormAttr { norm, projection: true }) => ("PROJECTION", norm.eps),
+        Some(QkNormAttr { norm, span: QkNormSpan::Head }) => ("HEAD", norm.eps),
+        Some(QkNormAttr { norm, span: QkNormSpan::OwnGains }) => ("CENTRED", norm.eps),
+        Some(QkNormAttr { norm, span: QkNormSpan::Projection }) => ("PROJECTION", norm.eps),
     };
     let ((qn, qe), (kn, ke)) = (head_norm(q_norm), head_norm(k_norm));
     format!(

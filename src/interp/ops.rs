@@ -6,8 +6,9 @@ use super::plan::{self, Norm, Plan, Table, Work};
 use super::real::{self, Real, granule_k, read_value};
 use crate::dtype::DType;
 use crate::ir::GridId;
-use crate::ir::op::{Epilogue, PARTIAL_HEADER, UNIT_ROWS};
-use crate::model::graph::NormKind;
+use crate::ir::op::{Epilogue, PARTIAL_HEADER, QkNormAttr, UNIT_ROWS};
+use crate::model::graph::{NormKind, QkNormSpan};
+use std::ops::Range;
 
 /// Everything of a task that is not its operands in memory.
 #[derive(Clone, Copy)]
@@ -277,20 +278,28 @@ fn norm_add<R: Real>(step: &Step<'_>, n: &plan::NormAdd, memory: &mut impl Acces
 fn normalised_heads<R: Real>(
     step: &Step<'_>,
     norm: Option<&Norm>,
-    projection: bool,
+    span: QkNormSpan,
     dim: usize,
     first: usize,
     heads: usize,
     x: &mut Vec<R>,
 ) {
-    if projection {
-        if let Some(norm) = norm {
-            norm_whole(step.isa, norm, &step.plan.constants, x);
+    let Some(norm) = norm else { return };
+    let constants = &step.plan.constants;
+    match span {
+        QkNormSpan::Head => x.chunks_exact_mut(dim).for_each(|head| norm_whole(step.isa, norm, constants, head)),
+        QkNormSpan::OwnGains => {
+            for (head, x) in (first..).zip(x.chunks_exact_mut(dim)) {
+                let gains = |all: &Range<usize>| all.start + head * dim..all.start + (head + 1) * dim;
+                let own = Norm { weight: norm.weight.as_ref().map(gains), ..norm.clone() };
+                norm_whole(step.isa, &own, constants, x);
+            }
         }
-        x.drain(..first * dim);
-        x.truncate(heads * dim);
-    } else if let Some(norm) = norm {
-        x.chunks_exact_mut(dim).for_each(|head| norm_whole(step.isa, norm, &step.plan.constants, head));
+        QkNormSpan::Projection => {
+            norm_whole(step.isa, norm, constants, x);
+            x.drain(..first * dim);
+            x.truncate(heads * dim);
+        }
     }
 }
 
@@ -321,17 +330,17 @@ fn attention<R: Real>(
         &step.plan.constants[begin..begin + op.rotary as usize]
     });
     let first = a.i as usize * heads;
-    let projected = |norm: Option<crate::ir::op::QkNormAttr>| norm.is_some_and(|n| n.projection);
+    let span = |norm: Option<QkNormAttr>| norm.map_or(QkNormSpan::Head, |n| n.span);
 
     load(memory, &a.q, &mut s.load, &mut s.q);
-    normalised_heads(step, a.q_norm.as_ref(), projected(op.q_norm), dim, first, heads, &mut s.q);
+    normalised_heads(step, a.q_norm.as_ref(), span(op.q_norm), dim, first, heads, &mut s.q);
     if let Some(rope) = rope {
         s.q.chunks_exact_mut(dim).for_each(|head| rotate(rope, op.interleaved, head));
     }
 
     if let Some(current) = &a.current {
         load(memory, &current.k, &mut s.load, &mut s.k);
-        normalised_heads(step, a.k_norm.as_ref(), projected(op.k_norm), dim, first / op.group as usize, 1, &mut s.k);
+        normalised_heads(step, a.k_norm.as_ref(), span(op.k_norm), dim, first / op.group as usize, 1, &mut s.k);
         if let Some(rope) = rope {
             rotate(rope, op.interleaved, &mut s.k);
         }

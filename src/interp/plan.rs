@@ -8,6 +8,7 @@ use crate::ir::op::{self, Epilogue, GRANULE_BYTES, NormAttr, Op, PARTIAL_HEADER,
 use crate::ir::program::{Buffer, Grid, Operand, Program, Rows, Space};
 use crate::ir::schedule::{Event, Ring, RunBytes, Schedule, Task};
 use crate::ir::{BufferId, EventId, GridId, SmId, TaskId};
+use crate::model::graph::QkNormSpan;
 use crate::pack::Layout;
 use std::ops::Range;
 use thiserror::Error;
@@ -640,10 +641,10 @@ impl MemoryMap {
         let dim = a.head_dim as usize;
         let heads = a.heads_per_task as usize;
         let norm_len = |attr: Option<op::QkNormAttr>, heads: u32| match attr {
-            Some(attr) if attr.projection => heads as usize * dim,
+            Some(attr) if attr.span != QkNormSpan::Head => heads as usize * dim,
             _ => dim,
         };
-        let projected = |attr: Option<op::QkNormAttr>| attr.is_some_and(|a| a.projection);
+        let projected = |attr: Option<op::QkNormAttr>| attr.is_some_and(|a| a.span == QkNormSpan::Projection);
         let q_len = if projected(a.q_norm) { a.heads as usize * dim } else { heads * dim };
         let k_len = if projected(a.k_norm) { a.kv_heads() as usize * dim } else { dim };
         let current = if at.j == a.splits.saturating_sub(1) {

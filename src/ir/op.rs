@@ -1,6 +1,6 @@
 //! Owns the closed vocabulary of tile-level ops and the operand table of each: roles, accesses and row kinds.
 
-use crate::model::graph::{Act, NormKind};
+use crate::model::graph::{Act, NormKind, QkNormSpan};
 
 /// What a task does. Sizes are elements; every op is pure compute over its declared operands.
 #[derive(Debug, Clone, PartialEq)]
@@ -80,8 +80,7 @@ pub struct Attention {
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct QkNormAttr {
     pub norm: NormAttr,
-    /// Over the whole projection instead of each head.
-    pub projection: bool,
+    pub span: QkNormSpan,
 }
 
 impl Attention {

@@ -11,7 +11,7 @@ use super::schedule::{Event, Machine, Mechanism, Regime, Ring, Run, RunBytes, Sc
 use super::{BufferId, EventId, GridId, SmId, TaskId};
 use crate::dtype::{DType, Precision};
 use crate::error::Fault;
-use crate::model::graph::{Act, NormKind, RopeId, RowView, TensorId};
+use crate::model::graph::{Act, NormKind, QkNormSpan, RopeId, RowView, TensorId};
 use crate::text::{Diagnostic, Span, Style, nearest};
 use std::fmt;
 
@@ -325,7 +325,7 @@ impl<'a> Parser<'a> {
             }
             let norm = self.norm()?;
             self.expect(":")?;
-            Ok(Some(QkNormAttr { norm, projection: self.words(&["head", "projection"])? == "projection" }))
+            Ok(Some(QkNormAttr { norm, span: self.one_of(&QkNormSpan::ALL, QkNormSpan::name)? }))
         };
         let (q_norm, k_norm) = (qk_norm("q_norm")?, qk_norm("k_norm")?);
         Ok(Attention {
@@ -1218,7 +1218,8 @@ regime r1 from 32
             (floats(), prop::option::of(floats())).prop_map(|(scale, softcap)| Epilogue::Logits { scale, softcap }),
         ];
         let qk_norms = || {
-            prop::option::of((norms(), any::<bool>()).prop_map(|(norm, projection)| QkNormAttr { norm, projection }))
+            let spans = prop::sample::select(&QkNormSpan::ALL[..]);
+            prop::option::of((norms(), spans).prop_map(|(norm, span)| QkNormAttr { norm, span }))
         };
         let attention = (
             [numbers(), numbers(), numbers(), numbers(), numbers(), numbers()],

@@ -226,9 +226,8 @@ fn write_attention(out: &mut String, attention: &Attention) -> fmt::Result {
         out.push_str(" interleaved");
     }
     for (key, norm) in [("q_norm", q_norm), ("k_norm", k_norm)] {
-        if let Some(QkNormAttr { norm, projection }) = norm {
-            let span = if *projection { "projection" } else { "head" };
-            write!(out, " {key}={}:{span}", NormText(norm))?;
+        if let Some(QkNormAttr { norm, span }) = norm {
+            write!(out, " {key}={}:{}", NormText(norm), span.name())?;
         }
     }
     Ok(())

@@ -159,19 +159,47 @@ pub struct Attention {
     pub window: Option<u32>,
 }
 
-/// RMS norm (or LayerNorm) of q or k before RoPE.
+/// Norm of q or k before RoPE, without a bias.
 #[derive(Debug, Clone, PartialEq)]
 pub struct QkNorm {
-    pub norm: Norm,
+    pub kind: NormKind,
+    pub eps: f32,
+    /// The gains that `span` asks for, in the order of the heads: one tensor, or one a head (StableLM).
+    pub weights: Vec<TensorId>,
+    /// Added to the gains before use, as in [`Norm`].
+    pub weight_offset: f32,
     pub span: QkNormSpan,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum QkNormSpan {
-    /// Each head alone, one `[head_dim]` weight (Qwen3, Gemma 3).
+    /// Each head alone, with gains `[head_dim]` that all heads share (Qwen3, Gemma 3).
     Head,
-    /// The whole projection, weight `[heads * head_dim]` (OLMo 2).
+    /// Each head alone, with gains of its own: `[heads * head_dim]` (Cohere, StableLM).
+    OwnGains,
+    /// The whole projection, gains `[heads * head_dim]` (OLMo 2).
     Projection,
+}
+
+impl QkNormSpan {
+    pub const ALL: [QkNormSpan; 3] = [QkNormSpan::Head, QkNormSpan::OwnGains, QkNormSpan::Projection];
+
+    /// As the text forms spell it.
+    pub fn name(self) -> &'static str {
+        match self {
+            QkNormSpan::Head => "head",
+            QkNormSpan::OwnGains => "own_gains",
+            QkNormSpan::Projection => "projection",
+        }
+    }
+
+    /// Gains for a projection of `heads` heads.
+    pub fn gains(self, heads: u32, head_dim: u32) -> u32 {
+        match self {
+            QkNormSpan::Head => head_dim,
+            QkNormSpan::OwnGains | QkNormSpan::Projection => heads * head_dim,
+        }
+    }
 }
 
 #[derive(Debug, Clone, PartialEq)]

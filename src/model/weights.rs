@@ -522,6 +522,9 @@ impl Weights {
             norm.weight.iter().for_each(|&id| set(id, 1.0 - f64::from(norm.weight_offset), 0.25));
             norm.bias.iter().for_each(|&id| set(id, 0.0, 0.3));
         }
+        for norm in graph.layers.iter().flat_map(|layer| [&layer.attn.q_norm, &layer.attn.k_norm]).flatten() {
+            norm.weights.iter().for_each(|&id| set(id, 1.0 - f64::from(norm.weight_offset), 0.25));
+        }
         // Last: a tied table is shaped by its use as the head, since the first norm makes up for its size as input.
         set(graph.head.weight.tensor, 0.0, head_std);
         graph.head.bias.iter().for_each(|bias| set(bias.tensor, 0.0, 0.3));
@@ -594,10 +597,11 @@ impl Weights {
         row as usize * stored.cols
     }
 
-    /// A tensor of rank 1.
+    /// All values of a small tensor: a vector, or the rows of a matrix one behind the other.
     pub fn vector_f32(&self, id: TensorId) -> Vec<f32> {
-        let mut out = vec![0.0; self.cols(id)];
-        self.read_row_f32(id, 0, &mut out);
+        let cols = self.cols(id);
+        let mut out = vec![0.0; self.rows(id) as usize * cols];
+        (0..).zip(out.chunks_exact_mut(cols.max(1))).for_each(|(row, out)| self.read_row_f32(id, row, out));
         out
     }
 
@@ -614,14 +618,14 @@ impl Weights {
     }
 }
 
+/// Norms of the residual stream.
 fn norms(graph: &ModelGraph) -> impl Iterator<Item = &Norm> {
     graph
         .layers
         .iter()
         .flat_map(|layer| {
             let around = [&layer.attn_norm, &layer.attn_post_norm, &layer.mlp_norm, &layer.mlp_post_norm];
-            let heads = [&layer.attn.q_norm, &layer.attn.k_norm].into_iter().flatten().map(|n| &n.norm);
-            around.into_iter().flatten().chain(heads)
+            around.into_iter().flatten()
         })
         .chain([&graph.final_norm])
 }

@@ -8,7 +8,7 @@ use crate::ir::op::{Attention, Epilogue, HISTORY_ALIGN, Op, QkNormAttr, Role};
 use crate::ir::program::{Grid, Program, Space};
 use crate::ir::schedule::{Mechanism, RunBytes, Schedule};
 use crate::ir::{EventId, GridId, SmId, TaskId};
-use crate::model::graph::NormKind;
+use crate::model::graph::{NormKind, QkNormSpan};
 use crate::target::{Target, TargetKind};
 
 /// Extents that queue entries and stream runs hold in 16 and 32 bits.
@@ -138,9 +138,11 @@ impl Rules<'_> {
             "expected q, k and v one behind the other from column 0 of one buffer".to_string()
         });
         for (norm, role) in [(&a.q_norm, Role::QNormWeight), (&a.k_norm, Role::KNormWeight)] {
-            let Some(QkNormAttr { norm, .. }) = norm else { continue };
-            self.expect(norm.kind == NormKind::Rms && grid.operand(role).is_some(), at, || {
-                format!("expected an RMS norm with weights for `{}`", role.name())
+            let Some(QkNormAttr { norm, span }) = norm else { continue };
+            let kind = if *span == QkNormSpan::OwnGains { NormKind::Layer } else { NormKind::Rms };
+            self.expect(norm.kind == kind && grid.operand(role).is_some(), at, || {
+                let kind = if kind == NormKind::Layer { "a LayerNorm" } else { "an RMS norm" };
+                format!("expected {kind} with gains for `{}`", role.name())
             });
         }
         self.expect(a.splits < SHARES_MAX && a.kv_heads() < SHARES_MAX, at, || {

@@ -6,7 +6,7 @@ use crate::ir::op::{Attention, Epilogue, MatVec, NormAttr, Op, PARTIAL_HEADER, Q
 use crate::ir::program::{Buffer, Cols, Content, Grid, Operand, Program, Rows, Second, Space};
 use crate::ir::schedule::Schedule;
 use crate::ir::{BufferId, GridId};
-use crate::model::graph::NormKind;
+use crate::model::graph::{NormKind, QkNormSpan};
 use std::collections::BTreeMap;
 
 /// What the start of a KV head in a cache row is a multiple of, bytes.
@@ -505,9 +505,13 @@ fn want(grid: &Grid, operand: &Operand, program: &Program) -> Option<Want> {
             let cached = Cols { stride: pitch, limit: a.kv_heads() * pitch, ..head };
             let rows_of_cache =
                 |rows, cols| Want { space: Space::Cache, dtype: cache, rows, cols, extent: Extent::PositionsShared };
-            let projection = |norm: &Option<QkNormAttr>| norm.is_some_and(|n| n.projection);
-            let norm_weight = |norm: &Option<QkNormAttr>, projection: u32| {
-                norm.map(|n| vector(Cols::all(if n.projection { projection } else { a.head_dim })))
+            let projection = |norm: &Option<QkNormAttr>| norm.is_some_and(|n| matches!(n.span, QkNormSpan::Projection));
+            // Gains of a task's own heads may lie anywhere among those of all heads: it is handed all of them.
+            let norm_weight = |norm: &Option<QkNormAttr>, all_heads: u32| {
+                norm.map(|n| match n.span {
+                    QkNormSpan::Head => vector(Cols::all(a.head_dim)),
+                    QkNormSpan::OwnGains | QkNormSpan::Projection => vector(Cols::all(all_heads)),
+                })
             };
             match role {
                 Role::Q if projection(&a.q_norm) => Some(exchange(wire, Cols::all(q_cols))),

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use monobloc::model::config::{Imported, import};
-use monobloc::model::graph::{Layer, ModelGraph};
+use monobloc::model::graph::{Layer, ModelGraph, NormKind, QkNorm};
 use monobloc::reference::{Session, argmax, forward};
 
 use crate::support::{Goldens, checkpoints, fixture, max_difference};
@@ -59,20 +59,30 @@ fn every_family_agrees_with_transformers() {
 /// Absent keys, both config layouts, other rotary kinds, shards: see tests/fixtures/make_variants.py.
 #[test]
 fn variants_agree_with_transformers() {
-    assert_eq!(agree_with_transformers("variants"), 39);
+    assert_eq!(agree_with_transformers("variants"), 42);
 }
 
 /// A feature's name, and how to ignore it.
 type Feature<T> = (&'static str, fn(&mut T));
 
+/// Gives every head the gains of the first.
+fn share_gains(norm: &mut Option<QkNorm>) {
+    if let Some(QkNorm { weights, .. }) = norm {
+        let first = weights[0];
+        weights.fill(first);
+    }
+}
+
 /// What a layer may have, and how it computes without.
-const LAYER_FEATURES: [Feature<Layer>; 14] = [
+const LAYER_FEATURES: [Feature<Layer>; 16] = [
     ("rotary embedding", |l| l.attn.rope = None),
     ("window", |l| l.attn.window = None),
     ("score softcap", |l| l.attn.softcap = None),
     ("score scale", |l| l.attn.scale = (l.attn.head_dim as f32).powf(-0.5)),
     ("q norm", |l| l.attn.q_norm = None),
     ("k norm", |l| l.attn.k_norm = None),
+    ("kind of q norm", |l| l.attn.q_norm.iter_mut().for_each(|norm| norm.kind = NormKind::Rms)),
+    ("gains of each head of k", |l| share_gains(&mut l.attn.k_norm)),
     ("q bias", |l| l.attn.q.bias = None),
     ("v bias", |l| l.attn.v.bias = None),
     ("o bias", |l| l.attn.o.bias = None),

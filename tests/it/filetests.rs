@@ -340,7 +340,10 @@ fn gemma() -> ModelGraph {
             let mut norm = |name: &str, width| t.rms(&format!("{l}.{name}"), width, 1.0);
             let (attn_norm, attn_post_norm) = (norm("attn_norm", HIDDEN), norm("attn_post_norm", HIDDEN));
             let (mlp_norm, mlp_post_norm) = (norm("mlp_norm", HIDDEN), norm("mlp_post_norm", HIDDEN));
-            let mut qk_norm = |name| Some(QkNorm { norm: norm(name, HEAD_DIM), span: QkNormSpan::Head });
+            let mut qk_norm = |name| {
+                let Norm { kind, eps, weight, weight_offset, .. } = norm(name, HEAD_DIM);
+                Some(QkNorm { kind, eps, weights: weight.into_iter().collect(), weight_offset, span: QkNormSpan::Head })
+            };
             let (q_norm, k_norm) = (qk_norm("q_norm"), qk_norm("k_norm"));
             Layer {
                 attn_norm: Some(attn_norm),

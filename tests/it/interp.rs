@@ -14,7 +14,7 @@ use monobloc::reference;
 use monobloc::schedule::schedule;
 use monobloc::target::{Target, TargetKind};
 
-use crate::support::{Goldens, fixture, max_difference};
+use crate::support::{Goldens, checkpoints, fixture, max_difference};
 
 /// fp32 against fp32 in another summation order (tests/fixtures/README.md).
 const LOGITS_TOLERANCE: f32 = 3e-4;
@@ -94,35 +94,56 @@ fn plans(group: u32) -> Vec<Plan> {
 }
 
 #[test]
-fn every_family_agrees_with_transformers_through_lower_and_schedule() {
-    let mut folders: Vec<_> = std::fs::read_dir(fixture("families")).unwrap().map(|e| e.unwrap().path()).collect();
-    folders.sort();
-    let mut tested = 0;
+fn every_checkpoint_agrees_with_transformers_through_lower_and_schedule() {
+    let names = ["families", "variants"].map(checkpoints).concat();
     let mut wrong = vec![];
-    for folder in folders {
-        let name = folder.file_name().unwrap().to_str().unwrap().to_string();
-        if name == "qwen3-moe" {
-            continue;
-        }
-        let imported = import(&folder).unwrap();
-        let goldens = Goldens::open(&format!("families/{name}"));
-        let ids = goldens.ids("input_ids");
-        let want = goldens.floats("logits");
+    for name in &names {
+        let imported = import(&fixture(name)).unwrap();
+        let goldens = Goldens::open(name);
+        let (ids, want, greedy_want) = (goldens.ids("input_ids"), goldens.floats("logits"), goldens.ids("greedy_ids"));
+        let context_max = imported.graph.positions_max.min(64);
         let attn = &imported.graph.layers[0].attn;
+        // A chunk of the history has sixteen rows at least.
+        let row_bytes = attn.head_dim.next_multiple_of(4) * 4;
         for (p, plan) in plans(attn.heads / attn.kv_heads).into_iter().enumerate() {
-            let schedule = place(&imported, &plan, 64);
+            let plan = Plan { slot_bytes: plan.slot_bytes.max(16 * row_bytes.next_power_of_two()), ..plan };
+            let schedule = place(&imported, &plan, context_max);
             let mut interp = Interp::new(&schedule, packed(&imported, &schedule), threads(2)).unwrap();
             let logits = interp.logits(&ids).unwrap();
             let difference = max_difference(&logits.concat(), &want);
-            let greedy = interp.greedy(&ids, 16, |_| ControlFlow::Continue(())).unwrap();
-            if difference > LOGITS_TOLERANCE || greedy != goldens.ids("greedy_ids") {
+            let greedy = interp.greedy(&ids, greedy_want.len(), |_| ControlFlow::Continue(())).unwrap();
+            if difference > LOGITS_TOLERANCE || greedy != greedy_want {
                 wrong.push(format!("{name}, plan {p}: largest difference {difference}, greedy {greedy:?}"));
             }
         }
-        tested += 1;
     }
     assert!(wrong.is_empty(), "{wrong:#?}");
-    assert!(tested >= 19, "{tested}");
+    assert!(names.len() >= 61, "{}", names.len());
+}
+
+/// Whatever the number of SMs, the size of shared memory and the way of copying, each record's default candidate computes
+/// what transformers computes.
+#[test]
+fn every_checkpoint_agrees_on_the_default_candidate_of_every_record() {
+    let mut wrong = vec![];
+    for name in ["families", "variants"].map(checkpoints).concat() {
+        let imported = import(&fixture(&name)).unwrap();
+        let goldens = Goldens::open(&name);
+        let ids = goldens.ids("input_ids");
+        let ids = &ids[..ids.len().min(9)];
+        let want = &goldens.floats("logits")[..ids.len() * imported.graph.vocab as usize];
+        for target in Target::builtin_names().filter_map(Target::builtin) {
+            let candidate = Candidate::default_for(&imported.graph, &target, FP32);
+            let program = lower(&imported.graph, "test", FP32, ids.len() as u32, &candidate).unwrap();
+            let schedule = schedule(program, &target, &candidate).unwrap();
+            let mut interp = Interp::new(&schedule, packed(&imported, &schedule), threads(2)).unwrap();
+            let difference = max_difference(&interp.logits(ids).unwrap().concat(), want);
+            if difference > LOGITS_TOLERANCE {
+                wrong.push(format!("{name} on {}: largest difference {difference}", target.name));
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "{wrong:#?}");
 }
 
 /// Families that between them have windows, two RoPE tables, both norms, q/k norms of both spans, a parallel block,

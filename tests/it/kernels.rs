@@ -4,11 +4,15 @@ use monobloc::candidate::Candidate;
 use monobloc::codegen::emit::{ENTRY_POINT, Trace, emit};
 use monobloc::cuda::cubin;
 use monobloc::cuda::nvrtc::Nvrtc;
+use monobloc::lower::lower;
+use monobloc::model::config::import;
+use monobloc::schedule::schedule;
 use monobloc::target::Target;
 use monobloc::validate::{Validated, validate};
 
 use crate::nvrtc::nvrtc;
-use crate::proof_support::{TOY, Toy};
+use crate::proof_support::{BF16, FP32, TOY, Toy};
+use crate::support::fixture;
 
 fn proven(toy: &Toy, target: &Target) -> Validated {
     let candidate = Candidate::default_for(&toy.graph(), target, toy.precision);
@@ -32,5 +36,37 @@ fn every_copy_mechanism_compiles_with_and_without_stamps() {
     for (name, trace) in [("t4", Trace::On), ("a100", Trace::On), ("h200", Trace::Off), ("h200", Trace::On)] {
         let target = Target::builtin(name).unwrap();
         compiles(nvrtc, &proven(&TOY, &target), &target, trace);
+    }
+}
+
+/// Sizes and features that instantiate what no other kernel here does, each on another architecture.
+#[test]
+fn odd_sizes_and_every_kind_of_attention_compile() {
+    let Some(nvrtc) = nvrtc("odd_sizes_and_every_kind_of_attention_compile") else { return };
+    for (name, record, precision) in [
+        // One layer, heads of 256, rows of 20 values; no tensor cores.
+        ("variants/mistral-head-256", "t4", FP32),
+        // Heads of 80, every bias, fp16 weights.
+        ("variants/llama-head-80", "a10g", BF16),
+        // Heads of 10, which are no vector, with gains of their own; partial rotary.
+        ("variants/stablelm-qk-norm", "l4", BF16),
+        // Norms of whole projections over nine heads.
+        ("variants/olmo2-nine-heads", "a100", BF16),
+        // Two rotary tables, softcaps.
+        ("variants/gemma3-yarn", "h100", FP32),
+        // Neighbouring pairs, a parallel block, heads of 32 with gains of their own.
+        ("variants/cohere-qk-norm", "b200", BF16),
+        // A context of one position.
+        ("variants/llama-one-position", "rtx5090", BF16),
+    ] {
+        let target = Target::builtin(record).unwrap();
+        let graph = import(&fixture(name)).unwrap().graph;
+        let candidate = Candidate::default_for(&graph, &target, precision);
+        let program = lower(&graph, name, precision, graph.positions_max.min(64), &candidate).unwrap();
+        let placed = schedule(program, &target, &candidate).unwrap();
+        let validated = validate(placed, &target).unwrap_or_else(|rejected| panic!("{name}: {rejected}"));
+        let compiled = nvrtc.compile(&emit(&validated, &target, Trace::Off));
+        let compiled = compiled.unwrap_or_else(|error| panic!("{name} on {record}: {error}"));
+        assert!(!compiled.log.contains("warning"), "{name} on {record}: {}", compiled.log);
     }
 }

@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use crate::proof_support::*;
+use crate::support::{checkpoints, fixture};
 use monobloc::candidate::Candidate;
 use monobloc::dtype::{DType, Precision};
 use monobloc::ir::schedule::Mechanism;
@@ -30,6 +31,7 @@ fn families() -> Vec<Toy> {
         Toy { parallel: true, gated: false, bias: true, ..TOY },
         Toy { post_norms: true, window: Some(8), ..TOY },
         Toy { qk_norm: Some(QkNormSpan::Head), ..TOY },
+        Toy { qk_norm: Some(QkNormSpan::OwnGains), parallel: true, ..TOY },
         Toy { qk_norm: Some(QkNormSpan::Projection), post_norms: true, ..TOY },
         Toy { rope: false, kv_heads: 4, ..TOY },
         Toy { kv_heads: 1, heads: 8, dim: 8, ..TOY },
@@ -133,17 +135,16 @@ fn proven_on_every_record(graph: &ModelGraph, name: &str, context_max: u32) -> u
 
 #[test]
 fn every_checkpoint_on_every_record() {
+    let names = ["families", "variants"].map(checkpoints).concat();
     let mut count = 0;
-    for folder in ["families", "variants"] {
-        let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(folder);
-        for entry in std::fs::read_dir(root).expect("fixtures") {
-            let path = entry.expect("an entry").path();
-            // What the importer refuses is tested where it is refused.
-            let Ok(imported) = import(&path) else { continue };
-            count += proven_on_every_record(&imported.graph, &path.display().to_string(), 512);
+    for name in &names {
+        let imported = import(&fixture(name)).unwrap();
+        for context_max in [512, 1] {
+            count += proven_on_every_record(&imported.graph, name, context_max);
         }
     }
-    assert!(count > 1000, "only {count} schedules");
+    // Every record has room for every one of them, in three precisions.
+    assert_eq!(count, names.len() * 2 * Target::builtin_names().count() * 3);
 }
 
 #[test]

@@ -88,7 +88,10 @@ impl Toy {
         for _ in 0..self.layers {
             let qk = |t: &mut Tensors, rows: u32| {
                 self.qk_norm.map(|span| QkNorm {
-                    norm: t.norm(NormKind::Rms, if span == QkNormSpan::Projection { rows } else { self.dim }),
+                    kind: if span == QkNormSpan::OwnGains { NormKind::Layer } else { NormKind::Rms },
+                    eps: 1e-5,
+                    weights: vec![t.add(&[span.gains(rows / self.dim, self.dim)])],
+                    weight_offset: 0.0,
                     span,
                 })
             };

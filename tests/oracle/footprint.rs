@@ -2,11 +2,11 @@
 
 use super::{Fault, Kind};
 use monobloc::dtype::DType;
-use monobloc::ir::op::{Access, Attention, Epilogue, MatVec, NormAttr, Op, Role};
+use monobloc::ir::op::{Access, Attention, Epilogue, MatVec, NormAttr, Op, QkNormAttr, Role};
 use monobloc::ir::program::{Buffer, Cols, Content, Grid, Operand, Rows, Second, Space};
 use monobloc::ir::schedule::{Regime, RunBytes, Schedule, Task};
 use monobloc::ir::{BufferId, GridId};
-use monobloc::model::graph::NormKind;
+use monobloc::model::graph::{NormKind, QkNormSpan};
 use monobloc::target::{DotMechanism, Target, TargetKind};
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -438,18 +438,17 @@ fn attention(s: &Schedule, a: &Attention, i: u64, j: u64) -> Vec<Part> {
         let (lo, hi) = if touched { (kv * pitch, kv * pitch + dim) } else { (0, 0) };
         part(role, access, Space::Cache, pr.cache, rows, lo, hi, Must::Positions)
     };
-    let whole_q = a.q_norm.is_some_and(|n| n.projection);
-    let whole_k = a.k_norm.is_some_and(|n| n.projection);
+    let whole = |norm: Option<QkNormAttr>| norm.is_some_and(|n| n.span == QkNormSpan::Projection);
+    let (whole_q, whole_k) = (whole(a.q_norm), whole(a.k_norm));
     let mut parts =
         vec![if whole_q { read(Role::Q, 0, q_cols) } else { read(Role::Q, i * each * dim, (i + 1) * each * dim) }];
     let (k, v) = if current { ((kv * dim, (kv + 1) * dim), (kv * dim, (kv + 1) * dim)) } else { ((0, 0), (0, 0)) };
     parts.push(if whole_k && current { read(Role::K, 0, kv_cols) } else { read(Role::K, k.0, k.1) });
     parts.push(read(Role::V, v.0, v.1));
-    if a.q_norm.is_some() {
-        parts.push(vector(Role::QNormWeight, if whole_q { q_cols } else { dim }));
-    }
-    if a.k_norm.is_some() {
-        parts.push(vector(Role::KNormWeight, if whole_k { kv_cols } else { dim }));
+    for (role, norm, all) in [(Role::QNormWeight, a.q_norm, q_cols), (Role::KNormWeight, a.k_norm, kv_cols)] {
+        if let Some(norm) = norm {
+            parts.push(vector(role, if norm.span == QkNormSpan::Head { dim } else { all }));
+        }
     }
     if a.rotary > 0 {
         let rotary = u64::from(a.rotary);

@@ -121,7 +121,7 @@ pub static FAMILIES: &[Family] = &[
     Family {
         class: "CohereForCausalLM",
         model_type: "cohere",
-        keys: &[COHERE_SHARED, ATTENTION_BIAS, GROUPED, HEAD_DIM, GATED_MLP, LAYER_NORM, ROPE, TRAINED],
+        keys: &[COHERE_KEYS, COHERE_SHARED, ATTENTION_BIAS, GROUPED, HEAD_DIM, GATED_MLP, LAYER_NORM, ROPE, TRAINED],
         plan: cohere,
     },
     Family {
@@ -210,7 +210,7 @@ const SMOLLM3_KEYS: &[Entry] = &[
 const STABLELM_KEYS: &[Entry] = &[
     modelled("use_qkv_bias", "biases of q, k and v"),
     modelled("use_parallel_residual", "both branches read the same norm"),
-    neutral("qk_layernorm", OFF, "a norm with weights of its own per head is not supported"),
+    modelled("qk_layernorm", "LayerNorm of each head of q and k, with gains of its own"),
 ];
 const STARCODER2_KEYS: &[Entry] = &[
     modelled("norm_epsilon", "epsilon of every LayerNorm"),
@@ -233,7 +233,6 @@ const GPT_NEOX_KEYS: &[Entry] = &[
 ];
 const COHERE_SHARED: &[Entry] = &[
     modelled("logit_scale", "scale of the logits; 0.0625 where absent"),
-    neutral("use_qk_norm", OFF, "a norm with weights of its own per head is not supported"),
     neutral("rotary_pct", When::Only(&[Literal::Number(1.0)]), "whole heads are rotated"),
     neutral("position_embedding_type", When::Only(&[Literal::Text("rope_gptj")]), "pairs are neighbours"),
     neutral("use_embedding_sharing", ON, "`tie_word_embeddings` counts"),
@@ -241,7 +240,9 @@ const COHERE_SHARED: &[Entry] = &[
     neutral("use_parallel_block", ON, "the model code has parallel branches"),
     neutral("use_parallel_embedding", OFF, "not in the model code"),
 ];
+const COHERE_KEYS: &[Entry] = &[modelled("use_qk_norm", "LayerNorm of each head of q and k, with gains of its own")];
 const COHERE2_KEYS: &[Entry] = &[
+    neutral("use_qk_norm", OFF, "not in the model code"),
     modelled("sliding_window", "window of sliding layers; 4096 where absent"),
     modelled("sliding_window_pattern", "every n-th layer is full, where `layer_types` is absent; 4 where absent"),
     neutral("_sliding_window_pattern", When::Given("layer_types"), "`layer_types` counts"),
@@ -773,12 +774,13 @@ fn smollm3(r: &mut Reader) -> Option<Plan> {
     Some(Plan { qkv_bias: bias, o_bias: bias, mlp_bias, layers, ..plan(&s, &LLAMA_NAMES, scalars, rope) })
 }
 
-/// One norm feeds both branches: StableLM with `use_parallel_residual`, and Cohere.
+/// One norm feeds both branches.
 static SHARED_NORM_NAMES: Names = Names { mlp_norm: Some("input_layernorm"), ..LLAMA_NAMES };
 
 fn stablelm(r: &mut Reader) -> Option<Plan> {
     let scalars = scalars(r, false, SILU, ("layer_norm_eps", 1e-5));
     let (bias, parallel) = (r.flag("use_qkv_bias", false), r.flag("use_parallel_residual", false));
+    let qk_norm = r.flag("qk_layernorm", false);
     let defaults = ShapeDefaults {
         class: "StableLmForCausalLM",
         positions: 4096,
@@ -788,10 +790,17 @@ fn stablelm(r: &mut Reader) -> Option<Plan> {
     let s = shape(r, defaults)?;
     let partial = Partial::Factor { key: "partial_rotary_factor", default: 0.25 };
     let rope = rope::flat(r, &RopeRules { partial, ..rope_rules(&s) })?;
-    let names = if parallel { &SHARED_NORM_NAMES } else { &LLAMA_NAMES };
+    let names = if parallel { &STABLELM_PARALLEL_NAMES } else { &STABLELM_NAMES };
     let plan = plan(&s, names, scalars, rope);
-    Some(Plan { norm: NormPlan { kind: NormKind::Layer, bias: true, ..plan.norm }, qkv_bias: bias, parallel, ..plan })
+    let norm = NormPlan { kind: NormKind::Layer, bias: true, ..plan.norm };
+    Some(Plan { norm, qkv_bias: bias, qk_norm: qk_norm.then_some(QkNormSpan::OwnGains), parallel, ..plan })
 }
+
+static STABLELM_NAMES: Names =
+    Names { q_norm: "self_attn.q_layernorm.norms.{head}", k_norm: "self_attn.k_layernorm.norms.{head}", ..LLAMA_NAMES };
+
+/// One norm feeds both branches under `use_parallel_residual`.
+static STABLELM_PARALLEL_NAMES: Names = Names { mlp_norm: SHARED_NORM_NAMES.mlp_norm, ..STABLELM_NAMES };
 
 static STARCODER2_NAMES: Names = Names { gate: None, up: "mlp.c_fc", down: "mlp.c_proj", ..LLAMA_NAMES };
 
@@ -887,7 +896,7 @@ impl CohereScalars {
 }
 
 fn cohere(r: &mut Reader) -> Option<Plan> {
-    let cohere = CohereScalars::read(r);
+    let (cohere, qk_norm) = (CohereScalars::read(r), r.flag("use_qk_norm", false));
     let defaults = ShapeDefaults {
         class: "CohereForCausalLM",
         positions: 8192,
@@ -896,7 +905,7 @@ fn cohere(r: &mut Reader) -> Option<Plan> {
     };
     let s = shape(r, defaults)?;
     let rope = rope::flat(r, &RopeRules { theta_default: 500_000.0, interleaved: true, ..rope_rules(&s) })?;
-    Some(cohere.plan(&s, rope))
+    Some(Plan { qk_norm: qk_norm.then_some(QkNormSpan::OwnGains), ..cohere.plan(&s, rope) })
 }
 
 fn cohere2(r: &mut Reader) -> Option<Plan> {

@@ -78,6 +78,7 @@ pub struct Names {
     pub mlp_post_norm: Option<&'static str>,
     pub projections: Projections,
     pub o: &'static str,
+    /// With [`HEAD`] in it there is a tensor for each head.
     pub q_norm: &'static str,
     pub k_norm: &'static str,
     /// `None` in a gated MLP: `up` holds the rows of gate, then those of up (Phi-3).
@@ -85,6 +86,9 @@ pub struct Names {
     pub up: &'static str,
     pub down: &'static str,
 }
+
+/// Stands for the index of a head in the names of q and k norms.
+pub const HEAD: &str = "{head}";
 
 /// How q, k and v lie in tensors.
 #[derive(Debug, Clone, Copy)]
@@ -258,8 +262,16 @@ fn assemble_layer(c: &mut Collector, plan: &Plan, layer: usize) -> Layer {
     };
     let mut qk_norm = |name: &str, rows: u32| {
         plan.qk_norm.map(|span| {
-            let width = if span == QkNormSpan::Head { head_dim } else { rows };
-            QkNorm { norm: c.norm(&path(name), plan.norm, width), span }
+            let (heads, NormPlan { kind, eps, weight_offset, .. }) = (rows / head_dim, plan.norm);
+            let named = |head: u32| format!("{}.weight", path(name).replace(HEAD, &head.to_string()));
+            let weights = match span {
+                QkNormSpan::OwnGains if name.contains(HEAD) => {
+                    (0..heads).map(|head| c.want(named(head), &[head_dim])).collect()
+                }
+                QkNormSpan::OwnGains => vec![c.want(named(0), &[heads, head_dim])],
+                QkNormSpan::Head | QkNormSpan::Projection => vec![c.want(named(0), &[span.gains(heads, head_dim)])],
+            };
+            QkNorm { kind, eps, weights, weight_offset, span }
         })
     };
     let (q_norm, k_norm) = (qk_norm(names.q_norm, q_rows), qk_norm(names.k_norm, kv_rows));

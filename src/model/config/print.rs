@@ -75,8 +75,16 @@ fn layer_text(out: &mut String, layer: &Layer) {
     let norm = |norm: &Option<Norm>| norm.as_ref().map_or("none".to_string(), norm_text);
     let qk_norm = |norm: &Option<QkNorm>| match norm {
         None => "none".to_string(),
-        Some(QkNorm { norm, span: QkNormSpan::Head }) => format!("per head {}", norm_text(norm)),
-        Some(QkNorm { norm, span: QkNormSpan::Projection }) => format!("whole {}", norm_text(norm)),
+        Some(QkNorm { kind, eps, weights, weight_offset, span }) => {
+            let span = match span {
+                QkNormSpan::Head => "per head",
+                QkNormSpan::OwnGains => "per head with own gains",
+                QkNormSpan::Projection => "whole",
+            };
+            let weights: Vec<String> = weights.iter().map(ToString::to_string).collect();
+            let (kind, weights) = (norm_kind(*kind), weights.join(" "));
+            format!("{span} {kind} eps {eps:?} weight {weights} offset {weight_offset:?}")
+        }
     };
     line(out, format_args!("  attn_norm {}", norm(attn_norm)));
     line(
@@ -104,11 +112,15 @@ fn layer_text(out: &mut String, layer: &Layer) {
 
 fn norm_text(norm: &Norm) -> String {
     let Norm { kind, eps, weight, weight_offset, bias } = norm;
-    let kind = match kind {
+    let kind = norm_kind(*kind);
+    format!("{kind} eps {eps:?} weight {} offset {weight_offset:?} bias {}", option(weight), option(bias))
+}
+
+fn norm_kind(kind: NormKind) -> &'static str {
+    match kind {
         NormKind::Rms => "rms",
         NormKind::Layer => "layer",
-    };
-    format!("{kind} eps {eps:?} weight {} offset {weight_offset:?} bias {}", option(weight), option(bias))
+    }
 }
 
 fn linear_text(linear: &Linear) -> String {
@@ -229,7 +241,11 @@ fn describe_layer(layer: &Layer) -> String {
         traits.push(format!("bias on {}", biases.join(", ")));
     }
     if let Some(qk) = &attn.q_norm {
-        let span = if qk.span == QkNormSpan::Head { "each head" } else { "the whole projection" };
+        let span = match qk.span {
+            QkNormSpan::Head => "each head",
+            QkNormSpan::OwnGains => "each head, with gains of its own",
+            QkNormSpan::Projection => "the whole projection",
+        };
         traits.push(format!("q and k normed over {span}"));
     }
     traits.push(attn.rope.map_or("no rotary embedding".to_string(), |rope| format!("rope {rope}")));

@@ -276,7 +276,7 @@ fn unsupported_values_are_refused_by_name() {
             json!(["sliding_attention", "full_attention", "full_attention", "full_attention"]),
             "disagree",
         ),
-        ("families/stablelm", "qk_layernorm", json!(true), "key `qk_layernorm`: expected false"),
+        ("families/stablelm", "qk_layernorm", json!(true), "self_attn.q_layernorm.norms.0.weight"),
         (
             "families/stablelm",
             "use_parallel_residual",
@@ -295,7 +295,8 @@ fn unsupported_values_are_refused_by_name() {
         ("families/gpt-neox", "rope_theta", json!(500), "key `rope_theta`: expected the value of `rotary_emb_base`"),
         ("families/gpt-neox", "partial_rotary_factor", json!(0.5), "expected the value of `rotary_pct`"),
         ("families/gpt-neox", "rotary_pct", json!(0.2), "found 3 of 16"),
-        ("variants/cohere", "use_qk_norm", json!(true), "key `use_qk_norm`: expected false"),
+        ("variants/cohere", "use_qk_norm", json!(true), "self_attn.q_norm.weight"),
+        ("variants/cohere2", "use_qk_norm", json!(true), "key `use_qk_norm`: expected false"),
         ("variants/cohere2", "position_embedding_type", json!("alibi"), "key `position_embedding_type`"),
         (
             "variants/cohere2",
@@ -463,6 +464,8 @@ fn ineffective(class: &str, key: &str, value: &Value, config: &Map<String, Value
         | "mlp_bias"
         | "use_parallel_residual"
         | "use_qkv_bias"
+        | "qk_layernorm"
+        | "use_qk_norm"
         | "use_bias"
         | "use_sliding_window"
         | "tie_word_embeddings"
