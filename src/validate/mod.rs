@@ -82,7 +82,9 @@ use crate::text::Span;
 use std::fmt;
 
 /// A schedule with a proof. Only [`validate`] makes one.
+// Transparent, so that `tests/bench/mutants.rs` can run what is not proven without a door in the library.
 #[derive(Debug, Clone, PartialEq)]
+#[repr(transparent)]
 pub struct Validated {
     schedule: Schedule,
 }

@@ -3,6 +3,7 @@
 //! `cargo bench --bench proof` runs all parts on all cores, `-- scale` those that are named: `population` (or a number of
 //! schedules in place of 120,000), `scale`, `load`. With `write` among the words each part also replaces its table in the report.
 
+#[allow(dead_code)] // Mutants on a device use the rest of it.
 #[path = "../oracle/mod.rs"]
 mod oracle;
 #[allow(dead_code)] // The tests use more of it.

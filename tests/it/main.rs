@@ -13,6 +13,7 @@ mod fuzz_replay;
 mod interp;
 mod kernels;
 mod nvrtc;
+#[allow(dead_code)] // Mutants on a device use the rest of it.
 #[path = "../oracle/mod.rs"]
 mod oracle;
 mod oracle_agrees;

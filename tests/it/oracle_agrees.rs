@@ -1,7 +1,9 @@
 //! The judge that runs schedules and the judge that proves them: a slice of the population of `docs/proof-report.md`, and
 //! what the machine must notice for its silence to mean anything.
 
+use crate::nvrtc::nvrtc;
 use crate::oracle::Kind;
+use crate::oracle::device::device_form;
 use crate::oracle::explore::{Effort, Verdict, judge};
 use crate::oracle::population::{Size, judge_population};
 use crate::proof_support::*;
@@ -167,6 +169,32 @@ fn packets_that_nobody_reads_may_land_late() {
         assert!(violation.message.contains("packets that nobody reads"), "{violation}");
         assert_eq!(violation.entity, Entity::Task(1, attention(&s, 1, 0)), "{violation}");
         assert_eq!(violation.witness[0].entity, Entity::Task(0, attention(&s, 0, 0)), "{violation}");
+    }
+}
+
+/// Needs no GPU: the kernel that mutants run on is still one, and hooks of a sound schedule do nothing.
+#[test]
+fn the_hooks_of_mutants_fit_the_kernels() {
+    let (s, target) = (tiny(), h200());
+    let (source, queued) = device_form(&s, &s, &target);
+    let bits = |s: &Schedule| -> Vec<u32> {
+        s.regimes.iter().flat_map(|r| &r.tasks).map(|t| t.waits[0].event.0 >> 24).collect()
+    };
+    assert!(bits(&queued).iter().all(|bits| *bits == 0), "{:?}", bits(&queued));
+    for (expected, mutate) in [
+        (1, (|t| t.waits.clear()) as fn(&mut Task)),
+        (1, |t| t.waits[0].count -= 1),
+        (2, |t| t.waits[0].count += 1),
+        (4, |t| t.signals.clear()),
+    ] {
+        let mut broken = s.clone();
+        let id = task(&broken, 0, "o.0", 0).index();
+        mutate(&mut broken.regimes[0].tasks[id]);
+        let found = device_form(&broken, &s, &target).1.regimes[0].tasks[id].waits[0].event.0 >> 24;
+        assert_eq!(found, expected);
+    }
+    if let Some(nvrtc) = nvrtc("the_hooks_of_mutants_fit_the_kernels") {
+        nvrtc.compile(&source).unwrap_or_else(|error| panic!("{error}"));
     }
 }
 

@@ -11,12 +11,14 @@
 //!   the task that wrote it, and a read of any other than the intended one is a fault. Plain memory of other SMs is as
 //!   stale as the fences allow.
 //! - [`explore`] walks: all interleavings of small schedules, hostile random ones of large schedules.
+//! - [`device`] gives a device what is not proven, for `tests/bench/mutants.rs`.
 //! - [`mutate`] breaks schedules in named ways, [`population`] judges many of them with both judges.
 //!
 //! It lives below `tests/` because it is no part of the tool: a second opinion that shipped could come to be relied upon
-//! by the first. The tests in `tests/it` and the benchmark `tests/bench/proof.rs` both include it.
+//! by the first. The tests in `tests/it` and the benchmarks `tests/bench/proof.rs` and `mutants.rs` include it.
 
 pub mod bases;
+pub mod device;
 pub mod explore;
 pub mod footprint;
 pub mod machine;

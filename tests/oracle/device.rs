@@ -1,0 +1,185 @@
+//! What a device is given of a schedule that is not proven: the kernel with hooks, and queues that drive them.
+//!
+//! There is no door in the library: this file makes a `Validated` of what is none, in one place.
+//!
+//! A device's waits are its polls: counts, signals and waits of a schedule are no data of a queue. So the kernel is compiled
+//! with hooks that make it obey them to the letter. What a task does otherwise than it should travels in the upper bits of
+//! the event of its first wait, which the kernel otherwise only reports: it does not wait (a wait is missing or asks for
+//! too little), waits for what never comes (a wait asks for too much, or for what comes behind it), publishes nothing (a
+//! signal is missing), or takes the step before for this one, or this one for the step before.
+
+use monobloc::codegen::KernelSource;
+use monobloc::codegen::emit::{Trace, emit};
+use monobloc::ir::EventId;
+use monobloc::ir::op::Access;
+use monobloc::ir::program::Space;
+use monobloc::ir::schedule::{Event, Mechanism, Regime, Schedule, Task, Wait};
+use monobloc::target::Target;
+use monobloc::validate::Validated;
+
+/// What a task does otherwise, as bits above an event's id.
+const HURRIES: u32 = 1;
+const WAITS_FOR_EVER: u32 = 2;
+const IS_SILENT: u32 = 4;
+const TAKES_THE_STEP_BEFORE: u32 = 8;
+const TAKES_THE_STEP_AFTER: u32 = 16;
+const SHIFT: u32 = 24;
+
+/// The hooks: each `from` is there once.
+const HOOKS: [(&str, &str, &str); 7] = [
+    (
+        "runtime/sync.cuh",
+        "__device__ __forceinline__ void publish(u64* to, u32 payload, u32 tag) {\n",
+        "__device__ __forceinline__ u32& mutation() {\n  __shared__ u32 bits;\n  return bits;\n}\n\
+         __device__ __forceinline__ void publish(u64* to, u32 payload, u32 tag) {\n  if (mutation() & 4u) return;\n",
+    ),
+    (
+        "runtime/sync.cuh",
+        "                                            u64 (&b)[N], u32& patience, const Watchdog* dog, WaitSite at) {\n",
+        "                                            u64 (&b)[N], u32& patience, const Watchdog* dog, WaitSite at) {\n  \
+         const u32 bits = at.entry->event >> 24;\n  \
+         tag += (bits & 2u ? 0x40000000u : 0u) - (bits & 8u ? 1u : 0u) + (bits & 16u ? 1u : 0u);\n",
+    ),
+    (
+        "runtime/sync.cuh",
+        "    if (__all_sync(~0u, done)) return;\n    if (--left == 0) {\n      u32 seen = tag;\n",
+        "    if (__all_sync(~0u, done) || (bits & 1u)) return;\n    if (--left == 0) {\n      u32 seen = tag;\n",
+    ),
+    (
+        "runtime/sync.cuh",
+        "                                              u32& patience, const Watchdog* dog, WaitSite at) {\n  u32 left = patience;\n",
+        "                                              u32& patience, const Watchdog* dog, WaitSite at) {\n  \
+         u32 left = patience;\n  const u32 bits = at.entry->event >> 24;\n  \
+         tag += (bits & 2u ? 0x40000000u : 0u) - (bits & 8u ? 1u : 0u) + (bits & 16u ? 1u : 0u);\n",
+    ),
+    (
+        "runtime/sync.cuh",
+        "    if (__all_sync(~0u, done)) return;\n    if (--left == 0) {\n      if (give_up(patience, done, dog, at, WaitKind::PACKET",
+        "    if (__all_sync(~0u, done) || (bits & 1u)) return;\n    if (--left == 0) {\n      if (give_up(patience, done, dog, at, WaitKind::PACKET",
+    ),
+    (
+        "runtime/kernel.cuh",
+        "      c.begin_task();\n      D::run(c, entry);",
+        "      c.begin_task();\n      c.barrier();\n      if (c.tid() == 0) mutation() = entry.event >> 24;\n      c.barrier();\n      D::run(c, entry);",
+    ),
+    // A hang costs 60 ms: a step takes microseconds.
+    ("runtime/kernel.cuh", "global_ns() + p.timeout_ns", "global_ns() + 60000000ull"),
+];
+const PROXY_FENCE: &str = "  asm volatile(\"fence.proxy.async.global;\" ::: \"memory\");\n";
+const FENCE: &str = "  __threadfence();\n";
+
+/// A schedule that nobody proved, in the type of one that somebody did.
+pub fn unproven(schedule: &Schedule) -> &Validated {
+    // SAFETY: `Validated` is `repr(transparent)` over `Schedule`; that it was proven is what this file exists to leave out,
+    // and no memory safety of the host depends on it.
+    unsafe { &*std::ptr::from_ref(schedule).cast::<Validated>() }
+}
+
+/// The kernel's text with its hooks, and the schedule whose first waits say what tasks do otherwise than in `sound`.
+pub fn device_form(schedule: &Schedule, sound: &Schedule, target: &Target) -> (KernelSource, Schedule) {
+    let mut source = emit(unproven(schedule), target, Trace::Off);
+    let header = |source: &mut KernelSource, name: &str, edit: &dyn Fn(&str) -> String| {
+        let (_, text) = source.headers.iter_mut().find(|(n, _)| n == name).expect("the header");
+        *text = edit(text);
+    };
+    for (name, from, to) in HOOKS {
+        header(&mut source, name, &|text| {
+            assert_eq!(text.matches(from).count(), 1, "`{name}` has changed: where is `{from}`?");
+            text.replace(from, to)
+        });
+    }
+    let closes = |s: &Schedule, holds: fn(&Event) -> bool| {
+        s.regimes.iter().all(|r| r.events.iter().filter(|e| e.carried).all(holds))
+    };
+    for (text, holds) in
+        [(PROXY_FENCE, (|e| e.proxy) as fn(&Event) -> bool), (FENCE, |e| e.mechanism != Mechanism::Packets)]
+    {
+        if closes(sound, holds) && !closes(schedule, holds) {
+            header(&mut source, "runtime/sync.cuh", &|all| all.replace(text, ""));
+        }
+    }
+    let phases = |s: &Schedule| s.program.buffers.iter().map(|b| b.phases).max();
+    if phases(schedule) < phases(sound) {
+        header(&mut source, "ops/select.cuh", &|all| all.replace("(tag & 1) *", "0u *"));
+        header(&mut source, "ops/matvec.cuh", &|all| all.replace("(c.tag & 1) *", "0u *"));
+    }
+    let mut queued = schedule.clone();
+    for (r, regime) in schedule.regimes.iter().enumerate() {
+        let bits = manners(schedule, regime, sound.regimes.get(r));
+        for (task, bits) in queued.regimes[r].tasks.iter_mut().zip(bits) {
+            let event = task.waits.first().map_or((1 << SHIFT) - 1, |w| w.event.0);
+            task.waits = vec![Wait { event: EventId(bits << SHIFT | event), count: 0 }];
+        }
+    }
+    (source, queued)
+}
+
+/// What each task of a regime does otherwise.
+fn manners(s: &Schedule, regime: &Regime, sound: Option<&Regime>) -> Vec<u32> {
+    let mut signals = vec![0u32; regime.events.len()];
+    regime.tasks.iter().flat_map(|t| &t.signals).for_each(|e| signals[e.index()] += 1);
+    let owners = regime.owners();
+    let place = |t: usize| owners[t].map(|sm| (sm, regime.queues[sm.index()].iter().position(|id| id.index() == t)));
+    let writers = |event: &Event| {
+        let writes = |task: &Task| {
+            s.program.grids[task.grid.index()].operands.iter().any(|o| {
+                let (lo, hi) = o.cols.range(task.lo, task.hi, task.j);
+                o.access == Access::Write && o.buffer == event.buffer && lo < event.hi.into() && hi > event.lo.into()
+            })
+        };
+        regime.tasks.iter().filter(|task| writes(task)).count() as u32
+    };
+    let needs: Vec<u32> = regime.events.iter().map(writers).collect();
+    let same =
+        sound.filter(|sound| sound.tasks.len() == regime.tasks.len() && sound.events.len() == regime.events.len());
+    let mut all = vec![];
+    for (t, task) in regime.tasks.iter().enumerate() {
+        let mut bits = 0;
+        let mut covered: Vec<(u32, u64, u64)> = vec![];
+        for wait in &task.waits {
+            let event = &regime.events[wait.event.index()];
+            // Behind itself on its own SM, or by itself.
+            let behind = regime.tasks.iter().enumerate().any(|(other, o)| {
+                o.signals.contains(&wait.event)
+                    && place(other).zip(place(t)).is_some_and(|(a, b)| a.0 == b.0 && a.1 >= b.1)
+            });
+            if wait.count > signals[wait.event.index()] || (behind && !event.carried) {
+                bits |= WAITS_FOR_EVER;
+            }
+            if let Some(was) = same.map(|sound| sound.events[wait.event.index()].carried) {
+                match (was, event.carried) {
+                    (false, true) => bits |= TAKES_THE_STEP_BEFORE,
+                    (true, false) => bits |= TAKES_THE_STEP_AFTER,
+                    _ => {}
+                }
+            }
+            let whole = signals[wait.event.index()].max(needs[wait.event.index()]);
+            if wait.count >= whole {
+                covered.push((event.buffer.0, event.lo.into(), event.hi.into()));
+            }
+        }
+        covered.sort_unstable();
+        for operand in &s.program.grids[task.grid.index()].operands {
+            let shared = s.program.buffers.get(operand.buffer.index()).is_some_and(|b| b.space == Space::Exchange);
+            let (mut at, hi) = operand.cols.range(task.lo, task.hi, task.j);
+            if !shared || operand.access != Access::Read || at >= hi {
+                continue;
+            }
+            for &(_, from, to) in covered.iter().filter(|c| c.0 == operand.buffer.0) {
+                if from <= at {
+                    at = at.max(to);
+                }
+            }
+            if at < hi {
+                bits |= HURRIES;
+            }
+        }
+        if let Some(sound) = same
+            && sound.tasks[t].signals.iter().any(|e| !task.signals.contains(e))
+        {
+            bits |= IS_SILENT;
+        }
+        all.push(bits);
+    }
+    all
+}
