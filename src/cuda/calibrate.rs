@@ -97,7 +97,7 @@ pub fn measure(device: &Device, nvrtc: &Nvrtc, target: &Target) -> Result<Measur
     let stream = device.stream()?;
     let bench = Bench { device, module, stream, smem_bytes: slots * SLOT_BYTES, sms: identity.sm_count };
     let launch_us = bench.empty()?;
-    let (read_bytes_per_s, sm_bandwidth_min_ratio) = bench.read()?;
+    let (read_bytes_per_s, sm_bandwidth_min_ratio) = bench.read(launch_us)?;
     let hop_idle_us = bench.hop("an idle exchange", 0)?;
     let hop_loaded_us = bench.hop("a loaded exchange", LOADED_BYTES / SLOT_BYTES)?;
     let driver = identity.driver_release.clone().unwrap_or_else(|| format!("CUDA {}", identity.driver_cuda));
@@ -169,8 +169,9 @@ impl Bench<'_> {
         Ok(times_us[times_us.len() / 2])
     }
 
-    /// Bytes per second of all SMs, and the slowest SM's share of the mean.
-    fn read(&self) -> Result<(f64, f64), CalibrateError> {
+    /// Bytes per second of all SMs, and the slowest SM's share of the mean. `launch_us`, what an empty launch takes, is no
+    /// reading and is left out.
+    fn read(&self, launch_us: f64) -> Result<(f64, f64), CalibrateError> {
         const WHAT: &str = "the read bandwidth";
         let free = self.device.memory_free_bytes()?;
         let chunk_bytes = u64::from(self.sms) * u64::from(SLOT_BYTES);
@@ -196,7 +197,7 @@ impl Bench<'_> {
             Ok(())
         })?;
         ratios.sort_by(f64::total_cmp);
-        Ok((bytes as f64 / (times_us[times_us.len() / 2] * 1e-6), ratios[ratios.len() / 2]))
+        Ok((bytes as f64 / ((times_us[times_us.len() / 2] - launch_us) * 1e-6), ratios[ratios.len() / 2]))
     }
 
     /// Microseconds of one exchange, as the mean over SMs of a launch, median of launches.

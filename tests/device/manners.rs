@@ -125,7 +125,16 @@ fn the_compute_sanitizer_finds_nothing() {
         place.manifest(&gpu.record, copy, "bf16", "context_max = 64\nsteps_per_launch = 4");
         for tool in ["memcheck", "racecheck"] {
             let mut command = Command::new(sanitizer);
-            command.args(["--tool", tool, "--error-exitcode", "86", env!("CARGO_BIN_EXE_monobloc")]);
+            // An API call that fails is an answer to monobloc: it asks for the sizes of parameters until there is none.
+            command.args([
+                "--report-api-errors",
+                "no",
+                "--tool",
+                tool,
+                "--error-exitcode",
+                "86",
+                env!("CARGO_BIN_EXE_monobloc"),
+            ]);
             command.args(["generate", "m.toml", "--ids", "0,467,468", "--max-tokens", "12", "--ignore-eos"]);
             let output = command.current_dir(place.path("")).env("HOME", place.path("")).output().unwrap();
             let text = String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
