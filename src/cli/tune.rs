@@ -123,7 +123,7 @@ fn tuned_text(tuned: &Tuned) -> String {
     }
     if let (Some(search), Some(load)) = (tuned.search_ms_per_trial, tuned.load_ms_per_trial) {
         text.push_str(&format!(
-            "  beside compile, check and measure: {search:.0} ms a trial, and {load:.0} ms to load it\n"
+            "  beside making, checking and timing: {search:.0} ms a trial, and {load:.0} ms to load it\n"
         ));
     }
     text

@@ -104,6 +104,20 @@ impl Corpus {
     }
 }
 
+/// The user's own trials, and the corpora that lie beside them in `corpus/`, which nothing writes to: these first.
+pub fn corpora(trials: &Path) -> Vec<PathBuf> {
+    let folder = trials.parent().unwrap_or(Path::new("")).join("corpus");
+    let mut paths: Vec<PathBuf> = fs::read_dir(&folder)
+        .into_iter()
+        .flatten()
+        .filter_map(|entry| Some(entry.ok()?.path()))
+        .filter(|path| path.extension().is_some_and(|extension| extension == "csv"))
+        .collect();
+    paths.sort();
+    paths.push(trials.to_path_buf());
+    paths
+}
+
 /// Appends rows, creating file and header if needed. All rows before a failure are in the file, whole.
 pub fn append(path: &Path, trials: &[Trial]) -> Result<(), CorpusError> {
     append_locked(path, |_| Ok(trials.to_vec())).map(|_| ())

@@ -8,7 +8,9 @@
 pub mod corpus;
 pub mod trial;
 
-pub use corpus::{BestTrial, BrokenRow, Corpus, CorpusError, CorpusStats, MergeReport, append, best, merge, stats};
+pub use corpus::{
+    BestTrial, BrokenRow, Corpus, CorpusError, CorpusStats, MergeReport, append, best, corpora, merge, stats,
+};
 pub use trial::{
     COLUMNS, CheckFigures, Column, Cost, Decision, Facts, Machine, ModelShape, Point, Proposer, RatioInterval,
     RowFault, SCHEMA, Timing, Trial, Verdict,

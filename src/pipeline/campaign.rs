@@ -1,8 +1,6 @@
 //! Owns a campaign: a search over one target of a manifest, with devices, clocks, a child process and a corpus.
 
 use std::collections::{BTreeMap, VecDeque};
-use std::fs;
-use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::{Condvar, Mutex};
 use std::thread;
@@ -14,7 +12,7 @@ use crate::cache::Cache;
 use crate::candidate::Candidate;
 use crate::digest::Digest;
 use crate::error::{Fault, Tier};
-use crate::flywheel::{Corpus, Decision, Proposer, RatioInterval, Trial, Verdict};
+use crate::flywheel::{Corpus, Decision, Proposer, RatioInterval, Trial, Verdict, corpora};
 use crate::manifest::Manifest;
 use crate::paired::Ratio;
 use crate::report::Report;
@@ -23,7 +21,7 @@ use crate::search::prior::{Group, Model as PriorModel};
 use crate::search::space::values;
 use crate::search::{
     Arena, Ask, Limits, Made, Outcome, Prior, Ran, Search, Setting, Settled, SettledAs, Space, Start, Stop, Told, cost,
-    drive, lessons,
+    drive, floor_gap, histories, lessons,
 };
 use crate::target::{Target, TargetKind};
 
@@ -74,7 +72,7 @@ pub struct Tuned {
     pub ran: u32,
     /// Latency of the best by the default's, where they were compared at the end.
     pub against_default: Option<Ratio>,
-    /// Of each trial, outside of compile, check and measure; `None` where none ran.
+    /// Of each trial, outside of making, checking and timing candidates; `None` where none ran.
     pub search_ms_per_trial: Option<f64>,
     /// Of each trial, loading and packing in the child; `None` where none ran.
     pub load_ms_per_trial: Option<f64>,
@@ -85,20 +83,6 @@ impl Workspace {
     fn quiet(&self) -> Result<Workspace, Fault> {
         let cache = Cache::open_places(&self.cache.places(), |_| {})?;
         Ok(Workspace { cache, report: Report::quiet(), trials: self.trials.clone() })
-    }
-
-    /// The user's own trials, and the corpora that lie beside them.
-    pub(super) fn corpora(&self) -> Vec<PathBuf> {
-        let folder = self.trials.parent().unwrap_or(Path::new("")).join("corpus");
-        let mut paths: Vec<PathBuf> = fs::read_dir(&folder)
-            .into_iter()
-            .flatten()
-            .filter_map(|entry| Some(entry.ok()?.path()))
-            .filter(|path| path.extension().is_some_and(|extension| extension == "csv"))
-            .collect();
-        paths.sort();
-        paths.push(self.trials.clone());
-        paths
     }
 }
 
@@ -117,7 +101,7 @@ pub fn tune(workspace: &Workspace, manifest: &Manifest, target: &Target, asked: 
         TargetKind::Cuda => hardware_of(devices.find_for_run(target)?),
     };
     let campaign = told_site.campaign(&hardware);
-    let known = Known::read(workspace, &told_site, campaign)?;
+    let known = Known::read(workspace, campaign)?;
     let site = Site::new(&quiet, manifest, target, &model, tool);
     let space = space_of(&site);
     let default = space.default_candidate().clone();
@@ -222,7 +206,7 @@ fn run(
         trials: search.trials(),
         ran: driven.ran,
         against_default: driven.against_default,
-        search_ms_per_trial: per_trial(elapsed.saturating_sub(arena.spent.compile + arena.spent.child)),
+        search_ms_per_trial: per_trial(elapsed.saturating_sub(arena.spent.made + arena.spent.child)),
         load_ms_per_trial: per_trial(arena.spent.child.saturating_sub(arena.spent.measured)),
     })
 }
@@ -239,11 +223,10 @@ struct Known {
 }
 
 impl Known {
-    fn read(workspace: &Workspace, site: &Site<'_>, campaign: Digest) -> Result<Known, Fault> {
-        let corpus = Corpus::read(&workspace.corpora())?;
-        let is_own = |trial: &&Trial| trial.facts().point.campaign == Some(campaign);
-        let others: Vec<Trial> = corpus.trials.iter().filter(|trial| !is_own(trial)).cloned().collect();
-        let own: Vec<&Trial> = corpus.trials.iter().filter(is_own).collect();
+    fn read(workspace: &Workspace, campaign: Digest) -> Result<Known, Fault> {
+        let corpus = Corpus::read(&corpora(&workspace.trials))?;
+        let of_campaign = |trial: &Trial| trial.facts().point.campaign == Some(campaign);
+        let (own, others): (Vec<Trial>, Vec<Trial>) = corpus.trials.into_iter().partition(of_campaign);
         let lessons = lessons(&others);
         let mut known = Known {
             groups: lessons.groups,
@@ -253,68 +236,26 @@ impl Known {
             incumbent_rows: BTreeMap::new(),
             floor_gap: None,
         };
-        let default = site.default_candidate();
-        let mut at = 0;
-        while let Some(first) = own.get(at) {
-            let point = &first.facts().point;
-            // Rows of one trial were appended together; of points that do not fit there is one each.
-            let same = |row: &&&Trial| point.trial.is_some() && row.facts().point.trial == point.trial;
-            let rows: Vec<&Trial> = match point.trial {
-                Some(_) => own.iter().skip(at).take_while(same).copied().collect(),
-                None => vec![first],
-            };
-            at += rows.len();
-            known.tell(&rows, &default);
+        for entry in histories(&own).into_iter().flat_map(|history| history.entries) {
+            let outcome = entry.outcome();
+            if entry.number == Some(0) && outcome == Outcome::Failed {
+                // Without a default there is nothing to compare with: it is tried again.
+                continue;
+            }
+            if entry.is_kept() {
+                known.incumbent_rows = entry.timed.iter().map(|row| (row.timing.position, row.id)).collect();
+                known.floor_gap = entry.floor_gap();
+            }
+            known.told.push(Told {
+                number: entry.number.unwrap_or(0),
+                candidate: entry.candidate,
+                artefact: entry.schedule,
+                proposer: entry.proposer,
+                outcome,
+            });
         }
         Ok(known)
     }
-
-    /// Takes note of the rows of one trial of this campaign.
-    fn tell(&mut self, rows: &[&Trial], default: &Candidate) {
-        let Some(first) = rows.first() else { return };
-        let point = &first.facts().point;
-        let Ok(candidate) = Candidate::parse(&point.candidate, default) else { return };
-        let kept = point.decision.is_some_and(Decision::is_kept);
-        let all_timed = rows.iter().all(|row| row.verdict().timing().is_some());
-        let outcome = match point.trial {
-            None => Outcome::Infeasible,
-            Some(_) if !all_timed || point.decision.is_none() => Outcome::Failed,
-            Some(_) => {
-                let logs: Vec<f64> = rows
-                    .iter()
-                    .filter_map(|row| row.verdict().timing()?.ratio)
-                    .map(|ratio| ratio.p50.max(f64::MIN_POSITIVE).ln())
-                    .collect();
-                let mean = logs.iter().sum::<f64>() / logs.len().max(1) as f64;
-                Outcome::Timed { ratio: mean.exp(), kept }
-            }
-        };
-        if point.trial == Some(0) && outcome == Outcome::Failed {
-            // Without a default there is nothing to compare with: it is tried again.
-            return;
-        }
-        if kept {
-            self.incumbent_rows =
-                rows.iter().filter_map(|row| Some((row.verdict().timing()?.position, row.trial_id()))).collect();
-            self.floor_gap = floor_gap(rows);
-        }
-        self.told.push(Told {
-            number: point.trial.unwrap_or(0),
-            candidate,
-            artefact: point.schedule.filter(|_| point.trial.is_some()),
-            proposer: point.proposer,
-            outcome,
-        });
-    }
-}
-
-/// How far latencies are above their floors, the farthest of all positions, as a fraction of the floor.
-fn floor_gap(rows: &[&Trial]) -> Option<f64> {
-    let gaps = rows.iter().map(|row| {
-        let timing = row.verdict().timing()?;
-        Some(timing.latency_us_p50 / timing.floor_us? - 1.0)
-    });
-    gaps.collect::<Option<Vec<f64>>>()?.into_iter().max_by(f64::total_cmp)
 }
 
 /// The space of a site; shared memory beside the ring as schedules have it.
@@ -442,7 +383,8 @@ fn remember(site: &Site<'_>, best: &Candidate, stop: &Stop, trials: u32) -> Resu
 /// Time that is not the search's.
 #[derive(Default)]
 struct Spent {
-    compile: Duration,
+    /// Lowering, placing, proving and compiling, or waiting for a thread that does.
+    made: Duration,
     child: Duration,
     /// Of the child: check and measure.
     measured: Duration,
@@ -536,7 +478,11 @@ impl Arena for Bench<'_> {
 
     fn make(&mut self, candidate: &Candidate, ahead: &[Candidate]) -> Result<Made<Kernel>, Fault> {
         self.intro.drain(..).for_each(|line| self.report.note(&line));
-        self.ahead.replace(ahead);
+        let started = Instant::now();
+        if let Some(made) = self.ahead.take(candidate, ahead) {
+            self.spent.made += started.elapsed();
+            return Ok(Made::Ready { artefact: made.placed.content, made });
+        }
         let placed = match place(&self.site, candidate.clone()) {
             Ok(placed) => placed,
             Err(NotPlaced::Infeasible(reason)) => return Ok(Made::Infeasible(reason.to_string())),
@@ -550,16 +496,9 @@ impl Arena for Bench<'_> {
             }
             Err(NotPlaced::Fault(fault)) => return Err(fault),
         };
-        let artefact = placed.content;
-        let (mut source, mut cubin) = (None, None);
-        if self.site.target.kind == TargetKind::Cuda {
-            let generated = generate_source(&self.site, &placed)?;
-            source = Some(generated.content);
-            let started = Instant::now();
-            cubin = compiled(&self.compiler, &self.site, &generated)?;
-            self.spent.compile += started.elapsed();
-        }
-        Ok(Made::Ready { artefact, made: Kernel { placed, source, cubin } })
+        let made = kernel(&self.site, &self.compiler, placed)?;
+        self.spent.made += started.elapsed();
+        Ok(Made::Ready { artefact: made.placed.content, made })
     }
 
     fn run(
@@ -696,8 +635,19 @@ impl Bench<'_> {
     fn keep(&mut self, rows: &[Trial]) {
         self.incumbent_rows =
             rows.iter().filter_map(|row| Some((row.verdict().timing()?.position, row.trial_id()))).collect();
-        self.floor_gap = floor_gap(&rows.iter().collect::<Vec<_>>());
+        self.floor_gap = floor_gap(rows.iter().filter_map(|row| row.verdict().timing()));
     }
+}
+
+/// Proves, prints and compiles what was placed; on the CPU there is nothing to print.
+fn kernel(site: &Site<'_>, compiler: &Compiler<'_>, placed: Placed) -> Result<Kernel, Fault> {
+    placed.validated(site.target)?;
+    if site.target.kind == TargetKind::Cpu {
+        return Ok(Kernel { placed, source: None, cubin: None });
+    }
+    let generated = generate_source(site, &placed)?;
+    let cubin = compiled(compiler, site, &generated)?;
+    Ok(Kernel { placed, source: Some(generated.content), cubin })
 }
 
 fn compiled(compiler: &Compiler<'_>, site: &Site<'_>, generated: &Generated) -> Result<Option<Box<Cubin>>, Fault> {
@@ -708,7 +658,7 @@ fn compiled(compiler: &Compiler<'_>, site: &Site<'_>, generated: &Generated) -> 
     }
 }
 
-/// Candidates that wait to be compiled before anybody asks for them.
+/// Candidates that are made before anybody asks for them.
 #[derive(Default)]
 struct Ahead {
     queue: Mutex<Queue>,
@@ -718,17 +668,55 @@ struct Ahead {
 #[derive(Default)]
 struct Queue {
     waiting: VecDeque<Candidate>,
-    /// Knobs of what was taken: nothing is compiled twice.
-    taken: std::collections::BTreeSet<String>,
+    /// By knobs: nothing is made twice.
+    states: BTreeMap<String, State>,
     ended: bool,
 }
 
+enum State {
+    Making,
+    Made(Kernel),
+    /// Handed out, dropped, or not to be made: whoever asks makes it, mostly from the cache, and is told the faults.
+    Gone,
+}
+
+/// A thread that makes a candidate; however it ends, nobody waits for it behind that.
+struct Making<'a> {
+    ahead: &'a Ahead,
+    knobs: String,
+    made: Option<Kernel>,
+}
+
+impl Drop for Making<'_> {
+    fn drop(&mut self) {
+        let state = self.made.take().map_or(State::Gone, State::Made);
+        self.ahead.lock().states.insert(self.knobs.clone(), state);
+        self.ahead.more.notify_all();
+    }
+}
+
 impl Ahead {
-    /// What was waiting is stale now.
-    fn replace(&self, candidates: &[Candidate]) {
+    /// The candidate, if a thread made it or is making it. `candidates` is what is asked next, probably; what was waiting
+    /// is stale now, and so is what was made and is not among them.
+    fn take(&self, candidate: &Candidate, candidates: &[Candidate]) -> Option<Kernel> {
+        let knobs = candidate.to_string();
         let mut queue = self.lock();
-        queue.waiting = candidates.iter().filter(|c| !queue.taken.contains(&c.to_string())).cloned().collect();
+        let next: Vec<String> = candidates.iter().map(ToString::to_string).collect();
+        for (at, state) in &mut queue.states {
+            if matches!(state, State::Made(_)) && *at != knobs && !next.contains(at) {
+                *state = State::Gone;
+            }
+        }
+        let fresh = candidates.iter().zip(&next).filter(|(_, at)| **at != knobs && !queue.states.contains_key(*at));
+        queue.waiting = fresh.map(|(candidate, _)| candidate.clone()).collect();
         self.more.notify_all();
+        while let Some(State::Making) = queue.states.get(&knobs) {
+            queue = self.more.wait(queue).unwrap_or_else(|poisoned| poisoned.into_inner());
+        }
+        match queue.states.insert(knobs, State::Gone) {
+            Some(State::Made(kernel)) => Some(kernel),
+            _ => None,
+        }
     }
 
     fn end(&self) {
@@ -740,7 +728,7 @@ impl Ahead {
         self.queue.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 
-    /// Compiles what is waiting until the campaign ends. Faults are told when the candidate's turn comes.
+    /// Makes what is waiting until the campaign ends.
     fn work(&self, site: &Site<'_>) {
         let compiler = Compiler::new(site.workspace);
         loop {
@@ -754,11 +742,11 @@ impl Ahead {
                     None => queue = self.more.wait(queue).unwrap_or_else(|poisoned| poisoned.into_inner()),
                 }
             };
-            queue.taken.insert(candidate.to_string());
+            let knobs = candidate.to_string();
+            queue.states.insert(knobs.clone(), State::Making);
             drop(queue);
-            let Ok(placed) = place(site, candidate) else { continue };
-            let Ok(generated) = generate_source(site, &placed) else { continue };
-            let _ = compiled(&compiler, site, &generated);
+            let mut making = Making { ahead: self, knobs, made: None };
+            making.made = place(site, candidate).ok().and_then(|placed| kernel(site, &compiler, placed).ok());
         }
     }
 }

@@ -21,7 +21,7 @@ use crate::measure::{self, MeasureError, Timed, Timer};
 use crate::pack::identity;
 use crate::paired::{self, Limits, Round};
 use crate::search::judge::ROUNDS_MIN;
-use crate::search::{Rounds, is_lost};
+use crate::search::{Rounds, is_no_win};
 use crate::target::{Target, TargetKind};
 
 use super::compile::{Compile, Compiler, Cubin, compile};
@@ -363,7 +363,7 @@ impl<'a> Child<'a> {
                         paired::rounds(limits, &mut both, |both| both.0.launch(), |both| both.1.launch())
                     };
                     let mut rounds = turns(ROUNDS_MIN, ROUNDS_MIN).map_err(measured)?;
-                    if !is_lost(&rounds, site.manifest.search.margin) {
+                    if !is_no_win(&rounds, site.manifest.search.margin) {
                         rounds.extend(turns(0, ROUNDS_MAX - ROUNDS_MIN).map_err(measured)?);
                     }
                     samples.extend(rounds.iter().flat_map(|round| round.b));

@@ -54,10 +54,10 @@ fn is_sound(rounds: &Rounds) -> bool {
     rounds.rounds.iter().flat_map(|r| r.a.iter().chain(&r.b)).all(|us| us.is_finite() && *us > 0.0)
 }
 
-/// Whether these rounds already show a loss that more of them would not turn. Only a loss may end early: stopping at the
-/// first sight of a win would keep what luck made fast.
-pub fn is_lost(rounds: &[Round], margin: f64) -> bool {
-    ratio(rounds).is_some_and(|ratio| ratio.low > 1.0 + 2.0 * margin.max(0.005))
+/// Whether these rounds already show that more of them would not make a win: all of the interval is on the far side of
+/// half the margin. Only what is no win may end early: stopping at the first sight of a win would keep what luck made fast.
+pub fn is_no_win(rounds: &[Round], margin: f64) -> bool {
+    ratio(rounds).is_some_and(|ratio| ratio.low > 1.0 - margin / 2.0)
 }
 
 #[cfg(test)]
@@ -125,10 +125,13 @@ mod tests {
     }
 
     #[test]
-    fn a_clear_loss_ends_early_and_nothing_else_does() {
-        assert!(is_lost(&rounds(1.10, 0.01, ROUNDS_MIN, 1).rounds, 0.01));
-        for ratio in [0.5, 0.99, 1.0, 1.01] {
-            assert!(!is_lost(&rounds(ratio, 0.01, ROUNDS_MIN, 1).rounds, 0.01), "{ratio}");
+    fn what_is_no_win_ends_early_and_nothing_else_does() {
+        for ratio in [1.10, 1.01] {
+            assert!(is_no_win(&rounds(ratio, 0.002, ROUNDS_MIN, 1).rounds, 0.01), "{ratio}");
         }
+        for ratio in [0.5, 0.98, 0.993] {
+            assert!(!is_no_win(&rounds(ratio, 0.002, ROUNDS_MIN, 1).rounds, 0.01), "{ratio}");
+        }
+        assert!(!is_no_win(&rounds(1.0, 0.2, ROUNDS_MIN, 1).rounds, 0.01), "a wide interval says nothing yet");
     }
 }

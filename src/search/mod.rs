@@ -6,13 +6,15 @@
 
 pub mod cost;
 mod drive;
+pub mod history;
 pub mod judge;
 pub mod prior;
 pub mod propose;
 pub mod space;
 
 pub use drive::{Arena, Driven, Made, Proposes, Ran, Settled, SettledAs, Start, Told, drive};
-pub use judge::{Judged, Rounds, is_lost, judge};
+pub use history::{History, floor_gap, histories};
+pub use judge::{Judged, Rounds, is_no_win, judge};
 pub use prior::{Prior, Setting, lessons};
 pub use propose::{Ask, Limits, Outcome, Search, Stop};
 pub use space::{KNOBS, Space};

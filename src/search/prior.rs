@@ -5,12 +5,10 @@
 //! neighbours and a ridge regression; [`Prior::new`] takes the one that ranks held-out campaigns better. Trials that
 //! failed teach risk. Rows from another space, and targets of another kind, teach nothing.
 
-use std::collections::BTreeMap;
-
 use crate::candidate::Candidate;
-use crate::digest::Digest;
-use crate::flywheel::{ModelShape, Proposer, Trial};
+use crate::flywheel::{ModelShape, Trial};
 
+use super::history::{History, histories};
 use super::space::{KNOBS, Space, Values, values};
 
 /// Knobs, relative to the default: log2 of (value + 1) by (default + 1).
@@ -69,8 +67,6 @@ pub struct Group {
     pub setting: Setting,
     pub default: Values,
     pub examples: Vec<Example>,
-    /// What the cost model had said of each example, µs.
-    pub predicted: Vec<Option<f64>>,
 }
 
 /// What was read, and what was not.
@@ -90,73 +86,27 @@ pub fn moves(of: &Values, default: &Values) -> Moves {
 }
 
 /// Reads trials into examples. A candidate that was timed at several positions is one example, their mean.
-///
-/// Ratios are chained through `incumbent`: they were taken in one process, launch by launch, so they do not drift with
-/// clocks and neighbours as latencies do.
 pub fn lessons(trials: &[Trial]) -> Lessons {
-    let mut lessons = Lessons::default();
     let space = Space::digest();
-    let mut campaigns: BTreeMap<Digest, Vec<&Trial>> = BTreeMap::new();
-    for trial in trials {
-        let point = &trial.facts().point;
-        // A build without a search belongs to no campaign, and has nothing to be compared with.
-        let Some(campaign) = point.campaign else { continue };
-        if point.space == space {
-            campaigns.entry(campaign).or_default().push(trial);
-        } else {
-            lessons.stale += 1;
-        }
-    }
-    for rows in campaigns.into_values() {
-        let Some(first) = rows.iter().find(|row| row.facts().point.proposer == Proposer::Default) else { continue };
-        let facts = first.facts();
-        let Some(default) = candidate_of(first) else { continue };
-        let default_values = values(&default);
-        // Of each row: latency by the default's at that position.
-        let mut relative: BTreeMap<Digest, f64> = BTreeMap::new();
-        let mut members: BTreeMap<u32, (Values, Vec<f64>, bool, Vec<f64>)> = BTreeMap::new();
-        for row in &rows {
-            let Some(values) = Candidate::parse(&row.facts().point.candidate, &default).ok().map(|c| values(&c)) else {
-                continue;
-            };
-            let Some(number) = row.facts().point.trial else { continue };
-            let member = members.entry(number).or_insert((values, vec![], false, vec![]));
-            match row.verdict().timing() {
-                Some(timing) => {
-                    let base = row.facts().point.incumbent.and_then(|id| relative.get(&id).copied());
-                    let log = match (timing.ratio, base) {
-                        (Some(ratio), Some(base)) if ratio.p50 > 0.0 => base + ratio.p50.ln(),
-                        _ => 0.0,
-                    };
-                    relative.insert(row.trial_id(), log);
-                    member.1.push(log);
-                }
-                None => member.2 = true,
-            }
-            member.3.extend(row.facts().point.predicted_us);
-        }
+    let of_campaign = trials.iter().map(|trial| &trial.facts().point).filter(|point| point.campaign.is_some());
+    let mut lessons = Lessons { groups: vec![], stale: of_campaign.filter(|point| point.space != space).count() };
+    for history in histories(trials).iter().filter(|history| history.space == space) {
+        let History { manifest, model, machine, default, entries, .. } = history;
+        let default = values(default);
         let mut group = Group {
-            name: format!("{} on {}", facts.manifest, facts.machine.target),
-            setting: Setting::new(&facts.model, &facts.machine.target, &facts.machine.target_kind),
-            default: default_values,
+            name: format!("{manifest} on {}", machine.target),
+            setting: Setting::new(model, &machine.target, &machine.target_kind),
+            default,
             examples: vec![],
-            predicted: vec![],
         };
-        for (values, logs, failed, predicted) in members.into_values() {
-            let mean = |of: &[f64]| (!of.is_empty()).then(|| of.iter().sum::<f64>() / of.len() as f64);
-            let log_ratio = if failed { None } else { mean(&logs) };
-            group.examples.push(Example { moves: moves(&values, &default_values), values, log_ratio });
-            group.predicted.push(mean(&predicted));
+        for entry in entries.iter().filter(|entry| entry.number.is_some()) {
+            let values = values(&entry.candidate);
+            let moves = moves(&values, &default);
+            group.examples.push(Example { moves, values, log_ratio: entry.log_ratio() });
         }
         lessons.groups.push(group);
     }
     lessons
-}
-
-fn candidate_of(trial: &Trial) -> Option<Candidate> {
-    // Every knob is in the text; what it is parsed over does not matter.
-    let empty = super::space::candidate(&[1; KNOBS.len()]);
-    Candidate::parse(&trial.facts().point.candidate, &empty).ok()
 }
 
 /// Which model of the examples is asked.

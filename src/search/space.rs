@@ -89,7 +89,8 @@ pub const KNOBS: [Knob; 11] = [
     ),
     knob(
         "heads_per_task",
-        Grid::Values(&[1, 2, 4, 8]),
+        // Divisors of 3, 5, 6 and 7 query heads to a KV head, too.
+        Grid::Values(&[1, 2, 3, 4, 5, 6, 7, 8]),
         true,
         true,
         "query heads that share one read of their KV head in one task",
