@@ -38,6 +38,7 @@ pub mod paired;
 
 pub mod cache;
 pub mod flywheel;
+pub mod page;
 pub mod report;
 pub mod search;
 

@@ -14,7 +14,7 @@ const EXIT_CODES: &str = "\
 Exit codes:
   0    done
   1    a check or verification said no: the schedule is not proven, the cache is damaged, a figure is withheld,
-       logits differ from their goldens
+       logits differ from their goldens, a search has nothing left to try
   2    the input has to change: manifest, checkpoint, prompt, arguments
   3    the machine lacks something: a driver, a library, disk space, a network
   70   a fault of monobloc itself: please report it
@@ -82,6 +82,9 @@ pub enum Command {
     Targets(Targets),
     Flywheel(Flywheel),
     Tune(Tune),
+    Status(Status),
+    Next(Next),
+    Report(Report),
     #[command(hide = true)]
     Trials(Trials),
     /// Print which keys of which model family's config.json are modelled, or neutral at which values
@@ -91,6 +94,7 @@ pub enum Command {
 
 /// Build every target of a manifest: import, lower, prove, compile, check, measure
 ///
+/// Where the manifest has a budget for it in `[search]`, each target that can run here is tuned first, once: see `tune`.
 /// Every stage whose inputs did not change comes from the cache. What needs a device or a tool that this machine lacks
 /// waits, and is said to wait; run the same command with the same cache where it is there.
 #[derive(Debug, Args)]
@@ -118,6 +122,9 @@ pub struct Build {
     /// Build this target of the manifest alone
     #[arg(long, value_name = "NAME")]
     pub target: Option<String>,
+    /// Build the best candidate that is known, and spend none of the manifest's `[search]`
+    #[arg(long)]
+    pub no_search: bool,
     /// Print what was done as one JSON object
     #[arg(long)]
     pub json: bool,
@@ -547,6 +554,7 @@ pub struct Targets {
 Examples:
   monobloc flywheel stats
   monobloc flywheel best --json | jq '.[0]'
+  monobloc flywheel rank --trials flywheel/corpus/h200.csv
   monobloc flywheel export --target h200 --verdict ok > h200.csv
   monobloc flywheel merge elsewhere/trials.csv --trials flywheel/trials.csv")]
 pub struct Flywheel {
@@ -576,6 +584,12 @@ pub enum FlywheelAction {
         /// Only trials with this verdict
         #[arg(long, value_name = "VERDICT", value_parser = PossibleValuesParser::new(Verdict::NAMES))]
         verdict: Option<String>,
+    },
+    /// Say how well predictions rank what was measured: the cost model's, and those of models that saw other campaigns alone
+    Rank {
+        /// Print one JSON object
+        #[arg(long)]
+        json: bool,
     },
     /// Append the rows of other files that `--trials` does not have yet
     Merge {
@@ -611,12 +625,86 @@ pub struct Tune {
     /// Time after which no further trial starts [default: the manifest's `search.minutes`]
     #[arg(long, value_name = "N", value_parser = parse_minutes)]
     pub minutes: Option<f64>,
+    /// Time after which a trial is given up [default: 2 minutes, or ten times the slowest so far]
+    #[arg(long, value_name = "AGE", value_parser = parse_age)]
+    pub trial_timeout: Option<Duration>,
     /// Program that proposes candidates over JSON lines; what it proposes is proven, checked and timed like any other
     #[arg(long, value_name = "COMMAND")]
     pub proposer: Option<String>,
     /// Print what came of it as one JSON array
     #[arg(long)]
     pub json: bool,
+}
+
+/// Say what the searches of a manifest came to: trials, the best candidate, latencies, and what builds take
+///
+/// Reads the trials and the corpora beside them; needs no device.
+#[derive(Debug, Args)]
+#[command(
+    verbatim_doc_comment,
+    after_help = "\
+Examples:
+  monobloc status manifests/tinystories.toml
+  monobloc status manifests/smollm.toml --json | jq '.[].campaigns[].best_by_default'"
+)]
+pub struct Status {
+    /// Manifest whose searches are told
+    pub manifest: PathBuf,
+    /// Tell of this target of the manifest alone
+    #[arg(long, value_name = "NAME")]
+    pub target: Option<String>,
+    /// Print a JSON array of targets
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Say whether another trial is worth its time, which one it would be, and where a step's time goes
+///
+/// Exit code 0: go on. 1: stop, with the reason. The hottest regions come from a traced run where a device of the target is
+/// here, else from the cost model.
+#[derive(Debug, Args)]
+#[command(
+    verbatim_doc_comment,
+    after_help = "\
+Examples:
+  monobloc next manifests/smollm.toml --target h200
+  while monobloc next mine.toml; do monobloc tune mine.toml --minutes 10; done"
+)]
+pub struct Next {
+    /// Manifest whose search would go on
+    pub manifest: PathBuf,
+    /// Target to ask for [default: the manifest's first]
+    #[arg(long, value_name = "NAME")]
+    pub target: Option<String>,
+    /// Budget of candidates beyond the default [default: the manifest's `search.trials`, or 40 where that is 0]
+    #[arg(long, value_name = "N")]
+    pub max_trials: Option<u32>,
+    /// Print one JSON object
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Write what the searches of a manifest came to as one HTML page
+///
+/// The search curve, latencies against their floors, what each knob did, where the time of trials went, and every trial. The
+/// page needs no script and no network.
+#[derive(Debug, Args)]
+#[command(
+    verbatim_doc_comment,
+    after_help = "\
+Examples:
+  monobloc report manifests/tinystories.toml
+  monobloc report manifests/smollm.toml --target h200 --out smollm.html"
+)]
+pub struct Report {
+    /// Manifest whose searches are reported
+    pub manifest: PathBuf,
+    /// Report this target of the manifest alone
+    #[arg(long, value_name = "NAME")]
+    pub target: Option<String>,
+    /// File of the page
+    #[arg(long, value_name = "FILE", default_value = "report.html")]
+    pub out: PathBuf,
 }
 
 /// Serve the trials of a search: one JSON line in, one out. Started by `tune`

@@ -5,6 +5,7 @@ use serde_json::json;
 use super::Outcome;
 use super::arguments::{Build, Explain, Show};
 use super::session::{Session, Talk, pick_target};
+use super::tune::{Budget, search, tuned_json, tuned_text};
 use crate::error::Fault;
 use crate::manifest::Manifest;
 use crate::pipeline;
@@ -12,6 +13,24 @@ use crate::pipeline;
 pub fn build(session: &Session, asked: &Build) -> Result<Outcome, Fault> {
     let manifest = restricted(session.manifest(&asked.manifest)?, asked.target.as_deref())?;
     let workspace = session.workspace(if asked.quiet || asked.json { Talk::Nothing } else { Talk::Stages })?;
+    let mut tuned = vec![];
+    let (trials, minutes) = (manifest.search.trials, manifest.search.minutes);
+    if trials > 0 && !asked.no_search {
+        for target in &manifest.targets {
+            if pipeline::can_tune(&workspace, target).is_err()
+                || pipeline::is_tuned(&workspace, &manifest, target, (trials, minutes))?
+            {
+                continue;
+            }
+            let budget = Budget { trials, minutes, trial_timeout: None };
+            let found = search(session, &workspace, &asked.manifest, &manifest, target, budget, None)?;
+            if found.interrupted {
+                return Ok(Outcome::Interrupted);
+            }
+            tuned_text(&found).lines().for_each(|line| workspace.report.note(line.trim()));
+            tuned.push(tuned_json(&found));
+        }
+    }
     let done = pipeline::build(&workspace, &manifest)?;
     for waiting in &done.waiting {
         workspace.report.note(waiting);
@@ -21,6 +40,7 @@ pub fn build(session: &Session, asked: &Build) -> Result<Outcome, Fault> {
         session.terminal.print_json(&json!({
             "manifest": manifest.name,
             "targets": manifest.targets.iter().map(|target| target.name.as_str()).collect::<Vec<_>>(),
+            "tuned": tuned,
             "ran": done.ran,
             "cached": done.cached,
             "waiting": done.waiting,

@@ -1,4 +1,4 @@
-//! Owns `flywheel stats`, `best`, `export` and `merge`.
+//! Owns `flywheel stats`, `best`, `export`, `rank` and `merge`.
 
 use serde_json::json;
 
@@ -7,7 +7,9 @@ use super::arguments::{Flywheel, FlywheelAction};
 use super::session::Session;
 use super::units::counted;
 use crate::error::Fault;
-use crate::flywheel::{BrokenRow, COLUMNS, Corpus, CorpusStats, Trial, best, merge, stats};
+use crate::flywheel::{BrokenRow, COLUMNS, Corpus, CorpusStats, Trial, best, corpora, merge, stats};
+use crate::search::prior::{HeldOut, Ranked, held_out, ranked};
+use crate::search::{histories, lessons};
 
 pub fn flywheel(session: &Session, asked: &Flywheel) -> Result<Outcome, Fault> {
     let (terminal, path) = (&session.terminal, &session.trials);
@@ -76,6 +78,17 @@ pub fn flywheel(session: &Session, asked: &Flywheel) -> Result<Outcome, Fault> {
                 terminal.say("no trial with the verdict `ok` yet");
             }
         }
+        FlywheelAction::Rank { json } => {
+            // As a search reads them: the corpora that lie beside the user's trials, too.
+            let corpus = Corpus::read(&corpora(path))?;
+            tell_broken(session, &corpus.broken);
+            let ranked = ranked(&histories(&corpus.trials));
+            let held = held_out(&lessons(&corpus.trials).groups);
+            match json {
+                true => terminal.print_json(&rank_json(&ranked, &held))?,
+                false => terminal.print(&rank_text(&ranked, &held))?,
+            }
+        }
         FlywheelAction::Export { target, verdict } => {
             tell_broken(session, &corpus.broken);
             let wanted = |trial: &&Trial| {
@@ -86,6 +99,37 @@ pub fn flywheel(session: &Session, asked: &Flywheel) -> Result<Outcome, Fault> {
         }
     }
     Ok(Outcome::Done)
+}
+
+fn rank_text(ranked: &[Ranked], held: &HeldOut) -> String {
+    let figure = |found: Option<f64>| found.map_or("   -  ".to_string(), |rank| format!("{rank:>6.2}"));
+    let mut text = "rank correlation with measured latency: 1 is the same order, 0 none\n".to_string();
+    text.push_str("  cost model, by campaign:\n");
+    for Ranked { name, trials, predicted } in ranked {
+        text.push_str(&format!("    {} {name}, {}\n", figure(*predicted), counted(*trials as u64, "trial")));
+    }
+    if held.campaigns == 0 {
+        text.push_str("  learned models: there are no two campaigns of one kind of target to hold one out of\n");
+        return text;
+    }
+    text.push_str(&format!(
+        "  learned from the other campaigns, {} held out in turn, {}:\n",
+        held.campaigns,
+        counted(held.trials as u64, "trial")
+    ));
+    text.push_str(&format!("    {} nearest neighbours\n", figure(Some(held.nearest))));
+    text.push_str(&format!("    {} ridge regression\n", figure(Some(held.linear))));
+    text
+}
+
+fn rank_json(ranked: &[Ranked], held: &HeldOut) -> serde_json::Value {
+    let HeldOut { campaigns, trials, nearest, linear } = held;
+    json!({
+        "cost_model": ranked.iter().map(|Ranked { name, trials, predicted }| json!({
+            "campaign": name, "trials": trials, "rank_correlation": predicted,
+        })).collect::<Vec<_>>(),
+        "held_out": { "campaigns": campaigns, "trials": trials, "nearest_neighbours": nearest, "ridge_regression": linear },
+    })
 }
 
 fn tell_broken(session: &Session, broken: &[BrokenRow]) {

@@ -12,6 +12,7 @@ mod doctor;
 mod flywheel;
 mod generate;
 mod import;
+mod outlook;
 mod score;
 mod session;
 mod targets;
@@ -96,6 +97,9 @@ fn answer(session: &Session, command: Command) -> Result<Outcome, Fault> {
         Command::Targets(asked) => targets::targets(session, &asked),
         Command::Flywheel(asked) => flywheel::flywheel(session, &asked),
         Command::Tune(asked) => tune::tune(session, &asked),
+        Command::Status(asked) => outlook::status(session, &asked),
+        Command::Next(asked) => outlook::next(session, &asked),
+        Command::Report(asked) => outlook::report(session, &asked),
         Command::Trials(asked) => tune::trials(session, &asked),
         Command::Schema => {
             session.terminal.print(&schema_table())?;

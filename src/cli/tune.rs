@@ -5,6 +5,7 @@ use std::path::Path;
 use std::process::Command;
 use std::sync::mpsc::channel;
 use std::thread;
+use std::time::Duration;
 
 use serde_json::{Value, json};
 
@@ -19,7 +20,7 @@ use crate::pipeline::{self, Tuned, Tuning, Workspace};
 use crate::target::Target;
 
 /// Trials of a manifest that asks for none: about what a search of the knobs one at a time takes.
-const TRIALS_DEFAULT: u32 = 40;
+pub const TRIALS_DEFAULT: u32 = 40;
 
 pub fn tune(session: &Session, asked: &Tune) -> Result<Outcome, Fault> {
     let manifest = session.manifest(&asked.manifest)?;
@@ -33,7 +34,11 @@ pub fn tune(session: &Session, asked: &Tune) -> Result<Outcome, Fault> {
         (None, 0) => TRIALS_DEFAULT,
         (None, trials) => trials,
     };
-    let budget = Budget { trials, minutes: asked.minutes.unwrap_or(manifest.search.minutes) };
+    let budget = Budget {
+        trials,
+        minutes: asked.minutes.unwrap_or(manifest.search.minutes),
+        trial_timeout: asked.trial_timeout,
+    };
     let mut all = vec![];
     let mut interrupted = false;
     for target in &targets {
@@ -64,6 +69,8 @@ pub fn tune(session: &Session, asked: &Tune) -> Result<Outcome, Fault> {
 pub struct Budget {
     pub trials: u32,
     pub minutes: f64,
+    /// Time after which a trial is given up.
+    pub trial_timeout: Option<Duration>,
 }
 
 /// Runs a campaign; an interrupt ends it after what is under way was given up.
@@ -85,8 +92,8 @@ pub fn search(
         command.arg("--cache").arg(&session.places.root).arg("--trials").arg(&session.trials);
         command
     };
-    let Budget { trials, minutes } = budget;
-    let tuning = Tuning { trials, minutes, proposer, child: &child, stop: &interrupt::asked };
+    let Budget { trials, minutes, trial_timeout } = budget;
+    let tuning = Tuning { trials, minutes, proposer, trial_timeout, child: &child, stop: &interrupt::asked };
     pipeline::tune(workspace, manifest, target, &tuning)
 }
 
@@ -109,7 +116,7 @@ pub fn trials(session: &Session, asked: &Trials) -> Result<Outcome, Fault> {
     Ok(Outcome::Done)
 }
 
-fn tuned_text(tuned: &Tuned) -> String {
+pub fn tuned_text(tuned: &Tuned) -> String {
     let Tuned { target, candidate, is_default, stop, trials, ran, against_default, .. } = tuned;
     let mut text = format!("{target}: {stop}; {}, {ran} measured now\n", counted(u64::from(*trials), "trial"));
     if *is_default {
@@ -129,7 +136,7 @@ fn tuned_text(tuned: &Tuned) -> String {
     text
 }
 
-fn tuned_json(tuned: &Tuned) -> Value {
+pub fn tuned_json(tuned: &Tuned) -> Value {
     let Tuned {
         target,
         candidate,

@@ -18,10 +18,10 @@ use crate::paired::Ratio;
 use crate::report::Report;
 use crate::schedule::schedule;
 use crate::search::prior::{Group, Model as PriorModel};
-use crate::search::space::values;
+use crate::search::space::changed;
 use crate::search::{
-    Arena, Ask, Limits, Made, Outcome, Prior, Ran, Search, Setting, Settled, SettledAs, Space, Start, Stop, Told, cost,
-    drive, floor_gap, histories, lessons,
+    Arena, Ask, Limits, Made, Prior, Ran, Search, Setting, Settled, SettledAs, Space, Start, Stop, Told, cost, drive,
+    floor_gap, histories, lessons, told,
 };
 use crate::target::{Target, TargetKind};
 
@@ -51,6 +51,8 @@ pub struct Tuning<'a> {
     pub minutes: f64,
     /// A command line that proposes candidates.
     pub proposer: Option<&'a str>,
+    /// Time after which a trial is given up; `None`: minutes, more where earlier ones were slow.
+    pub trial_timeout: Option<Duration>,
     /// Makes the command that serves trials of this manifest and target.
     pub child: &'a dyn Fn(&Target) -> Command,
     /// Whether the user wants to stop.
@@ -154,6 +156,7 @@ fn run(
         ahead,
         started: Instant::now(),
         minutes: asked.minutes,
+        trial_timeout: asked.trial_timeout,
         stop: asked.stop,
         incumbent_rows: known.incumbent_rows,
         floor_gap: known.floor_gap,
@@ -194,7 +197,7 @@ fn run(
         }
         Err(fault) => return Err(fault),
     };
-    remember(told_site, &best, &driven.stop, search.trials())?;
+    remember(told_site, &best, &driven.stop, search.trials(), asked)?;
     let elapsed = arena.started.elapsed();
     let per_trial = |time: Duration| (driven.ran > 0).then(|| time.as_secs_f64() * 1e3 / f64::from(driven.ran));
     Ok(Tuned {
@@ -236,23 +239,12 @@ impl Known {
             incumbent_rows: BTreeMap::new(),
             floor_gap: None,
         };
-        for entry in histories(&own).into_iter().flat_map(|history| history.entries) {
-            let outcome = entry.outcome();
-            if entry.number == Some(0) && outcome == Outcome::Failed {
-                // Without a default there is nothing to compare with: it is tried again.
-                continue;
+        if let Some(history) = histories(&own).first() {
+            if let Some(incumbent) = history.incumbent() {
+                known.incumbent_rows = incumbent.timed.iter().map(|row| (row.timing.position, row.id)).collect();
+                known.floor_gap = incumbent.floor_gap();
             }
-            if entry.is_kept() {
-                known.incumbent_rows = entry.timed.iter().map(|row| (row.timing.position, row.id)).collect();
-                known.floor_gap = entry.floor_gap();
-            }
-            known.told.push(Told {
-                number: entry.number.unwrap_or(0),
-                candidate: entry.candidate,
-                artefact: entry.schedule,
-                proposer: entry.proposer,
-                outcome,
-            });
+            known.told = told(history);
         }
         Ok(known)
     }
@@ -286,7 +278,7 @@ pub(super) fn space_of(site: &Site<'_>) -> Space {
 }
 
 /// The cost model's log ratio by the default, the mean of all timed positions; 0 where the target was not calibrated.
-fn guess(site: &Site<'_>, default: &Candidate, candidate: &Candidate) -> f64 {
+pub(super) fn guess(site: &Site<'_>, default: &Candidate, candidate: &Candidate) -> f64 {
     let positions = &site.manifest.decode.time_positions;
     let logs = positions.iter().filter_map(|&position| {
         Some((predicted_us(site, candidate, position)? / predicted_us(site, default, position)?).ln())
@@ -311,21 +303,14 @@ fn intro(site: &Site<'_>, space: &Space, known: &Known, prior: &Prior) -> Vec<St
             PriorModel::Nearest => "nearest neighbours",
             PriorModel::Linear => "a ridge regression, which ranks held-out campaigns better",
         };
-        lines.push(format!("{} earlier campaigns, read by {by}", known.groups.len()));
+        let count = known.groups.len();
+        lines.push(format!("{count} earlier campaign{}, read by {by}", if count == 1 { "" } else { "s" }));
     }
     if let Some(last) = known.told.iter().map(|told| told.number).max() {
         lines.push(format!("goes on behind trial {last}"));
     }
     lines.extend(known.broken.iter().take(3).map(|broken| format!("skipped {broken}")));
     lines
-}
-
-/// Knobs that differ from the default, as text; `default` where none does.
-pub(super) fn changed(candidate: &Candidate, default: &Candidate) -> String {
-    let (texts, base) = (candidate.to_string(), values(default));
-    let pairs = texts.split(';').zip(values(candidate)).zip(base).filter(|((_, value), default)| value != default);
-    let pairs: Vec<&str> = pairs.map(|((text, _), _)| text).collect();
-    if pairs.is_empty() { "default".to_string() } else { pairs.join(" ") }
 }
 
 /// Checks what a search found as a build would, through the cache. Trials are compared with less: no hostile orders.
@@ -369,14 +354,34 @@ pub fn can_tune(workspace: &Workspace, target: &Target) -> Result<(), String> {
     Compiler::new(workspace).version().map(|_| ()).map_err(missing)
 }
 
-/// Keeps the best where builds look for it.
-fn remember(site: &Site<'_>, best: &Candidate, stop: &Stop, trials: u32) -> Result<(), Fault> {
+/// Whether a search of this budget has come to its end here before.
+///
+/// # Errors
+/// Faults of the import.
+pub fn is_tuned(
+    workspace: &Workspace,
+    manifest: &Manifest,
+    target: &Target,
+    budget: (u32, f64),
+) -> Result<bool, Fault> {
+    let quiet = workspace.quiet()?;
+    let tool = quiet.tool()?;
+    let model = import_stage(&quiet, manifest, tool)?;
+    let site = Site::new(&quiet, manifest, target, &model, tool);
+    Ok(quiet.cache.latest_why(keys::TUNED, &site.searched_subject(budget)).is_some())
+}
+
+/// Keeps the best where builds look for it, and that the budget was spent if it was.
+fn remember(site: &Site<'_>, best: &Candidate, stop: &Stop, trials: u32, asked: &Tuning<'_>) -> Result<(), Fault> {
     let text = best.to_string();
     let why = format!("candidate = {text}\ntrials = {trials}\nstop = {stop}\n");
     let key = Digest::of(why.as_bytes());
     let cache = &site.workspace.cache;
     cache.put(keys::TUNED, &key, &why, text.as_bytes())?;
     cache.set_latest(keys::TUNED, &site.tuned_subject(), &key)?;
+    if *stop != Stop::Interrupted {
+        cache.set_latest(keys::TUNED, &site.searched_subject((asked.trials, asked.minutes)), &key)?;
+    }
     Ok(())
 }
 
@@ -404,6 +409,7 @@ struct Bench<'a> {
     ahead: &'a Ahead,
     started: Instant,
     minutes: f64,
+    trial_timeout: Option<Duration>,
     stop: &'a dyn Fn() -> bool,
     incumbent_rows: BTreeMap<u32, Digest>,
     floor_gap: Option<f64>,
@@ -512,9 +518,10 @@ impl Arena for Bench<'_> {
             candidate: candidate.to_string(),
             incumbent: incumbent.map(ToString::to_string),
         };
-        let deadline = match self.worker.is_warm() {
-            true => DEADLINE_WARM.max(self.slowest * DEADLINE_FACTOR),
-            false => DEADLINE_COLD,
+        let deadline = match (self.trial_timeout, self.worker.is_warm()) {
+            (Some(deadline), _) => deadline,
+            (None, true) => DEADLINE_WARM.max(self.slowest * DEADLINE_FACTOR),
+            (None, false) => DEADLINE_COLD,
         };
         let started = Instant::now();
         let done = self.worker.run(&job, deadline, self.stop)?;
@@ -523,7 +530,7 @@ impl Arena for Bench<'_> {
         Ok(match done {
             Done::Interrupted => Ran::Interrupted,
             Done::Late(after) => {
-                let detail = format!("no answer within {} s; the child process was killed", after.as_secs());
+                let detail = format!("no answer within {after:?}; the child process was killed");
                 Ran::Failed(Evidence::failed(Verdict::Timeout { detail, check: None }))
             }
             Done::Died(detail) => Ran::Failed(Evidence::failed(Verdict::Crash { detail, check: None })),
@@ -675,7 +682,7 @@ struct Queue {
 
 enum State {
     Making,
-    Made(Kernel),
+    Made(Box<Kernel>),
     /// Handed out, dropped, or not to be made: whoever asks makes it, mostly from the cache, and is told the faults.
     Gone,
 }
@@ -689,7 +696,7 @@ struct Making<'a> {
 
 impl Drop for Making<'_> {
     fn drop(&mut self) {
-        let state = self.made.take().map_or(State::Gone, State::Made);
+        let state = self.made.take().map_or(State::Gone, |made| State::Made(Box::new(made)));
         self.ahead.lock().states.insert(self.knobs.clone(), state);
         self.ahead.more.notify_all();
     }
@@ -714,7 +721,7 @@ impl Ahead {
             queue = self.more.wait(queue).unwrap_or_else(|poisoned| poisoned.into_inner());
         }
         match queue.states.insert(knobs, State::Gone) {
-            Some(State::Made(kernel)) => Some(kernel),
+            Some(State::Made(kernel)) => Some(*kernel),
             _ => None,
         }
     }

@@ -6,7 +6,7 @@
 //! ```
 //!
 //! `keys` says what each stage depends on, `stages` makes what needs no execution, `prove` checks and measures, `rows`
-//! tells the corpus, `runner` decodes for commands, `bench` times beside baselines (`peer` is one in another process),
+//! tells the corpus, `runner` decodes for commands, `campaign` searches, `outlook` says how searches went, `bench` times beside baselines (`peer` is one in another process),
 //! `trace` says where a step's time goes, `explain` answers why something would run.
 //!
 //! A warm build imports the headers and looks every stage up. It parses and proves a schedule only when something is to
@@ -19,6 +19,7 @@ mod execute;
 mod explain;
 mod keys;
 mod links;
+pub mod outlook;
 mod peer;
 mod prove;
 mod rows;
@@ -28,7 +29,7 @@ pub mod trace;
 mod trial;
 mod worker;
 
-pub use campaign::{Tuned, Tuning, can_tune, tune};
+pub use campaign::{Tuned, Tuning, can_tune, is_tuned, tune};
 pub use explain::{Explained, SHOW_STAGES, explain, show};
 pub use runner::Runner;
 pub use trial::serve;

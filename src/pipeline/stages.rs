@@ -271,6 +271,12 @@ impl<'a> Site<'a> {
         format!("{} {precision:?} {} {}", self.graph, decode.context_max, self.target.name)
     }
 
+    /// A search of so many trials and minutes that has come to its end.
+    pub fn searched_subject(&self, (trials, minutes): (u32, f64)) -> String {
+        let search = &self.manifest.search;
+        format!("{} searched {trials} {minutes} {} {}", self.tuned_subject(), search.seed, search.margin)
+    }
+
     /// Names a search of this model on this target and hardware.
     pub fn campaign(&self, hardware: &Hardware) -> Digest {
         let Manifest { precision, decode, search, .. } = self.manifest;

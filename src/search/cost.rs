@@ -40,20 +40,13 @@ pub struct Predicted {
 
 impl Predicted {
     pub fn total_us(&self) -> f64 {
-        let Predicted { stream_us, hop_us, attention_us } = self;
-        stream_us + hop_us + attention_us
+        self.parts().iter().map(|(_, us)| us).sum()
     }
 
-    /// The largest part, in words.
-    pub fn hottest(&self) -> (&'static str, f64) {
-        [
-            ("streaming weights", self.stream_us),
-            ("exchanges between SMs", self.hop_us),
-            ("attention", self.attention_us),
-        ]
-        .into_iter()
-        .max_by(|a, b| a.1.total_cmp(&b.1))
-        .unwrap_or(("nothing", 0.0))
+    /// The parts with their names.
+    pub fn parts(&self) -> [(&'static str, f64); 3] {
+        let Predicted { stream_us, hop_us, attention_us } = *self;
+        [("streaming weights", stream_us), ("exchanges between SMs", hop_us), ("attention", attention_us)]
     }
 }
 

@@ -11,6 +11,7 @@ use crate::digest::Digest;
 use crate::flywheel::{Decision, Proposer};
 use crate::paired::Ratio;
 
+use super::history::History;
 use super::judge::{Judged, Rounds, judge};
 use super::propose::{Ask, Outcome, Search, Stop};
 use super::space::Space;
@@ -124,6 +125,51 @@ pub struct Start<'p, F> {
 /// A proposer outside the search: sees the search and answers a candidate, or none.
 pub type Proposes<'p, F> = &'p mut dyn FnMut(&Search<'_>) -> Result<Option<Candidate>, F>;
 
+/// A campaign as its rows tell it. A default that failed is left out: without one there is nothing to compare with, so it
+/// is tried again.
+pub fn told(history: &History) -> Vec<Told> {
+    let entries = history.entries.iter().filter(|e| e.number != Some(0) || e.outcome() != Outcome::Failed);
+    entries
+        .map(|entry| Told {
+            number: entry.number.unwrap_or(0),
+            candidate: entry.candidate.clone(),
+            artefact: entry.schedule,
+            proposer: entry.proposer,
+            outcome: entry.outcome(),
+        })
+        .collect()
+}
+
+/// Where an earlier run left a campaign.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub struct Retold {
+    /// Of the next trial.
+    pub number: u32,
+    /// What was made, by its digest.
+    pub artefacts: BTreeMap<Digest, Candidate>,
+    /// The trial that compared the best with the default at the end.
+    pub compared: Option<u32>,
+}
+
+/// Tells a fresh search what came of the trials before.
+pub fn retell(search: &mut Search<'_>, told: &[Told]) -> Retold {
+    let mut retold = Retold::default();
+    for Told { number, candidate, artefact, proposer, outcome } in told {
+        retold.number = retold.number.max(number + 1);
+        if let Some(artefact) = artefact {
+            retold.artefacts.entry(*artefact).or_insert_with(|| candidate.clone());
+        }
+        if *proposer == Proposer::Default && *number > 0 {
+            search.settle(candidate, *outcome);
+            // What was decided at the end of an earlier run is open again as soon as there is another trial.
+            retold.compared = Some(*number);
+        } else {
+            search.tell(candidate, *outcome);
+        }
+    }
+    retold
+}
+
 /// Runs a campaign to its end, from where `start.told` left it.
 ///
 /// At the end the default takes its turns with the best: a campaign that noise led astray ends with the default.
@@ -136,23 +182,8 @@ pub fn drive<A: Arena>(
     mut start: Start<'_, A::Fault>,
     ahead: usize,
 ) -> Result<Driven, A::Fault> {
-    let mut artefacts: BTreeMap<Digest, Candidate> = BTreeMap::new();
     let default = search.default_candidate().clone();
-    let mut number = 0;
-    let mut compared = None;
-    for told in std::mem::take(&mut start.told) {
-        number = number.max(told.number + 1);
-        if let Some(artefact) = told.artefact {
-            artefacts.entry(artefact).or_insert_with(|| told.candidate.clone());
-        }
-        if told.proposer == Proposer::Default && told.number > 0 {
-            search.settle(&told.candidate, told.outcome);
-            // What was decided at the end of an earlier run is open again as soon as there is another trial.
-            compared = Some(told.number);
-        } else {
-            search.tell(&told.candidate, told.outcome);
-        }
-    }
+    let Retold { mut number, mut artefacts, compared } = retell(search, &start.told);
     let mut driven = Driven { best: None, stop: Stop::Interrupted, ran: 0, against_default: None, duplicates: vec![] };
     loop {
         if let Some(stop) = arena.stop() {

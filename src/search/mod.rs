@@ -12,7 +12,7 @@ pub mod prior;
 pub mod propose;
 pub mod space;
 
-pub use drive::{Arena, Driven, Made, Proposes, Ran, Settled, SettledAs, Start, Told, drive};
+pub use drive::{Arena, Driven, Made, Proposes, Ran, Retold, Settled, SettledAs, Start, Told, drive, retell, told};
 pub use history::{History, floor_gap, histories};
 pub use judge::{Judged, Rounds, is_no_win, judge};
 pub use prior::{Prior, Setting, lessons};

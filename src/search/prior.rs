@@ -363,6 +363,33 @@ pub fn held_out(groups: &[Group]) -> HeldOut {
     found
 }
 
+/// How the cost model ranked one campaign.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Ranked {
+    pub name: String,
+    /// Trials with a time and a prediction.
+    pub trials: usize,
+    /// Rank correlation of predicted with measured; `None` for fewer than three trials, or predictions that are all alike.
+    pub predicted: Option<f64>,
+}
+
+/// Correlates what the cost model had said with what was measured, campaign by campaign.
+pub fn ranked(histories: &[History]) -> Vec<Ranked> {
+    histories
+        .iter()
+        .map(|history| {
+            let pairs: Vec<(f64, f64)> =
+                history.entries.iter().filter_map(|e| Some((e.log_predicted()?, e.log_ratio()?))).collect();
+            let (said, truth): (Vec<f64>, Vec<f64>) = pairs.iter().copied().unzip();
+            Ranked {
+                name: format!("{} on {}", history.manifest, history.machine.target),
+                trials: pairs.len(),
+                predicted: rank_correlation(&said, &truth),
+            }
+        })
+        .collect()
+}
+
 /// Spearman's rank correlation; `None` for fewer than three pairs, or where one side has no order.
 pub fn rank_correlation(a: &[f64], b: &[f64]) -> Option<f64> {
     if a.len() < 3 || a.len() != b.len() {

@@ -184,6 +184,14 @@ pub fn candidate(values: &Values) -> Candidate {
     }
 }
 
+/// Knobs that differ from the default, as text; `default` where none does.
+pub fn changed(candidate: &Candidate, default: &Candidate) -> String {
+    let (texts, base) = (candidate.to_string(), values(default));
+    let pairs = texts.split(';').zip(values(candidate)).zip(base).filter(|((_, value), default)| value != default);
+    let pairs: Vec<&str> = pairs.map(|((text, _), _)| text).collect();
+    if pairs.is_empty() { "default".to_string() } else { pairs.join(" ") }
+}
+
 /// The points that a search may visit for one model on one target.
 #[derive(Debug, Clone)]
 pub struct Space {

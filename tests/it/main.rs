@@ -27,6 +27,7 @@ mod proof_support;
 mod readers;
 mod support;
 mod tidy;
+mod tune;
 
 use std::io::Write;
 

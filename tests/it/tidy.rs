@@ -76,6 +76,8 @@ const IMPORTS: &[(&str, &[&str])] = &[
     // Rows of text and figures: no pass, no device.
     ("flywheel", &["cache", "digest", "error"]),
     ("report", &[]),
+    // Prints what campaigns came to; knows no device.
+    ("page", &["flywheel", "search"]),
     // Proposes; never builds.
     (
         "search",

@@ -1,0 +1,150 @@
+//! Owns what is known of a manifest's campaigns without running one: their histories, and what the next trial would be.
+
+use crate::candidate::Candidate;
+use crate::error::Fault;
+use crate::flywheel::{Corpus, Trial, corpora};
+use crate::manifest::Manifest;
+use crate::search::prior::Opinion;
+use crate::search::{Ask, History, Limits, Prior, Search, Setting, cost, histories, lessons, retell, told};
+use crate::target::{Target, TargetKind};
+
+use super::campaign::{guess, space_of};
+use super::execute::Devices;
+use super::rows::shape;
+use super::stages::Site;
+use super::{Prepared, Workspace, import_stage, prepare};
+
+/// Steps of the launch that is traced to find the hottest region.
+const TRACED_STEPS: u32 = 4;
+
+/// Campaigns of one model on one target, the latest last.
+pub struct Known {
+    pub histories: Vec<History>,
+    /// What a build takes now.
+    pub built: Candidate,
+    pub default: Candidate,
+    /// Rows that could not be read, as text.
+    pub broken: Vec<String>,
+    /// All trials that were read, of any model.
+    trials: Vec<Trial>,
+}
+
+/// Reads what the corpora say of this manifest's model on a target, on whatever hardware it ran.
+///
+/// # Errors
+/// Faults of the import; a corpus that cannot be read.
+pub fn known(workspace: &Workspace, manifest: &Manifest, target: &Target) -> Result<Known, Fault> {
+    let tool = workspace.tool()?;
+    let model = import_stage(workspace, manifest, tool)?;
+    let site = Site::new(workspace, manifest, target, &model, tool);
+    let corpus = Corpus::read(&corpora(&workspace.trials))?;
+    let own = shape(&site, &model.imported.graph);
+    let mut histories = histories(&corpus.trials);
+    histories.retain(|history| {
+        history.model == own
+            && history.machine.target == target.name
+            && history.context_max == manifest.decode.context_max
+    });
+    let last = |history: &History| history.entries.last().map(|entry| entry.utc.clone());
+    histories.sort_by_key(last);
+    Ok(Known {
+        histories,
+        built: site.candidate(),
+        default: site.default_candidate(),
+        broken: corpus.broken.iter().map(ToString::to_string).collect(),
+        trials: corpus.trials,
+    })
+}
+
+/// What a search would do now, and where a step's time goes.
+pub struct Next {
+    pub ask: Ask,
+    /// What the search thinks of the candidate that it would try.
+    pub opinion: Option<Opinion>,
+    /// Candidates measured so far beyond the default, of the last campaign.
+    pub trials: u32,
+    pub hot: Vec<Region>,
+    /// Where `hot` comes from, or why there is none.
+    pub source: String,
+}
+
+/// A part of a step.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Region {
+    pub name: String,
+    /// Of a step, the mean over SMs.
+    pub us: f64,
+    /// Of that: waiting for other SMs.
+    pub wait_us: f64,
+}
+
+/// Replays the last campaign and asks what comes next; traces the kernel where a device of the target is here, else asks the
+/// cost model.
+///
+/// # Errors
+/// As [`known`]; faults of the traced run.
+pub fn next(workspace: &Workspace, manifest: &Manifest, target: &Target, trials: u32) -> Result<Next, Fault> {
+    let Known { histories, trials: rows, .. } = known(workspace, manifest, target)?;
+    let Prepared { imported, candidate, graph, tool, .. } = &prepare(workspace, manifest, target)?;
+    let site = Site { workspace, manifest, target, imported, graph: *graph, tool: *tool };
+    let space = space_of(&site);
+    let default = space.default_candidate().clone();
+    let last = histories.last();
+    let others: Vec<Trial> =
+        rows.into_iter().filter(|row| row.facts().point.campaign != last.map(|history| history.campaign)).collect();
+    let groups = lessons(&others).groups;
+    let guess = |candidate: &Candidate| guess(&site, &default, candidate);
+    let setting = Setting::new(&shape(&site, &imported.graph), &target.name, target.kind.name());
+    let prior = Prior::new(&groups, setting, &default);
+    let limits = Limits::of_budget(trials, manifest.search.seed);
+    let mut search = Search::new(&space, limits, &groups, prior, &guess);
+    if let Some(history) = last {
+        search.tell_floor(history.incumbent().and_then(|entry| entry.floor_gap()));
+        retell(&mut search, &told(history));
+    }
+    let ask = search.ask();
+    let opinion = match &ask {
+        Ask::Try { candidate, .. } => Some(search.opinion(candidate)),
+        Ask::Stop(_) => None,
+    };
+    let position = manifest.decode.time_positions.first().copied().unwrap_or(0);
+    let (hot, source) = hottest(workspace, &site, candidate, position)?;
+    Ok(Next { ask, opinion, trials: search.trials(), hot, source })
+}
+
+/// The regions of a step of what is built now, the hottest first.
+fn hottest(
+    workspace: &Workspace,
+    site: &Site<'_>,
+    candidate: &Candidate,
+    position: u32,
+) -> Result<(Vec<Region>, String), Fault> {
+    let Site { manifest, target, imported, .. } = *site;
+    let mut regions: Vec<Region>;
+    let source;
+    if target.kind == TargetKind::Cpu {
+        return Ok((vec![], "the target `cpu` has no trace".to_string()));
+    }
+    if Devices::list(true).find(target).is_ok() {
+        let traced = prepare(workspace, manifest, target)?.trace(workspace, position, TRACED_STEPS)?;
+        regions = traced
+            .table
+            .rows
+            .iter()
+            .map(|row| {
+                let parts = [&row.wait, &row.starved, &row.compute, &row.finish, &row.gap];
+                let us = parts.iter().map(|part| part.mean_us).sum();
+                Region { name: row.kind.clone(), us, wait_us: row.wait.mean_us }
+            })
+            .collect();
+        source = format!("traced on {} at position {position}", traced.hardware);
+    } else if let Some(predicted) = cost::predict(&imported.graph, target, manifest.precision, candidate, position) {
+        let part = |(name, us): (&str, f64)| Region { name: name.to_string(), us, wait_us: 0.0 };
+        regions = predicted.parts().map(part).to_vec();
+        source = format!("predicted at position {position}: no device of this target is here to trace");
+    } else {
+        return Ok((vec![], "no device of this target is here, and its record was not calibrated".to_string()));
+    }
+    regions.sort_by(|a, b| b.us.total_cmp(&a.us));
+    Ok((regions, source))
+}
