@@ -52,11 +52,6 @@ pub fn import(session: &Session, asked: &Import) -> Result<Outcome, Fault> {
 
 fn accepted(imported: &Imported) -> serde_json::Value {
     let Imported { graph, weights: _, header_bytes_read, config_text: _, notes } = imported;
-    let stored_bytes: u64 = graph
-        .tensors
-        .iter()
-        .map(|t| t.shape.iter().map(|&n| u64::from(n)).product::<u64>() * t.dtype.bytes() as u64)
-        .sum();
     let context = graph.positions_max.min(1024);
     let step = |dtype| {
         let precision = Precision { weights: dtype, cache: dtype, wire: DType::F32 };
@@ -69,7 +64,7 @@ fn accepted(imported: &Imported) -> serde_json::Value {
         "accepted": true,
         "family": graph.family,
         "parameters": graph.parameter_count(),
-        "stored_bytes": stored_bytes,
+        "stored_bytes": graph.stored_bytes(),
         "layers": graph.layers.len(),
         "hidden": graph.hidden,
         "vocab": graph.vocab,

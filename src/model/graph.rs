@@ -64,6 +64,13 @@ pub struct Tensor {
     pub shape: Vec<u32>,
 }
 
+impl Tensor {
+    /// Values in it.
+    pub fn count(&self) -> u64 {
+        self.shape.iter().map(|&n| u64::from(n)).product()
+    }
+}
+
 /// `y = W x + b`, `W` of shape `[rows, cols]` in the `[out, in]` convention.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Linear {
@@ -241,6 +248,11 @@ impl ModelGraph {
 
     /// Scalars in all tensors; a tied head counts once.
     pub fn parameter_count(&self) -> u64 {
-        self.tensors.iter().map(|t| t.shape.iter().map(|&n| u64::from(n)).product::<u64>()).sum()
+        self.tensors.iter().map(Tensor::count).sum()
+    }
+
+    /// Bytes of all tensors as the checkpoint stores them.
+    pub fn stored_bytes(&self) -> u64 {
+        self.tensors.iter().map(|tensor| tensor.count() * tensor.dtype.bytes() as u64).sum()
     }
 }

@@ -151,9 +151,10 @@ pub(super) fn load_model(workspace: &Workspace, manifest: &Manifest, tool: Diges
     let graph_text = graph_text(&imported.graph);
     let (positions_max, context_max) = (imported.graph.positions_max, manifest.decode.context_max);
     if context_max > positions_max {
-        return Err(Fault::input(format!(
-            "`decode.context_max` is {context_max}, expected at most {positions_max}, the positions that the model was made for"
-        )));
+        // A note says why there are no more, where the config has more.
+        let why = imported.notes.first().map_or("the positions that the model was made for", String::as_str);
+        let message = format!("`decode.context_max` is {context_max}, expected at most {positions_max}: {why}");
+        return Err(Fault::input(message).with_remedy(format!("set `decode.context_max` to {positions_max} or less")));
     }
     Ok(Model { imported, commit, keyed, graph: Digest::of(graph_text.as_bytes()), graph_text })
 }

@@ -60,6 +60,12 @@ pub static FAMILIES: &[Family] = &[
         plan: phi3,
     },
     Family {
+        class: "GemmaForCausalLM",
+        model_type: "gemma",
+        keys: &[GEMMA1_KEYS, ATTENTION_BIAS, GROUPED, HEAD_DIM, RMS, ROPE, TRAINED],
+        plan: gemma,
+    },
+    Family {
         class: "Gemma2ForCausalLM",
         model_type: "gemma2",
         keys: &[GEMMA2_KEYS, GEMMA_KEYS, ATTENTION_BIAS, LAYER_TYPES_KEY, GROUPED, HEAD_DIM, RMS, ROPE, TRAINED],
@@ -173,6 +179,16 @@ const PHI3_KEYS: &[Entry] = &[
     neutral("lm_head_bias", OFF, "the model code has no biases"),
     neutral("interpolate_factor", When::Only(&[Literal::Number(1.0)]), "no interpolation"),
     neutral("full_attn_mod", When::Only(&[Literal::Number(1.0)]), "every layer is alike"),
+];
+const GEMMA1_KEYS: &[Entry] = &[
+    modelled("intermediate_size", "width of the MLP"),
+    modelled("hidden_act", "activation; `gelu`, as the first releases say, means `gelu_pytorch_tanh`"),
+    neutral(
+        "hidden_activation",
+        When::Only(&[Literal::Text("gelu_pytorch_tanh")]),
+        "the model code reads `hidden_act`",
+    ),
+    neutral("use_bidirectional_attention", OFF, "a decoder looks backwards only"),
 ];
 const GEMMA_KEYS: &[Entry] = &[
     modelled("intermediate_size", "width of the MLP"),
@@ -614,6 +630,27 @@ fn phi3(r: &mut Reader) -> Option<Plan> {
     let rope = rope::flat(r, &rules)?;
     let layers = uniform(s.layers, Some(RopeId(0)), window);
     Some(Plan { layers, ..plan(&s, &PHI3_NAMES, scalars, rope) })
+}
+
+fn gemma(r: &mut Reader) -> Option<Plan> {
+    let act = ("hidden_act", "gelu_pytorch_tanh");
+    let mut scalars = scalars(r, true, act, ("rms_norm_eps", 1e-6));
+    if r.text(act.0, act.1) == "gelu" {
+        scalars.act = Act::GeluTanh;
+    }
+    let bias = r.flag("attention_bias", false);
+    let defaults = ShapeDefaults {
+        class: "GemmaForCausalLM",
+        positions: 8192,
+        kv_heads: KvHeads::Default(16),
+        head_dim: HeadDim::Default(256),
+    };
+    let s = shape(r, defaults)?;
+    let rope = rope::flat(r, &rope_rules(&s))?;
+    let plan = plan(&s, &LLAMA_NAMES, scalars, rope);
+    let norm = NormPlan { weight_offset: 1.0, ..plan.norm };
+    // In fp32, as for Gemma 2 and 3.
+    Some(Plan { norm, qkv_bias: bias, o_bias: bias, embed_scale: f64::from(s.hidden).sqrt() as f32, ..plan })
 }
 
 static GEMMA_NAMES: Names = Names {

@@ -185,7 +185,8 @@ pub fn describe(graph: &ModelGraph) -> String {
     stored.sort_unstable();
     stored.dedup();
     let stored: Vec<&str> = stored.into_iter().map(DType::name).collect();
-    line(&mut out, format_args!("weights stored as {}", stored.join(", ")));
+    let bytes = bytes_text(graph.stored_bytes());
+    line(&mut out, format_args!("weights stored as {}, {bytes}", stored.join(" and ")));
     let scale = scale_text("scaled by", graph.embed_scale);
     let tied = if graph.head.weight.tensor == graph.embed { ", tied to the head" } else { "" };
     line(&mut out, format_args!("embedding{tied}{scale}"));

@@ -346,7 +346,8 @@ fn resolve<'a>(
             let stretch = (factor * length / length) - (factor - 1.0);
             let base = theta * stretch.powf(f64::from(dim) / f64::from(dim - 2));
             let note = format!(
-                "`dynamic` scaling changes its base beyond {positions} positions; contexts up to there are supported"
+                "`dynamic` scaling gives what comes beyond {positions} positions another base, by the length of the text; \
+                 contexts up to there are supported"
             );
             ResolvedRope { note: Some(note), ..table(inverse(&powers(base, dim)), 1.0, positions) }
         }
@@ -402,7 +403,8 @@ fn resolve<'a>(
             let scaled: Vec<f32> = powers(theta, dim).iter().zip(&short).map(|(power, ext)| ext * power).collect();
             let limit = positions.min(trained as u32);
             let note = format!(
-                "`longrope` switches to its long factors beyond {limit} positions; contexts up to there are supported"
+                "`longrope` computes a text of more than {limit} positions with its long factors, from its first position \
+                 on; contexts up to there are supported"
             );
             ResolvedRope { note: Some(note), ..table(inverse(&scaled), scale, limit) }
         }

@@ -149,8 +149,11 @@ pub const COMMON: &[Entry] = &[
 /// Rotary keys of families with one table.
 pub const ROPE: &[Entry] = &[
     modelled("rope_theta", "base of the rotary frequencies (v4)"),
-    modelled("rope_scaling", "kind of rotary scaling (v4): default, linear, dynamic, llama3, yarn, longrope"),
-    modelled("rope_parameters", "base and kind together (v5)"),
+    modelled(
+        "rope_scaling",
+        "kind of rotary scaling (v4): default, linear, llama3, yarn; dynamic and longrope up to the trained length",
+    ),
+    modelled("rope_parameters", "base and kind together (v5); kinds as in `rope_scaling`"),
     modelled("partial_rotary_factor", "share of the head that is rotated; 1 where the family rotates whole heads"),
 ];
 pub const TRAINED: &[Entry] =

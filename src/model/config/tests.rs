@@ -833,7 +833,7 @@ fn descriptions_are_for_people() {
         gemma3,
         "\
 Gemma3ForCausalLM: 159.70k parameters, 3 layers, hidden 64, vocab 320, up to 256 positions
-weights stored as bf16
+weights stored as bf16, 319.39 kB
 embedding, tied to the head, scaled by 8
 rope r0: 12 half-split pairs, slowest frequency 3.9528462e-7
 rope r1: 12 half-split pairs, slowest frequency 2.1544342e-4
