@@ -522,6 +522,8 @@ fn add_tokens(backend: &mut tokenizers::Tokenizer, config: &Config) -> tokenizer
 }
 
 /// Renders a chat template in the dialect of transformers: Jinja2 with its options, functions and `tojson`.
+///
+/// Instructions and output are bounded. Not bounded: a string that a template doubles and never prints.
 fn render(template: &str, context: BTreeMap<&str, Value>, now: SystemTime) -> Result<String, minijinja::Error> {
     let template = without_generation_tags(template);
     let mut env = Environment::new();

@@ -360,12 +360,11 @@ impl<'a> Run<'a> {
     /// A packet is seen by those who read it, and says nothing of other packets of its task: what nobody reads may land
     /// late, over what another SM has written since. Within a regime a column has the same writer in every step, and
     /// stores of one SM to one place keep their order, so only a change of regime can show it.
-    fn landed(&self, s: usize, q: usize, buffer: BufferId, region: Region, sm: usize, found: &mut Found) {
-        let visible = &self.visibility[sm * self.sms..][..self.sms];
-        let (r, before) = (self.steps[s].regime, self.steps[q].regime);
-        for write in self.facts.writes[before].overlapping(buffer, region.lo, region.hi) {
+    fn landed(&mut self, s: usize, q: usize, buffer: BufferId, region: Region, sm: usize, found: &mut Found) {
+        let (r, before, facts) = (self.steps[s].regime, self.steps[q].regime, self.facts);
+        for write in facts.writes[before].overlapping(buffer, region.lo, region.hi) {
             let (other, done) = self.done(q, write.task);
-            if other == sm || visible[other] >= done {
+            if other == sm || self.visibility[sm * self.sms + other] >= done {
                 continue;
             }
             let (lo, hi) = (write.lo.max(region.lo), write.hi.min(region.hi));
@@ -382,17 +381,14 @@ impl<'a> Run<'a> {
     }
 
     /// The first of columns `lo..hi` that nobody reads as step `q` left them: in that step, or carried into the next.
-    fn unread(&self, q: usize, buffer: BufferId, lo: u32, hi: u32) -> Option<(u32, u32)> {
+    fn unread(&mut self, q: usize, buffer: BufferId, lo: u32, hi: u32) -> Option<(u32, u32)> {
         let mut reads: Vec<(u32, u32)> = vec![];
         for (step, carried) in [(q, false), (q + 1, true)] {
-            let regime = self.regime(step);
-            for task in &regime.tasks {
-                let flows = self.facts.grids.reads(task.grid).iter().filter(|f| f.buffer == buffer);
-                let spans = flows.filter_map(|f| f.span(task)).filter(|s| s.0 < hi && lo < s.1);
-                let mut about = task.waits.iter().map(|w| &regime.events[w.event.index()]);
-                if about.any(|e| e.buffer == buffer && e.carried) == carried {
-                    reads.extend(spans);
-                }
+            let readers = self.readers(self.steps[step].regime);
+            for group in readers.groups(carried, buffer) {
+                let parts = &readers.parts[group.parts.0..group.parts.1];
+                let first = parts.partition_point(|p| p.hi <= lo);
+                reads.extend(parts[first..].iter().take_while(|p| p.lo < hi).map(|p| (p.lo, p.hi)));
             }
         }
         reads.sort_unstable();
@@ -404,6 +400,13 @@ impl<'a> Run<'a> {
             at = at.max(to);
         }
         (at < hi).then_some((at, hi))
+    }
+
+    /// The readers of a regime, indexed when they are asked for first.
+    fn readers(&mut self, r: usize) -> &Readers {
+        let facts = self.facts;
+        let regime = &self.schedule.regimes[r];
+        self.readers[r].get_or_insert_with(|| Readers::of(regime, facts.grids, &facts.owners[r]))
     }
 
     /// The latest step before `s` that wrote the same phase of a buffer.
@@ -472,10 +475,7 @@ impl<'a> Run<'a> {
         found: &mut Found,
     ) {
         let r = self.steps[q].regime;
-        if self.readers[r].is_none() {
-            let regime = &self.schedule.regimes[r];
-            self.readers[r] = Some(Readers::of(regime, self.facts.grids, &self.facts.owners[r]));
-        }
+        self.readers(r);
         let Some(readers) = &self.readers[r] else { return };
         let clock = &self.dependency[sm * self.sms..][..self.sms];
         for group in readers.groups(carried, buffer) {

@@ -100,8 +100,9 @@ pub fn device_form(schedule: &Schedule, sound: &Schedule, target: &Target) -> (K
     }
     let phases = |s: &Schedule| s.program.buffers.iter().map(|b| b.phases).max();
     if phases(schedule) < phases(sound) {
-        header(&mut source, "ops/select.cuh", &|all| all.replace("(tag & 1) *", "0u *"));
-        header(&mut source, "ops/matvec.cuh", &|all| all.replace("(c.tag & 1) *", "0u *"));
+        // The copy that the host fills before the first step; places are those of two.
+        header(&mut source, "ops/select.cuh", &|all| all.replace("(tag & 1) *", "1u *"));
+        header(&mut source, "ops/matvec.cuh", &|all| all.replace("(c.tag & 1) *", "1u *"));
     }
     let mut queued = schedule.clone();
     for (r, regime) in schedule.regimes.iter().enumerate() {
@@ -118,8 +119,7 @@ pub fn device_form(schedule: &Schedule, sound: &Schedule, target: &Target) -> (K
 fn manners(s: &Schedule, regime: &Regime, sound: Option<&Regime>) -> Vec<u32> {
     let mut signals = vec![0u32; regime.events.len()];
     regime.tasks.iter().flat_map(|t| &t.signals).for_each(|e| signals[e.index()] += 1);
-    let owners = regime.owners();
-    let place = |t: usize| owners[t].map(|sm| (sm, regime.queues[sm.index()].iter().position(|id| id.index() == t)));
+    let stuck = stuck(regime);
     let writers = |event: &Event| {
         let writes = |task: &Task| {
             s.program.grids[task.grid.index()].operands.iter().any(|o| {
@@ -138,12 +138,10 @@ fn manners(s: &Schedule, regime: &Regime, sound: Option<&Regime>) -> Vec<u32> {
         let mut covered: Vec<(u32, u64, u64)> = vec![];
         for wait in &task.waits {
             let event = &regime.events[wait.event.index()];
-            // Behind itself on its own SM, or by itself.
-            let behind = regime.tasks.iter().enumerate().any(|(other, o)| {
-                o.signals.contains(&wait.event)
-                    && place(other).zip(place(t)).is_some_and(|(a, b)| a.0 == b.0 && a.1 >= b.1)
-            });
-            if wait.count > signals[wait.event.index()] || (behind && !event.carried) {
+            // What it polls it waits for by itself.
+            let polls = s.program.grids[task.grid.index()].operands.iter().any(|o| o.buffer == event.buffer);
+            let never = stuck[t].is_some_and(|by| by == wait.event) && !polls;
+            if wait.count > signals[wait.event.index()] || never {
                 bits |= WAITS_FOR_EVER;
             }
             if let Some(was) = same.map(|sound| sound.events[wait.event.index()].carried) {
@@ -153,8 +151,8 @@ fn manners(s: &Schedule, regime: &Regime, sound: Option<&Regime>) -> Vec<u32> {
                     _ => {}
                 }
             }
-            let whole = signals[wait.event.index()].max(needs[wait.event.index()]);
-            if wait.count >= whole {
+            // A signal too many is nothing to who looks at packets.
+            if wait.count >= needs[wait.event.index()] {
                 covered.push((event.buffer.0, event.lo.into(), event.hi.into()));
             }
         }
@@ -182,4 +180,30 @@ fn manners(s: &Schedule, regime: &Regime, sound: Option<&Regime>) -> Vec<u32> {
         all.push(bits);
     }
     all
+}
+
+/// The tasks at the heads of queues when nothing goes on in a step, and what each waits for.
+fn stuck(regime: &Regime) -> Vec<Option<EventId>> {
+    let mut signalled = vec![0u32; regime.events.len()];
+    let mut next = vec![0usize; regime.queues.len()];
+    let mut stuck = vec![None; regime.tasks.len()];
+    loop {
+        let mut moved = false;
+        for (sm, queue) in regime.queues.iter().enumerate() {
+            while let Some(id) = queue.get(next[sm]) {
+                let task = &regime.tasks[id.index()];
+                let waits = |w: &&Wait| !regime.events[w.event.index()].carried && signalled[w.event.index()] < w.count;
+                stuck[id.index()] = task.waits.iter().find(waits).map(|w| w.event);
+                if stuck[id.index()].is_some() {
+                    break;
+                }
+                task.signals.iter().for_each(|e| signalled[e.index()] += 1);
+                next[sm] += 1;
+                moved = true;
+            }
+        }
+        if !moved {
+            return stuck;
+        }
+    }
 }

@@ -762,6 +762,10 @@ fn arenas(s: &Schedule, target: &Target) -> Result<(), Fault> {
                 if place % if buffer.space == Space::Exchange { 8 } else { 256 } != 0 {
                     return Err(Fault::new(Kind::Stale, format!("b{b} is read elsewhere than at {place}")));
                 }
+                // Packets are polled in pairs, each pair with one load.
+                if buffer.space == Space::Exchange && place % 16 != 0 {
+                    return malformed(format!("pairs of packets of b{b} begin at {place}"));
+                }
                 let Some(end) = place.checked_add(bytes) else { return malformed("a place beyond all memory") };
                 if buffer.space != Space::Exchange {
                     extents.push((buffer.space as u8, *place, end));
