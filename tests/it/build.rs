@@ -331,7 +331,9 @@ fn a_target_that_the_model_does_not_fit_is_refused_with_the_reason() {
     let bench = Bench::new();
     let text = monobloc::target::Target::builtin("cpu").expect("builtin").to_toml();
     fs::write(bench.path().join("own.toml"), text.replace("262_144", "16_384")).expect("record");
-    let own = TINY.replace("\"cpu\"", &format!("{:?}", bench.path().join("own.toml")));
+    // Two chunks of sixteen rows of a head of 256.
+    let wide = fixture("variants/mistral-head-256").display().to_string();
+    let own = TINY.replace("\"cpu\"", &format!("{:?}", bench.path().join("own.toml"))).replace("MODEL", &wide);
     let fault = build(&bench.workspace(), &bench.manifest(&own)).expect_err("too small");
     assert_eq!(fault.tier, Tier::Input);
     assert!(fault.message.contains("does not fit `cpu`: shared memory: the plan takes"), "{fault}");
