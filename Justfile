@@ -34,6 +34,11 @@ bless:
 bench *args:
     cargo bench --bench host -- "$@"
 
+# Compare cold searches of a manifest with warm ones: just study MANIFEST CORPUS.csv [SEEDS [TRIALS [TARGET]]]
+study manifest corpus *args:
+    cargo build --release --quiet
+    @tests/bench/study.sh "$@"
+
 # Run the tests on a GPU of this machine; without one they fail instead of being skipped
 gpu:
     MONOBLOC_REQUIRE_GPU=1 cargo test --release

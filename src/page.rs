@@ -5,6 +5,7 @@ use std::fmt::Write;
 use crate::flywheel::{Proposer, Timing};
 use crate::search::history::{Entry, History};
 use crate::search::space::changed;
+use crate::search::study::{Study, mean_curve};
 
 pub mod plot;
 
@@ -36,6 +37,24 @@ pub fn page(title: &str, histories: &[History]) -> String {
          take at the read peak that was measured for the target.</p>\n</body>\n</html>"
     );
     out
+}
+
+/// Mean search curves of cold and warm campaigns, as an SVG file of its own.
+pub fn study_svg(study: &Study) -> Option<String> {
+    let curves = [("cold", mean_curve(&study.cold)), ("warm", mean_curve(&study.warm))];
+    let x = Axis::around("trials", curves.iter().flat_map(|(_, curve)| [0.0, curve.len() as f64 - 1.0]))?;
+    let y = Axis::around("latency by the default's, mean over seeds", curves.iter().flat_map(|(_, c)| c.clone()))?;
+    let mut plot = Plot::new(PLOT_SIZE, x, y);
+    for (class, curve) in &curves {
+        let points: Vec<(f64, f64)> = (0..).map(f64::from).zip(curve.iter().copied()).collect();
+        plot.line(class, class, &points);
+        if let Some((trial, ratio)) = points.last() {
+            plot.note(*trial - 1.0, *ratio, class);
+        }
+    }
+    let svg = plot.svg(&format!("search curves of cold and warm campaigns, {}", study.name));
+    // A file of its own has no page to take its style from.
+    Some(svg.replacen('\n', &format!("\n<style>\n{STYLE}</style>\n"), 1))
 }
 
 fn campaign(out: &mut String, history: &History) {

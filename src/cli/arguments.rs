@@ -591,6 +591,15 @@ pub enum FlywheelAction {
         #[arg(long)]
         json: bool,
     },
+    /// Compare cold campaigns with warm ones: trials until each came within 2 % of the best that cold ones found
+    Study {
+        /// Files of trials: campaigns of one model with several seeds, with and without a corpus beside them
+        #[arg(required = true, value_name = "FILE")]
+        inputs: Vec<PathBuf>,
+        /// Folder for a plot of each model
+        #[arg(long, value_name = "DIR")]
+        plots: Option<PathBuf>,
+    },
     /// Append the rows of other files that `--trials` does not have yet
     Merge {
         /// Files to take rows from
@@ -625,6 +634,9 @@ pub struct Tune {
     /// Time after which no further trial starts [default: the manifest's `search.minutes`]
     #[arg(long, value_name = "N", value_parser = parse_minutes)]
     pub minutes: Option<f64>,
+    /// Seed of the search: another one is another campaign [default: the manifest's `search.seed`]
+    #[arg(long, value_name = "N")]
+    pub seed: Option<u64>,
     /// Time after which a trial is given up [default: 2 minutes, or ten times the slowest so far]
     #[arg(long, value_name = "AGE", value_parser = parse_age)]
     pub trial_timeout: Option<Duration>,
@@ -716,4 +728,7 @@ pub struct Trials {
     /// Target that they are tried on
     #[arg(long, value_name = "NAME")]
     pub target: String,
+    /// Seed of the search [default: the manifest's]
+    #[arg(long, value_name = "N")]
+    pub seed: Option<u64>,
 }

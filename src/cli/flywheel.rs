@@ -1,4 +1,6 @@
-//! Owns `flywheel stats`, `best`, `export`, `rank` and `merge`.
+//! Owns `flywheel stats`, `best`, `export`, `rank`, `study` and `merge`.
+
+use std::path::Path;
 
 use serde_json::json;
 
@@ -8,7 +10,9 @@ use super::session::Session;
 use super::units::counted;
 use crate::error::Fault;
 use crate::flywheel::{BrokenRow, COLUMNS, Corpus, CorpusStats, Trial, best, corpora, merge, stats};
+use crate::page::study_svg;
 use crate::search::prior::{HeldOut, Ranked, held_out, ranked};
+use crate::search::study::{Run, Study, median_reached, studies};
 use crate::search::{histories, lessons};
 
 pub fn flywheel(session: &Session, asked: &Flywheel) -> Result<Outcome, Fault> {
@@ -20,9 +24,14 @@ pub fn flywheel(session: &Session, asked: &Flywheel) -> Result<Outcome, Fault> {
         terminal.print(&format!("added {added} to `{}`; {known} were there already\n", path.display()))?;
         return Ok(Outcome::Done);
     }
+    if let FlywheelAction::Study { inputs, plots } = &asked.action {
+        let corpus = Corpus::read(inputs)?;
+        tell_broken(session, &corpus.broken);
+        return study(session, &studies(&histories(&corpus.trials)), plots.as_deref());
+    }
     let corpus = Corpus::read(&[path])?;
     match &asked.action {
-        FlywheelAction::Merge { .. } => {}
+        FlywheelAction::Merge { .. } | FlywheelAction::Study { .. } => {}
         FlywheelAction::Stats { json } => {
             let stats = stats(&corpus.trials);
             match json {
@@ -96,6 +105,40 @@ pub fn flywheel(session: &Session, asked: &Flywheel) -> Result<Outcome, Fault> {
                     && verdict.as_ref().is_none_or(|verdict| trial.verdict().name() == verdict)
             };
             terminal.print(&csv_text(corpus.trials.iter().filter(wanted))?)?;
+        }
+    }
+    Ok(Outcome::Done)
+}
+
+/// A table in Markdown for each model, and its plot.
+fn study(session: &Session, studies: &[Study], plots: Option<&Path>) -> Result<Outcome, Fault> {
+    if studies.is_empty() {
+        return Err(Fault::input("there are no cold and warm campaigns of one model in these files").with_remedy(
+            "run `monobloc tune` with several seeds, with and without rows of other models in `corpus/`",
+        ));
+    }
+    for study in studies {
+        let Study { name, cold_best, cold, warm } = study;
+        let reached = |run: Option<&Run>| match run {
+            None => String::new(),
+            Some(Run { reached: Some(trials), curve, .. }) => format!("{trials} of {}", curve.len() - 1),
+            Some(Run { reached: None, curve, .. }) => format!("not in {}", curve.len() - 1),
+        };
+        let mut text =
+            format!("{name}: the best of all cold campaigns takes {:.3} of the default's time\n\n", cold_best.exp());
+        text.push_str("| pair | cold: trials until within 2 % of it | warm |\n| --- | --- | --- |\n");
+        for at in 0..cold.len().max(warm.len()) {
+            text.push_str(&format!("| {} | {} | {} |\n", at + 1, reached(cold.get(at)), reached(warm.get(at))));
+        }
+        let median = |runs: &[Run]| median_reached(runs).map_or("not reached".to_string(), |trials| trials.to_string());
+        text.push_str(&format!("| median | {} | {} |\n\n", median(cold), median(warm)));
+        session.terminal.print(&text)?;
+        if let (Some(folder), Some(svg)) = (plots, study_svg(study)) {
+            let path = folder.join(format!("{}.svg", name.replace(' ', "-")));
+            std::fs::create_dir_all(folder).and_then(|()| std::fs::write(&path, svg)).map_err(|error| {
+                Fault::environment(format!("cannot write `{}`: {error}", path.display()))
+                    .with_remedy("name another folder with `--plots`")
+            })?;
         }
     }
     Ok(Outcome::Done)

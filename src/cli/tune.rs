@@ -23,7 +23,8 @@ use crate::target::Target;
 pub const TRIALS_DEFAULT: u32 = 40;
 
 pub fn tune(session: &Session, asked: &Tune) -> Result<Outcome, Fault> {
-    let manifest = session.manifest(&asked.manifest)?;
+    let mut manifest = session.manifest(&asked.manifest)?;
+    manifest.search.seed = asked.seed.unwrap_or(manifest.search.seed);
     let targets = match &asked.target {
         Some(name) => vec![pick_target(&manifest, Some(name))?],
         None => manifest.targets.clone(),
@@ -88,7 +89,7 @@ pub fn search(
         .map_err(|error| Fault::environment(format!("the path of the running program is not known: {error}")))?;
     let child = |target: &Target| {
         let mut command = Command::new(&program);
-        command.arg("trials").arg(path).args(["--target", &target.name]);
+        command.arg("trials").arg(path).args(["--target", &target.name, "--seed", &manifest.search.seed.to_string()]);
         command.arg("--cache").arg(&session.places.root).arg("--trials").arg(&session.trials);
         command
     };
@@ -99,7 +100,8 @@ pub fn search(
 
 /// Serves trials. The parent is all that a child lives for: when it is gone, so is the child, whatever it is doing.
 pub fn trials(session: &Session, asked: &Trials) -> Result<Outcome, Fault> {
-    let manifest = session.manifest(&asked.manifest)?;
+    let mut manifest = session.manifest(&asked.manifest)?;
+    manifest.search.seed = asked.seed.unwrap_or(manifest.search.seed);
     let target = pick_target(&manifest, Some(&asked.target))?;
     let workspace = session.workspace(Talk::Nothing)?;
     let (sender, jobs) = channel();

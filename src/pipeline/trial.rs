@@ -120,7 +120,8 @@ pub fn serve(
     };
     let hardware = found.map_or_else(host, hardware_of);
     let campaign = site.campaign(&hardware).to_string();
-    let mut child = Child { site, found, device: None, expected: None, seats: vec![] };
+    let positions = checked_positions(manifest);
+    let mut child = Child { site, positions: &positions, found, device: None, expected: None, seats: vec![] };
     for line in jobs {
         let line = line.map_err(|error| Fault::environment(format!("cannot read a job: {error}")))?;
         let job: Job = serde_json::from_str(&line).map_err(|error| {
@@ -139,6 +140,16 @@ pub fn serve(
             .map_err(|error| Fault::environment(format!("nobody reads the answers: {error}")))?;
     }
     Ok(())
+}
+
+/// The manifest's own, and the deepest that is timed: a candidate decides where attention begins to be split, and nothing may
+/// be timed in a regime that was not checked.
+fn checked_positions(manifest: &Manifest) -> Vec<u32> {
+    let decode = &manifest.decode;
+    let mut positions: Vec<u32> = decode.check_positions.iter().chain(decode.time_positions.last()).copied().collect();
+    positions.sort_unstable();
+    positions.dedup();
+    positions
 }
 
 /// A candidate that was loaded and checked.
@@ -160,6 +171,8 @@ enum On {
 
 struct Child<'a> {
     site: Site<'a>,
+    /// Where a candidate is checked.
+    positions: &'a [u32],
     found: Option<&'a DeviceIdentity>,
     device: Option<Device>,
     expected: Option<Expected>,
@@ -281,7 +294,7 @@ impl<'a> Child<'a> {
             // A comparison with what is expected reads no weights on the host.
             On::Device(_) => empty,
         };
-        let subject = check_subject(&site, &seat.placed, pack)?;
+        let subject = check_subject(&site, &seat.placed, pack, self.positions)?;
         let checked = match &mut seat.on {
             On::Cpu(pack) => Interp::new(subject.validated.schedule(), pack.clone(), Options::fast())
                 .map_err(CheckError::from)
@@ -308,12 +321,12 @@ impl<'a> Child<'a> {
         let site = self.site;
         let weights = site.weights_id()?;
         let placed = placed(&site, site.default_candidate())?;
-        let positions = &site.manifest.decode.check_positions;
+        let positions = self.positions;
         let (tool, graph, schedule, device) = (site.tool, site.graph, placed.content, self.found.is_some());
         let keyed = ExpectKey { tool, schedule, graph, weights: &weights, positions, device }.keyed();
         let make = || -> Result<Vec<u8>, Fault> {
             let pack = memory_pack(&site, placed.validated(site.target)?)?;
-            let subject = check_subject(&site, &placed, pack)?;
+            let subject = check_subject(&site, &placed, pack, positions)?;
             let expected = if device { expect_cuda(&subject) } else { expect_cpu(&subject) };
             Ok(expected?.to_entry())
         };
@@ -410,13 +423,18 @@ fn timer<'s>(site: &Site<'s>, device: Option<&'s Device>, seat: &'s mut Seat) ->
     }
 }
 
-fn check_subject<'s>(site: &Site<'s>, placed: &'s Placed, pack: Pack) -> Result<check::Subject<'s>, Fault> {
+fn check_subject<'s>(
+    site: &Site<'s>,
+    placed: &'s Placed,
+    pack: Pack,
+    positions: &'s [u32],
+) -> Result<check::Subject<'s>, Fault> {
     Ok(check::Subject {
         validated: placed.validated(site.target)?,
         graph: &site.imported.graph,
         weights: &site.imported.weights,
         pack,
-        positions: &site.manifest.decode.check_positions,
+        positions,
     })
 }
 

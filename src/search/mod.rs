@@ -11,6 +11,7 @@ pub mod judge;
 pub mod prior;
 pub mod propose;
 pub mod space;
+pub mod study;
 
 pub use drive::{Arena, Driven, Made, Proposes, Ran, Retold, Settled, SettledAs, Start, Told, drive, retell, told};
 pub use history::{History, floor_gap, histories};

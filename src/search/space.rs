@@ -184,6 +184,25 @@ pub fn candidate(values: &Values) -> Candidate {
     }
 }
 
+/// The knobs as a table, as `docs/search.md` shows them.
+pub fn knob_table() -> String {
+    let mut table = String::from("| knob | means | values | on |\n| --- | --- | --- | --- |\n");
+    for Knob { name, meaning, grid, on_cpu, on_cuda } in KNOBS {
+        let values = match grid {
+            Grid::Values(values) => values.iter().map(u32::to_string).collect::<Vec<_>>().join(", "),
+            Grid::EighthsLess(_) => "all, some less by one to six, and by as many eighths".to_string(),
+        };
+        let on = match (on_cpu, on_cuda) {
+            (true, true) => "cpu, cuda",
+            (true, false) => "cpu",
+            (false, true) => "cuda",
+            (false, false) => "none yet",
+        };
+        table += &format!("| `{name}` | {meaning} | {values} | {on} |\n");
+    }
+    table
+}
+
 /// Knobs that differ from the default, as text; `default` where none does.
 pub fn changed(candidate: &Candidate, default: &Candidate) -> String {
     let (texts, base) = (candidate.to_string(), values(default));
@@ -409,6 +428,20 @@ mod tests {
         include_str!("../../manifests/configs/smollm2-135m.json"),
         include_str!("../../manifests/configs/qwen3-0.6b.json"),
     ];
+
+    #[test]
+    fn the_documentation_shows_these_knobs() {
+        let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/search.md");
+        let page = std::fs::read_to_string(&path).expect("the page on searching");
+        let (start, end) = ("<!-- knobs -->\n", "<!-- end of knobs -->");
+        let (head, rest) = page.split_once(start).expect("its table");
+        let (table, tail) = rest.split_once(end).expect("the end of it");
+        if std::env::var_os("BLESS").is_some() {
+            std::fs::write(&path, format!("{head}{start}{}{end}{tail}", knob_table())).expect("a checkout");
+            return;
+        }
+        assert_eq!(table, knob_table(), "BLESS=1 writes the table");
+    }
 
     /// A knob that turns and changes nothing would be measured for nothing.
     #[test]

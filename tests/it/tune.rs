@@ -357,6 +357,19 @@ fn what_one_model_taught_is_tried_first_on_another_and_stale_rows_teach_nothing(
     let unchanged = fs::read_to_string(pupil.place.path("flywheel/corpus/teacher.csv")).unwrap();
     assert_eq!(unchanged, corpus, "a corpus is read only");
 
+    // Beside a cold campaign of the same model that says what the corpus was worth.
+    let alone = Fake::new("families/qwen2", 1, "none");
+    alone.tune(30);
+    let study =
+        alone.place.run(&format!("flywheel study {} {} --plots plots", alone.trials.display(), pupil.trials.display()));
+    let study = study.code(0).stdout;
+    assert!(study.contains("m on cpu: the best of all cold campaigns takes 0.801 of the default's time"), "{study}");
+    assert!(study.lines().any(|line| line.starts_with("| median | ") && line.ends_with(" | 1 |")), "{study}");
+    let plot = fs::read_to_string(alone.place.path("plots/m-on-cpu.svg")).unwrap();
+    assert_eq!(plot.matches("<polyline").count(), 2, "a curve each");
+    let lone = alone.place.run(&format!("flywheel study {}", alone.trials.display()));
+    lone.refused(&["no cold and warm campaigns of one model", "run `monobloc tune` with several seeds"]);
+
     // Another grid of knobs: the same rows are of another space.
     let space = trials_of(&teacher.trials)[0].facts().point.space.to_string();
     let stale = Fake::new("families/qwen2", 0, "none");

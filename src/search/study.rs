@@ -1,0 +1,107 @@
+//! Owns the comparison of cold campaigns with warm ones: how many trials each took to come near the best that cold ones found.
+
+use super::history::History;
+use crate::flywheel::Proposer;
+
+/// As good as the cold best: a latency at most this factor above it.
+const NEAR: f64 = 1.02;
+
+/// Campaigns of one model on one target.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Study {
+    /// `manifest on target`.
+    pub name: String,
+    /// log of latency by the default's of the best that any cold campaign kept.
+    pub cold_best: f64,
+    pub cold: Vec<Run>,
+    pub warm: Vec<Run>,
+}
+
+/// One campaign.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Run {
+    pub seed: u64,
+    /// log of latency by the default's of the incumbent behind each trial, the default's 0 first.
+    pub curve: Vec<f64>,
+    /// Trials until the incumbent was near the cold best; `None`: it never was.
+    pub reached: Option<usize>,
+}
+
+/// Pairs cold campaigns with warm ones, which are those that tried a seed of the prior. Models without both are left out.
+pub fn studies(histories: &[History]) -> Vec<Study> {
+    let mut studies: Vec<(&History, Study)> = vec![];
+    for history in histories {
+        let curve = curve(history);
+        if curve.is_empty() {
+            continue;
+        }
+        let warm = history.entries.iter().any(|entry| entry.proposer == Proposer::Prior);
+        let same = |of: &History| of.model == history.model && of.machine.target == history.machine.target;
+        let at = studies.iter().position(|(of, _)| same(of)).unwrap_or_else(|| {
+            let name = format!("{} on {}", history.manifest, history.machine.target);
+            studies.push((history, Study { name, cold_best: 0.0, cold: vec![], warm: vec![] }));
+            studies.len() - 1
+        });
+        let Some((_, study)) = studies.get_mut(at) else { continue };
+        let runs = if warm { &mut study.warm } else { &mut study.cold };
+        runs.push(Run { seed: history.seed, curve, reached: None });
+    }
+    let both = |study: &Study| !study.cold.is_empty() && !study.warm.is_empty();
+    let mut studies: Vec<Study> = studies.into_iter().map(|(_, study)| study).filter(both).collect();
+    for study in &mut studies {
+        study.cold_best = study.cold.iter().flat_map(|run| run.curve.last()).fold(0.0, |best, log| best.min(*log));
+        let near = study.cold_best + NEAR.ln();
+        for run in study.cold.iter_mut().chain(&mut study.warm) {
+            run.reached = run.curve.iter().position(|log| *log <= near);
+        }
+    }
+    studies
+}
+
+/// The comparison with the default at the end is no trial.
+fn curve(history: &History) -> Vec<f64> {
+    let mut curve: Vec<f64> = vec![];
+    for entry in history.entries.iter().filter(|entry| entry.number.is_some()) {
+        if entry.proposer == Proposer::Default && entry.number != Some(0) {
+            continue;
+        }
+        let before = curve.last().copied();
+        let now = if entry.is_kept() { entry.log_ratio() } else { None };
+        curve.extend(now.or(before));
+    }
+    curve
+}
+
+/// The middle of the trials that runs took, where "never" is longer than any; `None` where most never came there.
+pub fn median_reached(runs: &[Run]) -> Option<usize> {
+    let mut reached: Vec<usize> = runs.iter().map(|run| run.reached.unwrap_or(usize::MAX)).collect();
+    reached.sort_unstable();
+    // Of an even number the later one: no run is made to look faster than it was.
+    reached.get(reached.len() / 2).copied().filter(|trials| *trials != usize::MAX)
+}
+
+/// The mean of the runs' curves at each trial, as latency by the default's; a run that ended keeps its last value.
+pub fn mean_curve(runs: &[Run]) -> Vec<f64> {
+    let longest = runs.iter().map(|run| run.curve.len()).max().unwrap_or(0);
+    let at = |run: &Run, trial: usize| run.curve.get(trial).or(run.curve.last()).copied().unwrap_or(0.0);
+    (0..longest)
+        .map(|trial| (runs.iter().map(|run| at(run, trial)).sum::<f64>() / runs.len().max(1) as f64).exp())
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn medians_and_means_are_of_all_runs() {
+        let run = |curve: &[f64], reached| Run { seed: 0, curve: curve.to_vec(), reached };
+        let runs = [run(&[0.0, -0.1], Some(1)), run(&[0.0, 0.0, -0.3], Some(2)), run(&[0.0], None)];
+        assert_eq!(median_reached(&runs), Some(2));
+        assert_eq!(median_reached(&runs[1..]), None, "half of them never came there");
+        assert_eq!(median_reached(&[]), None);
+        let mean = mean_curve(&runs);
+        assert_eq!(mean.len(), 3);
+        assert!((mean[2].ln() - (-0.1 - 0.3) / 3.0).abs() < 1e-12);
+    }
+}
