@@ -2,11 +2,13 @@
 #pragma once
 #include "core/types.cuh"
 #include "core/math.cuh"
+#include "core/sample.cuh"
 #include "runtime/queue.cuh"
 #include "runtime/sync.cuh"
 #include "runtime/context.cuh"
 #include "runtime/ring.cuh"
 #include "runtime/stage.cuh"
+#include "ops/sampling.cuh"
 #include "ops/select.cuh"
 #include "ops/embed.cuh"
 #include "ops/matvec.cuh"

@@ -23,7 +23,7 @@ use crate::ir::schedule::Schedule;
 use crate::model::graph::ModelGraph;
 use crate::model::weights::Weights;
 use crate::reference;
-use crate::sample::argmax;
+use crate::sample::{SampleError, SampleSettings, Sampler, argmax};
 use crate::validate::Validated;
 
 /// Multiply-adds that the f64 reference may take: some seconds on one core.
@@ -41,6 +41,9 @@ const ADVERSARY_SEEDS: [u64; 2] = [1, 2];
 /// Decoded tokens of one comparison of orders, at most, and the prompt before them.
 const GREEDY_STEPS_MAX: usize = 8;
 const GREEDY_PROMPT: usize = 3;
+
+/// Seed of the tokens that a device decides by chance while it is checked.
+const SAMPLE_SEED: u64 = 0x73616d70;
 
 /// Seed of the cache that stands for the tokens before a filled position.
 pub const FILL_SEED: u64 = 0x6d6f_6e6f;
@@ -129,8 +132,12 @@ pub enum CheckError {
     OrderMatters { position: u32, seed: u64, figures: Figures },
     #[error("position {position}: two runs give different logits")]
     RunsDiffer { position: u32, figures: Figures },
-    #[error("position {position}: expected token {expected}, the arg-max of the logits before it, found {found}")]
-    Selected { position: u32, expected: u32, found: u32, figures: Figures },
+    #[error(
+        "position {position}: expected token {expected}, the choice of {sampler} from the logits before it, found {found}"
+    )]
+    Selected { position: u32, expected: u32, found: u32, sampler: Sampler, figures: Figures },
+    #[error(transparent)]
+    Sample(#[from] SampleError),
     #[error(transparent)]
     Interp(#[from] InterpError),
     #[error(transparent)]
@@ -147,7 +154,7 @@ impl CheckError {
             | CheckError::OrderMatters { figures, .. }
             | CheckError::RunsDiffer { figures, .. }
             | CheckError::Selected { figures, .. } => figures,
-            CheckError::Interp(_) | CheckError::Session(_) => return None,
+            CheckError::Sample(_) | CheckError::Interp(_) | CheckError::Session(_) => return None,
         };
         (figures.positions > 0).then_some(*figures)
     }
@@ -476,9 +483,34 @@ fn twice(
     }
 }
 
-/// Lets the device choose tokens by itself and compares each with the logits that it was chosen from.
+/// Lets the device choose tokens by itself, greedily and by chance, and compares each with the choice that the same logits
+/// give on the host.
 fn check_selection(
     session: &mut Session,
+    vocab: u32,
+    steps_max: u32,
+    context_max: u32,
+    figures: Figures,
+) -> Result<(), CheckError> {
+    let by_chance = |temperature, top_k, top_p| SampleSettings { temperature, top_k, top_p, seed: SAMPLE_SEED };
+    let ways = [
+        SampleSettings::greedy(),
+        by_chance(1.0, None, None),
+        by_chance(1.5, Some(20), Some(0.9)),
+        by_chance(0.8, None, Some(0.95)),
+    ];
+    let checked = ways.iter().try_for_each(|settings| {
+        let sampler = settings.resolve()?;
+        session.sample(sampler);
+        check_choices(session, &sampler, vocab, steps_max, context_max, figures)
+    });
+    session.sample(Sampler::greedy());
+    checked
+}
+
+fn check_choices(
+    session: &mut Session,
+    sampler: &Sampler,
     vocab: u32,
     steps_max: u32,
     context_max: u32,
@@ -494,9 +526,9 @@ fn check_selection(
         if (position as usize) < prompt.len() {
             continue;
         }
-        let (expected, found) = (argmax(row).unwrap_or(0), session.token(position)?);
+        let (expected, found) = (sampler.choose(row, position, 0)?, session.token(position)?);
         if expected != found {
-            return Err(CheckError::Selected { position, expected, found, figures });
+            return Err(CheckError::Selected { position, expected, found, sampler: *sampler, figures });
         }
     }
     Ok(())

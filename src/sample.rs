@@ -31,6 +31,7 @@
 
 use crate::error::Fault;
 use std::cmp::Ordering;
+use std::fmt;
 
 /// How to choose tokens, as the user states it.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -122,7 +123,34 @@ impl SampleSettings {
     }
 }
 
+impl fmt::Display for Sampler {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Sampler { greedy, inv_temperature, top_k, top_p_q32, key: _ } = *self;
+        if greedy {
+            return f.write_str("the arg-max");
+        }
+        write!(f, "temperature {}", 1.0 / inv_temperature)?;
+        if top_k > 0 {
+            write!(f, ", top-k {top_k}")?;
+        }
+        if top_p_q32 < TOP_P_ALL {
+            write!(f, ", top-p {}", top_p_q32 as f64 / TOP_P_ALL as f64)?;
+        }
+        Ok(())
+    }
+}
+
 impl Sampler {
+    /// The most probable id, always.
+    pub fn greedy() -> Sampler {
+        Sampler { greedy: true, inv_temperature: 1.0, top_k: 0, top_p_q32: TOP_P_ALL, key: [0; 2] }
+    }
+
+    /// Whether top-k or top-p may leave ids out.
+    pub fn is_filtered(&self) -> bool {
+        !self.greedy && (self.top_k > 0 || self.top_p_q32 < TOP_P_ALL)
+    }
+
     pub fn is_greedy(&self) -> bool {
         self.greedy
     }

@@ -222,7 +222,10 @@ struct MatVec {
           if (row + i < G::ROWS) {
             const float v = softcap((i == 0 ? y.x : y.y) * G::SCALE, G::SOFTCAP);
             if (c.p.logits) c.p.logits[u64(c.tag - c.p.tag) * G::ROWS + row + i] = v;
-            argmax_take(best, best_row, v, row + i);
+            // By chance among all ids: the noise makes it an arg-max, too. It belongs to the token that this step decides.
+            const bool noisy = c.p.inverse_temperature > 0.f && !c.p.filters();
+            argmax_take(best, best_row, noisy ? mul_add(v, c.p.inverse_temperature, noise(c.p.seed, c.position + 1, u32(row + i))) : v,
+                        row + i);
           }
       } else {
         if constexpr (G::EPILOGUE == Epilogue::ACT) y = make_float2(activate<G::ACT>(y.x), activate<G::ACT>(y.y));

@@ -1,4 +1,5 @@
-// select: token = prompt[p] while p < prompt_len, else the arg-max over the candidates of the previous step.
+// select: token = prompt[p] while p < prompt_len, else the arg-max over the candidates of the previous step; or, where top-k or
+// top-p admit some ids alone, the choice among those (sampling.cuh).
 //
 // candidates (2 * PARTS)  packets of the previous step: value bits, row; published behind the release of that step
 // token                   shared memory of this block; every block decides the same
@@ -14,6 +15,7 @@ struct Select {
     // A step reads what the previous one published, from the copy of that step's parity.
     const u32 tag = c.tag - 1;
     const u64* from = c.p.exchange + e.x + (tag & 1) * round_up(2 * G::PARTS, 2);
+    const bool given = c.position < c.p.prompt_len, filtered = !given && c.p.filters();
     float value = NEGATIVE_INFINITY;
     int row = 0x7fffffff;
     for (int first = 0; first < G::PARTS; first += T) {
@@ -22,6 +24,7 @@ struct Select {
       u64 a[1] = {0}, b[1] = {0};
       await_pairs<1>(from + i * 2, 0, active, tag, a, b, c.patience, c.dog(), c.site());
       if (active[0]) argmax_take(value, row, __uint_as_float(u32(a[0])), int(u32(b[0])));
+      if (filtered && active[0]) c.scratch()[i] = __uint_as_float(u32(a[0]));
     }
     c.stamp(1);
     warp_argmax(value, row);
@@ -30,14 +33,23 @@ struct Select {
       c.state().best_index[c.warp()] = row;
     }
     c.barrier();
+    int chosen = 0;
+    if (filtered) {
+      float best = NEGATIVE_INFINITY;
+      for (int w = 0; w < M::WARPS; w++) best = fmaxf(best, c.state().best[w]);
+      if (c.tid() == 0) acquire_step();
+      c.barrier();
+      chosen = Sampling<M, G>::choose(c.p, c.tag - 1 - c.p.tag, c.position, best, c.tid());
+    }
     if (c.warp() == 0) {
       value = c.lane() < M::WARPS ? c.state().best[c.lane()] : NEGATIVE_INFINITY;
       row = c.lane() < M::WARPS ? c.state().best_index[c.lane()] : 0x7fffffff;
       warp_argmax(value, row);
+      if (filtered) row = chosen;
       if (c.lane() == 0) {
         acquire_step();
-        const bool given = c.position < c.p.prompt_len;
-        const int token = given ? c.p.prompt[c.position] : row;
+        // Where no logit was a number there is no row, and the next step reads a row of the table all the same.
+        const int token = given ? c.p.prompt[c.position] : min(row, G::VOCAB - 1);
         bool stop = c.lost();
         if (!given)
           for (u32 i = 0; i < c.p.eos_count; i++) stop = stop || token == c.p.eos[i];

@@ -29,8 +29,11 @@ struct Params {
   u32 eos_count;
   i32 eos[EOS_MAX];
   float inverse_temperature; // 0: greedy
+  u32 top_k;                 // ids that top-k keeps, 0: all
+  u32 top_p_q32;             // probability that top-p keeps in units of 2^-32, 0: all
+  __device__ __forceinline__ bool filters() const { return (top_k | top_p_q32) != 0; }
 };
-static_assert(sizeof(Params) == 17 * 8 + 14 * 4, "parameters are as codegen/abi.rs declares them");
+static_assert(sizeof(Params) == 17 * 8 + 16 * 4, "parameters are as codegen/abi.rs declares them");
 
 template <class M>
 struct State {

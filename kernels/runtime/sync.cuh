@@ -164,6 +164,9 @@ __device__ __forceinline__ void consumer_barrier() {
   asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");
 }
 
+// A place of its own in a list of this block, for each thread that asks. Orders nothing.
+__device__ __forceinline__ u32 take_place(u32* count) { return atomicAdd(count, 1u); }
+
 __device__ __forceinline__ u32 smem_address(const void* p) { return u32(__cvta_generic_to_shared(p)); }
 
 // ---- ring slots -------------------------------------------------------------------------------------------------

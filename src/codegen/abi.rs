@@ -82,7 +82,12 @@ pub struct Params {
     pub tag: u32,
     pub eos_count: u32,
     pub eos: [i32; EOS_MAX],
+    /// 0: greedy.
     pub inverse_temperature: f32,
+    /// 0: all.
+    pub top_k: u32,
+    /// In units of 2^-32; 0: all.
+    pub top_p_q32: u32,
 }
 
 /// Absent operand.

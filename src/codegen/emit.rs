@@ -87,6 +87,9 @@ pub fn emit(validated: &Validated, target: &Target, trace: Trace) -> KernelSourc
     }
     let state = m.smem.iter().find(|p| p.name == "state").map_or(0, |p| p.bytes);
     line!("  static constexpr int STATE_BYTES = {state};");
+    // Parts that lie side by side, and that sampling uses together.
+    let scratch: u32 = m.smem.iter().filter(|p| ["stage", "reduce"].contains(&p.name.as_str())).map(|p| p.bytes).sum();
+    line!("  static constexpr int SCRATCH_BYTES = {scratch};");
     line!("  static constexpr u32 CONTEXT_MAX = {};", program.context_max);
     let split_from = schedule.regimes.get(1).map_or(u32::MAX, |r| r.from_position);
     line!("  static constexpr u32 SPLIT_FROM = {split_from}u;  // first position of the split regime");
@@ -186,7 +189,7 @@ fn act(act: Act) -> &'static str {
 fn class_of(schedule: &Schedule, grid: &Grid) -> (&'static str, String) {
     let program = &schedule.program;
     match &grid.op {
-        Op::Select => ("Select", format!("int PARTS = {}\n", parts(program))),
+        Op::Select => ("Select", format!("int PARTS = {}\nint VOCAB = {}\n", parts(program), vocab(program))),
         Op::Report => ("Report", String::new()),
         Op::Embed { scale } => {
             let hidden = grid.operand(Role::Out).map_or(0, |o| program.buffers[o.buffer.index()].cols);
@@ -207,6 +210,12 @@ fn class_of(schedule: &Schedule, grid: &Grid) -> (&'static str, String) {
             ("NormAdd", members)
         }
     }
+}
+
+/// Logits of one step.
+fn vocab(program: &Program) -> u32 {
+    let logits = program.grids.iter().find_map(|g| g.operand(Role::Logits));
+    logits.map_or(0, |o| program.buffers[o.buffer.index()].cols)
 }
 
 /// Candidates of one step: tasks of the head.

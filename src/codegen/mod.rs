@@ -18,16 +18,18 @@ pub struct KernelSource {
 }
 
 /// The kernel library, by the names that `#include` uses.
-pub const HEADERS: [(&str, &str); 15] = [
+pub const HEADERS: [(&str, &str); 17] = [
     ("monobloc.cuh", include_str!("../../kernels/monobloc.cuh")),
     ("core/types.cuh", include_str!("../../kernels/core/types.cuh")),
     ("core/math.cuh", include_str!("../../kernels/core/math.cuh")),
+    ("core/sample.cuh", include_str!("../../kernels/core/sample.cuh")),
     ("runtime/queue.cuh", include_str!("../../kernels/runtime/queue.cuh")),
     ("runtime/sync.cuh", include_str!("../../kernels/runtime/sync.cuh")),
     ("runtime/context.cuh", include_str!("../../kernels/runtime/context.cuh")),
     ("runtime/ring.cuh", include_str!("../../kernels/runtime/ring.cuh")),
     ("runtime/stage.cuh", include_str!("../../kernels/runtime/stage.cuh")),
     ("runtime/kernel.cuh", include_str!("../../kernels/runtime/kernel.cuh")),
+    ("ops/sampling.cuh", include_str!("../../kernels/ops/sampling.cuh")),
     ("ops/select.cuh", include_str!("../../kernels/ops/select.cuh")),
     ("ops/embed.cuh", include_str!("../../kernels/ops/embed.cuh")),
     ("ops/matvec.cuh", include_str!("../../kernels/ops/matvec.cuh")),

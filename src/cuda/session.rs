@@ -11,6 +11,7 @@ use crate::ir::op::Role;
 use crate::ir::schedule::Schedule;
 use crate::ir::{EventId, SmId, TaskId};
 use crate::pack::Layout;
+use crate::sample::Sampler;
 use crate::trace::STAMP_WORDS;
 use std::fmt;
 use std::sync::Arc;
@@ -105,6 +106,11 @@ impl From<SessionError> for Fault {
     }
 }
 
+/// `top_p_q32` in 32 bits: 2^32, which admits everything, is 0. What rounds to 0 admits one id, and so does 1.
+fn top_p_word(top_p_q32: u64) -> u32 {
+    u32::try_from(top_p_q32.max(1)).unwrap_or(0)
+}
+
 /// A kernel on a device with its weights, cache and tables.
 pub struct Session {
     stream: Stream,
@@ -132,6 +138,7 @@ pub struct Session {
     candidates_cols: u32,
     prompt_len: u32,
     eos: Vec<u32>,
+    sampler: Sampler,
     tag: u32,
     /// The position a launch may continue at without arming the candidates again.
     next: Option<u32>,
@@ -268,6 +275,7 @@ impl Session {
             stamps_max,
             prompt_len: 0,
             eos: vec![],
+            sampler: Sampler::greedy(),
             tag: 1,
             next: None,
             steps_max,
@@ -294,17 +302,28 @@ impl Session {
         Ok(())
     }
 
+    /// How the tokens of the following launches are decided; greedily, until this is called.
+    pub fn sample(&mut self, sampler: Sampler) {
+        self.sampler = sampler;
+    }
+
     /// Queues `steps` steps from `position` on and returns at once. The tokens appear in the mailbox as they are decided.
     pub fn launch(&mut self, position: u32, steps: u32, with_logits: bool) -> Result<u64, SessionError> {
         let context_max = self.schedule.program.context_max;
         if steps == 0 || steps > self.steps_max || u64::from(position) + u64::from(steps) > u64::from(context_max) {
             return Err(SessionError::Range { position, steps, context_max });
         }
+        let [key_low, key_high] = self.sampler.key();
+        let is_filtered = self.sampler.is_filtered();
         if self.next != Some(position) {
             if position >= self.prompt_len {
                 return Err(SessionError::NotContinuing { expected: self.next.unwrap_or(0), found: position });
             }
             self.arm_candidates()?;
+        } else if is_filtered && position >= self.prompt_len {
+            // The logits that decided this position's token were those of the launch before, which has reported it.
+            self.prompt.upload(&self.stream, u64::from(position) * 4, &[self.token(position)?])?;
+            self.prompt_len = position + 1;
         }
         // A step at full speed takes milliseconds; the deadline is for faults.
         let timeout = Duration::from_millis(1000 + 10 * u64::from(steps));
@@ -320,7 +339,8 @@ impl Session {
             constants: self.pack.address() + self.constants_base,
             cache: self.cache.address(),
             exchange: self.exchange.address(),
-            logits: if with_logits { self.logits.address() } else { 0 },
+            // What top-k and top-p admit is found among all logits of the step before.
+            logits: if with_logits || is_filtered { self.logits.address() } else { 0 },
             entries: self.tables.entries.address(),
             entry_index: self.tables.entry_index.address(),
             runs: self.tables.runs.address(),
@@ -331,14 +351,16 @@ impl Session {
             abort: self.abort.address(),
             stamps: self.stamps.address(),
             timeout_ns: timeout.as_nanos() as u64,
-            seed: 0,
+            seed: u64::from(key_high) << 32 | u64::from(key_low),
             prompt_len: self.prompt_len,
             position,
             steps,
             tag: self.tag,
             eos_count: self.eos.len() as u32,
             eos,
-            inverse_temperature: 0.0,
+            inverse_temperature: if self.sampler.is_greedy() { 0.0 } else { self.sampler.inv_temperature() },
+            top_k: if is_filtered { self.sampler.top_k() } else { 0 },
+            top_p_q32: if is_filtered { top_p_word(self.sampler.top_p_q32()) } else { 0 },
         };
         self.started.record(&self.stream)?;
         self.stream.launch_cooperative(

@@ -184,34 +184,9 @@ impl Runner {
                 })?;
                 fault.map_or(Ok(tokens), |error| Err(error.into()))
             }
-            On::Device { session, steps_max } if sampler.is_greedy() => {
-                let at_most = *steps_max;
-                Ok(greedy_on_device(session, at_most, prompt, count, eos, &mut tell)?)
-            }
             On::Device { session, steps_max } => {
-                // The host chooses, so the device decodes the prompt in whole launches and then one step each.
-                let mut ids = prompt.to_vec();
-                let mut tokens = vec![];
-                let mut position = 0u32;
-                loop {
-                    session.start(&ids, &[])?;
-                    let mut last = vec![];
-                    while (position as usize) < ids.len() {
-                        let steps = (*steps_max).min(ids.len() as u32 - position);
-                        session.run(position, steps, true)?;
-                        position += steps;
-                        if position as usize == ids.len() {
-                            let logits = session.logits(steps)?;
-                            last = logits.rchunks(self.vocab.max(1) as usize).next().unwrap_or_default().to_vec();
-                        }
-                    }
-                    let token = sampler.choose(&last, ids.len() as u32, 0)?;
-                    tokens.push(token);
-                    if tell(token).is_break() || tokens.len() == count {
-                        return Ok(tokens);
-                    }
-                    ids.push(token);
-                }
+                session.sample(sampler);
+                Ok(decide_on_device(session, *steps_max, prompt, count, eos, &mut tell)?)
             }
         }
     }
@@ -230,7 +205,7 @@ impl Runner {
 }
 
 /// Lets the device choose, and tells each token while the launch that decided it still runs.
-fn greedy_on_device(
+fn decide_on_device(
     session: &mut Session,
     steps_max: u32,
     prompt: &[u32],

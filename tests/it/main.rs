@@ -25,6 +25,7 @@ mod proof_real;
 mod proof_support;
 #[path = "../../fuzz/src/readers.rs"]
 mod readers;
+mod sampling;
 mod support;
 mod tidy;
 mod tune;

@@ -1,0 +1,250 @@
+// sampling: the token among those that top-k and top-p admit, as src/sample.rs specifies it.
+//
+// logits (VOCAB)   of the step before, in memory; published behind the release of that step
+// candidates       best logit of each task of the head, in `scratch`: the k-th of them is below no more than k logits
+//
+// Every block decides by itself and all decide the same: the sums are of integers, so their order does not matter. What may
+// be admitted is gathered in shared memory, in one pass over the logits for top-k and in two for top-p, where it fits; else
+// each pass reads them all. A cut is found three bits at a time, by seven sums over what lies above seven thresholds.
+//
+// Out of line, and given nothing of the context but copies: what greedy decoding keeps in registers stays there.
+#pragma once
+
+template <class M, class G>
+struct Sampling {
+  static constexpr int T = M::WARPS * 32;
+  static constexpr int THRESHOLDS = 7;
+  static constexpr int AHEAD = 8; // ids of a thread whose logits are on their way at once
+  // Scratch: candidates, sums of the warps, two words, the list.
+  static constexpr int SUMS_AT = round_up(G::PARTS * 4, 16), WORDS_AT = SUMS_AT + M::WARPS * THRESHOLDS * 8;
+  static constexpr int LIST_AT = WORDS_AT + 16, LIST_MAX = (M::SCRATCH_BYTES - LIST_AT) / 8;
+  static_assert(LIST_MAX > 0, "no room for a single id");
+
+  // What an id adds to a sum, and by what it is compared with a threshold.
+  enum class Measure {
+    COUNT,  // 1, by its score
+    WEIGHT, // its probability, by its score
+    TIES,   // 1 where it has the score of `key`, by its id
+  };
+
+  // The ids that are looked through, those of a list or all of them, and how.
+  struct Query {
+    const u64* list; // or null
+    const float* logits;
+    float inverse_temperature, score_max;
+    int count, thread;
+    Measure measure;
+    u32 key;
+
+    __device__ __forceinline__ u64 rank(int i) const { return list ? list[i] : rank_of(score(i), u32(i)); }
+    __device__ __forceinline__ float score(int i) const { return __fmul_rn(__ldcg(logits + i), inverse_temperature); }
+    // Every T-th from `first` on; 0 where there is none. Loads that follow one another without a wait between them.
+    __device__ __forceinline__ void load(int first, u64 (&ranks)[AHEAD]) const {
+#pragma unroll
+      for (int n = 0; n < AHEAD; n++) ranks[n] = first + n * T < count ? rank(first + n * T) : 0;
+    }
+    __device__ __forceinline__ u32 part(u64 rank) const {
+      return measure != Measure::TIES ? u32(rank >> 32) : u32(rank >> 32) == key ? u32(rank) : 0u;
+    }
+    __device__ __forceinline__ u64 add(u64 rank) const {
+      if (rank == 0) return 0;
+      if (measure == Measure::WEIGHT) return weight_of(score_of(rank), score_max);
+      return measure == Measure::COUNT || u32(rank >> 32) == key;
+    }
+  };
+  struct Cut {
+    u32 at;
+    u64 above; // sum over what lies above it
+  };
+
+  static __device__ __forceinline__ u64* scratch(int at) { return reinterpret_cast<u64*>(block_memory() + M::STAGE_AT + at); }
+
+  // Sums over all threads, for all threads.
+  template <int N>
+  static __device__ __forceinline__ void block_sums(u64 (&sums)[N], int thread) {
+    static_assert(N <= THRESHOLDS, "room in scratch");
+    u64* warps = scratch(SUMS_AT);
+#pragma unroll
+    for (int j = 0; j < N; j++) {
+#pragma unroll
+      for (int o = 16; o; o >>= 1) sums[j] += __shfl_xor_sync(~0u, sums[j], o);
+      if (thread % 32 == 0) warps[thread / 32 * N + j] = sums[j];
+    }
+    consumer_barrier<T>();
+#pragma unroll
+    for (int j = 0; j < N; j++) {
+      sums[j] = 0;
+#pragma unroll 1
+      for (int w = 0; w < M::WARPS; w++) sums[j] += warps[w * N + j];
+    }
+    consumer_barrier<T>();
+  }
+  // Sum over all ranks from `least` on.
+  static __device__ __noinline__ u64 total(const Query q, u64 least) {
+    u64 sums[1] = {0};
+#pragma unroll 1
+    for (int first = q.thread; first < q.count; first += AHEAD * T) {
+      u64 ranks[AHEAD];
+      q.load(first, ranks);
+#pragma unroll
+      for (int n = 0; n < AHEAD; n++)
+        if (ranks[n] >= least) sums[0] += q.add(ranks[n]);
+    }
+    block_sums(sums, q.thread);
+    return sums[0];
+  }
+  // The largest cut for which the sum over all parts from the cut on reaches `need`; 0 where it never does.
+  static __device__ __noinline__ Cut find_cut(const Query q, u64 need) {
+    Cut cut{0, 0};
+#pragma unroll 1
+    for (int shift = 30; shift >= 0; shift -= 3) {
+      u64 sums[THRESHOLDS] = {};
+#pragma unroll 1
+      for (int first = q.thread; first < q.count; first += AHEAD * T) {
+        u64 ranks[AHEAD];
+        q.load(first, ranks);
+#pragma unroll
+        for (int n = 0; n < AHEAD; n++) {
+          const u32 part = q.part(ranks[n]), digit = part >= cut.at ? (part - cut.at) >> shift : 0;
+          const u64 add = digit ? q.add(ranks[n]) : 0;
+#pragma unroll
+          for (int j = 0; j < THRESHOLDS; j++) sums[j] += digit > u32(j) ? add : 0;
+        }
+      }
+      block_sums(sums, q.thread);
+      u32 digit = 0;
+#pragma unroll
+      for (int j = 0; j < THRESHOLDS; j++) digit += sums[j] >= need ? 1 : 0;
+      // Above the last threshold of a digit lies what lay above the cut before it; the first digit has but three.
+#pragma unroll
+      for (int j = 0; j < THRESHOLDS; j++)
+        if (u32(j) == digit) cut.above = sums[j];
+      cut.at += digit << shift;
+    }
+    return cut;
+  }
+  // The rank of the last id of the shortest prefix of the order whose sum reaches `need`. Equal scores add the same, so how
+  // many of them belong to it is a division; of those, the lowest ids.
+  static __device__ __noinline__ u64 find_last(Query q, u64 need) {
+    const Cut cut = find_cut(q, need);
+    const u64 score = u64(cut.at) << 32, each = q.add(score);
+    const u64 wanted = each ? (need - cut.above + each - 1) / each : 1;
+    q.measure = Measure::TIES;
+    q.key = cut.at;
+    if (wanted >= total(q, 0)) return score;
+    return score | find_cut(q, wanted).at;
+  }
+
+  // What top-k and top-p admit, or a little more, in `list`; false where it does not fit. Of all logits, AHEAD at a time.
+  static __device__ __noinline__ bool gather(const Query q, float least, u64* list, u32* count) {
+#pragma unroll 1
+    for (int first = q.thread; first < G::VOCAB; first += AHEAD * T) {
+      float scores[AHEAD];
+#pragma unroll
+      for (int n = 0; n < AHEAD; n++) scores[n] = first + n * T < G::VOCAB ? q.score(first + n * T) : NEGATIVE_INFINITY;
+#pragma unroll
+      for (int n = 0; n < AHEAD; n++)
+        if (scores[n] >= least && scores[n] > NEGATIVE_INFINITY) {
+          const u32 at = take_place(count);
+          if (at < LIST_MAX) list[at] = rank_of(scores[n], u32(first + n * T));
+        }
+    }
+    consumer_barrier<T>();
+    return *count <= LIST_MAX;
+  }
+  // The probability of all ids, and a score so low that those from it on hold what top-p admits, or -inf. It goes down by
+  // steps of e^2 from the best: where a model knows what to say, one of them is enough.
+  struct Bound {
+    u64 all;
+    float least;
+  };
+  static __device__ __noinline__ Bound below_top_p(const Query q, u32 top_p_q32) {
+    u64 sums[THRESHOLDS] = {};
+#pragma unroll 1
+    for (int first = q.thread; first < G::VOCAB; first += AHEAD * T) {
+      float scores[AHEAD];
+#pragma unroll
+      for (int n = 0; n < AHEAD; n++) scores[n] = first + n * T < G::VOCAB ? q.score(first + n * T) : NEGATIVE_INFINITY;
+#pragma unroll
+      for (int n = 0; n < AHEAD; n++) {
+        // A NaN is above no threshold and must not be added.
+        const u64 add = scores[n] > NEGATIVE_INFINITY ? weight_of(scores[n], q.score_max) : 0;
+#pragma unroll
+        for (int j = 0; j < THRESHOLDS; j++) sums[j] += j == THRESHOLDS - 1 || scores[n] >= step_below(q.score_max, j) ? add : 0;
+      }
+    }
+    block_sums(sums, q.thread);
+    const u64 all = sums[THRESHOLDS - 1], need = part_of(all, top_p_q32);
+    float least = NEGATIVE_INFINITY;
+#pragma unroll
+    for (int j = THRESHOLDS - 2; j >= 0; j--)
+      if (sums[j] >= need) least = step_below(q.score_max, j);
+    return {all, least};
+  }
+  static __device__ __forceinline__ float step_below(float score_max, int j) { return __fsub_rn(score_max, 2.f * float(j + 1)); }
+
+  // The token, for all threads. `best`: the largest logit of all. The k-th best task of the head bounds the k-th logit from
+  // below, so with k of no more than the tasks one pass gathers what top-k may admit.
+  static __device__ __noinline__ int choose(const Params& p, u32 row, u32 position, float best, int thread) {
+    const float* logits = p.logits + u64(row) * G::VOCAB;
+    Query q{nullptr, logits, p.inverse_temperature, __fmul_rn(best, p.inverse_temperature), G::VOCAB, thread, Measure::COUNT, 0};
+    u32* words = reinterpret_cast<u32*>(scratch(WORDS_AT));
+    u64* list = scratch(LIST_AT);
+    if (thread == 0) {
+      words[0] = 0;
+      words[1] = __float_as_uint(NEGATIVE_INFINITY);
+    }
+    consumer_barrier<T>();
+    if (p.top_k != 0 && p.top_k <= G::PARTS) {
+      const float* candidates = reinterpret_cast<const float*>(scratch(0));
+      for (int i = thread; i < G::PARTS; i += T) {
+        u32 before = 0;
+#pragma unroll 1
+        for (int j = 0; j < G::PARTS; j++)
+          before += candidates[j] > candidates[i] || (candidates[j] == candidates[i] && j < i) ? 1 : 0;
+        if (before == p.top_k - 1) words[1] = __float_as_uint(candidates[i]);
+      }
+    }
+    consumer_barrier<T>();
+    float least = __fmul_rn(__uint_as_float(words[1]), p.inverse_temperature);
+    u64 all = 0;
+    if (p.top_k == 0 && G::VOCAB > LIST_MAX) {
+      const Bound bound = below_top_p(q, p.top_p_q32);
+      all = bound.all;
+      least = bound.least;
+    }
+    if (G::VOCAB <= LIST_MAX || least > NEGATIVE_INFINITY)
+      if (gather(q, least, list, &words[0])) {
+        q.list = list;
+        q.count = int(words[0]);
+      }
+    u64 last = 0;
+    q.measure = Measure::COUNT;
+    if (p.top_k != 0) last = find_last(q, p.top_k);
+    if (p.top_p_q32 != 0) {
+      q.measure = Measure::WEIGHT;
+      last = find_last(q, part_of(all ? all : total(q, last), p.top_p_q32));
+    }
+    float value = NEGATIVE_INFINITY;
+    int id = 0x7fffffff;
+#pragma unroll 1
+    for (int i = thread; i < q.count; i += T) {
+      const u64 rank = q.rank(i);
+      if (rank != 0 && rank >= last)
+        argmax_take(value, id, __fadd_rn(score_of(rank), noise(p.seed, position, id_of(rank))), int(id_of(rank)));
+    }
+    warp_argmax(value, id);
+    float* values = reinterpret_cast<float*>(scratch(SUMS_AT));
+    int* ids = reinterpret_cast<int*>(values + M::WARPS);
+    if (thread % 32 == 0) {
+      values[thread / 32] = value;
+      ids[thread / 32] = id;
+    }
+    consumer_barrier<T>();
+#pragma unroll 1
+    for (int w = 0; w < M::WARPS; w++) argmax_take(value, id, values[w], ids[w]);
+    // What was read is the next task's stage.
+    consumer_barrier<T>();
+    return id;
+  }
+};
