@@ -10,6 +10,7 @@
 //!   files called `proven-` have no violation.
 //! - `lower`: the file is the whole lowering, for two workers of a CPU, of the model below that has the file's name. It
 //!   is proven, too.
+//! - `codegen`: the file is the kernel for the record, of the model and in the type that its first line names.
 
 use std::collections::BTreeSet;
 use std::fmt::Write;
@@ -17,6 +18,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use monobloc::candidate::Candidate;
+use monobloc::codegen::emit::{Trace, emit};
 use monobloc::dtype::{DType, Precision};
 use monobloc::ir::parse::{parse, parse_with_lines};
 use monobloc::ir::print::{FAULT, mark, print};
@@ -28,7 +30,7 @@ use monobloc::model::graph::{
 use monobloc::schedule::schedule;
 use monobloc::target::{CopyMechanism, DotMechanism, Measured, Spec, Target, TargetKind};
 use monobloc::text::Diagnostic;
-use monobloc::validate::{Rule, check, line_of};
+use monobloc::validate::{Rule, check, line_of, validate};
 
 #[test]
 fn parse_files() {
@@ -84,11 +86,33 @@ fn lower_files() {
 }
 
 #[test]
+fn codegen_files() {
+    check_directory("codegen", |name, text| {
+        let words: Vec<&str> = first_line(text).split_whitespace().collect();
+        let [_, _, _, record, of, dtype] = words[..] else { panic!("{name}: expected a record, a model and a type") };
+        let target = Target::builtin(record).unwrap();
+        assert_eq!(
+            target.spec.copy.to_string(),
+            name,
+            "a file has the name of the way into shared memory that it shows"
+        );
+        let dtype = if dtype == "fp32" { DType::F32 } else { DType::Bf16 };
+        let precision = Precision { weights: dtype, cache: dtype, wire: dtype };
+        let (graph, _) = model(of);
+        let candidate = Candidate::default_for(&graph, &target, precision);
+        let program = lower(&graph, of, precision, 64, &candidate).unwrap();
+        let placed = schedule(program, &target, &candidate).unwrap();
+        let proven = validate(placed, &target).unwrap_or_else(|rejected| panic!("{rejected}"));
+        format!("{}\n{}", first_line(text), emit(&proven, &target, Trace::Off).text)
+    });
+}
+
+#[test]
 fn every_directory_has_a_test() {
     let mut names: Vec<String> =
         fs::read_dir(root()).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
     names.sort();
-    assert_eq!(names, ["lower", "parse", "validate"]);
+    assert_eq!(names, ["codegen", "lower", "parse", "validate"]);
 }
 
 fn root() -> PathBuf {
@@ -109,7 +133,8 @@ fn check_directory(directory: &str, mut actual: impl FnMut(&str, &str) -> String
     let mut report = String::new();
     for path in paths {
         let expected = fs::read_to_string(&path).unwrap();
-        assert!(first_line(&expected).starts_with(&format!("; test {directory}")), "{}", path.display());
+        let comment = if path.extension().is_some_and(|extension| extension == "cu") { "//" } else { ";" };
+        assert!(first_line(&expected).starts_with(&format!("{comment} test {directory}")), "{}", path.display());
         let actual = actual(path.file_stem().unwrap().to_str().unwrap(), &without_faults(&expected));
         if actual == expected {
             continue;

@@ -321,7 +321,7 @@ fn nothing_is_left_for_later_and_no_path_is_of_one_machine() {
         ("tests/device", &[".rs"]),
         ("tests/bench", &[".rs"]),
         ("tests/device", &[".sh"]),
-        ("tests/filetests", &[".mkir"]),
+        ("tests/filetests", &[".mkir", ".cu"]),
         ("manifests", &[".toml", ".json"]),
         ("docs", &[".md"]),
         (".ci", &["run", ".sh"]),
