@@ -1,9 +1,9 @@
 //! Owns `Candidate`: one unmeasured point of the search space, and `Infeasible`: why a point does not fit.
 
 use crate::dtype::Precision;
-use crate::ir::op::UNIT_ROWS;
+use crate::ir::op::{HISTORY_ALIGN, UNIT_ROWS};
 use crate::ir::schedule::Mechanism;
-use crate::lower::heads_per_task_most;
+use crate::lower::{cache_pitch, heads_per_task_most};
 use crate::model::graph::ModelGraph;
 use crate::target::{CopyMechanism, Target, TargetKind};
 use std::fmt;
@@ -73,9 +73,13 @@ impl Candidate {
         // Eight warps have 224 registers each and half the barrier and instruction traffic of sixteen, and still take chunks
         // faster than memory brings them (docs/perf-log.md).
         let consumer_warps = if cpu { 1 } else { 8 };
-        let slot_bytes = 16384;
         let fixed = crate::schedule::fixed_smem_bytes(graph, target, precision, consumer_warps, sms);
         let room = u64::from(target.spec.smem_bytes_per_block_max).saturating_sub(fixed);
+        // Smaller slots where shared memory is scarce, down to a chunk of the history, so that two have room.
+        let history_bytes = attention
+            .map_or(0, |a| HISTORY_ALIGN * cache_pitch(a.head_dim, precision.cache) * precision.cache.bytes() as u32);
+        let fits = |&bytes: &u32| bytes >= history_bytes && room / u64::from(bytes) >= 2;
+        let slot_bytes = [16384, 8192, 4096].into_iter().find(fits).unwrap_or(16384);
         let ring_slots = (room / u64::from(slot_bytes)).clamp(2, 12) as u32;
         Candidate {
             sms,
