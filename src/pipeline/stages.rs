@@ -491,19 +491,23 @@ pub(super) fn store_pack(site: &Site<'_>, placed: &Placed, weights: &WeightsId) 
 fn build_pack(site: &Site<'_>, validated: &Validated, keyed: &Keyed) -> Result<(Entry, Outcome), Fault> {
     let Keyed { stage, key, why } = keyed;
     let cache = &site.workspace.cache;
-    let (entry, outcome) = cache.get_or_build_file(stage, key, why, |file| write_pack(site, validated, file))?;
-    if outcome == Outcome::Built {
-        site.workspace.vouch(keyed, entry.content())?;
-    }
-    Ok((entry, outcome))
+    let built = cache.get_or_build_file(stage, key, why, |file| {
+        let content = write_pack(site, validated, file)?;
+        // Before another process can see the pack: it would remove one that nobody vouches for.
+        site.workspace.vouch(keyed, content)
+    })?;
+    Ok(built)
 }
 
-fn write_pack(site: &Site<'_>, validated: &Validated, file: &mut File) -> Result<(), Fault> {
+/// Writes the pack piece by piece; returns the digest of all of it.
+fn write_pack(site: &Site<'_>, validated: &Validated, file: &mut File) -> Result<Digest, Fault> {
     let (schedule, Imported { graph, weights, .. }) = (validated.schedule(), site.imported);
     let megabytes = layout(schedule).total_bytes >> 20;
     let progress = site.workspace.report.progress("MiB packed", megabytes);
     let mut told = 0;
+    let mut hasher = blake3::Hasher::new();
     pack_pieces(schedule, graph, weights, |at, bytes| {
+        hasher.update_rayon(bytes);
         let write = |source| Fault::from(CacheError::io("write", site.workspace.cache.root(), source));
         file.write_all(bytes).map_err(write)?;
         let now = (at + bytes.len() as u64) >> 20;
@@ -511,7 +515,7 @@ fn write_pack(site: &Site<'_>, validated: &Validated, file: &mut File) -> Result
         told = now;
         Ok::<(), Fault>(())
     })?;
-    Ok(())
+    Ok(Digest::from(hasher.finalize()))
 }
 
 /// The pack as executors take it: mapped from the cache, or made in memory.
