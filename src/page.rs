@@ -80,7 +80,7 @@ fn campaign(out: &mut String, history: &History) {
         ("Search curve", curve(history)),
         ("Latency against floor", floors(history)),
         ("What each knob did", knobs(history)),
-        ("Where the time of a trial went", timeline(entries)),
+        ("What the stages of a trial took", timeline(entries)),
         ("Cost model against measurement", predictions(history)),
     ];
     for (title, plot) in plots {
@@ -232,7 +232,8 @@ fn timeline(entries: &[Entry]) -> Option<String> {
             low += seconds;
         }
     }
-    let keys = [("compile", "compile, where it was waited for"), ("check", "check"), ("measure", "measure")];
+    let keys =
+        [("compile", "compile, mostly ahead of its turn on other cores"), ("check", "check"), ("measure", "measure")];
     Some(plot.svg("seconds of each trial by stage") + &legend(&keys))
 }
 

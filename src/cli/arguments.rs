@@ -587,6 +587,9 @@ pub enum FlywheelAction {
     },
     /// Say how well predictions rank what was measured: the cost model's, and those of models that saw other campaigns alone
     Rank {
+        /// Manifests whose campaigns the cost model of today ranks as well; the rows have what it said when they were made
+        #[arg(value_name = "MANIFEST")]
+        manifests: Vec<PathBuf>,
         /// Print one JSON object
         #[arg(long)]
         json: bool,

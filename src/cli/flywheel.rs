@@ -6,11 +6,13 @@ use serde_json::json;
 
 use super::Outcome;
 use super::arguments::{Flywheel, FlywheelAction};
-use super::session::Session;
+use super::session::{Session, Talk};
 use super::units::counted;
 use crate::error::Fault;
 use crate::flywheel::{BrokenRow, COLUMNS, Corpus, CorpusStats, Trial, best, corpora, merge, stats};
 use crate::page::study_svg;
+use crate::pipeline::outlook;
+use crate::search::history::Entry;
 use crate::search::prior::{HeldOut, Ranked, held_out, ranked};
 use crate::search::study::{Run, Study, median_reached, studies};
 use crate::search::{histories, lessons};
@@ -87,15 +89,23 @@ pub fn flywheel(session: &Session, asked: &Flywheel) -> Result<Outcome, Fault> {
                 terminal.say("no trial with the verdict `ok` yet");
             }
         }
-        FlywheelAction::Rank { json } => {
+        FlywheelAction::Rank { manifests, json } => {
             // As a search reads them: the corpora that lie beside the user's trials, too.
             let corpus = Corpus::read(&corpora(path))?;
             tell_broken(session, &corpus.broken);
-            let ranked = ranked(&histories(&corpus.trials));
+            let ranked = ranked(&histories(&corpus.trials), Entry::log_predicted);
+            let workspace = session.workspace(Talk::Nothing)?;
+            let mut now = vec![];
+            for manifest in manifests {
+                let manifest = session.manifest(manifest)?;
+                for target in &manifest.targets {
+                    now.extend(outlook::ranked_now(&workspace, &manifest, target)?);
+                }
+            }
             let held = held_out(&lessons(&corpus.trials).groups);
             match json {
-                true => terminal.print_json(&rank_json(&ranked, &held))?,
-                false => terminal.print(&rank_text(&ranked, &held))?,
+                true => terminal.print_json(&rank_json(&ranked, &now, &held))?,
+                false => terminal.print(&rank_text(&ranked, &now, &held))?,
             }
         }
         FlywheelAction::Export { target, verdict } => {
@@ -144,12 +154,16 @@ fn study(session: &Session, studies: &[Study], plots: Option<&Path>) -> Result<O
     Ok(Outcome::Done)
 }
 
-fn rank_text(ranked: &[Ranked], held: &HeldOut) -> String {
+fn rank_text(before: &[Ranked], now: &[Ranked], held: &HeldOut) -> String {
     let figure = |found: Option<f64>| found.map_or("   -  ".to_string(), |rank| format!("{rank:>6.2}"));
     let mut text = "rank correlation with measured latency: 1 is the same order, 0 none\n".to_string();
-    text.push_str("  cost model, by campaign:\n");
-    for Ranked { name, trials, predicted } in ranked {
-        text.push_str(&format!("    {} {name}, {}\n", figure(*predicted), counted(*trials as u64, "trial")));
+    for (what, ranked) in [("as it was when the trials ran", before), ("of today", now)] {
+        if !ranked.is_empty() {
+            text.push_str(&format!("  cost model {what}, by campaign:\n"));
+        }
+        for Ranked { name, trials, predicted } in ranked {
+            text.push_str(&format!("    {} {name}, {}\n", figure(*predicted), counted(*trials as u64, "trial")));
+        }
     }
     if held.campaigns == 0 {
         text.push_str("  learned models: there are no two campaigns of one kind of target to hold one out of\n");
@@ -165,12 +179,15 @@ fn rank_text(ranked: &[Ranked], held: &HeldOut) -> String {
     text
 }
 
-fn rank_json(ranked: &[Ranked], held: &HeldOut) -> serde_json::Value {
+fn rank_json(before: &[Ranked], now: &[Ranked], held: &HeldOut) -> serde_json::Value {
+    let campaigns_of = |ranked: &[Ranked]| {
+        let one = |Ranked { name, trials, predicted }: &Ranked| json!({ "campaign": name, "trials": trials, "rank_correlation": predicted });
+        ranked.iter().map(one).collect::<serde_json::Value>()
+    };
     let HeldOut { campaigns, trials, nearest, linear } = held;
     json!({
-        "cost_model": ranked.iter().map(|Ranked { name, trials, predicted }| json!({
-            "campaign": name, "trials": trials, "rank_correlation": predicted,
-        })).collect::<Vec<_>>(),
+        "cost_model": campaigns_of(before),
+        "cost_model_now": campaigns_of(now),
         "held_out": { "campaigns": campaigns, "trials": trials, "nearest_neighbours": nearest, "ridge_regression": linear },
     })
 }

@@ -4,11 +4,11 @@ use crate::candidate::Candidate;
 use crate::error::Fault;
 use crate::flywheel::{Corpus, Trial, corpora};
 use crate::manifest::Manifest;
-use crate::search::prior::Opinion;
+use crate::search::prior::{Opinion, Ranked, ranked};
 use crate::search::{Ask, History, Limits, Prior, Search, Setting, cost, histories, lessons, retell, told};
 use crate::target::{Target, TargetKind};
 
-use super::campaign::{guess, space_of};
+use super::campaign::{guess, predicted_us, space_of};
 use super::execute::Devices;
 use super::rows::shape;
 use super::stages::Site;
@@ -54,6 +54,25 @@ pub fn known(workspace: &Workspace, manifest: &Manifest, target: &Target) -> Res
         broken: corpus.broken.iter().map(ToString::to_string).collect(),
         trials: corpus.trials,
     })
+}
+
+/// How the cost model of today ranks the campaigns of a manifest on a target; the rows have what it said when they were made.
+///
+/// # Errors
+/// As [`known`].
+pub fn ranked_now(workspace: &Workspace, manifest: &Manifest, target: &Target) -> Result<Vec<Ranked>, Fault> {
+    let tool = workspace.tool()?;
+    let model = import_stage(workspace, manifest, tool)?;
+    let site = Site::new(workspace, manifest, target, &model, tool);
+    let own = shape(&site, &model.imported.graph);
+    let mut histories = histories(&Corpus::read(&corpora(&workspace.trials))?.trials);
+    // Of any context: a prediction is of one position.
+    histories.retain(|history| history.model == own && history.machine.target == target.name);
+    Ok(ranked(&histories, |entry| {
+        let logs = entry.timed.iter().map(|row| Some(predicted_us(&site, &entry.candidate, row.timing.position)?.ln()));
+        let logs: Vec<f64> = logs.collect::<Option<_>>()?;
+        (!logs.is_empty()).then(|| logs.iter().sum::<f64>() / logs.len() as f64)
+    }))
 }
 
 /// What a search would do now, and where a step's time goes.

@@ -8,7 +8,7 @@
 use crate::candidate::Candidate;
 use crate::flywheel::{ModelShape, Trial};
 
-use super::history::{History, histories};
+use super::history::{Entry, History, histories};
 use super::space::{KNOBS, Space, Values, values};
 
 /// Knobs, relative to the default: log2 of (value + 1) by (default + 1).
@@ -141,6 +141,8 @@ pub struct Prior {
     setting: Setting,
     default: Values,
     model: Model,
+    /// Seeds that are worth a trial each.
+    seeds_most: usize,
     /// Weight by similarity of the setting, and the example.
     examples: Vec<(f64, Example)>,
     coefficients: Vec<f64>,
@@ -164,6 +166,8 @@ const SETTING_WIDTH: f64 = 12.0;
 const DOUBT: f64 = 0.3;
 /// Ridge: as many examples say that a coefficient is 0.
 const RIDGE: f64 = 1.0;
+/// Seeds of a prior that ranks held-out campaigns better than by chance, or that was never held out.
+const SEEDS_MOST: usize = 4;
 const TERMS: usize = 2 * KNOBS.len();
 /// More examples would cost the search its milliseconds; the nearest settings are kept.
 const EXAMPLES_MAX: usize = 2000;
@@ -173,7 +177,12 @@ impl Prior {
     pub fn new(groups: &[Group], setting: Setting, default: &Candidate) -> Prior {
         let held_out = held_out(groups);
         let model = if held_out.linear > held_out.nearest { Model::Linear } else { Model::Nearest };
-        Prior::with_model(groups, setting, values(default), model)
+        let mut prior = Prior::with_model(groups, setting, values(default), model);
+        if held_out.campaigns > 0 && held_out.linear.max(held_out.nearest) <= 0.0 {
+            // Between these models nothing carries over better than by chance: one seed may prove that wrong.
+            prior.seeds_most = 1;
+        }
+        prior
     }
 
     fn with_model(groups: &[Group], setting: Setting, default: Values, model: Model) -> Prior {
@@ -186,7 +195,7 @@ impl Prior {
             let room = EXAMPLES_MAX.saturating_sub(examples.len());
             examples.extend(group.examples.iter().take(room).map(|example| (weight, example.clone())));
         }
-        let mut prior = Prior { setting, default, model, examples, coefficients: vec![] };
+        let mut prior = Prior { setting, default, model, seeds_most: SEEDS_MOST, examples, coefficients: vec![] };
         prior.fit();
         prior
     }
@@ -259,13 +268,7 @@ impl Prior {
 
     /// Points that earlier campaigns found good, carried over to this space: the best of each, relative to its default and
     /// as it is, ranked by what all examples say.
-    pub fn seeds(
-        &self,
-        groups: &[Group],
-        space: &Space,
-        count: usize,
-        guess: &dyn Fn(&Candidate) -> f64,
-    ) -> Vec<Candidate> {
+    pub fn seeds(&self, groups: &[Group], space: &Space, guess: &dyn Fn(&Candidate) -> f64) -> Vec<Candidate> {
         let mut found: Vec<Candidate> = vec![];
         for group in groups.iter().filter(|g| self.setting.distance(&g.setting).is_some()) {
             let mut good: Vec<(&Example, f64)> = group
@@ -294,7 +297,7 @@ impl Prior {
             opinion.log_ratio + opinion.risk
         };
         distinct.sort_by(|a, b| score(a).total_cmp(&score(b)));
-        distinct.truncate(count);
+        distinct.truncate(self.seeds_most);
         distinct
     }
 }
@@ -373,13 +376,14 @@ pub struct Ranked {
     pub predicted: Option<f64>,
 }
 
-/// Correlates what the cost model had said with what was measured, campaign by campaign.
-pub fn ranked(histories: &[History]) -> Vec<Ranked> {
+/// Correlates what was predicted with what was measured, campaign by campaign. `predicted`: log of the time of a trial, as
+/// [`Entry::log_predicted`] has it from before the run, or as a cost model says now.
+pub fn ranked(histories: &[History], predicted: impl Fn(&Entry) -> Option<f64>) -> Vec<Ranked> {
     histories
         .iter()
         .map(|history| {
             let pairs: Vec<(f64, f64)> =
-                history.entries.iter().filter_map(|e| Some((e.log_predicted()?, e.log_ratio()?))).collect();
+                history.entries.iter().filter_map(|e| Some((predicted(e)?, e.log_ratio()?))).collect();
             let (said, truth): (Vec<f64>, Vec<f64>) = pairs.iter().copied().unzip();
             Ranked {
                 name: format!("{} on {}", history.manifest, history.machine.target),

@@ -39,7 +39,6 @@ impl Limits {
 const RESTART_AFTER: u32 = 10;
 /// Infeasible points and repetitions cost milliseconds, but not for ever: this many for each measured trial.
 const IDLE_PER_TRIAL: u32 = 20;
-const WARM_SEEDS: usize = 4;
 /// Random points that one bold proposal is the best of.
 const BOLD_POOL: usize = 24;
 /// Share of bold proposals.
@@ -126,7 +125,7 @@ impl<'a> Search<'a> {
         prior: Prior,
         guess: &'a (dyn Fn(&Candidate) -> f64 + Sync),
     ) -> Search<'a> {
-        let warm = prior.seeds(groups, space, WARM_SEEDS, &|c| guess(c));
+        let warm = prior.seeds(groups, space, &|c| guess(c));
         Search {
             space,
             limits,

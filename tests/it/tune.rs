@@ -13,7 +13,7 @@ use monobloc::flywheel::{Corpus, Decision, Proposer, Trial};
 use monobloc::manifest::Manifest;
 use monobloc::pipeline::{self, Tuned, Tuning, Workspace};
 use monobloc::report::Report;
-use monobloc::search::histories;
+use monobloc::search::{Space, histories};
 
 use crate::cli_support::{Place, manifest_text};
 
@@ -107,6 +107,20 @@ fn a_build_spends_the_budget_of_its_manifest_once() {
     let again = place.run("build m.toml").code(0);
     assert!(again.stderr.contains("no work to do") && !again.stderr.contains("trial"), "{again:#?}");
     assert_eq!(numbers(&trials), searched);
+}
+
+#[test]
+fn the_corpus_of_the_repository_is_sound_and_of_this_space() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("flywheel/corpus");
+    for entry in fs::read_dir(folder).unwrap() {
+        let path = entry.unwrap().path();
+        for trial in trials_of(&path) {
+            let facts = trial.facts();
+            assert!(!facts.machine.device_name.is_empty(), "{}: a row that no device measured", path.display());
+            let remedy = "rows of another space teach nothing: measure again, or remove the file";
+            assert_eq!(facts.point.space, Space::digest(), "{}: {remedy}", path.display());
+        }
+    }
 }
 
 /// Waits until a campaign has so many rows.
