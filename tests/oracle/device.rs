@@ -139,7 +139,8 @@ fn manners(s: &Schedule, regime: &Regime, sound: Option<&Regime>) -> Vec<u32> {
         for wait in &task.waits {
             let event = &regime.events[wait.event.index()];
             // What it polls it waits for by itself.
-            let polls = s.program.grids[task.grid.index()].operands.iter().any(|o| o.buffer == event.buffer);
+            let mut operands = s.program.grids[task.grid.index()].operands.iter();
+            let polls = operands.any(|o| o.access == Access::Read && o.buffer == event.buffer);
             let never = stuck[t].is_some_and(|by| by == wait.event) && !polls;
             if wait.count > signals[wait.event.index()] || never {
                 bits |= WAITS_FOR_EVER;
