@@ -12,6 +12,8 @@
 #include "ops/select.cuh"
 #include "ops/embed.cuh"
 #include "ops/matvec.cuh"
+#include "ops/attention_records.cuh"
+#include "ops/attention_tensor.cuh"
 #include "ops/attention.cuh"
 #include "ops/attention_merge.cuh"
 #include "ops/norm_add.cuh"

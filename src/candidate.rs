@@ -1,10 +1,10 @@
 //! Owns `Candidate`: one unmeasured point of the search space, and `Infeasible`: why a point does not fit.
 
 use crate::dtype::Precision;
-use crate::ir::op::{HISTORY_ALIGN, UNIT_ROWS};
+use crate::ir::op::{GRANULE_BYTES, HISTORY_ALIGN, UNIT_ROWS};
 use crate::ir::schedule::Mechanism;
 use crate::lower::{cache_pitch, heads_per_task_most};
-use crate::model::graph::ModelGraph;
+use crate::model::graph::{Layer, ModelGraph};
 use crate::target::{CopyMechanism, Target, TargetKind};
 use std::fmt;
 use thiserror::Error;
@@ -70,7 +70,7 @@ impl Candidate {
         // A block without a unit of the head would release nothing at the end of a step.
         let sms = target.spec.sm_count.min(graph.vocab.div_ceil(UNIT_ROWS)).max(1);
         let cpu = target.kind == TargetKind::Cpu;
-        // Eight warps have 224 registers each and half the barrier and instruction traffic of sixteen, and still take chunks
+        // Eight warps have 168 registers each and half the barrier and instruction traffic of sixteen, and still take chunks
         // faster than memory brings them (docs/perf-log.md).
         let consumer_warps = if cpu { 1 } else { 8 };
         let fixed = crate::schedule::fixed_smem_bytes(graph, target, precision, consumer_warps, sms);
@@ -79,7 +79,8 @@ impl Candidate {
         let history_bytes = attention
             .map_or(0, |a| HISTORY_ALIGN * cache_pitch(a.head_dim, precision.cache) * precision.cache.bytes() as u32);
         let fits = |&bytes: &u32| bytes >= history_bytes && room / u64::from(bytes) >= 2;
-        let slot_bytes = [16384, 8192, 4096].into_iter().find(fits).unwrap_or(16384);
+        let wanted = default_slot_bytes(graph, precision, room);
+        let slot_bytes = [wanted, 8192, 4096].into_iter().find(fits).unwrap_or(wanted);
         let ring_slots = (room / u64::from(slot_bytes)).clamp(2, 12) as u32;
         Candidate {
             sms,
@@ -87,7 +88,7 @@ impl Candidate {
             ring_slots,
             slot_bytes,
             flight_high: 4.min(ring_slots),
-            flight_low: 2.min(ring_slots),
+            flight_low: default_flight_low(graph, precision, sms, slot_bytes).min(ring_slots),
             flight_free: ring_slots * 2 / 3,
             heads_per_task: if cpu { group_most } else { 1 },
             splits: if cpu { 1 } else { (sms / (heads / group_most)).clamp(1, SPLITS_DEFAULT_MAX) },
@@ -99,6 +100,47 @@ impl Candidate {
             },
         }
     }
+}
+
+/// Bytes of a unit of the model's width: 8 rows of whole granules.
+fn unit_bytes(graph: &ModelGraph, precision: Precision) -> u32 {
+    graph.hidden.div_ceil(64 / precision.weights.bytes() as u32).max(1) * GRANULE_BYTES
+}
+
+/// 16 KiB, or 32 where units of the model's width would waste a third of such a slot or be cut by it, fit the larger one, and
+/// five of those have room: a unit in one chunk has no wait inside (docs/perf-log.md).
+fn default_slot_bytes(graph: &ModelGraph, precision: Precision, room: u64) -> u32 {
+    const SLOT: u32 = 16384;
+    let unit = unit_bytes(graph, precision);
+    let wastes = SLOT / unit * unit < SLOT / 3 * 2;
+    if wastes && unit <= 2 * SLOT && room >= 5 * u64::from(2 * SLOT) { 2 * SLOT } else { SLOT }
+}
+
+/// Copies in flight of a well filled ring: about 32 KiB, at which memory still streams at its rate and a poll waits least; one
+/// where a layer streams for less time than its five hops take (docs/perf-log.md).
+fn default_flight_low(graph: &ModelGraph, precision: Precision, sms: u32, slot_bytes: u32) -> u32 {
+    const IN_FLIGHT: u32 = 32768;
+    // 7.5 us at the read peak of an H200.
+    const HOP_BOUND: u64 = 256 << 10;
+    let parameters = |l: &Layer| {
+        let linears = [
+            Some(&l.attn.q),
+            Some(&l.attn.k),
+            Some(&l.attn.v),
+            Some(&l.attn.o),
+            l.mlp.gate.as_ref(),
+            Some(&l.mlp.up),
+            Some(&l.mlp.down),
+        ];
+        linears.into_iter().flatten().map(|l| u64::from(l.rows) * u64::from(l.cols)).sum::<u64>()
+    };
+    let layer = graph.layers.first().map_or(0, parameters) * precision.weights.bytes() as u64;
+    if layer / u64::from(sms) < HOP_BOUND {
+        return 1;
+    }
+    let unit = unit_bytes(graph, precision);
+    let chunk = if unit <= slot_bytes { slot_bytes / unit * unit } else { slot_bytes };
+    ((IN_FLIGHT + chunk / 2) / chunk).max(1)
 }
 
 /// One line, `knob=value` in a fixed order: what trials store and what `show candidate` prints.

@@ -2,14 +2,17 @@
 
 use crate::candidate::{Candidate, Infeasible, RING_SLOTS_MAX};
 use crate::dtype::{DType, Precision};
-use crate::ir::op::{Access, Epilogue, GRANULE_BYTES, HISTORY_ALIGN, Op, PARTIAL_HEADER, Role, UNIT_ROWS};
+use crate::ir::op::{
+    Access, Attention, Epilogue, GRANULE_BYTES, HISTORY_ALIGN, MatVec, Op, PARTIAL_HEADER, Role, UNIT_ROWS,
+};
 use crate::ir::program::{Grid, Program, Second, Space};
 use crate::ir::schedule::{Event, Machine, Mechanism, Regime, Ring, Run, RunBytes, Schedule, SmemPart, Task, Wait};
 use crate::ir::{BufferId, EventId, GridId, TaskId};
 use crate::lower::cache_pitch;
 use crate::model::graph::ModelGraph;
 use crate::target::{CopyMechanism, DotMechanism, Target, TargetKind};
-use std::collections::BTreeMap;
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BinaryHeap};
 
 /// Units whose partial sums wait in shared memory for one reduction across warps.
 pub const REDUCE_UNITS: u32 = 8;
@@ -22,12 +25,13 @@ pub fn schedule(program: Program, target: &Target, candidate: &Candidate) -> Res
     let head_units = program.grids.iter().filter(|g| g.name == "head").map(|g| g.n).sum();
     check_knobs(head_units, target, candidate)?;
     let split = program.grids.iter().any(|g| matches!(g.op, Op::AttentionMerge { .. }));
+    let weights = divide(&program, candidate, split && candidate.split_from == 0);
     let mut regimes = vec![];
     if !split || candidate.split_from > 0 {
-        regimes.push(regime(&program, target, candidate, 0, false)?);
+        regimes.push(regime(&program, target, candidate, &weights, 0, false)?);
     }
     if split {
-        regimes.push(regime(&program, target, candidate, candidate.split_from, true)?);
+        regimes.push(regime(&program, target, candidate, &weights, candidate.split_from, true)?);
     }
     let queue_max = regimes.iter().flat_map(|r| &r.queues).map(Vec::len).max().unwrap_or(0) as u32;
     let machine = machine(&program, target, candidate, queue_max)?;
@@ -294,44 +298,87 @@ pub fn placed_bytes(b: &crate::ir::program::Buffer) -> u64 {
     }
 }
 
+/// Whether a regime with or without split attention has tasks of a grid.
+fn takes_part(program: &Program, c: &Candidate, grid: &Grid, split: bool) -> bool {
+    let has_split_twin = c.splits > 1 && c.split_from < program.context_max;
+    match &grid.op {
+        Op::Attention(a) => !has_split_twin || (a.splits > 1) == split,
+        Op::AttentionMerge { .. } => split,
+        _ => true,
+    }
+}
+
+/// Who computes which units of each matvec: the same in every regime, for all of them read one pack. Streams are balanced for
+/// the first regime; where that one's attention is not split, some SMs stream a history that others do not.
+fn divide(program: &Program, c: &Candidate, split: bool) -> Vec<Vec<Share>> {
+    // Streamed bytes so far on each SM.
+    let mut load = vec![0u64; c.sms as usize];
+    let mut spread = 0;
+    let mut out = vec![];
+    for grid in &program.grids {
+        let shares = match &grid.op {
+            _ if !takes_part(program, c, grid, split) => vec![],
+            Op::MatVec(m) if grid.operand(Role::Residual).is_none() => unit_shares(program, grid, m, &load),
+            _ => even_shares(grid, load.len(), &mut spread),
+        };
+        for share in &shares {
+            load[share.sm] += match &grid.op {
+                Op::MatVec(m) => u64::from(share.hi - share.lo) * unit_bytes(program, m),
+                Op::Attention(a) => {
+                    let cache = program.precision.cache;
+                    let row_bytes = cache_pitch(a.head_dim, cache) * cache.bytes() as u32;
+                    typical_rows(program, c, a) * u64::from(2 * row_bytes)
+                }
+                _ => 0,
+            };
+        }
+        out.push(shares);
+    }
+    out
+}
+
+/// Rows of history that a task is taken to read when streams are balanced, for they grow with the position. Few: a step at a
+/// short position, or in the split regime, should not pay for the ones in between.
+fn typical_rows(program: &Program, c: &Candidate, a: &Attention) -> u64 {
+    let position = c.split_from.min(program.context_max) / 4;
+    u64::from(a.window.map_or(position, |w| w.min(position)) / a.splits.max(1))
+}
+
+fn unit_bytes(program: &Program, m: &MatVec) -> u64 {
+    u64::from(m.granules(program.precision.weights.bytes() as u32)) * u64::from(GRANULE_BYTES)
+}
+
 fn regime(
     program: &Program,
     target: &Target,
     c: &Candidate,
+    weights: &[Vec<Share>],
     from_position: u32,
     split: bool,
 ) -> Result<Regime, Infeasible> {
     let sms = c.sms as usize;
-    let weight_bytes = program.precision.weights.bytes() as u32;
     let mut r =
         Regime { from_position, tasks: vec![], events: vec![], queues: vec![vec![]; sms], streams: vec![vec![]; sms] };
-    // Streamed bytes so far on each SM: the units left over after equal shares go to those with the least.
-    let mut load = vec![0u64; sms];
     let mut offsets = vec![0u64; sms];
     let mut spread = 0usize;
     for (g, grid) in program.grids.iter().enumerate() {
-        let is_split =
-            matches!(&grid.op, Op::Attention(a) if a.splits > 1) || matches!(grid.op, Op::AttentionMerge { .. });
-        let has_split_twin = c.splits > 1 && c.split_from < program.context_max;
-        let skipped = match &grid.op {
-            Op::Attention(a) => has_split_twin && (a.splits > 1) != split,
-            _ => is_split && !split,
-        };
-        if skipped {
+        if !takes_part(program, c, grid, split) {
             continue;
         }
         let grid_id = GridId::from(g);
-        for share in shares(grid, sms, &load, &mut spread) {
+        let shares = match &grid.op {
+            Op::MatVec(_) => weights[g].clone(),
+            _ => even_shares(grid, sms, &mut spread),
+        };
+        for share in shares {
             let id = TaskId::from(r.tasks.len());
             let task = Task { grid: grid_id, lo: share.lo, hi: share.hi, j: share.j, waits: vec![], signals: vec![] };
             match &grid.op {
                 Op::MatVec(m) => {
-                    let unit = u64::from(m.granules(weight_bytes)) * u64::from(GRANULE_BYTES);
-                    let bytes = u64::from(share.hi - share.lo) * unit;
+                    let bytes = u64::from(share.hi - share.lo) * unit_bytes(program, m);
                     r.streams[share.sm]
                         .push(Run { task: id, bytes: RunBytes::Fixed { offset: offsets[share.sm], bytes } });
                     offsets[share.sm] += bytes;
-                    load[share.sm] += bytes;
                 }
                 Op::Attention(a) => {
                     let cache = program.precision.cache;
@@ -353,6 +400,7 @@ fn regime(
     Ok(r)
 }
 
+#[derive(Debug, Clone, Copy)]
 struct Share {
     sm: usize,
     lo: u32,
@@ -360,37 +408,42 @@ struct Share {
     j: u32,
 }
 
-/// Divides a grid's launch indices among SMs.
+/// Divides the units of a matvec that owns no residual: every SM gets as many as the longest share has, and what is too many is
+/// taken back where most is streamed. An SM that reads history, or one unit more of a wide k, reads less of these.
+fn unit_shares(program: &Program, grid: &Grid, m: &MatVec, load: &[u64]) -> Vec<Share> {
+    let (n, sms, unit) = (grid.n as usize, load.len(), unit_bytes(program, m));
+    // Every block publishes a candidate at the end of a step, or it would not release what it wrote to the cache.
+    let least = usize::from(matches!(m.epilogue, Epilogue::Logits { .. }));
+    let most = n.div_ceil(sms);
+    let mut count = vec![most; sms];
+    let mut fullest: BinaryHeap<(u64, Reverse<usize>)> =
+        load.iter().enumerate().map(|(sm, bytes)| (bytes + most as u64 * unit, Reverse(sm))).collect();
+    for _ in n..most * sms {
+        // The head has a unit for every SM, so somebody is left.
+        let Some((bytes, Reverse(sm))) = fullest.pop() else { break };
+        count[sm] -= 1;
+        if count[sm] > least {
+            fullest.push((bytes - unit, Reverse(sm)));
+        }
+    }
+    let mut lo = 0;
+    let busy = count.iter().enumerate().filter(|(_, units)| **units > 0).enumerate();
+    busy.map(|(ordinal, (sm, &units))| {
+        let first = lo;
+        lo += units as u32;
+        let j = if matches!(grid.second, Second::Ordinal(_)) { ordinal as u32 } else { 0 };
+        Share { sm, lo: first, hi: lo, j }
+    })
+    .collect()
+}
+
+/// Divides the launch indices of all other grids evenly.
 ///
 /// Grids that touch the residual are divided the same way everywhere, because the residual stays where it is owned:
-/// SM s owns units `s n / k .. (s + 1) n / k`. Other matvecs give the units left over to the SMs with the least to stream.
-fn shares(grid: &Grid, sms: usize, load: &[u64], spread: &mut usize) -> Vec<Share> {
+/// SM s owns units `s n / k .. (s + 1) n / k`.
+fn even_shares(grid: &Grid, sms: usize, spread: &mut usize) -> Vec<Share> {
     let n = grid.n as usize;
-    let owned = grid.operand(Role::Residual).is_some();
     match &grid.op {
-        Op::MatVec(_) if !owned => {
-            let (base, extra) = (n / sms, n % sms);
-            let mut order: Vec<usize> = (0..sms).collect();
-            order.sort_by_key(|&s| (load[s], s));
-            let mut count = vec![base; sms];
-            for &s in &order[..extra] {
-                count[s] += 1;
-            }
-            let mut lo = 0u32;
-            let mut ordinal = 0u32;
-            let mut out = vec![];
-            for (sm, &units) in count.iter().enumerate() {
-                if units == 0 {
-                    continue;
-                }
-                let hi = lo + units as u32;
-                let j = if matches!(grid.second, Second::Ordinal(_)) { ordinal } else { 0 };
-                out.push(Share { sm, lo, hi, j });
-                lo = hi;
-                ordinal += 1;
-            }
-            out
-        }
         Op::Select => (0..n).map(|i| Share { sm: i, lo: i as u32, hi: i as u32 + 1, j: 0 }).collect(),
         Op::Attention(_) | Op::AttentionMerge { .. } => {
             // One launch index a task, spread evenly over the SMs; each grid starts where the last one ended, so that no SM

@@ -1,6 +1,9 @@
 // Owns warp reductions, activation functions and the tensor-core dot product.
 #pragma once
 
+// A value that is the same in all lanes, so that the compiler knows it: it takes branches on it, and all that is under them,
+// for the whole warp, and need not gather lanes again before votes, shuffles and products.
+__device__ __forceinline__ u32 uniform(u32 v) { return __shfl_sync(~0u, v, 0); }
 __device__ __forceinline__ float warp_sum(float v) {
 #pragma unroll
   for (int o = 16; o; o >>= 1) v += __shfl_xor_sync(~0u, v, o);
@@ -31,8 +34,8 @@ struct Products {
   }
 };
 // Byte of a vector's pair of elements `k`, `k + 1` (k even) in that order: within 16 bytes the middle words change places.
-__device__ __forceinline__ int operand_byte(int k) {
-  const int word = k / 2 % 4;
+__device__ __forceinline__ u32 operand_byte(u32 k) {
+  const u32 word = k / 2 % 4;
   return k / 8 * 16 + ((word & 1) << 1 | word >> 1) * 4;
 }
 
@@ -46,12 +49,19 @@ __device__ __forceinline__ void mma_rows8(float& d0, float& d1, u32 a0, u32 a2, 
 #endif
 }
 
+// e^x within 2 units of the last place where the result is normal, 0 below; e^-inf is 0.
+__device__ __forceinline__ float exp_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * 1.4426950408889634f));
+  return y;
+}
+
 enum class Act : u32 { SILU, GELU_ERF, GELU_TANH, RELU };
 
 // Formulas: see `Act` of the model graph.
 template <Act A>
 __device__ __forceinline__ float activate(float x) {
-  if constexpr (A == Act::SILU) return __fdividef(x, 1.f + __expf(-x));
+  if constexpr (A == Act::SILU) return __fdividef(x, 1.f + exp_fast(-x));
   if constexpr (A == Act::GELU_ERF) return 0.5f * x * (1.f + erff(x * 0.70710678118654752f));
   if constexpr (A == Act::GELU_TANH)
     return 0.5f * x * (1.f + tanhf(0.79788456080286536f * (x + 0.044715f * x * x * x)));

@@ -12,13 +12,10 @@
 // tile is 32 rows, one a lane.
 #pragma once
 
-// HEAD: RMS of each head, gains shared. CENTRED: LayerNorm of each head with gains of its own. PROJECTION: RMS of all heads.
-enum class HeadNorm : int { NONE, HEAD, CENTRED, PROJECTION };
-
 template <class M, class G>
 struct Attention {
+  typedef AttentionRecords<M, G, M::WARPS> Records;
   static constexpr int T = M::WARPS * 32;
-  static constexpr int R = G::DIM + 2;
   static constexpr int HPT = G::HEADS_PER_TASK;
   static constexpr int KV_HEADS = G::HEADS / G::GROUP;
   static constexpr int PER_PACKET = Wire<M>::PER_PACKET;
@@ -141,6 +138,11 @@ struct Attention {
   }
 
   static __device__ __forceinline__ void run(Context<M>& c, const Entry& e) {
+    if constexpr (AttentionTensor<M, G>::FITS) return AttentionTensor<M, G>::run(c, e);
+    else run_general(c, e);
+  }
+
+  static __device__ __forceinline__ void run_general(Context<M>& c, const Entry& e) {
     const int i = int(e.lo), j = int(e.j), kv = i * HPT / G::GROUP;
     const bool last = j == G::SPLITS - 1;
     const Angles angle = angles(c, e);
@@ -181,7 +183,7 @@ struct Attention {
       history_lanes(c, e, rows, pairs);
     c.barrier();
     c.stamp(2);
-    finish(c, e, i, j, last);
+    Records::finish(c, e, i, j, last, [&](int d) { return *reinterpret_cast<const float2*>(value(c) + d); });
     // Nobody waits for the row in this step, and the fence waits for the stores: behind the publication.
     if (last && i % (G::GROUP / HPT) == 0) {
       for (int h = M::WARPS - 1 - c.warp(); h < 2; h += M::WARPS) {
@@ -195,16 +197,12 @@ struct Attention {
     c.barrier(); // the next task may stage where the records are, or fetch other heads
   }
 
-  static __device__ __forceinline__ float* warp_record(const Context<M>& c, int warp, int h) {
-    return c.scratch() + (warp * HPT + h) * R;
-  }
-
   // The current position's score, behind the records of all warps; its value is the one in shared memory.
   static __device__ __forceinline__ void score_current(const Context<M>& c, int h) {
     float dot = 0.f;
     for (int d = c.lane(); d < G::DIM; d += 32) dot += q_head(c, h)[d] * key(c)[d];
     dot = warp_sum(dot);
-    if (c.lane() == 0) warp_record(c, M::WARPS, h)[0] = softcap(dot * G::SCALE, G::SOFTCAP);
+    if (c.lane() == 0) Records::of(c, M::WARPS, h)[0] = softcap(dot * G::SCALE, G::SOFTCAP);
   }
 
   static __device__ __forceinline__ void history_tensor(Context<M>& c, const Entry& e, int rows, int pairs) {
@@ -296,7 +294,7 @@ struct Attention {
     l += __shfl_xor_sync(~0u, l, 1);
     l += __shfl_xor_sync(~0u, l, 2);
     if (g < HPT) {
-      float* record = warp_record(c, c.warp(), g);
+      float* record = Records::of(c, c.warp(), g);
       if (t == 0) {
         record[0] = m;
         record[1] = l;
@@ -377,7 +375,7 @@ struct Attention {
     }
 #pragma unroll
     for (int h = 0; h < HPT; h++) {
-      float* record = warp_record(c, c.warp(), h);
+      float* record = Records::of(c, c.warp(), h);
       if (c.lane() == 0) {
         record[0] = m[h];
         record[1] = l[h];
@@ -385,47 +383,6 @@ struct Attention {
 #pragma unroll
       for (int d = 0; d < DL; d++)
         if (d * 32 + c.lane() < G::DIM) record[2 + d * 32 + c.lane()] = o[h][d];
-    }
-  }
-
-  // Merges the warps and the current position; a warp takes up to 64 dimensions of a head.
-  static __device__ __forceinline__ void finish(Context<M>& c, const Entry& e, int i, int j, bool last) {
-    constexpr int BLOCKS = ceil_div(G::DIM, 64);
-#pragma unroll 1
-    for (int x = c.warp(); x < HPT * BLOCKS; x += M::WARPS) {
-      const int h = x / BLOCKS, d = x % BLOCKS * 64 + c.lane() * 2;
-      const bool live = d < G::DIM;
-      const float score = last ? warp_record(c, M::WARPS, h)[0] : NEGATIVE_INFINITY;
-      float2 state[M::WARPS];
-      float top = score;
-#pragma unroll
-      for (int w = 0; w < M::WARPS; w++) {
-        state[w] = *reinterpret_cast<const float2*>(warp_record(c, w, h));
-        top = fmaxf(top, state[w].x);
-      }
-      const float current = last ? __expf(score - top) : 0.f;
-      const float2 v = last && live ? *reinterpret_cast<const float2*>(value(c) + d) : make_float2(0.f, 0.f);
-      float sum = current, a = current * v.x, b = current * v.y;
-#pragma unroll
-      for (int w = 0; w < M::WARPS; w++) {
-        const float factor = state[w].x > NEGATIVE_INFINITY ? __expf(state[w].x - top) : 0.f;
-        const float2 o = *reinterpret_cast<const float2*>(warp_record(c, w, h) + 2 + (live ? d : 0));
-        sum += factor * state[w].y;
-        a += factor * o.x;
-        b += factor * o.y;
-      }
-      if (!live) continue;
-      if constexpr (G::SPLITS == 1) {
-        publish_columns<G::HEADS * G::DIM>(c, e.out, (i * HPT + h) * G::DIM + d, __fdividef(a, sum), __fdividef(b, sum));
-      } else {
-        u64* record = c.p.exchange + e.out + u64((i * G::SPLITS + j) * HPT + h) * R;
-        if (d == 0) {
-          publish(record, __float_as_uint(top), c.tag);
-          publish(record + 1, __float_as_uint(sum), c.tag);
-        }
-        publish(record + 2 + d, __float_as_uint(a), c.tag);
-        publish(record + 3 + d, __float_as_uint(b), c.tag);
-      }
     }
   }
 };

@@ -10,8 +10,11 @@ struct Embed {
   static __device__ __forceinline__ void run(Context<M>& c, const Entry& e) {
     typedef typename ElemOf<M::WEIGHT>::type W;
     const W* row = c.template constant<W>(e.table) + u64(u32(c.state().token)) * G::HIDDEN;
-    int first = int(e.lo) * 8, last = min(int(e.hi) * 8, G::HIDDEN);
-    for (int col = first + c.tid() * 2; col < last; col += M::WARPS * 64) {
+    const int first = int(uniform(e.lo)) * 8, last = min(int(uniform(e.hi)) * 8, G::HIDDEN);
+#pragma unroll 1
+    for (int base = first; base < last; base += M::WARPS * 64) {
+      const int col = base + c.tid() * 2;
+      if (col >= last) continue;
       float a = widen(row[col]) * G::SCALE, b = col + 1 < last ? widen(row[col + 1]) * G::SCALE : 0.f;
       float* mine = c.residual() + e.residual + (col - first);
       mine[0] = a;

@@ -21,16 +21,28 @@ enum class Epilogue : u32 { STORE, ACT, GATED, RESIDUAL, LOGITS };
 
 template <class M, class G>
 struct MatVec {
+  static constexpr int HELD_MAX = 12; // granules of weights that a warp keeps in registers
   static constexpr int ELEM = ElemOf<M::WEIGHT>::BYTES;
   static constexpr int GRANULE_K = 64 / ELEM;
   static constexpr int J = ceil_div(G::K, GRANULE_K);  // granules of a unit
   static constexpr int CHUNK = G::CHUNK;               // granules of a chunk
-  static constexpr int UNITS = CHUNK >= J ? CHUNK / J : 1;           // units of a chunk
+  static constexpr int CHUNK_UNITS = CHUNK >= J ? CHUNK / J : 1;     // units of a chunk
   static constexpr int CHUNKS = CHUNK >= J ? 1 : ceil_div(J, CHUNK); // chunks of a unit
   static_assert(CHUNKS == 1 ? CHUNK % J == 0 : CHUNK % M::WARPS == 0, "chunks as codegen/emit.rs lays them out");
   // Granules of a chunk that one warp reads for one unit.
   static constexpr int MINE = ceil_div(CHUNKS == 1 ? J : CHUNK, M::WARPS);
-  static constexpr bool EVEN = (CHUNKS == 1 ? J : CHUNK) % M::WARPS == 0;
+  // Units whose weights a warp holds at once: all of a short task, so that nothing is between its input and its sums. No
+  // group reaches over the end of a batch of sums.
+  static constexpr int FIT = MINE >= HELD_MAX ? 1 : HELD_MAX / MINE;
+  static constexpr int together() {
+    if (CHUNKS > 1) return 1;
+    if (G::UNITS <= M::REDUCE_UNITS) return ceil_div(G::UNITS, ceil_div(G::UNITS, FIT));
+    int n = M::REDUCE_UNITS;
+    while (n > FIT || M::REDUCE_UNITS % n != 0) n--;
+    return n;
+  }
+  static constexpr int TOGETHER = together();
+  static constexpr bool ONCE = CHUNKS == 1 && G::UNITS <= TOGETHER;
 
   // Pairs of packets of this warp's granules, for each lane.
   static constexpr int PAIR_K = 2 * Wire<M>::PER_PACKET, GRANULE_PAIRS = GRANULE_K / PAIR_K;
@@ -40,34 +52,33 @@ struct MatVec {
   static constexpr int PAIR_STEP = 32 / GRANULE_PAIRS * M::WARPS * GRANULE_K;
 
   // A warp's sums of a unit. Two sets of products, for a product waits for the sum that it adds to.
+  static constexpr int SETS = STAGE_BF16<M> && MINE > 1 ? 2 : 1;
   struct Sums {
-    Products products[STAGE_BF16<M> ? 2 : 1];
+    Products products[SETS];
     float lane[4]; // without tensor cores: of row lane / 4, over the k of this lane
     __device__ __forceinline__ Sums() : products{}, lane{} {}
   };
+
+  // Granule j of the staged x, as this lane's part of the operand. All rows of A are the same token: lanes of other rows
+  // load what lane % 4 loads, which costs nothing, and their sums are not read.
   static __device__ __forceinline__ uint4 staged(const Context<M>& c, int j) {
     return *reinterpret_cast<const uint4*>(c.stage() + j * 64 + (c.lane() % 4) * 16);
   }
-  // One granule of W against granule j of the staged x. With tensor cores all rows of A are the same token: lanes of other
-  // rows load what lane % 4 loads, which costs nothing, and their sums are not read.
-  static __device__ __forceinline__ void granule(const Context<M>& c, const uint4 a, const uint4 b, int j, int set, Sums& s) {
-    if constexpr (STAGE_BF16<M>) {
-      s.products[set].add(a, b);
+  // One granule of W against granule j of x, without tensor cores.
+  static __device__ __forceinline__ void accumulate(const Context<M>& c, const uint4 b, int j, Sums& s) {
+    const float* x = reinterpret_cast<const float*>(c.stage()) + j * GRANULE_K + (c.lane() % 4) * (16 / ELEM);
+    const float4 v = *reinterpret_cast<const float4*>(x);
+    if constexpr (ELEM == 4) {
+      s.lane[0] += v.x * __uint_as_float(b.x);
+      s.lane[1] += v.y * __uint_as_float(b.y);
+      s.lane[2] += v.z * __uint_as_float(b.z);
+      s.lane[3] += v.w * __uint_as_float(b.w);
     } else {
-      const float* x = reinterpret_cast<const float*>(c.stage()) + j * GRANULE_K + (c.lane() % 4) * (16 / ELEM);
-      const float4 v = *reinterpret_cast<const float4*>(x);
-      if constexpr (ELEM == 4) {
-        s.lane[0] += v.x * __uint_as_float(b.x);
-        s.lane[1] += v.y * __uint_as_float(b.y);
-        s.lane[2] += v.z * __uint_as_float(b.z);
-        s.lane[3] += v.w * __uint_as_float(b.w);
-      } else {
-        const float4 u = *reinterpret_cast<const float4*>(x + 4);
-        s.lane[0] += v.x * bf16_lo(b.x) + u.x * bf16_lo(b.z);
-        s.lane[1] += v.y * bf16_hi(b.x) + u.y * bf16_hi(b.z);
-        s.lane[2] += v.z * bf16_lo(b.y) + u.z * bf16_lo(b.w);
-        s.lane[3] += v.w * bf16_hi(b.y) + u.w * bf16_hi(b.w);
-      }
+      const float4 u = *reinterpret_cast<const float4*>(x + 4);
+      s.lane[0] += v.x * bf16_lo(b.x) + u.x * bf16_lo(b.z);
+      s.lane[1] += v.y * bf16_hi(b.x) + u.y * bf16_hi(b.z);
+      s.lane[2] += v.z * bf16_lo(b.y) + u.z * bf16_lo(b.w);
+      s.lane[3] += v.w * bf16_hi(b.y) + u.w * bf16_hi(b.w);
     }
   }
 
@@ -75,8 +86,9 @@ struct MatVec {
   static __device__ __forceinline__ void put_partial(const Context<M>& c, float* to, const Sums& s) {
     if constexpr (STAGE_BF16<M>) {
       // Lane t of row 0 of the product holds rows 2t and 2t + 1 of the unit.
-      const Products &p = s.products[0], &q = s.products[1];
-      if (c.lane() < 4) *reinterpret_cast<float2*>(to + c.lane() * 2) = make_float2(p.sum(0) + q.sum(0), p.sum(1) + q.sum(1));
+      float2 y = make_float2(s.products[0].sum(0), s.products[0].sum(1));
+      if constexpr (SETS == 2) y.x += s.products[1].sum(0), y.y += s.products[1].sum(1);
+      if (c.lane() < 4) *reinterpret_cast<float2*>(to + c.lane() * 2) = y;
     } else {
       float v = (s.lane[0] + s.lane[1]) + (s.lane[2] + s.lane[3]);
       v += __shfl_xor_sync(~0u, v, 1);
@@ -85,25 +97,24 @@ struct MatVec {
     }
   }
 
-  // Whether granule `j`, the i-th of this warp, exists.
+  // Warps may lack the last granules of a unit.
   static constexpr bool WHOLE = J % M::WARPS == 0 && (CHUNKS == 1 || J % CHUNK == 0);
   static __device__ __forceinline__ bool exists(int j) { return WHOLE || j < J; }
 
-  // This warp's granules of one unit in a chunk whose first granule is `first` of the unit.
-  static __device__ __forceinline__ void load(const Context<M>& c, const u8* unit, int first, uint4 (&b)[MINE]) {
-    const u8* from = unit + c.warp() * 512 + c.lane() * 16;
-#pragma unroll
-    for (int i = 0; i < MINE; i++)
-      if (exists(first + i * M::WARPS + c.warp())) b[i] = *reinterpret_cast<const uint4*>(from + i * (M::WARPS * 512));
-  }
-  static __device__ __forceinline__ void multiply(const Context<M>& c, const uint4 (&b)[MINE], int first, Sums& s) {
+  // This warp's granules of units `first` on; of a unit of several chunks, those from granule `first` on.
+  static __device__ __forceinline__ void multiply(const Context<M>& c, const uint4 (&b)[TOGETHER][MINE], int first,
+                                                  Sums (&s)[TOGETHER]) {
 #pragma unroll
     for (int i = 0; i < MINE; i++) {
       const int j = first + i * M::WARPS + c.warp();
-      if (exists(j)) {
-        uint4 a = make_uint4(0, 0, 0, 0);
-        if constexpr (STAGE_BF16<M>) a = staged(c, j);
-        granule(c, a, b[i], j, i & 1, s);
+      if (!exists(j)) continue;
+      if constexpr (STAGE_BF16<M>) {
+        const uint4 a = staged(c, j);
+#pragma unroll
+        for (int u = 0; u < TOGETHER; u++) s[u].products[i % SETS].add(a, b[u][i]);
+      } else {
+#pragma unroll
+        for (int u = 0; u < TOGETHER; u++) accumulate(c, b[u][i], j, s[u]);
       }
     }
   }
@@ -112,64 +123,80 @@ struct MatVec {
   struct Stream {
     const u8* slot;
     int held; // units of the current chunk that were read
-    int left; // units of the task that were not
-    // The granules from `first` on of the unit that is next, or of the one whose earlier granules were read before.
-    __device__ __forceinline__ void read(Context<M>& c, int first, uint4 (&b)[MINE]) {
-      if (held == 0) slot = ring_take(c, c.ring);
-      load(c, slot + held * (J * 512), first, b);
-      held++;
-      left--;
-      if (CHUNKS > 1 || UNITS == 1 || held == UNITS || left == 0) {
-        ring_release(c, c.ring);
-        c.ring.next();
-        held = 0;
+    int left; // units of the task that no read has begun
+    // The granules from `first` on of the next TOGETHER units, as many as are left.
+    __device__ __forceinline__ void read(Context<M>& c, int first, uint4 (&b)[TOGETHER][MINE]) {
+#pragma unroll
+      for (int u = 0; u < TOGETHER; u++) {
+        if (TOGETHER > 1 && left == 0) return;
+        if (held == 0) slot = ring_take(c, c.ring);
+        const u8* from = slot + held * (J * 512) + c.warp() * 512 + c.lane() * 16;
+#pragma unroll
+        for (int i = 0; i < MINE; i++)
+          if (exists(first + i * M::WARPS + c.warp())) b[u][i] = *reinterpret_cast<const uint4*>(from + i * (M::WARPS * 512));
+        held++;
+        if (first == 0) left--;
+        if (CHUNKS > 1 || CHUNK_UNITS == 1 || held == CHUNK_UNITS || left == 0) {
+          ring_release(c, c.ring);
+          c.ring.next();
+          held = 0;
+        }
       }
     }
   };
 
+  // What the end of a task needs of its entry, loaded before the input is there.
+  struct Ends {
+    u32 lo, out, residual, bias;
+  };
+
   static __device__ __forceinline__ void run(Context<M>& c, const Entry& e) {
-    const int units = int(e.hi - e.lo);
+    const int units = int(uniform(e.hi - e.lo));
+    const Ends ends{e.lo, e.out, e.residual, e.bias};
     Stream stream{nullptr, 0, units};
-    uint4 b[MINE];
-    bool ahead = false; // the first weights are in registers
+    uint4 b[TOGETHER][MINE] = {};
+    stream.read(c, 0, b);
     float squares = 0.f;
     if constexpr (G::NORM == Norm::LAYER) {
       // The mean has to be known before anything is staged.
       stage_block<M, G::K, G::NORM, true>(c, e, G::EPS);
     } else {
-      ahead = ring_peek(c, c.ring);
-      if (ahead) stream.read(c, 0, b);
       constexpr int COUNT = PAIRS < STAGE_PAIRS_MAX ? PAIRS : STAGE_PAIRS_MAX;
-      const int first = c.lane() / GRANULE_PAIRS * M::WARPS + c.warp();
-      const int k0 = first * GRANULE_K + c.lane() % GRANULE_PAIRS * PAIR_K;
+      const u32 first = u32(c.lane()) / GRANULE_PAIRS * M::WARPS + c.warp();
+      const u32 k0 = first * GRANULE_K + u32(c.lane()) % GRANULE_PAIRS * PAIR_K;
       float unused = 0.f;
 #pragma unroll 1
       for (int q = 0; q < PAIRS; q += COUNT)
-        squares += stage_pairs<M, G::K, G::NORM, true, COUNT>(c, e, k0 + q * PAIR_STEP, PAIR_STEP, unused);
+        squares += stage_pairs<M, G::K, G::NORM, true, COUNT, PAIR_STEP>(c, e, k0 + q * PAIR_STEP, unused);
       __syncwarp();
     }
     c.stamp(1);
-    if (!ahead) stream.read(c, 0, b);
     float best = NEGATIVE_INFINITY, factor = 1.f;
     int best_row = 0x7fffffff;
 #pragma unroll 1
-    for (int u0 = 0; u0 < units; u0 += M::REDUCE_UNITS) {
+    for (int u0 = 0; u0 == 0 || (u0 < G::UNITS && u0 < units); u0 += M::REDUCE_UNITS) {
       const int n = min(M::REDUCE_UNITS, units - u0);
       float* partial = c.reduce() + c.batch * (M::REDUCE_UNITS * M::WARPS * 8);
 #pragma unroll 1
-      for (int u = 0; u < n; u++) {
-        Sums s;
-        const bool last = u0 + u + 1 == units;
+      for (int u = 0; u == 0 || (!ONCE && u < n); u += TOGETHER) {
+        Sums s[TOGETHER];
+        if constexpr (CHUNKS == 1) {
+          multiply(c, b, 0, s);
+        } else {
 #pragma unroll 1
-        for (int first = 0; first < J; first += CHUNK) {
-          const bool ends = first + CHUNK >= J;
-          multiply(c, b, first, s);
-          // Behind the products, which take no part in it: the next weights come while they are added up.
-          if (!ends || !last) stream.read(c, ends ? 0 : first + CHUNK, b);
+          for (int first = 0; first < J; first += CHUNK) {
+            multiply(c, b, first, s);
+            // Behind the products, which take no part in it: the next weights come while they are added up.
+            if (first + CHUNK < J || stream.left > 0) stream.read(c, first + CHUNK < J ? first + CHUNK : 0, b);
+          }
         }
+        if constexpr (CHUNKS == 1 && !ONCE)
+          if (stream.left > 0) stream.read(c, 0, b);
         if constexpr (G::NORM == Norm::RMS)
           if (u0 + u == 0) put_statistic(c, 0, squares);
-        put_partial(c, partial + (u * M::WARPS + c.warp()) * 8, s);
+#pragma unroll
+        for (int t = 0; t < TOGETHER; t++)
+          if (TOGETHER == 1 || u + t < n) put_partial(c, partial + ((u + t) * M::WARPS + c.warp()) * 8, s[t]);
       }
       c.barrier();
       c.stamp(2);
@@ -177,8 +204,9 @@ struct MatVec {
       for (int u = c.warp(); u < n; u += M::WARPS) {
         if constexpr (G::NORM == Norm::RMS)
           if (u0 == 0) factor = rms_factor<M, G::K>(c, G::EPS);
-        if (c.lane() < 4)
-          epilogue(c, e, u0 + u, int(e.lo) + u0 + u, partial + u * (M::WARPS * 8), factor, best, best_row);
+        if (G::EPILOGUE == Epilogue::LOGITS || c.lane() < 4)
+          epilogue(c, ends, u0 + u, int(ends.lo) + u0 + u, partial + u * (M::WARPS * 8), factor, best, best_row);
+        if (M::REDUCE_UNITS <= M::WARPS || G::UNITS <= M::WARPS) break;
       }
       c.batch ^= 1;
     }
@@ -186,7 +214,7 @@ struct MatVec {
   }
 
   // Rows `r` and `r + 1` of a unit, summed over warps.
-  static __device__ __forceinline__ float2 rows(const Context<M>& c, const Entry& e, const float* partial, int unit, int r,
+  static __device__ __forceinline__ float2 rows(const Context<M>& c, const Ends& e, const float* partial, int unit, int r,
                                                 float factor) {
     float2 y = make_float2(0.f, 0.f);
 #pragma unroll
@@ -202,10 +230,11 @@ struct MatVec {
     return y;
   }
 
-  // By four lanes, two rows each; of a gated unit two lanes have all there is.
-  static __device__ __forceinline__ void epilogue(Context<M>& c, const Entry& e, int local, int unit, const float* partial,
+  // By four lanes, two rows each; of a gated unit two lanes have all there is. Logits by all lanes, over and over: the noise is
+  // a call, which some lanes of a warp must not make alone.
+  static __device__ __forceinline__ void epilogue(Context<M>& c, const Ends& e, int local, int unit, const float* partial,
                                                   float factor, float& best, int& best_row) {
-    const int r = c.lane() * 2;
+    const int r = c.lane() % 4 * 2;
     if constexpr (G::EPILOGUE == Epilogue::GATED) {
       // Rows 0..3 are gate, rows 4..7 up.
       const int col = unit * 4 + r;
@@ -218,15 +247,17 @@ struct MatVec {
       float2 y = rows(c, e, partial, unit, r, factor);
       if constexpr (G::EPILOGUE == Epilogue::LOGITS) {
 #pragma unroll
-        for (int i = 0; i < 2; i++)
+        for (int i = 0; i < 2; i++) {
+          const float v = softcap((i == 0 ? y.x : y.y) * G::SCALE, G::SOFTCAP);
+          // By chance among all ids: the noise makes it an arg-max, too. It belongs to the token that this step decides.
+          float score = v;
+          if (c.p.inverse_temperature > 0.f && !c.p.filters())
+            score = mul_add(v, c.p.inverse_temperature, noise(c.p.seed, c.position + 1, u32(row + i)));
           if (row + i < G::ROWS) {
-            const float v = softcap((i == 0 ? y.x : y.y) * G::SCALE, G::SOFTCAP);
-            if (c.p.logits) c.p.logits[u64(c.tag - c.p.tag) * G::ROWS + row + i] = v;
-            // By chance among all ids: the noise makes it an arg-max, too. It belongs to the token that this step decides.
-            const bool noisy = c.p.inverse_temperature > 0.f && !c.p.filters();
-            argmax_take(best, best_row, noisy ? mul_add(v, c.p.inverse_temperature, noise(c.p.seed, c.position + 1, u32(row + i))) : v,
-                        row + i);
+            if (c.p.logits && c.lane() < 4) c.p.logits[u64(c.tag - c.p.tag) * G::ROWS + row + i] = v;
+            argmax_take(best, best_row, score, row + i);
           }
+        }
       } else {
         if constexpr (G::EPILOGUE == Epilogue::ACT) y = make_float2(activate<G::ACT>(y.x), activate<G::ACT>(y.y));
         if constexpr (G::EPILOGUE == Epilogue::RESIDUAL) {

@@ -12,8 +12,11 @@ struct NormAdd {
     const float factor = rms_factor<M, G::WIDTH>(c, G::EPS);
     c.stamp(1);
     const float* weight = c.template constant<float>(e.norm_weight);
-    int first = int(e.lo) * 8, last = min(int(e.hi) * 8, G::WIDTH);
-    for (int col = first + c.tid() * 2; col < last; col += M::WARPS * 64) {
+    const int first = int(uniform(e.lo)) * 8, last = min(int(uniform(e.hi)) * 8, G::WIDTH);
+#pragma unroll 1
+    for (int base = first; base < last; base += M::WARPS * 64) {
+      const int col = base + c.tid() * 2;
+      if (col >= last) continue;
       const u64* from = c.p.exchange + e.x + col / Wire<M>::PER_PACKET;
       float y[2];
       y[0] = Wire<M>::lo(u32(__ldcg(from)));

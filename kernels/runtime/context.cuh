@@ -81,14 +81,14 @@ struct Context {
   u32 patience;       // polls of a wait before it looks at the clock
   u32 starved_ns;     // traced builds: time of this task before chunks that had not landed
 
-  int thread;
+  int thread, warp_index;
 
   // At the start of every task. The compiler must take the thread for new, or it computes what all ops derive from it
   // before the loop over tasks, and keeps that in registers throughout.
-  __device__ __forceinline__ void begin_task() { asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread)); }
+  __device__ __forceinline__ void begin_task() { asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread)); warp_index = int(uniform(u32(thread) / 32)); }
   __device__ __forceinline__ int tid() const { return thread; }
-  __device__ __forceinline__ int warp() const { return thread / 32; }
-  __device__ __forceinline__ int lane() const { return thread % 32; }
+  __device__ __forceinline__ int warp() const { return warp_index; }
+  __device__ __forceinline__ int lane() const { return int(u32(thread) % 32); }
   static __device__ __forceinline__ int sm() { return int(blockIdx.x); }
   static __device__ __forceinline__ State<M>& state() { return block_state<M>(); }
   static __device__ __forceinline__ const Watchdog* dog() { return &block_state<M>().dog; }
@@ -137,15 +137,15 @@ struct Wire {
 // Publishes values of columns `col` (even) and `col + 1` of a buffer of COLS columns that starts at packet `base`. Readers
 // poll two packets at once, so the last packet of an odd count is followed by one of padding.
 template <int COLS, class M>
-__device__ __forceinline__ void publish_columns(const Context<M>& c, u32 base, int col, float a, float b) {
+__device__ __forceinline__ void publish_columns(const Context<M>& c, u32 base, u32 col, float a, float b) {
   if constexpr (M::WIRE == Elem::BF16) {
     constexpr int PACKETS = ceil_div(COLS, 2);
-    u64* at = c.p.exchange + base + col / 2;
+    u64* at = c.p.exchange + (base + col / 2);
     publish(at, bf16_pair(a, COLS % 2 == 0 || col + 1 < COLS ? b : 0.f), c.tag);
     if constexpr ((PACKETS & 1) != 0)
       if (col / 2 == PACKETS - 1) publish(at + 1, 0, c.tag);
   } else {
-    u64* at = c.p.exchange + base + col;
+    u64* at = c.p.exchange + (base + col);
     publish(at, __float_as_uint(a), c.tag);
     publish(at + 1, COLS % 2 == 0 || col + 1 < COLS ? __float_as_uint(b) : 0u, c.tag);
   }

@@ -5,7 +5,7 @@
 template <class M>
 __device__ __forceinline__ u32 load_queue(const Context<M>& c, u32 position) {
   const u32 queue = (position >= M::SPLIT_FROM ? M::SMS : 0) + blockIdx.x;
-  const u32 first = c.p.entry_index[queue], count = c.p.entry_index[queue + 1] - first;
+  const u32 first = c.p.entry_index[queue], count = uniform(c.p.entry_index[queue + 1] - first);
   const uint4* from = reinterpret_cast<const uint4*>(c.p.entries + first);
   uint4* to = reinterpret_cast<uint4*>(c.queue());
   c.barrier();
@@ -14,7 +14,7 @@ __device__ __forceinline__ u32 load_queue(const Context<M>& c, u32 position) {
   return count;
 }
 
-// D::run(context, entry) executes one task.
+// D::run(context, op, entry) executes one task.
 template <class M, class D>
 __device__ __forceinline__ void consume(const Params& p) {
   Context<M> c{p};
@@ -28,16 +28,18 @@ __device__ __forceinline__ void consume(const Params& p) {
   u32 count = load_queue(c, c.position);
   for (u32 s = 0; s < p.steps; s++) {
     if (s > 0 && c.position == M::SPLIT_FROM) count = load_queue(c, c.position);
+    u32 op = uniform(c.queue()[0].op);
 #pragma unroll 1
     for (u32 i = 0; i < count; i++) {
       c.in_step = int(i);
       c.stamp(0);
-      const Entry& entry = c.queue()[i];
       c.begin_task();
-      D::run(c, entry);
+      const u32 now = op;
+      op = uniform(c.queue()[i + 1 < count ? i + 1 : i].op); // so that the next task begins with its jump
+      D::run(c, now, c.queue()[i]);
       c.stamp(3);
       c.task++;
-      if (i == 0 && c.state().stop) {
+      if (i == 0 && uniform(c.state().stop)) {
         // The token that ended the sequence is reported all the same; in the queue of block 0 that is the next task.
         c.in_step = 1;
         if (c.sm() == 0) D::select_and_report(c, c.queue()[1]);
@@ -74,7 +76,7 @@ __device__ __forceinline__ void persistent(const Params& p) {
     __threadfence_block();
   }
   __syncthreads();
-  if (threadIdx.x >= M::WARPS * 32) {
+  if (uniform(threadIdx.x / 32) >= u32(M::WARPS)) {
     Loader<M> loader{p, state, int(threadIdx.x) - M::WARPS * 32, RingCursor<M>{0, 0}, 0, false};
     if (M::COPY != Copy::BULK || loader.tid == 0) loader.run();
   } else {

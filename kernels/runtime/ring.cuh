@@ -75,7 +75,7 @@ struct Loader {
     u32 polls = 0;
     while (!Slot<RING_COUNTERS<M>>::reached(word, use, arrivals)) {
       if (state.stop) return false;
-      if (++polls % POLLS_BETWEEN_CHECKS == 0 && wait_expired(&state.dog, WaitSite{tag, nullptr}, kind, use, arrivals)) {
+      if (++polls % POLLS_BETWEEN_CHECKS == 0 && wait_expired(&state.dog, WaitSite{tag, nullptr}, kind, use, arrivals, false)) {
         lost = true;
         return false;
       }
@@ -160,7 +160,7 @@ struct Loader {
             while (i32(state.history_tag - tag) < 0) {
               if (state.stop) return drain();
               if (++polls % POLLS_BETWEEN_CHECKS == 0 &&
-                  wait_expired(&state.dog, WaitSite{tag, nullptr}, WaitKind::HISTORY, state.history_tag, tag)) {
+                  wait_expired(&state.dog, WaitSite{tag, nullptr}, WaitKind::HISTORY, state.history_tag, tag, false)) {
                 lost = true;
                 return drain();
               }
@@ -193,7 +193,7 @@ struct Loader {
       for (u32 polls = 0; flying > 0; flying--, oldest.next())
         while (!Slot<RING_COUNTERS<M>>::reached(&state.full[oldest.slot], oldest.use, 1))
           if (++polls % POLLS_BETWEEN_CHECKS == 0 &&
-              wait_expired(&state.dog, WaitSite{~0u, nullptr}, WaitKind::RING_FULL, oldest.use, 1))
+              wait_expired(&state.dog, WaitSite{~0u, nullptr}, WaitKind::RING_FULL, oldest.use, 1, false))
             return;
     } else if constexpr (M::COPY == Copy::CP_ASYNC) {
       asm volatile("cp.async.wait_all;" ::: "memory");

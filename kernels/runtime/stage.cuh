@@ -9,12 +9,20 @@ enum class Norm : u32 { NONE, RMS, LAYER };
 template <class M>
 constexpr bool STAGE_BF16 = M::WEIGHT == Elem::BF16 && M::DOT == Dot::MMA;
 
+// Where elements `k`, `k + 1` (k even) of the staged vector lie; `k + 2`, `k + 3` lie 8 bytes on where k is a multiple of 4,
+// and elements a multiple of 8 on lie as many times STAGE_ELEM bytes on.
 template <class M>
-__device__ __forceinline__ void stage_store(const Context<M>& c, int k, float a, float b) {
+constexpr int STAGE_ELEM = STAGE_BF16<M> ? 2 : 4;
+template <class M>
+__device__ __forceinline__ u8* staged_at(const Context<M>& c, u32 k) {
+  return c.stage() + (STAGE_BF16<M> ? operand_byte(k) : k * 4);
+}
+template <class M>
+__device__ __forceinline__ void stage_store(u8* at, float a, float b) {
   if constexpr (STAGE_BF16<M>)
-    *reinterpret_cast<u32*>(c.stage() + operand_byte(k)) = bf16_pair(a, b);
+    *reinterpret_cast<u32*>(at) = bf16_pair(a, b);
   else
-    *reinterpret_cast<float2*>(c.stage() + k * 4) = make_float2(a, b);
+    *reinterpret_cast<float2*>(at) = make_float2(a, b);
 }
 
 // Pairs of packets that a thread waits for at once: each round of waiting costs a trip to L2.
@@ -38,39 +46,38 @@ __device__ __forceinline__ float rms_factor(const Context<M>& c, float eps) {
   return rsqrtf(block_sum(c, 0) * (1.f / K) + eps);
 }
 
-// Waits, by whole warps, for COUNT pairs of packets of this thread, at elements k0 + i * step (multiples of a pair) below K;
+// Waits, by whole warps, for COUNT pairs of packets of this thread, at elements k0 + i * STEP (multiples of a pair) below K;
 // stages x * weight and returns the sum of squares.
-template <class M, int K, Norm N, bool STORE, int COUNT>
-__device__ __forceinline__ float stage_pairs(Context<M>& c, const Entry& e, int k0, int step, float& sum) {
+template <class M, int K, Norm N, bool STORE, int COUNT, int STEP>
+__device__ __forceinline__ float stage_pairs(Context<M>& c, const Entry& e, u32 k0, float& sum) {
   constexpr int PER_PACKET = Wire<M>::PER_PACKET, PER_PAIR = 2 * PER_PACKET;
-  const float* weight = c.template constant<float>(e.norm_weight);
+  static_assert(STEP % 8 == 0, "the pairs of a thread are staged at constant distances");
+  const float* weight = c.template constant<float>(e.norm_weight) + k0;
+  u8* const to = staged_at(c, k0);
   bool active[COUNT];
   u64 a[COUNT], b[COUNT];
   float w[COUNT][PER_PAIR];
 #pragma unroll
   for (int i = 0; i < COUNT; i++) {
-    const int k = k0 + i * step;
-    active[i] = k < K;
-    a[i] = b[i] = 0;
+    active[i] = k0 + i * STEP < K;
     // Before the wait, so that the weights are there when the packets are. Past the end lies other constant memory.
     if constexpr (STORE && N == Norm::RMS) {
       if constexpr (PER_PAIR == 4) {
         float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
-        if (k < K) v = __ldg(reinterpret_cast<const float4*>(weight + k));
+        if (active[i]) v = __ldg(reinterpret_cast<const float4*>(weight + i * STEP));
         w[i][0] = v.x, w[i][1] = v.y, w[i][2] = v.z, w[i][3] = v.w;
       } else {
         float2 v = make_float2(0.f, 0.f);
-        if (k < K) v = __ldg(reinterpret_cast<const float2*>(weight + k));
+        if (active[i]) v = __ldg(reinterpret_cast<const float2*>(weight + i * STEP));
         w[i][0] = v.x, w[i][1] = v.y;
       }
     }
   }
-  await_pairs<COUNT>(c.p.exchange + e.x + k0 / PER_PACKET, step / PER_PACKET, active, c.tag, a, b, c.patience, c.dog(),
+  await_pairs<COUNT>(c.p.exchange + (e.x + k0 / PER_PACKET), [](int i) { return i * (STEP / PER_PACKET); }, active, c.tag, a, b, c.patience, c.dog(),
                      c.site());
   float squares = 0.f;
 #pragma unroll
   for (int i = 0; i < COUNT; i++) {
-    const int k = k0 + i * step;
     float x[4];
     x[0] = Wire<M>::lo(u32(a[i]));
     if constexpr (PER_PACKET == 2) {
@@ -86,11 +93,11 @@ __device__ __forceinline__ float stage_pairs(Context<M>& c, const Entry& e, int 
       if constexpr (N == Norm::LAYER) sum += x[j];
       if constexpr (STORE && N == Norm::RMS) x[j] *= w[i][j];
     }
-    // Past the end nothing was loaded, so the rest of the last granule becomes zeros.
+    // Past the end packets read as zeros, so the rest of the last granule becomes zeros.
     if constexpr (STORE && N != Norm::LAYER) {
-      if (k < round_up(K, 32)) {
+      if (k0 + i * STEP < round_up(K, 32)) {
 #pragma unroll
-        for (int j = 0; j < PER_PAIR; j += 2) stage_store(c, k + j, x[j], x[j + 1]);
+        for (int j = 0; j < PER_PAIR; j += 2) stage_store<M>(to + i * STEP * STAGE_ELEM<M> + j * 4, x[j], x[j + 1]);
       }
     }
   }
@@ -126,7 +133,7 @@ __device__ __forceinline__ void stage_layer_norm(Context<M>& c, const Entry& e, 
         x[j] = (v - mean) * factor * weight[k + j] + (e.norm_bias != ~0u ? bias[k + j] : 0.f);
       }
     }
-    stage_store(c, k, x[0], x[1]);
+    stage_store<M>(staged_at(c, k), x[0], x[1]);
   }
   c.barrier();
 }
@@ -140,7 +147,7 @@ __device__ __forceinline__ void stage_block(Context<M>& c, const Entry& e, float
   float sum = 0.f, squares = 0.f;
 #pragma unroll 1
   for (int g = 0; g < PASSES; g += COUNT)
-    squares += stage_pairs<M, K, N, STORE, COUNT>(c, e, (g * T + c.tid()) * PER_PAIR, T * PER_PAIR, sum);
+    squares += stage_pairs<M, K, N, STORE, COUNT, T * PER_PAIR>(c, e, (g * T + c.tid()) * PER_PAIR, sum);
   if constexpr (N != Norm::NONE) put_statistic(c, 0, N == Norm::LAYER ? sum : squares);
   c.barrier();
   if constexpr (N == Norm::LAYER) stage_layer_norm<M, K>(c, e, eps);

@@ -35,11 +35,12 @@ constexpr u32 POLLS_BETWEEN_CHECKS = 4096;
 constexpr u32 POLLS_WHEN_LOST = 1;
 
 // True: leave, the launch is lost. Out of line: no wait should keep in registers what only this needs.
-__device__ __noinline__ bool wait_expired(const Watchdog* w, WaitSite at, WaitKind kind, u32 observed, u32 expected) {
+__device__ __noinline__ bool wait_expired(const Watchdog* w, WaitSite at, WaitKind kind, u32 observed, u32 expected,
+                                          bool done) {
   if (*w->abort) return true;
   if (global_ns() < w->deadline_ns) return false;
   u32* r = w->report + blockIdx.x * 8;
-  if (atomicCAS(r, 0u, 1u) == 0u) {
+  if (!done && atomicCAS(r, 0u, 1u) == 0u) {
     r[1] = at.step;
     r[2] = at.entry ? at.entry->task : ~0u;
     r[3] = at.entry ? at.entry->event : ~0u;
@@ -56,7 +57,7 @@ __device__ __noinline__ bool wait_expired(const Watchdog* w, WaitSite at, WaitKi
 __device__ __forceinline__ bool give_up(u32& patience, bool done, const Watchdog* dog, WaitSite at, WaitKind kind, u32 observed,
                                         u32 expected) {
   if (patience == POLLS_WHEN_LOST) return true;
-  if (!__any_sync(~0u, !done && wait_expired(dog, at, kind, observed, expected))) return false;
+  if (!__any_sync(~0u, wait_expired(dog, at, kind, observed, expected, done))) return false;
   patience = POLLS_WHEN_LOST;
   return true;
 }
@@ -67,62 +68,73 @@ __device__ __forceinline__ void publish(u64* to, u32 payload, u32 tag) {
   u64 word = (u64(tag) << 32) | payload;
   asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"(word) : "memory");
 }
-// Two adjacent packets; each is atomic on its own, which is all that is needed.
-__device__ __forceinline__ void peek2(const u64* from, u64& a, u64& b) {
-  asm volatile("ld.relaxed.gpu.global.v2.u64 {%0,%1}, [%2];" : "=l"(a), "=l"(b) : "l"(from) : "memory");
+// Two adjacent packets, unless a lane is not `active`; each is atomic on its own, which is all that is needed. One
+// predicated instruction: a branch around it would cost more than the load.
+__device__ __forceinline__ void peek2(const u64* from, bool active, u64& a, u64& b) {
+  asm volatile("{.reg .pred p; setp.ne.u32 p, %3, 0; @p ld.relaxed.gpu.global.v2.u64 {%0,%1}, [%2];}"
+               : "+l"(a), "+l"(b)
+               : "l"(from), "r"(u32(active))
+               : "memory");
+}
+__device__ __forceinline__ void peek(const u64* from, bool active, u64& a) {
+  asm volatile("{.reg .pred p; setp.ne.u32 p, %2, 0; @p ld.relaxed.gpu.global.u64 %0, [%1];}"
+               : "+l"(a)
+               : "l"(from), "r"(u32(active))
+               : "memory");
 }
 __device__ __forceinline__ bool fresh(u64 packet, u32 tag) { return u32(packet >> 32) == tag; }
 
-// N pairs of packets at `base + i * stride`, for the `active` ones; returns when all lanes have all of theirs.
-// By whole warps: lanes that leave a loop one by one meet again only at the price of a second wait.
-template <int N>
-__device__ __forceinline__ void await_pairs(const u64* base, int stride, const bool (&active)[N], u32 tag, u64 (&a)[N],
+// What a lane holds in place of a packet that it does not wait for.
+__device__ __forceinline__ u64 no_packet(u32 tag) { return u64(tag) << 32; }
+// N pairs of packets at `base + offset(i)`, for the `active` ones; returns when all lanes have all of theirs. The others
+// read as zeros. By whole warps: lanes that leave a loop one by one meet again only at the price of a second wait.
+template <int N, class Offset>
+__device__ __forceinline__ void await_pairs(const u64* base, Offset offset, const bool (&active)[N], u32 tag, u64 (&a)[N],
                                             u64 (&b)[N], u32& patience, const Watchdog* dog, WaitSite at) {
   u32 left = patience;
+#pragma unroll
+  for (int i = 0; i < N; i++) a[i] = b[i] = no_packet(tag);
   for (;;) {
 #pragma unroll
-    for (int i = 0; i < N; i++)
-      if (active[i]) peek2(base + i64(i) * stride, a[i], b[i]);
+    for (int i = 0; i < N; i++) peek2(base + offset(i), active[i], a[i], b[i]);
     bool done = true;
 #pragma unroll
-    for (int i = 0; i < N; i++) done = done && (!active[i] || (fresh(a[i], tag) && fresh(b[i], tag)));
+    for (int i = 0; i < N; i++) done = done && fresh(a[i], tag) && fresh(b[i], tag);
     if (__all_sync(~0u, done)) return;
     if (--left == 0) {
       u32 seen = tag;
 #pragma unroll
-      for (int i = 0; i < N; i++)
-        if (active[i]) seen = !fresh(a[i], tag) ? u32(a[i] >> 32) : (!fresh(b[i], tag) ? u32(b[i] >> 32) : seen);
+      for (int i = 0; i < N; i++) seen = !fresh(a[i], tag) ? u32(a[i] >> 32) : (!fresh(b[i], tag) ? u32(b[i] >> 32) : seen);
       if (give_up(patience, done, dog, at, WaitKind::PACKET, seen, tag)) return;
       left = POLLS_BETWEEN_CHECKS;
     }
   }
 }
-// N packets, likewise; what is not `active` becomes 0.
+// N packets, likewise.
 template <int N>
 __device__ __forceinline__ void await_packets(const u64* const (&from)[N], const bool (&active)[N], u32 tag, u32 (&payload)[N],
                                               u32& patience, const Watchdog* dog, WaitSite at) {
   u32 left = patience;
+  u64 word[N];
+#pragma unroll
+  for (int i = 0; i < N; i++) word[i] = no_packet(tag);
   for (;;) {
-    u64 word[N];
 #pragma unroll
-    for (int i = 0; i < N; i++)
-      if (active[i]) asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(word[i]) : "l"(from[i]) : "memory");
+    for (int i = 0; i < N; i++) peek(from[i], active[i], word[i]);
     bool done = true;
-    u32 seen = tag;
 #pragma unroll
-    for (int i = 0; i < N; i++) {
-      payload[i] = active[i] ? u32(word[i]) : 0u;
-      if (active[i] && !fresh(word[i], tag)) {
-        done = false;
-        seen = u32(word[i] >> 32);
-      }
-    }
-    if (__all_sync(~0u, done)) return;
+    for (int i = 0; i < N; i++) done = done && fresh(word[i], tag);
+    if (__all_sync(~0u, done)) break;
     if (--left == 0) {
-      if (give_up(patience, done, dog, at, WaitKind::PACKET, seen, tag)) return;
+      u32 seen = tag;
+#pragma unroll
+      for (int i = 0; i < N; i++) seen = fresh(word[i], tag) ? seen : u32(word[i] >> 32);
+      if (give_up(patience, done, dog, at, WaitKind::PACKET, seen, tag)) break;
       left = POLLS_BETWEEN_CHECKS;
     }
   }
+#pragma unroll
+  for (int i = 0; i < N; i++) payload[i] = u32(word[i]);
 }
 
 // ---- step boundary ----------------------------------------------------------------------------------------------
@@ -228,17 +240,23 @@ struct Slot<false> {
 };
 #endif
 
-// By whole warps.
+// By whole warps. What follows a look in vain is out of line, for slots are waited for at many places.
 template <bool COUNTERS>
-__device__ __forceinline__ void await_slot(u64* word, u32 use, u32 arrivals, u32& patience, const Watchdog* dog, WaitSite at,
-                                           WaitKind kind) {
+__device__ __noinline__ u32 await_slot_longer(u64* word, u32 use, u32 arrivals, u32 patience, const Watchdog* dog, WaitSite at,
+                                              WaitKind kind) {
   u32 left = patience;
   for (;;) {
     const bool done = Slot<COUNTERS>::reached(word, use, arrivals);
-    if (__all_sync(~0u, done)) return;
+    if (__all_sync(~0u, done)) return patience;
     if (--left == 0) {
-      if (give_up(patience, done, dog, at, kind, use, arrivals)) return;
+      if (give_up(patience, done, dog, at, kind, use, arrivals)) return patience;
       left = POLLS_BETWEEN_CHECKS;
     }
   }
+}
+template <bool COUNTERS>
+__device__ __forceinline__ void await_slot(u64* word, u32 use, u32 arrivals, u32& patience, const Watchdog* dog, WaitSite at,
+                                           WaitKind kind) {
+  if (!__all_sync(~0u, Slot<COUNTERS>::peek(word, use, arrivals)))
+    patience = await_slot_longer<COUNTERS>(word, use, arrivals, patience, dog, at, kind);
 }

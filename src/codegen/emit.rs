@@ -125,17 +125,18 @@ pub fn emit(validated: &Validated, target: &Target, trace: Trace) -> KernelSourc
     }
     line!();
     line!("struct Dispatch {{");
-    line!("  static __device__ __forceinline__ void run(Context<Machine>& c, const Entry& e) {{");
-    line!("    switch (e.op) {{");
+    line!("  static __device__ __forceinline__ void run(Context<Machine>& c, u32 op, const Entry& e) {{");
+    line!("    switch (op) {{");
     for (i, class) in classes.iter().enumerate() {
         line!("      case {i}: return {}<Machine, Class{i}>::run(c, e);", class.template);
     }
     line!("    }}");
     line!("  }}");
     line!("  static __device__ __forceinline__ void select_and_report(Context<Machine>& c, const Entry& e) {{");
+    line!("    const u32 op = uniform(e.op);");
     for (i, class) in classes.iter().enumerate() {
         if matches!(class.template, "Select" | "Report") {
-            line!("    if (e.op == {i}) return {}<Machine, Class{i}>::run(c, e);", class.template);
+            line!("    if (op == {i}) return {}<Machine, Class{i}>::run(c, e);", class.template);
         }
     }
     line!("  }}");
@@ -227,10 +228,18 @@ fn parts(program: &Program) -> u32 {
         .map_or(0, |g| g.second.extent())
 }
 
+/// Units of the longest task of all grids that do the same, so that layers with other shares are no class of their own.
+fn longest_task(schedule: &Schedule, op: &Op) -> u32 {
+    let same = |grid: GridId| schedule.program.grids[grid.index()].op == *op;
+    let tasks = schedule.regimes.iter().flat_map(|r| &r.tasks).filter(|t| same(t.grid));
+    tasks.map(|t| t.hi - t.lo).max().unwrap_or(1)
+}
+
 fn matvec_members(schedule: &Schedule, grid: &Grid, m: &MatVec) -> String {
     let program = &schedule.program;
     let chunk = schedule.machine.ring.chunking(m.granules(program.precision.weights.bytes() as u32)).chunk;
-    let mut s = format!("int ROWS = {}\nint K = {}\nint CHUNK = {chunk}\n", m.rows, m.k);
+    let units = longest_task(schedule, &grid.op);
+    let mut s = format!("int ROWS = {}\nint K = {}\nint CHUNK = {chunk}\nint UNITS = {units}\n", m.rows, m.k);
     s += &norm_members(m.norm);
     let (epilogue, activation, scale, cap) = match m.epilogue {
         Epilogue::Store => ("STORE", None, 1.0, 0.0),

@@ -18,7 +18,7 @@ pub struct KernelSource {
 }
 
 /// The kernel library, by the names that `#include` uses.
-pub const HEADERS: [(&str, &str); 17] = [
+pub const HEADERS: [(&str, &str); 19] = [
     ("monobloc.cuh", include_str!("../../kernels/monobloc.cuh")),
     ("core/types.cuh", include_str!("../../kernels/core/types.cuh")),
     ("core/math.cuh", include_str!("../../kernels/core/math.cuh")),
@@ -33,6 +33,8 @@ pub const HEADERS: [(&str, &str); 17] = [
     ("ops/select.cuh", include_str!("../../kernels/ops/select.cuh")),
     ("ops/embed.cuh", include_str!("../../kernels/ops/embed.cuh")),
     ("ops/matvec.cuh", include_str!("../../kernels/ops/matvec.cuh")),
+    ("ops/attention_records.cuh", include_str!("../../kernels/ops/attention_records.cuh")),
+    ("ops/attention_tensor.cuh", include_str!("../../kernels/ops/attention_tensor.cuh")),
     ("ops/attention.cuh", include_str!("../../kernels/ops/attention.cuh")),
     ("ops/attention_merge.cuh", include_str!("../../kernels/ops/attention_merge.cuh")),
     ("ops/norm_add.cuh", include_str!("../../kernels/ops/norm_add.cuh")),

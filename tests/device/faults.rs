@@ -38,19 +38,17 @@ const DROPPED_PUBLISH: &[Edit] = &[Edit {
 
 /// What SM 3 does before its third task of step 9: it sleeps, for 50 ms or for 2.5 s.
 const fn delay(to: &'static str) -> Edit {
-    Edit { header: "runtime/kernel.cuh", from: "      c.begin_task();\n      D::run(c, entry);", to }
+    Edit { header: "runtime/kernel.cuh", from: "      D::run(c, now, c.queue()[i]);", to }
 }
 const SHORT_DELAY: &[Edit] = &[delay(
-    "      c.begin_task();
-      if (c.sm() == 3 && c.tag == 9 && i == 2)
+    "      if (c.sm() == 3 && c.tag == 9 && i == 2)
         for (u64 until = global_ns() + 50000000ull; global_ns() < until;) __nanosleep(1000);
-      D::run(c, entry);",
+      D::run(c, now, c.queue()[i]);",
 )];
 const LONG_DELAY: &[Edit] = &[delay(
-    "      c.begin_task();
-      if (c.sm() == 3 && c.tag == 9 && i == 2)
+    "      if (c.sm() == 3 && c.tag == 9 && i == 2)
         for (u64 until = global_ns() + 2500000000ull; global_ns() < until;) __nanosleep(1000);
-      D::run(c, entry);",
+      D::run(c, now, c.queue()[i]);",
 )];
 
 /// What happens to the queue of SM 2 once it lies in shared memory.

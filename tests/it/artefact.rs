@@ -130,11 +130,11 @@ fn swap(bytes: &mut Vec<u8>, old: &str, new: &str) {
 fn an_edited_schedule_is_refused_whether_it_could_be_proven_or_not() {
     let place = Place::built("cpu");
     // Still proven: the loader would only be slower.
-    place.refuses("schedule", |bytes| swap(bytes, "flight_low=2", "flight_low=1"));
+    place.refuses("schedule", |bytes| swap(bytes, "flight_high=4", "flight_high=3"));
     // A race.
     place.refuses("schedule", |bytes| swap(bytes, " wait e1>=", " wait e0>="));
     let path = place.entry("schedule");
-    place.forge(&path, |bytes| swap(bytes, "flight_low=2", "flight_low=1"));
+    place.forge(&path, |bytes| swap(bytes, "flight_high=4", "flight_high=3"));
     let target = &place.manifest.targets[0];
     let fault = prepare(&place.workspace(), &place.manifest, target).map(drop).expect_err("it would be executed");
     place.refused("schedule", fault);

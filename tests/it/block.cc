@@ -56,15 +56,23 @@ static void next_thread() {
   swapcontext(&contexts[from], &contexts[current]);
 }
 template <class T>
-static T __shfl_xor_sync(unsigned, T value, int mask) {
+static T value_of(int other, T value) {
   const int me = current;
   unsigned long long& mine = lanes[turns[me] & 1][me];
   mine = 0;
   std::memcpy(&mine, &value, sizeof value);
   const int turn = turns[me]++ & 1;
   next_thread();
-  std::memcpy(&value, &lanes[turn][me ^ mask], sizeof value);
+  std::memcpy(&value, &lanes[turn][other], sizeof value);
   return value;
+}
+template <class T>
+static T __shfl_xor_sync(unsigned, T value, int mask) {
+  return value_of(current ^ mask, value);
+}
+template <class T>
+static T __shfl_sync(unsigned, T value, int lane) {
+  return value_of(current / 32 * 32 + lane, value);
 }
 
 #include "core/types.cuh"

@@ -54,13 +54,13 @@ const HOOKS: [(&str, &str, &str); 7] = [
     ),
     (
         "runtime/sync.cuh",
-        "    if (__all_sync(~0u, done)) return;\n    if (--left == 0) {\n      if (give_up(patience, done, dog, at, WaitKind::PACKET",
-        "    if (__all_sync(~0u, done) || (bits & 1u)) return;\n    if (--left == 0) {\n      if (give_up(patience, done, dog, at, WaitKind::PACKET",
+        "    if (__all_sync(~0u, done)) break;\n    if (--left == 0) {\n      u32 seen = tag;\n",
+        "    if (__all_sync(~0u, done) || (bits & 1u)) break;\n    if (--left == 0) {\n      u32 seen = tag;\n",
     ),
     (
         "runtime/kernel.cuh",
-        "      c.begin_task();\n      D::run(c, entry);",
-        "      c.begin_task();\n      c.barrier();\n      if (c.tid() == 0) mutation() = entry.event >> 24;\n      c.barrier();\n      D::run(c, entry);",
+        "      D::run(c, now, c.queue()[i]);",
+        "      c.barrier();\n      if (c.tid() == 0) mutation() = c.queue()[i].event >> 24;\n      c.barrier();\n      D::run(c, now, c.queue()[i]);",
     ),
     // A hang costs 60 ms: a step takes microseconds.
     ("runtime/kernel.cuh", "global_ns() + p.timeout_ns", "global_ns() + 60000000ull"),

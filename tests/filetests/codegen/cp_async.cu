@@ -10,7 +10,7 @@ struct Machine {
   static constexpr int SLOTS = 9;
   static constexpr int SLOT_BYTES = 16384;
   static constexpr int FLIGHT_HIGH = 4;
-  static constexpr int FLIGHT_LOW = 2;
+  static constexpr int FLIGHT_LOW = 1;
   static constexpr int FLIGHT_FREE = 6;
   static constexpr int RING_AT = 0;  // 147456 bytes
   static constexpr int STAGE_AT = 147456;  // 128 bytes
@@ -54,6 +54,7 @@ struct Class3 {
   static constexpr int ROWS = 96;
   static constexpr int K = 32;
   static constexpr int CHUNK = 32;
+  static constexpr int UNITS = 2;
   static constexpr Norm NORM = Norm::LAYER;
   static constexpr float EPS = 1e-5f;
   static constexpr Epilogue EPILOGUE = Epilogue::STORE;
@@ -90,6 +91,7 @@ struct Class5 {
   static constexpr int ROWS = 32;
   static constexpr int K = 32;
   static constexpr int CHUNK = 32;
+  static constexpr int UNITS = 1;
   static constexpr Norm NORM = Norm::NONE;
   static constexpr float EPS = 0.0f;
   static constexpr Epilogue EPILOGUE = Epilogue::RESIDUAL;
@@ -106,6 +108,7 @@ struct Class6 {
   static constexpr int ROWS = 40;
   static constexpr int K = 32;
   static constexpr int CHUNK = 32;
+  static constexpr int UNITS = 1;
   static constexpr Norm NORM = Norm::LAYER;
   static constexpr float EPS = 1e-5f;
   static constexpr Epilogue EPILOGUE = Epilogue::ACT;
@@ -122,6 +125,7 @@ struct Class7 {
   static constexpr int ROWS = 32;
   static constexpr int K = 40;
   static constexpr int CHUNK = 32;
+  static constexpr int UNITS = 1;
   static constexpr Norm NORM = Norm::NONE;
   static constexpr float EPS = 0.0f;
   static constexpr Epilogue EPILOGUE = Epilogue::RESIDUAL;
@@ -138,6 +142,7 @@ struct Class8 {
   static constexpr int ROWS = 61;
   static constexpr int K = 32;
   static constexpr int CHUNK = 32;
+  static constexpr int UNITS = 1;
   static constexpr Norm NORM = Norm::LAYER;
   static constexpr float EPS = 1e-5f;
   static constexpr Epilogue EPILOGUE = Epilogue::LOGITS;
@@ -150,8 +155,8 @@ struct Class8 {
 };
 
 struct Dispatch {
-  static __device__ __forceinline__ void run(Context<Machine>& c, const Entry& e) {
-    switch (e.op) {
+  static __device__ __forceinline__ void run(Context<Machine>& c, u32 op, const Entry& e) {
+    switch (op) {
       case 0: return Select<Machine, Class0>::run(c, e);
       case 1: return Report<Machine, Class1>::run(c, e);
       case 2: return Embed<Machine, Class2>::run(c, e);
@@ -164,8 +169,9 @@ struct Dispatch {
     }
   }
   static __device__ __forceinline__ void select_and_report(Context<Machine>& c, const Entry& e) {
-    if (e.op == 0) return Select<Machine, Class0>::run(c, e);
-    if (e.op == 1) return Report<Machine, Class1>::run(c, e);
+    const u32 op = uniform(e.op);
+    if (op == 0) return Select<Machine, Class0>::run(c, e);
+    if (op == 1) return Report<Machine, Class1>::run(c, e);
   }
 };
 

@@ -1,0 +1,66 @@
+// Owns the end of an attention task: records of warps in shared memory, their merge, the publication.
+#pragma once
+
+// HEAD: RMS of each head, gains shared. CENTRED: LayerNorm of each head with gains of its own. PROJECTION: RMS of all heads.
+enum class HeadNorm : int { NONE, HEAD, CENTRED, PROJECTION };
+
+// What the warps of a task leave in shared memory: (max, sum, DIM sums) for each of N warps (or teams of warps) and query head,
+// and behind them the score of the current position.
+template <class M, class G, int N>
+struct AttentionRecords {
+  static constexpr int HPT = G::HEADS_PER_TASK;
+  static constexpr int R = G::DIM + 2;
+  // Lanes of a power of two that hold the states of all records.
+  static constexpr int LANES = N > 16 ? 32 : N > 8 ? 16 : N > 4 ? 8 : N > 2 ? 4 : N;
+  static_assert(N <= 32, "a warp merges the records");
+
+  static __device__ __forceinline__ float* of(const Context<M>& c, int n, int h) {
+    return c.scratch() + (n * HPT + h) * R;
+  }
+
+  // Merges the warps and the current position; a warp takes up to 64 dimensions of a head. `value` gives
+  // two dimensions of the current position's value.
+  template <class V>
+  static __device__ __forceinline__ void finish(Context<M>& c, const Entry& e, int i, int j, bool last, V value) {
+    constexpr int BLOCKS = ceil_div(G::DIM, 64);
+#pragma unroll 1
+    for (int x = c.warp(); x < HPT * BLOCKS; x += M::WARPS) {
+      const int h = x / BLOCKS, d = x % BLOCKS * 64 + c.lane() * 2;
+      const bool live = d < G::DIM;
+      // A lane takes the state of one record; all take their dimensions of every record.
+      const float score = last ? of(c, N, h)[0] : NEGATIVE_INFINITY;
+      float2 state = make_float2(NEGATIVE_INFINITY, 0.f);
+      if (c.lane() % LANES < N) state = *reinterpret_cast<const float2*>(of(c, c.lane() % LANES, h));
+      float top = fmaxf(score, state.x);
+#pragma unroll
+      for (int o = LANES / 2; o; o >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, o));
+      const float factor = state.x > NEGATIVE_INFINITY ? exp_fast(state.x - top) : 0.f;
+      const float current = last ? exp_fast(score - top) : 0.f;
+      float sum = factor * state.y;
+#pragma unroll
+      for (int o = LANES / 2; o; o >>= 1) sum += __shfl_xor_sync(~0u, sum, o);
+      sum += current;
+      const float2 v = last && live ? value(d) : make_float2(0.f, 0.f);
+      float a = current * v.x, b = current * v.y;
+#pragma unroll
+      for (int n = 0; n < N; n++) {
+        const float f = __shfl_sync(~0u, factor, n);
+        const float2 o = *reinterpret_cast<const float2*>(of(c, n, h) + 2 + (live ? d : 0));
+        a += f * o.x;
+        b += f * o.y;
+      }
+      if (!live) continue;
+      if constexpr (G::SPLITS == 1) {
+        publish_columns<G::HEADS * G::DIM>(c, e.out, (i * HPT + h) * G::DIM + d, __fdividef(a, sum), __fdividef(b, sum));
+      } else {
+        u64* record = c.p.exchange + e.out + u64((i * G::SPLITS + j) * HPT + h) * R;
+        if (d == 0) {
+          publish(record, __float_as_uint(top), c.tag);
+          publish(record + 1, __float_as_uint(sum), c.tag);
+        }
+        publish(record + 2 + d, __float_as_uint(a), c.tag);
+        publish(record + 3 + d, __float_as_uint(b), c.tag);
+      }
+    }
+  }
+};

@@ -1,0 +1,307 @@
+// attention by tensor cores where whole heads are rotated (or none), a norm is over each head at most, and cache and wire
+// are bf16. See attention.cuh for operands, and for all other cases.
+//
+// A head goes from its packets to shared memory in one warp, each lane the packets that it needs for a rotation. The current
+// position's key and value never travel through the cache: they are one more record of the merge.
+#pragma once
+
+template <class M, class G>
+struct AttentionTensor {
+  static constexpr int HPT = G::HEADS_PER_TASK;
+  static constexpr int KEY = HPT, VALUE = HPT + 1; // rows of the block's heads behind the queries
+  static constexpr int KJ = G::DIM / 32;           // granules of a head
+  // Warps that share the tiles of large heads, each for its part of the dimensions of V: sums of 256 dimensions would take all
+  // registers. All of them compute the scores.
+  static constexpr int PARTS = G::DIM <= 128 ? 1 : 2;
+  static constexpr int TEAMS = M::WARPS / PARTS;
+  static constexpr int NT = G::DIM / PARTS / 8;
+  typedef AttentionRecords<M, G, TEAMS> Records;
+  // Queries stay in registers, and values are loaded before the softmax, where sums leave room for them.
+  static constexpr bool ROOM = G::DIM <= 128;
+  static constexpr bool HALVES = G::ROTARY > 0 && !G::INTERLEAVED; // a pair is dimension d and d + DIM / 2
+  // No norm of heads, or one that knows no other head.
+  static constexpr bool shared(HeadNorm norm) { return norm == HeadNorm::NONE || norm == HeadNorm::HEAD; }
+  static constexpr bool FITS = M::CACHE == Elem::BF16 && M::WIRE == Elem::BF16 && M::DOT == Dot::MMA && G::DIM % 64 == 0 &&
+                               G::DIM <= 256 && M::WARPS % PARTS == 0 && (G::ROTARY == 0 || G::ROTARY == G::DIM) &&
+                               (!HALVES || G::DIM == 64 || G::DIM % 128 == 0) && shared(G::Q_NORM) && shared(G::K_NORM);
+
+  // Rows of bf16 in the shared memory of heads: queries in operand order, then the key and the value as caches have them.
+  static __device__ __forceinline__ u8* row_at(const Context<M>& c, int row) {
+    return reinterpret_cast<u8*>(c.heads()) + row * (G::DIM * 2);
+  }
+
+  // This lane's part of the queries as an operand.
+  struct Queries {
+    const u8* at;
+    uint4 held[ROOM ? KJ : 1];
+    __device__ __forceinline__ explicit Queries(const u8* at) : at(at) {
+      if constexpr (ROOM)
+#pragma unroll
+        for (int k = 0; k < KJ; k++) held[k] = *reinterpret_cast<const uint4*>(at + k * 64);
+    }
+    __device__ __forceinline__ uint4 operator()(int k) const {
+      return ROOM ? held[ROOM ? k : 0] : *reinterpret_cast<const uint4*>(at + k * 64);
+    }
+  };
+
+  // The tiles of a warp: 16 rows each, in turn with the other teams, through pairs of chunks. The last warps begin: the first
+  // ones fetch heads.
+  struct Walk {
+    int rows, pair; // rows of the share; pairs of chunks begun
+    int tile, live; // tile of the pair, rows of the pair
+    const u8 *keys, *values;
+    bool open;
+
+    __device__ __forceinline__ explicit Walk(int rows) : rows(rows), pair(0), tile(0), live(0), open(false) {}
+    __device__ __forceinline__ bool partial() const { return tile * 16 + 16 > live; }
+    __device__ __forceinline__ uint4 key(const Context<M>& c, int n, int j) const {
+      return *reinterpret_cast<const uint4*>(keys + (tile * 16 + n * 8 + c.lane() / 4) * (G::PITCH * 2) + j * 64 + c.lane() % 4 * 16);
+    }
+    // Transposed 8 x 8 blocks of V: the first and second 8 rows at dimensions n * 16 on, then at n * 16 + 8 on.
+    __device__ __forceinline__ uint4 value(const Context<M>& c, int n) const {
+      uint4 b;
+      load_transposed(smem_address(values + (tile * 16 + c.lane() % 16) * (G::PITCH * 2) +
+                                   (c.lane() / 16 + c.warp() % PARTS * NT) * 16 + n * 32), b);
+      return b;
+    }
+    // Takes the next pair of chunks.
+    __device__ __forceinline__ void take(Context<M>& c) {
+      keys = ring_take(c, c.ring);
+      RingCursor<M> at = c.ring;
+      at.next();
+      values = ring_take(c, at);
+      live = min(G::CHUNK_ROWS, rows - pair * G::CHUNK_ROWS);
+      // Teams take turns across pairs: one that got a tile of a short pair is not the first of the next.
+      tile = (TEAMS - 1 - c.warp() / PARTS + (TEAMS - pair * (G::CHUNK_ROWS / 16) % TEAMS)) % TEAMS;
+      open = true;
+      pair++;
+    }
+    // The next tile of this warp. False: there is none.
+    __device__ __forceinline__ bool next(Context<M>& c) {
+      tile += TEAMS;
+      for (;;) {
+        if (open) {
+          if (tile * 16 < live) return true;
+#pragma unroll
+          for (int n = 0; n < 2; n++) {
+            ring_release(c, c.ring);
+            c.ring.next();
+          }
+          open = false;
+        }
+        if (pair * G::CHUNK_ROWS >= rows) return false;
+        take(c);
+      }
+    }
+  };
+
+  static __device__ __forceinline__ void load_transposed(u32 address, uint4& b) {
+#if __CUDA_ARCH__ >= 750
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(b.x), "=r"(b.y), "=r"(b.z), "=r"(b.w)
+                 : "r"(address)
+                 : "memory");
+#endif
+  }
+
+  // What a lane needs of a head besides its packets: loaded before they arrive. Packet n of a lane is packet n * 32 + lane of
+  // the head; of rotated halves the partner of a packet is PACKETS / 2 packets on, in the same lane or in lane ^ 16.
+  static constexpr int PACKETS = G::DIM / 2, N = PACKETS / 32;
+  static constexpr int ANGLES = HALVES && N > 1 ? N / 2 : N;
+  struct Constants {
+    float2 cosine[ANGLES], sine[ANGLES], weight[N];
+  };
+  // Rows of the block's heads: queries, then the key, then the value.
+  static __device__ __forceinline__ HeadNorm norm_of(int row) {
+    return row < HPT ? G::Q_NORM : (row == KEY ? G::K_NORM : HeadNorm::NONE);
+  }
+  static __device__ __forceinline__ void load(const Context<M>& c, const Entry& e, int row, Constants& k) {
+    if constexpr (G::ROTARY > 0) {
+      const float* angle = c.template constant<float>(e.rope) + u64(c.position) * G::DIM;
+#pragma unroll
+      for (int n = 0; n < ANGLES; n++) {
+        const int p = n * 32 + c.lane();
+        const int at = G::INTERLEAVED ? p : p % (PACKETS / 2) * 2;
+        if constexpr (G::INTERLEAVED) {
+          k.cosine[n].x = __ldg(angle + at);
+          k.sine[n].x = __ldg(angle + G::DIM / 2 + at);
+        } else {
+          k.cosine[n] = __ldg(reinterpret_cast<const float2*>(angle + at));
+          k.sine[n] = __ldg(reinterpret_cast<const float2*>(angle + G::DIM / 2 + at));
+        }
+      }
+    }
+    if constexpr (G::Q_NORM != HeadNorm::NONE || G::K_NORM != HeadNorm::NONE) {
+      const float* weight = c.template constant<float>(norm_of(row) == HeadNorm::NONE ? 0 : (row == KEY ? e.k_norm : e.q_norm));
+#pragma unroll
+      for (int n = 0; n < N; n++) k.weight[n] = __ldg(reinterpret_cast<const float2*>(weight) + n * 32 + c.lane());
+    }
+  }
+
+  // A head from its packets to shared memory, by one warp: norm, RoPE, rounded.
+  static __device__ __forceinline__ void head(Context<M>& c, const Entry& e, int i, int row) {
+    Constants k;
+    load(c, e, row, k);
+    const u32 kv = u32(i) * HPT / G::GROUP;
+    const u32 head = row < HPT ? i * HPT + row : G::HEADS + (row == VALUE ? G::HEADS / G::GROUP : 0) + kv;
+    const u64* packets = c.p.exchange + (e.x + head * PACKETS + c.lane());
+    const u64* from[N];
+    bool active[N];
+#pragma unroll
+    for (int n = 0; n < N; n++) from[n] = packets + n * 32, active[n] = true;
+    u32 word[N];
+    await_packets<N>(from, active, c.tag, word, c.patience, c.dog(), c.site());
+    float2 x[N];
+#pragma unroll
+    for (int n = 0; n < N; n++) x[n] = make_float2(bf16_lo(word[n]), bf16_hi(word[n]));
+    if (norm_of(row) == HeadNorm::HEAD) {
+      float squares = 0.f;
+#pragma unroll
+      for (int n = 0; n < N; n++) squares += x[n].x * x[n].x + x[n].y * x[n].y;
+      const float factor = rsqrtf(warp_sum(squares) * (1.f / G::DIM) + (row == KEY ? G::K_EPS : G::Q_EPS));
+#pragma unroll
+      for (int n = 0; n < N; n++) x[n] = make_float2(x[n].x * factor * k.weight[n].x, x[n].y * factor * k.weight[n].y);
+    }
+    if (G::ROTARY > 0 && row != VALUE) {
+      if constexpr (G::INTERLEAVED) {
+#pragma unroll
+        for (int n = 0; n < N; n++) rotate(x[n].x, x[n].y, k.cosine[n].x, k.sine[n].x);
+      } else if constexpr (N == 1) {
+        const float2 other = make_float2(__shfl_xor_sync(~0u, x[0].x, 16), __shfl_xor_sync(~0u, x[0].y, 16));
+        const float sign = c.lane() < 16 ? -1.f : 1.f;
+        x[0].x = x[0].x * k.cosine[0].x + sign * other.x * k.sine[0].x;
+        x[0].y = x[0].y * k.cosine[0].y + sign * other.y * k.sine[0].y;
+      } else {
+#pragma unroll
+        for (int n = 0; n < N / 2; n++) {
+          rotate(x[n].x, x[n + N / 2].x, k.cosine[n].x, k.sine[n].x);
+          rotate(x[n].y, x[n + N / 2].y, k.cosine[n].y, k.sine[n].y);
+        }
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < N; n++) {
+      const u32 d = (n * 32 + c.lane()) * 2;
+      *reinterpret_cast<u32*>(row_at(c, row) + (row < HPT ? operand_byte(d) : d * 2)) = bf16_pair(x[n].x, x[n].y);
+    }
+  }
+  static __device__ __forceinline__ void rotate(float& lo, float& hi, float cosine, float sine) {
+    const float x = lo;
+    lo = x * cosine - hi * sine;
+    hi = hi * cosine + x * sine;
+  }
+
+  static __device__ __forceinline__ void run(Context<M>& c, const Entry& e) {
+    const int i = int(uniform(e.lo)), j = int(uniform(e.j));
+    const bool last = j == G::SPLITS - 1;
+    const int g = c.lane() / 4, t = c.lane() % 4;
+    u32 start, end;
+    history_share(c.position, G::WINDOW, G::SPLITS, j, start, end);
+    Walk walk(int(end - start));
+#pragma unroll 1
+    for (int row = c.warp(); row < HPT + (last ? 2 : 0); row += M::WARPS) {
+      head(c, e, i, row);
+      if (HPT + 2 <= M::WARPS) break;
+    }
+    c.barrier();
+    c.stamp(1);
+    const Queries q(row_at(c, g < HPT ? g : 0) + t * 16); // rows of the product beyond HPT are never read
+
+    float m = NEGATIVE_INFINITY, l = 0.f, o[NT][2];
+#pragma unroll
+    for (int n = 0; n < NT; n++) o[n][0] = o[n][1] = 0.f;
+#pragma unroll 1
+    while (walk.next(c)) {
+      Products products[2] = {};
+#pragma unroll
+      for (int n = 0; n < 2; n++) {
+#pragma unroll
+        for (int k = 0; k < KJ; k++) products[n].add(q(k), walk.key(c, n, k));
+      }
+      uint4 ahead[ROOM ? NT / 2 : 1];
+      if constexpr (ROOM)
+#pragma unroll
+        for (int n = 0; n < NT / 2; n++) ahead[n] = walk.value(c, n);
+      const int row = walk.tile * 16 + t * 2;
+      float s[2][2], top = m;
+#pragma unroll
+      for (int n = 0; n < 2; n++)
+#pragma unroll
+        for (int k = 0; k < 2; k++) {
+          const float score = softcap(products[n].sum(k) * G::SCALE, G::SOFTCAP);
+          s[n][k] = row + n * 8 + k < walk.live ? score : NEGATIVE_INFINITY;
+          top = fmaxf(top, s[n][k]);
+        }
+      top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
+      top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+      const float shrink = exp_fast(m - top);
+      m = top;
+      l *= shrink;
+#pragma unroll
+      for (int n = 0; n < 2; n++)
+#pragma unroll
+        for (int k = 0; k < 2; k++) {
+          s[n][k] = exp_fast(s[n][k] - top);
+          l += s[n][k];
+        }
+      const u32 p0 = bf16_pair(s[0][0], s[0][1]), p2 = bf16_pair(s[1][0], s[1][1]);
+      // Bytes past the last row are whatever the slot held before; 0 * NaN would spread.
+      u32 low = ~0u, high = ~0u;
+      if (walk.partial()) {
+        low = (row < walk.live ? 0xffffu : 0u) | (row + 1 < walk.live ? 0xffff0000u : 0u);
+        high = (row + 8 < walk.live ? 0xffffu : 0u) | (row + 9 < walk.live ? 0xffff0000u : 0u);
+      }
+#pragma unroll
+      for (int n = 0; n < NT; n++) {
+        o[n][0] *= shrink;
+        o[n][1] *= shrink;
+      }
+#pragma unroll
+      for (int n = 0; n < NT / 2; n++) {
+        const uint4 v = ROOM ? ahead[ROOM ? n : 0] : walk.value(c, n);
+        mma_rows8(o[2 * n][0], o[2 * n][1], p0, p2, v.x & low, v.y & high);
+        mma_rows8(o[2 * n + 1][0], o[2 * n + 1][1], p0, p2, v.z & low, v.w & high);
+      }
+    }
+    if (last && c.warp() == 0) current(c, q);
+    l += __shfl_xor_sync(~0u, l, 1);
+    l += __shfl_xor_sync(~0u, l, 2);
+    if (g < HPT) {
+      float* record = Records::of(c, c.warp() / PARTS, g);
+      if (t == 0) *reinterpret_cast<float2*>(record) = make_float2(m, l);
+#pragma unroll
+      for (int n = 0; n < NT; n++)
+        *reinterpret_cast<float2*>(record + 2 + (c.warp() % PARTS * NT + n) * 8 + t * 2) = make_float2(o[n][0], o[n][1]);
+    }
+    c.barrier();
+    c.stamp(2);
+    Records::finish(c, e, i, j, last, [&](int d) {
+      const u32 pair = *reinterpret_cast<const u32*>(row_at(c, VALUE) + d * 2);
+      return make_float2(bf16_lo(pair), bf16_hi(pair));
+    });
+    // Nobody waits for the row in this step, and the fence waits for the stores: behind the publication.
+    if (last && i % (G::GROUP / HPT) == 0 && c.warp() == M::WARPS - 1) {
+      constexpr int PIECES = G::DIM / 8; // of 16 bytes
+#pragma unroll
+      for (int n = 0; n < 2 * PIECES; n += 32) {
+        const int at = n + c.lane();
+        if (at < 2 * PIECES) {
+          u8* row = c.p.cache + u64(at < PIECES ? e.k_cache : e.v_cache) * 256 +
+                    (u64(u32(i) * HPT / G::GROUP) * M::CONTEXT_MAX + c.position) * (G::PITCH * 2);
+          *reinterpret_cast<uint4*>(row + at % PIECES * 16) = *reinterpret_cast<const uint4*>(row_at(c, KEY) + at * 16);
+        }
+      }
+      publish_cache_row();
+    }
+    c.barrier(); // the next task may stage where the records are, or load other angles
+  }
+
+  // The current position's scores, behind the records of all teams.
+  static __device__ __forceinline__ void current(const Context<M>& c, const Queries& q) {
+    const int g = c.lane() / 4, t = c.lane() % 4;
+    Products product = {};
+#pragma unroll
+    for (int k = 0; k < KJ; k++) product.add(q(k), *reinterpret_cast<const uint4*>(row_at(c, KEY) + k * 64 + t * 16));
+    if (t == 0 && g < HPT) Records::of(c, TEAMS, g)[0] = softcap(product.sum(0) * G::SCALE, G::SOFTCAP);
+  }
+};
