@@ -124,7 +124,8 @@ impl Peer {
         let name = self.name.clone();
         let gone = || PeerError::Gone { name: name.clone(), asked: asked.clone() };
         let stdin = self.stdin.as_mut().ok_or_else(gone)?;
-        writeln!(stdin, "{question}").and_then(|()| stdin.flush()).map_err(|_| gone())?;
+        // A program that does not listen any more may have said why before it ended: its lines tell.
+        let _ = writeln!(stdin, "{question}").and_then(|()| stdin.flush());
         let line = match self.lines.recv_timeout(self.timeout) {
             Ok(line) => line,
             Err(RecvTimeoutError::Disconnected) => return Err(gone()),
