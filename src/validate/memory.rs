@@ -145,8 +145,12 @@ pub(super) fn shared(schedule: &Schedule, target: &Target, grids: &Grids, found:
         if u64::from(part.bytes) < least {
             found.add_with(Rule::SmemSize, Entity::SmemPart(i), || {
                 let message = format!("expected at least {least} bytes for `{name}`, found {}", part.bytes);
-                let owner = owner.filter(|_| name == "residual").map(|at| note(at, "owns the most columns"));
-                (message, owner.into_iter().collect())
+                let decided = match name {
+                    "residual" => owner.map(|at| note(at, "owns the most columns")),
+                    "stage" | "heads" => None,
+                    _ => Some(note(Entity::Machine, "its ring and its consumer warps decide how many")),
+                };
+                (message, decided.into_iter().collect())
             });
         }
     }
