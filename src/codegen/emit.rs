@@ -38,8 +38,9 @@ pub struct OpClass {
 pub fn classes(schedule: &Schedule) -> (Vec<OpClass>, Vec<usize>) {
     let mut classes: Vec<OpClass> = vec![];
     let mut of_grid = vec![];
+    let units = longest_tasks(schedule);
     for (g, grid) in schedule.program.grids.iter().enumerate() {
-        let (template, members) = class_of(schedule, grid);
+        let (template, members) = class_of(schedule, grid, units[g]);
         let found = classes.iter().position(|c| c.template == template && c.members == members);
         let class = found.unwrap_or_else(|| {
             classes.push(OpClass { template, members, grids: vec![] });
@@ -186,8 +187,8 @@ fn act(act: Act) -> &'static str {
     }
 }
 
-/// C++ template and configuration members of a grid.
-fn class_of(schedule: &Schedule, grid: &Grid) -> (&'static str, String) {
+/// C++ template and configuration members of a grid whose longest task has `units`.
+fn class_of(schedule: &Schedule, grid: &Grid, units: u32) -> (&'static str, String) {
     let program = &schedule.program;
     match &grid.op {
         Op::Select => ("Select", format!("int PARTS = {}\nint VOCAB = {}\n", parts(program), vocab(program))),
@@ -196,7 +197,7 @@ fn class_of(schedule: &Schedule, grid: &Grid) -> (&'static str, String) {
             let hidden = grid.operand(Role::Out).map_or(0, |o| program.buffers[o.buffer.index()].cols);
             ("Embed", format!("int HIDDEN = {hidden}\nfloat SCALE = {}\n", Float(*scale)))
         }
-        Op::MatVec(m) => ("MatVec", matvec_members(schedule, grid, m)),
+        Op::MatVec(m) => ("MatVec", matvec_members(schedule, grid, m, units)),
         Op::Attention(a) => ("Attention", attention_members(schedule, a)),
         Op::AttentionMerge { head_dim, splits, heads_per_task } => {
             let heads = grid.n;
@@ -228,17 +229,24 @@ fn parts(program: &Program) -> u32 {
         .map_or(0, |g| g.second.extent())
 }
 
-/// Units of the longest task of all grids that do the same, so that layers with other shares are no class of their own.
-fn longest_task(schedule: &Schedule, op: &Op) -> u32 {
-    let same = |grid: GridId| schedule.program.grids[grid.index()].op == *op;
-    let tasks = schedule.regimes.iter().flat_map(|r| &r.tasks).filter(|t| same(t.grid));
-    tasks.map(|t| t.hi - t.lo).max().unwrap_or(1)
+/// Units of the longest task, for each grid: of all grids that do the same, so that layers with other shares are no class of
+/// their own.
+fn longest_tasks(schedule: &Schedule) -> Vec<u32> {
+    let grids = &schedule.program.grids;
+    let mut own = vec![1; grids.len()];
+    for task in schedule.regimes.iter().flat_map(|r| &r.tasks) {
+        let most = &mut own[task.grid.index()];
+        *most = (task.hi - task.lo).max(*most);
+    }
+    grids
+        .iter()
+        .map(|g| grids.iter().zip(&own).filter(|(other, _)| other.op == g.op).map(|(_, n)| *n).max().unwrap_or(1))
+        .collect()
 }
 
-fn matvec_members(schedule: &Schedule, grid: &Grid, m: &MatVec) -> String {
+fn matvec_members(schedule: &Schedule, grid: &Grid, m: &MatVec, units: u32) -> String {
     let program = &schedule.program;
     let chunk = schedule.machine.ring.chunking(m.granules(program.precision.weights.bytes() as u32)).chunk;
-    let units = longest_task(schedule, &grid.op);
     let mut s = format!("int ROWS = {}\nint K = {}\nint CHUNK = {chunk}\nint UNITS = {units}\n", m.rows, m.k);
     s += &norm_members(m.norm);
     let (epilogue, activation, scale, cap) = match m.epilogue {
