@@ -1,9 +1,9 @@
 //! Owns `Candidate`: one unmeasured point of the search space, and `Infeasible`: why a point does not fit.
 
 use crate::dtype::Precision;
-use crate::ir::op::{GRANULE_BYTES, HISTORY_ALIGN, UNIT_ROWS};
+use crate::ir::op::{GRANULE_BYTES, HISTORY_ALIGN, UNIT_ROWS, granules};
 use crate::ir::schedule::Mechanism;
-use crate::lower::{cache_pitch, heads_per_task_most};
+use crate::lower::{cache_row_bytes, heads_per_task_most};
 use crate::model::graph::{Layer, ModelGraph};
 use crate::target::{CopyMechanism, Target, TargetKind};
 use std::fmt;
@@ -76,8 +76,7 @@ impl Candidate {
         let fixed = crate::schedule::fixed_smem_bytes(graph, target, precision, consumer_warps, sms);
         let room = u64::from(target.spec.smem_bytes_per_block_max).saturating_sub(fixed);
         // Smaller slots where shared memory is scarce, down to a chunk of the history, so that two have room.
-        let history_bytes = attention
-            .map_or(0, |a| HISTORY_ALIGN * cache_pitch(a.head_dim, precision.cache) * precision.cache.bytes() as u32);
+        let history_bytes = attention.map_or(0, |a| HISTORY_ALIGN * cache_row_bytes(a.head_dim, precision.cache));
         let fits = |&bytes: &u32| bytes >= history_bytes && room / u64::from(bytes) >= 2;
         let wanted = default_slot_bytes(graph, precision, room);
         let slot_bytes = [wanted, 8192, 4096].into_iter().find(fits).unwrap_or(wanted);
@@ -104,7 +103,7 @@ impl Candidate {
 
 /// Bytes of a unit of the model's width: 8 rows of whole granules.
 fn unit_bytes(graph: &ModelGraph, precision: Precision) -> u32 {
-    graph.hidden.div_ceil(64 / precision.weights.bytes() as u32).max(1) * GRANULE_BYTES
+    granules(graph.hidden, precision.weights.bytes() as u32).max(1) * GRANULE_BYTES
 }
 
 /// 16 KiB, or 32 where units of the model's width would waste a third of such a slot or be cut by it, fit the larger one, and

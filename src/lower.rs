@@ -435,6 +435,11 @@ pub fn cache_pitch(head_dim: u32, dtype: DType) -> u32 {
     (head_dim * bytes).next_multiple_of(COPY_ALIGN_BYTES) / bytes
 }
 
+/// Bytes of a cache row of one KV head.
+pub fn cache_row_bytes(head_dim: u32, dtype: DType) -> u32 {
+    cache_pitch(head_dim, dtype) * dtype.bytes() as u32
+}
+
 /// Bulk and 16-byte asynchronous copies take addresses and lengths in multiples of this.
 const COPY_ALIGN_BYTES: u32 = 16;
 

@@ -253,7 +253,7 @@ fn weight_runs(schedule: &Schedule, sm: SmId) -> Result<BTreeMap<u64, WeightRun>
             let grid = program.grids.get(task.grid.index()).ok_or(not_weights.clone())?;
             let (Op::MatVec(m), Some(weight)) = (&grid.op, grid.operand(Role::Weight)) else { return Err(not_weights) };
             let dtype = program.buffers.get(weight.buffer.index()).ok_or(not_weights)?.dtype;
-            let unit_bytes = u64::from(m.granules(dtype.bytes() as u32)) * u64::from(GRANULE_BYTES);
+            let unit_bytes = m.unit_bytes(dtype.bytes() as u32);
             let units = task.hi.saturating_sub(task.lo);
             let expected = u64::from(units) * unit_bytes;
             if bytes != expected {

@@ -8,7 +8,7 @@ use crate::ir::op::{
 use crate::ir::program::{Grid, Program, Second, Space};
 use crate::ir::schedule::{Event, Machine, Mechanism, Regime, Ring, Run, RunBytes, Schedule, SmemPart, Task, Wait};
 use crate::ir::{BufferId, EventId, GridId, TaskId};
-use crate::lower::cache_pitch;
+use crate::lower::cache_row_bytes;
 use crate::model::graph::ModelGraph;
 use crate::target::{CopyMechanism, DotMechanism, Target, TargetKind};
 use std::cmp::Reverse;
@@ -311,6 +311,7 @@ fn takes_part(program: &Program, c: &Candidate, grid: &Grid, split: bool) -> boo
 /// Who computes which units of each matvec: the same in every regime, for all of them read one pack. Streams are balanced for
 /// the first regime; where that one's attention is not split, some SMs stream a history that others do not.
 fn divide(program: &Program, c: &Candidate, split: bool) -> Vec<Vec<Share>> {
+    let weight_bytes = program.precision.weights.bytes() as u32;
     // Streamed bytes so far on each SM.
     let mut load = vec![0u64; c.sms as usize];
     let mut spread = 0;
@@ -323,10 +324,9 @@ fn divide(program: &Program, c: &Candidate, split: bool) -> Vec<Vec<Share>> {
         };
         for share in &shares {
             load[share.sm] += match &grid.op {
-                Op::MatVec(m) => u64::from(share.hi - share.lo) * unit_bytes(program, m),
+                Op::MatVec(m) => u64::from(share.hi - share.lo) * m.unit_bytes(weight_bytes),
                 Op::Attention(a) => {
-                    let cache = program.precision.cache;
-                    let row_bytes = cache_pitch(a.head_dim, cache) * cache.bytes() as u32;
+                    let row_bytes = cache_row_bytes(a.head_dim, program.precision.cache);
                     typical_rows(program, c, a) * u64::from(2 * row_bytes)
                 }
                 _ => 0,
@@ -344,10 +344,6 @@ fn typical_rows(program: &Program, c: &Candidate, a: &Attention) -> u64 {
     u64::from(a.window.map_or(position, |w| w.min(position)) / a.splits.max(1))
 }
 
-fn unit_bytes(program: &Program, m: &MatVec) -> u64 {
-    u64::from(m.granules(program.precision.weights.bytes() as u32)) * u64::from(GRANULE_BYTES)
-}
-
 fn regime(
     program: &Program,
     target: &Target,
@@ -357,6 +353,7 @@ fn regime(
     split: bool,
 ) -> Result<Regime, Infeasible> {
     let sms = c.sms as usize;
+    let weight_bytes = program.precision.weights.bytes() as u32;
     let mut r =
         Regime { from_position, tasks: vec![], events: vec![], queues: vec![vec![]; sms], streams: vec![vec![]; sms] };
     let mut offsets = vec![0u64; sms];
@@ -375,14 +372,13 @@ fn regime(
             let task = Task { grid: grid_id, lo: share.lo, hi: share.hi, j: share.j, waits: vec![], signals: vec![] };
             match &grid.op {
                 Op::MatVec(m) => {
-                    let bytes = u64::from(share.hi - share.lo) * unit_bytes(program, m);
+                    let bytes = u64::from(share.hi - share.lo) * m.unit_bytes(weight_bytes);
                     r.streams[share.sm]
                         .push(Run { task: id, bytes: RunBytes::Fixed { offset: offsets[share.sm], bytes } });
                     offsets[share.sm] += bytes;
                 }
                 Op::Attention(a) => {
-                    let cache = program.precision.cache;
-                    let row_bytes = cache_pitch(a.head_dim, cache) * cache.bytes() as u32;
+                    let row_bytes = cache_row_bytes(a.head_dim, program.precision.cache);
                     let rows = c.slot_bytes / row_bytes / HISTORY_ALIGN * HISTORY_ALIGN;
                     if rows == 0 {
                         let slot_bytes = c.slot_bytes;
@@ -411,7 +407,7 @@ struct Share {
 /// Divides the units of a matvec that owns no residual: every SM gets as many as the longest share has, and what is too many is
 /// taken back where most is streamed. An SM that reads history, or one unit more of a wide k, reads less of these.
 fn unit_shares(program: &Program, grid: &Grid, m: &MatVec, load: &[u64]) -> Vec<Share> {
-    let (n, sms, unit) = (grid.n as usize, load.len(), unit_bytes(program, m));
+    let (n, sms, unit) = (grid.n as usize, load.len(), m.unit_bytes(program.precision.weights.bytes() as u32));
     // Every block publishes a candidate at the end of a step, or it would not release what it wrote to the cache.
     let least = usize::from(matches!(m.epilogue, Epilogue::Logits { .. }));
     let most = n.div_ceil(sms);

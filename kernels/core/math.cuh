@@ -39,7 +39,7 @@ __device__ __forceinline__ u32 operand_byte(u32 k) {
   return k / 8 * 16 + ((word & 1) << 1 | word >> 1) * 4;
 }
 
-// The same with rows 8..15 of A zero and their sums scratch.
+// One product with rows 8..15 of A zero and their sums scratch.
 __device__ __forceinline__ void mma_rows8(float& d0, float& d1, u32 a0, u32 a2, u32 b0, u32 b1) {
 #if __CUDA_ARCH__ >= 800
   [[maybe_unused]] float unused0, unused1;

@@ -49,13 +49,9 @@ struct Attention {
       float a = Wire<M>::lo(payload[0]), b = PER_PACKET == 2 ? Wire<M>::hi(payload[0]) : 0.f;
       squares += a * a + b * b;
     }
-    squares = warp_sum(squares);
-    if (c.lane() == 0) c.state().stat[c.task & 1][which][c.warp()] = squares;
+    put_statistic(c, which, squares);
     c.barrier();
-    float sum = 0.f;
-#pragma unroll
-    for (int w = 0; w < M::WARPS; w++) sum += c.state().stat[c.task & 1][which][w];
-    return sum;
+    return block_sum(c, which);
   }
 
   // Norm, then RoPE, of one head in shared memory, by one warp.

@@ -6,7 +6,7 @@ use crate::digest::Digest;
 use crate::ir::op::{GRANULE_BYTES, Op, Role};
 use crate::ir::program::{Program, Space};
 use crate::ir::schedule::{RunBytes, Schedule};
-use crate::lower::cache_pitch;
+use crate::lower::cache_row_bytes;
 use crate::validate::Validated;
 use bytemuck::{Pod, Zeroable};
 
@@ -209,8 +209,7 @@ pub fn encode(validated: &Validated) -> Tables {
                         head_j: (task.lo * a.heads_per_task / a.group) << 16 | task.j,
                         splits: a.splits,
                         window: a.window.unwrap_or(0),
-                        row_bytes: cache_pitch(a.head_dim, program.precision.cache)
-                            * program.precision.cache.bytes() as u32,
+                        row_bytes: cache_row_bytes(a.head_dim, program.precision.cache),
                         rows,
                     },
                     (RunBytes::Fixed { bytes, .. }, Op::MatVec(m)) => {

@@ -6,7 +6,7 @@ use crate::ir::GridId;
 use crate::ir::op::{Attention, Epilogue, HISTORY_ALIGN, MatVec, NormAttr, Op, QkNormAttr, Role};
 use crate::ir::program::{Grid, Program};
 use crate::ir::schedule::Schedule;
-use crate::lower::cache_pitch;
+use crate::lower::{cache_pitch, cache_row_bytes};
 use crate::model::graph::{Act, NormKind, QkNormSpan};
 use crate::schedule::REDUCE_UNITS;
 use crate::target::{CopyMechanism, DotMechanism, Target};
@@ -289,7 +289,7 @@ fn attention_members(schedule: &Schedule, a: &Attention) -> String {
     } = a;
     let cache = schedule.program.precision.cache;
     let pitch = cache_pitch(*head_dim, cache);
-    let row_bytes = pitch * cache.bytes() as u32;
+    let row_bytes = cache_row_bytes(*head_dim, cache);
     let rows = schedule.machine.ring.slot_bytes / row_bytes / HISTORY_ALIGN * HISTORY_ALIGN;
     let head_norm = |n: &Option<QkNormAttr>| match n {
         None => ("NONE", 0.0),

@@ -128,8 +128,18 @@ impl MatVec {
 
     /// Granules of one unit when a weight takes `bytes` bytes.
     pub fn granules(&self, bytes: u32) -> u32 {
-        self.k.div_ceil(GRANULE_ROW_BYTES / bytes)
+        granules(self.k, bytes)
     }
+
+    /// Bytes of one unit when a weight takes `bytes` bytes.
+    pub fn unit_bytes(&self, bytes: u32) -> u64 {
+        u64::from(self.granules(bytes)) * u64::from(GRANULE_BYTES)
+    }
+}
+
+/// Granules of a unit of `k` weights a row when a weight takes `bytes` bytes.
+pub fn granules(k: u32, bytes: u32) -> u32 {
+    k.div_ceil(GRANULE_ROW_BYTES / bytes)
 }
 
 /// What an operand is to its op; the order of the roles in [`Op::signature`] is the order of the operands.
