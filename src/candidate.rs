@@ -3,6 +3,7 @@
 use crate::dtype::Precision;
 use crate::ir::op::{GRANULE_BYTES, HISTORY_ALIGN, UNIT_ROWS, granules};
 use crate::ir::schedule::Mechanism;
+use crate::ir::variant::{AttentionVariant, MatVecVariant, POLL_PAIRS, SUM_UNITS, ahead_rule, team_rule};
 use crate::lower::{cache_row_bytes, heads_per_task_most};
 use crate::model::graph::{Layer, ModelGraph};
 use crate::target::{CopyMechanism, Target, TargetKind};
@@ -15,8 +16,8 @@ pub const RING_SLOTS_MAX: u32 = 64;
 /// More shares of the history than this would make the merge longer than the history it saves.
 pub const SPLITS_DEFAULT_MAX: u32 = 32;
 
-/// Every knob that lowering and scheduling may turn. Two candidates that differ give different artefacts or the
-/// difference is a bug of the knob.
+/// Every knob that lowering, scheduling and the kernels of ops may turn. Two candidates that differ give different artefacts or
+/// the difference is a bug of the knob.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Candidate {
     /// SMs that take part, one block each.
@@ -37,7 +38,55 @@ pub struct Candidate {
     pub split_from: u32,
     /// How activations travel.
     pub mechanism: Mechanism,
+    /// The eighth of the SMs, in the order of their blocks, that streams less; 0: none.
+    pub light_eighth: u32,
+    /// By how much less, percent.
+    pub light_percent: u32,
+    /// Units of a matvec whose partial sums meet in one reduction.
+    pub sum_units: u32,
+    /// Pairs of packets that a thread waits for at once.
+    pub poll_pairs: u32,
+    /// Units whose weights a warp holds in registers at once, of each matvec of a layer (`up`: with the gate, where there is
+    /// one) and of the head; 0: as many as the rule of `ir::variant::Held` says.
+    pub hold_qkv: u32,
+    pub hold_o: u32,
+    pub hold_up: u32,
+    pub hold_down: u32,
+    pub hold_head: u32,
+    /// Warps that share the tiles of a head in attention.
+    pub attention_team: u32,
+    /// 1: queries stay in registers and values are loaded before the softmax.
+    pub attention_ahead: u32,
 }
+
+/// Names of the knobs, in the order in which a candidate is printed.
+pub const KNOB_NAMES: [&str; 22] = [
+    "sms",
+    "consumer_warps",
+    "ring_slots",
+    "slot_bytes",
+    "flight_high",
+    "flight_low",
+    "flight_free",
+    "heads_per_task",
+    "splits",
+    "split_from",
+    "mechanism",
+    "light_eighth",
+    "light_percent",
+    "sum_units",
+    "poll_pairs",
+    "hold_qkv",
+    "hold_o",
+    "hold_up",
+    "hold_down",
+    "hold_head",
+    "attention_team",
+    "attention_ahead",
+];
+
+/// Values of a candidate by knob, in the order of [`KNOB_NAMES`]; `mechanism` by its place in [`Mechanism::ALL`].
+pub type Values = [u32; KNOB_NAMES.len()];
 
 /// A candidate that this target or model cannot take: ordinary search feedback, never a fault.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
@@ -65,7 +114,7 @@ impl Candidate {
     /// consumer warps, a ring as large as shared memory allows, few copies in flight near a hop.
     pub fn default_for(graph: &ModelGraph, target: &Target, precision: Precision) -> Candidate {
         let attention = graph.layers.first().map(|l| &l.attn);
-        let (heads, kv_heads) = attention.map_or((1, 1), |a| (a.heads, a.kv_heads));
+        let (heads, kv_heads, head_dim) = attention.map_or((1, 1, 0), |a| (a.heads, a.kv_heads, a.head_dim));
         let group_most = heads_per_task_most(heads / kv_heads);
         // A block without a unit of the head would release nothing at the end of a step.
         let sms = target.spec.sm_count.min(graph.vocab.div_ceil(UNIT_ROWS)).max(1);
@@ -97,6 +146,170 @@ impl Candidate {
             } else {
                 Mechanism::Packets
             },
+            light_eighth: 0,
+            // What the slowest SMs of an H200 fall behind the mean.
+            light_percent: 5,
+            sum_units: SUM_UNITS,
+            poll_pairs: POLL_PAIRS,
+            hold_qkv: 0,
+            hold_o: 0,
+            hold_up: 0,
+            hold_down: 0,
+            hold_head: 0,
+            attention_team: team_rule(head_dim),
+            attention_ahead: u32::from(ahead_rule(head_dim)),
+        }
+    }
+
+    /// The SMs that stream less than the others.
+    pub fn light_sms(&self) -> std::ops::Range<u32> {
+        match self.light_eighth {
+            0 => 0..0,
+            eighth => (eighth - 1) * self.sms / 8..eighth * self.sms / 8,
+        }
+    }
+
+    /// The knob that says how many units a warp holds of the matvec called `grid`, and its value.
+    pub fn hold_of(&self, grid: &str) -> Option<(&'static str, u32)> {
+        match grid.split('.').next()? {
+            "qkv" => Some(("hold_qkv", self.hold_qkv)),
+            "o" => Some(("hold_o", self.hold_o)),
+            "gate_up" | "up" => Some(("hold_up", self.hold_up)),
+            "down" => Some(("hold_down", self.hold_down)),
+            "head" => Some(("hold_head", self.hold_head)),
+            _ => None,
+        }
+    }
+
+    /// How the matvec called `grid` is to be done.
+    pub fn matvec_variant(&self, grid: &str) -> MatVecVariant {
+        let hold = self.hold_of(grid).map(|(_, units)| units).filter(|units| *units > 0);
+        MatVecVariant { hold, poll: Some(self.poll_pairs).filter(|pairs| *pairs != POLL_PAIRS) }
+    }
+
+    /// How attention over heads of `head_dim` is to be done.
+    pub fn attention_variant(&self, head_dim: u32) -> AttentionVariant {
+        let ahead = self.attention_ahead != 0;
+        AttentionVariant {
+            team: Some(self.attention_team).filter(|warps| *warps != team_rule(head_dim)),
+            ahead: Some(ahead).filter(|ahead| *ahead != ahead_rule(head_dim)),
+        }
+    }
+
+    /// What a text is read over: each knob that was added since the first trials were written as kernels were before there was
+    /// the knob, for heads of `head_dim`. The knobs of the first trials are in every text.
+    pub fn of_first(head_dim: u32) -> Candidate {
+        let mut values = [1; KNOB_NAMES.len()];
+        let later = [0, 5, SUM_UNITS, POLL_PAIRS, 0, 0, 0, 0, 0, team_rule(head_dim), u32::from(ahead_rule(head_dim))];
+        let first = values.len() - later.len();
+        values.iter_mut().skip(first).zip(later).for_each(|(value, later)| *value = later);
+        Candidate::of_values(&values)
+    }
+
+    /// The knobs as numbers.
+    pub fn values(&self) -> Values {
+        // Destructured, so that a new knob does not compile until it has a name above.
+        let Candidate {
+            sms,
+            consumer_warps,
+            ring_slots,
+            slot_bytes,
+            flight_high,
+            flight_low,
+            flight_free,
+            heads_per_task,
+            splits,
+            split_from,
+            mechanism,
+            light_eighth,
+            light_percent,
+            sum_units,
+            poll_pairs,
+            hold_qkv,
+            hold_o,
+            hold_up,
+            hold_down,
+            hold_head,
+            attention_team,
+            attention_ahead,
+        } = *self;
+        let mechanism = Mechanism::ALL.iter().position(|m| *m == mechanism).unwrap_or(0) as u32;
+        [
+            sms,
+            consumer_warps,
+            ring_slots,
+            slot_bytes,
+            flight_high,
+            flight_low,
+            flight_free,
+            heads_per_task,
+            splits,
+            split_from,
+            mechanism,
+            light_eighth,
+            light_percent,
+            sum_units,
+            poll_pairs,
+            hold_qkv,
+            hold_o,
+            hold_up,
+            hold_down,
+            hold_head,
+            attention_team,
+            attention_ahead,
+        ]
+    }
+
+    /// The candidate of these numbers.
+    pub fn of_values(values: &Values) -> Candidate {
+        let [
+            sms,
+            consumer_warps,
+            ring_slots,
+            slot_bytes,
+            flight_high,
+            flight_low,
+            flight_free,
+            heads_per_task,
+            splits,
+            split_from,
+            mechanism,
+            light_eighth,
+            light_percent,
+            sum_units,
+            poll_pairs,
+            hold_qkv,
+            hold_o,
+            hold_up,
+            hold_down,
+            hold_head,
+            attention_team,
+            attention_ahead,
+        ] = *values;
+        let mechanism = *Mechanism::ALL.get(mechanism as usize).unwrap_or(&Mechanism::Packets);
+        Candidate {
+            sms,
+            consumer_warps,
+            ring_slots,
+            slot_bytes,
+            flight_high,
+            flight_low,
+            flight_free,
+            heads_per_task,
+            splits,
+            split_from,
+            mechanism,
+            light_eighth,
+            light_percent,
+            sum_units,
+            poll_pairs,
+            hold_qkv,
+            hold_o,
+            hold_up,
+            hold_down,
+            hold_head,
+            attention_team,
+            attention_ahead,
         }
     }
 }
@@ -142,60 +355,37 @@ fn default_flight_low(graph: &ModelGraph, precision: Precision, sms: u32, slot_b
     ((IN_FLIGHT + chunk / 2) / chunk).max(1)
 }
 
-/// One line, `knob=value` in a fixed order: what trials store and what `show candidate` prints.
+/// One line, `knob=value` in the order of [`KNOB_NAMES`]: what trials store and what `show candidate` prints.
 impl fmt::Display for Candidate {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        // Destructured so that a new knob does not compile until it is printed, and so keyed.
-        let Candidate {
-            sms,
-            consumer_warps,
-            ring_slots,
-            slot_bytes,
-            flight_high,
-            flight_low,
-            flight_free,
-            heads_per_task,
-            splits,
-            split_from,
-            mechanism,
-        } = self;
-        write!(
-            f,
-            "sms={sms};consumer_warps={consumer_warps};ring_slots={ring_slots};slot_bytes={slot_bytes};\
-             flight_high={flight_high};flight_low={flight_low};flight_free={flight_free};\
-             heads_per_task={heads_per_task};splits={splits};split_from={split_from};mechanism={}",
-            mechanism.name()
-        )
+        for (at, (name, value)) in KNOB_NAMES.iter().zip(self.values()).enumerate() {
+            let separator = if at > 0 { ";" } else { "" };
+            match *name {
+                "mechanism" => write!(f, "{separator}{name}={}", self.mechanism.name())?,
+                _ => write!(f, "{separator}{name}={value}")?,
+            }
+        }
+        Ok(())
     }
 }
 
 impl Candidate {
     /// Reads what `Display` writes; knobs may come in any order and absent ones keep the value of `base`.
     pub fn parse(text: &str, base: &Candidate) -> Result<Candidate, String> {
-        let mut candidate = base.clone();
+        let mut values = base.values();
         for pair in text.split(';').map(str::trim).filter(|p| !p.is_empty()) {
             let (knob, value) = pair.split_once('=').ok_or_else(|| format!("expected `knob=value`, found `{pair}`"))?;
-            if knob == "mechanism" {
-                candidate.mechanism = Mechanism::parse(value)
-                    .ok_or_else(|| format!("expected `packets`, `fenced` or `counter`, found `{value}`"))?;
-                continue;
-            }
-            let number =
-                value.parse::<u32>().map_err(|_| format!("expected a number for `{knob}`, found `{value}`"))?;
-            *match knob {
-                "sms" => &mut candidate.sms,
-                "consumer_warps" => &mut candidate.consumer_warps,
-                "ring_slots" => &mut candidate.ring_slots,
-                "slot_bytes" => &mut candidate.slot_bytes,
-                "flight_high" => &mut candidate.flight_high,
-                "flight_low" => &mut candidate.flight_low,
-                "flight_free" => &mut candidate.flight_free,
-                "heads_per_task" => &mut candidate.heads_per_task,
-                "splits" => &mut candidate.splits,
-                "split_from" => &mut candidate.split_from,
-                _ => return Err(format!("unknown knob `{knob}`")),
-            } = number;
+            let at = KNOB_NAMES.iter().position(|name| *name == knob);
+            let place = at.and_then(|at| values.get_mut(at)).ok_or_else(|| format!("unknown knob `{knob}`"))?;
+            *place = match knob {
+                "mechanism" => Mechanism::ALL
+                    .iter()
+                    .position(|m| m.name() == value)
+                    .map(|at| at as u32)
+                    .ok_or_else(|| format!("expected `packets`, `fenced` or `counter`, found `{value}`"))?,
+                _ => value.parse().map_err(|_| format!("expected a number for `{knob}`, found `{value}`"))?,
+            };
         }
-        Ok(candidate)
+        Ok(Candidate::of_values(&values))
     }
 }

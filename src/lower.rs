@@ -17,7 +17,7 @@ pub fn lower(
     candidate: &Candidate,
 ) -> Result<Program, Infeasible> {
     let program = Program { name: name.to_string(), precision, context_max, buffers: vec![], grids: vec![] };
-    let mut b = Builder { graph, program };
+    let mut b = Builder { graph, program, candidate };
     let hidden = graph.hidden;
     let head_units = graph.vocab.div_ceil(UNIT_ROWS);
     let parts = candidate.sms.min(head_units);
@@ -96,6 +96,7 @@ pub fn lower(
 struct Builder<'a> {
     graph: &'a ModelGraph,
     program: Program,
+    candidate: &'a Candidate,
 }
 
 fn read(role: Role, buffer: BufferId, cols: Cols) -> Operand {
@@ -178,7 +179,7 @@ impl Builder<'_> {
     ) {
         let k = linears[0].cols;
         let rows: u32 = linears.iter().map(|l| l.rows).sum();
-        let op = MatVec { rows, k, norm: norm.map(norm_attr), epilogue };
+        let op = MatVec { rows, k, norm: norm.map(norm_attr), epilogue, variant: self.candidate.matvec_variant(name) };
         let units = op.units();
         let interleave = if matches!(epilogue, Epilogue::Gated(_)) { UNIT_ROWS / 2 } else { 1 };
         let mut operands = vec![read(Role::X, x, Cols::all(k))];
@@ -341,6 +342,7 @@ impl Builder<'_> {
             q_norm: qk_norm(&a.q_norm),
             k_norm: qk_norm(&a.k_norm),
             splits: 1,
+            variant: candidate.attention_variant(dim),
         };
         let buffers = AttentionBuffers { qkv, k_cache, v_cache };
         self.attention_grid(&format!("attn.{l}"), base.clone(), &buffers, &constants, attn);

@@ -7,15 +7,13 @@ use crate::ir::op::{
 };
 use crate::ir::program::{Grid, Program, Second, Space};
 use crate::ir::schedule::{Event, Machine, Mechanism, Regime, Ring, Run, RunBytes, Schedule, SmemPart, Task, Wait};
+use crate::ir::variant::{Held, POLL_PAIRS, SUM_UNITS, SUM_UNITS_MAX};
 use crate::ir::{BufferId, EventId, GridId, TaskId};
 use crate::lower::cache_row_bytes;
 use crate::model::graph::ModelGraph;
 use crate::target::{CopyMechanism, DotMechanism, Target, TargetKind};
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap};
-
-/// Units whose partial sums wait in shared memory for one reduction across warps.
-pub const REDUCE_UNITS: u32 = 8;
 
 /// Bytes of a queue entry in the kernel's tables.
 pub const QUEUE_ENTRY_BYTES: u32 = 64;
@@ -36,9 +34,59 @@ pub fn schedule(program: Program, target: &Target, candidate: &Candidate) -> Res
     let queue_max = regimes.iter().flat_map(|r| &r.queues).map(Vec::len).max().unwrap_or(0) as u32;
     let machine = machine(&program, target, candidate, queue_max)?;
     let placement = placement(&program);
-    let schedule = Schedule { program, machine, placement, regimes };
+    let mut schedule = Schedule { program, machine, placement, regimes };
     check_memory(&schedule, target)?;
+    settle_variants(&mut schedule, target, candidate)?;
     Ok(schedule)
+}
+
+/// Holds the variants of ops against what their tasks became, and leaves out those that say what the kernel does anyway, so that
+/// two candidates that make the same kernel make the same schedule.
+fn settle_variants(schedule: &mut Schedule, target: &Target, c: &Candidate) -> Result<(), Infeasible> {
+    let units = schedule.longest_tasks();
+    let Schedule { program, machine, .. } = schedule;
+    let mut turned = vec![];
+    for (grid, units) in program.grids.iter_mut().zip(units) {
+        match &mut grid.op {
+            Op::MatVec(m) => {
+                let held = Held::of(m, machine, program.precision, units);
+                if let (Some(value), Some((knob, _))) = (m.variant.hold, c.hold_of(&grid.name)) {
+                    if let Some(expected) = held.refuses_hold(value) {
+                        return Err(Infeasible::Knob { knob, value, expected });
+                    }
+                    m.variant.hold = Some(value).filter(|hold| *hold != held.hold_rule());
+                    turned.extend(m.variant.hold.map(|_| knob));
+                }
+                // Of a short input there is less to wait for than of a long one.
+                let poll = m.variant.poll.map(|poll| poll.min(held.pairs()));
+                m.variant.poll = poll.filter(|poll| *poll != held.poll_rule());
+                turned.extend(m.variant.poll.map(|_| "poll_pairs"));
+            }
+            Op::Attention(a) => {
+                let refused =
+                    a.refuses_variant(program.precision, target.spec.dot == DotMechanism::Mma, machine.consumer_warps);
+                if let Some(expected) = refused {
+                    let (knob, value) = match a.variant.team {
+                        Some(team) => ("attention_team", team),
+                        None => ("attention_ahead", c.attention_ahead),
+                    };
+                    return Err(Infeasible::Knob { knob, value, expected });
+                }
+            }
+            Op::Select | Op::Report | Op::Embed { .. } | Op::AttentionMerge { .. } | Op::NormAdd { .. } => {}
+        }
+    }
+    let holds = ["qkv", "o", "up", "down", "head"].into_iter().filter_map(|op| c.hold_of(op));
+    let asked = holds
+        .filter(|(_, units)| *units > 0)
+        .chain(Some(("poll_pairs", c.poll_pairs)).filter(|(_, n)| *n != POLL_PAIRS));
+    for (knob, value) in asked {
+        if !turned.contains(&knob) {
+            let expected = "another value: with this one the kernel does what it does by itself".to_string();
+            return Err(Infeasible::Knob { knob, value, expected });
+        }
+    }
+    Ok(())
 }
 
 /// Weights, cache and exchange buffers against the memory of a device. The record of a CPU says nothing of its host.
@@ -102,6 +150,21 @@ pub fn check_knobs(head_units: u32, target: &Target, c: &Candidate) -> Result<()
     if c.flight_free > c.ring_slots {
         return knob("flight_free", c.flight_free, "at most `ring_slots`");
     }
+    if c.sum_units == 0 || c.sum_units > SUM_UNITS_MAX {
+        return knob("sum_units", c.sum_units, &format!("1 to {SUM_UNITS_MAX}"));
+    }
+    if c.poll_pairs == 0 {
+        return knob("poll_pairs", c.poll_pairs, "at least 1");
+    }
+    if c.light_eighth > 8 {
+        return knob("light_eighth", c.light_eighth, "0, or one of the 8 eighths");
+    }
+    if c.light_percent == 0 || c.light_percent > 50 {
+        return knob("light_percent", c.light_percent, "1 to 50");
+    }
+    if c.light_eighth > 0 && c.light_sms().is_empty() {
+        return knob("light_eighth", c.light_eighth, &format!("an eighth that has one of {} SMs", c.sms));
+    }
     if c.splits == 0 {
         return knob("splits", c.splits, "at least 1");
     }
@@ -145,6 +208,7 @@ pub fn fixed_smem_bytes(
         precision,
         dot: target.spec.dot,
         consumer_warps,
+        sum_units: SUM_UNITS,
         ring_bytes: 0,
         // Tasks of an SM in a layer: five, two more with post norms, and one of attention in most layers.
         queue_max: graph.layers.len() as u32 * 8 + 8,
@@ -161,6 +225,7 @@ struct SmemNeeds {
     precision: Precision,
     dot: DotMechanism,
     consumer_warps: u32,
+    sum_units: u32,
     ring_bytes: u32,
     queue_max: u32,
 }
@@ -176,7 +241,7 @@ fn smem_parts(n: &SmemNeeds) -> Vec<SmemPart> {
     // Two batches of partial sums, so that a warp may start the next batch while others still add up this one. Attention
     // stages nothing: the state of each warp and of the current position (maximum, sum, accumulators) and the records of a
     // merge take both places.
-    let sums = 2 * REDUCE_UNITS * n.consumer_warps * UNIT_ROWS * 4;
+    let sums = 2 * n.sum_units * n.consumer_warps * UNIT_ROWS * 4;
     let attention = (n.consumer_warps + 1) * n.heads_per_task * (n.head_dim + PARTIAL_HEADER) * 4;
     let merge = n.splits * (n.head_dim + PARTIAL_HEADER) * 4;
     let parts = [
@@ -213,6 +278,7 @@ fn machine(program: &Program, target: &Target, c: &Candidate, queue_max: u32) ->
         precision: program.precision,
         dot: spec.dot,
         consumer_warps: c.consumer_warps,
+        sum_units: c.sum_units,
         ring_bytes: c.ring_slots.saturating_mul(c.slot_bytes),
         queue_max,
     };
@@ -256,6 +322,7 @@ fn machine(program: &Program, target: &Target, c: &Candidate, queue_max: u32) ->
         consumer_warps: c.consumer_warps,
         loader_warps,
         registers_per_thread: registers,
+        sum_units: c.sum_units,
         ring: Ring {
             slots: c.ring_slots,
             slot_bytes: c.slot_bytes,
@@ -312,29 +379,38 @@ fn takes_part(program: &Program, c: &Candidate, grid: &Grid, split: bool) -> boo
 /// the first regime; where that one's attention is not split, some SMs stream a history that others do not.
 fn divide(program: &Program, c: &Candidate, split: bool) -> Vec<Vec<Share>> {
     let weight_bytes = program.precision.weights.bytes() as u32;
-    // Streamed bytes so far on each SM.
+    // Streamed bytes so far on each SM, times what a byte costs there.
     let mut load = vec![0u64; c.sms as usize];
+    let cost = byte_costs(c);
     let mut spread = 0;
     let mut out = vec![];
     for grid in &program.grids {
         let shares = match &grid.op {
             _ if !takes_part(program, c, grid, split) => vec![],
-            Op::MatVec(m) if grid.operand(Role::Residual).is_none() => unit_shares(program, grid, m, &load),
+            Op::MatVec(m) if grid.operand(Role::Residual).is_none() => unit_shares(program, grid, m, &load, &cost),
             _ => even_shares(grid, load.len(), &mut spread),
         };
         for share in &shares {
-            load[share.sm] += match &grid.op {
-                Op::MatVec(m) => u64::from(share.hi - share.lo) * m.unit_bytes(weight_bytes),
-                Op::Attention(a) => {
-                    let row_bytes = cache_row_bytes(a.head_dim, program.precision.cache);
-                    typical_rows(program, c, a) * u64::from(2 * row_bytes)
-                }
-                _ => 0,
-            };
+            load[share.sm] += cost[share.sm]
+                * match &grid.op {
+                    Op::MatVec(m) => u64::from(share.hi - share.lo) * m.unit_bytes(weight_bytes),
+                    Op::Attention(a) => {
+                        let row_bytes = cache_row_bytes(a.head_dim, program.precision.cache);
+                        typical_rows(program, c, a) * u64::from(2 * row_bytes)
+                    }
+                    _ => 0,
+                };
         }
         out.push(shares);
     }
     out
+}
+
+/// What streaming a byte costs on each SM, in thousandths of what it costs where nobody is spared.
+fn byte_costs(c: &Candidate) -> Vec<u64> {
+    let light = c.light_sms();
+    let spared = 100_000 / u64::from(100 - c.light_percent.min(50));
+    (0..c.sms).map(|sm| if light.contains(&sm) { spared } else { 1000 }).collect()
 }
 
 /// Rows of history that a task is taken to read when streams are balanced, for they grow with the position. Few: a step at a
@@ -405,21 +481,24 @@ struct Share {
 }
 
 /// Divides the units of a matvec that owns no residual: every SM gets as many as the longest share has, and what is too many is
-/// taken back where most is streamed. An SM that reads history, or one unit more of a wide k, reads less of these.
-fn unit_shares(program: &Program, grid: &Grid, m: &MatVec, load: &[u64]) -> Vec<Share> {
+/// taken back where most is streamed. An SM that reads history, or one unit more of a wide k, or is spared, reads less of these.
+fn unit_shares(program: &Program, grid: &Grid, m: &MatVec, load: &[u64], cost: &[u64]) -> Vec<Share> {
     let (n, sms, unit) = (grid.n as usize, load.len(), m.unit_bytes(program.precision.weights.bytes() as u32));
     // Every block publishes a candidate at the end of a step, or it would not release what it wrote to the cache.
     let least = usize::from(matches!(m.epilogue, Epilogue::Logits { .. }));
-    let most = n.div_ceil(sms);
+    // SMs as fast as the others count as one, so that these have room for what spared ones leave.
+    let speed: u64 = cost.iter().map(|cost| 1_000_000 / cost).sum();
+    let most = (n as u64 * 1000).div_ceil(speed) as usize;
     let mut count = vec![most; sms];
+    let all = load.iter().zip(cost).enumerate();
     let mut fullest: BinaryHeap<(u64, Reverse<usize>)> =
-        load.iter().enumerate().map(|(sm, bytes)| (bytes + most as u64 * unit, Reverse(sm))).collect();
+        all.map(|(sm, (load, cost))| (load + most as u64 * unit * cost, Reverse(sm))).collect();
     for _ in n..most * sms {
         // The head has a unit for every SM, so somebody is left.
-        let Some((bytes, Reverse(sm))) = fullest.pop() else { break };
+        let Some((load, Reverse(sm))) = fullest.pop() else { break };
         count[sm] -= 1;
         if count[sm] > least {
-            fullest.push((bytes - unit, Reverse(sm)));
+            fullest.push((load - unit * cost[sm], Reverse(sm)));
         }
     }
     let mut lo = 0;

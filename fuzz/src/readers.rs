@@ -190,19 +190,7 @@ fn artefact(data: &[u8]) {
         }
         _ => {
             let Ok(text) = std::str::from_utf8(data) else { return };
-            let base = Candidate {
-                sms: 1,
-                consumer_warps: 8,
-                ring_slots: 4,
-                slot_bytes: 16_384,
-                flight_high: 4,
-                flight_low: 2,
-                flight_free: 2,
-                heads_per_task: 1,
-                splits: 1,
-                split_from: 0,
-                mechanism: monobloc::ir::schedule::Mechanism::Packets,
-            };
+            let base = Candidate::of_values(&[1, 8, 4, 16_384, 4, 2, 2, 1, 1, 0, 0, 0, 5, 8, 8, 0, 0, 0, 0, 0, 1, 1]);
             let Ok(candidate) = Candidate::parse(text, &base) else { return };
             assert_eq!(Candidate::parse(&candidate.to_string(), &base), Ok(candidate.clone()));
             // Any numbers are a place or an answer.

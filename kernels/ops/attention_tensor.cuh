@@ -12,12 +12,12 @@ struct AttentionTensor {
   static constexpr int KJ = G::DIM / 32;           // granules of a head
   // Warps that share the tiles of large heads, each for its part of the dimensions of V: sums of 256 dimensions would take all
   // registers. All of them compute the scores.
-  static constexpr int PARTS = G::DIM <= 128 ? 1 : 2;
+  static constexpr int PARTS = G::TEAM;
   static constexpr int TEAMS = M::WARPS / PARTS;
   static constexpr int NT = G::DIM / PARTS / 8;
   typedef AttentionRecords<M, G, TEAMS> Records;
   // Queries stay in registers, and values are loaded before the softmax, where sums leave room for them.
-  static constexpr bool ROOM = G::DIM <= 128;
+  static constexpr bool ROOM = G::AHEAD;
   static constexpr bool HALVES = G::ROTARY > 0 && !G::INTERLEAVED; // a pair is dimension d and d + DIM / 2
   // No norm of heads, or one that knows no other head.
   static constexpr bool shared(HeadNorm norm) { return norm == HeadNorm::NONE || norm == HeadNorm::HEAD; }

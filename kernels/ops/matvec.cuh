@@ -21,7 +21,6 @@ enum class Epilogue : u32 { STORE, ACT, GATED, RESIDUAL, LOGITS };
 
 template <class M, class G>
 struct MatVec {
-  static constexpr int HELD_MAX = 12; // granules of weights that a warp keeps in registers
   static constexpr int ELEM = ElemOf<M::WEIGHT>::BYTES;
   static constexpr int GRANULE_K = 64 / ELEM;
   static constexpr int J = ceil_div(G::K, GRANULE_K);  // granules of a unit
@@ -31,17 +30,10 @@ struct MatVec {
   static_assert(CHUNKS == 1 ? CHUNK % J == 0 : CHUNK % M::WARPS == 0, "chunks as codegen/emit.rs lays them out");
   // Granules of a chunk that one warp reads for one unit.
   static constexpr int MINE = ceil_div(CHUNKS == 1 ? J : CHUNK, M::WARPS);
-  // Units whose weights a warp holds at once: all of a short task, so that nothing is between its input and its sums. No
-  // group reaches over the end of a batch of sums.
-  static constexpr int FIT = MINE >= HELD_MAX ? 1 : HELD_MAX / MINE;
-  static constexpr int together() {
-    if (CHUNKS > 1) return 1;
-    if (G::UNITS <= M::REDUCE_UNITS) return ceil_div(G::UNITS, ceil_div(G::UNITS, FIT));
-    int n = M::REDUCE_UNITS;
-    while (n > FIT || M::REDUCE_UNITS % n != 0) n--;
-    return n;
-  }
-  static constexpr int TOGETHER = together();
+  // Units whose weights a warp holds at once: all of a short task, so that nothing is between its input and its sums.
+  static constexpr int TOGETHER = G::TOGETHER;
+  static_assert(TOGETHER == 1 || (CHUNKS == 1 && (G::UNITS <= M::REDUCE_UNITS || M::REDUCE_UNITS % TOGETHER == 0)),
+                "no group reaches over the end of a batch of sums");
   static constexpr bool ONCE = CHUNKS == 1 && G::UNITS <= TOGETHER;
 
   // Pairs of packets of this warp's granules, for each lane.
@@ -161,7 +153,7 @@ struct MatVec {
       // The mean has to be known before anything is staged.
       stage_block<M, G::K, G::NORM, true>(c, e, G::EPS);
     } else {
-      constexpr int COUNT = PAIRS < STAGE_PAIRS_MAX ? PAIRS : STAGE_PAIRS_MAX;
+      constexpr int COUNT = G::POLL_PAIRS;
       const u32 first = u32(c.lane()) / GRANULE_PAIRS * M::WARPS + c.warp();
       const u32 k0 = first * GRANULE_K + u32(c.lane()) % GRANULE_PAIRS * PAIR_K;
       float unused = 0.f;

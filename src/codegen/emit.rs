@@ -6,9 +6,9 @@ use crate::ir::GridId;
 use crate::ir::op::{Attention, Epilogue, HISTORY_ALIGN, MatVec, NormAttr, Op, QkNormAttr, Role};
 use crate::ir::program::{Grid, Program};
 use crate::ir::schedule::Schedule;
+use crate::ir::variant::{AttentionVariant, Held, MatVecVariant, ahead_rule, team_rule};
 use crate::lower::{cache_pitch, cache_row_bytes};
 use crate::model::graph::{Act, NormKind, QkNormSpan};
-use crate::schedule::REDUCE_UNITS;
 use crate::target::{CopyMechanism, DotMechanism, Target};
 use crate::validate::Validated;
 use std::fmt::Write;
@@ -38,7 +38,7 @@ pub struct OpClass {
 pub fn classes(schedule: &Schedule) -> (Vec<OpClass>, Vec<usize>) {
     let mut classes: Vec<OpClass> = vec![];
     let mut of_grid = vec![];
-    let units = longest_tasks(schedule);
+    let units = schedule.longest_tasks();
     for (g, grid) in schedule.program.grids.iter().enumerate() {
         let (template, members) = class_of(schedule, grid, units[g]);
         let found = classes.iter().position(|c| c.template == template && c.members == members);
@@ -108,7 +108,7 @@ pub fn emit(validated: &Validated, target: &Target, trace: Trace) -> KernelSourc
         DotMechanism::Mma => "MMA",
     };
     line!("  static constexpr Dot DOT = Dot::{dot};");
-    line!("  static constexpr int REDUCE_UNITS = {REDUCE_UNITS};");
+    line!("  static constexpr int REDUCE_UNITS = {};", m.sum_units);
     line!("  static constexpr bool TRACE = {};", trace == Trace::On);
     line!("  static constexpr int STAMPS_MAX = {};", stamps_max(schedule));
     line!("}};");
@@ -229,27 +229,17 @@ fn parts(program: &Program) -> u32 {
         .map_or(0, |g| g.second.extent())
 }
 
-/// Units of the longest task, for each grid: of all grids that do the same, so that layers with other shares are no class of
-/// their own.
-fn longest_tasks(schedule: &Schedule) -> Vec<u32> {
-    let grids = &schedule.program.grids;
-    let mut own = vec![1; grids.len()];
-    for task in schedule.regimes.iter().flat_map(|r| &r.tasks) {
-        let most = &mut own[task.grid.index()];
-        *most = (task.hi - task.lo).max(*most);
-    }
-    grids
-        .iter()
-        .map(|g| grids.iter().zip(&own).filter(|(other, _)| other.op == g.op).map(|(_, n)| *n).max().unwrap_or(1))
-        .collect()
-}
-
 fn matvec_members(schedule: &Schedule, grid: &Grid, m: &MatVec, units: u32) -> String {
     let program = &schedule.program;
+    // Destructured so that a new attribute does not compile until the kernel knows it.
+    let MatVec { rows, k, norm, epilogue, variant: MatVecVariant { hold, poll } } = *m;
     let chunk = schedule.machine.ring.chunking(m.granules(program.precision.weights.bytes() as u32)).chunk;
-    let mut s = format!("int ROWS = {}\nint K = {}\nint CHUNK = {chunk}\nint UNITS = {units}\n", m.rows, m.k);
-    s += &norm_members(m.norm);
-    let (epilogue, activation, scale, cap) = match m.epilogue {
+    let held = Held::of(m, &schedule.machine, program.precision, units);
+    let mut s = format!("int ROWS = {rows}\nint K = {k}\nint CHUNK = {chunk}\nint UNITS = {units}\n");
+    let (hold, poll) = (hold.unwrap_or(held.hold_rule()), poll.unwrap_or(held.poll_rule()));
+    s += &format!("int TOGETHER = {hold}\nint POLL_PAIRS = {poll}\n");
+    s += &norm_members(norm);
+    let (epilogue, activation, scale, cap) = match epilogue {
         Epilogue::Store => ("STORE", None, 1.0, 0.0),
         Epilogue::Act(a) => ("ACT", Some(a), 1.0, 0.0),
         Epilogue::Gated(a) => ("GATED", Some(a), 1.0, 0.0),
@@ -286,6 +276,7 @@ fn attention_members(schedule: &Schedule, a: &Attention) -> String {
         q_norm,
         k_norm,
         splits,
+        variant: AttentionVariant { team, ahead },
     } = a;
     let cache = schedule.program.precision.cache;
     let pitch = cache_pitch(*head_dim, cache);
@@ -302,11 +293,13 @@ fn attention_members(schedule: &Schedule, a: &Attention) -> String {
         "int HEADS = {heads}\nint GROUP = {group}\nint HEADS_PER_TASK = {heads_per_task}\nint DIM = {head_dim}\nint PITCH = {pitch}\n\
          float SCALE = {}\nfloat SOFTCAP = {}\nu32 WINDOW = {}\nint ROTARY = {rotary}\nbool INTERLEAVED = {interleaved}\n\
          HeadNorm Q_NORM = HeadNorm::{qn}\nfloat Q_EPS = {}\nHeadNorm K_NORM = HeadNorm::{kn}\nfloat K_EPS = {}\n\
-         int SPLITS = {splits}\nint CHUNK_ROWS = {rows}\n",
+         int SPLITS = {splits}\nint CHUNK_ROWS = {rows}\nint TEAM = {}\nbool AHEAD = {}\n",
         Float(*scale),
         Float(softcap.unwrap_or(0.0)),
         window.unwrap_or(0),
         Float(qe),
         Float(ke),
+        team.unwrap_or(team_rule(*head_dim)),
+        ahead.unwrap_or(ahead_rule(*head_dim)),
     )
 }

@@ -32,6 +32,7 @@ pub mod parse;
 pub mod print;
 pub mod program;
 pub mod schedule;
+pub mod variant;
 
 use crate::define_id;
 

@@ -1,5 +1,6 @@
 //! Owns the closed vocabulary of tile-level ops and the operand table of each: roles, accesses and row kinds.
 
+use super::variant::{AttentionVariant, MatVecVariant};
 use crate::model::graph::{Act, NormKind, QkNormSpan};
 
 /// What a task does. Sizes are elements; every op is pure compute over its declared operands.
@@ -34,6 +35,7 @@ pub struct MatVec {
     /// Applied to the input by every task: its statistics come from the packets the task reads anyway.
     pub norm: Option<NormAttr>,
     pub epilogue: Epilogue,
+    pub variant: MatVecVariant,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -75,6 +77,7 @@ pub struct Attention {
     pub k_norm: Option<QkNormAttr>,
     /// Shares of the history; with 1 the task writes attention itself, else partials for `AttentionMerge`.
     pub splits: u32,
+    pub variant: AttentionVariant,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq)]

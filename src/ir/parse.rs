@@ -8,6 +8,7 @@ use super::op::{Access, Attention, Epilogue, MatVec, NormAttr, Op, QkNormAttr, R
 use super::print::{VERSION, act_name, norm_name};
 use super::program::{Buffer, Cols, Content, Grid, Operand, Part, Program, Rows, Second, Space, VectorPart};
 use super::schedule::{Event, Machine, Mechanism, Regime, Ring, Run, RunBytes, Schedule, SmemPart, Task, Wait};
+use super::variant::{AttentionVariant, MatVecVariant, SUM_UNITS};
 use super::{BufferId, EventId, GridId, SmId, TaskId};
 use crate::dtype::{DType, Precision};
 use crate::error::Fault;
@@ -286,6 +287,7 @@ impl<'a> Parser<'a> {
     fn matvec(&mut self) -> Parsed<MatVec> {
         let (rows, k) = (self.attr_u32("rows")?, self.attr_u32("k")?);
         let norm = if self.eat_attr("norm")? { Some(self.norm()?) } else { None };
+        let variant = MatVecVariant { hold: self.optional_u32("hold")?, poll: self.optional_u32("poll")? };
         self.attr("epilogue")?;
         let epilogue = match self.words(&["store", "act", "gated", "residual", "logits"])? {
             "store" => Epilogue::Store,
@@ -294,7 +296,7 @@ impl<'a> Parser<'a> {
             "residual" => Epilogue::Residual { scale: self.attr_f32("scale")? },
             _ => Epilogue::Logits { scale: self.attr_f32("scale")?, softcap: self.optional_f32("softcap")? },
         };
-        Ok(MatVec { rows, k, norm, epilogue })
+        Ok(MatVec { rows, k, norm, epilogue, variant })
     }
 
     fn act(&mut self) -> Parsed<Act> {
@@ -328,6 +330,8 @@ impl<'a> Parser<'a> {
             Ok(Some(QkNormAttr { norm, span: self.one_of(&QkNormSpan::ALL, QkNormSpan::name)? }))
         };
         let (q_norm, k_norm) = (qk_norm("q_norm")?, qk_norm("k_norm")?);
+        let team = self.optional_u32("team")?;
+        let ahead = if self.eat_attr("ahead")? { Some(self.words(&["0", "1"])? == "1") } else { None };
         Ok(Attention {
             heads_per_task,
             group,
@@ -341,6 +345,7 @@ impl<'a> Parser<'a> {
             q_norm,
             k_norm,
             splits,
+            variant: AttentionVariant { team, ahead },
         })
     }
 
@@ -420,6 +425,7 @@ impl<'a> Parser<'a> {
         let consumer_warps = self.attr_u32("consumer_warps")?;
         let loader_warps = self.attr_u32("loader_warps")?;
         let registers_per_thread = self.attr_u32("registers_per_thread")?;
+        let sum_units = self.optional_u32("sum_units")?.unwrap_or(SUM_UNITS);
         self.lines.machine = self.end_of_line()?;
         self.next_line();
         self.line_kind = "ring";
@@ -465,7 +471,8 @@ impl<'a> Parser<'a> {
                 break;
             }
         }
-        let machine = Machine { target, sms, cluster, consumer_warps, loader_warps, registers_per_thread, ring, smem };
+        let machine =
+            Machine { target, sms, cluster, consumer_warps, loader_warps, registers_per_thread, sum_units, ring, smem };
         Ok(Schedule { program, machine, placement, regimes })
     }
 
@@ -1224,9 +1231,9 @@ regime r1 from 32
         let attention = (
             [numbers(), numbers(), numbers(), numbers(), numbers(), numbers()],
             (floats(), prop::option::of(floats()), prop::option::of(numbers()), any::<bool>()),
-            (qk_norms(), qk_norms()),
+            (qk_norms(), qk_norms(), prop::option::of(numbers()), prop::option::of(any::<bool>())),
         )
-            .prop_map(|(n, (scale, softcap, window, interleaved), (q_norm, k_norm))| {
+            .prop_map(|(n, (scale, softcap, window, interleaved), (q_norm, k_norm, team, ahead))| {
                 let [heads_per_task, group, heads, head_dim, rotary, splits] = n;
                 Op::Attention(Attention {
                     heads_per_task,
@@ -1241,14 +1248,19 @@ regime r1 from 32
                     q_norm,
                     k_norm,
                     splits,
+                    variant: AttentionVariant { team, ahead },
                 })
             });
+        let variants = (prop::option::of(numbers()), prop::option::of(numbers()));
         prop_oneof![
             Just(Op::Select),
             Just(Op::Report),
             floats().prop_map(|scale| Op::Embed { scale }),
-            (numbers(), numbers(), prop::option::of(norms()), epilogues)
-                .prop_map(|(rows, k, norm, epilogue)| Op::MatVec(MatVec { rows, k, norm, epilogue })),
+            (numbers(), numbers(), prop::option::of(norms()), epilogues, variants).prop_map(
+                |(rows, k, norm, epilogue, (hold, poll))| {
+                    Op::MatVec(MatVec { rows, k, norm, epilogue, variant: MatVecVariant { hold, poll } })
+                }
+            ),
             attention,
             [numbers(), numbers(), numbers()].prop_map(|[head_dim, splits, heads_per_task]| {
                 Op::AttentionMerge { head_dim, splits, heads_per_task }
@@ -1320,14 +1332,15 @@ regime r1 from 32
             },
         );
         let smem = (names(), numbers(), numbers()).prop_map(|(name, offset, bytes)| SmemPart { name, offset, bytes });
-        (names(), [numbers(), numbers(), numbers(), numbers(), numbers()], ring, vec(smem, 0..4)).prop_map(
-            |(target, [sms, cluster, consumer_warps, loader_warps, registers], ring, smem)| Machine {
+        (names(), [numbers(), numbers(), numbers(), numbers(), numbers(), numbers()], ring, vec(smem, 0..4)).prop_map(
+            |(target, [sms, cluster, consumer_warps, loader_warps, registers, sum_units], ring, smem)| Machine {
                 target,
                 sms,
                 cluster,
                 consumer_warps,
                 loader_warps,
                 registers_per_thread: registers,
+                sum_units,
                 ring,
                 smem,
             },

@@ -29,6 +29,7 @@
 use super::op::{Attention, Epilogue, MatVec, NormAttr, Op, QkNormAttr};
 use super::program::{Buffer, Cols, Content, Grid, Operand, Program, Second};
 use super::schedule::{Event, Machine, Regime, Ring, Run, RunBytes, Schedule, SmemPart, Task, Wait};
+use super::variant::{AttentionVariant, MatVecVariant, SUM_UNITS};
 use super::{BufferId, EventId, GridId, SmId, TaskId};
 use crate::dtype::Precision;
 use crate::model::graph::{Act, NormKind, RowView};
@@ -178,11 +179,13 @@ fn write_op(out: &mut String, op: &Op) -> fmt::Result {
     match op {
         Op::Select | Op::Report => Ok(()),
         Op::Embed { scale } => write!(out, " scale={scale}"),
-        Op::MatVec(MatVec { rows, k, norm, epilogue }) => {
+        Op::MatVec(MatVec { rows, k, norm, epilogue, variant: MatVecVariant { hold, poll } }) => {
             write!(out, " rows={rows} k={k}")?;
             if let Some(norm) = norm {
                 write!(out, " norm={}", NormText(norm))?;
             }
+            write_optional(out, "hold", hold)?;
+            write_optional(out, "poll", poll)?;
             match epilogue {
                 Epilogue::Store => write!(out, " epilogue=store"),
                 Epilogue::Act(act) => write!(out, " epilogue=act:{}", act_name(*act)),
@@ -216,6 +219,7 @@ fn write_attention(out: &mut String, attention: &Attention) -> fmt::Result {
         q_norm,
         k_norm,
         splits,
+        variant: AttentionVariant { team, ahead },
     } = attention;
     write!(out, " heads={heads} group={group} heads_per_task={heads_per_task} head_dim={head_dim} splits={splits}")?;
     write!(out, " scale={scale}")?;
@@ -230,7 +234,8 @@ fn write_attention(out: &mut String, attention: &Attention) -> fmt::Result {
             write!(out, " {key}={}:{}", NormText(norm), span.name())?;
         }
     }
-    Ok(())
+    write_optional(out, "team", team)?;
+    write_optional(out, "ahead", &ahead.map(u32::from))
 }
 
 fn write_optional(out: &mut String, key: &str, value: &Option<impl fmt::Display>) -> fmt::Result {
@@ -241,14 +246,18 @@ fn write_optional(out: &mut String, key: &str, value: &Option<impl fmt::Display>
 }
 
 fn write_machine(out: &mut String, machine: &Machine) -> fmt::Result {
-    let Machine { target, sms, cluster, consumer_warps, loader_warps, registers_per_thread, ring, smem } = machine;
+    let Machine { target, sms, cluster, consumer_warps, loader_warps, registers_per_thread, sum_units, ring, smem } =
+        machine;
     let Ring { slots, slot_bytes, groups, arrivals, flight_high, flight_low, flight_free } = ring;
-    writeln!(
+    write!(
         out,
         "machine {} sms={sms} cluster={cluster} consumer_warps={consumer_warps} \
          loader_warps={loader_warps} registers_per_thread={registers_per_thread}",
         Quoted(target)
     )?;
+    // Said where it is not what it nearly always is, as the variants of ops.
+    write_optional(out, "sum_units", &Some(sum_units).filter(|units| **units != SUM_UNITS))?;
+    out.push('\n');
     writeln!(
         out,
         "ring slots={slots} slot_bytes={slot_bytes} groups={groups} arrivals={arrivals} flight_high={flight_high} \

@@ -28,6 +28,8 @@ pub struct Machine {
     /// Warps that fill the ring.
     pub loader_warps: u32,
     pub registers_per_thread: u32,
+    /// Units of a matvec whose partial sums meet in one reduction across warps.
+    pub sum_units: u32,
     pub ring: Ring,
     /// Shared-memory map in address order.
     pub smem: Vec<SmemPart>,
@@ -199,6 +201,22 @@ impl Schedule {
     pub fn regime_at(&self, position: u32) -> &Regime {
         let after = self.regimes.partition_point(|r| r.from_position <= position);
         &self.regimes[after.saturating_sub(1)]
+    }
+
+    /// Units of the longest task, for each grid: of all grids that do the same, so that layers with other shares are no op of
+    /// their own.
+    pub fn longest_tasks(&self) -> Vec<u32> {
+        let grids = &self.program.grids;
+        let mut own = vec![1; grids.len()];
+        for task in self.regimes.iter().flat_map(|r| &r.tasks) {
+            if let Some(most) = own.get_mut(task.grid.index()) {
+                *most = task.hi.saturating_sub(task.lo).max(*most);
+            }
+        }
+        grids
+            .iter()
+            .map(|g| grids.iter().zip(&own).filter(|(other, _)| other.op == g.op).map(|(_, n)| *n).max().unwrap_or(1))
+            .collect()
     }
 
     pub fn task_count(&self) -> usize {

@@ -300,7 +300,7 @@ fn settle<A: Arena>(
 mod tests {
     use super::super::prior::{Prior, Setting};
     use super::super::propose::Limits;
-    use super::super::space::{KNOBS, values};
+    use super::super::space::KNOBS;
     use super::*;
     use crate::dtype::{DType, Precision};
     use crate::flywheel::ModelShape;
@@ -338,7 +338,7 @@ mod tests {
 
     /// Latency by the default's: a valley whose bottom is some octaves away from the default in a few knobs.
     fn landscape(candidate: &Candidate, default: &Candidate) -> f64 {
-        let moves = super::super::prior::moves(&values(candidate), &values(default));
+        let moves = super::super::prior::moves(&candidate.values(), &default.values());
         let (mut cost, mut least) = (0.0, 0.0);
         for (at, best) in [(2, -0.4), (3, 0.9), (6, -0.8), (9, 1.0)] {
             cost += 0.05 * (moves[at] - best).powi(2);

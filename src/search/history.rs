@@ -5,12 +5,11 @@
 
 use std::collections::BTreeMap;
 
-use crate::candidate::Candidate;
+use crate::candidate::{Candidate, KNOB_NAMES, Values};
 use crate::digest::Digest;
 use crate::flywheel::{CheckFigures, Cost, Decision, Machine, ModelShape, Proposer, RatioInterval, Timing, Trial};
 
 use super::propose::Outcome;
-use super::space::{KNOBS, candidate, values};
 
 /// The trials of one campaign, in the order in which they were recorded.
 #[derive(Debug, Clone, PartialEq)]
@@ -125,15 +124,15 @@ impl History {
     /// How large the effect of each knob was: the largest difference in log ratio between two trials that differ in that
     /// knob alone, and the number of such pairs. The largest effect first; knobs without a pair are left out.
     pub fn importance(&self) -> Vec<Importance> {
-        let timed: Vec<(super::space::Values, f64)> =
-            self.entries.iter().filter_map(|entry| Some((values(&entry.candidate), entry.log_ratio()?))).collect();
+        let timed: Vec<(Values, f64)> =
+            self.entries.iter().filter_map(|entry| Some((entry.candidate.values(), entry.log_ratio()?))).collect();
         let mut found: BTreeMap<usize, Importance> = BTreeMap::new();
         for (at, (a, a_log)) in timed.iter().enumerate() {
             for (b, b_log) in &timed[..at] {
-                let mut turned = (0..KNOBS.len()).filter(|&knob| a[knob] != b[knob]);
+                let mut turned = (0..KNOB_NAMES.len()).filter(|&knob| a[knob] != b[knob]);
                 let (Some(knob), None) = (turned.next(), turned.next()) else { continue };
                 let effect = (a_log - b_log).abs();
-                let own = found.entry(knob).or_insert(Importance { knob: KNOBS[knob].name, pairs: 0, effect: 0.0 });
+                let own = found.entry(knob).or_insert(Importance { knob: KNOB_NAMES[knob], pairs: 0, effect: 0.0 });
                 own.pairs += 1;
                 own.effect = own.effect.max(effect);
             }
@@ -172,8 +171,7 @@ pub fn histories(trials: &[Trial]) -> Vec<History> {
 
 fn history(campaign: Digest, rows: &[&Trial]) -> Option<History> {
     let first = rows.iter().find(|row| row.facts().point.proposer == Proposer::Default)?.facts();
-    // Every knob is in the text; what it is parsed over does not matter.
-    let default = Candidate::parse(&first.point.candidate, &candidate(&[1; KNOBS.len()])).ok()?;
+    let default = Candidate::parse(&first.point.candidate, &Candidate::of_first(first.model.head_dim)).ok()?;
     let mut history = History {
         campaign,
         manifest: first.manifest.clone(),

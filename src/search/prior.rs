@@ -5,11 +5,11 @@
 //! neighbours and a ridge regression; [`Prior::new`] takes the one that ranks held-out campaigns better. Trials that
 //! failed teach risk. Rows from another space, and targets of another kind, teach nothing.
 
-use crate::candidate::Candidate;
+use crate::candidate::{Candidate, Values};
 use crate::flywheel::{ModelShape, Trial};
 
 use super::history::{Entry, History, histories};
-use super::space::{KNOBS, Space, Values, values};
+use super::space::{KNOBS, Space};
 
 /// Knobs, relative to the default: log2 of (value + 1) by (default + 1).
 pub type Moves = [f64; KNOBS.len()];
@@ -87,12 +87,12 @@ pub fn moves(of: &Values, default: &Values) -> Moves {
 
 /// Reads trials into examples. A candidate that was timed at several positions is one example, their mean.
 pub fn lessons(trials: &[Trial]) -> Lessons {
-    let space = Space::digest();
     let of_campaign = trials.iter().map(|trial| &trial.facts().point).filter(|point| point.campaign.is_some());
-    let mut lessons = Lessons { groups: vec![], stale: of_campaign.filter(|point| point.space != space).count() };
-    for history in histories(trials).iter().filter(|history| history.space == space) {
+    let mut lessons =
+        Lessons { groups: vec![], stale: of_campaign.filter(|point| !Space::contains(&point.space)).count() };
+    for history in histories(trials).iter().filter(|history| Space::contains(&history.space)) {
         let History { manifest, model, machine, default, entries, .. } = history;
-        let default = values(default);
+        let default = default.values();
         let mut group = Group {
             name: format!("{manifest} on {}", machine.target),
             setting: Setting::new(model, &machine.target, &machine.target_kind),
@@ -100,7 +100,7 @@ pub fn lessons(trials: &[Trial]) -> Lessons {
             examples: vec![],
         };
         for entry in entries.iter().filter(|entry| entry.number.is_some()) {
-            let values = values(&entry.candidate);
+            let values = entry.candidate.values();
             let moves = moves(&values, &default);
             group.examples.push(Example { moves, values, log_ratio: entry.log_ratio() });
         }
@@ -177,7 +177,7 @@ impl Prior {
     pub fn new(groups: &[Group], setting: Setting, default: &Candidate) -> Prior {
         let held_out = held_out(groups);
         let model = if held_out.linear > held_out.nearest { Model::Linear } else { Model::Nearest };
-        let mut prior = Prior::with_model(groups, setting, values(default), model);
+        let mut prior = Prior::with_model(groups, setting, default.values(), model);
         if held_out.campaigns > 0 && held_out.linear.max(held_out.nearest) <= 0.0 {
             // Between these models nothing carries over better than by chance: one seed may prove that wrong.
             prior.seeds_most = 1;
@@ -215,7 +215,7 @@ impl Prior {
 
     /// Learns from a trial of this very campaign.
     pub fn learn(&mut self, candidate: &Candidate, log_ratio: Option<f64>) {
-        let values = values(candidate);
+        let values = candidate.values();
         let moves = moves(&values, &self.default);
         self.examples.push((1.0, Example { moves, values, log_ratio }));
         self.fit();
@@ -223,7 +223,7 @@ impl Prior {
 
     /// What is thought of a point. `guess`: the cost model's word on its log ratio, believed as far as nothing else is known.
     pub fn opinion(&self, candidate: &Candidate, guess: f64) -> Opinion {
-        let at = moves(&values(candidate), &self.default);
+        let at = moves(&candidate.values(), &self.default);
         let (mut sum, mut weight, mut failed, mut all) = (0.0, 0.0, 0.0, 0.0);
         for (similar, example) in &self.examples {
             let distance: f64 = at.iter().zip(&example.moves).map(|(a, b)| (a - b).powi(2)).sum();
@@ -349,7 +349,7 @@ pub fn held_out(groups: &[Group]) -> HeldOut {
             let prior = Prior::with_model(&others, group.setting.clone(), group.default, model);
             let said: Vec<f64> = measured
                 .iter()
-                .map(|(example, _)| prior.opinion(&super::space::candidate(&example.values), 0.0).log_ratio)
+                .map(|(example, _)| prior.opinion(&Candidate::of_values(&example.values), 0.0).log_ratio)
                 .collect();
             rank_correlation(&said, &truth).unwrap_or(0.0)
         };

@@ -5,14 +5,14 @@
 
 use std::collections::BTreeMap;
 
-use crate::candidate::{Candidate, Infeasible, RING_SLOTS_MAX};
+use crate::candidate::{Candidate, Infeasible, KNOB_NAMES, RING_SLOTS_MAX, Values};
 use crate::digest::Digest;
 use crate::dtype::Precision;
 use crate::ir::op::UNIT_ROWS;
-use crate::ir::schedule::Mechanism;
-use crate::lower::heads_of_task;
+use crate::ir::variant::SUM_UNITS;
+use crate::lower::{heads_of_task, lower};
 use crate::model::graph::ModelGraph;
-use crate::schedule::check_knobs;
+use crate::schedule::{check_knobs, schedule};
 use crate::target::{Target, TargetKind};
 
 /// What a knob's values mean.
@@ -36,14 +36,29 @@ pub struct Knob {
     pub on_cpu: bool,
     /// Whether it changes what a kernel does.
     pub on_cuda: bool,
+    /// The ops whose kernels it makes another variant of; none: it is a matter of the whole schedule.
+    pub ops: &'static [&'static str],
 }
 
 const fn knob(name: &'static str, grid: Grid, on_cpu: bool, on_cuda: bool, meaning: &'static str) -> Knob {
-    Knob { name, meaning, grid, on_cpu, on_cuda }
+    Knob { name, meaning, grid, on_cpu, on_cuda, ops: &[] }
 }
 
+impl Knob {
+    /// The same, of these ops alone.
+    const fn of(self, ops: &'static [&'static str]) -> Knob {
+        Knob { ops, ..self }
+    }
+}
+
+/// Ops that can be searched alone, by what a layer calls them; `up` is `gate_up` where there is a gate.
+pub const OPS: [&str; 6] = ["qkv", "attention", "o", "up", "down", "head"];
+const MATVECS: &[&str] = &["qkv", "o", "up", "down", "head"];
+const ATTENTION: &[&str] = &["attention"];
+const HOLD: Grid = Grid::Values(&[0, 1, 2, 3, 4, 6, 8]);
+
 /// All knobs, in the order in which a candidate prints them (a test holds that).
-pub const KNOBS: [Knob; 11] = [
+pub const KNOBS: [Knob; KNOB_NAMES.len()] = [
     knob(
         "sms",
         Grid::EighthsLess(&[0, 1, 2, 3, 4, 5, 6]),
@@ -94,21 +109,24 @@ pub const KNOBS: [Knob; 11] = [
         true,
         true,
         "query heads that share one read of their KV head in one task",
-    ),
+    )
+    .of(ATTENTION),
     knob(
         "splits",
         Grid::Values(&[1, 2, 3, 4, 6, 8, 12, 16, 24, 32]),
         true,
         true,
         "shares of the history in split attention (flash decoding); 1 never splits",
-    ),
+    )
+    .of(ATTENTION),
     knob(
         "split_from",
         Grid::Values(&[128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 4096]),
         true,
         true,
         "first position whose attention is split",
-    ),
+    )
+    .of(ATTENTION),
     knob(
         "mechanism",
         Grid::Values(&[0, 1, 2]),
@@ -116,78 +134,64 @@ pub const KNOBS: [Knob; 11] = [
         false,
         "how activations travel: tagged packets, fenced packets, or counters; kernels have packets alone",
     ),
+    knob(
+        "light_eighth",
+        Grid::Values(&[0, 1, 2, 3, 4, 5, 6, 7, 8]),
+        false,
+        true,
+        "which eighth of the SMs streams less than its share, because it is slow; 0: none",
+    ),
+    knob("light_percent", Grid::Values(&[3, 5, 8, 12, 20]), false, true, "by how much less, percent"),
+    knob(
+        "sum_units",
+        Grid::Values(&[4, 8, 16, 32]),
+        false,
+        true,
+        "units of 8 rows of a matvec whose partial sums of all warps meet in one reduction",
+    )
+    .of(MATVECS),
+    knob(
+        "poll_pairs",
+        Grid::Values(&[1, 2, 4, 8, 16]),
+        false,
+        true,
+        "pairs of packets of its input that a thread of a matvec waits for at once, at most",
+    )
+    .of(MATVECS),
+    knob(
+        "hold_qkv",
+        HOLD,
+        false,
+        true,
+        "units of qkv whose weights a warp holds in registers at once; 0: 12 granules of them",
+    )
+    .of(&["qkv"]),
+    knob("hold_o", HOLD, false, true, "the same of the projection behind attention").of(&["o"]),
+    knob("hold_up", HOLD, false, true, "the same of up, or of gate and up together").of(&["up"]),
+    knob("hold_down", HOLD, false, true, "the same of down").of(&["down"]),
+    knob("hold_head", HOLD, false, true, "the same of the output matrix").of(&["head"]),
+    knob(
+        "attention_team",
+        Grid::Values(&[1, 2, 4, 8]),
+        false,
+        true,
+        "warps that share the tiles of a head, each with its part of the dimensions of V",
+    )
+    .of(ATTENTION),
+    knob(
+        "attention_ahead",
+        Grid::Values(&[0, 1]),
+        false,
+        true,
+        "1: queries stay in registers, and values are loaded before the softmax",
+    )
+    .of(ATTENTION),
 ];
-
-/// Values of one candidate by knob, in the order of [`KNOBS`].
-pub type Values = [u32; KNOBS.len()];
-
-/// The knobs of a candidate as numbers.
-pub fn values(candidate: &Candidate) -> Values {
-    // Destructured, so that a new knob does not compile until it has a row in `KNOBS`.
-    let Candidate {
-        sms,
-        consumer_warps,
-        ring_slots,
-        slot_bytes,
-        flight_high,
-        flight_low,
-        flight_free,
-        heads_per_task,
-        splits,
-        split_from,
-        mechanism,
-    } = *candidate;
-    let mechanism = Mechanism::ALL.iter().position(|m| *m == mechanism).unwrap_or(0) as u32;
-    [
-        sms,
-        consumer_warps,
-        ring_slots,
-        slot_bytes,
-        flight_high,
-        flight_low,
-        flight_free,
-        heads_per_task,
-        splits,
-        split_from,
-        mechanism,
-    ]
-}
-
-/// The candidate of these numbers.
-pub fn candidate(values: &Values) -> Candidate {
-    let [
-        sms,
-        consumer_warps,
-        ring_slots,
-        slot_bytes,
-        flight_high,
-        flight_low,
-        flight_free,
-        heads_per_task,
-        splits,
-        split_from,
-        mechanism,
-    ] = *values;
-    let mechanism = *Mechanism::ALL.get(mechanism as usize).unwrap_or(&Mechanism::Packets);
-    Candidate {
-        sms,
-        consumer_warps,
-        ring_slots,
-        slot_bytes,
-        flight_high,
-        flight_low,
-        flight_free,
-        heads_per_task,
-        splits,
-        split_from,
-        mechanism,
-    }
-}
 
 /// The knobs as a table, as `docs/search.md` shows them.
 pub fn knob_table() -> String {
     let mut table = String::from("| knob | means | values | on |\n| --- | --- | --- | --- |\n");
-    for Knob { name, meaning, grid, on_cpu, on_cuda } in KNOBS {
+    for Knob { name, meaning, grid, on_cpu, on_cuda, ops: _ } in KNOBS {
         let values = match grid {
             Grid::Values(values) => values.iter().map(u32::to_string).collect::<Vec<_>>().join(", "),
             Grid::EighthsLess(_) => "all, some less by one to six, and by as many eighths".to_string(),
@@ -205,8 +209,8 @@ pub fn knob_table() -> String {
 
 /// Knobs that differ from the default, as text; `default` where none does.
 pub fn changed(candidate: &Candidate, default: &Candidate) -> String {
-    let (texts, base) = (candidate.to_string(), values(default));
-    let pairs = texts.split(';').zip(values(candidate)).zip(base).filter(|((_, value), default)| value != default);
+    let (texts, base) = (candidate.to_string(), default.values());
+    let pairs = texts.split(';').zip(candidate.values()).zip(base).filter(|((_, value), default)| value != default);
     let pairs: Vec<&str> = pairs.map(|((text, _), _)| text).collect();
     if pairs.is_empty() { "default".to_string() } else { pairs.join(" ") }
 }
@@ -230,6 +234,12 @@ struct Rules {
     group: u32,
 }
 
+/// Shared memory of a block beside the ring, bytes, at most: larger batches of sums than by default take so much more.
+fn fixed_bytes(of_warps: &BTreeMap<u32, u64>, c: &Candidate) -> u64 {
+    let more = u64::from(c.sum_units.saturating_sub(SUM_UNITS)) * u64::from(2 * c.consumer_warps * UNIT_ROWS * 4);
+    of_warps.get(&c.consumer_warps).copied().unwrap_or(0) + more
+}
+
 impl Space {
     /// `fixed_smem_bytes(consumer_warps)` says what a block's shared memory holds beside the ring, bytes; it is a lower
     /// bound or an estimate, because [`Space::admits`] only saves the time of lowering.
@@ -245,7 +255,18 @@ impl Space {
         let group = graph.layers.iter().map(|l| l.attn.heads / l.attn.kv_heads.max(1)).max().unwrap_or(1).max(1);
         let head_units = graph.vocab.div_ceil(UNIT_ROWS);
         let sms_max = target.spec.sm_count.min(head_units).max(1);
-        let own = values(&default);
+        let own = default.values();
+        // A layer says which variants its ops have.
+        let mut layer = graph.clone();
+        layer.layers.truncate(1);
+        let fits = |at: usize, value: u32| {
+            let mut values = own;
+            if let Some(knob) = values.get_mut(at) {
+                *knob = value;
+            }
+            let c = Candidate::of_values(&values);
+            lower(&layer, "", precision, context_max, &c).and_then(|program| schedule(program, target, &c)).is_ok()
+        };
         let mut knobs = vec![];
         for (at, knob) in KNOBS.iter().enumerate() {
             if !(if cpu { knob.on_cpu } else { knob.on_cuda }) {
@@ -263,6 +284,8 @@ impl Space {
                 "heads_per_task" => values.retain(|&heads| heads <= group && group.is_multiple_of(heads)),
                 // Where it begins behind the context, it never splits, which `splits` says already.
                 "split_from" => values.retain(|&from| from < context_max),
+                "sum_units" => {}
+                _ if !knob.ops.is_empty() => values.retain(|&value| value == own[at] || fits(at, value)),
                 _ => {}
             }
             values.push(own[at]);
@@ -295,8 +318,18 @@ impl Space {
     /// Names the grid of all knobs: rows with another digest were drawn from another space. The same for every model and
     /// target, so that what is known of one carries over to the next.
     pub fn digest() -> Digest {
+        Space::digest_of(&KNOBS)
+    }
+
+    /// Whether the points of the space that this digest names are points of this one: it has the same knobs, or the first of
+    /// them. The others are taken to have been as [`Candidate::of_first`] says.
+    pub fn contains(digest: &Digest) -> bool {
+        (1..=KNOBS.len()).any(|first| KNOBS.get(..first).is_some_and(|knobs| Space::digest_of(knobs) == *digest))
+    }
+
+    fn digest_of(knobs: &[Knob]) -> Digest {
         let mut text = String::new();
-        for Knob { name, meaning: _, grid, on_cpu, on_cuda } in KNOBS {
+        for Knob { name, meaning: _, grid, on_cpu, on_cuda, ops: _ } in knobs {
             text.push_str(&format!("{name} {grid:?} {on_cpu} {on_cuda}\n"));
         }
         Digest::of(text.as_bytes())
@@ -311,8 +344,7 @@ impl Space {
         check_knobs(*head_units, target, c)?;
         heads_of_task(*group, c)?;
         if target.kind == TargetKind::Cuda {
-            let fixed = fixed_smem.get(&c.consumer_warps).copied().unwrap_or(0);
-            let bytes = fixed + u64::from(c.ring_slots) * u64::from(c.slot_bytes);
+            let bytes = fixed_bytes(fixed_smem, c) + u64::from(c.ring_slots) * u64::from(c.slot_bytes);
             let most = target.spec.smem_bytes_per_block_max;
             if bytes > u64::from(most) {
                 return Err(Infeasible::SharedMemory { bytes, most, target: target.name.clone() });
@@ -325,7 +357,7 @@ impl Space {
     /// in-flight knobs with it where they would not fit.
     pub fn neighbours(&self, from: &Candidate) -> Vec<Candidate> {
         let mut found: Vec<(usize, usize, Candidate)> = vec![];
-        let own = values(from);
+        let own = from.values();
         for (order, (at, choices)) in self.knobs.iter().enumerate() {
             let Some(&now) = own.get(*at) else { continue };
             let below = choices.iter().rev().filter(|&&v| v < now).zip(1..);
@@ -343,16 +375,16 @@ impl Space {
 
     /// The point with one knob set, and those that depend on it brought back into their range.
     fn with(&self, from: &Candidate, at: usize, value: u32) -> Candidate {
-        let mut numbers = values(from);
+        let mut numbers = from.values();
         if let Some(number) = numbers.get_mut(at) {
             *number = value;
         }
-        let mut to = candidate(&numbers);
+        let mut to = Candidate::of_values(&numbers);
         let changed = KNOBS.get(at).map_or("", |knob| knob.name);
         if self.rules.target.kind == TargetKind::Cuda {
             // More bytes a slot leave room for fewer slots.
-            if matches!(changed, "slot_bytes" | "consumer_warps") {
-                let fixed = self.rules.fixed_smem.get(&to.consumer_warps).copied().unwrap_or(0);
+            if matches!(changed, "slot_bytes" | "consumer_warps" | "sum_units") {
+                let fixed = fixed_bytes(&self.rules.fixed_smem, &to);
                 let room = u64::from(self.rules.target.spec.smem_bytes_per_block_max).saturating_sub(fixed)
                     / u64::from(to.slot_bytes.max(1));
                 to.ring_slots = to.ring_slots.min(room.min(u64::from(RING_SLOTS_MAX)) as u32);
@@ -363,6 +395,10 @@ impl Space {
             }
             to.flight_low = to.flight_low.min(to.flight_high);
             to.flight_free = to.flight_free.min(to.ring_slots);
+        }
+        // Nobody is spared by any percentage.
+        if to.light_eighth == 0 {
+            to.light_percent = self.default.light_percent;
         }
         // Of the points that never split only one is in the space: they make the same schedule.
         let never_splits = |c: &Candidate| c.splits == 1 || c.split_from >= self.rules.context_max;
@@ -404,7 +440,7 @@ impl Space {
 
     /// Knobs in which two points differ: what "simpler" counts, from the default.
     pub fn distance(a: &Candidate, b: &Candidate) -> usize {
-        values(a).iter().zip(values(b)).filter(|(a, b)| **a != *b).count()
+        a.values().iter().zip(b.values()).filter(|(a, b)| **a != *b).count()
     }
 
     /// Points of the grid, legal or not: how large the space is.
@@ -418,6 +454,7 @@ mod tests {
     use super::*;
     use crate::dtype::DType;
     use crate::ir::print::print;
+    use crate::ir::schedule::{Run, RunBytes};
     use crate::lower::lower;
     use crate::model::config::import_config_only;
     use crate::schedule::schedule;
@@ -441,6 +478,40 @@ mod tests {
             return;
         }
         assert_eq!(table, knob_table(), "BLESS=1 writes the table");
+    }
+
+    #[test]
+    fn rows_of_fewer_knobs_are_points_of_this_space_and_others_are_not() {
+        assert!(Space::contains(&Space::digest()));
+        assert!(Space::contains(&Space::digest_of(&KNOBS[..11])));
+        let mut other = KNOBS;
+        other[3].grid = Grid::Values(&[1, 2]);
+        assert!(!Space::contains(&Space::digest_of(&other)));
+        assert!(!Space::contains(&Space::digest_of(&KNOBS[1..])));
+        assert!(!Space::contains(&Digest::of(b"")));
+    }
+
+    #[test]
+    fn an_eighth_that_is_spared_streams_less_by_about_its_percentage() {
+        let precision = Precision { weights: DType::Bf16, cache: DType::Bf16, wire: DType::Bf16 };
+        let graph = import_config_only(CONFIGS[0], 0).expect("a config of the repository").graph;
+        let target = Target::builtin("h200").expect("a record");
+        let default = Candidate::default_for(&graph, &target, precision);
+        let streamed = |c: &Candidate| -> Vec<u64> {
+            let program = lower(&graph, "test", precision, 1024, c).expect("it fits");
+            let placed = schedule(program, &target, c).expect("it fits");
+            let bytes = |run: &Run| if let RunBytes::Fixed { bytes, .. } = run.bytes { bytes } else { 0 };
+            placed.regimes[0].streams.iter().map(|runs| runs.iter().map(bytes).sum()).collect()
+        };
+        let spared = Candidate { light_eighth: 3, light_percent: 12, ..default.clone() };
+        let (even, uneven) = (streamed(&default), streamed(&spared));
+        assert_eq!(even.iter().sum::<u64>(), uneven.iter().sum::<u64>());
+        let light = spared.light_sms();
+        assert_eq!(light.len(), 16);
+        let mean = |of: &[u64]| of.iter().sum::<u64>() as f64 / of.len() as f64;
+        let range = light.start as usize..light.end as usize;
+        let ratio = mean(&uneven[range.clone()]) / mean(&even[range]);
+        assert!((0.86..0.92).contains(&ratio), "{ratio}");
     }
 
     /// A knob that turns and changes nothing would be measured for nothing.

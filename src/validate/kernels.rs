@@ -7,9 +7,10 @@ use super::{Entity, Found, Rule, Witness, note};
 use crate::ir::op::{Attention, Epilogue, HISTORY_ALIGN, Op, QkNormAttr, Role};
 use crate::ir::program::{Grid, Program, Space};
 use crate::ir::schedule::{Mechanism, RunBytes, Schedule};
+use crate::ir::variant::{Held, MatVecVariant, SUM_UNITS_MAX};
 use crate::ir::{EventId, GridId, SmId, TaskId};
 use crate::model::graph::{NormKind, QkNormSpan};
-use crate::target::{Target, TargetKind};
+use crate::target::{DotMechanism, Target, TargetKind};
 
 /// Extents that queue entries and stream runs hold in 16 and 32 bits.
 const SHARES_MAX: u32 = 1 << 16;
@@ -26,6 +27,7 @@ pub(super) fn check(schedule: &Schedule, target: &Target, found: &mut Found) {
     }
     let mut rules = Rules { found };
     rules.program(&schedule.program);
+    rules.variants(schedule, target);
     rules.regimes(schedule);
     rules.memory(schedule);
 }
@@ -93,6 +95,44 @@ impl Rules<'_> {
             let heads: Vec<Witness> = heads.iter().map(|&at| note(at, "makes logits")).collect();
             (format!("expected one head, found {}", heads.len()), heads)
         });
+    }
+
+    /// matvec.cuh and attention_tensor.cuh: what is held in registers, and who shares a head.
+    fn variants(&mut self, schedule: &Schedule, target: &Target) {
+        let Schedule { program, machine, .. } = schedule;
+        let sums = machine.sum_units;
+        self.expect((1..=SUM_UNITS_MAX).contains(&sums), Entity::Machine, || {
+            format!("expected 1 to {SUM_UNITS_MAX} units of a reduction, found {sums}")
+        });
+        for ((g, grid), units) in (0..).zip(&program.grids).zip(schedule.longest_tasks()) {
+            let at = Entity::Grid(GridId(g));
+            match &grid.op {
+                Op::MatVec(m) => {
+                    let MatVecVariant { hold, poll } = m.variant;
+                    let held = Held::of(m, machine, program.precision, units);
+                    for (name, asked, refused) in [
+                        ("hold", hold, hold.and_then(|hold| held.refuses_hold(hold))),
+                        ("poll", poll, poll.and_then(|poll| held.refuses_poll(poll))),
+                    ] {
+                        self.expect(refused.is_none(), at, || {
+                            let (asked, expected) = (asked.unwrap_or_default(), refused.unwrap_or_default());
+                            format!("expected `{name}` to be {expected}; found {asked}")
+                        });
+                    }
+                }
+                Op::Attention(a) => {
+                    let refused = a.refuses_variant(
+                        program.precision,
+                        target.spec.dot == DotMechanism::Mma,
+                        machine.consumer_warps,
+                    );
+                    self.expect(refused.is_none(), at, || {
+                        format!("expected `team` to be {}", refused.unwrap_or_default())
+                    });
+                }
+                Op::Select | Op::Report | Op::Embed { .. } | Op::AttentionMerge { .. } | Op::NormAdd { .. } => {}
+            }
+        }
     }
 
     /// A queue entry holds the place of a buffer and no column: operands begin at its column 0 and take all of it. Only

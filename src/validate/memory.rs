@@ -12,8 +12,6 @@ use crate::target::{DotMechanism, Target, TargetKind};
 
 /// Fewer registers than this a compiler cannot work with.
 const REGISTERS_MIN: u32 = 24;
-/// Units whose partial sums wait for one reduction across warps; there are two such batches.
-const REDUCE_UNITS: u64 = 8;
 /// What vector loads, tensor-core operands and bulk copies need of an address in shared memory, bytes.
 const ALIGN: u64 = 16;
 /// Places in arenas are told to the kernel in this unit, bytes.
@@ -93,7 +91,8 @@ pub(super) fn shared(schedule: &Schedule, target: &Target, grids: &Grids, found:
     // Tensor cores read the staged input as bf16; everything else reads fp32.
     let element = if weights == DType::Bf16 && target.spec.dot == DotMechanism::Mma { 2 } else { 4 };
     let (mut stage, mut heads, mut scratch) = (0, 0, 0);
-    let mut reduce = 2 * REDUCE_UNITS * warps * u64::from(UNIT_ROWS) * 4;
+    // Two batches of partial sums.
+    let mut reduce = (2 * u64::from(machine.sum_units)).saturating_mul(warps).saturating_mul(u64::from(UNIT_ROWS) * 4);
     for grid in &schedule.program.grids {
         match &grid.op {
             Op::MatVec(m) => stage = stage.max(u64::from(m.k).next_multiple_of(STAGE_VALUES) * element),

@@ -62,6 +62,7 @@ fn place(imported: &Imported, plan: &Plan, context_max: u32) -> Schedule {
         splits: plan.splits,
         split_from: plan.split_from,
         mechanism: plan.mechanism,
+        ..Candidate::default_for(&imported.graph, &target, plan.precision)
     };
     let program = lower(&imported.graph, "test", plan.precision, context_max, &candidate).unwrap();
     schedule(program, &target, &candidate).unwrap()

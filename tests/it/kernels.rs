@@ -1,12 +1,13 @@
 //! Generated kernels: that each copy mechanism, with and without time stamps, is CUDA C++ that compiles cleanly.
 
-use monobloc::candidate::Candidate;
+use monobloc::candidate::{Candidate, KNOB_NAMES};
 use monobloc::codegen::emit::{ENTRY_POINT, Trace, emit};
 use monobloc::cuda::cubin;
 use monobloc::cuda::nvrtc::Nvrtc;
 use monobloc::lower::lower;
-use monobloc::model::config::import;
+use monobloc::model::config::{import, import_config_only};
 use monobloc::schedule::schedule;
+use monobloc::search::Space;
 use monobloc::target::Target;
 use monobloc::validate::{Validated, validate};
 
@@ -69,4 +70,36 @@ fn odd_sizes_and_every_kind_of_attention_compile() {
         let compiled = compiled.unwrap_or_else(|error| panic!("{name} on {record}: {error}"));
         assert!(!compiled.log.contains("warning"), "{name} on {record}: {}", compiled.log);
     }
+}
+
+/// Of each op the variant that is farthest from the default.
+#[test]
+fn the_variants_of_all_ops_compile() {
+    let Some(nvrtc) = nvrtc("the_variants_of_all_ops_compile") else { return };
+    let target = Target::builtin("h200").unwrap();
+    let mut graph = import_config_only(include_str!("../../manifests/configs/smollm2-135m.json"), 0).unwrap().graph;
+    graph.layers.truncate(1);
+    let space = Space::new(&graph, &target, BF16, 256, |_| 60_000);
+    let default = space.default_candidate();
+    let mut values = default.values();
+    let variants = space.knobs().filter(|(knob, _)| !knob.ops.is_empty());
+    let mut turned = vec![];
+    for (knob, choices) in variants {
+        let at = KNOB_NAMES.iter().position(|name| *name == knob.name).unwrap();
+        values[at] = *choices.iter().max_by_key(|value| value.abs_diff(default.values()[at])).unwrap();
+        turned.push(knob.name);
+    }
+    for knob in ["sum_units", "poll_pairs", "hold_up", "attention_team", "attention_ahead"] {
+        assert!(turned.contains(&knob), "{knob} has one value: {turned:?}");
+    }
+    let text = |candidate: &Candidate| {
+        let program = lower(&graph, "variants", BF16, 256, candidate).unwrap();
+        let placed = schedule(program, &target, candidate).unwrap_or_else(|reason| panic!("{candidate}: {reason}"));
+        let validated = validate(placed, &target).unwrap_or_else(|rejected| panic!("{rejected}"));
+        emit(&validated, &target, Trace::Off)
+    };
+    let source = text(&Candidate::of_values(&values));
+    assert_ne!(source.text, text(default).text);
+    let compiled = nvrtc.compile(&source).unwrap_or_else(|error| panic!("{error}"));
+    assert!(!compiled.log.contains("warning"), "{}", compiled.log);
 }

@@ -479,7 +479,11 @@ fn kernels_refuse_what_they_would_ignore() {
         assert_eq!(rules(&s, &beyond_kernels()), [], "the language allows it");
         rules(&s, &target)
     };
-    let cases: [fn(&mut Schedule); 10] = [
+    fn op<'a>(s: &'a mut Schedule, name: &str) -> &'a mut Op {
+        let id = grid(s, name);
+        &mut s.program.grids[id.index()].op
+    }
+    let cases: [fn(&mut Schedule); 14] = [
         // Groups of warps that take chunks in turn.
         |s| (s.machine.ring.groups, s.machine.ring.arrivals) = (2, 8),
         // A queue that outgrows its place in shared memory.
@@ -513,6 +517,23 @@ fn kernels_refuse_what_they_would_ignore() {
             third.from_position = 48;
             s.regimes.push(third);
         },
+        // Variants of ops that no kernel has: more units than there are, more pairs, a third of the warps, no sums.
+        |s| {
+            if let Op::MatVec(m) = op(s, "qkv.0") {
+                m.variant.hold = Some(99);
+            }
+        },
+        |s| {
+            if let Op::MatVec(m) = op(s, "down.0") {
+                m.variant.poll = Some(0);
+            }
+        },
+        |s| {
+            if let Op::Attention(a) = op(s, "attn.0") {
+                a.variant.team = Some(3);
+            }
+        },
+        |s| s.machine.sum_units = 0,
     ];
     for (i, case) in cases.into_iter().enumerate() {
         assert_eq!(refused(case), [Rule::Kernel], "case {i}");

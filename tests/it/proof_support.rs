@@ -5,6 +5,7 @@ use monobloc::dtype::{DType, Precision};
 use monobloc::ir::op::{Access, Epilogue, MatVec, Op, Role};
 use monobloc::ir::program::{Buffer, Cols, Content, Grid, Operand, Part, Rows, Second, Space};
 use monobloc::ir::schedule::{Event, Mechanism, Run, RunBytes, Schedule, Task, Wait};
+use monobloc::ir::variant::MatVecVariant;
 use monobloc::ir::{BufferId, EventId, GridId, TaskId};
 use monobloc::lower::lower;
 use monobloc::model::graph::{
@@ -224,6 +225,17 @@ pub fn on_cpu(sms: u32) -> Candidate {
         splits: 1,
         split_from: 32,
         mechanism: Mechanism::Counter,
+        light_eighth: 0,
+        light_percent: 5,
+        sum_units: 8,
+        poll_pairs: 8,
+        hold_qkv: 0,
+        hold_o: 0,
+        hold_up: 0,
+        hold_down: 0,
+        hold_head: 0,
+        attention_team: 1,
+        attention_ahead: 1,
     }
 }
 
@@ -333,7 +345,13 @@ pub fn add_extra(schedule: &mut Schedule, after: &str, sms: [usize; 2]) {
     let extra = GridId::from(program.grids.len());
     program.grids.push(Grid {
         name: "extra".to_string(),
-        op: Op::MatVec(MatVec { rows: 8, k: 16, norm: None, epilogue: Epilogue::Store }),
+        op: Op::MatVec(MatVec {
+            rows: 8,
+            k: 16,
+            norm: None,
+            epilogue: Epilogue::Store,
+            variant: MatVecVariant::default(),
+        }),
         n: 1,
         second: Second::Axis(1),
         operands: vec![

@@ -118,7 +118,7 @@ fn the_corpus_of_the_repository_is_sound_and_of_this_space() {
             let facts = trial.facts();
             assert!(!facts.machine.device_name.is_empty(), "{}: a row that no device measured", path.display());
             let remedy = "rows of another space teach nothing: measure again, or remove the file";
-            assert_eq!(facts.point.space, Space::digest(), "{}: {remedy}", path.display());
+            assert!(Space::contains(&facts.point.space), "{}: {remedy}", path.display());
         }
     }
 }

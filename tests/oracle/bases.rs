@@ -7,6 +7,7 @@ use monobloc::dtype::{DType, Precision};
 use monobloc::ir::op::{Access, Epilogue, GRANULE_BYTES, MatVec, NormAttr, Op, Role};
 use monobloc::ir::program::{Buffer, Cols, Content, Grid, Operand, Part, Program, Rows, Second, Space};
 use monobloc::ir::schedule::{Event, Machine, Mechanism, Regime, Ring, Run, RunBytes, Schedule, SmemPart, Task, Wait};
+use monobloc::ir::variant::MatVecVariant;
 use monobloc::ir::{BufferId, EventId, GridId, TaskId};
 use monobloc::lower::lower;
 use monobloc::model::graph::{Act, ModelGraph, NormKind, QkNormSpan, RowView, TensorId};
@@ -127,6 +128,9 @@ pub fn real(random: &mut Rng, graphs: &[(String, ModelGraph)]) -> Option<Base> {
             split_from: of(random, &[0, 1, 16, context_max / 2, context_max, 384]),
             // Today's kernels have one; the interpreter has all.
             mechanism: if cpu { of(random, &Mechanism::ALL) } else { Mechanism::Packets },
+            light_eighth: of(random, &[0, 0, 4, 8]),
+            light_percent: of(random, &[5, 40]),
+            ..default
         },
     };
     let program = lower(&graph, &name, precision, context_max, &candidate).ok()?;
@@ -258,7 +262,8 @@ impl Build<'_> {
         operands.push(operand(Role::Weight, Access::Stream, weight, Rows::Units, units));
         operands.extend(out(Cols::blocks(8, rows)));
         debug_assert!(self.hidden > 0);
-        let op = Op::MatVec(MatVec { rows, k, norm: normed.then_some(norm), epilogue });
+        let op =
+            Op::MatVec(MatVec { rows, k, norm: normed.then_some(norm), epilogue, variant: MatVecVariant::default() });
         self.grid(name, op, rows.div_ceil(8), operands);
     }
 }
@@ -382,6 +387,7 @@ fn place_randomly(random: &mut Rng, p: Program, sms: usize) -> Base {
         consumer_warps: 1,
         loader_warps: 1,
         registers_per_thread: 128,
+        sum_units: 8,
         ring: Ring {
             slots: 4,
             slot_bytes: 4096,

@@ -5,6 +5,7 @@ use monobloc::dtype::DType;
 use monobloc::ir::op::{Access, Attention, Epilogue, MatVec, NormAttr, Op, QkNormAttr, Role};
 use monobloc::ir::program::{Buffer, Cols, Content, Grid, Operand, Rows, Second, Space};
 use monobloc::ir::schedule::{Regime, RunBytes, Schedule, Task};
+use monobloc::ir::variant::AttentionVariant;
 use monobloc::ir::{BufferId, GridId};
 use monobloc::model::graph::{NormKind, QkNormSpan};
 use monobloc::target::{DotMechanism, Target, TargetKind};
@@ -608,7 +609,7 @@ fn meanings(s: &Schedule) -> Result<(), Fault> {
         }
         // One text must not depend on where a regime begins.
         if let (Op::Attention(a), Some(keys)) = (&grid.op, grid.operand(Role::AppendK)) {
-            let alone = Attention { heads_per_task: 1, splits: 1, ..a.clone() };
+            let alone = Attention { heads_per_task: 1, splits: 1, variant: AttentionVariant::default(), ..a.clone() };
             if *attention.entry((keys.buffer, keys.cols.base)).or_insert(alone.clone()) != alone {
                 return Err(Fault::new(Kind::Malformed, "two attentions over the same keys"));
             }

@@ -55,6 +55,8 @@ struct Class3 {
   static constexpr int K = 32;
   static constexpr int CHUNK = 32;
   static constexpr int UNITS = 1;
+  static constexpr int TOGETHER = 1;
+  static constexpr int POLL_PAIRS = 1;
   static constexpr Norm NORM = Norm::RMS;
   static constexpr float EPS = 1e-5f;
   static constexpr Epilogue EPILOGUE = Epilogue::STORE;
@@ -84,6 +86,8 @@ struct Class4 {
   static constexpr float K_EPS = 1e-5f;
   static constexpr int SPLITS = 1;
   static constexpr int CHUNK_ROWS = 512;
+  static constexpr int TEAM = 1;
+  static constexpr bool AHEAD = true;
 };
 
 // g5 o.0 and 1 more
@@ -92,6 +96,8 @@ struct Class5 {
   static constexpr int K = 16;
   static constexpr int CHUNK = 32;
   static constexpr int UNITS = 1;
+  static constexpr int TOGETHER = 1;
+  static constexpr int POLL_PAIRS = 1;
   static constexpr Norm NORM = Norm::NONE;
   static constexpr float EPS = 0.0f;
   static constexpr Epilogue EPILOGUE = Epilogue::STORE;
@@ -116,6 +122,8 @@ struct Class7 {
   static constexpr int K = 32;
   static constexpr int CHUNK = 32;
   static constexpr int UNITS = 2;
+  static constexpr int TOGETHER = 2;
+  static constexpr int POLL_PAIRS = 1;
   static constexpr Norm NORM = Norm::RMS;
   static constexpr float EPS = 1e-5f;
   static constexpr Epilogue EPILOGUE = Epilogue::GATED;
@@ -133,6 +141,8 @@ struct Class8 {
   static constexpr int K = 40;
   static constexpr int CHUNK = 30;
   static constexpr int UNITS = 1;
+  static constexpr int TOGETHER = 1;
+  static constexpr int POLL_PAIRS = 1;
   static constexpr Norm NORM = Norm::NONE;
   static constexpr float EPS = 0.0f;
   static constexpr Epilogue EPILOGUE = Epilogue::STORE;
@@ -162,6 +172,8 @@ struct Class9 {
   static constexpr float K_EPS = 1e-5f;
   static constexpr int SPLITS = 1;
   static constexpr int CHUNK_ROWS = 512;
+  static constexpr int TEAM = 1;
+  static constexpr bool AHEAD = true;
 };
 
 // g17 head
@@ -170,6 +182,8 @@ struct Class10 {
   static constexpr int K = 32;
   static constexpr int CHUNK = 32;
   static constexpr int UNITS = 1;
+  static constexpr int TOGETHER = 1;
+  static constexpr int POLL_PAIRS = 1;
   static constexpr Norm NORM = Norm::RMS;
   static constexpr float EPS = 1e-5f;
   static constexpr Epilogue EPILOGUE = Epilogue::LOGITS;

@@ -1,0 +1,167 @@
+//! Owns the variants of ops: what a kernel may do in more than one way. They decide how fast an op is and nothing else: the
+//! interpreter knows none of them, and results differ by rounding at most.
+
+use super::op::{Attention, GRANULE_ROW_BYTES, MatVec};
+use super::schedule::Machine;
+use crate::dtype::{DType, Precision};
+use crate::model::graph::QkNormSpan;
+
+/// Granules of weights that a warp keeps in registers where nobody says how many units it holds: 48 registers of a lane.
+const HELD_GRANULES: u32 = 12;
+/// More would leave fewer registers than the sums and the staging of the input take.
+const HELD_GRANULES_MAX: u32 = 24;
+/// Pairs of packets that a thread waits for at once where nobody says how many: each round of waiting costs a trip to L2, each
+/// pair four registers.
+pub const POLL_PAIRS: u32 = 8;
+/// Units whose partial sums meet in one reduction, unless a candidate says otherwise.
+pub const SUM_UNITS: u32 = 8;
+/// Two batches of more would take shared memory that the ring needs.
+pub const SUM_UNITS_MAX: u32 = 64;
+/// Heads of more dimensions share their sums between warps, unless a candidate says otherwise.
+const TEAM_DIM: u32 = 128;
+
+/// Of a matvec; `None`: as the rules of [`Held`] say.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct MatVecVariant {
+    /// Units whose weights a warp holds in registers at once.
+    pub hold: Option<u32>,
+    /// Pairs of packets of the input that a thread waits for at once.
+    pub poll: Option<u32>,
+}
+
+/// Of attention on tensor cores; `None`: as [`team_rule`] and [`ahead_rule`] say.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct AttentionVariant {
+    /// Warps that share the tiles of a head, each for its part of the dimensions of V.
+    pub team: Option<u32>,
+    /// Whether queries stay in registers and values are loaded before the softmax.
+    pub ahead: Option<bool>,
+}
+
+/// How the tasks of a matvec lie in registers: what decides its variants.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Held {
+    /// Granules of a unit that one warp reads, of one chunk at a time.
+    granules: u32,
+    /// Whether a chunk holds whole units.
+    whole: bool,
+    /// Units of the longest task.
+    units: u32,
+    /// Units of a batch of sums.
+    batch: u32,
+    /// Pairs of packets of the input that a thread stages.
+    pairs: u32,
+}
+
+impl Held {
+    /// Of a matvec whose longest task has `units`.
+    pub fn of(m: &MatVec, machine: &Machine, precision: Precision, units: u32) -> Held {
+        let weight_bytes = precision.weights.bytes() as u32;
+        let (unit, warps) = (m.granules(weight_bytes).max(1), machine.consumer_warps.max(1));
+        let chunk = machine.ring.chunking(unit).chunk;
+        let whole = chunk >= unit;
+        // A pair of 8-byte packets holds two times as many values as 4 bytes do.
+        let pair = 2 * (4 / precision.wire.bytes() as u32);
+        let granule_pairs = GRANULE_ROW_BYTES / weight_bytes / pair;
+        Held {
+            granules: (if whole { unit } else { chunk }).div_ceil(warps),
+            whole,
+            units: units.max(1),
+            batch: machine.sum_units.max(1),
+            pairs: (unit.div_ceil(warps) * granule_pairs).div_ceil(32),
+        }
+    }
+
+    /// Units held at once where nobody says how many: all of a short task, so that nothing is between its input and its sums. No
+    /// group reaches over the end of a batch of sums.
+    pub fn hold_rule(&self) -> u32 {
+        let fit = (HELD_GRANULES / self.granules).max(1);
+        if !self.whole {
+            return 1;
+        }
+        if self.units <= self.batch {
+            return self.units.div_ceil(self.units.div_ceil(fit));
+        }
+        (1..=self.batch.min(fit)).rev().find(|n| self.batch.is_multiple_of(*n)).unwrap_or(1)
+    }
+
+    /// Pairs of packets of the input that a thread stages.
+    pub fn pairs(&self) -> u32 {
+        self.pairs
+    }
+
+    pub fn poll_rule(&self) -> u32 {
+        self.pairs.min(POLL_PAIRS)
+    }
+
+    /// Why a warp cannot hold `hold` units; `None`: it can.
+    pub fn refuses_hold(&self, hold: u32) -> Option<String> {
+        let Held { granules, whole, units, batch, .. } = *self;
+        if hold == 0 || hold > units {
+            return Some(format!("1 to {units}, the units of the longest task"));
+        }
+        if hold > 1 && !whole {
+            return Some("1, for a unit is more than one chunk".to_string());
+        }
+        if hold > 1 && hold.saturating_mul(granules) > HELD_GRANULES_MAX {
+            let most = (HELD_GRANULES_MAX / granules).max(1);
+            return Some(format!(
+                "at most {most}: of each unit a lane holds {granules} granules, of {HELD_GRANULES_MAX}"
+            ));
+        }
+        let divides = units <= batch || batch.is_multiple_of(hold);
+        (!divides).then(|| format!("a divisor of {batch}, the units of a batch of sums"))
+    }
+
+    /// Why a thread cannot wait for `poll` pairs at once; `None`: it can.
+    pub fn refuses_poll(&self, poll: u32) -> Option<String> {
+        let most = self.pairs.min(2 * POLL_PAIRS);
+        (poll == 0 || poll > most).then(|| format!("1 to {most}, as many pairs as a thread stages, and registers hold"))
+    }
+}
+
+/// Warps of a team where nobody says how many: two for large heads, whose sums would take all registers of one.
+pub fn team_rule(head_dim: u32) -> u32 {
+    if head_dim <= TEAM_DIM { 1 } else { 2 }
+}
+
+/// Where nobody says so, queries and values wait in registers where the sums of a warp leave room for them.
+pub fn ahead_rule(head_dim: u32) -> bool {
+    head_dim <= TEAM_DIM
+}
+
+impl Attention {
+    /// Whether heads are rotated whole (or not at all), normalised alone, and in bf16: what `attention_tensor.cuh` takes.
+    fn on_tensor_cores(&self, precision: Precision, tensor_cores: bool) -> bool {
+        let Precision { weights: _, cache, wire } = precision;
+        let dim = self.head_dim;
+        let alone = |norm: &Option<super::op::QkNormAttr>| norm.is_none_or(|n| n.span == QkNormSpan::Head);
+        let halves = self.rotary > 0 && !self.interleaved;
+        cache == DType::Bf16
+            && wire == DType::Bf16
+            && tensor_cores
+            && dim.is_multiple_of(64)
+            && dim <= 256
+            && (self.rotary == 0 || self.rotary == dim)
+            && (!halves || dim == 64 || dim.is_multiple_of(128))
+            && alone(&self.q_norm)
+            && alone(&self.k_norm)
+    }
+
+    /// Why `warps` warps on such a machine cannot do attention as its variant says; `None`: they can.
+    pub fn refuses_variant(&self, precision: Precision, tensor_cores: bool, warps: u32) -> Option<String> {
+        let AttentionVariant { team, ahead } = self.variant;
+        if team.is_none() && ahead.is_none() {
+            return None;
+        }
+        if !self.on_tensor_cores(precision, tensor_cores) || !warps.is_multiple_of(team_rule(self.head_dim)) {
+            return Some("none: attention of this kind takes a path that has no variants".to_string());
+        }
+        let team = team?;
+        // A warp takes the transposed values of 16 dimensions at a time.
+        let sound = team > 0 && warps.is_multiple_of(team) && self.head_dim.is_multiple_of(team * 16);
+        (!sound).then(|| {
+            format!("a divisor of {warps} warps that leaves each a multiple of 16 of {} dimensions", self.head_dim)
+        })
+    }
+}
