@@ -187,6 +187,76 @@ pub fn identity(schedule: &Schedule) -> Result<[u8; 32], PackError> {
     Ok(*hasher.finalize().as_bytes())
 }
 
+/// Bytes of one pack that are also bytes of another.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Move {
+    /// First byte in the pack that is there.
+    pub from: u64,
+    /// First byte in the pack that is to be.
+    pub to: u64,
+    pub bytes: u64,
+}
+
+/// By the first unit of a run: the unit behind it, and where its bytes are.
+type UnitsAt = BTreeMap<u32, (u32, u64)>;
+
+/// How the pack of `from` becomes that of `to`, two schedules of one model with the same weights: moves that fill all of it but
+/// its padding, which is zero. Candidates give units to other SMs, so their packs hold the same bytes in another order, and
+/// copying them where they lie costs a fraction of reading the weights again. `None`: some bytes of `to` are not in `from`.
+///
+/// # Errors
+/// Streams that cannot be filled.
+pub fn moves(from: &Schedule, to: &Schedule) -> Result<Option<Vec<Move>>, PackError> {
+    let content = |b: &Buffer| format!("{:?} {} {} {:?}", b.dtype, b.rows, b.cols, b.content);
+    let (from_layout, to_layout) = (layout(from), layout(to));
+    let buffers = |of: &Schedule| -> Vec<String> { of.program.buffers.iter().map(content).collect() };
+    let (from_contents, to_contents) = (buffers(from), buffers(to));
+    // Units of each content that there is, by the first of them: how many, and where.
+    let mut there: BTreeMap<(&str, u64), UnitsAt> = BTreeMap::new();
+    for (sm, base) in from_layout.stream_base.iter().enumerate() {
+        for run in weight_runs(from, SmId::from(sm))?.values() {
+            let Some(content) = from_contents.get(run.buffer.index()) else { return Ok(None) };
+            there.entry((content, run.unit_bytes)).or_default().insert(run.lo, (run.hi, base + run.offset));
+        }
+    }
+    let mut moves: Vec<Move> = vec![];
+    let mut push = |from: u64, to: u64, bytes: u64| match moves.last_mut() {
+        Some(last) if last.from + last.bytes == from && last.to + last.bytes == to => last.bytes += bytes,
+        _ => moves.push(Move { from, to, bytes }),
+    };
+    for (sm, base) in to_layout.stream_base.iter().enumerate() {
+        for run in weight_runs(to, SmId::from(sm))?.values() {
+            let content = to_contents.get(run.buffer.index()).map_or("", String::as_str);
+            let Some(units) = there.get(&(content, run.unit_bytes)) else { return Ok(None) };
+            let mut next = run.lo;
+            while next < run.hi {
+                let Some((&lo, &(hi, at))) = units.range(..=next).next_back() else { return Ok(None) };
+                if hi <= next {
+                    return Ok(None);
+                }
+                let (unit, end) = (run.unit_bytes, hi.min(run.hi));
+                let to = base + run.offset + u64::from(next - run.lo) * unit;
+                push(at + u64::from(next - lo) * unit, to, u64::from(end - next) * unit);
+                next = end;
+            }
+        }
+    }
+    let constants = |layout: &Layout| layout.constant_offset.clone().into_iter().enumerate();
+    let mut places: BTreeMap<&str, u64> = BTreeMap::new();
+    for (b, offset) in constants(&from_layout) {
+        if let (Some(offset), Some(content)) = (offset, from_contents.get(b)) {
+            places.insert(content, offset);
+        }
+    }
+    for ((b, offset), buffer) in constants(&to_layout).zip(&to.program.buffers) {
+        let Some(offset) = offset else { continue };
+        let there = to_contents.get(b).and_then(|content| places.get(content.as_str()));
+        let Some(&place) = there else { return Ok(None) };
+        push(place, offset, constant_bytes(buffer));
+    }
+    Ok(Some(moves))
+}
+
 /// First byte of the constants.
 fn constants_base(layout: &Layout) -> u64 {
     match (layout.stream_base.last(), layout.stream_bytes.last()) {
@@ -685,6 +755,30 @@ mod tests {
             Ok(())
         });
         assert_eq!((layout.unwrap(), bytes), (whole.layout, whole.bytes));
+    }
+
+    #[test]
+    fn the_bytes_of_one_pack_become_another_where_they_lie() {
+        let imported = fixture("qwen3");
+        for weights in [DType::F32, DType::Bf16] {
+            let of = |change: &dyn Fn(&mut Candidate)| {
+                let schedule = place(&imported, weights, change);
+                let pack = pack(&schedule, &imported.graph, &imported.weights).unwrap();
+                (schedule, pack.bytes)
+            };
+            let all = [of(&|_| ()), of(&|c| c.sms = 3), of(&|c| (c.splits, c.split_from) = (3, 8))];
+            for ((from, source), (to, wanted)) in all.iter().flat_map(|a| all.iter().map(move |b| (a, b))) {
+                let moves = moves(from, to).unwrap().expect("the same model");
+                let mut made = vec![0; wanted.len()];
+                for Move { from, to, bytes } in moves {
+                    let (from, to, bytes) = (from as usize, to as usize, bytes as usize);
+                    made[to..to + bytes].copy_from_slice(&source[from..from + bytes]);
+                }
+                assert!(made == *wanted, "{weights}: other bytes");
+            }
+        }
+        let (other, own) = (fixture("llama-gqa"), place(&imported, DType::F32, |_| ()));
+        assert_eq!(moves(&place(&other, DType::F32, |_| ()), &own).unwrap(), None, "another model");
     }
 
     #[test]

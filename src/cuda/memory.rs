@@ -126,15 +126,24 @@ impl DeviceBuffer {
         Ok(values)
     }
 
-    /// Copies all of `source`, which is as large, in the order of the stream; returns at once.
-    pub fn copy_from(&mut self, stream: &Stream, source: &DeviceBuffer) -> Result<(), DriverError> {
-        let to = self.place(0, source.bytes as usize)?;
-        if source.bytes == 0 {
+    /// Copies `bytes` of another buffer, in the order of the stream; returns at once. The caller keeps `source` until the stream
+    /// has done it.
+    pub fn copy_from(
+        &mut self,
+        stream: &Stream,
+        to_bytes: u64,
+        source: &DeviceBuffer,
+        from_bytes: u64,
+        bytes: u64,
+    ) -> Result<(), DriverError> {
+        let length = usize::try_from(bytes).unwrap_or(usize::MAX);
+        let (to, from) = (self.place(to_bytes, length)?, source.place(from_bytes, length)?);
+        if length == 0 {
             return Ok(());
         }
         let api = self.context.bind()?;
-        // SAFETY: `place` checked the destination, and the source has exactly this many bytes.
-        unsafe { call!(api, cuMemcpyDtoDAsync_v2(to, source.address, source.bytes as usize, stream.handle())) }
+        // SAFETY: `place` checked both ranges, which lie in two buffers.
+        unsafe { call!(api, cuMemcpyDtoDAsync_v2(to, from, length, stream.handle())) }
     }
 
     /// Address of a range that lies inside the buffer.

@@ -189,7 +189,10 @@ fn run(
         return Err(Fault::internal(format!("the default candidate of `{}` cannot be tuned: {reason}", target.name))
             .with_remedy("its verdict is a row of the trials; `monobloc build` checks it in full"));
     };
-    let best = match fully_checked(told_site, &best, &default) {
+    let checking = Instant::now();
+    let checked = fully_checked(told_site, &best, &default);
+    arena.spent.checked = checking.elapsed();
+    let best = match checked {
         Ok(()) => best,
         Err(fault) if fault.tier == Tier::Internal => {
             report.note(&format!("the best candidate fails the full check, the default is built: {}", fault.message));
@@ -209,7 +212,9 @@ fn run(
         trials: search.trials(),
         ran: driven.ran,
         against_default: driven.against_default,
-        search_ms_per_trial: per_trial(elapsed.saturating_sub(arena.spent.made + arena.spent.child)),
+        search_ms_per_trial: per_trial(
+            elapsed.saturating_sub(arena.spent.made + arena.spent.child + arena.spent.checked),
+        ),
         load_ms_per_trial: per_trial(arena.spent.child.saturating_sub(arena.spent.measured)),
     })
 }
@@ -393,6 +398,8 @@ struct Spent {
     child: Duration,
     /// Of the child: check and measure.
     measured: Duration,
+    /// The full check of the best, at the end.
+    checked: Duration,
 }
 
 /// The arena of a real campaign.

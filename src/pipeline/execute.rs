@@ -9,7 +9,7 @@ use crate::cuda::memory::DeviceBuffer;
 use crate::cuda::session::{Session, SessionError};
 use crate::error::Fault;
 use crate::interp::Pack;
-use crate::pack::layout;
+use crate::pack::{Move, layout};
 use crate::target::Target;
 use crate::validate::Validated;
 
@@ -87,6 +87,27 @@ pub(super) fn load_session(
     let session = Session::load(device, &queues, &layout, cubin, trace, steps_max, |stream, buffer| {
         let mut staging = device.staging(STAGING_BYTES)?;
         Ok::<_, SessionError>(staging.upload(stream, buffer, 0, (**pack).as_ref())?)
+    })?;
+    Ok(session)
+}
+
+/// Loads a kernel whose pack has the bytes of one that is there, in another order.
+pub(super) fn load_session_moving(
+    workspace: &Workspace,
+    device: &Device,
+    validated: &Validated,
+    cubin: &[u8],
+    (there, moves): (&DeviceBuffer, &[Move]),
+    steps_max: u32,
+) -> Result<Session, Fault> {
+    let layout = layout(validated.schedule());
+    let queues = workspace.queues(validated)?;
+    let session = Session::load(device, &queues, &layout, cubin, Trace::Off, steps_max, |stream, buffer| {
+        buffer.zero(stream)?;
+        for Move { from, to, bytes } in moves {
+            buffer.copy_from(stream, *to, there, *from, *bytes)?;
+        }
+        Ok::<_, SessionError>(())
     })?;
     Ok(session)
 }

@@ -5,6 +5,7 @@
 //! once. The parent kills a child that is late, and starts another one.
 
 use std::io::{self, Write};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
@@ -13,19 +14,21 @@ use crate::candidate::Candidate;
 use crate::check::{self, CheckError, Checked, Expected, Figures, compare_cpu, compare_cuda, expect_cpu, expect_cuda};
 use crate::codegen::emit::Trace;
 use crate::cuda::driver::{Device, DeviceIdentity};
+use crate::cuda::memory::DeviceBuffer;
 use crate::cuda::session::{Session, SessionError};
 use crate::error::{Fault, Tier};
 use crate::interp::{Interp, Options, Pack};
 use crate::manifest::Manifest;
 use crate::measure::{self, MeasureError, Timed, Timer};
-use crate::pack::identity;
+use crate::pack::{Move, identity, moves};
 use crate::paired::{self, Limits, Round};
 use crate::search::judge::ROUNDS_MIN;
 use crate::search::{Rounds, is_no_win};
 use crate::target::{Target, TargetKind};
+use crate::validate::Validated;
 
 use super::compile::{Compile, Compiler, Cubin, compile};
-use super::execute::{Devices, hardware_of, host, load_session, load_session_sharing};
+use super::execute::{Devices, hardware_of, host, load_session, load_session_moving, load_session_sharing};
 use super::keys::ExpectKey;
 use super::stages::{Model, NotPlaced, Placed, Site, generate_source, memory_pack, place};
 use super::{Workspace, import_stage};
@@ -257,10 +260,21 @@ impl<'a> Child<'a> {
                     Some(On::Device(twin)) => {
                         load_session_sharing(site.workspace, device, validated, &cubin.bytes, twin.pack(), steps_max)?
                     }
-                    _ => {
-                        let pack = memory_pack(&site, validated)?;
-                        load_session(site.workspace, device, validated, &cubin.bytes, &pack, Trace::Off, steps_max)?
-                    }
+                    _ => match self
+                        .seats
+                        .iter()
+                        .find_map(|seat| moved(&site, seat, validated).transpose())
+                        .transpose()?
+                    {
+                        Some((there, moves)) => {
+                            let pack = (&*there, moves.as_slice());
+                            load_session_moving(site.workspace, device, validated, &cubin.bytes, pack, steps_max)?
+                        }
+                        None => {
+                            let pack = memory_pack(&site, validated)?;
+                            load_session(site.workspace, device, validated, &cubin.bytes, &pack, Trace::Off, steps_max)?
+                        }
+                    },
                 };
                 On::Device(Box::new(session))
             }
@@ -402,6 +416,15 @@ impl<'a> Child<'a> {
         all_rounds.reverse();
         Ok((all_timed, all_rounds))
     }
+}
+
+/// The weights of another seat, where they are on the device and hold the bytes of this pack, with the way to it.
+#[allow(clippy::type_complexity)]
+fn moved(site: &Site<'_>, seat: &Seat, validated: &Validated) -> Result<Option<(Arc<DeviceBuffer>, Vec<Move>)>, Fault> {
+    let On::Device(session) = &seat.on else { return Ok(None) };
+    let there = seat.placed.validated(site.target)?;
+    let moves = moves(there.schedule(), validated.schedule())?;
+    Ok(moves.map(|moves| (session.pack(), moves)))
 }
 
 fn timer<'s>(site: &Site<'s>, device: Option<&'s Device>, seat: &'s mut Seat) -> Result<Timer<'s>, Ended> {

@@ -12,7 +12,7 @@ use crate::flywheel::{Decision, Proposer};
 use crate::paired::Ratio;
 
 use super::history::History;
-use super::judge::{Judged, Rounds, judge};
+use super::judge::{Judged, Rounds, judge, judge_default};
 use super::propose::{Ask, Outcome, Search, Stop};
 use super::space::Space;
 
@@ -172,7 +172,7 @@ pub fn retell(search: &mut Search<'_>, told: &[Told]) -> Retold {
 
 /// Runs a campaign to its end, from where `start.told` left it.
 ///
-/// At the end the default takes its turns with the best: a campaign that noise led astray ends with the default.
+/// At the end the default takes its turns with the best: a campaign ends with the default unless the best is faster beyond doubt.
 ///
 /// # Errors
 /// The first fault of the arena. What was recorded before stays recorded.
@@ -223,8 +223,8 @@ pub fn drive<A: Arena>(
         let simpler = incumbent
             .as_ref()
             .is_some_and(|incumbent| Space::distance(&candidate, &default) < Space::distance(incumbent, &default));
-        let Some((outcome, _)) =
-            settle(arena, number, &candidate, proposer, &made, incumbent.as_ref(), start.margin, simpler)?
+        let decide = |rounds: &[Rounds]| judge(rounds, start.margin, simpler);
+        let Some((outcome, _)) = settle(arena, number, &candidate, proposer, &made, incumbent.as_ref(), &decide)?
         else {
             driven.stop = Stop::Interrupted;
             break;
@@ -241,7 +241,8 @@ pub fn drive<A: Arena>(
         && let Made::Ready { made, .. } = arena.make(&default, &[])?
     {
         let proposer = Proposer::Default;
-        let settled = settle(arena, number, &default, proposer, &made, Some(&best), start.margin, true)?;
+        let decide = |rounds: &[Rounds]| judge_default(rounds, start.margin);
+        let settled = settle(arena, number, &default, proposer, &made, Some(&best), &decide)?;
         if let Some((outcome, judged)) = settled {
             search.settle(&default, outcome);
             driven.ran += 1;
@@ -259,7 +260,6 @@ pub fn drive<A: Arena>(
 }
 
 /// Runs and judges one candidate and records it; `None` where the user stopped it.
-#[allow(clippy::too_many_arguments)] // What a trial is, in order.
 fn settle<A: Arena>(
     arena: &mut A,
     number: u32,
@@ -267,8 +267,7 @@ fn settle<A: Arena>(
     proposer: Proposer,
     made: &A::Made,
     incumbent: Option<&Candidate>,
-    margin: f64,
-    simpler: bool,
+    decide: &dyn Fn(&[Rounds]) -> Judged,
 ) -> Result<Option<(Outcome, Option<Judged>)>, A::Fault> {
     let number = Some(number);
     Ok(match arena.run(candidate, made, incumbent)? {
@@ -284,11 +283,13 @@ fn settle<A: Arena>(
             Some((Outcome::Timed { ratio: 1.0, kept: true }, None))
         }
         Ran::Timed { rounds, evidence } => {
-            let judged = judge(&rounds, margin, simpler);
+            let judged = decide(&rounds);
             let result = SettledAs::Judged { made, evidence: &evidence, judged: &judged };
             arena.record(&Settled { number, candidate, proposer, result })?;
             let outcome = match &judged.overall {
                 Some(overall) => Outcome::Timed { ratio: overall.ratio, kept: judged.decision != Decision::Reverted },
+                // No sound times: nothing is known of a candidate, and the default needs none to be the default.
+                None if judged.decision.is_kept() => Outcome::Timed { ratio: 1.0, kept: true },
                 None => Outcome::Failed,
             };
             Some((outcome, Some(judged)))

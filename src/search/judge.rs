@@ -50,6 +50,15 @@ pub fn judge(all: &[Rounds], margin: f64, simpler: bool) -> Judged {
     Judged { decision, overall, positions }
 }
 
+/// Judges the default, which takes turns with the best at the end: the best stays only where it is faster beyond doubt. What noise
+/// led a campaign to, trial by trial, ends here.
+pub fn judge_default(all: &[Rounds], margin: f64) -> Judged {
+    let judged = judge(all, margin, false);
+    let doubtful = judged.overall.is_none_or(|ratio| ratio.low <= 1.0);
+    let decision = if judged.decision == Decision::Reverted && doubtful { Decision::Simpler } else { judged.decision };
+    Judged { decision, ..judged }
+}
+
 fn is_sound(rounds: &Rounds) -> bool {
     rounds.rounds.iter().flat_map(|r| r.a.iter().chain(&r.b)).all(|us| us.is_finite() && *us > 0.0)
 }
@@ -99,6 +108,17 @@ mod tests {
         assert_eq!(judge(&tie, 0.0, false).decision, Decision::Faster, "no margin is a margin of nothing");
         let slower = [rounds(1.03, 0.001, 9, 1)];
         assert_eq!(judge(&slower, 0.01, true).decision, Decision::Reverted, "simpler, but not as fast");
+    }
+
+    #[test]
+    fn at_the_end_the_best_has_to_be_faster_beyond_doubt() {
+        let end = |ratio, noise| judge_default(&[rounds(ratio, noise, 9, 3)], 0.01).decision;
+        assert_eq!(end(1.03, 0.001), Decision::Reverted, "the default is slower: the best stays");
+        assert_eq!(end(1.004, 0.001), Decision::Reverted, "by less than the margin, and beyond doubt");
+        assert_eq!(end(1.03, 0.4), Decision::Simpler, "in doubt");
+        assert_eq!(end(1.0, 0.001), Decision::Simpler);
+        assert_eq!(end(0.95, 0.001), Decision::Faster);
+        assert_eq!(judge_default(&[], 0.01).decision, Decision::Simpler, "without a time there is no doubt less");
     }
 
     #[test]

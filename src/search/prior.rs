@@ -5,6 +5,9 @@
 //! neighbours and a ridge regression; [`Prior::new`] takes the one that ranks held-out campaigns better. Trials that
 //! failed teach risk. Rows from another space, and targets of another kind, teach nothing.
 
+use std::cell::OnceCell;
+use std::rc::Rc;
+
 use crate::candidate::{Candidate, Values};
 use crate::flywheel::{ModelShape, Trial};
 
@@ -143,9 +146,10 @@ pub struct Prior {
     model: Model,
     /// Seeds that are worth a trial each.
     seeds_most: usize,
-    /// Weight by similarity of the setting, and the example.
-    examples: Vec<(f64, Example)>,
-    coefficients: Vec<f64>,
+    /// Weight by similarity of the setting, and the example: of earlier campaigns, and of this one.
+    earlier: Rc<Vec<(f64, Example)>>,
+    own: Vec<(f64, Example)>,
+    ridge: Ridge,
 }
 
 /// A prediction for one point.
@@ -169,8 +173,8 @@ const RIDGE: f64 = 1.0;
 /// Seeds of a prior that ranks held-out campaigns better than by chance, or that was never held out.
 const SEEDS_MOST: usize = 4;
 const TERMS: usize = 2 * KNOBS.len();
-/// More examples would cost the search its milliseconds; the nearest settings are kept.
-const EXAMPLES_MAX: usize = 2000;
+/// With 2000 of them a search takes 34 ms to think ahead between two trials; the nearest settings are kept.
+const EXAMPLES_MAX: usize = 1000;
 
 impl Prior {
     /// Prepares what `groups` say about a setting.
@@ -195,9 +199,10 @@ impl Prior {
             let room = EXAMPLES_MAX.saturating_sub(examples.len());
             examples.extend(group.examples.iter().take(room).map(|example| (weight, example.clone())));
         }
-        let mut prior = Prior { setting, default, model, seeds_most: SEEDS_MOST, examples, coefficients: vec![] };
-        prior.fit();
-        prior
+        let mut ridge = Ridge::default();
+        examples.iter().for_each(|(weight, example)| ridge.learn(*weight, example));
+        let (earlier, own) = (Rc::new(examples), vec![]);
+        Prior { setting, default, model, seeds_most: SEEDS_MOST, earlier, own, ridge }
     }
 
     pub fn model(&self) -> Model {
@@ -210,22 +215,23 @@ impl Prior {
 
     /// Whether anything was learned before the first trial.
     pub fn is_cold(&self) -> bool {
-        self.examples.is_empty()
+        self.earlier.is_empty()
     }
 
     /// Learns from a trial of this very campaign.
     pub fn learn(&mut self, candidate: &Candidate, log_ratio: Option<f64>) {
         let values = candidate.values();
         let moves = moves(&values, &self.default);
-        self.examples.push((1.0, Example { moves, values, log_ratio }));
-        self.fit();
+        let example = Example { moves, values, log_ratio };
+        self.ridge.learn(1.0, &example);
+        self.own.push((1.0, example));
     }
 
     /// What is thought of a point. `guess`: the cost model's word on its log ratio, believed as far as nothing else is known.
     pub fn opinion(&self, candidate: &Candidate, guess: f64) -> Opinion {
         let at = moves(&candidate.values(), &self.default);
         let (mut sum, mut weight, mut failed, mut all) = (0.0, 0.0, 0.0, 0.0);
-        for (similar, example) in &self.examples {
+        for (similar, example) in self.earlier.iter().chain(&self.own) {
             let distance: f64 = at.iter().zip(&example.moves).map(|(a, b)| (a - b).powi(2)).sum();
             let w = similar * (-distance / KNOB_WIDTH).exp();
             all += w;
@@ -239,31 +245,9 @@ impl Prior {
         }
         let log_ratio = match self.model {
             Model::Nearest => (sum + DOUBT * guess) / (weight + DOUBT),
-            Model::Linear => terms(&at).iter().zip(&self.coefficients).map(|(t, c)| t * c).sum(),
+            Model::Linear => self.ridge.says(&at),
         };
         Opinion { log_ratio, support: all, risk: failed / (all + DOUBT) }
-    }
-
-    /// Weighted ridge regression on each move and its square; the default is where all terms are 0, and so is the value.
-    fn fit(&mut self) {
-        if self.model != Model::Linear {
-            return;
-        }
-        let mut matrix = vec![[0.0; TERMS + 1]; TERMS];
-        for (i, row) in matrix.iter_mut().enumerate() {
-            row[i] = RIDGE;
-        }
-        for (weight, example) in &self.examples {
-            let Some(log) = example.log_ratio else { continue };
-            let terms = terms(&example.moves);
-            for (row, a) in matrix.iter_mut().zip(&terms) {
-                for (cell, b) in row.iter_mut().zip(&terms) {
-                    *cell += weight * a * b;
-                }
-                row[TERMS] += weight * a * log;
-            }
-        }
-        self.coefficients = solve(matrix);
     }
 
     /// Points that earlier campaigns found good, carried over to this space: the best of each, relative to its default and
@@ -299,6 +283,44 @@ impl Prior {
         distinct.sort_by(|a, b| score(a).total_cmp(&score(b)));
         distinct.truncate(self.seeds_most);
         distinct
+    }
+}
+
+/// Weighted ridge regression on each move and its square; the default is where all terms are 0, and so is the value. Copies are
+/// made and told a trial each many times between two trials, so learning adds to sums, and they are solved when asked.
+#[derive(Debug, Clone)]
+struct Ridge {
+    /// Sums of products of terms, and of terms with logs of ratios.
+    sums: Box<[[f64; TERMS + 1]; TERMS]>,
+    coefficients: OnceCell<Vec<f64>>,
+}
+
+impl Default for Ridge {
+    fn default() -> Ridge {
+        let mut sums = Box::new([[0.0; TERMS + 1]; TERMS]);
+        for (i, row) in sums.iter_mut().enumerate() {
+            row[i] = RIDGE;
+        }
+        Ridge { sums, coefficients: OnceCell::new() }
+    }
+}
+
+impl Ridge {
+    fn learn(&mut self, weight: f64, example: &Example) {
+        let Some(log) = example.log_ratio else { return };
+        let terms = terms(&example.moves);
+        for (row, a) in self.sums.iter_mut().zip(&terms).filter(|(_, a)| **a != 0.0) {
+            for (cell, b) in row.iter_mut().zip(&terms) {
+                *cell += weight * a * b;
+            }
+            row[TERMS] += weight * a * log;
+        }
+        self.coefficients.take();
+    }
+
+    fn says(&self, moves: &Moves) -> f64 {
+        let coefficients = self.coefficients.get_or_init(|| solve(self.sums.to_vec()));
+        terms(moves).iter().zip(coefficients).map(|(t, c)| t * c).sum()
     }
 }
 

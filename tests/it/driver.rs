@@ -133,7 +133,7 @@ fn misuse_is_refused_before_it_reaches_the_driver() {
     assert_eq!(buffer.download::<u64>(&stream, 0, usize::MAX), Err(outside(0, u64::MAX)));
     assert_eq!(device.staging(16).unwrap().upload(&stream, &mut buffer, 50, &[0; 51]), Err(outside(50, 51)));
     let mut copy = device.alloc(100).unwrap();
-    copy.copy_from(&stream, &buffer).unwrap();
+    copy.copy_from(&stream, 0, &buffer, 0, buffer.bytes()).unwrap();
     assert_eq!(copy.download::<u32>(&stream, 4, 24).unwrap(), [1; 24]);
     assert_eq!(device.alloc(0).unwrap().download::<u8>(&stream, 0, 0).unwrap(), [0_u8; 0]);
     assert_eq!(
