@@ -1,23 +1,32 @@
 //! One binary for all targets: `READER=mkir` chooses. One build to ship to a machine that has no compiler.
 #![no_main]
+#![feature(alloc_error_hook)]
 
+mod budget;
+
+use budget::Budget;
 use libfuzzer_sys::fuzz_target;
 use monobloc_fuzz::{Reader, reader};
 use std::sync::OnceLock;
 
-static READER: OnceLock<Reader> = OnceLock::new();
+#[global_allocator]
+static BUDGET: Budget = Budget::new();
+
+/// The reader, and whether its memory and time are bounded from outside, as a process of its own bounds them in the tool.
+static READER: OnceLock<(Reader, bool)> = OnceLock::new();
 
 fuzz_target!(
     init: {
         let name = std::env::var("READER").unwrap_or_default();
         let chosen = reader(&name).unwrap_or_else(|| panic!("READER is `{name}`, expected a target of readers.rs"));
-        READER.get_or_init(|| chosen);
+        READER.get_or_init(|| (chosen, name == "tokenizer"));
         // Panics of a library that `tokenizer` catches are no findings; those that nobody catches end the run all the same.
         std::panic::set_hook(Box::new(|_| {}));
+        std::alloc::set_alloc_error_hook(|_| panic!("memory or time is spent"));
     },
-    |data: &[u8]| {
-        if let Some(read) = READER.get() {
-            read(data);
-        }
+    |data: &[u8]| match READER.get() {
+        Some((read, true)) => BUDGET.spend(|| read(data)),
+        Some((read, false)) => read(data),
+        None => {}
     }
 );

@@ -1,9 +1,9 @@
 //! Everything that reads bytes somebody else wrote, as functions of bytes: fuzzers call them, and so does a replay in
 //! `cargo test`. None may panic, nor take memory or time that the size of its input does not explain.
 
-use std::cell::RefCell;
+use std::cell::{OnceCell, RefCell};
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use monobloc::cache::Cache;
 use monobloc::candidate::Candidate;
@@ -17,6 +17,7 @@ use monobloc::ir::print::print;
 use monobloc::lower::lower;
 use monobloc::manifest::Manifest;
 use monobloc::model::config::{graph_text, import, import_config_only};
+use monobloc::pipeline::read_stored;
 use monobloc::schedule::schedule;
 use monobloc::target::Target;
 use monobloc::text::Style;
@@ -46,6 +47,30 @@ const BYTES_MAX: usize = 1 << 16;
 
 thread_local! {
     static FOLDER: RefCell<Option<tempfile::TempDir>> = const { RefCell::new(None) };
+}
+
+/// The stage of the entry that is written over.
+const STAGE: &str = "fuzz";
+
+/// A cache of this thread with one sound entry, stored once: that waits for a disk, and what is read is what counts.
+fn with_entry(work: impl FnOnce(&Cache, &Digest, &Path)) {
+    thread_local! {
+        static CACHE: OnceCell<(Cache, PathBuf)> = const { OnceCell::new() };
+    }
+    let key = Digest::of(b"fuzz");
+    in_folder(|folder| {
+        CACHE.with(|cache| {
+            let (cache, path) = cache.get_or_init(|| {
+                let cache = Cache::open(folder.join("cache")).expect("a cache");
+                cache.put(STAGE, &key, "why\n", b"content").expect("an entry");
+                cache.set_latest(STAGE, "fuzz", &key).expect("a subject");
+                let entry = cache.get(STAGE, &key).expect("the cache").expect("the entry");
+                let path = entry.path().to_path_buf();
+                (cache, path)
+            });
+            work(cache, &key, path);
+        });
+    });
 }
 
 /// A folder of this thread, in memory where the machine has such a place.
@@ -165,28 +190,40 @@ fn trials(data: &[u8]) {
     });
 }
 
-/// What lies beside and in an artefact: an entry of the cache, a cubin, a candidate's line.
+/// A sound cubin behind the byte that chooses what is read.
+const CUBIN: &[u8] = include_bytes!("../corpus/artefact/cubin");
+
+/// What lies beside and in an artefact: the file of an entry, a cubin and its log, a candidate's line, and the content of
+/// entries whose seal is sound.
 fn artefact(data: &[u8]) {
     let Some((&kind, data)) = data.split_first() else { return };
-    match kind % 3 {
-        0 => in_folder(|folder| {
-            let Ok(cache) = Cache::open(folder.join("cache")) else { return };
-            let key = Digest::of(b"fuzz");
-            cache.put("fuzz", &key, "why\n", b"content").expect("an entry");
-            let path = cache.get("fuzz", &key).expect("the cache").map(|entry| entry.path().to_path_buf());
-            let Some(path) = path else { return };
-            fs::write(&path, data).expect("the entry's file");
-            fs::write(path.with_extension("why"), data).expect("its why");
-            if let Ok(Some(entry)) = cache.get("fuzz", &key) {
+    match kind % 4 {
+        0 => with_entry(|cache, key, path| {
+            let root = cache.root();
+            // Whatever stands there, a damaged file is set aside: it must not pile up from input to input.
+            let (why, aside) = (path.with_extension("why"), root.join("corrupt"));
+            for old in [path, &why] {
+                let _ = fs::remove_file(old);
+            }
+            fs::write(path, data).expect("the entry's file");
+            fs::write(&why, data).expect("its why");
+            if let Ok(Some(entry)) = cache.get(STAGE, key) {
                 let _ = entry.bytes();
             }
-            let _ = (cache.why("fuzz", &key), cache.stats());
+            let _ = (cache.why(STAGE, key), cache.latest_why(STAGE, "fuzz"));
+            let _ = fs::remove_dir_all(aside);
         }),
         1 => {
             let _ = (cubin::read(data, ""), cubin::tool_note(data));
-            if let Ok(log) = std::str::from_utf8(data) {
-                let _ = cubin::read(data, log);
+            // A log is read once the cubin is sound.
+            if let (Ok(log), Some((_, cubin))) = (std::str::from_utf8(data), CUBIN.split_first()) {
+                let _ = cubin::read(cubin, log);
             }
+        }
+        3 => {
+            let Some((&stage, content)) = data.split_first() else { return };
+            let stages = ["source", "compile", "check", "measure", "expect", "link"];
+            let _ = read_stored(stages[usize::from(stage) % stages.len()], content);
         }
         _ => {
             let Ok(text) = std::str::from_utf8(data) else { return };

@@ -19,6 +19,7 @@ use crate::error::{Fault, Tier};
 use super::Workspace;
 use super::keys::{self, CubinKey, Keyed};
 use super::stages::{Generated, Site};
+use super::stored;
 
 /// A compiled kernel and what the compiler said.
 pub(super) struct Cubin {
@@ -227,9 +228,7 @@ pub(super) fn compile(compiler: &Compiler<'_>, sites: &[(Site<'_>, &Generated)])
                 };
                 // Read now, so that a cubin whose costs cannot be told is never stored.
                 cubin::read(&made.cubin, &made.log).map_err(Fault::from)?;
-                let mut bytes = (made.log.len() as u64).to_le_bytes().to_vec();
-                bytes.extend_from_slice(made.log.as_bytes());
-                bytes.extend_from_slice(&made.cubin);
+                let bytes = stored::cubin_bytes(&made.log, &made.cubin);
                 if let Some(workspace) = workspace {
                     workspace.vouch(keyed, Digest::of(&bytes))?;
                 }
@@ -272,12 +271,7 @@ pub(super) fn compile(compiler: &Compiler<'_>, sites: &[(Site<'_>, &Generated)])
 }
 
 pub(super) fn stored_cubin(entry: &Entry, nvrtc: String, compile_ms: Option<f64>) -> Result<Cubin, Fault> {
-    let broken = || Fault::internal(format!("`{}` is no stored cubin", entry.path().display()));
     let bytes = entry.bytes()?;
-    let (length, rest) = bytes.split_first_chunk::<8>().ok_or_else(broken)?;
-    let length = usize::try_from(u64::from_le_bytes(*length)).map_err(|_| broken())?;
-    let (log, cubin) = rest.split_at_checked(length).ok_or_else(broken)?;
-    let log = std::str::from_utf8(log).map_err(|_| broken())?;
-    let resources = cubin::read(cubin, log)?;
+    let (cubin, resources) = stored::cubin(&bytes, &entry.path().display().to_string())?;
     Ok(Cubin { digest: Digest::of(cubin), bytes: cubin.to_vec(), resources, nvrtc, compile_ms })
 }

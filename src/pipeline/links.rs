@@ -67,6 +67,11 @@ fn link_key(stage: &str, key: &Digest) -> Digest {
     Digest::of(format!("{stage} {key}").as_bytes())
 }
 
+/// The digest that a link names.
+pub(super) fn linked_content(bytes: &[u8]) -> Option<Digest> {
+    std::str::from_utf8(bytes).ok().and_then(|text| Digest::parse(text.trim_end()).ok())
+}
+
 impl Workspace {
     /// The entry under `keyed`, if it is what was built. One that nobody vouches for is removed, and a miss.
     ///
@@ -131,8 +136,7 @@ impl Workspace {
         let Some(entry) = self.cache.get(keys::LINK, &link_key(stage, key))? else { return Ok(None) };
         let place = entry.path().display().to_string();
         let bytes = entry.bytes()?;
-        let digest = std::str::from_utf8(&bytes).ok().and_then(|text| Digest::parse(text.trim_end()).ok());
-        match digest {
+        match linked_content(&bytes) {
             Some(digest) => Ok(Some((digest, place))),
             None => Err(Fault::environment(format!("the stored link `{place}` names no content, expected a digest"))
                 .with_remedy("remove the file: the next build makes it again")),

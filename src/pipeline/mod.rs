@@ -5,7 +5,7 @@
 //!                                          \-> pack (weights) -------/
 //! ```
 //!
-//! `keys` says what each stage depends on, `stages` makes what needs no execution, `prove` checks and measures, `rows`
+//! `keys` says what each stage depends on, `stages` makes what needs no execution, `stored` says how they keep it, `prove` checks and measures, `rows`
 //! tells the corpus, `runner` decodes for commands, `campaign` searches, `outlook` says how searches went, `bench` times beside baselines (`peer` is one in another process),
 //! `trace` says where a step's time goes, `explain` answers why something would run.
 //!
@@ -25,6 +25,7 @@ mod prove;
 mod rows;
 mod runner;
 mod stages;
+mod stored;
 pub mod trace;
 mod trial;
 mod worker;
@@ -32,6 +33,7 @@ mod worker;
 pub use campaign::{Tuned, Tuning, can_tune, is_tuned, tune};
 pub use explain::{Explained, SHOW_STAGES, explain, show};
 pub use runner::Runner;
+pub use stored::read_stored;
 pub use trial::serve;
 
 use crate::cache::Cache;

@@ -7,7 +7,6 @@ use std::path::Path;
 use std::sync::Arc;
 
 use memmap2::Mmap;
-use serde::{Deserialize, Serialize};
 
 use crate::cache::{CacheError, Entry, Outcome};
 use crate::candidate::{Candidate, Infeasible};
@@ -32,6 +31,7 @@ use crate::validate::{Validated, validate};
 
 use super::Workspace;
 use super::keys::{self, CampaignKey, Hardware, ImportKey, Keyed, PackKey, ScheduleKey, SourceKey, WeightsId};
+use super::stored;
 
 /// A config is kilobytes; the importer has the same bound.
 const CONFIG_BYTES_MAX: u64 = 16 << 20;
@@ -426,15 +426,6 @@ fn save_rejected(text: &str, fault: Fault) -> Fault {
     Fault { tier: Tier::Internal, message, remedy: Some(format!("{place}; report it with this message")) }
 }
 
-/// The generated source as the cache keeps it.
-#[derive(Serialize, Deserialize)]
-struct StoredSource {
-    name: String,
-    arch: String,
-    text: String,
-    headers: Vec<(String, String)>,
-}
-
 pub(super) struct Generated {
     pub source: KernelSource,
     pub content: Digest,
@@ -450,15 +441,11 @@ pub(super) fn generate_source(site: &Site<'_>, placed: &Placed) -> Result<Genera
 }
 
 pub(super) fn source_bytes(validated: &Validated, target: &Target) -> Result<Vec<u8>, Fault> {
-    let KernelSource { name, text, headers, arch } = emit(validated, &keys::unmeasured(target), Trace::Off);
-    serde_json::to_vec(&StoredSource { name, arch, text, headers })
-        .map_err(|error| Fault::internal(format!("the source cannot be stored: {error}")))
+    stored::source_bytes(emit(validated, &keys::unmeasured(target), Trace::Off))
 }
 
 pub(super) fn stored_source(entry: &Entry) -> Result<KernelSource, Fault> {
-    let StoredSource { name, arch, text, headers } = serde_json::from_slice(&entry.bytes()?)
-        .map_err(|error| Fault::internal(format!("`{}` is no stored source: {error}", entry.path().display())))?;
-    Ok(KernelSource { name, text, headers, arch })
+    stored::source(&entry.bytes()?, &entry.path().display().to_string())
 }
 
 /// A pack that lies in a file of the cache.

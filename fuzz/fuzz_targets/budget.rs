@@ -1,0 +1,92 @@
+//! Owns `Budget`: an allocator that refuses memory beyond a bound, or after a deadline, while an input is read.
+//!
+//! The tool runs a checkpoint's tokenizer in a process with a bounded address space and a deadline. A fuzzer cannot afford a
+//! process for each input, and would learn nothing of the code in it; so here the same bounds are an allocation that fails
+//! where the process would end, and the failure a panic that the reader's own guard catches.
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::cell::Cell;
+use std::ptr::null_mut;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
+use std::time::{Duration, Instant};
+
+/// Memory of one input. Less than the tool gives, so that a machine runs many fuzzers at once.
+const BYTES_MAX: usize = 256 << 20;
+/// Time of one input, in which any honest one is long done.
+const TIME_MAX: Duration = Duration::from_millis(500);
+/// Allocations between two looks at the clock, and the size of one that is worth a look of its own.
+const LOOK_EVERY: u32 = 1024;
+const LOOK_BYTES: usize = 64 << 10;
+
+pub struct Budget {
+    live: AtomicUsize,
+    armed: AtomicBool,
+}
+
+thread_local! {
+    static DEADLINE: Cell<Option<Instant>> = const { Cell::new(None) };
+    static COUNT: Cell<u32> = const { Cell::new(0) };
+}
+
+impl Budget {
+    pub const fn new() -> Budget {
+        Budget { live: AtomicUsize::new(0), armed: AtomicBool::new(false) }
+    }
+
+    pub fn spend(&self, work: impl FnOnce()) {
+        DEADLINE.set(Some(Instant::now() + TIME_MAX));
+        self.armed.store(true, Relaxed);
+        work();
+        self.armed.store(false, Relaxed);
+    }
+
+    /// Whether so many bytes more are beyond the budget. A panic on its way may take what it needs.
+    fn is_spent(&self, bytes: usize) -> bool {
+        if !self.armed.load(Relaxed) || std::thread::panicking() {
+            return false;
+        }
+        if self.live.load(Relaxed).saturating_add(bytes) > BYTES_MAX {
+            return true;
+        }
+        let count = COUNT.get().wrapping_add(1);
+        COUNT.set(count);
+        (bytes >= LOOK_BYTES || count % LOOK_EVERY == 0) && DEADLINE.get().is_some_and(|end| Instant::now() > end)
+    }
+}
+
+// SAFETY: every call is the system's allocator's, or the answer that there is no memory, which any allocator may give.
+unsafe impl GlobalAlloc for Budget {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        if self.is_spent(layout.size()) {
+            return null_mut();
+        }
+        self.live.fetch_add(layout.size(), Relaxed);
+        // SAFETY: the caller's promise.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, place: *mut u8, layout: Layout) {
+        self.live.fetch_sub(layout.size(), Relaxed);
+        // SAFETY: the caller's promise; what is given back was had from the system.
+        unsafe { System.dealloc(place, layout) }
+    }
+
+    unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
+        if self.is_spent(layout.size()) {
+            return null_mut();
+        }
+        self.live.fetch_add(layout.size(), Relaxed);
+        // SAFETY: the caller's promise.
+        unsafe { System.alloc_zeroed(layout) }
+    }
+
+    unsafe fn realloc(&self, place: *mut u8, layout: Layout, size: usize) -> *mut u8 {
+        if self.is_spent(size.saturating_sub(layout.size())) {
+            return null_mut();
+        }
+        self.live.fetch_add(size, Relaxed);
+        self.live.fetch_sub(layout.size(), Relaxed);
+        // SAFETY: the caller's promise; what is moved was had from the system.
+        unsafe { System.realloc(place, layout, size) }
+    }
+}
