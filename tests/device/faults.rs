@@ -23,10 +23,10 @@ const STEPS: u32 = 64;
 const ENDED_WITHIN: Duration = Duration::from_secs(6);
 
 /// One edit of a header: `to` in place of `from`, which is there once.
-struct Edit {
-    header: &'static str,
-    from: &'static str,
-    to: &'static str,
+pub struct Edit {
+    pub header: &'static str,
+    pub from: &'static str,
+    pub to: &'static str,
 }
 
 /// SM 3 publishes nothing in step 9.
@@ -71,7 +71,7 @@ const WILD_ADDRESS: &[Edit] = &[corrupt(
   c.barrier();",
 )];
 
-fn edited(mut source: KernelSource, edits: &[Edit]) -> KernelSource {
+pub fn edited(mut source: KernelSource, edits: &[Edit]) -> KernelSource {
     for Edit { header, from, to } in edits {
         let found = source.headers.iter_mut().find(|(name, _)| name == header);
         let (_, text) = found.unwrap_or_else(|| panic!("no header `{header}`"));

@@ -107,18 +107,23 @@ fn a_new_machine_loads_everything_from_the_shared_cache() {
     say(&format!("loaded from the shared cache in {:.0} ms", loaded.as_secs_f64() * 1e3));
 }
 
+/// The program, where a toolkit has brought it; else a line that says so.
+pub fn sanitizer(test: &str) -> Option<&'static str> {
+    let installed = ["compute-sanitizer", "/usr/local/cuda/bin/compute-sanitizer"];
+    let works =
+        |program: &&str| Command::new(program).arg("--version").output().is_ok_and(|said| said.status.success());
+    let found = installed.into_iter().find(works);
+    if found.is_none() {
+        say(&format!("SKIPPED (no compute-sanitizer): {test}: it comes with the CUDA toolkit"));
+    }
+    found
+}
+
 /// memcheck of the compute sanitizer, where a toolkit has brought it, over every way into shared memory.
 #[test]
 fn the_compute_sanitizer_finds_nothing() {
     let Some(gpu) = Gpu::here("the_compute_sanitizer_finds_nothing") else { return };
-    let installed = ["compute-sanitizer", "/usr/local/cuda/bin/compute-sanitizer"];
-    let works =
-        |program: &&str| Command::new(program).arg("--version").output().is_ok_and(|said| said.status.success());
-    let Some(sanitizer) = installed.into_iter().find(works) else {
-        return say(
-            "SKIPPED (no compute-sanitizer): the_compute_sanitizer_finds_nothing: it comes with the CUDA toolkit",
-        );
-    };
+    let Some(sanitizer) = sanitizer("the_compute_sanitizer_finds_nothing") else { return };
     for copy in gpu.copies() {
         let place = Place::new();
         // Few steps a launch: the sanitizer makes each many times as long, and the deadline stays.
