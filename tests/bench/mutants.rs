@@ -22,10 +22,10 @@ use monobloc::cuda::nvrtc::Nvrtc;
 use monobloc::cuda::session::{Session, SessionError};
 use monobloc::digest::Digest;
 use monobloc::interp::{Input, Interp, Options};
-use monobloc::ir::schedule::Schedule;
+use monobloc::ir::schedule::{RunBytes, Schedule};
 use monobloc::lower::lower;
 use monobloc::model::config::{Imported, import_config_only};
-use monobloc::pack::{layout, pack};
+use monobloc::pack::{Layout, PackError, layout, pack};
 use monobloc::schedule::schedule;
 use monobloc::target::Target;
 use monobloc::validate::{check, validate};
@@ -44,8 +44,34 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-/// A child's word for: the weights as the mutant's own streams take them.
-const OWN_PACK: &str = "own";
+/// Which weights a mutant is given, as a child is told.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Given {
+    /// Those of the sound schedule: what is broken packs nothing that means anything.
+    Sound,
+    /// Packed for the mutant.
+    Own,
+    /// Those of the sound schedule, each run at the place that the mutant has for it; of two at one place, the later.
+    Moved,
+}
+
+impl Given {
+    const ALL: [(Given, &str); 3] = [(Given::Sound, "sound"), (Given::Own, "own"), (Given::Moved, "moved")];
+
+    fn of(class: &str, prediction: Predicted) -> Given {
+        match class {
+            // No queue and no kernel knows where weights lie, nor their type: who packs them does.
+            "weights over weights" => Given::Moved,
+            "dtype mismatch" => Given::Own,
+            _ if prediction == Predicted::Anything => Given::Sound,
+            _ => Given::Own,
+        }
+    }
+
+    fn word(self) -> &'static str {
+        Given::ALL.iter().find(|(given, _)| *given == self).map_or("", |(_, word)| word)
+    }
+}
 
 /// Steps of a launch: both regimes, and a few changes of phase.
 const STEPS: u32 = 24;
@@ -92,16 +118,27 @@ struct Case {
     queued: Schedule,
 }
 
-/// The `index`th mutant; `None`: it is nothing else to a device, or was not broken.
-fn case(index: usize, bases: &[Base], predict: bool) -> Option<Case> {
+/// Why there is nothing to run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Spared {
+    /// Nothing here to break in this way, or it was not broken by it.
+    Sound,
+    /// The kernel's text, the queues and the weights are those of the sound schedule, byte for byte.
+    SameBytes,
+    /// No queue can say it: the encoder gave up, or constants lie where the pack of the base has others.
+    NotEncoded,
+}
+
+/// The `index`th mutant.
+fn case(index: usize, bases: &[Base], predict: bool) -> Result<Case, Spared> {
     let (class, mutate) = CLASSES[index % CLASSES.len()];
     let base = index / CLASSES.len() % bases.len();
-    let Base { target, schedule: sound, .. } = &bases[base];
+    let Base { target, schedule: sound, imported } = &bases[base];
     let (mut broken, mut machine) = (sound.clone(), target.clone());
     let mut random = Rng((index as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1);
-    mutate(&mut broken, &mut machine, &mut random)?;
+    mutate(&mut broken, &mut machine, &mut random).ok_or(Spared::Sound)?;
     if check(&broken, &machine).is_empty() {
-        return None;
+        return Err(Spared::Sound);
     }
     if machine != *target {
         // The GPU is as it is: more blocks than it has SMs, instead of fewer SMs than blocks.
@@ -114,17 +151,71 @@ fn case(index: usize, bases: &[Base], predict: bool) -> Option<Case> {
     let effort = Effort { steps: 4, states_max: 0, walks: 8, stores: 16, seed: index as u64 + 1 };
     let prediction = predict.then(|| judge(&broken, &machine, &effort));
     let form = |schedule: &Schedule| catch_unwind(AssertUnwindSafe(|| device_form(schedule, sound, target))).ok();
-    let (source, queued) = form(&broken)?;
-    let (sound_source, sound_queued) = form(sound)?;
-    let queues = |queued: &Schedule| catch_unwind(AssertUnwindSafe(|| Queues::of(unproven(queued)).digest())).ok();
-    if source == sound_source && queues(&queued)? == queues(&sound_queued)? {
-        return None;
+    let (source, queued) = form(&broken).ok_or(Spared::NotEncoded)?;
+    let (sound_source, sound_queued) = form(sound).ok_or(Spared::NotEncoded)?;
+    let queues = |queued: &Schedule| {
+        let digest = catch_unwind(AssertUnwindSafe(|| Queues::of(unproven(queued)).digest()));
+        digest.map_err(|_| Spared::NotEncoded)
+    };
+    let same_code = source == sound_source && queues(&queued)? == queues(&sound_queued)?;
+    let given = Given::of(class, prediction.as_ref().map_or(Predicted::Nothing, |verdict| predicted(Some(verdict))));
+    match class {
+        "weights over weights" | "dtype mismatch" => {
+            let weights = |schedule: &Schedule| {
+                let packed = catch_unwind(AssertUnwindSafe(|| image(given, imported, sound, schedule)));
+                packed.ok().and_then(Result::ok)
+            };
+            if same_code && weights(&broken) == weights(sound) {
+                return Err(Spared::SameBytes);
+            }
+        }
+        _ if same_code => return Err(Spared::SameBytes),
+        // Whatever the schedule does.
+        _ if constant_offsets(&broken.program) != constant_offsets(&sound.program) => return Err(Spared::NotEncoded),
+        _ => {}
     }
-    // Constants would lie elsewhere than the base's pack has them, whatever the schedule does.
-    if constant_offsets(&broken.program) != constant_offsets(&sound.program) {
-        return None;
+    Ok(Case { class, base, prediction, source, broken, queued })
+}
+
+/// The weights of a mutant as they lie on the device, and where.
+fn image(
+    given: Given,
+    imported: &Imported,
+    sound: &Schedule,
+    broken: &Schedule,
+) -> Result<(Layout, Vec<u8>), PackError> {
+    let packed = |schedule| Ok((layout(schedule), pack(schedule, &imported.graph, &imported.weights)?.bytes));
+    match given {
+        Given::Sound => packed(sound),
+        Given::Own => packed(broken),
+        Given::Moved => {
+            let (from, bytes) = packed(sound)?;
+            let to = layout(broken);
+            let mut moved = vec![0; to.total_bytes as usize];
+            let mut copy = |source: u64, place: u64, length: u64| {
+                let (source, place, length) = (source as usize, place as usize, length as usize);
+                moved[place..place + length].copy_from_slice(&bytes[source..source + length]);
+            };
+            for (was, now) in sound.regimes.iter().zip(&broken.regimes) {
+                for (sm, (was, now)) in was.streams.iter().zip(&now.streams).enumerate() {
+                    for pair in was.iter().zip(now).map(|(was, now)| (&was.bytes, &now.bytes)) {
+                        let (RunBytes::Fixed { offset: was, bytes }, RunBytes::Fixed { offset: now, .. }) = pair else {
+                            continue;
+                        };
+                        copy(from.stream_base[sm] + was, to.stream_base[sm] + now, *bytes);
+                    }
+                }
+            }
+            let constants = sound.program.buffers.iter().zip(from.constant_offset.iter().zip(&to.constant_offset));
+            for (buffer, places) in constants {
+                if let (Some(was), Some(now)) = places {
+                    let length = u64::from(buffer.rows) * u64::from(buffer.cols) * buffer.dtype.bytes() as u64;
+                    copy(*was, *now, length);
+                }
+            }
+            Ok((to, moved))
+        }
     }
-    Some(Case { class, base, prediction, source, broken, queued })
 }
 
 fn main() {
@@ -132,7 +223,10 @@ fn main() {
     // A mutant may make code generation panic: that is an outcome, and no news.
     std::panic::set_hook(Box::new(|_| {}));
     let result = match words.iter().map(String::as_str).collect::<Vec<_>>()[..] {
-        ["child", folder, index, pack] => child(Path::new(folder), index.parse().expect("an index"), pack == OWN_PACK),
+        ["child", folder, index, given] => {
+            let given = Given::ALL.iter().find(|(_, word)| *word == given).map(|(given, _)| *given);
+            child(Path::new(folder), index.parse().expect("an index"), given.expect("which weights"))
+        }
         [] => parent(Duration::from_secs(240)),
         [seconds] if seconds.parse::<u64>().is_ok() => parent(Duration::from_secs(seconds.parse().unwrap_or(240))),
         _ => Err("expected seconds, or nothing".to_string()),
@@ -228,7 +322,7 @@ fn parent(budget: Duration) -> Result<(), String> {
         Err(_) => Target::builtin("h200").expect("a record"),
     };
     let bases = bases(&target);
-    let cases = chosen(&bases);
+    let (cases, spared) = chosen(&bases);
     let sound: Vec<KernelSource> =
         bases.iter().map(|base| device_form(&base.schedule, &base.schedule, &target).0).collect();
     let mut sources: BTreeMap<Digest, &KernelSource> = BTreeMap::new();
@@ -236,8 +330,16 @@ fn parent(budget: Duration) -> Result<(), String> {
         sources.insert(name_of(source), source);
     }
     println!("{} mutants of {} classes, {} kernels", cases.len(), classes(&cases).len(), sources.len());
-    let same: Vec<&str> = CLASSES.iter().map(|c| c.0).filter(|class| !classes(&cases).contains(class)).collect();
-    println!("nothing else to a device, whatever is broken: {}", same.join(", "));
+    for class in CLASSES.iter().map(|c| c.0).filter(|class| !classes(&cases).contains(class)) {
+        let of = |why| spared.get(&(class, why)).copied().unwrap_or(0);
+        println!(
+            "nothing else to a device: {class}: of {} that the proof refuses, {} are the same kernel, queues and weights, byte \
+             for byte, and {} cannot be encoded",
+            of(Spared::SameBytes) + of(Spared::NotEncoded),
+            of(Spared::SameBytes),
+            of(Spared::NotEncoded)
+        );
+    }
     let folder = tempfile::tempdir().map_err(|e| e.to_string())?;
     let nvrtc = Nvrtc::load().map_err(|e| e.to_string())?;
     let refused = compile(&nvrtc, &sources, folder.path());
@@ -261,7 +363,7 @@ fn parent(budget: Duration) -> Result<(), String> {
         let (end, detail) = match refused.get(&name_of(&case.source)) {
             Some(why) => (End::Refused, why.lines().next().unwrap_or_default().to_string()),
             None if begun.elapsed() > budget => continue,
-            None => run_child(folder.path(), *index, prediction != Predicted::Anything)?,
+            None => run_child(folder.path(), *index, Given::of(case.class, prediction))?,
         };
         ran += 1;
         *ends.entry(case.class).or_default().entry((prediction, end)).or_default() += 1;
@@ -272,7 +374,7 @@ fn parent(budget: Duration) -> Result<(), String> {
         }
     }
     // Once more, with nothing behind it.
-    run_child(folder.path(), usize::MAX, false)?;
+    run_child(folder.path(), usize::MAX, Given::Sound)?;
     println!("\n{}", table(&ends));
     println!(
         "{ran} mutants in {:.0} s; the sound schedules were right before each and after the last",
@@ -287,11 +389,13 @@ fn classes(cases: &[(usize, Case)]) -> BTreeSet<&'static str> {
     cases.iter().map(|(_, case)| case.class).collect()
 }
 
-/// Mutants in an order of which every beginning has all classes.
-fn chosen(bases: &[Base]) -> Vec<(usize, Case)> {
+/// Mutants in an order of which every beginning has all classes; and how many of a class are not run, by why.
+#[allow(clippy::type_complexity)] // Said once.
+fn chosen(bases: &[Base]) -> (Vec<(usize, Case)>, BTreeMap<(&'static str, Spared), usize>) {
     let threads = std::thread::available_parallelism().map_or(1, |n| n.get());
     let next = AtomicUsize::new(0);
     let mut of_class: Vec<Vec<(usize, Case)>> = CLASSES.iter().map(|_| vec![]).collect();
+    let mut spared: BTreeMap<(&'static str, Spared), usize> = BTreeMap::new();
     std::thread::scope(|scope| {
         let work = || {
             let mut mine = vec![];
@@ -300,22 +404,31 @@ fn chosen(bases: &[Base]) -> Vec<(usize, Case)> {
                 if class >= CLASSES.len() {
                     return mine;
                 }
-                let indices = (0..TRIED).map(|nth| nth * CLASSES.len() + class);
-                let cases = indices.filter_map(|index| Some((index, case(index, bases, true)?)));
-                mine.push((class, cases.take(OF_A_CLASS).collect()));
+                let (mut cases, mut without) = (vec![], vec![]);
+                for index in (0..TRIED).map(|nth| nth * CLASSES.len() + class) {
+                    match case(index, bases, true) {
+                        Ok(case) => cases.push((index, case)),
+                        Err(why) => without.push(why),
+                    }
+                    if cases.len() == OF_A_CLASS {
+                        break;
+                    }
+                }
+                mine.push((class, cases, without));
             }
         };
         let workers: Vec<_> = (0..threads).map(|_| scope.spawn(work)).collect();
         for worker in workers {
-            for (class, cases) in worker.join().expect("a worker") {
+            for (class, cases, without) in worker.join().expect("a worker") {
                 of_class[class] = cases;
+                without.into_iter().for_each(|why| *spared.entry((CLASSES[class].0, why)).or_default() += 1);
             }
         }
     });
     let mut all: Vec<(usize, (usize, Case))> =
         of_class.into_iter().flat_map(|cases| cases.into_iter().enumerate()).collect();
     all.sort_by_key(|(nth, (index, _))| (*nth, *index));
-    all.into_iter().map(|(_, case)| case).collect()
+    (all.into_iter().map(|(_, case)| case).collect(), spared)
 }
 
 fn name_of(source: &KernelSource) -> Digest {
@@ -370,7 +483,7 @@ fn interpreted(base: &Base) -> Result<Vec<f32>, String> {
     Ok(all)
 }
 
-fn run_child(folder: &Path, index: usize, own_pack: bool) -> Result<(End, String), String> {
+fn run_child(folder: &Path, index: usize, given: Given) -> Result<(End, String), String> {
     let program = std::env::current_exe().map_err(|e| e.to_string())?;
     let out = folder.join("said");
     let file = fs::File::create(&out).map_err(|e| e.to_string())?;
@@ -378,7 +491,7 @@ fn run_child(folder: &Path, index: usize, own_pack: bool) -> Result<(End, String
         .arg("child")
         .arg(folder)
         .arg(index.to_string())
-        .arg(if own_pack { OWN_PACK } else { "sound" })
+        .arg(given.word())
         .stdout(file)
         .stderr(Stdio::null())
         .spawn()
@@ -407,18 +520,18 @@ fn run_child(folder: &Path, index: usize, own_pack: bool) -> Result<(End, String
 }
 
 /// Runs the sound schedule, then one mutant. Says `sound` when the first was right, then how the second ended.
-fn child(folder: &Path, index: usize, own_pack: bool) -> Result<(), String> {
+fn child(folder: &Path, index: usize, given: Given) -> Result<(), String> {
     let (ordinal, target) = device()?;
     let bases = bases(&target);
-    let mutant = (index != usize::MAX).then(|| case(index, &bases, false).ok_or("no such mutant")).transpose()?;
+    let mutant = (index != usize::MAX).then(|| case(index, &bases, false).map_err(|_| "no such mutant")).transpose()?;
     let base = mutant.as_ref().map_or(0, |case| case.base);
     let device = Device::open(ordinal).map_err(|e| e.to_string())?;
     let sound = &bases[base];
     let (source, queued) = device_form(&sound.schedule, &sound.schedule, &target);
     let bytes = fs::read(folder.join(format!("expected-{base}"))).map_err(|e| e.to_string())?;
     let expected: Vec<f32> = bytes.as_chunks().0.iter().map(|four| f32::from_ne_bytes(*four)).collect();
-    let logits =
-        run(&device, folder, &sound.imported, &sound.schedule, &source, &queued).map_err(|e| format!("{e:?}"))?;
+    let weights = image(Given::Sound, &sound.imported, &sound.schedule, &sound.schedule).map_err(|e| e.to_string())?;
+    let logits = run(&device, folder, &weights, &source, &queued).map_err(|e| format!("{e:?}"))?;
     // bf16 rounds the staged input too, which the interpreter does not.
     let tolerance = if base == 0 { 1e-4 } else { 5e-2 };
     if difference(&expected, &logits) > tolerance {
@@ -426,8 +539,10 @@ fn child(folder: &Path, index: usize, own_pack: bool) -> Result<(), String> {
     }
     println!("sound");
     let Some(case) = mutant else { return Ok(()) };
-    let streams = if own_pack { &case.broken } else { &sound.schedule };
-    let mutant = || run(&device, folder, &sound.imported, streams, &case.source, &case.queued);
+    let mutant = || {
+        let weights = image(given, &sound.imported, &sound.schedule, &case.broken).unwrap_or_else(|e| panic!("{e}"));
+        run(&device, folder, &weights, &case.source, &case.queued)
+    };
     match catch_unwind(AssertUnwindSafe(mutant)) {
         Err(_) => println!("refused by the host"),
         Ok(Ok(found)) => {
@@ -451,17 +566,14 @@ fn child(folder: &Path, index: usize, own_pack: bool) -> Result<(), String> {
 fn run(
     device: &Device,
     folder: &Path,
-    imported: &Imported,
-    streams: &Schedule,
+    (layout, weights): &(Layout, Vec<u8>),
     source: &KernelSource,
     queued: &Schedule,
 ) -> Result<Vec<f32>, SessionError> {
     let cubin = fs::read(folder.join(name_of(source).to_string())).unwrap_or_else(|e| panic!("{e}"));
-    let packed = pack(streams, &imported.graph, &imported.weights).unwrap_or_else(|e| panic!("{e}"));
-    let layout = layout(streams);
     let queues = Queues::of(unproven(queued));
-    let mut session = Session::load(device, &queues, &layout, &cubin, Trace::Off, STEPS, |stream, to| {
-        Ok(to.upload(stream, 0, &packed.bytes)?)
+    let mut session = Session::load(device, &queues, layout, &cubin, Trace::Off, STEPS, |stream, to| {
+        Ok(to.upload(stream, 0, weights)?)
     })?;
     session.poison_logits()?;
     session.start(&ids(), &[])?;

@@ -138,9 +138,12 @@ fn manners(s: &Schedule, regime: &Regime, sound: Option<&Regime>) -> Vec<u32> {
         let mut covered: Vec<(u32, u64, u64)> = vec![];
         for wait in &task.waits {
             let event = &regime.events[wait.event.index()];
-            // What it polls it waits for by itself.
+            // What it polls it waits for by itself: not what it writes, nor other columns of what it reads.
             let mut operands = s.program.grids[task.grid.index()].operands.iter();
-            let polls = operands.any(|o| o.access == Access::Read && o.buffer == event.buffer);
+            let polls = operands.any(|o| {
+                let (lo, hi) = o.cols.range(task.lo, task.hi, task.j);
+                o.access == Access::Read && o.buffer == event.buffer && lo <= event.lo.into() && hi >= event.hi.into()
+            });
             let never = stuck[t].is_some_and(|by| by == wait.event) && !polls;
             if wait.count > signals[wait.event.index()] || never {
                 bits |= WAITS_FOR_EVER;
