@@ -2,8 +2,11 @@
 
 use std::fmt;
 
+use serde::{Deserialize, Serialize};
+
 /// Who has to act on a failure.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
 pub enum Tier {
     /// The input (manifest, checkpoint, prompt, IR text) has to change.
     Input,
@@ -27,7 +30,7 @@ impl Tier {
 /// A failure as the user sees it: what happened and where, and what to do about it.
 ///
 /// Stage errors convert into this at the rim (`cli`); nothing below `cli` prints.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Fault {
     pub tier: Tier,
     /// One lower-case sentence fragment naming the place; may be a rendered caret block of several lines.

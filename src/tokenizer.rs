@@ -8,7 +8,8 @@
 //! model did write.
 //!
 //! Files come from strangers. Their sizes are bounded, a template's work is bounded, and a panic in the crates below
-//! becomes an error here. Not bounded: the memory of a template or a normaliser that doubles a string again and again.
+//! becomes an error here. Memory is not bounded here, for a template or a normaliser may double a string again and again:
+//! whoever reads files of others runs this in a process that is (`pipeline::tokens`).
 
 use crate::error::Fault;
 use minijinja::syntax::SyntaxConfig;
@@ -233,6 +234,11 @@ impl Tokenizer {
     /// A decoder of ids that arrive one by one.
     pub fn stream(&self, skip_special: bool) -> Stream<'_> {
         Stream { tokenizer: self, skip_special, window: Vec::new(), settled: 0, printed: String::new() }
+    }
+
+    /// The file that chat templates are taken from.
+    pub fn chat_template_path(&self) -> &Path {
+        &self.templates_path
     }
 
     pub fn has_chat_template(&self) -> bool {
@@ -523,7 +529,7 @@ fn add_tokens(backend: &mut tokenizers::Tokenizer, config: &Config) -> tokenizer
 
 /// Renders a chat template in the dialect of transformers: Jinja2 with its options, functions and `tojson`.
 ///
-/// Instructions and output are bounded. Not bounded: a string that a template doubles and never prints.
+/// Instructions and output are bounded. Memory is not: a template may double a string and never print it.
 fn render(template: &str, context: BTreeMap<&str, Value>, now: SystemTime) -> Result<String, minijinja::Error> {
     let template = without_generation_tags(template);
     let mut env = Environment::new();

@@ -87,6 +87,8 @@ pub enum Command {
     Report(Report),
     #[command(hide = true)]
     Trials(Trials),
+    #[command(hide = true)]
+    Tokens(Tokens),
     /// Print which keys of which model family's config.json are modelled, or neutral at which values
     #[command(after_help = "Example:\n  monobloc schema > schema.md")]
     Schema,
@@ -720,6 +722,14 @@ pub struct Report {
     /// File of the page
     #[arg(long, value_name = "FILE", default_value = "report.html")]
     pub out: PathBuf,
+}
+
+/// Serve the tokenizer of a checkpoint: one JSON line in, one out. Started by commands that read text
+#[derive(Debug, Args)]
+#[command(after_help = "Example:\n  monobloc tokens tests/fixtures/tinystories-llama < asked.jsonl")]
+pub struct Tokens {
+    /// Folder of the checkpoint
+    pub dir: PathBuf,
 }
 
 /// Serve the trials of a search: one JSON line in, one out. Started by `tune`

@@ -7,13 +7,13 @@ use serde_json::json;
 
 use super::Outcome;
 use super::arguments::Generate;
-use super::session::{Session, Talk, pick_target, tokenizer_dir};
+use super::session::{Session, Talk, pick_target, tokenizer};
 use super::terminal::interrupt;
 use crate::error::Fault;
 use crate::manifest::Manifest;
-use crate::pipeline;
+use crate::pipeline::{self, Tokens};
 use crate::sample::SampleSettings;
-use crate::tokenizer::{Message, Stream, Tokenizer, TokenizerError, check_ids};
+use crate::tokenizer::{Message, check_ids};
 
 /// Why no further token came.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -47,7 +47,7 @@ pub fn generate(session: &Session, asked: &Generate) -> Result<Outcome, Fault> {
     // Before the model is built: what is wrong with a tokenizer is known at once.
     let mut tokenizer = match &asked.ids {
         Some(_) => None,
-        None => Some(Tokenizer::load(&tokenizer_dir(&manifest)?)?),
+        None => Some(tokenizer(&manifest)?),
     };
     let prepared = pipeline::prepare(&workspace, &manifest, &target)?;
     let graph = &prepared.imported.graph;
@@ -67,14 +67,12 @@ pub fn generate(session: &Session, asked: &Generate) -> Result<Outcome, Fault> {
     let mut runner = prepared.runner(&workspace)?;
     let eos: &[u32] = if asked.ignore_eos { &[] } else { &graph.eos };
 
-    let mut printer = Printer {
-        session,
+    let has_text = tokenizer.is_some();
+    if let Some(tokenizer) = &mut tokenizer {
         // With special tokens only when they are no end: they show what the model says after it.
-        stream: tokenizer.as_ref().map(|tokenizer| tokenizer.stream(!asked.ignore_eos)),
-        hold: asked.json,
-        text: String::new(),
-        count: 0,
-    };
+        tokenizer.stream(!asked.ignore_eos)?;
+    }
+    let mut printer = Printer { session, stream: tokenizer, hold: asked.json, text: String::new(), count: 0 };
     let deferred = interrupt::defer();
     let begun = Instant::now();
     let (mut first, mut last) = (None, begun);
@@ -106,7 +104,7 @@ pub fn generate(session: &Session, asked: &Generate) -> Result<Outcome, Fault> {
         session.terminal.print_json(&json!({
             "prompt_ids": prompt,
             "ids": ids,
-            "text": tokenizer.is_some().then_some(text),
+            "text": has_text.then_some(text),
             "stop": stop.name(),
             "prompt_s": prompt_s,
             "decode_s": decode_s,
@@ -130,12 +128,12 @@ fn tokens(count: usize) -> String {
     super::units::counted(count as u64, "token")
 }
 
-fn encode(tokenizer: &Tokenizer, asked: &Generate) -> Result<Vec<u32>, TokenizerError> {
+fn encode(tokenizer: &mut Tokens, asked: &Generate) -> Result<Vec<u32>, Fault> {
     match (&asked.chat, &asked.prompt) {
         (Some(chat), _) if !asked.raw => {
             let system = asked.system.iter().map(|system| Message::new("system", system));
             let messages: Vec<Message> = system.chain([Message::new("user", chat)]).collect();
-            tokenizer.encode_chat(&messages, true)
+            tokenizer.encode_chat(messages, true)
         }
         (chat, prompt) => {
             let text = chat.as_ref().or(prompt.as_ref()).map_or("", String::as_str);
@@ -165,7 +163,7 @@ fn room_after(prompt_count: usize, manifest: &Manifest) -> Result<usize, Fault> 
 struct Printer<'a> {
     session: &'a Session,
     /// `None`: ids.
-    stream: Option<Stream<'a>>,
+    stream: Option<Tokens>,
     /// Whether the text is kept instead of printed.
     hold: bool,
     text: String,
@@ -194,7 +192,7 @@ impl Printer<'_> {
 
     /// Prints what was held back, and ends the line. Returns the text that was kept.
     fn finish(mut self) -> Result<String, Fault> {
-        let rest = self.stream.take().map(Stream::finish).transpose()?.unwrap_or_default();
+        let rest = self.stream.as_mut().map(Tokens::finish).transpose()?.unwrap_or_default();
         self.put(&rest)?;
         if !self.hold {
             self.session.terminal.print("\n")?;

@@ -101,6 +101,7 @@ fn answer(session: &Session, command: Command) -> Result<Outcome, Fault> {
         Command::Next(asked) => outlook::next(session, &asked),
         Command::Report(asked) => outlook::report(session, &asked),
         Command::Trials(asked) => tune::trials(session, &asked),
+        Command::Tokens(asked) => session::serve_tokens(&asked),
         Command::Schema => {
             session.terminal.print(&schema_table())?;
             Ok(Outcome::Done)

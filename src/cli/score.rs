@@ -11,13 +11,13 @@ use tempfile::NamedTempFile;
 
 use super::Outcome;
 use super::arguments::{Compare, Logits, Perplexity};
-use super::session::{Session, Talk, pick_target, tokenizer_dir};
+use super::session::{Session, Talk, pick_target, tokenizer};
 use crate::error::Fault;
 use crate::files::{folder_of, read_bytes, read_text};
 use crate::goldens::{Allowed, Comparison, Goldens};
 use crate::pipeline;
 use crate::sample::SampleSettings;
-use crate::tokenizer::{Tokenizer, check_ids};
+use crate::tokenizer::check_ids;
 
 /// Largest text that is scored: some 60 million tokens, days of work.
 const TEXT_BYTES_MAX: u64 = 256 << 20;
@@ -30,7 +30,7 @@ pub fn perplexity(session: &Session, asked: &Perplexity) -> Result<Outcome, Faul
     let target = pick_target(&manifest, asked.target.as_deref())?;
     let text = read_text(&asked.file, TEXT_BYTES_MAX)?;
     let workspace = session.workspace(if asked.json { Talk::Nothing } else { Talk::Work })?;
-    let mut tokenizer = Tokenizer::load(&tokenizer_dir(&manifest)?)?;
+    let mut tokenizer = tokenizer(&manifest)?;
     let prepared = pipeline::prepare(&workspace, &manifest, &target)?;
     let graph = &prepared.imported.graph;
     tokenizer.check_vocab(graph.vocab)?;

@@ -1,14 +1,16 @@
 //! Owns what every command starts from: the places named on the command line, the manifest, and the target.
 
 use std::path::{Path, PathBuf};
+use std::process::Command;
 
-use super::arguments::Global;
+use super::Outcome;
+use super::arguments::{self, Global};
 use super::terminal::Terminal;
 use crate::cache::{Cache, Places};
 use crate::error::Fault;
 use crate::manifest::Manifest;
 use crate::model::source::{self, Event, Resolved, Source};
-use crate::pipeline::Workspace;
+use crate::pipeline::{self, Tokens, Workspace};
 use crate::report::Report;
 use crate::target::Target;
 use crate::text::{nearest, one_of};
@@ -80,8 +82,26 @@ pub fn pick_target(manifest: &Manifest, name: Option<&str>) -> Result<Target, Fa
     })
 }
 
+/// The tokenizer of a manifest, in a process of its own: what a checkpoint brings is not trusted with this one.
+pub fn tokenizer(manifest: &Manifest) -> Result<Tokens, Fault> {
+    let program = std::env::current_exe()
+        .map_err(|error| Fault::environment(format!("the path of the running program is not known: {error}")))?;
+    let command = move || {
+        let mut command = Command::new(&program);
+        command.arg("tokens");
+        command
+    };
+    Tokens::load(command, &tokenizer_dir(manifest)?)
+}
+
+/// Answers on stdin and stdout, as the parent of [`tokenizer`] asks.
+pub fn serve_tokens(asked: &arguments::Tokens) -> Result<Outcome, Fault> {
+    pipeline::serve_tokens(&asked.dir, std::io::stdin().lines(), std::io::stdout().lock())?;
+    Ok(Outcome::Done)
+}
+
 /// The folder that a manifest's tokenizer is in.
-pub fn tokenizer_dir(manifest: &Manifest) -> Result<PathBuf, Fault> {
+fn tokenizer_dir(manifest: &Manifest) -> Result<PathBuf, Fault> {
     let source = Source::parse(&manifest.source, &manifest.revision, manifest.seed)?;
     let mut unheard = |_: Event| {};
     match source::resolve(&source, &manifest.base_dir, &mut unheard)? {

@@ -7,7 +7,7 @@
 //!
 //! `keys` says what each stage depends on, `stages` makes what needs no execution, `stored` says how they keep it, `prove` checks and measures, `rows`
 //! tells the corpus, `runner` decodes for commands, `campaign` searches, `outlook` says how searches went, `bench` times beside baselines (`peer` is one in another process),
-//! `trace` says where a step's time goes, `explain` answers why something would run.
+//! `tokens` runs a tokenizer where it can do no harm, `trace` says where a step's time goes, `explain` answers why something would run.
 //!
 //! A warm build imports the headers and looks every stage up. It parses and proves a schedule only when something is to
 //! be executed or compiled: the proof belongs to the bytes that are used, so it is made again from what was loaded.
@@ -26,6 +26,7 @@ mod rows;
 mod runner;
 mod stages;
 mod stored;
+mod tokens;
 pub mod trace;
 mod trial;
 mod worker;
@@ -34,6 +35,7 @@ pub use campaign::{Tuned, Tuning, can_tune, is_tuned, tune};
 pub use explain::{Explained, SHOW_STAGES, explain, show};
 pub use runner::Runner;
 pub use stored::read_stored;
+pub use tokens::{Tokens, serve_tokens};
 pub use trial::serve;
 
 use crate::cache::Cache;

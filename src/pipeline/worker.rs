@@ -143,7 +143,7 @@ impl<'a> Worker<'a> {
         let program = command.get_program().to_string_lossy().into_owned();
         let lost = |what: &str| Fault::internal(format!("the child process has no {what}"));
         let mut child = command.spawn().map_err(|error| {
-            Fault::environment(format!("cannot start `{program}` for a trial: {error}"))
+            Fault::environment(format!("cannot start `{program}`: {error}"))
                 .with_remedy("raise the limits of processes and memory of this user")
         })?;
         let jobs = child.stdin.take().ok_or_else(|| lost("stdin"))?;
@@ -249,6 +249,6 @@ mod tests {
     #[test]
     fn a_program_that_is_not_there_is_named() {
         let fault = Worker::new(|| Command::new("/no/such/program")).run(&job(), Duration::from_secs(1), &|| false);
-        assert!(fault.unwrap_err().message.contains("cannot start `/no/such/program` for a trial"));
+        assert!(fault.unwrap_err().message.contains("cannot start `/no/such/program`: "));
     }
 }

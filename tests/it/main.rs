@@ -28,6 +28,7 @@ mod readers;
 mod sampling;
 mod support;
 mod tidy;
+mod tokens;
 mod tune;
 
 use std::io::Write;

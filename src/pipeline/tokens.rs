@@ -1,0 +1,370 @@
+//! Owns the process that a checkpoint's tokenizer runs in, and both ends of the way to it.
+//!
+//! A tokenizer and its chat template are programs of strangers: a template may double a string in a loop, and forty
+//! normalisers may each put two letters in the place of one. The engines below count instructions at best, and no bytes. So
+//! they run in a child whose memory and processor time the kernel bounds, with what is asked in mind; the parent waits for no
+//! answer longer than that. What passes a bound costs the child, and is an error that names the file.
+
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use rustix::time::{ClockId, clock_gettime};
+use serde::{Deserialize, Serialize};
+
+use super::worker::{Reply, Worker};
+use crate::error::Fault;
+use crate::tokenizer::{Message, Tokenizer};
+
+/// Address space of the child, before it is asked anything. A tokenizer of the largest known size, 262144 tokens and twice as
+/// many merges, takes 0.6 GiB to load.
+const BYTES: u64 = 2 << 30;
+/// Address space for each byte of text: a token, its place and its copies take some hundred.
+const BYTES_PER_BYTE: u64 = 1024;
+/// Time to load a tokenizer, or to answer anything short.
+const SECONDS: u64 = 60;
+/// Text that takes a second more; a hundredth of what a core does.
+const BYTES_PER_SECOND: u64 = 32 << 10;
+/// Ids for each byte of text, at most; every tokenizer that reads what was written makes fewer.
+const IDS_PER_BYTE: usize = 8;
+
+/// What the child is asked, a line each.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(tag = "ask", rename_all = "lowercase")]
+enum Ask {
+    Load,
+    CheckVocab { vocab: u32 },
+    Encode { text: String, special: bool },
+    Chat { messages: Vec<Message>, reply: bool },
+    Stream { skip_special: bool },
+    Push { id: u32 },
+    Finish,
+}
+
+impl Ask {
+    /// Bytes of text in it.
+    fn bytes(&self) -> u64 {
+        match self {
+            Ask::Encode { text, .. } => text.len() as u64,
+            Ask::Chat { messages, .. } => messages.iter().map(|message| message.content.len() as u64).sum(),
+            _ => 0,
+        }
+    }
+
+    fn seconds(&self) -> u64 {
+        SECONDS + self.bytes() / BYTES_PER_SECOND
+    }
+}
+
+/// What it answers, a line each.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(tag = "said", rename_all = "lowercase")]
+enum Said {
+    Done,
+    Loaded { chat_template: PathBuf },
+    Ids { ids: Vec<u32> },
+    Text { text: String },
+    Fault { fault: Fault },
+}
+
+/// The tokenizer of one checkpoint, in a process of its own.
+pub struct Tokens {
+    path: PathBuf,
+    chat_template: PathBuf,
+    /// `None`: it ended, and what it knew is gone.
+    worker: Option<Worker<'static>>,
+}
+
+impl Tokens {
+    /// Loads the tokenizer of the checkpoint folder `dir`. `program` runs [`serve_tokens`] on the folder that is its last
+    /// argument.
+    ///
+    /// # Errors
+    /// As [`Tokenizer::load`]; a tokenizer that takes more than its share; a program that cannot be started.
+    pub fn load(program: impl Fn() -> Command + 'static, dir: &Path) -> Result<Tokens, Fault> {
+        let folder = dir.to_path_buf();
+        let worker = Worker::new(move || {
+            let mut command = program();
+            // Memory that is spent has none left for a backtrace.
+            command.arg(&folder).env("RUST_BACKTRACE", "0");
+            command
+        });
+        let path = dir.join("tokenizer.json");
+        let mut tokens = Tokens { chat_template: path.clone(), path, worker: Some(worker) };
+        match tokens.ask(&Ask::Load)? {
+            Said::Loaded { chat_template } => tokens.chat_template = chat_template,
+            other => return Err(unexpected(&other)),
+        }
+        Ok(tokens)
+    }
+
+    /// As [`Tokenizer::check_vocab`].
+    ///
+    /// # Errors
+    /// Its errors, and a tokenizer that takes more than its share.
+    pub fn check_vocab(&mut self, vocab: u32) -> Result<(), Fault> {
+        self.done(&Ask::CheckVocab { vocab })
+    }
+
+    /// As [`Tokenizer::encode`].
+    ///
+    /// # Errors
+    /// Its errors, and a tokenizer that takes more than its share.
+    pub fn encode(&mut self, text: &str, add_special_tokens: bool) -> Result<Vec<u32>, Fault> {
+        self.ids(&Ask::Encode { text: text.to_string(), special: add_special_tokens })
+    }
+
+    /// As [`Tokenizer::encode_chat`].
+    ///
+    /// # Errors
+    /// Its errors, and a template or tokenizer that takes more than its share.
+    pub fn encode_chat(&mut self, messages: Vec<Message>, add_generation_prompt: bool) -> Result<Vec<u32>, Fault> {
+        self.ids(&Ask::Chat { messages, reply: add_generation_prompt })
+    }
+
+    /// Begins the text of ids that come one by one, as [`Tokenizer::stream`]; until [`Tokens::finish`] nothing else is asked.
+    ///
+    /// # Errors
+    /// A process that was lost.
+    pub fn stream(&mut self, skip_special: bool) -> Result<(), Fault> {
+        self.done(&Ask::Stream { skip_special })
+    }
+
+    /// Takes the next id and returns the text that became certain.
+    ///
+    /// # Errors
+    /// As [`Tokenizer::decode`], and a tokenizer that takes more than its share.
+    pub fn push(&mut self, id: u32) -> Result<String, Fault> {
+        self.text(&Ask::Push { id })
+    }
+
+    /// Ends the text and returns what was held back.
+    ///
+    /// # Errors
+    /// As [`Tokens::push`].
+    pub fn finish(&mut self) -> Result<String, Fault> {
+        self.text(&Ask::Finish)
+    }
+
+    fn done(&mut self, ask: &Ask) -> Result<(), Fault> {
+        match self.ask(ask)? {
+            Said::Done => Ok(()),
+            other => Err(unexpected(&other)),
+        }
+    }
+
+    fn ids(&mut self, ask: &Ask) -> Result<Vec<u32>, Fault> {
+        match self.ask(ask)? {
+            Said::Ids { ids } => Ok(ids),
+            other => Err(unexpected(&other)),
+        }
+    }
+
+    fn text(&mut self, ask: &Ask) -> Result<String, Fault> {
+        match self.ask(ask)? {
+            Said::Text { text } => Ok(text),
+            other => Err(unexpected(&other)),
+        }
+    }
+
+    fn ask(&mut self, ask: &Ask) -> Result<Said, Fault> {
+        let mut worker =
+            self.worker.take().ok_or_else(|| Fault::internal("a tokenizer is asked whose process has ended"))?;
+        let line = serde_json::to_string(ask).map_err(|error| Fault::internal(format!("no JSON: {error}")))?;
+        // Processor time is what the child may have; a machine that is busy with other things takes longer.
+        let deadline = Duration::from_secs(2 * ask.seconds());
+        match worker.exchange(&line, deadline, &|| false)? {
+            Reply::Line(line) => {
+                let said = serde_json::from_str(&line)
+                    .map_err(|error| Fault::internal(format!("a tokenizer's process answered nonsense: {error}")))?;
+                if let Said::Fault { fault } = said {
+                    return Err(fault);
+                }
+                self.worker = Some(worker);
+                Ok(said)
+            }
+            Reply::Late(after) => Err(self.spent(ask, &format!("takes more than {} s", after.as_secs()))),
+            Reply::Died(how) => Err(self.spent(ask, &verdict(ask, &how))),
+            Reply::Interrupted => Err(Fault::internal("a tokenizer was interrupted by nobody")),
+        }
+    }
+
+    /// What a tokenizer did that has no process any more.
+    fn spent(&self, ask: &Ask, what: &str) -> Fault {
+        let (path, by_ids) = match ask {
+            Ask::Chat { .. } => (&self.chat_template, "give a plain prompt, which no template is run for"),
+            _ => (&self.path, "pass token ids with `--ids`, which works without a tokenizer"),
+        };
+        Fault::input(format!("`{}` {what}", path.display())).with_remedy(format!(
+            "it is not for its users that a checkpoint's file does this: do not trust it, or {by_ids}"
+        ))
+    }
+}
+
+/// What the end of a child says about its tokenizer.
+fn verdict(ask: &Ask, how: &str) -> String {
+    let gib = (BYTES + ask.bytes() * BYTES_PER_BYTE) >> 30;
+    if how.contains("memory allocation of") {
+        format!("takes more than {gib} GiB of memory for {} bytes of text", ask.bytes())
+    } else if how.contains(&format!("signal {}", rustix::process::Signal::XCPU.as_raw())) {
+        format!("takes more than {} s for {} bytes of text", ask.seconds(), ask.bytes())
+    } else {
+        format!("ends the process that reads it: {how}")
+    }
+}
+
+fn unexpected(said: &Said) -> Fault {
+    Fault::internal(format!("a tokenizer's process answered what was not asked: {said:?}"))
+}
+
+/// Answers what is asked of the tokenizer in `dir`, a line each, until there is no more.
+///
+/// For a process of its own: it bounds the memory and the processor time of the process that it runs in.
+///
+/// # Errors
+/// A system that bounds no process; lines that are no question; an output that nobody reads.
+pub fn serve_tokens(
+    dir: &Path,
+    lines: impl Iterator<Item = io::Result<String>>,
+    mut output: impl Write,
+) -> Result<(), Fault> {
+    let mut asks = lines.map(|line| {
+        let line = line.map_err(|error| Fault::environment(format!("cannot read what is asked: {error}")))?;
+        let ask: Ask = serde_json::from_str(&line).map_err(|error| {
+            let line: String = line.chars().take(80).collect();
+            Fault::input(format!("`{line}` asks nothing: {error}"))
+                .with_remedy("this command is started by those that read text")
+        })?;
+        bound(&ask)?;
+        Ok::<Ask, Fault>(ask)
+    });
+    let mut say = |said: Result<Said, Fault>| {
+        let said = said.unwrap_or_else(|fault| Said::Fault { fault });
+        let line = serde_json::to_string(&said).map_err(|error| Fault::internal(format!("no JSON: {error}")))?;
+        writeln!(output, "{line}")
+            .and_then(|()| output.flush())
+            .map_err(|error| Fault::environment(format!("nobody reads the answers: {error}")))
+    };
+    // A tokenizer may allocate for ever before it is there: bounded from the first byte of its files on.
+    bound(&Ask::Load)?;
+    let mut tokenizer = match Tokenizer::load(dir) {
+        Ok(tokenizer) => tokenizer,
+        Err(error) => return say(Err(error.into())),
+    };
+    while let Some(ask) = asks.next().transpose()? {
+        let text_bytes = ask.bytes() as usize;
+        let few = |ids: Vec<u32>| {
+            let most = IDS_PER_BYTE * text_bytes + 4096;
+            if ids.len() <= most {
+                return Ok(Said::Ids { ids });
+            }
+            let message = format!("expected at most {most} tokens for {text_bytes} bytes of text, found {}", ids.len());
+            Err(Fault::input(message).with_remedy("pass token ids with `--ids`, which works without a tokenizer"))
+        };
+        match ask {
+            Ask::Load => {
+                let chat_template = tokenizer.chat_template_path().to_path_buf();
+                say(Ok(Said::Loaded { chat_template }))?;
+            }
+            Ask::CheckVocab { vocab } => say(tokenizer.check_vocab(vocab).map(|()| Said::Done).map_err(Fault::from))?,
+            Ask::Encode { text, special } => say(tokenizer.encode(&text, special).map_err(Fault::from).and_then(few))?,
+            Ask::Chat { messages, reply } => {
+                // A template may write more than it was given, and is bounded by itself.
+                let ids = tokenizer.encode_chat(&messages, reply);
+                say(ids.map(|ids| Said::Ids { ids }).map_err(Fault::from))?;
+            }
+            Ask::Stream { skip_special } => {
+                say(Ok(Said::Done))?;
+                let mut stream = tokenizer.stream(skip_special);
+                let text = loop {
+                    match asks.next().transpose()? {
+                        Some(Ask::Push { id }) => {
+                            say(stream.push(id).map(|text| Said::Text { text }).map_err(Fault::from))?;
+                        }
+                        Some(Ask::Finish) => break stream.finish(),
+                        _ => return Ok(()),
+                    }
+                };
+                say(text.map(|text| Said::Text { text }).map_err(Fault::from))?;
+            }
+            Ask::Push { .. } | Ask::Finish => return Err(Fault::internal("no text was begun")),
+        }
+    }
+    Ok(())
+}
+
+/// Bounds what this process may take to answer.
+fn bound(ask: &Ask) -> Result<(), Fault> {
+    let limit = |resource, most: u64| {
+        let Rlimit { maximum, .. } = getrlimit(resource);
+        let current = Some(maximum.map_or(most, |maximum| most.min(maximum)));
+        setrlimit(resource, Rlimit { current, maximum }).map_err(|error| {
+            Fault::environment(format!("cannot bound what a tokenizer takes: {error}"))
+                .with_remedy("pass token ids with `--ids`, which works without a tokenizer")
+        })
+    };
+    let used = u64::try_from(clock_gettime(ClockId::ProcessCPUTime).tv_sec).unwrap_or(0);
+    limit(Resource::Cpu, used + ask.seconds())?;
+    limit(Resource::As, BYTES.saturating_add(ask.bytes().saturating_mul(BYTES_PER_BYTE)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::error::Tier;
+
+    /// A program of the shell in place of a tokenizer's.
+    fn shell(script: &'static str) -> Result<Tokens, Fault> {
+        let program = move || {
+            let mut command = Command::new("sh");
+            command.args(["-c", script, "sh"]);
+            command
+        };
+        Tokens::load(program, Path::new("checkpoint"))
+    }
+
+    const LOADED: &str = r#"read ask; echo '{"said":"loaded","chat_template":"checkpoint/chat.jinja"}'; "#;
+
+    #[test]
+    fn whatever_ends_a_tokenizer_names_its_file() {
+        for (script, expected) in [
+            (
+                "echo memory allocation of 5 bytes failed >&2; kill -ABRT $$",
+                "takes more than 2 GiB of memory for 0 bytes",
+            ),
+            ("kill -XCPU $$", "takes more than 60 s for 0 bytes of text"),
+            ("kill -SEGV $$", "ends the process that reads it: the child process was killed by signal 11"),
+        ] {
+            let fault = shell(script).err().expect(script);
+            assert!(fault.message.contains(expected), "{script}: {fault}");
+            assert!(fault.message.starts_with("`checkpoint/tokenizer.json`"), "{fault}");
+            assert_eq!(fault.tier, Tier::Input);
+            assert!(fault.remedy.is_some_and(|remedy| remedy.contains("`--ids`")));
+        }
+    }
+
+    #[test]
+    fn a_chat_names_its_template_and_a_lost_process_is_not_asked_again() {
+        let script: String = LOADED.to_string() + "read ask; kill -XCPU $$";
+        let mut tokens = shell(script.leak()).expect("loaded");
+        let fault = tokens.encode_chat(vec![Message::new("user", "abc")], true).expect_err("it ended");
+        assert!(fault.message.starts_with("`checkpoint/chat.jinja` takes more than 60 s for 3 bytes"), "{fault}");
+        assert!(fault.remedy.is_some_and(|remedy| remedy.contains("plain prompt")));
+        assert_eq!(tokens.encode("a", true).expect_err("it is gone").tier, Tier::Internal);
+    }
+
+    #[test]
+    fn what_a_child_answers_is_believed_if_it_answers_what_was_asked() {
+        let fault = r#"{"said":"fault","fault":{"tier":"input","message":"m","remedy":"r"}}"#;
+        let script: String = LOADED.to_string() + "read ask; echo '" + fault + "'";
+        let told = shell(script.leak()).expect("loaded").encode("a", true).expect_err("a fault");
+        assert_eq!(told, Fault::input("m").with_remedy("r"));
+        for answer in [r#"{"said":"done"}"#, "surprise"] {
+            let script: String = LOADED.to_string() + "read ask; echo '" + answer + "'";
+            let told = shell(script.leak()).expect("loaded").encode("a", true).expect_err("nonsense");
+            assert_eq!(told.tier, Tier::Internal, "{answer}");
+        }
+    }
+}
