@@ -3,6 +3,7 @@
 //! Code generation prints and decides nothing, so what the kernels cannot do must end here. Each rule names the place
 //! that relies on it; where that place learns more, the rule goes.
 
+use super::memory::bytes;
 use super::{Entity, Found, Rule, Witness, note};
 use crate::ir::op::{Attention, Epilogue, HISTORY_ALIGN, Op, QkNormAttr, Role};
 use crate::ir::program::{Grid, Program, Space};
@@ -17,9 +18,11 @@ const SHARES_MAX: u32 = 1 << 16;
 const RUN_BYTES_MAX: u64 = 1 << 31;
 /// Bytes of a queue entry in the `queue` part of shared memory.
 const ENTRY_BYTES: u64 = 64;
-/// Bytes that 32 bits of 8-byte packets, and of 256-byte units, reach.
+/// Places of caches and constants are told in this unit.
+const UNIT_BYTES: u64 = 256;
+/// Bytes that 32 bits of 8-byte packets, and of 256-byte units, reach; the last unit is the word for none.
 const EXCHANGE_BYTES_MAX: u64 = 8 << 32;
-const CACHE_BYTES_MAX: u64 = 256 << 32;
+const UNITS_BYTES_MAX: u64 = (256 << 32) - 256;
 
 pub(super) fn check(schedule: &Schedule, target: &Target, found: &mut Found) {
     if target.kind != TargetKind::Cuda {
@@ -90,6 +93,26 @@ impl Rules<'_> {
                 Op::AttentionMerge { .. } | Op::Select | Op::Report | Op::Embed { .. } => {}
             }
         }
+        // context.cuh: a block has one residual, from the lowest column that it owns, whatever its buffer is called.
+        let residuals = (0..).zip(&program.grids).filter_map(|(g, grid)| Some((grid.operand(Role::Residual)?, g)));
+        let mut residuals: Vec<_> = residuals.map(|(o, g)| (o.buffer, Entity::Grid(GridId(g)))).collect();
+        residuals.dedup_by_key(|(buffer, _)| *buffer);
+        let other = residuals.iter().find(|(buffer, _)| Some(*buffer) != residuals.first().map(|first| first.0));
+        self.expect_with(other.is_none(), other.map_or(Entity::Schedule, |(_, at)| *at), || {
+            let buffers = [residuals.first(), other].into_iter().flatten();
+            let witness = buffers.map(|(buffer, _)| note(Entity::Buffer(*buffer), "is a residual")).collect();
+            ("expected one buffer of residuals, found another".to_string(), witness)
+        });
+        // select.cuh: the host counts tokens by one word, which block 0 writes.
+        let reports: Vec<Entity> = (0..)
+            .zip(&program.grids)
+            .filter(|(_, grid)| matches!(grid.op, Op::Report))
+            .map(|(g, _)| Entity::Grid(GridId(g)))
+            .collect();
+        self.expect_with(reports.len() <= 1, reports.get(1).copied().unwrap_or(Entity::Schedule), || {
+            let witness = reports.iter().map(|&at| note(at, "reports")).collect();
+            (format!("expected one report, found {}", reports.len()), witness)
+        });
         // select.cuh reads as many candidates as the first head has.
         self.expect_with(heads.len() == 1, Entity::Schedule, || {
             let heads: Vec<Witness> = heads.iter().map(|&at| note(at, "makes logits")).collect();
@@ -271,18 +294,23 @@ impl Rules<'_> {
                 format!("expected `reduce` right behind `stage`, at {end}, found {}", reduce.offset)
             });
         }
+        // Entries add columns to places in 32 bits: what begins in reach must end in reach. Constants lie one after another.
         let places = schedule.program.buffers.iter().zip(&schedule.placement).enumerate();
+        let mut constants = 0u64;
         for (b, (buffer, place)) in places {
-            let most = match buffer.space {
-                Space::Exchange => EXCHANGE_BYTES_MAX,
-                Space::Cache => CACHE_BYTES_MAX,
+            let (most, place) = match (buffer.space, *place) {
+                (Space::Exchange, Some(place)) => (EXCHANGE_BYTES_MAX, place),
+                (Space::Cache, Some(place)) => (UNITS_BYTES_MAX, place),
+                (Space::Constant, _) => (UNITS_BYTES_MAX, constants),
                 _ => continue,
             };
-            if let Some(place) = *place {
-                self.expect(place < most, Entity::Buffer(b.into()), || {
-                    format!("expected a place below {most}, found {place}")
-                });
+            let end = place.saturating_add(bytes(buffer));
+            if buffer.space == Space::Constant {
+                constants = end.checked_next_multiple_of(UNIT_BYTES).unwrap_or(u64::MAX);
             }
+            self.expect(end <= most, Entity::Buffer(b.into()), || {
+                format!("expected a place that ends at {most} or before, found {place}..{end}")
+            });
         }
     }
 }

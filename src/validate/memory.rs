@@ -253,7 +253,7 @@ pub(super) fn device(schedule: &Schedule, target: &Target, found: &mut Found) {
 
 /// Bytes of a buffer in device memory. A packet of 8 bytes holds two 16-bit values or one of 32 bits, and a tag;
 /// packets are read in pairs.
-fn bytes(buffer: &Buffer) -> u64 {
+pub(super) fn bytes(buffer: &Buffer) -> u64 {
     let elements = u64::from(buffer.rows) * u64::from(buffer.cols);
     match buffer.space {
         Space::Exchange => {

@@ -581,3 +581,102 @@ fn every_sm_is_named_by_its_own_queue() {
         [(Rule::StreamOrder, Entity::Sm(0, SmId(2)))]
     );
 }
+
+// ---- What kernels do that the language does not say, looked for by people who wanted to break it.
+
+/// A queue entry adds a column to the place of a buffer in 32 bits: a buffer that begins below the last packet that 32 bits
+/// name and ends behind it would be read where another one lies.
+#[test]
+fn no_place_ends_where_an_entry_cannot_point() {
+    let (schedule, target) = toy();
+    let last = buffer(&schedule, "qkv.0").index();
+    let placed = |place: u64| {
+        let mut s = schedule.clone();
+        s.placement[last] = Some(place);
+        rules(&s, &target)
+    };
+    // 128 values of 16 bits are 64 packets of 8 bytes.
+    assert_eq!(placed((8 << 32) - 512), []);
+    assert_eq!(placed((8 << 32) - 256), [Rule::Kernel]);
+    // The last unit of 256 bytes is the word for none.
+    let cached = schedule.program.buffers.iter().position(|b| b.space == Space::Cache).expect("a cache");
+    let roomy = Target { spec: monobloc::target::Spec { memory_bytes: 4 << 40, ..target.spec.clone() }, ..target };
+    let mut s = schedule.clone();
+    s.placement[cached] = Some((256 << 32) - 256);
+    assert_eq!(rules(&s, &roomy), [Rule::Kernel]);
+}
+
+/// A block keeps one residual, from the lowest column that it owns: two buffers of it would lie over one another.
+#[test]
+fn a_second_residual_is_refused_where_kernels_have_one() {
+    let (schedule, target) = toy();
+    let mut s = schedule.clone();
+    let like = |s: &mut Schedule, name: &str| {
+        let copy = monobloc::ir::program::Buffer {
+            name: format!("{name} again"),
+            ..s.program.buffers[buffer(s, name).index()].clone()
+        };
+        s.placement.push((copy.space == Space::Exchange).then_some(1 << 20));
+        s.program.buffers.push(copy);
+        BufferId::from(s.program.buffers.len() - 1)
+    };
+    let (residual, out) = (like(&mut s, "residual"), like(&mut s, "x.0"));
+    let mut embed = s.program.grids[grid(&s, "embed").index()].clone();
+    embed.name = "embed again".to_string();
+    for operand in &mut embed.operands {
+        match operand.role {
+            Role::Residual => operand.buffer = residual,
+            Role::Out => operand.buffer = out,
+            _ => {}
+        }
+    }
+    let (first, again) = (grid(&s, "embed"), GridId::from(s.program.grids.len()));
+    s.program.grids.push(embed);
+    for regime in &mut s.regimes {
+        for queue in &mut regime.queues {
+            // Right behind the first, whose residual it would write over.
+            let at = queue.iter().position(|id| regime.tasks[id.index()].grid == first).expect("an embed");
+            let task = monobloc::ir::schedule::Task {
+                grid: again,
+                waits: vec![],
+                signals: vec![],
+                ..regime.tasks[queue[at].index()].clone()
+            };
+            queue.insert(at + 1, TaskId::from(regime.tasks.len()));
+            regime.tasks.push(task);
+        }
+    }
+    // Room for one more entry.
+    let queue = s.machine.smem.iter().position(|part| part.name == "queue").expect("a queue");
+    s.machine.smem[queue].bytes += 64;
+    s.machine.smem[queue + 1..].iter_mut().for_each(|part| part.offset += 64);
+    let violations = check(&s, &target);
+    assert!(violations.iter().all(|v| v.message.contains("one buffer of residuals")), "{}", listed(&violations));
+    assert_eq!(violations.len(), 1, "{}", listed(&violations));
+    assert_eq!(rules(&s, &beyond_kernels()), [Rule::Kernel; 0], "the language allows it");
+}
+
+/// The host reads how many tokens there are from one word: a second writer would set it back.
+#[test]
+fn a_second_report_is_refused_where_kernels_have_one() {
+    let (mut s, target) = toy();
+    let copy = monobloc::ir::program::Buffer {
+        name: "report again".to_string(),
+        ..s.program.buffers[buffer(&s, "report").index()].clone()
+    };
+    s.program.buffers.push(copy);
+    s.placement.push(Some(1 << 20));
+    let mut again = s.program.grids[grid(&s, "report").index()].clone();
+    again.name = "report again".to_string();
+    again.operands.iter_mut().find(|o| o.role == Role::Out).expect("an output").buffer =
+        BufferId::from(s.program.buffers.len() - 1);
+    let id = GridId::from(s.program.grids.len());
+    s.program.grids.push(again);
+    for regime in &mut s.regimes {
+        let task = monobloc::ir::schedule::Task { grid: id, lo: 0, hi: 1, j: 0, waits: vec![], signals: vec![] };
+        regime.queues[3].push(TaskId::from(regime.tasks.len()));
+        regime.tasks.push(task);
+    }
+    let violations = check(&s, &target);
+    assert_eq!(rules(&s, &target), [Rule::Kernel], "{}", listed(&violations));
+}
