@@ -81,6 +81,8 @@ pub enum SessionError {
     NotContinuing { expected: u32, found: u32 },
     #[error("{found} end-of-sequence ids, the kernel takes at most {EOS_MAX}")]
     EosCount { found: usize },
+    #[error("token {token} is not below the vocabulary of {vocab}")]
+    Token { token: u32, vocab: u32 },
 }
 
 fn render(stuck: &[Stuck]) -> String {
@@ -98,9 +100,10 @@ impl From<SessionError> for Fault {
     fn from(error: SessionError) -> Fault {
         match error {
             SessionError::Driver(e) => e.into(),
-            SessionError::Range { .. } | SessionError::NotContinuing { .. } | SessionError::EosCount { .. } => {
-                Fault::input(error.to_string())
-            }
+            SessionError::Range { .. }
+            | SessionError::NotContinuing { .. }
+            | SessionError::EosCount { .. }
+            | SessionError::Token { .. } => Fault::input(error.to_string()),
             SessionError::Hung { .. } | SessionError::Lost => Fault::internal(error.to_string()),
         }
     }
@@ -110,6 +113,9 @@ impl From<SessionError> for Fault {
 fn top_p_word(top_p_q32: u64) -> u32 {
     u32::try_from(top_p_q32.max(1)).unwrap_or(0)
 }
+
+/// The last tag of a step: packets of zeros have tag 0, and the step after the last one is reported with a tag, too.
+const TAG_LAST: u32 = u32::MAX - 1;
 
 /// A kernel on a device with its weights, cache and tables.
 pub struct Session {
@@ -294,6 +300,10 @@ impl Session {
         if eos.len() > EOS_MAX {
             return Err(SessionError::EosCount { found: eos.len() });
         }
+        // The kernel reads the row of the table that a token names: the proof has bounded those that it decides itself.
+        if let Some(&token) = prompt.iter().find(|&&token| token >= self.vocab) {
+            return Err(SessionError::Token { token, vocab: self.vocab });
+        }
         self.prompt.upload(&self.stream, 0, prompt)?;
         self.prompt_len = prompt.len() as u32;
         self.eos = eos.to_vec();
@@ -312,6 +322,9 @@ impl Session {
         let context_max = self.schedule.program.context_max;
         if steps == 0 || steps > self.steps_max || u64::from(position) + u64::from(steps) > u64::from(context_max) {
             return Err(SessionError::Range { position, steps, context_max });
+        }
+        if steps > TAG_LAST - self.tag {
+            self.begin_tags_anew(position)?;
         }
         let [key_low, key_high] = self.sampler.key();
         let is_filtered = self.sampler.is_filtered();
@@ -443,6 +456,24 @@ impl Session {
     /// Writes bytes of the cache arena: a synthetic history for deep positions.
     pub fn upload_cache(&mut self, offset: u64, bytes: &[u8]) -> Result<(), SessionError> {
         Ok(self.cache.upload(&self.stream, offset, bytes)?)
+    }
+
+    /// Forgets all packets before tags come round: one that was published 2^32 steps ago would pass for one of now. The token
+    /// of `position`, which the launch before has decided, is given as a prompt is.
+    fn begin_tags_anew(&mut self, position: u32) -> Result<(), SessionError> {
+        if self.next == Some(position) && position >= self.prompt_len {
+            self.prompt.upload(&self.stream, u64::from(position) * 4, &[self.token(position)?])?;
+            self.prompt_len = position + 1;
+        }
+        self.exchange.zero(&self.stream)?;
+        (self.tag, self.next) = (1, None);
+        Ok(())
+    }
+
+    /// As if `steps` more steps had been run: what happens after 2^32 of them can be seen without waiting for it.
+    pub fn age(&mut self, steps: u32) {
+        self.tag = self.tag.saturating_add(steps).min(TAG_LAST);
+        self.next = None;
     }
 
     /// The step before a fresh start published candidates that nobody will use; readers wait for them all the same.

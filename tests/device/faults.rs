@@ -18,7 +18,7 @@ use monobloc::target::Target;
 use crate::support::Goldens;
 use crate::{Gpu, Place, packed, prepared, say};
 
-const STEPS: u32 = 64;
+pub const STEPS: u32 = 64;
 /// A launch of [`STEPS`] gives up after 1.64 s; the host, which waits a second longer, has the last word.
 const ENDED_WITHIN: Duration = Duration::from_secs(6);
 
@@ -81,7 +81,7 @@ pub fn edited(mut source: KernelSource, edits: &[Edit]) -> KernelSource {
     source
 }
 
-fn session(gpu: &Gpu, prepared: &Prepared, edits: &[Edit]) -> Session {
+pub fn session(gpu: &Gpu, prepared: &Prepared, edits: &[Edit]) -> Session {
     let source = edited(emit(&prepared.validated, &prepared.target, Trace::Off), edits);
     let cubin = gpu.nvrtc.compile(&source).unwrap_or_else(|error| panic!("{error}")).cubin;
     let (pack, layout) = (packed(prepared), layout(prepared.validated.schedule()));
@@ -105,7 +105,7 @@ fn is_well(gpu: &Gpu, prepared: &Prepared, after: &str) {
     assert_eq!(found, Goldens::open("tinystories-llama").ids("greedy_ids")[..found.len()], "after {after}");
 }
 
-fn prepare_small(record: &Target, place: &Place) -> Prepared {
+pub fn prepare_small(record: &Target, place: &Place) -> Prepared {
     let manifest = place.manifest(record, record.spec.copy, "fp32", "context_max = 128\nsteps_per_launch = 64");
     prepared(&place.workspace(None), &manifest)
 }

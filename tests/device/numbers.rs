@@ -7,6 +7,7 @@ use monobloc::flywheel::Corpus;
 use monobloc::pipeline::build;
 use monobloc::sample::{SampleSettings, argmax};
 
+use crate::faults::{self, prepare_small};
 use crate::support::Goldens;
 use crate::{Gpu, Place, bits, error_rel_l2, interpreter, logits, prepared, runner, say};
 
@@ -144,3 +145,26 @@ fn the_same_seed_gives_the_same_tokens_on_device_and_interpreter() {
     }
     assert_ne!(all[0], all[1], "another seed");
 }
+
+/// Tags of steps are 32 bits. What a session does after 2^32 steps, in launches that end before, at and behind the last tag.
+#[test]
+fn tokens_are_the_same_when_tags_begin_anew() {
+    let Some(gpu) = Gpu::here("tokens_are_the_same_when_tags_begin_anew") else { return };
+    let place = Place::new();
+    let prepared = prepare_small(&gpu.record, &place);
+    let prompt = Goldens::open("tinystories-llama").ids("prompt_ids.0");
+    let expected = &Goldens::open("tinystories-llama").ids("greedy_ids")[..];
+    for left in [STEPS_OF_A_LAUNCH - 1, STEPS_OF_A_LAUNCH, STEPS_OF_A_LAUNCH + 1, 2 * STEPS_OF_A_LAUNCH + 5] {
+        let mut session = faults::session(&gpu, &prepared, &[]);
+        session.age(u32::MAX - left);
+        session.start(&prompt, &[]).unwrap();
+        for launch in 0..faults::STEPS / STEPS_OF_A_LAUNCH {
+            session.run(launch * STEPS_OF_A_LAUNCH, STEPS_OF_A_LAUNCH, false).unwrap_or_else(|error| panic!("{error}"));
+        }
+        let found: Vec<u32> =
+            (prompt.len() as u32..=faults::STEPS).map(|position| session.token(position).unwrap()).collect();
+        assert_eq!(found, expected[..found.len()], "{left} tags before the last");
+    }
+}
+
+const STEPS_OF_A_LAUNCH: u32 = 16;
