@@ -4,14 +4,18 @@
 use crate::nvrtc::nvrtc;
 use crate::oracle::Kind;
 use crate::oracle::device::device_form;
+use crate::oracle::entries::disagreement;
 use crate::oracle::explore::{Effort, Verdict, judge};
 use crate::oracle::population::{Size, judge_population};
 use crate::proof_support::*;
 use monobloc::candidate::Candidate;
+use monobloc::codegen::abi::{Tables, encode};
 use monobloc::ir::op::{Op, Role};
 use monobloc::ir::schedule::{Mechanism, Schedule, Task, Wait};
 use monobloc::ir::{EventId, TaskId};
-use monobloc::validate::{Entity, Rule, check};
+use monobloc::model::graph::QkNormSpan;
+use monobloc::validate::{Entity, Rule, check, validate};
+use std::collections::BTreeMap;
 
 const EFFORT: Effort = Effort { steps: 3, states_max: 200_000, walks: 8, stores: usize::MAX, seed: 1 };
 
@@ -209,4 +213,40 @@ fn both_judges_agree_on_a_slice_of_the_population() {
     assert!(total.unsafe_ > 500 && total.exhaustive > 50, "{}", outcome.table());
     let random = outcome.classes["random program"];
     assert_eq!(random.stricter, 0, "random programs are rejected where they are unsafe, and nowhere else");
+}
+
+/// Every word of the queues counts: each is turned, and the third judge says that it is no longer what was proven.
+#[test]
+fn every_word_of_a_queue_is_read_back() {
+    let toy = Toy { qk_norm: Some(QkNormSpan::Head), bias: true, window: Some(9), ..TOY };
+    let (schedule, target) = (toy.schedule(&h200(), &on_h200(4)), h200());
+    let validated = validate(schedule.clone(), &target).expect("a proof");
+    let sound = encode(&validated);
+    assert_eq!(disagreement(&schedule, &sound), None);
+    let words = |tables: &Tables| tables.entries.len() * 16;
+    let mut unread = BTreeMap::new();
+    for at in 0..words(&sound) {
+        let mut tables = sound.clone();
+        let word = &mut bytemuck::cast_slice_mut::<_, u32>(&mut tables.entries)[at];
+        *word ^= 64;
+        if disagreement(&schedule, &tables).is_none() {
+            *unread.entry(at % 16).or_insert(0) += 1;
+        }
+    }
+    // The event that a watchdog would name, and what fills an entry up.
+    assert_eq!(unread.keys().copied().collect::<Vec<usize>>(), [2, 9], "{unread:?}");
+    for at in 0..sound.runs.len() * 8 {
+        let mut tables = sound.clone();
+        bytemuck::cast_slice_mut::<_, u32>(&mut tables.runs)[at] ^= 1 << 20;
+        let weights = sound.runs[at / 8].bytes > 0;
+        // Weights have no heads, shares, windows or rows.
+        let read = !weights || at % 8 < 3;
+        assert_eq!(disagreement(&schedule, &tables).is_some(), read, "word {at}: {:?}", sound.runs[at / 8]);
+    }
+    let begins: [fn(&mut Tables); 2] = [|t| t.entry_index[1] += 1, |t| t.run_index[1] += 1];
+    for late in begins {
+        let mut tables = sound.clone();
+        late(&mut tables);
+        assert!(disagreement(&schedule, &tables).is_some());
+    }
 }

@@ -1,7 +1,10 @@
 //! Every way around the validator of the nearest prior system, turned into a test; and what must not be refused.
 
+use crate::oracle::device::unproven;
+use crate::oracle::entries::disagreement;
 use crate::proof_support::*;
 use monobloc::candidate::Candidate;
+use monobloc::codegen::abi::encode;
 use monobloc::dtype::DType;
 use monobloc::error::{Fault, Tier};
 use monobloc::ir::op::{Attention, Op, Role};
@@ -593,7 +596,11 @@ fn no_place_ends_where_an_entry_cannot_point() {
     let placed = |place: u64| {
         let mut s = schedule.clone();
         s.placement[last] = Some(place);
-        rules(&s, &target)
+        // Who reads the queues back sees it too.
+        let wraps = disagreement(&s, &encode(unproven(&s))).is_some_and(|what| what.contains("which wraps"));
+        let rules = rules(&s, &target);
+        assert_eq!(wraps, !rules.is_empty());
+        rules
     };
     // 128 values of 16 bits are 64 packets of 8 bytes.
     assert_eq!(placed((8 << 32) - 512), []);
@@ -654,6 +661,8 @@ fn a_second_residual_is_refused_where_kernels_have_one() {
     assert!(violations.iter().all(|v| v.message.contains("one buffer of residuals")), "{}", listed(&violations));
     assert_eq!(violations.len(), 1, "{}", listed(&violations));
     assert_eq!(rules(&s, &beyond_kernels()), [Rule::Kernel; 0], "the language allows it");
+    let said = disagreement(&s, &encode(unproven(&s)));
+    assert!(said.as_ref().is_some_and(|what| what.contains("lies over that of")), "{said:?}");
 }
 
 /// The host reads how many tokens there are from one word: a second writer would set it back.

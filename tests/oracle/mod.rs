@@ -11,6 +11,7 @@
 //!   the task that wrote it, and a read of any other than the intended one is a fault. Plain memory of other SMs is as
 //!   stale as the fences allow.
 //! - [`explore`] walks: all interleavings of small schedules, hostile random ones of large schedules.
+//! - [`entries`] reads back what the queues of a proven schedule say to a device.
 //! - [`device`] gives a device what is not proven, for `tests/bench/mutants.rs`.
 //! - [`mutate`] breaks schedules in named ways, [`population`] judges many of them with both judges.
 //!
@@ -19,6 +20,7 @@
 
 pub mod bases;
 pub mod device;
+pub mod entries;
 pub mod explore;
 pub mod footprint;
 pub mod machine;

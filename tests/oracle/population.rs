@@ -1,11 +1,14 @@
 //! Many schedules before both judges, counted by what was done to them.
 
 use super::bases::{Base, medium, random_program, real, small};
+use super::entries::disagreement;
 use super::explore::{Effort, Rng, Verdict, judge};
 use super::mutate::{CLASSES, REUSED, names};
+use monobloc::codegen::abi::encode;
 use monobloc::ir::print::print;
 use monobloc::model::graph::ModelGraph;
-use monobloc::validate::{Rule, check};
+use monobloc::target::TargetKind;
+use monobloc::validate::{Rule, check, validate};
 use std::collections::BTreeMap;
 use std::fmt::Write;
 
@@ -95,6 +98,15 @@ impl Outcome {
     }
 }
 
+/// What the queues of a proven schedule say to a device, where that is not what was proven.
+fn said_otherwise(base: &Base) -> Option<String> {
+    if base.target.kind != TargetKind::Cuda {
+        return None;
+    }
+    let validated = validate(base.schedule.clone(), &base.target).ok()?;
+    disagreement(&base.schedule, &encode(&validated))
+}
+
 /// Judges one schedule; `touched` is `None` for what nobody broke.
 fn one(
     outcome: &mut Outcome,
@@ -135,6 +147,10 @@ fn one(
             outcome.faults.push(format!("{class}, {}: {what}\n{}", base.name, print(schedule)));
         }
     };
+    if let Some(what) = accepted.then(|| said_otherwise(base)).flatten() {
+        count.false_accepts += 1;
+        tell(format!("accepted, and {what}; touched {touched:?}"));
+    }
     if let (true, Verdict::Unsafe(fault)) = (accepted, &verdict) {
         count.false_accepts += 1;
         tell(format!("accepted, and {fault}; touched {touched:?}"));
@@ -162,6 +178,9 @@ pub fn judge_population(size: &Size, graphs: &[(String, ModelGraph)]) -> Outcome
         if !violations.is_empty() {
             count.rejected += 1;
             outcome.faults.push(format!("real lowering of {} is rejected: {}", base.name, violations[0]));
+        } else if let Some(what) = said_otherwise(&base) {
+            count.false_accepts += 1;
+            outcome.faults.push(format!("real lowering of {}: {what}", base.name));
         } else if base.schedule.task_count() < 1500 && reals % 8 == 0 {
             // The machine is slower than the proof: it runs a part of them.
             let effort = Effort { steps: 4, states_max: 0, walks: 2, stores: 8, seed: reals as u64 };

@@ -1,0 +1,213 @@
+//! What the queues of a proven schedule say to a device, read back as a kernel reads them and compared with the schedule.
+//!
+//! Between the proof and the device stand an encoder and numbers of 32 bits. This reads each entry and run again, in 64 bits
+//! and by formulas of its own, and looks for what no longer means what was proven: a place that wraps, a buffer that lies
+//! over another one, an op of other numbers.
+
+use monobloc::codegen::abi::{Entry, NONE, StreamRun, Tables};
+use monobloc::dtype::DType;
+use monobloc::ir::op::{Op, Role};
+use monobloc::ir::program::{Buffer, Grid, Operand, Space};
+use monobloc::ir::schedule::{RunBytes, Schedule, Task};
+use std::collections::BTreeMap;
+
+/// The first thing that an entry or a run says otherwise.
+pub fn disagreement(schedule: &Schedule, tables: &Tables) -> Option<String> {
+    let reader = Reader { schedule, tables, constants: constants(schedule) };
+    reader.queues().err()
+}
+
+struct Reader<'a> {
+    schedule: &'a Schedule,
+    tables: &'a Tables,
+    /// First byte of each constant buffer.
+    constants: Vec<u64>,
+}
+
+type Said = Result<(), String>;
+
+fn expect(holds: bool, what: impl FnOnce() -> String) -> Said {
+    if holds { Ok(()) } else { Err(what()) }
+}
+
+/// Constants lie one behind the other, each from a whole unit of 256 bytes on.
+fn constants(schedule: &Schedule) -> Vec<u64> {
+    let mut at = 0;
+    let place = |buffer: &Buffer| {
+        let here = at;
+        if buffer.space == Space::Constant {
+            let bytes = u64::from(buffer.rows) * u64::from(buffer.cols) * buffer.dtype.bytes() as u64;
+            at += bytes.div_ceil(256) * 256;
+        }
+        here
+    };
+    schedule.program.buffers.iter().map(place).collect()
+}
+
+/// Packets of one phase of an exchange buffer: two values of 16 bits or one of 32 in each, in pairs.
+fn packets(buffer: &Buffer) -> u64 {
+    let each = if buffer.dtype.bytes() == 2 { 2 } else { 1 };
+    u64::from(buffer.cols).div_ceil(each).div_ceil(2) * 2
+}
+
+impl Reader<'_> {
+    fn queues(&self) -> Said {
+        let (sms, tables) = (self.schedule.machine.sms as usize, self.tables);
+        let queues = self.schedule.regimes.len() * sms;
+        expect(tables.entry_index.len() == queues + 1 && tables.run_index.len() == queues + 1, || {
+            format!("{} queues have {} and {} beginnings", queues, tables.entry_index.len(), tables.run_index.len())
+        })?;
+        let mut ops: BTreeMap<u32, &Grid> = BTreeMap::new();
+        for (r, regime) in self.schedule.regimes.iter().enumerate() {
+            for sm in 0..sms {
+                let queue = r * sms + sm;
+                let range = |index: &[u32]| index[queue] as usize..index[queue + 1] as usize;
+                let entries = tables.entries.get(range(&tables.entry_index)).unwrap_or_default();
+                let here = |task: &dyn std::fmt::Display, what: String| format!("{task} of r{r} on sm{sm}: {what}");
+                expect(entries.len() == regime.queues[sm].len(), || here(&"the queue", "another length".to_string()))?;
+                let mut residuals = vec![];
+                for (id, entry) in regime.queues[sm].iter().zip(entries) {
+                    let task = &regime.tasks[id.index()];
+                    let grid = &self.schedule.program.grids[task.grid.index()];
+                    expect(entry.task == id.0, || here(id, format!("is called t{}", entry.task)))?;
+                    self.entry(task, grid, entry).map_err(|what| here(id, what))?;
+                    let ops_most = self.schedule.program.grids.len();
+                    expect((entry.op as usize) < ops_most, || here(id, format!("is op {} of {ops_most}", entry.op)))?;
+                    let first = *ops.entry(entry.op).or_insert(grid);
+                    same_kernel(first, grid, &self.schedule.program.buffers).map_err(|what| here(id, what))?;
+                    match grid.operand(Role::Residual) {
+                        Some(o) => {
+                            let (lo, hi) = o.cols.range(task.lo, task.hi, task.j);
+                            residuals.push((o.buffer, lo, hi, u64::from(entry.residual)));
+                        }
+                        None => expect(entry.residual == 0, || here(id, "has a residual".to_string()))?,
+                    }
+                }
+                self.residuals(&residuals).map_err(|what| here(&"the residual", what))?;
+                let runs = tables.runs.get(range(&tables.run_index)).unwrap_or_default();
+                expect(runs.len() == regime.streams[sm].len(), || here(&"the stream", "another length".to_string()))?;
+                for (said, run) in runs.iter().zip(&regime.streams[sm]) {
+                    let task = &regime.tasks[run.task.index()];
+                    let grid = &self.schedule.program.grids[task.grid.index()];
+                    self.run(task, grid, run.bytes, said).map_err(|what| here(&run.task, what))?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn entry(&self, task: &Task, grid: &Grid, entry: &Entry) -> Said {
+        expect((entry.lo, entry.hi, entry.j) == (task.lo, task.hi, task.j), || "launches other indices".to_string())?;
+        let exchange = |role| grid.operand(role).filter(|o| self.buffer(o).space == Space::Exchange);
+        let (x, aux) = match grid.op {
+            Op::Select => (exchange(Role::Candidates), None),
+            _ => ([Role::X, Role::Q, Role::Partial].into_iter().find_map(exchange), exchange(Role::Candidates)),
+        };
+        for (name, said, operand) in
+            [("x", entry.x, x), ("out", entry.out, exchange(Role::Out)), ("aux", entry.aux, aux)]
+        {
+            self.exchange(said, operand).map_err(|what| format!("`{name}` {what}"))?;
+        }
+        let constant = |roles: &[Role]| roles.iter().find_map(|&role| grid.operand(role));
+        for (name, said, roles) in [
+            ("norm_weight", entry.norm_weight, &[Role::NormWeight, Role::QNormWeight][..]),
+            ("norm_bias", entry.norm_bias, &[Role::NormBias, Role::KNormWeight]),
+            ("table", entry.table, &[Role::Bias, Role::Rope, Role::Table]),
+        ] {
+            let place = constant(roles).map(|o| self.constants[o.buffer.index()]);
+            units(said, place).map_err(|what| format!("`{name}` {what}"))?;
+        }
+        for (name, said, role) in [("k_cache", entry.k_cache, Role::AppendK), ("v_cache", entry.v_cache, Role::AppendV)]
+        {
+            units(said, grid.operand(role).map(|o| self.place(o))).map_err(|what| format!("`{name}` {what}"))?;
+        }
+        Ok(())
+    }
+
+    fn buffer(&self, operand: &Operand) -> &Buffer {
+        &self.schedule.program.buffers[operand.buffer.index()]
+    }
+
+    fn place(&self, operand: &Operand) -> u64 {
+        self.schedule.placement[operand.buffer.index()].unwrap_or(u64::MAX)
+    }
+
+    /// A kernel adds packets to the place in 32 bits, and phases behind one another.
+    fn exchange(&self, said: u32, operand: Option<&Operand>) -> Said {
+        let Some(operand) = operand else {
+            return expect(said == NONE, || "names a place that no operand has".to_string());
+        };
+        let (place, buffer) = (self.place(operand), self.buffer(operand));
+        let end = u64::from(said) + packets(buffer) * u64::from(buffer.phases);
+        expect(u64::from(said) * 8 == place, || format!("names packet {said}, the buffer is at byte {place}"))?;
+        expect(end <= 1 << 32, || format!("ends at packet {end}, which wraps"))?;
+        expect(end * 8 <= self.tables.exchange_bytes, || format!("ends at packet {end}, behind the arena"))
+    }
+
+    /// One array of fp32 in shared memory for all: whatever a task's buffer is called.
+    fn residuals(&self, all: &[(monobloc::ir::BufferId, u64, u64, u64)]) -> Said {
+        let Some(&(buffer, lo, _, at)) = all.first() else { return Ok(()) };
+        let part = self.schedule.machine.smem.iter().find(|part| part.name == "residual");
+        let values = part.map_or(0, |part| u64::from(part.bytes) / 4);
+        for &(other, from, to, said) in all {
+            expect(other == buffer, || format!("of {other} lies over that of {buffer}"))?;
+            expect(from + at == lo + said, || format!("of column {from} is value {said}, of {lo} it is {at}"))?;
+            expect(said + (to - from) <= values, || format!("ends behind its {values} values"))?;
+        }
+        Ok(())
+    }
+
+    fn run(&self, task: &Task, grid: &Grid, bytes: RunBytes, said: &StreamRun) -> Said {
+        match (bytes, &grid.op) {
+            (RunBytes::Fixed { bytes, .. }, Op::MatVec(_)) => {
+                expect(u64::from(said.bytes) == bytes, || format!("brings {} of {bytes} bytes", said.bytes))?;
+                let (block, chunk) = (u64::from(said.k_cache), u64::from(said.v_cache));
+                let slot = u64::from(self.schedule.machine.ring.slot_bytes);
+                expect(chunk > 0 && chunk <= slot, || format!("chunks of {chunk} bytes in slots of {slot}"))?;
+                expect(block > 0 && bytes % block == 0, || format!("blocks of {block} bytes in {bytes}"))
+            }
+            (RunBytes::History { rows }, Op::Attention(a)) => {
+                expect(said.bytes == 0, || "is said to be weights".to_string())?;
+                let head = u64::from(task.lo) * u64::from(a.heads_per_task) / u64::from(a.group);
+                let (said_head, said_j) = (u64::from(said.head_j >> 16), said.head_j & 0xffff);
+                expect((said_head, said_j) == (head, task.j), || format!("reads head {said_head}, share {said_j}"))?;
+                expect((said.splits, said.rows) == (a.splits, rows), || "has other shares or chunks".to_string())?;
+                expect(said.window == a.window.unwrap_or(0), || format!("has a window of {}", said.window))?;
+                let Some(k) = grid.operand(Role::HistoryK) else { return Err("has no keys".to_string()) };
+                let pitch = u64::from(k.cols.stride) * self.buffer(k).dtype.bytes() as u64;
+                expect(u64::from(said.row_bytes) == pitch, || format!("has rows of {} bytes", said.row_bytes))?;
+                // Head after head, each with a row for every position.
+                let end = self.place(k) + (head + 1) * u64::from(self.schedule.program.context_max) * pitch;
+                expect(end <= self.tables.cache_bytes, || format!("ends at byte {end}, behind the arena"))?;
+                units(said.k_cache, Some(self.place(k)))?;
+                units(said.v_cache, grid.operand(Role::HistoryV).map(|v| self.place(v)))
+            }
+            _ => Err("streams what its op does not".to_string()),
+        }
+    }
+}
+
+/// Places in units of 256 bytes.
+fn units(said: u32, place: Option<u64>) -> Said {
+    match place {
+        None => expect(said == NONE || said == 0, || format!("names unit {said} of nothing")),
+        Some(place) => expect(said != NONE && u64::from(said) * 256 == place, || {
+            format!("names unit {said}, it is at byte {place}")
+        }),
+    }
+}
+
+/// Entries of one op number run one piece of code, with everything constant that no entry has.
+fn same_kernel(a: &Grid, b: &Grid, buffers: &[Buffer]) -> Said {
+    let shape = |grid: &Grid| -> Vec<(Role, DType, u32, u32)> {
+        let of = |o: &Operand| {
+            let buffer = &buffers[o.buffer.index()];
+            // An entry names the row of the table, and the place of all; how far columns go on is in the code.
+            (o.role, buffer.dtype, o.cols.len, o.cols.limit - o.cols.base)
+        };
+        grid.operands.iter().map(of).collect()
+    };
+    expect(a.op == b.op && a.n == b.n && shape(a) == shape(b), || {
+        format!("shares the code of `{}`, which is another op", a.name)
+    })
+}
