@@ -180,6 +180,15 @@ pub struct Subject<'a> {
     pub pack: Pack,
     /// Ascending, each below the context.
     pub positions: &'a [u32],
+    /// Of a schedule that runs one op alone: the buffers that hold what it makes, which are compared beside the logits.
+    /// `None`: the schedule is that of the model.
+    pub alone: Option<Vec<BufferId>>,
+}
+
+impl Subject<'_> {
+    fn outputs(&self) -> &[BufferId] {
+        self.alone.as_deref().unwrap_or_default()
+    }
 }
 
 /// Logits that every schedule of one model has to reproduce, by position. Made once, compared with many candidates.
@@ -252,8 +261,8 @@ pub fn check_cpu(subject: &Subject<'_>) -> Result<Checked, CheckError> {
 /// # Errors
 /// Faults of the interpreter.
 pub fn expect_cpu(subject: &Subject<'_>) -> Result<Expected, CheckError> {
-    let Subject { validated, graph, pack, positions, .. } = subject;
-    let (prompted, filled) = split(graph, positions, REFERENCE_COST_MAX);
+    let Subject { validated, graph, pack, .. } = subject;
+    let (prompted, filled) = split(subject, REFERENCE_COST_MAX);
     let mut rows = vec![];
     if let Some(&last) = prompted.last() {
         let mut session = reference::Session::new(graph, subject.weights);
@@ -268,7 +277,7 @@ pub fn expect_cpu(subject: &Subject<'_>) -> Result<Expected, CheckError> {
     if !filled.is_empty() {
         let mut spec = Interp::new(validated.schedule(), pack.clone(), Options::spec())?;
         for &position in filled {
-            rows.push((position, true, filled_logits(&mut spec, graph.vocab, position)?));
+            rows.push((position, true, filled_row(&mut spec, graph.vocab, position, subject.outputs())?));
         }
     }
     Ok(Expected { rows })
@@ -294,8 +303,8 @@ pub fn compare_cpu(subject: &Subject<'_>, expected: &Expected, fast: &mut Interp
         }
     }
     for (position, expected) in expected.filled() {
-        let found = filled_logits(fast, vocab, position)?;
-        judge.compare(position, expected, &found)?;
+        let found = filled_row(fast, vocab, position, subject.outputs())?;
+        judge.compare_row(vocab, position, expected, &found)?;
     }
     Ok(Checked { figures: judge.figures })
 }
@@ -316,8 +325,8 @@ pub fn check_cuda(subject: &Subject<'_>, session: &mut Session, steps_max: u32) 
 /// # Errors
 /// Faults of the interpreter.
 pub fn expect_cuda(subject: &Subject<'_>) -> Result<Expected, CheckError> {
-    let Subject { validated, graph, pack, positions, .. } = subject;
-    let (prompted, filled) = split(graph, positions, PROMPT_COST_MAX);
+    let Subject { validated, graph, pack, .. } = subject;
+    let (prompted, filled) = split(subject, PROMPT_COST_MAX);
     let mut spec = Interp::new(validated.schedule(), pack.clone(), Options::spec())?;
     let mut rows = vec![];
     if let Some(&last) = prompted.last() {
@@ -330,7 +339,7 @@ pub fn expect_cuda(subject: &Subject<'_>) -> Result<Expected, CheckError> {
         rows.extend(prompted.iter().zip(expected).map(|(&position, row)| (position, false, row)));
     }
     for &position in filled {
-        rows.push((position, true, filled_logits(&mut spec, graph.vocab, position)?));
+        rows.push((position, true, filled_row(&mut spec, graph.vocab, position, subject.outputs())?));
     }
     Ok(Expected { rows })
 }
@@ -356,14 +365,20 @@ pub fn compare_cuda(
             judge.compare(position, expected, found)?;
         }
     }
+    let outputs = subject.outputs();
     for (position, expected) in expected.filled() {
         let rows = filled_rows(position);
         fill_device_cache(session, schedule, FILL_SEED, rows)?;
         let ids = check_ids(vocab, position + 1);
-        let found =
-            twice(judge.figures, &[position], || device_logits(session, &ids, rows, steps_max, vocab, &[position]))?
-                .concat();
-        judge.compare(position, expected, &found)?;
+        let found = twice(judge.figures, &[position], || {
+            let mut row = device_logits(session, &ids, rows, steps_max, vocab, &[position])?.concat();
+            for output in outputs {
+                row.extend(session.exchanged(*output)?);
+            }
+            Ok(vec![row])
+        })?
+        .concat();
+        judge.compare_row(vocab, position, expected, &found)?;
     }
     check_selection(session, vocab, steps_max, schedule.program.context_max, judge.figures)?;
     Ok(Checked { figures: judge.figures })
@@ -381,9 +396,11 @@ pub fn check_ids(vocab: u32, count: u32) -> Vec<u32> {
 }
 
 /// Positions that a prompt may lead to, and those that need a made-up cache.
-fn split<'p>(graph: &ModelGraph, positions: &'p [u32], cost_max: u64) -> (&'p [u32], &'p [u32]) {
-    let cost = |position: u32| graph.parameter_count().saturating_mul(u64::from(position) + 1);
-    positions.split_at(positions.partition_point(|&position| cost(position) <= cost_max))
+/// What an op alone made is seen behind the last step only, so all of its positions are filled.
+fn split<'p>(subject: &Subject<'p>, cost_max: u64) -> (&'p [u32], &'p [u32]) {
+    let cost = |position: u32| subject.graph.parameter_count().saturating_mul(u64::from(position) + 1);
+    let prompted = |&position: &u32| subject.alone.is_none() && cost(position) <= cost_max;
+    subject.positions.split_at(subject.positions.partition_point(prompted))
 }
 
 fn inputs(ids: &[u32]) -> Vec<Input> {
@@ -401,7 +418,8 @@ fn filled_rows(position: u32) -> u32 {
     position.saturating_sub(1)
 }
 
-fn filled_logits(interp: &mut Interp, vocab: u32, position: u32) -> Result<Vec<f32>, InterpError> {
+/// Logits of a filled position, and behind them what the step left in `outputs`.
+fn filled_row(interp: &mut Interp, vocab: u32, position: u32, outputs: &[BufferId]) -> Result<Vec<f32>, InterpError> {
     interp.reset();
     let rows = filled_rows(position);
     interp.fill_cache(FILL_SEED, rows)?;
@@ -411,6 +429,7 @@ fn filled_logits(interp: &mut Interp, vocab: u32, position: u32) -> Result<Vec<f
         step.logits.copy_to(&mut logits);
         ControlFlow::Continue(())
     })?;
+    outputs.iter().for_each(|output| logits.extend(interp.exchanged(*output)));
     Ok(logits)
 }
 
@@ -588,6 +607,38 @@ struct Judge {
 impl Judge {
     fn new(tolerance: Tolerance) -> Judge {
         Judge { tolerance, figures: Figures::default() }
+    }
+
+    /// Logits, and behind the first `vocab` of them what an op alone made.
+    fn compare_row(&mut self, vocab: u32, position: u32, expected: &[f32], found: &[f32]) -> Result<(), CheckError> {
+        let at = |row: &[f32]| row.len().min(vocab as usize);
+        let (expected, made) = expected.split_at(at(expected));
+        let (found, found_made) = found.split_at(at(found));
+        self.compare(position, expected, found)?;
+        if made.is_empty() && found_made.is_empty() {
+            return Ok(());
+        }
+        // Activations are no scores: nobody asks which is the largest.
+        let row = compare_rows(made, found_made);
+        self.figures.error_abs_max = worst(self.figures.error_abs_max, row.error_abs_max);
+        self.figures.error_rel_l2 = worst(self.figures.error_rel_l2, row.error_rel_l2);
+        let figures = self.figures;
+        if let Some((index, &value)) = found_made.iter().enumerate().find(|(_, value)| !value.is_finite()) {
+            return Err(CheckError::NotFinite { position, index: vocab as usize + index, value, figures });
+        }
+        for (what, expected, found) in [
+            ("largest difference of an output", self.tolerance.error_scaled * row.scale, row.error_abs_max),
+            (
+                "norm of the difference of outputs by that of the reference",
+                self.tolerance.error_rel_l2,
+                row.error_rel_l2,
+            ),
+        ] {
+            if found.is_nan() || found > expected {
+                return Err(CheckError::Wrong { position, what, expected, found, figures });
+            }
+        }
+        Ok(())
     }
 
     fn compare(&mut self, position: u32, expected: &[f32], found: &[f32]) -> Result<(), CheckError> {

@@ -1,5 +1,9 @@
 //! From a model graph to a program: one function over the layer algebra, no lowering per family.
 
+mod alone;
+
+pub use alone::{LayerOp, graph_of, lower_alone, outputs};
+
 use crate::candidate::{Candidate, Infeasible};
 use crate::dtype::{DType, Precision};
 use crate::ir::BufferId;
@@ -16,87 +20,30 @@ pub fn lower(
     context_max: u32,
     candidate: &Candidate,
 ) -> Result<Program, Infeasible> {
-    let program = Program { name: name.to_string(), precision, context_max, buffers: vec![], grids: vec![] };
-    let mut b = Builder { graph, program, candidate };
-    let hidden = graph.hidden;
-    let head_units = graph.vocab.div_ceil(UNIT_ROWS);
-    let parts = candidate.sms.min(head_units);
-
-    let candidates = b.buffer("candidates", Space::Exchange, DType::I32, 1, 2 * parts, 2, None);
-    let token = b.buffer("token", Space::Private, DType::I32, 1, 1, 1, None);
-    let report = b.buffer("report", Space::Output, DType::I32, 1, 1, 1, None);
-    let residual = b.buffer("residual", Space::Private, DType::F32, 1, hidden, 1, None);
-    let logits = b.buffer("logits", Space::Output, DType::F32, 1, graph.vocab, 1, None);
-    let table = b.buffer(
-        "embed",
-        Space::Constant,
-        precision.weights,
-        graph.vocab,
-        hidden,
-        1,
-        Some(Content::Tensor(graph.embed)),
-    );
-    let ropes: Vec<BufferId> = graph
-        .ropes
-        .iter()
-        .enumerate()
-        .map(|(i, rope)| {
-            let id = RopeId::from(i);
-            let cols = 2 * rope.inv_freq.len() as u32;
-            let name = format!("rope.{id}");
-            b.buffer(&name, Space::Constant, DType::F32, context_max, cols, 1, Some(Content::RopeTable(id)))
-        })
-        .collect();
-
-    b.grid(
-        "select",
-        Op::Select,
-        candidate.sms,
-        Second::Axis(1),
-        vec![read(Role::Candidates, candidates, Cols::all(2 * parts)), write(Role::Token, token, Cols::all(1))],
-    );
-    b.grid(
-        "report",
-        Op::Report,
-        1,
-        Second::Axis(1),
-        vec![read(Role::Token, token, Cols::all(1)), write(Role::Out, report, Cols::all(1))],
-    );
-    let mut x = b.exchange("x.0", hidden);
-    b.grid(
-        "embed",
-        Op::Embed { scale: graph.embed_scale },
-        hidden.div_ceil(UNIT_ROWS),
-        Second::Axis(1),
-        vec![
-            read(Role::Token, token, Cols::all(1)),
-            Operand { rows: Rows::Token, ..read(Role::Table, table, Cols::blocks(UNIT_ROWS, hidden)) },
-            write(Role::Residual, residual, Cols::blocks(UNIT_ROWS, hidden)),
-            write(Role::Out, x, Cols::blocks(UNIT_ROWS, hidden)),
-        ],
-    );
+    let (mut b, start) = Builder::begin(graph, name, precision, context_max, candidate);
+    let mut x = start.x;
     for (l, layer) in graph.layers.iter().enumerate() {
-        x = b.layer(l, layer, hidden, x, residual, &ropes, candidate)?;
+        x = b.layer(l, layer, x, &start)?;
     }
-    b.matvec(
-        "head",
-        x,
-        Some(&graph.final_norm),
-        &[&graph.head],
-        Epilogue::Logits { scale: graph.logits_scale, softcap: graph.logits_softcap },
-        Second::Ordinal(parts),
-        vec![
-            write(Role::Logits, logits, Cols::blocks(UNIT_ROWS, graph.vocab)),
-            write(Role::Candidates, candidates, Cols { stride_j: 2, limit: 2 * parts, ..Cols::all(2) }),
-        ],
-    );
-    Ok(b.program)
+    Ok(b.end(x, &start))
 }
 
 struct Builder<'a> {
     graph: &'a ModelGraph,
     program: Program,
     candidate: &'a Candidate,
+}
+
+/// What a step begins with.
+struct Start {
+    /// Candidates of a step: tasks of the head.
+    parts: u32,
+    candidates: BufferId,
+    residual: BufferId,
+    logits: BufferId,
+    ropes: Vec<BufferId>,
+    /// The embedded token.
+    x: BufferId,
 }
 
 fn read(role: Role, buffer: BufferId, cols: Cols) -> Operand {
@@ -109,6 +56,96 @@ fn write(role: Role, buffer: BufferId, cols: Cols) -> Operand {
 
 fn norm_attr(norm: &Norm) -> NormAttr {
     NormAttr { kind: norm.kind, eps: norm.eps }
+}
+
+impl<'a> Builder<'a> {
+    /// Declares what every program has, and decides and embeds the token.
+    fn begin(
+        graph: &'a ModelGraph,
+        name: &str,
+        precision: Precision,
+        context_max: u32,
+        candidate: &'a Candidate,
+    ) -> (Builder<'a>, Start) {
+        let program = Program { name: name.to_string(), precision, context_max, buffers: vec![], grids: vec![] };
+        let mut b = Builder { graph, program, candidate };
+        let hidden = graph.hidden;
+        let head_units = graph.vocab.div_ceil(UNIT_ROWS);
+        let parts = candidate.sms.min(head_units);
+
+        let candidates = b.buffer("candidates", Space::Exchange, DType::I32, 1, 2 * parts, 2, None);
+        let token = b.buffer("token", Space::Private, DType::I32, 1, 1, 1, None);
+        let report = b.buffer("report", Space::Output, DType::I32, 1, 1, 1, None);
+        let residual = b.buffer("residual", Space::Private, DType::F32, 1, hidden, 1, None);
+        let logits = b.buffer("logits", Space::Output, DType::F32, 1, graph.vocab, 1, None);
+        let table = b.buffer(
+            "embed",
+            Space::Constant,
+            precision.weights,
+            graph.vocab,
+            hidden,
+            1,
+            Some(Content::Tensor(graph.embed)),
+        );
+        let ropes: Vec<BufferId> = graph
+            .ropes
+            .iter()
+            .enumerate()
+            .map(|(i, rope)| {
+                let id = RopeId::from(i);
+                let cols = 2 * rope.inv_freq.len() as u32;
+                let name = format!("rope.{id}");
+                b.buffer(&name, Space::Constant, DType::F32, context_max, cols, 1, Some(Content::RopeTable(id)))
+            })
+            .collect();
+
+        b.grid(
+            "select",
+            Op::Select,
+            candidate.sms,
+            Second::Axis(1),
+            vec![read(Role::Candidates, candidates, Cols::all(2 * parts)), write(Role::Token, token, Cols::all(1))],
+        );
+        b.grid(
+            "report",
+            Op::Report,
+            1,
+            Second::Axis(1),
+            vec![read(Role::Token, token, Cols::all(1)), write(Role::Out, report, Cols::all(1))],
+        );
+        let x = b.exchange("x.0", hidden);
+        b.grid(
+            "embed",
+            Op::Embed { scale: graph.embed_scale },
+            hidden.div_ceil(UNIT_ROWS),
+            Second::Axis(1),
+            vec![
+                read(Role::Token, token, Cols::all(1)),
+                Operand { rows: Rows::Token, ..read(Role::Table, table, Cols::blocks(UNIT_ROWS, hidden)) },
+                write(Role::Residual, residual, Cols::blocks(UNIT_ROWS, hidden)),
+                write(Role::Out, x, Cols::blocks(UNIT_ROWS, hidden)),
+            ],
+        );
+        (b, Start { parts, candidates, residual, logits, ropes, x })
+    }
+
+    /// Logits and candidates of what the layers left in `x`.
+    fn end(mut self, x: BufferId, start: &Start) -> Program {
+        let (graph, parts) = (self.graph, start.parts);
+        self.matvec(
+            "head",
+            x,
+            Some(&graph.final_norm),
+            &[&graph.head],
+            Epilogue::Logits { scale: graph.logits_scale, softcap: graph.logits_softcap },
+            Second::Ordinal(parts),
+            vec![
+                write(Role::Logits, start.logits, Cols::blocks(UNIT_ROWS, graph.vocab)),
+                write(Role::Candidates, start.candidates, Cols { stride_j: 2, limit: 2 * parts, ..Cols::all(2) }),
+            ],
+        );
+        self.program
+    }
 }
 
 impl Builder<'_> {
@@ -208,51 +245,49 @@ impl Builder<'_> {
     }
 
     /// Lowers one layer; returns the buffer that holds its output.
-    #[allow(clippy::too_many_arguments)]
-    fn layer(
-        &mut self,
-        l: usize,
-        layer: &Layer,
-        hidden: u32,
-        x: BufferId,
-        residual: BufferId,
-        ropes: &[BufferId],
-        candidate: &Candidate,
-    ) -> Result<BufferId, Infeasible> {
-        let attn = self.attention(l, layer, x, ropes, candidate)?;
+    fn layer(&mut self, l: usize, layer: &Layer, x: BufferId, start: &Start) -> Result<BufferId, Infeasible> {
+        let (hidden, residual) = (self.graph.hidden, start.residual);
+        let qkv = self.qkv(&format!("qkv.{l}"), layer, x);
+        let attn = self.attention(l, layer, qkv, &start.ropes)?;
         // The sum after attention travels only where the MLP reads it.
         let x2 = (!layer.parallel).then(|| self.exchange(&format!("x2.{l}"), hidden));
         let sum = Sum { residual, out: x2, scale: layer.residual_scale, hidden };
         self.project_and_add(&format!("o.{l}"), attn, &layer.attn.o, layer.attn_post_norm.as_ref(), sum);
 
-        let intermediate = layer.mlp.up.rows;
-        let act = self.exchange(&format!("act.{l}"), intermediate);
-        let mlp_in = x2.unwrap_or(x);
-        let norm = layer.mlp_norm.as_ref();
-        match &layer.mlp.gate {
-            Some(gate) => self.matvec(
-                &format!("gate_up.{l}"),
-                mlp_in,
-                norm,
-                &[gate, &layer.mlp.up],
-                Epilogue::Gated(layer.mlp.act),
-                Second::Axis(1),
-                vec![write(Role::Out, act, Cols::blocks(UNIT_ROWS / 2, intermediate))],
-            ),
-            None => self.matvec(
-                &format!("up.{l}"),
-                mlp_in,
-                norm,
-                &[&layer.mlp.up],
-                Epilogue::Act(layer.mlp.act),
-                Second::Axis(1),
-                vec![write(Role::Out, act, Cols::blocks(UNIT_ROWS, intermediate))],
-            ),
-        }
+        let name = if layer.mlp.gate.is_some() { "gate_up" } else { "up" };
+        let act = self.up(&format!("{name}.{l}"), &format!("act.{l}"), layer, x2.unwrap_or(x));
         let out = self.exchange(&format!("x.{}", l + 1), hidden);
         let sum = Sum { residual, out: Some(out), scale: layer.residual_scale, hidden };
         self.project_and_add(&format!("down.{l}"), act, &layer.mlp.down, layer.mlp_post_norm.as_ref(), sum);
         Ok(out)
+    }
+
+    /// q, k and v of a layer, one behind the other in one buffer.
+    fn qkv(&mut self, name: &str, layer: &Layer, x: BufferId) -> BufferId {
+        let a = &layer.attn;
+        let cols = (a.heads + 2 * a.kv_heads) * a.head_dim;
+        let qkv = self.exchange(name, cols);
+        let out = vec![write(Role::Out, qkv, Cols::blocks(UNIT_ROWS, cols))];
+        let linears = [&a.q, &a.k, &a.v];
+        self.matvec(name, x, layer.attn_norm.as_ref(), &linears, Epilogue::Store, Second::Axis(1), out);
+        qkv
+    }
+
+    /// The activation of a layer's MLP: of gate and up, or of up alone.
+    fn up(&mut self, name: &str, act: &str, layer: &Layer, x: BufferId) -> BufferId {
+        let mlp = &layer.mlp;
+        let norm = layer.mlp_norm.as_ref();
+        let act = self.exchange(act, mlp.up.rows);
+        let one = Second::Axis(1);
+        let out = |rows| vec![write(Role::Out, act, Cols::blocks(rows, mlp.up.rows))];
+        match &mlp.gate {
+            Some(gate) => {
+                let linears = [gate, &mlp.up];
+                self.matvec(name, x, norm, &linears, Epilogue::Gated(mlp.act), one, out(UNIT_ROWS / 2));
+            }
+            None => self.matvec(name, x, norm, &[&mlp.up], Epilogue::Act(mlp.act), one, out(UNIT_ROWS)),
+        }
+        act
     }
 
     /// `residual += scale * norm?(W x)`: one matvec, or a matvec and a sum where the branch is normalised first.
@@ -282,26 +317,22 @@ impl Builder<'_> {
         }
     }
 
+    /// Attention of a layer over what `qkv` made of the current position.
     fn attention(
         &mut self,
         l: usize,
         layer: &Layer,
-        x: BufferId,
+        qkv: BufferId,
         ropes: &[BufferId],
-        candidate: &Candidate,
     ) -> Result<BufferId, Infeasible> {
-        let a = &layer.attn;
+        let (a, candidate) = (&layer.attn, self.candidate);
         let (heads, kv_heads, dim) = (a.heads, a.kv_heads, a.head_dim);
         if dim % 2 != 0 {
             return Err(Infeasible::HeadDim { head_dim: dim });
         }
         let group = heads / kv_heads;
         let heads_per_task = heads_of_task(group, candidate)?;
-        let (q_cols, kv_cols) = (heads * dim, kv_heads * dim);
-        let qkv = self.exchange(&format!("qkv.{l}"), q_cols + 2 * kv_cols);
-        let out = vec![write(Role::Out, qkv, Cols::blocks(UNIT_ROWS, q_cols + 2 * kv_cols))];
-        let linears = [&a.q, &a.k, &a.v];
-        self.matvec(&format!("qkv.{l}"), x, layer.attn_norm.as_ref(), &linears, Epilogue::Store, Second::Axis(1), out);
+        let q_cols = heads * dim;
 
         let (rows, dtype) = (self.program.context_max, self.program.precision.cache);
         let pitch = cache_pitch(dim, dtype);

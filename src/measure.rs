@@ -14,6 +14,7 @@ use crate::cuda::driver::Device;
 use crate::cuda::session::{Session, SessionError};
 use crate::error::Fault;
 use crate::interp::{Input, Interp, InterpError, Options, Pack};
+use crate::ir::op::Op;
 use crate::model::config::step_cache_bytes;
 use crate::model::graph::ModelGraph;
 use crate::pack::layout;
@@ -280,7 +281,9 @@ pub fn step_bytes(validated: &Validated, graph: &ModelGraph, history: u32) -> u6
     let precision = schedule.program.precision;
     let streams: u64 = layout(schedule).stream_bytes.iter().sum();
     let row = u64::from(graph.hidden) * precision.weights.bytes() as u64;
-    streams + step_cache_bytes(graph, precision, history) + row
+    // An op alone may be one that reads no history.
+    let attends = schedule.program.grids.iter().any(|grid| matches!(grid.op, Op::Attention(_)));
+    streams + if attends { step_cache_bytes(graph, precision, history) } else { 0 } + row
 }
 
 /// What samples of whole launches say, in µs per step; a median below the floor is withheld.

@@ -8,6 +8,7 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 
 use super::units::{parse_age, parse_bytes, parse_ids, parse_minutes};
 use crate::flywheel::Verdict;
+use crate::lower::LayerOp;
 use crate::pipeline::SHOW_STAGES;
 
 const EXIT_CODES: &str = "\
@@ -82,6 +83,7 @@ pub enum Command {
     Targets(Targets),
     Flywheel(Flywheel),
     Tune(Tune),
+    TuneOp(TuneOp),
     Status(Status),
     Next(Next),
     Report(Report),
@@ -653,6 +655,42 @@ pub struct Tune {
     pub json: bool,
 }
 
+/// Search for faster variants of one op: a program of that op alone is proven, compared with the interpreter, and timed in turns
+///
+/// OP is `qkv`, `attention`, `o`, `up` (gate and up, where there is a gate), `down` or `head`. The program has the op of every
+/// layer with its weights, one after another on one input, without exchanges between them. What is kept is tried first by `tune`,
+/// which has the last word: it times whole steps.
+#[derive(Debug, Args)]
+#[command(
+    verbatim_doc_comment,
+    after_help = "\
+Examples:
+  monobloc tune-op manifests/tinystories.toml attention
+  monobloc tune-op manifests/smollm.toml down --target h200 --max-trials 10"
+)]
+pub struct TuneOp {
+    /// Manifest whose model has the op
+    pub manifest: PathBuf,
+    /// Op to tune
+    #[arg(value_name = "OP", value_parser = parse_op)]
+    pub op: LayerOp,
+    /// Tune for this target of the manifest alone [default: each in turn]
+    #[arg(long, value_name = "NAME")]
+    pub target: Option<String>,
+    /// Candidates to measure beyond the default
+    #[arg(long, value_name = "N", default_value_t = 20)]
+    pub max_trials: u32,
+    /// Time after which no further trial starts [default: the manifest's `search.minutes`]
+    #[arg(long, value_name = "N", value_parser = parse_minutes)]
+    pub minutes: Option<f64>,
+    /// Seed of the search: another one is another campaign [default: the manifest's `search.seed`]
+    #[arg(long, value_name = "N")]
+    pub seed: Option<u64>,
+    /// Print what came of it as one JSON array
+    #[arg(long)]
+    pub json: bool,
+}
+
 /// Say what the searches of a manifest came to: trials, the best candidate, latencies, and what builds take
 ///
 /// Reads the trials and the corpora beside them; needs no device.
@@ -741,7 +779,15 @@ pub struct Trials {
     /// Target that they are tried on
     #[arg(long, value_name = "NAME")]
     pub target: String,
+    /// Op that is tried alone
+    #[arg(long, value_name = "OP", value_parser = parse_op)]
+    pub op: Option<LayerOp>,
     /// Seed of the search [default: the manifest's]
     #[arg(long, value_name = "N")]
     pub seed: Option<u64>,
+}
+
+fn parse_op(text: &str) -> Result<LayerOp, String> {
+    let names = || LayerOp::ALL.map(|op| format!("`{}`", op.name())).join(", ");
+    LayerOp::parse(text).ok_or_else(|| format!("expected one of {}", names()))
 }

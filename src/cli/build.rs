@@ -5,7 +5,7 @@ use serde_json::json;
 use super::Outcome;
 use super::arguments::{Build, Explain, Show};
 use super::session::{Session, Talk, pick_target};
-use super::tune::{Budget, search, tuned_json, tuned_text};
+use super::tune::{Budget, Search, search, tuned_json, tuned_text};
 use crate::error::Fault;
 use crate::manifest::Manifest;
 use crate::pipeline;
@@ -23,7 +23,7 @@ pub fn build(session: &Session, asked: &Build) -> Result<Outcome, Fault> {
                 continue;
             }
             let budget = Budget { trials, minutes, trial_timeout: None };
-            let found = search(session, &workspace, &asked.manifest, &manifest, target, budget, None)?;
+            let found = search(session, &workspace, &asked.manifest, &manifest, target, budget, Search::default())?;
             if found.interrupted {
                 return Ok(Outcome::Interrupted);
             }

@@ -97,6 +97,7 @@ fn answer(session: &Session, command: Command) -> Result<Outcome, Fault> {
         Command::Targets(asked) => targets::targets(session, &asked),
         Command::Flywheel(asked) => flywheel::flywheel(session, &asked),
         Command::Tune(asked) => tune::tune(session, &asked),
+        Command::TuneOp(asked) => tune::tune_op(session, &asked),
         Command::Status(asked) => outlook::status(session, &asked),
         Command::Next(asked) => outlook::next(session, &asked),
         Command::Report(asked) => outlook::report(session, &asked),

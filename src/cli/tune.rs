@@ -10,11 +10,12 @@ use std::time::Duration;
 use serde_json::{Value, json};
 
 use super::Outcome;
-use super::arguments::{Trials, Tune};
+use super::arguments::{Trials, Tune, TuneOp};
 use super::session::{Session, Talk, pick_target};
 use super::terminal::interrupt;
 use super::units::counted;
 use crate::error::Fault;
+use crate::lower::LayerOp;
 use crate::manifest::Manifest;
 use crate::pipeline::{self, Tuned, Tuning, Workspace};
 use crate::target::Target;
@@ -23,6 +24,26 @@ use crate::target::Target;
 pub const TRIALS_DEFAULT: u32 = 40;
 
 pub fn tune(session: &Session, asked: &Tune) -> Result<Outcome, Fault> {
+    campaigns(session, asked, None)
+}
+
+/// The same search through its other door: the knobs of one op, which runs alone.
+pub fn tune_op(session: &Session, asked: &TuneOp) -> Result<Outcome, Fault> {
+    let TuneOp { manifest, op, target, max_trials, minutes, seed, json } = asked;
+    let tune = Tune {
+        manifest: manifest.clone(),
+        target: target.clone(),
+        max_trials: Some(*max_trials),
+        minutes: *minutes,
+        seed: *seed,
+        trial_timeout: None,
+        proposer: None,
+        json: *json,
+    };
+    campaigns(session, &tune, Some(*op))
+}
+
+fn campaigns(session: &Session, asked: &Tune, op: Option<LayerOp>) -> Result<Outcome, Fault> {
     let mut manifest = session.manifest(&asked.manifest)?;
     manifest.search.seed = asked.seed.unwrap_or(manifest.search.seed);
     let targets = match &asked.target {
@@ -49,8 +70,8 @@ pub fn tune(session: &Session, asked: &Tune) -> Result<Outcome, Fault> {
             workspace.report.note(&format!("{}: the search waits for a device of its kind ({reason})", target.name));
             continue;
         }
-        let proposer = asked.proposer.as_deref();
-        let tuned = search(session, &workspace, &asked.manifest, &manifest, target, budget, proposer)?;
+        let what = Search { op, proposer: asked.proposer.as_deref() };
+        let tuned = search(session, &workspace, &asked.manifest, &manifest, target, budget, what)?;
         if !asked.json {
             session.terminal.print(&tuned_text(&tuned))?;
         }
@@ -64,6 +85,14 @@ pub fn tune(session: &Session, asked: &Tune) -> Result<Outcome, Fault> {
         session.terminal.print_json(&Value::Array(all))?;
     }
     Ok(if interrupted { Outcome::Interrupted } else { Outcome::Done })
+}
+
+/// What is searched, and who proposes beside the search.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Search<'a> {
+    /// The op that runs alone; `None`: whole steps.
+    pub op: Option<LayerOp>,
+    pub proposer: Option<&'a str>,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -82,19 +111,23 @@ pub fn search(
     manifest: &Manifest,
     target: &Target,
     budget: Budget,
-    proposer: Option<&str>,
+    what: Search<'_>,
 ) -> Result<Tuned, Fault> {
+    let Search { op, proposer } = what;
     let _deferred = interrupt::defer();
     let program = std::env::current_exe()
         .map_err(|error| Fault::environment(format!("the path of the running program is not known: {error}")))?;
     let child = |target: &Target| {
         let mut command = Command::new(&program);
         command.arg("trials").arg(path).args(["--target", &target.name, "--seed", &manifest.search.seed.to_string()]);
+        if let Some(op) = op {
+            command.args(["--op", op.name()]);
+        }
         command.arg("--cache").arg(&session.places.root).arg("--trials").arg(&session.trials);
         command
     };
     let Budget { trials, minutes, trial_timeout } = budget;
-    let tuning = Tuning { trials, minutes, proposer, trial_timeout, child: &child, stop: &interrupt::asked };
+    let tuning = Tuning { op, trials, minutes, proposer, trial_timeout, child: &child, stop: &interrupt::asked };
     pipeline::tune(workspace, manifest, target, &tuning)
 }
 
@@ -114,7 +147,7 @@ pub fn trials(session: &Session, asked: &Trials) -> Result<Outcome, Fault> {
         // Nobody is left to read an answer. The cache and the trials are sound wherever a process ends.
         std::process::exit(i32::from(Outcome::Done.exit_code()));
     });
-    pipeline::serve(&workspace, &manifest, &target, jobs.into_iter(), std::io::stdout())?;
+    pipeline::serve(&workspace, &manifest, &target, asked.op, jobs.into_iter(), std::io::stdout())?;
     Ok(Outcome::Done)
 }
 

@@ -9,7 +9,7 @@ use crate::codegen::emit::{ENTRY_POINT, Trace, stamps_max};
 use crate::error::Fault;
 use crate::ir::op::Role;
 use crate::ir::schedule::Schedule;
-use crate::ir::{EventId, SmId, TaskId};
+use crate::ir::{BufferId, EventId, SmId, TaskId};
 use crate::pack::Layout;
 use crate::sample::Sampler;
 use crate::trace::STAMP_WORDS;
@@ -427,6 +427,21 @@ impl Session {
     /// Logits of the first `steps` steps of the last launch that asked for them, `[steps * vocab]`.
     pub fn logits(&self, steps: u32) -> Result<Vec<f32>, SessionError> {
         Ok(self.logits.download(&self.stream, 0, steps as usize * self.vocab as usize)?)
+    }
+
+    /// What the last step that ran published into an exchange buffer of one phase; NaN where it published nothing.
+    pub fn exchanged(&self, buffer: BufferId) -> Result<Vec<f32>, SessionError> {
+        let Some(declared) = self.schedule.program.buffers.get(buffer.index()) else { return Ok(vec![]) };
+        let at = self.schedule.placement.get(buffer.index()).copied().flatten().unwrap_or(0);
+        let of_packet = 4 / declared.dtype.bytes();
+        let cols = declared.cols as usize;
+        let packets: Vec<u64> = self.exchange.download(&self.stream, at, cols.div_ceil(of_packet))?;
+        let values = packets.iter().flat_map(|&packet| {
+            let (payload, current) = (packet as u32, (packet >> 32) as u32 == self.tag.wrapping_sub(1));
+            let bits = if of_packet == 2 { [payload << 16, payload & 0xffff_0000] } else { [payload; 2] };
+            bits.into_iter().take(of_packet).map(move |bits| if current { f32::from_bits(bits) } else { f32::NAN })
+        });
+        Ok(values.take(cols).collect())
     }
 
     /// Fills the logits with a pattern that no kernel writes, so that an unwritten row shows.

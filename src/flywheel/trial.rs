@@ -44,7 +44,11 @@ pub const COLUMNS: [Column; 67] = [
     column("host_kind", "text", "what the host is, such as `x86_64-linux`"),
     column("manifest", "text", "name of the manifest"),
     column("model_graph", "digest", "the imported model, weights' values aside"),
-    column("family", "text", "class of the checkpoint, such as `LlamaForCausalLM`"),
+    column(
+        "family",
+        "text",
+        "class of the checkpoint, such as `LlamaForCausalLM`; of an op alone `LlamaForCausalLM:down`",
+    ),
     column("layers", "count", "decoder layers"),
     column("hidden", "count", "width of the residual"),
     column("intermediate", "count", "width of the MLP"),
@@ -143,6 +147,13 @@ pub struct ModelShape {
     pub weights_dtype: String,
     pub cache_dtype: String,
     pub wire_dtype: String,
+}
+
+impl ModelShape {
+    /// The op that ran alone; `None`: whole steps did.
+    pub fn op(&self) -> Option<&str> {
+        self.family.split_once(':').map(|(_, op)| op)
+    }
 }
 
 /// Where it ran. Fields of a device are empty where none took part.

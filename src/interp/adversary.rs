@@ -678,6 +678,10 @@ impl<R: Real> Engine for Adversary<R> {
         ops::best_candidate(&self.plan.candidates, parts, &mut memory)
     }
 
+    fn exchanged(&self, at: usize, len: usize) -> Vec<f32> {
+        self.memory.exchanged(at, len)
+    }
+
     fn write_cache(&mut self, cache: usize, row: usize, values: &[f32]) {
         let cols = self.memory.caches[cache].cols();
         self.memory.caches[cache].append(row, 0, values);

@@ -96,6 +96,12 @@ impl Memory {
         let words = |n: usize| (0..n).map(|_| AtomicU32::new(0)).collect();
         Memory { exchange: words(exchange), output: words(output), caches }
     }
+
+    /// Values of the exchange arena, as the last step left them.
+    pub fn exchanged(&self, at: usize, len: usize) -> Vec<f32> {
+        let words = self.exchange.get(at..at + len).unwrap_or_default();
+        words.iter().map(|word| f32::from_bits(word.load(Ordering::Relaxed))).collect()
+    }
 }
 
 /// Keys or values of one layer, (positions, columns).

@@ -26,6 +26,7 @@ pub use plan::{PlanError, cache_buffers};
 pub use synthetic::{CacheKind, cache_value};
 
 use crate::error::Fault;
+use crate::ir::BufferId;
 use crate::ir::schedule::Schedule;
 use crate::ir::{EventId, SmId, TaskId};
 use crate::pack::{Layout, layout};
@@ -212,6 +213,9 @@ trait Engine: Send {
     /// The token that `Input::Selected` would decode at `position`, right after the step before it.
     fn selected(&mut self, position: u32) -> Option<u32>;
 
+    /// Values that the last step left in the exchange arena.
+    fn exchanged(&self, at: usize, len: usize) -> Vec<f32>;
+
     /// A whole row of a cache, by index into the plan's caches.
     fn write_cache(&mut self, cache: usize, row: usize, values: &[f32]);
 
@@ -338,6 +342,12 @@ impl Interp {
     /// logits the lowest id.
     pub fn selected(&mut self) -> Option<u32> {
         if self.selectable { self.engine.selected(self.position) } else { None }
+    }
+
+    /// What the last step left in an exchange buffer of one phase; nothing of any other buffer.
+    pub fn exchanged(&self, buffer: BufferId) -> Vec<f32> {
+        let region = self.plan.exchanges.get(buffer.index()).and_then(Option::as_ref);
+        region.map_or(vec![], |region| self.engine.exchanged(region.offset, region.len))
     }
 
     /// Logits after each of `ids`, from position 0, whatever the model would have chosen.

@@ -60,6 +60,8 @@ pub struct Plan {
     pub ring: Ring,
     pub logits: Region,
     pub candidates: Region,
+    /// By buffer: all of it, where it is an exchange buffer.
+    pub exchanges: Vec<Option<Region>>,
     pub regimes: Vec<RegimePlan>,
 }
 
@@ -282,6 +284,8 @@ impl Plan {
             operand.and_then(|o| memory.whole(program, o.buffer)).ok_or(PlanError::Missing { role })
         };
         let (logits, candidates) = (whole(Role::Logits)?, whole(Role::Candidates)?);
+        let ids = (0..program.buffers.len()).map(BufferId::from);
+        let exchanges = ids.map(|id| memory.whole(program, id).filter(|r| r.place == Place::Exchange)).collect();
         Ok(Plan {
             sms: schedule.machine.sms as usize,
             context_max: program.context_max,
@@ -294,6 +298,7 @@ impl Plan {
             ring: schedule.machine.ring,
             candidates,
             logits,
+            exchanges,
             regimes,
         })
     }

@@ -475,6 +475,10 @@ impl<R: Real> Engine for Threads<R> {
         ops::best_candidate(&self.shared.plan.candidates, parts, &mut memory)
     }
 
+    fn exchanged(&self, at: usize, len: usize) -> Vec<f32> {
+        self.shared.memory.exchanged(at, len)
+    }
+
     fn write_cache(&mut self, cache: usize, row: usize, values: &[f32]) {
         self.shared.memory.caches[cache].append(row, 0, values);
     }

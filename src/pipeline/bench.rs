@@ -336,6 +336,7 @@ impl Rival {
             weights: &imported.weights,
             pack: pack.clone(),
             positions,
+            alone: None,
         };
         let failed = |error: check::CheckError| {
             let fault = Fault::from(error);

@@ -13,6 +13,7 @@ use crate::candidate::Candidate;
 use crate::digest::Digest;
 use crate::error::{Fault, Tier};
 use crate::flywheel::{Corpus, Decision, Proposer, RatioInterval, Trial, Verdict, corpora};
+use crate::lower::LayerOp;
 use crate::manifest::Manifest;
 use crate::paired::Ratio;
 use crate::report::Report;
@@ -20,8 +21,8 @@ use crate::schedule::schedule;
 use crate::search::prior::{Group, Model as PriorModel};
 use crate::search::space::changed;
 use crate::search::{
-    Arena, Ask, Limits, Made, Prior, Ran, Search, Setting, Settled, SettledAs, Space, Start, Stop, Told, cost, drive,
-    floor_gap, histories, lessons, told,
+    Arena, Ask, History, KNOBS, Limits, Made, Prior, Ran, Search, Setting, Settled, SettledAs, Space, Start, Stop,
+    Told, cost, drive, floor_gap, histories, lessons, told,
 };
 use crate::target::{Target, TargetKind};
 
@@ -30,7 +31,7 @@ use super::execute::{Devices, hardware_of, host};
 use super::keys::{self, Hardware};
 use super::prove::{Executor, OnDevice};
 use super::rows::{Asked, Tried, Verdicted, check_figures, shape, timing};
-use super::stages::{Generated, NotPlaced, Placed, Site, generate_source, place};
+use super::stages::{Generated, NotPlaced, Placed, Site, generate_source, graph_alone, place};
 use super::trial::{Answer, Job};
 use super::worker::{Done, Reply, Worker};
 use super::{Workspace, import_stage};
@@ -47,6 +48,8 @@ const AHEAD_MAX: usize = 12;
 
 /// How hard to search, and how a child is started.
 pub struct Tuning<'a> {
+    /// The op that is tuned alone; `None`: whole steps.
+    pub op: Option<LayerOp>,
     pub trials: u32,
     pub minutes: f64,
     /// A command line that proposes candidates.
@@ -95,6 +98,10 @@ impl Workspace {
 pub fn tune(workspace: &Workspace, manifest: &Manifest, target: &Target, asked: &Tuning<'_>) -> Result<Tuned, Fault> {
     let tool = workspace.tool()?;
     let model = import_stage(workspace, manifest, tool)?;
+    let model = match asked.op {
+        None => model,
+        Some(op) => model.alone(op, target),
+    };
     let quiet = workspace.quiet()?;
     let told_site = Site::new(workspace, manifest, target, &model, tool);
     let devices = Devices::list(target.kind == TargetKind::Cuda);
@@ -103,16 +110,16 @@ pub fn tune(workspace: &Workspace, manifest: &Manifest, target: &Target, asked: 
         TargetKind::Cuda => hardware_of(devices.find_for_run(target)?),
     };
     let campaign = told_site.campaign(&hardware);
-    let known = Known::read(workspace, campaign)?;
     let site = Site::new(&quiet, manifest, target, &model, tool);
     let space = space_of(&site);
+    let known = Known::read(&site, campaign)?;
     let default = space.default_candidate().clone();
     let guess = |candidate: &Candidate| guess(&site, &default, candidate);
     let setting = Setting::new(&shape(&site, &model.imported.graph), &target.name, target.kind.name());
     let prior = Prior::new(&known.groups, setting, &default);
     let intro = intro(&site, &space, &known, &prior);
     let limits = Limits::of_budget(asked.trials, manifest.search.seed);
-    let mut search = Search::new(&space, limits, &known.groups, prior, &guess);
+    let mut search = Search::new(&space, limits, &known.groups, prior, known.seeds.clone(), &guess);
 
     let ahead = Ahead::default();
     let count = match target.kind {
@@ -190,7 +197,8 @@ fn run(
             .with_remedy("its verdict is a row of the trials; `monobloc build` checks it in full"));
     };
     let checking = Instant::now();
-    let checked = fully_checked(told_site, &best, &default);
+    // An op alone was compared in its trials with all that there is to compare it with.
+    let checked = if site.op.is_none() { fully_checked(told_site, &best, &default) } else { Ok(()) };
     arena.spent.checked = checking.elapsed();
     let best = match checked {
         Ok(()) => best,
@@ -222,6 +230,8 @@ fn run(
 /// What the corpora say, about this campaign and others.
 struct Known {
     groups: Vec<Group>,
+    /// What was found for ops of this model alone.
+    seeds: Vec<Candidate>,
     stale: usize,
     told: Vec<Told>,
     broken: Vec<String>,
@@ -231,13 +241,16 @@ struct Known {
 }
 
 impl Known {
-    fn read(workspace: &Workspace, campaign: Digest) -> Result<Known, Fault> {
-        let corpus = Corpus::read(&corpora(&workspace.trials))?;
+    fn read(site: &Site<'_>, campaign: Digest) -> Result<Known, Fault> {
+        let corpus = Corpus::read(&corpora(&site.workspace.trials))?;
+        let seeds = seeds_of_ops(site, &corpus.trials);
         let of_campaign = |trial: &Trial| trial.facts().point.campaign == Some(campaign);
-        let (own, others): (Vec<Trial>, Vec<Trial>) = corpus.trials.into_iter().partition(of_campaign);
+        let (own, mut others): (Vec<Trial>, Vec<Trial>) = corpus.trials.into_iter().partition(of_campaign);
+        keep_kin(site, &mut others);
         let lessons = lessons(&others);
         let mut known = Known {
             groups: lessons.groups,
+            seeds,
             stale: lessons.stale,
             told: vec![],
             broken: corpus.broken.iter().map(ToString::to_string).collect(),
@@ -253,6 +266,44 @@ impl Known {
         }
         Ok(known)
     }
+}
+
+/// Leaves out what teaches nothing here: of whole steps a single op learns as little as they do of it.
+pub(super) fn keep_kin(site: &Site<'_>, trials: &mut Vec<Trial>) {
+    let op = site.op.map(LayerOp::name);
+    trials.retain(|trial| trial.facts().model.op() == op);
+}
+
+/// The default with what searches of single ops of this model kept: each by itself, and all of it.
+pub(super) fn seeds_of_ops(site: &Site<'_>, trials: &[Trial]) -> Vec<Candidate> {
+    if site.op.is_some() {
+        return vec![];
+    }
+    let default = site.default_candidate();
+    let (mut all, mut seeds) = (default.values(), vec![]);
+    let histories = histories(trials);
+    for op in LayerOp::ALL {
+        let graph = graph_alone(site.graph, op, site.target);
+        let last = histories.iter().rfind(|history| {
+            history.model.model_graph == graph
+                && history.machine.target == site.target.name
+                && Space::contains(&history.space)
+        });
+        let Some(kept) = last.and_then(History::incumbent) else { continue };
+        let (kept, mut own) = (kept.candidate.values(), default.values());
+        let knobs = KNOBS.iter().enumerate().filter(|(_, knob)| knob.reaches(op, site.target.kind));
+        for (at, _) in knobs {
+            if let (Some(own), Some(all), Some(kept), Some(default)) =
+                (own.get_mut(at), all.get_mut(at), kept.get(at), default.values().get(at))
+                && kept != default
+            {
+                (*own, *all) = (*kept, *kept);
+            }
+        }
+        seeds.push(Candidate::of_values(&own));
+    }
+    seeds.insert(0, Candidate::of_values(&all));
+    seeds
 }
 
 /// The space of a site; shared memory beside the ring as schedules have it.
@@ -279,7 +330,11 @@ pub(super) fn space_of(site: &Site<'_>) -> Space {
             smem.iter().filter(|part| part.name != "ring").map(|part| u64::from(part.bytes)).sum()
         })
     };
-    Space::new(graph, site.target, *precision, decode.context_max, fixed)
+    let space = Space::new(graph, site.target, *precision, decode.context_max, fixed);
+    match site.op {
+        None => space,
+        Some(op) => space.of_op(op),
+    }
 }
 
 /// The cost model's log ratio by the default, the mean of all timed positions; 0 where the target was not calibrated.
@@ -292,6 +347,10 @@ pub(super) fn guess(site: &Site<'_>, default: &Candidate, candidate: &Candidate)
 }
 
 pub(super) fn predicted_us(site: &Site<'_>, candidate: &Candidate, position: u32) -> Option<f64> {
+    // The cost model is one of whole steps.
+    if site.op.is_some() {
+        return None;
+    }
     let precision = site.manifest.precision;
     let predicted = cost::predict(&site.imported.graph, site.target, precision, candidate, position)?;
     Some(predicted.total_us()).filter(|us| us.is_finite() && *us > 0.0)

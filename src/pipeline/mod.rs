@@ -81,7 +81,7 @@ pub struct Prepared {
 impl Prepared {
     fn site<'a>(&'a self, workspace: &'a Workspace) -> Site<'a> {
         let Prepared { manifest, target, imported, graph, tool, .. } = self;
-        Site { workspace, manifest, target, imported, graph: *graph, tool: *tool }
+        Site { workspace, manifest, target, imported, graph: *graph, tool: *tool, op: None }
     }
 }
 

@@ -8,7 +8,7 @@ use crate::search::prior::{Opinion, Ranked, ranked};
 use crate::search::{Ask, History, Limits, Prior, Search, Setting, cost, histories, lessons, retell, told};
 use crate::target::{Target, TargetKind};
 
-use super::campaign::{guess, predicted_us, space_of};
+use super::campaign::{guess, keep_kin, predicted_us, seeds_of_ops, space_of};
 use super::execute::Devices;
 use super::rows::shape;
 use super::stages::Site;
@@ -105,18 +105,20 @@ pub struct Region {
 pub fn next(workspace: &Workspace, manifest: &Manifest, target: &Target, trials: u32) -> Result<Next, Fault> {
     let Known { histories, trials: rows, .. } = known(workspace, manifest, target)?;
     let Prepared { imported, candidate, graph, tool, .. } = &prepare(workspace, manifest, target)?;
-    let site = Site { workspace, manifest, target, imported, graph: *graph, tool: *tool };
+    let site = Site { workspace, manifest, target, imported, graph: *graph, tool: *tool, op: None };
     let space = space_of(&site);
     let default = space.default_candidate().clone();
     let last = histories.last();
-    let others: Vec<Trial> =
+    let mut others: Vec<Trial> =
         rows.into_iter().filter(|row| row.facts().point.campaign != last.map(|history| history.campaign)).collect();
+    let seeds = seeds_of_ops(&site, &others);
+    keep_kin(&site, &mut others);
     let groups = lessons(&others).groups;
     let guess = |candidate: &Candidate| guess(&site, &default, candidate);
     let setting = Setting::new(&shape(&site, &imported.graph), &target.name, target.kind.name());
     let prior = Prior::new(&groups, setting, &default);
     let limits = Limits::of_budget(trials, manifest.search.seed);
-    let mut search = Search::new(&space, limits, &groups, prior, &guess);
+    let mut search = Search::new(&space, limits, &groups, prior, seeds, &guess);
     if let Some(history) = last {
         search.tell_floor(history.incumbent().and_then(|entry| entry.floor_gap()));
         retell(&mut search, &told(history));

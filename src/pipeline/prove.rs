@@ -257,6 +257,7 @@ impl<'a> Executor<'a> {
             weights: &imported.weights,
             pack: self.pack()?,
             positions: &manifest.decode.check_positions,
+            alone: None,
         };
         let checked = match &self.on {
             None => check_cpu(&subject),

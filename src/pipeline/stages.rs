@@ -18,7 +18,7 @@ use crate::interp::Pack;
 use crate::ir::parse::parse;
 use crate::ir::print::print;
 use crate::ir::program::Program;
-use crate::lower::lower;
+use crate::lower::{LayerOp, graph_of, lower, lower_alone};
 use crate::manifest::Manifest;
 use crate::model::config::{Imported, graph_text, import, import_config_only};
 use crate::model::graph::ModelGraph;
@@ -111,6 +111,22 @@ pub(super) struct Model {
     /// Digest of the graph's text: what the next stage keys on.
     pub graph: Digest,
     pub graph_text: String,
+    /// The op that is looked at alone; `None`: the whole model.
+    pub op: Option<LayerOp>,
+}
+
+impl Model {
+    /// The same model, of which `op` is looked at alone on a target.
+    pub fn alone(mut self, op: LayerOp, target: &Target) -> Model {
+        self.graph = graph_alone(self.graph, op, target);
+        graph_of(op, &mut self.imported.graph, target.spec.sm_count);
+        Model { op: Some(op), ..self }
+    }
+}
+
+/// Names the graph of a model of which `op` is looked at alone on a target.
+pub(super) fn graph_alone(graph: Digest, op: LayerOp, target: &Target) -> Digest {
+    Digest::of(format!("{graph} {} alone, {} SMs", op.name(), target.spec.sm_count).as_bytes())
 }
 
 /// Finds the source and imports it. Headers only, so it is done on every build; the stage is its result.
@@ -156,7 +172,7 @@ pub(super) fn load_model(workspace: &Workspace, manifest: &Manifest, tool: Diges
         let message = format!("`decode.context_max` is {context_max}, expected at most {positions_max}: {why}");
         return Err(Fault::input(message).with_remedy(format!("set `decode.context_max` to {positions_max} or less")));
     }
-    Ok(Model { imported, commit, keyed, graph: Digest::of(graph_text.as_bytes()), graph_text })
+    Ok(Model { imported, commit, keyed, graph: Digest::of(graph_text.as_bytes()), graph_text, op: None })
 }
 
 /// Makes the source local; a download shows its progress.
@@ -212,6 +228,8 @@ pub(super) struct Site<'a> {
     pub imported: &'a Imported,
     pub graph: Digest,
     pub tool: Digest,
+    /// As [`Model`] has it.
+    pub op: Option<LayerOp>,
 }
 
 impl<'a> Site<'a> {
@@ -222,12 +240,14 @@ impl<'a> Site<'a> {
         model: &'a Model,
         tool: Digest,
     ) -> Self {
-        Site { workspace, manifest, target, imported: &model.imported, graph: model.graph, tool }
+        let Model { imported, graph, op, .. } = model;
+        Site { workspace, manifest, target, imported, graph: *graph, tool, op: *op }
     }
 
     /// What the user calls this: the manifest by its folder and name, and the target.
     pub fn subject(&self) -> String {
-        subject(self.manifest, &self.target.name)
+        let subject = subject(self.manifest, &self.target.name);
+        self.op.map_or(subject.clone(), |op| format!("{subject} {}", op.name()))
     }
 
     pub fn title(&self, stage: &str) -> String {
@@ -308,7 +328,10 @@ impl<'a> Site<'a> {
     pub fn lower(&self, candidate: &Candidate) -> Result<Program, Infeasible> {
         let Manifest { precision, decode, .. } = self.manifest;
         let graph: &ModelGraph = &self.imported.graph;
-        lower(graph, &graph.family, *precision, decode.context_max, candidate)
+        match self.op {
+            None => lower(graph, &graph.family, *precision, decode.context_max, candidate),
+            Some(op) => lower_alone(graph, &graph.family, *precision, decode.context_max, candidate, op),
+        }
     }
 
     /// Identity of the weights. The first call for a checkpoint reads every byte of it, later ones read none.

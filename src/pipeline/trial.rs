@@ -18,6 +18,7 @@ use crate::cuda::memory::DeviceBuffer;
 use crate::cuda::session::{Session, SessionError};
 use crate::error::{Fault, Tier};
 use crate::interp::{Interp, Options, Pack};
+use crate::lower::{LayerOp, outputs};
 use crate::manifest::Manifest;
 use crate::measure::{self, MeasureError, Timed, Timer};
 use crate::pack::{Move, identity, moves};
@@ -102,7 +103,7 @@ impl Answer {
     }
 }
 
-/// Answers jobs, a line each, until there are no more.
+/// Answers jobs, a line each, until there are no more; of the whole model, or of one op alone.
 ///
 /// # Errors
 /// Faults of the import, before the first job; an output that nobody reads.
@@ -110,11 +111,16 @@ pub fn serve(
     workspace: &Workspace,
     manifest: &Manifest,
     target: &Target,
+    op: Option<LayerOp>,
     jobs: impl Iterator<Item = io::Result<String>>,
     mut output: impl Write,
 ) -> Result<(), Fault> {
     let tool = workspace.tool()?;
     let model: Model = import_stage(workspace, manifest, tool)?;
+    let model = match op {
+        None => model,
+        Some(op) => model.alone(op, target),
+    };
     let site = Site::new(workspace, manifest, target, &model, tool);
     let devices = Devices::list(target.kind == TargetKind::Cuda);
     let found = match target.kind {
@@ -336,7 +342,9 @@ impl<'a> Child<'a> {
         let weights = site.weights_id()?;
         let placed = placed(&site, site.default_candidate())?;
         let positions = self.positions;
-        let (tool, graph, schedule, device) = (site.tool, site.graph, placed.content, self.found.is_some());
+        // The reference knows models alone; an op alone is compared with the interpreter, as a device is.
+        let device = self.found.is_some() || site.op.is_some();
+        let (tool, graph, schedule) = (site.tool, site.graph, placed.content);
         let keyed = ExpectKey { tool, schedule, graph, weights: &weights, positions, device }.keyed();
         let make = || -> Result<Vec<u8>, Fault> {
             let pack = memory_pack(&site, placed.validated(site.target)?)?;
@@ -452,12 +460,14 @@ fn check_subject<'s>(
     pack: Pack,
     positions: &'s [u32],
 ) -> Result<check::Subject<'s>, Fault> {
+    let validated = placed.validated(site.target)?;
     Ok(check::Subject {
-        validated: placed.validated(site.target)?,
+        validated,
         graph: &site.imported.graph,
         weights: &site.imported.weights,
         pack,
         positions,
+        alone: site.op.map(|op| outputs(op, &validated.schedule().program)),
     })
 }
 

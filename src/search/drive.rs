@@ -427,7 +427,7 @@ mod tests {
 
     fn search<'s>(space: &'s Space, trials: u32, seed: u64) -> Search<'s> {
         let prior = Prior::new(&[], setting(), space.default_candidate());
-        Search::new(space, Limits { plateau: trials, ..Limits::of_budget(trials, seed) }, &[], prior, &|_| 0.0)
+        Search::new(space, Limits { plateau: trials, ..Limits::of_budget(trials, seed) }, &[], prior, vec![], &|_| 0.0)
     }
 
     fn start() -> Start<'static, &'static str> {

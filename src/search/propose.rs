@@ -118,14 +118,18 @@ pub struct Search<'a> {
 }
 
 impl<'a> Search<'a> {
+    /// `first` is tried before the seeds of the prior.
     pub fn new(
         space: &'a Space,
         limits: Limits,
         groups: &[Group],
         prior: Prior,
+        first: Vec<Candidate>,
         guess: &'a (dyn Fn(&Candidate) -> f64 + Sync),
     ) -> Search<'a> {
-        let warm = prior.seeds(groups, space, &|c| guess(c));
+        let mut warm = first;
+        warm.retain(|candidate| space.admits(candidate).is_ok());
+        warm.extend(prior.seeds(groups, space, &|c| guess(c)));
         Search {
             space,
             limits,

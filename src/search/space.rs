@@ -10,7 +10,7 @@ use crate::digest::Digest;
 use crate::dtype::Precision;
 use crate::ir::op::UNIT_ROWS;
 use crate::ir::variant::SUM_UNITS;
-use crate::lower::{heads_of_task, lower};
+use crate::lower::{LayerOp, heads_of_task, lower};
 use crate::model::graph::ModelGraph;
 use crate::schedule::{check_knobs, schedule};
 use crate::target::{Target, TargetKind};
@@ -45,14 +45,17 @@ const fn knob(name: &'static str, grid: Grid, on_cpu: bool, on_cuda: bool, meani
 }
 
 impl Knob {
+    /// Whether a search of `op` alone turns it. On `cpu`, where an op has few knobs, the shares of the work are one of each.
+    pub fn reaches(&self, op: LayerOp, kind: TargetKind) -> bool {
+        self.ops.contains(&op.name()) || (kind == TargetKind::Cpu && self.name == "sms")
+    }
+
     /// The same, of these ops alone.
     const fn of(self, ops: &'static [&'static str]) -> Knob {
         Knob { ops, ..self }
     }
 }
 
-/// Ops that can be searched alone, by what a layer calls them; `up` is `gate_up` where there is a gate.
-pub const OPS: [&str; 6] = ["qkv", "attention", "o", "up", "down", "head"];
 const MATVECS: &[&str] = &["qkv", "o", "up", "down", "head"];
 const ATTENTION: &[&str] = &["attention"];
 const HOLD: Grid = Grid::Values(&[0, 1, 2, 3, 4, 6, 8]);
@@ -303,6 +306,13 @@ impl Space {
             warps.iter().chain([&default.consumer_warps]).map(|&warps| (warps, fixed_smem_bytes(warps))).collect();
         let rules = Rules { target: target.clone(), head_units, context_max, fixed_smem, group };
         Space { default, knobs, rules }
+    }
+
+    /// The knobs that reach one op.
+    pub fn of_op(mut self, op: LayerOp) -> Space {
+        let kind = self.rules.target.kind;
+        self.knobs.retain(|(at, _)| KNOBS.get(*at).is_some_and(|knob| knob.reaches(op, kind)));
+        self
     }
 
     /// What is built without a search.

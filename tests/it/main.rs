@@ -1,5 +1,6 @@
 //! End-to-end tests: what a user sees, over fixtures; one crate, one module per stage.
 
+mod alone;
 mod artefact;
 mod bench;
 mod build;

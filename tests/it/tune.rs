@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 use monobloc::cache::{Cache, Places};
 use monobloc::candidate::Candidate;
 use monobloc::flywheel::{Corpus, Decision, Proposer, Trial};
+use monobloc::lower::LayerOp;
 use monobloc::manifest::Manifest;
 use monobloc::pipeline::{self, Tuned, Tuning, Workspace};
 use monobloc::report::Report;
@@ -286,6 +287,10 @@ impl Fake {
     }
 
     fn tune(&self, trials: u32) -> Tuned {
+        self.search(None, trials)
+    }
+
+    fn search(&self, op: Option<LayerOp>, trials: u32) -> Tuned {
         let places = Places { root: self.place.path("cache"), shared: None };
         let cache = Cache::open_places(&places, |_| {}).unwrap();
         let notes = fs::OpenOptions::new().create(true).append(true).open(self.place.path("notes")).unwrap();
@@ -301,7 +306,8 @@ impl Fake {
             command
         };
         let trial_timeout = Some(Duration::from_millis(500));
-        let tuning = Tuning { trials, minutes: 60.0, proposer: None, trial_timeout, child: &child, stop: &|| false };
+        let tuning =
+            Tuning { op, trials, minutes: 60.0, proposer: None, trial_timeout, child: &child, stop: &|| false };
         pipeline::tune(&workspace, &self.manifest, &target, &tuning).unwrap()
     }
 
@@ -393,6 +399,42 @@ fn what_one_model_taught_is_tried_first_on_another_and_stale_rows_teach_nothing(
     assert!(rows.iter().all(|trial| trial.facts().point.proposer != Proposer::Prior));
     let said = fs::read_to_string(stale.place.path("notes")).unwrap();
     assert!(said.contains("rows are of another space of knobs and teach nothing here"), "{said}");
+}
+
+#[test]
+fn what_was_found_for_an_op_alone_is_tried_first_and_teaches_nothing_else() {
+    let fake = Fake::new("families/llama-gqa", 0, "none");
+    let tuned = fake.search(Some(LayerOp::Attention), 30);
+    assert!(!tuned.is_default, "{tuned:?}");
+    let rows = trials_of(&fake.trials);
+    assert!(rows.iter().all(|row| row.facts().model.family == "LlamaForCausalLM:attention"));
+    let best = histories(&rows).pop().unwrap().incumbent().unwrap().candidate.clone();
+    assert!(best.sms <= 2, "{best}");
+
+    fake.tune(1);
+    let whole: Vec<Trial> =
+        trials_of(&fake.trials).into_iter().filter(|row| row.facts().model.op().is_none()).collect();
+    let first = whole.iter().find(|row| row.facts().point.trial == Some(1)).unwrap();
+    assert_eq!(first.facts().point.proposer, Proposer::Prior);
+    assert_eq!(Candidate::parse(&first.facts().point.candidate, &best).unwrap().sms, best.sms);
+    let said = fs::read_to_string(fake.place.path("notes")).unwrap();
+    assert!(!said.contains("earlier campaign"), "an op is no campaign of the model: {said}");
+    assert!(fake.place.run("status m.toml").code(0).stdout.contains("m on cpu: 1 campaign"));
+}
+
+#[test]
+fn an_op_is_tuned_alone_by_its_name() {
+    let place = place();
+    place
+        .run("tune-op m.toml gate")
+        .refused(&["'gate'", "expected one of `qkv`, `attention`, `o`, `up`, `down`, `head`"]);
+    let found = place.run("tune-op m.toml down --max-trials 2").code(0);
+    assert!(found.stderr.contains("trial 1 ") && found.stdout.starts_with("cpu: "), "{found:#?}");
+    let rows = trials_of(&place.path("flywheel/trials.csv"));
+    assert!(rows.iter().all(|row| row.facts().model.op() == Some("down") && row.verdict().name() == "ok"), "{rows:?}");
+    // The same command goes on where it stopped.
+    let again = place.run("tune-op m.toml down --max-trials 2 --json").code(0);
+    assert!(again.stdout.contains("\"ran\": 0"), "{again:#?}");
 }
 
 #[test]

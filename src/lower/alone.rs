@@ -1,0 +1,143 @@
+//! Owns programs of one op alone: what the instruction loop checks and times.
+//!
+//! The op has one grid a layer, with the layer's weights, and all of them read one input: an embedding, or what the op before it
+//! makes of that embedding with the weights of the first layer. So an SM does the tasks of all layers one after another, streams as
+//! many bytes as a step of the model does for this op, and never waits for what other SMs make of its output: the time is
+//! that of the op, without its exchange.
+
+use super::{Builder, Sum, write};
+use crate::candidate::{Candidate, Infeasible};
+use crate::dtype::Precision;
+use crate::ir::BufferId;
+use crate::ir::op::{Epilogue, Op, Role, UNIT_ROWS};
+use crate::ir::program::{Cols, Program, Second, Space};
+use crate::model::graph::ModelGraph;
+
+/// An op of a layer, or the head: a kernel with variants.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum LayerOp {
+    Qkv,
+    Attention,
+    O,
+    /// Up, or gate and up together.
+    Up,
+    Down,
+    Head,
+}
+
+impl LayerOp {
+    pub const ALL: [LayerOp; 6] =
+        [LayerOp::Qkv, LayerOp::Attention, LayerOp::O, LayerOp::Up, LayerOp::Down, LayerOp::Head];
+
+    pub fn name(self) -> &'static str {
+        match self {
+            LayerOp::Qkv => "qkv",
+            LayerOp::Attention => "attention",
+            LayerOp::O => "o",
+            LayerOp::Up => "up",
+            LayerOp::Down => "down",
+            LayerOp::Head => "head",
+        }
+    }
+
+    /// By its name, or by that of its grids.
+    pub fn parse(name: &str) -> Option<LayerOp> {
+        LayerOp::ALL.into_iter().find(|op| op.name() == name || op.grids().contains(&name))
+    }
+
+    /// Names of its grids, without the layer.
+    fn grids(self) -> &'static [&'static str] {
+        match self {
+            LayerOp::Qkv => &["qkv"],
+            LayerOp::Attention => &["attn", "attn_split", "attn_merge"],
+            LayerOp::O => &["o"],
+            LayerOp::Up => &["gate_up", "up"],
+            LayerOp::Down => &["down"],
+            LayerOp::Head => &["head"],
+        }
+    }
+}
+
+/// The graph of a model of which one op is to be looked at: the same, with no more rows of the head than a step needs to end, 8 for
+/// each of `sms` SMs, unless the head is that op.
+pub fn graph_of(op: LayerOp, graph: &mut ModelGraph, sms: u32) {
+    if op != LayerOp::Head {
+        graph.vocab = graph.vocab.min(UNIT_ROWS * sms);
+        graph.head.rows = graph.vocab;
+    }
+    // A model of its own, wherever models are told apart.
+    graph.family = format!("{}:{}", graph.family, op.name());
+}
+
+/// Lowers one op of `graph`, which [`graph_of`] has made.
+///
+/// # Errors
+/// As [`super::lower`].
+pub fn lower_alone(
+    graph: &ModelGraph,
+    name: &str,
+    precision: Precision,
+    context_max: u32,
+    candidate: &Candidate,
+    op: LayerOp,
+) -> Result<Program, Infeasible> {
+    let (mut b, start) = Builder::begin(graph, name, precision, context_max, candidate);
+    let (x, residual, hidden) = (start.x, start.residual, graph.hidden);
+    let first = graph.layers.first();
+    let input = match (op, first) {
+        (LayerOp::Attention, Some(layer)) => b.qkv("feed", layer, x),
+        (LayerOp::Down, Some(layer)) => b.up("feed", "feed", layer, x),
+        (LayerOp::O, Some(layer)) => {
+            let (q, cols) = (&layer.attn.q, layer.attn.q.rows);
+            let feed = b.exchange("feed", cols);
+            let out = vec![write(Role::Out, feed, Cols::blocks(UNIT_ROWS, cols))];
+            b.matvec("feed", x, layer.attn_norm.as_ref(), &[q], Epilogue::Store, Second::Axis(1), out);
+            feed
+        }
+        _ => x,
+    };
+    for (l, layer) in graph.layers.iter().enumerate() {
+        let sum = |b: &mut Builder<'_>, name: &str| {
+            let out = b.exchange(&format!("{name}.{l}"), hidden);
+            Sum { residual, out: Some(out), scale: layer.residual_scale, hidden }
+        };
+        match op {
+            LayerOp::Qkv => {
+                b.qkv(&format!("qkv.{l}"), layer, input);
+            }
+            LayerOp::Attention => {
+                b.attention(l, layer, input, &start.ropes)?;
+            }
+            LayerOp::O => {
+                let sum = sum(&mut b, "x2");
+                b.project_and_add(&format!("o.{l}"), input, &layer.attn.o, layer.attn_post_norm.as_ref(), sum);
+            }
+            LayerOp::Up => {
+                let name = if layer.mlp.gate.is_some() { "gate_up" } else { "up" };
+                b.up(&format!("{name}.{l}"), &format!("act.{l}"), layer, input);
+            }
+            LayerOp::Down => {
+                let sum = sum(&mut b, "x");
+                b.project_and_add(&format!("down.{l}"), input, &layer.mlp.down, layer.mlp_post_norm.as_ref(), sum);
+            }
+            LayerOp::Head => {}
+        }
+    }
+    Ok(b.end(x, &start))
+}
+
+/// The buffers that hold what an op makes, in the order of layers. None of the head: that is the logits.
+pub fn outputs(op: LayerOp, program: &Program) -> Vec<BufferId> {
+    let mut found = vec![];
+    for grid in &program.grids {
+        let own = grid.name.split('.').next().is_some_and(|stem| op.grids().contains(&stem));
+        // Partial results are the op's own affair.
+        let whole = !matches!(&grid.op, Op::Attention(a) if a.splits > 1);
+        let out = grid.operand(Role::Out).map(|o| o.buffer).filter(|_| own && whole);
+        let exchanged = |id: &BufferId| program.buffers.get(id.index()).is_some_and(|b| b.space == Space::Exchange);
+        if let Some(out) = out.filter(exchanged).filter(|out| !found.contains(out)) {
+            found.push(out);
+        }
+    }
+    found
+}
