@@ -267,13 +267,13 @@ struct MatVec {
   static __device__ __forceinline__ void publish_best(Context<M>& c, const Entry& e, float best, int best_row) {
     warp_argmax(best, best_row);
     if (c.lane() == 0) {
-      c.state().best[c.warp()] = best;
-      c.state().best_index[c.warp()] = best_row;
+      c.state().best[1][c.warp()] = best;
+      c.state().best_index[1][c.warp()] = best_row;
     }
     c.barrier();
     if (c.warp() == 0) {
-      best = c.lane() < M::WARPS ? c.state().best[c.lane()] : NEGATIVE_INFINITY;
-      best_row = c.lane() < M::WARPS ? c.state().best_index[c.lane()] : 0x7fffffff;
+      best = c.lane() < M::WARPS ? c.state().best[1][c.lane()] : NEGATIVE_INFINITY;
+      best_row = c.lane() < M::WARPS ? c.state().best_index[1][c.lane()] : 0x7fffffff;
       warp_argmax(best, best_row);
       if (c.lane() == 0) {
         u64* to = c.p.exchange + e.aux + (c.tag & 1) * round_up(2 * G::PARTS, 2) + 2 * e.j;

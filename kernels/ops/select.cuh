@@ -29,21 +29,21 @@ struct Select {
     c.stamp(1);
     warp_argmax(value, row);
     if (c.lane() == 0) {
-      c.state().best[c.warp()] = value;
-      c.state().best_index[c.warp()] = row;
+      c.state().best[0][c.warp()] = value;
+      c.state().best_index[0][c.warp()] = row;
     }
     c.barrier();
     int chosen = 0;
     if (filtered) {
       float best = NEGATIVE_INFINITY;
-      for (int w = 0; w < M::WARPS; w++) best = fmaxf(best, c.state().best[w]);
+      for (int w = 0; w < M::WARPS; w++) best = fmaxf(best, c.state().best[0][w]);
       if (c.tid() == 0) acquire_step();
       c.barrier();
       chosen = Sampling<M, G>::choose(c.p, c.tag - 1 - c.p.tag, c.position, best, c.tid());
     }
     if (c.warp() == 0) {
-      value = c.lane() < M::WARPS ? c.state().best[c.lane()] : NEGATIVE_INFINITY;
-      row = c.lane() < M::WARPS ? c.state().best_index[c.lane()] : 0x7fffffff;
+      value = c.lane() < M::WARPS ? c.state().best[0][c.lane()] : NEGATIVE_INFINITY;
+      row = c.lane() < M::WARPS ? c.state().best_index[0][c.lane()] : 0x7fffffff;
       warp_argmax(value, row);
       if (filtered) row = chosen;
       if (c.lane() == 0) {

@@ -41,8 +41,10 @@ struct State {
   u64 full[M::SLOTS];
   u64 empty[M::SLOTS];
   float stat[2][2][M::WARPS]; // [task parity][sum, sum of squares][warp]
-  float best[M::WARPS];
-  int best_index[M::WARPS];
+  // [of candidates, of logits][warp]: warps without candidates pass their wait at once, and put theirs while the first warp
+  // may still read those of the task before.
+  float best[2][M::WARPS];
+  int best_index[2][M::WARPS];
   volatile u32 history_tag;  // step whose cache the loader may read
   volatile u32 stop;         // the loader leaves after the copies it has issued
   int token;
