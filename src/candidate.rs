@@ -59,31 +59,58 @@ pub struct Candidate {
     pub attention_ahead: u32,
 }
 
-/// Names of the knobs, in the order in which a candidate is printed.
-pub const KNOB_NAMES: [&str; 22] = [
-    "sms",
-    "consumer_warps",
-    "ring_slots",
-    "slot_bytes",
-    "flight_high",
-    "flight_low",
-    "flight_free",
-    "heads_per_task",
-    "splits",
-    "split_from",
-    "mechanism",
-    "light_eighth",
-    "light_percent",
-    "sum_units",
-    "poll_pairs",
-    "hold_qkv",
-    "hold_o",
-    "hold_up",
-    "hold_down",
-    "hold_head",
-    "attention_team",
-    "attention_ahead",
-];
+/// A knob's value as a number.
+trait Number: Copy {
+    fn number(self) -> u32;
+    fn of(number: u32) -> Self;
+}
+
+impl Number for u32 {
+    fn number(self) -> u32 {
+        self
+    }
+
+    fn of(number: u32) -> u32 {
+        number
+    }
+}
+
+impl Number for Mechanism {
+    fn number(self) -> u32 {
+        Mechanism::ALL.iter().position(|m| *m == self).unwrap_or(0) as u32
+    }
+
+    fn of(number: u32) -> Mechanism {
+        *Mechanism::ALL.get(number as usize).unwrap_or(&Mechanism::Packets)
+    }
+}
+
+/// Written out once: what a candidate is destructured into and made of, so that a new knob does not compile until it is here.
+macro_rules! knobs {
+    ($($knob:ident)*) => {
+        /// Names of the knobs, in the order in which a candidate is printed.
+        pub const KNOB_NAMES: [&str; 22] = [$(stringify!($knob)),*];
+
+        impl Candidate {
+            /// The knobs as numbers.
+            pub fn values(&self) -> Values {
+                let Candidate { $($knob),* } = *self;
+                [$($knob.number()),*]
+            }
+
+            /// The candidate of these numbers.
+            pub fn of_values(values: &Values) -> Candidate {
+                let [$($knob),*] = *values;
+                Candidate { $($knob: Number::of($knob)),* }
+            }
+        }
+    };
+}
+
+knobs! {
+    sms consumer_warps ring_slots slot_bytes flight_high flight_low flight_free heads_per_task splits split_from mechanism
+    light_eighth light_percent sum_units poll_pairs hold_qkv hold_o hold_up hold_down hold_head attention_team attention_ahead
+}
 
 /// Values of a candidate by knob, in the order of [`KNOB_NAMES`]; `mechanism` by its place in [`Mechanism::ALL`].
 pub type Values = [u32; KNOB_NAMES.len()];
@@ -204,113 +231,6 @@ impl Candidate {
         let first = values.len() - later.len();
         values.iter_mut().skip(first).zip(later).for_each(|(value, later)| *value = later);
         Candidate::of_values(&values)
-    }
-
-    /// The knobs as numbers.
-    pub fn values(&self) -> Values {
-        // Destructured, so that a new knob does not compile until it has a name above.
-        let Candidate {
-            sms,
-            consumer_warps,
-            ring_slots,
-            slot_bytes,
-            flight_high,
-            flight_low,
-            flight_free,
-            heads_per_task,
-            splits,
-            split_from,
-            mechanism,
-            light_eighth,
-            light_percent,
-            sum_units,
-            poll_pairs,
-            hold_qkv,
-            hold_o,
-            hold_up,
-            hold_down,
-            hold_head,
-            attention_team,
-            attention_ahead,
-        } = *self;
-        let mechanism = Mechanism::ALL.iter().position(|m| *m == mechanism).unwrap_or(0) as u32;
-        [
-            sms,
-            consumer_warps,
-            ring_slots,
-            slot_bytes,
-            flight_high,
-            flight_low,
-            flight_free,
-            heads_per_task,
-            splits,
-            split_from,
-            mechanism,
-            light_eighth,
-            light_percent,
-            sum_units,
-            poll_pairs,
-            hold_qkv,
-            hold_o,
-            hold_up,
-            hold_down,
-            hold_head,
-            attention_team,
-            attention_ahead,
-        ]
-    }
-
-    /// The candidate of these numbers.
-    pub fn of_values(values: &Values) -> Candidate {
-        let [
-            sms,
-            consumer_warps,
-            ring_slots,
-            slot_bytes,
-            flight_high,
-            flight_low,
-            flight_free,
-            heads_per_task,
-            splits,
-            split_from,
-            mechanism,
-            light_eighth,
-            light_percent,
-            sum_units,
-            poll_pairs,
-            hold_qkv,
-            hold_o,
-            hold_up,
-            hold_down,
-            hold_head,
-            attention_team,
-            attention_ahead,
-        ] = *values;
-        let mechanism = *Mechanism::ALL.get(mechanism as usize).unwrap_or(&Mechanism::Packets);
-        Candidate {
-            sms,
-            consumer_warps,
-            ring_slots,
-            slot_bytes,
-            flight_high,
-            flight_low,
-            flight_free,
-            heads_per_task,
-            splits,
-            split_from,
-            mechanism,
-            light_eighth,
-            light_percent,
-            sum_units,
-            poll_pairs,
-            hold_qkv,
-            hold_o,
-            hold_up,
-            hold_down,
-            hold_head,
-            attention_team,
-            attention_ahead,
-        }
     }
 }
 

@@ -53,6 +53,7 @@ pub fn flywheel(session: &Session, asked: &Flywheel) -> Result<Outcome, Fault> {
                     json!({
                         "trial_id": best.trial.trial_id().to_string(),
                         "manifest": facts.manifest,
+                        "op": facts.model.op(),
                         "weights_dtype": facts.model.weights_dtype,
                         "target": facts.machine.target,
                         "device_name": facts.machine.device_name,
@@ -75,7 +76,7 @@ pub fn flywheel(session: &Session, asked: &Flywheel) -> Result<Outcome, Fault> {
                 let floor = timing.floor_us.map(|floor| format!(", floor {floor:.1} us")).unwrap_or_default();
                 terminal.print(&format!(
                     "{} {} on {}{device}, position {}: {:.1} us{floor}, of {}\n    {} {}\n",
-                    facts.manifest,
+                    facts.name(),
                     facts.model.weights_dtype,
                     facts.machine.target,
                     timing.position,

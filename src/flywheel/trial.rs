@@ -156,6 +156,13 @@ impl ModelShape {
     }
 }
 
+impl Facts {
+    /// What ran, as people call it: the manifest's name, and behind a colon the op that ran alone.
+    pub fn name(&self) -> String {
+        self.model.op().map_or(self.manifest.clone(), |op| format!("{}:{op}", self.manifest))
+    }
+}
+
 /// Where it ran. Fields of a device are empty where none took part.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Machine {

@@ -15,6 +15,7 @@ use super::propose::Outcome;
 #[derive(Debug, Clone, PartialEq)]
 pub struct History {
     pub campaign: Digest,
+    /// With the op, where one ran alone.
     pub manifest: String,
     pub model: ModelShape,
     /// Of the first trial.
@@ -174,7 +175,7 @@ fn history(campaign: Digest, rows: &[&Trial]) -> Option<History> {
     let default = Candidate::parse(&first.point.candidate, &Candidate::of_first(first.model.head_dim)).ok()?;
     let mut history = History {
         campaign,
-        manifest: first.manifest.clone(),
+        manifest: first.name(),
         model: first.model.clone(),
         machine: first.machine.clone(),
         context_max: first.point.context_max,

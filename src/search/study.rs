@@ -58,7 +58,8 @@ pub fn studies(histories: &[History]) -> Vec<Study> {
     studies
 }
 
-/// The comparison with the default at the end is no trial.
+/// The comparison with the default at the end is no trial, but where the default won it, the campaign found nothing: what was
+/// kept before was noise.
 fn curve(history: &History) -> Vec<f64> {
     let mut curve: Vec<f64> = vec![];
     for entry in history.entries.iter().filter(|entry| entry.number.is_some()) {
@@ -68,6 +69,10 @@ fn curve(history: &History) -> Vec<f64> {
         let before = curve.last().copied();
         let now = if entry.is_kept() { entry.log_ratio() } else { None };
         curve.extend(now.or(before));
+    }
+    let last = history.incumbent();
+    if last.is_some_and(|entry| entry.proposer == Proposer::Default && entry.number != Some(0)) {
+        curve.fill(0.0);
     }
     curve
 }

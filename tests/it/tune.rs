@@ -229,6 +229,10 @@ done
     command(&["sh -c 'exit 4'"]).fault(3, &["gave no answer: the child process ended with exit code 4", remedy]);
 }
 
+fn repository_corpus() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("flywheel/corpus/h200.csv")
+}
+
 /// A child that made its answers up: `FAULTS` of it are wrong, late, dead or senseless, by a checksum of the candidate.
 /// What it was asked and how it answered is in `served`, one line a job.
 /// Without faults, fewer SMs are faster.
@@ -325,11 +329,17 @@ impl Fake {
 #[test]
 fn of_a_thousand_trials_with_faults_none_becomes_the_incumbent_and_no_row_is_lost() {
     let (mut jobs, mut faults, mut kinds) = (0, 0, BTreeSet::new());
+    let shipped = fs::read_to_string(repository_corpus()).unwrap();
+    let space = trials_of(&repository_corpus())[0].facts().point.space.to_string();
+    let stale = shipped.replace(&space, &space.chars().rev().collect::<String>());
+    let stale = &stale[..stale.len() - 300];
     for seed in 0.. {
         if jobs >= 1000 {
             break;
         }
         let fake = Fake::new("families/llama-gqa", seed, "some");
+        // Beside it a corpus of another space, whose last row a crash cut.
+        fake.place.write("flywheel/corpus/stale.csv", stale);
         let tuned = fake.tune(250);
         let rows = trials_of(&fake.trials);
         let served = fake.served();
@@ -337,6 +347,7 @@ fn of_a_thousand_trials_with_faults_none_becomes_the_incumbent_and_no_row_is_los
         for trial in &rows {
             let point = &trial.facts().point;
             let Some(how) = served.get(&point.candidate) else { continue };
+            assert_ne!(point.proposer, Proposer::Prior, "a stale row taught something");
             if how != "ok" {
                 let kept = point.decision.is_some_and(Decision::is_kept);
                 assert!(!kept, "{} answered {how} and was kept", point.candidate);
