@@ -197,6 +197,13 @@ fn the_hooks_of_mutants_fit_the_kernels() {
         let found = device_form(&broken, &s, &target).1.regimes[0].tasks[id].waits[0].event.0 >> 24;
         assert_eq!(found, expected);
     }
+    // A wait for what comes behind it, in place of the one for what it reads: it hangs, and does not hurry.
+    let mut broken = s.clone();
+    let (id, last) = (task(&broken, 0, "o.0", 0).index(), broken.regimes[0].events.len() - 1);
+    let count = broken.regimes[0].events[last].count;
+    broken.regimes[0].tasks[id].waits = vec![Wait { event: EventId::from(last), count }];
+    assert!(matches!(judge(&broken, &target, &EFFORT), Verdict::Unsafe(fault) if fault.kind == Kind::Hang));
+    assert_eq!(device_form(&broken, &s, &target).1.regimes[0].tasks[id].waits[0].event.0 >> 24, 2);
     if let Some(nvrtc) = nvrtc("the_hooks_of_mutants_fit_the_kernels") {
         nvrtc.compile(&source).unwrap_or_else(|error| panic!("{error}"));
     }

@@ -172,7 +172,8 @@ fn manners(s: &Schedule, regime: &Regime, sound: Option<&Regime>) -> Vec<u32> {
                     at = at.max(to);
                 }
             }
-            if at < hi {
+            // Who waits for ever for one thing never comes to what it does not wait for.
+            if at < hi && bits & WAITS_FOR_EVER == 0 {
                 bits |= HURRIES;
             }
         }
