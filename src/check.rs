@@ -17,13 +17,15 @@ use crate::error::Fault;
 use crate::interp::{Arithmetic, StepResult};
 use crate::interp::{CacheKind, Input, Interp, InterpError, Options, Pack, cache_buffers, cache_value};
 use crate::ir::BufferId;
-use crate::ir::op::{Op, Role};
+use crate::ir::op::{Attention, Op, Role};
 use crate::ir::program::Program;
 use crate::ir::schedule::Schedule;
+use crate::ir::variant::swizzled_piece;
 use crate::model::graph::ModelGraph;
 use crate::model::weights::Weights;
 use crate::reference;
 use crate::sample::{SampleError, SampleSettings, Sampler, argmax};
+use crate::target::{DotMechanism, Target};
 use crate::validate::Validated;
 
 /// Multiply-adds that the f64 reference may take: some seconds on one core.
@@ -175,6 +177,7 @@ impl From<CheckError> for Fault {
 #[derive(Clone)]
 pub struct Subject<'a> {
     pub validated: &'a Validated,
+    pub target: &'a Target,
     pub graph: &'a ModelGraph,
     pub weights: &'a Weights,
     pub pack: Pack,
@@ -368,7 +371,7 @@ pub fn compare_cuda(
     let outputs = subject.outputs();
     for (position, expected) in expected.filled() {
         let rows = filled_rows(position);
-        fill_device_cache(session, schedule, FILL_SEED, rows)?;
+        fill_device_cache(session, schedule, subject.target, FILL_SEED, rows)?;
         let ids = check_ids(vocab, position + 1);
         let found = twice(judge.figures, &[position], || {
             let mut row = device_logits(session, &ids, rows, steps_max, vocab, &[position])?.concat();
@@ -555,10 +558,12 @@ fn check_choices(
 
 /// Writes rows `0..rows` of every cache of the device with the values that `Interp::fill_cache` makes.
 ///
-/// On the device a cache buffer is `[kv_head][row][pitch]`, so that the history of one head is one run of bytes.
+/// On the device a cache buffer is `[kv_head][row][pitch]`, so that the history of one head is one run of bytes. Rows are
+/// swizzled where the kernel keeps them so.
 pub(crate) fn fill_device_cache(
     session: &mut Session,
     schedule: &Schedule,
+    target: &Target,
     seed: u64,
     rows: u32,
 ) -> Result<(), SessionError> {
@@ -566,18 +571,18 @@ pub(crate) fn fill_device_cache(
         for (kind, id) in [(CacheKind::Key, keys), (CacheKind::Value, values)] {
             let Some(buffer) = schedule.program.buffers.get(id.index()) else { continue };
             let Some(at) = schedule.placement.get(id.index()).copied().flatten() else { continue };
-            let dim = head_pitch(&schedule.program, id).unwrap_or(buffer.cols).max(1);
+            let reader = reader_of(&schedule.program, id);
+            let dim = reader.map_or(buffer.cols, |(_, pitch)| pitch).max(1);
+            let swizzled = target.spec.dot == DotMechanism::Mma
+                && reader
+                    .is_some_and(|(op, _)| op.swizzles(schedule.program.precision, schedule.machine.consumer_warps));
             let row_bytes = dim as usize * buffer.dtype.bytes();
             for head in 0..buffer.cols / dim {
                 let mut bytes = vec![0u8; rows as usize * row_bytes];
                 bytes.par_chunks_exact_mut(row_bytes).zip(0..rows).for_each(|(out, row)| {
-                    for (out, d) in out.chunks_exact_mut(buffer.dtype.bytes()).zip(0..) {
-                        let value = cache_value(seed, layer, kind, row, head * dim + d);
-                        match buffer.dtype {
-                            DType::Bf16 => out.copy_from_slice(&half::bf16::from_f32(value).to_le_bytes()),
-                            _ => out.copy_from_slice(&value.to_le_bytes()),
-                        }
-                    }
+                    write_row(buffer.dtype, swizzled.then_some(row), out, |d| {
+                        cache_value(seed, layer, kind, row, head * dim + d)
+                    });
                 });
                 let offset = at + u64::from(head) * u64::from(buffer.rows) * row_bytes as u64;
                 session.upload_cache(offset, &bytes)?;
@@ -587,12 +592,26 @@ pub(crate) fn fill_device_cache(
     Ok(())
 }
 
-/// Columns from one KV head to the next in a cache buffer.
-fn head_pitch(program: &Program, cache: BufferId) -> Option<u32> {
+/// The cache row of one KV head, its values by their column; swizzled as that of a position.
+fn write_row(dtype: DType, swizzled: Option<u32>, out: &mut [u8], value: impl Fn(u32) -> f32) {
+    const PIECE: usize = 16;
+    for d in 0..(out.len() / dtype.bytes()) as u32 {
+        let at = d as usize * dtype.bytes();
+        let piece = swizzled.map_or(at / PIECE, |position| swizzled_piece(position, (at / PIECE) as u32) as usize);
+        let out = &mut out[piece * PIECE + at % PIECE..][..dtype.bytes()];
+        match dtype {
+            DType::Bf16 => out.copy_from_slice(&half::bf16::from_f32(value(d)).to_le_bytes()),
+            _ => out.copy_from_slice(&value(d).to_le_bytes()),
+        }
+    }
+}
+
+/// An attention that reads a cache buffer, and the columns from one KV head to the next.
+fn reader_of(program: &Program, cache: BufferId) -> Option<(&Attention, u32)> {
     program.grids.iter().find_map(|grid| match &grid.op {
-        Op::Attention(_) => {
+        Op::Attention(op) => {
             let reads = |role| grid.operand(role).filter(|operand| operand.buffer == cache);
-            reads(Role::HistoryK).or_else(|| reads(Role::HistoryV)).map(|operand| operand.cols.stride)
+            reads(Role::HistoryK).or_else(|| reads(Role::HistoryV)).map(|operand| (op, operand.cols.stride))
         }
         _ => None,
     })

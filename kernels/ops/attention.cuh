@@ -3,6 +3,7 @@
 //
 // q (HPT, DIM), k, v (DIM)   packets; k and v are read by the last share only
 // K, V (CONTEXT_MAX, PITCH)  cache of one KV head, DIM of each row in use; rows of the share arrive through the ring, K and V chunk in turn
+//                            (swizzled rows: attention_tensor.cuh)
 // out                        SPLITS == 1: HPT * DIM columns; else one record (max, sum, DIM sums) a query head, see merge
 //
 // Work split: within a pair of chunks a warp takes tiles of rows and keeps its own running

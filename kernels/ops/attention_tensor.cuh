@@ -3,7 +3,14 @@
 //
 // A head goes from its packets to shared memory in one warp, each lane the packets that it needs for a rotation. The current
 // position's key and value never travel through the cache: they are one more record of the merge.
+//
+// Rows of these caches are swizzled: the 16-byte pieces of each 128 bytes change places by `swizzle(position)`, so that eight
+// lanes that read one piece of eight rows, or half the pieces of two, meet in no bank of shared memory.
 #pragma once
+
+// What the place of a 16-byte piece of a row is combined with (exclusive or): other places for any eight rows in turn, and the
+// other half of 128 bytes for every second row.
+__device__ __forceinline__ constexpr u32 swizzle(u32 position) { return (position & 1) << 2 | (position >> 1 & 3); }
 
 template <class M, class G>
 struct AttentionTensor {
@@ -15,6 +22,7 @@ struct AttentionTensor {
   static constexpr int PARTS = G::TEAM;
   static constexpr int TEAMS = M::WARPS / PARTS;
   static constexpr int NT = G::DIM / PARTS / 8;
+  static constexpr int ROW = G::PITCH * 2; // bytes of a cache row
   typedef AttentionRecords<M, G, TEAMS> Records;
   // Queries stay in registers, and values are loaded before the softmax, where sums leave room for them.
   static constexpr bool ROOM = G::AHEAD;
@@ -23,7 +31,9 @@ struct AttentionTensor {
   static constexpr bool shared(HeadNorm norm) { return norm == HeadNorm::NONE || norm == HeadNorm::HEAD; }
   static constexpr bool FITS = M::CACHE == Elem::BF16 && M::WIRE == Elem::BF16 && M::DOT == Dot::MMA && G::DIM % 64 == 0 &&
                                G::DIM <= 256 && M::WARPS % PARTS == 0 && (G::ROTARY == 0 || G::ROTARY == G::DIM) &&
-                               (!HALVES || G::DIM == 64 || G::DIM % 128 == 0) && shared(G::Q_NORM) && shared(G::K_NORM);
+                               NT % 8 == 0 && (!HALVES || G::DIM == 64 || G::DIM % 128 == 0) && shared(G::Q_NORM) && shared(G::K_NORM);
+
+  static_assert(FITS == (M::DOT == Dot::MMA && G::SWIZZLED), "who else writes caches, as ir/variant.rs says, has to know");
 
   // Rows of bf16 in the shared memory of heads: queries in operand order, then the key and the value as caches have them.
   static __device__ __forceinline__ u8* row_at(const Context<M>& c, int row) {
@@ -47,51 +57,50 @@ struct AttentionTensor {
   // The tiles of a warp: 16 rows each, in turn with the other teams, through pairs of chunks. The last warps begin: the first
   // ones fetch heads.
   struct Walk {
-    int rows, pair; // rows of the share; pairs of chunks begun
-    int tile, live; // tile of the pair, rows of the pair
+    static constexpr int TILES = G::CHUNK_ROWS / 16; // of a whole pair
+    int left; // rows of the share from the pair at hand on
+    int tile; // the next one of this warp, counted from the pair at hand
+    u32 key_at, value_at; // where this lane reads in a tile, for the first granule
     const u8 *keys, *values;
-    bool open;
 
-    __device__ __forceinline__ explicit Walk(int rows) : rows(rows), pair(0), tile(0), live(0), open(false) {}
-    __device__ __forceinline__ bool partial() const { return tile * 16 + 16 > live; }
-    __device__ __forceinline__ uint4 key(const Context<M>& c, int n, int j) const {
-      return *reinterpret_cast<const uint4*>(keys + (tile * 16 + n * 8 + c.lane() / 4) * (G::PITCH * 2) + j * 64 + c.lane() % 4 * 16);
+    __device__ __forceinline__ Walk(const Context<M>& c, u32 start, u32 end)
+        : left(int(end - start)), tile(TEAMS - 1 - c.warp() / PARTS), keys(nullptr), values(nullptr) {
+      // Lane / 4 is a row of keys, its piece lane % 4 of four; lane % 16 one of values, its piece the first or the second of two.
+      key_at = c.lane() / 4 * ROW + (c.lane() % 4 ^ swizzle(start + c.lane() / 4)) * 16;
+      value_at = c.lane() % 16 * ROW + (c.lane() / 16 ^ swizzle(start + c.lane() % 16)) * 16;
     }
-    // Transposed 8 x 8 blocks of V: the first and second 8 rows at dimensions n * 16 on, then at n * 16 + 8 on.
+    __device__ __forceinline__ bool partial() const { return tile * 16 + 16 > left; }
+    __device__ __forceinline__ uint4 key(int n, int j) const {
+      return *reinterpret_cast<const uint4*>(keys + (tile * 16 + n * 8) * ROW + j / 2 * 128 + (key_at ^ j % 2 * 64));
+    }
+    // Transposed 8 x 8 blocks of V: the first and second 8 rows at dimensions n * 16 on, then at n * 16 + 8 on, of the part of this
+    // warp.
     __device__ __forceinline__ uint4 value(const Context<M>& c, int n) const {
       uint4 b;
-      load_transposed(smem_address(values + (tile * 16 + c.lane() % 16) * (G::PITCH * 2) +
-                                   (c.lane() / 16 + c.warp() % PARTS * NT) * 16 + n * 32), b);
+      const u8* from = values + tile * 16 * ROW + c.warp() % PARTS * (NT * 16);
+      load_transposed(smem_address(from) + n / 4 * 128 + (value_at ^ n % 4 * 32), b);
       return b;
     }
-    // Takes the next pair of chunks.
+    // Waits for the pair at hand, if there is one.
     __device__ __forceinline__ void take(Context<M>& c) {
-      keys = ring_take(c, c.ring);
+      if (left <= 0) return;
       RingCursor<M> at = c.ring;
       at.next();
-      values = ring_take(c, at);
-      live = min(G::CHUNK_ROWS, rows - pair * G::CHUNK_ROWS);
-      // Teams take turns across pairs: one that got a tile of a short pair is not the first of the next.
-      tile = (TEAMS - 1 - c.warp() / PARTS + (TEAMS - pair * (G::CHUNK_ROWS / 16) % TEAMS)) % TEAMS;
-      open = true;
-      pair++;
+      ring_take_pair(c, c.ring, at, keys, values);
     }
-    // The next tile of this warp. False: there is none.
-    __device__ __forceinline__ bool next(Context<M>& c) {
-      tile += TEAMS;
-      for (;;) {
-        if (open) {
-          if (tile * 16 < live) return true;
-#pragma unroll
-          for (int n = 0; n < 2; n++) {
-            ring_release(c, c.ring);
-            c.ring.next();
-          }
-          open = false;
-        }
-        if (pair * G::CHUNK_ROWS >= rows) return false;
+    // Whether `tile` is one, in this pair or a later one.
+    __device__ __forceinline__ bool find(Context<M>& c) {
+      while (left > 0) {
+        if (tile < TILES && tile * 16 < left) return true;
+        const RingCursor<M> at = c.ring;
+        c.ring.next();
+        ring_release_pair(c, at, c.ring);
+        c.ring.next();
+        left -= G::CHUNK_ROWS;
+        tile -= TILES;
         take(c);
       }
+      return false;
     }
   };
 
@@ -197,7 +206,9 @@ struct AttentionTensor {
     const int g = c.lane() / 4, t = c.lane() % 4;
     u32 start, end;
     history_share(c.position, G::WINDOW, G::SPLITS, j, start, end);
-    Walk walk(int(end - start));
+    Walk walk(c, start, end);
+    // The first pair, not more: who frees slots has to come this far.
+    walk.take(c);
 #pragma unroll 1
     for (int row = c.warp(); row < HPT + (last ? 2 : 0); row += M::WARPS) {
       head(c, e, i, row);
@@ -211,12 +222,12 @@ struct AttentionTensor {
 #pragma unroll
     for (int n = 0; n < NT; n++) o[n][0] = o[n][1] = 0.f;
 #pragma unroll 1
-    while (walk.next(c)) {
+    for (; walk.find(c); walk.tile += TEAMS) {
       Products products[2] = {};
 #pragma unroll
       for (int n = 0; n < 2; n++) {
 #pragma unroll
-        for (int k = 0; k < KJ; k++) products[n].add(q(k), walk.key(c, n, k));
+        for (int k = 0; k < KJ; k++) products[n].add(q(k), walk.key(n, k));
       }
       uint4 ahead[ROOM ? NT / 2 : 1];
       if constexpr (ROOM)
@@ -229,7 +240,7 @@ struct AttentionTensor {
 #pragma unroll
         for (int k = 0; k < 2; k++) {
           const float score = softcap(products[n].sum(k) * G::SCALE, G::SOFTCAP);
-          s[n][k] = row + n * 8 + k < walk.live ? score : NEGATIVE_INFINITY;
+          s[n][k] = row + n * 8 + k < walk.left ? score : NEGATIVE_INFINITY;
           top = fmaxf(top, s[n][k]);
         }
       top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
@@ -248,8 +259,8 @@ struct AttentionTensor {
       // Bytes past the last row are whatever the slot held before; 0 * NaN would spread.
       u32 low = ~0u, high = ~0u;
       if (walk.partial()) {
-        low = (row < walk.live ? 0xffffu : 0u) | (row + 1 < walk.live ? 0xffff0000u : 0u);
-        high = (row + 8 < walk.live ? 0xffffu : 0u) | (row + 9 < walk.live ? 0xffff0000u : 0u);
+        low = (row < walk.left ? 0xffffu : 0u) | (row + 1 < walk.left ? 0xffff0000u : 0u);
+        high = (row + 8 < walk.left ? 0xffffu : 0u) | (row + 9 < walk.left ? 0xffff0000u : 0u);
       }
 #pragma unroll
       for (int n = 0; n < NT; n++) {
@@ -288,7 +299,7 @@ struct AttentionTensor {
         if (at < 2 * PIECES) {
           u8* row = c.p.cache + u64(at < PIECES ? e.k_cache : e.v_cache) * 256 +
                     (u64(u32(i) * HPT / G::GROUP) * M::CONTEXT_MAX + c.position) * (G::PITCH * 2);
-          *reinterpret_cast<uint4*>(row + at % PIECES * 16) = *reinterpret_cast<const uint4*>(row_at(c, KEY) + at * 16);
+          *reinterpret_cast<uint4*>(row + (at % PIECES ^ swizzle(c.position)) * 16) = *reinterpret_cast<const uint4*>(row_at(c, KEY) + at * 16);
         }
       }
       publish_cache_row();

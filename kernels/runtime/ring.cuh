@@ -23,16 +23,34 @@ __device__ __forceinline__ const u8* ring_take(Context<M>& c, const RingCursor<M
   c.end_starving(begun);
   return block_memory() + at.slot * M::SLOT_BYTES;
 }
-// Whether a chunk is there already; the same for all lanes.
+// Waits for two chunks, with one look where both are there.
 template <class M>
-__device__ __forceinline__ bool ring_peek(Context<M>& c, const RingCursor<M>& at) {
-  return __all_sync(~0u, Slot<RING_COUNTERS<M>>::peek(&c.state().full[at.slot], at.use, FULL_ARRIVALS<M>));
+__device__ __forceinline__ void ring_take_pair(Context<M>& c, const RingCursor<M>& a, const RingCursor<M>& b, const u8*& first,
+                                               const u8*& second) {
+  const u64 begun = c.begin_starving();
+  typedef Slot<RING_COUNTERS<M>> S;
+  u64* const full = c.state().full;
+  const bool there = S::peek(&full[a.slot], a.use, FULL_ARRIVALS<M>) & S::peek(&full[b.slot], b.use, FULL_ARRIVALS<M>);
+  if (!__all_sync(~0u, there)) {
+    c.patience = await_slot_longer<RING_COUNTERS<M>>(&full[a.slot], a.use, FULL_ARRIVALS<M>, c.patience, c.dog(), c.site(),
+                                                     WaitKind::RING_FULL);
+    c.patience = await_slot_longer<RING_COUNTERS<M>>(&full[b.slot], b.use, FULL_ARRIVALS<M>, c.patience, c.dog(), c.site(),
+                                                     WaitKind::RING_FULL);
+  }
+  c.end_starving(begun);
+  first = block_memory() + a.slot * M::SLOT_BYTES;
+  second = block_memory() + b.slot * M::SLOT_BYTES;
 }
 // Once by each warp.
 template <class M>
 __device__ __forceinline__ void ring_release(Context<M>& c, const RingCursor<M>& at) {
   __syncwarp();
   if (c.lane() == 0) Slot<RING_COUNTERS<M>>::arrive(&c.state().empty[at.slot]);
+}
+template <class M>
+__device__ __forceinline__ void ring_release_pair(Context<M>& c, const RingCursor<M>& a, const RingCursor<M>& b) {
+  __syncwarp();
+  if (c.lane() < 2) Slot<RING_COUNTERS<M>>::arrive(&c.state().empty[c.lane() == 0 ? a.slot : b.slot]);
 }
 
 // ---- loader side ------------------------------------------------------------------------------------------------

@@ -293,7 +293,7 @@ fn attention_members(schedule: &Schedule, a: &Attention) -> String {
         "int HEADS = {heads}\nint GROUP = {group}\nint HEADS_PER_TASK = {heads_per_task}\nint DIM = {head_dim}\nint PITCH = {pitch}\n\
          float SCALE = {}\nfloat SOFTCAP = {}\nu32 WINDOW = {}\nint ROTARY = {rotary}\nbool INTERLEAVED = {interleaved}\n\
          HeadNorm Q_NORM = HeadNorm::{qn}\nfloat Q_EPS = {}\nHeadNorm K_NORM = HeadNorm::{kn}\nfloat K_EPS = {}\n\
-         int SPLITS = {splits}\nint CHUNK_ROWS = {rows}\nint TEAM = {}\nbool AHEAD = {}\n",
+         int SPLITS = {splits}\nint CHUNK_ROWS = {rows}\nint TEAM = {}\nbool AHEAD = {}\nbool SWIZZLED = {}\n",
         Float(*scale),
         Float(softcap.unwrap_or(0.0)),
         window.unwrap_or(0),
@@ -301,5 +301,6 @@ fn attention_members(schedule: &Schedule, a: &Attention) -> String {
         Float(ke),
         team.unwrap_or(team_rule(*head_dim)),
         ahead.unwrap_or(ahead_rule(*head_dim)),
+        a.swizzles(schedule.program.precision, schedule.machine.consumer_warps),
     )
 }

@@ -130,17 +130,35 @@ pub fn ahead_rule(head_dim: u32) -> bool {
     head_dim <= TEAM_DIM
 }
 
+/// Bytes of a cache row whose pieces of 16 bytes change places where rows are swizzled.
+const SWIZZLED_BYTES: u32 = 128;
+
+/// Where piece `piece` (16 bytes) of the cache row of `position` lies in it, where rows are swizzled; `swizzle` of
+/// `attention_tensor.cuh`.
+pub fn swizzled_piece(position: u32, piece: u32) -> u32 {
+    piece ^ ((position & 1) << 2 | (position >> 1 & 3))
+}
+
 impl Attention {
+    /// Whether a kernel with `warps` warps keeps the rows of these caches swizzled, on a target with tensor cores. On others none
+    /// does.
+    pub fn swizzles(&self, precision: Precision, warps: u32) -> bool {
+        self.on_tensor_cores(precision) && warps.is_multiple_of(self.team())
+    }
+
+    fn team(&self) -> u32 {
+        self.variant.team.unwrap_or(team_rule(self.head_dim)).max(1)
+    }
+
     /// Whether heads are rotated whole (or not at all), normalised alone, and in bf16: what `attention_tensor.cuh` takes.
-    fn on_tensor_cores(&self, precision: Precision, tensor_cores: bool) -> bool {
+    fn on_tensor_cores(&self, precision: Precision) -> bool {
         let Precision { weights: _, cache, wire } = precision;
         let dim = self.head_dim;
         let alone = |norm: &Option<super::op::QkNormAttr>| norm.is_none_or(|n| n.span == QkNormSpan::Head);
         let halves = self.rotary > 0 && !self.interleaved;
         cache == DType::Bf16
             && wire == DType::Bf16
-            && tensor_cores
-            && dim.is_multiple_of(64)
+            && (dim * 2).is_multiple_of(SWIZZLED_BYTES.saturating_mul(self.team()))
             && dim <= 256
             && (self.rotary == 0 || self.rotary == dim)
             && (!halves || dim == 64 || dim.is_multiple_of(128))
@@ -154,14 +172,14 @@ impl Attention {
         if team.is_none() && ahead.is_none() {
             return None;
         }
-        if !self.on_tensor_cores(precision, tensor_cores) || !warps.is_multiple_of(team_rule(self.head_dim)) {
+        let by_rule = Attention { variant: AttentionVariant::default(), ..self.clone() };
+        if !tensor_cores || !by_rule.swizzles(precision, warps) {
             return Some("none: attention of this kind takes a path that has no variants".to_string());
         }
         let team = team?;
-        // A warp takes the transposed values of 16 dimensions at a time.
-        let sound = team > 0 && warps.is_multiple_of(team) && self.head_dim.is_multiple_of(team * 16);
+        let sound = team > 0 && self.swizzles(precision, warps);
         (!sound).then(|| {
-            format!("a divisor of {warps} warps that leaves each a multiple of 16 of {} dimensions", self.head_dim)
+            format!("a divisor of {warps} warps that leaves each a multiple of 64 of {} dimensions", self.head_dim)
         })
     }
 }

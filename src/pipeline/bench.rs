@@ -332,6 +332,7 @@ impl Rival {
         let positions = &manifest.decode.check_positions;
         let subject = check::Subject {
             validated: &validated,
+            target,
             graph: &imported.graph,
             weights: &imported.weights,
             pack: pack.clone(),

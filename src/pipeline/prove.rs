@@ -253,6 +253,7 @@ impl<'a> Executor<'a> {
         let Site { imported, target, manifest, .. } = self.site;
         let subject = check::Subject {
             validated: self.placed.validated(target)?,
+            target,
             graph: &imported.graph,
             weights: &imported.weights,
             pack: self.pack()?,

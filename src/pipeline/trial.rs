@@ -463,6 +463,7 @@ fn check_subject<'s>(
     let validated = placed.validated(site.target)?;
     Ok(check::Subject {
         validated,
+        target: site.target,
         graph: &site.imported.graph,
         weights: &site.imported.weights,
         pack,

@@ -48,6 +48,7 @@ fn every_op_alone_is_proven_and_a_wrong_weight_shows_in_what_it_makes() {
         let right: Pack = Arc::new(bytes.clone());
         let subject = Subject {
             validated: &validated,
+            target: &cpu,
             graph,
             weights,
             pack: right.clone(),

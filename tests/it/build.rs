@@ -417,8 +417,9 @@ fn a_pack_with_one_wrong_weight_does_not_pass_the_check() {
     let Imported { graph, weights, .. } = &prepared.imported;
     let good = pack(prepared.validated.schedule(), graph, weights).expect("pack").bytes;
     let checked = |bytes: Vec<u8>| {
-        let (validated, positions) = (&prepared.validated, &manifest.decode.check_positions);
-        check_cpu(&Subject { validated, graph, weights, pack: Arc::new(bytes), positions, alone: None })
+        let (validated, target) = (&prepared.validated, &prepared.target);
+        let positions = &manifest.decode.check_positions;
+        check_cpu(&Subject { validated, target, graph, weights, pack: Arc::new(bytes), positions, alone: None })
     };
     assert_eq!(checked(good.clone()).expect("good").figures().positions, 3);
     // The exponent of one weight of a query: it was some hundredth, and is huge.

@@ -1,9 +1,13 @@
 //! Generated kernels: that each copy mechanism, with and without time stamps, is CUDA C++ that compiles cleanly.
 
+use std::collections::BTreeSet;
+
 use monobloc::candidate::{Candidate, KNOB_NAMES};
+use monobloc::codegen::KernelSource;
 use monobloc::codegen::emit::{ENTRY_POINT, Trace, emit};
 use monobloc::cuda::cubin;
 use monobloc::cuda::nvrtc::Nvrtc;
+use monobloc::ir::variant::swizzled_piece;
 use monobloc::lower::lower;
 use monobloc::model::config::{import, import_config_only};
 use monobloc::schedule::schedule;
@@ -72,12 +76,46 @@ fn odd_sizes_and_every_kind_of_attention_compile() {
     }
 }
 
+/// What the host writes into a cache lies where the kernel reads it.
+#[test]
+fn host_and_kernel_swizzle_cache_rows_alike() {
+    let Some(nvrtc) = nvrtc("host_and_kernel_swizzle_cache_rows_alike") else { return };
+    let target = Target::builtin("h200").unwrap();
+    let mut graph = import_config_only(include_str!("../../manifests/configs/qwen3-0.6b.json"), 0).unwrap().graph;
+    graph.layers.truncate(1);
+    let candidate = Candidate::default_for(&graph, &target, BF16);
+    let program = lower(&graph, "swizzled", BF16, 256, &candidate).unwrap();
+    let validated = validate(schedule(program, &target, &candidate).unwrap(), &target).unwrap();
+    let source = emit(&validated, &target, Trace::Off);
+    assert!(source.text.contains("bool SWIZZLED = true;"));
+    let with = |claim: &dyn Fn(u32) -> u32| {
+        let claims = (0..16).map(|position| {
+            format!("static_assert(swizzle({position}) == {}, \"position {position}\");\n", claim(position))
+        });
+        nvrtc.compile(&KernelSource { text: source.text.clone() + &claims.collect::<String>(), ..source.clone() })
+    };
+    with(&|position| swizzled_piece(position, 0)).unwrap_or_else(|error| panic!("{error}"));
+    assert!(with(&|position| swizzled_piece(position, 0) ^ u32::from(position == 9)).is_err());
+    for position in 0..16 {
+        let mut places: Vec<u32> = (0..8).map(|piece| swizzled_piece(position, piece)).collect();
+        places.sort_unstable();
+        assert_eq!(places, (0..8).collect::<Vec<_>>(), "a row keeps its pieces");
+    }
+    // Eight rows in turn put one piece into eight places; two rows put four pieces into all of them.
+    for piece in 0..8 {
+        let places: BTreeSet<u32> = (3..11).map(|position| swizzled_piece(position, piece)).collect();
+        assert_eq!(places.len(), 8);
+    }
+    let halves: BTreeSet<u32> = (6..8).flat_map(|p| (0..4).map(move |piece| swizzled_piece(p, piece))).collect();
+    assert_eq!(halves.len(), 8);
+}
+
 /// Of each op the variant that is farthest from the default.
 #[test]
 fn the_variants_of_all_ops_compile() {
     let Some(nvrtc) = nvrtc("the_variants_of_all_ops_compile") else { return };
     let target = Target::builtin("h200").unwrap();
-    let mut graph = import_config_only(include_str!("../../manifests/configs/smollm2-135m.json"), 0).unwrap().graph;
+    let mut graph = import_config_only(include_str!("../../manifests/configs/qwen3-0.6b.json"), 0).unwrap().graph;
     graph.layers.truncate(1);
     let space = Space::new(&graph, &target, BF16, 256, |_| 60_000);
     let default = space.default_candidate();

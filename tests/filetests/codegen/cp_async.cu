@@ -88,6 +88,7 @@ struct Class4 {
   static constexpr int CHUNK_ROWS = 1024;
   static constexpr int TEAM = 1;
   static constexpr bool AHEAD = true;
+  static constexpr bool SWIZZLED = false;
 };
 
 // g5 o.0

@@ -88,6 +88,7 @@ struct Class4 {
   static constexpr int CHUNK_ROWS = 512;
   static constexpr int TEAM = 1;
   static constexpr bool AHEAD = true;
+  static constexpr bool SWIZZLED = false;
 };
 
 // g5 o.0 and 1 more
@@ -174,6 +175,7 @@ struct Class9 {
   static constexpr int CHUNK_ROWS = 512;
   static constexpr int TEAM = 1;
   static constexpr bool AHEAD = true;
+  static constexpr bool SWIZZLED = false;
 };
 
 // g17 head
