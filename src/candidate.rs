@@ -239,13 +239,18 @@ fn unit_bytes(graph: &ModelGraph, precision: Precision) -> u32 {
     granules(graph.hidden, precision.weights.bytes() as u32).max(1) * GRANULE_BYTES
 }
 
-/// 16 KiB, or 32 where units of the model's width would waste a third of such a slot or be cut by it, fit the larger one, and
-/// five of those have room: a unit in one chunk has no wait inside (docs/perf-log.md).
+/// 16 KiB; where units of the model's width would waste a third of such a slot or be cut by it, 32 KiB, or whole units where
+/// those would waste a third of that, if five have room: a unit in one chunk has no wait inside, and a ring runs ahead by what
+/// is in its slots (docs/perf-log.md).
 fn default_slot_bytes(graph: &ModelGraph, precision: Precision, room: u64) -> u32 {
     const SLOT: u32 = 16384;
     let unit = unit_bytes(graph, precision);
-    let wastes = SLOT / unit * unit < SLOT / 3 * 2;
-    if wastes && unit <= 2 * SLOT && room >= 5 * u64::from(2 * SLOT) { 2 * SLOT } else { SLOT }
+    let units_in = |slot: u32| slot / unit * unit;
+    let wastes = |slot: u32| units_in(slot) < slot / 3 * 2;
+    if !wastes(SLOT) || unit > 2 * SLOT || room < 5 * u64::from(2 * SLOT) {
+        return SLOT;
+    }
+    if wastes(2 * SLOT) { units_in(2 * SLOT) } else { 2 * SLOT }
 }
 
 /// Copies in flight of a well filled ring: about 32 KiB, at which memory still streams at its rate and a poll waits least; one

@@ -136,8 +136,8 @@ pub fn check_knobs(head_units: u32, target: &Target, c: &Candidate) -> Result<()
     if c.slot_bytes == 0 || !c.slot_bytes.is_multiple_of(GRANULE_BYTES) {
         return knob("slot_bytes", c.slot_bytes, &format!("a multiple of {GRANULE_BYTES}"));
     }
-    if !(c.slot_bytes / GRANULE_BYTES).is_multiple_of(c.consumer_warps) {
-        let expected = format!("a multiple of {} granules, one for each warp", c.consumer_warps);
+    if c.slot_bytes / GRANULE_BYTES < c.consumer_warps {
+        let expected = format!("{} granules at least, one for each warp", c.consumer_warps);
         return knob("slot_bytes", c.slot_bytes, &expected);
     }
     if c.ring_slots < 2 || c.ring_slots > RING_SLOTS_MAX {

@@ -141,7 +141,9 @@ impl Ring {
         if unit <= slot {
             return Chunking { chunk: slot / unit * unit, block: None };
         }
-        let chunk = unit.div_ceil(unit.div_ceil(slot)).next_multiple_of(warps).min(slot);
+        // The validator refuses a slot without a granule for every warp.
+        let most = (slot / warps * warps).max(1);
+        let chunk = unit.div_ceil(unit.div_ceil(most)).next_multiple_of(warps).min(most);
         Chunking { chunk, block: Some(unit) }
     }
 }

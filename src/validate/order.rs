@@ -107,10 +107,10 @@ pub(super) fn ring(schedule: &Schedule, found: &mut Found) {
         found.add(Rule::RingShape, at, || {
             format!("expected slots of whole granules of {GRANULE_BYTES} bytes, found {} bytes", ring.slot_bytes)
         });
-    } else if ring.arrivals > 0 && !(ring.slot_bytes / GRANULE_BYTES).is_multiple_of(ring.arrivals) {
+    } else if ring.slot_bytes / GRANULE_BYTES < ring.arrivals {
         found.add(Rule::RingShape, at, || {
             let granules = ring.slot_bytes / GRANULE_BYTES;
-            format!("expected as many granules in a slot for each of {} warps, found {granules}", ring.arrivals)
+            format!("expected a granule in a slot for each of {} warps, found {granules}", ring.arrivals)
         });
     }
     if u64::from(ring.arrivals) * u64::from(ring.groups) != u64::from(warps) {

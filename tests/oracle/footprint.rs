@@ -655,9 +655,9 @@ fn occupancy(s: &Schedule, target: &Target) -> Result<(), Fault> {
         };
         return Err(Fault::new(Kind::Ring, what));
     }
-    // Each warp takes its granules of every slot in turn.
-    if r.arrivals > 0 && !(r.slot_bytes / GRANULE as u32).is_multiple_of(r.arrivals) {
-        return Err(Fault::new(Kind::Ring, "granules that do not go round"));
+    // A chunk of a unit that no slot holds is as many granules for every warp.
+    if r.slot_bytes / (GRANULE as u32) < r.arrivals {
+        return Err(Fault::new(Kind::Ring, "a slot without a granule for every warp"));
     }
     // While too few slots are free only `flight_low` copies may be on their way; with none the loader never starts
     // where slots are never free enough.

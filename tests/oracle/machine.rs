@@ -1034,8 +1034,9 @@ fn chunks(granules: u64, units: u32, slot: u32, warps: u32) -> u32 {
     if unit <= slot {
         return granules.div_ceil(slot / unit * unit) as u32;
     }
-    let parts = unit.div_ceil(slot);
-    let part = unit.div_ceil(parts).next_multiple_of(warps).min(slot);
+    let most = (slot / warps * warps).max(1);
+    let parts = unit.div_ceil(most);
+    let part = unit.div_ceil(parts).next_multiple_of(warps).min(most);
     (unit.div_ceil(part) * u64::from(units)) as u32
 }
 
