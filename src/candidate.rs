@@ -4,7 +4,7 @@ use crate::dtype::Precision;
 use crate::ir::op::{GRANULE_BYTES, HISTORY_ALIGN, UNIT_ROWS, granules};
 use crate::ir::schedule::Mechanism;
 use crate::ir::variant::{AttentionVariant, MatVecVariant, POLL_PAIRS, SUM_UNITS, ahead_rule, team_rule};
-use crate::lower::{cache_row_bytes, heads_per_task_most};
+use crate::lower::{cache_row_bytes, finest_unit_rows, heads_per_task_most};
 use crate::model::graph::{Layer, ModelGraph};
 use crate::target::{CopyMechanism, Target, TargetKind};
 use std::fmt;
@@ -57,6 +57,8 @@ pub struct Candidate {
     pub attention_team: u32,
     /// 1: queries stay in registers and values are loaded before the softmax.
     pub attention_ahead: u32,
+    /// Rows of the smallest units of a matvec: 8, or 4 or 2 where shares become shorter by it.
+    pub unit_rows: u32,
 }
 
 /// A knob's value as a number.
@@ -89,7 +91,7 @@ impl Number for Mechanism {
 macro_rules! knobs {
     ($($knob:ident)*) => {
         /// Names of the knobs, in the order in which a candidate is printed.
-        pub const KNOB_NAMES: [&str; 22] = [$(stringify!($knob)),*];
+        pub const KNOB_NAMES: [&str; 23] = [$(stringify!($knob)),*];
 
         impl Candidate {
             /// The knobs as numbers.
@@ -110,6 +112,7 @@ macro_rules! knobs {
 knobs! {
     sms consumer_warps ring_slots slot_bytes flight_high flight_low flight_free heads_per_task splits split_from mechanism
     light_eighth light_percent sum_units poll_pairs hold_qkv hold_o hold_up hold_down hold_head attention_team attention_ahead
+    unit_rows
 }
 
 /// Values of a candidate by knob, in the order of [`KNOB_NAMES`]; `mechanism` by its place in [`Mechanism::ALL`].
@@ -185,6 +188,7 @@ impl Candidate {
             hold_head: 0,
             attention_team: team_rule(head_dim),
             attention_ahead: u32::from(ahead_rule(head_dim)),
+            unit_rows: if cpu { UNIT_ROWS } else { finest_unit_rows(graph, precision, sms, 4) },
         }
     }
 
@@ -227,7 +231,8 @@ impl Candidate {
     /// the knob, for heads of `head_dim`. The knobs of the first trials are in every text.
     pub fn of_first(head_dim: u32) -> Candidate {
         let mut values = [1; KNOB_NAMES.len()];
-        let later = [0, 5, SUM_UNITS, POLL_PAIRS, 0, 0, 0, 0, 0, team_rule(head_dim), u32::from(ahead_rule(head_dim))];
+        let (team, ahead) = (team_rule(head_dim), u32::from(ahead_rule(head_dim)));
+        let later = [0, 5, SUM_UNITS, POLL_PAIRS, 0, 0, 0, 0, 0, team, ahead, UNIT_ROWS];
         let first = values.len() - later.len();
         values.iter_mut().skip(first).zip(later).for_each(|(value, later)| *value = later);
         Candidate::of_values(&values)

@@ -9,6 +9,7 @@ use crate::dtype::{DType, Precision};
 use crate::ir::BufferId;
 use crate::ir::op::{Access, Attention, Epilogue, MatVec, NormAttr, Op, PARTIAL_HEADER, QkNormAttr, Role, UNIT_ROWS};
 use crate::ir::program::{Buffer, Cols, Content, Grid, Operand, Part, Program, Rows, Second, Space, VectorPart};
+use crate::ir::variant::MatVecVariant;
 use crate::model::graph::{Layer, Linear, ModelGraph, Norm, QkNorm, QkNormSpan, RopeId, RowView, TensorId};
 
 /// Lowers `graph` to grids of tasks. The candidate decides what the program holds (split attention, candidates per SM);
@@ -212,11 +213,13 @@ impl Builder<'_> {
         linears: &[&Linear],
         epilogue: Epilogue,
         second: Second,
-        outputs: Vec<Operand>,
+        mut outputs: Vec<Operand>,
     ) {
         let k = linears[0].cols;
         let rows: u32 = linears.iter().map(|l| l.rows).sum();
-        let op = MatVec { rows, k, norm: norm.map(norm_attr), epilogue, variant: self.candidate.matvec_variant(name) };
+        let variant = self.candidate.matvec_variant(name);
+        let mut op = MatVec { rows, k, norm: norm.map(norm_attr), epilogue, unit_rows: UNIT_ROWS, variant };
+        op.unit_rows = unit_rows(&op, self.program.precision, self.candidate.sms, self.candidate.unit_rows);
         let units = op.units();
         let interleave = if matches!(epilogue, Epilogue::Gated(_)) { UNIT_ROWS / 2 } else { 1 };
         let mut operands = vec![read(Role::X, x, Cols::all(k))];
@@ -235,10 +238,13 @@ impl Builder<'_> {
         if linears.iter().any(|l| l.bias.is_some()) {
             let parts = linears.iter().map(|l| VectorPart { view: l.bias.clone(), len: l.rows }).collect();
             let content = Content::Vectors { parts, offset: 0.0, interleave };
-            // Indexed as the units are: entry 8u + r belongs to row r of unit u, zeros where a unit has no row.
-            let len = units * UNIT_ROWS;
+            // Indexed as the units are: entry u n + r belongs to row r of unit u of n rows, zeros where a unit has no row.
+            let len = units * op.unit_rows;
             let bias = self.buffer(&format!("{name}.bias"), Space::Constant, DType::F32, 1, len, 1, Some(content));
-            operands.push(read(Role::Bias, bias, Cols::blocks(UNIT_ROWS, len)));
+            operands.push(read(Role::Bias, bias, Cols::blocks(op.unit_rows, len)));
+        }
+        if op.unit_rows != UNIT_ROWS {
+            outputs.iter_mut().for_each(|out| out.cols = Cols::blocks(op.unit_rows, out.cols.limit));
         }
         operands.extend(outputs);
         self.grid(name, Op::MatVec(op), units, second, operands);
@@ -466,6 +472,37 @@ impl Builder<'_> {
 pub fn cache_pitch(head_dim: u32, dtype: DType) -> u32 {
     let bytes = dtype.bytes() as u32;
     (head_dim * bytes).next_multiple_of(COPY_ALIGN_BYTES) / bytes
+}
+
+/// Rows of the units of a matvec: the most, `least` at least, that leave the longest share of the SMs shortest.
+fn unit_rows(op: &MatVec, precision: Precision, sms: u32, least: u32) -> u32 {
+    let bytes = precision.weights.bytes() as u32;
+    let longest = |rows: u32| op.rows.div_ceil(rows).div_ceil(sms.max(1)).saturating_mul(rows);
+    let may = |rows: &u32| *rows >= least && op.takes_unit_rows(*rows, bytes);
+    [UNIT_ROWS, 4, 2].into_iter().filter(may).min_by_key(|&rows| longest(rows)).unwrap_or(UNIT_ROWS)
+}
+
+/// Rows of the smallest units that any matvec of a model takes on so many SMs, if it may have as few as `least`.
+pub fn finest_unit_rows(graph: &ModelGraph, precision: Precision, sms: u32, least: u32) -> u32 {
+    let of_layer = |l: &Layer| {
+        let stored = |linears: &[&Linear], epilogue: Epilogue| MatVec {
+            rows: linears.iter().map(|l| l.rows).sum(),
+            k: linears.first().map_or(0, |l| l.cols),
+            norm: None,
+            epilogue,
+            unit_rows: UNIT_ROWS,
+            variant: MatVecVariant::default(),
+        };
+        let attn = &l.attn;
+        [
+            Some(stored(&[&attn.q, &attn.k, &attn.v], Epilogue::Store)),
+            l.attn_post_norm.as_ref().map(|_| stored(&[&attn.o], Epilogue::Store)),
+            l.mlp.gate.is_none().then(|| stored(&[&l.mlp.up], Epilogue::Act(l.mlp.act))),
+            l.mlp_post_norm.as_ref().map(|_| stored(&[&l.mlp.down], Epilogue::Store)),
+        ]
+    };
+    let all = graph.layers.iter().flat_map(of_layer).flatten();
+    all.map(|op| unit_rows(&op, precision, sms, least)).min().unwrap_or(UNIT_ROWS)
 }
 
 /// Bytes of a cache row of one KV head.

@@ -9,7 +9,7 @@
 
 use crate::dtype::DType;
 use crate::error::Fault;
-use crate::ir::op::{GRANULE_BYTES, GRANULE_ROW_BYTES, Op, Role, UNIT_ROWS};
+use crate::ir::op::{GRANULE_ROW_BYTES, Op, Role, UNIT_ROWS};
 use crate::ir::program::{Buffer, Content, Part, Space, VectorPart};
 use crate::ir::schedule::{RunBytes, Schedule};
 use crate::ir::{BufferId, SmId, TaskId};
@@ -179,9 +179,9 @@ pub fn identity(schedule: &Schedule) -> Result<[u8; 32], PackError> {
     let contents: Vec<String> = schedule.program.buffers.iter().map(content).collect();
     for sm in 0..schedule.machine.sms {
         for run in weight_runs(schedule, SmId(sm))?.values() {
-            let WeightRun { task: _, buffer, lo, hi, offset, bytes, unit_bytes } = run;
+            let WeightRun { task: _, buffer, lo, hi, offset, bytes, unit_bytes, unit_rows } = run;
             let content = contents.get(buffer.index()).map_or("", String::as_str);
-            add(format!("{sm} {lo} {hi} {offset} {bytes} {unit_bytes} {content}"));
+            add(format!("{sm} {lo} {hi} {offset} {bytes} {unit_bytes} {unit_rows} {content}"));
         }
     }
     Ok(*hasher.finalize().as_bytes())
@@ -301,6 +301,7 @@ struct WeightRun {
     offset: u64,
     bytes: u64,
     unit_bytes: u64,
+    unit_rows: u32,
 }
 
 /// The weight runs of an SM over all regimes, by offset. Adjacent runs of one task are one.
@@ -333,7 +334,8 @@ fn weight_runs(schedule: &Schedule, sm: SmId) -> Result<BTreeMap<u64, WeightRun>
                 continue;
             }
             let (lo, hi) = (task.lo, task.hi);
-            let run = WeightRun { task: id, buffer: weight.buffer, lo, hi, offset, bytes, unit_bytes };
+            let unit_rows = m.unit_rows;
+            let run = WeightRun { task: id, buffer: weight.buffer, lo, hi, offset, bytes, unit_bytes, unit_rows };
             if let Some(known) = all.get(&offset) {
                 let same = (known.buffer, known.lo, known.hi) == (run.buffer, run.lo, run.hi);
                 if !same {
@@ -353,14 +355,14 @@ fn weight_runs(schedule: &Schedule, sm: SmId) -> Result<BTreeMap<u64, WeightRun>
     Ok(all)
 }
 
-/// The tensor row behind row `r` of unit `u`; `None` is a row of zeros.
-fn unit_row(parts: &[Part], interleave: u32, u: u32, r: u32) -> Option<(&Part, u32)> {
+/// The tensor row behind row `r` of unit `u` of `unit_rows`; `None` is a row of zeros.
+fn unit_row(parts: &[Part], interleave: u32, unit_rows: u32, u: u32, r: u32) -> Option<(&Part, u32)> {
     if interleave > 1 {
         let part = parts.get((r / interleave) as usize)?;
         let row = u64::from(u) * u64::from(interleave) + u64::from(r % interleave);
         return (row < u64::from(part.rows)).then_some((part, row as u32));
     }
-    let mut row = u64::from(u) * u64::from(UNIT_ROWS) + u64::from(r);
+    let mut row = u64::from(u) * u64::from(unit_rows) + u64::from(r);
     for part in parts {
         if row < u64::from(part.rows) {
             return Some((part, row as u32));
@@ -415,16 +417,16 @@ fn pack_units(
     out.par_chunks_exact_mut(run.unit_bytes as usize).zip(run.lo..run.hi).try_for_each_init(
         || (vec![bf16::ZERO; cols], vec![0.0f32; cols]),
         |(narrow, wide), (out, u)| {
-            for r in 0..UNIT_ROWS {
-                let Some((part, i)) = unit_row(parts, *interleave, u, r) else { continue };
+            for r in 0..run.unit_rows {
+                let Some((part, i)) = unit_row(parts, *interleave, run.unit_rows, u, r) else { continue };
                 let tensor = part.view.tensor;
                 let row = checked_row(id, buffer, graph, &part.view, i, u64::from(weights.rows(tensor)))?;
                 if buffer.dtype == DType::Bf16 {
                     weights.read_row_bf16(tensor, row, narrow);
-                    scatter(bytemuck::cast_slice(narrow), r as usize, out);
+                    scatter(bytemuck::cast_slice(narrow), r, run.unit_rows, out);
                 } else {
                     weights.read_row_f32(tensor, row, wide);
-                    scatter(bytemuck::cast_slice(wide), r as usize, out);
+                    scatter(bytemuck::cast_slice(wide), r, run.unit_rows, out);
                 }
             }
             Ok(())
@@ -432,11 +434,12 @@ fn pack_units(
     )
 }
 
-/// Spreads one row over the granules of its unit, 64 bytes to each.
-fn scatter(row: &[u8], r: usize, unit: &mut [u8]) {
+/// Spreads row `r` over the granules of its unit of `unit_rows` rows, 64 bytes to each part of each.
+fn scatter(row: &[u8], r: u32, unit_rows: u32, unit: &mut [u8]) {
     let row_bytes = GRANULE_ROW_BYTES as usize;
-    for (piece, granule) in row.chunks(row_bytes).zip(unit.chunks_exact_mut(GRANULE_BYTES as usize)) {
-        granule[r * row_bytes..][..piece.len()].copy_from_slice(piece);
+    let places = unit.chunks_exact_mut(row_bytes).skip(r as usize).step_by(unit_rows.max(1) as usize);
+    for (piece, place) in row.chunks(row_bytes).zip(places) {
+        place[..piece.len()].copy_from_slice(piece);
     }
 }
 
@@ -573,6 +576,7 @@ mod tests {
     use super::*;
     use crate::candidate::Candidate;
     use crate::dtype::Precision;
+    use crate::ir::program::Grid;
     use crate::ir::schedule::Regime;
     use crate::lower::lower;
     use crate::model::config::{Imported, import, import_config_only};
@@ -608,10 +612,10 @@ mod tests {
     }
 
     /// Row `r` of unit `u` of a grid, as the graph's linears have it; zeros where there is none.
-    fn wanted_row(imported: &Imported, grid: &str, u: u32, r: u32, cols: usize) -> Vec<f32> {
+    fn wanted_row(imported: &Imported, grid: &str, unit_rows: u32, u: u32, r: u32, cols: usize) -> Vec<f32> {
         let (kind, layer) = grid.split_once('.').unwrap_or((grid, "0"));
         let layer = &imported.graph.layers[layer.parse::<usize>().unwrap()];
-        let flat = 8 * u + r;
+        let flat = unit_rows * u + r;
         let (linear, row) = match kind {
             "qkv" if flat < layer.attn.q.rows => (&layer.attn.q, flat),
             "qkv" if flat < layer.attn.q.rows + layer.attn.k.rows => (&layer.attn.k, flat - layer.attn.q.rows),
@@ -639,15 +643,18 @@ mod tests {
                 let task = &regime.tasks[run.task.index()];
                 let grid = &schedule.program.grids[task.grid.index()];
                 let Op::MatVec(m) = &grid.op else { panic!("{} streams weights", grid.name) };
-                let cols = m.k as usize;
-                let unit_bytes = cols.div_ceil(granule_k) * 512;
+                let (cols, unit_rows) = (m.k as usize, m.unit_rows);
+                // A granule is 8 rows of 64 bytes; where a unit has fewer, rows of the next parts of k follow.
+                let parts = 8 / unit_rows as usize;
+                let unit_bytes = cols.div_ceil(granule_k * parts) * 512;
                 assert_eq!(bytes as usize, (task.hi - task.lo) as usize * unit_bytes, "{}", grid.name);
                 let begin = (pack.layout.stream_base[sm] + offset) as usize;
                 for (unit, u) in pack.bytes[begin..][..bytes as usize].chunks_exact(unit_bytes).zip(task.lo..) {
-                    for r in 0..8 {
-                        let want = wanted_row(imported, &grid.name, u, r, cols);
+                    for r in 0..unit_rows {
+                        let want = wanted_row(imported, &grid.name, unit_rows, u, r, cols);
                         for k in 0..cols.next_multiple_of(granule_k) {
-                            let at = k / granule_k * 512 + r as usize * 64 + k % granule_k * dtype.bytes();
+                            let row = (k / granule_k * unit_rows as usize) + r as usize;
+                            let at = row * 64 + k % granule_k * dtype.bytes();
                             let want = want.get(k).copied().unwrap_or(0.0);
                             assert_eq!(value(dtype, &unit[at..]), want, "{} unit {u} row {r} k {k}", grid.name);
                         }
@@ -662,15 +669,21 @@ mod tests {
     #[test]
     fn every_weight_lies_where_its_unit_says() {
         let odd = import_config_only(ODD, 3).unwrap();
-        for (imported, dtype) in [
-            (&odd, DType::Bf16),
-            (&odd, DType::F32),
-            (&fixture("llama-gqa"), DType::F32),
-            (&fixture("phi3"), DType::Bf16),
+        for (imported, dtype, sms, unit_rows) in [
+            (&odd, DType::Bf16, 3, 8),
+            (&odd, DType::F32, 3, 8),
+            (&fixture("llama-gqa"), DType::F32, 3, 8),
+            (&fixture("phi3"), DType::Bf16, 3, 8),
+            (&fixture("gemma2"), DType::Bf16, 7, 4),
+            (&fixture("gemma2"), DType::F32, 9, 2),
         ] {
-            let schedule = place(imported, dtype, |c| (c.splits, c.split_from) = (2, 8));
+            let schedule = place(imported, dtype, |c| {
+                (c.splits, c.split_from, c.sms, c.unit_rows) = (2, 8, sms, unit_rows);
+            });
             let pack = pack(&schedule, &imported.graph, &imported.weights).unwrap();
             assert_eq!(schedule.regimes.len(), 2);
+            let units = |grid: &Grid| if let Op::MatVec(m) = &grid.op { m.unit_rows } else { 8 };
+            assert_eq!(schedule.program.grids.iter().map(units).min(), Some(unit_rows));
             for regime in &schedule.regimes {
                 check_streams(imported, &schedule, regime, &pack);
             }

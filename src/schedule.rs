@@ -140,6 +140,9 @@ pub fn check_knobs(head_units: u32, target: &Target, c: &Candidate) -> Result<()
         let expected = format!("{} granules at least, one for each warp", c.consumer_warps);
         return knob("slot_bytes", c.slot_bytes, &expected);
     }
+    if !matches!(c.unit_rows, 2 | 4 | UNIT_ROWS) {
+        return knob("unit_rows", c.unit_rows, &format!("2, 4 or {UNIT_ROWS}"));
+    }
     if c.ring_slots < 2 || c.ring_slots > RING_SLOTS_MAX {
         let expected = format!("2, a key chunk and its value chunk, to {RING_SLOTS_MAX}");
         return knob("ring_slots", c.ring_slots, &expected);

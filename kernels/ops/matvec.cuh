@@ -1,14 +1,15 @@
 // matvec: y = W norm(x) + bias, then the epilogue.
 //
 // x (K)          packets, staged in shared memory as bf16 (tensor cores) or fp32
-// W              units of 8 rows, streamed: per unit J granules of 512 bytes, a granule is 8 rows x 64 bytes of k
-// out            STORE, ACT: 8 columns a unit; GATED: 4 columns a unit from 4 gate and 4 up rows
+// W              units of 8 rows, streamed: per unit J granules of 512 bytes, a granule is 8 rows x 64 bytes of k;
+//                of 4 or 2 rows: a granule is as many rows x 2 or 4 parts of 64 bytes, the rows of the first part first
+// out            STORE, ACT: a column a row; GATED: 4 columns a unit from 4 gate and 4 up rows
 //                RESIDUAL: the fp32 sum stays in the block, its rounded copy travels; LOGITS: best (value, row)
 //
 // Warps take the granules of a unit in turn (split k): warp w always reads the slices of k whose granule is w modulo WARPS,
 // so it stages them itself and waits for nobody else's packets. A lane of a warp loads 16 bytes of row lane / 4 at
 // k = (lane % 4) * 16 bytes: as the B operand of two m16n8k16 products that is a permutation of k, and the A operand reads
-// the staged x at the same places, so no data is rearranged. Partial sums of a unit from all warps meet in shared memory,
+// the staged x at the same places, so no data is rearranged. Where a unit has parts, row p of A is x for part p. Partial sums of a unit from all warps meet in shared memory,
 // M::REDUCE_UNITS units at a time; four lanes of a warp add up one unit, two rows each.
 //
 // A chunk holds whole units, or a unit is whole chunks, so which granule a warp reads where is known when this is compiled.
@@ -22,7 +23,11 @@ enum class Epilogue : u32 { STORE, ACT, GATED, RESIDUAL, LOGITS };
 template <class M, class G>
 struct MatVec {
   static constexpr int ELEM = ElemOf<M::WEIGHT>::BYTES;
-  static constexpr int GRANULE_K = 64 / ELEM;
+  // Columns of B are rows of a part of k: PARTS of UNIT_ROWS each.
+  static constexpr int PARTS = 8 / G::UNIT_ROWS;
+  static_assert(PARTS == 1 || ((G::EPILOGUE == Epilogue::STORE || G::EPILOGUE == Epilogue::ACT) && G::K % (64 / ELEM * PARTS) == 0),
+                "units of fewer rows are columns of the output, of whole granules");
+  static constexpr int PART_K = 64 / ELEM, GRANULE_K = PARTS * PART_K;
   static constexpr int J = ceil_div(G::K, GRANULE_K);  // granules of a unit
   static constexpr int CHUNK = G::CHUNK;               // granules of a chunk
   static constexpr int CHUNK_UNITS = CHUNK >= J ? CHUNK / J : 1;     // units of a chunk
@@ -51,14 +56,15 @@ struct MatVec {
     __device__ __forceinline__ Sums() : products{}, lane{} {}
   };
 
-  // Granule j of the staged x, as this lane's part of the operand. All rows of A are the same token: lanes of other rows
-  // load what lane % 4 loads, which costs nothing, and their sums are not read.
+  // Granule j of the staged x, as this lane's part of the operand. All rows of A are the same token, and the rows of a part the
+  // same: lanes of other rows load what others load, which costs nothing, and their sums are not read.
   static __device__ __forceinline__ uint4 staged(const Context<M>& c, int j) {
-    return *reinterpret_cast<const uint4*>(c.stage() + j * 64 + (c.lane() % 4) * 16);
+    return *reinterpret_cast<const uint4*>(c.stage() + (j * PARTS + c.lane() / 4 % PARTS) * 64 + (c.lane() % 4) * 16);
   }
   // One granule of W against granule j of x, without tensor cores.
   static __device__ __forceinline__ void accumulate(const Context<M>& c, const uint4 b, int j, Sums& s) {
-    const float* x = reinterpret_cast<const float*>(c.stage()) + j * GRANULE_K + (c.lane() % 4) * (16 / ELEM);
+    const float* x = reinterpret_cast<const float*>(c.stage()) + j * GRANULE_K + c.lane() / 4 / G::UNIT_ROWS * PART_K +
+                     (c.lane() % 4) * (16 / ELEM);
     const float4 v = *reinterpret_cast<const float4*>(x);
     if constexpr (ELEM == 4) {
       s.lane[0] += v.x * __uint_as_float(b.x);
@@ -74,13 +80,13 @@ struct MatVec {
     }
   }
 
-  // A warp's partial sums of the 8 rows of a unit.
+  // A warp's partial sums of the 8 rows of a unit, or of the rows of each part.
   static __device__ __forceinline__ void put_partial(const Context<M>& c, float* to, const Sums& s) {
     if constexpr (STAGE_BF16<M>) {
-      // Lane t of row 0 of the product holds rows 2t and 2t + 1 of the unit.
+      // Lane t of row p of the product holds columns 2t and 2t + 1 of B against part p; they are of one part.
       float2 y = make_float2(s.products[0].sum(0), s.products[0].sum(1));
       if constexpr (SETS == 2) y.x += s.products[1].sum(0), y.y += s.products[1].sum(1);
-      if (c.lane() < 4) *reinterpret_cast<float2*>(to + c.lane() * 2) = y;
+      if (c.lane() / 4 == c.lane() % 4 * 2 / G::UNIT_ROWS) *reinterpret_cast<float2*>(to + c.lane() % 4 * 2) = y;
     } else {
       float v = (s.lane[0] + s.lane[1]) + (s.lane[2] + s.lane[3]);
       v += __shfl_xor_sync(~0u, v, 1);
@@ -205,24 +211,24 @@ struct MatVec {
     if constexpr (G::EPILOGUE == Epilogue::LOGITS) publish_best(c, e, best, best_row);
   }
 
-  // Rows `r` and `r + 1` of a unit, summed over warps.
+  // Rows `r` and `r + 1` of a unit, summed over warps and parts.
   static __device__ __forceinline__ float2 rows(const Context<M>& c, const Ends& e, const float* partial, int unit, int r,
                                                 float factor) {
     float2 y = make_float2(0.f, 0.f);
 #pragma unroll
-    for (int w = 0; w < M::WARPS; w++) {
-      const float2 v = *reinterpret_cast<const float2*>(partial + w * 8 + r);
+    for (int w = 0; w < M::WARPS * PARTS; w++) {
+      const float2 v = *reinterpret_cast<const float2*>(partial + w * G::UNIT_ROWS + r);
       y.x += v.x, y.y += v.y;
     }
     if constexpr (G::NORM == Norm::RMS) y.x *= factor, y.y *= factor;
     if constexpr (G::BIAS) {
-      const float2 bias = __ldg(reinterpret_cast<const float2*>(c.template constant<float>(e.bias) + unit * 8 + r));
+      const float2 bias = __ldg(reinterpret_cast<const float2*>(c.template constant<float>(e.bias) + unit * G::UNIT_ROWS + r));
       y.x += bias.x, y.y += bias.y;
     }
     return y;
   }
 
-  // By four lanes, two rows each; of a gated unit two lanes have all there is. Logits by all lanes, over and over: the noise is
+  // By four lanes, two rows each; of gated and of smaller units fewer lanes have all there is. Logits by all lanes, over and over: the noise is
   // a call, which some lanes of a warp must not make alone.
   static __device__ __forceinline__ void epilogue(Context<M>& c, const Ends& e, int local, int unit, const float* partial,
                                                   float factor, float& best, int& best_row) {
@@ -235,7 +241,8 @@ struct MatVec {
         publish_columns<G::ROWS / 2>(c, e.out, col, activate<G::ACT>(gate.x) * up.x, activate<G::ACT>(gate.y) * up.y);
       }
     } else {
-      const int row = unit * 8 + r;
+      if (PARTS > 1 && r >= G::UNIT_ROWS) return;
+      const int row = unit * G::UNIT_ROWS + r;
       float2 y = rows(c, e, partial, unit, r, factor);
       if constexpr (G::EPILOGUE == Epilogue::LOGITS) {
 #pragma unroll

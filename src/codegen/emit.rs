@@ -232,10 +232,12 @@ fn parts(program: &Program) -> u32 {
 fn matvec_members(schedule: &Schedule, grid: &Grid, m: &MatVec, units: u32) -> String {
     let program = &schedule.program;
     // Destructured so that a new attribute does not compile until the kernel knows it.
-    let MatVec { rows, k, norm, epilogue, variant: MatVecVariant { hold, poll } } = *m;
+    let MatVec { rows, k, norm, epilogue, unit_rows, variant: MatVecVariant { hold, poll } } = *m;
     let chunk = schedule.machine.ring.chunking(m.granules(program.precision.weights.bytes() as u32)).chunk;
     let held = Held::of(m, &schedule.machine, program.precision, units);
-    let mut s = format!("int ROWS = {rows}\nint K = {k}\nint CHUNK = {chunk}\nint UNITS = {units}\n");
+    let mut s = format!(
+        "int ROWS = {rows}\nint K = {k}\nint UNIT_ROWS = {unit_rows}\nint CHUNK = {chunk}\nint UNITS = {units}\n"
+    );
     let (hold, poll) = (hold.unwrap_or(held.hold_rule()), poll.unwrap_or(held.poll_rule()));
     s += &format!("int TOGETHER = {hold}\nint POLL_PAIRS = {poll}\n");
     s += &norm_members(norm);

@@ -77,31 +77,32 @@ pub fn permute_bf16(x: &mut [f32]) {
     }
 }
 
-/// `W x` for one unit of fp32 rows; `w` is whole granules, `x` has `GRANULE_K_F32` values for each.
-pub fn unit_f32(isa: Isa, w: &[u8], x: &[f32]) -> [f32; ROWS] {
+/// `W x` for the rows of one unit's granules, fp32; `w` is whole granules, `x` has `GRANULE_K_F32` values for each of their
+/// PARTS. Sums of the parts of k are left apart: rows of part `p` are from `p ROWS / PARTS` on.
+pub fn unit_f32<const PARTS: usize>(isa: Isa, w: &[u8], x: &[f32]) -> [f32; ROWS] {
     assert!(
-        w.len().is_multiple_of(GRANULE) && x.len() >= w.len() / GRANULE * GRANULE_K_F32,
+        w.len().is_multiple_of(GRANULE) && x.len() >= w.len() / GRANULE * PARTS * GRANULE_K_F32,
         "input shorter than the unit"
     );
     match isa {
         // SAFETY: `Isa::Avx2` exists only where the features were detected.
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx2 => unsafe { avx2::unit_f32(w, x) },
-        Isa::Portable => portable::unit_f32(w, x),
+        Isa::Avx2 => unsafe { avx2::unit_f32::<PARTS>(w, x) },
+        Isa::Portable => portable::unit_f32::<PARTS>(w, x),
     }
 }
 
-/// `W x` for one unit of bf16 rows; `x` in the order of [`permute_bf16`], `GRANULE_K_BF16` values for each granule.
-pub fn unit_bf16(isa: Isa, w: &[u8], x: &[f32]) -> [f32; ROWS] {
+/// The same of bf16 rows; `x` in the order of [`permute_bf16`], `GRANULE_K_BF16` values for each part of a granule.
+pub fn unit_bf16<const PARTS: usize>(isa: Isa, w: &[u8], x: &[f32]) -> [f32; ROWS] {
     assert!(
-        w.len().is_multiple_of(GRANULE) && x.len() >= w.len() / GRANULE * GRANULE_K_BF16,
+        w.len().is_multiple_of(GRANULE) && x.len() >= w.len() / GRANULE * PARTS * GRANULE_K_BF16,
         "input shorter than the unit"
     );
     match isa {
         // SAFETY: `Isa::Avx2` exists only where the features were detected.
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx2 => unsafe { avx2::unit_bf16(w, x) },
-        Isa::Portable => portable::unit_bf16(w, x),
+        Isa::Avx2 => unsafe { avx2::unit_bf16::<PARTS>(w, x) },
+        Isa::Portable => portable::unit_bf16::<PARTS>(w, x),
     }
 }
 
@@ -211,10 +212,11 @@ mod portable {
         ((a + b) + (c + d)) + ((e + f) + (g + h))
     }
 
-    pub fn unit_f32(w: &[u8], x: &[f32]) -> [f32; ROWS] {
+    pub fn unit_f32<const PARTS: usize>(w: &[u8], x: &[f32]) -> [f32; ROWS] {
         let mut acc = [[0.0; LANES]; ROWS];
-        for (granule, x) in w.chunks_exact(GRANULE).zip(x.chunks_exact(GRANULE_K_F32)) {
-            for (acc, row) in acc.iter_mut().zip(granule.chunks_exact(GRANULE_ROW)) {
+        for (granule, x) in w.chunks_exact(GRANULE).zip(x.chunks_exact(GRANULE_K_F32 * PARTS)) {
+            for (r, (acc, row)) in acc.iter_mut().zip(granule.chunks_exact(GRANULE_ROW)).enumerate() {
+                let x = &x[r * PARTS / ROWS * GRANULE_K_F32..];
                 for (half, x) in row.chunks_exact(4 * LANES).zip(x.chunks_exact(LANES)) {
                     for (l, w) in half.as_chunks::<4>().0.iter().enumerate() {
                         acc[l] += f32::from_le_bytes(*w) * x[l];
@@ -225,10 +227,11 @@ mod portable {
         acc.map(reduce)
     }
 
-    pub fn unit_bf16(w: &[u8], x: &[f32]) -> [f32; ROWS] {
+    pub fn unit_bf16<const PARTS: usize>(w: &[u8], x: &[f32]) -> [f32; ROWS] {
         let mut acc = [[0.0; LANES]; ROWS];
-        for (granule, x) in w.chunks_exact(GRANULE).zip(x.chunks_exact(GRANULE_K_BF16)) {
-            for (acc, row) in acc.iter_mut().zip(granule.chunks_exact(GRANULE_ROW)) {
+        for (granule, x) in w.chunks_exact(GRANULE).zip(x.chunks_exact(GRANULE_K_BF16 * PARTS)) {
+            for (r, (acc, row)) in acc.iter_mut().zip(granule.chunks_exact(GRANULE_ROW)).enumerate() {
+                let x = &x[r * PARTS / ROWS * GRANULE_K_BF16..];
                 for (half, x) in row.chunks_exact(4 * LANES).zip(x.chunks_exact(2 * LANES)) {
                     for (l, pair) in half.as_chunks::<4>().0.iter().enumerate() {
                         let pair = u32::from_le_bytes(*pair);
@@ -289,19 +292,21 @@ mod avx2 {
     }
 
     #[target_feature(enable = "avx2,fma")]
-    pub fn unit_f32(w: &[u8], x: &[f32]) -> [f32; ROWS] {
+    pub fn unit_f32<const PARTS: usize>(w: &[u8], x: &[f32]) -> [f32; ROWS] {
         let mut acc = [_mm256_setzero_ps(); ROWS];
-        for (granule, x) in w.chunks_exact(GRANULE).zip(x.chunks_exact(GRANULE_K_F32)) {
-            // SAFETY: a granule is 8 rows of 64 bytes, `x` here 16 floats; every load is unaligned and inside. A prefetch
-            // never faults, and `wrapping_add` makes no claim about where it points.
-            unsafe {
-                let (x0, x1) = (_mm256_loadu_ps(x.as_ptr()), _mm256_loadu_ps(x.as_ptr().add(LANES)));
-                for (r, acc) in acc.iter_mut().enumerate() {
-                    let row = granule.as_ptr().add(r * GRANULE_ROW);
-                    _mm_prefetch::<_MM_HINT_T0>(row.wrapping_add(PREFETCH_AHEAD_BYTES).cast());
-                    let row = row.cast::<f32>();
-                    *acc = _mm256_fmadd_ps(_mm256_loadu_ps(row), x0, *acc);
-                    *acc = _mm256_fmadd_ps(_mm256_loadu_ps(row.add(LANES)), x1, *acc);
+        for (granule, x) in w.chunks_exact(GRANULE).zip(x.chunks_exact(GRANULE_K_F32 * PARTS)) {
+            for (p, x) in x.chunks_exact(GRANULE_K_F32).enumerate() {
+                // SAFETY: a granule is 8 rows of 64 bytes, `x` here 16 floats; every load is unaligned and inside. A prefetch
+                // never faults, and `wrapping_add` makes no claim about where it points.
+                unsafe {
+                    let (x0, x1) = (_mm256_loadu_ps(x.as_ptr()), _mm256_loadu_ps(x.as_ptr().add(LANES)));
+                    for (r, acc) in acc.iter_mut().enumerate().skip(p * (ROWS / PARTS)).take(ROWS / PARTS) {
+                        let row = granule.as_ptr().add(r * GRANULE_ROW);
+                        _mm_prefetch::<_MM_HINT_T0>(row.wrapping_add(PREFETCH_AHEAD_BYTES).cast());
+                        let row = row.cast::<f32>();
+                        *acc = _mm256_fmadd_ps(_mm256_loadu_ps(row), x0, *acc);
+                        *acc = _mm256_fmadd_ps(_mm256_loadu_ps(row.add(LANES)), x1, *acc);
+                    }
                 }
             }
         }
@@ -309,26 +314,28 @@ mod avx2 {
     }
 
     #[target_feature(enable = "avx2,fma")]
-    pub fn unit_bf16(w: &[u8], x: &[f32]) -> [f32; ROWS] {
+    pub fn unit_bf16<const PARTS: usize>(w: &[u8], x: &[f32]) -> [f32; ROWS] {
         let high = _mm256_set1_epi32(0xffff_0000_u32 as i32);
         let mut acc = [_mm256_setzero_ps(); ROWS];
-        for (granule, x) in w.chunks_exact(GRANULE).zip(x.chunks_exact(GRANULE_K_BF16)) {
-            // SAFETY: a granule is 8 rows of 64 bytes, `x` here 32 floats; every load is unaligned and inside. A prefetch
-            // never faults, and `wrapping_add` makes no claim about where it points.
-            unsafe {
-                let x0 = _mm256_loadu_ps(x.as_ptr());
-                let x1 = _mm256_loadu_ps(x.as_ptr().add(LANES));
-                let x2 = _mm256_loadu_ps(x.as_ptr().add(2 * LANES));
-                let x3 = _mm256_loadu_ps(x.as_ptr().add(3 * LANES));
-                for (r, acc) in acc.iter_mut().enumerate() {
-                    let row = granule.as_ptr().add(r * GRANULE_ROW);
-                    _mm_prefetch::<_MM_HINT_T0>(row.wrapping_add(PREFETCH_AHEAD_BYTES).cast());
-                    let row = row.cast::<__m256i>();
-                    let (a, b) = (_mm256_loadu_si256(row), _mm256_loadu_si256(row.add(1)));
-                    *acc = _mm256_fmadd_ps(_mm256_castsi256_ps(_mm256_slli_epi32::<16>(a)), x0, *acc);
-                    *acc = _mm256_fmadd_ps(_mm256_castsi256_ps(_mm256_and_si256(a, high)), x1, *acc);
-                    *acc = _mm256_fmadd_ps(_mm256_castsi256_ps(_mm256_slli_epi32::<16>(b)), x2, *acc);
-                    *acc = _mm256_fmadd_ps(_mm256_castsi256_ps(_mm256_and_si256(b, high)), x3, *acc);
+        for (granule, x) in w.chunks_exact(GRANULE).zip(x.chunks_exact(GRANULE_K_BF16 * PARTS)) {
+            for (p, x) in x.chunks_exact(GRANULE_K_BF16).enumerate() {
+                // SAFETY: a granule is 8 rows of 64 bytes, `x` here 32 floats; every load is unaligned and inside. A prefetch
+                // never faults, and `wrapping_add` makes no claim about where it points.
+                unsafe {
+                    let x0 = _mm256_loadu_ps(x.as_ptr());
+                    let x1 = _mm256_loadu_ps(x.as_ptr().add(LANES));
+                    let x2 = _mm256_loadu_ps(x.as_ptr().add(2 * LANES));
+                    let x3 = _mm256_loadu_ps(x.as_ptr().add(3 * LANES));
+                    for (r, acc) in acc.iter_mut().enumerate().skip(p * (ROWS / PARTS)).take(ROWS / PARTS) {
+                        let row = granule.as_ptr().add(r * GRANULE_ROW);
+                        _mm_prefetch::<_MM_HINT_T0>(row.wrapping_add(PREFETCH_AHEAD_BYTES).cast());
+                        let row = row.cast::<__m256i>();
+                        let (a, b) = (_mm256_loadu_si256(row), _mm256_loadu_si256(row.add(1)));
+                        *acc = _mm256_fmadd_ps(_mm256_castsi256_ps(_mm256_slli_epi32::<16>(a)), x0, *acc);
+                        *acc = _mm256_fmadd_ps(_mm256_castsi256_ps(_mm256_and_si256(a, high)), x1, *acc);
+                        *acc = _mm256_fmadd_ps(_mm256_castsi256_ps(_mm256_slli_epi32::<16>(b)), x2, *acc);
+                        *acc = _mm256_fmadd_ps(_mm256_castsi256_ps(_mm256_and_si256(b, high)), x3, *acc);
+                    }
                 }
             }
         }
@@ -461,34 +468,45 @@ mod tests {
         assert!((f64::from(a) - b).abs() <= 1e-6 * scale, "{a} against {b}, scale {scale}");
     }
 
-    #[test]
-    fn units_agree_with_a_plain_sum() {
-        let mut random = Random::new(1);
+    /// Units of `ROWS / PARTS` rows.
+    fn units_agree<const PARTS: usize>(random: &mut Random) {
+        let unit_rows = ROWS / PARTS;
         for granules in [1, 2, 7, 18] {
-            let (k, k2) = (granules * GRANULE_K_F32, granules * GRANULE_K_BF16);
-            let rows: Vec<Vec<f32>> = (0..ROWS).map(|_| (0..k).map(|_| signed(random.word())).collect()).collect();
+            let pieces = granules * PARTS;
+            let (k, k2) = (pieces * GRANULE_K_F32, pieces * GRANULE_K_BF16);
+            let mut value = || signed(random.word());
+            let rows: Vec<Vec<f32>> = (0..unit_rows).map(|_| (0..k).map(|_| value()).collect()).collect();
             let narrow: Vec<Vec<bf16>> =
-                (0..ROWS).map(|_| (0..k2).map(|_| bf16::from_f32(signed(random.word()))).collect()).collect();
-            let x: Vec<f32> = (0..k2).map(|_| signed(random.word())).collect();
+                (0..unit_rows).map(|_| (0..k2).map(|_| bf16::from_f32(value())).collect()).collect();
+            let x: Vec<f32> = (0..k2).map(|_| value()).collect();
             let (mut w32, mut w16) = (vec![], vec![]);
-            for g in 0..granules {
-                for r in 0..ROWS {
-                    w32.extend(rows[r][g * GRANULE_K_F32..][..GRANULE_K_F32].iter().flat_map(|v| v.to_le_bytes()));
-                    w16.extend(narrow[r][g * GRANULE_K_BF16..][..GRANULE_K_BF16].iter().flat_map(|v| v.to_le_bytes()));
+            for p in 0..pieces {
+                for r in 0..unit_rows {
+                    w32.extend(rows[r][p * GRANULE_K_F32..][..GRANULE_K_F32].iter().flat_map(|v| v.to_le_bytes()));
+                    w16.extend(narrow[r][p * GRANULE_K_BF16..][..GRANULE_K_BF16].iter().flat_map(|v| v.to_le_bytes()));
                 }
             }
             let mut permuted = x.clone();
             permute_bf16(&mut permuted);
             for isa in isas() {
-                let (y32, y16) = (unit_f32(isa, &w32, &x), unit_bf16(isa, &w16, &permuted));
-                for r in 0..ROWS {
+                let (y32, y16) = (unit_f32::<PARTS>(isa, &w32, &x), unit_bf16::<PARTS>(isa, &w16, &permuted));
+                for r in 0..unit_rows {
+                    let of = |sums: &[f32; ROWS]| sums.iter().skip(r).step_by(unit_rows).sum::<f32>();
                     let want: f64 = rows[r].iter().zip(&x).map(|(w, x)| f64::from(*w) * f64::from(*x)).sum();
-                    close(y32[r], want, k as f64);
+                    close(of(&y32), want, k as f64);
                     let want: f64 = narrow[r].iter().zip(&x).map(|(w, x)| w.to_f64() * f64::from(*x)).sum();
-                    close(y16[r], want, k2 as f64);
+                    close(of(&y16), want, k2 as f64);
                 }
             }
         }
+    }
+
+    #[test]
+    fn units_agree_with_a_plain_sum() {
+        let mut random = Random::new(1);
+        units_agree::<1>(&mut random);
+        units_agree::<2>(&mut random);
+        units_agree::<4>(&mut random);
     }
 
     #[test]

@@ -6,7 +6,7 @@ use super::plan::{self, Norm, Plan, Table, Work};
 use super::real::{self, Real, granule_k, read_value};
 use crate::dtype::DType;
 use crate::ir::GridId;
-use crate::ir::op::{Epilogue, PARTIAL_HEADER, QkNormAttr, UNIT_ROWS};
+use crate::ir::op::{Epilogue, PARTIAL_HEADER, QkNormAttr};
 use crate::model::graph::{NormKind, QkNormSpan};
 use std::ops::Range;
 
@@ -205,7 +205,7 @@ fn norm_whole<R: Real>(isa: Isa, norm: &Norm, constants: &[f32], x: &mut [R]) {
 }
 
 fn mat_vec<R: Real>(step: &Step<'_>, m: &plan::MatVec, weights: &[u8], memory: &mut impl Access, s: &mut Scratch<R>) {
-    let rows = UNIT_ROWS as usize;
+    let rows = m.unit_rows;
     let input_of = Some((step.serial, m.grid, m.x.first));
     if s.input_of != input_of || !memory.trusted() {
         load(memory, &m.x, &mut s.load, &mut s.input);
@@ -219,7 +219,7 @@ fn mat_vec<R: Real>(step: &Step<'_>, m: &plan::MatVec, weights: &[u8], memory: &
     }
     let scale = s.input_scale;
     s.y.resize(m.units * rows, R::of(0.0));
-    R::units(step.isa, m.dtype, weights, &s.input, &mut s.y);
+    R::units(step.isa, m.dtype, rows, weights, &s.input, &mut s.y);
     if m.norm.is_some() {
         s.y.iter_mut().for_each(|y| *y = *y * scale);
     }

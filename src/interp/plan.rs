@@ -1,10 +1,10 @@
 //! Owns `Plan`: a schedule with every operand resolved to elements and bytes, so that executing a task looks up nothing.
 
 use super::memory::{CacheColumns, Place, Region};
-use super::real::{granule_k, read_value};
+use super::real::read_value;
 use super::synthetic::CacheKind;
 use crate::dtype::DType;
-use crate::ir::op::{self, Epilogue, GRANULE_BYTES, NormAttr, Op, PARTIAL_HEADER, Role, UNIT_ROWS};
+use crate::ir::op::{self, Epilogue, NormAttr, Op, PARTIAL_HEADER, Role};
 use crate::ir::program::{Buffer, Grid, Operand, Program, Rows, Space};
 use crate::ir::schedule::{Event, Ring, RunBytes, Schedule, Task};
 use crate::ir::{BufferId, EventId, GridId, SmId, TaskId};
@@ -157,6 +157,8 @@ pub struct MatVec {
     pub norm: Option<Norm>,
     pub dtype: DType,
     pub units: usize,
+    /// Rows of a unit.
+    pub unit_rows: usize,
     /// Bytes of the pack.
     pub weight: Range<usize>,
     pub bias: Option<Range<usize>>,
@@ -603,18 +605,19 @@ impl MemoryMap {
             .dtype;
         let units = (at.hi - at.lo.min(at.hi)) as usize;
         let k = m.k as usize;
-        let expected = (units * k.div_ceil(granule_k(dtype)) * GRANULE_BYTES as usize) as u64;
+        let expected = units as u64 * m.unit_bytes(dtype.bytes() as u32);
         let weight = streamed.unwrap_or(0..0);
         if weight.len() as u64 != expected {
             return Err(PlanError::Stream { task: id, expected, found: weight.len() as u64 });
         }
         let bias = self.constant(at, Role::Bias)?;
-        bias.iter().try_for_each(|b| width(id, Role::Bias, units * UNIT_ROWS as usize, b.len()))?;
-        let values = units * UNIT_ROWS as usize;
-        // The last unit of a grid may have fewer rows than eight; its region says so.
+        let unit_rows = m.unit_rows as usize;
+        let values = units * unit_rows;
+        bias.iter().try_for_each(|b| width(id, Role::Bias, values, b.len()))?;
+        // The last unit of a grid may have fewer rows; its region says so.
         let partial = |role, most: usize| {
             let region = self.region(at, role)?;
-            let least = most.saturating_sub(UNIT_ROWS as usize - 1);
+            let least = most.saturating_sub(unit_rows.saturating_sub(1));
             width(id, role, region.len.clamp(least, most), region.len)?;
             Ok::<Region, PlanError>(region)
         };
@@ -635,7 +638,7 @@ impl MemoryMap {
         let x = self.sized(at, Role::X, k)?;
         let epilogue = m.epilogue;
         let grid = at.grid_id;
-        Ok(MatVec { grid, x, k, norm, dtype, units, weight, bias, epilogue, out, residual, candidate })
+        Ok(MatVec { grid, x, k, norm, dtype, units, unit_rows, weight, bias, epilogue, out, residual, candidate })
     }
 
     fn attention(&self, at: At<'_>, a: &op::Attention) -> Result<Attention, PlanError> {

@@ -3,7 +3,7 @@
 
 use super::kernel::{self, HistoryRows, Isa};
 use crate::dtype::DType;
-use crate::ir::op::{GRANULE_BYTES, GRANULE_ROW_BYTES, UNIT_ROWS};
+use crate::ir::op::{GRANULE_ROW_BYTES, UNIT_ROWS};
 use crate::model::graph::Act;
 use std::fmt::Debug;
 use std::ops::{Add, Div, Mul, Sub};
@@ -38,8 +38,8 @@ pub trait Real:
     /// whole granules of `dtype`.
     fn stage(dtype: DType, x: &mut [Self]);
 
-    /// `y = W x` for whole units of weights of type `dtype` and a staged `x`; `y` has 8 values a unit.
-    fn units(isa: Isa, dtype: DType, w: &[u8], x: &[Self], y: &mut [Self]);
+    /// `y = W x` for whole units of `rows` rows of weights of type `dtype` and a staged `x`; `y` has as many values a unit.
+    fn units(isa: Isa, dtype: DType, rows: usize, w: &[u8], x: &[Self], y: &mut [Self]);
 
     /// `scores[h * rows + i] = q_h . k_i` for heads of `dim` values; `block` is scratch.
     fn scores(
@@ -72,9 +72,17 @@ pub fn granule_k(dtype: DType) -> usize {
     GRANULE_ROW_BYTES as usize / dtype.bytes()
 }
 
-/// Bytes of one unit whose input is `x` padded to whole granules.
-fn unit_bytes(dtype: DType, x_len: usize) -> usize {
-    x_len / granule_k(dtype) * GRANULE_BYTES as usize
+/// Bytes of one unit of `rows` rows whose input is `x` padded to whole granules.
+fn unit_bytes(dtype: DType, rows: usize, x_len: usize) -> usize {
+    x_len / granule_k(dtype) * rows * GRANULE_ROW_BYTES as usize
+}
+
+/// Rows of units of `y.len()` rows from sums of each part of k.
+fn add_parts(sums: &[f32; UNIT_ROWS as usize], y: &mut [f32]) {
+    y.fill(0.0);
+    for part in sums.chunks_exact(y.len()) {
+        y.iter_mut().zip(part).for_each(|(y, sum)| *y += sum);
+    }
 }
 
 impl Real for f32 {
@@ -122,13 +130,17 @@ impl Real for f32 {
         }
     }
 
-    fn units(isa: Isa, dtype: DType, w: &[u8], x: &[f32], y: &mut [f32]) {
-        let units = w.chunks_exact(unit_bytes(dtype, x.len())).zip(y.chunks_exact_mut(UNIT_ROWS as usize));
-        if dtype == DType::Bf16 {
-            units.for_each(|(w, y)| y.copy_from_slice(&kernel::unit_bf16(isa, w, x)));
-        } else {
-            units.for_each(|(w, y)| y.copy_from_slice(&kernel::unit_f32(isa, w, x)));
-        }
+    fn units(isa: Isa, dtype: DType, rows: usize, w: &[u8], x: &[f32], y: &mut [f32]) {
+        let units = w.chunks_exact(unit_bytes(dtype, rows, x.len())).zip(y.chunks_exact_mut(rows));
+        let unit = match (dtype, UNIT_ROWS as usize / rows) {
+            (DType::Bf16, 1) => kernel::unit_bf16::<1>,
+            (DType::Bf16, 2) => kernel::unit_bf16::<2>,
+            (DType::Bf16, _) => kernel::unit_bf16::<4>,
+            (_, 1) => kernel::unit_f32::<1>,
+            (_, 2) => kernel::unit_f32::<2>,
+            (_, _) => kernel::unit_f32::<4>,
+        };
+        units.for_each(|(w, y)| add_parts(&unit(isa, w, x), y));
     }
 
     fn scores(
@@ -209,11 +221,13 @@ impl Real for f64 {
 
     fn stage(_: DType, _: &mut [f64]) {}
 
-    fn units(_: Isa, dtype: DType, w: &[u8], x: &[f64], y: &mut [f64]) {
-        for (w, y) in w.chunks_exact(unit_bytes(dtype, x.len())).zip(y.chunks_exact_mut(UNIT_ROWS as usize)) {
+    fn units(_: Isa, dtype: DType, rows: usize, w: &[u8], x: &[f64], y: &mut [f64]) {
+        for (w, y) in w.chunks_exact(unit_bytes(dtype, rows, x.len())).zip(y.chunks_exact_mut(rows)) {
             y.fill(0.0);
-            for (granule, x) in w.chunks_exact(GRANULE_BYTES as usize).zip(x.chunks_exact(granule_k(dtype))) {
-                for (row, y) in granule.chunks_exact(GRANULE_ROW_BYTES as usize).zip(y.iter_mut()) {
+            // Parts of granules follow each other as k does.
+            let parts = w.chunks_exact(rows * GRANULE_ROW_BYTES as usize);
+            for (part, x) in parts.zip(x.chunks_exact(granule_k(dtype))) {
+                for (row, y) in part.chunks_exact(GRANULE_ROW_BYTES as usize).zip(y.iter_mut()) {
                     for (w, x) in row.chunks_exact(dtype.bytes()).zip(x) {
                         *y += f64::from(read_value(dtype, w)) * x;
                     }

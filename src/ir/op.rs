@@ -13,7 +13,7 @@ pub enum Op {
     Report,
     /// `residual[i] = x[i] = scale * table[token][i]`
     Embed { scale: f32 },
-    /// `y = W norm(x)`, then the epilogue. One launch index is a unit of 8 rows of W.
+    /// `y = W norm(x)`, then the epilogue. One launch index is a unit of W: 8 rows, or 4 or 2.
     MatVec(MatVec),
     /// RoPE, cache append and attention over the history and the current position.
     /// Launch index `i`: a group of query heads that share a KV head; `j`: a share of the history.
@@ -35,6 +35,8 @@ pub struct MatVec {
     /// Applied to the input by every task: its statistics come from the packets the task reads anyway.
     pub norm: Option<NormAttr>,
     pub epilogue: Epilogue,
+    /// Rows of a unit, [`UNIT_ROWS`] or a part of them: see [`MatVec::takes_unit_rows`].
+    pub unit_rows: u32,
     pub variant: MatVecVariant,
 }
 
@@ -111,9 +113,10 @@ impl Attention {
 
 /// Rows of a share of the history: the k extent of one bf16 tensor-core step over probabilities.
 pub const HISTORY_ALIGN: u32 = 16;
-/// Output rows of one unit of a `MatVec`: the n extent of `mma.m16n8k16`.
+/// Output rows of one unit of a `MatVec`: the n extent of `mma.m16n8k16`. Units of 4 or 2 rows fill it with as many parts of k.
 pub const UNIT_ROWS: u32 = 8;
-/// Bytes of one granule: 8 rows of 64 bytes, one 16-byte load for each lane of a warp.
+/// Bytes of one granule: 8 rows of 64 bytes, one 16-byte load for each lane of a warp. In a unit of `r` rows, row `p r + i` of
+/// a granule is part `p` of row `i`: the parts of 64 bytes follow each other.
 pub const GRANULE_BYTES: u32 = 512;
 /// Bytes of one row of a granule.
 pub const GRANULE_ROW_BYTES: u32 = 64;
@@ -125,13 +128,27 @@ impl MatVec {
     pub fn units(&self) -> u32 {
         match self.epilogue {
             Epilogue::Gated(_) => (self.rows / 2).div_ceil(UNIT_ROWS / 2),
-            _ => self.rows.div_ceil(UNIT_ROWS),
+            _ => self.rows.div_ceil(self.unit_rows.max(1)),
         }
+    }
+
+    /// Whether units may have `rows` rows when a weight takes `bytes` bytes: where a unit is columns of the output and nothing
+    /// else, and k is whole granules.
+    pub fn takes_unit_rows(&self, rows: u32, bytes: u32) -> bool {
+        rows == UNIT_ROWS
+            || matches!(rows, 2 | 4)
+                && matches!(self.epilogue, Epilogue::Store | Epilogue::Act(_))
+                && self.k.is_multiple_of(granule_k(bytes) * (UNIT_ROWS / rows))
+    }
+
+    /// Parts of k side by side in a granule.
+    pub fn parts(&self) -> u32 {
+        UNIT_ROWS / self.unit_rows.clamp(1, UNIT_ROWS)
     }
 
     /// Granules of one unit when a weight takes `bytes` bytes.
     pub fn granules(&self, bytes: u32) -> u32 {
-        granules(self.k, bytes)
+        self.k.div_ceil(granule_k(bytes) * self.parts())
     }
 
     /// Bytes of one unit when a weight takes `bytes` bytes.
@@ -140,9 +157,14 @@ impl MatVec {
     }
 }
 
-/// Granules of a unit of `k` weights a row when a weight takes `bytes` bytes.
+/// Weights of a row of a granule when a weight takes `bytes` bytes.
+fn granule_k(bytes: u32) -> u32 {
+    GRANULE_ROW_BYTES / bytes
+}
+
+/// Granules of a unit of 8 rows of `k` weights when a weight takes `bytes` bytes.
 pub fn granules(k: u32, bytes: u32) -> u32 {
-    k.div_ceil(GRANULE_ROW_BYTES / bytes)
+    k.div_ceil(granule_k(bytes))
 }
 
 /// What an operand is to its op; the order of the roles in [`Op::signature`] is the order of the operands.

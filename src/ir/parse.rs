@@ -4,7 +4,7 @@
 //! may dangle. Memory is proportional to the text: nothing is reserved from a number that the text states.
 //! The grammar is what [`super::print`] writes; blanks between tokens, blank lines, comments and CRLF are free.
 
-use super::op::{Access, Attention, Epilogue, MatVec, NormAttr, Op, QkNormAttr, Role};
+use super::op::{Access, Attention, Epilogue, MatVec, NormAttr, Op, QkNormAttr, Role, UNIT_ROWS};
 use super::print::{VERSION, act_name, norm_name};
 use super::program::{Buffer, Cols, Content, Grid, Operand, Part, Program, Rows, Second, Space, VectorPart};
 use super::schedule::{Event, Machine, Mechanism, Regime, Ring, Run, RunBytes, Schedule, SmemPart, Task, Wait};
@@ -287,6 +287,7 @@ impl<'a> Parser<'a> {
     fn matvec(&mut self) -> Parsed<MatVec> {
         let (rows, k) = (self.attr_u32("rows")?, self.attr_u32("k")?);
         let norm = if self.eat_attr("norm")? { Some(self.norm()?) } else { None };
+        let unit_rows = self.optional_u32("unit_rows")?.unwrap_or(UNIT_ROWS);
         let variant = MatVecVariant { hold: self.optional_u32("hold")?, poll: self.optional_u32("poll")? };
         self.attr("epilogue")?;
         let epilogue = match self.words(&["store", "act", "gated", "residual", "logits"])? {
@@ -296,7 +297,7 @@ impl<'a> Parser<'a> {
             "residual" => Epilogue::Residual { scale: self.attr_f32("scale")? },
             _ => Epilogue::Logits { scale: self.attr_f32("scale")?, softcap: self.optional_f32("softcap")? },
         };
-        Ok(MatVec { rows, k, norm, epilogue, variant })
+        Ok(MatVec { rows, k, norm, epilogue, unit_rows, variant })
     }
 
     fn act(&mut self) -> Parsed<Act> {
@@ -1251,14 +1252,15 @@ regime r1 from 32
                     variant: AttentionVariant { team, ahead },
                 })
             });
-        let variants = (prop::option::of(numbers()), prop::option::of(numbers()));
+        let ways = (numbers(), prop::option::of(numbers()), prop::option::of(numbers()));
         prop_oneof![
             Just(Op::Select),
             Just(Op::Report),
             floats().prop_map(|scale| Op::Embed { scale }),
-            (numbers(), numbers(), prop::option::of(norms()), epilogues, variants).prop_map(
-                |(rows, k, norm, epilogue, (hold, poll))| {
-                    Op::MatVec(MatVec { rows, k, norm, epilogue, variant: MatVecVariant { hold, poll } })
+            (numbers(), numbers(), prop::option::of(norms()), epilogues, ways).prop_map(
+                |(rows, k, norm, epilogue, (unit_rows, hold, poll))| {
+                    let variant = MatVecVariant { hold, poll };
+                    Op::MatVec(MatVec { rows, k, norm, epilogue, unit_rows, variant })
                 }
             ),
             attention,

@@ -26,7 +26,7 @@
 //! `w3[first..+rows block B stride S]`. A run in a stream is a task, then `+offset:bytes` of the pack or `+hist:rows`
 //! for chunks of that many cache rows.
 
-use super::op::{Attention, Epilogue, MatVec, NormAttr, Op, QkNormAttr};
+use super::op::{Attention, Epilogue, MatVec, NormAttr, Op, QkNormAttr, UNIT_ROWS};
 use super::program::{Buffer, Cols, Content, Grid, Operand, Program, Second};
 use super::schedule::{Event, Machine, Regime, Ring, Run, RunBytes, Schedule, SmemPart, Task, Wait};
 use super::variant::{AttentionVariant, MatVecVariant, SUM_UNITS};
@@ -179,10 +179,13 @@ fn write_op(out: &mut String, op: &Op) -> fmt::Result {
     match op {
         Op::Select | Op::Report => Ok(()),
         Op::Embed { scale } => write!(out, " scale={scale}"),
-        Op::MatVec(MatVec { rows, k, norm, epilogue, variant: MatVecVariant { hold, poll } }) => {
+        Op::MatVec(MatVec { rows, k, norm, epilogue, unit_rows, variant: MatVecVariant { hold, poll } }) => {
             write!(out, " rows={rows} k={k}")?;
             if let Some(norm) = norm {
                 write!(out, " norm={}", NormText(norm))?;
+            }
+            if *unit_rows != UNIT_ROWS {
+                write!(out, " unit_rows={unit_rows}")?;
             }
             write_optional(out, "hold", hold)?;
             write_optional(out, "poll", poll)?;

@@ -62,7 +62,7 @@ impl Held {
         let whole = chunk >= unit;
         // A pair of 8-byte packets holds two times as many values as 4 bytes do.
         let pair = 2 * (4 / precision.wire.bytes() as u32);
-        let granule_pairs = GRANULE_ROW_BYTES / weight_bytes / pair;
+        let granule_pairs = GRANULE_ROW_BYTES / weight_bytes * m.parts() / pair;
         Held {
             granules: (if whole { unit } else { chunk }).div_ceil(warps),
             whole,

@@ -10,7 +10,7 @@ use crate::digest::Digest;
 use crate::dtype::Precision;
 use crate::ir::op::UNIT_ROWS;
 use crate::ir::variant::SUM_UNITS;
-use crate::lower::{LayerOp, heads_of_task, lower};
+use crate::lower::{LayerOp, finest_unit_rows, heads_of_task, lower};
 use crate::model::graph::ModelGraph;
 use crate::schedule::{check_knobs, schedule};
 use crate::target::{Target, TargetKind};
@@ -189,6 +189,14 @@ pub const KNOBS: [Knob; KNOB_NAMES.len()] = [
         "1: queries stay in registers, and values are loaded before the softmax",
     )
     .of(ATTENTION),
+    knob(
+        "unit_rows",
+        Grid::Values(&[2, 4, 8]),
+        false,
+        true,
+        "rows of the smallest units that a matvec is divided into, where the longest share becomes shorter by them",
+    )
+    .of(&["qkv", "o", "up", "down"]),
 ];
 
 /// The knobs as a table, as `docs/search.md` shows them.
@@ -287,6 +295,8 @@ impl Space {
                 "heads_per_task" => values.retain(|&heads| heads <= group && group.is_multiple_of(heads)),
                 // Where it begins behind the context, it never splits, which `splits` says already.
                 "split_from" => values.retain(|&from| from < context_max),
+                // Units become smaller where shares become shorter by it.
+                "unit_rows" => values.retain(|&least| finest_unit_rows(graph, precision, default.sms, least) == least),
                 "sum_units" => {}
                 _ if !knob.ops.is_empty() => values.retain(|&value| value == own[at] || fits(at, value)),
                 _ => {}

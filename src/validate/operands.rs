@@ -42,7 +42,7 @@ pub(super) fn check(schedule: &Schedule, found: &mut Found) {
     let mut uses = vec![None; program.buffers.len()];
     for (g, grid) in (0..).zip(&program.grids) {
         let id = GridId(g);
-        if !attributes(id, &grid.op, grid.n, found) {
+        if !attributes(id, &grid.op, grid.n, program.precision.weights, found) {
             continue;
         }
         launch_extents(id, grid, program, schedule.machine.sms, found);
@@ -103,7 +103,7 @@ fn interleaved(at: Entity, interleave: u32, pair: bool, found: &mut Found) {
 }
 
 /// Numbers that no kernel can take; after this, sizes derived from the op fit 32 bits.
-fn attributes(id: GridId, op: &Op, n: u32, found: &mut Found) -> bool {
+fn attributes(id: GridId, op: &Op, n: u32, weights: DType, found: &mut Found) -> bool {
     let mut fine = true;
     let mut expect = |holds: bool, what: &str, value: &dyn std::fmt::Display| {
         if !holds {
@@ -122,6 +122,11 @@ fn attributes(id: GridId, op: &Op, n: u32, found: &mut Found) -> bool {
             if let Some(norm) = &m.norm {
                 expect(eps_ok(norm), "a finite `eps` above 0", &norm.eps);
             }
+            expect(
+                m.takes_unit_rows(m.unit_rows, weights.bytes() as u32),
+                "`unit_rows` of 8, or of 4 or 2 where columns are stored and k is whole granules",
+                &m.unit_rows,
+            );
             match m.epilogue {
                 Epilogue::Store | Epilogue::Act(_) => {}
                 Epilogue::Gated(_) => expect(m.rows % 2 == 0, "as many gate rows as up rows", &m.rows),
@@ -482,11 +487,11 @@ fn want(grid: &Grid, operand: &Operand, program: &Program) -> Option<Want> {
                     cols: Cols::blocks(1, units),
                     extent: Extent::Weight { rows: m.rows, k: m.k },
                 }),
-                Role::Bias => Some(vector(Cols::blocks(UNIT_ROWS, units * UNIT_ROWS))),
+                Role::Bias => Some(vector(Cols::blocks(m.unit_rows, units.saturating_mul(m.unit_rows)))),
                 Role::Residual => Some(private(DType::F32, Cols::blocks(UNIT_ROWS, m.rows))),
                 Role::Out => match m.epilogue {
                     Epilogue::Gated(_) => Some(exchange(wire, Cols::blocks(GATED_INTERLEAVE, m.rows / 2))),
-                    _ => Some(exchange(wire, Cols::blocks(UNIT_ROWS, m.rows))),
+                    _ => Some(exchange(wire, Cols::blocks(m.unit_rows, m.rows))),
                 },
                 Role::Logits => Some(output(DType::F32, Cols::blocks(UNIT_ROWS, m.rows))),
                 Role::Candidates => {

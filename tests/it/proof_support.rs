@@ -236,6 +236,7 @@ pub fn on_cpu(sms: u32) -> Candidate {
         hold_head: 0,
         attention_team: 1,
         attention_ahead: 1,
+        unit_rows: 8,
     }
 }
 
@@ -350,6 +351,7 @@ pub fn add_extra(schedule: &mut Schedule, after: &str, sms: [usize; 2]) {
             k: 16,
             norm: None,
             epilogue: Epilogue::Store,
+            unit_rows: 8,
             variant: MatVecVariant::default(),
         }),
         n: 1,

@@ -262,8 +262,14 @@ impl Build<'_> {
         operands.push(operand(Role::Weight, Access::Stream, weight, Rows::Units, units));
         operands.extend(out(Cols::blocks(8, rows)));
         debug_assert!(self.hidden > 0);
-        let op =
-            Op::MatVec(MatVec { rows, k, norm: normed.then_some(norm), epilogue, variant: MatVecVariant::default() });
+        let op = Op::MatVec(MatVec {
+            rows,
+            k,
+            norm: normed.then_some(norm),
+            epilogue,
+            unit_rows: 8,
+            variant: MatVecVariant::default(),
+        });
         self.grid(name, op, rows.div_ceil(8), operands);
     }
 }

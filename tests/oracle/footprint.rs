@@ -245,7 +245,7 @@ fn numbers(s: &Schedule) -> Result<(), Fault> {
 fn units(m: &MatVec) -> u32 {
     match m.epilogue {
         Epilogue::Gated(_) => (m.rows / 2).div_ceil(4),
-        _ => m.rows.div_ceil(8),
+        _ => m.rows.div_ceil(m.unit_rows.max(1)),
     }
 }
 
@@ -344,7 +344,8 @@ fn parts(s: &Schedule, grid: &Grid, task: &Task) -> Vec<Part> {
         }
         Op::MatVec(m) => {
             let (rows, k) = (u64::from(m.rows), u64::from(m.k));
-            let (from, to) = (8 * lo, (8 * hi).min(rows));
+            let each = u64::from(m.unit_rows);
+            let (from, to) = (each * lo, (each * hi).min(rows));
             let mut parts = vec![part(Role::X, Read, Exchange, pr.wire, 0, k)];
             if let Some(norm) = &m.norm {
                 parts.push(vector(Role::NormWeight, 0, k));
@@ -357,7 +358,7 @@ fn parts(s: &Schedule, grid: &Grid, task: &Task) -> Vec<Part> {
                 must: Must::Exactly(m.rows, m.k),
                 ..part(Role::Weight, Stream, Weight, pr.weights, lo, hi)
             });
-            parts.push(vector(Role::Bias, 8 * lo, 8 * hi));
+            parts.push(vector(Role::Bias, each * lo, each * hi));
             match m.epilogue {
                 Epilogue::Store | Epilogue::Act(_) => parts.push(part(Role::Out, Write, Exchange, pr.wire, from, to)),
                 Epilogue::Gated(_) => {
@@ -698,7 +699,8 @@ fn packed(s: &Schedule) -> Result<(), Fault> {
                 }
                 match (&grid.op, run.bytes) {
                     (Op::MatVec(m), RunBytes::Fixed { offset, bytes }) => {
-                        let unit = u64::from(m.k).div_ceil(GRANULE_ROW / weight) * GRANULE;
+                        let each = u64::from(m.unit_rows).clamp(1, 8);
+                        let unit = u64::from(m.k).div_ceil(GRANULE_ROW / weight * 8 / each) * GRANULE;
                         if bytes != unit * u64::from(task.hi - task.lo) {
                             return ring(format!("{id} of r{r} gets {bytes} bytes"));
                         }

@@ -53,6 +53,7 @@ struct Class2 {
 struct Class3 {
   static constexpr int ROWS = 96;
   static constexpr int K = 32;
+  static constexpr int UNIT_ROWS = 8;
   static constexpr int CHUNK = 32;
   static constexpr int UNITS = 2;
   static constexpr int TOGETHER = 2;
@@ -95,6 +96,7 @@ struct Class4 {
 struct Class5 {
   static constexpr int ROWS = 32;
   static constexpr int K = 32;
+  static constexpr int UNIT_ROWS = 8;
   static constexpr int CHUNK = 32;
   static constexpr int UNITS = 1;
   static constexpr int TOGETHER = 1;
@@ -114,6 +116,7 @@ struct Class5 {
 struct Class6 {
   static constexpr int ROWS = 40;
   static constexpr int K = 32;
+  static constexpr int UNIT_ROWS = 8;
   static constexpr int CHUNK = 32;
   static constexpr int UNITS = 1;
   static constexpr int TOGETHER = 1;
@@ -133,6 +136,7 @@ struct Class6 {
 struct Class7 {
   static constexpr int ROWS = 32;
   static constexpr int K = 40;
+  static constexpr int UNIT_ROWS = 8;
   static constexpr int CHUNK = 32;
   static constexpr int UNITS = 1;
   static constexpr int TOGETHER = 1;
@@ -152,6 +156,7 @@ struct Class7 {
 struct Class8 {
   static constexpr int ROWS = 61;
   static constexpr int K = 32;
+  static constexpr int UNIT_ROWS = 8;
   static constexpr int CHUNK = 32;
   static constexpr int UNITS = 1;
   static constexpr int TOGETHER = 1;

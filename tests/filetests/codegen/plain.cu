@@ -53,6 +53,7 @@ struct Class2 {
 struct Class3 {
   static constexpr int ROWS = 32;
   static constexpr int K = 32;
+  static constexpr int UNIT_ROWS = 4;
   static constexpr int CHUNK = 32;
   static constexpr int UNITS = 1;
   static constexpr int TOGETHER = 1;
@@ -95,6 +96,7 @@ struct Class4 {
 struct Class5 {
   static constexpr int ROWS = 32;
   static constexpr int K = 16;
+  static constexpr int UNIT_ROWS = 8;
   static constexpr int CHUNK = 32;
   static constexpr int UNITS = 1;
   static constexpr int TOGETHER = 1;
@@ -121,6 +123,7 @@ struct Class6 {
 struct Class7 {
   static constexpr int ROWS = 80;
   static constexpr int K = 32;
+  static constexpr int UNIT_ROWS = 8;
   static constexpr int CHUNK = 32;
   static constexpr int UNITS = 2;
   static constexpr int TOGETHER = 2;
@@ -140,6 +143,7 @@ struct Class7 {
 struct Class8 {
   static constexpr int ROWS = 32;
   static constexpr int K = 40;
+  static constexpr int UNIT_ROWS = 8;
   static constexpr int CHUNK = 30;
   static constexpr int UNITS = 1;
   static constexpr int TOGETHER = 1;
@@ -182,6 +186,7 @@ struct Class9 {
 struct Class10 {
   static constexpr int ROWS = 61;
   static constexpr int K = 32;
+  static constexpr int UNIT_ROWS = 8;
   static constexpr int CHUNK = 32;
   static constexpr int UNITS = 1;
   static constexpr int TOGETHER = 1;
