@@ -16,6 +16,10 @@ pub const RING_SLOTS_MAX: u32 = 64;
 /// More shares of the history than this would make the merge longer than the history it saves.
 pub const SPLITS_DEFAULT_MAX: u32 = 32;
 
+/// More shares than this are no candidate of any length of context: each is a task of every layer, and takes memory before
+/// anything is known of it.
+pub const SPLITS_MAX: u32 = 1024;
+
 /// Every knob that lowering, scheduling and the kernels of ops may turn. Two candidates that differ give different artefacts or
 /// the difference is a bug of the knob.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]

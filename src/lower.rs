@@ -4,7 +4,7 @@ mod alone;
 
 pub use alone::{LayerOp, graph_of, lower_alone, outputs};
 
-use crate::candidate::{Candidate, Infeasible};
+use crate::candidate::{Candidate, Infeasible, SPLITS_MAX};
 use crate::dtype::{DType, Precision};
 use crate::ir::BufferId;
 use crate::ir::op::{Access, Attention, Epilogue, MatVec, NormAttr, Op, PARTIAL_HEADER, QkNormAttr, Role, UNIT_ROWS};
@@ -21,6 +21,10 @@ pub fn lower(
     context_max: u32,
     candidate: &Candidate,
 ) -> Result<Program, Infeasible> {
+    if candidate.splits > SPLITS_MAX {
+        let expected = format!("at most {SPLITS_MAX}");
+        return Err(Infeasible::Knob { knob: "splits", value: candidate.splits, expected });
+    }
     let (mut b, start) = Builder::begin(graph, name, precision, context_max, candidate);
     let mut x = start.x;
     for (l, layer) in graph.layers.iter().enumerate() {
