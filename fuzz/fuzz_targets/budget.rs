@@ -6,6 +6,7 @@
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::ptr::null_mut;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
 use std::time::{Duration, Instant};
@@ -21,6 +22,8 @@ const LOOK_BYTES: usize = 64 << 10;
 pub struct Budget {
     live: AtomicUsize,
     armed: AtomicBool,
+    /// Whether it refused something to this input.
+    refused: AtomicBool,
 }
 
 thread_local! {
@@ -30,14 +33,21 @@ thread_local! {
 
 impl Budget {
     pub const fn new() -> Budget {
-        Budget { live: AtomicUsize::new(0), armed: AtomicBool::new(false) }
+        Budget { live: AtomicUsize::new(0), armed: AtomicBool::new(false), refused: AtomicBool::new(false) }
     }
 
     pub fn spend(&self, work: impl FnOnce()) {
         DEADLINE.set(Some(Instant::now() + TIME_MAX));
+        self.refused.store(false, Relaxed);
         self.armed.store(true, Relaxed);
-        work();
+        let ended = catch_unwind(AssertUnwindSafe(work));
         self.armed.store(false, Relaxed);
+        // Where nobody catches the refusal the tool's process ends, which its parent tells; any other panic is a finding.
+        if let Err(panic) = ended
+            && !self.refused.load(Relaxed)
+        {
+            resume_unwind(panic);
+        }
     }
 
     /// Whether so many bytes more are beyond the budget. A panic on its way may take what it needs.
@@ -45,12 +55,15 @@ impl Budget {
         if !self.armed.load(Relaxed) || std::thread::panicking() {
             return false;
         }
-        if self.live.load(Relaxed).saturating_add(bytes) > BYTES_MAX {
-            return true;
-        }
         let count = COUNT.get().wrapping_add(1);
         COUNT.set(count);
-        (bytes >= LOOK_BYTES || count % LOOK_EVERY == 0) && DEADLINE.get().is_some_and(|end| Instant::now() > end)
+        let looks = bytes >= LOOK_BYTES || count % LOOK_EVERY == 0;
+        let spent = self.live.load(Relaxed).saturating_add(bytes) > BYTES_MAX
+            || looks && DEADLINE.get().is_some_and(|end| Instant::now() > end);
+        if spent {
+            self.refused.store(true, Relaxed);
+        }
+        spent
     }
 }
 
