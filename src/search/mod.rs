@@ -12,6 +12,8 @@ pub mod prior;
 pub mod propose;
 pub mod space;
 pub mod study;
+#[cfg(test)]
+mod transfer;
 
 pub use drive::{Arena, Driven, Made, Proposes, Ran, Retold, Settled, SettledAs, Start, Told, drive, retell, told};
 pub use history::{History, floor_gap, histories};

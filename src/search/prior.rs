@@ -150,6 +150,7 @@ pub struct Prior {
     earlier: Rc<Vec<(f64, Example)>>,
     own: Vec<(f64, Example)>,
     ridge: Ridge,
+    effects: Effects,
 }
 
 /// A prediction for one point.
@@ -165,13 +166,25 @@ pub struct Opinion {
 
 /// Squared octaves at which an example's weight falls to 1/e.
 const KNOB_WIDTH: f64 = 1.0;
-const SETTING_WIDTH: f64 = 12.0;
+const SETTING_WIDTH: f64 = 4.0;
 /// Weight of the opinion that a point is like the default, in examples.
 const DOUBT: f64 = 0.3;
 /// Ridge: as many examples say that a coefficient is 0.
 const RIDGE: f64 = 1.0;
+/// An effect that is worth looking for, as a log of ratios.
+const EFFECT: f64 = 0.02;
+/// Comparisons that the promise of a knob that nobody turned is worth.
+const UNTURNED: f64 = 0.5;
+/// Examples of a campaign that are compared with each other, at most.
+const PAIRED_MAX: usize = 200;
+/// What earlier campaigns have to have gained for it to be tried first, as a log of ratios.
+const GOOD: f64 = -0.005;
+/// The promise of a knob that comes to nothing.
+const HOPELESS: f64 = 0.1;
 /// Seeds of a prior that ranks held-out campaigns better than by chance, or that was never held out.
-const SEEDS_MOST: usize = 4;
+const SEEDS_MOST: usize = 6;
+/// Of them, best candidates as they are; the others are single moves.
+const WHOLE_SEEDS: usize = 3;
 const TERMS: usize = 2 * KNOBS.len();
 /// With 2000 of them a search takes 34 ms to think ahead between two trials; the nearest settings are kept.
 const EXAMPLES_MAX: usize = 1000;
@@ -201,8 +214,13 @@ impl Prior {
         }
         let mut ridge = Ridge::default();
         examples.iter().for_each(|(weight, example)| ridge.learn(*weight, example));
+        let mut effects = Effects::default();
+        for group in groups {
+            let Some(distance) = setting.distance(&group.setting) else { continue };
+            effects.learn_all((-distance / SETTING_WIDTH).exp(), &group.examples);
+        }
         let (earlier, own) = (Rc::new(examples), vec![]);
-        Prior { setting, default, model, seeds_most: SEEDS_MOST, earlier, own, ridge }
+        Prior { setting, default, model, seeds_most: SEEDS_MOST, earlier, own, ridge, effects }
     }
 
     pub fn model(&self) -> Model {
@@ -224,6 +242,7 @@ impl Prior {
         let moves = moves(&values, &self.default);
         let example = Example { moves, values, log_ratio };
         self.ridge.learn(1.0, &example);
+        self.own.iter().for_each(|(_, other)| self.effects.learn(1.0, other, &example));
         self.own.push((1.0, example));
     }
 
@@ -250,39 +269,96 @@ impl Prior {
         Opinion { log_ratio, support: all, risk: failed / (all + DOUBT) }
     }
 
-    /// Points that earlier campaigns found good, carried over to this space: the best of each, relative to its default and
-    /// as it is, ranked by what all examples say.
+    /// How much may come of turning the knobs in which two points differ, by how much came of turning them before: 1 where
+    /// nobody turned them, about 0 where nothing ever came of it.
+    pub fn promise(&self, from: &Candidate, to: &Candidate) -> f64 {
+        let turned = from.values().into_iter().zip(to.values()).enumerate().filter(|(_, (a, b))| a != b);
+        turned.map(|(knob, _)| self.effects.promise(knob)).fold(0.0, f64::max)
+    }
+
+    /// Points that earlier campaigns found good, carried over to this space: the best of the campaign that is most like this one,
+    /// relative to its default and as it is, and the single moves that the regression on all of them expects most of. A best
+    /// candidate has knobs that were kept by the way, and some that another shape does not like; one move has neither.
     pub fn seeds(&self, groups: &[Group], space: &Space, guess: &dyn Fn(&Candidate) -> f64) -> Vec<Candidate> {
-        let mut found: Vec<Candidate> = vec![];
-        for group in groups.iter().filter(|g| self.setting.distance(&g.setting).is_some()) {
-            let mut good: Vec<(&Example, f64)> = group
-                .examples
-                .iter()
-                .filter_map(|e| Some((e, e.log_ratio?)))
-                .filter(|(_, log)| *log < -0.005)
-                .collect();
-            good.sort_by(|a, b| a.1.total_cmp(&b.1));
-            for (example, _) in good.into_iter().take(3) {
+        let mut found: Vec<(f64, Candidate)> = vec![];
+        let mut near: Vec<(f64, &Group)> =
+            groups.iter().filter_map(|group| Some((self.setting.distance(&group.setting)?, group))).collect();
+        near.sort_by(|a, b| a.0.total_cmp(&b.0));
+        let expected = |c: &Candidate| {
+            let opinion = self.opinion(c, guess(c));
+            opinion.log_ratio + opinion.risk
+        };
+        for (_, group) in near.iter().take(WHOLE_SEEDS) {
+            let good = group.examples.iter().filter_map(|e| Some((e, e.log_ratio?)));
+            let best = good.filter(|(_, log)| *log < GOOD).min_by(|a, b| a.1.total_cmp(&b.1));
+            if let Some((example, _)) = best {
                 let mut scaled = self.default;
                 for ((to, moved), default) in scaled.iter_mut().zip(&example.moves).zip(&self.default) {
                     *to = ((f64::from(*default) + 1.0) * moved.exp2() - 1.0).round().max(0.0) as u32;
                 }
-                found.extend([space.snap(&scaled), space.snap(&example.values)].into_iter().flatten());
+                let whole = [space.snap(&scaled), space.snap(&example.values)].into_iter().flatten();
+                let best = whole.map(|c| (expected(&c), c)).min_by(|a, b| a.0.total_cmp(&b.0));
+                found.extend(best);
+            }
+        }
+        let default = space.default_candidate();
+        let mut single: Vec<(f64, Candidate)> = vec![];
+        for candidate in space.neighbours(default) {
+            let log = self.ridge.says(&moves(&candidate.values(), &self.default));
+            if log < GOOD && self.promise(default, &candidate) > HOPELESS {
+                single.push((log, candidate));
+            }
+        }
+        single.sort_by(|a, b| a.0.total_cmp(&b.0));
+        // Of each knob its most promising move.
+        let mut knobs: Vec<Vec<usize>> = vec![];
+        for (log, candidate) in single {
+            let turned: Vec<usize> =
+                (0..KNOBS.len()).filter(|&at| candidate.values()[at] != default.values()[at]).collect();
+            if !knobs.contains(&turned) {
+                knobs.push(turned);
+                found.push((log, candidate));
             }
         }
         let mut distinct: Vec<Candidate> = vec![];
-        for candidate in found {
-            if candidate != *space.default_candidate() && !distinct.contains(&candidate) {
+        for (_, candidate) in found {
+            if candidate != *default && !distinct.contains(&candidate) {
                 distinct.push(candidate);
             }
         }
-        let score = |c: &Candidate| {
-            let opinion = self.opinion(c, guess(c));
-            opinion.log_ratio + opinion.risk
-        };
-        distinct.sort_by(|a, b| score(a).total_cmp(&score(b)));
         distinct.truncate(self.seeds_most);
         distinct
+    }
+}
+
+/// What came of turning one knob alone, whichever way: knobs that never mattered are not worth a trial for each of their values.
+#[derive(Debug, Clone, Default)]
+struct Effects {
+    /// Weight of the comparisons, and the sum of their effects by [`EFFECT`].
+    of_knobs: [(f64, f64); KNOBS.len()],
+}
+
+impl Effects {
+    fn learn_all(&mut self, weight: f64, examples: &[Example]) {
+        let examples = examples.get(..PAIRED_MAX.min(examples.len())).unwrap_or_default();
+        for (at, example) in examples.iter().enumerate() {
+            examples.iter().take(at).for_each(|other| self.learn(weight, other, example));
+        }
+    }
+
+    fn learn(&mut self, weight: f64, a: &Example, b: &Example) {
+        let (Some(log_a), Some(log_b)) = (a.log_ratio, b.log_ratio) else { return };
+        let mut turned = (0..KNOBS.len()).filter(|&knob| a.values[knob] != b.values[knob]);
+        if let (Some(knob), None) = (turned.next(), turned.next()) {
+            let (weights, effects) = &mut self.of_knobs[knob];
+            *weights += weight;
+            *effects += weight * ((log_a - log_b).abs() / EFFECT).min(1.0);
+        }
+    }
+
+    fn promise(&self, knob: usize) -> f64 {
+        let (weight, effects) = self.of_knobs[knob];
+        (UNTURNED + effects) / (UNTURNED + weight)
     }
 }
 

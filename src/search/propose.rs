@@ -271,9 +271,10 @@ impl<'a> Search<'a> {
     }
 
     /// Lower is tried sooner.
-    fn score(&self, candidate: &Candidate) -> f64 {
+    fn score(&self, base: &Candidate, candidate: &Candidate) -> f64 {
         let Opinion { log_ratio, support, risk } = self.opinion(candidate);
-        log_ratio - CURIOSITY / (1.0 + support).sqrt() + RISK_COST * risk
+        let curiosity = CURIOSITY * self.prior.promise(base, candidate);
+        log_ratio - curiosity / (1.0 + support).sqrt() + RISK_COST * risk
     }
 
     /// Where local moves start: the incumbent, and after each run of reverts another good point, or a far one.
@@ -298,7 +299,7 @@ impl<'a> Search<'a> {
     /// The most promising point one knob away that is new.
     fn local(&self, base: &Candidate, random: &mut Random) -> Option<(Candidate, Proposer)> {
         let fresh = self.space.neighbours(base).into_iter().filter(|c| self.is_new(c));
-        let scored = fresh.map(|c| (self.score(&c) + 0.002 * random.unit(), c));
+        let scored = fresh.map(|c| (self.score(base, &c) + 0.002 * random.unit(), c));
         let best = scored.min_by(|a, b| a.0.total_cmp(&b.0));
         best.map(|(_, candidate)| (candidate, Proposer::Local))
     }
@@ -312,7 +313,7 @@ impl<'a> Search<'a> {
             let Some(candidate) = self.space.mutated(base, moves, &mut choose).filter(|c| self.is_new(c)) else {
                 continue;
             };
-            let score = self.score(&candidate);
+            let score = self.score(base, &candidate);
             if best.as_ref().is_none_or(|(least, _)| score < *least) {
                 best = Some((score, candidate));
             }

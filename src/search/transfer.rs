@@ -1,0 +1,163 @@
+//! A made-up machine that behaves as the cost model says: what campaigns of known shapes are worth to shapes that nobody tuned.
+//!
+//! The search is told nothing of the cost model here. No figure of this file is a measurement of anything but the search.
+
+use super::cost;
+use super::drive::{Arena, Made, Ran, Settled, SettledAs, Start, drive};
+use super::judge::Rounds;
+use super::prior::{Example, Group, Prior, Setting, moves};
+use super::propose::{Limits, Search, Stop};
+use super::space::Space;
+use crate::candidate::Candidate;
+use crate::digest::Digest;
+use crate::dtype::{DType, Precision};
+use crate::flywheel::ModelShape;
+use crate::model::config::import_config_only;
+use crate::model::graph::ModelGraph;
+use crate::paired::Round;
+use crate::random::Random;
+use crate::target::Target;
+
+const BF16: Precision = Precision { weights: DType::Bf16, cache: DType::Bf16, wire: DType::Bf16 };
+const POSITIONS: [u32; 2] = [32, 1024];
+
+/// A machine that behaves as the cost model says, with half a percent of noise. The search is not told what it says.
+struct Machine<'a> {
+    graph: &'a ModelGraph,
+    target: &'a Target,
+    default: Candidate,
+    random: Random,
+    seen: Vec<(Candidate, f64)>,
+    kept: Vec<f64>,
+}
+
+impl Machine<'_> {
+    fn log(&self, candidate: &Candidate) -> f64 {
+        let us = |c: &Candidate, p| {
+            cost::predict(self.graph, self.target, BF16, c, p).expect("a calibrated record").total_us()
+        };
+        let logs = POSITIONS.map(|position| (us(candidate, position) / us(&self.default, position)).ln());
+        logs.iter().sum::<f64>() / logs.len() as f64
+    }
+}
+
+impl Arena for Machine<'_> {
+    type Made = ();
+    type Evidence = ();
+    type Fault = &'static str;
+
+    fn make(&mut self, candidate: &Candidate, _: &[Candidate]) -> Result<Made<()>, &'static str> {
+        Ok(Made::Ready { artefact: Digest::of(candidate.to_string().as_bytes()), made: () })
+    }
+
+    fn run(&mut self, b: &Candidate, (): &(), a: Option<&Candidate>) -> Result<Ran<()>, &'static str> {
+        let Some(a) = a else { return Ok(Ran::Timed { rounds: vec![], evidence: () }) };
+        let times = [self.log(a).exp(), self.log(b).exp()];
+        let mut noisy = |us: f64| us * (0.995 + 0.01 * self.random.unit());
+        let rounds = (0..9).map(|_| Round { a: times.map(|_| noisy(times[0])), b: times.map(|_| noisy(times[1])) });
+        Ok(Ran::Timed { rounds: vec![Rounds { position: 32, rounds: rounds.collect() }], evidence: () })
+    }
+
+    fn record(&mut self, settled: &Settled<'_, (), ()>) -> Result<(), &'static str> {
+        let log = self.log(settled.candidate);
+        self.seen.push((settled.candidate.clone(), log));
+        let kept = match &settled.result {
+            SettledAs::First { .. } => true,
+            SettledAs::Judged { judged, .. } => judged.decision.is_kept(),
+            _ => false,
+        };
+        let now = if kept { log } else { self.kept.last().copied().unwrap_or(0.0) };
+        self.kept.push(now);
+        Ok(())
+    }
+
+    fn stop(&mut self) -> Option<Stop> {
+        None
+    }
+
+    fn floor_gap(&mut self) -> Option<f64> {
+        None
+    }
+}
+
+fn setting(graph: &ModelGraph) -> Setting {
+    let layer = &graph.layers[0];
+    let dtype = "bf16".to_string();
+    let model = ModelShape {
+        model_graph: Digest::of(b"model"),
+        family: graph.family.clone(),
+        layers: graph.layers.len() as u32,
+        hidden: graph.hidden,
+        intermediate: layer.mlp.up.rows,
+        heads: layer.attn.heads,
+        kv_heads: layer.attn.kv_heads,
+        head_dim: layer.attn.head_dim,
+        vocab: graph.vocab,
+        parameters: graph.parameter_count(),
+        weights_dtype: dtype.clone(),
+        cache_dtype: dtype.clone(),
+        wire_dtype: dtype,
+    };
+    Setting::new(&model, "h200", "cuda")
+}
+
+/// What a campaign tried, and the log ratio of the incumbent behind each trial.
+fn campaign(graph: &ModelGraph, groups: &[Group], trials: u32, seed: u64) -> (Group, Vec<f64>) {
+    let target = Target::builtin("h200").expect("a record");
+    let space = Space::new(graph, &target, BF16, 2048, |_| 40_000);
+    let default = space.default_candidate().clone();
+    let prior = Prior::new(groups, setting(graph), &default);
+    let limits = Limits { plateau: trials, ..Limits::of_budget(trials, seed) };
+    let mut search = Search::new(&space, limits, groups, prior, vec![], &|_| 0.0);
+    let random = Random::stream(seed, "noise", 0);
+    let mut machine = Machine { graph, target: &target, default: default.clone(), random, seen: vec![], kept: vec![] };
+    let start = Start { told: vec![], margin: 0.01, external: None };
+    drive(&mut machine, &mut search, start, 0).expect("no fault");
+    let example = |(candidate, log): &(Candidate, f64)| {
+        let values = candidate.values();
+        Example { moves: moves(&values, &default.values()), values, log_ratio: Some(*log) }
+    };
+    let examples = machine.seen.iter().map(example).collect();
+    let group = Group { name: graph.family.clone(), setting: setting(graph), default: default.values(), examples };
+    (group, machine.kept)
+}
+
+fn graph(text: &str) -> ModelGraph {
+    import_config_only(text, 0).expect("a config of the repository").graph
+}
+
+#[test]
+fn campaigns_of_other_shapes_make_a_search_faster_and_cost_it_nothing() {
+    let known = [
+        include_str!("../../manifests/configs/smollm2-135m.json"),
+        include_str!("../../manifests/configs/llama-3.2-1b.json"),
+        include_str!("../../manifests/configs/tinyllama-1.1b.json"),
+    ];
+    let groups: Vec<Group> = known.iter().map(|text| campaign(&graph(text), &[], 60, 0).0).collect();
+    let unseen = [
+        include_str!("../../manifests/configs/qwen3-0.6b.json"),
+        include_str!("../../manifests/configs/gemma-3-1b.json"),
+        include_str!("../../manifests/configs/llama-3.1-8b.json"),
+    ];
+    let (mut early, mut late) = ([0.0; 2], [0.0; 2]);
+    for text in unseen {
+        let graph = graph(text);
+        for (kind, groups) in [&[][..], &groups].into_iter().enumerate() {
+            for seed in 1..=5 {
+                let (_, curve) = campaign(&graph, groups, 40, seed);
+                // The default and ten trials; all of them.
+                early[kind] += curve[10] / 15.0;
+                late[kind] += curve[40] / 15.0;
+                assert!(curve.iter().all(|log| *log < 0.01), "an incumbent is worse than the default: {curve:?}");
+            }
+        }
+    }
+    let ([cold_early, warm_early], [cold_late, warm_late]) = (early, late);
+    let said = format!(
+        "behind 10 trials cold {cold_early:.4}, warm {warm_early:.4}; behind 40 {cold_late:.4}, {warm_late:.4}"
+    );
+    println!("{said}");
+    // Ten warm trials find more than ten cold ones, and forty no less.
+    assert!(warm_early < 1.5 * cold_early && warm_early < -0.01, "{said}");
+    assert!(warm_late < cold_late + 0.002, "{said}");
+}
