@@ -21,6 +21,8 @@ const LOOK_BYTES: usize = 64 << 10;
 
 pub struct Budget {
     live: AtomicUsize,
+    /// What was there before the input: libraries keep some 200 bytes of each tokenizer for good.
+    before: AtomicUsize,
     armed: AtomicBool,
     /// Whether it refused something to this input.
     refused: AtomicBool,
@@ -33,12 +35,18 @@ thread_local! {
 
 impl Budget {
     pub const fn new() -> Budget {
-        Budget { live: AtomicUsize::new(0), armed: AtomicBool::new(false), refused: AtomicBool::new(false) }
+        Budget {
+            live: AtomicUsize::new(0),
+            before: AtomicUsize::new(0),
+            armed: AtomicBool::new(false),
+            refused: AtomicBool::new(false),
+        }
     }
 
     pub fn spend(&self, work: impl FnOnce()) {
         DEADLINE.set(Some(Instant::now() + TIME_MAX));
         self.refused.store(false, Relaxed);
+        self.before.store(self.live.load(Relaxed), Relaxed);
         self.armed.store(true, Relaxed);
         let ended = catch_unwind(AssertUnwindSafe(work));
         self.armed.store(false, Relaxed);
@@ -58,8 +66,9 @@ impl Budget {
         let count = COUNT.get().wrapping_add(1);
         COUNT.set(count);
         let looks = bytes >= LOOK_BYTES || count % LOOK_EVERY == 0;
-        let spent = self.live.load(Relaxed).saturating_add(bytes) > BYTES_MAX
-            || looks && DEADLINE.get().is_some_and(|end| Instant::now() > end);
+        let live = self.live.load(Relaxed).saturating_sub(self.before.load(Relaxed));
+        let spent =
+            live.saturating_add(bytes) > BYTES_MAX || looks && DEADLINE.get().is_some_and(|end| Instant::now() > end);
         if spent {
             self.refused.store(true, Relaxed);
         }
