@@ -104,16 +104,20 @@ impl Place {
         }
     }
 
-    /// Writes `m.toml`, and the record with `copy` in place of its own.
+    /// Writes `m.toml` for the small trained model, and the record with `copy` in place of its own.
     fn manifest(&self, record: &Target, copy: CopyMechanism, weights: &str, decode: &str) -> Manifest {
+        let source = format!("path:{}", support::fixture("tinystories-llama").display());
+        self.manifest_of(&source, record, copy, weights, decode)
+    }
+
+    /// The same for another model.
+    fn manifest_of(&self, source: &str, record: &Target, copy: CopyMechanism, weights: &str, decode: &str) -> Manifest {
         let spec = Spec { copy, ..record.spec.clone() };
         let record = Target { name: format!("{}-{copy}", record.name), spec, ..record.clone() };
         std::fs::write(self.path("record.toml"), record.to_toml()).unwrap();
-        let model = support::fixture("tinystories-llama");
         let text = format!(
-            "[model]\nsource = \"path:{}\"\n[precision]\nweights = \"{weights}\"\n[decode]\n{decode}\n\
-             [[target]]\nrecord = \"record.toml\"\n",
-            model.display()
+            "[model]\nsource = \"{source}\"\n[precision]\nweights = \"{weights}\"\n[decode]\n{decode}\n\
+             [[target]]\nrecord = \"record.toml\"\n"
         );
         let path = self.path("m.toml");
         std::fs::write(&path, text).unwrap();

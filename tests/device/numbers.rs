@@ -35,6 +35,40 @@ fn every_way_into_shared_memory_is_checked_and_timed() {
     }
 }
 
+/// A position too deep for a prompt is checked behind a cache that the host made up, row for row as kernels keep them.
+#[test]
+fn made_up_caches_are_read_as_they_were_written() {
+    let Some(gpu) = Gpu::here("made_up_caches_are_read_as_they_were_written") else { return };
+    let shape = include_str!("../../manifests/configs/qwen3-0.6b.json");
+    for head_dim in [64, 80, 128, 256] {
+        let mut config: serde_json::Value = serde_json::from_str(shape).unwrap();
+        for (key, value) in [
+            ("hidden_size", 512),
+            ("intermediate_size", 2048),
+            ("num_hidden_layers", 4),
+            ("num_attention_heads", 4),
+            ("num_key_value_heads", 2),
+            ("head_dim", head_dim),
+            ("vocab_size", 8192),
+            ("bos_token_id", 0),
+            ("eos_token_id", 1),
+        ] {
+            config[key] = value.into();
+        }
+        let place = Place::new();
+        std::fs::write(place.path("config.json"), config.to_string()).unwrap();
+        let decode = "context_max = 1536\ncheck_positions = [0, 1, 1201]\ntime_positions = [32]";
+        let copy = gpu.record.spec.copy;
+        let manifest = place.manifest_of("synthetic:config.json", &gpu.record, copy, "bf16", decode);
+        let workspace = place.workspace(None);
+        build(&workspace, &manifest).unwrap_or_else(|fault| panic!("heads of {head_dim}: {fault}"));
+        let rows = Corpus::read(&[place.path("trials.csv")]).unwrap().trials;
+        let check = rows[0].verdict().check().expect("checked");
+        assert_eq!(check.positions, 3, "heads of {head_dim}");
+        say(&format!("heads of {head_dim}, position 1201: relative L2 {:.2e} at most", check.error_rel_l2));
+    }
+}
+
 #[test]
 fn fp32_logits_are_those_of_the_interpreter_and_of_every_other_run() {
     let Some(gpu) = Gpu::here("fp32_logits_are_those_of_the_interpreter_and_of_every_other_run") else { return };
