@@ -211,12 +211,12 @@ pub fn moves(from: &Schedule, to: &Schedule) -> Result<Option<Vec<Move>>, PackEr
     let (from_layout, to_layout) = (layout(from), layout(to));
     let buffers = |of: &Schedule| -> Vec<String> { of.program.buffers.iter().map(content).collect() };
     let (from_contents, to_contents) = (buffers(from), buffers(to));
-    // Units of each content that there is, by the first of them: how many, and where.
-    let mut there: BTreeMap<(&str, u64), UnitsAt> = BTreeMap::new();
+    // Units of each content that there is, and of as many rows, by the first of them: how many, and where.
+    let mut there: BTreeMap<(&str, u32), UnitsAt> = BTreeMap::new();
     for (sm, base) in from_layout.stream_base.iter().enumerate() {
         for run in weight_runs(from, SmId::from(sm))?.values() {
             let Some(content) = from_contents.get(run.buffer.index()) else { return Ok(None) };
-            there.entry((content, run.unit_bytes)).or_default().insert(run.lo, (run.hi, base + run.offset));
+            there.entry((content, run.unit_rows)).or_default().insert(run.lo, (run.hi, base + run.offset));
         }
     }
     let mut moves: Vec<Move> = vec![];
@@ -227,7 +227,7 @@ pub fn moves(from: &Schedule, to: &Schedule) -> Result<Option<Vec<Move>>, PackEr
     for (sm, base) in to_layout.stream_base.iter().enumerate() {
         for run in weight_runs(to, SmId::from(sm))?.values() {
             let content = to_contents.get(run.buffer.index()).map_or("", String::as_str);
-            let Some(units) = there.get(&(content, run.unit_bytes)) else { return Ok(None) };
+            let Some(units) = there.get(&(content, run.unit_rows)) else { return Ok(None) };
             let mut next = run.lo;
             while next < run.hi {
                 let Some((&lo, &(hi, at))) = units.range(..=next).next_back() else { return Ok(None) };
@@ -790,6 +790,9 @@ mod tests {
                 assert!(made == *wanted, "{weights}: other bytes");
             }
         }
+        let gemma = fixture("gemma2");
+        let units = |rows: u32| place(&gemma, DType::Bf16, |c| (c.sms, c.unit_rows) = (7, rows));
+        assert_eq!(moves(&units(8), &units(4)).unwrap(), None, "units of fewer rows lie otherwise");
         let (other, own) = (fixture("llama-gqa"), place(&imported, DType::F32, |_| ()));
         assert_eq!(moves(&place(&other, DType::F32, |_| ()), &own).unwrap(), None, "another model");
     }
