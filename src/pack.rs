@@ -159,6 +159,11 @@ pub fn pack_pieces<E: From<PackError>>(
     Ok(layout)
 }
 
+/// What a buffer holds, whatever its id: the same text, the same values.
+fn content(b: &Buffer) -> String {
+    format!("{:?} {} {} {:?}", b.dtype, b.rows, b.cols, b.content)
+}
+
 /// Names the bytes of a pack without making them: schedules of one model with the same name have the same pack, so that an
 /// executor that holds one may run the other with it. blake3 of where everything lies and what it is.
 ///
@@ -169,7 +174,6 @@ pub fn identity(schedule: &Schedule) -> Result<[u8; 32], PackError> {
     let mut hasher = blake3::Hasher::new();
     let mut add = |text: String| hasher.update(text.as_bytes()).update(b"\n").count();
     add(format!("{total_bytes} {stream_base:?} {stream_bytes:?}"));
-    let content = |b: &Buffer| format!("{:?} {} {} {:?}", b.dtype, b.rows, b.cols, b.content);
     for (offset, buffer) in constant_offset.iter().zip(&schedule.program.buffers) {
         // Ids shift when a candidate has more buffers of another kind.
         if let Some(offset) = offset {
@@ -207,7 +211,6 @@ type UnitsAt = BTreeMap<u32, (u32, u64)>;
 /// # Errors
 /// Streams that cannot be filled.
 pub fn moves(from: &Schedule, to: &Schedule) -> Result<Option<Vec<Move>>, PackError> {
-    let content = |b: &Buffer| format!("{:?} {} {} {:?}", b.dtype, b.rows, b.cols, b.content);
     let (from_layout, to_layout) = (layout(from), layout(to));
     let buffers = |of: &Schedule| -> Vec<String> { of.program.buffers.iter().map(content).collect() };
     let (from_contents, to_contents) = (buffers(from), buffers(to));

@@ -73,8 +73,8 @@ struct AttentionTensor {
     __device__ __forceinline__ uint4 key(int n, int j) const {
       return *reinterpret_cast<const uint4*>(keys + (tile * 16 + n * 8) * ROW + j / 2 * 128 + (key_at ^ j % 2 * 64));
     }
-    // Transposed 8 x 8 blocks of V: the first and second 8 rows at dimensions n * 16 on, then at n * 16 + 8 on, of the part of this
-    // warp.
+    // Transposed 8 x 8 blocks of V: the first and second 8 rows at dimensions n * 16 on, then at n * 16 + 8 on, of the part
+    // of this warp.
     __device__ __forceinline__ uint4 value(const Context<M>& c, int n) const {
       uint4 b;
       const u8* from = values + tile * 16 * ROW + c.warp() % PARTS * (NT * 16);

@@ -9,8 +9,9 @@
 // Warps take the granules of a unit in turn (split k): warp w always reads the slices of k whose granule is w modulo WARPS,
 // so it stages them itself and waits for nobody else's packets. A lane of a warp loads 16 bytes of row lane / 4 at
 // k = (lane % 4) * 16 bytes: as the B operand of two m16n8k16 products that is a permutation of k, and the A operand reads
-// the staged x at the same places, so no data is rearranged. Where a unit has parts, row p of A is x for part p. Partial sums of a unit from all warps meet in shared memory,
-// M::REDUCE_UNITS units at a time; four lanes of a warp add up one unit, two rows each.
+// the staged x at the same places, so no data is rearranged. Where a unit has parts, row p of A is x for part p. Partial sums
+// of a unit from all warps meet in shared memory, M::REDUCE_UNITS units at a time; four lanes of a warp add up one unit, two
+// rows each.
 //
 // A chunk holds whole units, or a unit is whole chunks, so which granule a warp reads where is known when this is compiled.
 //
@@ -228,8 +229,8 @@ struct MatVec {
     return y;
   }
 
-  // By four lanes, two rows each; of gated and of smaller units fewer lanes have all there is. Logits by all lanes, over and over: the noise is
-  // a call, which some lanes of a warp must not make alone.
+  // By four lanes, two rows each; of gated and of smaller units fewer lanes have all there is. Logits by all lanes, over and
+  // over: the noise is a call, which some lanes of a warp must not make alone.
   static __device__ __forceinline__ void epilogue(Context<M>& c, const Ends& e, int local, int unit, const float* partial,
                                                   float factor, float& best, int& best_row) {
     const int r = c.lane() % 4 * 2;

@@ -43,6 +43,11 @@ struct Sampling {
 #pragma unroll
       for (int n = 0; n < AHEAD; n++) ranks[n] = first + n * T < count ? rank(first + n * T) : 0;
     }
+    // The same of the scores of all ids; -inf where there is none.
+    __device__ __forceinline__ void load_scores(int first, float (&scores)[AHEAD]) const {
+#pragma unroll
+      for (int n = 0; n < AHEAD; n++) scores[n] = first + n * T < G::VOCAB ? score(first + n * T) : NEGATIVE_INFINITY;
+    }
     __device__ __forceinline__ u32 part(u64 rank) const {
       return measure != Measure::TIES ? u32(rank >> 32) : u32(rank >> 32) == key ? u32(rank) : 0u;
     }
@@ -140,8 +145,7 @@ struct Sampling {
 #pragma unroll 1
     for (int first = q.thread; first < G::VOCAB; first += AHEAD * T) {
       float scores[AHEAD];
-#pragma unroll
-      for (int n = 0; n < AHEAD; n++) scores[n] = first + n * T < G::VOCAB ? q.score(first + n * T) : NEGATIVE_INFINITY;
+      q.load_scores(first, scores);
 #pragma unroll
       for (int n = 0; n < AHEAD; n++)
         if (scores[n] >= least && scores[n] > NEGATIVE_INFINITY) {
@@ -163,8 +167,7 @@ struct Sampling {
 #pragma unroll 1
     for (int first = q.thread; first < G::VOCAB; first += AHEAD * T) {
       float scores[AHEAD];
-#pragma unroll
-      for (int n = 0; n < AHEAD; n++) scores[n] = first + n * T < G::VOCAB ? q.score(first + n * T) : NEGATIVE_INFINITY;
+      q.load_scores(first, scores);
 #pragma unroll
       for (int n = 0; n < AHEAD; n++) {
         // A NaN is above no threshold and must not be added.
