@@ -25,6 +25,7 @@ use monobloc::sample::SampleSettings;
 use monobloc::schedule::schedule;
 use monobloc::target::{CopyMechanism, Spec, Target};
 use monobloc::validate::{Validated, validate};
+use rayon::prelude::*;
 
 use crate::faults::{Edit, edited};
 use crate::manners::sanitizer;
@@ -90,12 +91,15 @@ fn proven(record: &Target, copy: CopyMechanism, model: &str, weights: DType) -> 
     (imported, validated, target)
 }
 
-/// Runs the kernel of every model in one form, greedily and by chance.
+/// Runs the kernel of every model in one form, greedily and by chance. They are compiled together first.
 fn run_all(gpu: &Gpu, copy: CopyMechanism, edits: &[&[Edit]]) {
-    for (model, weights) in MODELS {
+    let compiled = MODELS.par_iter().map(|&(model, weights)| {
         let (imported, validated, target) = proven(&gpu.record, copy, model, weights);
         let source = edits.iter().fold(emit(&validated, &target, Trace::Off), |source, edits| edited(source, edits));
         let cubin = gpu.nvrtc.compile(&source).unwrap_or_else(|error| panic!("{error}")).cubin;
+        (imported, validated, cubin)
+    });
+    for ((model, weights), (imported, validated, cubin)) in MODELS.into_iter().zip(compiled.collect::<Vec<_>>()) {
         let packed = pack(validated.schedule(), &imported.graph, &imported.weights).unwrap();
         let (queues, layout) = (Queues::of(&validated), layout(validated.schedule()));
         let mut session = Session::load(&gpu.device, &queues, &layout, &cubin, Trace::Off, STEPS, |stream, to| {
