@@ -4,7 +4,7 @@ use crate::dtype::Precision;
 use crate::ir::op::{GRANULE_BYTES, HISTORY_ALIGN, UNIT_ROWS, granules};
 use crate::ir::schedule::Mechanism;
 use crate::ir::variant::{AttentionVariant, MatVecVariant, POLL_PAIRS, SUM_UNITS, ahead_rule, team_rule};
-use crate::lower::{cache_row_bytes, finest_unit_rows, heads_per_task_most};
+use crate::lower::{cache_row_bytes, finest_unit_rows, heads_per_task_most, refuses_everywhere};
 use crate::model::graph::{Layer, ModelGraph};
 use crate::target::{CopyMechanism, Target, TargetKind};
 use std::fmt;
@@ -63,6 +63,8 @@ pub struct Candidate {
     pub attention_ahead: u32,
     /// Rows of the smallest units of a matvec: 8, or 4 or 2 where shares become shorter by it.
     pub unit_rows: u32,
+    /// 1: every SM adds normalised branches up for itself; 0: the SM that owns the columns does, and publishes.
+    pub sums_everywhere: u32,
 }
 
 /// A knob's value as a number.
@@ -95,7 +97,7 @@ impl Number for Mechanism {
 macro_rules! knobs {
     ($($knob:ident)*) => {
         /// Names of the knobs, in the order in which a candidate is printed.
-        pub const KNOB_NAMES: [&str; 23] = [$(stringify!($knob)),*];
+        pub const KNOB_NAMES: [&str; 24] = [$(stringify!($knob)),*];
 
         impl Candidate {
             /// The knobs as numbers.
@@ -116,7 +118,7 @@ macro_rules! knobs {
 knobs! {
     sms consumer_warps ring_slots slot_bytes flight_high flight_low flight_free heads_per_task splits split_from mechanism
     light_eighth light_percent sum_units poll_pairs hold_qkv hold_o hold_up hold_down hold_head attention_team attention_ahead
-    unit_rows
+    unit_rows sums_everywhere
 }
 
 /// Values of a candidate by knob, in the order of [`KNOB_NAMES`]; `mechanism` by its place in [`Mechanism::ALL`].
@@ -193,6 +195,8 @@ impl Candidate {
             attention_team: team_rule(head_dim),
             attention_ahead: u32::from(ahead_rule(head_dim)),
             unit_rows: if cpu { UNIT_ROWS } else { finest_unit_rows(graph, precision, sms, 4) },
+            // A hop less for each sum (docs/perf-log.md).
+            sums_everywhere: u32::from(!cpu && refuses_everywhere(graph, precision, consumer_warps).is_none()),
         }
     }
 
@@ -236,7 +240,7 @@ impl Candidate {
     pub fn of_first(head_dim: u32) -> Candidate {
         let mut values = [1; KNOB_NAMES.len()];
         let (team, ahead) = (team_rule(head_dim), u32::from(ahead_rule(head_dim)));
-        let later = [0, 5, SUM_UNITS, POLL_PAIRS, 0, 0, 0, 0, 0, team, ahead, UNIT_ROWS];
+        let later = [0, 5, SUM_UNITS, POLL_PAIRS, 0, 0, 0, 0, 0, team, ahead, UNIT_ROWS, 0];
         let first = values.len() - later.len();
         values.iter_mut().skip(first).zip(later).for_each(|(value, later)| *value = later);
         Candidate::of_values(&values)

@@ -9,8 +9,8 @@ use crate::dtype::{DType, Precision};
 use crate::ir::BufferId;
 use crate::ir::op::{Access, Attention, Epilogue, MatVec, NormAttr, Op, PARTIAL_HEADER, QkNormAttr, Role, UNIT_ROWS};
 use crate::ir::program::{Buffer, Cols, Content, Grid, Operand, Part, Program, Rows, Second, Space, VectorPart};
-use crate::ir::variant::MatVecVariant;
-use crate::model::graph::{Layer, Linear, ModelGraph, Norm, QkNorm, QkNormSpan, RopeId, RowView, TensorId};
+use crate::ir::variant::{MatVecVariant, POLL_PAIRS};
+use crate::model::graph::{Layer, Linear, ModelGraph, Norm, NormKind, QkNorm, QkNormSpan, RopeId, RowView, TensorId};
 
 /// Lowers `graph` to grids of tasks. The candidate decides what the program holds (split attention, candidates per SM);
 /// where tasks run is `schedule`'s business.
@@ -25,7 +25,7 @@ pub fn lower(
         let expected = format!("at most {SPLITS_MAX}");
         return Err(Infeasible::Knob { knob: "splits", value: candidate.splits, expected });
     }
-    let (mut b, start) = Builder::begin(graph, name, precision, context_max, candidate);
+    let (mut b, start) = Builder::begin(graph, name, precision, context_max, candidate)?;
     let mut x = start.x;
     for (l, layer) in graph.layers.iter().enumerate() {
         x = b.layer(l, layer, x, &start)?;
@@ -47,8 +47,10 @@ struct Start {
     residual: BufferId,
     logits: BufferId,
     ropes: Vec<BufferId>,
-    /// The embedded token.
+    /// The embedded token: an exchange, or the residual where every SM has all of it.
     x: BufferId,
+    /// Every SM adds up a residual of its own.
+    everywhere: bool,
 }
 
 fn read(role: Role, buffer: BufferId, cols: Cols) -> Operand {
@@ -71,7 +73,12 @@ impl<'a> Builder<'a> {
         precision: Precision,
         context_max: u32,
         candidate: &'a Candidate,
-    ) -> (Builder<'a>, Start) {
+    ) -> Result<(Builder<'a>, Start), Infeasible> {
+        let everywhere = candidate.sums_everywhere != 0;
+        if let Some(expected) = refuses_everywhere(graph, precision, candidate.consumer_warps).filter(|_| everywhere) {
+            let value = candidate.sums_everywhere;
+            return Err(Infeasible::Knob { knob: "sums_everywhere", value, expected });
+        }
         let program = Program { name: name.to_string(), precision, context_max, buffers: vec![], grids: vec![] };
         let mut b = Builder { graph, program, candidate };
         let hidden = graph.hidden;
@@ -118,20 +125,19 @@ impl<'a> Builder<'a> {
             Second::Axis(1),
             vec![read(Role::Token, token, Cols::all(1)), write(Role::Out, report, Cols::all(1))],
         );
-        let x = b.exchange("x.0", hidden);
-        b.grid(
-            "embed",
-            Op::Embed { scale: graph.embed_scale },
-            hidden.div_ceil(UNIT_ROWS),
-            Second::Axis(1),
-            vec![
-                read(Role::Token, token, Cols::all(1)),
-                Operand { rows: Rows::Token, ..read(Role::Table, table, Cols::blocks(UNIT_ROWS, hidden)) },
-                write(Role::Residual, residual, Cols::blocks(UNIT_ROWS, hidden)),
-                write(Role::Out, x, Cols::blocks(UNIT_ROWS, hidden)),
-            ],
-        );
-        (b, Start { parts, candidates, residual, logits, ropes, x })
+        let (n, cols) = b.sum_shape(everywhere);
+        let mut operands = vec![
+            read(Role::Token, token, Cols::all(1)),
+            Operand { rows: Rows::Token, ..read(Role::Table, table, cols) },
+            write(Role::Residual, residual, cols),
+        ];
+        let mut x = residual;
+        if !everywhere {
+            x = b.exchange("x.0", hidden);
+            operands.push(write(Role::Out, x, cols));
+        }
+        b.grid("embed", Op::Embed { scale: graph.embed_scale, everywhere }, n, Second::Axis(1), operands);
+        Ok((b, Start { parts, candidates, residual, logits, ropes, x, everywhere }))
     }
 
     /// Logits and candidates of what the layers left in `x`.
@@ -173,6 +179,16 @@ impl Builder<'_> {
     fn exchange(&mut self, name: &str, cols: u32) -> BufferId {
         let wire = self.program.precision.wire;
         self.buffer(name, Space::Exchange, wire, 1, cols, 1, None)
+    }
+
+    /// Launch extent of what touches the residual outside a matvec, and the columns of a launch index.
+    fn sum_shape(&self, everywhere: bool) -> (u32, Cols) {
+        let hidden = self.graph.hidden;
+        if everywhere {
+            (self.candidate.sms, Cols::all(hidden))
+        } else {
+            (hidden.div_ceil(UNIT_ROWS), Cols::blocks(UNIT_ROWS, hidden))
+        }
     }
 
     fn grid(&mut self, name: &str, op: Op, n: u32, second: Second, operands: Vec<Operand>) {
@@ -222,7 +238,9 @@ impl Builder<'_> {
         let k = linears[0].cols;
         let rows: u32 = linears.iter().map(|l| l.rows).sum();
         let variant = self.candidate.matvec_variant(name);
-        let mut op = MatVec { rows, k, norm: norm.map(norm_attr), epilogue, unit_rows: UNIT_ROWS, variant };
+        let own_input = self.program.buffers[x.index()].space == Space::Private;
+        let norm_of_input = norm.map(norm_attr);
+        let mut op = MatVec { rows, k, norm: norm_of_input, own_input, epilogue, unit_rows: UNIT_ROWS, variant };
         op.unit_rows = unit_rows(&op, self.program.precision, self.candidate.sms, self.candidate.unit_rows);
         let units = op.units();
         let interleave = if matches!(epilogue, Epilogue::Gated(_)) { UNIT_ROWS / 2 } else { 1 };
@@ -259,17 +277,17 @@ impl Builder<'_> {
         let (hidden, residual) = (self.graph.hidden, start.residual);
         let qkv = self.qkv(&format!("qkv.{l}"), layer, x);
         let attn = self.attention(l, layer, qkv, &start.ropes)?;
-        // The sum after attention travels only where the MLP reads it.
-        let x2 = (!layer.parallel).then(|| self.exchange(&format!("x2.{l}"), hidden));
+        // The sum after attention travels only where the MLP reads it, and where not every SM makes it.
+        let x2 = (!layer.parallel && !start.everywhere).then(|| self.exchange(&format!("x2.{l}"), hidden));
         let sum = Sum { residual, out: x2, scale: layer.residual_scale, hidden };
         self.project_and_add(&format!("o.{l}"), attn, &layer.attn.o, layer.attn_post_norm.as_ref(), sum);
 
         let name = if layer.mlp.gate.is_some() { "gate_up" } else { "up" };
         let act = self.up(&format!("{name}.{l}"), &format!("act.{l}"), layer, x2.unwrap_or(x));
-        let out = self.exchange(&format!("x.{}", l + 1), hidden);
-        let sum = Sum { residual, out: Some(out), scale: layer.residual_scale, hidden };
+        let out = (!start.everywhere).then(|| self.exchange(&format!("x.{}", l + 1), hidden));
+        let sum = Sum { residual, out, scale: layer.residual_scale, hidden };
         self.project_and_add(&format!("down.{l}"), act, &layer.mlp.down, layer.mlp_post_norm.as_ref(), sum);
-        Ok(out)
+        Ok(out.unwrap_or(residual))
     }
 
     /// q, k and v of a layer, one behind the other in one buffer.
@@ -315,14 +333,17 @@ impl Builder<'_> {
                 let y = self.exchange(&format!("{name}.y"), hidden);
                 let outputs = vec![write(Role::Out, y, blocks)];
                 self.matvec(name, x, None, &[linear], Epilogue::Store, Second::Axis(1), outputs);
-                let out = out.expect("no family has a parallel block with post norms; the importer refuses it");
+                // No family has a parallel block with post norms (the importer refuses it), so a sum that does not travel is
+                // made by every SM.
+                let everywhere = out.is_none();
+                let (n, cols) = self.sum_shape(everywhere);
                 let name = format!("{name}.add");
                 let mut operands = vec![read(Role::X, y, Cols::all(hidden))];
                 operands.extend(self.norm_operands(&name, Some(norm), hidden));
-                operands.push(update);
-                operands.push(write(Role::Out, out, blocks));
-                let op = Op::NormAdd { norm: norm_attr(norm), width: hidden, scale };
-                self.grid(&name, op, hidden.div_ceil(UNIT_ROWS), Second::Axis(1), operands);
+                operands.push(Operand { cols, ..update });
+                operands.extend(out.map(|out| write(Role::Out, out, cols)));
+                let op = Op::NormAdd { norm: norm_attr(norm), width: hidden, scale, everywhere };
+                self.grid(&name, op, n, Second::Axis(1), operands);
             }
         }
     }
@@ -493,6 +514,7 @@ pub fn finest_unit_rows(graph: &ModelGraph, precision: Precision, sms: u32, leas
             rows: linears.iter().map(|l| l.rows).sum(),
             k: linears.first().map_or(0, |l| l.cols),
             norm: None,
+            own_input: false,
             epilogue,
             unit_rows: UNIT_ROWS,
             variant: MatVecVariant::default(),
@@ -507,6 +529,27 @@ pub fn finest_unit_rows(graph: &ModelGraph, precision: Precision, sms: u32, leas
     };
     let all = graph.layers.iter().flat_map(of_layer).flatten();
     all.map(|op| unit_rows(&op, precision, sms, least)).min().unwrap_or(UNIT_ROWS)
+}
+
+/// Why sums cannot be made by every SM; `None`: they can. All branches are normalised before they are added, so that whoever adds
+/// has seen all of them anyway; kernels take RMS norms there, and hold all of a branch in registers.
+pub fn refuses_everywhere(graph: &ModelGraph, precision: Precision, consumer_warps: u32) -> Option<String> {
+    let rms = |norm: &Norm| norm.kind == NormKind::Rms && norm.weight.is_some() && norm.bias.is_none();
+    let fits = |l: &Layer| {
+        let posts = [&l.attn_post_norm, &l.mlp_post_norm].into_iter().all(|norm| norm.as_ref().is_some_and(rms));
+        posts && !l.parallel && [&l.attn_norm, &l.mlp_norm].into_iter().flatten().all(rms)
+    };
+    if graph.layers.is_empty() || !graph.layers.iter().all(fits) || !rms(&graph.final_norm) {
+        return Some("0, where not every branch has an RMS norm before it is added".to_string());
+    }
+    let most = sum_width_max(precision, consumer_warps);
+    (graph.hidden > most).then(|| format!("0, for a block holds a branch of at most {most} values in registers"))
+}
+
+/// Values of a branch that the consumer warps of a block hold at once: 8 pairs of packets a thread.
+pub fn sum_width_max(precision: Precision, consumer_warps: u32) -> u32 {
+    let pair = 2 * (4 / precision.wire.bytes() as u32);
+    consumer_warps.saturating_mul(32 * POLL_PAIRS * pair)
 }
 
 /// Bytes of a cache row of one KV head.

@@ -9,7 +9,7 @@ use crate::ir::program::{Grid, Program, Second, Space};
 use crate::ir::schedule::{Event, Machine, Mechanism, Regime, Ring, Run, RunBytes, Schedule, SmemPart, Task, Wait};
 use crate::ir::variant::{Held, POLL_PAIRS, SUM_UNITS, SUM_UNITS_MAX};
 use crate::ir::{BufferId, EventId, GridId, TaskId};
-use crate::lower::cache_row_bytes;
+use crate::lower::{cache_row_bytes, refuses_everywhere};
 use crate::model::graph::ModelGraph;
 use crate::target::{CopyMechanism, DotMechanism, Target, TargetKind};
 use std::cmp::Reverse;
@@ -168,6 +168,9 @@ pub fn check_knobs(head_units: u32, target: &Target, c: &Candidate) -> Result<()
     if c.light_eighth > 0 && c.light_sms().is_empty() {
         return knob("light_eighth", c.light_eighth, &format!("an eighth that has one of {} SMs", c.sms));
     }
+    if c.sums_everywhere > 1 {
+        return knob("sums_everywhere", c.sums_everywhere, "0 or 1");
+    }
     if c.splits == 0 {
         return knob("splits", c.splits, "at least 1");
     }
@@ -201,12 +204,14 @@ pub fn fixed_smem_bytes(
         .max()
         .unwrap_or(0);
     let dim = graph.layers.iter().map(|l| l.attn.head_dim).max().unwrap_or(0);
+    let units = graph.hidden.div_ceil(UNIT_ROWS);
+    let whole = refuses_everywhere(graph, precision, consumer_warps).is_none();
     let parts = smem_parts(&SmemNeeds {
         k_max,
         head_dim: dim,
         heads_per_task: crate::lower::HEADS_PER_TASK_MAX
             .min(graph.layers.iter().map(|l| l.attn.heads / l.attn.kv_heads).max().unwrap_or(1)),
-        hidden_units_per_sm: graph.hidden.div_ceil(UNIT_ROWS).div_ceil(sms),
+        residual_units: if whole { units } else { units.div_ceil(sms) },
         splits: crate::candidate::SPLITS_DEFAULT_MAX,
         precision,
         dot: target.spec.dot,
@@ -223,7 +228,8 @@ struct SmemNeeds {
     k_max: u32,
     head_dim: u32,
     heads_per_task: u32,
-    hidden_units_per_sm: u32,
+    /// Units of 8 columns of the residual that a block has at most.
+    residual_units: u32,
     splits: u32,
     precision: Precision,
     dot: DotMechanism,
@@ -253,7 +259,7 @@ fn smem_parts(n: &SmemNeeds) -> Vec<SmemPart> {
         ("reduce", sums.max(attention.max(merge).saturating_sub(stage_bytes.next_multiple_of(128)))),
         // q of a task, k, v, in fp32, and q once more as the tensor cores take it.
         ("heads", (n.heads_per_task + 2) * n.head_dim * 4 + n.heads_per_task * n.head_dim.next_multiple_of(32) * 2),
-        ("residual", n.hidden_units_per_sm * UNIT_ROWS * 4),
+        ("residual", n.residual_units * UNIT_ROWS * 4),
         // The queue of this SM, read once a launch.
         ("queue", n.queue_max.saturating_mul(QUEUE_ENTRY_BYTES)),
         // Ring barriers, what each warp carries from task to task and its statistics, token, watchdog.
@@ -276,7 +282,7 @@ fn machine(program: &Program, target: &Target, c: &Candidate, queue_max: u32) ->
         k_max: 0,
         head_dim: 0,
         heads_per_task: 1,
-        hidden_units_per_sm: 0,
+        residual_units: 0,
         splits: 1,
         precision: program.precision,
         dot: spec.dot,
@@ -290,7 +296,7 @@ fn machine(program: &Program, target: &Target, c: &Candidate, queue_max: u32) ->
             Op::MatVec(m) => {
                 needs.k_max = needs.k_max.max(m.k);
                 if matches!(m.epilogue, Epilogue::Residual { .. }) {
-                    needs.hidden_units_per_sm = needs.hidden_units_per_sm.max(grid.n.div_ceil(c.sms));
+                    needs.residual_units = needs.residual_units.max(grid.n.div_ceil(c.sms));
                 }
             }
             Op::Attention(a) => {
@@ -298,12 +304,15 @@ fn machine(program: &Program, target: &Target, c: &Candidate, queue_max: u32) ->
                 needs.heads_per_task = needs.heads_per_task.max(a.heads_per_task);
                 needs.splits = needs.splits.max(a.splits);
             }
-            Op::NormAdd { width, .. } => {
-                needs.hidden_units_per_sm = needs.hidden_units_per_sm.max(grid.n.div_ceil(c.sms));
-                needs.k_max = needs.k_max.max(*width);
-            }
-            Op::Embed { .. } => {
-                needs.hidden_units_per_sm = needs.hidden_units_per_sm.max(grid.n.div_ceil(c.sms));
+            Op::NormAdd { .. } | Op::Embed { .. } => {
+                let owned = grid.operand(Role::Residual).map_or(0, |o| {
+                    let units = if grid.op.everywhere() { 1 } else { grid.n.div_ceil(c.sms) };
+                    u64::from(units) * u64::from(o.cols.len)
+                });
+                needs.residual_units = needs.residual_units.max(owned.div_ceil(u64::from(UNIT_ROWS)) as u32);
+                if let Op::NormAdd { width, everywhere: false, .. } = grid.op {
+                    needs.k_max = needs.k_max.max(width);
+                }
             }
             Op::Select | Op::Report | Op::AttentionMerge { .. } => {}
         }
@@ -522,7 +531,7 @@ fn unit_shares(program: &Program, grid: &Grid, m: &MatVec, load: &[u64], cost: &
 fn even_shares(grid: &Grid, sms: usize, spread: &mut usize) -> Vec<Share> {
     let n = grid.n as usize;
     match &grid.op {
-        Op::Select => (0..n).map(|i| Share { sm: i, lo: i as u32, hi: i as u32 + 1, j: 0 }).collect(),
+        op if op.everywhere() => (0..n).map(|i| Share { sm: i, lo: i as u32, hi: i as u32 + 1, j: 0 }).collect(),
         Op::Attention(_) | Op::AttentionMerge { .. } => {
             // One launch index a task, spread evenly over the SMs; each grid starts where the last one ended, so that no SM
             // serves attention in every layer.
@@ -539,7 +548,7 @@ fn even_shares(grid: &Grid, sms: usize, spread: &mut usize) -> Vec<Share> {
             out
         }
         Op::Report => vec![Share { sm: 0, lo: 0, hi: 1, j: 0 }],
-        Op::MatVec(_) | Op::Embed { .. } | Op::NormAdd { .. } => (0..sms)
+        _ => (0..sms)
             .map(|s| Share { sm: s, lo: (s * n / sms) as u32, hi: ((s + 1) * n / sms) as u32, j: 0 })
             .filter(|share| share.lo < share.hi)
             .collect(),

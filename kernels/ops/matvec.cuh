@@ -1,6 +1,6 @@
 // matvec: y = W norm(x) + bias, then the epilogue.
 //
-// x (K)          packets, staged in shared memory as bf16 (tensor cores) or fp32
+// x (K)          packets, or, OWN_INPUT, the residual; staged in shared memory as bf16 (tensor cores) or fp32
 // W              units of 8 rows, streamed: per unit J granules of 512 bytes, a granule is 8 rows x 64 bytes of k;
 //                of 4 or 2 rows: a granule is as many rows x 2 or 4 parts of 64 bytes, the rows of the first part first
 // out            STORE, ACT: a column a row; GATED: 4 columns a unit from 4 gate and 4 up rows
@@ -156,6 +156,7 @@ struct MatVec {
     uint4 b[TOGETHER][MINE] = {};
     stream.read(c, 0, b);
     float squares = 0.f;
+    static_assert(!G::OWN_INPUT || G::NORM != Norm::LAYER, "the variance of a LayerNorm is that of packets");
     if constexpr (G::NORM == Norm::LAYER) {
       // The mean has to be known before anything is staged.
       stage_block<M, G::K, G::NORM, true>(c, e, G::EPS);
@@ -166,7 +167,7 @@ struct MatVec {
       float unused = 0.f;
 #pragma unroll 1
       for (int q = 0; q < PAIRS; q += COUNT)
-        squares += stage_pairs<M, G::K, G::NORM, true, COUNT, PAIR_STEP>(c, e, k0 + q * PAIR_STEP, unused);
+        squares += stage_pairs<M, G::K, G::NORM, true, COUNT, PAIR_STEP, G::OWN_INPUT>(c, e, k0 + q * PAIR_STEP, unused);
       __syncwarp();
     }
     c.stamp(1);

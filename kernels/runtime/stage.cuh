@@ -46,9 +46,22 @@ __device__ __forceinline__ float rms_factor(const Context<M>& c, float eps) {
   return rsqrtf(block_sum(c, 0) * (1.f / K) + eps);
 }
 
-// Waits, by whole warps, for COUNT pairs of packets of this thread, at elements k0 + i * STEP (multiples of a pair) below K;
-// stages x * weight and returns the sum of squares.
-template <class M, int K, Norm N, bool STORE, int COUNT, int STEP>
+// The values of a pair of packets.
+template <class M>
+__device__ __forceinline__ void unpack_pair(u64 a, u64 b, float* x) {
+  x[0] = Wire<M>::lo(u32(a));
+  if constexpr (Wire<M>::PER_PACKET == 2) {
+    x[1] = Wire<M>::hi(u32(a));
+    x[2] = Wire<M>::lo(u32(b));
+    x[3] = Wire<M>::hi(u32(b));
+  } else {
+    x[1] = Wire<M>::lo(u32(b));
+  }
+}
+
+// Waits, by whole warps, for COUNT pairs of packets of this thread, at elements k0 + i * STEP (multiples of a pair) below K, or,
+// OWN, reads as many values of the residual that this block has all of; stages x * weight and returns the sum of squares.
+template <class M, int K, Norm N, bool STORE, int COUNT, int STEP, bool OWN = false>
 __device__ __forceinline__ float stage_pairs(Context<M>& c, const Entry& e, u32 k0, float& sum) {
   constexpr int PER_PACKET = Wire<M>::PER_PACKET, PER_PAIR = 2 * PER_PACKET;
   static_assert(STEP % 8 == 0, "the pairs of a thread are staged at constant distances");
@@ -73,19 +86,21 @@ __device__ __forceinline__ float stage_pairs(Context<M>& c, const Entry& e, u32 
       }
     }
   }
-  await_pairs<COUNT>(c.p.exchange + (e.x + k0 / PER_PACKET), [](int i) { return i * (STEP / PER_PACKET); }, active, c.tag, a, b, c.patience, c.dog(),
+  if constexpr (!OWN)
+    await_pairs<COUNT>(c.p.exchange + (e.x + k0 / PER_PACKET), [](int i) { return i * (STEP / PER_PACKET); }, active, c.tag, a, b, c.patience, c.dog(),
                      c.site());
   float squares = 0.f;
 #pragma unroll
   for (int i = 0; i < COUNT; i++) {
-    float x[4];
-    x[0] = Wire<M>::lo(u32(a[i]));
-    if constexpr (PER_PACKET == 2) {
-      x[1] = Wire<M>::hi(u32(a[i]));
-      x[2] = Wire<M>::lo(u32(b[i]));
-      x[3] = Wire<M>::hi(u32(b[i]));
+    float x[PER_PAIR];
+    if constexpr (OWN) {
+#pragma unroll
+      for (int j = 0; j < PER_PAIR; j++) {
+        const u32 k = k0 + i * STEP + j;
+        x[j] = (K % PER_PAIR == 0 ? active[i] : k < K) ? c.residual()[k] : 0.f;
+      }
     } else {
-      x[1] = Wire<M>::lo(u32(b[i]));
+      unpack_pair<M>(a[i], b[i], x);
     }
 #pragma unroll
     for (int j = 0; j < PER_PAIR; j++) {

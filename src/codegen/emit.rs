@@ -193,9 +193,11 @@ fn class_of(schedule: &Schedule, grid: &Grid, units: u32) -> (&'static str, Stri
     match &grid.op {
         Op::Select => ("Select", format!("int PARTS = {}\nint VOCAB = {}\n", parts(program), vocab(program))),
         Op::Report => ("Report", String::new()),
-        Op::Embed { scale } => {
-            let hidden = grid.operand(Role::Out).map_or(0, |o| program.buffers[o.buffer.index()].cols);
-            ("Embed", format!("int HIDDEN = {hidden}\nfloat SCALE = {}\n", Float(*scale)))
+        Op::Embed { scale, everywhere } => {
+            let hidden = grid.operand(Role::Table).map_or(0, |o| program.buffers[o.buffer.index()].cols);
+            let members =
+                format!("int HIDDEN = {hidden}\nfloat SCALE = {}\nbool EVERYWHERE = {everywhere}\n", Float(*scale));
+            ("Embed", members)
         }
         Op::MatVec(m) => ("MatVec", matvec_members(schedule, grid, m, units)),
         Op::Attention(a) => ("Attention", attention_members(schedule, a)),
@@ -206,9 +208,12 @@ fn class_of(schedule: &Schedule, grid: &Grid, units: u32) -> (&'static str, Stri
             );
             ("AttentionMerge", members)
         }
-        Op::NormAdd { norm, width, scale } => {
-            let members =
-                format!("int WIDTH = {width}\nfloat EPS = {}\nfloat SCALE = {}\n", Float(norm.eps), Float(*scale));
+        Op::NormAdd { norm, width, scale, everywhere } => {
+            let members = format!(
+                "int WIDTH = {width}\nfloat EPS = {}\nfloat SCALE = {}\nbool EVERYWHERE = {everywhere}\n",
+                Float(norm.eps),
+                Float(*scale)
+            );
             ("NormAdd", members)
         }
     }
@@ -232,14 +237,14 @@ fn parts(program: &Program) -> u32 {
 fn matvec_members(schedule: &Schedule, grid: &Grid, m: &MatVec, units: u32) -> String {
     let program = &schedule.program;
     // Destructured so that a new attribute does not compile until the kernel knows it.
-    let MatVec { rows, k, norm, epilogue, unit_rows, variant: MatVecVariant { hold, poll } } = *m;
+    let MatVec { rows, k, norm, own_input, epilogue, unit_rows, variant: MatVecVariant { hold, poll } } = *m;
     let chunk = schedule.machine.ring.chunking(m.granules(program.precision.weights.bytes() as u32)).chunk;
     let held = Held::of(m, &schedule.machine, program.precision, units);
     let mut s = format!(
         "int ROWS = {rows}\nint K = {k}\nint UNIT_ROWS = {unit_rows}\nint CHUNK = {chunk}\nint UNITS = {units}\n"
     );
     let (hold, poll) = (hold.unwrap_or(held.hold_rule()), poll.unwrap_or(held.poll_rule()));
-    s += &format!("int TOGETHER = {hold}\nint POLL_PAIRS = {poll}\n");
+    s += &format!("int TOGETHER = {hold}\nint POLL_PAIRS = {poll}\nbool OWN_INPUT = {own_input}\n");
     s += &norm_members(norm);
     let (epilogue, activation, scale, cap) = match epilogue {
         Epilogue::Store => ("STORE", None, 1.0, 0.0),

@@ -99,7 +99,7 @@ pub fn run<R: Real>(work: &Work, step: &Step<'_>, stream: Streamed<'_>, memory: 
             s.load.clear();
             s.load.extend(table_values(step.pack, table, word[0], residual.first, residual.len).map(|v| v * scale));
             memory.store(residual, &s.load);
-            memory.store(out, &s.load);
+            out.iter().for_each(|out| memory.store(out, &s.load));
         }
         Work::MatVec(m) => {
             let weights = if let Streamed::Weights(weights) = stream { weights } else { &[] };
@@ -271,7 +271,7 @@ fn norm_add<R: Real>(step: &Step<'_>, n: &plan::NormAdd, memory: &mut impl Acces
     let scale = R::of(n.scale);
     values.iter_mut().zip(&s.x[n.residual.first..]).for_each(|(r, &y)| *r = (R::of(*r) + scale * y).to_f32());
     memory.store(&n.residual, values);
-    memory.store(&n.out, values);
+    n.out.iter().for_each(|out| memory.store(out, values));
 }
 
 /// Norm of each head or of the whole projection, then the columns of heads `first..first + heads`.

@@ -126,7 +126,7 @@ pub enum StreamBytes {
 pub enum Work {
     Select { candidates: Region, token: Region },
     Report { token: Region, out: Region },
-    Embed { token: Region, table: Table, residual: Region, out: Region, scale: f32 },
+    Embed { token: Region, table: Table, residual: Region, out: Option<Region>, scale: f32 },
     MatVec(Box<MatVec>),
     Attention(Box<Attention>),
     AttentionMerge { head_dim: usize, splits: usize, heads: Vec<MergeHead> },
@@ -208,7 +208,7 @@ pub struct NormAdd {
     pub norm: Norm,
     pub scale: f32,
     pub residual: Region,
-    pub out: Region,
+    pub out: Option<Region>,
 }
 
 /// Keys and values of each layer, in the order of the attention grids: the layers that `cache_value` numbers.
@@ -545,7 +545,7 @@ impl MemoryMap {
                 Work::Select { candidates: self.region(at, Role::Candidates)?, token: self.sized(at, Role::Token, 1)? }
             }
             Op::Report => Work::Report { token: self.sized(at, Role::Token, 1)?, out: self.sized(at, Role::Out, 1)? },
-            Op::Embed { scale } => {
+            Op::Embed { scale, everywhere: _ } => {
                 let operand = at.operand(Role::Table)?;
                 let buffer = &program.buffers[operand.buffer.index()];
                 let found = buffer.space.name();
@@ -556,7 +556,8 @@ impl MemoryMap {
                 })?;
                 let cols = buffer.cols as usize;
                 let residual = self.region(at, Role::Residual)?;
-                let out = self.sized(at, Role::Out, residual.len)?;
+                let out = self.optional(at, Role::Out)?;
+                out.iter().try_for_each(|out| width(id, Role::Out, residual.len, out.len))?;
                 self.columns(at, operand)?;
                 let table = Table { bytes, dtype: buffer.dtype, rows: buffer.rows, cols };
                 Work::Embed { token: self.sized(at, Role::Token, 1)?, table, residual, out, scale: *scale }
@@ -580,15 +581,17 @@ impl MemoryMap {
                     .collect::<Result<_, PlanError>>()?;
                 Work::AttentionMerge { head_dim: dim, splits: splits as usize, heads }
             }
-            &Op::NormAdd { norm, width, scale } => {
-                let width = width as usize;
-                let norm = self.norm(at, Some(norm), Role::NormWeight, Some(Role::NormBias), width)?;
+            &Op::NormAdd { norm, width: values, scale, everywhere: _ } => {
+                let values = values as usize;
+                let norm = self.norm(at, Some(norm), Role::NormWeight, Some(Role::NormBias), values)?;
                 let residual = self.region(at, Role::Residual)?;
+                let out = self.optional(at, Role::Out)?;
+                out.iter().try_for_each(|out| width(id, Role::Out, residual.len, out.len))?;
                 Work::NormAdd(Box::new(NormAdd {
-                    y: self.sized(at, Role::X, width)?,
+                    y: self.sized(at, Role::X, values)?,
                     norm: norm.ok_or(PlanError::Empty { task: id, role: Role::NormWeight })?,
                     scale,
-                    out: self.sized(at, Role::Out, residual.len)?,
+                    out,
                     residual,
                 }))
             }

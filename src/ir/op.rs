@@ -11,8 +11,9 @@ pub enum Op {
     Select,
     /// Hands the token of this step to the host.
     Report,
-    /// `residual[i] = x[i] = scale * table[token][i]`
-    Embed { scale: f32 },
+    /// `residual[i] = x[i] = scale * table[token][i]`. One launch index is 8 columns; `everywhere`, it is a whole row, one for each
+    /// SM, and nothing is published.
+    Embed { scale: f32, everywhere: bool },
     /// `y = W norm(x)`, then the epilogue. One launch index is a unit of W: 8 rows, or 4 or 2.
     MatVec(MatVec),
     /// RoPE, cache append and attention over the history and the current position.
@@ -23,8 +24,9 @@ pub enum Op {
     /// `g = heads_per_task` and `r = head_dim + PARTIAL_HEADER`, and holds the running maximum, the running sum, and
     /// `head_dim` sums not yet divided by it.
     AttentionMerge { head_dim: u32, splits: u32, heads_per_task: u32 },
-    /// `residual += scale * norm(y)`; publishes the sum. One launch index is 8 columns.
-    NormAdd { norm: NormAttr, width: u32, scale: f32 },
+    /// `residual += scale * norm(y)`; publishes the sum. One launch index is 8 columns; `everywhere`, it is all of them, one for
+    /// each SM, and nothing is published: an SM that has seen all of `y` needs no other to add it up.
+    NormAdd { norm: NormAttr, width: u32, scale: f32, everywhere: bool },
 }
 
 /// `W` is `[rows, k]`; rows and k are the model's, padding exists only in the pack.
@@ -34,6 +36,8 @@ pub struct MatVec {
     pub k: u32,
     /// Applied to the input by every task: its statistics come from the packets the task reads anyway.
     pub norm: Option<NormAttr>,
+    /// The input is the residual that its SM has all of (`everywhere`), and no exchange.
+    pub own_input: bool,
     pub epilogue: Epilogue,
     /// Rows of a unit, [`UNIT_ROWS`] or a part of them: see [`MatVec::takes_unit_rows`].
     pub unit_rows: u32,
@@ -318,15 +322,15 @@ impl Op {
         match self {
             Op::Select => const { &[need(Role::Candidates, Read), need(Role::Token, Write)] },
             Op::Report => const { &[need(Role::Token, Read), need(Role::Out, Write)] },
-            Op::Embed { .. } => {
-                const {
-                    &[
-                        need(Role::Token, Read),
-                        need(Role::Table, Read),
-                        need(Role::Residual, Write),
-                        need(Role::Out, Write),
-                    ]
-                }
+            Op::Embed { everywhere, .. } => {
+                const WHOLE: &[Slot] = &[need(Role::Token, Read), need(Role::Table, Read), need(Role::Residual, Write)];
+                const OWNED: &[Slot] = &[
+                    need(Role::Token, Read),
+                    need(Role::Table, Read),
+                    need(Role::Residual, Write),
+                    need(Role::Out, Write),
+                ];
+                if *everywhere { WHOLE } else { OWNED }
             }
             Op::MatVec(m) => match m.epilogue {
                 Epilogue::Residual { .. } => {
@@ -387,18 +391,28 @@ impl Op {
                 }
             }
             Op::AttentionMerge { .. } => const { &[need(Role::Partial, Read), need(Role::Out, Write)] },
-            Op::NormAdd { .. } => {
-                const {
-                    &[
-                        need(Role::X, Read),
-                        may(Role::NormWeight, Read),
-                        may(Role::NormBias, Read),
-                        need(Role::Residual, Update),
-                        need(Role::Out, Write),
-                    ]
-                }
+            Op::NormAdd { everywhere, .. } => {
+                const WHOLE: &[Slot] = &[
+                    need(Role::X, Read),
+                    may(Role::NormWeight, Read),
+                    may(Role::NormBias, Read),
+                    need(Role::Residual, Update),
+                ];
+                const OWNED: &[Slot] = &[
+                    need(Role::X, Read),
+                    may(Role::NormWeight, Read),
+                    may(Role::NormBias, Read),
+                    need(Role::Residual, Update),
+                    need(Role::Out, Write),
+                ];
+                if *everywhere { WHOLE } else { OWNED }
             }
         }
+    }
+
+    /// Whether every SM has one task of it, which does all of it for that SM.
+    pub fn everywhere(&self) -> bool {
+        matches!(self, Op::Select | Op::Embed { everywhere: true, .. } | Op::NormAdd { everywhere: true, .. })
     }
 
     /// Ring slots a task must hold at once to make progress.

@@ -266,7 +266,7 @@ impl<'a> Parser<'a> {
         let op = match op_name {
             "select" => Op::Select,
             "report" => Op::Report,
-            "embed" => Op::Embed { scale: self.attr_f32("scale")? },
+            "embed" => Op::Embed { scale: self.attr_f32("scale")?, everywhere: self.eat("everywhere") },
             "matvec" => Op::MatVec(self.matvec()?),
             "attention" => Op::Attention(self.attention()?),
             "attention_merge" => Op::AttentionMerge {
@@ -276,7 +276,8 @@ impl<'a> Parser<'a> {
             },
             _ => {
                 self.attr("norm")?;
-                Op::NormAdd { norm: self.norm()?, width: self.attr_u32("width")?, scale: self.attr_f32("scale")? }
+                let (norm, width, scale) = (self.norm()?, self.attr_u32("width")?, self.attr_f32("scale")?);
+                Op::NormAdd { norm, width, scale, everywhere: self.eat("everywhere") }
             }
         };
         let line = self.end_of_line()?;
@@ -287,6 +288,7 @@ impl<'a> Parser<'a> {
     fn matvec(&mut self) -> Parsed<MatVec> {
         let (rows, k) = (self.attr_u32("rows")?, self.attr_u32("k")?);
         let norm = if self.eat_attr("norm")? { Some(self.norm()?) } else { None };
+        let own_input = self.eat("own_input");
         let unit_rows = self.optional_u32("unit_rows")?.unwrap_or(UNIT_ROWS);
         let variant = MatVecVariant { hold: self.optional_u32("hold")?, poll: self.optional_u32("poll")? };
         self.attr("epilogue")?;
@@ -297,7 +299,7 @@ impl<'a> Parser<'a> {
             "residual" => Epilogue::Residual { scale: self.attr_f32("scale")? },
             _ => Epilogue::Logits { scale: self.attr_f32("scale")?, softcap: self.optional_f32("softcap")? },
         };
-        Ok(MatVec { rows, k, norm, epilogue, unit_rows, variant })
+        Ok(MatVec { rows, k, norm, own_input, epilogue, unit_rows, variant })
     }
 
     fn act(&mut self) -> Parsed<Act> {
@@ -1252,22 +1254,27 @@ regime r1 from 32
                     variant: AttentionVariant { team, ahead },
                 })
             });
-        let ways = (numbers(), prop::option::of(numbers()), prop::option::of(numbers()));
+        let ways = (numbers(), prop::option::of(numbers()), prop::option::of(numbers()), any::<bool>());
         prop_oneof![
             Just(Op::Select),
             Just(Op::Report),
-            floats().prop_map(|scale| Op::Embed { scale }),
+            (floats(), any::<bool>()).prop_map(|(scale, everywhere)| Op::Embed { scale, everywhere }),
             (numbers(), numbers(), prop::option::of(norms()), epilogues, ways).prop_map(
-                |(rows, k, norm, epilogue, (unit_rows, hold, poll))| {
+                |(rows, k, norm, epilogue, (unit_rows, hold, poll, own_input))| {
                     let variant = MatVecVariant { hold, poll };
-                    Op::MatVec(MatVec { rows, k, norm, epilogue, unit_rows, variant })
+                    Op::MatVec(MatVec { rows, k, norm, own_input, epilogue, unit_rows, variant })
                 }
             ),
             attention,
             [numbers(), numbers(), numbers()].prop_map(|[head_dim, splits, heads_per_task]| {
                 Op::AttentionMerge { head_dim, splits, heads_per_task }
             }),
-            (norms(), numbers(), floats()).prop_map(|(norm, width, scale)| Op::NormAdd { norm, width, scale }),
+            (norms(), numbers(), floats(), any::<bool>()).prop_map(|(norm, width, scale, everywhere)| Op::NormAdd {
+                norm,
+                width,
+                scale,
+                everywhere
+            }),
         ]
     }
 

@@ -178,12 +178,16 @@ fn write_grid(out: &mut String, program: &Program, id: GridId, grid: &Grid) -> f
 fn write_op(out: &mut String, op: &Op) -> fmt::Result {
     match op {
         Op::Select | Op::Report => Ok(()),
-        Op::Embed { scale } => write!(out, " scale={scale}"),
-        Op::MatVec(MatVec { rows, k, norm, epilogue, unit_rows, variant: MatVecVariant { hold, poll } }) => {
+        Op::Embed { scale, everywhere } => {
+            write!(out, " scale={scale}")?;
+            write_flag(out, "everywhere", *everywhere)
+        }
+        Op::MatVec(MatVec { rows, k, norm, own_input, epilogue, unit_rows, variant: MatVecVariant { hold, poll } }) => {
             write!(out, " rows={rows} k={k}")?;
             if let Some(norm) = norm {
                 write!(out, " norm={}", NormText(norm))?;
             }
+            write_flag(out, "own_input", *own_input)?;
             if *unit_rows != UNIT_ROWS {
                 write!(out, " unit_rows={unit_rows}")?;
             }
@@ -204,7 +208,10 @@ fn write_op(out: &mut String, op: &Op) -> fmt::Result {
         Op::AttentionMerge { head_dim, splits, heads_per_task } => {
             write!(out, " head_dim={head_dim} splits={splits} heads_per_task={heads_per_task}")
         }
-        Op::NormAdd { norm, width, scale } => write!(out, " norm={} width={width} scale={scale}", NormText(norm)),
+        Op::NormAdd { norm, width, scale, everywhere } => {
+            write!(out, " norm={} width={width} scale={scale}", NormText(norm))?;
+            write_flag(out, "everywhere", *everywhere)
+        }
     }
 }
 
@@ -229,9 +236,7 @@ fn write_attention(out: &mut String, attention: &Attention) -> fmt::Result {
     write_optional(out, "softcap", softcap)?;
     write_optional(out, "window", window)?;
     write!(out, " rotary={rotary}")?;
-    if *interleaved {
-        out.push_str(" interleaved");
-    }
+    write_flag(out, "interleaved", *interleaved)?;
     for (key, norm) in [("q_norm", q_norm), ("k_norm", k_norm)] {
         if let Some(QkNormAttr { norm, span }) = norm {
             write!(out, " {key}={}:{}", NormText(norm), span.name())?;
@@ -239,6 +244,10 @@ fn write_attention(out: &mut String, attention: &Attention) -> fmt::Result {
     }
     write_optional(out, "team", team)?;
     write_optional(out, "ahead", &ahead.map(u32::from))
+}
+
+fn write_flag(out: &mut String, name: &str, set: bool) -> fmt::Result {
+    if set { write!(out, " {name}") } else { Ok(()) }
 }
 
 fn write_optional(out: &mut String, key: &str, value: &Option<impl fmt::Display>) -> fmt::Result {

@@ -81,7 +81,7 @@ pub fn lower_alone(
     candidate: &Candidate,
     op: LayerOp,
 ) -> Result<Program, Infeasible> {
-    let (mut b, start) = Builder::begin(graph, name, precision, context_max, candidate);
+    let (mut b, start) = Builder::begin(graph, name, precision, context_max, candidate)?;
     let (x, residual, hidden) = (start.x, start.residual, graph.hidden);
     let first = graph.layers.first();
     let input = match (op, first) {
@@ -98,8 +98,8 @@ pub fn lower_alone(
     };
     for (l, layer) in graph.layers.iter().enumerate() {
         let sum = |b: &mut Builder<'_>, name: &str| {
-            let out = b.exchange(&format!("{name}.{l}"), hidden);
-            Sum { residual, out: Some(out), scale: layer.residual_scale, hidden }
+            let out = (!start.everywhere).then(|| b.exchange(&format!("{name}.{l}"), hidden));
+            Sum { residual, out, scale: layer.residual_scale, hidden }
         };
         match op {
             LayerOp::Qkv => {

@@ -197,6 +197,13 @@ pub const KNOBS: [Knob; KNOB_NAMES.len()] = [
         "rows of the smallest units that a matvec is divided into, where the longest share becomes shorter by them",
     )
     .of(&["qkv", "o", "up", "down"]),
+    knob(
+        "sums_everywhere",
+        Grid::Values(&[0, 1]),
+        false,
+        true,
+        "1: every SM adds a normalised branch to a residual of its own; 0: the SM that owns the columns adds, and publishes",
+    ),
 ];
 
 /// The knobs as a table, as `docs/search.md` shows them.
@@ -298,6 +305,7 @@ impl Space {
                 // Units become smaller where shares become shorter by it.
                 "unit_rows" => values.retain(|&least| finest_unit_rows(graph, precision, default.sms, least) == least),
                 "sum_units" => {}
+                "sums_everywhere" => values.retain(|&value| value == own[at] || fits(at, value)),
                 _ if !knob.ops.is_empty() => values.retain(|&value| value == own[at] || fits(at, value)),
                 _ => {}
             }

@@ -29,10 +29,16 @@ pub(super) fn check(schedule: &Schedule, target: &Target, found: &mut Found) {
         return;
     }
     let mut rules = Rules { found };
-    rules.program(&schedule.program);
+    rules.program(&schedule.program, schedule.machine.consumer_warps);
     rules.variants(schedule, target);
     rules.regimes(schedule);
     rules.memory(schedule);
+}
+
+/// Values that the consumer warps of a block hold at once: 8 pairs of packets a thread (norm_add.cuh).
+fn sum_values_max(program: &Program, warps: u32) -> u32 {
+    let pair = 8 / program.precision.wire.bytes().max(1) as u32;
+    warps.saturating_mul(32 * 8 * pair)
 }
 
 struct Rules<'a> {
@@ -52,7 +58,7 @@ impl Rules<'_> {
         }
     }
 
-    fn program(&mut self, program: &Program) {
+    fn program(&mut self, program: &Program, warps: u32) {
         let mut heads = vec![];
         for (g, grid) in (0..).zip(&program.grids) {
             let at = Entity::Grid(GridId(g));
@@ -66,9 +72,17 @@ impl Rules<'_> {
                     self.expect(m.norm.is_none() || grid.operand(Role::NormWeight).is_some(), at, || {
                         "expected weights for its norm, found none".to_string()
                     });
+                    // stage.cuh reads packets once more for the variance.
+                    self.expect(!m.own_input || m.norm.is_none_or(|n| n.kind == NormKind::Rms), at, || {
+                        "expected packets as the input of a LayerNorm, found a residual".to_string()
+                    });
                 }
-                Op::NormAdd { norm, .. } => {
+                Op::NormAdd { norm, width, everywhere, .. } => {
                     // norm_add.cuh.
+                    let most = if *everywhere { sum_values_max(program, warps) } else { u32::MAX };
+                    self.expect(*width <= most, at, || {
+                        format!("expected at most {most} values, which a block holds in registers, found {width}")
+                    });
                     self.expect(grid.operand(Role::NormWeight).is_some(), at, || {
                         "expected weights for its norm, found none".to_string()
                     });
@@ -92,6 +106,17 @@ impl Rules<'_> {
                 }
                 Op::AttentionMerge { .. } | Op::Select | Op::Report | Op::Embed { .. } => {}
             }
+        }
+        // stage.cuh: what is read from shared memory is the residual.
+        let residual = program.grids.iter().find_map(|grid| grid.operand(Role::Residual));
+        for (g, grid) in (0..).zip(&program.grids) {
+            let own = grid.operand(Role::X).filter(|_| matches!(&grid.op, Op::MatVec(m) if m.own_input));
+            let other = own.filter(|own| residual.is_none_or(|residual| residual.buffer != own.buffer));
+            self.expect_with(other.is_none(), Entity::Grid(GridId(g)), || {
+                let buffers = [own, residual].into_iter().flatten();
+                let witness = buffers.map(|o| note(Entity::Buffer(o.buffer), format!("is `{}`", o.role.name())));
+                ("expected the residual as its own input, found another buffer".to_string(), witness.collect())
+            });
         }
         // context.cuh: a block has one residual, from the lowest column that it owns, whatever its buffer is called.
         let residuals = (0..).zip(&program.grids).filter_map(|(g, grid)| Some((grid.operand(Role::Residual)?, g)));

@@ -96,7 +96,9 @@ pub(super) fn shared(schedule: &Schedule, target: &Target, grids: &Grids, found:
     for grid in &schedule.program.grids {
         match &grid.op {
             Op::MatVec(m) => stage = stage.max(u64::from(m.k).next_multiple_of(STAGE_VALUES) * element),
-            Op::NormAdd { width, .. } => stage = stage.max(u64::from(*width).next_multiple_of(STAGE_VALUES) * element),
+            Op::NormAdd { width, everywhere: false, .. } => {
+                stage = stage.max(u64::from(*width).next_multiple_of(STAGE_VALUES) * element);
+            }
             Op::Attention(a) => {
                 let (per_task, dim) = (u64::from(a.heads_per_task), u64::from(a.head_dim));
                 // Maximum, sum and accumulators of each head, in each warp and for the current position.
@@ -108,7 +110,8 @@ pub(super) fn shared(schedule: &Schedule, target: &Target, grids: &Grids, found:
                 // One record of each share.
                 scratch = scratch.max(u64::from(*splits) * (u64::from(*head_dim) + 2) * 4);
             }
-            Op::Select | Op::Report | Op::Embed { .. } => {}
+            // Everywhere, a sum is held in registers.
+            Op::Select | Op::Report | Op::Embed { .. } | Op::NormAdd { .. } => {}
         }
     }
     // Attention stages nothing: its scratch is `stage` and `reduce` together, which lie side by side.

@@ -115,7 +115,7 @@ fn attributes(id: GridId, op: &Op, n: u32, weights: DType, found: &mut Found) ->
     let wide = |x: u32| u128::from(x);
     match op {
         Op::Select | Op::Report => {}
-        Op::Embed { scale } => expect(scale.is_finite(), "a finite `scale`", scale),
+        Op::Embed { scale, everywhere: _ } => expect(scale.is_finite(), "a finite `scale`", scale),
         Op::MatVec(m) => {
             expect(m.rows > 0 && fits(wide(m.rows)), "`rows` of at least 1, below 2^28", &m.rows);
             expect(m.k > 0 && fits(wide(m.k)), "`k` of at least 1, below 2^28", &m.k);
@@ -172,7 +172,7 @@ fn attributes(id: GridId, op: &Op, n: u32, weights: DType, found: &mut Found) ->
             let columns = wide(n) * wide(*splits) * (wide(*dim) + wide(PARTIAL_HEADER));
             expect(fits(columns), "heads, head_dim and splits whose product is below 2^28", &columns);
         }
-        Op::NormAdd { norm, width, scale } => {
+        Op::NormAdd { norm, width, scale, everywhere: _ } => {
             expect(*width > 0 && fits(wide(*width)), "`width` of at least 1, below 2^28", width);
             expect(scale.is_finite(), "a finite `scale`", scale);
             expect(eps_ok(norm), "a finite `eps` above 0", &norm.eps);
@@ -188,8 +188,8 @@ fn eps_ok(norm: &NormAttr) -> bool {
 /// `n` and the second axis follow from the op.
 fn launch_extents(id: GridId, grid: &Grid, program: &Program, sms: u32, found: &mut Found) {
     let n = match &grid.op {
-        Op::Select => Some(sms),
-        Op::Report => Some(1),
+        op if op.everywhere() => Some(sms),
+        Op::Select | Op::Report => Some(1),
         Op::MatVec(m) => Some(m.units()),
         Op::Attention(a) => Some(a.head_groups()),
         Op::NormAdd { width, .. } => Some(width.div_ceil(UNIT_ROWS)),
@@ -436,6 +436,11 @@ fn table_width(grid: &Grid, program: &Program) -> u32 {
     grid.operand(Role::Table).map_or(0, |o| program.buffers[o.buffer.index()].cols)
 }
 
+/// Columns of a launch index of an op that adds to the residual.
+fn columns_of_sum(width: u32, everywhere: bool) -> Cols {
+    if everywhere { Cols::all(width) } else { Cols::blocks(UNIT_ROWS, width) }
+}
+
 /// What `operand` of `grid` must be; `None`: the op's attributes exclude it.
 fn want(grid: &Grid, operand: &Operand, program: &Program) -> Option<Want> {
     let Precision { weights, cache, wire } = program.precision;
@@ -458,8 +463,8 @@ fn want(grid: &Grid, operand: &Operand, program: &Program) -> Option<Want> {
             Role::Out => Some(output(DType::I32, Cols::all(1))),
             _ => None,
         },
-        Op::Embed { .. } => {
-            let blocks = Cols::blocks(UNIT_ROWS, table_width(grid, program));
+        Op::Embed { everywhere, .. } => {
+            let blocks = columns_of_sum(table_width(grid, program), *everywhere);
             match role {
                 Role::Token => Some(token),
                 Role::Table => Some(Want {
@@ -477,6 +482,7 @@ fn want(grid: &Grid, operand: &Operand, program: &Program) -> Option<Want> {
         Op::MatVec(m) => {
             let units = m.units();
             match role {
+                Role::X if m.own_input => Some(private(DType::F32, Cols::all(m.k))),
                 Role::X => Some(exchange(wire, Cols::all(m.k))),
                 Role::NormWeight => m.norm.map(|_| vector(Cols::all(m.k))),
                 Role::NormBias => m.norm.filter(|n| n.kind == NormKind::Layer).map(|_| vector(Cols::all(m.k))),
@@ -556,11 +562,11 @@ fn want(grid: &Grid, operand: &Operand, program: &Program) -> Option<Want> {
             Role::Out => Some(exchange(wire, Cols::blocks(*head_dim, grid.n * head_dim))),
             _ => None,
         },
-        Op::NormAdd { norm, width, .. } => match role {
+        Op::NormAdd { norm, width, everywhere, .. } => match role {
             Role::X => Some(exchange(wire, Cols::all(*width))),
             Role::NormWeight => Some(vector(Cols::all(*width))),
             Role::NormBias => (norm.kind == NormKind::Layer).then(|| vector(Cols::all(*width))),
-            Role::Residual => Some(private(DType::F32, Cols::blocks(UNIT_ROWS, *width))),
+            Role::Residual => Some(private(DType::F32, columns_of_sum(*width, *everywhere))),
             Role::Out => Some(exchange(wire, Cols::blocks(UNIT_ROWS, *width))),
             _ => None,
         },

@@ -267,7 +267,7 @@ pub(super) fn launches(schedule: &Schedule, found: &mut Found) {
 
 /// Ops whose task is one launch index: their stream, record or token is one.
 fn one_index(op: &Op) -> bool {
-    matches!(op, Op::Select | Op::Report | Op::Attention(_) | Op::AttentionMerge { .. })
+    op.everywhere() || matches!(op, Op::Report | Op::Attention(_) | Op::AttentionMerge { .. })
 }
 
 /// Every launch index of every grid has one task; only attention, which has alternatives, may be absent as a whole.

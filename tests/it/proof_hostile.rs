@@ -107,6 +107,7 @@ fn scramble(s: &mut Schedule, random: &mut Random) -> Option<String> {
             let (i, g) = pick(random, &mut s.program.grids)?;
             let k = random.below(7);
             match &mut g.op {
+                Op::MatVec(m) if k == 6 => m.own_input = !m.own_input,
                 Op::MatVec(m) if k < 4 => m.rows = other(random, m.rows),
                 Op::MatVec(m) => m.k = other(random, m.k),
                 Op::Attention(a) => {
@@ -126,8 +127,9 @@ fn scramble(s: &mut Schedule, random: &mut Random) -> Option<String> {
                     let field = [head_dim, splits, heads_per_task].into_iter().nth(k % 3)?;
                     *field = other(random, *field);
                 }
+                Op::Embed { everywhere, .. } | Op::NormAdd { everywhere, .. } if k > 3 => *everywhere = !*everywhere,
                 Op::NormAdd { width, .. } => *width = other(random, *width),
-                Op::Embed { scale } => *scale = [f32::NAN, f32::INFINITY, 2.0][k % 3],
+                Op::Embed { scale, .. } => *scale = [f32::NAN, f32::INFINITY, 2.0][k % 3],
                 Op::Select | Op::Report => g.op = Op::Select,
             }
             format!("g{i} op {:?}", g.op)

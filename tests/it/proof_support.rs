@@ -237,6 +237,7 @@ pub fn on_cpu(sms: u32) -> Candidate {
         attention_team: 1,
         attention_ahead: 1,
         unit_rows: 8,
+        sums_everywhere: 0,
     }
 }
 
@@ -350,6 +351,7 @@ pub fn add_extra(schedule: &mut Schedule, after: &str, sms: [usize; 2]) {
             rows: 8,
             k: 16,
             norm: None,
+            own_input: false,
             epilogue: Epilogue::Store,
             unit_rows: 8,
             variant: MatVecVariant::default(),

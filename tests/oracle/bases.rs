@@ -130,6 +130,7 @@ pub fn real(random: &mut Rng, graphs: &[(String, ModelGraph)]) -> Option<Base> {
             mechanism: if cpu { of(random, &Mechanism::ALL) } else { Mechanism::Packets },
             light_eighth: of(random, &[0, 0, 4, 8]),
             light_percent: of(random, &[5, 40]),
+            sums_everywhere: of(random, &[0, default.sums_everywhere]),
             ..default
         },
     };
@@ -173,7 +174,7 @@ pub fn random_program(random: &mut Rng) -> Base {
     let blocks = Cols::blocks(8, hidden);
     build.grid(
         "embed",
-        Op::Embed { scale: 1.0 },
+        Op::Embed { scale: 1.0, everywhere: false },
         hidden / 8,
         vec![
             read(Role::Token, token, one),
@@ -266,6 +267,7 @@ impl Build<'_> {
             rows,
             k,
             norm: normed.then_some(norm),
+            own_input: false,
             epilogue,
             unit_rows: 8,
             variant: MatVecVariant::default(),

@@ -172,7 +172,7 @@ fn numbers(s: &Schedule) -> Result<(), Fault> {
     for (g, grid) in p.grids.iter().enumerate() {
         let fine = match &grid.op {
             Op::Select | Op::Report => true,
-            Op::Embed { scale } => scale.is_finite(),
+            Op::Embed { scale, .. } => scale.is_finite(),
             Op::MatVec(m) => {
                 let tail = match m.epilogue {
                     Epilogue::Store | Epilogue::Act(_) => true,
@@ -206,14 +206,16 @@ fn numbers(s: &Schedule) -> Result<(), Fault> {
                     && grid.n % heads_per_task == 0
                     && u64::from(grid.n) * u64::from(*splits).saturating_mul(u64::from(*head_dim) + 2) < 1 << 29
             }
-            Op::NormAdd { norm: n, width, scale } => norm(n) && *width > 0 && *width < 1 << 29 && scale.is_finite(),
+            Op::NormAdd { norm: n, width, scale, .. } => norm(n) && *width > 0 && *width < 1 << 29 && scale.is_finite(),
         };
         if !fine {
             return malformed(format!("g{g}: a number that `{}` cannot take", grid.op.name()));
         }
         // Extents of the launch are those of the op.
         let n = match &grid.op {
-            Op::Select => Some(s.machine.sms),
+            Op::Select | Op::Embed { everywhere: true, .. } | Op::NormAdd { everywhere: true, .. } => {
+                Some(s.machine.sms)
+            }
             Op::Report => Some(1),
             Op::Embed { .. } => grid.operand(Role::Table).map(|o| p.buffers[o.buffer.index()].cols.div_ceil(8)),
             Op::MatVec(m) => Some(units(m)),
@@ -261,7 +263,15 @@ fn launches(s: &Schedule) -> Result<(), Fault> {
             if task.lo >= task.hi || task.hi > grid.n || task.j >= extent {
                 return malformed(format!("t{t} of r{r} launches what is not there"));
             }
-            let one = matches!(grid.op, Op::Select | Op::Report | Op::Attention(_) | Op::AttentionMerge { .. });
+            let one = matches!(
+                grid.op,
+                Op::Select
+                    | Op::Report
+                    | Op::Attention(_)
+                    | Op::AttentionMerge { .. }
+                    | Op::Embed { everywhere: true, .. }
+                    | Op::NormAdd { everywhere: true, .. }
+            );
             if one && task.hi - task.lo != 1 {
                 return malformed(format!("t{t} of r{r} launches several indices of one-index op"));
             }
@@ -332,21 +342,24 @@ fn parts(s: &Schedule, grid: &Grid, task: &Task) -> Vec<Part> {
         Op::Report => {
             vec![part(Role::Token, Read, Private, DType::I32, 0, 1), part(Role::Out, Write, Output, DType::I32, 0, 1)]
         }
-        Op::Embed { .. } => {
+        Op::Embed { everywhere, .. } => {
             let width = grid.operand(Role::Table).map_or(0, |o| u64::from(s.program.buffers[o.buffer.index()].cols));
-            let (lo, hi) = (8 * lo, (8 * hi).min(width));
-            vec![
+            let (lo, hi) = if *everywhere { (0, width) } else { (8 * lo, (8 * hi).min(width)) };
+            let mut parts = vec![
                 part(Role::Token, Read, Private, DType::I32, 0, 1),
                 Part { rows: Rows::Token, must: Must::Tokens, ..part(Role::Table, Read, Constant, pr.weights, lo, hi) },
                 part(Role::Residual, Write, Private, DType::F32, lo, hi),
-                part(Role::Out, Write, Exchange, pr.wire, lo, hi),
-            ]
+            ];
+            // Where every SM makes all of it, nobody is told.
+            parts.extend((!everywhere).then(|| part(Role::Out, Write, Exchange, pr.wire, lo, hi)));
+            parts
         }
         Op::MatVec(m) => {
             let (rows, k) = (u64::from(m.rows), u64::from(m.k));
             let each = u64::from(m.unit_rows);
             let (from, to) = (each * lo, (each * hi).min(rows));
-            let mut parts = vec![part(Role::X, Read, Exchange, pr.wire, 0, k)];
+            let x = if m.own_input { (Private, DType::F32) } else { (Exchange, pr.wire) };
+            let mut parts = vec![part(Role::X, Read, x.0, x.1, 0, k)];
             if let Some(norm) = &m.norm {
                 parts.push(vector(Role::NormWeight, 0, k));
                 if norm.kind == NormKind::Layer {
@@ -385,15 +398,15 @@ fn parts(s: &Schedule, grid: &Grid, task: &Task) -> Vec<Part> {
                 part(Role::Out, Write, Exchange, pr.wire, lo * dim, (lo + 1) * dim),
             ]
         }
-        Op::NormAdd { norm, width, .. } => {
+        Op::NormAdd { norm, width, everywhere, .. } => {
             let width = u64::from(*width);
-            let (from, to) = (8 * lo, (8 * hi).min(width));
+            let (from, to) = if *everywhere { (0, width) } else { (8 * lo, (8 * hi).min(width)) };
             let mut parts = vec![part(Role::X, Read, Exchange, pr.wire, 0, width), vector(Role::NormWeight, 0, width)];
             if norm.kind == NormKind::Layer {
                 parts.push(vector(Role::NormBias, 0, width));
             }
             parts.push(part(Role::Residual, Update, Private, DType::F32, from, to));
-            parts.push(part(Role::Out, Write, Exchange, pr.wire, from, to));
+            parts.extend((!everywhere).then(|| part(Role::Out, Write, Exchange, pr.wire, from, to)));
             parts
         }
     }
@@ -836,7 +849,7 @@ fn shared_memory(s: &Schedule, target: &Target) -> Result<(), Fault> {
     for grid in &s.program.grids {
         match &grid.op {
             // Whole granules of 32 values; the rest is zeros.
-            Op::MatVec(MatVec { k: width, .. }) | Op::NormAdd { width, .. } => {
+            Op::MatVec(MatVec { k: width, .. }) | Op::NormAdd { width, everywhere: false, .. } => {
                 need("stage", u64::from(*width).next_multiple_of(32) * staged);
             }
             Op::Attention(a) => {
@@ -850,7 +863,7 @@ fn shared_memory(s: &Schedule, target: &Target) -> Result<(), Fault> {
             Op::AttentionMerge { head_dim, splits, .. } => {
                 scratch = scratch.max(u64::from(*splits) * (u64::from(*head_dim) + 2) * 4);
             }
-            Op::Select | Op::Report | Op::Embed { .. } => {}
+            Op::Select | Op::Report | Op::Embed { .. } | Op::NormAdd { .. } => {}
         }
     }
     let room = match (parts.get("stage"), parts.get("reduce")) {

@@ -463,11 +463,13 @@ fn shape(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<Entit
     match &mut grid.op {
         Op::MatVec(m) if k == 0 => m.k += 8,
         Op::MatVec(m) if k == 1 => m.rows += 8,
+        Op::MatVec(m) if random.below(2) == 0 => m.own_input = !m.own_input,
         Op::Attention(a) if k == 0 => a.head_dim *= 2,
         Op::Attention(a) if k == 1 => a.heads *= 2,
         Op::Attention(a) => a.splits += 1,
         Op::AttentionMerge { splits, .. } if k == 0 => *splits += 1,
         Op::AttentionMerge { head_dim, .. } => *head_dim += 8,
+        Op::Embed { everywhere, .. } | Op::NormAdd { everywhere, .. } if k == 0 => *everywhere = !*everywhere,
         Op::NormAdd { width, .. } => *width += 8,
         _ if k == 2 => grid.n += 1,
         _ => {
@@ -531,7 +533,7 @@ fn attribute(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<E
         },
         Op::AttentionMerge { splits, .. } => *splits = 0,
         Op::NormAdd { norm, .. } => norm.eps = -1.0,
-        Op::Embed { scale } => *scale = f32::INFINITY,
+        Op::Embed { scale, .. } => *scale = f32::INFINITY,
         Op::Select | Op::Report => return None,
     }
     Some(vec![Entity::Grid(GridId::from(g))])

@@ -47,6 +47,7 @@ struct Class1 {
 struct Class2 {
   static constexpr int HIDDEN = 32;
   static constexpr float SCALE = 1.0f;
+  static constexpr bool EVERYWHERE = false;
 };
 
 // g3 qkv.0 and 1 more
@@ -58,6 +59,7 @@ struct Class3 {
   static constexpr int UNITS = 1;
   static constexpr int TOGETHER = 1;
   static constexpr int POLL_PAIRS = 1;
+  static constexpr bool OWN_INPUT = false;
   static constexpr Norm NORM = Norm::RMS;
   static constexpr float EPS = 1e-5f;
   static constexpr Epilogue EPILOGUE = Epilogue::STORE;
@@ -101,6 +103,7 @@ struct Class5 {
   static constexpr int UNITS = 1;
   static constexpr int TOGETHER = 1;
   static constexpr int POLL_PAIRS = 1;
+  static constexpr bool OWN_INPUT = false;
   static constexpr Norm NORM = Norm::NONE;
   static constexpr float EPS = 0.0f;
   static constexpr Epilogue EPILOGUE = Epilogue::RESIDUAL;
@@ -121,6 +124,7 @@ struct Class6 {
   static constexpr int UNITS = 2;
   static constexpr int TOGETHER = 2;
   static constexpr int POLL_PAIRS = 1;
+  static constexpr bool OWN_INPUT = false;
   static constexpr Norm NORM = Norm::RMS;
   static constexpr float EPS = 1e-5f;
   static constexpr Epilogue EPILOGUE = Epilogue::GATED;
@@ -141,6 +145,7 @@ struct Class7 {
   static constexpr int UNITS = 1;
   static constexpr int TOGETHER = 1;
   static constexpr int POLL_PAIRS = 1;
+  static constexpr bool OWN_INPUT = false;
   static constexpr Norm NORM = Norm::NONE;
   static constexpr float EPS = 0.0f;
   static constexpr Epilogue EPILOGUE = Epilogue::RESIDUAL;
@@ -161,6 +166,7 @@ struct Class8 {
   static constexpr int UNITS = 1;
   static constexpr int TOGETHER = 1;
   static constexpr int POLL_PAIRS = 1;
+  static constexpr bool OWN_INPUT = false;
   static constexpr Norm NORM = Norm::RMS;
   static constexpr float EPS = 1e-5f;
   static constexpr Epilogue EPILOGUE = Epilogue::LOGITS;
