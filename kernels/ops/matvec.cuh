@@ -96,9 +96,12 @@ struct MatVec {
     }
   }
 
-  // Warps may lack the last granules of a unit.
-  static constexpr bool WHOLE = J % M::WARPS == 0 && (CHUNKS == 1 || J % CHUNK == 0);
-  static __device__ __forceinline__ bool exists(int j) { return WHOLE || j < J; }
+  // Whether this warp has an i-th granule from granule `first` on: the last ones of a unit may not be enough for all. What is known
+  // when this is compiled needs no predicate.
+  static __device__ __forceinline__ bool exists(const Context<M>& c, int first, int i) {
+    const bool whole = CHUNKS == 1 ? (i + 1) * M::WARPS <= J : J % CHUNK == 0;
+    return whole || first + i * M::WARPS + c.warp() < J;
+  }
 
   // This warp's granules of units `first` on; of a unit of several chunks, those from granule `first` on.
   static __device__ __forceinline__ void multiply(const Context<M>& c, const uint4 (&b)[TOGETHER][MINE], int first,
@@ -106,12 +109,15 @@ struct MatVec {
 #pragma unroll
     for (int i = 0; i < MINE; i++) {
       const int j = first + i * M::WARPS + c.warp();
-      if (!exists(j)) continue;
+      // Where it may be the last of a unit only, a product by zeros costs less than one that some warps leave out, and what that does
+      // to its sums. Of several chunks the last one leaves out more.
+      const bool mine = exists(c, first, i);
+      if (CHUNKS > 1 && !mine) continue;
       if constexpr (STAGE_BF16<M>) {
-        const uint4 a = staged(c, j);
+        const uint4 a = mine ? staged(c, j) : make_uint4(0, 0, 0, 0);
 #pragma unroll
         for (int u = 0; u < TOGETHER; u++) s[u].products[i % SETS].add(a, b[u][i]);
-      } else {
+      } else if (mine) {
 #pragma unroll
         for (int u = 0; u < TOGETHER; u++) accumulate(c, b[u][i], j, s[u]);
       }
@@ -131,8 +137,11 @@ struct MatVec {
         if (held == 0) slot = ring_take(c, c.ring);
         const u8* from = slot + held * (J * 512) + c.warp() * 512 + c.lane() * 16;
 #pragma unroll
-        for (int i = 0; i < MINE; i++)
-          if (exists(first + i * M::WARPS + c.warp())) b[u][i] = *reinterpret_cast<const uint4*>(from + i * (M::WARPS * 512));
+        for (int i = 0; i < MINE; i++) {
+          const bool mine = exists(c, first, i);
+          if (CHUNKS > 1 && !mine) continue;
+          b[u][i] = mine ? *reinterpret_cast<const uint4*>(from + i * (M::WARPS * 512)) : make_uint4(0, 0, 0, 0);
+        }
         held++;
         if (first == 0) left--;
         if (CHUNKS > 1 || CHUNK_UNITS == 1 || held == CHUNK_UNITS || left == 0) {

@@ -94,11 +94,19 @@ __device__ __forceinline__ float stage_pairs(Context<M>& c, const Entry& e, u32 
   for (int i = 0; i < COUNT; i++) {
     float x[PER_PAIR];
     if constexpr (OWN) {
-#pragma unroll
-      for (int j = 0; j < PER_PAIR; j++) {
-        const u32 k = k0 + i * STEP + j;
-        x[j] = (K % PER_PAIR == 0 ? active[i] : k < K) ? c.residual()[k] : 0.f;
+      // Of a pair that reaches beyond K the rest is read, for the residual is whole units, and dropped.
+      float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
+      const float* own = c.residual() + k0 + i * STEP;
+      if constexpr (PER_PAIR == 4) {
+        if (active[i]) v = *reinterpret_cast<const float4*>(own);
+      } else {
+        if (active[i]) v.x = own[0], v.y = own[1];
       }
+      x[0] = v.x, x[1] = v.y;
+      if constexpr (PER_PAIR == 4) x[2] = v.z, x[3] = v.w;
+#pragma unroll
+      for (int j = 1; j < PER_PAIR; j++)
+        if (K % PER_PAIR != 0 && k0 + i * STEP + j >= K) x[j] = 0.f;
     } else {
       unpack_pair<M>(a[i], b[i], x);
     }
