@@ -395,8 +395,9 @@ fn divide(program: &Program, c: &Candidate, split: bool) -> Vec<Vec<Share>> {
     let mut load = vec![0u64; c.sms as usize];
     let cost = byte_costs(c);
     let mut spread = 0;
-    let mut out = vec![];
-    for grid in &program.grids {
+    let mut out = vec![vec![]; program.grids.len()];
+    for g in coarse_first(program) {
+        let grid = &program.grids[g];
         let shares = match &grid.op {
             _ if !takes_part(program, c, grid, split) => vec![],
             Op::MatVec(m) if grid.operand(Role::Residual).is_none() => unit_shares(program, grid, m, &load, &cost),
@@ -413,9 +414,30 @@ fn divide(program: &Program, c: &Candidate, split: bool) -> Vec<Vec<Share>> {
                     _ => 0,
                 };
         }
-        out.push(shares);
+        out[g] = shares;
     }
     out
+}
+
+/// The grids in program order, but a matvec of larger units before the one whose output it reads: between the two waits of a layer an
+/// SM streams both, so who has a large unit more of the one should have some small ones less of the other.
+fn coarse_first(program: &Program) -> Vec<usize> {
+    let unit = |g: usize| match &program.grids[g].op {
+        Op::MatVec(m) => Some(m.unit_bytes(program.precision.weights.bytes() as u32)),
+        _ => None,
+    };
+    let mut order: Vec<usize> = (0..program.grids.len()).collect();
+    let mut g = 0;
+    while g + 1 < order.len() {
+        if let (Some(this), Some(next)) = (unit(g), unit(g + 1))
+            && next > this
+        {
+            order.swap(g, g + 1);
+            g += 1;
+        }
+        g += 1;
+    }
+    order
 }
 
 /// What streaming a byte costs on each SM, in thousandths of what it costs where nobody is spared.
