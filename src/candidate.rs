@@ -1,7 +1,7 @@
 //! Owns `Candidate`: one unmeasured point of the search space, and `Infeasible`: why a point does not fit.
 
 use crate::dtype::Precision;
-use crate::ir::op::{GRANULE_BYTES, HISTORY_ALIGN, UNIT_ROWS, granules};
+use crate::ir::op::{GRANULE_BYTES, HISTORY_ALIGN, PARTIAL_HEADER, UNIT_ROWS, granules};
 use crate::ir::schedule::Mechanism;
 use crate::ir::variant::{AttentionVariant, MatVecVariant, POLL_PAIRS, SUM_UNITS, ahead_rule, team_rule};
 use crate::lower::{cache_row_bytes, finest_unit_rows, heads_per_task_most, refuses_everywhere};
@@ -173,9 +173,10 @@ impl Candidate {
             slot_bytes,
             flight_high: 4.min(ring_slots),
             flight_low: default_flight_low(graph, precision, sms, slot_bytes).min(ring_slots),
-            flight_free: ring_slots * 2 / 3,
+            // Two thirds of them, rounded.
+            flight_free: (ring_slots * 2 + 1) / 3,
             heads_per_task: if cpu { group_most } else { 1 },
-            splits: if cpu { 1 } else { (sms / (heads / group_most)).clamp(1, SPLITS_DEFAULT_MAX) },
+            splits: if cpu { 1 } else { default_splits(heads / group_most, sms, head_dim) },
             split_from: 384,
             mechanism: if target.spec.copy == CopyMechanism::Plain && cpu {
                 Mechanism::Counter
@@ -245,6 +246,14 @@ impl Candidate {
         values.iter_mut().skip(first).zip(later).for_each(|(value, later)| *value = later);
         Candidate::of_values(&values)
     }
+}
+
+/// Shares of the history that give every SM one where `groups` tasks read it whole: no more than a merge is worth, nor than records
+/// of as many values as 32 heads of 128 dimensions have.
+pub fn default_splits(groups: u32, sms: u32, head_dim: u32) -> u32 {
+    const RECORDS: u32 = SPLITS_DEFAULT_MAX * (128 + PARTIAL_HEADER);
+    let most = (RECORDS / (head_dim + PARTIAL_HEADER)).clamp(1, SPLITS_DEFAULT_MAX);
+    (sms / groups.max(1)).clamp(1, most)
 }
 
 /// Bytes of a unit of the model's width: 8 rows of whole granules.

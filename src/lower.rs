@@ -9,8 +9,10 @@ use crate::dtype::{DType, Precision};
 use crate::ir::BufferId;
 use crate::ir::op::{Access, Attention, Epilogue, MatVec, NormAttr, Op, PARTIAL_HEADER, QkNormAttr, Role, UNIT_ROWS};
 use crate::ir::program::{Buffer, Cols, Content, Grid, Operand, Part, Program, Rows, Second, Space, VectorPart};
-use crate::ir::variant::{MatVecVariant, POLL_PAIRS};
-use crate::model::graph::{Layer, Linear, ModelGraph, Norm, NormKind, QkNorm, QkNormSpan, RopeId, RowView, TensorId};
+use crate::ir::variant::{AttentionVariant, MatVecVariant, POLL_PAIRS};
+use crate::model::graph::{
+    self, Layer, Linear, ModelGraph, Norm, NormKind, QkNorm, QkNormSpan, RopeId, RowView, TensorId,
+};
 
 /// Lowers `graph` to grids of tasks. The candidate decides what the program holds (split attention, candidates per SM);
 /// where tasks run is `schedule`'s business.
@@ -378,34 +380,13 @@ impl Builder<'_> {
                 constants.push(read(role, id, Cols::all(len)));
             }
         }
-        let rotary = match a.rope {
-            Some(rope) => {
-                let table = ropes[rope.index()];
-                let cols = self.program.buffers[table.index()].cols;
-                constants.push(Operand { rows: Rows::Current, ..read(Role::Rope, table, Cols::all(cols)) });
-                cols
-            }
-            None => 0,
-        };
-        let qk_norm = |norm: &Option<QkNorm>| {
-            let attr = |n: &QkNorm| QkNormAttr { norm: NormAttr { kind: n.kind, eps: n.eps }, span: n.span };
-            norm.as_ref().map(attr)
-        };
-        let base = Attention {
-            heads_per_task,
-            group,
-            heads,
-            head_dim: dim,
-            scale: a.scale,
-            softcap: a.softcap,
-            window: a.window,
-            rotary,
-            interleaved: a.rope.is_some_and(|rope| self.graph.ropes[rope.index()].interleaved),
-            q_norm: qk_norm(&a.q_norm),
-            k_norm: qk_norm(&a.k_norm),
-            splits: 1,
-            variant: candidate.attention_variant(dim),
-        };
+        if let Some(rope) = a.rope {
+            let table = ropes[rope.index()];
+            let cols = self.program.buffers[table.index()].cols;
+            constants.push(Operand { rows: Rows::Current, ..read(Role::Rope, table, Cols::all(cols)) });
+        }
+        let base =
+            Attention { heads_per_task, variant: candidate.attention_variant(dim), ..attention_of(self.graph, a) };
         let buffers = AttentionBuffers { qkv, k_cache, v_cache };
         self.attention_grid(&format!("attn.{l}"), base.clone(), &buffers, &constants, attn);
         if candidate.splits > 1 && candidate.split_from < self.program.context_max {
@@ -490,6 +471,31 @@ impl Builder<'_> {
         ));
         let n = op.head_groups();
         self.grid(name, Op::Attention(op), n, Second::Axis(splits), operands);
+    }
+}
+
+/// Attention of a layer, unsplit, with as many query heads a task as one can take.
+pub fn attention_of(graph: &ModelGraph, a: &graph::Attention) -> Attention {
+    let rope = a.rope.map(|rope| &graph.ropes[rope.index()]);
+    let qk_norm = |norm: &Option<QkNorm>| {
+        let attr = |n: &QkNorm| QkNormAttr { norm: NormAttr { kind: n.kind, eps: n.eps }, span: n.span };
+        norm.as_ref().map(attr)
+    };
+    let group = a.heads / a.kv_heads;
+    Attention {
+        heads_per_task: heads_per_task_most(group),
+        group,
+        heads: a.heads,
+        head_dim: a.head_dim,
+        scale: a.scale,
+        softcap: a.softcap,
+        window: a.window,
+        rotary: rope.map_or(0, |rope| 2 * rope.inv_freq.len() as u32),
+        interleaved: rope.is_some_and(|rope| rope.interleaved),
+        q_norm: qk_norm(&a.q_norm),
+        k_norm: qk_norm(&a.k_norm),
+        splits: 1,
+        variant: AttentionVariant::default(),
     }
 }
 

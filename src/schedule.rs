@@ -1,6 +1,6 @@
 //! Places a program on a machine: shares of every grid, queues, events derived from regions, streams, memory map.
 
-use crate::candidate::{Candidate, Infeasible, RING_SLOTS_MAX};
+use crate::candidate::{Candidate, Infeasible, RING_SLOTS_MAX, default_splits};
 use crate::dtype::{DType, Precision};
 use crate::ir::op::{
     Access, Attention, Epilogue, GRANULE_BYTES, HISTORY_ALIGN, MatVec, Op, PARTIAL_HEADER, Role, UNIT_ROWS,
@@ -9,8 +9,8 @@ use crate::ir::program::{Grid, Program, Second, Space};
 use crate::ir::schedule::{Event, Machine, Mechanism, Regime, Ring, Run, RunBytes, Schedule, SmemPart, Task, Wait};
 use crate::ir::variant::{Held, POLL_PAIRS, SUM_UNITS, SUM_UNITS_MAX};
 use crate::ir::{BufferId, EventId, GridId, TaskId};
-use crate::lower::{cache_row_bytes, refuses_everywhere};
-use crate::model::graph::ModelGraph;
+use crate::lower::{attention_of, cache_row_bytes, heads_per_task_most, refuses_everywhere};
+use crate::model::graph::{Layer, ModelGraph};
 use crate::target::{CopyMechanism, DotMechanism, Target, TargetKind};
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap};
@@ -204,6 +204,17 @@ pub fn fixed_smem_bytes(
         .max()
         .unwrap_or(0);
     let dim = graph.layers.iter().map(|l| l.attn.head_dim).max().unwrap_or(0);
+    let mma = target.spec.dot == DotMechanism::Mma;
+    let records = |l: &Layer| attention_of(graph, &l.attn).records(precision, mma, consumer_warps);
+    // Tasks of the longest queue: its share of attention, or of split attention and its merge, rounded up, and what every SM has
+    // one of in a layer and in a step.
+    let attention = |l: &Layer| {
+        let (heads, groups) = (l.attn.heads, l.attn.heads / heads_per_task_most(l.attn.heads / l.attn.kv_heads));
+        heads.max(groups * default_splits(groups, sms, l.attn.head_dim) + heads)
+    };
+    let posts = |l: &Layer| [&l.attn_post_norm, &l.mlp_post_norm].into_iter().flatten().count() as u32;
+    let whole_tasks: u32 = graph.layers.iter().map(|l| 4 + posts(l)).sum();
+    let shared_tasks: u32 = graph.layers.iter().map(attention).sum();
     let units = graph.hidden.div_ceil(UNIT_ROWS);
     let whole = refuses_everywhere(graph, precision, consumer_warps).is_none();
     let parts = smem_parts(&SmemNeeds {
@@ -212,14 +223,15 @@ pub fn fixed_smem_bytes(
         heads_per_task: crate::lower::HEADS_PER_TASK_MAX
             .min(graph.layers.iter().map(|l| l.attn.heads / l.attn.kv_heads).max().unwrap_or(1)),
         residual_units: if whole { units } else { units.div_ceil(sms) },
-        splits: crate::candidate::SPLITS_DEFAULT_MAX,
+        records: graph.layers.iter().map(records).max().unwrap_or(0),
+        splits: default_splits(1, sms, dim),
         precision,
         dot: target.spec.dot,
         consumer_warps,
         sum_units: SUM_UNITS,
         ring_bytes: 0,
-        // Tasks of an SM in a layer: five, two more with post norms, and one of attention in most layers.
-        queue_max: graph.layers.len() as u32 * 8 + 8,
+        // Select, report, embedding and head; a share may begin anywhere.
+        queue_max: whole_tasks + shared_tasks.div_ceil(sms) + 1 + 4,
     });
     parts.last().map_or(0, |p| u64::from(p.offset) + u64::from(p.bytes))
 }
@@ -228,6 +240,8 @@ struct SmemNeeds {
     k_max: u32,
     head_dim: u32,
     heads_per_task: u32,
+    /// Records of a query head that meet at the end of attention.
+    records: u32,
     /// Units of 8 columns of the residual that a block has at most.
     residual_units: u32,
     splits: u32,
@@ -248,10 +262,10 @@ fn smem_parts(n: &SmemNeeds) -> Vec<SmemPart> {
         _ => n.k_max.next_multiple_of(32) * 4,
     };
     // Two batches of partial sums, so that a warp may start the next batch while others still add up this one. Attention
-    // stages nothing: the state of each warp and of the current position (maximum, sum, accumulators) and the records of a
+    // stages nothing: the state of each team of warps and of the current position (maximum, sum, accumulators) and the records of a
     // merge take both places.
     let sums = 2 * n.sum_units * n.consumer_warps * UNIT_ROWS * 4;
-    let attention = (n.consumer_warps + 1) * n.heads_per_task * (n.head_dim + PARTIAL_HEADER) * 4;
+    let attention = n.records * n.heads_per_task * (n.head_dim + PARTIAL_HEADER) * 4;
     let merge = n.splits * (n.head_dim + PARTIAL_HEADER) * 4;
     let parts = [
         ("ring", n.ring_bytes),
@@ -282,6 +296,7 @@ fn machine(program: &Program, target: &Target, c: &Candidate, queue_max: u32) ->
         k_max: 0,
         head_dim: 0,
         heads_per_task: 1,
+        records: 0,
         residual_units: 0,
         splits: 1,
         precision: program.precision,
@@ -302,6 +317,8 @@ fn machine(program: &Program, target: &Target, c: &Candidate, queue_max: u32) ->
             Op::Attention(a) => {
                 needs.head_dim = needs.head_dim.max(a.head_dim);
                 needs.heads_per_task = needs.heads_per_task.max(a.heads_per_task);
+                let mma = spec.dot == DotMechanism::Mma;
+                needs.records = needs.records.max(a.records(program.precision, mma, c.consumer_warps));
                 needs.splits = needs.splits.max(a.splits);
             }
             Op::NormAdd { .. } | Op::Embed { .. } => {

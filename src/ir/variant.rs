@@ -146,6 +146,13 @@ impl Attention {
         self.on_tensor_cores(precision) && warps.is_multiple_of(self.team())
     }
 
+    /// Records (running maximum, sum, a sum for each dimension) of each query head that meet at the end of a task of `warps` warps:
+    /// one of each team, and the current position.
+    pub fn records(&self, precision: Precision, tensor_cores: bool, warps: u32) -> u32 {
+        let teams = if tensor_cores && self.swizzles(precision, warps) { warps / self.team() } else { warps };
+        teams + 1
+    }
+
     fn team(&self) -> u32 {
         self.variant.team.unwrap_or(team_rule(self.head_dim)).max(1)
     }

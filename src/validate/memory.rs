@@ -101,8 +101,10 @@ pub(super) fn shared(schedule: &Schedule, target: &Target, grids: &Grids, found:
             }
             Op::Attention(a) => {
                 let (per_task, dim) = (u64::from(a.heads_per_task), u64::from(a.head_dim));
-                // Maximum, sum and accumulators of each head, in each warp and for the current position.
-                scratch = scratch.max((warps + 1) * per_task * (dim + 2) * 4);
+                // Maximum, sum and accumulators of each head, in each team of warps and for the current position.
+                let mma = target.spec.dot == DotMechanism::Mma;
+                let records = u64::from(a.records(schedule.program.precision, mma, machine.consumer_warps));
+                scratch = scratch.max(records * per_task * (dim + 2) * 4);
                 // Queries, key and value in fp32, queries in bf16 and whole granules.
                 heads = heads.max((per_task + 2) * dim * 4 + per_task * dim.next_multiple_of(32) * 2);
             }

@@ -857,8 +857,11 @@ fn shared_memory(s: &Schedule, target: &Target) -> Result<(), Fault> {
                 let tensor = precision.cache == DType::Bf16 && target.spec.dot == DotMechanism::Mma && dim % 8 == 0;
                 let operands = if tensor { heads * dim.div_ceil(32) * 64 } else { 0 };
                 need("heads", (heads + 2) * dim * 4 + operands);
-                // One record of each head and warp, and the score of the current position.
-                scratch = scratch.max(warps * heads * (dim + 2) * 4 + ((heads - 1) * (dim + 2) + 1) * 4);
+                // One record of each head and warp, or of each team of warps that share a head's dimensions, and the score of the
+                // current position.
+                let mma = target.spec.dot == DotMechanism::Mma && a.swizzles(precision, m.consumer_warps);
+                let team = if mma { u64::from(a.variant.team.unwrap_or(if dim > 128 { 2 } else { 1 })) } else { 1 };
+                scratch = scratch.max(warps / team * heads * (dim + 2) * 4 + ((heads - 1) * (dim + 2) + 1) * 4);
             }
             Op::AttentionMerge { head_dim, splits, .. } => {
                 scratch = scratch.max(u64::from(*splits) * (u64::from(*head_dim) + 2) * 4);

@@ -30,7 +30,7 @@ struct Machine {
   static constexpr Dot DOT = Dot::MMA;
   static constexpr int REDUCE_UNITS = 8;
   static constexpr bool TRACE = false;
-  static constexpr int STAMPS_MAX = 12;
+  static constexpr int STAMPS_MAX = 11;
 };
 
 // g0 select

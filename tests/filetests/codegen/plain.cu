@@ -17,8 +17,8 @@ struct Machine {
   static constexpr int REDUCE_AT = 49408;  // 4096 bytes
   static constexpr int HEADS_AT = 53504;  // 256 bytes
   static constexpr int RESIDUAL_AT = 53760;  // 128 bytes
-  static constexpr int QUEUE_AT = 53888;  // 896 bytes
-  static constexpr int STATE_AT = 54784;  // 2048 bytes
+  static constexpr int QUEUE_AT = 53888;  // 1024 bytes
+  static constexpr int STATE_AT = 54912;  // 2048 bytes
   static constexpr int STATE_BYTES = 2048;
   static constexpr int SCRATCH_BYTES = 4352;
   static constexpr u32 CONTEXT_MAX = 64;
@@ -30,7 +30,7 @@ struct Machine {
   static constexpr Dot DOT = Dot::FMA;
   static constexpr int REDUCE_UNITS = 8;
   static constexpr bool TRACE = false;
-  static constexpr int STAMPS_MAX = 14;
+  static constexpr int STAMPS_MAX = 15;
 };
 
 // g0 select
