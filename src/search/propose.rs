@@ -102,6 +102,9 @@ pub struct Search<'a> {
     space: &'a Space,
     limits: Limits,
     prior: Prior,
+    /// What this search alone has learned, where others spoke before it: moves are chosen by that as soon as one was reverted, so
+    /// that what is different here is found all the same.
+    alone: Option<Prior>,
     /// The cost model's log ratio by the default, 0 where it has none.
     guess: &'a (dyn Fn(&Candidate) -> f64 + Sync),
     warm: Vec<Candidate>,
@@ -130,10 +133,12 @@ impl<'a> Search<'a> {
         let mut warm = first;
         warm.retain(|candidate| space.admits(candidate).is_ok());
         warm.extend(prior.seeds(groups, space, &|c| guess(c)));
+        let alone = (!prior.is_cold()).then(|| prior.alone());
         Search {
             space,
             limits,
             prior,
+            alone,
             guess,
             warm,
             seen: BTreeSet::new(),
@@ -197,7 +202,7 @@ impl<'a> Search<'a> {
                 let base = self.incumbent.as_ref().map_or(0.0, |(_, log)| *log);
                 let log = base + ratio.max(f64::MIN_POSITIVE).ln();
                 let first = self.incumbent.is_none();
-                self.prior.learn(candidate, Some(log));
+                self.learn(candidate, Some(log));
                 let at = self.elite.partition_point(|(other, _)| *other <= log);
                 self.elite.insert(at, (log, candidate.clone()));
                 if kept || first {
@@ -211,7 +216,7 @@ impl<'a> Search<'a> {
                 }
             }
             Outcome::Failed => {
-                self.prior.learn(candidate, None);
+                self.learn(candidate, None);
                 if self.incumbent.is_none() {
                     // The default itself failed: nothing is there to compare with, and asking again would not end.
                     self.idle += 1;
@@ -221,6 +226,11 @@ impl<'a> Search<'a> {
             }
         }
         self.trials += 1;
+    }
+
+    fn learn(&mut self, candidate: &Candidate, log_ratio: Option<f64>) {
+        self.prior.learn(candidate, log_ratio);
+        self.alone.iter_mut().for_each(|alone| alone.learn(candidate, log_ratio));
     }
 
     /// What to try next.
@@ -272,8 +282,9 @@ impl<'a> Search<'a> {
 
     /// Lower is tried sooner.
     fn score(&self, base: &Candidate, candidate: &Candidate) -> f64 {
-        let Opinion { log_ratio, support, risk } = self.opinion(candidate);
-        let curiosity = CURIOSITY * self.prior.promise(base, candidate);
+        let prior = self.alone.as_ref().filter(|_| self.reverts > 0).unwrap_or(&self.prior);
+        let Opinion { log_ratio, support, risk } = prior.opinion(candidate, (self.guess)(candidate));
+        let curiosity = CURIOSITY * prior.promise(base, candidate);
         log_ratio - curiosity / (1.0 + support).sqrt() + RISK_COST * risk
     }
 
