@@ -118,6 +118,18 @@ impl Rules<'_> {
                 ("expected the residual as its own input, found another buffer".to_string(), witness.collect())
             });
         }
+        // matvec.cuh, norm_add.cuh: no barrier is behind the sums of owners, and none before an own input.
+        let owner = (0..)
+            .zip(&program.grids)
+            .find(|(_, grid)| grid.operand(Role::Residual).is_some() && !grid.op.everywhere())
+            .map(|(g, _)| note(Entity::Grid(GridId(g)), "is done by owners of columns"));
+        for (g, grid) in (0..).zip(&program.grids) {
+            let own = matches!(&grid.op, Op::MatVec(m) if m.own_input);
+            self.expect_with(!own || owner.is_none(), Entity::Grid(GridId(g)), || {
+                let message = "expected sums made by every SM as its own input, found sums of owners".to_string();
+                (message, owner.iter().cloned().collect())
+            });
+        }
         // context.cuh: a block has one residual, from the lowest column that it owns, whatever its buffer is called.
         let residuals = (0..).zip(&program.grids).filter_map(|(g, grid)| Some((grid.operand(Role::Residual)?, g)));
         let mut residuals: Vec<_> = residuals.map(|(o, g)| (o.buffer, Entity::Grid(GridId(g)))).collect();

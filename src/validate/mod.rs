@@ -16,8 +16,8 @@
 //!    are finite and positive where they must be. Exchange regions start on packets. Each regime launches every index
 //!    of every grid once; only attention has alternatives, and they agree. Each queue starts with its `select`. What a
 //!    regime writes of a shared buffer it writes whole and once: no element is read that was not produced, none has two
-//!    producers, and each layer's keys and values are appended once a step. A private element is written, then updated,
-//!    on one SM in program order.
+//!    producers, and each layer's keys and values are appended once a step. A private element is written, then updated and
+//!    read, in program order on the SM that owns it, or by every SM for itself.
 //! 2. **Events** (`events`). An event is signalled once by each task that writes any of its columns, by no other, and
 //!    its count says how many those are; each wait asks for exactly that count. Every exchange region read is covered
 //!    by the reader's own waits, and who waits by packets reads them: the poll is the wait. Events about one buffer are
@@ -276,7 +276,7 @@ rules! {
     OutOfBounds "out-of-bounds" 1;
     /// A region starts or ends inside a packet.
     Misaligned "misaligned" 1;
-    /// One exchange buffer carries values of different meaning.
+    /// One exchange buffer carries values of different meaning, or a residual is made by owners and by every SM.
     MixedUse "mixed-use" 1;
     /// Two grids extend the same keys and are not the same attention.
     Alternatives "alternatives" 1;

@@ -50,6 +50,9 @@ pub(super) fn check(schedule: &Schedule, found: &mut Found) {
         meanings(id, grid, program, &mut uses, found);
     }
     tokens_in_table(program, found);
+    if schedule.machine.sms > 1 {
+        makers_of_sums(program, found);
+    }
     alternatives(program, found);
 }
 
@@ -632,6 +635,25 @@ fn tokens_in_table(program: &Program, found: &mut Found) {
                     note(Entity::Buffer(table.buffer), "is the table"),
                 ];
                 (message, witness)
+            });
+        }
+    }
+}
+
+/// A residual is made by the SMs that own its columns, or by every SM for itself. Where all SMs have a column, what one of them
+/// adds to it is missing on the others.
+fn makers_of_sums(program: &Program, found: &mut Found) {
+    let mut first: BTreeMap<BufferId, (GridId, bool)> = BTreeMap::new();
+    let told = |everywhere| if everywhere { "every SM" } else { "an owner of its columns" };
+    for (g, grid) in (0..).zip(&program.grids) {
+        let Some(residual) = grid.operand(Role::Residual) else { continue };
+        let (id, everywhere) = (GridId(g), grid.op.everywhere());
+        let (other, expected) = *first.entry(residual.buffer).or_insert((id, everywhere));
+        if everywhere != expected {
+            found.add_with(Rule::MixedUse, Entity::Grid(id), || {
+                let (expected, makes) = (told(expected), told(everywhere));
+                let message = format!("{} is made by {makes}, expected {expected}", residual.buffer);
+                (message, vec![note(Entity::Grid(other), format!("is done by {expected}"))])
             });
         }
     }

@@ -476,12 +476,21 @@ fn uncovered(
     });
 }
 
+/// Who touched an interval of private columns on one SM last.
+#[derive(Clone, Copy)]
+struct Touched {
+    hi: u32,
+    writer: TaskId,
+    /// Of those that read it since it was written, the last one in program order.
+    reader: Option<TaskId>,
+}
+
 /// Private data: on each SM an element is written once a step, then updated or read, in program order.
 ///
-/// The map holds disjoint intervals, each with the last task that touched it. An update replaces what it covers by one
+/// The map holds disjoint intervals, each with the tasks that touched it last. An update or a read replaces what it covers by one
 /// interval, so the work is linear (times a logarithm) in the tasks whatever the regions.
 pub(super) fn privates(schedule: &Schedule, grids: &Grids, found: &mut Found) {
-    let mut last: BTreeMap<(BufferId, u32), (u32, TaskId)> = BTreeMap::new();
+    let mut last: BTreeMap<(BufferId, u32), Touched> = BTreeMap::new();
     for (r, regime) in (0..).zip(&schedule.regimes) {
         let grid_of = |task: TaskId| regime.tasks[task.index()].grid;
         for (s, queue) in (0..).zip(&regime.queues) {
@@ -492,36 +501,48 @@ pub(super) fn privates(schedule: &Schedule, grids: &Grids, found: &mut Found) {
                 for flow in grids.privates(task.grid) {
                     let Some((lo, hi)) = flow.span(task) else { continue };
                     let buffer = flow.buffer;
+                    let mut in_order = |touched: &Touched| {
+                        let writer = Some(touched.writer).filter(|&writer| grid_of(writer) >= task.grid);
+                        // It should have seen what this task writes.
+                        let reader = touched.reader.filter(|&reader| grid_of(reader) > task.grid);
+                        if let Some(other) = writer.or(reader.filter(|_| flow.access.writes())) {
+                            program_order(found, at, buffer, s, task.grid, (other, grid_of(other)), r);
+                        }
+                    };
+                    let later = |a: TaskId, b: TaskId| if grid_of(a) > grid_of(b) { a } else { b };
+                    let read = |reader: Option<TaskId>| Some(reader.map_or(id, |reader| later(reader, id)));
                     // By far the most common: exactly the interval of the task before.
                     if flow.access != Access::Write
                         && let Some(entry) = last.get_mut(&(buffer, lo))
-                        && entry.0 == hi
+                        && entry.hi == hi
                     {
-                        program_order(found, at, buffer, s, task.grid, (entry.1, grid_of(entry.1)), r);
+                        in_order(entry);
                         if flow.access == Access::Update {
-                            entry.1 = id;
+                            *entry = Touched { hi, writer: id, reader: None };
+                        } else {
+                            entry.reader = read(entry.reader);
                         }
                         continue;
                     }
                     let mut covered = lo;
-                    let before = last.range(..(buffer, lo)).next_back().filter(|(k, v)| k.0 == buffer && v.0 > lo);
+                    let before = last.range(..(buffer, lo)).next_back().filter(|(k, v)| k.0 == buffer && v.hi > lo);
                     let inside = last.range((buffer, lo)..(buffer, hi));
-                    let parts: Vec<_> = before.into_iter().chain(inside).map(|(k, v)| (k.1, v.0, v.1)).collect();
+                    let parts: Vec<(u32, Touched)> = before.into_iter().chain(inside).map(|(k, v)| (k.1, *v)).collect();
                     if flow.access == Access::Write {
-                        for &(_, _, other) in &parts {
+                        for (_, other) in &parts {
                             found.add_with(Rule::DoubleProducer, at, || {
                                 let message =
                                     format!("writes columns {lo}..{hi} of {buffer}, expected one producer on sm{s}");
-                                (message, vec![note(Entity::Task(r, other), "writes or updates them before it")])
+                                (message, vec![note(Entity::Task(r, other.writer), "writes or updates them before it")])
                             });
                         }
                     } else {
-                        for &(from, to, other) in &parts {
-                            if from > covered {
+                        for (from, other) in &parts {
+                            if *from > covered {
                                 break;
                             }
-                            covered = to;
-                            program_order(found, at, buffer, s, task.grid, (other, grid_of(other)), r);
+                            covered = other.hi;
+                            in_order(other);
                         }
                         if covered < hi {
                             found.add_with(Rule::Uncovered, at, || {
@@ -547,16 +568,25 @@ pub(super) fn privates(schedule: &Schedule, grids: &Grids, found: &mut Found) {
                         }
                     }
                     if flow.access.writes() {
-                        for &(from, to, other) in &parts {
+                        for (from, other) in parts {
                             last.remove(&(buffer, from));
                             if from < lo {
-                                last.insert((buffer, from), (lo, other));
+                                last.insert((buffer, from), Touched { hi: lo, ..other });
                             }
-                            if to > hi {
-                                last.insert((buffer, hi), (to, other));
+                            if other.hi > hi {
+                                last.insert((buffer, hi), other);
                             }
                         }
-                        last.insert((buffer, lo), (hi, id));
+                        last.insert((buffer, lo), Touched { hi, writer: id, reader: None });
+                    } else if let Some(&(from, first)) = parts.first() {
+                        // Read as one, so that the next reader finds one. Where it ends inside a part, all of that counts as read.
+                        let mut whole = Touched { reader: read(first.reader), ..first };
+                        for (from, part) in &parts[1..] {
+                            last.remove(&(buffer, *from));
+                            let readers = [whole.reader, part.reader].into_iter().flatten().reduce(later);
+                            whole = Touched { hi: part.hi, writer: later(whole.writer, part.writer), reader: readers };
+                        }
+                        last.insert((buffer, from), whole);
                     }
                 }
             }
@@ -576,10 +606,8 @@ fn program_order(
     (other, other_grid): (TaskId, GridId),
     r: u32,
 ) {
-    if other_grid >= grid {
-        found.add_with(Rule::PrivateOrder, at, || {
-            let message = format!("touches {buffer} on sm{sm} for {grid} after {other_grid}, expected program order");
-            (message, vec![note(Entity::Task(r, other), "touches it before in the queue")])
-        });
-    }
+    found.add_with(Rule::PrivateOrder, at, || {
+        let message = format!("touches {buffer} on sm{sm} for {grid} after {other_grid}, expected program order");
+        (message, vec![note(Entity::Task(r, other), "touches it before in the queue")])
+    });
 }

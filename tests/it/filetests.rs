@@ -241,6 +241,7 @@ fn model(name: &str) -> (ModelGraph, &'static str) {
         "llama" => (llama(), ""),
         "neox" => (neox(), "mechanism=packets"),
         "gemma" => (gemma(), "splits=2;split_from=24;mechanism=packets"),
+        "gemma_everywhere" => (gemma(), "sums_everywhere=1;mechanism=packets"),
         _ => panic!("no model is called `{name}`"),
     }
 }

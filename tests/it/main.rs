@@ -19,6 +19,7 @@ mod nvrtc;
 mod oracle;
 mod oracle_agrees;
 mod proof;
+mod proof_everywhere;
 mod proof_holes;
 mod proof_hostile;
 mod proof_naive;

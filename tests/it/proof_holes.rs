@@ -22,16 +22,6 @@ fn broken(mutate: impl FnOnce(&mut Schedule)) -> Vec<Rule> {
     rules(&schedule, &target)
 }
 
-fn rules(schedule: &Schedule, target: &Target) -> Vec<Rule> {
-    let mut rules = vec![];
-    for violation in check(schedule, target) {
-        if !rules.contains(&violation.rule) {
-            rules.push(violation.rule);
-        }
-    }
-    rules
-}
-
 // ---- W1: above 8,000 tasks races, coverage and aliasing were not looked at.
 
 #[test]

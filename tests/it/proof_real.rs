@@ -45,6 +45,10 @@ fn every_family_on_one_to_sixteen_sms() {
         for sms in 1..=16 {
             proven(toy, &cpu(), &on_cpu(sms));
             proven(toy, &h200(), &on_h200(sms));
+            if toy.post_norms {
+                proven(toy, &cpu(), &Candidate { sums_everywhere: 1, ..on_cpu(sms) });
+                proven(toy, &h200(), &Candidate { sums_everywhere: 1, ..on_h200(sms) });
+            }
         }
     }
 }

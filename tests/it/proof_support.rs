@@ -14,7 +14,7 @@ use monobloc::model::graph::{
 };
 use monobloc::schedule::schedule;
 use monobloc::target::{CopyMechanism, DotMechanism, Measured, Spec, Target, TargetKind};
-use monobloc::validate::Violation;
+use monobloc::validate::{Rule, Violation, check};
 
 /// A decoder whose every variation that lowering knows is a field.
 #[derive(Clone, Copy, Debug)]
@@ -249,6 +249,17 @@ pub fn on_h200(sms: u32) -> Candidate {
 /// The toy on 4 SMs of an H200: two regimes, packets.
 pub fn toy() -> (Schedule, Target) {
     (TOY.schedule(&h200(), &on_h200(4)), h200())
+}
+
+/// The rules that a schedule breaks, in order of first appearance.
+pub fn rules(schedule: &Schedule, target: &Target) -> Vec<Rule> {
+    let mut rules = vec![];
+    for violation in check(schedule, target) {
+        if !rules.contains(&violation.rule) {
+            rules.push(violation.rule);
+        }
+    }
+    rules
 }
 
 pub fn listed(violations: &[Violation]) -> String {

@@ -80,7 +80,8 @@ fn placed(random: &mut Rng, name: &str, toy: Toy, sms: u32) -> Base {
     let base = if on_gpu { on_h200(sms) } else { on_cpu(sms) };
     let splits = of(random, &[1, 2, 2, 3]);
     let split_from = of(random, &[0, 1, 3, toy.context / 2, toy.context]);
-    let candidate = Candidate { splits, split_from, ..base };
+    let sums_everywhere = if toy.post_norms { of(random, &[0, 1]) } else { 0 };
+    let candidate = Candidate { splits, split_from, sums_everywhere, ..base };
     let target = if on_gpu { h200() } else { cpu() };
     Base { name: name.to_string(), schedule: toy.schedule(&target, &candidate), target }
 }
@@ -139,8 +140,8 @@ pub fn real(random: &mut Rng, graphs: &[(String, ModelGraph)]) -> Option<Base> {
     Some(Base { name, schedule: placed, target })
 }
 
-/// A random program: matrix products in any wiring over random SMs, with private sums, in queues that mostly follow the
-/// program; its events are derived here, not by the scheduler.
+/// A random program: matrix products in any wiring over random SMs, with private sums of owners or of every SM, in queues that
+/// mostly follow the program; its events are derived here, not by the scheduler.
 pub fn random_program(random: &mut Rng) -> Base {
     let sms = 1 + random.below(3);
     let hidden = 8 * (1 + random.below(3)) as u32;
@@ -171,38 +172,60 @@ pub fn random_program(random: &mut Rng) -> Base {
         vec![read(Role::Candidates, candidates, Cols::all(2 * sms as u32)), write(Role::Token, token, one)],
     );
     build.grid("report", Op::Report, 1, vec![read(Role::Token, token, one), write(Role::Out, said, one)]);
-    let blocks = Cols::blocks(8, hidden);
-    build.grid(
-        "embed",
-        Op::Embed { scale: 1.0, everywhere: false },
-        hidden / 8,
-        vec![
-            read(Role::Token, token, one),
-            Operand { rows: Rows::Token, ..read(Role::Table, table, blocks) },
-            write(Role::Residual, residual, blocks),
-            write(Role::Out, x, blocks),
-        ],
-    );
-    // Vectors that exist so far.
-    let mut vectors = vec![(x, hidden)];
+    // The residual is made by owners of its columns or by every SM; sometimes one grid sees it otherwise.
+    let everywhere = random.below(3) == 0;
+    let made = |random: &mut Rng| if random.below(24) == 0 { !everywhere } else { everywhere };
+    let sum_shape = |everywhere: bool| {
+        if everywhere { (sms as u32, Cols::all(hidden)) } else { (hidden / 8, Cols::blocks(8, hidden)) }
+    };
+    let (n, cols) = sum_shape(everywhere);
+    let mut embed = vec![
+        read(Role::Token, token, one),
+        Operand { rows: Rows::Token, ..read(Role::Table, table, cols) },
+        write(Role::Residual, residual, cols),
+    ];
+    embed.extend((!everywhere).then(|| write(Role::Out, x, cols)));
+    build.grid("embed", Op::Embed { scale: 1.0, everywhere }, n, embed);
+    // Vectors that exist so far. Owners publish theirs; an SM that owns all columns may read them itself.
+    let mut vectors = vec![(if everywhere { residual } else { x }, hidden)];
+    if !everywhere && random.below(8) == 0 {
+        vectors.push((residual, hidden));
+    }
     let norm = NormAttr { kind: NormKind::Rms, eps: 1e-5 };
     for nth in 0..1 + random.below(5) {
         let (from, k) = vectors[random.below(vectors.len())];
-        let sum = random.below(3) == 0;
+        let (sum, normed) = (random.below(3) == 0, random.below(2) == 0);
         let rows = if sum { hidden } else { 8 * (1 + random.below(4)) as u32 };
-        let epilogue = if sum { Epilogue::Residual { scale: 1.0 } } else { Epilogue::Act(Act::Silu) };
         let out = build.buffer(&format!("v{nth}"), Space::Exchange, DType::Bf16, rows);
-        build.matvec(&format!("m{nth}"), from, k, rows, random.below(2) == 0, norm, epilogue, |cols| {
+        // A matvec that adds what it makes, or one and a sum behind it.
+        let adds = sum && !made(random);
+        let epilogue = if adds { Epilogue::Residual { scale: 1.0 } } else { Epilogue::Act(Act::Silu) };
+        let update = |cols| Operand { access: Access::Update, ..write(Role::Residual, residual, cols) };
+        build.matvec(&format!("m{nth}"), from, k, rows, normed, norm, epilogue, |cols| {
             let mut to = vec![];
-            if sum {
-                to.push(Operand { access: Access::Update, ..write(Role::Residual, residual, cols) });
-            }
+            to.extend(adds.then(|| update(cols)));
             to.push(write(Role::Out, out, cols));
             to
         });
+        if sum && !adds {
+            let gain = build.constant(&format!("s{nth}.norm"), DType::F32, 1, hidden);
+            let everywhere = made(random);
+            let (n, cols) = sum_shape(everywhere);
+            let all = Cols::all(hidden);
+            let mut operands = vec![read(Role::X, out, all), read(Role::NormWeight, gain, all), update(cols)];
+            if !everywhere {
+                let published = build.buffer(&format!("s{nth}"), Space::Exchange, DType::Bf16, hidden);
+                operands.push(write(Role::Out, published, cols));
+                vectors.push((published, hidden));
+            }
+            let op = Op::NormAdd { norm, width: hidden, scale: 1.0, everywhere };
+            build.grid(&format!("s{nth}"), op, n, operands);
+        }
         vectors.push((out, rows));
     }
-    let (from, k) = vectors[vectors.len() - 1];
+    // Mostly the last one; where every SM has the sum, mostly that.
+    let at = if everywhere && random.below(3) > 0 { 0 } else { vectors.len() - 1 };
+    let (from, k) = vectors[at];
     let epilogue = Epilogue::Logits { scale: 1.0, softcap: None };
     build.matvec("head", from, k, vocab, true, norm, epilogue, |cols| {
         let slots = Cols { stride_j: 2, limit: 2 * sms as u32, ..Cols::all(2) };
@@ -267,7 +290,7 @@ impl Build<'_> {
             rows,
             k,
             norm: normed.then_some(norm),
-            own_input: false,
+            own_input: self.p.buffers[x.index()].space == Space::Private,
             epilogue,
             unit_rows: 8,
             variant: MatVecVariant::default(),
@@ -289,7 +312,7 @@ fn place_randomly(random: &mut Rng, p: Program, sms: usize) -> Base {
     let owned = |n: u32, sm: usize| (sm as u32 * n / sms as u32, (sm as u32 + 1) * n / sms as u32);
     for (g, grid) in p.grids.iter().enumerate() {
         let mut cuts: Vec<(usize, u32, u32)> = match grid.op {
-            Op::Select => (0..sms).map(|sm| (sm, sm as u32, sm as u32 + 1)).collect(),
+            ref op if op.everywhere() => (0..sms).map(|sm| (sm, sm as u32, sm as u32 + 1)).collect(),
             Op::Report => vec![(0, 0, 1)],
             _ if grid.operand(Role::Residual).is_some() || grid.operand(Role::Logits).is_some() => {
                 (0..sms).map(|sm| (sm, owned(grid.n, sm).0, owned(grid.n, sm).1)).collect()

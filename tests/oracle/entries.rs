@@ -6,7 +6,7 @@
 
 use monobloc::codegen::abi::{Entry, NONE, StreamRun, Tables};
 use monobloc::dtype::DType;
-use monobloc::ir::op::{Op, Role};
+use monobloc::ir::op::{MatVec, Op, Role};
 use monobloc::ir::program::{Buffer, Grid, Operand, Space};
 use monobloc::ir::schedule::{RunBytes, Schedule, Task};
 use std::collections::BTreeMap;
@@ -81,6 +81,13 @@ impl Reader<'_> {
                             residuals.push((o.buffer, lo, hi, u64::from(entry.residual)));
                         }
                         None => expect(entry.residual == 0, || here(id, "has a residual".to_string()))?,
+                    }
+                    // Read from the first value of the residual on, four at a time, as the whole of a buffer from its first column.
+                    if let (Op::MatVec(MatVec { k, own_input: true, .. }), Some(o)) = (&grid.op, grid.operand(Role::X))
+                    {
+                        let (lo, hi) = o.cols.range(task.lo, task.hi, task.j);
+                        expect((lo, hi) == (0, u64::from(*k)), || here(id, format!("reads columns {lo}..{hi}")))?;
+                        residuals.push((o.buffer, 0, hi.next_multiple_of(4), 0));
                     }
                 }
                 self.residuals(&residuals).map_err(|what| here(&"the residual", what))?;

@@ -810,6 +810,26 @@ fn arenas(s: &Schedule, target: &Target) -> Result<(), Fault> {
     Ok(())
 }
 
+/// Teams of warps that share the dimensions of a head on tensor cores, 64 at least for each warp; `None`: this attention takes the
+/// other path, where every warp has all of them.
+fn teams(a: &Attention, s: &Schedule, target: &Target) -> Option<u64> {
+    let (warps, precision) = (s.machine.consumer_warps, s.program.precision);
+    let each = a.variant.team.unwrap_or(if a.head_dim > 128 { 2 } else { 1 }).max(1);
+    let fits = target.spec.dot == DotMechanism::Mma
+        && (precision.cache, precision.wire) == (DType::Bf16, DType::Bf16)
+        && warps % each == 0
+        && a.head_dim <= 256
+        && u64::from(a.head_dim) % (64 * u64::from(each)) == 0;
+    // Halves of a head that turn against each other lie in the same lanes.
+    let turned = match (a.rotary, a.interleaved) {
+        (0, _) => true,
+        (rotary, true) => rotary == a.head_dim,
+        (rotary, false) => rotary == a.head_dim && (rotary == 64 || rotary % 128 == 0),
+    };
+    let alone = [a.q_norm, a.k_norm].into_iter().flatten().all(|norm| norm.span == QkNormSpan::Head);
+    (fits && turned && alone).then_some(u64::from(warps / each))
+}
+
 /// Shared memory: parts that overlap, are missing, or hold less than what runs in them.
 fn shared_memory(s: &Schedule, target: &Target) -> Result<(), Fault> {
     let m = &s.machine;
@@ -859,9 +879,8 @@ fn shared_memory(s: &Schedule, target: &Target) -> Result<(), Fault> {
                 need("heads", (heads + 2) * dim * 4 + operands);
                 // One record of each head and warp, or of each team of warps that share a head's dimensions, and the score of the
                 // current position.
-                let mma = target.spec.dot == DotMechanism::Mma && a.swizzles(precision, m.consumer_warps);
-                let team = if mma { u64::from(a.variant.team.unwrap_or(if dim > 128 { 2 } else { 1 })) } else { 1 };
-                scratch = scratch.max(warps / team * heads * (dim + 2) * 4 + ((heads - 1) * (dim + 2) + 1) * 4);
+                let teams = teams(a, s, target).unwrap_or(warps);
+                scratch = scratch.max(teams * heads * (dim + 2) * 4 + ((heads - 1) * (dim + 2) + 1) * 4);
             }
             Op::AttentionMerge { head_dim, splits, .. } => {
                 scratch = scratch.max(u64::from(*splits) * (u64::from(*head_dim) + 2) * 4);
