@@ -6,6 +6,7 @@ use std::panic;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use super::Outcome;
 use super::arguments::Color;
 use crate::error::{Fault, Tier};
 use crate::text::Style;
@@ -137,6 +138,13 @@ pub fn panicked() -> Fault {
     Fault::internal(said.unwrap_or_else(|| "a panic without a message".to_string()))
 }
 
+/// Ends the process from any thread, without what a process does at its end: the libraries of a driver would give back memory
+/// that other threads still use. The cache and the trials are sound wherever a process ends.
+pub fn end_at_once(outcome: Outcome) -> ! {
+    // SAFETY: it takes a number and does not return.
+    unsafe { libc::_exit(i32::from(outcome.exit_code())) }
+}
+
 pub mod interrupt {
     //! Owns Ctrl-C: it ends the process at once, unless a command has asked to finish by itself.
     //!
@@ -144,7 +152,8 @@ pub mod interrupt {
 
     use std::sync::atomic::{AtomicBool, Ordering};
 
-    use super::super::Outcome;
+    use super::Outcome;
+    use super::end_at_once;
 
     static ASKED: AtomicBool = AtomicBool::new(false);
     static DEFERRED: AtomicBool = AtomicBool::new(false);
@@ -154,7 +163,7 @@ pub mod interrupt {
         let _ = ctrlc::set_handler(|| {
             let again = ASKED.swap(true, Ordering::SeqCst);
             if again || !DEFERRED.load(Ordering::SeqCst) {
-                std::process::exit(i32::from(Outcome::Interrupted.exit_code()));
+                end_at_once(Outcome::Interrupted);
             }
         });
     }

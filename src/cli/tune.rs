@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 use super::Outcome;
 use super::arguments::{Trials, Tune, TuneOp};
 use super::session::{Session, Talk, pick_target};
-use super::terminal::interrupt;
+use super::terminal::{end_at_once, interrupt};
 use super::units::counted;
 use crate::error::Fault;
 use crate::lower::LayerOp;
@@ -144,8 +144,8 @@ pub fn trials(session: &Session, asked: &Trials) -> Result<Outcome, Fault> {
                 return;
             }
         }
-        // Nobody is left to read an answer. The cache and the trials are sound wherever a process ends.
-        std::process::exit(i32::from(Outcome::Done.exit_code()));
+        // Nobody is left to read an answer.
+        end_at_once(Outcome::Done);
     });
     pipeline::serve(&workspace, &manifest, &target, asked.op, jobs.into_iter(), std::io::stdout())?;
     Ok(Outcome::Done)

@@ -102,6 +102,7 @@ const UNSAFE: &[(&str, &str)] = &[
     ("src/interp/threads.rs", "reads rows of the cache arena"),
     ("src/model/weights.rs", "maps weight files"),
     ("src/pipeline/stages.rs", "maps packs of the cache"),
+    ("src/cli/terminal.rs", "ends a process without its destructors"),
 ];
 
 /// What waits, signals or orders memory in CUDA, as it is spelled.
