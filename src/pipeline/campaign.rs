@@ -2,14 +2,14 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::process::Command;
-use std::sync::{Condvar, Mutex};
+use std::sync::{Condvar, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
 use crate::cache::Cache;
-use crate::candidate::Candidate;
+use crate::candidate::{Candidate, Values};
 use crate::digest::Digest;
 use crate::error::{Fault, Tier};
 use crate::flywheel::{Corpus, Decision, Proposer, RatioInterval, Trial, Verdict, corpora};
@@ -114,7 +114,12 @@ pub fn tune(workspace: &Workspace, manifest: &Manifest, target: &Target, asked: 
     let space = space_of(&site);
     let known = Known::read(&site, campaign)?;
     let default = space.default_candidate().clone();
-    let guess = |candidate: &Candidate| guess(&site, &default, candidate);
+    // Whoever thinks ahead meets the same points over and over.
+    let guesses: Mutex<BTreeMap<Values, f64>> = Mutex::default();
+    let guess = |candidate: &Candidate| {
+        let mut known = guesses.lock().unwrap_or_else(PoisonError::into_inner);
+        *known.entry(candidate.values()).or_insert_with(|| guess(&site, &default, candidate))
+    };
     let setting = Setting::new(&shape(&site, &model.imported.graph), &target.name, target.kind.name());
     let prior = Prior::new(&known.groups, setting, &default);
     let intro = intro(&site, &space, &known, &prior);

@@ -9,7 +9,7 @@
 
 use std::collections::BTreeSet;
 
-use crate::candidate::Candidate;
+use crate::candidate::{Candidate, Values};
 use crate::flywheel::Proposer;
 
 use super::prior::{Group, Opinion, Prior};
@@ -108,7 +108,7 @@ pub struct Search<'a> {
     /// The cost model's log ratio by the default, 0 where it has none.
     guess: &'a (dyn Fn(&Candidate) -> f64 + Sync),
     warm: Vec<Candidate>,
-    seen: BTreeSet<String>,
+    seen: BTreeSet<Values>,
     incumbent: Option<(Candidate, f64)>,
     /// Timed candidates with the log of their latency by the default's, best first.
     elite: Vec<(f64, Candidate)>,
@@ -192,7 +192,7 @@ impl<'a> Search<'a> {
 
     /// Takes note of what came of a candidate, whoever proposed it.
     pub fn tell(&mut self, candidate: &Candidate, outcome: Outcome) {
-        self.seen.insert(candidate.to_string());
+        self.seen.insert(candidate.values());
         match outcome {
             Outcome::Infeasible | Outcome::Duplicate => {
                 self.idle += 1;
@@ -272,7 +272,7 @@ impl<'a> Search<'a> {
 
     /// Whether the search was told of this point.
     pub fn is_new(&self, candidate: &Candidate) -> bool {
-        !self.seen.contains(&candidate.to_string())
+        !self.seen.contains(&candidate.values())
     }
 
     /// What the search thinks of a point.
