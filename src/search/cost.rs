@@ -1,47 +1,49 @@
 //! Owns the cost model: what a step of a candidate should take, from the calibrated figures of its target.
 //!
 //! ```text
-//! layer  = the longer of stream and chain, a little of the shorter, and what of a wait the ring does not cover
+//! layer  = few + the longer of many and (stream - ahead), and a little of what overlaps
+//! few    = exchanges around attention (qkv, attention, o): wire each, and the serial work between them
+//! many   = the same of the MLP, where most is streamed
+//! ahead  = the shorter of few and (bytes around attention + ring) / bandwidth: then the ring is full
 //! stream = bytes of the SM with the most / min(its bandwidth, bytes in flight / latency of memory)
-//! chain  = sum over exchanges of wire + serial, a cost for each chunk, attention
-//! wire   = idle + (loaded - idle) (bytes in flight / 32 KiB) u^3.5, u = stream / layer: a poll queues behind those bytes
+//! wire   = idle + (loaded - idle) (bytes in flight / 32 KiB) u^1.8, u = stream / layer: a poll queues behind those bytes
 //! ```
 //!
 //! The figures of the target are measured ones. The constants below say what kernels do between two exchanges; they were
-//! fitted once, to 63 trials of SmolLM2-135M and Llama-3.2-1B shapes on an H200; `monobloc flywheel rank` says how well
+//! fitted to the 281 trials of `flywheel/corpus/h200.csv`, SmolLM2-135M, Llama-3.2-1B, Qwen3-0.6B and Gemma-3-1B shapes on H200s; `monobloc flywheel rank` says how well
 //! predictions ranked the trials that came after them. They rank candidates before anything runs, and never stand in a column
 //! of measurements.
 
 use crate::candidate::Candidate;
 use crate::dtype::Precision;
-use crate::ir::op::UNIT_ROWS;
+use crate::ir::op::{GRANULE_BYTES, UNIT_ROWS, granules};
 use crate::model::graph::{Linear, ModelGraph};
 use crate::target::{Target, TargetKind};
 
 /// A single SM takes this much more than its share when others leave bandwidth over.
 const SM_BANDWIDTH_MOST: f64 = 1.35;
 /// Latency of device memory under load, µs: bytes in flight by it bound what one SM can take.
-const MEMORY_LATENCY_US: f64 = 0.97;
+const MEMORY_LATENCY_US: f64 = 1.07;
 /// Bytes in flight at which `hop_loaded_us` was measured.
 const LOADED_BYTES: f64 = 32_768.0;
 /// How fast polls are rid of the copies before them as memory is busy for less of the time.
-const BUSY_EXPONENT: f64 = 3.5;
+const BUSY_EXPONENT: f64 = 1.78;
 /// Instructions of a task between two exchanges that nothing hides, µs: some for each, and some for each 1024 of k.
-const SERIAL_US: f64 = 0.42;
-const SERIAL_US_PER_K: f64 = 0.39;
+const SERIAL_US: f64 = 0.07;
+const SERIAL_US_PER_K: f64 = 0.29;
 /// Share by which they take longer than with eight warps: with more, registers spill; with fewer, less is issued.
 const SERIAL_MANY_WARPS: [(u32, f64); 2] = [(13, 1.09), (9, 0.28)];
 const SERIAL_FEW_WARPS: f64 = 0.29;
 /// A barrier and its wait, µs a chunk.
-const CHUNK_US: f64 = 0.084;
+const CHUNK_US: f64 = 0.023;
 /// Share of the shorter of stream and chain that does not overlap.
-const OVERLAP_LOSS: f64 = 0.045;
+const OVERLAP_LOSS: f64 = 0.055;
 /// Attention of one task: serial work, µs; and how its reading compares with that of a matvec, for one head and each further.
-const ATTENTION_US: f64 = 0.47;
-const ATTENTION_READ: f64 = 0.83;
-const ATTENTION_HEAD: f64 = 0.15;
+const ATTENTION_US: f64 = 0.04;
+const ATTENTION_READ: f64 = 0.4;
+const ATTENTION_HEAD: f64 = 0.63;
 /// The merge of split attention, µs a share.
-const MERGE_US: f64 = 0.029;
+const MERGE_US: f64 = 0.013;
 /// Rounds of the fixed point of `layer` and `u`: each halves what is left.
 const ROUNDS: usize = 4;
 
@@ -92,17 +94,18 @@ pub fn predict(
     let hurry = 1.0 - f64::from(c.flight_free) / slots;
     let flight = slot * (f64::from(c.flight_low) + f64::from(c.flight_high.saturating_sub(c.flight_low)) * hurry);
     let queued = (loaded - idle).max(0.0) * flight / LOADED_BYTES;
-    let cover = slots * slot / fair;
     let many = SERIAL_MANY_WARPS.into_iter().find(|(warps, _)| c.consumer_warps >= *warps);
     let few = if c.consumer_warps < 8 { SERIAL_FEW_WARPS } else { 0.0 };
     let slower = 1.0 + many.map_or(few, |(_, share)| share);
 
-    let weight = precision.weights.bytes() as f64;
+    let weight_bytes = precision.weights.bytes() as u32;
     let matvec = |rows: u32, linear: &Linear| {
-        let units = f64::from(rows.div_ceil(UNIT_ROWS).div_ceil(c.sms.max(1)) * UNIT_ROWS);
-        let bytes = units * f64::from(linear.cols) * weight;
+        let units = f64::from(rows.div_ceil(UNIT_ROWS).div_ceil(c.sms.max(1)));
+        let unit = f64::from(granules(linear.cols, weight_bytes) * GRANULE_BYTES);
+        // Of a slot, what whole units fill, or whole parts of one.
+        let chunk = if unit <= slot { (slot / unit).floor() * unit } else { unit / (unit / slot).ceil() };
         let serial = (SERIAL_US + SERIAL_US_PER_K * f64::from(linear.cols) / 1024.0) * slower;
-        (bytes, (bytes / slot).ceil() * CHUNK_US, serial)
+        (units * unit, (units * unit / chunk).ceil() * CHUNK_US, serial, chunk)
     };
     let split = c.splits > 1 && position >= c.split_from;
     let shares = if split { c.splits } else { 1 };
@@ -117,9 +120,16 @@ pub fn predict(
             matvec(layer.mlp.up.rows * gates, &layer.mlp.up),
             matvec(layer.mlp.down.rows, &layer.mlp.down),
         ];
-        let bytes: f64 = tasks.iter().map(|(bytes, ..)| bytes).sum();
-        let chunks: f64 = tasks.iter().map(|(_, chunks, _)| chunks).sum();
-        let serial: f64 = tasks.iter().map(|(.., serial)| serial).sum();
+        // Of some tasks: bytes, and what the instructions between their exchanges take.
+        let sums = |tasks: &[(f64, f64, f64, f64)]| {
+            tasks.iter().fold((0.0, 0.0), |(b, us), (bytes, chunks, serial, _)| (b + bytes, us + chunks + serial))
+        };
+        let (bytes, _) = sums(&tasks);
+        let (few_bytes, few_us) = sums(&tasks[..2]);
+        let (_, many_us) = sums(&tasks[2..]);
+        // What the ring holds: as many chunks as it has slots, of the sizes that a layer has.
+        let chunk: f64 = tasks.iter().map(|(bytes, .., chunk)| bytes * chunk).sum::<f64>() / bytes.max(1.0);
+        let held = slots * chunk;
         let seen = f64::from(attn.window.map_or(position, |window| position.min(window)));
         let together = c.heads_per_task.clamp(1, attn.heads.max(1));
         let turns = f64::from((attn.heads.div_ceil(together) * shares).div_ceil(c.sms.max(1)));
@@ -129,15 +139,22 @@ pub fn predict(
         let merge = if split { MERGE_US * f64::from(shares) } else { 0.0 };
         let attention = turns * (rows / per_sm * heads * ATTENTION_READ + ATTENTION_US) + merge;
         let stream = (bytes + turns * rows) / per_sm;
-        // qkv, attention, o, gate and up, down, and the merge.
-        let hops = if split { 6.0 } else { 5.0 };
+        // Before qkv, attention and o, and the merge; before gate and up, and down. A sum behind a norm is one more, except where
+        // every SM makes it: then the next matvec waits for none.
+        let posts = [&layer.attn_post_norm, &layer.mlp_post_norm]
+            .map(|norm| if norm.is_some() && c.sums_everywhere == 0 { 1.0 } else { 0.0 });
+        let few_hops = 3.0 + if split { 1.0 } else { 0.0 } + posts[0];
+        let many_hops = 2.0 + posts[1];
         let (mut us, mut chain) = (stream, 0.0);
         for _ in 0..ROUNDS {
             let busy = (stream / us).min(1.0);
             wire = idle + queued * busy.powf(BUSY_EXPONENT);
-            chain = hops * wire + serial + chunks + attention;
-            let exposed = hops * (wire + serial / tasks.len() as f64 - cover).max(0.0) * busy;
-            us = stream.max(chain) + OVERLAP_LOSS * stream.min(chain) + exposed;
+            // Around attention little is streamed, and the ring is full before the chain of waits is over.
+            let few = few_hops * wire + few_us + attention;
+            let many = many_hops * wire + many_us;
+            let ahead = few.min((few_bytes + turns * rows + held) / per_sm);
+            chain = few + many;
+            us = few + many.max(stream - ahead) + OVERLAP_LOSS * stream.min(chain);
         }
         // What is longer takes its time, and what hides behind it takes the rest.
         let hidden = (us - stream).max(0.0);
