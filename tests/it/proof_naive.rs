@@ -276,7 +276,9 @@ fn mutate(s: &mut Schedule, random: &mut Random) {
                 event.mechanism = Mechanism::Fenced;
             }
         }
-        6 if !s.program.grids.iter().any(|g| g.name == "extra") => {
+        6 if !s.program.grids.iter().any(|g| g.name == "extra")
+            && s.program.buffers.iter().any(|b| b.name == "x.0") =>
+        {
             let after = ["embed", "qkv.0", "o.0", "gate_up.1", "head"][random.below(5)];
             let sm = random.below(4);
             add_extra(s, after, [sm, sm]);
@@ -306,14 +308,17 @@ fn two_judges_agree_on_random_mutants() {
     let target = beyond_kernels();
     let base = Candidate { split_from: 4, ..on_h200(4) };
     let mut random = Random(0x9e37_79b9_7f4a_7c15);
-    let (mut safe, mut unsafe_, mut other) = (0, 0, 0);
+    let (mut safe, mut unsafe_, mut other) = ([0; 2], [0; 2], 0);
     for round in 0..1000 {
         // One position of either regime, or several of both.
         let split_from = [1, 3, 6][round % 3];
         // With a narrow residual, half of the SMs own none of it and are less tightly bound to the others.
         let hidden = [64, 16, 24][random.below(3)];
-        let toy = Toy { context: 7, hidden, ..TOY };
-        let mut s = toy.schedule(&h200(), &Candidate { split_from, ..base.clone() });
+        // Where every SM has all of it, fewer exchanges order the steps.
+        let everywhere = random.below(3) == 0;
+        let toy = Toy { context: 7, hidden, post_norms: everywhere, ..TOY };
+        let candidate = Candidate { split_from, sums_everywhere: u32::from(everywhere), ..base.clone() };
+        let mut s = toy.schedule(&h200(), &candidate);
         for _ in 0..1 + random.below(4) {
             mutate(&mut s, &mut random);
         }
@@ -324,8 +329,12 @@ fn two_judges_agree_on_random_mutants() {
         }
         let fine = Text::run(&s).is_some_and(|text| text.race_free(&target));
         assert_eq!(violations.is_empty(), fine, "round {round}: the second judge says {fine}\n{}", listed(&violations));
-        if fine { safe += 1 } else { unsafe_ += 1 }
+        let count = if fine { &mut safe } else { &mut unsafe_ };
+        count[usize::from(everywhere)] += 1;
     }
-    let counts = format!("{safe} safe, {unsafe_} unsafe, {other} broken otherwise");
-    assert!(safe > 200 && unsafe_ > 200, "the mutants do not exercise both answers: {counts}");
+    let counts = format!("{safe:?} safe, {unsafe_:?} unsafe, {other} broken otherwise");
+    assert!(
+        safe[0].min(unsafe_[0]) > 150 && safe[1].min(unsafe_[1]) > 50,
+        "the mutants do not exercise both answers: {counts}"
+    );
 }
