@@ -14,6 +14,7 @@ use monobloc::ir::op::{Op, Role};
 use monobloc::ir::schedule::{Mechanism, Schedule, Task, Wait};
 use monobloc::ir::{EventId, TaskId};
 use monobloc::model::graph::QkNormSpan;
+use monobloc::target::Target;
 use monobloc::validate::{Entity, Rule, check, validate};
 use std::collections::BTreeMap;
 
@@ -225,18 +226,25 @@ fn both_judges_agree_on_a_slice_of_the_population() {
 /// Every word of the queues counts: each is turned, and the third judge says that it is no longer what was proven.
 #[test]
 fn every_word_of_a_queue_is_read_back() {
-    let toy = Toy { qk_norm: Some(QkNormSpan::Head), bias: true, window: Some(9), ..TOY };
-    let (schedule, target) = (toy.schedule(&h200(), &on_h200(4)), h200());
-    let validated = validate(schedule.clone(), &target).expect("a proof");
+    let owned = Toy { qk_norm: Some(QkNormSpan::Head), bias: true, window: Some(9), ..TOY };
+    let whole = Toy { post_norms: true, ..owned };
+    for (toy, sums_everywhere) in [(owned, 0), (whole, 0), (whole, 1)] {
+        every_word_is_read_back(&toy.schedule(&h200(), &Candidate { sums_everywhere, ..on_h200(4) }), &h200());
+    }
+}
+
+#[track_caller]
+fn every_word_is_read_back(schedule: &Schedule, target: &Target) {
+    let validated = validate(schedule.clone(), target).expect("a proof");
     let sound = encode(&validated);
-    assert_eq!(disagreement(&schedule, &sound), None);
+    assert_eq!(disagreement(schedule, &sound), None);
     let words = |tables: &Tables| tables.entries.len() * 16;
     let mut unread = BTreeMap::new();
     for at in 0..words(&sound) {
         let mut tables = sound.clone();
         let word = &mut bytemuck::cast_slice_mut::<_, u32>(&mut tables.entries)[at];
         *word ^= 64;
-        if disagreement(&schedule, &tables).is_none() {
+        if disagreement(schedule, &tables).is_none() {
             *unread.entry(at % 16).or_insert(0) += 1;
         }
     }
@@ -248,12 +256,12 @@ fn every_word_of_a_queue_is_read_back() {
         let weights = sound.runs[at / 8].bytes > 0;
         // Weights have no heads, shares, windows or rows.
         let read = !weights || at % 8 < 3;
-        assert_eq!(disagreement(&schedule, &tables).is_some(), read, "word {at}: {:?}", sound.runs[at / 8]);
+        assert_eq!(disagreement(schedule, &tables).is_some(), read, "word {at}: {:?}", sound.runs[at / 8]);
     }
     let begins: [fn(&mut Tables); 2] = [|t| t.entry_index[1] += 1, |t| t.run_index[1] += 1];
     for late in begins {
         let mut tables = sound.clone();
         late(&mut tables);
-        assert!(disagreement(&schedule, &tables).is_some());
+        assert!(disagreement(schedule, &tables).is_some());
     }
 }
