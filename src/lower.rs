@@ -9,7 +9,7 @@ use crate::dtype::{DType, Precision};
 use crate::ir::BufferId;
 use crate::ir::op::{Access, Attention, Epilogue, MatVec, NormAttr, Op, PARTIAL_HEADER, QkNormAttr, Role, UNIT_ROWS};
 use crate::ir::program::{Buffer, Cols, Content, Grid, Operand, Part, Program, Rows, Second, Space, VectorPart};
-use crate::ir::variant::{AttentionVariant, MatVecVariant, POLL_PAIRS};
+use crate::ir::variant::{AttentionVariant, LANES, MatVecVariant, POLL_PAIRS, granule_pairs};
 use crate::model::graph::{
     self, Layer, Linear, ModelGraph, Norm, NormKind, QkNorm, QkNormSpan, RopeId, RowView, TensorId,
 };
@@ -509,7 +509,8 @@ pub fn cache_pitch(head_dim: u32, dtype: DType) -> u32 {
 fn unit_rows(op: &MatVec, precision: Precision, sms: u32, least: u32) -> u32 {
     let bytes = precision.weights.bytes() as u32;
     let longest = |rows: u32| op.rows.div_ceil(rows).div_ceil(sms.max(1)).saturating_mul(rows);
-    let may = |rows: &u32| *rows >= least && op.takes_unit_rows(*rows, bytes);
+    let lanes = |rows: u32| granule_pairs(UNIT_ROWS / rows, precision) <= LANES;
+    let may = |rows: &u32| *rows >= least && op.takes_unit_rows(*rows, bytes) && lanes(*rows);
     [UNIT_ROWS, 4, 2].into_iter().filter(may).min_by_key(|&rows| longest(rows)).unwrap_or(UNIT_ROWS)
 }
 

@@ -218,6 +218,7 @@ pub fn fixed_smem_bytes(
     let units = graph.hidden.div_ceil(UNIT_ROWS);
     let whole = refuses_everywhere(graph, precision, consumer_warps).is_none();
     let parts = smem_parts(&SmemNeeds {
+        sms,
         k_max,
         head_dim: dim,
         heads_per_task: crate::lower::HEADS_PER_TASK_MAX
@@ -237,6 +238,7 @@ pub fn fixed_smem_bytes(
 }
 
 struct SmemNeeds {
+    sms: u32,
     k_max: u32,
     head_dim: u32,
     heads_per_task: u32,
@@ -267,10 +269,13 @@ fn smem_parts(n: &SmemNeeds) -> Vec<SmemPart> {
     let sums = 2 * n.sum_units * n.consumer_warps * UNIT_ROWS * 4;
     let attention = n.records * n.heads_per_task * (n.head_dim + PARTIAL_HEADER) * 4;
     let merge = n.splits * (n.head_dim + PARTIAL_HEADER) * 4;
+    // Where a token is drawn: the best logit of each SM, seven sums of each warp, and ids, of which few are enough.
+    let sampling = n.sms * 4 + n.consumer_warps * 56 + 64;
+    let scratch = attention.max(merge).max(sampling);
     let parts = [
         ("ring", n.ring_bytes),
         ("stage", stage_bytes),
-        ("reduce", sums.max(attention.max(merge).saturating_sub(stage_bytes.next_multiple_of(128)))),
+        ("reduce", sums.max(scratch.saturating_sub(stage_bytes.next_multiple_of(128)))),
         // q of a task, k, v, in fp32, and q once more as the tensor cores take it.
         ("heads", (n.heads_per_task + 2) * n.head_dim * 4 + n.heads_per_task * n.head_dim.next_multiple_of(32) * 2),
         ("residual", n.residual_units * UNIT_ROWS * 4),
@@ -293,6 +298,7 @@ fn smem_parts(n: &SmemNeeds) -> Vec<SmemPart> {
 fn machine(program: &Program, target: &Target, c: &Candidate, queue_max: u32) -> Result<Machine, Infeasible> {
     let spec = &target.spec;
     let mut needs = SmemNeeds {
+        sms: c.sms,
         k_max: 0,
         head_dim: 0,
         heads_per_task: 1,

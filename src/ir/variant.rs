@@ -60,9 +60,7 @@ impl Held {
         let (unit, warps) = (m.granules(weight_bytes).max(1), machine.consumer_warps.max(1));
         let chunk = machine.ring.chunking(unit).chunk;
         let whole = chunk >= unit;
-        // A pair of 8-byte packets holds two times as many values as 4 bytes do.
-        let pair = 2 * (4 / precision.wire.bytes() as u32);
-        let granule_pairs = GRANULE_ROW_BYTES / weight_bytes * m.parts() / pair;
+        let granule_pairs = granule_pairs(m.parts(), precision);
         Held {
             granules: (if whole { unit } else { chunk }).div_ceil(warps),
             whole,
@@ -119,6 +117,17 @@ impl Held {
         (poll == 0 || poll > most).then(|| format!("1 to {most}, as many pairs as a thread stages, and registers hold"))
     }
 }
+
+/// Pairs of packets that hold the input of one granule of units of `parts` parts. The lanes of a warp take whole granules in turn, so
+/// that no more than 32 can be (`matvec.cuh`).
+pub fn granule_pairs(parts: u32, precision: Precision) -> u32 {
+    // A pair of 8-byte packets holds two times as many values as 4 bytes do.
+    let pair = 2 * (4 / precision.wire.bytes() as u32);
+    GRANULE_ROW_BYTES / precision.weights.bytes() as u32 * parts / pair
+}
+
+/// Lanes of a warp.
+pub const LANES: u32 = 32;
 
 /// Warps of a team where nobody says how many: two for large heads, whose sums would take all registers of one.
 pub fn team_rule(head_dim: u32) -> u32 {

@@ -8,7 +8,7 @@ use super::{Entity, Found, Rule, Witness, note};
 use crate::ir::op::{Attention, Epilogue, HISTORY_ALIGN, Op, QkNormAttr, Role};
 use crate::ir::program::{Grid, Program, Space};
 use crate::ir::schedule::{Mechanism, RunBytes, Schedule};
-use crate::ir::variant::{Held, MatVecVariant, SUM_UNITS_MAX};
+use crate::ir::variant::{Held, LANES, MatVecVariant, SUM_UNITS_MAX, granule_pairs};
 use crate::ir::{EventId, GridId, SmId, TaskId};
 use crate::model::graph::{NormKind, QkNormSpan};
 use crate::target::{DotMechanism, Target, TargetKind};
@@ -68,6 +68,12 @@ impl Rules<'_> {
                     if matches!(m.epilogue, Epilogue::Logits { .. }) {
                         heads.push(at);
                     }
+                    // matvec.cuh: the lanes of a warp take whole granules of the input in turn.
+                    let pairs = granule_pairs(m.parts(), program.precision);
+                    self.expect(pairs <= LANES, at, || {
+                        let rows = m.unit_rows;
+                        format!("expected units of more than {rows} rows: {pairs} pairs of packets are more than a warp has lanes")
+                    });
                     // stage.cuh multiplies by the weights of every norm.
                     self.expect(m.norm.is_none() || grid.operand(Role::NormWeight).is_some(), at, || {
                         "expected weights for its norm, found none".to_string()
@@ -331,6 +337,14 @@ impl Rules<'_> {
                 format!("expected `reduce` right behind `stage`, at {end}, found {}", reduce.offset)
             });
         }
+        // sampling.cuh: the best logit of each task of the head, sums of each warp, two words, and one id at least.
+        let tasks = schedule.program.grids.iter().filter(|grid| grid.operand(Role::Logits).is_some());
+        let tasks = u64::from(tasks.map(|grid| grid.second.extent()).max().unwrap_or(0));
+        let sampling = (tasks * 4).next_multiple_of(16) + u64::from(schedule.machine.consumer_warps) * 56 + 16 + 8;
+        let scratch: u64 = ["stage", "reduce"].iter().filter_map(|&name| Some(u64::from(part(name)?.1.bytes))).sum();
+        self.expect(scratch >= sampling, Entity::Machine, || {
+            format!("expected {sampling} bytes of `stage` and `reduce`, where a token is drawn, found {scratch}")
+        });
         // Entries add columns to places in 32 bits: what begins in reach must end in reach. Constants lie one after another.
         let places = schedule.program.buffers.iter().zip(&schedule.placement).enumerate();
         let mut constants = 0u64;

@@ -1,11 +1,13 @@
 //! Every way around the validator of the nearest prior system, turned into a test; and what must not be refused.
 
+use crate::nvrtc::nvrtc;
 use crate::oracle::device::unproven;
 use crate::oracle::entries::disagreement;
 use crate::proof_support::*;
 use monobloc::candidate::Candidate;
 use monobloc::codegen::abi::encode;
-use monobloc::dtype::DType;
+use monobloc::codegen::emit::{Trace, emit};
+use monobloc::dtype::{DType, Precision};
 use monobloc::error::{Fault, Tier};
 use monobloc::ir::op::{Attention, Op, Role};
 use monobloc::ir::program::{Cols, Space};
@@ -678,4 +680,54 @@ fn a_second_report_is_refused_where_kernels_have_one() {
     }
     let violations = check(&s, &target);
     assert_eq!(rules(&s, &target), [Rule::Kernel], "{}", listed(&violations));
+}
+
+// ---- What kernels do not compile for.
+
+fn does_not_compile(test: &str, schedule: &Schedule) {
+    if let Some(nvrtc) = nvrtc(test) {
+        let source = emit(unproven(schedule), &h200(), Trace::Off);
+        assert!(nvrtc.compile(&source).is_err(), "a rule for nothing");
+    }
+}
+
+#[test]
+fn a_granule_of_more_pairs_than_lanes() {
+    // Four parts of 32 bf16 weights, and packets of one fp32 value: 64 pairs.
+    let toy = Toy { gated: false, precision: Precision { wire: DType::F32, ..BF16 }, hidden: 128, vocab: 512, ..TOY };
+    let knobs = Candidate { unit_rows: 4, ..on_h200(64) };
+    let mut schedule = toy.schedule(&h200(), &knobs);
+    assert_eq!(rules(&schedule, &h200()), []);
+    let Op::MatVec(m) = &schedule.program.grids[3].op else { panic!("qkv.0") };
+    assert_eq!((m.unit_rows, m.k), (4, 128));
+    // A candidate that asks for units of two rows gets four.
+    assert_eq!(toy.schedule(&h200(), &Candidate { unit_rows: 2, ..knobs.clone() }), schedule);
+    // bf16 packets hold twice as many values.
+    let narrow = Toy { precision: BF16, ..toy };
+    schedule = narrow.schedule(&h200(), &Candidate { unit_rows: 2, ..knobs });
+    assert_eq!(rules(&schedule, &h200()), []);
+    let Op::MatVec(m) = &schedule.program.grids[3].op else { panic!("qkv.0") };
+    assert_eq!(m.unit_rows, 2);
+    schedule.program.precision.wire = DType::F32;
+    for buffer in schedule.program.buffers.iter_mut().filter(|b| b.space == Space::Exchange) {
+        buffer.dtype = if buffer.dtype == DType::Bf16 { DType::F32 } else { buffer.dtype };
+    }
+    for (i, place) in (0..).zip(schedule.placement.iter_mut()) {
+        *place = place.map(|_| i << 20);
+    }
+    assert_eq!(rules(&schedule, &h200()), [Rule::Kernel]);
+    does_not_compile("a_granule_of_more_pairs_than_lanes", &schedule);
+}
+
+#[test]
+fn a_token_is_drawn_in_the_scratch_of_tasks() {
+    let toy = Toy { layers: 1, hidden: 32, heads: 1, kv_heads: 1, dim: 8, intermediate: 32, vocab: 1056, ..TOY };
+    let knobs = Candidate { consumer_warps: 4, sum_units: 1, splits: 1, ..on_h200(132) };
+    let mut schedule = toy.schedule(&h200(), &knobs);
+    assert_eq!(rules(&schedule, &h200()), []);
+    let reduce = schedule.machine.smem.iter_mut().find(|part| part.name == "reduce").expect("the part");
+    // More than sums and attention need.
+    reduce.bytes = 512;
+    assert_eq!(rules(&schedule, &h200()), [Rule::Kernel]);
+    does_not_compile("a_token_is_drawn_in_the_scratch_of_tasks", &schedule);
 }
