@@ -150,18 +150,24 @@ pub mod interrupt {
     //!
     //! Ending at once loses nothing: the cache and the trials are sound wherever a process is killed.
 
+    use std::sync::OnceLock;
     use std::sync::atomic::{AtomicBool, Ordering};
+    use std::time::{Duration, Instant};
 
     use super::Outcome;
     use super::end_at_once;
 
     static ASKED: AtomicBool = AtomicBool::new(false);
     static DEFERRED: AtomicBool = AtomicBool::new(false);
+    static FIRST: OnceLock<Instant> = OnceLock::new();
+    /// Programs that pass signals on (`timeout`, a shell's job, a build tool) send the same one to the process and to its group.
+    const ONE: Duration = Duration::from_secs(1);
 
     /// Handles interrupts from now on. Where that fails, the default (death by the signal) stays.
     pub fn install() {
         let _ = ctrlc::set_handler(|| {
-            let again = ASKED.swap(true, Ordering::SeqCst);
+            ASKED.store(true, Ordering::SeqCst);
+            let again = FIRST.get_or_init(Instant::now).elapsed() > ONE;
             if again || !DEFERRED.load(Ordering::SeqCst) {
                 end_at_once(Outcome::Interrupted);
             }

@@ -140,7 +140,9 @@ fn ctrl_c_keeps_everything_and_the_same_command_goes_on() {
     let command = "tune m.toml --max-trials 60";
     let child = place.process(command).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     wait_for_rows(&trials, 4);
-    assert!(Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap().success());
+    // As `timeout` sends it: to the process, and to its group.
+    let twice = format!("kill -INT {0}; sleep 0.01; kill -INT {0}", child.id());
+    assert!(Command::new("sh").args(["-c", &twice]).status().unwrap().success());
     let output = child.wait_with_output().unwrap();
     let said = String::from_utf8_lossy(&output.stdout).into_owned();
     assert_eq!(output.status.code(), Some(130), "{output:?}");
