@@ -9,7 +9,7 @@ use crate::dtype::{DType, Precision};
 use crate::ir::BufferId;
 use crate::ir::op::{Access, Attention, Epilogue, MatVec, NormAttr, Op, PARTIAL_HEADER, QkNormAttr, Role, UNIT_ROWS};
 use crate::ir::program::{Buffer, Cols, Content, Grid, Operand, Part, Program, Rows, Second, Space, VectorPart};
-use crate::ir::variant::{AttentionVariant, LANES, MatVecVariant, POLL_PAIRS, granule_pairs};
+use crate::ir::variant::{AttentionVariant, LANES, MatVecVariant, granule_pairs, sum_width_max};
 use crate::model::graph::{
     self, Layer, Linear, ModelGraph, Norm, NormKind, QkNorm, QkNormSpan, RopeId, RowView, TensorId,
 };
@@ -77,7 +77,7 @@ impl<'a> Builder<'a> {
         candidate: &'a Candidate,
     ) -> Result<(Builder<'a>, Start), Infeasible> {
         let everywhere = candidate.sums_everywhere != 0;
-        if let Some(expected) = refuses_everywhere(graph, precision, candidate.consumer_warps).filter(|_| everywhere) {
+        if everywhere && let Some(expected) = refuses_everywhere(graph, precision, candidate.consumer_warps) {
             let value = candidate.sums_everywhere;
             return Err(Infeasible::Knob { knob: "sums_everywhere", value, expected });
         }
@@ -551,12 +551,6 @@ pub fn refuses_everywhere(graph: &ModelGraph, precision: Precision, consumer_war
     }
     let most = sum_width_max(precision, consumer_warps);
     (graph.hidden > most).then(|| format!("0, for a block holds a branch of at most {most} values in registers"))
-}
-
-/// Values of a branch that the consumer warps of a block hold at once: 8 pairs of packets a thread.
-pub fn sum_width_max(precision: Precision, consumer_warps: u32) -> u32 {
-    let pair = 2 * (4 / precision.wire.bytes() as u32);
-    consumer_warps.saturating_mul(32 * POLL_PAIRS * pair)
 }
 
 /// Bytes of a cache row of one KV head.

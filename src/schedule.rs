@@ -9,7 +9,7 @@ use crate::ir::program::{Grid, Program, Second, Space};
 use crate::ir::schedule::{Event, Machine, Mechanism, Regime, Ring, Run, RunBytes, Schedule, SmemPart, Task, Wait};
 use crate::ir::variant::{Held, POLL_PAIRS, SUM_UNITS, SUM_UNITS_MAX};
 use crate::ir::{BufferId, EventId, GridId, TaskId};
-use crate::lower::{attention_of, cache_row_bytes, heads_per_task_most, refuses_everywhere};
+use crate::lower::{attention_of, cache_row_bytes, refuses_everywhere};
 use crate::model::graph::{Layer, ModelGraph};
 use crate::target::{CopyMechanism, DotMechanism, Target, TargetKind};
 use std::cmp::Reverse;
@@ -205,16 +205,13 @@ pub fn fixed_smem_bytes(
         .unwrap_or(0);
     let dim = graph.layers.iter().map(|l| l.attn.head_dim).max().unwrap_or(0);
     let mma = target.spec.dot == DotMechanism::Mma;
-    let records = |l: &Layer| attention_of(graph, &l.attn).records(precision, mma, consumer_warps);
-    // Tasks of the longest queue: its share of attention, or of split attention and its merge, rounded up, and what every SM has
-    // one of in a layer and in a step.
-    let attention = |l: &Layer| {
-        let (heads, groups) = (l.attn.heads, l.attn.heads / heads_per_task_most(l.attn.heads / l.attn.kv_heads));
-        heads.max(groups * default_splits(groups, sms, l.attn.head_dim) + heads)
-    };
+    let attention: Vec<Attention> = graph.layers.iter().map(|l| attention_of(graph, &l.attn)).collect();
+    // Tasks of the longest queue: its share of split attention and its merge, rounded up, and what every SM has one of in a layer and
+    // in a step.
+    let shares = |a: &Attention| a.head_groups() * default_splits(a.head_groups(), sms, a.head_dim) + a.heads;
     let posts = |l: &Layer| [&l.attn_post_norm, &l.mlp_post_norm].into_iter().flatten().count() as u32;
     let whole_tasks: u32 = graph.layers.iter().map(|l| 4 + posts(l)).sum();
-    let shared_tasks: u32 = graph.layers.iter().map(attention).sum();
+    let shared_tasks: u32 = attention.iter().map(shares).sum();
     let units = graph.hidden.div_ceil(UNIT_ROWS);
     let whole = refuses_everywhere(graph, precision, consumer_warps).is_none();
     let parts = smem_parts(&SmemNeeds {
@@ -224,7 +221,7 @@ pub fn fixed_smem_bytes(
         heads_per_task: crate::lower::HEADS_PER_TASK_MAX
             .min(graph.layers.iter().map(|l| l.attn.heads / l.attn.kv_heads).max().unwrap_or(1)),
         residual_units: if whole { units } else { units.div_ceil(sms) },
-        records: graph.layers.iter().map(records).max().unwrap_or(0),
+        records: attention.iter().map(|a| a.records(precision, mma, consumer_warps)).max().unwrap_or(0),
         splits: default_splits(1, sms, dim),
         precision,
         dot: target.spec.dot,

@@ -157,8 +157,8 @@ pub mod interrupt {
     use super::Outcome;
     use super::end_at_once;
 
-    static ASKED: AtomicBool = AtomicBool::new(false);
     static DEFERRED: AtomicBool = AtomicBool::new(false);
+    /// When the first interrupt came.
     static FIRST: OnceLock<Instant> = OnceLock::new();
     /// Programs that pass signals on (`timeout`, a shell's job, a build tool) send the same one to the process and to its group.
     const ONE: Duration = Duration::from_secs(1);
@@ -166,7 +166,6 @@ pub mod interrupt {
     /// Handles interrupts from now on. Where that fails, the default (death by the signal) stays.
     pub fn install() {
         let _ = ctrlc::set_handler(|| {
-            ASKED.store(true, Ordering::SeqCst);
             let again = FIRST.get_or_init(Instant::now).elapsed() > ONE;
             if again || !DEFERRED.load(Ordering::SeqCst) {
                 end_at_once(Outcome::Interrupted);
@@ -174,7 +173,7 @@ pub mod interrupt {
         });
     }
 
-    /// While this lives, the first interrupt only makes [`asked`] true; a second one ends the process.
+    /// While this lives, the first interrupt only makes [`asked`] true; one that comes later than a second after it ends the process.
     pub struct Deferred(());
 
     pub fn defer() -> Deferred {
@@ -189,7 +188,7 @@ pub mod interrupt {
     }
 
     pub fn asked() -> bool {
-        ASKED.load(Ordering::SeqCst)
+        FIRST.get().is_some()
     }
 }
 

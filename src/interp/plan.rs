@@ -433,6 +433,13 @@ impl MemoryMap {
         Ok(Some(self.region_of(operand.buffer, buffer, place, offset, start, end - start)))
     }
 
+    /// Where a sum of `len` values is published, if it is.
+    fn published(&self, at: At<'_>, len: usize) -> Result<Option<Region>, PlanError> {
+        let out = self.optional(at, Role::Out)?;
+        out.iter().try_for_each(|out| width(at.id, Role::Out, len, out.len))?;
+        Ok(out)
+    }
+
     fn region(&self, at: At<'_>, role: Role) -> Result<Region, PlanError> {
         at.operand(role)?;
         self.optional(at, role)?.ok_or(PlanError::Empty { task: at.id, role })
@@ -556,8 +563,7 @@ impl MemoryMap {
                 })?;
                 let cols = buffer.cols as usize;
                 let residual = self.region(at, Role::Residual)?;
-                let out = self.optional(at, Role::Out)?;
-                out.iter().try_for_each(|out| width(id, Role::Out, residual.len, out.len))?;
+                let out = self.published(at, residual.len)?;
                 self.columns(at, operand)?;
                 let table = Table { bytes, dtype: buffer.dtype, rows: buffer.rows, cols };
                 Work::Embed { token: self.sized(at, Role::Token, 1)?, table, residual, out, scale: *scale }
@@ -585,8 +591,7 @@ impl MemoryMap {
                 let values = values as usize;
                 let norm = self.norm(at, Some(norm), Role::NormWeight, Some(Role::NormBias), values)?;
                 let residual = self.region(at, Role::Residual)?;
-                let out = self.optional(at, Role::Out)?;
-                out.iter().try_for_each(|out| width(id, Role::Out, residual.len, out.len))?;
+                let out = self.published(at, residual.len)?;
                 Work::NormAdd(Box::new(NormAdd {
                     y: self.sized(at, Role::X, values)?,
                     norm: norm.ok_or(PlanError::Empty { task: id, role: Role::NormWeight })?,
@@ -629,8 +634,7 @@ impl MemoryMap {
             Epilogue::Gated(_) => (Some(partial(Role::Out, values / 2)?), None, None),
             Epilogue::Residual { .. } => {
                 let residual = partial(Role::Residual, values)?;
-                let out = self.optional(at, Role::Out)?;
-                out.iter().try_for_each(|out| width(id, Role::Out, residual.len, out.len))?;
+                let out = self.published(at, residual.len)?;
                 (out, Some(residual), None)
             }
             Epilogue::Logits { .. } => {

@@ -121,9 +121,18 @@ impl Held {
 /// Pairs of packets that hold the input of one granule of units of `parts` parts. The lanes of a warp take whole granules in turn, so
 /// that no more than 32 can be (`matvec.cuh`).
 pub fn granule_pairs(parts: u32, precision: Precision) -> u32 {
-    // A pair of 8-byte packets holds two times as many values as 4 bytes do.
-    let pair = 2 * (4 / precision.wire.bytes() as u32);
-    GRANULE_ROW_BYTES / precision.weights.bytes() as u32 * parts / pair
+    GRANULE_ROW_BYTES / precision.weights.bytes() as u32 * parts / pair_values(precision)
+}
+
+/// Values of a pair of 8-byte packets: two times as many as 4 bytes hold.
+fn pair_values(precision: Precision) -> u32 {
+    2 * (4 / precision.wire.bytes() as u32)
+}
+
+/// Values of a branch that the consumer warps of a block hold at once, to add it up everywhere: 8 pairs of packets a thread
+/// (`norm_add.cuh`).
+pub fn sum_width_max(precision: Precision, warps: u32) -> u32 {
+    warps.saturating_mul(LANES * POLL_PAIRS * pair_values(precision))
 }
 
 /// Lanes of a warp.

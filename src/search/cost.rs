@@ -10,9 +10,9 @@
 //! ```
 //!
 //! The figures of the target are measured ones. The constants below say what kernels do between two exchanges; they were
-//! fitted to the 281 trials of `flywheel/corpus/h200.csv`, SmolLM2-135M, Llama-3.2-1B, Qwen3-0.6B and Gemma-3-1B shapes on H200s; `monobloc flywheel rank` says how well
-//! predictions ranked the trials that came after them. They rank candidates before anything runs, and never stand in a column
-//! of measurements.
+//! fitted to the 281 trials of `flywheel/corpus/h200.csv`, of SmolLM2-135M, Llama-3.2-1B, Qwen3-0.6B and Gemma-3-1B shapes on
+//! H200s; `monobloc flywheel rank` says how well predictions rank trials. They rank candidates before anything runs, and never
+//! stand in a column of measurements.
 
 use crate::candidate::Candidate;
 use crate::dtype::Precision;

@@ -456,7 +456,6 @@ mod tests {
         // The bottom is at 0.886; a few seeds come half way, and none ends worse than the default.
         found.sort_by(f64::total_cmp);
         assert!(found[4] < 0.92 && found[7] <= 1.0, "{found:?}");
-        println!("{found:?}");
     }
 
     #[test]

@@ -223,13 +223,9 @@ impl Prior {
         Prior { setting, default, model, seeds_most: SEEDS_MOST, earlier, own, ridge, effects }
     }
 
-    /// The same setting without what other campaigns said of it.
-    pub fn alone(&self) -> Prior {
-        let mut alone = Prior::with_model(&[], self.setting.clone(), self.default, Model::Nearest);
-        for (_, Example { values, log_ratio, .. }) in &self.own {
-            alone.learn(&Candidate::of_values(values), *log_ratio);
-        }
-        alone
+    /// What is known of the same setting where no other campaign said anything, and this one has tried nothing.
+    pub fn cold(&self) -> Prior {
+        Prior::with_model(&[], self.setting.clone(), self.default, Model::Nearest)
     }
 
     pub fn model(&self) -> Model {

@@ -133,7 +133,7 @@ impl<'a> Search<'a> {
         let mut warm = first;
         warm.retain(|candidate| space.admits(candidate).is_ok());
         warm.extend(prior.seeds(groups, space, &|c| guess(c)));
-        let alone = (!prior.is_cold()).then(|| prior.alone());
+        let alone = (!prior.is_cold()).then(|| prior.cold());
         Search {
             space,
             limits,

@@ -8,7 +8,7 @@ use super::{Entity, Found, Rule, Witness, note};
 use crate::ir::op::{Attention, Epilogue, HISTORY_ALIGN, Op, QkNormAttr, Role};
 use crate::ir::program::{Grid, Program, Space};
 use crate::ir::schedule::{Mechanism, RunBytes, Schedule};
-use crate::ir::variant::{Held, LANES, MatVecVariant, SUM_UNITS_MAX, granule_pairs};
+use crate::ir::variant::{Held, LANES, MatVecVariant, SUM_UNITS_MAX, granule_pairs, sum_width_max};
 use crate::ir::{EventId, GridId, SmId, TaskId};
 use crate::model::graph::{NormKind, QkNormSpan};
 use crate::target::{DotMechanism, Target, TargetKind};
@@ -33,12 +33,6 @@ pub(super) fn check(schedule: &Schedule, target: &Target, found: &mut Found) {
     rules.variants(schedule, target);
     rules.regimes(schedule);
     rules.memory(schedule);
-}
-
-/// Values that the consumer warps of a block hold at once: 8 pairs of packets a thread (norm_add.cuh).
-fn sum_values_max(program: &Program, warps: u32) -> u32 {
-    let pair = 8 / program.precision.wire.bytes().max(1) as u32;
-    warps.saturating_mul(32 * 8 * pair)
 }
 
 struct Rules<'a> {
@@ -85,7 +79,7 @@ impl Rules<'_> {
                 }
                 Op::NormAdd { norm, width, everywhere, .. } => {
                     // norm_add.cuh.
-                    let most = if *everywhere { sum_values_max(program, warps) } else { u32::MAX };
+                    let most = if *everywhere { sum_width_max(program.precision, warps) } else { u32::MAX };
                     self.expect(*width <= most, at, || {
                         format!("expected at most {most} values, which a block holds in registers, found {width}")
                     });

@@ -10,6 +10,7 @@ use monobloc::cuda::nvrtc::Nvrtc;
 use monobloc::ir::variant::swizzled_piece;
 use monobloc::lower::lower;
 use monobloc::model::config::{import, import_config_only};
+use monobloc::model::graph::ModelGraph;
 use monobloc::schedule::schedule;
 use monobloc::search::Space;
 use monobloc::target::Target;
@@ -76,13 +77,19 @@ fn odd_sizes_and_every_kind_of_attention_compile() {
     }
 }
 
+/// The shape of one layer, and a target with everything that kernels may use.
+fn layer_of_qwen3() -> (Target, ModelGraph) {
+    let config = include_str!("../../manifests/configs/qwen3-0.6b.json");
+    let mut graph = import_config_only(config, 0).unwrap().graph;
+    graph.layers.truncate(1);
+    (Target::builtin("h200").unwrap(), graph)
+}
+
 /// What the host writes into a cache lies where the kernel reads it.
 #[test]
 fn host_and_kernel_swizzle_cache_rows_alike() {
     let Some(nvrtc) = nvrtc("host_and_kernel_swizzle_cache_rows_alike") else { return };
-    let target = Target::builtin("h200").unwrap();
-    let mut graph = import_config_only(include_str!("../../manifests/configs/qwen3-0.6b.json"), 0).unwrap().graph;
-    graph.layers.truncate(1);
+    let (target, graph) = layer_of_qwen3();
     let candidate = Candidate::default_for(&graph, &target, BF16);
     let program = lower(&graph, "swizzled", BF16, 256, &candidate).unwrap();
     let validated = validate(schedule(program, &target, &candidate).unwrap(), &target).unwrap();
@@ -114,9 +121,7 @@ fn host_and_kernel_swizzle_cache_rows_alike() {
 #[test]
 fn the_variants_of_all_ops_compile() {
     let Some(nvrtc) = nvrtc("the_variants_of_all_ops_compile") else { return };
-    let target = Target::builtin("h200").unwrap();
-    let mut graph = import_config_only(include_str!("../../manifests/configs/qwen3-0.6b.json"), 0).unwrap().graph;
-    graph.layers.truncate(1);
+    let (target, graph) = layer_of_qwen3();
     let space = Space::new(&graph, &target, BF16, 256, |_| 60_000);
     let default = space.default_candidate();
     let mut values = default.values();

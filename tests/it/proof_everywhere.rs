@@ -11,7 +11,8 @@ use monobloc::ir::BufferId;
 use monobloc::ir::op::{Access, Op, Role};
 use monobloc::ir::program::{Buffer, Cols, Operand, Rows, Space};
 use monobloc::ir::schedule::Schedule;
-use monobloc::lower::{lower, sum_width_max};
+use monobloc::ir::variant::sum_width_max;
+use monobloc::lower::lower;
 use monobloc::model::graph::{ModelGraph, NormKind};
 use monobloc::validate::{Rule, validate};
 
