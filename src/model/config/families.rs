@@ -8,7 +8,8 @@ use crate::model::config::reader::{Answer, EXTENT_MAX, LAYERS_MAX, POSITIONS_MAX
 use crate::model::config::reason::Reason;
 use crate::model::config::rope::{self, LAYER_TYPES, Partial, ResolvedRope, RopeRules};
 use crate::model::config::schema::{
-    Entry, GATED_MLP, GROUPED, HEAD_DIM, LAYER_NORM, Literal, OFF, ON, RMS, ROPE, TRAINED, When, modelled, neutral,
+    Entry, GATED_MLP, GROUPED, HEAD_DIM, LAYER_NORM, Literal, OFF, ON, RECORD, RMS, ROPE, TRAINED, When, modelled,
+    neutral,
 };
 use crate::model::graph::{Act, NormKind, QkNormSpan, RopeId};
 
@@ -44,7 +45,7 @@ pub static FAMILIES: &[Family] = &[
     Family {
         class: "Qwen2ForCausalLM",
         model_type: "qwen2",
-        keys: &[QWEN_WINDOW, LAYER_TYPES_KEY, GROUPED, HEAD_DIM, GATED_MLP, RMS, ROPE, TRAINED],
+        keys: &[QWEN2_KEYS, QWEN_WINDOW, LAYER_TYPES_KEY, GROUPED, HEAD_DIM, GATED_MLP, RMS, ROPE, TRAINED],
         plan: qwen2,
     },
     Family {
@@ -158,12 +159,14 @@ const LLAMA_KEYS: &[Entry] = &[
     neutral("is_llama_config", ON, "written by the SmolLM exporter"),
     neutral("rope_interleaved", OFF, "pairs are half a head apart"),
     neutral("max_sequence_length", When::Any, "`max_position_embeddings` counts"),
+    neutral("internal_version", When::Any, RECORD),
 ];
 const MISTRAL_KEYS: &[Entry] = &[
     modelled("sliding_window", "window of every layer; 4096 where absent, none where null"),
     neutral("attention_bias", OFF, "the model code has no biases"),
 ];
 const MINISTRAL_KEYS: &[Entry] = &[modelled("sliding_window", "window of sliding layers; 4096 where absent")];
+const QWEN2_KEYS: &[Entry] = &[neutral("use_mrope", OFF, "a token has one position")];
 const QWEN_WINDOW: &[Entry] = &[
     modelled("use_sliding_window", "whether any layer slides"),
     modelled("sliding_window", "window of sliding layers; 4096 where absent"),
@@ -230,6 +233,7 @@ const STABLELM_KEYS: &[Entry] = &[
 ];
 const STARCODER2_KEYS: &[Entry] = &[
     modelled("norm_epsilon", "epsilon of every LayerNorm"),
+    neutral("rms_norm_eps", When::SameAs("norm_epsilon"), "the model code reads `norm_epsilon`"),
     modelled("use_bias", "biases of all projections; true where absent"),
     modelled("sliding_window", "window of every layer"),
     neutral("residual_dropout", When::Any, "used in training only"),
@@ -246,6 +250,7 @@ const GPT_NEOX_KEYS: &[Entry] = &[
     modelled("rope_scaling", "kind of rotary scaling (v4)"),
     modelled("rope_parameters", "base, share and kind together (v5)"),
     modelled("original_max_position_embeddings", "trained length, for llama3, yarn and longrope"),
+    neutral("num_steps", When::Any, RECORD),
 ];
 const COHERE_SHARED: &[Entry] = &[
     modelled("logit_scale", "scale of the logits; 0.0625 where absent"),
@@ -256,7 +261,10 @@ const COHERE_SHARED: &[Entry] = &[
     neutral("use_parallel_block", ON, "the model code has parallel branches"),
     neutral("use_parallel_embedding", OFF, "not in the model code"),
 ];
-const COHERE_KEYS: &[Entry] = &[modelled("use_qk_norm", "LayerNorm of each head of q and k, with gains of its own")];
+const COHERE_KEYS: &[Entry] = &[
+    modelled("use_qk_norm", "LayerNorm of each head of q and k, with gains of its own"),
+    neutral("model_max_length", When::Any, "`max_position_embeddings` counts"),
+];
 const COHERE2_KEYS: &[Entry] = &[
     neutral("use_qk_norm", OFF, "not in the model code"),
     modelled("sliding_window", "window of sliding layers; 4096 where absent"),
@@ -358,17 +366,19 @@ fn shape(r: &mut Reader, d: ShapeDefaults) -> Option<Shape> {
     Some(Shape { class: d.class, vocab, hidden, layers, heads, kv_heads, head_dim, intermediate, positions_max })
 }
 
-/// The activations of `ACT2FN` that the graph expresses. `gelu_new` and `gelu_pytorch_tanh` are one formula.
+/// The activations of `ACT2FN` that the graph expresses. `gelu_new`, `gelu_fast` and `gelu_pytorch_tanh` are one formula,
+/// written in three ways.
 fn activation(r: &mut Reader, key: &'static str, default: &str) -> Act {
     match r.text(key, default).as_str() {
         "silu" | "swish" => Act::Silu,
         "gelu" | "gelu_python" => Act::GeluErf,
-        "gelu_new" | "gelu_pytorch_tanh" => Act::GeluTanh,
+        "gelu_new" | "gelu_fast" | "gelu_pytorch_tanh" => Act::GeluTanh,
         "relu" => Act::Relu,
         found => {
             r.reasons.push(Reason::BadValue {
                 key: key.to_string(),
-                expected: "one of silu, swish, gelu, gelu_python, gelu_new, gelu_pytorch_tanh, relu".to_string(),
+                expected: "one of silu, swish, gelu, gelu_python, gelu_new, gelu_fast, gelu_pytorch_tanh, relu"
+                    .to_string(),
                 found: format!("\"{found}\""),
             });
             Act::Silu

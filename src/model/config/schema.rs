@@ -56,7 +56,8 @@ pub const ON: When = When::Only(&[Literal::Bool(true)]);
 const ZERO: When = When::Only(&[Literal::Number(0.0)]);
 const EMPTY: When = When::Only(&[Literal::Empty]);
 
-const RECORD: &str = "record of how the checkpoint was made";
+pub const RECORD: &str = "record of how the checkpoint was made";
+const PYTHON: &str = "names Python code; the class in `architectures` decides";
 const TRAINING: &str = "used in training only";
 const GENERATION: &str = "generation advice; the caller chooses";
 const OTHER_HEAD: &str = "speaks about heads other than the language model";
@@ -82,7 +83,9 @@ pub const COMMON: &[Entry] = &[
     neutral("transformers_version", When::Any, RECORD),
     neutral("_name_or_path", When::Any, RECORD),
     neutral("_commit_hash", When::Any, RECORD),
-    neutral("auto_map", When::Any, "names Python code; the class in `architectures` decides"),
+    neutral("auto_map", When::Any, PYTHON),
+    neutral("custom_pipelines", When::Any, PYTHON),
+    neutral("custom_pipeline", When::Any, PYTHON),
     neutral("tokenizer_class", When::Any, "speaks about the tokenizer"),
     neutral("transformers.js_config", When::Any, "speaks about another runtime"),
     neutral("unsloth_version", When::Any, RECORD),
@@ -96,9 +99,12 @@ pub const COMMON: &[Entry] = &[
     neutral("initializer_range", When::Any, TRAINING),
     neutral("attention_dropout", When::Any, TRAINING),
     neutral("hidden_dropout", When::Any, TRAINING),
+    neutral("attention_probs_dropout_prob", When::Any, TRAINING),
+    neutral("hidden_dropout_prob", When::Any, TRAINING),
     neutral("classifier_dropout", When::Any, TRAINING),
     neutral("gradient_checkpointing", When::Any, TRAINING),
     neutral("is_decoder", When::Any, "every family here is a decoder"),
+    neutral("type_vocab_size", When::Any, "no family here has token types"),
     neutral("is_encoder_decoder", OFF, "encoder-decoders are not supported"),
     neutral("add_cross_attention", OFF, "cross attention is not supported"),
     neutral("cross_attention_hidden_size", When::Only(&[]), "cross attention is not supported"),
@@ -163,7 +169,7 @@ pub const GROUPED: &[Entry] = &[modelled("num_key_value_heads", "key and value h
 pub const HEAD_DIM: &[Entry] = &[modelled("head_dim", "width of a head")];
 pub const GATED_MLP: &[Entry] = &[
     modelled("intermediate_size", "width of the MLP"),
-    modelled("hidden_act", "activation: silu, swish, gelu, gelu_new, gelu_pytorch_tanh, gelu_python, relu"),
+    modelled("hidden_act", "activation: silu, swish, gelu, gelu_new, gelu_fast, gelu_pytorch_tanh, gelu_python, relu"),
 ];
 pub const RMS: &[Entry] = &[modelled("rms_norm_eps", "epsilon of every RMS norm")];
 pub const LAYER_NORM: &[Entry] = &[modelled("layer_norm_eps", "epsilon of every LayerNorm")];

@@ -216,6 +216,21 @@ fn unsupported_values_are_refused_by_name() {
             "`sliding_window` disagree",
         ),
         ("families/qwen2", "attention_bias", json!(false), "key `attention_bias` is unknown for `Qwen2ForCausalLM`"),
+        ("families/qwen2", "use_mrope", json!(true), "key `use_mrope`: expected false, found true"),
+        // Qwen2.5-7B-Instruct-1M: transformers ignores it, other engines split long texts by it.
+        (
+            "families/qwen2",
+            "dual_chunk_attention_config",
+            json!({"chunk_size": 262144, "local_size": 8192, "original_max_position_embeddings": 262144}),
+            "key `dual_chunk_attention_config` is unknown",
+        ),
+        // DeepSeek-R1-0528-Qwen3-8B: a factor of the rotary tables that transformers ignores and other engines apply.
+        (
+            "families/qwen3",
+            "rope_parameters",
+            json!({"rope_type": "yarn", "factor": 4.0, "attn_factor": 0.8782488562869419}),
+            "key `rope_parameters.attn_factor`: expected only the parameters of `yarn`",
+        ),
         ("families/qwen3", "attention_bias", json!(true), "q_proj.bias` [128] is missing"),
         ("families/qwen3", "head_dim", json!(null), "key `head_dim`: expected a count from 1 to 1048576, found null"),
         ("families/phi3", "lm_head_bias", json!(true), "key `lm_head_bias`: expected false"),
@@ -291,6 +306,12 @@ fn unsupported_values_are_refused_by_name() {
         ),
         ("families/stablelm", "head_dim", json!(16), "key `head_dim` is unknown"),
         ("families/starcoder2", "mlp_type", json!("gated"), "key `mlp_type`: expected \"default\", found \"gated\""),
+        (
+            "families/starcoder2",
+            "rms_norm_eps",
+            json!(1e-4),
+            "key `rms_norm_eps`: expected the value of `norm_epsilon`",
+        ),
         ("families/starcoder2", "use_bias", json!(false), "is not used by `Starcoder2ForCausalLM`"),
         ("families/gpt-neox", "rope_theta", json!(500), "key `rope_theta`: expected the value of `rotary_emb_base`"),
         ("families/gpt-neox", "partial_rotary_factor", json!(0.5), "expected the value of `rotary_pct`"),
@@ -338,8 +359,8 @@ fn a_refusal_names_every_reason() {
         found,
         [
             "key `chunk_size_feed_forward`: expected 0, found 1 (chunked feed-forward is not supported)",
-            "key `hidden_act`: expected one of silu, swish, gelu, gelu_python, gelu_new, gelu_pytorch_tanh, relu, \
-             found \"mish\"",
+            "key `hidden_act`: expected one of silu, swish, gelu, gelu_python, gelu_new, gelu_fast, gelu_pytorch_tanh, \
+             relu, found \"mish\"",
             "key `my_experts` is unknown for `Qwen2ForCausalLM`",
             "key `num_key_value_heads`: expected a divisor of 4 query heads, found 3",
             "key `rms_norm_eps`: expected a number above 0, found \"small\"",
@@ -887,14 +908,19 @@ fn published_configs_import() {
         (SMOLLM2_135M, 134_515_008, 0, 0),
         (LLAMA_3_2_1B, 1_235_814_400, 0, 0),
         (MISTRAL_7B, 7_241_732_096, 32, 0),
+        (ALLAM_7B, 7_000_559_616, 0, 0),
         (QWEN_2_5_0_5B, 494_032_768, 0, 0),
+        (QWEN_2_5_0_5B_BASE, 494_032_768, 0, 0),
         (QWEN_3_0_6B, 596_049_920, 0, 0),
         (PHI_3_MINI, 3_821_079_552, 32, 0),
         (GEMMA_2_2B, 2_614_341_888, 13, 0),
         (GEMMA_3_1B, 999_885_952, 22, 0),
         (SMOLLM3_3B, 3_075_098_624, 0, 9),
         (PYTHIA_160M, 162_322_944, 0, 0),
+        (GPT_NEOX_20B, 20_554_567_680, 0, 0),
+        (H2OGPT_12B, 11_846_072_320, 0, 0),
         (STARCODER2_3B, 3_030_371_328, 30, 0),
+        (STARCODER2_15B, 15_957_889_024, 40, 0),
         (STABLELM_2_1_6B, 1_644_515_328, 0, 0),
     ];
     for (text, parameters, windows, unrotated) in cases {
@@ -903,6 +929,39 @@ fn published_configs_import() {
         assert_eq!(graph.layers.iter().filter(|l| l.attn.window.is_some()).count(), windows, "{text}");
         assert_eq!(graph.layers.iter().filter(|l| l.attn.rope.is_none()).count(), unrotated, "{text}");
     }
+}
+
+/// Keys that published configs have and the model code does not read, each at a value that one of them gives it.
+#[test]
+fn keys_that_say_nothing_about_the_model_change_nothing() {
+    let pipeline = json!({"text-generation": {"impl": "pipeline.TextGeneration", "pt": "AutoModelForCausalLM"}});
+    let cases = [
+        ("families/llama-untied", "internal_version", json!("7b-alpha-v2.33.0.30")),
+        ("families/qwen2", "use_mrope", json!(false)),
+        ("families/starcoder2", "rms_norm_eps", json!(1e-5)),
+        ("families/gpt-neox", "num_steps", json!("global_step320000")),
+        ("families/gpt-neox", "custom_pipelines", pipeline.clone()),
+        ("families/gpt-neox", "custom_pipeline", pipeline),
+        ("variants/cohere", "model_max_length", json!(131072)),
+        ("families/mistral-swa", "attention_probs_dropout_prob", json!(0.1)),
+        ("families/mistral-swa", "hidden_dropout_prob", json!(0.1)),
+        ("families/mistral-swa", "type_vocab_size", json!(16)),
+    ];
+    let imported = |name: &str, key: &str, value: &Value| {
+        let imported = import_changed(&fixture(name), |config| {
+            config.insert(key.to_string(), value.clone());
+        });
+        graph_text(&imported.unwrap_or_else(|error| panic!("{name} {key} = {value}: {error}")).graph)
+    };
+    for (name, key, value) in cases {
+        assert!(!config_of(&fixture(name)).contains_key(key), "{name} has {key}");
+        let plain = graph_text(&import(&fixture(name)).unwrap().graph);
+        assert_eq!(imported(name, key, &value), plain, "{name} {key} = {value}");
+    }
+    // One formula under three names.
+    let [new, fast, tanh] = ["gelu_new", "gelu_fast", "gelu_pytorch_tanh"]
+        .map(|act| imported("families/gpt-neox", "hidden_act", &json!(act)));
+    assert!(new == fast && fast == tanh && fast.contains("gelu_tanh"), "{fast}");
 }
 
 const SMOLLM2_135M: &str = r#"{"architectures":["LlamaForCausalLM"],"attention_bias":false,"attention_dropout":0.0,
@@ -919,6 +978,12 @@ const LLAMA_3_2_1B: &str = r#"{"architectures":["LlamaForCausalLM"],"attention_b
 "rms_norm_eps":1e-05,"rope_scaling":{"factor":32.0,"high_freq_factor":4.0,"low_freq_factor":1.0,
 "original_max_position_embeddings":8192,"rope_type":"llama3"},"rope_theta":500000.0,"tie_word_embeddings":true,
 "torch_dtype":"bfloat16","transformers_version":"4.45.0.dev0","use_cache":true,"vocab_size":128256}"#;
+const ALLAM_7B: &str = r#"{"architectures":["LlamaForCausalLM"],"attention_bias":false,"attention_dropout":0.0,
+"bos_token_id":1,"eos_token_id":2,"head_dim":128,"hidden_act":"silu","hidden_size":4096,"initializer_range":0.006,
+"intermediate_size":11008,"internal_version":"7b-alpha-v2.33.0.30","max_position_embeddings":4096,"mlp_bias":false,
+"model_type":"llama","num_attention_heads":32,"num_hidden_layers":32,"num_key_value_heads":32,"pretraining_tp":1,
+"rms_norm_eps":1e-05,"rope_scaling":null,"rope_theta":1000000.0,"tie_word_embeddings":false,
+"torch_dtype":"bfloat16","transformers_version":"4.53.0","use_cache":true,"vocab_size":64000}"#;
 const MISTRAL_7B: &str = r#"{"architectures":["MistralForCausalLM"],"bos_token_id":1,"eos_token_id":2,
 "hidden_act":"silu","hidden_size":4096,"initializer_range":0.02,"intermediate_size":14336,
 "max_position_embeddings":32768,"model_type":"mistral","num_attention_heads":32,"num_hidden_layers":32,
@@ -931,6 +996,12 @@ const QWEN_2_5_0_5B: &str = r#"{"architectures":["Qwen2ForCausalLM"],"attention_
 "num_hidden_layers":24,"num_key_value_heads":2,"rms_norm_eps":1e-06,"rope_theta":1000000.0,"sliding_window":32768,
 "tie_word_embeddings":true,"torch_dtype":"bfloat16","transformers_version":"4.43.1","use_cache":true,
 "use_sliding_window":false,"vocab_size":151936}"#;
+const QWEN_2_5_0_5B_BASE: &str = r#"{"architectures":["Qwen2ForCausalLM"],"attention_dropout":0.0,
+"bos_token_id":151643,"eos_token_id":151643,"hidden_act":"silu","hidden_size":896,"initializer_range":0.02,
+"intermediate_size":4864,"max_position_embeddings":32768,"max_window_layers":24,"model_type":"qwen2",
+"num_attention_heads":14,"num_hidden_layers":24,"num_key_value_heads":2,"rms_norm_eps":1e-06,"rope_theta":1000000.0,
+"sliding_window":32768,"tie_word_embeddings":true,"torch_dtype":"bfloat16","transformers_version":"4.40.1",
+"use_cache":true,"use_mrope":false,"use_sliding_window":false,"vocab_size":151936}"#;
 const QWEN_3_0_6B: &str = r#"{"architectures":["Qwen3ForCausalLM"],"attention_bias":false,"attention_dropout":0.0,
 "bos_token_id":151643,"eos_token_id":151645,"head_dim":128,"hidden_act":"silu","hidden_size":1024,
 "initializer_range":0.02,"intermediate_size":3072,"max_position_embeddings":40960,"max_window_layers":28,
@@ -974,6 +1045,19 @@ const PYTHIA_160M: &str = r#"{"architectures":["GPTNeoXForCausalLM"],"bos_token_
 "max_position_embeddings":2048,"model_type":"gpt_neox","num_attention_heads":12,"num_hidden_layers":12,
 "rotary_emb_base":10000,"rotary_pct":0.25,"tie_word_embeddings":false,"torch_dtype":"float16",
 "transformers_version":"4.24.0","use_cache":true,"use_parallel_residual":true,"vocab_size":50304}"#;
+const GPT_NEOX_20B: &str = r#"{"architectures":["GPTNeoXForCausalLM"],"attention_probs_dropout_prob":0.1,
+"bos_token_id":0,"eos_token_id":2,"hidden_act":"gelu_fast","hidden_dropout_prob":0.1,"hidden_size":6144,
+"initializer_range":0.02,"intermediate_size":24576,"layer_norm_eps":1e-05,"max_position_embeddings":2048,
+"model_type":"gpt_neox","num_attention_heads":64,"num_hidden_layers":44,"rotary_emb_base":10000,"rotary_pct":0.25,
+"tie_word_embeddings":false,"torch_dtype":"float32","transformers_version":"4.19.0.dev0","use_cache":true,
+"vocab_size":50432}"#;
+const H2OGPT_12B: &str = r#"{"_name_or_path":"h2oai/h2ogpt-oasst1-512-12b","architectures":["GPTNeoXForCausalLM"],
+"bos_token_id":0,"classifier_dropout":0.1,"custom_pipelines":{"text-generation":{
+"impl":"h2oai_pipeline.H2OTextGenerationPipeline","pt":"AutoModelForCausalLM"}},"eos_token_id":0,"hidden_act":"gelu",
+"hidden_size":5120,"initializer_range":0.02,"intermediate_size":20480,"layer_norm_eps":1e-05,
+"max_position_embeddings":2048,"model_type":"gpt_neox","num_attention_heads":40,"num_hidden_layers":36,
+"rotary_emb_base":10000,"rotary_pct":0.25,"tie_word_embeddings":false,"torch_dtype":"float16",
+"transformers_version":"4.30.0.dev0","use_cache":true,"use_parallel_residual":true,"vocab_size":50688}"#;
 const STARCODER2_3B: &str = r#"{"architectures":["Starcoder2ForCausalLM"],"attention_dropout":0.1,
 "residual_dropout":0.1,"embedding_dropout":0.1,"bos_token_id":0,"eos_token_id":0,"hidden_act":"gelu_pytorch_tanh",
 "hidden_size":3072,"initializer_range":0.018042,"intermediate_size":12288,"max_position_embeddings":16384,
@@ -981,6 +1065,13 @@ const STARCODER2_3B: &str = r#"{"architectures":["Starcoder2ForCausalLM"],"atten
 "num_attention_heads":24,"num_hidden_layers":30,"num_key_value_heads":2,"rope_theta":999999.4420358813,
 "sliding_window":4096,"torch_dtype":"bfloat16","transformers_version":"4.37.0.dev0","use_bias":true,
 "use_cache":true,"vocab_size":49152}"#;
+const STARCODER2_15B: &str = r#"{"_name_or_path":"/aot/checkpoints/15b/config.json",
+"architectures":["Starcoder2ForCausalLM"],"attention_dropout":0.0,"bos_token_id":0,"eos_token_id":0,
+"hidden_act":"gelu_pytorch_tanh","hidden_size":6144,"initializer_range":0.01275,"intermediate_size":24576,
+"max_position_embeddings":16384,"mlp_type":"default","model_type":"starcoder2","norm_epsilon":1e-05,
+"norm_type":"layer_norm","num_attention_heads":48,"num_hidden_layers":40,"num_key_value_heads":4,"rms_norm_eps":1e-05,
+"rope_theta":100000,"sliding_window":4096,"tie_word_embeddings":false,"torch_dtype":"float32",
+"transformers_version":"4.37.0.dev0","use_bias":true,"use_cache":true,"vocab_size":49152}"#;
 const STABLELM_2_1_6B: &str = r#"{"architectures":["StableLmForCausalLM"],"bos_token_id":100257,
 "eos_token_id":100257,"hidden_act":"silu","hidden_size":2048,"initializer_range":0.02,"intermediate_size":5632,
 "layer_norm_eps":1e-05,"max_position_embeddings":4096,"model_type":"stablelm","num_attention_heads":32,
