@@ -901,7 +901,8 @@ fn step_bytes_count_one_row_of_an_untied_embedding() {
     assert_eq!(cache, 3 * 8 * 2 * 32 * 4);
 }
 
-/// Configs as they are on the Hub, key for key: parameters in total, layers with a window, layers without rotation.
+/// Published configs, key for key: parameters in total, layers with a window, layers without rotation. That of GPT-NeoX-20B
+/// is of its first release, that of h2oGPT is what its model card prints.
 #[test]
 fn published_configs_import() {
     let cases = [
