@@ -14,6 +14,8 @@
 //! - Every read is checked against the seal. A damaged entry is set aside in `corrupt/`, and is a miss.
 //!   Entries of [`LARGE_BYTES`] or more are hashed when they are first seen and after any change of their identity;
 //!   [`Cache::verify`] reads every byte.
+//! - A large entry of the shared folder is used where it lies, once it was hashed, and copied here meanwhile: nobody waits for
+//!   the copy but the end of the process.
 //! - Processes that want one entry build it once: a lock file per entry, released by the kernel when its holder dies.
 //!   Nobody waits for more than the builds of the entry that it wants.
 //!
@@ -26,9 +28,12 @@ mod frame;
 pub(crate) mod lock;
 mod store;
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::fs::File;
 use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 pub use crate::digest::diff_why;
@@ -112,7 +117,19 @@ pub enum Outcome {
 pub struct Cache {
     store: Store,
     shared: Option<Store>,
-    note: Box<dyn Fn(&Note) + Send + Sync>,
+    note: Arc<dyn Fn(&Note) + Send + Sync>,
+    /// Large entries on their way from the shared folder, by stage and key.
+    copies: Mutex<BTreeMap<(String, Digest), JoinHandle<()>>>,
+}
+
+/// Waits for the copies, so that a process that ends well leaves them whole.
+impl Drop for Cache {
+    fn drop(&mut self) {
+        let copies = std::mem::take(self.copies.get_mut().unwrap_or_else(PoisonError::into_inner));
+        for copy in copies.into_values() {
+            let _ = copy.join();
+        }
+    }
 }
 
 impl Cache {
@@ -122,7 +139,7 @@ impl Cache {
     }
 
     /// Opens both layers. `note` hears of damage, waiting and a shared folder that fails; it may be called from the
-    /// thread of any call below.
+    /// thread of any call below, and from threads of the cache's own.
     pub fn open_places(places: &Places, note: impl Fn(&Note) + Send + Sync + 'static) -> Result<Cache, CacheError> {
         let store = Store::open(&places.root)?;
         let shared = match places.shared.as_deref().map(Store::open) {
@@ -133,7 +150,7 @@ impl Cache {
             }
             None => None,
         };
-        Ok(Cache { store, shared, note: Box::new(note) })
+        Ok(Cache { store, shared, note: Arc::new(note), copies: Mutex::default() })
     }
 
     pub fn root(&self) -> &Path {
@@ -264,7 +281,8 @@ impl Cache {
         }
     }
 
-    /// A hit in the shared folder, copied here. Whatever goes wrong there is a note and a miss.
+    /// A hit in the shared folder, copied here: at once, or meanwhile if it is large. Whatever goes wrong there is a note
+    /// and a miss.
     fn get_shared(&self, stage: &str, key: &Digest) -> Option<Entry> {
         let shared = self.shared.as_ref()?;
         let fault = |action, reason: String| (self.note)(&Note::Shared { action, reason });
@@ -281,6 +299,10 @@ impl Cache {
                 return None;
             }
         };
+        if entry.len() >= LARGE_BYTES {
+            self.copy_meanwhile(shared, stage, key);
+            return Some(entry);
+        }
         let why = shared.why(stage, key).unwrap_or_default();
         match self.store.copy_in(stage, key, &why, &entry) {
             Ok(content) if content == entry.content() => self.get_own(stage, key).ok().flatten().or(Some(entry)),
@@ -291,6 +313,28 @@ impl Cache {
                 Some(entry)
             }
         }
+    }
+
+    /// Copies an entry of the shared folder here, in a thread of its own, unless one does so already.
+    fn copy_meanwhile(&self, shared: &Store, stage: &str, key: &Digest) {
+        let mut copies = self.copies.lock().unwrap_or_else(PoisonError::into_inner);
+        copies.entry((stage.to_string(), *key)).or_insert_with(|| {
+            let (store, shared, note) = (self.store.clone(), shared.clone(), Arc::clone(&self.note));
+            let (stage, key) = (stage.to_string(), *key);
+            thread::spawn(move || {
+                // Found once more, for a descriptor of its own: its hash is known by now.
+                let copied = match shared.find(&stage, &key) {
+                    Ok(Found::Whole(entry)) => {
+                        store.copy_in(&stage, &key, &shared.why(&stage, &key).unwrap_or_default(), &entry).map(|_| ())
+                    }
+                    Ok(_) => Ok(()),
+                    Err(error) => Err(error),
+                };
+                if let Err(error) = copied {
+                    note(&Note::Shared { action: "copy an entry here", reason: error.to_string() });
+                }
+            })
+        });
     }
 
     fn write_through(&self, stage: &str, key: &Digest, why: &str) {

@@ -191,7 +191,7 @@ impl fmt::Display for Problem {
     }
 }
 
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(super) struct Store {
     root: PathBuf,
     /// Identities of large entries whose every byte was hashed.

@@ -315,10 +315,18 @@ fn a_shared_folder_serves_a_second_machine_and_is_never_required() {
     let (there, notes) = noted(&places("there"));
     assert_eq!(build(&there, 1), (content_of(1), Outcome::Cached));
     assert_eq!(there.why("program", &key_of(1)).as_deref(), Some("n = 1\n"));
-    assert_eq!(there.get("pack", &key_of(9)).unwrap().unwrap().len(), LARGE_BYTES + 1);
+    let large = there.get("pack", &key_of(9)).unwrap().unwrap();
+    assert_eq!(large.len(), LARGE_BYTES + 1);
+    assert!(large.path().starts_with(&shared), "what is large is used where it lies");
+    drop(there);
     assert_eq!(*notes.lock().unwrap(), []);
-    fs::remove_dir_all(&shared).unwrap();
+    fs::rename(&shared, folder.path().join("gone")).unwrap();
+    let (there, notes) = noted(&places("there"));
     assert_eq!(build(&there, 1).1, Outcome::Cached, "it was copied");
+    let copy = there.get("pack", &key_of(9)).unwrap().expect("copied by the end of the first cache");
+    assert_eq!((copy.content(), copy.path().starts_with(there.root())), (large.content(), true));
+    fs::remove_dir_all(&shared).unwrap();
+    fs::rename(folder.path().join("gone"), &shared).unwrap();
 
     // Damaged there: refused, and built here.
     let (here, _) = noted(&places("here"));
