@@ -315,7 +315,9 @@ mod tests {
     fn space() -> Space {
         let config = include_str!("../../manifests/configs/llama-3.2-1b.json");
         let graph = import_config_only(config, 0).expect("a config of the repository").graph;
-        Space::new(&graph, &Target::builtin("h200").expect("a record"), BF16, 4096, |_| 40_000)
+        let space = Space::new(&graph, &Target::builtin("h200").expect("a record"), BF16, 4096, |_| 30_000);
+        assert_eq!(space.admits(space.default_candidate()), Ok(()));
+        space
     }
 
     fn setting() -> Setting {
@@ -456,6 +458,33 @@ mod tests {
         // The bottom is at 0.886; a few seeds come half way, and none ends worse than the default.
         found.sort_by(f64::total_cmp);
         assert!(found[4] < 0.92 && found[7] <= 1.0, "{found:?}");
+    }
+
+    #[test]
+    fn what_gained_too_little_alone_is_tried_together() {
+        let space = space();
+        let mut search = search(&space, 60, 3);
+        let default = space.default_candidate().clone();
+        search.tell(&default, Outcome::Timed { ratio: 1.0, kept: true });
+        let with = |changes: &str| Candidate::parse(changes, &default).expect("a candidate");
+        for (changes, ratio) in
+            [("heads_per_task=2", 0.994), ("splits=8", 0.995), ("heads_per_task=4", 0.997), ("hold_qkv=3", 1.01)]
+        {
+            assert_ne!(search.ask(), try_of(&with("heads_per_task=2;splits=8")), "before {changes}");
+            search.tell(&with(changes), Outcome::Timed { ratio, kept: false });
+            if changes == "splits=8" {
+                assert_eq!(
+                    search.ask(),
+                    try_of(&with("heads_per_task=2;splits=8")),
+                    "both, and each the best of its knob"
+                );
+                search.tell(&with("heads_per_task=2;splits=8"), Outcome::Timed { ratio: 0.989, kept: true });
+            }
+        }
+    }
+
+    fn try_of(candidate: &Candidate) -> Ask {
+        Ask::Try { candidate: candidate.clone(), proposer: Proposer::Explore }
     }
 
     #[test]

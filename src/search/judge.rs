@@ -26,7 +26,8 @@ pub struct Judged {
     pub positions: Vec<(u32, Option<Ratio>)>,
 }
 
-/// Judges a candidate. `margin`: the fraction by which it has to be faster; `simpler`: whether it would replace an equal.
+/// Judges a candidate. `margin`: the fraction by which it has to be faster; `simpler`: whether it would replace an equal, one that
+/// is within the margin and not slower beyond doubt: steps of less than the margin would add up.
 ///
 /// Too few rounds, or a time that is none, keep the incumbent: a decision needs evidence.
 pub fn judge(all: &[Rounds], margin: f64, simpler: bool) -> Judged {
@@ -44,7 +45,9 @@ pub fn judge(all: &[Rounds], margin: f64, simpler: bool) -> Judged {
     let decision = match &overall {
         None => Decision::Reverted,
         Some(ratio) if ratio.high <= 1.0 - margin && ratio.high < 1.0 => Decision::Faster,
-        Some(ratio) if simpler && ratio.low >= 1.0 - margin && ratio.high <= 1.0 + margin => Decision::Simpler,
+        Some(Ratio { low, high, .. }) if simpler && (1.0 - margin..=1.0).contains(low) && *high <= 1.0 + margin => {
+            Decision::Simpler
+        }
         Some(_) => Decision::Reverted,
     };
     Judged { decision, overall, positions }
@@ -106,8 +109,10 @@ mod tests {
         assert_eq!(judge(&tie, 0.01, false).decision, Decision::Reverted);
         assert_eq!(judge(&tie, 0.01, true).decision, Decision::Simpler);
         assert_eq!(judge(&tie, 0.0, false).decision, Decision::Faster, "no margin is a margin of nothing");
-        let slower = [rounds(1.03, 0.001, 9, 1)];
-        assert_eq!(judge(&slower, 0.01, true).decision, Decision::Reverted, "simpler, but not as fast");
+        for slower in [1.03, 1.005] {
+            let rounds = [rounds(slower, 0.001, 9, 1)];
+            assert_eq!(judge(&rounds, 0.01, true).decision, Decision::Reverted, "{slower}: simpler, but not as fast");
+        }
     }
 
     #[test]

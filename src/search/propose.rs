@@ -5,7 +5,7 @@
 //! what will probably come next, which is what is compiled ahead.
 //!
 //! Order: the default; warm seeds from the prior; then moves around the incumbent, one knob at a time and the most
-//! promising first, mixed with bolder points of several knobs. After a run of reverts the moves start from somewhere else.
+//! promising first, mixed with bolder points of several knobs. Moves that gained too little to be kept are tried together. After a run of reverts the moves start from somewhere else.
 
 use std::collections::BTreeSet;
 
@@ -43,6 +43,10 @@ const IDLE_PER_TRIAL: u32 = 20;
 const BOLD_POOL: usize = 24;
 /// Share of bold proposals.
 const BOLD_SHARE: f64 = 0.2;
+/// A gain that two medians show, as a log of ratios: less is noise, and not added up.
+const SMALL_GAIN: f64 = -0.002;
+/// Knobs in which a point differs that gained a little: of more, one cannot say which gained.
+const SMALL_MOVES: usize = 3;
 /// Worth of the unknown in log ratio: what an unexplored direction may be better than its prediction.
 const CURIOSITY: f64 = 0.03;
 /// A point that failed near here is tried when nothing else is left.
@@ -257,6 +261,9 @@ impl<'a> Search<'a> {
         if let Some(candidate) = self.warm.iter().find(|c| self.is_new(c)) {
             return Ask::Try { candidate: candidate.clone(), proposer: Proposer::Prior };
         }
+        if let Some(candidate) = self.together() {
+            return Ask::Try { candidate, proposer: Proposer::Explore };
+        }
         let mut random = Random::stream(self.limits.seed, "ask", u64::from(self.trials));
         let base = self.base(incumbent);
         let bold = random.unit() < BOLD_SHARE * (1.0 + f64::from(self.reverts % RESTART_AFTER) / 8.0);
@@ -305,6 +312,26 @@ impl<'a> Search<'a> {
                 self.space.mutated(incumbent, 3, &mut choose).unwrap_or_else(|| incumbent.clone())
             }
         }
+    }
+
+    /// The incumbent with all changes of two or more points near it that were a little faster, the best of them first: each was
+    /// reverted for gaining less than the margin, and together they may gain more.
+    fn together(&self) -> Option<Candidate> {
+        let (incumbent, best) = self.incumbent.as_ref()?;
+        let of = incumbent.values();
+        let (mut sum, mut parts) = (of, 0);
+        for (_, candidate) in self.elite.iter().take_while(|(log, _)| log - best < SMALL_GAIN) {
+            let values = candidate.values();
+            let turned = || (0..of.len()).filter(|&knob| values[knob] != of[knob]);
+            let moves = turned().count();
+            if moves == 0 || moves > SMALL_MOVES || turned().any(|knob| sum[knob] != of[knob]) {
+                continue;
+            }
+            turned().for_each(|knob| sum[knob] = values[knob]);
+            parts += 1;
+        }
+        let candidate = Candidate::of_values(&sum);
+        (parts > 1 && self.is_new(&candidate) && self.space.admits(&candidate).is_ok()).then_some(candidate)
     }
 
     /// The most promising point one knob away that is new.

@@ -104,7 +104,7 @@ fn setting(graph: &ModelGraph) -> Setting {
 /// What a campaign tried, and the log ratio of the incumbent behind each trial.
 fn campaign(graph: &ModelGraph, groups: &[Group], trials: u32, seed: u64) -> (Group, Vec<f64>) {
     let target = Target::builtin("h200").expect("a record");
-    let space = Space::new(graph, &target, BF16, 2048, |_| 40_000);
+    let space = Space::new(graph, &target, BF16, 2048, |_| 30_000);
     let default = space.default_candidate().clone();
     let prior = Prior::new(groups, setting(graph), &default);
     let limits = Limits { plateau: trials, ..Limits::of_budget(trials, seed) };
