@@ -222,7 +222,6 @@ pub fn fixed_smem_bytes(
             .min(graph.layers.iter().map(|l| l.attn.heads / l.attn.kv_heads).max().unwrap_or(1)),
         residual_units: if whole { units } else { units.div_ceil(sms) },
         records: attention.iter().map(|a| a.records(precision, mma, consumer_warps)).max().unwrap_or(0),
-        splits: default_splits(1, sms, dim),
         precision,
         dot: target.spec.dot,
         consumer_warps,
@@ -243,7 +242,6 @@ struct SmemNeeds {
     records: u32,
     /// Units of 8 columns of the residual that a block has at most.
     residual_units: u32,
-    splits: u32,
     precision: Precision,
     dot: DotMechanism,
     consumer_warps: u32,
@@ -261,13 +259,13 @@ fn smem_parts(n: &SmemNeeds) -> Vec<SmemPart> {
         _ => n.k_max.next_multiple_of(32) * 4,
     };
     // Two batches of partial sums, so that a warp may start the next batch while others still add up this one. Attention
-    // stages nothing: the state of each team of warps and of the current position (maximum, sum, accumulators) and the records of a
-    // merge take both places.
+    // stages nothing: the state of each team of warps and of the current position (maximum, sum, accumulators) takes both places,
+    // and in a merge the state of each warp.
     let sums = 2 * n.sum_units * n.consumer_warps * UNIT_ROWS * 4;
     let attention = n.records * n.heads_per_task * (n.head_dim + PARTIAL_HEADER) * 4;
-    let merge = n.splits * (n.head_dim + PARTIAL_HEADER) * 4;
     // Where a token is drawn: the best logit of each SM, seven sums of each warp, and ids, of which few are enough.
     let sampling = n.sms * 4 + n.consumer_warps * 56 + 64;
+    let merge = n.consumer_warps * (n.head_dim + PARTIAL_HEADER) * 4;
     let scratch = attention.max(merge).max(sampling);
     let parts = [
         ("ring", n.ring_bytes),
@@ -301,7 +299,6 @@ fn machine(program: &Program, target: &Target, c: &Candidate, queue_max: u32) ->
         heads_per_task: 1,
         records: 0,
         residual_units: 0,
-        splits: 1,
         precision: program.precision,
         dot: spec.dot,
         consumer_warps: c.consumer_warps,
@@ -322,7 +319,6 @@ fn machine(program: &Program, target: &Target, c: &Candidate, queue_max: u32) ->
                 needs.heads_per_task = needs.heads_per_task.max(a.heads_per_task);
                 let mma = spec.dot == DotMechanism::Mma;
                 needs.records = needs.records.max(a.records(program.precision, mma, c.consumer_warps));
-                needs.splits = needs.splits.max(a.splits);
             }
             Op::NormAdd { .. } | Op::Embed { .. } => {
                 let owned = grid.operand(Role::Residual).map_or(0, |o| {

@@ -4,53 +4,76 @@
 //          G query heads a record group, R = DIM + 2
 // out      DIM columns of the attention output, packets
 //
-// M = max m_s;  out[d] = sum_s exp(m_s - M) o_s[d] / sum_s exp(m_s - M) l_s.  Threads take (pair of dimensions, slice of
-// the shares); slices meet in shared memory. SPLITS * R packets are read once: 17 KiB at 16 shares of 128 dimensions.
+// M = max m_s;  out[d] = sum_s exp(m_s - M) o_s[d] / sum_s exp(m_s - M) l_s.  Warps take the shares in turn, lanes the
+// dimensions, so that a record is read as it lies; what the warps have meets in shared memory as it does in attention.
 #pragma once
 
 template <class M, class G>
 struct AttentionMerge {
-  static constexpr int R = G::DIM + 2;
-  static constexpr int T = M::WARPS * 32;
-  static constexpr int N = ceil_div(G::SPLITS * R, T) < 8 ? ceil_div(G::SPLITS * R, T) : 8; // packets a thread waits for at once
+  // The head as attention would end it that had not been split.
+  struct Whole : G {
+    static constexpr int HEADS_PER_TASK = 1, SPLITS = 1;
+  };
+  static constexpr int MERGING = M::WARPS < G::SPLITS ? M::WARPS : G::SPLITS; // warps that have a share
+  typedef AttentionRecords<M, Whole, MERGING> Records;
+  static constexpr int R = G::DIM + 2, STRIDE = G::HEADS_PER_TASK * R;
+  // What a lane reads of a share, by two packets: its state, and the lane's dimensions.
+  static constexpr int BLOCKS = ceil_div(G::DIM, 64), PARTS = 1 + BLOCKS;
+  // Shares of a warp, and how many at once: no more than registers hold.
+  static constexpr int HAS = ceil_div(G::SPLITS, M::WARPS), HOLDS = PARTS < 12 ? 12 / PARTS : 1;
+  static constexpr int SHARES = HAS < HOLDS ? HAS : HOLDS, N = SHARES * PARTS;
 
   static __device__ __forceinline__ void run(Context<M>& c, const Entry& e) {
     const int h = int(e.lo);
     const u64* records = c.p.exchange + e.x + (u64(h / G::HEADS_PER_TASK) * G::SPLITS * G::HEADS_PER_TASK + h % G::HEADS_PER_TASK) * R;
-    constexpr int STRIDE = G::HEADS_PER_TASK * R;
-    float* scratch = c.scratch();
-    c.barrier(); // slow warps may still add up the previous task's partial sums there
-    // Everything is read by somebody, into shared memory.
+    const auto dim = [&](int block) { return block * 64 + c.lane() * 2; };
+    float top = NEGATIVE_INFINITY, sum = 0.f, x[BLOCKS][2] = {};
 #pragma unroll 1
-    for (int first = 0; first < G::SPLITS * R; first += T * N) {
+    for (int first = 0; first < HAS; first += SHARES) {
+      const auto share = [&](int n) { return (first + n / PARTS) * M::WARPS + c.warp(); };
       bool active[N];
-      const u64* from[N];
-      u32 payload[N];
+      u64 a[N], b[N];
 #pragma unroll
-      for (int n = 0; n < N; n++) {
-        const int i = first + n * T + c.tid();
-        active[n] = i < G::SPLITS * R;
-        from[n] = records + u64(i / R) * STRIDE + i % R;
+      for (int n = 0; n < N; n++) active[n] = share(n) < G::SPLITS && (n % PARTS == 0 || dim(n % PARTS - 1) < G::DIM);
+      const auto offset = [&](int n) { return share(n) * STRIDE + (n % PARTS == 0 ? 0 : 2 + dim(n % PARTS - 1)); };
+      await_pairs<N, true>(records, offset, active, c.tag, a, b, c.patience, c.dog(), c.site());
+      float m[SHARES], high = top;
+#pragma unroll
+      for (int s = 0; s < SHARES; s++) {
+        m[s] = active[s * PARTS] ? __uint_as_float(u32(a[s * PARTS])) : NEGATIVE_INFINITY;
+        high = fmaxf(high, m[s]);
       }
-      await_packets<N>(from, active, c.tag, payload, c.patience, c.dog(), c.site());
+      // Shares without a row have a maximum of -inf, and so may all shares of a warp.
+      const float shift = high > NEGATIVE_INFINITY ? high : 0.f, shrink = exp_fast(top - shift);
+      top = high;
+      sum *= shrink;
 #pragma unroll
-      for (int n = 0; n < N; n++)
-        if (active[n]) scratch[first + n * T + c.tid()] = __uint_as_float(payload[n]);
+      for (int k = 0; k < BLOCKS; k++) {
+        x[k][0] *= shrink;
+        x[k][1] *= shrink;
+      }
+#pragma unroll
+      for (int s = 0; s < SHARES; s++) {
+        const float w = exp_fast(m[s] - shift);
+        sum += w * __uint_as_float(u32(b[s * PARTS]));
+#pragma unroll
+        for (int k = 0; k < BLOCKS; k++) {
+          x[k][0] += w * __uint_as_float(u32(a[s * PARTS + 1 + k]));
+          x[k][1] += w * __uint_as_float(u32(b[s * PARTS + 1 + k]));
+        }
+      }
+    }
+    c.stamp(1);
+    c.barrier(); // slow warps may still add up the previous task's partial sums there
+    if (c.warp() < MERGING) {
+      float* record = Records::of(c, c.warp(), 0);
+      if (c.lane() == 0) *reinterpret_cast<float2*>(record) = make_float2(top, sum);
+#pragma unroll
+      for (int k = 0; k < BLOCKS; k++)
+        if (dim(k) < G::DIM) *reinterpret_cast<float2*>(record + 2 + dim(k)) = make_float2(x[k][0], x[k][1]);
     }
     c.barrier();
-    c.stamp(1);
-    for (int d = c.tid() * 2; d < G::DIM; d += T * 2) {
-      float top = NEGATIVE_INFINITY;
-      for (int s = 0; s < G::SPLITS; s++) top = fmaxf(top, scratch[s * R]);
-      float sum = 0.f, a = 0.f, b = 0.f;
-      for (int s = 0; s < G::SPLITS; s++) {
-        float w = __expf(scratch[s * R] - top);
-        sum += w * scratch[s * R + 1];
-        a += w * scratch[s * R + 2 + d];
-        b += w * scratch[s * R + 3 + d];
-      }
-      publish_columns<G::HEADS * G::DIM>(c, e.out, h * G::DIM + d, __fdividef(a, sum), __fdividef(b, sum));
-    }
+    Records::finish(c, e, h, 0, false, [](int) { return make_float2(0.f, 0.f); });
     c.barrier(); // the next task may stage where these records are
   }
 };

@@ -89,11 +89,11 @@ __device__ __forceinline__ u64 no_packet(u32 tag) { return u64(tag) << 32; }
 // N pairs of packets at `base + offset(i)`, for the `active` ones; returns when all lanes have all of theirs. The others
 // read as zeros. By whole warps: lanes that leave a loop one by one meet again only at the price of a second wait. Where
 // they are many, the first pair is waited for alone: polling all of a long vector from every SM takes bandwidth of L2 from
-// the weights.
-template <int N, class Offset>
+// the weights. FEW SMs that wait for something of their own save the round instead.
+template <int N, bool FEW = false, class Offset>
 __device__ __forceinline__ void await_pairs(const u64* base, Offset offset, const bool (&active)[N], u32 tag, u64 (&a)[N],
                                             u64 (&b)[N], u32& patience, const Watchdog* dog, WaitSite at) {
-  if constexpr (N > 2) {
+  if constexpr (N > 2 && !FEW) {
     const bool one[1] = {active[0]};
     u64 first[1], second[1];
     await_pairs<1>(base, offset, one, tag, first, second, patience, dog, at);

@@ -108,9 +108,9 @@ pub(super) fn shared(schedule: &Schedule, target: &Target, grids: &Grids, found:
                 // Queries, key and value in fp32, queries in bf16 and whole granules.
                 heads = heads.max((per_task + 2) * dim * 4 + per_task * dim.next_multiple_of(32) * 2);
             }
-            Op::AttentionMerge { head_dim, splits, .. } => {
-                // One record of each share.
-                scratch = scratch.max(u64::from(*splits) * (u64::from(*head_dim) + 2) * 4);
+            Op::AttentionMerge { head_dim, .. } => {
+                // One record of each warp.
+                scratch = scratch.max(warps.saturating_mul((u64::from(*head_dim) + 2) * 4));
             }
             // Everywhere, a sum is held in registers.
             Op::Select | Op::Report | Op::Embed { .. } | Op::NormAdd { .. } => {}
