@@ -27,6 +27,7 @@
 //!
 //! [[target]]                   # one or more
 //! record = "h200"              # a builtin name, or the path of a record
+//! candidate = "splits=12"      # knobs that are to differ from the default, as trials print them; may be left out
 //! ```
 //!
 //! Relative paths follow [`crate::files::find`]: the current directory first, then the manifest's own folder.
@@ -78,8 +79,14 @@ pub struct ManifestFile {
     pub precision: PrecisionFile,
     pub decode: DecodeFile,
     pub search: SearchFile,
-    /// The `record` of each `[[target]]`.
-    pub targets: Vec<Spanned<String>>,
+    pub targets: Vec<TargetFile>,
+}
+
+/// `[[target]]` as it was typed.
+#[derive(Debug, Clone)]
+pub struct TargetFile {
+    pub record: Spanned<String>,
+    pub candidate: Option<String>,
 }
 
 /// `[model]` as it was typed.
@@ -132,6 +139,9 @@ pub struct Manifest {
     pub search: Search,
     /// One or more, of different names, in the order of the manifest.
     pub targets: Vec<Target>,
+    /// By name of a target: knobs that its first candidate has otherwise than the default, `knob=value;...`. Only what knows
+    /// knobs can read it.
+    pub candidates: BTreeMap<String, String>,
     /// Folder of the manifest, the second place where its relative paths are looked for.
     pub base_dir: PathBuf,
 }
@@ -206,7 +216,10 @@ fn read_manifest(fields: &mut Fields<'_>) -> Option<ManifestFile> {
     let decode = fields.required("decode", |f, key| f.table(key, read_decode));
     let search = fields.table("search", read_search);
     let targets = fields.required("target", |f, key| {
-        f.tables(key, TARGETS_COUNT_MAX, |target| target.required("record", Fields::text))
+        f.tables(key, TARGETS_COUNT_MAX, |target| {
+            let (record, candidate) = (target.required("record", Fields::text), target.text("candidate"));
+            Some(TargetFile { record: record?, candidate: candidate.map(Spanned::into_inner) })
+        })
     });
     Some(ManifestFile {
         name,
@@ -286,7 +299,8 @@ impl Manifest {
     ///
     /// Left out are `name`, a label, and `base_dir`: what a path leads to is keyed by the stage that reads it.
     pub fn key_text(&self) -> String {
-        let Manifest { name: _, source, revision, seed, precision, decode, search, targets, base_dir: _ } = self;
+        let Manifest { name: _, source, revision, seed, precision, decode, search, targets, candidates, base_dir: _ } =
+            self;
         let Precision { weights, cache, wire } = precision;
         let Decode { context_max, steps_per_launch, check_positions, time_positions } = decode;
         let Search { trials, minutes, seed: search_seed, margin } = search;
@@ -308,7 +322,8 @@ impl Manifest {
             ("search.margin", format!("{margin:?}")),
         ];
         let own: String = fields.iter().map(|(field, value)| format!("{field} {value}\n")).collect();
-        own + &targets.iter().map(Target::key_text).collect::<String>()
+        let candidates = candidates.iter().map(|(target, knobs)| format!("candidate {target} {knobs:?}\n"));
+        own + &candidates.collect::<String>() + &targets.iter().map(Target::key_text).collect::<String>()
     }
 }
 
@@ -320,6 +335,7 @@ fn resolve(file: &ManifestFile, path: &Path, faults: &mut Vec<Diagnostic>) -> Re
     check_source(model, faults);
     let PrecisionFile { weights, cache, activations } = *precision;
     let SearchFile { trials, minutes, seed, margin } = *search;
+    let (targets, candidates) = resolve_targets(targets, &base_dir, faults)?;
     Ok(Manifest {
         name: match name {
             Some(name) => name.get_ref().clone(),
@@ -336,7 +352,8 @@ fn resolve(file: &ManifestFile, path: &Path, faults: &mut Vec<Diagnostic>) -> Re
             seed: seed.unwrap_or(SEARCH_DEFAULT.seed),
             margin: margin.unwrap_or(SEARCH_DEFAULT.margin),
         },
-        targets: resolve_targets(targets, &base_dir, faults)?,
+        targets,
+        candidates,
         base_dir,
     })
 }
@@ -451,14 +468,15 @@ fn fitting_positions<const N: usize>(positions: [u32; N], last: u32) -> Vec<u32>
     BTreeSet::from(positions).into_iter().filter(|position| *position <= last).collect()
 }
 
+/// The targets, and by name the knobs that were written for one.
 fn resolve_targets(
-    records: &[Spanned<String>],
+    files: &[TargetFile],
     base_dir: &Path,
     faults: &mut Vec<Diagnostic>,
-) -> Result<Vec<Target>, ManifestError> {
-    let mut targets: Vec<Target> = Vec::new();
+) -> Result<(Vec<Target>, BTreeMap<String, String>), ManifestError> {
+    let (mut targets, mut candidates) = (Vec::<Target>::new(), BTreeMap::new());
     let mut first_record: BTreeMap<String, &str> = BTreeMap::new();
-    for record in records {
+    for TargetFile { record, candidate } in files {
         let written = record.get_ref();
         let target = match Target::load(written, base_dir) {
             Ok(target) => target,
@@ -486,11 +504,12 @@ fn resolve_targets(
             }
             None => {
                 first_record.insert(target.name.clone(), written);
+                candidates.extend(candidate.clone().map(|knobs| (target.name.clone(), knobs)));
                 targets.push(target);
             }
         }
     }
-    Ok(targets)
+    Ok((targets, candidates))
 }
 
 #[cfg(test)]
@@ -555,6 +574,7 @@ record = \"cpu\"
                 },
                 search: Search { trials: 0, minutes: 10.0, seed: 0, margin: 0.01 },
                 targets: vec![Target::builtin("cpu").expect("builtin")],
+                candidates: BTreeMap::new(),
                 base_dir: PathBuf::from("some"),
             }
         );

@@ -126,7 +126,7 @@ pub fn bench(
 ) -> Result<(), Fault> {
     let tool = workspace.tool()?;
     let model = import_stage(workspace, manifest, tool)?;
-    let site = Site::new(workspace, manifest, target, &model, tool);
+    let site = Site::new(workspace, manifest, target, &model, tool)?;
     let built = built(workspace, site)?;
     let devices = Devices::list(target.kind == TargetKind::Cuda);
     let executor = executor(&built, &devices)?;
@@ -222,7 +222,7 @@ pub fn serve(
 ) -> Result<(), Fault> {
     let tool = workspace.tool()?;
     let model = import_stage(workspace, manifest, tool)?;
-    let built = built(workspace, Site::new(workspace, manifest, target, &model, tool))?;
+    let built = built(workspace, Site::new(workspace, manifest, target, &model, tool)?)?;
     let devices = Devices::list(target.kind == TargetKind::Cuda);
     let executor = executor(&built, &devices)?;
     let mut session = None;

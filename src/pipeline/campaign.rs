@@ -103,14 +103,14 @@ pub fn tune(workspace: &Workspace, manifest: &Manifest, target: &Target, asked: 
         Some(op) => model.alone(op, target),
     };
     let quiet = workspace.quiet()?;
-    let told_site = Site::new(workspace, manifest, target, &model, tool);
+    let told_site = Site::new(workspace, manifest, target, &model, tool)?;
     let devices = Devices::list(target.kind == TargetKind::Cuda);
     let hardware = match target.kind {
         TargetKind::Cpu => host(),
         TargetKind::Cuda => hardware_of(devices.find_for_run(target)?),
     };
     let campaign = told_site.campaign(&hardware);
-    let site = Site::new(&quiet, manifest, target, &model, tool);
+    let site = Site::new(&quiet, manifest, target, &model, tool)?;
     let space = space_of(&site);
     let known = Known::read(&site, campaign)?;
     let default = space.default_candidate().clone();
@@ -335,7 +335,7 @@ pub(super) fn space_of(site: &Site<'_>) -> Space {
             smem.iter().filter(|part| part.name != "ring").map(|part| u64::from(part.bytes)).sum()
         })
     };
-    let space = Space::new(graph, site.target, *precision, decode.context_max, fixed);
+    let space = Space::new(graph, site.target, *precision, decode.context_max, default.clone(), fixed);
     match site.op {
         None => space,
         Some(op) => space.of_op(op),
@@ -436,7 +436,7 @@ pub fn is_tuned(
     let quiet = workspace.quiet()?;
     let tool = quiet.tool()?;
     let model = import_stage(&quiet, manifest, tool)?;
-    let site = Site::new(&quiet, manifest, target, &model, tool);
+    let site = Site::new(&quiet, manifest, target, &model, tool)?;
     Ok(quiet.cache.latest_why(keys::TUNED, &site.searched_subject(budget)).is_some())
 }
 

@@ -47,7 +47,7 @@ pub fn explain(workspace: &Workspace, manifest: &Manifest) -> Result<Vec<Explain
     let devices = Devices::list(manifest.targets.iter().any(|target| target.kind == TargetKind::Cuda));
     let compiler = Compiler::new(workspace);
     for target in &manifest.targets {
-        let site = Site::new(workspace, manifest, target, &model, tool);
+        let site = Site::new(workspace, manifest, target, &model, tool)?;
         explain_target(&site, &compiler, &devices, &mut all)?;
     }
     Ok(all)
@@ -164,7 +164,7 @@ pub fn show(workspace: &Workspace, manifest: &Manifest, target: &Target, stage: 
     }
     let tool = workspace.tool()?;
     let model = import_stage(workspace, manifest, tool)?;
-    let site = Site::new(workspace, manifest, target, &model, tool);
+    let site = Site::new(workspace, manifest, target, &model, tool)?;
     match stage {
         "model" => Ok(format!("{}\n{}", describe(&model.imported.graph), model.graph_text)),
         "candidate" => Ok(format!("{}\n", site.candidate())),

@@ -357,6 +357,8 @@ pub struct CampaignKey<'a> {
     pub hardware: &'a Hardware,
     pub space: Digest,
     pub seed: u64,
+    /// What everything is compared with.
+    pub begun: &'a Candidate,
 }
 
 impl CampaignKey<'_> {
@@ -367,8 +369,19 @@ impl CampaignKey<'_> {
 
 impl KeyPart for CampaignKey<'_> {
     fn write(&self, key: &mut dyn KeySink) {
-        let Self { tool, graph, precision, context_max, positions, steps_per_launch, target, hardware, space, seed } =
-            self;
+        let Self {
+            tool,
+            graph,
+            precision,
+            context_max,
+            positions,
+            steps_per_launch,
+            target,
+            hardware,
+            space,
+            seed,
+            begun,
+        } = self;
         key.value("tool", tool);
         key.value("graph", graph);
         write_precision(key, precision);
@@ -381,5 +394,6 @@ impl KeyPart for CampaignKey<'_> {
         key.value("threads", hardware.threads);
         key.value("space", space);
         key.value("seed", seed);
+        key.value("begun", begun);
     }
 }

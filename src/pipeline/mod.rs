@@ -81,7 +81,7 @@ pub struct Prepared {
 impl Prepared {
     fn site<'a>(&'a self, workspace: &'a Workspace) -> Site<'a> {
         let Prepared { manifest, target, imported, graph, tool, .. } = self;
-        Site { workspace, manifest, target, imported, graph: *graph, tool: *tool, op: None }
+        Site::of(workspace, manifest, target, imported, *graph, *tool)
     }
 }
 
@@ -92,7 +92,7 @@ impl Prepared {
 pub fn prepare(workspace: &Workspace, manifest: &Manifest, target: &Target) -> Result<Prepared, Fault> {
     let tool = workspace.tool()?;
     let model = import_stage(workspace, manifest, tool)?;
-    let site = Site::new(workspace, manifest, target, &model, tool);
+    let site = Site::new(workspace, manifest, target, &model, tool)?;
     let placed = place_chosen(&site)?;
     let schedule = placed.content;
     let (candidate, validated) = placed.into_validated(target)?;
@@ -127,7 +127,7 @@ pub fn build(workspace: &Workspace, manifest: &Manifest) -> Result<BuildReport, 
 
     let mut sites: Vec<(Site<'_>, Placed, Option<Generated>)> = vec![];
     for target in &manifest.targets {
-        let site = Site::new(workspace, manifest, target, &model, tool);
+        let site = Site::new(workspace, manifest, target, &model, tool)?;
         let placed = place_chosen(&site)?;
         let generated = match target.kind {
             TargetKind::Cpu => None,
@@ -179,7 +179,7 @@ fn import_stage(workspace: &Workspace, manifest: &Manifest, tool: Digest) -> Res
     Ok(model)
 }
 
-/// Places the candidate that is built: the best of a search, else the default.
+/// Places the candidate that is built: the best of a search, else what the manifest names, else the default.
 fn place_chosen(site: &Site<'_>) -> Result<Placed, Fault> {
     let candidate = site.candidate();
     place(site, candidate.clone()).map_err(|not_placed| match not_placed {
@@ -197,7 +197,13 @@ fn place_chosen(site: &Site<'_>) -> Result<Placed, Fault> {
             let row = tried.append(None, None, vec![Verdict::Infeasible { detail: reason.to_string() }]);
             let message = format!("the candidate does not fit `{}`: {reason}", site.target.name);
             row.err().unwrap_or_else(|| {
-                Fault::input(message).with_remedy("lower `decode.context_max`, or take a larger target")
+                let named = site.manifest.candidates.contains_key(&site.target.name);
+                let remedy = if named {
+                    "change the manifest's `candidate`, or leave it out"
+                } else {
+                    "lower `decode.context_max`, or take a larger target"
+                };
+                Fault::input(message).with_remedy(remedy)
             })
         }
     })

@@ -36,7 +36,7 @@ pub struct Known {
 pub fn known(workspace: &Workspace, manifest: &Manifest, target: &Target) -> Result<Known, Fault> {
     let tool = workspace.tool()?;
     let model = import_stage(workspace, manifest, tool)?;
-    let site = Site::new(workspace, manifest, target, &model, tool);
+    let site = Site::new(workspace, manifest, target, &model, tool)?;
     let corpus = Corpus::read(&corpora(&workspace.trials))?;
     let own = shape(&site, &model.imported.graph);
     let mut histories = histories(&corpus.trials);
@@ -63,7 +63,7 @@ pub fn known(workspace: &Workspace, manifest: &Manifest, target: &Target) -> Res
 pub fn ranked_now(workspace: &Workspace, manifest: &Manifest, target: &Target) -> Result<Vec<Ranked>, Fault> {
     let tool = workspace.tool()?;
     let model = import_stage(workspace, manifest, tool)?;
-    let site = Site::new(workspace, manifest, target, &model, tool);
+    let site = Site::new(workspace, manifest, target, &model, tool)?;
     let own = shape(&site, &model.imported.graph);
     let mut histories = histories(&Corpus::read(&corpora(&workspace.trials))?.trials);
     // Of any context: a prediction is of one position.
@@ -105,7 +105,7 @@ pub struct Region {
 pub fn next(workspace: &Workspace, manifest: &Manifest, target: &Target, trials: u32) -> Result<Next, Fault> {
     let Known { histories, trials: rows, .. } = known(workspace, manifest, target)?;
     let Prepared { imported, candidate, graph, tool, .. } = &prepare(workspace, manifest, target)?;
-    let site = Site { workspace, manifest, target, imported, graph: *graph, tool: *tool, op: None };
+    let site = Site::of(workspace, manifest, target, imported, *graph, *tool);
     let space = space_of(&site);
     let default = space.default_candidate().clone();
     let last = histories.last();

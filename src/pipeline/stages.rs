@@ -9,7 +9,7 @@ use std::sync::Arc;
 use memmap2::Mmap;
 
 use crate::cache::{CacheError, Entry, Outcome};
-use crate::candidate::{Candidate, Infeasible};
+use crate::candidate::{Candidate, Infeasible, KNOB_NAMES};
 use crate::codegen::KernelSource;
 use crate::codegen::emit::{Trace, emit};
 use crate::digest::Digest;
@@ -27,6 +27,7 @@ use crate::pack::{layout, pack, pack_pieces};
 use crate::schedule::schedule;
 use crate::search::Space;
 use crate::target::Target;
+use crate::text::one_of;
 use crate::validate::{Validated, validate};
 
 use super::Workspace;
@@ -230,18 +231,40 @@ pub(super) struct Site<'a> {
     pub tool: Digest,
     /// As [`Model`] has it.
     pub op: Option<LayerOp>,
+    /// What the manifest says of the target's first candidate; it was read once and is sound.
+    knobs: Option<&'a str>,
 }
 
 impl<'a> Site<'a> {
+    /// # Errors
+    /// A `candidate` of the manifest that is none.
     pub fn new(
         workspace: &'a Workspace,
         manifest: &'a Manifest,
         target: &'a Target,
         model: &'a Model,
         tool: Digest,
-    ) -> Self {
+    ) -> Result<Self, Fault> {
         let Model { imported, graph, op, .. } = model;
-        Site { workspace, manifest, target, imported, graph: *graph, tool, op: *op }
+        let site = Site { op: *op, ..Site::of(workspace, manifest, target, imported, *graph, tool) };
+        match site.knobs.map(|knobs| Candidate::parse(knobs, &site.default_candidate())) {
+            Some(Err(reason)) => Err(Fault::input(format!("the `candidate` of target `{}`: {reason}", target.name))
+                .with_remedy(format!("the knobs are {}", one_of(KNOB_NAMES)))),
+            _ => Ok(site),
+        }
+    }
+
+    /// The whole model, where [`Site::new`] found nothing wrong before.
+    pub fn of(
+        workspace: &'a Workspace,
+        manifest: &'a Manifest,
+        target: &'a Target,
+        imported: &'a Imported,
+        graph: Digest,
+        tool: Digest,
+    ) -> Self {
+        let knobs = manifest.candidates.get(&target.name).map(String::as_str);
+        Site { workspace, manifest, target, imported, graph, tool, op: None, knobs }
     }
 
     /// What the user calls this: the manifest by its folder and name, and the target.
@@ -254,7 +277,7 @@ impl<'a> Site<'a> {
         format!("{stage} {}", self.target.name)
     }
 
-    /// What is built: what a search found best, else the default.
+    /// What is built: what a search found best, else what the manifest names, else the default.
     pub fn candidate(&self) -> Candidate {
         let default = self.default_candidate();
         let cache = &self.workspace.cache;
@@ -270,8 +293,10 @@ impl<'a> Site<'a> {
         tuned().unwrap_or(default)
     }
 
+    /// Where a search begins, and what it compares with: the default with what the manifest says otherwise.
     pub fn default_candidate(&self) -> Candidate {
-        Candidate::default_for(&self.imported.graph, self.target, self.manifest.precision)
+        let default = Candidate::default_for(&self.imported.graph, self.target, self.manifest.precision);
+        self.knobs.and_then(|knobs| Candidate::parse(knobs, &default).ok()).unwrap_or(default)
     }
 
     pub fn schedule_key(&self, candidate: &Candidate) -> Keyed {
@@ -289,7 +314,8 @@ impl<'a> Site<'a> {
     /// What a search finds best for: whatever the hardware and the tool, a candidate is proven and checked again.
     pub fn tuned_subject(&self) -> String {
         let Manifest { precision, decode, .. } = self.manifest;
-        format!("{} {precision:?} {} {}", self.graph, decode.context_max, self.target.name)
+        let begun = self.knobs.map(|_| format!(" from {}", self.default_candidate())).unwrap_or_default();
+        format!("{} {precision:?} {} {}{begun}", self.graph, decode.context_max, self.target.name)
     }
 
     /// A search of so many trials and minutes that has come to its end.
@@ -312,6 +338,7 @@ impl<'a> Site<'a> {
             hardware,
             space: Space::digest(),
             seed: search.seed,
+            begun: &self.default_candidate(),
         }
         .digest()
     }

@@ -121,7 +121,7 @@ pub fn serve(
         None => model,
         Some(op) => model.alone(op, target),
     };
-    let site = Site::new(workspace, manifest, target, &model, tool);
+    let site = Site::new(workspace, manifest, target, &model, tool)?;
     let devices = Devices::list(target.kind == TargetKind::Cuda);
     let found = match target.kind {
         TargetKind::Cpu => None,

@@ -315,7 +315,8 @@ mod tests {
     fn space() -> Space {
         let config = include_str!("../../manifests/configs/llama-3.2-1b.json");
         let graph = import_config_only(config, 0).expect("a config of the repository").graph;
-        let space = Space::new(&graph, &Target::builtin("h200").expect("a record"), BF16, 4096, |_| 30_000);
+        let target = Target::builtin("h200").expect("a record");
+        let space = Space::new(&graph, &target, BF16, 4096, Candidate::default_for(&graph, &target, BF16), |_| 30_000);
         assert_eq!(space.admits(space.default_candidate()), Ok(()));
         space
     }

@@ -259,16 +259,16 @@ fn fixed_bytes(of_warps: &BTreeMap<u32, u64>, c: &Candidate) -> u64 {
 }
 
 impl Space {
-    /// `fixed_smem_bytes(consumer_warps)` says what a block's shared memory holds beside the ring, bytes; it is a lower
+    /// The points around `default`, which is where a search begins. `fixed_smem_bytes(consumer_warps)` says what a block's shared memory holds beside the ring, bytes; it is a lower
     /// bound or an estimate, because [`Space::admits`] only saves the time of lowering.
     pub fn new(
         graph: &ModelGraph,
         target: &Target,
         precision: Precision,
         context_max: u32,
+        default: Candidate,
         fixed_smem_bytes: impl Fn(u32) -> u64,
     ) -> Space {
-        let default = Candidate::default_for(graph, target, precision);
         let cpu = target.kind == TargetKind::Cpu;
         let group = graph.layers.iter().map(|l| l.attn.heads / l.attn.kv_heads.max(1)).max().unwrap_or(1).max(1);
         let head_units = graph.vocab.div_ceil(UNIT_ROWS);
@@ -333,7 +333,7 @@ impl Space {
         self
     }
 
-    /// What is built without a search.
+    /// What is built without a search, and compared with.
     pub fn default_candidate(&self) -> &Candidate {
         &self.default
     }
@@ -553,8 +553,8 @@ mod tests {
             // Layers are alike: two say what sixteen would.
             graph.layers.truncate(2);
             let target = Target::builtin(target).expect("a record");
-            let space = Space::new(&graph, &target, precision, context_max, |_| 0);
-            let default = space.default_candidate().clone();
+            let default = Candidate::default_for(&graph, &target, precision);
+            let space = Space::new(&graph, &target, precision, context_max, default.clone(), |_| 0);
             let split = space.with(&default, 8, if default.splits == 1 { 4 } else { 1 });
             let mut schedules: BTreeMap<String, Candidate> = BTreeMap::new();
             let mut points: Vec<Candidate> = vec![default.clone(), split.clone()];

@@ -104,8 +104,8 @@ fn setting(graph: &ModelGraph) -> Setting {
 /// What a campaign tried, and the log ratio of the incumbent behind each trial.
 fn campaign(graph: &ModelGraph, groups: &[Group], trials: u32, seed: u64) -> (Group, Vec<f64>) {
     let target = Target::builtin("h200").expect("a record");
-    let space = Space::new(graph, &target, BF16, 2048, |_| 30_000);
-    let default = space.default_candidate().clone();
+    let default = Candidate::default_for(graph, &target, BF16);
+    let space = Space::new(graph, &target, BF16, 2048, default.clone(), |_| 30_000);
     let prior = Prior::new(groups, setting(graph), &default);
     let limits = Limits { plateau: trials, ..Limits::of_budget(trials, seed) };
     let mut search = Search::new(&space, limits, groups, prior, vec![], &|_| 0.0);

@@ -98,6 +98,35 @@ fn a_build_runs_every_stage_once_and_then_has_no_work() {
     assert_eq!(bench.rows().len(), 1);
 }
 
+/// A row of the trials can be built again: its knobs go into the manifest, and what is left out stays the default.
+#[test]
+fn a_manifest_names_the_knobs_of_a_target() {
+    let bench = Bench::new();
+    let with = |knobs: &str| TINY.replace("record = \"cpu\"", &format!("record = \"cpu\"\ncandidate = \"{knobs}\""));
+    bench.build(TINY);
+    let (report, _) = bench.build(&with("splits=2; sms=3"));
+    assert_eq!((report.ran, report.cached), (4, 1), "all but the import");
+    let built = bench.rows().pop().expect("a row").facts().point.candidate.clone();
+    assert!(built.starts_with("sms=3;") && built.contains(";splits=2;"), "{built}");
+    let (report, summary) = bench.build(&with(&built));
+    assert_eq!(
+        (report.ran, summary.as_str()),
+        (0, "no work to do (5 stages cached)"),
+        "what a row holds is the same point"
+    );
+    bench.build(TINY);
+
+    let fault = |knobs: &str| {
+        build(&bench.workspace(), &bench.manifest(&with(knobs))).expect_err("a candidate that is none").to_string()
+    };
+    let (unknown, too_many) = (fault("sns=3"), fault("sms=99"));
+    assert!(unknown.contains("the `candidate` of target `cpu`: unknown knob `sns`"), "{unknown}");
+    assert!(
+        too_many.contains("`sms` is 99, expected 1 to 4") && too_many.contains("change the manifest's `candidate`"),
+        "{too_many}"
+    );
+}
+
 /// Collects the lines of a report.
 #[derive(Clone, Default)]
 struct Lines(Arc<Mutex<Vec<u8>>>);

@@ -122,7 +122,7 @@ fn host_and_kernel_swizzle_cache_rows_alike() {
 fn the_variants_of_all_ops_compile() {
     let Some(nvrtc) = nvrtc("the_variants_of_all_ops_compile") else { return };
     let (target, graph) = layer_of_qwen3();
-    let space = Space::new(&graph, &target, BF16, 256, |_| 60_000);
+    let space = Space::new(&graph, &target, BF16, 256, Candidate::default_for(&graph, &target, BF16), |_| 60_000);
     let default = space.default_candidate();
     let mut values = default.values();
     let variants = space.knobs().filter(|(knob, _)| !knob.ops.is_empty());

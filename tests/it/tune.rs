@@ -196,7 +196,7 @@ while read -r question; do
     1) echo '{\"candidate\": \"sms=1\"}' ;;
     2) echo '{\"candidate\": \"sms=99\"}' ;;
     3) echo '{\"candidate\": \"wings=2\"}' ;;
-    4) echo '{\"candidate\": \"sms=3\"}' ;;
+    4) echo '{\"candidate\": \"sms=3;splits=6\"}' ;;
     *) echo '{\"candidate\": null}' ;;
   esac
 done
