@@ -14,7 +14,7 @@ use crate::page::study_svg;
 use crate::pipeline::outlook;
 use crate::search::history::Entry;
 use crate::search::prior::{HeldOut, Ranked, held_out, ranked};
-use crate::search::study::{Run, Study, median_reached, studies};
+use crate::search::study::{Run, Study, caught_up, median_reached, median_share, studies};
 use crate::search::{histories, lessons};
 
 pub fn flywheel(session: &Session, asked: &Flywheel) -> Result<Outcome, Fault> {
@@ -137,12 +137,29 @@ fn study(session: &Session, studies: &[Study], plots: Option<&Path>) -> Result<O
         };
         let mut text =
             format!("{name}: the best of all cold campaigns takes {:.3} of the default's time\n\n", cold_best.exp());
-        text.push_str("| pair | cold: trials until within 2 % of it | warm |\n| --- | --- | --- |\n");
+        let ended = |run: Option<&Run>| {
+            run.and_then(|run| run.curve.last()).map_or(String::new(), |log| format!("{:.3}", log.exp()))
+        };
+        text.push_str(
+            "| pair | cold: trials until within 2 % of it | warm | cold ends at | warm ends at | warm as fast as cold in the end behind |\n\
+             | --- | --- | --- | --- | --- | --- |\n",
+        );
+        let mut caught = vec![];
         for at in 0..cold.len().max(warm.len()) {
-            text.push_str(&format!("| {} | {} | {} |\n", at + 1, reached(cold.get(at)), reached(warm.get(at))));
+            let (cold, warm) = (cold.get(at), warm.get(at));
+            let behind = match (cold, warm) {
+                (Some(cold), Some(warm)) => {
+                    caught.push(caught_up(warm, cold));
+                    caught_up(warm, cold).map_or("never".to_string(), |(trials, of)| format!("{trials} trials of {of}"))
+                }
+                _ => String::new(),
+            };
+            let cells = [reached(cold), reached(warm), ended(cold), ended(warm), behind];
+            text.push_str(&format!("| {} | {} |\n", at + 1, cells.join(" | ")));
         }
         let median = |runs: &[Run]| median_reached(runs).map_or("not reached".to_string(), |trials| trials.to_string());
-        text.push_str(&format!("| median | {} | {} |\n\n", median(cold), median(warm)));
+        let share = median_share(&caught).map_or("never".to_string(), |share| format!("{:.0} %", share * 100.0));
+        text.push_str(&format!("| median | {} | {} | | | {share} |\n\n", median(cold), median(warm)));
         session.terminal.print(&text)?;
         if let (Some(folder), Some(svg)) = (plots, study_svg(study)) {
             let path = folder.join(format!("{}.svg", name.replace(' ', "-")));

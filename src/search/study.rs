@@ -85,6 +85,21 @@ pub fn median_reached(runs: &[Run]) -> Option<usize> {
     reached.get(reached.len() / 2).copied().filter(|trials| *trials != usize::MAX)
 }
 
+/// Trials behind which a warm campaign was as fast as a cold one at its end, and the trials of that one; `None`: it never was.
+pub fn caught_up(warm: &Run, cold: &Run) -> Option<(usize, usize)> {
+    let end = cold.curve.last()?;
+    let at = warm.curve.iter().position(|log| log <= end)?;
+    Some((at, cold.curve.len() - 1))
+}
+
+/// The middle one of such shares of the trials of cold campaigns, as [`median_reached`] takes it.
+pub fn median_share(shares: &[Option<(usize, usize)>]) -> Option<f64> {
+    let share = |(at, of): &(usize, usize)| if *of == 0 { 0.0 } else { *at as f64 / *of as f64 };
+    let mut shares: Vec<f64> = shares.iter().map(|caught| caught.as_ref().map_or(f64::INFINITY, share)).collect();
+    shares.sort_unstable_by(f64::total_cmp);
+    shares.get(shares.len() / 2).copied().filter(|share| share.is_finite())
+}
+
 /// The mean of the runs' curves at each trial, as latency by the default's; a run that ended keeps its last value.
 pub fn mean_curve(runs: &[Run]) -> Vec<f64> {
     let longest = runs.iter().map(|run| run.curve.len()).max().unwrap_or(0);
@@ -105,6 +120,14 @@ mod tests {
         assert_eq!(median_reached(&runs), Some(2));
         assert_eq!(median_reached(&runs[1..]), None, "half of them never came there");
         assert_eq!(median_reached(&[]), None);
+        let caught: Vec<_> = runs.iter().map(|warm| caught_up(warm, &runs[0])).collect();
+        assert_eq!(caught, [Some((1, 1)), Some((2, 1)), None]);
+        assert_eq!(
+            (median_share(&caught), median_share(&caught[..1]), median_share(&[])),
+            (Some(2.0), Some(1.0), None)
+        );
+        assert_eq!(median_share(&caught[1..]), None, "half of them never were");
+        assert_eq!(caught_up(&runs[0], &runs[2]), Some((0, 0)), "nothing was found, and nothing has to be");
         let mean = mean_curve(&runs);
         assert_eq!(mean.len(), 3);
         assert!((mean[2].ln() - (-0.1 - 0.3) / 3.0).abs() < 1e-12);
