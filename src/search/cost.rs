@@ -88,11 +88,14 @@ pub fn predict(
     let (sms, slot) = (f64::from(c.sms.max(1)), f64::from(c.slot_bytes.max(1)));
     let mean = bandwidth / f64::from(target.spec.sm_count.max(1));
     let fair = (bandwidth / sms).min(mean * SM_BANDWIDTH_MOST) * measured.sm_bandwidth_min_ratio.unwrap_or(1.0);
-    let per_sm = fair.min(f64::from(c.flight_high) * slot / MEMORY_LATENCY_US);
+    // What is in flight is not free: a loader of an empty ring is in a hurry until it has issued so many that fewer than
+    // `flight_free` slots are left.
+    let high = c.flight_high.min((c.ring_slots + 1).saturating_sub(c.flight_free)).max(c.flight_low);
+    let per_sm = fair.min(f64::from(high) * slot / MEMORY_LATENCY_US);
     // While an SM waits, its loader fills what is free of the ring: in a hurry until `flight_free` slots are left.
     let slots = f64::from(c.ring_slots.max(1));
     let hurry = 1.0 - f64::from(c.flight_free) / slots;
-    let flight = slot * (f64::from(c.flight_low) + f64::from(c.flight_high.saturating_sub(c.flight_low)) * hurry);
+    let flight = slot * (f64::from(c.flight_low) + f64::from(high - c.flight_low) * hurry);
     let queued = (loaded - idle).max(0.0) * flight / LOADED_BYTES;
     let many = SERIAL_MANY_WARPS.into_iter().find(|(warps, _)| c.consumer_warps >= *warps);
     let few = if c.consumer_warps < 8 { SERIAL_FEW_WARPS } else { 0.0 };
@@ -198,6 +201,8 @@ mod tests {
         }
         let unsplit = Candidate { splits: 1, ..default.clone() };
         assert!(us(&unsplit, 1900) > us(&default, 1900), "a long history wants every SM");
+        let never = Candidate { flight_free: default.ring_slots, ..default.clone() };
+        assert!(us(&never, 32) > 1.1 * us(&default, 32), "one copy in flight is not the bandwidth of memory");
         let cpu = Target::builtin("cpu").expect("a record");
         assert_eq!(predict(&graph, &cpu, BF16, &default, 32), None);
     }

@@ -381,8 +381,8 @@ impl Space {
         Ok(())
     }
 
-    /// The legal points one knob away, those of the nearest values first. A ring that becomes larger or smaller takes the
-    /// in-flight knobs with it where they would not fit.
+    /// The legal points one knob away, those of the nearest values first. A ring of more or fewer slots takes the free slots of a
+    /// hurry with it, in proportion, and the copies in flight where they would not fit.
     pub fn neighbours(&self, from: &Candidate) -> Vec<Candidate> {
         let mut found: Vec<(usize, usize, Candidate)> = vec![];
         let own = from.values();
@@ -422,6 +422,11 @@ impl Space {
                 _ => to.flight_high = to.flight_high.min(to.ring_slots),
             }
             to.flight_low = to.flight_low.min(to.flight_high);
+            if changed != "flight_free" {
+                // As many free of fewer slots would be all of them, and the loader never in a hurry.
+                let slots = from.ring_slots.max(1);
+                to.flight_free = (from.flight_free * to.ring_slots + slots / 2) / slots;
+            }
             to.flight_free = to.flight_free.min(to.ring_slots);
         }
         // Nobody is spared by any percentage.
