@@ -257,7 +257,7 @@ pub fn default_splits(groups: u32, sms: u32, head_dim: u32) -> u32 {
 }
 
 /// Bytes of a unit of the model's width: 8 rows of whole granules.
-fn unit_bytes(graph: &ModelGraph, precision: Precision) -> u32 {
+pub fn unit_bytes(graph: &ModelGraph, precision: Precision) -> u32 {
     granules(graph.hidden, precision.weights.bytes() as u32).max(1) * GRANULE_BYTES
 }
 

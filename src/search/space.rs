@@ -5,7 +5,7 @@
 
 use std::collections::BTreeMap;
 
-use crate::candidate::{Candidate, Infeasible, KNOB_NAMES, RING_SLOTS_MAX, Values};
+use crate::candidate::{Candidate, Infeasible, KNOB_NAMES, RING_SLOTS_MAX, Values, unit_bytes};
 use crate::digest::Digest;
 use crate::dtype::Precision;
 use crate::ir::op::UNIT_ROWS;
@@ -82,7 +82,7 @@ pub const KNOBS: [Knob; KNOB_NAMES.len()] = [
         Grid::Values(&[4096, 8192, 12_288, 16_384, 24_576, 32_768, 49_152]),
         false,
         true,
-        "bytes of one stage of the ring, which is one bulk copy and one barrier",
+        "bytes of one stage of the ring, which is one bulk copy and one barrier; also what one to four units of the model's width have",
     ),
     knob(
         "flight_high",
@@ -258,6 +258,9 @@ fn fixed_bytes(of_warps: &BTreeMap<u32, u64>, c: &Candidate) -> u64 {
     of_warps.get(&c.consumer_warps).copied().unwrap_or(0) + more
 }
 
+/// Larger slots leave room for so few that a ring of them hardly runs ahead.
+const SLOT_BYTES_MAX: u32 = 65536;
+
 impl Space {
     /// The points around `default`, which is where a search begins. `fixed_smem_bytes(consumer_warps)` says what a block's shared memory holds beside the ring, bytes; it is a lower
     /// bound or an estimate, because [`Space::admits`] only saves the time of lowering.
@@ -272,6 +275,7 @@ impl Space {
         let cpu = target.kind == TargetKind::Cpu;
         let group = graph.layers.iter().map(|l| l.attn.heads / l.attn.kv_heads.max(1)).max().unwrap_or(1).max(1);
         let head_units = graph.vocab.div_ceil(UNIT_ROWS);
+        let unit = unit_bytes(graph, precision);
         let sms_max = target.spec.sm_count.min(head_units).max(1);
         let own = default.values();
         // A layer says which variants its ops have.
@@ -300,6 +304,10 @@ impl Space {
             };
             match knob.name {
                 "heads_per_task" => values.retain(|&heads| heads <= group && group.is_multiple_of(heads)),
+                // Slots that whole units of the model's width fill, too.
+                "slot_bytes" if !cpu => {
+                    values.extend((1..=4).map(|units| units * unit).filter(|bytes| *bytes <= SLOT_BYTES_MAX))
+                }
                 // Where it begins behind the context, it never splits, which `splits` says already.
                 "split_from" => values.retain(|&from| from < context_max),
                 // Units become smaller where shares become shorter by it.
@@ -381,8 +389,8 @@ impl Space {
         Ok(())
     }
 
-    /// The legal points one knob away, those of the nearest values first. A ring of more or fewer slots takes the free slots of a
-    /// hurry with it, in proportion, and the copies in flight where they would not fit.
+    /// The legal points one knob away, those of the nearest values first. Slots of another size make a ring of as many bytes; one
+    /// of more or fewer slots takes the free slots of a hurry with it, in proportion, and the copies in flight where they would not fit.
     pub fn neighbours(&self, from: &Candidate) -> Vec<Candidate> {
         let mut found: Vec<(usize, usize, Candidate)> = vec![];
         let own = from.values();
@@ -410,6 +418,11 @@ impl Space {
         let mut to = Candidate::of_values(&numbers);
         let changed = KNOBS.get(at).map_or("", |knob| knob.name);
         if self.rules.target.kind == TargetKind::Cuda {
+            // Slots of another size make a ring of as many bytes.
+            if changed == "slot_bytes" {
+                let bytes = u64::from(from.ring_slots) * u64::from(from.slot_bytes);
+                to.ring_slots = (bytes / u64::from(value.max(1))).clamp(2, u64::from(RING_SLOTS_MAX)) as u32;
+            }
             // More bytes a slot leave room for fewer slots.
             if matches!(changed, "slot_bytes" | "consumer_warps" | "sum_units") {
                 let fixed = fixed_bytes(&self.rules.fixed_smem, &to);
