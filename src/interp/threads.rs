@@ -24,8 +24,12 @@ use std::time::{Duration, Instant};
 /// Polls before a thread looks for work on SMs that are not its own: longer than a hop between two running threads (0.1
 /// to 0.3 µs), so that a thread which has only just signalled keeps its next task, and the cache that goes with it.
 const SPINS_OWN: u32 = 64;
-/// Polls before a thread gives its core away between two looks.
+/// Polls before a thread gives its core away between two looks, where nobody else wants it and where somebody does.
 const SPINS: u32 = 256;
+const SPINS_CROWDED: u32 = 2;
+/// A thread that has its core to itself has it back sooner; how many yields it remembers that it has not.
+const YIELD_ALONE: Duration = Duration::from_micros(10);
+const YIELDS_CROWDED: u32 = 1000;
 /// Polls of a thread that has no step to run before it parks: tens of microseconds, what a host needs between steps.
 const SPINS_IDLE: u32 = 4096;
 /// A step in which no task could run for this long has a deadlock: the longest task streams a fraction of a model, at
@@ -79,6 +83,7 @@ struct Sm {
 struct Crew<R> {
     own: Range<usize>,
     scratch: Scratch<R>,
+    patience: Patience,
 }
 
 pub struct Threads<R> {
@@ -127,7 +132,7 @@ impl<R: Real> Threads<R> {
         let crew = |thread: usize| {
             // Neighbours together: placement spreads few tasks evenly over SM numbers, and so over threads.
             let first = |thread: usize| thread * shared.plan.sms / threads;
-            Crew { own: first(thread)..first(thread + 1), scratch: Scratch::new() }
+            Crew { own: first(thread)..first(thread + 1), scratch: Scratch::new(), patience: Patience::default() }
         };
         let workers = (1..threads)
             .map(|thread| {
@@ -157,9 +162,9 @@ impl<R: Real> Threads<R> {
         run_caught(shared, &mut self.crew, &order);
         if shared.abort.load(Ordering::Acquire) {
             self.failed = true;
-            let mut spins = 0;
+            let mut patience = Patience::default();
             while shared.active.load(Ordering::Acquire) > 0 {
-                pause(&mut spins);
+                patience.pause();
             }
             return Err(match lock(&shared.panic).take() {
                 Some(message) => InterpError::Panic { message },
@@ -184,12 +189,25 @@ impl Worker {
     }
 }
 
-fn pause(spins: &mut u32) {
-    *spins += 1;
-    if !spins.is_multiple_of(SPINS) {
-        std::hint::spin_loop();
-    } else {
+/// How a thread waits.
+#[derive(Default)]
+struct Patience {
+    spins: u32,
+    /// Yields that are left of the time in which the thread takes its core for one that others want.
+    crowded: u32,
+}
+
+impl Patience {
+    /// Waits a moment. Cores that others want are given away at once: what this thread waits for may be what it keeps from running.
+    fn pause(&mut self) {
+        self.spins = self.spins.saturating_add(1);
+        if self.spins < if self.crowded > 0 { SPINS_CROWDED } else { SPINS } {
+            std::hint::spin_loop();
+            return;
+        }
+        let begun = Instant::now();
         thread::yield_now();
+        self.crowded = if begun.elapsed() > YIELD_ALONE { YIELDS_CROWDED } else { self.crowded.saturating_sub(1) };
     }
 }
 
@@ -258,7 +276,7 @@ fn run_step<R: Real>(shared: &Shared, crew: &mut Crew<R>, order: &StepOrder) {
             previous_parts: &shared.plan.regimes[order.previous_regime].parts,
         },
     };
-    let mut spins = 0;
+    crew.patience.spins = 0;
     let mut idle_since: Option<Instant> = None;
     loop {
         let mut progress = false;
@@ -267,7 +285,7 @@ fn run_step<R: Real>(shared: &Shared, crew: &mut Crew<R>, order: &StepOrder) {
                 progress = true;
             }
         }
-        if !progress && spins >= SPINS_OWN {
+        if !progress && (crew.patience.spins >= SPINS_OWN || crew.patience.crowded > 0) {
             let others = (crew.own.end..shared.sms.len()).chain(0..crew.own.start);
             progress = others.into_iter().any(|sm| run.task(sm, &mut crew.scratch));
         }
@@ -276,12 +294,12 @@ fn run_step<R: Real>(shared: &Shared, crew: &mut Crew<R>, order: &StepOrder) {
             return;
         }
         if progress {
-            spins = 0;
+            crew.patience.spins = 0;
             idle_since = None;
             continue;
         }
-        pause(&mut spins);
-        if spins.is_multiple_of(SPINS) && idle_since.get_or_insert_with(Instant::now).elapsed() > shared.stall {
+        crew.patience.pause();
+        if crew.patience.spins >= SPINS && idle_since.get_or_insert_with(Instant::now).elapsed() > shared.stall {
             shared.abort.store(true, Ordering::Release);
             return;
         }
