@@ -883,7 +883,8 @@ fn shared_memory(s: &Schedule, target: &Target) -> Result<(), Fault> {
                 scratch = scratch.max(teams * heads * (dim + 2) * 4 + ((heads - 1) * (dim + 2) + 1) * 4);
             }
             Op::AttentionMerge { head_dim, splits, .. } => {
-                scratch = scratch.max(u64::from(*splits) * (u64::from(*head_dim) + 2) * 4);
+                // Of each warp that has a share.
+                scratch = scratch.max(warps.min(u64::from(*splits)) * (u64::from(*head_dim) + 2) * 4);
             }
             Op::Select | Op::Report | Op::Embed { .. } | Op::NormAdd { .. } => {}
         }
