@@ -322,15 +322,8 @@ impl Cache {
             let (store, shared, note) = (self.store.clone(), shared.clone(), Arc::clone(&self.note));
             let (stage, key) = (stage.to_string(), *key);
             thread::spawn(move || {
-                // Found once more, for a descriptor of its own: its hash is known by now.
-                let copied = match shared.find(&stage, &key) {
-                    Ok(Found::Whole(entry)) => {
-                        store.copy_in(&stage, &key, &shared.why(&stage, &key).unwrap_or_default(), &entry).map(|_| ())
-                    }
-                    Ok(_) => Ok(()),
-                    Err(error) => Err(error),
-                };
-                if let Err(error) = copied {
+                let why = shared.why(&stage, &key).unwrap_or_default();
+                if let Err(error) = copy(&shared, &store, &stage, &key, &why) {
                     note(&Note::Shared { action: "copy an entry here", reason: error.to_string() });
                 }
             })
@@ -339,13 +332,7 @@ impl Cache {
 
     fn write_through(&self, stage: &str, key: &Digest, why: &str) {
         let Some(shared) = &self.shared else { return };
-        let copied = match self.store.find(stage, key) {
-            Ok(Found::Whole(entry)) => shared.copy_in(stage, key, why, &entry),
-            // Gone or damaged within this moment: there is nothing to share.
-            Ok(_) => return,
-            Err(error) => Err(error),
-        };
-        if let Err(error) = copied {
+        if let Err(error) = copy(&self.store, shared, stage, key, why) {
             (self.note)(&Note::Shared { action: "write", reason: error.to_string() });
         }
     }
@@ -387,3 +374,11 @@ impl Cache {
 
 #[cfg(test)]
 mod tests;
+
+/// Copies an entry from one folder to another. Where it is gone or damaged within this moment, there is nothing to copy.
+fn copy(from: &Store, to: &Store, stage: &str, key: &Digest, why: &str) -> Result<(), CacheError> {
+    if let Found::Whole(entry) = from.find(stage, key)? {
+        to.copy_in(stage, key, why, &entry)?;
+    }
+    Ok(())
+}

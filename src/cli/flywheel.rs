@@ -149,8 +149,9 @@ fn study(session: &Session, studies: &[Study], plots: Option<&Path>) -> Result<O
             let (cold, warm) = (cold.get(at), warm.get(at));
             let behind = match (cold, warm) {
                 (Some(cold), Some(warm)) => {
-                    caught.push(caught_up(warm, cold));
-                    caught_up(warm, cold).map_or("never".to_string(), |(trials, of)| format!("{trials} trials of {of}"))
+                    let found = caught_up(warm, cold);
+                    caught.push(found);
+                    found.map_or("never".to_string(), |(trials, of)| format!("{trials} trials of {of}"))
                 }
                 _ => String::new(),
             };

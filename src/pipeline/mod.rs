@@ -197,8 +197,7 @@ fn place_chosen(site: &Site<'_>) -> Result<Placed, Fault> {
             let row = tried.append(None, None, vec![Verdict::Infeasible { detail: reason.to_string() }]);
             let message = format!("the candidate does not fit `{}`: {reason}", site.target.name);
             row.err().unwrap_or_else(|| {
-                let named = site.manifest.candidates.contains_key(&site.target.name);
-                let remedy = if named {
+                let remedy = if site.knobs.is_some() {
                     "change the manifest's `candidate`, or leave it out"
                 } else {
                     "lower `decode.context_max`, or take a larger target"

@@ -232,7 +232,7 @@ pub(super) struct Site<'a> {
     /// As [`Model`] has it.
     pub op: Option<LayerOp>,
     /// What the manifest says of the target's first candidate; it was read once and is sound.
-    knobs: Option<&'a str>,
+    pub knobs: Option<&'a str>,
 }
 
 impl<'a> Site<'a> {

@@ -5,7 +5,8 @@
 //! what will probably come next, which is what is compiled ahead.
 //!
 //! Order: the default; warm seeds from the prior; then moves around the incumbent, one knob at a time and the most
-//! promising first, mixed with bolder points of several knobs. Moves that gained too little to be kept are tried together. After a run of reverts the moves start from somewhere else.
+//! promising first, mixed with bolder points of several knobs. Moves that gained too little to be kept are tried together.
+//! After a run of reverts the moves start from somewhere else.
 
 use std::collections::BTreeSet;
 

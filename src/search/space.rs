@@ -262,8 +262,9 @@ fn fixed_bytes(of_warps: &BTreeMap<u32, u64>, c: &Candidate) -> u64 {
 const SLOT_BYTES_MAX: u32 = 65536;
 
 impl Space {
-    /// The points around `default`, which is where a search begins. `fixed_smem_bytes(consumer_warps)` says what a block's shared memory holds beside the ring, bytes; it is a lower
-    /// bound or an estimate, because [`Space::admits`] only saves the time of lowering.
+    /// The points around `default`, which is where a search begins. `fixed_smem_bytes(consumer_warps)` says what a block's
+    /// shared memory holds beside the ring, bytes; it is a lower bound or an estimate, because [`Space::admits`] only saves
+    /// the time of lowering.
     pub fn new(
         graph: &ModelGraph,
         target: &Target,

@@ -79,10 +79,15 @@ fn curve(history: &History) -> Vec<f64> {
 
 /// The middle of the trials that runs took, where "never" is longer than any; `None` where most never came there.
 pub fn median_reached(runs: &[Run]) -> Option<usize> {
-    let mut reached: Vec<usize> = runs.iter().map(|run| run.reached.unwrap_or(usize::MAX)).collect();
-    reached.sort_unstable();
-    // Of an even number the later one: no run is made to look faster than it was.
-    reached.get(reached.len() / 2).copied().filter(|trials| *trials != usize::MAX)
+    // Far fewer trials than a float counts exactly.
+    middle(runs.iter().map(|run| run.reached.map(|trials| trials as f64))).map(|trials| trials as usize)
+}
+
+/// The middle one, where `None` is larger than any; of an even number the later one: no run is made to look faster than it was.
+fn middle(of: impl Iterator<Item = Option<f64>>) -> Option<f64> {
+    let mut sorted: Vec<f64> = of.map(|value| value.unwrap_or(f64::INFINITY)).collect();
+    sorted.sort_unstable_by(f64::total_cmp);
+    sorted.get(sorted.len() / 2).copied().filter(|value| value.is_finite())
 }
 
 /// Trials behind which a warm campaign was as fast as a cold one at its end, and the trials of that one; `None`: it never was.
@@ -94,10 +99,8 @@ pub fn caught_up(warm: &Run, cold: &Run) -> Option<(usize, usize)> {
 
 /// The middle one of such shares of the trials of cold campaigns, as [`median_reached`] takes it.
 pub fn median_share(shares: &[Option<(usize, usize)>]) -> Option<f64> {
-    let share = |(at, of): &(usize, usize)| if *of == 0 { 0.0 } else { *at as f64 / *of as f64 };
-    let mut shares: Vec<f64> = shares.iter().map(|caught| caught.as_ref().map_or(f64::INFINITY, share)).collect();
-    shares.sort_unstable_by(f64::total_cmp);
-    shares.get(shares.len() / 2).copied().filter(|share| share.is_finite())
+    let share = |(at, of): (usize, usize)| if of == 0 { 0.0 } else { at as f64 / of as f64 };
+    middle(shares.iter().map(|caught| caught.map(share)))
 }
 
 /// The mean of the runs' curves at each trial, as latency by the default's; a run that ended keeps its last value.
