@@ -195,6 +195,7 @@ fn rank_text(before: &[Ranked], now: &[Ranked], held: &HeldOut) -> String {
     ));
     text.push_str(&format!("    {} nearest neighbours\n", figure(Some(held.nearest))));
     text.push_str(&format!("    {} ridge regression\n", figure(Some(held.linear))));
+    text.push_str(&format!("    {} additive Gaussian process, which a search asks\n", figure(Some(held.additive))));
     text
 }
 
@@ -203,11 +204,12 @@ fn rank_json(before: &[Ranked], now: &[Ranked], held: &HeldOut) -> serde_json::V
         let one = |Ranked { name, trials, predicted }: &Ranked| json!({ "campaign": name, "trials": trials, "rank_correlation": predicted });
         ranked.iter().map(one).collect::<serde_json::Value>()
     };
-    let HeldOut { campaigns, trials, nearest, linear } = held;
+    let HeldOut { campaigns, trials, nearest, linear, additive } = held;
     json!({
         "cost_model": campaigns_of(before),
         "cost_model_now": campaigns_of(now),
-        "held_out": { "campaigns": campaigns, "trials": trials, "nearest_neighbours": nearest, "ridge_regression": linear },
+        "held_out": { "campaigns": campaigns, "trials": trials, "nearest_neighbours": nearest,
+            "ridge_regression": linear, "additive": additive },
     })
 }
 

@@ -172,12 +172,12 @@ fn next_text(target: &Target, budget: u32, next: &outlook::Next) -> String {
     let mut text = match &next.ask {
         Ask::Try { candidate, proposer } => {
             let thought = match next.opinion {
-                Some(opinion) if opinion.support > 0.0 => format!(
-                    "; expected at {:.3} of the default's time, from {:.1} trials near it",
+                Some(opinion) => format!(
+                    "; expected at {:.3} of the default's time, give or take {:.3}",
                     opinion.log_ratio.exp(),
-                    opinion.support
+                    opinion.spread
                 ),
-                _ => String::new(),
+                None => String::new(),
             };
             format!(
                 "{}: go on, {} of {budget} trials are done\n  next: {candidate} ({proposer}){thought}\n",

@@ -18,7 +18,7 @@ use crate::manifest::Manifest;
 use crate::paired::Ratio;
 use crate::report::Report;
 use crate::schedule::schedule;
-use crate::search::prior::{Group, Model as PriorModel};
+use crate::search::prior::Group;
 use crate::search::space::changed;
 use crate::search::{
     Arena, Ask, History, KNOBS, Limits, Made, Prior, Ran, Search, Setting, Settled, SettledAs, Space, Start, Stop,
@@ -121,7 +121,7 @@ pub fn tune(workspace: &Workspace, manifest: &Manifest, target: &Target, asked: 
         *known.entry(candidate.values()).or_insert_with(|| guess(&site, &default, candidate))
     };
     let setting = Setting::new(&shape(&site, &model.imported.graph), &target.name, target.kind.name());
-    let prior = Prior::new(&known.groups, setting, &default);
+    let prior = Prior::new(&known.groups, setting, &space);
     let intro = intro(&site, &space, &known, &prior);
     let limits = Limits::of_budget(asked.trials, manifest.search.seed);
     let mut search = Search::new(&space, limits, &known.groups, prior, known.seeds.clone(), &guess);
@@ -368,12 +368,8 @@ fn intro(site: &Site<'_>, space: &Space, known: &Known, prior: &Prior) -> Vec<St
         lines.push(format!("{} rows are of another space of knobs and teach nothing here", known.stale));
     }
     if !prior.is_cold() {
-        let by = match prior.model() {
-            PriorModel::Nearest => "nearest neighbours",
-            PriorModel::Linear => "a ridge regression, which ranks held-out campaigns better",
-        };
         let count = known.groups.len();
-        lines.push(format!("{count} earlier campaign{}, read by {by}", if count == 1 { "" } else { "s" }));
+        lines.push(format!("{count} earlier campaign{} to learn from", if count == 1 { "" } else { "s" }));
     }
     if let Some(last) = known.told.iter().map(|told| told.number).max() {
         lines.push(format!("goes on behind trial {last}"));

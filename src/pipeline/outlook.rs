@@ -116,7 +116,7 @@ pub fn next(workspace: &Workspace, manifest: &Manifest, target: &Target, trials:
     let groups = lessons(&others).groups;
     let guess = |candidate: &Candidate| guess(&site, &default, candidate);
     let setting = Setting::new(&shape(&site, &imported.graph), &target.name, target.kind.name());
-    let prior = Prior::new(&groups, setting, &default);
+    let prior = Prior::new(&groups, setting, &space);
     let limits = Limits::of_budget(trials, manifest.search.seed);
     let mut search = Search::new(&space, limits, &groups, prior, seeds, &guess);
     if let Some(history) = last {

@@ -429,7 +429,7 @@ mod tests {
     }
 
     fn search<'s>(space: &'s Space, trials: u32, seed: u64) -> Search<'s> {
-        let prior = Prior::new(&[], setting(), space.default_candidate());
+        let prior = Prior::new(&[], setting(), space);
         Search::new(space, Limits { plateau: trials, ..Limits::of_budget(trials, seed) }, &[], prior, vec![], &|_| 0.0)
     }
 

@@ -1,16 +1,15 @@
 //! Owns what the corpus teaches: examples from earlier trials, and what they say of a point that nobody has tried.
 //!
 //! An example is a trial by its knobs *relative to the default of its own campaign*, so that "twice the bytes a slot" of
-//! one model speaks to another, and its latency relative to that default. Two models of it are there, weighted nearest
-//! neighbours and a ridge regression; [`Prior::new`] takes the one that ranks held-out campaigns better. Trials that
-//! failed teach risk. Rows from another space, and targets of another kind, teach nothing.
+//! one model speaks to another, and its latency relative to that default. What they say of latency is for [`Additive`] to tell;
+//! trials that failed teach risk, by the nearest neighbours. Rows from another space, and targets of another kind, teach nothing.
 
-use std::cell::OnceCell;
 use std::rc::Rc;
 
 use crate::candidate::{Candidate, Values};
 use crate::flywheel::{ModelShape, Trial};
 
+use super::additive::{Additive, Expected};
 use super::history::{Entry, History, histories};
 use super::space::{KNOBS, Space};
 
@@ -45,7 +44,7 @@ impl Setting {
     }
 
     /// Squared distance in octaves; `None` between kinds of target, which share no knob's effect.
-    fn distance(&self, other: &Setting) -> Option<f64> {
+    pub(super) fn distance(&self, other: &Setting) -> Option<f64> {
         if self.target_kind != other.target_kind {
             return None;
         }
@@ -112,22 +111,6 @@ pub fn lessons(trials: &[Trial]) -> Lessons {
     lessons
 }
 
-/// Which model of the examples is asked.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Model {
-    Nearest,
-    Linear,
-}
-
-impl Model {
-    pub fn name(self) -> &'static str {
-        match self {
-            Model::Nearest => "nearest neighbours",
-            Model::Linear => "ridge regression",
-        }
-    }
-}
-
 /// Rank correlation of each model with what it had not seen.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct HeldOut {
@@ -136,6 +119,7 @@ pub struct HeldOut {
     pub trials: usize,
     pub nearest: f64,
     pub linear: f64,
+    pub additive: f64,
 }
 
 /// What is known before and during one campaign.
@@ -143,13 +127,10 @@ pub struct HeldOut {
 pub struct Prior {
     setting: Setting,
     default: Values,
-    model: Model,
-    /// Seeds that are worth a trial each.
-    seeds_most: usize,
-    /// Weight by similarity of the setting, and the example: of earlier campaigns, and of this one.
+    /// Where trials failed and where they did not, with the similarity of the setting: of earlier campaigns, and of this one.
     earlier: Rc<Vec<(f64, Example)>>,
-    own: Vec<(f64, Example)>,
-    ridge: Ridge,
+    own: Vec<Example>,
+    additive: Additive,
     effects: Effects,
 }
 
@@ -158,16 +139,16 @@ pub struct Prior {
 pub struct Opinion {
     /// log of latency by the default's.
     pub log_ratio: f64,
-    /// Weight of the examples near it: 0 where nothing is known.
-    pub support: f64,
-    /// Share of failures among them.
+    /// Its standard deviation.
+    pub spread: f64,
+    /// Share of failures among the trials near it.
     pub risk: f64,
 }
 
 /// Squared octaves at which an example's weight falls to 1/e.
 const KNOB_WIDTH: f64 = 1.0;
 const SETTING_WIDTH: f64 = 4.0;
-/// Weight of the opinion that a point is like the default, in examples.
+/// Weight of the opinion that a point is like the default, and does not fail, in examples.
 const DOUBT: f64 = 0.3;
 /// Ridge: as many examples say that a coefficient is 0.
 const RIDGE: f64 = 1.0;
@@ -179,57 +160,28 @@ const UNTURNED: f64 = 0.5;
 const PAIRED_MAX: usize = 200;
 /// What earlier campaigns have to have gained for it to be tried first, as a log of ratios.
 const GOOD: f64 = -0.005;
-/// The promise of a knob that comes to nothing.
-const HOPELESS: f64 = 0.1;
-/// Seeds of a prior that ranks held-out campaigns better than by chance, or that was never held out.
-const SEEDS_MOST: usize = 6;
-/// Of them, best candidates as they are; the others are single moves.
-const WHOLE_SEEDS: usize = 3;
+/// Best candidates of other campaigns that are tried as they are.
+const SEEDS_MOST: usize = 3;
 const TERMS: usize = 2 * KNOBS.len();
-/// With 2000 of them a search takes 34 ms to think ahead between two trials; the nearest settings are kept.
+/// Examples that are asked for failures, the nearest settings first.
 const EXAMPLES_MAX: usize = 1000;
 
 impl Prior {
-    /// Prepares what `groups` say about a setting.
-    pub fn new(groups: &[Group], setting: Setting, default: &Candidate) -> Prior {
-        let held_out = held_out(groups);
-        let model = if held_out.linear > held_out.nearest { Model::Linear } else { Model::Nearest };
-        let mut prior = Prior::with_model(groups, setting, default.values(), model);
-        if held_out.campaigns > 0 && held_out.linear.max(held_out.nearest) <= 0.0 {
-            // Between these models nothing carries over better than by chance: one seed may prove that wrong.
-            prior.seeds_most = 1;
-        }
-        prior
-    }
-
-    fn with_model(groups: &[Group], setting: Setting, default: Values, model: Model) -> Prior {
-        let mut near: Vec<(f64, &Group)> =
-            groups.iter().filter_map(|g| Some((setting.distance(&g.setting)?, g))).collect();
-        near.sort_by(|a, b| a.0.total_cmp(&b.0));
+    /// Prepares what `groups` say about a setting whose candidates are those of `space`.
+    pub fn new(groups: &[Group], setting: Setting, space: &Space) -> Prior {
+        let default = space.default_candidate().values();
+        let additive = Additive::new(groups, &setting, &default, space.grid());
         let mut examples = vec![];
-        for (distance, group) in near {
+        for (distance, group) in nearest_settings(groups, &setting) {
             let weight = (-distance / SETTING_WIDTH).exp();
             let room = EXAMPLES_MAX.saturating_sub(examples.len());
             examples.extend(group.examples.iter().take(room).map(|example| (weight, example.clone())));
         }
-        let mut ridge = Ridge::default();
-        examples.iter().for_each(|(weight, example)| ridge.learn(*weight, example));
         let mut effects = Effects::default();
-        for group in groups {
-            let Some(distance) = setting.distance(&group.setting) else { continue };
+        for (distance, group) in nearest_settings(groups, &setting) {
             effects.learn_all((-distance / SETTING_WIDTH).exp(), &group.examples);
         }
-        let (earlier, own) = (Rc::new(examples), vec![]);
-        Prior { setting, default, model, seeds_most: SEEDS_MOST, earlier, own, ridge, effects }
-    }
-
-    /// What is known of the same setting where no other campaign said anything, and this one has tried nothing.
-    pub fn cold(&self) -> Prior {
-        Prior::with_model(&[], self.setting.clone(), self.default, Model::Nearest)
-    }
-
-    pub fn model(&self) -> Model {
-        self.model
+        Prior { setting, default, earlier: Rc::new(examples), own: vec![], additive, effects }
     }
 
     pub fn setting(&self) -> &Setting {
@@ -241,37 +193,26 @@ impl Prior {
         self.earlier.is_empty()
     }
 
-    /// Learns from a trial of this very campaign.
-    pub fn learn(&mut self, candidate: &Candidate, log_ratio: Option<f64>) {
+    /// Learns from a trial of this very campaign; `None`: it failed. `guess`: the cost model's word on its log ratio.
+    pub fn learn(&mut self, candidate: &Candidate, guess: f64, log_ratio: Option<f64>) {
         let values = candidate.values();
-        let moves = moves(&values, &self.default);
-        let example = Example { moves, values, log_ratio };
-        self.ridge.learn(1.0, &example);
-        self.own.iter().for_each(|(_, other)| self.effects.learn(1.0, other, &example));
-        self.own.push((1.0, example));
+        if let Some(log_ratio) = log_ratio {
+            self.additive.learn(&values, guess, log_ratio);
+        }
+        let example = Example { moves: moves(&values, &self.default), values, log_ratio };
+        self.own.iter().for_each(|other| self.effects.learn(1.0, other, &example));
+        self.own.push(example);
     }
 
-    /// What is thought of a point. `guess`: the cost model's word on its log ratio, believed as far as nothing else is known.
+    /// What is thought of a point. `guess`: the cost model's word on its log ratio, believed as far as it was right before.
     pub fn opinion(&self, candidate: &Candidate, guess: f64) -> Opinion {
-        let at = moves(&candidate.values(), &self.default);
-        let (mut sum, mut weight, mut failed, mut all) = (0.0, 0.0, 0.0, 0.0);
-        for (similar, example) in self.earlier.iter().chain(&self.own) {
-            let distance: f64 = at.iter().zip(&example.moves).map(|(a, b)| (a - b).powi(2)).sum();
-            let w = similar * (-distance / KNOB_WIDTH).exp();
-            all += w;
-            match example.log_ratio {
-                Some(log) => {
-                    sum += w * log;
-                    weight += w;
-                }
-                None => failed += w,
-            }
-        }
-        let log_ratio = match self.model {
-            Model::Nearest => (sum + DOUBT * guess) / (weight + DOUBT),
-            Model::Linear => self.ridge.says(&at),
-        };
-        Opinion { log_ratio, support: all, risk: failed / (all + DOUBT) }
+        let Expected { log_ratio, spread } = self.additive.expected(&candidate.values(), guess);
+        Opinion { log_ratio, spread, risk: self.risk(candidate) }
+    }
+
+    /// Log of the latency of one candidate by another's; each with the cost model's word on it.
+    pub fn between(&self, (from, from_guess): (&Candidate, f64), (to, to_guess): (&Candidate, f64)) -> Expected {
+        self.additive.between((&from.values(), from_guess), (&to.values(), to_guess))
     }
 
     /// How much may come of turning the knobs in which two points differ, by how much came of turning them before: 1 where
@@ -281,59 +222,62 @@ impl Prior {
         turned.map(|(knob, _)| self.effects.promise(knob)).fold(0.0, f64::max)
     }
 
-    /// Points that earlier campaigns found good, carried over to this space: the best of the campaign that is most like this one,
-    /// relative to its default and as it is, and the single moves that the regression on all of them expects most of. A best
-    /// candidate has knobs that were kept by the way, and some that another shape does not like; one move has neither.
+    /// Share of failures near a point.
+    pub fn risk(&self, candidate: &Candidate) -> f64 {
+        let at = moves(&candidate.values(), &self.default);
+        let (mut failed, mut all) = (0.0, 0.0);
+        let earlier = self.earlier.iter().map(|(similar, example)| (*similar, example));
+        for (similar, example) in earlier.chain(self.own.iter().map(|example| (1.0, example))) {
+            let weight = similar * nearness(&at, &example.moves);
+            all += weight;
+            if example.log_ratio.is_none() {
+                failed += weight;
+            }
+        }
+        failed / (all + DOUBT)
+    }
+
+    /// The best candidates of the campaigns that are most like this one, carried over to this space: relative to its default or
+    /// as they are, whichever is expected to be faster. Moves that gained elsewhere need no seed: they are expected to gain here.
     pub fn seeds(&self, groups: &[Group], space: &Space, guess: &dyn Fn(&Candidate) -> f64) -> Vec<Candidate> {
-        let mut found: Vec<(f64, Candidate)> = vec![];
-        let mut near: Vec<(f64, &Group)> =
-            groups.iter().filter_map(|group| Some((self.setting.distance(&group.setting)?, group))).collect();
-        near.sort_by(|a, b| a.0.total_cmp(&b.0));
         let expected = |c: &Candidate| {
             let opinion = self.opinion(c, guess(c));
             opinion.log_ratio + opinion.risk
         };
-        for (_, group) in near.iter().take(WHOLE_SEEDS) {
+        let default = space.default_candidate();
+        let mut found: Vec<Candidate> = vec![];
+        for (_, group) in nearest_settings(groups, &self.setting) {
             let good = group.examples.iter().filter_map(|e| Some((e, e.log_ratio?)));
             let best = good.filter(|(_, log)| *log < GOOD).min_by(|a, b| a.1.total_cmp(&b.1));
-            if let Some((example, _)) = best {
-                let mut scaled = self.default;
-                for ((to, moved), default) in scaled.iter_mut().zip(&example.moves).zip(&self.default) {
-                    *to = ((f64::from(*default) + 1.0) * moved.exp2() - 1.0).round().max(0.0) as u32;
-                }
-                let whole = [space.snap(&scaled), space.snap(&example.values)].into_iter().flatten();
-                let best = whole.map(|c| (expected(&c), c)).min_by(|a, b| a.0.total_cmp(&b.0));
-                found.extend(best);
+            let Some((example, _)) = best else { continue };
+            let mut scaled = self.default;
+            for ((to, moved), default) in scaled.iter_mut().zip(&example.moves).zip(&self.default) {
+                *to = ((f64::from(*default) + 1.0) * moved.exp2() - 1.0).round().max(0.0) as u32;
+            }
+            let whole = [space.snap(&scaled), space.snap(&example.values)].into_iter().flatten();
+            let best = whole.map(|c| (expected(&c), c)).min_by(|a, b| a.0.total_cmp(&b.0));
+            let best = best.filter(|(log, c)| *log < 0.0 && c != default && !found.contains(c));
+            found.extend(best.map(|(_, candidate)| candidate));
+            if found.len() >= SEEDS_MOST {
+                break;
             }
         }
-        let default = space.default_candidate();
-        let mut single: Vec<(f64, Candidate)> = vec![];
-        for candidate in space.neighbours(default) {
-            let log = self.ridge.says(&moves(&candidate.values(), &self.default));
-            if log < GOOD && self.promise(default, &candidate) > HOPELESS {
-                single.push((log, candidate));
-            }
-        }
-        single.sort_by(|a, b| a.0.total_cmp(&b.0));
-        // Of each knob its most promising move.
-        let mut knobs: Vec<Vec<usize>> = vec![];
-        for (log, candidate) in single {
-            let turned: Vec<usize> =
-                (0..KNOBS.len()).filter(|&at| candidate.values()[at] != default.values()[at]).collect();
-            if !knobs.contains(&turned) {
-                knobs.push(turned);
-                found.push((log, candidate));
-            }
-        }
-        let mut distinct: Vec<Candidate> = vec![];
-        for (_, candidate) in found {
-            if candidate != *default && !distinct.contains(&candidate) {
-                distinct.push(candidate);
-            }
-        }
-        distinct.truncate(self.seeds_most);
-        distinct
+        found
     }
+}
+
+/// Campaigns on this kind of target with their squared distances, the nearest first.
+fn nearest_settings<'g>(groups: &'g [Group], setting: &Setting) -> Vec<(f64, &'g Group)> {
+    let mut near: Vec<(f64, &Group)> =
+        groups.iter().filter_map(|group| Some((setting.distance(&group.setting)?, group))).collect();
+    near.sort_by(|a, b| a.0.total_cmp(&b.0));
+    near
+}
+
+/// 1 at the same place, 1/e at [`KNOB_WIDTH`].
+fn nearness(a: &Moves, b: &Moves) -> f64 {
+    let distance: f64 = a.iter().zip(b).map(|(a, b)| (a - b).powi(2)).sum();
+    (-distance / KNOB_WIDTH).exp()
 }
 
 /// What came of turning one knob alone, whichever way: knobs that never mattered are not worth a trial for each of their values.
@@ -367,42 +311,43 @@ impl Effects {
     }
 }
 
-/// Weighted ridge regression on each move and its square; the default is where all terms are 0, and so is the value. Copies are
-/// made and told a trial each many times between two trials, so learning adds to sums, and they are solved when asked.
-#[derive(Debug, Clone)]
-struct Ridge {
-    /// Sums of products of terms, and of terms with logs of ratios.
-    sums: Box<[[f64; TERMS + 1]; TERMS]>,
-    coefficients: OnceCell<Vec<f64>>,
-}
+/// Weighted ridge regression on each move and its square; the default is where all terms are 0, and so is the value.
+struct Ridge(Vec<f64>);
 
-impl Default for Ridge {
-    fn default() -> Ridge {
-        let mut sums = Box::new([[0.0; TERMS + 1]; TERMS]);
+impl Ridge {
+    fn of(examples: &[(f64, &Example)]) -> Ridge {
+        let mut sums = vec![[0.0; TERMS + 1]; TERMS];
         for (i, row) in sums.iter_mut().enumerate() {
             row[i] = RIDGE;
         }
-        Ridge { sums, coefficients: OnceCell::new() }
-    }
-}
-
-impl Ridge {
-    fn learn(&mut self, weight: f64, example: &Example) {
-        let Some(log) = example.log_ratio else { return };
-        let terms = terms(&example.moves);
-        for (row, a) in self.sums.iter_mut().zip(&terms).filter(|(_, a)| **a != 0.0) {
-            for (cell, b) in row.iter_mut().zip(&terms) {
-                *cell += weight * a * b;
+        for (weight, example) in examples {
+            let Some(log) = example.log_ratio else { continue };
+            let terms = terms(&example.moves);
+            for (row, a) in sums.iter_mut().zip(&terms).filter(|(_, a)| **a != 0.0) {
+                for (cell, b) in row.iter_mut().zip(&terms) {
+                    *cell += weight * a * b;
+                }
+                row[TERMS] += weight * a * log;
             }
-            row[TERMS] += weight * a * log;
         }
-        self.coefficients.take();
+        Ridge(solve(sums))
     }
 
     fn says(&self, moves: &Moves) -> f64 {
-        let coefficients = self.coefficients.get_or_init(|| solve(self.sums.to_vec()));
-        terms(moves).iter().zip(coefficients).map(|(t, c)| t * c).sum()
+        terms(moves).iter().zip(&self.0).map(|(t, c)| t * c).sum()
     }
+}
+
+/// The mean of earlier trials by their nearness, and some of the opinion that nothing changes.
+fn neighbours_say(examples: &[(f64, &Example)], at: &Moves) -> f64 {
+    let (mut sum, mut weights) = (0.0, DOUBT);
+    for (similar, example) in examples {
+        let Some(log) = example.log_ratio else { continue };
+        let weight = similar * nearness(at, &example.moves);
+        sum += weight * log;
+        weights += weight;
+    }
+    sum / weights
 }
 
 fn terms(moves: &Moves) -> [f64; TERMS] {
@@ -433,7 +378,8 @@ fn solve(mut matrix: Vec<[f64; TERMS + 1]>) -> Vec<f64> {
     (0..TERMS).map(|at| if matrix[at][at] == 0.0 { 0.0 } else { matrix[at][TERMS] / matrix[at][at] }).collect()
 }
 
-/// Leaves each campaign out in turn, and correlates what the others predict with what was measured.
+/// Leaves each campaign out in turn, and correlates what the others predict with what was measured: nearest neighbours, a ridge
+/// regression on moves and their squares, and the additive model, which is what a search asks.
 pub fn held_out(groups: &[Group]) -> HeldOut {
     let mut found = HeldOut::default();
     for (at, group) in groups.iter().enumerate() {
@@ -448,23 +394,29 @@ pub fn held_out(groups: &[Group]) -> HeldOut {
             continue;
         }
         let truth: Vec<f64> = measured.iter().map(|(_, log)| *log).collect();
-        let rank = |model: Model| {
-            let prior = Prior::with_model(&others, group.setting.clone(), group.default, model);
-            let said: Vec<f64> = measured
-                .iter()
-                .map(|(example, _)| prior.opinion(&Candidate::of_values(&example.values), 0.0).log_ratio)
-                .collect();
+        let rank = |says: &dyn Fn(&Example) -> f64| {
+            let said: Vec<f64> = measured.iter().map(|(example, _)| says(example)).collect();
             rank_correlation(&said, &truth).unwrap_or(0.0)
         };
+        let examples: Vec<(f64, &Example)> = nearest_settings(&others, &group.setting)
+            .into_iter()
+            .flat_map(|(distance, g)| g.examples.iter().map(move |e| ((-distance / SETTING_WIDTH).exp(), e)))
+            .collect();
+        let ridge = Ridge::of(&examples);
+        let values = |knob: usize| measured.iter().map(|(e, _)| e.values[knob]).collect();
+        let grid: Vec<(usize, Vec<u32>)> = (0..KNOBS.len()).map(|knob| (knob, values(knob))).collect();
+        let additive = Additive::new(&others, &group.setting, &group.default, &grid);
         let weight = truth.len() as f64;
-        found.nearest += weight * rank(Model::Nearest);
-        found.linear += weight * rank(Model::Linear);
+        found.nearest += weight * rank(&|e| neighbours_say(&examples, &e.moves));
+        found.linear += weight * rank(&|e| ridge.says(&e.moves));
+        found.additive += weight * rank(&|e| additive.expected(&e.values, 0.0).log_ratio);
         found.trials += truth.len();
         found.campaigns += 1;
     }
     if found.trials > 0 {
-        found.nearest /= found.trials as f64;
-        found.linear /= found.trials as f64;
+        for sum in [&mut found.nearest, &mut found.linear, &mut found.additive] {
+            *sum /= found.trials as f64;
+        }
     }
     found
 }

@@ -4,15 +4,17 @@
 //! told the rows of an interrupted one goes on where that one stopped, and asking a copy that was told "reverted" says
 //! what will probably come next, which is what is compiled ahead.
 //!
-//! Order: the default; warm seeds from the prior; then moves around the incumbent, one knob at a time and the most
-//! promising first, mixed with bolder points of several knobs. Moves that gained too little to be kept are tried together.
-//! After a run of reverts the moves start from somewhere else.
+//! Order: the default; warm seeds from the prior; then, of the points one knob away from the incumbent, of unions of the best of
+//! them, and of random ones of several knobs, the one of which the greatest improvement is expected (Jones, Schonlau and Welch,
+//! "Efficient global optimization of expensive black-box functions", 1998), by the additive model of all that was measured. Moves
+//! that gained too little to be kept are tried together. After a run of reverts the moves start from somewhere else.
 
 use std::collections::BTreeSet;
 
 use crate::candidate::{Candidate, Values};
 use crate::flywheel::Proposer;
 
+use super::additive::Expected;
 use super::prior::{Group, Opinion, Prior};
 use super::space::Space;
 use crate::random::Random;
@@ -40,18 +42,24 @@ impl Limits {
 const RESTART_AFTER: u32 = 10;
 /// Infeasible points and repetitions cost milliseconds, but not for ever: this many for each measured trial.
 const IDLE_PER_TRIAL: u32 = 20;
-/// Random points that one bold proposal is the best of.
+/// Random points of two or three knobs that are looked at for each proposal.
 const BOLD_POOL: usize = 24;
-/// Share of bold proposals.
+/// Moves of one knob, the most promising ones, of which each two are looked at together.
+const JOINED: usize = 8;
+/// Share of proposals that are the most promising one of the random points.
 const BOLD_SHARE: f64 = 0.2;
+/// Standard deviations that an improvement may have, of those that the model has: what is unknown is rarely a gain.
+const OPTIMISM: f64 = 0.7;
+/// A gain, as a log of ratios, that is worth no trial.
+const NO_GAIN: f64 = 0.002;
+/// Share of an expected improvement that is luck, so that seeds differ.
+const LUCK: f64 = 0.2;
 /// A gain that two medians show, as a log of ratios: less is noise, and not added up.
 const SMALL_GAIN: f64 = -0.002;
 /// Knobs in which a point differs that gained a little: of more, one cannot say which gained.
 const SMALL_MOVES: usize = 3;
-/// Worth of the unknown in log ratio: what an unexplored direction may be better than its prediction.
-const CURIOSITY: f64 = 0.03;
-/// A point that failed near here is tried when nothing else is left.
-const RISK_COST: f64 = 0.5;
+/// Power of the chance not to fail: a point near one that failed is tried when little else is left.
+const CAUTION: i32 = 4;
 
 /// What may come of a trial, for looking ahead: how probable, and its ratio, by what is expected or, where it is kept, by
 /// the incumbent. Two reverts, because the ranking behind a bad surprise differs from that behind a tie.
@@ -107,9 +115,6 @@ pub struct Search<'a> {
     space: &'a Space,
     limits: Limits,
     prior: Prior,
-    /// What this search alone has learned, where others spoke before it: moves are chosen by that as soon as one was reverted, so
-    /// that what is different here is found all the same.
-    alone: Option<Prior>,
     /// The cost model's log ratio by the default, 0 where it has none.
     guess: &'a (dyn Fn(&Candidate) -> f64 + Sync),
     warm: Vec<Candidate>,
@@ -138,12 +143,10 @@ impl<'a> Search<'a> {
         let mut warm = first;
         warm.retain(|candidate| space.admits(candidate).is_ok());
         warm.extend(prior.seeds(groups, space, &|c| guess(c)));
-        let alone = (!prior.is_cold()).then(|| prior.cold());
         Search {
             space,
             limits,
             prior,
-            alone,
             guess,
             warm,
             seen: BTreeSet::new(),
@@ -234,8 +237,7 @@ impl<'a> Search<'a> {
     }
 
     fn learn(&mut self, candidate: &Candidate, log_ratio: Option<f64>) {
-        self.prior.learn(candidate, log_ratio);
-        self.alone.iter_mut().for_each(|alone| alone.learn(candidate, log_ratio));
+        self.prior.learn(candidate, (self.guess)(candidate), log_ratio);
     }
 
     /// What to try next.
@@ -266,12 +268,9 @@ impl<'a> Search<'a> {
             return Ask::Try { candidate, proposer: Proposer::Explore };
         }
         let mut random = Random::stream(self.limits.seed, "ask", u64::from(self.trials));
-        let base = self.base(incumbent);
-        let bold = random.unit() < BOLD_SHARE * (1.0 + f64::from(self.reverts % RESTART_AFTER) / 8.0);
-        let found = match bold {
-            true => self.bold(&base, &mut random).or_else(|| self.local(&base, &mut random)),
-            false => self.local(&base, &mut random).or_else(|| self.bold(&base, &mut random)),
-        };
+        let best = self.best().unwrap_or(incumbent);
+        let base = self.base(best);
+        let found = self.promising(&base, best, random.unit() < BOLD_SHARE, &mut random);
         match found.or_else(|| self.any(&mut random)) {
             Some((candidate, proposer)) => Ask::Try { candidate, proposer },
             None => Ask::Stop(Stop::Exhausted),
@@ -288,29 +287,38 @@ impl<'a> Search<'a> {
         self.prior.opinion(candidate, (self.guess)(candidate))
     }
 
-    /// Lower is tried sooner.
-    fn score(&self, base: &Candidate, candidate: &Candidate) -> f64 {
-        let prior = self.alone.as_ref().filter(|_| self.reverts > 0).unwrap_or(&self.prior);
-        let Opinion { log_ratio, support, risk } = prior.opinion(candidate, (self.guess)(candidate));
-        let curiosity = CURIOSITY * prior.promise(base, candidate);
-        log_ratio - curiosity / (1.0 + support).sqrt() + RISK_COST * risk
+    /// The incumbent, or a point that is a little faster, though by less than the margin: moves from there may gain the rest.
+    fn best(&self) -> Option<&Candidate> {
+        let (incumbent, log) = self.incumbent.as_ref()?;
+        let found = self.elite.first().filter(|(faster, _)| faster - log < SMALL_GAIN);
+        Some(found.map_or(incumbent, |(_, candidate)| candidate))
     }
 
-    /// Where local moves start: the incumbent, and after each run of reverts another good point, or a far one.
-    fn base(&self, incumbent: &Candidate) -> Candidate {
+    /// How much faster than `best` a point may be, on average of what the model thinks possible, where slower counts as
+    /// nothing; less where points failed.
+    fn improvement(&self, best: &Candidate, candidate: &Candidate) -> f64 {
+        let guess = self.guess;
+        let Expected { log_ratio, spread } = self.prior.between((best, guess(best)), (candidate, guess(candidate)));
+        let safe = (1.0 - self.prior.risk(candidate)).max(0.0).powi(CAUTION);
+        let spread = OPTIMISM * spread * self.prior.promise(best, candidate);
+        expected_improvement(-log_ratio - NO_GAIN, spread) * safe
+    }
+
+    /// Where moves start: the best point, and after each run of reverts another good one, or a far one.
+    fn base(&self, best: &Candidate) -> Candidate {
         let restarts = self.reverts / RESTART_AFTER;
         if restarts == 0 {
-            return incumbent.clone();
+            return best.clone();
         }
         // The same as long as the run of reverts lasts.
         let mut random = Random::stream(self.limits.seed, "restart", u64::from(self.trials / RESTART_AFTER));
         let others: Vec<&Candidate> =
-            self.elite.iter().map(|(_, c)| c).filter(|c| *c != incumbent).take(2 + restarts as usize).collect();
+            self.elite.iter().map(|(_, c)| c).filter(|c| *c != best).take(2 + restarts as usize).collect();
         match others.get(random.below(others.len() + 1)) {
             Some(other) => (*other).clone(),
             None => {
                 let mut choose = |count| random.below(count);
-                self.space.mutated(incumbent, 3, &mut choose).unwrap_or_else(|| incumbent.clone())
+                self.space.mutated(best, 3, &mut choose).unwrap_or_else(|| best.clone())
             }
         }
     }
@@ -335,29 +343,68 @@ impl<'a> Search<'a> {
         (parts > 1 && self.is_new(&candidate) && self.space.admits(&candidate).is_ok()).then_some(candidate)
     }
 
-    /// The most promising point one knob away that is new.
-    fn local(&self, base: &Candidate, random: &mut Random) -> Option<(Candidate, Proposer)> {
-        let fresh = self.space.neighbours(base).into_iter().filter(|c| self.is_new(c));
-        let scored = fresh.map(|c| (self.score(base, &c) + 0.002 * random.unit(), c));
-        let best = scored.min_by(|a, b| a.0.total_cmp(&b.0));
-        best.map(|(_, candidate)| (candidate, Proposer::Local))
+    /// Of the points around `base`, the one of which the greatest improvement of `best` is expected; if `bold`, of random ones.
+    fn promising(
+        &self,
+        base: &Candidate,
+        best: &Candidate,
+        bold: bool,
+        random: &mut Random,
+    ) -> Option<(Candidate, Proposer)> {
+        let mut pool: Vec<(Candidate, Proposer)> = vec![];
+        if bold {
+            pool.extend((0..BOLD_POOL).filter_map(|_| {
+                let moves = 2 + random.below(2);
+                Some((self.space.mutated(base, moves, &mut |count| random.below(count))?, Proposer::Explore))
+            }));
+        } else {
+            let moves = self.space.neighbours(base);
+            pool.extend(self.joined(base, &moves).into_iter().map(|c| (c, Proposer::Explore)));
+            pool.extend(moves.into_iter().map(|c| (c, Proposer::Local)));
+        }
+        pool.retain(|(candidate, _)| self.is_new(candidate));
+        let lucky = pool.into_iter().map(|(candidate, by)| {
+            let much = self.improvement(best, &candidate) * (1.0 - LUCK * random.unit());
+            (much, (candidate, by))
+        });
+        lucky.max_by(|a, b| a.0.total_cmp(&b.0)).map(|(_, found)| found)
     }
 
-    /// The most promising of some points two or three knobs away.
-    fn bold(&self, base: &Candidate, random: &mut Random) -> Option<(Candidate, Proposer)> {
-        let mut best: Option<(f64, Candidate)> = None;
-        for _ in 0..BOLD_POOL {
-            let moves = 2 + random.below(2);
-            let mut choose = |count| random.below(count);
-            let Some(candidate) = self.space.mutated(base, moves, &mut choose).filter(|c| self.is_new(c)) else {
-                continue;
-            };
-            let score = self.score(base, &candidate);
-            if best.as_ref().is_none_or(|(least, _)| score < *least) {
-                best = Some((score, candidate));
+    /// Unions of moves from `base` that are expected to gain, the best of each knob: of each two, and of the first three, four, and so on.
+    fn joined(&self, base: &Candidate, moves: &[Candidate]) -> Vec<Candidate> {
+        let of = base.values();
+        let turned =
+            |c: &Candidate| -> Vec<usize> { (0..of.len()).filter(|&knob| c.values()[knob] != of[knob]).collect() };
+        let from = (base, (self.guess)(base));
+        let gains = moves.iter().map(|c| (self.prior.between(from, (c, (self.guess)(c))).log_ratio, c));
+        let mut gains: Vec<(f64, &Candidate)> = gains.filter(|(log, _)| *log < -NO_GAIN).collect();
+        gains.sort_by(|a, b| a.0.total_cmp(&b.0));
+        let mut best: Vec<(Vec<usize>, &Candidate)> = vec![];
+        for (_, candidate) in gains {
+            let own = turned(candidate);
+            if best.iter().all(|(others, _)| others.iter().all(|knob| !own.contains(knob))) {
+                best.push((own, candidate));
+            }
+            if best.len() == JOINED {
+                break;
             }
         }
-        best.map(|(_, candidate)| (candidate, Proposer::Explore))
+        let union = |parts: &[&(Vec<usize>, &Candidate)]| {
+            let mut values = of;
+            for (knobs, candidate) in parts {
+                knobs.iter().for_each(|&knob| values[knob] = candidate.values()[knob]);
+            }
+            Candidate::of_values(&values)
+        };
+        let mut found = vec![];
+        for (at, one) in best.iter().enumerate() {
+            found.extend(best.iter().take(at).map(|other| union(&[one, other])));
+            if at > 1 {
+                found.push(union(&best.iter().take(at + 1).collect::<Vec<_>>()));
+            }
+        }
+        found.retain(|c| self.space.admits(c).is_ok());
+        found
     }
 
     /// A point from anywhere, once all that is near was tried.
@@ -395,5 +442,35 @@ impl<'a> Search<'a> {
             }
         }
         found
+    }
+}
+
+/// The mean of the positive part of a normal variable: of a gain of `mean`, give or take `spread`.
+fn expected_improvement(mean: f64, spread: f64) -> f64 {
+    if spread <= 0.0 {
+        return mean.max(0.0);
+    }
+    let z = mean / spread;
+    let density = (-z * z / 2.0).exp() / std::f64::consts::TAU.sqrt();
+    // The distribution function: Abramowitz and Stegun, "Handbook of mathematical functions", 26.2.17, right to 7.5e-8.
+    let t = 1.0 / (1.0 + 0.231_641_9 * z.abs());
+    let series = [0.319_381_53, -0.356_563_782, 1.781_477_937, -1.821_255_978, 1.330_274_429];
+    let tail = density * series.iter().rev().fold(0.0, |sum, c| (sum + c) * t);
+    let below = if z > 0.0 { 1.0 - tail } else { tail };
+    (mean * below + spread * density).max(0.0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::expected_improvement;
+
+    #[test]
+    fn an_improvement_is_expected_of_what_is_unsure() {
+        // Closed forms: at 0 the density alone; far above the mean, far below nothing.
+        let at = |mean: f64, spread: f64| expected_improvement(mean, spread);
+        assert!((at(0.0, 1.0) - 0.398_942_280).abs() < 1e-7);
+        assert!((at(1.0, 1.0) - 1.083_315_470).abs() < 1e-6 && (at(-1.0, 1.0) - 0.083_315_470).abs() < 1e-6);
+        assert!((at(0.3, 0.01) - 0.3).abs() < 1e-9 && at(-0.3, 0.01) < 1e-12);
+        assert_eq!((at(0.2, 0.0), at(-0.2, 0.0)), (0.2, 0.0));
     }
 }

@@ -352,6 +352,11 @@ impl Space {
         self.knobs.iter().filter_map(|(at, values)| Some((KNOBS.get(*at)?, values.as_slice())))
     }
 
+    /// The same as indices into [`KNOBS`].
+    pub fn grid(&self) -> &[(usize, Vec<u32>)] {
+        &self.knobs
+    }
+
     /// Names the grid of all knobs: rows with another digest were drawn from another space. The same for every model and
     /// target, so that what is known of one carries over to the next.
     pub fn digest() -> Digest {

@@ -1,4 +1,5 @@
-//! A made-up machine that behaves as the cost model says: what campaigns of known shapes are worth to shapes that nobody tuned.
+//! A made-up machine that behaves as the cost model says, and somehow in the knobs that the cost model does not know: what
+//! campaigns of known shapes are worth to shapes that nobody tuned.
 //!
 //! The search is told nothing of the cost model here. No figure of this file is a measurement of anything but the search.
 
@@ -7,7 +8,7 @@ use super::drive::{Arena, Made, Ran, Settled, SettledAs, Start, drive};
 use super::judge::Rounds;
 use super::prior::{Example, Group, Prior, Setting, moves};
 use super::propose::{Limits, Search, Stop};
-use super::space::Space;
+use super::space::{KNOBS, Space};
 use crate::candidate::Candidate;
 use crate::digest::Digest;
 use crate::dtype::{DType, Precision};
@@ -31,13 +32,43 @@ struct Machine<'a> {
     kept: Vec<f64>,
 }
 
+/// Knobs of which the cost model knows nothing.
+const UNKNOWN: [&str; 13] = [
+    "light_eighth",
+    "light_percent",
+    "sum_units",
+    "poll_pairs",
+    "hold_qkv",
+    "hold_o",
+    "hold_up",
+    "hold_down",
+    "hold_head",
+    "attention_team",
+    "attention_ahead",
+    "unit_rows",
+    "sums_everywhere",
+];
+
 impl Machine<'_> {
     fn log(&self, candidate: &Candidate) -> f64 {
         let us = |c: &Candidate, p| {
             cost::predict(self.graph, self.target, BF16, c, p).expect("a calibrated record").total_us()
         };
         let logs = POSITIONS.map(|position| (us(candidate, position) / us(&self.default, position)).ln());
-        logs.iter().sum::<f64>() / logs.len() as f64
+        logs.iter().sum::<f64>() / logs.len() as f64 + self.unknown(candidate)
+    }
+
+    /// Between 0.6 % faster and 4.4 % slower for each such knob that is turned, a part of it alike for all shapes: one value in
+    /// five gains, as about that many of the measured ones did.
+    fn unknown(&self, candidate: &Candidate) -> f64 {
+        let shape = u64::from(self.graph.hidden);
+        let turned =
+            KNOBS.iter().zip(candidate.values()).zip(self.default.values()).filter(|((_, to), from)| to != from);
+        let effect = |name: &str, value: u32| {
+            let luck = |seed| Random::stream(seed, name, u64::from(value)).unit();
+            0.05 * (0.6 * luck(0) + 0.4 * luck(shape)).powi(2) - 0.006
+        };
+        turned.filter(|((knob, _), _)| UNKNOWN.contains(&knob.name)).map(|((knob, to), _)| effect(knob.name, to)).sum()
     }
 }
 
@@ -109,7 +140,7 @@ fn campaign(graph: &ModelGraph, groups: &[Group], trials: u32, seed: u64) -> (Gr
     let slots = default.ring_slots;
     let default = Candidate { flight_high: slots, flight_low: slots, flight_free: 0, ..default };
     let space = Space::new(graph, &target, BF16, 2048, default.clone(), |_| 30_000);
-    let prior = Prior::new(groups, setting(graph), &default);
+    let prior = Prior::new(groups, setting(graph), &space);
     let limits = Limits { plateau: trials, ..Limits::of_budget(trials, seed) };
     let mut search = Search::new(&space, limits, groups, prior, vec![], &|_| 0.0);
     let random = Random::stream(seed, "noise", 0);
@@ -159,7 +190,7 @@ fn campaigns_of_other_shapes_make_a_search_faster_and_cost_it_nothing() {
     let said =
         format!("behind 5 trials cold {cold_early:.4}, warm {warm_early:.4}; behind 40 {cold_late:.4}, {warm_late:.4}");
     println!("{said}");
-    // Five warm trials find more than five cold ones, and forty no less.
-    assert!(warm_early < 1.5 * cold_early && warm_early < -0.01, "{said}");
-    assert!(warm_late < cold_late + 0.002, "{said}");
+    // Five warm trials find more than five cold ones, and so do forty.
+    assert!(warm_early < 1.5 * cold_early && warm_early < -0.015, "{said}");
+    assert!(warm_late < cold_late && cold_late < -0.03, "{said}");
 }

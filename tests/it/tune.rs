@@ -386,7 +386,7 @@ fn what_one_model_taught_is_tried_first_on_another_and_stale_rows_teach_nothing(
     assert_eq!(point.proposer, Proposer::Prior);
     let tried = Candidate::parse(&point.candidate, &best).unwrap();
     assert!(tried.sms <= 2 && point.decision == Some(Decision::Faster), "{tried}");
-    assert!(fs::read_to_string(pupil.place.path("notes")).unwrap().contains("1 earlier campaign, read by"));
+    assert!(fs::read_to_string(pupil.place.path("notes")).unwrap().contains("1 earlier campaign to learn from"));
     let unchanged = fs::read_to_string(pupil.place.path("flywheel/corpus/teacher.csv")).unwrap();
     assert_eq!(unchanged, corpus, "a corpus is read only");
 

@@ -1,0 +1,431 @@
+//! Owns `Additive`: how much faster a candidate should be than the default, and how sure that is.
+//!
+//! A Gaussian process whose function is a sum of one function for each knob (Duvenaud, Nickisch and Rasmussen, "Additive
+//! Gaussian processes", NIPS 2011; the regression is that of Rasmussen and Williams, "Gaussian processes for machine learning",
+//! 2006, chapter 2), 0 where a knob is as the default has it. One part of each function is shared by all shapes, and goes by
+//! octaves from the default of each; the other is a shape's own, and goes by the value itself, so that campaigns of one shape
+//! with different defaults speak of one thing. Latency is not additive: what is left over is taken as noise that grows with the
+//! number of knobs that were turned.
+//!
+//! What other campaigns say is worked out once, into the means and the covariances of this campaign's own values; each trial of
+//! its own then costs one update of these (a Kalman filter without motion), and a prediction a handful of sums.
+
+use crate::candidate::Values;
+
+use super::prior::{Example, Group, Setting};
+
+/// Standard deviation of the effect of one knob's value, as a log of ratios. This and what follows were fitted to the 39 campaigns
+/// of `flywheel/corpus/h200.csv`: each trial predicted from those before it.
+const EFFECT: f64 = 0.04;
+/// Octaves over which an effect is alike.
+const OCTAVES: f64 = 2.0;
+/// Share of the variance that a value has for itself.
+const ALONE: f64 = 0.2;
+/// Share of the variance that all shapes have in common.
+const SHARED: f64 = 0.5;
+/// What leaving the default costs, for each knob and for each octave, where nothing is known: somebody has thought of it.
+const LEAVING: f64 = 0.005;
+const FARTHER: f64 = 0.005;
+/// Standard deviations of a measurement, and of what one turned knob does to the effects of the others.
+const NOISE: f64 = 0.003;
+const TOGETHER: f64 = 0.0025;
+/// A candidate that is slower by more teaches no more: of several knobs that were turned one may be to blame.
+const LOG_MOST: f64 = 0.15;
+/// Trials of other campaigns that are read, the nearest settings first: the time to read them grows with the third power.
+const ROWS_MAX: usize = 600;
+/// Of the cost model: how far its log ratio is believed, its standard deviation, and how far it goes at most.
+const TRUST: f64 = 0.3;
+const TRUST_SPREAD: f64 = 0.3;
+const GUESS_MOST: f64 = 0.3;
+
+/// A difference of two candidates: log of the latency of one by the other's.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Expected {
+    pub log_ratio: f64,
+    /// Standard deviation.
+    pub spread: f64,
+}
+
+/// One knob of a campaign: its values in octaves, ascending, and where they are in the state; the default's are nowhere.
+#[derive(Debug, Clone)]
+struct Axis {
+    knob: usize,
+    octaves: Vec<f64>,
+    places: Vec<Option<usize>>,
+}
+
+/// Means and covariances of the effects of all values of all knobs of one campaign, and of the trust in the cost model.
+#[derive(Debug, Clone)]
+pub struct Additive {
+    axes: Vec<Axis>,
+    mean: Vec<f64>,
+    /// Row by row.
+    covariance: Vec<f64>,
+}
+
+/// A knob's value in the state, or of a row: octaves from its own default, and from 1 for itself and for its default.
+#[derive(Debug, Clone, Copy)]
+struct Turn {
+    knob: usize,
+    moved: f64,
+    at: f64,
+    from: f64,
+}
+
+/// A trial of an earlier campaign.
+struct Row {
+    /// Whether it is of this very setting.
+    own: bool,
+    setting: usize,
+    turns: Vec<Turn>,
+    log_ratio: f64,
+}
+
+fn octaves(value: u32) -> f64 {
+    (f64::from(value) + 1.0).log2()
+}
+
+fn turn(knob: usize, value: u32, default: u32) -> Turn {
+    let (at, from) = (octaves(value), octaves(default));
+    Turn { knob, moved: at - from, at, from }
+}
+
+fn leaving(turn: &Turn) -> f64 {
+    LEAVING + FARTHER * turn.moved.abs()
+}
+
+/// Share of the variance that two values have in common which are so many octaves apart.
+fn alike(apart: f64) -> f64 {
+    let alone = if apart.abs() < 1e-9 { ALONE } else { 0.0 };
+    (1.0 - ALONE) * (-apart * apart / (2.0 * OCTAVES * OCTAVES)).exp() + alone
+}
+
+/// Covariance of the effects of two values of one knob; `same`: they are of one setting.
+fn covariance(a: &Turn, b: &Turn, same: bool) -> f64 {
+    // The shared part is known to be 0 at no octave.
+    let shared = alike(a.moved - b.moved) - alike(a.moved) * alike(b.moved);
+    // The own part is a difference of two values.
+    let own = if same {
+        (alike(a.at - b.at) - alike(a.at - b.from) - alike(a.from - b.at) + alike(a.from - b.from)) / 2.0
+    } else {
+        0.0
+    };
+    EFFECT * EFFECT * (SHARED * shared + (1.0 - SHARED) * own)
+}
+
+fn covariance_of_all(a: &[Turn], b: &[Turn], same: bool) -> f64 {
+    let pairs = a.iter().flat_map(|a| b.iter().filter(|b| b.knob == a.knob).map(move |b| (a, b)));
+    pairs.map(|(a, b)| covariance(a, b, same)).sum()
+}
+
+/// Variance of what is measured of a point with so many turned knobs, beside the sum of their effects.
+fn left_over(turned: usize) -> f64 {
+    NOISE * NOISE + TOGETHER * TOGETHER * turned as f64
+}
+
+impl Additive {
+    /// Of a campaign that may give its knobs these values (index into [`KNOBS`](super::space::KNOBS), values), by what `groups` tell.
+    pub fn new(groups: &[Group], setting: &Setting, default: &Values, grid: &[(usize, Vec<u32>)]) -> Additive {
+        let (mut axes, mut state) = (vec![], vec![]);
+        for (knob, values) in grid {
+            let own = default.get(*knob).copied().unwrap_or(0);
+            let mut values = values.clone();
+            values.push(own);
+            values.sort_unstable();
+            values.dedup();
+            let places = values.iter().map(|&value| {
+                (value != own).then(|| {
+                    state.push(turn(*knob, value, own));
+                    state.len() - 1
+                })
+            });
+            let places = places.collect();
+            axes.push(Axis { knob: *knob, octaves: values.iter().map(|v| octaves(*v)).collect(), places });
+        }
+        let count = state.len();
+        let mut mean: Vec<f64> = state.iter().map(leaving).collect();
+        mean.push(TRUST);
+        let mut all = vec![0.0; (count + 1) * (count + 1)];
+        for (i, (a, row)) in state.iter().zip(all.chunks_exact_mut(count + 1)).enumerate() {
+            for (b, cell) in state.iter().zip(row).take(i + 1) {
+                if a.knob == b.knob {
+                    *cell = covariance(a, b, true);
+                }
+            }
+        }
+        let mut additive = Additive { axes, mean, covariance: all };
+        additive.mirror();
+        if let Some(last) = additive.covariance.last_mut() {
+            *last = TRUST_SPREAD * TRUST_SPREAD;
+        }
+        additive.read(&rows(groups, setting), &state);
+        additive
+    }
+
+    /// Fills the upper half from the lower.
+    fn mirror(&mut self) {
+        let width = self.mean.len();
+        for i in 0..width {
+            for j in 0..i {
+                self.covariance[j * width + i] = self.covariance[i * width + j];
+            }
+        }
+    }
+
+    /// Conditions the state on earlier campaigns.
+    fn read(&mut self, rows: &[Row], state: &[Turn]) {
+        let (count, width) = (rows.len(), self.mean.len());
+        if count == 0 {
+            return;
+        }
+        let mut lower = vec![0.0; count * count];
+        for (i, a) in rows.iter().enumerate() {
+            for (j, b) in rows.iter().enumerate().take(i + 1) {
+                lower[i * count + j] = covariance_of_all(&a.turns, &b.turns, a.setting == b.setting);
+            }
+            lower[i * count + i] += left_over(a.turns.len());
+        }
+        factor(&mut lower, count);
+        let surprise = rows.iter().map(|row| row.log_ratio - row.turns.iter().map(leaving).sum::<f64>());
+        let surprise = solved(&lower, surprise.collect());
+        let crossed: Vec<Vec<f64>> = state
+            .iter()
+            .map(|value| {
+                let with = |row: &Row| covariance_of_all(std::slice::from_ref(value), &row.turns, row.own);
+                solved(&lower, rows.iter().map(with).collect())
+            })
+            .collect();
+        for (i, a) in crossed.iter().enumerate() {
+            self.mean[i] += dot(a, &surprise);
+            for (j, b) in crossed.iter().enumerate().take(i + 1) {
+                self.covariance[i * width + j] -= dot(a, b);
+            }
+        }
+        self.mirror();
+    }
+
+    /// What a candidate is of the state: places and weights. Values between two of the grid are between their effects.
+    fn parts(&self, values: &Values, guess: f64) -> Vec<(usize, f64)> {
+        let mut parts = Vec::with_capacity(self.axes.len() + 1);
+        for Axis { knob, octaves: grid, places } in &self.axes {
+            let at = octaves(values.get(*knob).copied().unwrap_or(0));
+            let above = grid.partition_point(|octaves| *octaves < at).min(grid.len() - 1);
+            let below = if grid[above] > at { above.saturating_sub(1) } else { above };
+            let share = if below == above { 1.0 } else { (at - grid[below]) / (grid[above] - grid[below]) };
+            parts.extend(places[above].map(|place| (place, share)));
+            if below != above {
+                parts.extend(places[below].map(|place| (place, 1.0 - share)));
+            }
+        }
+        parts.push((self.mean.len() - 1, guess.clamp(-GUESS_MOST, GUESS_MOST)));
+        parts
+    }
+
+    /// Learns from a trial of this campaign. `guess`: the cost model's log ratio.
+    pub fn learn(&mut self, values: &Values, guess: f64, log_ratio: f64) {
+        let parts = self.parts(values, guess);
+        let width = self.mean.len();
+        let mut seen = vec![0.0; width];
+        for (place, weight) in &parts {
+            let row = &self.covariance[place * width..][..width];
+            seen.iter_mut().zip(row).for_each(|(to, cell)| *to += weight * cell);
+        }
+        let (mut known, mut variance) = (0.0, left_over(parts.len() - 1));
+        for (place, weight) in &parts {
+            known += weight * self.mean[*place];
+            variance += weight * seen[*place];
+        }
+        let surprise = log_ratio.clamp(-LOG_MOST, LOG_MOST) - known;
+        for (row, (mean, a)) in self.covariance.chunks_exact_mut(width).zip(self.mean.iter_mut().zip(&seen)) {
+            *mean += a * surprise / variance;
+            row.iter_mut().zip(&seen).for_each(|(cell, b)| *cell -= a * b / variance);
+        }
+    }
+
+    /// A candidate by the default.
+    pub fn expected(&self, values: &Values, guess: f64) -> Expected {
+        self.of(&self.parts(values, guess))
+    }
+
+    /// A candidate by another one. Where they agree nothing is unsure.
+    pub fn between(&self, (from, from_guess): (&Values, f64), (to, to_guess): (&Values, f64)) -> Expected {
+        let mut parts = self.parts(to, to_guess);
+        for (place, weight) in self.parts(from, from_guess) {
+            match parts.iter_mut().find(|(other, _)| *other == place) {
+                Some((_, own)) => *own -= weight,
+                None => parts.push((place, -weight)),
+            }
+        }
+        parts.retain(|(_, weight)| *weight != 0.0);
+        self.of(&parts)
+    }
+
+    fn of(&self, parts: &[(usize, f64)]) -> Expected {
+        let width = self.mean.len();
+        let (mut log_ratio, mut variance) = (0.0, 0.0);
+        for (a, a_weight) in parts {
+            log_ratio += a_weight * self.mean[*a];
+            let row = &self.covariance[a * width..][..width];
+            variance += a_weight * parts.iter().map(|(b, weight)| weight * row[*b]).sum::<f64>();
+        }
+        Expected { log_ratio, spread: variance.max(0.0).sqrt() }
+    }
+}
+
+/// Trials of campaigns of this kind of target, those of the nearest settings first.
+fn rows(groups: &[Group], setting: &Setting) -> Vec<Row> {
+    let mut near: Vec<(f64, &Group)> = groups.iter().filter_map(|g| Some((setting.distance(&g.setting)?, g))).collect();
+    near.sort_by(|a, b| a.0.total_cmp(&b.0));
+    let mut settings: Vec<&Setting> = vec![];
+    let mut rows = vec![];
+    for (distance, group) in near {
+        let known = settings.iter().position(|setting| **setting == group.setting);
+        let number = known.unwrap_or_else(|| {
+            settings.push(&group.setting);
+            settings.len() - 1
+        });
+        for Example { values, log_ratio, .. } in &group.examples {
+            let Some(log_ratio) = log_ratio.filter(|_| *values != group.default) else { continue };
+            let turned = values.iter().zip(&group.default).enumerate().filter(|(_, (to, from))| to != from);
+            rows.push(Row {
+                own: distance == 0.0,
+                setting: number,
+                turns: turned.map(|(knob, (to, from))| turn(knob, *to, *from)).collect(),
+                log_ratio: log_ratio.clamp(-LOG_MOST, LOG_MOST),
+            });
+        }
+    }
+    rows.truncate(ROWS_MAX);
+    rows
+}
+
+fn dot(a: &[f64], b: &[f64]) -> f64 {
+    a.iter().zip(b).map(|(a, b)| a * b).sum()
+}
+
+/// Cholesky's factor of a symmetric positive definite matrix, of which the lower half is given and replaced.
+fn factor(matrix: &mut [f64], width: usize) {
+    for i in 0..width {
+        let (done, rest) = matrix.split_at_mut(i * width);
+        let row = &mut rest[..width];
+        for (j, above) in done.chunks_exact(width).enumerate() {
+            row[j] = (row[j] - dot(&row[..j], &above[..j])) / above[j];
+        }
+        row[i] = (row[i] - dot(&row[..i], &row[..i])).max(f64::MIN_POSITIVE).sqrt();
+    }
+}
+
+/// Solves `lower x = of`.
+fn solved(lower: &[f64], mut of: Vec<f64>) -> Vec<f64> {
+    let width = of.len();
+    for (i, row) in lower.chunks_exact(width).enumerate() {
+        of[i] = (of[i] - dot(&row[..i], &of[..i])) / row[i];
+    }
+    of
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::flywheel::ModelShape;
+    use crate::search::prior::moves;
+
+    const KNOB: usize = 2;
+
+    fn setting(hidden: u32) -> Setting {
+        let dtype = "bf16".to_string();
+        let model = ModelShape {
+            model_graph: crate::digest::Digest::of(b"model"),
+            family: "LlamaForCausalLM".to_string(),
+            layers: 16,
+            hidden,
+            intermediate: 4 * hidden,
+            heads: 32,
+            kv_heads: 8,
+            head_dim: 64,
+            vocab: 1000,
+            parameters: 1,
+            weights_dtype: dtype.clone(),
+            cache_dtype: dtype.clone(),
+            wire_dtype: dtype,
+        };
+        Setting::new(&model, "h200", "cuda")
+    }
+
+    fn with(knob: usize, value: u32) -> Values {
+        let mut values = default();
+        values[knob] = value;
+        values
+    }
+
+    fn default() -> Values {
+        [8; crate::candidate::KNOB_NAMES.len()]
+    }
+
+    fn grid() -> Vec<(usize, Vec<u32>)> {
+        (0..8).map(|knob| (knob, vec![2, 4, 8, 16, 32])).collect()
+    }
+
+    fn group(hidden: u32, default: Values, tried: &[(Values, f64)]) -> Group {
+        let example = |(values, log): &(Values, f64)| Example {
+            moves: moves(values, &default),
+            values: *values,
+            log_ratio: Some(*log),
+        };
+        Group { name: String::new(), setting: setting(hidden), default, examples: tried.iter().map(example).collect() }
+    }
+
+    #[test]
+    fn effects_add_up_and_what_was_measured_is_sure() {
+        let mut additive = Additive::new(&[], &setting(1024), &default(), &grid());
+        let unknown = additive.expected(&with(KNOB, 16), 0.0);
+        assert!(unknown.log_ratio > 0.0 && unknown.spread > 0.02, "{unknown:?}");
+        additive.learn(&with(KNOB, 16), 0.0, -0.03);
+        additive.learn(&with(5, 4), 0.0, 0.05);
+        let mut both = with(KNOB, 16);
+        both[5] = 4;
+        let (one, two) = (additive.expected(&with(KNOB, 16), 0.0), additive.expected(&both, 0.0));
+        assert!((one.log_ratio + 0.03).abs() < 0.002 && one.spread < 0.2 * unknown.spread, "{one:?}");
+        assert!((two.log_ratio - 0.02).abs() < 0.003, "{two:?}");
+        // An octave on, it is likely to be alike, and less sure.
+        let beyond = additive.expected(&with(KNOB, 32), 0.0);
+        assert!(beyond.log_ratio < -0.01 && beyond.spread > 2.0 * one.spread, "{beyond:?}");
+        let step = additive.between((&with(KNOB, 16), 0.0), (&both, 0.0));
+        assert!((step.log_ratio - 0.05).abs() < 0.003, "{step:?}");
+        let nothing = additive.between((&both, 0.1), (&both, 0.1));
+        assert_eq!((nothing.log_ratio, nothing.spread), (0.0, 0.0));
+    }
+
+    #[test]
+    fn the_cost_model_is_believed_as_far_as_it_was_right() {
+        let trusted = |slope: f64| {
+            let mut additive = Additive::new(&[], &setting(1024), &default(), &grid());
+            for knob in 0..6 {
+                let guess = 0.05 * f64::from(knob as u32) - 0.1;
+                additive.learn(&with(knob, 16), guess, slope * guess);
+            }
+            additive.expected(&with(7, 16), 0.1).log_ratio - additive.expected(&with(7, 16), 0.0).log_ratio
+        };
+        assert!(trusted(1.0) > 0.05 && trusted(-1.0) < 0.01, "{} {}", trusted(1.0), trusted(-1.0));
+    }
+
+    #[test]
+    fn other_shapes_speak_by_moves_and_the_same_shape_by_values() {
+        let says = |groups: &[Group], values: &Values| {
+            Additive::new(groups, &setting(1024), &default(), &grid()).expected(values, 0.0).log_ratio
+        };
+        let nothing = says(&[], &with(KNOB, 16));
+        // Another shape whose default is twice ours, and gained by doubling it.
+        let mut far = default();
+        far[KNOB] = 17;
+        let mut doubled = far;
+        doubled[KNOB] = 35;
+        let other = [group(2048, far, &[(doubled, -0.05)])];
+        assert!(says(&other, &with(KNOB, 16)) < nothing - 0.01, "{}", says(&other, &with(KNOB, 16)));
+        // This shape, begun elsewhere: coming back to our default gained, so leaving it for there costs.
+        let mut elsewhere = default();
+        elsewhere[KNOB] = 32;
+        let same = [group(1024, elsewhere, &[(default(), -0.06)])];
+        assert!(says(&same, &with(KNOB, 32)) > says(&[], &with(KNOB, 32)) + 0.01, "{}", says(&same, &with(KNOB, 32)));
+    }
+}
