@@ -166,13 +166,14 @@ impl Candidate {
         let wanted = default_slot_bytes(graph, precision, room);
         let slot_bytes = [wanted, 8192, 4096].into_iter().find(fits).unwrap_or(wanted);
         let ring_slots = (room / u64::from(slot_bytes)).clamp(2, 12) as u32;
+        let flight = Flight::for_layer(graph, precision, sms, slot_bytes, ring_slots);
         Candidate {
             sms,
             consumer_warps,
             ring_slots,
             slot_bytes,
-            flight_high: 4.min(ring_slots),
-            flight_low: default_flight_low(graph, precision, sms, slot_bytes).min(ring_slots),
+            flight_high: flight.high,
+            flight_low: flight.low,
             // Two thirds of them, rounded.
             flight_free: (ring_slots * 2 + 1) / 3,
             heads_per_task: if cpu { group_most } else { 1 },
@@ -190,7 +191,7 @@ impl Candidate {
             poll_pairs: POLL_PAIRS,
             hold_qkv: 0,
             hold_o: 0,
-            hold_up: 0,
+            hold_up: if cpu { 0 } else { default_hold_up(graph, precision, consumer_warps, sms, slot_bytes) },
             hold_down: 0,
             hold_head: 0,
             attention_team: team_rule(head_dim),
@@ -275,12 +276,11 @@ fn default_slot_bytes(graph: &ModelGraph, precision: Precision, room: u64) -> u3
     if wastes(2 * SLOT) { units_in(2 * SLOT) } else { 2 * SLOT }
 }
 
-/// Copies in flight of a well filled ring: about 32 KiB, at which memory still streams at its rate and a poll waits least; one
-/// where a layer streams for less time than its five hops take (docs/perf-log.md).
-fn default_flight_low(graph: &ModelGraph, precision: Precision, sms: u32, slot_bytes: u32) -> u32 {
-    const IN_FLIGHT: u32 = 32768;
-    // 7.5 us at the read peak of an H200.
-    const HOP_BOUND: u64 = 256 << 10;
+/// Bytes of a layer for an SM from which streaming takes much longer than hops: 15 us at the read peak of an H200.
+const STREAM_BOUND: u64 = 512 << 10;
+
+/// Bytes of weights that an SM streams for the first layer.
+fn layer_bytes(graph: &ModelGraph, precision: Precision, sms: u32) -> u64 {
     let parameters = |l: &Layer| {
         let linears = [
             Some(&l.attn.q),
@@ -293,13 +293,48 @@ fn default_flight_low(graph: &ModelGraph, precision: Precision, sms: u32, slot_b
         ];
         linears.into_iter().flatten().map(|l| u64::from(l.rows) * u64::from(l.cols)).sum::<u64>()
     };
-    let layer = graph.layers.first().map_or(0, parameters) * precision.weights.bytes() as u64;
-    if layer / u64::from(sms) < HOP_BOUND {
-        return 1;
+    graph.layers.first().map_or(0, parameters) * precision.weights.bytes() as u64 / u64::from(sms)
+}
+
+/// Copies in flight of a ring with many free slots, and of a well filled one.
+struct Flight {
+    high: u32,
+    low: u32,
+}
+
+impl Flight {
+    /// Of a well filled ring about 32 KiB, at which memory still streams at its rate and a poll waits least; one copy where a
+    /// layer streams for less time than its five hops take; 64 KiB, and never more, where it streams for much longer and
+    /// slots hold whole units (docs/perf-log.md).
+    fn for_layer(graph: &ModelGraph, precision: Precision, sms: u32, slot_bytes: u32, slots: u32) -> Flight {
+        const IN_FLIGHT: u32 = 32768;
+        // 7.5 us at the read peak of an H200.
+        const HOP_BOUND: u64 = 256 << 10;
+        let bytes = layer_bytes(graph, precision, sms);
+        let unit = unit_bytes(graph, precision);
+        let chunk = if unit <= slot_bytes { slot_bytes / unit * unit } else { slot_bytes };
+        let copies = |bytes: u32| ((bytes + chunk / 2) / chunk).clamp(1, slots);
+        let (high, low) = match bytes {
+            ..HOP_BOUND => (4, 1),
+            STREAM_BOUND.. if unit <= slot_bytes => (copies(2 * IN_FLIGHT), copies(2 * IN_FLIGHT)),
+            _ => (4, copies(IN_FLIGHT)),
+        };
+        Flight { high: high.min(slots), low: low.min(slots) }
     }
-    let unit = unit_bytes(graph, precision);
-    let chunk = if unit <= slot_bytes { slot_bytes / unit * unit } else { slot_bytes };
-    ((IN_FLIGHT + chunk / 2) / chunk).max(1)
+}
+
+/// Two units of up at once, a gate's and its up's, where a layer streams for long and the rule of `ir::variant::Held` holds
+/// one; 0, the rule, elsewhere (docs/perf-log.md).
+fn default_hold_up(graph: &ModelGraph, precision: Precision, warps: u32, sms: u32, slot_bytes: u32) -> u32 {
+    // Eight granules of each: registers for as many more are free.
+    const UNIT_GRANULES: std::ops::RangeInclusive<u32> = 7..=8;
+    let granules = (unit_bytes(graph, precision) / GRANULE_BYTES).div_ceil(warps);
+    let units = graph.layers.first().map_or(0, |l| {
+        let gate = l.mlp.gate.as_ref().map_or(0, |gate| gate.rows);
+        (gate + l.mlp.up.rows) / UNIT_ROWS / sms
+    });
+    let long = layer_bytes(graph, precision, sms) >= STREAM_BOUND && unit_bytes(graph, precision) <= slot_bytes;
+    if long && units >= 2 && UNIT_GRANULES.contains(&granules) { 2 } else { 0 }
 }
 
 /// One line, `knob=value` in the order of [`KNOB_NAMES`]: what trials store and what `show candidate` prints.

@@ -201,7 +201,7 @@ mod tests {
         }
         let unsplit = Candidate { splits: 1, ..default.clone() };
         assert!(us(&unsplit, 1900) > us(&default, 1900), "a long history wants every SM");
-        let never = Candidate { flight_free: default.ring_slots, ..default.clone() };
+        let never = Candidate { flight_high: 4, flight_low: 1, flight_free: default.ring_slots, ..default.clone() };
         assert!(us(&never, 32) > 1.1 * us(&default, 32), "one copy in flight is not the bandwidth of memory");
         let cpu = Target::builtin("cpu").expect("a record");
         assert_eq!(predict(&graph, &cpu, BF16, &default, 32), None);
