@@ -152,9 +152,10 @@ impl Candidate {
         let attention = graph.layers.first().map(|l| &l.attn);
         let (heads, kv_heads, head_dim) = attention.map_or((1, 1, 0), |a| (a.heads, a.kv_heads, a.head_dim));
         let group_most = heads_per_task_most(heads / kv_heads);
+        let cpu = target.kind == TargetKind::Cpu;
         // A block without a unit of the head would release nothing at the end of a step.
         let sms = target.spec.sm_count.min(graph.vocab.div_ceil(UNIT_ROWS)).max(1);
-        let cpu = target.kind == TargetKind::Cpu;
+        let sms = if cpu { sms } else { even_sms(graph, sms) };
         // Eight warps have 168 registers each and half the barrier and instruction traffic of sixteen, and still take chunks
         // faster than memory brings them (docs/perf-log.md).
         let consumer_warps = if cpu { 1 } else { 8 };
@@ -274,6 +275,16 @@ fn default_slot_bytes(graph: &ModelGraph, precision: Precision, room: u64) -> u3
         return SLOT;
     }
     if wastes(2 * SLOT) { units_in(2 * SLOT) } else { 2 * SLOT }
+}
+
+/// All SMs, or a few less where these have equal shares of every matvec of a layer: nobody waits for an SM with more, and fewer
+/// SMs exchange (docs/perf-log.md).
+fn even_sms(graph: &ModelGraph, sms: u32) -> u32 {
+    let Some(Layer { attn, mlp, .. }) = graph.layers.first() else { return sms };
+    let gate = mlp.gate.as_ref().map_or(0, |gate| gate.rows);
+    let rows = [attn.q.rows + attn.k.rows + attn.v.rows, attn.o.rows, gate + mlp.up.rows, mlp.down.rows];
+    let even = |count: &u32| rows.iter().all(|rows| rows.is_multiple_of(count * UNIT_ROWS));
+    (sms - sms / 16..=sms).rev().find(even).unwrap_or(sms)
 }
 
 /// Bytes of a layer for an SM from which streaming takes much longer than hops: 15 us at the read peak of an H200.
