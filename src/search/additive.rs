@@ -5,7 +5,8 @@
 //! 2006, chapter 2), 0 where a knob is as the default has it. One part of each function is shared by all shapes, and goes by
 //! octaves from the default of each; the other is a shape's own, and goes by the value itself, so that campaigns of one shape
 //! with different defaults speak of one thing. Latency is not additive: what is left over is taken as noise that grows with the
-//! number of knobs that were turned.
+//! number of knobs that were turned. What is counted in slots of the ring goes by its bytes: half as many slots of twice the size are
+//! one move, not five.
 //!
 //! What other campaigns say is worked out once, into the means and the covariances of this campaign's own values; each trial of
 //! its own then costs one update of these (a Kalman filter without motion), and a prediction a handful of sums.
@@ -46,11 +47,11 @@ pub struct Expected {
     pub spread: f64,
 }
 
-/// One knob of a campaign: its values in octaves, ascending, and where they are in the state; the default's are nowhere.
+/// One knob of a campaign: its positions, ascending, and where they are in the state; the default's is nowhere.
 #[derive(Debug, Clone)]
 struct Axis {
     knob: usize,
-    octaves: Vec<f64>,
+    positions: Vec<f64>,
     places: Vec<Option<usize>>,
 }
 
@@ -63,7 +64,7 @@ pub struct Additive {
     covariance: Vec<f64>,
 }
 
-/// A knob's value in the state, or of a row: octaves from its own default, and from 1 for itself and for its default.
+/// A knob in the state, or of a row: its position, relative to the default's and as it is, and the default's.
 #[derive(Debug, Clone, Copy)]
 struct Turn {
     knob: usize,
@@ -81,13 +82,37 @@ struct Row {
     log_ratio: f64,
 }
 
-fn octaves(value: u32) -> f64 {
-    (f64::from(value) + 1.0).log2()
+/// Index into [`KNOBS`](super::space::KNOBS).
+const SLOT_BYTES: usize = 3;
+/// Slots of the ring, copies in flight, and free slots from which there may be more of these: they act by their bytes.
+const OF_SLOTS: [usize; 4] = [2, 4, 5, FREE_SLOTS];
+const FREE_SLOTS: usize = 6;
+/// Positions of such knobs are told apart by so much of an octave.
+const STEP: f64 = 0.25;
+
+/// Where a value of a knob is, in octaves.
+fn octaves(knob: usize, value: u32, slot_bytes: u32) -> f64 {
+    // Only of free slots there may be none.
+    let bytes = |slots: u32| (f64::from(slots.max(1)) * f64::from(slot_bytes.max(1))).log2();
+    match OF_SLOTS.contains(&knob) {
+        true if knob == FREE_SLOTS => bytes(value + 1),
+        true => bytes(value),
+        false => (f64::from(value) + 1.0).log2(),
+    }
 }
 
-fn turn(knob: usize, value: u32, default: u32) -> Turn {
-    let (at, from) = (octaves(value), octaves(default));
+fn position(values: &Values, knob: usize) -> f64 {
+    octaves(knob, values[knob], values[SLOT_BYTES])
+}
+
+fn turn(knob: usize, at: f64, from: f64) -> Turn {
     Turn { knob, moved: at - from, at, from }
+}
+
+/// The knobs in which a candidate is elsewhere than the default.
+fn turns(values: &Values, default: &Values) -> Vec<Turn> {
+    let all = (0..values.len()).map(|knob| turn(knob, position(values, knob), position(default, knob)));
+    all.filter(|turn| turn.moved.abs() > SAME).collect()
 }
 
 fn leaving(turn: &Turn) -> f64 {
@@ -96,9 +121,12 @@ fn leaving(turn: &Turn) -> f64 {
 
 /// Share of the variance that two values have in common which are so many octaves apart.
 fn alike(apart: f64) -> f64 {
-    let alone = if apart.abs() < 1e-9 { ALONE } else { 0.0 };
+    let alone = if apart.abs() < SAME { ALONE } else { 0.0 };
     (1.0 - ALONE) * (-apart * apart / (2.0 * OCTAVES * OCTAVES)).exp() + alone
 }
+
+/// Octaves that are rounding.
+const SAME: f64 = 1e-9;
 
 /// Covariance of the effects of two values of one knob; `same`: they are of one setting.
 fn covariance(a: &Turn, b: &Turn, same: bool) -> f64 {
@@ -127,20 +155,29 @@ impl Additive {
     /// Of a campaign that may give its knobs these values (index into [`KNOBS`](super::space::KNOBS), values), by what `groups` tell.
     pub fn new(groups: &[Group], setting: &Setting, default: &Values, grid: &[(usize, Vec<u32>)]) -> Additive {
         let (mut axes, mut state) = (vec![], vec![]);
+        let of_knob =
+            |wanted: usize| grid.iter().find(|(knob, _)| *knob == wanted).map_or(&[][..], |(_, values)| values);
         for (knob, values) in grid {
-            let own = default.get(*knob).copied().unwrap_or(0);
-            let mut values = values.clone();
-            values.push(own);
-            values.sort_unstable();
-            values.dedup();
-            let places = values.iter().map(|&value| {
-                (value != own).then(|| {
-                    state.push(turn(*knob, value, own));
+            let own = position(default, *knob);
+            let mut positions: Vec<f64> = if OF_SLOTS.contains(knob) {
+                // So many slots of so many bytes, each a step apart.
+                let sizes = of_knob(SLOT_BYTES).iter().chain(&default[SLOT_BYTES..=SLOT_BYTES]);
+                let all = sizes.flat_map(|size| values.iter().map(|value| octaves(*knob, *value, *size)));
+                all.map(|at| own + ((at - own) / STEP).round() * STEP).collect()
+            } else {
+                values.iter().map(|value| octaves(*knob, *value, 1)).collect()
+            };
+            positions.push(own);
+            positions.sort_by(f64::total_cmp);
+            positions.dedup_by(|a, b| (*a - *b).abs() < SAME);
+            let places = positions.iter().map(|&at| {
+                ((at - own).abs() > SAME).then(|| {
+                    state.push(turn(*knob, at, own));
                     state.len() - 1
                 })
             });
             let places = places.collect();
-            axes.push(Axis { knob: *knob, octaves: values.iter().map(|v| octaves(*v)).collect(), places });
+            axes.push(Axis { knob: *knob, positions, places });
         }
         let count = state.len();
         let mut mean: Vec<f64> = state.iter().map(leaving).collect();
@@ -207,10 +244,10 @@ impl Additive {
     /// What a candidate is of the state: places and weights. Values between two of the grid are between their effects.
     fn parts(&self, values: &Values, guess: f64) -> Vec<(usize, f64)> {
         let mut parts = Vec::with_capacity(self.axes.len() + 1);
-        for Axis { knob, octaves: grid, places } in &self.axes {
-            let at = octaves(values.get(*knob).copied().unwrap_or(0));
-            let above = grid.partition_point(|octaves| *octaves < at).min(grid.len() - 1);
-            let below = if grid[above] > at { above.saturating_sub(1) } else { above };
+        for Axis { knob, positions: grid, places } in &self.axes {
+            let at = position(values, *knob);
+            let above = grid.partition_point(|other| *other < at - SAME).min(grid.len() - 1);
+            let below = if grid[above] > at + SAME { above.saturating_sub(1) } else { above };
             let share = if below == above { 1.0 } else { (at - grid[below]) / (grid[above] - grid[below]) };
             parts.extend(places[above].map(|place| (place, share)));
             if below != above {
@@ -286,11 +323,10 @@ fn rows(groups: &[Group], setting: &Setting) -> Vec<Row> {
         });
         for Example { values, log_ratio, .. } in &group.examples {
             let Some(log_ratio) = log_ratio.filter(|_| *values != group.default) else { continue };
-            let turned = values.iter().zip(&group.default).enumerate().filter(|(_, (to, from))| to != from);
             rows.push(Row {
                 own: distance == 0.0,
                 setting: number,
-                turns: turned.map(|(knob, (to, from))| turn(knob, *to, *from)).collect(),
+                turns: turns(values, &group.default),
                 log_ratio: log_ratio.clamp(-LOG_MOST, LOG_MOST),
             });
         }
@@ -326,6 +362,7 @@ fn solved(lower: &[f64], mut of: Vec<f64>) -> Vec<f64> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::space::KNOBS;
     use super::*;
     use crate::flywheel::ModelShape;
     use crate::search::prior::moves;
@@ -394,6 +431,18 @@ mod tests {
         assert!((step.log_ratio - 0.05).abs() < 0.003, "{step:?}");
         let nothing = additive.between((&both, 0.1), (&both, 0.1));
         assert_eq!((nothing.log_ratio, nothing.spread), (0.0, 0.0));
+    }
+
+    #[test]
+    fn half_as_many_slots_of_twice_the_size_are_one_move() {
+        let names = OF_SLOTS.map(|knob| KNOBS[knob].name);
+        assert_eq!(names, ["ring_slots", "flight_high", "flight_low", "flight_free"]);
+        assert_eq!(KNOBS[SLOT_BYTES].name, "slot_bytes");
+        let (mut a, mut b) = (default(), default());
+        a[2..=6].copy_from_slice(&[12, 16384, 12, 4, 7]);
+        b[2..=6].copy_from_slice(&[6, 32768, 6, 2, 3]);
+        let moved: Vec<usize> = turns(&b, &a).iter().map(|turn| turn.knob).collect();
+        assert_eq!(moved, [SLOT_BYTES]);
     }
 
     #[test]

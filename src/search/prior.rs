@@ -162,6 +162,8 @@ const PAIRED_MAX: usize = 200;
 const GOOD: f64 = -0.005;
 /// Best candidates of other campaigns that are tried as they are.
 const SEEDS_MOST: usize = 3;
+/// Candidates of a campaign that are looked at for that.
+const GOOD_MOST: usize = 3;
 const TERMS: usize = 2 * KNOBS.len();
 /// Examples that are asked for failures, the nearest settings first.
 const EXAMPLES_MAX: usize = 1000;
@@ -237,27 +239,38 @@ impl Prior {
         failed / (all + DOUBT)
     }
 
-    /// The best candidates of the campaigns that are most like this one, carried over to this space: relative to its default or
-    /// as they are, whichever is expected to be faster. Moves that gained elsewhere need no seed: they are expected to gain here.
+    /// Good candidates of the shapes that are most like this one, one of each, carried over to this space: relative to the default
+    /// of their campaign or as they are, whichever is expected to be fastest. Moves that gained elsewhere need no seed: they are
+    /// expected to gain here.
     pub fn seeds(&self, groups: &[Group], space: &Space, guess: &dyn Fn(&Candidate) -> f64) -> Vec<Candidate> {
         let expected = |c: &Candidate| {
             let opinion = self.opinion(c, guess(c));
             opinion.log_ratio + opinion.risk
         };
         let default = space.default_candidate();
-        let mut found: Vec<Candidate> = vec![];
+        // Of each shape its fastest candidates, as this space has them.
+        let mut shapes: Vec<(&Setting, Vec<Candidate>)> = vec![];
         for (_, group) in nearest_settings(groups, &self.setting) {
-            let good = group.examples.iter().filter_map(|e| Some((e, e.log_ratio?)));
-            let best = good.filter(|(_, log)| *log < GOOD).min_by(|a, b| a.1.total_cmp(&b.1));
-            let Some((example, _)) = best else { continue };
-            let mut scaled = self.default;
-            for ((to, moved), default) in scaled.iter_mut().zip(&example.moves).zip(&self.default) {
-                *to = ((f64::from(*default) + 1.0) * moved.exp2() - 1.0).round().max(0.0) as u32;
+            let at = shapes.iter().position(|(setting, _)| **setting == group.setting).unwrap_or_else(|| {
+                shapes.push((&group.setting, vec![]));
+                shapes.len() - 1
+            });
+            let mut good: Vec<(f64, &Example)> =
+                group.examples.iter().filter_map(|e| Some((e.log_ratio?, e))).filter(|(log, _)| *log < GOOD).collect();
+            good.sort_by(|a, b| a.0.total_cmp(&b.0));
+            for (_, example) in good.into_iter().take(GOOD_MOST) {
+                let mut scaled = self.default;
+                for ((to, moved), default) in scaled.iter_mut().zip(&example.moves).zip(&self.default) {
+                    *to = ((f64::from(*default) + 1.0) * moved.exp2() - 1.0).round().max(0.0) as u32;
+                }
+                shapes[at].1.extend([space.snap(&scaled), space.snap(&example.values)].into_iter().flatten());
             }
-            let whole = [space.snap(&scaled), space.snap(&example.values)].into_iter().flatten();
-            let best = whole.map(|c| (expected(&c), c)).min_by(|a, b| a.0.total_cmp(&b.0));
-            let best = best.filter(|(log, c)| *log < 0.0 && c != default && !found.contains(c));
-            found.extend(best.map(|(_, candidate)| candidate));
+        }
+        let mut found: Vec<Candidate> = vec![];
+        for (_, candidates) in shapes {
+            let new = candidates.into_iter().filter(|c| c != default && !found.contains(c));
+            let best = new.map(|c| (expected(&c), c)).min_by(|a, b| a.0.total_cmp(&b.0));
+            found.extend(best.filter(|(log, _)| *log < 0.0).map(|(_, candidate)| candidate));
             if found.len() >= SEEDS_MOST {
                 break;
             }

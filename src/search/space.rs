@@ -395,8 +395,8 @@ impl Space {
         Ok(())
     }
 
-    /// The legal points one knob away, those of the nearest values first. Slots of another size make a ring of as many bytes; one
-    /// of more or fewer slots takes the free slots of a hurry with it, in proportion, and the copies in flight where they would not fit.
+    /// The legal points one knob away, those of the nearest values first. Slots of another size make a ring of as many bytes, with
+    /// as many in flight; one of more or fewer slots takes the free slots of a hurry with it, in proportion, and the copies in flight where they would not fit.
     pub fn neighbours(&self, from: &Candidate) -> Vec<Candidate> {
         let mut found: Vec<(usize, usize, Candidate)> = vec![];
         let own = from.values();
@@ -424,10 +424,14 @@ impl Space {
         let mut to = Candidate::of_values(&numbers);
         let changed = KNOBS.get(at).map_or("", |knob| knob.name);
         if self.rules.target.kind == TargetKind::Cuda {
-            // Slots of another size make a ring of as many bytes.
+            // Slots of another size make a ring of as many bytes, with as many of them in flight.
             if changed == "slot_bytes" {
-                let bytes = u64::from(from.ring_slots) * u64::from(from.slot_bytes);
-                to.ring_slots = (bytes / u64::from(value.max(1))).clamp(2, u64::from(RING_SLOTS_MAX)) as u32;
+                let bytes = |slots: u32| u64::from(slots) * u64::from(from.slot_bytes);
+                let size = u64::from(value.max(1));
+                let nearest =
+                    |slots: u32| ((bytes(slots) + size / 2) / size).clamp(1, u64::from(RING_SLOTS_MAX)) as u32;
+                to.ring_slots = (bytes(from.ring_slots) / size).clamp(2, u64::from(RING_SLOTS_MAX)) as u32;
+                (to.flight_high, to.flight_low) = (nearest(from.flight_high), nearest(from.flight_low));
             }
             // More bytes a slot leave room for fewer slots.
             if matches!(changed, "slot_bytes" | "consumer_warps" | "sum_units") {
