@@ -160,8 +160,9 @@ const UNTURNED: f64 = 0.5;
 const PAIRED_MAX: usize = 200;
 /// What earlier campaigns have to have gained for it to be tried first, as a log of ratios.
 const GOOD: f64 = -0.005;
-/// Best candidates of other campaigns that are tried as they are.
-const SEEDS_MOST: usize = 3;
+/// Best candidates of other shapes that are tried as they are: unions of what is expected to gain come next, without what
+/// was kept by the way elsewhere.
+const SEEDS_MOST: usize = 1;
 /// Candidates of a campaign that are looked at for that.
 const GOOD_MOST: usize = 3;
 const TERMS: usize = 2 * KNOBS.len();
