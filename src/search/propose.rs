@@ -56,6 +56,9 @@ const NO_GAIN: f64 = 0.002;
 const LUCK: f64 = 0.2;
 /// A gain that two medians show, as a log of ratios: less is noise, and not added up.
 const SMALL_GAIN: f64 = -0.002;
+/// Points are as good as the best one within this log of ratios, these many of them.
+const AS_GOOD: f64 = 0.004;
+const ALIKE_MOST: usize = 3;
 /// Knobs in which a point differs that gained a little: of more, one cannot say which gained.
 const SMALL_MOVES: usize = 3;
 /// Power of the chance not to fail: a point near one that failed is tried when little else is left.
@@ -269,7 +272,7 @@ impl<'a> Search<'a> {
         }
         let mut random = Random::stream(self.limits.seed, "ask", u64::from(self.trials));
         let best = self.best().unwrap_or(incumbent);
-        let base = self.base(best);
+        let base = self.base(best, &mut random);
         let found = self.promising(&base, best, random.unit() < BOLD_SHARE, &mut random);
         match found.or_else(|| self.any(&mut random)) {
             Some((candidate, proposer)) => Ask::Try { candidate, proposer },
@@ -304,22 +307,25 @@ impl<'a> Search<'a> {
         expected_improvement(-log_ratio - NO_GAIN, spread) * safe
     }
 
-    /// Where moves start: the best point, and after each run of reverts another good one, or a far one.
-    fn base(&self, best: &Candidate) -> Candidate {
-        let restarts = self.reverts / RESTART_AFTER;
+    /// Where moves start: the best point or one that is as good, from where other moves may gain; behind each run of reverts another
+    /// good one, later a far one.
+    fn base(&self, best: &Candidate, random: &mut Random) -> Candidate {
+        let restarts = (self.reverts / RESTART_AFTER) as usize;
+        let most = self.elite.first().map_or(0.0, |(log, _)| *log);
+        let others = self.elite.iter().filter(|(_, c)| c != best);
         if restarts == 0 {
-            return best.clone();
+            let alike: Vec<&Candidate> =
+                others.take_while(|(log, _)| log - most < AS_GOOD).take(ALIKE_MOST).map(|(_, c)| c).collect();
+            // The best one more often than not.
+            let at = random.below(3 * alike.len() + 1);
+            return alike.get(at).map_or(best, |other| *other).clone();
         }
         // The same as long as the run of reverts lasts.
         let mut random = Random::stream(self.limits.seed, "restart", u64::from(self.trials / RESTART_AFTER));
-        let others: Vec<&Candidate> =
-            self.elite.iter().map(|(_, c)| c).filter(|c| *c != best).take(2 + restarts as usize).collect();
-        match others.get(random.below(others.len() + 1)) {
+        let others: Vec<&Candidate> = others.take(2 + restarts).map(|(_, c)| c).collect();
+        match others.get(random.below(others.len() + usize::from(restarts > 1))) {
             Some(other) => (*other).clone(),
-            None => {
-                let mut choose = |count| random.below(count);
-                self.space.mutated(best, 3, &mut choose).unwrap_or_else(|| best.clone())
-            }
+            None => self.space.mutated(best, 3, &mut |count| random.below(count)).unwrap_or_else(|| best.clone()),
         }
     }
 

@@ -282,13 +282,24 @@ impl Space {
         // A layer says which variants its ops have.
         let mut layer = graph.clone();
         layer.layers.truncate(1);
+        // Some need slots that hold whole units: legal is what the default has room for, or its ring of such slots.
+        let whole = (1..=4).rev().map(|units| units * unit).find(|bytes| *bytes <= SLOT_BYTES_MAX);
+        let whole = whole.filter(|_| !cpu).map(|slot_bytes| {
+            let ring_slots = (default.ring_slots * default.slot_bytes / slot_bytes).max(2);
+            let [flight_high, flight_low] = [default.flight_high, default.flight_low].map(|n| n.min(ring_slots));
+            let flight_free = default.flight_free.min(ring_slots);
+            Candidate { slot_bytes, ring_slots, flight_high, flight_low, flight_free, ..default.clone() }
+        });
+        let rings = [Some(default.clone()), whole];
         let fits = |at: usize, value: u32| {
-            let mut values = own;
-            if let Some(knob) = values.get_mut(at) {
-                *knob = value;
-            }
-            let c = Candidate::of_values(&values);
-            lower(&layer, "", precision, context_max, &c).and_then(|program| schedule(program, target, &c)).is_ok()
+            rings.iter().flatten().any(|ring| {
+                let mut values = ring.values();
+                if let Some(knob) = values.get_mut(at) {
+                    *knob = value;
+                }
+                let c = Candidate::of_values(&values);
+                lower(&layer, "", precision, context_max, &c).and_then(|program| schedule(program, target, &c)).is_ok()
+            })
         };
         let mut knobs = vec![];
         for (at, knob) in KNOBS.iter().enumerate() {
@@ -449,6 +460,10 @@ impl Space {
                 // As many free of fewer slots would be all of them, and the loader never in a hurry.
                 let slots = from.ring_slots.max(1);
                 to.flight_free = (from.flight_free * to.ring_slots + slots / 2) / slots;
+            }
+            // As many copies in a hurry as without one: from when on it is in a hurry says nothing.
+            if to.flight_high == to.flight_low {
+                to.flight_free = self.default.flight_free;
             }
             to.flight_free = to.flight_free.min(to.ring_slots);
         }
