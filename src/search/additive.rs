@@ -2,9 +2,9 @@
 //!
 //! A Gaussian process whose function is a sum of one function for each knob (Duvenaud, Nickisch and Rasmussen, "Additive
 //! Gaussian processes", NIPS 2011; the regression is that of Rasmussen and Williams, "Gaussian processes for machine learning",
-//! 2006, chapter 2), 0 where a knob is as the default has it. One part of each function is shared by all shapes, and goes by
-//! octaves from the default of each; the other is a shape's own, and goes by the value itself, so that campaigns of one shape
-//! with different defaults speak of one thing. Latency is not additive: what is left over is taken as noise that grows with the
+//! 2006, chapter 2), 0 where a knob is as the default has it. One half of each function is a shape's own, and goes by values, so
+//! that campaigns of one shape with different defaults speak of one thing; the other half is shared by all shapes, and goes
+//! half by values and half by octaves from the default of each. Latency is not additive: what is left over is taken as noise that grows with the
 //! number of knobs that were turned. What is counted in slots of the ring goes by its bytes: half as many slots of twice the size are
 //! one move, not five.
 //!
@@ -15,15 +15,15 @@ use crate::candidate::Values;
 
 use super::prior::{Example, Group, Setting};
 
-/// Standard deviation of the effect of one knob's value, as a log of ratios. This and what follows were fitted to the 39 campaigns
+/// Standard deviation of the effect of one knob's value, as a log of ratios. This and what follows were fitted to campaigns
 /// of `flywheel/corpus/h200.csv`: each trial predicted from those before it.
 const EFFECT: f64 = 0.04;
 /// Octaves over which an effect is alike.
 const OCTAVES: f64 = 2.0;
 /// Share of the variance that a value has for itself.
 const ALONE: f64 = 0.2;
-/// Share of the variance that all shapes have in common.
-const SHARED: f64 = 0.5;
+/// Share of the variance that a shape has for itself.
+const OWN: f64 = 0.5;
 /// What leaving the default costs, for each knob and for each octave, where nothing is known: somebody has thought of it.
 const LEAVING: f64 = 0.005;
 const FARTHER: f64 = 0.005;
@@ -85,7 +85,9 @@ struct Row {
 /// Index into [`KNOBS`](super::space::KNOBS).
 const SLOT_BYTES: usize = 3;
 /// Slots of the ring, copies in flight, and free slots from which there may be more of these: they act by their bytes.
-const OF_SLOTS: [usize; 4] = [2, 4, 5, FREE_SLOTS];
+const OF_SLOTS: [usize; 4] = [2, FLIGHT_HIGH, FLIGHT_LOW, FREE_SLOTS];
+const FLIGHT_HIGH: usize = 4;
+const FLIGHT_LOW: usize = 5;
 const FREE_SLOTS: usize = 6;
 /// Positions of such knobs are told apart by so much of an octave.
 const STEP: f64 = 0.25;
@@ -102,7 +104,9 @@ fn octaves(knob: usize, value: u32, slot_bytes: u32) -> f64 {
 }
 
 fn position(values: &Values, knob: usize) -> f64 {
-    octaves(knob, values[knob], values[SLOT_BYTES])
+    // A loader that is always in a hurry always has as many copies in flight.
+    let acts = if knob == FLIGHT_LOW && values[FREE_SLOTS] == 0 { FLIGHT_HIGH } else { knob };
+    octaves(knob, values[acts], values[SLOT_BYTES])
 }
 
 fn turn(knob: usize, at: f64, from: f64) -> Turn {
@@ -130,15 +134,12 @@ const SAME: f64 = 1e-9;
 
 /// Covariance of the effects of two values of one knob; `same`: they are of one setting.
 fn covariance(a: &Turn, b: &Turn, same: bool) -> f64 {
-    // The shared part is known to be 0 at no octave.
-    let shared = alike(a.moved - b.moved) - alike(a.moved) * alike(b.moved);
-    // The own part is a difference of two values.
-    let own = if same {
-        (alike(a.at - b.at) - alike(a.at - b.from) - alike(a.from - b.at) + alike(a.from - b.from)) / 2.0
-    } else {
-        0.0
-    };
-    EFFECT * EFFECT * (SHARED * shared + (1.0 - SHARED) * own)
+    // By moves, the effect of none is 0.
+    let moves = alike(a.moved - b.moved) - alike(a.moved) * alike(b.moved);
+    // By values, an effect is a difference of two.
+    let values = (alike(a.at - b.at) - alike(a.at - b.from) - alike(a.from - b.at) + alike(a.from - b.from)) / 2.0;
+    let own = if same { OWN * values } else { 0.0 };
+    EFFECT * EFFECT * (own + (1.0 - OWN) * (moves + values) / 2.0)
 }
 
 fn covariance_of_all(a: &[Turn], b: &[Turn], same: bool) -> f64 {
@@ -162,7 +163,9 @@ impl Additive {
             let mut positions: Vec<f64> = if OF_SLOTS.contains(knob) {
                 // So many slots of so many bytes, each a step apart.
                 let sizes = of_knob(SLOT_BYTES).iter().chain(&default[SLOT_BYTES..=SLOT_BYTES]);
-                let all = sizes.flat_map(|size| values.iter().map(|value| octaves(*knob, *value, *size)));
+                let also = if *knob == FLIGHT_LOW { of_knob(FLIGHT_HIGH) } else { &[] };
+                let values = || values.iter().chain(also);
+                let all = sizes.flat_map(|size| values().map(|value| octaves(*knob, *value, *size)));
                 all.map(|at| own + ((at - own) / STEP).round() * STEP).collect()
             } else {
                 values.iter().map(|value| octaves(*knob, *value, 1)).collect()

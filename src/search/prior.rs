@@ -130,6 +130,8 @@ pub struct Prior {
     /// Where trials failed and where they did not, with the similarity of the setting: of earlier campaigns, and of this one.
     earlier: Rc<Vec<(f64, Example)>>,
     own: Vec<Example>,
+    /// Of both.
+    failures: usize,
     additive: Additive,
     effects: Effects,
 }
@@ -184,7 +186,8 @@ impl Prior {
         for (distance, group) in nearest_settings(groups, &setting) {
             effects.learn_all((-distance / SETTING_WIDTH).exp(), &group.examples);
         }
-        Prior { setting, default, earlier: Rc::new(examples), own: vec![], additive, effects }
+        let failures = examples.iter().filter(|(_, example)| example.log_ratio.is_none()).count();
+        Prior { setting, default, earlier: Rc::new(examples), own: vec![], failures, additive, effects }
     }
 
     pub fn setting(&self) -> &Setting {
@@ -204,6 +207,7 @@ impl Prior {
         }
         let example = Example { moves: moves(&values, &self.default), values, log_ratio };
         self.own.iter().for_each(|other| self.effects.learn(1.0, other, &example));
+        self.failures += usize::from(log_ratio.is_none());
         self.own.push(example);
     }
 
@@ -227,17 +231,21 @@ impl Prior {
 
     /// Share of failures near a point.
     pub fn risk(&self, candidate: &Candidate) -> f64 {
+        // Most campaigns know of none, and a search asks thousands of times between two trials.
+        if self.failures == 0 {
+            return 0.0;
+        }
         let at = moves(&candidate.values(), &self.default);
-        let (mut failed, mut all) = (0.0, 0.0);
+        let (mut failed, mut weights) = (0.0, DOUBT);
         let earlier = self.earlier.iter().map(|(similar, example)| (*similar, example));
         for (similar, example) in earlier.chain(self.own.iter().map(|example| (1.0, example))) {
             let weight = similar * nearness(&at, &example.moves);
-            all += weight;
+            weights += weight;
             if example.log_ratio.is_none() {
                 failed += weight;
             }
         }
-        failed / (all + DOUBT)
+        failed / weights
     }
 
     /// Good candidates of the shapes that are most like this one, one of each, carried over to this space: relative to the default

@@ -90,10 +90,13 @@ fn middle(of: impl Iterator<Item = Option<f64>>) -> Option<f64> {
     sorted.get(sorted.len() / 2).copied().filter(|value| value.is_finite())
 }
 
-/// Trials behind which a warm campaign was as fast as a cold one at its end, and the trials of that one; `None`: it never was.
+/// Logs of ratios that two medians do not tell apart: of two campaigns that found the same point one is ahead by so much.
+const ALIKE: f64 = 0.002;
+
+/// Trials behind which a warm campaign was as fast as a cold one at its end, give or take [`ALIKE`], and the trials of that one; `None`: it never was.
 pub fn caught_up(warm: &Run, cold: &Run) -> Option<(usize, usize)> {
     let end = cold.curve.last()?;
-    let at = warm.curve.iter().position(|log| log <= end)?;
+    let at = warm.curve.iter().position(|log| *log <= end + ALIKE)?;
     Some((at, cold.curve.len() - 1))
 }
 
