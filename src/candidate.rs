@@ -277,12 +277,16 @@ fn default_slot_bytes(graph: &ModelGraph, precision: Precision, room: u64) -> u3
     if wastes(2 * SLOT) { units_in(2 * SLOT) } else { 2 * SLOT }
 }
 
+/// Rows of up, with those of the gate.
+fn up_rows(layer: &Layer) -> u32 {
+    layer.mlp.gate.as_ref().map_or(0, |gate| gate.rows) + layer.mlp.up.rows
+}
+
 /// All SMs, or a few less where these have equal shares of every matvec of a layer: nobody waits for an SM with more, and fewer
 /// SMs exchange (docs/perf-log.md).
 fn even_sms(graph: &ModelGraph, sms: u32) -> u32 {
-    let Some(Layer { attn, mlp, .. }) = graph.layers.first() else { return sms };
-    let gate = mlp.gate.as_ref().map_or(0, |gate| gate.rows);
-    let rows = [attn.q.rows + attn.k.rows + attn.v.rows, attn.o.rows, gate + mlp.up.rows, mlp.down.rows];
+    let Some(layer @ Layer { attn, mlp, .. }) = graph.layers.first() else { return sms };
+    let rows = [attn.q.rows + attn.k.rows + attn.v.rows, attn.o.rows, up_rows(layer), mlp.down.rows];
     let even = |count: &u32| rows.iter().all(|rows| rows.is_multiple_of(count * UNIT_ROWS));
     (sms - sms / 16..=sms).rev().find(even).unwrap_or(sms)
 }
@@ -340,10 +344,7 @@ fn default_hold_up(graph: &ModelGraph, precision: Precision, warps: u32, sms: u3
     // Eight granules of each: registers for as many more are free.
     const UNIT_GRANULES: std::ops::RangeInclusive<u32> = 7..=8;
     let granules = (unit_bytes(graph, precision) / GRANULE_BYTES).div_ceil(warps);
-    let units = graph.layers.first().map_or(0, |l| {
-        let gate = l.mlp.gate.as_ref().map_or(0, |gate| gate.rows);
-        (gate + l.mlp.up.rows) / UNIT_ROWS / sms
-    });
+    let units = graph.layers.first().map_or(0, |layer| up_rows(layer) / UNIT_ROWS / sms);
     let long = layer_bytes(graph, precision, sms) >= STREAM_BOUND && unit_bytes(graph, precision) <= slot_bytes;
     if long && units >= 2 && UNIT_GRANULES.contains(&granules) { 2 } else { 0 }
 }

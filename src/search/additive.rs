@@ -13,7 +13,7 @@
 
 use crate::candidate::Values;
 
-use super::prior::{Example, Group, Setting};
+use super::prior::{Group, Setting, nearest_settings};
 
 /// Standard deviation of the effect of one knob's value, as a log of ratios. This and what follows were fitted to campaigns
 /// of `flywheel/corpus/h200.csv`: each trial predicted from those before it.
@@ -314,25 +314,19 @@ impl Additive {
 
 /// Trials of campaigns of this kind of target, those of the nearest settings first.
 fn rows(groups: &[Group], setting: &Setting) -> Vec<Row> {
-    let mut near: Vec<(f64, &Group)> = groups.iter().filter_map(|g| Some((setting.distance(&g.setting)?, g))).collect();
-    near.sort_by(|a, b| a.0.total_cmp(&b.0));
-    let mut settings: Vec<&Setting> = vec![];
+    let near = nearest_settings(groups, setting);
     let mut rows = vec![];
-    for (distance, group) in near {
-        let known = settings.iter().position(|setting| **setting == group.setting);
-        let number = known.unwrap_or_else(|| {
-            settings.push(&group.setting);
-            settings.len() - 1
-        });
-        for Example { values, log_ratio, .. } in &group.examples {
-            let Some(log_ratio) = log_ratio.filter(|_| *values != group.default) else { continue };
-            rows.push(Row {
-                own: distance == 0.0,
+    for (number, same) in near.chunk_by(|(_, a), (_, b)| a.setting == b.setting).enumerate() {
+        let examples =
+            same.iter().flat_map(|(distance, group)| group.examples.iter().map(move |e| (distance, group, e)));
+        rows.extend(examples.filter(|(_, group, e)| e.values != group.default).filter_map(|(distance, group, e)| {
+            Some(Row {
+                own: *distance == 0.0,
                 setting: number,
-                turns: turns(values, &group.default),
-                log_ratio: log_ratio.clamp(-LOG_MOST, LOG_MOST),
-            });
-        }
+                turns: turns(&e.values, &group.default),
+                log_ratio: e.log_ratio?.clamp(-LOG_MOST, LOG_MOST),
+            })
+        }));
     }
     rows.truncate(ROWS_MAX);
     rows
@@ -368,7 +362,7 @@ mod tests {
     use super::super::space::KNOBS;
     use super::*;
     use crate::flywheel::ModelShape;
-    use crate::search::prior::moves;
+    use crate::search::prior::{Example, moves};
 
     const KNOB: usize = 2;
 

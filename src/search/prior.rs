@@ -162,10 +162,7 @@ const UNTURNED: f64 = 0.5;
 const PAIRED_MAX: usize = 200;
 /// What earlier campaigns have to have gained for it to be tried first, as a log of ratios.
 const GOOD: f64 = -0.005;
-/// Best candidates of other shapes that are tried as they are: unions of what is expected to gain come next, without what
-/// was kept by the way elsewhere.
-const SEEDS_MOST: usize = 1;
-/// Candidates of a campaign that are looked at for that.
+/// Candidates of a campaign that may be that seed.
 const GOOD_MOST: usize = 3;
 const TERMS: usize = 2 * KNOBS.len();
 /// Examples that are asked for failures, the nearest settings first.
@@ -248,51 +245,43 @@ impl Prior {
         failed / weights
     }
 
-    /// Good candidates of the shapes that are most like this one, one of each, carried over to this space: relative to the default
-    /// of their campaign or as they are, whichever is expected to be fastest. Moves that gained elsewhere need no seed: they are
-    /// expected to gain here.
-    pub fn seeds(&self, groups: &[Group], space: &Space, guess: &dyn Fn(&Candidate) -> f64) -> Vec<Candidate> {
-        let expected = |c: &Candidate| {
-            let opinion = self.opinion(c, guess(c));
-            opinion.log_ratio + opinion.risk
-        };
-        let default = space.default_candidate();
-        // Of each shape its fastest candidates, as this space has them.
-        let mut shapes: Vec<(&Setting, Vec<Candidate>)> = vec![];
-        for (_, group) in nearest_settings(groups, &self.setting) {
-            let at = shapes.iter().position(|(setting, _)| **setting == group.setting).unwrap_or_else(|| {
-                shapes.push((&group.setting, vec![]));
-                shapes.len() - 1
+    /// A good candidate of the shape that is most like this one and has any, carried over to this space: relative to the default
+    /// of its campaign or as it is, whichever is expected to be fastest. Moves that gained elsewhere need no seed: they are
+    /// expected to gain here, without what was kept by the way.
+    pub fn seed(&self, groups: &[Group], space: &Space, guess: &dyn Fn(&Candidate) -> f64) -> Option<Candidate> {
+        let near = nearest_settings(groups, &self.setting);
+        near.chunk_by(|(_, a), (_, b)| a.setting == b.setting).find_map(|shape| {
+            let good = shape.iter().flat_map(|(_, group)| self.carried(group, space));
+            let expected = good.filter(|c| c != space.default_candidate()).map(|c| {
+                let opinion = self.opinion(&c, guess(&c));
+                (opinion.log_ratio + opinion.risk, c)
             });
-            let mut good: Vec<(f64, &Example)> =
-                group.examples.iter().filter_map(|e| Some((e.log_ratio?, e))).filter(|(log, _)| *log < GOOD).collect();
-            good.sort_by(|a, b| a.0.total_cmp(&b.0));
-            for (_, example) in good.into_iter().take(GOOD_MOST) {
-                let mut scaled = self.default;
-                for ((to, moved), default) in scaled.iter_mut().zip(&example.moves).zip(&self.default) {
-                    *to = ((f64::from(*default) + 1.0) * moved.exp2() - 1.0).round().max(0.0) as u32;
-                }
-                shapes[at].1.extend([space.snap(&scaled), space.snap(&example.values)].into_iter().flatten());
+            let best = expected.min_by(|a, b| a.0.total_cmp(&b.0));
+            best.filter(|(log, _)| *log < 0.0).map(|(_, candidate)| candidate)
+        })
+    }
+
+    /// The fastest candidates of a campaign, as this space has them.
+    fn carried(&self, group: &Group, space: &Space) -> Vec<Candidate> {
+        let mut good: Vec<(f64, &Example)> =
+            group.examples.iter().filter_map(|e| Some((e.log_ratio?, e))).filter(|(log, _)| *log < GOOD).collect();
+        good.sort_by(|a, b| a.0.total_cmp(&b.0));
+        let both = good.into_iter().take(GOOD_MOST).flat_map(|(_, example)| {
+            let mut scaled = self.default;
+            for ((to, moved), default) in scaled.iter_mut().zip(&example.moves).zip(&self.default) {
+                *to = ((f64::from(*default) + 1.0) * moved.exp2() - 1.0).round().max(0.0) as u32;
             }
-        }
-        let mut found: Vec<Candidate> = vec![];
-        for (_, candidates) in shapes {
-            let new = candidates.into_iter().filter(|c| c != default && !found.contains(c));
-            let best = new.map(|c| (expected(&c), c)).min_by(|a, b| a.0.total_cmp(&b.0));
-            found.extend(best.filter(|(log, _)| *log < 0.0).map(|(_, candidate)| candidate));
-            if found.len() >= SEEDS_MOST {
-                break;
-            }
-        }
-        found
+            [space.snap(&scaled), space.snap(&example.values)]
+        });
+        both.flatten().collect()
     }
 }
 
-/// Campaigns on this kind of target with their squared distances, the nearest first.
-fn nearest_settings<'g>(groups: &'g [Group], setting: &Setting) -> Vec<(f64, &'g Group)> {
+/// Campaigns on this kind of target with their squared distances, the nearest first, those of one setting together.
+pub(super) fn nearest_settings<'g>(groups: &'g [Group], setting: &Setting) -> Vec<(f64, &'g Group)> {
     let mut near: Vec<(f64, &Group)> =
         groups.iter().filter_map(|group| Some((setting.distance(&group.setting)?, group))).collect();
-    near.sort_by(|a, b| a.0.total_cmp(&b.0));
+    near.sort_by(|(a, of), (b, other)| a.total_cmp(b).then_with(|| of.setting.target.cmp(&other.setting.target)));
     near
 }
 

@@ -4,7 +4,7 @@
 //! told the rows of an interrupted one goes on where that one stopped, and asking a copy that was told "reverted" says
 //! what will probably come next, which is what is compiled ahead.
 //!
-//! Order: the default; warm seeds from the prior; then, of the points one knob away from the incumbent, of unions of the best of
+//! Order: the default; a warm seed from the prior; then, of the points one knob away from the incumbent, of unions of the best of
 //! them, and of random ones of several knobs, the one of which the greatest improvement is expected (Jones, Schonlau and Welch,
 //! "Efficient global optimization of expensive black-box functions", 1998), by the additive model of all that was measured. Moves
 //! that gained too little to be kept are tried together. After a run of reverts the moves start from somewhere else.
@@ -134,7 +134,7 @@ pub struct Search<'a> {
 }
 
 impl<'a> Search<'a> {
-    /// `first` is tried before the seeds of the prior.
+    /// `first` is tried before the seed of the prior.
     pub fn new(
         space: &'a Space,
         limits: Limits,
@@ -145,7 +145,7 @@ impl<'a> Search<'a> {
     ) -> Search<'a> {
         let mut warm = first;
         warm.retain(|candidate| space.admits(candidate).is_ok());
-        warm.extend(prior.seeds(groups, space, &|c| guess(c)));
+        warm.extend(prior.seed(groups, space, &|c| guess(c)));
         Search {
             space,
             limits,
