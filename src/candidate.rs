@@ -164,7 +164,7 @@ impl Candidate {
         // Smaller slots where shared memory is scarce, down to a chunk of the history, so that two have room.
         let history_bytes = attention.map_or(0, |a| HISTORY_ALIGN * cache_row_bytes(a.head_dim, precision.cache));
         let fits = |&bytes: &u32| bytes >= history_bytes && room / u64::from(bytes) >= 2;
-        let wanted = default_slot_bytes(graph, precision, room);
+        let wanted = default_slot_bytes(graph, precision, sms, room);
         let slot_bytes = [wanted, 8192, 4096].into_iter().find(fits).unwrap_or(wanted);
         let ring_slots = (room / u64::from(slot_bytes)).clamp(2, 12) as u32;
         let flight = Flight::for_layer(graph, precision, sms, slot_bytes, ring_slots);
@@ -201,6 +201,13 @@ impl Candidate {
             // A hop less for each sum (docs/perf-log.md).
             sums_everywhere: u32::from(!cpu && refuses_everywhere(graph, precision, consumer_warps).is_none()),
         }
+    }
+
+    /// The same for contexts of at most so many positions, which are not shared between more than pays the merge.
+    pub fn for_context(self, context_max: u32) -> Candidate {
+        // A share of fewer positions is read in the time that another share takes to merge (docs/perf-log.md).
+        const SHARE_LEAST: u32 = 128;
+        Candidate { splits: self.splits.min((context_max / SHARE_LEAST).max(1)), ..self }
     }
 
     /// The SMs that stream less than the others.
@@ -263,12 +270,22 @@ pub fn unit_bytes(graph: &ModelGraph, precision: Precision) -> u32 {
     granules(graph.hidden, precision.weights.bytes() as u32).max(1) * GRANULE_BYTES
 }
 
+/// Bytes of a chunk of units of so many bytes: whole units, or one of the equal parts of a unit that slots hold. Ops with many warps
+/// round up to granules for each of them (`Ring::chunking`).
+pub fn chunk_bytes(unit: u32, slot_bytes: u32) -> u32 {
+    let (unit, slot) = (unit.max(1), slot_bytes.max(1));
+    if unit <= slot { slot / unit * unit } else { unit.div_ceil(unit.div_ceil(slot)) }
+}
+
 /// 16 KiB; where units of the model's width would waste a third of such a slot or be cut by it, 32 KiB, or whole units where
 /// those would waste a third of that, if five have room: a unit in one chunk has no wait inside, and a ring runs ahead by what
-/// is in its slots (docs/perf-log.md).
-fn default_slot_bytes(graph: &ModelGraph, precision: Precision, room: u64) -> u32 {
+/// is in its slots. Two units where a layer streams for about as long as its hops take (docs/perf-log.md).
+fn default_slot_bytes(graph: &ModelGraph, precision: Precision, sms: u32, room: u64) -> u32 {
     const SLOT: u32 = 16384;
     let unit = unit_bytes(graph, precision);
+    if unit <= SLOT && BALANCED.contains(&layer_bytes(graph, precision, sms)) && room >= 5 * u64::from(2 * unit) {
+        return 2 * unit;
+    }
     let units_in = |slot: u32| slot / unit * unit;
     let wastes = |slot: u32| units_in(slot) < slot / 3 * 2;
     if !wastes(SLOT) || unit > 2 * SLOT || room < 5 * u64::from(2 * SLOT) {
@@ -282,17 +299,21 @@ fn up_rows(layer: &Layer) -> u32 {
     layer.mlp.gate.as_ref().map_or(0, |gate| gate.rows) + layer.mlp.up.rows
 }
 
-/// All SMs, or a few less where these have equal shares of every matvec of a layer: nobody waits for an SM with more, and fewer
-/// SMs exchange (docs/perf-log.md).
+/// All SMs, or a few less where these have equal shares of every matvec of a layer, in units of 8 rows or halves of them: nobody
+/// waits for an SM with more, and fewer SMs exchange (docs/perf-log.md).
 fn even_sms(graph: &ModelGraph, sms: u32) -> u32 {
     let Some(layer @ Layer { attn, mlp, .. }) = graph.layers.first() else { return sms };
     let rows = [attn.q.rows + attn.k.rows + attn.v.rows, attn.o.rows, up_rows(layer), mlp.down.rows];
-    let even = |count: &u32| rows.iter().all(|rows| rows.is_multiple_of(count * UNIT_ROWS));
-    (sms - sms / 16..=sms).rev().find(even).unwrap_or(sms)
+    let even = |unit: u32| {
+        (sms - sms / 16..=sms).rev().find(|count| rows.iter().all(|rows| rows.is_multiple_of(count * unit)))
+    };
+    even(UNIT_ROWS).or_else(|| even(UNIT_ROWS / 2)).unwrap_or(sms)
 }
 
 /// Bytes of a layer for an SM from which streaming takes much longer than hops: 15 us at the read peak of an H200.
 const STREAM_BOUND: u64 = 512 << 10;
+/// Bytes of a layer for an SM that stream for less time than its five hops take, 7.5 us, but not for much less.
+const BALANCED: std::ops::Range<u64> = 192 << 10..256 << 10;
 
 /// Bytes of weights that an SM streams for the first layer.
 fn layer_bytes(graph: &ModelGraph, precision: Precision, sms: u32) -> u64 {
@@ -318,19 +339,17 @@ struct Flight {
 }
 
 impl Flight {
-    /// Of a well filled ring about 32 KiB, at which memory still streams at its rate and a poll waits least; one copy where a
-    /// layer streams for less time than its five hops take; 64 KiB, and never more, where it streams for much longer and
+    /// Of a well filled ring about 32 KiB, at which memory still streams at its rate and a poll waits least; one copy, and 64 KiB of an
+    /// emptier ring, where a layer streams for less time than its five hops take; 64 KiB, and never more, where it streams for much longer and
     /// slots hold whole units (docs/perf-log.md).
     fn for_layer(graph: &ModelGraph, precision: Precision, sms: u32, slot_bytes: u32, slots: u32) -> Flight {
         const IN_FLIGHT: u32 = 32768;
-        // 7.5 us at the read peak of an H200.
-        const HOP_BOUND: u64 = 256 << 10;
         let bytes = layer_bytes(graph, precision, sms);
         let unit = unit_bytes(graph, precision);
-        let chunk = if unit <= slot_bytes { slot_bytes / unit * unit } else { slot_bytes };
+        let chunk = chunk_bytes(unit, slot_bytes);
         let copies = |bytes: u32| ((bytes + chunk / 2) / chunk).clamp(1, slots);
         let (high, low) = match bytes {
-            ..HOP_BOUND => (4, 1),
+            bytes if bytes < BALANCED.end => (copies(2 * IN_FLIGHT), 1),
             STREAM_BOUND.. if unit <= slot_bytes => (copies(2 * IN_FLIGHT), copies(2 * IN_FLIGHT)),
             _ => (4, copies(IN_FLIGHT)),
         };

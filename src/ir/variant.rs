@@ -43,8 +43,8 @@ pub struct AttentionVariant {
 pub struct Held {
     /// Granules of a unit that one warp reads, of one chunk at a time.
     granules: u32,
-    /// Whether a chunk holds whole units.
-    whole: bool,
+    /// Units that a chunk holds; 0: a unit is more than one chunk.
+    of_chunk: u32,
     /// Units of the longest task.
     units: u32,
     /// Units of a batch of sums.
@@ -59,26 +59,30 @@ impl Held {
         let weight_bytes = precision.weights.bytes() as u32;
         let (unit, warps) = (m.granules(weight_bytes).max(1), machine.consumer_warps.max(1));
         let chunk = machine.ring.chunking(unit).chunk;
-        let whole = chunk >= unit;
+        let of_chunk = chunk / unit;
         let granule_pairs = granule_pairs(m.parts(), precision);
         Held {
-            granules: (if whole { unit } else { chunk }).div_ceil(warps),
-            whole,
+            granules: unit.min(chunk).div_ceil(warps),
+            of_chunk,
             units: units.max(1),
             batch: machine.sum_units.max(1),
             pairs: (unit.div_ceil(warps) * granule_pairs).div_ceil(32),
         }
     }
 
-    /// Units held at once where nobody says how many: all of a short task, so that nothing is between its input and its sums. No
-    /// group reaches over the end of a batch of sums.
+    /// Units held at once where nobody says how many: all of a short task, so that nothing is between its input and its sums, or
+    /// whole chunks of it, so that each is done with before the next is waited for (docs/perf-log.md). No group reaches over the
+    /// end of a batch of sums.
     pub fn hold_rule(&self) -> u32 {
         let fit = (HELD_GRANULES / self.granules).max(1);
-        if !self.whole {
+        if self.of_chunk == 0 {
             return 1;
         }
         if self.units <= self.batch {
-            return self.units.div_ceil(self.units.div_ceil(fit));
+            // All at once, or whole chunks, or what fits of one.
+            let whole = fit / self.of_chunk * self.of_chunk;
+            let most = if fit >= self.units || whole == 0 { fit } else { whole };
+            return self.units.div_ceil(self.units.div_ceil(most));
         }
         (1..=self.batch.min(fit)).rev().find(|n| self.batch.is_multiple_of(*n)).unwrap_or(1)
     }
@@ -94,11 +98,11 @@ impl Held {
 
     /// Why a warp cannot hold `hold` units; `None`: it can.
     pub fn refuses_hold(&self, hold: u32) -> Option<String> {
-        let Held { granules, whole, units, batch, .. } = *self;
+        let Held { granules, of_chunk, units, batch, .. } = *self;
         if hold == 0 || hold > units {
             return Some(format!("1 to {units}, the units of the longest task"));
         }
-        if hold > 1 && !whole {
+        if hold > 1 && of_chunk == 0 {
             return Some("1, for a unit is more than one chunk".to_string());
         }
         if hold > 1 && hold.saturating_mul(granules) > HELD_GRANULES_MAX {

@@ -295,7 +295,8 @@ impl<'a> Site<'a> {
 
     /// Where a search begins, and what it compares with: the default with what the manifest says otherwise.
     pub fn default_candidate(&self) -> Candidate {
-        let default = Candidate::default_for(&self.imported.graph, self.target, self.manifest.precision);
+        let default = Candidate::default_for(&self.imported.graph, self.target, self.manifest.precision)
+            .for_context(self.manifest.decode.context_max);
         self.knobs.and_then(|knobs| Candidate::parse(knobs, &default).ok()).unwrap_or(default)
     }
 

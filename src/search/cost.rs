@@ -14,7 +14,7 @@
 //! H200s; `monobloc flywheel rank` says how well predictions rank trials. They rank candidates before anything runs, and never
 //! stand in a column of measurements.
 
-use crate::candidate::Candidate;
+use crate::candidate::{Candidate, chunk_bytes};
 use crate::dtype::Precision;
 use crate::ir::op::{GRANULE_BYTES, UNIT_ROWS, granules};
 use crate::model::graph::{Linear, ModelGraph};
@@ -104,9 +104,8 @@ pub fn predict(
     let weight_bytes = precision.weights.bytes() as u32;
     let matvec = |rows: u32, linear: &Linear| {
         let units = f64::from(rows.div_ceil(UNIT_ROWS).div_ceil(c.sms.max(1)));
-        let unit = f64::from(granules(linear.cols, weight_bytes) * GRANULE_BYTES);
-        // Of a slot, what whole units fill, or whole parts of one.
-        let chunk = if unit <= slot { (slot / unit).floor() * unit } else { unit / (unit / slot).ceil() };
+        let unit = granules(linear.cols, weight_bytes) * GRANULE_BYTES;
+        let (unit, chunk) = (f64::from(unit), f64::from(chunk_bytes(unit, c.slot_bytes)));
         let serial = (SERIAL_US + SERIAL_US_PER_K * f64::from(linear.cols) / 1024.0) * slower;
         (units * unit, (units * unit / chunk).ceil() * CHUNK_US, serial, chunk)
     };

@@ -135,10 +135,10 @@ fn setting(graph: &ModelGraph) -> Setting {
 /// What a campaign tried, and the log ratio of the incumbent behind each trial.
 fn campaign(graph: &ModelGraph, groups: &[Group], trials: u32, seed: u64) -> (Group, Vec<f64>) {
     let target = Target::builtin("h200").expect("a record");
-    // All SMs, every slot of the ring in flight, and the rules of ops: the default of the tool leaves this machine little to find.
+    // All SMs, small slots, all of them in flight, and the rules of ops: the default of the tool leaves this machine little to find.
+    let start = "sms=132;ring_slots=12;slot_bytes=16384;flight_high=12;flight_low=12;flight_free=0;hold_up=0";
     let default = Candidate::default_for(graph, &target, BF16);
-    let slots = default.ring_slots;
-    let default = Candidate { flight_high: slots, flight_low: slots, flight_free: 0, hold_up: 0, sms: 132, ..default };
+    let default = Candidate::parse(start, &default).expect("a candidate");
     let space = Space::new(graph, &target, BF16, 2048, default.clone(), |_| 30_000);
     let prior = Prior::new(groups, setting(graph), &space);
     let limits = Limits { plateau: trials, ..Limits::of_budget(trials, seed) };
