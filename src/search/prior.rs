@@ -43,6 +43,18 @@ impl Setting {
         Setting { target: target.to_string(), target_kind: target_kind.to_string(), shape }
     }
 
+    /// log2 of the weights of a layer: how long streaming them hides exchanges decides what most knobs do.
+    fn layer(&self) -> f64 {
+        let [_, hidden, intermediate, heads, kv_heads, head_dim, ..] = self.shape.map(f64::exp2);
+        (hidden * head_dim * 2.0 * (heads + kv_heads) + 3.0 * hidden * intermediate).log2()
+    }
+
+    /// How far a gain of another shape is believed to be one of this shape: 1 where layers are as large.
+    fn likeness(&self, other: &Setting) -> f64 {
+        let apart = self.layer() - other.layer();
+        (-apart * apart / (2.0 * LAYER_WIDTH * LAYER_WIDTH)).exp()
+    }
+
     /// Squared distance in octaves; `None` between kinds of target, which share no knob's effect.
     pub(super) fn distance(&self, other: &Setting) -> Option<f64> {
         if self.target_kind != other.target_kind {
@@ -160,10 +172,21 @@ const EFFECT: f64 = 0.02;
 const UNTURNED: f64 = 0.5;
 /// Examples of a campaign that are compared with each other, at most.
 const PAIRED_MAX: usize = 200;
-/// What earlier campaigns have to have gained for it to be tried first, as a log of ratios.
+/// What a candidate of an earlier campaign has to have gained to be a seed, as a log of ratios, and those of one campaign that are
+/// looked at.
 const GOOD: f64 = -0.005;
-/// Candidates of a campaign that may be that seed.
 const GOOD_MOST: usize = 3;
+/// Knobs of the ring, indices into [`KNOBS`](super::space::KNOBS): bytes in flight are no matter of the default.
+const RING: std::ops::RangeInclusive<usize> = 2..=6;
+/// How far what a seed gained there is believed here, where layers are as large; the rest is what is expected of the sum of its moves.
+const SEED_TRUST: f64 = 0.5;
+/// Octaves of the weights of a layer over which that is believed less.
+const LAYER_WIDTH: f64 = 1.5;
+/// What a seed has to promise, as a log of ratios.
+const PROMISING: f64 = -0.01;
+/// Nearest shapes that may give a seed, and seeds.
+const SEED_SHAPES: usize = 4;
+const SEEDS: usize = 2;
 const TERMS: usize = 2 * KNOBS.len();
 /// Examples that are asked for failures, the nearest settings first.
 const EXAMPLES_MAX: usize = 1000;
@@ -245,35 +268,44 @@ impl Prior {
         failed / weights
     }
 
-    /// A good candidate of the shape that is most like this one and has any, carried over to this space: relative to the default
-    /// of its campaign or as it is, whichever is expected to be fastest. Moves that gained elsewhere need no seed: they are
-    /// expected to gain here, without what was kept by the way.
-    pub fn seed(&self, groups: &[Group], space: &Space, guess: &dyn Fn(&Candidate) -> f64) -> Option<Candidate> {
+    /// Good candidates of the shapes that are most like this one, one of each at most, carried over to this space, each with the
+    /// log ratio that it promises, the best first. Moves that gained elsewhere need no seed, they are expected to gain here; what
+    /// gained together does, because the sum of its moves says less of it.
+    pub fn seeds(&self, groups: &[Group], space: &Space, guess: &dyn Fn(&Candidate) -> f64) -> Vec<(f64, Candidate)> {
         let near = nearest_settings(groups, &self.setting);
-        near.chunk_by(|(_, a), (_, b)| a.setting == b.setting).find_map(|shape| {
+        let mut seeds: Vec<(f64, Candidate)> = vec![];
+        let shapes = near.chunk_by(|(_, a), (_, b)| a.setting == b.setting);
+        for shape in shapes.take(SEED_SHAPES) {
+            let like = shape.first().map_or(0.0, |(_, group)| self.setting.likeness(&group.setting));
             let good = shape.iter().flat_map(|(_, group)| self.carried(group, space));
-            let expected = good.filter(|c| c != space.default_candidate()).map(|c| {
+            let new = good.filter(|(_, c)| c != space.default_candidate() && seeds.iter().all(|(_, other)| c != other));
+            let expected = new.map(|(there, c)| {
                 let opinion = self.opinion(&c, guess(&c));
-                (opinion.log_ratio + opinion.risk, c)
+                (SEED_TRUST * like * there + (1.0 - SEED_TRUST) * opinion.log_ratio + opinion.risk, c)
             });
-            let best = expected.min_by(|a, b| a.0.total_cmp(&b.0));
-            best.filter(|(log, _)| *log < 0.0).map(|(_, candidate)| candidate)
-        })
+            seeds.extend(expected.min_by(|a, b| a.0.total_cmp(&b.0)).filter(|(log, _)| *log < PROMISING));
+        }
+        seeds.sort_by(|a, b| a.0.total_cmp(&b.0));
+        seeds.truncate(SEEDS);
+        seeds
     }
 
-    /// The fastest candidates of a campaign, as this space has them.
-    fn carried(&self, group: &Group, space: &Space) -> Vec<Candidate> {
+    /// The fastest candidates of a campaign, as this space has them, with the log of their latency by its default's: as they are,
+    /// and with all knobs but the ring's relative to the default.
+    fn carried(&self, group: &Group, space: &Space) -> Vec<(f64, Candidate)> {
         let mut good: Vec<(f64, &Example)> =
             group.examples.iter().filter_map(|e| Some((e.log_ratio?, e))).filter(|(log, _)| *log < GOOD).collect();
         good.sort_by(|a, b| a.0.total_cmp(&b.0));
-        let both = good.into_iter().take(GOOD_MOST).flat_map(|(_, example)| {
-            let mut scaled = self.default;
-            for ((to, moved), default) in scaled.iter_mut().zip(&example.moves).zip(&self.default) {
-                *to = ((f64::from(*default) + 1.0) * moved.exp2() - 1.0).round().max(0.0) as u32;
+        let both = good.into_iter().take(GOOD_MOST).flat_map(|(log, example)| {
+            let mut scaled = example.values;
+            let relative = (0..scaled.len()).filter(|knob| !RING.contains(knob));
+            for knob in relative {
+                let from = f64::from(self.default[knob]) + 1.0;
+                scaled[knob] = (from * example.moves[knob].exp2() - 1.0).round().max(0.0) as u32;
             }
-            [space.snap(&scaled), space.snap(&example.values)]
+            [space.snap(&scaled), space.snap(&example.values)].into_iter().flatten().map(move |c| (log, c))
         });
-        both.flatten().collect()
+        both.collect()
     }
 }
 

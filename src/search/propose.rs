@@ -4,7 +4,7 @@
 //! told the rows of an interrupted one goes on where that one stopped, and asking a copy that was told "reverted" says
 //! what will probably come next, which is what is compiled ahead.
 //!
-//! Order: the default; a warm seed from the prior; then, of the points one knob away from the incumbent, of unions of the best of
+//! Order: the default; seeds from the prior; then, of the points one knob away from the incumbent, of unions of the best of
 //! them, and of random ones of several knobs, the one of which the greatest improvement is expected (Jones, Schonlau and Welch,
 //! "Efficient global optimization of expensive black-box functions", 1998), by the additive model of all that was measured. Moves
 //! that gained too little to be kept are tried together. After a run of reverts the moves start from somewhere else.
@@ -120,7 +120,8 @@ pub struct Search<'a> {
     prior: Prior,
     /// The cost model's log ratio by the default, 0 where it has none.
     guess: &'a (dyn Fn(&Candidate) -> f64 + Sync),
-    warm: Vec<Candidate>,
+    /// Seeds, and the log of latency by the default's that is expected of each.
+    warm: Vec<(f64, Candidate)>,
     seen: BTreeSet<Values>,
     incumbent: Option<(Candidate, f64)>,
     /// Timed candidates with the log of their latency by the default's, best first.
@@ -134,7 +135,7 @@ pub struct Search<'a> {
 }
 
 impl<'a> Search<'a> {
-    /// `first` is tried before the seed of the prior.
+    /// `first` is tried before the seeds of the prior.
     pub fn new(
         space: &'a Space,
         limits: Limits,
@@ -143,9 +144,9 @@ impl<'a> Search<'a> {
         first: Vec<Candidate>,
         guess: &'a (dyn Fn(&Candidate) -> f64 + Sync),
     ) -> Search<'a> {
-        let mut warm = first;
-        warm.retain(|candidate| space.admits(candidate).is_ok());
-        warm.extend(prior.seed(groups, space, &|c| guess(c)));
+        let first = first.into_iter().filter(|candidate| space.admits(candidate).is_ok());
+        let mut warm: Vec<(f64, Candidate)> = first.map(|candidate| (f64::NEG_INFINITY, candidate)).collect();
+        warm.extend(prior.seeds(groups, space, &|c| guess(c)));
         Search {
             space,
             limits,
@@ -245,7 +246,7 @@ impl<'a> Search<'a> {
 
     /// What to try next.
     pub fn ask(&self) -> Ask {
-        let Some((incumbent, _)) = &self.incumbent else {
+        let Some((incumbent, log)) = &self.incumbent else {
             let default = self.space.default_candidate().clone();
             return match self.is_new(&default) {
                 true => Ask::Try { candidate: default, proposer: Proposer::Default },
@@ -264,7 +265,8 @@ impl<'a> Search<'a> {
         if self.idle > IDLE_PER_TRIAL * (self.limits.trials + 1) {
             return Ask::Stop(Stop::Exhausted);
         }
-        if let Some(candidate) = self.warm.iter().find(|c| self.is_new(c)) {
+        // Another seed is tried where it may be better still.
+        if let Some((_, candidate)) = self.warm.iter().find(|(expected, c)| self.is_new(c) && expected < log) {
             return Ask::Try { candidate: candidate.clone(), proposer: Proposer::Prior };
         }
         if let Some(candidate) = self.together() {

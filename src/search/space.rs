@@ -5,7 +5,7 @@
 
 use std::collections::BTreeMap;
 
-use crate::candidate::{Candidate, Infeasible, KNOB_NAMES, RING_SLOTS_MAX, Values, unit_bytes};
+use crate::candidate::{Candidate, Infeasible, KNOB_NAMES, RING_SLOTS_MAX, Values, chunk_bytes, unit_bytes};
 use crate::digest::Digest;
 use crate::dtype::Precision;
 use crate::ir::op::UNIT_ROWS;
@@ -82,7 +82,7 @@ pub const KNOBS: [Knob; KNOB_NAMES.len()] = [
         Grid::Values(&[4096, 8192, 12_288, 16_384, 24_576, 32_768, 49_152]),
         false,
         true,
-        "bytes of one stage of the ring, which is one bulk copy and one barrier; also what one to four units of the model's width have",
+        "bytes of one stage of the ring, which is one bulk copy and one barrier; also what one to four units of the model's width have, and none of which a quarter would be empty",
     ),
     knob(
         "flight_high",
@@ -250,6 +250,8 @@ struct Rules {
     context_max: u32,
     fixed_smem: BTreeMap<u32, u64>,
     group: u32,
+    /// Bytes of a unit of the model's width.
+    unit: u32,
 }
 
 /// Shared memory of a block beside the ring, bytes, at most: larger batches of sums than by default take so much more.
@@ -260,6 +262,8 @@ fn fixed_bytes(of_warps: &BTreeMap<u32, u64>, c: &Candidate) -> u64 {
 
 /// Larger slots leave room for so few that a ring of them hardly runs ahead.
 const SLOT_BYTES_MAX: u32 = 65536;
+/// One part in so many of a slot may be empty.
+const SLOT_WASTE: u32 = 4;
 
 impl Space {
     /// The points around `default`, which is where a search begins. `fixed_smem_bytes(consumer_warps)` says what a block's
@@ -318,7 +322,9 @@ impl Space {
                 "heads_per_task" => values.retain(|&heads| heads <= group && group.is_multiple_of(heads)),
                 // Slots that whole units of the model's width fill, too.
                 "slot_bytes" if !cpu => {
-                    values.extend((1..=4).map(|units| units * unit).filter(|bytes| *bytes <= SLOT_BYTES_MAX))
+                    values.extend((1..=4).map(|units| units * unit).filter(|bytes| *bytes <= SLOT_BYTES_MAX));
+                    // Another value has the same chunks and leaves room for more of them.
+                    values.retain(|&slot| slot - chunk_bytes(unit, slot) < slot / SLOT_WASTE);
                 }
                 // Where it begins behind the context, it never splits, which `splits` says already.
                 "split_from" => values.retain(|&from| from < context_max),
@@ -342,7 +348,7 @@ impl Space {
         };
         let fixed_smem =
             warps.iter().chain([&default.consumer_warps]).map(|&warps| (warps, fixed_smem_bytes(warps))).collect();
-        let rules = Rules { target: target.clone(), head_units, context_max, fixed_smem, group };
+        let rules = Rules { target: target.clone(), head_units, context_max, fixed_smem, group, unit };
         Space { default, knobs, rules }
     }
 
@@ -393,7 +399,7 @@ impl Space {
     /// # Errors
     /// Why the point does not fit.
     pub fn admits(&self, c: &Candidate) -> Result<(), Infeasible> {
-        let Rules { target, head_units, context_max: _, fixed_smem, group } = &self.rules;
+        let Rules { target, head_units, context_max: _, fixed_smem, group, unit: _ } = &self.rules;
         check_knobs(*head_units, target, c)?;
         heads_of_task(*group, c)?;
         if target.kind == TargetKind::Cuda {
@@ -437,30 +443,43 @@ impl Space {
         if self.rules.target.kind == TargetKind::Cuda {
             // Slots of another size make a ring of as many bytes, with as many of them in flight.
             if changed == "slot_bytes" {
-                let bytes = |slots: u32| u64::from(slots) * u64::from(from.slot_bytes);
-                let size = u64::from(value.max(1));
-                let nearest =
-                    |slots: u32| ((bytes(slots) + size / 2) / size).clamp(1, u64::from(RING_SLOTS_MAX)) as u32;
-                to.ring_slots = (bytes(from.ring_slots) / size).clamp(2, u64::from(RING_SLOTS_MAX)) as u32;
+                let most = u64::from(RING_SLOTS_MAX);
+                let [own, size] = [from.slot_bytes, value].map(|slot| u64::from(chunk_bytes(self.rules.unit, slot)));
+                let nearest = |slots: u32| ((u64::from(slots) * own + size / 2) / size).clamp(1, most) as u32;
+                let ring = u64::from(from.ring_slots) * u64::from(from.slot_bytes);
+                to.ring_slots = (ring / u64::from(value.max(1))).clamp(2, most) as u32;
                 (to.flight_high, to.flight_low) = (nearest(from.flight_high), nearest(from.flight_low));
             }
-            // More bytes a slot leave room for fewer slots.
-            if matches!(changed, "slot_bytes" | "consumer_warps" | "sum_units") {
-                let fixed = fixed_bytes(&self.rules.fixed_smem, &to);
-                let room = u64::from(self.rules.target.spec.smem_bytes_per_block_max).saturating_sub(fixed)
-                    / u64::from(to.slot_bytes.max(1));
-                to.ring_slots = to.ring_slots.min(room.min(u64::from(RING_SLOTS_MAX)) as u32);
+            // More bytes a slot leave room for fewer slots; more slots than there is room for are no move.
+            if changed != "ring_slots" {
+                self.cut_ring(&mut to);
             }
-            match changed {
-                "flight_low" => to.flight_high = to.flight_high.max(to.flight_low),
-                _ => to.flight_high = to.flight_high.min(to.ring_slots),
+            if changed == "flight_low" {
+                to.flight_high = to.flight_high.max(to.flight_low);
             }
-            to.flight_low = to.flight_low.min(to.flight_high);
             if changed != "flight_free" {
                 // As many free of fewer slots would be all of them, and the loader never in a hurry.
                 let slots = from.ring_slots.max(1);
                 to.flight_free = (from.flight_free * to.ring_slots + slots / 2) / slots;
             }
+        }
+        self.one_name(&mut to);
+        to
+    }
+
+    /// Leaves as many slots as there is room for.
+    fn cut_ring(&self, to: &mut Candidate) {
+        let fixed = fixed_bytes(&self.rules.fixed_smem, to);
+        let room = u64::from(self.rules.target.spec.smem_bytes_per_block_max).saturating_sub(fixed)
+            / u64::from(to.slot_bytes.max(1));
+        to.ring_slots = to.ring_slots.min(room.min(u64::from(RING_SLOTS_MAX)) as u32);
+    }
+
+    /// Brings knobs that depend on others into their range, and of several names of one schedule takes one.
+    fn one_name(&self, to: &mut Candidate) {
+        if self.rules.target.kind == TargetKind::Cuda {
+            to.flight_high = to.flight_high.min(to.ring_slots);
+            to.flight_low = to.flight_low.min(to.flight_high);
             // As many copies in a hurry as without one: from when on it is in a hurry says nothing.
             if to.flight_high == to.flight_low {
                 to.flight_free = self.default.flight_free;
@@ -473,11 +492,10 @@ impl Space {
         }
         // Of the points that never split only one is in the space: they make the same schedule.
         let never_splits = |c: &Candidate| c.splits == 1 || c.split_from >= self.rules.context_max;
-        if never_splits(&to) {
+        if never_splits(to) {
             to.splits = if never_splits(&self.default) { self.default.splits } else { 1 };
             to.split_from = self.default.split_from;
         }
-        to
     }
 
     /// `moves` knobs set to random values: `choose(n)` gives a number below `n`. `None` where luck finds no legal point.
@@ -499,13 +517,17 @@ impl Space {
 
     /// The legal point of the grid nearest to these numbers, where each knob that is not in this space keeps the default.
     pub fn snap(&self, numbers: &Values) -> Option<Candidate> {
-        let mut to = self.default.clone();
+        let mut to = self.default.values();
         for (at, choices) in &self.knobs {
-            let wanted = numbers.get(*at).copied().unwrap_or(0);
+            let (Some(to), Some(&wanted)) = (to.get_mut(*at), numbers.get(*at)) else { continue };
             let octaves = |value: u32| ((f64::from(value) + 1.0) / (f64::from(wanted) + 1.0)).log2().abs();
-            let nearest = choices.iter().min_by(|a, b| octaves(**a).total_cmp(&octaves(**b)));
-            to = self.with(&to, *at, *nearest?);
+            *to = *choices.iter().min_by(|a, b| octaves(**a).total_cmp(&octaves(**b)))?;
         }
+        let mut to = Candidate::of_values(&to);
+        if self.rules.target.kind == TargetKind::Cuda {
+            self.cut_ring(&mut to);
+        }
+        self.one_name(&mut to);
         self.admits(&to).is_ok().then_some(to)
     }
 
@@ -537,6 +559,16 @@ mod tests {
         include_str!("../../manifests/configs/qwen3-0.6b.json"),
     ];
 
+    const BF16: Precision = Precision { weights: DType::Bf16, cache: DType::Bf16, wire: DType::Bf16 };
+
+    /// A model, the record of an H200, and the default candidate.
+    fn on_h200(config: &str) -> (ModelGraph, Target, Candidate) {
+        let graph = import_config_only(config, 0).expect("a config of the repository").graph;
+        let target = Target::builtin("h200").expect("a record");
+        let default = Candidate::default_for(&graph, &target, BF16);
+        (graph, target, default)
+    }
+
     #[test]
     fn the_documentation_shows_these_knobs() {
         let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/search.md");
@@ -564,12 +596,9 @@ mod tests {
 
     #[test]
     fn an_eighth_that_is_spared_streams_less_by_about_its_percentage() {
-        let precision = Precision { weights: DType::Bf16, cache: DType::Bf16, wire: DType::Bf16 };
-        let graph = import_config_only(CONFIGS[0], 0).expect("a config of the repository").graph;
-        let target = Target::builtin("h200").expect("a record");
-        let default = Candidate::default_for(&graph, &target, precision);
+        let (graph, target, default) = on_h200(CONFIGS[0]);
         let streamed = |c: &Candidate| -> Vec<u64> {
-            let program = lower(&graph, "test", precision, 1024, c).expect("it fits");
+            let program = lower(&graph, "test", BF16, 1024, c).expect("it fits");
             let placed = schedule(program, &target, c).expect("it fits");
             let bytes = |run: &Run| if let RunBytes::Fixed { bytes, .. } = run.bytes { bytes } else { 0 };
             placed.regimes[0].streams.iter().map(|runs| runs.iter().map(bytes).sum()).collect()
@@ -585,10 +614,36 @@ mod tests {
         assert!((0.86..0.92).contains(&ratio), "{ratio}");
     }
 
+    #[test]
+    fn a_ring_is_carried_over_as_it_is() {
+        let (graph, target, default) = on_h200(CONFIGS[1]);
+        let space = Space::new(&graph, &target, BF16, 2048, default.clone(), |_| 30_000);
+        let ring = "ring_slots=4;slot_bytes=49152;flight_high=2;flight_low=1;flight_free=2;heads_per_task=3";
+        let carried = Candidate::parse(ring, &default).expect("a candidate");
+        assert_eq!(space.snap(&carried.values()), Some(carried.clone()));
+        // More slots than there is room for are as many as there is room for.
+        let large = Candidate { ring_slots: 9, ..carried.clone() };
+        assert_eq!(space.snap(&large.values()), Some(carried));
+    }
+
+    #[test]
+    fn a_move_to_other_slots_keeps_what_is_in_flight() {
+        let (graph, target, default) = on_h200(CONFIGS[0]);
+        let small = "ring_slots=12;slot_bytes=16384;flight_high=3;flight_low=3;flight_free=0;hold_up=0";
+        let from = Candidate::parse(small, &default).expect("a candidate");
+        let space = Space::new(&graph, &target, BF16, 2048, from.clone(), |_| 30_000);
+        let sizes = |(knob, values): (&Knob, &[u32])| (knob.name == "slot_bytes").then(|| values.to_vec());
+        // Units of the model's width have 32 KiB: a third of 48 KiB would be empty.
+        assert_eq!(space.knobs().find_map(sizes), Some(vec![4096, 8192, 12_288, 16_384, 32_768, 65_536]));
+        let neighbours = space.neighbours(&from);
+        let moved = neighbours.iter().find(|c| c.slot_bytes == 32_768).expect("it fits");
+        assert_eq!((moved.ring_slots, moved.flight_high, moved.flight_low), (6, 2, 2));
+    }
+
     /// A knob that turns and changes nothing would be measured for nothing.
     #[test]
     fn every_move_of_one_knob_makes_another_schedule() {
-        let precision = Precision { weights: DType::Bf16, cache: DType::Bf16, wire: DType::Bf16 };
+        let precision = BF16;
         for (config, target, context_max) in
             CONFIGS.iter().flat_map(|c| [("h200", 4096), ("cpu", 4096), ("h200", 300)].map(|(t, n)| (*c, t, n)))
         {

@@ -7,12 +7,12 @@ use super::cost;
 use super::drive::{Arena, Made, Ran, Settled, SettledAs, Start, drive};
 use super::judge::Rounds;
 use super::prior::{Example, Group, Prior, Setting, moves};
-use super::propose::{Limits, Search, Stop};
+use super::propose::{Ask, Limits, Outcome, Search, Stop};
 use super::space::{KNOBS, Space};
 use crate::candidate::Candidate;
 use crate::digest::Digest;
 use crate::dtype::{DType, Precision};
-use crate::flywheel::ModelShape;
+use crate::flywheel::{ModelShape, Proposer};
 use crate::model::config::import_config_only;
 use crate::model::graph::ModelGraph;
 use crate::paired::Round;
@@ -193,4 +193,42 @@ fn campaigns_of_other_shapes_make_a_search_faster_and_cost_it_nothing() {
     // Five warm trials find more than five cold ones, and so do forty.
     assert!(warm_early < 1.5 * cold_early && warm_early < -0.015, "{said}");
     assert!(warm_late < cold_late && cold_late < -0.03, "{said}");
+}
+
+#[test]
+fn a_seed_is_what_gained_most_at_a_like_shape_and_another_follows_only_where_it_may_gain_more() {
+    let target = Target::builtin("h200").expect("a record");
+    let of = |config: &str| {
+        let graph = graph(config);
+        let default = Candidate::default_for(&graph, &target, BF16);
+        (setting(&graph), Space::new(&graph, &target, BF16, 2048, default.clone(), |_| 30_000), default)
+    };
+    let (near, _, from) = of(include_str!("../../manifests/configs/llama-3.2-1b.json"));
+    let (far, _, other) = of(include_str!("../../manifests/configs/smollm2-135m.json"));
+    let (here, space, default) = of(include_str!("../../manifests/configs/tinyllama-1.1b.json"));
+    let group = |setting: &Setting, default: &Candidate, tried: &str, log: f64| {
+        let values = Candidate::parse(tried, default).expect("a candidate").values();
+        let examples = vec![Example { moves: moves(&values, &default.values()), values, log_ratio: Some(log) }];
+        Group { name: String::new(), setting: setting.clone(), default: default.values(), examples }
+    };
+    let ring = "ring_slots=3;slot_bytes=65536;flight_high=1;flight_low=1;hold_up=0";
+    let groups = [group(&near, &from, ring, -0.09), group(&far, &other, "poll_pairs=2", -0.06)];
+    let guess = |_: &Candidate| 0.0;
+    let prior = Prior::new(&groups, here, &space);
+    let seeds = prior.seeds(&groups, &space, &guess);
+    assert!(seeds.len() == 2 && seeds[0].0 < seeds[1].0 && seeds[1].0 < 0.0, "{seeds:?}");
+    let first = &seeds[0].1;
+    assert_eq!((first.ring_slots, first.slot_bytes, first.flight_high), (3, 65_536, 1), "{first}");
+
+    let asked = |ratio: f64| {
+        let mut search = Search::new(&space, Limits::of_budget(9, 0), &groups, prior.clone(), vec![], &guess);
+        search.tell(&default, Outcome::Timed { ratio: 1.0, kept: true });
+        let Ask::Try { candidate, proposer: Proposer::Prior } = search.ask() else { panic!("no seed") };
+        assert_eq!(candidate, *first);
+        search.tell(&candidate, Outcome::Timed { ratio, kept: ratio < 1.0 });
+        search.ask()
+    };
+    let second = Ask::Try { candidate: seeds[1].1.clone(), proposer: Proposer::Prior };
+    assert_eq!(asked(1.02), second);
+    assert_ne!(asked(0.9), second);
 }
