@@ -148,6 +148,16 @@ pub struct Prior {
     effects: Effects,
 }
 
+/// A good candidate of another shape.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Seed {
+    pub candidate: Candidate,
+    /// The log of its latency there by its default's, the nearer to 0 the less alike the shapes are.
+    there: f64,
+    /// How unsure it was before the first trial what comes of it here.
+    spread: f64,
+}
+
 /// A prediction for one point.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Opinion {
@@ -178,15 +188,13 @@ const GOOD: f64 = -0.005;
 const GOOD_MOST: usize = 3;
 /// Knobs of the ring, indices into [`KNOBS`](super::space::KNOBS): bytes in flight are no matter of the default.
 const RING: std::ops::RangeInclusive<usize> = 2..=6;
-/// How far what a seed gained there is believed here, where layers are as large; the rest is what is expected of the sum of its moves.
-const SEED_TRUST: f64 = 0.5;
+/// How far what a seed gained there is believed here, where layers are as large and nothing near it was tried; the rest is what is expected of the sum of its moves.
+const SEED_TRUST: f64 = 0.7;
 /// Octaves of the weights of a layer over which that is believed less.
-const LAYER_WIDTH: f64 = 1.5;
-/// What a seed has to promise, as a log of ratios.
-const PROMISING: f64 = -0.01;
-/// Nearest shapes that may give a seed, and seeds.
+const LAYER_WIDTH: f64 = 1.0;
+/// Nearest shapes that may give seeds, and those of one, the best there.
 const SEED_SHAPES: usize = 4;
-const SEEDS: usize = 2;
+const SEEDS_OF_SHAPE: usize = 32;
 const TERMS: usize = 2 * KNOBS.len();
 /// Examples that are asked for failures, the nearest settings first.
 const EXAMPLES_MAX: usize = 1000;
@@ -268,26 +276,35 @@ impl Prior {
         failed / weights
     }
 
-    /// Good candidates of the shapes that are most like this one, one of each at most, carried over to this space, each with the
-    /// log ratio that it promises, the best first. Moves that gained elsewhere need no seed, they are expected to gain here; what
-    /// gained together does, because the sum of its moves says less of it.
-    pub fn seeds(&self, groups: &[Group], space: &Space, guess: &dyn Fn(&Candidate) -> f64) -> Vec<(f64, Candidate)> {
+    /// Good candidates of the shapes that are most like this one, carried over to this space. Moves that gained elsewhere need no
+    /// seed, they are expected to gain here; what gained together does, because the sum of its moves says less of it.
+    pub fn seeds(&self, groups: &[Group], space: &Space) -> Vec<Seed> {
         let near = nearest_settings(groups, &self.setting);
-        let mut seeds: Vec<(f64, Candidate)> = vec![];
-        let shapes = near.chunk_by(|(_, a), (_, b)| a.setting == b.setting);
-        for shape in shapes.take(SEED_SHAPES) {
+        let mut seeds: Vec<Seed> = vec![];
+        for shape in near.chunk_by(|(_, a), (_, b)| a.setting == b.setting).take(SEED_SHAPES) {
             let like = shape.first().map_or(0.0, |(_, group)| self.setting.likeness(&group.setting));
-            let good = shape.iter().flat_map(|(_, group)| self.carried(group, space));
-            let new = good.filter(|(_, c)| c != space.default_candidate() && seeds.iter().all(|(_, other)| c != other));
-            let expected = new.map(|(there, c)| {
-                let opinion = self.opinion(&c, guess(&c));
-                (SEED_TRUST * like * there + (1.0 - SEED_TRUST) * opinion.log_ratio + opinion.risk, c)
-            });
-            seeds.extend(expected.min_by(|a, b| a.0.total_cmp(&b.0)).filter(|(log, _)| *log < PROMISING));
+            let mut good: Vec<(f64, Candidate)> =
+                shape.iter().flat_map(|(_, group)| self.carried(group, space)).collect();
+            good.sort_by(|a, b| a.0.total_cmp(&b.0));
+            let mut left = SEEDS_OF_SHAPE;
+            for (there, candidate) in good {
+                let known =
+                    candidate == *space.default_candidate() || seeds.iter().any(|seed| seed.candidate == candidate);
+                if left > 0 && !known {
+                    let Opinion { spread, .. } = self.opinion(&candidate, 0.0);
+                    seeds.push(Seed { candidate, there: like * there, spread: spread.max(f64::MIN_POSITIVE) });
+                    left -= 1;
+                }
+            }
         }
-        seeds.sort_by(|a, b| a.0.total_cmp(&b.0));
-        seeds.truncate(SEEDS);
         seeds
+    }
+
+    /// What a seed promises, as a log ratio by the default, by all that was learned so far. `guess`: the cost model's word.
+    pub fn promised(&self, seed: &Seed, guess: f64) -> f64 {
+        let Opinion { log_ratio, spread, risk } = self.opinion(&seed.candidate, guess);
+        let there = SEED_TRUST * (spread / seed.spread).min(1.0);
+        there * seed.there + (1.0 - there) * log_ratio + risk
     }
 
     /// The fastest candidates of a campaign, as this space has them, with the log of their latency by its default's: as they are,

@@ -4,7 +4,7 @@
 //! told the rows of an interrupted one goes on where that one stopped, and asking a copy that was told "reverted" says
 //! what will probably come next, which is what is compiled ahead.
 //!
-//! Order: the default; seeds from the prior; then, of the points one knob away from the incumbent, of unions of the best of
+//! Order: the default; seeds from the prior, as long as much is expected of one; then, of the points one knob away from the incumbent, of unions of the best of
 //! them, and of random ones of several knobs, the one of which the greatest improvement is expected (Jones, Schonlau and Welch,
 //! "Efficient global optimization of expensive black-box functions", 1998), by the additive model of all that was measured. Moves
 //! that gained too little to be kept are tried together. After a run of reverts the moves start from somewhere else.
@@ -15,7 +15,7 @@ use crate::candidate::{Candidate, Values};
 use crate::flywheel::Proposer;
 
 use super::additive::Expected;
-use super::prior::{Group, Opinion, Prior};
+use super::prior::{Group, Opinion, Prior, Seed};
 use super::space::Space;
 use crate::random::Random;
 
@@ -32,9 +32,9 @@ pub struct Limits {
 }
 
 impl Limits {
-    /// Limits of a budget: a plateau is half of it, and not before 24 reverts; 2 % above the floor is the end.
+    /// Limits of a budget: a plateau is three quarters of it, and not before 24 reverts; 2 % above the floor is the end.
     pub fn of_budget(trials: u32, seed: u64) -> Limits {
-        Limits { seed, trials, plateau: (trials / 2).max(24), floor_gap: 0.02 }
+        Limits { seed, trials, plateau: (trials / 4 * 3).max(24), floor_gap: 0.02 }
     }
 }
 
@@ -56,6 +56,9 @@ const NO_GAIN: f64 = 0.002;
 const LUCK: f64 = 0.2;
 /// A gain that two medians show, as a log of ratios: less is noise, and not added up.
 const SMALL_GAIN: f64 = -0.002;
+/// Trials that may be seeds, and the improvement, as a log of ratios, that has to be expected of one.
+const SEEDS: u32 = 4;
+const PROMISING: f64 = 0.01;
 /// Points are as good as the best one within this log of ratios, these many of them.
 const AS_GOOD: f64 = 0.004;
 const ALIKE_MOST: usize = 3;
@@ -120,8 +123,9 @@ pub struct Search<'a> {
     prior: Prior,
     /// The cost model's log ratio by the default, 0 where it has none.
     guess: &'a (dyn Fn(&Candidate) -> f64 + Sync),
-    /// Seeds, and the log of latency by the default's that is expected of each.
-    warm: Vec<(f64, Candidate)>,
+    /// Tried before anything else.
+    first: Vec<Candidate>,
+    seeds: Vec<Seed>,
     seen: BTreeSet<Values>,
     incumbent: Option<(Candidate, f64)>,
     /// Timed candidates with the log of their latency by the default's, best first.
@@ -145,14 +149,15 @@ impl<'a> Search<'a> {
         guess: &'a (dyn Fn(&Candidate) -> f64 + Sync),
     ) -> Search<'a> {
         let first = first.into_iter().filter(|candidate| space.admits(candidate).is_ok());
-        let mut warm: Vec<(f64, Candidate)> = first.map(|candidate| (f64::NEG_INFINITY, candidate)).collect();
-        warm.extend(prior.seeds(groups, space, &|c| guess(c)));
+        let first = first.collect();
+        let seeds = prior.seeds(groups, space);
         Search {
             space,
             limits,
             prior,
             guess,
-            warm,
+            first,
+            seeds,
             seen: BTreeSet::new(),
             incumbent: None,
             elite: vec![],
@@ -265,8 +270,8 @@ impl<'a> Search<'a> {
         if self.idle > IDLE_PER_TRIAL * (self.limits.trials + 1) {
             return Ask::Stop(Stop::Exhausted);
         }
-        // Another seed is tried where it may be better still.
-        if let Some((_, candidate)) = self.warm.iter().find(|(expected, c)| self.is_new(c) && expected < log) {
+        let first = self.first.iter().find(|c| self.is_new(c));
+        if let Some(candidate) = first.or_else(|| self.seed(incumbent, *log)) {
             return Ask::Try { candidate: candidate.clone(), proposer: Proposer::Prior };
         }
         if let Some(candidate) = self.together() {
@@ -290,6 +295,21 @@ impl<'a> Search<'a> {
     /// What the search thinks of a point.
     pub fn opinion(&self, candidate: &Candidate) -> Opinion {
         self.prior.opinion(candidate, (self.guess)(candidate))
+    }
+
+    /// The seed of which the greatest improvement is expected: what came of one says something of the others.
+    fn seed(&self, incumbent: &Candidate, log: f64) -> Option<&Candidate> {
+        if self.trials >= SEEDS {
+            return None;
+        }
+        let new = self.seeds.iter().filter(|seed| self.is_new(&seed.candidate));
+        let gain = |seed: &Seed| {
+            let (c, guess) = (&seed.candidate, self.guess);
+            let Expected { spread, .. } = self.prior.between((incumbent, guess(incumbent)), (c, guess(c)));
+            expected_improvement(log - self.prior.promised(seed, guess(c)), spread)
+        };
+        let best = new.map(|seed| (gain(seed), &seed.candidate)).max_by(|a, b| a.0.total_cmp(&b.0));
+        best.filter(|(gain, _)| *gain > PROMISING).map(|(_, candidate)| candidate)
     }
 
     /// The incumbent, or a point that is a little faster, though by less than the margin: moves from there may gain the rest.

@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use crate::candidate::{Candidate, Infeasible, KNOB_NAMES, RING_SLOTS_MAX, Values, chunk_bytes, unit_bytes};
 use crate::digest::Digest;
 use crate::dtype::Precision;
-use crate::ir::op::UNIT_ROWS;
+use crate::ir::op::{GRANULE_BYTES, UNIT_ROWS, granules};
 use crate::ir::variant::SUM_UNITS;
 use crate::lower::{LayerOp, finest_unit_rows, heads_of_task, lower};
 use crate::model::graph::ModelGraph;
@@ -252,6 +252,8 @@ struct Rules {
     group: u32,
     /// Bytes of a unit of the model's width.
     unit: u32,
+    /// Bytes of a unit of each op of which several are held at once, by the knob that says how many.
+    held: [(&'static str, u32); 5],
 }
 
 /// Shared memory of a block beside the ring, bytes, at most: larger batches of sums than by default take so much more.
@@ -348,7 +350,10 @@ impl Space {
         };
         let fixed_smem =
             warps.iter().chain([&default.consumer_warps]).map(|&warps| (warps, fixed_smem_bytes(warps))).collect();
-        let rules = Rules { target: target.clone(), head_units, context_max, fixed_smem, group, unit };
+        let unit_of = |cols: u32| granules(cols, precision.weights.bytes() as u32).max(1) * GRANULE_BYTES;
+        let [o, down] = graph.layers.first().map_or([unit; 2], |l| [l.attn.o.cols, l.mlp.down.cols].map(unit_of));
+        let held = [("hold_qkv", unit), ("hold_o", o), ("hold_up", unit), ("hold_down", down), ("hold_head", unit)];
+        let rules = Rules { target: target.clone(), head_units, context_max, fixed_smem, group, unit, held };
         Space { default, knobs, rules }
     }
 
@@ -399,7 +404,7 @@ impl Space {
     /// # Errors
     /// Why the point does not fit.
     pub fn admits(&self, c: &Candidate) -> Result<(), Infeasible> {
-        let Rules { target, head_units, context_max: _, fixed_smem, group, unit: _ } = &self.rules;
+        let Rules { target, head_units, fixed_smem, group, .. } = &self.rules;
         check_knobs(*head_units, target, c)?;
         heads_of_task(*group, c)?;
         if target.kind == TargetKind::Cuda {
@@ -423,7 +428,9 @@ impl Space {
             let above = choices.iter().filter(|&&v| v > now).zip(1..);
             for (&value, distance) in below.chain(above) {
                 let moved = self.with(from, *at, value);
-                if moved != *from && self.admits(&moved).is_ok() {
+                // Several values may be cut to one.
+                let new = moved != *from && found.iter().all(|(_, _, other)| *other != moved);
+                if new && self.admits(&moved).is_ok() {
                     found.push((distance, order, moved));
                 }
             }
@@ -441,13 +448,20 @@ impl Space {
         let mut to = Candidate::of_values(&numbers);
         let changed = KNOBS.get(at).map_or("", |knob| knob.name);
         if self.rules.target.kind == TargetKind::Cuda {
+            // Several units are held at once where slots have whole ones.
+            if let Some((_, unit)) =
+                self.rules.held.iter().find(|(knob, unit)| *knob == changed && value > 1 && to.slot_bytes < *unit)
+                && let Some(whole) = self.slot_sizes().iter().find(|slot| *slot >= unit)
+            {
+                to.slot_bytes = *whole;
+            }
             // Slots of another size make a ring of as many bytes, with as many of them in flight.
-            if changed == "slot_bytes" {
+            if to.slot_bytes != from.slot_bytes {
                 let most = u64::from(RING_SLOTS_MAX);
-                let [own, size] = [from.slot_bytes, value].map(|slot| u64::from(chunk_bytes(self.rules.unit, slot)));
+                let [own, size] = [from, &to].map(|c| u64::from(chunk_bytes(self.rules.unit, c.slot_bytes)));
                 let nearest = |slots: u32| ((u64::from(slots) * own + size / 2) / size).clamp(1, most) as u32;
                 let ring = u64::from(from.ring_slots) * u64::from(from.slot_bytes);
-                to.ring_slots = (ring / u64::from(value.max(1))).clamp(2, most) as u32;
+                to.ring_slots = (ring / u64::from(to.slot_bytes.max(1))).clamp(2, most) as u32;
                 (to.flight_high, to.flight_low) = (nearest(from.flight_high), nearest(from.flight_low));
             }
             // More bytes a slot leave room for fewer slots; more slots than there is room for are no move.
@@ -465,6 +479,12 @@ impl Space {
         }
         self.one_name(&mut to);
         to
+    }
+
+    /// Sizes that slots may have, ascending.
+    fn slot_sizes(&self) -> &[u32] {
+        let sizes = self.knobs().find(|(knob, _)| knob.name == "slot_bytes");
+        sizes.map_or(&[], |(_, sizes)| sizes)
     }
 
     /// Leaves as many slots as there is room for.
@@ -638,6 +658,16 @@ mod tests {
         let neighbours = space.neighbours(&from);
         let moved = neighbours.iter().find(|c| c.slot_bytes == 32_768).expect("it fits");
         assert_eq!((moved.ring_slots, moved.flight_high, moved.flight_low), (6, 2, 2));
+        // Two units held at once need slots of whole ones.
+        let held = neighbours.iter().find(|c| c.hold_up == 2).expect("it fits");
+        assert_eq!(*held, Candidate { hold_up: 2, ..moved.clone() });
+        let program = lower(&graph, "test", BF16, 2048, held).expect("it fits");
+        assert!(schedule(program, &target, held).is_ok());
+        // Of a ring of three slots all larger numbers in flight are three.
+        let short = Candidate { ring_slots: 3, flight_high: 1, flight_low: 1, ..from };
+        let many =
+            |c: &&Candidate| c.ring_slots == 3 && c.slot_bytes == 16_384 && (c.flight_high, c.flight_low) == (3, 1);
+        assert_eq!(space.neighbours(&short).iter().filter(many).count(), 1);
     }
 
     /// A knob that turns and changes nothing would be measured for nothing.
