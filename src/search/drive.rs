@@ -280,16 +280,20 @@ fn settle<A: Arena>(
         Ran::Timed { evidence, .. } if incumbent.is_none() => {
             let result = SettledAs::First { made, evidence: &evidence };
             arena.record(&Settled { number, candidate, proposer, result })?;
-            Some((Outcome::Timed { ratio: 1.0, kept: true }, None))
+            Some((Outcome::Timed { ratio: 1.0, kept: true, deep: None }, None))
         }
         Ran::Timed { rounds, evidence } => {
             let judged = decide(&rounds);
             let result = SettledAs::Judged { made, evidence: &evidence, judged: &judged };
             arena.record(&Settled { number, candidate, proposer, result })?;
             let outcome = match &judged.overall {
-                Some(overall) => Outcome::Timed { ratio: overall.ratio, kept: judged.decision != Decision::Reverted },
+                Some(overall) => Outcome::Timed {
+                    ratio: overall.ratio,
+                    kept: judged.decision != Decision::Reverted,
+                    deep: judged.deep(),
+                },
                 // No sound times: nothing is known of a candidate, and the default needs none to be the default.
-                None if judged.decision.is_kept() => Outcome::Timed { ratio: 1.0, kept: true },
+                None if judged.decision.is_kept() => Outcome::Timed { ratio: 1.0, kept: true, deep: None },
                 None => Outcome::Failed,
             };
             Some((outcome, Some(judged)))
@@ -466,20 +470,21 @@ mod tests {
         let space = space();
         let mut search = search(&space, 60, 3);
         let default = space.default_candidate().clone();
-        search.tell(&default, Outcome::Timed { ratio: 1.0, kept: true });
+        search.tell(&default, Outcome::Timed { ratio: 1.0, kept: true, deep: None });
         let with = |changes: &str| Candidate::parse(changes, &default).expect("a candidate");
         for (changes, ratio) in
             [("heads_per_task=2", 0.994), ("splits=8", 0.995), ("heads_per_task=4", 0.997), ("hold_qkv=3", 1.01)]
         {
             assert_ne!(search.ask(), try_of(&with("heads_per_task=2;splits=8")), "before {changes}");
-            search.tell(&with(changes), Outcome::Timed { ratio, kept: false });
+            search.tell(&with(changes), Outcome::Timed { ratio, kept: false, deep: None });
             if changes == "splits=8" {
                 assert_eq!(
                     search.ask(),
                     try_of(&with("heads_per_task=2;splits=8")),
                     "both, and each the best of its knob"
                 );
-                search.tell(&with("heads_per_task=2;splits=8"), Outcome::Timed { ratio: 0.989, kept: true });
+                search
+                    .tell(&with("heads_per_task=2;splits=8"), Outcome::Timed { ratio: 0.989, kept: true, deep: None });
             }
         }
     }

@@ -7,8 +7,9 @@ use std::collections::BTreeMap;
 
 use crate::candidate::{Candidate, KNOB_NAMES, Values};
 use crate::digest::Digest;
-use crate::flywheel::{CheckFigures, Cost, Decision, Machine, ModelShape, Proposer, RatioInterval, Timing, Trial};
+use crate::flywheel::{CheckFigures, Cost, Decision, Machine, ModelShape, Proposer, Timing, Trial};
 
+use super::judge::deep_part;
 use super::propose::Outcome;
 
 /// The trials of one campaign, in the order in which they were recorded.
@@ -70,6 +71,11 @@ impl Entry {
         mean(self.timed.iter().map(|row| row.log_ratio))
     }
 
+    /// The part of it that grows with the position; `None` where it was timed at fewer than two.
+    pub fn deep(&self) -> Option<f64> {
+        deep_part(&self.timed.iter().map(|row| (row.timing.position, row.log_ratio)).collect::<Vec<_>>())
+    }
+
     /// log of the predicted time in µs, the mean of all positions; `None` where a position has no prediction.
     pub fn log_predicted(&self) -> Option<f64> {
         let logs: Option<Vec<f64>> = self.timed.iter().map(|row| Some(row.predicted_us?.ln())).collect();
@@ -88,9 +94,10 @@ impl Entry {
         if self.decision.is_none() || self.timed.is_empty() {
             return Outcome::Failed;
         }
-        let ratios = self.timed.iter().filter_map(|row| row.timing.ratio);
-        let log = mean(ratios.map(|RatioInterval { p50, .. }| p50.max(f64::MIN_POSITIVE).ln()));
-        Outcome::Timed { ratio: log.unwrap_or(0.0).exp(), kept: self.is_kept() }
+        let ratios = self.timed.iter().filter_map(|row| Some((row.timing.position, row.timing.ratio?.p50)));
+        let logs: Vec<(u32, f64)> = ratios.map(|(at, p50)| (at, p50.max(f64::MIN_POSITIVE).ln())).collect();
+        let log = mean(logs.iter().map(|(_, log)| *log)).unwrap_or(0.0);
+        Outcome::Timed { ratio: log.exp(), kept: self.is_kept(), deep: deep_part(&logs) }
     }
 
     /// As [`floor_gap`], of all its positions.

@@ -26,6 +26,14 @@ pub struct Judged {
     pub positions: Vec<(u32, Option<Ratio>)>,
 }
 
+impl Judged {
+    /// As [`deep_part`] of the ratios at all positions.
+    pub fn deep(&self) -> Option<f64> {
+        let logs = self.positions.iter().map(|(position, ratio)| Some((*position, ratio.as_ref()?.ratio.ln())));
+        deep_part(&logs.collect::<Option<Vec<_>>>()?)
+    }
+}
+
 /// Judges a candidate. `margin`: the fraction by which it has to be faster; `simpler`: whether it would replace an equal, one that
 /// is within the margin and not slower beyond doubt: steps of less than the margin would add up.
 ///
@@ -62,6 +70,18 @@ pub fn judge_default(all: &[Rounds], margin: f64) -> Judged {
     Judged { decision, ..judged }
 }
 
+/// Of logs of ratios at positions, the part of their mean that is there because they grow in proportion to the position, by least
+/// squares; `None` where there are fewer than two positions.
+pub fn deep_part(logs: &[(u32, f64)]) -> Option<f64> {
+    let count = logs.len() as f64;
+    let depth = logs.iter().map(|(position, _)| f64::from(*position)).sum::<f64>() / count;
+    let mean = logs.iter().map(|(_, log)| log).sum::<f64>() / count;
+    let apart = |position: u32| f64::from(position) / depth - 1.0;
+    let spread: f64 = logs.iter().map(|(position, _)| apart(*position).powi(2)).sum();
+    let grown: f64 = logs.iter().map(|(position, log)| apart(*position) * (log - mean)).sum();
+    (spread > 0.0).then(|| grown / spread)
+}
+
 fn is_sound(rounds: &Rounds) -> bool {
     rounds.rounds.iter().flat_map(|r| r.a.iter().chain(&r.b)).all(|us| us.is_finite() && *us > 0.0)
 }
@@ -92,6 +112,19 @@ mod tests {
             })
             .collect();
         Rounds { position: 32, rounds }
+    }
+
+    #[test]
+    fn what_grows_with_the_position_is_told_from_what_is_everywhere() {
+        // 3 % everywhere, and 2 % more at the mean of the positions.
+        let logs = |positions: &[u32]| -> Vec<(u32, f64)> {
+            let mean = positions.iter().sum::<u32>() as f64 / positions.len() as f64;
+            positions.iter().map(|p| (*p, -0.03 + 0.02 * f64::from(*p) / mean)).collect()
+        };
+        for positions in [&[32, 1900][..], &[32, 1024, 2048, 16384]] {
+            assert!((deep_part(&logs(positions)).expect("enough of them") - 0.02).abs() < 1e-12);
+        }
+        assert_eq!((deep_part(&logs(&[32])), deep_part(&[]), deep_part(&[(0, 0.1)])), (None, None, None));
     }
 
     #[test]

@@ -72,6 +72,17 @@ pub struct Example {
     pub values: Values,
     /// log of latency by the default's; `None`: it failed.
     pub log_ratio: Option<f64>,
+    /// The part of it that grows with the position; `None` where nobody knows.
+    pub deep: Option<f64>,
+}
+
+/// Logs of latency by the default's.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Logs {
+    /// Of all positions.
+    pub mean: f64,
+    /// The part of it that grows with the position; `None` where nobody knows.
+    pub deep: Option<f64>,
 }
 
 /// The trials of one campaign.
@@ -116,7 +127,7 @@ pub fn lessons(trials: &[Trial]) -> Lessons {
         for entry in entries.iter().filter(|entry| entry.number.is_some()) {
             let values = entry.candidate.values();
             let moves = moves(&values, &default);
-            group.examples.push(Example { moves, values, log_ratio: entry.log_ratio() });
+            group.examples.push(Example { moves, values, log_ratio: entry.log_ratio(), deep: entry.deep() });
         }
         lessons.groups.push(group);
     }
@@ -188,6 +199,8 @@ const GOOD: f64 = -0.005;
 const GOOD_MOST: usize = 3;
 /// Knobs of the ring, indices into [`KNOBS`](super::space::KNOBS): bytes in flight are no matter of the default.
 const RING: std::ops::RangeInclusive<usize> = 2..=6;
+/// Knobs of slow SMs: which are slow is a matter of the machine, and no model's.
+const LIGHT: std::ops::RangeInclusive<usize> = 11..=12;
 /// How far what a seed gained there is believed here, where layers are as large and nothing near it was tried; the rest is what is expected of the sum of its moves.
 const SEED_TRUST: f64 = 0.7;
 /// Octaves of the weights of a layer over which that is believed less.
@@ -228,12 +241,13 @@ impl Prior {
     }
 
     /// Learns from a trial of this very campaign; `None`: it failed. `guess`: the cost model's word on its log ratio.
-    pub fn learn(&mut self, candidate: &Candidate, guess: f64, log_ratio: Option<f64>) {
+    pub fn learn(&mut self, candidate: &Candidate, guess: f64, logs: Option<Logs>) {
         let values = candidate.values();
-        if let Some(log_ratio) = log_ratio {
-            self.additive.learn(&values, guess, log_ratio);
+        if let Some(logs) = &logs {
+            self.additive.learn(&values, guess, logs);
         }
-        let example = Example { moves: moves(&values, &self.default), values, log_ratio };
+        let (log_ratio, deep) = (logs.map(|logs| logs.mean), logs.and_then(|logs| logs.deep));
+        let example = Example { moves: moves(&values, &self.default), values, log_ratio, deep };
         self.own.iter().for_each(|other| self.effects.learn(1.0, other, &example));
         self.failures += usize::from(log_ratio.is_none());
         self.own.push(example);
@@ -314,13 +328,15 @@ impl Prior {
             group.examples.iter().filter_map(|e| Some((e.log_ratio?, e))).filter(|(log, _)| *log < GOOD).collect();
         good.sort_by(|a, b| a.0.total_cmp(&b.0));
         let both = good.into_iter().take(GOOD_MOST).flat_map(|(log, example)| {
-            let mut scaled = example.values;
-            let relative = (0..scaled.len()).filter(|knob| !RING.contains(knob));
+            let mut values = example.values;
+            LIGHT.for_each(|knob| values[knob] = self.default[knob]);
+            let mut scaled = values;
+            let relative = (0..scaled.len()).filter(|knob| !RING.contains(knob) && !LIGHT.contains(knob));
             for knob in relative {
                 let from = f64::from(self.default[knob]) + 1.0;
                 scaled[knob] = (from * example.moves[knob].exp2() - 1.0).round().max(0.0) as u32;
             }
-            [space.snap(&scaled), space.snap(&example.values)].into_iter().flatten().map(move |c| (log, c))
+            [space.snap(&scaled), space.snap(&values)].into_iter().flatten().map(move |c| (log, c))
         });
         both.collect()
     }

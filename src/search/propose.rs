@@ -15,7 +15,7 @@ use crate::candidate::{Candidate, Values};
 use crate::flywheel::Proposer;
 
 use super::additive::Expected;
-use super::prior::{Group, Opinion, Prior, Seed};
+use super::prior::{Group, Logs, Opinion, Prior, Seed};
 use super::space::Space;
 use crate::random::Random;
 
@@ -99,7 +99,8 @@ impl std::fmt::Display for Stop {
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Outcome {
     /// Checked and timed. `ratio`: latency by the incumbent's of that moment; 1 for the first.
-    Timed { ratio: f64, kept: bool },
+    /// `deep`: the part of the log of `ratio` that grows with the position; `None` where all was timed at one.
+    Timed { ratio: f64, kept: bool, deep: Option<f64> },
     /// Wrong, hung, crashed or rejected.
     Failed,
     /// Does not fit: no trial was spent.
@@ -128,6 +129,8 @@ pub struct Search<'a> {
     seeds: Vec<Seed>,
     seen: BTreeSet<Values>,
     incumbent: Option<(Candidate, f64)>,
+    /// Of the log of the incumbent, what grows with the position.
+    incumbent_deep: f64,
     /// Timed candidates with the log of their latency by the default's, best first.
     elite: Vec<(f64, Candidate)>,
     /// Measured, the default aside.
@@ -160,6 +163,7 @@ impl<'a> Search<'a> {
             seeds,
             seen: BTreeSet::new(),
             incumbent: None,
+            incumbent_deep: 0.0,
             elite: vec![],
             trials: 0,
             idle: 0,
@@ -198,7 +202,7 @@ impl<'a> Search<'a> {
     /// Takes note of the comparison at the end: the default against the best. It is no trial, and decides who is the best.
     pub fn settle(&mut self, default: &Candidate, outcome: Outcome) {
         if matches!(outcome, Outcome::Timed { kept: true, .. }) {
-            self.incumbent = Some((default.clone(), 0.0));
+            (self.incumbent, self.incumbent_deep) = (Some((default.clone(), 0.0)), 0.0);
         }
     }
 
@@ -215,15 +219,17 @@ impl<'a> Search<'a> {
                 self.idle += 1;
                 return;
             }
-            Outcome::Timed { ratio, kept } => {
+            Outcome::Timed { ratio, kept, deep } => {
                 let base = self.incumbent.as_ref().map_or(0.0, |(_, log)| *log);
                 let log = base + ratio.max(f64::MIN_POSITIVE).ln();
                 let first = self.incumbent.is_none();
-                self.learn(candidate, Some(log));
+                let deep = deep.map(|deep| self.incumbent_deep + deep);
+                self.learn(candidate, Some(Logs { mean: log, deep }));
                 let at = self.elite.partition_point(|(other, _)| *other <= log);
                 self.elite.insert(at, (log, candidate.clone()));
                 if kept || first {
                     self.incumbent = Some((candidate.clone(), log));
+                    self.incumbent_deep = deep.unwrap_or(0.0);
                     self.reverts = 0;
                 } else {
                     self.reverts += 1;
@@ -245,8 +251,8 @@ impl<'a> Search<'a> {
         self.trials += 1;
     }
 
-    fn learn(&mut self, candidate: &Candidate, log_ratio: Option<f64>) {
-        self.prior.learn(candidate, (self.guess)(candidate), log_ratio);
+    fn learn(&mut self, candidate: &Candidate, logs: Option<Logs>) {
+        self.prior.learn(candidate, (self.guess)(candidate), logs);
     }
 
     /// What to try next.
@@ -462,7 +468,7 @@ impl<'a> Search<'a> {
             for (share, ratio, kept) in AHEAD {
                 let mut told = copy.clone();
                 let ratio = if kept { ratio } else { log.exp().max(1.0) * ratio };
-                told.tell(&candidate, Outcome::Timed { ratio, kept });
+                told.tell(&candidate, Outcome::Timed { ratio, kept, deep: None });
                 scenarios.push((probability * share, told));
             }
             if !found.contains(&candidate) {
