@@ -1,6 +1,6 @@
 //! Owns `flywheel stats`, `best`, `export`, `rank`, `study` and `merge`.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use serde_json::json;
 
@@ -12,9 +12,9 @@ use crate::error::Fault;
 use crate::flywheel::{BrokenRow, COLUMNS, Corpus, CorpusStats, Trial, best, corpora, merge, stats};
 use crate::page::study_svg;
 use crate::pipeline::outlook;
-use crate::search::history::Entry;
+use crate::search::history::{Entry, History};
 use crate::search::prior::{HeldOut, Ranked, held_out, ranked};
-use crate::search::study::{Run, Study, caught_up, median_reached, median_share, studies};
+use crate::search::study::{Run, Study, caught_up, had_seeds, median_reached, median_share, studies};
 use crate::search::{histories, lessons};
 
 pub fn flywheel(session: &Session, asked: &Flywheel) -> Result<Outcome, Fault> {
@@ -26,10 +26,17 @@ pub fn flywheel(session: &Session, asked: &Flywheel) -> Result<Outcome, Fault> {
         terminal.print(&format!("added {added} to `{}`; {known} were there already\n", path.display()))?;
         return Ok(Outcome::Done);
     }
-    if let FlywheelAction::Study { inputs, plots } = &asked.action {
-        let corpus = Corpus::read(inputs)?;
-        tell_broken(session, &corpus.broken);
-        return study(session, &studies(&histories(&corpus.trials)), plots.as_deref());
+    if let FlywheelAction::Study { inputs, warm, plots } = &asked.action {
+        let read = |files: &[PathBuf]| -> Result<Vec<History>, Fault> {
+            let corpus = Corpus::read(files)?;
+            tell_broken(session, &corpus.broken);
+            Ok(histories(&corpus.trials))
+        };
+        let (warm, cold) = match warm.is_empty() {
+            true => read(inputs)?.into_iter().partition(had_seeds),
+            false => (read(warm)?, read(inputs)?),
+        };
+        return study(session, &studies(&cold, &warm), plots.as_deref());
     }
     let corpus = Corpus::read(&[path])?;
     match &asked.action {

@@ -27,15 +27,20 @@ pub struct Run {
     pub reached: Option<usize>,
 }
 
-/// Pairs cold campaigns with warm ones, which are those that tried a seed of the prior. Models without both are left out.
-pub fn studies(histories: &[History]) -> Vec<Study> {
+/// Whether a campaign tried a seed of the prior: it knew of others.
+pub fn had_seeds(history: &History) -> bool {
+    history.entries.iter().any(|entry| entry.proposer == Proposer::Prior)
+}
+
+/// Pairs cold campaigns with warm ones of the same model. Models without both are left out.
+pub fn studies(cold: &[History], warm: &[History]) -> Vec<Study> {
     let mut studies: Vec<(&History, Study)> = vec![];
-    for history in histories {
+    let both = cold.iter().map(|history| (history, false)).chain(warm.iter().map(|history| (history, true)));
+    for (history, warm) in both {
         let curve = curve(history);
         if curve.is_empty() {
             continue;
         }
-        let warm = history.entries.iter().any(|entry| entry.proposer == Proposer::Prior);
         let same = |of: &History| of.model == history.model && of.machine.target == history.machine.target;
         let at = studies.iter().position(|(of, _)| same(of)).unwrap_or_else(|| {
             let name = format!("{} on {}", history.manifest, history.machine.target);

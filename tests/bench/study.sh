@@ -23,4 +23,4 @@ while [ "$seed" -le "$seeds" ]; do
   done
   seed=$((seed + 1))
 done
-"$monobloc" flywheel study "$work"/cold*/trials.csv "$work"/warm*/trials.csv --plots docs/study
+"$monobloc" flywheel study "$work"/cold*/trials.csv --warm "$work"/warm*/trials.csv --plots docs/study

@@ -401,6 +401,9 @@ fn what_one_model_taught_is_tried_first_on_another_and_stale_rows_teach_nothing(
     assert!(median.contains(" | 1 | | | ") && median.ends_with(" % |"), "{study}");
     let plot = fs::read_to_string(alone.place.path("plots/m-on-cpu.svg")).unwrap();
     assert_eq!(plot.matches("<polyline").count(), 2, "a curve each");
+    // Whoever says which are warm is believed, whatever they tried.
+    let said = alone.place.run(&format!("flywheel study {} --warm {}", pupil.trials.display(), alone.trials.display()));
+    assert!(said.code(0).stdout.contains("the best of all cold campaigns takes"));
     let lone = alone.place.run(&format!("flywheel study {}", alone.trials.display()));
     lone.refused(&["no cold and warm campaigns of one model", "run `monobloc tune` with several seeds"]);
 
