@@ -265,9 +265,9 @@ pub fn default_splits(groups: u32, sms: u32, head_dim: u32) -> u32 {
     (sms / groups.max(1)).clamp(1, most)
 }
 
-/// Bytes of a unit of the model's width: 8 rows of whole granules.
-pub fn unit_bytes(graph: &ModelGraph, precision: Precision) -> u32 {
-    granules(graph.hidden, precision.weights.bytes() as u32).max(1) * GRANULE_BYTES
+/// Bytes of a unit of a matvec with so many columns: 8 rows of whole granules.
+pub fn unit_bytes(cols: u32, precision: Precision) -> u32 {
+    granules(cols, precision.weights.bytes() as u32).max(1) * GRANULE_BYTES
 }
 
 /// Bytes of a chunk of units of so many bytes: whole units, or one of the equal parts of a unit that slots hold. Ops with many warps
@@ -282,7 +282,7 @@ pub fn chunk_bytes(unit: u32, slot_bytes: u32) -> u32 {
 /// is in its slots. Two units where a layer streams for about as long as its hops take (docs/perf-log.md).
 fn default_slot_bytes(graph: &ModelGraph, precision: Precision, sms: u32, room: u64) -> u32 {
     const SLOT: u32 = 16384;
-    let unit = unit_bytes(graph, precision);
+    let unit = unit_bytes(graph.hidden, precision);
     if unit <= SLOT && BALANCED.contains(&layer_bytes(graph, precision, sms)) && room >= 5 * u64::from(2 * unit) {
         return 2 * unit;
     }
@@ -345,7 +345,7 @@ impl Flight {
     fn for_layer(graph: &ModelGraph, precision: Precision, sms: u32, slot_bytes: u32, slots: u32) -> Flight {
         const IN_FLIGHT: u32 = 32768;
         let bytes = layer_bytes(graph, precision, sms);
-        let unit = unit_bytes(graph, precision);
+        let unit = unit_bytes(graph.hidden, precision);
         let chunk = chunk_bytes(unit, slot_bytes);
         let copies = |bytes: u32| ((bytes + chunk / 2) / chunk).clamp(1, slots);
         let (high, low) = match bytes {
@@ -362,9 +362,9 @@ impl Flight {
 fn default_hold_up(graph: &ModelGraph, precision: Precision, warps: u32, sms: u32, slot_bytes: u32) -> u32 {
     // Eight granules of each: registers for as many more are free.
     const UNIT_GRANULES: std::ops::RangeInclusive<u32> = 7..=8;
-    let granules = (unit_bytes(graph, precision) / GRANULE_BYTES).div_ceil(warps);
+    let granules = (unit_bytes(graph.hidden, precision) / GRANULE_BYTES).div_ceil(warps);
     let units = graph.layers.first().map_or(0, |layer| up_rows(layer) / UNIT_ROWS / sms);
-    let long = layer_bytes(graph, precision, sms) >= STREAM_BOUND && unit_bytes(graph, precision) <= slot_bytes;
+    let long = layer_bytes(graph, precision, sms) >= STREAM_BOUND && unit_bytes(graph.hidden, precision) <= slot_bytes;
     if long && units >= 2 && UNIT_GRANULES.contains(&granules) { 2 } else { 0 }
 }
 

@@ -603,7 +603,7 @@ pub enum FlywheelAction {
         /// Files of trials: campaigns of one model with several seeds, with and without a corpus beside them
         #[arg(required = true, value_name = "FILE")]
         inputs: Vec<PathBuf>,
-        /// Those with a corpus beside them [default: campaigns that tried a candidate of another model]
+        /// Files of the campaigns with a corpus beside them; those of the others had none [default: a campaign had one if it tried a seed]
         #[arg(long, value_name = "FILE", num_args = 1..)]
         warm: Vec<PathBuf>,
         /// Folder for a plot of each model

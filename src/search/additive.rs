@@ -347,15 +347,15 @@ fn rows(groups: &[Group], setting: &Setting) -> Vec<Row> {
     let near = nearest_settings(groups, setting);
     let mut all = vec![];
     for (number, same) in near.chunk_by(|(_, a), (_, b)| a.setting == b.setting).enumerate() {
+        let own = same.first().is_some_and(|(distance, _)| *distance == 0.0);
         let mut rows = vec![];
-        let examples =
-            same.iter().flat_map(|(distance, group)| group.examples.iter().map(move |e| (distance, group, e)));
-        for (distance, group, e) in examples.filter(|(_, group, e)| e.values != group.default) {
+        let examples = same.iter().flat_map(|(_, group)| group.examples.iter().map(move |e| (group, e)));
+        for (group, e) in examples.filter(|(group, e)| e.values != group.default) {
             let Some(log_ratio) = e.log_ratio else { continue };
             let turns = turns(&e.values, &group.default);
             let row = |turns: Vec<Turn>, log_ratio: f64, noise| {
                 let log_ratio = log_ratio.clamp(-LOG_MOST, LOG_MOST);
-                Row { own: *distance == 0.0, setting: number, turns, log_ratio, noise }
+                Row { own, setting: number, turns, log_ratio, noise }
             };
             let splits: Vec<Turn> = turns.iter().copied().filter(|turn| turn.knob == SPLITS).collect();
             if let Some(deep) = e.deep.filter(|_| !splits.is_empty()) {
@@ -364,7 +364,7 @@ fn rows(groups: &[Group], setting: &Setting) -> Vec<Row> {
             let noise = left_over(turns.len());
             rows.push(row(turns, log_ratio, noise));
         }
-        let most = if same.first().is_some_and(|(distance, _)| *distance == 0.0) { ROWS_OWN } else { ROWS_OF_SETTING };
+        let most = if own { ROWS_OWN } else { ROWS_OF_SETTING };
         // Some of every campaign.
         let step = rows.len().div_ceil(most).max(1);
         all.extend(rows.into_iter().step_by(step));

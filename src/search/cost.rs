@@ -14,9 +14,9 @@
 //! H200s; `monobloc flywheel rank` says how well predictions rank trials. They rank candidates before anything runs, and never
 //! stand in a column of measurements.
 
-use crate::candidate::{Candidate, chunk_bytes};
+use crate::candidate::{Candidate, chunk_bytes, unit_bytes};
 use crate::dtype::Precision;
-use crate::ir::op::{GRANULE_BYTES, UNIT_ROWS, granules};
+use crate::ir::op::UNIT_ROWS;
 use crate::model::graph::{Linear, ModelGraph};
 use crate::target::{Target, TargetKind};
 
@@ -101,10 +101,9 @@ pub fn predict(
     let few = if c.consumer_warps < 8 { SERIAL_FEW_WARPS } else { 0.0 };
     let slower = 1.0 + many.map_or(few, |(_, share)| share);
 
-    let weight_bytes = precision.weights.bytes() as u32;
     let matvec = |rows: u32, linear: &Linear| {
         let units = f64::from(rows.div_ceil(UNIT_ROWS).div_ceil(c.sms.max(1)));
-        let unit = granules(linear.cols, weight_bytes) * GRANULE_BYTES;
+        let unit = unit_bytes(linear.cols, precision);
         let (unit, chunk) = (f64::from(unit), f64::from(chunk_bytes(unit, c.slot_bytes)));
         let serial = (SERIAL_US + SERIAL_US_PER_K * f64::from(linear.cols) / 1024.0) * slower;
         (units * unit, (units * unit / chunk).ceil() * CHUNK_US, serial, chunk)

@@ -305,7 +305,7 @@ impl Prior {
                 let known =
                     candidate == *space.default_candidate() || seeds.iter().any(|seed| seed.candidate == candidate);
                 if left > 0 && !known {
-                    let Opinion { spread, .. } = self.opinion(&candidate, 0.0);
+                    let Expected { spread, .. } = self.additive.expected(&candidate.values(), 0.0);
                     seeds.push(Seed { candidate, there: like * there, spread: spread.max(f64::MIN_POSITIVE) });
                     left -= 1;
                 }

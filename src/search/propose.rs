@@ -148,11 +148,10 @@ impl<'a> Search<'a> {
         limits: Limits,
         groups: &[Group],
         prior: Prior,
-        first: Vec<Candidate>,
+        mut first: Vec<Candidate>,
         guess: &'a (dyn Fn(&Candidate) -> f64 + Sync),
     ) -> Search<'a> {
-        let first = first.into_iter().filter(|candidate| space.admits(candidate).is_ok());
-        let first = first.collect();
+        first.retain(|candidate| space.admits(candidate).is_ok());
         let seeds = prior.seeds(groups, space);
         Search {
             space,

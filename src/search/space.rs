@@ -4,11 +4,12 @@
 //! `digest` names the space across models and machines, and rows of an older grid can be told from rows of this one.
 
 use std::collections::BTreeMap;
+use std::sync::LazyLock;
 
 use crate::candidate::{Candidate, Infeasible, KNOB_NAMES, RING_SLOTS_MAX, Values, chunk_bytes, unit_bytes};
 use crate::digest::Digest;
 use crate::dtype::Precision;
-use crate::ir::op::{GRANULE_BYTES, UNIT_ROWS, granules};
+use crate::ir::op::UNIT_ROWS;
 use crate::ir::variant::SUM_UNITS;
 use crate::lower::{LayerOp, finest_unit_rows, heads_of_task, lower};
 use crate::model::graph::ModelGraph;
@@ -282,7 +283,7 @@ impl Space {
         let cpu = target.kind == TargetKind::Cpu;
         let group = graph.layers.iter().map(|l| l.attn.heads / l.attn.kv_heads.max(1)).max().unwrap_or(1).max(1);
         let head_units = graph.vocab.div_ceil(UNIT_ROWS);
-        let unit = unit_bytes(graph, precision);
+        let unit = unit_bytes(graph.hidden, precision);
         let sms_max = target.spec.sm_count.min(head_units).max(1);
         let own = default.values();
         // A layer says which variants its ops have.
@@ -350,8 +351,8 @@ impl Space {
         };
         let fixed_smem =
             warps.iter().chain([&default.consumer_warps]).map(|&warps| (warps, fixed_smem_bytes(warps))).collect();
-        let unit_of = |cols: u32| granules(cols, precision.weights.bytes() as u32).max(1) * GRANULE_BYTES;
-        let [o, down] = graph.layers.first().map_or([unit; 2], |l| [l.attn.o.cols, l.mlp.down.cols].map(unit_of));
+        let inputs = graph.layers.first().map_or([graph.hidden; 2], |l| [l.attn.o.cols, l.mlp.down.cols]);
+        let [o, down] = inputs.map(|cols| unit_bytes(cols, precision));
         let held = [("hold_qkv", unit), ("hold_o", o), ("hold_up", unit), ("hold_down", down), ("hold_head", unit)];
         let rules = Rules { target: target.clone(), head_units, context_max, fixed_smem, group, unit, held };
         Space { default, knobs, rules }
@@ -388,7 +389,10 @@ impl Space {
     /// Whether the points of the space that this digest names are points of this one: it has the same knobs, or the first of
     /// them. The others are taken to have been as [`Candidate::of_first`] says.
     pub fn contains(digest: &Digest) -> bool {
-        (1..=KNOBS.len()).any(|first| KNOBS.get(..first).is_some_and(|knobs| Space::digest_of(knobs) == *digest))
+        // Asked for each row of a corpus.
+        static KNOWN: LazyLock<Vec<Digest>> =
+            LazyLock::new(|| (1..=KNOBS.len()).filter_map(|first| KNOBS.get(..first)).map(Space::digest_of).collect());
+        KNOWN.contains(digest)
     }
 
     fn digest_of(knobs: &[Knob]) -> Digest {
@@ -673,7 +677,6 @@ mod tests {
     /// A knob that turns and changes nothing would be measured for nothing.
     #[test]
     fn every_move_of_one_knob_makes_another_schedule() {
-        let precision = BF16;
         for (config, target, context_max) in
             CONFIGS.iter().flat_map(|c| [("h200", 4096), ("cpu", 4096), ("h200", 300)].map(|(t, n)| (*c, t, n)))
         {
@@ -681,8 +684,8 @@ mod tests {
             // Layers are alike: two say what sixteen would.
             graph.layers.truncate(2);
             let target = Target::builtin(target).expect("a record");
-            let default = Candidate::default_for(&graph, &target, precision);
-            let space = Space::new(&graph, &target, precision, context_max, default.clone(), |_| 0);
+            let default = Candidate::default_for(&graph, &target, BF16);
+            let space = Space::new(&graph, &target, BF16, context_max, default.clone(), |_| 0);
             let split = space.with(&default, 8, if default.splits == 1 { 4 } else { 1 });
             let mut schedules: BTreeMap<String, Candidate> = BTreeMap::new();
             let mut points: Vec<Candidate> = vec![default.clone(), split.clone()];
@@ -691,7 +694,7 @@ mod tests {
             points.dedup();
             let mut made = 0;
             for point in points {
-                let Ok(program) = lower(&graph, "test", precision, context_max, &point) else { continue };
+                let Ok(program) = lower(&graph, "test", BF16, context_max, &point) else { continue };
                 let Ok(placed) = schedule(program, &target, &point) else { continue };
                 made += 1;
                 if let Some(same) = schedules.insert(print(&placed), point.clone()) {
