@@ -2,8 +2,8 @@
 
 use std::fmt::Write;
 
-use crate::flywheel::{Proposer, Timing};
-use crate::search::history::{Entry, History};
+use crate::flywheel::{Proposer, RatioInterval, Timing};
+use crate::search::history::{Entry, HeadlineRow, History};
 use crate::search::space::changed;
 use crate::search::study::{Study, mean_curve};
 
@@ -32,8 +32,8 @@ pub fn page(title: &str, histories: &[History]) -> String {
     }
     put!(
         out,
-        "<p class=\"foot\">Ratios are medians of launches in turns, candidate by incumbent, chained back to the default: \
-         below 1 is faster. Latencies are medians over launches, µs per step. The floor is the time that the bytes of a step \
+        "<p class=\"foot\">The headline is the closing duel: the default and the best candidate, timed in turns. Ratios of \
+         trials are medians of launches in turns, candidate by incumbent, chained back to the default: below 1 is faster. Latencies are medians over launches, µs per step. The floor is the time that the bytes of a step \
          take at the read peak that was measured for the target.</p>\n</body>\n</html>"
     );
     out
@@ -71,8 +71,8 @@ fn campaign(out: &mut String, history: &History) {
     );
     put!(out, "<p class=\"facts\">{}</p>", escaped(&facts));
     cards(out, history);
-    if let Some(best) = history.incumbent() {
-        let knobs = changed(&best.candidate, default);
+    if let Some(headline) = history.headline() {
+        let knobs = changed(&headline.best.candidate, default);
         put!(out, "<p>Best: <code>{}</code></p>", escaped(&knobs));
     }
     put!(out, "<div class=\"plots\">");
@@ -99,16 +99,20 @@ fn percent(log_ratio: f64) -> String {
 
 fn cards(out: &mut String, history: &History) {
     let mut cards: Vec<(String, String)> = vec![];
-    if let Some(log) = history.incumbent().and_then(Entry::log_ratio) {
-        cards.push((format!("{:.3}×", (-log).exp()), "as fast as the default, over all positions".to_string()));
-    }
-    if let (Some(best), Some(first)) = (history.incumbent(), history.first()) {
-        for (now, then) in best.timed.iter().zip(&first.timed) {
-            let Timing { position, latency_us_p50, .. } = &now.timing;
-            let was = then.timing.latency_us_p50;
+    if let Some(headline) = history.headline() {
+        cards.push(match headline.speed() {
+            Some(RatioInterval { p50, .. }) if headline.is_default => {
+                (format!("{p50:.3}×"), "the default stays: no candidate beat it".to_string())
+            }
+            Some(RatioInterval { p50, low, high }) => {
+                (format!("{p50:.3}×"), format!("as fast as the default ({low:.3} to {high:.3}), in the closing duel"))
+            }
+            None => ("–".to_string(), "the best was not compared with the default yet".to_string()),
+        });
+        for HeadlineRow { position, default_us, best_us, .. } in &headline.positions {
             cards.push((
-                format!("{latency_us_p50:.1} µs"),
-                format!("a step at position {position}; default {was:.1} µs"),
+                format!("{best_us:.1} µs"),
+                format!("a step at position {position}; default {default_us:.1} µs"),
             ));
         }
     }
@@ -129,7 +133,7 @@ fn curve(history: &History) -> Option<String> {
     let timed: Vec<(f64, f64, &Entry)> = history
         .entries
         .iter()
-        .filter_map(|entry| Some((f64::from(entry.number?), entry.log_ratio()?.exp(), entry)))
+        .filter_map(|entry| Some((f64::from(entry.number?), history.shown_log_ratio(entry)?.exp(), entry)))
         .collect();
     let x = Axis::around("trial", timed.iter().map(|(number, ..)| *number))?;
     let y = Axis::around("latency by the default's", timed.iter().map(|(_, ratio, _)| *ratio).chain([1.0]))?;
@@ -181,22 +185,20 @@ fn bar(out: &mut String, class: &str, name: &str, share: f64, figure: &str) {
 
 /// Default, best and floor at each position.
 fn floors(history: &History) -> Option<String> {
-    let (first, best) = (history.first()?, history.incumbent()?);
-    let most = first.timed.iter().chain(&best.timed).map(|row| row.timing.latency_us_p50).fold(0.0, f64::max);
+    let headline = history.headline()?;
+    let rows = &headline.positions;
+    let most = rows.iter().flat_map(|row| [row.default_us, row.best_us]).fold(0.0, f64::max);
     let mut out = String::new();
-    for (then, now) in first.timed.iter().zip(&best.timed) {
-        put!(out, "<p class=\"group\">position {}</p>", then.timing.position);
+    for HeadlineRow { position, default_us, best_us, floor_us, bytes_per_step, .. } in rows {
+        put!(out, "<p class=\"group\">position {position}</p>");
         let mut row = |class: &str, name: &str, us: f64, more: String| {
             bar(&mut out, class, name, us / most, &format!("{us:.1} µs{more}"));
         };
-        let share = |timing: &Timing| match timing.floor_us {
-            Some(floor) => format!(", floor at {:.0} %", floor / timing.latency_us_p50 * 100.0),
-            None => String::new(),
-        };
-        row("reverted", "default", then.timing.latency_us_p50, share(&then.timing));
-        row("kept", "best", now.timing.latency_us_p50, share(&now.timing));
-        if let Some(floor) = now.timing.floor_us {
-            row("floor", "floor", floor, format!(", {:.1} MB", now.timing.bytes_per_step as f64 * 1e-6));
+        let share = |us: f64| floor_us.map_or(String::new(), |floor| format!(", floor at {:.0} %", floor / us * 100.0));
+        row("reverted", "default", *default_us, share(*default_us));
+        row("kept", "best", *best_us, share(*best_us));
+        if let Some(floor) = floor_us {
+            row("floor", "floor", *floor, format!(", {:.1} MB", *bytes_per_step as f64 * 1e-6));
         }
     }
     Some(out)
@@ -264,7 +266,7 @@ fn table(out: &mut String, history: &History) {
     let mut heads: Vec<String> =
         ["trial", "by", "knobs that differ from the default", "verdict", "decision"].map(str::to_string).to_vec();
     heads.push("ratio to incumbent (95 %)".to_string());
-    heads.push("to default".to_string());
+    heads.push("to default, chained".to_string());
     heads.extend(positions.iter().map(|position| format!("µs at {position} (p10 to p90)")));
     heads.extend(["ms: compile, check, measure", "registers, bytes spilled"].map(str::to_string));
     heads.iter().for_each(|head| put!(out, "<th>{}</th>", escaped(head)));
@@ -290,7 +292,11 @@ fn table(out: &mut String, history: &History) {
             _ => format!("{:.3} ({:.3} to {:.3})", mean(|r| r.p50), mean(|r| r.low), mean(|r| r.high)),
         };
         put!(out, "<td>{ratio}</td>");
-        put!(out, "<td>{}</td>", entry.log_ratio().map(|log| format!("{:.3}", log.exp())).unwrap_or_default());
+        put!(
+            out,
+            "<td>{}</td>",
+            history.shown_log_ratio(entry).map(|log| format!("{:.3}", log.exp())).unwrap_or_default()
+        );
         for position in &positions {
             let timing = entry.timed.iter().map(|row| &row.timing).find(|timing| timing.position == *position);
             let cell =

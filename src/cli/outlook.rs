@@ -5,13 +5,13 @@ use serde_json::{Value, json};
 use super::Outcome;
 use super::arguments::{Next, Report, Status};
 use super::session::{Session, Talk, pick_target};
-use super::tune::TRIALS_DEFAULT;
+use super::tune::{NO_DUEL, TRIALS_DEFAULT, ratio_json, speed_text};
 use super::units::counted;
 use crate::error::Fault;
-use crate::flywheel::Timing;
 use crate::manifest::Manifest;
 use crate::page::page;
 use crate::pipeline::outlook::{self, Known, Region};
+use crate::search::history::HeadlineRow;
 use crate::search::space::changed;
 use crate::search::{Ask, History};
 use crate::target::Target;
@@ -54,15 +54,6 @@ fn counts(history: &History) -> [usize; 4] {
     ]
 }
 
-fn times(history: &History) -> Vec<(&Timing, &Timing)> {
-    match (history.first(), history.incumbent()) {
-        (Some(first), Some(best)) => {
-            first.timed.iter().map(|row| &row.timing).zip(best.timed.iter().map(|row| &row.timing)).collect()
-        }
-        _ => vec![],
-    }
-}
-
 fn status_text(manifest: &Manifest, target: &Target, known: &Known) -> String {
     let mut text =
         format!("{} on {}: {}\n", manifest.name, target.name, { counted(known.histories.len() as u64, "campaign") });
@@ -79,17 +70,18 @@ fn status_text(manifest: &Manifest, target: &Target, known: &Known) -> String {
             history.seed,
             counted(trials as u64, "trial"),
         ));
-        if let Some(best) = history.incumbent() {
-            let speed = best.log_ratio().map_or(1.0, |log| (-log).exp());
-            let knobs = changed(&best.candidate, &history.default);
-            text.push_str(&format!("    best: {knobs}, {speed:.3} times as fast as the default\n"));
-        }
-        for (default, best) in times(history) {
-            let floor = best.floor_us.map(|floor| format!(", floor {floor:.1} µs")).unwrap_or_default();
-            text.push_str(&format!(
-                "    position {}: {:.1} µs a step, default {:.1} µs{floor}\n",
-                best.position, best.latency_us_p50, default.latency_us_p50
-            ));
+        let Some(headline) = history.headline() else { continue };
+        let knobs = changed(&headline.best.candidate, &history.default);
+        let found = match headline.speed() {
+            _ if headline.is_default => "no candidate beat it".to_string(),
+            Some(speed) => speed_text(speed),
+            None => NO_DUEL.to_string(),
+        };
+        text.push_str(&format!("    best: {knobs}, {found}\n"));
+        for HeadlineRow { position, default_us, best_us, floor_us, .. } in &headline.positions {
+            let floor = floor_us.map(|floor| format!(", floor {floor:.1} µs")).unwrap_or_default();
+            let default = if headline.is_default { String::new() } else { format!(", default {default_us:.1} µs") };
+            text.push_str(&format!("    position {position}: {best_us:.1} µs a step{default}{floor}\n"));
         }
     }
     text.push_str(&format!("  builds take: {}\n", changed(&known.built, &known.default)));
@@ -102,7 +94,17 @@ fn status_json(target: &Target, known: &Known) -> Value {
         .iter()
         .map(|history| {
             let [trials, kept, failed, unfit] = counts(history);
-            let best = history.incumbent();
+            let headline = history.headline();
+            let positions = headline.iter().flat_map(|headline| &headline.positions).map(|row| {
+                let HeadlineRow { position, default_us, best_us, ratio, floor_us, .. } = row;
+                json!({
+                    "position": position,
+                    "best_us": best_us,
+                    "default_us": default_us,
+                    "ratio_against_default": ratio_json(*ratio),
+                    "floor_us": floor_us,
+                })
+            });
             json!({
                 "campaign": history.campaign.to_string(),
                 "device": history.machine.device_name,
@@ -112,14 +114,10 @@ fn status_json(target: &Target, known: &Known) -> Value {
                 "failed": failed,
                 "infeasible": unfit,
                 "last_utc": history.entries.last().map(|entry| &entry.utc),
-                "best": best.map(|best| best.candidate.to_string()),
-                "best_by_default": best.and_then(|best| best.log_ratio()).map(f64::exp),
-                "positions": times(history).iter().map(|(default, best)| json!({
-                    "position": best.position,
-                    "latency_us_p50": best.latency_us_p50,
-                    "default_us_p50": default.latency_us_p50,
-                    "floor_us": best.floor_us,
-                })).collect::<Vec<_>>(),
+                "best": headline.as_ref().map(|headline| headline.best.candidate.to_string()),
+                "best_is_default": headline.as_ref().map(|headline| headline.is_default),
+                "ratio_against_default": ratio_json(headline.as_ref().and_then(|headline| headline.ratio)),
+                "positions": positions.collect::<Vec<_>>(),
             })
         })
         .collect();

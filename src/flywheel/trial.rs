@@ -383,6 +383,27 @@ pub struct RatioInterval {
     pub high: f64,
 }
 
+impl RatioInterval {
+    /// The ratio of what is compared with itself.
+    pub const ONE: RatioInterval = RatioInterval { p50: 1.0, low: 1.0, high: 1.0 };
+
+    /// The ratio of the two taken the other way round.
+    pub fn inverse(self) -> RatioInterval {
+        RatioInterval { p50: 1.0 / self.p50, low: 1.0 / self.high, high: 1.0 / self.low }
+    }
+
+    /// Geometric means of medians and bounds; `None` of none. The bounds of a mean lie within the means of the bounds.
+    pub fn mean(all: &[RatioInterval]) -> Option<RatioInterval> {
+        let count = all.len() as f64;
+        let mean = |of: fn(&RatioInterval) -> f64| (all.iter().map(|ratio| of(ratio).ln()).sum::<f64>() / count).exp();
+        (!all.is_empty()).then(|| match all {
+            // Through a logarithm and back, 1 would not always be 1.
+            [one] => *one,
+            _ => RatioInterval { p50: mean(|r| r.p50), low: mean(|r| r.low), high: mean(|r| r.high) },
+        })
+    }
+}
+
 /// A row that cannot be: built by us, or found in a file.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("column `{column}`: {reason}")]
@@ -933,7 +954,7 @@ fn is_utc(text: &str) -> bool {
 }
 
 #[cfg(test)]
-pub(super) mod tests {
+pub(crate) mod tests {
     use super::*;
     use proptest::prelude::*;
     use std::time::Duration;

@@ -75,8 +75,9 @@ pub struct Tuned {
     pub trials: u32,
     /// Measured by this run, the default and the last comparison included.
     pub ran: u32,
-    /// Latency of the best by the default's, where they were compared at the end.
-    pub against_default: Option<Ratio>,
+    /// Latency of the best by the default's: exactly 1 for the default, `None` where the two were not timed in turns. As
+    /// `status` and `report` read it from the rows.
+    pub against_default: Option<RatioInterval>,
     /// Of each trial, outside of making, checking and timing candidates; `None` where none ran.
     pub search_ms_per_trial: Option<f64>,
     /// Of each trial, loading and packing in the child; `None` where none ran.
@@ -214,6 +215,10 @@ fn run(
         Err(fault) => return Err(fault),
     };
     remember(told_site, &best, &driven.stop, search.trials(), asked)?;
+    let against_default = match best == default {
+        true => Some(RatioInterval::ONE),
+        false => own_history(site, campaign)?.and_then(|history| history.headline()?.ratio),
+    };
     let elapsed = arena.started.elapsed();
     let per_trial = |time: Duration| (driven.ran > 0).then(|| time.as_secs_f64() * 1e3 / f64::from(driven.ran));
     Ok(Tuned {
@@ -224,7 +229,7 @@ fn run(
         interrupted: driven.stop == Stop::Interrupted,
         trials: search.trials(),
         ran: driven.ran,
-        against_default: driven.against_default,
+        against_default,
         search_ms_per_trial: per_trial(
             elapsed.saturating_sub(arena.spent.made + arena.spent.child + arena.spent.checked),
         ),
@@ -271,6 +276,13 @@ impl Known {
         }
         Ok(known)
     }
+}
+
+/// A campaign as its rows tell it now.
+fn own_history(site: &Site<'_>, campaign: Digest) -> Result<Option<History>, Fault> {
+    let mut rows = Corpus::read(&corpora(&site.workspace.trials))?.trials;
+    rows.retain(|trial| trial.facts().point.campaign == Some(campaign));
+    Ok(histories(&rows).pop())
 }
 
 /// Leaves out what teaches nothing here: of whole steps a single op learns as little as they do of it.

@@ -1,13 +1,14 @@
 //! Owns `History`: a campaign as its rows tell it, trial by trial, every latency relative to the default's.
 //!
 //! Ratios are chained through `incumbent`: they were taken in one process, launch by launch, so they do not drift with
-//! clocks and neighbours as latencies do.
+//! clocks and neighbours as latencies do. A chain of kept trials is biased, because luck helps a candidate to be kept. So
+//! what a campaign found is told by [`Headline`], in the figures of the closing duel between the best and the default.
 
 use std::collections::BTreeMap;
 
 use crate::candidate::{Candidate, KNOB_NAMES, Values};
 use crate::digest::Digest;
-use crate::flywheel::{CheckFigures, Cost, Decision, Machine, ModelShape, Proposer, Timing, Trial};
+use crate::flywheel::{CheckFigures, Cost, Decision, Machine, ModelShape, Proposer, RatioInterval, Timing, Trial};
 
 use super::judge::deep_part;
 use super::propose::Outcome;
@@ -66,7 +67,8 @@ fn mean(of: impl Iterator<Item = f64>) -> Option<f64> {
 }
 
 impl Entry {
-    /// log of latency by the default's, the mean of all positions; `None` where it was not timed.
+    /// log of latency by the default's, chained through the incumbents, the mean of all positions; `None` where it was
+    /// not timed.
     pub fn log_ratio(&self) -> Option<f64> {
         mean(self.timed.iter().map(|row| row.log_ratio))
     }
@@ -113,7 +115,86 @@ pub fn floor_gap<'a>(timings: impl Iterator<Item = &'a Timing>) -> Option<f64> {
     gaps.collect::<Option<Vec<f64>>>()?.into_iter().max_by(f64::total_cmp)
 }
 
+/// What a campaign found: the candidate that builds take, in the figures of the closing duel.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Headline<'a> {
+    pub best: &'a Entry,
+    pub is_default: bool,
+    /// Latency of the best by the default's: exactly 1 for the default; `None` until the two were timed in turns. Over
+    /// several positions, the geometric mean of each bound.
+    pub ratio: Option<RatioInterval>,
+    /// Ascending.
+    pub positions: Vec<HeadlineRow>,
+}
+
+/// One position of a [`Headline`].
+#[derive(Debug, Clone, PartialEq)]
+pub struct HeadlineRow {
+    pub position: u32,
+    /// Median of the closing duel; before there was one, of the trial that timed the default first.
+    pub default_us: f64,
+    /// In the closing duel `default_us * ratio`; before there was one, the median of the best candidate's own trial.
+    pub best_us: f64,
+    pub ratio: Option<RatioInterval>,
+    /// Of the best candidate.
+    pub floor_us: Option<f64>,
+    pub bytes_per_step: u64,
+}
+
+impl Headline<'_> {
+    /// How many times as fast as the default the best is.
+    pub fn speed(&self) -> Option<RatioInterval> {
+        self.ratio.map(RatioInterval::inverse)
+    }
+}
+
 impl History {
+    /// What this campaign found; `None` before the default was timed.
+    pub fn headline(&self) -> Option<Headline<'_>> {
+        let (best, first) = (self.incumbent()?, self.first()?);
+        let is_default = best.candidate == self.default;
+        let duel = self.duel();
+        let against = duel.unwrap_or(first);
+        let mut positions = vec![];
+        for row in &against.timed {
+            let Timing { position, latency_us_p50: default_us, ratio, .. } = row.timing;
+            let own = best.timed.iter().map(|row| &row.timing).find(|timing| timing.position == position);
+            let own = own.unwrap_or(&row.timing);
+            let ratio = match (is_default, duel) {
+                (true, _) => Some(RatioInterval::ONE),
+                // The duel timed the default by the best.
+                (false, Some(_)) => ratio.map(RatioInterval::inverse),
+                (false, None) => None,
+            };
+            let best_us = match (is_default, ratio) {
+                (true, _) => default_us,
+                (false, Some(ratio)) => default_us * ratio.p50,
+                (false, None) => own.latency_us_p50,
+            };
+            let (floor_us, bytes_per_step) = (own.floor_us, own.bytes_per_step);
+            positions.push(HeadlineRow { position, default_us, best_us, ratio, floor_us, bytes_per_step });
+        }
+        let ratios: Option<Vec<RatioInterval>> = positions.iter().map(|row| row.ratio).collect();
+        let ratio =
+            if is_default { Some(RatioInterval::ONE) } else { ratios.and_then(|all| RatioInterval::mean(&all)) };
+        Some(Headline { best, is_default, ratio, positions })
+    }
+
+    /// The last comparison of the default with the best; `None` if there was none, or if a candidate was kept after it.
+    fn duel(&self) -> Option<&Entry> {
+        let closes = |entry: &&Entry| {
+            entry.proposer == Proposer::Default && entry.decision.is_some_and(|decision| decision != Decision::First)
+        };
+        let at = self.entries.iter().rposition(|entry| closes(&entry))?;
+        let rest = self.entries.get(at + 1..).unwrap_or_default();
+        if rest.iter().any(Entry::is_kept) { None } else { self.entries.get(at) }
+    }
+
+    /// log of latency by the default's as people are shown it: exactly 0 for the default, whatever led up to it.
+    pub fn shown_log_ratio(&self, entry: &Entry) -> Option<f64> {
+        entry.log_ratio().map(|log| if entry.candidate == self.default { 0.0 } else { log })
+    }
+
     /// The candidate that was kept last; `None` before the default was timed.
     pub fn incumbent(&self) -> Option<&Entry> {
         self.entries.iter().rfind(|entry| entry.is_kept())
@@ -238,4 +319,127 @@ fn history(campaign: Digest, rows: &[&Trial]) -> Option<History> {
         history.entries.push(entry);
     }
     Some(history)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::flywheel::{Facts, Point, Verdict};
+    use std::time::SystemTime;
+
+    const DEFAULT: &str = "sms=132;consumer_warps=8;ring_slots=6;slot_bytes=32768;flight_high=4;flight_low=2;flight_free=4;heads_per_task=1;splits=32;split_from=384;mechanism=packets";
+
+    /// A campaign of rows at positions 32 and 1024, in the order in which a search appends them.
+    struct MadeUp {
+        rows: Vec<Trial>,
+        /// Rows of the incumbent.
+        incumbent: [Option<Digest>; 2],
+    }
+
+    impl MadeUp {
+        fn new() -> MadeUp {
+            MadeUp { rows: vec![], incumbent: [None; 2] }
+        }
+
+        /// One trial: candidate, latencies, and its ratios to the incumbent.
+        fn trial(&mut self, splits: u32, us: [f64; 2], ratios: Option<[f64; 2]>, decision: Decision) {
+            let number = self.rows.len() as u32 / 2;
+            let candidate = DEFAULT.replace("splits=32", &format!("splits={splits}"));
+            let proposer = if splits == 32 { Proposer::Default } else { Proposer::Local };
+            let mut ids = [None; 2];
+            for (at, position) in [32, 1024].into_iter().enumerate() {
+                let ratio = ratios.map(|ratios| RatioInterval {
+                    p50: ratios[at],
+                    low: ratios[at] * 0.99,
+                    high: ratios[at] * 1.01,
+                });
+                let Verdict::Ok { check, timing } = crate::flywheel::trial::tests::ok(position, us[at]) else {
+                    panic!("a timing")
+                };
+                let (p10, p90) = (us[at] * 0.99, us[at] * 1.01);
+                let timing = Timing {
+                    position,
+                    latency_us_p10: p10,
+                    latency_us_p50: us[at],
+                    latency_us_p90: p90,
+                    ratio,
+                    floor_us: Some(40.0),
+                    ..timing
+                };
+                let facts = crate::flywheel::trial::tests::facts();
+                let point = Point {
+                    candidate: candidate.clone(),
+                    candidate_digest: Digest::of(candidate.as_bytes()),
+                    trial: Some(number),
+                    proposer,
+                    decision: Some(decision),
+                    incumbent: self.incumbent[at],
+                    ..facts.point.clone()
+                };
+                let row =
+                    Trial::new(Facts { point, ..facts }, Verdict::Ok { check, timing }, SystemTime::UNIX_EPOCH, 0)
+                        .expect("a sound row");
+                ids[at] = Some(row.trial_id());
+                self.rows.push(row);
+            }
+            if decision.is_kept() {
+                self.incumbent = ids;
+            }
+        }
+
+        fn history(&self) -> History {
+            histories(&self.rows).pop().expect("a campaign")
+        }
+    }
+
+    fn assert_near(found: f64, expected: f64) {
+        assert!((found - expected).abs() < 1e-9, "{found}, expected {expected}");
+    }
+
+    #[test]
+    fn a_default_that_wins_the_closing_duel_is_exactly_1() {
+        let mut campaign = MadeUp::new();
+        campaign.trial(32, [100.0, 200.0], None, Decision::First);
+        campaign.trial(16, [50.0, 90.0], Some([0.5, 0.5]), Decision::Faster);
+        // In turns, the two are equal: what was kept was luck. Chained, the default would be twice as fast as itself.
+        campaign.trial(32, [101.0, 202.0], Some([1.0, 1.0]), Decision::Simpler);
+        let history = campaign.history();
+        let headline = history.headline().expect("timed");
+        assert!(headline.is_default);
+        assert_eq!((headline.ratio, headline.speed()), (Some(RatioInterval::ONE), Some(RatioInterval::ONE)));
+        let rows: Vec<_> = headline.positions.iter().map(|row| (row.position, row.default_us, row.best_us)).collect();
+        assert_eq!(rows, [(32, 101.0, 101.0), (1024, 202.0, 202.0)]);
+        assert!(headline.positions.iter().all(|row| row.ratio == Some(RatioInterval::ONE)));
+        let shown: Vec<f64> = history.entries.iter().filter_map(|entry| history.shown_log_ratio(entry)).collect();
+        assert_eq!((shown[0], shown[2]), (0.0, 0.0));
+        assert_near(shown[1], 0.5_f64.ln());
+    }
+
+    #[test]
+    fn a_winner_has_the_figures_of_the_closing_duel_and_not_of_the_chain() {
+        let mut campaign = MadeUp::new();
+        campaign.trial(32, [100.0, 200.0], None, Decision::First);
+        campaign.trial(16, [80.0, 160.0], Some([0.8, 0.8]), Decision::Faster);
+        campaign.trial(8, [60.0, 120.0], Some([0.7, 0.7]), Decision::Faster);
+        let before = campaign.history();
+        let headline = before.headline().expect("timed");
+        assert_eq!((headline.is_default, headline.ratio), (false, None), "no duel, no figure");
+        assert_eq!((headline.positions[0].default_us, headline.positions[0].best_us), (100.0, 60.0));
+
+        // The chain says 0.56; in turns, the default takes 1.25 and 1.6 of the best's time.
+        campaign.trial(32, [110.0, 210.0], Some([1.25, 1.6]), Decision::Reverted);
+        let history = campaign.history();
+        let headline = history.headline().expect("timed");
+        assert_eq!(headline.best.candidate.splits, 8);
+        let ratio = headline.ratio.expect("a duel");
+        assert_near(ratio.p50, (1.0_f64 / (1.25 * 1.6)).sqrt());
+        assert_near(headline.speed().expect("a duel").p50, 2.0_f64.sqrt());
+        assert!(ratio.low < ratio.p50 && ratio.p50 < ratio.high);
+        assert_near(headline.positions[0].best_us, 110.0 / 1.25);
+        assert_near(headline.positions[1].best_us, 210.0 / 1.6);
+
+        // A later candidate that was kept has had no duel yet.
+        campaign.trial(4, [50.0, 100.0], Some([0.9, 0.9]), Decision::Faster);
+        assert_eq!(campaign.history().headline().expect("timed").ratio, None);
+    }
 }
