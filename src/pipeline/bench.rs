@@ -124,9 +124,8 @@ pub fn bench(
     request: &Request,
     on_found: &mut dyn FnMut(Found<'_>) -> Result<(), Fault>,
 ) -> Result<(), Fault> {
-    let tool = workspace.tool()?;
-    let model = import_stage(workspace, manifest, tool)?;
-    let site = Site::new(workspace, manifest, target, &model, tool)?;
+    let model = import_stage(workspace, manifest)?;
+    let site = Site::new(workspace, manifest, target, &model)?;
     let built = built(workspace, site)?;
     let devices = Devices::list(target.kind == TargetKind::Cuda);
     let executor = executor(&built, &devices)?;
@@ -220,9 +219,8 @@ pub fn serve(
     questions: impl Iterator<Item = String>,
     mut answer: impl FnMut(&Value) -> Result<(), Fault>,
 ) -> Result<(), Fault> {
-    let tool = workspace.tool()?;
-    let model = import_stage(workspace, manifest, tool)?;
-    let built = built(workspace, Site::new(workspace, manifest, target, &model, tool)?)?;
+    let model = import_stage(workspace, manifest)?;
+    let built = built(workspace, Site::new(workspace, manifest, target, &model)?)?;
     let devices = Devices::list(target.kind == TargetKind::Cuda);
     let executor = executor(&built, &devices)?;
     let mut session = None;

@@ -97,21 +97,20 @@ impl Workspace {
 /// # Errors
 /// A target without a device here; a default candidate that is wrong or does not fit; faults of the environment.
 pub fn tune(workspace: &Workspace, manifest: &Manifest, target: &Target, asked: &Tuning<'_>) -> Result<Tuned, Fault> {
-    let tool = workspace.tool()?;
-    let model = import_stage(workspace, manifest, tool)?;
+    let model = import_stage(workspace, manifest)?;
     let model = match asked.op {
         None => model,
         Some(op) => model.alone(op, target),
     };
     let quiet = workspace.quiet()?;
-    let told_site = Site::new(workspace, manifest, target, &model, tool)?;
+    let told_site = Site::new(workspace, manifest, target, &model)?;
     let devices = Devices::list(target.kind == TargetKind::Cuda);
     let hardware = match target.kind {
         TargetKind::Cpu => host(),
         TargetKind::Cuda => hardware_of(devices.find_for_run(target)?),
     };
     let campaign = told_site.campaign(&hardware);
-    let site = Site::new(&quiet, manifest, target, &model, tool)?;
+    let site = Site::new(&quiet, manifest, target, &model)?;
     let space = space_of(&site);
     let known = Known::read(&site, campaign)?;
     let default = space.default_candidate().clone();
@@ -442,9 +441,8 @@ pub fn is_tuned(
     budget: (u32, f64),
 ) -> Result<bool, Fault> {
     let quiet = workspace.quiet()?;
-    let tool = quiet.tool()?;
-    let model = import_stage(&quiet, manifest, tool)?;
-    let site = Site::new(&quiet, manifest, target, &model, tool)?;
+    let model = import_stage(&quiet, manifest)?;
+    let site = Site::new(&quiet, manifest, target, &model)?;
     Ok(quiet.cache.latest_why(keys::TUNED, &site.searched_subject(budget)).is_some())
 }
 

@@ -41,13 +41,12 @@ pub const SHOW_STAGES: [&str; 9] =
 /// # Errors
 /// Faults of the source or of the cache.
 pub fn explain(workspace: &Workspace, manifest: &Manifest) -> Result<Vec<Explained>, Fault> {
-    let tool = workspace.tool()?;
-    let model = load_model(workspace, manifest, tool)?;
+    let model = load_model(workspace, manifest)?;
     let mut all = vec![explain_stage(workspace, "", &model.keyed, &subject(manifest, "model"))?.0];
     let devices = Devices::list(manifest.targets.iter().any(|target| target.kind == TargetKind::Cuda));
     let compiler = Compiler::new(workspace);
     for target in &manifest.targets {
-        let site = Site::new(workspace, manifest, target, &model, tool)?;
+        let site = Site::new(workspace, manifest, target, &model)?;
         explain_target(&site, &compiler, &devices, &mut all)?;
     }
     Ok(all)
@@ -162,9 +161,8 @@ pub fn show(workspace: &Workspace, manifest: &Manifest, target: &Target, stage: 
     if stage == "manifest" {
         return Ok(format!("name {:?}\n{}", manifest.name, manifest.key_text()));
     }
-    let tool = workspace.tool()?;
-    let model = import_stage(workspace, manifest, tool)?;
-    let site = Site::new(workspace, manifest, target, &model, tool)?;
+    let model = import_stage(workspace, manifest)?;
+    let site = Site::new(workspace, manifest, target, &model)?;
     match stage {
         "model" => Ok(format!("{}\n{}", describe(&model.imported.graph), model.graph_text)),
         "candidate" => Ok(format!("{}\n", site.candidate())),

@@ -1,7 +1,8 @@
 //! Owns the keys of the stages: what each result depends on, and nothing else.
 //!
-//! Every stage but compile is keyed by the digest of the running tool too, because its code decides the result. A stage
-//! keys on the *content* of the stage before it, so a change that leaves a result as it was stops there.
+//! Every stage but compile is keyed by a digest of its own code, too, because that decides the result: of the sources that
+//! the stage reaches, taken when the crate is built (`build/sources.rs`). Executables that differ in anything else share a
+//! cache. A stage keys on the *content* of the stage before it, so a change that leaves a result as it was stops there.
 
 use crate::candidate::Candidate;
 use crate::codegen::KernelSource;
@@ -38,12 +39,40 @@ pub const EXPECT: &str = "expect";
 pub const TUNED: &str = "tuned";
 /// What was built, by digest, beside the parts of a kernel; no stage of a build.
 pub const LINK: &str = "link";
+/// A search; its rows lie in the trials.
+const CAMPAIGN: &str = "campaign";
 /// Which compiler was found last; no stage of a build.
 pub const NVRTC: &str = "nvrtc";
 
+/// Digests of the code of stages, from the build script.
+const CODES: [(&str, &str); 8] = [
+    (IMPORT, env!("MONOBLOC_CODE_IMPORT")),
+    (SCHEDULE, env!("MONOBLOC_CODE_SCHEDULE")),
+    (SOURCE, env!("MONOBLOC_CODE_SOURCE")),
+    (PACK, env!("MONOBLOC_CODE_PACK")),
+    (CHECK, env!("MONOBLOC_CODE_CHECK")),
+    (MEASURE, env!("MONOBLOC_CODE_MEASURE")),
+    (EXPECT, env!("MONOBLOC_CODE_EXPECT")),
+    (CAMPAIGN, env!("MONOBLOC_CODE_CAMPAIGN")),
+];
+
+/// Digest of the code that makes the results of `stage`.
+///
+/// # Panics
+/// If no such stage has code: a test asks for all of them.
+pub fn code(stage: &str) -> Digest {
+    let hex = CODES.iter().find(|(name, _)| *name == stage).map(|(_, hex)| *hex);
+    hex.and_then(|hex| Digest::parse(hex).ok()).expect("a digest of the build script")
+}
+
+/// Digest of the code of everything that a campaign runs: its search and all stages.
+pub fn code_of_all() -> Digest {
+    code(CAMPAIGN)
+}
+
 /// Config and headers to a model graph.
 pub struct ImportKey<'a> {
-    pub tool: Digest,
+    pub code: Digest,
     pub synthetic: bool,
     pub config: &'a [u8],
     pub generation_config: Option<&'a [u8]>,
@@ -59,8 +88,8 @@ impl ImportKey<'_> {
 
 impl KeyPart for ImportKey<'_> {
     fn write(&self, key: &mut dyn KeySink) {
-        let Self { tool, synthetic, config, generation_config, headers } = self;
-        key.value("tool", tool);
+        let Self { code, synthetic, config, generation_config, headers } = self;
+        key.value("code", code);
         key.value("synthetic", synthetic);
         key.bytes("config.json", config);
         key.value("generation_config", generation_config.is_some());
@@ -92,7 +121,7 @@ fn write_spec(key: &mut dyn KeySink, target: &Target) {
 
 /// Graph to a proven schedule.
 pub struct ScheduleKey<'a> {
-    pub tool: Digest,
+    pub code: Digest,
     pub graph: Digest,
     pub precision: Precision,
     pub context_max: u32,
@@ -108,8 +137,8 @@ impl ScheduleKey<'_> {
 
 impl KeyPart for ScheduleKey<'_> {
     fn write(&self, key: &mut dyn KeySink) {
-        let Self { tool, graph, precision, context_max, candidate, target } = self;
-        key.value("tool", tool);
+        let Self { code, graph, precision, context_max, candidate, target } = self;
+        key.value("code", code);
         key.value("graph", graph);
         write_precision(key, precision);
         key.value("context_max", context_max);
@@ -127,7 +156,7 @@ fn write_candidate(key: &mut dyn KeySink, candidate: &Candidate) {
 
 /// Schedule to CUDA C++.
 pub struct SourceKey<'a> {
-    pub tool: Digest,
+    pub code: Digest,
     pub schedule: Digest,
     pub target: &'a Target,
 }
@@ -140,8 +169,8 @@ impl SourceKey<'_> {
 
 impl KeyPart for SourceKey<'_> {
     fn write(&self, key: &mut dyn KeySink) {
-        let Self { tool, schedule, target } = self;
-        key.value("tool", tool);
+        let Self { code, schedule, target } = self;
+        key.value("code", code);
         key.value("schedule", schedule);
         write_spec(key, target);
     }
@@ -195,7 +224,7 @@ impl KeyPart for WeightsId {
 
 /// Schedule and weights to a pack.
 pub struct PackKey<'a> {
-    pub tool: Digest,
+    pub code: Digest,
     pub schedule: Digest,
     pub graph: Digest,
     pub weights: &'a WeightsId,
@@ -209,8 +238,8 @@ impl PackKey<'_> {
 
 impl KeyPart for PackKey<'_> {
     fn write(&self, key: &mut dyn KeySink) {
-        let Self { tool, schedule, graph, weights } = self;
-        key.value("tool", tool);
+        let Self { code, schedule, graph, weights } = self;
+        key.value("code", code);
         key.value("schedule", schedule);
         key.value("graph", graph);
         key.nested("weights", *weights);
@@ -242,7 +271,6 @@ impl KeyPart for Hardware {
 
 /// A schedule on hardware with weights: what is common to check and measure.
 pub struct SubjectKey<'a> {
-    pub tool: Digest,
     pub schedule: Digest,
     pub graph: Digest,
     pub weights: &'a WeightsId,
@@ -255,8 +283,7 @@ pub struct SubjectKey<'a> {
 
 impl KeyPart for SubjectKey<'_> {
     fn write(&self, key: &mut dyn KeySink) {
-        let Self { tool, schedule, graph, weights, candidate, target, cubin, hardware } = self;
-        key.value("tool", tool);
+        let Self { schedule, graph, weights, candidate, target, cubin, hardware } = self;
         key.value("schedule", schedule);
         key.value("graph", graph);
         key.nested("weights", *weights);
@@ -284,6 +311,7 @@ impl CheckKey<'_> {
 impl KeyPart for CheckKey<'_> {
     fn write(&self, key: &mut dyn KeySink) {
         let Self { subject, positions, steps_per_launch } = self;
+        key.value("code", code(CHECK));
         subject.write(key);
         key.list("check_positions", positions.iter());
         key.list("steps_per_launch", steps_per_launch.iter());
@@ -306,6 +334,7 @@ impl MeasureKey<'_> {
 impl KeyPart for MeasureKey<'_> {
     fn write(&self, key: &mut dyn KeySink) {
         let Self { subject, positions, steps_per_launch } = self;
+        key.value("code", code(MEASURE));
         subject.write(key);
         // The floor comes from it.
         let read_bytes_per_s = subject.target.measured.read_bytes_per_s;
@@ -317,7 +346,7 @@ impl KeyPart for MeasureKey<'_> {
 
 /// Logits that every candidate of a search has to reproduce.
 pub struct ExpectKey<'a> {
-    pub tool: Digest,
+    pub code: Digest,
     /// The schedule that the interpreter executes for it.
     pub schedule: Digest,
     pub graph: Digest,
@@ -335,8 +364,8 @@ impl ExpectKey<'_> {
 
 impl KeyPart for ExpectKey<'_> {
     fn write(&self, key: &mut dyn KeySink) {
-        let Self { tool, schedule, graph, weights, positions, device } = self;
-        key.value("tool", tool);
+        let Self { code, schedule, graph, weights, positions, device } = self;
+        key.value("code", code);
         key.value("schedule", schedule);
         key.value("graph", graph);
         key.nested("weights", *weights);
@@ -347,7 +376,7 @@ impl KeyPart for ExpectKey<'_> {
 
 /// What a search is about: its name in the rows of its trials.
 pub struct CampaignKey<'a> {
-    pub tool: Digest,
+    pub code: Digest,
     pub graph: Digest,
     pub precision: Precision,
     pub context_max: u32,
@@ -370,7 +399,7 @@ impl CampaignKey<'_> {
 impl KeyPart for CampaignKey<'_> {
     fn write(&self, key: &mut dyn KeySink) {
         let Self {
-            tool,
+            code,
             graph,
             precision,
             context_max,
@@ -382,7 +411,7 @@ impl KeyPart for CampaignKey<'_> {
             seed,
             begun,
         } = self;
-        key.value("tool", tool);
+        key.value("code", code);
         key.value("graph", graph);
         write_precision(key, precision);
         key.value("context_max", context_max);

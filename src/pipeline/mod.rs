@@ -72,16 +72,15 @@ pub struct Prepared {
     pub imported: Imported,
     pub candidate: Candidate,
     pub validated: Validated,
-    /// Digest of the graph's text, of the running tool, and of the schedule's text: what keys name.
+    /// Digest of the graph's text, and of the schedule's text: what keys name.
     graph: Digest,
-    tool: Digest,
     schedule: Digest,
 }
 
 impl Prepared {
     fn site<'a>(&'a self, workspace: &'a Workspace) -> Site<'a> {
-        let Prepared { manifest, target, imported, graph, tool, .. } = self;
-        Site::of(workspace, manifest, target, imported, *graph, *tool)
+        let Prepared { manifest, target, imported, graph, .. } = self;
+        Site::of(workspace, manifest, target, imported, *graph)
     }
 }
 
@@ -90,14 +89,13 @@ impl Prepared {
 /// # Errors
 /// Faults of the source, a default candidate that does not fit the target, a full disk.
 pub fn prepare(workspace: &Workspace, manifest: &Manifest, target: &Target) -> Result<Prepared, Fault> {
-    let tool = workspace.tool()?;
-    let model = import_stage(workspace, manifest, tool)?;
-    let site = Site::new(workspace, manifest, target, &model, tool)?;
+    let model = import_stage(workspace, manifest)?;
+    let site = Site::new(workspace, manifest, target, &model)?;
     let placed = place_chosen(&site)?;
     let schedule = placed.content;
     let (candidate, validated) = placed.into_validated(target)?;
     let (manifest, target, graph) = (manifest.clone(), target.clone(), model.graph);
-    Ok(Prepared { manifest, target, imported: model.imported, candidate, validated, graph, tool, schedule })
+    Ok(Prepared { manifest, target, imported: model.imported, candidate, validated, graph, schedule })
 }
 
 /// What a build did, for the last line and for `--json`.
@@ -115,8 +113,7 @@ pub struct BuildReport {
 /// The first fault. What was built before it stays in the cache.
 pub fn build(workspace: &Workspace, manifest: &Manifest) -> Result<BuildReport, Fault> {
     let (ran, cached) = (workspace.report.ran_count(), workspace.report.cached_count());
-    let tool = workspace.tool()?;
-    let model = import_stage(workspace, manifest, tool)?;
+    let model = import_stage(workspace, manifest)?;
     if let Some(commit) = &model.commit {
         workspace.report.note(&format!("{} at revision `{}` is commit {commit}", manifest.source, manifest.revision));
     }
@@ -127,7 +124,7 @@ pub fn build(workspace: &Workspace, manifest: &Manifest) -> Result<BuildReport, 
 
     let mut sites: Vec<(Site<'_>, Placed, Option<Generated>)> = vec![];
     for target in &manifest.targets {
-        let site = Site::new(workspace, manifest, target, &model, tool)?;
+        let site = Site::new(workspace, manifest, target, &model)?;
         let placed = place_chosen(&site)?;
         let generated = match target.kind {
             TargetKind::Cpu => None,
@@ -171,8 +168,8 @@ pub fn build(workspace: &Workspace, manifest: &Manifest) -> Result<BuildReport, 
 }
 
 /// Imports the model, and keeps the text of its graph.
-fn import_stage(workspace: &Workspace, manifest: &Manifest, tool: Digest) -> Result<Model, Fault> {
-    let model = load_model(workspace, manifest, tool)?;
+fn import_stage(workspace: &Workspace, manifest: &Manifest) -> Result<Model, Fault> {
+    let model = load_model(workspace, manifest)?;
     let subject = stages::subject(manifest, "model");
     workspace
         .stage(&model.keyed, &subject, keys::IMPORT, &manifest.source, || Ok(model.graph_text.clone().into_bytes()))?;

@@ -34,9 +34,8 @@ pub struct Known {
 /// # Errors
 /// Faults of the import; a corpus that cannot be read.
 pub fn known(workspace: &Workspace, manifest: &Manifest, target: &Target) -> Result<Known, Fault> {
-    let tool = workspace.tool()?;
-    let model = import_stage(workspace, manifest, tool)?;
-    let site = Site::new(workspace, manifest, target, &model, tool)?;
+    let model = import_stage(workspace, manifest)?;
+    let site = Site::new(workspace, manifest, target, &model)?;
     let corpus = Corpus::read(&corpora(&workspace.trials))?;
     let own = shape(&site, &model.imported.graph);
     let mut histories = histories(&corpus.trials);
@@ -61,9 +60,8 @@ pub fn known(workspace: &Workspace, manifest: &Manifest, target: &Target) -> Res
 /// # Errors
 /// As [`known`].
 pub fn ranked_now(workspace: &Workspace, manifest: &Manifest, target: &Target) -> Result<Vec<Ranked>, Fault> {
-    let tool = workspace.tool()?;
-    let model = import_stage(workspace, manifest, tool)?;
-    let site = Site::new(workspace, manifest, target, &model, tool)?;
+    let model = import_stage(workspace, manifest)?;
+    let site = Site::new(workspace, manifest, target, &model)?;
     let own = shape(&site, &model.imported.graph);
     let mut histories = histories(&Corpus::read(&corpora(&workspace.trials))?.trials);
     // Of any context: a prediction is of one position.
@@ -104,8 +102,8 @@ pub struct Region {
 /// As [`known`]; faults of the traced run.
 pub fn next(workspace: &Workspace, manifest: &Manifest, target: &Target, trials: u32) -> Result<Next, Fault> {
     let Known { histories, trials: rows, .. } = known(workspace, manifest, target)?;
-    let Prepared { imported, candidate, graph, tool, .. } = &prepare(workspace, manifest, target)?;
-    let site = Site::of(workspace, manifest, target, imported, *graph, *tool);
+    let Prepared { imported, candidate, graph, .. } = &prepare(workspace, manifest, target)?;
+    let site = Site::of(workspace, manifest, target, imported, *graph);
     let space = space_of(&site);
     let default = space.default_candidate().clone();
     let last = histories.last();

@@ -36,8 +36,8 @@ pub(super) fn execution_keys(
     cubin: Option<Digest>,
     hardware: &Hardware,
 ) -> (Keyed, Keyed) {
-    let Site { tool, graph, target, manifest, .. } = *site;
-    let subject = SubjectKey { tool, schedule, graph, weights, candidate, target, cubin, hardware };
+    let Site { graph, target, manifest, .. } = *site;
+    let subject = SubjectKey { schedule, graph, weights, candidate, target, cubin, hardware };
     let decode = &manifest.decode;
     let check = CheckKey {
         subject: &subject,

@@ -17,7 +17,7 @@ use crate::model::graph::ModelGraph;
 use crate::search::Space;
 
 use super::compile::Cubin;
-use super::keys::Hardware;
+use super::keys::{self, Hardware};
 use super::stages::{Placed, Site};
 
 /// What of a trial is known before it runs.
@@ -97,7 +97,7 @@ impl Tried<'_> {
             None => 0,
         };
         Ok(Facts {
-            tool: site.tool,
+            tool: keys::code_of_all(),
             host_kind: format!("{}-{}", std::env::consts::ARCH, std::env::consts::OS),
             manifest: site.manifest.name.clone(),
             model: shape(site, &site.imported.graph),

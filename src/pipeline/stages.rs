@@ -94,13 +94,6 @@ impl Workspace {
         }
         Ok(())
     }
-
-    /// Digest of the running executable; hashed once for each version of its file.
-    pub(super) fn tool(&self) -> Result<Digest, Fault> {
-        let path = std::env::current_exe()
-            .map_err(|error| Fault::environment(format!("the path of the running program is not known: {error}")))?;
-        Ok(self.cache.file_digests().digest(&path)?.digest)
-    }
 }
 
 /// A model that was imported, with the names it has in keys.
@@ -131,7 +124,7 @@ pub(super) fn graph_alone(graph: Digest, op: LayerOp, target: &Target) -> Digest
 }
 
 /// Finds the source and imports it. Headers only, so it is done on every build; the stage is its result.
-pub(super) fn load_model(workspace: &Workspace, manifest: &Manifest, tool: Digest) -> Result<Model, Fault> {
+pub(super) fn load_model(workspace: &Workspace, manifest: &Manifest) -> Result<Model, Fault> {
     let source = Source::parse(&manifest.source, &manifest.revision, manifest.seed)?;
     let resolved = download(workspace, &source, manifest)?;
     let (imported, keyed, commit) = match resolved {
@@ -147,7 +140,7 @@ pub(super) fn load_model(workspace: &Workspace, manifest: &Manifest, tool: Diges
                 .map(|(path, bytes)| Ok((file_name(path), *bytes, header_digest(path)?)))
                 .collect::<Result<Vec<_>, Fault>>()?;
             let keyed = ImportKey {
-                tool,
+                code: keys::code(keys::IMPORT),
                 synthetic: false,
                 config: imported.config_text.as_bytes(),
                 generation_config: generation.as_deref(),
@@ -159,9 +152,14 @@ pub(super) fn load_model(workspace: &Workspace, manifest: &Manifest, tool: Diges
         Resolved::Synthetic { config, seed } => {
             let text = crate::files::read_text(&config, CONFIG_BYTES_MAX)?;
             let imported = import_config_only(&text, seed)?;
-            let keyed =
-                ImportKey { tool, synthetic: true, config: text.as_bytes(), generation_config: None, headers: &[] }
-                    .keyed();
+            let keyed = ImportKey {
+                code: keys::code(keys::IMPORT),
+                synthetic: true,
+                config: text.as_bytes(),
+                generation_config: None,
+                headers: &[],
+            }
+            .keyed();
             (imported, keyed, None)
         }
     };
@@ -228,7 +226,6 @@ pub(super) struct Site<'a> {
     pub target: &'a Target,
     pub imported: &'a Imported,
     pub graph: Digest,
-    pub tool: Digest,
     /// As [`Model`] has it.
     pub op: Option<LayerOp>,
     /// What the manifest says of the target's first candidate; it was read once and is sound.
@@ -243,10 +240,9 @@ impl<'a> Site<'a> {
         manifest: &'a Manifest,
         target: &'a Target,
         model: &'a Model,
-        tool: Digest,
     ) -> Result<Self, Fault> {
         let Model { imported, graph, op, .. } = model;
-        let site = Site { op: *op, ..Site::of(workspace, manifest, target, imported, *graph, tool) };
+        let site = Site { op: *op, ..Site::of(workspace, manifest, target, imported, *graph) };
         match site.knobs.map(|knobs| Candidate::parse(knobs, &site.default_candidate())) {
             Some(Err(reason)) => Err(Fault::input(format!("the `candidate` of target `{}`: {reason}", target.name))
                 .with_remedy(format!("the knobs are {}", one_of(KNOB_NAMES)))),
@@ -261,10 +257,9 @@ impl<'a> Site<'a> {
         target: &'a Target,
         imported: &'a Imported,
         graph: Digest,
-        tool: Digest,
     ) -> Self {
         let knobs = manifest.candidates.get(&target.name).map(String::as_str);
-        Site { workspace, manifest, target, imported, graph, tool, op: None, knobs }
+        Site { workspace, manifest, target, imported, graph, op: None, knobs }
     }
 
     /// What the user calls this: the manifest by its folder and name, and the target.
@@ -285,7 +280,7 @@ impl<'a> Site<'a> {
             let (key, _) = cache.latest_why(keys::TUNED, &self.tuned_subject())?;
             let entry = cache.get(keys::TUNED, &key).ok()??;
             let tuned = Candidate::parse(std::str::from_utf8(&entry.bytes().ok()?).ok()?, &default).ok()?;
-            // Another version of the tool may not take it any more.
+            // Another version of the code may not take it any more.
             let target = keys::unmeasured(self.target);
             let fits = self.lower(&tuned).and_then(|program| schedule(program, &target, &tuned)).is_ok();
             (tuned != default && fits).then_some(tuned)
@@ -302,7 +297,7 @@ impl<'a> Site<'a> {
 
     pub fn schedule_key(&self, candidate: &Candidate) -> Keyed {
         ScheduleKey {
-            tool: self.tool,
+            code: keys::code(keys::SCHEDULE),
             graph: self.graph,
             precision: self.manifest.precision,
             context_max: self.manifest.decode.context_max,
@@ -312,7 +307,7 @@ impl<'a> Site<'a> {
         .keyed()
     }
 
-    /// What a search finds best for: whatever the hardware and the tool, a candidate is proven and checked again.
+    /// What a search finds best for: whatever the hardware and the code, a candidate is proven and checked again.
     pub fn tuned_subject(&self) -> String {
         let Manifest { precision, decode, .. } = self.manifest;
         let begun = self.knobs.map(|_| format!(" from {}", self.default_candidate())).unwrap_or_default();
@@ -329,7 +324,7 @@ impl<'a> Site<'a> {
     pub fn campaign(&self, hardware: &Hardware) -> Digest {
         let Manifest { precision, decode, search, .. } = self.manifest;
         CampaignKey {
-            tool: self.tool,
+            code: keys::code_of_all(),
             graph: self.graph,
             precision: *precision,
             context_max: decode.context_max,
@@ -345,11 +340,11 @@ impl<'a> Site<'a> {
     }
 
     pub fn source_key(&self, schedule: Digest) -> Keyed {
-        SourceKey { tool: self.tool, schedule, target: self.target }.keyed()
+        SourceKey { code: keys::code(keys::SOURCE), schedule, target: self.target }.keyed()
     }
 
     pub fn pack_key(&self, schedule: Digest, weights: &WeightsId) -> Keyed {
-        PackKey { tool: self.tool, schedule, graph: self.graph, weights }.keyed()
+        PackKey { code: keys::code(keys::PACK), schedule, graph: self.graph, weights }.keyed()
     }
 
     /// The program of a candidate. Named after the family: a manifest's name is a label, and no part of any key.

@@ -30,7 +30,7 @@ use crate::validate::Validated;
 
 use super::compile::{Compile, Compiler, Cubin, compile};
 use super::execute::{Devices, hardware_of, host, load_session, load_session_moving, load_session_sharing};
-use super::keys::ExpectKey;
+use super::keys::{self, ExpectKey};
 use super::stages::{Model, NotPlaced, Placed, Site, generate_source, memory_pack, place};
 use super::{Workspace, import_stage};
 
@@ -115,13 +115,12 @@ pub fn serve(
     jobs: impl Iterator<Item = io::Result<String>>,
     mut output: impl Write,
 ) -> Result<(), Fault> {
-    let tool = workspace.tool()?;
-    let model: Model = import_stage(workspace, manifest, tool)?;
+    let model: Model = import_stage(workspace, manifest)?;
     let model = match op {
         None => model,
         Some(op) => model.alone(op, target),
     };
-    let site = Site::new(workspace, manifest, target, &model, tool)?;
+    let site = Site::new(workspace, manifest, target, &model)?;
     let devices = Devices::list(target.kind == TargetKind::Cuda);
     let found = match target.kind {
         TargetKind::Cpu => None,
@@ -344,8 +343,9 @@ impl<'a> Child<'a> {
         let positions = self.positions;
         // The reference knows models alone; an op alone is compared with the interpreter, as a device is.
         let device = self.found.is_some() || site.op.is_some();
-        let (tool, graph, schedule) = (site.tool, site.graph, placed.content);
-        let keyed = ExpectKey { tool, schedule, graph, weights: &weights, positions, device }.keyed();
+        let (graph, schedule) = (site.graph, placed.content);
+        let keyed =
+            ExpectKey { code: keys::code(keys::EXPECT), schedule, graph, weights: &weights, positions, device }.keyed();
         let make = || -> Result<Vec<u8>, Fault> {
             let pack = memory_pack(&site, placed.validated(site.target)?)?;
             let subject = check_subject(&site, &placed, pack, positions)?;

@@ -7,6 +7,7 @@ mod build;
 mod cli;
 mod cli_errors;
 mod cli_support;
+mod code_keys;
 mod driver;
 mod families;
 mod filetests;
@@ -28,6 +29,8 @@ mod proof_support;
 #[path = "../../fuzz/src/readers.rs"]
 mod readers;
 mod sampling;
+#[path = "../../build/sources.rs"]
+mod sources;
 mod support;
 mod tidy;
 mod tokens;
