@@ -27,14 +27,17 @@ pub fn page(title: &str, histories: &[History]) -> String {
     put!(out, "<!doctype html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">");
     put!(out, "<meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">");
     put!(out, "<title>{title}: search</title>\n<style>\n{STYLE}</style>\n</head>\n<body>\n<h1>{title}</h1>");
-    for history in histories.iter().rev() {
-        campaign(&mut out, history);
+    if histories.len() > 1 {
+        index(&mut out, histories);
+    }
+    for (number, history) in histories.iter().enumerate().rev() {
+        campaign(&mut out, number, history, histories.len() == 1);
     }
     put!(
         out,
         "<p class=\"foot\">The headline is the closing duel: the default and the best candidate, timed in turns. Ratios of \
-         trials are medians of launches in turns, candidate by incumbent, chained back to the default: below 1 is faster. Latencies are medians over launches, µs per step. The floor is the time that the bytes of a step \
-         take at the read peak that was measured for the target.</p>\n</body>\n</html>"
+         trials are medians of launches in turns, candidate by incumbent, chained back to the default: \
+         below 1 is faster. Latencies are medians over launches, µs per step. The floor is the time that the bytes of a step take at the read peak that was measured for the target.</p>\n</body>\n</html>"
     );
     out
 }
@@ -57,10 +60,32 @@ pub fn study_svg(study: &Study) -> Option<String> {
     Some(svg.replacen('\n', &format!("\n<style>\n{STYLE}</style>\n"), 1))
 }
 
-fn campaign(out: &mut String, history: &History) {
+/// One line a campaign, in the order of the page.
+fn index(out: &mut String, histories: &[History]) {
+    put!(out, "<p class=\"facts\">{} campaigns, the latest first</p>\n<ol class=\"index\">", histories.len());
+    for (number, history) in histories.iter().enumerate().rev() {
+        let found = match history.headline().map(|headline| (headline.is_default, headline.speed())) {
+            Some((true, _)) => "the default stays".to_string(),
+            Some((false, Some(speed))) => format!("{:.3}× the default's speed", speed.p50),
+            Some((false, None)) => "not compared with the default yet".to_string(),
+            None => "nothing was timed".to_string(),
+        };
+        let trials = history.trials();
+        let what = format!("{} on {}, seed {}", history.manifest, history.machine.target, history.seed);
+        put!(
+            out,
+            "<li><a href=\"#campaign-{number}\">{}</a> <span>{trials} trials, {found}</span></li>",
+            escaped(&what)
+        );
+    }
+    put!(out, "</ol>");
+}
+
+/// `number`: its place in the index. `open`: whether its trials are shown at once.
+fn campaign(out: &mut String, number: usize, history: &History, open: bool) {
     let History { campaign, manifest, model, machine, context_max, seed, default, entries, .. } = history;
     let device = if machine.device_name.is_empty() { &machine.target } else { &machine.device_name };
-    put!(out, "<section>\n<h2>{} on {}</h2>", escaped(manifest), escaped(device));
+    put!(out, "<section id=\"campaign-{number}\">\n<h2>{} on {}</h2>", escaped(manifest), escaped(device));
     let (layers, hidden) = (model.layers, model.hidden);
     let facts = format!(
         "{}, {layers} layers of {hidden}, weights {}, context {context_max} · target {} · campaign {}, seed {seed}",
@@ -89,8 +114,10 @@ fn campaign(out: &mut String, history: &History) {
         }
     }
     put!(out, "</div>");
+    let open = if open { " open" } else { "" };
+    put!(out, "<details{open}>\n<summary>All {} trials</summary>", history.trials());
     table(out, history);
-    put!(out, "</section>");
+    put!(out, "</details>\n</section>");
 }
 
 fn percent(log_ratio: f64) -> String {
