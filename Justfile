@@ -10,11 +10,11 @@ default:
 
 # Build every target of a manifest: just build manifests/tinystories.toml
 build manifest *args:
-    @cargo run --release --quiet -- build "$@"
+    @cargo run --release -- build "$@"
 
 # Say which stages a build would run, and which input of each has changed
 explain manifest *args:
-    @cargo run --release --quiet -- explain "$@"
+    @cargo run --release -- explain "$@"
 
 # Format, lint and test, as a reviewer would
 check:
@@ -30,8 +30,8 @@ ci:
 bless:
     BLESS=1 cargo test
 
-# Print the figures of the host side as a table; `just bench passes import` those parts alone
-bench *args:
+# Print the figures of the host side as a table; `just host-bench passes import` those parts alone
+host-bench *args:
     cargo bench --bench host -- "$@"
 
 # Compare cold searches of a manifest with warm ones: just study MANIFEST CORPUS.csv [SEEDS [TRIALS [TARGET]]]
