@@ -38,13 +38,13 @@ impl From<FileError> for Fault {
 
 /// The rule of [`find`] in one sentence, for errors and help texts.
 pub const PATH_RULE: &str =
-    "a relative path is looked for in the current directory first, then in the folder of the file that names it";
+    "a relative path is looked for in the folder of the file that names it first, then in the current directory";
 
-/// Finds the file or folder that `raw` names: an absolute path is itself, a relative one is tried against the current
-/// directory and then against `base_dir`, the folder of the file that names it.
+/// Finds the file or folder that `raw` names: an absolute path is itself, a relative one is tried against `base_dir`, the
+/// folder of the file that names it, and then against the current directory.
 ///
-/// The current directory comes first because manifests are run from the root of a checkout and name its folders; the
-/// second place makes a folder with a manifest and a checkpoint beside it work from anywhere.
+/// The folder of the file comes first, so that a manifest means the same wherever it is run. The current directory is for
+/// paths typed there.
 ///
 /// # Errors
 /// [`FileError::Missing`] with every place that was tried.
@@ -53,7 +53,7 @@ pub fn find(raw: &str, base_dir: &Path) -> Result<PathBuf, FileError> {
     let beside = base_dir.join(raw);
     // Joining an absolute path yields that path, and "." names the current directory: one place, named once.
     if beside != tried[0] && base_dir != Path::new(".") {
-        tried.push(beside);
+        tried.insert(0, beside);
     }
     match tried.iter().find(|path| path.exists()) {
         Some(found) => Ok(found.clone()),
@@ -96,9 +96,10 @@ mod tests {
         let folder = tempfile::tempdir().expect("temporary folder");
         std::fs::write(folder.path().join("near.toml"), "x").expect("write");
         assert_eq!(find("near.toml", folder.path()).expect("found"), folder.path().join("near.toml"));
-        // Tests run in the root of the package, where this file is found before the folder is asked.
-        std::fs::write(folder.path().join("Cargo.toml"), "x").expect("write");
+        // Tests run in the root of the package, which has such a file, too.
         assert_eq!(find("Cargo.toml", folder.path()).expect("found"), Path::new("Cargo.toml"));
+        std::fs::write(folder.path().join("Cargo.toml"), "x").expect("write");
+        assert_eq!(find("Cargo.toml", folder.path()).expect("found"), folder.path().join("Cargo.toml"));
     }
 
     #[test]
@@ -106,7 +107,7 @@ mod tests {
         let tried = |raw: &str, base: &str| find(raw, Path::new(base)).expect_err("missing").to_string();
         assert_eq!(
             tried("no/such", "some/folder"),
-            "no such file or folder: `no/such` (tried `no/such` and `some/folder/no/such`)"
+            "no such file or folder: `no/such` (tried `some/folder/no/such` and `no/such`)"
         );
         assert_eq!(tried("no/such", "."), "no such file or folder: `no/such` (tried `no/such`)");
         assert_eq!(tried("/no/such", "some"), "no such file or folder: `/no/such` (tried `/no/such`)");

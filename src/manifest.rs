@@ -4,7 +4,7 @@
 //! name = "llama-3.2-1b"        # default: the file's stem
 //!
 //! [model]
-//! source = "path:checkpoint"   # hf:OWNER/NAME, path:DIR or synthetic:CONFIG.json
+//! source = "path:checkpoint"   # hf:OWNER/NAME, path:DIR, synthetic:CONFIG.json or builtin:tinystories
 //! revision = "main"            # hf: only; default main
 //! seed = 0                     # synthetic: only; default 0
 //!
@@ -30,7 +30,7 @@
 //! candidate = "splits=12"      # knobs that are to differ from the default, as trials print them; may be left out
 //! ```
 //!
-//! Relative paths follow [`crate::files::find`]: the current directory first, then the manifest's own folder.
+//! Relative paths follow [`crate::files::find`]: the manifest's own folder first, then the current directory.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -64,7 +64,7 @@ const REVISION_DEFAULT: &str = "main";
 const SEARCH_DEFAULT: Search = Search { trials: 0, minutes: 10.0, seed: 0, margin: 0.01 };
 
 /// Schemes of `model.source`; what follows the colon is read by the importer.
-const SCHEMES: [&str; 3] = ["hf:", "path:", "synthetic:"];
+const SCHEMES: [&str; 4] = ["hf:", "path:", "synthetic:", "builtin:"];
 
 const PRECISIONS: [(&str, DType); 2] = [("fp32", DType::F32), ("bf16", DType::Bf16)];
 
@@ -128,7 +128,7 @@ pub struct SearchFile {
 pub struct Manifest {
     /// Label of the build in paths and reports; no part of any key.
     pub name: String,
-    /// `hf:OWNER/NAME`, `path:DIR` or `synthetic:CONFIG.json`; only the scheme was checked.
+    /// `hf:OWNER/NAME`, `path:DIR`, `synthetic:CONFIG.json` or `builtin:NAME`; only the scheme was checked.
     pub source: String,
     /// Branch, tag or commit of an `hf:` source.
     pub revision: String,
@@ -142,7 +142,7 @@ pub struct Manifest {
     /// By name of a target: knobs that its first candidate has otherwise than the default, `knob=value;...`. Only what knows
     /// knobs can read it.
     pub candidates: BTreeMap<String, String>,
-    /// Folder of the manifest, the second place where its relative paths are looked for.
+    /// Folder of the manifest, the first place where its relative paths are looked for.
     pub base_dir: PathBuf,
 }
 
@@ -294,6 +294,12 @@ impl Manifest {
         Ok(manifest)
     }
 
+    /// What its model is called: the last part of its source, without the ending of a config.
+    pub fn model_name(&self) -> String {
+        let last = self.source.rsplit([':', '/']).find(|part| !part.is_empty()).unwrap_or(&self.source);
+        last.strip_suffix(".json").unwrap_or(last).to_string()
+    }
+
     /// The manifest as text for hashing: one `name value` line for each field that can change what a build makes, the
     /// targets' [`Target::key_text`] at the end.
     ///
@@ -371,7 +377,7 @@ fn name_of(path: &Path, faults: &mut Vec<Diagnostic>) -> String {
 fn check_source(model: &ModelFile, faults: &mut Vec<Diagnostic>) {
     let source = model.source.get_ref().as_str();
     let Some(scheme) = SCHEMES.into_iter().find(|scheme| source.starts_with(scheme)) else {
-        let expected = "expected `hf:OWNER/NAME`, `path:DIR` or `synthetic:CONFIG.json`";
+        let expected = "expected `hf:OWNER/NAME`, `path:DIR`, `synthetic:CONFIG.json` or `builtin:NAME`";
         let title = format!("`model.source` names no kind of source: `{source}`");
         let fault = Diagnostic::new(title, model.source.span(), expected);
         let written = source.split_once(':').map(|(scheme, _)| format!("{scheme}:"));

@@ -114,6 +114,11 @@ impl Report {
         self.cached.load(Ordering::Relaxed)
     }
 
+    /// Whether stages that had nothing to do have a line each.
+    pub fn tells_cached(&self) -> bool {
+        self.tells_cached
+    }
+
     /// The last line of a build: `ran 3 stages, 4 cached`, or `no work to do (7 stages cached)`.
     pub fn summary(&self) -> String {
         match (self.ran_count(), self.cached_count()) {
@@ -124,9 +129,9 @@ impl Report {
         }
     }
 
-    /// Tells the summary.
-    pub fn finish(&self) {
-        self.line(&self.summary());
+    /// Tells the summary, and `more` behind it.
+    pub fn finish(&self, more: &str) {
+        self.line(&format!("{}{}", self.summary(), plain(more)));
     }
 
     /// A line above whatever is being drawn. A report that cannot be written is no reason to stop a build.
@@ -156,6 +161,11 @@ impl Stage<'_> {
     /// Ends the stage well.
     pub fn done(self) {
         let took = self.started.elapsed();
+        self.done_in(took);
+    }
+
+    /// As [`Stage::done`], for work that began later than it was announced, and took this long.
+    pub fn done_in(self, took: Duration) {
         self.report.ran.fetch_add(1, Ordering::Relaxed);
         let time = format!("{:.1} s", took.as_secs_f64());
         if let Some(spinner) = &self.spinner {
@@ -190,7 +200,7 @@ impl Progress<'_> {
         let before = self.done.fetch_add(more, Ordering::Relaxed);
         if let Some(bar) = &self.bar {
             bar.inc(more);
-        } else if self.total > 0 {
+        } else if self.total > 1 {
             let now = before.saturating_add(more).min(self.total);
             if self.quarter(now) > self.quarter(before.min(self.total)) {
                 self.report.line(&format!("       {now} of {} {}", self.total, self.what));
@@ -267,7 +277,7 @@ mod tests {
         lower.done();
         report.stage("schedule", "").done();
         report.note("check waits for a device of kind `h200`");
-        report.finish();
+        report.finish("");
         assert_eq!(
             written(),
             "cached import
@@ -303,7 +313,7 @@ ran 2 stages, 1 cached
     fn a_stage_that_failed_is_not_counted() {
         let (report, written) = lines();
         drop(report.stage("compile", "h200"));
-        report.finish();
+        report.finish("");
         assert_eq!(written(), "   run compile: h200\nno work to do\n");
     }
 
@@ -342,7 +352,7 @@ ran 2 stages, 1 cached
         stage.done();
         drop(report.stage("compile", ""));
         report.note("n");
-        report.finish();
+        report.finish("");
         let lines = written();
         assert!(lines.starts_with("   ran lower: x (") && lines.ends_with(" s)\n  note n\nran 1 stage\n"), "{lines}");
     }

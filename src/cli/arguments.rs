@@ -29,9 +29,13 @@ Environment:
                          the hub, as its Python client reads them
   NO_COLOR               no colours
 
+Places: a project is the nearest folder, from the current one upward, with a `cache/` or a `flywheel/` of monobloc. Outside
+of projects the cache is in $XDG_CACHE_HOME/monobloc (~/.cache/monobloc), the trials in $XDG_DATA_HOME/monobloc
+(~/.local/share/monobloc), and on macOS in ~/Library. Paths in a manifest are relative to the manifest.
+
 Start with:
-  monobloc build manifests/tinystories.toml
-  monobloc generate manifests/tinystories.toml --prompt \"Once upon a time\"";
+  monobloc generate tinystories --prompt \"Once upon a time\"
+  monobloc init hf:HuggingFaceTB/SmolLM2-135M && monobloc build monobloc.toml";
 
 /// Compiles a decoder model into one persistent, statically proven GPU kernel.
 #[derive(Debug, Parser)]
@@ -46,12 +50,21 @@ pub struct Arguments {
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Global options")]
 pub struct Global {
-    /// Folder of the cache [default: $MONOBLOC_CACHE_DIR, else ./cache]
+    /// Folder of the cache [default: $MONOBLOC_CACHE_DIR, else the project's `cache/`, else the user's]
     #[arg(long, global = true, value_name = "DIR")]
     pub cache: Option<PathBuf>,
-    /// File of the trials
-    #[arg(long, global = true, value_name = "FILE", default_value = "flywheel/trials.csv")]
-    pub trials: PathBuf,
+    /// File of the trials [default: the project's `flywheel/trials.csv`, else the user's]
+    #[arg(long, global = true, value_name = "FILE")]
+    pub trials: Option<PathBuf>,
+    /// Tell of stages that had nothing to do, too
+    #[arg(long, short, global = true, conflicts_with = "quiet")]
+    pub verbose: bool,
+    /// Say nothing but results and errors
+    #[arg(long, short, global = true)]
+    pub quiet: bool,
+    /// Threads that compile, pack and hash [default: one a core]
+    #[arg(long, short, global = true, value_name = "N", value_parser = parse_jobs)]
+    pub jobs: Option<usize>,
     /// Colours on a terminal, everywhere, or nowhere
     #[arg(long, global = true, value_name = "WHEN", default_value = "auto")]
     pub color: Color,
@@ -66,7 +79,9 @@ pub enum Color {
 
 #[derive(Debug, Subcommand)]
 pub enum Command {
+    Init(Init),
     Build(Build),
+    Clean(Clean),
     Generate(Generate),
     Perplexity(Perplexity),
     Logits(Logits),
@@ -93,7 +108,75 @@ pub enum Command {
     Tokens(Tokens),
     /// Print which keys of which model family's config.json are modelled, or neutral at which values
     #[command(after_help = "Example:\n  monobloc schema > schema.md")]
-    Schema,
+    Schema(Schema),
+    Completions(Completions),
+    Man(Man),
+}
+
+#[derive(Debug, Args)]
+pub struct Schema {
+    /// Print one JSON object that holds the text
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Print a script that completes commands and options in a shell
+#[derive(Debug, Args)]
+#[command(
+    after_help = "Examples:\n  monobloc completions bash > ~/.local/share/bash-completion/completions/monobloc\n  monobloc completions fish > ~/.config/fish/completions/monobloc.fish"
+)]
+pub struct Completions {
+    /// Shell that reads it
+    pub shell: clap_complete::Shell,
+}
+
+/// Print the manual page, or write that of every command
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:\n  monobloc man | man -l -\n  monobloc man --out ~/.local/share/man/man1")]
+pub struct Man {
+    /// Folder for the page of every command
+    #[arg(long, value_name = "DIR")]
+    pub out: Option<PathBuf>,
+}
+
+/// Remove what the cache holds of the last build of a manifest
+///
+/// The next build runs every stage again. `monobloc cache gc` looks after the whole cache.
+#[derive(Debug, Args)]
+#[command(verbatim_doc_comment, after_help = "Example:\n  monobloc clean monobloc.toml --target h200")]
+pub struct Clean {
+    /// Manifest whose results are removed
+    pub manifest: PathBuf,
+    /// Remove those of this target of the manifest alone
+    #[arg(long, value_name = "NAME")]
+    pub target: Option<String>,
+}
+
+/// Write a manifest: for a model of the hub, the folder of a checkpoint, a config.json, or the built-in model
+///
+/// The target is the device of this machine, or `cpu` where there is none that a built-in record describes.
+#[derive(Debug, Args)]
+#[command(
+    verbatim_doc_comment,
+    after_help = "\
+Examples:
+  monobloc init                                  # a small built-in model
+  monobloc init hf:HuggingFaceTB/SmolLM2-135M
+  monobloc init ~/models/mine --target h200 --out mine.toml"
+)]
+pub struct Init {
+    /// `hf:OWNER/NAME`, a folder, or a config.json [default: the built-in model `tinystories`]
+    #[arg(value_name = "SOURCE")]
+    pub source: Option<String>,
+    /// File to write
+    #[arg(long, value_name = "FILE", default_value = "monobloc.toml")]
+    pub out: PathBuf,
+    /// Record of a target: a name that `monobloc targets` lists, or a path; may be given again
+    #[arg(long, value_name = "NAME")]
+    pub target: Vec<String>,
+    /// Replace the file if it is there
+    #[arg(long)]
+    pub force: bool,
 }
 
 /// Build every target of a manifest: import, lower, prove, compile, check, measure
@@ -108,7 +191,8 @@ pub enum Command {
 Examples:
   monobloc build manifests/tinystories.toml
   monobloc build manifests/smollm.toml --target h200
-  monobloc build manifests/smollm.toml --json | jq .waiting
+  monobloc build manifests/smollm.toml --json | jq '.targets[].positions'
+  monobloc build manifests/*.toml --keep-going --require-complete      # in CI, on a machine with the GPUs
 
 A manifest needs at least:
   [model]
@@ -121,26 +205,37 @@ A manifest needs at least:
   record = \"cpu\"               # a name that `monobloc targets` lists, or the path of a record"
 )]
 pub struct Build {
-    /// Manifest to build
-    pub manifest: PathBuf,
+    /// Manifests to build, one after another
+    #[arg(required = true)]
+    pub manifest: Vec<PathBuf>,
     /// Build this target of the manifest alone
     #[arg(long, value_name = "NAME")]
     pub target: Option<String>,
     /// Build the best candidate that is known, and spend none of the manifest's `[search]`
     #[arg(long)]
     pub no_search: bool,
-    /// Print what was done as one JSON object
+    /// Fail with exit code 3 if anything waits for a device or a tool
+    #[arg(long)]
+    pub require_complete: bool,
+    /// Go on with the next manifest after one that fails; the exit code is that of the first fault
+    #[arg(long)]
+    pub keep_going: bool,
+    /// Say which stages would run, and run none
+    #[arg(long, conflicts_with = "force")]
+    pub dry_run: bool,
+    /// Run every stage again, whatever the cache holds of the last build
+    #[arg(long)]
+    pub force: bool,
+    /// Print what was done as one JSON object; of several manifests as an array
     #[arg(long)]
     pub json: bool,
-    /// Say nothing but errors
-    #[arg(long, short)]
-    pub quiet: bool,
 }
 
 /// Generate text, or token ids, with a manifest's model
 ///
 /// Builds what is not built yet, then prints the continuation as it is decided. Greedy unless a temperature is given.
-/// Ends at the model's end-of-text token, after `--max-tokens`, or where the context is full.
+/// Ends at the model's end-of-text token, at a text of `--stop`, after `--max-tokens`, or where the context is full. On a
+/// terminal the prompt is printed first; a pipe gets the continuation alone.
 #[derive(Debug, Args)]
 #[command(
     verbatim_doc_comment,
@@ -150,14 +245,18 @@ Examples:
   monobloc generate manifests/tinystories.toml --prompt \"Once upon a time, there was a little fox\"
   monobloc generate manifests/tinystories.toml --chat \"Tell me a story about a blue kite.\"
   monobloc generate manifests/tinystories.toml --prompt \"One day\" --temperature 0.8 --top-p 0.95 --seed 7
+  echo 'One day' | monobloc generate tinystories --prompt - --stop .
   monobloc generate manifests/tinystories.toml --ids 0,364,839 --max-tokens 16 --ignore-eos")]
 pub struct Generate {
     /// Manifest whose model is run
     pub manifest: PathBuf,
-    /// Text to continue, with the tokens that begin a text as the tokenizer adds them
+    /// Text to continue, with the tokens that begin a text as the tokenizer adds them; `-` reads stdin
     #[arg(long, value_name = "TEXT", group = "input", allow_hyphen_values = true)]
     pub prompt: Option<String>,
-    /// Message to answer, put into the checkpoint's chat template
+    /// File of the text to continue
+    #[arg(long, value_name = "FILE", group = "input")]
+    pub prompt_file: Option<PathBuf>,
+    /// Message to answer, put into the checkpoint's chat template; `-` reads stdin
     #[arg(long, value_name = "TEXT", group = "input", allow_hyphen_values = true)]
     pub chat: Option<String>,
     /// Token ids to continue; prints ids
@@ -181,9 +280,23 @@ pub struct Generate {
     /// Choose among the most probable tokens that hold this probability
     #[arg(long, value_name = "F", allow_negative_numbers = true)]
     pub top_p: Option<f32>,
-    /// Seed of the choice; the same seed gives the same text
-    #[arg(long, value_name = "N", default_value_t = 0)]
-    pub seed: u64,
+    /// Seed of the choice; the same seed gives the same text [default: 0]
+    #[arg(long, value_name = "N")]
+    pub seed: Option<u64>,
+    /// Text that ends the generation and is not printed; may be given again
+    #[arg(long, value_name = "TEXT", conflicts_with = "ids", allow_hyphen_values = true, value_parser = clap::builder::NonEmptyStringValueParser::new())]
+    pub stop: Vec<String>,
+    /// Print the prompt before its continuation, as on a terminal
+    #[arg(long, conflicts_with = "ids")]
+    pub echo: bool,
+    #[arg(long, hide = true)]
+    pub min_p: Option<String>,
+    #[arg(long, hide = true)]
+    pub repetition_penalty: Option<String>,
+    #[arg(long, hide = true)]
+    pub presence_penalty: Option<String>,
+    #[arg(long, hide = true)]
+    pub frequency_penalty: Option<String>,
     /// Go on after the end-of-text token, and print special tokens
     #[arg(long)]
     pub ignore_eos: bool,
@@ -253,6 +366,9 @@ pub struct Logits {
     /// Target to run on [default: the manifest's first]
     #[arg(long, value_name = "NAME")]
     pub target: Option<String>,
+    /// Print what was written as one JSON object
+    #[arg(long)]
+    pub json: bool,
 }
 
 /// Compare what a manifest's model computes with golden outputs of another implementation
@@ -395,6 +511,9 @@ pub struct Calibrate {
     /// File to write instead of stdout
     #[arg(long, value_name = "FILE")]
     pub out: Option<PathBuf>,
+    /// Print the record as one JSON object
+    #[arg(long, conflicts_with = "out")]
+    pub json: bool,
 }
 
 /// Prove a schedule free of deadlock and race, or show what is wrong with it
@@ -436,6 +555,9 @@ pub struct Show {
     /// Target to show it for [default: the manifest's first]
     #[arg(long, value_name = "NAME")]
     pub target: Option<String>,
+    /// Print one JSON object that holds the text
+    #[arg(long)]
+    pub json: bool,
 }
 
 /// Say which stages a build would run, and which input of each has changed
@@ -558,10 +680,14 @@ pub struct Targets {
 Examples:
   monobloc flywheel stats
   monobloc flywheel best --json | jq '.[0]'
-  monobloc flywheel rank --trials flywheel/corpus/h200.csv
-  monobloc flywheel export --target h200 --verdict ok > h200.csv
+  monobloc flywheel rank
+  monobloc flywheel export --own --target h200 --verdict ok > h200.csv
+  monobloc flywheel export --own --share --out corpus/mine.csv.zst
   monobloc flywheel merge elsewhere/trials.csv --trials flywheel/trials.csv")]
 pub struct Flywheel {
+    /// Read the file of trials alone, without the corpora that searches read
+    #[arg(long, global = true)]
+    pub own: bool,
     #[command(subcommand)]
     pub action: FlywheelAction,
 }
@@ -588,12 +714,24 @@ pub enum FlywheelAction {
         /// Only trials with this verdict
         #[arg(long, value_name = "VERDICT", value_parser = PossibleValuesParser::new(Verdict::NAMES))]
         verdict: Option<String>,
+        /// As a corpus for others: devices by number, ratios to the default, six digits, and no digest that nothing reads
+        #[arg(long)]
+        share: bool,
+        /// File to write instead of stdout; compressed if its name ends in `.csv.zst`
+        #[arg(long, value_name = "FILE")]
+        out: Option<PathBuf>,
+        /// Print a JSON array of rows instead of CSV
+        #[arg(long)]
+        json: bool,
     },
-    /// Say how well predictions rank what was measured: the cost model's, and those of models that saw other campaigns alone
+    /// Say how well predictions rank what was measured: the cost model's, and with `--held-out` those of learned models
     Rank {
         /// Manifests whose campaigns the cost model of today ranks as well; the rows have what it said when they were made
         #[arg(value_name = "MANIFEST")]
         manifests: Vec<PathBuf>,
+        /// Hold every campaign out in turn, and say how well models that learned from the others rank it; takes seconds
+        #[arg(long)]
+        held_out: bool,
         /// Print one JSON object
         #[arg(long)]
         json: bool,
@@ -609,12 +747,18 @@ pub enum FlywheelAction {
         /// Folder for a plot of each model
         #[arg(long, value_name = "DIR")]
         plots: Option<PathBuf>,
+        /// Print a JSON array instead of tables
+        #[arg(long)]
+        json: bool,
     },
     /// Append the rows of other files that `--trials` does not have yet
     Merge {
         /// Files to take rows from
         #[arg(required = true, value_name = "FILE")]
         inputs: Vec<PathBuf>,
+        /// Print one JSON object
+        #[arg(long)]
+        json: bool,
     },
 }
 
@@ -622,7 +766,7 @@ pub enum FlywheelAction {
 ///
 /// Goes on where the same search of the same program stopped. Ctrl-C stops it and keeps everything; later builds of the
 /// manifest take the best candidate. Every trial is a row of `--trials`; the rows there, and those of the corpora beside that
-/// file (`corpus/*.csv`), say what to try first.
+/// file (`corpus/*.csv`, `corpus/*.csv.zst`) or else of the corpus in this program, say what to try first.
 #[derive(Debug, Args)]
 #[command(
     verbatim_doc_comment,
@@ -703,7 +847,7 @@ pub struct TuneOp {
     after_help = "\
 Examples:
   monobloc status manifests/tinystories.toml
-  monobloc status manifests/smollm.toml --json | jq '.[].campaigns[].best_by_default'"
+  monobloc status manifests/smollm.toml --json | jq '.[].campaigns[].ratio_against_default.p50'"
 )]
 pub struct Status {
     /// Manifest whose searches are told
@@ -763,6 +907,9 @@ pub struct Report {
     /// File of the page
     #[arg(long, value_name = "FILE", default_value = "report.html")]
     pub out: PathBuf,
+    /// Print what the page shows as JSON, as `status` does, and write no page
+    #[arg(long)]
+    pub json: bool,
 }
 
 /// Serve the tokenizer of a checkpoint: one JSON line in, one out. Started by commands that read text
@@ -788,6 +935,13 @@ pub struct Trials {
     /// Seed of the search [default: the manifest's]
     #[arg(long, value_name = "N")]
     pub seed: Option<u64>,
+}
+
+fn parse_jobs(text: &str) -> Result<usize, String> {
+    text.parse()
+        .ok()
+        .filter(|jobs| *jobs > 0)
+        .ok_or_else(|| format!("expected a number of threads above 0, found `{text}`"))
 }
 
 fn parse_op(text: &str) -> Result<LayerOp, String> {

@@ -1,18 +1,67 @@
-//! Owns `build`, `show` and `explain`: the pipeline, asked to run, to print, and to account for itself.
+//! Owns `build`, `clean`, `show` and `explain`: the pipeline, asked to run, to print, and to account for itself.
 
-use serde_json::json;
+use std::path::Path;
+
+use serde_json::{Value, json};
 
 use super::Outcome;
-use super::arguments::{Build, Explain, Show};
+use super::arguments::{Build, Clean, Explain, Show};
 use super::session::{Session, Talk, pick_target};
 use super::tune::{Budget, Search, search, tuned_json, tuned_text};
+use super::units::counted;
 use crate::error::Fault;
 use crate::manifest::Manifest;
-use crate::pipeline;
+use crate::measure::Measurement;
+use crate::pipeline::{self, BuildReport, BuiltTarget, Explained};
 
 pub fn build(session: &Session, asked: &Build) -> Result<Outcome, Fault> {
-    let manifest = restricted(session.manifest(&asked.manifest)?, asked.target.as_deref())?;
-    let workspace = session.workspace(if asked.quiet || asked.json { Talk::Nothing } else { Talk::Stages })?;
+    let mut built = vec![];
+    let mut first: Option<Fault> = None;
+    for path in &asked.manifest {
+        match one(session, asked, path) {
+            Ok(Built::Done(done)) => built.push(done),
+            Ok(Built::Interrupted) => return Ok(Outcome::Interrupted),
+            Err(fault) if asked.keep_going => {
+                session.terminal.print_fault(&fault);
+                built.push(json!({ "manifest": path, "error": fault.message }));
+                first.get_or_insert(fault);
+            }
+            Err(fault) => return Err(fault),
+        }
+    }
+    if asked.json {
+        match built.as_slice() {
+            [one] if asked.manifest.len() == 1 => session.terminal.print_json(one)?,
+            all => session.terminal.print_json(&json!(all))?,
+        }
+    }
+    match first {
+        None => Ok(Outcome::Done),
+        Some(fault) => Err(Fault { message: format!("not every manifest was built: {}", fault.message), ..fault }),
+    }
+}
+
+enum Built {
+    /// As JSON has it.
+    Done(Value),
+    Interrupted,
+}
+
+/// Builds one manifest. Faults of targets come last: what can be built is built.
+fn one(session: &Session, asked: &Build, path: &Path) -> Result<Built, Fault> {
+    let manifest = restricted(session.manifest(path)?, asked.target.as_deref())?;
+    if asked.dry_run {
+        let workspace = session.workspace(Talk::Nothing)?;
+        let explained = pipeline::explain(&workspace, &manifest)?;
+        if !asked.json {
+            print_explained(session, &explained)?;
+        }
+        return Ok(Built::Done(explained_json(&explained)));
+    }
+    let workspace = session.workspace(if asked.json { Talk::Nothing } else { Talk::Work })?;
+    if asked.force {
+        pipeline::forget(&workspace, &manifest)?;
+    }
     let mut tuned = vec![];
     let (trials, minutes) = (manifest.search.trials, manifest.search.minutes);
     if trials > 0 && !asked.no_search {
@@ -23,29 +72,100 @@ pub fn build(session: &Session, asked: &Build) -> Result<Outcome, Fault> {
                 continue;
             }
             let budget = Budget { trials, minutes, trial_timeout: None };
-            let found = search(session, &workspace, &asked.manifest, &manifest, target, budget, Search::default())?;
+            let found = search(session, &workspace, path, &manifest, target, budget, Search::default())?;
             if found.interrupted {
-                return Ok(Outcome::Interrupted);
+                return Ok(Built::Interrupted);
             }
             tuned_text(&found).lines().for_each(|line| workspace.report.note(line.trim()));
             tuned.push(tuned_json(&found));
         }
     }
     let done = pipeline::build(&workspace, &manifest)?;
-    for waiting in &done.waiting {
-        workspace.report.note(waiting);
+    // Where nothing was done, one line tells all.
+    let idle = done.ran == 0 && !workspace.report.tells_cached();
+    if !idle {
+        done.notes.iter().chain(&done.waiting).for_each(|note| workspace.report.note(note));
     }
-    workspace.report.finish();
-    if asked.json {
-        session.terminal.print_json(&json!({
-            "manifest": manifest.name,
-            "targets": manifest.targets.iter().map(|target| target.name.as_str()).collect::<Vec<_>>(),
-            "tuned": tuned,
-            "ran": done.ran,
-            "cached": done.cached,
-            "waiting": done.waiting,
-        }))?;
+    if done.failed.is_empty() {
+        workspace.report.finish(&if idle { stored_text(&done) } else { String::new() });
     }
+    failed(asked, &manifest, &done)?;
+    let targets: Vec<Value> = manifest
+        .targets
+        .iter()
+        .filter_map(|target| done.targets.iter().find(|built| built.target == target.name))
+        .map(target_json)
+        .collect();
+    Ok(Built::Done(json!({
+        "manifest": manifest.name,
+        "targets": targets,
+        "tuned": tuned,
+        "ran": done.ran,
+        "cached": done.cached,
+        "notes": done.notes,
+        "waiting": done.waiting,
+    })))
+}
+
+/// The faults of a build's targets as one; with `--require-complete` what waits is a fault, too.
+fn failed(asked: &Build, manifest: &Manifest, done: &BuildReport) -> Result<(), Fault> {
+    let several = manifest.targets.len() > 1;
+    let named = |(target, fault): &(String, Fault)| match several {
+        true => format!("target `{target}`: {}", fault.message),
+        false => fault.message.clone(),
+    };
+    if let Some((_, first)) = done.failed.first() {
+        let message = done.failed.iter().map(named).collect::<Vec<_>>().join("\n");
+        return Err(Fault { message, ..first.clone() });
+    }
+    if asked.require_complete && !done.waiting.is_empty() {
+        return Err(Fault::environment(format!("not complete: {}", done.waiting.join("\n")))
+            .with_remedy("run it where the devices are, with the same cache, or leave out `--require-complete`"));
+    }
+    Ok(())
+}
+
+/// What earlier builds measured and what still waits, to stand behind `no work to do`.
+fn stored_text(done: &BuildReport) -> String {
+    let mut parts = vec![];
+    for built in &done.targets {
+        let timed = built.measurement.iter().flat_map(Measurement::timed);
+        let times: Vec<String> =
+            timed.map(|timed| format!("{:.1} µs at position {}", timed.latency_us_p50, timed.position)).collect();
+        if !times.is_empty() {
+            parts.push(format!("; {}: {} per token", built.target, times.join(", ")));
+        }
+    }
+    if !done.waiting.is_empty() {
+        let names: Vec<&str> = done.waiting.iter().filter_map(|line| line.split(':').next()).collect();
+        parts.push(format!("; {} waiting (`-v` says for what)", names.join(", ")));
+    }
+    parts.concat()
+}
+
+fn target_json(built: &BuiltTarget) -> Value {
+    let BuiltTarget { target, candidate, schedule, cubin, measurement } = built;
+    let timed = measurement.iter().flat_map(Measurement::timed).map(|timed| {
+        json!({ "position": timed.position, "latency_us_p50": timed.latency_us_p50, "floor_us": timed.floor_us })
+    });
+    let withheld = measurement.iter().flat_map(Measurement::withheld).map(|withheld| withheld.reason.clone());
+    json!({
+        "target": target,
+        "candidate": candidate,
+        "schedule": schedule.to_string(),
+        "cubin": cubin.map(|cubin| cubin.to_string()),
+        "complete": measurement.is_some(),
+        "positions": timed.collect::<Vec<_>>(),
+        "withheld": withheld.collect::<Vec<_>>(),
+    })
+}
+
+/// Removes what the cache holds of the last build of a manifest.
+pub fn clean(session: &Session, asked: &Clean) -> Result<Outcome, Fault> {
+    let manifest = restricted(session.manifest(&asked.manifest)?, asked.target.as_deref())?;
+    let workspace = session.workspace(Talk::Nothing)?;
+    let removed = pipeline::forget(&workspace, &manifest)?;
+    session.terminal.say(&format!("removed {} of `{}`", counted(removed as u64, "entry"), manifest.name));
     Ok(Outcome::Done)
 }
 
@@ -54,6 +174,10 @@ pub fn show(session: &Session, asked: &Show) -> Result<Outcome, Fault> {
     let target = pick_target(&manifest, asked.target.as_deref())?;
     let workspace = session.workspace(Talk::Work)?;
     let text = pipeline::show(&workspace, &manifest, &target, &asked.stage)?;
+    if asked.json {
+        session.terminal.print_json(&json!({ "stage": asked.stage, "target": target.name, "text": text }))?;
+        return Ok(Outcome::Done);
+    }
     session.terminal.print(&text)?;
     if !text.ends_with('\n') {
         session.terminal.print("\n")?;
@@ -65,15 +189,22 @@ pub fn explain(session: &Session, asked: &Explain) -> Result<Outcome, Fault> {
     let manifest = restricted(session.manifest(&asked.manifest)?, asked.target.as_deref())?;
     let workspace = session.workspace(Talk::Nothing)?;
     let explained = pipeline::explain(&workspace, &manifest)?;
-    if asked.json {
-        let stages = explained
-            .iter()
-            .map(|e| json!({ "target": e.target, "stage": e.stage, "cached": e.cached, "lines": e.lines }));
-        session.terminal.print_json(&stages.collect())?;
-        return Ok(Outcome::Done);
+    match asked.json {
+        true => session.terminal.print_json(&explained_json(&explained))?,
+        false => print_explained(session, &explained)?,
     }
+    Ok(Outcome::Done)
+}
+
+fn explained_json(explained: &[Explained]) -> Value {
+    let stages =
+        explained.iter().map(|e| json!({ "target": e.target, "stage": e.stage, "cached": e.cached, "lines": e.lines }));
+    stages.collect()
+}
+
+fn print_explained(session: &Session, explained: &[Explained]) -> Result<(), Fault> {
     let mut target = None;
-    for e in &explained {
+    for e in explained {
         if target != Some(&e.target) {
             // The import is of no target.
             let heading = if e.target.is_empty() { "every target" } else { &e.target };
@@ -89,7 +220,7 @@ pub fn explain(session: &Session, asked: &Explain) -> Result<Outcome, Fault> {
     if explained.iter().all(|e| e.cached) {
         session.terminal.print("no work to do\n")?;
     }
-    Ok(Outcome::Done)
+    Ok(())
 }
 
 /// The manifest with one of its targets alone.

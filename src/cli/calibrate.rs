@@ -5,6 +5,7 @@ use std::path::Path;
 use super::Outcome;
 use super::arguments::Calibrate;
 use super::session::Session;
+use super::targets::target_json;
 use crate::cuda::calibrate;
 use crate::cuda::driver::Device;
 use crate::cuda::nvrtc::Nvrtc;
@@ -32,7 +33,12 @@ pub fn calibrate(session: &Session, asked: &Calibrate) -> Result<Outcome, Fault>
             .with_remedy("`monobloc doctor` says which record describes the device that is here")
     })?;
     let measured = calibrate::measure(&Device::open(found.ordinal)?, &Nvrtc::load()?, &target)?;
-    let text = Target { measured, ..target }.to_toml();
+    let target = Target { measured, ..target };
+    if asked.json {
+        session.terminal.print_json(&target_json(&target)?)?;
+        return Ok(Outcome::Done);
+    }
+    let text = target.to_toml();
     match &asked.out {
         None => session.terminal.print(&text)?,
         Some(path) => std::fs::write(path, text).map_err(|error| {

@@ -1,5 +1,6 @@
 //! Owns `flywheel stats`, `best`, `export`, `rank`, `study` and `merge`.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use serde_json::json;
@@ -8,8 +9,9 @@ use super::Outcome;
 use super::arguments::{Flywheel, FlywheelAction};
 use super::session::{Session, Talk};
 use super::units::counted;
+use crate::digest::Digest;
 use crate::error::Fault;
-use crate::flywheel::{BrokenRow, COLUMNS, Corpus, CorpusStats, Trial, best, corpora, merge, stats};
+use crate::flywheel::{BrokenRow, COLUMNS, Corpus, CorpusStats, Trial, best, encoded, merge, stats};
 use crate::page::study_svg;
 use crate::pipeline::outlook;
 use crate::search::history::{Entry, History};
@@ -19,14 +21,21 @@ use crate::search::{histories, lessons};
 
 pub fn flywheel(session: &Session, asked: &Flywheel) -> Result<Outcome, Fault> {
     let (terminal, path) = (&session.terminal, &session.trials);
-    if let FlywheelAction::Merge { inputs } = &asked.action {
+    if let FlywheelAction::Merge { inputs, json } = &asked.action {
         let merged = merge(inputs, path)?;
         tell_broken(session, &merged.broken);
-        let (added, known) = (counted(merged.rows_added, "row"), merged.duplicates);
+        let (added, known) = (merged.rows_added, merged.duplicates);
+        if *json {
+            let broken: Vec<String> = merged.broken.iter().map(ToString::to_string).collect();
+            let place = path.display().to_string();
+            terminal.print_json(&json!({ "trials": place, "added": added, "known": known, "broken": broken }))?;
+            return Ok(Outcome::Done);
+        }
+        let added = counted(added, "row");
         terminal.print(&format!("added {added} to `{}`; {known} were there already\n", path.display()))?;
         return Ok(Outcome::Done);
     }
-    if let FlywheelAction::Study { inputs, warm, plots } = &asked.action {
+    if let FlywheelAction::Study { inputs, warm, plots, json } = &asked.action {
         let read = |files: &[PathBuf]| -> Result<Vec<History>, Fault> {
             let corpus = Corpus::read(files)?;
             tell_broken(session, &corpus.broken);
@@ -36,9 +45,9 @@ pub fn flywheel(session: &Session, asked: &Flywheel) -> Result<Outcome, Fault> {
             true => read(inputs)?.into_iter().partition(had_seeds),
             false => (read(warm)?, read(inputs)?),
         };
-        return study(session, &studies(&cold, &warm), plots.as_deref());
+        return study(session, &studies(&cold, &warm), plots.as_deref(), *json);
     }
-    let corpus = Corpus::read(&[path])?;
+    let corpus = if asked.own { Corpus::read(&[path])? } else { Corpus::known(path)? };
     match &asked.action {
         FlywheelAction::Merge { .. } | FlywheelAction::Study { .. } => {}
         FlywheelAction::Stats { json } => {
@@ -97,9 +106,7 @@ pub fn flywheel(session: &Session, asked: &Flywheel) -> Result<Outcome, Fault> {
                 terminal.say("no trial with the verdict `ok` yet");
             }
         }
-        FlywheelAction::Rank { manifests, json } => {
-            // As a search reads them: the corpora that lie beside the user's trials, too.
-            let corpus = Corpus::read(&corpora(path))?;
+        FlywheelAction::Rank { manifests, held_out: asked, json } => {
             tell_broken(session, &corpus.broken);
             let ranked = ranked(&histories(&corpus.trials), Entry::log_predicted);
             let workspace = session.workspace(Talk::Nothing)?;
@@ -110,30 +117,45 @@ pub fn flywheel(session: &Session, asked: &Flywheel) -> Result<Outcome, Fault> {
                     now.extend(outlook::ranked_now(&workspace, &manifest, target)?);
                 }
             }
-            let held = held_out(&lessons(&corpus.trials).groups);
+            let held = asked.then(|| held_out(&lessons(&corpus.trials).groups));
             match json {
-                true => terminal.print_json(&rank_json(&ranked, &now, &held))?,
-                false => terminal.print(&rank_text(&ranked, &now, &held))?,
+                true => terminal.print_json(&rank_json(&ranked, &now, held.as_ref()))?,
+                false => terminal.print(&rank_text(&ranked, &now, held.as_ref()))?,
             }
         }
-        FlywheelAction::Export { target, verdict } => {
+        FlywheelAction::Export { target, verdict, share, out, json } => {
             tell_broken(session, &corpus.broken);
             let wanted = |trial: &&Trial| {
                 target.as_ref().is_none_or(|target| trial.facts().machine.target == *target)
                     && verdict.as_ref().is_none_or(|verdict| trial.verdict().name() == verdict)
             };
-            terminal.print(&csv_text(corpus.trials.iter().filter(wanted))?)?;
+            let wanted = corpus.trials.iter().filter(wanted);
+            let rows: Vec<Cells> =
+                if *share { shared(&corpus.trials, wanted) } else { wanted.map(Trial::cells).collect() };
+            let text = if *json { json_text(&rows) } else { csv_text(&rows)? };
+            let Some(out) = out else {
+                terminal.print(&text)?;
+                return Ok(Outcome::Done);
+            };
+            encoded(out, &text).and_then(|bytes| std::fs::write(out, bytes)).map_err(|error| {
+                Fault::environment(format!("cannot write `{}`: {error}", out.display()))
+                    .with_remedy("name another file with `--out`")
+            })?;
+            terminal.say(&format!("{} in `{}`", counted(rows.len() as u64, "row"), out.display()));
         }
     }
     Ok(Outcome::Done)
 }
 
 /// A table in Markdown for each model, and its plot.
-fn study(session: &Session, studies: &[Study], plots: Option<&Path>) -> Result<Outcome, Fault> {
+fn study(session: &Session, studies: &[Study], plots: Option<&Path>, json: bool) -> Result<Outcome, Fault> {
     if studies.is_empty() {
         return Err(Fault::input("there are no cold and warm campaigns of one model in these files").with_remedy(
             "run `monobloc tune` with several seeds, with and without rows of other models in `corpus/`",
         ));
+    }
+    if json {
+        session.terminal.print_json(&studies.iter().map(study_json).collect())?;
     }
     for study in studies {
         let Study { name, cold_best, cold, warm } = study;
@@ -168,7 +190,9 @@ fn study(session: &Session, studies: &[Study], plots: Option<&Path>) -> Result<O
         let median = |runs: &[Run]| median_reached(runs).map_or("not reached".to_string(), |trials| trials.to_string());
         let share = median_share(&caught).map_or("never".to_string(), |share| format!("{:.0} %", share * 100.0));
         text.push_str(&format!("| median | {} | {} | | | {share} |\n\n", median(cold), median(warm)));
-        session.terminal.print(&text)?;
+        if !json {
+            session.terminal.print(&text)?;
+        }
         if let (Some(folder), Some(svg)) = (plots, study_svg(study)) {
             let path = folder.join(format!("{}.svg", name.replace(' ', "-")));
             std::fs::create_dir_all(folder).and_then(|()| std::fs::write(&path, svg)).map_err(|error| {
@@ -180,17 +204,38 @@ fn study(session: &Session, studies: &[Study], plots: Option<&Path>) -> Result<O
     Ok(Outcome::Done)
 }
 
-fn rank_text(before: &[Ranked], now: &[Ranked], held: &HeldOut) -> String {
+/// The cost model's correlations, summed up by what ran, weighted by trials.
+fn by_name(ranked: &[Ranked]) -> Vec<(&str, usize, usize, Option<f64>)> {
+    let mut groups: BTreeMap<&str, Vec<&Ranked>> = BTreeMap::new();
+    for one in ranked {
+        groups.entry(one.name.as_str()).or_default().push(one);
+    }
+    let sum = |of: &[&Ranked]| {
+        let known = of.iter().filter_map(|one| Some((one.trials as f64, one.predicted?)));
+        let (weight, all) =
+            known.fold((0.0, 0.0), |(weight, all), (trials, rank)| (weight + trials, all + trials * rank));
+        (weight > 0.0).then(|| all / weight)
+    };
+    let trials = |of: &[&Ranked]| of.iter().map(|one| one.trials).sum();
+    groups.into_iter().map(|(name, of)| (name, of.len(), trials(&of), sum(&of))).collect()
+}
+
+fn rank_text(before: &[Ranked], now: &[Ranked], held: Option<&HeldOut>) -> String {
     let figure = |found: Option<f64>| found.map_or("   -  ".to_string(), |rank| format!("{rank:>6.2}"));
     let mut text = "rank correlation with measured latency: 1 is the same order, 0 none\n".to_string();
     for (what, ranked) in [("as it was when the trials ran", before), ("of today", now)] {
         if !ranked.is_empty() {
-            text.push_str(&format!("  cost model {what}, by campaign:\n"));
+            text.push_str(&format!("  cost model {what}, mean over campaigns; `--json` has each:\n"));
         }
-        for Ranked { name, trials, predicted } in ranked {
-            text.push_str(&format!("    {} {name}, {}\n", figure(*predicted), counted(*trials as u64, "trial")));
+        for (name, campaigns, trials, rank) in by_name(ranked) {
+            let (campaigns, trials) = (counted(campaigns as u64, "campaign"), counted(trials as u64, "trial"));
+            text.push_str(&format!("    {} {name}, {campaigns}, {trials}\n", figure(rank)));
         }
     }
+    let Some(held) = held else {
+        text.push_str("  learned models: `--held-out` holds every campaign out in turn\n");
+        return text;
+    };
     if held.campaigns == 0 {
         text.push_str("  learned models: there are no two campaigns of one kind of target to hold one out of\n");
         return text;
@@ -206,30 +251,73 @@ fn rank_text(before: &[Ranked], now: &[Ranked], held: &HeldOut) -> String {
     text
 }
 
-fn rank_json(before: &[Ranked], now: &[Ranked], held: &HeldOut) -> serde_json::Value {
+fn rank_json(before: &[Ranked], now: &[Ranked], held: Option<&HeldOut>) -> serde_json::Value {
     let campaigns_of = |ranked: &[Ranked]| {
         let one = |Ranked { name, trials, predicted }: &Ranked| json!({ "campaign": name, "trials": trials, "rank_correlation": predicted });
         ranked.iter().map(one).collect::<serde_json::Value>()
     };
-    let HeldOut { campaigns, trials, nearest, linear, additive } = held;
-    json!({
-        "cost_model": campaigns_of(before),
-        "cost_model_now": campaigns_of(now),
-        "held_out": { "campaigns": campaigns, "trials": trials, "nearest_neighbours": nearest,
-            "ridge_regression": linear, "additive": additive },
-    })
+    let held = held.map(|HeldOut { campaigns, trials, nearest, linear, additive }| {
+        json!({ "campaigns": campaigns, "trials": trials, "nearest_neighbours": nearest,
+            "ridge_regression": linear, "additive": additive })
+    });
+    json!({ "cost_model": campaigns_of(before), "cost_model_now": campaigns_of(now), "held_out": held })
 }
 
 fn tell_broken(session: &Session, broken: &[BrokenRow]) {
     broken.iter().for_each(|row| session.terminal.say(&format!("warning: skipped {row}")));
 }
 
-fn csv_text<'a>(trials: impl Iterator<Item = &'a Trial>) -> Result<String, Fault> {
+/// A study as programs read it; ratios are latencies by the default's.
+fn study_json(study: &Study) -> serde_json::Value {
+    let Study { name, cold_best, cold, warm } = study;
+    let runs = |runs: &[Run]| -> serde_json::Value {
+        let one = |Run { reached, curve, .. }: &Run| json!({ "trials_until_near_best": reached, "ratios": curve.iter().map(|log| log.exp()).collect::<Vec<_>>() });
+        runs.iter().map(one).collect()
+    };
+    json!({ "model": name, "cold_best_ratio": cold_best.exp(), "cold": runs(cold), "warm": runs(warm) })
+}
+
+/// One row, column by column.
+type Cells = Vec<(&'static str, String)>;
+
+/// The rows as a corpus hands them on: devices are numbered in the order in which they come.
+fn shared<'a>(all: &[Trial], wanted: impl Iterator<Item = &'a Trial>) -> Vec<Cells> {
+    let mut ratios: BTreeMap<Digest, f64> = BTreeMap::new();
+    for history in histories(all) {
+        for entry in &history.entries {
+            let is_default = entry.candidate == history.default;
+            let ratio = |log: f64| if is_default { 1.0 } else { log.exp() };
+            ratios.extend(entry.timed.iter().map(|row| (row.id, ratio(row.log_ratio))));
+        }
+    }
+    let mut devices: Vec<&str> = vec![];
+    let mut rows = vec![];
+    for trial in wanted {
+        let facts = trial.facts();
+        let uuid = facts.machine.device_uuid.as_str();
+        let number = devices.iter().position(|known| *known == uuid).unwrap_or_else(|| {
+            devices.push(uuid);
+            devices.len() - 1
+        });
+        let device = if uuid.is_empty() { String::new() } else { format!("device-{:02}", number + 1) };
+        let model = if facts.model_name.is_empty() { &facts.manifest } else { &facts.model_name };
+        rows.push(trial.cells_to_share(&device, model, ratios.get(&trial.trial_id()).copied()));
+    }
+    rows
+}
+
+fn json_text(rows: &[Cells]) -> String {
+    let row = |cells: &Cells| cells.iter().map(|(name, cell)| (name.to_string(), json!(cell))).collect();
+    let rows: Vec<serde_json::Value> = rows.iter().map(|cells| serde_json::Value::Object(row(cells))).collect();
+    format!("{:#}\n", serde_json::Value::Array(rows))
+}
+
+fn csv_text(rows: &[Cells]) -> Result<String, Fault> {
     let failed = |error: csv::Error| Fault::internal(format!("rows of a corpus are no CSV: {error}"));
     let mut writer = csv::Writer::from_writer(Vec::new());
     writer.write_record(COLUMNS.map(|column| column.name)).map_err(failed)?;
-    for trial in trials {
-        writer.write_record(trial.cells().iter().map(|(_, cell)| cell)).map_err(failed)?;
+    for cells in rows {
+        writer.write_record(cells.iter().map(|(_, cell)| cell)).map_err(failed)?;
     }
     let bytes = writer.into_inner().map_err(|error| Fault::internal(error.to_string()))?;
     Ok(String::from_utf8_lossy(&bytes).into_owned())

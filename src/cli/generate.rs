@@ -1,5 +1,6 @@
 //! Owns `generate`: from a prompt to token ids, and from decided tokens to text as they come.
 
+use std::io::Read;
 use std::ops::ControlFlow;
 use std::time::Instant;
 
@@ -10,6 +11,7 @@ use super::arguments::Generate;
 use super::session::{Session, Talk, pick_target, tokenizer};
 use super::terminal::interrupt;
 use crate::error::Fault;
+use crate::files::read_text;
 use crate::manifest::Manifest;
 use crate::pipeline::{self, Tokens};
 use crate::sample::SampleSettings;
@@ -19,6 +21,8 @@ use crate::tokenizer::{Message, check_ids};
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Stop {
     Eos,
+    /// One of `--stop` was generated.
+    Text,
     /// As many as were asked for, or as the context has room for.
     Length,
     Interrupted,
@@ -30,17 +34,37 @@ impl Stop {
     fn name(self) -> &'static str {
         match self {
             Stop::Eos => "eos",
+            Stop::Text => "stop",
             Stop::Length => "length",
             Stop::Interrupted => "interrupted",
             Stop::Closed => "closed",
         }
     }
+
+    /// As people are told.
+    fn words(self) -> &'static str {
+        match self {
+            Stop::Eos => "the model ended the text",
+            Stop::Text => "a `--stop` text came",
+            Stop::Length => "as many tokens as asked for, or as the context holds",
+            Stop::Interrupted => "interrupted",
+            Stop::Closed => "nothing reads the output any more",
+        }
+    }
 }
+
+/// A prompt of more text than this is no prompt.
+const PROMPT_BYTES_MAX: u64 = 64 << 20;
 
 pub fn generate(session: &Session, asked: &Generate) -> Result<Outcome, Fault> {
     let Generate { temperature, top_k, top_p, seed, .. } = *asked;
-    let sampling = SampleSettings { temperature, top_k, top_p, seed };
+    let sampling = SampleSettings { temperature, top_k, top_p, seed: seed.unwrap_or(0) };
     sampling.resolve()?;
+    refuse_unspecified(asked)?;
+    if !asked.json {
+        warn_of_no_effect(session, asked);
+    }
+    let prompt_text = prompt_text(asked)?;
     let manifest = session.manifest(&asked.manifest)?;
     let target = pick_target(&manifest, asked.target.as_deref())?;
     let workspace = session.workspace(if asked.json { Talk::Nothing } else { Talk::Work })?;
@@ -54,7 +78,7 @@ pub fn generate(session: &Session, asked: &Generate) -> Result<Outcome, Fault> {
     let prompt = match (&mut tokenizer, &asked.ids) {
         (Some(tokenizer), _) => {
             tokenizer.check_vocab(graph.vocab)?;
-            encode(tokenizer, asked)?
+            encode(tokenizer, asked, prompt_text.as_deref().unwrap_or_default())?
         }
         (None, ids) => ids.iter().flat_map(|ids| ids.0.iter().copied()).collect(),
     };
@@ -72,7 +96,20 @@ pub fn generate(session: &Session, asked: &Generate) -> Result<Outcome, Fault> {
         // With special tokens only when they are no end: they show what the model says after it.
         tokenizer.stream(!asked.ignore_eos)?;
     }
-    let mut printer = Printer { session, stream: tokenizer, hold: asked.json, text: String::new(), count: 0 };
+    let mut printer = Printer {
+        session,
+        stream: tokenizer,
+        hold: asked.json,
+        text: String::new(),
+        count: 0,
+        stops: &asked.stop,
+        pending: String::new(),
+    };
+    // A reader of a pipe wants the continuation; a person wants to see what is continued.
+    let echoes = asked.echo || (session.terminal.stdout_is_terminal() && asked.chat.is_none());
+    if let Some(text) = prompt_text.filter(|_| echoes && !asked.json) {
+        session.terminal.print(&text)?;
+    }
     let deferred = interrupt::defer();
     let begun = Instant::now();
     let (mut first, mut last) = (None, begun);
@@ -82,9 +119,10 @@ pub fn generate(session: &Session, asked: &Generate) -> Result<Outcome, Fault> {
         first.get_or_insert(last);
         match printer.token(id) {
             Err(fault) => failed = Some(fault),
-            Ok(()) if interrupt::asked() => stop = Stop::Interrupted,
-            Ok(()) if session.terminal.is_closed() => stop = Stop::Closed,
-            Ok(()) => {
+            Ok(true) => stop = Stop::Text,
+            Ok(false) if interrupt::asked() => stop = Stop::Interrupted,
+            Ok(false) if session.terminal.is_closed() => stop = Stop::Closed,
+            Ok(false) => {
                 stop = if eos.contains(&id) { Stop::Eos } else { Stop::Length };
                 return ControlFlow::Continue(());
             }
@@ -95,7 +133,7 @@ pub fn generate(session: &Session, asked: &Generate) -> Result<Outcome, Fault> {
     if let Some(fault) = failed {
         return Err(fault);
     }
-    let text = printer.finish()?;
+    let text = printer.finish(stop == Stop::Text)?;
     let first = first.unwrap_or(last);
     let (prompt_s, decode_s) = ((first - begun).as_secs_f64(), (last - first).as_secs_f64());
     // The first token is decided by the prompt's last step; the time between it and the last is that of the others.
@@ -114,11 +152,12 @@ pub fn generate(session: &Session, asked: &Generate) -> Result<Outcome, Fault> {
     } else {
         let rate = tokens_per_s.map(|rate| format!(" at {rate:.0} tokens/s")).unwrap_or_default();
         session.terminal.say(&format!(
-            "prompt of {} in {:.0} ms, then {}{rate} ({})",
+            "prompt of {} in {:.0} ms, then {}{rate} ({}); stopped: {}",
             tokens(prompt.len()),
             prompt_s * 1e3,
             tokens(ids.len()),
-            runner.place()
+            runner.place(),
+            stop.words()
         ));
     }
     Ok(if stop == Stop::Interrupted { Outcome::Interrupted } else { Outcome::Done })
@@ -128,18 +167,64 @@ fn tokens(count: usize) -> String {
     super::units::counted(count as u64, "token")
 }
 
-fn encode(tokenizer: &mut Tokens, asked: &Generate) -> Result<Vec<u32>, Fault> {
-    match (&asked.chat, &asked.prompt) {
-        (Some(chat), _) if !asked.raw => {
-            let system = asked.system.iter().map(|system| Message::new("system", system));
-            let messages: Vec<Message> = system.chain([Message::new("user", chat)]).collect();
-            tokenizer.encode_chat(messages, true)
-        }
-        (chat, prompt) => {
-            let text = chat.as_ref().or(prompt.as_ref()).map_or("", String::as_str);
-            tokenizer.encode(text, !asked.raw)
-        }
+/// What the user gives as text: an argument, a file, or stdin; `None` for ids.
+fn prompt_text(asked: &Generate) -> Result<Option<String>, Fault> {
+    let stdin = || -> Result<String, Fault> {
+        let mut bytes = vec![];
+        std::io::stdin()
+            .lock()
+            .take(PROMPT_BYTES_MAX)
+            .read_to_end(&mut bytes)
+            .map_err(|error| Fault::environment(format!("cannot read the prompt from stdin: {error}")))?;
+        String::from_utf8(bytes).map_err(|_| Fault::input("the prompt on stdin is not UTF-8 text"))
+    };
+    Ok(match (asked.prompt.as_deref().or(asked.chat.as_deref()), &asked.prompt_file) {
+        (Some("-"), _) => Some(stdin()?),
+        (Some(text), _) => Some(text.to_string()),
+        (None, Some(file)) => Some(read_text(file, PROMPT_BYTES_MAX)?),
+        (None, None) => None,
+    })
+}
+
+/// Options of other programs that have no specification here to the bit: with them, a device and the interpreter could choose
+/// different tokens.
+fn refuse_unspecified(asked: &Generate) -> Result<(), Fault> {
+    let Generate { min_p, repetition_penalty, presence_penalty, frequency_penalty, .. } = asked;
+    let given = [
+        ("--min-p", min_p),
+        ("--repetition-penalty", repetition_penalty),
+        ("--presence-penalty", presence_penalty),
+        ("--frequency-penalty", frequency_penalty),
+    ];
+    match given.iter().find(|(_, value)| value.is_some()) {
+        None => Ok(()),
+        Some((name, _)) => Err(Fault::input(format!("`{name}` is not supported: kernels do not have it"))
+            .with_remedy("use `--temperature`, `--top-k` and `--top-p`")),
     }
+}
+
+fn warn_of_no_effect(session: &Session, asked: &Generate) {
+    if asked.temperature != 0.0 {
+        return;
+    }
+    let given =
+        [("--top-k", asked.top_k.is_some()), ("--top-p", asked.top_p.is_some()), ("--seed", asked.seed.is_some())];
+    let names: Vec<String> = given.iter().filter(|(_, given)| *given).map(|(name, _)| format!("`{name}`")).collect();
+    if !names.is_empty() {
+        session.terminal.say(&format!(
+            "warning: {} has no effect at temperature 0, which takes the most probable token",
+            names.join(", ")
+        ));
+    }
+}
+
+fn encode(tokenizer: &mut Tokens, asked: &Generate, text: &str) -> Result<Vec<u32>, Fault> {
+    if asked.chat.is_none() || asked.raw {
+        return tokenizer.encode(text, !asked.raw);
+    }
+    let system = asked.system.iter().map(|system| Message::new("system", system));
+    let messages: Vec<Message> = system.chain([Message::new("user", text)]).collect();
+    tokenizer.encode_chat(messages, true)
 }
 
 /// Tokens that can be decided after a prompt: the last of them needs no place in the cache.
@@ -168,17 +253,26 @@ struct Printer<'a> {
     hold: bool,
     text: String,
     count: usize,
+    /// Texts that end the generation, and are not printed.
+    stops: &'a [String],
+    /// What may be the beginning of one of them.
+    pending: String,
 }
 
 impl Printer<'_> {
-    fn token(&mut self, id: u32) -> Result<(), Fault> {
+    /// Takes one token; whether it completed a text that ends the generation.
+    fn token(&mut self, id: u32) -> Result<bool, Fault> {
         let piece = match &mut self.stream {
             Some(stream) => stream.push(id)?,
             None if self.count == 0 => id.to_string(),
             None => format!(",{id}"),
         };
         self.count += 1;
-        self.put(&piece)
+        self.pending.push_str(&piece);
+        let (ready, found) = certain(&self.pending, self.stops);
+        let piece: String = self.pending.drain(..ready).collect();
+        self.put(&piece)?;
+        Ok(found)
     }
 
     fn put(&mut self, piece: &str) -> Result<(), Fault> {
@@ -190,13 +284,55 @@ impl Printer<'_> {
         Ok(())
     }
 
-    /// Prints what was held back, and ends the line. Returns the text that was kept.
-    fn finish(mut self) -> Result<String, Fault> {
+    /// Prints what was held back, if no text of `--stop` came, and ends the line. Returns the text that was kept.
+    fn finish(mut self, stopped: bool) -> Result<String, Fault> {
         let rest = self.stream.as_mut().map(Tokens::finish).transpose()?.unwrap_or_default();
-        self.put(&rest)?;
+        if !stopped {
+            self.pending.push_str(&rest);
+            let (ready, found) = certain(&self.pending, self.stops);
+            let end = if found { ready } else { self.pending.len() };
+            let piece: String = self.pending.drain(..end).collect();
+            self.put(&piece)?;
+        }
         if !self.hold {
             self.session.terminal.print("\n")?;
         }
         Ok(self.text)
+    }
+}
+
+/// How many bytes of `text` can be printed: up to the first of `stops`, and whether there is one; else all but what may be the
+/// beginning of one.
+fn certain(text: &str, stops: &[String]) -> (usize, bool) {
+    if let Some(at) = stops.iter().filter_map(|stop| text.find(stop.as_str())).min() {
+        return (at, true);
+    }
+    let begins = |at: usize| stops.iter().any(|stop| stop.starts_with(&text[at..]));
+    let held = text.char_indices().map(|(at, _)| at).find(|&at| begins(at));
+    (held.unwrap_or(text.len()), false)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_may_begin_a_stop_text_is_held_back() {
+        let stops = ["\n\n".to_string(), "END".to_string()];
+        for (text, expected) in [
+            ("once", (4, false)),
+            ("once\n", (4, false)),
+            ("once\n\n upon", (4, true)),
+            ("the E", (4, false)),
+            ("the EN", (4, false)),
+            ("the ENG", (7, false)),
+            ("the END", (4, true)),
+            ("END\n\n", (0, true)),
+            ("", (0, false)),
+            ("µE", (2, false)),
+        ] {
+            assert_eq!(certain(text, &stops), expected, "{text:?}");
+        }
+        assert_eq!(certain("END", &[]), (3, false));
     }
 }

@@ -6,15 +6,19 @@
 mod arguments;
 mod bench;
 mod build;
+mod builtin;
 mod cache;
 mod calibrate;
 mod doctor;
 mod flywheel;
 mod generate;
 mod import;
+mod init;
 mod outlook;
+mod places;
 mod score;
 mod session;
+mod shell;
 mod targets;
 mod terminal;
 mod trace;
@@ -27,6 +31,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::process::ExitCode;
 
 use clap::Parser;
+use serde_json::json;
 
 use crate::error::{Fault, Tier};
 use crate::model::config::schema_table;
@@ -66,6 +71,10 @@ pub fn run(arguments: impl Iterator<Item = OsString>) -> ExitCode {
             return ExitCode::from(if error.use_stderr() { Tier::Input.exit_code() } else { 0 });
         }
     };
+    if let Some(jobs) = arguments.global.jobs {
+        // Fails only where threads were made already, and none were.
+        let _ = rayon::ThreadPoolBuilder::new().num_threads(jobs).build_global();
+    }
     let session = Session::new(arguments.global);
     interrupt::install();
     let answer = catch_unwind(AssertUnwindSafe(|| answer(&session, arguments.command)));
@@ -80,7 +89,9 @@ pub fn run(arguments: impl Iterator<Item = OsString>) -> ExitCode {
 
 fn answer(session: &Session, command: Command) -> Result<Outcome, Fault> {
     match command {
+        Command::Init(asked) => init::init(session, &asked),
         Command::Build(asked) => build::build(session, &asked),
+        Command::Clean(asked) => build::clean(session, &asked),
         Command::Generate(asked) => generate::generate(session, &asked),
         Command::Perplexity(asked) => score::perplexity(session, &asked),
         Command::Logits(asked) => score::logits(session, &asked),
@@ -103,10 +114,15 @@ fn answer(session: &Session, command: Command) -> Result<Outcome, Fault> {
         Command::Report(asked) => outlook::report(session, &asked),
         Command::Trials(asked) => tune::trials(session, &asked),
         Command::Tokens(asked) => session::serve_tokens(&asked),
-        Command::Schema => {
-            session.terminal.print(&schema_table())?;
+        Command::Schema(asked) => {
+            match asked.json {
+                true => session.terminal.print_json(&json!({ "markdown": schema_table() }))?,
+                false => session.terminal.print(&schema_table())?,
+            }
             Ok(Outcome::Done)
         }
+        Command::Completions(asked) => shell::completions(session, &asked),
+        Command::Man(asked) => shell::man(session, &asked),
     }
 }
 

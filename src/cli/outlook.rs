@@ -85,6 +85,16 @@ fn status_text(manifest: &Manifest, target: &Target, known: &Known) -> String {
         }
     }
     text.push_str(&format!("  builds take: {}\n", changed(&known.built, &known.default)));
+    if known.built != known.default {
+        text.push_str(&format!(
+            "  to fix it in the manifest: candidate = \"{}\"\n",
+            changed(&known.built, &known.default)
+        ));
+    }
+    if known.elsewhere > 0 {
+        let others = counted(known.elsewhere as u64, "campaign");
+        text.push_str(&format!("  {others} of this model at other settings of `context_max` or `precision`\n"));
+    }
     text
 }
 
@@ -170,12 +180,13 @@ fn next_text(target: &Target, budget: u32, next: &outlook::Next) -> String {
     let mut text = match &next.ask {
         Ask::Try { candidate, proposer } => {
             let thought = match next.opinion {
-                Some(opinion) => format!(
-                    "; expected at {:.3} of the default's time, give or take {:.3}",
-                    opinion.log_ratio.exp(),
-                    opinion.spread
+                // Two standard deviations each way.
+                Some(opinion) if *candidate != next.default => format!(
+                    "; expected at {:.3} to {:.3} of the default's time",
+                    (opinion.log_ratio - 2.0 * opinion.spread).exp(),
+                    (opinion.log_ratio + 2.0 * opinion.spread).exp()
                 ),
-                None => String::new(),
+                _ => "; the default, which everything is compared with".to_string(),
             };
             format!(
                 "{}: go on, {} of {budget} trials are done\n  next: {candidate} ({proposer}){thought}\n",
@@ -184,6 +195,10 @@ fn next_text(target: &Target, budget: u32, next: &outlook::Next) -> String {
         }
         Ask::Stop(stop) => format!("{}: stop: {stop}\n", target.name),
     };
+    if next.hot.is_empty() {
+        text.push_str(&format!("  where a step's time goes is not known: {}\n", next.source));
+        return text;
+    }
     let all: f64 = next.hot.iter().map(|region| region.us).sum();
     text.push_str(&format!("  where a step's time goes ({}):\n", next.source));
     for Region { name, us, wait_us } in next.hot.iter().take(5) {
@@ -196,12 +211,25 @@ fn next_text(target: &Target, budget: u32, next: &outlook::Next) -> String {
 pub fn report(session: &Session, asked: &Report) -> Result<Outcome, Fault> {
     let manifest = session.manifest(&asked.manifest)?;
     let workspace = session.workspace(Talk::Nothing)?;
-    let mut histories = vec![];
+    let (mut histories, mut all, mut elsewhere) = (vec![], vec![], 0);
     for target in targets(&manifest, asked.target.as_deref())? {
-        histories.extend(outlook::known(&workspace, &manifest, &target)?.histories);
+        let known = outlook::known(&workspace, &manifest, &target)?;
+        all.push(status_json(&target, &known));
+        elsewhere += known.elsewhere;
+        histories.extend(known.histories);
+    }
+    if asked.json {
+        session.terminal.print_json(&Value::Array(all))?;
+        return Ok(Outcome::Done);
     }
     if histories.is_empty() {
-        return Err(Fault::input(format!("`{}` has no campaign yet", manifest.name))
+        let others = match elsewhere {
+            0 => String::new(),
+            count => {
+                format!("; {} of its model had another `context_max` or precision", counted(count as u64, "campaign"))
+            }
+        };
+        return Err(Fault::input(format!("`{}` has no campaign yet{others}", manifest.name))
             .with_remedy(format!("run `monobloc tune {}` first", asked.manifest.display())));
     }
     std::fs::write(&asked.out, page(&manifest.name, &histories)).map_err(|error| {

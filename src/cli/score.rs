@@ -126,6 +126,13 @@ pub fn logits(session: &Session, asked: &Logits) -> Result<Outcome, Fault> {
     })?;
     written.and_then(|()| file.finish(&asked.out)).map_err(failed)?;
     let (place, out) = (runner.place(), asked.out.display());
+    if asked.json {
+        let file = asked.out.display().to_string();
+        session.terminal.print_json(&json!({
+            "file": file, "positions": ids.len(), "vocab": vocab, "place": place, "target": target.name,
+        }))?;
+        return Ok(Outcome::Done);
+    }
     session.terminal.say(&format!("wrote `logits` [{}, {vocab}] to `{out}` ({place})", ids.len()));
     Ok(Outcome::Done)
 }

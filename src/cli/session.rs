@@ -5,48 +5,51 @@ use std::process::Command;
 
 use super::Outcome;
 use super::arguments::{self, Global};
+use super::builtin;
+use super::places;
 use super::terminal::Terminal;
 use crate::cache::{Cache, Places};
 use crate::error::Fault;
-use crate::manifest::Manifest;
+use crate::files;
+use crate::manifest::{Manifest, ManifestError};
 use crate::model::source::{self, Event, Resolved, Source};
 use crate::pipeline::{self, Tokens, Workspace};
 use crate::report::Report;
 use crate::target::Target;
 use crate::text::{nearest, one_of};
 
-/// The cache where neither `--cache` nor the environment names one.
-const CACHE_DEFAULT: &str = "cache";
-
 pub struct Session {
     pub terminal: Terminal,
     pub places: Places,
     /// File of the trials.
     pub trials: PathBuf,
+    /// What the command line says of how much is said.
+    verbose: bool,
+    quiet: bool,
 }
 
 /// How much a command says on the way.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Talk {
-    /// Every stage.
-    Stages,
-    /// Stages that do work: for commands whose result is not the build.
+    /// Stages that do work; with `--verbose` the others, too, and with `--quiet` none.
     Work,
     Nothing,
 }
 
 impl Session {
     pub fn new(global: Global) -> Session {
-        let Global { cache, trials, color } = global;
-        let mut places = Places::from_environment(Path::new(CACHE_DEFAULT));
+        let Global { cache, trials, verbose, quiet, jobs: _, color } = global;
+        let mut places = Places::from_environment(&places::cache_root());
         places.root = cache.unwrap_or(places.root);
-        Session { terminal: Terminal::new(color), places, trials }
+        let trials = trials.unwrap_or_else(places::trials_file);
+        Session { terminal: Terminal::new(color), places, trials, verbose, quiet }
     }
 
     /// Opens the cache and what else a build works with.
     pub fn workspace(&self, talk: Talk) -> Result<Workspace, Fault> {
         let report = match talk {
-            Talk::Stages => Report::to_stderr(),
+            Talk::Work if self.quiet => Report::quiet(),
+            Talk::Work if self.verbose => Report::to_stderr(),
             Talk::Work => Report::to_stderr().without_cached(),
             Talk::Nothing => Report::quiet(),
         };
@@ -60,9 +63,45 @@ impl Session {
         })?)
     }
 
+    /// Reads a manifest, or the built-in one of that name, and finds what it names on this machine: nothing is created for
+    /// a manifest that cannot be built.
     pub fn manifest(&self, path: &Path) -> Result<Manifest, Fault> {
-        Manifest::load(path).map_err(|error| error.into_fault(self.terminal.style))
+        let styled = |error: ManifestError| error.into_fault(self.terminal.style);
+        let mut manifest = match builtin::manifest(path) {
+            Some(text) if !path.exists() => Manifest::parse(&text, &path.with_extension("toml")).map_err(styled)?,
+            _ => read_manifest(path)?.map_err(styled)?,
+        };
+        if let Some(name) = manifest.source.strip_prefix(builtin::SCHEME) {
+            let folder = builtin::checkpoint(name, &self.places.root)?;
+            let folder = std::path::absolute(&folder).unwrap_or(folder);
+            manifest.source = format!("path:{}", folder.display());
+        }
+        for scheme in ["path:", "synthetic:"] {
+            if let Some(named) = manifest.source.strip_prefix(scheme) {
+                files::find(named, &manifest.base_dir)?;
+            }
+        }
+        Ok(manifest)
     }
+}
+
+/// Reads a manifest of the user; a path that leads nowhere, or to a folder, is answered with what would help.
+fn read_manifest(path: &Path) -> Result<Result<Manifest, ManifestError>, Fault> {
+    let shown = path.display();
+    if path.is_dir() {
+        let inside = path.join("monobloc.toml");
+        return Err(Fault::input(format!("`{shown}` is a folder, expected a manifest")).with_remedy(
+            match inside.exists() {
+                true => format!("did you mean `{}`?", inside.display()),
+                false => format!("`monobloc init {shown}` writes a manifest for a checkpoint there"),
+            },
+        ));
+    }
+    if !path.exists() {
+        return Err(Fault::input(format!("no such manifest: `{shown}`"))
+            .with_remedy(format!("`monobloc init` writes one; {} is built in", one_of(builtin::NAMES))));
+    }
+    Ok(Manifest::load(path))
 }
 
 /// The manifest's target of that name; its first where no name is given.

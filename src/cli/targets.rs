@@ -47,6 +47,6 @@ pub fn targets(session: &Session, asked: &Targets) -> Result<Outcome, Fault> {
 }
 
 /// A record with the names and the shape that it has in TOML.
-fn target_json(target: &Target) -> Result<Value, Fault> {
+pub fn target_json(target: &Target) -> Result<Value, Fault> {
     toml::from_str(&target.to_toml()).map_err(|error| Fault::internal(format!("record `{}`: {error}", target.name)))
 }

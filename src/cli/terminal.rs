@@ -58,6 +58,11 @@ impl Terminal {
         self.print(&format!("{value:#}\n"))
     }
 
+    /// Whether a person reads stdout.
+    pub fn stdout_is_terminal(&self) -> bool {
+        io::stdout().is_terminal()
+    }
+
     /// Whether printing is in vain.
     pub fn is_closed(&self) -> bool {
         self.closed.load(Ordering::Relaxed)

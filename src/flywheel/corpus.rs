@@ -1,6 +1,6 @@
 //! Owns the corpus file: appending rows, reading them back, and merging corpora.
 //!
-//! The file is only ever appended to. A row is one line and one `write(2)` under an exclusive lock, so any number of
+//! What was measured for everybody comes with the executable, compressed. The user's file is only ever appended to. A row is one line and one `write(2)` under an exclusive lock, so any number of
 //! processes may append at once. A row that a crash cut is marked by the next writer and reported by every reader; a
 //! row for which the disk has no room is taken back. The reader trusts nothing: a line that is not a whole row of a
 //! known schema is reported with its number and skipped, and never stops the reading of the others.
@@ -12,11 +12,21 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::{fmt, mem};
 
-use super::trial::{ADDED_IN_2, COLUMNS, SCHEMA, Timing, Trial};
+use super::trial::{ADDED_IN_2, ADDED_IN_3, COLUMNS, SCHEMA, Timing, Trial};
 use crate::cache::lock::{LockError, Wait, lock_path};
 use crate::digest::Digest;
 use crate::error::Fault;
 
+/// Rows that come with the executable; a folder `corpus/` beside the user's trials takes their place.
+const SHIPPED: &[u8] = include_bytes!("../../flywheel/corpus/h200.csv.zst");
+/// What messages call them.
+const SHIPPED_NAME: &str = "shipped corpus";
+/// Ends the name of a compressed corpus.
+const COMPRESSED: &str = ".csv.zst";
+/// A compressed corpus of more text than this is none: a few bytes can stand for any number of them.
+const TEXT_BYTES_MAX: u64 = 1 << 30;
+/// As `zstd` calls its best level without more memory for the reader.
+const COMPRESSION_LEVEL: i32 = 19;
 /// A row takes about 1.5 kB; a longer line is not one.
 const LINE_BYTES_MAX: usize = 1 << 20;
 /// Ends a line that a crash cut. Before it stand a closing quote, if one is open, and a comma for every column, so that
@@ -102,20 +112,57 @@ impl Corpus {
         }
         Ok(reader.finish())
     }
+
+    /// Reads what is known to the owner of `trials`: the corpora in a folder `corpus/` beside that file, or what comes with the
+    /// executable where there is no such folder; then the file itself. Nothing is written to a corpus.
+    pub fn known(trials: &Path) -> Result<Corpus, CorpusError> {
+        let mut reader = Reader::default();
+        match corpora(trials) {
+            Some(paths) => paths.iter().try_for_each(|path| reader.read(path))?,
+            None => reader.read_lines(Path::new(SHIPPED_NAME), decompressed(SHIPPED))?,
+        }
+        reader.read(trials)?;
+        Ok(reader.finish())
+    }
 }
 
-/// The user's own trials, and the corpora that lie beside them in `corpus/`, which nothing writes to: these first.
-pub fn corpora(trials: &Path) -> Vec<PathBuf> {
-    let folder = trials.parent().unwrap_or(Path::new("")).join("corpus");
-    let mut paths: Vec<PathBuf> = fs::read_dir(&folder)
-        .into_iter()
-        .flatten()
-        .filter_map(|entry| Some(entry.ok()?.path()))
-        .filter(|path| path.extension().is_some_and(|extension| extension == "csv"))
-        .collect();
+/// The corpora beside a file of trials; `None` if there is no folder for them.
+fn corpora(trials: &Path) -> Option<Vec<PathBuf>> {
+    let folder = fs::read_dir(trials.with_file_name("corpus")).ok()?;
+    let is_corpus =
+        |path: &PathBuf| path.extension().is_some_and(|extension| extension == "csv") || is_compressed(path);
+    let mut paths: Vec<PathBuf> = folder.filter_map(|entry| Some(entry.ok()?.path())).filter(is_corpus).collect();
     paths.sort();
-    paths.push(trials.to_path_buf());
-    paths
+    Some(paths)
+}
+
+fn is_compressed(path: &Path) -> bool {
+    path.file_name().is_some_and(|name| name.to_string_lossy().ends_with(COMPRESSED))
+}
+
+/// The text of a compressed corpus, as it is read.
+fn decompressed<'a>(from: impl Read + 'a) -> Box<dyn BufRead + 'a> {
+    match zstd::Decoder::new(from) {
+        Ok(decoder) => Box::new(BufReader::with_capacity(1 << 17, decoder.take(TEXT_BYTES_MAX))),
+        Err(error) => Box::new(BufReader::new(Failing(Some(error)))),
+    }
+}
+
+/// A text that cannot be read, for the one reason that there was.
+struct Failing(Option<io::Error>);
+
+impl Read for Failing {
+    fn read(&mut self, _: &mut [u8]) -> io::Result<usize> {
+        self.0.take().map_or(Ok(0), Err)
+    }
+}
+
+/// The text of a corpus as the file of this name has it: compressed if the name ends in `.csv.zst`.
+pub fn encoded(name: &Path, text: &str) -> io::Result<Vec<u8>> {
+    match is_compressed(name) {
+        true => zstd::encode_all(text.as_bytes(), COMPRESSION_LEVEL),
+        false => Ok(text.as_bytes().to_vec()),
+    }
 }
 
 /// Appends rows, creating file and header if needed. All rows before a failure are in the file, whole.
@@ -227,7 +274,8 @@ fn header_columns(names: &[String]) -> Result<Vec<String>, String> {
     if let Some(twice) = names.iter().find(|name| !seen.insert(name.as_str())) {
         return Err(format!("names the column `{twice}` twice"));
     }
-    let needed = COLUMNS.iter().map(|column| column.name).filter(|name| !ADDED_IN_2.contains(name));
+    let added = |name: &&str| ADDED_IN_2.contains(name) || ADDED_IN_3.contains(name);
+    let needed = COLUMNS.iter().map(|column| column.name).filter(|name| !added(name));
     let missing: Vec<&str> = needed.filter(|name| !seen.contains(name)).collect();
     match missing.as_slice() {
         [] => Ok(names),
@@ -318,8 +366,16 @@ impl Reader {
     }
 
     fn read_open(&mut self, path: &Path, file: &File) -> Result<(), CorpusError> {
+        let bytes = AtStart { file, offset: 0 };
+        match is_compressed(path) {
+            true => self.read_lines(path, decompressed(bytes)),
+            false => self.read_lines(path, BufReader::with_capacity(1 << 17, bytes)),
+        }
+    }
+
+    fn read_lines(&mut self, path: &Path, from: impl BufRead) -> Result<(), CorpusError> {
         let fault = |source| CorpusError::io("read", path, source);
-        let mut lines = Lines { from: BufReader::new(AtStart { file, offset: 0 }), hasher: blake3::Hasher::new() };
+        let mut lines = Lines { from, hasher: blake3::Hasher::new() };
         let mut header: Option<FileColumns> = None;
         let mut number = 0;
         while let Some(line) = lines.next().map_err(fault)? {
@@ -365,7 +421,8 @@ impl Reader {
 
 /// The columns of one file.
 struct FileColumns {
-    names: Vec<String>,
+    /// Where each column is.
+    at: HashMap<String, usize>,
     /// A newer header has columns of its own, which rows of this schema leave empty.
     unknown: Vec<String>,
 }
@@ -374,7 +431,7 @@ impl FileColumns {
     fn of(names: Vec<String>) -> FileColumns {
         let own: HashSet<&str> = COLUMNS.iter().map(|column| column.name).collect();
         let unknown = names.iter().filter(|name| !own.contains(name.as_str())).cloned().collect();
-        FileColumns { names, unknown }
+        FileColumns { at: names.into_iter().enumerate().map(|(at, name)| (name, at)).collect(), unknown }
     }
 }
 
@@ -383,24 +440,31 @@ fn row(columns: &FileColumns, line: &[u8]) -> Result<Option<Trial>, String> {
     if line.trim_ascii().is_empty() {
         return Ok(None);
     }
-    let cells = cells(line).ok_or_else(|| "is not UTF-8 text".to_string())?;
-    let FileColumns { names, unknown } = columns;
-    let by_name: HashMap<&str, &str> = names.iter().map(String::as_str).zip(cells.iter().map(String::as_str)).collect();
-    if let Some(schema) = by_name.get("schema").and_then(|schema| schema.parse::<u32>().ok()).filter(|n| *n > SCHEMA) {
+    // Most rows have no quotes, and there are many.
+    let plain = std::str::from_utf8(line).ok().filter(|text| !text.contains('"'));
+    let quoted = if plain.is_none() { cells(line) } else { None };
+    let cells: Vec<&str> = match (plain, &quoted) {
+        (Some(text), _) => text.split(',').collect(),
+        (None, Some(cells)) => cells.iter().map(String::as_str).collect(),
+        (None, None) => return Err("is not UTF-8 text".to_string()),
+    };
+    let FileColumns { at, unknown } = columns;
+    let by_name = |name: &str| at.get(name).and_then(|at| cells.get(*at)).copied();
+    if let Some(schema) = by_name("schema").and_then(|schema| schema.parse::<u32>().ok()).filter(|n| *n > SCHEMA) {
         return Err(format!("written by a newer monobloc: schema {schema}, this one reads {SCHEMA}"));
     }
     if line.ends_with(TORN_MARK.as_bytes()) {
         return Err("torn: a crash cut this row while it was written".to_string());
     }
-    if cells.len() != names.len() {
-        return Err(format!("expected {} cells, found {}", names.len(), cells.len()));
+    if cells.len() != at.len() {
+        return Err(format!("expected {} cells, found {}", at.len(), cells.len()));
     }
     for name in unknown {
-        if by_name.get(name.as_str()).is_some_and(|cell| !cell.is_empty()) {
+        if by_name(name).is_some_and(|cell| !cell.is_empty()) {
             return Err(format!("column `{name}` is not one of schema {SCHEMA}, and has a value"));
         }
     }
-    Trial::from_cells(&by_name).map(Some).map_err(|fault| fault.to_string())
+    Trial::from_cells(at, &cells).map(Some).map_err(|fault| fault.to_string())
 }
 
 /// Reads a shared descriptor from the start, whatever its own offset.
@@ -624,7 +688,7 @@ mod tests {
             let mut reader = csv::ReaderBuilder::new().flexible(true).from_path(&path).unwrap();
             let counts: Vec<usize> = reader.records().map(|record| record.unwrap().len()).collect();
             let torn = counts.get(1).is_some_and(|count| *count > COLUMNS.len());
-            assert!(counts == [67, 67] || (torn && counts.len() == 3 && counts[2] == 67), "cut at {cut}: {counts:?}");
+            assert!(counts == [70, 70] || (torn && counts.len() == 3 && counts[2] == 70), "cut at {cut}: {counts:?}");
         }
     }
 
@@ -665,12 +729,16 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let [old, new] = ["old.csv", "new.csv"].map(|name| folder.path().join(name));
         append(&new, &[row_of(1)]).unwrap();
-        let kept: Vec<usize> = (0..COLUMNS.len()).filter(|at| !ADDED_IN_2.contains(&COLUMNS[*at].name)).collect();
+        let later = |at: &usize| [ADDED_IN_2, ADDED_IN_3].concat().contains(&COLUMNS[*at].name);
+        let kept: Vec<usize> = (0..COLUMNS.len()).filter(|at| !later(at)).collect();
         let mut reader = csv::ReaderBuilder::new().has_headers(false).from_path(&new).unwrap();
         let mut writer = csv::Writer::from_path(&old).unwrap();
         for record in reader.records() {
             let record = record.unwrap();
-            let cells: Vec<&str> = kept.iter().map(|at| if record[*at] == *"2" { "1" } else { &record[*at] }).collect();
+            let cells: Vec<&str> = kept
+                .iter()
+                .map(|at| if COLUMNS[*at].name == "schema" && record[*at] == *"3" { "1" } else { &record[*at] })
+                .collect();
             writer.write_record(cells).unwrap();
         }
         drop(writer);
@@ -698,19 +766,19 @@ mod tests {
         // As a newer monobloc might leave it: other order, a column more, its own rows.
         let mut names: Vec<&str> = COLUMNS.iter().map(|column| column.name).rev().collect();
         names.insert(5, "energy_uj");
-        let newer: Vec<&str> = names.iter().map(|name| if *name == "schema" { "3" } else { "1" }).collect();
+        let newer: Vec<&str> = names.iter().map(|name| if *name == "schema" { "4" } else { "1" }).collect();
         fs::write(&path, format!("\u{feff}{}\r\n{}\r\n", names.join(","), newer.join(","))).unwrap();
         append(&path, &[row_of(1)]).unwrap();
         let corpus = one(&path);
         assert_eq!(corpus.trials, [row_of(1)]);
-        assert_eq!(reasons(&corpus), [(2, "written by a newer monobloc: schema 3, this one reads 2")]);
+        assert_eq!(reasons(&corpus), [(2, "written by a newer monobloc: schema 4, this one reads 3")]);
 
         let text = fs::read_to_string(&path).unwrap();
         // The manifest of the row is quoted and has a comma; the added column stands before it.
         let mut cells: Vec<&str> = text.lines().last().unwrap().split(',').collect();
         cells[5] = "99";
         fs::write(&path, format!("{}\n{}\n", text.lines().next().unwrap(), cells.join(","))).unwrap();
-        assert_eq!(reasons(&one(&path)), [(2, "column `energy_uj` is not one of schema 2, and has a value")]);
+        assert_eq!(reasons(&one(&path)), [(2, "column `energy_uj` is not one of schema 3, and has a value")]);
     }
 
     #[test]
@@ -744,17 +812,17 @@ mod tests {
         assert_eq!(
             reasons(&corpus),
             [
-                (4, "expected 67 cells, found 3"),
-                (5, "expected 67 cells, found 1"),
+                (4, "expected 70 cells, found 3"),
+                (5, "expected 70 cells, found 1"),
                 (6, "is not UTF-8 text"),
-                (7, "written by a newer monobloc: schema 7, this one reads 2"),
+                (7, "written by a newer monobloc: schema 7, this one reads 3"),
                 (8, "column `layers`: expected a number, found `many`"),
                 (9, "column `position`: expected nothing for the verdict `fail`, found `32`"),
                 (10, "is longer than 1048576 bytes"),
                 (11, &format!("another row has the id {id}, with other values; the first one counts")),
             ]
         );
-        assert!(corpus.broken[0].to_string().ends_with("trials.csv:4: expected 67 cells, found 3"));
+        assert!(corpus.broken[0].to_string().ends_with("trials.csv:4: expected 70 cells, found 3"));
     }
 
     #[test]

@@ -9,7 +9,7 @@ pub mod corpus;
 pub mod trial;
 
 pub use corpus::{
-    BestTrial, BrokenRow, Corpus, CorpusError, CorpusStats, MergeReport, append, best, corpora, merge, stats,
+    BestTrial, BrokenRow, Corpus, CorpusError, CorpusStats, MergeReport, append, best, encoded, merge, stats,
 };
 pub use trial::{
     COLUMNS, CheckFigures, Column, Cost, Decision, Facts, Machine, ModelShape, Point, Proposer, RatioInterval,

@@ -14,11 +14,16 @@ use crate::digest::{Digest, KeyPart, KeySink, key};
 use crate::error::Fault;
 
 /// Version of the columns, in every row. A row with a larger one is refused, not guessed at; older ones are read.
-pub const SCHEMA: u32 = 2;
+pub const SCHEMA: u32 = 3;
 /// Columns that came with schema 2, in which a search says what it decided. In older rows they are empty or not there.
 pub const ADDED_IN_2: [&str; 3] = ["campaign", "trial", "decision"];
+/// Columns that came with schema 3, for people who group rows. All but a ratio can be told from other columns, so they may be
+/// missing from the header of an older file that newer rows are appended to.
+pub const ADDED_IN_3: [&str; 3] = ["model", "op", "ratio_vs_default"];
 /// Longest text of a cell; a candidate of 60 knobs takes about 1000 bytes.
 const TEXT_BYTES_MAX: usize = 8192;
+/// Digits of a digest that was shortened: 64 bits.
+const SHORT_DIGITS: usize = 16;
 /// A longer reason is cut: the row points at artefacts that say more.
 const DETAIL_CHARS_MAX: usize = 500;
 
@@ -36,13 +41,15 @@ const fn column(name: &'static str, unit: &'static str, meaning: &'static str) -
 }
 
 /// All columns in file order. Digests are 64 hex digits of blake3. Cells are empty where nothing was measured.
-pub const COLUMNS: [Column; 67] = [
+pub const COLUMNS: [Column; 70] = [
     column("schema", "count", "version of these columns"),
     column("trial_id", "digest", "names the row: digest of its other columns and a nonce"),
     column("utc", "time", "when the row was made, `2026-01-31T12:00:00Z`"),
-    column("tool", "digest", "the monobloc executable"),
+    column("tool", "digest", "the code of the stages and the search"),
     column("host_kind", "text", "what the host is, such as `x86_64-linux`"),
     column("manifest", "text", "name of the manifest"),
+    column("model", "text", "what the weights or shapes are called: the last part of the manifest's source"),
+    column("op", "text", "the op that ran alone; empty for whole decode steps"),
     column("model_graph", "digest", "the imported model, weights' values aside"),
     column(
         "family",
@@ -104,6 +111,11 @@ pub const COLUMNS: [Column; 67] = [
     column("ratio_vs_incumbent_p50", "ratio", "median of paired latencies, this by incumbent; below 1 is faster"),
     column("ratio_low", "ratio", "lower end of its bootstrap interval"),
     column("ratio_high", "ratio", "upper end"),
+    column(
+        "ratio_vs_default",
+        "ratio",
+        "latency by the default's: ratios chained through `incumbent`, 1 for the default; empty outside of searches",
+    ),
     column("bytes_per_step", "bytes", "bytes a step has to move at that position"),
     column("floor_us", "µs per step", "those bytes at the target's bandwidth; empty if that is not known"),
     column("clock_sm_mhz", "MHz", "SM clock while timing"),
@@ -121,10 +133,12 @@ pub const COLUMNS: [Column; 67] = [
 /// What was tried, and on what. The same for every position that one candidate is timed at.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Facts {
-    /// Digest of the running executable.
+    /// Digest of the code of the stages and the search.
     pub tool: Digest,
     pub host_kind: String,
     pub manifest: String,
+    /// What the weights or the shapes are called; empty in rows of older schemas.
+    pub model_name: String,
     pub model: ModelShape,
     pub machine: Machine,
     pub point: Point,
@@ -367,6 +381,8 @@ pub struct Timing {
     pub latency_us_p50: f64,
     pub latency_us_p90: f64,
     pub ratio: Option<RatioInterval>,
+    /// Latency by the default's, chained; `None` outside of searches and in rows of older schemas.
+    pub ratio_vs_default: Option<f64>,
     pub bytes_per_step: u64,
     pub floor_us: Option<f64>,
     pub clock_sm_mhz: Option<u32>,
@@ -436,9 +452,45 @@ impl Trial {
     /// Makes a row. `nonce` tells apart repetitions within one second: [`fresh_nonce`].
     pub fn new(facts: Facts, verdict: Verdict, now: SystemTime, nonce: u64) -> Result<Trial, RowFault> {
         let mut trial = Trial { trial_id: Digest::from_bytes([0; 32]), utc: utc_text(now), facts, verdict };
+        for (name, cell) in trial.cells() {
+            if cell.len() > TEXT_BYTES_MAX {
+                return fault(name, format!("expected at most {TEXT_BYTES_MAX} bytes, found {}", cell.len()));
+            }
+        }
         trial.check()?;
         trial.trial_id = key(&Identity { trial: &trial, nonce }).0;
         Ok(trial)
+    }
+
+    /// The row as a corpus hands it on: the device by a number in place of its UUID, the ratio to the default filled in, figures
+    /// that no search reads in six digits, digests that only name the row in sixteen, and those that nothing reads left out.
+    pub fn cells_to_share(
+        &self,
+        device: &str,
+        model: &str,
+        ratio_vs_default: Option<f64>,
+    ) -> Vec<(&'static str, String)> {
+        let mut cells = self.cells();
+        for (name, cell) in &mut cells {
+            match *name {
+                "device_uuid" => *cell = device.to_string(),
+                "model" => *cell = model.to_string(),
+                "ratio_vs_default" => *cell = optional(ratio_vs_default.map(six_digits)),
+                "candidate_digest" | "source" | "cubin" => cell.clear(),
+                "trial_id" | "incumbent" | "schedule" => cell.truncate(SHORT_DIGITS),
+                // The prior and the ranking read them, to the last bit.
+                "ratio_vs_incumbent_p50" | "predicted_us" => {}
+                "ratio_low" | "ratio_high" | "floor_us" | "compile_ms" | "check_ms" | "measure_ms"
+                | "error_abs_max" | "error_rel_l2" | "kl_max" | "latency_us_p10" | "latency_us_p50"
+                | "latency_us_p90" => {
+                    if let Ok(value) = cell.parse::<f64>() {
+                        *cell = six_digits(value).to_string();
+                    }
+                }
+                _ => {}
+            }
+        }
+        cells
     }
 
     pub fn trial_id(&self) -> Digest {
@@ -461,11 +513,6 @@ impl Trial {
     fn check(&self) -> Result<(), RowFault> {
         if !is_utc(&self.utc) {
             return fault("utc", format!("expected `2026-01-31T12:00:00Z`, found `{}`", cut(&self.utc)));
-        }
-        for (name, cell) in self.cells() {
-            if cell.len() > TEXT_BYTES_MAX {
-                return fault(name, format!("expected at most {TEXT_BYTES_MAX} bytes, found {}", cell.len()));
-            }
         }
         let Point { predicted_us, .. } = &self.facts.point;
         let Cost { compile_ms, check_ms, measure_ms, .. } = &self.facts.cost;
@@ -501,7 +548,7 @@ impl Trial {
     pub fn cells(&self) -> Vec<(&'static str, String)> {
         // Destructured, so that a new field does not compile until it has a column.
         let Trial { trial_id, utc, facts, verdict } = self;
-        let Facts { tool, host_kind, manifest, model, machine, point, cost } = facts;
+        let Facts { tool, host_kind, manifest, model_name, model, machine, point, cost } = facts;
         let ModelShape {
             model_graph,
             family,
@@ -546,6 +593,8 @@ impl Trial {
             ("tool", tool.to_string()),
             ("host_kind", line(host_kind)),
             ("manifest", line(manifest)),
+            ("model", line(model_name)),
+            ("op", line(model.op().unwrap_or_default())),
             ("model_graph", model_graph.to_string()),
             ("family", line(family)),
             ("layers", layers.to_string()),
@@ -595,6 +644,7 @@ impl Trial {
             ("ratio_vs_incumbent_p50", optional(ratio.map(|ratio| ratio.p50))),
             ("ratio_low", optional(ratio.map(|ratio| ratio.low))),
             ("ratio_high", optional(ratio.map(|ratio| ratio.high))),
+            ("ratio_vs_default", optional(timing.and_then(|timing| timing.ratio_vs_default))),
             ("bytes_per_step", optional(timing.map(|timing| timing.bytes_per_step))),
             ("floor_us", optional(timing.and_then(|timing| timing.floor_us))),
             ("clock_sm_mhz", optional(timing.and_then(|timing| timing.clock_sm_mhz))),
@@ -610,10 +660,10 @@ impl Trial {
         ]
     }
 
-    /// Reads a row of this schema or an older one. `cells` maps column names to text; every column of [`COLUMNS`] that the
-    /// row's schema has must be there.
-    pub(super) fn from_cells(cells: &HashMap<&str, &str>) -> Result<Trial, RowFault> {
-        let row = Row { cells };
+    /// Reads a row of this schema or an older one. `columns` says where in `cells` each column is; every column of
+    /// [`COLUMNS`] that the row's schema has must be there.
+    pub(super) fn from_cells(columns: &HashMap<String, usize>, cells: &[&str]) -> Result<Trial, RowFault> {
+        let row = Row { columns, cells };
         let schema: u32 = row.number("schema")?;
         if !(1..=SCHEMA).contains(&schema) {
             return fault("schema", format!("expected 1 to {SCHEMA}, found {schema}"));
@@ -660,7 +710,10 @@ impl Trial {
         let point = Point {
             context_max: row.number("context_max")?,
             candidate: row.text("candidate")?,
-            candidate_digest: row.digest("candidate_digest")?,
+            candidate_digest: match row.digest_or_empty("candidate_digest")? {
+                Some(digest) => digest,
+                None => Digest::of(row.cell("candidate")?.as_bytes()),
+            },
             space: row.digest("space")?,
             schedule: row.digest_or_empty("schedule")?,
             source: row.digest_or_empty("source")?,
@@ -685,6 +738,7 @@ impl Trial {
             tool: row.digest("tool")?,
             host_kind: row.text("host_kind")?,
             manifest: row.text("manifest")?,
+            model_name: row.text("model")?,
             model,
             machine,
             point,
@@ -745,6 +799,7 @@ impl Timing {
             ("ratio_vs_incumbent_p50", self.ratio.map(|ratio| ratio.p50)),
             ("ratio_low", self.ratio.map(|ratio| ratio.low)),
             ("ratio_high", self.ratio.map(|ratio| ratio.high)),
+            ("ratio_vs_default", self.ratio_vs_default),
         ] {
             if value.is_some_and(|value| !value.is_finite() || value <= 0.0) {
                 return fault(name, format!("expected a number above 0, found `{}`", optional(value)));
@@ -772,14 +827,20 @@ impl Timing {
 
 /// The cells of one row, by name.
 struct Row<'a> {
-    cells: &'a HashMap<&'a str, &'a str>,
+    columns: &'a HashMap<String, usize>,
+    cells: &'a [&'a str],
 }
 
 impl Row<'_> {
     fn cell(&self, column: &'static str) -> Result<&str, RowFault> {
-        match self.cells.get(column) {
+        let found = |column: &str| self.columns.get(column).and_then(|at| self.cells.get(*at)).copied();
+        match found(column) {
+            Some(cell) if cell.len() > TEXT_BYTES_MAX => {
+                fault(column, format!("expected at most {TEXT_BYTES_MAX} bytes, found {}", cell.len()))
+            }
             Some(cell) => Ok(cell),
-            None if ADDED_IN_2.contains(&column) && self.cells.get("schema") == Some(&"1") => Ok(""),
+            None if ADDED_IN_3.contains(&column) => Ok(""),
+            None if ADDED_IN_2.contains(&column) && found("schema") == Some("1") => Ok(""),
             None => fault(column, "is missing"),
         }
     }
@@ -817,6 +878,11 @@ impl Row<'_> {
     fn digest_or_empty(&self, column: &'static str) -> Result<Option<Digest>, RowFault> {
         match self.cell(column)? {
             "" => Ok(None),
+            // Corpora that are handed on may have the first digits alone: enough to tell their rows apart.
+            cell if (SHORT_DIGITS..64).contains(&cell.len()) && cell.is_ascii() => {
+                let padded = format!("{cell:0<64}");
+                Digest::parse(&padded).map(Some).or_else(|error| fault(column, error.to_string()))
+            }
             cell => Digest::parse(cell).map(Some).or_else(|error| fault(column, error.to_string())),
         }
     }
@@ -834,7 +900,7 @@ impl Row<'_> {
 
     fn verdict(&self) -> Result<Verdict, RowFault> {
         const CHECK: [&str; 5] = ["check_positions", "error_abs_max", "error_rel_l2", "kl_max", "argmax_agree"];
-        const TIMING: [&str; 14] = [
+        const TIMING: [&str; 15] = [
             "position",
             "steps_per_launch",
             "samples",
@@ -844,6 +910,7 @@ impl Row<'_> {
             "ratio_vs_incumbent_p50",
             "ratio_low",
             "ratio_high",
+            "ratio_vs_default",
             "bytes_per_step",
             "floor_us",
             "clock_sm_mhz",
@@ -901,6 +968,7 @@ impl Row<'_> {
             latency_us_p50: self.number("latency_us_p50")?,
             latency_us_p90: self.number("latency_us_p90")?,
             ratio,
+            ratio_vs_default: self.number_or_empty("ratio_vs_default")?,
             bytes_per_step: self.number("bytes_per_step")?,
             floor_us: self.number_or_empty("floor_us")?,
             clock_sm_mhz: self.number_or_empty("clock_sm_mhz")?,
@@ -913,6 +981,11 @@ impl Row<'_> {
 /// Shortest text that reads back as the same value; empty for none.
 fn optional(value: Option<impl Display>) -> String {
     value.map(|value| value.to_string()).unwrap_or_default()
+}
+
+/// The nearest number of six significant digits.
+fn six_digits(value: f64) -> f64 {
+    format!("{value:.5e}").parse().unwrap_or(value)
 }
 
 /// Text on one line: rows are lines, so that a torn one never swallows the next.
@@ -965,6 +1038,7 @@ pub(crate) mod tests {
             tool: digest("tool"),
             host_kind: "x86_64-linux".into(),
             manifest: "smollm, \"small\"".into(),
+            model_name: "SmolLM2-135M".into(),
             model: ModelShape {
                 model_graph: digest("model"),
                 family: "LlamaForCausalLM".into(),
@@ -1022,6 +1096,7 @@ pub(crate) mod tests {
             latency_us_p50: latency_us,
             latency_us_p90: latency_us * 1.1,
             ratio: Some(RatioInterval { p50: 0.97, low: 0.95, high: 0.99 }),
+            ratio_vs_default: Some(0.9),
             bytes_per_step: 269_000_000,
             floor_us: Some(latency_us / 2.0),
             clock_sm_mhz: Some(1980),
@@ -1039,7 +1114,8 @@ pub(crate) mod tests {
     }
 
     fn reread(cells: &[(&'static str, String)]) -> Result<Trial, RowFault> {
-        Trial::from_cells(&cells.iter().map(|(name, cell)| (*name, cell.as_str())).collect())
+        let columns = cells.iter().enumerate().map(|(at, (name, _))| (name.to_string(), at)).collect();
+        Trial::from_cells(&columns, &cells.iter().map(|(_, cell)| cell.as_str()).collect::<Vec<_>>())
     }
 
     fn set(cells: &mut [(&'static str, String)], column: &str, value: &str) {
@@ -1117,7 +1193,7 @@ pub(crate) mod tests {
             ("layers", "30.0", "expected a whole number in range, found `30.0`"),
             ("layers", "", "expected a number, found nothing"),
             ("vocab", "-1", "expected a whole number in range, found `-1`"),
-            ("schema", "0", "expected 1 to 2, found 0"),
+            ("schema", "0", "expected 1 to 3, found 0"),
             ("cubin", "abc", "expected 64 lower-case hex digits, found `abc`"),
             ("verdict", "great", "expected one of ok, fail, infeasible, rejected, timeout, crash, found `great`"),
             ("decision", "good", "expected one of first, faster, simpler, reverted or nothing, found `good`"),
@@ -1183,6 +1259,7 @@ pub(crate) mod tests {
             |(position, samples, latency, ratio, bytes_per_step, clock_mem_mhz, throttle)| Timing {
                 samples,
                 ratio: ratio.map(|ratio| RatioInterval { p50: ratio, low: ratio * 0.9, high: ratio * 1.1 }),
+                ratio_vs_default: ratio.map(|ratio| ratio * 0.8),
                 bytes_per_step,
                 clock_mem_mhz,
                 throttle,

@@ -12,7 +12,7 @@ use crate::cache::Cache;
 use crate::candidate::{Candidate, Values};
 use crate::digest::Digest;
 use crate::error::{Fault, Tier};
-use crate::flywheel::{Corpus, Decision, Proposer, RatioInterval, Trial, Verdict, corpora};
+use crate::flywheel::{Corpus, Decision, Proposer, RatioInterval, Trial, Verdict};
 use crate::lower::LayerOp;
 use crate::manifest::Manifest;
 use crate::paired::Ratio;
@@ -245,13 +245,21 @@ struct Known {
     told: Vec<Told>,
     broken: Vec<String>,
     /// Row of the incumbent at each position.
-    incumbent_rows: BTreeMap<u32, Digest>,
+    incumbent_rows: BTreeMap<u32, Incumbent>,
     floor_gap: Option<f64>,
+}
+
+/// What a candidate is timed against, at one position.
+#[derive(Debug, Clone, Copy)]
+struct Incumbent {
+    row: Digest,
+    /// Its latency by the default's, chained.
+    ratio_vs_default: f64,
 }
 
 impl Known {
     fn read(site: &Site<'_>, campaign: Digest) -> Result<Known, Fault> {
-        let corpus = Corpus::read(&corpora(&site.workspace.trials))?;
+        let corpus = Corpus::known(&site.workspace.trials)?;
         let seeds = seeds_of_ops(site, &corpus.trials);
         let of_campaign = |trial: &Trial| trial.facts().point.campaign == Some(campaign);
         let (own, mut others): (Vec<Trial>, Vec<Trial>) = corpus.trials.into_iter().partition(of_campaign);
@@ -268,7 +276,15 @@ impl Known {
         };
         if let Some(history) = histories(&own).first() {
             if let Some(incumbent) = history.incumbent() {
-                known.incumbent_rows = incumbent.timed.iter().map(|row| (row.timing.position, row.id)).collect();
+                known.incumbent_rows = incumbent
+                    .timed
+                    .iter()
+                    .map(|row| {
+                        let ratio_vs_default =
+                            if incumbent.candidate == history.default { 1.0 } else { row.log_ratio.exp() };
+                        (row.timing.position, Incumbent { row: row.id, ratio_vs_default })
+                    })
+                    .collect();
                 known.floor_gap = incumbent.floor_gap();
             }
             known.told = told(history);
@@ -279,7 +295,7 @@ impl Known {
 
 /// A campaign as its rows tell it now.
 fn own_history(site: &Site<'_>, campaign: Digest) -> Result<Option<History>, Fault> {
-    let mut rows = Corpus::read(&corpora(&site.workspace.trials))?.trials;
+    let mut rows = Corpus::known(&site.workspace.trials)?.trials;
     rows.retain(|trial| trial.facts().point.campaign == Some(campaign));
     Ok(histories(&rows).pop())
 }
@@ -488,7 +504,7 @@ struct Bench<'a> {
     minutes: f64,
     trial_timeout: Option<Duration>,
     stop: &'a dyn Fn() -> bool,
-    incumbent_rows: BTreeMap<u32, Digest>,
+    incumbent_rows: BTreeMap<u32, Incumbent>,
     floor_gap: Option<f64>,
     last_failure: Option<String>,
     slowest: Duration,
@@ -544,9 +560,17 @@ impl Bench<'_> {
                 // A trial without times still says what it was up against.
                 None => self.incumbent_rows.values().next(),
             };
+            let mut verdict = verdict.clone();
+            if let Verdict::Ok { timing, .. } = &mut verdict {
+                timing.ratio_vs_default = match (*candidate == self.default, timing.ratio, incumbent) {
+                    (true, ..) => Some(1.0),
+                    (false, Some(ratio), Some(incumbent)) => Some(incumbent.ratio_vs_default * ratio.p50),
+                    _ => None,
+                };
+            }
             Verdicted {
-                verdict: verdict.clone(),
-                incumbent: incumbent.copied().filter(|_| against),
+                verdict,
+                incumbent: incumbent.map(|incumbent| incumbent.row).filter(|_| against),
                 predicted_us: position.and_then(|position| predicted_us(&self.site, candidate, position)),
             }
         });
@@ -717,8 +741,14 @@ impl Arena for Bench<'_> {
 
 impl Bench<'_> {
     fn keep(&mut self, rows: &[Trial]) {
-        self.incumbent_rows =
-            rows.iter().filter_map(|row| Some((row.verdict().timing()?.position, row.trial_id()))).collect();
+        self.incumbent_rows = rows
+            .iter()
+            .filter_map(|row| {
+                let timing = row.verdict().timing()?;
+                let ratio_vs_default = timing.ratio_vs_default.unwrap_or(1.0);
+                Some((timing.position, Incumbent { row: row.trial_id(), ratio_vs_default }))
+            })
+            .collect();
         self.floor_gap = floor_gap(rows.iter().filter_map(|row| row.verdict().timing()));
     }
 }

@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::PathBuf;
 use std::sync::OnceLock;
-use std::time::{Instant, UNIX_EPOCH};
+use std::time::{Duration, Instant, UNIX_EPOCH};
 
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
@@ -49,8 +49,10 @@ struct Remembered {
     patch: Option<u32>,
 }
 
+/// The variable by which a user names the library, or its folder.
+const NAMED: &str = "MONOBLOC_NVRTC";
 /// Variables that decide where a library is looked for.
-const PLACES: [&str; 7] = ["MONOBLOC_NVRTC", "VIRTUAL_ENV", "CONDA_PREFIX", "CUDA_HOME", "CUDA_PATH", "HOME", "PATH"];
+const PLACES: [&str; 7] = [NAMED, "VIRTUAL_ENV", "CONDA_PREFIX", "CUDA_HOME", "CUDA_PATH", "HOME", "PATH"];
 
 impl<'a> Compiler<'a> {
     pub fn new(workspace: &'a Workspace) -> Compiler<'a> {
@@ -76,6 +78,17 @@ impl<'a> Compiler<'a> {
             Ok(nvrtc)
         });
         loaded.as_ref().map_err(Clone::clone)
+    }
+
+    /// What is wrong with the library that the user named; `None` if nothing is, or if none was named.
+    pub fn misnamed(&self) -> Option<Fault> {
+        let named = std::env::var(NAMED).ok().filter(|named| !named.is_empty())?;
+        let missing = self.version().err()?;
+        let why = missing.message.lines().nth(1).map(|tried| format!(":{tried}")).unwrap_or_default();
+        Some(
+            Fault::environment(format!("`{NAMED}` is `{named}`, and no NVRTC can be loaded from there{why}"))
+                .with_remedy(format!("correct `{NAMED}`, or unset it to look in the usual places")),
+        )
     }
 
     fn subject() -> String {
@@ -216,6 +229,7 @@ pub(super) fn compile(compiler: &Compiler<'_>, sites: &[(Site<'_>, &Generated)])
         .collect();
     let workspace = sites.first().map(|(site, _)| site.workspace);
     let cache = workspace.map(|workspace| &workspace.cache);
+    let progress = workspace.map(|workspace| workspace.report.progress("kernels compiled", missing.len() as u64));
     let compiled: Vec<Result<Compiled, Unmade>> = missing
         .par_iter()
         .map(|(keyed, source)| {
@@ -234,9 +248,13 @@ pub(super) fn compile(compiler: &Compiler<'_>, sites: &[(Site<'_>, &Generated)])
                 }
                 Ok(bytes)
             });
+            if let Some(progress) = &progress {
+                progress.inc(1);
+            }
             made.map(|(entry, outcome)| (entry, outcome, started.elapsed().as_secs_f64() * 1e3))
         })
         .collect();
+    drop(progress);
     let mut compiled = compiled.into_iter();
     let mut results = vec![];
     for ((found, stage), (site, source)) in found.into_iter().zip(sites) {
@@ -251,7 +269,7 @@ pub(super) fn compile(compiler: &Compiler<'_>, sites: &[(Site<'_>, &Generated)])
             (Some(entry), _) => (entry, None),
             (None, Some(Ok((entry, outcome, ms)))) => {
                 match (stage, outcome) {
-                    (Some(stage), Outcome::Built) => stage.done(),
+                    (Some(stage), Outcome::Built) => stage.done_in(Duration::from_secs_f64(ms / 1e3)),
                     _ => site.workspace.report.cached(&site.title(keys::COMPILE)),
                 }
                 (entry, (outcome == Outcome::Built).then_some(ms))

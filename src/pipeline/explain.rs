@@ -4,6 +4,7 @@ use std::fmt::Write;
 
 use crate::cache::{Entry, diff_why};
 use crate::codegen::abi::{Entry as QueueEntry, StreamRun, encode};
+use crate::cuda::cubin::KernelResources;
 use crate::error::Fault;
 use crate::ir::print::print_program;
 use crate::manifest::Manifest;
@@ -202,7 +203,23 @@ fn resources_text(site: &Site<'_>, placed: &Placed) -> Result<String, Fault> {
     let mut out = String::new();
     let _ = writeln!(out, "cubin {} of {} bytes, NVRTC {}", cubin.digest.short(), cubin.bytes.len(), cubin.nvrtc);
     for (kernel, resources) in &cubin.resources.kernels {
-        let _ = writeln!(out, "kernel {kernel}\n{resources:#?}");
+        let KernelResources {
+            registers,
+            stack_bytes,
+            spill_store_bytes,
+            spill_load_bytes,
+            smem_static_bytes,
+            barriers,
+            code_bytes,
+            parameter_bytes,
+            ..
+        } = resources;
+        let _ = writeln!(
+            out,
+            "kernel {kernel}\n  {registers} registers a thread, {stack_bytes} bytes of stack, spills of {spill_store_bytes} bytes \
+             stored and {spill_load_bytes} loaded\n  {smem_static_bytes} bytes of static shared memory, {barriers} barriers, \
+             {code_bytes} bytes of code, {parameter_bytes} bytes of parameters"
+        );
     }
     let machine = &placed.validated(site.target)?.schedule().machine;
     let smem = machine.smem.iter().map(|part| part.offset + part.bytes).max().unwrap_or(0);
@@ -233,8 +250,9 @@ fn tables_text(validated: &Validated) -> String {
         let _ = writeln!(out, "  runs in a stream: {}", spread(regime.streams.iter().map(Vec::len).collect()));
     }
     let layout = crate::pack::layout(schedule);
-    let (least, most) = (layout.stream_bytes.iter().min(), layout.stream_bytes.iter().max());
-    let _ = writeln!(out, "pack: {} bytes, {least:?} to {most:?} in a stream", layout.total_bytes);
+    let (least, most) = (layout.stream_bytes.iter().min().copied(), layout.stream_bytes.iter().max().copied());
+    let (least, most) = (least.unwrap_or(0), most.unwrap_or(0));
+    let _ = writeln!(out, "pack: {} bytes, {least} to {most} in a stream", layout.total_bytes);
     let tables = encode(validated);
     let _ = writeln!(
         out,

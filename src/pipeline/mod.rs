@@ -44,6 +44,7 @@ use crate::digest::Digest;
 use crate::error::Fault;
 use crate::flywheel::Verdict;
 use crate::manifest::Manifest;
+use crate::measure::Measurement;
 use crate::model::config::Imported;
 use crate::report::Report;
 use crate::target::{Target, TargetKind};
@@ -103,34 +104,56 @@ pub fn prepare(workspace: &Workspace, manifest: &Manifest, target: &Target) -> R
 pub struct BuildReport {
     pub ran: usize,
     pub cached: usize,
+    /// Notes of the import.
+    pub notes: Vec<String>,
+    /// In the order of the manifest; targets that failed are left out.
+    pub targets: Vec<BuiltTarget>,
     /// One line a target that waits for a device or a tool.
     pub waiting: Vec<String>,
+    /// Targets that could not be built. The others were.
+    pub failed: Vec<(String, Fault)>,
 }
 
-/// Runs every stage of every target of the manifest that this machine can run. The summary is the caller's to tell.
+/// One target of a build, as far as this machine could build it.
+#[derive(Debug, Clone, PartialEq)]
+pub struct BuiltTarget {
+    pub target: String,
+    /// Its knobs.
+    pub candidate: String,
+    pub schedule: Digest,
+    pub cubin: Option<Digest>,
+    /// `None`: it waits for a device or a tool.
+    pub measurement: Option<Measurement>,
+}
+
+/// Runs every stage of every target of the manifest that this machine can run. The summary is the caller's to tell. A fault
+/// of one target stops no other.
 ///
 /// # Errors
-/// The first fault. What was built before it stays in the cache.
+/// Faults that concern all targets: of the source, of the cache. What was built before stays in the cache.
 pub fn build(workspace: &Workspace, manifest: &Manifest) -> Result<BuildReport, Fault> {
     let (ran, cached) = (workspace.report.ran_count(), workspace.report.cached_count());
     let model = import_stage(workspace, manifest)?;
-    if let Some(commit) = &model.commit {
-        workspace.report.note(&format!("{} at revision `{}` is commit {commit}", manifest.source, manifest.revision));
-    }
-    for note in &model.imported.notes {
-        workspace.report.note(note);
-    }
-    let mut waiting = vec![];
+    let commit =
+        model.commit.iter().map(|c| format!("{} at revision `{}` is commit {c}", manifest.source, manifest.revision));
+    let notes = commit.chain(model.imported.notes.iter().cloned()).collect();
+    let (mut waiting, mut failed, mut built) = (vec![], vec![], vec![]);
 
     let mut sites: Vec<(Site<'_>, Placed, Option<Generated>)> = vec![];
     for target in &manifest.targets {
-        let site = Site::new(workspace, manifest, target, &model)?;
-        let placed = place_chosen(&site)?;
-        let generated = match target.kind {
-            TargetKind::Cpu => None,
-            TargetKind::Cuda => Some(generate_source(&site, &placed)?),
+        let made = || -> Result<_, Fault> {
+            let site = Site::new(workspace, manifest, target, &model)?;
+            let placed = place_chosen(&site)?;
+            let generated = match target.kind {
+                TargetKind::Cpu => None,
+                TargetKind::Cuda => Some(generate_source(&site, &placed)?),
+            };
+            Ok((site, placed, generated))
         };
-        sites.push((site, placed, generated));
+        match made() {
+            Ok(made) => sites.push(made),
+            Err(fault) => failed.push((target.name.clone(), fault)),
+        }
     }
 
     let compiler = Compiler::new(workspace);
@@ -142,29 +165,82 @@ pub fn build(workspace: &Workspace, manifest: &Manifest) -> Result<BuildReport, 
     let devices = Devices::list(!sources.is_empty());
     for (site, placed, generated) in &sites {
         let name = &site.target.name;
+        let mut done = BuiltTarget {
+            target: name.clone(),
+            candidate: placed.candidate.to_string(),
+            schedule: placed.content,
+            cubin: None,
+            measurement: None,
+        };
+        let mut settle = |proven: Result<Measurement, Fault>| match proven {
+            Ok(measurement) => done.measurement = Some(measurement),
+            Err(fault) => failed.push((name.clone(), fault)),
+        };
         let Some(generated) = generated else {
-            prove(site, placed, None)?;
+            settle(prove(site, placed, None));
+            if done.measurement.is_some() {
+                built.push(done);
+            }
             continue;
         };
         match compiled.next() {
-            Some(Compile::Done(cubin)) => match devices.find(site.target) {
-                Ok(device) => {
-                    prove(site, placed, Some(OnDevice { cubin: &cubin, source: generated.content, device }))?;
+            Some(Compile::Done(cubin)) => {
+                match devices.find(site.target) {
+                    Ok(device) => {
+                        settle(prove(
+                            site,
+                            placed,
+                            Some(OnDevice { cubin: &cubin, source: generated.content, device }),
+                        ));
+                    }
+                    Err(reason) => {
+                        waiting.push(format!("{name}: check and measure wait for a device of its kind ({reason})"))
+                    }
                 }
-                Err(reason) => {
-                    waiting.push(format!("{name}: check and measure wait for a device of its kind ({reason})"))
-                }
-            },
+                done.cubin = Some(cubin.digest);
+            }
             Some(Compile::Waits(missing)) => {
+                if let Some(fault) = compiler.misnamed() {
+                    failed.push((name.clone(), fault));
+                    continue;
+                }
                 let reason = missing.message.lines().next().unwrap_or_default();
                 let remedy = missing.remedy.map(|remedy| format!("; {remedy}")).unwrap_or_default();
                 waiting.push(format!("{name}: compile, check and measure wait for NVRTC ({reason}{remedy})"));
             }
             None => return Err(Fault::internal(format!("the compile of `{name}` gave no result"))),
         }
+        if failed.last().is_none_or(|(failed, _)| failed != name) {
+            built.push(done);
+        }
     }
     let report = &workspace.report;
-    Ok(BuildReport { ran: report.ran_count() - ran, cached: report.cached_count() - cached, waiting })
+    let (ran, cached) = (report.ran_count() - ran, report.cached_count() - cached);
+    Ok(BuildReport { ran, cached, notes, targets: built, waiting, failed })
+}
+
+/// Removes what the cache holds of the last build of this manifest's targets, stage by stage; returns how many entries. Packs
+/// and checks are made again with the rest.
+///
+/// # Errors
+/// An entry that cannot be removed.
+pub fn forget(workspace: &Workspace, manifest: &Manifest) -> Result<usize, Fault> {
+    let cache = &workspace.cache;
+    let model = [(keys::IMPORT, stages::subject(manifest, "model"))];
+    let of_target = |target: &Target| {
+        let stages = [keys::SCHEDULE, keys::SOURCE, keys::COMPILE, keys::PACK, keys::CHECK, keys::MEASURE];
+        stages.map(|stage| (stage, stages::subject(manifest, &target.name)))
+    };
+    let mut removed = 0;
+    for (stage, subject) in model.into_iter().chain(manifest.targets.iter().flat_map(of_target)) {
+        if let Some((key, _)) = cache.latest_why(stage, &subject)
+            && cache.get(stage, &key)?.is_some()
+        {
+            cache.remove(stage, &key)?;
+            removed += 1;
+        }
+    }
+    Ok(removed)
 }
 
 /// Imports the model, and keeps the text of its graph.

@@ -2,7 +2,7 @@
 
 use crate::candidate::Candidate;
 use crate::error::Fault;
-use crate::flywheel::{Corpus, Trial, corpora};
+use crate::flywheel::{Corpus, Trial};
 use crate::manifest::Manifest;
 use crate::search::prior::{Opinion, Ranked, ranked};
 use crate::search::{Ask, History, Limits, Prior, Search, Setting, cost, histories, lessons, retell, told};
@@ -23,6 +23,8 @@ pub struct Known {
     /// What a build takes now.
     pub built: Candidate,
     pub default: Candidate,
+    /// Campaigns of the same graph on the same target that were of another context or precision.
+    pub elsewhere: usize,
     /// Rows that could not be read, as text.
     pub broken: Vec<String>,
     /// All trials that were read, of any model.
@@ -36,20 +38,20 @@ pub struct Known {
 pub fn known(workspace: &Workspace, manifest: &Manifest, target: &Target) -> Result<Known, Fault> {
     let model = import_stage(workspace, manifest)?;
     let site = Site::new(workspace, manifest, target, &model)?;
-    let corpus = Corpus::read(&corpora(&workspace.trials))?;
+    let corpus = Corpus::known(&workspace.trials)?;
     let own = shape(&site, &model.imported.graph);
     let mut histories = histories(&corpus.trials);
-    histories.retain(|history| {
-        history.model == own
-            && history.machine.target == target.name
-            && history.context_max == manifest.decode.context_max
-    });
+    histories.retain(|history| history.model.model_graph == own.model_graph && history.machine.target == target.name);
+    let all = histories.len();
+    histories.retain(|history| history.model == own && history.context_max == manifest.decode.context_max);
+    let elsewhere = all - histories.len();
     let last = |history: &History| history.entries.last().map(|entry| entry.utc.clone());
     histories.sort_by_key(last);
     Ok(Known {
         histories,
         built: site.candidate(),
         default: site.default_candidate(),
+        elsewhere,
         broken: corpus.broken.iter().map(ToString::to_string).collect(),
         trials: corpus.trials,
     })
@@ -63,7 +65,7 @@ pub fn ranked_now(workspace: &Workspace, manifest: &Manifest, target: &Target) -
     let model = import_stage(workspace, manifest)?;
     let site = Site::new(workspace, manifest, target, &model)?;
     let own = shape(&site, &model.imported.graph);
-    let mut histories = histories(&Corpus::read(&corpora(&workspace.trials))?.trials);
+    let mut histories = histories(&Corpus::known(&workspace.trials)?.trials);
     // Of any context: a prediction is of one position.
     histories.retain(|history| history.model == own && history.machine.target == target.name);
     Ok(ranked(&histories, |entry| {
@@ -76,6 +78,7 @@ pub fn ranked_now(workspace: &Workspace, manifest: &Manifest, target: &Target) -
 /// What a search would do now, and where a step's time goes.
 pub struct Next {
     pub ask: Ask,
+    pub default: Candidate,
     /// What the search thinks of the candidate that it would try.
     pub opinion: Option<Opinion>,
     /// Candidates measured so far beyond the default, of the last campaign.
@@ -128,7 +131,7 @@ pub fn next(workspace: &Workspace, manifest: &Manifest, target: &Target, trials:
     };
     let position = manifest.decode.time_positions.first().copied().unwrap_or(0);
     let (hot, source) = hottest(workspace, &site, candidate, position)?;
-    Ok(Next { ask, opinion, trials: search.trials(), hot, source })
+    Ok(Next { ask, default: default.clone(), opinion, trials: search.trials(), hot, source })
 }
 
 /// The regions of a step of what is built now, the hottest first.

@@ -50,7 +50,7 @@ pub(super) fn execution_keys(
 }
 
 /// Packs, checks and measures. `on` is `None` for the CPU.
-pub(super) fn prove(site: &Site<'_>, placed: &Placed, on: Option<OnDevice<'_>>) -> Result<(), Fault> {
+pub(super) fn prove(site: &Site<'_>, placed: &Placed, on: Option<OnDevice<'_>>) -> Result<Measurement, Fault> {
     let executor = Executor::new(*site, placed, on)?;
     let mut session = None;
     let (checked, check_ms) = executor.checked(&mut session)?;
@@ -71,7 +71,7 @@ pub(super) fn prove(site: &Site<'_>, placed: &Placed, on: Option<OnDevice<'_>>) 
     if outcome == Outcome::Built {
         tell(site, &measurement);
     }
-    Ok(())
+    Ok(measurement)
 }
 
 fn tell(site: &Site<'_>, measurement: &Measurement) {

@@ -100,6 +100,7 @@ impl Tried<'_> {
             tool: keys::code_of_all(),
             host_kind: format!("{}-{}", std::env::consts::ARCH, std::env::consts::OS),
             manifest: site.manifest.name.clone(),
+            model_name: site.manifest.model_name(),
             model: shape(site, &site.imported.graph),
             machine: Machine {
                 target: site.target.name.clone(),
@@ -196,6 +197,7 @@ pub(super) fn timing(timed: &Timed, ratio: Option<RatioInterval>) -> Timing {
         latency_us_p50,
         latency_us_p90,
         ratio,
+        ratio_vs_default: None,
         bytes_per_step,
         floor_us,
         clock_sm_mhz,

@@ -16,7 +16,7 @@ use crate::candidate::Values;
 use super::prior::{Group, Logs, Setting, nearest_settings};
 
 /// Standard deviation of the effect of one knob's value, as a log of ratios. What follows was fitted to campaigns of
-/// `flywheel/corpus/h200.csv`, each trial predicted from those before it, and gave 0.04 here; searches among the measured effects of five
+/// `flywheel/corpus/h200.csv.zst`, each trial predicted from those before it, and gave 0.04 here; searches among the measured effects of five
 /// shapes end 0.6 % better with more, which looks at more of what nobody has tried.
 const EFFECT: f64 = 0.06;
 /// Octaves over which an effect is alike.
@@ -94,7 +94,7 @@ struct Row {
 }
 
 /// Indices into [`KNOBS`](super::space::KNOBS). Of all knobs the shares of the history alone do what they do in proportion to the
-/// position (`flywheel/corpus/h200.csv`: turned alone, 3 % at position 1900 and nothing at 32; all others do the same at both).
+/// position (`flywheel/corpus/h200.csv.zst`: turned alone, 3 % at position 1900 and nothing at 32; all others do the same at both).
 const SPLITS: usize = 8;
 const SLOT_BYTES: usize = 3;
 /// Slots of the ring, copies in flight, and free slots from which there may be more of these: they act by their bytes.

@@ -10,7 +10,7 @@
 //! ```
 //!
 //! The figures of the target are measured ones. The constants below say what kernels do between two exchanges; they were
-//! fitted to the 281 trials of `flywheel/corpus/h200.csv`, of SmolLM2-135M, Llama-3.2-1B, Qwen3-0.6B and Gemma-3-1B shapes on
+//! fitted to the 281 trials of `flywheel/corpus/h200.csv.zst`, of SmolLM2-135M, Llama-3.2-1B, Qwen3-0.6B and Gemma-3-1B shapes on
 //! H200s; `monobloc flywheel rank` says how well predictions rank trials. They rank candidates before anything runs, and never
 //! stand in a column of measurements.
 

@@ -226,12 +226,12 @@ pub fn knob_table() -> String {
     table
 }
 
-/// Knobs that differ from the default, as text; `default` where none does.
+/// Knobs that differ from the default, in the syntax of a manifest's `candidate`; `default` where none does.
 pub fn changed(candidate: &Candidate, default: &Candidate) -> String {
     let (texts, base) = (candidate.to_string(), default.values());
     let pairs = texts.split(';').zip(candidate.values()).zip(base).filter(|((_, value), default)| value != default);
     let pairs: Vec<&str> = pairs.map(|((text, _), _)| text).collect();
-    if pairs.is_empty() { "default".to_string() } else { pairs.join(" ") }
+    if pairs.is_empty() { "default".to_string() } else { pairs.join(";") }
 }
 
 /// The points that a search may visit for one model on one target.

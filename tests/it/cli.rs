@@ -294,17 +294,17 @@ fn the_flywheel_tells_exports_and_merges_trials() {
     let place = Place::new();
     place.manifest(&fixture("families/llama-gqa"), 32);
     place.run("build m.toml --trials a.csv").code(0);
-    assert!(place.run("flywheel best --trials a.csv").code(0).stdout.contains(" on cpu, position 0: "));
-    let stats = place.run("flywheel stats --trials a.csv --json").code(0).json();
+    assert!(place.run("flywheel best --own --trials a.csv").code(0).stdout.contains(" on cpu, position 0: "));
+    let stats = place.run("flywheel stats --own --trials a.csv --json").code(0).json();
     assert_eq!((&stats["rows"], &stats["verdicts"]["ok"]), (&Value::from(1), &Value::from(1)));
 
     let merged = place.run("flywheel merge a.csv --trials b.csv").code(0);
     assert_eq!(merged.stdout, "added 1 row to `b.csv`; 0 were there already\n");
     let merged = place.run("flywheel merge a.csv --trials b.csv").code(0);
     assert_eq!(merged.stdout, "added 0 rows to `b.csv`; 1 were there already\n");
-    let exported = place.run("flywheel export --trials b.csv").code(0).stdout;
+    let exported = place.run("flywheel export --own --trials b.csv").code(0).stdout;
     assert_eq!(exported, fs::read_to_string(place.path("b.csv")).unwrap());
-    assert_eq!(place.run("flywheel export --trials b.csv --target h200").code(0).stdout.lines().count(), 1);
+    assert_eq!(place.run("flywheel export --own --trials b.csv --target h200").code(0).stdout.lines().count(), 1);
     place.run("flywheel merge none.csv --trials b.csv").fault(3, &["none.csv"]);
 }
 

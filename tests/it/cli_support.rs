@@ -10,8 +10,9 @@ use tempfile::TempDir;
 use crate::support::fixture;
 
 /// Variables that would make a test depend on the machine.
-const FOREIGN: [&str; 9] = [
-    "MONOBLOC_CACHE_DIR",
+const FOREIGN: [&str; 10] = [
+    "XDG_CACHE_HOME",
+    "XDG_DATA_HOME",
     "MONOBLOC_SHARED_CACHE",
     "HF_HOME",
     "HF_HUB_CACHE",
@@ -28,8 +29,11 @@ pub struct Place {
 }
 
 impl Place {
+    /// A project, with an empty corpus: what other machines measured would teach its searches.
     pub fn new() -> Place {
-        Place { folder: tempfile::tempdir().unwrap() }
+        let place = Place { folder: tempfile::tempdir().unwrap() };
+        fs::create_dir_all(place.path("flywheel/corpus")).unwrap();
+        place
     }
 
     pub fn path(&self, name: &str) -> PathBuf {
@@ -74,6 +78,7 @@ impl Place {
         FOREIGN.iter().for_each(|name| {
             command.env_remove(name);
         });
+        command.env("MONOBLOC_CACHE_DIR", "cache");
         // No credentials and no downloads of this user.
         command.env("HOME", self.folder.path());
         command

@@ -148,7 +148,7 @@ fn keys_name_the_digest_of_their_code_and_binaries_that_differ_elsewhere_share_a
     fs::write(&other, bytes).unwrap();
     fs::set_permissions(&other, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
     let mut command = std::process::Command::new(&other);
-    command.args(["build", "m.toml"]).current_dir(place.path("."));
+    command.args(["build", "m.toml"]).current_dir(place.path(".")).env("MONOBLOC_CACHE_DIR", "cache");
     let built = Answer::of(&mut assert_cmd::Command::from_std(command)).code(0);
     assert!(built.stderr.contains("no work to do"), "{built:#?}");
 }

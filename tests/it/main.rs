@@ -1,6 +1,7 @@
 //! End-to-end tests: what a user sees, over fixtures; one crate, one module per stage.
 
 mod alone;
+mod anywhere;
 mod artefact;
 mod bench;
 mod build;
@@ -8,6 +9,7 @@ mod cli;
 mod cli_errors;
 mod cli_support;
 mod code_keys;
+mod corpus;
 mod driver;
 mod families;
 mod filetests;

@@ -78,7 +78,20 @@ fn a_campaign_is_told_resumed_and_reported() {
     assert_eq!((campaign["trials"].as_u64(), campaign["failed"].as_u64()), (Some(5), Some(0)), "{status}");
     assert_eq!(status[0]["built"], place.run("tune m.toml --max-trials 5 --json").code(0).json()[0]["candidate"]);
 
+    // One figure, wherever it is shown; the default is exactly 1.
+    let tuned = place.run("tune m.toml --max-trials 5 --json").code(0).json();
+    let ratio = &tuned[0]["ratio_against_default"];
+    assert_eq!(ratio, &campaign["ratio_against_default"], "{status}");
+    assert_eq!(ratio, &place.run("report m.toml --json").code(0).json()[0]["campaigns"][0]["ratio_against_default"]);
+    let times = 1.0 / ratio["p50"].as_f64().unwrap();
+    let is_default = tuned[0]["is_default"].as_bool().unwrap();
+    assert_eq!(is_default, ratio["p50"] == 1.0 && ratio["low"] == 1.0, "{tuned}");
+    let [said, shown] = ["tune m.toml --max-trials 5", "status m.toml"].map(|run| place.run(run).code(0).stdout);
+    let words = format!("{times:.3} times as fast as the default");
+    assert!(is_default || (said.contains(&words) && shown.contains(&words)), "{words}: {said}{shown}");
     place.run("report m.toml --out page.html").code(0);
+    let page = fs::read_to_string(place.path("page.html")).unwrap();
+    assert!(page.contains(&format!("<b>{times:.3}×</b>")), "the page headlines another figure than {times:.3}");
     let page = fs::read_to_string(place.path("page.html")).unwrap();
     for needed in ["<!doctype html>", "Search curve", "Latency against floor", "µs at 0 (p10 to p90)", "</html>"] {
         assert!(page.contains(needed), "no `{needed}` in the page");
@@ -232,7 +245,7 @@ done
 }
 
 fn repository_corpus() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("flywheel/corpus/h200.csv")
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("flywheel/corpus/h200.csv.zst")
 }
 
 /// A child that made its answers up: `FAULTS` of it are wrong, late, dead or senseless, by a checksum of the candidate.
@@ -331,7 +344,7 @@ impl Fake {
 #[test]
 fn of_a_thousand_trials_with_faults_none_becomes_the_incumbent_and_no_row_is_lost() {
     let (mut jobs, mut faults, mut kinds) = (0, 0, BTreeSet::new());
-    let shipped = fs::read_to_string(repository_corpus()).unwrap();
+    let shipped = String::from_utf8(zstd::decode_all(fs::File::open(repository_corpus()).unwrap()).unwrap()).unwrap();
     let space = trials_of(&repository_corpus())[0].facts().point.space.to_string();
     let stale = shipped.replace(&space, &space.chars().rev().collect::<String>());
     let stale = &stale[..stale.len() - 300];

@@ -1,0 +1,93 @@
+//! Owns what the binary brings along: a small trained model with its manifest, for a first run anywhere.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use crate::error::Fault;
+use crate::text::{nearest, one_of};
+
+/// The scheme of a source that is embedded.
+pub const SCHEME: &str = "builtin:";
+/// Model and manifest have one name.
+pub const NAMES: [&str; 1] = ["tinystories"];
+
+const MANIFEST: &str = include_str!("../../manifests/tinystories.toml");
+/// What the manifest of the repository names, which lies outside of an installed binary.
+const MANIFEST_SOURCE: &str = "path:../tests/fixtures/tinystories-llama";
+
+macro_rules! files {
+    ($($name:literal),*) => {
+        [$(($name, include_bytes!(concat!("../../tests/fixtures/tinystories-llama/", $name)).as_slice())),*]
+    };
+}
+
+const FILES: [(&str, &[u8]); 5] =
+    files!["config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"];
+
+/// The text of a built-in manifest.
+pub fn manifest(name: &Path) -> Option<String> {
+    (name == Path::new(NAMES[0])).then(|| MANIFEST.replace(MANIFEST_SOURCE, &format!("{SCHEME}{}", NAMES[0])))
+}
+
+/// The folder of a built-in checkpoint below `root`, written where it is not there or not whole.
+///
+/// # Errors
+/// A name that is none, and a folder that cannot be written.
+pub fn checkpoint(name: &str, root: &Path) -> Result<PathBuf, Fault> {
+    if !NAMES.contains(&name) {
+        let fault = Fault::input(format!("no model `{name}` is built in: expected {}", one_of(NAMES)));
+        return Err(match nearest(name, NAMES) {
+            Some(meant) => fault.with_remedy(format!("did you mean `{meant}`?")),
+            None => fault,
+        });
+    }
+    let folder = root.join("builtin").join(name);
+    for (file, bytes) in FILES {
+        let path = folder.join(file);
+        if fs::read(&path).is_ok_and(|found| found == bytes) {
+            continue;
+        }
+        write(&folder, &path, bytes).map_err(|error| {
+            Fault::environment(format!("cannot write the built-in model to `{}`: {error}", path.display()))
+                .with_remedy("name a folder that can be written with `--cache`")
+        })?;
+    }
+    Ok(folder)
+}
+
+/// Whole or not at all: another process may read the file.
+fn write(folder: &Path, path: &Path, bytes: &[u8]) -> std::io::Result<()> {
+    fs::create_dir_all(folder)?;
+    let file = tempfile::NamedTempFile::new_in(folder)?;
+    fs::write(file.path(), bytes)?;
+    file.persist(path)?;
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::manifest::Manifest;
+
+    #[test]
+    fn the_built_in_manifest_names_the_built_in_model() {
+        let text = manifest(Path::new("tinystories")).expect("built in");
+        let manifest = Manifest::parse(&text, Path::new("tinystories.toml")).expect("sound");
+        assert_eq!(manifest.source, "builtin:tinystories");
+        assert_eq!(super::manifest(Path::new("tinystory")), None);
+    }
+
+    #[test]
+    fn a_damaged_copy_of_the_model_is_written_again() {
+        let root = tempfile::tempdir().expect("temporary folder");
+        let folder = checkpoint("tinystories", root.path()).expect("written");
+        fs::write(folder.join("config.json"), "{}").expect("damaged");
+        fs::remove_file(folder.join("tokenizer.json")).expect("removed");
+        assert_eq!(checkpoint("tinystories", root.path()).expect("mended"), folder);
+        for (file, bytes) in FILES {
+            assert!(fs::read(folder.join(file)).expect(file) == bytes, "{file}");
+        }
+        let fault = checkpoint("tinystorys", root.path()).expect_err("none");
+        assert_eq!(fault.remedy.as_deref(), Some("did you mean `tinystories`?"));
+    }
+}

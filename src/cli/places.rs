@@ -1,0 +1,63 @@
+//! Owns where the cache and the trials lie when the command line does not say: in the project, else with the user.
+//!
+//! A project is a folder with a `cache/` that a cache has marked or documented, or with a `flywheel/` of trials; the current
+//! folder and those above it are looked at. Elsewhere the user has one cache and one file of trials for everything, where the
+//! system keeps such files: `$XDG_CACHE_HOME/monobloc` and `$XDG_DATA_HOME/monobloc`.
+
+use std::env;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+const CACHE: &str = "cache";
+const TRIALS: &str = "flywheel/trials.csv";
+
+/// The project's cache, or the user's.
+pub fn cache_root() -> PathBuf {
+    let says = |file: PathBuf, words: &str| fs::read_to_string(file).is_ok_and(|text| text.contains(words));
+    // What every cache writes into its folder, and the page that a repository may track there.
+    let is_cache = |folder: &Path| {
+        says(folder.join("CACHEDIR.TAG"), "deleting it costs time only")
+            || says(folder.join("README.md"), "monobloc cache gc")
+    };
+    in_project(CACHE, is_cache)
+        .or_else(|| Some(user_folder(&USER_CACHE)?.join("monobloc")))
+        .unwrap_or_else(|| PathBuf::from(CACHE))
+}
+
+/// The project's trials, or the user's.
+pub fn trials_file() -> PathBuf {
+    let is_trials = |file: &Path| file.is_file() || file.with_file_name("corpus").is_dir();
+    in_project(TRIALS, is_trials)
+        .or_else(|| Some(user_folder(&USER_DATA)?.join("monobloc/trials.csv")))
+        .unwrap_or_else(|| PathBuf::from(TRIALS))
+}
+
+/// The first of the current folder and those above it in which `name` is what it should be; relative if it is the first.
+fn in_project(name: &str, is: impl Fn(&Path) -> bool) -> Option<PathBuf> {
+    if is(Path::new(name)) {
+        return Some(PathBuf::from(name));
+    }
+    let current = env::current_dir().ok()?;
+    current.ancestors().skip(1).map(|folder| folder.join(name)).find(|path| is(path))
+}
+
+/// A folder of the user: the variable that names it, and where it is below the home folder if that is not set.
+struct UserFolder {
+    variable: &'static str,
+    below_home: &'static str,
+}
+
+const USER_CACHE: UserFolder = UserFolder {
+    variable: "XDG_CACHE_HOME",
+    below_home: if cfg!(target_os = "macos") { "Library/Caches" } else { ".cache" },
+};
+const USER_DATA: UserFolder = UserFolder {
+    variable: "XDG_DATA_HOME",
+    below_home: if cfg!(target_os = "macos") { "Library/Application Support" } else { ".local/share" },
+};
+
+fn user_folder(folder: &UserFolder) -> Option<PathBuf> {
+    // The specification of these variables ignores relative paths.
+    let absolute = |name: &str| env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
+    absolute(folder.variable).or_else(|| Some(absolute("HOME")?.join(folder.below_home)))
+}

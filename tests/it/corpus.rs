@@ -1,0 +1,137 @@
+//! The rows that come with the binary: what people and programs read of them, and what searches make of them.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::io::Read;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use monobloc::flywheel::{COLUMNS, Corpus};
+
+use crate::cli_support::Place;
+use crate::skipped;
+
+/// What is worth downloading with the source.
+const BYTES_MAX: u64 = 3_000_000;
+
+fn root() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+}
+
+fn file() -> PathBuf {
+    root().join("flywheel/corpus/h200.csv.zst")
+}
+
+/// The rows as any reader of CSV sees them: by column.
+fn rows() -> Vec<BTreeMap<String, String>> {
+    let mut text = String::new();
+    zstd::Decoder::new(fs::File::open(file()).unwrap()).unwrap().read_to_string(&mut text).unwrap();
+    let mut reader = csv::Reader::from_reader(text.as_bytes());
+    let names: Vec<String> = reader.headers().unwrap().iter().map(str::to_string).collect();
+    let cells = |record: csv::StringRecord| record.iter().map(str::to_string).collect::<Vec<_>>();
+    reader.records().map(|record| names.iter().cloned().zip(cells(record.unwrap())).collect()).collect()
+}
+
+#[test]
+fn the_corpus_is_small_has_one_row_a_key_and_names_no_device() {
+    assert!(fs::metadata(file()).unwrap().len() <= BYTES_MAX);
+    let rows = rows();
+    assert!(rows.len() > 10_000);
+    let key = |row: &BTreeMap<String, String>| ["campaign", "device_uuid", "trial", "position"].map(|c| row[c].clone());
+    assert_eq!(rows.iter().map(key).collect::<BTreeSet<_>>().len(), rows.len(), "two rows of one key");
+    assert_eq!(rows.iter().map(|row| &row["trial_id"]).collect::<BTreeSet<_>>().len(), rows.len());
+    let configs: BTreeSet<String> = fs::read_dir(root().join("manifests/configs"))
+        .unwrap()
+        .map(|entry| entry.unwrap().path().file_stem().unwrap().to_string_lossy().into_owned())
+        .collect();
+    for row in &rows {
+        assert_eq!(row.len(), COLUMNS.len());
+        assert!(configs.contains(&row["model"]), "no config of this repository is called `{}`", row["model"]);
+        assert_eq!(row["op"], "");
+        assert!(row["device_uuid"].starts_with("device-"), "{}", row["device_uuid"]);
+        let ratio: f64 = row["ratio_vs_default"].parse().expect("a ratio");
+        assert!(ratio > 0.3 && ratio < 3.0, "{ratio}");
+        if row["proposer"] == "default" {
+            assert_eq!(ratio, 1.0, "the default takes the default's time");
+        }
+    }
+    let read = Corpus::read(&[file()]).unwrap();
+    assert_eq!((read.trials.len(), read.broken.len()), (rows.len(), 0));
+}
+
+/// The query of flywheel/README.md: the best ratio of each model.
+fn expected() -> BTreeMap<String, f64> {
+    let mut best = BTreeMap::new();
+    for row in rows().iter().filter(|row| row["verdict"] == "ok") {
+        let ratio: f64 = row["ratio_vs_default"].parse().unwrap();
+        let own = best.entry(row["model"].clone()).or_insert(ratio);
+        *own = ratio.min(*own);
+    }
+    best
+}
+
+/// The lines of a block of flywheel/README.md.
+fn block(language: &str) -> String {
+    let page = fs::read_to_string(root().join("flywheel/README.md")).unwrap();
+    let begin = page.find(&format!("```{language}\n")).expect("the block is there") + language.len() + 4;
+    let text = &page[begin..];
+    text[..text.find("```").unwrap()].to_string()
+}
+
+fn same(found: &str, by: &str) {
+    let found: BTreeMap<String, f64> =
+        serde_json::from_str(found.trim()).unwrap_or_else(|error| panic!("{by}: {error}: {found}"));
+    let expected = expected();
+    assert_eq!(found.keys().collect::<Vec<_>>(), expected.keys().collect::<Vec<_>>(), "{by}");
+    for (model, ratio) in expected {
+        assert!((found[&model] - ratio).abs() < 1e-9, "{by}: {model}: {} is not {ratio}", found[&model]);
+    }
+}
+
+#[test]
+fn pandas_reads_the_corpus_as_the_page_says() {
+    let test = "pandas_reads_the_corpus_as_the_page_says";
+    let ready = Command::new("python3").args(["-c", "import pandas, zstandard"]).output();
+    if !ready.is_ok_and(|output| output.status.success()) {
+        return skipped(test, "pandas", "`pip install pandas zstandard` makes it run");
+    }
+    // The last line of the block is an expression: a series by model.
+    let code = block("python");
+    let (before, last) = code.trim_end().rsplit_once('\n').unwrap();
+    let script = format!("{before}\nimport json\nprint(json.dumps(({last}).to_dict()))");
+    let output = Command::new("python3").args(["-c", &script]).current_dir(root()).output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    same(&String::from_utf8(output.stdout).unwrap(), "pandas");
+}
+
+#[test]
+fn duckdb_reads_the_corpus_as_the_page_says() {
+    let test = "duckdb_reads_the_corpus_as_the_page_says";
+    let ready = Command::new("python3").args(["-c", "import duckdb"]).output();
+    if !ready.is_ok_and(|output| output.status.success()) {
+        return skipped(test, "duckdb", "`pip install duckdb` makes it run");
+    }
+    let script = "import duckdb, json, sys; print(json.dumps(dict(duckdb.sql(sys.argv[1]).fetchall())))";
+    let output = Command::new("python3").args(["-c", script, &block("sql")]).current_dir(root()).output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    same(&String::from_utf8(output.stdout).unwrap(), "duckdb");
+}
+
+/// What a search tries first with these rows, for the shapes of this repository. Another encoding of the same rows must change
+/// none of it; `BLESS=1` writes the file anew where a change of the search is meant.
+#[test]
+fn searches_decide_with_the_corpus_as_they_did() {
+    let golden = root().join("tests/it/corpus_decisions.txt");
+    let place = Place::new();
+    fs::remove_dir(place.path("flywheel/corpus")).unwrap();
+    let mut found = String::new();
+    for model in ["smollm2-135m", "qwen2.5-0.5b", "tinyllama-1.1b", "llama-3.2-1b"] {
+        let manifest = root().join(format!("manifests/{model}-synthetic.toml"));
+        let next = place.run(&format!("next {} --target h200 --json", manifest.display())).code(0).json();
+        found += &format!("{model} {} {} {}\n", next["proposer"], next["candidate"], next["expected_by_default"]);
+    }
+    if std::env::var_os("BLESS").is_some() {
+        fs::write(&golden, &found).unwrap();
+    }
+    assert_eq!(found, fs::read_to_string(&golden).unwrap());
+}
