@@ -80,7 +80,7 @@ fn one(session: &Session, asked: &Build, path: &Path) -> Result<Built, Fault> {
             tuned.push(tuned_json(&found));
         }
     }
-    let done = pipeline::build(&workspace, &manifest)?;
+    let done = pipeline::build_each(&workspace, &manifest)?;
     // Where nothing was done, one line tells all.
     let idle = done.ran == 0 && !workspace.report.tells_cached();
     if !idle {
@@ -89,7 +89,7 @@ fn one(session: &Session, asked: &Build, path: &Path) -> Result<Built, Fault> {
     if done.failed.is_empty() {
         workspace.report.finish(&if idle { stored_text(&done) } else { String::new() });
     }
-    failed(asked, &manifest, &done)?;
+    failed(asked, &done)?;
     let targets: Vec<Value> = manifest
         .targets
         .iter()
@@ -108,15 +108,9 @@ fn one(session: &Session, asked: &Build, path: &Path) -> Result<Built, Fault> {
 }
 
 /// The faults of a build's targets as one; with `--require-complete` what waits is a fault, too.
-fn failed(asked: &Build, manifest: &Manifest, done: &BuildReport) -> Result<(), Fault> {
-    let several = manifest.targets.len() > 1;
-    let named = |(target, fault): &(String, Fault)| match several {
-        true => format!("target `{target}`: {}", fault.message),
-        false => fault.message.clone(),
-    };
-    if let Some((_, first)) = done.failed.first() {
-        let message = done.failed.iter().map(named).collect::<Vec<_>>().join("\n");
-        return Err(Fault { message, ..first.clone() });
+fn failed(asked: &Build, done: &BuildReport) -> Result<(), Fault> {
+    if let Some(fault) = done.fault() {
+        return Err(fault);
     }
     if asked.require_complete && !done.waiting.is_empty() {
         return Err(Fault::environment(format!("not complete: {}", done.waiting.join("\n")))

@@ -126,12 +126,37 @@ pub struct BuiltTarget {
     pub measurement: Option<Measurement>,
 }
 
-/// Runs every stage of every target of the manifest that this machine can run. The summary is the caller's to tell. A fault
-/// of one target stops no other.
+impl BuildReport {
+    /// The faults of targets as one, with the tier of the first; `None` if every target was built or waits.
+    pub fn fault(&self) -> Option<Fault> {
+        let (_, first) = self.failed.first()?;
+        let several = self.failed.len() + self.targets.len() + self.waiting.len() > 1;
+        let told = |(target, fault): &(String, Fault)| match several {
+            true => format!("target `{target}`: {}", fault.message),
+            false => fault.message.clone(),
+        };
+        let message = self.failed.iter().map(told).collect::<Vec<_>>().join("\n");
+        Some(Fault { message, ..first.clone() })
+    }
+}
+
+/// Runs every stage of every target of the manifest that this machine can run. The summary is the caller's to tell.
+///
+/// # Errors
+/// Those of [`build_each`], and the faults of targets, after the others were built.
+pub fn build(workspace: &Workspace, manifest: &Manifest) -> Result<BuildReport, Fault> {
+    let report = build_each(workspace, manifest)?;
+    match report.fault() {
+        None => Ok(report),
+        Some(fault) => Err(fault),
+    }
+}
+
+/// As [`build`], with the faults of targets in the report: none of them stops another target.
 ///
 /// # Errors
 /// Faults that concern all targets: of the source, of the cache. What was built before stays in the cache.
-pub fn build(workspace: &Workspace, manifest: &Manifest) -> Result<BuildReport, Fault> {
+pub fn build_each(workspace: &Workspace, manifest: &Manifest) -> Result<BuildReport, Fault> {
     let (ran, cached) = (workspace.report.ran_count(), workspace.report.cached_count());
     let model = import_stage(workspace, manifest)?;
     let commit =

@@ -24,7 +24,7 @@ fn build_with(from: &str, to: &str) -> Answer {
     assert!(text.contains(from), "{from}");
     place.write("m.toml", text.replace(from, to));
     let answer = place.run("build m.toml");
-    assert!(!place.path("flywheel").exists(), "nothing was tried");
+    assert!(!place.path("flywheel/trials.csv").exists(), "nothing was tried");
     answer
 }
 
