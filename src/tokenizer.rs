@@ -12,12 +12,12 @@
 //! whoever reads files of others runs this in a process that is (`pipeline::tokens`).
 
 use crate::error::Fault;
+use crate::files::{self, FileError};
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Kwargs, Serde};
 use minijinja::{Environment, ErrorKind, Value};
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
-use std::fs::File;
 use std::io::{self, Read, Write};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
@@ -40,6 +40,8 @@ pub enum TokenizerError {
     Missing { path: PathBuf },
     #[error("`{path}` cannot be read: {source}")]
     Read { path: PathBuf, source: io::Error },
+    #[error(transparent)]
+    NotRegular(FileError),
     #[error("`{path}`: expected at most {bytes_max} bytes, found more")]
     TooLarge { path: PathBuf, bytes_max: u64 },
     #[error("`{path}` is not a usable tokenizer file: {reason}")]
@@ -79,7 +81,7 @@ impl From<TokenizerError> for Fault {
         match error {
             TokenizerError::Missing { .. } => Fault::input(message).with_remedy(IDS),
             TokenizerError::Read { .. } => Fault::environment(message),
-            TokenizerError::TooLarge { .. } | TokenizerError::Corrupt { .. } => {
+            TokenizerError::NotRegular(_) | TokenizerError::TooLarge { .. } | TokenizerError::Corrupt { .. } => {
                 Fault::input(message).with_remedy(format!("fetch the checkpoint's file again, or {IDS}"))
             }
             TokenizerError::VocabMismatch { .. } => {
@@ -373,10 +375,11 @@ fn certain_len(text: &str, incomplete_max: usize) -> usize {
 /// The whole file, or `None` where there is none.
 fn read(path: &Path, bytes_max: u64) -> Result<Option<Vec<u8>>, TokenizerError> {
     let failed = |source| TokenizerError::Read { path: path.to_owned(), source };
-    let file = match File::open(path) {
+    let file = match files::open(path) {
         Ok(file) => file,
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-        Err(error) => return Err(failed(error)),
+        Err(FileError::Read { cause, .. }) if cause.kind() == io::ErrorKind::NotFound => return Ok(None),
+        Err(FileError::Read { cause, .. }) => return Err(failed(cause)),
+        Err(error) => return Err(TokenizerError::NotRegular(error)),
     };
     let mut bytes = Vec::new();
     file.take(bytes_max + 1).read_to_end(&mut bytes).map_err(failed)?;

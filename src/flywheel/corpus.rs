@@ -16,6 +16,7 @@ use super::trial::{ADDED_IN_2, COLUMNS, SCHEMA, Timing, Trial};
 use crate::cache::lock::{LockError, Wait, lock_path};
 use crate::digest::Digest;
 use crate::error::Fault;
+use crate::files::{self, FileError};
 
 /// A row takes about 1.5 kB; a longer line is not one.
 const LINE_BYTES_MAX: usize = 1 << 20;
@@ -30,6 +31,9 @@ pub enum CorpusError {
     Full { path: PathBuf, source: io::Error },
     #[error("cannot {action} `{}`: {source}", path.display())]
     Io { action: &'static str, path: PathBuf, source: io::Error },
+    /// A pipe, a device or a folder in place of a file.
+    #[error(transparent)]
+    NotRegular(FileError),
     #[error("cannot lock `{}`: {source}", path.display())]
     Lock { path: PathBuf, source: io::Error },
     #[error("cannot append to `{}`: its first line {reason}", path.display())]
@@ -39,6 +43,10 @@ pub enum CorpusError {
 impl CorpusError {
     fn io(action: &'static str, path: &Path, source: io::Error) -> CorpusError {
         let path = path.to_path_buf();
+        let source = match source.downcast::<FileError>() {
+            Ok(error) => return CorpusError::NotRegular(error),
+            Err(source) => source,
+        };
         match source.kind() {
             ErrorKind::StorageFull | ErrorKind::QuotaExceeded | ErrorKind::FileTooLarge => {
                 CorpusError::Full { path, source }
@@ -58,6 +66,7 @@ impl From<CorpusError> for Fault {
             CorpusError::Io { .. } => {
                 Fault::environment(message).with_remedy("check that the path is a file this user may read and write")
             }
+            CorpusError::NotRegular(error) => Fault::from(error),
             CorpusError::Lock { .. } => Fault::environment(message).with_remedy(
                 "keep the corpus on a file system with locks: without them, rows of two processes could mix",
             ),
@@ -166,7 +175,7 @@ fn append_locked(path: &Path, rows: impl FnOnce(&File) -> Result<Vec<Trial>, Cor
     if let Some(folder) = path.parent().filter(|folder| !folder.as_os_str().is_empty()) {
         fs::create_dir_all(folder).map_err(|source| CorpusError::io("create", folder, source))?;
     }
-    let open = |path: &Path| OpenOptions::new().create(true).append(true).read(true).open(path);
+    let open = |path: &Path| Ok(files::open_with(path, OpenOptions::new().create(true).append(true).read(true))?);
     let file = lock_path(path, open, Wait::Silently).map_err(|error| match error {
         LockError::Open { path, source } => CorpusError::io("open", &path, source),
         LockError::Lock { path, source } => CorpusError::Lock { path, source },
@@ -303,7 +312,7 @@ impl Reader {
     }
 
     fn read(&mut self, path: &Path) -> Result<(), CorpusError> {
-        let file = match File::open(path) {
+        let file = match files::open(path).map_err(io::Error::from) {
             Ok(file) => file,
             Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),
             Err(source) => return Err(CorpusError::io("read", path, source)),
@@ -560,6 +569,8 @@ mod tests {
     use proptest::prelude::*;
     use std::process::{Child, Command, Stdio};
     use std::time::{Duration, Instant};
+
+    use crate::error::Tier;
 
     const CHILD: &str = "MONOBLOC_CORPUS_TEST_CHILD";
     const CHILD_PATH: &str = "MONOBLOC_CORPUS_TEST_PATH";
@@ -888,11 +899,12 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("file");
         fs::write(&file, b"").unwrap();
-        for path in [folder.path().to_path_buf(), file.join("trials.csv")] {
-            let fault = Fault::from(append(&path, &[row_of(1)]).unwrap_err());
-            assert_eq!(fault.tier, crate::error::Tier::Environment, "{fault}");
+        for (path, tier) in [(folder.path(), Tier::Input), (&file.join("trials.csv"), Tier::Environment)] {
+            let fault = Fault::from(append(path, &[row_of(1)]).unwrap_err());
+            assert_eq!(fault.tier, tier, "{fault}");
         }
-        assert!(Corpus::read(&[folder.path()]).unwrap_err().to_string().starts_with("cannot read"));
+        let read = Corpus::read(&[folder.path()]).unwrap_err().to_string();
+        assert!(read.starts_with("expected a regular file, found a folder"), "{read}");
     }
 
     proptest! {

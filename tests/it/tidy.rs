@@ -24,7 +24,7 @@ const IMPORTS: &[(&str, &[&str])] = &[
     ("files", &["error"]),
     ("manifest", &["dtype", "error", "fields", "files", "target", "text"]),
     // A model knows no hardware and no tiles.
-    ("model", &["dtype", "error", "files", "id", "random"]),
+    ("model", &["dtype", "error", "files", "id", "random", "text"]),
     ("sample", &["error"]),
     // A target is data: it never asks a device.
     ("target", &["error", "fields", "files", "text"]),
@@ -72,10 +72,10 @@ const IMPORTS: &[(&str, &[&str])] = &[
     ("paired", &["random"]),
     ("trace", &["ir"]),
     // Stores bytes under digests and understands none of them.
-    ("cache", &["digest", "error"]),
+    ("cache", &["digest", "error", "files"]),
     // Rows of text and figures: no pass, no device.
-    ("flywheel", &["cache", "digest", "error"]),
-    ("report", &[]),
+    ("flywheel", &["cache", "digest", "error", "files"]),
+    ("report", &["text"]),
     // Prints what campaigns came to; knows no device.
     ("page", &["flywheel", "search"]),
     // Proposes; never builds.
