@@ -2,6 +2,8 @@
 
 pub mod config;
 pub mod graph;
+#[cfg(feature = "hub")]
+mod hub;
 pub mod sha256;
 pub mod source;
 pub mod synthetic;

@@ -10,7 +10,7 @@ use tempfile::TempDir;
 use crate::support::fixture;
 
 /// Variables that would make a test depend on the machine.
-const FOREIGN: [&str; 9] = [
+const FOREIGN: [&str; 11] = [
     "MONOBLOC_CACHE_DIR",
     "MONOBLOC_SHARED_CACHE",
     "HF_HOME",
@@ -18,6 +18,8 @@ const FOREIGN: [&str; 9] = [
     "HF_TOKEN",
     "HF_ENDPOINT",
     "HF_HUB_OFFLINE",
+    "HF_HUB_DOWNLOAD_TIMEOUT",
+    "MONOBLOC_CACHE_KEY_FILE",
     "NO_COLOR",
     "RUST_BACKTRACE",
 ];

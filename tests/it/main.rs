@@ -11,6 +11,8 @@ mod driver;
 mod families;
 mod filetests;
 mod fuzz_replay;
+#[cfg(feature = "hub")]
+mod hub;
 mod interp;
 mod kernels;
 mod nvrtc;
