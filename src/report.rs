@@ -11,6 +11,8 @@ use std::time::{Duration, Instant};
 
 use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
 
+use crate::text::printable_line;
+
 /// A stage that took less is not worth a line about its time.
 const TIME_WORTH_TELLING: Duration = Duration::from_secs(1);
 
@@ -216,9 +218,9 @@ fn stages(count: usize) -> String {
     if count == 1 { "1 stage".to_string() } else { format!("{count} stages") }
 }
 
-/// Text without control characters: names come from files, and a terminal would obey them.
+/// Names come from files, and a terminal would obey what is in them.
 fn plain(text: &str) -> String {
-    text.chars().map(|char| if char.is_control() { ' ' } else { char }).collect()
+    printable_line(text).into_owned()
 }
 
 fn style(template: &str) -> ProgressStyle {
@@ -330,7 +332,7 @@ ran 2 stages, 1 cached
     fn control_characters_of_a_name_do_not_reach_the_terminal() {
         let (report, written) = lines();
         report.stage("lower", "a\u{1b}[31m\nb").done();
-        assert_eq!(written(), "   run lower: a [31m b\n");
+        assert_eq!(written(), "   run lower: a\\u{1b}[31m\\u{a}b\n");
     }
 
     #[test]

@@ -5,7 +5,7 @@ use std::process::Command;
 
 use super::Outcome;
 use super::arguments::{self, Global};
-use super::terminal::Terminal;
+use super::terminal::{self, Terminal};
 use crate::cache::{Cache, Places};
 use crate::error::Fault;
 use crate::manifest::Manifest;
@@ -13,7 +13,7 @@ use crate::model::source::{self, Event, Resolved, Source};
 use crate::pipeline::{self, Tokens, Workspace};
 use crate::report::Report;
 use crate::target::Target;
-use crate::text::{nearest, one_of};
+use crate::text::{Style, nearest, one_of};
 
 /// The cache where neither `--cache` nor the environment names one.
 const CACHE_DEFAULT: &str = "cache";
@@ -54,10 +54,8 @@ impl Session {
     }
 
     pub fn open_cache(&self) -> Result<Cache, Fault> {
-        Ok(Cache::open_places(&self.places, |note| {
-            // Notes come from threads that have no report; damage and waiting are said even to the quiet.
-            let _ = std::io::Write::write_fmt(&mut std::io::stderr().lock(), format_args!("  note {note}\n"));
-        })?)
+        // Notes come from threads that have no report; damage and waiting are said even to the quiet.
+        Ok(Cache::open_places(&self.places, |note| terminal::say(&format!("  note {note}"), Style::Plain))?)
     }
 
     pub fn manifest(&self, path: &Path) -> Result<Manifest, Fault> {

@@ -379,6 +379,45 @@ fn unsafe_stays_where_it_is_named() {
     none(faults);
 }
 
+/// Files that name a stream of the process: file, what the line must contain, why.
+const STREAMS: &[(&str, &str, &str)] = &[
+    ("src/cli/terminal.rs", "", "the one way of text to stdout and stderr, which escapes it"),
+    ("src/report.rs", "io::stderr()", "lines of a build, whose names are escaped where they enter"),
+    ("src/text.rs", "is_terminal()", "asks whether there is a terminal"),
+    ("src/search/transfer.rs", "println!", "figures of a test"),
+    ("src/cli/session.rs", "serve_tokens", "answers a parent process in JSON"),
+    ("src/cli/tune.rs", "serve", "answers a parent process in JSON"),
+];
+
+/// A message printed elsewhere could forget to escape what a stranger wrote.
+#[test]
+fn text_reaches_a_terminal_in_one_way() {
+    let mut faults = vec![];
+    let mut used = vec![false; STREAMS.len()];
+    for source in sources("src", &[".rs"]).iter().filter(|source| !source.path.ends_with("/tests.rs")) {
+        let end = source.text.find("#[cfg(test)]\nmod tests").unwrap_or(source.text.len());
+        for (line, code) in code_lines(&source.text[..end]) {
+            if !["print!(", "println!(", "io::stdout()", "io::stderr()", "error.print()"]
+                .iter()
+                .any(|word| code.contains(word))
+            {
+                continue;
+            }
+            let excuse = STREAMS.iter().position(|(path, word, _)| *path == source.path && code.contains(word));
+            match excuse {
+                Some(at) => used[at] = true,
+                None => faults.push(format!("{}:{line}: {}", source.path, code.trim())),
+            }
+        }
+    }
+    for ((file, word, _), used) in STREAMS.iter().zip(used) {
+        if !used {
+            faults.push(format!("{file}: `{word}` is excused and not there"));
+        }
+    }
+    none(faults);
+}
+
 #[test]
 fn only_sync_waits_and_signals() {
     let mut faults = vec![];
