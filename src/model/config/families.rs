@@ -395,7 +395,7 @@ fn rope_rules(s: &Shape) -> RopeRules {
         partial: Partial::Whole,
         interleaved: false,
         positions_max: s.positions_max,
-        old_longrope_names: false,
+        only_longrope: false,
         trained_default: None,
         always_truncates: false,
     }
@@ -636,7 +636,7 @@ fn phi3(r: &mut Reader) -> Option<Plan> {
     let s = shape(r, defaults)?;
     let partial = Partial::Factor { key: "partial_rotary_factor", default: 1.0 };
     let trained_default = Some(4096);
-    let rules = RopeRules { partial, old_longrope_names: true, trained_default, ..rope_rules(&s) };
+    let rules = RopeRules { partial, only_longrope: true, trained_default, ..rope_rules(&s) };
     let rope = rope::flat(r, &rules)?;
     let layers = uniform(s.layers, Some(RopeId(0)), window);
     Some(Plan { layers, ..plan(&s, &PHI3_NAMES, scalars, rope) })
