@@ -21,7 +21,7 @@ use crate::ir::op::{Attention, Op, Role};
 use crate::ir::program::Program;
 use crate::ir::schedule::Schedule;
 use crate::ir::variant::swizzled_piece;
-use crate::model::graph::ModelGraph;
+use crate::model::graph::{ModelGraph, TensorId};
 use crate::model::weights::Weights;
 use crate::reference;
 use crate::sample::{SampleError, SampleSettings, Sampler, argmax};
@@ -49,6 +49,10 @@ const SAMPLE_SEED: u64 = 0x73616d70;
 
 /// Seed of the cache that stands for the tokens before a filled position.
 pub const FILL_SEED: u64 = 0x6d6f_6e6f;
+
+/// Largest weight that a failed check does not blame: the largest number of fp16, so no checkpoint of that type has a larger
+/// one, and trained weights stay thousands of times below it. Products of larger ones leave the range of fp32.
+const WEIGHT_MAX: f32 = 65504.0;
 
 /// What the logits of one position may differ by.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -138,6 +142,11 @@ pub enum CheckError {
         "position {position}: expected token {expected}, the choice of {sampler} from the logits before it, found {found}"
     )]
     Selected { position: u32, expected: u32, found: u32, sampler: Sampler, figures: Figures },
+    #[error(
+        "tensor `{tensor}` has the weight {value:e} in row {row}, column {column}: expected finite weights of at most \
+         {WEIGHT_MAX}, which fp32 can multiply and sum ({failed})"
+    )]
+    Weight { tensor: String, row: u32, column: usize, value: f32, failed: String },
     #[error(transparent)]
     Sample(#[from] SampleError),
     #[error(transparent)]
@@ -156,7 +165,9 @@ impl CheckError {
             | CheckError::OrderMatters { figures, .. }
             | CheckError::RunsDiffer { figures, .. }
             | CheckError::Selected { figures, .. } => figures,
-            CheckError::Sample(_) | CheckError::Interp(_) | CheckError::Session(_) => return None,
+            CheckError::Weight { .. } | CheckError::Sample(_) | CheckError::Interp(_) | CheckError::Session(_) => {
+                return None;
+            }
         };
         (figures.positions > 0).then_some(*figures)
     }
@@ -167,9 +178,46 @@ impl From<CheckError> for Fault {
         match error {
             CheckError::Interp(error) => error.into(),
             CheckError::Session(error) => error.into(),
+            CheckError::Weight { .. } => Fault::input(error.to_string())
+                .with_remedy("fetch the checkpoint again, or convert it again: nothing was timed"),
             _ => Fault::internal(format!("the check failed: {error}"))
                 .with_remedy("nothing was timed; report this with the output of `monobloc show schedule`"),
         }
+    }
+}
+
+/// What failed, or the weight of the checkpoint that explains it. Weights are read only then: an import reads headers alone.
+fn blamed(subject: &Subject<'_>, error: CheckError) -> CheckError {
+    if matches!(error, CheckError::Interp(_) | CheckError::Session(_)) || subject.weights.synthetic_seed().is_some() {
+        return error;
+    }
+    let Subject { graph, weights, .. } = subject;
+    // Of each tensor the first weight that is no number, else the largest.
+    let worst_of = |index: usize| {
+        let id = TensorId(index as u32);
+        let mut values = vec![0.0; weights.cols(id)];
+        let mut worst: Option<(u32, usize, f32)> = None;
+        for row in 0..weights.rows(id) {
+            weights.read_row_f32(id, row, &mut values);
+            for (column, &value) in values.iter().enumerate() {
+                if !value.is_finite() {
+                    return Some((index, row, column, value));
+                }
+                if value.abs() > worst.map_or(WEIGHT_MAX, |(_, _, most)| most.abs()) {
+                    worst = Some((row, column, value));
+                }
+            }
+        }
+        worst.map(|(row, column, value)| (index, row, column, value))
+    };
+    let found: Vec<_> = (0..graph.tensors.len()).into_par_iter().filter_map(worst_of).collect();
+    // In the total order of floats a NaN is the largest of all.
+    let worst = found.into_iter().max_by(|(.., a), (.., b)| a.abs().total_cmp(&b.abs()));
+    match worst.and_then(|(index, row, column, value)| Some((graph.tensors.get(index)?, row, column, value))) {
+        Some((tensor, row, column, value)) => {
+            CheckError::Weight { tensor: tensor.name.clone(), row, column, value, failed: error.to_string() }
+        }
+        None => error,
     }
 }
 
@@ -252,11 +300,14 @@ impl Expected {
 /// # Errors
 /// See [`CheckError`]; the first fault ends the check.
 pub fn check_cpu(subject: &Subject<'_>) -> Result<Checked, CheckError> {
-    let expected = expect_cpu(subject)?;
-    let mut fast = Interp::new(subject.validated.schedule(), subject.pack.clone(), Options::fast())?;
-    let checked = compare_cpu(subject, &expected, &mut fast)?;
-    check_orders(subject, &mut fast, checked.figures)?;
-    Ok(checked)
+    let check = || {
+        let expected = expect_cpu(subject)?;
+        let mut fast = Interp::new(subject.validated.schedule(), subject.pack.clone(), Options::fast())?;
+        let checked = compare_cpu(subject, &expected, &mut fast)?;
+        check_orders(subject, &mut fast, checked.figures)?;
+        Ok(checked)
+    };
+    check().map_err(|error| blamed(subject, error))
 }
 
 /// What the interpreter's fast path is compared with: the reference, and the interpreter in f64 for deep positions.
@@ -320,7 +371,10 @@ pub fn compare_cpu(subject: &Subject<'_>, expected: &Expected, fast: &mut Interp
 /// # Errors
 /// See [`CheckError`]; a session that hung is lost.
 pub fn check_cuda(subject: &Subject<'_>, session: &mut Session, steps_max: u32) -> Result<Checked, CheckError> {
-    compare_cuda(subject, &expect_cuda(subject)?, session, steps_max)
+    let expected = expect_cuda(subject);
+    expected
+        .and_then(|expected| compare_cuda(subject, &expected, session, steps_max))
+        .map_err(|error| blamed(subject, error))
 }
 
 /// What a device is compared with: the interpreter in f64.
