@@ -13,7 +13,7 @@ use monobloc::pipeline::{BuildReport, Workspace, build, prepare};
 use monobloc::report::Report;
 
 use crate::nvrtc::nvrtc;
-use crate::support::fixture;
+use crate::support::{fixture, forge};
 
 const MANIFEST: &str = "[model]
 source = \"path:MODEL\"
@@ -74,27 +74,8 @@ impl Place {
         entries.remove(0)
     }
 
-    /// Edits an entry and seals it, as somebody would who has read `src/cache/frame.rs`.
     fn forge(&self, path: &Path, edit: impl FnOnce(&mut Vec<u8>)) {
-        let cache = self.folder.path().join("cache");
-        let name = path.strip_prefix(&cache).expect("a file of the cache").display().to_string();
-        let mut bytes = fs::read(path).expect("an entry");
-        let head = b"\n// monobloc v1 bytes=";
-        let at = bytes.windows(head.len()).rposition(|window| window == head).expect("a sealed line");
-        bytes.truncate(at);
-        let before = bytes.clone();
-        edit(&mut bytes);
-        assert_ne!(bytes, before, "the edit changes something");
-        let content = Digest::of(&bytes);
-        let mut hasher = blake3::Hasher::new_derive_key("monobloc cache seal v1");
-        for part in [b"entry".as_slice(), name.as_bytes(), content.as_bytes()] {
-            hasher.update(&(part.len() as u64).to_le_bytes());
-            hasher.update(part);
-        }
-        hasher.update(&(bytes.len() as u64).to_le_bytes());
-        let seal = format!("\n// monobloc v1 bytes={:020} content={content} seal={}\n", bytes.len(), hasher.finalize());
-        bytes.extend_from_slice(seal.as_bytes());
-        fs::write(path, bytes).expect("the entry");
+        forge(&self.folder.path().join("cache"), path, edit);
     }
 
     #[track_caller]

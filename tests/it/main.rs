@@ -11,6 +11,7 @@ mod driver;
 mod families;
 mod filetests;
 mod fuzz_replay;
+mod hostile_cache;
 mod hostile_files;
 #[cfg(feature = "hub")]
 mod hub;
