@@ -53,8 +53,8 @@ pub fn printable_prose(text: &str) -> Cow<'_, str> {
     escaped(text, |c| c.is_control() && c != '\n' && c != '\t')
 }
 
-/// As [`printable`] for text that was painted here: colours and weights stay. A stranger's text may then be coloured, and can
-/// neither hide, move nor erase anything.
+/// As [`printable`] for text that was painted here: colours and weights stay. A stranger's text may then use colours, but cannot
+/// hide, move or erase anything.
 pub fn printable_painted(text: &str) -> String {
     let mut safe = String::with_capacity(text.len());
     let mut rest = text;

@@ -1,8 +1,8 @@
 //! Owns the key of a cache: a secret that seals entries, so that only its holders can make one that is used.
 //!
-//! Without a key the seal of an entry shows damage and nothing else: anybody who may write the folder can seal anew. With a
-//! key it is a keyed blake3, and everything that it seals lies under names of its own (`schedule-v1-k1a2b3c4d`): who has no
-//! key, or another one, neither reads nor disturbs it.
+//! Without a key the seal of an entry shows damage alone, because every writer of the folder can seal an entry anew. With a
+//! key the seal is a keyed blake3. Sealed files then lie in folders named after the key (`schedule-v1-k1a2b3c4d`), so a
+//! process with another key, or with none, neither reads nor disturbs them.
 
 use std::fmt;
 use std::path::Path;
@@ -38,7 +38,7 @@ impl Key {
     pub fn read(path: &Path) -> Result<Key, CacheError> {
         let fault = |reason: String| CacheError::Key { path: path.to_path_buf(), reason };
         let text = files::read_text(path, FILE_BYTES_MAX).map_err(|error| fault(error.to_string()))?;
-        // What was found is not repeated: it may be a key with a slip of the pen.
+        // The message does not repeat the text: it may be a mistyped key.
         let expected = || fault("expected 64 hex digits on one line".to_string());
         let hash = blake3::Hash::from_hex(text.trim()).map_err(|_| expected())?;
         Ok(Key::new(*hash.as_bytes()))

@@ -54,7 +54,7 @@ pub struct Places {
     pub root: PathBuf,
     /// A folder that several machines mount: read on a miss, written after a build, never required.
     pub shared: Option<PathBuf>,
-    /// A file with the [`Key`] that seals entries; without one, whoever may write a folder is trusted with its entries.
+    /// A file with the [`Key`] that seals entries. Without one, every writer of a folder is trusted with its entries.
     pub key_file: Option<PathBuf>,
 }
 
@@ -349,7 +349,7 @@ impl Cache {
             }
         };
         let large = entry.len() >= LARGE_BYTES;
-        // Used where it lies only if its writers are trusted: they could change it after it was hashed.
+        // Used in place only if the writers of the folder are trusted: they could change the file after it was hashed.
         if large && self.key().is_none() {
             self.copy_meanwhile(shared, stage, key);
             return Some(entry);
@@ -358,7 +358,7 @@ impl Cache {
         match self.store.copy_in(stage, key, &why, &entry) {
             Ok(content) if content == entry.content() => self.get_own(stage, key).ok().flatten().or(Some(entry)),
             Ok(_) if large => {
-                // The copy has our seal, and content that nobody sealed.
+                // The copy has our seal around content that no holder of the key sealed.
                 let _ = self.store.remove(stage, key);
                 fault("copy an entry here", format!("`{}` changed while it was copied", entry.path().display()));
                 None

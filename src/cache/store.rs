@@ -241,7 +241,7 @@ impl Store {
         self.root.join(self.entry_name(stage, key))
     }
 
-    /// Where the entry of those without a key lies, if this store has one and there is such an entry.
+    /// The path of the unsealed entry, if this store has a key and that entry exists.
     pub fn unsigned(&self, stage: &str, key: &Digest) -> Option<PathBuf> {
         let path = self.root.join(entry_name("", stage, key));
         (self.key.is_some() && path.is_file()).then_some(path)
@@ -269,7 +269,7 @@ impl Store {
     /// Reads and checks the entry called `name`. From `trust_bytes` on, a remembered identity stands for the hash.
     pub fn read(&self, name: &str, trust_bytes: u64, progress: &mut dyn FnMut(u64)) -> Result<Found, CacheError> {
         let path = self.root.join(name);
-        // Without waiting: a pipe at this name is damage, and nobody may ever write to it.
+        // Without waiting: a pipe at this name is damage, and its reader would block.
         let file = match File::options().read(true).custom_flags(libc::O_NONBLOCK).open(&path) {
             Ok(file) => file,
             Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Found::Missing),
@@ -306,8 +306,8 @@ impl Store {
         Ok(to)
     }
 
-    /// Replaces a small file whole. A folder at its name, or a file where its folder should be, is none of ours and is moved
-    /// aside: what these files say can be found out again, and a build is not to fail over it.
+    /// Replaces a small file whole. A folder at its name, or a file at the name of its folder, is moved aside: the cache did not
+    /// make it, and a build must not fail because of it.
     fn replace(&self, path: &Path, bytes: &[u8]) -> io::Result<()> {
         if let Some(folder) = path.parent()
             && let Err(error) = fs::create_dir_all(folder)
@@ -585,7 +585,7 @@ impl Store {
         for (entry, (stamp, size, files)) in by_use {
             // Half an entry may be one that is being published.
             let half = !files.contains(&entry);
-            // Published with its key text, which was lost since: a build that used it would have written it again.
+            // Its key text was lost after it was published. A build that uses the entry writes the text again.
             let unexplained = !half && files.len() == 1;
             let unwanted = match half {
                 true => age(stamp) > REMAINS_AGE,

@@ -1,8 +1,8 @@
 //! Owns the requests to a hub: what a revision is, and the download of its files into the cache of the Python client.
 //!
 //! A hub answers with anything. So redirects are followed here and not by the HTTP client: the access token goes to the
-//! origin (scheme, host and port) of the configured endpoint alone, and to nobody after the first redirect away from it.
-//! Every wait has a deadline, every answer a bound on its size, and a name that becomes a path is checked first.
+//! origin (scheme, host and port) of the configured endpoint alone, and is not sent again after the first redirect away from it.
+//! Every wait has a deadline, every answer has a bound on its size, and a name that becomes a path is checked first.
 //!
 //! Layout (`hf_hub::Cache`): `blobs/ETAG`, with `snapshots/COMMIT/NAME` links to it and `refs/REVISION`. A download is
 //! written to `blobs/ETAG.part` under the lock `blobs/ETAG.lock`, checked, and renamed.
@@ -195,7 +195,7 @@ impl Hub<'_> {
         Ok(())
     }
 
-    /// Asks for the first byte of a file: that answer says the tag, the commit and the size.
+    /// Asks for the first byte of a file. The answer names the tag, the commit and the size.
     fn metadata(&self, commit: &str, name: &str, url: &str) -> Result<Metadata, SourceError> {
         let answer = |detail| SourceError::Answer { what: name.to_string(), detail };
         // Of the endpoint alone: a storage host that the answer leads to has tags of its own.
@@ -385,7 +385,7 @@ fn is_redirect(status: StatusCode) -> bool {
     matches!(status.as_u16(), 301 | 302 | 303 | 307 | 308)
 }
 
-/// Scheme, host and port: whom a request goes to.
+/// Scheme, host and port of the server that a request goes to.
 fn origin(uri: &Uri) -> Option<(String, String, u16)> {
     let scheme = uri.scheme_str()?.to_ascii_lowercase();
     let port = uri.port_u16().or(match scheme.as_str() {

@@ -307,8 +307,8 @@ pub fn serve_tokens(
     Ok(())
 }
 
-/// Ends this process when its parent is gone, or when an answer takes longer than the parent would wait: a read that blocks
-/// costs no processor time, and a parent that was killed ends nobody.
+/// Ends this process when its parent is gone, or when an answer takes longer than the parent would wait. The limit of processor
+/// time does not end a read that blocks, and a parent that was killed cannot end its child.
 struct Watch {
     started: Instant,
     /// Milliseconds after `started` at which the process ends; [`Watch::RESTING`] while nothing is asked.

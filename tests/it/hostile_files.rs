@@ -111,7 +111,7 @@ fn no_text_of_a_checkpoint_reaches_the_terminal_raw() {
     let changes: [(&str, Change); 4] = [
         ("a key", |config| config[EVIL] = json!(1)),
         ("a value", |config| config["hidden_act"] = json!(EVIL)),
-        ("a neutral value", |config| config["attention_dropout"] = json!({EVIL: EVIL})),
+        ("a neutral value", |config| config["is_encoder_decoder"] = json!({EVIL: EVIL})),
         ("a class", |config| config["architectures"] = json!([EVIL])),
     ];
     for (what, change) in changes {
@@ -158,9 +158,20 @@ fn no_template_row_or_path_reaches_the_terminal_raw() {
     fs::write(checkpoint.join("chat_template.jinja"), format!("{{{{ raise_exception('{EVIL}') }}}}")).unwrap();
     harmless(place.command("generate m.toml --chat a --max-tokens 1"));
 
-    let header = "schema,trial_id,device";
-    for text in [format!("{EVIL}\n"), format!("{header},{EVIL}\n1,2,3,4\n"), format!("{header}\n{EVIL},{EVIL},3\n")] {
-        place.write("trials.csv", text);
+    // A row that was measured, one field of it changed, and a header that names a column twice.
+    let corpus = Path::new(env!("CARGO_MANIFEST_DIR")).join("flywheel/corpus/h200.csv");
+    let mut rows = csv::Reader::from_path(corpus).unwrap();
+    let (header, row) = (rows.headers().unwrap().clone(), rows.records().next().unwrap().unwrap());
+    let mut corpora = vec![format!("{EVIL},{EVIL}\n").into_bytes()];
+    for column in ["verdict", "utc", "manifest"] {
+        let changed = header.iter().zip(&row).map(|(name, cell)| if name == column { EVIL } else { cell });
+        let mut writer = csv::Writer::from_writer(vec![]);
+        writer.write_record(&header).unwrap();
+        writer.write_record(changed).unwrap();
+        corpora.push(writer.into_inner().unwrap());
+    }
+    for corpus in corpora {
+        place.write("trials.csv", corpus);
         harmless(place.command("flywheel stats --trials trials.csv"));
     }
     for arguments in [
