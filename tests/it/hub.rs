@@ -93,7 +93,7 @@ fn build(place: &Place, port: u16) -> Answer {
     place.write("hub.toml", manifest_text("hf:org/m", 8));
     let mut command = place.command("build hub.toml");
     command.env("HF_ENDPOINT", format!("http://127.0.0.1:{port}")).env("HF_TOKEN", TOKEN);
-    command.env("HF_HUB_DOWNLOAD_TIMEOUT", "1").env("HF_HOME", place.path("hf"));
+    command.env("HF_HUB_DOWNLOAD_TIMEOUT", "3").env("HF_HOME", place.path("hf"));
     command.env_remove("http_proxy").env_remove("HTTP_PROXY").env_remove("ALL_PROXY").env_remove("all_proxy");
     Answer::of(&mut command)
 }
@@ -171,7 +171,7 @@ fn refused(
     let hub = Server::start(move |request, stream| info(request, stream).unwrap_or_else(|| answer(request, stream)));
     let begun = Instant::now();
     build(&Place::new(), hub.port).fault(3, expected);
-    assert!(begun.elapsed() < Duration::from_secs(40), "{expected:?} took {:?}", begun.elapsed());
+    assert!(begun.elapsed() < Duration::from_secs(50), "{expected:?} took {:?}", begun.elapsed());
 }
 
 #[test]
@@ -191,10 +191,10 @@ fn a_silent_hub_is_given_up() {
         std::thread::sleep(Duration::from_secs(60));
         Ok(())
     };
-    refused(silent, &["was silent for 1 s", "`config.json`", "HF_HUB_DOWNLOAD_TIMEOUT"]);
+    refused(silent, &["was silent for 3 s", "`config.json`", "HF_HUB_DOWNLOAD_TIMEOUT"]);
     // From the first request on.
     let hub = Server::start(silent);
-    build(&Place::new(), hub.port).fault(3, &["was silent for 1 s", "`org/m at main`"]);
+    build(&Place::new(), hub.port).fault(3, &["was silent for 3 s", "`org/m at main`"]);
     // In the middle of a file.
     refused(
         |request, stream| {
@@ -218,7 +218,7 @@ fn a_silent_hub_is_given_up() {
             }
             Ok(())
         },
-        &["was silent for 1 s"],
+        &["was silent for 3 s"],
     );
 }
 
