@@ -1,9 +1,9 @@
-//! Owns `Checked`: a proven schedule whose numbers were compared with a reference, before anybody times it.
+//! Owns `Checked`: a proven schedule whose numbers were compared with a reference. Only a checked schedule can be timed.
 //!
 //! A position is reached in one of two ways. *Prompted*: every token before it is decoded, and the reference is the f64
 //! specification of the model graph, which shares no code with lowering. *Filled*: both sides start from the same
-//! made-up cache one position earlier and decode two steps, so that the last one reads a row that the first one wrote;
-//! the reference is then the interpreter in f64. Which way is taken depends on what a prompt of that length costs.
+//! generated cache one position earlier and decode two steps, so that the second one reads a row that the first one wrote;
+//! the reference is then the interpreter in f64. The cost of a prompt of that length decides which way is taken.
 
 use std::ops::ControlFlow;
 
@@ -28,10 +28,10 @@ use crate::sample::{SampleError, SampleSettings, Sampler, argmax};
 use crate::target::{DotMechanism, Target};
 use crate::validate::Validated;
 
-/// Multiply-adds that the f64 reference may take: some seconds on one core.
+/// Most multiply-adds of the f64 reference: some seconds on one core.
 const REFERENCE_COST_MAX: u64 = 2_000_000_000;
 
-/// Multiply-adds that a prompt through the f64 interpreter may take, beside a device: seconds on the host of one.
+/// Most multiply-adds of a prompt through the f64 interpreter, to check a device: seconds on its host.
 const PROMPT_COST_MAX: u64 = 10_000_000_000;
 
 /// Multiply-adds of the adversarial orders, which run on one thread.
@@ -40,14 +40,14 @@ const ADVERSARY_COST_MAX: u64 = 1_000_000_000;
 /// Hostile orders that the interpreter tries.
 const ADVERSARY_SEEDS: [u64; 2] = [1, 2];
 
-/// Decoded tokens of one comparison of orders, at most, and the prompt before them.
+/// Most decoded tokens of one comparison of orders, and the length of the prompt before them.
 const GREEDY_STEPS_MAX: usize = 8;
 const GREEDY_PROMPT: usize = 3;
 
-/// Seed of the tokens that a device decides by chance while it is checked.
+/// Random seed of the tokens that a device samples while it is checked.
 const SAMPLE_SEED: u64 = 0x73616d70;
 
-/// Seed of the cache that stands for the tokens before a filled position.
+/// Random seed of the generated cache before a filled position.
 pub const FILL_SEED: u64 = 0x6d6f_6e6f;
 
 /// Largest weight that a failed check does not blame: the largest number of fp16, so no checkpoint of that type has a larger
@@ -57,9 +57,9 @@ const WEIGHT_MAX: f32 = 65504.0;
 /// What the logits of one position may differ by.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Tolerance {
-    /// Largest difference of one logit, as a multiple of the largest logit, or of 1 where all are smaller.
+    /// Largest difference of one logit, as a multiple of the largest logit, or of 1 if all are smaller.
     pub error_scaled: f64,
-    /// Norm of the difference by norm of the reference.
+    /// Norm of the difference divided by norm of the reference.
     pub error_rel_l2: f64,
     /// Divergence of the distribution from the reference's, nats.
     pub kl: f64,
@@ -103,7 +103,7 @@ pub struct Figures {
     pub argmax_agree: u32,
 }
 
-/// Numerics that were compared and are good. Only the functions of this file make one.
+/// Numerics that were compared and are within tolerance. Only the functions of this file make one.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Checked {
     figures: Figures,
@@ -114,12 +114,12 @@ impl Checked {
         self.figures
     }
 
-    /// The text that a cache keeps.
+    /// The text for the cache.
     pub(crate) fn to_entry(&self) -> Vec<u8> {
         serde_json::to_vec(&self.figures).expect("five numbers")
     }
 
-    /// Reads what [`Checked::to_entry`] wrote; the cache answers for the bytes and for the key they lie under.
+    /// Reads the output of [`Checked::to_entry`]; the cache guarantees the bytes and their key.
     pub(crate) fn from_entry(bytes: &[u8]) -> Option<Checked> {
         Some(Checked { figures: serde_json::from_slice(bytes).ok()? })
     }
@@ -156,7 +156,7 @@ pub enum CheckError {
 }
 
 impl CheckError {
-    /// What was compared before the fault was found; `None` when nothing was.
+    /// Figures of the positions compared before the fault was found; `None` if there were none.
     pub fn figures(&self) -> Option<Figures> {
         let figures = match self {
             CheckError::Wrong { figures, .. }
@@ -231,7 +231,7 @@ pub struct Subject<'a> {
     pub pack: Pack,
     /// Ascending, each below the context.
     pub positions: &'a [u32],
-    /// Of a schedule that runs one op alone: the buffers that hold what it makes, which are compared beside the logits.
+    /// Of a schedule that runs one op alone: the buffers with its outputs, which are compared too.
     /// `None`: the schedule is that of the model.
     pub alone: Option<Vec<BufferId>>,
 }
@@ -245,7 +245,7 @@ impl Subject<'_> {
 /// Logits that every schedule of one model has to reproduce, by position. Made once, compared with many candidates.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Expected {
-    /// Ascending, each with whether its cache is made up, and its logits `[vocab]`.
+    /// Ascending: position, whether its cache is generated, and logits `[vocab]`.
     rows: Vec<(u32, bool, Vec<f32>)>,
 }
 
@@ -262,8 +262,8 @@ impl Expected {
         self.rows.iter().filter(|(_, filled, _)| !filled).map(|(.., row)| row.as_slice())
     }
 
-    /// The bytes that a cache keeps: of each row its position, whether it is filled, its length, and its values, all in 32
-    /// bits, little-endian.
+    /// The bytes for the cache: position, whether it is filled, length and values of each row, all in 32 bits,
+    /// little-endian.
     pub(crate) fn to_entry(&self) -> Vec<u8> {
         let mut bytes = vec![];
         for (position, filled, row) in &self.rows {
@@ -275,7 +275,7 @@ impl Expected {
         bytes
     }
 
-    /// Reads what [`Expected::to_entry`] wrote.
+    /// Reads the output of [`Expected::to_entry`].
     pub(crate) fn from_entry(bytes: &[u8]) -> Option<Expected> {
         let mut words = bytes.chunks(4).map(|word| word.try_into().ok().map(u32::from_le_bytes));
         let mut rows = vec![];
@@ -294,7 +294,7 @@ impl Expected {
 
 /// Compares the interpreter's fast path with the reference, then with hostile orders of the same schedule.
 ///
-/// Where the precision is bf16 and the checkpoint is not, the reference keeps the checkpoint's own weights, so that the
+/// If the precision is bf16 and the checkpoint's is not, the reference keeps the checkpoint's own weights, so that the
 /// rounding of weights counts as error too.
 ///
 /// # Errors
@@ -310,7 +310,7 @@ pub fn check_cpu(subject: &Subject<'_>) -> Result<Checked, CheckError> {
     check().map_err(|error| blamed(subject, error))
 }
 
-/// What the interpreter's fast path is compared with: the reference, and the interpreter in f64 for deep positions.
+/// Expected logits for the interpreter's fast path: from the reference, and from the interpreter in f64 at deep positions.
 ///
 /// # Errors
 /// Faults of the interpreter.
@@ -337,7 +337,7 @@ pub fn expect_cpu(subject: &Subject<'_>) -> Result<Expected, CheckError> {
     Ok(Expected { rows })
 }
 
-/// Compares the interpreter's fast path with what was expected of the model.
+/// Compares the interpreter's fast path with the expected logits.
 ///
 /// # Errors
 /// See [`CheckError`].
@@ -377,7 +377,7 @@ pub fn check_cuda(subject: &Subject<'_>, session: &mut Session, steps_max: u32) 
         .map_err(|error| blamed(subject, error))
 }
 
-/// What a device is compared with: the interpreter in f64.
+/// Expected logits for a device: from the interpreter in f64.
 ///
 /// # Errors
 /// Faults of the interpreter.
@@ -401,7 +401,7 @@ pub fn expect_cuda(subject: &Subject<'_>) -> Result<Expected, CheckError> {
     Ok(Expected { rows })
 }
 
-/// Compares a device with what was expected of the model. See [`check_cuda`].
+/// Compares a device with the expected logits. See [`check_cuda`].
 ///
 /// # Errors
 /// See [`CheckError`]; a session that hung is lost.
@@ -452,8 +452,8 @@ pub fn check_ids(vocab: u32, count: u32) -> Vec<u32> {
         .collect()
 }
 
-/// Positions that a prompt may lead to, and those that need a made-up cache.
-/// What an op alone made is seen behind the last step only, so all of its positions are filled.
+/// Positions that a prompt may lead to, and those that need a generated cache.
+/// The outputs of an op alone can be read after the last step only, so all of its positions are filled.
 fn split<'p>(subject: &Subject<'p>, cost_max: u64) -> (&'p [u32], &'p [u32]) {
     let cost = |position: u32| subject.graph.parameter_count().saturating_mul(u64::from(position) + 1);
     let prompted = |&position: &u32| subject.alone.is_none() && cost(position) <= cost_max;
@@ -470,12 +470,12 @@ fn keep(step: &StepResult<'_>, positions: &[u32], rows: &mut Vec<Vec<f32>>) {
     }
 }
 
-/// Rows of the made-up cache before a filled position: all but the one that the first of the two steps writes.
+/// Rows of the generated cache before a filled position: all but the one that the first of the two steps writes.
 fn filled_rows(position: u32) -> u32 {
     position.saturating_sub(1)
 }
 
-/// Logits of a filled position, and behind them what the step left in `outputs`.
+/// Logits of a filled position, followed by the values that the step left in `outputs`.
 fn filled_row(interp: &mut Interp, vocab: u32, position: u32, outputs: &[BufferId]) -> Result<Vec<f32>, InterpError> {
     interp.reset();
     let rows = filled_rows(position);
@@ -518,7 +518,7 @@ fn check_orders(subject: &Subject<'_>, fast: &mut Interp, figures: Figures) -> R
     Ok(())
 }
 
-/// Logits of the wanted positions, teacher-forced from `first` on; the cache holds what comes before it.
+/// Logits of the wanted positions, teacher-forced from `first` on; the cache holds the positions before it.
 fn device_logits(
     session: &mut Session,
     ids: &[u32],
@@ -545,7 +545,7 @@ fn device_logits(
     Ok(rows)
 }
 
-/// Runs twice and compares bits: a race that the proof does not know would show here.
+/// Runs twice and compares bits: a race that the proof misses would show here.
 fn twice(
     figures: Figures,
     positions: &[u32],
@@ -559,8 +559,8 @@ fn twice(
     }
 }
 
-/// Lets the device choose tokens by itself, greedily and by chance, and compares each with the choice that the same logits
-/// give on the host.
+/// Lets the device choose tokens, greedily and by sampling, and compares each with the choice that the same logits give on
+/// the host.
 fn check_selection(
     session: &mut Session,
     vocab: u32,
@@ -682,7 +682,7 @@ impl Judge {
         Judge { tolerance, figures: Figures::default() }
     }
 
-    /// Logits, and behind the first `vocab` of them what an op alone made.
+    /// The first `vocab` values are logits, the rest the outputs of an op alone.
     fn compare_row(&mut self, vocab: u32, position: u32, expected: &[f32], found: &[f32]) -> Result<(), CheckError> {
         let at = |row: &[f32]| row.len().min(vocab as usize);
         let (expected, made) = expected.split_at(at(expected));
@@ -691,7 +691,7 @@ impl Judge {
         if made.is_empty() && found_made.is_empty() {
             return Ok(());
         }
-        // Activations are no scores: nobody asks which is the largest.
+        // Activations are no scores: their arg-max means nothing.
         let row = compare_rows(made, found_made);
         self.figures.error_abs_max = worst(self.figures.error_abs_max, row.error_abs_max);
         self.figures.error_rel_l2 = worst(self.figures.error_rel_l2, row.error_rel_l2);

@@ -10,10 +10,10 @@ use annotate_snippets::{AnnotationKind, Level, Renderer, Snippet};
 /// Bytes of a source text, half open.
 pub type Span = Range<usize>;
 
-/// Faults rendered for one text; the rest is counted. Nobody repairs more than this many before trying again.
+/// Most faults rendered for one text; the rest is counted. People fix fewer than this many before they try again.
 const FAULTS_RENDERED_MAX: usize = 20;
 
-/// Words longer than this have no nearest word: the distance is quadratic in their length, and nobody mistypes so much.
+/// Words longer than this have no nearest word: the distance is quadratic in their length, and such words are no typos.
 const NEAREST_CHARS_MAX: usize = 64;
 
 /// Whether a terminal obeys a character, or shows the text around it in another order: controls (escape sequences begin with
@@ -116,7 +116,7 @@ pub struct Diagnostic {
     pub title: String,
     /// Where the carets go. Clamped to the text when rendered, so a stale span cannot panic.
     pub span: Span,
-    /// Stands beside the carets; says what was expected before what was found.
+    /// Text beside the carets: what was expected, then what was found.
     pub label: String,
     pub help: Option<String>,
 }

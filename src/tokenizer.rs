@@ -1,4 +1,4 @@
-//! Owns the way between text and token ids: a checkpoint's tokenizer, its chat template, and text from a token stream.
+//! Owns the conversion between text and token ids: a checkpoint's tokenizer, its chat template, and text from a token stream.
 //!
 //! A checkpoint's folder says how in up to three files: `tokenizer.json` (the `tokenizers` crate reads it whole),
 //! `tokenizer_config.json` (special tokens, whether a text begins with one, chat templates) and `chat_template.jinja`.
@@ -8,8 +8,8 @@
 //! model did write.
 //!
 //! Files come from strangers. Their sizes are bounded, a template's work is bounded, and a panic in the crates below
-//! becomes an error here. Memory is not bounded here, for a template or a normaliser may double a string again and again:
-//! whoever reads files of others runs this in a process that is (`pipeline::tokens`).
+//! becomes an error here. Memory is not bounded here, and a template or a normaliser may double a string again and again:
+//! `pipeline::tokens` runs this in a process with bounded memory.
 
 use crate::error::Fault;
 use crate::files::{self, FileError};
@@ -121,7 +121,7 @@ pub struct Tokenizer {
     backend: tokenizers::Tokenizer,
     /// Ids that `decode` leaves out on request.
     special: BTreeSet<u32>,
-    /// Where `tokenizer_config.json` says what begins and ends a text, it overrules `tokenizer.json`.
+    /// If `tokenizer_config.json` names the tokens around a text, it overrules `tokenizer.json`.
     ends: Option<Ends>,
     /// Named special tokens (`bos_token` ...) that templates may print.
     named: BTreeMap<String, String>,
@@ -205,7 +205,7 @@ impl Tokenizer {
         Ok(())
     }
 
-    /// Token ids of `text`; `add_special_tokens` adds what the checkpoint begins and ends a text with.
+    /// Token ids of `text`; `add_special_tokens` adds the checkpoint's tokens around a text.
     ///
     /// Special tokens that are spelled out in `text` become their ids.
     pub fn encode(&self, text: &str, add_special_tokens: bool) -> Result<Vec<u32>, TokenizerError> {
@@ -405,7 +405,7 @@ fn guarded<T>(work: impl FnOnce() -> tokenizers::Result<T>) -> Result<T, String>
     }
 }
 
-/// What is used of `tokenizer_config.json`.
+/// The fields of `tokenizer_config.json` that are used.
 #[derive(Default)]
 struct Config {
     /// In ascending order of the id that the file declares.
@@ -482,7 +482,7 @@ impl Config {
         Ok(config)
     }
 
-    /// What `add_bos_token` and `add_eos_token` put around a text, instead of what `tokenizer.json` does.
+    /// The tokens that `add_bos_token` and `add_eos_token` put around a text, in place of those of `tokenizer.json`.
     fn ends(&self, backend: &tokenizers::Tokenizer) -> Option<Ends> {
         let id = |add: bool, name: &str| {
             let (_, token) = self.named.iter().find(|(named, _)| add && named == name)?;
@@ -509,7 +509,7 @@ fn token(value: &serde_json::Value) -> Option<AddedToken> {
     )
 }
 
-/// Adds what `tokenizer_config.json` knows and `tokenizer.json` does not: flags of added tokens, special tokens.
+/// Adds information that only `tokenizer_config.json` has: flags of added tokens, special tokens.
 ///
 /// A token that neither file has an id for gets the next free one, as in transformers; `check_vocab` guards its use.
 fn add_tokens(backend: &mut tokenizers::Tokenizer, config: &Config) -> tokenizers::Result<()> {

@@ -81,7 +81,7 @@ impl From<CorpusError> for Fault {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct BrokenRow {
     pub path: PathBuf,
-    /// Counted from 1; the header is line 1.
+    /// From 1; the header is line 1.
     pub line: u64,
     pub reason: String,
 }
@@ -92,18 +92,18 @@ impl fmt::Display for BrokenRow {
     }
 }
 
-/// What was measured so far.
+/// The trials of one or several files.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Corpus {
     /// In file order, each id once.
     pub trials: Vec<Trial>,
     pub broken: Vec<BrokenRow>,
-    /// Of the bytes read, file by file.
+    /// Digest of the bytes read, file by file.
     pub digest: Digest,
 }
 
 impl Corpus {
-    /// Reads corpora as one. A file that does not exist is an empty corpus: there is one after the first trial.
+    /// Reads corpora as one. A file that does not exist is an empty corpus: the first trial creates it.
     pub fn read<P: AsRef<Path>>(paths: &[P]) -> Result<Corpus, CorpusError> {
         let mut reader = Reader::default();
         for path in paths {
@@ -132,7 +132,7 @@ pub fn append(path: &Path, trials: &[Trial]) -> Result<(), CorpusError> {
     append_locked(path, |_| Ok(trials.to_vec())).map(|_| ())
 }
 
-/// What a merge did.
+/// Result of a merge.
 #[derive(Debug, Clone, PartialEq)]
 pub struct MergeReport {
     pub rows_added: u64,
@@ -147,7 +147,7 @@ pub fn merge<P: AsRef<Path>>(inputs: &[P], output: &Path) -> Result<MergeReport,
     let mut reader = Reader::default();
     for input in inputs {
         let input = input.as_ref();
-        // A missing input of a merge is a typing error, unlike a corpus that has no trial yet.
+        // A missing input of a merge is a mistake, unlike a corpus that has no trial yet.
         fs::metadata(input).map_err(|source| CorpusError::io("read", input, source))?;
         reader.read(input)?;
     }
@@ -200,7 +200,7 @@ fn append_locked(path: &Path, rows: impl FnOnce(&File) -> Result<Vec<Trial>, Cor
 enum Header {
     /// Names in file order: rows follow the file, so that its columns may be in any order.
     Columns(Vec<String>),
-    /// Nothing yet, or what a crash left of our own first line.
+    /// Nothing yet, or a part of our own first line, left by a crash.
     Torn,
     Unusable(String),
 }
@@ -217,7 +217,7 @@ fn header(file: &File) -> io::Result<Header> {
     Ok(match columns {
         None => Header::Unusable("is not text".to_string()),
         Some(Err(reason)) => Header::Unusable(reason),
-        // Read, but not written to: rows of this schema would lose what those columns hold.
+        // Read, but not appended to: rows of this schema would lose the content of those columns.
         Some(Ok(columns)) => match ADDED_IN_2.into_iter().find(|added| !columns.iter().any(|name| name == added)) {
             Some(added) => Header::Unusable(format!("lacks {added}: it is of schema 1")),
             None => Header::Columns(columns),
@@ -225,7 +225,7 @@ fn header(file: &File) -> io::Result<Header> {
     })
 }
 
-/// The names of a header, if every column that all schemas have is there, and none twice.
+/// The names of a header, if it has every column that all schemas share, and no column twice.
 fn header_columns(names: &[String]) -> Result<Vec<String>, String> {
     let mut names = names.to_vec();
     if let Some(first) = names.first_mut() {
@@ -262,7 +262,7 @@ fn row_line(columns: &[String], trial: &Trial) -> io::Result<String> {
 /// Appends one line, whole or not at all.
 fn write_line(mut file: &File, line: &str) -> io::Result<()> {
     let before = file.metadata()?.len();
-    // One `write(2)` unless the disk takes only a part; the rest of a part then tells why.
+    // One `write(2)` unless the disk takes only a part; writing the rest then gives the reason.
     file.write_all(line.as_bytes()).or_else(|error| {
         file.set_len(before)?;
         Err(error)
@@ -317,7 +317,7 @@ impl Reader {
             Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),
             Err(source) => return Err(CorpusError::io("read", path, source)),
         };
-        // A row that is being written is waited for. Without locks it is reported as torn, and whole the next time.
+        // Waits for a row that is being written. Without locks such a row is reported as torn, and is whole the next time.
         let locked = file.lock_shared().is_ok();
         let result = self.read_open(path, &file);
         if locked {
@@ -479,7 +479,7 @@ impl<R: BufRead> Lines<R> {
     }
 }
 
-/// What a corpus holds, for people.
+/// Contents of a corpus, for people.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct CorpusStats {
     pub rows: u64,

@@ -1,4 +1,4 @@
-//! From a checkpoint to a `ModelGraph`: the closed-schema importer and the weights behind it.
+//! From a checkpoint to a `ModelGraph`: the closed-schema importer, and the weights.
 
 pub mod config;
 pub mod graph;

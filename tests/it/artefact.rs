@@ -1,5 +1,5 @@
-//! A kernel is made of parts that lie in the cache. Each is edited by hand here, sealed anew so that the cache sees no
-//! damage, and must never reach what executes.
+//! A kernel consists of parts that lie in the cache. Here each is edited and sealed again, so that the cache sees no damage;
+//! none may be executed.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -155,7 +155,7 @@ fn a_part_without_a_link_is_made_again_and_an_edited_link_vouches_for_nothing() 
     for link in &links {
         fs::remove_file(link).expect("a link");
         let report = place.build().unwrap_or_else(|fault| panic!("{fault}"));
-        assert_eq!(report.ran, 1, "the part is made again, and everything behind it is as it was");
+        assert_eq!(report.ran, 1, "the part is made again, and everything after it is as it was");
     }
     for link in &links {
         let sound = fs::read(link).expect("a link");
@@ -167,7 +167,7 @@ fn a_part_without_a_link_is_made_again_and_an_edited_link_vouches_for_nothing() 
         assert!(fault.message.contains("names no content") && fault.remedy.is_some(), "{fault}");
         fs::write(link, sound).expect("the link as it was");
     }
-    // A damaged link is none.
+    // A damaged link counts as absent.
     let mut bytes = fs::read(&links[0]).expect("a link");
     bytes[3] ^= 1;
     fs::write(&links[0], bytes).expect("a link");

@@ -105,7 +105,7 @@ record = \"cpu\"
     )
 }
 
-/// What a command said.
+/// Output of a command.
 #[derive(Debug)]
 pub struct Answer {
     pub code: i32,

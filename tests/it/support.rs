@@ -1,4 +1,4 @@
-//! What several integration tests share: fixtures, goldens, distances.
+//! Shared by several integration tests: fixtures, goldens, distances.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -10,7 +10,7 @@ pub fn fixture(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name)
 }
 
-/// The checkpoints of a folder of fixtures that are there to be computed, as `folder/name`.
+/// The supported checkpoints of a folder of fixtures, as `folder/name`.
 pub fn checkpoints(folder: &str) -> Vec<String> {
     let entries = std::fs::read_dir(fixture(folder)).unwrap();
     let mut names: Vec<String> = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();

@@ -1,8 +1,8 @@
 //! From `config.json` and tensor headers to a `ModelGraph`: an allow-list, or a refusal that names every reason.
 //!
 //! Every key is modelled, or neutral at its value, or the import fails; every tensor is used, or neutral, or the import
-//! fails. A model that is accepted and computed wrong is the worst fault this program can have, so what transformers
-//! itself would pass over with a warning is refused here. Where versions of transformers differ, version 5 counts.
+//! fails. A model that is accepted and computed wrong is the worst fault of this program, so the importer also refuses
+//! what transformers accepts with a warning. If versions of transformers differ, version 5 counts.
 
 mod families;
 mod plan;
@@ -38,11 +38,11 @@ pub struct Imported {
     pub header_bytes_read: u64,
     /// `config.json` as it was read.
     pub config_text: String,
-    /// What a user should know: limits that the checkpoint does not have elsewhere. One sentence each.
+    /// Notes for the user: limits that the checkpoint does not have elsewhere. One sentence each.
     pub notes: Vec<String>,
 }
 
-/// Why a folder is no model that monobloc can compute.
+/// Why monobloc cannot compute the model of a folder.
 #[derive(Debug, thiserror::Error)]
 pub enum ImportError {
     #[error(transparent)]
@@ -79,7 +79,7 @@ impl From<ImportError> for Fault {
             ImportError::File(error) => Fault::from(error),
             ImportError::Syntax { .. } => Fault::input(message),
             ImportError::Refused { .. } => Fault::input(message)
-                .with_remedy("what is not modelled is refused, because it might change the result; see README.md"),
+                .with_remedy("what is not modelled is refused, because it might change the result; see docs/models.md"),
         }
     }
 }
@@ -281,7 +281,7 @@ enum Extra {
     Unknown,
 }
 
-/// What a tensor that the graph does not read may be.
+/// Classifies a tensor that the graph does not read.
 fn extra_tensor(name: &str, plan: &Plan) -> Extra {
     let is_buffer = |suffix: &str| name.strip_suffix(suffix).is_some_and(|path| path.is_empty() || path.ends_with('.'));
     // Old checkpoints store what transformers recomputes: rotary frequencies, and GPT-NeoX its causal mask.

@@ -1,4 +1,4 @@
-//! What the importer refuses, and what it must never pass over.
+//! The importer refuses what it must, and misses nothing.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
