@@ -7,6 +7,7 @@ pub use alone::{LayerOp, graph_of, lower_alone, outputs};
 use crate::candidate::{Candidate, Infeasible, SPLITS_MAX};
 use crate::dtype::{DType, Precision};
 use crate::ir::BufferId;
+use crate::ir::layout::cache_pitch;
 use crate::ir::op::{Access, Attention, Epilogue, MatVec, NormAttr, Op, PARTIAL_HEADER, QkNormAttr, Role, UNIT_ROWS};
 use crate::ir::program::{Buffer, Cols, Content, Grid, Operand, Part, Program, Rows, Second, Space, VectorPart};
 use crate::ir::variant::{AttentionVariant, LANES, MatVecVariant, granule_pairs, sum_width_max};
@@ -499,12 +500,6 @@ pub fn attention_of(graph: &ModelGraph, a: &graph::Attention) -> Attention {
     }
 }
 
-/// Columns from one KV head to the next in a cache row: `head_dim`, rounded up to what a bulk copy can start at.
-pub fn cache_pitch(head_dim: u32, dtype: DType) -> u32 {
-    let bytes = dtype.bytes() as u32;
-    (head_dim * bytes).next_multiple_of(COPY_ALIGN_BYTES) / bytes
-}
-
 /// Rows of the units of a matvec: the most, `least` at least, that leave the longest share of the SMs shortest.
 fn unit_rows(op: &MatVec, precision: Precision, sms: u32, least: u32) -> u32 {
     let bytes = precision.weights.bytes() as u32;
@@ -552,14 +547,6 @@ pub fn refuses_everywhere(graph: &ModelGraph, precision: Precision, consumer_war
     let most = sum_width_max(precision, consumer_warps);
     (graph.hidden > most).then(|| format!("0, for a block holds a branch of at most {most} values in registers"))
 }
-
-/// Bytes of a cache row of one KV head.
-pub fn cache_row_bytes(head_dim: u32, dtype: DType) -> u32 {
-    cache_pitch(head_dim, dtype) * dtype.bytes() as u32
-}
-
-/// Bulk and 16-byte asynchronous copies take addresses and lengths in multiples of this.
-const COPY_ALIGN_BYTES: u32 = 16;
 
 /// Query heads are rows of one 8-row half of a tensor-core operand.
 pub const HEADS_PER_TASK_MAX: u32 = 8;

@@ -9,7 +9,8 @@
 
 use crate::dtype::DType;
 use crate::error::Fault;
-use crate::ir::op::{GRANULE_ROW_BYTES, Op, Role, UNIT_ROWS};
+use crate::ir::layout::GRANULE_ROW_BYTES;
+use crate::ir::op::{Op, Role, UNIT_ROWS};
 use crate::ir::program::{Buffer, Content, Part, Space, VectorPart};
 use crate::ir::schedule::{RunBytes, Schedule};
 use crate::ir::{BufferId, SmId, TaskId};

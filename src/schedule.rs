@@ -1,22 +1,17 @@
 //! Places a program on a machine: shares of every grid, queues, events derived from regions, streams, memory map.
 
-use crate::candidate::{Candidate, Infeasible, RING_SLOTS_MAX, default_splits};
-use crate::dtype::{DType, Precision};
-use crate::ir::op::{
-    Access, Attention, Epilogue, GRANULE_BYTES, HISTORY_ALIGN, MatVec, Op, PARTIAL_HEADER, Role, UNIT_ROWS,
+use crate::candidate::{Candidate, Infeasible};
+use crate::ir::layout::{
+    GRANULE_BYTES, RING_SLOTS_MAX, SmemNeeds, cache_row_bytes, place_align, placed_bytes, smem_map,
 };
+use crate::ir::op::{Access, Attention, Epilogue, HISTORY_ALIGN, MatVec, Op, Role, UNIT_ROWS};
 use crate::ir::program::{Grid, Program, Second, Space};
-use crate::ir::schedule::{Event, Machine, Mechanism, Regime, Ring, Run, RunBytes, Schedule, SmemPart, Task, Wait};
-use crate::ir::variant::{Held, POLL_PAIRS, SUM_UNITS, SUM_UNITS_MAX};
+use crate::ir::schedule::{Event, Machine, Mechanism, Regime, Ring, Run, RunBytes, Schedule, Task, Wait};
+use crate::ir::variant::{Held, POLL_PAIRS, SUM_UNITS_MAX};
 use crate::ir::{BufferId, EventId, GridId, TaskId};
-use crate::lower::{attention_of, cache_row_bytes, refuses_everywhere};
-use crate::model::graph::{Layer, ModelGraph};
 use crate::target::{CopyMechanism, DotMechanism, Target, TargetKind};
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap};
-
-/// Bytes of a queue entry in the kernel's tables.
-pub const QUEUE_ENTRY_BYTES: u32 = 64;
 
 /// Places `program` on `target` as `candidate` says, or names what does not fit.
 pub fn schedule(program: Program, target: &Target, candidate: &Candidate) -> Result<Schedule, Infeasible> {
@@ -188,108 +183,6 @@ fn loader_warps(target: &Target) -> u32 {
     }
 }
 
-/// Shared memory that does not depend on the ring, bytes: an upper bound for the default candidate.
-pub fn fixed_smem_bytes(
-    graph: &ModelGraph,
-    target: &Target,
-    precision: Precision,
-    consumer_warps: u32,
-    sms: u32,
-) -> u64 {
-    let k_max = graph
-        .layers
-        .iter()
-        .flat_map(|l| [l.attn.q.cols, l.attn.o.cols, l.mlp.up.cols, l.mlp.down.cols])
-        .chain([graph.head.cols])
-        .max()
-        .unwrap_or(0);
-    let dim = graph.layers.iter().map(|l| l.attn.head_dim).max().unwrap_or(0);
-    let mma = target.spec.dot == DotMechanism::Mma;
-    let attention: Vec<Attention> = graph.layers.iter().map(|l| attention_of(graph, &l.attn)).collect();
-    // Tasks of the longest queue: its share of split attention and its merge, rounded up, and what every SM has one of in a layer and
-    // in a step.
-    let shares = |a: &Attention| a.head_groups() * default_splits(a.head_groups(), sms, a.head_dim) + a.heads;
-    let posts = |l: &Layer| [&l.attn_post_norm, &l.mlp_post_norm].into_iter().flatten().count() as u32;
-    let whole_tasks: u32 = graph.layers.iter().map(|l| 4 + posts(l)).sum();
-    let shared_tasks: u32 = attention.iter().map(shares).sum();
-    let units = graph.hidden.div_ceil(UNIT_ROWS);
-    let whole = refuses_everywhere(graph, precision, consumer_warps).is_none();
-    let parts = smem_parts(&SmemNeeds {
-        sms,
-        k_max,
-        head_dim: dim,
-        heads_per_task: crate::lower::HEADS_PER_TASK_MAX
-            .min(graph.layers.iter().map(|l| l.attn.heads / l.attn.kv_heads).max().unwrap_or(1)),
-        residual_units: if whole { units } else { units.div_ceil(sms) },
-        records: attention.iter().map(|a| a.records(precision, mma, consumer_warps)).max().unwrap_or(0),
-        precision,
-        dot: target.spec.dot,
-        consumer_warps,
-        sum_units: SUM_UNITS,
-        ring_bytes: 0,
-        // Select, report, embedding and head; a share may begin anywhere.
-        queue_max: whole_tasks + shared_tasks.div_ceil(sms) + 1 + 4,
-    });
-    parts.last().map_or(0, |p| u64::from(p.offset) + u64::from(p.bytes))
-}
-
-struct SmemNeeds {
-    sms: u32,
-    k_max: u32,
-    head_dim: u32,
-    heads_per_task: u32,
-    /// Records of a query head that meet at the end of attention.
-    records: u32,
-    /// Units of 8 columns of the residual that a block has at most.
-    residual_units: u32,
-    precision: Precision,
-    dot: DotMechanism,
-    consumer_warps: u32,
-    sum_units: u32,
-    ring_bytes: u32,
-    queue_max: u32,
-}
-
-/// The shared-memory map in address order. Scratch of the running task (`stage`, `reduce`, `heads`) is reused by the next
-/// one behind the block barrier between tasks; `residual` and `state` live as long as the launch.
-fn smem_parts(n: &SmemNeeds) -> Vec<SmemPart> {
-    // The staged input: bf16 where tensor cores read it, fp32 otherwise. A granule reads 64 bytes of bf16 k at a time.
-    let stage_bytes = match (n.precision.weights, n.dot) {
-        (DType::Bf16, DotMechanism::Mma) => n.k_max.next_multiple_of(32) * 2,
-        _ => n.k_max.next_multiple_of(32) * 4,
-    };
-    // Two batches of partial sums, so that a warp may start the next batch while others still add up this one. Attention
-    // stages nothing: the state of each team of warps and of the current position (maximum, sum, accumulators) takes both places,
-    // and in a merge the state of each warp.
-    let sums = 2 * n.sum_units * n.consumer_warps * UNIT_ROWS * 4;
-    let attention = n.records * n.heads_per_task * (n.head_dim + PARTIAL_HEADER) * 4;
-    // Where a token is drawn: the best logit of each SM, seven sums of each warp, and ids, of which few are enough.
-    let sampling = n.sms * 4 + n.consumer_warps * 56 + 64;
-    let merge = n.consumer_warps * (n.head_dim + PARTIAL_HEADER) * 4;
-    let scratch = attention.max(merge).max(sampling);
-    let parts = [
-        ("ring", n.ring_bytes),
-        ("stage", stage_bytes),
-        ("reduce", sums.max(scratch.saturating_sub(stage_bytes.next_multiple_of(128)))),
-        // q of a task, k, v, in fp32, and q once more as the tensor cores take it.
-        ("heads", (n.heads_per_task + 2) * n.head_dim * 4 + n.heads_per_task * n.head_dim.next_multiple_of(32) * 2),
-        ("residual", n.residual_units * UNIT_ROWS * 4),
-        // The queue of this SM, read once a launch.
-        ("queue", n.queue_max.saturating_mul(QUEUE_ENTRY_BYTES)),
-        // Ring barriers, what each warp carries from task to task and its statistics, token, watchdog.
-        ("state", RING_SLOTS_MAX * 16 + n.consumer_warps * 64 + 512),
-    ];
-    let mut offset = 0u32;
-    parts
-        .into_iter()
-        .map(|(name, bytes)| {
-            let part = SmemPart { name: name.to_string(), offset, bytes: bytes.next_multiple_of(128) };
-            offset += part.bytes;
-            part
-        })
-        .collect()
-}
-
 fn machine(program: &Program, target: &Target, c: &Candidate, queue_max: u32) -> Result<Machine, Infeasible> {
     let spec = &target.spec;
     let mut needs = SmemNeeds {
@@ -300,7 +193,7 @@ fn machine(program: &Program, target: &Target, c: &Candidate, queue_max: u32) ->
         records: 0,
         residual_units: 0,
         precision: program.precision,
-        dot: spec.dot,
+        tensor_cores: spec.dot == DotMechanism::Mma,
         consumer_warps: c.consumer_warps,
         sum_units: c.sum_units,
         ring_bytes: c.ring_slots.saturating_mul(c.slot_bytes),
@@ -333,7 +226,7 @@ fn machine(program: &Program, target: &Target, c: &Candidate, queue_max: u32) ->
             Op::Select | Op::Report | Op::AttentionMerge { .. } => {}
         }
     }
-    let smem = smem_parts(&needs);
+    let smem = smem_map(&needs);
     let bytes = smem.iter().map(|p| u64::from(p.bytes)).sum::<u64>();
     if bytes > u64::from(spec.smem_bytes_per_block_max) {
         let target = target.name.clone();
@@ -374,23 +267,11 @@ fn placement(program: &Program) -> Vec<Option<u64>> {
             matches!(b.space, Space::Exchange | Space::Cache | Space::Output).then(|| {
                 let at = next.entry(b.space.name()).or_default();
                 let offset = *at;
-                *at += placed_bytes(b).next_multiple_of(256);
+                *at += place_align(placed_bytes(b));
                 offset
             })
         })
         .collect()
-}
-
-/// Bytes a buffer takes in its arena, all phases. A packet is 8 bytes: two bf16 values or one 32-bit value, and the tag.
-pub fn placed_bytes(b: &crate::ir::program::Buffer) -> u64 {
-    let elements = u64::from(b.rows) * u64::from(b.cols);
-    match b.space {
-        Space::Exchange => {
-            let per_packet = 4 / b.dtype.bytes() as u64;
-            u64::from(b.phases) * elements.div_ceil(per_packet).next_multiple_of(2) * 8
-        }
-        _ => elements * b.dtype.bytes() as u64,
-    }
 }
 
 /// Whether a regime with or without split attention has tasks of a grid.

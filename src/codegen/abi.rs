@@ -3,10 +3,10 @@
 
 use super::emit::classes;
 use crate::digest::Digest;
-use crate::ir::op::{GRANULE_BYTES, Op, Role};
+use crate::ir::layout::{GRANULE_BYTES, cache_row_bytes, place_align, placed_bytes};
+use crate::ir::op::{Op, Role};
 use crate::ir::program::{Program, Space};
 use crate::ir::schedule::{RunBytes, Schedule};
-use crate::lower::cache_row_bytes;
 use crate::validate::Validated;
 use bytemuck::{Pod, Zeroable};
 
@@ -276,7 +276,7 @@ fn arena_bytes(schedule: &Schedule, space: Space) -> u64 {
         .iter()
         .zip(&schedule.placement)
         .filter(|(b, _)| b.space == space)
-        .filter_map(|(b, at)| at.map(|at| at + crate::schedule::placed_bytes(b).next_multiple_of(256)))
+        .filter_map(|(b, at)| at.map(|at| at + place_align(placed_bytes(b))))
         .max()
         .unwrap_or(0)
 }

@@ -3,11 +3,11 @@
 use super::{Float, HEADERS, KernelSource};
 use crate::dtype::DType;
 use crate::ir::GridId;
+use crate::ir::layout::{cache_pitch, cache_row_bytes};
 use crate::ir::op::{Attention, Epilogue, HISTORY_ALIGN, MatVec, NormAttr, Op, QkNormAttr, Role};
 use crate::ir::program::{Grid, Program};
 use crate::ir::schedule::Schedule;
 use crate::ir::variant::{AttentionVariant, Held, MatVecVariant, ahead_rule, team_rule};
-use crate::lower::{cache_pitch, cache_row_bytes};
 use crate::model::graph::{Act, NormKind, QkNormSpan};
 use crate::target::{CopyMechanism, DotMechanism, Target};
 use crate::validate::Validated;

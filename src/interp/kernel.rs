@@ -6,7 +6,8 @@
 //!
 //! This is the one file outside `cuda` that holds `unsafe`, next to the cache arena in `memory`: vector loads.
 
-use crate::ir::op::{GRANULE_BYTES, GRANULE_ROW_BYTES, UNIT_ROWS};
+use crate::ir::layout::{GRANULE_BYTES, GRANULE_ROW_BYTES};
+use crate::ir::op::UNIT_ROWS;
 
 const GRANULE: usize = GRANULE_BYTES as usize;
 const GRANULE_ROW: usize = GRANULE_ROW_BYTES as usize;

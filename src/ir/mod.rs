@@ -27,6 +27,7 @@
 //!   ordinary stores and read by bulk copies need a proxy fence between; the event on that path must say `proxy`.
 //!   The history of the cache is acquired once a step, by the carried event that every SM waits for first.
 
+pub mod layout;
 pub mod op;
 pub mod parse;
 pub mod print;

@@ -119,57 +119,8 @@ impl Attention {
 pub const HISTORY_ALIGN: u32 = 16;
 /// Output rows of one unit of a `MatVec`: the n extent of `mma.m16n8k16`. Units of 4 or 2 rows fill it with as many parts of k.
 pub const UNIT_ROWS: u32 = 8;
-/// Bytes of one granule: 8 rows of 64 bytes, one 16-byte load for each lane of a warp. In a unit of `r` rows, row `p r + i` of
-/// a granule is part `p` of row `i`: the parts of 64 bytes follow each other.
-pub const GRANULE_BYTES: u32 = 512;
-/// Bytes of one row of a granule.
-pub const GRANULE_ROW_BYTES: u32 = 64;
 /// Floats of one partial attention record beside the head: running maximum and sum.
 pub const PARTIAL_HEADER: u32 = 2;
-
-impl MatVec {
-    /// Launch extent: units of 8 rows, or of 4 gate and 4 up rows.
-    pub fn units(&self) -> u32 {
-        match self.epilogue {
-            Epilogue::Gated(_) => (self.rows / 2).div_ceil(UNIT_ROWS / 2),
-            _ => self.rows.div_ceil(self.unit_rows.max(1)),
-        }
-    }
-
-    /// Whether units may have `rows` rows when a weight takes `bytes` bytes: where a unit is columns of the output and nothing
-    /// else, and k is whole granules.
-    pub fn takes_unit_rows(&self, rows: u32, bytes: u32) -> bool {
-        rows == UNIT_ROWS
-            || matches!(rows, 2 | 4)
-                && matches!(self.epilogue, Epilogue::Store | Epilogue::Act(_))
-                && self.k.is_multiple_of(granule_k(bytes) * (UNIT_ROWS / rows))
-    }
-
-    /// Parts of k side by side in a granule.
-    pub fn parts(&self) -> u32 {
-        UNIT_ROWS / self.unit_rows.clamp(1, UNIT_ROWS)
-    }
-
-    /// Granules of one unit when a weight takes `bytes` bytes.
-    pub fn granules(&self, bytes: u32) -> u32 {
-        self.k.div_ceil(granule_k(bytes) * self.parts())
-    }
-
-    /// Bytes of one unit when a weight takes `bytes` bytes.
-    pub fn unit_bytes(&self, bytes: u32) -> u64 {
-        u64::from(self.granules(bytes)) * u64::from(GRANULE_BYTES)
-    }
-}
-
-/// Weights of a row of a granule when a weight takes `bytes` bytes.
-fn granule_k(bytes: u32) -> u32 {
-    GRANULE_ROW_BYTES / bytes
-}
-
-/// Granules of a unit of 8 rows of `k` weights when a weight takes `bytes` bytes.
-pub fn granules(k: u32, bytes: u32) -> u32 {
-    k.div_ceil(granule_k(bytes))
-}
 
 /// What an operand is to its op; the order of the roles in [`Op::signature`] is the order of the operands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]

@@ -1,6 +1,6 @@
 //! Owns `Schedule`: a program placed on a machine as data: queues, events, chunk runs, memory map.
 
-use super::op::GRANULE_BYTES;
+use super::layout::{GRANULE_BYTES, chunk_granules};
 use super::program::Program;
 use super::{BufferId, EventId, GridId, SmId, TaskId};
 use std::collections::HashMap;
@@ -137,14 +137,10 @@ impl Ring {
     /// units of whole chunks, each as many granules for every warp. A slot that is not filled is memory not used; a chunk
     /// that ends inside a unit would be instructions between two hops.
     pub fn chunking(&self, unit: u32) -> Chunking {
-        let (unit, slot, warps) = (unit.max(1), (self.slot_bytes / GRANULE_BYTES).max(1), self.arrivals.max(1));
-        if unit <= slot {
-            return Chunking { chunk: slot / unit * unit, block: None };
-        }
-        // The validator refuses a slot without a granule for every warp.
-        let most = (slot / warps * warps).max(1);
-        let chunk = unit.div_ceil(unit.div_ceil(most)).next_multiple_of(warps).min(most);
-        Chunking { chunk, block: Some(unit) }
+        let unit = unit.max(1);
+        let chunk = chunk_granules(unit, self.slot_bytes, self.arrivals);
+        let whole = unit <= (self.slot_bytes / GRANULE_BYTES).max(1);
+        Chunking { chunk, block: if whole { None } else { Some(unit) } }
     }
 }
 

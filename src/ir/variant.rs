@@ -1,7 +1,8 @@
 //! Owns the variants of ops: what a kernel may do in more than one way. They decide how fast an op is and nothing else: the
 //! interpreter knows none of them, and results differ by rounding at most.
 
-use super::op::{Attention, GRANULE_ROW_BYTES, MatVec};
+use super::layout::GRANULE_ROW_BYTES;
+use super::op::{Attention, MatVec};
 use super::schedule::Machine;
 use crate::dtype::{DType, Precision};
 use crate::model::graph::QkNormSpan;

@@ -318,7 +318,7 @@ pub(super) fn space_of(site: &Site<'_>) -> Space {
     let default = site.default_candidate();
     let fixed = |consumer_warps: u32| {
         // The smallest ring that these warps can have, so that all else is what shared memory holds.
-        let slot_bytes = consumer_warps * crate::ir::op::GRANULE_BYTES * 4;
+        let slot_bytes = consumer_warps * crate::ir::layout::GRANULE_BYTES * 4;
         let smallest = Candidate {
             consumer_warps,
             slot_bytes,

@@ -6,9 +6,10 @@
 use std::collections::BTreeMap;
 use std::sync::LazyLock;
 
-use crate::candidate::{Candidate, Infeasible, KNOB_NAMES, RING_SLOTS_MAX, Values, chunk_bytes, unit_bytes};
+use crate::candidate::{Candidate, Infeasible, KNOB_NAMES, Values};
 use crate::digest::Digest;
 use crate::dtype::Precision;
+use crate::ir::layout::{RING_SLOTS_MAX, chunk_bytes, unit_bytes};
 use crate::ir::op::UNIT_ROWS;
 use crate::ir::variant::SUM_UNITS;
 use crate::lower::{LayerOp, finest_unit_rows, heads_of_task, lower};

@@ -2,7 +2,8 @@
 
 use super::wellformed::Owners;
 use super::{Entity, Found, Rule, Witness, note};
-use crate::ir::op::{GRANULE_BYTES, HISTORY_ALIGN, Op, Role};
+use crate::ir::layout::GRANULE_BYTES;
+use crate::ir::op::{HISTORY_ALIGN, Op, Role};
 use crate::ir::schedule::{Regime, RunBytes, Schedule, Task};
 use crate::ir::{EventId, GridId, SmId, TaskId};
 
