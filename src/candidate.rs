@@ -1,8 +1,9 @@
 //! Owns `Candidate`: one unmeasured point of the search space, and `Infeasible`: why a point does not fit.
 
 use crate::ir::op::UNIT_ROWS;
+use crate::ir::program::LayerOp;
 use crate::ir::schedule::Mechanism;
-use crate::ir::variant::{AttentionVariant, MatVecVariant, POLL_PAIRS, SUM_UNITS, ahead_rule, team_rule};
+use crate::ir::variant::{POLL_BATCH, REDUCE_BATCH, prefetch_v_rule, warps_per_head_rule};
 use std::fmt;
 use thiserror::Error;
 
@@ -41,7 +42,7 @@ pub struct Candidate {
     /// Pairs of packets that a thread waits for at once.
     pub poll_pairs: u32,
     /// Units whose weights a warp holds in registers at once, of each matvec of a layer (`up`: with the gate, where there is
-    /// one) and of the head; 0: as many as the rule of `ir::variant::Held` says.
+    /// one) and of the head; 0: as many as the rule of `ir::variant::RegisterTiling` says.
     pub hold_qkv: u32,
     pub hold_o: u32,
     pub hold_up: u32,
@@ -144,30 +145,15 @@ impl Candidate {
         }
     }
 
-    /// The knob that says how many units a warp holds of the matvec called `grid`, and its value.
-    pub fn hold_of(&self, grid: &str) -> Option<(&'static str, u32)> {
-        match grid.split('.').next()? {
-            "qkv" => Some(("hold_qkv", self.hold_qkv)),
-            "o" => Some(("hold_o", self.hold_o)),
-            "gate_up" | "up" => Some(("hold_up", self.hold_up)),
-            "down" => Some(("hold_down", self.hold_down)),
-            "head" => Some(("hold_head", self.hold_head)),
-            _ => None,
-        }
-    }
-
-    /// How the matvec called `grid` is to be done.
-    pub fn matvec_variant(&self, grid: &str) -> MatVecVariant {
-        let hold = self.hold_of(grid).map(|(_, units)| units).filter(|units| *units > 0);
-        MatVecVariant { hold, poll: Some(self.poll_pairs).filter(|pairs| *pairs != POLL_PAIRS) }
-    }
-
-    /// How attention over heads of `head_dim` is to be done.
-    pub fn attention_variant(&self, head_dim: u32) -> AttentionVariant {
-        let ahead = self.attention_ahead != 0;
-        AttentionVariant {
-            team: Some(self.attention_team).filter(|warps| *warps != team_rule(head_dim)),
-            ahead: Some(ahead).filter(|ahead| *ahead != ahead_rule(head_dim)),
+    /// The knob that says how many units a warp holds of the matvec that `op` is, and its value; 0: as many as the rule says.
+    pub fn units_per_warp(&self, op: LayerOp) -> Option<(&'static str, u32)> {
+        match op {
+            LayerOp::Qkv => Some(("hold_qkv", self.hold_qkv)),
+            LayerOp::O => Some(("hold_o", self.hold_o)),
+            LayerOp::Up => Some(("hold_up", self.hold_up)),
+            LayerOp::Down => Some(("hold_down", self.hold_down)),
+            LayerOp::Head => Some(("hold_head", self.hold_head)),
+            LayerOp::Attention => None,
         }
     }
 
@@ -175,8 +161,8 @@ impl Candidate {
     /// the knob, for heads of `head_dim`. The knobs of the first trials are in every text.
     pub fn of_first(head_dim: u32) -> Candidate {
         let mut values = [1; KNOB_NAMES.len()];
-        let (team, ahead) = (team_rule(head_dim), u32::from(ahead_rule(head_dim)));
-        let later = [0, 5, SUM_UNITS, POLL_PAIRS, 0, 0, 0, 0, 0, team, ahead, UNIT_ROWS, 0];
+        let (team, ahead) = (warps_per_head_rule(head_dim), u32::from(prefetch_v_rule(head_dim)));
+        let later = [0, 5, REDUCE_BATCH, POLL_BATCH, 0, 0, 0, 0, 0, team, ahead, UNIT_ROWS, 0];
         let first = values.len() - later.len();
         values.iter_mut().skip(first).zip(later).for_each(|(value, later)| *value = later);
         Candidate::of_values(&values)

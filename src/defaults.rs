@@ -8,7 +8,7 @@ use crate::dtype::Precision;
 use crate::ir::layout::{GRANULE_BYTES, SmemNeeds, cache_row_bytes, chunk_bytes, smem_map, unit_bytes};
 use crate::ir::op::{Attention, HISTORY_ALIGN, PARTIAL_HEADER, UNIT_ROWS};
 use crate::ir::schedule::Mechanism;
-use crate::ir::variant::{POLL_PAIRS, SUM_UNITS, ahead_rule, team_rule};
+use crate::ir::variant::{AttentionVariant, POLL_BATCH, REDUCE_BATCH, prefetch_v_rule, warps_per_head_rule};
 use crate::lower::{HEADS_PER_TASK_MAX, attention_of, finest_unit_rows, heads_per_task_most, refuses_everywhere};
 use crate::model::graph::{Layer, ModelGraph};
 use crate::target::{CopyMechanism, DotMechanism, Target, TargetKind};
@@ -59,15 +59,15 @@ impl Candidate {
             light_eighth: 0,
             // What the slowest SMs of an H200 fall behind the mean.
             light_percent: 5,
-            sum_units: SUM_UNITS,
-            poll_pairs: POLL_PAIRS,
+            sum_units: REDUCE_BATCH,
+            poll_pairs: POLL_BATCH,
             hold_qkv: 0,
             hold_o: 0,
             hold_up: if cpu { 0 } else { default_hold_up(graph, precision, consumer_warps, sms, slot_bytes) },
             hold_down: 0,
             hold_head: 0,
-            attention_team: team_rule(head_dim),
-            attention_ahead: u32::from(ahead_rule(head_dim)),
+            attention_team: warps_per_head_rule(head_dim),
+            attention_ahead: u32::from(prefetch_v_rule(head_dim)),
             unit_rows: if cpu { UNIT_ROWS } else { finest_unit_rows(graph, precision, sms, 4) },
             // A hop less for each sum (docs/perf-log.md).
             sums_everywhere: u32::from(!cpu && refuses_everywhere(graph, precision, consumer_warps).is_none()),
@@ -170,7 +170,7 @@ impl Flight {
     }
 }
 
-/// Two units of up at once, a gate's and its up's, where a layer streams for long and the rule of `ir::variant::Held` holds
+/// Two units of up at once, a gate's and its up's, where a layer streams for long and the rule of `ir::variant::RegisterTiling` holds
 /// one; 0, the rule, elsewhere (docs/perf-log.md).
 fn default_hold_up(graph: &ModelGraph, precision: Precision, warps: u32, sms: u32, slot_bytes: u32) -> u32 {
     // Eight granules of each: registers for as many more are free.
@@ -207,6 +207,7 @@ pub fn fixed_smem_bytes(
     let shared_tasks: u32 = attention.iter().map(shares).sum();
     let units = graph.hidden.div_ceil(UNIT_ROWS);
     let whole = refuses_everywhere(graph, precision, consumer_warps).is_none();
+    let records = |a: &Attention| AttentionVariant::by_rule(a, precision, mma, consumer_warps).records(consumer_warps);
     let parts = smem_map(&SmemNeeds {
         sms,
         k_max,
@@ -214,11 +215,11 @@ pub fn fixed_smem_bytes(
         heads_per_task: HEADS_PER_TASK_MAX
             .min(graph.layers.iter().map(|l| l.attn.heads / l.attn.kv_heads).max().unwrap_or(1)),
         residual_units: if whole { units } else { units.div_ceil(sms) },
-        records: attention.iter().map(|a| a.records(precision, mma, consumer_warps)).max().unwrap_or(0),
+        records: attention.iter().map(records).max().unwrap_or(0),
         precision,
         tensor_cores: mma,
         consumer_warps,
-        sum_units: SUM_UNITS,
+        reduce_batch: REDUCE_BATCH,
         ring_bytes: 0,
         // Select, report, embedding and head; a share may begin anywhere.
         queue_max: whole_tasks + shared_tasks.div_ceil(sms) + 1 + 4,

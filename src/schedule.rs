@@ -2,20 +2,25 @@
 
 use crate::candidate::{Candidate, Infeasible};
 use crate::ir::layout::{
-    GRANULE_BYTES, RING_SLOTS_MAX, SmemNeeds, cache_row_bytes, place_align, placed_bytes, smem_map,
+    GRANULE_BYTES, RING_SLOTS_MAX, SmemNeeds, block_granules, cache_row_bytes, chunk_granules, chunk_rows, place_align,
+    placed_bytes, smem_map,
 };
 use crate::ir::op::{Access, Attention, Epilogue, HISTORY_ALIGN, MatVec, Op, Role, UNIT_ROWS};
-use crate::ir::program::{Grid, Program, Second, Space};
+use crate::ir::program::{Grid, LayerOp, Program, Second, Site, Space};
 use crate::ir::schedule::{Event, Machine, Mechanism, Regime, Ring, Run, RunBytes, Schedule, Task, Wait};
-use crate::ir::variant::{Held, POLL_PAIRS, SUM_UNITS_MAX};
+use crate::ir::variant::{
+    AttentionVariant, MatVecVariant, POLL_BATCH, REDUCE_BATCH_MAX, RegisterTiling, Variant, warps_per_head_rule,
+};
 use crate::ir::{BufferId, EventId, GridId, TaskId};
 use crate::target::{CopyMechanism, DotMechanism, Target, TargetKind};
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap};
 
+type Variants = BTreeMap<GridId, Variant>;
+
 /// Places `program` on `target` as `candidate` says, or names what does not fit.
 pub fn schedule(program: Program, target: &Target, candidate: &Candidate) -> Result<Schedule, Infeasible> {
-    let head_units = program.grids.iter().filter(|g| g.name == "head").map(|g| g.n).sum();
+    let head_units = program.grids.iter().filter(|g| g.site == Some(Site::HEAD)).map(|g| g.n).sum();
     check_knobs(head_units, target, candidate)?;
     let split = program.grids.iter().any(|g| matches!(g.op, Op::AttentionMerge { .. }));
     let weights = divide(&program, candidate, split && candidate.split_from == 0);
@@ -27,55 +32,63 @@ pub fn schedule(program: Program, target: &Target, candidate: &Candidate) -> Res
         regimes.push(regime(&program, target, candidate, &weights, candidate.split_from, true)?);
     }
     let queue_max = regimes.iter().flat_map(|r| &r.queues).map(Vec::len).max().unwrap_or(0) as u32;
-    let machine = machine(&program, target, candidate, queue_max)?;
+    let variants = attention_variants(&program, target, candidate)?;
+    let machine = machine(&program, &variants, target, candidate, queue_max)?;
     let placement = placement(&program);
-    let mut schedule = Schedule { program, machine, placement, regimes };
+    let mut schedule = Schedule { program, machine, variants, placement, regimes };
     check_memory(&schedule, target)?;
-    settle_variants(&mut schedule, target, candidate)?;
+    resolve_matvecs(&mut schedule, candidate)?;
     Ok(schedule)
 }
 
-/// Holds the variants of ops against what their tasks became, and leaves out those that say what the kernel does anyway, so that
-/// two candidates that make the same kernel make the same schedule.
-fn settle_variants(schedule: &mut Schedule, target: &Target, c: &Candidate) -> Result<(), Infeasible> {
-    let units = schedule.longest_tasks();
-    let Schedule { program, machine, .. } = schedule;
-    let mut turned = vec![];
-    for (grid, units) in program.grids.iter_mut().zip(units) {
-        match &mut grid.op {
-            Op::MatVec(m) => {
-                let held = Held::of(m, machine, program.precision, units);
-                if let (Some(value), Some((knob, _))) = (m.variant.hold, c.hold_of(&grid.name)) {
-                    if let Some(expected) = held.refuses_hold(value) {
-                        return Err(Infeasible::Knob { knob, value, expected });
-                    }
-                    m.variant.hold = Some(value).filter(|hold| *hold != held.hold_rule());
-                    turned.extend(m.variant.hold.map(|_| knob));
-                }
-                // Of a short input there is less to wait for than of a long one.
-                let poll = m.variant.poll.map(|poll| poll.min(held.pairs()));
-                m.variant.poll = poll.filter(|poll| *poll != held.poll_rule());
-                turned.extend(m.variant.poll.map(|_| "poll_pairs"));
-            }
-            Op::Attention(a) => {
-                let refused =
-                    a.refuses_variant(program.precision, target.spec.dot == DotMechanism::Mma, machine.consumer_warps);
-                if let Some(expected) = refused {
-                    let (knob, value) = match a.variant.team {
-                        Some(team) => ("attention_team", team),
-                        None => ("attention_ahead", c.attention_ahead),
-                    };
-                    return Err(Infeasible::Knob { knob, value, expected });
-                }
-            }
-            Op::Select | Op::Report | Op::Embed { .. } | Op::AttentionMerge { .. } | Op::NormAdd { .. } => {}
+/// The variant of each attention, as the candidate asks for it.
+fn attention_variants(program: &Program, target: &Target, c: &Candidate) -> Result<Variants, Infeasible> {
+    let (precision, tensor_cores) = (program.precision, target.spec.dot == DotMechanism::Mma);
+    let mut variants = Variants::new();
+    for (g, grid) in program.grids.iter().enumerate() {
+        let Op::Attention(a) = &grid.op else { continue };
+        let (warps_per_head, prefetch_v) = (c.attention_team, c.attention_ahead != 0);
+        let variant = AttentionVariant::of(a, precision, tensor_cores, c.consumer_warps, warps_per_head, prefetch_v);
+        if let Some(expected) = a.refuses_variant(&variant, precision, tensor_cores, c.consumer_warps) {
+            let by_rule = warps_per_head == warps_per_head_rule(a.head_dim);
+            let (knob, value) =
+                if by_rule { ("attention_ahead", c.attention_ahead) } else { ("attention_team", warps_per_head) };
+            return Err(Infeasible::Knob { knob, value, expected });
         }
+        variants.insert(GridId::from(g), Variant::Attention(variant));
     }
-    let holds = ["qkv", "o", "up", "down", "head"].into_iter().filter_map(|op| c.hold_of(op));
-    let asked = holds
-        .filter(|(_, units)| *units > 0)
-        .chain(Some(("poll_pairs", c.poll_pairs)).filter(|(_, n)| *n != POLL_PAIRS));
-    for (knob, value) in asked {
+    Ok(variants)
+}
+
+/// Resolves the variant of each matvec from what its tasks became.
+fn resolve_matvecs(schedule: &mut Schedule, c: &Candidate) -> Result<(), Infeasible> {
+    let units = schedule.longest_tasks();
+    let Schedule { program, machine, variants, .. } = schedule;
+    let mut turned = vec![];
+    for (g, (grid, units)) in program.grids.iter().zip(units).enumerate() {
+        let Op::MatVec(m) = &grid.op else { continue };
+        let unit = m.granules(program.precision.weights.bytes() as u32);
+        let chunk = chunk_granules(unit, machine.ring.slot_bytes, machine.ring.arrivals);
+        let block = block_granules(unit, machine.ring.slot_bytes, units);
+        let tiling = RegisterTiling::of(m, machine, program.precision, units, chunk);
+        let knob = grid.site.and_then(|site| c.units_per_warp(site.op)).filter(|(_, value)| *value > 0);
+        let mut units_per_warp = tiling.units_per_warp_rule();
+        if let Some((knob, value)) = knob {
+            if let Some(expected) = tiling.refuses_units_per_warp(value) {
+                return Err(Infeasible::Knob { knob, value, expected });
+            }
+            turned.extend((value != units_per_warp).then_some(knob));
+            units_per_warp = value;
+        }
+        // Of a short input there is less to wait for than of a long one.
+        let poll_batch = c.poll_pairs.min(tiling.pairs());
+        turned.extend((poll_batch != tiling.poll_batch_rule()).then_some("poll_pairs"));
+        let variant = MatVecVariant { units, chunk, block, units_per_warp, poll_batch };
+        variants.insert(GridId::from(g), Variant::MatVec(variant));
+    }
+    let asked = LayerOp::ALL.into_iter().filter_map(|op| c.units_per_warp(op)).filter(|(_, units)| *units > 0);
+    for (knob, value) in asked.chain(Some(("poll_pairs", c.poll_pairs)).filter(|(_, n)| *n != POLL_BATCH)) {
+        // A search would try the same kernel again.
         if !turned.contains(&knob) {
             let expected = "another value: with this one the kernel does what it does by itself".to_string();
             return Err(Infeasible::Knob { knob, value, expected });
@@ -148,8 +161,8 @@ pub fn check_knobs(head_units: u32, target: &Target, c: &Candidate) -> Result<()
     if c.flight_free > c.ring_slots {
         return knob("flight_free", c.flight_free, "at most `ring_slots`");
     }
-    if c.sum_units == 0 || c.sum_units > SUM_UNITS_MAX {
-        return knob("sum_units", c.sum_units, &format!("1 to {SUM_UNITS_MAX}"));
+    if c.sum_units == 0 || c.sum_units > REDUCE_BATCH_MAX {
+        return knob("sum_units", c.sum_units, &format!("1 to {REDUCE_BATCH_MAX}"));
     }
     if c.poll_pairs == 0 {
         return knob("poll_pairs", c.poll_pairs, "at least 1");
@@ -183,7 +196,13 @@ fn loader_warps(target: &Target) -> u32 {
     }
 }
 
-fn machine(program: &Program, target: &Target, c: &Candidate, queue_max: u32) -> Result<Machine, Infeasible> {
+fn machine(
+    program: &Program,
+    variants: &Variants,
+    target: &Target,
+    c: &Candidate,
+    queue_max: u32,
+) -> Result<Machine, Infeasible> {
     let spec = &target.spec;
     let mut needs = SmemNeeds {
         sms: c.sms,
@@ -195,11 +214,11 @@ fn machine(program: &Program, target: &Target, c: &Candidate, queue_max: u32) ->
         precision: program.precision,
         tensor_cores: spec.dot == DotMechanism::Mma,
         consumer_warps: c.consumer_warps,
-        sum_units: c.sum_units,
+        reduce_batch: c.sum_units,
         ring_bytes: c.ring_slots.saturating_mul(c.slot_bytes),
         queue_max,
     };
-    for grid in &program.grids {
+    for (g, grid) in program.grids.iter().enumerate() {
         match &grid.op {
             Op::MatVec(m) => {
                 needs.k_max = needs.k_max.max(m.k);
@@ -210,8 +229,9 @@ fn machine(program: &Program, target: &Target, c: &Candidate, queue_max: u32) ->
             Op::Attention(a) => {
                 needs.head_dim = needs.head_dim.max(a.head_dim);
                 needs.heads_per_task = needs.heads_per_task.max(a.heads_per_task);
-                let mma = spec.dot == DotMechanism::Mma;
-                needs.records = needs.records.max(a.records(program.precision, mma, c.consumer_warps));
+                if let Some(Variant::Attention(variant)) = variants.get(&GridId::from(g)) {
+                    needs.records = needs.records.max(variant.records(c.consumer_warps));
+                }
             }
             Op::NormAdd { .. } | Op::Embed { .. } => {
                 let owned = grid.operand(Role::Residual).map_or(0, |o| {
@@ -239,15 +259,13 @@ fn machine(program: &Program, target: &Target, c: &Candidate, queue_max: u32) ->
     Ok(Machine {
         target: target.name.clone(),
         sms: c.sms,
-        cluster: 1,
         consumer_warps: c.consumer_warps,
         loader_warps,
         registers_per_thread: registers,
-        sum_units: c.sum_units,
+        reduce_batch: c.sum_units,
         ring: Ring {
             slots: c.ring_slots,
             slot_bytes: c.slot_bytes,
-            groups: 1,
             arrivals: c.consumer_warps,
             flight_high: c.flight_high,
             flight_low: c.flight_low,
@@ -257,14 +275,14 @@ fn machine(program: &Program, target: &Target, c: &Candidate, queue_max: u32) ->
     })
 }
 
-/// Offsets of exchange buffers (packets of 8 bytes), cache and output buffers, each in its own arena, 256-byte aligned.
+/// Offsets of constants, exchange buffers, caches and outputs, each in the arena of its space.
 fn placement(program: &Program) -> Vec<Option<u64>> {
     let mut next: BTreeMap<&'static str, u64> = BTreeMap::new();
     program
         .buffers
         .iter()
         .map(|b| {
-            matches!(b.space, Space::Exchange | Space::Cache | Space::Output).then(|| {
+            matches!(b.space, Space::Constant | Space::Exchange | Space::Cache | Space::Output).then(|| {
                 let at = next.entry(b.space.name()).or_default();
                 let offset = *at;
                 *at += place_align(placed_bytes(b));
@@ -386,7 +404,7 @@ fn regime(
                 }
                 Op::Attention(a) => {
                     let row_bytes = cache_row_bytes(a.head_dim, program.precision.cache);
-                    let rows = c.slot_bytes / row_bytes / HISTORY_ALIGN * HISTORY_ALIGN;
+                    let rows = chunk_rows(c.slot_bytes, row_bytes);
                     if rows == 0 {
                         let slot_bytes = c.slot_bytes;
                         return Err(Infeasible::HistoryChunk { slot_bytes, rows: HISTORY_ALIGN, row_bytes });

@@ -3,9 +3,9 @@
 //! Everyone who writes or reads such bytes asks here: scheduling, packing, code generation and the interpreter. Only the
 //! validator keeps arithmetic of its own, because it judges what this module decides.
 
-use super::op::{Epilogue, MatVec, PARTIAL_HEADER, UNIT_ROWS};
+use super::op::{Epilogue, HISTORY_ALIGN, MatVec, PARTIAL_HEADER, UNIT_ROWS};
 use super::program::{Buffer, Space};
-use super::schedule::SmemPart;
+use super::schedule::{SmemKind, SmemPart};
 use crate::dtype::{DType, Precision};
 
 /// Bytes of one granule: 8 rows of 64 bytes, one 16-byte load for each lane of a warp. In a unit of `r` rows, row `p r + i` of
@@ -69,6 +69,17 @@ pub fn chunk_granules(unit: u32, slot_bytes: u32, warps: u32) -> u32 {
     // The validator refuses a slot without a granule for every warp.
     let most = (slot / warps * warps).max(1);
     unit.div_ceil(unit.div_ceil(most)).next_multiple_of(warps).min(most)
+}
+
+/// Granules that no chunk reaches beyond: those of a unit, where a slot does not hold one, else those of a task of `units`.
+pub fn block_granules(unit: u32, slot_bytes: u32, units: u32) -> u32 {
+    let unit = unit.max(1);
+    if unit <= (slot_bytes / GRANULE_BYTES).max(1) { unit.saturating_mul(units.max(1)) } else { unit }
+}
+
+/// Cache rows of a chunk: as many tiles of the history as a slot holds.
+pub fn chunk_rows(slot_bytes: u32, row_bytes: u32) -> u32 {
+    slot_bytes / row_bytes.max(1) / HISTORY_ALIGN * HISTORY_ALIGN
 }
 
 /// Bytes of a chunk of units of `unit` bytes in a slot of `slot_bytes`, before chunks are rounded to granules for every warp.
@@ -138,7 +149,7 @@ pub struct SmemNeeds {
     pub tensor_cores: bool,
     pub consumer_warps: u32,
     /// Units of a matvec whose partial sums meet in one reduction.
-    pub sum_units: u32,
+    pub reduce_batch: u32,
     pub ring_bytes: u32,
     /// Tasks of the longest queue.
     pub queue_max: u32,
@@ -155,29 +166,32 @@ pub fn smem_map(n: &SmemNeeds) -> Vec<SmemPart> {
     // Two batches of partial sums, so that a warp may start the next batch while others still add up this one. Attention
     // stages nothing: the state of each team of warps and of the current position (maximum, sum, accumulators) takes both places,
     // and in a merge the state of each warp.
-    let sums = 2 * n.sum_units * n.consumer_warps * UNIT_ROWS * 4;
+    let sums = 2 * n.reduce_batch * n.consumer_warps * UNIT_ROWS * 4;
     let attention = n.records * n.heads_per_task * (n.head_dim + PARTIAL_HEADER) * 4;
     // Where a token is drawn: the best logit of each SM, seven sums of each warp, and ids, of which few are enough.
     let sampling = n.sms * 4 + n.consumer_warps * 56 + 64;
     let merge = n.consumer_warps * (n.head_dim + PARTIAL_HEADER) * 4;
     let scratch = attention.max(merge).max(sampling);
     let parts = [
-        ("ring", n.ring_bytes),
-        ("stage", stage_bytes),
-        ("reduce", sums.max(scratch.saturating_sub(stage_bytes.next_multiple_of(128)))),
+        (SmemKind::Ring, n.ring_bytes),
+        (SmemKind::Stage, stage_bytes),
+        (SmemKind::Reduce, sums.max(scratch.saturating_sub(stage_bytes.next_multiple_of(128)))),
         // q of a task, k, v, in fp32, and q once more as the tensor cores take it.
-        ("heads", (n.heads_per_task + 2) * n.head_dim * 4 + n.heads_per_task * n.head_dim.next_multiple_of(32) * 2),
-        ("residual", n.residual_units * UNIT_ROWS * 4),
+        (
+            SmemKind::Heads,
+            (n.heads_per_task + 2) * n.head_dim * 4 + n.heads_per_task * n.head_dim.next_multiple_of(32) * 2,
+        ),
+        (SmemKind::Residual, n.residual_units * UNIT_ROWS * 4),
         // The queue of this SM, read once a launch.
-        ("queue", n.queue_max.saturating_mul(QUEUE_ENTRY_BYTES)),
+        (SmemKind::Queue, n.queue_max.saturating_mul(QUEUE_ENTRY_BYTES)),
         // Ring barriers, what each warp carries from task to task and its statistics, token, watchdog.
-        ("state", RING_SLOTS_MAX * 16 + n.consumer_warps * 64 + 512),
+        (SmemKind::State, RING_SLOTS_MAX * 16 + n.consumer_warps * 64 + 512),
     ];
     let mut offset = 0u32;
     parts
         .into_iter()
-        .map(|(name, bytes)| {
-            let part = SmemPart { name: name.to_string(), offset, bytes: bytes.next_multiple_of(128) };
+        .map(|(kind, bytes)| {
+            let part = SmemPart { kind, offset, bytes: bytes.next_multiple_of(128) };
             offset += part.bytes;
             part
         })

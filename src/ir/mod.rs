@@ -54,6 +54,10 @@ define_id!(
     EventId, "e"
 );
 define_id!(
+    /// A layer of a model.
+    LayerId, "l"
+);
+define_id!(
     /// A participating SM: a block index of the launch, not a hardware id.
     SmId, "sm"
 );

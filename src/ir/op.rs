@@ -1,6 +1,5 @@
 //! Owns the closed vocabulary of tile-level ops and the operand table of each: roles, accesses and row kinds.
 
-use super::variant::{AttentionVariant, MatVecVariant};
 use crate::model::graph::{Act, NormKind, QkNormSpan};
 
 /// What a task does. Sizes are elements; every op is pure compute over its declared operands.
@@ -41,7 +40,6 @@ pub struct MatVec {
     pub epilogue: Epilogue,
     /// Rows of a unit, [`UNIT_ROWS`] or a part of them: see [`MatVec::takes_unit_rows`].
     pub unit_rows: u32,
-    pub variant: MatVecVariant,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -83,13 +81,90 @@ pub struct Attention {
     pub k_norm: Option<QkNormAttr>,
     /// Shares of the history; with 1 the task writes attention itself, else partials for `AttentionMerge`.
     pub splits: u32,
-    pub variant: AttentionVariant,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct QkNormAttr {
     pub norm: NormAttr,
     pub span: QkNormSpan,
+}
+
+/// An op as a key of a map: equal for ops that are the same attribute by attribute, floats bit by bit.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct OpKey(Vec<u32>);
+
+impl NormAttr {
+    fn key(&self) -> [u32; 2] {
+        let NormAttr { kind, eps } = *self;
+        [kind as u32, eps.to_bits()]
+    }
+}
+
+impl Op {
+    /// The attributes in order. Destructured, so that a new attribute does not compile until it is part of the key.
+    pub fn key(&self) -> OpKey {
+        let flag = |key: &mut Vec<u32>, set: bool| key.push(u32::from(set));
+        let optional = |key: &mut Vec<u32>, value: Option<u32>| {
+            key.extend([u32::from(value.is_some()), value.unwrap_or(0)]);
+        };
+        let mut key = vec![];
+        match self {
+            Op::Select => key.push(0),
+            Op::Report => key.push(1),
+            Op::Embed { scale, everywhere } => key.extend([2, scale.to_bits(), u32::from(*everywhere)]),
+            Op::MatVec(MatVec { rows, k, norm, own_input, epilogue, unit_rows }) => {
+                key.extend([3, *rows, *k, *unit_rows]);
+                flag(&mut key, *own_input);
+                flag(&mut key, norm.is_some());
+                norm.iter().for_each(|norm| key.extend(norm.key()));
+                match *epilogue {
+                    Epilogue::Store => key.push(0),
+                    Epilogue::Act(act) => key.extend([1, act as u32]),
+                    Epilogue::Gated(act) => key.extend([2, act as u32]),
+                    Epilogue::Residual { scale } => key.extend([3, scale.to_bits()]),
+                    Epilogue::Logits { scale, softcap } => {
+                        key.extend([4, scale.to_bits()]);
+                        optional(&mut key, softcap.map(f32::to_bits));
+                    }
+                }
+            }
+            Op::Attention(Attention {
+                heads_per_task,
+                group,
+                heads,
+                head_dim,
+                scale,
+                softcap,
+                window,
+                rotary,
+                interleaved,
+                q_norm,
+                k_norm,
+                splits,
+            }) => {
+                key.extend([4, *heads_per_task, *group, *heads, *head_dim, scale.to_bits(), *rotary, *splits]);
+                optional(&mut key, softcap.map(f32::to_bits));
+                optional(&mut key, *window);
+                flag(&mut key, *interleaved);
+                for norm in [q_norm, k_norm] {
+                    flag(&mut key, norm.is_some());
+                    if let Some(QkNormAttr { norm, span }) = norm {
+                        key.extend(norm.key());
+                        key.push(*span as u32);
+                    }
+                }
+            }
+            Op::AttentionMerge { head_dim, splits, heads_per_task } => {
+                key.extend([5, *head_dim, *splits, *heads_per_task]);
+            }
+            Op::NormAdd { norm, width, scale, everywhere } => {
+                key.push(6);
+                key.extend(norm.key());
+                key.extend([*width, scale.to_bits(), u32::from(*everywhere)]);
+            }
+        }
+        OpKey(key)
+    }
 }
 
 impl Attention {

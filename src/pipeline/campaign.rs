@@ -332,7 +332,10 @@ pub(super) fn space_of(site: &Site<'_>) -> Space {
             site.lower(&smallest).and_then(|program| schedule(program, &keys::unmeasured(site.target), &smallest));
         placed.map_or(0, |schedule| {
             let smem = &schedule.machine.smem;
-            smem.iter().filter(|part| part.name != "ring").map(|part| u64::from(part.bytes)).sum()
+            smem.iter()
+                .filter(|part| part.kind != crate::ir::schedule::SmemKind::Ring)
+                .map(|part| u64::from(part.bytes))
+                .sum()
         })
     };
     let space = Space::new(graph, site.target, *precision, decode.context_max, default.clone(), fixed);

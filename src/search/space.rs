@@ -11,7 +11,7 @@ use crate::digest::Digest;
 use crate::dtype::Precision;
 use crate::ir::layout::{RING_SLOTS_MAX, chunk_bytes, unit_bytes};
 use crate::ir::op::UNIT_ROWS;
-use crate::ir::variant::SUM_UNITS;
+use crate::ir::variant::REDUCE_BATCH;
 use crate::lower::{LayerOp, finest_unit_rows, heads_of_task, lower};
 use crate::model::graph::ModelGraph;
 use crate::schedule::{check_knobs, schedule};
@@ -260,7 +260,7 @@ struct Rules {
 
 /// Shared memory of a block beside the ring, bytes, at most: larger batches of sums than by default take so much more.
 fn fixed_bytes(of_warps: &BTreeMap<u32, u64>, c: &Candidate) -> u64 {
-    let more = u64::from(c.sum_units.saturating_sub(SUM_UNITS)) * u64::from(2 * c.consumer_warps * UNIT_ROWS * 4);
+    let more = u64::from(c.sum_units.saturating_sub(REDUCE_BATCH)) * u64::from(2 * c.consumer_warps * UNIT_ROWS * 4);
     of_warps.get(&c.consumer_warps).copied().unwrap_or(0) + more
 }
 
