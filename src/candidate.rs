@@ -86,7 +86,13 @@ impl Number for Mechanism {
 
 /// Written out once: what a candidate is destructured into and made of, so that a new knob does not compile until it is here.
 macro_rules! knobs {
-    ($($knob:ident)*) => {
+    ($($variant:ident $knob:ident)*) => {
+        /// A knob of a candidate; as a number it is the place in [`Values`].
+        #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+        pub enum Knob {
+            $($variant,)*
+        }
+
         /// Names of the knobs, in the order in which a candidate is printed.
         pub const KNOB_NAMES: [&str; 24] = [$(stringify!($knob)),*];
 
@@ -107,9 +113,30 @@ macro_rules! knobs {
 }
 
 knobs! {
-    sms consumer_warps ring_slots slot_bytes flight_high flight_low flight_free heads_per_task splits split_from mechanism
-    light_eighth light_percent sum_units poll_pairs hold_qkv hold_o hold_up hold_down hold_head attention_team attention_ahead
-    unit_rows sums_everywhere
+    Sms sms
+    ConsumerWarps consumer_warps
+    RingSlots ring_slots
+    SlotBytes slot_bytes
+    FlightHigh flight_high
+    FlightLow flight_low
+    FlightFree flight_free
+    HeadsPerTask heads_per_task
+    Splits splits
+    SplitFrom split_from
+    Mechanism mechanism
+    LightEighth light_eighth
+    LightPercent light_percent
+    SumUnits sum_units
+    PollPairs poll_pairs
+    HoldQkv hold_qkv
+    HoldO hold_o
+    HoldUp hold_up
+    HoldDown hold_down
+    HoldHead hold_head
+    AttentionTeam attention_team
+    AttentionAhead attention_ahead
+    UnitRows unit_rows
+    SumsEverywhere sums_everywhere
 }
 
 /// Values of a candidate by knob, in the order of [`KNOB_NAMES`]; `mechanism` by its place in [`Mechanism::ALL`].
@@ -160,12 +187,22 @@ impl Candidate {
     /// What a text is read over: each knob that was added since the first trials were written as kernels were before there was
     /// the knob, for heads of `head_dim`. The knobs of the first trials are in every text.
     pub fn of_first(head_dim: u32) -> Candidate {
-        let mut values = [1; KNOB_NAMES.len()];
-        let (team, ahead) = (warps_per_head_rule(head_dim), u32::from(prefetch_v_rule(head_dim)));
-        let later = [0, 5, REDUCE_BATCH, POLL_BATCH, 0, 0, 0, 0, 0, team, ahead, UNIT_ROWS, 0];
-        let first = values.len() - later.len();
-        values.iter_mut().skip(first).zip(later).for_each(|(value, later)| *value = later);
-        Candidate::of_values(&values)
+        Candidate {
+            light_eighth: 0,
+            light_percent: 5,
+            sum_units: REDUCE_BATCH,
+            poll_pairs: POLL_BATCH,
+            hold_qkv: 0,
+            hold_o: 0,
+            hold_up: 0,
+            hold_down: 0,
+            hold_head: 0,
+            attention_team: warps_per_head_rule(head_dim),
+            attention_ahead: u32::from(prefetch_v_rule(head_dim)),
+            unit_rows: UNIT_ROWS,
+            sums_everywhere: 0,
+            ..Candidate::of_values(&[1; KNOB_NAMES.len()])
+        }
     }
 }
 

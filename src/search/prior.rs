@@ -6,7 +6,7 @@
 
 use std::rc::Rc;
 
-use crate::candidate::{Candidate, Values};
+use crate::candidate::{Candidate, Knob, Values};
 use crate::flywheel::{ModelShape, Trial};
 
 use super::additive::{Additive, Expected};
@@ -198,9 +198,9 @@ const PAIRED_MAX: usize = 200;
 const GOOD: f64 = -0.005;
 const GOOD_MOST: usize = 3;
 /// Knobs of the ring, indices into [`KNOBS`](super::space::KNOBS): bytes in flight are no matter of the default.
-const RING: std::ops::RangeInclusive<usize> = 2..=6;
+const RING: std::ops::RangeInclusive<usize> = Knob::RingSlots as usize..=Knob::FlightFree as usize;
 /// Knobs of slow SMs: which are slow is a matter of the machine, and no model's.
-const LIGHT: std::ops::RangeInclusive<usize> = 11..=12;
+const LIGHT: std::ops::RangeInclusive<usize> = Knob::LightEighth as usize..=Knob::LightPercent as usize;
 /// How far what a seed gained there is believed here, where layers are as large and nothing near it was tried; the rest is what is expected of the sum of its moves.
 const SEED_TRUST: f64 = 0.7;
 /// Octaves of the weights of a layer over which that is believed less.

@@ -346,7 +346,7 @@ impl Space {
                 knobs.push((at, values));
             }
         }
-        let warps = match KNOBS[1].grid {
+        let warps = match KNOBS[crate::candidate::Knob::ConsumerWarps as usize].grid {
             Grid::Values(warps) => warps,
             Grid::EighthsLess(_) => &[],
         };

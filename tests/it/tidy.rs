@@ -31,7 +31,7 @@ const IMPORTS: &[(&str, &[&str])] = &[
     ("candidate", &["ir"]),
     // The only module that knows what measurements advise.
     ("defaults", &["candidate", "dtype", "ir", "lower", "model", "target"]),
-    // The language knows no pass and no CUDA.
+    // The language knows no pass and no target; machines and variants count in warps and registers.
     ("ir", &["dtype", "error", "id", "model", "text"]),
     ("lower", &["candidate", "dtype", "ir", "model"]),
     ("schedule", &["candidate", "ir", "target"]),
@@ -79,7 +79,7 @@ const IMPORTS: &[(&str, &[&str])] = &[
     ("report", &[]),
     // Prints what campaigns came to; knows no device.
     ("page", &["flywheel", "search"]),
-    // Proposes; never builds.
+    // Proposes, and schedules to learn what is legal; never compiles.
     (
         "search",
         &["candidate", "digest", "dtype", "flywheel", "ir", "lower", "model", "paired", "random", "schedule", "target"],
