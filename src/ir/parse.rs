@@ -1141,11 +1141,11 @@ regime r1 from 32
                 "scale=0.5.1",
                 "line 14, column 70: malformed number: expected a number like `0.5`, found `0.5.1`",
             ),
-            ("\"add.0\"", "\"add.0", "line 23, column 15: unterminated name: expected `\"` before the end of the line"),
+            ("\"add.0\"", "\"add.0", "line 22, column 15: unterminated name: expected `\"` before the end of the line"),
             (
                 "\"add.0\"",
                 "\"ad\\x.0\"",
-                "line 23, column 18: unknown escape in a name: expected `\\\"`, `\\\\` or `\\u{hex}`",
+                "line 22, column 18: unknown escape in a name: expected `\\\"`, `\\\\` or `\\u{hex}`",
             ),
             (
                 "smem stage",
