@@ -16,16 +16,15 @@ use crate::dtype::{DType, Precision};
 use crate::error::Fault;
 use crate::interp::{Arithmetic, StepResult};
 use crate::interp::{CacheKind, Input, Interp, InterpError, Options, Pack, cache_buffers, cache_value};
-use crate::ir::BufferId;
-use crate::ir::op::{Attention, Op, Role};
-use crate::ir::program::Program;
+use crate::ir::op::Role;
 use crate::ir::schedule::Schedule;
-use crate::ir::variant::swizzled_piece;
+use crate::ir::variant::{AttentionVariant, swizzled_piece};
+use crate::ir::{BufferId, GridId};
 use crate::model::graph::{ModelGraph, TensorId};
 use crate::model::weights::Weights;
 use crate::reference;
 use crate::sample::{SampleError, SampleSettings, Sampler, argmax};
-use crate::target::{DotMechanism, Target};
+use crate::target::Target;
 use crate::validate::Validated;
 
 /// Most multiply-adds of the f64 reference: some seconds on one core.
@@ -425,7 +424,7 @@ pub fn compare_cuda(
     let outputs = subject.outputs();
     for (position, expected) in expected.filled() {
         let rows = filled_rows(position);
-        fill_device_cache(session, schedule, subject.target, FILL_SEED, rows)?;
+        fill_device_cache(session, schedule, FILL_SEED, rows)?;
         let ids = check_ids(vocab, position + 1);
         let found = twice(judge.figures, &[position], || {
             let mut row = device_logits(session, &ids, rows, steps_max, vocab, &[position])?.concat();
@@ -617,7 +616,6 @@ fn check_choices(
 pub(crate) fn fill_device_cache(
     session: &mut Session,
     schedule: &Schedule,
-    target: &Target,
     seed: u64,
     rows: u32,
 ) -> Result<(), SessionError> {
@@ -625,11 +623,9 @@ pub(crate) fn fill_device_cache(
         for (kind, id) in [(CacheKind::Key, keys), (CacheKind::Value, values)] {
             let Some(buffer) = schedule.program.buffers.get(id.index()) else { continue };
             let Some(at) = schedule.placement.get(id.index()).copied().flatten() else { continue };
-            let reader = reader_of(&schedule.program, id);
-            let dim = reader.map_or(buffer.cols, |(_, pitch)| pitch).max(1);
-            let swizzled = target.spec.dot == DotMechanism::Mma
-                && reader
-                    .is_some_and(|(op, _)| op.swizzles(schedule.program.precision, schedule.machine.consumer_warps));
+            let reader = reader_of(schedule, id);
+            let dim = reader.map_or(buffer.cols, |variant| variant.pitch).max(1);
+            let swizzled = reader.is_some_and(|variant| variant.swizzled);
             let row_bytes = dim as usize * buffer.dtype.bytes();
             for head in 0..buffer.cols / dim {
                 let mut bytes = vec![0u8; rows as usize * row_bytes];
@@ -660,14 +656,11 @@ fn write_row(dtype: DType, swizzled: Option<u32>, out: &mut [u8], value: impl Fn
     }
 }
 
-/// An attention that reads a cache buffer, and the columns from one KV head to the next.
-fn reader_of(program: &Program, cache: BufferId) -> Option<(&Attention, u32)> {
-    program.grids.iter().find_map(|grid| match &grid.op {
-        Op::Attention(op) => {
-            let reads = |role| grid.operand(role).filter(|operand| operand.buffer == cache);
-            reads(Role::HistoryK).or_else(|| reads(Role::HistoryV)).map(|operand| (op, operand.cols.stride))
-        }
-        _ => None,
+/// How an attention that reads a cache buffer is done.
+fn reader_of(schedule: &Schedule, cache: BufferId) -> Option<&AttentionVariant> {
+    (0..).map(GridId).zip(&schedule.program.grids).find_map(|(id, grid)| {
+        let reads = |role| grid.operand(role).is_some_and(|operand| operand.buffer == cache);
+        (reads(Role::HistoryK) || reads(Role::HistoryV)).then(|| schedule.attention_variant(id)).flatten()
     })
 }
 

@@ -199,8 +199,8 @@ impl<'a> Timer<'a> {
             }
             On::Device { session, .. } => {
                 if fill {
-                    let Subject { validated, target, .. } = &self.subject;
-                    fill_device_cache(session, validated.schedule(), target, FILL_SEED, position)?;
+                    let Subject { validated, .. } = &self.subject;
+                    fill_device_cache(session, validated.schedule(), FILL_SEED, position)?;
                 }
                 session.start(&check_ids(self.subject.graph.vocab, position + 1), &[])?;
                 for _ in 0..WARM_UP {

@@ -10,7 +10,7 @@ use crate::error::Fault;
 use crate::ir::op::Role;
 use crate::ir::schedule::Schedule;
 use crate::ir::{BufferId, EventId, SmId, TaskId};
-use crate::pack::Layout;
+use crate::pack::{Layout, constants_base};
 use crate::sample::Sampler;
 use crate::trace::STAMP_WORDS;
 use std::fmt;
@@ -215,7 +215,7 @@ impl Session {
             grid: machine.sms,
             block: (machine.consumer_warps + machine.loader_warps) * 32,
             smem_dynamic_bytes: smem,
-            cluster: machine.cluster,
+            cluster: 1,
         };
         let upload = |bytes: &[u8]| -> Result<DeviceBuffer, SessionError> {
             let mut buffer = device.alloc(bytes.len().max(16) as u64)?;
@@ -229,7 +229,7 @@ impl Session {
             run_index: upload(bytemuck::cast_slice(&tables.run_index))?,
         };
         let stream_base = upload(bytemuck::cast_slice(&layout.stream_base))?;
-        let constants_base = layout.constant_offset.iter().flatten().copied().min().unwrap_or(0);
+        let constants_base = constants_base(layout);
         let mut exchange = device.alloc(tables.exchange_bytes.max(16))?;
         // Tag 0 is never published, so memory of zeros holds no packet.
         exchange.zero(&stream)?;

@@ -12,7 +12,7 @@
 //! The lessons of other campaigns are computed once, as means and covariances of this campaign's values. Each own trial then costs one
 //! update of these (a Kalman filter without motion), and a prediction costs a few sums.
 
-use crate::candidate::Values;
+use crate::candidate::{Knob, Values};
 
 use super::prior::{Group, Logs, Setting, nearest_settings};
 
@@ -95,13 +95,13 @@ struct Row {
 
 /// Indices into [`KNOBS`](super::space::KNOBS). Of all knobs the shares of the history alone do what they do in proportion to the
 /// position (`flywheel/corpus/h200.csv`: turned alone, 3 % at position 1900 and nothing at 32; all others do the same at both).
-const SPLITS: usize = 8;
-const SLOT_BYTES: usize = 3;
+const SPLITS: usize = Knob::Splits as usize;
+const SLOT_BYTES: usize = Knob::SlotBytes as usize;
 /// Slots of the ring, copies in flight, and free slots from which there may be more of these: they act by their bytes.
-const OF_SLOTS: [usize; 4] = [2, FLIGHT_HIGH, FLIGHT_LOW, FREE_SLOTS];
-const FLIGHT_HIGH: usize = 4;
-const FLIGHT_LOW: usize = 5;
-const FREE_SLOTS: usize = 6;
+const OF_SLOTS: [usize; 4] = [Knob::RingSlots as usize, FLIGHT_HIGH, FLIGHT_LOW, FREE_SLOTS];
+const FLIGHT_HIGH: usize = Knob::FlightHigh as usize;
+const FLIGHT_LOW: usize = Knob::FlightLow as usize;
+const FREE_SLOTS: usize = Knob::FlightFree as usize;
 /// Positions of such knobs are told apart by so much of an octave.
 const STEP: f64 = 0.25;
 

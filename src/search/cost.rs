@@ -14,8 +14,9 @@
 //! flywheel rank` says how well predictions rank trials. Predictions rank candidates before anything runs, and never stand in a column of
 //! measurements.
 
-use crate::candidate::{Candidate, chunk_bytes, unit_bytes};
+use crate::candidate::Candidate;
 use crate::dtype::Precision;
+use crate::ir::layout::{chunk_bytes, unit_bytes};
 use crate::ir::op::UNIT_ROWS;
 use crate::model::graph::{Linear, ModelGraph};
 use crate::target::{Target, TargetKind};

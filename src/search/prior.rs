@@ -6,7 +6,7 @@
 
 use std::rc::Rc;
 
-use crate::candidate::{Candidate, Values};
+use crate::candidate::{Candidate, Knob, Values};
 use crate::flywheel::{ModelShape, Trial};
 
 use super::additive::{Additive, Expected};
@@ -197,9 +197,9 @@ const PAIRED_MAX: usize = 200;
 const GOOD: f64 = -0.005;
 const GOOD_MOST: usize = 3;
 /// Knobs of the ring, indices into [`KNOBS`](super::space::KNOBS): bytes in flight are no matter of the default.
-const RING: std::ops::RangeInclusive<usize> = 2..=6;
+const RING: std::ops::RangeInclusive<usize> = Knob::RingSlots as usize..=Knob::FlightFree as usize;
 /// Knobs of slow SMs: which are slow is a matter of the machine, and no model's.
-const LIGHT: std::ops::RangeInclusive<usize> = 11..=12;
+const LIGHT: std::ops::RangeInclusive<usize> = Knob::LightEighth as usize..=Knob::LightPercent as usize;
 /// Weight of a warm start's measured gain against the model's prediction, at equal layer size and before similar points were tried.
 const WARM_START_TRUST: f64 = 0.7;
 /// Octaves of layer size over which that weight falls.

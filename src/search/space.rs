@@ -6,11 +6,12 @@
 use std::collections::BTreeMap;
 use std::sync::LazyLock;
 
-use crate::candidate::{Candidate, Infeasible, KNOB_NAMES, RING_SLOTS_MAX, Values, chunk_bytes, unit_bytes};
+use crate::candidate::{Candidate, Infeasible, KNOB_NAMES, Values};
 use crate::digest::Digest;
 use crate::dtype::Precision;
+use crate::ir::layout::{RING_SLOTS_MAX, chunk_bytes, unit_bytes};
 use crate::ir::op::UNIT_ROWS;
-use crate::ir::variant::SUM_UNITS;
+use crate::ir::variant::REDUCE_BATCH;
 use crate::lower::{LayerOp, finest_unit_rows, heads_of_task, lower};
 use crate::model::graph::ModelGraph;
 use crate::schedule::{check_knobs, schedule};
@@ -265,7 +266,7 @@ struct Rules {
 
 /// Upper bound on shared memory of a block beside the ring, bytes: it grows with larger batches of sums than the default's.
 fn fixed_bytes(of_warps: &BTreeMap<u32, u64>, c: &Candidate) -> u64 {
-    let more = u64::from(c.sum_units.saturating_sub(SUM_UNITS)) * u64::from(2 * c.consumer_warps * UNIT_ROWS * 4);
+    let more = u64::from(c.sum_units.saturating_sub(REDUCE_BATCH)) * u64::from(2 * c.consumer_warps * UNIT_ROWS * 4);
     of_warps.get(&c.consumer_warps).copied().unwrap_or(0) + more
 }
 
@@ -350,7 +351,7 @@ impl Space {
                 knobs.push((at, values));
             }
         }
-        let warps = match KNOBS[1].grid {
+        let warps = match KNOBS[crate::candidate::Knob::ConsumerWarps as usize].grid {
             Grid::Values(warps) => warps,
             Grid::EighthsLess(_) => &[],
         };

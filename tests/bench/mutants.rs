@@ -15,13 +15,14 @@ mod proof_support;
 
 use monobloc::candidate::Candidate;
 use monobloc::codegen::KernelSource;
-use monobloc::codegen::abi::{Queues, constant_offsets};
+use monobloc::codegen::abi::Queues;
 use monobloc::codegen::emit::Trace;
 use monobloc::cuda::driver::Device;
 use monobloc::cuda::nvrtc::Nvrtc;
 use monobloc::cuda::session::{Session, SessionError};
 use monobloc::digest::Digest;
 use monobloc::interp::{Input, Interp, Options};
+use monobloc::ir::program::Space;
 use monobloc::ir::schedule::{RunBytes, Schedule};
 use monobloc::lower::lower;
 use monobloc::model::config::{Imported, import_config_only};
@@ -171,10 +172,16 @@ fn case(index: usize, bases: &[Base], predict: bool) -> Result<Case, Spared> {
         }
         _ if same_code => return Err(Spared::SameBytes),
         // Whatever the schedule does.
-        _ if constant_offsets(&broken.program) != constant_offsets(&sound.program) => return Err(Spared::NotEncoded),
+        _ if constants(&broken) != constants(&sound) => return Err(Spared::NotEncoded),
         _ => {}
     }
     Ok(Case { class, base, prediction, source, broken, queued })
+}
+
+/// Places of constants.
+fn constants(schedule: &Schedule) -> Vec<Option<u64>> {
+    let places = schedule.program.buffers.iter().zip(&schedule.placement);
+    places.map(|(buffer, place)| place.filter(|_| buffer.space == Space::Constant)).collect()
 }
 
 /// The weights of a mutant as they lie on the device, and where.

@@ -98,7 +98,7 @@ fn figures_that_cannot_be_are_no_figures() {
 #[test]
 fn schedules_of_others_and_positions_without_room_are_refused() {
     let place = Place::new();
-    place.write("broken.mkir", "mkir 1\n");
+    place.write("broken.mkir", "mkir 2\n");
     bench(&place, &["broken.mkir"], "").refused(&["broken.mkir"]);
     bench(&place, &["none.mkir"], "").code(2);
     let other = Place::new();

@@ -201,7 +201,7 @@ fn a_prompt_that_does_not_fit_is_refused() {
 #[test]
 fn a_schedule_of_somebody_else_is_judged_and_never_trusted() {
     let place = Place::new();
-    place.write("a.mkir", "mkir 1\nprogram \"x\" context_max=64 weights=bf16 cache=bf16 wire=fp33\n");
+    place.write("a.mkir", "mkir 2\nprogram \"x\" context_max=64 weights=bf16 cache=bf16 wire=fp33\n");
     place.run("validate a.mkir").refused(&["--> a.mkir:2:", "^"]);
     place.write("b.mkir", [0xff, 0xfe, 0x00]);
     place.run("validate b.mkir").refused(&["UTF-8"]);
