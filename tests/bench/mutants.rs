@@ -172,7 +172,7 @@ fn case(index: usize, bases: &[Base], predict: bool) -> Result<Case, Spared> {
         }
         _ if same_code => return Err(Spared::SameBytes),
         // Whatever the schedule does.
-        _ if constants(&broken) != constants(&sound) => return Err(Spared::NotEncoded),
+        _ if constants(&broken) != constants(sound) => return Err(Spared::NotEncoded),
         _ => {}
     }
     Ok(Case { class, base, prediction, source, broken, queued })

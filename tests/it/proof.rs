@@ -30,7 +30,7 @@ fn on_counters(toy: Toy, entity: Entity, mutate: fn(&mut Schedule, &mut Target))
 }
 
 fn smem_part(schedule: &Schedule, kind: SmemKind) -> usize {
-    schedule.machine.smem.iter().position(|p| p.kind == kind).expect(kind.name())
+    schedule.machine.smem.iter().position(|p| p.kind == kind).expect("a part of each kind")
 }
 
 /// A new rule does not compile until a mutation breaks it.
