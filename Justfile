@@ -1,4 +1,4 @@
-# Every recipe is one cargo command (or a script of one screen): `just` is a convenience, not a requirement.
+# Every recipe is one cargo command or a short script: `just` is optional.
 
 # Arguments reach the commands as they were typed, blanks and quotes included.
 set positional-arguments

@@ -1,9 +1,9 @@
-//! Owns `Checked`: a proven schedule whose numbers were compared with a reference, before anybody times it.
+//! Owns `Checked`: a proven schedule whose numbers were compared with a reference. Only a checked schedule can be timed.
 //!
 //! A position is reached in one of two ways. *Prompted*: every token before it is decoded, and the reference is the f64
 //! specification of the model graph, which shares no code with lowering. *Filled*: both sides start from the same
-//! made-up cache one position earlier and decode two steps, so that the last one reads a row that the first one wrote;
-//! the reference is then the interpreter in f64. Which way is taken depends on what a prompt of that length costs.
+//! generated cache one position earlier and decode two steps, so that the second one reads a row that the first one wrote;
+//! the reference is then the interpreter in f64. The cost of a prompt of that length decides which way is taken.
 
 use std::ops::ControlFlow;
 
@@ -16,22 +16,21 @@ use crate::dtype::{DType, Precision};
 use crate::error::Fault;
 use crate::interp::{Arithmetic, StepResult};
 use crate::interp::{CacheKind, Input, Interp, InterpError, Options, Pack, cache_buffers, cache_value};
-use crate::ir::BufferId;
-use crate::ir::op::{Attention, Op, Role};
-use crate::ir::program::Program;
+use crate::ir::op::Role;
 use crate::ir::schedule::Schedule;
-use crate::ir::variant::swizzled_piece;
-use crate::model::graph::ModelGraph;
+use crate::ir::variant::{AttentionVariant, swizzled_piece};
+use crate::ir::{BufferId, GridId};
+use crate::model::graph::{ModelGraph, TensorId};
 use crate::model::weights::Weights;
 use crate::reference;
 use crate::sample::{SampleError, SampleSettings, Sampler, argmax};
-use crate::target::{DotMechanism, Target};
+use crate::target::Target;
 use crate::validate::Validated;
 
-/// Multiply-adds that the f64 reference may take: some seconds on one core.
+/// Most multiply-adds of the f64 reference: some seconds on one core.
 const REFERENCE_COST_MAX: u64 = 2_000_000_000;
 
-/// Multiply-adds that a prompt through the f64 interpreter may take, beside a device: seconds on the host of one.
+/// Most multiply-adds of a prompt through the f64 interpreter, to check a device: seconds on its host.
 const PROMPT_COST_MAX: u64 = 10_000_000_000;
 
 /// Multiply-adds of the adversarial orders, which run on one thread.
@@ -40,22 +39,26 @@ const ADVERSARY_COST_MAX: u64 = 1_000_000_000;
 /// Hostile orders that the interpreter tries.
 const ADVERSARY_SEEDS: [u64; 2] = [1, 2];
 
-/// Decoded tokens of one comparison of orders, at most, and the prompt before them.
+/// Most decoded tokens of one comparison of orders, and the length of the prompt before them.
 const GREEDY_STEPS_MAX: usize = 8;
 const GREEDY_PROMPT: usize = 3;
 
-/// Seed of the tokens that a device decides by chance while it is checked.
+/// Random seed of the tokens that a device samples while it is checked.
 const SAMPLE_SEED: u64 = 0x73616d70;
 
-/// Seed of the cache that stands for the tokens before a filled position.
+/// Random seed of the generated cache before a filled position.
 pub const FILL_SEED: u64 = 0x6d6f_6e6f;
+
+/// Largest weight that a failed check does not blame: the largest number of fp16, so no checkpoint of that type has a larger
+/// one, and trained weights stay thousands of times below it. Products of larger ones leave the range of fp32.
+const WEIGHT_MAX: f32 = 65504.0;
 
 /// What the logits of one position may differ by.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Tolerance {
-    /// Largest difference of one logit, as a multiple of the largest logit, or of 1 where all are smaller.
+    /// Largest difference of one logit, as a multiple of the largest logit, or of 1 if all are smaller.
     pub error_scaled: f64,
-    /// Norm of the difference by norm of the reference.
+    /// Norm of the difference divided by norm of the reference.
     pub error_rel_l2: f64,
     /// Divergence of the distribution from the reference's, nats.
     pub kl: f64,
@@ -99,7 +102,7 @@ pub struct Figures {
     pub argmax_agree: u32,
 }
 
-/// Numerics that were compared and are good. Only the functions of this file make one.
+/// Numerics that were compared and are within tolerance. Only the functions of this file make one.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Checked {
     figures: Figures,
@@ -110,12 +113,12 @@ impl Checked {
         self.figures
     }
 
-    /// The text that a cache keeps.
+    /// The text for the cache.
     pub(crate) fn to_entry(&self) -> Vec<u8> {
         serde_json::to_vec(&self.figures).expect("five numbers")
     }
 
-    /// Reads what [`Checked::to_entry`] wrote; the cache answers for the bytes and for the key they lie under.
+    /// Reads the output of [`Checked::to_entry`]; the cache guarantees the bytes and their key.
     pub(crate) fn from_entry(bytes: &[u8]) -> Option<Checked> {
         Some(Checked { figures: serde_json::from_slice(bytes).ok()? })
     }
@@ -138,6 +141,11 @@ pub enum CheckError {
         "position {position}: expected token {expected}, the choice of {sampler} from the logits before it, found {found}"
     )]
     Selected { position: u32, expected: u32, found: u32, sampler: Sampler, figures: Figures },
+    #[error(
+        "tensor `{tensor}` has the weight {value:e} in row {row}, column {column}: expected finite weights of at most \
+         {WEIGHT_MAX}, which fp32 can multiply and sum ({failed})"
+    )]
+    Weight { tensor: String, row: u32, column: usize, value: f32, failed: String },
     #[error(transparent)]
     Sample(#[from] SampleError),
     #[error(transparent)]
@@ -147,7 +155,7 @@ pub enum CheckError {
 }
 
 impl CheckError {
-    /// What was compared before the fault was found; `None` when nothing was.
+    /// Figures of the positions compared before the fault was found; `None` if there were none.
     pub fn figures(&self) -> Option<Figures> {
         let figures = match self {
             CheckError::Wrong { figures, .. }
@@ -156,7 +164,9 @@ impl CheckError {
             | CheckError::OrderMatters { figures, .. }
             | CheckError::RunsDiffer { figures, .. }
             | CheckError::Selected { figures, .. } => figures,
-            CheckError::Sample(_) | CheckError::Interp(_) | CheckError::Session(_) => return None,
+            CheckError::Weight { .. } | CheckError::Sample(_) | CheckError::Interp(_) | CheckError::Session(_) => {
+                return None;
+            }
         };
         (figures.positions > 0).then_some(*figures)
     }
@@ -167,9 +177,46 @@ impl From<CheckError> for Fault {
         match error {
             CheckError::Interp(error) => error.into(),
             CheckError::Session(error) => error.into(),
+            CheckError::Weight { .. } => Fault::input(error.to_string())
+                .with_remedy("fetch the checkpoint again, or convert it again: nothing was timed"),
             _ => Fault::internal(format!("the check failed: {error}"))
                 .with_remedy("nothing was timed; report this with the output of `monobloc show schedule`"),
         }
+    }
+}
+
+/// What failed, or the weight of the checkpoint that explains it. Weights are read only then: an import reads headers alone.
+fn blamed(subject: &Subject<'_>, error: CheckError) -> CheckError {
+    if matches!(error, CheckError::Interp(_) | CheckError::Session(_)) || subject.weights.synthetic_seed().is_some() {
+        return error;
+    }
+    let Subject { graph, weights, .. } = subject;
+    // Of each tensor the first weight that is no number, else the largest.
+    let worst_of = |index: usize| {
+        let id = TensorId(index as u32);
+        let mut values = vec![0.0; weights.cols(id)];
+        let mut worst: Option<(u32, usize, f32)> = None;
+        for row in 0..weights.rows(id) {
+            weights.read_row_f32(id, row, &mut values);
+            for (column, &value) in values.iter().enumerate() {
+                if !value.is_finite() {
+                    return Some((index, row, column, value));
+                }
+                if value.abs() > worst.map_or(WEIGHT_MAX, |(_, _, most)| most.abs()) {
+                    worst = Some((row, column, value));
+                }
+            }
+        }
+        worst.map(|(row, column, value)| (index, row, column, value))
+    };
+    let found: Vec<_> = (0..graph.tensors.len()).into_par_iter().filter_map(worst_of).collect();
+    // In the total order of floats a NaN is the largest of all.
+    let worst = found.into_iter().max_by(|(.., a), (.., b)| a.abs().total_cmp(&b.abs()));
+    match worst.and_then(|(index, row, column, value)| Some((graph.tensors.get(index)?, row, column, value))) {
+        Some((tensor, row, column, value)) => {
+            CheckError::Weight { tensor: tensor.name.clone(), row, column, value, failed: error.to_string() }
+        }
+        None => error,
     }
 }
 
@@ -183,7 +230,7 @@ pub struct Subject<'a> {
     pub pack: Pack,
     /// Ascending, each below the context.
     pub positions: &'a [u32],
-    /// Of a schedule that runs one op alone: the buffers that hold what it makes, which are compared beside the logits.
+    /// Of a schedule that runs one op alone: the buffers with its outputs, which are compared too.
     /// `None`: the schedule is that of the model.
     pub alone: Option<Vec<BufferId>>,
 }
@@ -197,7 +244,7 @@ impl Subject<'_> {
 /// Logits that every schedule of one model has to reproduce, by position. Made once, compared with many candidates.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Expected {
-    /// Ascending, each with whether its cache is made up, and its logits `[vocab]`.
+    /// Ascending: position, whether its cache is generated, and logits `[vocab]`.
     rows: Vec<(u32, bool, Vec<f32>)>,
 }
 
@@ -214,8 +261,8 @@ impl Expected {
         self.rows.iter().filter(|(_, filled, _)| !filled).map(|(.., row)| row.as_slice())
     }
 
-    /// The bytes that a cache keeps: of each row its position, whether it is filled, its length, and its values, all in 32
-    /// bits, little-endian.
+    /// The bytes for the cache: position, whether it is filled, length and values of each row, all in 32 bits,
+    /// little-endian.
     pub(crate) fn to_entry(&self) -> Vec<u8> {
         let mut bytes = vec![];
         for (position, filled, row) in &self.rows {
@@ -227,7 +274,7 @@ impl Expected {
         bytes
     }
 
-    /// Reads what [`Expected::to_entry`] wrote.
+    /// Reads the output of [`Expected::to_entry`].
     pub(crate) fn from_entry(bytes: &[u8]) -> Option<Expected> {
         let mut words = bytes.chunks(4).map(|word| word.try_into().ok().map(u32::from_le_bytes));
         let mut rows = vec![];
@@ -246,20 +293,23 @@ impl Expected {
 
 /// Compares the interpreter's fast path with the reference, then with hostile orders of the same schedule.
 ///
-/// Where the precision is bf16 and the checkpoint is not, the reference keeps the checkpoint's own weights, so that the
+/// If the precision is bf16 and the checkpoint's is not, the reference keeps the checkpoint's own weights, so that the
 /// rounding of weights counts as error too.
 ///
 /// # Errors
 /// See [`CheckError`]; the first fault ends the check.
 pub fn check_cpu(subject: &Subject<'_>) -> Result<Checked, CheckError> {
-    let expected = expect_cpu(subject)?;
-    let mut fast = Interp::new(subject.validated.schedule(), subject.pack.clone(), Options::fast())?;
-    let checked = compare_cpu(subject, &expected, &mut fast)?;
-    check_orders(subject, &mut fast, checked.figures)?;
-    Ok(checked)
+    let check = || {
+        let expected = expect_cpu(subject)?;
+        let mut fast = Interp::new(subject.validated.schedule(), subject.pack.clone(), Options::fast())?;
+        let checked = compare_cpu(subject, &expected, &mut fast)?;
+        check_orders(subject, &mut fast, checked.figures)?;
+        Ok(checked)
+    };
+    check().map_err(|error| blamed(subject, error))
 }
 
-/// What the interpreter's fast path is compared with: the reference, and the interpreter in f64 for deep positions.
+/// Expected logits for the interpreter's fast path: from the reference, and from the interpreter in f64 at deep positions.
 ///
 /// # Errors
 /// Faults of the interpreter.
@@ -286,7 +336,7 @@ pub fn expect_cpu(subject: &Subject<'_>) -> Result<Expected, CheckError> {
     Ok(Expected { rows })
 }
 
-/// Compares the interpreter's fast path with what was expected of the model.
+/// Compares the interpreter's fast path with the expected logits.
 ///
 /// # Errors
 /// See [`CheckError`].
@@ -320,10 +370,13 @@ pub fn compare_cpu(subject: &Subject<'_>, expected: &Expected, fast: &mut Interp
 /// # Errors
 /// See [`CheckError`]; a session that hung is lost.
 pub fn check_cuda(subject: &Subject<'_>, session: &mut Session, steps_max: u32) -> Result<Checked, CheckError> {
-    compare_cuda(subject, &expect_cuda(subject)?, session, steps_max)
+    let expected = expect_cuda(subject);
+    expected
+        .and_then(|expected| compare_cuda(subject, &expected, session, steps_max))
+        .map_err(|error| blamed(subject, error))
 }
 
-/// What a device is compared with: the interpreter in f64.
+/// Expected logits for a device: from the interpreter in f64.
 ///
 /// # Errors
 /// Faults of the interpreter.
@@ -347,7 +400,7 @@ pub fn expect_cuda(subject: &Subject<'_>) -> Result<Expected, CheckError> {
     Ok(Expected { rows })
 }
 
-/// Compares a device with what was expected of the model. See [`check_cuda`].
+/// Compares a device with the expected logits. See [`check_cuda`].
 ///
 /// # Errors
 /// See [`CheckError`]; a session that hung is lost.
@@ -371,7 +424,7 @@ pub fn compare_cuda(
     let outputs = subject.outputs();
     for (position, expected) in expected.filled() {
         let rows = filled_rows(position);
-        fill_device_cache(session, schedule, subject.target, FILL_SEED, rows)?;
+        fill_device_cache(session, schedule, FILL_SEED, rows)?;
         let ids = check_ids(vocab, position + 1);
         let found = twice(judge.figures, &[position], || {
             let mut row = device_logits(session, &ids, rows, steps_max, vocab, &[position])?.concat();
@@ -398,8 +451,8 @@ pub fn check_ids(vocab: u32, count: u32) -> Vec<u32> {
         .collect()
 }
 
-/// Positions that a prompt may lead to, and those that need a made-up cache.
-/// What an op alone made is seen behind the last step only, so all of its positions are filled.
+/// Positions that a prompt may lead to, and those that need a generated cache.
+/// The outputs of an op alone can be read after the last step only, so all of its positions are filled.
 fn split<'p>(subject: &Subject<'p>, cost_max: u64) -> (&'p [u32], &'p [u32]) {
     let cost = |position: u32| subject.graph.parameter_count().saturating_mul(u64::from(position) + 1);
     let prompted = |&position: &u32| subject.alone.is_none() && cost(position) <= cost_max;
@@ -416,12 +469,12 @@ fn keep(step: &StepResult<'_>, positions: &[u32], rows: &mut Vec<Vec<f32>>) {
     }
 }
 
-/// Rows of the made-up cache before a filled position: all but the one that the first of the two steps writes.
+/// Rows of the generated cache before a filled position: all but the one that the first of the two steps writes.
 fn filled_rows(position: u32) -> u32 {
     position.saturating_sub(1)
 }
 
-/// Logits of a filled position, and behind them what the step left in `outputs`.
+/// Logits of a filled position, followed by the values that the step left in `outputs`.
 fn filled_row(interp: &mut Interp, vocab: u32, position: u32, outputs: &[BufferId]) -> Result<Vec<f32>, InterpError> {
     interp.reset();
     let rows = filled_rows(position);
@@ -464,7 +517,7 @@ fn check_orders(subject: &Subject<'_>, fast: &mut Interp, figures: Figures) -> R
     Ok(())
 }
 
-/// Logits of the wanted positions, teacher-forced from `first` on; the cache holds what comes before it.
+/// Logits of the wanted positions, teacher-forced from `first` on; the cache holds the positions before it.
 fn device_logits(
     session: &mut Session,
     ids: &[u32],
@@ -491,7 +544,7 @@ fn device_logits(
     Ok(rows)
 }
 
-/// Runs twice and compares bits: a race that the proof does not know would show here.
+/// Runs twice and compares bits: a race that the proof misses would show here.
 fn twice(
     figures: Figures,
     positions: &[u32],
@@ -505,8 +558,8 @@ fn twice(
     }
 }
 
-/// Lets the device choose tokens by itself, greedily and by chance, and compares each with the choice that the same logits
-/// give on the host.
+/// Lets the device choose tokens, greedily and by sampling, and compares each with the choice that the same logits give on
+/// the host.
 fn check_selection(
     session: &mut Session,
     vocab: u32,
@@ -563,7 +616,6 @@ fn check_choices(
 pub(crate) fn fill_device_cache(
     session: &mut Session,
     schedule: &Schedule,
-    target: &Target,
     seed: u64,
     rows: u32,
 ) -> Result<(), SessionError> {
@@ -571,11 +623,9 @@ pub(crate) fn fill_device_cache(
         for (kind, id) in [(CacheKind::Key, keys), (CacheKind::Value, values)] {
             let Some(buffer) = schedule.program.buffers.get(id.index()) else { continue };
             let Some(at) = schedule.placement.get(id.index()).copied().flatten() else { continue };
-            let reader = reader_of(&schedule.program, id);
-            let dim = reader.map_or(buffer.cols, |(_, pitch)| pitch).max(1);
-            let swizzled = target.spec.dot == DotMechanism::Mma
-                && reader
-                    .is_some_and(|(op, _)| op.swizzles(schedule.program.precision, schedule.machine.consumer_warps));
+            let reader = reader_of(schedule, id);
+            let dim = reader.map_or(buffer.cols, |variant| variant.pitch).max(1);
+            let swizzled = reader.is_some_and(|variant| variant.swizzled);
             let row_bytes = dim as usize * buffer.dtype.bytes();
             for head in 0..buffer.cols / dim {
                 let mut bytes = vec![0u8; rows as usize * row_bytes];
@@ -606,14 +656,11 @@ fn write_row(dtype: DType, swizzled: Option<u32>, out: &mut [u8], value: impl Fn
     }
 }
 
-/// An attention that reads a cache buffer, and the columns from one KV head to the next.
-fn reader_of(program: &Program, cache: BufferId) -> Option<(&Attention, u32)> {
-    program.grids.iter().find_map(|grid| match &grid.op {
-        Op::Attention(op) => {
-            let reads = |role| grid.operand(role).filter(|operand| operand.buffer == cache);
-            reads(Role::HistoryK).or_else(|| reads(Role::HistoryV)).map(|operand| (op, operand.cols.stride))
-        }
-        _ => None,
+/// How an attention that reads a cache buffer is done.
+fn reader_of(schedule: &Schedule, cache: BufferId) -> Option<&AttentionVariant> {
+    (0..).map(GridId).zip(&schedule.program.grids).find_map(|(id, grid)| {
+        let reads = |role| grid.operand(role).is_some_and(|operand| operand.buffer == cache);
+        (reads(Role::HistoryK) || reads(Role::HistoryV)).then(|| schedule.attention_variant(id)).flatten()
     })
 }
 
@@ -628,7 +675,7 @@ impl Judge {
         Judge { tolerance, figures: Figures::default() }
     }
 
-    /// Logits, and behind the first `vocab` of them what an op alone made.
+    /// The first `vocab` values are logits, the rest the outputs of an op alone.
     fn compare_row(&mut self, vocab: u32, position: u32, expected: &[f32], found: &[f32]) -> Result<(), CheckError> {
         let at = |row: &[f32]| row.len().min(vocab as usize);
         let (expected, made) = expected.split_at(at(expected));
@@ -637,7 +684,7 @@ impl Judge {
         if made.is_empty() && found_made.is_empty() {
             return Ok(());
         }
-        // Activations are no scores: nobody asks which is the largest.
+        // Activations are no scores: their arg-max means nothing.
         let row = compare_rows(made, found_made);
         self.figures.error_abs_max = worst(self.figures.error_abs_max, row.error_abs_max);
         self.figures.error_rel_l2 = worst(self.figures.error_rel_l2, row.error_rel_l2);

@@ -120,7 +120,7 @@ impl FromStr for Digest {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("expected 64 lower-case hex digits, found `{found}`")]
 pub struct DigestParseError {
-    /// What stood there, cut to 80 characters.
+    /// The text found, cut to 80 characters.
     pub found: String,
 }
 

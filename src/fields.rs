@@ -2,7 +2,7 @@
 //!
 //! Manifests and target records are read through this and not through `serde::Deserialize`, because a person repairs
 //! them: all faults are reported at once, each names what was expected before what was found, and an unknown key
-//! names its nearest neighbour. A reader asks for the fields it knows; what nobody asked for is an unknown key, so a
+//! names its nearest neighbour. A reader asks for the fields it knows; any other key is unknown, so a
 //! field cannot be accepted and then ignored.
 
 use std::collections::BTreeSet;
@@ -318,7 +318,7 @@ fn integer_of(written: &toml::de::DeInteger<'_>) -> Option<i128> {
 
 fn range_in_words(range: &RangeInclusive<u64>) -> String {
     match *range.end() {
-        // Nobody means the largest TOML integer as a bound.
+        // The largest TOML integer is never meant as a bound.
         end if end >= i64::MAX as u64 => format!("{} or more", range.start()),
         end => format!("{} to {end}", range.start()),
     }

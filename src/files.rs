@@ -1,7 +1,9 @@
-//! Owns how a file that a person names is found and read: the rule for relative paths, and the bound on its size.
+//! Owns how a file that a person names is found and read: the rule for relative paths, the bound on its size, and that it is
+//! a regular file.
 
-use std::fs::File;
+use std::fs::{File, OpenOptions};
 use std::io::{self, Read};
+use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 use crate::error::Fault;
@@ -13,6 +15,8 @@ pub enum FileError {
     Missing { raw: String, tried: Vec<PathBuf> },
     #[error("cannot read `{}`: {}", .path.display(), .cause)]
     Read { path: PathBuf, cause: io::Error },
+    #[error("expected a regular file, found {} at `{}`", .found, .path.display())]
+    NotRegular { path: PathBuf, found: &'static str },
     #[error("expected at most {bytes_max} bytes in `{}`, found more", .path.display())]
     TooLarge { path: PathBuf, bytes_max: u64 },
     #[error("expected UTF-8 text in `{}`, found other bytes after byte {}", .path.display(), .valid_bytes)]
@@ -31,7 +35,19 @@ impl From<FileError> for Fault {
             FileError::Missing { .. } => Fault::input(message).with_remedy(PATH_RULE),
             FileError::Read { cause, .. } if cause.kind() == io::ErrorKind::NotFound => Fault::input(message),
             FileError::Read { .. } => Fault::environment(message),
-            FileError::TooLarge { .. } | FileError::NotUtf8 { .. } => Fault::input(message),
+            FileError::NotRegular { .. } | FileError::TooLarge { .. } | FileError::NotUtf8 { .. } => {
+                Fault::input(message)
+            }
+        }
+    }
+}
+
+/// For those who read by way of `std`; what is no failure of the system stays inside and can be taken out again.
+impl From<FileError> for io::Error {
+    fn from(error: FileError) -> io::Error {
+        match error {
+            FileError::Read { cause, .. } => cause,
+            other => io::Error::new(io::ErrorKind::InvalidInput, other),
         }
     }
 }
@@ -69,11 +85,40 @@ pub fn folder_of(path: &Path) -> PathBuf {
     }
 }
 
+/// Opens a regular file to be read. Whatever else stands at the path is refused at once: a pipe without a writer would
+/// block its reader for ever, and a device may have no end.
+///
+/// The file is opened first, without waiting, and its type is that of the open handle: no other file can take its place
+/// between the two.
+pub fn open(path: &Path) -> Result<File, FileError> {
+    open_with(path, OpenOptions::new().read(true))
+}
+
+/// [`open`] with options of the caller, who appends for example.
+pub fn open_with(path: &Path, options: &mut OpenOptions) -> Result<File, FileError> {
+    let not_regular = |found| FileError::NotRegular { path: path.to_path_buf(), found };
+    let failed = |cause: io::Error| match cause.raw_os_error() {
+        // What a socket says, and a pipe that is opened for writing and has no reader.
+        Some(libc::ENXIO) => not_regular("a socket, a pipe or a device"),
+        Some(libc::EISDIR) => not_regular("a folder"),
+        _ => FileError::Read { path: path.to_path_buf(), cause },
+    };
+    let file = options.custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY).open(path).map_err(failed)?;
+    let kind = file.metadata().map_err(failed)?.file_type();
+    match kind {
+        kind if kind.is_file() => Ok(file),
+        kind if kind.is_dir() => Err(not_regular("a folder")),
+        kind if kind.is_fifo() => Err(not_regular("a pipe")),
+        kind if kind.is_socket() => Err(not_regular("a socket")),
+        _ => Err(not_regular("a device")),
+    }
+}
+
 /// Reads a file of at most `bytes_max` bytes; a larger one is refused without being read to its end.
 pub fn read_bytes(path: &Path, bytes_max: u64) -> Result<Vec<u8>, FileError> {
     let failed = |cause| FileError::Read { path: path.to_path_buf(), cause };
     let mut bytes = Vec::new();
-    File::open(path).and_then(|file| file.take(bytes_max + 1).read_to_end(&mut bytes)).map_err(failed)?;
+    open(path)?.take(bytes_max + 1).read_to_end(&mut bytes).map_err(failed)?;
     if bytes.len() as u64 > bytes_max {
         return Err(FileError::TooLarge { path: path.to_path_buf(), bytes_max });
     }
@@ -125,7 +170,25 @@ mod tests {
         let missing = read_text(&folder.path().join("none"), 9).expect_err("no such file");
         assert_eq!(Fault::from(missing).tier, Tier::Input);
         let is_folder = read_text(folder.path(), 9).expect_err("a folder is no text");
-        assert_eq!(Fault::from(is_folder).tier, Tier::Environment);
+        assert!(is_folder.to_string().contains("expected a regular file, found a folder"), "{is_folder}");
+        assert_eq!(Fault::from(is_folder).tier, Tier::Input);
+    }
+
+    #[test]
+    fn what_is_no_regular_file_is_refused_at_once() {
+        let folder = tempfile::tempdir().expect("temporary folder");
+        let (pipe, socket) = (folder.path().join("pipe"), folder.path().join("socket"));
+        assert!(std::process::Command::new("mkfifo").arg(&pipe).status().expect("mkfifo").success());
+        let _listener = std::os::unix::net::UnixListener::bind(&socket).expect("a socket");
+        for (path, found) in [(pipe.as_path(), "a pipe"), (&socket, "a socket"), (Path::new("/dev/zero"), "a device")] {
+            let error = read_bytes(path, 9).expect_err("no regular file");
+            assert!(error.to_string().starts_with(&format!("expected a regular file, found {found}")), "{error}");
+            assert_eq!(Fault::from(error).tier, Tier::Input);
+        }
+        let appended = open_with(&pipe, OpenOptions::new().append(true).read(true));
+        assert!(matches!(appended, Err(FileError::NotRegular { .. })), "{appended:?}");
+        let written = open_with(&pipe, OpenOptions::new().write(true));
+        assert!(matches!(written, Err(FileError::NotRegular { .. })), "{written:?}");
     }
 
     #[test]

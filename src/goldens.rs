@@ -1,4 +1,4 @@
-//! Owns golden outputs: what another implementation computed from a checkpoint, and the comparison with what we did.
+//! Owns golden outputs: results of another implementation for a checkpoint, and their comparison with ours.
 
 use std::fmt;
 
@@ -12,10 +12,10 @@ use crate::dtype::{DType, Precision};
 /// far more than this.
 pub const FP32_ERROR_ABS_MAX: f64 = 3e-4;
 
-/// Error that bf16 may have, in errors that the other implementation has in bf16 itself: roundings fall elsewhere.
+/// Most error in bf16, as a multiple of the other implementation's own bf16 error: roundings differ.
 const BF16_ERRORS_MAX: f64 = 1.5;
 
-/// Relative error that bf16 may have where the other implementation does not say its own.
+/// Most relative error in bf16 if the other implementation's own error is not given.
 const BF16_ERROR_REL_L2_MAX: f64 = 0.04;
 
 /// Outputs of a checkpoint, from a safetensors file.
@@ -39,7 +39,7 @@ pub struct Goldens {
     logits: Vec<f32>,
     /// Relative error of the other implementation's bf16.
     bf16_error_rel_l2: Option<f64>,
-    /// What follows `input_ids` where the most probable token is taken.
+    /// The greedy continuation of `input_ids`.
     pub greedy_ids: Vec<u32>,
     /// One a step, or empty.
     greedy_margin: Vec<f32>,
@@ -105,7 +105,7 @@ impl Goldens {
         self.input_ids.len() + self.greedy_ids.len().saturating_sub(1)
     }
 
-    /// Holds what was computed against what should have been: `logits` of `[positions][vocab]` and the tokens decided after
+    /// Compares computed results with the goldens: `logits` of `[positions][vocab]` and the tokens decided after
     /// them, in `precision`.
     pub fn compare(&self, logits: &[f32], greedy: &[u32], precision: Precision) -> Comparison {
         let cols = self.vocab as usize;
@@ -146,13 +146,13 @@ impl Goldens {
             steps: self.greedy_ids.len(),
             steps_sure: sure,
             steps_equal: agree,
-            // Not `>`: what is no number is no agreement.
+            // Not `>`: NaN is no agreement.
             agrees: error <= allowed.limit() && logits.len() == self.logits.len() && agree >= sure.unwrap_or(0),
         }
     }
 }
 
-/// A logit that was expected, and what was found in its place.
+/// An expected logit, and the one that was found.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Difference {
     pub position: u32,
@@ -196,7 +196,7 @@ pub struct Comparison {
     pub allowed: Allowed,
     /// Tokens that should have been decided.
     pub steps: usize,
-    /// Those of them, from the first on, that cannot change within the error; `None` where nothing says which.
+    /// Those of them, from the first on, that cannot change within the error; `None` without margins.
     pub steps_sure: Option<usize>,
     /// How many were decided alike, from the first on.
     pub steps_equal: usize,
@@ -229,7 +229,7 @@ fn wrong(tensor: &'static str, expected: impl Into<String>, found: impl Into<Str
     GoldensError::Tensor { tensor, expected: expected.into(), found: found.into() }
 }
 
-/// A tensor of one of these types and this shape; `None` where there is none of that name.
+/// A tensor of one of these types and this shape; `None` if there is none of that name.
 fn tensor<'f>(
     file: &SafeTensors<'f>,
     name: &'static str,

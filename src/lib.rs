@@ -20,6 +20,7 @@ pub mod tokenizer;
 pub mod candidate;
 pub mod ir;
 
+pub mod defaults;
 pub mod interp;
 pub mod lower;
 pub mod pack;

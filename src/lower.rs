@@ -2,14 +2,16 @@
 
 mod alone;
 
-pub use alone::{LayerOp, graph_of, lower_alone, outputs};
+pub use crate::ir::program::LayerOp;
+pub use alone::{graph_of, lower_alone, outputs};
 
 use crate::candidate::{Candidate, Infeasible, SPLITS_MAX};
 use crate::dtype::{DType, Precision};
 use crate::ir::BufferId;
+use crate::ir::layout::cache_pitch;
 use crate::ir::op::{Access, Attention, Epilogue, MatVec, NormAttr, Op, PARTIAL_HEADER, QkNormAttr, Role, UNIT_ROWS};
-use crate::ir::program::{Buffer, Cols, Content, Grid, Operand, Part, Program, Rows, Second, Space, VectorPart};
-use crate::ir::variant::{AttentionVariant, LANES, MatVecVariant, granule_pairs, sum_width_max};
+use crate::ir::program::{Buffer, Cols, Content, Grid, Operand, Part, Program, Rows, Second, Site, Space, VectorPart};
+use crate::ir::variant::{LANES, granule_pairs, sum_width_max};
 use crate::model::graph::{
     self, Layer, Linear, ModelGraph, Norm, NormKind, QkNorm, QkNormSpan, RopeId, RowView, TensorId,
 };
@@ -115,6 +117,7 @@ impl<'a> Builder<'a> {
 
         b.grid(
             "select",
+            None,
             Op::Select,
             candidate.sms,
             Second::Axis(1),
@@ -122,6 +125,7 @@ impl<'a> Builder<'a> {
         );
         b.grid(
             "report",
+            None,
             Op::Report,
             1,
             Second::Axis(1),
@@ -138,7 +142,7 @@ impl<'a> Builder<'a> {
             x = b.exchange("x.0", hidden);
             operands.push(write(Role::Out, x, cols));
         }
-        b.grid("embed", Op::Embed { scale: graph.embed_scale, everywhere }, n, Second::Axis(1), operands);
+        b.grid("embed", None, Op::Embed { scale: graph.embed_scale, everywhere }, n, Second::Axis(1), operands);
         Ok((b, Start { parts, candidates, residual, logits, ropes, x, everywhere }))
     }
 
@@ -147,6 +151,7 @@ impl<'a> Builder<'a> {
         let (graph, parts) = (self.graph, start.parts);
         self.matvec(
             "head",
+            Some(Site::HEAD),
             x,
             Some(&graph.final_norm),
             &[&graph.head],
@@ -193,8 +198,8 @@ impl Builder<'_> {
         }
     }
 
-    fn grid(&mut self, name: &str, op: Op, n: u32, second: Second, operands: Vec<Operand>) {
-        self.program.grids.push(Grid { name: name.to_string(), op, n, second, operands });
+    fn grid(&mut self, name: &str, site: Option<Site>, op: Op, n: u32, second: Second, operands: Vec<Operand>) {
+        self.program.grids.push(Grid { name: name.to_string(), site, op, n, second, operands });
     }
 
     fn vector(&mut self, name: &str, tensor: TensorId, len: u32, offset: f32) -> BufferId {
@@ -230,6 +235,7 @@ impl Builder<'_> {
     fn matvec(
         &mut self,
         name: &str,
+        site: Option<Site>,
         x: BufferId,
         norm: Option<&Norm>,
         linears: &[&Linear],
@@ -239,10 +245,9 @@ impl Builder<'_> {
     ) {
         let k = linears[0].cols;
         let rows: u32 = linears.iter().map(|l| l.rows).sum();
-        let variant = self.candidate.matvec_variant(name);
         let own_input = self.program.buffers[x.index()].space == Space::Private;
         let norm_of_input = norm.map(norm_attr);
-        let mut op = MatVec { rows, k, norm: norm_of_input, own_input, epilogue, unit_rows: UNIT_ROWS, variant };
+        let mut op = MatVec { rows, k, norm: norm_of_input, own_input, epilogue, unit_rows: UNIT_ROWS };
         op.unit_rows = unit_rows(&op, self.program.precision, self.candidate.sms, self.candidate.unit_rows);
         let units = op.units();
         let interleave = if matches!(epilogue, Epilogue::Gated(_)) { UNIT_ROWS / 2 } else { 1 };
@@ -271,40 +276,43 @@ impl Builder<'_> {
             outputs.iter_mut().for_each(|out| out.cols = Cols::blocks(op.unit_rows, out.cols.limit));
         }
         operands.extend(outputs);
-        self.grid(name, Op::MatVec(op), units, second, operands);
+        self.grid(name, site, Op::MatVec(op), units, second, operands);
     }
 
     /// Lowers one layer; returns the buffer that holds its output.
     fn layer(&mut self, l: usize, layer: &Layer, x: BufferId, start: &Start) -> Result<BufferId, Infeasible> {
         let (hidden, residual) = (self.graph.hidden, start.residual);
-        let qkv = self.qkv(&format!("qkv.{l}"), layer, x);
+        let qkv = self.qkv(&format!("qkv.{l}"), Some(Site::of_layer(LayerOp::Qkv, l)), layer, x);
         let attn = self.attention(l, layer, qkv, &start.ropes)?;
         // The sum after attention travels only where the MLP reads it, and where not every SM makes it.
         let x2 = (!layer.parallel && !start.everywhere).then(|| self.exchange(&format!("x2.{l}"), hidden));
         let sum = Sum { residual, out: x2, scale: layer.residual_scale, hidden };
-        self.project_and_add(&format!("o.{l}"), attn, &layer.attn.o, layer.attn_post_norm.as_ref(), sum);
+        let site = Site::of_layer(LayerOp::O, l);
+        self.project_and_add(&format!("o.{l}"), site, attn, &layer.attn.o, layer.attn_post_norm.as_ref(), sum);
 
         let name = if layer.mlp.gate.is_some() { "gate_up" } else { "up" };
-        let act = self.up(&format!("{name}.{l}"), &format!("act.{l}"), layer, x2.unwrap_or(x));
+        let site = Some(Site::of_layer(LayerOp::Up, l));
+        let act = self.up(&format!("{name}.{l}"), site, &format!("act.{l}"), layer, x2.unwrap_or(x));
         let out = (!start.everywhere).then(|| self.exchange(&format!("x.{}", l + 1), hidden));
         let sum = Sum { residual, out, scale: layer.residual_scale, hidden };
-        self.project_and_add(&format!("down.{l}"), act, &layer.mlp.down, layer.mlp_post_norm.as_ref(), sum);
+        let site = Site::of_layer(LayerOp::Down, l);
+        self.project_and_add(&format!("down.{l}"), site, act, &layer.mlp.down, layer.mlp_post_norm.as_ref(), sum);
         Ok(out.unwrap_or(residual))
     }
 
     /// q, k and v of a layer, one behind the other in one buffer.
-    fn qkv(&mut self, name: &str, layer: &Layer, x: BufferId) -> BufferId {
+    fn qkv(&mut self, name: &str, site: Option<Site>, layer: &Layer, x: BufferId) -> BufferId {
         let a = &layer.attn;
         let cols = (a.heads + 2 * a.kv_heads) * a.head_dim;
         let qkv = self.exchange(name, cols);
         let out = vec![write(Role::Out, qkv, Cols::blocks(UNIT_ROWS, cols))];
         let linears = [&a.q, &a.k, &a.v];
-        self.matvec(name, x, layer.attn_norm.as_ref(), &linears, Epilogue::Store, Second::Axis(1), out);
+        self.matvec(name, site, x, layer.attn_norm.as_ref(), &linears, Epilogue::Store, Second::Axis(1), out);
         qkv
     }
 
     /// The activation of a layer's MLP: of gate and up, or of up alone.
-    fn up(&mut self, name: &str, act: &str, layer: &Layer, x: BufferId) -> BufferId {
+    fn up(&mut self, name: &str, site: Option<Site>, act: &str, layer: &Layer, x: BufferId) -> BufferId {
         let mlp = &layer.mlp;
         let norm = layer.mlp_norm.as_ref();
         let act = self.exchange(act, mlp.up.rows);
@@ -313,15 +321,15 @@ impl Builder<'_> {
         match &mlp.gate {
             Some(gate) => {
                 let linears = [gate, &mlp.up];
-                self.matvec(name, x, norm, &linears, Epilogue::Gated(mlp.act), one, out(UNIT_ROWS / 2));
+                self.matvec(name, site, x, norm, &linears, Epilogue::Gated(mlp.act), one, out(UNIT_ROWS / 2));
             }
-            None => self.matvec(name, x, norm, &[&mlp.up], Epilogue::Act(mlp.act), one, out(UNIT_ROWS)),
+            None => self.matvec(name, site, x, norm, &[&mlp.up], Epilogue::Act(mlp.act), one, out(UNIT_ROWS)),
         }
         act
     }
 
     /// `residual += scale * norm?(W x)`: one matvec, or a matvec and a sum where the branch is normalised first.
-    fn project_and_add(&mut self, name: &str, x: BufferId, linear: &Linear, post: Option<&Norm>, sum: Sum) {
+    fn project_and_add(&mut self, name: &str, site: Site, x: BufferId, linear: &Linear, post: Option<&Norm>, sum: Sum) {
         let Sum { residual, out, scale, hidden } = sum;
         let blocks = Cols::blocks(UNIT_ROWS, hidden);
         let update = Operand { access: Access::Update, ..read(Role::Residual, residual, blocks) };
@@ -329,12 +337,21 @@ impl Builder<'_> {
             None => {
                 let mut outputs = vec![update];
                 outputs.extend(out.map(|out| write(Role::Out, out, blocks)));
-                self.matvec(name, x, None, &[linear], Epilogue::Residual { scale }, Second::Axis(1), outputs);
+                self.matvec(
+                    name,
+                    Some(site),
+                    x,
+                    None,
+                    &[linear],
+                    Epilogue::Residual { scale },
+                    Second::Axis(1),
+                    outputs,
+                );
             }
             Some(norm) => {
                 let y = self.exchange(&format!("{name}.y"), hidden);
                 let outputs = vec![write(Role::Out, y, blocks)];
-                self.matvec(name, x, None, &[linear], Epilogue::Store, Second::Axis(1), outputs);
+                self.matvec(name, Some(site), x, None, &[linear], Epilogue::Store, Second::Axis(1), outputs);
                 // No family has a parallel block with post norms (the importer refuses it), so a sum that does not travel is
                 // made by every SM.
                 let everywhere = out.is_none();
@@ -345,7 +362,7 @@ impl Builder<'_> {
                 operands.push(Operand { cols, ..update });
                 operands.extend(out.map(|out| write(Role::Out, out, cols)));
                 let op = Op::NormAdd { norm: norm_attr(norm), width: hidden, scale, everywhere };
-                self.grid(&name, op, n, Second::Axis(1), operands);
+                self.grid(&name, Some(site), op, n, Second::Axis(1), operands);
             }
         }
     }
@@ -385,10 +402,10 @@ impl Builder<'_> {
             let cols = self.program.buffers[table.index()].cols;
             constants.push(Operand { rows: Rows::Current, ..read(Role::Rope, table, Cols::all(cols)) });
         }
-        let base =
-            Attention { heads_per_task, variant: candidate.attention_variant(dim), ..attention_of(self.graph, a) };
+        let base = Attention { heads_per_task, ..attention_of(self.graph, a) };
+        let site = Site::of_layer(LayerOp::Attention, l);
         let buffers = AttentionBuffers { qkv, k_cache, v_cache };
-        self.attention_grid(&format!("attn.{l}"), base.clone(), &buffers, &constants, attn);
+        self.attention_grid(&format!("attn.{l}"), site, base.clone(), &buffers, &constants, attn);
         if candidate.splits > 1 && candidate.split_from < self.program.context_max {
             let splits = candidate.splits;
             // All query heads of a KV head where they fit one tensor-core operand: the history is read once.
@@ -397,11 +414,12 @@ impl Builder<'_> {
             let record = op.heads_per_task * (dim + PARTIAL_HEADER);
             let cols = op.head_groups() * splits * record;
             let partial = self.buffer(&format!("partial.{l}"), Space::Exchange, DType::F32, 1, cols, 1, None);
-            self.attention_grid(&format!("attn_split.{l}"), op, &buffers, &constants, partial);
+            self.attention_grid(&format!("attn_split.{l}"), site, op, &buffers, &constants, partial);
             let merge = Op::AttentionMerge { head_dim: dim, splits, heads_per_task };
             let group_cols = Cols { div: heads_per_task, ..Cols::blocks(splits * record, cols) };
             self.grid(
                 &format!("attn_merge.{l}"),
+                Some(site),
                 merge,
                 heads,
                 Second::Axis(1),
@@ -414,6 +432,7 @@ impl Builder<'_> {
     fn attention_grid(
         &mut self,
         name: &str,
+        site: Site,
         op: Attention,
         buffers: &AttentionBuffers,
         constants: &[Operand],
@@ -470,7 +489,7 @@ impl Builder<'_> {
             },
         ));
         let n = op.head_groups();
-        self.grid(name, Op::Attention(op), n, Second::Axis(splits), operands);
+        self.grid(name, Some(site), Op::Attention(op), n, Second::Axis(splits), operands);
     }
 }
 
@@ -495,14 +514,7 @@ pub fn attention_of(graph: &ModelGraph, a: &graph::Attention) -> Attention {
         q_norm: qk_norm(&a.q_norm),
         k_norm: qk_norm(&a.k_norm),
         splits: 1,
-        variant: AttentionVariant::default(),
     }
-}
-
-/// Columns from one KV head to the next in a cache row: `head_dim`, rounded up to what a bulk copy can start at.
-pub fn cache_pitch(head_dim: u32, dtype: DType) -> u32 {
-    let bytes = dtype.bytes() as u32;
-    (head_dim * bytes).next_multiple_of(COPY_ALIGN_BYTES) / bytes
 }
 
 /// Rows of the units of a matvec: the most, `least` at least, that leave the longest share of the SMs shortest.
@@ -524,7 +536,6 @@ pub fn finest_unit_rows(graph: &ModelGraph, precision: Precision, sms: u32, leas
             own_input: false,
             epilogue,
             unit_rows: UNIT_ROWS,
-            variant: MatVecVariant::default(),
         };
         let attn = &l.attn;
         [
@@ -552,14 +563,6 @@ pub fn refuses_everywhere(graph: &ModelGraph, precision: Precision, consumer_war
     let most = sum_width_max(precision, consumer_warps);
     (graph.hidden > most).then(|| format!("0, for a block holds a branch of at most {most} values in registers"))
 }
-
-/// Bytes of a cache row of one KV head.
-pub fn cache_row_bytes(head_dim: u32, dtype: DType) -> u32 {
-    cache_pitch(head_dim, dtype) * dtype.bytes() as u32
-}
-
-/// Bulk and 16-byte asynchronous copies take addresses and lengths in multiples of this.
-const COPY_ALIGN_BYTES: u32 = 16;
 
 /// Query heads are rows of one 8-row half of a tensor-core operand.
 pub const HEADS_PER_TASK_MAX: u32 = 8;

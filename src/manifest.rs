@@ -1,4 +1,4 @@
-//! Owns `ManifestFile` (what was typed, with spans) and `Manifest` (what it means, every default filled in).
+//! Owns `ManifestFile` (the typed form, with spans) and `Manifest` (the resolved form, every default filled in).
 //!
 //! ```toml
 //! name = "llama-3.2-1b"        # default: the file's stem
@@ -15,19 +15,19 @@
 //!
 //! [decode]
 //! context_max = 4096           # 1 to 1048576 positions
-//! steps_per_launch = 32        # tokens per launch; default 32, or context_max where that is less
-//! check_positions = [0, 31]    # default: 0, 1, 31, 200 and the last, those below context_max
-//! time_positions = [32]        # default: 32, 1024 and context_max - steps_per_launch, those that leave room for a launch
+//! steps_per_launch = 32        # tokens per launch; default 32, or context_max if that is less
+//! check_positions = [0, 31]    # default: 0, 1, 31, 200 and the last, as far as they are below context_max
+//! time_positions = [32]        # default: 32, 1024 and context_max - steps_per_launch, as far as a launch fits
 //!
-//! [search]                     # may be left out
-//! trials = 0                   # candidates measured beyond the default one; 0, the default, builds that one alone
+//! [search]                     # optional
+//! trials = 0                   # candidates to measure beyond the default one; default 0, which builds only that one
 //! minutes = 10                 # default 10
 //! seed = 0                     # default 0
-//! margin = 0.01                # a candidate replaces the best only if faster by this fraction; default 0.01
+//! margin = 0.01                # a candidate replaces the best one only if it is faster by this fraction; default 0.01
 //!
 //! [[target]]                   # one or more
 //! record = "h200"              # a builtin name, or the path of a record
-//! candidate = "splits=12"      # knobs that are to differ from the default, as trials print them; may be left out
+//! candidate = "splits=12"      # knobs that differ from the default, as trials print them; optional
 //! ```
 //!
 //! Relative paths follow [`crate::files::find`]: the manifest's own folder first, then the current directory.
@@ -123,7 +123,7 @@ pub struct SearchFile {
     pub margin: Option<f64>,
 }
 
-/// What to build, for which targets, and how hard to search.
+/// The model to build, the targets, and the search budget.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Manifest {
     /// Label of the build in paths and reports; no part of any key.
@@ -139,14 +139,14 @@ pub struct Manifest {
     pub search: Search,
     /// One or more, of different names, in the order of the manifest.
     pub targets: Vec<Target>,
-    /// By name of a target: knobs that its first candidate has otherwise than the default, `knob=value;...`. Only what knows
+    /// By name of a target: knobs of its first candidate that differ from the default, `knob=value;...`. Only what knows
     /// knobs can read it.
     pub candidates: BTreeMap<String, String>,
     /// Folder of the manifest, the first place where its relative paths are looked for.
     pub base_dir: PathBuf,
 }
 
-/// What the kernel must be able to decode, and where it is checked and timed.
+/// Limits of decoding, and the positions that are checked and timed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Decode {
     /// Positions that the cache has room for, 1 to [`CONTEXT_MAX`].
@@ -178,7 +178,7 @@ pub enum ManifestError {
     File(#[from] FileError),
     #[error(transparent)]
     Invalid(#[from] Rejection),
-    /// The manifest names a record that exists and is itself at fault.
+    /// The manifest names a record that exists and is invalid.
     #[error(transparent)]
     Target(TargetError),
 }

@@ -1,7 +1,7 @@
 //! Owns `Measurement`: the time of whole launches of a schedule whose numbers were checked.
 //!
-//! Launches of many steps are timed, never single steps of a device: a launch is what a user waits for. A latency below
-//! the time that the bytes of a step need at the measured bandwidth cannot be true, and is withheld.
+//! Whole launches of many steps are timed, never single steps of a device: users wait for launches. A latency below the time that the
+//! bytes of a step need at the measured bandwidth cannot be true, and is withheld.
 
 use std::ops::ControlFlow;
 use std::time::{Duration, Instant};
@@ -26,7 +26,7 @@ use crate::validate::Validated;
 const CPU_BUDGET: Duration = Duration::from_secs(10);
 /// Time for one position on a device: thousands of steps of any model that fits it.
 const DEVICE_BUDGET: Duration = Duration::from_secs(3);
-/// Launches that are run and not counted: clocks rise, pages and caches fill.
+/// Warm-up launches, not counted: clocks rise, pages and caches fill.
 const WARM_UP: u32 = 3;
 /// More samples do not move the median of a quiet machine; fewer than three have no spread.
 const CPU_SAMPLES_MAX: usize = 20;
@@ -46,11 +46,11 @@ pub struct Timed {
     pub latency_us_p90: f64,
     /// Bytes that a step has to move in the middle of the launch: weight streams, cache rows, one embedding row.
     pub bytes_per_step: u64,
-    /// Those bytes at the bandwidth that was measured for the target.
+    /// Time for those bytes at the target's measured bandwidth.
     pub floor_us: Option<f64>,
     pub clock_sm_mhz: Option<u32>,
     pub clock_mem_mhz: Option<u32>,
-    /// Reasons for throttling; `none` if there was none, empty if nobody looked.
+    /// Reasons for throttling; `none` if there was none, empty if they were not read.
     pub throttle: String,
 }
 
@@ -68,7 +68,7 @@ pub struct Measurement {
     withheld: Vec<Withheld>,
 }
 
-/// What a cache keeps of it. Not `Measurement` itself, or any JSON could become one.
+/// The cached form. It is not `Measurement` itself, or any JSON could become one.
 #[derive(Serialize, Deserialize)]
 struct Entry {
     timed: Vec<Timed>,
@@ -86,13 +86,13 @@ impl Measurement {
         &self.withheld
     }
 
-    /// The text that a cache keeps.
+    /// The text for the cache.
     pub(crate) fn to_entry(&self) -> Vec<u8> {
         let Measurement { timed, withheld } = self.clone();
         serde_json::to_vec(&Entry { timed, withheld }).expect("numbers and names")
     }
 
-    /// Reads what [`Measurement::to_entry`] wrote; the cache answers for the bytes and for the key they lie under.
+    /// Reads the output of [`Measurement::to_entry`]; the cache guarantees the bytes and their key.
     pub(crate) fn from_entry(bytes: &[u8]) -> Option<Measurement> {
         let Entry { timed, withheld } = serde_json::from_slice(bytes).ok()?;
         Some(Measurement { timed, withheld })
@@ -116,7 +116,7 @@ impl From<MeasureError> for Fault {
     }
 }
 
-/// What is timed.
+/// The subject of a measurement.
 #[derive(Clone, Copy)]
 pub struct Subject<'a> {
     pub validated: &'a Validated,
@@ -124,7 +124,7 @@ pub struct Subject<'a> {
     pub target: &'a Target,
     /// Ascending; each leaves room for a launch.
     pub positions: &'a [u32],
-    /// Steps of one launch, as the manifest asks for them; the CPU takes fewer where a launch would last too long.
+    /// Steps of one launch, from the manifest; the CPU takes fewer if a launch would last too long.
     pub steps_per_launch: u32,
 }
 
@@ -132,11 +132,11 @@ pub struct Subject<'a> {
 pub struct Timer<'a> {
     subject: Subject<'a>,
     on: On<'a>,
-    /// Time that the launches of one position may take together.
+    /// Time budget of all launches at one position.
     budget: Duration,
     position: u32,
     steps: u32,
-    /// Rows of the cache that were made up. Launches write over some of them: what a row holds takes no time.
+    /// Rows of the cache that were generated. Launches overwrite some of them: the content of a row does not change the time.
     filled: Option<u32>,
 }
 
@@ -146,7 +146,7 @@ enum On<'a> {
 }
 
 impl<'a> Timer<'a> {
-    /// Times the interpreter's fast path with a clock on the wall.
+    /// Times the interpreter's fast path by wall clock.
     ///
     /// # Errors
     /// Faults of the interpreter.
@@ -162,17 +162,17 @@ impl<'a> Timer<'a> {
         Timer { subject, on, budget: DEVICE_BUDGET, position: 0, steps: 1, filled: None }
     }
 
-    /// Takes the cache as it is up to this many rows: an earlier timer has made them up.
+    /// Uses the first `rows` rows of the cache as they are: an earlier timer generated them.
     pub fn with_filled(self, rows: Option<u32>) -> Timer<'a> {
         Timer { filled: rows, ..self }
     }
 
-    /// Rows of the cache that were made up.
+    /// Rows of the cache that were generated.
     pub fn filled(&self) -> Option<u32> {
         self.filled
     }
 
-    /// Makes up a cache of `position` tokens, decides how many steps a launch has, and warms up.
+    /// Generates a cache of `position` tokens, decides the number of steps of a launch, and warms up.
     ///
     /// # Errors
     /// Faults of interpreter or session; a session that hung is lost.
@@ -189,7 +189,7 @@ impl<'a> Timer<'a> {
                     interp.reset();
                     interp.fill_cache(FILL_SEED, position)?;
                 }
-                // The first step pays for pages that nobody touched yet; the second tells how many of them fit the budget.
+                // The first step pays for pages that were never touched; the second shows how many steps fit the budget.
                 self.steps = 1;
                 self.launch()?;
                 let step_us = self.launch()?.max(1e-3);
@@ -199,8 +199,8 @@ impl<'a> Timer<'a> {
             }
             On::Device { session, .. } => {
                 if fill {
-                    let Subject { validated, target, .. } = &self.subject;
-                    fill_device_cache(session, validated.schedule(), target, FILL_SEED, position)?;
+                    let Subject { validated, .. } = &self.subject;
+                    fill_device_cache(session, validated.schedule(), FILL_SEED, position)?;
                 }
                 session.start(&check_ids(self.subject.graph.vocab, position + 1), &[])?;
                 for _ in 0..WARM_UP {
@@ -237,7 +237,7 @@ impl<'a> Timer<'a> {
         self.steps
     }
 
-    /// What samples of [`Timer::launch`] at the prepared position say, with the clocks of now.
+    /// Statistics of samples of [`Timer::launch`] at the prepared position, with the present clocks.
     ///
     /// # Errors
     /// A median below the floor of the bytes, which cannot be true.
@@ -287,7 +287,7 @@ pub fn step_bytes(validated: &Validated, graph: &ModelGraph, history: u32) -> u6
     streams + if attends { step_cache_bytes(graph, precision, history) } else { 0 } + row
 }
 
-/// What samples of whole launches say, in µs per step; a median below the floor is withheld.
+/// Statistics of samples of whole launches, in µs per step; a median below the floor is withheld.
 fn timed(
     subject: &Subject<'_>,
     position: u32,
@@ -300,7 +300,7 @@ fn timed(
     let bandwidth = subject.target.measured.read_bytes_per_s;
     let floor = |bytes: u64| bandwidth.map(|per_s| bytes as f64 / per_s * 1e6);
     let median = percentile(&samples_us, 0.5);
-    // What fits the L2 cache may stay there from one step to the next, so it does not have to be read again.
+    // Bytes that fit the L2 cache may stay there from one step to the next, and are then not read again.
     let least = floor(bytes_per_step.saturating_sub(subject.target.spec.l2_bytes)).unwrap_or(0.0);
     if median < least || median <= 0.0 {
         let reason = format!("{median:.2} µs per step at position {position} is below the floor of {least:.2} µs");

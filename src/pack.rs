@@ -1,7 +1,7 @@
 //! Owns the order of weight bytes: from checkpoint tensors to the streams that SMs consume, and the constants beside them.
 //!
 //! A pack is one blob: the stream of each SM, then the constant buffers in the order of their ids, each starting at a
-//! multiple of [`ALIGN_BYTES`]. A stream is the units of the SM's tasks one after another; a unit of a matvec is
+//! multiple of [`crate::ir::layout::PLACE_ALIGN_BYTES`]. A stream is the units of the SM's tasks one after another; a unit of a matvec is
 //! `granules(k)` granules of 512 bytes; a granule is row-major, 8 rows of 64 bytes of k. Rows past the end of the linear
 //! and k past the end of a row are zero.
 //!
@@ -9,7 +9,8 @@
 
 use crate::dtype::DType;
 use crate::error::Fault;
-use crate::ir::op::{GRANULE_ROW_BYTES, Op, Role, UNIT_ROWS};
+use crate::ir::layout::{GRANULE_ROW_BYTES, place_align, placed_bytes};
+use crate::ir::op::{Op, Role, UNIT_ROWS};
 use crate::ir::program::{Buffer, Content, Part, Space, VectorPart};
 use crate::ir::schedule::{RunBytes, Schedule};
 use crate::ir::{BufferId, SmId, TaskId};
@@ -19,9 +20,6 @@ use half::bf16;
 use rayon::prelude::*;
 use std::collections::BTreeMap;
 use thiserror::Error;
-
-/// Streams and constants start at multiples of this: bulk copies want 16 bytes, and whole cache lines cost nothing.
-pub const ALIGN_BYTES: u64 = 256;
 
 /// Where everything lies in a pack; a function of the schedule alone.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -93,22 +91,17 @@ pub fn layout(schedule: &Schedule) -> Layout {
     let mut total = 0u64;
     let mut take = |bytes: u64| {
         let at = total;
-        total = align(total.saturating_add(bytes));
+        total = place_align(total.saturating_add(bytes));
         at
     };
     let stream_base = stream_bytes.iter().map(|&bytes| take(bytes)).collect();
-    let buffers = &schedule.program.buffers;
-    let constant_offset =
-        buffers.iter().map(|b| (b.space == Space::Constant).then(|| take(constant_bytes(b)))).collect();
-    Layout { stream_base, stream_bytes, constant_offset, total_bytes: total }
-}
-
-fn align(bytes: u64) -> u64 {
-    bytes.checked_next_multiple_of(ALIGN_BYTES).unwrap_or(u64::MAX)
-}
-
-fn constant_bytes(b: &Buffer) -> u64 {
-    (u64::from(b.rows) * u64::from(b.cols)).saturating_mul(b.dtype.bytes() as u64)
+    let base = total;
+    let places = schedule.program.buffers.iter().zip(&schedule.placement);
+    let constant_offset = places
+        .map(|(b, place)| place.filter(|_| b.space == Space::Constant).map(|at| base.saturating_add(at)))
+        .collect();
+    let total_bytes = base.saturating_add(schedule.arena_bytes(Space::Constant));
+    Layout { stream_base, stream_bytes, constant_offset, total_bytes }
 }
 
 /// Fills a whole pack in memory.
@@ -122,7 +115,7 @@ pub fn pack(schedule: &Schedule, graph: &ModelGraph, weights: &Weights) -> Resul
     let mut rest = bytes.as_mut_slice();
     let mut streams = vec![];
     for &stream in &layout.stream_bytes {
-        let (head, tail) = rest.split_at_mut(align(stream) as usize);
+        let (head, tail) = rest.split_at_mut(place_align(stream) as usize);
         streams.push(&mut head[..stream as usize]);
         rest = tail;
     }
@@ -147,7 +140,7 @@ pub fn pack_pieces<E: From<PackError>>(
     let mut buffer = vec![];
     for (sm, (&base, &bytes)) in layout.stream_base.iter().zip(&layout.stream_bytes).enumerate() {
         buffer.clear();
-        buffer.resize(size(align(bytes))?, 0);
+        buffer.resize(size(place_align(bytes))?, 0);
         pack_stream(schedule, graph, weights, SmId::from(sm), &mut buffer[..bytes as usize])?;
         piece(base, &buffer)?;
     }
@@ -159,9 +152,42 @@ pub fn pack_pieces<E: From<PackError>>(
     Ok(layout)
 }
 
-/// What a buffer holds, whatever its id: the same text, the same values.
-fn content(b: &Buffer) -> String {
-    format!("{:?} {} {} {:?}", b.dtype, b.rows, b.cols, b.content)
+/// What a buffer holds, whatever its id: the same words, the same values.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+struct ContentKey(Vec<u32>);
+
+impl ContentKey {
+    fn of(b: &Buffer) -> ContentKey {
+        fn view(key: &mut Vec<u32>, view: &RowView, rows: u32) {
+            let RowView { tensor, first, block, stride } = view;
+            key.extend([tensor.0, *first, *block, *stride, rows]);
+        }
+        let Buffer { name: _, space: _, dtype, rows, cols, phases: _, content } = b;
+        let mut key = vec![*dtype as u32, *rows, *cols];
+        match content {
+            None => key.push(0),
+            Some(Content::Rows { parts, interleave }) => {
+                key.extend([1, *interleave]);
+                parts.iter().for_each(|part| view(&mut key, &part.view, part.rows));
+            }
+            Some(Content::Vectors { parts, offset, interleave }) => {
+                key.extend([2, offset.to_bits(), *interleave]);
+                for part in parts {
+                    match &part.view {
+                        Some(of) => view(&mut key, of, part.len),
+                        None => key.extend([u32::MAX, part.len]),
+                    }
+                }
+            }
+            Some(Content::Tensor(tensor)) => key.extend([3, tensor.0]),
+            Some(Content::RopeTable(rope)) => key.extend([4, rope.0]),
+        }
+        ContentKey(key)
+    }
+
+    fn bytes(&self) -> &[u8] {
+        bytemuck::cast_slice(&self.0)
+    }
 }
 
 /// Names the bytes of a pack without making them: schedules of one model with the same name have the same pack, so that an
@@ -172,20 +198,27 @@ fn content(b: &Buffer) -> String {
 pub fn identity(schedule: &Schedule) -> Result<[u8; 32], PackError> {
     let Layout { stream_base, stream_bytes, constant_offset, total_bytes } = layout(schedule);
     let mut hasher = blake3::Hasher::new();
-    let mut add = |text: String| hasher.update(text.as_bytes()).update(b"\n").count();
-    add(format!("{total_bytes} {stream_base:?} {stream_bytes:?}"));
+    // Numbers of 8 bytes, each list behind its length: nothing can be read in two ways.
+    let mut add = |numbers: &[u64], content: &[u8]| {
+        hasher.update(bytemuck::cast_slice(&[numbers.len() as u64, content.len() as u64]));
+        hasher.update(bytemuck::cast_slice(numbers)).update(content).count()
+    };
+    add(&[total_bytes], &[]);
+    add(&stream_base, &[]);
+    add(&stream_bytes, &[]);
     for (offset, buffer) in constant_offset.iter().zip(&schedule.program.buffers) {
         // Ids shift when a candidate has more buffers of another kind.
         if let Some(offset) = offset {
-            add(format!("{offset} {}", content(buffer)));
+            add(&[*offset], ContentKey::of(buffer).bytes());
         }
     }
-    let contents: Vec<String> = schedule.program.buffers.iter().map(content).collect();
+    let contents: Vec<ContentKey> = schedule.program.buffers.iter().map(ContentKey::of).collect();
     for sm in 0..schedule.machine.sms {
         for run in weight_runs(schedule, SmId(sm))?.values() {
             let WeightRun { task: _, buffer, lo, hi, offset, bytes, unit_bytes, unit_rows } = run;
-            let content = contents.get(buffer.index()).map_or("", String::as_str);
-            add(format!("{sm} {lo} {hi} {offset} {bytes} {unit_bytes} {unit_rows} {content}"));
+            let numbers = [sm, *lo, *hi, *unit_rows].map(u64::from).into_iter().chain([*offset, *bytes, *unit_bytes]);
+            let content = contents.get(buffer.index()).map_or(&[][..], ContentKey::bytes);
+            add(&numbers.collect::<Vec<u64>>(), content);
         }
     }
     Ok(*hasher.finalize().as_bytes())
@@ -212,10 +245,10 @@ type UnitsAt = BTreeMap<u32, (u32, u64)>;
 /// Streams that cannot be filled.
 pub fn moves(from: &Schedule, to: &Schedule) -> Result<Option<Vec<Move>>, PackError> {
     let (from_layout, to_layout) = (layout(from), layout(to));
-    let buffers = |of: &Schedule| -> Vec<String> { of.program.buffers.iter().map(content).collect() };
+    let buffers = |of: &Schedule| -> Vec<ContentKey> { of.program.buffers.iter().map(ContentKey::of).collect() };
     let (from_contents, to_contents) = (buffers(from), buffers(to));
     // Units of each content that there is, and of as many rows, by the first of them: how many, and where.
-    let mut there: BTreeMap<(&str, u32), UnitsAt> = BTreeMap::new();
+    let mut there: BTreeMap<(&ContentKey, u32), UnitsAt> = BTreeMap::new();
     for (sm, base) in from_layout.stream_base.iter().enumerate() {
         for run in weight_runs(from, SmId::from(sm))?.values() {
             let Some(content) = from_contents.get(run.buffer.index()) else { return Ok(None) };
@@ -229,7 +262,7 @@ pub fn moves(from: &Schedule, to: &Schedule) -> Result<Option<Vec<Move>>, PackEr
     };
     for (sm, base) in to_layout.stream_base.iter().enumerate() {
         for run in weight_runs(to, SmId::from(sm))?.values() {
-            let content = to_contents.get(run.buffer.index()).map_or("", String::as_str);
+            let Some(content) = to_contents.get(run.buffer.index()) else { return Ok(None) };
             let Some(units) = there.get(&(content, run.unit_rows)) else { return Ok(None) };
             let mut next = run.lo;
             while next < run.hi {
@@ -245,7 +278,7 @@ pub fn moves(from: &Schedule, to: &Schedule) -> Result<Option<Vec<Move>>, PackEr
         }
     }
     let constants = |layout: &Layout| layout.constant_offset.clone().into_iter().enumerate();
-    let mut places: BTreeMap<&str, u64> = BTreeMap::new();
+    let mut places: BTreeMap<&ContentKey, u64> = BTreeMap::new();
     for (b, offset) in constants(&from_layout) {
         if let (Some(offset), Some(content)) = (offset, from_contents.get(b)) {
             places.insert(content, offset);
@@ -253,17 +286,17 @@ pub fn moves(from: &Schedule, to: &Schedule) -> Result<Option<Vec<Move>>, PackEr
     }
     for ((b, offset), buffer) in constants(&to_layout).zip(&to.program.buffers) {
         let Some(offset) = offset else { continue };
-        let there = to_contents.get(b).and_then(|content| places.get(content.as_str()));
+        let there = to_contents.get(b).and_then(|content| places.get(content));
         let Some(&place) = there else { return Ok(None) };
-        push(place, offset, constant_bytes(buffer));
+        push(place, offset, placed_bytes(buffer));
     }
     Ok(Some(moves))
 }
 
-/// First byte of the constants.
-fn constants_base(layout: &Layout) -> u64 {
+/// First byte of the arena of constants, which places of constants count from.
+pub fn constants_base(layout: &Layout) -> u64 {
     match (layout.stream_base.last(), layout.stream_bytes.last()) {
-        (Some(base), Some(bytes)) => align(base + bytes),
+        (Some(base), Some(bytes)) => place_align(base + bytes),
         _ => 0,
     }
 }
@@ -462,7 +495,7 @@ pub fn pack_constants(
     for (b, (buffer, offset)) in schedule.program.buffers.iter().zip(&layout.constant_offset).enumerate() {
         let Some(offset) = *offset else { continue };
         let begin = (offset - base) as usize;
-        let out = &mut out[begin..begin + constant_bytes(buffer) as usize];
+        let out = &mut out[begin..begin + placed_bytes(buffer) as usize];
         pack_constant(BufferId::from(b), buffer, graph, weights, out)?;
     }
     Ok(())
@@ -698,7 +731,7 @@ mod tests {
         let b = schedule.program.buffers.iter().position(|b| b.name == name).unwrap();
         let buffer = &schedule.program.buffers[b];
         let begin = pack.layout.constant_offset[b].unwrap() as usize;
-        let bytes = &pack.bytes[begin..begin + constant_bytes(buffer) as usize];
+        let bytes = &pack.bytes[begin..begin + placed_bytes(buffer) as usize];
         bytes.chunks_exact(buffer.dtype.bytes()).map(|v| value(buffer.dtype, v)).collect()
     }
 
@@ -763,7 +796,10 @@ mod tests {
         assert_eq!(whole.bytes.len() as u64, whole.layout.total_bytes);
         let starts = whole.layout.stream_base.iter().chain(whole.layout.constant_offset.iter().flatten());
         let starts: Vec<u64> = starts.copied().collect();
-        assert!(starts.is_sorted() && starts.iter().all(|s| s % ALIGN_BYTES == 0), "{starts:?}");
+        assert!(
+            starts.is_sorted() && starts.iter().all(|s| s % crate::ir::layout::PLACE_ALIGN_BYTES == 0),
+            "{starts:?}"
+        );
         let mut bytes = vec![];
         let layout = pack_pieces::<PackError>(&schedule, &odd.graph, &odd.weights, |at, piece| {
             assert_eq!(at, bytes.len() as u64);

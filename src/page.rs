@@ -155,7 +155,7 @@ fn cards(out: &mut String, history: &History) {
     put!(out, "</div>");
 }
 
-/// Latency by the default's over the trials, and the incumbent as a line.
+/// Latency divided by the default's over the trials, and the incumbent as a line.
 fn curve(history: &History) -> Option<String> {
     let timed: Vec<(f64, f64, &Entry)> = history
         .entries

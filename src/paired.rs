@@ -1,8 +1,7 @@
-//! Owns the comparison of two things by time: rounds of A B B A, and what they say about the ratio.
+//! Owns the comparison of two subjects by time: rounds of A B B A, and the ratio with its interval.
 //!
 //! Clocks, temperatures and neighbours drift while a comparison runs. In a round A B B A both sides have the same mean
-//! moment, so a drift that is linear within a round cancels in its ratio, and what is left between rounds is what the
-//! interval shows.
+//! moment, so a drift that is linear within a round cancels in its ratio. The interval shows the remaining differences between rounds.
 
 use std::time::{Duration, Instant};
 
@@ -36,12 +35,12 @@ impl Round {
     }
 }
 
-/// What rounds say: B took `ratio` times as long as A.
+/// The result of rounds: B took `ratio` times as long as A.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Ratio {
     /// Median over rounds.
     pub ratio: f64,
-    /// The interval that holds 95 % of the medians of resampled rounds.
+    /// The interval with 95 % of the medians of resampled rounds.
     pub low: f64,
     pub high: f64,
     pub rounds: usize,
@@ -68,9 +67,9 @@ pub fn rounds<T, E>(
     Ok(rounds)
 }
 
-/// The paired ratio with its bootstrap interval; `None` where a round has no sound ratio, or there is none.
+/// The paired ratio with its bootstrap interval; `None` without rounds, or if a round has no sound ratio.
 ///
-/// The same rounds give the same interval: the resampling is seeded by nothing.
+/// The same rounds give the same interval: the random seed of the resampling is fixed.
 pub fn ratio(rounds: &[Round]) -> Option<Ratio> {
     let ratios: Vec<f64> = rounds.iter().map(Round::ratio).collect();
     if ratios.is_empty() || ratios.iter().any(|ratio| !ratio.is_finite() || *ratio <= 0.0) {

@@ -1,4 +1,4 @@
-//! Owns `Random`: numbers that a seed decides, the same on every machine. Nothing here is a secret's.
+//! Owns `Random`: pseudo-random numbers, a function of the random seed and the same on every machine. Not for secrets.
 
 use crate::digest::Digest;
 
@@ -21,7 +21,7 @@ impl Random {
         Random(state)
     }
 
-    /// A stream for one purpose: one question more to one stream does not change the answers of another.
+    /// A stream for one purpose: drawing from one stream does not change another.
     pub fn stream(seed: u64, purpose: &str, at: u64) -> Random {
         let digest = Digest::of(format!("{purpose} {seed} {at}").as_bytes());
         let head = digest.as_bytes().iter().take(8);

@@ -1,7 +1,7 @@
 //! Owns the CPU reference: every op of the model graph in plain f64 loops. This file is the specification of the ops.
 //!
-//! Activations and accumulation are f64 throughout; weights are the checkpoint's, widened. Rotary angles alone are
-//! formed in fp32, because that rounding is part of the models: transformers computes `position * inv_freq` in fp32,
+//! Activations and accumulation are f64 throughout; weights are the checkpoint's, widened. Only rotary angles are
+//! computed in fp32, because that rounding is part of the models: transformers computes `position * inv_freq` in fp32,
 //! and at position 100 000 the rounding turns the fastest pairs by more than a milliradian.
 
 use rayon::prelude::*;
@@ -195,7 +195,7 @@ pub fn matvec(w: &[f32], x: &[f64]) -> Vec<f64> {
     w.chunks_exact(x.len()).map(|row| dot(row, x)).collect()
 }
 
-/// Four partial sums, so that the additions do not wait for one another.
+/// Four partial sums, so that additions do not depend on each other.
 fn dot(w: &[f32], x: &[f64]) -> f64 {
     let mut sums = [0.0; 4];
     let (w4, w_rest) = w.as_chunks::<4>();

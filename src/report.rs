@@ -1,4 +1,4 @@
-//! Owns what a build tells its user while it runs: one line for each stage, progress inside a stage, and the summary.
+//! Owns the output of a build while it runs: one line for each stage, progress inside a stage, and the summary.
 //!
 //! Everything goes to stderr, so that stdout carries results alone. On a terminal the current stage and its progress are
 //! drawn in place; elsewhere each is a plain line, whose text depends on the work and not on the clock until a stage has
@@ -11,17 +11,19 @@ use std::time::{Duration, Instant};
 
 use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
 
+use crate::text::printable_line;
+
 /// A stage that took less is not worth a line about its time.
 const TIME_WORTH_TELLING: Duration = Duration::from_secs(1);
 
 const SPINNER_TICK: Duration = Duration::from_millis(100);
 
-/// Tells what a build does. Shared by reference between threads.
+/// Reports the progress of a build. Shared by reference between threads.
 pub struct Report {
     writer: Mutex<Box<dyn Write + Send>>,
     /// On a terminal: what is drawn below the lines.
     bars: Option<MultiProgress>,
-    /// Whether stages that had nothing to do are told.
+    /// Whether cached stages print a line.
     tells_cached: bool,
     ran: AtomicUsize,
     cached: AtomicUsize,
@@ -99,7 +101,7 @@ impl Report {
         Progress { report: self, what: plain(what), total, done: AtomicU64::new(0), bar }
     }
 
-    /// Tells something that is neither a stage nor progress: that a check waits for a device, that an entry was corrupt.
+    /// Prints a note that is neither a stage nor progress: that a check waits for a device, that an entry was corrupt.
     pub fn note(&self, text: &str) {
         self.line(&format!("  note {}", plain(text)));
     }
@@ -226,9 +228,9 @@ fn stages(count: usize) -> String {
     if count == 1 { "1 stage".to_string() } else { format!("{count} stages") }
 }
 
-/// Text without control characters: names come from files, and a terminal would obey them.
+/// Names come from files, and a terminal would obey what is in them.
 fn plain(text: &str) -> String {
-    text.chars().map(|char| if char.is_control() { ' ' } else { char }).collect()
+    printable_line(text).into_owned()
 }
 
 fn style(template: &str) -> ProgressStyle {
@@ -340,7 +342,7 @@ ran 2 stages, 1 cached
     fn control_characters_of_a_name_do_not_reach_the_terminal() {
         let (report, written) = lines();
         report.stage("lower", "a\u{1b}[31m\nb").done();
-        assert_eq!(written(), "   run lower: a [31m b\n");
+        assert_eq!(written(), "   run lower: a\\u{1b}[31m\\u{a}b\n");
     }
 
     #[test]

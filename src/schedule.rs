@@ -1,26 +1,26 @@
 //! Places a program on a machine: shares of every grid, queues, events derived from regions, streams, memory map.
 
-use crate::candidate::{Candidate, Infeasible, RING_SLOTS_MAX, default_splits};
-use crate::dtype::{DType, Precision};
-use crate::ir::op::{
-    Access, Attention, Epilogue, GRANULE_BYTES, HISTORY_ALIGN, MatVec, Op, PARTIAL_HEADER, Role, UNIT_ROWS,
+use crate::candidate::{Candidate, Infeasible};
+use crate::ir::layout::{
+    GRANULE_BYTES, RING_SLOTS_MAX, SmemNeeds, block_granules, cache_row_bytes, chunk_granules, chunk_rows, place_align,
+    placed_bytes, smem_map,
 };
-use crate::ir::program::{Grid, Program, Second, Space};
-use crate::ir::schedule::{Event, Machine, Mechanism, Regime, Ring, Run, RunBytes, Schedule, SmemPart, Task, Wait};
-use crate::ir::variant::{Held, POLL_PAIRS, SUM_UNITS, SUM_UNITS_MAX};
+use crate::ir::op::{Access, Attention, Epilogue, HISTORY_ALIGN, MatVec, Op, Role, UNIT_ROWS};
+use crate::ir::program::{Grid, LayerOp, Program, Second, Site, Space};
+use crate::ir::schedule::{Event, Machine, Mechanism, Regime, Ring, Run, RunBytes, Schedule, Task, Wait};
+use crate::ir::variant::{
+    AttentionVariant, MatVecVariant, POLL_BATCH, REDUCE_BATCH_MAX, RegisterTiling, Variant, warps_per_head_rule,
+};
 use crate::ir::{BufferId, EventId, GridId, TaskId};
-use crate::lower::{attention_of, cache_row_bytes, refuses_everywhere};
-use crate::model::graph::{Layer, ModelGraph};
 use crate::target::{CopyMechanism, DotMechanism, Target, TargetKind};
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap};
 
-/// Bytes of a queue entry in the kernel's tables.
-pub const QUEUE_ENTRY_BYTES: u32 = 64;
+type Variants = BTreeMap<GridId, Variant>;
 
 /// Places `program` on `target` as `candidate` says, or names what does not fit.
 pub fn schedule(program: Program, target: &Target, candidate: &Candidate) -> Result<Schedule, Infeasible> {
-    let head_units = program.grids.iter().filter(|g| g.name == "head").map(|g| g.n).sum();
+    let head_units = program.grids.iter().filter(|g| g.site == Some(Site::HEAD)).map(|g| g.n).sum();
     check_knobs(head_units, target, candidate)?;
     let split = program.grids.iter().any(|g| matches!(g.op, Op::AttentionMerge { .. }));
     let weights = divide(&program, candidate, split && candidate.split_from == 0);
@@ -32,55 +32,63 @@ pub fn schedule(program: Program, target: &Target, candidate: &Candidate) -> Res
         regimes.push(regime(&program, target, candidate, &weights, candidate.split_from, true)?);
     }
     let queue_max = regimes.iter().flat_map(|r| &r.queues).map(Vec::len).max().unwrap_or(0) as u32;
-    let machine = machine(&program, target, candidate, queue_max)?;
+    let variants = attention_variants(&program, target, candidate)?;
+    let machine = machine(&program, &variants, target, candidate, queue_max)?;
     let placement = placement(&program);
-    let mut schedule = Schedule { program, machine, placement, regimes };
+    let mut schedule = Schedule { program, machine, variants, placement, regimes };
     check_memory(&schedule, target)?;
-    settle_variants(&mut schedule, target, candidate)?;
+    resolve_matvecs(&mut schedule, candidate)?;
     Ok(schedule)
 }
 
-/// Holds the variants of ops against what their tasks became, and leaves out those that say what the kernel does anyway, so that
-/// two candidates that make the same kernel make the same schedule.
-fn settle_variants(schedule: &mut Schedule, target: &Target, c: &Candidate) -> Result<(), Infeasible> {
-    let units = schedule.longest_tasks();
-    let Schedule { program, machine, .. } = schedule;
-    let mut turned = vec![];
-    for (grid, units) in program.grids.iter_mut().zip(units) {
-        match &mut grid.op {
-            Op::MatVec(m) => {
-                let held = Held::of(m, machine, program.precision, units);
-                if let (Some(value), Some((knob, _))) = (m.variant.hold, c.hold_of(&grid.name)) {
-                    if let Some(expected) = held.refuses_hold(value) {
-                        return Err(Infeasible::Knob { knob, value, expected });
-                    }
-                    m.variant.hold = Some(value).filter(|hold| *hold != held.hold_rule());
-                    turned.extend(m.variant.hold.map(|_| knob));
-                }
-                // Of a short input there is less to wait for than of a long one.
-                let poll = m.variant.poll.map(|poll| poll.min(held.pairs()));
-                m.variant.poll = poll.filter(|poll| *poll != held.poll_rule());
-                turned.extend(m.variant.poll.map(|_| "poll_pairs"));
-            }
-            Op::Attention(a) => {
-                let refused =
-                    a.refuses_variant(program.precision, target.spec.dot == DotMechanism::Mma, machine.consumer_warps);
-                if let Some(expected) = refused {
-                    let (knob, value) = match a.variant.team {
-                        Some(team) => ("attention_team", team),
-                        None => ("attention_ahead", c.attention_ahead),
-                    };
-                    return Err(Infeasible::Knob { knob, value, expected });
-                }
-            }
-            Op::Select | Op::Report | Op::Embed { .. } | Op::AttentionMerge { .. } | Op::NormAdd { .. } => {}
+/// The variant of each attention, as the candidate asks for it.
+fn attention_variants(program: &Program, target: &Target, c: &Candidate) -> Result<Variants, Infeasible> {
+    let (precision, tensor_cores) = (program.precision, target.spec.dot == DotMechanism::Mma);
+    let mut variants = Variants::new();
+    for (g, grid) in program.grids.iter().enumerate() {
+        let Op::Attention(a) = &grid.op else { continue };
+        let (warps_per_head, prefetch_v) = (c.attention_team, c.attention_ahead != 0);
+        let variant = AttentionVariant::of(a, precision, tensor_cores, c.consumer_warps, warps_per_head, prefetch_v);
+        if let Some(expected) = a.refuses_variant(&variant, precision, tensor_cores, c.consumer_warps) {
+            let by_rule = warps_per_head == warps_per_head_rule(a.head_dim);
+            let (knob, value) =
+                if by_rule { ("attention_ahead", c.attention_ahead) } else { ("attention_team", warps_per_head) };
+            return Err(Infeasible::Knob { knob, value, expected });
         }
+        variants.insert(GridId::from(g), Variant::Attention(variant));
     }
-    let holds = ["qkv", "o", "up", "down", "head"].into_iter().filter_map(|op| c.hold_of(op));
-    let asked = holds
-        .filter(|(_, units)| *units > 0)
-        .chain(Some(("poll_pairs", c.poll_pairs)).filter(|(_, n)| *n != POLL_PAIRS));
-    for (knob, value) in asked {
+    Ok(variants)
+}
+
+/// Resolves the variant of each matvec from what its tasks became.
+fn resolve_matvecs(schedule: &mut Schedule, c: &Candidate) -> Result<(), Infeasible> {
+    let units = schedule.longest_tasks();
+    let Schedule { program, machine, variants, .. } = schedule;
+    let mut turned = vec![];
+    for (g, (grid, units)) in program.grids.iter().zip(units).enumerate() {
+        let Op::MatVec(m) = &grid.op else { continue };
+        let unit = m.granules(program.precision.weights.bytes() as u32);
+        let chunk = chunk_granules(unit, machine.ring.slot_bytes, machine.ring.arrivals);
+        let block = block_granules(unit, machine.ring.slot_bytes, units);
+        let tiling = RegisterTiling::of(m, machine, program.precision, units, chunk);
+        let knob = grid.site.and_then(|site| c.units_per_warp(site.op)).filter(|(_, value)| *value > 0);
+        let mut units_per_warp = tiling.units_per_warp_rule();
+        if let Some((knob, value)) = knob {
+            if let Some(expected) = tiling.refuses_units_per_warp(value) {
+                return Err(Infeasible::Knob { knob, value, expected });
+            }
+            turned.extend((value != units_per_warp).then_some(knob));
+            units_per_warp = value;
+        }
+        // Of a short input there is less to wait for than of a long one.
+        let poll_batch = c.poll_pairs.min(tiling.pairs());
+        turned.extend((poll_batch != tiling.poll_batch_rule()).then_some("poll_pairs"));
+        let variant = MatVecVariant { units, chunk, block, units_per_warp, poll_batch };
+        variants.insert(GridId::from(g), Variant::MatVec(variant));
+    }
+    let asked = LayerOp::ALL.into_iter().filter_map(|op| c.units_per_warp(op)).filter(|(_, units)| *units > 0);
+    for (knob, value) in asked.chain(Some(("poll_pairs", c.poll_pairs)).filter(|(_, n)| *n != POLL_BATCH)) {
+        // A search would try the same kernel again.
         if !turned.contains(&knob) {
             let expected = "another value: with this one the kernel does what it does by itself".to_string();
             return Err(Infeasible::Knob { knob, value, expected });
@@ -153,8 +161,8 @@ pub fn check_knobs(head_units: u32, target: &Target, c: &Candidate) -> Result<()
     if c.flight_free > c.ring_slots {
         return knob("flight_free", c.flight_free, "at most `ring_slots`");
     }
-    if c.sum_units == 0 || c.sum_units > SUM_UNITS_MAX {
-        return knob("sum_units", c.sum_units, &format!("1 to {SUM_UNITS_MAX}"));
+    if c.sum_units == 0 || c.sum_units > REDUCE_BATCH_MAX {
+        return knob("sum_units", c.sum_units, &format!("1 to {REDUCE_BATCH_MAX}"));
     }
     if c.poll_pairs == 0 {
         return knob("poll_pairs", c.poll_pairs, "at least 1");
@@ -188,109 +196,13 @@ fn loader_warps(target: &Target) -> u32 {
     }
 }
 
-/// Shared memory that does not depend on the ring, bytes: an upper bound for the default candidate.
-pub fn fixed_smem_bytes(
-    graph: &ModelGraph,
+fn machine(
+    program: &Program,
+    variants: &Variants,
     target: &Target,
-    precision: Precision,
-    consumer_warps: u32,
-    sms: u32,
-) -> u64 {
-    let k_max = graph
-        .layers
-        .iter()
-        .flat_map(|l| [l.attn.q.cols, l.attn.o.cols, l.mlp.up.cols, l.mlp.down.cols])
-        .chain([graph.head.cols])
-        .max()
-        .unwrap_or(0);
-    let dim = graph.layers.iter().map(|l| l.attn.head_dim).max().unwrap_or(0);
-    let mma = target.spec.dot == DotMechanism::Mma;
-    let attention: Vec<Attention> = graph.layers.iter().map(|l| attention_of(graph, &l.attn)).collect();
-    // Tasks of the longest queue: its share of split attention and its merge, rounded up, and what every SM has one of in a layer and
-    // in a step.
-    let shares = |a: &Attention| a.head_groups() * default_splits(a.head_groups(), sms, a.head_dim) + a.heads;
-    let posts = |l: &Layer| [&l.attn_post_norm, &l.mlp_post_norm].into_iter().flatten().count() as u32;
-    let whole_tasks: u32 = graph.layers.iter().map(|l| 4 + posts(l)).sum();
-    let shared_tasks: u32 = attention.iter().map(shares).sum();
-    let units = graph.hidden.div_ceil(UNIT_ROWS);
-    let whole = refuses_everywhere(graph, precision, consumer_warps).is_none();
-    let parts = smem_parts(&SmemNeeds {
-        sms,
-        k_max,
-        head_dim: dim,
-        heads_per_task: crate::lower::HEADS_PER_TASK_MAX
-            .min(graph.layers.iter().map(|l| l.attn.heads / l.attn.kv_heads).max().unwrap_or(1)),
-        residual_units: if whole { units } else { units.div_ceil(sms) },
-        records: attention.iter().map(|a| a.records(precision, mma, consumer_warps)).max().unwrap_or(0),
-        precision,
-        dot: target.spec.dot,
-        consumer_warps,
-        sum_units: SUM_UNITS,
-        ring_bytes: 0,
-        // Select, report, embedding and head; a share may begin anywhere.
-        queue_max: whole_tasks + shared_tasks.div_ceil(sms) + 1 + 4,
-    });
-    parts.last().map_or(0, |p| u64::from(p.offset) + u64::from(p.bytes))
-}
-
-struct SmemNeeds {
-    sms: u32,
-    k_max: u32,
-    head_dim: u32,
-    heads_per_task: u32,
-    /// Records of a query head that meet at the end of attention.
-    records: u32,
-    /// Units of 8 columns of the residual that a block has at most.
-    residual_units: u32,
-    precision: Precision,
-    dot: DotMechanism,
-    consumer_warps: u32,
-    sum_units: u32,
-    ring_bytes: u32,
+    c: &Candidate,
     queue_max: u32,
-}
-
-/// The shared-memory map in address order. Scratch of the running task (`stage`, `reduce`, `heads`) is reused by the next
-/// one behind the block barrier between tasks; `residual` and `state` live as long as the launch.
-fn smem_parts(n: &SmemNeeds) -> Vec<SmemPart> {
-    // The staged input: bf16 where tensor cores read it, fp32 otherwise. A granule reads 64 bytes of bf16 k at a time.
-    let stage_bytes = match (n.precision.weights, n.dot) {
-        (DType::Bf16, DotMechanism::Mma) => n.k_max.next_multiple_of(32) * 2,
-        _ => n.k_max.next_multiple_of(32) * 4,
-    };
-    // Two batches of partial sums, so that a warp may start the next batch while others still add up this one. Attention
-    // stages nothing: the state of each team of warps and of the current position (maximum, sum, accumulators) takes both places,
-    // and in a merge the state of each warp.
-    let sums = 2 * n.sum_units * n.consumer_warps * UNIT_ROWS * 4;
-    let attention = n.records * n.heads_per_task * (n.head_dim + PARTIAL_HEADER) * 4;
-    // Where a token is drawn: the best logit of each SM, seven sums of each warp, and ids, of which few are enough.
-    let sampling = n.sms * 4 + n.consumer_warps * 56 + 64;
-    let merge = n.consumer_warps * (n.head_dim + PARTIAL_HEADER) * 4;
-    let scratch = attention.max(merge).max(sampling);
-    let parts = [
-        ("ring", n.ring_bytes),
-        ("stage", stage_bytes),
-        ("reduce", sums.max(scratch.saturating_sub(stage_bytes.next_multiple_of(128)))),
-        // q of a task, k, v, in fp32, and q once more as the tensor cores take it.
-        ("heads", (n.heads_per_task + 2) * n.head_dim * 4 + n.heads_per_task * n.head_dim.next_multiple_of(32) * 2),
-        ("residual", n.residual_units * UNIT_ROWS * 4),
-        // The queue of this SM, read once a launch.
-        ("queue", n.queue_max.saturating_mul(QUEUE_ENTRY_BYTES)),
-        // Ring barriers, what each warp carries from task to task and its statistics, token, watchdog.
-        ("state", RING_SLOTS_MAX * 16 + n.consumer_warps * 64 + 512),
-    ];
-    let mut offset = 0u32;
-    parts
-        .into_iter()
-        .map(|(name, bytes)| {
-            let part = SmemPart { name: name.to_string(), offset, bytes: bytes.next_multiple_of(128) };
-            offset += part.bytes;
-            part
-        })
-        .collect()
-}
-
-fn machine(program: &Program, target: &Target, c: &Candidate, queue_max: u32) -> Result<Machine, Infeasible> {
+) -> Result<Machine, Infeasible> {
     let spec = &target.spec;
     let mut needs = SmemNeeds {
         sms: c.sms,
@@ -300,13 +212,13 @@ fn machine(program: &Program, target: &Target, c: &Candidate, queue_max: u32) ->
         records: 0,
         residual_units: 0,
         precision: program.precision,
-        dot: spec.dot,
+        tensor_cores: spec.dot == DotMechanism::Mma,
         consumer_warps: c.consumer_warps,
-        sum_units: c.sum_units,
+        reduce_batch: c.sum_units,
         ring_bytes: c.ring_slots.saturating_mul(c.slot_bytes),
         queue_max,
     };
-    for grid in &program.grids {
+    for (g, grid) in program.grids.iter().enumerate() {
         match &grid.op {
             Op::MatVec(m) => {
                 needs.k_max = needs.k_max.max(m.k);
@@ -317,8 +229,9 @@ fn machine(program: &Program, target: &Target, c: &Candidate, queue_max: u32) ->
             Op::Attention(a) => {
                 needs.head_dim = needs.head_dim.max(a.head_dim);
                 needs.heads_per_task = needs.heads_per_task.max(a.heads_per_task);
-                let mma = spec.dot == DotMechanism::Mma;
-                needs.records = needs.records.max(a.records(program.precision, mma, c.consumer_warps));
+                if let Some(Variant::Attention(variant)) = variants.get(&GridId::from(g)) {
+                    needs.records = needs.records.max(variant.records(c.consumer_warps));
+                }
             }
             Op::NormAdd { .. } | Op::Embed { .. } => {
                 let owned = grid.operand(Role::Residual).map_or(0, |o| {
@@ -333,7 +246,7 @@ fn machine(program: &Program, target: &Target, c: &Candidate, queue_max: u32) ->
             Op::Select | Op::Report | Op::AttentionMerge { .. } => {}
         }
     }
-    let smem = smem_parts(&needs);
+    let smem = smem_map(&needs);
     let bytes = smem.iter().map(|p| u64::from(p.bytes)).sum::<u64>();
     if bytes > u64::from(spec.smem_bytes_per_block_max) {
         let target = target.name.clone();
@@ -346,15 +259,13 @@ fn machine(program: &Program, target: &Target, c: &Candidate, queue_max: u32) ->
     Ok(Machine {
         target: target.name.clone(),
         sms: c.sms,
-        cluster: 1,
         consumer_warps: c.consumer_warps,
         loader_warps,
         registers_per_thread: registers,
-        sum_units: c.sum_units,
+        reduce_batch: c.sum_units,
         ring: Ring {
             slots: c.ring_slots,
             slot_bytes: c.slot_bytes,
-            groups: 1,
             arrivals: c.consumer_warps,
             flight_high: c.flight_high,
             flight_low: c.flight_low,
@@ -364,33 +275,21 @@ fn machine(program: &Program, target: &Target, c: &Candidate, queue_max: u32) ->
     })
 }
 
-/// Offsets of exchange buffers (packets of 8 bytes), cache and output buffers, each in its own arena, 256-byte aligned.
+/// Offsets of constants, exchange buffers, caches and outputs, each in the arena of its space.
 fn placement(program: &Program) -> Vec<Option<u64>> {
     let mut next: BTreeMap<&'static str, u64> = BTreeMap::new();
     program
         .buffers
         .iter()
         .map(|b| {
-            matches!(b.space, Space::Exchange | Space::Cache | Space::Output).then(|| {
+            matches!(b.space, Space::Constant | Space::Exchange | Space::Cache | Space::Output).then(|| {
                 let at = next.entry(b.space.name()).or_default();
                 let offset = *at;
-                *at += placed_bytes(b).next_multiple_of(256);
+                *at += place_align(placed_bytes(b));
                 offset
             })
         })
         .collect()
-}
-
-/// Bytes a buffer takes in its arena, all phases. A packet is 8 bytes: two bf16 values or one 32-bit value, and the tag.
-pub fn placed_bytes(b: &crate::ir::program::Buffer) -> u64 {
-    let elements = u64::from(b.rows) * u64::from(b.cols);
-    match b.space {
-        Space::Exchange => {
-            let per_packet = 4 / b.dtype.bytes() as u64;
-            u64::from(b.phases) * elements.div_ceil(per_packet).next_multiple_of(2) * 8
-        }
-        _ => elements * b.dtype.bytes() as u64,
-    }
 }
 
 /// Whether a regime with or without split attention has tasks of a grid.
@@ -505,7 +404,7 @@ fn regime(
                 }
                 Op::Attention(a) => {
                     let row_bytes = cache_row_bytes(a.head_dim, program.precision.cache);
-                    let rows = c.slot_bytes / row_bytes / HISTORY_ALIGN * HISTORY_ALIGN;
+                    let rows = chunk_rows(c.slot_bytes, row_bytes);
                     if rows == 0 {
                         let slot_bytes = c.slot_bytes;
                         return Err(Infeasible::HistoryChunk { slot_bytes, rows: HISTORY_ALIGN, row_bytes });

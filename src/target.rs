@@ -47,7 +47,7 @@ pub enum TargetKind {
     Cuda,
 }
 
-/// What the vendor states, with its source.
+/// The vendor's figures, with their source.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Spec {
     /// Where the figures come from (document and section).
@@ -98,7 +98,7 @@ pub enum DotMechanism {
     Mma,
 }
 
-/// What `monobloc calibrate` found on a device of this kind.
+/// Figures that `monobloc calibrate` measured on a device of this kind.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Measured {
     /// How it was measured: device name, driver, compiler.
@@ -409,7 +409,7 @@ fn read_spec(fields: &mut Fields<'_>, kind: Option<TargetKind>) -> Option<Spec> 
         },
     };
     // What the instruction sets allow (PTX ISA, "Target ISA Notes" of cp.async, cp.async.bulk, mma, setmaxnreg and
-    // barrier.cluster). A record that claims more would fail in NVRTC, or hang where nobody looks.
+    // barrier.cluster). A record that claims more would fail in NVRTC, or hang on a device.
     let found = if sm == 0 { "the CPU".to_string() } else { format!("`{}`", arch.get_ref()) };
     let needs = |span, what: &str, sm_min: u32, fields: &mut Fields<'_>| {
         if sm < sm_min {
@@ -489,7 +489,7 @@ fn quoted(text: &str) -> String {
     toml::Value::from(text).to_string()
 }
 
-/// 232448 as `232_448`, because nobody counts the digits of `141000000000`.
+/// 232448 as `232_448`, because the digits of `141000000000` are hard to count.
 fn grouped(number: u64) -> String {
     let digits = number.to_string();
     if digits.len() < 5 {

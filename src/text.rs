@@ -1,5 +1,6 @@
 //! Owns source text as people see it: byte spans, caret rendering, and the nearest known word.
 
+use std::borrow::Cow;
 use std::fmt;
 use std::io::IsTerminal;
 use std::ops::Range;
@@ -9,11 +10,89 @@ use annotate_snippets::{AnnotationKind, Level, Renderer, Snippet};
 /// Bytes of a source text, half open.
 pub type Span = Range<usize>;
 
-/// Faults rendered for one text; the rest is counted. Nobody repairs more than this many before trying again.
+/// Most faults rendered for one text; the rest is counted. People fix fewer than this many before they try again.
 const FAULTS_RENDERED_MAX: usize = 20;
 
-/// Words longer than this have no nearest word: the distance is quadratic in their length, and nobody mistypes so much.
+/// Words longer than this have no nearest word: the distance is quadratic in their length, and such words are no typos.
 const NEAREST_CHARS_MAX: usize = 64;
+
+/// Whether a terminal obeys a character, or shows the text around it in another order: controls (escape sequences begin with
+/// one), marks of bidirectional text, and the line breaks of Unicode.
+fn is_obeyed(c: char) -> bool {
+    c.is_control()
+        || matches!(c, '\u{61c}' | '\u{200e}' | '\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
+}
+
+fn escaped<'t>(text: &'t str, obeyed: impl Fn(char) -> bool) -> Cow<'t, str> {
+    if !text.contains(&obeyed) {
+        return Cow::Borrowed(text);
+    }
+    let mut safe = String::with_capacity(text.len() + 16);
+    for c in text.chars() {
+        match obeyed(c) {
+            true => safe.extend(c.escape_unicode()),
+            false => safe.push(c),
+        }
+    }
+    Cow::Owned(safe)
+}
+
+/// Text as it may reach a terminal: line breaks and tabs stay, every other character that a terminal obeys is written as its
+/// number, `\u{1b}`. Applied twice it changes nothing more.
+pub fn printable(text: &str) -> Cow<'_, str> {
+    escaped(text, |c| is_obeyed(c) && c != '\n' && c != '\t')
+}
+
+/// As [`printable`], on one line: for a name inside a message.
+pub fn printable_line(text: &str) -> Cow<'_, str> {
+    escaped(text, is_obeyed)
+}
+
+/// Text that a model wrote: marks of bidirectional text belong to languages and stay.
+pub fn printable_prose(text: &str) -> Cow<'_, str> {
+    escaped(text, |c| c.is_control() && c != '\n' && c != '\t')
+}
+
+/// As [`printable`] for text that was painted here: colours and weights stay. A stranger's text may then use colours, but cannot
+/// hide, move or erase anything.
+pub fn printable_painted(text: &str) -> String {
+    let mut safe = String::with_capacity(text.len());
+    let mut rest = text;
+    while let Some(at) = rest.find('\u{1b}') {
+        let (before, sequence) = rest.split_at(at);
+        safe.push_str(&printable(before));
+        let end = paint_bytes(sequence).unwrap_or(1);
+        let (sequence, after) = sequence.split_at(end);
+        match end {
+            1 => safe.push_str(&printable(sequence)),
+            _ => safe.push_str(sequence),
+        }
+        rest = after;
+    }
+    safe.push_str(&printable(rest));
+    safe
+}
+
+/// Length of the escape sequence at the start of `text` if all it does is paint: reset, bold, underline, a colour but black.
+fn paint_bytes(text: &str) -> Option<usize> {
+    let parameters = text.strip_prefix("\u{1b}[")?;
+    let end = parameters.find(|c: char| !c.is_ascii_digit() && c != ';')?;
+    let paints = |part: &str| {
+        let number = if part.is_empty() { Ok(0) } else { part.parse::<u32>() };
+        number.is_ok_and(|number| matches!(number, 0 | 1 | 4 | 22 | 24 | 31..=37 | 39 | 91..=97))
+    };
+    (parameters[end..].starts_with('m') && parameters[..end].split(';').all(paints)).then_some(end + 3)
+}
+
+/// JSON as it may reach a terminal: escaped in the way of JSON, so that it means what it meant.
+pub fn printable_json(text: &str) -> Cow<'_, str> {
+    let obeyed = |c| is_obeyed(c) && c != '\n';
+    if !text.contains(obeyed) {
+        return Cow::Borrowed(text);
+    }
+    let escape = |c: char| if obeyed(c) { format!("\\u{:04x}", u32::from(c)) } else { c.to_string() };
+    Cow::Owned(text.chars().map(escape).collect())
+}
 
 /// Whether a rendering may use terminal colours.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -37,7 +116,7 @@ pub struct Diagnostic {
     pub title: String,
     /// Where the carets go. Clamped to the text when rendered, so a stale span cannot panic.
     pub span: Span,
-    /// Stands beside the carets; says what was expected before what was found.
+    /// Text beside the carets: what was expected, then what was found.
     pub label: String,
     pub help: Option<String>,
 }
@@ -183,6 +262,38 @@ pub fn one_of<'a>(names: impl IntoIterator<Item = &'a str>) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_a_terminal_obeys_is_shown() {
+        let hostile = "a\u{1b}[31mb\u{9b}2J\u{7}\u{202e}c\u{2066}\u{7f}\r\n\td é 日 🦊";
+        let shown = "a\\u{1b}[31mb\\u{9b}2J\\u{7}\\u{202e}c\\u{2066}\\u{7f}\\u{d}\n\td é 日 🦊";
+        assert_eq!(printable(hostile), shown);
+        assert_eq!(printable(shown), shown);
+        assert_eq!(printable_line(hostile), shown.replace('\n', "\\u{a}").replace('\t', "\\u{9}"));
+        assert_eq!(printable_prose("א\u{200f}\u{1b}c"), "א\u{200f}\\u{1b}c");
+        assert!(matches!(printable("plain\n"), Cow::Borrowed(_)));
+    }
+
+    #[test]
+    fn paint_stays_and_nothing_else_of_a_terminal() {
+        let painted = "\u{1b}[1;31merror\u{1b}[0m: \u{1b}[1m\u{1b}[94mx\u{1b}[m";
+        assert_eq!(printable_painted(painted), painted);
+        for sequence in
+            ["[2J", "[8m", "[30m", "[40m", "[38;5;0m", "[1;31", "[1;99999999999m", "]0;t\u{7}", "c", "", "["]
+        {
+            let shown = printable_painted(&format!("a\u{1b}{sequence}z"));
+            assert!(!shown.contains(char::is_control) && shown.starts_with("a\\u{1b}"), "{sequence}: {shown}");
+        }
+    }
+
+    #[test]
+    fn json_means_what_it_meant() {
+        let value = serde_json::json!({"k\u{1b}": "\u{9b}\u{202e}\u{7f}\n é"});
+        let text = format!("{value:#}\n");
+        let safe = printable_json(&text);
+        assert!(!safe.contains(|c| is_obeyed(c) && c != '\n'), "{safe}");
+        assert_eq!(serde_json::from_str::<serde_json::Value>(&safe).expect("JSON"), value);
+    }
 
     #[test]
     fn a_fault_is_rendered_with_its_line_and_carets() {

@@ -1,4 +1,4 @@
-//! Owns the way between text and token ids: a checkpoint's tokenizer, its chat template, and text from a token stream.
+//! Owns the conversion between text and token ids: a checkpoint's tokenizer, its chat template, and text from a token stream.
 //!
 //! A checkpoint's folder says how in up to three files: `tokenizer.json` (the `tokenizers` crate reads it whole),
 //! `tokenizer_config.json` (special tokens, whether a text begins with one, chat templates) and `chat_template.jinja`.
@@ -8,16 +8,16 @@
 //! model did write.
 //!
 //! Files come from strangers. Their sizes are bounded, a template's work is bounded, and a panic in the crates below
-//! becomes an error here. Memory is not bounded here, for a template or a normaliser may double a string again and again:
-//! whoever reads files of others runs this in a process that is (`pipeline::tokens`).
+//! becomes an error here. Memory is not bounded here, and a template or a normaliser may double a string again and again:
+//! `pipeline::tokens` runs this in a process with bounded memory.
 
 use crate::error::Fault;
+use crate::files::{self, FileError};
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Kwargs, Serde};
 use minijinja::{Environment, ErrorKind, Value};
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
-use std::fs::File;
 use std::io::{self, Read, Write};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
@@ -40,6 +40,8 @@ pub enum TokenizerError {
     Missing { path: PathBuf },
     #[error("`{path}` cannot be read: {source}")]
     Read { path: PathBuf, source: io::Error },
+    #[error(transparent)]
+    NotRegular(FileError),
     #[error("`{path}`: expected at most {bytes_max} bytes, found more")]
     TooLarge { path: PathBuf, bytes_max: u64 },
     #[error("`{path}` is not a usable tokenizer file: {reason}")]
@@ -79,7 +81,7 @@ impl From<TokenizerError> for Fault {
         match error {
             TokenizerError::Missing { .. } => Fault::input(message).with_remedy(IDS),
             TokenizerError::Read { .. } => Fault::environment(message),
-            TokenizerError::TooLarge { .. } | TokenizerError::Corrupt { .. } => {
+            TokenizerError::NotRegular(_) | TokenizerError::TooLarge { .. } | TokenizerError::Corrupt { .. } => {
                 Fault::input(message).with_remedy(format!("fetch the checkpoint's file again, or {IDS}"))
             }
             TokenizerError::VocabMismatch { .. } => {
@@ -119,7 +121,7 @@ pub struct Tokenizer {
     backend: tokenizers::Tokenizer,
     /// Ids that `decode` leaves out on request.
     special: BTreeSet<u32>,
-    /// Where `tokenizer_config.json` says what begins and ends a text, it overrules `tokenizer.json`.
+    /// If `tokenizer_config.json` names the tokens around a text, it overrules `tokenizer.json`.
     ends: Option<Ends>,
     /// Named special tokens (`bos_token` ...) that templates may print.
     named: BTreeMap<String, String>,
@@ -203,7 +205,7 @@ impl Tokenizer {
         Ok(())
     }
 
-    /// Token ids of `text`; `add_special_tokens` adds what the checkpoint begins and ends a text with.
+    /// Token ids of `text`; `add_special_tokens` adds the checkpoint's tokens around a text.
     ///
     /// Special tokens that are spelled out in `text` become their ids.
     pub fn encode(&self, text: &str, add_special_tokens: bool) -> Result<Vec<u32>, TokenizerError> {
@@ -373,10 +375,11 @@ fn certain_len(text: &str, incomplete_max: usize) -> usize {
 /// The whole file, or `None` where there is none.
 fn read(path: &Path, bytes_max: u64) -> Result<Option<Vec<u8>>, TokenizerError> {
     let failed = |source| TokenizerError::Read { path: path.to_owned(), source };
-    let file = match File::open(path) {
+    let file = match files::open(path) {
         Ok(file) => file,
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-        Err(error) => return Err(failed(error)),
+        Err(FileError::Read { cause, .. }) if cause.kind() == io::ErrorKind::NotFound => return Ok(None),
+        Err(FileError::Read { cause, .. }) => return Err(failed(cause)),
+        Err(error) => return Err(TokenizerError::NotRegular(error)),
     };
     let mut bytes = Vec::new();
     file.take(bytes_max + 1).read_to_end(&mut bytes).map_err(failed)?;
@@ -402,7 +405,7 @@ fn guarded<T>(work: impl FnOnce() -> tokenizers::Result<T>) -> Result<T, String>
     }
 }
 
-/// What is used of `tokenizer_config.json`.
+/// The fields of `tokenizer_config.json` that are used.
 #[derive(Default)]
 struct Config {
     /// In ascending order of the id that the file declares.
@@ -479,7 +482,7 @@ impl Config {
         Ok(config)
     }
 
-    /// What `add_bos_token` and `add_eos_token` put around a text, instead of what `tokenizer.json` does.
+    /// The tokens that `add_bos_token` and `add_eos_token` put around a text, in place of those of `tokenizer.json`.
     fn ends(&self, backend: &tokenizers::Tokenizer) -> Option<Ends> {
         let id = |add: bool, name: &str| {
             let (_, token) = self.named.iter().find(|(named, _)| add && named == name)?;
@@ -506,7 +509,7 @@ fn token(value: &serde_json::Value) -> Option<AddedToken> {
     )
 }
 
-/// Adds what `tokenizer_config.json` knows and `tokenizer.json` does not: flags of added tokens, special tokens.
+/// Adds information that only `tokenizer_config.json` has: flags of added tokens, special tokens.
 ///
 /// A token that neither file has an id for gets the next free one, as in transformers; `check_vocab` guards its use.
 fn add_tokens(backend: &mut tokenizers::Tokenizer, config: &Config) -> tokenizers::Result<()> {

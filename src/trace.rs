@@ -1,11 +1,11 @@
-//! Owns what the time stamps of a traced launch say: a timeline of every SM, and a table of where a step's time goes.
+//! Owns the reading of a traced launch's time stamps: a timeline of every SM, and a table of where a step's time goes.
 //!
-//! The first consumer warp of each SM stamps each of its tasks: when it began, when its inputs were there, when its sums
-//! were done, when it ended, and how long it stood before ring slots that had not landed. So a task's time has four parts
+//! The first consumer warp of each SM stamps each of its tasks: when it began, when its inputs had arrived, when its sums
+//! were done, when it ended, and how long it waited for ring slots. So a task's time has four parts
 //!
 //! ```text
-//! wait      from its begin until its inputs from other SMs are there
-//! starved   behind that, standing before chunks of weights or history that have not landed
+//! wait      from its begin until its inputs from other SMs have arrived
+//! starved   after that, waiting for chunks of weights or history
 //! compute   the rest until its sums are done
 //! finish    reduction across warps, epilogue, publishing
 //! ```
@@ -44,7 +44,7 @@ pub struct Span {
     pub kind: String,
     /// Grid: `gate_up.3`.
     pub grid: String,
-    /// The event that the watchdog would name, and the buffer behind it without its layer.
+    /// The event that the watchdog would name, and its buffer without the layer.
     pub event: Option<(EventId, String)>,
     pub begin_ns: u64,
     pub inputs_ns: u64,
@@ -62,7 +62,7 @@ impl Span {
     }
 }
 
-/// Why stamps are no timeline.
+/// Why stamps give no timeline.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum TraceError {
     #[error("expected {expected} words of stamps, found {found}")]
@@ -176,7 +176,7 @@ pub struct Row {
     pub starved: OverSms,
     pub compute: OverSms,
     pub finish: OverSms,
-    /// Behind each task, until the next one of the SM begins.
+    /// From the end of a task until the next one of the SM begins.
     pub gap: OverSms,
 }
 
@@ -185,7 +185,7 @@ pub struct Row {
 pub struct Table {
     /// From the first stamp of the launch to the last, over the steps.
     pub step_us: f64,
-    /// In the order in which a step comes to them.
+    /// In the order of execution within a step.
     pub rows: Vec<Row>,
     /// All of them together.
     pub all: Row,

@@ -50,7 +50,7 @@ impl Budget {
         self.armed.store(true, Relaxed);
         let ended = catch_unwind(AssertUnwindSafe(work));
         self.armed.store(false, Relaxed);
-        // Where nobody catches the refusal the tool's process ends, which its parent tells; any other panic is a finding.
+        // An uncaught refusal ends the tool's process, and its parent reports that; any other panic is a finding.
         if let Err(panic) = ended
             && !self.refused.load(Relaxed)
         {

@@ -20,7 +20,7 @@ fuzz_target!(
         let name = std::env::var("READER").unwrap_or_default();
         let chosen = reader(&name).unwrap_or_else(|| panic!("READER is `{name}`, expected a target of readers.rs"));
         READER.get_or_init(|| (chosen, name == "tokenizer"));
-        // Panics of a library that `tokenizer` catches are no findings; those that nobody catches end the run all the same.
+        // Panics of a library that `tokenizer` catches are no findings; uncaught ones still end the run.
         std::panic::set_hook(Box::new(|_| {}));
         std::alloc::set_alloc_error_hook(|_| panic!("memory or time is spent"));
     },

@@ -1,4 +1,4 @@
-//! Everything that reads bytes somebody else wrote, as functions of bytes: fuzzers call them, and so does a replay in
+//! Every reader of bytes from outside, as functions of bytes: fuzzers call them, and so does a replay in
 //! `cargo test`. None may panic, nor take memory or time that the size of its input does not explain.
 
 use std::cell::{OnceCell, RefCell};
@@ -24,7 +24,7 @@ use monobloc::text::Style;
 use monobloc::tokenizer::{Message, Tokenizer};
 use monobloc::validate::{check, line_of};
 
-/// Reads bytes; what it made of them is nobody's affair.
+/// Reads bytes and drops the result.
 pub type Reader = fn(&[u8]);
 
 /// What can be fuzzed, by the name of its corpus.
@@ -190,7 +190,7 @@ fn trials(data: &[u8]) {
     });
 }
 
-/// A sound cubin behind the byte that chooses what is read.
+/// A sound cubin after the byte that chooses what is read.
 const CUBIN: &[u8] = include_bytes!("../corpus/artefact/cubin");
 
 /// What lies beside and in an artefact: the file of an entry, a cubin and its log, a candidate's line, and the content of
@@ -244,7 +244,7 @@ fn artefact(data: &[u8]) {
     }
 }
 
-/// `tokenizer.json`, `tokenizer_config.json` or a chat template, and a short text through what came of it.
+/// `tokenizer.json`, `tokenizer_config.json` or a chat template, and a short text through the result.
 fn tokenizer(data: &[u8]) {
     let Some((&kind, data)) = data.split_first() else { return };
     if data.len() > BYTES_MAX {

@@ -19,6 +19,8 @@ pub enum CacheError {
     /// The entry was published and then removed or damaged before it could be read back.
     #[error("`{}` disappeared right after it was stored", path.display())]
     Vanished { path: PathBuf },
+    #[error("the key of the cache in `{}` cannot be used: {reason}", path.display())]
+    Key { path: PathBuf, reason: String },
     #[error("expected a stage name of lower-case letters, digits, `-` and `_`, found `{stage}`")]
     StageName { stage: String },
 }
@@ -57,6 +59,9 @@ impl From<CacheError> for Fault {
                 .with_remedy("check the disk, or set `MONOBLOC_CACHE_DIR` to a folder on another one"),
             CacheError::Vanished { .. } => Fault::environment(message)
                 .with_remedy("another program changes the cache folder, or the disk loses writes: run again"),
+            CacheError::Key { .. } => Fault::environment(message).with_remedy(
+                "make one with `openssl rand -hex 32`, or unset `MONOBLOC_CACHE_KEY_FILE` to use entries without a signature",
+            ),
             CacheError::StageName { .. } => Fault::internal(message),
         }
     }

@@ -16,7 +16,9 @@ use tempfile::NamedTempFile;
 
 use super::error::CacheError;
 use super::frame;
+use super::key::{self, Key};
 use crate::digest::Digest;
+use crate::files;
 
 /// Read and hashed at once: large enough for blake3 to use every core, small enough to stay in the last cache level.
 const READ_BYTES: usize = 8 << 20;
@@ -45,8 +47,8 @@ pub struct FileDigests {
 
 impl FileDigests {
     /// `root` is the folder of a cache. Nothing is created before there is something to remember.
-    pub fn open(root: &Path) -> FileDigests {
-        FileDigests { memory: Memory::open(root, "files") }
+    pub fn open(root: &Path, key: Option<&Key>) -> FileDigests {
+        FileDigests { memory: Memory::open(root, "files", key) }
     }
 
     /// blake3 of the content of `path`, from memory if the file is unchanged. A memory that cannot be written is not a
@@ -55,11 +57,8 @@ impl FileDigests {
         let fault = |source| CacheError::io("read", path, source);
         // One name for a file and every link to it: hub snapshots are folders of links.
         let place = fs::canonicalize(path).map_err(fault)?;
-        let file = File::open(&place).map_err(fault)?;
+        let file = files::open(&place).map_err(|error| fault(error.into()))?;
         let before = file.metadata().map_err(fault)?;
-        if !before.is_file() {
-            return Err(fault(io::Error::other("expected a file")));
-        }
         let (name, identity, bytes) = (place.as_os_str().as_bytes(), Identity::of(&before), before.len());
         if let Some(digest) = self.memory.recall(name, &identity) {
             return Ok(FileDigest { digest, bytes, bytes_read: 0 });
@@ -139,11 +138,13 @@ pub(super) struct Memory {
     folder: PathBuf,
     temporary: PathBuf,
     kind: &'static str,
+    key: Option<Key>,
 }
 
 impl Memory {
-    pub fn open(root: &Path, kind: &'static str) -> Memory {
-        Memory { folder: root.join(kind), temporary: root.join(TEMPORARY), kind }
+    pub fn open(root: &Path, kind: &'static str, key: Option<&Key>) -> Memory {
+        let folder = root.join(format!("{kind}{}", key::suffix(key)));
+        Memory { folder, temporary: root.join(TEMPORARY), kind, key: key.cloned() }
     }
 
     fn record(&self, name: &[u8]) -> (PathBuf, String) {
@@ -154,7 +155,7 @@ impl Memory {
     /// The digest remembered for `name`, if its file is still the same. Anything unreadable is "not remembered".
     pub fn recall(&self, name: &[u8], identity: &Identity) -> Option<Digest> {
         let (path, id) = self.record(name);
-        let text = read_framed(&path, self.kind, &id, RECORD_BYTES_MAX)?;
+        let text = read_framed(&path, self.key.as_ref(), self.kind, &id, RECORD_BYTES_MAX)?;
         let (found, digest) = text.lines().next()?.split_once(" digest=")?;
         if found == identity.text() { Digest::parse(digest).ok() } else { None }
     }
@@ -164,7 +165,7 @@ impl Memory {
         // The name is for people, and for the collector; recall does not read it.
         let text = format!("{} digest={digest}\n{}", identity.text(), String::from_utf8_lossy(name));
         fs::create_dir_all(&self.folder)?;
-        replace(&self.temporary, &path, &frame::wrap(self.kind, &id, text.as_bytes()))
+        replace(&self.temporary, &path, &frame::wrap(self.key.as_ref(), self.kind, &id, text.as_bytes()))
     }
 
     pub fn forget(&self, name: &[u8]) {
@@ -176,7 +177,8 @@ impl Memory {
         let Ok(folder) = fs::read_dir(&self.folder) else { return Vec::new() };
         let records = folder.flatten().map(|record| {
             let (path, id) = (record.path(), record.file_name());
-            let text = id.to_str().and_then(|id| read_framed(&path, self.kind, id, RECORD_BYTES_MAX));
+            let text =
+                id.to_str().and_then(|id| read_framed(&path, self.key.as_ref(), self.kind, id, RECORD_BYTES_MAX));
             let name = text.and_then(|text| text.split_once('\n').map(|(_, name)| name.to_string()));
             (path, name)
         });
@@ -185,14 +187,14 @@ impl Memory {
 }
 
 /// The text of a small sealed file; `None` if it is missing, too large or damaged.
-pub(super) fn read_framed(path: &Path, kind: &str, name: &str, bytes_max: u64) -> Option<String> {
-    let file = File::open(path).ok()?;
+pub(super) fn read_framed(path: &Path, key: Option<&Key>, kind: &str, name: &str, bytes_max: u64) -> Option<String> {
+    let file = files::open(path).ok()?;
     if file.metadata().ok()?.len() > bytes_max {
         return None;
     }
     let mut framed = Vec::new();
     io::Read::read_to_end(&mut io::Read::take(&file, bytes_max), &mut framed).ok()?;
-    let (text, _) = frame::unwrap(kind, name, framed).ok()?;
+    let (text, _) = frame::unwrap(key, kind, name, framed).ok()?;
     String::from_utf8(text).ok()
 }
 
@@ -233,12 +235,16 @@ mod tests {
         fs::write(&path, &content).unwrap();
         std::os::unix::fs::symlink(&path, &link).unwrap();
         settle(&path);
-        let digests = FileDigests::open(folder.path());
+        let digests = FileDigests::open(folder.path(), None);
         let first = digests.digest(&path).unwrap();
         let bytes = content.len() as u64;
         assert_eq!(first, FileDigest { digest: Digest::of(&content), bytes, bytes_read: bytes });
         assert_eq!(digests.digest(&path).unwrap().bytes_read, 0);
-        assert_eq!(FileDigests::open(folder.path()).digest(&link).unwrap().bytes_read, 0, "links share the memory");
+        assert_eq!(
+            FileDigests::open(folder.path(), None).digest(&link).unwrap().bytes_read,
+            0,
+            "links share the memory"
+        );
 
         // Same size, same inode, same mtime: only the ctime tells.
         let mtime = fs::metadata(&path).unwrap().modified().unwrap();
@@ -268,7 +274,7 @@ mod tests {
         let path = folder.path().join("weights");
         fs::write(&path, b"content").unwrap();
         settle(&path);
-        let digests = FileDigests::open(folder.path());
+        let digests = FileDigests::open(folder.path(), None);
         let first = digests.digest(&path).unwrap();
         let record = digests.memory.records().remove(0);
         assert_eq!(record.1.as_deref(), fs::canonicalize(&path).unwrap().to_str());
@@ -282,9 +288,11 @@ mod tests {
     #[test]
     fn a_missing_file_and_a_folder_are_named() {
         let folder = tempfile::tempdir().unwrap();
-        let digests = FileDigests::open(folder.path());
+        let digests = FileDigests::open(folder.path(), None);
         let missing = digests.digest(&folder.path().join("nowhere")).unwrap_err().to_string();
         assert!(missing.contains("nowhere"), "{missing}");
-        assert!(digests.digest(folder.path()).unwrap_err().to_string().contains("expected a file"));
+        assert!(
+            digests.digest(folder.path()).unwrap_err().to_string().contains("expected a regular file, found a folder")
+        );
     }
 }

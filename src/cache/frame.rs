@@ -4,12 +4,13 @@
 //! <content>\n// monobloc v1 bytes=00000000000000041233 content=<64 hex> seal=<64 hex>\n
 //! ```
 //!
-//! The seal is a hash over what the file is (its kind and name), the length and the content digest. It stands behind
+//! With a key the seal is a keyed hash, which nobody else can make. It is a hash over what the file is (its kind and name), the length and the content digest. It stands behind
 //! the content, so that content starts at offset 0: text stays readable, a cubin stays an ELF file, a pack can be
 //! mapped page-aligned, and a file that was cut anywhere has no seal. A sound file under the wrong name is refused too.
 
 use std::fmt;
 
+use super::key::Key;
 use crate::digest::Digest;
 
 /// Length of the sealed line, with both line breaks.
@@ -35,7 +36,9 @@ impl fmt::Display for Damage {
             Damage::TooShort { found_bytes } => {
                 write!(f, "cut short: expected a sealed line of {SEAL_BYTES} bytes, found {found_bytes} bytes in all")
             }
-            Damage::Seal => f.write_str("the sealed line is damaged, cut, or belongs to another entry"),
+            Damage::Seal => {
+                f.write_str("the sealed line is damaged, cut, made without the right key, or belongs to another entry")
+            }
             Damage::Content { expected, found } => {
                 write!(f, "expected content {}, found {}", expected.short(), found.short())
             }
@@ -45,8 +48,15 @@ impl fmt::Display for Damage {
 }
 
 /// The sealed line for content of `bytes` bytes. `kind` and `name` say what the file is; they are not written.
-pub fn seal(kind: &str, name: &str, bytes: u64, content: &Digest) -> String {
-    let mut hasher = blake3::Hasher::new_derive_key(SEAL_CONTEXT);
+pub fn seal(key: Option<&Key>, kind: &str, name: &str, bytes: u64, content: &Digest) -> String {
+    let mut hasher = match key {
+        None => blake3::Hasher::new_derive_key(SEAL_CONTEXT),
+        Some(key) => {
+            // A key of this purpose alone, whatever else the secret is used for.
+            let derived = blake3::Hasher::new_derive_key(SEAL_CONTEXT).update(key.bytes()).finalize();
+            blake3::Hasher::new_keyed(derived.as_bytes())
+        }
+    };
     for part in [kind.as_bytes(), name.as_bytes(), content.as_bytes()] {
         hasher.update(&(part.len() as u64).to_le_bytes());
         hasher.update(part);
@@ -56,27 +66,27 @@ pub fn seal(kind: &str, name: &str, bytes: u64, content: &Digest) -> String {
 }
 
 /// The content digest that a sealed line states, if the line is sound in every byte. Says nothing about the content.
-pub fn unseal(kind: &str, name: &str, bytes: u64, line: &[u8]) -> Result<Digest, Damage> {
+pub fn unseal(key: Option<&Key>, kind: &str, name: &str, bytes: u64, line: &[u8]) -> Result<Digest, Damage> {
     let start = HEAD.len() + 20 + CONTENT.len();
     let stated = line.get(start..start + 64).and_then(|hex| std::str::from_utf8(hex).ok());
     let content = stated.and_then(|hex| Digest::parse(hex).ok()).ok_or(Damage::Seal)?;
     // One spelling: a sound line is the line we would write.
-    if line == seal(kind, name, bytes, &content).as_bytes() { Ok(content) } else { Err(Damage::Seal) }
+    if line == seal(key, kind, name, bytes, &content).as_bytes() { Ok(content) } else { Err(Damage::Seal) }
 }
 
 /// Content and its sealed line, for files that are written whole.
-pub fn wrap(kind: &str, name: &str, content: &[u8]) -> Vec<u8> {
+pub fn wrap(key: Option<&Key>, kind: &str, name: &str, content: &[u8]) -> Vec<u8> {
     let mut framed = content.to_vec();
-    framed.extend_from_slice(seal(kind, name, content.len() as u64, &Digest::of(content)).as_bytes());
+    framed.extend_from_slice(seal(key, kind, name, content.len() as u64, &Digest::of(content)).as_bytes());
     framed
 }
 
 /// The content of a file that was read whole, and its digest.
-pub fn unwrap(kind: &str, name: &str, mut framed: Vec<u8>) -> Result<(Vec<u8>, Digest), Damage> {
+pub fn unwrap(key: Option<&Key>, kind: &str, name: &str, mut framed: Vec<u8>) -> Result<(Vec<u8>, Digest), Damage> {
     let Some(length) = framed.len().checked_sub(SEAL_BYTES) else {
         return Err(Damage::TooShort { found_bytes: framed.len() as u64 });
     };
-    let stated = unseal(kind, name, length as u64, framed.get(length..).unwrap_or_default())?;
+    let stated = unseal(key, kind, name, length as u64, framed.get(length..).unwrap_or_default())?;
     framed.truncate(length);
     let mut hasher = blake3::Hasher::new();
     hasher.update_rayon(&framed);
@@ -90,26 +100,51 @@ mod tests {
 
     #[test]
     fn every_flipped_bit_and_every_cut_is_found() {
-        let framed = wrap("entry", "program/1", b"some content");
+        let framed = wrap(None, "entry", "program/1", b"some content");
         assert_eq!(framed.len(), 12 + SEAL_BYTES);
-        assert_eq!(unwrap("entry", "program/1", framed.clone()).map(|(bytes, _)| bytes), Ok(b"some content".to_vec()));
+        assert_eq!(
+            unwrap(None, "entry", "program/1", framed.clone()).map(|(bytes, _)| bytes),
+            Ok(b"some content".to_vec())
+        );
         for at in 0..framed.len() {
             for bit in 0..8 {
                 let mut damaged = framed.clone();
                 damaged[at] ^= 1 << bit;
-                assert!(unwrap("entry", "program/1", damaged).is_err(), "byte {at} bit {bit}");
+                assert!(unwrap(None, "entry", "program/1", damaged).is_err(), "byte {at} bit {bit}");
             }
-            assert!(unwrap("entry", "program/1", framed[..at].to_vec()).is_err(), "cut at {at}");
+            assert!(unwrap(None, "entry", "program/1", framed[..at].to_vec()).is_err(), "cut at {at}");
         }
         let mut longer = framed.clone();
         longer.push(b'\n');
-        assert!(unwrap("entry", "program/1", longer).is_err());
+        assert!(unwrap(None, "entry", "program/1", longer).is_err());
+    }
+
+    #[test]
+    fn a_seal_of_one_key_is_none_of_another() {
+        let folder = tempfile::tempdir().unwrap();
+        let key = |digit: &str| {
+            let path = folder.path().join(digit);
+            std::fs::write(&path, digit.repeat(64)).unwrap();
+            Key::read(&path).unwrap()
+        };
+        let keys = [None, Some(key("1")), Some(key("2"))];
+        for made in &keys {
+            let framed = wrap(made.as_ref(), "entry", "program/1", b"content");
+            for read in &keys {
+                let found = unwrap(read.as_ref(), "entry", "program/1", framed.clone());
+                assert_eq!(
+                    found.is_ok(),
+                    made.as_ref().map(Key::id) == read.as_ref().map(Key::id),
+                    "{made:?} {read:?}"
+                );
+            }
+        }
     }
 
     #[test]
     fn a_sound_file_under_another_name_is_refused() {
-        let framed = wrap("entry", "program/1", b"content");
-        assert_eq!(unwrap("entry", "program/2", framed.clone()).unwrap_err(), Damage::Seal);
-        assert_eq!(unwrap("why", "program/1", framed).unwrap_err(), Damage::Seal);
+        let framed = wrap(None, "entry", "program/1", b"content");
+        assert_eq!(unwrap(None, "entry", "program/2", framed.clone()).unwrap_err(), Damage::Seal);
+        assert_eq!(unwrap(None, "why", "program/1", framed).unwrap_err(), Damage::Seal);
     }
 }

@@ -15,7 +15,8 @@
 //!   Entries of [`LARGE_BYTES`] or more are hashed when they are first seen and after any change of their identity;
 //!   [`Cache::verify`] reads every byte.
 //! - A large entry of the shared folder is used where it lies, once it was hashed, and copied here meanwhile: nobody waits for
-//!   the copy but the end of the process.
+//!   the copy but the end of the process. With a key it is copied first, and the copy is used.
+//! - With a [`Key`] the seal is one that only its holders can make, and what was sealed otherwise is a miss.
 //! - Processes that want one entry build it once: a lock file per entry, released by the kernel when its holder dies.
 //!   Nobody waits for more than the builds of the entry that it wants.
 //!
@@ -25,10 +26,11 @@
 mod error;
 mod files;
 mod frame;
+mod key;
 pub(crate) mod lock;
 mod store;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -39,6 +41,7 @@ use std::time::Duration;
 pub use crate::digest::diff_why;
 pub use error::CacheError;
 pub use files::{FileDigest, FileDigests};
+pub use key::Key;
 pub use store::{Entry, GcReport, LARGE_BYTES, Problem, ProblemKind, StageStats, Stats};
 
 use crate::digest::Digest;
@@ -51,19 +54,25 @@ pub struct Places {
     pub root: PathBuf,
     /// A folder that several machines mount: read on a miss, written after a build, never required.
     pub shared: Option<PathBuf>,
+    /// A file with the [`Key`] that seals entries. Without one, every writer of a folder is trusted with its entries.
+    pub key_file: Option<PathBuf>,
 }
 
 impl Places {
-    /// Names the only two variables the cache reads.
+    /// Names the only three variables the cache reads.
     pub const ROOT_VARIABLE: &'static str = "MONOBLOC_CACHE_DIR";
     pub const SHARED_VARIABLE: &'static str = "MONOBLOC_SHARED_CACHE";
 
-    /// `MONOBLOC_CACHE_DIR` in place of `default_root`, and `MONOBLOC_SHARED_CACHE` behind it. Empty means unset.
+    pub const KEY_VARIABLE: &'static str = "MONOBLOC_CACHE_KEY_FILE";
+
+    /// `MONOBLOC_CACHE_DIR` in place of `default_root`, `MONOBLOC_SHARED_CACHE` behind it, and the key of
+    /// `MONOBLOC_CACHE_KEY_FILE`. Empty means unset.
     pub fn from_environment(default_root: &Path) -> Places {
         let variable = |name| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
         Places {
             root: variable(Self::ROOT_VARIABLE).unwrap_or_else(|| default_root.to_path_buf()),
             shared: variable(Self::SHARED_VARIABLE),
+            key_file: variable(Self::KEY_VARIABLE),
         }
     }
 }
@@ -77,6 +86,8 @@ pub enum Note {
     Waiting { stage: String, key: Digest, waited: Duration },
     /// The file system has no locks: two processes may both build the entry; both results are sound.
     NoLocks { path: PathBuf, reason: String },
+    /// A key is in use, and the only entry there is was made without it.
+    Unsigned { stage: String, key: Digest, path: PathBuf },
     /// The shared folder could not be used; the build goes on without it.
     Shared { action: &'static str, reason: String },
 }
@@ -97,6 +108,13 @@ impl fmt::Display for Note {
             Note::NoLocks { path, reason } => {
                 write!(f, "no locks at `{}` ({reason}); processes may build the same entry twice", path.display())
             }
+            Note::Unsigned { stage, key, path } => write!(
+                f,
+                "cached {stage} {} is not used: `{}` is not sealed with the key of `{}`; it is built again",
+                key.short(),
+                path.display(),
+                Places::KEY_VARIABLE
+            ),
             Note::Shared { action, reason } => write!(f, "shared cache: cannot {action}: {reason}"),
         }
     }
@@ -117,6 +135,9 @@ pub enum Outcome {
 pub struct Cache {
     store: Store,
     shared: Option<Store>,
+    key_file: Option<PathBuf>,
+    /// Entries of which it was said that they have no seal of our key.
+    unsigned: Mutex<BTreeSet<PathBuf>>,
     note: Arc<dyn Fn(&Note) + Send + Sync>,
     /// Large entries on their way from the shared folder, by stage and key.
     copies: Mutex<BTreeMap<(String, Digest), JoinHandle<()>>>,
@@ -135,14 +156,16 @@ impl Drop for Cache {
 impl Cache {
     /// Opens or creates the cache in `root`. A folder that cannot be written is fine until something must be stored.
     pub fn open(root: impl Into<PathBuf>) -> Result<Cache, CacheError> {
-        Cache::open_places(&Places { root: root.into(), shared: None }, |_| {})
+        Cache::open_places(&Places { root: root.into(), shared: None, key_file: None }, |_| {})
     }
 
     /// Opens both layers. `note` hears of damage, waiting and a shared folder that fails; it may be called from the
     /// thread of any call below, and from threads of the cache's own.
     pub fn open_places(places: &Places, note: impl Fn(&Note) + Send + Sync + 'static) -> Result<Cache, CacheError> {
-        let store = Store::open(&places.root)?;
-        let shared = match places.shared.as_deref().map(Store::open) {
+        let Places { root, shared, key_file } = places;
+        let key = key_file.as_deref().map(Key::read).transpose()?;
+        let store = Store::open(root, key.as_ref())?;
+        let shared = match shared.as_deref().map(|shared| Store::open(shared, key.as_ref())) {
             Some(Ok(shared)) => Some(shared),
             Some(Err(fault)) => {
                 note(&Note::Shared { action: "open it", reason: fault.to_string() });
@@ -150,7 +173,8 @@ impl Cache {
             }
             None => None,
         };
-        Ok(Cache { store, shared, note: Arc::new(note), copies: Mutex::default() })
+        let (unsigned, copies) = (Mutex::default(), Mutex::default());
+        Ok(Cache { store, shared, key_file: key_file.clone(), unsigned, note: Arc::new(note), copies })
     }
 
     pub fn root(&self) -> &Path {
@@ -162,12 +186,13 @@ impl Cache {
         Places {
             root: self.root().to_path_buf(),
             shared: self.shared.as_ref().map(|shared| shared.root().to_path_buf()),
+            key_file: self.key_file.clone(),
         }
     }
 
     /// The memory of large input files that lives in this cache.
     pub fn file_digests(&self) -> FileDigests {
-        FileDigests::open(self.store.root())
+        FileDigests::open(self.store.root(), self.store.key())
     }
 
     /// The checked entry under `key`, or `None` when there is none that can be trusted.
@@ -175,7 +200,31 @@ impl Cache {
         if let Some(entry) = self.get_own(stage, key)? {
             return Ok(Some(entry));
         }
-        Ok(self.get_shared(stage, key))
+        let found = self.get_shared(stage, key);
+        if found.is_none() {
+            self.tell_unsigned(stage, key);
+        }
+        Ok(found)
+    }
+
+    /// Says once of each entry that it is there without the seal of our key.
+    fn tell_unsigned(&self, stage: &str, key: &Digest) {
+        let stores = [Some(&self.store), self.shared.as_ref()];
+        let Some(path) = stores.into_iter().flatten().find_map(|store| store.unsigned(stage, key)) else { return };
+        if self.unsigned.lock().unwrap_or_else(PoisonError::into_inner).insert(path.clone()) {
+            (self.note)(&Note::Unsigned { stage: stage.to_string(), key: *key, path });
+        }
+    }
+
+    /// Writes the key text of an entry again if it was lost: an entry without one can be used and not explained. A folder that
+    /// cannot be written stays as it is.
+    pub fn explain(&self, stage: &str, key: &Digest, why: &str) {
+        let _ = self.store.mend_why(stage, key, why);
+    }
+
+    /// The key in use.
+    pub fn key(&self) -> Option<&Key> {
+        self.store.key()
     }
 
     /// Forgets the entry under `key`, here and in the shared folder: the next who wants it builds it.
@@ -299,18 +348,26 @@ impl Cache {
                 return None;
             }
         };
-        if entry.len() >= LARGE_BYTES {
+        let large = entry.len() >= LARGE_BYTES;
+        // Used in place only if the writers of the folder are trusted: they could change the file after it was hashed.
+        if large && self.key().is_none() {
             self.copy_meanwhile(shared, stage, key);
             return Some(entry);
         }
         let why = shared.why(stage, key).unwrap_or_default();
         match self.store.copy_in(stage, key, &why, &entry) {
             Ok(content) if content == entry.content() => self.get_own(stage, key).ok().flatten().or(Some(entry)),
+            Ok(_) if large => {
+                // The copy has our seal around content that no holder of the key sealed.
+                let _ = self.store.remove(stage, key);
+                fault("copy an entry here", format!("`{}` changed while it was copied", entry.path().display()));
+                None
+            }
             Ok(_) => self.get_own(stage, key).ok().flatten(),
             Err(error) => {
                 // The entry itself is sound, so a full or read-only local disk does not force a build.
                 fault("copy an entry here", error.to_string());
-                Some(entry)
+                (!large).then_some(entry)
             }
         }
     }

@@ -4,7 +4,7 @@ use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::fs::{self, File, FileTimes};
 use std::io::{self, ErrorKind, Read, Seek, SeekFrom, Write};
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 use std::{fmt, mem};
@@ -12,14 +12,16 @@ use std::{fmt, mem};
 use super::error::CacheError;
 use super::files::{Identity, Memory, TEMPORARY, hash_prefix, new_temporary, read_framed, replace};
 use super::frame::{self, Damage, SEAL_BYTES};
+use super::key::{self, Key};
 use super::lock::{self, Holder, LockError, LockFile};
 use crate::digest::Digest;
+use crate::files;
 
 /// Entries of this many bytes or more are not hashed again while their identity is unchanged: 64 MiB take 20 to 40 ms
 /// to hash, a weight pack takes seconds, and a build with no work to do has 300 ms.
 pub const LARGE_BYTES: u64 = 64 << 20;
 /// Version of the layout of an entry, in every bucket name: another version is another bucket.
-const BUCKET_SUFFIX: &str = "-v1";
+const BUCKET_VERSION: &str = "-v1";
 /// Key texts have tens of lines; a larger file is not one.
 const WHY_BYTES_MAX: u64 = 16 << 20;
 /// Half an entry, or a temporary file whose lock says nothing, was left by a dead process when it is this old.
@@ -183,7 +185,9 @@ impl fmt::Display for Problem {
         write!(f, "`{}`: ", self.path.display())?;
         match &self.kind {
             ProblemKind::Damaged(reason) => write!(f, "damaged: {reason}"),
-            ProblemKind::WhyMissing => f.write_str("has no key text (`.why`)"),
+            ProblemKind::WhyMissing => f.write_str(
+                "has no key text (`.why`): the next build that uses it writes it again, `monobloc cache gc` removes it",
+            ),
             ProblemKind::Stray => f.write_str("left by a process that was killed"),
             ProblemKind::Unknown => f.write_str("not a file of the cache"),
             ProblemKind::Unreadable(reason) => write!(f, "cannot be read: {reason}"),
@@ -194,12 +198,14 @@ impl fmt::Display for Problem {
 #[derive(Debug, Clone)]
 pub(super) struct Store {
     root: PathBuf,
+    /// Seals everything; names end in its id.
+    key: Option<Key>,
     /// Identities of large entries whose every byte was hashed.
     verified: Memory,
 }
 
 impl Store {
-    pub fn open(root: &Path) -> Result<Store, CacheError> {
+    pub fn open(root: &Path, key: Option<&Key>) -> Result<Store, CacheError> {
         fs::create_dir_all(root).map_err(|source| CacheError::io("create", root, source))?;
         for (name, text) in [("CACHEDIR.TAG", CACHEDIR_TAG), (".gitignore", GITIGNORE)] {
             let path = root.join(name);
@@ -214,15 +220,31 @@ impl Store {
                 Err(source) => return Err(CacheError::io("write", &path, source)),
             }
         }
-        Ok(Store { root: root.to_path_buf(), verified: Memory::open(root, "verified") })
+        let verified = Memory::open(root, "verified", key);
+        Ok(Store { root: root.to_path_buf(), key: key.cloned(), verified })
     }
 
     pub fn root(&self) -> &Path {
         &self.root
     }
 
+    pub fn key(&self) -> Option<&Key> {
+        self.key.as_ref()
+    }
+
+    /// The name of an entry, under which it is sealed, too.
+    fn entry_name(&self, stage: &str, key: &Digest) -> String {
+        entry_name(&key::suffix(self.key()), stage, key)
+    }
+
     pub fn entry_path(&self, stage: &str, key: &Digest) -> PathBuf {
-        self.root.join(entry_name(stage, key))
+        self.root.join(self.entry_name(stage, key))
+    }
+
+    /// The path of the unsealed entry, if this store has a key and that entry exists.
+    pub fn unsigned(&self, stage: &str, key: &Digest) -> Option<PathBuf> {
+        let path = self.root.join(entry_name("", stage, key));
+        (self.key.is_some() && path.is_file()).then_some(path)
     }
 
     pub fn entry_in_memory(&self, stage: &str, key: &Digest, content: Digest, bytes: Vec<u8>) -> Entry {
@@ -234,10 +256,11 @@ impl Store {
     /// part of what makes a large one known.
     pub fn find(&self, stage: &str, key: &Digest) -> Result<Found, CacheError> {
         check_stage(stage)?;
-        let found = self.read(&entry_name(stage, key), LARGE_BYTES, &mut |_| {})?;
+        let found = self.read(&self.entry_name(stage, key), LARGE_BYTES, &mut |_| {})?;
         if matches!(found, Found::Whole(_)) {
             // Fails on a read-only cache and on another user's file; then the order of use is the order of creation.
-            let _ = File::open(self.why_path(stage, key))
+            let _ = files::open(&self.why_path(stage, key))
+                .map_err(io::Error::from)
                 .and_then(|file| file.set_times(FileTimes::new().set_modified(SystemTime::now())));
         }
         Ok(found)
@@ -246,12 +269,13 @@ impl Store {
     /// Reads and checks the entry called `name`. From `trust_bytes` on, a remembered identity stands for the hash.
     pub fn read(&self, name: &str, trust_bytes: u64, progress: &mut dyn FnMut(u64)) -> Result<Found, CacheError> {
         let path = self.root.join(name);
-        let file = match File::open(&path) {
+        // Without waiting: a pipe at this name is damage, and its reader would block.
+        let file = match File::options().read(true).custom_flags(libc::O_NONBLOCK).open(&path) {
             Ok(file) => file,
             Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Found::Missing),
             Err(source) => return Err(CacheError::io("read", &path, source)),
         };
-        match read_checked(&file, name, trust_bytes, &self.verified, progress) {
+        match read_checked(&file, self.key(), name, trust_bytes, &self.verified, progress) {
             Ok((content, bytes, data)) => {
                 let data = data.map_or_else(|| Data::File(file), Data::Memory);
                 Ok(Found::Whole(Entry { content, bytes, path, data }))
@@ -264,24 +288,49 @@ impl Store {
     /// Moves a damaged file into `corrupt/`; returns where to. If it cannot be moved it stays, and every read refuses
     /// it again.
     pub fn set_aside(&self, stage: &str, key: &Digest, damaged: &Damaged) -> Option<PathBuf> {
-        self.verified.forget(entry_name(stage, key).as_bytes());
+        self.verified.forget(self.entry_name(stage, key).as_bytes());
         // Someone may have set it aside and built it again since it was read.
         if !lock::is_at(&damaged.file, &damaged.path) {
             return None;
         }
+        self.move_aside(&damaged.path, &format!("{stage}-{}", key.short())).ok()
+    }
+
+    /// Moves a file or folder into `corrupt/`, where the collector finds it; returns where to.
+    fn move_aside(&self, path: &Path, called: &str) -> io::Result<PathBuf> {
         let folder = self.root.join("corrupt");
-        fs::create_dir_all(&folder).ok()?;
+        fs::create_dir_all(&folder)?;
         let since_epoch = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
-        let name = format!("{stage}-{}-{}-{}", key.short(), since_epoch.as_nanos(), std::process::id());
-        let to = folder.join(name);
-        fs::rename(&damaged.path, &to).ok()?;
-        Some(to)
+        let to = folder.join(format!("{called}-{}-{}", since_epoch.as_nanos(), std::process::id()));
+        fs::rename(path, &to)?;
+        Ok(to)
+    }
+
+    /// Replaces a small file whole. A folder at its name, or a file at the name of its folder, is moved aside: the cache did not
+    /// make it, and a build must not fail because of it.
+    fn replace(&self, path: &Path, bytes: &[u8]) -> io::Result<()> {
+        if let Some(folder) = path.parent()
+            && let Err(error) = fs::create_dir_all(folder)
+        {
+            if !folder.is_file() {
+                return Err(error);
+            }
+            self.move_aside(folder, "file")?;
+            fs::create_dir_all(folder)?;
+        }
+        match replace(&self.root.join(TEMPORARY), path, bytes) {
+            Err(_) if fs::symlink_metadata(path).is_ok_and(|found| found.is_dir()) => {
+                self.move_aside(path, "folder")?;
+                replace(&self.root.join(TEMPORARY), path, bytes)
+            }
+            result => result,
+        }
     }
 
     /// Removes an entry; its key text stays, for `explain`.
     pub fn remove(&self, stage: &str, key: &Digest) -> Result<(), CacheError> {
         check_stage(stage)?;
-        self.verified.forget(entry_name(stage, key).as_bytes());
+        self.verified.forget(self.entry_name(stage, key).as_bytes());
         let path = self.entry_path(stage, key);
         match fs::remove_file(&path) {
             Err(source) if source.kind() != ErrorKind::NotFound => Err(CacheError::io("remove", &path, source)),
@@ -305,7 +354,7 @@ impl Store {
         fill: impl FnOnce(&mut File) -> Result<(), E>,
     ) -> Result<Digest, E> {
         check_stage(stage)?;
-        let name = entry_name(stage, key);
+        let name = self.entry_name(stage, key);
         let path = self.root.join(&name);
         let fault = |source| CacheError::io("write", &path, source);
         let temporary = self.root.join(TEMPORARY);
@@ -313,7 +362,7 @@ impl Store {
         fill(file.as_file_mut())?;
         let bytes = file.as_file().metadata().map_err(fault)?.len();
         let content = hash_prefix(file.as_file(), bytes, &mut |_| {}).map_err(fault)?;
-        let line = frame::seal("entry", &name, bytes, &content);
+        let line = frame::seal(self.key(), "entry", &name, bytes, &content);
         file.seek(SeekFrom::Start(bytes)).and_then(|_| file.write_all(line.as_bytes())).map_err(fault)?;
         file.as_file().sync_data().map_err(fault)?;
 
@@ -322,8 +371,8 @@ impl Store {
         if let Some(bucket) = path.parent() {
             fs::create_dir_all(bucket).map_err(|source| CacheError::io("create", bucket, source))?;
         }
-        let framed_why = frame::wrap("why", &format!("{name}.why"), why.as_bytes());
-        replace(&temporary, &why_path, &framed_why).map_err(|source| CacheError::io("write", &why_path, source))?;
+        let framed_why = frame::wrap(self.key(), "why", &format!("{name}.why"), why.as_bytes());
+        self.replace(&why_path, &framed_why).map_err(|source| CacheError::io("write", &why_path, source))?;
 
         // A second try follows a damaged entry that was set aside; a third, one that came back at once.
         for _ in 0..3 {
@@ -356,7 +405,7 @@ impl Store {
     /// Publishes a checked entry of another store here.
     pub fn copy_in(&self, stage: &str, key: &Digest, why: &str, entry: &Entry) -> Result<Digest, CacheError> {
         let path = self.entry_path(stage, key);
-        if let Found::Whole(own) = self.read(&entry_name(stage, key), LARGE_BYTES, &mut |_| {})? {
+        if let Found::Whole(own) = self.read(&self.entry_name(stage, key), LARGE_BYTES, &mut |_| {})? {
             return Ok(own.content);
         }
         match &entry.data {
@@ -384,30 +433,47 @@ impl Store {
     }
 
     fn why_path(&self, stage: &str, key: &Digest) -> PathBuf {
-        self.root.join(format!("{}.why", entry_name(stage, key)))
+        self.root.join(format!("{}.why", self.entry_name(stage, key)))
     }
 
     pub fn why(&self, stage: &str, key: &Digest) -> Option<String> {
         check_stage(stage).ok()?;
-        read_framed(&self.why_path(stage, key), "why", &format!("{}.why", entry_name(stage, key)), WHY_BYTES_MAX)
+        read_framed(
+            &self.why_path(stage, key),
+            self.key(),
+            "why",
+            &format!("{}.why", self.entry_name(stage, key)),
+            WHY_BYTES_MAX,
+        )
+    }
+
+    /// Writes the key text of an entry again if it was lost or damaged.
+    pub fn mend_why(&self, stage: &str, key: &Digest, why: &str) -> io::Result<()> {
+        if self.why(stage, key).is_some() || !self.entry_path(stage, key).is_file() {
+            return Ok(());
+        }
+        let name = format!("{}.why", self.entry_name(stage, key));
+        self.replace(&self.why_path(stage, key), &frame::wrap(self.key(), "why", &name, why.as_bytes()))
+    }
+
+    /// `subjects/41…/schedule`. Hashed, because a subject may be any text: a path, a model name.
+    fn subject_name(&self, stage: &str, subject: &str) -> String {
+        format!("subjects{}/{}/{stage}", key::suffix(self.key()), Digest::of(subject.as_bytes()))
     }
 
     pub fn set_latest(&self, stage: &str, subject: &str, key: &Digest) -> Result<(), CacheError> {
         check_stage(stage)?;
-        let name = subject_name(stage, subject);
+        let name = self.subject_name(stage, subject);
         let path = self.root.join(&name);
         let text = format!("{key}\n{subject}");
         let fault = |source| CacheError::io("write", &path, source);
-        if let Some(folder) = path.parent() {
-            fs::create_dir_all(folder).map_err(|source| CacheError::io("create", folder, source))?;
-        }
-        replace(&self.root.join(TEMPORARY), &path, &frame::wrap("subject", &name, text.as_bytes())).map_err(fault)
+        self.replace(&path, &frame::wrap(self.key(), "subject", &name, text.as_bytes())).map_err(fault)
     }
 
     pub fn latest(&self, stage: &str, subject: &str) -> Option<Digest> {
         check_stage(stage).ok()?;
-        let name = subject_name(stage, subject);
-        let text = read_framed(&self.root.join(&name), "subject", &name, WHY_BYTES_MAX)?;
+        let name = self.subject_name(stage, subject);
+        let text = read_framed(&self.root.join(&name), self.key(), "subject", &name, WHY_BYTES_MAX)?;
         Digest::parse(text.lines().next()?).ok()
     }
 
@@ -434,6 +500,7 @@ impl Store {
     }
 
     pub fn stats(&self) -> Result<Stats, CacheError> {
+        let bucket_suffix = bucket_suffix(&key::suffix(self.key()));
         let mut stats = Stats::default();
         let mut stages: BTreeMap<String, StageStats> = BTreeMap::new();
         for (path, metadata) in self.walk(&self.root)? {
@@ -443,7 +510,7 @@ impl Store {
             if name.iter().count() == 1 {
                 continue;
             }
-            match (top, top.strip_suffix(BUCKET_SUFFIX)) {
+            match (top, top.strip_suffix(&bucket_suffix)) {
                 ("corrupt", _) => stats.set_aside += 1,
                 (TEMPORARY, _) => stats.temporary += 1,
                 (_, Some(stage)) => {
@@ -486,6 +553,12 @@ impl Store {
             let old = metadata.modified().is_ok_and(|stamp| age(stamp) >= age_min);
             report.remains_removed += u64::from(old && fs::remove_file(&path).is_ok());
         }
+        // Folders that were moved there; one that still holds something stays.
+        for folder in fs::read_dir(self.root.join("corrupt")).into_iter().flatten().flatten() {
+            if folder.file_type().is_ok_and(|kind| kind.is_dir()) {
+                remove_empty(&folder.path());
+            }
+        }
         for (path, _) in self.walk(&locks)? {
             report.remains_removed += u64::from(path != lock_path && lock::remove_if_free(&path));
         }
@@ -512,7 +585,12 @@ impl Store {
         for (entry, (stamp, size, files)) in by_use {
             // Half an entry may be one that is being published.
             let half = !files.contains(&entry);
-            let unwanted = if half { age(stamp) > REMAINS_AGE } else { over && bytes > goal && age(stamp) >= age_min };
+            // Its key text was lost after it was published. A build that uses the entry writes the text again.
+            let unexplained = !half && files.len() == 1;
+            let unwanted = match half {
+                true => age(stamp) > REMAINS_AGE,
+                false => age(stamp) >= age_min && (unexplained || over && bytes > goal),
+            };
             if unwanted && files.iter().all(|file| fs::remove_file(file).is_ok()) {
                 report.entries_removed += u64::from(!half);
                 report.remains_removed += u64::from(half);
@@ -526,7 +604,7 @@ impl Store {
 
     /// Drops what is remembered about files that no longer exist.
     fn forget_gone(&self, report: &mut GcReport) {
-        for memory in [Memory::open(&self.root, "files"), self.verified.clone()] {
+        for memory in [Memory::open(&self.root, "files", self.key()), self.verified.clone()] {
             for (record, name) in memory.records() {
                 // Names of entries are relative to the root; joining an absolute name keeps it.
                 let gone = name.is_none_or(|name| !self.root.join(name).exists());
@@ -557,25 +635,32 @@ impl Store {
 
     fn verify_one(&self, name: &str, path: &Path, progress: &mut dyn FnMut(u64)) -> Option<ProblemKind> {
         let parts: Vec<&str> = name.split('/').collect();
+        let suffix = key::suffix(self.key());
+        let ours = |kind: &str, top: &str| top.strip_prefix(kind) == Some(&suffix);
+        let foreign = |top: &str| {
+            let kind = key::without_suffix(top);
+            ["subjects", "files", "verified"].contains(&kind) && !ours(kind, top)
+        };
         match parts.as_slice() {
             ["locks", _] => None,
             [TEMPORARY, _] => (lock::holder(path) == Holder::Nobody).then_some(ProblemKind::Stray),
-            ["subjects", _, _] => verify_framed(path, "subject", name),
-            [kind @ ("files" | "verified"), id] => verify_framed(path, kind, id),
-            [bucket, shard, file] if bucket.ends_with(BUCKET_SUFFIX) => {
+            [top, _, _] if ours("subjects", top) => verify_framed(path, self.key(), "subject", name),
+            [top, id] if ours("files", top) => verify_framed(path, self.key(), "files", id),
+            [top, id] if ours("verified", top) => verify_framed(path, self.key(), "verified", id),
+            [bucket, shard, file] if bucket.ends_with(&bucket_suffix(&suffix)) => {
                 let (key, is_why) = file.strip_suffix(".why").map_or((*file, false), |key| (key, true));
                 if Digest::parse(key).is_err() || !key.starts_with(shard) || shard.len() != 2 {
                     return Some(ProblemKind::Unknown);
                 }
                 if is_why {
-                    return verify_framed(path, "why", name);
+                    return verify_framed(path, self.key(), "why", name);
                 }
                 match self.read(name, u64::MAX, progress) {
                     Ok(Found::Missing) => None,
                     Ok(Found::Whole(_)) => {
                         let why = self.root.join(format!("{name}.why"));
                         // Both gone by now: collected meanwhile.
-                        (!why.exists() && path.exists()).then_some(ProblemKind::WhyMissing)
+                        (!why.is_file() && path.exists()).then_some(ProblemKind::WhyMissing)
                     }
                     Ok(Found::Damaged(damaged)) => {
                         self.verified.forget(name.as_bytes());
@@ -584,8 +669,9 @@ impl Store {
                     Err(error) => Some(ProblemKind::Unreadable(error.to_string())),
                 }
             }
-            // Buckets of another version are not ours to judge.
+            // Buckets of another version, and whatever another key sealed, are not ours to judge.
             [bucket, ..] if is_bucket(bucket) => None,
+            [top, ..] if foreign(top) => None,
             _ => Some(ProblemKind::Unknown),
         }
     }
@@ -606,6 +692,7 @@ impl From<io::Error> for ReadFault {
 /// Content digest, length, and the content itself where it is small enough to be held.
 fn read_checked(
     file: &File,
+    key: Option<&Key>,
     name: &str,
     trust_bytes: u64,
     verified: &Memory,
@@ -622,12 +709,12 @@ fn read_checked(
         let mut framed = Vec::with_capacity(usize::try_from(metadata.len()).unwrap_or(0));
         // Bounded: the file may grow while it is read.
         file.take(LARGE_BYTES + SEAL_BYTES as u64).read_to_end(&mut framed)?;
-        let (content, digest) = frame::unwrap("entry", name, framed).map_err(ReadFault::Damage)?;
+        let (content, digest) = frame::unwrap(key, "entry", name, framed).map_err(ReadFault::Damage)?;
         return Ok((digest, content.len() as u64, Some(content)));
     }
     let mut line = [0; SEAL_BYTES];
     file.read_exact_at(&mut line, bytes)?;
-    let stated = frame::unseal("entry", name, bytes, &line).map_err(ReadFault::Damage)?;
+    let stated = frame::unseal(key, "entry", name, bytes, &line).map_err(ReadFault::Damage)?;
     let identity = Identity::of(&metadata);
     if bytes >= trust_bytes && verified.recall(name.as_bytes(), &identity) == Some(stated) {
         return Ok((stated, bytes, None));
@@ -640,28 +727,39 @@ fn read_checked(
     Ok((stated, bytes, None))
 }
 
-fn verify_framed(path: &Path, kind: &str, name: &str) -> Option<ProblemKind> {
-    match fs::read(path) {
-        Ok(framed) => frame::unwrap(kind, name, framed).err().map(|damage| ProblemKind::Damaged(damage.to_string())),
+fn verify_framed(path: &Path, key: Option<&Key>, kind: &str, name: &str) -> Option<ProblemKind> {
+    match files::read_bytes(path, WHY_BYTES_MAX).map_err(io::Error::from) {
+        Ok(framed) => {
+            frame::unwrap(key, kind, name, framed).err().map(|damage| ProblemKind::Damaged(damage.to_string()))
+        }
         Err(error) if error.kind() == ErrorKind::NotFound => None,
         Err(error) => Some(ProblemKind::Unreadable(error.to_string())),
     }
 }
 
-/// `schedule-v1/9f/9f3c…`, relative to the root. Also the name under which an entry is sealed.
-pub(super) fn entry_name(stage: &str, key: &Digest) -> String {
+/// `schedule-v1/9f/9f3c…`, relative to the root; `suffix` is that of a key.
+pub(super) fn entry_name(suffix: &str, stage: &str, key: &Digest) -> String {
     let key = key.to_string();
-    format!("{stage}{BUCKET_SUFFIX}/{}/{key}", &key[..2])
+    format!("{stage}{}/{}/{key}", bucket_suffix(suffix), &key[..2])
 }
 
-/// Hashed, because a subject may be any text: a path, a model name.
-fn subject_name(stage: &str, subject: &str) -> String {
-    format!("subjects/{}/{stage}", Digest::of(subject.as_bytes()))
+fn bucket_suffix(suffix: &str) -> String {
+    format!("{BUCKET_VERSION}{suffix}")
 }
 
-/// `NAME-vN`.
+/// Removes folders that hold nothing but folders.
+fn remove_empty(folder: &Path) {
+    for inner in fs::read_dir(folder).into_iter().flatten().flatten() {
+        if inner.file_type().is_ok_and(|kind| kind.is_dir()) {
+            remove_empty(&inner.path());
+        }
+    }
+    let _ = fs::remove_dir(folder);
+}
+
+/// `NAME-vN`, of any key.
 fn is_bucket(name: &str) -> bool {
-    let version = name.rsplit_once("-v").map(|(_, version)| version);
+    let version = key::without_suffix(name).rsplit_once("-v").map(|(_, version)| version);
     version.is_some_and(|version| !version.is_empty() && version.bytes().all(|digit| digit.is_ascii_digit()))
 }
 

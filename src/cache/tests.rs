@@ -37,7 +37,7 @@ fn noted(places: &Places) -> (Cache, Arc<Mutex<Vec<Note>>>) {
 }
 
 fn local(root: &Path) -> Places {
-    Places { root: root.to_path_buf(), shared: None }
+    Places { root: root.to_path_buf(), shared: None, key_file: None }
 }
 
 /// Entries are read-only: what damages one on purpose has to insist.
@@ -132,7 +132,7 @@ fn a_failed_build_stores_nothing_and_gives_the_lock_back() {
 fn a_flipped_bit_or_a_cut_anywhere_is_set_aside_and_built_again() {
     let folder = tempfile::tempdir().unwrap();
     let (cache, notes) = noted(&local(folder.path()));
-    let path = folder.path().join(entry_name("program", &key_of(2)));
+    let path = folder.path().join(entry_name("", "program", &key_of(2)));
     build(&cache, 2);
     let whole = fs::read(&path).unwrap();
     // All of the sealed line, and a sample of the content.
@@ -166,7 +166,7 @@ fn damage_beside_an_entry_is_found() {
     build(&cache, 2);
     cache.set_latest("program", "manifests/tiny.toml", &key_of(1)).unwrap();
     no_problems(&cache);
-    let [first, second] = [1, 2].map(|number| folder.path().join(entry_name("program", &key_of(number))));
+    let [first, second] = [1, 2].map(|number| folder.path().join(entry_name("", "program", &key_of(number))));
     let why = |entry: &Path| PathBuf::from(format!("{}.why", entry.display()));
 
     flip(&why(&first), 2);
@@ -187,12 +187,51 @@ fn damage_beside_an_entry_is_found() {
 }
 
 #[test]
+fn a_lost_key_text_is_mended_or_its_entry_collected() {
+    let folder = tempfile::tempdir().unwrap();
+    let cache = Cache::open(folder.path()).unwrap();
+    (1..=3).for_each(|number| drop(build(&cache, number)));
+    let entry = |number| folder.path().join(entry_name("", "program", &key_of(number)));
+    let why = |number| PathBuf::from(format!("{}.why", entry(number).display()));
+    fs::remove_file(why(1)).unwrap();
+    flip(&why(2), 2);
+    fs::remove_file(why(3)).unwrap();
+    (1..=2).for_each(|number| cache.explain("program", &key_of(number), "n = 1\n"));
+    assert_eq!(cache.why("program", &key_of(1)).as_deref(), Some("n = 1\n"));
+    assert_eq!(cache.why("program", &key_of(2)).as_deref(), Some("n = 1\n"));
+    let problems = cache.verify(&mut |_, _| {}).unwrap();
+    assert_eq!(problems, [Problem { path: entry(3), kind: ProblemKind::WhyMissing }]);
+    // No build uses the third again: there is room for it, and it goes all the same once it is not young any more.
+    assert_eq!(cache.gc(1 << 30, Duration::from_secs(100)).unwrap().unwrap().entries_removed, 0);
+    age(&entry(3), 1000);
+    assert_eq!(cache.gc(1 << 30, Duration::from_secs(100)).unwrap().unwrap().entries_removed, 1);
+    no_problems(&cache);
+    cache.explain("program", &key_of(3), "n = 1\n");
+    assert!(!why(3).exists(), "no key text without its entry");
+}
+
+#[test]
+fn a_pipe_in_the_cache_is_damage() {
+    let folder = tempfile::tempdir().unwrap();
+    let cache = Cache::open(folder.path()).unwrap();
+    build(&cache, 1);
+    let path = folder.path().join(entry_name("", "program", &key_of(1)));
+    let why = PathBuf::from(format!("{}.why", path.display()));
+    for path in [&path, &why] {
+        fs::remove_file(path).unwrap();
+        assert!(Command::new("mkfifo").arg(path).status().unwrap().success());
+    }
+    assert_eq!(cache.why("program", &key_of(1)), None);
+    assert_eq!(build(&cache, 1).1, Outcome::Built);
+}
+
+#[test]
 fn a_sound_entry_under_the_name_of_another_is_refused() {
     let folder = tempfile::tempdir().unwrap();
     let cache = Cache::open(folder.path()).unwrap();
     build(&cache, 1);
     build(&cache, 2);
-    let [first, second] = [1, 2].map(|number| folder.path().join(entry_name("program", &key_of(number))));
+    let [first, second] = [1, 2].map(|number| folder.path().join(entry_name("", "program", &key_of(number))));
     fs::remove_file(&second).unwrap();
     fs::copy(first, second).unwrap();
     assert_eq!(build(&cache, 2), (content_of(2), Outcome::Built));
@@ -213,7 +252,7 @@ fn a_large_entry_is_hashed_once_and_again_after_any_change() {
     entry.read_at(LARGE_BYTES - 9, &mut tail).unwrap();
     assert_eq!(&tail, b"tail");
 
-    let name = entry_name("pack", &key_of(1));
+    let name = entry_name("", "pack", &key_of(1));
     let hashed = |trust_bytes| {
         let mut bytes = 0;
         let found = cache.store.read(&name, trust_bytes, &mut |run| bytes += run).unwrap();
@@ -256,7 +295,7 @@ fn explain_names_what_changed_since_the_last_build_of_a_subject() {
 fn collecting_removes_what_was_used_longest_ago() {
     let folder = tempfile::tempdir().unwrap();
     let cache = Cache::open(folder.path()).unwrap();
-    let path = |number| folder.path().join(entry_name("program", &key_of(number)));
+    let path = |number| folder.path().join(entry_name("", "program", &key_of(number)));
     for number in 0..10 {
         cache.put("program", &key_of(number), "", &vec![number as u8; 10_000]).unwrap();
         for path in [path(number), PathBuf::from(format!("{}.why", path(number).display()))] {
@@ -306,7 +345,7 @@ fn a_reader_keeps_a_large_entry_that_is_collected_meanwhile() {
 fn a_shared_folder_serves_a_second_machine_and_is_never_required() {
     let folder = tempfile::tempdir().unwrap();
     let shared = folder.path().join("shared");
-    let places = |name: &str| Places { root: folder.path().join(name), shared: Some(shared.clone()) };
+    let places = |name: &str| Places { root: folder.path().join(name), shared: Some(shared.clone()), key_file: None };
     let (here, _) = noted(&places("here"));
     assert_eq!(build(&here, 1).1, Outcome::Built);
     let fill = |file: &mut File| file.set_len(LARGE_BYTES + 1).map_err(|error| CacheError::io("write", &shared, error));
@@ -331,7 +370,7 @@ fn a_shared_folder_serves_a_second_machine_and_is_never_required() {
     // Damaged there: refused, and built here.
     let (here, _) = noted(&places("here"));
     assert_eq!(build(&here, 2).1, Outcome::Built);
-    flip(&shared.join(entry_name("program", &key_of(2))), 3);
+    flip(&shared.join(entry_name("", "program", &key_of(2))), 3);
     assert_eq!(build(&there, 2), (content_of(2), Outcome::Built));
     assert!(matches!(notes.lock().unwrap().as_slice(), [Note::Shared { .. }]));
     let (third, _) = noted(&places("third"));
@@ -340,7 +379,7 @@ fn a_shared_folder_serves_a_second_machine_and_is_never_required() {
     // Not a folder: a warning, and work goes on.
     let file = folder.path().join("file");
     fs::write(&file, b"").unwrap();
-    let (alone, notes) = noted(&Places { root: folder.path().join("alone"), shared: Some(file) });
+    let (alone, notes) = noted(&Places { root: folder.path().join("alone"), shared: Some(file), key_file: None });
     assert_eq!(build(&alone, 1).1, Outcome::Built);
     let notes = notes.lock().unwrap();
     assert!(notes[0].to_string().starts_with("shared cache: cannot open it: "), "{notes:?}");
@@ -562,7 +601,7 @@ fn a_read_only_cache_serves_what_it_has() {
     let cache = Cache::open(&root).unwrap();
     build(&cache, 1);
     build(&cache, 3);
-    flip(&root.join(entry_name("program", &key_of(3))), 0);
+    flip(&root.join(entry_name("", "program", &key_of(3))), 0);
     let folders =
         || walkdir::WalkDir::new(folder.path()).into_iter().flatten().filter(|item| item.file_type().is_dir());
     let mode =

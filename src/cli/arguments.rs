@@ -24,8 +24,10 @@ Exit codes:
 Environment:
   MONOBLOC_CACHE_DIR     the cache, where `--cache` does not name it
   MONOBLOC_SHARED_CACHE  a folder that machines share: read on a miss, written after a build
+  MONOBLOC_CACHE_KEY_FILE
+                         64 hex digits that seal the cache's entries; without that seal none is used
   MONOBLOC_NVRTC         the CUDA compiler library, or its folder
-  HF_HOME, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE
+  HF_HOME, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE, HF_HUB_DOWNLOAD_TIMEOUT
                          the hub, as its Python client reads them
   NO_COLOR               no colours
 

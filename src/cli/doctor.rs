@@ -6,6 +6,7 @@ use super::Outcome;
 use super::arguments::Doctor;
 use super::session::Session;
 use super::units::{bytes_text, counted};
+use crate::cache::{Key, Places};
 use crate::cuda::driver::{Device, DeviceIdentity};
 use crate::cuda::nvrtc::Nvrtc;
 use crate::cuda::self_test::{SelfTest, self_test};
@@ -60,12 +61,28 @@ fn cache(session: &Session) -> Finding {
     let root = session.places.root.display().to_string();
     let shared = session.places.shared.as_ref().map(|shared| shared.display().to_string());
     let shared_text = shared.iter().map(|shared| format!("\nshared with `{shared}`")).collect::<String>();
+    let key = session.places.key_file.as_deref().map(|path| (path.display().to_string(), Key::read(path)));
+    let key_text = match &key {
+        Some((path, Ok(key))) => format!("\nsealed with the key {} of `{path}`", key.id()),
+        // Opening the cache says what is wrong with it.
+        Some((_, Err(_))) => String::new(),
+        None if shared.is_some() => {
+            format!("\nno key (`{}`): everyone who may write the shared folder is trusted", Places::KEY_VARIABLE)
+        }
+        None => String::new(),
+    };
+    let key_id = key.as_ref().and_then(|(_, key)| Some(key.as_ref().ok()?.id().to_string()));
     let finding = |text: String, state: &str, entries: u64, bytes: u64, sound: bool| Finding {
         name: "cache",
-        text: format!("`{root}`: {text}{shared_text}"),
-        json: json!({ "root": root, "shared": shared, "state": state, "entries": entries, "bytes": bytes }),
+        text: format!("`{root}`: {text}{shared_text}{key_text}"),
+        json: json!({
+            "root": root, "shared": shared, "key": key_id, "state": state, "entries": entries, "bytes": bytes,
+        }),
         sound,
     };
+    if let Some((_, Err(error))) = &key {
+        return finding(error.to_string(), "unusable", 0, 0, false);
+    }
     // A doctor changes nothing, and opening would make the folder.
     if !session.places.root.exists() {
         return finding("not there yet; the first build makes it".to_string(), "absent", 0, 0, true);

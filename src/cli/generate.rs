@@ -279,7 +279,7 @@ impl Printer<'_> {
         match self.hold {
             true => self.text.push_str(piece),
             false if piece.is_empty() => {}
-            false => self.session.terminal.print(piece)?,
+            false => self.session.terminal.print_generated(piece)?,
         }
         Ok(())
     }

@@ -9,10 +9,13 @@ use super::units::counted;
 use crate::dtype::{DType, Precision};
 use crate::error::Fault;
 use crate::files::{PATH_RULE, read_text};
-use crate::model::config::{self, ImportError, Imported, describe, step_cache_bytes, step_weight_bytes};
+use crate::model::config::{self, ImportError, Imported, Reason, describe, step_cache_bytes, step_weight_bytes};
 
 /// As for a checkpoint's own config.
 const CONFIG_BYTES_MAX: u64 = 16 << 20;
+
+/// Reasons printed; a header may name 100,000 tensors that no family has.
+const REASONS_SHOWN: usize = 200;
 
 pub fn import(session: &Session, asked: &Import) -> Result<Outcome, Fault> {
     let place = &asked.place;
@@ -34,12 +37,17 @@ pub fn import(session: &Session, asked: &Import) -> Result<Outcome, Fault> {
             session.terminal.print(&text)?;
         }
         Err(ImportError::Refused { reasons, .. }) => {
-            let listed: Vec<String> = reasons.iter().map(ToString::to_string).collect();
+            let listed: Vec<String> = reasons.iter().map(Reason::shown).collect();
             if asked.json {
                 session.terminal.print_json(&json!({ "accepted": false, "reasons": listed }))?;
             } else {
-                // All of them, where the error of a build shows a screenful.
-                listed.iter().try_for_each(|reason| session.terminal.print(&format!("- {reason}\n")))?;
+                // Where the error of a build shows a screenful. `--json` lists all.
+                let shown = listed.iter().take(REASONS_SHOWN);
+                shown.into_iter().try_for_each(|reason| session.terminal.print(&format!("- {reason}\n")))?;
+                if listed.len() > REASONS_SHOWN {
+                    let more = listed.len() - REASONS_SHOWN;
+                    session.terminal.print(&format!("- and {more} more, which `--json` lists\n"))?;
+                }
             }
             let count = counted(reasons.len() as u64, "reason");
             return Err(Fault::input(format!("`{}` cannot be imported, for {count}", place.display()))

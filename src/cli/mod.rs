@@ -67,7 +67,7 @@ pub fn run(arguments: impl Iterator<Item = OsString>) -> ExitCode {
         Ok(arguments) => arguments,
         // `--help` and `--version` are such errors, too. A reader of stdout that has gone is no failure.
         Err(error) => {
-            let _ = error.print();
+            terminal::print_usage(&error);
             return ExitCode::from(if error.use_stderr() { Tier::Input.exit_code() } else { 0 });
         }
     };

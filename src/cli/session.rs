@@ -7,7 +7,7 @@ use super::Outcome;
 use super::arguments::{self, Global};
 use super::builtin;
 use super::places;
-use super::terminal::Terminal;
+use super::terminal::{self, Terminal};
 use crate::cache::{Cache, Places};
 use crate::error::Fault;
 use crate::files;
@@ -16,7 +16,7 @@ use crate::model::source::{self, Event, Resolved, Source};
 use crate::pipeline::{self, Tokens, Workspace};
 use crate::report::Report;
 use crate::target::Target;
-use crate::text::{nearest, one_of};
+use crate::text::{Style, nearest, one_of};
 
 pub struct Session {
     pub terminal: Terminal,
@@ -57,10 +57,8 @@ impl Session {
     }
 
     pub fn open_cache(&self) -> Result<Cache, Fault> {
-        Ok(Cache::open_places(&self.places, |note| {
-            // Notes come from threads that have no report; damage and waiting are said even to the quiet.
-            let _ = std::io::Write::write_fmt(&mut std::io::stderr().lock(), format_args!("  note {note}\n"));
-        })?)
+        // Notes come from threads that have no report; damage and waiting are said even to the quiet.
+        Ok(Cache::open_places(&self.places, |note| terminal::say(&format!("  note {note}"), Style::Plain))?)
     }
 
     /// Reads a manifest, or the built-in one of that name, and finds what it names on this machine: nothing is created for

@@ -1,6 +1,7 @@
 //! Owns how the process speaks: stdout that may close, errors on stderr, colours, panics and interrupts.
 
 use std::backtrace::{Backtrace, BacktraceStatus};
+use std::borrow::Cow;
 use std::io::{self, ErrorKind, IsTerminal, Write};
 use std::panic;
 use std::sync::Mutex;
@@ -9,7 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use super::Outcome;
 use super::arguments::Color;
 use crate::error::{Fault, Tier};
-use crate::text::Style;
+use crate::text::{Style, printable, printable_json, printable_painted, printable_prose};
 
 const RED_BOLD: &str = "\x1b[1;31m";
 const GREEN_BOLD: &str = "\x1b[1;32m";
@@ -36,9 +37,18 @@ impl Terminal {
         Terminal { style, stdout_style, closed: AtomicBool::new(false) }
     }
 
-    /// Prints to stdout at once. A reader that has gone (`| head`) has what it wanted: nothing more is printed, and the
+    /// Prints to stdout at once. What a terminal would obey is escaped: any text here may hold a stranger's. A reader that has gone (`| head`) has what it wanted: nothing more is printed, and the
     /// command ends as it would have ended.
     pub fn print(&self, text: &str) -> Result<(), Fault> {
+        self.write(&safe(text, self.stdout_style))
+    }
+
+    /// Prints text that a model wrote: to a terminal without what it would obey, to anything else as it is.
+    pub fn print_generated(&self, text: &str) -> Result<(), Fault> {
+        if io::stdout().is_terminal() { self.write(&printable_prose(text)) } else { self.write(text) }
+    }
+
+    fn write(&self, text: &str) -> Result<(), Fault> {
         if self.is_closed() {
             return Ok(());
         }
@@ -55,7 +65,7 @@ impl Terminal {
 
     /// Prints one JSON value and a line break.
     pub fn print_json(&self, value: &serde_json::Value) -> Result<(), Fault> {
-        self.print(&format!("{value:#}\n"))
+        self.write(&printable_json(&format!("{value:#}\n")))
     }
 
     /// Whether a person reads stdout.
@@ -70,8 +80,7 @@ impl Terminal {
 
     /// Says something to the user that is no result.
     pub fn say(&self, text: &str) {
-        // Without stderr there is nobody to tell.
-        let _ = writeln!(io::stderr().lock(), "{text}");
+        say(text, self.style);
     }
 
     pub fn print_fault(&self, fault: &Fault) {
@@ -86,6 +95,34 @@ impl Terminal {
     /// `rejected`, in red on a terminal.
     pub fn bad(&self, word: &str) -> String {
         painted(word, RED_BOLD, self.stdout_style)
+    }
+}
+
+/// Says something that is no result, for those who have no [`Terminal`].
+pub fn say(text: &str, style: Style) {
+    // Without stderr there is nobody to tell.
+    let _ = writeln!(io::stderr().lock(), "{}", safe(text, style));
+}
+
+/// Prints what clap has to say: help to stdout, an error, which repeats what was typed, to stderr.
+pub fn print_usage(error: &clap::Error) {
+    let style = if error.use_stderr() { Style::for_stderr() } else { style_for_stdout() };
+    let text = match style {
+        Style::Plain => error.render().to_string(),
+        Style::Colour => error.render().ansi().to_string(),
+    };
+    let text = safe(&text, style);
+    let _ = match error.use_stderr() {
+        true => io::stderr().lock().write_all(text.as_bytes()),
+        false => io::stdout().lock().write_all(text.as_bytes()),
+    };
+}
+
+/// The one way of text to a stream of this process.
+fn safe(text: &str, style: Style) -> Cow<'_, str> {
+    match style {
+        Style::Plain => printable(text),
+        Style::Colour => Cow::Owned(printable_painted(text)),
     }
 }
 

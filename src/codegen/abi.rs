@@ -3,10 +3,11 @@
 
 use super::emit::classes;
 use crate::digest::Digest;
-use crate::ir::op::{GRANULE_BYTES, Op, Role};
-use crate::ir::program::{Program, Space};
-use crate::ir::schedule::{RunBytes, Schedule};
-use crate::lower::cache_row_bytes;
+use crate::ir::layout::{GRANULE_BYTES, PACKET_BYTES, PLACE_ALIGN_BYTES};
+use crate::ir::op::{Op, Role};
+use crate::ir::program::Space;
+use crate::ir::schedule::RunBytes;
+use crate::ir::variant::{AttentionVariant, MatVecVariant};
 use crate::validate::Validated;
 use bytemuck::{Pod, Zeroable};
 
@@ -106,37 +107,18 @@ pub struct Tables {
     pub cache_bytes: u64,
 }
 
-/// Byte offset of each constant buffer in the constants blob: 256-byte aligned, in buffer order.
-pub fn constant_offsets(program: &Program) -> (Vec<Option<u64>>, u64) {
-    let mut next = 0u64;
-    let offsets = program
-        .buffers
-        .iter()
-        .map(|b| {
-            (b.space == Space::Constant).then(|| {
-                let at = next;
-                let bytes = u64::from(b.rows) * u64::from(b.cols) * b.dtype.bytes() as u64;
-                next += bytes.next_multiple_of(256);
-                at
-            })
-        })
-        .collect();
-    (offsets, next)
-}
-
 /// Encodes the queues and streams of a proven schedule.
 pub fn encode(validated: &Validated) -> Tables {
     let schedule = validated.schedule();
     let program = &schedule.program;
     let (_, class_of_grid) = classes(schedule);
-    let (constants, _) = constant_offsets(program);
     let mut tables = Tables {
         entries: vec![],
         entry_index: vec![0],
         runs: vec![],
         run_index: vec![0],
-        exchange_bytes: arena_bytes(schedule, Space::Exchange),
-        cache_bytes: arena_bytes(schedule, Space::Cache),
+        exchange_bytes: schedule.arena_bytes(Space::Exchange),
+        cache_bytes: schedule.arena_bytes(Space::Cache),
     };
     for regime in &schedule.regimes {
         for (queue, stream) in regime.queues.iter().zip(&regime.streams) {
@@ -157,15 +139,18 @@ pub fn encode(validated: &Validated) -> Tables {
                     operand(role)
                         .filter(|o| program.buffers[o.buffer.index()].space == Space::Exchange)
                         .and_then(|o| schedule.placement[o.buffer.index()])
-                        .map_or(NONE, |at| (at / 8) as u32)
+                        .map_or(NONE, |at| (at / PACKET_BYTES) as u32)
                 };
                 let constant = |role: Role| {
-                    operand(role).and_then(|o| constants[o.buffer.index()]).map_or(NONE, |at| (at / 256) as u32)
+                    operand(role)
+                        .filter(|o| program.buffers[o.buffer.index()].space == Space::Constant)
+                        .and_then(|o| schedule.placement[o.buffer.index()])
+                        .map_or(NONE, |at| (at / PLACE_ALIGN_BYTES) as u32)
                 };
                 let cache = |role: Role| {
                     operand(role)
                         .and_then(|o| schedule.placement[o.buffer.index()])
-                        .map_or(NONE, |at| (at / 256) as u32)
+                        .map_or(NONE, |at| (at / PLACE_ALIGN_BYTES) as u32)
                 };
                 let first_read = [Role::X, Role::Q, Role::Partial].into_iter().map(packets).find(|&p| p != NONE);
                 let residual =
@@ -199,26 +184,30 @@ pub fn encode(validated: &Validated) -> Tables {
                 let cache = |role: Role| {
                     grid.operand(role)
                         .and_then(|o| schedule.placement[o.buffer.index()])
-                        .map_or(0, |at| (at / 256) as u32)
+                        .map_or(0, |at| (at / PLACE_ALIGN_BYTES) as u32)
                 };
                 tables.runs.push(match (run.bytes, &grid.op) {
-                    (RunBytes::History { rows }, Op::Attention(a)) => StreamRun {
-                        bytes: 0,
-                        k_cache: cache(Role::HistoryK),
-                        v_cache: cache(Role::HistoryV),
-                        head_j: (task.lo * a.heads_per_task / a.group) << 16 | task.j,
-                        splits: a.splits,
-                        window: a.window.unwrap_or(0),
-                        row_bytes: cache_row_bytes(a.head_dim, program.precision.cache),
-                        rows,
-                    },
-                    (RunBytes::Fixed { bytes, .. }, Op::MatVec(m)) => {
-                        let unit = m.granules(program.precision.weights.bytes() as u32);
-                        let chunking = schedule.machine.ring.chunking(unit);
+                    (RunBytes::History { rows }, Op::Attention(a)) => {
+                        let variant = schedule.attention_variant(task.grid);
+                        let AttentionVariant { pitch, .. } = variant.expect("validate: every attention has a variant");
+                        StreamRun {
+                            bytes: 0,
+                            k_cache: cache(Role::HistoryK),
+                            v_cache: cache(Role::HistoryV),
+                            head_j: (task.lo * a.heads_per_task / a.group) << 16 | task.j,
+                            splits: a.splits,
+                            window: a.window.unwrap_or(0),
+                            row_bytes: pitch * program.precision.cache.bytes() as u32,
+                            rows,
+                        }
+                    }
+                    (RunBytes::Fixed { bytes, .. }, Op::MatVec(_)) => {
+                        let variant = schedule.matvec_variant(task.grid);
+                        let MatVecVariant { chunk, block, .. } = variant.expect("validate: every matvec has a variant");
                         StreamRun {
                             bytes: bytes as u32,
-                            k_cache: chunking.block.map_or(bytes as u32, |block| block * GRANULE_BYTES),
-                            v_cache: chunking.chunk * GRANULE_BYTES,
+                            k_cache: bytes.min(u64::from(*block) * u64::from(GRANULE_BYTES)) as u32,
+                            v_cache: chunk * GRANULE_BYTES,
                             ..StreamRun::zeroed()
                         }
                     }
@@ -267,16 +256,4 @@ impl<'a> Queues<'a> {
     pub fn digest(&self) -> Digest {
         self.digest
     }
-}
-
-fn arena_bytes(schedule: &Schedule, space: Space) -> u64 {
-    schedule
-        .program
-        .buffers
-        .iter()
-        .zip(&schedule.placement)
-        .filter(|(b, _)| b.space == space)
-        .filter_map(|(b, at)| at.map(|at| at + crate::schedule::placed_bytes(b).next_multiple_of(256)))
-        .max()
-        .unwrap_or(0)
 }

@@ -3,14 +3,14 @@
 use super::{Float, HEADERS, KernelSource};
 use crate::dtype::DType;
 use crate::ir::GridId;
-use crate::ir::op::{Attention, Epilogue, HISTORY_ALIGN, MatVec, NormAttr, Op, QkNormAttr, Role};
+use crate::ir::op::{Attention, Epilogue, MatVec, NormAttr, Op, QkNormAttr, Role};
 use crate::ir::program::{Grid, Program};
-use crate::ir::schedule::Schedule;
-use crate::ir::variant::{AttentionVariant, Held, MatVecVariant, ahead_rule, team_rule};
-use crate::lower::{cache_pitch, cache_row_bytes};
+use crate::ir::schedule::{RunBytes, Schedule, SmemKind};
+use crate::ir::variant::{AttentionVariant, MatVecVariant};
 use crate::model::graph::{Act, NormKind, QkNormSpan};
 use crate::target::{CopyMechanism, DotMechanism, Target};
 use crate::validate::Validated;
+use std::collections::BTreeMap;
 use std::fmt::Write;
 
 /// Whether the kernel writes time stamps of every task.
@@ -38,9 +38,10 @@ pub struct OpClass {
 pub fn classes(schedule: &Schedule) -> (Vec<OpClass>, Vec<usize>) {
     let mut classes: Vec<OpClass> = vec![];
     let mut of_grid = vec![];
-    let units = schedule.longest_tasks();
+    let chunk_rows = chunk_rows(schedule);
     for (g, grid) in schedule.program.grids.iter().enumerate() {
-        let (template, members) = class_of(schedule, grid, units[g]);
+        let rows = chunk_rows.get(&GridId::from(g)).copied().unwrap_or(0);
+        let (template, members) = class_of(schedule, GridId::from(g), grid, rows);
         let found = classes.iter().position(|c| c.template == template && c.members == members);
         let class = found.unwrap_or_else(|| {
             classes.push(OpClass { template, members, grids: vec![] });
@@ -50,6 +51,19 @@ pub fn classes(schedule: &Schedule) -> (Vec<OpClass>, Vec<usize>) {
         of_grid.push(class);
     }
     (classes, of_grid)
+}
+
+/// Cache rows of a chunk of each attention: its runs of the history have as many (the validator holds that).
+fn chunk_rows(schedule: &Schedule) -> BTreeMap<GridId, u32> {
+    let mut rows_of = BTreeMap::new();
+    for regime in &schedule.regimes {
+        for run in regime.streams.iter().flatten() {
+            if let RunBytes::History { rows } = run.bytes {
+                rows_of.insert(regime.tasks[run.task.index()].grid, rows);
+            }
+        }
+    }
+    rows_of
 }
 
 /// Prints the kernel of a proven schedule.
@@ -84,12 +98,18 @@ pub fn emit(validated: &Validated, target: &Target, trace: Trace) -> KernelSourc
     line!("  static constexpr int FLIGHT_LOW = {};", m.ring.flight_low);
     line!("  static constexpr int FLIGHT_FREE = {};", m.ring.flight_free);
     for part in &m.smem {
-        line!("  static constexpr int {}_AT = {};  // {} bytes", part.name.to_uppercase(), part.offset, part.bytes);
+        line!(
+            "  static constexpr int {}_AT = {};  // {} bytes",
+            part.kind.name().to_uppercase(),
+            part.offset,
+            part.bytes
+        );
     }
-    let state = m.smem.iter().find(|p| p.name == "state").map_or(0, |p| p.bytes);
+    let state = schedule.smem(SmemKind::State).map_or(0, |p| p.bytes);
     line!("  static constexpr int STATE_BYTES = {state};");
     // Parts that lie side by side, and that sampling uses together.
-    let scratch: u32 = m.smem.iter().filter(|p| ["stage", "reduce"].contains(&p.name.as_str())).map(|p| p.bytes).sum();
+    let scratch: u32 =
+        [SmemKind::Stage, SmemKind::Reduce].into_iter().filter_map(|kind| schedule.smem(kind)).map(|p| p.bytes).sum();
     line!("  static constexpr int SCRATCH_BYTES = {scratch};");
     line!("  static constexpr u32 CONTEXT_MAX = {};", program.context_max);
     let split_from = schedule.regimes.get(1).map_or(u32::MAX, |r| r.from_position);
@@ -108,7 +128,7 @@ pub fn emit(validated: &Validated, target: &Target, trace: Trace) -> KernelSourc
         DotMechanism::Mma => "MMA",
     };
     line!("  static constexpr Dot DOT = Dot::{dot};");
-    line!("  static constexpr int REDUCE_UNITS = {};", m.sum_units);
+    line!("  static constexpr int REDUCE_UNITS = {};", m.reduce_batch);
     line!("  static constexpr bool TRACE = {};", trace == Trace::On);
     line!("  static constexpr int STAMPS_MAX = {};", stamps_max(schedule));
     line!("}};");
@@ -187,8 +207,8 @@ fn act(act: Act) -> &'static str {
     }
 }
 
-/// C++ template and configuration members of a grid whose longest task has `units`.
-fn class_of(schedule: &Schedule, grid: &Grid, units: u32) -> (&'static str, String) {
+/// C++ template and configuration members of a grid; `rows`: the cache rows of its chunks, where it is an attention.
+fn class_of(schedule: &Schedule, id: GridId, grid: &Grid, rows: u32) -> (&'static str, String) {
     let program = &schedule.program;
     match &grid.op {
         Op::Select => ("Select", format!("int PARTS = {}\nint VOCAB = {}\n", parts(program), vocab(program))),
@@ -199,8 +219,8 @@ fn class_of(schedule: &Schedule, grid: &Grid, units: u32) -> (&'static str, Stri
                 format!("int HIDDEN = {hidden}\nfloat SCALE = {}\nbool EVERYWHERE = {everywhere}\n", Float(*scale));
             ("Embed", members)
         }
-        Op::MatVec(m) => ("MatVec", matvec_members(schedule, grid, m, units)),
-        Op::Attention(a) => ("Attention", attention_members(schedule, a)),
+        Op::MatVec(m) => ("MatVec", matvec_members(schedule, id, grid, m)),
+        Op::Attention(a) => ("Attention", attention_members(schedule, id, a, rows)),
         Op::AttentionMerge { head_dim, splits, heads_per_task } => {
             let heads = grid.n;
             let members = format!(
@@ -234,17 +254,16 @@ fn parts(program: &Program) -> u32 {
         .map_or(0, |g| g.second.extent())
 }
 
-fn matvec_members(schedule: &Schedule, grid: &Grid, m: &MatVec, units: u32) -> String {
+fn matvec_members(schedule: &Schedule, id: GridId, grid: &Grid, m: &MatVec) -> String {
     let program = &schedule.program;
     // Destructured so that a new attribute does not compile until the kernel knows it.
-    let MatVec { rows, k, norm, own_input, epilogue, unit_rows, variant: MatVecVariant { hold, poll } } = *m;
-    let chunk = schedule.machine.ring.chunking(m.granules(program.precision.weights.bytes() as u32)).chunk;
-    let held = Held::of(m, &schedule.machine, program.precision, units);
+    let MatVec { rows, k, norm, own_input, epilogue, unit_rows } = *m;
+    let variant = schedule.matvec_variant(id).expect("validate: every matvec has a variant");
+    let MatVecVariant { units, chunk, block: _, units_per_warp, poll_batch } = variant;
     let mut s = format!(
         "int ROWS = {rows}\nint K = {k}\nint UNIT_ROWS = {unit_rows}\nint CHUNK = {chunk}\nint UNITS = {units}\n"
     );
-    let (hold, poll) = (hold.unwrap_or(held.hold_rule()), poll.unwrap_or(held.poll_rule()));
-    s += &format!("int TOGETHER = {hold}\nint POLL_PAIRS = {poll}\nbool OWN_INPUT = {own_input}\n");
+    s += &format!("int TOGETHER = {units_per_warp}\nint POLL_PAIRS = {poll_batch}\nbool OWN_INPUT = {own_input}\n");
     s += &norm_members(norm);
     let (epilogue, activation, scale, cap) = match epilogue {
         Epilogue::Store => ("STORE", None, 1.0, 0.0),
@@ -268,7 +287,7 @@ fn matvec_members(schedule: &Schedule, grid: &Grid, m: &MatVec, units: u32) -> S
     s
 }
 
-fn attention_members(schedule: &Schedule, a: &Attention) -> String {
+fn attention_members(schedule: &Schedule, id: GridId, a: &Attention, rows: u32) -> String {
     // Destructured so that a new attribute does not compile until the kernel knows it.
     let Attention {
         heads_per_task,
@@ -283,12 +302,9 @@ fn attention_members(schedule: &Schedule, a: &Attention) -> String {
         q_norm,
         k_norm,
         splits,
-        variant: AttentionVariant { team, ahead },
     } = a;
-    let cache = schedule.program.precision.cache;
-    let pitch = cache_pitch(*head_dim, cache);
-    let row_bytes = cache_row_bytes(*head_dim, cache);
-    let rows = schedule.machine.ring.slot_bytes / row_bytes / HISTORY_ALIGN * HISTORY_ALIGN;
+    let variant = schedule.attention_variant(id).expect("validate: every attention has a variant");
+    let AttentionVariant { warps_per_head, prefetch_v, swizzled, pitch } = variant;
     let head_norm = |n: &Option<QkNormAttr>| match n {
         None => ("NONE", 0.0),
         Some(QkNormAttr { norm, span: QkNormSpan::Head }) => ("HEAD", norm.eps),
@@ -300,14 +316,11 @@ fn attention_members(schedule: &Schedule, a: &Attention) -> String {
         "int HEADS = {heads}\nint GROUP = {group}\nint HEADS_PER_TASK = {heads_per_task}\nint DIM = {head_dim}\nint PITCH = {pitch}\n\
          float SCALE = {}\nfloat SOFTCAP = {}\nu32 WINDOW = {}\nint ROTARY = {rotary}\nbool INTERLEAVED = {interleaved}\n\
          HeadNorm Q_NORM = HeadNorm::{qn}\nfloat Q_EPS = {}\nHeadNorm K_NORM = HeadNorm::{kn}\nfloat K_EPS = {}\n\
-         int SPLITS = {splits}\nint CHUNK_ROWS = {rows}\nint TEAM = {}\nbool AHEAD = {}\nbool SWIZZLED = {}\n",
+         int SPLITS = {splits}\nint CHUNK_ROWS = {rows}\nint TEAM = {warps_per_head}\nbool AHEAD = {prefetch_v}\nbool SWIZZLED = {swizzled}\n",
         Float(*scale),
         Float(softcap.unwrap_or(0.0)),
         window.unwrap_or(0),
         Float(qe),
         Float(ke),
-        team.unwrap_or(team_rule(*head_dim)),
-        ahead.unwrap_or(ahead_rule(*head_dim)),
-        a.swizzles(schedule.program.precision, schedule.machine.consumer_warps),
     )
 }

@@ -108,7 +108,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) calibrate_read(const u8* fr
 
 // `rounds` exchanges of `packets` packets of 8 bytes, an even number: each block stores its share and polls until it has seen all, while
 // threads 256 and up keep `flight` chunks on their way (0: none). Two buffers in turn: who stores into one has seen all of
-// the other, so nobody still polls what it overwrites. took_ns[b] is 0 where a wait passed its deadline.
+// the other, so no SM still polls what it overwrites. took_ns[b] is 0 where a wait passed its deadline.
 extern "C" __global__ void __launch_bounds__(512, 1) calibrate_hop(u64* buffers, u32 packets, u32 rounds, const u8* from,
                                                                   u32 wrap, u32 flight, u64 deadline_ns, u64* took_ns) {
     extern __shared__ __align__(128) u8 ring[];

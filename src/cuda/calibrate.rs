@@ -1,4 +1,4 @@
-//! Owns the measured figures of a target record: taken on a device by kernels of their own, compiled as they are needed.
+//! Owns the measured figures of a target record. Separate kernels, compiled on demand, take them on a device.
 
 use std::time::Duration;
 
@@ -21,7 +21,7 @@ const READ_COUNT: usize = 9;
 /// Packets of an exchange, and the bytes in flight on each SM, as [`Measured`] defines them.
 const PACKETS: u32 = 1024;
 const LOADED_BYTES: u32 = 32 << 10;
-/// Exchanges of one launch: their count makes the launch itself not matter.
+/// Exchanges of one launch: so many that the launch itself does not matter.
 const ROUNDS: u32 = 2000;
 const HOP_COUNT: usize = 5;
 const EMPTY_COUNT: usize = 50;
@@ -59,7 +59,7 @@ impl From<CalibrateError> for Fault {
     }
 }
 
-/// The kernels for one copy mechanism and a ring of so many slots.
+/// The kernels for one copy mechanism and one number of ring slots.
 pub fn source(copy: CopyMechanism, arch: &str, slots: u32) -> KernelSource {
     let number = match copy {
         CopyMechanism::Plain => 0,

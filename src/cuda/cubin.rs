@@ -1,4 +1,4 @@
-//! Owns what a cubin costs: registers, stack, shared memory, spills and code of each kernel, with no tool of NVIDIA.
+//! Owns the costs of a cubin, read without NVIDIA's tools: registers, stack, shared memory, spills and code of each kernel.
 //!
 //! A cubin is an ELF file of machine `EM_CUDA`. Spilled bytes and shared memory without the driver's own share come from
 //! the `ptxas -v` log; all else from sections (`.text.K`) and attributes (`.nv.info`, `.nv.info.K`). The attribute codes
@@ -15,13 +15,13 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::Fault;
 
-/// What the kernels of one cubin cost.
+/// Costs of the kernels of one cubin.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Resources {
     pub kernels: BTreeMap<String, KernelResources>,
 }
 
-/// What one kernel costs. Registers and stack are per thread, shared memory and barriers per block.
+/// Costs of one kernel. Registers and stack are per thread, shared memory and barriers per block.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct KernelResources {
     pub registers: u32,
@@ -97,7 +97,7 @@ pub fn read(cubin: &[u8], log: &str) -> Result<Resources, CubinError> {
     Ok(Resources { kernels })
 }
 
-/// What the assembler noted about itself: name, release, command line; strings joined with spaces.
+/// The assembler's note about itself: name, release, command line; strings joined with spaces.
 ///
 /// `None` when the image is no cubin or holds no note (compilers before 12.8).
 pub fn tool_note(cubin: &[u8]) -> Option<String> {

@@ -1,4 +1,4 @@
-//! Owns `Device`: opening one, what it is, and whether it is what a target record describes.
+//! Owns `Device`: opening one, its properties, and whether a target record describes it.
 
 use std::ffi::{c_char, c_int};
 use std::ptr;
@@ -159,7 +159,7 @@ impl Drop for Context {
     }
 }
 
-/// What a device is, as the driver tells it. Recorded with every measurement.
+/// Properties of a device, from the driver. Recorded with every measurement.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct DeviceIdentity {
     pub ordinal: u32,
@@ -178,7 +178,7 @@ pub struct DeviceIdentity {
     pub smem_bytes_per_sm: u32,
     pub registers_per_sm: u32,
     pub threads_per_block_max: u32,
-    /// Highest clocks; what they are at a moment is in `Clocks`.
+    /// Highest clocks; `Clocks` has the present ones.
     pub sm_khz_max: u32,
     pub memory_khz_max: u32,
     /// Newest CUDA that the driver runs: `13.0`.
@@ -189,7 +189,7 @@ pub struct DeviceIdentity {
     pub launches_clusters: bool,
 }
 
-/// Why a device is not what a target record describes.
+/// Why a target record does not describe a device.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Mismatch {
     #[error("target `{target}` is no CUDA device")]

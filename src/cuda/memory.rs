@@ -187,7 +187,7 @@ impl HostBlock {
         result.map_err(|error| context.explain(error, bytes as u64))?;
         let exhausted = DriverError::OutOfMemory { asked_bytes: bytes as u64, free_bytes: 0 };
         let start = NonNull::new(start.cast()).ok_or(exhausted)?;
-        // SAFETY: the block has this many bytes, and nobody else knows it. It must not be read before it is written.
+        // SAFETY: the block has this many bytes, and no other reference exists. It must not be read before it is written.
         unsafe { start.write_bytes(0, bytes.max(1)) };
         Ok(HostBlock { context: context.clone(), start, bytes })
     }

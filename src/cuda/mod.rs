@@ -1,8 +1,9 @@
-//! The CUDA side: finding and calling NVRTC, reading cubins, driving a device. The only module with `unsafe`.
+//! The CUDA side: finding and calling NVRTC, reading cubins, driving a device. Most of the crate's `unsafe`
+//! is here; `tests/it/tidy.rs` lists the few files beside it.
 //!
 //! `nvrtc` and `cubin` run on any machine that has the compiler library. The rest needs a driver, loads it when it is
-//! first used, and says `NoDriverLib` where there is none. Nothing here knows of programs or schedules: source and bytes
-//! come in, bytes and numbers go out.
+//! first used, and says `NoDriverLib` where there is none. Only `session` knows of schedules: it uploads the tables of a proven
+//! one. Everywhere else source and bytes come in, and bytes and numbers go out.
 
 mod api;
 pub mod arch;

@@ -32,7 +32,7 @@ const THROTTLE_REASONS: [(u64, &str); 8] = [
 ];
 
 impl Clocks {
-    /// Why the clocks are lower than they could be; empty when they are not, or nobody knows.
+    /// Why the clocks are lower than they could be; empty if they are not, or if the reasons are unknown.
     pub fn throttle_reasons(&self) -> Vec<&'static str> {
         let bits = self.throttle_bits.unwrap_or(0);
         THROTTLE_REASONS.iter().filter(|(bit, _)| bits & bit != 0).map(|(_, name)| *name).collect()

@@ -19,7 +19,7 @@ use super::cubin;
 use crate::codegen::KernelSource;
 use crate::error::Fault;
 
-/// The package the project is tested with; also what the remedy of a missing library names.
+/// The package the project is tested with; the remedy of a missing library names it too.
 const PIP_PACKAGE: &str = "nvidia-cuda-nvrtc==13.0.88";
 
 /// Names a library file, or a folder that holds one. When it is set, nothing else is tried.
@@ -27,7 +27,7 @@ const LIBRARY_VARIABLE: &str = "MONOBLOC_NVRTC";
 
 /// Where the library lies below a folder that a person would name: itself, a `pip --target` folder, a toolkit.
 const LIBRARY_FOLDERS: [&str; 5] = ["", "nvidia/cu13/lib", "nvidia/cuda_nvrtc/lib", "lib64", "lib"];
-/// What a compilation gives: an ELF image for the driver, and what the compiler said.
+/// Result of a compilation: an ELF image for the driver, and the compiler's messages.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Compiled {
     pub cubin: Vec<u8>,
@@ -166,7 +166,7 @@ pub struct Nvrtc {
     supported: BTreeSet<u32>,
 }
 
-/// Which library compiles. The version goes into keys; the rest tells two files of one version apart.
+/// Identity of the library. The version goes into keys; the rest distinguishes two files of one version.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct NvrtcIdentity {
     pub version: NvrtcVersion,
@@ -411,7 +411,7 @@ fn places(variable: &dyn Fn(&str) -> Option<OsString>) -> Vec<PathBuf> {
     if let Some(named) = folder(LIBRARY_VARIABLE) {
         return vec![named];
     }
-    // What `pip install` fills: the active environment, the prefix of the `python3` on PATH, the user's own folder.
+    // The folders of `pip install`: the active environment, the prefix of the `python3` on PATH, the user's folder.
     let mut prefixes: Vec<PathBuf> = ["VIRTUAL_ENV", "CONDA_PREFIX"].iter().filter_map(|name| folder(name)).collect();
     let path = variable("PATH").unwrap_or_default();
     for python in std::env::split_paths(&path).map(|folder| folder.join("python3")).filter(|python| python.is_file()) {

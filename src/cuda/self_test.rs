@@ -1,4 +1,4 @@
-//! Owns the self-test of a device: the promises of compiler and driver that a persistent kernel rests on, each tried.
+//! Owns the self-test of a device: it tries each promise of compiler and driver that a persistent kernel relies on.
 
 use std::time::{Duration, Instant};
 
@@ -15,7 +15,7 @@ use super::stream::{Argument, LaunchShape, Stream, Wait};
 use crate::codegen::KernelSource;
 use crate::error::Fault;
 
-/// What the self-test found. Every promise held, or there is no value of this type.
+/// Result of the self-test. It exists only if every promise held.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct SelfTest {
     pub device: DeviceIdentity,
@@ -67,13 +67,13 @@ impl From<SelfTestError> for Fault {
     }
 }
 
-/// Launches of the empty kernel whose times are taken, after as many that are not.
+/// Timed launches of the empty kernel; the same number of warm-up launches comes first.
 const EMPTY_COUNT: usize = 50;
 /// The kernels leave by themselves after this, whatever the host does.
 const DEVICE_DEADLINE: Duration = Duration::from_secs(2);
 /// The host waits longer than the device, so that a kernel which keeps its deadline is never called late.
 const HOST_TIMEOUT: Duration = Duration::from_secs(5);
-/// Deadline of the kernel that nobody aborts, and how long the first wait for it lasts.
+/// Deadline of the kernel that is not aborted, and the length of the first wait for it.
 const SHORT_DEADLINE: Duration = Duration::from_millis(100);
 const SHORT_TIMEOUT: Duration = Duration::from_millis(10);
 /// Uploaded through halves of 8 MiB: a half, the other half, one of them again, and a part.
@@ -120,7 +120,7 @@ pub fn self_test(device: &Device, nvrtc: &Nvrtc) -> Result<SelfTest, SelfTestErr
     })
 }
 
-/// Bytes that came through staging are those that were sent; returns bytes per second.
+/// Bytes that pass through staging arrive unchanged; returns bytes per second.
 fn test_upload(device: &Device, stream: &Stream) -> Result<f64, SelfTestError> {
     let sent: Vec<u8> = (0..UPLOAD_BYTES as u32).map(|i| (i.wrapping_mul(2_654_435_761) >> 24) as u8).collect();
     let mut buffer = device.alloc(sent.len() as u64 + 1)?;
@@ -204,7 +204,7 @@ fn test_mapped(device: &Device, module: &Module, stream: &Stream) -> Result<(f64
         }
     }
     let kernel_to_host_us = launched.elapsed().as_secs_f64() * 1e6;
-    // The word was seen while the kernel ran: it has no other reason to leave than the one that comes now.
+    // The host saw the word while the kernel ran: its only reason to leave is the abort word that follows.
     let aborted = Instant::now();
     words.store(1, 1)?;
     finish(stream, TEST)?;
@@ -213,7 +213,7 @@ fn test_mapped(device: &Device, module: &Module, stream: &Stream) -> Result<(f64
     Ok((kernel_to_host_us, abort_us))
 }
 
-/// A kernel that nobody aborts keeps its own deadline, and the host's wait ends before it.
+/// A kernel that is not aborted ends at its own deadline, and the host's wait ends before it.
 fn test_deadline(device: &Device, module: &Module, stream: &Stream) -> Result<(), SelfTestError> {
     const TEST: &str = "deadline";
     let function = device.function(module, "self_test_mapped", 0)?;

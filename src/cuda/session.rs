@@ -1,4 +1,4 @@
-//! Owns a kernel and everything it runs on: loaded once, launched many times, watched always.
+//! Owns `Session`: a kernel with all its device memory; loaded once, launched many times, always watched.
 
 use super::driver::{Device, DriverError};
 use super::memory::{DeviceBuffer, MappedBuffer};
@@ -10,7 +10,7 @@ use crate::error::Fault;
 use crate::ir::op::Role;
 use crate::ir::schedule::Schedule;
 use crate::ir::{BufferId, EventId, SmId, TaskId};
-use crate::pack::Layout;
+use crate::pack::{Layout, constants_base};
 use crate::sample::Sampler;
 use crate::trace::STAMP_WORDS;
 use std::fmt;
@@ -18,7 +18,7 @@ use std::sync::Arc;
 use std::time::Duration;
 use thiserror::Error;
 
-/// What a launch that was lost had been waiting for, by SM.
+/// What each SM waited for in a launch that was lost.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Stuck {
     pub sm: SmId,
@@ -146,7 +146,7 @@ pub struct Session {
     eos: Vec<u32>,
     sampler: Sampler,
     tag: u32,
-    /// The position a launch may continue at without arming the candidates again.
+    /// The position a launch may continue at without arming the arg-max pairs again.
     next: Option<u32>,
     steps_max: u32,
     vocab: u32,
@@ -159,7 +159,7 @@ struct DeviceTables {
     run_index: DeviceBuffer,
 }
 
-/// What one launch did.
+/// Result of one launch.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Launched {
     /// Device time between the events around the launch.
@@ -169,7 +169,8 @@ pub struct Launched {
 }
 
 impl Session {
-    /// Loads the queues of a proven schedule, and what they need. `steps_max` bounds the steps of a launch (it sizes the logits buffer).
+    /// Loads the queues of a proven schedule and everything they need. `steps_max` bounds the steps of a launch (it sizes the logits
+    /// buffer).
     ///
     /// `fill` uploads the pack: it is given the buffer and the stream, so that a large pack can come piece by piece.
     pub fn load(
@@ -188,7 +189,7 @@ impl Session {
         Session::load_sharing(device, queues, layout, cubin, trace, steps_max, Arc::new(pack))
     }
 
-    /// The weights of this session, for another one whose pack has the same bytes.
+    /// The weights of this session, to share with another one whose pack has the same bytes.
     pub fn pack(&self) -> Arc<DeviceBuffer> {
         self.pack.clone()
     }
@@ -214,7 +215,7 @@ impl Session {
             grid: machine.sms,
             block: (machine.consumer_warps + machine.loader_warps) * 32,
             smem_dynamic_bytes: smem,
-            cluster: machine.cluster,
+            cluster: 1,
         };
         let upload = |bytes: &[u8]| -> Result<DeviceBuffer, SessionError> {
             let mut buffer = device.alloc(bytes.len().max(16) as u64)?;
@@ -228,7 +229,7 @@ impl Session {
             run_index: upload(bytemuck::cast_slice(&tables.run_index))?,
         };
         let stream_base = upload(bytemuck::cast_slice(&layout.stream_base))?;
-        let constants_base = layout.constant_offset.iter().flatten().copied().min().unwrap_or(0);
+        let constants_base = constants_base(layout);
         let mut exchange = device.alloc(tables.exchange_bytes.max(16))?;
         // Tag 0 is never published, so memory of zeros holds no packet.
         exchange.zero(&stream)?;
@@ -312,12 +313,12 @@ impl Session {
         Ok(())
     }
 
-    /// How the tokens of the following launches are decided; greedily, until this is called.
+    /// Sets how following launches choose tokens. Until this is called, greedily.
     pub fn sample(&mut self, sampler: Sampler) {
         self.sampler = sampler;
     }
 
-    /// Queues `steps` steps from `position` on and returns at once. The tokens appear in the mailbox as they are decided.
+    /// Queues `steps` steps from `position` on and returns at once. The tokens appear in the mailbox while the launch runs.
     pub fn launch(&mut self, position: u32, steps: u32, with_logits: bool) -> Result<u64, SessionError> {
         let context_max = self.schedule.program.context_max;
         if steps == 0 || steps > self.steps_max || u64::from(position) + u64::from(steps) > u64::from(context_max) {
@@ -352,7 +353,7 @@ impl Session {
             constants: self.pack.address() + self.constants_base,
             cache: self.cache.address(),
             exchange: self.exchange.address(),
-            // What top-k and top-p admit is found among all logits of the step before.
+            // Top-k and top-p choose among all logits of the step before.
             logits: if with_logits || is_filtered { self.logits.address() } else { 0 },
             entries: self.tables.entries.address(),
             entry_index: self.tables.entry_index.address(),
@@ -387,7 +388,7 @@ impl Session {
         Ok(timeout.as_millis() as u64)
     }
 
-    /// Waits for the launch that is under way.
+    /// Waits for the running launch.
     pub fn finish(&mut self, timeout_ms: u64) -> Result<Launched, SessionError> {
         // The kernel's own deadline comes first; the margin is for the launch itself.
         if self.stream.wait_timeout(Duration::from_millis(timeout_ms + 1000))? == Wait::TimedOut {
@@ -409,7 +410,7 @@ impl Session {
         self.finish(timeout_ms)
     }
 
-    /// Whether the launch that is under way has ended, for whatever reason. Never waits.
+    /// Whether the running launch has ended, for any reason. Never waits.
     pub fn is_done(&self) -> Result<bool, SessionError> {
         Ok(self.stream.is_done()?)
     }
@@ -429,7 +430,7 @@ impl Session {
         Ok(self.logits.download(&self.stream, 0, steps as usize * self.vocab as usize)?)
     }
 
-    /// What the last step that ran published into an exchange buffer of one phase; NaN where it published nothing.
+    /// The values that the last step published into an exchange buffer of one phase; NaN where it published nothing.
     pub fn exchanged(&self, buffer: BufferId) -> Result<Vec<f32>, SessionError> {
         let Some(declared) = self.schedule.program.buffers.get(buffer.index()) else { return Ok(vec![]) };
         let at = self.schedule.placement.get(buffer.index()).copied().flatten().unwrap_or(0);
@@ -473,8 +474,8 @@ impl Session {
         Ok(self.cache.upload(&self.stream, offset, bytes)?)
     }
 
-    /// Forgets all packets before tags come round: one that was published 2^32 steps ago would pass for one of now. The token
-    /// of `position`, which the launch before has decided, is given as a prompt is.
+    /// Clears all packets before tags wrap around: a packet published 2^32 steps ago would pass for a current one. The token of
+    /// `position`, which the launch before decided, is passed like a prompt.
     fn begin_tags_anew(&mut self, position: u32) -> Result<(), SessionError> {
         if self.next == Some(position) && position >= self.prompt_len {
             self.prompt.upload(&self.stream, u64::from(position) * 4, &[self.token(position)?])?;
@@ -485,13 +486,13 @@ impl Session {
         Ok(())
     }
 
-    /// As if `steps` more steps had been run: what happens after 2^32 of them can be seen without waiting for it.
+    /// Acts as if `steps` more steps had run, so that a test can reach 2^32 steps without waiting for them.
     pub fn age(&mut self, steps: u32) {
         self.tag = self.tag.saturating_add(steps).min(TAG_LAST);
         self.next = None;
     }
 
-    /// The step before a fresh start published candidates that nobody will use; readers wait for them all the same.
+    /// The step before a fresh start published arg-max pairs that are not used; readers wait for them all the same.
     fn arm_candidates(&mut self) -> Result<(), SessionError> {
         let tag = self.tag - 1;
         if tag == 0 {

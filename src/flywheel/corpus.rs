@@ -16,6 +16,7 @@ use super::trial::{ADDED_IN_2, ADDED_IN_3, COLUMNS, SCHEMA, Timing, Trial};
 use crate::cache::lock::{LockError, Wait, lock_path};
 use crate::digest::Digest;
 use crate::error::Fault;
+use crate::files::{self, FileError};
 
 /// Rows that come with the executable; a folder `corpus/` beside the user's trials takes their place.
 const SHIPPED: &[u8] = include_bytes!("../../flywheel/corpus/h200.csv.zst");
@@ -40,6 +41,9 @@ pub enum CorpusError {
     Full { path: PathBuf, source: io::Error },
     #[error("cannot {action} `{}`: {source}", path.display())]
     Io { action: &'static str, path: PathBuf, source: io::Error },
+    /// A pipe, a device or a folder in place of a file.
+    #[error(transparent)]
+    NotRegular(FileError),
     #[error("cannot lock `{}`: {source}", path.display())]
     Lock { path: PathBuf, source: io::Error },
     #[error("cannot append to `{}`: its first line {reason}", path.display())]
@@ -49,6 +53,10 @@ pub enum CorpusError {
 impl CorpusError {
     fn io(action: &'static str, path: &Path, source: io::Error) -> CorpusError {
         let path = path.to_path_buf();
+        let source = match source.downcast::<FileError>() {
+            Ok(error) => return CorpusError::NotRegular(error),
+            Err(source) => source,
+        };
         match source.kind() {
             ErrorKind::StorageFull | ErrorKind::QuotaExceeded | ErrorKind::FileTooLarge => {
                 CorpusError::Full { path, source }
@@ -68,6 +76,7 @@ impl From<CorpusError> for Fault {
             CorpusError::Io { .. } => {
                 Fault::environment(message).with_remedy("check that the path is a file this user may read and write")
             }
+            CorpusError::NotRegular(error) => Fault::from(error),
             CorpusError::Lock { .. } => Fault::environment(message).with_remedy(
                 "keep the corpus on a file system with locks: without them, rows of two processes could mix",
             ),
@@ -82,7 +91,7 @@ impl From<CorpusError> for Fault {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct BrokenRow {
     pub path: PathBuf,
-    /// Counted from 1; the header is line 1.
+    /// From 1; the header is line 1.
     pub line: u64,
     pub reason: String,
 }
@@ -93,18 +102,18 @@ impl fmt::Display for BrokenRow {
     }
 }
 
-/// What was measured so far.
+/// The trials of one or several files.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Corpus {
     /// In file order, each id once.
     pub trials: Vec<Trial>,
     pub broken: Vec<BrokenRow>,
-    /// Of the bytes read, file by file.
+    /// Digest of the bytes read, file by file.
     pub digest: Digest,
 }
 
 impl Corpus {
-    /// Reads corpora as one. A file that does not exist is an empty corpus: there is one after the first trial.
+    /// Reads corpora as one. A file that does not exist is an empty corpus: the first trial creates it.
     pub fn read<P: AsRef<Path>>(paths: &[P]) -> Result<Corpus, CorpusError> {
         let mut reader = Reader::default();
         for path in paths {
@@ -170,7 +179,7 @@ pub fn append(path: &Path, trials: &[Trial]) -> Result<(), CorpusError> {
     append_locked(path, |_| Ok(trials.to_vec())).map(|_| ())
 }
 
-/// What a merge did.
+/// Result of a merge.
 #[derive(Debug, Clone, PartialEq)]
 pub struct MergeReport {
     pub rows_added: u64,
@@ -185,7 +194,7 @@ pub fn merge<P: AsRef<Path>>(inputs: &[P], output: &Path) -> Result<MergeReport,
     let mut reader = Reader::default();
     for input in inputs {
         let input = input.as_ref();
-        // A missing input of a merge is a typing error, unlike a corpus that has no trial yet.
+        // A missing input of a merge is a mistake, unlike a corpus that has no trial yet.
         fs::metadata(input).map_err(|source| CorpusError::io("read", input, source))?;
         reader.read(input)?;
     }
@@ -213,7 +222,7 @@ fn append_locked(path: &Path, rows: impl FnOnce(&File) -> Result<Vec<Trial>, Cor
     if let Some(folder) = path.parent().filter(|folder| !folder.as_os_str().is_empty()) {
         fs::create_dir_all(folder).map_err(|source| CorpusError::io("create", folder, source))?;
     }
-    let open = |path: &Path| OpenOptions::new().create(true).append(true).read(true).open(path);
+    let open = |path: &Path| Ok(files::open_with(path, OpenOptions::new().create(true).append(true).read(true))?);
     let file = lock_path(path, open, Wait::Silently).map_err(|error| match error {
         LockError::Open { path, source } => CorpusError::io("open", &path, source),
         LockError::Lock { path, source } => CorpusError::Lock { path, source },
@@ -238,7 +247,7 @@ fn append_locked(path: &Path, rows: impl FnOnce(&File) -> Result<Vec<Trial>, Cor
 enum Header {
     /// Names in file order: rows follow the file, so that its columns may be in any order.
     Columns(Vec<String>),
-    /// Nothing yet, or what a crash left of our own first line.
+    /// Nothing yet, or a part of our own first line, left by a crash.
     Torn,
     Unusable(String),
 }
@@ -255,7 +264,7 @@ fn header(file: &File) -> io::Result<Header> {
     Ok(match columns {
         None => Header::Unusable("is not text".to_string()),
         Some(Err(reason)) => Header::Unusable(reason),
-        // Read, but not written to: rows of this schema would lose what those columns hold.
+        // Read, but not appended to: rows of this schema would lose the content of those columns.
         Some(Ok(columns)) => match ADDED_IN_2.into_iter().find(|added| !columns.iter().any(|name| name == added)) {
             Some(added) => Header::Unusable(format!("lacks {added}: it is of schema 1")),
             None => Header::Columns(columns),
@@ -263,7 +272,7 @@ fn header(file: &File) -> io::Result<Header> {
     })
 }
 
-/// The names of a header, if every column that all schemas have is there, and none twice.
+/// The names of a header, if it has every column that all schemas share, and no column twice.
 fn header_columns(names: &[String]) -> Result<Vec<String>, String> {
     let mut names = names.to_vec();
     if let Some(first) = names.first_mut() {
@@ -301,7 +310,7 @@ fn row_line(columns: &[String], trial: &Trial) -> io::Result<String> {
 /// Appends one line, whole or not at all.
 fn write_line(mut file: &File, line: &str) -> io::Result<()> {
     let before = file.metadata()?.len();
-    // One `write(2)` unless the disk takes only a part; the rest of a part then tells why.
+    // One `write(2)` unless the disk takes only a part; writing the rest then gives the reason.
     file.write_all(line.as_bytes()).or_else(|error| {
         file.set_len(before)?;
         Err(error)
@@ -351,12 +360,12 @@ impl Reader {
     }
 
     fn read(&mut self, path: &Path) -> Result<(), CorpusError> {
-        let file = match File::open(path) {
+        let file = match files::open(path).map_err(io::Error::from) {
             Ok(file) => file,
             Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),
             Err(source) => return Err(CorpusError::io("read", path, source)),
         };
-        // A row that is being written is waited for. Without locks it is reported as torn, and whole the next time.
+        // Waits for a row that is being written. Without locks such a row is reported as torn, and is whole the next time.
         let locked = file.lock_shared().is_ok();
         let result = self.read_open(path, &file);
         if locked {
@@ -534,7 +543,7 @@ impl<R: BufRead> Lines<R> {
     }
 }
 
-/// What a corpus holds, for people.
+/// Contents of a corpus, for people.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct CorpusStats {
     pub rows: u64,
@@ -624,6 +633,8 @@ mod tests {
     use proptest::prelude::*;
     use std::process::{Child, Command, Stdio};
     use std::time::{Duration, Instant};
+
+    use crate::error::Tier;
 
     const CHILD: &str = "MONOBLOC_CORPUS_TEST_CHILD";
     const CHILD_PATH: &str = "MONOBLOC_CORPUS_TEST_PATH";
@@ -956,11 +967,12 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("file");
         fs::write(&file, b"").unwrap();
-        for path in [folder.path().to_path_buf(), file.join("trials.csv")] {
-            let fault = Fault::from(append(&path, &[row_of(1)]).unwrap_err());
-            assert_eq!(fault.tier, crate::error::Tier::Environment, "{fault}");
+        for (path, tier) in [(folder.path(), Tier::Input), (&file.join("trials.csv"), Tier::Environment)] {
+            let fault = Fault::from(append(path, &[row_of(1)]).unwrap_err());
+            assert_eq!(fault.tier, tier, "{fault}");
         }
-        assert!(Corpus::read(&[folder.path()]).unwrap_err().to_string().starts_with("cannot read"));
+        let read = Corpus::read(&[folder.path()]).unwrap_err().to_string();
+        assert!(read.starts_with("expected a regular file, found a folder"), "{read}");
     }
 
     proptest! {

@@ -1,6 +1,6 @@
 //! Owns `Trial`: one row of the corpus, its columns and their units.
 //!
-//! Only [`Verdict::Ok`] holds a [`Timing`], so a row with a latency that was not checked cannot be built, and predicted
+//! Only [`Verdict::Ok`] holds a [`Timing`], so a row with an unchecked latency cannot be built, and predicted
 //! and measured figures are fields of different structs. One timed position is one row: a candidate timed at three
 //! positions gives three rows that share everything but their [`Timing`].
 
@@ -171,13 +171,13 @@ impl ModelShape {
 }
 
 impl Facts {
-    /// What ran, as people call it: the manifest's name, and behind a colon the op that ran alone.
+    /// Name of what ran, for people: the manifest's name, and after a colon the op that ran alone.
     pub fn name(&self) -> String {
         self.model.op().map_or(self.manifest.clone(), |op| format!("{}:{op}", self.manifest))
     }
 }
 
-/// Where it ran. Fields of a device are empty where none took part.
+/// Where it ran. Fields of a device are empty if none took part.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Machine {
     pub target: String,
@@ -189,7 +189,7 @@ pub struct Machine {
     pub sm_count: u32,
 }
 
-/// The point of the search space, and what was made of it.
+/// The point of the search space, and the artefacts that were built from it.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Point {
     pub context_max: u32,
@@ -207,9 +207,9 @@ pub struct Point {
     pub proposer: Proposer,
     /// Id of the trial that it was timed against.
     pub incumbent: Option<Digest>,
-    /// What a search made of it.
+    /// The decision of the search.
     pub decision: Option<Decision>,
-    /// The cost model's word, given before anything ran.
+    /// The cost model's prediction, made before anything ran.
     pub predicted_us: Option<f64>,
 }
 
@@ -246,10 +246,10 @@ impl Display for Proposer {
     }
 }
 
-/// What becomes of a candidate that was checked and timed.
+/// What a search decides about a candidate that was checked and timed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Decision {
-    /// The first of a campaign: there was nothing to compare it with.
+    /// The first of a campaign: there is nothing to compare it with.
     First,
     /// Faster than the incumbent by the margin, and the interval says so.
     Faster,
@@ -282,7 +282,7 @@ impl Display for Decision {
     }
 }
 
-/// What it took. Empty where a step was cached or not reached.
+/// Costs. Empty if a step was cached or not reached.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Cost {
     pub compile_ms: Option<f64>,
@@ -296,7 +296,7 @@ pub struct Cost {
     pub smem_bytes: Option<u32>,
 }
 
-/// What came of a trial.
+/// Result of a trial.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Verdict {
     /// Checked against the reference, and timed.
@@ -387,11 +387,11 @@ pub struct Timing {
     pub floor_us: Option<f64>,
     pub clock_sm_mhz: Option<u32>,
     pub clock_mem_mhz: Option<u32>,
-    /// Empty if nobody looked, `none` if there was none.
+    /// Empty if it was not read, `none` if there was none.
     pub throttle: String,
 }
 
-/// Paired latency of this trial by the incumbent's, with its bootstrap interval.
+/// Paired latency of this trial divided by the incumbent's, with its bootstrap interval.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct RatioInterval {
     pub p50: f64,
@@ -429,7 +429,7 @@ pub struct RowFault {
 }
 
 impl From<RowFault> for Fault {
-    /// As an error of its own this is a row that we made; rows found in files are reported, never raised.
+    /// As a raised error this is a row that we built; bad rows in files are reported, never raised.
     fn from(fault: RowFault) -> Fault {
         Fault::internal(format!("a trial cannot be written: {fault}"))
     }
@@ -439,7 +439,7 @@ fn fault<T>(column: &'static str, reason: impl Into<String>) -> Result<T, RowFau
     Err(RowFault { column, reason: reason.into() })
 }
 
-/// One row. Sound by construction: a latency is there exactly when the verdict is `ok`, and can be true.
+/// One row. Sound by construction: it has a latency if and only if the verdict is `ok`, and that latency is plausible.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Trial {
     trial_id: Digest,
@@ -449,7 +449,7 @@ pub struct Trial {
 }
 
 impl Trial {
-    /// Makes a row. `nonce` tells apart repetitions within one second: [`fresh_nonce`].
+    /// Makes a row. `nonce` distinguishes repetitions within one second: [`fresh_nonce`].
     pub fn new(facts: Facts, verdict: Verdict, now: SystemTime, nonce: u64) -> Result<Trial, RowFault> {
         let mut trial = Trial { trial_id: Digest::from_bytes([0; 32]), utc: utc_text(now), facts, verdict };
         for (name, cell) in trial.cells() {
@@ -509,7 +509,7 @@ impl Trial {
         &self.verdict
     }
 
-    /// What must hold of any row, made or read.
+    /// The rules for every row, built or read.
     fn check(&self) -> Result<(), RowFault> {
         if !is_utc(&self.utc) {
             return fault("utc", format!("expected `2026-01-31T12:00:00Z`, found `{}`", cut(&self.utc)));

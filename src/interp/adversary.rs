@@ -288,10 +288,9 @@ impl<R: Real> Adversary<R> {
         let words = &mut sm.slots[slot];
         words.clear();
         let bytes = match &run.bytes {
-            StreamBytes::Fixed { range, unit } => {
+            StreamBytes::Fixed { range, variant } => {
                 let begin = range.start + sm.loader.done;
-                let chunking = plan.ring.chunking(*unit);
-                let bytes = chunking.bytes_at(sm.loader.done as u64, range.len() as u64) as usize;
+                let bytes = variant.chunk_bytes_at(sm.loader.done as u64, range.len() as u64) as usize;
                 words.extend(pack[begin..begin + bytes].chunks(4).map(word));
                 sm.loader.done += bytes;
                 bytes

@@ -4,9 +4,10 @@
 //! `2l, 2l + 1` of every 16 (bf16), and the lanes are added as `((0+1)+(2+3)) + ((4+5)+(6+7))`. So a result depends on
 //! the instruction set, which fuses multiply and add or does not, and on nothing else.
 //!
-//! This is the one file outside `cuda` that holds `unsafe`, next to the cache arena in `memory`: vector loads.
+//! `unsafe` here is for vector loads alone.
 
-use crate::ir::op::{GRANULE_BYTES, GRANULE_ROW_BYTES, UNIT_ROWS};
+use crate::ir::layout::{GRANULE_BYTES, GRANULE_ROW_BYTES};
+use crate::ir::op::UNIT_ROWS;
 
 const GRANULE: usize = GRANULE_BYTES as usize;
 const GRANULE_ROW: usize = GRANULE_ROW_BYTES as usize;

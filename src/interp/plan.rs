@@ -7,6 +7,7 @@ use crate::dtype::DType;
 use crate::ir::op::{self, Epilogue, NormAttr, Op, PARTIAL_HEADER, Role};
 use crate::ir::program::{Buffer, Grid, Operand, Program, Rows, Space};
 use crate::ir::schedule::{Event, Ring, RunBytes, Schedule, Task};
+use crate::ir::variant::MatVecVariant;
 use crate::ir::{BufferId, EventId, GridId, SmId, TaskId};
 use crate::model::graph::QkNormSpan;
 use crate::pack::Layout;
@@ -40,6 +41,8 @@ pub enum PlanError {
     Size { buffer: BufferId, bytes: u64 },
     #[error("the schedule has no `{role}` operand, expected one grid that writes it", role = role.name())]
     Missing { role: Role },
+    #[error("{grid} streams weights, and has no variant that says in which chunks")]
+    Variant { grid: GridId },
     #[error("no regime serves position 0")]
     Regimes,
     #[error("{sms} SMs are declared, a regime has {queues} queues and {streams} streams")]
@@ -109,10 +112,10 @@ pub struct StreamRun {
 
 #[derive(Debug, Clone, PartialEq)]
 pub enum StreamBytes {
-    /// Bytes of the pack: units of so many granules.
+    /// Bytes of the pack, in the chunks of the variant.
     Fixed {
         range: Range<usize>,
-        unit: u32,
+        variant: MatVecVariant,
     },
     History {
         rows: usize,
@@ -248,7 +251,8 @@ impl Plan {
                 let mut streams = vec![];
                 for (sm, stream) in regime.streams.iter().enumerate() {
                     let base = layout.stream_base[sm];
-                    let resolve = |run: &crate::ir::schedule::Run| memory.run(program, regime, run, base, &mut weights);
+                    let resolve =
+                        |run: &crate::ir::schedule::Run| memory.run(schedule, regime, run, base, &mut weights);
                     streams.push(stream.iter().map(resolve).collect::<Result<_, _>>()?);
                 }
                 let mut events: Vec<EventPlan> =
@@ -495,7 +499,7 @@ impl MemoryMap {
 
     fn run(
         &self,
-        program: &Program,
+        schedule: &Schedule,
         regime: &crate::ir::schedule::Regime,
         run: &crate::ir::schedule::Run,
         base: u64,
@@ -518,15 +522,11 @@ impl MemoryMap {
                         return Err(PlanError::Stream { task: run.task, expected, found });
                     }
                 }
-                let at = At::new(program, run.task, task)?;
-                let unit = match &at.grid.op {
-                    Op::MatVec(op) => op.granules(program.precision.weights.bytes() as u32),
-                    _ => 1,
-                };
-                StreamBytes::Fixed { range, unit }
+                let variant = schedule.matvec_variant(task.grid).copied();
+                StreamBytes::Fixed { range, variant: variant.ok_or(PlanError::Variant { grid: task.grid })? }
             }
             RunBytes::History { rows } => {
-                let at = At::new(program, run.task, task)?;
+                let at = At::new(&schedule.program, run.task, task)?;
                 let Op::Attention(op) = &at.grid.op else {
                     return Err(PlanError::Operand { grid: task.grid, op: at.grid.op.name(), role: Role::HistoryK });
                 };

@@ -3,7 +3,8 @@
 
 use super::kernel::{self, HistoryRows, Isa};
 use crate::dtype::DType;
-use crate::ir::op::{GRANULE_ROW_BYTES, UNIT_ROWS};
+use crate::ir::layout::GRANULE_ROW_BYTES;
+use crate::ir::op::UNIT_ROWS;
 use crate::model::graph::Act;
 use std::fmt::Debug;
 use std::ops::{Add, Div, Mul, Sub};

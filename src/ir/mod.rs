@@ -10,9 +10,10 @@
 //!   starts step `s + 1` as soon as its own queue for step `s` is done. Position `p` is the same on all SMs in a step.
 //! - **Queue order.** The consumer warps of an SM execute its queue one task after another; a block barrier separates
 //!   two tasks, so everything a task wrote is visible to later tasks of the same SM.
-//! - **Loader order.** The loader of an SM copies the chunk runs of its stream in order into a ring of slots and never
-//!   waits for anything but a free slot. It may run ahead of the queue by the ring's capacity, across task and step
-//!   boundaries. It reads weights (never written) and cache rows of positions before `p` of the step it loads for.
+//! - **Loader order.** The loader of an SM copies the chunk runs of its stream in order into a ring of slots. It waits for a
+//!   free slot, and before the first history of a step for the first task of its SM's queue in that step, which acquires what
+//!   earlier steps appended. It may run ahead of the queue by the ring's capacity, across task and step boundaries. It reads
+//!   weights (never written) and cache rows of positions before `p` of the step it loads for.
 //! - **Events.** An event is "the columns `lo..hi` of a buffer were published in this step by `count` tasks". A task waits
 //!   for its events before it reads any operand but streams and constants, and signals after its last write.
 //!   A *carried* event is waited for in the step after it was signalled.
@@ -27,6 +28,7 @@
 //!   ordinary stores and read by bulk copies need a proxy fence between; the event on that path must say `proxy`.
 //!   The history of the cache is acquired once a step, by the carried event that every SM waits for first.
 
+pub mod layout;
 pub mod op;
 pub mod parse;
 pub mod print;
@@ -51,6 +53,10 @@ define_id!(
 define_id!(
     /// An event of one regime of a schedule.
     EventId, "e"
+);
+define_id!(
+    /// A layer of a model.
+    LayerId, "l"
 );
 define_id!(
     /// A participating SM: a block index of the launch, not a hardware id.

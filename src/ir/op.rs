@@ -1,6 +1,5 @@
 //! Owns the closed vocabulary of tile-level ops and the operand table of each: roles, accesses and row kinds.
 
-use super::variant::{AttentionVariant, MatVecVariant};
 use crate::model::graph::{Act, NormKind, QkNormSpan};
 
 /// What a task does. Sizes are elements; every op is pure compute over its declared operands.
@@ -41,7 +40,6 @@ pub struct MatVec {
     pub epilogue: Epilogue,
     /// Rows of a unit, [`UNIT_ROWS`] or a part of them: see [`MatVec::takes_unit_rows`].
     pub unit_rows: u32,
-    pub variant: MatVecVariant,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -83,13 +81,90 @@ pub struct Attention {
     pub k_norm: Option<QkNormAttr>,
     /// Shares of the history; with 1 the task writes attention itself, else partials for `AttentionMerge`.
     pub splits: u32,
-    pub variant: AttentionVariant,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct QkNormAttr {
     pub norm: NormAttr,
     pub span: QkNormSpan,
+}
+
+/// An op as a key of a map: equal for ops that are the same attribute by attribute, floats bit by bit.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct OpKey(Vec<u32>);
+
+impl NormAttr {
+    fn key(&self) -> [u32; 2] {
+        let NormAttr { kind, eps } = *self;
+        [kind as u32, eps.to_bits()]
+    }
+}
+
+impl Op {
+    /// The attributes in order. Destructured, so that a new attribute does not compile until it is part of the key.
+    pub fn key(&self) -> OpKey {
+        let flag = |key: &mut Vec<u32>, set: bool| key.push(u32::from(set));
+        let optional = |key: &mut Vec<u32>, value: Option<u32>| {
+            key.extend([u32::from(value.is_some()), value.unwrap_or(0)]);
+        };
+        let mut key = vec![];
+        match self {
+            Op::Select => key.push(0),
+            Op::Report => key.push(1),
+            Op::Embed { scale, everywhere } => key.extend([2, scale.to_bits(), u32::from(*everywhere)]),
+            Op::MatVec(MatVec { rows, k, norm, own_input, epilogue, unit_rows }) => {
+                key.extend([3, *rows, *k, *unit_rows]);
+                flag(&mut key, *own_input);
+                flag(&mut key, norm.is_some());
+                norm.iter().for_each(|norm| key.extend(norm.key()));
+                match *epilogue {
+                    Epilogue::Store => key.push(0),
+                    Epilogue::Act(act) => key.extend([1, act as u32]),
+                    Epilogue::Gated(act) => key.extend([2, act as u32]),
+                    Epilogue::Residual { scale } => key.extend([3, scale.to_bits()]),
+                    Epilogue::Logits { scale, softcap } => {
+                        key.extend([4, scale.to_bits()]);
+                        optional(&mut key, softcap.map(f32::to_bits));
+                    }
+                }
+            }
+            Op::Attention(Attention {
+                heads_per_task,
+                group,
+                heads,
+                head_dim,
+                scale,
+                softcap,
+                window,
+                rotary,
+                interleaved,
+                q_norm,
+                k_norm,
+                splits,
+            }) => {
+                key.extend([4, *heads_per_task, *group, *heads, *head_dim, scale.to_bits(), *rotary, *splits]);
+                optional(&mut key, softcap.map(f32::to_bits));
+                optional(&mut key, *window);
+                flag(&mut key, *interleaved);
+                for norm in [q_norm, k_norm] {
+                    flag(&mut key, norm.is_some());
+                    if let Some(QkNormAttr { norm, span }) = norm {
+                        key.extend(norm.key());
+                        key.push(*span as u32);
+                    }
+                }
+            }
+            Op::AttentionMerge { head_dim, splits, heads_per_task } => {
+                key.extend([5, *head_dim, *splits, *heads_per_task]);
+            }
+            Op::NormAdd { norm, width, scale, everywhere } => {
+                key.push(6);
+                key.extend(norm.key());
+                key.extend([*width, scale.to_bits(), u32::from(*everywhere)]);
+            }
+        }
+        OpKey(key)
+    }
 }
 
 impl Attention {
@@ -119,57 +194,8 @@ impl Attention {
 pub const HISTORY_ALIGN: u32 = 16;
 /// Output rows of one unit of a `MatVec`: the n extent of `mma.m16n8k16`. Units of 4 or 2 rows fill it with as many parts of k.
 pub const UNIT_ROWS: u32 = 8;
-/// Bytes of one granule: 8 rows of 64 bytes, one 16-byte load for each lane of a warp. In a unit of `r` rows, row `p r + i` of
-/// a granule is part `p` of row `i`: the parts of 64 bytes follow each other.
-pub const GRANULE_BYTES: u32 = 512;
-/// Bytes of one row of a granule.
-pub const GRANULE_ROW_BYTES: u32 = 64;
 /// Floats of one partial attention record beside the head: running maximum and sum.
 pub const PARTIAL_HEADER: u32 = 2;
-
-impl MatVec {
-    /// Launch extent: units of 8 rows, or of 4 gate and 4 up rows.
-    pub fn units(&self) -> u32 {
-        match self.epilogue {
-            Epilogue::Gated(_) => (self.rows / 2).div_ceil(UNIT_ROWS / 2),
-            _ => self.rows.div_ceil(self.unit_rows.max(1)),
-        }
-    }
-
-    /// Whether units may have `rows` rows when a weight takes `bytes` bytes: where a unit is columns of the output and nothing
-    /// else, and k is whole granules.
-    pub fn takes_unit_rows(&self, rows: u32, bytes: u32) -> bool {
-        rows == UNIT_ROWS
-            || matches!(rows, 2 | 4)
-                && matches!(self.epilogue, Epilogue::Store | Epilogue::Act(_))
-                && self.k.is_multiple_of(granule_k(bytes) * (UNIT_ROWS / rows))
-    }
-
-    /// Parts of k side by side in a granule.
-    pub fn parts(&self) -> u32 {
-        UNIT_ROWS / self.unit_rows.clamp(1, UNIT_ROWS)
-    }
-
-    /// Granules of one unit when a weight takes `bytes` bytes.
-    pub fn granules(&self, bytes: u32) -> u32 {
-        self.k.div_ceil(granule_k(bytes) * self.parts())
-    }
-
-    /// Bytes of one unit when a weight takes `bytes` bytes.
-    pub fn unit_bytes(&self, bytes: u32) -> u64 {
-        u64::from(self.granules(bytes)) * u64::from(GRANULE_BYTES)
-    }
-}
-
-/// Weights of a row of a granule when a weight takes `bytes` bytes.
-fn granule_k(bytes: u32) -> u32 {
-    GRANULE_ROW_BYTES / bytes
-}
-
-/// Granules of a unit of 8 rows of `k` weights when a weight takes `bytes` bytes.
-pub fn granules(k: u32, bytes: u32) -> u32 {
-    k.div_ceil(granule_k(bytes))
-}
 
 /// What an operand is to its op; the order of the roles in [`Op::signature`] is the order of the operands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]

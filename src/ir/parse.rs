@@ -6,14 +6,19 @@
 
 use super::op::{Access, Attention, Epilogue, MatVec, NormAttr, Op, QkNormAttr, Role, UNIT_ROWS};
 use super::print::{VERSION, act_name, norm_name};
-use super::program::{Buffer, Cols, Content, Grid, Operand, Part, Program, Rows, Second, Space, VectorPart};
-use super::schedule::{Event, Machine, Mechanism, Regime, Ring, Run, RunBytes, Schedule, SmemPart, Task, Wait};
-use super::variant::{AttentionVariant, MatVecVariant, SUM_UNITS};
-use super::{BufferId, EventId, GridId, SmId, TaskId};
+use super::program::{
+    Buffer, Cols, Content, Grid, LayerOp, Operand, Part, Program, Rows, Second, Site, Space, VectorPart,
+};
+use super::schedule::{
+    Event, Machine, Mechanism, Regime, Ring, Run, RunBytes, Schedule, SmemKind, SmemPart, Task, Wait,
+};
+use super::variant::{AttentionVariant, MatVecVariant, Variant};
+use super::{BufferId, EventId, GridId, LayerId, SmId, TaskId};
 use crate::dtype::{DType, Precision};
 use crate::error::Fault;
 use crate::model::graph::{Act, NormKind, QkNormSpan, RopeId, RowView, TensorId};
 use crate::text::{Diagnostic, Span, Style, nearest};
+use std::collections::BTreeMap;
 use std::fmt;
 
 /// The first place where a text is not `.mkir`.
@@ -263,6 +268,7 @@ impl<'a> Parser<'a> {
         let n = self.attr_u32("n")?;
         let second =
             if self.eat_attr("axis")? { Second::Axis(self.u32()?) } else { Second::Ordinal(self.attr_u32("ordinal")?) };
+        let site = if self.eat_attr("site")? { Some(self.site()?) } else { None };
         let op = match op_name {
             "select" => Op::Select,
             "report" => Op::Report,
@@ -282,7 +288,14 @@ impl<'a> Parser<'a> {
         };
         let line = self.end_of_line()?;
         self.lines.grids.push(line);
-        Ok(Grid { name, op, n, second, operands: vec![] })
+        Ok(Grid { name, site, op, n, second, operands: vec![] })
+    }
+
+    /// `qkv.l0`, or `head`
+    fn site(&mut self) -> Parsed<Site> {
+        let op = self.one_of(&LayerOp::ALL, LayerOp::name)?;
+        let layer = if self.eat(".") { Some(LayerId(self.id("l")?)) } else { None };
+        Ok(Site { op, layer })
     }
 
     fn matvec(&mut self) -> Parsed<MatVec> {
@@ -290,7 +303,6 @@ impl<'a> Parser<'a> {
         let norm = if self.eat_attr("norm")? { Some(self.norm()?) } else { None };
         let own_input = self.eat("own_input");
         let unit_rows = self.optional_u32("unit_rows")?.unwrap_or(UNIT_ROWS);
-        let variant = MatVecVariant { hold: self.optional_u32("hold")?, poll: self.optional_u32("poll")? };
         self.attr("epilogue")?;
         let epilogue = match self.words(&["store", "act", "gated", "residual", "logits"])? {
             "store" => Epilogue::Store,
@@ -299,7 +311,7 @@ impl<'a> Parser<'a> {
             "residual" => Epilogue::Residual { scale: self.attr_f32("scale")? },
             _ => Epilogue::Logits { scale: self.attr_f32("scale")?, softcap: self.optional_f32("softcap")? },
         };
-        Ok(MatVec { rows, k, norm, own_input, epilogue, unit_rows, variant })
+        Ok(MatVec { rows, k, norm, own_input, epilogue, unit_rows })
     }
 
     fn act(&mut self) -> Parsed<Act> {
@@ -333,8 +345,6 @@ impl<'a> Parser<'a> {
             Ok(Some(QkNormAttr { norm, span: self.one_of(&QkNormSpan::ALL, QkNormSpan::name)? }))
         };
         let (q_norm, k_norm) = (qk_norm("q_norm")?, qk_norm("k_norm")?);
-        let team = self.optional_u32("team")?;
-        let ahead = if self.eat_attr("ahead")? { Some(self.words(&["0", "1"])? == "1") } else { None };
         Ok(Attention {
             heads_per_task,
             group,
@@ -348,7 +358,6 @@ impl<'a> Parser<'a> {
             q_norm,
             k_norm,
             splits,
-            variant: AttentionVariant { team, ahead },
         })
     }
 
@@ -424,11 +433,10 @@ impl<'a> Parser<'a> {
         self.line_kind = "machine";
         let target = self.string()?;
         let sms = self.attr_u32("sms")?;
-        let cluster = self.attr_u32("cluster")?;
         let consumer_warps = self.attr_u32("consumer_warps")?;
         let loader_warps = self.attr_u32("loader_warps")?;
         let registers_per_thread = self.attr_u32("registers_per_thread")?;
-        let sum_units = self.optional_u32("sum_units")?.unwrap_or(SUM_UNITS);
+        let reduce_batch = self.attr_u32("reduce_batch")?;
         self.lines.machine = self.end_of_line()?;
         self.next_line();
         self.line_kind = "ring";
@@ -436,7 +444,6 @@ impl<'a> Parser<'a> {
         let ring = Ring {
             slots: self.attr_u32("slots")?,
             slot_bytes: self.attr_u32("slot_bytes")?,
-            groups: self.attr_u32("groups")?,
             arrivals: self.attr_u32("arrivals")?,
             flight_high: self.attr_u32("flight_high")?,
             flight_low: self.attr_u32("flight_low")?,
@@ -444,6 +451,7 @@ impl<'a> Parser<'a> {
         };
         self.lines.ring = self.end_of_line()?;
         let mut smem = vec![];
+        let mut variants = BTreeMap::new();
         let mut placement = vec![];
         let mut regimes: Vec<Regime> = vec![];
         loop {
@@ -459,6 +467,10 @@ impl<'a> Parser<'a> {
             if regimes.is_empty() && self.eat("smem") {
                 self.line_kind = "smem";
                 smem.push(self.smem_part()?);
+            } else if regimes.is_empty() && self.eat("variant") {
+                self.line_kind = "variant";
+                let (grid, variant) = self.variant(variants.keys().next_back().copied())?;
+                variants.insert(grid, variant);
             } else if regimes.is_empty() && self.eat("place") {
                 self.line_kind = "place";
                 self.places(&mut placement)?;
@@ -475,18 +487,53 @@ impl<'a> Parser<'a> {
             }
         }
         let machine =
-            Machine { target, sms, cluster, consumer_warps, loader_warps, registers_per_thread, sum_units, ring, smem };
-        Ok(Schedule { program, machine, placement, regimes })
+            Machine { target, sms, consumer_warps, loader_warps, registers_per_thread, reduce_batch, ring, smem };
+        Ok(Schedule { program, machine, variants, placement, regimes })
     }
 
     fn smem_part(&mut self) -> Parsed<SmemPart> {
-        let name = self.string()?;
+        let kind = self.one_of(&SmemKind::ALL, SmemKind::name)?;
         let offset = self.u32()?;
         self.expect("..+")?;
         let bytes = self.u32()?;
         let line = self.end_of_line()?;
         self.lines.smem.push(line);
-        Ok(SmemPart { name, offset, bytes })
+        Ok(SmemPart { kind, offset, bytes })
+    }
+
+    /// How the tasks of a grid behind `last` are done.
+    fn variant(&mut self, last: Option<GridId>) -> Parsed<(GridId, Variant)> {
+        let start = self.at;
+        let grid = GridId(self.id("g")?);
+        if let Some(last) = last.filter(|last| *last >= grid) {
+            let label = format!("expected a grid behind `{last}`, found `{grid}`");
+            return Err(self.error(start..self.token_end(start), "variant out of order".to_string(), label, None));
+        }
+        let variant = if self.eat_attr("units")? {
+            Variant::MatVec(MatVecVariant {
+                units: self.u32()?,
+                chunk: self.attr_u32("chunk")?,
+                block: self.attr_u32("block")?,
+                units_per_warp: self.attr_u32("units_per_warp")?,
+                poll_batch: self.attr_u32("poll_batch")?,
+            })
+        } else {
+            self.attr("warps_per_head")?;
+            Variant::Attention(AttentionVariant {
+                warps_per_head: self.u32()?,
+                prefetch_v: self.attr_flag("prefetch_v")?,
+                swizzled: self.attr_flag("swizzled")?,
+                pitch: self.attr_u32("pitch")?,
+            })
+        };
+        self.end_of_line()?;
+        Ok((grid, variant))
+    }
+
+    /// `key=0` or `key=1`
+    fn attr_flag(&mut self, key: &'static str) -> Parsed<bool> {
+        self.attr(key)?;
+        Ok(self.words(&["0", "1"])? == "1")
     }
 
     fn places(&mut self, placement: &mut Vec<Option<u64>>) -> Parsed<()> {
@@ -925,6 +972,7 @@ fn id_name(prefix: &str) -> &'static str {
         "t" => "a task like `t12`",
         "e" => "an event like `e7`",
         "sm" => "an SM like `sm4`",
+        "l" => "a layer like `l2`",
         "w" => "a tensor like `w5`",
         _ => "an id like `r0`",
     }
@@ -950,7 +998,7 @@ mod tests {
     use proptest::collection::vec;
     use proptest::prelude::*;
 
-    const SAMPLE: &str = r#"mkir 1
+    const SAMPLE: &str = r#"mkir 2
 program "tiny \"q\" \u{a}" context_max=64 weights=bf16 cache=fp32 wire=fp32
 b0 = exchange i32 [1, 4] phases=2 "candidates"
 b1 = weight bf16 [96, 32] "qkv.0.weight" from rows interleave=1 w2[0..+32] w3[0..+32 block 16 stride 48]
@@ -961,12 +1009,12 @@ g0 = select "select" n=2 axis=1
   read candidates b0 one [0..4] ; candidates
   write token b9 one [3..+1 <1]
 g1 = embed "embed" n=4 axis=1 scale=1
-g2 = matvec "qkv.0" n=12 axis=1 rows=96 k=32 norm=layer:0.00001 epilogue=store
+g2 = matvec "qkv.0" n=12 axis=1 site=qkv.l0 rows=96 k=32 norm=layer:0.00001 epilogue=store
   stream weight b1 units [1*i..+1 <12] ; qkv.0.weight
 g3 = matvec "down.0" n=4 axis=1 rows=32 k=96 epilogue=residual scale=0.5
 g4 = matvec "gate_up.0" n=24 axis=1 rows=192 k=32 norm=rms:0.000001 epilogue=gated:gelu_tanh
 g5 = matvec "up.0" n=24 axis=1 rows=192 k=32 epilogue=act:relu
-g6 = matvec "head" n=64 ordinal=2 rows=512 k=32 epilogue=logits scale=1 softcap=30
+g6 = matvec "head" n=64 ordinal=2 site=head rows=512 k=32 epilogue=logits scale=1 softcap=30
   write candidates b0 one [2*j..+2 <4] ; candidates
 g7 = attention "attn.0" n=2 axis=3 heads=4 group=2 heads_per_task=2 head_dim=8 splits=3 scale=0.35355338 \
 softcap=50 window=16 rotary=8 interleaved q_norm=rms:0.000001:head k_norm=rms:0.000001:projection
@@ -974,10 +1022,12 @@ softcap=50 window=16 rotary=8 interleaved q_norm=rms:0.000001:head k_norm=rms:0.
 g8 = attention_merge "merge.0" n=4 axis=1 head_dim=8 splits=3 heads_per_task=2
 g9 = norm_add "add.0" n=4 axis=1 norm=rms:0.000001 width=32 scale=-inf
 g10 = report "report" n=1 axis=1
-machine "cpu" sms=2 cluster=1 consumer_warps=1 loader_warps=4 registers_per_thread=24
-ring slots=12 slot_bytes=16384 groups=1 arrivals=1 flight_high=4 flight_low=2 flight_free=8
-smem "ring" 0..+196608
-smem "stage" 196608..+128
+machine "cpu" sms=2 consumer_warps=1 loader_warps=4 registers_per_thread=24 reduce_batch=8
+ring slots=12 slot_bytes=16384 arrivals=1 flight_high=4 flight_low=2 flight_free=8
+smem ring 0..+196608
+smem stage 196608..+128
+variant g2 units=6 chunk=32 block=6 units_per_warp=6 poll_batch=4 ; qkv.0
+variant g7 warps_per_head=1 prefetch_v=1 swizzled=0 pitch=8 ; attn.0
 place b0@0 b1@- b2@- b3@18446744073709551615
 regime r0 from 0
   e0 = b0[0..4] count=2 fenced carried proxy ; candidates
@@ -1024,7 +1074,7 @@ regime r1 from 32
         for (span, expected) in [
             (&lines.buffers[4], r#"b4 = constant fp32 [64, 16] "rope.r0" from rope r0"#),
             (&lines.grids[10], r#"g10 = report "report" n=1 axis=1"#),
-            (&lines.smem[0], r#"smem "ring" 0..+196608"#),
+            (&lines.smem[0], "smem ring 0..+196608"),
             (&regime.tasks[1], "t1  =  g2[0..6] j=1 wait e1>=1 e7>=0 signal e0 e1"),
             (&regime.queues[1], "queue sm1:"),
             (&lines.regimes[1].regime, "regime r1 from 32"),
@@ -1053,31 +1103,31 @@ regime r1 from 32
     fn errors_name_the_place_then_what_was_expected_and_found() {
         let cases = [
             (
-                "mkir 1",
                 "mkir 2",
-                "line 1, column 6: `.mkir` version 2 is newer than this build reads: expected version 1, found 2",
+                "mkir 3",
+                "line 1, column 6: `.mkir` version 3 is newer than this build reads: expected version 2, found 3",
             ),
-            ("mkir 1", "", "line 2, column 1: malformed version line: expected `mkir`, found `program`"),
+            ("mkir 2", "", "line 2, column 1: malformed version line: expected `mkir`, found `program`"),
             (
                 "queue sm0",
                 "quee sm0",
-                "line 35, column 3: unknown kind of line: expected a task like `t12`, an event like `e7`, `queue`, \
+                "line 37, column 3: unknown kind of line: expected a task like `t12`, an event like `e7`, `queue`, \
                  `stream`, `regime` or the end of the text, found `quee` (did you mean `queue`?)",
             ),
             (
                 "t1 = g2",
                 "t3 = g2",
-                "line 33, column 3: task out of order: expected `t1`, found `t3` \
+                "line 35, column 3: task out of order: expected `t1`, found `t3` \
                  (an id is an index: ids count up from 0 in the order of the lines)",
             ),
-            ("g2[0..6]", "g2[0,6]", "line 33, column 12: malformed task line: expected `..`, found `,`"),
-            ("g2[0..6]", "g2[0..]", "line 33, column 14: malformed task line: expected a number, found `]`"),
-            ("g2[0..6]", "g2[0..4294967296]", "line 33, column 14: number too large: expected at most 4294967295"),
-            ("e7>=0", "e99999999999>=0", "line 33, column 33: number too large: expected at most 4294967295"),
+            ("g2[0..6]", "g2[0,6]", "line 35, column 12: malformed task line: expected `..`, found `,`"),
+            ("g2[0..6]", "g2[0..]", "line 35, column 14: malformed task line: expected a number, found `]`"),
+            ("g2[0..6]", "g2[0..4294967296]", "line 35, column 14: number too large: expected at most 4294967295"),
+            ("e7>=0", "e99999999999>=0", "line 35, column 33: number too large: expected at most 4294967295"),
             (
                 "softcap=30",
                 "softcpa=30",
-                "line 17, column 73: malformed grid line: expected `softcap` or the end of the line, found `softcpa` \
+                "line 17, column 83: malformed grid line: expected `softcap` or the end of the line, found `softcpa` \
                  (did you mean `softcap`?)",
             ),
             (
@@ -1091,11 +1141,22 @@ regime r1 from 32
                 "scale=0.5.1",
                 "line 14, column 70: malformed number: expected a number like `0.5`, found `0.5.1`",
             ),
-            ("\"stage\"", "\"stage", "line 27, column 6: unterminated name: expected `\"` before the end of the line"),
+            ("\"add.0\"", "\"add.0", "line 22, column 15: unterminated name: expected `\"` before the end of the line"),
             (
-                "\"stage\"",
-                "\"st\\xge\"",
-                "line 27, column 9: unknown escape in a name: expected `\\\"`, `\\\\` or `\\u{hex}`",
+                "\"add.0\"",
+                "\"ad\\x.0\"",
+                "line 22, column 18: unknown escape in a name: expected `\\\"`, `\\\\` or `\\u{hex}`",
+            ),
+            (
+                "smem stage",
+                "smem stages",
+                "line 27, column 6: malformed smem line: expected `ring`, `stage`, `reduce`, `heads`, `residual`, \
+                 `queue` or `state`, found `stages` (did you mean `stage`?)",
+            ),
+            (
+                "variant g7",
+                "variant g2",
+                "line 29, column 9: variant out of order: expected a grid behind `g2`, found `g2`",
             ),
             (
                 "[2*j..+2 <4]",
@@ -1122,9 +1183,9 @@ regime r1 from 32
         assert_eq!(
             error.into_fault("a.mkir", &text, Style::Plain).to_string(),
             "malformed task line
-  --> a.mkir:33:34
+  --> a.mkir:35:34
    |
-33 |   t1 = g2[0..6] j=1 wait e1>=1 e7>0 signal e0 e1 ; matvec qkv.0
+35 |   t1 = g2[0..6] j=1 wait e1>=1 e7>0 signal e0 e1 ; matvec qkv.0
    |                                  ^ expected `>=`, found `>`"
         );
     }
@@ -1149,9 +1210,9 @@ regime r1 from 32
 
     #[test]
     fn memory_follows_the_text_not_its_numbers() {
-        let text = "mkir 1\nprogram \"\" context_max=4294967295 weights=fp32 cache=fp32 wire=fp32\n\
-                    machine \"\" sms=4294967295 cluster=1 consumer_warps=1 loader_warps=4 registers_per_thread=1\n\
-                    ring slots=4294967295 slot_bytes=4294967295 groups=1 arrivals=1 flight_high=1 flight_low=1 \
+        let text = "mkir 2\nprogram \"\" context_max=4294967295 weights=fp32 cache=fp32 wire=fp32\n\
+                    machine \"\" sms=4294967295 consumer_warps=1 loader_warps=4 registers_per_thread=1 reduce_batch=1\n\
+                    ring slots=4294967295 slot_bytes=4294967295 arrivals=1 flight_high=1 flight_low=1 \
                     flight_free=1\nregime r0 from 0\nqueue sm0: t4294967295\n";
         let schedule = parse(text).unwrap();
         assert_eq!(schedule.regimes[0].queues, vec![vec![TaskId(u32::MAX)]]);
@@ -1234,9 +1295,9 @@ regime r1 from 32
         let attention = (
             [numbers(), numbers(), numbers(), numbers(), numbers(), numbers()],
             (floats(), prop::option::of(floats()), prop::option::of(numbers()), any::<bool>()),
-            (qk_norms(), qk_norms(), prop::option::of(numbers()), prop::option::of(any::<bool>())),
+            (qk_norms(), qk_norms()),
         )
-            .prop_map(|(n, (scale, softcap, window, interleaved), (q_norm, k_norm, team, ahead))| {
+            .prop_map(|(n, (scale, softcap, window, interleaved), (q_norm, k_norm))| {
                 let [heads_per_task, group, heads, head_dim, rotary, splits] = n;
                 Op::Attention(Attention {
                     heads_per_task,
@@ -1251,18 +1312,16 @@ regime r1 from 32
                     q_norm,
                     k_norm,
                     splits,
-                    variant: AttentionVariant { team, ahead },
                 })
             });
-        let ways = (numbers(), prop::option::of(numbers()), prop::option::of(numbers()), any::<bool>());
+        let ways = (numbers(), any::<bool>());
         prop_oneof![
             Just(Op::Select),
             Just(Op::Report),
             (floats(), any::<bool>()).prop_map(|(scale, everywhere)| Op::Embed { scale, everywhere }),
             (numbers(), numbers(), prop::option::of(norms()), epilogues, ways).prop_map(
-                |(rows, k, norm, epilogue, (unit_rows, hold, poll, own_input))| {
-                    let variant = MatVecVariant { hold, poll };
-                    Op::MatVec(MatVec { rows, k, norm, own_input, epilogue, unit_rows, variant })
+                |(rows, k, norm, epilogue, (unit_rows, own_input))| {
+                    Op::MatVec(MatVec { rows, k, norm, own_input, epilogue, unit_rows })
                 }
             ),
             attention,
@@ -1310,13 +1369,11 @@ regime r1 from 32
 
     fn grids() -> impl Strategy<Value = Grid> {
         let second = prop_oneof![numbers().prop_map(Second::Axis), numbers().prop_map(Second::Ordinal)];
-        (names(), ops(), numbers(), second, vec(operands(), 0..4)).prop_map(|(name, op, n, second, operands)| Grid {
-            name,
-            op,
-            n,
-            second,
-            operands,
-        })
+        let sites = (prop::sample::select(&LayerOp::ALL[..]), prop::option::of(numbers().prop_map(LayerId)))
+            .prop_map(|(op, layer)| Site { op, layer });
+        let labels = (names(), prop::option::of(sites));
+        (labels, ops(), numbers(), second, vec(operands(), 0..4))
+            .prop_map(|((name, site), op, n, second, operands)| Grid { name, site, op, n, second, operands })
     }
 
     fn programs() -> impl Strategy<Value = Program> {
@@ -1329,27 +1386,26 @@ regime r1 from 32
     }
 
     fn machines() -> impl Strategy<Value = Machine> {
-        let ring = [numbers(), numbers(), numbers(), numbers(), numbers(), numbers(), numbers()].prop_map(
-            |[slots, slot_bytes, groups, arrivals, flight_high, flight_low, flight_free]| Ring {
+        let ring = [numbers(), numbers(), numbers(), numbers(), numbers(), numbers()].prop_map(
+            |[slots, slot_bytes, arrivals, flight_high, flight_low, flight_free]| Ring {
                 slots,
                 slot_bytes,
-                groups,
                 arrivals,
                 flight_high,
                 flight_low,
                 flight_free,
             },
         );
-        let smem = (names(), numbers(), numbers()).prop_map(|(name, offset, bytes)| SmemPart { name, offset, bytes });
-        (names(), [numbers(), numbers(), numbers(), numbers(), numbers(), numbers()], ring, vec(smem, 0..4)).prop_map(
-            |(target, [sms, cluster, consumer_warps, loader_warps, registers, sum_units], ring, smem)| Machine {
+        let kinds = prop::sample::select(&SmemKind::ALL[..]);
+        let smem = (kinds, numbers(), numbers()).prop_map(|(kind, offset, bytes)| SmemPart { kind, offset, bytes });
+        (names(), [numbers(), numbers(), numbers(), numbers(), numbers()], ring, vec(smem, 0..4)).prop_map(
+            |(target, [sms, consumer_warps, loader_warps, registers, reduce_batch], ring, smem)| Machine {
                 target,
                 sms,
-                cluster,
                 consumer_warps,
                 loader_warps,
                 registers_per_thread: registers,
-                sum_units,
+                reduce_batch,
                 ring,
                 smem,
             },
@@ -1384,11 +1440,32 @@ regime r1 from 32
         )
     }
 
+    fn variants() -> impl Strategy<Value = Variant> {
+        let matvec = [numbers(), numbers(), numbers(), numbers(), numbers()].prop_map(
+            |[units, chunk, block, units_per_warp, poll_batch]| {
+                Variant::MatVec(MatVecVariant { units, chunk, block, units_per_warp, poll_batch })
+            },
+        );
+        let attention =
+            (numbers(), any::<[bool; 2]>(), numbers()).prop_map(|(warps_per_head, [prefetch_v, swizzled], pitch)| {
+                Variant::Attention(AttentionVariant { warps_per_head, prefetch_v, swizzled, pitch })
+            });
+        prop_oneof![matvec, attention]
+    }
+
     /// Schedules of any structure: every field any value, every reference dangling.
     fn schedules() -> impl Strategy<Value = Schedule> {
         let placement = vec(prop::option::of(any::<u64>()), 0..20);
-        (programs(), machines(), placement, vec(regimes(), 0..3))
-            .prop_map(|(program, machine, placement, regimes)| Schedule { program, machine, placement, regimes })
+        let variants = prop::collection::btree_map(numbers().prop_map(GridId), variants(), 0..4);
+        (programs(), machines(), variants, placement, vec(regimes(), 0..3)).prop_map(
+            |(program, machine, variants, placement, regimes)| Schedule {
+                program,
+                machine,
+                variants,
+                placement,
+                regimes,
+            },
+        )
     }
 
     proptest! {

@@ -4,15 +4,17 @@
 //! names for the reader and is not read back. Left out are only `phases=1`, `j=0`, absent options and false flags.
 //!
 //! ```text
-//! mkir 1
+//! mkir 2
 //! program "tiny" context_max=64 weights=bf16 cache=bf16 wire=fp32
 //! b6 = weight bf16 [96, 32] "qkv.0.weight" from rows interleave=1 w2[0..+32] w3[0..+32 block 16 stride 48]
-//! g3 = matvec "qkv.0" n=12 axis=1 rows=96 k=32 norm=rms:0.00001 epilogue=store
+//! g3 = matvec "qkv.0" n=12 axis=1 site=qkv.l0 rows=96 k=32 norm=rms:0.00001 epilogue=store
 //!   read x b5 one [0..32] ; x.0
 //!   stream weight b6 units [1*i..+1 <12] ; qkv.0.weight
-//! machine "cpu" sms=2 cluster=1 consumer_warps=1 loader_warps=4 registers_per_thread=24
-//! ring slots=12 slot_bytes=16384 groups=1 arrivals=1 flight_high=4 flight_low=2 flight_free=8
-//! smem "ring" 0..+196608
+//! machine "cpu" sms=2 consumer_warps=1 loader_warps=4 registers_per_thread=24 reduce_batch=8
+//! ring slots=12 slot_bytes=16384 arrivals=1 flight_high=4 flight_low=2 flight_free=8
+//! smem ring 0..+196608
+//! variant g3 units=6 chunk=32 block=6 units_per_warp=6 poll_batch=4
+//! variant g4 warps_per_head=1 prefetch_v=1 swizzled=0 pitch=64
 //! place b0@0 b1@- b2@32
 //! regime r0 from 0
 //!   e5 = b5[0..32] count=2 packets ; x.0
@@ -25,18 +27,22 @@
 //! where every launch index touches the same, then `first` and `only_j=`. Rows of a checkpoint tensor read
 //! `w3[first..+rows block B stride S]`. A run in a stream is a task, then `+offset:bytes` of the pack or `+hist:rows`
 //! for chunks of that many cache rows.
+//!
+//! Version 2 is resolved: a `variant` line for each matvec and each attention says what version 1 left to rules, constants have
+//! places, parts of shared memory are of a closed set, and a grid says by `site` what of the model it does; its name is for
+//! readers. Clusters and groups of warps, always one in version 1, are gone. Version 1 is not read.
 
 use super::op::{Attention, Epilogue, MatVec, NormAttr, Op, QkNormAttr, UNIT_ROWS};
-use super::program::{Buffer, Cols, Content, Grid, Operand, Program, Second};
+use super::program::{Buffer, Cols, Content, Grid, Operand, Program, Second, Site};
 use super::schedule::{Event, Machine, Regime, Ring, Run, RunBytes, Schedule, SmemPart, Task, Wait};
-use super::variant::{AttentionVariant, MatVecVariant, SUM_UNITS};
+use super::variant::{AttentionVariant, MatVecVariant, Variant};
 use super::{BufferId, EventId, GridId, SmId, TaskId};
 use crate::dtype::Precision;
 use crate::model::graph::{Act, NormKind, RowView};
 use std::fmt::{self, Write};
 
 /// The version of the text form that [`print()`] writes and [`super::parse::parse`] reads.
-pub const VERSION: u32 = 1;
+pub const VERSION: u32 = 2;
 
 /// What stands before a fault on the line that is guilty of it.
 pub const FAULT: &str = "; error: ";
@@ -47,11 +53,12 @@ const PLACES_PER_LINE: usize = 8;
 /// The text form of a schedule; [`super::parse::parse`] reads it back.
 pub fn print(schedule: &Schedule) -> String {
     // Destructured, here and below, so that a new field does not compile until it is printed.
-    let Schedule { program, machine, placement, regimes } = schedule;
+    let Schedule { program, machine, variants, placement, regimes } = schedule;
     let mut text = String::new();
     let whole = |out: &mut String| -> fmt::Result {
         write_program(out, program)?;
         write_machine(out, machine)?;
+        variants.iter().try_for_each(|(grid, variant)| write_variant(out, program, *grid, variant))?;
         write_placement(out, placement)?;
         regimes.iter().enumerate().try_for_each(|(r, regime)| write_regime(out, program, r, regime))
     };
@@ -160,12 +167,16 @@ fn write_view(out: &mut String, view: &RowView, rows: u32) -> fmt::Result {
 }
 
 fn write_grid(out: &mut String, program: &Program, id: GridId, grid: &Grid) -> fmt::Result {
-    let Grid { name, op, n, second, operands } = grid;
+    let Grid { name, site, op, n, second, operands } = grid;
     let (axis, extent) = match second {
         Second::Axis(extent) => ("axis", extent),
         Second::Ordinal(extent) => ("ordinal", extent),
     };
     write!(out, "{id} = {} {} n={n} {axis}={extent}", op.name(), Quoted(name))?;
+    if let Some(Site { op, layer }) = site {
+        write!(out, " site={}", op.name())?;
+        layer.iter().try_for_each(|layer| write!(out, ".{layer}"))?;
+    }
     write_op(out, op)?;
     out.push('\n');
     for Operand { role, access, buffer, rows, cols } in operands {
@@ -182,7 +193,7 @@ fn write_op(out: &mut String, op: &Op) -> fmt::Result {
             write!(out, " scale={scale}")?;
             write_flag(out, "everywhere", *everywhere)
         }
-        Op::MatVec(MatVec { rows, k, norm, own_input, epilogue, unit_rows, variant: MatVecVariant { hold, poll } }) => {
+        Op::MatVec(MatVec { rows, k, norm, own_input, epilogue, unit_rows }) => {
             write!(out, " rows={rows} k={k}")?;
             if let Some(norm) = norm {
                 write!(out, " norm={}", NormText(norm))?;
@@ -191,8 +202,6 @@ fn write_op(out: &mut String, op: &Op) -> fmt::Result {
             if *unit_rows != UNIT_ROWS {
                 write!(out, " unit_rows={unit_rows}")?;
             }
-            write_optional(out, "hold", hold)?;
-            write_optional(out, "poll", poll)?;
             match epilogue {
                 Epilogue::Store => write!(out, " epilogue=store"),
                 Epilogue::Act(act) => write!(out, " epilogue=act:{}", act_name(*act)),
@@ -229,7 +238,6 @@ fn write_attention(out: &mut String, attention: &Attention) -> fmt::Result {
         q_norm,
         k_norm,
         splits,
-        variant: AttentionVariant { team, ahead },
     } = attention;
     write!(out, " heads={heads} group={group} heads_per_task={heads_per_task} head_dim={head_dim} splits={splits}")?;
     write!(out, " scale={scale}")?;
@@ -242,8 +250,26 @@ fn write_attention(out: &mut String, attention: &Attention) -> fmt::Result {
             write!(out, " {key}={}:{}", NormText(norm), span.name())?;
         }
     }
-    write_optional(out, "team", team)?;
-    write_optional(out, "ahead", &ahead.map(u32::from))
+    Ok(())
+}
+
+fn write_variant(out: &mut String, program: &Program, grid: GridId, variant: &Variant) -> fmt::Result {
+    write!(out, "variant {grid}")?;
+    match variant {
+        Variant::MatVec(MatVecVariant { units, chunk, block, units_per_warp, poll_batch }) => {
+            write!(out, " units={units} chunk={chunk} block={block}")?;
+            write!(out, " units_per_warp={units_per_warp} poll_batch={poll_batch}")?;
+        }
+        Variant::Attention(AttentionVariant { warps_per_head, prefetch_v, swizzled, pitch }) => {
+            let [prefetch_v, swizzled] = [prefetch_v, swizzled].map(|set| u32::from(*set));
+            write!(out, " warps_per_head={warps_per_head} prefetch_v={prefetch_v} swizzled={swizzled} pitch={pitch}")?;
+        }
+    }
+    if let Some(grid) = program.grids.get(grid.index()) {
+        write!(out, " ; {}", Escaped(&grid.name))?;
+    }
+    out.push('\n');
+    Ok(())
 }
 
 fn write_flag(out: &mut String, name: &str, set: bool) -> fmt::Result {
@@ -258,25 +284,21 @@ fn write_optional(out: &mut String, key: &str, value: &Option<impl fmt::Display>
 }
 
 fn write_machine(out: &mut String, machine: &Machine) -> fmt::Result {
-    let Machine { target, sms, cluster, consumer_warps, loader_warps, registers_per_thread, sum_units, ring, smem } =
-        machine;
-    let Ring { slots, slot_bytes, groups, arrivals, flight_high, flight_low, flight_free } = ring;
-    write!(
-        out,
-        "machine {} sms={sms} cluster={cluster} consumer_warps={consumer_warps} \
-         loader_warps={loader_warps} registers_per_thread={registers_per_thread}",
-        Quoted(target)
-    )?;
-    // Said where it is not what it nearly always is, as the variants of ops.
-    write_optional(out, "sum_units", &Some(sum_units).filter(|units| **units != SUM_UNITS))?;
-    out.push('\n');
+    let Machine { target, sms, consumer_warps, loader_warps, registers_per_thread, reduce_batch, ring, smem } = machine;
+    let Ring { slots, slot_bytes, arrivals, flight_high, flight_low, flight_free } = ring;
     writeln!(
         out,
-        "ring slots={slots} slot_bytes={slot_bytes} groups={groups} arrivals={arrivals} flight_high={flight_high} \
+        "machine {} sms={sms} consumer_warps={consumer_warps} loader_warps={loader_warps} \
+         registers_per_thread={registers_per_thread} reduce_batch={reduce_batch}",
+        Quoted(target)
+    )?;
+    writeln!(
+        out,
+        "ring slots={slots} slot_bytes={slot_bytes} arrivals={arrivals} flight_high={flight_high} \
          flight_low={flight_low} flight_free={flight_free}"
     )?;
-    for SmemPart { name, offset, bytes } in smem {
-        writeln!(out, "smem {} {offset}..+{bytes}", Quoted(name))?;
+    for SmemPart { kind, offset, bytes } in smem {
+        writeln!(out, "smem {} {offset}..+{bytes}", kind.name())?;
     }
     Ok(())
 }

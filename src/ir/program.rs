@@ -1,7 +1,7 @@
 //! Owns `Program`: buffers and grids with affine operand regions; no SM, no order, no position baked in.
 
-use super::BufferId;
 use super::op::{Access, Op, Role};
+use super::{BufferId, LayerId};
 use crate::dtype::{DType, Precision};
 use crate::model::graph::{RopeId, RowView, TensorId};
 
@@ -96,10 +96,66 @@ pub struct VectorPart {
     pub len: u32,
 }
 
+/// An op of a layer, or the head: a kernel with variants.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum LayerOp {
+    Qkv,
+    Attention,
+    O,
+    /// Up, or gate and up together.
+    Up,
+    Down,
+    Head,
+}
+
+impl LayerOp {
+    pub const ALL: [LayerOp; 6] =
+        [LayerOp::Qkv, LayerOp::Attention, LayerOp::O, LayerOp::Up, LayerOp::Down, LayerOp::Head];
+
+    pub fn name(self) -> &'static str {
+        match self {
+            LayerOp::Qkv => "qkv",
+            LayerOp::Attention => "attention",
+            LayerOp::O => "o",
+            LayerOp::Up => "up",
+            LayerOp::Down => "down",
+            LayerOp::Head => "head",
+        }
+    }
+
+    /// By its name, or by the name of one of its grids.
+    pub fn parse(name: &str) -> Option<LayerOp> {
+        LayerOp::ALL.into_iter().find(|op| op.name() == name).or(match name {
+            "attn" | "attn_split" | "attn_merge" => Some(LayerOp::Attention),
+            "gate_up" => Some(LayerOp::Up),
+            _ => None,
+        })
+    }
+}
+
+/// What of the model a grid does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Site {
+    pub op: LayerOp,
+    /// `None` for the head.
+    pub layer: Option<LayerId>,
+}
+
+impl Site {
+    pub const HEAD: Site = Site { op: LayerOp::Head, layer: None };
+
+    pub fn of_layer(op: LayerOp, layer: usize) -> Site {
+        Site { op, layer: Some(LayerId::from(layer)) }
+    }
+}
+
 /// `n x j` launch indices of one op.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Grid {
+    /// For readers: nothing is decided by it.
     pub name: String,
+    /// `None` for what a step does beside its layers: it decides and embeds the token.
+    pub site: Option<Site>,
     pub op: Op,
     /// Launch extent: units, head groups, SMs.
     pub n: u32,

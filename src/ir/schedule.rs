@@ -1,15 +1,20 @@
 //! Owns `Schedule`: a program placed on a machine as data: queues, events, chunk runs, memory map.
 
-use super::op::GRANULE_BYTES;
-use super::program::Program;
+use super::layout::{place_align, placed_bytes};
+use super::op::OpKey;
+use super::program::{Program, Space};
+use super::variant::{AttentionVariant, MatVecVariant, Variant};
 use super::{BufferId, EventId, GridId, SmId, TaskId};
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 
 #[derive(Debug, Clone, PartialEq)]
 pub struct Schedule {
     pub program: Program,
     pub machine: Machine,
-    /// Offset of each exchange, cache and output buffer in its arena, bytes, by buffer id; `None` for the other spaces.
+    /// How the tasks of each matvec and each attention are done.
+    pub variants: BTreeMap<GridId, Variant>,
+    /// Offset of each constant, exchange, cache and output buffer in its arena, bytes, by buffer id; `None` for the other
+    /// spaces.
     pub placement: Vec<Option<u64>>,
     /// Ascending `from_position`; the first starts at 0. A regime serves positions up to the next one's start.
     pub regimes: Vec<Regime>,
@@ -22,15 +27,13 @@ pub struct Machine {
     pub target: String,
     /// Participating SMs: one block each.
     pub sms: u32,
-    /// Blocks per cluster; 1: no clusters.
-    pub cluster: u32,
     /// Warps that execute tasks.
     pub consumer_warps: u32,
     /// Warps that fill the ring.
     pub loader_warps: u32,
     pub registers_per_thread: u32,
     /// Units of a matvec whose partial sums meet in one reduction across warps.
-    pub sum_units: u32,
+    pub reduce_batch: u32,
     pub ring: Ring,
     /// Shared-memory map in address order.
     pub smem: Vec<SmemPart>,
@@ -41,9 +44,7 @@ pub struct Machine {
 pub struct Ring {
     pub slots: u32,
     pub slot_bytes: u32,
-    /// Warp groups that take chunks in turn.
-    pub groups: u32,
-    /// Arrivals that free a slot: the warps of one group.
+    /// Arrivals that free a slot: the consumer warps.
     pub arrivals: u32,
     /// Copies not yet landed, at most, while at least `flight_free` slots are free ...
     pub flight_high: u32,
@@ -52,9 +53,52 @@ pub struct Ring {
     pub flight_free: u32,
 }
 
-#[derive(Debug, Clone, PartialEq, Eq)]
+/// What a part of shared memory is for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum SmemKind {
+    /// The slots that the loader fills.
+    Ring,
+    /// The input of the running task.
+    Stage,
+    /// Partial sums of all warps.
+    Reduce,
+    /// Queries, key and value of an attention task.
+    Heads,
+    /// The columns of the residual that the block owns.
+    Residual,
+    /// The queue of the block.
+    Queue,
+    /// Barriers, what warps carry from task to task, token and watchdog.
+    State,
+}
+
+impl SmemKind {
+    pub const ALL: [SmemKind; 7] = [
+        SmemKind::Ring,
+        SmemKind::Stage,
+        SmemKind::Reduce,
+        SmemKind::Heads,
+        SmemKind::Residual,
+        SmemKind::Queue,
+        SmemKind::State,
+    ];
+
+    pub fn name(self) -> &'static str {
+        match self {
+            SmemKind::Ring => "ring",
+            SmemKind::Stage => "stage",
+            SmemKind::Reduce => "reduce",
+            SmemKind::Heads => "heads",
+            SmemKind::Residual => "residual",
+            SmemKind::Queue => "queue",
+            SmemKind::State => "state",
+        }
+    }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SmemPart {
-    pub name: String,
+    pub kind: SmemKind,
     pub offset: u32,
     pub bytes: u32,
 }
@@ -132,43 +176,6 @@ impl Mechanism {
     }
 }
 
-impl Ring {
-    /// How the weights of a task come in when a unit is `unit` granules: chunks of whole units where a slot holds one, else
-    /// units of whole chunks, each as many granules for every warp. A slot that is not filled is memory not used; a chunk
-    /// that ends inside a unit would be instructions between two hops.
-    pub fn chunking(&self, unit: u32) -> Chunking {
-        let (unit, slot, warps) = (unit.max(1), (self.slot_bytes / GRANULE_BYTES).max(1), self.arrivals.max(1));
-        if unit <= slot {
-            return Chunking { chunk: slot / unit * unit, block: None };
-        }
-        // The validator refuses a slot without a granule for every warp.
-        let most = (slot / warps * warps).max(1);
-        let chunk = unit.div_ceil(unit.div_ceil(most)).next_multiple_of(warps).min(most);
-        Chunking { chunk, block: Some(unit) }
-    }
-}
-
-/// Granules of the chunks of a task's weights.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Chunking {
-    /// Granules of a chunk; the last one of a block may be shorter.
-    pub chunk: u32,
-    /// Granules that no chunk reaches beyond: a unit. `None`: the weights of the task.
-    pub block: Option<u32>,
-}
-
-impl Chunking {
-    /// Bytes of the chunk that begins `done` bytes into a task's weights of `total` bytes.
-    pub fn bytes_at(&self, done: u64, total: u64) -> u64 {
-        let granule = u64::from(GRANULE_BYTES);
-        let end = match self.block {
-            Some(block) => (done / (u64::from(block) * granule) + 1) * u64::from(block) * granule,
-            None => total,
-        };
-        (u64::from(self.chunk) * granule).min(end.min(total).saturating_sub(done))
-    }
-}
-
 /// Chunks of one task in a stream.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Run {
@@ -178,7 +185,7 @@ pub struct Run {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RunBytes {
-    /// Weights: this many bytes from `offset` of the SM's pack, in chunks as [`Ring::chunking`] says.
+    /// Weights: this many bytes from `offset` of the SM's pack, in chunks as the grid's variant says.
     Fixed { offset: u64, bytes: u64 },
     /// Key and value chunks of the task's share of the history, in turn; `rows` cache rows a chunk.
     History { rows: u32 },
@@ -206,8 +213,7 @@ impl Schedule {
         &self.regimes[after.saturating_sub(1)]
     }
 
-    /// Units of the longest task, for each grid: of all grids that do the same, so that layers with other shares are no op of
-    /// their own.
+    /// Units of the longest task, for each grid: of all grids with the same op, so that layers with other shares share one kernel.
     pub fn longest_tasks(&self) -> Vec<u32> {
         let grids = &self.program.grids;
         let mut own = vec![1; grids.len()];
@@ -216,17 +222,44 @@ impl Schedule {
                 *most = task.hi.saturating_sub(task.lo).max(*most);
             }
         }
-        // By the text of the op: a comparison of each with each would be most of the proof of a deep model.
-        let ops: Vec<String> = grids.iter().map(|grid| format!("{:?}", grid.op)).collect();
-        let mut longest: HashMap<&str, u32> = HashMap::new();
+        // By a key: a comparison of each op with each would be most of the proof of a deep model.
+        let ops: Vec<OpKey> = grids.iter().map(|grid| grid.op.key()).collect();
+        let mut longest: HashMap<&OpKey, u32> = HashMap::new();
         for (op, own) in ops.iter().zip(own) {
             let most = longest.entry(op).or_insert(1);
             *most = own.max(*most);
         }
-        ops.iter().map(|op| longest.get(op.as_str()).copied().unwrap_or(1)).collect()
+        ops.iter().map(|op| longest.get(op).copied().unwrap_or(1)).collect()
     }
 
     pub fn task_count(&self) -> usize {
         self.regimes.iter().map(|r| r.tasks.len()).sum()
+    }
+
+    /// How the tasks of a matvec are done.
+    pub fn matvec_variant(&self, grid: GridId) -> Option<&MatVecVariant> {
+        match self.variants.get(&grid) {
+            Some(Variant::MatVec(variant)) => Some(variant),
+            _ => None,
+        }
+    }
+
+    /// How the tasks of an attention are done.
+    pub fn attention_variant(&self, grid: GridId) -> Option<&AttentionVariant> {
+        match self.variants.get(&grid) {
+            Some(Variant::Attention(variant)) => Some(variant),
+            _ => None,
+        }
+    }
+
+    /// The part of shared memory for `kind`.
+    pub fn smem(&self, kind: SmemKind) -> Option<&SmemPart> {
+        self.machine.smem.iter().find(|part| part.kind == kind)
+    }
+
+    /// Bytes of the arena that holds the buffers of `space`.
+    pub fn arena_bytes(&self, space: Space) -> u64 {
+        let placed = self.program.buffers.iter().zip(&self.placement).filter(|(b, _)| b.space == space);
+        placed.filter_map(|(b, at)| at.map(|at| at.saturating_add(place_align(placed_bytes(b))))).max().unwrap_or(0)
     }
 }

@@ -1,46 +1,102 @@
 //! Owns the variants of ops: what a kernel may do in more than one way. They decide how fast an op is and nothing else: the
 //! interpreter knows none of them, and results differ by rounding at most.
 
-use super::op::{Attention, GRANULE_ROW_BYTES, MatVec};
+use super::layout::{GRANULE_BYTES, GRANULE_ROW_BYTES, cache_pitch};
+use super::op::{Attention, MatVec};
 use super::schedule::Machine;
 use crate::dtype::{DType, Precision};
 use crate::model::graph::QkNormSpan;
 
-/// Granules of weights that a warp keeps in registers where nobody says how many units it holds: 48 registers of a lane.
+/// Granules of weights that a warp keeps in registers unless a candidate says otherwise: 48 registers of a lane.
 const HELD_GRANULES: u32 = 12;
 /// More would leave fewer registers than the sums and the staging of the input take.
 const HELD_GRANULES_MAX: u32 = 24;
-/// Pairs of packets that a thread waits for at once where nobody says how many: each round of waiting costs a trip to L2, each
+/// Pairs of packets that a thread waits for at once unless a candidate says otherwise: each round of waiting costs a trip to L2, each
 /// pair four registers.
-pub const POLL_PAIRS: u32 = 8;
+pub const POLL_BATCH: u32 = 8;
 /// Units whose partial sums meet in one reduction, unless a candidate says otherwise.
-pub const SUM_UNITS: u32 = 8;
+pub const REDUCE_BATCH: u32 = 8;
 /// Two batches of more would take shared memory that the ring needs.
-pub const SUM_UNITS_MAX: u32 = 64;
+pub const REDUCE_BATCH_MAX: u32 = 64;
 /// Heads of more dimensions share their sums between warps, unless a candidate says otherwise.
 const TEAM_DIM: u32 = 128;
 
-/// Of a matvec; `None`: as the rules of [`Held`] say.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct MatVecVariant {
-    /// Units whose weights a warp holds in registers at once.
-    pub hold: Option<u32>,
-    /// Pairs of packets of the input that a thread waits for at once.
-    pub poll: Option<u32>,
+/// How the tasks of a grid are done, as far as the op leaves it open. Scheduling resolves it once, from the candidate and from
+/// what the tasks became; everyone behind it reads these numbers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Variant {
+    MatVec(MatVecVariant),
+    Attention(AttentionVariant),
 }
 
-/// Of attention on tensor cores; `None`: as [`team_rule`] and [`ahead_rule`] say.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+/// Of a matvec.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct MatVecVariant {
+    /// Units of the longest task of any grid with this op, so that layers share one kernel.
+    pub units: u32,
+    /// Granules of a chunk; the last one of a block may be shorter.
+    pub chunk: u32,
+    /// Granules that no chunk reaches beyond: those of a unit, where a unit is several chunks, else those of the longest task.
+    pub block: u32,
+    /// Units whose weights a warp holds in registers at once.
+    pub units_per_warp: u32,
+    /// Pairs of packets of the input that a thread waits for at once.
+    pub poll_batch: u32,
+}
+
+/// Of attention.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct AttentionVariant {
-    /// Warps that share the tiles of a head, each for its part of the dimensions of V.
-    pub team: Option<u32>,
-    /// Whether queries stay in registers and values are loaded before the softmax.
-    pub ahead: Option<bool>,
+    /// Warps that share the tiles of a head, each for its part of the dimensions of V. On tensor cores only.
+    pub warps_per_head: u32,
+    /// Whether queries stay in registers and values are loaded before the softmax. On tensor cores only.
+    pub prefetch_v: bool,
+    /// Whether tensor cores do it: their kernel keeps cache rows swizzled.
+    pub swizzled: bool,
+    /// Columns from one KV head to the next in a cache row.
+    pub pitch: u32,
+}
+
+impl MatVecVariant {
+    /// Bytes of the chunk that begins `done` bytes into a task's weights of `total` bytes.
+    pub fn chunk_bytes_at(&self, done: u64, total: u64) -> u64 {
+        let [chunk, block] = [self.chunk, self.block].map(|n| u64::from(n.max(1)) * u64::from(GRANULE_BYTES));
+        let end = (done / block + 1) * block;
+        chunk.min(end.min(total).saturating_sub(done))
+    }
+}
+
+impl AttentionVariant {
+    /// Of attention on `warps` warps, as a candidate asks for it.
+    pub fn of(
+        a: &Attention,
+        precision: Precision,
+        tensor_cores: bool,
+        warps: u32,
+        warps_per_head: u32,
+        prefetch_v: bool,
+    ) -> AttentionVariant {
+        let swizzled = tensor_cores && a.on_tensor_cores(precision, warps, warps_per_head);
+        AttentionVariant { warps_per_head, prefetch_v, swizzled, pitch: cache_pitch(a.head_dim, precision.cache) }
+    }
+
+    /// The same with the numbers that the rules give.
+    pub fn by_rule(a: &Attention, precision: Precision, tensor_cores: bool, warps: u32) -> AttentionVariant {
+        let (warps_per_head, prefetch_v) = (warps_per_head_rule(a.head_dim), prefetch_v_rule(a.head_dim));
+        AttentionVariant::of(a, precision, tensor_cores, warps, warps_per_head, prefetch_v)
+    }
+
+    /// Records (running maximum, sum, a sum for each dimension) of each query head that meet at the end of a task of `warps` warps:
+    /// one for all warps that share a head, and one for the current position.
+    pub fn records(&self, warps: u32) -> u32 {
+        let teams = if self.swizzled { warps / self.warps_per_head.max(1) } else { warps };
+        teams + 1
+    }
 }
 
 /// How the tasks of a matvec lie in registers: what decides its variants.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Held {
+pub struct RegisterTiling {
     /// Granules of a unit that one warp reads, of one chunk at a time.
     granules: u32,
     /// Units that a chunk holds; 0: a unit is more than one chunk.
@@ -53,27 +109,25 @@ pub struct Held {
     pairs: u32,
 }
 
-impl Held {
-    /// Of a matvec whose longest task has `units`.
-    pub fn of(m: &MatVec, machine: &Machine, precision: Precision, units: u32) -> Held {
+impl RegisterTiling {
+    /// Of a matvec whose longest task has `units`, in chunks of `chunk` granules.
+    pub fn of(m: &MatVec, machine: &Machine, precision: Precision, units: u32, chunk: u32) -> RegisterTiling {
         let weight_bytes = precision.weights.bytes() as u32;
         let (unit, warps) = (m.granules(weight_bytes).max(1), machine.consumer_warps.max(1));
-        let chunk = machine.ring.chunking(unit).chunk;
-        let of_chunk = chunk / unit;
         let granule_pairs = granule_pairs(m.parts(), precision);
-        Held {
-            granules: unit.min(chunk).div_ceil(warps),
-            of_chunk,
+        RegisterTiling {
+            granules: unit.min(chunk).div_ceil(warps).max(1),
+            of_chunk: chunk / unit,
             units: units.max(1),
-            batch: machine.sum_units.max(1),
+            batch: machine.reduce_batch.max(1),
             pairs: (unit.div_ceil(warps) * granule_pairs).div_ceil(32),
         }
     }
 
-    /// Units held at once where nobody says how many: all of a short task, so that nothing is between its input and its sums, or
-    /// whole chunks of it, so that each is done with before the next is waited for (docs/perf-log.md). No group reaches over the
-    /// end of a batch of sums.
-    pub fn hold_rule(&self) -> u32 {
+    /// Units held at once unless a candidate says otherwise: all of a short task, so that no wait stands between its input and
+    /// its sums, or whole chunks of it, so that a warp finishes one chunk before it waits for the next (docs/perf-log.md). No
+    /// group reaches over the end of a batch of sums.
+    pub fn units_per_warp_rule(&self) -> u32 {
         let fit = (HELD_GRANULES / self.granules).max(1);
         if self.of_chunk == 0 {
             return 1;
@@ -92,13 +146,14 @@ impl Held {
         self.pairs
     }
 
-    pub fn poll_rule(&self) -> u32 {
-        self.pairs.min(POLL_PAIRS)
+    /// Pairs that a thread waits for at once unless a candidate says otherwise.
+    pub fn poll_batch_rule(&self) -> u32 {
+        self.pairs.min(POLL_BATCH)
     }
 
     /// Why a warp cannot hold `hold` units; `None`: it can.
-    pub fn refuses_hold(&self, hold: u32) -> Option<String> {
-        let Held { granules, of_chunk, units, batch, .. } = *self;
+    pub fn refuses_units_per_warp(&self, hold: u32) -> Option<String> {
+        let RegisterTiling { granules, of_chunk, units, batch, .. } = *self;
         if hold == 0 || hold > units {
             return Some(format!("1 to {units}, the units of the longest task"));
         }
@@ -116,8 +171,8 @@ impl Held {
     }
 
     /// Why a thread cannot wait for `poll` pairs at once; `None`: it can.
-    pub fn refuses_poll(&self, poll: u32) -> Option<String> {
-        let most = self.pairs.min(2 * POLL_PAIRS);
+    pub fn refuses_poll_batch(&self, poll: u32) -> Option<String> {
+        let most = self.pairs.min(2 * POLL_BATCH);
         (poll == 0 || poll > most).then(|| format!("1 to {most}, as many pairs as a thread stages, and registers hold"))
     }
 }
@@ -136,19 +191,19 @@ fn pair_values(precision: Precision) -> u32 {
 /// Values of a branch that the consumer warps of a block hold at once, to add it up everywhere: 8 pairs of packets a thread
 /// (`norm_add.cuh`).
 pub fn sum_width_max(precision: Precision, warps: u32) -> u32 {
-    warps.saturating_mul(LANES * POLL_PAIRS * pair_values(precision))
+    warps.saturating_mul(LANES * POLL_BATCH * pair_values(precision))
 }
 
 /// Lanes of a warp.
 pub const LANES: u32 = 32;
 
-/// Warps of a team where nobody says how many: two for large heads, whose sums would take all registers of one.
-pub fn team_rule(head_dim: u32) -> u32 {
+/// Warps that share a head unless a candidate says otherwise: two for large heads, whose sums would take all registers of one.
+pub fn warps_per_head_rule(head_dim: u32) -> u32 {
     if head_dim <= TEAM_DIM { 1 } else { 2 }
 }
 
-/// Where nobody says so, queries and values wait in registers where the sums of a warp leave room for them.
-pub fn ahead_rule(head_dim: u32) -> bool {
+/// Unless a candidate says otherwise, queries and values wait in registers where the sums of a warp leave room for them.
+pub fn prefetch_v_rule(head_dim: u32) -> bool {
     head_dim <= TEAM_DIM
 }
 
@@ -162,51 +217,45 @@ pub fn swizzled_piece(position: u32, piece: u32) -> u32 {
 }
 
 impl Attention {
-    /// Whether a kernel with `warps` warps keeps the rows of these caches swizzled, on a target with tensor cores. On others none
-    /// does.
-    pub fn swizzles(&self, precision: Precision, warps: u32) -> bool {
-        self.on_tensor_cores(precision) && warps.is_multiple_of(self.team())
-    }
-
-    /// Records (running maximum, sum, a sum for each dimension) of each query head that meet at the end of a task of `warps` warps:
-    /// one of each team, and the current position.
-    pub fn records(&self, precision: Precision, tensor_cores: bool, warps: u32) -> u32 {
-        let teams = if tensor_cores && self.swizzles(precision, warps) { warps / self.team() } else { warps };
-        teams + 1
-    }
-
-    fn team(&self) -> u32 {
-        self.variant.team.unwrap_or(team_rule(self.head_dim)).max(1)
-    }
-
-    /// Whether heads are rotated whole (or not at all), normalised alone, and in bf16: what `attention_tensor.cuh` takes.
-    fn on_tensor_cores(&self, precision: Precision) -> bool {
+    /// Whether `attention_tensor.cuh` takes it, where the target has tensor cores: heads rotated whole (or not at all),
+    /// normalised alone, in bf16, and of dimensions that the warps of a head share evenly.
+    pub fn on_tensor_cores(&self, precision: Precision, warps: u32, warps_per_head: u32) -> bool {
         let Precision { weights: _, cache, wire } = precision;
-        let dim = self.head_dim;
+        let (dim, team) = (self.head_dim, warps_per_head.max(1));
         let alone = |norm: &Option<super::op::QkNormAttr>| norm.is_none_or(|n| n.span == QkNormSpan::Head);
         let halves = self.rotary > 0 && !self.interleaved;
         cache == DType::Bf16
             && wire == DType::Bf16
-            && (dim * 2).is_multiple_of(SWIZZLED_BYTES.saturating_mul(self.team()))
+            && dim.saturating_mul(2).is_multiple_of(SWIZZLED_BYTES.saturating_mul(team))
             && dim <= 256
             && (self.rotary == 0 || self.rotary == dim)
             && (!halves || dim == 64 || dim.is_multiple_of(128))
             && alone(&self.q_norm)
             && alone(&self.k_norm)
+            && warps.is_multiple_of(team)
     }
 
-    /// Why `warps` warps on such a machine cannot do attention as its variant says; `None`: they can.
-    pub fn refuses_variant(&self, precision: Precision, tensor_cores: bool, warps: u32) -> Option<String> {
-        let AttentionVariant { team, ahead } = self.variant;
-        if team.is_none() && ahead.is_none() {
+    /// Why `warps` warps on such a machine cannot do attention with these two numbers; `None`: they can.
+    pub fn refuses_variant(
+        &self,
+        variant: &AttentionVariant,
+        precision: Precision,
+        tensor_cores: bool,
+        warps: u32,
+    ) -> Option<String> {
+        let rule = AttentionVariant::by_rule(self, precision, tensor_cores, warps);
+        let AttentionVariant { warps_per_head, prefetch_v, .. } = *variant;
+        if (warps_per_head, prefetch_v) == (rule.warps_per_head, rule.prefetch_v) {
             return None;
         }
-        let by_rule = Attention { variant: AttentionVariant::default(), ..self.clone() };
-        if !tensor_cores || !by_rule.swizzles(precision, warps) {
-            return Some("none: attention of this kind takes a path that has no variants".to_string());
+        if !rule.swizzled {
+            return Some(format!(
+                "{} and `prefetch_v` {}: attention of this kind takes a path that has no variants",
+                rule.warps_per_head,
+                u32::from(rule.prefetch_v)
+            ));
         }
-        let team = team?;
-        let sound = team > 0 && self.swizzles(precision, warps);
+        let sound = warps_per_head > 0 && self.on_tensor_cores(precision, warps, warps_per_head);
         (!sound).then(|| {
             format!("a divisor of {warps} warps that leaves each a multiple of 64 of {} dimensions", self.head_dim)
         })

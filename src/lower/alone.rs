@@ -10,53 +10,8 @@ use crate::candidate::{Candidate, Infeasible};
 use crate::dtype::Precision;
 use crate::ir::BufferId;
 use crate::ir::op::{Epilogue, Op, Role, UNIT_ROWS};
-use crate::ir::program::{Cols, Program, Second, Space};
+use crate::ir::program::{Cols, LayerOp, Program, Second, Site, Space};
 use crate::model::graph::ModelGraph;
-
-/// An op of a layer, or the head: a kernel with variants.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum LayerOp {
-    Qkv,
-    Attention,
-    O,
-    /// Up, or gate and up together.
-    Up,
-    Down,
-    Head,
-}
-
-impl LayerOp {
-    pub const ALL: [LayerOp; 6] =
-        [LayerOp::Qkv, LayerOp::Attention, LayerOp::O, LayerOp::Up, LayerOp::Down, LayerOp::Head];
-
-    pub fn name(self) -> &'static str {
-        match self {
-            LayerOp::Qkv => "qkv",
-            LayerOp::Attention => "attention",
-            LayerOp::O => "o",
-            LayerOp::Up => "up",
-            LayerOp::Down => "down",
-            LayerOp::Head => "head",
-        }
-    }
-
-    /// By its name, or by that of its grids.
-    pub fn parse(name: &str) -> Option<LayerOp> {
-        LayerOp::ALL.into_iter().find(|op| op.name() == name || op.grids().contains(&name))
-    }
-
-    /// Names of its grids, without the layer.
-    fn grids(self) -> &'static [&'static str] {
-        match self {
-            LayerOp::Qkv => &["qkv"],
-            LayerOp::Attention => &["attn", "attn_split", "attn_merge"],
-            LayerOp::O => &["o"],
-            LayerOp::Up => &["gate_up", "up"],
-            LayerOp::Down => &["down"],
-            LayerOp::Head => &["head"],
-        }
-    }
-}
 
 /// The graph of a model of which one op is to be looked at: the same, with no more rows of the head than a step needs to end, 8 for
 /// each of `sms` SMs, unless the head is that op.
@@ -85,40 +40,48 @@ pub fn lower_alone(
     let (x, residual, hidden) = (start.x, start.residual, graph.hidden);
     let first = graph.layers.first();
     let input = match (op, first) {
-        (LayerOp::Attention, Some(layer)) => b.qkv("feed", layer, x),
-        (LayerOp::Down, Some(layer)) => b.up("feed", "feed", layer, x),
+        (LayerOp::Attention, Some(layer)) => b.qkv("feed", None, layer, x),
+        (LayerOp::Down, Some(layer)) => b.up("feed", None, "feed", layer, x),
         (LayerOp::O, Some(layer)) => {
             let (q, cols) = (&layer.attn.q, layer.attn.q.rows);
             let feed = b.exchange("feed", cols);
             let out = vec![write(Role::Out, feed, Cols::blocks(UNIT_ROWS, cols))];
-            b.matvec("feed", x, layer.attn_norm.as_ref(), &[q], Epilogue::Store, Second::Axis(1), out);
+            b.matvec("feed", None, x, layer.attn_norm.as_ref(), &[q], Epilogue::Store, Second::Axis(1), out);
             feed
         }
         _ => x,
     };
     for (l, layer) in graph.layers.iter().enumerate() {
+        let site = Site::of_layer(op, l);
         let sum = |b: &mut Builder<'_>, name: &str| {
             let out = (!start.everywhere).then(|| b.exchange(&format!("{name}.{l}"), hidden));
             Sum { residual, out, scale: layer.residual_scale, hidden }
         };
         match op {
             LayerOp::Qkv => {
-                b.qkv(&format!("qkv.{l}"), layer, input);
+                b.qkv(&format!("qkv.{l}"), Some(site), layer, input);
             }
             LayerOp::Attention => {
                 b.attention(l, layer, input, &start.ropes)?;
             }
             LayerOp::O => {
                 let sum = sum(&mut b, "x2");
-                b.project_and_add(&format!("o.{l}"), input, &layer.attn.o, layer.attn_post_norm.as_ref(), sum);
+                b.project_and_add(&format!("o.{l}"), site, input, &layer.attn.o, layer.attn_post_norm.as_ref(), sum);
             }
             LayerOp::Up => {
                 let name = if layer.mlp.gate.is_some() { "gate_up" } else { "up" };
-                b.up(&format!("{name}.{l}"), &format!("act.{l}"), layer, input);
+                b.up(&format!("{name}.{l}"), Some(site), &format!("act.{l}"), layer, input);
             }
             LayerOp::Down => {
                 let sum = sum(&mut b, "x");
-                b.project_and_add(&format!("down.{l}"), input, &layer.mlp.down, layer.mlp_post_norm.as_ref(), sum);
+                b.project_and_add(
+                    &format!("down.{l}"),
+                    site,
+                    input,
+                    &layer.mlp.down,
+                    layer.mlp_post_norm.as_ref(),
+                    sum,
+                );
             }
             LayerOp::Head => {}
         }
@@ -130,7 +93,7 @@ pub fn lower_alone(
 pub fn outputs(op: LayerOp, program: &Program) -> Vec<BufferId> {
     let mut found = vec![];
     for grid in &program.grids {
-        let own = grid.name.split('.').next().is_some_and(|stem| op.grids().contains(&stem));
+        let own = grid.site.is_some_and(|site| site.op == op);
         // Partial results are the op's own affair.
         let whole = !matches!(&grid.op, Op::Attention(a) if a.splits > 1);
         let out = grid.operand(Role::Out).map(|o| o.buffer).filter(|_| own && whole);

@@ -98,7 +98,7 @@ impl RowView {
         RowView { tensor, first, block: 1, stride: 1 }
     }
 
-    /// The tensor row behind row `i` of the view.
+    /// The tensor row of row `i` of the view.
     pub fn row(&self, i: u32) -> u32 {
         self.first + (i / self.block) * self.stride + i % self.block
     }

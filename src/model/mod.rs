@@ -1,7 +1,9 @@
-//! From a checkpoint to a `ModelGraph`: the closed-schema importer and the weights behind it.
+//! From a checkpoint to a `ModelGraph`: the closed-schema importer, and the weights.
 
 pub mod config;
 pub mod graph;
+#[cfg(feature = "hub")]
+mod hub;
 pub mod sha256;
 pub mod source;
 pub mod synthetic;

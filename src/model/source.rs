@@ -4,15 +4,15 @@
 //! not move when a branch does; the commit that was used is reported, and pinning it is the manifest's business. The
 //! cache has the layout of the Python client and is shared with it.
 
-use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
-
-use serde_json::Value;
+use std::time::Duration;
 
 use crate::error::Fault;
 use crate::files::{self, FileError};
-use crate::model::weights::{INDEX_FILE, SINGLE_FILE};
+#[cfg(feature = "hub")]
+use crate::model::hub;
+use crate::model::weights::{INDEX_BYTES_MAX, INDEX_FILE, SINGLE_FILE, shards_of};
 
 /// A `[model] source` that was understood.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -68,8 +68,12 @@ pub enum SourceError {
     NotAFile { path: PathBuf },
     #[error("`{repo}` at `{revision}` is not complete in the local cache `{cache}`, and {why}")]
     Offline { repo: String, revision: String, cache: PathBuf, why: &'static str },
+    #[error("HF_ENDPOINT `{endpoint}` is no address: expected `https://HOST`")]
+    Endpoint { endpoint: String },
     #[error("the hub at {endpoint} cannot be reached: {detail}")]
     Unreachable { endpoint: String, detail: String },
+    #[error("the hub at {endpoint} was silent for {seconds} s when it was asked for `{what}`")]
+    Silent { endpoint: String, what: String, seconds: u64 },
     #[error("access to `{repo}` was refused (status {status}): it is gated or private, or does not exist")]
     Refused { repo: String, status: u16, with_token: bool },
     #[error("`{what}` was not found on the hub")]
@@ -110,6 +114,9 @@ impl From<SourceError> for Fault {
             SourceError::Offline { .. } => {
                 Fault::environment(message).with_remedy("download it where there is a network, into the same cache")
             }
+            SourceError::Endpoint { .. } => Fault::environment(message).with_remedy("correct or unset HF_ENDPOINT"),
+            SourceError::Silent { .. } => Fault::environment(message)
+                .with_remedy("run the command again, or set HF_HUB_DOWNLOAD_TIMEOUT to more seconds"),
             SourceError::Unreachable { .. } => Fault::environment(message)
                 .with_remedy("check the network and HF_ENDPOINT, or use `path:DIR` with a copy of the checkpoint"),
             SourceError::Refused { with_token: false, .. } => Fault::environment(message)
@@ -170,7 +177,16 @@ pub struct HubSettings {
     pub token: Option<String>,
     /// HF_HUB_OFFLINE.
     pub offline: bool,
+    /// HF_HUB_DOWNLOAD_TIMEOUT, in whole seconds: the longest wait for an answer, or for more of one.
+    pub silence: Duration,
 }
+
+/// The Python client gives up after 10 s; a busy hub may take a little longer.
+const SILENCE_DEFAULT: Duration = Duration::from_secs(30);
+/// An access token is one line.
+const TOKEN_BYTES_MAX: u64 = 64 << 10;
+/// The ref of a branch is a commit.
+const REF_BYTES_MAX: u64 = 4 << 10;
 
 impl HubSettings {
     pub fn from_env() -> HubSettings {
@@ -187,7 +203,8 @@ impl HubSettings {
         let cache = path("HF_HUB_CACHE").or_else(|| path("HUGGINGFACE_HUB_CACHE")).unwrap_or_else(|| home.join("hub"));
         let token = get("HF_TOKEN").or_else(|| get("HUGGING_FACE_HUB_TOKEN")).or_else(|| {
             let file = path("HF_TOKEN_PATH").unwrap_or_else(|| home.join("token"));
-            fs::read_to_string(file).ok().map(|text| text.trim().to_string()).filter(|token| !token.is_empty())
+            let text = files::read_text(&file, TOKEN_BYTES_MAX).ok();
+            text.map(|text| text.trim().to_string()).filter(|token| !token.is_empty())
         });
         let endpoint = get("HF_ENDPOINT").unwrap_or_else(|| "https://huggingface.co".to_string());
         let truthy = |v: String| matches!(v.to_ascii_uppercase().as_str(), "1" | "ON" | "YES" | "TRUE");
@@ -196,10 +213,14 @@ impl HubSettings {
             endpoint: endpoint.trim_end_matches('/').to_string(),
             token,
             offline: get("HF_HUB_OFFLINE").is_some_and(truthy),
+            silence: get("HF_HUB_DOWNLOAD_TIMEOUT")
+                .and_then(|seconds| seconds.parse().ok())
+                .filter(|seconds| *seconds > 0)
+                .map_or(SILENCE_DEFAULT, Duration::from_secs),
         }
     }
 
-    fn repo_dir(&self, repo: &str) -> PathBuf {
+    pub(super) fn repo_dir(&self, repo: &str) -> PathBuf {
         self.cache.join(format!("models--{}", repo.replace('/', "--")))
     }
 }
@@ -264,7 +285,7 @@ fn resolve_hub(
         }
         #[cfg(feature = "hub")]
         Some((Completeness::NoTokenizer, resolved)) => match hub::download(repo, revision, settings, progress) {
-            Err(SourceError::Unreachable { .. }) => Ok(resolved),
+            Err(SourceError::Unreachable { .. } | SourceError::Silent { .. }) => Ok(resolved),
             other => other,
         },
         #[cfg(feature = "hub")]
@@ -277,11 +298,11 @@ fn cached_commit(repo: &str, revision: &str, settings: &HubSettings) -> Option<S
     if is_commit(revision) {
         return Some(revision.to_string());
     }
-    let text = fs::read_to_string(settings.repo_dir(repo).join("refs").join(revision)).ok()?;
+    let text = files::read_text(&settings.repo_dir(repo).join("refs").join(revision), REF_BYTES_MAX).ok()?;
     Some(text.trim().to_string()).filter(|commit| is_commit(commit))
 }
 
-fn is_commit(revision: &str) -> bool {
+pub(super) fn is_commit(revision: &str) -> bool {
     revision.len() == 40 && revision.bytes().all(|b| b.is_ascii_hexdigit())
 }
 
@@ -296,10 +317,7 @@ enum Completeness {
 fn completeness(dir: &Path) -> Completeness {
     let there = |name: &str| dir.join(name).is_file();
     let weights = there(SINGLE_FILE)
-        || fs::read(dir.join(INDEX_FILE))
-            .ok()
-            .and_then(|text| shards_of(&text))
-            .is_some_and(|shards| shards.iter().all(|shard| there(shard)));
+        || read_shards(&dir.join(INDEX_FILE)).is_ok_and(|shards| shards.iter().all(|shard| there(shard)));
     match (there("config.json") && weights, there("tokenizer.json")) {
         (true, true) => Completeness::Whole,
         (true, false) => Completeness::NoTokenizer,
@@ -307,245 +325,18 @@ fn completeness(dir: &Path) -> Completeness {
     }
 }
 
-/// File names in an index, each once; `None` if the text is no index. They are plain names or are not asked for: the
-/// weight reader refuses the index that has others.
-fn shards_of(index: &[u8]) -> Option<Vec<String>> {
-    let index: Value = serde_json::from_slice(index).ok()?;
-    let mut shards: Vec<String> =
-        index.get("weight_map")?.as_object()?.values().filter_map(|v| v.as_str().map(str::to_string)).collect();
-    shards.sort_unstable();
-    shards.dedup();
-    shards.retain(|shard| shard.chars().all(is_name_char) && !shard.contains(".."));
-    Some(shards)
-}
-
-#[cfg(feature = "hub")]
-mod hub {
-    //! The one user of hf-hub.
-
-    use std::fs::{self, File};
-    use std::path::PathBuf;
-    use std::time::{Duration, Instant};
-
-    use hf_hub::api::sync::{Api, ApiBuilder, ApiError};
-    use hf_hub::{Cache, Repo, RepoType};
-
-    use super::{Event, HubSettings, Resolved, SourceError, is_commit, shards_of};
-    use crate::model::sha256;
-    use crate::model::weights::{INDEX_FILE, SINGLE_FILE};
-
-    /// Files read beside config and weights, where the repository has them.
-    const OPTIONAL_FILES: [&str; 5] = [
-        "generation_config.json",
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "chat_template.jinja",
-        "special_tokens_map.json",
-    ];
-
-    /// hf-hub waits five seconds for a lock; a large file takes another process longer than that.
-    const LOCK_WAIT: Duration = Duration::from_secs(30 * 60);
-
-    struct Hub<'a> {
-        api: Api,
-        cache: Cache,
-        repo: &'a str,
-        settings: &'a HubSettings,
-    }
-
-    /// Fetches what is missing of a revision, all of it at one commit.
-    pub fn download(
-        repo: &str,
-        revision: &str,
-        settings: &HubSettings,
-        progress: &mut dyn FnMut(Event),
-    ) -> Result<Resolved, SourceError> {
-        let cache = Cache::new(settings.cache.clone());
-        let api = ApiBuilder::from_cache(cache.clone())
-            .with_progress(false)
-            .with_retries(2)
-            .with_endpoint(settings.endpoint.clone())
-            .with_token(settings.token.clone())
-            .build();
-        let answer = |detail: String| SourceError::Answer { what: repo.to_string(), detail };
-        let hub = Hub { api: api.map_err(|e| answer(e.to_string()))?, cache: cache.clone(), repo, settings };
-        let named = Repo::with_revision(repo.to_string(), RepoType::Model, revision.to_string());
-        let what = format!("{repo} at {revision}");
-        let info = hub.api.repo(named.clone()).info().map_err(|error| hub.fault(&what, error))?;
-        if !is_commit(&info.sha) {
-            return Err(answer(format!("expected a commit of 40 digits, found `{}`", info.sha)));
-        }
-        let listed = |name: &str| info.siblings.iter().any(|s| s.rfilename == name);
-        // Weights decide whether the rest is worth fetching.
-        if !listed(SINGLE_FILE) && !listed(INDEX_FILE) {
-            let pickle = info.siblings.iter().find(|s| s.rfilename.ends_with(".bin") || s.rfilename.ends_with(".pth"));
-            let repo = repo.to_string();
-            return Err(match pickle {
-                Some(file) => SourceError::PickleOnly { repo, file: file.rfilename.clone() },
-                None => SourceError::NoWeights { repo },
-            });
-        }
-        let config = hub.fetch(&info.sha, "config.json", progress)?;
-        for name in OPTIONAL_FILES.into_iter().filter(|name| listed(name)) {
-            hub.fetch(&info.sha, name, progress)?;
-        }
-        if listed(SINGLE_FILE) {
-            hub.fetch(&info.sha, SINGLE_FILE, progress)?;
-        } else {
-            let path = hub.fetch(&info.sha, INDEX_FILE, progress)?;
-            let index = fs::read(&path).map_err(|error| SourceError::Io { path, error })?;
-            let no_index = || SourceError::Answer { what: INDEX_FILE.to_string(), detail: "no index".to_string() };
-            for shard in shards_of(&index).ok_or_else(no_index)? {
-                hub.fetch(&info.sha, &shard, progress)?;
-            }
-        }
-        // Last, so that a ref never names a snapshot that was not fetched whole.
-        if !is_commit(revision) {
-            let ref_fault = |error| SourceError::Io { path: settings.repo_dir(repo).join("refs"), error };
-            cache.repo(named).create_ref(&info.sha).map_err(ref_fault)?;
-        }
-        let dir = config.parent().map(PathBuf::from).unwrap_or_default();
-        Ok(Resolved::Checkpoint { dir, commit: Some(info.sha) })
-    }
-
-    impl Hub<'_> {
-        /// The local path of a file at a commit; fetched and checked if it is not there.
-        fn fetch(&self, commit: &str, name: &str, progress: &mut dyn FnMut(Event)) -> Result<PathBuf, SourceError> {
-            let path = self.settings.repo_dir(self.repo).join("snapshots").join(commit).join(name);
-            if path.is_file() {
-                return Ok(path);
-            }
-            match self.fetch_once(commit, name, progress) {
-                // A part that an interrupted download left may be the damage: start over, once.
-                Err(SourceError::Damaged { .. }) => self.fetch_once(commit, name, progress),
-                other => other,
-            }
-        }
-
-        fn fetch_once(
-            &self,
-            commit: &str,
-            name: &str,
-            progress: &mut dyn FnMut(Event),
-        ) -> Result<PathBuf, SourceError> {
-            let repo = Repo::with_revision(self.repo.to_string(), RepoType::Model, commit.to_string());
-            let remote = self.api.repo(repo.clone());
-            let metadata = self.api.metadata(&remote.url(name)).map_err(|error| self.fault(name, error))?;
-            let (etag, bytes) = (metadata.etag().to_string(), metadata.size() as u64);
-            // The tag becomes a file name.
-            if etag.is_empty() || !etag.chars().all(super::is_name_char) || etag.contains("..") {
-                let detail = format!("expected a plain tag, found `{etag}`");
-                return Err(SourceError::Answer { what: name.to_string(), detail });
-            }
-            if metadata.commit_hash() != commit {
-                let detail = format!("expected commit {commit}, found {}", metadata.commit_hash());
-                return Err(SourceError::Answer { what: name.to_string(), detail });
-            }
-            let blob = self.cache.repo(repo.clone()).blob_path(&etag);
-            // A part as long as the file would make hf-hub ask for an empty range, which the hub refuses for ever.
-            let part = blob.with_extension("part");
-            if fs::metadata(&part).is_ok_and(|part| part.len() >= bytes) {
-                let _ = fs::remove_file(&part);
-            }
-            progress(Event::File { name, bytes });
-            let begun = Instant::now();
-            let path = loop {
-                match remote.download_with_progress(name, Forward { progress: &mut *progress }) {
-                    Ok(path) => break path,
-                    Err(ApiError::LockAcquisition(_)) if begun.elapsed() < LOCK_WAIT => {
-                        progress(Event::Waiting { name })
-                    }
-                    Err(ApiError::LockAcquisition(_)) => {
-                        let minutes = LOCK_WAIT.as_secs() / 60;
-                        return Err(SourceError::Locked { file: name.to_string(), minutes });
-                    }
-                    Err(error) => return Err(self.download_fault(name, error)),
-                }
-            };
-            if let Err(fault) = check(name, &path, &etag, bytes) {
-                let _ = fs::remove_file(&path);
-                let _ = fs::remove_file(&blob);
-                return Err(fault);
-            }
-            progress(Event::Done { name });
-            Ok(path)
-        }
-
-        /// A request that got no usable answer.
-        fn fault(&self, what: &str, error: ApiError) -> SourceError {
-            let what = what.to_string();
-            match error {
-                ApiError::TooManyRetries(inner) => self.fault(&what, *inner),
-                ApiError::RequestError(error) => match *error {
-                    ureq::Error::StatusCode(status @ (401 | 403)) => SourceError::Refused {
-                        repo: self.repo.to_string(),
-                        status,
-                        with_token: self.settings.token.is_some(),
-                    },
-                    ureq::Error::StatusCode(404) => SourceError::NotFound { what },
-                    ureq::Error::StatusCode(status) => SourceError::Status { what, status },
-                    ureq::Error::Json(error) => SourceError::Answer { what, detail: error.to_string() },
-                    other => {
-                        SourceError::Unreachable { endpoint: self.settings.endpoint.clone(), detail: other.to_string() }
-                    }
-                },
-                other => SourceError::Answer { what, detail: other.to_string() },
-            }
-        }
-
-        /// A download that began and did not end: what the transport says then is that it was cut off.
-        fn download_fault(&self, file: &str, error: ApiError) -> SourceError {
-            let file_name = file.to_string();
-            match error {
-                ApiError::TooManyRetries(inner) => self.download_fault(file, *inner),
-                ApiError::IoError(error) if error.kind() == std::io::ErrorKind::StorageFull => {
-                    SourceError::Io { path: self.settings.cache.clone(), error }
-                }
-                ApiError::IoError(error) => SourceError::CutOff { file: file_name, detail: error.to_string() },
-                ApiError::InvalidResume => SourceError::CutOff {
-                    file: file_name,
-                    detail: "what was there is longer than the file".to_string(),
-                },
-                other => self.fault(file, other),
-            }
-        }
-    }
-
-    /// Length, and for large files, whose tag is their SHA-256, content.
-    fn check(name: &str, path: &PathBuf, etag: &str, bytes: u64) -> Result<(), SourceError> {
-        let io = |error| SourceError::Io { path: path.clone(), error };
-        let damaged = |expected, found| Err(SourceError::Damaged { file: name.to_string(), expected, found });
-        let found = fs::metadata(path).map_err(io)?.len();
-        if found != bytes {
-            return damaged(format!("{bytes} bytes"), format!("{found}"));
-        }
-        if etag.len() == 64 && etag.bytes().all(|b| b.is_ascii_hexdigit()) {
-            let found = sha256::hex_digest(File::open(path).map_err(io)?).map_err(io)?;
-            if found != etag.to_ascii_lowercase() {
-                return damaged(format!("SHA-256 {etag}"), found);
-            }
-        }
-        Ok(())
-    }
-
-    /// Passes hf-hub's byte counts on; it announces a file anew at every attempt, which is not passed on.
-    struct Forward<'a, 'b> {
-        progress: &'a mut dyn FnMut(Event<'b>),
-    }
-
-    impl hf_hub::api::Progress for Forward<'_, '_> {
-        fn init(&mut self, _size: usize, _filename: &str) {}
-
-        fn update(&mut self, size: usize) {
-            (self.progress)(Event::Received { bytes: size as u64 });
-        }
-
-        fn finish(&mut self) {}
-    }
+/// File names in an index, each once. They are plain names or are not asked for: the weight reader refuses the index that
+/// has others.
+pub(super) fn read_shards(path: &Path) -> Result<Vec<String>, String> {
+    let text = files::read_bytes(path, INDEX_BYTES_MAX).map_err(|error| error.to_string())?;
+    let shards = shards_of(&text).map_err(|error| error.to_string())?;
+    Ok(shards.into_iter().filter(|shard| shard.chars().all(is_name_char) && !shard.contains("..")).collect())
 }
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use super::*;
     use crate::error::Tier;
 
@@ -584,6 +375,8 @@ mod tests {
         assert_eq!(with(&[("HF_ENDPOINT", "http://mirror/")]).endpoint, "http://mirror");
         assert!(with(&[("HF_HUB_OFFLINE", "true")]).offline);
         assert!(!with(&[("HF_HUB_OFFLINE", "0")]).offline);
+        assert_eq!(with(&[("HF_HUB_DOWNLOAD_TIMEOUT", "3")]).silence, Duration::from_secs(3));
+        assert_eq!(with(&[("HF_HUB_DOWNLOAD_TIMEOUT", "soon")]).silence, SILENCE_DEFAULT);
         let home = tempfile::tempdir().unwrap();
         fs::write(home.path().join("token"), " hf_file \n").unwrap();
         let home = home.path().to_str().unwrap();
@@ -732,7 +525,7 @@ mod tests {
 
         fn settings(hub: &FakeHub, cache: &Path) -> HubSettings {
             let (cache, endpoint) = (cache.to_path_buf(), hub.endpoint.clone());
-            HubSettings { cache, endpoint, token: None, offline: false }
+            HubSettings { cache, endpoint, token: None, offline: false, silence: SILENCE_DEFAULT }
         }
 
         fn source() -> Source {
@@ -849,6 +642,7 @@ mod tests {
                 endpoint: endpoint.clone(),
                 token: None,
                 offline: false,
+                silence: SILENCE_DEFAULT,
             };
             let fault = Fault::from(get(&away).unwrap_err());
             assert!(fault.tier == Tier::Environment && fault.message.contains(&endpoint), "{fault}");

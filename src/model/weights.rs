@@ -3,28 +3,37 @@
 //! [`Checkpoint::open`] reads headers and nothing else, so importing a 16 GB model touches a few hundred kilobytes.
 //! [`Weights`] then gives rows by [`TensorId`]; the operating system brings in the pages that are used.
 
-use std::collections::{BTreeMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::fmt;
-use std::fs::File;
 use std::io::{self, Read};
+use std::marker::PhantomData;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use half::{bf16, f16};
 use memmap2::Mmap;
 use safetensors::tensor::{Dtype, TensorInfo};
-use serde::Deserialize;
-use serde::de::{MapAccess, Visitor};
+use serde::de::{DeserializeSeed, Error as _, IgnoredAny, MapAccess, SeqAccess, Visitor};
+use serde::{Deserialize, Deserializer};
+use serde_json::Value;
 
 use crate::dtype::DType;
+use crate::files::{self, FileError};
 use crate::model::graph::{Linear, ModelGraph, Norm, RowView, Tensor, TensorId};
 use crate::model::synthetic::SyntheticTensor;
 
 /// Largest header accepted; the limit of the safetensors reference implementation. The largest published model (over
 /// a million tensors) needs about 100 bytes per tensor.
 const HEADER_BYTES_MAX: u64 = 100_000_000;
-/// Largest index file accepted, for the same reason.
-const INDEX_BYTES_MAX: u64 = 100_000_000;
+/// Largest index file accepted: 200 bytes for each tensor that is.
+pub const INDEX_BYTES_MAX: u64 = 32 << 20;
+/// Most tensors of a checkpoint. A dense decoder has a dozen a layer; the largest mixtures of experts that were published in
+/// one checkpoint have about 100,000.
+const TENSORS_MAX: usize = 1 << 17;
+/// Longest name of a tensor or shard, bytes. Published ones stay below 150.
+const NAME_BYTES_MAX: usize = 512;
+/// JSON values in the entry of one tensor. A tensor has a type, two offsets and a few extents.
+const ENTRY_VALUES_MAX: usize = 64;
 
 pub const SINGLE_FILE: &str = "model.safetensors";
 pub const INDEX_FILE: &str = "model.safetensors.index.json";
@@ -34,6 +43,8 @@ pub const INDEX_FILE: &str = "model.safetensors.index.json";
 pub enum WeightsError {
     #[error("`{file}`: {error}")]
     Io { file: String, error: io::Error },
+    #[error(transparent)]
+    File(FileError),
     #[error("`{dir}` has no `{SINGLE_FILE}` and no `{INDEX_FILE}`")]
     NoWeights { dir: String },
     #[error("`{file}` is a {format} checkpoint; only safetensors is read (a pickle file can run code)")]
@@ -128,23 +139,19 @@ impl Checkpoint {
     }
 
     fn add_shards(&mut self, dir: &Path, faults: &mut Vec<WeightsError>) {
-        #[derive(Deserialize)]
-        struct Index {
-            weight_map: BTreeMap<String, String>,
-        }
-        let text = match read_bounded(&dir.join(INDEX_FILE), INDEX_BYTES_MAX) {
+        let text = match files::read_bytes(&dir.join(INDEX_FILE), INDEX_BYTES_MAX) {
             Ok(text) => text,
-            Err(error) => return faults.push(WeightsError::Io { file: INDEX_FILE.to_string(), error }),
+            Err(error) => return faults.push(WeightsError::File(error)),
         };
         self.header_bytes_read += text.len() as u64;
-        let index: Index = match serde_json::from_slice(&text) {
-            Ok(index) => index,
+        let placed: BTreeMap<String, String> = match serde_json::from_slice::<Index>(&text) {
+            Ok(index) => index.weight_map.0.into_iter().collect(),
             Err(error) => return faults.push(WeightsError::IndexSyntax { detail: error.to_string() }),
         };
-        if index.weight_map.is_empty() {
+        if placed.is_empty() {
             faults.push(WeightsError::IndexSyntax { detail: "`weight_map` is empty".to_string() });
         }
-        let mut shards: Vec<&String> = index.weight_map.values().collect();
+        let mut shards: Vec<&String> = placed.values().collect();
         shards.sort_unstable();
         shards.dedup();
         for shard in shards {
@@ -162,13 +169,13 @@ impl Checkpoint {
             return; // Tensors of an unreadable shard would all be reported as missing from it.
         }
         let shard_of = |t: &HeaderTensor| file_name(&self.files[t.file].0);
-        for (tensor, shard) in &index.weight_map {
+        for (tensor, shard) in &placed {
             if self.tensors.get(tensor).is_none_or(|t| shard_of(t) != *shard) {
                 faults.push(WeightsError::IndexTensorMissing { tensor: tensor.clone(), shard: shard.clone() });
             }
         }
         for (tensor, t) in &self.tensors {
-            if !index.weight_map.contains_key(tensor) {
+            if !placed.contains_key(tensor) {
                 faults.push(WeightsError::IndexTensorUnlisted { tensor: tensor.clone(), shard: shard_of(t) });
             }
         }
@@ -226,7 +233,7 @@ impl Checkpoint {
     fn map(&self, file: usize) -> Result<Mmap, WeightsError> {
         let (path, bytes) = &self.files[file];
         let fault = |error| WeightsError::Io { file: file_name(path), error };
-        let handle = File::open(path).map_err(fault)?;
+        let handle = files::open(path).map_err(WeightsError::File)?;
         // SAFETY: a mapping is unsound only if the file changes under it. Weight files are treated as immutable, as
         // every reader of mapped checkpoints does; the length is compared so that a file replaced since its header
         // was checked is an error here and not a fault at first access.
@@ -264,20 +271,11 @@ fn bytes_of(range: &Range<u64>) -> Range<usize> {
     range.start as usize..range.end as usize
 }
 
-fn read_bounded(path: &Path, bytes_max: u64) -> io::Result<Vec<u8>> {
-    let mut text = Vec::new();
-    File::open(path)?.take(bytes_max + 1).read_to_end(&mut text)?;
-    if text.len() as u64 > bytes_max {
-        return Err(io::Error::other(format!("expected at most {bytes_max} bytes")));
-    }
-    Ok(text)
-}
-
 /// Header bytes (without the length field) and file length.
 fn read_header(path: &Path, name: &str) -> Result<(Vec<u8>, u64), WeightsError> {
     let file = || name.to_string();
     let io = |error| WeightsError::Io { file: file(), error };
-    let mut handle = File::open(path).map_err(io)?;
+    let mut handle = files::open(path).map_err(WeightsError::File)?;
     let file_bytes = handle.metadata().map_err(io)?.len();
     if file_bytes < 8 {
         return Err(WeightsError::TooShort { file: file(), bytes: file_bytes });
@@ -296,26 +294,150 @@ fn read_header(path: &Path, name: &str) -> Result<(Vec<u8>, u64), WeightsError> 
     Ok((header, file_bytes))
 }
 
-/// A JSON object with its keys in file order, repeated ones kept: a map would silently keep the last.
-struct Pairs(Vec<(String, serde_json::Value)>);
+/// What an index says: the shard of each tensor.
+#[derive(Deserialize)]
+struct Index {
+    weight_map: Pairs<String>,
+}
 
-impl<'de> Deserialize<'de> for Pairs {
-    fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct PairsVisitor;
-        impl<'de> Visitor<'de> for PairsVisitor {
-            type Value = Pairs;
+/// Names of the shards in an index, each once.
+///
+/// # Errors
+/// A text that is no index.
+pub fn shards_of(index: &[u8]) -> Result<BTreeSet<String>, serde_json::Error> {
+    let Index { weight_map } = serde_json::from_slice(index)?;
+    Ok(weight_map.0.into_iter().map(|(_, shard)| shard).collect())
+}
+
+/// The key of a header that names no tensor.
+const METADATA: &str = "__metadata__";
+
+/// Reads what a name in an object stands for.
+trait Entry<'de>: Sized {
+    fn read<A: MapAccess<'de>>(name: &str, map: &mut A) -> Result<Self, A::Error>;
+}
+
+/// A shard.
+impl<'de> Entry<'de> for String {
+    fn read<A: MapAccess<'de>>(_: &str, map: &mut A) -> Result<String, A::Error> {
+        let shard: String = map.next_value()?;
+        short::<A::Error>(&shard)?;
+        Ok(shard)
+    }
+}
+
+/// A tensor, or what is wrong with its entry; `None`: the metadata.
+impl<'de> Entry<'de> for Option<Result<TensorInfo, String>> {
+    fn read<A: MapAccess<'de>>(name: &str, map: &mut A) -> Result<Self, A::Error> {
+        if name == METADATA {
+            return map.next_value::<IgnoredAny>().map(|_| None);
+        }
+        // By way of a value, so that a bad entry is a fault of its tensor and reading goes on.
+        let value = map.next_value_seed(Few(&mut ENTRY_VALUES_MAX.clone()))?;
+        Ok(Some(TensorInfo::deserialize(&value).map_err(|error| {
+            // serde lists all 21 known dtypes after the first comma; the offender is enough.
+            error.to_string().split(", expected").next().unwrap_or_default().to_string()
+        })))
+    }
+}
+
+/// An object of at most [`TENSORS_MAX`] short names: in file order, repeated ones kept.
+struct Pairs<T>(Vec<(String, T)>);
+
+impl<'de, T: Entry<'de>> Deserialize<'de> for Pairs<T> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct PairsVisitor<T>(PhantomData<T>);
+        impl<'de, T: Entry<'de>> Visitor<'de> for PairsVisitor<T> {
+            type Value = Pairs<T>;
             fn expecting(&self, f: &mut fmt::Formatter) -> fmt::Result {
                 f.write_str("an object of tensors")
             }
-            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Pairs, A::Error> {
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Pairs<T>, A::Error> {
                 let mut pairs = Vec::new();
-                while let Some(pair) = map.next_entry()? {
-                    pairs.push(pair);
+                while let Some(name) = map.next_key::<String>()? {
+                    short::<A::Error>(&name)?;
+                    if pairs.len() == TENSORS_MAX {
+                        return Err(A::Error::custom(format!("expected at most {TENSORS_MAX} tensors, found more")));
+                    }
+                    let value = T::read(&name, &mut map)?;
+                    pairs.push((name, value));
                 }
                 Ok(Pairs(pairs))
             }
         }
-        deserializer.deserialize_map(PairsVisitor)
+        deserializer.deserialize_map(PairsVisitor(PhantomData))
+    }
+}
+
+fn short<E: serde::de::Error>(name: &str) -> Result<(), E> {
+    if name.len() <= NAME_BYTES_MAX {
+        return Ok(());
+    }
+    let start: String = name.chars().take(40).collect();
+    let bytes = name.len();
+    Err(E::custom(format!("expected names of at most {NAME_BYTES_MAX} bytes, found one of {bytes}: `{start}...`")))
+}
+
+/// Reads a JSON value of at most so many values, itself and those inside it: ten bytes of text are a value of thirty.
+struct Few<'n>(&'n mut usize);
+
+impl Few<'_> {
+    fn one<E: serde::de::Error>(self, value: Value) -> Result<Value, E> {
+        match self.0.checked_sub(1) {
+            Some(left) => {
+                *self.0 = left;
+                Ok(value)
+            }
+            None => Err(E::custom(format!("expected at most {ENTRY_VALUES_MAX} values in the entry of a tensor"))),
+        }
+    }
+}
+
+impl<'de> DeserializeSeed<'de> for Few<'_> {
+    type Value = Value;
+    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<Value, D::Error> {
+        deserializer.deserialize_any(self)
+    }
+}
+
+impl<'de> Visitor<'de> for Few<'_> {
+    type Value = Value;
+    fn expecting(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        f.write_str("the entry of a tensor")
+    }
+    fn visit_unit<E: serde::de::Error>(self) -> Result<Value, E> {
+        self.one(Value::Null)
+    }
+    fn visit_bool<E: serde::de::Error>(self, value: bool) -> Result<Value, E> {
+        self.one(value.into())
+    }
+    fn visit_i64<E: serde::de::Error>(self, value: i64) -> Result<Value, E> {
+        self.one(value.into())
+    }
+    fn visit_u64<E: serde::de::Error>(self, value: u64) -> Result<Value, E> {
+        self.one(value.into())
+    }
+    fn visit_f64<E: serde::de::Error>(self, value: f64) -> Result<Value, E> {
+        self.one(value.into())
+    }
+    fn visit_str<E: serde::de::Error>(self, value: &str) -> Result<Value, E> {
+        short::<E>(value)?;
+        self.one(value.into())
+    }
+    fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Value, A::Error> {
+        let mut values = Vec::new();
+        while let Some(value) = seq.next_element_seed(Few(self.0))? {
+            values.push(value);
+        }
+        self.one(Value::Array(values))
+    }
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Value, A::Error> {
+        let mut values = serde_json::Map::new();
+        while let Some(key) = map.next_key::<String>()? {
+            short::<A::Error>(&key)?;
+            values.insert(key, map.next_value_seed(Few(self.0))?);
+        }
+        self.one(Value::Object(values))
     }
 }
 
@@ -327,7 +449,7 @@ fn parse_header(
     faults: &mut Vec<WeightsError>,
 ) -> Vec<(String, TensorInfo)> {
     let file = || file.to_string();
-    let pairs: Pairs = match serde_json::from_slice(header) {
+    let pairs: Pairs<Option<Result<TensorInfo, String>>> = match serde_json::from_slice(header) {
         Ok(pairs) => pairs,
         Err(error) => {
             faults.push(WeightsError::HeaderSyntax { file: file(), detail: error.to_string() });
@@ -337,19 +459,15 @@ fn parse_header(
     let faults_before = faults.len();
     let mut seen = HashSet::new();
     let mut entries = Vec::new();
-    for (tensor, value) in pairs.0 {
+    for (tensor, entry) in pairs.0 {
         if !seen.insert(tensor.clone()) {
             faults.push(WeightsError::DuplicateInHeader { file: file(), tensor });
             continue;
         }
-        if tensor == "__metadata__" {
-            continue;
-        }
-        let info = match TensorInfo::deserialize(&value) {
-            Ok(info) => info,
-            Err(error) => {
-                // serde lists all 21 known dtypes after the first comma; the offender is enough.
-                let detail = error.to_string().split(", expected").next().unwrap_or_default().to_string();
+        let info = match entry {
+            None => continue,
+            Some(Ok(info)) => info,
+            Some(Err(detail)) => {
                 faults.push(WeightsError::TensorEntry { file: file(), tensor, detail });
                 continue;
             }
@@ -632,6 +750,8 @@ fn norms(graph: &ModelGraph) -> impl Iterator<Item = &Norm> {
 
 #[cfg(test)]
 mod tests {
+    use std::fs::File;
+
     use super::*;
     use crate::model::config;
 
@@ -714,6 +834,45 @@ mod tests {
         expect(two("[4,12]", "[12,20]", 20), "`model.safetensors`: a hole of 4 bytes before tensor `a`");
         let twice = TWO.replace("\"b\"", "\"a\"");
         expect(single(&twice, 16), "`model.safetensors`: the header names tensor `a` twice");
+    }
+
+    /// What a small file can make a reader hold or print is bounded.
+    #[test]
+    fn headers_and_indices_are_bounded_in_names_and_values() {
+        let empty = |name: &str| format!(r#""{name}":{{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}"#);
+        let many: Vec<String> = (0..=TENSORS_MAX).map(|i| empty(&i.to_string())).collect();
+        let found = single(&format!("{{{}}}", many.join(",")), 0);
+        let expected =
+            "`model.safetensors`: the header is no safetensors header: expected at most 131072 tensors, found more";
+        assert!(found.starts_with(expected) && found.len() < 200, "{found}");
+        let at_most = format!("{{{}}}", many[1..].join(","));
+        assert_eq!(
+            Checkpoint::open(folder(&[(SINGLE_FILE, file(&at_most, &[]))]).path()).unwrap().tensors().len(),
+            TENSORS_MAX
+        );
+
+        let long = "n".repeat(NAME_BYTES_MAX + 1);
+        let found = single(&format!("{{{}}}", empty(&long)), 0);
+        assert!(
+            found.contains("expected names of at most 512 bytes, found one of 513: `nnn") && found.len() < 250,
+            "{found}"
+        );
+        let deep = format!(r#"{{"t":{{"dtype":"F32","shape":[{}1],"data_offsets":[0,0]}}}}"#, "1,".repeat(100_000));
+        let found = single(&deep, 0);
+        assert!(found.contains("expected at most 64 values in the entry of a tensor"), "{found}");
+        let metadata = format!(r#"{{"__metadata__":{{"k":[{}1]}},{}}}"#, "1,".repeat(1000), empty("t"));
+        assert!(Checkpoint::open(folder(&[(SINGLE_FILE, file(&metadata, &[]))]).path()).is_ok());
+
+        let index = |text: String| faults(&[(INDEX_FILE, text.into_bytes())]);
+        let many: Vec<String> = (0..=TENSORS_MAX).map(|i| format!(r#""{i}":"a.safetensors""#)).collect();
+        let found = index(format!(r#"{{"weight_map":{{{}}}}}"#, many.join(",")));
+        assert!(found.contains("expected at most 131072 tensors, found more"), "{found}");
+        let found = index(format!(r#"{{"weight_map":{{"t":"{long}.safetensors"}}}}"#));
+        assert!(found.contains("expected names of at most 512 bytes") && found.len() < 250, "{found}");
+        let sparse = tempfile::tempdir().unwrap();
+        File::create(sparse.path().join(INDEX_FILE)).unwrap().set_len(1 << 40).unwrap();
+        let found = Checkpoint::open(sparse.path()).unwrap_err();
+        assert!(found[0].to_string().contains("expected at most 33554432 bytes"), "{found:?}");
     }
 
     #[test]

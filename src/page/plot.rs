@@ -12,12 +12,12 @@ pub struct Axis {
     pub label: String,
     pub low: f64,
     pub high: f64,
-    /// Digits behind the point of a tick.
+    /// Decimal places of a tick.
     pub digits: usize,
 }
 
 impl Axis {
-    /// An axis that holds all values with some room; `None` where there is none, or one that is no number.
+    /// An axis that holds all values with some room; `None` without values, or if one is not finite.
     pub fn around(label: &str, values: impl Iterator<Item = f64>) -> Option<Axis> {
         let (mut low, mut high) = (f64::INFINITY, f64::NEG_INFINITY);
         for value in values {
@@ -152,7 +152,7 @@ impl Plot {
         self.text([x, y - 8.0], "middle", text);
     }
 
-    /// The element, with what it shows in words for those who do not see it.
+    /// The element, with a text alternative for screen readers.
     pub fn svg(&self, label: &str) -> String {
         let ([width, height], label) = (self.size, escaped(label));
         format!(

@@ -345,7 +345,7 @@ pub(super) fn space_of(site: &Site<'_>) -> Space {
     let default = site.default_candidate();
     let fixed = |consumer_warps: u32| {
         // The smallest ring that these warps can have, so that all else is what shared memory holds.
-        let slot_bytes = consumer_warps * crate::ir::op::GRANULE_BYTES * 4;
+        let slot_bytes = consumer_warps * crate::ir::layout::GRANULE_BYTES * 4;
         let smallest = Candidate {
             consumer_warps,
             slot_bytes,
@@ -359,7 +359,10 @@ pub(super) fn space_of(site: &Site<'_>) -> Space {
             site.lower(&smallest).and_then(|program| schedule(program, &keys::unmeasured(site.target), &smallest));
         placed.map_or(0, |schedule| {
             let smem = &schedule.machine.smem;
-            smem.iter().filter(|part| part.name != "ring").map(|part| u64::from(part.bytes)).sum()
+            smem.iter()
+                .filter(|part| part.kind != crate::ir::schedule::SmemKind::Ring)
+                .map(|part| u64::from(part.bytes))
+                .sum()
         })
     };
     let space = Space::new(graph, site.target, *precision, decode.context_max, default.clone(), fixed);

@@ -6,8 +6,10 @@
 //! again. Queues are no part that is stored: what is uploaded is encoded from a schedule that was proven in this process,
 //! and compared with what was encoded when it was proven first.
 //!
-//! Not promised: who can write the cache can replace a part and its link. Then the schedule is still proven anew, and a
-//! launch still has a deadline, but a cubin that computes something else is noticed by `check` alone.
+//! Not promised without a key: who can write the cache can replace a part and its link. Then the schedule is still proven
+//! anew, and a launch still has a deadline, but a schedule or cubin that computes something else is noticed by `check` alone,
+//! which only `build` runs. With a key (`cache::Key`) every entry, links among them, is sealed with it, and what was made
+//! without it is not found at all.
 
 use std::fmt;
 
@@ -67,6 +69,11 @@ fn link_key(stage: &str, key: &Digest) -> Digest {
     Digest::of(format!("{stage} {key}").as_bytes())
 }
 
+/// What the cache says about a link.
+fn link_why(stage: &str, key: &Digest) -> String {
+    format!("{stage} = {key}\n")
+}
+
 /// The digest that a link names.
 pub(super) fn linked_content(bytes: &[u8]) -> Option<Digest> {
     std::str::from_utf8(bytes).ok().and_then(|text| Digest::parse(text.trim_end()).ok())
@@ -80,6 +87,7 @@ impl Workspace {
     pub(super) fn trusted(&self, keyed: &Keyed) -> Result<Option<Entry>, Fault> {
         let Some(entry) = self.cache.get(keyed.stage, &keyed.key)? else { return Ok(None) };
         if self.linked(keyed, &entry)? {
+            self.cache.explain(keyed.stage, &keyed.key, &keyed.why);
             return Ok(Some(entry));
         }
         self.cache.remove(keyed.stage, &keyed.key)?;
@@ -134,6 +142,7 @@ impl Workspace {
 
     fn vouched(&self, stage: &str, key: &Digest) -> Result<Option<(Digest, String)>, Fault> {
         let Some(entry) = self.cache.get(keys::LINK, &link_key(stage, key))? else { return Ok(None) };
+        self.cache.explain(keys::LINK, &link_key(stage, key), &link_why(stage, key));
         let place = entry.path().display().to_string();
         let bytes = entry.bytes()?;
         match linked_content(&bytes) {
@@ -150,7 +159,7 @@ impl Workspace {
             Some(_) => self.cache.remove(keys::LINK, &link_key(stage, key))?,
             None => {}
         }
-        let why = format!("{stage} = {key}\n");
+        let why = link_why(stage, key);
         self.cache.put(keys::LINK, &link_key(stage, key), &why, format!("{content}\n").as_bytes())?;
         Ok(())
     }

@@ -175,6 +175,8 @@ impl<'a> Executor<'a> {
                 match checked {
                     Ok(checked) => Ok(checked.to_entry()),
                     Err(Ran::Fault(fault)) => Err(fault),
+                    // A checkpoint's fault says nothing about a candidate.
+                    Err(Ran::Check(error @ CheckError::Weight { .. })) => Err(error.into()),
                     Err(Ran::Check(error)) => {
                         self.tried().append(Some(took_ms), None, vec![failed(&error)])?;
                         Err(error.into())

@@ -14,6 +14,7 @@ use crate::codegen::KernelSource;
 use crate::codegen::emit::{Trace, emit};
 use crate::digest::Digest;
 use crate::error::{Fault, Tier};
+use crate::files;
 use crate::interp::Pack;
 use crate::ir::parse::parse;
 use crate::ir::print::print;
@@ -150,7 +151,7 @@ pub(super) fn load_model(workspace: &Workspace, manifest: &Manifest) -> Result<M
             (imported, keyed, commit)
         }
         Resolved::Synthetic { config, seed } => {
-            let text = crate::files::read_text(&config, CONFIG_BYTES_MAX)?;
+            let text = files::read_text(&config, CONFIG_BYTES_MAX)?;
             let imported = import_config_only(&text, seed)?;
             let keyed = ImportKey {
                 code: keys::code(keys::IMPORT),
@@ -203,13 +204,13 @@ fn unreadable(path: &Path, error: impl std::fmt::Display) -> Fault {
 
 fn read_bounded(path: &Path, bytes_max: u64) -> Result<Vec<u8>, Fault> {
     let mut bytes = vec![];
-    let read = File::open(path).and_then(|file| file.take(bytes_max).read_to_end(&mut bytes));
+    let read = files::open(path)?.take(bytes_max).read_to_end(&mut bytes);
     read.map(|_| bytes).map_err(|error| unreadable(path, error))
 }
 
 /// Digest of the header of a safetensors file that the importer has accepted.
 fn header_digest(path: &Path) -> Result<Digest, Fault> {
-    let mut file = File::open(path).map_err(|error| unreadable(path, error))?;
+    let mut file = files::open(path)?;
     let mut length = [0; 8];
     file.read_exact(&mut length).map_err(|error| unreadable(path, error))?;
     let length = u64::from_le_bytes(length).min(HEADER_BYTES_MAX);

@@ -8,9 +8,12 @@
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::time::Duration;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
 
-use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use rustix::process::{Resource, Rlimit, Signal, getpid, getppid, getrlimit, kill_process, setrlimit};
 use rustix::time::{ClockId, clock_gettime};
 use serde::{Deserialize, Serialize};
 
@@ -53,8 +56,14 @@ impl Ask {
         }
     }
 
+    /// Processor time.
     fn seconds(&self) -> u64 {
         SECONDS + self.bytes() / BYTES_PER_SECOND
+    }
+
+    /// Wall time: a machine that is busy with other things takes longer.
+    fn deadline(&self) -> Duration {
+        Duration::from_secs(2 * self.seconds())
     }
 }
 
@@ -173,9 +182,7 @@ impl Tokens {
         let mut worker =
             self.worker.take().ok_or_else(|| Fault::internal("a tokenizer is asked whose process has ended"))?;
         let line = serde_json::to_string(ask).map_err(|error| Fault::internal(format!("no JSON: {error}")))?;
-        // Processor time is what the child may have; a machine that is busy with other things takes longer.
-        let deadline = Duration::from_secs(2 * ask.seconds());
-        match worker.exchange(&line, deadline, &|| false)? {
+        match worker.exchange(&line, ask.deadline(), &|| false)? {
             Reply::Line(line) => {
                 let said = serde_json::from_str(&line)
                     .map_err(|error| Fault::internal(format!("a tokenizer's process answered nonsense: {error}")))?;
@@ -221,7 +228,8 @@ fn unexpected(said: &Said) -> Fault {
 
 /// Answers what is asked of the tokenizer in `dir`, a line each, until there is no more.
 ///
-/// For a process of its own: it bounds the memory and the processor time of the process that it runs in.
+/// For a process of its own: it bounds the memory, the processor time and the wall time of the process that it runs in, and
+/// ends it when its parent has ended.
 ///
 /// # Errors
 /// A system that bounds no process; lines that are no question; an output that nobody reads.
@@ -230,6 +238,7 @@ pub fn serve_tokens(
     lines: impl Iterator<Item = io::Result<String>>,
     mut output: impl Write,
 ) -> Result<(), Fault> {
+    let watch = Watch::start();
     let mut asks = lines.map(|line| {
         let line = line.map_err(|error| Fault::environment(format!("cannot read what is asked: {error}")))?;
         let ask: Ask = serde_json::from_str(&line).map_err(|error| {
@@ -238,17 +247,20 @@ pub fn serve_tokens(
                 .with_remedy("this command is started by those that read text")
         })?;
         bound(&ask)?;
+        watch.begin(&ask);
         Ok::<Ask, Fault>(ask)
     });
     let mut say = |said: Result<Said, Fault>| {
         let said = said.unwrap_or_else(|fault| Said::Fault { fault });
         let line = serde_json::to_string(&said).map_err(|error| Fault::internal(format!("no JSON: {error}")))?;
+        watch.rest();
         writeln!(output, "{line}")
             .and_then(|()| output.flush())
             .map_err(|error| Fault::environment(format!("nobody reads the answers: {error}")))
     };
     // A tokenizer may allocate for ever before it is there: bounded from the first byte of its files on.
     bound(&Ask::Load)?;
+    watch.begin(&Ask::Load);
     let mut tokenizer = match Tokenizer::load(dir) {
         Ok(tokenizer) => tokenizer,
         Err(error) => return say(Err(error.into())),
@@ -293,6 +305,46 @@ pub fn serve_tokens(
         }
     }
     Ok(())
+}
+
+/// Ends this process when its parent is gone, or when an answer takes longer than the parent would wait. The limit of processor
+/// time does not end a read that blocks, and a parent that was killed cannot end its child.
+struct Watch {
+    started: Instant,
+    /// Milliseconds after `started` at which the process ends; [`Watch::RESTING`] while nothing is asked.
+    due_ms: Arc<AtomicU64>,
+}
+
+impl Watch {
+    const RESTING: u64 = u64::MAX;
+    /// Between two looks.
+    const LOOK: Duration = Duration::from_millis(200);
+    /// Beyond the deadline of the parent, who knows better what to say.
+    const GRACE: Duration = Duration::from_secs(5);
+
+    fn start() -> Watch {
+        let watch = Watch { started: Instant::now(), due_ms: Arc::new(AtomicU64::new(Self::RESTING)) };
+        let (started, due_ms, parent) = (watch.started, Arc::clone(&watch.due_ms), getppid());
+        thread::spawn(move || {
+            loop {
+                thread::sleep(Self::LOOK);
+                let late = started.elapsed().as_millis() as u64 > due_ms.load(Ordering::Relaxed);
+                if late || getppid() != parent {
+                    let _ = kill_process(getpid(), Signal::KILL);
+                }
+            }
+        });
+        watch
+    }
+
+    fn begin(&self, ask: &Ask) {
+        let due = self.started.elapsed() + ask.deadline() + Self::GRACE;
+        self.due_ms.store(due.as_millis() as u64, Ordering::Relaxed);
+    }
+
+    fn rest(&self) {
+        self.due_ms.store(Self::RESTING, Ordering::Relaxed);
+    }
 }
 
 /// Bounds what this process may take to answer.

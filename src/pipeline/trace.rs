@@ -71,7 +71,7 @@ impl Prepared {
         let device = Device::open(found.ordinal)?;
         let schedule = validated.schedule();
         let mut session = load_session(workspace, &device, validated, &cubin.bytes, &pack, Trace::On, steps)?;
-        fill_device_cache(&mut session, schedule, target, FILL_SEED, position)?;
+        fill_device_cache(&mut session, schedule, FILL_SEED, position)?;
         session.start(&check_ids(imported.graph.vocab, position + 1), &[])?;
         for _ in 0..WARM_UP {
             session.run(position, steps, false)?;

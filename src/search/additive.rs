@@ -1,54 +1,54 @@
-//! Owns `Additive`: how much faster a candidate should be than the default, and how sure that is.
+//! Owns `Additive`: the expected log ratio of a candidate to the default, with its standard deviation.
 //!
 //! A Gaussian process whose function is a sum of one function for each knob (Duvenaud, Nickisch and Rasmussen, "Additive
 //! Gaussian processes", NIPS 2011; the regression is that of Rasmussen and Williams, "Gaussian processes for machine learning",
-//! 2006, chapter 2), 0 where a knob is as the default has it. One half of each function is a shape's own, and goes by values, so
-//! that campaigns of one shape with different defaults speak of one thing; the other half is shared by all shapes, and goes
-//! half by values and half by octaves from the default of each. Latency is not additive: what is left over is taken as noise that grows with the
-//! number of knobs that were turned. What is counted in slots of the ring goes by its bytes: half as many slots of twice the size are
-//! one move, not five.
+//! 2006, chapter 2), and 0 if a knob has the value of the default.
 //!
-//! What other campaigns say is worked out once, into the means and the covariances of this campaign's own values; each trial of
-//! its own then costs one update of these (a Kalman filter without motion), and a prediction a handful of sums.
+//! - One half of each function belongs to one shape and depends on values, so that campaigns of one shape with different defaults agree.
+//!   The other half is shared by all shapes, and depends half on values and half on octaves from the default.
+//! - Latency is not additive: the remainder is treated as noise that grows with the number of changed knobs.
+//! - Counts of ring slots are compared by their bytes: half as many slots of twice the size are one move, not five.
+//!
+//! The lessons of other campaigns are computed once, as means and covariances of this campaign's values. Each own trial then costs one
+//! update of these (a Kalman filter without motion), and a prediction costs a few sums.
 
-use crate::candidate::Values;
+use crate::candidate::{Knob, Values};
 
 use super::prior::{Group, Logs, Setting, nearest_settings};
 
-/// Standard deviation of the effect of one knob's value, as a log of ratios. What follows was fitted to campaigns of
-/// `flywheel/corpus/h200.csv.zst`, each trial predicted from those before it, and gave 0.04 here; searches among the measured effects of five
-/// shapes end 0.6 % better with more, which looks at more of what nobody has tried.
+/// Standard deviation of the effect of one knob's value, as a log ratio. The constants below were fitted to campaigns of
+/// `flywheel/corpus/h200.csv.zst`, each trial predicted from those before it. The fit gave 0.04 for this one; replayed searches of five shapes
+/// end 0.6 % better with 0.06, which explores more.
 const EFFECT: f64 = 0.06;
-/// Octaves over which an effect is alike.
+/// Octaves over which effects are similar.
 const OCTAVES: f64 = 2.0;
-/// Share of the variance that a value has for itself.
+/// Share of the variance that belongs to one value.
 const ALONE: f64 = 0.2;
-/// Share of the variance that a shape has for itself.
+/// Share of the variance that belongs to one shape.
 const OWN: f64 = 0.5;
-/// What leaving the default costs, for each knob and for each octave, where nothing is known: somebody has thought of it.
+/// Expected cost of leaving the default, for each knob and for each octave, before anything is measured: defaults were chosen with care.
 const LEAVING: f64 = 0.005;
 const FARTHER: f64 = 0.005;
-/// Standard deviations of a measurement, and of what one turned knob does to the effects of the others.
+/// Standard deviations of a measurement, and of the interaction of one changed knob with the others.
 const NOISE: f64 = 0.003;
 const TOGETHER: f64 = 0.0025;
-/// Standard deviation of the part of a log ratio that grows with the position where shares of the history are as they were: so much,
-/// and such a share of the whole.
+/// Standard deviation of the part of a log ratio that grows with the position if `splits` is unchanged: a constant, and a share of the whole
+/// log ratio.
 const DEEP_NOISE: f64 = 0.004;
 const DEEP_SHARE: f64 = 0.1;
-/// A candidate that is slower by more teaches no more: of several knobs that were turned one may be to blame.
+/// Bound on a log ratio that is learned: if several knobs were changed, a single one may be to blame for more.
 const LOG_MOST: f64 = 0.15;
-/// Trials of other campaigns that are read, the nearest settings first: the time to read them grows with the third power.
+/// Most trials of other campaigns to learn from, nearest settings first: the time grows with the third power.
 const ROWS_MAX: usize = 600;
-/// Of these, those of one setting at most, so that what is alike everywhere is told from what one shape has for itself; and those of
-/// this very setting.
+/// Of these, most trials of any one setting, so that effects of one shape can be told from shared ones; and most of this very setting.
 const ROWS_OF_SETTING: usize = 100;
 const ROWS_OWN: usize = 300;
-/// Of the cost model: how far its log ratio is believed, its standard deviation, and how far it goes at most.
+/// Weight of the cost model's log ratio, the standard deviation of that weight, and the bound on the log ratio.
 const TRUST: f64 = 0.3;
 const TRUST_SPREAD: f64 = 0.3;
 const GUESS_MOST: f64 = 0.3;
 
-/// A difference of two candidates: log of the latency of one by the other's.
+/// Expected log ratio of the latencies of two candidates.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Expected {
     pub log_ratio: f64,
@@ -56,7 +56,7 @@ pub struct Expected {
     pub spread: f64,
 }
 
-/// One knob of a campaign: its positions, ascending, and where they are in the state; the default's is nowhere.
+/// One knob of a campaign: its positions, ascending, and their indices in the state. The default's position has none.
 #[derive(Debug, Clone)]
 struct Axis {
     knob: usize,
@@ -64,7 +64,7 @@ struct Axis {
     places: Vec<Option<usize>>,
 }
 
-/// Means and covariances of the effects of all values of all knobs of one campaign, and of the trust in the cost model.
+/// Means and covariances of the effects of all values of all knobs of one campaign, and of the weight of the cost model.
 #[derive(Debug, Clone)]
 pub struct Additive {
     axes: Vec<Axis>,
@@ -73,7 +73,7 @@ pub struct Additive {
     covariance: Vec<f64>,
 }
 
-/// A knob in the state, or of a row: its position, relative to the default's and as it is, and the default's.
+/// A knob in the state, or of a row: its position relative to the default's, its position, and the default's.
 #[derive(Debug, Clone, Copy)]
 struct Turn {
     knob: usize,
@@ -84,30 +84,30 @@ struct Turn {
 
 /// A trial of an earlier campaign.
 struct Row {
-    /// Whether it is of this very setting.
+    /// Whether it has this very setting.
     own: bool,
     setting: usize,
     turns: Vec<Turn>,
     log_ratio: f64,
-    /// Variance of what the effects of its turns do not explain.
+    /// Variance that the effects of its turns do not explain.
     noise: f64,
 }
 
 /// Indices into [`KNOBS`](super::space::KNOBS). Of all knobs the shares of the history alone do what they do in proportion to the
 /// position (`flywheel/corpus/h200.csv.zst`: turned alone, 3 % at position 1900 and nothing at 32; all others do the same at both).
-const SPLITS: usize = 8;
-const SLOT_BYTES: usize = 3;
+const SPLITS: usize = Knob::Splits as usize;
+const SLOT_BYTES: usize = Knob::SlotBytes as usize;
 /// Slots of the ring, copies in flight, and free slots from which there may be more of these: they act by their bytes.
-const OF_SLOTS: [usize; 4] = [2, FLIGHT_HIGH, FLIGHT_LOW, FREE_SLOTS];
-const FLIGHT_HIGH: usize = 4;
-const FLIGHT_LOW: usize = 5;
-const FREE_SLOTS: usize = 6;
+const OF_SLOTS: [usize; 4] = [Knob::RingSlots as usize, FLIGHT_HIGH, FLIGHT_LOW, FREE_SLOTS];
+const FLIGHT_HIGH: usize = Knob::FlightHigh as usize;
+const FLIGHT_LOW: usize = Knob::FlightLow as usize;
+const FREE_SLOTS: usize = Knob::FlightFree as usize;
 /// Positions of such knobs are told apart by so much of an octave.
 const STEP: f64 = 0.25;
 
-/// Where a value of a knob is, in octaves.
+/// Position of a knob's value, in octaves.
 fn octaves(knob: usize, value: u32, slot_bytes: u32) -> f64 {
-    // Only of free slots there may be none.
+    // Only the number of free slots can be 0.
     let bytes = |slots: u32| (f64::from(slots.max(1)) * f64::from(slot_bytes.max(1))).log2();
     match OF_SLOTS.contains(&knob) {
         true if knob == FREE_SLOTS => bytes(value + 1),
@@ -117,7 +117,7 @@ fn octaves(knob: usize, value: u32, slot_bytes: u32) -> f64 {
 }
 
 fn position(values: &Values, knob: usize) -> f64 {
-    // A loader that is always in a hurry always has as many copies in flight.
+    // With `flight_free` 0, `flight_high` always applies and `flight_low` never.
     let acts = if knob == FLIGHT_LOW && values[FREE_SLOTS] == 0 { FLIGHT_HIGH } else { knob };
     octaves(knob, values[acts], values[SLOT_BYTES])
 }
@@ -126,7 +126,7 @@ fn turn(knob: usize, at: f64, from: f64) -> Turn {
     Turn { knob, moved: at - from, at, from }
 }
 
-/// The knobs in which a candidate is elsewhere than the default.
+/// The knobs in which a candidate differs from the default.
 fn turns(values: &Values, default: &Values) -> Vec<Turn> {
     let all = (0..values.len()).map(|knob| turn(knob, position(values, knob), position(default, knob)));
     all.filter(|turn| turn.moved.abs() > SAME).collect()
@@ -136,16 +136,16 @@ fn leaving(turn: &Turn) -> f64 {
     LEAVING + FARTHER * turn.moved.abs()
 }
 
-/// Share of the variance that two values have in common which are so many octaves apart.
+/// Share of the variance that two values have in common, by their distance in octaves.
 fn alike(apart: f64) -> f64 {
     let alone = if apart.abs() < SAME { ALONE } else { 0.0 };
     (1.0 - ALONE) * (-apart * apart / (2.0 * OCTAVES * OCTAVES)).exp() + alone
 }
 
-/// Octaves that are rounding.
+/// A difference in octaves that is rounding.
 const SAME: f64 = 1e-9;
 
-/// Covariance of the effects of two values of one knob; `same`: they are of one setting.
+/// Covariance of the effects of two values of one knob; `same`: they belong to one setting.
 fn covariance(a: &Turn, b: &Turn, same: bool) -> f64 {
     // By moves, the effect of none is 0.
     let moves = alike(a.moved - b.moved) - alike(a.moved) * alike(b.moved);
@@ -160,18 +160,18 @@ fn covariance_of_all(a: &[Turn], b: &[Turn], same: bool) -> f64 {
     pairs.map(|(a, b)| covariance(a, b, same)).sum()
 }
 
-/// Variance of what is measured of a point with so many turned knobs, beside the sum of their effects.
+/// Variance of a measurement around the sum of the effects of `turned` knobs.
 fn left_over(turned: usize) -> f64 {
     NOISE * NOISE + TOGETHER * TOGETHER * turned as f64
 }
 
-/// Variance of the part of a log ratio that grows with the position, as the effect of shares of the history.
+/// Variance of the part of a log ratio that grows with the position around the effect of `splits`.
 fn deep_noise(log_ratio: f64) -> f64 {
     DEEP_NOISE * DEEP_NOISE + (DEEP_SHARE * log_ratio).powi(2)
 }
 
 impl Additive {
-    /// Of a campaign that may give its knobs these values (index into [`KNOBS`](super::space::KNOBS), values), by what `groups` tell.
+    /// The model of a campaign whose knobs may have these values (index into [`KNOBS`](super::space::KNOBS), values), learned from `groups`.
     pub fn new(groups: &[Group], setting: &Setting, default: &Values, grid: &[(usize, Vec<u32>)]) -> Additive {
         let (mut axes, mut state) = (vec![], vec![]);
         let of_knob =
@@ -179,7 +179,7 @@ impl Additive {
         for (knob, values) in grid {
             let own = position(default, *knob);
             let mut positions: Vec<f64> = if OF_SLOTS.contains(knob) {
-                // So many slots of so many bytes, each a step apart.
+                // Bytes of every count of slots of every size, rounded to a step.
                 let sizes = of_knob(SLOT_BYTES).iter().chain(&default[SLOT_BYTES..=SLOT_BYTES]);
                 let also = if *knob == FLIGHT_LOW { of_knob(FLIGHT_HIGH) } else { &[] };
                 let values = || values.iter().chain(also);
@@ -262,7 +262,7 @@ impl Additive {
         self.mirror();
     }
 
-    /// What a candidate is of the state: places and weights. Values between two of the grid are between their effects.
+    /// A candidate as a weighted sum of places of the state. A value between two of the grid is interpolated.
     fn parts(&self, values: &Values, guess: f64) -> Vec<(usize, f64)> {
         let mut parts = Vec::with_capacity(self.axes.len() + 1);
         for Axis { knob, positions: grid, places } in &self.axes {
@@ -292,7 +292,7 @@ impl Additive {
         self.observe(&parts, logs.mean, left_over(parts.len() - 1));
     }
 
-    /// Learns what a part of the state came to, but for noise of this variance.
+    /// Conditions a weighted sum of the state on a log ratio, measured with noise of this variance.
     fn observe(&mut self, parts: &[(usize, f64)], log_ratio: f64, noise: f64) {
         let width = self.mean.len();
         let mut seen = vec![0.0; width];
@@ -312,12 +312,12 @@ impl Additive {
         }
     }
 
-    /// A candidate by the default.
+    /// Expected log ratio of a candidate to the default.
     pub fn expected(&self, values: &Values, guess: f64) -> Expected {
         self.of(&self.parts(values, guess))
     }
 
-    /// A candidate by another one. Where they agree nothing is unsure.
+    /// Expected log ratio of a candidate to another one. Knobs with equal values contribute no uncertainty.
     pub fn between(&self, (from, from_guess): (&Values, f64), (to, to_guess): (&Values, f64)) -> Expected {
         let mut parts = self.parts(to, to_guess);
         for (place, weight) in self.parts(from, from_guess) {
@@ -342,7 +342,7 @@ impl Additive {
     }
 }
 
-/// Trials of campaigns of this kind of target, those of the nearest settings first.
+/// Trials of campaigns on this kind of target, nearest settings first.
 fn rows(groups: &[Group], setting: &Setting) -> Vec<Row> {
     let near = nearest_settings(groups, setting);
     let mut all = vec![];
@@ -365,7 +365,7 @@ fn rows(groups: &[Group], setting: &Setting) -> Vec<Row> {
             rows.push(row(turns, log_ratio, noise));
         }
         let most = if own { ROWS_OWN } else { ROWS_OF_SETTING };
-        // Some of every campaign.
+        // Evenly over all campaigns.
         let step = rows.len().div_ceil(most).max(1);
         all.extend(rows.into_iter().step_by(step));
     }
@@ -377,7 +377,7 @@ fn dot(a: &[f64], b: &[f64]) -> f64 {
     a.iter().zip(b).map(|(a, b)| a * b).sum()
 }
 
-/// Cholesky's factor of a symmetric positive definite matrix, of which the lower half is given and replaced.
+/// Replaces the lower half of a symmetric positive definite matrix by its Cholesky factor.
 fn factor(matrix: &mut [f64], width: usize) {
     for i in 0..width {
         let (done, rest) = matrix.split_at_mut(i * width);
@@ -468,7 +468,7 @@ mod tests {
         let (one, two) = (additive.expected(&with(KNOB, 16), 0.0), additive.expected(&both, 0.0));
         assert!((one.log_ratio + 0.03).abs() < 0.002 && one.spread < 0.2 * unknown.spread, "{one:?}");
         assert!((two.log_ratio - 0.02).abs() < 0.003, "{two:?}");
-        // An octave on, it is likely to be alike, and less sure.
+        // One octave further, a similar effect is likely, with less certainty.
         let beyond = additive.expected(&with(KNOB, 32), 0.0);
         assert!(beyond.log_ratio < -0.01 && beyond.spread > 2.0 * one.spread, "{beyond:?}");
         let step = additive.between((&with(KNOB, 16), 0.0), (&both, 0.0));
@@ -490,7 +490,7 @@ mod tests {
         let [other, splits] = told(Some(0.07));
         assert!((other + 0.05).abs() < 0.015 && (splits - 0.07).abs() < 0.015, "{other} {splits}");
         let [other, splits] = told(None);
-        assert!((other - splits).abs() < 3e-3, "nobody knows which: {other} {splits}");
+        assert!((other - splits).abs() < 3e-3, "told nothing, it divides the effect: {other} {splits}");
     }
 
     #[test]

@@ -1,58 +1,59 @@
-//! Owns the cost model: what a step of a candidate should take, from the calibrated figures of its target.
+//! Owns the cost model: the predicted time of a candidate's step, from the calibrated figures of its target.
 //!
 //! ```text
-//! layer  = few + the longer of many and (stream - ahead), and a little of what overlaps
-//! few    = exchanges around attention (qkv, attention, o): wire each, and the serial work between them
-//! many   = the same of the MLP, where most is streamed
-//! ahead  = the shorter of few and (bytes around attention + ring) / bandwidth: then the ring is full
+//! layer  = few + max(many, stream - ahead) + a share of min(stream, few + many) that does not overlap
+//! few    = exchanges around attention (qkv, attention, o), `wire` each, and the serial work between them
+//! many   = the same for the MLP, where most bytes are streamed
+//! ahead  = min(few, (bytes around attention + ring) / bandwidth): then the ring is full
 //! stream = bytes of the SM with the most / min(its bandwidth, bytes in flight / latency of memory)
-//! wire   = idle + (loaded - idle) (bytes in flight / 32 KiB) u^1.8, u = stream / layer: a poll queues behind those bytes
+//! wire   = idle + (loaded - idle) (bytes in flight / 32 KiB) u^1.8, u = stream / layer: a poll waits for those bytes
 //! ```
 //!
-//! The figures of the target are measured ones. The constants below say what kernels do between two exchanges; they were
-//! fitted to the 281 trials of `flywheel/corpus/h200.csv.zst`, of SmolLM2-135M, Llama-3.2-1B, Qwen3-0.6B and Gemma-3-1B shapes on
-//! H200s; `monobloc flywheel rank` says how well predictions rank trials. They rank candidates before anything runs, and never
-//! stand in a column of measurements.
+//! The figures of the target are measured. The constants below describe the kernels' work between two exchanges. They were fitted to the
+//! first 281 trials of `flywheel/corpus/h200.csv.zst`: shapes of SmolLM2-135M, Llama-3.2-1B, Qwen3-0.6B and Gemma-3-1B on H200s. `monobloc
+//! flywheel rank` says how well predictions rank trials. Predictions rank candidates before anything runs, and never stand in a column of
+//! measurements.
 
-use crate::candidate::{Candidate, chunk_bytes, unit_bytes};
+use crate::candidate::Candidate;
 use crate::dtype::Precision;
+use crate::ir::layout::{chunk_bytes, unit_bytes};
 use crate::ir::op::UNIT_ROWS;
 use crate::model::graph::{Linear, ModelGraph};
 use crate::target::{Target, TargetKind};
 
-/// A single SM takes this much more than its share when others leave bandwidth over.
+/// Most bandwidth of a single SM, as a multiple of its share, if others leave bandwidth unused.
 const SM_BANDWIDTH_MOST: f64 = 1.35;
-/// Latency of device memory under load, µs: bytes in flight by it bound what one SM can take.
+/// Latency of device memory under load, µs: bytes in flight divided by it bound the bandwidth of one SM.
 const MEMORY_LATENCY_US: f64 = 1.07;
 /// Bytes in flight at which `hop_loaded_us` was measured.
 const LOADED_BYTES: f64 = 32_768.0;
-/// How fast polls are rid of the copies before them as memory is busy for less of the time.
+/// Exponent of the share of time in which memory is busy, in the delay of a poll.
 const BUSY_EXPONENT: f64 = 1.78;
-/// Instructions of a task between two exchanges that nothing hides, µs: some for each, and some for each 1024 of k.
+/// Instructions of a task between two exchanges that nothing hides, µs: for each task, and for each 1024 of k.
 const SERIAL_US: f64 = 0.07;
 const SERIAL_US_PER_K: f64 = 0.29;
-/// Share by which they take longer than with eight warps: with more, registers spill; with fewer, less is issued.
+/// Extra time compared with eight warps, as a share: with more warps, registers spill; with fewer, less is issued.
 const SERIAL_MANY_WARPS: [(u32, f64); 2] = [(13, 1.09), (9, 0.28)];
 const SERIAL_FEW_WARPS: f64 = 0.29;
-/// A barrier and its wait, µs a chunk.
+/// A barrier and its wait, µs per chunk.
 const CHUNK_US: f64 = 0.023;
 /// Share of the shorter of stream and chain that does not overlap.
 const OVERLAP_LOSS: f64 = 0.055;
-/// Attention of one task: serial work, µs; and how its reading compares with that of a matvec, for one head and each further.
+/// Attention of one task: serial work, µs; its reading time relative to a matvec's; and the extra share for each further head.
 const ATTENTION_US: f64 = 0.04;
 const ATTENTION_READ: f64 = 0.4;
 const ATTENTION_HEAD: f64 = 0.63;
-/// The merge of split attention, µs a share.
+/// The merge of split attention, µs per KV split.
 const MERGE_US: f64 = 0.013;
-/// Rounds of the fixed point of `layer` and `u`: each halves what is left.
+/// Rounds of the fixed point of `layer` and `u`: each halves the error.
 const ROUNDS: usize = 4;
 
-/// Where a predicted step goes, µs.
+/// The parts of a predicted step, µs.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct Predicted {
-    /// Weights and cache rows, at the bandwidth that the SM with the most of them gets.
+    /// Weights and cache rows of the SM with the most bytes, at its bandwidth.
     pub stream_us: f64,
-    /// Exchanges and the serial work between them, as far as they do not hide behind the stream.
+    /// Exchanges and the serial work between them, as far as the stream does not hide them.
     pub chain_us: f64,
     /// Attention over the cache, serial work included, likewise.
     pub attention_us: f64,
@@ -70,7 +71,7 @@ impl Predicted {
     }
 }
 
-/// Predicts a step at `position`; `None` where the target is no device, or was never calibrated.
+/// Predicts a step at `position`; `None` if the target is no device, or was never calibrated.
 pub fn predict(
     graph: &ModelGraph,
     target: &Target,
@@ -88,11 +89,10 @@ pub fn predict(
     let (sms, slot) = (f64::from(c.sms.max(1)), f64::from(c.slot_bytes.max(1)));
     let mean = bandwidth / f64::from(target.spec.sm_count.max(1));
     let fair = (bandwidth / sms).min(mean * SM_BANDWIDTH_MOST) * measured.sm_bandwidth_min_ratio.unwrap_or(1.0);
-    // What is in flight is not free: a loader of an empty ring is in a hurry until it has issued so many that fewer than
-    // `flight_free` slots are left.
+    // A slot in flight is not free: from an empty ring, `flight_high` applies until fewer than `flight_free` slots are left.
     let high = c.flight_high.min((c.ring_slots + 1).saturating_sub(c.flight_free)).max(c.flight_low);
     let per_sm = fair.min(f64::from(high) * slot / MEMORY_LATENCY_US);
-    // While an SM waits, its loader fills what is free of the ring: in a hurry until `flight_free` slots are left.
+    // While an SM waits, its loader fills the ring: `flight_high` applies until `flight_free` slots are left.
     let slots = f64::from(c.ring_slots.max(1));
     let hurry = 1.0 - f64::from(c.flight_free) / slots;
     let flight = slot * (f64::from(c.flight_low) + f64::from(high - c.flight_low) * hurry);
@@ -121,14 +121,14 @@ pub fn predict(
             matvec(layer.mlp.up.rows * gates, &layer.mlp.up),
             matvec(layer.mlp.down.rows, &layer.mlp.down),
         ];
-        // Of some tasks: bytes, and what the instructions between their exchanges take.
+        // Sums over tasks: bytes, and the time of the instructions between their exchanges.
         let sums = |tasks: &[(f64, f64, f64, f64)]| {
             tasks.iter().fold((0.0, 0.0), |(b, us), (bytes, chunks, serial, _)| (b + bytes, us + chunks + serial))
         };
         let (bytes, _) = sums(&tasks);
         let (few_bytes, few_us) = sums(&tasks[..2]);
         let (_, many_us) = sums(&tasks[2..]);
-        // What the ring holds: as many chunks as it has slots, of the sizes that a layer has.
+        // Bytes that the ring holds: a chunk in each slot, of the mean size of a layer's chunks.
         let chunk: f64 = tasks.iter().map(|(bytes, .., chunk)| bytes * chunk).sum::<f64>() / bytes.max(1.0);
         let held = slots * chunk;
         let seen = f64::from(attn.window.map_or(position, |window| position.min(window)));
@@ -140,8 +140,8 @@ pub fn predict(
         let merge = if split { MERGE_US * f64::from(shares) } else { 0.0 };
         let attention = turns * (rows / per_sm * heads * ATTENTION_READ + ATTENTION_US) + merge;
         let stream = (bytes + turns * rows) / per_sm;
-        // Before qkv, attention and o, and the merge; before gate and up, and down. A sum behind a norm is one more, except where
-        // every SM makes it: then the next matvec waits for none.
+        // Exchanges before qkv, attention, o and the merge; before gate and up, and down. A sum after a norm is one more, unless every SM
+        // makes it: then the next matvec waits for none.
         let posts = [&layer.attn_post_norm, &layer.mlp_post_norm]
             .map(|norm| if norm.is_some() && c.sums_everywhere == 0 { 1.0 } else { 0.0 });
         let few_hops = 3.0 + if split { 1.0 } else { 0.0 } + posts[0];
@@ -150,14 +150,14 @@ pub fn predict(
         for _ in 0..ROUNDS {
             let busy = (stream / us).min(1.0);
             wire = idle + queued * busy.powf(BUSY_EXPONENT);
-            // Around attention little is streamed, and the ring is full before the chain of waits is over.
+            // Around attention little is streamed, and the ring fills before the chain of waits ends.
             let few = few_hops * wire + few_us + attention;
             let many = many_hops * wire + many_us;
             let ahead = few.min((few_bytes + turns * rows + held) / per_sm);
             chain = few + many;
             us = few + many.max(stream - ahead) + OVERLAP_LOSS * stream.min(chain);
         }
-        // What is longer takes its time, and what hides behind it takes the rest.
+        // The stream takes its full time; the chain takes the remainder that the stream does not hide.
         let hidden = (us - stream).max(0.0);
         predicted.stream_us += us.min(stream);
         predicted.attention_us += hidden * attention / chain;

@@ -1,8 +1,7 @@
 //! Owns the loop of a campaign: ask, make, run, judge, record, tell, until there is a reason to stop.
 //!
-//! What making and running mean is the business of an [`Arena`]: the pipeline with a device in a child process, or a
-//! landscape that a test made up. A trial is recorded before the search is told of it, so that what a later campaign reads is
-//! never behind what this one acted on.
+//! An [`Arena`] builds and runs candidates: the pipeline with a device in a child process, or a simulated landscape in a test. A trial is
+//! recorded before the search is told of it, so that later campaigns read everything that this one acted on.
 
 use std::collections::BTreeMap;
 
@@ -16,15 +15,15 @@ use super::judge::{Judged, Rounds, judge, judge_default};
 use super::propose::{Ask, Outcome, Search, Stop};
 use super::space::Space;
 
-/// What builds and times candidates.
+/// Builds and times candidates.
 pub trait Arena {
-    /// A candidate that was made.
+    /// A candidate that was built.
     type Made;
-    /// What the arena has to say of a trial beyond its times.
+    /// What the arena records of a trial beside its times.
     type Evidence;
     type Fault;
 
-    /// Lowers, places, proves and compiles. `ahead` is what will probably be asked next.
+    /// Lowers, places, proves and compiles. `ahead`: the candidates that will probably be asked for next.
     ///
     /// # Errors
     /// Faults that end the campaign.
@@ -41,22 +40,22 @@ pub trait Arena {
         incumbent: Option<&Candidate>,
     ) -> Result<Ran<Self::Evidence>, Self::Fault>;
 
-    /// Keeps what came of a candidate, before the search acts on it.
+    /// Records the result of a candidate, before the search acts on it.
     ///
     /// # Errors
-    /// As [`Arena::make`]: a trial that cannot be kept did not take place.
+    /// As [`Arena::make`]: a trial that cannot be recorded did not take place.
     fn record(&mut self, settled: &Settled<'_, Self::Made, Self::Evidence>) -> Result<(), Self::Fault>;
 
-    /// A reason to stop that is not the search's own: an interrupt, or the clock.
+    /// A reason to stop from outside the search: an interrupt, or the clock.
     fn stop(&mut self) -> Option<Stop>;
 
-    /// How far the candidate that was kept last is above the floor of its bytes, as a fraction; `None` where that is not known.
+    /// How far the candidate that was kept last is above the floor of its bytes, as a fraction; `None` if unknown.
     fn floor_gap(&mut self) -> Option<f64>;
 }
 
-/// What became of making a candidate.
+/// Result of building a candidate.
 pub enum Made<T> {
-    /// `artefact` names what would run: two candidates with the same one are the same.
+    /// `artefact` names what would run: two candidates with the same one are duplicates.
     Ready {
         artefact: Digest,
         made: T,
@@ -64,19 +63,19 @@ pub enum Made<T> {
     Infeasible(String),
 }
 
-/// What became of running one.
+/// Result of running one.
 pub enum Ran<E> {
-    /// Checked. `rounds` is empty for the first candidate, which has nothing to take turns with.
+    /// Checked. `rounds` is empty for the first candidate, which has no incumbent to take turns with.
     Timed { rounds: Vec<Rounds>, evidence: E },
     /// Wrong, hung or crashed, or a time that cannot be true.
     Failed(E),
-    /// The user stopped it: the trial did not take place.
+    /// The user stopped it: the trial does not count.
     Interrupted,
 }
 
-/// A candidate with what came of it.
+/// A candidate with its result.
 pub struct Settled<'a, T, E> {
-    /// Number in the campaign; `None` for a candidate that does not fit.
+    /// Number in the campaign; `None` for an infeasible candidate.
     pub number: Option<u32>,
     pub candidate: &'a Candidate,
     pub proposer: Proposer,
@@ -90,7 +89,7 @@ pub enum SettledAs<'a, T, E> {
     Judged { made: &'a T, evidence: &'a E, judged: &'a Judged },
 }
 
-/// A trial of an interrupted campaign, as its rows tell it.
+/// A trial of an interrupted campaign, read from its rows.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Told {
     pub number: u32,
@@ -105,28 +104,28 @@ pub struct Told {
 pub struct Driven {
     pub best: Option<Candidate>,
     pub stop: Stop,
-    /// Measured now, the default included.
+    /// Measured by this run, the default included.
     pub ran: u32,
-    /// Latency of the best by the default's, where the two were compared at the end.
+    /// Ratio of the best candidate's latency to the default's, if the two were compared at the end.
     pub against_default: Option<Ratio>,
-    /// Candidates that made what another one makes, with that other one.
+    /// Duplicates, each with the candidate that gives the same artefact.
     pub duplicates: Vec<(Candidate, Candidate)>,
 }
 
-/// What a campaign goes on from, and with.
+/// The state that a campaign resumes from, and its settings.
 pub struct Start<'p, F> {
     pub told: Vec<Told>,
-    /// The fraction by which a candidate has to be faster to be kept.
+    /// Fraction by which a candidate has to be faster to be kept.
     pub margin: f64,
-    /// Somebody else who proposes; asked first, `None` leaves it to the search.
+    /// An external proposer. It is asked first; the answer `None` leaves the trial to the search.
     pub external: Option<Proposes<'p, F>>,
 }
 
-/// A proposer outside the search: sees the search and answers a candidate, or none.
+/// An external proposer: sees the search and answers a candidate, or none.
 pub type Proposes<'p, F> = &'p mut dyn FnMut(&Search<'_>) -> Result<Option<Candidate>, F>;
 
-/// A campaign as its rows tell it. A default that failed is left out: without one there is nothing to compare with, so it
-/// is tried again.
+/// The trials of a campaign. A default that failed is left out, so that it is tried again: without a default there is nothing to compare
+/// with.
 pub fn told(history: &History) -> Vec<Told> {
     let entries = history.entries.iter().filter(|e| e.number != Some(0) || e.outcome() != Outcome::Failed);
     entries
@@ -140,18 +139,18 @@ pub fn told(history: &History) -> Vec<Told> {
         .collect()
 }
 
-/// Where an earlier run left a campaign.
+/// The point where an earlier run left a campaign.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct Retold {
-    /// Of the next trial.
+    /// Number of the next trial.
     pub number: u32,
-    /// What was made, by its digest.
+    /// Candidates by the digest of their artefact.
     pub artefacts: BTreeMap<Digest, Candidate>,
-    /// The trial that compared the best with the default at the end.
+    /// The trial that compared the best candidate with the default at the end.
     pub compared: Option<u32>,
 }
 
-/// Tells a fresh search what came of the trials before.
+/// Tells a fresh search the results of the trials so far.
 pub fn retell(search: &mut Search<'_>, told: &[Told]) -> Retold {
     let mut retold = Retold::default();
     for Told { number, candidate, artefact, proposer, outcome } in told {
@@ -161,7 +160,7 @@ pub fn retell(search: &mut Search<'_>, told: &[Told]) -> Retold {
         }
         if *proposer == Proposer::Default && *number > 0 {
             search.settle(candidate, *outcome);
-            // What was decided at the end of an earlier run is open again as soon as there is another trial.
+            // Another trial reopens the decision at the end of an earlier run.
             retold.compared = Some(*number);
         } else {
             search.tell(candidate, *outcome);
@@ -172,7 +171,7 @@ pub fn retell(search: &mut Search<'_>, told: &[Told]) -> Retold {
 
 /// Runs a campaign to its end, from where `start.told` left it.
 ///
-/// At the end the default takes its turns with the best: a campaign ends with the default unless the best is faster beyond doubt.
+/// At the end the default is timed in turns with the best candidate: a campaign ends with the default unless the best is certainly faster.
 ///
 /// # Errors
 /// The first fault of the arena. What was recorded before stays recorded.
@@ -246,7 +245,7 @@ pub fn drive<A: Arena>(
         if let Some((outcome, judged)) = settled {
             search.settle(&default, outcome);
             driven.ran += 1;
-            // The default by the best, turned over.
+            // The inverse of default by best.
             driven.against_default = judged.and_then(|judged| judged.overall).map(|ratio| Ratio {
                 ratio: 1.0 / ratio.ratio,
                 low: 1.0 / ratio.high,
@@ -259,7 +258,7 @@ pub fn drive<A: Arena>(
     Ok(driven)
 }
 
-/// Runs and judges one candidate and records it; `None` where the user stopped it.
+/// Runs, judges and records one candidate; `None` if the user stopped it.
 fn settle<A: Arena>(
     arena: &mut A,
     number: u32,
@@ -292,7 +291,7 @@ fn settle<A: Arena>(
                     kept: judged.decision != Decision::Reverted,
                     deep: judged.deep(),
                 },
-                // No sound times: nothing is known of a candidate, and the default needs none to be the default.
+                // Without sound times a candidate failed; the default stays the default.
                 None if judged.decision.is_kept() => Outcome::Timed { ratio: 1.0, kept: true, deep: None },
                 None => Outcome::Failed,
             };
@@ -344,7 +343,7 @@ mod tests {
         Setting::new(&model, "h200", "cuda")
     }
 
-    /// Latency by the default's: a valley whose bottom is some octaves away from the default in a few knobs.
+    /// Latency divided by the default's: a valley whose bottom is some octaves away from the default in a few knobs.
     fn landscape(candidate: &Candidate, default: &Candidate) -> f64 {
         let moves = super::super::prior::moves(&candidate.values(), &default.values());
         let (mut cost, mut least) = (0.0, 0.0);
@@ -356,7 +355,7 @@ mod tests {
         1.0 + cost + rest - least
     }
 
-    /// A made-up machine, on which one trial in `one_in` goes wrong in some way.
+    /// A simulated machine, on which one trial in `one_in` fails in some way.
     struct MadeUp {
         default: Candidate,
         random: Random,

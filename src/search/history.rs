@@ -1,4 +1,4 @@
-//! Owns `History`: a campaign as its rows tell it, trial by trial, every latency relative to the default's.
+//! Owns `History`: a campaign read from its rows, trial by trial, with every latency relative to the default's.
 //!
 //! Ratios are chained through `incumbent`: they were taken in one process, launch by launch, so they do not drift with
 //! clocks and neighbours as latencies do. A chain of kept trials is biased, because luck helps a candidate to be kept. So
@@ -17,28 +17,28 @@ use super::propose::Outcome;
 #[derive(Debug, Clone, PartialEq)]
 pub struct History {
     pub campaign: Digest,
-    /// With the op, where one ran alone.
+    /// With the op, if one ran alone.
     pub manifest: String,
     pub model: ModelShape,
     /// Of the first trial.
     pub machine: Machine,
     pub context_max: u32,
     pub seed: u64,
-    /// The knobs and values that it could choose from.
+    /// Digest of the knobs and values that it could choose from.
     pub space: Digest,
     pub default: Candidate,
     pub entries: Vec<Entry>,
 }
 
-/// One trial at all its positions, or a point that does not fit.
+/// One trial at all its positions, or an infeasible point.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Entry {
-    /// `None`: it does not fit, and nothing ran.
+    /// `None`: it is infeasible, and nothing ran.
     pub number: Option<u32>,
     pub candidate: Candidate,
     pub proposer: Proposer,
     pub decision: Option<Decision>,
-    /// As the column has it, of the first row that is not `ok`.
+    /// As in the column; of the first row that is not `ok`, if there is one.
     pub verdict: &'static str,
     pub detail: String,
     pub check: Option<CheckFigures>,
@@ -55,9 +55,9 @@ pub struct Entry {
 pub struct TimedRow {
     pub id: Digest,
     pub timing: Timing,
-    /// What the cost model had said.
+    /// The cost model's prediction before the run.
     pub predicted_us: Option<f64>,
-    /// log of latency by the default's at this position.
+    /// Log ratio of its latency to the default's at this position.
     pub log_ratio: f64,
 }
 
@@ -73,12 +73,12 @@ impl Entry {
         mean(self.timed.iter().map(|row| row.log_ratio))
     }
 
-    /// The part of it that grows with the position; `None` where it was timed at fewer than two.
+    /// The part of it that grows with the position; `None` if it was timed at fewer than two.
     pub fn deep(&self) -> Option<f64> {
         deep_part(&self.timed.iter().map(|row| (row.timing.position, row.log_ratio)).collect::<Vec<_>>())
     }
 
-    /// log of the predicted time in µs, the mean of all positions; `None` where a position has no prediction.
+    /// Log of the predicted time in µs, mean over all positions; `None` if a position has no prediction.
     pub fn log_predicted(&self) -> Option<f64> {
         let logs: Option<Vec<f64>> = self.timed.iter().map(|row| Some(row.predicted_us?.ln())).collect();
         mean(logs?.into_iter())
@@ -88,7 +88,7 @@ impl Entry {
         self.decision.is_some_and(Decision::is_kept)
     }
 
-    /// What a search is told of it.
+    /// The result as a search is told of it.
     pub fn outcome(&self) -> Outcome {
         if self.number.is_none() {
             return Outcome::Infeasible;
@@ -108,8 +108,8 @@ impl Entry {
     }
 }
 
-/// How far latencies are above the floors of their bytes, the farthest of all, as a fraction of the floor; `None` where a
-/// floor is not known.
+/// How far latencies are above the floors of their bytes, as a fraction of the floor: the largest of all; `None` if a floor is
+/// unknown.
 pub fn floor_gap<'a>(timings: impl Iterator<Item = &'a Timing>) -> Option<f64> {
     let gaps = timings.map(|timing| Some(timing.latency_us_p50 / timing.floor_us? - 1.0));
     gaps.collect::<Option<Vec<f64>>>()?.into_iter().max_by(f64::total_cmp)
@@ -205,7 +205,7 @@ impl History {
         self.entries.iter().find(|entry| entry.decision == Some(Decision::First))
     }
 
-    /// Candidates that ran, comparisons with the default aside.
+    /// Candidates that ran, without comparisons with the default.
     pub fn trials(&self) -> usize {
         self.entries.iter().filter(|entry| entry.number.is_some() && entry.proposer != Proposer::Default).count()
     }

@@ -5,7 +5,7 @@
 use crate::flywheel::Decision;
 use crate::paired::{Ratio, Round, ratio};
 
-/// With fewer rounds the interval of their median is hardly more than what was seen.
+/// With fewer rounds, the interval of their median is hardly wider than the observed values.
 pub const ROUNDS_MIN: usize = 5;
 
 /// Times at one position, µs per step.
@@ -19,8 +19,8 @@ pub struct Rounds {
 #[derive(Debug, Clone, PartialEq)]
 pub struct Judged {
     pub decision: Decision,
-    /// Candidate by incumbent over all positions, which count alike: the geometric mean of a round's ratios at every
-    /// position. `None` where there are too few rounds, or a time that is none.
+    /// Ratio of candidate to incumbent over all positions with equal weight: the geometric mean of a round's ratios. `None` if there are
+    /// too few rounds, or if a time is not positive and finite.
     pub overall: Option<Ratio>,
     /// By position, in the order of the rounds.
     pub positions: Vec<(u32, Option<Ratio>)>,
@@ -34,10 +34,10 @@ impl Judged {
     }
 }
 
-/// Judges a candidate. `margin`: the fraction by which it has to be faster; `simpler`: whether it would replace an equal, one that
-/// is within the margin and not slower beyond doubt: steps of less than the margin would add up.
+/// Judges a candidate. `margin`: the fraction by which it has to be faster. `simpler`: whether it may replace an equal incumbent, which
+/// means within the margin and not certainly slower; otherwise losses below the margin would add up.
 ///
-/// Too few rounds, or a time that is none, keep the incumbent: a decision needs evidence.
+/// With too few rounds or an invalid time the incumbent stays: a decision needs evidence.
 pub fn judge(all: &[Rounds], margin: f64, simpler: bool) -> Judged {
     let positions = all.iter().map(|r| (r.position, ratio(&r.rounds))).collect();
     let count = all.iter().map(|r| r.rounds.len()).min().unwrap_or(0);
@@ -61,8 +61,8 @@ pub fn judge(all: &[Rounds], margin: f64, simpler: bool) -> Judged {
     Judged { decision, overall, positions }
 }
 
-/// Judges the default, which takes turns with the best at the end: the best stays only where it is faster beyond doubt. What noise
-/// led a campaign to, trial by trial, ends here.
+/// Judges the default, which is timed in turns with the best candidate at the end: the best stays only if it is certainly faster. This
+/// removes gains that were noise.
 pub fn judge_default(all: &[Rounds], margin: f64) -> Judged {
     let judged = judge(all, margin, false);
     let doubtful = judged.overall.is_none_or(|ratio| ratio.low <= 1.0);
@@ -70,8 +70,7 @@ pub fn judge_default(all: &[Rounds], margin: f64) -> Judged {
     Judged { decision, ..judged }
 }
 
-/// Of logs of ratios at positions, the part of their mean that is there because they grow in proportion to the position, by least
-/// squares; `None` where there are fewer than two positions.
+/// Least-squares part of the mean log ratio that grows with position; `None` for fewer than two positions.
 pub fn deep_part(logs: &[(u32, f64)]) -> Option<f64> {
     let count = logs.len() as f64;
     let depth = logs.iter().map(|(position, _)| f64::from(*position)).sum::<f64>() / count;
@@ -86,8 +85,8 @@ fn is_sound(rounds: &Rounds) -> bool {
     rounds.rounds.iter().flat_map(|r| r.a.iter().chain(&r.b)).all(|us| us.is_finite() && *us > 0.0)
 }
 
-/// Whether these rounds already show that more of them would not make a win: all of the interval is on the far side of
-/// half the margin. Only what is no win may end early: stopping at the first sight of a win would keep what luck made fast.
+/// Whether these rounds already exclude a win: the whole interval is above `1 - margin / 2`. Only a loss may end early; stopping at the
+/// first sign of a win would keep candidates that were fast by chance.
 pub fn is_no_win(rounds: &[Round], margin: f64) -> bool {
     ratio(rounds).is_some_and(|ratio| ratio.low > 1.0 - margin / 2.0)
 }
@@ -97,7 +96,7 @@ mod tests {
     use super::*;
     use crate::random::Random;
 
-    /// Rounds of a candidate that takes `ratio` of the incumbent, with noise of the given size and a drift.
+    /// Rounds of a candidate that takes `ratio` of the incumbent's time, with noise of this size and a drift.
     fn rounds(ratio: f64, noise: f64, count: usize, seed: u64) -> Rounds {
         let mut random = Random::stream(seed, "test", 0);
         let mut clock = 1.0;

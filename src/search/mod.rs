@@ -1,8 +1,14 @@
 //! Owns the search: which candidate to try next, and what becomes of one that was tried.
 //!
-//! `space` says what may be turned, `propose` asks and is told, `judge` keeps or reverts, `prior` remembers what earlier
-//! campaigns taught, `additive` makes expectations of it and of the campaign's own trials, `cost` guesses from calibrated figures. All of it is data and pure functions: `pipeline` builds, runs and
-//! times what is proposed, so a thousand trials of a made-up landscape take milliseconds.
+//! - `space`: the knobs and their values.
+//! - `propose`: asks for the next candidate, and is told the results.
+//! - `judge`: keeps or reverts.
+//! - `prior`: the lessons of earlier campaigns.
+//! - `additive`: predictions from these lessons and from the campaign's own trials.
+//! - `cost`: estimates from calibrated figures.
+//!
+//! All of it is data and pure functions. `pipeline` builds, runs and times what is proposed, so a thousand trials of a simulated
+//! landscape take milliseconds.
 
 mod additive;
 pub mod cost;

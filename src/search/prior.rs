@@ -1,22 +1,22 @@
-//! Owns what the corpus teaches: examples from earlier trials, and what they say of a point that nobody has tried.
+//! Owns what the corpus teaches: examples from earlier trials, and their predictions for untried points.
 //!
-//! An example is a trial by its knobs *relative to the default of its own campaign*, so that "twice the bytes a slot" of
-//! one model speaks to another, and its latency relative to that default. What they say of latency is for [`Additive`] to tell;
-//! trials that failed teach risk, by the nearest neighbours. Rows from another space, and targets of another kind, teach nothing.
+//! An example is a trial with its knobs and its latency *relative to the default of its own campaign*, so that "twice the bytes per
+//! slot" carries over from one model to another. [`Additive`] predicts latency; the nearest neighbours that failed predict risk. Rows from
+//! another space, and targets of another kind, teach nothing.
 
 use std::rc::Rc;
 
-use crate::candidate::{Candidate, Values};
+use crate::candidate::{Candidate, Knob, Values};
 use crate::flywheel::{ModelShape, Trial};
 
 use super::additive::{Additive, Expected};
 use super::history::{Entry, History, histories};
 use super::space::{KNOBS, Space};
 
-/// Knobs, relative to the default: log2 of (value + 1) by (default + 1).
+/// Knobs relative to the default: log2 of (value + 1) / (default + 1).
 pub type Moves = [f64; KNOBS.len()];
 
-/// What two campaigns are compared by: model and target.
+/// What similarity of two campaigns depends on: model and target.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Setting {
     pub target: String,
@@ -43,13 +43,13 @@ impl Setting {
         Setting { target: target.to_string(), target_kind: target_kind.to_string(), shape }
     }
 
-    /// log2 of the weights of a layer: how long streaming them hides exchanges decides what most knobs do.
+    /// log2 of the weights of a layer. Streaming them hides exchanges, and how long it does decides the effect of most knobs.
     fn layer(&self) -> f64 {
         let [_, hidden, intermediate, heads, kv_heads, head_dim, ..] = self.shape.map(f64::exp2);
         (hidden * head_dim * 2.0 * (heads + kv_heads) + 3.0 * hidden * intermediate).log2()
     }
 
-    /// How far a gain of another shape is believed to be one of this shape: 1 where layers are as large.
+    /// How far a gain at another shape is expected at this shape: 1 if layers have the same size.
     fn likeness(&self, other: &Setting) -> f64 {
         let apart = self.layer() - other.layer();
         (-apart * apart / (2.0 * LAYER_WIDTH * LAYER_WIDTH)).exp()
@@ -70,18 +70,18 @@ impl Setting {
 pub struct Example {
     pub moves: Moves,
     pub values: Values,
-    /// log of latency by the default's; `None`: it failed.
+    /// Log ratio of its latency to the default's; `None`: it failed.
     pub log_ratio: Option<f64>,
-    /// The part of it that grows with the position; `None` where nobody knows.
+    /// The part of it that grows with the position; `None` if unknown.
     pub deep: Option<f64>,
 }
 
-/// Logs of latency by the default's.
+/// Log ratios of a latency to the default's.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Logs {
-    /// Of all positions.
+    /// Mean over all positions.
     pub mean: f64,
-    /// The part of it that grows with the position; `None` where nobody knows.
+    /// The part of it that grows with the position; `None` if unknown.
     pub deep: Option<f64>,
 }
 
@@ -94,7 +94,7 @@ pub struct Group {
     pub examples: Vec<Example>,
 }
 
-/// What was read, and what was not.
+/// Examples of a corpus, and the number of trials that are none.
 #[derive(Debug, Clone, Default)]
 pub struct Lessons {
     pub groups: Vec<Group>,
@@ -134,7 +134,7 @@ pub fn lessons(trials: &[Trial]) -> Lessons {
     lessons
 }
 
-/// Rank correlation of each model with what it had not seen.
+/// Rank correlation of each model's predictions with campaigns that it did not see.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct HeldOut {
     /// Campaigns that were left out in turn.
@@ -145,12 +145,12 @@ pub struct HeldOut {
     pub additive: f64,
 }
 
-/// What is known before and during one campaign.
+/// The knowledge before and during one campaign.
 #[derive(Debug, Clone)]
 pub struct Prior {
     setting: Setting,
     default: Values,
-    /// Where trials failed and where they did not, with the similarity of the setting: of earlier campaigns, and of this one.
+    /// Trials, failed or not, with the similarity of their setting: of earlier campaigns, and of this one.
     earlier: Rc<Vec<(f64, Example)>>,
     own: Vec<Example>,
     /// Of both.
@@ -159,20 +159,20 @@ pub struct Prior {
     effects: Effects,
 }
 
-/// A good candidate of another shape.
+/// A good candidate of an earlier campaign.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Seed {
+pub struct WarmStart {
     pub candidate: Candidate,
-    /// The log of its latency there by its default's, the nearer to 0 the less alike the shapes are.
+    /// Its log ratio to the default of that campaign, discounted towards 0 as the shapes differ.
     there: f64,
-    /// How unsure it was before the first trial what comes of it here.
+    /// Standard deviation of its prediction before the first trial.
     spread: f64,
 }
 
 /// A prediction for one point.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Opinion {
-    /// log of latency by the default's.
+    /// Log ratio of its latency to the default's.
     pub log_ratio: f64,
     /// Its standard deviation.
     pub spread: f64,
@@ -180,40 +180,39 @@ pub struct Opinion {
     pub risk: f64,
 }
 
-/// Squared octaves at which an example's weight falls to 1/e.
+/// Squared distance in octaves at which an example's weight falls to 1/e: of knobs, and of settings.
 const KNOB_WIDTH: f64 = 1.0;
 const SETTING_WIDTH: f64 = 4.0;
-/// Weight of the opinion that a point is like the default, and does not fail, in examples.
+/// Weight of the assumption that a point equals the default and does not fail, in examples.
 const DOUBT: f64 = 0.3;
-/// Ridge: as many examples say that a coefficient is 0.
+/// Ridge: the weight of "this coefficient is 0", in examples.
 const RIDGE: f64 = 1.0;
-/// An effect that is worth looking for, as a log of ratios.
+/// An effect that is worth looking for, as a log ratio.
 const EFFECT: f64 = 0.02;
-/// Comparisons that the promise of a knob that nobody turned is worth.
+/// Weight of the initial promise of a knob, in comparisons.
 const UNTURNED: f64 = 0.5;
-/// Examples of a campaign that are compared with each other, at most.
+/// Most examples of a campaign that are compared with each other.
 const PAIRED_MAX: usize = 200;
-/// What a candidate of an earlier campaign has to have gained to be a seed, as a log of ratios, and those of one campaign that are
-/// looked at.
+/// Least gain of a warm start in its campaign, as a log ratio; and how many candidates of one campaign are considered.
 const GOOD: f64 = -0.005;
 const GOOD_MOST: usize = 3;
 /// Knobs of the ring, indices into [`KNOBS`](super::space::KNOBS): bytes in flight are no matter of the default.
-const RING: std::ops::RangeInclusive<usize> = 2..=6;
+const RING: std::ops::RangeInclusive<usize> = Knob::RingSlots as usize..=Knob::FlightFree as usize;
 /// Knobs of slow SMs: which are slow is a matter of the machine, and no model's.
-const LIGHT: std::ops::RangeInclusive<usize> = 11..=12;
-/// How far what a seed gained there is believed here, where layers are as large and nothing near it was tried; the rest is what is expected of the sum of its moves.
-const SEED_TRUST: f64 = 0.7;
-/// Octaves of the weights of a layer over which that is believed less.
+const LIGHT: std::ops::RangeInclusive<usize> = Knob::LightEighth as usize..=Knob::LightPercent as usize;
+/// Weight of a warm start's measured gain against the model's prediction, at equal layer size and before similar points were tried.
+const WARM_START_TRUST: f64 = 0.7;
+/// Octaves of layer size over which that weight falls.
 const LAYER_WIDTH: f64 = 1.0;
-/// Nearest shapes that may give seeds, and those of one, the best there.
-const SEED_SHAPES: usize = 4;
-const SEEDS_OF_SHAPE: usize = 32;
+/// Number of nearest shapes that give warm starts, and of the best candidates of each.
+const WARM_START_SHAPES: usize = 4;
+const WARM_STARTS_OF_SHAPE: usize = 32;
 const TERMS: usize = 2 * KNOBS.len();
-/// Examples that are asked for failures, the nearest settings first.
+/// Most examples that risk is estimated from; the nearest settings first.
 const EXAMPLES_MAX: usize = 1000;
 
 impl Prior {
-    /// Prepares what `groups` say about a setting whose candidates are those of `space`.
+    /// Prepares the lessons of `groups` for a setting whose candidates are those of `space`.
     pub fn new(groups: &[Group], setting: Setting, space: &Space) -> Prior {
         let default = space.default_candidate().values();
         let additive = Additive::new(groups, &setting, &default, space.grid());
@@ -240,7 +239,7 @@ impl Prior {
         self.earlier.is_empty()
     }
 
-    /// Learns from a trial of this very campaign; `None`: it failed. `guess`: the cost model's word on its log ratio.
+    /// Learns from a trial of this campaign; `None`: it failed. `guess`: the cost model's log ratio.
     pub fn learn(&mut self, candidate: &Candidate, guess: f64, logs: Option<Logs>) {
         let values = candidate.values();
         if let Some(logs) = &logs {
@@ -253,19 +252,19 @@ impl Prior {
         self.own.push(example);
     }
 
-    /// What is thought of a point. `guess`: the cost model's word on its log ratio, believed as far as it was right before.
+    /// The prediction for a point. `guess`: the cost model's log ratio, weighted by how right it was so far.
     pub fn opinion(&self, candidate: &Candidate, guess: f64) -> Opinion {
         let Expected { log_ratio, spread } = self.additive.expected(&candidate.values(), guess);
         Opinion { log_ratio, spread, risk: self.risk(candidate) }
     }
 
-    /// Log of the latency of one candidate by another's; each with the cost model's word on it.
+    /// Log ratio of one candidate's latency to another's; each comes with the cost model's log ratio.
     pub fn between(&self, (from, from_guess): (&Candidate, f64), (to, to_guess): (&Candidate, f64)) -> Expected {
         self.additive.between((&from.values(), from_guess), (&to.values(), to_guess))
     }
 
-    /// How much may come of turning the knobs in which two points differ, by how much came of turning them before: 1 where
-    /// nobody turned them, about 0 where nothing ever came of it.
+    /// How likely the knobs in which two points differ have an effect, by their effects so far: 1 if they were never changed, about 0 if
+    /// changing them never had an effect.
     pub fn promise(&self, from: &Candidate, to: &Candidate) -> f64 {
         let turned = from.values().into_iter().zip(to.values()).enumerate().filter(|(_, (a, b))| a != b);
         turned.map(|(knob, _)| self.effects.promise(knob)).fold(0.0, f64::max)
@@ -273,7 +272,7 @@ impl Prior {
 
     /// Share of failures near a point.
     pub fn risk(&self, candidate: &Candidate) -> f64 {
-        // Most campaigns know of none, and a search asks thousands of times between two trials.
+        // Most campaigns have none, and a search asks thousands of times between two trials.
         if self.failures == 0 {
             return 0.0;
         }
@@ -290,39 +289,39 @@ impl Prior {
         failed / weights
     }
 
-    /// Good candidates of the shapes that are most like this one, carried over to this space. Moves that gained elsewhere need no
-    /// seed, they are expected to gain here; what gained together does, because the sum of its moves says less of it.
-    pub fn seeds(&self, groups: &[Group], space: &Space) -> Vec<Seed> {
+    /// Good candidates of the most similar shapes, carried over to this space. A move that gained elsewhere needs no warm start: the model
+    /// expects it to gain here. A combination needs one, because the sum of its moves predicts it less well.
+    pub fn warm_starts(&self, groups: &[Group], space: &Space) -> Vec<WarmStart> {
         let near = nearest_settings(groups, &self.setting);
-        let mut seeds: Vec<Seed> = vec![];
-        for shape in near.chunk_by(|(_, a), (_, b)| a.setting == b.setting).take(SEED_SHAPES) {
+        let mut starts: Vec<WarmStart> = vec![];
+        for shape in near.chunk_by(|(_, a), (_, b)| a.setting == b.setting).take(WARM_START_SHAPES) {
             let like = shape.first().map_or(0.0, |(_, group)| self.setting.likeness(&group.setting));
             let mut good: Vec<(f64, Candidate)> =
                 shape.iter().flat_map(|(_, group)| self.carried(group, space)).collect();
             good.sort_by(|a, b| a.0.total_cmp(&b.0));
-            let mut left = SEEDS_OF_SHAPE;
+            let mut left = WARM_STARTS_OF_SHAPE;
             for (there, candidate) in good {
                 let known =
-                    candidate == *space.default_candidate() || seeds.iter().any(|seed| seed.candidate == candidate);
+                    candidate == *space.default_candidate() || starts.iter().any(|start| start.candidate == candidate);
                 if left > 0 && !known {
                     let Expected { spread, .. } = self.additive.expected(&candidate.values(), 0.0);
-                    seeds.push(Seed { candidate, there: like * there, spread: spread.max(f64::MIN_POSITIVE) });
+                    starts.push(WarmStart { candidate, there: like * there, spread: spread.max(f64::MIN_POSITIVE) });
                     left -= 1;
                 }
             }
         }
-        seeds
+        starts
     }
 
-    /// What a seed promises, as a log ratio by the default, by all that was learned so far. `guess`: the cost model's word.
-    pub fn promised(&self, seed: &Seed, guess: f64) -> f64 {
-        let Opinion { log_ratio, spread, risk } = self.opinion(&seed.candidate, guess);
-        let there = SEED_TRUST * (spread / seed.spread).min(1.0);
-        there * seed.there + (1.0 - there) * log_ratio + risk
+    /// The expected log ratio of a warm start to the default, by all that was learned so far. `guess`: the cost model's log ratio.
+    pub fn promised(&self, start: &WarmStart, guess: f64) -> f64 {
+        let Opinion { log_ratio, spread, risk } = self.opinion(&start.candidate, guess);
+        let there = WARM_START_TRUST * (spread / start.spread).min(1.0);
+        there * start.there + (1.0 - there) * log_ratio + risk
     }
 
-    /// The fastest candidates of a campaign, as this space has them, with the log of their latency by its default's: as they are,
-    /// and with all knobs but the ring's relative to the default.
+    /// The fastest candidates of a campaign as points of this space, with their log ratio to that campaign's default. Each comes twice: as
+    /// it is, and with all knobs but the ring's relative to the default.
     fn carried(&self, group: &Group, space: &Space) -> Vec<(f64, Candidate)> {
         let mut good: Vec<(f64, &Example)> =
             group.examples.iter().filter_map(|e| Some((e.log_ratio?, e))).filter(|(log, _)| *log < GOOD).collect();
@@ -356,7 +355,7 @@ fn nearness(a: &Moves, b: &Moves) -> f64 {
     (-distance / KNOB_WIDTH).exp()
 }
 
-/// What came of turning one knob alone, whichever way: knobs that never mattered are not worth a trial for each of their values.
+/// Effects of changing one knob alone, in either direction: a knob without an effect is not worth a trial for each of its values.
 #[derive(Debug, Clone, Default)]
 struct Effects {
     /// Weight of the comparisons, and the sum of their effects by [`EFFECT`].
@@ -387,7 +386,7 @@ impl Effects {
     }
 }
 
-/// Weighted ridge regression on each move and its square; the default is where all terms are 0, and so is the value.
+/// Weighted ridge regression on each move and its square. At the default all terms are 0, and so is the prediction.
 struct Ridge(Vec<f64>);
 
 impl Ridge {
@@ -414,7 +413,7 @@ impl Ridge {
     }
 }
 
-/// The mean of earlier trials by their nearness, and some of the opinion that nothing changes.
+/// The mean of earlier trials weighted by nearness, with [`DOUBT`] for "nothing changes".
 fn neighbours_say(examples: &[(f64, &Example)], at: &Moves) -> f64 {
     let (mut sum, mut weights) = (0.0, DOUBT);
     for (similar, example) in examples {
@@ -454,8 +453,8 @@ fn solve(mut matrix: Vec<[f64; TERMS + 1]>) -> Vec<f64> {
     (0..TERMS).map(|at| if matrix[at][at] == 0.0 { 0.0 } else { matrix[at][TERMS] / matrix[at][at] }).collect()
 }
 
-/// Leaves each campaign out in turn, and correlates what the others predict with what was measured: nearest neighbours, a ridge
-/// regression on moves and their squares, and the additive model, which is what a search asks.
+/// Holds each campaign out in turn, and correlates the predictions of models learned from the others with its measurements: nearest
+/// neighbours, a ridge regression on moves and their squares, and the additive model, which searches use.
 pub fn held_out(groups: &[Group]) -> HeldOut {
     let mut found = HeldOut::default();
     for (at, group) in groups.iter().enumerate() {
@@ -503,12 +502,12 @@ pub struct Ranked {
     pub name: String,
     /// Trials with a time and a prediction.
     pub trials: usize,
-    /// Rank correlation of predicted with measured; `None` for fewer than three trials, or predictions that are all alike.
+    /// Rank correlation of predicted with measured; `None` for fewer than three trials, or if all predictions are equal.
     pub predicted: Option<f64>,
 }
 
-/// Correlates what was predicted with what was measured, campaign by campaign. `predicted`: log of the time of a trial, as
-/// [`Entry::log_predicted`] has it from before the run, or as a cost model says now.
+/// Correlates predictions with measurements, campaign by campaign. `predicted`: log of the time of a trial, either
+/// [`Entry::log_predicted`] from before the run, or from a cost model now.
 pub fn ranked(histories: &[History], predicted: impl Fn(&Entry) -> Option<f64>) -> Vec<Ranked> {
     histories
         .iter()
@@ -525,7 +524,7 @@ pub fn ranked(histories: &[History], predicted: impl Fn(&Entry) -> Option<f64>) 
         .collect()
 }
 
-/// Spearman's rank correlation; `None` for fewer than three pairs, or where one side has no order.
+/// Spearman's rank correlation; `None` for fewer than three pairs, or if all values of one side are equal.
 pub fn rank_correlation(a: &[f64], b: &[f64]) -> Option<f64> {
     if a.len() < 3 || a.len() != b.len() {
         return None;

@@ -1,13 +1,18 @@
-//! Owns `Search`: what to try next, as a function of a seed and of what came of everything before.
+//! Owns `Search`: what to try next, as a function of a random seed and of all results so far.
 //!
-//! Ask and tell: [`Search::ask`] changes nothing and depends on nothing but the seed and what was told, so a search that is
-//! told the rows of an interrupted one goes on where that one stopped, and asking a copy that was told "reverted" says
-//! what will probably come next, which is what is compiled ahead.
+//! Ask and tell: [`Search::ask`] changes nothing, and depends only on the random seed and on what was told. A search that is told the
+//! rows of an interrupted one therefore resumes it. A copy that is told "reverted" answers what will probably be asked next; that
+//! candidate is compiled ahead.
 //!
-//! Order: the default; seeds from the prior, as long as much is expected of one; then, of the points one knob away from the incumbent, of unions of the best of
-//! them, and of random ones of several knobs, the one of which the greatest improvement is expected (Jones, Schonlau and Welch,
-//! "Efficient global optimization of expensive black-box functions", 1998), by the additive model of all that was measured. Moves
-//! that gained too little to be kept are tried together. After a run of reverts the moves start from somewhere else.
+//! Order:
+//! 1. the default;
+//! 2. warm starts from the prior, as long as one promises enough;
+//! 3. moves that gained too little to be kept, together;
+//! 4. the point with the largest expected improvement (Jones, Schonlau and Welch, "Efficient global optimization of expensive
+//!    black-box functions", 1998) by the additive model: among the points one knob away and unions of the best of them, or among
+//!    random points several knobs away.
+//!
+//! After a run of reverts the moves start from another point.
 
 use std::collections::BTreeSet;
 
@@ -15,63 +20,64 @@ use crate::candidate::{Candidate, Values};
 use crate::flywheel::Proposer;
 
 use super::additive::Expected;
-use super::prior::{Group, Logs, Opinion, Prior, Seed};
+use super::prior::{Group, Logs, Opinion, Prior, WarmStart};
 use super::space::Space;
 use crate::random::Random;
 
-/// When to stop, and with which luck.
+/// When to stop, and the random seed.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Limits {
     pub seed: u64,
     /// Measured candidates beyond the default.
     pub trials: u32,
-    /// Reverts in a row after which nothing more is expected.
+    /// Reverts in a row after which the search stops.
     pub plateau: u32,
     /// Stop where the latency is above the floor by no more than this fraction.
     pub floor_gap: f64,
 }
 
 impl Limits {
-    /// Limits of a budget: a plateau is three quarters of it, and not before 24 reverts; 2 % above the floor is the end.
+    /// Limits of a budget: a plateau is three quarters of the trials and at least 24; 2 % above the floor ends the search.
     pub fn of_budget(trials: u32, seed: u64) -> Limits {
         Limits { seed, trials, plateau: (trials / 4 * 3).max(24), floor_gap: 0.02 }
     }
 }
 
-/// Reverts in a row after which local moves begin somewhere else.
+/// Reverts in a row after which local moves start from another point.
 const RESTART_AFTER: u32 = 10;
-/// Infeasible points and repetitions cost milliseconds, but not for ever: this many for each measured trial.
+/// Bound on infeasible points and duplicates for each measured trial: they cost milliseconds, but must end.
 const IDLE_PER_TRIAL: u32 = 20;
-/// Random points of two or three knobs that are looked at for each proposal.
+/// Random points of two or three knobs to choose from.
 const BOLD_POOL: usize = 24;
-/// Moves of one knob, the most promising ones, of which each two are looked at together.
+/// Most promising moves of one knob whose unions are considered.
 const JOINED: usize = 8;
-/// Share of proposals that are the most promising one of the random points.
+/// Share of proposals that come from the random points.
 const BOLD_SHARE: f64 = 0.2;
-/// Standard deviations that an improvement may have, of those that the model has: what is unknown is rarely a gain.
+/// Factor on the model's standard deviation: unknown points are rarely a gain.
 const OPTIMISM: f64 = 0.7;
-/// A gain, as a log of ratios, that is worth no trial.
+/// A gain, as a log ratio, that is not worth a trial.
 const NO_GAIN: f64 = 0.002;
-/// Share of an expected improvement that is luck, so that seeds differ.
+/// Random share of an expected improvement, so that random seeds give different searches.
 const LUCK: f64 = 0.2;
-/// A gain that two medians show, as a log of ratios: less is noise, and not added up.
+/// A gain that two medians can show, as a log ratio. Smaller ones are noise, and are not combined.
 const SMALL_GAIN: f64 = -0.002;
-/// Trials that may be seeds, and the improvement, as a log of ratios, that has to be expected of one.
-const SEEDS: u32 = 4;
+/// Number of first trials that may be warm starts, and the least expected improvement of one, as a log ratio.
+const WARM_STARTS: u32 = 4;
 const PROMISING: f64 = 0.01;
-/// Points are as good as the best one within this log of ratios, these many of them.
+/// Points within this log ratio of the best one are near-ties; at most this many are used.
 const AS_GOOD: f64 = 0.004;
 const ALIKE_MOST: usize = 3;
-/// Knobs in which a point differs that gained a little: of more, one cannot say which gained.
+/// Most knobs in which a point with a small gain may differ: with more, it is unclear which one gained.
 const SMALL_MOVES: usize = 3;
-/// Power of the chance not to fail: a point near one that failed is tried when little else is left.
+/// Power of the probability of success: a point near a failed one is tried late.
 const CAUTION: i32 = 4;
 
-/// What may come of a trial, for looking ahead: how probable, and its ratio, by what is expected or, where it is kept, by
-/// the incumbent. Two reverts, because the ranking behind a bad surprise differs from that behind a tie.
+/// Possible results of a trial, for looking ahead: probability, ratio, and whether it is kept. The ratio of a kept trial is relative
+/// to the incumbent, otherwise to the expected latency. There are two reverts, because the ranking after a bad surprise differs from the
+/// ranking after a tie.
 const AHEAD: [(f64, f64, bool); 3] = [(0.55, 1.0, false), (0.3, 1.03, false), (0.15, 0.97, true)];
 
-/// Why nothing more is tried.
+/// Why the search stops.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Stop {
     Trials(u32),
@@ -95,17 +101,17 @@ impl std::fmt::Display for Stop {
     }
 }
 
-/// What came of a proposal.
+/// Result of a proposal.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Outcome {
-    /// Checked and timed. `ratio`: latency by the incumbent's of that moment; 1 for the first.
-    /// `deep`: the part of the log of `ratio` that grows with the position; `None` where all was timed at one.
+    /// Checked and timed. `ratio`: latency divided by the latency of the incumbent at that moment; 1 for the first trial.
+    /// `deep`: the part of the log of `ratio` that grows with the position; `None` if only one position was timed.
     Timed { ratio: f64, kept: bool, deep: Option<f64> },
     /// Wrong, hung, crashed or rejected.
     Failed,
     /// Does not fit: no trial was spent.
     Infeasible,
-    /// Makes what another candidate makes: no trial was spent.
+    /// Gives the same artefact as another candidate: no trial was spent.
     Duplicate,
 }
 
@@ -122,18 +128,18 @@ pub struct Search<'a> {
     space: &'a Space,
     limits: Limits,
     prior: Prior,
-    /// The cost model's log ratio by the default, 0 where it has none.
+    /// The cost model's log ratio to the default, 0 if it has none.
     guess: &'a (dyn Fn(&Candidate) -> f64 + Sync),
     /// Tried before anything else.
     first: Vec<Candidate>,
-    seeds: Vec<Seed>,
+    warm_starts: Vec<WarmStart>,
     seen: BTreeSet<Values>,
     incumbent: Option<(Candidate, f64)>,
-    /// Of the log of the incumbent, what grows with the position.
+    /// The part of the incumbent's log ratio that grows with the position.
     incumbent_deep: f64,
-    /// Timed candidates with the log of their latency by the default's, best first.
+    /// Timed candidates with their log ratio to the default, best first.
     elite: Vec<(f64, Candidate)>,
-    /// Measured, the default aside.
+    /// Measured candidates without the default.
     trials: u32,
     idle: u32,
     /// Reverts and failures since the last keep, and since the last keep or restart.
@@ -142,7 +148,7 @@ pub struct Search<'a> {
 }
 
 impl<'a> Search<'a> {
-    /// `first` is tried before the seeds of the prior.
+    /// `first` is tried before the warm starts of the prior.
     pub fn new(
         space: &'a Space,
         limits: Limits,
@@ -152,14 +158,14 @@ impl<'a> Search<'a> {
         guess: &'a (dyn Fn(&Candidate) -> f64 + Sync),
     ) -> Search<'a> {
         first.retain(|candidate| space.admits(candidate).is_ok());
-        let seeds = prior.seeds(groups, space);
+        let warm_starts = prior.warm_starts(groups, space);
         Search {
             space,
             limits,
             prior,
             guess,
             first,
-            seeds,
+            warm_starts,
             seen: BTreeSet::new(),
             incumbent: None,
             incumbent_deep: 0.0,
@@ -171,7 +177,7 @@ impl<'a> Search<'a> {
         }
     }
 
-    /// The best so far and the log of its latency by the default's.
+    /// The best candidate so far, with its log ratio to the default.
     pub fn incumbent(&self) -> Option<&(Candidate, f64)> {
         self.incumbent.as_ref()
     }
@@ -189,7 +195,7 @@ impl<'a> Search<'a> {
         self.space.default_candidate()
     }
 
-    /// What was timed, the best first, with the log of its latency by the default's.
+    /// Timed candidates with their log ratio to the default, best first.
     pub fn tried(&self) -> impl Iterator<Item = (f64, &Candidate)> {
         self.elite.iter().map(|(log, candidate)| (*log, candidate))
     }
@@ -198,19 +204,19 @@ impl<'a> Search<'a> {
         self.space
     }
 
-    /// Takes note of the comparison at the end: the default against the best. It is no trial, and decides who is the best.
+    /// Learns the comparison at the end, of the default with the best candidate. It is no trial, and decides which one is the best.
     pub fn settle(&mut self, default: &Candidate, outcome: Outcome) {
         if matches!(outcome, Outcome::Timed { kept: true, .. }) {
             (self.incumbent, self.incumbent_deep) = (Some((default.clone(), 0.0)), 0.0);
         }
     }
 
-    /// Says how far the incumbent's latency is above its floor, as a fraction of the floor.
+    /// Learns how far the incumbent's latency is above its floor, as a fraction of the floor.
     pub fn tell_floor(&mut self, gap: Option<f64>) {
         self.floor_gap = gap;
     }
 
-    /// Takes note of what came of a candidate, whoever proposed it.
+    /// Learns the result of a candidate, from any proposer.
     pub fn tell(&mut self, candidate: &Candidate, outcome: Outcome) {
         self.seen.insert(candidate.values());
         match outcome {
@@ -240,7 +246,7 @@ impl<'a> Search<'a> {
             Outcome::Failed => {
                 self.learn(candidate, None);
                 if self.incumbent.is_none() {
-                    // The default itself failed: nothing is there to compare with, and asking again would not end.
+                    // The default itself failed: there is nothing to compare with, and asking again would not end.
                     self.idle += 1;
                     return;
                 }
@@ -276,7 +282,7 @@ impl<'a> Search<'a> {
             return Ask::Stop(Stop::Exhausted);
         }
         let first = self.first.iter().find(|c| self.is_new(c));
-        if let Some(candidate) = first.or_else(|| self.seed(incumbent, *log)) {
+        if let Some(candidate) = first.or_else(|| self.warm_start(incumbent, *log)) {
             return Ask::Try { candidate: candidate.clone(), proposer: Proposer::Prior };
         }
         if let Some(candidate) = self.together() {
@@ -292,40 +298,39 @@ impl<'a> Search<'a> {
         }
     }
 
-    /// Whether the search was told of this point.
+    /// Whether the search was not told of this point yet.
     pub fn is_new(&self, candidate: &Candidate) -> bool {
         !self.seen.contains(&candidate.values())
     }
 
-    /// What the search thinks of a point.
+    /// The prediction for a point.
     pub fn opinion(&self, candidate: &Candidate) -> Opinion {
         self.prior.opinion(candidate, (self.guess)(candidate))
     }
 
-    /// The seed of which the greatest improvement is expected: what came of one says something of the others.
-    fn seed(&self, incumbent: &Candidate, log: f64) -> Option<&Candidate> {
-        if self.trials >= SEEDS {
+    /// The warm start with the largest expected improvement. It depends on the results of the warm starts before.
+    fn warm_start(&self, incumbent: &Candidate, log: f64) -> Option<&Candidate> {
+        if self.trials >= WARM_STARTS {
             return None;
         }
-        let new = self.seeds.iter().filter(|seed| self.is_new(&seed.candidate));
-        let gain = |seed: &Seed| {
-            let (c, guess) = (&seed.candidate, self.guess);
+        let new = self.warm_starts.iter().filter(|start| self.is_new(&start.candidate));
+        let gain = |start: &WarmStart| {
+            let (c, guess) = (&start.candidate, self.guess);
             let Expected { spread, .. } = self.prior.between((incumbent, guess(incumbent)), (c, guess(c)));
-            expected_improvement(log - self.prior.promised(seed, guess(c)), spread)
+            expected_improvement(log - self.prior.promised(start, guess(c)), spread)
         };
-        let best = new.map(|seed| (gain(seed), &seed.candidate)).max_by(|a, b| a.0.total_cmp(&b.0));
+        let best = new.map(|start| (gain(start), &start.candidate)).max_by(|a, b| a.0.total_cmp(&b.0));
         best.filter(|(gain, _)| *gain > PROMISING).map(|(_, candidate)| candidate)
     }
 
-    /// The incumbent, or a point that is a little faster, though by less than the margin: moves from there may gain the rest.
+    /// The incumbent, or a point that is faster by less than the margin: moves from there may gain the rest.
     fn best(&self) -> Option<&Candidate> {
         let (incumbent, log) = self.incumbent.as_ref()?;
         let found = self.elite.first().filter(|(faster, _)| faster - log < SMALL_GAIN);
         Some(found.map_or(incumbent, |(_, candidate)| candidate))
     }
 
-    /// How much faster than `best` a point may be, on average of what the model thinks possible, where slower counts as
-    /// nothing; less where points failed.
+    /// Expected improvement of a point over `best`, lowered near points that failed.
     fn improvement(&self, best: &Candidate, candidate: &Candidate) -> f64 {
         let guess = self.guess;
         let Expected { log_ratio, spread } = self.prior.between((best, guess(best)), (candidate, guess(candidate)));
@@ -334,8 +339,7 @@ impl<'a> Search<'a> {
         expected_improvement(-log_ratio - NO_GAIN, spread) * safe
     }
 
-    /// Where moves start: the best point or one that is as good, from where other moves may gain; behind each run of reverts another
-    /// good one, later a far one.
+    /// Starts at the best or a near-tie; after each plateau of [`RESTART_AFTER`] reverts at another elite point, later at a random one.
     fn base(&self, best: &Candidate, random: &mut Random) -> Candidate {
         let restarts = (self.reverts / RESTART_AFTER) as usize;
         let most = self.elite.first().map_or(0.0, |(log, _)| *log);
@@ -343,7 +347,7 @@ impl<'a> Search<'a> {
         if restarts == 0 {
             let alike: Vec<&Candidate> =
                 others.take_while(|(log, _)| log - most < AS_GOOD).take(ALIKE_MOST).map(|(_, c)| c).collect();
-            // The best one more often than not.
+            // The best one in most cases.
             let at = random.below(3 * alike.len() + 1);
             return alike.get(at).map_or(best, |other| *other).clone();
         }
@@ -356,8 +360,8 @@ impl<'a> Search<'a> {
         }
     }
 
-    /// The incumbent with all changes of two or more points near it that were a little faster, the best of them first: each was
-    /// reverted for gaining less than the margin, and together they may gain more.
+    /// The incumbent with the changes of two or more near points that gained less than the margin: together they may gain enough.
+    /// Changes of the best points come first.
     fn together(&self) -> Option<Candidate> {
         let (incumbent, best) = self.incumbent.as_ref()?;
         let of = incumbent.values();
@@ -376,7 +380,7 @@ impl<'a> Search<'a> {
         (parts > 1 && self.is_new(&candidate) && self.space.admits(&candidate).is_ok()).then_some(candidate)
     }
 
-    /// Of the points around `base`, the one of which the greatest improvement of `best` is expected; if `bold`, of random ones.
+    /// The point around `base` with the largest expected improvement over `best`; if `bold`, among random points.
     fn promising(
         &self,
         base: &Candidate,
@@ -403,7 +407,8 @@ impl<'a> Search<'a> {
         lucky.max_by(|a, b| a.0.total_cmp(&b.0)).map(|(_, found)| found)
     }
 
-    /// Unions of moves from `base` that are expected to gain, the best of each knob: of each two, and of the first three, four, and so on.
+    /// Unions of moves from `base` that are expected to gain, the best move of each knob: of each two, and of the first three, four, and so
+    /// on.
     fn joined(&self, base: &Candidate, moves: &[Candidate]) -> Vec<Candidate> {
         let of = base.values();
         let turned =
@@ -440,7 +445,7 @@ impl<'a> Search<'a> {
         found
     }
 
-    /// A point from anywhere, once all that is near was tried.
+    /// A random point, once all near points were tried.
     fn any(&self, random: &mut Random) -> Option<(Candidate, Proposer)> {
         (0..64).find_map(|_| {
             let moves = 1 + random.below(6);
@@ -450,7 +455,7 @@ impl<'a> Search<'a> {
         })
     }
 
-    /// What will probably be asked next, most likely first: the answers to copies that are told what may come of the
+    /// Candidates that will probably be asked for next, most likely first: answers of copies that were told possible results of the
     /// answer before.
     pub fn ahead(&self, count: usize) -> Vec<Candidate> {
         let mut found: Vec<Candidate> = vec![];
@@ -478,7 +483,7 @@ impl<'a> Search<'a> {
     }
 }
 
-/// The mean of the positive part of a normal variable: of a gain of `mean`, give or take `spread`.
+/// The mean of the positive part of a normal variable with this `mean` and standard deviation `spread`.
 fn expected_improvement(mean: f64, spread: f64) -> f64 {
     if spread <= 0.0 {
         return mean.max(0.0);

@@ -1,16 +1,17 @@
 //! Owns `Space`: the knobs that a search may turn for one model on one target, and the values each may take.
 //!
-//! A knob is in the space of a target only where it changes what runs there. The values are a fixed grid, so that
-//! `digest` names the space across models and machines, and rows of an older grid can be told from rows of this one.
+//! A knob is in the space of a target only if it changes what runs there. The values are a fixed grid, so that `digest` names the space
+//! across models and machines, and rows of an older grid can be told from rows of this one.
 
 use std::collections::BTreeMap;
 use std::sync::LazyLock;
 
-use crate::candidate::{Candidate, Infeasible, KNOB_NAMES, RING_SLOTS_MAX, Values, chunk_bytes, unit_bytes};
+use crate::candidate::{Candidate, Infeasible, KNOB_NAMES, Values};
 use crate::digest::Digest;
 use crate::dtype::Precision;
+use crate::ir::layout::{RING_SLOTS_MAX, chunk_bytes, unit_bytes};
 use crate::ir::op::UNIT_ROWS;
-use crate::ir::variant::SUM_UNITS;
+use crate::ir::variant::REDUCE_BATCH;
 use crate::lower::{LayerOp, finest_unit_rows, heads_of_task, lower};
 use crate::model::graph::ModelGraph;
 use crate::schedule::{check_knobs, schedule};
@@ -21,7 +22,7 @@ use crate::target::{Target, TargetKind};
 pub enum Grid {
     /// The values themselves.
     Values(&'static [u32]),
-    /// The SMs of the target, less these eighths of them.
+    /// The SMs of the target: all, and that many eighths or single SMs fewer.
     EighthsLess(&'static [u32]),
 }
 
@@ -30,14 +31,14 @@ pub enum Grid {
 pub struct Knob {
     /// As `Candidate` prints it.
     pub name: &'static str,
-    /// In the words of the field.
+    /// For documentation, and for external proposers.
     pub meaning: &'static str,
     pub grid: Grid,
     /// Whether it changes what the interpreter does, which has no ring and no warps.
     pub on_cpu: bool,
     /// Whether it changes what a kernel does.
     pub on_cuda: bool,
-    /// The ops whose kernels it makes another variant of; none: it is a matter of the whole schedule.
+    /// The ops whose kernel variant it chooses; empty: it belongs to the whole schedule.
     pub ops: &'static [&'static str],
 }
 
@@ -46,7 +47,7 @@ const fn knob(name: &'static str, grid: Grid, on_cpu: bool, on_cuda: bool, meani
 }
 
 impl Knob {
-    /// Whether a search of `op` alone turns it. On `cpu`, where an op has few knobs, the shares of the work are one of each.
+    /// Whether a search of `op` alone changes it. On `cpu`, where an op has few knobs, the number of shares is one of them.
     pub fn reaches(&self, op: LayerOp, kind: TargetKind) -> bool {
         self.ops.contains(&op.name()) || (kind == TargetKind::Cpu && self.name == "sms")
     }
@@ -68,7 +69,7 @@ pub const KNOBS: [Knob; KNOB_NAMES.len()] = [
         Grid::EighthsLess(&[0, 1, 2, 3, 4, 5, 6]),
         true,
         true,
-        "streaming multiprocessors that take part, one persistent block each (shares of the work on `cpu`)",
+        "SMs that take part, one persistent block each (on `cpu`: shares of the work)",
     ),
     knob("consumer_warps", Grid::Values(&[4, 8, 12, 16]), false, true, "warps of a block that execute tasks"),
     knob(
@@ -76,35 +77,35 @@ pub const KNOBS: [Knob; KNOB_NAMES.len()] = [
         Grid::Values(&[2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 48]),
         false,
         true,
-        "stages of the weight ring in shared memory: how far the loader may run ahead",
+        "slots of the weight ring in shared memory: how far the loader can run ahead",
     ),
     knob(
         "slot_bytes",
         Grid::Values(&[4096, 8192, 12_288, 16_384, 24_576, 32_768, 49_152]),
         false,
         true,
-        "bytes of one stage of the ring, which is one bulk copy and one barrier; also what one to four units of the model's width have, and none of which a quarter would be empty",
+        "bytes of a slot, which is one bulk copy and one barrier; also the sizes of one to four units of the model's width; sizes that leave a quarter of the slot empty are left out",
     ),
     knob(
         "flight_high",
         Grid::Values(&[1, 2, 3, 4, 6, 8, 12]),
         false,
         true,
-        "bulk copies in flight at most while the ring is emptier than `flight_free`",
+        "most bulk copies in flight while at least `flight_free` slots are free",
     ),
     knob(
         "flight_low",
         Grid::Values(&[1, 2, 3, 4, 6]),
         false,
         true,
-        "bulk copies in flight at most otherwise: polls of an exchange queue behind them",
+        "most bulk copies in flight otherwise; polls of an exchange queue after them",
     ),
     knob(
         "flight_free",
         Grid::Values(&[0, 1, 2, 3, 4, 5, 6, 8, 10, 12]),
         false,
         true,
-        "free slots from which the loader is in a hurry",
+        "free slots from which on `flight_high` applies",
     ),
     knob(
         "heads_per_task",
@@ -120,7 +121,7 @@ pub const KNOBS: [Knob; KNOB_NAMES.len()] = [
         Grid::Values(&[1, 2, 3, 4, 6, 8, 12, 16, 24, 32]),
         true,
         true,
-        "shares of the history in split attention (flash decoding); 1 never splits",
+        "KV splits of attention (flash decoding); 1 never splits",
     )
     .of(ATTENTION),
     knob(
@@ -136,22 +137,28 @@ pub const KNOBS: [Knob; KNOB_NAMES.len()] = [
         Grid::Values(&[0, 1, 2]),
         false,
         false,
-        "how activations travel: tagged packets, fenced packets, or counters; kernels have packets alone",
+        "how activations travel: tagged packets, fenced packets, or counters; kernels implement tagged packets only",
     ),
     knob(
         "light_eighth",
         Grid::Values(&[0, 1, 2, 3, 4, 5, 6, 7, 8]),
         false,
         true,
-        "which eighth of the SMs streams less than its share, because it is slow; 0: none",
+        "the eighth of the SMs that streams less than its share, because it is slow; 0: none",
     ),
-    knob("light_percent", Grid::Values(&[3, 5, 8, 12, 20]), false, true, "by how much less, percent"),
+    knob(
+        "light_percent",
+        Grid::Values(&[3, 5, 8, 12, 20]),
+        false,
+        true,
+        "how much less `light_eighth` streams, percent",
+    ),
     knob(
         "sum_units",
         Grid::Values(&[4, 8, 16, 32]),
         false,
         true,
-        "units of 8 rows of a matvec whose partial sums of all warps meet in one reduction",
+        "units of 8 rows whose partial sums are reduced across warps at once, in a matvec",
     )
     .of(MATVECS),
     knob(
@@ -159,7 +166,7 @@ pub const KNOBS: [Knob; KNOB_NAMES.len()] = [
         Grid::Values(&[1, 2, 4, 8, 16]),
         false,
         true,
-        "pairs of packets of its input that a thread of a matvec waits for at once, at most",
+        "most pairs of input packets that a thread of a matvec polls at once",
     )
     .of(MATVECS),
     knob(
@@ -167,19 +174,19 @@ pub const KNOBS: [Knob; KNOB_NAMES.len()] = [
         HOLD,
         false,
         true,
-        "units of qkv whose weights a warp holds in registers at once; 0: 12 granules of them",
+        "units of qkv whose weights a warp holds in registers at once; 0: as many as 12 granules make",
     )
     .of(&["qkv"]),
-    knob("hold_o", HOLD, false, true, "the same of the projection behind attention").of(&["o"]),
-    knob("hold_up", HOLD, false, true, "the same of up, or of gate and up together").of(&["up"]),
-    knob("hold_down", HOLD, false, true, "the same of down").of(&["down"]),
-    knob("hold_head", HOLD, false, true, "the same of the output matrix").of(&["head"]),
+    knob("hold_o", HOLD, false, true, "the same for the projection after attention").of(&["o"]),
+    knob("hold_up", HOLD, false, true, "the same for up, or for gate and up together").of(&["up"]),
+    knob("hold_down", HOLD, false, true, "the same for down").of(&["down"]),
+    knob("hold_head", HOLD, false, true, "the same for the output matrix").of(&["head"]),
     knob(
         "attention_team",
         Grid::Values(&[1, 2, 4, 8]),
         false,
         true,
-        "warps that share the tiles of a head, each with its part of the dimensions of V",
+        "warps that share a head's tiles; each computes some dimensions of V",
     )
     .of(ATTENTION),
     knob(
@@ -187,7 +194,7 @@ pub const KNOBS: [Knob; KNOB_NAMES.len()] = [
         Grid::Values(&[0, 1]),
         false,
         true,
-        "1: queries stay in registers, and values are loaded before the softmax",
+        "1: queries stay in registers, and V is loaded before the softmax",
     )
     .of(ATTENTION),
     knob(
@@ -195,7 +202,7 @@ pub const KNOBS: [Knob; KNOB_NAMES.len()] = [
         Grid::Values(&[2, 4, 8]),
         false,
         true,
-        "rows of the smallest units that a matvec is divided into, where the longest share becomes shorter by them",
+        "fewest rows of a unit of a matvec; smaller units are used only if they shorten the longest share of an SM",
     )
     .of(&["qkv", "o", "up", "down"]),
     knob(
@@ -203,7 +210,7 @@ pub const KNOBS: [Knob; KNOB_NAMES.len()] = [
         Grid::Values(&[0, 1]),
         false,
         true,
-        "1: every SM adds a normalised branch to a residual of its own; 0: the SM that owns the columns adds, and publishes",
+        "1: every SM adds a normalised branch to its own copy of the residual; 0: the SM that owns the columns adds and publishes",
     ),
 ];
 
@@ -213,7 +220,7 @@ pub fn knob_table() -> String {
     for Knob { name, meaning, grid, on_cpu, on_cuda, ops: _ } in KNOBS {
         let values = match grid {
             Grid::Values(values) => values.iter().map(u32::to_string).collect::<Vec<_>>().join(", "),
-            Grid::EighthsLess(_) => "all, some less by one to six, and by as many eighths".to_string(),
+            Grid::EighthsLess(_) => "all; one to six fewer; one to six eighths fewer".to_string(),
         };
         let on = match (on_cpu, on_cuda) {
             (true, true) => "cpu, cuda",
@@ -243,7 +250,7 @@ pub struct Space {
     rules: Rules,
 }
 
-/// What of model and target decides legality before anything is lowered. Lowering has the last word.
+/// Facts of model and target that decide legality before anything is lowered. Lowering may still refuse.
 #[derive(Debug, Clone)]
 struct Rules {
     target: Target,
@@ -253,25 +260,24 @@ struct Rules {
     group: u32,
     /// Bytes of a unit of the model's width.
     unit: u32,
-    /// Bytes of a unit of each op of which several are held at once, by the knob that says how many.
+    /// Bytes of a unit of each op whose `hold_*` knob sets how many units are held at once, by that knob.
     held: [(&'static str, u32); 5],
 }
 
-/// Shared memory of a block beside the ring, bytes, at most: larger batches of sums than by default take so much more.
+/// Upper bound on shared memory of a block beside the ring, bytes: it grows with larger batches of sums than the default's.
 fn fixed_bytes(of_warps: &BTreeMap<u32, u64>, c: &Candidate) -> u64 {
-    let more = u64::from(c.sum_units.saturating_sub(SUM_UNITS)) * u64::from(2 * c.consumer_warps * UNIT_ROWS * 4);
+    let more = u64::from(c.sum_units.saturating_sub(REDUCE_BATCH)) * u64::from(2 * c.consumer_warps * UNIT_ROWS * 4);
     of_warps.get(&c.consumer_warps).copied().unwrap_or(0) + more
 }
 
-/// Larger slots leave room for so few that a ring of them hardly runs ahead.
+/// With larger slots the ring has so few of them that the loader hardly runs ahead.
 const SLOT_BYTES_MAX: u32 = 65536;
-/// One part in so many of a slot may be empty.
+/// Less than one part in this many of a slot may be empty.
 const SLOT_WASTE: u32 = 4;
 
 impl Space {
-    /// The points around `default`, which is where a search begins. `fixed_smem_bytes(consumer_warps)` says what a block's
-    /// shared memory holds beside the ring, bytes; it is a lower bound or an estimate, because [`Space::admits`] only saves
-    /// the time of lowering.
+    /// The points around `default`, where a search begins. `fixed_smem_bytes(consumer_warps)`: bytes of a block's shared memory beside the
+    /// ring. A lower bound or an estimate is enough, because [`Space::admits`] only saves the time of lowering.
     pub fn new(
         graph: &ModelGraph,
         target: &Target,
@@ -286,10 +292,10 @@ impl Space {
         let unit = unit_bytes(graph.hidden, precision);
         let sms_max = target.spec.sm_count.min(head_units).max(1);
         let own = default.values();
-        // A layer says which variants its ops have.
+        // One layer shows which variants its ops have.
         let mut layer = graph.clone();
         layer.layers.truncate(1);
-        // Some need slots that hold whole units: legal is what the default has room for, or its ring of such slots.
+        // Some variants need slots that hold whole units: legal is what fits the default's ring, or a ring of such slots.
         let whole = (1..=4).rev().map(|units| units * unit).find(|bytes| *bytes <= SLOT_BYTES_MAX);
         let whole = whole.filter(|_| !cpu).map(|slot_bytes| {
             let ring_slots = (default.ring_slots * default.slot_bytes / slot_bytes).max(2);
@@ -323,15 +329,15 @@ impl Space {
             };
             match knob.name {
                 "heads_per_task" => values.retain(|&heads| heads <= group && group.is_multiple_of(heads)),
-                // Slots that whole units of the model's width fill, too.
+                // Also sizes that whole units of the model's width fill.
                 "slot_bytes" if !cpu => {
                     values.extend((1..=4).map(|units| units * unit).filter(|bytes| *bytes <= SLOT_BYTES_MAX));
-                    // Another value has the same chunks and leaves room for more of them.
+                    // A smaller size has the same chunks and leaves room for more of them.
                     values.retain(|&slot| slot - chunk_bytes(unit, slot) < slot / SLOT_WASTE);
                 }
-                // Where it begins behind the context, it never splits, which `splits` says already.
+                // From beyond the context it never splits, which `splits = 1` says already.
                 "split_from" => values.retain(|&from| from < context_max),
-                // Units become smaller where shares become shorter by it.
+                // Smaller units are used only if they make shares shorter.
                 "unit_rows" => values.retain(|&least| finest_unit_rows(graph, precision, default.sms, least) == least),
                 "sum_units" => {}
                 "sums_everywhere" => values.retain(|&value| value == own[at] || fits(at, value)),
@@ -345,7 +351,7 @@ impl Space {
                 knobs.push((at, values));
             }
         }
-        let warps = match KNOBS[1].grid {
+        let warps = match KNOBS[crate::candidate::Knob::ConsumerWarps as usize].grid {
             Grid::Values(warps) => warps,
             Grid::EighthsLess(_) => &[],
         };
@@ -365,7 +371,7 @@ impl Space {
         self
     }
 
-    /// What is built without a search, and compared with.
+    /// The candidate that is built without a search, and that others are compared with.
     pub fn default_candidate(&self) -> &Candidate {
         &self.default
     }
@@ -380,14 +386,14 @@ impl Space {
         &self.knobs
     }
 
-    /// Names the grid of all knobs: rows with another digest were drawn from another space. The same for every model and
-    /// target, so that what is known of one carries over to the next.
+    /// Names the grid of all knobs: rows with another digest come from another space. It is the same for every model and target, so that
+    /// knowledge carries over.
     pub fn digest() -> Digest {
         Space::digest_of(&KNOBS)
     }
 
-    /// Whether the points of the space that this digest names are points of this one: it has the same knobs, or the first of
-    /// them. The others are taken to have been as [`Candidate::of_first`] says.
+    /// Whether the points of the space with this digest are points of this one: it has the same knobs, or a prefix of them. The missing knobs
+    /// are assumed to have the values of [`Candidate::of_first`].
     pub fn contains(digest: &Digest) -> bool {
         // Asked for each row of a corpus.
         static KNOWN: LazyLock<Vec<Digest>> =
@@ -403,7 +409,7 @@ impl Space {
         Digest::of(text.as_bytes())
     }
 
-    /// Says in microseconds what lowering would say in milliseconds; what it lets pass may still be infeasible.
+    /// Decides in microseconds what lowering decides in milliseconds; an admitted point may still be infeasible.
     ///
     /// # Errors
     /// Why the point does not fit.
@@ -421,8 +427,8 @@ impl Space {
         Ok(())
     }
 
-    /// The legal points one knob away, those of the nearest values first. Slots of another size make a ring of as many bytes, with
-    /// as many in flight; one of more or fewer slots takes the free slots of a hurry with it, in proportion, and the copies in flight where they would not fit.
+    /// One-knob moves, nearest values first. A new slot size keeps the bytes of the ring and in flight. A new slot count rescales
+    /// `flight_free`, and lowers the copies in flight if they would not fit.
     pub fn neighbours(&self, from: &Candidate) -> Vec<Candidate> {
         let mut found: Vec<(usize, usize, Candidate)> = vec![];
         let own = from.values();
@@ -432,7 +438,7 @@ impl Space {
             let above = choices.iter().filter(|&&v| v > now).zip(1..);
             for (&value, distance) in below.chain(above) {
                 let moved = self.with(from, *at, value);
-                // Several values may be cut to one.
+                // Several values may be clamped to one.
                 let new = moved != *from && found.iter().all(|(_, _, other)| *other != moved);
                 if new && self.admits(&moved).is_ok() {
                     found.push((distance, order, moved));
@@ -443,7 +449,7 @@ impl Space {
         found.into_iter().map(|(_, _, candidate)| candidate).collect()
     }
 
-    /// The point with one knob set, and those that depend on it brought back into their range.
+    /// The point with one knob set, and the knobs that depend on it brought back into their range.
     fn with(&self, from: &Candidate, at: usize, value: u32) -> Candidate {
         let mut numbers = from.values();
         if let Some(number) = numbers.get_mut(at) {
@@ -452,14 +458,14 @@ impl Space {
         let mut to = Candidate::of_values(&numbers);
         let changed = KNOBS.get(at).map_or("", |knob| knob.name);
         if self.rules.target.kind == TargetKind::Cuda {
-            // Several units are held at once where slots have whole ones.
+            // Several units can be held at once only if slots have whole units.
             if let Some((_, unit)) =
                 self.rules.held.iter().find(|(knob, unit)| *knob == changed && value > 1 && to.slot_bytes < *unit)
                 && let Some(whole) = self.slot_sizes().iter().find(|slot| *slot >= unit)
             {
                 to.slot_bytes = *whole;
             }
-            // Slots of another size make a ring of as many bytes, with as many of them in flight.
+            // A new slot size keeps the bytes of the ring and in flight.
             if to.slot_bytes != from.slot_bytes {
                 let most = u64::from(RING_SLOTS_MAX);
                 let [own, size] = [from, &to].map(|c| u64::from(chunk_bytes(self.rules.unit, c.slot_bytes)));
@@ -468,7 +474,7 @@ impl Space {
                 to.ring_slots = (ring / u64::from(to.slot_bytes.max(1))).clamp(2, most) as u32;
                 (to.flight_high, to.flight_low) = (nearest(from.flight_high), nearest(from.flight_low));
             }
-            // More bytes a slot leave room for fewer slots; more slots than there is room for are no move.
+            // Larger slots leave room for fewer of them; a count without room is no move.
             if changed != "ring_slots" {
                 self.cut_ring(&mut to);
             }
@@ -476,7 +482,7 @@ impl Space {
                 to.flight_high = to.flight_high.max(to.flight_low);
             }
             if changed != "flight_free" {
-                // As many free of fewer slots would be all of them, and the loader never in a hurry.
+                // Unscaled, `flight_free` could be all of fewer slots, and `flight_high` would never apply.
                 let slots = from.ring_slots.max(1);
                 to.flight_free = (from.flight_free * to.ring_slots + slots / 2) / slots;
             }
@@ -491,7 +497,7 @@ impl Space {
         sizes.map_or(&[], |(_, sizes)| sizes)
     }
 
-    /// Leaves as many slots as there is room for.
+    /// Reduces the slots to those that fit.
     fn cut_ring(&self, to: &mut Candidate) {
         let fixed = fixed_bytes(&self.rules.fixed_smem, to);
         let room = u64::from(self.rules.target.spec.smem_bytes_per_block_max).saturating_sub(fixed)
@@ -499,22 +505,22 @@ impl Space {
         to.ring_slots = to.ring_slots.min(room.min(u64::from(RING_SLOTS_MAX)) as u32);
     }
 
-    /// Brings knobs that depend on others into their range, and of several names of one schedule takes one.
+    /// Brings knobs that depend on others into their range, and chooses one of several candidates that give the same schedule.
     fn one_name(&self, to: &mut Candidate) {
         if self.rules.target.kind == TargetKind::Cuda {
             to.flight_high = to.flight_high.min(to.ring_slots);
             to.flight_low = to.flight_low.min(to.flight_high);
-            // As many copies in a hurry as without one: from when on it is in a hurry says nothing.
+            // With equal limits, `flight_free` has no effect.
             if to.flight_high == to.flight_low {
                 to.flight_free = self.default.flight_free;
             }
             to.flight_free = to.flight_free.min(to.ring_slots);
         }
-        // Nobody is spared by any percentage.
+        // Without a slow eighth, the percentage has no effect.
         if to.light_eighth == 0 {
             to.light_percent = self.default.light_percent;
         }
-        // Of the points that never split only one is in the space: they make the same schedule.
+        // All points that never split give the same schedule: the space has one of them.
         let never_splits = |c: &Candidate| c.splits == 1 || c.split_from >= self.rules.context_max;
         if never_splits(to) {
             to.splits = if never_splits(&self.default) { self.default.splits } else { 1 };
@@ -522,7 +528,7 @@ impl Space {
         }
     }
 
-    /// `moves` knobs set to random values: `choose(n)` gives a number below `n`. `None` where luck finds no legal point.
+    /// `moves` knobs set to random values: `choose(n)` gives a number below `n`. `None` if no legal point was found.
     pub fn mutated(&self, from: &Candidate, moves: usize, choose: &mut dyn FnMut(usize) -> usize) -> Option<Candidate> {
         // Half of all random points are legal on the records that come with the tool; 32 tries miss one in 10^9.
         for _ in 0..32 {
@@ -539,7 +545,7 @@ impl Space {
         None
     }
 
-    /// The legal point of the grid nearest to these numbers, where each knob that is not in this space keeps the default.
+    /// The legal point of the grid nearest to these numbers. Knobs that are not in this space keep the default.
     pub fn snap(&self, numbers: &Values) -> Option<Candidate> {
         let mut to = self.default.values();
         for (at, choices) in &self.knobs {
@@ -555,7 +561,7 @@ impl Space {
         self.admits(&to).is_ok().then_some(to)
     }
 
-    /// Knobs in which two points differ: what "simpler" counts, from the default.
+    /// Knobs in which two points differ; the simpler of two candidates has fewer that differ from the default.
     pub fn distance(a: &Candidate, b: &Candidate) -> usize {
         a.values().iter().zip(b.values()).filter(|(a, b)| **a != *b).count()
     }

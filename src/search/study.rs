@@ -1,9 +1,9 @@
-//! Owns the comparison of cold campaigns with warm ones: how many trials each took to come near the best that cold ones found.
+//! Owns the comparison of cold campaigns with warm ones: the trials that each needed to get near the best cold result.
 
 use super::history::History;
 use crate::flywheel::Proposer;
 
-/// As good as the cold best: a latency at most this factor above it.
+/// Near the best cold result: a latency of at most this factor of it.
 const NEAR: f64 = 1.02;
 
 /// Campaigns of one model on one target.
@@ -11,7 +11,7 @@ const NEAR: f64 = 1.02;
 pub struct Study {
     /// `manifest on target`.
     pub name: String,
-    /// log of latency by the default's of the best that any cold campaign kept.
+    /// Log ratio to the default of the best candidate that any cold campaign kept.
     pub cold_best: f64,
     pub cold: Vec<Run>,
     pub warm: Vec<Run>,
@@ -21,13 +21,13 @@ pub struct Study {
 #[derive(Debug, Clone, PartialEq)]
 pub struct Run {
     pub seed: u64,
-    /// log of latency by the default's of the incumbent behind each trial, the default's 0 first.
+    /// Log ratio of the incumbent to the default after each trial; starts with the default's 0.
     pub curve: Vec<f64>,
-    /// Trials until the incumbent was near the cold best; `None`: it never was.
+    /// Trials until the incumbent was near the best cold result; `None`: never.
     pub reached: Option<usize>,
 }
 
-/// Whether a campaign tried a seed of the prior: it knew of others.
+/// Whether a campaign tried a warm start: it knew of other campaigns.
 pub fn had_seeds(history: &History) -> bool {
     history.entries.iter().any(|entry| entry.proposer == Proposer::Prior)
 }
@@ -63,8 +63,8 @@ pub fn studies(cold: &[History], warm: &[History]) -> Vec<Study> {
     studies
 }
 
-/// The comparison with the default at the end is no trial, but where the default won it, the campaign found nothing: what was
-/// kept before was noise.
+/// The comparison with the default at the end is no trial. If the default won it, the campaign found nothing: what it kept before was
+/// noise.
 fn curve(history: &History) -> Vec<f64> {
     let mut curve: Vec<f64> = vec![];
     for entry in history.entries.iter().filter(|entry| entry.number.is_some()) {
@@ -82,36 +82,36 @@ fn curve(history: &History) -> Vec<f64> {
     curve
 }
 
-/// The middle of the trials that runs took, where "never" is longer than any; `None` where most never came there.
+/// Median of the trials that runs needed; "never" counts as more than any number. `None` if the median is "never".
 pub fn median_reached(runs: &[Run]) -> Option<usize> {
     // Far fewer trials than a float counts exactly.
     middle(runs.iter().map(|run| run.reached.map(|trials| trials as f64))).map(|trials| trials as usize)
 }
 
-/// The middle one, where `None` is larger than any; of an even number the later one: no run is made to look faster than it was.
+/// The median, with `None` as the largest value; of an even number of values the larger one, so that no run looks faster than it was.
 fn middle(of: impl Iterator<Item = Option<f64>>) -> Option<f64> {
     let mut sorted: Vec<f64> = of.map(|value| value.unwrap_or(f64::INFINITY)).collect();
     sorted.sort_unstable_by(f64::total_cmp);
     sorted.get(sorted.len() / 2).copied().filter(|value| value.is_finite())
 }
 
-/// Logs of ratios that two medians do not tell apart: of two campaigns that found the same point one is ahead by so much.
+/// Log ratios that two medians do not tell apart: two campaigns that found the same point can differ by this much.
 const ALIKE: f64 = 0.002;
 
-/// Trials behind which a warm campaign was as fast as a cold one at its end, give or take [`ALIKE`], and the trials of that one; `None`: it never was.
+/// Trials until the warm run matched the cold run's end, within [`ALIKE`], and the number of trials of the cold run; `None`: never.
 pub fn caught_up(warm: &Run, cold: &Run) -> Option<(usize, usize)> {
     let end = cold.curve.last()?;
     let at = warm.curve.iter().position(|log| *log <= end + ALIKE)?;
     Some((at, cold.curve.len() - 1))
 }
 
-/// The middle one of such shares of the trials of cold campaigns, as [`median_reached`] takes it.
+/// Median of these trials as shares of the cold runs' trials, as in [`median_reached`].
 pub fn median_share(shares: &[Option<(usize, usize)>]) -> Option<f64> {
     let share = |(at, of): (usize, usize)| if of == 0 { 0.0 } else { at as f64 / of as f64 };
     middle(shares.iter().map(|caught| caught.map(share)))
 }
 
-/// The mean of the runs' curves at each trial, as latency by the default's; a run that ended keeps its last value.
+/// The mean of the runs' curves at each trial, as latency divided by the default's; a run that ended keeps its last value.
 pub fn mean_curve(runs: &[Run]) -> Vec<f64> {
     let longest = runs.iter().map(|run| run.curve.len()).max().unwrap_or(0);
     let at = |run: &Run, trial: usize| run.curve.get(trial).or(run.curve.last()).copied().unwrap_or(0.0);
@@ -129,7 +129,7 @@ mod tests {
         let run = |curve: &[f64], reached| Run { seed: 0, curve: curve.to_vec(), reached };
         let runs = [run(&[0.0, -0.1], Some(1)), run(&[0.0, 0.0, -0.3], Some(2)), run(&[0.0], None)];
         assert_eq!(median_reached(&runs), Some(2));
-        assert_eq!(median_reached(&runs[1..]), None, "half of them never came there");
+        assert_eq!(median_reached(&runs[1..]), None, "half of them never got there");
         assert_eq!(median_reached(&[]), None);
         let caught: Vec<_> = runs.iter().map(|warm| caught_up(warm, &runs[0])).collect();
         assert_eq!(caught, [Some((1, 1)), Some((2, 1)), None]);
@@ -137,8 +137,8 @@ mod tests {
             (median_share(&caught), median_share(&caught[..1]), median_share(&[])),
             (Some(2.0), Some(1.0), None)
         );
-        assert_eq!(median_share(&caught[1..]), None, "half of them never were");
-        assert_eq!(caught_up(&runs[0], &runs[2]), Some((0, 0)), "nothing was found, and nothing has to be");
+        assert_eq!(median_share(&caught[1..]), None, "half of them never caught up");
+        assert_eq!(caught_up(&runs[0], &runs[2]), Some((0, 0)), "no gain was found, and none is needed");
         let mean = mean_curve(&runs);
         assert_eq!(mean.len(), 3);
         assert!((mean[2].ln() - (-0.1 - 0.3) / 3.0).abs() < 1e-12);

@@ -1,7 +1,7 @@
-//! A made-up machine that behaves as the cost model says, and somehow in the knobs that the cost model does not know: what
-//! campaigns of known shapes are worth to shapes that nobody tuned.
+//! A simulated machine that follows the cost model, with arbitrary effects in the knobs that the cost model does not know: it shows what
+//! campaigns of known shapes are worth to shapes that were never tuned.
 //!
-//! The search is told nothing of the cost model here. No figure of this file is a measurement of anything but the search.
+//! The search here does not see the cost model. The figures of this file measure the search and nothing else.
 
 use super::cost;
 use super::drive::{Arena, Made, Ran, Settled, SettledAs, Start, drive};
@@ -22,7 +22,7 @@ use crate::target::Target;
 const BF16: Precision = Precision { weights: DType::Bf16, cache: DType::Bf16, wire: DType::Bf16 };
 const POSITIONS: [u32; 2] = [32, 1024];
 
-/// A machine that behaves as the cost model says, with half a percent of noise. The search is not told what it says.
+/// A machine that follows the cost model, with half a percent of noise. The search does not see the model.
 struct Machine<'a> {
     graph: &'a ModelGraph,
     target: &'a Target,
@@ -32,7 +32,7 @@ struct Machine<'a> {
     kept: Vec<f64>,
 }
 
-/// Knobs of which the cost model knows nothing.
+/// Knobs that the cost model does not know.
 const UNKNOWN: [&str; 13] = [
     "light_eighth",
     "light_percent",
@@ -58,8 +58,8 @@ impl Machine<'_> {
         logs.iter().sum::<f64>() / logs.len() as f64 + self.unknown(candidate)
     }
 
-    /// Between 0.6 % faster and 4.4 % slower for each such knob that is turned, a part of it alike for all shapes: one value in
-    /// five gains, as about that many of the measured ones did.
+    /// Between 0.6 % faster and 4.4 % slower for each such knob that differs, in part the same for all shapes. One value in five gains, as
+    /// about one in five measured values did.
     fn unknown(&self, candidate: &Candidate) -> f64 {
         let shape = u64::from(self.graph.hidden);
         let turned =
@@ -132,10 +132,10 @@ fn setting(graph: &ModelGraph) -> Setting {
     Setting::new(&model, "h200", "cuda")
 }
 
-/// What a campaign tried, and the log ratio of the incumbent behind each trial.
+/// The trials of a campaign, and the log ratio of the incumbent after each.
 fn campaign(graph: &ModelGraph, groups: &[Group], trials: u32, seed: u64) -> (Group, Vec<f64>) {
     let target = Target::builtin("h200").expect("a record");
-    // All SMs, small slots, all of them in flight, and the rules of ops: the default of the tool leaves this machine little to find.
+    // All SMs, small slots, all of them in flight: from the tool's own default there is little to find on this machine.
     let start = "sms=132;ring_slots=12;slot_bytes=16384;flight_high=12;flight_low=12;flight_free=0;hold_up=0";
     let default = Candidate::default_for(graph, &target, BF16);
     let default = Candidate::parse(start, &default).expect("a candidate");
@@ -188,7 +188,7 @@ fn campaigns_of_other_shapes_make_a_search_faster_and_cost_it_nothing() {
     }
     let ([cold_early, warm_early], [cold_late, warm_late]) = (early, late);
     let said =
-        format!("behind 5 trials cold {cold_early:.4}, warm {warm_early:.4}; behind 40 {cold_late:.4}, {warm_late:.4}");
+        format!("after 5 trials cold {cold_early:.4}, warm {warm_early:.4}; after 40 {cold_late:.4}, {warm_late:.4}");
     println!("{said}");
     // Five warm trials find more than five cold ones, and so do forty.
     assert!(warm_early < 1.5 * cold_early && warm_early < -0.015, "{said}");
@@ -196,7 +196,7 @@ fn campaigns_of_other_shapes_make_a_search_faster_and_cost_it_nothing() {
 }
 
 #[test]
-fn a_seed_is_what_gained_most_at_a_like_shape_and_what_came_of_it_decides_about_others() {
+fn the_best_candidate_of_a_similar_shape_is_the_first_warm_start_and_its_result_decides_about_others() {
     let target = Target::builtin("h200").expect("a record");
     let of = |config: &str| {
         let graph = graph(config);
@@ -231,13 +231,13 @@ fn a_seed_is_what_gained_most_at_a_like_shape_and_what_came_of_it_decides_about_
         let Ask::Try { candidate, proposer } = search.ask() else { panic!("it stopped") };
         (candidate, proposer == Proposer::Prior)
     };
-    let (first, is_seed) = asked(&[]);
-    assert!(is_seed);
+    let (first, is_warm_start) = asked(&[]);
+    assert!(is_warm_start);
     assert_eq!((first.ring_slots, first.slot_bytes, first.flight_high), (3, 65_536, 1), "{first}");
-    assert_eq!(first.light_eighth, 0, "which SMs are slow is another machine's matter");
-    // What failed says much against a seed that has most of it, and little against one that has nothing of it.
-    let (second, is_seed) = asked(&[1.02]);
-    assert!(is_seed && second.poll_pairs == 2 && second.slot_bytes == default.slot_bytes, "{second}");
-    // What gained more than another promises is not left for it.
+    assert_eq!(first.light_eighth, 0, "which SMs are slow depends on the machine");
+    // A slow result counts against a similar warm start, and little against a different one.
+    let (second, is_warm_start) = asked(&[1.02]);
+    assert!(is_warm_start && second.poll_pairs == 2 && second.slot_bytes == default.slot_bytes, "{second}");
+    // After a gain larger than any warm start promises, no warm start is tried.
     assert!(!asked(&[0.85]).1);
 }

@@ -7,8 +7,10 @@ use super::memory::bytes;
 use super::{Entity, Found, Rule, Witness, note};
 use crate::ir::op::{Attention, Epilogue, HISTORY_ALIGN, Op, QkNormAttr, Role};
 use crate::ir::program::{Grid, Program, Space};
-use crate::ir::schedule::{Mechanism, RunBytes, Schedule};
-use crate::ir::variant::{Held, LANES, MatVecVariant, SUM_UNITS_MAX, granule_pairs, sum_width_max};
+use crate::ir::schedule::{Mechanism, RunBytes, Schedule, SmemKind};
+use crate::ir::variant::{
+    LANES, MatVecVariant, REDUCE_BATCH_MAX, RegisterTiling, Variant, granule_pairs, sum_width_max,
+};
 use crate::ir::{EventId, GridId, SmId, TaskId};
 use crate::model::graph::{NormKind, QkNormSpan};
 use crate::target::{DotMechanism, Target, TargetKind};
@@ -18,8 +20,6 @@ const SHARES_MAX: u32 = 1 << 16;
 const RUN_BYTES_MAX: u64 = 1 << 31;
 /// Bytes of a queue entry in the `queue` part of shared memory.
 const ENTRY_BYTES: u64 = 64;
-/// Places of caches and constants are told in this unit.
-const UNIT_BYTES: u64 = 256;
 /// Bytes that 32 bits of 8-byte packets, and of 256-byte units, reach; the last unit is the word for none.
 const EXCHANGE_BYTES_MAX: u64 = 8 << 32;
 const UNITS_BYTES_MAX: u64 = (256 << 32) - 256;
@@ -160,37 +160,33 @@ impl Rules<'_> {
     /// matvec.cuh and attention_tensor.cuh: what is held in registers, and who shares a head.
     fn variants(&mut self, schedule: &Schedule, target: &Target) {
         let Schedule { program, machine, .. } = schedule;
-        let sums = machine.sum_units;
-        self.expect((1..=SUM_UNITS_MAX).contains(&sums), Entity::Machine, || {
-            format!("expected 1 to {SUM_UNITS_MAX} units of a reduction, found {sums}")
+        let sums = machine.reduce_batch;
+        self.expect((1..=REDUCE_BATCH_MAX).contains(&sums), Entity::Machine, || {
+            format!("expected 1 to {REDUCE_BATCH_MAX} units of a reduction, found {sums}")
         });
-        for ((g, grid), units) in (0..).zip(&program.grids).zip(schedule.longest_tasks()) {
+        for (g, grid) in (0..).zip(&program.grids) {
             let at = Entity::Grid(GridId(g));
-            match &grid.op {
-                Op::MatVec(m) => {
-                    let MatVecVariant { hold, poll } = m.variant;
-                    let held = Held::of(m, machine, program.precision, units);
-                    for (name, asked, refused) in [
-                        ("hold", hold, hold.and_then(|hold| held.refuses_hold(hold))),
-                        ("poll", poll, poll.and_then(|poll| held.refuses_poll(poll))),
+            match (&grid.op, schedule.variants.get(&GridId(g))) {
+                (Op::MatVec(m), Some(Variant::MatVec(variant))) => {
+                    let MatVecVariant { units, chunk, block: _, units_per_warp, poll_batch } = *variant;
+                    let tiling = RegisterTiling::of(m, machine, program.precision, units, chunk);
+                    for (name, found, refused) in [
+                        ("units_per_warp", units_per_warp, tiling.refuses_units_per_warp(units_per_warp)),
+                        ("poll_batch", poll_batch, tiling.refuses_poll_batch(poll_batch)),
                     ] {
                         self.expect(refused.is_none(), at, || {
-                            let (asked, expected) = (asked.unwrap_or_default(), refused.unwrap_or_default());
-                            format!("expected `{name}` to be {expected}; found {asked}")
+                            format!("expected `{name}` to be {}; found {found}", refused.unwrap_or_default())
                         });
                     }
                 }
-                Op::Attention(a) => {
-                    let refused = a.refuses_variant(
-                        program.precision,
-                        target.spec.dot == DotMechanism::Mma,
-                        machine.consumer_warps,
-                    );
+                (Op::Attention(a), Some(Variant::Attention(variant))) => {
+                    let tensor_cores = target.spec.dot == DotMechanism::Mma;
+                    let refused = a.refuses_variant(variant, program.precision, tensor_cores, machine.consumer_warps);
                     self.expect(refused.is_none(), at, || {
-                        format!("expected `team` to be {}", refused.unwrap_or_default())
+                        format!("expected `warps_per_head` to be {}", refused.unwrap_or_default())
                     });
                 }
-                Op::Select | Op::Report | Op::Embed { .. } | Op::AttentionMerge { .. } | Op::NormAdd { .. } => {}
+                _ => {}
             }
         }
     }
@@ -300,16 +296,13 @@ impl Rules<'_> {
     }
 
     fn memory(&mut self, schedule: &Schedule) {
-        // ring.cuh: every warp frees every slot.
-        let groups = schedule.machine.ring.groups;
-        self.expect(groups == 1, Entity::Machine, || format!("expected one group of warps, found {groups}"));
         // kernel.cuh: a block keeps its queue in shared memory.
         let numbered = |(r, queues): (u32, &Vec<Vec<TaskId>>)| -> Vec<(u64, Entity)> {
             (0..).zip(queues).map(|(s, queue)| (queue.len() as u64, Entity::Sm(r, SmId(s)))).collect()
         };
         let queues = (0..).zip(schedule.regimes.iter().map(|regime| &regime.queues)).flat_map(numbered);
         let longest = queues.max_by_key(|(length, _)| *length);
-        let queue = schedule.machine.smem.iter().find(|p| p.name == "queue").map_or(0, |p| u64::from(p.bytes));
+        let queue = schedule.smem(SmemKind::Queue).map_or(0, |p| u64::from(p.bytes));
         let needs = longest.map_or(0, |(length, _)| length * ENTRY_BYTES);
         self.expect_with(queue >= needs, Entity::Machine, || {
             let tasks = longest.map_or(0, |(length, _)| length);
@@ -317,15 +310,15 @@ impl Rules<'_> {
             (message, longest.map(|(_, at)| note(at, "has the longest queue")).into_iter().collect())
         });
         let smem = &schedule.machine.smem;
-        let part = |name: &str| (0..).zip(smem).find(|(_, part)| part.name == name);
+        let part = |kind: SmemKind| (0..).zip(smem).find(|(_, part)| part.kind == kind);
         // ring.cuh: slot `i` is at `i * slot_bytes`.
-        if let Some((i, ring)) = part("ring") {
+        if let Some((i, ring)) = part(SmemKind::Ring) {
             self.expect(ring.offset == 0, Entity::SmemPart(i), || {
                 format!("expected `ring` at 0, found {}", ring.offset)
             });
         }
         // context.cuh: what stages nothing uses both as one.
-        if let (Some((_, stage)), Some((i, reduce))) = (part("stage"), part("reduce")) {
+        if let (Some((_, stage)), Some((i, reduce))) = (part(SmemKind::Stage), part(SmemKind::Reduce)) {
             let end = u64::from(stage.offset) + u64::from(stage.bytes);
             self.expect(u64::from(reduce.offset) == end, Entity::SmemPart(i), || {
                 format!("expected `reduce` right behind `stage`, at {end}, found {}", reduce.offset)
@@ -335,24 +328,20 @@ impl Rules<'_> {
         let tasks = schedule.program.grids.iter().filter(|grid| grid.operand(Role::Logits).is_some());
         let tasks = u64::from(tasks.map(|grid| grid.second.extent()).max().unwrap_or(0));
         let sampling = (tasks * 4).next_multiple_of(16) + u64::from(schedule.machine.consumer_warps) * 56 + 16 + 8;
-        let scratch: u64 = ["stage", "reduce"].iter().filter_map(|&name| Some(u64::from(part(name)?.1.bytes))).sum();
+        let both = [SmemKind::Stage, SmemKind::Reduce].into_iter().filter_map(part);
+        let scratch: u64 = both.map(|(_, part)| u64::from(part.bytes)).sum();
         self.expect(scratch >= sampling, Entity::Machine, || {
             format!("expected {sampling} bytes of `stage` and `reduce`, where a token is drawn, found {scratch}")
         });
-        // Entries add columns to places in 32 bits: what begins in reach must end in reach. Constants lie one after another.
+        // Entries add columns to places in 32 bits: what begins in reach must end in reach.
         let places = schedule.program.buffers.iter().zip(&schedule.placement).enumerate();
-        let mut constants = 0u64;
         for (b, (buffer, place)) in places {
             let (most, place) = match (buffer.space, *place) {
                 (Space::Exchange, Some(place)) => (EXCHANGE_BYTES_MAX, place),
-                (Space::Cache, Some(place)) => (UNITS_BYTES_MAX, place),
-                (Space::Constant, _) => (UNITS_BYTES_MAX, constants),
+                (Space::Cache | Space::Constant, Some(place)) => (UNITS_BYTES_MAX, place),
                 _ => continue,
             };
             let end = place.saturating_add(bytes(buffer));
-            if buffer.space == Space::Constant {
-                constants = end.checked_next_multiple_of(UNIT_BYTES).unwrap_or(u64::MAX);
-            }
             self.expect(end <= most, Entity::Buffer(b.into()), || {
                 format!("expected a place that ends at {most} or before, found {place}..{end}")
             });

@@ -3,11 +3,10 @@
 use super::wellformed::Grids;
 use super::{Entity, Found, Rule, note};
 use crate::dtype::DType;
-use crate::ir::BufferId;
-use crate::ir::SmId;
 use crate::ir::op::{Op, UNIT_ROWS};
 use crate::ir::program::{Buffer, Space};
-use crate::ir::schedule::{Machine, RunBytes, Schedule};
+use crate::ir::schedule::{Machine, RunBytes, Schedule, SmemKind};
+use crate::ir::{BufferId, GridId, SmId};
 use crate::target::{DotMechanism, Target, TargetKind};
 
 /// Fewer registers than this a compiler cannot work with.
@@ -28,13 +27,6 @@ pub(super) fn machine(machine: &Machine, target: &Target, found: &mut Found) {
     if machine.sms > spec.sm_count {
         found.add(Rule::SmCount, at, || {
             format!("expected at most {} SMs, all blocks resident at once; found {}", spec.sm_count, machine.sms)
-        });
-    }
-    let cluster = machine.cluster;
-    if cluster == 0 || cluster > spec.cluster_max.max(1) || !machine.sms.is_multiple_of(cluster) {
-        found.add(Rule::Cluster, at, || {
-            let most = spec.cluster_max.max(1);
-            format!("expected a cluster of at most {most} blocks that divides {} SMs, found {cluster}", machine.sms)
         });
     }
     // The CPU stands for SMs with one thread each; it has neither warps nor registers to run out of.
@@ -66,12 +58,12 @@ pub(super) fn machine(machine: &Machine, target: &Target, found: &mut Found) {
         let (offset, bytes) = (u64::from(part.offset), u64::from(part.bytes));
         if offset < end {
             found.add(Rule::SmemOverlap, Entity::SmemPart(i), || {
-                format!("expected `{}` at {end} or later, found {offset}", part.name)
+                format!("expected `{}` at {end} or later, found {offset}", part.kind.name())
             });
         }
         if offset % ALIGN != 0 {
             found.add(Rule::SmemPart, Entity::SmemPart(i), || {
-                format!("expected `{}` on a multiple of {ALIGN} bytes, found {offset}", part.name)
+                format!("expected `{}` on a multiple of {ALIGN} bytes, found {offset}", part.kind.name())
             });
         }
         end = end.max(offset + bytes);
@@ -92,8 +84,9 @@ pub(super) fn shared(schedule: &Schedule, target: &Target, grids: &Grids, found:
     let element = if weights == DType::Bf16 && target.spec.dot == DotMechanism::Mma { 2 } else { 4 };
     let (mut stage, mut heads, mut scratch) = (0, 0, 0);
     // Two batches of partial sums.
-    let mut reduce = (2 * u64::from(machine.sum_units)).saturating_mul(warps).saturating_mul(u64::from(UNIT_ROWS) * 4);
-    for grid in &schedule.program.grids {
+    let mut reduce =
+        (2 * u64::from(machine.reduce_batch)).saturating_mul(warps).saturating_mul(u64::from(UNIT_ROWS) * 4);
+    for (g, grid) in (0..).zip(&schedule.program.grids) {
         match &grid.op {
             Op::MatVec(m) => stage = stage.max(u64::from(m.k).next_multiple_of(STAGE_VALUES) * element),
             Op::NormAdd { width, everywhere: false, .. } => {
@@ -101,9 +94,9 @@ pub(super) fn shared(schedule: &Schedule, target: &Target, grids: &Grids, found:
             }
             Op::Attention(a) => {
                 let (per_task, dim) = (u64::from(a.heads_per_task), u64::from(a.head_dim));
-                // Maximum, sum and accumulators of each head, in each team of warps and for the current position.
-                let mma = target.spec.dot == DotMechanism::Mma;
-                let records = u64::from(a.records(schedule.program.precision, mma, machine.consumer_warps));
+                // Maximum, sum and accumulators of each head, of all warps that share it and for the current position.
+                let shared = schedule.attention_variant(GridId(g)).filter(|variant| variant.swizzled);
+                let records = warps / shared.map_or(1, |variant| u64::from(variant.warps_per_head)).max(1) + 1;
                 scratch = scratch.max(records * per_task * (dim + 2) * 4);
                 // Queries, key and value in fp32, queries in bf16 and whole granules.
                 heads = heads.max((per_task + 2) * dim * 4 + per_task * dim.next_multiple_of(32) * 2);
@@ -117,8 +110,7 @@ pub(super) fn shared(schedule: &Schedule, target: &Target, grids: &Grids, found:
         }
     }
     // Attention stages nothing: its scratch is `stage` and `reduce` together, which lie side by side.
-    let part = |name: &str| machine.smem.iter().find(|p| p.name == name);
-    if let (Some(a), Some(b)) = (part("stage"), part("reduce"))
+    if let (Some(a), Some(b)) = (schedule.smem(SmemKind::Stage), schedule.smem(SmemKind::Reduce))
         && a.offset.checked_add(a.bytes) == Some(b.offset)
     {
         scratch = scratch.saturating_sub(u64::from(a.bytes));
@@ -129,15 +121,16 @@ pub(super) fn shared(schedule: &Schedule, target: &Target, grids: &Grids, found:
     // Two barriers of 8 bytes a slot; of each warp what it carries from task to task, its norm statistics and its best
     // candidate; token, stop and watchdog.
     let state = u64::from(machine.ring.slots) * 16 + warps * 56 + 128;
-    for (name, least) in [
-        ("ring", ring),
-        ("stage", stage),
-        ("reduce", reduce),
-        ("heads", heads),
-        ("residual", residual),
-        ("state", state),
+    for (kind, least) in [
+        (SmemKind::Ring, ring),
+        (SmemKind::Stage, stage),
+        (SmemKind::Reduce, reduce),
+        (SmemKind::Heads, heads),
+        (SmemKind::Residual, residual),
+        (SmemKind::State, state),
     ] {
-        let mut parts = (0..).zip(&machine.smem).filter(|(_, part)| part.name == name);
+        let name = kind.name();
+        let mut parts = (0..).zip(&machine.smem).filter(|(_, part)| part.kind == kind);
         let Some((i, part)) = parts.next() else {
             found
                 .add(Rule::SmemPart, Entity::Machine, || format!("expected a shared-memory part `{name}`, found none"));
@@ -149,9 +142,9 @@ pub(super) fn shared(schedule: &Schedule, target: &Target, grids: &Grids, found:
         if u64::from(part.bytes) < least {
             found.add_with(Rule::SmemSize, Entity::SmemPart(i), || {
                 let message = format!("expected at least {least} bytes for `{name}`, found {}", part.bytes);
-                let decided = match name {
-                    "residual" => owner.map(|at| note(at, "owns the most columns")),
-                    "stage" | "heads" => None,
+                let decided = match kind {
+                    SmemKind::Residual => owner.map(|at| note(at, "owns the most columns")),
+                    SmemKind::Stage | SmemKind::Heads => None,
                     _ => Some(note(Entity::Machine, "its ring and its consumer warps decide how many")),
                 };
                 (message, decided.into_iter().collect())
@@ -194,7 +187,7 @@ fn residual(schedule: &Schedule, grids: &Grids) -> (u64, Option<Entity>) {
     most
 }
 
-/// Arenas of exchange, cache and output buffers, and the sum of everything in device memory.
+/// Arenas of constants, exchange, cache and output buffers, and the sum of everything in device memory.
 pub(super) fn device(schedule: &Schedule, target: &Target, found: &mut Found) {
     let program = &schedule.program;
     let mut total = 0u64;
@@ -202,7 +195,7 @@ pub(super) fn device(schedule: &Schedule, target: &Target, found: &mut Found) {
     for ((b, buffer), &place) in (0..).zip(&program.buffers).zip(&schedule.placement) {
         let (id, bytes) = (BufferId(b), bytes(buffer));
         match (buffer.space, place) {
-            (Space::Exchange | Space::Cache | Space::Output, Some(offset)) => {
+            (Space::Constant | Space::Exchange | Space::Cache | Space::Output, Some(offset)) => {
                 if offset % PLACE_ALIGN != 0 {
                     found.add(Rule::Placement, Entity::Buffer(id), || {
                         format!("expected a multiple of {PLACE_ALIGN} bytes as its place, found {offset}")
@@ -210,7 +203,7 @@ pub(super) fn device(schedule: &Schedule, target: &Target, found: &mut Found) {
                 }
                 placed.push((buffer.space, offset, offset.saturating_add(bytes), id));
             }
-            (Space::Exchange | Space::Cache | Space::Output, None) => {
+            (Space::Constant | Space::Exchange | Space::Cache | Space::Output, None) => {
                 found.add(Rule::Placement, Entity::Buffer(id), || {
                     format!("expected a place in the arena of {}, found none", buffer.space.name())
                 });
@@ -218,7 +211,6 @@ pub(super) fn device(schedule: &Schedule, target: &Target, found: &mut Found) {
             (space, Some(offset)) => found.add(Rule::Placement, Entity::Buffer(id), || {
                 format!("expected no place for a buffer in {}, found {offset}", space.name())
             }),
-            (Space::Constant, None) => total = total.saturating_add(bytes),
             // Weights count as the streams' bytes, padding included; private data is in shared memory.
             (Space::Weight | Space::Private, None) => {}
         }

@@ -23,15 +23,15 @@
 //!    by the reader's own waits, and who waits by packets reads them: the poll is the wait. Events about one buffer are
 //!    all counters or all packets. An event is carried where program order reads before it writes (the candidates), and
 //!    only there; the first step of a regime finds the events it carries in the regime before.
-//! 3. **Free of deadlock** (`order`). Queues and the events of a step have no cycle; a witness is the cycle. The stream
+//! 3. **Free of deadlock** (`order`, `variants`). Queues and the events of a step have no cycle; a witness is the cycle. The stream
 //!    of an SM lists exactly the streamed operands of its queue, in its order, with the right bytes at consecutive
-//!    offsets, the same in every regime. A task's chunks fit the ring; the arrivals that free a slot are the warps of
-//!    one group.
+//!    offsets, the same in every regime. A task's chunks fit the ring; the arrivals that free a slot are the consumer
+//!    warps. The variants of matvecs and attention are those that tasks, slots and cache rows lead to (`variants`).
 //! 4. **Race-free** (`races`), over `1 + phases` consecutive steps of the loop and across each change of regime. A
 //!    packet or logit is overwritten only after every reader and the writer of the old value (dependency order;
 //!    visibility order for what the host reads). A loader reads the history only where each append of the step before
 //!    is visible.
-//! 5. **Memory** (`memory`). Shared-memory parts, registers, threads, SMs and clusters fit the target, parts are large
+//! 5. **Memory** (`memory`). Shared-memory parts, registers, threads and SMs fit the target, parts are large
 //!    enough for what runs in them, arenas have no overlap, and everything fits device memory.
 //! 6. **Proxies** (`proxies`). Where the target copies in bulk, an append reaches the loader through a proxy fence.
 //!
@@ -71,6 +71,7 @@ mod operands;
 mod order;
 mod proxies;
 mod races;
+mod variants;
 mod wellformed;
 
 use crate::error::{Fault, Tier};
@@ -330,11 +331,13 @@ rules! {
     StreamOffset "stream-offset" 3;
     /// A chunk of the history does not fit a slot or a tile.
     HistoryChunk "history-chunk" 3;
-    /// Slots, slot bytes or groups that no kernel can take.
+    /// A variant is missing, or its numbers are not those that follow from tasks, slots and caches.
+    Variant "variant" 3;
+    /// Slots or slot bytes that no kernel can take.
     RingShape "ring-shape" 3;
     /// A task needs more slots at once than there are.
     RingCapacity "ring-capacity" 3;
-    /// The arrivals that free a slot are not the warps of one group.
+    /// The arrivals that free a slot are not the consumer warps.
     RingArrivals "ring-arrivals" 3;
     /// Limits of copies in flight under which the loader never starts or never stops.
     Flight "flight" 3;
@@ -350,8 +353,6 @@ rules! {
     Target "target" 5;
     /// More blocks than SMs: they could not all be resident.
     SmCount "sm-count" 5;
-    /// Clusters that the target has not, or that do not divide the SMs.
-    Cluster "cluster" 5;
     /// More threads than a block may have.
     Threads "threads" 5;
     /// More registers than an SM has.
@@ -433,6 +434,7 @@ fn judge(schedule: &Schedule, target: &Target, found: &mut Found) {
         numbered().map(|(r, regime)| wellformed::Writes::of(r, regime, program, &grids, found)).collect();
     wellformed::privates(schedule, &grids, found);
     order::streams(schedule, found);
+    variants::check(schedule, target, found);
     memory::shared(schedule, target, &grids, found);
     memory::device(schedule, target, found);
     if found.any() {

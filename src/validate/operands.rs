@@ -5,7 +5,6 @@ use crate::dtype::{DType, Precision};
 use crate::ir::op::{Attention, Epilogue, MatVec, NormAttr, Op, PARTIAL_HEADER, QkNormAttr, Role, UNIT_ROWS};
 use crate::ir::program::{Buffer, Cols, Content, Grid, Operand, Program, Rows, Second, Space};
 use crate::ir::schedule::Schedule;
-use crate::ir::variant::AttentionVariant;
 use crate::ir::{BufferId, GridId};
 use crate::model::graph::{NormKind, QkNormSpan};
 use std::collections::BTreeMap;
@@ -668,12 +667,7 @@ fn alternatives(program: &Program, found: &mut Found) {
         let Some(keys) = grid.operand(Role::AppendK) else { continue };
         let id = GridId(g);
         let (other, same) = *first.entry((keys.buffer, keys.cols.base)).or_insert((id, attention));
-        let alone = |a: &Attention| Attention {
-            heads_per_task: 1,
-            splits: 1,
-            variant: AttentionVariant::default(),
-            ..a.clone()
-        };
+        let alone = |a: &Attention| Attention { heads_per_task: 1, splits: 1, ..a.clone() };
         let place = |id: GridId, role| program.grids[id.index()].operand(role).map(|o| (o.buffer, o.cols.base));
         let roles = [Role::Q, Role::K, Role::V, Role::QNormWeight, Role::KNormWeight, Role::Rope, Role::HistoryV];
         let differs = roles.into_iter().find(|&role| place(id, role) != place(other, role));

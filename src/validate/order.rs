@@ -2,7 +2,8 @@
 
 use super::wellformed::Owners;
 use super::{Entity, Found, Rule, Witness, note};
-use crate::ir::op::{GRANULE_BYTES, HISTORY_ALIGN, Op, Role};
+use crate::ir::layout::GRANULE_BYTES;
+use crate::ir::op::{HISTORY_ALIGN, Op, Role};
 use crate::ir::schedule::{Regime, RunBytes, Schedule, Task};
 use crate::ir::{EventId, GridId, SmId, TaskId};
 
@@ -98,9 +99,9 @@ fn cycle(r: u32, regime: &Regime, owners: &Owners, missing: &[u32], next: &[u32]
 pub(super) fn ring(schedule: &Schedule, found: &mut Found) {
     let (ring, warps) = (&schedule.machine.ring, schedule.machine.consumer_warps);
     let at = Entity::Machine;
-    if ring.slots == 0 || ring.groups == 0 || warps == 0 {
+    if ring.slots == 0 || warps == 0 {
         found.add(Rule::RingShape, at, || {
-            format!("expected slots, groups and consumer warps, found {}, {} and {warps}", ring.slots, ring.groups)
+            format!("expected slots and consumer warps, found {} and {warps}", ring.slots)
         });
     }
     if ring.slot_bytes == 0 || ring.slot_bytes % GRANULE_BYTES != 0 {
@@ -113,12 +114,9 @@ pub(super) fn ring(schedule: &Schedule, found: &mut Found) {
             format!("expected a granule in a slot for each of {} warps, found {granules}", ring.arrivals)
         });
     }
-    if u64::from(ring.arrivals) * u64::from(ring.groups) != u64::from(warps) {
+    if ring.arrivals != warps {
         found.add(Rule::RingArrivals, at, || {
-            format!(
-                "expected the warps of one group to free a slot, {warps} warps in {} groups; found {} arrivals",
-                ring.groups, ring.arrivals
-            )
+            format!("expected all {warps} consumer warps to free a slot, found {} arrivals", ring.arrivals)
         });
     }
     let (low, high, free) = (ring.flight_low, ring.flight_high, ring.flight_free);

@@ -2,7 +2,7 @@
 //!
 //! `cargo bench` runs all parts, `cargo bench -- passes import` those that are named: `passes`, `validator`, `import`,
 //! `generate`, `builds`. Run it on an idle machine: spinning threads lose most to neighbours. These are figures to look at,
-//! not tests; `docs/host-bench.md` has those of one machine beside what is asked for.
+//! not tests; `docs/host-bench.md` has those of one machine, with their targets.
 
 use std::fs;
 use std::io::Write;
@@ -55,7 +55,7 @@ fn main() {
 
 fn row(what: &str, figure: &str) {
     println!("| {what} | {figure} |");
-    // A row shows when it is known, also behind a pipe.
+    // A row is shown as soon as it is known, also through a pipe.
     std::io::stdout().flush().expect("stdout");
 }
 
@@ -97,7 +97,7 @@ fn status_bytes(field: &str) -> Option<u64> {
     line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok().map(|kib| kib * 1024)
 }
 
-/// Forgets the peak of resident memory so far.
+/// Resets the peak of resident memory.
 fn reset_peak() {
     let _ = fs::write("/proc/self/clear_refs", "5");
 }
@@ -210,7 +210,7 @@ fn validator() {
     }
 }
 
-/// Import of 16 GB in sparse shards: what is read is headers.
+/// Import of 16 GB in sparse shards: only headers are read.
 fn sparse_import() {
     let config = fs::read_to_string(root("manifests/configs/llama-3.1-8b.json")).unwrap();
     let graph = import_config_only(&config, 0).unwrap().graph;
@@ -304,7 +304,7 @@ fn step_seconds(interp: &mut Interp, steps: usize) -> Vec<f64> {
     seconds
 }
 
-/// Tokens per second of the interpreter, and what part of the memory's bandwidth that is.
+/// Tokens per second of the interpreter, and the share of the memory's bandwidth that it uses.
 fn generate() {
     let (manifest, imported) = model("tinystories");
     let mut interp = interpreter(&manifest, &imported);

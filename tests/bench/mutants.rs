@@ -15,13 +15,14 @@ mod proof_support;
 
 use monobloc::candidate::Candidate;
 use monobloc::codegen::KernelSource;
-use monobloc::codegen::abi::{Queues, constant_offsets};
+use monobloc::codegen::abi::Queues;
 use monobloc::codegen::emit::Trace;
 use monobloc::cuda::driver::Device;
 use monobloc::cuda::nvrtc::Nvrtc;
 use monobloc::cuda::session::{Session, SessionError};
 use monobloc::digest::Digest;
 use monobloc::interp::{Input, Interp, Options};
+use monobloc::ir::program::Space;
 use monobloc::ir::schedule::{RunBytes, Schedule};
 use monobloc::lower::lower;
 use monobloc::model::config::{Imported, import_config_only};
@@ -44,7 +45,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-/// Which weights a mutant is given, as a child is told.
+/// Which weights a mutant gets; passed to the child.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Given {
     /// Those of the sound schedule: what is broken packs nothing that means anything.
@@ -75,9 +76,9 @@ impl Given {
 
 /// Steps of a launch: both regimes, and a few changes of phase.
 const STEPS: u32 = 24;
-/// Mutants of a class that are run, at most.
+/// Most mutants of a class that are run.
 const OF_A_CLASS: usize = 7;
-/// Mutants of a class that are made, at most: not all of them are anything else to a device.
+/// Most mutants of a class that are generated: some of them are no change for a device.
 const TRIED: usize = 60;
 /// A child that has not ended by then is killed.
 const DEADLINE: Duration = Duration::from_secs(20);
@@ -86,7 +87,7 @@ const CONFIG: &str = r#"{"architectures":["LlamaForCausalLM"],"hidden_size":64,"
     "num_hidden_layers":2,"num_attention_heads":4,"num_key_value_heads":2,"head_dim":16,"vocab_size":200,
     "max_position_embeddings":64}"#;
 
-/// What is mutated: one small decoder, with two precisions, on four SMs, its history split from position 12 on.
+/// The schedules that are mutated: one small decoder, with two precisions, on four SMs, its history split from position 12 on.
 struct Base {
     target: Target,
     imported: Imported,
@@ -171,10 +172,16 @@ fn case(index: usize, bases: &[Base], predict: bool) -> Result<Case, Spared> {
         }
         _ if same_code => return Err(Spared::SameBytes),
         // Whatever the schedule does.
-        _ if constant_offsets(&broken.program) != constant_offsets(&sound.program) => return Err(Spared::NotEncoded),
+        _ if constants(&broken) != constants(sound) => return Err(Spared::NotEncoded),
         _ => {}
     }
     Ok(Case { class, base, prediction, source, broken, queued })
+}
+
+/// Places of constants.
+fn constants(schedule: &Schedule) -> Vec<Option<u64>> {
+    let places = schedule.program.buffers.iter().zip(&schedule.placement);
+    places.map(|(buffer, place)| place.filter(|_| buffer.space == Space::Constant)).collect()
 }
 
 /// The weights of a mutant as they lie on the device, and where.
@@ -273,7 +280,7 @@ const ENDS: [(End, &str); 5] = [
     (End::Match, "match"),
 ];
 
-/// What a prediction allows.
+/// Outcomes that a prediction allows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Predicted {
     Hang,
@@ -307,7 +314,7 @@ fn told(verdict: &Option<Verdict>) -> String {
 fn agrees(predicted: Predicted, end: End) -> bool {
     match predicted {
         Predicted::Hang => end == End::Hang,
-        // Who is late by luck is right; who waits for a tag that was overwritten hangs.
+        // A task that happens to be late is right; a task that waits for an overwritten tag hangs.
         Predicted::Race => matches!(end, End::Mismatch | End::Hang | End::Match),
         Predicted::Anything => true,
         Predicted::Nothing => end == End::Match,
@@ -373,7 +380,7 @@ fn parent(budget: Duration) -> Result<(), String> {
             against.push(line);
         }
     }
-    // Once more, with nothing behind it.
+    // Once more, with nothing after it.
     run_child(folder.path(), usize::MAX, Given::Sound)?;
     println!("\n{}", table(&ends));
     println!(
@@ -389,7 +396,7 @@ fn classes(cases: &[(usize, Case)]) -> BTreeSet<&'static str> {
     cases.iter().map(|(_, case)| case.class).collect()
 }
 
-/// Mutants in an order of which every beginning has all classes; and how many of a class are not run, by why.
+/// Mutants ordered so that every prefix has all classes; and how many of each class are not run, by reason.
 #[allow(clippy::type_complexity)] // Said once.
 fn chosen(bases: &[Base]) -> (Vec<(usize, Case)>, BTreeMap<(&'static str, Spared), usize>) {
     let threads = std::thread::available_parallelism().map_or(1, |n| n.get());
@@ -435,7 +442,7 @@ fn name_of(source: &KernelSource) -> Digest {
     Digest::of(format!("{source:?}").as_bytes())
 }
 
-/// Compiles on all cores; returns what was not taken, and why.
+/// Compiles on all cores; returns the refused kernels with the reason.
 fn compile(nvrtc: &Nvrtc, sources: &BTreeMap<Digest, &KernelSource>, folder: &Path) -> BTreeMap<Digest, String> {
     let list: Vec<(&Digest, &KernelSource)> = sources.iter().map(|(d, s)| (d, *s)).collect();
     let next = AtomicUsize::new(0);

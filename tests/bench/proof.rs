@@ -31,7 +31,7 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
 
-/// Schedules of the population that the report speaks about.
+/// Number of schedules in the report's population.
 const POPULATION: usize = 120_000;
 
 fn main() {
@@ -104,7 +104,7 @@ fn graphs() -> Vec<(String, ModelGraph)> {
     graphs
 }
 
-/// The table of both judges, and whether nothing in it must not be.
+/// The table of both judges, and whether it has no forbidden result.
 fn population(total: usize) -> (String, bool) {
     let threads = std::thread::available_parallelism().map_or(1, |n| n.get());
     let graphs = graphs();
@@ -180,7 +180,7 @@ fn layered(sms: u32, layers: usize) -> ModelGraph {
     graph
 }
 
-/// What stands between the parts of an 8B model's kernel and their upload.
+/// The time between reading the parts of an 8B model's kernel and uploading them.
 fn load() -> String {
     let target = Target::builtin("h200").expect("a record");
     let config = fs::read_to_string(root("manifests/configs/llama-3.1-8b.json")).expect("a config");

@@ -96,7 +96,7 @@ impl Place {
 
     /// A workspace with its own cache, which looks into `shared` on a miss.
     fn workspace(&self, shared: Option<&Path>) -> Workspace {
-        let places = Places { root: self.path("cache"), shared: shared.map(Path::to_path_buf) };
+        let places = Places { root: self.path("cache"), shared: shared.map(Path::to_path_buf), key_file: None };
         Workspace {
             cache: Cache::open_places(&places, |_| {}).unwrap(),
             report: Report::quiet(),

@@ -1,4 +1,4 @@
-//! Ops alone: that their programs are proven, that what they make is compared, and that a wrong weight is seen in it.
+//! Ops alone: their programs are proven, their outputs are compared, and a wrong weight shows in the outputs.
 
 use std::sync::Arc;
 
@@ -18,7 +18,7 @@ use crate::nvrtc::nvrtc;
 use crate::proof_support::{BF16, FP32};
 use crate::support::fixture;
 
-/// Gated and not; norms before, behind, of heads and of projections; parallel blocks, biases, windows.
+/// Gated and not; norms before and after branches, of heads and of projections; parallel blocks, biases, windows.
 const MODELS: [&str; 6] = ["llama-gqa", "gemma3", "olmo2", "gpt-neox", "qwen3", "starcoder2"];
 const CONTEXT: u32 = 32;
 
@@ -62,7 +62,7 @@ fn every_op_alone_is_proven_and_a_wrong_weight_shows_in_what_it_makes() {
         let figures = compared(right).unwrap_or_else(|e| panic!("{model} {op:?}: {e}")).figures();
         assert_eq!(figures.positions, 3, "{model} {op:?}");
 
-        // Not the head's, whose logits would show it anyway, but where there is nothing else.
+        // Not in the head, whose logits would show it anyway.
         let regime = &placed.regimes[0];
         let of_op = |run: &&monobloc::ir::schedule::Run| {
             let grid = &placed.program.grids[regime.tasks[run.task.index()].grid.index()].name;

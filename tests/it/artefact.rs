@@ -1,5 +1,5 @@
-//! A kernel is made of parts that lie in the cache. Each is edited by hand here, sealed anew so that the cache sees no
-//! damage, and must never reach what executes.
+//! A kernel consists of parts that lie in the cache. Here each is edited and sealed again, so that the cache sees no damage;
+//! none may be executed.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -13,7 +13,7 @@ use monobloc::pipeline::{BuildReport, Workspace, build, prepare};
 use monobloc::report::Report;
 
 use crate::nvrtc::nvrtc;
-use crate::support::fixture;
+use crate::support::{fixture, forge};
 
 const MANIFEST: &str = "[model]
 source = \"path:MODEL\"
@@ -74,27 +74,8 @@ impl Place {
         entries.remove(0)
     }
 
-    /// Edits an entry and seals it, as somebody would who has read `src/cache/frame.rs`.
     fn forge(&self, path: &Path, edit: impl FnOnce(&mut Vec<u8>)) {
-        let cache = self.folder.path().join("cache");
-        let name = path.strip_prefix(&cache).expect("a file of the cache").display().to_string();
-        let mut bytes = fs::read(path).expect("an entry");
-        let head = b"\n// monobloc v1 bytes=";
-        let at = bytes.windows(head.len()).rposition(|window| window == head).expect("a sealed line");
-        bytes.truncate(at);
-        let before = bytes.clone();
-        edit(&mut bytes);
-        assert_ne!(bytes, before, "the edit changes something");
-        let content = Digest::of(&bytes);
-        let mut hasher = blake3::Hasher::new_derive_key("monobloc cache seal v1");
-        for part in [b"entry".as_slice(), name.as_bytes(), content.as_bytes()] {
-            hasher.update(&(part.len() as u64).to_le_bytes());
-            hasher.update(part);
-        }
-        hasher.update(&(bytes.len() as u64).to_le_bytes());
-        let seal = format!("\n// monobloc v1 bytes={:020} content={content} seal={}\n", bytes.len(), hasher.finalize());
-        bytes.extend_from_slice(seal.as_bytes());
-        fs::write(path, bytes).expect("the entry");
+        forge(&self.folder.path().join("cache"), path, edit);
     }
 
     #[track_caller]
@@ -174,7 +155,7 @@ fn a_part_without_a_link_is_made_again_and_an_edited_link_vouches_for_nothing() 
     for link in &links {
         fs::remove_file(link).expect("a link");
         let report = place.build().unwrap_or_else(|fault| panic!("{fault}"));
-        assert_eq!(report.ran, 1, "the part is made again, and everything behind it is as it was");
+        assert_eq!(report.ran, 1, "the part is made again, and everything after it is as it was");
     }
     for link in &links {
         let sound = fs::read(link).expect("a link");
@@ -186,7 +167,7 @@ fn a_part_without_a_link_is_made_again_and_an_edited_link_vouches_for_nothing() 
         assert!(fault.message.contains("names no content") && fault.remedy.is_some(), "{fault}");
         fs::write(link, sound).expect("the link as it was");
     }
-    // A damaged link is none.
+    // A damaged link counts as absent.
     let mut bytes = fs::read(&links[0]).expect("a link");
     bytes[3] ^= 1;
     fs::write(&links[0], bytes).expect("a link");

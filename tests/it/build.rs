@@ -1,4 +1,4 @@
-//! Whole builds into a cache of their own: which stages run, what a change of one field costs, what damage costs.
+//! Whole builds into a separate cache: which stages run, after a change of each field, and after damage.
 
 use std::fs;
 use std::io::Write;
@@ -98,7 +98,7 @@ fn a_build_runs_every_stage_once_and_then_has_no_work() {
     assert_eq!(bench.rows().len(), 1);
 }
 
-/// A row of the trials can be built again: its knobs go into the manifest, and what is left out stays the default.
+/// A row of the trials can be built again: its knobs go into the manifest, and omitted knobs keep the default.
 #[test]
 fn a_manifest_names_the_knobs_of_a_target() {
     let bench = Bench::new();
@@ -413,7 +413,7 @@ fn a_prepared_model_decodes_what_transformers_decodes() {
     let other = SampleSettings { seed: 6, ..sampling };
     assert_ne!(generate(&ids, 8, &[], &other, 0).expect("another seed"), sampled);
 
-    // The context ends generation: the last token is chosen behind the last position.
+    // The context ends generation: the last token is chosen after the last position.
     assert_eq!(generate(&[1; 47], 100, &[], &greedy, 0).expect("to the end").len(), 2);
     let fault = generate(&[1; 49], 1, &[], &greedy, 0).expect_err("too long");
     assert_eq!((fault.tier, fault.message.as_str()), (Tier::Input, "the prompt has 49 tokens, `context_max` is 48"));
@@ -451,11 +451,11 @@ fn a_pack_with_one_wrong_weight_does_not_pass_the_check() {
         check_cpu(&Subject { validated, target, graph, weights, pack: Arc::new(bytes), positions, alone: None })
     };
     assert_eq!(checked(good.clone()).expect("good").figures().positions, 3);
-    // The exponent of one weight of a query: it was some hundredth, and is huge.
+    // The exponent of one weight of a query: the value was about 0.01, and is huge now.
     let mut bad = good;
     bad[3] ^= 0x40;
     let error = checked(bad).expect_err("bad");
     assert!(matches!(error, CheckError::Wrong { .. } | CheckError::NotFinite { .. }), "{error}");
-    // Position 0 is right whatever the query is, because attention sees one row there: the second position tells.
+    // Position 0 is right for any query, because attention sees one row there. The second position shows the fault.
     assert_eq!(error.figures().map(|figures| figures.positions), Some(2));
 }

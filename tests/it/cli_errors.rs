@@ -1,4 +1,4 @@
-//! Bad input and bad luck, end to end: each is named with its place, and nothing is lost.
+//! Bad input and failing machines, end to end: each fault is named with its place, and nothing is lost.
 
 use std::fs::{self, OpenOptions};
 use std::io::{Read, Seek, SeekFrom, Write};
@@ -17,7 +17,7 @@ use crate::support::fixture;
 
 const SMALL: &str = "families/llama-gqa";
 
-/// What building a manifest of the small model says, after one change of its text.
+/// Output of building a manifest of the small model, after one change of its text.
 fn build_with(from: &str, to: &str) -> Answer {
     let place = Place::new();
     let text = manifest_text(&format!("path:{}", fixture(SMALL).display()), 32);
@@ -77,7 +77,7 @@ fn arguments_are_checked() {
     place.run("perplexity m.toml none.txt").refused(&["none.txt"]);
 }
 
-/// What building and importing a damaged copy of the small model say; both must refuse it.
+/// Output of building and of importing a damaged copy of the small model; both must refuse it.
 fn damaged(expected: &[&str], damage: impl FnOnce(&Path)) {
     let place = Place::new();
     let checkpoint = place.checkpoint(SMALL);
@@ -201,7 +201,7 @@ fn a_prompt_that_does_not_fit_is_refused() {
 #[test]
 fn a_schedule_of_somebody_else_is_judged_and_never_trusted() {
     let place = Place::new();
-    place.write("a.mkir", "mkir 1\nprogram \"x\" context_max=64 weights=bf16 cache=bf16 wire=fp33\n");
+    place.write("a.mkir", "mkir 2\nprogram \"x\" context_max=64 weights=bf16 cache=bf16 wire=fp33\n");
     place.run("validate a.mkir").refused(&["--> a.mkir:2:", "^"]);
     place.write("b.mkir", [0xff, 0xfe, 0x00]);
     place.run("validate b.mkir").refused(&["UTF-8"]);

@@ -10,7 +10,7 @@ use tempfile::TempDir;
 use crate::support::fixture;
 
 /// Variables that would make a test depend on the machine.
-const FOREIGN: [&str; 10] = [
+const FOREIGN: [&str; 12] = [
     "XDG_CACHE_HOME",
     "XDG_DATA_HOME",
     "MONOBLOC_SHARED_CACHE",
@@ -19,6 +19,8 @@ const FOREIGN: [&str; 10] = [
     "HF_TOKEN",
     "HF_ENDPOINT",
     "HF_HUB_OFFLINE",
+    "HF_HUB_DOWNLOAD_TIMEOUT",
+    "MONOBLOC_CACHE_KEY_FILE",
     "NO_COLOR",
     "RUST_BACKTRACE",
 ];
@@ -108,7 +110,7 @@ record = \"cpu\"
     )
 }
 
-/// What a command said.
+/// Output of a command.
 #[derive(Debug)]
 pub struct Answer {
     pub code: i32,

@@ -83,7 +83,7 @@ int cuDeviceGetAttribute(int *value, int attribute, int device) {
     case 95: *value = 1; break;           // cooperative
     case 97: *value = SMEM_MAX; break;
     case 120: *value = 1; break;          // clusters
-    default: require(0, "an attribute nobody expected");
+    default: require(0, "an unexpected attribute");
     }
     return SUCCESS;
 }
@@ -211,7 +211,7 @@ int cuFuncGetAttribute(int *value, int attribute, Kernel *function) {
     BOUND();
     (void)function;
     static const int values[] = {1024, 0, 0, 0, 32}; // threads, static smem, const, local, registers
-    require(attribute <= 4, "a function attribute nobody expected");
+    require(attribute <= 4, "an unexpected function attribute");
     *value = values[attribute];
     return SUCCESS;
 }
@@ -219,7 +219,7 @@ int cuFuncSetAttribute(Kernel *function, int attribute, int value) {
     BOUND();
     if (attribute == 8 && value > SMEM_MAX) return INVALID_VALUE;
     if (attribute == 8) function->smem = value;
-    else require(attribute == 14 && value == 1, "a function attribute nobody expected");
+    else require(attribute == 14 && value == 1, "an unexpected function attribute");
     return SUCCESS;
 }
 int cuFuncGetParamInfo(Kernel *function, size_t index, size_t *offset, size_t *size) {

@@ -73,7 +73,7 @@ fn share_gains(norm: &mut Option<QkNorm>) {
     }
 }
 
-/// What a layer may have, and how it computes without.
+/// Features of a layer, and how it computes without them.
 const LAYER_FEATURES: [Feature<Layer>; 16] = [
     ("rotary embedding", |l| l.attn.rope = None),
     ("window", |l| l.attn.window = None),
@@ -88,12 +88,12 @@ const LAYER_FEATURES: [Feature<Layer>; 16] = [
     ("o bias", |l| l.attn.o.bias = None),
     ("up bias", |l| l.mlp.up.bias = None),
     ("down bias", |l| l.mlp.down.bias = None),
-    ("norm behind attention", |l| l.attn_post_norm = None),
-    ("norm behind the MLP", |l| l.mlp_post_norm = None),
+    ("norm after attention", |l| l.attn_post_norm = None),
+    ("norm after the MLP", |l| l.mlp_post_norm = None),
     ("parallel branches", |l| l.parallel = false),
 ];
 
-/// What a model may have beside its layers, and how it computes without.
+/// Features of a model outside of its layers, and how it computes without them.
 const MODEL_FEATURES: [Feature<ModelGraph>; 9] = [
     ("embedding scale", |g| g.embed_scale = 1.0),
     ("logit scale", |g| g.logits_scale = 1.0),
@@ -106,8 +106,8 @@ const MODEL_FEATURES: [Feature<ModelGraph>; 9] = [
     ("second rotary table", |g| g.ropes = vec![g.ropes[0].clone(); g.ropes.len()]),
 ];
 
-/// Goldens prove that a feature is computed only where computing without it gives something else: for each feature of
-/// each family there is a checkpoint whose logits move by far more than the tolerance when it is ignored.
+/// Goldens prove that a feature is computed only if ignoring it changes the logits: for each feature of each family there
+/// is a checkpoint whose logits move by far more than the tolerance when it is ignored.
 #[test]
 fn ignoring_any_feature_moves_the_logits() {
     let mut most: BTreeMap<(String, &str), f32> = BTreeMap::new();

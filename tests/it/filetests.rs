@@ -1,7 +1,7 @@
 //! Text in, text out: the files under `tests/filetests`.
 //!
 //! The first line of a file names its test and, for `validate`, the target record. A fault stands on the line that is
-//! guilty of it, behind `; error: `; a fault that is missing and a fault that nobody expects both fail.
+//! guilty of it, after `; error: `; a missing fault and an unexpected fault both fail.
 //! `BLESS=1 cargo test --test it filetests` writes what is found into the files; read the diff.
 //!
 //! - `parse`: the file is read. Without a fault it is in canonical form, so it is also what would be printed.
@@ -123,7 +123,7 @@ fn first_line(text: &str) -> &str {
     text.lines().next().unwrap_or("")
 }
 
-/// Compares every file of a directory with what `actual` makes of its name and its text without faults.
+/// Compares every file of a directory with the output of `actual` for its name and its text without faults.
 fn check_directory(directory: &str, mut actual: impl FnMut(&str, &str) -> String) {
     let bless = std::env::var_os("BLESS").is_some_and(|value| value == "1");
     let mut paths: Vec<PathBuf> =
@@ -198,7 +198,7 @@ fn cpu() -> Target {
     }
 }
 
-/// Tensors of a checkpoint that is being made up.
+/// Tensors of a generated checkpoint.
 #[derive(Default)]
 struct Tensors(Vec<Tensor>);
 
@@ -354,7 +354,7 @@ fn neox() -> ModelGraph {
     ModelGraph { ropes, ..graph("GPTNeoXForCausalLM", t, embed, vec![layer], final_norm) }
 }
 
-/// Norms behind the branches and over heads, soft caps, a window in one layer and a second rotary table in the other,
+/// Norms after the branches and over heads, soft caps, a window in one layer and a second rotary table in the other,
 /// and a history that is split from position 24 on.
 fn gemma() -> ModelGraph {
     let heads = 2;

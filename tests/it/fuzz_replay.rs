@@ -1,4 +1,4 @@
-//! Every input in the corpora of the fuzzers once more, what once broke something among them.
+//! Replays every input in the corpora of the fuzzers, among them the inputs that once broke something.
 
 use std::fs;
 use std::path::Path;

@@ -44,7 +44,7 @@ const SMALL: Plan = Plan {
 };
 
 fn place(imported: &Imported, plan: &Plan, context_max: u32) -> Schedule {
-    // The kernels have packets alone; a machine that takes the other mechanisms is one of worker threads.
+    // Kernels have packets only; a machine of worker threads supports the other mechanisms.
     let packets = plan.mechanism == Mechanism::Packets;
     let mut target = Target::builtin("h200").unwrap();
     if !packets {
@@ -122,8 +122,8 @@ fn every_checkpoint_agrees_with_transformers_through_lower_and_schedule() {
     assert!(names.len() >= 61, "{}", names.len());
 }
 
-/// Whatever the number of SMs, the size of shared memory and the way of copying, each record's default candidate computes
-/// what transformers computes.
+/// Each record's default candidate computes the same as transformers, for every number of SMs, size of shared memory and copy
+/// mechanism.
 #[test]
 fn every_checkpoint_agrees_on_the_default_candidate_of_every_record() {
     let mut wrong = vec![];
@@ -276,7 +276,7 @@ fn a_caller_may_choose_tokens_and_stop() {
         if left == 0 { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
     });
     assert_eq!(stopped.unwrap(), greedy[..3]);
-    // Going on from there, and coming back: what later positions left behind is not seen.
+    // Continues from there, and comes back: rows left by later positions are not seen.
     interp.seek(3).unwrap();
     interp.step(Input::Token(greedy[0])).unwrap();
     assert_eq!(interp.selected(), Some(greedy[1]));
@@ -305,7 +305,7 @@ fn bad_input_is_named() {
     assert_eq!(error, format!("the pack has 100 bytes, expected {}", (*pack).as_ref().len()));
 }
 
-/// What hostile orders with several seeds say about a schedule after `change`.
+/// Result of hostile orders with several random seeds for a schedule after `change`.
 fn verdicts(change: impl Fn(&mut Schedule)) -> Vec<String> {
     let imported = family("llama-gqa");
     let mut schedule = place(&imported, &Plan { sms: 4, ..SMALL }, 64);
@@ -338,7 +338,7 @@ fn a_hostile_order_finds_what_a_schedule_does_not_order() {
     });
     assert!(unwaited.iter().any(|v| v.contains("reads column") && v.contains("expected this step's")), "{unwaited:#?}");
 
-    // Candidates that travel as plain packets order no cache rows.
+    // Arg-max pairs that travel as plain packets order no cache rows.
     let unordered = verdicts(|s| {
         for event in &mut s.regimes[0].events {
             event.mechanism = Mechanism::Packets;
@@ -346,7 +346,7 @@ fn a_hostile_order_finds_what_a_schedule_does_not_order() {
     });
     assert!(unordered.iter().all(|v| v.contains("before it waited for a carried event")), "{unordered:#?}");
 
-    // One SM whose rows nobody is told about.
+    // One SM whose rows no other SM is told about.
     let unreleased = verdicts(|s| {
         let sm =
             (0..4).find(|&sm| s.regimes[0].queues[sm].len() == s.regimes[0].queues.iter().map(Vec::len).max().unwrap());
@@ -372,7 +372,7 @@ fn a_hostile_order_finds_what_a_schedule_does_not_order() {
 
 #[test]
 fn a_deadlock_says_what_waits_for_what() {
-    // Every SM would multiply by the down projection before it has computed what that reads.
+    // Every SM would multiply by the down projection before it has computed the input.
     let stuck = verdicts(|s| {
         for sm in 0..4 {
             let (up, down) = (grid_task(s, "gate_up.0", sm), grid_task(s, "down.0", sm));

@@ -1,4 +1,4 @@
-//! Generated kernels: that each copy mechanism, with and without time stamps, is CUDA C++ that compiles cleanly.
+//! Generated kernels compile cleanly as CUDA C++, with each copy mechanism, with and without time stamps.
 
 use std::collections::BTreeSet;
 
@@ -45,7 +45,7 @@ fn every_copy_mechanism_compiles_with_and_without_stamps() {
     }
 }
 
-/// Sizes and features that instantiate what no other kernel here does, each on another architecture.
+/// Sizes and features that no other kernel here instantiates, each on another architecture.
 #[test]
 fn odd_sizes_and_every_kind_of_attention_compile() {
     let Some(nvrtc) = nvrtc("odd_sizes_and_every_kind_of_attention_compile") else { return };
@@ -85,7 +85,7 @@ fn layer_of_qwen3() -> (Target, ModelGraph) {
     (Target::builtin("h200").unwrap(), graph)
 }
 
-/// What the host writes into a cache lies where the kernel reads it.
+/// The host writes cache rows where the kernel reads them.
 #[test]
 fn host_and_kernel_swizzle_cache_rows_alike() {
     let Some(nvrtc) = nvrtc("host_and_kernel_swizzle_cache_rows_alike") else { return };
@@ -117,7 +117,7 @@ fn host_and_kernel_swizzle_cache_rows_alike() {
     assert_eq!(halves.len(), 8);
 }
 
-/// Of each op the variant that is farthest from the default.
+/// For each op, the variant that is farthest from the default.
 #[test]
 fn the_variants_of_all_ops_compile() {
     let Some(nvrtc) = nvrtc("the_variants_of_all_ops_compile") else { return };

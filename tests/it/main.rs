@@ -14,6 +14,10 @@ mod driver;
 mod families;
 mod filetests;
 mod fuzz_replay;
+mod hostile_cache;
+mod hostile_files;
+#[cfg(feature = "hub")]
+mod hub;
 mod interp;
 mod kernels;
 mod nvrtc;

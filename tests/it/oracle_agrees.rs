@@ -1,5 +1,5 @@
-//! The judge that runs schedules and the judge that proves them: a slice of the population of `docs/proof-report.md`, and
-//! what the machine must notice for its silence to mean anything.
+//! The judge that executes schedules agrees with the proof: a slice of the population of `docs/proof-report.md`, and faults that
+//! the machine must notice for its silence to mean anything.
 
 use crate::nvrtc::nvrtc;
 use crate::oracle::Kind;
@@ -62,7 +62,7 @@ fn the_machine_sees_what_is_wrong() {
     goes_wrong(&[Kind::Occupancy], |s| s.machine.smem[1].offset -= 128);
 }
 
-/// Attention in two shares on sm0 and sm1, merged on sm2 from position 3 on and by nobody before; the share of sm0 moves
+/// Attention in two shares on sm0 and sm1, merged on sm2 from position 3 on and by no SM before; the share of sm0 moves
 /// to sm2 where the merge begins. Each SM learns by packets that a step of another is done, and of sm1, which appends to
 /// the cache, by a fence.
 fn partials_that_nobody_reads_at_first(moves: bool, all_fenced: bool) -> Schedule {
@@ -81,7 +81,7 @@ fn partials_that_nobody_reads_at_first(moves: bool, all_fenced: bool) -> Schedul
     for wait in regime.tasks.iter_mut().flat_map(|t| &mut t.waits).filter(|w| w.event == about_attn) {
         *wait = Wait { event: about_x, count };
     }
-    // The candidates of each SM by an event of their own.
+    // The arg-max pair of each SM by an event of its own.
     let all = regime.events[0];
     let heads: Vec<usize> =
         (0..regime.tasks.len()).filter(|&t| regime.tasks[t].signals.contains(&EventId(0))).collect();
@@ -116,7 +116,7 @@ fn partials_that_nobody_reads_at_first(moves: bool, all_fenced: bool) -> Schedul
     first.queues.iter_mut().flatten().for_each(|id| *id = to(*id));
     first.streams.iter_mut().flatten().for_each(|run| run.task = to(run.task));
     first.tasks = kept.iter().map(|&t| first.tasks[t].clone()).collect();
-    // No producer is left of what the merge wrote.
+    // The output of the merge has no producer left.
     let last = EventId::from(first.events.len() - 1);
     for event in first.tasks.iter_mut().flat_map(|t| {
         let waits = t.waits.iter_mut().map(|w| &mut w.event);
@@ -152,7 +152,7 @@ fn attention(s: &Schedule, regime: usize, j: u32) -> TaskId {
     TaskId::from(tasks.enumerate().find(|(_, t)| is(t)).expect("a share").0)
 }
 
-/// Seeing one packet of a task says nothing of those that nobody reads: they may land over what came later.
+/// Seeing one packet of a task says nothing about packets without a reader: they may land over later writes.
 #[test]
 fn packets_that_nobody_reads_may_land_late() {
     let target = beyond_kernels();
@@ -198,7 +198,7 @@ fn the_hooks_of_mutants_fit_the_kernels() {
         let found = device_form(&broken, &s, &target).1.regimes[0].tasks[id].waits[0].event.0 >> 24;
         assert_eq!(found, expected);
     }
-    // A wait for what comes behind it, in place of the one for what it reads: it hangs, and does not hurry.
+    // A wait for an event that is signalled after it, in place of the one for its input: it hangs.
     let mut broken = s.clone();
     let (id, last) = (task(&broken, 0, "o.0", 0).index(), broken.regimes[0].events.len() - 1);
     let count = broken.regimes[0].events[last].count;
@@ -223,7 +223,7 @@ fn both_judges_agree_on_a_slice_of_the_population() {
     assert_eq!(random.stricter, 0, "random programs are rejected where they are unsafe, and nowhere else");
 }
 
-/// Every word of the queues counts: each is turned, and the third judge says that it is no longer what was proven.
+/// Every word of the queues counts: each is flipped, and the third judge reports that it differs from the proven schedule.
 #[test]
 fn every_word_of_a_queue_is_read_back() {
     let owned = Toy { qk_norm: Some(QkNormSpan::Head), bias: true, window: Some(9), ..TOY };

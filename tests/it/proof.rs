@@ -1,13 +1,16 @@
 //! Each rule of the proof is broken by a mutation of a proven schedule, alone, and the story names what was mutated.
 
 use crate::proof_support::*;
+use monobloc::codegen::abi::Queues;
 use monobloc::dtype::DType;
 use monobloc::ir::op::{Op, Role};
 use monobloc::ir::program::{Cols, Rows};
-use monobloc::ir::schedule::{Mechanism, RunBytes, Schedule};
+use monobloc::ir::schedule::{Mechanism, RunBytes, Schedule, SmemKind};
+use monobloc::ir::variant::Variant;
 use monobloc::ir::{BufferId, EventId, GridId, SmId, TaskId};
+use monobloc::pack::{constants_base, layout};
 use monobloc::target::Target;
-use monobloc::validate::{Entity, Rule, Violation, check};
+use monobloc::validate::{Entity, Rule, Violation, check, validate};
 
 struct Case {
     schedule: Schedule,
@@ -26,8 +29,8 @@ fn on_counters(toy: Toy, entity: Entity, mutate: fn(&mut Schedule, &mut Target))
     Case { schedule: toy.schedule(&cpu(), &on_cpu(3)), target: cpu(), entity, mutate }
 }
 
-fn smem_part(schedule: &Schedule, name: &str) -> usize {
-    schedule.machine.smem.iter().position(|p| p.name == name).expect(name)
+fn smem_part(schedule: &Schedule, kind: SmemKind) -> usize {
+    schedule.machine.smem.iter().position(|p| p.kind == kind).expect("a part of each kind")
 }
 
 /// A new rule does not compile until a mutation breaks it.
@@ -144,6 +147,10 @@ fn case(rule: Rule) -> Case {
         Rule::HistoryChunk => on_toy(t(13), |s, _| {
             s.regimes[0].streams[0][1].bytes = RunBytes::History { rows: 24 };
         }),
+        Rule::Variant => on_toy(Entity::Grid(GridId(3)), |s, _| {
+            let Some(Variant::MatVec(variant)) = s.variants.get_mut(&GridId(3)) else { panic!("a matvec") };
+            variant.chunk -= 1;
+        }),
         Rule::RingShape => on_toy(machine, |s, _| s.machine.ring.slot_bytes = 16_000),
         Rule::RingCapacity => on_toy(Entity::Grid(GridId(4)), |s, _| {
             let ring = &mut s.machine.ring;
@@ -169,15 +176,14 @@ fn case(rule: Rule) -> Case {
 
         Rule::Target => on_toy(machine, |s, _| s.machine.target = "h100".to_string()),
         Rule::SmCount => on_toy(machine, |_, target| target.spec.sm_count = 3),
-        Rule::Cluster => on_toy(machine, |s, _| s.machine.cluster = 3),
         Rule::Threads => on_toy(machine, |s, _| {
             (s.machine.consumer_warps, s.machine.ring.arrivals) = (32, 32);
             s.machine.registers_per_thread = 56;
         }),
         Rule::Registers => on_toy(machine, |s, _| s.machine.registers_per_thread = 128),
         Rule::SmemPart => on_toy(machine, |s, _| {
-            let heads = smem_part(s, "heads");
-            s.machine.smem[heads].name = "head".to_string();
+            let heads = smem_part(s, SmemKind::Heads);
+            s.machine.smem[heads].kind = SmemKind::Queue;
         }),
         Rule::SmemOverlap => on_toy(Entity::SmemPart(2), |s, _| s.machine.smem[2].offset -= 128),
         Rule::SmemSize => on_toy(Entity::SmemPart(1), |s, _| s.machine.smem[1].bytes = 96 * 2 - 2),
@@ -211,4 +217,28 @@ fn every_rule_is_broken_by_a_mutation_that_breaks_no_other() {
         let named = |v: &Violation| v.entity == entity || v.witness.iter().any(|w| w.entity == entity);
         assert!(violations.iter().any(named), "{rule}: expected {entity} in\n{}", listed(&violations));
     }
+}
+
+#[test]
+fn entries_find_constants_where_the_pack_has_them() {
+    let (schedule, target) = toy();
+    let proven = validate(schedule, &target).expect("the toy is proven");
+    let (queues, layout) = (Queues::of(&proven), layout(proven.schedule()));
+    // The kernel gets one pointer, to the first byte behind the streams.
+    let first = constants_base(&layout);
+    let (regime, tables) = (&proven.schedule().regimes[0], queues.tables());
+    let mut compared = 0;
+    for (sm, queue) in regime.queues.iter().enumerate() {
+        for (task, entry) in queue.iter().zip(&tables.entries[tables.entry_index[sm] as usize..]) {
+            let grid = &proven.schedule().program.grids[regime.tasks[task.index()].grid.index()];
+            for (role, place) in [(Role::NormWeight, entry.norm_weight), (Role::Table, entry.table)] {
+                if let Some(operand) = grid.operand(role) {
+                    let packed = layout.constant_offset[operand.buffer.index()];
+                    assert_eq!(Some(first + u64::from(place) * 256), packed, "{task} `{}`", role.name());
+                    compared += 1;
+                }
+            }
+        }
+    }
+    assert!(compared > 8, "{compared}");
 }

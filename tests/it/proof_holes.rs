@@ -11,7 +11,8 @@ use monobloc::dtype::{DType, Precision};
 use monobloc::error::{Fault, Tier};
 use monobloc::ir::op::{Attention, Op, Role};
 use monobloc::ir::program::{Cols, Space};
-use monobloc::ir::schedule::{Event, Mechanism, RunBytes, Schedule, Wait};
+use monobloc::ir::schedule::{Event, Mechanism, RunBytes, Schedule, SmemKind, Wait};
+use monobloc::ir::variant::Variant;
 use monobloc::ir::{BufferId, EventId, GridId, SmId, TaskId};
 use monobloc::target::Target;
 use monobloc::validate::{Entity, KEPT_PER_RULE, Rule, check, validate};
@@ -474,16 +475,13 @@ fn kernels_refuse_what_they_would_ignore() {
         assert_eq!(rules(&s, &beyond_kernels()), [], "the language allows it");
         rules(&s, &target)
     };
-    fn op<'a>(s: &'a mut Schedule, name: &str) -> &'a mut Op {
-        let id = grid(s, name);
-        &mut s.program.grids[id.index()].op
+    fn variant<'a>(s: &'a mut Schedule, name: &str) -> Option<&'a mut Variant> {
+        s.variants.get_mut(&grid(s, name))
     }
-    let cases: [fn(&mut Schedule); 14] = [
-        // Groups of warps that take chunks in turn.
-        |s| (s.machine.ring.groups, s.machine.ring.arrivals) = (2, 8),
+    let cases: [fn(&mut Schedule); 13] = [
         // A queue that outgrows its place in shared memory.
         |s| {
-            let queue = s.machine.smem.iter().position(|p| p.name == "queue").expect("a queue");
+            let queue = s.machine.smem.iter().position(|p| p.kind == SmemKind::Queue).expect("a queue");
             s.machine.smem[queue].bytes = 64;
         },
         // Counters, and fences in the middle of a step.
@@ -514,21 +512,21 @@ fn kernels_refuse_what_they_would_ignore() {
         },
         // Variants of ops that no kernel has: more units than there are, more pairs, a third of the warps, no sums.
         |s| {
-            if let Op::MatVec(m) = op(s, "qkv.0") {
-                m.variant.hold = Some(99);
+            if let Some(Variant::MatVec(variant)) = variant(s, "qkv.0") {
+                variant.units_per_warp = 99;
             }
         },
         |s| {
-            if let Op::MatVec(m) = op(s, "down.0") {
-                m.variant.poll = Some(0);
+            if let Some(Variant::MatVec(variant)) = variant(s, "down.0") {
+                variant.poll_batch = 0;
             }
         },
         |s| {
-            if let Op::Attention(a) = op(s, "attn.0") {
-                a.variant.team = Some(3);
+            if let Some(Variant::Attention(variant)) = variant(s, "attn.0") {
+                variant.warps_per_head = 3;
             }
         },
-        |s| s.machine.sum_units = 0,
+        |s| s.machine.reduce_batch = 0,
     ];
     for (i, case) in cases.into_iter().enumerate() {
         assert_eq!(refused(case), [Rule::Kernel], "case {i}");
@@ -646,7 +644,7 @@ fn a_second_residual_is_refused_where_kernels_have_one() {
         }
     }
     // Room for one more entry.
-    let queue = s.machine.smem.iter().position(|part| part.name == "queue").expect("a queue");
+    let queue = s.machine.smem.iter().position(|part| part.kind == SmemKind::Queue).expect("a queue");
     s.machine.smem[queue].bytes += 64;
     s.machine.smem[queue + 1..].iter_mut().for_each(|part| part.offset += 64);
     let violations = check(&s, &target);
@@ -725,7 +723,7 @@ fn a_token_is_drawn_in_the_scratch_of_tasks() {
     let knobs = Candidate { consumer_warps: 4, sum_units: 1, splits: 1, ..on_h200(132) };
     let mut schedule = toy.schedule(&h200(), &knobs);
     assert_eq!(rules(&schedule, &h200()), []);
-    let reduce = schedule.machine.smem.iter_mut().find(|part| part.name == "reduce").expect("the part");
+    let reduce = schedule.machine.smem.iter_mut().find(|part| part.kind == SmemKind::Reduce).expect("the part");
     // More than sums and attention need.
     reduce.bytes = 512;
     assert_eq!(rules(&schedule, &h200()), [Rule::Kernel]);

@@ -36,15 +36,15 @@ fn scramble(s: &mut Schedule, random: &mut Random) -> Option<String> {
     let r = random.below(s.regimes.len());
     let said = match random.below(24) {
         0 => {
-            let fields = [&mut s.machine.sms, &mut s.machine.cluster, &mut s.machine.consumer_warps];
-            let field = fields.into_iter().nth(random.below(3))?;
+            let fields = [&mut s.machine.sms, &mut s.machine.consumer_warps];
+            let field = fields.into_iter().nth(random.below(2))?;
             *field = other(random, *field);
             format!("machine {field}")
         }
         1 => {
             let ring = &mut s.machine.ring;
-            let fields = [&mut ring.slots, &mut ring.slot_bytes, &mut ring.groups, &mut ring.arrivals];
-            let i = random.below(4);
+            let fields = [&mut ring.slots, &mut ring.slot_bytes, &mut ring.arrivals];
+            let i = random.below(3);
             let field = fields.into_iter().nth(i)?;
             *field = other(random, *field);
             format!("ring field {i} {field}")

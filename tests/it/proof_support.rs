@@ -5,7 +5,7 @@ use monobloc::dtype::{DType, Precision};
 use monobloc::ir::op::{Access, Epilogue, MatVec, Op, Role};
 use monobloc::ir::program::{Buffer, Cols, Content, Grid, Operand, Part, Rows, Second, Space};
 use monobloc::ir::schedule::{Event, Mechanism, Run, RunBytes, Schedule, Task, Wait};
-use monobloc::ir::variant::MatVecVariant;
+use monobloc::ir::variant::{MatVecVariant, Variant};
 use monobloc::ir::{BufferId, EventId, GridId, TaskId};
 use monobloc::lower::lower;
 use monobloc::model::graph::{
@@ -356,8 +356,13 @@ pub fn add_extra(schedule: &mut Schedule, after: &str, sms: [usize; 2]) {
     schedule.placement.extend([None, Some(1 << 20)]);
     let op = |role, access, buffer, rows, cols| Operand { role, access, buffer, rows, cols };
     let extra = GridId::from(program.grids.len());
+    // One unit of 16 of k: a granule, by itself or in a slot of many.
+    let chunk = schedule.machine.ring.slot_bytes / 512;
+    let alone = MatVecVariant { units: 1, chunk, block: 1, units_per_warp: 1, poll_batch: 1 };
+    schedule.variants.insert(extra, Variant::MatVec(alone));
     program.grids.push(Grid {
         name: "extra".to_string(),
+        site: None,
         op: Op::MatVec(MatVec {
             rows: 8,
             k: 16,
@@ -365,7 +370,6 @@ pub fn add_extra(schedule: &mut Schedule, after: &str, sms: [usize; 2]) {
             own_input: false,
             epilogue: Epilogue::Store,
             unit_rows: 8,
-            variant: MatVecVariant::default(),
         }),
         n: 1,
         second: Second::Axis(1),

@@ -1,4 +1,4 @@
-//! The kernel's sampling against `sample`: the same text that a device runs, compiled for this CPU, makes the same choices.
+//! The kernel's sampling against `sample`: the same source that a device runs, compiled for this CPU, makes the same choices.
 //!
 //! Needs a C++ compiler, and says so where there is none.
 

@@ -1,14 +1,16 @@
-//! What several integration tests share: fixtures, goldens, distances.
+//! Shared by several integration tests: fixtures, goldens, distances.
 
+use std::fs;
 use std::path::{Path, PathBuf};
 
+use monobloc::digest::Digest;
 use safetensors::SafeTensors;
 
 pub fn fixture(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name)
 }
 
-/// The checkpoints of a folder of fixtures that are there to be computed, as `folder/name`.
+/// The supported checkpoints of a folder of fixtures, as `folder/name`.
 pub fn checkpoints(folder: &str) -> Vec<String> {
     let entries = std::fs::read_dir(fixture(folder)).unwrap();
     let mut names: Vec<String> = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
@@ -42,4 +44,30 @@ pub fn max_difference(a: &[f32], b: &[f32]) -> f32 {
     assert_eq!(a.len(), b.len());
     // A NaN is the largest difference of all.
     a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, |most, d| if d <= most { most } else { d })
+}
+
+/// Edits an entry of a cache without a key and seals it, as somebody would who has read `src/cache/frame.rs`. Returns the
+/// digest of the new content.
+pub fn forge(cache: &Path, path: &Path, edit: impl FnOnce(&mut Vec<u8>)) -> Digest {
+    let name = path.strip_prefix(cache).expect("a file of the cache").display().to_string();
+    let mut bytes = fs::read(path).expect("an entry");
+    let head = b"\n// monobloc v1 bytes=";
+    let at = bytes.windows(head.len()).rposition(|window| window == head).expect("a sealed line");
+    bytes.truncate(at);
+    let before = bytes.clone();
+    edit(&mut bytes);
+    assert_ne!(bytes, before, "the edit changes something");
+    let content = Digest::of(&bytes);
+    let mut hasher = blake3::Hasher::new_derive_key("monobloc cache seal v1");
+    for part in [b"entry".as_slice(), name.as_bytes(), content.as_bytes()] {
+        hasher.update(&(part.len() as u64).to_le_bytes());
+        hasher.update(part);
+    }
+    hasher.update(&(bytes.len() as u64).to_le_bytes());
+    let seal = format!("\n// monobloc v1 bytes={:020} content={content} seal={}\n", bytes.len(), hasher.finalize());
+    bytes.extend_from_slice(seal.as_bytes());
+    // Entries are read-only.
+    fs::remove_file(path).expect("the entry");
+    fs::write(path, bytes).expect("the entry");
+    content
 }

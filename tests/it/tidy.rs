@@ -1,6 +1,7 @@
-//! What no compiler checks: who may import whom, where `unsafe` and waiting live, and that the documents agree with the code.
+//! Rules that no compiler checks: which module may import which, where `unsafe` and waiting may stand, and that the documents agree
+//! with the code.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -11,8 +12,7 @@ use monobloc::model::config::schema_table;
 use monobloc::target::Target;
 
 /// What each module may import from the crate. A file of a module may have a row of its own, which then replaces the
-/// module's. Groups of `src/lib.rs` are layers: a row names its own layer and those above it in that file, except for
-/// what [`UPWARD`] gives a reason for.
+/// module's. Groups of `src/lib.rs` are layers: a row names its own layer and those above it in that file.
 const IMPORTS: &[(&str, &[&str])] = &[
     ("dtype", &[]),
     ("error", &[]),
@@ -24,23 +24,25 @@ const IMPORTS: &[(&str, &[&str])] = &[
     ("files", &["error"]),
     ("manifest", &["dtype", "error", "fields", "files", "target", "text"]),
     // A model knows no hardware and no tiles.
-    ("model", &["dtype", "error", "files", "id", "random"]),
+    ("model", &["dtype", "error", "files", "id", "random", "text"]),
     ("sample", &["error"]),
     // A target is data: it never asks a device.
     ("target", &["error", "fields", "files", "text"]),
     ("tokenizer", &["error", "files"]),
-    ("candidate", &["dtype", "ir", "lower", "model", "schedule", "target"]),
-    // The language knows no pass and no CUDA.
+    ("candidate", &["ir"]),
+    // The only module that knows what measurements advise.
+    ("defaults", &["candidate", "dtype", "ir", "lower", "model", "target"]),
+    // The language knows no pass and no target; machines and variants count in warps and registers.
     ("ir", &["dtype", "error", "id", "model", "text"]),
     ("lower", &["candidate", "dtype", "ir", "model"]),
-    ("schedule", &["candidate", "dtype", "ir", "lower", "model", "target"]),
+    ("schedule", &["candidate", "ir", "target"]),
     ("pack", &["dtype", "error", "ir", "model"]),
     ("reference", &["dtype", "model"]),
-    // Judges believe nobody: neither lowering nor scheduling, nor each other.
+    // The judges import neither lowering nor scheduling, nor each other.
     ("validate", &["dtype", "error", "ir", "model", "target", "text"]),
     ("interp", &["dtype", "error", "ir", "model", "pack", "random", "sample"]),
     // Prints and encodes what was proven; decides nothing.
-    ("codegen", &["digest", "dtype", "ir", "lower", "model", "schedule", "target", "validate"]),
+    ("codegen", &["digest", "dtype", "ir", "model", "target", "validate"]),
     // Source in, cubin out, bytes to a device; only a session knows what a schedule is.
     ("cuda", &["codegen", "error", "target"]),
     ("cuda/session", &["codegen", "error", "ir", "pack", "sample", "target", "trace"]),
@@ -72,13 +74,13 @@ const IMPORTS: &[(&str, &[&str])] = &[
     ("paired", &["random"]),
     ("trace", &["ir"]),
     // Stores bytes under digests and understands none of them.
-    ("cache", &["digest", "error"]),
+    ("cache", &["digest", "error", "files"]),
     // Rows of text and figures: no pass, no device.
-    ("flywheel", &["cache", "digest", "error"]),
-    ("report", &[]),
+    ("flywheel", &["cache", "digest", "error", "files"]),
+    ("report", &["text"]),
     // Prints what campaigns came to; knows no device.
     ("page", &["flywheel", "search"]),
-    // Proposes; never builds.
+    // Proposes, and schedules to learn what is legal; never compiles.
     (
         "search",
         &["candidate", "digest", "dtype", "flywheel", "ir", "lower", "model", "paired", "random", "schedule", "target"],
@@ -87,12 +89,6 @@ const IMPORTS: &[(&str, &[&str])] = &[
 
 /// Modules that wire the others together and may import any of them.
 const WIRING: &[&str] = &["cli", "lib", "main", "pipeline"];
-
-/// Imports from a later layer, each with its reason.
-const UPWARD: &[(&str, &str, &str)] = &[
-    ("candidate", "lower", "the default candidate asks how many query heads a task can take"),
-    ("candidate", "schedule", "the default candidate sizes its ring by what shared memory leaves over"),
-];
 
 /// Files outside `src/cuda` that may hold `unsafe`, each for one thing.
 const UNSAFE: &[(&str, &str)] = &[
@@ -105,7 +101,7 @@ const UNSAFE: &[(&str, &str)] = &[
     ("src/cli/terminal.rs", "ends a process without its destructors"),
 ];
 
-/// What waits, signals or orders memory in CUDA, as it is spelled.
+/// Words of CUDA code that wait, signal or order memory.
 const SYNCHRONISES: &[&str] = &[
     "__threadfence",
     "__syncthreads",
@@ -141,6 +137,10 @@ const SYNCHRONISES_ELSEWHERE: &[(&str, &str, &str)] = &[
     ("ops/select.cuh", "__threadfence_system", "the token reaches the host before the count that says so"),
 ];
 
+/// Documents outside `docs/`.
+const DOCUMENTS: [&str; 5] =
+    ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "flywheel/README.md", "src/ARCHITECTURE.md"];
+
 struct Source {
     /// Relative to the repository, with `/`.
     path: String,
@@ -173,7 +173,7 @@ fn read(path: &str) -> String {
     fs::read_to_string(root().join(path)).unwrap_or_else(|error| panic!("{path}: {error}"))
 }
 
-/// Numbered lines without those that are only a comment; text behind `//` on a line of code is cut.
+/// Numbered lines without those that are only a comment; text after `//` on a line of code is cut.
 fn code_lines(text: &str) -> impl Iterator<Item = (usize, &str)> {
     text.lines().enumerate().filter_map(|(at, line)| {
         let code = line.split("//").next().unwrap_or_default();
@@ -212,7 +212,7 @@ fn module_of(path: &str) -> (&str, &str) {
     (file.split('/').next().unwrap_or(file), file)
 }
 
-/// Modules named behind `crate::` in code that is not a unit test, with their lines.
+/// Modules named after `crate::` in code that is not a unit test, with their lines.
 fn imports(text: &str) -> Vec<(usize, String)> {
     let end = text.find("#[cfg(test)]\nmod tests").unwrap_or(text.len());
     let mut found = vec![];
@@ -272,20 +272,56 @@ fn the_matrix_follows_the_layers() {
             continue;
         };
         for name in *allowed {
-            let reason = UPWARD.iter().find(|(from, to, _)| from == row && to == name);
             match layers.get(*name) {
                 None => faults.push(format!("`{row}`: `{name}` is no module of lib.rs")),
-                Some(other) if other > layer && reason.is_none() => {
-                    faults.push(format!("`{row}` imports `{name}` from a later layer"));
-                }
-                Some(other) if other <= layer && reason.is_some() => {
-                    faults.push(format!("`{row}` may import `{name}` anyway: no reason is needed"));
-                }
+                Some(other) if other > layer => faults.push(format!("`{row}` imports `{name}` from a later layer")),
                 Some(_) => {}
             }
         }
     }
     none(faults);
+}
+
+/// A module on the way from `module` back to itself, as `a -> b -> a`.
+fn circle(
+    edges: &BTreeMap<String, BTreeSet<String>>,
+    path: &mut Vec<String>,
+    done: &mut BTreeSet<String>,
+) -> Option<String> {
+    let module = path.last()?.clone();
+    for next in edges.get(&module).into_iter().flatten() {
+        if let Some(from) = path.iter().position(|seen| seen == next) {
+            return Some(format!("{} -> {next}", path[from..].join(" -> ")));
+        }
+        if done.contains(next) {
+            continue;
+        }
+        path.push(next.clone());
+        if let Some(found) = circle(edges, path, done) {
+            return Some(found);
+        }
+        path.pop();
+    }
+    done.insert(module);
+    None
+}
+
+#[test]
+fn no_modules_import_each_other_in_a_circle() {
+    let mut edges: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
+    for source in sources("src", &[".rs"]).iter().filter(|source| !source.path.ends_with("/tests.rs")) {
+        let (module, _) = module_of(&source.path);
+        let own = edges.entry(module.to_string()).or_default();
+        own.extend(imports(&source.text).into_iter().map(|(_, name)| name).filter(|name| name != module));
+    }
+    assert!(edges["schedule"].contains("candidate") && edges["lower"].contains("candidate"), "{edges:?}");
+    let mut done = BTreeSet::new();
+    let found = edges.keys().find_map(|module| circle(&edges, &mut vec![module.clone()], &mut done));
+    assert_eq!(found, None);
+    // The search itself finds what is there.
+    edges.entry("candidate".to_string()).or_default().insert("schedule".to_string());
+    let found = circle(&edges, &mut vec!["candidate".to_string()], &mut BTreeSet::new());
+    assert_eq!(found.as_deref(), Some("candidate -> schedule -> candidate"));
 }
 
 #[test]
@@ -376,6 +412,45 @@ fn unsafe_stays_where_it_is_named() {
     // That each block says why it is sound is a lint.
     let manifest = read("Cargo.toml");
     assert!(manifest.contains("undocumented_unsafe_blocks = \"warn\""), "the lint that asks for SAFETY is gone");
+    none(faults);
+}
+
+/// Files that name a stream of the process: file, what the line must contain, why.
+const STREAMS: &[(&str, &str, &str)] = &[
+    ("src/cli/terminal.rs", "", "the one way of text to stdout and stderr, which escapes it"),
+    ("src/report.rs", "io::stderr()", "lines of a build, whose names are escaped where they enter"),
+    ("src/text.rs", "is_terminal()", "asks whether there is a terminal"),
+    ("src/search/transfer.rs", "println!", "figures of a test"),
+    ("src/cli/session.rs", "serve_tokens", "answers a parent process in JSON"),
+    ("src/cli/tune.rs", "serve", "answers a parent process in JSON"),
+];
+
+/// A message printed elsewhere could forget to escape what a stranger wrote.
+#[test]
+fn text_reaches_a_terminal_in_one_way() {
+    let mut faults = vec![];
+    let mut used = vec![false; STREAMS.len()];
+    for source in sources("src", &[".rs"]).iter().filter(|source| !source.path.ends_with("/tests.rs")) {
+        let end = source.text.find("#[cfg(test)]\nmod tests").unwrap_or(source.text.len());
+        for (line, code) in code_lines(&source.text[..end]) {
+            if !["print!(", "println!(", "io::stdout()", "io::stderr()", "error.print()"]
+                .iter()
+                .any(|word| code.contains(word))
+            {
+                continue;
+            }
+            let excuse = STREAMS.iter().position(|(path, word, _)| *path == source.path && code.contains(word));
+            match excuse {
+                Some(at) => used[at] = true,
+                None => faults.push(format!("{}:{line}: {}", source.path, code.trim())),
+            }
+        }
+    }
+    for ((file, word, _), used) in STREAMS.iter().zip(used) {
+        if !used {
+            faults.push(format!("{file}: `{word}` is excused and not there"));
+        }
+    }
     none(faults);
 }
 
@@ -497,7 +572,7 @@ fn marked<'a>(text: &'a str, name: &str) -> &'a str {
 }
 
 #[test]
-fn the_manifest_reference_of_the_readme_is_that_of_the_module() {
+fn the_manifest_reference_is_that_of_the_module() {
     let head: String = read("src/manifest.rs")
         .lines()
         .map_while(|line| line.strip_prefix("//!"))
@@ -505,8 +580,8 @@ fn the_manifest_reference_of_the_readme_is_that_of_the_module() {
         .collect();
     let from = head.find("```toml").expect("a block of TOML");
     let to = from + 3 + head[from + 3..].find("```").expect("its end") + 3;
-    let readme = read("README.md");
-    assert_eq!(marked(&readme, "manifest reference"), &head[from..to]);
+    let page = read("docs/manifests.md");
+    assert_eq!(marked(&page, "manifest reference"), &head[from..to]);
     // It is a manifest, too, but for keys that belong to other kinds of source: every key in it is one that is read.
     let body = head[from..to].trim_start_matches("```toml").trim_end_matches("```");
     let fits =
@@ -525,56 +600,108 @@ fn the_readme_names_every_target_and_no_other() {
     assert_eq!(listed, known);
 }
 
+/// What a command's `--help` lists below `title`: the first word of each line of the first level.
+fn listed(help: &str, title: &str) -> Vec<String> {
+    let lines = help.lines().skip_while(|line| *line != title).skip(1).take_while(|line| !line.is_empty());
+    // An explanation begins in the third column or on a deeper line.
+    let words = lines.filter_map(|line| line.strip_prefix("  ").filter(|line| !line.starts_with(' ')));
+    let first = |line: &str| line.split_whitespace().next().unwrap().trim_end_matches(',').to_string();
+    words.map(first).filter(|word| word != "help").collect()
+}
+
+fn help(arguments: &[&str]) -> String {
+    let help = Command::new(env!("CARGO_BIN_EXE_monobloc")).args(arguments).arg("--help").output().unwrap();
+    String::from_utf8(help.stdout).unwrap()
+}
+
 #[test]
-fn the_readme_names_every_command_and_exit_code() {
-    let help = Command::new(env!("CARGO_BIN_EXE_monobloc")).arg("--help").output().unwrap();
-    let help = String::from_utf8(help.stdout).unwrap();
-    let listed = |title: &str| -> Vec<String> {
-        let lines = help.lines().skip_while(|line| *line != title).skip(1).take_while(|line| !line.is_empty());
-        // What a line explains begins in its third column; deeper lines go on with the one above.
-        let words = lines.filter_map(|line| line.strip_prefix("  ").filter(|line| !line.starts_with(' ')));
-        words.map(|line| line.split_whitespace().next().unwrap().trim_end_matches(',').to_string()).collect()
-    };
-    let (commands, codes, variables) = (listed("Commands:"), listed("Exit codes:"), listed("Environment:"));
-    assert!(commands.len() > 5 && codes.len() > 3 && variables.len() > 3, "{help}");
-    let readme = read("README.md");
+fn the_page_of_commands_names_every_command_exit_code_and_variable() {
+    let help_of_all = help(&[]);
+    let listed_in_all = |title| listed(&help_of_all, title);
+    let (commands, codes, variables) =
+        (listed_in_all("Commands:"), listed_in_all("Exit codes:"), listed_in_all("Environment:"));
+    assert!(commands.len() > 5 && codes.len() > 3 && variables.len() > 3, "{help_of_all}");
+    let page = read("docs/commands.md");
     let mut faults = vec![];
-    for command in commands.iter().filter(|command| *command != "help") {
-        if !readme.contains(&format!("\n| `{command}")) {
-            faults.push(format!("README.md: no row for the command `{command}`"));
+    for command in &commands {
+        let row = page.lines().filter(|line| line.starts_with(&format!("| `{command}"))).collect::<String>();
+        if row.is_empty() {
+            faults.push(format!("docs/commands.md: no row for the command `{command}`"));
+        }
+        for action in listed(&help(&[command]), "Commands:") {
+            if !row.contains(&format!("`{command} {action}`")) && !row.contains(&format!("`{action}`")) {
+                faults.push(format!("docs/commands.md: the rows of `{command}` do not name `{action}`"));
+            }
         }
     }
     for code in &codes {
-        if !readme.contains(&format!("\n| {code} | ")) {
-            faults.push(format!("README.md: no row for exit code {code}"));
+        if !page.contains(&format!("\n| {code} | ")) {
+            faults.push(format!("docs/commands.md: no row for exit code {code}"));
         }
     }
     for variable in &variables {
-        if !readme.contains(&format!("`{variable}`")) {
-            faults.push(format!("README.md: does not say what `{variable}` means"));
+        if !page.contains(&format!("`{variable}`")) {
+            faults.push(format!("docs/commands.md: does not say what `{variable}` means"));
         }
     }
     none(faults);
 }
 
 #[test]
-fn the_readme_names_every_family() {
-    let (table, readme) = (schema_table(), read("README.md"));
+fn the_page_of_models_names_every_family() {
+    let (table, page) = (schema_table(), read("docs/models.md"));
     let classes: Vec<&str> = table.lines().filter_map(|line| line.strip_prefix("### ")).collect();
     assert!(classes.len() > 10, "{classes:?}");
-    let known = |class: &&&str| class.starts_with('`') && !readme.contains(**class);
-    none(classes.iter().filter(known).map(|class| format!("README.md: no {class}")).collect());
+    let missing = |class: &&&str| class.starts_with('`') && !page.contains(**class);
+    none(classes.iter().filter(missing).map(|class| format!("docs/models.md: no {class}")).collect());
+}
+
+#[test]
+fn the_readme_is_short_and_every_page_is_linked() {
+    let readme = read("README.md");
+    let lines = readme.lines().count();
+    let mut faults = vec![];
+    if lines > 200 {
+        faults.push(format!("README.md: {lines} lines, expected at most 200: move detail to docs/"));
+    }
+    let pages = sources("docs", &[".md"]);
+    let linked = |text: &str, path: &str| text.contains(&format!("]({path})"));
+    for Source { path, .. } in &pages {
+        let name = path.trim_start_matches("docs/");
+        let elsewhere = pages.iter().any(|page| page.path != *path && linked(&page.text, name));
+        if !linked(&readme, path) && !elsewhere && !linked(&read("CONTRIBUTING.md"), path) {
+            faults.push(format!("{path}: no page links to it"));
+        }
+    }
+    none(faults);
+}
+
+#[test]
+fn documents_use_plain_words() {
+    // Habits that make a reader stop: "after" is the word for order, and a sentence names who acts.
+    let odd = ["behind", "nobody", "whoever", "somebody", "came to", "as many times", "of so many"];
+    let mut documents = sources("docs", &[".md"]);
+    for path in DOCUMENTS {
+        documents.push(Source { path: path.to_string(), text: read(path) });
+    }
+    let mut faults = vec![];
+    for Source { path, text } in &documents {
+        for (at, line) in text.lines().enumerate() {
+            let lower = line.to_lowercase();
+            faults.extend(
+                odd.iter().filter(|phrase| has_word(&lower, phrase)).map(|p| format!("{path}:{}: `{p}`", at + 1)),
+            );
+        }
+    }
+    none(faults);
 }
 
 #[test]
 fn links_between_documents_lead_somewhere() {
     let mut faults = vec![];
-    let mut documents: Vec<PathBuf> =
-        ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "cache/README.md", "flywheel/README.md"]
-            .map(PathBuf::from)
-            .into();
+    let mut documents: Vec<PathBuf> = DOCUMENTS.iter().map(PathBuf::from).collect();
+    documents.push("cache/README.md".into());
     documents.extend(sources("docs", &[".md"]).into_iter().map(|source| PathBuf::from(source.path)));
-    documents.push("src/ARCHITECTURE.md".into());
     for document in documents {
         let text = read(document.to_str().unwrap());
         for rest in text.split("](").skip(1) {

@@ -23,7 +23,7 @@ fn a_template_that_doubles_a_string_is_refused() {
     for grows in [
         // No output, and few instructions: neither bound of the engine sees it.
         "{% set ns = namespace(x='ab') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
-        // What a template captures is no output of it.
+        // Captured text is not output.
         "{% set text %}{% for i in range(100000) %}{{ 'x' * 1000000 }}{% endfor %}{% endset %}",
     ] {
         let said = refused("chat_template.jinja", grows, "--chat hello");

@@ -1,4 +1,4 @@
-//! Campaigns as users meet them: kept, interrupted, killed, resumed, warmed by a corpus, and under attack by their own trials.
+//! Campaigns as users see them: kept, interrupted, killed, resumed, warm-started from a corpus, and with failing trials.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -63,7 +63,7 @@ fn a_campaign_is_told_resumed_and_reported() {
     let rows = numbers(&trials);
     assert_eq!(rows[..4], [0, 1, 2, 3]);
 
-    // The same command has nothing to do; a larger budget goes on behind the last trial.
+    // The same command has nothing to do; a larger budget continues after the last trial.
     let again = place.run("tune m.toml --max-trials 3").code(0);
     assert!(again.stdout.contains("3 trials, 0 measured now"), "{again:#?}");
     assert_eq!(numbers(&trials), rows);
@@ -137,7 +137,7 @@ fn the_corpus_of_the_repository_is_sound_and_of_this_space() {
     }
 }
 
-/// Waits until a campaign has so many rows.
+/// Waits until a campaign has this many rows.
 fn wait_for_rows(path: &Path, rows: usize) {
     let started = Instant::now();
     while Corpus::read(&[path]).unwrap().trials.len() < rows {
@@ -181,7 +181,7 @@ fn a_killed_campaign_loses_the_trial_in_flight_at_most() {
     let children = fs::read_to_string(format!("/proc/{0}/task/{0}/children", child.id())).unwrap();
     child.kill().unwrap();
     child.wait().unwrap();
-    // Nobody is left to time anything: the process of the trials ends with its parent.
+    // The process of the trials ends with its parent.
     let started = Instant::now();
     for id in children.split_whitespace() {
         let is_there = || fs::read_to_string(format!("/proc/{id}/stat")).is_ok_and(|stat| !stat.contains(") Z "));
@@ -248,8 +248,8 @@ fn repository_corpus() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("flywheel/corpus/h200.csv.zst")
 }
 
-/// A child that made its answers up: `FAULTS` of it are wrong, late, dead or senseless, by a checksum of the candidate.
-/// What it was asked and how it answered is in `served`, one line a job.
+/// A child with invented answers: `FAULTS` of them are wrong, late, dead or senseless, by a checksum of the candidate.
+/// `served` has one line for each job, with question and answer.
 /// Without faults, fewer SMs are faster.
 const FAKE: &str = r#"
 time_of() { case $1 in sms=1\;*) echo 80.5 ;; sms=2\;*) echo 90.5 ;; sms=3\;*) echo 110.5 ;; *) echo 100.5 ;; esac; }
@@ -287,7 +287,7 @@ while read -r job; do
 done
 "#;
 
-/// Campaigns of a manifest whose trials a script makes up.
+/// Campaigns of a manifest whose trials a script invents.
 struct Fake {
     place: Place,
     manifest: Manifest,
@@ -310,7 +310,7 @@ impl Fake {
     }
 
     fn search(&self, op: Option<LayerOp>, trials: u32) -> Tuned {
-        let places = Places { root: self.place.path("cache"), shared: None };
+        let places = Places { root: self.place.path("cache"), shared: None, key_file: None };
         let cache = Cache::open_places(&places, |_| {}).unwrap();
         let notes = fs::OpenOptions::new().create(true).append(true).open(self.place.path("notes")).unwrap();
         let report = Report::to_writer(Box::new(notes));
@@ -403,7 +403,7 @@ fn what_one_model_taught_is_tried_first_on_another_and_stale_rows_teach_nothing(
     let unchanged = fs::read_to_string(pupil.place.path("flywheel/corpus/teacher.csv")).unwrap();
     assert_eq!(unchanged, corpus, "a corpus is read only");
 
-    // Beside a cold campaign of the same model that says what the corpus was worth.
+    // Compared with a cold campaign of the same model, which shows what the corpus was worth.
     let alone = Fake::new("families/qwen2", 1, "none");
     alone.tune(30);
     let study =
@@ -414,7 +414,7 @@ fn what_one_model_taught_is_tried_first_on_another_and_stale_rows_teach_nothing(
     assert!(median.contains(" | 1 | | | ") && median.ends_with(" % |"), "{study}");
     let plot = fs::read_to_string(alone.place.path("plots/m-on-cpu.svg")).unwrap();
     assert_eq!(plot.matches("<polyline").count(), 2, "a curve each");
-    // Whoever says which are warm is believed, whatever they tried.
+    // `--warm` decides which are warm, whatever they tried.
     let said = alone.place.run(&format!("flywheel study {} --warm {}", pupil.trials.display(), alone.trials.display()));
     assert!(said.code(0).stdout.contains("the best of all cold campaigns takes"));
     let lone = alone.place.run(&format!("flywheel study {}", alone.trials.display()));
@@ -462,7 +462,7 @@ fn an_op_is_tuned_alone_by_its_name() {
     assert!(found.stderr.contains("trial 1 ") && found.stdout.starts_with("cpu: "), "{found:#?}");
     let rows = trials_of(&place.path("flywheel/trials.csv"));
     assert!(rows.iter().all(|row| row.facts().model.op() == Some("down") && row.verdict().name() == "ok"), "{rows:?}");
-    // The same command goes on where it stopped.
+    // The same command resumes.
     let again = place.run("tune-op m.toml down --max-trials 2 --json").code(0);
     assert!(again.stdout.contains("\"ran\": 0"), "{again:#?}");
 }
@@ -472,7 +472,7 @@ fn a_full_disk_stops_a_campaign_that_goes_on_where_there_is_room() {
     let place = place();
     place.run("tune m.toml --max-trials 1").code(0);
     let trials = place.path("flywheel/trials.csv");
-    // Blank lines up to 4 MiB, and room for a few rows behind them: a limit on the size of files fails like a full disk, and
+    // Blank lines up to 4 MiB, and room for a few rows after them: a limit on the size of files fails like a full disk, and
     // no other file of a campaign is so large.
     let text = fs::read_to_string(&trials).unwrap();
     let padding = (" ".repeat(4095) + "\n").repeat(1024);

@@ -4,10 +4,15 @@ use super::explore::Rng;
 use crate::proof_support::{BF16, FP32, TOY, Toy, cpu, h200, on_cpu, on_h200};
 use monobloc::candidate::Candidate;
 use monobloc::dtype::{DType, Precision};
-use monobloc::ir::op::{Access, Epilogue, GRANULE_BYTES, MatVec, NormAttr, Op, Role};
+use std::collections::BTreeMap;
+
+use monobloc::ir::layout::GRANULE_BYTES;
+use monobloc::ir::op::{Access, Epilogue, MatVec, NormAttr, Op, Role};
 use monobloc::ir::program::{Buffer, Cols, Content, Grid, Operand, Part, Program, Rows, Second, Space};
-use monobloc::ir::schedule::{Event, Machine, Mechanism, Regime, Ring, Run, RunBytes, Schedule, SmemPart, Task, Wait};
-use monobloc::ir::variant::MatVecVariant;
+use monobloc::ir::schedule::{
+    Event, Machine, Mechanism, Regime, Ring, Run, RunBytes, Schedule, SmemKind, SmemPart, Task, Wait,
+};
+use monobloc::ir::variant::{MatVecVariant, Variant};
 use monobloc::ir::{BufferId, EventId, GridId, TaskId};
 use monobloc::lower::lower;
 use monobloc::model::graph::{Act, ModelGraph, NormKind, QkNormSpan, RowView, TensorId};
@@ -256,7 +261,7 @@ impl Build<'_> {
     }
 
     fn grid(&mut self, name: &str, op: Op, n: u32, operands: Vec<Operand>) {
-        self.p.grids.push(Grid { name: name.to_string(), op, n, second: Second::Axis(1), operands });
+        self.p.grids.push(Grid { name: name.to_string(), site: None, op, n, second: Second::Axis(1), operands });
     }
 
     #[allow(clippy::too_many_arguments)] // A matrix product has as many parts.
@@ -293,7 +298,6 @@ impl Build<'_> {
             own_input: self.p.buffers[x.index()].space == Space::Private,
             epilogue,
             unit_rows: 8,
-            variant: MatVecVariant::default(),
         });
         self.grid(name, op, rows.div_ceil(8), operands);
     }
@@ -393,11 +397,16 @@ fn place_randomly(random: &mut Rng, p: Program, sms: usize) -> Base {
             }
         }
     }
-    let mut next = 0u64;
+    let (mut next, mut constants) = (0u64, 0u64);
     let placement = p.buffers.iter().map(|b| match b.space {
         Space::Exchange => {
             let at = next;
             next += (u64::from(b.cols) * 8 * u64::from(b.phases) + 16).next_multiple_of(256);
+            Some(at)
+        }
+        Space::Constant => {
+            let at = constants;
+            constants += (u64::from(b.rows) * u64::from(b.cols) * b.dtype.bytes() as u64).next_multiple_of(256);
             Some(at)
         }
         Space::Output => Some(if b.name == "said" { 1 << 16 } else { 0 }),
@@ -405,32 +414,38 @@ fn place_randomly(random: &mut Rng, p: Program, sms: usize) -> Base {
     });
     let placement = placement.collect();
     let mut offset = 0;
-    let smem =
-        [("ring", 16_384), ("stage", 1024), ("reduce", 4096), ("heads", 256), ("residual", 1024), ("queue", 4096)];
-    let smem = smem.into_iter().chain([("state", 4096)]).map(|(name, bytes)| {
+    let smem = SmemKind::ALL.into_iter().zip([16_384, 1024, 4096, 256, 1024, 4096, 4096]);
+    let smem = smem.map(|(kind, bytes)| {
         offset += bytes;
-        SmemPart { name: name.to_string(), offset: offset - bytes, bytes }
+        SmemPart { kind, offset: offset - bytes, bytes }
     });
     let machine = Machine {
         target: "h200".to_string(),
         sms: sms as u32,
-        cluster: 1,
         consumer_warps: 1,
         loader_warps: 1,
         registers_per_thread: 128,
-        sum_units: 8,
-        ring: Ring {
-            slots: 4,
-            slot_bytes: 4096,
-            groups: 1,
-            arrivals: 1,
-            flight_high: 4,
-            flight_low: 2,
-            flight_free: 2,
-        },
+        reduce_batch: 8,
+        ring: Ring { slots: 4, slot_bytes: 4096, arrivals: 1, flight_high: 4, flight_low: 2, flight_free: 2 },
         smem: smem.collect(),
     };
-    let schedule = Schedule { program: p, machine, placement, regimes: vec![regime] };
+    // In slots of 8 granules, for one warp.
+    let mut variants = BTreeMap::new();
+    for (g, grid) in p.grids.iter().enumerate() {
+        if let Op::MatVec(m) = &grid.op {
+            let (id, unit) = (GridId::from(g), m.granules(2).max(1));
+            let tasks = regime.tasks.iter().filter(|task| task.grid == id);
+            let units = tasks.map(|task| task.hi - task.lo).max().unwrap_or(1);
+            let variant = if unit <= 8 {
+                MatVecVariant { units, chunk: 8 / unit * unit, block: unit * units, units_per_warp: 1, poll_batch: 1 }
+            } else {
+                let chunk = unit.div_ceil(unit.div_ceil(8));
+                MatVecVariant { units, chunk, block: unit, units_per_warp: 1, poll_batch: 1 }
+            };
+            variants.insert(id, Variant::MatVec(variant));
+        }
+    }
+    let schedule = Schedule { program: p, machine, variants, placement, regimes: vec![regime] };
     // What the language says, without the limits of today's kernels.
     let mut target = Target { kind: TargetKind::Cpu, ..h200() };
     target.spec.copy = CopyMechanism::Plain;

@@ -8,7 +8,7 @@ use monobloc::codegen::abi::{Entry, NONE, StreamRun, Tables};
 use monobloc::dtype::DType;
 use monobloc::ir::op::{MatVec, Op, Role};
 use monobloc::ir::program::{Buffer, Grid, Operand, Space};
-use monobloc::ir::schedule::{RunBytes, Schedule, Task};
+use monobloc::ir::schedule::{RunBytes, Schedule, SmemKind, Task};
 use std::collections::BTreeMap;
 
 /// The first thing that an entry or a run says otherwise.
@@ -154,7 +154,7 @@ impl Reader<'_> {
     /// One array of fp32 in shared memory for all: whatever a task's buffer is called.
     fn residuals(&self, all: &[(monobloc::ir::BufferId, u64, u64, u64)]) -> Said {
         let Some(&(buffer, lo, _, at)) = all.first() else { return Ok(()) };
-        let part = self.schedule.machine.smem.iter().find(|part| part.name == "residual");
+        let part = self.schedule.machine.smem.iter().find(|part| part.kind == SmemKind::Residual);
         let values = part.map_or(0, |part| u64::from(part.bytes) / 4);
         for &(other, from, to, said) in all {
             expect(other == buffer, || format!("of {other} lies over that of {buffer}"))?;

@@ -5,7 +5,6 @@ use monobloc::dtype::DType;
 use monobloc::ir::op::{Access, Attention, Epilogue, MatVec, NormAttr, Op, QkNormAttr, Role};
 use monobloc::ir::program::{Buffer, Cols, Content, Grid, Operand, Rows, Second, Space};
 use monobloc::ir::schedule::{Regime, RunBytes, Schedule, Task};
-use monobloc::ir::variant::AttentionVariant;
 use monobloc::ir::{BufferId, GridId};
 use monobloc::model::graph::{NormKind, QkNormSpan};
 use monobloc::target::{DotMechanism, Target, TargetKind};
@@ -623,7 +622,7 @@ fn meanings(s: &Schedule) -> Result<(), Fault> {
         }
         // One text must not depend on where a regime begins.
         if let (Op::Attention(a), Some(keys)) = (&grid.op, grid.operand(Role::AppendK)) {
-            let alone = Attention { heads_per_task: 1, splits: 1, variant: AttentionVariant::default(), ..a.clone() };
+            let alone = Attention { heads_per_task: 1, splits: 1, ..a.clone() };
             if *attention.entry((keys.buffer, keys.cols.base)).or_insert(alone.clone()) != alone {
                 return Err(Fault::new(Kind::Malformed, "two attentions over the same keys"));
             }
@@ -643,9 +642,6 @@ fn occupancy(s: &Schedule, target: &Target) -> Result<(), Fault> {
         // The blocks beyond the last SM start when others end, and those wait for them.
         return no("more blocks than SMs");
     }
-    if m.cluster == 0 || m.cluster > spec.cluster_max.max(1) || m.sms % m.cluster != 0 {
-        return no("clusters");
-    }
     if target.kind == TargetKind::Cuda {
         let threads = (u64::from(m.consumer_warps) + u64::from(m.loader_warps)) * 32;
         if m.consumer_warps == 0 || m.loader_warps == 0 || threads > u64::from(spec.threads_per_block_max) {
@@ -657,12 +653,12 @@ fn occupancy(s: &Schedule, target: &Target) -> Result<(), Fault> {
         }
     }
     let r = &m.ring;
-    if r.slots == 0 || r.slot_bytes == 0 || u64::from(r.slot_bytes) % GRANULE != 0 || r.groups == 0 {
+    if r.slots == 0 || r.slot_bytes == 0 || u64::from(r.slot_bytes) % GRANULE != 0 {
         return Err(Fault::new(Kind::Ring, "slots"));
     }
-    // A slot is free when as many warps have left it as are asked for; each warp of the group leaves it once.
-    if u64::from(r.arrivals) * u64::from(r.groups) != u64::from(m.consumer_warps) {
-        let what = if u64::from(r.arrivals) * u64::from(r.groups) > u64::from(m.consumer_warps) {
+    // A slot is free when as many warps have left it as are asked for; each warp leaves it once.
+    if r.arrivals != m.consumer_warps {
+        let what = if r.arrivals > m.consumer_warps {
             "slots that are never free"
         } else {
             "slots that are free while a warp still reads them"
@@ -812,9 +808,9 @@ fn arenas(s: &Schedule, target: &Target) -> Result<(), Fault> {
 
 /// Teams of warps that share the dimensions of a head on tensor cores, 64 at least for each warp; `None`: this attention takes the
 /// other path, where every warp has all of them.
-fn teams(a: &Attention, s: &Schedule, target: &Target) -> Option<u64> {
+fn teams(grid: GridId, a: &Attention, s: &Schedule, target: &Target) -> Option<u64> {
     let (warps, precision) = (s.machine.consumer_warps, s.program.precision);
-    let each = a.variant.team.unwrap_or(if a.head_dim > 128 { 2 } else { 1 }).max(1);
+    let each = s.attention_variant(grid)?.warps_per_head.max(1);
     let fits = target.spec.dot == DotMechanism::Mma
         && (precision.cache, precision.wire) == (DType::Bf16, DType::Bf16)
         && warps % each == 0
@@ -837,14 +833,15 @@ fn shared_memory(s: &Schedule, target: &Target) -> Result<(), Fault> {
     let mut parts: BTreeMap<&str, (u64, u64)> = BTreeMap::new();
     for part in &m.smem {
         let here = (u64::from(part.offset), u64::from(part.offset) + u64::from(part.bytes));
-        if parts.insert(&part.name, here).is_some() {
-            return no(format!("`{}` twice", part.name));
+        let name = part.kind.name();
+        if parts.insert(name, here).is_some() {
+            return no(format!("`{name}` twice"));
         }
         if here.1 > u64::from(target.spec.smem_bytes_per_block_max) {
-            return no(format!("`{}` ends at {}", part.name, here.1));
+            return no(format!("`{}` ends at {}", name, here.1));
         }
         if here.0 % 16 != 0 {
-            return no(format!("`{}` begins at {}", part.name, here.0));
+            return no(format!("`{}` begins at {}", name, here.0));
         }
     }
     let mut places: Vec<(u64, u64)> = parts.values().copied().filter(|p| p.0 < p.1).collect();
@@ -866,7 +863,7 @@ fn shared_memory(s: &Schedule, target: &Target) -> Result<(), Fault> {
     need("reduce", 2 * 8 * warps * 8 * 4);
     // Records of attention lie from the staged input on, which attention has none of, over the sums.
     let mut scratch = 0;
-    for grid in &s.program.grids {
+    for (g, grid) in s.program.grids.iter().enumerate() {
         match &grid.op {
             // Whole granules of 32 values; the rest is zeros.
             Op::MatVec(MatVec { k: width, .. }) | Op::NormAdd { width, everywhere: false, .. } => {
@@ -879,7 +876,7 @@ fn shared_memory(s: &Schedule, target: &Target) -> Result<(), Fault> {
                 need("heads", (heads + 2) * dim * 4 + operands);
                 // One record of each head and warp, or of each team of warps that share a head's dimensions, and the score of the
                 // current position.
-                let teams = teams(a, s, target).unwrap_or(warps);
+                let teams = teams(GridId::from(g), a, s, target).unwrap_or(warps);
                 scratch = scratch.max(teams * heads * (dim + 2) * 4 + ((heads - 1) * (dim + 2) + 1) * 4);
             }
             Op::AttentionMerge { head_dim, splits, .. } => {

@@ -741,10 +741,9 @@ fn smem_small(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<
 }
 
 fn too_many_blocks(s: &mut Schedule, target: &mut Target, random: &mut Rng) -> Option<Vec<Entity>> {
-    match random.below(4) {
+    match random.below(3) {
         0 => target.spec.sm_count = s.machine.sms - 1,
-        1 => s.machine.cluster = s.machine.sms + 1,
-        2 => target.spec.registers_per_sm = 4096,
+        1 => target.spec.registers_per_sm = 4096,
         _ => target.spec.threads_per_block_max = 128,
     }
     Some(vec![Entity::Machine])

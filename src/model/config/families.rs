@@ -1,7 +1,7 @@
 //! Owns the families: for each, its keys, its defaults, and how they become a [`Plan`].
 //!
 //! Defaults for absent keys are those of the configuration classes of transformers 5, which differ from family to
-//! family; the model code was read for what it does with each key, not the documentation.
+//! family. The effect of each key was read from the model code, not from the documentation.
 
 use crate::model::config::plan::{LayerPlan, Names, NormPlan, Plan, Projections};
 use crate::model::config::reader::{Answer, EXTENT_MAX, LAYERS_MAX, POSITIONS_MAX, Reader, VOCAB_MAX};
@@ -395,7 +395,7 @@ fn rope_rules(s: &Shape) -> RopeRules {
         partial: Partial::Whole,
         interleaved: false,
         positions_max: s.positions_max,
-        old_longrope_names: false,
+        only_longrope: false,
         trained_default: None,
         always_truncates: false,
     }
@@ -636,7 +636,7 @@ fn phi3(r: &mut Reader) -> Option<Plan> {
     let s = shape(r, defaults)?;
     let partial = Partial::Factor { key: "partial_rotary_factor", default: 1.0 };
     let trained_default = Some(4096);
-    let rules = RopeRules { partial, old_longrope_names: true, trained_default, ..rope_rules(&s) };
+    let rules = RopeRules { partial, only_longrope: true, trained_default, ..rope_rules(&s) };
     let rope = rope::flat(r, &rules)?;
     let layers = uniform(s.layers, Some(RopeId(0)), window);
     Some(Plan { layers, ..plan(&s, &PHI3_NAMES, scalars, rope) })
@@ -670,7 +670,7 @@ static GEMMA_NAMES: Names = Names {
     ..LLAMA_NAMES
 };
 
-/// What Gemma 2 and 3 share beside their shape.
+/// Features that Gemma 2 and 3 share.
 struct GemmaScalars {
     scalars: Scalars,
     window: Option<u32>,
@@ -913,7 +913,7 @@ fn gpt_neox(r: &mut Reader) -> Option<Plan> {
     })
 }
 
-/// What Cohere 1 and 2 share beside their shape.
+/// Features that Cohere 1 and 2 share.
 struct CohereScalars {
     scalars: Scalars,
     bias: bool,

@@ -1,8 +1,8 @@
 //! From `config.json` and tensor headers to a `ModelGraph`: an allow-list, or a refusal that names every reason.
 //!
 //! Every key is modelled, or neutral at its value, or the import fails; every tensor is used, or neutral, or the import
-//! fails. A model that is accepted and computed wrong is the worst fault this program can have, so what transformers
-//! itself would pass over with a warning is refused here. Where versions of transformers differ, version 5 counts.
+//! fails. A model that is accepted and computed wrong is the worst fault of this program, so the importer also refuses
+//! what transformers accepts with a warning. If versions of transformers differ, version 5 counts.
 
 mod families;
 mod plan;
@@ -38,11 +38,11 @@ pub struct Imported {
     pub header_bytes_read: u64,
     /// `config.json` as it was read.
     pub config_text: String,
-    /// What a user should know: limits that the checkpoint does not have elsewhere. One sentence each.
+    /// Notes for the user: limits that the checkpoint does not have elsewhere. One sentence each.
     pub notes: Vec<String>,
 }
 
-/// Why a folder is no model that monobloc can compute.
+/// Why monobloc cannot compute the model of a folder.
 #[derive(Debug, thiserror::Error)]
 pub enum ImportError {
     #[error(transparent)]
@@ -63,7 +63,7 @@ impl fmt::Display for Refusal<'_> {
         let Refusal(place, reasons) = self;
         write!(f, "`{place}` cannot be imported:")?;
         for reason in reasons.iter().take(REASONS_SHOWN) {
-            write!(f, "\n  - {reason}")?;
+            write!(f, "\n  - {}", reason.shown())?;
         }
         if reasons.len() > REASONS_SHOWN {
             write!(f, "\n  - and {} more", reasons.len() - REASONS_SHOWN)?;
@@ -79,7 +79,7 @@ impl From<ImportError> for Fault {
             ImportError::File(error) => Fault::from(error),
             ImportError::Syntax { .. } => Fault::input(message),
             ImportError::Refused { .. } => Fault::input(message)
-                .with_remedy("what is not modelled is refused, because it might change the result; see README.md"),
+                .with_remedy("what is not modelled is refused, because it might change the result; see docs/models.md"),
         }
     }
 }
@@ -101,6 +101,7 @@ pub fn import(dir: &Path) -> Result<Imported, ImportError> {
         false => Map::new(),
     };
     let (family, plan, mut reasons) = resolve(&config);
+    let special = plan.as_ref().and_then(|plan| special_tokens(plan.vocab, &config, &generation, &mut reasons));
     let checkpoint = match Checkpoint::open(dir) {
         Ok(checkpoint) => Some(checkpoint),
         Err(faults) => {
@@ -126,13 +127,11 @@ pub fn import(dir: &Path) -> Result<Imported, ImportError> {
         };
         reasons.push(reason);
     }
-    if !reasons.is_empty() {
-        return refused(reasons);
-    }
-    set_special_tokens(&mut graph, &config, &generation);
+    let Some(special) = special.filter(|_| reasons.is_empty()) else { return refused(reasons) };
+    let notes = special.apply(&mut graph, plan.notes);
     let header_bytes_read = checkpoint.header_bytes_read();
     match checkpoint.bind(&graph.tensors) {
-        Ok(weights) => Ok(Imported { graph, weights, header_bytes_read, config_text, notes: plan.notes }),
+        Ok(weights) => Ok(Imported { graph, weights, header_bytes_read, config_text, notes }),
         Err(fault) => refused(vec![Reason::Weights(fault)]),
     }
 }
@@ -143,14 +142,15 @@ pub fn import(dir: &Path) -> Result<Imported, ImportError> {
 /// As [`import`].
 pub fn import_config_only(config_text: &str, seed: u64) -> Result<Imported, ImportError> {
     let config = parse_object(Path::new("config.json"), config_text)?;
-    let (_, plan, reasons) = resolve(&config);
-    let Some(plan) = plan.filter(|_| reasons.is_empty()) else {
+    let (_, plan, mut reasons) = resolve(&config);
+    let special = plan.as_ref().and_then(|plan| special_tokens(plan.vocab, &config, &Map::new(), &mut reasons));
+    let (Some(plan), Some(special), true) = (plan, special, reasons.is_empty()) else {
         return Err(ImportError::Refused { place: "config.json".to_string(), reasons });
     };
     let mut graph = assemble(&plan, None).graph;
-    set_special_tokens(&mut graph, &config, &Map::new());
+    let notes = special.apply(&mut graph, plan.notes);
     let weights = Weights::synthetic(&graph, seed);
-    let (config_text, notes) = (config_text.to_string(), plan.notes);
+    let config_text = config_text.to_string();
     Ok(Imported { graph, weights, header_bytes_read: 0, config_text, notes })
 }
 
@@ -188,8 +188,28 @@ fn resolve(config: &Map<String, Value>) -> (Option<&'static Family>, Option<Plan
         }
     }
     plan = plan.filter(|_| reader.reasons.is_empty());
+    if let (Some(plan), Some(code)) = (&mut plan, config.get("auto_map").filter(|code| !code.is_null())) {
+        plan.notes.push(not_run(code, family.class));
+    }
     reasons.append(&mut reader.reasons);
     (Some(family), plan, reasons)
+}
+
+/// What a checkpoint that brings Python code of its own is told: it is computed as transformers computes it without
+/// `trust_remote_code`, by the class that transformers has under the same name.
+fn not_run(code: &Value, class: &str) -> String {
+    let named = code.get("AutoModelForCausalLM").and_then(Value::as_str).map(|name| format!(" (`{}`)", short(name)));
+    format!(
+        "the checkpoint brings Python code of its own in `auto_map`{}, which is not run: this is the `{class}` of \
+         transformers, as it is computed without `trust_remote_code`",
+        named.unwrap_or_default()
+    )
+}
+
+/// The beginning of a stranger's text, for a note.
+fn short(text: &str) -> String {
+    let start: String = text.chars().take(80).collect();
+    if start.len() == text.len() { start } else { start + "..." }
 }
 
 fn family_of(config: &Map<String, Value>) -> Result<&'static Family, Reason> {
@@ -261,7 +281,7 @@ enum Extra {
     Unknown,
 }
 
-/// What a tensor that the graph does not read may be.
+/// Classifies a tensor that the graph does not read.
 fn extra_tensor(name: &str, plan: &Plan) -> Extra {
     let is_buffer = |suffix: &str| name.strip_suffix(suffix).is_some_and(|path| path.is_empty() || path.ends_with('.'));
     // Old checkpoints store what transformers recomputes: rotary frequencies, and GPT-NeoX its causal mask.
@@ -276,21 +296,80 @@ fn extra_tensor(name: &str, plan: &Plan) -> Extra {
     }
 }
 
-/// `eos` from generation_config.json, else config.json; ids outside the vocabulary can never be produced and are left
-/// out (published configs have -1 for "none").
-fn set_special_tokens(graph: &mut ModelGraph, config: &Map<String, Value>, generation: &Map<String, Value>) {
-    let given = |key: &str| [generation, config].into_iter().filter_map(|map| map.get(key)).find(|v| !v.is_null());
-    let vocab = graph.vocab;
-    let id = |v: &Value| v.as_u64().and_then(|n| u32::try_from(n).ok()).filter(|n| *n < vocab);
-    let mut eos: Vec<u32> = match given("eos_token_id") {
-        Some(Value::Array(ids)) => ids.iter().filter_map(id).collect(),
-        Some(single) => id(single).into_iter().collect(),
-        None => Vec::new(),
+/// Distinct ids that may end a text. Published checkpoints name up to ten. A device looks for eight by itself, and more are
+/// looked for by the process that reads its tokens.
+const EOS_MAX: usize = 64;
+
+/// What config.json and generation_config.json say about special tokens.
+struct Special {
+    bos: Option<u32>,
+    /// Ascending.
+    eos: Vec<u32>,
+    note: Option<String>,
+}
+
+impl Special {
+    /// Puts the ids into the graph, and what has to be said of them behind the other notes.
+    fn apply(self, graph: &mut ModelGraph, mut notes: Vec<String>) -> Vec<String> {
+        (graph.bos, graph.eos) = (self.bos, self.eos);
+        notes.extend(self.note);
+        notes
+    }
+}
+
+/// Special tokens from generation_config.json, else config.json.
+///
+/// `eos_token_id` is an integer or a list of them, as transformers makes a tensor of 64-bit integers from it; anything else is
+/// a reason, where transformers rounds (1.5), raises ("x", 2^70) or asks Python (true). Ids outside the vocabulary can never be
+/// produced: transformers goes on to the maximum length, and so is it here, with a note.
+fn special_tokens(
+    vocab: u32,
+    config: &Map<String, Value>,
+    generation: &Map<String, Value>,
+    reasons: &mut Vec<Reason>,
+) -> Option<Special> {
+    let files = [("generation_config.json", generation), ("config.json", config)];
+    let given = |key: &str| {
+        files.into_iter().find_map(|(file, map)| Some((file, map.get(key).filter(|value| !value.is_null())?)))
     };
+    let inside = |id: i64| u32::try_from(id).ok().filter(|id| *id < vocab);
+    let bos = given("bos_token_id").and_then(|(_, id)| id.as_i64()).and_then(inside);
+    let Some((file, value)) = given("eos_token_id") else { return Some(Special { bos, eos: vec![], note: None }) };
+    let listed = match value {
+        Value::Array(ids) => ids.as_slice(),
+        single => std::slice::from_ref(single),
+    };
+    let bad = |found: &Value| Reason::BadValue {
+        key: format!("eos_token_id` of `{file}"),
+        expected: "a token id, or a list of them".to_string(),
+        found: found.to_string(),
+    };
+    if let Some(found) = listed.iter().find(|id| id.as_i64().is_none()) {
+        reasons.push(bad(found));
+        return None;
+    }
+    let (mut eos, mut outside) = (vec![], vec![]);
+    for id in listed.iter().filter_map(Value::as_i64) {
+        match inside(id) {
+            Some(id) => eos.push(id),
+            None => outside.push(id),
+        }
+    }
     eos.sort_unstable();
     eos.dedup();
-    graph.eos = eos;
-    graph.bos = given("bos_token_id").and_then(id);
+    if eos.len() > EOS_MAX {
+        reasons.push(Reason::TooManyIds { key: "eos_token_id", file, found: eos.len(), most: EOS_MAX });
+        return None;
+    }
+    let note = outside.first().map(|first| {
+        let more = match outside.len() - 1 {
+            0 => String::new(),
+            more => format!(" and {more} more"),
+        };
+        let so = if eos.is_empty() { ": a text ends at its maximum length alone" } else { "" };
+        format!("`eos_token_id` {first}{more} of `{file}` is outside the vocabulary of {vocab} and never comes{so}")
+    });
+    Some(Special { bos, eos, note })
 }
 
 #[cfg(test)]

@@ -12,7 +12,7 @@ use crate::model::graph::{
 };
 use crate::model::weights::HeaderTensor;
 
-/// A decoder as numbers: what a config says once its family's defaults and layouts are applied.
+/// A decoder as numbers: a config with its family's defaults and layouts applied.
 #[derive(Debug, Clone)]
 pub struct Plan {
     pub class: &'static str,
@@ -24,7 +24,7 @@ pub struct Plan {
     pub kv_heads: u32,
     pub head_dim: u32,
     pub positions_max: u32,
-    /// What a user should know about the limits of this import.
+    /// Notes for the user about the limits of this import.
     pub notes: Vec<String>,
     pub tied: bool,
     pub norm: NormPlan,
@@ -47,7 +47,7 @@ pub struct Plan {
     pub layers: Vec<LayerPlan>,
 }
 
-/// What differs from layer to layer.
+/// Properties that differ from layer to layer.
 #[derive(Debug, Clone, Copy)]
 pub struct LayerPlan {
     pub rope: Option<RopeId>,
@@ -110,7 +110,7 @@ pub enum Projections {
 
 /// The tensors a graph reads, checked against the files where there are any.
 struct Collector<'a> {
-    /// `None` for a synthetic model, which has whatever is asked for.
+    /// `None` for a synthetic model, which has every tensor.
     files: Option<&'a BTreeMap<String, HeaderTensor>>,
     tensors: Vec<Tensor>,
     ids: HashMap<String, TensorId>,
@@ -195,7 +195,7 @@ pub struct Assembled {
     pub reasons: Vec<Reason>,
 }
 
-/// The graph of a plan over the tensors of `files`; over tensors of the right shape where there are none.
+/// The graph of a plan over the tensors of `files`; without files, over tensors of the right shape.
 ///
 /// Tensors get their ids in the order of computation. `eos` and `bos` are left empty.
 pub fn assemble(plan: &Plan, files: Option<&BTreeMap<String, HeaderTensor>>) -> Assembled {

@@ -1,4 +1,4 @@
-//! Owns how a model graph is shown: the complete text that is hashed, and the summary for people.
+//! Owns the text forms of a model graph: the complete text that is hashed, and the summary for people.
 
 use std::fmt::Write;
 
@@ -7,7 +7,7 @@ use crate::model::graph::{
     Act, Attention, Layer, Linear, Mlp, ModelGraph, Norm, NormKind, QkNorm, QkNormSpan, Rope, RowView, Tensor,
 };
 
-/// Every field of the graph as text: deterministic, complete, one fact per word. What is hashed is what is shown.
+/// Every field of the graph as text: deterministic, complete, one fact per word. The text that is shown is the text that is hashed.
 ///
 /// Structs are taken apart field by field, so that a new field does not compile until it is printed.
 pub fn graph_text(graph: &ModelGraph) -> String {

@@ -1,7 +1,7 @@
-//! Owns typed access to `config.json`: every question is recorded, every bad answer becomes a reason.
+//! Owns typed access to `config.json`: every key that is read is recorded, every bad value becomes a reason.
 //!
-//! A bad answer also yields a harmless stand-in, so that reading goes on and finds the other reasons; whoever finishes
-//! looks at `reasons` before trusting what was read.
+//! A bad value also yields a harmless stand-in, so that reading continues and finds the other reasons. The caller checks
+//! `reasons` before it trusts the values.
 
 use std::collections::BTreeSet;
 

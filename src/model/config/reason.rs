@@ -1,6 +1,7 @@
 //! Owns the reasons for which an import is refused; a refusal carries every one that was found.
 
 use crate::model::weights::WeightsError;
+use crate::text::printable_line;
 
 /// One thing the importer would have to ignore, guess or get wrong, and therefore does not accept.
 #[derive(Debug, thiserror::Error)]
@@ -15,6 +16,8 @@ pub enum Reason {
     Unread { key: String },
     #[error("key `{key}`: expected {expected}, found {found}")]
     BadValue { key: String, expected: String, found: String },
+    #[error("key `{key}` of `{file}` has {found} ids, expected at most {most}")]
+    TooManyIds { key: &'static str, file: &'static str, found: usize, most: usize },
     #[error("key `{key}` is missing")]
     MissingKey { key: String },
     #[error("keys `{first}` and `{second}` disagree: {detail}")]
@@ -34,6 +37,20 @@ pub enum Reason {
     TiedHeadDiffers { name: String, embed: String },
     #[error(transparent)]
     Weights(#[from] WeightsError),
+}
+
+/// Characters of a reason that are shown. Names and values are a stranger's, and a config has room for 16 MiB of them.
+const SHOWN_CHARS_MAX: usize = 400;
+
+impl Reason {
+    /// The reason on a line of bounded length.
+    pub fn shown(&self) -> String {
+        let text = printable_line(&self.to_string()).into_owned();
+        match text.char_indices().nth(SHOWN_CHARS_MAX) {
+            None => text,
+            Some((end, _)) => format!("{}... ({} characters in all)", &text[..end], text.chars().count()),
+        }
+    }
 }
 
 fn hint(nearest: &Option<&'static str>) -> String {

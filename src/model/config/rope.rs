@@ -22,8 +22,9 @@ pub struct RopeRules {
     pub partial: Partial,
     pub interleaved: bool,
     pub positions_max: u32,
-    /// Phi-3 reads the old names `su` and `yarn` as `longrope`.
-    pub old_longrope_names: bool,
+    /// Phi-3 knows no other scaling than `longrope`, and reads the old names `su` and `yarn` as that: transformers asks every
+    /// scaling of it for `short_factor` and `long_factor`.
+    pub only_longrope: bool,
     /// A class with a top-level `original_max_position_embeddings` of its own (Phi-3): its default, which also
     /// overrules what the rotary parameters say.
     pub trained_default: Option<u32>,
@@ -221,8 +222,14 @@ impl<'a> Inner<'_, 'a> {
             return self.reader.refuse(Reason::Conflict { first, second, detail: format!("`{a}` and `{b}`") });
         }
         let kind = named.pop().unwrap_or("default".to_string());
-        let old = rules.old_longrope_names && (kind == "su" || kind == "yarn");
-        Some(if old { "longrope".to_string() } else { kind })
+        match (rules.only_longrope, kind.as_str()) {
+            (true, "su" | "yarn") => Some("longrope".to_string()),
+            (true, "default" | "longrope") | (false, _) => Some(kind),
+            (true, _) => {
+                let key = if self.value("rope_type").is_some() { "rope_type" } else { "type" };
+                self.bad(key, &format!("default or longrope, the only kinds that `{}` has", rules.class))
+            }
+        }
     }
 
     fn factors(&mut self, key: &str, count: usize) -> Option<Vec<f32>> {

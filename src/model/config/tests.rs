@@ -1,4 +1,4 @@
-//! What the importer refuses, and what it must never pass over.
+//! The importer refuses what it must, and misses nothing.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -681,6 +681,99 @@ fn special_tokens_come_from_the_generation_config_first() {
     config.insert("bos_token_id".to_string(), json!(null));
     let graph = synthetic(&config).unwrap();
     assert_eq!((graph.bos, graph.eos), (None, vec![2, 5]));
+}
+
+/// Transformers 5 warns of negative ids and goes on to the maximum length; ids beyond the vocabulary never come; a float is cut
+/// to an integer, and the rest raises.
+#[test]
+fn end_tokens_are_exact_or_refused_by_name() {
+    let with = |eos: Value| {
+        let mut config = config_of(&fixture("tinystories-llama"));
+        config.insert("eos_token_id".to_string(), eos);
+        import_config_only(&Value::Object(config).to_string(), 0)
+    };
+    for odd in [
+        json!("x"),
+        json!("2"),
+        json!(true),
+        json!(1.0),
+        json!(1.5),
+        json!({"id": 2}),
+        json!([2, [3]]),
+        json!([2, null]),
+    ] {
+        let message = with(odd.clone()).unwrap_err().to_string();
+        let expected = "key `eos_token_id` of `config.json`: expected a token id, or a list of them, found ";
+        assert!(message.contains(expected), "{odd}: {message}");
+    }
+    // As text: JSON in Rust has no such number.
+    let text = Value::Object(config_of(&fixture("tinystories-llama"))).to_string();
+    for odd in ["1180591620717411303424", "18446744073709551615", "1e3"] {
+        let changed = text.replacen("\"eos_token_id\":1", &format!("\"eos_token_id\":{odd}"), 1);
+        assert_ne!(changed, text);
+        assert!(import_config_only(&changed, 0).unwrap_err().to_string().contains("expected a token id"), "{odd}");
+    }
+    let told = |eos: Value| {
+        let imported = with(eos).unwrap();
+        (imported.graph.eos, imported.notes.concat())
+    };
+    for outside in [json!(-1), json!(-9_223_372_036_854_775_808i64), json!(99_999), json!([99_999])] {
+        let (eos, note) = told(outside.clone());
+        assert!(eos.is_empty() && note.contains("outside the vocabulary of 1024"), "{outside}: {note}");
+        assert!(note.contains("a text ends at its maximum length alone"), "{note}");
+    }
+    let (eos, note) = told(json!([5, 2, 5, 99_999, -1]));
+    assert_eq!(eos, [2, 5]);
+    assert!(note.starts_with("`eos_token_id` 99999 and 1 more of `config.json`") && !note.contains("alone"), "{note}");
+    assert_eq!(told(json!([])), (vec![], String::new()));
+    assert_eq!(told(json!((0..64).collect::<Vec<_>>())).0.len(), 64);
+    let message = with(json!((0..100_000).map(|i| i % 1000).collect::<Vec<_>>())).unwrap_err().to_string();
+    assert!(message.contains("key `eos_token_id` of `config.json` has 1000 ids, expected at most 64"), "{message}");
+    assert!(message.len() < 1000, "{message}");
+}
+
+/// As `Phi3Config` of transformers 5, which asks every kind but the default for `short_factor` and `long_factor`.
+#[test]
+fn phi_3_knows_no_scaling_but_longrope() {
+    let with = |key: &str, scaling: Value| {
+        let mut config = config_of(&fixture("families/phi3"));
+        config.insert(key.to_string(), scaling);
+        import_config_only(&Value::Object(config).to_string(), 0)
+    };
+    for scaling in [
+        json!({"type": "linear", "factor": 2.0}),
+        json!({"rope_type": "dynamic", "factor": 2.0}),
+        json!({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}),
+    ] {
+        let message = with("rope_scaling", scaling.clone()).unwrap_err().to_string();
+        assert!(
+            message.contains("default or longrope, the only kinds that `Phi3ForCausalLM` has"),
+            "{scaling}: {message}"
+        );
+    }
+    with("rope_scaling", json!({"type": "default"})).unwrap();
+}
+
+#[test]
+fn code_of_a_checkpoint_is_not_run_and_not_passed_over_in_silence() {
+    let mut config = config_of(&fixture("families/phi3"));
+    config.insert("auto_map".to_string(), json!({"AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM"}));
+    let notes = import_config_only(&Value::Object(config.clone()).to_string(), 0).unwrap().notes.concat();
+    for words in ["`auto_map`", "`modeling_phi3.Phi3ForCausalLM`", "is not run", "`trust_remote_code`"] {
+        assert!(notes.contains(words), "{words}: {notes}");
+    }
+    config.insert("auto_map".to_string(), json!(null));
+    assert_eq!(import_config_only(&Value::Object(config).to_string(), 0).unwrap().notes.concat(), "");
+}
+
+#[test]
+fn a_reason_is_a_short_line_whatever_it_names() {
+    let mut config = config_of(&fixture("families/llama-gqa"));
+    config.insert(format!("a\nerror: b\u{1b}[2J{}", "x".repeat(1 << 20)), json!(1));
+    let message = import_config_only(&Value::Object(config).to_string(), 0).unwrap_err().to_string();
+    assert!(message.len() < 1000 && message.contains("characters in all)"), "{message}");
+    assert_eq!(message.lines().count(), 2, "{message}");
+    assert!(message.contains("key `a\\u{a}error: b\\u{1b}[2Jxx"), "{message}");
 }
 
 #[test]

@@ -1,0 +1,228 @@
+//! Owns the default candidate: what an engineer who has read the measurements picks without measuring.
+//!
+//! Every threshold here stands for a measurement in docs/perf-log.md. Nothing below depends on them: lowering and scheduling
+//! take a candidate as it is, and a search starts from this one.
+
+use crate::candidate::Candidate;
+use crate::dtype::Precision;
+use crate::ir::layout::{GRANULE_BYTES, SmemNeeds, cache_row_bytes, chunk_bytes, smem_map, unit_bytes};
+use crate::ir::op::{Attention, HISTORY_ALIGN, PARTIAL_HEADER, UNIT_ROWS};
+use crate::ir::schedule::Mechanism;
+use crate::ir::variant::{AttentionVariant, POLL_BATCH, REDUCE_BATCH, prefetch_v_rule, warps_per_head_rule};
+use crate::lower::{HEADS_PER_TASK_MAX, attention_of, finest_unit_rows, heads_per_task_most, refuses_everywhere};
+use crate::model::graph::{Layer, ModelGraph};
+use crate::target::{CopyMechanism, DotMechanism, Target, TargetKind};
+
+/// More shares of the history than this would make the merge longer than the history it saves.
+pub const SPLITS_DEFAULT_MAX: u32 = 32;
+
+impl Candidate {
+    /// What an engineer who has read the measurements would pick without measuring: all SMs that get work, eight
+    /// consumer warps, a ring as large as shared memory allows, few copies in flight near a hop.
+    pub fn default_for(graph: &ModelGraph, target: &Target, precision: Precision) -> Candidate {
+        let attention = graph.layers.first().map(|l| &l.attn);
+        let (heads, kv_heads, head_dim) = attention.map_or((1, 1, 0), |a| (a.heads, a.kv_heads, a.head_dim));
+        let group_most = heads_per_task_most(heads / kv_heads);
+        let cpu = target.kind == TargetKind::Cpu;
+        // A block without a unit of the head would release nothing at the end of a step.
+        let sms = target.spec.sm_count.min(graph.vocab.div_ceil(UNIT_ROWS)).max(1);
+        let sms = if cpu { sms } else { even_sms(graph, sms) };
+        // Eight warps have 168 registers each and half the barrier and instruction traffic of sixteen, and still take chunks
+        // faster than memory brings them (docs/perf-log.md).
+        let consumer_warps = if cpu { 1 } else { 8 };
+        let fixed = fixed_smem_bytes(graph, target, precision, consumer_warps, sms);
+        let room = u64::from(target.spec.smem_bytes_per_block_max).saturating_sub(fixed);
+        // Smaller slots where shared memory is scarce, down to a chunk of the history, so that two have room.
+        let history_bytes = attention.map_or(0, |a| HISTORY_ALIGN * cache_row_bytes(a.head_dim, precision.cache));
+        let fits = |&bytes: &u32| bytes >= history_bytes && room / u64::from(bytes) >= 2;
+        let wanted = default_slot_bytes(graph, precision, sms, room);
+        let slot_bytes = [wanted, 8192, 4096].into_iter().find(fits).unwrap_or(wanted);
+        let ring_slots = (room / u64::from(slot_bytes)).clamp(2, 12) as u32;
+        let flight = Flight::for_layer(graph, precision, sms, slot_bytes, ring_slots);
+        Candidate {
+            sms,
+            consumer_warps,
+            ring_slots,
+            slot_bytes,
+            flight_high: flight.high,
+            flight_low: flight.low,
+            // Two thirds of them, rounded.
+            flight_free: (ring_slots * 2 + 1) / 3,
+            heads_per_task: if cpu { group_most } else { 1 },
+            splits: if cpu { 1 } else { default_splits(heads / group_most, sms, head_dim) },
+            split_from: 384,
+            mechanism: if target.spec.copy == CopyMechanism::Plain && cpu {
+                Mechanism::Counter
+            } else {
+                Mechanism::Packets
+            },
+            light_eighth: 0,
+            // What the slowest SMs of an H200 fall behind the mean.
+            light_percent: 5,
+            sum_units: REDUCE_BATCH,
+            poll_pairs: POLL_BATCH,
+            hold_qkv: 0,
+            hold_o: 0,
+            hold_up: if cpu { 0 } else { default_hold_up(graph, precision, consumer_warps, sms, slot_bytes) },
+            hold_down: 0,
+            hold_head: 0,
+            attention_team: warps_per_head_rule(head_dim),
+            attention_ahead: u32::from(prefetch_v_rule(head_dim)),
+            unit_rows: if cpu { UNIT_ROWS } else { finest_unit_rows(graph, precision, sms, 4) },
+            // A hop less for each sum (docs/perf-log.md).
+            sums_everywhere: u32::from(!cpu && refuses_everywhere(graph, precision, consumer_warps).is_none()),
+        }
+    }
+
+    /// The same for contexts of at most so many positions, which are not shared between more than pays the merge.
+    pub fn for_context(self, context_max: u32) -> Candidate {
+        // A share of fewer positions is read in the time that another share takes to merge (docs/perf-log.md).
+        const SHARE_LEAST: u32 = 128;
+        Candidate { splits: self.splits.min((context_max / SHARE_LEAST).max(1)), ..self }
+    }
+}
+
+/// Shares of the history that give every SM one where `groups` tasks read it whole: no more than a merge is worth, nor than records
+/// of as many values as 32 heads of 128 dimensions have.
+pub fn default_splits(groups: u32, sms: u32, head_dim: u32) -> u32 {
+    const RECORDS: u32 = SPLITS_DEFAULT_MAX * (128 + PARTIAL_HEADER);
+    let most = (RECORDS / (head_dim + PARTIAL_HEADER)).clamp(1, SPLITS_DEFAULT_MAX);
+    (sms / groups.max(1)).clamp(1, most)
+}
+
+/// 16 KiB; where units of the model's width would waste a third of such a slot or be cut by it, 32 KiB, or whole units where
+/// those would waste a third of that, if five have room: a unit in one chunk has no wait inside, and a ring runs ahead by what
+/// is in its slots. Two units where a layer streams for about as long as its hops take (docs/perf-log.md).
+fn default_slot_bytes(graph: &ModelGraph, precision: Precision, sms: u32, room: u64) -> u32 {
+    const SLOT: u32 = 16384;
+    let unit = unit_bytes(graph.hidden, precision);
+    if unit <= SLOT && BALANCED.contains(&layer_bytes(graph, precision, sms)) && room >= 5 * u64::from(2 * unit) {
+        return 2 * unit;
+    }
+    let units_in = |slot: u32| slot / unit * unit;
+    let wastes = |slot: u32| units_in(slot) < slot / 3 * 2;
+    if !wastes(SLOT) || unit > 2 * SLOT || room < 5 * u64::from(2 * SLOT) {
+        return SLOT;
+    }
+    if wastes(2 * SLOT) { units_in(2 * SLOT) } else { 2 * SLOT }
+}
+
+/// Rows of up, with those of the gate.
+fn up_rows(layer: &Layer) -> u32 {
+    layer.mlp.gate.as_ref().map_or(0, |gate| gate.rows) + layer.mlp.up.rows
+}
+
+/// All SMs, or a few less where these have equal shares of every matvec of a layer, in units of 8 rows or halves of them: nobody
+/// waits for an SM with more, and fewer SMs exchange (docs/perf-log.md).
+fn even_sms(graph: &ModelGraph, sms: u32) -> u32 {
+    let Some(layer @ Layer { attn, mlp, .. }) = graph.layers.first() else { return sms };
+    let rows = [attn.q.rows + attn.k.rows + attn.v.rows, attn.o.rows, up_rows(layer), mlp.down.rows];
+    let even = |unit: u32| {
+        (sms - sms / 16..=sms).rev().find(|count| rows.iter().all(|rows| rows.is_multiple_of(count * unit)))
+    };
+    even(UNIT_ROWS).or_else(|| even(UNIT_ROWS / 2)).unwrap_or(sms)
+}
+
+/// Bytes of a layer for an SM from which streaming takes much longer than hops: 15 us at the read peak of an H200.
+const STREAM_BOUND: u64 = 512 << 10;
+/// Bytes of a layer for an SM that stream for less time than its five hops take, 7.5 us, but not for much less.
+const BALANCED: std::ops::Range<u64> = 192 << 10..256 << 10;
+
+/// Bytes of weights that an SM streams for the first layer.
+fn layer_bytes(graph: &ModelGraph, precision: Precision, sms: u32) -> u64 {
+    let parameters = |l: &Layer| {
+        let linears = [
+            Some(&l.attn.q),
+            Some(&l.attn.k),
+            Some(&l.attn.v),
+            Some(&l.attn.o),
+            l.mlp.gate.as_ref(),
+            Some(&l.mlp.up),
+            Some(&l.mlp.down),
+        ];
+        linears.into_iter().flatten().map(|l| u64::from(l.rows) * u64::from(l.cols)).sum::<u64>()
+    };
+    graph.layers.first().map_or(0, parameters) * precision.weights.bytes() as u64 / u64::from(sms)
+}
+
+/// Copies in flight of a ring with many free slots, and of a well filled one.
+struct Flight {
+    high: u32,
+    low: u32,
+}
+
+impl Flight {
+    /// Of a well filled ring about 32 KiB, at which memory still streams at its rate and a poll waits least; one copy, and 64 KiB of an
+    /// emptier ring, where a layer streams for less time than its five hops take; 64 KiB, and never more, where it streams for much longer and
+    /// slots hold whole units (docs/perf-log.md).
+    fn for_layer(graph: &ModelGraph, precision: Precision, sms: u32, slot_bytes: u32, slots: u32) -> Flight {
+        const IN_FLIGHT: u32 = 32768;
+        let bytes = layer_bytes(graph, precision, sms);
+        let unit = unit_bytes(graph.hidden, precision);
+        let chunk = chunk_bytes(unit, slot_bytes);
+        let copies = |bytes: u32| ((bytes + chunk / 2) / chunk).clamp(1, slots);
+        let (high, low) = match bytes {
+            bytes if bytes < BALANCED.end => (copies(2 * IN_FLIGHT), 1),
+            STREAM_BOUND.. if unit <= slot_bytes => (copies(2 * IN_FLIGHT), copies(2 * IN_FLIGHT)),
+            _ => (4, copies(IN_FLIGHT)),
+        };
+        Flight { high: high.min(slots), low: low.min(slots) }
+    }
+}
+
+/// Two units of up at once, a gate's and its up's, where a layer streams for long and the rule of `ir::variant::RegisterTiling` holds
+/// one; 0, the rule, elsewhere (docs/perf-log.md).
+fn default_hold_up(graph: &ModelGraph, precision: Precision, warps: u32, sms: u32, slot_bytes: u32) -> u32 {
+    // Eight granules of each: registers for as many more are free.
+    const UNIT_GRANULES: std::ops::RangeInclusive<u32> = 7..=8;
+    let granules = (unit_bytes(graph.hidden, precision) / GRANULE_BYTES).div_ceil(warps);
+    let units = graph.layers.first().map_or(0, |layer| up_rows(layer) / UNIT_ROWS / sms);
+    let long = layer_bytes(graph, precision, sms) >= STREAM_BOUND && unit_bytes(graph.hidden, precision) <= slot_bytes;
+    if long && units >= 2 && UNIT_GRANULES.contains(&granules) { 2 } else { 0 }
+}
+
+/// Shared memory that does not depend on the ring, bytes: an upper bound for the default candidate.
+pub fn fixed_smem_bytes(
+    graph: &ModelGraph,
+    target: &Target,
+    precision: Precision,
+    consumer_warps: u32,
+    sms: u32,
+) -> u64 {
+    let k_max = graph
+        .layers
+        .iter()
+        .flat_map(|l| [l.attn.q.cols, l.attn.o.cols, l.mlp.up.cols, l.mlp.down.cols])
+        .chain([graph.head.cols])
+        .max()
+        .unwrap_or(0);
+    let dim = graph.layers.iter().map(|l| l.attn.head_dim).max().unwrap_or(0);
+    let mma = target.spec.dot == DotMechanism::Mma;
+    let attention: Vec<Attention> = graph.layers.iter().map(|l| attention_of(graph, &l.attn)).collect();
+    // Tasks of the longest queue: its share of split attention and its merge, rounded up, and what every SM has one of in a layer and
+    // in a step.
+    let shares = |a: &Attention| a.head_groups() * default_splits(a.head_groups(), sms, a.head_dim) + a.heads;
+    let posts = |l: &Layer| [&l.attn_post_norm, &l.mlp_post_norm].into_iter().flatten().count() as u32;
+    let whole_tasks: u32 = graph.layers.iter().map(|l| 4 + posts(l)).sum();
+    let shared_tasks: u32 = attention.iter().map(shares).sum();
+    let units = graph.hidden.div_ceil(UNIT_ROWS);
+    let whole = refuses_everywhere(graph, precision, consumer_warps).is_none();
+    let records = |a: &Attention| AttentionVariant::by_rule(a, precision, mma, consumer_warps).records(consumer_warps);
+    let parts = smem_map(&SmemNeeds {
+        sms,
+        k_max,
+        head_dim: dim,
+        heads_per_task: HEADS_PER_TASK_MAX
+            .min(graph.layers.iter().map(|l| l.attn.heads / l.attn.kv_heads).max().unwrap_or(1)),
+        residual_units: if whole { units } else { units.div_ceil(sms) },
+        records: attention.iter().map(records).max().unwrap_or(0),
+        precision,
+        tensor_cores: mma,
+        consumer_warps,
+        reduce_batch: REDUCE_BATCH,
+        ring_bytes: 0,
+        // Select, report, embedding and head; a share may begin anywhere.
+        queue_max: whole_tasks + shared_tasks.div_ceil(sms) + 1 + 4,
+    });
+    parts.last().map_or(0, |p| u64::from(p.offset) + u64::from(p.bytes))
+}

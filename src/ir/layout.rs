@@ -1,0 +1,199 @@
+//! Owns where bytes lie: units and granules of weights, chunks of the ring, cache rows, places in arenas, shared memory.
+//!
+//! Everyone who writes or reads such bytes asks here: scheduling, packing, code generation and the interpreter. Only the
+//! validator keeps arithmetic of its own, because it judges what this module decides.
+
+use super::op::{Epilogue, HISTORY_ALIGN, MatVec, PARTIAL_HEADER, UNIT_ROWS};
+use super::program::{Buffer, Space};
+use super::schedule::{SmemKind, SmemPart};
+use crate::dtype::{DType, Precision};
+
+/// Bytes of one granule: 8 rows of 64 bytes, one 16-byte load for each lane of a warp. In a unit of `r` rows, row `p r + i` of
+/// a granule is part `p` of row `i`: the parts of 64 bytes follow each other.
+pub const GRANULE_BYTES: u32 = 512;
+/// Bytes of one row of a granule.
+pub const GRANULE_ROW_BYTES: u32 = 64;
+
+/// Weights of a row of a granule when a weight takes `bytes` bytes.
+fn granule_k(bytes: u32) -> u32 {
+    GRANULE_ROW_BYTES / bytes
+}
+
+/// Bytes of a unit of 8 rows of `cols` weights.
+pub fn unit_bytes(cols: u32, precision: Precision) -> u32 {
+    cols.div_ceil(granule_k(precision.weights.bytes() as u32)).max(1) * GRANULE_BYTES
+}
+
+impl MatVec {
+    /// Launch extent: units of 8 rows, or of 4 gate and 4 up rows.
+    pub fn units(&self) -> u32 {
+        match self.epilogue {
+            Epilogue::Gated(_) => (self.rows / 2).div_ceil(UNIT_ROWS / 2),
+            _ => self.rows.div_ceil(self.unit_rows.max(1)),
+        }
+    }
+
+    /// Whether units may have `rows` rows when a weight takes `bytes` bytes: where a unit is columns of the output and nothing
+    /// else, and k is whole granules.
+    pub fn takes_unit_rows(&self, rows: u32, bytes: u32) -> bool {
+        rows == UNIT_ROWS
+            || matches!(rows, 2 | 4)
+                && matches!(self.epilogue, Epilogue::Store | Epilogue::Act(_))
+                && self.k.is_multiple_of(granule_k(bytes) * (UNIT_ROWS / rows))
+    }
+
+    /// Parts of k side by side in a granule.
+    pub fn parts(&self) -> u32 {
+        UNIT_ROWS / self.unit_rows.clamp(1, UNIT_ROWS)
+    }
+
+    /// Granules of one unit when a weight takes `bytes` bytes.
+    pub fn granules(&self, bytes: u32) -> u32 {
+        self.k.div_ceil(granule_k(bytes) * self.parts())
+    }
+
+    /// Bytes of one unit when a weight takes `bytes` bytes.
+    pub fn unit_bytes(&self, bytes: u32) -> u64 {
+        u64::from(self.granules(bytes)) * u64::from(GRANULE_BYTES)
+    }
+}
+
+/// Granules of a chunk when a unit is `unit` granules: whole units where a slot holds one, else equal parts of a unit, each with
+/// as many granules for every one of `warps` warps. A chunk that ended inside a second unit would put instructions between
+/// two exchanges.
+pub fn chunk_granules(unit: u32, slot_bytes: u32, warps: u32) -> u32 {
+    let (unit, slot, warps) = (unit.max(1), (slot_bytes / GRANULE_BYTES).max(1), warps.max(1));
+    if unit <= slot {
+        return slot / unit * unit;
+    }
+    // The validator refuses a slot without a granule for every warp.
+    let most = (slot / warps * warps).max(1);
+    unit.div_ceil(unit.div_ceil(most)).next_multiple_of(warps).min(most)
+}
+
+/// Granules that no chunk reaches beyond: those of a unit, where a slot does not hold one, else those of a task of `units`.
+pub fn block_granules(unit: u32, slot_bytes: u32, units: u32) -> u32 {
+    let unit = unit.max(1);
+    if unit <= (slot_bytes / GRANULE_BYTES).max(1) { unit.saturating_mul(units.max(1)) } else { unit }
+}
+
+/// Cache rows of a chunk: as many tiles of the history as a slot holds.
+pub fn chunk_rows(slot_bytes: u32, row_bytes: u32) -> u32 {
+    slot_bytes / row_bytes.max(1) / HISTORY_ALIGN * HISTORY_ALIGN
+}
+
+/// Bytes of a chunk of units of `unit` bytes in a slot of `slot_bytes`, before chunks are rounded to granules for every warp.
+pub fn chunk_bytes(unit: u32, slot_bytes: u32) -> u32 {
+    let (unit, slot) = (unit.max(1), slot_bytes.max(1));
+    if unit <= slot { slot / unit * unit } else { unit.div_ceil(unit.div_ceil(slot)) }
+}
+
+/// Bulk and 16-byte asynchronous copies take addresses and lengths in multiples of this.
+const COPY_ALIGN_BYTES: u32 = 16;
+
+/// Columns from one KV head to the next in a cache row: `head_dim`, rounded up to what a bulk copy can start at.
+pub fn cache_pitch(head_dim: u32, dtype: DType) -> u32 {
+    let bytes = dtype.bytes() as u32;
+    (head_dim * bytes).next_multiple_of(COPY_ALIGN_BYTES) / bytes
+}
+
+/// Bytes of a cache row of one KV head.
+pub fn cache_row_bytes(head_dim: u32, dtype: DType) -> u32 {
+    cache_pitch(head_dim, dtype) * dtype.bytes() as u32
+}
+
+/// Places in arenas are multiples of this, and entries of the kernel's tables count in it: bulk copies want 16 bytes, and whole
+/// cache lines cost nothing.
+pub const PLACE_ALIGN_BYTES: u64 = 256;
+
+/// Bytes of a packet: two 16-bit values or one of 32 bits, and a tag.
+pub const PACKET_BYTES: u64 = 8;
+
+/// `bytes`, rounded up to where the next place begins.
+pub fn place_align(bytes: u64) -> u64 {
+    bytes.checked_next_multiple_of(PLACE_ALIGN_BYTES).unwrap_or(u64::MAX)
+}
+
+/// Bytes a buffer takes where it lies, all phases. Packets are read in pairs.
+pub fn placed_bytes(b: &Buffer) -> u64 {
+    let elements = u64::from(b.rows) * u64::from(b.cols);
+    match b.space {
+        Space::Exchange => {
+            let packets = elements.div_ceil(4 / b.dtype.bytes() as u64).next_multiple_of(2);
+            packets.saturating_mul(PACKET_BYTES).saturating_mul(u64::from(b.phases))
+        }
+        _ => elements.saturating_mul(b.dtype.bytes() as u64),
+    }
+}
+
+/// Slots that the barriers in shared memory are sized for (`state` of the shared-memory map).
+pub const RING_SLOTS_MAX: u32 = 64;
+
+/// Bytes of a queue entry in the kernel's tables.
+pub const QUEUE_ENTRY_BYTES: u32 = 64;
+
+/// What the parts of shared memory are sized by.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SmemNeeds {
+    pub sms: u32,
+    /// Values of the longest input that a task stages.
+    pub k_max: u32,
+    pub head_dim: u32,
+    pub heads_per_task: u32,
+    /// Records of a query head that meet at the end of attention.
+    pub records: u32,
+    /// Units of 8 columns of the residual that a block has at most.
+    pub residual_units: u32,
+    pub precision: Precision,
+    /// Whether tensor cores compute the dot products.
+    pub tensor_cores: bool,
+    pub consumer_warps: u32,
+    /// Units of a matvec whose partial sums meet in one reduction.
+    pub reduce_batch: u32,
+    pub ring_bytes: u32,
+    /// Tasks of the longest queue.
+    pub queue_max: u32,
+}
+
+/// The shared-memory map in address order. The running task uses `stage`, `reduce` and `heads` as scratch, and the next task
+/// reuses them after the block barrier between tasks; `residual` and `state` live as long as the launch.
+pub fn smem_map(n: &SmemNeeds) -> Vec<SmemPart> {
+    // The staged input: bf16 where tensor cores read it, fp32 otherwise. A granule reads 64 bytes of bf16 k at a time.
+    let stage_bytes = match n.precision.weights {
+        DType::Bf16 if n.tensor_cores => n.k_max.next_multiple_of(32) * 2,
+        _ => n.k_max.next_multiple_of(32) * 4,
+    };
+    // Two batches of partial sums, so that a warp may start the next batch while others still add up this one. Attention
+    // stages nothing: the state of each team of warps and of the current position (maximum, sum, accumulators) takes both places,
+    // and in a merge the state of each warp.
+    let sums = 2 * n.reduce_batch * n.consumer_warps * UNIT_ROWS * 4;
+    let attention = n.records * n.heads_per_task * (n.head_dim + PARTIAL_HEADER) * 4;
+    // Where a token is drawn: the best logit of each SM, seven sums of each warp, and ids, of which few are enough.
+    let sampling = n.sms * 4 + n.consumer_warps * 56 + 64;
+    let merge = n.consumer_warps * (n.head_dim + PARTIAL_HEADER) * 4;
+    let scratch = attention.max(merge).max(sampling);
+    let parts = [
+        (SmemKind::Ring, n.ring_bytes),
+        (SmemKind::Stage, stage_bytes),
+        (SmemKind::Reduce, sums.max(scratch.saturating_sub(stage_bytes.next_multiple_of(128)))),
+        // q of a task, k, v, in fp32, and q once more as the tensor cores take it.
+        (
+            SmemKind::Heads,
+            (n.heads_per_task + 2) * n.head_dim * 4 + n.heads_per_task * n.head_dim.next_multiple_of(32) * 2,
+        ),
+        (SmemKind::Residual, n.residual_units * UNIT_ROWS * 4),
+        // The queue of this SM, read once a launch.
+        (SmemKind::Queue, n.queue_max.saturating_mul(QUEUE_ENTRY_BYTES)),
+        // Ring barriers, what each warp carries from task to task and its statistics, token, watchdog.
+        (SmemKind::State, RING_SLOTS_MAX * 16 + n.consumer_warps * 64 + 512),
+    ];
+    let mut offset = 0u32;
+    parts
+        .into_iter()
+        .map(|(kind, bytes)| {
+            let part = SmemPart { kind, offset, bytes: bytes.next_multiple_of(128) };
+            offset += part.bytes;
+            part
+        })
+        .collect()
+}

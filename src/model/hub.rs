@@ -1,0 +1,521 @@
+//! Owns the requests to a hub: what a revision is, and the download of its files into the cache of the Python client.
+//!
+//! A hub answers with anything. So redirects are followed here and not by the HTTP client: the access token goes to the
+//! origin (scheme, host and port) of the configured endpoint alone, and is not sent again after the first redirect away from it.
+//! Every wait has a deadline, every answer has a bound on its size, and a name that becomes a path is checked first.
+//!
+//! Layout (`hf_hub::Cache`): `blobs/ETAG`, with `snapshots/COMMIT/NAME` links to it and `refs/REVISION`. A download is
+//! written to `blobs/ETAG.part` under the lock `blobs/ETAG.lock`, checked, and renamed.
+
+use std::fs::{self, File, TryLockError};
+use std::io::{ErrorKind, Read, Seek, SeekFrom, Write};
+use std::path::{Path, PathBuf};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use hf_hub::api::RepoInfo;
+use hf_hub::{Cache, CacheRepo, Repo, RepoType};
+use ureq::http::{Response, StatusCode, Uri, header};
+use ureq::{Agent, Body};
+
+use super::source::{Event, HubSettings, Resolved, SourceError, is_commit, read_shards};
+use super::weights::{INDEX_BYTES_MAX, INDEX_FILE, SINGLE_FILE};
+use crate::model::sha256;
+
+/// Files read beside config and weights, where the repository has them.
+const OPTIONAL_FILES: [&str; 5] = [
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "special_tokens_map.json",
+];
+
+/// A large file takes another process this long at most; then its lock is an error.
+const LOCK_WAIT: Duration = Duration::from_secs(30 * 60);
+/// Between two tries to take a lock.
+const LOCK_LOOK: Duration = Duration::from_millis(200);
+/// Between two reports that a lock is waited for.
+const LOCK_TOLD: Duration = Duration::from_secs(5);
+/// Redirects of one request. The hub sends one or two; the Python client stops at 30.
+const REDIRECTS_MAX: usize = 10;
+/// Attempts to go on with a download after a cut connection.
+const RETRIES: u32 = 2;
+const RETRY_PAUSE: Duration = Duration::from_millis(300);
+/// Largest description of a repository that is read; one with ten thousand files has about 1 MiB.
+const INFO_BYTES_MAX: u64 = 32 << 20;
+/// Largest file beside weights and their index: that of a tokenizer.
+const SMALL_BYTES_MAX: u64 = 256 << 20;
+/// An answer that is no download has to be whole after this many times the longest silence.
+const ANSWER_SILENCES_MAX: u32 = 4;
+
+struct Hub<'a> {
+    agent: Agent,
+    cache: CacheRepo,
+    repo: &'a str,
+    settings: &'a HubSettings,
+    endpoint: Uri,
+}
+
+/// What the hub says about a file before it is downloaded.
+struct Metadata {
+    etag: String,
+    bytes: u64,
+}
+
+/// Fetches what is missing of a revision, all of it at one commit.
+pub(super) fn download(
+    repo: &str,
+    revision: &str,
+    settings: &HubSettings,
+    progress: &mut dyn FnMut(Event),
+) -> Result<Resolved, SourceError> {
+    let named = Repo::with_revision(repo.to_string(), RepoType::Model, revision.to_string());
+    let cache = Cache::new(settings.cache.clone());
+    let endpoint = settings.endpoint.parse().ok().filter(|uri: &Uri| uri.scheme().is_some() && uri.host().is_some());
+    let endpoint = endpoint.ok_or_else(|| SourceError::Endpoint { endpoint: settings.endpoint.clone() })?;
+    let hub = Hub { agent: agent(settings.silence), cache: cache.repo(named.clone()), repo, settings, endpoint };
+    let info = hub.info(&named)?;
+    let listed = |name: &str| info.siblings.iter().any(|s| s.rfilename == name);
+    // Weights decide whether the rest is worth fetching.
+    if !listed(SINGLE_FILE) && !listed(INDEX_FILE) {
+        let pickle = info.siblings.iter().find(|s| s.rfilename.ends_with(".bin") || s.rfilename.ends_with(".pth"));
+        let repo = repo.to_string();
+        return Err(match pickle {
+            Some(file) => SourceError::PickleOnly { repo, file: file.rfilename.clone() },
+            None => SourceError::NoWeights { repo },
+        });
+    }
+    let config = hub.fetch(&info.sha, "config.json", SMALL_BYTES_MAX, progress)?;
+    for name in OPTIONAL_FILES.into_iter().filter(|name| listed(name)) {
+        hub.fetch(&info.sha, name, SMALL_BYTES_MAX, progress)?;
+    }
+    if listed(SINGLE_FILE) {
+        hub.fetch(&info.sha, SINGLE_FILE, u64::MAX, progress)?;
+    } else {
+        let path = hub.fetch(&info.sha, INDEX_FILE, INDEX_BYTES_MAX, progress)?;
+        let no_index = |detail| SourceError::Answer { what: INDEX_FILE.to_string(), detail };
+        for shard in read_shards(&path).map_err(no_index)? {
+            hub.fetch(&info.sha, &shard, u64::MAX, progress)?;
+        }
+    }
+    // Last, so that a ref never names a snapshot that was not fetched whole.
+    if !is_commit(revision) {
+        let ref_fault = |error| SourceError::Io { path: settings.repo_dir(repo).join("refs"), error };
+        hub.cache.create_ref(&info.sha).map_err(ref_fault)?;
+    }
+    let dir = config.parent().map(PathBuf::from).unwrap_or_default();
+    Ok(Resolved::Checkpoint { dir, commit: Some(info.sha) })
+}
+
+/// A client that follows no redirect by itself and waits for no byte longer than `silence`.
+fn agent(silence: Duration) -> Agent {
+    Agent::config_builder()
+        .max_redirects(0)
+        .max_redirects_will_error(false)
+        .http_status_as_error(false)
+        // A compressed answer has another length than the file.
+        .accept_encoding("identity")
+        .user_agent(concat!("monobloc/", env!("CARGO_PKG_VERSION")))
+        .timeout_resolve(Some(silence))
+        .timeout_connect(Some(silence))
+        .timeout_send_request(Some(silence))
+        .timeout_recv_response(Some(silence))
+        .timeout_per_read(Some(silence))
+        .build()
+        .new_agent()
+}
+
+impl Hub<'_> {
+    fn info(&self, named: &Repo) -> Result<RepoInfo, SourceError> {
+        let what = format!("{} at {}", self.repo, named.revision());
+        let url = format!("{}/api/{}", self.settings.endpoint, named.api_url());
+        let mut response = self.accept(&what, self.get(&what, &url, None, true, &mut |_| {})?)?;
+        let read = response.body_mut().with_config().limit(INFO_BYTES_MAX).read_to_vec();
+        let text = read.map_err(|error| self.fault(&what, error))?;
+        let answer = |detail| SourceError::Answer { what: what.clone(), detail };
+        let info: RepoInfo = serde_json::from_slice(&text).map_err(|error| answer(error.to_string()))?;
+        if !is_commit(&info.sha) {
+            return Err(answer(format!("expected a commit of 40 digits, found `{}`", info.sha)));
+        }
+        Ok(info)
+    }
+
+    /// The local path of a file at a commit; fetched and checked if it is not there.
+    fn fetch(
+        &self,
+        commit: &str,
+        name: &str,
+        bytes_max: u64,
+        progress: &mut dyn FnMut(Event),
+    ) -> Result<PathBuf, SourceError> {
+        let path = self.cache.pointer_path(commit).join(name);
+        if path.is_file() {
+            return Ok(path);
+        }
+        match self.fetch_once(commit, name, bytes_max, progress) {
+            // A part that an interrupted download left may be the damage: start over, once.
+            Err(SourceError::Damaged { .. }) => self.fetch_once(commit, name, bytes_max, progress)?,
+            other => other?,
+        }
+        Ok(path)
+    }
+
+    fn fetch_once(
+        &self,
+        commit: &str,
+        name: &str,
+        bytes_max: u64,
+        progress: &mut dyn FnMut(Event),
+    ) -> Result<(), SourceError> {
+        let url = format!("{}/{}/resolve/{commit}/{name}", self.settings.endpoint, self.repo);
+        let Metadata { etag, bytes } = self.metadata(commit, name, &url)?;
+        if bytes > bytes_max {
+            let detail = format!("expected at most {bytes_max} bytes, found {bytes}");
+            return Err(SourceError::Answer { what: name.to_string(), detail });
+        }
+        let blob = self.cache.blob_path(&etag);
+        let io = |error| SourceError::Io { path: blob.clone(), error };
+        fs::create_dir_all(blob.parent().unwrap_or(Path::new("."))).map_err(io)?;
+        let lock = take_lock(&blob.with_extension("lock"), name, progress)?;
+        progress(Event::File { name, bytes });
+        // Another revision, or another process, may have brought the same content.
+        if check(name, &blob, &etag, bytes).is_err() {
+            let part = blob.with_extension("part");
+            self.receive(name, &url, &part, bytes, progress)?;
+            if let Err(fault) = check(name, &part, &etag, bytes) {
+                let _ = fs::remove_file(&part);
+                return Err(fault);
+            }
+            fs::rename(&part, &blob).map_err(io)?;
+        }
+        drop(lock);
+        link(&etag, &self.cache.pointer_path(commit).join(name))?;
+        progress(Event::Done { name });
+        Ok(())
+    }
+
+    /// Asks for the first byte of a file. The answer names the tag, the commit and the size.
+    fn metadata(&self, commit: &str, name: &str, url: &str) -> Result<Metadata, SourceError> {
+        let answer = |detail| SourceError::Answer { what: name.to_string(), detail };
+        // Of the endpoint alone: a storage host that the answer leads to has tags of its own.
+        let mut said = None;
+        let response = self.get(name, url, Some("bytes=0-0".to_string()), true, &mut |response| {
+            let text = |name: &str| Some(response.headers().get(name)?.to_str().ok()?.to_string());
+            let etag = text("x-linked-etag").or_else(|| text("etag"));
+            said = etag.zip(text("x-repo-commit")).or_else(|| said.take());
+        })?;
+        let size = total_bytes(&response);
+        if response.status() != StatusCode::RANGE_NOT_SATISFIABLE || size != Some(0) {
+            self.accept(name, response)?;
+        }
+        let (etag, found) =
+            said.ok_or_else(|| answer("expected `etag` and `x-repo-commit` in its head".to_string()))?;
+        let etag = etag.replace('"', "");
+        // The tag becomes a file name.
+        if etag.is_empty() || !etag.chars().all(|c| c.is_ascii_alphanumeric() || c == '-' || c == '_') {
+            return Err(answer(format!("expected a plain tag, found `{etag}`")));
+        }
+        if found != commit {
+            return Err(answer(format!("expected commit {commit}, found {found}")));
+        }
+        let bytes = size.ok_or_else(|| answer("expected its size in `content-range`".to_string()))?;
+        Ok(Metadata { etag, bytes })
+    }
+
+    /// Fills `part` up to `bytes`, from where an earlier download stopped; goes on after a cut connection.
+    fn receive(
+        &self,
+        name: &str,
+        url: &str,
+        part: &Path,
+        bytes: u64,
+        progress: &mut dyn FnMut(Event),
+    ) -> Result<(), SourceError> {
+        let io = |error| SourceError::Io { path: part.to_path_buf(), error };
+        let mut file = File::options().create(true).truncate(false).write(true).open(part).map_err(io)?;
+        // A part as long as the file was not renamed because its content is damaged, or because a process was killed.
+        if file.metadata().map_err(io)?.len() >= bytes {
+            file.set_len(0).map_err(io)?;
+        }
+        let mut told = 0;
+        let mut attempt = 0;
+        loop {
+            let at = file.seek(SeekFrom::End(0)).map_err(io)?;
+            let result = self.receive_rest(name, url, &mut file, at, bytes, &mut |now| {
+                let more = now.saturating_sub(told);
+                told += more;
+                progress(Event::Received { bytes: more });
+            });
+            match result {
+                Err(SourceError::CutOff { .. }) if attempt < RETRIES => attempt += 1,
+                Err(SourceError::Io { error, .. }) => return Err(io(error)),
+                other => return other,
+            }
+            thread::sleep(RETRY_PAUSE);
+        }
+    }
+
+    /// One request for the bytes from `at` on. `received` hears how long the file is.
+    fn receive_rest(
+        &self,
+        name: &str,
+        url: &str,
+        file: &mut File,
+        mut at: u64,
+        bytes: u64,
+        received: &mut dyn FnMut(u64),
+    ) -> Result<(), SourceError> {
+        let cut_off = |detail: String| SourceError::CutOff { file: name.to_string(), detail };
+        let failed = |error| SourceError::Io { path: PathBuf::new(), error };
+        if at >= bytes {
+            return Ok(());
+        }
+        let response = self.get(name, url, Some(format!("bytes={at}-")), false, &mut |_| {})?;
+        let response = self.accept(name, response)?;
+        if response.status() != StatusCode::PARTIAL_CONTENT {
+            // The range was not heard: this is the file from its beginning.
+            file.set_len(0).map_err(failed)?;
+            at = file.seek(SeekFrom::Start(0)).map_err(failed)?;
+        }
+        received(at);
+        let mut body = response.into_body().into_with_config().limit(u64::MAX).reader().take(bytes - at);
+        let mut buffer = vec![0; 256 << 10];
+        loop {
+            let count = match body.read(&mut buffer) {
+                Ok(0) => break,
+                Ok(count) => count,
+                Err(error) if error.kind() == ErrorKind::Interrupted => continue,
+                Err(error) => return Err(cut_off(error.to_string())),
+            };
+            file.write_all(&buffer[..count]).map_err(failed)?;
+            at += count as u64;
+            received(at);
+        }
+        match at == bytes {
+            true => Ok(()),
+            false => Err(cut_off(format!("{at} of {bytes} bytes arrived"))),
+        }
+    }
+
+    /// Sends a request and follows redirects. `seen` hears of every answer of the endpoint itself. `short`: the answer is
+    /// small, and late as a whole when it comes in drops.
+    fn get(
+        &self,
+        what: &str,
+        url: &str,
+        range: Option<String>,
+        short: bool,
+        seen: &mut dyn FnMut(&Response<Body>),
+    ) -> Result<Response<Body>, SourceError> {
+        let answer = |detail| SourceError::Answer { what: what.to_string(), detail };
+        let mut uri: Uri = url.parse().map_err(|_| answer(format!("`{url}` is no address")))?;
+        let mut trusted = true;
+        for _ in 0..=REDIRECTS_MAX {
+            trusted = trusted && origin(&uri) == origin(&self.endpoint);
+            let mut request = self.agent.get(&uri);
+            if let Some(token) = self.settings.token.as_ref().filter(|_| trusted) {
+                request = request.header(header::AUTHORIZATION, format!("Bearer {token}"));
+            }
+            if let Some(range) = &range {
+                request = request.header(header::RANGE, range);
+            }
+            let request = match short {
+                true => request.config().timeout_global(Some(self.settings.silence * ANSWER_SILENCES_MAX)).build(),
+                false => request,
+            };
+            let response = request.call().map_err(|error| self.fault(what, error))?;
+            if trusted {
+                seen(&response);
+            }
+            if !is_redirect(response.status()) {
+                return Ok(response);
+            }
+            let status = response.status().as_u16();
+            let location = response.headers().get(header::LOCATION);
+            let location = location
+                .ok_or_else(|| answer(format!("a redirect (status {status}) without `location`")))?
+                .to_str()
+                .map_err(|_| answer(format!("a redirect (status {status}) with a `location` that is no text")))?;
+            let next = join(&uri, location)
+                .ok_or_else(|| answer(format!("a redirect (status {status}) to `{location}`, which is no address")))?;
+            if uri.scheme_str() == Some("https") && next.scheme_str() != Some("https") {
+                return Err(answer(format!("a redirect from https to `{next}`")));
+            }
+            uri = next;
+        }
+        Err(answer(format!("more than {REDIRECTS_MAX} redirects")))
+    }
+
+    /// The answer, if its status says that it is one.
+    fn accept(&self, what: &str, response: Response<Body>) -> Result<Response<Body>, SourceError> {
+        let what = what.to_string();
+        match response.status().as_u16() {
+            200 | 206 => Ok(response),
+            status @ (401 | 403) => Err(SourceError::Refused {
+                repo: self.repo.to_string(),
+                status,
+                with_token: self.settings.token.is_some(),
+            }),
+            404 => Err(SourceError::NotFound { what }),
+            status => Err(SourceError::Status { what, status }),
+        }
+    }
+
+    /// A request that got no answer.
+    fn fault(&self, what: &str, error: ureq::Error) -> SourceError {
+        let endpoint = self.settings.endpoint.clone();
+        match error {
+            ureq::Error::Timeout(_) => {
+                SourceError::Silent { endpoint, what: what.to_string(), seconds: self.settings.silence.as_secs() }
+            }
+            ureq::Error::Io(error) if error.kind() == ErrorKind::TimedOut => {
+                SourceError::Silent { endpoint, what: what.to_string(), seconds: self.settings.silence.as_secs() }
+            }
+            ureq::Error::BodyExceedsLimit(limit) => {
+                let detail = format!("expected at most {limit} bytes, found more");
+                SourceError::Answer { what: what.to_string(), detail }
+            }
+            other => SourceError::Unreachable { endpoint, detail: other.to_string() },
+        }
+    }
+}
+
+fn is_redirect(status: StatusCode) -> bool {
+    matches!(status.as_u16(), 301 | 302 | 303 | 307 | 308)
+}
+
+/// Scheme, host and port of the server that a request goes to.
+fn origin(uri: &Uri) -> Option<(String, String, u16)> {
+    let scheme = uri.scheme_str()?.to_ascii_lowercase();
+    let port = uri.port_u16().or(match scheme.as_str() {
+        "https" => Some(443),
+        "http" => Some(80),
+        _ => None,
+    })?;
+    Some((scheme, uri.host()?.to_ascii_lowercase(), port))
+}
+
+/// The address that `location` names in an answer from `base` (RFC 3986, section 5.2, without `.` and `..`).
+fn join(base: &Uri, location: &str) -> Option<Uri> {
+    let location = location.split('#').next().unwrap_or_default();
+    let (scheme, authority) = (base.scheme_str()?, base.authority()?.as_str());
+    let absolute = if location.contains("://") {
+        location.to_string()
+    } else if let Some(rest) = location.strip_prefix("//") {
+        format!("{scheme}://{rest}")
+    } else if location.starts_with('/') {
+        format!("{scheme}://{authority}{location}")
+    } else if location.starts_with('?') {
+        format!("{scheme}://{authority}{}{location}", base.path())
+    } else {
+        let folder = base.path().rsplit_once('/').map_or("", |(folder, _)| folder);
+        format!("{scheme}://{authority}{folder}/{location}")
+    };
+    let uri: Uri = absolute.parse().ok()?;
+    (matches!(uri.scheme_str(), Some("http" | "https")) && uri.host().is_some_and(|host| !host.is_empty()))
+        .then_some(uri)
+}
+
+/// The size of the whole file: behind the slash of `content-range`, or `content-length` where the range was not heard.
+fn total_bytes(response: &Response<Body>) -> Option<u64> {
+    let text = |name| response.headers().get(name)?.to_str().ok();
+    match text(header::CONTENT_RANGE) {
+        Some(range) => range.rsplit_once('/')?.1.trim().parse().ok(),
+        None if response.status() == StatusCode::OK => text(header::CONTENT_LENGTH)?.trim().parse().ok(),
+        None => None,
+    }
+}
+
+/// Takes the lock that hf-hub takes, too; released when the file is dropped.
+fn take_lock(path: &Path, name: &str, progress: &mut dyn FnMut(Event)) -> Result<File, SourceError> {
+    let io = |error| SourceError::Io { path: path.to_path_buf(), error };
+    let lock = File::options().create(true).truncate(false).write(true).open(path).map_err(io)?;
+    let begun = Instant::now();
+    let mut told = None;
+    loop {
+        match lock.try_lock() {
+            Ok(()) => return Ok(lock),
+            Err(TryLockError::Error(error)) if error.kind() == ErrorKind::Unsupported => return Ok(lock),
+            Err(TryLockError::Error(error)) => return Err(io(error)),
+            Err(TryLockError::WouldBlock) if begun.elapsed() > LOCK_WAIT => {
+                let minutes = LOCK_WAIT.as_secs() / 60;
+                return Err(SourceError::Locked { file: name.to_string(), minutes });
+            }
+            Err(TryLockError::WouldBlock) => {
+                if told.is_none_or(|told: Instant| told.elapsed() > LOCK_TOLD) {
+                    told = Some(Instant::now());
+                    progress(Event::Waiting { name });
+                    continue;
+                }
+                thread::sleep(LOCK_LOOK);
+            }
+        }
+    }
+}
+
+/// Makes `snapshots/COMMIT/NAME` a link to the blob. Names are plain, so the way there is always the same.
+fn link(etag: &str, pointer: &Path) -> Result<(), SourceError> {
+    let io = |error| SourceError::Io { path: pointer.to_path_buf(), error };
+    fs::create_dir_all(pointer.parent().unwrap_or(Path::new("."))).map_err(io)?;
+    let target = Path::new("../../blobs").join(etag);
+    match std::os::unix::fs::symlink(&target, pointer) {
+        // A link to a blob that was removed, or one that another process has just made.
+        Err(error) if error.kind() == ErrorKind::AlreadyExists && !pointer.is_file() => {
+            fs::remove_file(pointer).and_then(|()| std::os::unix::fs::symlink(&target, pointer)).map_err(io)
+        }
+        Err(error) if error.kind() == ErrorKind::AlreadyExists => Ok(()),
+        other => other.map_err(io),
+    }
+}
+
+/// Length, and for large files, whose tag is their SHA-256, content.
+fn check(name: &str, path: &Path, etag: &str, bytes: u64) -> Result<(), SourceError> {
+    let io = |error| SourceError::Io { path: path.to_path_buf(), error };
+    let damaged = |expected, found| Err(SourceError::Damaged { file: name.to_string(), expected, found });
+    let found = fs::metadata(path).map_err(io)?.len();
+    if found != bytes {
+        return damaged(format!("{bytes} bytes"), format!("{found}"));
+    }
+    if etag.len() == 64 && etag.bytes().all(|b| b.is_ascii_hexdigit()) {
+        let found = sha256::hex_digest(File::open(path).map_err(io)?).map_err(io)?;
+        if found != etag.to_ascii_lowercase() {
+            return damaged(format!("SHA-256 {etag}"), found);
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_location_is_joined_as_a_browser_does() {
+        let base: Uri = "https://hub.example:8443/a/b?x=1".parse().expect("an address");
+        for (location, expected) in [
+            ("https://cdn.example/f?sig=1", Some("https://cdn.example/f?sig=1")),
+            ("//cdn.example/f", Some("https://cdn.example/f")),
+            ("/c/d", Some("https://hub.example:8443/c/d")),
+            ("c", Some("https://hub.example:8443/a/c")),
+            ("?y=2", Some("https://hub.example:8443/a/b?y=2")),
+            ("/c#part", Some("https://hub.example:8443/c")),
+            ("file:///etc/passwd", None),
+            ("https://", None),
+            ("http://a b/", None),
+        ] {
+            assert_eq!(join(&base, location).map(|uri| uri.to_string()).as_deref(), expected, "{location}");
+        }
+    }
+
+    #[test]
+    fn an_origin_is_scheme_host_and_port() {
+        let of = |text: &str| origin(&text.parse().expect("an address"));
+        assert_eq!(of("https://hub.example/a"), of("https://HUB.example:443/b"));
+        for other in
+            ["http://hub.example", "https://hub.example:444", "https://hub.example.org", "https://x.hub.example"]
+        {
+            assert_ne!(of("https://hub.example"), of(other), "{other}");
+        }
+    }
+}

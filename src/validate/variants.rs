@@ -1,0 +1,102 @@
+//! Group 3: how the tasks of matvecs and attention are done, against arithmetic of our own.
+//!
+//! What a variant may choose freely is judged with the kernels (`kernels`). Here is what follows from other parts of the
+//! schedule: how long tasks are, which chunks slots hold, where rows of the cache lie.
+
+use super::{Entity, Found, Rule, note};
+use crate::ir::GridId;
+use crate::ir::op::{MatVec, Op, Role};
+use crate::ir::program::Grid;
+use crate::ir::schedule::Schedule;
+use crate::ir::variant::{AttentionVariant, MatVecVariant, Variant};
+use crate::target::{DotMechanism, Target};
+
+/// Bytes of 8 rows of 64 bytes, the least that a chunk holds.
+const GRANULE: u64 = 512;
+const GRANULE_ROW: u64 = 64;
+const UNIT_ROWS: u64 = 8;
+
+pub(super) fn check(schedule: &Schedule, target: &Target, found: &mut Found) {
+    let mut longest = vec![0u32; schedule.program.grids.len()];
+    for task in schedule.regimes.iter().flat_map(|regime| &regime.tasks) {
+        let most = &mut longest[task.grid.index()];
+        *most = task.hi.saturating_sub(task.lo).max(*most);
+    }
+    for ((g, grid), longest) in (0..).zip(&schedule.program.grids).zip(longest) {
+        let (at, variant) = (GridId(g), schedule.variants.get(&GridId(g)));
+        match (&grid.op, variant) {
+            (Op::MatVec(m), Some(Variant::MatVec(variant))) => matvec(schedule, at, m, variant, longest, found),
+            (Op::Attention(a), Some(Variant::Attention(variant))) => {
+                attention(at, grid, variant, found);
+                let tensor_cores = target.spec.dot == DotMechanism::Mma;
+                let (precision, warps) = (schedule.program.precision, schedule.machine.consumer_warps);
+                let expected = tensor_cores && a.on_tensor_cores(precision, warps, variant.warps_per_head);
+                if variant.swizzled != expected {
+                    found.add(Rule::Variant, Entity::Grid(at), || {
+                        format!("expected `swizzled` to be {expected}, as the path of the kernel decides")
+                    });
+                }
+            }
+            (Op::MatVec(_) | Op::Attention(_), _) => found.add(Rule::Variant, Entity::Grid(at), || {
+                format!("expected a variant of `{}`, found {}", grid.op.name(), kind(variant))
+            }),
+            (_, Some(_)) => found.add(Rule::Variant, Entity::Grid(at), || {
+                format!("expected no variant of `{}`, which has none", grid.op.name())
+            }),
+            (_, None) => {}
+        }
+    }
+    if let Some((&grid, _)) = schedule.variants.iter().find(|(g, _)| g.index() >= schedule.program.grids.len()) {
+        found.add(Rule::IdRange, Entity::Schedule, || format!("a variant of {grid}, which is not there"));
+    }
+}
+
+fn kind(variant: Option<&Variant>) -> &'static str {
+    match variant {
+        None => "none",
+        Some(Variant::MatVec(_)) => "one of a matvec",
+        Some(Variant::Attention(_)) => "one of an attention",
+    }
+}
+
+fn matvec(schedule: &Schedule, at: GridId, m: &MatVec, variant: &MatVecVariant, longest: u32, found: &mut Found) {
+    let MatVecVariant { units, chunk, block, .. } = *variant;
+    let ring = &schedule.machine.ring;
+    let weight = schedule.program.precision.weights.bytes() as u64;
+    let parts = UNIT_ROWS / u64::from(m.unit_rows).clamp(1, UNIT_ROWS);
+    let unit = u64::from(m.k).div_ceil(GRANULE_ROW / weight * parts).max(1);
+    let (slot, warps) = (u64::from(ring.slot_bytes) / GRANULE, u64::from(ring.arrivals.max(1)));
+    if units < longest {
+        found.add(Rule::Variant, Entity::Grid(at), || {
+            format!("expected `units` of {longest} or more, as its longest task has, found {units}")
+        });
+    }
+    // Whole units where a slot holds one; else parts of a unit, as equal as granules for every warp allow.
+    let (chunks, blocks) = if unit <= slot {
+        (slot / unit * unit, unit.saturating_mul(u64::from(units)))
+    } else {
+        let most = slot / warps * warps;
+        (unit.div_ceil(unit.div_ceil(most)).div_ceil(warps) * warps, unit)
+    };
+    if (u64::from(chunk), u64::from(block)) != (chunks, blocks) {
+        found.add_with(Rule::Variant, Entity::Grid(at), || {
+            let message =
+                format!("expected chunks of {chunks} granules in blocks of {blocks}, found {chunk} and {block}");
+            (message, vec![note(Entity::Machine, "has the slots")])
+        });
+    }
+}
+
+fn attention(at: GridId, grid: &Grid, variant: &AttentionVariant, found: &mut Found) {
+    let Some(keys) = grid.operand(Role::HistoryK) else { return };
+    if keys.cols.stride != variant.pitch {
+        found.add_with(Rule::Variant, Entity::Grid(at), || {
+            let message = format!("expected a `pitch` of {} columns, found {}", keys.cols.stride, variant.pitch);
+            (message, vec![note(Entity::Buffer(keys.buffer), "has rows of its KV heads side by side")])
+        });
+    }
+    // How many there may be is up to `swizzled`: the other path gives every warp all dimensions, whatever this says.
+    if variant.warps_per_head == 0 {
+        found.add(Rule::Variant, Entity::Grid(at), || "expected `warps_per_head` of 1 or more, found 0".to_string());
+    }
+}

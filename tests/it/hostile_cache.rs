@@ -1,0 +1,175 @@
+//! What a shared cache is trusted with, and what a key takes back: cache/README.md says the same.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use monobloc::digest::Digest;
+use serde_json::Value;
+
+use crate::cli_support::{Answer, Place};
+use crate::support::{fixture, forge};
+
+const KEY: &str = "00112233445566778899aabbccddeeff00112233445566778899aabbccddeeff";
+
+/// The logits of a machine with an empty cache of its own, and what it said.
+fn logits(shared: &Path, key: Option<&Path>) -> (Vec<u8>, String) {
+    let place = Place::new();
+    place.manifest(&fixture("variants/llama-defaults"), 8);
+    let mut command = place.command("logits m.toml --ids 1,2,3 --out logits.safetensors");
+    command.env("MONOBLOC_SHARED_CACHE", shared);
+    if let Some(key) = key {
+        command.env("MONOBLOC_CACHE_KEY_FILE", key);
+    }
+    let answer = Answer::of(&mut command).code(0);
+    (fs::read(place.path("logits.safetensors")).unwrap(), answer.stderr)
+}
+
+/// The one entry of a stage; `bucket` is its folder.
+fn entry(shared: &Path, bucket: &str) -> PathBuf {
+    let files = walkdir::WalkDir::new(shared.join(bucket)).into_iter().map(|file| file.unwrap().into_path());
+    let mut found: Vec<PathBuf> = files.filter(|path| path.is_file() && path.extension().is_none()).collect();
+    assert_eq!(found.len(), 1, "{bucket}: {found:?}");
+    found.remove(0)
+}
+
+/// The folder of a stage whose entries have a key.
+fn keyed_bucket(shared: &Path, stage: &str) -> String {
+    let names = fs::read_dir(shared).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
+    names.into_iter().find(|name| name.starts_with(&format!("{stage}-v1-k"))).expect("a folder of the key")
+}
+
+#[test]
+fn a_forged_schedule_and_its_link_are_used_without_a_key_and_refused_with_one() {
+    let place = Place::new();
+    let shared = place.path("shared");
+    fs::create_dir(&shared).unwrap();
+    let (honest, _) = logits(&shared, None);
+
+    // A writer of the folder replaces the schedule and the link that vouches for it. The schedule is proven like any other: the
+    // proof knows no model.
+    let schedule = entry(&shared, "schedule-v1");
+    let forged = forge(&shared, &schedule, |bytes| {
+        let text = String::from_utf8(bytes.clone()).unwrap();
+        *bytes = text.replacen("epilogue=logits scale=1", "epilogue=logits scale=2", 1).into_bytes();
+    });
+    let key = schedule.file_name().unwrap().to_str().unwrap();
+    let link = Digest::of(format!("schedule {key}").as_bytes()).to_string();
+    forge(&shared, &shared.join("link-v1").join(&link[..2]).join(&link), |bytes| {
+        *bytes = format!("{forged}\n").into_bytes();
+    });
+    let (trusting, said) = logits(&shared, None);
+    assert!(trusting != honest, "the documented trust: {said}");
+
+    // With a key, what has none is not used, and said to be there.
+    let key = place.write("key", KEY);
+    let (signed, said) = logits(&shared, Some(&key));
+    assert!(signed == honest, "{said}");
+    assert!(said.contains("cached schedule") && said.contains("is not sealed with the key"), "{said}");
+    assert!(said.contains("schedule-v1/") && said.contains("it is built again"), "{said}");
+
+    // The next machine with the key uses what that one made, and says nothing.
+    let (again, said) = logits(&shared, Some(&key));
+    assert!(again == honest && !said.contains("note") && !said.contains("run schedule"), "{said}");
+
+    // The forged entry in the place of the signed one.
+    let target = entry(&shared, &keyed_bucket(&shared, "schedule"));
+    fs::remove_file(&target).unwrap();
+    fs::copy(&schedule, &target).unwrap();
+    let (safe, said) = logits(&shared, Some(&key));
+    assert!(safe == honest, "{said}");
+    assert!(said.contains("is damaged: the sealed line is damaged, cut, made without the right key"), "{said}");
+
+    // Another key sees neither.
+    let other = place.write("other", KEY.replace('0', "f"));
+    assert!(logits(&shared, Some(&other)).0 == honest);
+}
+
+#[test]
+fn a_key_that_cannot_be_used_stops_everything() {
+    let place = Place::new();
+    place.manifest(&fixture("variants/llama-defaults"), 8);
+    for (text, expected) in [(Some("too short"), "expected 64 hex digits"), (None, "no-such-key")] {
+        let path = match text {
+            Some(text) => place.write("key", text),
+            None => place.path("no-such-key"),
+        };
+        let mut command = place.command("build m.toml");
+        command.env("MONOBLOC_CACHE_KEY_FILE", &path);
+        Answer::of(&mut command).fault(3, &["the key of the cache in", expected, "MONOBLOC_CACHE_KEY_FILE"]);
+        let mut command = place.command("doctor");
+        command.env("MONOBLOC_CACHE_KEY_FILE", &path);
+        assert!(Answer::of(&mut command).code(1).stdout.contains(expected));
+    }
+}
+
+#[test]
+fn the_doctor_says_which_key_is_in_use() {
+    let place = Place::new();
+    let key = place.write("key", KEY);
+    let doctor = |key: Option<&Path>, arguments: &str| {
+        let mut command = place.command(arguments);
+        command.env("MONOBLOC_SHARED_CACHE", place.path("shared"));
+        if let Some(key) = key {
+            command.env("MONOBLOC_CACHE_KEY_FILE", key);
+        }
+        Answer::of(&mut command).code(0)
+    };
+    let json = doctor(Some(&key), "doctor --json").json();
+    let id = json["cache"]["key"].as_str().expect("an id").to_string();
+    assert!(id.len() == 8 && !KEY.contains(&id), "{id}");
+    let said = doctor(Some(&key), "doctor").stdout;
+    assert!(said.contains(&format!("sealed with the key {id} of")), "{said}");
+    assert_eq!(doctor(None, "doctor --json").json()["cache"]["key"], Value::Null);
+    let said = doctor(None, "doctor").stdout;
+    assert!(said.contains("no key (`MONOBLOC_CACHE_KEY_FILE`)"), "{said}");
+}
+
+#[test]
+fn a_lost_key_text_is_written_again_by_the_next_build() {
+    let place = Place::new();
+    place.manifest(&fixture("variants/llama-defaults"), 8);
+    place.run("build m.toml").code(0);
+    let texts = || -> Vec<PathBuf> {
+        let files = walkdir::WalkDir::new(place.path("cache")).into_iter().map(|file| file.unwrap().into_path());
+        files.filter(|path| path.extension().is_some_and(|extension| extension == "why")).collect()
+    };
+    let before = texts();
+    assert!(before.len() > 5, "{before:?}");
+    // Lost, or replaced by a folder.
+    for (at, path) in before.iter().enumerate() {
+        fs::remove_file(path).unwrap();
+        if at % 2 == 0 {
+            fs::create_dir(path).unwrap();
+        }
+    }
+    place.run("cache verify").code(1);
+    assert!(place.run("build m.toml").code(0).stderr.contains("no work to do"));
+    let verified = place.run("cache verify");
+    assert_eq!(verified.code, 0, "{verified:#?}");
+    assert_eq!(texts().len(), before.len());
+}
+
+#[test]
+fn a_folder_in_place_of_a_subject_stops_no_command() {
+    let place = Place::new();
+    place.manifest(&fixture("variants/llama-defaults"), 8);
+    let command = "logits m.toml --ids 1,2,3 --out logits.safetensors";
+    place.run(command).code(0);
+    for subject in walkdir::WalkDir::new(place.path("cache/subjects")).min_depth(2) {
+        let path = subject.unwrap().into_path();
+        fs::remove_file(&path).unwrap();
+        fs::create_dir(&path).unwrap();
+        fs::write(path.join("inside"), "x").unwrap();
+    }
+    place.run(command).code(0);
+    // And a file in place of the folder that subjects are in.
+    for folder in fs::read_dir(place.path("cache/subjects")).unwrap() {
+        let path = folder.unwrap().path();
+        fs::remove_dir_all(&path).unwrap();
+        fs::write(&path, "x").unwrap();
+    }
+    place.run(command).code(0);
+    place.run("cache verify").code(0);
+    place.run("cache gc --min-age 0s").code(0);
+    assert_eq!(fs::read_dir(place.path("cache/corrupt")).unwrap().count(), 0);
+}
