@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 
+use crate::abba::{self, Limits, Ratio, Round, percentile};
 use crate::check::{self, Checked, Figures, check_cpu, check_cuda};
 use crate::codegen::emit::{Trace, emit};
 use crate::cuda::driver::Device;
@@ -18,7 +19,6 @@ use crate::interp::Pack;
 use crate::ir::parse::parse_with_lines;
 use crate::manifest::Manifest;
 use crate::measure::{self, Timed, Timer, Withheld};
-use crate::paired::{self, Limits, Ratio, Round, percentile};
 use crate::target::{Target, TargetKind};
 use crate::text::Style;
 use crate::validate::{Validated, validate};
@@ -179,7 +179,7 @@ pub fn bench(
         };
         for (name, rival) in &mut rivals {
             rival.prepare(position)?;
-            let rounds = paired::rounds(
+            let rounds = abba::rounds(
                 request.limits,
                 &mut (&mut timer, rival),
                 |(own, _)| own.launch(),
@@ -193,7 +193,7 @@ pub fn bench(
                 let steps = timer.steps();
                 let outcome = match peer.prepare(variant, position) {
                     Err(error) => Err(error.to_string()),
-                    Ok(()) => paired::rounds(
+                    Ok(()) => abba::rounds(
                         request.limits,
                         &mut (&mut timer, &mut *peer),
                         |(own, _)| own.launch().map_err(Fault::from),
@@ -285,7 +285,7 @@ fn executor<'a>(built: &'a Built<'a>, devices: &'a Devices) -> Result<Executor<'
 }
 
 fn compared(rounds: &[Round]) -> Result<Compared, String> {
-    let ratio = paired::ratio(rounds).ok_or("its times are no positive numbers")?;
+    let ratio = abba::ratio(rounds).ok_or("its times are no positive numbers")?;
     let mut latency_us: Vec<f64> = rounds.iter().flat_map(|round| round.b).collect();
     latency_us.sort_by(f64::total_cmp);
     Ok(Compared {

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
+use crate::abba::Ratio;
 use crate::cache::Cache;
 use crate::candidate::{Candidate, Values};
 use crate::digest::Digest;
@@ -15,7 +16,6 @@ use crate::error::{Fault, Tier};
 use crate::flywheel::{Corpus, Decision, Proposer, RatioInterval, Trial, Verdict, corpora};
 use crate::lower::LayerOp;
 use crate::manifest::Manifest;
-use crate::paired::Ratio;
 use crate::report::Report;
 use crate::schedule::schedule;
 use crate::search::prior::Group;

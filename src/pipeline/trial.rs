@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
+use crate::abba::{self, Limits, Round};
 use crate::candidate::Candidate;
 use crate::check::{self, CheckError, Checked, Expected, Figures, compare_cpu, compare_cuda, expect_cpu, expect_cuda};
 use crate::codegen::emit::Trace;
@@ -22,7 +23,6 @@ use crate::lower::{LayerOp, outputs};
 use crate::manifest::Manifest;
 use crate::measure::{self, MeasureError, Timed, Timer};
 use crate::pack::{Move, identity, moves};
-use crate::paired::{self, Limits, Round};
 use crate::search::judge::ROUNDS_MIN;
 use crate::search::{Rounds, is_no_win};
 use crate::target::{Target, TargetKind};
@@ -395,7 +395,7 @@ impl<'a> Child<'a> {
                     let mut both = (a_timer, &mut b_timer);
                     let mut turns = |rounds_min, rounds_max| {
                         let limits = Limits { rounds_min, rounds_max, time_max };
-                        paired::rounds(limits, &mut both, |both| both.0.launch(), |both| both.1.launch())
+                        abba::rounds(limits, &mut both, |both| both.0.launch(), |both| both.1.launch())
                     };
                     let mut rounds = turns(ROUNDS_MIN, ROUNDS_MIN).map_err(measured)?;
                     if !is_no_win(&rounds, site.manifest.search.margin) {

@@ -6,10 +6,10 @@
 
 use std::collections::BTreeMap;
 
+use crate::abba::Ratio;
 use crate::candidate::Candidate;
 use crate::digest::Digest;
 use crate::flywheel::{Decision, Proposer};
-use crate::paired::Ratio;
 
 use super::history::History;
 use super::judge::{Judged, Rounds, judge, judge_default};
@@ -307,10 +307,10 @@ mod tests {
     use super::super::propose::Limits;
     use super::super::space::KNOBS;
     use super::*;
+    use crate::abba::Round;
     use crate::dtype::{DType, Precision};
     use crate::flywheel::ModelShape;
     use crate::model::config::import_config_only;
-    use crate::paired::Round;
     use crate::random::Random;
     use crate::target::Target;
 

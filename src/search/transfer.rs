@@ -9,13 +9,13 @@ use super::judge::Rounds;
 use super::prior::{Example, Group, Prior, Setting, moves};
 use super::propose::{Ask, Limits, Outcome, Search, Stop};
 use super::space::{KNOBS, Space};
+use crate::abba::Round;
 use crate::candidate::Candidate;
 use crate::digest::Digest;
 use crate::dtype::{DType, Precision};
 use crate::flywheel::{ModelShape, Proposer};
 use crate::model::config::import_config_only;
 use crate::model::graph::ModelGraph;
-use crate::paired::Round;
 use crate::random::Random;
 use crate::target::Target;
 

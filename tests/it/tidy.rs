@@ -63,13 +63,10 @@ const IMPORTS: &[(&str, &[&str])] = &[
     ),
     (
         "measure",
-        &[
-            "check", "codegen", "cuda", "dtype", "error", "interp", "ir", "model", "pack", "paired", "target",
-            "validate",
-        ],
+        &["abba", "check", "codegen", "cuda", "dtype", "error", "interp", "ir", "model", "pack", "target", "validate"],
     ),
     ("goldens", &["dtype"]),
-    ("paired", &["random"]),
+    ("abba", &["random"]),
     ("trace", &["ir"]),
     // Stores bytes under digests and understands none of them.
     ("cache", &["digest", "error"]),
@@ -81,7 +78,7 @@ const IMPORTS: &[(&str, &[&str])] = &[
     // Proposes; never builds.
     (
         "search",
-        &["candidate", "digest", "dtype", "flywheel", "ir", "lower", "model", "paired", "random", "schedule", "target"],
+        &["abba", "candidate", "digest", "dtype", "flywheel", "ir", "lower", "model", "random", "schedule", "target"],
     ),
 ];
 
