@@ -21,8 +21,8 @@ use crate::schedule::schedule;
 use crate::search::prior::Group;
 use crate::search::space::changed;
 use crate::search::{
-    Arena, Ask, History, KNOBS, Limits, Made, Prior, Ran, Search, Setting, Settled, SettledAs, Space, Start, Stop,
-    Told, cost, drive, floor_gap, histories, lessons, told,
+    Arena, Ask, BuildOutcome, History, KNOBS, Limits, PastTrial, Prior, RunOutcome, Search, Setting, Space, Start,
+    Stop, TrialRecord, TrialResult, cost, drive, floor_gap, histories, lessons, past_trials,
 };
 use crate::target::{Target, TargetKind};
 
@@ -183,7 +183,7 @@ fn run(
     };
     let external = asked.proposer.is_some();
     let start = Start {
-        told: known.told,
+        past: known.past,
         margin: site.manifest.search.margin,
         external: external.then_some(&mut propose as crate::search::Proposes<'_, Fault>),
     };
@@ -238,7 +238,7 @@ struct Known {
     /// What was found for ops of this model alone.
     seeds: Vec<Candidate>,
     stale: usize,
-    told: Vec<Told>,
+    past: Vec<PastTrial>,
     broken: Vec<String>,
     /// Row of the incumbent at each position.
     incumbent_rows: BTreeMap<u32, Digest>,
@@ -257,7 +257,7 @@ impl Known {
             groups: lessons.groups,
             seeds,
             stale: lessons.stale,
-            told: vec![],
+            past: vec![],
             broken: corpus.broken.iter().map(ToString::to_string).collect(),
             incumbent_rows: BTreeMap::new(),
             floor_gap: None,
@@ -267,7 +267,7 @@ impl Known {
                 known.incumbent_rows = incumbent.timed.iter().map(|row| (row.timing.position, row.id)).collect();
                 known.floor_gap = incumbent.floor_gap();
             }
-            known.told = told(history);
+            known.past = past_trials(history);
         }
         Ok(known)
     }
@@ -371,7 +371,7 @@ fn intro(site: &Site<'_>, space: &Space, known: &Known, prior: &Prior) -> Vec<St
         let count = known.groups.len();
         lines.push(format!("{count} earlier campaign{} to learn from", if count == 1 { "" } else { "s" }));
     }
-    if let Some(last) = known.told.iter().map(|told| told.number).max() {
+    if let Some(last) = known.past.iter().map(|past| past.number).max() {
         lines.push(format!("goes on behind trial {last}"));
     }
     lines.extend(known.broken.iter().take(3).map(|broken| format!("skipped {broken}")));
@@ -545,20 +545,20 @@ impl Bench<'_> {
 }
 
 impl Arena for Bench<'_> {
-    type Made = Kernel;
+    type Built = Kernel;
     type Evidence = Evidence;
     type Fault = Fault;
 
-    fn make(&mut self, candidate: &Candidate, ahead: &[Candidate]) -> Result<Made<Kernel>, Fault> {
+    fn make(&mut self, candidate: &Candidate, ahead: &[Candidate]) -> Result<BuildOutcome<Kernel>, Fault> {
         self.intro.drain(..).for_each(|line| self.report.note(&line));
         let started = Instant::now();
         if let Some(made) = self.ahead.take(candidate, ahead) {
             self.spent.made += started.elapsed();
-            return Ok(Made::Ready { artefact: made.placed.content, made });
+            return Ok(BuildOutcome::Ready { artefact: made.placed.content, made });
         }
         let placed = match place(&self.site, candidate.clone()) {
             Ok(placed) => placed,
-            Err(NotPlaced::Infeasible(reason)) => return Ok(Made::Infeasible(reason.to_string())),
+            Err(NotPlaced::Infeasible(reason)) => return Ok(BuildOutcome::Infeasible(reason.to_string())),
             Err(NotPlaced::Fault(fault)) if fault.tier == Tier::Internal => {
                 // A schedule of our own that cannot be proven is our bug: it stops the search, and is a row, so that the
                 // same command goes on without it.
@@ -571,7 +571,7 @@ impl Arena for Bench<'_> {
         };
         let made = kernel(&self.site, &self.compiler, placed)?;
         self.spent.made += started.elapsed();
-        Ok(Made::Ready { artefact: made.placed.content, made })
+        Ok(BuildOutcome::Ready { artefact: made.placed.content, made })
     }
 
     fn run(
@@ -579,7 +579,7 @@ impl Arena for Bench<'_> {
         candidate: &Candidate,
         _made: &Kernel,
         incumbent: Option<&Candidate>,
-    ) -> Result<Ran<Evidence>, Fault> {
+    ) -> Result<RunOutcome<Evidence>, Fault> {
         let job = Job {
             campaign: self.campaign.to_string(),
             candidate: candidate.to_string(),
@@ -595,12 +595,12 @@ impl Arena for Bench<'_> {
         let took = started.elapsed();
         self.spent.child += took;
         Ok(match done {
-            Done::Interrupted => Ran::Interrupted,
+            Done::Interrupted => RunOutcome::Interrupted,
             Done::Late(after) => {
                 let detail = format!("no answer within {after:?}; the child process was killed");
-                Ran::Failed(Evidence::failed(Verdict::Timeout { detail, check: None }))
+                RunOutcome::Failed(Evidence::failed(Verdict::Timeout { detail, check: None }))
             }
-            Done::Died(detail) => Ran::Failed(Evidence::failed(Verdict::Crash { detail, check: None })),
+            Done::Died(detail) => RunOutcome::Failed(Evidence::failed(Verdict::Crash { detail, check: None })),
             Done::Answer(Answer::Fault { tier, message, remedy }) => {
                 return Err(Answer::told_fault(&tier, &message, remedy.as_deref()));
             }
@@ -611,7 +611,7 @@ impl Arena for Bench<'_> {
                     "crash" => Verdict::Crash { detail, check },
                     _ => Verdict::Fail { detail, check },
                 };
-                Ran::Failed(Evidence { check_ms, ..Evidence::failed(verdict) })
+                RunOutcome::Failed(Evidence { check_ms, ..Evidence::failed(verdict) })
             }
             Done::Answer(Answer::Timed { figures, timed, rounds, check_ms, measure_ms }) => {
                 self.slowest = self.slowest.max(took);
@@ -619,26 +619,29 @@ impl Arena for Bench<'_> {
                 let check = check_figures(figures);
                 let verdicts = timed.iter().map(|timed| Verdict::Ok { check, timing: timing(timed, None) }).collect();
                 let (check_ms, measure_ms) = (Some(check_ms), Some(measure_ms));
-                Ran::Timed { rounds: Answer::rounds(&rounds), evidence: Evidence { verdicts, check_ms, measure_ms } }
+                RunOutcome::Timed {
+                    rounds: Answer::rounds(&rounds),
+                    evidence: Evidence { verdicts, check_ms, measure_ms },
+                }
             }
         })
     }
 
-    fn record(&mut self, settled: &Settled<'_, Kernel, Evidence>) -> Result<(), Fault> {
-        let Settled { number, candidate, proposer, result } = settled;
+    fn record(&mut self, settled: &TrialRecord<'_, Kernel, Evidence>) -> Result<(), Fault> {
+        let TrialRecord { number, candidate, proposer, result } = settled;
         let what = changed(candidate, &self.default);
         let line = |of: String| match number {
             Some(number) => format!("trial {number} {proposer}: {what}: {of}"),
             None => format!("{proposer}: {what}: {of}"),
         };
         match result {
-            SettledAs::Infeasible(reason) => {
+            TrialResult::Infeasible(reason) => {
                 let asked = self.asked(None, *proposer, None);
                 let evidence = Evidence::failed(Verdict::Infeasible { detail: reason.to_string() });
                 self.append(candidate, None, asked, &evidence, false)?;
                 self.report.note(&line(format!("infeasible: {reason}")));
             }
-            SettledAs::Failed { made, evidence } => {
+            TrialResult::Failed { made, evidence } => {
                 let asked = self.asked(*number, *proposer, None);
                 self.append(candidate, Some(made), asked, evidence, true)?;
                 let verdict = evidence.verdicts.first();
@@ -647,7 +650,7 @@ impl Arena for Bench<'_> {
                 self.report.note(&line(said.clone()));
                 self.last_failure = Some(said);
             }
-            SettledAs::First { made, evidence } => {
+            TrialResult::First { made, evidence } => {
                 let asked = self.asked(*number, *proposer, Some(Decision::First));
                 let rows = self.append(candidate, Some(made), asked, evidence, false)?;
                 self.keep(&rows);
@@ -658,7 +661,7 @@ impl Arena for Bench<'_> {
                     .collect();
                 self.report.note(&line(times.join(", ")));
             }
-            SettledAs::Judged { made, evidence, judged } => {
+            TrialResult::Judged { made, evidence, judged } => {
                 let asked = self.asked(*number, *proposer, Some(judged.decision));
                 let ratios: BTreeMap<u32, RatioInterval> = judged
                     .positions

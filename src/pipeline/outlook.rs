@@ -5,7 +5,7 @@ use crate::error::Fault;
 use crate::flywheel::{Corpus, Trial, corpora};
 use crate::manifest::Manifest;
 use crate::search::prior::{Opinion, Ranked, ranked};
-use crate::search::{Ask, History, Limits, Prior, Search, Setting, cost, histories, lessons, retell, told};
+use crate::search::{Ask, History, Limits, Prior, Search, Setting, cost, histories, lessons, past_trials, replay};
 use crate::target::{Target, TargetKind};
 
 use super::campaign::{guess, keep_kin, predicted_us, seeds_of_ops, space_of};
@@ -121,7 +121,7 @@ pub fn next(workspace: &Workspace, manifest: &Manifest, target: &Target, trials:
     let mut search = Search::new(&space, limits, &groups, prior, seeds, &guess);
     if let Some(history) = last {
         search.tell_floor(history.incumbent().and_then(|entry| entry.floor_gap()));
-        retell(&mut search, &told(history));
+        replay(&mut search, &past_trials(history));
     }
     let ask = search.ask();
     let opinion = match &ask {

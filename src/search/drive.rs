@@ -19,7 +19,7 @@ use super::space::Space;
 /// What builds and times candidates.
 pub trait Arena {
     /// A candidate that was made.
-    type Made;
+    type Built;
     /// What the arena has to say of a trial beyond its times.
     type Evidence;
     type Fault;
@@ -28,7 +28,7 @@ pub trait Arena {
     ///
     /// # Errors
     /// Faults that end the campaign.
-    fn make(&mut self, candidate: &Candidate, ahead: &[Candidate]) -> Result<Made<Self::Made>, Self::Fault>;
+    fn make(&mut self, candidate: &Candidate, ahead: &[Candidate]) -> Result<BuildOutcome<Self::Built>, Self::Fault>;
 
     /// Checks and times a candidate, in turns with the incumbent where there is one.
     ///
@@ -37,15 +37,15 @@ pub trait Arena {
     fn run(
         &mut self,
         candidate: &Candidate,
-        made: &Self::Made,
+        made: &Self::Built,
         incumbent: Option<&Candidate>,
-    ) -> Result<Ran<Self::Evidence>, Self::Fault>;
+    ) -> Result<RunOutcome<Self::Evidence>, Self::Fault>;
 
     /// Keeps what came of a candidate, before the search acts on it.
     ///
     /// # Errors
     /// As [`Arena::make`]: a trial that cannot be kept did not take place.
-    fn record(&mut self, settled: &Settled<'_, Self::Made, Self::Evidence>) -> Result<(), Self::Fault>;
+    fn record(&mut self, settled: &TrialRecord<'_, Self::Built, Self::Evidence>) -> Result<(), Self::Fault>;
 
     /// A reason to stop that is not the search's own: an interrupt, or the clock.
     fn stop(&mut self) -> Option<Stop>;
@@ -55,7 +55,7 @@ pub trait Arena {
 }
 
 /// What became of making a candidate.
-pub enum Made<T> {
+pub enum BuildOutcome<T> {
     /// `artefact` names what would run: two candidates with the same one are the same.
     Ready {
         artefact: Digest,
@@ -65,7 +65,7 @@ pub enum Made<T> {
 }
 
 /// What became of running one.
-pub enum Ran<E> {
+pub enum RunOutcome<E> {
     /// Checked. `rounds` is empty for the first candidate, which has nothing to take turns with.
     Timed { rounds: Vec<Rounds>, evidence: E },
     /// Wrong, hung or crashed, or a time that cannot be true.
@@ -75,15 +75,15 @@ pub enum Ran<E> {
 }
 
 /// A candidate with what came of it.
-pub struct Settled<'a, T, E> {
+pub struct TrialRecord<'a, T, E> {
     /// Number in the campaign; `None` for a candidate that does not fit.
     pub number: Option<u32>,
     pub candidate: &'a Candidate,
     pub proposer: Proposer,
-    pub result: SettledAs<'a, T, E>,
+    pub result: TrialResult<'a, T, E>,
 }
 
-pub enum SettledAs<'a, T, E> {
+pub enum TrialResult<'a, T, E> {
     Infeasible(&'a str),
     Failed { made: &'a T, evidence: &'a E },
     First { made: &'a T, evidence: &'a E },
@@ -92,7 +92,7 @@ pub enum SettledAs<'a, T, E> {
 
 /// A trial of an interrupted campaign, as its rows tell it.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Told {
+pub struct PastTrial {
     pub number: u32,
     pub candidate: Candidate,
     pub artefact: Option<Digest>,
@@ -115,7 +115,7 @@ pub struct Driven {
 
 /// What a campaign goes on from, and with.
 pub struct Start<'p, F> {
-    pub told: Vec<Told>,
+    pub past: Vec<PastTrial>,
     /// The fraction by which a candidate has to be faster to be kept.
     pub margin: f64,
     /// Somebody else who proposes; asked first, `None` leaves it to the search.
@@ -127,10 +127,10 @@ pub type Proposes<'p, F> = &'p mut dyn FnMut(&Search<'_>) -> Result<Option<Candi
 
 /// A campaign as its rows tell it. A default that failed is left out: without one there is nothing to compare with, so it
 /// is tried again.
-pub fn told(history: &History) -> Vec<Told> {
+pub fn past_trials(history: &History) -> Vec<PastTrial> {
     let entries = history.entries.iter().filter(|e| e.number != Some(0) || e.outcome() != Outcome::Failed);
     entries
-        .map(|entry| Told {
+        .map(|entry| PastTrial {
             number: entry.number.unwrap_or(0),
             candidate: entry.candidate.clone(),
             artefact: entry.schedule,
@@ -142,7 +142,7 @@ pub fn told(history: &History) -> Vec<Told> {
 
 /// Where an earlier run left a campaign.
 #[derive(Debug, Clone, PartialEq, Default)]
-pub struct Retold {
+pub struct Resumed {
     /// Of the next trial.
     pub number: u32,
     /// What was made, by its digest.
@@ -152,25 +152,25 @@ pub struct Retold {
 }
 
 /// Tells a fresh search what came of the trials before.
-pub fn retell(search: &mut Search<'_>, told: &[Told]) -> Retold {
-    let mut retold = Retold::default();
-    for Told { number, candidate, artefact, proposer, outcome } in told {
-        retold.number = retold.number.max(number + 1);
+pub fn replay(search: &mut Search<'_>, past: &[PastTrial]) -> Resumed {
+    let mut resumed = Resumed::default();
+    for PastTrial { number, candidate, artefact, proposer, outcome } in past {
+        resumed.number = resumed.number.max(number + 1);
         if let Some(artefact) = artefact {
-            retold.artefacts.entry(*artefact).or_insert_with(|| candidate.clone());
+            resumed.artefacts.entry(*artefact).or_insert_with(|| candidate.clone());
         }
         if *proposer == Proposer::Default && *number > 0 {
             search.settle(candidate, *outcome);
             // What was decided at the end of an earlier run is open again as soon as there is another trial.
-            retold.compared = Some(*number);
+            resumed.compared = Some(*number);
         } else {
             search.tell(candidate, *outcome);
         }
     }
-    retold
+    resumed
 }
 
-/// Runs a campaign to its end, from where `start.told` left it.
+/// Runs a campaign to its end, from where `start.past` left it.
 ///
 /// At the end the default takes its turns with the best: a campaign ends with the default unless the best is faster beyond doubt.
 ///
@@ -183,7 +183,7 @@ pub fn drive<A: Arena>(
     ahead: usize,
 ) -> Result<Driven, A::Fault> {
     let default = search.default_candidate().clone();
-    let Retold { mut number, mut artefacts, compared } = retell(search, &start.told);
+    let Resumed { mut number, mut artefacts, compared } = replay(search, &start.past);
     let mut driven = Driven { best: None, stop: Stop::Interrupted, ran: 0, against_default: None, duplicates: vec![] };
     loop {
         if let Some(stop) = arena.stop() {
@@ -206,10 +206,10 @@ pub fn drive<A: Arena>(
         };
         let likely = search.ahead(ahead);
         let (artefact, made) = match arena.make(&candidate, &likely)? {
-            Made::Ready { artefact, made } => (artefact, made),
-            Made::Infeasible(reason) => {
-                let result = SettledAs::Infeasible(&reason);
-                arena.record(&Settled { number: None, candidate: &candidate, proposer, result })?;
+            BuildOutcome::Ready { artefact, made } => (artefact, made),
+            BuildOutcome::Infeasible(reason) => {
+                let result = TrialResult::Infeasible(&reason);
+                arena.record(&TrialRecord { number: None, candidate: &candidate, proposer, result })?;
                 search.tell(&candidate, Outcome::Infeasible);
                 continue;
             }
@@ -238,7 +238,7 @@ pub fn drive<A: Arena>(
     if let Some(best) = incumbent.filter(|best| *best != default)
         && driven.stop != Stop::Interrupted
         && compared.is_none_or(|at| at + 1 < number)
-        && let Made::Ready { made, .. } = arena.make(&default, &[])?
+        && let BuildOutcome::Ready { made, .. } = arena.make(&default, &[])?
     {
         let proposer = Proposer::Default;
         let decide = |rounds: &[Rounds]| judge_default(rounds, start.margin);
@@ -265,27 +265,27 @@ fn settle<A: Arena>(
     number: u32,
     candidate: &Candidate,
     proposer: Proposer,
-    made: &A::Made,
+    made: &A::Built,
     incumbent: Option<&Candidate>,
     decide: &dyn Fn(&[Rounds]) -> Judged,
 ) -> Result<Option<(Outcome, Option<Judged>)>, A::Fault> {
     let number = Some(number);
     Ok(match arena.run(candidate, made, incumbent)? {
-        Ran::Interrupted => None,
-        Ran::Failed(evidence) => {
-            let result = SettledAs::Failed { made, evidence: &evidence };
-            arena.record(&Settled { number, candidate, proposer, result })?;
+        RunOutcome::Interrupted => None,
+        RunOutcome::Failed(evidence) => {
+            let result = TrialResult::Failed { made, evidence: &evidence };
+            arena.record(&TrialRecord { number, candidate, proposer, result })?;
             Some((Outcome::Failed, None))
         }
-        Ran::Timed { evidence, .. } if incumbent.is_none() => {
-            let result = SettledAs::First { made, evidence: &evidence };
-            arena.record(&Settled { number, candidate, proposer, result })?;
+        RunOutcome::Timed { evidence, .. } if incumbent.is_none() => {
+            let result = TrialResult::First { made, evidence: &evidence };
+            arena.record(&TrialRecord { number, candidate, proposer, result })?;
             Some((Outcome::Timed { ratio: 1.0, kept: true, deep: None }, None))
         }
-        Ran::Timed { rounds, evidence } => {
+        RunOutcome::Timed { rounds, evidence } => {
             let judged = decide(&rounds);
-            let result = SettledAs::Judged { made, evidence: &evidence, judged: &judged };
-            arena.record(&Settled { number, candidate, proposer, result })?;
+            let result = TrialResult::Judged { made, evidence: &evidence, judged: &judged };
+            arena.record(&TrialRecord { number, candidate, proposer, result })?;
             let outcome = match &judged.overall {
                 Some(overall) => Outcome::Timed {
                     ratio: overall.ratio,
@@ -368,15 +368,15 @@ mod tests {
     }
 
     impl Arena for MadeUp {
-        type Made = ();
+        type Built = ();
         type Evidence = &'static str;
         type Fault = &'static str;
 
-        fn make(&mut self, candidate: &Candidate, _: &[Candidate]) -> Result<Made<()>, &'static str> {
+        fn make(&mut self, candidate: &Candidate, _: &[Candidate]) -> Result<BuildOutcome<()>, &'static str> {
             if *candidate != self.default && self.random.below(self.one_in) == 0 {
-                return Ok(Made::Infeasible("injected".to_string()));
+                return Ok(BuildOutcome::Infeasible("injected".to_string()));
             }
-            Ok(Made::Ready { artefact: Digest::of(candidate.to_string().as_bytes()), made: () })
+            Ok(BuildOutcome::Ready { artefact: Digest::of(candidate.to_string().as_bytes()), made: () })
         }
 
         fn run(
@@ -384,29 +384,29 @@ mod tests {
             candidate: &Candidate,
             (): &(),
             incumbent: Option<&Candidate>,
-        ) -> Result<Ran<&'static str>, &'static str> {
+        ) -> Result<RunOutcome<&'static str>, &'static str> {
             if let Some(incumbent) = incumbent {
                 assert!(!self.wrong.contains_key(&incumbent.to_string()), "a wrong candidate became the incumbent");
                 if *candidate != self.default && self.random.below(self.one_in) == 0 {
                     let how = ["wrong result", "hang", "crash", "below the floor"][self.random.below(4)];
                     self.wrong.insert(candidate.to_string(), how);
-                    return Ok(Ran::Failed(how));
+                    return Ok(RunOutcome::Failed(how));
                 }
             }
-            let Some(incumbent) = incumbent else { return Ok(Ran::Timed { rounds: vec![], evidence: "ok" }) };
+            let Some(incumbent) = incumbent else { return Ok(RunOutcome::Timed { rounds: vec![], evidence: "ok" }) };
             let times = [incumbent, candidate].map(|c| landscape(c, &self.default));
             let mut noisy = |us: f64| us * (0.998 + 0.004 * self.random.unit());
             let rounds = (0..7)
                 .map(|_| Round { a: [noisy(times[0]), noisy(times[0])], b: [noisy(times[1]), noisy(times[1])] })
                 .collect();
-            Ok(Ran::Timed { rounds: vec![Rounds { position: 32, rounds }], evidence: "ok" })
+            Ok(RunOutcome::Timed { rounds: vec![Rounds { position: 32, rounds }], evidence: "ok" })
         }
 
-        fn record(&mut self, settled: &Settled<'_, (), &'static str>) -> Result<(), &'static str> {
+        fn record(&mut self, settled: &TrialRecord<'_, (), &'static str>) -> Result<(), &'static str> {
             if self.disk_is_full {
                 return Err("disk full");
             }
-            let failed = matches!(settled.result, SettledAs::Failed { .. });
+            let failed = matches!(settled.result, TrialResult::Failed { .. });
             self.recorded.push((settled.candidate.to_string(), failed));
             Ok(())
         }
@@ -438,7 +438,7 @@ mod tests {
     }
 
     fn start() -> Start<'static, &'static str> {
-        Start { told: vec![], margin: 0.01, external: None }
+        Start { past: vec![], margin: 0.01, external: None }
     }
 
     #[test]
