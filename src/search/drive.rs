@@ -191,18 +191,12 @@ pub fn drive<A: Arena>(
             break;
         }
         search.tell_floor(arena.floor_gap());
-        let (candidate, proposer) = match search.ask() {
+        let (candidate, proposer) = match asked(search, &mut start.external)? {
             Ask::Stop(stop) => {
                 driven.stop = stop;
                 break;
             }
-            Ask::Try { candidate, proposer } => match (&mut start.external, proposer) {
-                (Some(external), asked) if asked != Proposer::Default => match external(search)? {
-                    Some(other) if search.is_new(&other) => (other, Proposer::External),
-                    _ => (candidate, proposer),
-                },
-                _ => (candidate, proposer),
-            },
+            Ask::Try { candidate, proposer } => (candidate, proposer),
         };
         let likely = search.ahead(ahead);
         let (artefact, made) = match arena.make(&candidate, &likely)? {
@@ -246,17 +240,30 @@ pub fn drive<A: Arena>(
         if let Some((outcome, judged)) = settled {
             search.settle(&default, outcome);
             driven.ran += 1;
-            // The default by the best, turned over.
-            driven.against_default = judged.and_then(|judged| judged.overall).map(|ratio| Ratio {
-                ratio: 1.0 / ratio.ratio,
-                low: 1.0 / ratio.high,
-                high: 1.0 / ratio.low,
-                rounds: ratio.rounds,
-            });
+            driven.against_default = judged.and_then(|judged| judged.overall).map(|ratio| turned_over(&ratio));
         }
     }
     driven.best = search.incumbent().map(|(candidate, _)| candidate.clone());
     Ok(driven)
+}
+
+/// The ratio of the two sides the other way round.
+fn turned_over(ratio: &Ratio) -> Ratio {
+    let Ratio { ratio, low, high, rounds } = *ratio;
+    Ratio { ratio: 1.0 / ratio, low: 1.0 / high, high: 1.0 / low, rounds }
+}
+
+/// What the search asks, where the proposer outside it has nothing new.
+fn asked<F>(search: &Search<'_>, external: &mut Option<Proposes<'_, F>>) -> Result<Ask, F> {
+    let ask = search.ask();
+    if let (Some(external), Ask::Try { proposer, .. }) = (external, &ask)
+        && *proposer != Proposer::Default
+        && let Some(candidate) = external(search)?
+        && search.is_new(&candidate)
+    {
+        return Ok(Ask::Try { candidate, proposer: Proposer::External });
+    }
+    Ok(ask)
 }
 
 /// Runs and judges one candidate and records it; `None` where the user stopped it.
