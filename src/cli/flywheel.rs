@@ -11,7 +11,7 @@ use super::units::counted;
 use crate::error::Fault;
 use crate::flywheel::{BestTrial, BrokenRow, COLUMNS, Corpus, CorpusStats, Trial, best, corpora, merge, stats};
 use crate::page::study_svg;
-use crate::pipeline::outlook;
+use crate::pipeline::status;
 use crate::search::history::{Entry, History};
 use crate::search::prior::{HeldOut, Ranked, held_out, ranked};
 use crate::search::study::{Run, Study, caught_up, had_seeds, median_reached, median_share, studies};
@@ -65,7 +65,7 @@ pub fn flywheel(session: &Session, asked: &Flywheel) -> Result<Outcome, Fault> {
             for manifest in manifests {
                 let manifest = session.manifest(manifest)?;
                 for target in &manifest.targets {
-                    now.extend(outlook::ranked_now(&workspace, &manifest, target)?);
+                    now.extend(status::ranked_now(&workspace, &manifest, target)?);
                 }
             }
             let held = held_out(&lessons(&corpus.trials).groups);

@@ -14,7 +14,8 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use rustix::time::{ClockId, clock_gettime};
 use serde::{Deserialize, Serialize};
 
-use super::worker::{Reply, Worker};
+use super::line_child::NoAnswer;
+use super::worker::Worker;
 use crate::error::Fault;
 use crate::tokenizer::{Message, Tokenizer};
 
@@ -176,7 +177,7 @@ impl Tokens {
         // Processor time is what the child may have; a machine that is busy with other things takes longer.
         let deadline = Duration::from_secs(2 * ask.seconds());
         match worker.exchange(&line, deadline, &|| false)? {
-            Reply::Line(line) => {
+            Ok(line) => {
                 let said = serde_json::from_str(&line)
                     .map_err(|error| Fault::internal(format!("a tokenizer's process answered nonsense: {error}")))?;
                 if let Said::Fault { fault } = said {
@@ -185,9 +186,9 @@ impl Tokens {
                 self.worker = Some(worker);
                 Ok(said)
             }
-            Reply::Late(after) => Err(self.spent(ask, &format!("takes more than {} s", after.as_secs()))),
-            Reply::Died(how) => Err(self.spent(ask, &verdict(ask, &how))),
-            Reply::Interrupted => Err(Fault::internal("a tokenizer was interrupted by nobody")),
+            Err(NoAnswer::Late(after)) => Err(self.spent(ask, &format!("takes more than {} s", after.as_secs()))),
+            Err(NoAnswer::Died(how)) => Err(self.spent(ask, &verdict(ask, &how))),
+            Err(NoAnswer::Interrupted) => Err(Fault::internal("a tokenizer was interrupted by nobody")),
         }
     }
 
