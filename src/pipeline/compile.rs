@@ -210,7 +210,7 @@ impl<'a> Pending<'a> {
             // Read now, so that a cubin whose costs cannot be told is never stored.
             cubin::read(&made.cubin, &made.log).map_err(Fault::from)?;
             let bytes = stored::cubin_bytes(&made.log, &made.cubin);
-            workspace.vouch(keyed, Digest::of(&bytes))?;
+            workspace.attest(keyed, Digest::of(&bytes))?;
             Ok(bytes)
         });
         Some(made.map(|(entry, outcome)| (entry, outcome, started.elapsed().as_secs_f64() * 1e3)))

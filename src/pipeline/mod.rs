@@ -17,6 +17,7 @@
 
 mod ahead;
 mod arena;
+mod attest;
 mod baseline;
 pub mod bench;
 mod campaign;
@@ -27,7 +28,6 @@ mod execute;
 mod explain;
 mod keys;
 mod line_child;
-mod links;
 mod proposer;
 mod resident;
 mod rows;

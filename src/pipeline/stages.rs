@@ -53,7 +53,7 @@ impl Workspace {
         self.run_stage(keyed, subject, title, detail, |keyed| {
             self.cache.get_or_build(keyed.stage, &keyed.key, &keyed.why, || {
                 let bytes = build()?;
-                self.vouch(keyed, Digest::of(&bytes))?;
+                self.attest(keyed, Digest::of(&bytes))?;
                 Ok(bytes)
             })
         })
@@ -485,7 +485,7 @@ pub(super) fn store_pack(context: &BuildContext<'_>, schedule: &StoredSchedule, 
         workspace.cache.get_or_build_file(stage, key, why, |file| {
             let content = write_pack(context, validated, file)?;
             // Before another process can see the pack: it would remove one that nobody vouches for.
-            workspace.vouch(keyed, content)
+            workspace.attest(keyed, content)
         })
     })?;
     Ok(entry)
