@@ -747,7 +747,7 @@ error: missing key `record` in `target`
     }
 
     #[test]
-    fn numbers_are_kept_in_their_ranges() {
+    fn numbers_of_decode_are_kept_in_their_ranges() {
         for (text, title, label) in [
             (decode(0, ""), "`decode.context_max` is out of range", "expected 1 to 1048576, found 0"),
             (decode(1_048_577, ""), "`decode.context_max` is out of range", "expected 1 to 1048576, found 1048577"),
@@ -800,6 +800,10 @@ error: missing key `record` in `target`
                 "expected {title}: {label}\n{found}"
             );
         }
+    }
+
+    #[test]
+    fn numbers_of_a_search_are_kept_in_their_ranges() {
         for (line, title, label) in [
             (
                 "minutes = 0",

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
+use crate::abba::percentile;
 use crate::check::{Checked, FILL_SEED, check_ids, fill_device_cache};
 use crate::cuda::driver::Device;
 use crate::cuda::session::{Session, SessionError};
@@ -18,7 +19,6 @@ use crate::ir::op::Op;
 use crate::model::config::step_cache_bytes;
 use crate::model::graph::ModelGraph;
 use crate::pack::layout;
-use crate::paired::percentile;
 use crate::target::Target;
 use crate::validate::Validated;
 

@@ -9,9 +9,9 @@ use super::arguments::{Flywheel, FlywheelAction};
 use super::session::{Session, Talk};
 use super::units::counted;
 use crate::error::Fault;
-use crate::flywheel::{BrokenRow, COLUMNS, Corpus, CorpusStats, Trial, best, corpora, merge, stats};
+use crate::flywheel::{BestTrial, BrokenRow, COLUMNS, Corpus, CorpusStats, Trial, best, corpora, merge, stats};
 use crate::page::study_svg;
-use crate::pipeline::outlook;
+use crate::pipeline::status;
 use crate::search::history::{Entry, History};
 use crate::search::prior::{HeldOut, Ranked, held_out, ranked};
 use crate::search::study::{Run, Study, caught_up, had_seeds, median_reached, median_share, studies};
@@ -53,49 +53,7 @@ pub fn flywheel(session: &Session, asked: &Flywheel) -> Result<Outcome, Fault> {
         }
         FlywheelAction::Best { json } => {
             tell_broken(session, &corpus.broken);
-            let best = best(&corpus.trials);
-            if *json {
-                let rows = best.iter().map(|best| {
-                    let (facts, timing) = (best.trial.facts(), best.timing);
-                    json!({
-                        "trial_id": best.trial.trial_id().to_string(),
-                        "manifest": facts.manifest,
-                        "op": facts.model.op(),
-                        "weights_dtype": facts.model.weights_dtype,
-                        "target": facts.machine.target,
-                        "device_name": facts.machine.device_name,
-                        "position": timing.position,
-                        "latency_us_p50": timing.latency_us_p50,
-                        "floor_us": timing.floor_us,
-                        "candidate": facts.point.candidate,
-                        "compared": best.compared,
-                    })
-                });
-                terminal.print_json(&rows.collect())?;
-                return Ok(Outcome::Done);
-            }
-            for best in &best {
-                let (facts, timing) = (best.trial.facts(), best.timing);
-                let device = match facts.machine.device_name.as_str() {
-                    "" => String::new(),
-                    device => format!(" ({device})"),
-                };
-                let floor = timing.floor_us.map(|floor| format!(", floor {floor:.1} us")).unwrap_or_default();
-                terminal.print(&format!(
-                    "{} {} on {}{device}, position {}: {:.1} us{floor}, of {}\n    {} {}\n",
-                    facts.name(),
-                    facts.model.weights_dtype,
-                    facts.machine.target,
-                    timing.position,
-                    timing.latency_us_p50,
-                    counted(best.compared, "trial"),
-                    best.trial.trial_id().short(),
-                    facts.point.candidate
-                ))?;
-            }
-            if best.is_empty() {
-                terminal.say("no trial with the verdict `ok` yet");
-            }
+            best_told(session, &best(&corpus.trials), *json)?;
         }
         FlywheelAction::Rank { manifests, json } => {
             // As a search reads them: the corpora that lie beside the user's trials, too.
@@ -107,7 +65,7 @@ pub fn flywheel(session: &Session, asked: &Flywheel) -> Result<Outcome, Fault> {
             for manifest in manifests {
                 let manifest = session.manifest(manifest)?;
                 for target in &manifest.targets {
-                    now.extend(outlook::ranked_now(&workspace, &manifest, target)?);
+                    now.extend(status::ranked_now(&workspace, &manifest, target)?);
                 }
             }
             let held = held_out(&lessons(&corpus.trials).groups);
@@ -126,6 +84,53 @@ pub fn flywheel(session: &Session, asked: &Flywheel) -> Result<Outcome, Fault> {
         }
     }
     Ok(Outcome::Done)
+}
+
+/// The fastest checked trial of each model, target and position.
+fn best_told(session: &Session, best: &[BestTrial<'_>], json: bool) -> Result<(), Fault> {
+    let terminal = &session.terminal;
+    if json {
+        let rows = best.iter().map(|best| {
+            let (facts, timing) = (best.trial.facts(), best.timing);
+            json!({
+                "trial_id": best.trial.trial_id().to_string(),
+                "manifest": facts.manifest,
+                "op": facts.model.op(),
+                "weights_dtype": facts.model.weights_dtype,
+                "target": facts.machine.target,
+                "device_name": facts.machine.device_name,
+                "position": timing.position,
+                "latency_us_p50": timing.latency_us_p50,
+                "floor_us": timing.floor_us,
+                "candidate": facts.point.candidate,
+                "compared": best.compared,
+            })
+        });
+        return terminal.print_json(&rows.collect());
+    }
+    for best in best {
+        let (facts, timing) = (best.trial.facts(), best.timing);
+        let device = match facts.machine.device_name.as_str() {
+            "" => String::new(),
+            device => format!(" ({device})"),
+        };
+        let floor = timing.floor_us.map(|floor| format!(", floor {floor:.1} us")).unwrap_or_default();
+        terminal.print(&format!(
+            "{} {} on {}{device}, position {}: {:.1} us{floor}, of {}\n    {} {}\n",
+            facts.name(),
+            facts.model.weights_dtype,
+            facts.machine.target,
+            timing.position,
+            timing.latency_us_p50,
+            counted(best.compared, "trial"),
+            best.trial.trial_id().short(),
+            facts.point.candidate
+        ))?;
+    }
+    if best.is_empty() {
+        terminal.say("no trial with the verdict `ok` yet");
+    }
+    Ok(())
 }
 
 /// A table in Markdown for each model, and its plot.

@@ -98,30 +98,50 @@ pub fn generate(session: &Session, asked: &Generate) -> Result<Outcome, Fault> {
     let text = printer.finish()?;
     let first = first.unwrap_or(last);
     let (prompt_s, decode_s) = ((first - begun).as_secs_f64(), (last - first).as_secs_f64());
-    // The first token is decided by the prompt's last step; the time between it and the last is that of the others.
-    let tokens_per_s = (ids.len() > 1 && decode_s > 0.0).then(|| (ids.len() - 1) as f64 / decode_s);
-    if asked.json {
-        session.terminal.print_json(&json!({
-            "prompt_ids": prompt,
-            "ids": ids,
-            "text": has_text.then_some(text),
-            "stop": stop.name(),
-            "prompt_s": prompt_s,
-            "decode_s": decode_s,
-            "tokens_per_s": tokens_per_s,
-            "place": runner.place(),
-        }))?;
-    } else {
+    let text = has_text.then_some(text);
+    let generated = Generated { prompt: &prompt, ids: &ids, text, stop, prompt_s, decode_s, place: runner.place() };
+    generated.tell(session, asked.json)?;
+    Ok(if stop == Stop::Interrupted { Outcome::Interrupted } else { Outcome::Done })
+}
+
+/// What there is to tell at the end.
+struct Generated<'a> {
+    prompt: &'a [u32],
+    ids: &'a [u32],
+    /// `None` where ids went in: nobody has a tokenizer.
+    text: Option<String>,
+    stop: Stop,
+    prompt_s: f64,
+    decode_s: f64,
+    place: String,
+}
+
+impl Generated<'_> {
+    fn tell(&self, session: &Session, as_json: bool) -> Result<(), Fault> {
+        let Generated { prompt, ids, text, stop, prompt_s, decode_s, place } = self;
+        // The first token is decided by the prompt's last step; the time between it and the last is that of the others.
+        let tokens_per_s = (ids.len() > 1 && *decode_s > 0.0).then(|| (ids.len() - 1) as f64 / decode_s);
+        if as_json {
+            return session.terminal.print_json(&json!({
+                "prompt_ids": prompt,
+                "ids": ids,
+                "text": text,
+                "stop": stop.name(),
+                "prompt_s": prompt_s,
+                "decode_s": decode_s,
+                "tokens_per_s": tokens_per_s,
+                "place": place,
+            }));
+        }
         let rate = tokens_per_s.map(|rate| format!(" at {rate:.0} tokens/s")).unwrap_or_default();
         session.terminal.say(&format!(
-            "prompt of {} in {:.0} ms, then {}{rate} ({})",
+            "prompt of {} in {:.0} ms, then {}{rate} ({place})",
             tokens(prompt.len()),
             prompt_s * 1e3,
             tokens(ids.len()),
-            runner.place()
         ));
+        Ok(())
     }
-    Ok(if stop == Stop::Interrupted { Outcome::Interrupted } else { Outcome::Done })
 }
 
 fn tokens(count: usize) -> String {

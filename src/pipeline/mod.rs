@@ -5,26 +5,36 @@
 //!                                          \-> pack (weights) -------/
 //! ```
 //!
-//! `keys` says what each stage depends on, `stages` makes what needs no execution, `stored` says how they keep it, `prove` checks and measures, `rows`
-//! tells the corpus, `runner` decodes for commands, `campaign` searches, `outlook` says how searches went, `bench` times beside baselines (`peer` is one in another process),
-//! `tokens` runs a tokenizer where it can do no harm, `trace` says where a step's time goes, `explain` answers why something would run.
+//! `chain` is the order: a command asks it for the artefact that it needs. `keys` says what each stage depends on, `stages` and `compile` make what
+//! needs no execution, `stored` says how they keep it, `evaluate` checks and measures, `rows` tells the corpus. `runner` decodes for commands,
+//! `campaign` searches (`search_start` says from where, `arena` makes and times, `ahead` makes before it is asked, `proposer` is a program that proposes),
+//! `status` says how searches went, `bench` times beside baselines (`baseline` is one in another process), `tokens` runs a tokenizer where it can do
+//! no harm, `trace` says where a step's time goes, `explain` answers why something would run. `worker`, `proposer` and `baseline` speak to their
+//! processes through `line_child`.
 //!
 //! A warm build imports the headers and looks every stage up. It parses and proves a schedule only when something is to
 //! be executed or compiled: the proof belongs to the bytes that are used, so it is made again from what was loaded.
 
+mod ahead;
+mod arena;
+mod attest;
+mod baseline;
 pub mod bench;
 mod campaign;
+mod chain;
 mod compile;
+mod evaluate;
 mod execute;
 mod explain;
 mod keys;
-mod links;
-pub mod outlook;
-mod peer;
-mod prove;
+mod line_child;
+mod proposer;
+mod resident;
 mod rows;
 mod runner;
+mod search_start;
 mod stages;
+pub mod status;
 mod stored;
 mod tokens;
 pub mod trace;
@@ -42,19 +52,17 @@ use crate::cache::Cache;
 use crate::candidate::Candidate;
 use crate::digest::Digest;
 use crate::error::Fault;
-use crate::flywheel::Verdict;
 use crate::manifest::Manifest;
 use crate::model::config::Imported;
 use crate::report::Report;
 use crate::target::{Target, TargetKind};
 use crate::validate::Validated;
 use std::path::PathBuf;
+use std::sync::Arc;
 
-use compile::{Compile, Compiler, compile};
-use execute::Devices;
-use prove::{OnDevice, prove};
-use rows::Tried;
-use stages::{Generated, Model, NotPlaced, Placed, Site, generate_source, load_model, place};
+use chain::{Chain, Host, NotMade, compile_all};
+use evaluate::evaluate;
+use stages::{BuildContext, Model, StoredSchedule, load_model};
 
 /// What every command works with.
 pub struct Workspace {
@@ -71,17 +79,21 @@ pub struct Prepared {
     pub target: Target,
     pub imported: Imported,
     pub candidate: Candidate,
-    pub validated: Validated,
-    /// Digest of the graph's text, of the running tool, and of the schedule's text: what keys name.
+    pub validated: Arc<Validated>,
+    /// Digest of the graph's text and of the running tool: what keys name.
     graph: Digest,
     tool: Digest,
-    schedule: Digest,
+    schedule: Arc<StoredSchedule>,
 }
 
 impl Prepared {
-    fn site<'a>(&'a self, workspace: &'a Workspace) -> Site<'a> {
+    fn context<'a>(&'a self, workspace: &'a Workspace) -> BuildContext<'a> {
         let Prepared { manifest, target, imported, graph, tool, .. } = self;
-        Site::of(workspace, manifest, target, imported, *graph, *tool)
+        BuildContext::of(workspace, manifest, target, imported, *graph, *tool)
+    }
+
+    fn chain<'a>(&'a self, workspace: &'a Workspace, host: &'a Host<'a>) -> Chain<'a> {
+        Chain::of_schedule(self.context(workspace), host, self.schedule.clone())
     }
 }
 
@@ -92,11 +104,11 @@ impl Prepared {
 pub fn prepare(workspace: &Workspace, manifest: &Manifest, target: &Target) -> Result<Prepared, Fault> {
     let tool = workspace.tool()?;
     let model = import_stage(workspace, manifest, tool)?;
-    let site = Site::new(workspace, manifest, target, &model, tool)?;
-    let placed = place_chosen(&site)?;
-    let schedule = placed.content;
-    let (candidate, validated) = placed.into_validated(target)?;
-    let (manifest, target, graph) = (manifest.clone(), target.clone(), model.graph);
+    let host = Host::new(workspace);
+    let chain = Chain::chosen(BuildContext::new(workspace, manifest, target, &model, tool)?, &host)?;
+    let (schedule, validated) = (chain.schedule()?.clone(), chain.validated()?.clone());
+    let (candidate, graph) = (chain.candidate.clone(), model.graph);
+    let (manifest, target) = (manifest.clone(), target.clone());
     Ok(Prepared { manifest, target, imported: model.imported, candidate, validated, graph, tool, schedule })
 }
 
@@ -123,47 +135,31 @@ pub fn build(workspace: &Workspace, manifest: &Manifest) -> Result<BuildReport, 
     for note in &model.imported.notes {
         workspace.report.note(note);
     }
-    let mut waiting = vec![];
-
-    let mut sites: Vec<(Site<'_>, Placed, Option<Generated>)> = vec![];
+    let host = Host::new(workspace);
+    let mut chains = vec![];
     for target in &manifest.targets {
-        let site = Site::new(workspace, manifest, target, &model, tool)?;
-        let placed = place_chosen(&site)?;
-        let generated = match target.kind {
-            TargetKind::Cpu => None,
-            TargetKind::Cuda => Some(generate_source(&site, &placed)?),
-        };
-        sites.push((site, placed, generated));
+        let chain = Chain::chosen(BuildContext::new(workspace, manifest, target, &model, tool)?, &host)?;
+        if target.kind == TargetKind::Cuda {
+            chain.source()?;
+        }
+        chains.push(chain);
     }
-
-    let compiler = Compiler::new(workspace);
-    let sources: Vec<(Site<'_>, &Generated)> =
-        sites.iter().filter_map(|(site, _, generated)| Some((*site, generated.as_ref()?))).collect();
-    let mut compiled = compile(&compiler, &sources)?.into_iter();
-
+    compile_all(&host, &chains)?;
     // One after another, with the machine to itself: what runs beside a measurement is measured with it.
-    let devices = Devices::list(!sources.is_empty());
-    for (site, placed, generated) in &sites {
-        let name = &site.target.name;
-        let Some(generated) = generated else {
-            prove(site, placed, None)?;
-            continue;
-        };
-        match compiled.next() {
-            Some(Compile::Done(cubin)) => match devices.find(site.target) {
-                Ok(device) => {
-                    prove(site, placed, Some(OnDevice { cubin: &cubin, source: generated.content, device }))?;
-                }
-                Err(reason) => {
-                    waiting.push(format!("{name}: check and measure wait for a device of its kind ({reason})"))
-                }
-            },
-            Some(Compile::Waits(missing)) => {
+    let mut waiting = vec![];
+    for chain in &chains {
+        let name = &chain.context.target.name;
+        match evaluate(chain) {
+            Ok(()) => {}
+            Err(NotMade::NoDevice { reason, .. }) => {
+                waiting.push(format!("{name}: check and measure wait for a device of its kind ({reason})"));
+            }
+            Err(NotMade::NoCompiler(missing)) => {
                 let reason = missing.message.lines().next().unwrap_or_default();
                 let remedy = missing.remedy.map(|remedy| format!("; {remedy}")).unwrap_or_default();
                 waiting.push(format!("{name}: compile, check and measure wait for NVRTC ({reason}{remedy})"));
             }
-            None => return Err(Fault::internal(format!("the compile of `{name}` gave no result"))),
+            Err(other) => return Err(other.into()),
         }
     }
     let report = &workspace.report;
@@ -174,36 +170,8 @@ pub fn build(workspace: &Workspace, manifest: &Manifest) -> Result<BuildReport, 
 fn import_stage(workspace: &Workspace, manifest: &Manifest, tool: Digest) -> Result<Model, Fault> {
     let model = load_model(workspace, manifest, tool)?;
     let subject = stages::subject(manifest, "model");
-    workspace
-        .stage(&model.keyed, &subject, keys::IMPORT, &manifest.source, || Ok(model.graph_text.clone().into_bytes()))?;
+    workspace.stage(&model.keyed, &subject, keys::IMPORT, &manifest.source, || {
+        Ok::<_, Fault>(model.graph_text.clone().into_bytes())
+    })?;
     Ok(model)
-}
-
-/// Places the candidate that is built: the best of a search, else what the manifest names, else the default.
-fn place_chosen(site: &Site<'_>) -> Result<Placed, Fault> {
-    let candidate = site.candidate();
-    place(site, candidate.clone()).map_err(|not_placed| match not_placed {
-        NotPlaced::Fault(fault) => fault,
-        NotPlaced::Infeasible(reason) => {
-            let tried = Tried {
-                site,
-                candidate: &candidate,
-                placed: None,
-                source: None,
-                cubin: None,
-                hardware: None,
-                asked: None,
-            };
-            let row = tried.append(None, None, vec![Verdict::Infeasible { detail: reason.to_string() }]);
-            let message = format!("the candidate does not fit `{}`: {reason}", site.target.name);
-            row.err().unwrap_or_else(|| {
-                let remedy = if site.knobs.is_some() {
-                    "change the manifest's `candidate`, or leave it out"
-                } else {
-                    "lower `decode.context_max`, or take a larger target"
-                };
-                Fault::input(message).with_remedy(remedy)
-            })
-        }
-    })
 }

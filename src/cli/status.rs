@@ -11,7 +11,7 @@ use crate::error::Fault;
 use crate::flywheel::Timing;
 use crate::manifest::Manifest;
 use crate::page::page;
-use crate::pipeline::outlook::{self, Known, Region};
+use crate::pipeline::status::{self, Known, Region};
 use crate::search::space::changed;
 use crate::search::{Ask, History};
 use crate::target::Target;
@@ -28,7 +28,7 @@ pub fn status(session: &Session, asked: &Status) -> Result<Outcome, Fault> {
     let workspace = session.workspace(Talk::Nothing)?;
     let mut all = vec![];
     for (at, target) in targets(&manifest, asked.target.as_deref())?.iter().enumerate() {
-        let known = outlook::known(&workspace, &manifest, target)?;
+        let known = status::known(&workspace, &manifest, target)?;
         if at == 0 {
             known.broken.iter().for_each(|row| session.terminal.say(&format!("warning: skipped {row}")));
         }
@@ -140,7 +140,7 @@ pub fn next(session: &Session, asked: &Next) -> Result<Outcome, Fault> {
         (None, 0) => TRIALS_DEFAULT,
         (None, trials) => trials,
     };
-    let next = outlook::next(&workspace, &manifest, &target, trials)?;
+    let next = status::next(&workspace, &manifest, &target, trials)?;
     let goes_on = matches!(next.ask, Ask::Try { .. });
     if asked.json {
         let (candidate, proposer, stop) = match &next.ask {
@@ -168,7 +168,7 @@ pub fn next(session: &Session, asked: &Next) -> Result<Outcome, Fault> {
     Ok(if goes_on { Outcome::Done } else { Outcome::No })
 }
 
-fn next_text(target: &Target, budget: u32, next: &outlook::Next) -> String {
+fn next_text(target: &Target, budget: u32, next: &status::Next) -> String {
     let mut text = match &next.ask {
         Ask::Try { candidate, proposer } => {
             let thought = match next.opinion {
@@ -200,7 +200,7 @@ pub fn report(session: &Session, asked: &Report) -> Result<Outcome, Fault> {
     let workspace = session.workspace(Talk::Nothing)?;
     let mut histories = vec![];
     for target in targets(&manifest, asked.target.as_deref())? {
-        histories.extend(outlook::known(&workspace, &manifest, &target)?.histories);
+        histories.extend(status::known(&workspace, &manifest, &target)?.histories);
     }
     if histories.is_empty() {
         return Err(Fault::input(format!("`{}` has no campaign yet", manifest.name))
