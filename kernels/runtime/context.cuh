@@ -8,9 +8,7 @@ constexpr int EOS_MAX = 8;
 constexpr int STAMP_WORDS = 5; // of a task: four moments, and the time before chunks that had not landed
 
 struct Params {
-  const u8* streams;         // packed weights, one run of bytes per SM
-  const u64* stream_base;    // [SMS] first byte of each SM's stream
-  const u8* constants;
+  const u8* pack;            // weights and constants
   u8* cache;
   u64* exchange;
   float* logits;             // [steps][VOCAB], or null
@@ -33,7 +31,7 @@ struct Params {
   u32 top_p_q32;             // probability that top-p keeps in units of 2^-32, 0: all
   __device__ __forceinline__ bool filters() const { return (top_k | top_p_q32) != 0; }
 };
-static_assert(sizeof(Params) == 17 * 8 + 16 * 4, "parameters are as codegen/abi.rs declares them");
+static_assert(sizeof(Params) == 15 * 8 + 16 * 4, "parameters are as codegen/abi.rs declares them");
 
 template <class M>
 struct State {
@@ -103,7 +101,7 @@ struct Context {
   __device__ __forceinline__ float* residual() const { return reinterpret_cast<float*>(block_memory() + M::RESIDUAL_AT); }
   template <class T>
   __device__ __forceinline__ const T* constant(u32 at) const {
-    return reinterpret_cast<const T*>(p.constants + u64(at) * 256);
+    return reinterpret_cast<const T*>(p.pack + u64(at) * 256);
   }
   __device__ __forceinline__ WaitSite site() const { return WaitSite{tag, queue() + in_step}; }
   __device__ __forceinline__ bool lost() const { return patience == POLLS_WHEN_LOST; }

@@ -40,7 +40,10 @@ struct alignas(16) StreamRun {
     u32 chunk_bytes; // weights: bytes of a chunk, the last of a block may be shorter
     u32 v_cache;
   };
-  u32 head_j;     // history: KV head << 16 | share
+  union {
+    u32 source;      // weights: first byte in the pack, units of 256 bytes
+    u32 head_j;      // history: KV head << 16 | share
+  };
   u32 splits;     // history: shares
   u32 window;     // history: visible positions, 0: all
   u32 row_bytes;  // history: bytes of one cache row of one KV head

@@ -146,20 +146,22 @@ struct Loader {
 #if __CUDA_ARCH__ >= 900
     asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
 #endif
-    const u8* stream = p.streams + p.stream_base[blockIdx.x];
     RingCursor<M> at{0, 0};
     for (u32 s = 0; s < p.steps && !gone(); s++) {
       u32 position = p.position + s, tag = p.tag + s;
       u32 queue = (position >= M::SPLIT_FROM ? gridDim.x : 0) + blockIdx.x;
       u32 first = p.run_index[queue], last = p.run_index[queue + 1];
-      const u8* weights = stream;
       bool acquired = false;
       StreamRun next{};
       if (first < last) next = p.runs[first];
       for (u32 r = first; r < last && !gone(); r++) {
         StreamRun run = next;
         if (r + 1 < last) next = p.runs[r + 1];
+        // All SMs reach a matrix at about the same time, and the first access to a page walks the page tables: begin the walk of
+        // the next run while this one streams.
+        if (next.bytes && tid == 0) asm volatile("prefetch.global.L2 [%0];" ::"l"(p.pack + u64(next.source) * 256));
         if (run.bytes) {
+          const u8* weights = p.pack + u64(run.source) * 256;
           for (u32 end = 0, done = 0; done < run.bytes;) {
             // No chunk reaches beyond its block.
             if (done == end) end = min(done + run.block_bytes, run.bytes);
@@ -169,7 +171,6 @@ struct Loader {
             at.next();
             done += bytes;
           }
-          weights += run.bytes;
         } else {
           u32 start, end;
           history_share(position, run.window, run.splits, run.head_j & 0xffff, start, end);

@@ -3,10 +3,10 @@
 
 use super::emit::classes;
 use crate::digest::Digest;
-use crate::ir::layout::{GRANULE_BYTES, PACKET_BYTES, PLACE_ALIGN_BYTES};
+use crate::ir::layout::{GRANULE_BYTES, PACKET_BYTES, PLACE_ALIGN_BYTES, matrices};
 use crate::ir::op::{Op, Role};
 use crate::ir::program::Space;
-use crate::ir::schedule::RunBytes;
+use crate::ir::schedule::Source;
 use crate::ir::variant::{AttentionVariant, MatVecVariant};
 use crate::validate::Validated;
 use bytemuck::{Pod, Zeroable};
@@ -37,7 +37,7 @@ pub struct Entry {
     pub v_cache: u32,
 }
 
-/// `StreamRun` of queue.cuh; the second and third field mean different things for weights and for history.
+/// `StreamRun` of queue.cuh; the second to fourth field mean different things for weights and for history.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
 pub struct StreamRun {
@@ -46,6 +46,7 @@ pub struct StreamRun {
     pub k_cache: u32,
     /// History: place of the values. Weights: bytes of a chunk.
     pub v_cache: u32,
+    /// History: KV head and share. Weights: their first byte in the pack, in units of 256 bytes.
     pub head_j: u32,
     pub splits: u32,
     pub window: u32,
@@ -60,9 +61,7 @@ pub const EOS_MAX: usize = 8;
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Pod, Zeroable)]
 pub struct Params {
-    pub streams: u64,
-    pub stream_base: u64,
-    pub constants: u64,
+    pub pack: u64,
     pub cache: u64,
     pub exchange: u64,
     pub logits: u64,
@@ -112,6 +111,7 @@ pub fn encode(validated: &Validated) -> Tables {
     let schedule = validated.schedule();
     let program = &schedule.program;
     let (_, class_of_grid) = classes(schedule);
+    let matrices = matrices(program);
     let mut tables = Tables {
         entries: vec![],
         entry_index: vec![0],
@@ -186,8 +186,8 @@ pub fn encode(validated: &Validated) -> Tables {
                         .and_then(|o| schedule.placement[o.buffer.index()])
                         .map_or(0, |at| (at / PLACE_ALIGN_BYTES) as u32)
                 };
-                tables.runs.push(match (run.bytes, &grid.op) {
-                    (RunBytes::History { rows }, Op::Attention(a)) => {
+                tables.runs.push(match (run.source, &grid.op) {
+                    (Source::History { rows }, Op::Attention(a)) => {
                         let variant = schedule.attention_variant(task.grid);
                         let AttentionVariant { pitch, .. } = variant.expect("validate: every attention has a variant");
                         StreamRun {
@@ -201,13 +201,17 @@ pub fn encode(validated: &Validated) -> Tables {
                             rows,
                         }
                     }
-                    (RunBytes::Fixed { bytes, .. }, Op::MatVec(_)) => {
+                    (Source::Units { buffer, lo, hi }, Op::MatVec(_)) => {
                         let variant = schedule.matvec_variant(task.grid);
                         let MatVecVariant { chunk, block, .. } = variant.expect("validate: every matvec has a variant");
+                        let matrix = matrices[buffer.index()].expect("validate: a matvec streams its matrix");
+                        let bytes = u64::from(hi - lo) * matrix.unit_bytes;
+                        let place = schedule.placement[buffer.index()].expect("validate: every matrix has a place");
                         StreamRun {
                             bytes: bytes as u32,
                             k_cache: bytes.min(u64::from(*block) * u64::from(GRANULE_BYTES)) as u32,
                             v_cache: chunk * GRANULE_BYTES,
+                            head_j: ((place + u64::from(lo) * matrix.unit_bytes) / PLACE_ALIGN_BYTES) as u32,
                             ..StreamRun::zeroed()
                         }
                     }

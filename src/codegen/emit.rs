@@ -5,7 +5,7 @@ use crate::dtype::DType;
 use crate::ir::GridId;
 use crate::ir::op::{Attention, Epilogue, MatVec, NormAttr, Op, QkNormAttr, Role};
 use crate::ir::program::{Grid, Program};
-use crate::ir::schedule::{RunBytes, Schedule, SmemKind};
+use crate::ir::schedule::{Schedule, SmemKind, Source};
 use crate::ir::variant::{AttentionVariant, MatVecVariant};
 use crate::model::graph::{Act, NormKind, QkNormSpan};
 use crate::target::{CopyMechanism, DotMechanism, Target};
@@ -58,7 +58,7 @@ fn chunk_rows(schedule: &Schedule) -> BTreeMap<GridId, u32> {
     let mut rows_of = BTreeMap::new();
     for regime in &schedule.regimes {
         for run in regime.streams.iter().flatten() {
-            if let RunBytes::History { rows } = run.bytes {
+            if let Source::History { rows } = run.source {
                 rows_of.insert(regime.tasks[run.task.index()].grid, rows);
             }
         }

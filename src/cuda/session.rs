@@ -7,11 +7,11 @@ use super::stream::{Argument, Event, LaunchShape, Stream, Wait};
 use crate::codegen::abi::{EOS_MAX, Params, Queues, Tables};
 use crate::codegen::emit::{ENTRY_POINT, Trace, stamps_max};
 use crate::error::Fault;
+use crate::ir::layout::pack_bytes;
 use crate::ir::op::Role;
 use crate::ir::program::Program;
 use crate::ir::schedule::Schedule;
 use crate::ir::{BufferId, EventId, SmId, TaskId};
-use crate::pack::{Layout, constants_base};
 use crate::sample::Sampler;
 use crate::trace::STAMP_WORDS;
 use std::fmt;
@@ -126,8 +126,6 @@ pub struct Session {
     shape: LaunchShape,
     schedule: Schedule,
     pack: Arc<DeviceBuffer>,
-    stream_base: DeviceBuffer,
-    constants_base: u64,
     cache: DeviceBuffer,
     cache_bytes: u64,
     exchange: DeviceBuffer,
@@ -200,17 +198,16 @@ impl Session {
     pub fn load(
         device: &Device,
         queues: &Queues<'_>,
-        layout: &Layout,
         cubin: &[u8],
         trace: Trace,
         steps_max: u32,
         fill: impl FnOnce(&Stream, &mut DeviceBuffer) -> Result<(), SessionError>,
     ) -> Result<Session, SessionError> {
         let stream = device.stream()?;
-        let mut pack = device.alloc(layout.total_bytes.max(16))?;
+        let mut pack = device.alloc(pack_bytes(queues.validated().schedule()).max(16))?;
         fill(&stream, &mut pack)?;
         stream.synchronize()?;
-        Session::load_sharing(device, queues, layout, cubin, trace, steps_max, Arc::new(pack))
+        Session::load_sharing(device, queues, cubin, trace, steps_max, Arc::new(pack))
     }
 
     /// The weights of this session, to share with another one whose pack has the same bytes.
@@ -222,7 +219,6 @@ impl Session {
     pub fn load_sharing(
         device: &Device,
         queues: &Queues<'_>,
-        layout: &Layout,
         cubin: &[u8],
         trace: Trace,
         steps_max: u32,
@@ -237,8 +233,6 @@ impl Session {
         let function = device.function(&module, ENTRY_POINT, smem)?;
         let block = (machine.consumer_warps + machine.loader_warps) * 32;
         let shape = LaunchShape { grid: machine.sms, block, smem_dynamic_bytes: smem, cluster: 1 };
-        let stream_base = uploaded(device, &stream, bytemuck::cast_slice(&layout.stream_base))?;
-        let constants_base = constants_base(layout);
         let mut exchange = device.alloc(tables.exchange_bytes.max(16))?;
         // Tag 0 is never published, so memory of zeros holds no packet.
         exchange.zero(&stream)?;
@@ -270,8 +264,6 @@ impl Session {
             shape,
             schedule: schedule.clone(),
             pack,
-            stream_base,
-            constants_base,
             cache,
             cache_bytes: tables.cache_bytes,
             exchange,
@@ -346,9 +338,7 @@ impl Session {
             *to = id as i32;
         }
         let params = Params {
-            streams: self.pack.address(),
-            stream_base: self.stream_base.address(),
-            constants: self.pack.address() + self.constants_base,
+            pack: self.pack.address(),
             cache: self.cache.address(),
             exchange: self.exchange.address(),
             // Top-k and top-p choose among all logits of the step before.

@@ -312,7 +312,7 @@ impl<'a> Chain<'a> {
     fn pack_key(&self) -> Result<Option<Keyed>, NotMade> {
         Ok(match self.context.weights_id()? {
             WeightsId::Synthetic { .. } => None,
-            weights => Some(self.context.pack_key(self.schedule()?.content, &weights)),
+            weights => Some(self.context.pack_key(&self.candidate, &weights)),
         })
     }
 

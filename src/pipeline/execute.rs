@@ -7,7 +7,6 @@ use crate::cuda::driver::{Device, DeviceIdentity};
 use crate::cuda::session::{Session, SessionError};
 use crate::error::Fault;
 use crate::interp::Pack;
-use crate::pack::layout;
 use crate::target::Target;
 use crate::validate::Validated;
 
@@ -69,9 +68,8 @@ pub(super) fn load_session(
     trace: Trace,
     steps_max: u32,
 ) -> Result<Session, Fault> {
-    let layout = layout(validated.schedule());
     let queues = workspace.queues(validated)?;
-    let session = Session::load(device, &queues, &layout, cubin, trace, steps_max, |stream, buffer| {
+    let session = Session::load(device, &queues, cubin, trace, steps_max, |stream, buffer| {
         let mut staging = device.staging(STAGING_BYTES)?;
         Ok::<_, SessionError>(staging.upload(stream, buffer, 0, (**pack).as_ref())?)
     })?;

@@ -5,6 +5,7 @@ use std::fmt::Write;
 use crate::cache::diff_why;
 use crate::codegen::abi::{Entry as QueueEntry, StreamRun, encode};
 use crate::error::Fault;
+use crate::ir::layout::{pack_bytes, streamed_bytes};
 use crate::ir::print::print_program;
 use crate::manifest::Manifest;
 use crate::model::config::describe;
@@ -173,9 +174,9 @@ fn tables_text(validated: &Validated) -> String {
         let _ = writeln!(out, "  tasks in a queue: {}", spread(regime.queues.iter().map(Vec::len).collect()));
         let _ = writeln!(out, "  runs in a stream: {}", spread(regime.streams.iter().map(Vec::len).collect()));
     }
-    let layout = crate::pack::layout(schedule);
-    let (least, most) = (layout.stream_bytes.iter().min(), layout.stream_bytes.iter().max());
-    let _ = writeln!(out, "pack: {} bytes, {least:?} to {most:?} in a stream", layout.total_bytes);
+    let streamed = streamed_bytes(schedule);
+    let (least, most) = (streamed.iter().min().unwrap_or(&0), streamed.iter().max().unwrap_or(&0));
+    let _ = writeln!(out, "pack: {} bytes, {least} to {most} of weights a step on an SM", pack_bytes(schedule));
     let tables = encode(validated);
     let _ = writeln!(
         out,

@@ -1,100 +1,64 @@
-//! Owns how the weights of a candidate get to where it runs, beside candidates that are there.
-//!
-//! Each candidate has a pack of its own, in the order in which its streams read. Where a candidate that is loaded has the
-//! same bytes in the same order they are shared; where it has them in another order a device copies them within itself;
-//! else they are packed again.
+//! Owns the weights that a process has loaded: candidates of one model read one pack, so a search loads it once.
 
 use std::sync::Arc;
 
 use crate::codegen::emit::Trace;
 use crate::cuda::driver::Device;
 use crate::cuda::memory::DeviceBuffer;
-use crate::cuda::session::{Session, SessionError};
+use crate::cuda::session::Session;
 use crate::error::Fault;
 use crate::interp::Pack;
-use crate::pack::{Move, identity, layout, moves};
-use crate::validate::Validated;
+use crate::pack::identity;
 
-use super::Workspace;
 use super::chain::Chain;
 use super::execute::load_session;
 use super::stages::memory_pack;
-use super::trial::On;
 
-/// A candidate that is loaded: its schedule, and what runs it.
-pub(super) type Resident<'a> = (&'a Validated, &'a On);
+/// A pack where it is executed from.
+#[derive(Default)]
+pub(super) struct Resident(Option<Loaded>);
 
-/// The pack of a candidate for the interpreter.
-pub(super) fn pack(chain: &Chain<'_>, there: &[Resident<'_>]) -> Result<Pack, Fault> {
-    let validated = chain.validated()?;
-    match twin(validated, there)? {
-        Some(On::Cpu(pack)) => Ok(pack.clone()),
-        _ => memory_pack(&chain.context, validated),
-    }
+struct Loaded {
+    /// Of [`identity`]: the layout has a knob, so two candidates may differ.
+    id: [u8; 32],
+    on: On,
 }
 
-/// A session of a candidate whose kernel was made.
-pub(super) fn session(chain: &Chain<'_>, device: &Device, there: &[Resident<'_>]) -> Result<Session, Fault> {
-    let (workspace, validated) = (chain.context.workspace, chain.validated()?);
-    let cubin = chain.cubin()?.ok_or_else(|| Fault::internal("a candidate on a device has no cubin"))?;
-    let (cubin, steps_max) = (&cubin.bytes, chain.context.manifest.decode.steps_per_launch);
-    if let Some(On::Device(twin)) = twin(validated, there)? {
-        return load_session_sharing(workspace, device, validated, cubin, twin.pack(), steps_max);
+enum On {
+    Host(Pack),
+    Device(Arc<DeviceBuffer>),
+}
+
+impl Resident {
+    fn find(&self, id: [u8; 32]) -> Option<&On> {
+        self.0.as_ref().filter(|loaded| loaded.id == id).map(|loaded| &loaded.on)
     }
-    for (other, on) in there {
-        if let On::Device(session) = on
-            && let Some(moves) = moves(other.schedule(), validated.schedule())?
-        {
-            let there = (&*session.pack(), moves.as_slice());
-            return load_session_moving(workspace, device, validated, cubin, there, steps_max);
+
+    /// The pack of a candidate for the interpreter.
+    pub fn pack(&mut self, chain: &Chain<'_>) -> Result<Pack, Fault> {
+        let validated = chain.validated()?;
+        let id = identity(validated.schedule());
+        if let Some(On::Host(pack)) = self.find(id) {
+            return Ok(pack.clone());
         }
+        let pack = memory_pack(&chain.context, validated)?;
+        self.0 = Some(Loaded { id, on: On::Host(pack.clone()) });
+        Ok(pack)
     }
-    let pack = memory_pack(&chain.context, validated)?;
-    load_session(workspace, device, validated, cubin, &pack, Trace::Off, steps_max)
-}
 
-/// What runs a candidate whose pack has the same bytes in the same order.
-fn twin<'a>(validated: &Validated, there: &[Resident<'a>]) -> Result<Option<&'a On>, Fault> {
-    let wanted = identity(validated.schedule())?;
-    for (other, on) in there {
-        if identity(other.schedule())? == wanted {
-            return Ok(Some(on));
+    /// A session of a candidate whose kernel was made.
+    pub fn session(&mut self, chain: &Chain<'_>, device: &Device) -> Result<Session, Fault> {
+        let (workspace, validated) = (chain.context.workspace, chain.validated()?);
+        let cubin = chain.cubin()?.ok_or_else(|| Fault::internal("a candidate on a device has no cubin"))?;
+        let (cubin, steps_max) = (&cubin.bytes, chain.context.manifest.decode.steps_per_launch);
+        let id = identity(validated.schedule());
+        if let Some(On::Device(pack)) = self.find(id) {
+            let queues = workspace.queues(validated)?;
+            return Ok(Session::load_sharing(device, &queues, cubin, Trace::Off, steps_max, pack.clone())?);
         }
+        let pack = memory_pack(&chain.context, validated)?;
+        let session = load_session(workspace, device, validated, cubin, &pack, Trace::Off, steps_max)?;
+        self.0 = Some(Loaded { id, on: On::Device(session.pack()) });
+        Ok(session)
     }
-    Ok(None)
-}
-
-/// Loads a kernel whose pack has the bytes of one that is there, in another order.
-fn load_session_moving(
-    workspace: &Workspace,
-    device: &Device,
-    validated: &Validated,
-    cubin: &[u8],
-    (there, moves): (&DeviceBuffer, &[Move]),
-    steps_max: u32,
-) -> Result<Session, Fault> {
-    let layout = layout(validated.schedule());
-    let queues = workspace.queues(validated)?;
-    let session = Session::load(device, &queues, &layout, cubin, Trace::Off, steps_max, |stream, buffer| {
-        buffer.zero(stream)?;
-        for Move { from, to, bytes } in moves {
-            buffer.copy_from(stream, *to, there, *from, *bytes)?;
-        }
-        Ok::<_, SessionError>(())
-    })?;
-    Ok(session)
-}
-
-/// Loads a kernel beside one whose weights it shares.
-fn load_session_sharing(
-    workspace: &Workspace,
-    device: &Device,
-    validated: &Validated,
-    cubin: &[u8],
-    pack: Arc<DeviceBuffer>,
-    steps_max: u32,
-) -> Result<Session, Fault> {
-    let layout = layout(validated.schedule());
-    let queues = workspace.queues(validated)?;
-    Ok(Session::load_sharing(device, &queues, &layout, cubin, Trace::Off, steps_max, pack)?)
 }

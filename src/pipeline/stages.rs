@@ -15,6 +15,7 @@ use crate::digest::Digest;
 use crate::error::{Fault, Tier};
 use crate::files;
 use crate::interp::Pack;
+use crate::ir::layout::pack_bytes;
 use crate::ir::parse::parse;
 use crate::ir::print::print;
 use crate::ir::program::Program;
@@ -23,7 +24,7 @@ use crate::manifest::Manifest;
 use crate::model::config::{Imported, graph_text, import, import_config_only};
 use crate::model::graph::ModelGraph;
 use crate::model::source::{Event, Resolved, Source, resolve};
-use crate::pack::{layout, pack, pack_pieces};
+use crate::pack::{pack, pack_pieces};
 use crate::schedule::schedule;
 use crate::search::Space;
 use crate::target::Target;
@@ -349,8 +350,11 @@ impl<'a> BuildContext<'a> {
         SourceKey { tool: self.tool, schedule, target: self.target }.keyed()
     }
 
-    pub fn pack_key(&self, schedule: Digest, weights: &WeightsId) -> Keyed {
-        PackKey { tool: self.tool, schedule, graph: self.graph, weights }.keyed()
+    pub fn pack_key(&self, candidate: &Candidate, weights: &WeightsId) -> Keyed {
+        let Manifest { precision, decode, .. } = self.manifest;
+        let (precision, context_max) = (*precision, decode.context_max);
+        let unit_rows = candidate.unit_rows;
+        PackKey { tool: self.tool, graph: self.graph, precision, context_max, unit_rows, weights }.keyed()
     }
 
     /// The program of a candidate. Named after the family: a manifest's name is a label, and no part of any key.
@@ -495,7 +499,7 @@ pub(super) fn store_pack(context: &BuildContext<'_>, schedule: &StoredSchedule, 
 /// Writes the pack piece by piece; returns the digest of all of it.
 fn write_pack(context: &BuildContext<'_>, validated: &Validated, file: &mut File) -> Result<Digest, Fault> {
     let (schedule, Imported { graph, weights, .. }) = (validated.schedule(), context.imported);
-    let megabytes = layout(schedule).total_bytes >> 20;
+    let megabytes = pack_bytes(schedule) >> 20;
     let progress = context.workspace.report.progress("MiB packed", megabytes);
     let mut told = 0;
     let mut hasher = blake3::Hasher::new();
@@ -514,7 +518,7 @@ fn write_pack(context: &BuildContext<'_>, validated: &Validated, file: &mut File
 /// Makes a pack in memory, from weights that can be read or made as often as needed.
 pub(super) fn memory_pack(context: &BuildContext<'_>, validated: &Validated) -> Result<Pack, Fault> {
     let Imported { graph, weights, .. } = context.imported;
-    Ok(Arc::new(pack(validated.schedule(), graph, weights)?.bytes))
+    Ok(Arc::new(pack(validated.schedule(), graph, weights)?))
 }
 
 pub(super) fn map_pack(entry: &Entry) -> Result<Pack, Fault> {

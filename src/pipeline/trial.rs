@@ -25,7 +25,7 @@ use crate::target::Target;
 
 use super::chain::{Chain, Host};
 use super::keys::ExpectKey;
-use super::resident::{self, Resident};
+use super::resident::Resident;
 use super::rows::Failure;
 use super::stages::{BuildContext, Model, memory_pack};
 use super::{Workspace, import_stage};
@@ -114,6 +114,7 @@ pub fn serve(
         found: host.device(target)?,
         device: None,
         expected: None,
+        weights: Resident::default(),
         seats: vec![],
     };
     for line in jobs {
@@ -169,6 +170,8 @@ struct Child<'a> {
     found: Option<&'a DeviceIdentity>,
     device: Option<Device>,
     expected: Option<Expected>,
+    /// The weights of every seat.
+    weights: Resident,
     seats: Vec<Seat<'a>>,
 }
 
@@ -227,16 +230,14 @@ impl<'a> Child<'a> {
             .map_err(|error| Fault::input(format!("`{knobs}` is no candidate: {error}")))?;
         let chain = Chain::new(self.context, self.host, candidate);
         chain.make_kernel()?;
-        let there: Vec<Resident<'_>> =
-            self.seats.iter().map(|seat| Ok((&**seat.chain.validated()?, &seat.on))).collect::<Result<_, Fault>>()?;
         let on = match self.found {
-            None => On::Cpu(resident::pack(&chain, &there)?),
+            None => On::Cpu(self.weights.pack(&chain)?),
             Some(found) => {
                 let device = match &mut self.device {
                     Some(device) => device,
                     empty => empty.insert(Device::open(found.ordinal)?),
                 };
-                On::Device(Box::new(resident::session(&chain, device, &there)?))
+                On::Device(Box::new(self.weights.session(&chain, device)?))
             }
         };
         self.seats.push(Seat { knobs: knobs.to_string(), chain, on, checked: None, filled: None });

@@ -24,15 +24,16 @@
 //!    all counters or all packets. An event is carried where program order reads before it writes (the candidates), and
 //!    only there; the first step of a regime finds the events it carries in the regime before.
 //! 3. **Free of deadlock** (`order`, `variants`). Queues and the events of a step have no cycle; a witness is the cycle. The stream
-//!    of an SM lists exactly the streamed operands of its queue, in its order, with the right bytes at consecutive
-//!    offsets, the same in every regime. A task's chunks fit the ring; the arrivals that free a slot are the consumer
-//!    warps. The variants of matvecs and attention are those that tasks, slots and cache rows lead to (`variants`).
+//!    of an SM lists exactly the streamed operands of its queue, in its order: the units that the task multiplies, the rows that
+//!    its share of the history has. A task's chunks fit the ring; the arrivals that free a slot are the consumer warps. The
+//!    variants of matvecs and attention are those that tasks, slots and cache rows lead to (`variants`).
 //! 4. **Race-free** (`races`), over `1 + phases` consecutive steps of the loop and across each change of regime. A
 //!    packet or logit is overwritten only after every reader and the writer of the old value (dependency order;
 //!    visibility order for what the host reads). A loader reads the history only where each append of the step before
 //!    is visible.
 //! 5. **Memory** (`memory`). Shared-memory parts, registers, threads and SMs fit the target, parts are large
-//!    enough for what runs in them, arenas have no overlap, and everything fits device memory.
+//!    enough for what runs in them, arenas have no overlap (weights and constants share that of the pack), and everything fits
+//!    device memory.
 //! 6. **Proxies** (`proxies`). Where the target copies in bulk, an append reaches the loader through a proxy fence.
 //!
 //! A CUDA target has kernels that can do less than the language says; what is proven is at last compared with what they
@@ -327,8 +328,6 @@ rules! {
     StreamOrder "stream-order" 3;
     /// A run has not the bytes of its task.
     StreamBytes "stream-bytes" 3;
-    /// Runs have gaps or overlap, or lie elsewhere in another regime.
-    StreamOffset "stream-offset" 3;
     /// A chunk of the history does not fit a slot or a tile.
     HistoryChunk "history-chunk" 3;
     /// A variant is missing, or its numbers are not those that follow from tasks, slots and caches.

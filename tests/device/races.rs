@@ -20,7 +20,7 @@ use monobloc::cuda::session::Session;
 use monobloc::dtype::{DType, Precision};
 use monobloc::lower::lower;
 use monobloc::model::config::{Imported, import_config_only};
-use monobloc::pack::{layout, pack};
+use monobloc::pack::pack;
 use monobloc::sample::SampleSettings;
 use monobloc::schedule::schedule;
 use monobloc::target::{CopyMechanism, Spec, Target};
@@ -104,9 +104,9 @@ fn run_all(gpu: &Gpu, copy: CopyMechanism, edits: &[&[Edit]]) {
     });
     for ((model, weights), (imported, validated, cubin)) in MODELS.into_iter().zip(compiled.collect::<Vec<_>>()) {
         let packed = pack(validated.schedule(), &imported.graph, &imported.weights).unwrap();
-        let (queues, layout) = (Queues::of(&validated), layout(validated.schedule()));
-        let mut session = Session::load(&gpu.device, &queues, &layout, &cubin, Trace::Off, STEPS, |stream, to| {
-            Ok(to.upload(stream, 0, &packed.bytes)?)
+        let queues = Queues::of(&validated);
+        let mut session = Session::load(&gpu.device, &queues, &cubin, Trace::Off, STEPS, |stream, to| {
+            Ok(to.upload(stream, 0, &packed)?)
         })
         .unwrap();
         let chance = SampleSettings { temperature: 1.0, top_k: Some(20), top_p: Some(0.9), seed: 1 };

@@ -5,10 +5,9 @@ use monobloc::codegen::abi::Queues;
 use monobloc::dtype::DType;
 use monobloc::ir::op::{Op, Role};
 use monobloc::ir::program::{Cols, Rows};
-use monobloc::ir::schedule::{Mechanism, RunBytes, Schedule, SmemKind};
+use monobloc::ir::schedule::{Mechanism, Schedule, SmemKind, Source};
 use monobloc::ir::variant::Variant;
 use monobloc::ir::{BufferId, EventId, GridId, SmId, TaskId};
-use monobloc::pack::{constants_base, layout};
 use monobloc::target::Target;
 use monobloc::validate::{Entity, Rule, Violation, check, validate};
 
@@ -137,15 +136,11 @@ fn case(rule: Rule) -> Case {
         }),
         Rule::StreamOrder => on_toy(t(17), |s, _| s.regimes[0].streams[0].swap(2, 3)),
         Rule::StreamBytes => on_toy(t(17), |s, _| {
-            let RunBytes::Fixed { bytes, .. } = &mut s.regimes[0].streams[0][2].bytes else { panic!("weights") };
-            *bytes += 512;
-        }),
-        Rule::StreamOffset => on_toy(t(17), |s, _| {
-            let RunBytes::Fixed { offset, .. } = &mut s.regimes[0].streams[0][2].bytes else { panic!("weights") };
-            *offset += 512;
+            let Source::Units { hi, .. } = &mut s.regimes[0].streams[0][2].source else { panic!("weights") };
+            *hi += 1;
         }),
         Rule::HistoryChunk => on_toy(t(13), |s, _| {
-            s.regimes[0].streams[0][1].bytes = RunBytes::History { rows: 24 };
+            s.regimes[0].streams[0][1].source = Source::History { rows: 24 };
         }),
         Rule::Variant => on_toy(Entity::Grid(GridId(3)), |s, _| {
             let Some(Variant::MatVec(variant)) = s.variants.get_mut(&GridId(3)) else { panic!("a matvec") };
@@ -223,9 +218,7 @@ fn every_rule_is_broken_by_a_mutation_that_breaks_no_other() {
 fn entries_find_constants_where_the_pack_has_them() {
     let (schedule, target) = toy();
     let proven = validate(schedule, &target).expect("the toy is proven");
-    let (queues, layout) = (Queues::of(&proven), layout(proven.schedule()));
-    // The kernel gets one pointer, to the first byte behind the streams.
-    let first = constants_base(&layout);
+    let queues = Queues::of(&proven);
     let (regime, tables) = (&proven.schedule().regimes[0], queues.tables());
     let mut compared = 0;
     for (sm, queue) in regime.queues.iter().enumerate() {
@@ -233,8 +226,8 @@ fn entries_find_constants_where_the_pack_has_them() {
             let grid = &proven.schedule().program.grids[regime.tasks[task.index()].grid.index()];
             for (role, place) in [(Role::NormWeight, entry.norm_weight), (Role::Table, entry.table)] {
                 if let Some(operand) = grid.operand(role) {
-                    let packed = layout.constant_offset[operand.buffer.index()];
-                    assert_eq!(Some(first + u64::from(place) * 256), packed, "{task} `{}`", role.name());
+                    let packed = proven.schedule().placement[operand.buffer.index()];
+                    assert_eq!(Some(u64::from(place) * 256), packed, "{task} `{}`", role.name());
                     compared += 1;
                 }
             }

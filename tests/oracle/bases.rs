@@ -6,11 +6,11 @@ use monobloc::candidate::Candidate;
 use monobloc::dtype::{DType, Precision};
 use std::collections::BTreeMap;
 
-use monobloc::ir::layout::GRANULE_BYTES;
+use monobloc::ir::layout;
 use monobloc::ir::op::{Access, Epilogue, MatVec, NormAttr, Op, Role};
 use monobloc::ir::program::{Buffer, Cols, Content, Grid, Operand, Part, Program, Rows, Second, Space};
 use monobloc::ir::schedule::{
-    Event, Machine, Mechanism, Regime, Ring, Run, RunBytes, Schedule, SmemKind, SmemPart, Task, Wait,
+    Event, Machine, Mechanism, Regime, Ring, Run, Schedule, SmemKind, SmemPart, Source, Task, Wait,
 };
 use monobloc::ir::variant::{MatVecVariant, Variant};
 use monobloc::ir::{BufferId, EventId, GridId, TaskId};
@@ -387,32 +387,29 @@ fn place_randomly(random: &mut Rng, p: Program, sms: usize) -> Base {
         }
     }
     for sm in 0..sms {
-        let mut end = 0;
         for id in &regime.queues[sm] {
             let task = &regime.tasks[id.index()];
-            if let Op::MatVec(m) = &p.grids[task.grid.index()].op {
-                let bytes = u64::from(task.hi - task.lo) * u64::from(m.granules(2)) * u64::from(GRANULE_BYTES);
-                regime.streams[sm].push(Run { task: *id, bytes: RunBytes::Fixed { offset: end, bytes } });
-                end += bytes;
+            if let Some(weight) = p.grids[task.grid.index()].operand(Role::Weight) {
+                let source = Source::Units { buffer: weight.buffer, lo: task.lo, hi: task.hi };
+                regime.streams[sm].push(Run { task: *id, source });
             }
         }
     }
-    let (mut next, mut constants) = (0u64, 0u64);
+    let mut next = 0u64;
     let placement = p.buffers.iter().map(|b| match b.space {
         Space::Exchange => {
             let at = next;
             next += (u64::from(b.cols) * 8 * u64::from(b.phases) + 16).next_multiple_of(256);
             Some(at)
         }
-        Space::Constant => {
-            let at = constants;
-            constants += (u64::from(b.rows) * u64::from(b.cols) * b.dtype.bytes() as u64).next_multiple_of(256);
-            Some(at)
-        }
         Space::Output => Some(if b.name == "said" { 1 << 16 } else { 0 }),
         _ => None,
     });
-    let placement = placement.collect();
+    let mut placement: Vec<Option<u64>> = placement.collect();
+    // The pack, where the compiler would have it.
+    for (place, packed) in placement.iter_mut().zip(layout::placement(&p)) {
+        *place = place.or(packed);
+    }
     let mut offset = 0;
     let smem = SmemKind::ALL.into_iter().zip([16_384, 1024, 4096, 256, 1024, 4096, 4096]);
     let smem = smem.map(|(kind, bytes)| {

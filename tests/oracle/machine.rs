@@ -17,7 +17,7 @@ use super::footprint::{Foot, Touch, footprints, phase_bytes};
 use super::{Fault, Kind};
 use monobloc::ir::op::Op;
 use monobloc::ir::program::Space;
-use monobloc::ir::schedule::{Mechanism, Regime, RunBytes, Schedule};
+use monobloc::ir::schedule::{Mechanism, Regime, Schedule, Source};
 use monobloc::ir::{BufferId, EventId};
 use monobloc::target::{CopyMechanism, Target};
 use std::collections::BTreeMap;
@@ -613,16 +613,23 @@ impl Window {
                     let before = consumed.last().copied().unwrap_or(0);
                     let grid = &s.program.grids[regime.tasks[task.index()].grid.index()];
                     let chunks = match &grid.op {
-                        Op::MatVec(_) => match runs.next().map(|r| r.bytes) {
-                            Some(RunBytes::Fixed { bytes, .. }) => {
-                                let units = regime.tasks[task.index()].hi - regime.tasks[task.index()].lo;
-                                chunks(bytes / 512, units, s.machine.ring.slot_bytes / 512, s.machine.ring.arrivals)
+                        Op::MatVec(m) => match runs.next().map(|r| r.source) {
+                            Some(Source::Units { lo, hi, .. }) => {
+                                let element = s.program.precision.weights.bytes() as u32;
+                                let unit = m.k.div_ceil(64 / element * 8 / m.unit_rows);
+                                let units = hi - lo;
+                                chunks(
+                                    u64::from(unit) * u64::from(units),
+                                    units,
+                                    s.machine.ring.slot_bytes / 512,
+                                    s.machine.ring.arrivals,
+                                )
                             }
                             _ => 0,
                         },
                         Op::Attention(a) => {
-                            let rows = match runs.next().map(|r| r.bytes) {
-                                Some(RunBytes::History { rows }) => rows,
+                            let rows = match runs.next().map(|r| r.source) {
+                                Some(Source::History { rows }) => rows,
                                 _ => 1,
                             };
                             let (start, end) = share(a.window, a.splits, positions[step], regime.tasks[task.index()].j);

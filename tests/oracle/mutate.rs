@@ -4,7 +4,7 @@ use super::explore::Rng;
 use monobloc::dtype::DType;
 use monobloc::ir::op::{Access, MatVec, Op, Role};
 use monobloc::ir::program::{Rows, Second, Space};
-use monobloc::ir::schedule::{Mechanism, Run, RunBytes, Schedule, Wait};
+use monobloc::ir::schedule::{Mechanism, Run, Schedule, Source, Wait};
 use monobloc::ir::{BufferId, EventId, GridId, SmId, TaskId};
 use monobloc::target::Target;
 use monobloc::validate::{Entity, Violation};
@@ -48,7 +48,7 @@ pub const CLASSES: &[(&str, Mutate)] = &[
     ("ring order swapped", ring_order),
     ("ring over capacity", ring_capacity),
     ("chunk list unequal", chunk_list),
-    ("weights over weights", weight_offset),
+    ("other weights", other_weights),
     ("barrier count", barrier_count),
     ("flight limits", flight),
     (REUSED, reused),
@@ -226,21 +226,12 @@ fn mechanism(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<E
     (event.mechanism != was).then(|| vec![event_at(r, e), Entity::Buffer(event.buffer)])
 }
 
-/// Lists the runs of a regime's queues anew, each with the bytes it had.
+/// Lists the runs of a regime's queues anew.
 fn restream(s: &mut Schedule, r: usize) {
     let regime = &mut s.regimes[r];
     let runs: Vec<Run> = regime.streams.iter().flatten().copied().collect();
     for (stream, queue) in regime.streams.iter_mut().zip(&regime.queues) {
-        let mut end = 0;
-        stream.clear();
-        for run in queue.iter().filter_map(|id| runs.iter().find(|run| run.task == *id)) {
-            let mut run = *run;
-            if let RunBytes::Fixed { offset, bytes } = &mut run.bytes {
-                *offset = end;
-                end += *bytes;
-            }
-            stream.push(run);
-        }
+        *stream = queue.iter().filter_map(|id| runs.iter().find(|run| run.task == *id).copied()).collect();
     }
 }
 
@@ -332,15 +323,15 @@ fn missing_producer(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Optio
     let (r, id) = a_task(s, random, wide)?;
     let regime = &mut s.regimes[r];
     let task = &mut regime.tasks[id.index()];
-    let units = u64::from(task.hi - task.lo);
     if random.below(2) == 0 {
         task.lo += 1;
     } else {
         task.hi -= 1;
     }
+    let range = (task.lo, task.hi);
     let run = regime.streams.iter_mut().flatten().find(|run| run.task == id);
-    if let Some(Run { bytes: RunBytes::Fixed { bytes, .. }, .. }) = run {
-        *bytes = *bytes / units * (units - 1);
+    if let Some(Run { source: Source::Units { lo, hi, .. }, .. }) = run {
+        (*lo, *hi) = range;
     }
     let grid = task.grid;
     restream(s, r);
@@ -369,17 +360,15 @@ fn launched_twice(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<
     })?;
     let regime = &mut s.regimes[r];
     let task = &mut regime.tasks[id.index()];
-    let units = u64::from(task.hi - task.lo);
     if task.lo > 0 {
         task.lo -= 1;
     } else {
         task.j = if task.j > 0 { task.j - 1 } else { 1 };
     }
-    let wider = u64::from(task.hi - task.lo);
-    let grid = task.grid;
+    let (range, grid) = ((task.lo, task.hi), task.grid);
     let run = regime.streams.iter_mut().flatten().find(|run| run.task == id);
-    if let Some(Run { bytes: RunBytes::Fixed { bytes, .. }, .. }) = run {
-        *bytes = *bytes / units * wider;
+    if let Some(Run { source: Source::Units { lo, hi, .. }, .. }) = run {
+        (*lo, *hi) = range;
     }
     restream(s, r);
     Some(vec![task_at(r, id), Entity::Grid(grid)])
@@ -387,9 +376,10 @@ fn launched_twice(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<
 
 /// Two buffers of an arena in one place, or one a little into the other.
 fn overlapping(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<Entity>> {
-    let a = a_buffer(s, random, |space| matches!(space, Space::Exchange | Space::Cache | Space::Output))?;
-    let space = s.program.buffers[a.index()].space;
-    let b = a_buffer(s, random, |other| other == space)?;
+    let a = a_buffer(s, random, |space| space != Space::Private)?;
+    let arena = |space| if space == Space::Constant { Space::Weight } else { space };
+    let space = arena(s.program.buffers[a.index()].space);
+    let b = a_buffer(s, random, |other| arena(other) == space)?;
     if a == b {
         return None;
     }
@@ -539,14 +529,14 @@ fn attribute(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<E
     Some(vec![Entity::Grid(GridId::from(g))])
 }
 
-fn a_run(s: &Schedule, random: &mut Rng, wanted: fn(&RunBytes) -> bool) -> Option<(usize, usize, usize)> {
+fn a_run(s: &Schedule, random: &mut Rng, wanted: fn(&Source) -> bool) -> Option<(usize, usize, usize)> {
     let r = random.below(s.regimes.len());
     let all: Vec<(usize, usize)> = s.regimes[r]
         .streams
         .iter()
         .enumerate()
-        .flat_map(|(sm, stream)| stream.iter().enumerate().map(move |(i, run)| (sm, i, run.bytes)))
-        .filter(|(_, _, bytes)| wanted(bytes))
+        .flat_map(|(sm, stream)| stream.iter().enumerate().map(move |(i, run)| (sm, i, run.source)))
+        .filter(|(_, _, source)| wanted(source))
         .map(|(sm, i, _)| (sm, i))
         .collect();
     let (sm, i) = all[pick(random, &all)?];
@@ -562,9 +552,9 @@ fn misaligned_chunk(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Optio
         s.machine.ring.slot_bytes -= [16, 256, 512][random.below(3)];
         return Some(vec![Entity::Machine, Entity::Schedule]);
     }
-    let (r, sm, i) = a_run(s, random, |bytes| matches!(bytes, RunBytes::History { .. }))?;
+    let (r, sm, i) = a_run(s, random, |source| matches!(source, Source::History { .. }))?;
     let touched = run_entities(s, r, sm, i);
-    if let RunBytes::History { rows } = &mut s.regimes[r].streams[sm][i].bytes {
+    if let Source::History { rows } = &mut s.regimes[r].streams[sm][i].source {
         *rows = match random.below(4) {
             0 => *rows + 8,
             1 => rows.saturating_sub(1),
@@ -607,23 +597,29 @@ fn chunk_list(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<
     let (r, sm, i) = a_run(s, random, |_| true)?;
     let touched = run_entities(s, r, sm, i);
     let stream = &mut s.regimes[r].streams[sm];
-    match (random.below(4), &mut stream[i].bytes) {
+    match (random.below(4), &mut stream[i].source) {
         (0, _) => drop(stream.remove(i)),
         (1, _) => stream.insert(i, stream[i]),
-        (2, RunBytes::Fixed { bytes, .. }) => *bytes += 512,
-        (_, RunBytes::Fixed { bytes, .. }) => *bytes -= 512,
-        (_, bytes) => *bytes = RunBytes::Fixed { offset: 0, bytes: 512 },
+        (2, Source::Units { hi, .. }) => *hi += 1,
+        (_, Source::Units { hi, .. }) => *hi -= 1,
+        (_, source) => *source = Source::Units { buffer: BufferId(0), lo: 0, hi: 1 },
     }
     Some(touched)
 }
 
-fn weight_offset(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<Entity>> {
-    let (r, sm, i) = a_run(s, random, |bytes| matches!(bytes, RunBytes::Fixed { .. }))?;
-    let touched = run_entities(s, r, sm, i);
-    if let RunBytes::Fixed { offset, .. } = &mut s.regimes[r].streams[sm][i].bytes {
-        *offset = if random.below(2) == 0 { *offset + 512 } else { offset.saturating_sub(512) };
-        if *offset == 0 && i == 0 {
-            *offset = 512;
+/// A run brings in other units, or those of another matrix.
+fn other_weights(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<Entity>> {
+    let (r, sm, i) = a_run(s, random, |source| matches!(source, Source::Units { .. }))?;
+    let mut touched = run_entities(s, r, sm, i);
+    let other = a_buffer(s, random, |space| space == Space::Weight)?;
+    if let Source::Units { buffer, lo, hi } = &mut s.regimes[r].streams[sm][i].source {
+        match random.below(3) {
+            0 if *lo > 0 => (*lo, *hi) = (*lo - 1, *hi - 1),
+            1 if *buffer != other => {
+                *buffer = other;
+                touched.push(Entity::Buffer(other));
+            }
+            _ => (*lo, *hi) = (*lo + 1, *hi + 1),
         }
     }
     Some(touched)
