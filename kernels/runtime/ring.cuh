@@ -87,7 +87,9 @@ struct Loader {
       }
 #endif
     }
-    return at.use == 0 || wait(&state.empty[at.slot], at.use - 1, M::WARPS, tag, WaitKind::RING_EMPTY);
+    if (at.use != 0 && !wait(&state.empty[at.slot], at.use - 1, M::WARPS, tag, WaitKind::RING_EMPTY)) return false;
+    if constexpr (M::COPY == Copy::BULK) fence_empty_slot();
+    return true;
   }
   __device__ __forceinline__ bool wait(u64* word, u32 use, u32 arrivals, u32 tag, WaitKind kind) {
     u32 polls = 0;

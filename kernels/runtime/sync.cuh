@@ -247,6 +247,15 @@ struct Slot<false> {
 };
 #endif
 
+// By the thread that copies in bulk, between its wait for an empty slot and the copy. The wait orders what the consumers read
+// there before this thread, and no access of another proxy: without the fence a bulk copy may land before an ordinary read
+// that came first. The fence at the consumers would do as well, but there it would be on the path of every product.
+__device__ __forceinline__ void fence_empty_slot() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+
 // By whole warps. What follows a look in vain is out of line, for slots are waited for at many places.
 template <bool COUNTERS>
 __device__ __noinline__ u32 await_slot_longer(u64* word, u32 use, u32 arrivals, u32 patience, const Watchdog* dog, WaitSite at,
