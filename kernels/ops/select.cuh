@@ -26,6 +26,7 @@ struct Select {
       if (active[0]) argmax_take(value, row, __uint_as_float(u32(a[0])), int(u32(b[0])));
       if (filtered && active[0]) c.scratch()[i] = __uint_as_float(u32(a[0]));
     }
+    acquire_step();
     c.stamp(1);
     warp_argmax(value, row);
     if (c.lane() == 0) {
@@ -37,8 +38,6 @@ struct Select {
     if (filtered) {
       float best = NEGATIVE_INFINITY;
       for (int w = 0; w < M::WARPS; w++) best = fmaxf(best, c.state().best[0][w]);
-      if (c.tid() == 0) acquire_step();
-      c.barrier();
       chosen = Sampling<M, G>::choose(c.p, c.tag - 1 - c.p.tag, c.position, best, c.tid());
     }
     if (c.warp() == 0) {
@@ -47,7 +46,6 @@ struct Select {
       warp_argmax(value, row);
       if (filtered) row = chosen;
       if (c.lane() == 0) {
-        acquire_step();
         // Where no logit was a number there is no row, and the next step reads a row of the table all the same.
         const int token = given ? c.p.prompt[c.position] : min(row, G::VOCAB - 1);
         bool stop = c.lost();

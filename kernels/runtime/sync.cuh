@@ -146,6 +146,13 @@ __device__ __forceinline__ void await_packets(const u64* const (&from)[N], const
 
 // ---- step boundary ----------------------------------------------------------------------------------------------
 
+// PTX 8.6 (CUDA 12.7) has fences that only release or only acquire, from sm_90 on.
+#if __CUDA_ARCH__ >= 900 && __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ >= 1207
+#define ONE_SIDED_FENCES 1
+#else
+#define ONE_SIDED_FENCES 0
+#endif
+
 // Before the candidates of a step are published: everything this block wrote in the step becomes visible with them.
 // The caller has passed a block barrier since the last write of other warps.
 __device__ __forceinline__ void release_step() {
@@ -154,11 +161,13 @@ __device__ __forceinline__ void release_step() {
 #endif
   __threadfence();
 }
-// After all candidates have been seen, before anything of this step touches the cache.
+// By each thread that polled candidates, after its last poll and before a block barrier. The thread that polled has to fence:
+// a fence of another thread behind the barrier is no acquire. On sm_90 an acquire waits for nothing.
 __device__ __forceinline__ void acquire_step() {
-  __threadfence();
-#if __CUDA_ARCH__ >= 900
-  asm volatile("fence.proxy.async.global;" ::: "memory");
+#if ONE_SIDED_FENCES
+  asm volatile("fence.acquire.gpu;" ::: "memory");
+#else
+  asm volatile("fence.acq_rel.gpu;" ::: "memory");
 #endif
 }
 // By the thread that issues bulk copies, after it has seen that the block acquired the step.
