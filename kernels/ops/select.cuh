@@ -53,7 +53,7 @@ struct Select {
           for (u32 i = 0; i < c.p.eos_count; i++) stop = stop || token == c.p.eos[i];
         c.state().token = token;
         if (stop) c.state().stop = 1;
-        c.state().history_tag = c.tag;
+        hand_over_step(&c.state().acquired_tag, c.tag);
       }
     }
     c.barrier();

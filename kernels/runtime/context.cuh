@@ -45,7 +45,7 @@ struct State {
   // may still read those of the task before.
   float best[2][M::WARPS];
   int best_index[2][M::WARPS];
-  volatile u32 history_tag;  // step whose cache the loader may read
+  u32 acquired_tag;          // step whose cache the loader may read: see `hand_over_step`
   volatile u32 stop;         // the loader leaves after the copies it has issued
   int token;
 };

@@ -176,16 +176,16 @@ struct Loader {
           u32 start, end;
           history_share(position, run.window, run.splits, run.head_j & 0xffff, start, end);
           if (start < end && !acquired) {
-            u32 polls = 0;
-            while (i32(state.history_tag - tag) < 0) {
+            u32 polls = 0, seen;
+            while (seen = handed_over_step(&state.acquired_tag), i32(seen - tag) < 0) {
               if (state.stop) return drain();
               if (++polls % POLLS_BETWEEN_CHECKS == 0 &&
-                  wait_expired(&state.dog, WaitSite{tag, nullptr}, WaitKind::HISTORY, state.history_tag, tag, false)) {
+                  wait_expired(&state.dog, WaitSite{tag, nullptr}, WaitKind::HISTORY, seen, tag, false)) {
                 lost = true;
                 return drain();
               }
             }
-            acquire_history();
+            if constexpr (M::COPY == Copy::BULK) fence_history();
             acquired = true;
           }
           u64 head = u64(run.head_j >> 16) * M::CONTEXT_MAX * run.row_bytes;

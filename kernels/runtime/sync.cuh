@@ -62,6 +62,8 @@ __device__ __forceinline__ bool give_up(u32& patience, bool done, const Watchdog
   return true;
 }
 
+__device__ __forceinline__ u32 smem_address(const void* p) { return u32(__cvta_generic_to_shared(p)); }
+
 // ---- packets ----------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ void publish(u64* to, u32 payload, u32 tag) {
@@ -170,9 +172,20 @@ __device__ __forceinline__ void acquire_step() {
   asm volatile("fence.acq_rel.gpu;" ::: "memory");
 #endif
 }
-// By the thread that issues bulk copies, after it has seen that the block acquired the step.
-__device__ __forceinline__ void acquire_history() {
-  __threadfence();
+// Hands the acquired step to the loader: by one thread, behind the block barrier after `acquire_step`. A word that only grows
+// and no mbarrier: a loader that skips steps without history could not tell the parity of one step from that of two before.
+__device__ __forceinline__ void hand_over_step(u32* word, u32 tag) {
+  asm volatile("st.release.cta.shared.u32 [%0], %1;" ::"r"(smem_address(word)), "r"(tag) : "memory");
+}
+// By each thread of the loader.
+__device__ __forceinline__ u32 handed_over_step(const u32* word) {
+  u32 tag;
+  asm volatile("ld.acquire.cta.shared.u32 %0, [%1];" : "=r"(tag) : "r"(smem_address(word)) : "memory");
+  return tag;
+}
+// Then, by the thread that copies in bulk: rows of the cache that ordinary stores wrote are read by another proxy. The fence has
+// to be in this thread, between what it acquired and the copy.
+__device__ __forceinline__ void fence_history() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("fence.proxy.async.global;" ::: "memory");
 #endif
@@ -194,8 +207,6 @@ __device__ __forceinline__ void consumer_barrier() {
 
 // A place of its own in a list of this block, for each thread that asks. Orders nothing.
 __device__ __forceinline__ u32 take_place(u32* count) { return atomicAdd(count, 1u); }
-
-__device__ __forceinline__ u32 smem_address(const void* p) { return u32(__cvta_generic_to_shared(p)); }
 
 // ---- ring slots -------------------------------------------------------------------------------------------------
 // A slot has a `full` and an `empty` word of 8 bytes each. With COUNTERS they are counts of fills and releases (sm_75 has
