@@ -155,13 +155,14 @@ __device__ __forceinline__ void await_packets(const u64* const (&from)[N], const
 #define ONE_SIDED_FENCES 0
 #endif
 
-// Before the candidates of a step are published: everything this block wrote in the step becomes visible with them.
-// The caller has passed a block barrier since the last write of other warps.
+// Before the candidates of a step are published, by the thread that publishes them: everything this block wrote in the step
+// becomes visible with them. The thread has passed a block barrier since the last write of other warps.
 __device__ __forceinline__ void release_step() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("fence.proxy.async.global;" ::: "memory");
+#if ONE_SIDED_FENCES
+  asm volatile("fence.release.gpu;" ::: "memory");
+#else
+  asm volatile("fence.acq_rel.gpu;" ::: "memory");
 #endif
-  __threadfence();
 }
 // By each thread that polled candidates, after its last poll and before a block barrier. The thread that polled has to fence:
 // a fence of another thread behind the barrier is no acquire. On sm_90 an acquire waits for nothing.
