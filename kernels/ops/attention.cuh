@@ -181,14 +181,13 @@ struct Attention {
     c.barrier();
     c.stamp(2);
     Records::finish(c, e, i, j, last, [&](int d) { return *reinterpret_cast<const float2*>(value(c) + d); });
-    // Nobody waits for the row in this step, and the fence waits for the stores: behind the publication.
+    // After publishing: no SM reads the row in this step. The end of the step releases it.
     if (last && i % (G::GROUP / HPT) == 0) {
       for (int h = M::WARPS - 1 - c.warp(); h < 2; h += M::WARPS) {
         const float* x = h == 0 ? key(c) : value(c);
         C* row = reinterpret_cast<C*>(c.p.cache + u64(h == 0 ? e.k_cache : e.v_cache) * 256) +
                  (u64(kv) * M::CONTEXT_MAX + c.position) * G::PITCH;
         for (int d = c.lane(); d < G::DIM; d += 32) narrow(x[d], row + d);
-        publish_cache_row();
       }
     }
     c.barrier(); // the next task may stage where the records are, or fetch other heads

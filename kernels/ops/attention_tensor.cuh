@@ -290,7 +290,7 @@ struct AttentionTensor {
       const u32 pair = *reinterpret_cast<const u32*>(row_at(c, VALUE) + d * 2);
       return make_float2(bf16_lo(pair), bf16_hi(pair));
     });
-    // Nobody waits for the row in this step, and the fence waits for the stores: behind the publication.
+    // After publishing: no SM reads the row in this step. The end of the step releases it.
     if (last && i % (G::GROUP / HPT) == 0 && c.warp() == M::WARPS - 1) {
       constexpr int PIECES = G::DIM / 8; // of 16 bytes
 #pragma unroll
@@ -302,7 +302,6 @@ struct AttentionTensor {
           *reinterpret_cast<uint4*>(row + (at % PIECES ^ swizzle(c.position)) * 16) = *reinterpret_cast<const uint4*>(row_at(c, KEY) + at * 16);
         }
       }
-      publish_cache_row();
     }
     c.barrier(); // the next task may stage where the records are, or load other angles
   }

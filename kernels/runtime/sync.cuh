@@ -185,15 +185,9 @@ __device__ __forceinline__ u32 handed_over_step(const u32* word) {
   return tag;
 }
 // Then, by the thread that copies in bulk: rows of the cache that ordinary stores wrote are read by another proxy. The fence has
-// to be in this thread, between what it acquired and the copy.
+// to be in this thread, between what it acquired and the copy: one where the rows were written, or in the thread that hands
+// the step over, is not on the path.
 __device__ __forceinline__ void fence_history() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("fence.proxy.async.global;" ::: "memory");
-#endif
-}
-
-// By each thread that wrote part of a cache row: later steps read it with bulk copies.
-__device__ __forceinline__ void publish_cache_row() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("fence.proxy.async.global;" ::: "memory");
 #endif
