@@ -66,9 +66,9 @@ struct NormAdd {
       if (col >= last) continue;
       const u64* from = c.p.exchange + e.x + col / Wire<M>::PER_PACKET;
       float y[2];
-      y[0] = Wire<M>::lo(u32(__ldcg(from)));
+      y[0] = Wire<M>::lo(reread(from));
       y[1] = 0.f;
-      if (col + 1 < last) y[1] = Wire<M>::PER_PACKET == 2 ? Wire<M>::hi(u32(__ldcg(from))) : Wire<M>::lo(u32(__ldcg(from + 1)));
+      if (col + 1 < last) y[1] = Wire<M>::PER_PACKET == 2 ? Wire<M>::hi(reread(from)) : Wire<M>::lo(reread(from + 1));
       float* own = c.residual() + e.residual + (col - first);
 #pragma unroll
       for (int i = 0; i < 2; i++)

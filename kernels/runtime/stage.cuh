@@ -138,7 +138,7 @@ __device__ __forceinline__ void stage_layer_norm(Context<M>& c, const Entry& e, 
   const float mean = block_sum(c, 0) / K;
   float around = 0.f;
   for (int k = c.tid() * PER_PACKET; k < K; k += T * PER_PACKET) {
-    const u32 payload = u32(__ldcg(packets + k / PER_PACKET));
+    const u32 payload = reread(packets + k / PER_PACKET);
     const float a = Wire<M>::lo(payload) - mean, b = PER_PACKET == 2 && k + 1 < K ? Wire<M>::hi(payload) - mean : 0.f;
     around += a * a + b * b;
   }
@@ -151,7 +151,7 @@ __device__ __forceinline__ void stage_layer_norm(Context<M>& c, const Entry& e, 
     for (int j = 0; j < 2; j++) {
       x[j] = 0.f;
       if (k + j < K) {
-        const u32 payload = u32(__ldcg(packets + (k + j) / PER_PACKET));
+        const u32 payload = reread(packets + (k + j) / PER_PACKET);
         const float v = PER_PACKET == 2 && j == 1 ? Wire<M>::hi(payload) : Wire<M>::lo(payload);
         x[j] = (v - mean) * factor * weight[k + j] + (e.norm_bias != ~0u ? bias[k + j] : 0.f);
       }

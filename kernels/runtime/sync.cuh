@@ -84,6 +84,13 @@ __device__ __forceinline__ void peek(const u64* from, bool active, u64& a) {
                : "l"(from), "r"(u32(active))
                : "memory");
 }
+// The payload of a packet that the block has waited for, once more. As wide and as strong as the store: a race of two widths
+// would take the program out of the memory model, and a weak load may be narrowed to the payload.
+__device__ __forceinline__ u32 reread(const u64* from) {
+  u64 packet;
+  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(packet) : "l"(from) : "memory");
+  return u32(packet);
+}
 __device__ __forceinline__ bool fresh(u64 packet, u32 tag) { return u32(packet >> 32) == tag; }
 
 // What a lane holds in place of a packet that it does not wait for.
