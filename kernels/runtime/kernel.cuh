@@ -73,7 +73,6 @@ __device__ __forceinline__ void persistent(const Params& p) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 #endif
-    __threadfence_block();
   }
   __syncthreads();
   if (uniform(threadIdx.x / 32) >= u32(M::WARPS)) {

@@ -219,16 +219,15 @@ struct Slot;
 
 template <>
 struct Slot<true> {
-  static __device__ __forceinline__ void init(u64* word, u32) { *reinterpret_cast<volatile u32*>(word) = 0; }
+  static __device__ __forceinline__ void init(u64* word, u32) { *reinterpret_cast<u32*>(word) = 0; }
   // One arrival of a thread whose earlier shared-memory accesses are to be seen first.
   static __device__ __forceinline__ void arrive(u64* word) {
-    __threadfence_block();
-    atomicAdd(reinterpret_cast<u32*>(word), 1u);
+    asm volatile("red.release.cta.shared.add.u32 [%0], 1;" ::"r"(smem_address(word)) : "memory");
   }
   static __device__ __forceinline__ bool reached(u64* word, u32 use, u32 arrivals) {
-    bool done = *reinterpret_cast<volatile u32*>(word) - (use + 1) * arrivals < 0x80000000u;
-    if (done) __threadfence_block();
-    return done;
+    u32 count;
+    asm volatile("ld.acquire.cta.shared.u32 %0, [%1];" : "=r"(count) : "r"(smem_address(word)) : "memory");
+    return count - (use + 1) * arrivals < 0x80000000u;
   }
   static __device__ __forceinline__ bool peek(u64* word, u32 use, u32 arrivals) { return reached(word, use, arrivals); }
 };
