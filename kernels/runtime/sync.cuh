@@ -2,8 +2,9 @@
 //
 // - A packet is 8 bytes: 32 bits of payload below, the tag of the step above. It is stored and loaded as one
 //   single-copy-atomic word, so a reader that sees the tag has the payload; nothing else is ordered by it.
-// - `release_step` / `acquire_step` fence once a step around the candidates, which every SM reads: what a step wrote to the
-//   cache is visible to the next step on every SM, also to bulk copies (the proxy fence).
+// - `release_step` and `acquire_step` fence once a step around the candidates, which every SM reads: what a step wrote to the
+//   cache is visible to the next step on every SM. `hand_over_step` passes that on to the loader, and `fence_history` to its
+//   bulk copies.
 // - Consumer warps of a block meet at one named barrier; ring slots are handed over through mbarriers.
 // - Every wait is bounded: after `deadline_ns` it records what it waited for, raises the abort word, and all leave.
 #pragma once
