@@ -29,8 +29,10 @@ mod proof_hostile;
 mod proof_naive;
 mod proof_real;
 mod proof_support;
+mod ptx;
 #[path = "../../fuzz/src/readers.rs"]
 mod readers;
+mod ring_proxy;
 mod sampling;
 mod support;
 mod tidy;
