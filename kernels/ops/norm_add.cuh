@@ -1,17 +1,17 @@
-// norm_add: residual[i] += scale * y[i] * rsqrt(mean(y^2) + eps) * weight[i]; publishes the sum, or, EVERYWHERE, does not.
+// norm_add: residual[i] += scale * y[i] * rsqrt(mean(y^2) + eps) * weight[i]; publishes the sum, or, REPLICATED, does not.
 //
 // y (WIDTH)         packets of all owners: for the statistics, and the own columns again for the values
-// residual          fp32, the columns this block owns, or, EVERYWHERE, all of them
-// out (WIDTH)       packets; none EVERYWHERE
+// residual          fp32, the columns this block owns, or, REPLICATED, all of them
+// out (WIDTH)       packets; none REPLICATED
 //
-// EVERYWHERE every block adds up all columns for itself. It has seen all of them for the statistics, and whoever multiplies the
+// REPLICATED every block adds up all columns for itself. It has seen all of them for the statistics, and whoever multiplies the
 // sum finds it in shared memory instead of waiting for an exchange.
 #pragma once
 
 template <class M, class G>
 struct NormAdd {
   static __device__ __forceinline__ void run(Context<M>& c, const Entry& e) {
-    if constexpr (G::EVERYWHERE)
+    if constexpr (G::REPLICATED)
       everywhere(c, e);
     else
       owned(c, e);

@@ -9,7 +9,7 @@
 
 template <class M, class G>
 struct Select {
-  static constexpr int T = M::WARPS * 32;
+  static constexpr int THREADS = M::WARPS * 32;
 
   static __device__ __forceinline__ void run(Context<M>& c, const Entry& e) {
     // A step reads what the previous one published, from the copy of that step's parity.
@@ -18,7 +18,7 @@ struct Select {
     const bool given = c.position < c.p.prompt_len, filtered = !given && c.p.filters();
     float value = NEGATIVE_INFINITY;
     int row = 0x7fffffff;
-    for (int first = 0; first < G::PARTS; first += T) {
+    for (int first = 0; first < G::PARTS; first += THREADS) {
       const int i = first + c.tid();
       const bool active[1] = {i < G::PARTS};
       u64 a[1] = {0}, b[1] = {0};

@@ -103,7 +103,7 @@ struct Context {
   __device__ __forceinline__ float* residual() const { return reinterpret_cast<float*>(block_memory() + M::RESIDUAL_AT); }
   template <class T>
   __device__ __forceinline__ const T* constant(u32 at) const {
-    return reinterpret_cast<const T*>(p.constants + u64(at) * 256);
+    return reinterpret_cast<const T*>(p.constants + u64(at) * OFFSET_BYTES);
   }
   __device__ __forceinline__ WaitSite site() const { return WaitSite{tag, queue() + in_step}; }
   __device__ __forceinline__ bool lost() const { return patience == POLLS_WHEN_LOST; }

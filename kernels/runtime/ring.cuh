@@ -189,8 +189,8 @@ struct Loader {
             acquired = true;
           }
           u64 head = u64(run.head_j >> 16) * M::CONTEXT_MAX * run.row_bytes;
-          const u8* k = p.cache + u64(run.k_cache) * 256 + head;
-          const u8* v = p.cache + u64(run.v_cache) * 256 + head;
+          const u8* k = p.cache + u64(run.k_cache) * OFFSET_BYTES + head;
+          const u8* v = p.cache + u64(run.v_cache) * OFFSET_BYTES + head;
           for (u32 row = start; row < end; row += run.rows) {
             u32 bytes = min(run.rows, end - row) * run.row_bytes;
             u64 offset = u64(row) * run.row_bytes;
