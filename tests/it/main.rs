@@ -18,6 +18,7 @@ mod hub;
 mod interp;
 mod kernels;
 mod nvrtc;
+mod ops;
 #[allow(dead_code)] // Mutants on a device use the rest of it.
 #[path = "../oracle/mod.rs"]
 mod oracle;
