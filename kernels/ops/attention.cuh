@@ -46,7 +46,7 @@ struct Attention {
       const bool active[1] = {i < cols / PER_PACKET};
       u32 payload[1];
       const u64* const from[1] = {c.p.exchange + e.x + col / PER_PACKET + i};
-      await_packets<1>(from, active, c.tag, payload, c.patience, c.dog(), c.site());
+      await_packets<1>(from, active, c.tag, payload, c.waiter());
       float a = Wire<M>::lo(payload[0]), b = PER_PACKET == 2 ? Wire<M>::hi(payload[0]) : 0.f;
       squares += a * a + b * b;
     }
@@ -121,7 +121,7 @@ struct Attention {
       active[n] = n * 32 + c.lane() < PACKETS;
       from[n] = c.p.exchange + e.x + col / PER_PACKET + n * 32 + c.lane();
     }
-    await_packets<N>(from, active, c.tag, payload, c.patience, c.dog(), c.site());
+    await_packets<N>(from, active, c.tag, payload, c.waiter());
 #pragma unroll
     for (int n = 0; n < N; n++) {
       if (!active[n]) continue;

@@ -36,7 +36,7 @@ struct AttentionMerge {
 #pragma unroll
       for (int n = 0; n < N; n++) active[n] = share(n) < G::SPLITS && (n % SHARE_PAIRS == 0 || dim(n % SHARE_PAIRS - 1) < G::DIM);
       const auto offset = [&](int n) { return share(n) * STRIDE + (n % SHARE_PAIRS == 0 ? 0 : Records::HEADER + dim(n % SHARE_PAIRS - 1)); };
-      await_pairs<N, true>(records, offset, active, c.tag, a, b, c.patience, c.dog(), c.site());
+      await_pairs<N, true>(records, offset, active, c.tag, a, b, c.waiter());
       float m[SHARES], high = top;
 #pragma unroll
       for (int s = 0; s < SHARES; s++) {

@@ -159,7 +159,7 @@ struct AttentionTensor {
 #pragma unroll
     for (int n = 0; n < N; n++) from[n] = packets + n * 32, active[n] = true;
     u32 word[N];
-    await_packets<N>(from, active, c.tag, word, c.patience, c.dog(), c.site());
+    await_packets<N>(from, active, c.tag, word, c.waiter());
     float2 x[N];
 #pragma unroll
     for (int n = 0; n < N; n++) x[n] = make_float2(bf16_lo(word[n]), bf16_hi(word[n]));

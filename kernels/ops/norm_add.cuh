@@ -33,7 +33,7 @@ struct NormAdd {
       for (int j = 0; j < PER_PAIR; j++) w[i][j] = k0 + i * STEP + j < G::WIDTH ? __ldg(weight + i * STEP + j) : 0.f;
     }
     await_pairs<PASSES>(c.p.exchange + (e.x + k0 / PER_PACKET), [](int i) { return i * (STEP / PER_PACKET); }, active, c.tag, a, b,
-                        c.patience, c.dog(), c.site());
+                        c.waiter());
     float squares = 0.f;
 #pragma unroll
     for (int i = 0; i < PASSES; i++) {

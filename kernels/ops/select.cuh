@@ -22,7 +22,7 @@ struct Select {
       const int i = first + c.tid();
       const bool active[1] = {i < G::PARTS};
       u64 a[1] = {0}, b[1] = {0};
-      await_pairs<1>(from + i * 2, [](int) { return 0; }, active, tag, a, b, c.patience, c.dog(), c.site());
+      await_pairs<1>(from + i * 2, [](int) { return 0; }, active, tag, a, b, c.waiter());
       if (active[0]) argmax_take(value, row, __uint_as_float(u32(a[0])), int(u32(b[0])));
       if (filtered && active[0]) c.scratch()[i] = __uint_as_float(u32(a[0]));
     }

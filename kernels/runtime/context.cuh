@@ -93,7 +93,6 @@ struct Context {
   __device__ __forceinline__ int lane() const { return int(u32(thread) % 32); }
   static __device__ __forceinline__ int sm() { return int(blockIdx.x); }
   static __device__ __forceinline__ State<M>& state() { return block_state<M>(); }
-  static __device__ __forceinline__ const Watchdog* dog() { return &block_state<M>().dog; }
   __device__ __forceinline__ u8* stage() const { return block_memory() + M::STAGE_AT; }
   __device__ __forceinline__ float* reduce() const { return reinterpret_cast<float*>(block_memory() + M::REDUCE_AT); }
   // `stage` and `reduce` lie side by side; an op that stages nothing may use both.
@@ -105,7 +104,7 @@ struct Context {
   __device__ __forceinline__ const T* constant(u32 at) const {
     return reinterpret_cast<const T*>(p.constants + u64(at) * OFFSET_BYTES);
   }
-  __device__ __forceinline__ WaitSite site() const { return WaitSite{tag, queue() + in_step}; }
+  __device__ __forceinline__ Waiter waiter() { return Waiter{patience, &block_state<M>().dog, WaitSite{tag, queue() + in_step}}; }
   __device__ __forceinline__ bool lost() const { return patience == POLLS_WHEN_LOST; }
   __device__ __forceinline__ void barrier() const { consumer_barrier<M::WARPS * 32>(); }
   // Traced builds: 0 task begins, 1 inputs are there, 2 sums are done, 3 task ends. Costs nothing when off.

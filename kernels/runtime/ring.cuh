@@ -17,8 +17,7 @@ constexpr u32 FULL_ARRIVALS = M::COPY == Copy::BULK ? 1 : (M::COPY == Copy::CP_A
 template <class M>
 __device__ __forceinline__ const u8* ring_take(Context<M>& c, const RingCursor<M>& at) {
   const u64 begun = c.begin_starving();
-  await_slot<RING_COUNTERS<M>>(&c.state().full[at.slot], at.use, FULL_ARRIVALS<M>, c.patience, c.dog(), c.site(),
-                               WaitKind::RING_FULL);
+  await_slot<RING_COUNTERS<M>>(&c.state().full[at.slot], at.use, FULL_ARRIVALS<M>, c.waiter(), WaitKind::RING_FULL);
   c.end_starving(begun);
   return block_memory() + at.slot * M::SLOT_BYTES;
 }
@@ -31,10 +30,8 @@ __device__ __forceinline__ void ring_take_pair(Context<M>& c, const RingCursor<M
   u64* const full = c.state().full;
   const bool there = S::peek(&full[a.slot], a.use, FULL_ARRIVALS<M>) & S::peek(&full[b.slot], b.use, FULL_ARRIVALS<M>);
   if (!__all_sync(~0u, there)) {
-    c.patience = await_slot_longer<RING_COUNTERS<M>>(&full[a.slot], a.use, FULL_ARRIVALS<M>, c.patience, c.dog(), c.site(),
-                                                     WaitKind::RING_FULL);
-    c.patience = await_slot_longer<RING_COUNTERS<M>>(&full[b.slot], b.use, FULL_ARRIVALS<M>, c.patience, c.dog(), c.site(),
-                                                     WaitKind::RING_FULL);
+    await_slot_longer<RING_COUNTERS<M>>(&full[a.slot], a.use, FULL_ARRIVALS<M>, c.waiter(), WaitKind::RING_FULL);
+    await_slot_longer<RING_COUNTERS<M>>(&full[b.slot], b.use, FULL_ARRIVALS<M>, c.waiter(), WaitKind::RING_FULL);
   }
   c.end_starving(begun);
   first = block_memory() + a.slot * M::SLOT_BYTES;

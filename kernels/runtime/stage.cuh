@@ -87,8 +87,7 @@ __device__ __forceinline__ float stage_pairs(Context<M>& c, const Entry& e, u32 
     }
   }
   if constexpr (!OWN)
-    await_pairs<COUNT>(c.p.exchange + (e.x + k0 / PER_PACKET), [](int i) { return i * (STEP / PER_PACKET); }, active, c.tag, a, b, c.patience, c.dog(),
-                     c.site());
+    await_pairs<COUNT>(c.p.exchange + (e.x + k0 / PER_PACKET), [](int i) { return i * (STEP / PER_PACKET); }, active, c.tag, a, b, c.waiter());
   float squares = 0.f;
 #pragma unroll
   for (int i = 0; i < COUNT; i++) {

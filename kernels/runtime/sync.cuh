@@ -24,6 +24,14 @@ struct WaitSite {
   const Entry* entry;
 };
 
+// The waits of a thread of the consumers, as ops hand them on. Made where it is used: a place in shared memory and two constants
+// cost no register, a copy that is kept would.
+struct Waiter {
+  u32& patience; // polls of a wait before it looks at the clock
+  const Watchdog* dog;
+  WaitSite at;
+};
+
 __device__ __forceinline__ u64 global_ns() {
   u64 t;
   asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t));
@@ -55,11 +63,10 @@ __device__ __noinline__ bool wait_expired(const Watchdog* w, WaitSite at, WaitKi
 }
 
 // After `patience` polls in vain, by whole warps. True: stop waiting.
-__device__ __forceinline__ bool give_up(u32& patience, bool done, const Watchdog* dog, WaitSite at, WaitKind kind, u32 observed,
-                                        u32 expected) {
-  if (patience == POLLS_WHEN_LOST) return true;
-  if (!__any_sync(~0u, wait_expired(dog, at, kind, observed, expected, done))) return false;
-  patience = POLLS_WHEN_LOST;
+__device__ __forceinline__ bool give_up(Waiter w, bool done, WaitKind kind, u32 observed, u32 expected) {
+  if (w.patience == POLLS_WHEN_LOST) return true;
+  if (!__any_sync(~0u, wait_expired(w.dog, w.at, kind, observed, expected, done))) return false;
+  w.patience = POLLS_WHEN_LOST;
   return true;
 }
 
@@ -102,13 +109,13 @@ __device__ __forceinline__ u64 no_packet(u32 tag) { return u64(tag) << 32; }
 // the weights. FEW SMs that wait for something of their own save the round instead.
 template <int N, bool FEW = false, class Offset>
 __device__ __forceinline__ void await_pairs(const u64* base, Offset offset, const bool (&active)[N], u32 tag, u64 (&a)[N],
-                                            u64 (&b)[N], u32& patience, const Watchdog* dog, WaitSite at) {
+                                            u64 (&b)[N], Waiter w) {
   if constexpr (N > 2 && !FEW) {
     const bool one[1] = {active[0]};
     u64 first[1], second[1];
-    await_pairs<1>(base, offset, one, tag, first, second, patience, dog, at);
+    await_pairs<1>(base, offset, one, tag, first, second, w);
   }
-  u32 left = patience;
+  u32 left = w.patience;
 #pragma unroll
   for (int i = 0; i < N; i++) a[i] = b[i] = no_packet(tag);
   for (;;) {
@@ -122,7 +129,7 @@ __device__ __forceinline__ void await_pairs(const u64* base, Offset offset, cons
       u32 seen = tag;
 #pragma unroll
       for (int i = 0; i < N; i++) seen = !fresh(a[i], tag) ? u32(a[i] >> 32) : (!fresh(b[i], tag) ? u32(b[i] >> 32) : seen);
-      if (give_up(patience, done, dog, at, WaitKind::PACKET, seen, tag)) return;
+      if (give_up(w, done, WaitKind::PACKET, seen, tag)) return;
       left = POLLS_BETWEEN_CHECKS;
     }
   }
@@ -130,8 +137,8 @@ __device__ __forceinline__ void await_pairs(const u64* base, Offset offset, cons
 // N packets, likewise.
 template <int N>
 __device__ __forceinline__ void await_packets(const u64* const (&from)[N], const bool (&active)[N], u32 tag, u32 (&payload)[N],
-                                              u32& patience, const Watchdog* dog, WaitSite at) {
-  u32 left = patience;
+                                              Waiter w) {
+  u32 left = w.patience;
   u64 word[N];
 #pragma unroll
   for (int i = 0; i < N; i++) word[i] = no_packet(tag);
@@ -146,7 +153,7 @@ __device__ __forceinline__ void await_packets(const u64* const (&from)[N], const
       u32 seen = tag;
 #pragma unroll
       for (int i = 0; i < N; i++) seen = fresh(word[i], tag) ? seen : u32(word[i] >> 32);
-      if (give_up(patience, done, dog, at, WaitKind::PACKET, seen, tag)) break;
+      if (give_up(w, done, WaitKind::PACKET, seen, tag)) break;
       left = POLLS_BETWEEN_CHECKS;
     }
   }
@@ -278,7 +285,8 @@ __device__ __forceinline__ void fence_empty_slot() {
 #endif
 }
 
-// By whole warps. What follows a look in vain is out of line, for slots are waited for at many places.
+// By whole warps. What follows a look in vain is out of line, for slots are waited for at many places. Returns the patience that is
+// left: by value, or it would lie in memory throughout.
 template <bool COUNTERS>
 __device__ __noinline__ u32 await_slot_longer(u64* word, u32 use, u32 arrivals, u32 patience, const Watchdog* dog, WaitSite at,
                                               WaitKind kind) {
@@ -287,14 +295,16 @@ __device__ __noinline__ u32 await_slot_longer(u64* word, u32 use, u32 arrivals, 
     const bool done = Slot<COUNTERS>::reached(word, use, arrivals);
     if (__all_sync(~0u, done)) return patience;
     if (--left == 0) {
-      if (give_up(patience, done, dog, at, kind, use, arrivals)) return patience;
+      if (give_up(Waiter{patience, dog, at}, done, kind, use, arrivals)) return patience;
       left = POLLS_BETWEEN_CHECKS;
     }
   }
 }
 template <bool COUNTERS>
-__device__ __forceinline__ void await_slot(u64* word, u32 use, u32 arrivals, u32& patience, const Watchdog* dog, WaitSite at,
-                                           WaitKind kind) {
-  if (!__all_sync(~0u, Slot<COUNTERS>::peek(word, use, arrivals)))
-    patience = await_slot_longer<COUNTERS>(word, use, arrivals, patience, dog, at, kind);
+__device__ __forceinline__ void await_slot_longer(u64* word, u32 use, u32 arrivals, Waiter w, WaitKind kind) {
+  w.patience = await_slot_longer<COUNTERS>(word, use, arrivals, w.patience, w.dog, w.at, kind);
+}
+template <bool COUNTERS>
+__device__ __forceinline__ void await_slot(u64* word, u32 use, u32 arrivals, Waiter w, WaitKind kind) {
+  if (!__all_sync(~0u, Slot<COUNTERS>::peek(word, use, arrivals))) await_slot_longer<COUNTERS>(word, use, arrivals, w, kind);
 }

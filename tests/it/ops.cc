@@ -12,6 +12,11 @@ struct WaitSite {
   u32 step;
   const Entry* entry;
 };
+struct Waiter {
+  u32& patience;
+  const Watchdog* dog;
+  WaitSite at;
+};
 constexpr u32 POLLS_WHEN_LOST = 1;
 static u64 global_ns() { return 0; }
 static void release_step() {}
@@ -26,16 +31,14 @@ static u64 awaited(const u64* from, bool active, u32 tag) {
 }
 static u32 reread(const u64* from) { return u32(*from); }
 template <int N, bool FEW = false, class Offset>
-static void await_pairs(const u64* base, Offset offset, const bool (&active)[N], u32 tag, u64 (&a)[N], u64 (&b)[N], u32&,
-                        const Watchdog*, WaitSite) {
+static void await_pairs(const u64* base, Offset offset, const bool (&active)[N], u32 tag, u64 (&a)[N], u64 (&b)[N], Waiter) {
   for (int i = 0; i < N; i++) {
     a[i] = awaited(base + offset(i), active[i], tag);
     b[i] = awaited(base + offset(i) + 1, active[i], tag);
   }
 }
 template <int N>
-static void await_packets(const u64* const (&from)[N], const bool (&active)[N], u32 tag, u32 (&payload)[N], u32&, const Watchdog*,
-                          WaitSite) {
+static void await_packets(const u64* const (&from)[N], const bool (&active)[N], u32 tag, u32 (&payload)[N], Waiter) {
   for (int i = 0; i < N; i++) payload[i] = u32(awaited(from[i], active[i], tag));
 }
 

@@ -35,9 +35,9 @@ const HOOKS: [(&str, &str, &str); 7] = [
     ),
     (
         "runtime/sync.cuh",
-        "                                            u64 (&b)[N], u32& patience, const Watchdog* dog, WaitSite at) {\n",
-        "                                            u64 (&b)[N], u32& patience, const Watchdog* dog, WaitSite at) {\n  \
-         const u32 bits = at.entry->event >> 24;\n  \
+        "                                            u64 (&b)[N], Waiter w) {\n",
+        "                                            u64 (&b)[N], Waiter w) {\n  \
+         const u32 bits = w.at.entry->event >> 24;\n  \
          tag += (bits & 2u ? 0x40000000u : 0u) - (bits & 8u ? 1u : 0u) + (bits & 16u ? 1u : 0u);\n",
     ),
     (
@@ -47,9 +47,9 @@ const HOOKS: [(&str, &str, &str); 7] = [
     ),
     (
         "runtime/sync.cuh",
-        "                                              u32& patience, const Watchdog* dog, WaitSite at) {\n  u32 left = patience;\n",
-        "                                              u32& patience, const Watchdog* dog, WaitSite at) {\n  \
-         u32 left = patience;\n  const u32 bits = at.entry->event >> 24;\n  \
+        "                                              Waiter w) {\n  u32 left = w.patience;\n",
+        "                                              Waiter w) {\n  \
+         u32 left = w.patience;\n  const u32 bits = w.at.entry->event >> 24;\n  \
          tag += (bits & 2u ? 0x40000000u : 0u) - (bits & 8u ? 1u : 0u) + (bits & 16u ? 1u : 0u);\n",
     ),
     (
