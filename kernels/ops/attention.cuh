@@ -6,6 +6,11 @@
 //                            (swizzled rows: attention_tensor.cuh)
 // out                        SPLITS == 1: QUERIES * DIM columns; else one record (max, sum, DIM sums) a query head, see merge
 //
+// owner    of QUERIES query heads and one share of their history: one task; the task with the first query head of a KV head, in the
+//          last share, appends the row of the cache
+// moves    2 * PITCH values for each row of the share; (QUERIES + 2) * DIM values of q, k and v
+// assumes  all query heads of a task have one KV head; rows before the position are in the cache, acquired with the step
+//
 // Work split: within a pair of chunks a warp takes tiles of rows and keeps its own running
 // maximum, sum and accumulators, so no barrier is needed until all warps merge. The current position is one more record of
 // the merge: its key and value never travel through the cache, and the warps that are the last to get a tile score it. With

@@ -4,6 +4,10 @@
 //          G query heads a record group, RECORD = DIM + 2
 // out      DIM columns of the attention output, packets
 //
+// owner    of a query head: one task
+// moves    SPLITS * (DIM + 2) packets in, DIM values out
+// assumes  a share without rows has a maximum of -inf and sums of zero; the last share has the current position
+//
 // M = max m_s;  out[d] = sum_s exp(m_s - M) o_s[d] / sum_s exp(m_s - M) l_s.  Warps take the shares in turn, lanes the
 // dimensions, so that a record is read as it lies; what the warps have meets in shared memory as it does in attention.
 #pragma once

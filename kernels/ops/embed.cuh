@@ -3,6 +3,10 @@
 // table (VOCAB, HIDDEN)  one row of it, 2 or 4 bytes a value
 // residual               fp32, the columns this block owns, or, REPLICATED, all of them
 // out (HIDDEN)           packets; none REPLICATED
+//
+// owner    of a column: the block with its unit of 8; REPLICATED every block writes all columns for itself
+// moves    one row of the table; HIDDEN values out in all
+// assumes  `select` of this step has put the token into shared memory
 #pragma once
 
 template <class M, class G>

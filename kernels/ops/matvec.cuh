@@ -6,6 +6,10 @@
 // out            STORE, ACT: a column a row; GATED: 4 columns a unit from 4 gate and 4 up rows
 //                RESIDUAL: the fp32 sum stays in the block, its rounded copy travels; LOGITS: best (value, row)
 //
+// owner    of a unit: one task. Its rows are added up by the warp whose number is the unit's within its batch, modulo WARPS
+// moves    UNIT_GRANULES * GRANULE_BYTES of the stream for each unit; all K values of x into every block
+// assumes  a chunk is whole units, or a unit is whole chunks; rows past ROWS and k past K are zeros in the pack
+//
 // Warps take the granules of a unit in turn (split k): warp w always reads the slices of k whose granule is w modulo WARPS,
 // so it stages them itself and waits for nobody else's packets. A lane of a warp loads 16 bytes of row lane / 4 at
 // k = (lane % 4) * 16 bytes: as the B operand of two m16n8k16 products that is a permutation of k, and the A operand reads
@@ -13,7 +17,7 @@
 // of a unit from all warps meet in shared memory, M::REDUCE_BATCH units at a time; four lanes of a warp add up one unit, two
 // rows each.
 //
-// A chunk holds whole units, or a unit is whole chunks, so which granule a warp reads where is known when this is compiled.
+// So which granule a warp reads where is known when this is compiled.
 //
 // Serial instructions between two hops are what a step is made of, so everything that can be is a constant, warps stay
 // together, and what does not depend on x (the first weights) is done before x is there.

@@ -4,6 +4,10 @@
 // residual          fp32, the columns this block owns, or, REPLICATED, all of them
 // out (WIDTH)       packets; none REPLICATED
 //
+// owner    of a column: the block with its unit of 8; REPLICATED every block
+// moves    all WIDTH values of y into every block, for the statistics; the own columns once more, out again
+// assumes  RMS norm: y is published by its owners without the norm
+//
 // REPLICATED every block adds up all columns for itself. It has seen all of them for the statistics, and whoever multiplies the
 // sum finds it in shared memory instead of waiting for an exchange.
 #pragma once

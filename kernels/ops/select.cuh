@@ -4,6 +4,10 @@
 // candidates (2 * PARTS)  packets of the previous step: value bits, row; published behind the release of that step
 // token                   shared memory of this block; every block decides the same
 //
+// owner    every block for itself; the first one reports to the host
+// moves    2 * PARTS packets into every block, and the logits where a filter needs them
+// assumes  each block published its candidates behind the release of its step; here each polling thread acquires
+//
 // One thread a candidate: all of them in one round trip. Ends with a block barrier.
 #pragma once
 
