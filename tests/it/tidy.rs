@@ -129,7 +129,6 @@ const SYNCHRONISES_ELSEWHERE: &[(&str, &str, &str)] = &[
         "the loader's waits for a free slot and for the acquired step, bounded as all",
     ),
     ("runtime/kernel.cuh", "fence.mbarrier_init", "once, before the roles of the warps part"),
-    ("runtime/kernel.cuh", "__threadfence_block", "once, before the roles of the warps part"),
     ("runtime/kernel.cuh", "__syncthreads", "once, before the roles of the warps part"),
     ("ops/select.cuh", "__threadfence_system", "the token reaches the host before the count that says so"),
 ];
