@@ -9,12 +9,14 @@
 //! Groups are judged in this order. A group that builds on facts of an earlier one is judged only where that one found
 //! nothing, so that a list of violations names causes and not their consequences.
 //!
-//! 1. **Well-formed** (`wellformed`, `operands`). Every id exists; every task is in one queue; queues, streams and
-//!    placements are as many as SMs and buffers. Every grid has the operands of its op's table, each in the right
+//! 1. **Well-formed** (`wellformed`, `operands`, `regimes`, `names`). Every id exists; every task is in one queue;
+//!    queues, streams and placements are as many as SMs and buffers. Every grid has the operands of its op's table, each in the right
 //!    space, with the right element type, row kind and columns, inside its buffer for every extent: rows of the current
 //!    position and of the history below `context_max`, rows of the table up to the vocabulary of the head. Attributes
-//!    are finite and positive where they must be. Exchange regions start on packets. Each regime launches every index
-//!    of every grid once; only attention has alternatives, and they agree. Each queue starts with its `select`. What a
+//!    are finite and positive where they must be. Immutable buffers are filled with the kind of content that their roles
+//!    read. Names that generated code spells out fit there. Exchange regions start on packets. Each regime launches every
+//!    index of every grid once; only attention has alternatives, they agree, and every regime appends the same columns of
+//!    the same caches. Each queue starts with its `select`. What a
 //!    regime writes of a shared buffer it writes whole and once: no element is read that was not produced, none has two
 //!    producers, and each layer's keys and values are appended once a step. A private element is written, then updated and
 //!    read, in program order on the SM that owns it, or by every SM for itself.
@@ -53,6 +55,26 @@
 //! - Private data of an SM begins at the lowest column that the SM owns.
 //!
 //! # Why a few steps are all steps
+//! # What a regime finds is what every regime leaves
+//!
+//! Three things outlive a step: cache rows, the columns of carried events, and what the host reads. Private data and all
+//! other exchange columns are written in the step that reads them, before they are read (`uncovered`, `private-order`,
+//! `carried`). Weights and constants never change.
+//!
+//! - *Cache rows.* A row is appended by the regime that serves its position. A launch may start at any position, so a
+//!   regime reads rows of every regime up to it. All regimes append the same columns of every cache (`regime-appends`),
+//!   so each of these rows was written.
+//! - *The meaning of rows.* Grids that extend one cache at one column, with keys or with values, are the same attention
+//!   with the same inputs and the same caches (`alternatives`). Hence each attention of a regime has a counterpart in
+//!   every other: in both regimes some grid begins at the lowest column that is appended to a cache, these two are
+//!   compared, are the same, and append the same columns; the lowest column of the rest begins the next pair.
+//!   Alternatives leave their heads in the same columns, directly or through the merges of their regime. All other grids
+//!   are launched in every regime. So all regimes compute one function of the token, the position and the caches; they
+//!   may round differently.
+//! - *Carried columns.* A carried event has a counterpart in the regime before (`carried-match`), which writes the buffer
+//!   whole (`uncovered`).
+//! - *What the host reads* is made by grids that have no alternatives.
+//!
 //!
 //! Happens-before between two steps uses only the steps between them, and inserting another step of a regime that is
 //! already between them keeps every path: queue order reaches through it, and so does a carried event, to its waiter in
@@ -101,6 +123,7 @@ impl Validated {
         self.schedule
     }
 }
+mod regimes;
 
 /// A schedule without a proof, and why.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
@@ -280,7 +303,7 @@ rules! {
     Misaligned "misaligned" 1;
     /// One exchange buffer carries values of different meaning, or a residual is made by owners and by every SM.
     MixedUse "mixed-use" 1;
-    /// Two grids extend the same keys and are not the same attention.
+    /// Two grids extend one cache and are not the same attention, or leave their results in different places.
     Alternatives "alternatives" 1;
     /// A launch index has no task.
     LaunchMissing "launch-missing" 1;
@@ -326,6 +349,8 @@ rules! {
     Deadlock "deadlock" 3;
     /// A stream does not list the streamed operands of its queue, in its order.
     StreamOrder "stream-order" 3;
+    /// Two regimes append different columns of a cache.
+    RegimeAppends "regime-appends" 1;
     /// A run has not the bytes of its task.
     StreamBytes "stream-bytes" 3;
     /// A chunk of the history does not fit a slot or a tile.
@@ -471,6 +496,10 @@ impl Default for Found {
 impl Found {
     fn any(&self) -> bool {
         !self.list.is_empty()
+    }
+    regimes::check(schedule, &writes, found);
+    if found.any() {
+        return;
     }
 
     /// Whether another violation of `rule` is counted but not kept.

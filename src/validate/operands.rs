@@ -658,24 +658,36 @@ fn makers_of_sums(program: &Program, found: &mut Found) {
     }
 }
 
-/// Attention has alternatives, one for each regime. Those that extend the same keys are the same attention, shared out
-/// differently: a text must not depend on where a regime begins.
+/// Attention has alternatives, one for each regime. Those that extend one cache, with keys or with values, are the same
+/// attention, shared out differently: a text must not depend on where a regime begins.
 fn alternatives(program: &Program, found: &mut Found) {
     let mut first: BTreeMap<(BufferId, u32), (GridId, &Attention)> = BTreeMap::new();
     for (g, grid) in (0..).zip(&program.grids) {
         let Op::Attention(attention) = &grid.op else { continue };
-        let Some(keys) = grid.operand(Role::AppendK) else { continue };
         let id = GridId(g);
-        let (other, same) = *first.entry((keys.buffer, keys.cols.base)).or_insert((id, attention));
-        let alone = |a: &Attention| Attention { heads_per_task: 1, splits: 1, ..a.clone() };
         let place = |id: GridId, role| program.grids[id.index()].operand(role).map(|o| (o.buffer, o.cols.base));
-        let roles = [Role::Q, Role::K, Role::V, Role::QNormWeight, Role::KNormWeight, Role::Rope, Role::HistoryV];
+        let caches: Vec<_> = [Role::AppendK, Role::AppendV].into_iter().filter_map(|role| place(id, role)).collect();
+        let Some(&(other, same)) = caches.iter().find_map(|cache| first.get(cache)) else {
+            first.extend(caches.into_iter().map(|cache| (cache, (id, attention))));
+            continue;
+        };
+        let alone = |a: &Attention| Attention { heads_per_task: 1, splits: 1, ..a.clone() };
+        let roles = [
+            Role::Q,
+            Role::K,
+            Role::V,
+            Role::QNormWeight,
+            Role::KNormWeight,
+            Role::Rope,
+            Role::HistoryK,
+            Role::HistoryV,
+        ];
         let differs = roles.into_iter().find(|&role| place(id, role) != place(other, role));
         if alone(attention) != alone(same) || differs.is_some() {
             found.add_with(Rule::Alternatives, Entity::Grid(id), || {
                 let what = differs.map_or("attributes".to_string(), |role| format!("`{}`", role.name()));
-                let message = format!("extends the keys of {other}, expected the same attention, found other {what}");
-                (message, vec![note(Entity::Grid(other), "extends them too")])
+                let message = format!("extends a cache of {other}, expected the same attention, found other {what}");
+                (message, vec![note(Entity::Grid(other), "extends it too")])
             });
         }
     }

@@ -77,6 +77,8 @@ fn case(rule: Rule) -> Case {
             a.window = Some(8);
         }),
         Rule::LaunchMissing => on_toy(Entity::Grid(GridId(3)), |s, _| s.regimes[0].tasks[10].lo = 5),
+        // Rows of caches that the regime before does not have.
+        Rule::RegimeAppends => on_toy(Entity::Buffer(BufferId(11)), |s, _| fresh_caches(s, "attn_split.0")),
         Rule::LaunchTwice => on_toy(t(10), |s, _| s.regimes[0].tasks[10].lo = 3),
         Rule::TaskWidth => on_toy(t(13), |s, _| s.regimes[0].tasks[13].hi = 2),
         Rule::SelectFirst => on_toy(t(0), |s, _| s.regimes[0].queues[0].swap(0, 1)),

@@ -394,6 +394,20 @@ pub fn add_extra(schedule: &mut Schedule, after: &str, sms: [usize; 2]) {
     restream(schedule);
 }
 
+/// Gives a grid of attention caches of its own, in history and append alike.
+pub fn fresh_caches(schedule: &mut Schedule, grid_name: &str) {
+    for (history, append) in [(Role::HistoryK, Role::AppendK), (Role::HistoryV, Role::AppendV)] {
+        let was = operand(schedule, grid_name, append).buffer;
+        let fresh = BufferId::from(schedule.program.buffers.len());
+        let buffer = schedule.program.buffers[was.index()].clone();
+        schedule.program.buffers.push(Buffer { name: format!("{} again", buffer.name), ..buffer });
+        schedule.placement.push(Some((1 << 24) + (u64::from(fresh.0) << 20)));
+        for role in [history, append] {
+            operand(schedule, grid_name, role).buffer = fresh;
+        }
+    }
+}
+
 /// xorshift64*: the mutants are the same on every machine.
 pub struct Random(pub u64);
 
