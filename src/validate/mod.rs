@@ -29,7 +29,7 @@
 //!    of an SM lists exactly the streamed operands of its queue, in its order: the units that the task multiplies, the rows that
 //!    its share of the history has. A task's chunks fit the ring; the arrivals that free a slot are the consumer warps. The
 //!    variants of matvecs and attention are those that tasks, slots and cache rows lead to (`variants`).
-//! 4. **Race-free** (`races`), over `1 + phases` consecutive steps of the loop and across each change of regime. A
+//! 4. **Race-free** (`races`), over up to `1 + phases` consecutive steps of each regime and across each change of regime. A
 //!    packet or logit is overwritten only after every reader and the writer of the old value (dependency order;
 //!    visibility order for what the host reads). A loader reads the history only where each append of the step before
 //!    is visible.
@@ -78,9 +78,34 @@
 //!
 //! Happens-before between two steps uses only the steps between them, and inserting another step of a regime that is
 //! already between them keeps every path: queue order reaches through it, and so does a carried event, to its waiter in
-//! the inserted step and along that SM's queue. So a run of `min(length, 1 + phases)` steps of each regime shows every
-//! pair that any longer run has, at its closest. Pairs farther apart follow: a buffer that a regime writes, it writes
-//! whole in each of its steps.
+//! the inserted step and along that SM's queue. So what is ordered in a short run is ordered in every longer one, and a
+//! short run suffices if it has each pair of steps that must be ordered.
+//!
+//! - *Exchanges.* A write must be ordered after the readers and writers of the last value in the same phase. A regime
+//!   that writes a buffer writes it whole in each of its steps. So that value is `phases` steps old, or it is one of the
+//!   last `phases` of an earlier regime and the write is among the first `phases` of its own. A run of
+//!   `min(length, 1 + phases)` steps of each regime has all such pairs. Older values follow: their pairs are in the run too.
+//! - *Fewer steps.* If every SM begins each step by knowing that all of the step before is done, and with several regimes
+//!   sees all that it wrote, then by induction it knows and sees all older steps. Pairs two steps apart and more are
+//!   ordered, and two steps of each regime have all pairs one step apart. Both orders are needed: packets that nobody
+//!   reads may land late, and only visibility says that they have landed. Otherwise the run is `1 + phases` steps long.
+//! - *Histories and outputs* are written whole in every step, so pairs one step apart are enough: who appends a column
+//!   reads its history in the same step, and so has seen the append of the step before.
+//!
+//! # Rules that the language has no words for
+//!
+//! The memory model of exchanges (PTX) asks for more than today's schedules can say. Each needs its words first:
+//!
+//! - *Scope*: an event includes all its signallers and waiters. Needs scopes of events and homes of buffers; today all
+//!   are one device.
+//! - *Access width*: one width of word for all accesses to a buffer. Today the mechanism decides it, and
+//!   `mixed-mechanism` keeps it one; needs widths of their own.
+//! - *Copies of exchanges*: every writer fenced before the copy. Needs streams whose source is an exchange; for caches
+//!   these are `history-unordered` and `missing-proxy`.
+//! - *Poison words and parity bits*: poison ordered before the next read, values that are never poison, every word read
+//!   in every use. Needs mechanisms beside packets, fences and counters.
+//! - *Sums in a cluster*: bytes expected are bytes sent, buffers freed before they are sent to again. Needs exchanges
+//!   between the blocks of a cluster.
 //!
 //! # What is not checked
 //!

@@ -51,8 +51,9 @@ pub(super) fn check(schedule: &Schedule, target: &Target, facts: &Facts, found: 
     let exchange = schedule.program.buffers.iter().filter(|b| b.space == Space::Exchange);
     let phases = exchange.map(|b| b.phases).max().unwrap_or(1);
     if phases > 1 {
-        // Mostly every SM begins a step by learning that all of the step before is done, and so all before that: pairs
-        // two steps and more apart are ordered, and two steps of each regime show the rest.
+        // Mostly every SM begins a step by learning that all of the step before is done, and by seeing all that it wrote.
+        // By induction that holds for all steps before: pairs two steps and more apart are ordered, in both orders, and
+        // two steps of each regime show the pairs one step apart.
         let mut few = Found::default();
         if run(schedule, target, facts, 2, true, &mut few) {
             *found = few;
@@ -63,7 +64,7 @@ pub(super) fn check(schedule: &Schedule, target: &Target, facts: &Facts, found: 
 }
 
 /// Judges a run of at most `most` steps of each regime. Returns whether each SM knew after the first task of each step
-/// that all of the step before was done; with `only_knowing` it ends where that is not so.
+/// that all of the step before was done, and saw it where regimes change; with `only_knowing` it ends where that is not so.
 fn run(schedule: &Schedule, target: &Target, facts: &Facts, most: u32, only_knowing: bool, found: &mut Found) -> bool {
     let steps = steps(schedule, most);
     let instances: u64 = steps.iter().map(|s| schedule.regimes[s.regime].tasks.len() as u64).sum();
@@ -149,7 +150,8 @@ struct Run<'a> {
     fenced: Vec<u32>,
     /// Made for a regime when a pair is not ordered by whole steps.
     readers: Vec<Option<Readers>>,
-    /// So far, each SM knew after the first task of each step that the step before was done.
+    /// So far, each SM knew after the first task of each step that the step before was done. With several regimes it saw
+    /// what that step wrote, too: only a change of regime asks exchanges for visibility.
     all_known: bool,
 }
 
@@ -218,7 +220,9 @@ impl<'a> Run<'a> {
                 if pos == 0 {
                     self.histories(s, sm, found);
                     knows_all[sm] = settled(&self.dependency[row.clone()], self.base(s));
-                    self.all_known &= knows_all[sm];
+                    let sees_all =
+                        self.schedule.regimes.len() == 1 || settled(&self.visibility[row.clone()], self.base(s));
+                    self.all_known &= knows_all[sm] && sees_all;
                 }
                 self.overwrites(s, id, sm, &mut knows_all[sm], found);
             }
