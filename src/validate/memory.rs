@@ -130,15 +130,11 @@ pub(super) fn shared(schedule: &Schedule, target: &Target, grids: &Grids, found:
         (SmemKind::State, state),
     ] {
         let name = kind.name();
-        let mut parts = (0..).zip(&machine.smem).filter(|(_, part)| part.kind == kind);
-        let Some((i, part)) = parts.next() else {
+        let Some((i, part)) = (0..).zip(&machine.smem).find(|(_, part)| part.kind == kind) else {
             found
                 .add(Rule::SmemPart, Entity::Machine, || format!("expected a shared-memory part `{name}`, found none"));
             continue;
         };
-        if let Some((other, _)) = parts.next() {
-            found.add(Rule::SmemPart, Entity::SmemPart(other), || format!("expected one part `{name}`, found another"));
-        }
         if u64::from(part.bytes) < least {
             found.add_with(Rule::SmemSize, Entity::SmemPart(i), || {
                 let message = format!("expected at least {least} bytes for `{name}`, found {}", part.bytes);

@@ -110,12 +110,14 @@
 //! # What is not checked
 //!
 //! Numbers: whether a scale is the model's, whether a layer reads the buffer that the model says. `check` does that.
-//! Which bytes the packer puts into weights and constants.
+//! Which bytes the packer puts into weights and constants: whether the checkpoint has the tensor or the rope of an id, and
+//! whether its extents fit, is known where the checkpoint is (`pack`).
 
 mod events;
 mod kernels;
 mod memory;
 mod operands;
+mod names;
 mod order;
 mod proxies;
 mod races;
@@ -308,9 +310,11 @@ rules! {
     LaunchRange "launch-range" 1;
     /// Extents and phases of a buffer.
     BufferExtent "buffer-extent" 1;
-    /// Immutable buffers have content that fits them, others have none.
+    /// Immutable buffers have content of the kind and size that is read, others have none.
     Content "content" 1;
     /// A number of an op or of the program that no kernel can take.
+    /// A name that generated code cannot spell out.
+    Name "name" 1;
     Attribute "attribute" 1;
     /// Operands are not those of the op's table.
     Operand "operand" 1;
@@ -469,6 +473,7 @@ fn judge(schedule: &Schedule, target: &Target, found: &mut Found) {
     memory::machine(&schedule.machine, target, found);
     order::ring(schedule, found);
     if found.any() {
+    names::check(schedule, found);
         return;
     }
     let grids = wellformed::Grids::of(&schedule.program);

@@ -48,6 +48,7 @@ fn case(rule: Rule) -> Case {
         Rule::LaunchRange => on_toy(t(12), |s, _| s.regimes[0].tasks[12].hi = 17),
         Rule::BufferExtent => on_toy(Entity::Buffer(BufferId(7)), |s, _| s.program.buffers[7].phases = 0),
         Rule::Content => on_toy(Entity::Buffer(BufferId(10)), |s, _| s.program.buffers[10].content = None),
+        Rule::Name => on_toy(Entity::Grid(GridId(7)), |s, _| s.program.grids[7].name = "o.0\nint x;".to_string()),
         Rule::Attribute => on_toy(Entity::Grid(GridId(3)), |s, _| {
             let Op::MatVec(m) = &mut s.program.grids[3].op else { panic!("g3 is a matvec") };
             m.norm.as_mut().expect("a norm").eps = f32::NAN;
@@ -178,7 +179,7 @@ fn case(rule: Rule) -> Case {
             s.machine.registers_per_thread = 56;
         }),
         Rule::Registers => on_toy(machine, |s, _| s.machine.registers_per_thread = 128),
-        Rule::SmemPart => on_toy(machine, |s, _| {
+        Rule::SmemPart => on_toy(Entity::SmemPart(3), |s, _| {
             let heads = smem_part(s, SmemKind::Heads);
             s.machine.smem[heads].kind = SmemKind::Queue;
         }),

@@ -207,7 +207,7 @@ fn w4_writes_to_what_is_immutable() {
         let rules = broken(|s| operand(s, "o.0", Role::Out).buffer = buffer(s, name));
         assert_eq!(rules, [Rule::Space], "{name}");
     }
-    assert_eq!(broken(|s| s.program.buffers[16].space = Space::Constant), [Rule::Space]);
+    assert_eq!(broken(|s| s.program.buffers[16].space = Space::Constant), [Rule::Content, Rule::Space]);
     assert_eq!(broken(|s| operand(s, "o.0", Role::X).buffer = buffer(s, "k.0")), [Rule::Space]);
 }
 

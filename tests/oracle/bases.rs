@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 
 use monobloc::ir::layout;
 use monobloc::ir::op::{Access, Epilogue, MatVec, NormAttr, Op, Role};
-use monobloc::ir::program::{Buffer, Cols, Content, Grid, Operand, Part, Program, Rows, Second, Space};
+use monobloc::ir::program::{Buffer, Cols, Content, Grid, Operand, Part, Program, Rows, Second, Space, VectorPart};
 use monobloc::ir::schedule::{
     Event, Machine, Mechanism, Regime, Ring, Run, Schedule, SmemKind, SmemPart, Source, Task, Wait,
 };
@@ -256,7 +256,12 @@ impl Build<'_> {
     fn constant(&mut self, name: &str, dtype: DType, rows: u32, cols: u32) -> BufferId {
         let id = self.buffer(name, Space::Constant, dtype, cols);
         let buffer = &mut self.p.buffers[id.index()];
-        (buffer.rows, buffer.content) = (rows, Some(Content::Tensor(TensorId(0))));
+        let gains = VectorPart { view: Some(RowView::range(TensorId(0), 0)), len: cols };
+        buffer.rows = rows;
+        buffer.content = Some(match rows {
+            1 => Content::Vectors { parts: vec![gains], offset: 0.0, interleave: 1 },
+            _ => Content::Tensor(TensorId(0)),
+        });
         id
     }
 
