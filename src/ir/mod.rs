@@ -26,7 +26,8 @@
 //!   what an earlier read needed. *Visibility order* (queue order, `fenced` and `counter` events) decides whether plain
 //!   memory written on one SM may be read on another.
 //! - **Proxies.** The ring is filled by the asynchronous proxy where the target copies in bulk. Cache rows written by
-//!   ordinary stores and read by bulk copies need a proxy fence between; the event on that path must say `proxy`.
+//!   ordinary stores and read by bulk copies need a proxy fence between, in the loader that copies; the event on that path
+//!   must say `proxy`.
 //!   The history of the cache is acquired once a step, by the carried event that every SM waits for first.
 //!
 //! # Why each mechanism of the kernels is sound

@@ -144,7 +144,7 @@ pub struct Event {
     pub mechanism: Mechanism,
     /// Waited for in the step after it was signalled.
     pub carried: bool,
-    /// The waiter also fences the asynchronous proxy.
+    /// The waiter is the first task of its queue, and its loader fences the asynchronous proxy before it copies.
     pub proxy: bool,
 }
 

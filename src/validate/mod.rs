@@ -36,7 +36,8 @@
 //! 5. **Memory** (`memory`). Shared-memory parts, registers, threads and SMs fit the target, parts are large
 //!    enough for what runs in them, arenas have no overlap (weights and constants share that of the pack), and everything fits
 //!    device memory.
-//! 6. **Proxies** (`proxies`). Where the target copies in bulk, an append reaches the loader through a proxy fence.
+//! 6. **Proxies** (`proxies`). Where the target copies in bulk, an append reaches the loader through a proxy fence, which
+//!    the loader makes when it takes over from the first task of its queue. No other task is asked for one.
 //!
 //! A CUDA target has kernels that can do less than the language says; what is proven is at last compared with what they
 //! take for granted (`kernels`).
@@ -54,7 +55,6 @@
 //! - A launch may start at any position; its first step waits for no carried event (nothing ran before it).
 //! - Private data of an SM begins at the lowest column that the SM owns.
 //!
-//! # Why a few steps are all steps
 //! # What a regime finds is what every regime leaves
 //!
 //! Three things outlive a step: cache rows, the columns of carried events, and what the host reads. Private data and all
@@ -75,6 +75,7 @@
 //!   whole (`uncovered`).
 //! - *What the host reads* is made by grids that have no alternatives.
 //!
+//! # Why a few steps are all steps
 //!
 //! Happens-before between two steps uses only the steps between them, and inserting another step of a regime that is
 //! already between them keeps every path: queue order reaches through it, and so does a carried event, to its waiter in
@@ -116,11 +117,12 @@
 mod events;
 mod kernels;
 mod memory;
-mod operands;
 mod names;
+mod operands;
 mod order;
 mod proxies;
 mod races;
+mod regimes;
 mod variants;
 mod wellformed;
 
@@ -150,7 +152,6 @@ impl Validated {
         self.schedule
     }
 }
-mod regimes;
 
 /// A schedule without a proof, and why.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
@@ -312,9 +313,9 @@ rules! {
     BufferExtent "buffer-extent" 1;
     /// Immutable buffers have content of the kind and size that is read, others have none.
     Content "content" 1;
-    /// A number of an op or of the program that no kernel can take.
     /// A name that generated code cannot spell out.
     Name "name" 1;
+    /// A number of an op or of the program that no kernel can take.
     Attribute "attribute" 1;
     /// Operands are not those of the op's table.
     Operand "operand" 1;
@@ -348,6 +349,8 @@ rules! {
     DoubleProducer "double-producer" 1;
     /// A private element is touched against program order.
     PrivateOrder "private-order" 1;
+    /// Two regimes append different columns of a cache.
+    RegimeAppends "regime-appends" 1;
 
     /// An event's columns are not columns of an exchange buffer.
     EventRegion "event-region" 2;
@@ -378,8 +381,6 @@ rules! {
     Deadlock "deadlock" 3;
     /// A stream does not list the streamed operands of its queue, in its order.
     StreamOrder "stream-order" 3;
-    /// Two regimes append different columns of a cache.
-    RegimeAppends "regime-appends" 1;
     /// A run has not the bytes of its task.
     StreamBytes "stream-bytes" 3;
     /// A chunk of the history does not fit a slot or a tile.
@@ -427,6 +428,8 @@ rules! {
 
     /// Cache rows reach bulk copies without a proxy fence.
     MissingProxy "missing-proxy" 6;
+    /// A proxy fence is asked of a task that hands nothing to its loader.
+    FenceThread "fence-thread" 6;
 
     /// Proven, and yet the kernels of a CUDA target cannot run it as it says.
     Kernel "kernel" 7;
@@ -470,10 +473,10 @@ fn judge(schedule: &Schedule, target: &Target, found: &mut Found) {
         return;
     }
     operands::check(schedule, found);
+    names::check(schedule, found);
     memory::machine(&schedule.machine, target, found);
     order::ring(schedule, found);
     if found.any() {
-    names::check(schedule, found);
         return;
     }
     let grids = wellformed::Grids::of(&schedule.program);
@@ -494,7 +497,12 @@ fn judge(schedule: &Schedule, target: &Target, found: &mut Found) {
     if found.any() {
         return;
     }
+    regimes::check(schedule, &writes, found);
+    if found.any() {
+        return;
+    }
     let joins = events::check(schedule, &grids, &writes, found);
+    proxies::threads(schedule, found);
     if found.any() {
         return;
     }
@@ -526,10 +534,6 @@ impl Default for Found {
 impl Found {
     fn any(&self) -> bool {
         !self.list.is_empty()
-    }
-    regimes::check(schedule, &writes, found);
-    if found.any() {
-        return;
     }
 
     /// Whether another violation of `rule` is counted but not kept.

@@ -6,7 +6,7 @@
 //! clock.
 //!
 //! Three orders, hence three clocks an SM: `dependency` (all events), `visibility` (events that order memory), and
-//! `fenced`, what was visible when the SM last fenced the asynchronous proxy.
+//! `fenced`, what was visible when the SM's loader last fenced the asynchronous proxy.
 
 use super::wellformed::{Grids, Owners, Region, Writes};
 use super::{Entity, Found, Rule, events::Joins, note, proxies};
@@ -187,9 +187,6 @@ impl<'a> Run<'a> {
             let owners = &facts.owners[r];
             let (sm, pos) = (owners.sm[id.index()] as usize, owners.pos[id.index()]);
             let row = sm * sms..(sm + 1) * sms;
-            if self.bulk && task.waits.iter().any(|w| regime.events[w.event.index()].proxy) {
-                join(&mut self.fenced[row.clone()], &self.visibility[row.clone()]);
-            }
             for wait in &task.waits {
                 let event = &regime.events[wait.event.index()];
                 let slot = if event.carried {
@@ -204,9 +201,6 @@ impl<'a> Run<'a> {
                 join(&mut self.dependency[row.clone()], dependency);
                 if event.mechanism.orders_memory() {
                     join(&mut self.visibility[row.clone()], visibility);
-                    if event.proxy && self.bulk {
-                        join(&mut self.fenced[row.clone()], visibility);
-                    }
                 }
                 if !event.carried {
                     let left = &mut waits_left[wait.event.index()];
@@ -215,6 +209,10 @@ impl<'a> Run<'a> {
                         pool.free.push(slot);
                     }
                 }
+            }
+            // The loader takes over what the first task has acquired, and fences. No other task has a proxy (`proxies`).
+            if self.bulk && task.waits.iter().any(|w| regime.events[w.event.index()].proxy) {
+                self.fenced[row.clone()].copy_from_slice(&self.visibility[row.clone()]);
             }
             if s > 0 {
                 if pos == 0 {

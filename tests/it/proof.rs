@@ -77,9 +77,9 @@ fn case(rule: Rule) -> Case {
             let Op::Attention(a) = &mut s.program.grids[4].op else { panic!("g4 is attention") };
             a.window = Some(8);
         }),
-        Rule::LaunchMissing => on_toy(Entity::Grid(GridId(3)), |s, _| s.regimes[0].tasks[10].lo = 5),
         // Rows of caches that the regime before does not have.
         Rule::RegimeAppends => on_toy(Entity::Buffer(BufferId(11)), |s, _| fresh_caches(s, "attn_split.0")),
+        Rule::LaunchMissing => on_toy(Entity::Grid(GridId(3)), |s, _| s.regimes[0].tasks[10].lo = 5),
         Rule::LaunchTwice => on_toy(t(10), |s, _| s.regimes[0].tasks[10].lo = 3),
         Rule::TaskWidth => on_toy(t(13), |s, _| s.regimes[0].tasks[13].hi = 2),
         Rule::SelectFirst => on_toy(t(0), |s, _| s.regimes[0].queues[0].swap(0, 1)),
@@ -195,6 +195,7 @@ fn case(rule: Rule) -> Case {
         Rule::DeviceMemory => on_toy(Entity::Schedule, |_, target| target.spec.memory_bytes = 1000),
 
         Rule::MissingProxy => on_toy(t(13), |s, _| s.regimes[0].events[0].proxy = false),
+        Rule::FenceThread => on_toy(t(9), |s, _| s.regimes[0].events[1].proxy = true),
         Rule::Kernel => on_toy(Entity::Sm(0, SmId(0)), |s, _| {
             // Whoever stops looks for the report behind the select.
             s.regimes[0].queues[0].swap(1, 2);

@@ -410,7 +410,6 @@ fn w4d_more_buffers_and_stronger_events_than_needed() {
         if event.mechanism == Mechanism::Packets {
             event.mechanism = Mechanism::Fenced;
         }
-        event.proxy = true;
     }
     assert_eq!(check(&schedule, &beyond_kernels()), []);
 }

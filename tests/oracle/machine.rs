@@ -825,16 +825,14 @@ impl Window {
                 state.0[into + i] = state.0[into + i].max(state.0[from + i]);
             }
         };
-        if instance.waits.iter().any(|w| w.proxy) {
-            join(state, fenced, visible);
-        }
         for wait in instance.waits.iter().filter(|w| w.orders) {
             let Some(clock) = wait.event.and_then(|e| self.events[e as usize].clock) else { continue };
-            let clock = l.clocks + clock as usize * k;
-            join(state, visible, clock);
-            if wait.proxy {
-                join(state, fenced, clock);
-            }
+            join(state, visible, l.clocks + clock as usize * k);
+        }
+        // A fence counts in the loader, which takes over from the first task of the queue and from no other.
+        let first = instance.place == self.firsts[instance.sm][instance.step];
+        if first && instance.waits.iter().any(|w| w.proxy) {
+            join(state, fenced, visible);
         }
     }
 
