@@ -250,7 +250,7 @@ fn predicted(verdict: Option<&Verdict>) -> Predicted {
         None | Some(Verdict::Safe { .. }) => Predicted::Nothing,
         Some(Verdict::Unsafe(fault)) => match fault.kind {
             Kind::Hang => Predicted::Hang,
-            Kind::Unwritten | Kind::Stale | Kind::Clobbered | Kind::Invisible => Predicted::Race,
+            Kind::Unwritten | Kind::Stale | Kind::Clobbered | Kind::Invisible | Kind::Border => Predicted::Race,
             Kind::Malformed | Kind::Undeclared | Kind::OutOfBounds | Kind::Occupancy | Kind::Ring => {
                 Predicted::Anything
             }

@@ -421,7 +421,7 @@ fn parts(s: &Schedule, grid: &Grid, task: &Task) -> Vec<Part> {
 }
 
 /// Elements from one head of a cache row to the next.
-fn pitch(s: &Schedule, a: &Attention) -> u64 {
+pub(super) fn pitch(s: &Schedule, a: &Attention) -> u64 {
     let each = s.program.precision.cache.bytes() as u64;
     (u64::from(a.head_dim) * each).next_multiple_of(HEAD_BYTES) / each
 }
@@ -561,14 +561,22 @@ fn compare(
     if immutable != buffer.content.is_some() {
         return Err(Fault::new(Kind::Unwritten, format!("`{role}`: content")));
     }
-    let filled = match &buffer.content {
-        Some(Content::Rows { parts, .. }) => {
+    // The packer fills an operand in the way of its role, or not at all.
+    let filled = match (&buffer.content, part.role) {
+        (None, _) => true,
+        (Some(Content::Rows { parts, .. }), Role::Weight) => {
             parts.iter().map(|p| u64::from(p.rows)).sum::<u64>() == u64::from(buffer.rows)
         }
-        _ => true,
+        (Some(Content::Tensor(_)), Role::Table) | (Some(Content::RopeTable(_)), Role::Rope) => true,
+        (Some(Content::Vectors { parts, .. }), role) if ![Role::Weight, Role::Table, Role::Rope].contains(&role) => {
+            let len = parts.iter().map(|p| u64::from(p.len)).sum::<u64>();
+            // Rows of padding have no bias.
+            role == Role::Bias || len == u64::from(buffer.cols)
+        }
+        _ => false,
     };
     if !filled {
-        return Err(Fault::new(Kind::Unwritten, format!("`{role}`: content of other rows")));
+        return Err(Fault::new(Kind::Unwritten, format!("`{role}`: content of another kind or size")));
     }
     let beyond = |what: String| Err(Fault::new(Kind::OutOfBounds, format!("`{role}`: {what}")));
     match part.must {
@@ -602,7 +610,6 @@ fn compare(
 /// Bytes mean one thing: fp32 activations and fp32 records of attention look alike, and are not.
 fn meanings(s: &Schedule) -> Result<(), Fault> {
     let mut meaning: BTreeMap<BufferId, (u32, u32, u32, u32)> = BTreeMap::new();
-    let mut attention: BTreeMap<(BufferId, u32), Attention> = BTreeMap::new();
     for grid in &s.program.grids {
         for operand in &grid.operands {
             if s.program.buffers[operand.buffer.index()].space != Space::Exchange {
@@ -618,13 +625,6 @@ fn meanings(s: &Schedule) -> Result<(), Fault> {
             };
             if *meaning.entry(operand.buffer).or_insert(is) != is {
                 return Err(Fault::new(Kind::Undeclared, format!("{} means two things", operand.buffer)));
-            }
-        }
-        // One text must not depend on where a regime begins.
-        if let (Op::Attention(a), Some(keys)) = (&grid.op, grid.operand(Role::AppendK)) {
-            let alone = Attention { heads_per_task: 1, splits: 1, ..a.clone() };
-            if *attention.entry((keys.buffer, keys.cols.base)).or_insert(alone.clone()) != alone {
-                return Err(Fault::new(Kind::Malformed, "two attentions over the same keys"));
             }
         }
     }

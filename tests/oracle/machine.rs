@@ -23,6 +23,9 @@ use monobloc::target::{CopyMechanism, Target};
 use std::collections::BTreeMap;
 use std::ops::Range;
 
+/// Steps of a window across a whole regime, at most.
+const LONG: u32 = 16;
+
 /// A schedule whose tasks are known by what they touch.
 pub struct Plan<'a> {
     pub schedule: &'a Schedule,
@@ -37,8 +40,8 @@ impl<'a> Plan<'a> {
         Ok(Plan { schedule, feet, bulk: target.spec.copy == CopyMechanism::Bulk })
     }
 
-    /// First positions of windows of `steps` steps that show everything: the first of a text, each change of regime, the
-    /// last of a text.
+    /// First positions of windows of `steps` steps that show most: the first of a text, each change of regime, the last
+    /// of a text.
     pub fn windows(&self, steps: u32) -> Vec<u32> {
         let most = self.schedule.program.context_max;
         let mut starts = vec![0];
@@ -50,6 +53,28 @@ impl<'a> Plan<'a> {
         starts.sort_unstable();
         starts.dedup();
         starts
+    }
+
+    /// What windows of `steps` steps do not show, as longer windows (first position, steps): copies of a buffer that
+    /// come round later, and regimes between two others.
+    pub fn long_windows(&self, steps: u32) -> Vec<(u32, u32)> {
+        let s = self.schedule;
+        let phases =
+            s.program.buffers.iter().filter(|b| b.space == Space::Exchange).map(|b| b.phases).max().unwrap_or(1);
+        let mut windows = vec![];
+        if phases >= steps {
+            windows.push((0, phases + 1));
+            // All steps after a border that overwrite what a step before it has left.
+            let borders = s.regimes[1..].iter().map(|r| r.from_position.saturating_sub(phases));
+            windows.extend(borders.map(|from| (from, 2 * phases)));
+        }
+        // From before the second regime to behind the border after it.
+        for pair in s.regimes[1..].windows(2) {
+            let from = pair[0].from_position - 1;
+            let length = pair[1].from_position - from + 2;
+            windows.extend((length > steps && length <= LONG).then_some((from, length)));
+        }
+        windows
     }
 }
 
@@ -687,11 +712,18 @@ impl Window {
         2 * self.k + 1
     }
 
-    /// Stores that may land late: writes of exchange memory by tasks that release nothing themselves.
+    /// Stores that may land late: writes of exchange memory by tasks that release nothing themselves. Those that somebody
+    /// polls are seen when they land; the others come first.
     pub fn stores(&self) -> Vec<(usize, usize)> {
         let unreleased = |i: &&Instance| i.signals.iter().all(|&e| self.events[e as usize].clock.is_none());
         let instances = self.instances.iter().enumerate().filter(|(_, i)| unreleased(i));
-        instances.flat_map(|(at, i)| (0..i.writes.len()).map(move |w| (at, w))).collect()
+        let mut stores: Vec<_> = instances.flat_map(|(at, i)| (0..i.writes.len()).map(move |w| (at, w))).collect();
+        let read = |&(at, w): &(usize, usize)| {
+            let mut pieces = self.instances[at].writes[w].iter();
+            pieces.any(|(_, id)| self.readers.contains_key(id))
+        };
+        stores.sort_by_cached_key(read);
+        stores
     }
 
     /// Whether all blocks have ended.
@@ -1046,7 +1078,7 @@ fn chunks(granules: u64, units: u32, slot: u32, warps: u32) -> u32 {
 }
 
 /// The history that share `j` reads: rows of the visible window before the position, in shares of whole tiles.
-fn share(window: Option<u32>, splits: u32, position: u32, j: u32) -> (u32, u32) {
+pub(super) fn share(window: Option<u32>, splits: u32, position: u32, j: u32) -> (u32, u32) {
     let first = window.map_or(0, |w| (position + 1).saturating_sub(w));
     let each = (position - first).div_ceil(splits).next_multiple_of(16);
     let start = (u64::from(first) + u64::from(j) * u64::from(each)).min(u64::from(position));
