@@ -238,7 +238,32 @@ pub fn random_program(random: &mut Rng) -> Base {
     });
     let last = p.grids.len() - 1;
     p.grids[last].second = Second::Ordinal(sms as u32);
-    place_randomly(random, p, sms)
+    if random.below(4) == 0 {
+        let exchanges: Vec<usize> = (0..p.buffers.len()).filter(|&b| p.buffers[b].space == Space::Exchange).collect();
+        p.buffers[of(random, &exchanges)].phases = of(random, &[1, 2, 3, 4, 8]);
+    }
+    let mut base = place_randomly(random, p, sms);
+    if random.below(4) == 0 {
+        more_regimes(random, &mut base.schedule);
+    }
+    base
+}
+
+/// The same again from a later position on, once or twice, with the report on any SM.
+fn more_regimes(random: &mut Rng, s: &mut Schedule) {
+    for _ in 0..1 + random.below(2) {
+        let from = s.regimes.last().map_or(0, |r| r.from_position) + 1 + random.below(2) as u32;
+        if from >= s.program.context_max {
+            return;
+        }
+        let mut regime = Regime { from_position: from, ..s.regimes[0].clone() };
+        let of_report = |id: &TaskId| matches!(s.program.grids[regime.tasks[id.index()].grid.index()].op, Op::Report);
+        let Some(report) = (0..regime.tasks.len()).map(TaskId::from).find(of_report) else { return };
+        regime.queues.iter_mut().for_each(|q| q.retain(|id| *id != report));
+        let queue = &mut regime.queues[random.below(s.machine.sms as usize)];
+        queue.insert(queue.len().min(1 + random.below(2)), report);
+        s.regimes.push(regime);
+    }
 }
 
 struct Build<'a> {
