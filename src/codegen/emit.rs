@@ -263,7 +263,9 @@ fn matvec_members(schedule: &Schedule, id: GridId, grid: &Grid, m: &MatVec) -> S
     let mut s = format!(
         "int ROWS = {rows}\nint K = {k}\nint UNIT_ROWS = {unit_rows}\nint CHUNK = {chunk}\nint UNITS = {units}\n"
     );
-    s += &format!("int UNITS_PER_WARP = {units_per_warp}\nint POLL_BATCH = {poll_batch}\nbool OWN_INPUT = {own_input}\n");
+    s += &format!(
+        "int UNITS_PER_WARP = {units_per_warp}\nint POLL_BATCH = {poll_batch}\nbool OWN_INPUT = {own_input}\n"
+    );
     s += &norm_members(norm);
     let (epilogue, activation, scale, cap) = match epilogue {
         Epilogue::Store => ("STORE", None, 1.0, 0.0),

@@ -90,10 +90,10 @@ impl LineChild {
     /// A child that died or is late; `stop` said that the user wants to stop.
     pub fn ask(&mut self, question: &str, deadline: Duration, stop: &dyn Fn() -> bool) -> Result<String, NoAnswer> {
         let started = Instant::now();
-        if let Some(questions) = &mut self.questions {
-            // A child that is gone is noticed at its answer, which may still say why.
-            let _ = writeln!(questions, "{question}").and_then(|()| questions.flush());
-        }
+        // A process that the ended child started may still hold its stdout open, so no end of it can be waited for.
+        let Some(questions) = &mut self.questions else { return Err(NoAnswer::Died(self.obituary())) };
+        // A child that is gone is noticed at its answer, which may still say why.
+        let _ = writeln!(questions, "{question}").and_then(|()| questions.flush());
         let answer = loop {
             if stop() {
                 break Err(NoAnswer::Interrupted);

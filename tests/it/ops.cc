@@ -153,7 +153,7 @@ static void task(int thread) {
 template <class M, class Op>
 static void run() {
   params.exchange = exchange.data();
-  params.constants = constants.data();
+  params.pack = constants.data();
   params.cache = cache.data();
   run_block(task<M, Op>);
 }
