@@ -68,7 +68,7 @@ impl Candidate {
             hold_head: 0,
             attention_team: warps_per_head_rule(head_dim),
             attention_ahead: u32::from(prefetch_v_rule(head_dim)),
-            unit_rows: if cpu { UNIT_ROWS } else { finest_unit_rows(graph, precision, sms, 4) },
+            unit_rows: if cpu { UNIT_ROWS } else { finest_unit_rows(graph, precision, 4) },
             // A hop less for each sum (docs/perf-log.md).
             sums_everywhere: u32::from(!cpu && refuses_everywhere(graph, precision, consumer_warps).is_none()),
         }

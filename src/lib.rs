@@ -31,11 +31,11 @@ pub mod validate;
 pub mod codegen;
 pub mod trace;
 
+pub mod abba;
 pub mod check;
 pub mod cuda;
 pub mod goldens;
 pub mod measure;
-pub mod paired;
 
 pub mod cache;
 pub mod flywheel;

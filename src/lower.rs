@@ -248,7 +248,7 @@ impl Builder<'_> {
         let own_input = self.program.buffers[x.index()].space == Space::Private;
         let norm_of_input = norm.map(norm_attr);
         let mut op = MatVec { rows, k, norm: norm_of_input, own_input, epilogue, unit_rows: UNIT_ROWS };
-        op.unit_rows = unit_rows(&op, self.program.precision, self.candidate.sms, self.candidate.unit_rows);
+        op.unit_rows = unit_rows(&op, self.program.precision, self.candidate.unit_rows);
         let units = op.units();
         let interleave = if matches!(epilogue, Epilogue::Gated(_)) { UNIT_ROWS / 2 } else { 1 };
         let mut operands = vec![read(Role::X, x, Cols::all(k))];
@@ -517,17 +517,20 @@ pub fn attention_of(graph: &ModelGraph, a: &graph::Attention) -> Attention {
     }
 }
 
-/// Rows of the units of a matvec: the most, `least` at least, that leave the longest share of the SMs shortest.
-fn unit_rows(op: &MatVec, precision: Precision, sms: u32, least: u32) -> u32 {
+/// SMs that units are sized for, whatever a candidate or a GPU has: the pack is the same for all of them.
+const BALANCED_SMS: u32 = 132;
+
+/// Rows of the units of a matvec: the most, `least` at least, that leave the longest share of [`BALANCED_SMS`] shortest.
+fn unit_rows(op: &MatVec, precision: Precision, least: u32) -> u32 {
     let bytes = precision.weights.bytes() as u32;
-    let longest = |rows: u32| op.rows.div_ceil(rows).div_ceil(sms.max(1)).saturating_mul(rows);
+    let longest = |rows: u32| op.rows.div_ceil(rows).div_ceil(BALANCED_SMS).saturating_mul(rows);
     let lanes = |rows: u32| granule_pairs(UNIT_ROWS / rows, precision) <= LANES;
     let may = |rows: &u32| *rows >= least && op.takes_unit_rows(*rows, bytes) && lanes(*rows);
     [UNIT_ROWS, 4, 2].into_iter().filter(may).min_by_key(|&rows| longest(rows)).unwrap_or(UNIT_ROWS)
 }
 
-/// Rows of the smallest units that any matvec of a model takes on so many SMs, if it may have as few as `least`.
-pub fn finest_unit_rows(graph: &ModelGraph, precision: Precision, sms: u32, least: u32) -> u32 {
+/// Rows of the smallest units that any matvec of a model takes, if it may have as few as `least`.
+pub fn finest_unit_rows(graph: &ModelGraph, precision: Precision, least: u32) -> u32 {
     let of_layer = |l: &Layer| {
         let stored = |linears: &[&Linear], epilogue: Epilogue| MatVec {
             rows: linears.iter().map(|l| l.rows).sum(),
@@ -546,7 +549,7 @@ pub fn finest_unit_rows(graph: &ModelGraph, precision: Precision, sms: u32, leas
         ]
     };
     let all = graph.layers.iter().flat_map(of_layer).flatten();
-    all.map(|op| unit_rows(&op, precision, sms, least)).min().unwrap_or(UNIT_ROWS)
+    all.map(|op| unit_rows(&op, precision, least)).min().unwrap_or(UNIT_ROWS)
 }
 
 /// Why sums cannot be made by every SM; `None`: they can. All branches are normalised before they are added, so that whoever adds

@@ -9,16 +9,16 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
+use crate::abba::percentile;
 use crate::check::{Checked, FILL_SEED, check_ids, fill_device_cache};
 use crate::cuda::driver::Device;
 use crate::cuda::session::{Session, SessionError};
 use crate::error::Fault;
 use crate::interp::{Input, Interp, InterpError, Options, Pack};
+use crate::ir::layout::streamed_bytes;
 use crate::ir::op::Op;
 use crate::model::config::step_cache_bytes;
 use crate::model::graph::ModelGraph;
-use crate::pack::layout;
-use crate::paired::percentile;
 use crate::target::Target;
 use crate::validate::Validated;
 
@@ -280,7 +280,7 @@ impl<'a> Timer<'a> {
 pub fn step_bytes(validated: &Validated, graph: &ModelGraph, history: u32) -> u64 {
     let schedule = validated.schedule();
     let precision = schedule.program.precision;
-    let streams: u64 = layout(schedule).stream_bytes.iter().sum();
+    let streams: u64 = streamed_bytes(schedule).iter().sum();
     let row = u64::from(graph.hidden) * precision.weights.bytes() as u64;
     // An op alone may be one that reads no history.
     let attends = schedule.program.grids.iter().any(|grid| matches!(grid.op, Op::Attention(_)));

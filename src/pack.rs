@@ -1,50 +1,35 @@
-//! Owns the order of weight bytes: from checkpoint tensors to the streams that SMs consume, and the constants beside them.
+//! Owns the bytes of the pack: from checkpoint tensors to the units that SMs stream, and the constants beside them.
 //!
-//! A pack is one blob: the stream of each SM, then the constant buffers in the order of their ids, each starting at a
-//! multiple of [`crate::ir::layout::PLACE_ALIGN_BYTES`]. A stream is the units of the SM's tasks one after another; a unit of a matvec is
-//! `granules(k)` granules of 512 bytes; a granule is row-major, 8 rows of 64 bytes of k. Rows past the end of the linear
-//! and k past the end of a row are zero.
+//! A pack is one blob. Each matrix lies at its buffer's place in the schedule ([`crate::ir::layout::placement`]): its units in
+//! the order of its rows, each whole along k. A unit of a matvec is `granules(k)` granules of 512 bytes; a granule is
+//! row-major, 8 rows of 64 bytes of k. Rows past the end of the linear and k past the end of a row are zero.
 //!
-//! Every regime streams the same bytes, so that one pack serves all positions.
+//! No candidate has a say in it: schedules of one model and precision read the same pack, on any number of SMs.
 
 use crate::dtype::DType;
 use crate::error::Fault;
-use crate::ir::layout::{GRANULE_ROW_BYTES, place_align, placed_bytes};
-use crate::ir::op::{Op, Role, UNIT_ROWS};
+use crate::ir::BufferId;
+use crate::ir::layout::{GRANULE_ROW_BYTES, Matrix, matrices, pack_bytes, place_align, placed_bytes};
+use crate::ir::op::UNIT_ROWS;
 use crate::ir::program::{Buffer, Content, Part, Space, VectorPart};
-use crate::ir::schedule::{RunBytes, Schedule};
-use crate::ir::{BufferId, SmId, TaskId};
+use crate::ir::schedule::Schedule;
 use crate::model::graph::{ModelGraph, Rope, RowView};
 use crate::model::weights::Weights;
 use half::bf16;
 use rayon::prelude::*;
-use std::collections::BTreeMap;
 use thiserror::Error;
 
-/// Where everything lies in a pack; a function of the schedule alone.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Layout {
-    /// First byte of each SM's stream.
-    pub stream_base: Vec<u64>,
-    /// Bytes of each SM's stream, without padding.
-    pub stream_bytes: Vec<u64>,
-    /// First byte of each constant buffer, by buffer id; `None` for the other spaces.
-    pub constant_offset: Vec<Option<u64>>,
-    pub total_bytes: u64,
-}
+/// Most bytes that a pack is written in at once.
+const PIECE_BYTES: u64 = 64 << 20;
 
-/// A schedule whose streams cannot be filled, or weights of another model. Faults of monobloc, unless the schedule came
-/// from somebody else.
+/// A schedule whose pack cannot be filled, or weights of another model. Faults of monobloc, unless somebody else wrote the
+/// schedule.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub enum PackError {
-    #[error("{sm} streams {task}, which is no matvec over weight rows")]
-    NotWeights { sm: SmId, task: TaskId },
-    #[error("{sm} streams {found} bytes for {task}, its {units} units take {expected}")]
-    RunBytes { sm: SmId, task: TaskId, units: u32, expected: u64, found: u64 },
-    #[error("{sm} streams {task} at byte {offset}, where {other} ends at byte {end}")]
-    Overlap { sm: SmId, task: TaskId, offset: u64, other: TaskId, end: u64 },
-    #[error("{sm} streams other units in {task} at byte {offset} than in an earlier regime")]
-    Regimes { sm: SmId, task: TaskId, offset: u64 },
+    #[error("{buffer} (`{name}`) has no place in the pack")]
+    Place { buffer: BufferId, name: String },
+    #[error("{buffer} (`{name}`) begins at byte {offset} of the pack, where {other} ends at byte {end}")]
+    Overlap { buffer: BufferId, name: String, offset: u64, other: BufferId, end: u64 },
     #[error("{buffer} (`{name}`) has no content to pack")]
     NoContent { buffer: BufferId, name: String },
     #[error("{buffer} (`{name}`) has {parts} parts interleaved by {interleave}, expected 8 rows in all")]
@@ -53,8 +38,6 @@ pub enum PackError {
     Cols { buffer: BufferId, name: String, cols: u32, tensor: String, found: usize },
     #[error("{buffer} (`{name}`) needs row {row} of tensor `{tensor}`, which has {rows}")]
     Row { buffer: BufferId, name: String, row: u64, tensor: String, rows: u64 },
-    #[error("expected {expected} bytes to fill, found {found}")]
-    Length { expected: u64, found: u64 },
     #[error("the pack takes {bytes} bytes, more than this machine can address")]
     Size { bytes: u64 },
 }
@@ -68,92 +51,106 @@ impl From<PackError> for Fault {
     }
 }
 
-/// A whole pack in memory.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct WeightPack {
-    pub layout: Layout,
-    pub bytes: Vec<u8>,
-}
-
-/// Computes the layout of the pack for `schedule`.
-pub fn layout(schedule: &Schedule) -> Layout {
-    let sms = schedule.machine.sms as usize;
-    let mut stream_bytes = vec![0u64; sms];
-    for regime in &schedule.regimes {
-        for (bytes, stream) in stream_bytes.iter_mut().zip(&regime.streams) {
-            for run in stream {
-                if let RunBytes::Fixed { offset, bytes: run_bytes } = run.bytes {
-                    *bytes = (*bytes).max(offset.saturating_add(run_bytes));
-                }
-            }
+/// Fills a whole pack in memory.
+pub fn pack(schedule: &Schedule, graph: &ModelGraph, weights: &Weights) -> Result<Vec<u8>, PackError> {
+    let mut bytes = zeros(pack_bytes(schedule))?;
+    for Packed { id, place, bytes: length, matrix } in packed(schedule)? {
+        let out = &mut bytes[place as usize..(place + length) as usize];
+        match matrix {
+            Some(matrix) => pack_units(schedule, graph, weights, id, matrix, 0, out)?,
+            None => pack_constant(id, &schedule.program.buffers[id.index()], graph, weights, out)?,
         }
     }
-    let mut total = 0u64;
-    let mut take = |bytes: u64| {
-        let at = total;
-        total = place_align(total.saturating_add(bytes));
-        at
-    };
-    let stream_base = stream_bytes.iter().map(|&bytes| take(bytes)).collect();
-    let base = total;
-    let places = schedule.program.buffers.iter().zip(&schedule.placement);
-    let constant_offset = places
-        .map(|(b, place)| place.filter(|_| b.space == Space::Constant).map(|at| base.saturating_add(at)))
-        .collect();
-    let total_bytes = base.saturating_add(schedule.arena_bytes(Space::Constant));
-    Layout { stream_base, stream_bytes, constant_offset, total_bytes }
+    Ok(bytes)
 }
 
-/// Fills a whole pack in memory.
-pub fn pack(schedule: &Schedule, graph: &ModelGraph, weights: &Weights) -> Result<WeightPack, PackError> {
-    let layout = layout(schedule);
-    let too_large = PackError::Size { bytes: layout.total_bytes };
-    let length = usize::try_from(layout.total_bytes).map_err(|_| too_large.clone())?;
-    let mut bytes = vec![];
-    bytes.try_reserve_exact(length).map_err(|_| too_large)?;
-    bytes.resize(length, 0);
-    let mut rest = bytes.as_mut_slice();
-    let mut streams = vec![];
-    for &stream in &layout.stream_bytes {
-        let (head, tail) = rest.split_at_mut(place_align(stream) as usize);
-        streams.push(&mut head[..stream as usize]);
-        rest = tail;
-    }
-    streams
-        .into_par_iter()
-        .enumerate()
-        .try_for_each(|(sm, out)| pack_stream(schedule, graph, weights, SmId::from(sm), out))?;
-    pack_constants(schedule, graph, weights, rest)?;
-    Ok(WeightPack { layout, bytes })
-}
-
-/// Hands out a pack piece by piece, in the order of its bytes and without a gap: each stream with its padding, then the
-/// constants. Holds one piece at a time, so that a pack larger than memory can be written or uploaded.
+/// Hands out a pack piece by piece, in the order of its bytes and without a gap. Holds one piece at a time, so that a pack
+/// larger than memory can be written or uploaded.
 pub fn pack_pieces<E: From<PackError>>(
     schedule: &Schedule,
     graph: &ModelGraph,
     weights: &Weights,
     mut piece: impl FnMut(u64, &[u8]) -> Result<(), E>,
-) -> Result<Layout, E> {
-    let layout = layout(schedule);
-    let size = |bytes: u64| usize::try_from(bytes).map_err(|_| PackError::Size { bytes });
-    let mut buffer = vec![];
-    for (sm, (&base, &bytes)) in layout.stream_base.iter().zip(&layout.stream_bytes).enumerate() {
-        buffer.clear();
-        buffer.resize(size(place_align(bytes))?, 0);
-        pack_stream(schedule, graph, weights, SmId::from(sm), &mut buffer[..bytes as usize])?;
-        piece(base, &buffer)?;
+) -> Result<(), E> {
+    let mut end = 0;
+    for Packed { id, place, bytes, matrix } in packed(schedule)? {
+        while end < place {
+            let gap = (place - end).min(PIECE_BYTES);
+            piece(end, &zeros(gap)?)?;
+            end += gap;
+        }
+        end += place_align(bytes);
+        let padding = place_align(bytes) - bytes;
+        let Some(matrix) = matrix else {
+            let mut buffer = zeros(bytes + padding)?;
+            let constant = &schedule.program.buffers[id.index()];
+            pack_constant(id, constant, graph, weights, &mut buffer[..bytes as usize])?;
+            piece(place, &buffer)?;
+            continue;
+        };
+        let units_at_once = (PIECE_BYTES / matrix.unit_bytes.max(1)).max(1);
+        let mut unit = 0;
+        while unit < u64::from(matrix.units) {
+            let units = units_at_once.min(u64::from(matrix.units) - unit);
+            let last = unit + units == u64::from(matrix.units);
+            let length = units * matrix.unit_bytes;
+            let mut buffer = zeros(length + if last { padding } else { 0 })?;
+            pack_units(schedule, graph, weights, id, matrix, unit as u32, &mut buffer[..length as usize])?;
+            piece(place + unit * matrix.unit_bytes, &buffer)?;
+            unit += units;
+        }
     }
-    let base = constants_base(&layout);
-    buffer.clear();
-    buffer.resize(size(layout.total_bytes - base)?, 0);
-    pack_constants(schedule, graph, weights, &mut buffer)?;
-    piece(base, &buffer)?;
-    Ok(layout)
+    Ok(())
+}
+
+fn zeros(bytes: u64) -> Result<Vec<u8>, PackError> {
+    let too_large = || PackError::Size { bytes };
+    let length = usize::try_from(bytes).map_err(|_| too_large())?;
+    let mut zeros = vec![];
+    zeros.try_reserve_exact(length).map_err(|_| too_large())?;
+    zeros.resize(length, 0);
+    Ok(zeros)
+}
+
+/// A buffer of the pack.
+struct Packed {
+    id: BufferId,
+    place: u64,
+    /// Without padding.
+    bytes: u64,
+    /// `None`: a constant.
+    matrix: Option<Matrix>,
+}
+
+/// The buffers of a pack in the order of their places, none over another.
+fn packed(schedule: &Schedule) -> Result<Vec<Packed>, PackError> {
+    let Schedule { program, placement, .. } = schedule;
+    let mut all = vec![];
+    for ((b, buffer), matrix) in program.buffers.iter().enumerate().zip(matrices(program)) {
+        let (id, name) = (BufferId::from(b), || buffer.name.clone());
+        let bytes = match (buffer.space, matrix) {
+            (Space::Weight, Some(matrix)) => matrix.bytes(),
+            // No op streams it.
+            (Space::Weight, None) => continue,
+            (Space::Constant, _) => placed_bytes(buffer),
+            _ => continue,
+        };
+        let place = placement.get(b).copied().flatten().ok_or_else(|| PackError::Place { buffer: id, name: name() })?;
+        all.push(Packed { id, place, bytes, matrix: matrix.filter(|_| buffer.space == Space::Weight) });
+    }
+    all.sort_by_key(|packed| (packed.place, packed.bytes));
+    let mut end = (0, BufferId(0));
+    for &Packed { id, place, bytes, .. } in &all {
+        if place < end.0 {
+            let name = program.buffers[id.index()].name.clone();
+            return Err(PackError::Overlap { buffer: id, name, offset: place, other: end.1, end: end.0 });
+        }
+        end = (place_align(place.saturating_add(bytes)), id);
+    }
+    Ok(all)
 }
 
 /// What a buffer holds, whatever its id: the same words, the same values.
-#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 struct ContentKey(Vec<u32>);
 
 impl ContentKey {
@@ -190,205 +187,22 @@ impl ContentKey {
     }
 }
 
-/// Names the bytes of a pack without making them: schedules of one model with the same name have the same pack, so that an
-/// executor that holds one may run the other with it. blake3 of where everything lies and what it is.
-///
-/// # Errors
-/// Streams that cannot be filled.
-pub fn identity(schedule: &Schedule) -> Result<[u8; 32], PackError> {
-    let Layout { stream_base, stream_bytes, constant_offset, total_bytes } = layout(schedule);
+/// Names the bytes of a pack without making them: schedules of one model with the same name read the same pack. blake3 of where
+/// everything lies and what it is.
+pub fn identity(schedule: &Schedule) -> [u8; 32] {
+    let Schedule { program, placement, .. } = schedule;
     let mut hasher = blake3::Hasher::new();
-    // Numbers of 8 bytes, each list behind its length: nothing can be read in two ways.
-    let mut add = |numbers: &[u64], content: &[u8]| {
-        hasher.update(bytemuck::cast_slice(&[numbers.len() as u64, content.len() as u64]));
-        hasher.update(bytemuck::cast_slice(numbers)).update(content).count()
-    };
-    add(&[total_bytes], &[]);
-    add(&stream_base, &[]);
-    add(&stream_bytes, &[]);
-    for (offset, buffer) in constant_offset.iter().zip(&schedule.program.buffers) {
+    for ((buffer, place), matrix) in program.buffers.iter().zip(placement).zip(matrices(program)) {
         // Ids shift when a candidate has more buffers of another kind.
-        if let Some(offset) = offset {
-            add(&[*offset], ContentKey::of(buffer).bytes());
+        if let (Space::Weight | Space::Constant, Some(place)) = (buffer.space, place) {
+            let (units, unit_rows, unit_bytes) = matrix.map_or((0, 0, 0), |m| (m.units, m.unit_rows, m.unit_bytes));
+            let content = ContentKey::of(buffer);
+            // Numbers of 8 bytes, and content after its length: nothing can be read in two ways.
+            let numbers = [*place, units.into(), unit_rows.into(), unit_bytes, content.bytes().len() as u64];
+            hasher.update(bytemuck::cast_slice(&numbers)).update(content.bytes());
         }
     }
-    let contents: Vec<ContentKey> = schedule.program.buffers.iter().map(ContentKey::of).collect();
-    for sm in 0..schedule.machine.sms {
-        for run in weight_runs(schedule, SmId(sm))?.values() {
-            let WeightRun { task: _, buffer, lo, hi, offset, bytes, unit_bytes, unit_rows } = run;
-            let numbers = [sm, *lo, *hi, *unit_rows].map(u64::from).into_iter().chain([*offset, *bytes, *unit_bytes]);
-            let content = contents.get(buffer.index()).map_or(&[][..], ContentKey::bytes);
-            add(&numbers.collect::<Vec<u64>>(), content);
-        }
-    }
-    Ok(*hasher.finalize().as_bytes())
-}
-
-/// Bytes of one pack that are also bytes of another.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Move {
-    /// First byte in the pack that is there.
-    pub from: u64,
-    /// First byte in the pack that is to be.
-    pub to: u64,
-    pub bytes: u64,
-}
-
-/// By the first unit of a run: the unit behind it, and where its bytes are.
-type UnitsAt = BTreeMap<u32, (u32, u64)>;
-
-/// How the pack of `from` becomes that of `to`, two schedules of one model with the same weights: moves that fill all of it but
-/// its padding, which is zero. Candidates give units to other SMs, so their packs hold the same bytes in another order, and
-/// copying them where they lie costs a fraction of reading the weights again. `None`: some bytes of `to` are not in `from`.
-///
-/// # Errors
-/// Streams that cannot be filled.
-pub fn moves(from: &Schedule, to: &Schedule) -> Result<Option<Vec<Move>>, PackError> {
-    let (from_layout, to_layout) = (layout(from), layout(to));
-    let buffers = |of: &Schedule| -> Vec<ContentKey> { of.program.buffers.iter().map(ContentKey::of).collect() };
-    let (from_contents, to_contents) = (buffers(from), buffers(to));
-    // Units of each content that there is, and of as many rows, by the first of them: how many, and where.
-    let mut there: BTreeMap<(&ContentKey, u32), UnitsAt> = BTreeMap::new();
-    for (sm, base) in from_layout.stream_base.iter().enumerate() {
-        for run in weight_runs(from, SmId::from(sm))?.values() {
-            let Some(content) = from_contents.get(run.buffer.index()) else { return Ok(None) };
-            there.entry((content, run.unit_rows)).or_default().insert(run.lo, (run.hi, base + run.offset));
-        }
-    }
-    let mut moves: Vec<Move> = vec![];
-    let mut push = |from: u64, to: u64, bytes: u64| match moves.last_mut() {
-        Some(last) if last.from + last.bytes == from && last.to + last.bytes == to => last.bytes += bytes,
-        _ => moves.push(Move { from, to, bytes }),
-    };
-    for (sm, base) in to_layout.stream_base.iter().enumerate() {
-        for run in weight_runs(to, SmId::from(sm))?.values() {
-            let Some(content) = to_contents.get(run.buffer.index()) else { return Ok(None) };
-            let Some(units) = there.get(&(content, run.unit_rows)) else { return Ok(None) };
-            let mut next = run.lo;
-            while next < run.hi {
-                let Some((&lo, &(hi, at))) = units.range(..=next).next_back() else { return Ok(None) };
-                if hi <= next {
-                    return Ok(None);
-                }
-                let (unit, end) = (run.unit_bytes, hi.min(run.hi));
-                let to = base + run.offset + u64::from(next - run.lo) * unit;
-                push(at + u64::from(next - lo) * unit, to, u64::from(end - next) * unit);
-                next = end;
-            }
-        }
-    }
-    let constants = |layout: &Layout| layout.constant_offset.clone().into_iter().enumerate();
-    let mut places: BTreeMap<&ContentKey, u64> = BTreeMap::new();
-    for (b, offset) in constants(&from_layout) {
-        if let (Some(offset), Some(content)) = (offset, from_contents.get(b)) {
-            places.insert(content, offset);
-        }
-    }
-    for ((b, offset), buffer) in constants(&to_layout).zip(&to.program.buffers) {
-        let Some(offset) = offset else { continue };
-        let there = to_contents.get(b).and_then(|content| places.get(content));
-        let Some(&place) = there else { return Ok(None) };
-        push(place, offset, placed_bytes(buffer));
-    }
-    Ok(Some(moves))
-}
-
-/// First byte of the arena of constants, which places of constants count from.
-pub fn constants_base(layout: &Layout) -> u64 {
-    match (layout.stream_base.last(), layout.stream_bytes.last()) {
-        (Some(base), Some(bytes)) => place_align(base + bytes),
-        _ => 0,
-    }
-}
-
-/// Fills the stream of one SM; `out` has exactly `stream_bytes` bytes of it.
-pub fn pack_stream(
-    schedule: &Schedule,
-    graph: &ModelGraph,
-    weights: &Weights,
-    sm: SmId,
-    out: &mut [u8],
-) -> Result<(), PackError> {
-    out.fill(0);
-    let runs = weight_runs(schedule, sm)?;
-    let expected = runs.values().map(|r| r.offset + r.bytes).max().unwrap_or(0);
-    if out.len() as u64 != expected {
-        return Err(PackError::Length { expected, found: out.len() as u64 });
-    }
-    let mut rest = out;
-    let mut at = 0u64;
-    let mut pieces = vec![];
-    for run in runs.values() {
-        let (_, tail) = rest.split_at_mut((run.offset - at) as usize);
-        let (bytes, tail) = tail.split_at_mut(run.bytes as usize);
-        (rest, at) = (tail, run.offset + run.bytes);
-        pieces.push((run, bytes));
-    }
-    pieces.into_par_iter().try_for_each(|(run, bytes)| pack_units(schedule, graph, weights, run, bytes))
-}
-
-/// Units `lo..hi` of a weight buffer at one place of a stream.
-#[derive(Debug, Clone, PartialEq, Eq)]
-struct WeightRun {
-    task: TaskId,
-    buffer: BufferId,
-    lo: u32,
-    hi: u32,
-    offset: u64,
-    bytes: u64,
-    unit_bytes: u64,
-    unit_rows: u32,
-}
-
-/// The weight runs of an SM over all regimes, by offset. Adjacent runs of one task are one.
-fn weight_runs(schedule: &Schedule, sm: SmId) -> Result<BTreeMap<u64, WeightRun>, PackError> {
-    let program = &schedule.program;
-    let mut all: BTreeMap<u64, WeightRun> = BTreeMap::new();
-    for regime in &schedule.regimes {
-        let mut joined: Vec<(TaskId, u64, u64)> = vec![];
-        for run in regime.streams.get(sm.index()).into_iter().flatten() {
-            if let RunBytes::Fixed { offset, bytes } = run.bytes {
-                match joined.last_mut() {
-                    Some((task, first, length)) if *task == run.task && *first + *length == offset => *length += bytes,
-                    _ => joined.push((run.task, offset, bytes)),
-                }
-            }
-        }
-        for (id, offset, bytes) in joined {
-            let not_weights = PackError::NotWeights { sm, task: id };
-            let task = regime.tasks.get(id.index()).ok_or(not_weights.clone())?;
-            let grid = program.grids.get(task.grid.index()).ok_or(not_weights.clone())?;
-            let (Op::MatVec(m), Some(weight)) = (&grid.op, grid.operand(Role::Weight)) else { return Err(not_weights) };
-            let dtype = program.buffers.get(weight.buffer.index()).ok_or(not_weights)?.dtype;
-            let unit_bytes = m.unit_bytes(dtype.bytes() as u32);
-            let units = task.hi.saturating_sub(task.lo);
-            let expected = u64::from(units) * unit_bytes;
-            if bytes != expected {
-                return Err(PackError::RunBytes { sm, task: id, units, expected, found: bytes });
-            }
-            if bytes == 0 {
-                continue;
-            }
-            let (lo, hi) = (task.lo, task.hi);
-            let unit_rows = m.unit_rows;
-            let run = WeightRun { task: id, buffer: weight.buffer, lo, hi, offset, bytes, unit_bytes, unit_rows };
-            if let Some(known) = all.get(&offset) {
-                let same = (known.buffer, known.lo, known.hi) == (run.buffer, run.lo, run.hi);
-                if !same {
-                    return Err(PackError::Regimes { sm, task: id, offset });
-                }
-                continue;
-            }
-            all.insert(offset, run);
-        }
-    }
-    for (run, next) in all.values().zip(all.values().skip(1)) {
-        let end = run.offset + run.bytes;
-        if next.offset < end {
-            return Err(PackError::Overlap { sm, task: next.task, offset: next.offset, other: run.task, end });
-        }
-    }
-    Ok(all)
+    *hasher.finalize().as_bytes()
 }
 
 /// The tensor row behind row `r` of unit `u` of `unit_rows`; `None` is a row of zeros.
@@ -426,14 +240,16 @@ fn checked_row(
     Err(PackError::Row { buffer: id, name: b.name.clone(), row, tensor: graph.tensor(view.tensor).name.clone(), rows })
 }
 
+/// Fills units from `first` on of a matrix; `out` is whole units.
 fn pack_units(
     schedule: &Schedule,
     graph: &ModelGraph,
     weights: &Weights,
-    run: &WeightRun,
+    id: BufferId,
+    matrix: Matrix,
+    first: u32,
     out: &mut [u8],
 ) -> Result<(), PackError> {
-    let id = run.buffer;
     let buffer = &schedule.program.buffers[id.index()];
     let Some(Content::Rows { parts, interleave }) = &buffer.content else {
         return Err(PackError::NoContent { buffer: id, name: buffer.name.clone() });
@@ -450,19 +266,20 @@ fn pack_units(
         }
     }
     let cols = buffer.cols as usize;
-    out.par_chunks_exact_mut(run.unit_bytes as usize).zip(run.lo..run.hi).try_for_each_init(
+    let units = out.par_chunks_exact_mut((matrix.unit_bytes as usize).max(1));
+    units.zip(first..matrix.units).try_for_each_init(
         || (vec![bf16::ZERO; cols], vec![0.0f32; cols]),
         |(narrow, wide), (out, u)| {
-            for r in 0..run.unit_rows {
-                let Some((part, i)) = unit_row(parts, *interleave, run.unit_rows, u, r) else { continue };
+            for r in 0..matrix.unit_rows {
+                let Some((part, i)) = unit_row(parts, *interleave, matrix.unit_rows, u, r) else { continue };
                 let tensor = part.view.tensor;
                 let row = checked_row(id, buffer, graph, &part.view, i, u64::from(weights.rows(tensor)))?;
                 if buffer.dtype == DType::Bf16 {
                     weights.read_row_bf16(tensor, row, narrow);
-                    scatter(bytemuck::cast_slice(narrow), r, run.unit_rows, out);
+                    scatter(bytemuck::cast_slice(narrow), r, matrix.unit_rows, out);
                 } else {
                     weights.read_row_f32(tensor, row, wide);
-                    scatter(bytemuck::cast_slice(wide), r, run.unit_rows, out);
+                    scatter(bytemuck::cast_slice(wide), r, matrix.unit_rows, out);
                 }
             }
             Ok(())
@@ -477,28 +294,6 @@ fn scatter(row: &[u8], r: u32, unit_rows: u32, unit: &mut [u8]) {
     for (piece, place) in row.chunks(row_bytes).zip(places) {
         place[..piece.len()].copy_from_slice(piece);
     }
-}
-
-/// Fills the constants; `out` is everything behind the last stream.
-pub fn pack_constants(
-    schedule: &Schedule,
-    graph: &ModelGraph,
-    weights: &Weights,
-    out: &mut [u8],
-) -> Result<(), PackError> {
-    let layout = layout(schedule);
-    let base = constants_base(&layout);
-    if out.len() as u64 != layout.total_bytes - base {
-        return Err(PackError::Length { expected: layout.total_bytes - base, found: out.len() as u64 });
-    }
-    out.fill(0);
-    for (b, (buffer, offset)) in schedule.program.buffers.iter().zip(&layout.constant_offset).enumerate() {
-        let Some(offset) = *offset else { continue };
-        let begin = (offset - base) as usize;
-        let out = &mut out[begin..begin + placed_bytes(buffer) as usize];
-        pack_constant(BufferId::from(b), buffer, graph, weights, out)?;
-    }
-    Ok(())
 }
 
 fn pack_constant(
@@ -612,8 +407,9 @@ mod tests {
     use super::*;
     use crate::candidate::Candidate;
     use crate::dtype::Precision;
+    use crate::ir::op::Op;
     use crate::ir::program::Grid;
-    use crate::ir::schedule::Regime;
+    use crate::ir::schedule::{Regime, Source};
     use crate::lower::lower;
     use crate::model::config::{Imported, import, import_config_only};
     use crate::schedule::schedule;
@@ -669,35 +465,33 @@ mod tests {
         values
     }
 
-    fn check_streams(imported: &Imported, schedule: &Schedule, regime: &Regime, pack: &WeightPack) {
+    fn check_streams(imported: &Imported, schedule: &Schedule, regime: &Regime, pack: &[u8]) {
         let dtype = schedule.program.precision.weights;
         let granule_k = 64 / dtype.bytes();
         let mut runs = 0;
-        for (sm, stream) in regime.streams.iter().enumerate() {
-            for run in stream {
-                let RunBytes::Fixed { offset, bytes } = run.bytes else { continue };
-                let task = &regime.tasks[run.task.index()];
-                let grid = &schedule.program.grids[task.grid.index()];
-                let Op::MatVec(m) = &grid.op else { panic!("{} streams weights", grid.name) };
-                let (cols, unit_rows) = (m.k as usize, m.unit_rows);
-                // A granule is 8 rows of 64 bytes; where a unit has fewer, rows of the next parts of k follow.
-                let parts = 8 / unit_rows as usize;
-                let unit_bytes = cols.div_ceil(granule_k * parts) * 512;
-                assert_eq!(bytes as usize, (task.hi - task.lo) as usize * unit_bytes, "{}", grid.name);
-                let begin = (pack.layout.stream_base[sm] + offset) as usize;
-                for (unit, u) in pack.bytes[begin..][..bytes as usize].chunks_exact(unit_bytes).zip(task.lo..) {
-                    for r in 0..unit_rows {
-                        let want = wanted_row(imported, &grid.name, unit_rows, u, r, cols);
-                        for k in 0..cols.next_multiple_of(granule_k) {
-                            let row = (k / granule_k * unit_rows as usize) + r as usize;
-                            let at = row * 64 + k % granule_k * dtype.bytes();
-                            let want = want.get(k).copied().unwrap_or(0.0);
-                            assert_eq!(value(dtype, &unit[at..]), want, "{} unit {u} row {r} k {k}", grid.name);
-                        }
+        for run in regime.streams.iter().flatten() {
+            let Source::Units { buffer, lo, hi } = run.source else { continue };
+            let task = &regime.tasks[run.task.index()];
+            let grid = &schedule.program.grids[task.grid.index()];
+            let Op::MatVec(m) = &grid.op else { panic!("{} streams weights", grid.name) };
+            let (cols, unit_rows) = (m.k as usize, m.unit_rows);
+            // A granule is 8 rows of 64 bytes; where a unit has fewer, rows of the next parts of k follow.
+            let parts = 8 / unit_rows as usize;
+            let unit_bytes = cols.div_ceil(granule_k * parts) * 512;
+            assert_eq!((lo, hi), (task.lo, task.hi), "{}", grid.name);
+            let begin = schedule.placement[buffer.index()].unwrap() as usize + lo as usize * unit_bytes;
+            for (unit, u) in pack[begin..].chunks_exact(unit_bytes).zip(lo..hi) {
+                for r in 0..unit_rows {
+                    let want = wanted_row(imported, &grid.name, unit_rows, u, r, cols);
+                    for k in 0..cols.next_multiple_of(granule_k) {
+                        let row = (k / granule_k * unit_rows as usize) + r as usize;
+                        let at = row * 64 + k % granule_k * dtype.bytes();
+                        let want = want.get(k).copied().unwrap_or(0.0);
+                        assert_eq!(value(dtype, &unit[at..]), want, "{} unit {u} row {r} k {k}", grid.name);
                     }
                 }
-                runs += 1;
             }
+            runs += 1;
         }
         assert!(runs > 20, "{runs} runs");
     }
@@ -727,16 +521,16 @@ mod tests {
     }
 
     /// Values of the constant buffer called `name`.
-    fn constant(schedule: &Schedule, pack: &WeightPack, name: &str) -> Vec<f32> {
+    fn constant(schedule: &Schedule, pack: &[u8], name: &str) -> Vec<f32> {
         let b = schedule.program.buffers.iter().position(|b| b.name == name).unwrap();
         let buffer = &schedule.program.buffers[b];
-        let begin = pack.layout.constant_offset[b].unwrap() as usize;
-        let bytes = &pack.bytes[begin..begin + placed_bytes(buffer) as usize];
+        let begin = schedule.placement[b].unwrap() as usize;
+        let bytes = &pack[begin..begin + placed_bytes(buffer) as usize];
         bytes.chunks_exact(buffer.dtype.bytes()).map(|v| value(buffer.dtype, v)).collect()
     }
 
     #[test]
-    fn constants_follow_the_streams() {
+    fn constants_lie_beside_the_matrices() {
         let odd = import_config_only(ODD, 3).unwrap();
         let schedule = place(&odd, DType::Bf16, |_| ());
         let pack = pack(&schedule, &odd.graph, &odd.weights).unwrap();
@@ -793,51 +587,41 @@ mod tests {
         let odd = import_config_only(ODD, 3).unwrap();
         let schedule = place(&odd, DType::Bf16, |_| ());
         let whole = pack(&schedule, &odd.graph, &odd.weights).unwrap();
-        assert_eq!(whole.bytes.len() as u64, whole.layout.total_bytes);
-        let starts = whole.layout.stream_base.iter().chain(whole.layout.constant_offset.iter().flatten());
-        let starts: Vec<u64> = starts.copied().collect();
-        assert!(
-            starts.is_sorted() && starts.iter().all(|s| s % crate::ir::layout::PLACE_ALIGN_BYTES == 0),
-            "{starts:?}"
-        );
+        assert_eq!(whole.len() as u64, pack_bytes(&schedule));
         let mut bytes = vec![];
-        let layout = pack_pieces::<PackError>(&schedule, &odd.graph, &odd.weights, |at, piece| {
+        let made = pack_pieces::<PackError>(&schedule, &odd.graph, &odd.weights, |at, piece| {
             assert_eq!(at, bytes.len() as u64);
             bytes.extend_from_slice(piece);
             Ok(())
         });
-        assert_eq!((layout.unwrap(), bytes), (whole.layout, whole.bytes));
+        assert_eq!((made, bytes), (Ok(()), whole));
     }
 
     #[test]
-    fn the_bytes_of_one_pack_become_another_where_they_lie() {
+    fn candidates_share_a_pack_and_models_do_not() {
         let imported = fixture("qwen3");
         for weights in [DType::F32, DType::Bf16] {
             let of = |change: &dyn Fn(&mut Candidate)| {
                 let schedule = place(&imported, weights, change);
                 let pack = pack(&schedule, &imported.graph, &imported.weights).unwrap();
-                (schedule, pack.bytes)
+                (identity(&schedule), pack)
             };
-            let all = [of(&|_| ()), of(&|c| c.sms = 3), of(&|c| (c.splits, c.split_from) = (3, 8))];
-            for ((from, source), (to, wanted)) in all.iter().flat_map(|a| all.iter().map(move |b| (a, b))) {
-                let moves = moves(from, to).unwrap().expect("the same model");
-                let mut made = vec![0; wanted.len()];
-                for Move { from, to, bytes } in moves {
-                    let (from, to, bytes) = (from as usize, to as usize, bytes as usize);
-                    made[to..to + bytes].copy_from_slice(&source[from..from + bytes]);
-                }
-                assert!(made == *wanted, "{weights}: other bytes");
+            let first = of(&|_| ());
+            let more: [&dyn Fn(&mut Candidate); 4] =
+                [&|c| c.sms = 2, &|c| c.sms = 7, &|c| (c.splits, c.split_from) = (3, 8), &|c| {
+                    (c.consumer_warps, c.slot_bytes) = (4, 8192)
+                }];
+            for change in more {
+                assert!(of(change) == first, "{weights}: another pack");
             }
         }
-        let gemma = fixture("gemma2");
-        let units = |rows: u32| place(&gemma, DType::Bf16, |c| (c.sms, c.unit_rows) = (7, rows));
-        assert_eq!(moves(&units(8), &units(4)).unwrap(), None, "units of fewer rows lie otherwise");
         let (other, own) = (fixture("llama-gqa"), place(&imported, DType::F32, |_| ()));
-        assert_eq!(moves(&place(&other, DType::F32, |_| ()), &own).unwrap(), None, "another model");
+        assert_ne!(identity(&place(&other, DType::F32, |_| ())), identity(&own));
+        assert_ne!(identity(&place(&imported, DType::Bf16, |_| ())), identity(&own));
     }
 
     #[test]
-    fn streams_that_cannot_be_filled_are_named() {
+    fn packs_that_cannot_be_filled_are_named() {
         let odd = import_config_only(ODD, 3).unwrap();
         let good = place(&odd, DType::Bf16, |c| (c.splits, c.split_from) = (2, 8));
         let fails = |change: &dyn Fn(&mut Schedule)| {
@@ -845,28 +629,11 @@ mod tests {
             change(&mut schedule);
             pack(&schedule, &odd.graph, &odd.weights).unwrap_err().to_string()
         };
-        let short = fails(&|s| {
-            if let RunBytes::Fixed { bytes, .. } = &mut s.regimes[0].streams[1][0].bytes {
-                *bytes -= 512;
-            }
-        });
-        assert!(short.starts_with("sm1 streams ") && short.contains(" units take "), "{short}");
-        let overlap = fails(&|s| {
-            for regime in &mut s.regimes {
-                let late = regime.streams[1].iter_mut().filter_map(|r| match &mut r.bytes {
-                    RunBytes::Fixed { offset, .. } => Some(offset),
-                    RunBytes::History { .. } => None,
-                });
-                *late.last().unwrap() -= 512;
-            }
-        });
+        let weight = good.program.buffers.iter().rposition(|b| b.space == Space::Weight).unwrap();
+        let unplaced = fails(&|s| s.placement[weight] = None);
+        assert!(unplaced.contains("has no place in the pack"), "{unplaced}");
+        let overlap = fails(&|s| s.placement[weight] = s.placement[weight].map(|at| at - 512));
         assert!(overlap.contains(" ends at byte "), "{overlap}");
-        let other = fails(&|s| {
-            let task = s.regimes[1].streams[0][0].task;
-            let task = &mut s.regimes[1].tasks[task.index()];
-            (task.lo, task.hi) = (task.lo + 1, task.hi + 1);
-        });
-        assert!(other.contains("than in an earlier regime"), "{other}");
         let content = fails(&|s| s.program.buffers.iter_mut().for_each(|b| b.content = None));
         assert!(content.contains("has no content to pack"), "{content}");
     }

@@ -2,12 +2,12 @@
 
 use crate::candidate::{Candidate, Infeasible};
 use crate::ir::layout::{
-    GRANULE_BYTES, RING_SLOTS_MAX, SmemNeeds, block_granules, cache_row_bytes, chunk_granules, chunk_rows, place_align,
-    placed_bytes, smem_map,
+    GRANULE_BYTES, RING_SLOTS_MAX, SmemNeeds, block_granules, cache_row_bytes, chunk_granules, chunk_rows, pack_bytes,
+    placed_bytes, placement, smem_map,
 };
 use crate::ir::op::{Access, Attention, Epilogue, HISTORY_ALIGN, MatVec, Op, Role, UNIT_ROWS};
 use crate::ir::program::{Grid, LayerOp, Program, Second, Site, Space};
-use crate::ir::schedule::{Event, Machine, Mechanism, Regime, Ring, Run, RunBytes, Schedule, Task, Wait};
+use crate::ir::schedule::{Event, Machine, Mechanism, Regime, Ring, Run, Schedule, Source, Task, Wait};
 use crate::ir::variant::{
     AttentionVariant, MatVecVariant, POLL_BATCH, REDUCE_BATCH_MAX, RegisterTiling, Variant, warps_per_head_rule,
 };
@@ -102,13 +102,10 @@ fn check_memory(schedule: &Schedule, target: &Target) -> Result<(), Infeasible> 
     if target.kind == TargetKind::Cpu {
         return Ok(());
     }
-    // Every regime streams the same bytes.
-    let runs = schedule.regimes.first().into_iter().flat_map(|r| r.streams.iter().flatten());
-    let weights: u64 = runs.map(|run| if let RunBytes::Fixed { bytes, .. } = run.bytes { bytes } else { 0 }).sum();
     let buffers = |space: fn(Space) -> bool| -> u64 {
         schedule.program.buffers.iter().filter(|b| space(b.space)).map(placed_bytes).sum()
     };
-    let weights = weights + buffers(|space| space == Space::Constant);
+    let weights = pack_bytes(schedule);
     let cache = buffers(|space| space == Space::Cache);
     let rest = buffers(|space| matches!(space, Space::Exchange | Space::Output));
     let (bytes, most) = (weights + cache + rest, target.spec.memory_bytes);
@@ -275,23 +272,6 @@ fn machine(
     })
 }
 
-/// Offsets of constants, exchange buffers, caches and outputs, each in the arena of its space.
-fn placement(program: &Program) -> Vec<Option<u64>> {
-    let mut next: BTreeMap<&'static str, u64> = BTreeMap::new();
-    program
-        .buffers
-        .iter()
-        .map(|b| {
-            matches!(b.space, Space::Constant | Space::Exchange | Space::Cache | Space::Output).then(|| {
-                let at = next.entry(b.space.name()).or_default();
-                let offset = *at;
-                *at += place_align(placed_bytes(b));
-                offset
-            })
-        })
-        .collect()
-}
-
 /// Whether a regime with or without split attention has tasks of a grid.
 fn takes_part(program: &Program, c: &Candidate, grid: &Grid, split: bool) -> bool {
     let has_split_twin = c.splits > 1 && c.split_from < program.context_max;
@@ -302,8 +282,7 @@ fn takes_part(program: &Program, c: &Candidate, grid: &Grid, split: bool) -> boo
     }
 }
 
-/// Who computes which units of each matvec: the same in every regime, for all of them read one pack. Streams are balanced for
-/// the first regime; where that one's attention is not split, some SMs stream a history that others do not.
+/// Who computes which units of each matvec: the same in every regime. Streams are balanced for the first regime; where that one's attention is not split, some SMs stream a history that others do not.
 fn divide(program: &Program, c: &Candidate, split: bool) -> Vec<Vec<Share>> {
     let weight_bytes = program.precision.weights.bytes() as u32;
     // Streamed bytes so far on each SM, times what a byte costs there.
@@ -378,10 +357,8 @@ fn regime(
     split: bool,
 ) -> Result<Regime, Infeasible> {
     let sms = c.sms as usize;
-    let weight_bytes = program.precision.weights.bytes() as u32;
     let mut r =
         Regime { from_position, tasks: vec![], events: vec![], queues: vec![vec![]; sms], streams: vec![vec![]; sms] };
-    let mut offsets = vec![0u64; sms];
     let mut spread = 0usize;
     for (g, grid) in program.grids.iter().enumerate() {
         if !takes_part(program, c, grid, split) {
@@ -396,11 +373,11 @@ fn regime(
             let id = TaskId::from(r.tasks.len());
             let task = Task { grid: grid_id, lo: share.lo, hi: share.hi, j: share.j, waits: vec![], signals: vec![] };
             match &grid.op {
-                Op::MatVec(m) => {
-                    let bytes = u64::from(share.hi - share.lo) * m.unit_bytes(weight_bytes);
-                    r.streams[share.sm]
-                        .push(Run { task: id, bytes: RunBytes::Fixed { offset: offsets[share.sm], bytes } });
-                    offsets[share.sm] += bytes;
+                Op::MatVec(_) => {
+                    if let Some(weight) = grid.operand(Role::Weight) {
+                        let source = Source::Units { buffer: weight.buffer, lo: share.lo, hi: share.hi };
+                        r.streams[share.sm].push(Run { task: id, source });
+                    }
                 }
                 Op::Attention(a) => {
                     let row_bytes = cache_row_bytes(a.head_dim, program.precision.cache);
@@ -409,7 +386,7 @@ fn regime(
                         let slot_bytes = c.slot_bytes;
                         return Err(Infeasible::HistoryChunk { slot_bytes, rows: HISTORY_ALIGN, row_bytes });
                     }
-                    r.streams[share.sm].push(Run { task: id, bytes: RunBytes::History { rows } });
+                    r.streams[share.sm].push(Run { task: id, source: Source::History { rows } });
                 }
                 _ => {}
             }

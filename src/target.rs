@@ -391,27 +391,9 @@ fn read_spec(fields: &mut Fields<'_>, kind: Option<TargetKind>) -> Option<Spec> 
     if source.get_ref().trim().is_empty() {
         fields.refuse(source.span(), "`spec.source` is empty", "expected the document that the figures come from");
     }
-    let sm = match kind? {
-        TargetKind::Cpu if arch.get_ref().is_empty() => 0,
-        TargetKind::Cpu => {
-            let label = format!("expected an empty string, found `{}`", arch.get_ref());
-            fields.refuse(arch.span(), "a target of kind `cpu` has no architecture", label);
-            return None;
-        }
-        TargetKind::Cuda => match sm_number(arch.get_ref()) {
-            Some(sm) => sm,
-            None => {
-                let label =
-                    format!("expected `sm_` and a number, as in `sm_89` or `sm_90a`, found `{}`", arch.get_ref());
-                fields.refuse(arch.span(), "not a CUDA architecture", label);
-                return None;
-            }
-        },
-    };
-    // What the instruction sets allow (PTX ISA, "Target ISA Notes" of cp.async, cp.async.bulk, mma, setmaxnreg and
-    // barrier.cluster). A record that claims more would fail in NVRTC, or hang on a device.
+    let sm = read_sm(fields, kind?, &arch)?;
     let found = if sm == 0 { "the CPU".to_string() } else { format!("`{}`", arch.get_ref()) };
-    let needs = |span, what: &str, sm_min: u32, fields: &mut Fields<'_>| {
+    let mut needs = |span, what: &str, sm_min: u32| {
         if sm < sm_min {
             fields.refuse(
                 span,
@@ -420,17 +402,19 @@ fn read_spec(fields: &mut Fields<'_>, kind: Option<TargetKind>) -> Option<Spec> 
             );
         }
     };
+    // What the instruction sets allow (PTX ISA, "Target ISA Notes" of cp.async, cp.async.bulk, mma, setmaxnreg and
+    // barrier.cluster). A record that claims more would fail in NVRTC, or hang where nobody looks.
     match copy.get_ref() {
         CopyMechanism::Plain => {}
-        CopyMechanism::CpAsync => needs(copy.span(), "`cp_async`", 80, fields),
-        CopyMechanism::Bulk => needs(copy.span(), "`bulk`", 90, fields),
+        CopyMechanism::CpAsync => needs(copy.span(), "`cp_async`", 80),
+        CopyMechanism::Bulk => needs(copy.span(), "`bulk`", 90),
     }
     match dot.get_ref() {
         DotMechanism::Fma => {}
-        DotMechanism::Mma => needs(dot.span(), "`mma`", 80, fields),
+        DotMechanism::Mma => needs(dot.span(), "`mma`", 80),
     }
     if *cluster_max.get_ref() > 1 {
-        needs(cluster_max.span(), "a cluster", 90, fields);
+        needs(cluster_max.span(), "a cluster", 90);
     }
     let register_reallocation = reallocation?;
     if register_reallocation && !arch.get_ref().ends_with(['a', 'f']) {
@@ -453,6 +437,27 @@ fn read_spec(fields: &mut Fields<'_>, kind: Option<TargetKind>) -> Option<Spec> 
         cluster_max: cluster_max.into_inner(),
         register_reallocation,
     })
+}
+
+/// The number in `sm_90a`; 0 for a CPU.
+fn read_sm(fields: &mut Fields<'_>, kind: TargetKind, arch: &toml::Spanned<String>) -> Option<u32> {
+    match kind {
+        TargetKind::Cpu if arch.get_ref().is_empty() => Some(0),
+        TargetKind::Cpu => {
+            let label = format!("expected an empty string, found `{}`", arch.get_ref());
+            fields.refuse(arch.span(), "a target of kind `cpu` has no architecture", label);
+            None
+        }
+        TargetKind::Cuda => match sm_number(arch.get_ref()) {
+            Some(sm) => Some(sm),
+            None => {
+                let label =
+                    format!("expected `sm_` and a number, as in `sm_89` or `sm_90a`, found `{}`", arch.get_ref());
+                fields.refuse(arch.span(), "not a CUDA architecture", label);
+                None
+            }
+        },
+    }
 }
 
 fn read_measured(fields: &mut Fields<'_>) -> Option<Measured> {
@@ -676,7 +681,9 @@ error: unknown key `sm_cnt` in `spec`
         assert_eq!(Target::load("mine.toml", folder.path()).expect("loads").name, "mine");
         assert_eq!(Target::load("./mine.toml", folder.path()).expect("loads").name, "mine");
         let missing = Target::load("h200.toml", folder.path()).expect_err("no such file").to_string();
-        assert!(missing.starts_with("no such file or folder: `h200.toml` (tried `h200.toml` and `"), "{missing}");
+        let beside = folder.path().join("h200.toml");
+        let expected = format!("no such file or folder: `h200.toml` (tried `{}` and `h200.toml`)", beside.display());
+        assert!(missing.starts_with(&expected), "{missing}");
     }
 
     #[test]

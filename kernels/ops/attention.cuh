@@ -1,10 +1,15 @@
 // attention: q/k norm, RoPE, cache append, and softmax(scale * q K^T) V over one share of the history and, in the share
 // that ends it, the current position.
 //
-// q (HPT, DIM), k, v (DIM)   packets; k and v are read by the last share only
+// q (QUERIES, DIM), k, v (DIM)   packets; k and v are read by the last share only
 // K, V (CONTEXT_MAX, PITCH)  cache of one KV head, DIM of each row in use; rows of the share arrive through the ring, K and V chunk in turn
 //                            (swizzled rows: attention_tensor.cuh)
-// out                        SPLITS == 1: HPT * DIM columns; else one record (max, sum, DIM sums) a query head, see merge
+// out                        SPLITS == 1: QUERIES * DIM columns; else one record (max, sum, DIM sums) a query head, see merge
+//
+// owner    of QUERIES query heads and one share of their history: one task; the task with the first query head of a KV head, in the
+//          last share, appends the row of the cache
+// moves    2 * PITCH values for each row of the share; (QUERIES + 2) * DIM values of q, k and v
+// assumes  all query heads of a task have one KV head; rows before the position are in the cache, acquired with the step
 //
 // Work split: within a pair of chunks a warp takes tiles of rows and keeps its own running
 // maximum, sum and accumulators, so no barrier is needed until all warps merge. The current position is one more record of
@@ -16,20 +21,20 @@
 template <class M, class G>
 struct Attention {
   typedef AttentionRecords<M, G, M::WARPS> Records;
-  static constexpr int T = M::WARPS * 32;
-  static constexpr int HPT = G::HEADS_PER_TASK;
+  static constexpr int THREADS = M::WARPS * 32;
+  static constexpr int QUERIES = G::HEADS_PER_TASK;
   static constexpr int KV_HEADS = G::HEADS / G::GROUP;
   static constexpr int PER_PACKET = Wire<M>::PER_PACKET;
   typedef typename ElemOf<M::CACHE>::type C;
   static constexpr bool TENSOR = M::CACHE == Elem::BF16 && M::DOT == Dot::MMA && G::DIM % 8 == 0;
 
   static __device__ __forceinline__ float* q_head(const Context<M>& c, int h) { return c.heads() + h * G::DIM; }
-  static __device__ __forceinline__ float* key(const Context<M>& c) { return c.heads() + HPT * G::DIM; }
-  static __device__ __forceinline__ float* value(const Context<M>& c) { return c.heads() + (HPT + 1) * G::DIM; }
-  // Tensor cores: the queries once more, as bf16, KJ granules of 32 values a head.
-  static constexpr int KJ = ceil_div(G::DIM, 32);
+  static __device__ __forceinline__ float* key(const Context<M>& c) { return c.heads() + QUERIES * G::DIM; }
+  static __device__ __forceinline__ float* value(const Context<M>& c) { return c.heads() + (QUERIES + 1) * G::DIM; }
+  // Tensor cores: the queries once more, as bf16, HEAD_GRANULES granules of 32 values a head.
+  static constexpr int HEAD_GRANULES = ceil_div(G::DIM, 32);
   static __device__ __forceinline__ u8* q_operand(const Context<M>& c, int h) {
-    return reinterpret_cast<u8*>(c.heads() + (HPT + 2) * G::DIM) + h * (KJ * 64);
+    return reinterpret_cast<u8*>(c.heads() + (QUERIES + 2) * G::DIM) + h * (HEAD_GRANULES * 64);
   }
 
   static __device__ __forceinline__ float rounded(float v) {
@@ -41,12 +46,12 @@ struct Attention {
   // Sum of squares of a whole projection, on all threads (OLMo 2 normalises over all heads at once).
   static __device__ __forceinline__ float projection_squares(Context<M>& c, const Entry& e, int col, int cols, int which) {
     float squares = 0.f;
-    for (int first = 0; first < cols / PER_PACKET; first += T) {
+    for (int first = 0; first < cols / PER_PACKET; first += THREADS) {
       const int i = first + c.tid();
       const bool active[1] = {i < cols / PER_PACKET};
       u32 payload[1];
       const u64* const from[1] = {c.p.exchange + e.x + col / PER_PACKET + i};
-      await_packets<1>(from, active, c.tag, payload, c.patience, c.dog(), c.site());
+      await_packets<1>(from, active, c.tag, payload, c.waiter());
       float a = Wire<M>::lo(payload[0]), b = PER_PACKET == 2 ? Wire<M>::hi(payload[0]) : 0.f;
       squares += a * a + b * b;
     }
@@ -121,7 +126,7 @@ struct Attention {
       active[n] = n * 32 + c.lane() < PACKETS;
       from[n] = c.p.exchange + e.x + col / PER_PACKET + n * 32 + c.lane();
     }
-    await_packets<N>(from, active, c.tag, payload, c.patience, c.dog(), c.site());
+    await_packets<N>(from, active, c.tag, payload, c.waiter());
 #pragma unroll
     for (int n = 0; n < N; n++) {
       if (!active[n]) continue;
@@ -140,7 +145,7 @@ struct Attention {
   }
 
   static __device__ __forceinline__ void run_general(Context<M>& c, const Entry& e) {
-    const int i = int(e.lo), j = int(e.j), kv = i * HPT / G::GROUP;
+    const int i = int(e.lo), j = int(e.j), kv = i * QUERIES / G::GROUP;
     const bool last = j == G::SPLITS - 1;
     const Angles angle = angles(c, e);
     float q_squares = 0.f, k_squares = 0.f;
@@ -148,18 +153,18 @@ struct Attention {
     if constexpr (G::K_NORM == HeadNorm::PROJECTION)
       if (last) k_squares = projection_squares(c, e, G::HEADS * G::DIM, KV_HEADS * G::DIM, 1);
     // A warp takes a head from its packets to its final values, so that one block barrier serves all of them.
-    for (int h = c.warp(); h < HPT + (last ? 2 : 0); h += M::WARPS) {
-      if (h < HPT) {
-        fetch(c, e, q_head(c, h), (i * HPT + h) * G::DIM);
-        prepare<G::Q_NORM>(c, angle, q_head(c, h), q_squares, G::HEADS * G::DIM, G::Q_EPS, e.q_norm, i * HPT + h);
+    for (int h = c.warp(); h < QUERIES + (last ? 2 : 0); h += M::WARPS) {
+      if (h < QUERIES) {
+        fetch(c, e, q_head(c, h), (i * QUERIES + h) * G::DIM);
+        prepare<G::Q_NORM>(c, angle, q_head(c, h), q_squares, G::HEADS * G::DIM, G::Q_EPS, e.q_norm, i * QUERIES + h);
         if constexpr (TENSOR)
-          for (int d = c.lane() * 2; d < KJ * 32; d += 64) {
+          for (int d = c.lane() * 2; d < HEAD_GRANULES * 32; d += 64) {
             const float2 x = d < G::DIM ? *reinterpret_cast<const float2*>(q_head(c, h) + d) : make_float2(0.f, 0.f);
             *reinterpret_cast<u32*>(q_operand(c, h) + operand_byte(d)) = bf16_pair(x.x, x.y);
           }
         continue;
       }
-      const bool is_key = h == HPT;
+      const bool is_key = h == QUERIES;
       float* x = is_key ? key(c) : value(c);
       fetch(c, e, x, (G::HEADS + (is_key ? 0 : KV_HEADS) + kv) * G::DIM);
       if (is_key) prepare<G::K_NORM>(c, angle, x, k_squares, KV_HEADS * G::DIM, G::K_EPS, e.k_norm, kv);
@@ -173,7 +178,7 @@ struct Attention {
     history_share(c.position, G::WINDOW, G::SPLITS, j, start, end);
     const int rows = int(end - start), pairs = ceil_div(rows, G::CHUNK_ROWS);
     if (last)
-      for (int h = M::WARPS - 1 - c.warp(); h < HPT; h += M::WARPS) score_current(c, h);
+      for (int h = M::WARPS - 1 - c.warp(); h < QUERIES; h += M::WARPS) score_current(c, h);
     if constexpr (TENSOR)
       history_tensor(c, e, rows, pairs);
     else
@@ -181,14 +186,13 @@ struct Attention {
     c.barrier();
     c.stamp(2);
     Records::finish(c, e, i, j, last, [&](int d) { return *reinterpret_cast<const float2*>(value(c) + d); });
-    // Nobody waits for the row in this step, and the fence waits for the stores: behind the publication.
-    if (last && i % (G::GROUP / HPT) == 0) {
+    // After publishing: no SM reads the row in this step. The end of the step releases it.
+    if (last && i % (G::GROUP / QUERIES) == 0) {
       for (int h = M::WARPS - 1 - c.warp(); h < 2; h += M::WARPS) {
         const float* x = h == 0 ? key(c) : value(c);
-        C* row = reinterpret_cast<C*>(c.p.cache + u64(h == 0 ? e.k_cache : e.v_cache) * 256) +
+        C* row = reinterpret_cast<C*>(c.p.cache + u64(h == 0 ? e.k_cache : e.v_cache) * OFFSET_BYTES) +
                  (u64(kv) * M::CONTEXT_MAX + c.position) * G::PITCH;
         for (int d = c.lane(); d < G::DIM; d += 32) narrow(x[d], row + d);
-        publish_cache_row();
       }
     }
     c.barrier(); // the next task may stage where the records are, or fetch other heads
@@ -203,19 +207,19 @@ struct Attention {
   }
 
   static __device__ __forceinline__ void history_tensor(Context<M>& c, const Entry& e, int rows, int pairs) {
-    constexpr int NT = ceil_div(G::DIM, 8);
+    constexpr int VALUE_TILES = ceil_div(G::DIM, 8);
     const int g = c.lane() / 4, t = c.lane() % 4;
-    // Rows of the product beyond HPT are never read.
-    const u8* q = q_operand(c, g < HPT ? g : 0) + t * 16;
+    // Rows of the product beyond QUERIES are never read.
+    const u8* q = q_operand(c, g < QUERIES ? g : 0) + t * 16;
     // Kept in registers as long as the sums leave room for them.
     constexpr bool KEEP = G::DIM <= 128;
-    uint4 qa[KEEP ? KJ : 1];
+    uint4 qa[KEEP ? HEAD_GRANULES : 1];
     if constexpr (KEEP)
 #pragma unroll
-      for (int k = 0; k < KJ; k++) qa[k] = *reinterpret_cast<const uint4*>(q + k * 64);
-    float m = NEGATIVE_INFINITY, l = 0.f, o[NT][2];
+      for (int k = 0; k < HEAD_GRANULES; k++) qa[k] = *reinterpret_cast<const uint4*>(q + k * 64);
+    float m = NEGATIVE_INFINITY, l = 0.f, o[VALUE_TILES][2];
 #pragma unroll
-    for (int n = 0; n < NT; n++) o[n][0] = o[n][1] = 0.f;
+    for (int n = 0; n < VALUE_TILES; n++) o[n][0] = o[n][1] = 0.f;
 #pragma unroll 1
     for (int pair = 0; pair < pairs; pair++) {
       const int live_rows = min(G::CHUNK_ROWS, rows - pair * G::CHUNK_ROWS);
@@ -232,7 +236,7 @@ struct Attention {
 #pragma unroll
         for (int n = 0; n < 2; n++)
 #pragma unroll
-          for (int k = 0; k < KJ; k++) {
+          for (int k = 0; k < HEAD_GRANULES; k++) {
             uint4 b = make_uint4(0, 0, 0, 0);
             if (G::DIM % 32 == 0 || k * 32 + t * 8 < G::DIM)
               b = *reinterpret_cast<const uint4*>(keys + (row0 + n * 8 + g) * (G::PITCH * 2) + k * 64 + t * 16);
@@ -263,16 +267,16 @@ struct Attention {
         const u32 p0 = bf16_pair(s[0][0], s[0][1]), p2 = bf16_pair(s[1][0], s[1][1]);
         const bool partial = row0 + 16 > live_rows;
 #pragma unroll
-        for (int n = 0; n < NT; n++) {
+        for (int n = 0; n < VALUE_TILES; n++) {
           o[n][0] *= shrink;
           o[n][1] *= shrink;
         }
         // Transposed 8 x 8 blocks of V: rows row0 and row0 + 8 on, dimensions n * 8 on.
         const u8* from = values + (row0 + c.lane() % 16) * (G::PITCH * 2) + (c.lane() / 16) * 16;
 #pragma unroll
-        for (int n = 0; n < NT; n += 2) {
+        for (int n = 0; n < VALUE_TILES; n += 2) {
           u32 b0, b1, b2, b3;
-          load_transposed(n + 1 < NT, smem_address(from + n * 16 - (n + 1 < NT ? 0 : (c.lane() / 16) * 16)), b0, b1, b2, b3);
+          load_transposed(n + 1 < VALUE_TILES, smem_address(from + n * 16 - (n + 1 < VALUE_TILES ? 0 : (c.lane() / 16) * 16)), b0, b1, b2, b3);
           if (partial) {
             // Bytes past the last row are whatever the slot held before; 0 * NaN would spread.
             const int r = live_rows - row0 - t * 2;
@@ -282,7 +286,7 @@ struct Attention {
             b3 &= (r > 8 ? 0xffffu : 0u) | (r > 9 ? 0xffff0000u : 0u);
           }
           mma_rows8(o[n][0], o[n][1], p0, p2, b0, b1);
-          if (n + 1 < NT) mma_rows8(o[n + 1 < NT ? n + 1 : n][0], o[n + 1 < NT ? n + 1 : n][1], p0, p2, b2, b3);
+          if (n + 1 < VALUE_TILES) mma_rows8(o[n + 1 < VALUE_TILES ? n + 1 : n][0], o[n + 1 < VALUE_TILES ? n + 1 : n][1], p0, p2, b2, b3);
         }
       }
       ring_release(c, at);
@@ -290,14 +294,14 @@ struct Attention {
     }
     l += __shfl_xor_sync(~0u, l, 1);
     l += __shfl_xor_sync(~0u, l, 2);
-    if (g < HPT) {
+    if (g < QUERIES) {
       float* record = Records::of(c, c.warp(), g);
       if (t == 0) {
         record[0] = m;
         record[1] = l;
       }
 #pragma unroll
-      for (int n = 0; n < NT; n++) *reinterpret_cast<float2*>(record + 2 + n * 8 + t * 2) = make_float2(o[n][0], o[n][1]);
+      for (int n = 0; n < VALUE_TILES; n++) *reinterpret_cast<float2*>(record + Records::HEADER + n * 8 + t * 2) = make_float2(o[n][0], o[n][1]);
     }
   }
 
@@ -319,14 +323,14 @@ struct Attention {
   }
 
   static __device__ __forceinline__ void history_lanes(Context<M>& c, const Entry& e, int rows, int pairs) {
-    constexpr int DL = ceil_div(G::DIM, 32);
-    float m[HPT], l[HPT], o[HPT][DL];
+    constexpr int LANE_DIMS = ceil_div(G::DIM, 32);
+    float m[QUERIES], l[QUERIES], o[QUERIES][LANE_DIMS];
 #pragma unroll
-    for (int h = 0; h < HPT; h++) {
+    for (int h = 0; h < QUERIES; h++) {
       m[h] = NEGATIVE_INFINITY;
       l[h] = 0.f;
 #pragma unroll
-      for (int d = 0; d < DL; d++) o[h][d] = 0.f;
+      for (int d = 0; d < LANE_DIMS; d++) o[h][d] = 0.f;
     }
 #pragma unroll 1
     for (int pair = 0; pair < pairs; pair++) {
@@ -341,7 +345,7 @@ struct Attention {
         const int row = tile * 32 + c.lane();
         const bool live = row < live_rows;
 #pragma unroll
-        for (int h = 0; h < HPT; h++) {
+        for (int h = 0; h < QUERIES; h++) {
           float s = 0.f;
           if (live)
             for (int d = 0; d < G::DIM; d++) {
@@ -357,12 +361,12 @@ struct Attention {
           m[h] = top;
           l[h] = l[h] * shrink + warp_sum(s);
 #pragma unroll
-          for (int d = 0; d < DL; d++) o[h][d] *= shrink;
+          for (int d = 0; d < LANE_DIMS; d++) o[h][d] *= shrink;
           const int n = min(32, live_rows - tile * 32);
           for (int r = 0; r < n; r++) {
             const float p = __shfl_sync(~0u, s, r);
 #pragma unroll
-            for (int d = 0; d < DL; d++)
+            for (int d = 0; d < LANE_DIMS; d++)
               if (d * 32 + c.lane() < G::DIM) o[h][d] += p * widen(values[(tile * 32 + r) * G::PITCH + d * 32 + c.lane()]);
           }
         }
@@ -371,15 +375,15 @@ struct Attention {
       ring_release(c, v_at);
     }
 #pragma unroll
-    for (int h = 0; h < HPT; h++) {
+    for (int h = 0; h < QUERIES; h++) {
       float* record = Records::of(c, c.warp(), h);
       if (c.lane() == 0) {
         record[0] = m[h];
         record[1] = l[h];
       }
 #pragma unroll
-      for (int d = 0; d < DL; d++)
-        if (d * 32 + c.lane() < G::DIM) record[2 + d * 32 + c.lane()] = o[h][d];
+      for (int d = 0; d < LANE_DIMS; d++)
+        if (d * 32 + c.lane() < G::DIM) record[Records::HEADER + d * 32 + c.lane()] = o[h][d];
     }
   }
 };

@@ -8,14 +8,15 @@ enum class HeadNorm : int { NONE, HEAD, CENTRED, PROJECTION };
 // and behind them the score of the current position.
 template <class M, class G, int N>
 struct AttentionRecords {
-  static constexpr int HPT = G::HEADS_PER_TASK;
-  static constexpr int R = G::DIM + 2;
+  static constexpr int QUERIES = G::HEADS_PER_TASK;
+  static constexpr int HEADER = 2; // maximum and sum, before the sums of each dimension
+  static constexpr int RECORD = HEADER + G::DIM;
   // Lanes of a power of two that hold the states of all records.
   static constexpr int LANES = N > 16 ? 32 : N > 8 ? 16 : N > 4 ? 8 : N > 2 ? 4 : N;
   static_assert(N <= 32, "a warp merges the records");
 
   static __device__ __forceinline__ float* of(const Context<M>& c, int n, int h) {
-    return c.scratch() + (n * HPT + h) * R;
+    return c.scratch() + (n * QUERIES + h) * RECORD;
   }
 
   // Merges the warps and the current position; a warp takes up to 64 dimensions of a head. `value` gives
@@ -24,7 +25,7 @@ struct AttentionRecords {
   static __device__ __forceinline__ void finish(Context<M>& c, const Entry& e, int i, int j, bool last, V value) {
     constexpr int BLOCKS = ceil_div(G::DIM, 64);
 #pragma unroll 1
-    for (int x = c.warp(); x < HPT * BLOCKS; x += M::WARPS) {
+    for (int x = c.warp(); x < QUERIES * BLOCKS; x += M::WARPS) {
       const int h = x / BLOCKS, d = x % BLOCKS * 64 + c.lane() * 2;
       const bool live = d < G::DIM;
       // A lane takes the state of one record; all take their dimensions of every record.
@@ -45,21 +46,21 @@ struct AttentionRecords {
 #pragma unroll
       for (int n = 0; n < N; n++) {
         const float f = __shfl_sync(~0u, factor, n);
-        const float2 o = *reinterpret_cast<const float2*>(of(c, n, h) + 2 + (live ? d : 0));
+        const float2 o = *reinterpret_cast<const float2*>(of(c, n, h) + HEADER + (live ? d : 0));
         a += f * o.x;
         b += f * o.y;
       }
       if (!live) continue;
       if constexpr (G::SPLITS == 1) {
-        publish_columns<G::HEADS * G::DIM>(c, e.out, (i * HPT + h) * G::DIM + d, __fdividef(a, sum), __fdividef(b, sum));
+        publish_columns<G::HEADS * G::DIM>(c, e.out, (i * QUERIES + h) * G::DIM + d, __fdividef(a, sum), __fdividef(b, sum));
       } else {
-        u64* record = c.p.exchange + e.out + u64((i * G::SPLITS + j) * HPT + h) * R;
+        u64* record = c.p.exchange + e.out + u64((i * G::SPLITS + j) * QUERIES + h) * RECORD;
         if (d == 0) {
           publish(record, __float_as_uint(top), c.tag);
           publish(record + 1, __float_as_uint(sum), c.tag);
         }
-        publish(record + 2 + d, __float_as_uint(a), c.tag);
-        publish(record + 3 + d, __float_as_uint(b), c.tag);
+        publish(record + HEADER + d, __float_as_uint(a), c.tag);
+        publish(record + HEADER + d + 1, __float_as_uint(b), c.tag);
       }
     }
   }

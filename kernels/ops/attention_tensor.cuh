@@ -14,24 +14,24 @@ __device__ __forceinline__ constexpr u32 swizzle(u32 position) { return (positio
 
 template <class M, class G>
 struct AttentionTensor {
-  static constexpr int HPT = G::HEADS_PER_TASK;
-  static constexpr int KEY = HPT, VALUE = HPT + 1; // rows of the block's heads behind the queries
-  static constexpr int KJ = G::DIM / 32;           // granules of a head
+  static constexpr int QUERIES = G::HEADS_PER_TASK;
+  static constexpr int KEY = QUERIES, VALUE = QUERIES + 1; // rows of the block's heads behind the queries
+  static constexpr int HEAD_GRANULES = G::DIM / 32;           // granules of a head
   // Warps that share the tiles of large heads, each for its part of the dimensions of V: sums of 256 dimensions would take all
   // registers. All of them compute the scores.
-  static constexpr int PARTS = G::TEAM;
-  static constexpr int TEAMS = M::WARPS / PARTS;
-  static constexpr int NT = G::DIM / PARTS / 8;
+  static constexpr int WARPS_PER_HEAD = G::WARPS_PER_HEAD;
+  static constexpr int WARP_TEAMS = M::WARPS / WARPS_PER_HEAD;
+  static constexpr int VALUE_TILES = G::DIM / WARPS_PER_HEAD / 8;
   static constexpr int ROW = G::PITCH * 2; // bytes of a cache row
-  typedef AttentionRecords<M, G, TEAMS> Records;
+  typedef AttentionRecords<M, G, WARP_TEAMS> Records;
   // Queries stay in registers, and values are loaded before the softmax, where sums leave room for them.
-  static constexpr bool ROOM = G::AHEAD;
+  static constexpr bool PREFETCH_V = G::PREFETCH_V;
   static constexpr bool HALVES = G::ROTARY > 0 && !G::INTERLEAVED; // a pair is dimension d and d + DIM / 2
   // No norm of heads, or one that knows no other head.
   static constexpr bool shared(HeadNorm norm) { return norm == HeadNorm::NONE || norm == HeadNorm::HEAD; }
   static constexpr bool FITS = M::CACHE == Elem::BF16 && M::WIRE == Elem::BF16 && M::DOT == Dot::MMA && G::DIM % 64 == 0 &&
-                               G::DIM <= 256 && M::WARPS % PARTS == 0 && (G::ROTARY == 0 || G::ROTARY == G::DIM) &&
-                               NT % 8 == 0 && (!HALVES || G::DIM == 64 || G::DIM % 128 == 0) && shared(G::Q_NORM) && shared(G::K_NORM);
+                               G::DIM <= 256 && M::WARPS % WARPS_PER_HEAD == 0 && (G::ROTARY == 0 || G::ROTARY == G::DIM) &&
+                               VALUE_TILES % 8 == 0 && (!HALVES || G::DIM == 64 || G::DIM % 128 == 0) && shared(G::Q_NORM) && shared(G::K_NORM);
 
   static_assert(FITS == (M::DOT == Dot::MMA && G::SWIZZLED), "who else writes caches, as ir/variant.rs says, has to know");
 
@@ -43,14 +43,14 @@ struct AttentionTensor {
   // This lane's part of the queries as an operand.
   struct Queries {
     const u8* at;
-    uint4 held[ROOM ? KJ : 1];
+    uint4 held[PREFETCH_V ? HEAD_GRANULES : 1];
     __device__ __forceinline__ explicit Queries(const u8* at) : at(at) {
-      if constexpr (ROOM)
+      if constexpr (PREFETCH_V)
 #pragma unroll
-        for (int k = 0; k < KJ; k++) held[k] = *reinterpret_cast<const uint4*>(at + k * 64);
+        for (int k = 0; k < HEAD_GRANULES; k++) held[k] = *reinterpret_cast<const uint4*>(at + k * 64);
     }
     __device__ __forceinline__ uint4 operator()(int k) const {
-      return ROOM ? held[ROOM ? k : 0] : *reinterpret_cast<const uint4*>(at + k * 64);
+      return PREFETCH_V ? held[PREFETCH_V ? k : 0] : *reinterpret_cast<const uint4*>(at + k * 64);
     }
   };
 
@@ -64,7 +64,7 @@ struct AttentionTensor {
     const u8 *keys, *values;
 
     __device__ __forceinline__ Walk(const Context<M>& c, u32 start, u32 end)
-        : left(int(end - start)), tile(TEAMS - 1 - c.warp() / PARTS), keys(nullptr), values(nullptr) {
+        : left(int(end - start)), tile(WARP_TEAMS - 1 - c.warp() / WARPS_PER_HEAD), keys(nullptr), values(nullptr) {
       // Lane / 4 is a row of keys, its piece lane % 4 of four; lane % 16 one of values, its piece the first or the second of two.
       key_at = c.lane() / 4 * ROW + (c.lane() % 4 ^ swizzle(start + c.lane() / 4)) * 16;
       value_at = c.lane() % 16 * ROW + (c.lane() / 16 ^ swizzle(start + c.lane() % 16)) * 16;
@@ -77,7 +77,7 @@ struct AttentionTensor {
     // of this warp.
     __device__ __forceinline__ uint4 value(const Context<M>& c, int n) const {
       uint4 b;
-      const u8* from = values + tile * 16 * ROW + c.warp() % PARTS * (NT * 16);
+      const u8* from = values + tile * 16 * ROW + c.warp() % WARPS_PER_HEAD * (VALUE_TILES * 16);
       load_transposed(smem_address(from) + n / 4 * 128 + (value_at ^ n % 4 * 32), b);
       return b;
     }
@@ -122,7 +122,7 @@ struct AttentionTensor {
   };
   // Rows of the block's heads: queries, then the key, then the value.
   static __device__ __forceinline__ HeadNorm norm_of(int row) {
-    return row < HPT ? G::Q_NORM : (row == KEY ? G::K_NORM : HeadNorm::NONE);
+    return row < QUERIES ? G::Q_NORM : (row == KEY ? G::K_NORM : HeadNorm::NONE);
   }
   static __device__ __forceinline__ void load(const Context<M>& c, const Entry& e, int row, Constants& k) {
     if constexpr (G::ROTARY > 0) {
@@ -151,15 +151,15 @@ struct AttentionTensor {
   static __device__ __forceinline__ void head(Context<M>& c, const Entry& e, int i, int row) {
     Constants k;
     load(c, e, row, k);
-    const u32 kv = u32(i) * HPT / G::GROUP;
-    const u32 head = row < HPT ? i * HPT + row : G::HEADS + (row == VALUE ? G::HEADS / G::GROUP : 0) + kv;
+    const u32 kv = u32(i) * QUERIES / G::GROUP;
+    const u32 head = row < QUERIES ? i * QUERIES + row : G::HEADS + (row == VALUE ? G::HEADS / G::GROUP : 0) + kv;
     const u64* packets = c.p.exchange + (e.x + head * PACKETS + c.lane());
     const u64* from[N];
     bool active[N];
 #pragma unroll
     for (int n = 0; n < N; n++) from[n] = packets + n * 32, active[n] = true;
     u32 word[N];
-    await_packets<N>(from, active, c.tag, word, c.patience, c.dog(), c.site());
+    await_packets<N>(from, active, c.tag, word, c.waiter());
     float2 x[N];
 #pragma unroll
     for (int n = 0; n < N; n++) x[n] = make_float2(bf16_lo(word[n]), bf16_hi(word[n]));
@@ -191,7 +191,7 @@ struct AttentionTensor {
 #pragma unroll
     for (int n = 0; n < N; n++) {
       const u32 d = (n * 32 + c.lane()) * 2;
-      *reinterpret_cast<u32*>(row_at(c, row) + (row < HPT ? operand_byte(d) : d * 2)) = bf16_pair(x[n].x, x[n].y);
+      *reinterpret_cast<u32*>(row_at(c, row) + (row < QUERIES ? operand_byte(d) : d * 2)) = bf16_pair(x[n].x, x[n].y);
     }
   }
   static __device__ __forceinline__ void rotate(float& lo, float& hi, float cosine, float sine) {
@@ -210,29 +210,29 @@ struct AttentionTensor {
     // The first pair, not more: who frees slots has to come this far.
     walk.take(c);
 #pragma unroll 1
-    for (int row = c.warp(); row < HPT + (last ? 2 : 0); row += M::WARPS) {
+    for (int row = c.warp(); row < QUERIES + (last ? 2 : 0); row += M::WARPS) {
       head(c, e, i, row);
-      if (HPT + 2 <= M::WARPS) break;
+      if (QUERIES + 2 <= M::WARPS) break;
     }
     c.barrier();
     c.stamp(1);
-    const Queries q(row_at(c, g < HPT ? g : 0) + t * 16); // rows of the product beyond HPT are never read
+    const Queries q(row_at(c, g < QUERIES ? g : 0) + t * 16); // rows of the product beyond QUERIES are never read
 
-    float m = NEGATIVE_INFINITY, l = 0.f, o[NT][2];
+    float m = NEGATIVE_INFINITY, l = 0.f, o[VALUE_TILES][2];
 #pragma unroll
-    for (int n = 0; n < NT; n++) o[n][0] = o[n][1] = 0.f;
+    for (int n = 0; n < VALUE_TILES; n++) o[n][0] = o[n][1] = 0.f;
 #pragma unroll 1
-    for (; walk.find(c); walk.tile += TEAMS) {
+    for (; walk.find(c); walk.tile += WARP_TEAMS) {
       Products products[2] = {};
 #pragma unroll
       for (int n = 0; n < 2; n++) {
 #pragma unroll
-        for (int k = 0; k < KJ; k++) products[n].add(q(k), walk.key(n, k));
+        for (int k = 0; k < HEAD_GRANULES; k++) products[n].add(q(k), walk.key(n, k));
       }
-      uint4 ahead[ROOM ? NT / 2 : 1];
-      if constexpr (ROOM)
+      uint4 ahead[PREFETCH_V ? VALUE_TILES / 2 : 1];
+      if constexpr (PREFETCH_V)
 #pragma unroll
-        for (int n = 0; n < NT / 2; n++) ahead[n] = walk.value(c, n);
+        for (int n = 0; n < VALUE_TILES / 2; n++) ahead[n] = walk.value(c, n);
       const int row = walk.tile * 16 + t * 2;
       float s[2][2], top = m;
 #pragma unroll
@@ -263,13 +263,13 @@ struct AttentionTensor {
         high = (row + 8 < walk.left ? 0xffffu : 0u) | (row + 9 < walk.left ? 0xffff0000u : 0u);
       }
 #pragma unroll
-      for (int n = 0; n < NT; n++) {
+      for (int n = 0; n < VALUE_TILES; n++) {
         o[n][0] *= shrink;
         o[n][1] *= shrink;
       }
 #pragma unroll
-      for (int n = 0; n < NT / 2; n++) {
-        const uint4 v = ROOM ? ahead[ROOM ? n : 0] : walk.value(c, n);
+      for (int n = 0; n < VALUE_TILES / 2; n++) {
+        const uint4 v = PREFETCH_V ? ahead[PREFETCH_V ? n : 0] : walk.value(c, n);
         mma_rows8(o[2 * n][0], o[2 * n][1], p0, p2, v.x & low, v.y & high);
         mma_rows8(o[2 * n + 1][0], o[2 * n + 1][1], p0, p2, v.z & low, v.w & high);
       }
@@ -277,12 +277,12 @@ struct AttentionTensor {
     if (last && c.warp() == 0) current(c, q);
     l += __shfl_xor_sync(~0u, l, 1);
     l += __shfl_xor_sync(~0u, l, 2);
-    if (g < HPT) {
-      float* record = Records::of(c, c.warp() / PARTS, g);
+    if (g < QUERIES) {
+      float* record = Records::of(c, c.warp() / WARPS_PER_HEAD, g);
       if (t == 0) *reinterpret_cast<float2*>(record) = make_float2(m, l);
 #pragma unroll
-      for (int n = 0; n < NT; n++)
-        *reinterpret_cast<float2*>(record + 2 + (c.warp() % PARTS * NT + n) * 8 + t * 2) = make_float2(o[n][0], o[n][1]);
+      for (int n = 0; n < VALUE_TILES; n++)
+        *reinterpret_cast<float2*>(record + Records::HEADER + (c.warp() % WARPS_PER_HEAD * VALUE_TILES + n) * 8 + t * 2) = make_float2(o[n][0], o[n][1]);
     }
     c.barrier();
     c.stamp(2);
@@ -290,19 +290,18 @@ struct AttentionTensor {
       const u32 pair = *reinterpret_cast<const u32*>(row_at(c, VALUE) + d * 2);
       return make_float2(bf16_lo(pair), bf16_hi(pair));
     });
-    // Nobody waits for the row in this step, and the fence waits for the stores: behind the publication.
-    if (last && i % (G::GROUP / HPT) == 0 && c.warp() == M::WARPS - 1) {
+    // After publishing: no SM reads the row in this step. The end of the step releases it.
+    if (last && i % (G::GROUP / QUERIES) == 0 && c.warp() == M::WARPS - 1) {
       constexpr int PIECES = G::DIM / 8; // of 16 bytes
 #pragma unroll
       for (int n = 0; n < 2 * PIECES; n += 32) {
         const int at = n + c.lane();
         if (at < 2 * PIECES) {
-          u8* row = c.p.cache + u64(at < PIECES ? e.k_cache : e.v_cache) * 256 +
-                    (u64(u32(i) * HPT / G::GROUP) * M::CONTEXT_MAX + c.position) * (G::PITCH * 2);
+          u8* row = c.p.cache + u64(at < PIECES ? e.k_cache : e.v_cache) * OFFSET_BYTES +
+                    (u64(u32(i) * QUERIES / G::GROUP) * M::CONTEXT_MAX + c.position) * (G::PITCH * 2);
           *reinterpret_cast<uint4*>(row + (at % PIECES ^ swizzle(c.position)) * 16) = *reinterpret_cast<const uint4*>(row_at(c, KEY) + at * 16);
         }
       }
-      publish_cache_row();
     }
     c.barrier(); // the next task may stage where the records are, or load other angles
   }
@@ -312,7 +311,7 @@ struct AttentionTensor {
     const int g = c.lane() / 4, t = c.lane() % 4;
     Products product = {};
 #pragma unroll
-    for (int k = 0; k < KJ; k++) product.add(q(k), *reinterpret_cast<const uint4*>(row_at(c, KEY) + k * 64 + t * 16));
-    if (t == 0 && g < HPT) Records::of(c, TEAMS, g)[0] = softcap(product.sum(0) * G::SCALE, G::SOFTCAP);
+    for (int k = 0; k < HEAD_GRANULES; k++) product.add(q(k), *reinterpret_cast<const uint4*>(row_at(c, KEY) + k * 64 + t * 16));
+    if (t == 0 && g < QUERIES) Records::of(c, WARP_TEAMS, g)[0] = softcap(product.sum(0) * G::SCALE, G::SOFTCAP);
   }
 };

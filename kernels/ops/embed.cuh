@@ -1,8 +1,12 @@
 // embed: residual[i] = scale * table[token][i]; publishes it.
 //
 // table (VOCAB, HIDDEN)  one row of it, 2 or 4 bytes a value
-// residual               fp32, the columns this block owns, or, EVERYWHERE, all of them
-// out (HIDDEN)           packets; none EVERYWHERE
+// residual               fp32, the columns this block owns, or, REPLICATED, all of them
+// out (HIDDEN)           packets; none REPLICATED
+//
+// owner    of a column: the block with its unit of 8; REPLICATED every block writes all columns for itself
+// moves    one row of the table; HIDDEN values out in all
+// assumes  `select` of this step has put the token into shared memory
 #pragma once
 
 template <class M, class G>
@@ -10,9 +14,9 @@ struct Embed {
   static __device__ __forceinline__ void run(Context<M>& c, const Entry& e) {
     typedef typename ElemOf<M::WEIGHT>::type W;
     const W* row = c.template constant<W>(e.table) + u64(u32(c.state().token)) * G::HIDDEN;
-    const int first = G::EVERYWHERE ? 0 : int(uniform(e.lo)) * 8;
-    const int last = G::EVERYWHERE ? G::HIDDEN : min(int(uniform(e.hi)) * 8, G::HIDDEN);
-#pragma unroll(G::EVERYWHERE ? 4 : 1)
+    const int first = G::REPLICATED ? 0 : int(uniform(e.lo)) * 8;
+    const int last = G::REPLICATED ? G::HIDDEN : min(int(uniform(e.hi)) * 8, G::HIDDEN);
+#pragma unroll(G::REPLICATED ? 4 : 1)
     for (int base = first; base < last; base += M::WARPS * 64) {
       const int col = base + c.tid() * 2;
       if (col >= last) continue;
@@ -20,7 +24,7 @@ struct Embed {
       float* mine = c.residual() + e.residual + (col - first);
       mine[0] = a;
       mine[1] = b;
-      if constexpr (!G::EVERYWHERE) publish_columns<G::HIDDEN>(c, e.out, col, a, b);
+      if constexpr (!G::REPLICATED) publish_columns<G::HIDDEN>(c, e.out, col, a, b);
     }
     c.barrier();
   }

@@ -1,19 +1,23 @@
 // matvec: y = W norm(x) + bias, then the epilogue.
 //
 // x (K)          packets, or, OWN_INPUT, the residual; staged in shared memory as bf16 (tensor cores) or fp32
-// W              units of 8 rows, streamed: per unit J granules of 512 bytes, a granule is 8 rows x 64 bytes of k;
+// W              units of 8 rows, streamed: per unit UNIT_GRANULES granules of 512 bytes, a granule is 8 rows x 64 bytes of k;
 //                of 4 or 2 rows: a granule is as many rows x 2 or 4 parts of 64 bytes, the rows of the first part first
 // out            STORE, ACT: a column a row; GATED: 4 columns a unit from 4 gate and 4 up rows
 //                RESIDUAL: the fp32 sum stays in the block, its rounded copy travels; LOGITS: best (value, row)
+//
+// owner    of a unit: one task. Its rows are added up by the warp whose number is the unit's within its batch, modulo WARPS
+// moves    UNIT_GRANULES * GRANULE_BYTES of the stream for each unit; all K values of x into every block
+// assumes  a chunk is whole units, or a unit is whole chunks; rows past ROWS and k past K are zeros in the pack
 //
 // Warps take the granules of a unit in turn (split k): warp w always reads the slices of k whose granule is w modulo WARPS,
 // so it stages them itself and waits for nobody else's packets. A lane of a warp loads 16 bytes of row lane / 4 at
 // k = (lane % 4) * 16 bytes: as the B operand of two m16n8k16 products that is a permutation of k, and the A operand reads
 // the staged x at the same places, so no data is rearranged. Where a unit has parts, row p of A is x for part p. Partial sums
-// of a unit from all warps meet in shared memory, M::REDUCE_UNITS units at a time; four lanes of a warp add up one unit, two
+// of a unit from all warps meet in shared memory, M::REDUCE_BATCH units at a time; four lanes of a warp add up one unit, two
 // rows each.
 //
-// A chunk holds whole units, or a unit is whole chunks, so which granule a warp reads where is known when this is compiled.
+// So which granule a warp reads where is known when this is compiled.
 //
 // Serial instructions between two hops are what a step is made of, so everything that can be is a constant, warps stay
 // together, and what does not depend on x (the first weights) is done before x is there.
@@ -21,36 +25,39 @@
 
 enum class Epilogue : u32 { STORE, ACT, GATED, RESIDUAL, LOGITS };
 
+// A granule: what a warp loads at once. OPERAND_ROWS rows (or parts of rows) of PART_BYTES, LANE_BYTES a lane.
+constexpr int OPERAND_ROWS = 8, PART_BYTES = 64, LANE_BYTES = 16, GRANULE_BYTES = OPERAND_ROWS * PART_BYTES;
+
 template <class M, class G>
 struct MatVec {
   static constexpr int ELEM = ElemOf<M::WEIGHT>::BYTES;
-  // Columns of B are rows of a part of k: PARTS of UNIT_ROWS each.
-  static constexpr int PARTS = 8 / G::UNIT_ROWS;
-  static_assert(PARTS == 1 || ((G::EPILOGUE == Epilogue::STORE || G::EPILOGUE == Epilogue::ACT) && G::K % (64 / ELEM * PARTS) == 0),
+  // Columns of B are rows of a part of k: K_PARTS parts of UNIT_ROWS rows each.
+  static constexpr int K_PARTS = OPERAND_ROWS / G::UNIT_ROWS;
+  static_assert(K_PARTS == 1 || ((G::EPILOGUE == Epilogue::STORE || G::EPILOGUE == Epilogue::ACT) && G::K % (PART_BYTES / ELEM * K_PARTS) == 0),
                 "units of fewer rows are columns of the output, of whole granules");
-  static constexpr int PART_K = 64 / ELEM, GRANULE_K = PARTS * PART_K;
-  static constexpr int J = ceil_div(G::K, GRANULE_K);  // granules of a unit
+  static constexpr int PART_K = PART_BYTES / ELEM, GRANULE_K = K_PARTS * PART_K;
+  static constexpr int UNIT_GRANULES = ceil_div(G::K, GRANULE_K);  // granules of a unit
   static constexpr int CHUNK = G::CHUNK;               // granules of a chunk
-  static constexpr int CHUNK_UNITS = CHUNK >= J ? CHUNK / J : 1;     // units of a chunk
-  static constexpr int CHUNKS = CHUNK >= J ? 1 : ceil_div(J, CHUNK); // chunks of a unit
-  static_assert(CHUNKS == 1 ? CHUNK % J == 0 : CHUNK % M::WARPS == 0, "chunks as codegen/emit.rs lays them out");
+  static constexpr int CHUNK_UNITS = CHUNK >= UNIT_GRANULES ? CHUNK / UNIT_GRANULES : 1;     // units of a chunk
+  static constexpr int CHUNKS = CHUNK >= UNIT_GRANULES ? 1 : ceil_div(UNIT_GRANULES, CHUNK); // chunks of a unit
+  static_assert(CHUNKS == 1 ? CHUNK % UNIT_GRANULES == 0 : CHUNK % M::WARPS == 0, "chunks as codegen/emit.rs lays them out");
   // Granules of a chunk that one warp reads for one unit.
-  static constexpr int MINE = ceil_div(CHUNKS == 1 ? J : CHUNK, M::WARPS);
+  static constexpr int WARP_GRANULES = ceil_div(CHUNKS == 1 ? UNIT_GRANULES : CHUNK, M::WARPS);
   // Units whose weights a warp holds at once: all of a short task, so that nothing is between its input and its sums.
-  static constexpr int TOGETHER = G::TOGETHER;
-  static_assert(TOGETHER == 1 || (CHUNKS == 1 && (G::UNITS <= M::REDUCE_UNITS || M::REDUCE_UNITS % TOGETHER == 0)),
+  static constexpr int UNITS_PER_WARP = G::UNITS_PER_WARP;
+  static_assert(UNITS_PER_WARP == 1 || (CHUNKS == 1 && (G::UNITS <= M::REDUCE_BATCH || M::REDUCE_BATCH % UNITS_PER_WARP == 0)),
                 "no group reaches over the end of a batch of sums");
-  static constexpr bool ONCE = CHUNKS == 1 && G::UNITS <= TOGETHER;
+  static constexpr bool SINGLE_PASS = CHUNKS == 1 && G::UNITS <= UNITS_PER_WARP;
 
   // Pairs of packets of this warp's granules, for each lane.
   static constexpr int PAIR_K = 2 * Wire<M>::PER_PACKET, GRANULE_PAIRS = GRANULE_K / PAIR_K;
-  static constexpr int PAIRS = ceil_div(ceil_div(J, M::WARPS) * GRANULE_PAIRS, 32);
+  static constexpr int PAIRS = ceil_div(ceil_div(UNIT_GRANULES, M::WARPS) * GRANULE_PAIRS, 32);
   static_assert(32 % GRANULE_PAIRS == 0, "lanes of a turn take whole granules");
   // Elements between two pairs of a lane.
   static constexpr int PAIR_STEP = 32 / GRANULE_PAIRS * M::WARPS * GRANULE_K;
 
   // A warp's sums of a unit. Two sets of products, for a product waits for the sum that it adds to.
-  static constexpr int SETS = STAGE_BF16<M> && MINE > 1 ? 2 : 1;
+  static constexpr int SETS = STAGE_BF16<M> && WARP_GRANULES > 1 ? 2 : 1;
   struct Sums {
     Products products[SETS];
     float lane[4]; // without tensor cores: of row lane / 4, over the k of this lane
@@ -60,12 +67,12 @@ struct MatVec {
   // Granule j of the staged x, as this lane's part of the operand. All rows of A are the same token, and the rows of a part the
   // same: lanes of other rows load what others load, which costs nothing, and their sums are not read.
   static __device__ __forceinline__ uint4 staged(const Context<M>& c, int j) {
-    return *reinterpret_cast<const uint4*>(c.stage() + (j * PARTS + c.lane() / 4 % PARTS) * 64 + (c.lane() % 4) * 16);
+    return *reinterpret_cast<const uint4*>(c.stage() + (j * K_PARTS + c.lane() / 4 % K_PARTS) * PART_BYTES + (c.lane() % 4) * LANE_BYTES);
   }
   // One granule of W against granule j of x, without tensor cores.
   static __device__ __forceinline__ void accumulate(const Context<M>& c, const uint4 b, int j, Sums& s) {
     const float* x = reinterpret_cast<const float*>(c.stage()) + j * GRANULE_K + c.lane() / 4 / G::UNIT_ROWS * PART_K +
-                     (c.lane() % 4) * (16 / ELEM);
+                     (c.lane() % 4) * (LANE_BYTES / ELEM);
     const float4 v = *reinterpret_cast<const float4*>(x);
     if constexpr (ELEM == 4) {
       s.lane[0] += v.x * __uint_as_float(b.x);
@@ -99,15 +106,15 @@ struct MatVec {
   // Whether this warp has an i-th granule from granule `first` on: the last ones of a unit may not be enough for all. What is known
   // when this is compiled needs no predicate.
   static __device__ __forceinline__ bool exists(const Context<M>& c, int first, int i) {
-    const bool whole = CHUNKS == 1 ? (i + 1) * M::WARPS <= J : J % CHUNK == 0;
-    return whole || first + i * M::WARPS + c.warp() < J;
+    const bool whole = CHUNKS == 1 ? (i + 1) * M::WARPS <= UNIT_GRANULES : UNIT_GRANULES % CHUNK == 0;
+    return whole || first + i * M::WARPS + c.warp() < UNIT_GRANULES;
   }
 
   // This warp's granules of units `first` on; of a unit of several chunks, those from granule `first` on.
-  static __device__ __forceinline__ void multiply(const Context<M>& c, const uint4 (&b)[TOGETHER][MINE], int first,
-                                                  Sums (&s)[TOGETHER]) {
+  static __device__ __forceinline__ void multiply(const Context<M>& c, const uint4 (&b)[UNITS_PER_WARP][WARP_GRANULES], int first,
+                                                  Sums (&s)[UNITS_PER_WARP]) {
 #pragma unroll
-    for (int i = 0; i < MINE; i++) {
+    for (int i = 0; i < WARP_GRANULES; i++) {
       const int j = first + i * M::WARPS + c.warp();
       // Where it may be the last of a unit only, a product by zeros costs less than one that some warps leave out, and what that does
       // to its sums. Of several chunks the last one leaves out more.
@@ -116,10 +123,10 @@ struct MatVec {
       if constexpr (STAGE_BF16<M>) {
         const uint4 a = mine ? staged(c, j) : make_uint4(0, 0, 0, 0);
 #pragma unroll
-        for (int u = 0; u < TOGETHER; u++) s[u].products[i % SETS].add(a, b[u][i]);
+        for (int u = 0; u < UNITS_PER_WARP; u++) s[u].products[i % SETS].add(a, b[u][i]);
       } else if (mine) {
 #pragma unroll
-        for (int u = 0; u < TOGETHER; u++) accumulate(c, b[u][i], j, s[u]);
+        for (int u = 0; u < UNITS_PER_WARP; u++) accumulate(c, b[u][i], j, s[u]);
       }
     }
   }
@@ -129,18 +136,18 @@ struct MatVec {
     const u8* slot;
     int held; // units of the current chunk that were read
     int left; // units of the task that no read has begun
-    // The granules from `first` on of the next TOGETHER units, as many as are left.
-    __device__ __forceinline__ void read(Context<M>& c, int first, uint4 (&b)[TOGETHER][MINE]) {
+    // The granules from `first` on of the next UNITS_PER_WARP units, as many as are left.
+    __device__ __forceinline__ void read(Context<M>& c, int first, uint4 (&b)[UNITS_PER_WARP][WARP_GRANULES]) {
 #pragma unroll
-      for (int u = 0; u < TOGETHER; u++) {
-        if (TOGETHER > 1 && left == 0) return;
+      for (int u = 0; u < UNITS_PER_WARP; u++) {
+        if (UNITS_PER_WARP > 1 && left == 0) return;
         if (held == 0) slot = ring_take(c, c.ring);
-        const u8* from = slot + held * (J * 512) + c.warp() * 512 + c.lane() * 16;
+        const u8* from = slot + held * (UNIT_GRANULES * GRANULE_BYTES) + c.warp() * GRANULE_BYTES + c.lane() * LANE_BYTES;
 #pragma unroll
-        for (int i = 0; i < MINE; i++) {
+        for (int i = 0; i < WARP_GRANULES; i++) {
           const bool mine = exists(c, first, i);
           if (CHUNKS > 1 && !mine) continue;
-          b[u][i] = mine ? *reinterpret_cast<const uint4*>(from + i * (M::WARPS * 512)) : make_uint4(0, 0, 0, 0);
+          b[u][i] = mine ? *reinterpret_cast<const uint4*>(from + i * (M::WARPS * GRANULE_BYTES)) : make_uint4(0, 0, 0, 0);
         }
         held++;
         if (first == 0) left--;
@@ -162,7 +169,7 @@ struct MatVec {
     const int units = int(uniform(e.hi - e.lo));
     const Ends ends{e.lo, e.out, e.residual, e.bias};
     Stream stream{nullptr, 0, units};
-    uint4 b[TOGETHER][MINE] = {};
+    uint4 b[UNITS_PER_WARP][WARP_GRANULES] = {};
     stream.read(c, 0, b);
     float squares = 0.f;
     static_assert(!G::OWN_INPUT || G::NORM != Norm::LAYER, "the variance of a LayerNorm is that of packets");
@@ -170,7 +177,7 @@ struct MatVec {
       // The mean has to be known before anything is staged.
       stage_block<M, G::K, G::NORM, true>(c, e, G::EPS);
     } else {
-      constexpr int COUNT = G::POLL_PAIRS;
+      constexpr int COUNT = G::POLL_BATCH;
       const u32 first = u32(c.lane()) / GRANULE_PAIRS * M::WARPS + c.warp();
       const u32 k0 = first * GRANULE_K + u32(c.lane()) % GRANULE_PAIRS * PAIR_K;
       float unused = 0.f;
@@ -183,29 +190,29 @@ struct MatVec {
     float best = NEGATIVE_INFINITY, factor = 1.f;
     int best_row = 0x7fffffff;
 #pragma unroll 1
-    for (int u0 = 0; u0 == 0 || (u0 < G::UNITS && u0 < units); u0 += M::REDUCE_UNITS) {
-      const int n = min(M::REDUCE_UNITS, units - u0);
-      float* partial = c.reduce() + c.batch * (M::REDUCE_UNITS * M::WARPS * 8);
+    for (int u0 = 0; u0 == 0 || (u0 < G::UNITS && u0 < units); u0 += M::REDUCE_BATCH) {
+      const int n = min(M::REDUCE_BATCH, units - u0);
+      float* partial = c.reduce() + c.batch * (M::REDUCE_BATCH * M::WARPS * OPERAND_ROWS);
 #pragma unroll 1
-      for (int u = 0; u == 0 || (!ONCE && u < n); u += TOGETHER) {
-        Sums s[TOGETHER];
+      for (int u = 0; u == 0 || (!SINGLE_PASS && u < n); u += UNITS_PER_WARP) {
+        Sums s[UNITS_PER_WARP];
         if constexpr (CHUNKS == 1) {
           multiply(c, b, 0, s);
         } else {
 #pragma unroll 1
-          for (int first = 0; first < J; first += CHUNK) {
+          for (int first = 0; first < UNIT_GRANULES; first += CHUNK) {
             multiply(c, b, first, s);
             // Behind the products, which take no part in it: the next weights come while they are added up.
-            if (first + CHUNK < J || stream.left > 0) stream.read(c, first + CHUNK < J ? first + CHUNK : 0, b);
+            if (first + CHUNK < UNIT_GRANULES || stream.left > 0) stream.read(c, first + CHUNK < UNIT_GRANULES ? first + CHUNK : 0, b);
           }
         }
-        if constexpr (CHUNKS == 1 && !ONCE)
+        if constexpr (CHUNKS == 1 && !SINGLE_PASS)
           if (stream.left > 0) stream.read(c, 0, b);
         if constexpr (G::NORM == Norm::RMS)
           if (u0 + u == 0) put_statistic(c, 0, squares);
 #pragma unroll
-        for (int t = 0; t < TOGETHER; t++)
-          if (TOGETHER == 1 || u + t < n) put_partial(c, partial + ((u + t) * M::WARPS + c.warp()) * 8, s[t]);
+        for (int t = 0; t < UNITS_PER_WARP; t++)
+          if (UNITS_PER_WARP == 1 || u + t < n) put_partial(c, partial + ((u + t) * M::WARPS + c.warp()) * OPERAND_ROWS, s[t]);
       }
       c.barrier();
       c.stamp(2);
@@ -214,8 +221,8 @@ struct MatVec {
         if constexpr (G::NORM == Norm::RMS)
           if (u0 == 0) factor = rms_factor<M, G::K>(c, G::EPS);
         if (G::EPILOGUE == Epilogue::LOGITS || c.lane() < 4)
-          epilogue(c, ends, u0 + u, int(ends.lo) + u0 + u, partial + u * (M::WARPS * 8), factor, best, best_row);
-        if (M::REDUCE_UNITS <= M::WARPS || G::UNITS <= M::WARPS) break;
+          epilogue(c, ends, u0 + u, int(ends.lo) + u0 + u, partial + u * (M::WARPS * OPERAND_ROWS), factor, best, best_row);
+        if (M::REDUCE_BATCH <= M::WARPS || G::UNITS <= M::WARPS) break;
       }
       c.batch ^= 1;
     }
@@ -227,7 +234,7 @@ struct MatVec {
                                                 float factor) {
     float2 y = make_float2(0.f, 0.f);
 #pragma unroll
-    for (int w = 0; w < M::WARPS * PARTS; w++) {
+    for (int w = 0; w < M::WARPS * K_PARTS; w++) {
       const float2 v = *reinterpret_cast<const float2*>(partial + w * G::UNIT_ROWS + r);
       y.x += v.x, y.y += v.y;
     }
@@ -252,7 +259,7 @@ struct MatVec {
         publish_columns<G::ROWS / 2>(c, e.out, col, activate<G::ACT>(gate.x) * up.x, activate<G::ACT>(gate.y) * up.y);
       }
     } else {
-      if (PARTS > 1 && r >= G::UNIT_ROWS) return;
+      if (K_PARTS > 1 && r >= G::UNIT_ROWS) return;
       const int row = unit * G::UNIT_ROWS + r;
       float2 y = rows(c, e, partial, unit, r, factor);
       if constexpr (G::EPILOGUE == Epilogue::LOGITS) {
@@ -271,7 +278,7 @@ struct MatVec {
       } else {
         if constexpr (G::EPILOGUE == Epilogue::ACT) y = make_float2(activate<G::ACT>(y.x), activate<G::ACT>(y.y));
         if constexpr (G::EPILOGUE == Epilogue::RESIDUAL) {
-          float2* own = reinterpret_cast<float2*>(c.residual() + e.residual + local * 8 + r);
+          float2* own = reinterpret_cast<float2*>(c.residual() + e.residual + local * G::UNIT_ROWS + r);
           const float2 old = *own;
           y = make_float2(old.x + G::SCALE * y.x, old.y + G::SCALE * y.y);
           *own = y;

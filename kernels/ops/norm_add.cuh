@@ -1,17 +1,21 @@
-// norm_add: residual[i] += scale * y[i] * rsqrt(mean(y^2) + eps) * weight[i]; publishes the sum, or, EVERYWHERE, does not.
+// norm_add: residual[i] += scale * y[i] * rsqrt(mean(y^2) + eps) * weight[i]; publishes the sum, or, REPLICATED, does not.
 //
 // y (WIDTH)         packets of all owners: for the statistics, and the own columns again for the values
-// residual          fp32, the columns this block owns, or, EVERYWHERE, all of them
-// out (WIDTH)       packets; none EVERYWHERE
+// residual          fp32, the columns this block owns, or, REPLICATED, all of them
+// out (WIDTH)       packets; none REPLICATED
 //
-// EVERYWHERE every block adds up all columns for itself. It has seen all of them for the statistics, and whoever multiplies the
+// owner    of a column: the block with its unit of 8; REPLICATED every block
+// moves    all WIDTH values of y into every block, for the statistics; the own columns once more, out again
+// assumes  RMS norm: y is published by its owners without the norm
+//
+// REPLICATED every block adds up all columns for itself. It has seen all of them for the statistics, and whoever multiplies the
 // sum finds it in shared memory instead of waiting for an exchange.
 #pragma once
 
 template <class M, class G>
 struct NormAdd {
   static __device__ __forceinline__ void run(Context<M>& c, const Entry& e) {
-    if constexpr (G::EVERYWHERE)
+    if constexpr (G::REPLICATED)
       everywhere(c, e);
     else
       owned(c, e);
@@ -33,7 +37,7 @@ struct NormAdd {
       for (int j = 0; j < PER_PAIR; j++) w[i][j] = k0 + i * STEP + j < G::WIDTH ? __ldg(weight + i * STEP + j) : 0.f;
     }
     await_pairs<PASSES>(c.p.exchange + (e.x + k0 / PER_PACKET), [](int i) { return i * (STEP / PER_PACKET); }, active, c.tag, a, b,
-                        c.patience, c.dog(), c.site());
+                        c.waiter());
     float squares = 0.f;
 #pragma unroll
     for (int i = 0; i < PASSES; i++) {
@@ -66,9 +70,9 @@ struct NormAdd {
       if (col >= last) continue;
       const u64* from = c.p.exchange + e.x + col / Wire<M>::PER_PACKET;
       float y[2];
-      y[0] = Wire<M>::lo(u32(__ldcg(from)));
+      y[0] = Wire<M>::lo(reread(from));
       y[1] = 0.f;
-      if (col + 1 < last) y[1] = Wire<M>::PER_PACKET == 2 ? Wire<M>::hi(u32(__ldcg(from))) : Wire<M>::lo(u32(__ldcg(from + 1)));
+      if (col + 1 < last) y[1] = Wire<M>::PER_PACKET == 2 ? Wire<M>::hi(reread(from)) : Wire<M>::lo(reread(from + 1));
       float* own = c.residual() + e.residual + (col - first);
 #pragma unroll
       for (int i = 0; i < 2; i++)

@@ -12,9 +12,9 @@
 
 template <class M, class G>
 struct Sampling {
-  static constexpr int T = M::WARPS * 32;
+  static constexpr int THREADS = M::WARPS * 32;
   static constexpr int THRESHOLDS = 7;
-  static constexpr int AHEAD = 8; // ids of a thread whose logits are on their way at once
+  static constexpr int LOADS_IN_FLIGHT = 8; // ids of a thread whose logits are on their way at once
   // Scratch: candidates, sums of the warps, two words, the list.
   static constexpr int SUMS_AT = round_up(G::PARTS * 4, 16), WORDS_AT = SUMS_AT + M::WARPS * THRESHOLDS * 8;
   static constexpr int LIST_AT = WORDS_AT + 16, LIST_MAX = (M::SCRATCH_BYTES - LIST_AT) / 8;
@@ -38,15 +38,15 @@ struct Sampling {
 
     __device__ __forceinline__ u64 rank(int i) const { return list ? list[i] : rank_of(score(i), u32(i)); }
     __device__ __forceinline__ float score(int i) const { return __fmul_rn(__ldcg(logits + i), inverse_temperature); }
-    // Every T-th from `first` on; 0 where there is none. Loads that follow one another without a wait between them.
-    __device__ __forceinline__ void load(int first, u64 (&ranks)[AHEAD]) const {
+    // Every THREADS-th from `first` on; 0 where there is none. Loads that follow one another without a wait between them.
+    __device__ __forceinline__ void load(int first, u64 (&ranks)[LOADS_IN_FLIGHT]) const {
 #pragma unroll
-      for (int n = 0; n < AHEAD; n++) ranks[n] = first + n * T < count ? rank(first + n * T) : 0;
+      for (int n = 0; n < LOADS_IN_FLIGHT; n++) ranks[n] = first + n * THREADS < count ? rank(first + n * THREADS) : 0;
     }
     // The same of the scores of all ids; -inf where there is none.
-    __device__ __forceinline__ void load_scores(int first, float (&scores)[AHEAD]) const {
+    __device__ __forceinline__ void load_scores(int first, float (&scores)[LOADS_IN_FLIGHT]) const {
 #pragma unroll
-      for (int n = 0; n < AHEAD; n++) scores[n] = first + n * T < G::VOCAB ? score(first + n * T) : NEGATIVE_INFINITY;
+      for (int n = 0; n < LOADS_IN_FLIGHT; n++) scores[n] = first + n * THREADS < G::VOCAB ? score(first + n * THREADS) : NEGATIVE_INFINITY;
     }
     __device__ __forceinline__ u32 part(u64 rank) const {
       return measure != Measure::TIES ? u32(rank >> 32) : u32(rank >> 32) == key ? u32(rank) : 0u;
@@ -75,24 +75,24 @@ struct Sampling {
       for (int o = 16; o; o >>= 1) sums[j] += __shfl_xor_sync(~0u, sums[j], o);
       if (thread % 32 == 0) warps[thread / 32 * N + j] = sums[j];
     }
-    consumer_barrier<T>();
+    consumer_barrier<THREADS>();
 #pragma unroll
     for (int j = 0; j < N; j++) {
       sums[j] = 0;
 #pragma unroll 1
       for (int w = 0; w < M::WARPS; w++) sums[j] += warps[w * N + j];
     }
-    consumer_barrier<T>();
+    consumer_barrier<THREADS>();
   }
   // Sum over all ranks from `least` on.
   static __device__ __noinline__ u64 total(const Query q, u64 least) {
     u64 sums[1] = {0};
 #pragma unroll 1
-    for (int first = q.thread; first < q.count; first += AHEAD * T) {
-      u64 ranks[AHEAD];
+    for (int first = q.thread; first < q.count; first += LOADS_IN_FLIGHT * THREADS) {
+      u64 ranks[LOADS_IN_FLIGHT];
       q.load(first, ranks);
 #pragma unroll
-      for (int n = 0; n < AHEAD; n++)
+      for (int n = 0; n < LOADS_IN_FLIGHT; n++)
         if (ranks[n] >= least) sums[0] += q.add(ranks[n]);
     }
     block_sums(sums, q.thread);
@@ -105,11 +105,11 @@ struct Sampling {
     for (int shift = 30; shift >= 0; shift -= 3) {
       u64 sums[THRESHOLDS] = {};
 #pragma unroll 1
-      for (int first = q.thread; first < q.count; first += AHEAD * T) {
-        u64 ranks[AHEAD];
+      for (int first = q.thread; first < q.count; first += LOADS_IN_FLIGHT * THREADS) {
+        u64 ranks[LOADS_IN_FLIGHT];
         q.load(first, ranks);
 #pragma unroll
-        for (int n = 0; n < AHEAD; n++) {
+        for (int n = 0; n < LOADS_IN_FLIGHT; n++) {
           const u32 part = q.part(ranks[n]), digit = part >= cut.at ? (part - cut.at) >> shift : 0;
           const u64 add = digit ? q.add(ranks[n]) : 0;
 #pragma unroll
@@ -140,20 +140,20 @@ struct Sampling {
     return score | find_cut(q, wanted).at;
   }
 
-  // What top-k and top-p admit, or a little more, in `list`; false where it does not fit. Of all logits, AHEAD at a time.
+  // What top-k and top-p admit, or a little more, in `list`; false where it does not fit. Of all logits, LOADS_IN_FLIGHT at a time.
   static __device__ __noinline__ bool gather(const Query q, float least, u64* list, u32* count) {
 #pragma unroll 1
-    for (int first = q.thread; first < G::VOCAB; first += AHEAD * T) {
-      float scores[AHEAD];
+    for (int first = q.thread; first < G::VOCAB; first += LOADS_IN_FLIGHT * THREADS) {
+      float scores[LOADS_IN_FLIGHT];
       q.load_scores(first, scores);
 #pragma unroll
-      for (int n = 0; n < AHEAD; n++)
+      for (int n = 0; n < LOADS_IN_FLIGHT; n++)
         if (scores[n] >= least && scores[n] > NEGATIVE_INFINITY) {
           const u32 at = take_place(count);
-          if (at < LIST_MAX) list[at] = rank_of(scores[n], u32(first + n * T));
+          if (at < LIST_MAX) list[at] = rank_of(scores[n], u32(first + n * THREADS));
         }
     }
-    consumer_barrier<T>();
+    consumer_barrier<THREADS>();
     return *count <= LIST_MAX;
   }
   // The probability of all ids, and a score so low that those from it on hold what top-p admits, or -inf. It goes down by
@@ -165,11 +165,11 @@ struct Sampling {
   static __device__ __noinline__ Bound below_top_p(const Query q, u32 top_p_q32) {
     u64 sums[THRESHOLDS] = {};
 #pragma unroll 1
-    for (int first = q.thread; first < G::VOCAB; first += AHEAD * T) {
-      float scores[AHEAD];
+    for (int first = q.thread; first < G::VOCAB; first += LOADS_IN_FLIGHT * THREADS) {
+      float scores[LOADS_IN_FLIGHT];
       q.load_scores(first, scores);
 #pragma unroll
-      for (int n = 0; n < AHEAD; n++) {
+      for (int n = 0; n < LOADS_IN_FLIGHT; n++) {
         // A NaN is above no threshold and must not be added.
         const u64 add = scores[n] > NEGATIVE_INFINITY ? weight_of(scores[n], q.score_max) : 0;
 #pragma unroll
@@ -197,10 +197,10 @@ struct Sampling {
       words[0] = 0;
       words[1] = __float_as_uint(NEGATIVE_INFINITY);
     }
-    consumer_barrier<T>();
+    consumer_barrier<THREADS>();
     if (p.top_k != 0 && p.top_k <= G::PARTS) {
       const float* candidates = reinterpret_cast<const float*>(scratch(0));
-      for (int i = thread; i < G::PARTS; i += T) {
+      for (int i = thread; i < G::PARTS; i += THREADS) {
         u32 before = 0;
 #pragma unroll 1
         for (int j = 0; j < G::PARTS; j++)
@@ -208,7 +208,7 @@ struct Sampling {
         if (before == p.top_k - 1) words[1] = __float_as_uint(candidates[i]);
       }
     }
-    consumer_barrier<T>();
+    consumer_barrier<THREADS>();
     float least = __fmul_rn(__uint_as_float(words[1]), p.inverse_temperature);
     u64 all = 0;
     if (p.top_k == 0 && G::VOCAB > LIST_MAX) {
@@ -231,7 +231,7 @@ struct Sampling {
     float value = NEGATIVE_INFINITY;
     int id = 0x7fffffff;
 #pragma unroll 1
-    for (int i = thread; i < q.count; i += T) {
+    for (int i = thread; i < q.count; i += THREADS) {
       const u64 rank = q.rank(i);
       if (rank != 0 && rank >= last)
         argmax_take(value, id, __fadd_rn(score_of(rank), noise(p.seed, position, id_of(rank))), int(id_of(rank)));
@@ -243,11 +243,11 @@ struct Sampling {
       values[thread / 32] = value;
       ids[thread / 32] = id;
     }
-    consumer_barrier<T>();
+    consumer_barrier<THREADS>();
 #pragma unroll 1
     for (int w = 0; w < M::WARPS; w++) argmax_take(value, id, values[w], ids[w]);
     // What was read is the next task's stage.
-    consumer_barrier<T>();
+    consumer_barrier<THREADS>();
     return id;
   }
 };

@@ -4,12 +4,16 @@
 // candidates (2 * PARTS)  packets of the previous step: value bits, row; published behind the release of that step
 // token                   shared memory of this block; every block decides the same
 //
+// owner    every block for itself; the first one reports to the host
+// moves    2 * PARTS packets into every block, and the logits where a filter needs them
+// assumes  each block published its candidates behind the release of its step; here each polling thread acquires
+//
 // One thread a candidate: all of them in one round trip. Ends with a block barrier.
 #pragma once
 
 template <class M, class G>
 struct Select {
-  static constexpr int T = M::WARPS * 32;
+  static constexpr int THREADS = M::WARPS * 32;
 
   static __device__ __forceinline__ void run(Context<M>& c, const Entry& e) {
     // A step reads what the previous one published, from the copy of that step's parity.
@@ -18,14 +22,15 @@ struct Select {
     const bool given = c.position < c.p.prompt_len, filtered = !given && c.p.filters();
     float value = NEGATIVE_INFINITY;
     int row = 0x7fffffff;
-    for (int first = 0; first < G::PARTS; first += T) {
+    for (int first = 0; first < G::PARTS; first += THREADS) {
       const int i = first + c.tid();
       const bool active[1] = {i < G::PARTS};
       u64 a[1] = {0}, b[1] = {0};
-      await_pairs<1>(from + i * 2, [](int) { return 0; }, active, tag, a, b, c.patience, c.dog(), c.site());
+      await_pairs<1>(from + i * 2, [](int) { return 0; }, active, tag, a, b, c.waiter());
       if (active[0]) argmax_take(value, row, __uint_as_float(u32(a[0])), int(u32(b[0])));
       if (filtered && active[0]) c.scratch()[i] = __uint_as_float(u32(a[0]));
     }
+    acquire_step();
     c.stamp(1);
     warp_argmax(value, row);
     if (c.lane() == 0) {
@@ -37,8 +42,6 @@ struct Select {
     if (filtered) {
       float best = NEGATIVE_INFINITY;
       for (int w = 0; w < M::WARPS; w++) best = fmaxf(best, c.state().best[0][w]);
-      if (c.tid() == 0) acquire_step();
-      c.barrier();
       chosen = Sampling<M, G>::choose(c.p, c.tag - 1 - c.p.tag, c.position, best, c.tid());
     }
     if (c.warp() == 0) {
@@ -47,7 +50,6 @@ struct Select {
       warp_argmax(value, row);
       if (filtered) row = chosen;
       if (c.lane() == 0) {
-        acquire_step();
         // Where no logit was a number there is no row, and the next step reads a row of the table all the same.
         const int token = given ? c.p.prompt[c.position] : min(row, G::VOCAB - 1);
         bool stop = c.lost();
@@ -55,7 +57,7 @@ struct Select {
           for (u32 i = 0; i < c.p.eos_count; i++) stop = stop || token == c.p.eos[i];
         c.state().token = token;
         if (stop) c.state().stop = 1;
-        c.state().history_tag = c.tag;
+        hand_over_step(&c.state().acquired_tag, c.tag);
       }
     }
     c.barrier();

@@ -8,9 +8,7 @@ constexpr int EOS_MAX = 8;
 constexpr int STAMP_WORDS = 5; // of a task: four moments, and the time before chunks that had not landed
 
 struct Params {
-  const u8* streams;         // packed weights, one run of bytes per SM
-  const u64* stream_base;    // [SMS] first byte of each SM's stream
-  const u8* constants;
+  const u8* pack;            // weights and constants
   u8* cache;
   u64* exchange;
   float* logits;             // [steps][VOCAB], or null
@@ -33,7 +31,7 @@ struct Params {
   u32 top_p_q32;             // probability that top-p keeps in units of 2^-32, 0: all
   __device__ __forceinline__ bool filters() const { return (top_k | top_p_q32) != 0; }
 };
-static_assert(sizeof(Params) == 17 * 8 + 16 * 4, "parameters are as codegen/abi.rs declares them");
+static_assert(sizeof(Params) == 15 * 8 + 16 * 4, "parameters are as codegen/abi.rs declares them");
 
 template <class M>
 struct State {
@@ -45,7 +43,7 @@ struct State {
   // may still read those of the task before.
   float best[2][M::WARPS];
   int best_index[2][M::WARPS];
-  volatile u32 history_tag;  // step whose cache the loader may read
+  u32 acquired_tag;          // step whose cache the loader may read: see `hand_over_step`
   volatile u32 stop;         // the loader leaves after the copies it has issued
   int token;
 };
@@ -93,7 +91,6 @@ struct Context {
   __device__ __forceinline__ int lane() const { return int(u32(thread) % 32); }
   static __device__ __forceinline__ int sm() { return int(blockIdx.x); }
   static __device__ __forceinline__ State<M>& state() { return block_state<M>(); }
-  static __device__ __forceinline__ const Watchdog* dog() { return &block_state<M>().dog; }
   __device__ __forceinline__ u8* stage() const { return block_memory() + M::STAGE_AT; }
   __device__ __forceinline__ float* reduce() const { return reinterpret_cast<float*>(block_memory() + M::REDUCE_AT); }
   // `stage` and `reduce` lie side by side; an op that stages nothing may use both.
@@ -103,9 +100,9 @@ struct Context {
   __device__ __forceinline__ float* residual() const { return reinterpret_cast<float*>(block_memory() + M::RESIDUAL_AT); }
   template <class T>
   __device__ __forceinline__ const T* constant(u32 at) const {
-    return reinterpret_cast<const T*>(p.constants + u64(at) * 256);
+    return reinterpret_cast<const T*>(p.pack + u64(at) * OFFSET_BYTES);
   }
-  __device__ __forceinline__ WaitSite site() const { return WaitSite{tag, queue() + in_step}; }
+  __device__ __forceinline__ Waiter waiter() { return Waiter{patience, &block_state<M>().dog, WaitSite{tag, queue() + in_step}}; }
   __device__ __forceinline__ bool lost() const { return patience == POLLS_WHEN_LOST; }
   __device__ __forceinline__ void barrier() const { consumer_barrier<M::WARPS * 32>(); }
   // Traced builds: 0 task begins, 1 inputs are there, 2 sums are done, 3 task ends. Costs nothing when off.

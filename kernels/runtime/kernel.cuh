@@ -68,12 +68,11 @@ __device__ __forceinline__ void persistent(const Params& p) {
       Slot<RING_COUNTERS<M>>::init(&state.empty[i], M::WARPS);
     }
     state.dog = Watchdog{p.report, p.abort, global_ns() + p.timeout_ns};
-    state.history_tag = p.tag - 1;
+    state.acquired_tag = p.tag - 1;
     state.stop = 0;
 #if __CUDA_ARCH__ >= 900
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 #endif
-    __threadfence_block();
   }
   __syncthreads();
   if (uniform(threadIdx.x / 32) >= u32(M::WARPS)) {

@@ -1,9 +1,12 @@
 // Owns the queue entry: what one task needs at run time, 64 bytes, laid out by `codegen/abi.rs`.
 //
-// Offsets into the exchange arena are packets (8 bytes); offsets into constants and caches are units of 256 bytes. A block
+// Offsets into the exchange arena are packets (8 bytes); offsets into constants and caches are in OFFSET_BYTES. A block
 // copies its queue to shared memory once a launch (and once more where the regime changes): a fetch for each task would sit
 // on the critical path of every hop.
 #pragma once
+
+// Unit of offsets into constants and caches: codegen/abi.rs divides by it.
+constexpr u32 OFFSET_BYTES = 256;
 
 struct alignas(16) Entry {
   u32 op;       // case of the generated dispatch
@@ -34,13 +37,16 @@ struct alignas(16) StreamRun {
   u32 bytes;      // weights: bytes of the run; history: 0
   union {
     u32 block_bytes; // weights: what chunks do not reach beyond
-    u32 k_cache;     // history: cache of this layer, units of 256 bytes
+    u32 k_cache;     // history: cache of this layer, in OFFSET_BYTES
   };
   union {
     u32 chunk_bytes; // weights: bytes of a chunk, the last of a block may be shorter
     u32 v_cache;
   };
-  u32 head_j;     // history: KV head << 16 | share
+  union {
+    u32 source;      // weights: first byte in the pack, units of 256 bytes
+    u32 head_j;      // history: KV head << 16 | share
+  };
   u32 splits;     // history: shares
   u32 window;     // history: visible positions, 0: all
   u32 row_bytes;  // history: bytes of one cache row of one KV head

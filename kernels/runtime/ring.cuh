@@ -1,9 +1,8 @@
 // Owns the ring between loader and consumers: who fills which slot with what, and when.
 //
-// The loader walks the SM's stream in order and waits for nothing but free slots, with one exception: the first history
-// chunk of a step waits until this block has acquired the step. How many copies it keeps in flight depends on how many
-// slots are free: every poll of the consumers queues behind the bytes already asked for, so a well filled ring asks for
-// little (docs: perf log, "capped loads").
+// The loader walks the SM's stream in order. It waits for free slots, and before the first history chunk of a step until this
+// block has acquired the step. How many copies it keeps in flight depends on how many slots are free: every poll of the
+// consumers queues behind the bytes already asked for, so a well filled ring asks for little (docs: perf log, "capped loads").
 #pragma once
 
 template <class M>
@@ -18,8 +17,7 @@ constexpr u32 FULL_ARRIVALS = M::COPY == Copy::BULK ? 1 : (M::COPY == Copy::CP_A
 template <class M>
 __device__ __forceinline__ const u8* ring_take(Context<M>& c, const RingCursor<M>& at) {
   const u64 begun = c.begin_starving();
-  await_slot<RING_COUNTERS<M>>(&c.state().full[at.slot], at.use, FULL_ARRIVALS<M>, c.patience, c.dog(), c.site(),
-                               WaitKind::RING_FULL);
+  await_slot<RING_COUNTERS<M>>(&c.state().full[at.slot], at.use, FULL_ARRIVALS<M>, c.waiter(), WaitKind::RING_FULL);
   c.end_starving(begun);
   return block_memory() + at.slot * M::SLOT_BYTES;
 }
@@ -32,10 +30,8 @@ __device__ __forceinline__ void ring_take_pair(Context<M>& c, const RingCursor<M
   u64* const full = c.state().full;
   const bool there = S::peek(&full[a.slot], a.use, FULL_ARRIVALS<M>) & S::peek(&full[b.slot], b.use, FULL_ARRIVALS<M>);
   if (!__all_sync(~0u, there)) {
-    c.patience = await_slot_longer<RING_COUNTERS<M>>(&full[a.slot], a.use, FULL_ARRIVALS<M>, c.patience, c.dog(), c.site(),
-                                                     WaitKind::RING_FULL);
-    c.patience = await_slot_longer<RING_COUNTERS<M>>(&full[b.slot], b.use, FULL_ARRIVALS<M>, c.patience, c.dog(), c.site(),
-                                                     WaitKind::RING_FULL);
+    await_slot_longer<RING_COUNTERS<M>>(&full[a.slot], a.use, FULL_ARRIVALS<M>, c.waiter(), WaitKind::RING_FULL);
+    await_slot_longer<RING_COUNTERS<M>>(&full[b.slot], b.use, FULL_ARRIVALS<M>, c.waiter(), WaitKind::RING_FULL);
   }
   c.end_starving(begun);
   first = block_memory() + a.slot * M::SLOT_BYTES;
@@ -87,7 +83,9 @@ struct Loader {
       }
 #endif
     }
-    return at.use == 0 || wait(&state.empty[at.slot], at.use - 1, M::WARPS, tag, WaitKind::RING_EMPTY);
+    if (at.use != 0 && !wait(&state.empty[at.slot], at.use - 1, M::WARPS, tag, WaitKind::RING_EMPTY)) return false;
+    if constexpr (M::COPY == Copy::BULK) fence_empty_slot();
+    return true;
   }
   __device__ __forceinline__ bool wait(u64* word, u32 use, u32 arrivals, u32 tag, WaitKind kind) {
     u32 polls = 0;
@@ -146,20 +144,22 @@ struct Loader {
 #if __CUDA_ARCH__ >= 900
     asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
 #endif
-    const u8* stream = p.streams + p.stream_base[blockIdx.x];
     RingCursor<M> at{0, 0};
     for (u32 s = 0; s < p.steps && !gone(); s++) {
       u32 position = p.position + s, tag = p.tag + s;
       u32 queue = (position >= M::SPLIT_FROM ? gridDim.x : 0) + blockIdx.x;
       u32 first = p.run_index[queue], last = p.run_index[queue + 1];
-      const u8* weights = stream;
       bool acquired = false;
       StreamRun next{};
       if (first < last) next = p.runs[first];
       for (u32 r = first; r < last && !gone(); r++) {
         StreamRun run = next;
         if (r + 1 < last) next = p.runs[r + 1];
+        // All SMs reach a matrix at about the same time, and the first access to a page walks the page tables: begin the walk of
+        // the next run while this one streams.
+        if (next.bytes && tid == 0) asm volatile("prefetch.global.L2 [%0];" ::"l"(p.pack + u64(next.source) * OFFSET_BYTES));
         if (run.bytes) {
+          const u8* weights = p.pack + u64(run.source) * OFFSET_BYTES;
           for (u32 end = 0, done = 0; done < run.bytes;) {
             // No chunk reaches beyond its block.
             if (done == end) end = min(done + run.block_bytes, run.bytes);
@@ -169,26 +169,25 @@ struct Loader {
             at.next();
             done += bytes;
           }
-          weights += run.bytes;
         } else {
           u32 start, end;
           history_share(position, run.window, run.splits, run.head_j & 0xffff, start, end);
           if (start < end && !acquired) {
-            u32 polls = 0;
-            while (i32(state.history_tag - tag) < 0) {
+            u32 polls = 0, seen;
+            while (seen = handed_over_step(&state.acquired_tag), i32(seen - tag) < 0) {
               if (state.stop) return drain();
               if (++polls % POLLS_BETWEEN_CHECKS == 0 &&
-                  wait_expired(&state.dog, WaitSite{tag, nullptr}, WaitKind::HISTORY, state.history_tag, tag, false)) {
+                  wait_expired(&state.dog, WaitSite{tag, nullptr}, WaitKind::HISTORY, seen, tag, false)) {
                 lost = true;
                 return drain();
               }
             }
-            acquire_history();
+            if constexpr (M::COPY == Copy::BULK) fence_history();
             acquired = true;
           }
           u64 head = u64(run.head_j >> 16) * M::CONTEXT_MAX * run.row_bytes;
-          const u8* k = p.cache + u64(run.k_cache) * 256 + head;
-          const u8* v = p.cache + u64(run.v_cache) * 256 + head;
+          const u8* k = p.cache + u64(run.k_cache) * OFFSET_BYTES + head;
+          const u8* v = p.cache + u64(run.v_cache) * OFFSET_BYTES + head;
           for (u32 row = start; row < end; row += run.rows) {
             u32 bytes = min(run.rows, end - row) * run.row_bytes;
             u64 offset = u64(row) * run.row_bytes;

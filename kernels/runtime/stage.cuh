@@ -87,8 +87,7 @@ __device__ __forceinline__ float stage_pairs(Context<M>& c, const Entry& e, u32 
     }
   }
   if constexpr (!OWN)
-    await_pairs<COUNT>(c.p.exchange + (e.x + k0 / PER_PACKET), [](int i) { return i * (STEP / PER_PACKET); }, active, c.tag, a, b, c.patience, c.dog(),
-                     c.site());
+    await_pairs<COUNT>(c.p.exchange + (e.x + k0 / PER_PACKET), [](int i) { return i * (STEP / PER_PACKET); }, active, c.tag, a, b, c.waiter());
   float squares = 0.f;
 #pragma unroll
   for (int i = 0; i < COUNT; i++) {
@@ -131,27 +130,27 @@ __device__ __forceinline__ float stage_pairs(Context<M>& c, const Entry& e, u32 
 // seen by the block; they are read again. Ends with a block barrier.
 template <class M, int K>
 __device__ __forceinline__ void stage_layer_norm(Context<M>& c, const Entry& e, float eps) {
-  constexpr int T = M::WARPS * 32, PER_PACKET = Wire<M>::PER_PACKET;
+  constexpr int THREADS = M::WARPS * 32, PER_PACKET = Wire<M>::PER_PACKET;
   const float* weight = c.template constant<float>(e.norm_weight);
   const float* bias = c.template constant<float>(e.norm_bias);
   const u64* packets = c.p.exchange + e.x;
   const float mean = block_sum(c, 0) / K;
   float around = 0.f;
-  for (int k = c.tid() * PER_PACKET; k < K; k += T * PER_PACKET) {
-    const u32 payload = u32(__ldcg(packets + k / PER_PACKET));
+  for (int k = c.tid() * PER_PACKET; k < K; k += THREADS * PER_PACKET) {
+    const u32 payload = reread(packets + k / PER_PACKET);
     const float a = Wire<M>::lo(payload) - mean, b = PER_PACKET == 2 && k + 1 < K ? Wire<M>::hi(payload) - mean : 0.f;
     around += a * a + b * b;
   }
   put_statistic(c, 1, around);
   c.barrier();
   const float factor = rsqrtf(block_sum(c, 1) / K + eps);
-  for (int k = c.tid() * 2; k < round_up(K, 32); k += T * 2) {
+  for (int k = c.tid() * 2; k < round_up(K, 32); k += THREADS * 2) {
     float x[2];
 #pragma unroll
     for (int j = 0; j < 2; j++) {
       x[j] = 0.f;
       if (k + j < K) {
-        const u32 payload = u32(__ldcg(packets + (k + j) / PER_PACKET));
+        const u32 payload = reread(packets + (k + j) / PER_PACKET);
         const float v = PER_PACKET == 2 && j == 1 ? Wire<M>::hi(payload) : Wire<M>::lo(payload);
         x[j] = (v - mean) * factor * weight[k + j] + (e.norm_bias != ~0u ? bias[k + j] : 0.f);
       }
@@ -165,12 +164,12 @@ __device__ __forceinline__ void stage_layer_norm(Context<M>& c, const Entry& e, 
 // with a block barrier.
 template <class M, int K, Norm N, bool STORE>
 __device__ __forceinline__ void stage_block(Context<M>& c, const Entry& e, float eps) {
-  constexpr int T = M::WARPS * 32, PER_PAIR = 2 * Wire<M>::PER_PACKET;
-  constexpr int PASSES = ceil_div(K, T * PER_PAIR), COUNT = PASSES < STAGE_PAIRS_MAX ? PASSES : STAGE_PAIRS_MAX;
+  constexpr int THREADS = M::WARPS * 32, PER_PAIR = 2 * Wire<M>::PER_PACKET;
+  constexpr int PASSES = ceil_div(K, THREADS * PER_PAIR), COUNT = PASSES < STAGE_PAIRS_MAX ? PASSES : STAGE_PAIRS_MAX;
   float sum = 0.f, squares = 0.f;
 #pragma unroll 1
   for (int g = 0; g < PASSES; g += COUNT)
-    squares += stage_pairs<M, K, N, STORE, COUNT, T * PER_PAIR>(c, e, (g * T + c.tid()) * PER_PAIR, sum);
+    squares += stage_pairs<M, K, N, STORE, COUNT, THREADS * PER_PAIR>(c, e, (g * THREADS + c.tid()) * PER_PAIR, sum);
   if constexpr (N != Norm::NONE) put_statistic(c, 0, N == Norm::LAYER ? sum : squares);
   c.barrier();
   if constexpr (N == Norm::LAYER) stage_layer_norm<M, K>(c, e, eps);

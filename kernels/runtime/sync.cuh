@@ -2,8 +2,9 @@
 //
 // - A packet is 8 bytes: 32 bits of payload below, the tag of the step above. It is stored and loaded as one
 //   single-copy-atomic word, so a reader that sees the tag has the payload; nothing else is ordered by it.
-// - `release_step` / `acquire_step` fence once a step around the candidates, which every SM reads: what a step wrote to the
-//   cache is visible to the next step on every SM, also to bulk copies (the proxy fence).
+// - `release_step` and `acquire_step` fence once a step around the candidates, which every SM reads: what a step wrote to the
+//   cache is visible to the next step on every SM. `hand_over_step` passes that on to the loader, and `fence_history` to its
+//   bulk copies.
 // - Consumer warps of a block meet at one named barrier; ring slots are handed over through mbarriers.
 // - Every wait is bounded: after `deadline_ns` it records what it waited for, raises the abort word, and all leave.
 #pragma once
@@ -21,6 +22,14 @@ enum class WaitKind : u32 { PACKET = 1, RING_FULL = 2, RING_EMPTY = 3, HISTORY =
 struct WaitSite {
   u32 step;
   const Entry* entry;
+};
+
+// The waits of a thread of the consumers, as ops hand them on. Made where it is used: a place in shared memory and two constants
+// cost no register, a copy that is kept would.
+struct Waiter {
+  u32& patience; // polls of a wait before it looks at the clock
+  const Watchdog* dog;
+  WaitSite at;
 };
 
 __device__ __forceinline__ u64 global_ns() {
@@ -54,13 +63,14 @@ __device__ __noinline__ bool wait_expired(const Watchdog* w, WaitSite at, WaitKi
 }
 
 // After `patience` polls in vain, by whole warps. True: stop waiting.
-__device__ __forceinline__ bool give_up(u32& patience, bool done, const Watchdog* dog, WaitSite at, WaitKind kind, u32 observed,
-                                        u32 expected) {
-  if (patience == POLLS_WHEN_LOST) return true;
-  if (!__any_sync(~0u, wait_expired(dog, at, kind, observed, expected, done))) return false;
-  patience = POLLS_WHEN_LOST;
+__device__ __forceinline__ bool give_up(Waiter w, bool done, WaitKind kind, u32 observed, u32 expected) {
+  if (w.patience == POLLS_WHEN_LOST) return true;
+  if (!__any_sync(~0u, wait_expired(w.dog, w.at, kind, observed, expected, done))) return false;
+  w.patience = POLLS_WHEN_LOST;
   return true;
 }
+
+__device__ __forceinline__ u32 smem_address(const void* p) { return u32(__cvta_generic_to_shared(p)); }
 
 // ---- packets ----------------------------------------------------------------------------------------------------
 
@@ -82,6 +92,13 @@ __device__ __forceinline__ void peek(const u64* from, bool active, u64& a) {
                : "l"(from), "r"(u32(active))
                : "memory");
 }
+// The payload of a packet that the block has waited for, once more. As wide and as strong as the store: a race of two widths
+// would take the program out of the memory model, and a weak load may be narrowed to the payload.
+__device__ __forceinline__ u32 reread(const u64* from) {
+  u64 packet;
+  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(packet) : "l"(from) : "memory");
+  return u32(packet);
+}
 __device__ __forceinline__ bool fresh(u64 packet, u32 tag) { return u32(packet >> 32) == tag; }
 
 // What a lane holds in place of a packet that it does not wait for.
@@ -92,13 +109,13 @@ __device__ __forceinline__ u64 no_packet(u32 tag) { return u64(tag) << 32; }
 // the weights. FEW SMs that wait for something of their own save the round instead.
 template <int N, bool FEW = false, class Offset>
 __device__ __forceinline__ void await_pairs(const u64* base, Offset offset, const bool (&active)[N], u32 tag, u64 (&a)[N],
-                                            u64 (&b)[N], u32& patience, const Watchdog* dog, WaitSite at) {
+                                            u64 (&b)[N], Waiter w) {
   if constexpr (N > 2 && !FEW) {
     const bool one[1] = {active[0]};
     u64 first[1], second[1];
-    await_pairs<1>(base, offset, one, tag, first, second, patience, dog, at);
+    await_pairs<1>(base, offset, one, tag, first, second, w);
   }
-  u32 left = patience;
+  u32 left = w.patience;
 #pragma unroll
   for (int i = 0; i < N; i++) a[i] = b[i] = no_packet(tag);
   for (;;) {
@@ -112,7 +129,7 @@ __device__ __forceinline__ void await_pairs(const u64* base, Offset offset, cons
       u32 seen = tag;
 #pragma unroll
       for (int i = 0; i < N; i++) seen = !fresh(a[i], tag) ? u32(a[i] >> 32) : (!fresh(b[i], tag) ? u32(b[i] >> 32) : seen);
-      if (give_up(patience, done, dog, at, WaitKind::PACKET, seen, tag)) return;
+      if (give_up(w, done, WaitKind::PACKET, seen, tag)) return;
       left = POLLS_BETWEEN_CHECKS;
     }
   }
@@ -120,8 +137,8 @@ __device__ __forceinline__ void await_pairs(const u64* base, Offset offset, cons
 // N packets, likewise.
 template <int N>
 __device__ __forceinline__ void await_packets(const u64* const (&from)[N], const bool (&active)[N], u32 tag, u32 (&payload)[N],
-                                              u32& patience, const Watchdog* dog, WaitSite at) {
-  u32 left = patience;
+                                              Waiter w) {
+  u32 left = w.patience;
   u64 word[N];
 #pragma unroll
   for (int i = 0; i < N; i++) word[i] = no_packet(tag);
@@ -136,7 +153,7 @@ __device__ __forceinline__ void await_packets(const u64* const (&from)[N], const
       u32 seen = tag;
 #pragma unroll
       for (int i = 0; i < N; i++) seen = fresh(word[i], tag) ? seen : u32(word[i] >> 32);
-      if (give_up(patience, done, dog, at, WaitKind::PACKET, seen, tag)) break;
+      if (give_up(w, done, WaitKind::PACKET, seen, tag)) break;
       left = POLLS_BETWEEN_CHECKS;
     }
   }
@@ -146,31 +163,46 @@ __device__ __forceinline__ void await_packets(const u64* const (&from)[N], const
 
 // ---- step boundary ----------------------------------------------------------------------------------------------
 
-// Before the candidates of a step are published: everything this block wrote in the step becomes visible with them.
-// The caller has passed a block barrier since the last write of other warps.
-__device__ __forceinline__ void release_step() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("fence.proxy.async.global;" ::: "memory");
+// PTX 8.6 (CUDA 12.7) has fences that only release or only acquire, from sm_90 on.
+#if __CUDA_ARCH__ >= 900 && __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ >= 1207
+#define ONE_SIDED_FENCES 1
+#else
+#define ONE_SIDED_FENCES 0
 #endif
-  __threadfence();
-}
-// After all candidates have been seen, before anything of this step touches the cache.
-__device__ __forceinline__ void acquire_step() {
-  __threadfence();
-#if __CUDA_ARCH__ >= 900
-  asm volatile("fence.proxy.async.global;" ::: "memory");
-#endif
-}
-// By the thread that issues bulk copies, after it has seen that the block acquired the step.
-__device__ __forceinline__ void acquire_history() {
-  __threadfence();
-#if __CUDA_ARCH__ >= 900
-  asm volatile("fence.proxy.async.global;" ::: "memory");
-#endif
-}
 
-// By each thread that wrote part of a cache row: later steps read it with bulk copies.
-__device__ __forceinline__ void publish_cache_row() {
+// Before the candidates of a step are published, by the thread that publishes them: everything this block wrote in the step
+// becomes visible with them. The thread has passed a block barrier since the last write of other warps.
+__device__ __forceinline__ void release_step() {
+#if ONE_SIDED_FENCES
+  asm volatile("fence.release.gpu;" ::: "memory");
+#else
+  asm volatile("fence.acq_rel.gpu;" ::: "memory");
+#endif
+}
+// By each thread that polled candidates, after its last poll and before a block barrier. The thread that polled has to fence:
+// a fence of another thread behind the barrier is no acquire. On sm_90 an acquire waits for nothing.
+__device__ __forceinline__ void acquire_step() {
+#if ONE_SIDED_FENCES
+  asm volatile("fence.acquire.gpu;" ::: "memory");
+#else
+  asm volatile("fence.acq_rel.gpu;" ::: "memory");
+#endif
+}
+// Hands the acquired step to the loader: by one thread, behind the block barrier after `acquire_step`. A word that only grows
+// and no mbarrier: a loader that skips steps without history could not tell the parity of one step from that of two before.
+__device__ __forceinline__ void hand_over_step(u32* word, u32 tag) {
+  asm volatile("st.release.cta.shared.u32 [%0], %1;" ::"r"(smem_address(word)), "r"(tag) : "memory");
+}
+// By each thread of the loader.
+__device__ __forceinline__ u32 handed_over_step(const u32* word) {
+  u32 tag;
+  asm volatile("ld.acquire.cta.shared.u32 %0, [%1];" : "=r"(tag) : "r"(smem_address(word)) : "memory");
+  return tag;
+}
+// Then, by the thread that copies in bulk: rows of the cache that ordinary stores wrote are read by another proxy. The fence has
+// to be in this thread, between what it acquired and the copy: one where the rows were written, or in the thread that hands
+// the step over, is not on the path.
+__device__ __forceinline__ void fence_history() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("fence.proxy.async.global;" ::: "memory");
 #endif
@@ -186,8 +218,6 @@ __device__ __forceinline__ void consumer_barrier() {
 // A place of its own in a list of this block, for each thread that asks. Orders nothing.
 __device__ __forceinline__ u32 take_place(u32* count) { return atomicAdd(count, 1u); }
 
-__device__ __forceinline__ u32 smem_address(const void* p) { return u32(__cvta_generic_to_shared(p)); }
-
 // ---- ring slots -------------------------------------------------------------------------------------------------
 // A slot has a `full` and an `empty` word of 8 bytes each. With COUNTERS they are counts of fills and releases (sm_75 has
 // no mbarriers; any target may choose plain copies); otherwise mbarriers, where `parity` is the low bit of the use.
@@ -197,16 +227,15 @@ struct Slot;
 
 template <>
 struct Slot<true> {
-  static __device__ __forceinline__ void init(u64* word, u32) { *reinterpret_cast<volatile u32*>(word) = 0; }
+  static __device__ __forceinline__ void init(u64* word, u32) { *reinterpret_cast<u32*>(word) = 0; }
   // One arrival of a thread whose earlier shared-memory accesses are to be seen first.
   static __device__ __forceinline__ void arrive(u64* word) {
-    __threadfence_block();
-    atomicAdd(reinterpret_cast<u32*>(word), 1u);
+    asm volatile("red.release.cta.shared.add.u32 [%0], 1;" ::"r"(smem_address(word)) : "memory");
   }
   static __device__ __forceinline__ bool reached(u64* word, u32 use, u32 arrivals) {
-    bool done = *reinterpret_cast<volatile u32*>(word) - (use + 1) * arrivals < 0x80000000u;
-    if (done) __threadfence_block();
-    return done;
+    u32 count;
+    asm volatile("ld.acquire.cta.shared.u32 %0, [%1];" : "=r"(count) : "r"(smem_address(word)) : "memory");
+    return count - (use + 1) * arrivals < 0x80000000u;
   }
   static __device__ __forceinline__ bool peek(u64* word, u32 use, u32 arrivals) { return reached(word, use, arrivals); }
 };
@@ -247,7 +276,17 @@ struct Slot<false> {
 };
 #endif
 
-// By whole warps. What follows a look in vain is out of line, for slots are waited for at many places.
+// By the thread that copies in bulk, between its wait for an empty slot and the copy. The wait orders what the consumers read
+// there before this thread, and no access of another proxy: without the fence a bulk copy may land before an ordinary read
+// that came first. The fence at the consumers would do as well, but there it would be on the path of every product.
+__device__ __forceinline__ void fence_empty_slot() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+
+// By whole warps. What follows a look in vain is out of line, for slots are waited for at many places. Returns the patience that is
+// left: by value, or it would lie in memory throughout.
 template <bool COUNTERS>
 __device__ __noinline__ u32 await_slot_longer(u64* word, u32 use, u32 arrivals, u32 patience, const Watchdog* dog, WaitSite at,
                                               WaitKind kind) {
@@ -256,14 +295,16 @@ __device__ __noinline__ u32 await_slot_longer(u64* word, u32 use, u32 arrivals, 
     const bool done = Slot<COUNTERS>::reached(word, use, arrivals);
     if (__all_sync(~0u, done)) return patience;
     if (--left == 0) {
-      if (give_up(patience, done, dog, at, kind, use, arrivals)) return patience;
+      if (give_up(Waiter{patience, dog, at}, done, kind, use, arrivals)) return patience;
       left = POLLS_BETWEEN_CHECKS;
     }
   }
 }
 template <bool COUNTERS>
-__device__ __forceinline__ void await_slot(u64* word, u32 use, u32 arrivals, u32& patience, const Watchdog* dog, WaitSite at,
-                                           WaitKind kind) {
-  if (!__all_sync(~0u, Slot<COUNTERS>::peek(word, use, arrivals)))
-    patience = await_slot_longer<COUNTERS>(word, use, arrivals, patience, dog, at, kind);
+__device__ __forceinline__ void await_slot_longer(u64* word, u32 use, u32 arrivals, Waiter w, WaitKind kind) {
+  w.patience = await_slot_longer<COUNTERS>(word, use, arrivals, w.patience, w.dog, w.at, kind);
+}
+template <bool COUNTERS>
+__device__ __forceinline__ void await_slot(u64* word, u32 use, u32 arrivals, Waiter w, WaitKind kind) {
+  if (!__all_sync(~0u, Slot<COUNTERS>::peek(word, use, arrivals))) await_slot_longer<COUNTERS>(word, use, arrivals, w, kind);
 }

@@ -8,10 +8,10 @@ use serde_json::{Value, json};
 use super::Outcome;
 use super::arguments::Bench;
 use super::session::{Session, Talk, pick_target};
+use crate::abba::{Limits, Ratio};
 use crate::error::Fault;
 use crate::manifest::Manifest;
 use crate::measure::Timed;
-use crate::paired::{Limits, Ratio};
 use crate::pipeline::bench::{self, Baseline, Compared, Found, Own, Request, Subject, Versus};
 
 /// Fewer rounds than this have no interval worth the name.

@@ -29,75 +29,78 @@ pub fn cache(session: &Session, asked: &Cache) -> Result<Outcome, Fault> {
                 false => terminal.print(&format!("cache `{}`\n{}", root.display(), stats_text(&stats)))?,
             }
         }
-        CacheAction::Gc { max_size, min_age, json } => {
-            let done = cache.gc(max_size, min_age)?;
-            match (done, json) {
-                (None, true) => terminal.print_json(&json!({ "collected": false }))?,
-                (None, false) => terminal.print("another process is collecting\n")?,
-                (Some(done), json) => {
-                    let GcReport { entries_removed, remains_removed, bytes_before, bytes_after } = done;
-                    match json {
-                        true => terminal.print_json(&json!({
-                            "collected": true,
-                            "entries_removed": entries_removed,
-                            "remains_removed": remains_removed,
-                            "bytes_before": bytes_before,
-                            "bytes_after": bytes_after,
-                        }))?,
-                        false => terminal.print(&format!(
-                            "removed {} and {}: {} before, {} after\n",
-                            counted(entries_removed, "entry"),
-                            counted(remains_removed, "remain"),
-                            bytes_text(bytes_before),
-                            bytes_text(bytes_after)
-                        ))?,
-                    }
-                }
-            }
-        }
-        CacheAction::Verify { json } => {
-            let report = if json { Report::quiet() } else { Report::to_stderr() };
-            let mut progress = None;
-            let (mut bytes_told, mut bytes_read) = (0, 0);
-            let found = cache.verify(&mut |read, all| {
-                bytes_read = read;
-                if all >= PROGRESS_BYTES_MIN {
-                    let bar = progress.get_or_insert_with(|| report.progress("MiB", all >> 20));
-                    let more = read.saturating_sub(bytes_told) >> 20;
-                    bar.inc(more);
-                    bytes_told += more << 20;
-                }
-            })?;
-            drop(progress);
-            // Nobody trusts what a killed process left, so it is no damage.
-            let (strays, problems): (Vec<Problem>, Vec<Problem>) =
-                found.into_iter().partition(|problem| problem.kind == ProblemKind::Stray);
-            let entries: u64 = cache.stats()?.stages.iter().map(|stage| stage.entries).sum();
-            if json {
-                let listed: Vec<String> = problems.iter().map(ToString::to_string).collect();
-                terminal.print_json(&json!({
-                    "sound": problems.is_empty(), "entries": entries, "bytes": bytes_read, "problems": listed,
-                    "strays": strays.len(),
-                }))?;
-            } else {
-                problems.iter().try_for_each(|problem| terminal.print(&format!("{problem}\n")))?;
-                let (verdict, found) = match problems.is_empty() {
-                    true => (terminal.good("sound"), "no problem".to_string()),
-                    false => (terminal.bad("damaged"), counted(problems.len() as u64, "problem")),
-                };
-                let entries = counted(entries, "entry");
-                terminal.print(&format!("{verdict}: {found} in {entries}, {} read\n", bytes_text(bytes_read)))?;
-                if !strays.is_empty() {
-                    let strays = counted(strays.len() as u64, "file");
-                    terminal.print(&format!(
-                        "{strays} of killed processes in `tmp/`, which `monobloc cache gc` removes\n"
-                    ))?;
-                }
-            }
-            return Ok(if problems.is_empty() { Outcome::Done } else { Outcome::No });
-        }
+        CacheAction::Gc { max_size, min_age, json } => gc_told(session, cache.gc(max_size, min_age)?, json)?,
+        CacheAction::Verify { json } => return verify(session, &cache, json),
     }
     Ok(Outcome::Done)
+}
+
+/// `done` is `None` where another process collects.
+fn gc_told(session: &Session, done: Option<GcReport>, json: bool) -> Result<(), Fault> {
+    let terminal = &session.terminal;
+    let Some(GcReport { entries_removed, remains_removed, bytes_before, bytes_after }) = done else {
+        return match json {
+            true => terminal.print_json(&json!({ "collected": false })),
+            false => terminal.print("another process is collecting\n"),
+        };
+    };
+    match json {
+        true => terminal.print_json(&json!({
+            "collected": true,
+            "entries_removed": entries_removed,
+            "remains_removed": remains_removed,
+            "bytes_before": bytes_before,
+            "bytes_after": bytes_after,
+        })),
+        false => terminal.print(&format!(
+            "removed {} and {}: {} before, {} after\n",
+            counted(entries_removed, "entry"),
+            counted(remains_removed, "remain"),
+            bytes_text(bytes_before),
+            bytes_text(bytes_after)
+        )),
+    }
+}
+
+fn verify(session: &Session, cache: &crate::cache::Cache, json: bool) -> Result<Outcome, Fault> {
+    let terminal = &session.terminal;
+    let report = if json { Report::quiet() } else { Report::to_stderr() };
+    let mut progress = None;
+    let (mut bytes_told, mut bytes_read) = (0, 0);
+    let found = cache.verify(&mut |read, all| {
+        bytes_read = read;
+        if all >= PROGRESS_BYTES_MIN {
+            let bar = progress.get_or_insert_with(|| report.progress("MiB", all >> 20));
+            let more = read.saturating_sub(bytes_told) >> 20;
+            bar.inc(more);
+            bytes_told += more << 20;
+        }
+    })?;
+    drop(progress);
+    // Nobody trusts what a killed process left, so it is no damage.
+    let (strays, problems): (Vec<Problem>, Vec<Problem>) =
+        found.into_iter().partition(|problem| problem.kind == ProblemKind::Stray);
+    let entries: u64 = cache.stats()?.stages.iter().map(|stage| stage.entries).sum();
+    if json {
+        let listed: Vec<String> = problems.iter().map(ToString::to_string).collect();
+        terminal.print_json(&json!({
+            "sound": problems.is_empty(), "entries": entries, "bytes": bytes_read, "problems": listed,
+            "strays": strays.len(),
+        }))?;
+    } else {
+        problems.iter().try_for_each(|problem| terminal.print(&format!("{problem}\n")))?;
+        let (verdict, found) = match problems.is_empty() {
+            true => (terminal.good("sound"), "no problem".to_string()),
+            false => (terminal.bad("damaged"), counted(problems.len() as u64, "problem")),
+        };
+        let entries = counted(entries, "entry");
+        terminal.print(&format!("{verdict}: {found} in {entries}, {} read\n", bytes_text(bytes_read)))?;
+        if !strays.is_empty() {
+            let strays = counted(strays.len() as u64, "file");
+            terminal.print(&format!("{strays} of killed processes in `tmp/`, which `monobloc cache gc` removes\n"))?;
+        }
+    }
+    Ok(if problems.is_empty() { Outcome::Done } else { Outcome::No })
 }
 
 fn stats_text(stats: &Stats) -> String {

@@ -11,9 +11,9 @@ use super::session::{Session, Talk};
 use super::units::counted;
 use crate::digest::Digest;
 use crate::error::Fault;
-use crate::flywheel::{BrokenRow, COLUMNS, Corpus, CorpusStats, Trial, best, encoded, merge, stats};
+use crate::flywheel::{BestTrial, BrokenRow, COLUMNS, Corpus, CorpusStats, Trial, best, encoded, merge, stats};
 use crate::page::study_svg;
-use crate::pipeline::outlook;
+use crate::pipeline::status;
 use crate::search::history::{Entry, History};
 use crate::search::prior::{HeldOut, Ranked, held_out, ranked};
 use crate::search::study::{Run, Study, caught_up, had_seeds, median_reached, median_share, studies};
@@ -22,17 +22,7 @@ use crate::search::{histories, lessons};
 pub fn flywheel(session: &Session, asked: &Flywheel) -> Result<Outcome, Fault> {
     let (terminal, path) = (&session.terminal, &session.trials);
     if let FlywheelAction::Merge { inputs, json } = &asked.action {
-        let merged = merge(inputs, path)?;
-        tell_broken(session, &merged.broken);
-        let (added, known) = (merged.rows_added, merged.duplicates);
-        if *json {
-            let broken: Vec<String> = merged.broken.iter().map(ToString::to_string).collect();
-            let place = path.display().to_string();
-            terminal.print_json(&json!({ "trials": place, "added": added, "known": known, "broken": broken }))?;
-            return Ok(Outcome::Done);
-        }
-        let added = counted(added, "row");
-        terminal.print(&format!("added {added} to `{}`; {known} were there already\n", path.display()))?;
+        merge_told(session, inputs, *json)?;
         return Ok(Outcome::Done);
     }
     if let FlywheelAction::Study { inputs, warm, plots, json } = &asked.action {
@@ -62,49 +52,7 @@ pub fn flywheel(session: &Session, asked: &Flywheel) -> Result<Outcome, Fault> {
         }
         FlywheelAction::Best { json } => {
             tell_broken(session, &corpus.broken);
-            let best = best(&corpus.trials);
-            if *json {
-                let rows = best.iter().map(|best| {
-                    let (facts, timing) = (best.trial.facts(), best.timing);
-                    json!({
-                        "trial_id": best.trial.trial_id().to_string(),
-                        "manifest": facts.manifest,
-                        "op": facts.model.op(),
-                        "weights_dtype": facts.model.weights_dtype,
-                        "target": facts.machine.target,
-                        "device_name": facts.machine.device_name,
-                        "position": timing.position,
-                        "latency_us_p50": timing.latency_us_p50,
-                        "floor_us": timing.floor_us,
-                        "candidate": facts.point.candidate,
-                        "compared": best.compared,
-                    })
-                });
-                terminal.print_json(&rows.collect())?;
-                return Ok(Outcome::Done);
-            }
-            for best in &best {
-                let (facts, timing) = (best.trial.facts(), best.timing);
-                let device = match facts.machine.device_name.as_str() {
-                    "" => String::new(),
-                    device => format!(" ({device})"),
-                };
-                let floor = timing.floor_us.map(|floor| format!(", floor {floor:.1} us")).unwrap_or_default();
-                terminal.print(&format!(
-                    "{} {} on {}{device}, position {}: {:.1} us{floor}, of {}\n    {} {}\n",
-                    facts.name(),
-                    facts.model.weights_dtype,
-                    facts.machine.target,
-                    timing.position,
-                    timing.latency_us_p50,
-                    counted(best.compared, "trial"),
-                    best.trial.trial_id().short(),
-                    facts.point.candidate
-                ))?;
-            }
-            if best.is_empty() {
-                terminal.say("no trial with the verdict `ok` yet");
-            }
+            best_told(session, &best(&corpus.trials), *json)?;
         }
         FlywheelAction::Rank { manifests, held_out: asked, json } => {
             tell_broken(session, &corpus.broken);
@@ -114,7 +62,7 @@ pub fn flywheel(session: &Session, asked: &Flywheel) -> Result<Outcome, Fault> {
             for manifest in manifests {
                 let manifest = session.manifest(manifest)?;
                 for target in &manifest.targets {
-                    now.extend(outlook::ranked_now(&workspace, &manifest, target)?);
+                    now.extend(status::ranked_now(&workspace, &manifest, target)?);
                 }
             }
             let held = asked.then(|| held_out(&lessons(&corpus.trials).groups));
@@ -133,18 +81,83 @@ pub fn flywheel(session: &Session, asked: &Flywheel) -> Result<Outcome, Fault> {
             let rows: Vec<Cells> =
                 if *share { shared(&corpus.trials, wanted) } else { wanted.map(Trial::cells).collect() };
             let text = if *json { json_text(&rows) } else { csv_text(&rows)? };
-            let Some(out) = out else {
-                terminal.print(&text)?;
-                return Ok(Outcome::Done);
-            };
-            encoded(out, &text).and_then(|bytes| std::fs::write(out, bytes)).map_err(|error| {
-                Fault::environment(format!("cannot write `{}`: {error}", out.display()))
-                    .with_remedy("name another file with `--out`")
-            })?;
-            terminal.say(&format!("{} in `{}`", counted(rows.len() as u64, "row"), out.display()));
+            export_text(session, &text, rows.len(), out.as_deref())?;
         }
     }
     Ok(Outcome::Done)
+}
+
+/// Appends the rows of other files, and tells how many there were.
+fn merge_told(session: &Session, inputs: &[PathBuf], json: bool) -> Result<(), Fault> {
+    let (terminal, path) = (&session.terminal, &session.trials);
+    let merged = merge(inputs, path)?;
+    tell_broken(session, &merged.broken);
+    let (added, known) = (merged.rows_added, merged.duplicates);
+    if json {
+        let broken: Vec<String> = merged.broken.iter().map(ToString::to_string).collect();
+        let place = path.display().to_string();
+        return terminal.print_json(&json!({ "trials": place, "added": added, "known": known, "broken": broken }));
+    }
+    let added = counted(added, "row");
+    terminal.print(&format!("added {added} to `{}`; {known} were there already\n", path.display()))
+}
+
+/// Prints the text of some rows, or writes it to a file.
+fn export_text(session: &Session, text: &str, rows: usize, out: Option<&Path>) -> Result<(), Fault> {
+    let Some(out) = out else { return session.terminal.print(text) };
+    encoded(out, text).and_then(|bytes| std::fs::write(out, bytes)).map_err(|error| {
+        Fault::environment(format!("cannot write `{}`: {error}", out.display()))
+            .with_remedy("name another file with `--out`")
+    })?;
+    session.terminal.say(&format!("{} in `{}`", counted(rows as u64, "row"), out.display()));
+    Ok(())
+}
+
+/// The fastest checked trial of each model, target and position.
+fn best_told(session: &Session, best: &[BestTrial<'_>], json: bool) -> Result<(), Fault> {
+    let terminal = &session.terminal;
+    if json {
+        let rows = best.iter().map(|best| {
+            let (facts, timing) = (best.trial.facts(), best.timing);
+            json!({
+                "trial_id": best.trial.trial_id().to_string(),
+                "manifest": facts.manifest,
+                "op": facts.model.op(),
+                "weights_dtype": facts.model.weights_dtype,
+                "target": facts.machine.target,
+                "device_name": facts.machine.device_name,
+                "position": timing.position,
+                "latency_us_p50": timing.latency_us_p50,
+                "floor_us": timing.floor_us,
+                "candidate": facts.point.candidate,
+                "compared": best.compared,
+            })
+        });
+        return terminal.print_json(&rows.collect());
+    }
+    for best in best {
+        let (facts, timing) = (best.trial.facts(), best.timing);
+        let device = match facts.machine.device_name.as_str() {
+            "" => String::new(),
+            device => format!(" ({device})"),
+        };
+        let floor = timing.floor_us.map(|floor| format!(", floor {floor:.1} us")).unwrap_or_default();
+        terminal.print(&format!(
+            "{} {} on {}{device}, position {}: {:.1} us{floor}, of {}\n    {} {}\n",
+            facts.name(),
+            facts.model.weights_dtype,
+            facts.machine.target,
+            timing.position,
+            timing.latency_us_p50,
+            counted(best.compared, "trial"),
+            best.trial.trial_id().short(),
+            facts.point.candidate
+        ))?;
+    }
+    if best.is_empty() {
+        terminal.say("no trial with the verdict `ok` yet");
+    }
+    Ok(())
 }
 
 /// A table in Markdown for each model, and its plot.

@@ -75,14 +75,7 @@ pub fn generate(session: &Session, asked: &Generate) -> Result<Outcome, Fault> {
     };
     let prepared = pipeline::prepare(&workspace, &manifest, &target)?;
     let graph = &prepared.imported.graph;
-    let prompt = match (&mut tokenizer, &asked.ids) {
-        (Some(tokenizer), _) => {
-            tokenizer.check_vocab(graph.vocab)?;
-            encode(tokenizer, asked, prompt_text.as_deref().unwrap_or_default())?
-        }
-        (None, ids) => ids.iter().flat_map(|ids| ids.0.iter().copied()).collect(),
-    };
-    check_ids(&prompt, graph.vocab)?;
+    let prompt = prompt_ids(tokenizer.as_mut(), asked, prompt_text.as_deref().unwrap_or_default(), graph.vocab)?;
     let room = room_after(prompt.len(), &manifest)?;
     if room < asked.max_tokens && !asked.json {
         let (max, context_max) = (asked.max_tokens, manifest.decode.context_max);
@@ -92,19 +85,7 @@ pub fn generate(session: &Session, asked: &Generate) -> Result<Outcome, Fault> {
     let eos: &[u32] = if asked.ignore_eos { &[] } else { &graph.eos };
 
     let has_text = tokenizer.is_some();
-    if let Some(tokenizer) = &mut tokenizer {
-        // With special tokens only when they are no end: they show what the model says after it.
-        tokenizer.stream(!asked.ignore_eos)?;
-    }
-    let mut printer = Printer {
-        session,
-        stream: tokenizer,
-        hold: asked.json,
-        text: String::new(),
-        count: 0,
-        stops: &asked.stop,
-        pending: String::new(),
-    };
+    let mut printer = Printer::new(session, asked, tokenizer)?;
     // A reader of a pipe wants the continuation; a person wants to see what is continued.
     let echoes = asked.echo || (session.terminal.stdout_is_terminal() && asked.chat.is_none());
     if let Some(text) = prompt_text.filter(|_| echoes && !asked.json) {
@@ -136,31 +117,64 @@ pub fn generate(session: &Session, asked: &Generate) -> Result<Outcome, Fault> {
     let text = printer.finish(stop == Stop::Text)?;
     let first = first.unwrap_or(last);
     let (prompt_s, decode_s) = ((first - begun).as_secs_f64(), (last - first).as_secs_f64());
-    // The first token is decided by the prompt's last step; the time between it and the last is that of the others.
-    let tokens_per_s = (ids.len() > 1 && decode_s > 0.0).then(|| (ids.len() - 1) as f64 / decode_s);
-    if asked.json {
-        session.terminal.print_json(&json!({
-            "prompt_ids": prompt,
-            "ids": ids,
-            "text": has_text.then_some(text),
-            "stop": stop.name(),
-            "prompt_s": prompt_s,
-            "decode_s": decode_s,
-            "tokens_per_s": tokens_per_s,
-            "place": runner.place(),
-        }))?;
-    } else {
+    let text = has_text.then_some(text);
+    let generated = Generated { prompt: &prompt, ids: &ids, text, stop, prompt_s, decode_s, place: runner.place() };
+    generated.tell(session, asked.json)?;
+    Ok(if stop == Stop::Interrupted { Outcome::Interrupted } else { Outcome::Done })
+}
+
+/// The ids that are continued, each one of the model.
+fn prompt_ids(tokenizer: Option<&mut Tokens>, asked: &Generate, text: &str, vocab: u32) -> Result<Vec<u32>, Fault> {
+    let prompt = match tokenizer {
+        Some(tokenizer) => {
+            tokenizer.check_vocab(vocab)?;
+            encode(tokenizer, asked, text)?
+        }
+        None => asked.ids.iter().flat_map(|ids| ids.0.iter().copied()).collect(),
+    };
+    check_ids(&prompt, vocab)?;
+    Ok(prompt)
+}
+
+/// What there is to tell at the end.
+struct Generated<'a> {
+    prompt: &'a [u32],
+    ids: &'a [u32],
+    /// `None` where ids went in: nobody has a tokenizer.
+    text: Option<String>,
+    stop: Stop,
+    prompt_s: f64,
+    decode_s: f64,
+    place: String,
+}
+
+impl Generated<'_> {
+    fn tell(&self, session: &Session, as_json: bool) -> Result<(), Fault> {
+        let Generated { prompt, ids, text, stop, prompt_s, decode_s, place } = self;
+        // The first token is decided by the prompt's last step; the time between it and the last is that of the others.
+        let tokens_per_s = (ids.len() > 1 && *decode_s > 0.0).then(|| (ids.len() - 1) as f64 / decode_s);
+        if as_json {
+            return session.terminal.print_json(&json!({
+                "prompt_ids": prompt,
+                "ids": ids,
+                "text": text,
+                "stop": stop.name(),
+                "prompt_s": prompt_s,
+                "decode_s": decode_s,
+                "tokens_per_s": tokens_per_s,
+                "place": place,
+            }));
+        }
         let rate = tokens_per_s.map(|rate| format!(" at {rate:.0} tokens/s")).unwrap_or_default();
         session.terminal.say(&format!(
-            "prompt of {} in {:.0} ms, then {}{rate} ({}); stopped: {}",
+            "prompt of {} in {:.0} ms, then {}{rate} ({place}); stopped: {}",
             tokens(prompt.len()),
             prompt_s * 1e3,
             tokens(ids.len()),
-            runner.place(),
             stop.words()
         ));
+        Ok(())
     }
-    Ok(if stop == Stop::Interrupted { Outcome::Interrupted } else { Outcome::Done })
 }
 
 fn tokens(count: usize) -> String {
@@ -259,7 +273,16 @@ struct Printer<'a> {
     pending: String,
 }
 
-impl Printer<'_> {
+impl<'a> Printer<'a> {
+    fn new(session: &'a Session, asked: &'a Generate, mut stream: Option<Tokens>) -> Result<Printer<'a>, Fault> {
+        if let Some(tokenizer) = &mut stream {
+            // With special tokens only when they are no end: they show what the model says after it.
+            tokenizer.stream(!asked.ignore_eos)?;
+        }
+        let (hold, stops) = (asked.json, asked.stop.as_slice());
+        Ok(Printer { session, stream, hold, text: String::new(), count: 0, stops, pending: String::new() })
+    }
+
     /// Takes one token; whether it completed a text that ends the generation.
     fn token(&mut self, id: u32) -> Result<bool, Fault> {
         let piece = match &mut self.stream {

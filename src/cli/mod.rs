@@ -14,11 +14,11 @@ mod flywheel;
 mod generate;
 mod import;
 mod init;
-mod outlook;
 mod places;
 mod score;
 mod session;
 mod shell;
+mod status;
 mod targets;
 mod terminal;
 mod trace;
@@ -109,9 +109,9 @@ fn answer(session: &Session, command: Command) -> Result<Outcome, Fault> {
         Command::Flywheel(asked) => flywheel::flywheel(session, &asked),
         Command::Tune(asked) => tune::tune(session, &asked),
         Command::TuneOp(asked) => tune::tune_op(session, &asked),
-        Command::Status(asked) => outlook::status(session, &asked),
-        Command::Next(asked) => outlook::next(session, &asked),
-        Command::Report(asked) => outlook::report(session, &asked),
+        Command::Status(asked) => status::status(session, &asked),
+        Command::Next(asked) => status::next(session, &asked),
+        Command::Report(asked) => status::report(session, &asked),
         Command::Trials(asked) => tune::trials(session, &asked),
         Command::Tokens(asked) => session::serve_tokens(&asked),
         Command::Schema(asked) => {

@@ -3,10 +3,11 @@
 
 use super::emit::classes;
 use crate::digest::Digest;
-use crate::ir::layout::{GRANULE_BYTES, PACKET_BYTES, PLACE_ALIGN_BYTES};
+use crate::ir::TaskId;
+use crate::ir::layout::{GRANULE_BYTES, Matrix, PACKET_BYTES, PLACE_ALIGN_BYTES, matrices};
 use crate::ir::op::{Op, Role};
-use crate::ir::program::Space;
-use crate::ir::schedule::RunBytes;
+use crate::ir::program::{Grid, Space};
+use crate::ir::schedule::{Regime, Run, Schedule, Source, Task};
 use crate::ir::variant::{AttentionVariant, MatVecVariant};
 use crate::validate::Validated;
 use bytemuck::{Pod, Zeroable};
@@ -37,7 +38,7 @@ pub struct Entry {
     pub v_cache: u32,
 }
 
-/// `StreamRun` of queue.cuh; the second and third field mean different things for weights and for history.
+/// `StreamRun` of queue.cuh; the second to fourth field mean different things for weights and for history.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
 pub struct StreamRun {
@@ -46,6 +47,7 @@ pub struct StreamRun {
     pub k_cache: u32,
     /// History: place of the values. Weights: bytes of a chunk.
     pub v_cache: u32,
+    /// History: KV head and share. Weights: their first byte in the pack, in units of 256 bytes.
     pub head_j: u32,
     pub splits: u32,
     pub window: u32,
@@ -60,9 +62,7 @@ pub const EOS_MAX: usize = 8;
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Pod, Zeroable)]
 pub struct Params {
-    pub streams: u64,
-    pub stream_base: u64,
-    pub constants: u64,
+    pub pack: u64,
     pub cache: u64,
     pub exchange: u64,
     pub logits: u64,
@@ -112,6 +112,7 @@ pub fn encode(validated: &Validated) -> Tables {
     let schedule = validated.schedule();
     let program = &schedule.program;
     let (_, class_of_grid) = classes(schedule);
+    let matrices = matrices(program);
     let mut tables = Tables {
         entries: vec![],
         entry_index: vec![0],
@@ -122,102 +123,98 @@ pub fn encode(validated: &Validated) -> Tables {
     };
     for regime in &schedule.regimes {
         for (queue, stream) in regime.queues.iter().zip(&regime.streams) {
-            let residual_base = queue
-                .iter()
-                .filter_map(|t| {
-                    let task = &regime.tasks[t.index()];
-                    let operand = program.grids[task.grid.index()].operand(Role::Residual)?;
-                    Some(operand.cols.range(task.lo, task.hi, task.j).0)
-                })
-                .min()
-                .unwrap_or(0);
+            let residual = |task: &Task| {
+                let operand = program.grids[task.grid.index()].operand(Role::Residual)?;
+                Some(operand.cols.range(task.lo, task.hi, task.j).0)
+            };
+            let residual_base = queue.iter().filter_map(|id| residual(&regime.tasks[id.index()])).min().unwrap_or(0);
             for &id in queue {
                 let task = &regime.tasks[id.index()];
-                let grid = &program.grids[task.grid.index()];
-                let operand = |role: Role| grid.operand(role);
-                let packets = |role: Role| {
-                    operand(role)
-                        .filter(|o| program.buffers[o.buffer.index()].space == Space::Exchange)
-                        .and_then(|o| schedule.placement[o.buffer.index()])
-                        .map_or(NONE, |at| (at / PACKET_BYTES) as u32)
-                };
-                let constant = |role: Role| {
-                    operand(role)
-                        .filter(|o| program.buffers[o.buffer.index()].space == Space::Constant)
-                        .and_then(|o| schedule.placement[o.buffer.index()])
-                        .map_or(NONE, |at| (at / PLACE_ALIGN_BYTES) as u32)
-                };
-                let cache = |role: Role| {
-                    operand(role)
-                        .and_then(|o| schedule.placement[o.buffer.index()])
-                        .map_or(NONE, |at| (at / PLACE_ALIGN_BYTES) as u32)
-                };
-                let first_read = [Role::X, Role::Q, Role::Partial].into_iter().map(packets).find(|&p| p != NONE);
-                let residual =
-                    operand(Role::Residual).map_or(0, |o| o.cols.range(task.lo, task.hi, task.j).0 - residual_base);
-                // An op has at most one of the operands that share a field.
-                let either = |roles: &[Role]| roles.iter().map(|&r| constant(r)).find(|&at| at != NONE).unwrap_or(NONE);
-                let reads_candidates = matches!(grid.op, Op::Select);
-                tables.entries.push(Entry {
-                    op: class_of_grid[task.grid.index()] as u32,
-                    task: id.0,
-                    event: task.waits.first().map_or(NONE, |w| w.event.0),
-                    lo: task.lo,
-                    hi: task.hi,
-                    j: task.j,
-                    x: if reads_candidates { packets(Role::Candidates) } else { first_read.unwrap_or(NONE) },
-                    out: packets(Role::Out),
-                    aux: if reads_candidates { NONE } else { packets(Role::Candidates) },
-                    reserved: 0,
-                    residual: residual as u32,
-                    norm_weight: either(&[Role::NormWeight, Role::QNormWeight]),
-                    norm_bias: either(&[Role::NormBias, Role::KNormWeight]),
-                    table: either(&[Role::Bias, Role::Rope, Role::Table]),
-                    k_cache: cache(Role::AppendK),
-                    v_cache: cache(Role::AppendV),
-                });
+                let op = class_of_grid[task.grid.index()] as u32;
+                let residual = residual(task).map_or(0, |first| first - residual_base) as u32;
+                tables.entries.push(Entry { op, residual, ..entry(schedule, id, task) });
             }
             tables.entry_index.push(tables.entries.len() as u32);
-            for run in stream {
-                let task = &regime.tasks[run.task.index()];
-                let grid = &program.grids[task.grid.index()];
-                let cache = |role: Role| {
-                    grid.operand(role)
-                        .and_then(|o| schedule.placement[o.buffer.index()])
-                        .map_or(0, |at| (at / PLACE_ALIGN_BYTES) as u32)
-                };
-                tables.runs.push(match (run.bytes, &grid.op) {
-                    (RunBytes::History { rows }, Op::Attention(a)) => {
-                        let variant = schedule.attention_variant(task.grid);
-                        let AttentionVariant { pitch, .. } = variant.expect("validate: every attention has a variant");
-                        StreamRun {
-                            bytes: 0,
-                            k_cache: cache(Role::HistoryK),
-                            v_cache: cache(Role::HistoryV),
-                            head_j: (task.lo * a.heads_per_task / a.group) << 16 | task.j,
-                            splits: a.splits,
-                            window: a.window.unwrap_or(0),
-                            row_bytes: pitch * program.precision.cache.bytes() as u32,
-                            rows,
-                        }
-                    }
-                    (RunBytes::Fixed { bytes, .. }, Op::MatVec(_)) => {
-                        let variant = schedule.matvec_variant(task.grid);
-                        let MatVecVariant { chunk, block, .. } = variant.expect("validate: every matvec has a variant");
-                        StreamRun {
-                            bytes: bytes as u32,
-                            k_cache: bytes.min(u64::from(*block) * u64::from(GRANULE_BYTES)) as u32,
-                            v_cache: chunk * GRANULE_BYTES,
-                            ..StreamRun::zeroed()
-                        }
-                    }
-                    _ => unreachable!("validate: matvecs stream weights, attention streams history"),
-                });
-            }
+            tables.runs.extend(stream.iter().map(|run| stream_run(schedule, &matrices, regime, run)));
             tables.run_index.push(tables.runs.len() as u32);
         }
     }
     tables
+}
+
+/// The place of an operand in `space`, in units of `unit` bytes; [`NONE`] if the grid has none there.
+fn place(schedule: &Schedule, grid: &Grid, role: Role, space: Space, unit: u64) -> u32 {
+    grid.operand(role)
+        .filter(|o| schedule.program.buffers[o.buffer.index()].space == space)
+        .and_then(|o| schedule.placement[o.buffer.index()])
+        .map_or(NONE, |at| (at / unit) as u32)
+}
+
+/// The entry of a task, without its class and its place in the residual.
+fn entry(schedule: &Schedule, id: TaskId, task: &Task) -> Entry {
+    let grid = &schedule.program.grids[task.grid.index()];
+    let packets = |role: Role| place(schedule, grid, role, Space::Exchange, PACKET_BYTES);
+    let constant = |role: Role| place(schedule, grid, role, Space::Constant, PLACE_ALIGN_BYTES);
+    let cache = |role: Role| place(schedule, grid, role, Space::Cache, PLACE_ALIGN_BYTES);
+    let first_read = [Role::X, Role::Q, Role::Partial].into_iter().map(packets).find(|&p| p != NONE);
+    // An op has at most one of the operands that share a field.
+    let either = |roles: &[Role]| roles.iter().map(|&r| constant(r)).find(|&at| at != NONE).unwrap_or(NONE);
+    let reads_candidates = matches!(grid.op, Op::Select);
+    Entry {
+        op: 0,
+        task: id.0,
+        event: task.waits.first().map_or(NONE, |w| w.event.0),
+        lo: task.lo,
+        hi: task.hi,
+        j: task.j,
+        x: if reads_candidates { packets(Role::Candidates) } else { first_read.unwrap_or(NONE) },
+        out: packets(Role::Out),
+        aux: if reads_candidates { NONE } else { packets(Role::Candidates) },
+        reserved: 0,
+        residual: 0,
+        norm_weight: either(&[Role::NormWeight, Role::QNormWeight]),
+        norm_bias: either(&[Role::NormBias, Role::KNormWeight]),
+        table: either(&[Role::Bias, Role::Rope, Role::Table]),
+        k_cache: cache(Role::AppendK),
+        v_cache: cache(Role::AppendV),
+    }
+}
+
+fn stream_run(schedule: &Schedule, matrices: &[Option<Matrix>], regime: &Regime, run: &Run) -> StreamRun {
+    let task = &regime.tasks[run.task.index()];
+    let grid = &schedule.program.grids[task.grid.index()];
+    let cache = |role: Role| place(schedule, grid, role, Space::Cache, PLACE_ALIGN_BYTES);
+    match (run.source, &grid.op) {
+        (Source::History { rows }, Op::Attention(a)) => {
+            let variant = schedule.attention_variant(task.grid);
+            let AttentionVariant { pitch, .. } = variant.expect("validate: every attention has a variant");
+            StreamRun {
+                bytes: 0,
+                k_cache: cache(Role::HistoryK),
+                v_cache: cache(Role::HistoryV),
+                head_j: (task.lo * a.heads_per_task / a.group) << 16 | task.j,
+                splits: a.splits,
+                window: a.window.unwrap_or(0),
+                row_bytes: pitch * schedule.program.precision.cache.bytes() as u32,
+                rows,
+            }
+        }
+        (Source::Units { buffer, lo, hi }, Op::MatVec(_)) => {
+            let variant = schedule.matvec_variant(task.grid);
+            let MatVecVariant { chunk, block, .. } = variant.expect("validate: every matvec has a variant");
+            let matrix = matrices[buffer.index()].expect("validate: a matvec streams its matrix");
+            let bytes = u64::from(hi - lo) * matrix.unit_bytes;
+            let place = schedule.placement[buffer.index()].expect("validate: every matrix has a place");
+            StreamRun {
+                bytes: bytes as u32,
+                k_cache: bytes.min(u64::from(*block) * u64::from(GRANULE_BYTES)) as u32,
+                v_cache: chunk * GRANULE_BYTES,
+                head_j: ((place + u64::from(lo) * matrix.unit_bytes) / PLACE_ALIGN_BYTES) as u32,
+                ..StreamRun::zeroed()
+            }
+        }
+        _ => unreachable!("validate: matvecs stream weights, attention streams history"),
+    }
 }
 
 /// The queues of a proven schedule, and the digest of every byte of them that is uploaded. There is no other way to make

@@ -5,7 +5,7 @@ use crate::dtype::DType;
 use crate::ir::GridId;
 use crate::ir::op::{Attention, Epilogue, MatVec, NormAttr, Op, QkNormAttr, Role};
 use crate::ir::program::{Grid, Program};
-use crate::ir::schedule::{RunBytes, Schedule, SmemKind};
+use crate::ir::schedule::{Schedule, SmemKind, Source};
 use crate::ir::variant::{AttentionVariant, MatVecVariant};
 use crate::model::graph::{Act, NormKind, QkNormSpan};
 use crate::target::{CopyMechanism, DotMechanism, Target};
@@ -58,7 +58,7 @@ fn chunk_rows(schedule: &Schedule) -> BTreeMap<GridId, u32> {
     let mut rows_of = BTreeMap::new();
     for regime in &schedule.regimes {
         for run in regime.streams.iter().flatten() {
-            if let RunBytes::History { rows } = run.bytes {
+            if let Source::History { rows } = run.source {
                 rows_of.insert(regime.tasks[run.task.index()].grid, rows);
             }
         }
@@ -128,7 +128,7 @@ pub fn emit(validated: &Validated, target: &Target, trace: Trace) -> KernelSourc
         DotMechanism::Mma => "MMA",
     };
     line!("  static constexpr Dot DOT = Dot::{dot};");
-    line!("  static constexpr int REDUCE_UNITS = {};", m.reduce_batch);
+    line!("  static constexpr int REDUCE_BATCH = {};", m.reduce_batch);
     line!("  static constexpr bool TRACE = {};", trace == Trace::On);
     line!("  static constexpr int STAMPS_MAX = {};", stamps_max(schedule));
     line!("}};");
@@ -216,7 +216,7 @@ fn class_of(schedule: &Schedule, id: GridId, grid: &Grid, rows: u32) -> (&'stati
         Op::Embed { scale, everywhere } => {
             let hidden = grid.operand(Role::Table).map_or(0, |o| program.buffers[o.buffer.index()].cols);
             let members =
-                format!("int HIDDEN = {hidden}\nfloat SCALE = {}\nbool EVERYWHERE = {everywhere}\n", Float(*scale));
+                format!("int HIDDEN = {hidden}\nfloat SCALE = {}\nbool REPLICATED = {everywhere}\n", Float(*scale));
             ("Embed", members)
         }
         Op::MatVec(m) => ("MatVec", matvec_members(schedule, id, grid, m)),
@@ -230,7 +230,7 @@ fn class_of(schedule: &Schedule, id: GridId, grid: &Grid, rows: u32) -> (&'stati
         }
         Op::NormAdd { norm, width, scale, everywhere } => {
             let members = format!(
-                "int WIDTH = {width}\nfloat EPS = {}\nfloat SCALE = {}\nbool EVERYWHERE = {everywhere}\n",
+                "int WIDTH = {width}\nfloat EPS = {}\nfloat SCALE = {}\nbool REPLICATED = {everywhere}\n",
                 Float(norm.eps),
                 Float(*scale)
             );
@@ -263,7 +263,9 @@ fn matvec_members(schedule: &Schedule, id: GridId, grid: &Grid, m: &MatVec) -> S
     let mut s = format!(
         "int ROWS = {rows}\nint K = {k}\nint UNIT_ROWS = {unit_rows}\nint CHUNK = {chunk}\nint UNITS = {units}\n"
     );
-    s += &format!("int TOGETHER = {units_per_warp}\nint POLL_PAIRS = {poll_batch}\nbool OWN_INPUT = {own_input}\n");
+    s += &format!(
+        "int UNITS_PER_WARP = {units_per_warp}\nint POLL_BATCH = {poll_batch}\nbool OWN_INPUT = {own_input}\n"
+    );
     s += &norm_members(norm);
     let (epilogue, activation, scale, cap) = match epilogue {
         Epilogue::Store => ("STORE", None, 1.0, 0.0),
@@ -316,7 +318,7 @@ fn attention_members(schedule: &Schedule, id: GridId, a: &Attention, rows: u32) 
         "int HEADS = {heads}\nint GROUP = {group}\nint HEADS_PER_TASK = {heads_per_task}\nint DIM = {head_dim}\nint PITCH = {pitch}\n\
          float SCALE = {}\nfloat SOFTCAP = {}\nu32 WINDOW = {}\nint ROTARY = {rotary}\nbool INTERLEAVED = {interleaved}\n\
          HeadNorm Q_NORM = HeadNorm::{qn}\nfloat Q_EPS = {}\nHeadNorm K_NORM = HeadNorm::{kn}\nfloat K_EPS = {}\n\
-         int SPLITS = {splits}\nint CHUNK_ROWS = {rows}\nint TEAM = {warps_per_head}\nbool AHEAD = {prefetch_v}\nbool SWIZZLED = {swizzled}\n",
+         int SPLITS = {splits}\nint CHUNK_ROWS = {rows}\nint WARPS_PER_HEAD = {warps_per_head}\nbool PREFETCH_V = {prefetch_v}\nbool SWIZZLED = {swizzled}\n",
         Float(*scale),
         Float(softcap.unwrap_or(0.0)),
         window.unwrap_or(0),

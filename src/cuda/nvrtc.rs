@@ -151,6 +151,8 @@ struct Api {
     program_log: BytesCall,
     cubin_size: SizeCall,
     cubin: BytesCall,
+    ptx_size: SizeCall,
+    ptx: BytesCall,
     error_string: unsafe extern "C" fn(Status) -> *const c_char,
 }
 
@@ -267,6 +269,32 @@ impl Nvrtc {
     /// Compiles one translation unit to a cubin. Nothing is read from disk: headers come from the source alone.
     pub fn compile(&self, source: &KernelSource) -> Result<Compiled, NvrtcError> {
         let arch = Arch::parse(&source.arch)?;
+        let (program, log) = self.compiled(source, arch, &self.options(arch))?;
+        let cubin = self.fetch(&source.name, &program, ("nvrtcGetCUBIN", self.api.cubin_size, self.api.cubin))?;
+        if cubin.is_empty() {
+            return Err(NvrtcError::EmptyCubin { kernel: source.name.clone(), arch });
+        }
+        Ok(Compiled { cubin, log })
+    }
+
+    /// The PTX of one translation unit, with the options of [`Nvrtc::compile`] for the virtual architecture: what a reader of
+    /// the memory model looks at, in less time than a cubin takes.
+    pub fn ptx(&self, source: &KernelSource) -> Result<String, NvrtcError> {
+        let arch = Arch::parse(&source.arch)?;
+        let mut options = self.options(arch);
+        options[0] = options[0].replace("=sm_", "=compute_");
+        let (program, _) = self.compiled(source, arch, &options)?;
+        let bytes = self.fetch(&source.name, &program, ("nvrtcGetPTX", self.api.ptx_size, self.api.ptx))?;
+        Ok(String::from_utf8_lossy(&bytes).trim_end_matches('\0').to_owned())
+    }
+
+    /// The program of a translation unit after its compilation, and what the compiler said.
+    fn compiled(
+        &self,
+        source: &KernelSource,
+        arch: Arch,
+        options: &[String],
+    ) -> Result<(ProgramGuard<'_>, String), NvrtcError> {
         if !self.supported.contains(&arch.number()) {
             let (version, library, supported) = (self.version, self.path.clone(), self.supported.clone());
             return Err(NvrtcError::ArchUnsupported { arch, version, library, supported });
@@ -283,7 +311,6 @@ impl Nvrtc {
             header_names.push(c_string(header, &|| format!("the name of header `{header}`"))?);
             header_texts.push(c_string(text, &|| format!("header `{header}`"))?);
         }
-        let options = self.options(arch);
         let options: Vec<_> =
             options.iter().map(|option| c_string(option, &|| "an option".to_owned())).collect::<Result<_, _>>()?;
 
@@ -294,15 +321,10 @@ impl Nvrtc {
         let status = unsafe { (self.api.compile_program)(program.handle, count(&pointers), pointers.as_ptr()) };
         let log = self.log(kernel, &program)?;
         match status {
-            SUCCESS => {}
-            ERROR_COMPILATION => return Err(NvrtcError::Compile { kernel: kernel.clone(), arch, log }),
-            code => return Err(self.failed("nvrtcCompileProgram", kernel, code, log)),
+            SUCCESS => Ok((program, log)),
+            ERROR_COMPILATION => Err(NvrtcError::Compile { kernel: kernel.clone(), arch, log }),
+            code => Err(self.failed("nvrtcCompileProgram", kernel, code, log)),
         }
-        let cubin = self.fetch(kernel, &program, ("nvrtcGetCUBIN", self.api.cubin_size, self.api.cubin))?;
-        if cubin.is_empty() {
-            return Err(NvrtcError::EmptyCubin { kernel: kernel.clone(), arch });
-        }
-        Ok(Compiled { cubin, log })
     }
 
     fn create(
@@ -491,6 +513,8 @@ fn read_api(library: &Library) -> Result<(Api, NvrtcVersion, BTreeSet<u32>), Str
         program_log: symbol(library, "nvrtcGetProgramLog")?,
         cubin_size: symbol(library, "nvrtcGetCUBINSize")?,
         cubin: symbol(library, "nvrtcGetCUBIN")?,
+        ptx_size: symbol(library, "nvrtcGetPTXSize")?,
+        ptx: symbol(library, "nvrtcGetPTX")?,
         error_string: symbol(library, "nvrtcGetErrorString")?,
     };
     let version_call: unsafe extern "C" fn(*mut c_int, *mut c_int) -> Status = symbol(library, "nvrtcVersion")?;

@@ -4,13 +4,14 @@ use super::driver::{Device, DriverError};
 use super::memory::{DeviceBuffer, MappedBuffer};
 use super::module::{Function, Module};
 use super::stream::{Argument, Event, LaunchShape, Stream, Wait};
-use crate::codegen::abi::{EOS_MAX, Params, Queues};
+use crate::codegen::abi::{EOS_MAX, Params, Queues, Tables};
 use crate::codegen::emit::{ENTRY_POINT, Trace, stamps_max};
 use crate::error::Fault;
+use crate::ir::layout::pack_bytes;
 use crate::ir::op::Role;
+use crate::ir::program::Program;
 use crate::ir::schedule::Schedule;
 use crate::ir::{BufferId, EventId, SmId, TaskId};
-use crate::pack::{Layout, constants_base};
 use crate::sample::Sampler;
 use crate::trace::STAMP_WORDS;
 use std::fmt;
@@ -125,8 +126,6 @@ pub struct Session {
     shape: LaunchShape,
     schedule: Schedule,
     pack: Arc<DeviceBuffer>,
-    stream_base: DeviceBuffer,
-    constants_base: u64,
     cache: DeviceBuffer,
     cache_bytes: u64,
     exchange: DeviceBuffer,
@@ -159,6 +158,24 @@ struct DeviceTables {
     run_index: DeviceBuffer,
 }
 
+impl DeviceTables {
+    fn upload(device: &Device, stream: &Stream, tables: &Tables) -> Result<DeviceTables, SessionError> {
+        Ok(DeviceTables {
+            entries: uploaded(device, stream, bytemuck::cast_slice(&tables.entries))?,
+            entry_index: uploaded(device, stream, bytemuck::cast_slice(&tables.entry_index))?,
+            runs: uploaded(device, stream, bytemuck::cast_slice(&tables.runs))?,
+            run_index: uploaded(device, stream, bytemuck::cast_slice(&tables.run_index))?,
+        })
+    }
+}
+
+/// A buffer with these bytes. None is empty: the device has no memory of no bytes.
+fn uploaded(device: &Device, stream: &Stream, bytes: &[u8]) -> Result<DeviceBuffer, SessionError> {
+    let mut buffer = device.alloc(bytes.len().max(16) as u64)?;
+    buffer.upload(stream, 0, bytes)?;
+    Ok(buffer)
+}
+
 /// Result of one launch.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Launched {
@@ -166,6 +183,11 @@ pub struct Launched {
     pub device_us: f64,
     /// Positions whose token is decided: `tokens[p]` for `p` below this.
     pub decided: u32,
+}
+
+/// The buffer of the first operand with a role.
+fn first_buffer(program: &Program, role: Role) -> Option<BufferId> {
+    program.grids.iter().find_map(|grid| grid.operand(role)).map(|operand| operand.buffer)
 }
 
 impl Session {
@@ -176,17 +198,16 @@ impl Session {
     pub fn load(
         device: &Device,
         queues: &Queues<'_>,
-        layout: &Layout,
         cubin: &[u8],
         trace: Trace,
         steps_max: u32,
         fill: impl FnOnce(&Stream, &mut DeviceBuffer) -> Result<(), SessionError>,
     ) -> Result<Session, SessionError> {
         let stream = device.stream()?;
-        let mut pack = device.alloc(layout.total_bytes.max(16))?;
+        let mut pack = device.alloc(pack_bytes(queues.validated().schedule()).max(16))?;
         fill(&stream, &mut pack)?;
         stream.synchronize()?;
-        Session::load_sharing(device, queues, layout, cubin, trace, steps_max, Arc::new(pack))
+        Session::load_sharing(device, queues, cubin, trace, steps_max, Arc::new(pack))
     }
 
     /// The weights of this session, to share with another one whose pack has the same bytes.
@@ -198,7 +219,6 @@ impl Session {
     pub fn load_sharing(
         device: &Device,
         queues: &Queues<'_>,
-        layout: &Layout,
         cubin: &[u8],
         trace: Trace,
         steps_max: u32,
@@ -211,50 +231,22 @@ impl Session {
         let module = device.load(cubin)?;
         let smem = machine.smem.iter().map(|p| p.offset + p.bytes).max().unwrap_or(0);
         let function = device.function(&module, ENTRY_POINT, smem)?;
-        let shape = LaunchShape {
-            grid: machine.sms,
-            block: (machine.consumer_warps + machine.loader_warps) * 32,
-            smem_dynamic_bytes: smem,
-            cluster: 1,
-        };
-        let upload = |bytes: &[u8]| -> Result<DeviceBuffer, SessionError> {
-            let mut buffer = device.alloc(bytes.len().max(16) as u64)?;
-            buffer.upload(&stream, 0, bytes)?;
-            Ok(buffer)
-        };
-        let device_tables = DeviceTables {
-            entries: upload(bytemuck::cast_slice(&tables.entries))?,
-            entry_index: upload(bytemuck::cast_slice(&tables.entry_index))?,
-            runs: upload(bytemuck::cast_slice(&tables.runs))?,
-            run_index: upload(bytemuck::cast_slice(&tables.run_index))?,
-        };
-        let stream_base = upload(bytemuck::cast_slice(&layout.stream_base))?;
-        let constants_base = constants_base(layout);
+        let block = (machine.consumer_warps + machine.loader_warps) * 32;
+        let shape = LaunchShape { grid: machine.sms, block, smem_dynamic_bytes: smem, cluster: 1 };
         let mut exchange = device.alloc(tables.exchange_bytes.max(16))?;
         // Tag 0 is never published, so memory of zeros holds no packet.
         exchange.zero(&stream)?;
         let mut cache = device.alloc(tables.cache_bytes.max(16))?;
         cache.poison(&stream)?;
         let program = &schedule.program;
-        let vocab = program
-            .grids
-            .iter()
-            .filter_map(|g| g.operand(Role::Logits))
-            .map(|o| program.buffers[o.buffer.index()].cols)
-            .next()
-            .unwrap_or(0);
+        let vocab = first_buffer(program, Role::Logits).map_or(0, |buffer| program.buffers[buffer.index()].cols);
         let mut logits = device.alloc((u64::from(steps_max) * u64::from(vocab) * 4).max(16))?;
         logits.poison(&stream)?;
         let stamps_max = if trace == Trace::On { stamps_max(schedule) } else { 0 };
         let stamp_bytes = stamps_max as u64 * STAMP_WORDS as u64 * 8;
         let stamps = device.alloc((u64::from(steps_max) * u64::from(machine.sms) * stamp_bytes).max(16))?;
-        let candidates = program
-            .grids
-            .iter()
-            .filter_map(|g| g.operand(Role::Candidates))
-            .map(|o| o.buffer)
-            .next()
-            .expect("validate: a program without candidates has no select");
+        let candidates =
+            first_buffer(program, Role::Candidates).expect("validate: a program without candidates has no select");
         let candidates_packet = schedule.placement[candidates.index()].unwrap_or(0) / 8;
         let session = Session {
             mailbox: device.alloc_mapped(program.context_max as usize + 2)?,
@@ -265,18 +257,16 @@ impl Session {
             ended: device.event()?,
             candidates_packet,
             candidates_cols: program.buffers[candidates.index()].cols,
+            tables: DeviceTables::upload(device, &stream, tables)?,
             stream,
             function,
             _module: module,
             shape,
             schedule: schedule.clone(),
             pack,
-            stream_base,
-            constants_base,
             cache,
             cache_bytes: tables.cache_bytes,
             exchange,
-            tables: device_tables,
             logits,
             stamps,
             stamps_max,
@@ -348,9 +338,7 @@ impl Session {
             *to = id as i32;
         }
         let params = Params {
-            streams: self.pack.address(),
-            stream_base: self.stream_base.address(),
-            constants: self.pack.address() + self.constants_base,
+            pack: self.pack.address(),
             cache: self.cache.address(),
             exchange: self.exchange.address(),
             // Top-k and top-p choose among all logits of the step before.

@@ -29,7 +29,6 @@ use crate::error::Fault;
 use crate::ir::BufferId;
 use crate::ir::schedule::Schedule;
 use crate::ir::{EventId, SmId, TaskId};
-use crate::pack::{Layout, layout};
 use std::fmt;
 use std::ops::ControlFlow;
 use std::sync::Arc;
@@ -240,8 +239,7 @@ impl fmt::Debug for Interp {
 impl Interp {
     /// Prepares a validated schedule with the pack that [`crate::pack`] made from it. Starts the worker threads.
     pub fn new(schedule: &Schedule, pack: Pack, options: Options) -> Result<Interp, InterpError> {
-        let layout: Layout = layout(schedule);
-        let plan = Arc::new(plan::Plan::new(schedule, &layout, (*pack).as_ref())?);
+        let plan = Arc::new(plan::Plan::new(schedule, (*pack).as_ref())?);
         let isa = Isa::detect();
         let engine: Box<dyn Engine> = match (options.arithmetic, options.order) {
             (Arithmetic::Fast, Order::Threads(n)) => Box::new(threads::Threads::<f32>::new(plan.clone(), pack, isa, n)),

@@ -4,13 +4,13 @@ use super::memory::{CacheColumns, Place, Region};
 use super::real::read_value;
 use super::synthetic::CacheKind;
 use crate::dtype::DType;
+use crate::ir::layout::{Matrix, matrices, pack_bytes};
 use crate::ir::op::{self, Epilogue, NormAttr, Op, PARTIAL_HEADER, Role};
 use crate::ir::program::{Buffer, Grid, Operand, Program, Rows, Space};
-use crate::ir::schedule::{Event, Ring, RunBytes, Schedule, Task};
+use crate::ir::schedule::{Event, Ring, Schedule, Source, Task};
 use crate::ir::variant::MatVecVariant;
 use crate::ir::{BufferId, EventId, GridId, SmId, TaskId};
 use crate::model::graph::QkNormSpan;
-use crate::pack::Layout;
 use std::ops::Range;
 use thiserror::Error;
 
@@ -229,15 +229,16 @@ pub fn cache_buffers(program: &Program) -> Vec<(BufferId, BufferId)> {
 }
 
 impl Plan {
-    pub fn new(schedule: &Schedule, layout: &Layout, pack: &[u8]) -> Result<Plan, PlanError> {
+    pub fn new(schedule: &Schedule, pack: &[u8]) -> Result<Plan, PlanError> {
         let program = &schedule.program;
-        if (pack.len() as u64) < layout.total_bytes {
-            return Err(PlanError::Pack { expected: layout.total_bytes, found: pack.len() as u64 });
+        let expected = pack_bytes(schedule);
+        if (pack.len() as u64) < expected {
+            return Err(PlanError::Pack { expected, found: pack.len() as u64 });
         }
         if schedule.regimes.first().is_none_or(|r| r.from_position != 0) {
             return Err(PlanError::Regimes);
         }
-        let memory = MemoryMap::new(program, layout, pack)?;
+        let memory = MemoryMap::new(schedule, pack)?;
         let regimes = schedule
             .regimes
             .iter()
@@ -249,10 +250,8 @@ impl Plan {
                 }
                 let mut weights: Vec<Option<Range<usize>>> = vec![None; regime.tasks.len()];
                 let mut streams = vec![];
-                for (sm, stream) in regime.streams.iter().enumerate() {
-                    let base = layout.stream_base[sm];
-                    let resolve =
-                        |run: &crate::ir::schedule::Run| memory.run(schedule, regime, run, base, &mut weights);
+                for stream in &regime.streams {
+                    let resolve = |run: &crate::ir::schedule::Run| memory.run(schedule, regime, run, &mut weights);
                     streams.push(stream.iter().map(resolve).collect::<Result<_, _>>()?);
                 }
                 let mut events: Vec<EventPlan> =
@@ -332,10 +331,14 @@ struct MemoryMap {
     /// Words of the exchange, output and private arenas.
     words: [usize; 3],
     pack_bytes: u64,
+    /// By buffer: place in the pack, and what lies there.
+    matrices: Vec<Option<(u64, Matrix)>>,
 }
 
 impl MemoryMap {
-    fn new(program: &Program, layout: &Layout, pack: &[u8]) -> Result<MemoryMap, PlanError> {
+    fn new(schedule: &Schedule, pack: &[u8]) -> Result<MemoryMap, PlanError> {
+        let Schedule { program, placement, .. } = schedule;
+        let place = |b: usize| placement.get(b).copied().flatten();
         let layers = cache_buffers(program);
         let mut map = MemoryMap {
             arenas: vec![None; program.buffers.len()],
@@ -345,6 +348,7 @@ impl MemoryMap {
             caches: vec![],
             words: [0; 3],
             pack_bytes: pack.len() as u64,
+            matrices: matrices(program).into_iter().enumerate().map(|(b, m)| Some((place(b)?, m?))).collect(),
         };
         let tables: Vec<BufferId> =
             program.grids.iter().filter_map(|g| g.operand(Role::Table)).map(|o| o.buffer).collect();
@@ -366,11 +370,12 @@ impl MemoryMap {
             }
             match buffer.space {
                 Space::Constant => {
-                    let offset = layout.constant_offset[b].unwrap_or(0) as usize;
-                    let range = offset..offset + elements * buffer.dtype.bytes();
-                    if range.end > pack.len() {
-                        return Err(PlanError::Pack { expected: range.end as u64, found: pack.len() as u64 });
+                    let offset = place(b).unwrap_or(0);
+                    let end = offset.saturating_add((elements * buffer.dtype.bytes()) as u64);
+                    if end > pack.len() as u64 {
+                        return Err(PlanError::Pack { expected: end, found: pack.len() as u64 });
                     }
+                    let range = offset as usize..end as usize;
                     if !tables.contains(&id) {
                         let first = map.constants.len();
                         let values = pack[range.clone()].chunks_exact(buffer.dtype.bytes());
@@ -502,17 +507,19 @@ impl MemoryMap {
         schedule: &Schedule,
         regime: &crate::ir::schedule::Regime,
         run: &crate::ir::schedule::Run,
-        base: u64,
         weights: &mut [Option<Range<usize>>],
     ) -> Result<StreamRun, PlanError> {
         let task = regime.tasks.get(run.task.index()).ok_or_else(|| reference("a stream", run.task))?;
-        let bytes = match run.bytes {
-            RunBytes::Fixed { offset, bytes } => {
-                let end = base.saturating_add(offset).saturating_add(bytes);
-                if end > self.pack_bytes {
+        let bytes = match run.source {
+            Source::Units { buffer, lo, hi } => {
+                let found = self.matrices.get(buffer.index()).copied().flatten();
+                let (place, matrix) = found.ok_or_else(|| reference(run.task, buffer))?;
+                let unit = |index: u32| place.saturating_add(u64::from(index).saturating_mul(matrix.unit_bytes));
+                let (start, end) = (unit(lo), unit(hi));
+                if end > self.pack_bytes || end < start {
                     return Err(PlanError::Pack { expected: end, found: self.pack_bytes });
                 }
-                let range = (base + offset) as usize..end as usize;
+                let range = start as usize..end as usize;
                 let known = &mut weights[run.task.index()];
                 match known {
                     None => *known = Some(range.clone()),
@@ -525,7 +532,7 @@ impl MemoryMap {
                 let variant = schedule.matvec_variant(task.grid).copied();
                 StreamBytes::Fixed { range, variant: variant.ok_or(PlanError::Variant { grid: task.grid })? }
             }
-            RunBytes::History { rows } => {
+            Source::History { rows } => {
                 let at = At::new(&schedule.program, run.task, task)?;
                 let Op::Attention(op) = &at.grid.op else {
                     return Err(PlanError::Operand { grid: task.grid, op: at.grid.op.name(), role: Role::HistoryK });

@@ -549,11 +549,11 @@ mod tests {
         let schedule = schedule(lower(&imported.graph, "t", precision, 32, &candidate).unwrap(), &target, &candidate);
         let schedule = schedule.unwrap();
         let pack = crate::pack::pack(&schedule, &imported.graph, &imported.weights).unwrap();
-        (schedule, Arc::new(pack.bytes))
+        (schedule, Arc::new(pack))
     }
 
     fn threads(schedule: &Schedule, pack: &Pack, count: usize, change: impl Fn(&mut Plan)) -> Threads<f32> {
-        let mut plan = Plan::new(schedule, &crate::pack::layout(schedule), (**pack).as_ref()).unwrap();
+        let mut plan = Plan::new(schedule, (**pack).as_ref()).unwrap();
         change(&mut plan);
         Threads::with_stall(Arc::new(plan), pack.clone(), Isa::detect(), count, STALL)
     }

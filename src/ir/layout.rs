@@ -3,9 +3,9 @@
 //! Everyone who writes or reads such bytes asks here: scheduling, packing, code generation and the interpreter. Only the
 //! validator keeps arithmetic of its own, because it judges what this module decides.
 
-use super::op::{Epilogue, HISTORY_ALIGN, MatVec, PARTIAL_HEADER, UNIT_ROWS};
-use super::program::{Buffer, Space};
-use super::schedule::{SmemKind, SmemPart};
+use super::op::{Epilogue, HISTORY_ALIGN, MatVec, Op, PARTIAL_HEADER, Role, UNIT_ROWS};
+use super::program::{Buffer, Program, Space};
+use super::schedule::{Run, Schedule, SmemKind, SmemPart, Source};
 use crate::dtype::{DType, Precision};
 
 /// Bytes of one granule: 8 rows of 64 bytes, one 16-byte load for each lane of a warp. In a unit of `r` rows, row `p r + i` of
@@ -56,6 +56,61 @@ impl MatVec {
     pub fn unit_bytes(&self, bytes: u32) -> u64 {
         u64::from(self.granules(bytes)) * u64::from(GRANULE_BYTES)
     }
+}
+
+/// A matrix as it lies in the pack: its units one after another, in the order of its rows, each whole along k.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Matrix {
+    pub units: u32,
+    pub unit_rows: u32,
+    pub unit_bytes: u64,
+}
+
+impl Matrix {
+    pub fn bytes(&self) -> u64 {
+        u64::from(self.units).saturating_mul(self.unit_bytes)
+    }
+}
+
+/// The matrices of a program by buffer: what a matvec streams.
+pub fn matrices(program: &Program) -> Vec<Option<Matrix>> {
+    let mut matrices = vec![None; program.buffers.len()];
+    for grid in &program.grids {
+        let (Op::MatVec(m), Some(weight)) = (&grid.op, grid.operand(Role::Weight)) else { continue };
+        let Some(buffer) = program.buffers.get(weight.buffer.index()) else { continue };
+        let (units, unit_bytes) = (m.units(), m.unit_bytes(buffer.dtype.bytes() as u32));
+        matrices[weight.buffer.index()] = Some(Matrix { units, unit_rows: m.unit_rows, unit_bytes });
+    }
+    matrices
+}
+
+/// Where a pack ends: the bytes of all weights and constants, by their places.
+pub fn pack_bytes(schedule: &Schedule) -> u64 {
+    let Schedule { program, placement, .. } = schedule;
+    let matrices = matrices(program);
+    let ends = program.buffers.iter().zip(placement).zip(&matrices).filter_map(|((b, place), matrix)| {
+        let bytes = match b.space {
+            Space::Weight => matrix.map_or(0, |m| m.bytes()),
+            Space::Constant => placed_bytes(b),
+            _ => return None,
+        };
+        Some(place_align((*place)?.saturating_add(bytes)))
+    });
+    ends.max().unwrap_or(0)
+}
+
+/// Bytes of weights that each SM streams in a step of the first regime.
+pub fn streamed_bytes(schedule: &Schedule) -> Vec<u64> {
+    let matrices = matrices(&schedule.program);
+    let bytes = |run: &Run| match run.source {
+        Source::Units { buffer, lo, hi } => {
+            let matrix = matrices.get(buffer.index()).copied().flatten();
+            u64::from(hi.saturating_sub(lo)) * matrix.map_or(0, |m| m.unit_bytes)
+        }
+        Source::History { .. } => 0,
+    };
+    let streams = schedule.regimes.first().map(|regime| regime.streams.as_slice()).unwrap_or_default();
+    streams.iter().map(|stream| stream.iter().map(bytes).sum()).collect()
 }
 
 /// Granules of a chunk when a unit is `unit` granules: whole units where a slot holds one, else equal parts of a unit, each with
@@ -124,6 +179,29 @@ pub fn placed_bytes(b: &Buffer) -> u64 {
         }
         _ => elements.saturating_mul(b.dtype.bytes() as u64),
     }
+}
+
+/// Places of the buffers of a program, by id: weights and constants in the arena of the pack, exchange, cache and output buffers
+/// each in an arena of their own. Within an arena they lie in the order of their ids, so the places in the pack are a function of
+/// the model, its formats and nothing else.
+pub fn placement(program: &Program) -> Vec<Option<u64>> {
+    let matrices = matrices(program);
+    let mut pack = 0u64;
+    let (mut exchange, mut cache, mut output) = (0u64, 0u64, 0u64);
+    let place = |(b, matrix): (&Buffer, &Option<Matrix>)| {
+        let (arena, bytes) = match b.space {
+            Space::Weight => (&mut pack, matrix.map_or(0, |m| m.bytes())),
+            Space::Constant => (&mut pack, placed_bytes(b)),
+            Space::Exchange => (&mut exchange, placed_bytes(b)),
+            Space::Cache => (&mut cache, placed_bytes(b)),
+            Space::Output => (&mut output, placed_bytes(b)),
+            Space::Private => return None,
+        };
+        let at = *arena;
+        *arena = place_align(at.saturating_add(bytes));
+        Some(at)
+    };
+    program.buffers.iter().zip(&matrices).map(place).collect()
 }
 
 /// Slots that the barriers in shared memory are sized for (`state` of the shared-memory map).

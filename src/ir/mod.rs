@@ -8,8 +8,9 @@
 //!
 //! - **Step.** One decoded token. Steps run one after another in program text, but SMs do not stop between them: an SM
 //!   starts step `s + 1` as soon as its own queue for step `s` is done. Position `p` is the same on all SMs in a step.
-//! - **Queue order.** The consumer warps of an SM execute its queue one task after another; a block barrier separates
-//!   two tasks, so everything a task wrote is visible to later tasks of the same SM.
+//! - **Queue order.** The consumer warps of an SM execute its queue one task after another. A warp may begin a task while
+//!   other warps of the SM still finish the one before. Inside each op a block barrier lies between what one warp writes
+//!   and another one reads, also where the other one reads it in a later task.
 //! - **Loader order.** The loader of an SM copies the chunk runs of its stream in order into a ring of slots. It waits for a
 //!   free slot, and before the first history of a step for the first task of its SM's queue in that step, which acquires what
 //!   earlier steps appended. It may run ahead of the queue by the ring's capacity, across task and step boundaries. It reads
@@ -25,8 +26,44 @@
 //!   what an earlier read needed. *Visibility order* (queue order, `fenced` and `counter` events) decides whether plain
 //!   memory written on one SM may be read on another.
 //! - **Proxies.** The ring is filled by the asynchronous proxy where the target copies in bulk. Cache rows written by
-//!   ordinary stores and read by bulk copies need a proxy fence between; the event on that path must say `proxy`.
+//!   ordinary stores and read by bulk copies need a proxy fence between, in the loader that copies; the event on that path
+//!   must say `proxy`.
 //!   The history of the cache is acquired once a step, by the carried event that every SM waits for first.
+//!
+//! # Why each mechanism of the kernels is sound
+//!
+//! Numbers are sections of the PTX ISA, version 9: chapter 8 is its memory consistency model. The test `ring_proxy` finds the
+//! instructions named here in the PTX of every CUDA target.
+//!
+//! - **A packet is read whole.** Store and load are relaxed, at `gpu` scope, in the generic proxy and 8 bytes wide, so they are
+//!   morally strong (8.7) and single-copy atomic (8.10.3). A vector of two packets is two accesses in no order (8.2.4).
+//!   Every access to a packet has this width and this strength, also one that reads it again: a race of two widths
+//!   takes the program out of the model (8.7.2).
+//! - **A packet is read again without a fence.** Once a thread has observed it, its block reads it or a newer one behind a block
+//!   barrier (observation, 8.9.5; coherence, 8.10.5). The overwrite comes after all readers in dependency order.
+//! - **A packet is overwritten after its readers.** Between the read and the overwrite lie relaxed packets only. The overwrite
+//!   depends on values that exist because the read returned; values out of thin air are excluded (8.10.4). PTX gives
+//!   nothing stronger for this case.
+//! - **A step is released and acquired.** Writer: block barrier, then one thread executes `fence.release.gpu` and stores the
+//!   step's packets (the candidates). Reader: each thread that polls them executes `fence.acquire.gpu` after its last poll,
+//!   then comes a block barrier. Fence and store, load and fence are a release and an acquire pattern (8.8), which
+//!   synchronise (8.9.4) because the fence is in the thread of the access. A fence of another thread behind the barrier
+//!   would be no acquire. Barriers extend the order to the other threads of both blocks (8.9.5). Before sm_90, and
+//!   before PTX 8.6, both fences are `fence.acq_rel.gpu`.
+//! - **The loader gets the acquired step.** Behind that barrier one thread stores the tag with `st.release.cta`, and each
+//!   loading thread polls it with `ld.acquire.cta` (8.9.4); causality order is transitive over scopes (8.9.5).
+//! - **A bulk copy reads cache rows.** The thread that issues it executes `fence.proxy.async.global` between that acquire and
+//!   the copy. Section 8.9.5 has no rule for this fence. The argument uses the rule of the mixed-proxy model (Lustig,
+//!   Cooksey, Giroux, ISCA 2022): the fence lies on the path, in the block of the access that is not generic. A fence at
+//!   the writer alone permits the stale row there.
+//! - **A slot is full.** Bulk copies complete a transaction on the slot's mbarrier, and completion contains the proxy fence
+//!   (`cp.async.bulk`, "Async Proxy"). Arrival releases and the wait acquires at `cta` scope (`mbarrier.arrive`,
+//!   `mbarrier.try_wait`). Plain copies count with `red.release.cta` and `ld.acquire.cta`.
+//! - **A slot is empty.** The lanes of a warp meet (`bar.warp.sync` orders their reads), one arrives on the mbarrier, the loader
+//!   waits. That orders the reads before the loader's next generic access and before no bulk copy: the loader executes
+//!   `fence.proxy.async.shared::cta` between the wait and the copy. `ldmatrix` and `cp.async` that is not bulk are generic.
+//! - **Constants.** Weights, tables and prompts are not written during a launch; only they are read with `ld.global.nc`, which
+//!   is outside the model (8.1).
 
 pub mod layout;
 pub mod op;

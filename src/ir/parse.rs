@@ -9,9 +9,7 @@ use super::print::{VERSION, act_name, norm_name};
 use super::program::{
     Buffer, Cols, Content, Grid, LayerOp, Operand, Part, Program, Rows, Second, Site, Space, VectorPart,
 };
-use super::schedule::{
-    Event, Machine, Mechanism, Regime, Ring, Run, RunBytes, Schedule, SmemKind, SmemPart, Task, Wait,
-};
+use super::schedule::{Event, Machine, Mechanism, Regime, Ring, Run, Schedule, SmemKind, SmemPart, Source, Task, Wait};
 use super::variant::{AttentionVariant, MatVecVariant, Variant};
 use super::{BufferId, EventId, GridId, LayerId, SmId, TaskId};
 use crate::dtype::{DType, Precision};
@@ -572,15 +570,15 @@ impl<'a> Parser<'a> {
             let mut stream = vec![];
             while let Some(task) = self.eat_id("t")? {
                 self.expect("+")?;
-                let bytes = if self.eat("hist") {
+                let source = if self.eat("hist") {
                     self.expect(":")?;
-                    RunBytes::History { rows: self.u32()? }
+                    Source::History { rows: self.u32()? }
                 } else {
-                    let offset = self.u64()?;
-                    self.expect(":")?;
-                    RunBytes::Fixed { offset, bytes: self.u64()? }
+                    let buffer = BufferId(self.id("b")?);
+                    let (lo, hi) = self.range()?;
+                    Source::Units { buffer, lo, hi }
                 };
-                stream.push(Run { task: TaskId(task), bytes });
+                stream.push(Run { task: TaskId(task), source });
             }
             regime.streams.push(stream);
             |lines| &mut lines.streams
@@ -1037,7 +1035,7 @@ regime r0 from 0
   t2 = g99[0..0]
   queue sm0: t0 t2
   queue sm1:
-  stream sm0: t4+0:32768 t9+hist:128
+  stream sm0: t4+b1[0..6] t9+hist:128
   stream sm1:
 regime r1 from 32
 "#;
@@ -1052,7 +1050,7 @@ regime r1 from 32
         assert_eq!(print(&schedule), sample());
         assert_eq!(schedule.program.name, "tiny \"q\" \n");
         assert_eq!(schedule.placement[3], Some(u64::MAX));
-        assert_eq!(schedule.regimes[0].streams[0][1].bytes, RunBytes::History { rows: 128 });
+        assert_eq!(schedule.regimes[0].streams[0][1].source, Source::History { rows: 128 });
         let program = print_program(&schedule.program);
         assert!(sample().starts_with(&program));
         assert_eq!(parse_program(&program).unwrap(), schedule.program);
@@ -1429,11 +1427,11 @@ regime r1 from 32
                 proxy,
             },
         );
-        let bytes = prop_oneof![
-            any::<(u64, u64)>().prop_map(|(offset, bytes)| RunBytes::Fixed { offset, bytes }),
-            numbers().prop_map(|rows| RunBytes::History { rows }),
+        let source = prop_oneof![
+            [numbers(), numbers(), numbers()].prop_map(|[b, lo, hi]| Source::Units { buffer: BufferId(b), lo, hi }),
+            numbers().prop_map(|rows| Source::History { rows }),
         ];
-        let runs = (numbers(), bytes).prop_map(|(t, bytes)| Run { task: TaskId(t), bytes });
+        let runs = (numbers(), source).prop_map(|(t, source)| Run { task: TaskId(t), source });
         let queues = vec(vec(numbers().prop_map(TaskId), 0..4), 0..3);
         (numbers(), vec(tasks, 0..6), vec(events, 0..4), queues, vec(vec(runs, 0..4), 0..3)).prop_map(
             |(from_position, tasks, events, queues, streams)| Regime { from_position, tasks, events, queues, streams },

@@ -20,21 +20,21 @@
 //!   e5 = b5[0..32] count=2 packets ; x.0
 //!   t12 = g3[4..6] j=1 wait e5>=2 signal e7 e8 ; matvec qkv.0
 //!   queue sm0: t0 t4
-//!   stream sm0: t4+0:32768 t9+hist:128
+//!   stream sm0: t4+b6[0..6] t9+hist:128
 //! ```
 //!
 //! Columns of an operand read as in [`Cols`]: `[base + stride*(i/div) + stride_j*j..+len <limit]`, or `[base..limit]`
 //! where every launch index touches the same, then `first` and `only_j=`. Rows of a checkpoint tensor read
-//! `w3[first..+rows block B stride S]`. A run in a stream is a task, then `+offset:bytes` of the pack or `+hist:rows`
-//! for chunks of that many cache rows.
+//! `w3[first..+rows block B stride S]`. A run in a stream is a task, then `+b6[lo..hi]` for units of a matrix or
+//! `+hist:rows` for chunks of that many cache rows.
 //!
-//! Version 2 is resolved: a `variant` line for each matvec and each attention says what version 1 left to rules, constants have
-//! places, parts of shared memory are of a closed set, and a grid says by `site` what of the model it does; its name is for
+//! Version 2 is resolved: a `variant` line for each matvec and each attention says what version 1 left to rules, weights and
+//! constants have places in the pack, parts of shared memory are of a closed set, and a grid says by `site` what of the model it does; its name is for
 //! readers. Clusters and groups of warps, always one in version 1, are gone. Version 1 is not read.
 
 use super::op::{Attention, Epilogue, MatVec, NormAttr, Op, QkNormAttr, UNIT_ROWS};
 use super::program::{Buffer, Cols, Content, Grid, Operand, Program, Second, Site};
-use super::schedule::{Event, Machine, Regime, Ring, Run, RunBytes, Schedule, SmemPart, Task, Wait};
+use super::schedule::{Event, Machine, Regime, Ring, Run, Schedule, SmemPart, Source, Task, Wait};
 use super::variant::{AttentionVariant, MatVecVariant, Variant};
 use super::{BufferId, EventId, GridId, SmId, TaskId};
 use crate::dtype::Precision;
@@ -341,10 +341,10 @@ fn write_regime(out: &mut String, program: &Program, index: usize, regime: &Regi
     }
     for (sm, stream) in streams.iter().enumerate() {
         write!(out, "  stream {}:", SmId::from(sm))?;
-        for Run { task, bytes } in stream {
-            match bytes {
-                RunBytes::Fixed { offset, bytes } => write!(out, " {task}+{offset}:{bytes}")?,
-                RunBytes::History { rows } => write!(out, " {task}+hist:{rows}")?,
+        for Run { task, source } in stream {
+            match source {
+                Source::Units { buffer, lo, hi } => write!(out, " {task}+{buffer}[{lo}..{hi}]")?,
+                Source::History { rows } => write!(out, " {task}+hist:{rows}")?,
             }
         }
         out.push('\n');

@@ -13,8 +13,8 @@ pub struct Schedule {
     pub machine: Machine,
     /// How the tasks of each matvec and each attention are done.
     pub variants: BTreeMap<GridId, Variant>,
-    /// Offset of each constant, exchange, cache and output buffer in its arena, bytes, by buffer id; `None` for the other
-    /// spaces.
+    /// Offset of each buffer in its arena, bytes, by buffer id; `None` for private buffers. Weights and constants share the arena
+    /// of the pack.
     pub placement: Vec<Option<u64>>,
     /// Ascending `from_position`; the first starts at 0. A regime serves positions up to the next one's start.
     pub regimes: Vec<Regime>,
@@ -144,7 +144,7 @@ pub struct Event {
     pub mechanism: Mechanism,
     /// Waited for in the step after it was signalled.
     pub carried: bool,
-    /// The waiter also fences the asynchronous proxy.
+    /// The waiter is the first task of its queue, and its loader fences the asynchronous proxy before it copies.
     pub proxy: bool,
 }
 
@@ -180,13 +180,15 @@ impl Mechanism {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Run {
     pub task: TaskId,
-    pub bytes: RunBytes,
+    pub source: Source,
 }
 
+/// What the loader copies for a task.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum RunBytes {
-    /// Weights: this many bytes from `offset` of the SM's pack, in chunks as the grid's variant says.
-    Fixed { offset: u64, bytes: u64 },
+pub enum Source {
+    /// Units `lo..hi` of a matrix, whole along k, in chunks as the grid's variant says. They lie side by side from the matrix's place
+    /// in the pack on.
+    Units { buffer: BufferId, lo: u32, hi: u32 },
     /// Key and value chunks of the task's share of the history, in turn; `rows` cache rows a chunk.
     History { rows: u32 },
 }

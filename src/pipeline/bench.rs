@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 
+use crate::abba::{self, Limits, Ratio, Round, percentile};
 use crate::check::{self, Checked, Figures, check_cpu, check_cuda};
 use crate::codegen::emit::{Trace, emit};
 use crate::cuda::driver::Device;
@@ -18,17 +19,16 @@ use crate::interp::Pack;
 use crate::ir::parse::parse_with_lines;
 use crate::manifest::Manifest;
 use crate::measure::{self, Timed, Timer, Withheld};
-use crate::paired::{self, Limits, Ratio, Round, percentile};
-use crate::target::{Target, TargetKind};
+use crate::target::Target;
 use crate::text::Style;
 use crate::validate::{Validated, validate};
 
-use super::compile::{Compile, Compiler, Cubin, compile};
-use super::execute::{Devices, load_session};
-use super::peer::{Opened, Peer};
-use super::prove::{Executor, OnDevice};
-use super::stages::{Generated, Placed, Site, generate_source, memory_pack};
-use super::{Workspace, import_stage, keys, place_chosen};
+use super::baseline::{BaselineProgram, Opened};
+use super::chain::{Chain, Host};
+use super::evaluate::Executor;
+use super::execute::load_session;
+use super::stages::{BuildContext, Generated, memory_pack};
+use super::{Workspace, import_stage, keys};
 
 /// Launches of our own at each position, beyond those of the comparisons.
 const SAMPLES: usize = 30;
@@ -105,13 +105,6 @@ pub enum Found<'a> {
     Versus { position: u32, versus: &'a Versus },
 }
 
-/// A target's schedule with its cubin, where there is one to compile.
-struct Built<'a> {
-    site: Site<'a>,
-    placed: Placed,
-    cubin: Option<(Box<Cubin>, Digest)>,
-}
-
 /// Builds what is not built, checks it, and times it at the manifest's positions, alone and against each baseline.
 ///
 /// # Errors
@@ -125,10 +118,9 @@ pub fn bench(
     on_found: &mut dyn FnMut(Found<'_>) -> Result<(), Fault>,
 ) -> Result<(), Fault> {
     let model = import_stage(workspace, manifest)?;
-    let site = Site::new(workspace, manifest, target, &model)?;
-    let built = built(workspace, site)?;
-    let devices = Devices::list(target.kind == TargetKind::Cuda);
-    let executor = executor(&built, &devices)?;
+    let host = Host::new(workspace);
+    let chain = Chain::chosen(BuildContext::new(workspace, manifest, target, &model)?, &host)?;
+    let executor = Executor::new(&chain)?;
     let mut session = None;
     let (checked, _) = executor.checked(&mut session)?;
     let hardware = executor.hardware();
@@ -143,25 +135,15 @@ pub fn bench(
     }))?;
 
     // A baseline that cannot start is known before anything is timed.
-    let uuid = Some(hardware.uuid.as_str()).filter(|uuid| !uuid.is_empty());
     let config = config_file(&model.imported.config_text)?;
-    let mut peers: Vec<(String, Peer, Opened)> = vec![];
-    let mut rivals: Vec<Rival> = vec![];
+    let (mut rivals, mut programs) = (vec![], vec![]);
     for baseline in &request.baselines {
-        let mut peer = match baseline {
-            Baseline::Schedule(path) => {
-                rivals.push(Rival::load(&built.site, path, &devices)?);
-                continue;
-            }
-            Baseline::Torch => Peer::torch(uuid, request.baseline_timeout)?,
-            Baseline::Command(line) => Peer::command(line, uuid, request.baseline_timeout)?,
-        };
-        let dtype = if precision.weights == DType::Bf16 { "bf16" } else { "fp32" };
-        let opened = peer.open(config.path(), dtype, manifest.decode.context_max)?;
-        workspace.report.note(&format!("baseline {baseline}: {}", opened.name));
-        peers.push((baseline.to_string(), peer, opened));
+        match baseline {
+            Baseline::Schedule(path) => rivals.push(Rival::load(&chain, path)?),
+            _ => programs.push(Program::open(&chain, baseline, &hardware.uuid, config.path(), request)?),
+        }
     }
-    let mut rivals = rivals.iter_mut().map(|rival| rival.timer(&built.site)).collect::<Result<Vec<_>, Fault>>()?;
+    let mut rivals = rivals.iter_mut().map(|rival| rival.timer(&chain.context)).collect::<Result<Vec<_>, Fault>>()?;
 
     let mut timer = executor.timer(&mut session, &checked)?;
     for &position in &manifest.decode.time_positions {
@@ -172,40 +154,84 @@ pub fn bench(
         if own.is_err() {
             continue;
         }
-        let mut told = |baseline: &str, variant: &str, outcome: Result<Compared, String>| {
-            let versus = Versus { baseline: baseline.to_string(), variant: variant.to_string(), outcome };
-            on_found(Found::Versus { position, versus: &versus })
-        };
         for (name, rival) in &mut rivals {
-            rival.prepare(position)?;
-            let rounds = paired::rounds(
-                request.limits,
-                &mut (&mut timer, rival),
-                |(own, _)| own.launch(),
-                |(_, rival)| rival.launch(),
-            )?;
-            told(name, "schedule", compared(&rounds))?;
+            let outcome = against_rival(request.limits, &mut timer, rival, position)?;
+            let versus = Versus { baseline: name.clone(), variant: "schedule".to_string(), outcome };
+            on_found(Found::Versus { position, versus: &versus })?;
         }
-        for (name, peer, opened) in &mut peers {
-            for variant in &opened.variants {
-                workspace.report.note(&format!("{name} {variant}: preparing position {position}"));
-                let steps = timer.steps();
-                let outcome = match peer.prepare(variant, position) {
-                    Err(error) => Err(error.to_string()),
-                    Ok(()) => paired::rounds(
-                        request.limits,
-                        &mut (&mut timer, &mut *peer),
-                        |(own, _)| own.launch().map_err(Fault::from),
-                        |(_, peer)| peer.time(steps).map_err(Fault::from),
-                    )
-                    .map_err(|fault| fault.message)
-                    .and_then(|rounds| compared(&rounds)),
-                };
-                told(name, variant, outcome)?;
+        for program in &mut programs {
+            for variant in program.opened.variants.clone() {
+                workspace.report.note(&format!("{} {variant}: preparing position {position}", program.name));
+                let outcome = program.against(request.limits, &mut timer, &variant, position);
+                let versus = Versus { baseline: program.name.clone(), variant, outcome };
+                on_found(Found::Versus { position, versus: &versus })?;
             }
         }
     }
     Ok(())
+}
+
+fn against_rival(
+    limits: Limits,
+    own: &mut Timer<'_>,
+    rival: &mut Timer<'_>,
+    position: u32,
+) -> Result<Result<Compared, String>, Fault> {
+    rival.prepare(position)?;
+    let mut sides = (own, rival);
+    Ok(compared(&abba::rounds(limits, &mut sides, |sides| sides.0.launch(), |sides| sides.1.launch())?))
+}
+
+/// A baseline in another process, which said what it is.
+struct Program {
+    /// As the user named it.
+    name: String,
+    process: BaselineProgram,
+    opened: Opened,
+}
+
+impl Program {
+    /// Starts it and tells it the model.
+    fn open(
+        chain: &Chain<'_>,
+        baseline: &Baseline,
+        uuid: &str,
+        config: &Path,
+        request: &Request,
+    ) -> Result<Program, Fault> {
+        let name = baseline.to_string();
+        let (uuid, timeout) = (Some(uuid).filter(|uuid| !uuid.is_empty()), request.baseline_timeout);
+        let mut process = match baseline {
+            Baseline::Torch => BaselineProgram::torch(uuid, timeout)?,
+            Baseline::Command(line) => BaselineProgram::command(line, uuid, timeout)?,
+            Baseline::Schedule(_) => return Err(Fault::internal(format!("schedule `{name}` is no program"))),
+        };
+        let Manifest { precision, decode, .. } = chain.context.manifest;
+        let dtype = if precision.weights == DType::Bf16 { "bf16" } else { "fp32" };
+        let opened = process.open(config, dtype, decode.context_max)?;
+        chain.context.workspace.report.note(&format!("baseline {name}: {}", opened.name));
+        Ok(Program { name, process, opened })
+    }
+
+    /// Takes turns with our own kernel; why there is no figure is text, because the other comparisons go on.
+    fn against(
+        &mut self,
+        limits: Limits,
+        own: &mut Timer<'_>,
+        variant: &str,
+        position: u32,
+    ) -> Result<Compared, String> {
+        let steps = own.steps();
+        self.process.prepare(variant, position).map_err(|error| error.to_string())?;
+        let mut sides = (own, &mut self.process);
+        let rounds = abba::rounds(
+            limits,
+            &mut sides,
+            |(own, _)| own.launch().map_err(Fault::from),
+            |(_, process)| process.time(steps).map_err(Fault::from),
+        );
+        compared(&rounds.map_err(|fault| fault.message)?)
+    }
 }
 
 /// Answers as a baseline until there is no further question: the other side of [`bench`].
@@ -220,9 +246,9 @@ pub fn serve(
     mut answer: impl FnMut(&Value) -> Result<(), Fault>,
 ) -> Result<(), Fault> {
     let model = import_stage(workspace, manifest)?;
-    let built = built(workspace, Site::new(workspace, manifest, target, &model)?)?;
-    let devices = Devices::list(target.kind == TargetKind::Cuda);
-    let executor = executor(&built, &devices)?;
+    let host = Host::new(workspace);
+    let chain = Chain::chosen(BuildContext::new(workspace, manifest, target, &model)?, &host)?;
+    let executor = Executor::new(&chain)?;
     let mut session = None;
     let (checked, _) = executor.checked(&mut session)?;
     let mut timer = executor.timer(&mut session, &checked)?;
@@ -253,37 +279,8 @@ pub fn serve(
     Ok(())
 }
 
-fn built<'a>(workspace: &Workspace, site: Site<'a>) -> Result<Built<'a>, Fault> {
-    let placed = place_chosen(&site)?;
-    let cubin = match site.target.kind {
-        TargetKind::Cpu => None,
-        TargetKind::Cuda => {
-            let generated = generate_source(&site, &placed)?;
-            Some((compiled(workspace, &site, &generated)?, generated.content))
-        }
-    };
-    Ok(Built { site, placed, cubin })
-}
-
-fn compiled(workspace: &Workspace, site: &Site<'_>, generated: &Generated) -> Result<Box<Cubin>, Fault> {
-    match compile(&Compiler::new(workspace), &[(*site, generated)])?.pop() {
-        Some(Compile::Done(cubin)) => Ok(cubin),
-        Some(Compile::Waits(missing)) => Err(missing),
-        None => Err(Fault::internal("a compile gave no result")),
-    }
-}
-
-fn executor<'a>(built: &'a Built<'a>, devices: &'a Devices) -> Result<Executor<'a>, Fault> {
-    let Built { site, placed, cubin } = built;
-    let on = match cubin {
-        None => None,
-        Some((cubin, source)) => Some(OnDevice { cubin, source: *source, device: devices.find_for_run(site.target)? }),
-    };
-    Executor::new(*site, placed, on)
-}
-
 fn compared(rounds: &[Round]) -> Result<Compared, String> {
-    let ratio = paired::ratio(rounds).ok_or("its times are no positive numbers")?;
+    let ratio = abba::ratio(rounds).ok_or("its times are no positive numbers")?;
     let mut latency_us: Vec<f64> = rounds.iter().flat_map(|round| round.b).collect();
     latency_us.sort_by(f64::total_cmp);
     Ok(Compared {
@@ -316,8 +313,8 @@ struct Rival {
 
 impl Rival {
     /// Proves, compiles, packs and checks it, as anything that is timed.
-    fn load(site: &Site<'_>, path: &Path, devices: &Devices) -> Result<Rival, Fault> {
-        let Site { workspace, manifest, target, imported, .. } = *site;
+    fn load(chain: &Chain<'_>, path: &Path) -> Result<Rival, Fault> {
+        let BuildContext { workspace, manifest, target, imported, .. } = chain.context;
         let name = path.display().to_string();
         let text = read_text(path, SCHEDULE_BYTES_MAX)?;
         let (schedule, _) = parse_with_lines(&text).map_err(|error| error.into_fault(&name, &text, Style::Plain))?;
@@ -326,7 +323,7 @@ impl Rival {
             Fault::input(format!("`{name}` is not proven for target `{}`: {message}", target.name))
                 .with_remedy("`monobloc validate` shows every violation on its line")
         })?;
-        let pack = memory_pack(site, &validated)?;
+        let pack = memory_pack(&chain.context, &validated)?;
         let positions = &manifest.decode.check_positions;
         let subject = check::Subject {
             validated: &validated,
@@ -341,13 +338,13 @@ impl Rival {
             let fault = Fault::from(error);
             Fault { message: format!("baseline `{name}`: {}", fault.message), ..fault }
         };
-        let (checked, on) = match target.kind {
-            TargetKind::Cpu => (check_cpu(&subject).map_err(failed)?, None),
-            TargetKind::Cuda => {
+        let (checked, on) = match chain.host.device(target)? {
+            None => (check_cpu(&subject).map_err(failed)?, None),
+            Some(found) => {
                 let source = emit(&validated, target, Trace::Off);
                 let generated = Generated { content: Digest::of(source.text.as_bytes()), source };
-                let cubin = compiled(workspace, site, &generated)?;
-                let device = Device::open(devices.find_for_run(target)?.ordinal)?;
+                let cubin = chain.compile(&generated)?;
+                let device = Device::open(found.ordinal)?;
                 let steps_max = manifest.decode.steps_per_launch;
                 let mut session =
                     load_session(workspace, &device, &validated, &cubin.bytes, &pack, Trace::Off, steps_max)?;
@@ -357,14 +354,14 @@ impl Rival {
         Ok(Rival { name, validated, checked, pack, on })
     }
 
-    fn timer<'a>(&'a mut self, site: &Site<'a>) -> Result<(String, Timer<'a>), Fault> {
+    fn timer<'a>(&'a mut self, context: &BuildContext<'a>) -> Result<(String, Timer<'a>), Fault> {
         let Rival { name, validated, checked, pack, on } = self;
         let subject = measure::Subject {
             validated,
-            graph: &site.imported.graph,
-            target: site.target,
-            positions: &site.manifest.decode.time_positions,
-            steps_per_launch: site.manifest.decode.steps_per_launch,
+            graph: &context.imported.graph,
+            target: context.target,
+            positions: &context.manifest.decode.time_positions,
+            steps_per_launch: context.manifest.decode.steps_per_launch,
         };
         let timer = match on {
             None => Timer::cpu(subject, checked, pack.clone())?,

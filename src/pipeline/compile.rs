@@ -8,17 +8,19 @@ use std::time::{Duration, Instant, UNIX_EPOCH};
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
-use crate::cache::{CacheError, Entry, Outcome};
+use crate::cache::{Entry, Outcome};
 use crate::codegen::KernelSource;
 use crate::cuda::arch::Arch;
 use crate::cuda::cubin::{self, Resources};
 use crate::cuda::nvrtc::{self, Nvrtc, NvrtcError, NvrtcVersion};
 use crate::digest::Digest;
 use crate::error::{Fault, Tier};
+use crate::report::Stage;
 
 use super::Workspace;
+use super::chain::NotMade;
 use super::keys::{self, CubinKey, Keyed};
-use super::stages::{Generated, Site};
+use super::stages::{BuildContext, Generated};
 use super::stored;
 
 /// A compiled kernel and what the compiler said.
@@ -123,36 +125,6 @@ impl<'a> Compiler<'a> {
     }
 }
 
-/// What stands between a source and its cubin.
-pub(super) enum Compile {
-    /// In the cache, or compiled just now.
-    Done(Box<Cubin>),
-    /// There is no compiler here, and no cubin of this source.
-    Waits(Fault),
-}
-
-/// Entry, how it came about, and milliseconds.
-type Compiled = (Entry, Outcome, f64);
-
-/// Why there is no cubin.
-enum Unmade {
-    /// The compiler that is here does not know the architecture; another one may.
-    Waits(Fault),
-    Fault(Fault),
-}
-
-impl From<Fault> for Unmade {
-    fn from(fault: Fault) -> Self {
-        Unmade::Fault(fault)
-    }
-}
-
-impl From<CacheError> for Unmade {
-    fn from(error: CacheError) -> Self {
-        Unmade::Fault(error.into())
-    }
-}
-
 /// The key of a compile by a version.
 pub(super) fn cubin_key(source: &KernelSource, version: NvrtcVersion) -> Result<Keyed, Fault> {
     let arch = Arch::parse(&source.arch).map_err(NvrtcError::from)?;
@@ -167,32 +139,34 @@ pub(super) struct Found {
     pub nvrtc: String,
 }
 
-/// Finds the cubin of a source; the inner error says that there is no compiler here, which only some callers mind.
-/// Without a compiler, the one that was made last from the same source will do.
+/// Finds the cubin of a source. Without a compiler, the one that was made last from the same source will do.
+///
+/// # Errors
+/// [`NotMade::NoCompiler`] where there is neither, which only some callers mind.
 pub(super) fn find_cubin(
-    site: &Site<'_>,
+    context: &BuildContext<'_>,
     compiler: &Compiler<'_>,
     source: &Generated,
-) -> Result<Result<Found, Fault>, Fault> {
-    let (workspace, cache) = (site.workspace, &site.workspace.cache);
+) -> Result<Found, NotMade> {
+    let (workspace, cache) = (context.workspace, &context.workspace.cache);
     match compiler.version() {
         Ok(version) => {
             let keyed = cubin_key(&source.source, version)?;
             let entry = workspace.trusted(&keyed)?;
-            Ok(Ok(Found { keyed, entry, nvrtc: version.to_string() }))
+            Ok(Found { keyed, entry, nvrtc: version.to_string() })
         }
         Err(missing) if missing.tier == Tier::Environment => {
             let Some((key, why)) = cache.latest_why(keys::COMPILE, &source_subject(source)) else {
-                return Ok(Err(missing));
+                return Err(NotMade::NoCompiler(missing));
             };
             let nvrtc = why.lines().find_map(|line| line.strip_prefix("nvrtc = ")).unwrap_or_default().to_string();
             let keyed = Keyed { stage: keys::COMPILE, key, why };
-            Ok(match workspace.trusted(&keyed)? {
+            match workspace.trusted(&keyed)? {
                 Some(entry) => Ok(Found { keyed, entry: Some(entry), nvrtc }),
-                None => Err(missing),
-            })
+                None => Err(NotMade::NoCompiler(missing)),
+            }
         }
-        Err(fault) => Err(fault),
+        Err(fault) => Err(fault.into()),
     }
 }
 
@@ -200,92 +174,116 @@ fn source_subject(source: &Generated) -> String {
     format!("source {}", source.content)
 }
 
-/// Compiles the sources that are not in the cache, on all cores; answers in the order of the sites.
-pub(super) fn compile(compiler: &Compiler<'_>, sites: &[(Site<'_>, &Generated)]) -> Result<Vec<Compile>, Fault> {
-    let found = sites
-        .iter()
-        .map(|(site, source)| {
-            let found = find_cubin(site, compiler, source)?;
-            if let Ok(Found { entry: Some(_), .. }) = &found {
-                site.workspace.report.cached(&site.title(keys::COMPILE));
-            }
-            // Announced in the order of the manifest, whichever ends first.
-            let stage = match &found {
-                Ok(Found { entry: None, .. }) => {
-                    Some(site.workspace.report.stage(&site.title(keys::COMPILE), &source.source.arch))
-                }
-                _ => None,
-            };
-            Ok((found, stage))
-        })
-        .collect::<Result<Vec<_>, Fault>>()?;
-    let missing: Vec<_> = found
-        .iter()
-        .zip(sites)
-        .filter_map(|((found, _), (_, source))| match found {
-            Ok(Found { keyed, entry: None, .. }) => Some((keyed, &source.source)),
-            _ => None,
-        })
-        .collect();
-    let workspace = sites.first().map(|(site, _)| site.workspace);
-    let cache = workspace.map(|workspace| &workspace.cache);
-    let progress = workspace.map(|workspace| workspace.report.progress("kernels compiled", missing.len() as u64));
-    let compiled: Vec<Result<Compiled, Unmade>> = missing
-        .par_iter()
-        .map(|(keyed, source)| {
-            let started = Instant::now();
-            let cache = cache.ok_or_else(|| Unmade::Fault(Fault::internal("a compile without a site")))?;
-            let made = cache.get_or_build(keyed.stage, &keyed.key, &keyed.why, || {
-                let made = match compiler.nvrtc()?.compile(source) {
-                    Err(error @ NvrtcError::ArchUnsupported { .. }) => return Err(Unmade::Waits(error.into())),
-                    other => other.map_err(Fault::from)?,
-                };
-                // Read now, so that a cubin whose costs cannot be told is never stored.
-                cubin::read(&made.cubin, &made.log).map_err(Fault::from)?;
-                let bytes = stored::cubin_bytes(&made.log, &made.cubin);
-                if let Some(workspace) = workspace {
-                    workspace.vouch(keyed, Digest::of(&bytes))?;
-                }
-                Ok(bytes)
-            });
-            if let Some(progress) = &progress {
-                progress.inc(1);
-            }
-            made.map(|(entry, outcome)| (entry, outcome, started.elapsed().as_secs_f64() * 1e3))
-        })
-        .collect();
-    drop(progress);
-    let mut compiled = compiled.into_iter();
-    let mut results = vec![];
-    for ((found, stage), (site, source)) in found.into_iter().zip(sites) {
-        let Found { keyed, entry, nvrtc } = match found {
-            Ok(found) => found,
-            Err(missing) => {
-                results.push(Compile::Waits(missing));
-                continue;
-            }
+/// A source on its way to a cubin.
+struct Pending<'a> {
+    context: BuildContext<'a>,
+    source: &'a Generated,
+    found: Result<Found, NotMade>,
+    /// What the report shows while it is compiled; `None` where nothing is.
+    stage: Option<Stage<'a>>,
+}
+
+/// Entry, how it came about, and milliseconds.
+type Compiled = (Entry, Outcome, f64);
+
+impl<'a> Pending<'a> {
+    /// Looks the cubin up, and announces the compile where there is none.
+    fn begin(
+        compiler: &Compiler<'_>,
+        context: BuildContext<'a>,
+        source: &'a Generated,
+    ) -> Result<Pending<'a>, NotMade> {
+        let found = match find_cubin(&context, compiler, source) {
+            Err(NotMade::NoCompiler(missing)) => Err(NotMade::NoCompiler(missing)),
+            other => Ok(other?),
         };
-        let (entry, compile_ms) = match (entry, stage.is_some().then(|| compiled.next()).flatten()) {
-            (Some(entry), _) => (entry, None),
-            (None, Some(Ok((entry, outcome, ms)))) => {
+        let (report, title) = (&context.workspace.report, context.title(keys::COMPILE));
+        let stage = match &found {
+            Ok(Found { entry: Some(_), .. }) => {
+                report.cached(&title);
+                None
+            }
+            Ok(Found { entry: None, .. }) => Some(report.stage(&title, &source.source.arch)),
+            Err(_) => None,
+        };
+        Ok(Pending { context, source, found, stage })
+    }
+
+    fn is_missing(&self) -> bool {
+        matches!(self.found, Ok(Found { entry: None, .. }))
+    }
+
+    /// Compiles what was not found; `None` where there is nothing to compile.
+    fn compile(&self, compiler: &Compiler<'_>) -> Option<Result<Compiled, NotMade>> {
+        let Ok(Found { keyed, entry: None, .. }) = &self.found else { return None };
+        let workspace = self.context.workspace;
+        let started = Instant::now();
+        let made = workspace.cache.get_or_build(keyed.stage, &keyed.key, &keyed.why, || {
+            let made = match compiler.nvrtc()?.compile(&self.source.source) {
+                // Another compiler may know the architecture.
+                Err(error @ NvrtcError::ArchUnsupported { .. }) => return Err(NotMade::NoCompiler(error.into())),
+                other => other.map_err(Fault::from)?,
+            };
+            // Read now, so that a cubin whose costs cannot be told is never stored.
+            cubin::read(&made.cubin, &made.log).map_err(Fault::from)?;
+            let bytes = stored::cubin_bytes(&made.log, &made.cubin);
+            workspace.attest(keyed, Digest::of(&bytes))?;
+            Ok(bytes)
+        });
+        Some(made.map(|(entry, outcome)| (entry, outcome, started.elapsed().as_secs_f64() * 1e3)))
+    }
+
+    /// Tells how it went, and remembers what the subject was built from.
+    fn end(self, compiled: Option<Result<Compiled, NotMade>>) -> Result<Box<Cubin>, NotMade> {
+        let Pending { context, source, found, stage } = self;
+        let Found { keyed, entry, nvrtc } = found?;
+        let (entry, compile_ms) = match (entry, compiled.transpose()?) {
+            (_, Some((entry, outcome, ms))) => {
                 match (stage, outcome) {
                     (Some(stage), Outcome::Built) => stage.done_in(Duration::from_secs_f64(ms / 1e3)),
-                    _ => site.workspace.report.cached(&site.title(keys::COMPILE)),
+                    _ => context.workspace.report.cached(&context.title(keys::COMPILE)),
                 }
                 (entry, (outcome == Outcome::Built).then_some(ms))
             }
-            (None, Some(Err(Unmade::Waits(missing)))) => {
-                results.push(Compile::Waits(missing));
-                continue;
-            }
-            (None, Some(Err(Unmade::Fault(fault)))) => return Err(fault),
-            (None, None) => return Err(Fault::internal("a compile gave no result")),
+            (Some(entry), None) => (entry, None),
+            (None, None) => return Err(Fault::internal("a cubin that was not found was not compiled").into()),
         };
-        site.workspace.point(&keyed, &site.subject())?;
-        site.workspace.point(&keyed, &source_subject(source))?;
-        results.push(Compile::Done(Box::new(stored_cubin(&entry, nvrtc, compile_ms)?)));
+        context.workspace.point(&keyed, &context.subject())?;
+        context.workspace.point(&keyed, &source_subject(source))?;
+        Ok(Box::new(stored_cubin(&entry, nvrtc, compile_ms)?))
     }
-    Ok(results)
+}
+
+/// Compiles a source that is not in the cache.
+pub(super) fn compile(
+    compiler: &Compiler<'_>,
+    context: &BuildContext<'_>,
+    source: &Generated,
+) -> Result<Box<Cubin>, NotMade> {
+    let pending = Pending::begin(compiler, *context, source)?;
+    let compiled = pending.compile(compiler);
+    pending.end(compiled)
+}
+
+/// Compiles the sources that are not in the cache, on all cores; answers in their order.
+pub(super) fn compile_each(
+    compiler: &Compiler<'_>,
+    sources: &[(BuildContext<'_>, &Generated)],
+) -> Vec<Result<Box<Cubin>, NotMade>> {
+    // Announced in the order of the manifest, whichever ends first.
+    let pending: Vec<_> = sources.iter().map(|(context, source)| Pending::begin(compiler, *context, source)).collect();
+    let missing = pending.iter().flatten().filter(|pending| pending.is_missing()).count() as u64;
+    let progress = sources.first().map(|(context, _)| context.workspace.report.progress("kernels compiled", missing));
+    let compile = |pending: &Pending<'_>| {
+        let compiled = pending.compile(compiler);
+        if let (Some(progress), true) = (&progress, compiled.is_some()) {
+            progress.inc(1);
+        }
+        compiled
+    };
+    let compiled: Vec<_> = pending.par_iter().map(|pending| pending.as_ref().ok().and_then(compile)).collect();
+    drop(progress);
+    pending.into_iter().zip(compiled).map(|(pending, compiled)| pending?.end(compiled)).collect()
 }
 
 pub(super) fn stored_cubin(entry: &Entry, nvrtc: String, compile_ms: Option<f64>) -> Result<Cubin, Fault> {

@@ -1,15 +1,12 @@
 //! Owns what runs a schedule: the interpreter on this CPU, or a kernel on a device of this machine.
 
 use std::fs;
-use std::sync::Arc;
 
 use crate::codegen::emit::Trace;
 use crate::cuda::driver::{Device, DeviceIdentity};
-use crate::cuda::memory::DeviceBuffer;
 use crate::cuda::session::{Session, SessionError};
 use crate::error::Fault;
 use crate::interp::Pack;
-use crate::pack::{Move, layout};
 use crate::target::Target;
 use crate::validate::Validated;
 
@@ -38,15 +35,12 @@ pub(super) fn hardware_of(device: &DeviceIdentity) -> Hardware {
     }
 }
 
-/// The devices of this machine, asked for once a build.
+/// The devices of this machine, or why the driver names none.
 pub(super) struct Devices(Result<Vec<DeviceIdentity>, String>);
 
 impl Devices {
-    /// `wanted`: whether any target needs one; the driver takes its time to start.
-    pub fn list(wanted: bool) -> Devices {
-        if !wanted {
-            return Devices(Ok(vec![]));
-        }
+    /// Asks the driver, which takes its time to start.
+    pub fn list() -> Devices {
         Devices(Device::list().map_err(|error| error.to_string()))
     }
 
@@ -62,14 +56,6 @@ impl Devices {
         }
         Err(reason)
     }
-
-    /// As [`Devices::find`], for a command that can do nothing without one.
-    pub fn find_for_run(&self, target: &Target) -> Result<&DeviceIdentity, Fault> {
-        self.find(target).map_err(|reason| {
-            Fault::environment(format!("target `{}` has no device here: {reason}", target.name))
-                .with_remedy("add a `[[target]]` with `record = \"cpu\"` to run on any machine")
-        })
-    }
 }
 
 /// Loads a kernel with its weights. `trace` is what the cubin was compiled with.
@@ -82,46 +68,10 @@ pub(super) fn load_session(
     trace: Trace,
     steps_max: u32,
 ) -> Result<Session, Fault> {
-    let layout = layout(validated.schedule());
     let queues = workspace.queues(validated)?;
-    let session = Session::load(device, &queues, &layout, cubin, trace, steps_max, |stream, buffer| {
+    let session = Session::load(device, &queues, cubin, trace, steps_max, |stream, buffer| {
         let mut staging = device.staging(STAGING_BYTES)?;
         Ok::<_, SessionError>(staging.upload(stream, buffer, 0, (**pack).as_ref())?)
     })?;
     Ok(session)
-}
-
-/// Loads a kernel whose pack has the bytes of one that is there, in another order.
-pub(super) fn load_session_moving(
-    workspace: &Workspace,
-    device: &Device,
-    validated: &Validated,
-    cubin: &[u8],
-    (there, moves): (&DeviceBuffer, &[Move]),
-    steps_max: u32,
-) -> Result<Session, Fault> {
-    let layout = layout(validated.schedule());
-    let queues = workspace.queues(validated)?;
-    let session = Session::load(device, &queues, &layout, cubin, Trace::Off, steps_max, |stream, buffer| {
-        buffer.zero(stream)?;
-        for Move { from, to, bytes } in moves {
-            buffer.copy_from(stream, *to, there, *from, *bytes)?;
-        }
-        Ok::<_, SessionError>(())
-    })?;
-    Ok(session)
-}
-
-/// Loads a kernel beside one whose weights it shares.
-pub(super) fn load_session_sharing(
-    workspace: &Workspace,
-    device: &Device,
-    validated: &Validated,
-    cubin: &[u8],
-    pack: Arc<DeviceBuffer>,
-    steps_max: u32,
-) -> Result<Session, Fault> {
-    let layout = layout(validated.schedule());
-    let queues = workspace.queues(validated)?;
-    Ok(Session::load_sharing(device, &queues, &layout, cubin, Trace::Off, steps_max, pack)?)
 }

@@ -2,10 +2,11 @@
 
 use std::fmt::Write;
 
-use crate::cache::{Entry, diff_why};
+use crate::cache::diff_why;
 use crate::codegen::abi::{Entry as QueueEntry, StreamRun, encode};
 use crate::cuda::cubin::KernelResources;
 use crate::error::Fault;
+use crate::ir::layout::{pack_bytes, streamed_bytes};
 use crate::ir::print::print_program;
 use crate::manifest::Manifest;
 use crate::model::config::describe;
@@ -14,12 +15,10 @@ use crate::text::{nearest, one_of};
 use crate::validate::Validated;
 
 use super::Workspace;
-use super::compile::{Compile, Compiler, Found, compile, find_cubin, stored_cubin};
-use super::execute::{Devices, hardware_of, host};
-use super::keys::{self, Keyed, WeightsId};
-use super::prove::execution_keys;
-use super::stages::{Generated, Placed, Site, generate_source, load_model, stored_source, subject};
-use super::{import_stage, place_chosen};
+use super::chain::{Chain, Host, NotMade, Stage};
+use super::import_stage;
+use super::keys::{self, Keyed};
+use super::stages::{BuildContext, load_model, subject};
 
 /// What a build would do with one stage.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -43,98 +42,44 @@ pub const SHOW_STAGES: [&str; 9] =
 /// Faults of the source or of the cache.
 pub fn explain(workspace: &Workspace, manifest: &Manifest) -> Result<Vec<Explained>, Fault> {
     let model = load_model(workspace, manifest)?;
-    let mut all = vec![explain_stage(workspace, "", &model.keyed, &subject(manifest, "model"))?.0];
-    let devices = Devices::list(manifest.targets.iter().any(|target| target.kind == TargetKind::Cuda));
-    let compiler = Compiler::new(workspace);
+    let mut all = vec![explain_stage(workspace, "", &model.keyed, &subject(manifest, "model"))?];
+    let host = Host::new(workspace);
     for target in &manifest.targets {
-        let site = Site::new(workspace, manifest, target, &model)?;
-        explain_target(&site, &compiler, &devices, &mut all)?;
+        let context = BuildContext::new(workspace, manifest, target, &model)?;
+        explain_target(&Chain::looking(context, &host, context.candidate()), &mut all)?;
     }
     Ok(all)
 }
 
-fn explain_target(
-    site: &Site<'_>,
-    compiler: &Compiler<'_>,
-    devices: &Devices,
-    all: &mut Vec<Explained>,
-) -> Result<(), Fault> {
-    let (workspace, subject, name) = (site.workspace, site.subject(), site.target.name.as_str());
-    let candidate = site.candidate();
-    let tell = |all: &mut Vec<Explained>, keyed: &Keyed| -> Result<Option<Entry>, Fault> {
-        let (explained, entry) = explain_stage(workspace, name, keyed, &subject)?;
-        all.push(explained);
-        Ok(entry)
-    };
-    let Some(schedule) = tell(all, &site.schedule_key(&candidate))?.map(|entry| entry.content()) else {
-        let rest: &[&str] = match site.target.kind {
-            TargetKind::Cpu => &[keys::PACK, keys::CHECK, keys::MEASURE],
-            TargetKind::Cuda => &[keys::SOURCE, keys::COMPILE, keys::PACK, keys::CHECK, keys::MEASURE],
-        };
-        all.extend(rest.iter().map(|stage| follows(name, stage, keys::SCHEDULE)));
-        return Ok(());
-    };
-    let (hardware, cubin) = match site.target.kind {
-        TargetKind::Cpu => (host(), None),
-        TargetKind::Cuda => {
-            let Some(entry) = tell(all, &site.source_key(schedule))? else {
-                let rest = [keys::COMPILE, keys::PACK, keys::CHECK, keys::MEASURE];
-                all.extend(rest.iter().map(|stage| follows(name, stage, keys::SOURCE)));
-                return Ok(());
-            };
-            let generated = Generated { source: stored_source(&entry)?, content: entry.content() };
-            let compiled = match find_cubin(site, compiler, &generated)? {
-                Ok(Found { keyed, nvrtc, .. }) => {
-                    let entry = tell(all, &keyed)?;
-                    entry.map(|entry| stored_cubin(&entry, nvrtc, None)).transpose()?
-                }
-                Err(missing) => {
-                    all.push(waits(name, keys::COMPILE, missing.message.lines().next().unwrap_or_default()));
-                    None
-                }
-            };
-            match (compiled, devices.find(site.target)) {
-                (Some(cubin), Ok(device)) => (hardware_of(device), Some(cubin.digest)),
-                (None, Ok(_)) => {
-                    let rest = [keys::PACK, keys::CHECK, keys::MEASURE];
-                    all.extend(rest.iter().map(|stage| follows(name, stage, keys::COMPILE)));
-                    return Ok(());
-                }
-                (_, Err(reason)) => {
-                    let rest = [keys::PACK, keys::CHECK, keys::MEASURE];
-                    all.extend(rest.iter().map(|stage| waits(name, stage, &reason)));
-                    return Ok(());
-                }
-            }
-        }
-    };
-    let weights = site.weights_id()?;
-    if matches!(weights, WeightsId::Files(_)) {
-        tell(all, &site.pack_key(schedule, &weights))?;
+fn explain_target(chain: &Chain<'_>, all: &mut Vec<Explained>) -> Result<(), Fault> {
+    let context = &chain.context;
+    let (name, subject) = (context.target.name.as_str(), context.subject());
+    for &stage in Stage::of(context.target.kind) {
+        all.push(match chain.key(stage) {
+            Ok(None) => continue,
+            Ok(Some(keyed)) => explain_stage(context.workspace, name, &keyed, &subject)?,
+            Err(NotMade::NotStored(before)) => follows(name, stage, before),
+            Err(NotMade::NoCompiler(_)) if stage != Stage::Compile => follows(name, stage, Stage::Compile),
+            Err(NotMade::NoCompiler(missing)) => waits(name, stage, missing.message.lines().next().unwrap_or_default()),
+            Err(NotMade::NoDevice { reason, .. }) => waits(name, stage, &reason),
+            Err(other) => return Err(other.into()),
+        });
     }
-    let (check, measure) = execution_keys(site, &candidate, schedule, &weights, cubin, &hardware);
-    tell(all, &check)?;
-    tell(all, &measure)?;
     Ok(())
 }
 
-fn follows(target: &str, stage: &str, before: &str) -> Explained {
-    let lines = vec![format!("its input changes: {before} runs first")];
-    Explained { target: target.to_string(), stage: stage.to_string(), cached: false, lines }
+fn follows(target: &str, stage: Stage, before: Stage) -> Explained {
+    let lines = vec![format!("its input changes: {} runs first", before.name())];
+    Explained { target: target.to_string(), stage: stage.name().to_string(), cached: false, lines }
 }
 
-fn waits(target: &str, stage: &str, reason: &str) -> Explained {
+fn waits(target: &str, stage: Stage, reason: &str) -> Explained {
     let lines = vec![format!("waits: {reason}")];
-    Explained { target: target.to_string(), stage: stage.to_string(), cached: false, lines }
+    Explained { target: target.to_string(), stage: stage.name().to_string(), cached: false, lines }
 }
 
 /// Compares a key with the one that the subject was last built from.
-fn explain_stage(
-    workspace: &Workspace,
-    target: &str,
-    keyed: &Keyed,
-    subject: &str,
-) -> Result<(Explained, Option<Entry>), Fault> {
+fn explain_stage(workspace: &Workspace, target: &str, keyed: &Keyed, subject: &str) -> Result<Explained, Fault> {
     let entry = workspace.cache.get(keyed.stage, &keyed.key)?;
     let lines = match (&entry, workspace.cache.latest_why(keyed.stage, subject)) {
         (Some(_), _) => vec![],
@@ -142,9 +87,7 @@ fn explain_stage(
         (None, Some((key, _))) if key == keyed.key => vec!["its entry is gone from the cache".to_string()],
         (None, Some((_, why))) => diff_why(&why, &keyed.why),
     };
-    let explained =
-        Explained { target: target.to_string(), stage: keyed.stage.to_string(), cached: entry.is_some(), lines };
-    Ok((explained, entry))
+    Ok(Explained { target: target.to_string(), stage: keyed.stage.to_string(), cached: entry.is_some(), lines })
 }
 
 /// The text of a stage for people; builds what it needs up to there.
@@ -163,25 +106,27 @@ pub fn show(workspace: &Workspace, manifest: &Manifest, target: &Target, stage: 
         return Ok(format!("name {:?}\n{}", manifest.name, manifest.key_text()));
     }
     let model = import_stage(workspace, manifest)?;
-    let site = Site::new(workspace, manifest, target, &model)?;
+    let context = BuildContext::new(workspace, manifest, target, &model)?;
+    let host = Host::new(workspace);
+    let chain = || Chain::chosen(context, &host);
     match stage {
         "model" => Ok(format!("{}\n{}", describe(&model.imported.graph), model.graph_text)),
-        "candidate" => Ok(format!("{}\n", site.candidate())),
+        "candidate" => Ok(format!("{}\n", context.candidate())),
         "program" => {
-            let program = site.lower(&site.candidate()).map_err(|reason| Fault::input(reason.to_string()))?;
+            let program = context.lower(&context.candidate()).map_err(|reason| Fault::input(reason.to_string()))?;
             Ok(print_program(&program))
         }
-        "schedule" => place_chosen(&site)?.text(),
-        "tables" => Ok(tables_text(place_chosen(&site)?.validated(target)?)),
+        "schedule" => Ok(chain()?.schedule()?.text()?),
+        "tables" => Ok(tables_text(chain()?.validated()?)),
         "source" => {
             needs_kernel(target, stage)?;
-            Ok(generate_source(&site, &place_chosen(&site)?)?.source.text)
+            Ok(chain()?.source()?.source.text.clone())
         }
         "resources" => {
             needs_kernel(target, stage)?;
-            resources_text(&site, &place_chosen(&site)?)
+            Ok(resources_text(&chain()?)?)
         }
-        _ => Ok(why_text(&site, &model.keyed)),
+        _ => Ok(why_text(&context, &model.keyed)),
     }
 }
 
@@ -193,13 +138,8 @@ fn needs_kernel(target: &Target, stage: &str) -> Result<(), Fault> {
         .with_remedy("name a CUDA target of the manifest"))
 }
 
-fn resources_text(site: &Site<'_>, placed: &Placed) -> Result<String, Fault> {
-    let generated: Generated = generate_source(site, placed)?;
-    let cubin = match compile(&Compiler::new(site.workspace), &[(*site, &generated)])?.pop() {
-        Some(Compile::Done(cubin)) => cubin,
-        Some(Compile::Waits(missing)) => return Err(missing),
-        None => return Err(Fault::internal("a compile gave no result")),
-    };
+fn resources_text(chain: &Chain<'_>) -> Result<String, NotMade> {
+    let cubin = chain.cubin()?.ok_or_else(|| Fault::internal("a target with a kernel has no cubin"))?;
     let mut out = String::new();
     let _ = writeln!(out, "cubin {} of {} bytes, NVRTC {}", cubin.digest.short(), cubin.bytes.len(), cubin.nvrtc);
     for (kernel, resources) in &cubin.resources.kernels {
@@ -221,7 +161,7 @@ fn resources_text(site: &Site<'_>, placed: &Placed) -> Result<String, Fault> {
              {code_bytes} bytes of code, {parameter_bytes} bytes of parameters"
         );
     }
-    let machine = &placed.validated(site.target)?.schedule().machine;
+    let machine = &chain.validated()?.schedule().machine;
     let smem = machine.smem.iter().map(|part| part.offset + part.bytes).max().unwrap_or(0);
     let threads = (machine.consumer_warps + machine.loader_warps) * 32;
     let _ =
@@ -249,10 +189,9 @@ fn tables_text(validated: &Validated) -> String {
         let _ = writeln!(out, "  tasks in a queue: {}", spread(regime.queues.iter().map(Vec::len).collect()));
         let _ = writeln!(out, "  runs in a stream: {}", spread(regime.streams.iter().map(Vec::len).collect()));
     }
-    let layout = crate::pack::layout(schedule);
-    let (least, most) = (layout.stream_bytes.iter().min().copied(), layout.stream_bytes.iter().max().copied());
-    let (least, most) = (least.unwrap_or(0), most.unwrap_or(0));
-    let _ = writeln!(out, "pack: {} bytes, {least} to {most} in a stream", layout.total_bytes);
+    let streamed = streamed_bytes(schedule);
+    let (least, most) = (streamed.iter().min().unwrap_or(&0), streamed.iter().max().unwrap_or(&0));
+    let _ = writeln!(out, "pack: {} bytes, {least} to {most} of weights a step on an SM", pack_bytes(schedule));
     let tables = encode(validated);
     let _ = writeln!(
         out,
@@ -267,10 +206,10 @@ fn tables_text(validated: &Validated) -> String {
 }
 
 /// The key texts of the last build of this manifest and target, stage by stage.
-fn why_text(site: &Site<'_>, import: &Keyed) -> String {
+fn why_text(context: &BuildContext<'_>, import: &Keyed) -> String {
     let mut out = format!("[{}] {}\n{}", import.stage, import.key, import.why);
     for stage in [keys::SCHEDULE, keys::SOURCE, keys::COMPILE, keys::PACK, keys::CHECK, keys::MEASURE] {
-        if let Some((key, why)) = site.workspace.cache.latest_why(stage, &site.subject()) {
+        if let Some((key, why)) = context.workspace.cache.latest_why(stage, &context.subject()) {
             let _ = write!(out, "\n[{stage}] {key}\n{why}");
         }
     }

@@ -222,11 +222,15 @@ impl KeyPart for WeightsId {
     }
 }
 
-/// Schedule and weights to a pack.
+/// Weights to a pack, which every candidate and every target of a model reads.
 pub struct PackKey<'a> {
     pub code: Digest,
-    pub schedule: Digest,
     pub graph: Digest,
+    pub precision: Precision,
+    /// Rows of the rotary tables.
+    pub context_max: u32,
+    /// Rows of the smallest units, the one knob that the layout depends on.
+    pub unit_rows: u32,
     pub weights: &'a WeightsId,
 }
 
@@ -238,10 +242,12 @@ impl PackKey<'_> {
 
 impl KeyPart for PackKey<'_> {
     fn write(&self, key: &mut dyn KeySink) {
-        let Self { code, schedule, graph, weights } = self;
+        let Self { code, graph, precision, context_max, unit_rows, weights } = self;
         key.value("code", code);
-        key.value("schedule", schedule);
         key.value("graph", graph);
+        write_precision(key, precision);
+        key.value("context_max", context_max);
+        key.value("unit_rows", unit_rows);
         key.nested("weights", *weights);
     }
 }

@@ -5,26 +5,36 @@
 //!                                          \-> pack (weights) -------/
 //! ```
 //!
-//! `keys` says what each stage depends on, `stages` makes what needs no execution, `stored` says how they keep it, `prove` checks and measures, `rows`
-//! tells the corpus, `runner` decodes for commands, `campaign` searches, `outlook` says how searches went, `bench` times beside baselines (`peer` is one in another process),
-//! `tokens` runs a tokenizer where it can do no harm, `trace` says where a step's time goes, `explain` answers why something would run.
+//! `chain` is the order: a command asks it for the artefact that it needs. `keys` says what each stage depends on, `stages` and `compile` make what
+//! needs no execution, `stored` says how they keep it, `evaluate` checks and measures, `rows` tells the corpus. `runner` decodes for commands,
+//! `campaign` searches (`search_start` says from where, `arena` makes and times, `ahead` makes before it is asked, `proposer` is a program that proposes),
+//! `status` says how searches went, `bench` times beside baselines (`baseline` is one in another process), `tokens` runs a tokenizer where it can do
+//! no harm, `trace` says where a step's time goes, `explain` answers why something would run. `worker`, `proposer` and `baseline` speak to their
+//! processes through `line_child`.
 //!
 //! A warm build imports the headers and looks every stage up. It parses and proves a schedule only when something is to
 //! be executed or compiled: the proof belongs to the bytes that are used, so it is made again from what was loaded.
 
+mod ahead;
+mod arena;
+mod attest;
+mod baseline;
 pub mod bench;
 mod campaign;
+mod chain;
 mod compile;
+mod evaluate;
 mod execute;
 mod explain;
 mod keys;
-mod links;
-pub mod outlook;
-mod peer;
-mod prove;
+mod line_child;
+mod proposer;
+mod resident;
 mod rows;
 mod runner;
+mod search_start;
 mod stages;
+pub mod status;
 mod stored;
 mod tokens;
 pub mod trace;
@@ -42,7 +52,6 @@ use crate::cache::Cache;
 use crate::candidate::Candidate;
 use crate::digest::Digest;
 use crate::error::Fault;
-use crate::flywheel::Verdict;
 use crate::manifest::Manifest;
 use crate::measure::Measurement;
 use crate::model::config::Imported;
@@ -50,12 +59,11 @@ use crate::report::Report;
 use crate::target::{Target, TargetKind};
 use crate::validate::Validated;
 use std::path::PathBuf;
+use std::sync::Arc;
 
-use compile::{Compile, Compiler, compile};
-use execute::Devices;
-use prove::{OnDevice, prove};
-use rows::Tried;
-use stages::{Generated, Model, NotPlaced, Placed, Site, generate_source, load_model, place};
+use chain::{Chain, Host, NotMade, compile_all};
+use evaluate::evaluate;
+use stages::{BuildContext, Model, StoredSchedule, load_model};
 
 /// What every command works with.
 pub struct Workspace {
@@ -72,16 +80,20 @@ pub struct Prepared {
     pub target: Target,
     pub imported: Imported,
     pub candidate: Candidate,
-    pub validated: Validated,
-    /// Digest of the graph's text, and of the schedule's text: what keys name.
+    pub validated: Arc<Validated>,
+    /// Digest of the graph's text: what keys name.
     graph: Digest,
-    schedule: Digest,
+    schedule: Arc<StoredSchedule>,
 }
 
 impl Prepared {
-    fn site<'a>(&'a self, workspace: &'a Workspace) -> Site<'a> {
+    fn context<'a>(&'a self, workspace: &'a Workspace) -> BuildContext<'a> {
         let Prepared { manifest, target, imported, graph, .. } = self;
-        Site::of(workspace, manifest, target, imported, *graph)
+        BuildContext::of(workspace, manifest, target, imported, *graph)
+    }
+
+    fn chain<'a>(&'a self, workspace: &'a Workspace, host: &'a Host<'a>) -> Chain<'a> {
+        Chain::of_schedule(self.context(workspace), host, self.schedule.clone())
     }
 }
 
@@ -91,11 +103,11 @@ impl Prepared {
 /// Faults of the source, a default candidate that does not fit the target, a full disk.
 pub fn prepare(workspace: &Workspace, manifest: &Manifest, target: &Target) -> Result<Prepared, Fault> {
     let model = import_stage(workspace, manifest)?;
-    let site = Site::new(workspace, manifest, target, &model)?;
-    let placed = place_chosen(&site)?;
-    let schedule = placed.content;
-    let (candidate, validated) = placed.into_validated(target)?;
-    let (manifest, target, graph) = (manifest.clone(), target.clone(), model.graph);
+    let host = Host::new(workspace);
+    let chain = Chain::chosen(BuildContext::new(workspace, manifest, target, &model)?, &host)?;
+    let (schedule, validated) = (chain.schedule()?.clone(), chain.validated()?.clone());
+    let (candidate, graph) = (chain.candidate.clone(), model.graph);
+    let (manifest, target) = (manifest.clone(), target.clone());
     Ok(Prepared { manifest, target, imported: model.imported, candidate, validated, graph, schedule })
 }
 
@@ -164,80 +176,53 @@ pub fn build_each(workspace: &Workspace, manifest: &Manifest) -> Result<BuildRep
     let notes = commit.chain(model.imported.notes.iter().cloned()).collect();
     let (mut waiting, mut failed, mut built) = (vec![], vec![], vec![]);
 
-    let mut sites: Vec<(Site<'_>, Placed, Option<Generated>)> = vec![];
+    let host = Host::new(workspace);
+    let mut chains = vec![];
     for target in &manifest.targets {
-        let made = || -> Result<_, Fault> {
-            let site = Site::new(workspace, manifest, target, &model)?;
-            let placed = place_chosen(&site)?;
-            let generated = match target.kind {
-                TargetKind::Cpu => None,
-                TargetKind::Cuda => Some(generate_source(&site, &placed)?),
-            };
-            Ok((site, placed, generated))
+        let made = || -> Result<Chain<'_>, Fault> {
+            let chain = Chain::chosen(BuildContext::new(workspace, manifest, target, &model)?, &host)?;
+            if target.kind == TargetKind::Cuda {
+                chain.source()?;
+            }
+            Ok(chain)
         };
         match made() {
-            Ok(made) => sites.push(made),
+            Ok(chain) => chains.push(chain),
             Err(fault) => failed.push((target.name.clone(), fault)),
         }
     }
-
-    let compiler = Compiler::new(workspace);
-    let sources: Vec<(Site<'_>, &Generated)> =
-        sites.iter().filter_map(|(site, _, generated)| Some((*site, generated.as_ref()?))).collect();
-    let mut compiled = compile(&compiler, &sources)?.into_iter();
-
+    let compiled = compile_all(&host, &chains);
     // One after another, with the machine to itself: what runs beside a measurement is measured with it.
-    let devices = Devices::list(!sources.is_empty());
-    for (site, placed, generated) in &sites {
-        let name = &site.target.name;
-        let mut done = BuiltTarget {
-            target: name.clone(),
-            candidate: placed.candidate.to_string(),
-            schedule: placed.content,
-            cubin: None,
-            measurement: None,
-        };
-        let mut settle = |proven: Result<Measurement, Fault>| match proven {
-            Ok(measurement) => done.measurement = Some(measurement),
-            Err(fault) => failed.push((name.clone(), fault)),
-        };
-        let Some(generated) = generated else {
-            settle(prove(site, placed, None));
-            if done.measurement.is_some() {
-                built.push(done);
+    for (chain, compiled) in chains.iter().zip(compiled) {
+        let name = &chain.context.target.name;
+        let measurement = match compiled.and_then(|()| evaluate(chain)) {
+            Ok(measurement) => Some(measurement),
+            Err(NotMade::NoDevice { reason, .. }) => {
+                waiting.push(format!("{name}: check and measure wait for a device of its kind ({reason})"));
+                None
             }
-            continue;
-        };
-        match compiled.next() {
-            Some(Compile::Done(cubin)) => {
-                match devices.find(site.target) {
-                    Ok(device) => {
-                        settle(prove(
-                            site,
-                            placed,
-                            Some(OnDevice { cubin: &cubin, source: generated.content, device }),
-                        ));
-                    }
-                    Err(reason) => {
-                        waiting.push(format!("{name}: check and measure wait for a device of its kind ({reason})"))
-                    }
-                }
-                done.cubin = Some(cubin.digest);
-            }
-            Some(Compile::Waits(missing)) => {
-                if let Some(fault) = compiler.misnamed() {
+            Err(NotMade::NoCompiler(missing)) => {
+                if let Some(fault) = host.compiler.misnamed() {
                     failed.push((name.clone(), fault));
                     continue;
                 }
                 let reason = missing.message.lines().next().unwrap_or_default();
                 let remedy = missing.remedy.map(|remedy| format!("; {remedy}")).unwrap_or_default();
                 waiting.push(format!("{name}: compile, check and measure wait for NVRTC ({reason}{remedy})"));
+                None
             }
-            None => return Err(Fault::internal(format!("the compile of `{name}` gave no result"))),
-        }
-        if failed.last().is_none_or(|(failed, _)| failed != name) {
-            built.push(done);
-        }
+            Err(other) => {
+                failed.push((name.clone(), other.into()));
+                continue;
+            }
+        };
+        built.push(BuiltTarget {
+            target: name.clone(),
+            candidate: chain.candidate.to_string(),
+            schedule: chain.schedule()?.content,
+            cubin: chain.made().2.map(|cubin| cubin.digest),
+            measurement,
+        });
     }
     let report = &workspace.report;
     let (ran, cached) = (report.ran_count() - ran, report.cached_count() - cached);
@@ -272,36 +257,8 @@ pub fn forget(workspace: &Workspace, manifest: &Manifest) -> Result<usize, Fault
 fn import_stage(workspace: &Workspace, manifest: &Manifest) -> Result<Model, Fault> {
     let model = load_model(workspace, manifest)?;
     let subject = stages::subject(manifest, "model");
-    workspace
-        .stage(&model.keyed, &subject, keys::IMPORT, &manifest.source, || Ok(model.graph_text.clone().into_bytes()))?;
+    workspace.stage(&model.keyed, &subject, keys::IMPORT, &manifest.source, || {
+        Ok::<_, Fault>(model.graph_text.clone().into_bytes())
+    })?;
     Ok(model)
-}
-
-/// Places the candidate that is built: the best of a search, else what the manifest names, else the default.
-fn place_chosen(site: &Site<'_>) -> Result<Placed, Fault> {
-    let candidate = site.candidate();
-    place(site, candidate.clone()).map_err(|not_placed| match not_placed {
-        NotPlaced::Fault(fault) => fault,
-        NotPlaced::Infeasible(reason) => {
-            let tried = Tried {
-                site,
-                candidate: &candidate,
-                placed: None,
-                source: None,
-                cubin: None,
-                hardware: None,
-                asked: None,
-            };
-            let row = tried.append(None, None, vec![Verdict::Infeasible { detail: reason.to_string() }]);
-            let message = format!("the candidate does not fit `{}`: {reason}", site.target.name);
-            row.err().unwrap_or_else(|| {
-                let remedy = if site.knobs.is_some() {
-                    "change the manifest's `candidate`, or leave it out"
-                } else {
-                    "lower `decode.context_max`, or take a larger target"
-                };
-                Fault::input(message).with_remedy(remedy)
-            })
-        }
-    })
 }

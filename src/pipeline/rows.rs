@@ -2,9 +2,11 @@
 
 use std::time::SystemTime;
 
-use crate::candidate::Candidate;
-use crate::check::Figures;
+use serde::{Deserialize, Serialize};
+
+use crate::check::{CheckError, Figures};
 use crate::codegen::emit::ENTRY_POINT;
+use crate::cuda::session::SessionError;
 use crate::digest::Digest;
 use crate::error::Fault;
 use crate::flywheel::trial::fresh_nonce;
@@ -16,18 +18,14 @@ use crate::measure::{Measurement, Timed};
 use crate::model::graph::ModelGraph;
 use crate::search::Space;
 
-use super::compile::Cubin;
+use super::chain::Chain;
 use super::keys::{self, Hardware};
-use super::stages::{Placed, Site};
+use super::stages::BuildContext;
 
-/// What of a trial is known before it runs.
-pub(super) struct Tried<'a> {
-    pub site: &'a Site<'a>,
-    pub candidate: &'a Candidate,
-    /// What it became; `None` where it does not fit.
-    pub placed: Option<&'a Placed>,
-    pub source: Option<Digest>,
-    pub cubin: Option<&'a Cubin>,
+/// What the rows of a trial have in common.
+pub(super) struct TrialRow<'a> {
+    /// The candidate, and what it became so far.
+    pub chain: &'a Chain<'a>,
     /// What ran it; `None` for a candidate that nothing ran.
     pub hardware: Option<&'a Hardware>,
     /// The search that tried it.
@@ -45,43 +43,44 @@ pub(super) struct Asked {
     pub decision: Option<Decision>,
 }
 
-/// One row: its verdict, and what is of one position alone.
-pub(super) struct Verdicted {
+/// What a row has of its own: its verdict, and what belongs to one position.
+pub(super) struct PositionVerdict {
     pub verdict: Verdict,
     /// Row of what it took turns with.
     pub incumbent: Option<Digest>,
     pub predicted_us: Option<f64>,
 }
 
-impl Tried<'_> {
+impl TrialRow<'_> {
     /// Appends one row for each verdict.
     pub fn append(&self, check_ms: Option<f64>, measure_ms: Option<f64>, verdicts: Vec<Verdict>) -> Result<(), Fault> {
-        let alone = |verdict| Verdicted { verdict, incumbent: None, predicted_us: None };
+        let alone = |verdict| PositionVerdict { verdict, incumbent: None, predicted_us: None };
         self.append_rows(check_ms, measure_ms, verdicts.into_iter().map(alone).collect()).map(|_| ())
     }
 
-    /// As [`Tried::append`], with what only a search knows; the rows as they were written.
+    /// As [`TrialRow::append`], with what only a search knows; the rows as they were written.
     pub fn append_rows(
         &self,
         check_ms: Option<f64>,
         measure_ms: Option<f64>,
-        verdicts: Vec<Verdicted>,
+        verdicts: Vec<PositionVerdict>,
     ) -> Result<Vec<Trial>, Fault> {
         let facts = self.facts(check_ms, measure_ms)?;
         let now = SystemTime::now();
         let trials = verdicts
             .into_iter()
-            .map(|Verdicted { verdict, incumbent, predicted_us }| {
+            .map(|PositionVerdict { verdict, incumbent, predicted_us }| {
                 let point = Point { incumbent, predicted_us, ..facts.point.clone() };
                 Trial::new(Facts { point, ..facts.clone() }, verdict, now, fresh_nonce())
             })
             .collect::<Result<Vec<_>, _>>()?;
-        append(&self.site.workspace.trials, &trials)?;
+        append(&self.chain.context.workspace.trials, &trials)?;
         Ok(trials)
     }
 
     fn facts(&self, check_ms: Option<f64>, measure_ms: Option<f64>) -> Result<Facts, Fault> {
-        let Tried { site, candidate, placed, source, cubin, hardware, asked } = self;
+        let TrialRow { chain: Chain { context, candidate, .. }, hardware, asked } = self;
+        let (schedule, source, cubin) = self.chain.made();
         let text = candidate.to_string();
         let digest = Digest::of(text.as_bytes());
         // A device is named by its driver; the CPU that stands in for one is no device.
@@ -89,9 +88,9 @@ impl Tried<'_> {
             hardware.filter(|hardware| !hardware.uuid.is_empty()).map(of).cloned().unwrap_or_default()
         };
         let kernel = cubin.and_then(|cubin| cubin.resources.kernels.get(ENTRY_POINT));
-        let smem_dynamic = match placed {
-            Some(placed) => {
-                let machine = &placed.validated(site.target)?.schedule().machine;
+        let smem_dynamic = match schedule {
+            Some(schedule) => {
+                let machine = &schedule.validated(context.target)?.schedule().machine;
                 machine.smem.iter().map(|part| part.offset + part.bytes).max().unwrap_or(0)
             }
             None => 0,
@@ -99,12 +98,12 @@ impl Tried<'_> {
         Ok(Facts {
             tool: keys::code_of_all(),
             host_kind: format!("{}-{}", std::env::consts::ARCH, std::env::consts::OS),
-            manifest: site.manifest.name.clone(),
-            model_name: site.manifest.model_name(),
-            model: shape(site, &site.imported.graph),
+            manifest: context.manifest.name.clone(),
+            model_name: context.manifest.model_name(),
+            model: shape(context, &context.imported.graph),
             machine: Machine {
-                target: site.target.name.clone(),
-                target_kind: site.target.kind.to_string(),
+                target: context.target.name.clone(),
+                target_kind: context.target.kind.to_string(),
                 device_name: device(|hardware| &hardware.name),
                 device_uuid: device(|hardware| &hardware.uuid),
                 driver: device(|hardware| &hardware.driver),
@@ -112,16 +111,16 @@ impl Tried<'_> {
                 sm_count: candidate.sms,
             },
             point: Point {
-                context_max: site.manifest.decode.context_max,
+                context_max: context.manifest.decode.context_max,
                 candidate: text,
                 candidate_digest: digest,
                 space: Space::digest(),
-                schedule: placed.map(|placed| placed.content),
-                source: *source,
+                schedule: schedule.map(|schedule| schedule.content),
+                source: source.map(|source| source.content),
                 cubin: cubin.map(|cubin| cubin.digest),
                 campaign: asked.map(|asked| asked.campaign),
                 trial: asked.and_then(|asked| asked.trial),
-                seed: asked.map_or(site.manifest.search.seed, |asked| asked.seed),
+                seed: asked.map_or(context.manifest.search.seed, |asked| asked.seed),
                 proposer: asked.map_or(Proposer::Default, |asked| asked.proposer),
                 incumbent: None,
                 decision: asked.and_then(|asked| asked.decision),
@@ -139,11 +138,11 @@ impl Tried<'_> {
     }
 }
 
-pub(super) fn shape(site: &Site<'_>, graph: &ModelGraph) -> ModelShape {
-    let precision = site.manifest.precision;
+pub(super) fn shape(context: &BuildContext<'_>, graph: &ModelGraph) -> ModelShape {
+    let precision = context.manifest.precision;
     let layer = graph.layers.first();
     ModelShape {
-        model_graph: site.graph,
+        model_graph: context.graph,
         family: graph.family.clone(),
         layers: graph.layers.len() as u32,
         hidden: graph.hidden,
@@ -156,6 +155,36 @@ pub(super) fn shape(site: &Site<'_>, graph: &ModelGraph) -> ModelShape {
         weights_dtype: precision.weights.to_string(),
         cache_dtype: precision.cache.to_string(),
         wire_dtype: precision.wire.to_string(),
+    }
+}
+
+/// How a candidate that ran went wrong.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub(super) enum Failure {
+    /// Wrong numbers, or a time that cannot be true.
+    Fail,
+    Timeout,
+    Crash,
+}
+
+impl Failure {
+    pub fn of(error: &CheckError) -> Failure {
+        match error {
+            CheckError::Session(SessionError::Hung { .. } | SessionError::Lost) => Failure::Timeout,
+            CheckError::Session(SessionError::Driver(driver)) if driver.is_crash() => Failure::Crash,
+            _ => Failure::Fail,
+        }
+    }
+
+    /// As a row has it.
+    pub fn verdict(self, detail: String, figures: Option<Figures>) -> Verdict {
+        let check = figures.map(check_figures);
+        match self {
+            Failure::Fail => Verdict::Fail { detail, check },
+            Failure::Timeout => Verdict::Timeout { detail, check },
+            Failure::Crash => Verdict::Crash { detail, check },
+        }
     }
 }
 

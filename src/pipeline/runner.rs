@@ -11,12 +11,10 @@ use crate::cuda::session::{Session, SessionError};
 use crate::error::Fault;
 use crate::interp::{Input, Interp, Options};
 use crate::sample::SampleSettings;
-use crate::target::TargetKind;
 
-use super::compile::{Compile, Compiler, compile};
-use super::execute::{Devices, host, load_session};
-use super::stages::{Generated, pack_for, stored_source};
-use super::{Prepared, Workspace, keys};
+use super::chain::Host;
+use super::execute::{self, load_session};
+use super::{Prepared, Workspace};
 
 /// Between two looks at the tokens of a running launch: well below the time of a token that a person sees.
 const POLL: Duration = Duration::from_micros(200);
@@ -44,39 +42,21 @@ impl Prepared {
     /// No device of the target's kind, no compiler and no cubin, too little memory.
     pub fn runner(&self, workspace: &Workspace) -> Result<Runner, Fault> {
         let schedule = self.validated.schedule();
-        let site = self.site(workspace);
+        let host = Host::new(workspace);
+        let chain = self.chain(workspace, &host);
         let (context_max, vocab) = (schedule.program.context_max, self.imported.graph.vocab);
-        match self.target.kind {
-            TargetKind::Cpu => {
-                let pack = pack_for(&site, self.schedule, &self.validated)?;
-                let interp = Interp::new(schedule, pack, Options::fast())?;
-                let place = format!("cpu interpreter on {} threads", host().threads);
-                Ok(Runner { place, context_max, vocab, on: On::Cpu(Box::new(interp)) })
-            }
-            TargetKind::Cuda => {
-                let devices = Devices::list(true);
-                let found = devices.find_for_run(&self.target)?;
-                let source_key = site.source_key(self.schedule);
-                let (entry, _) =
-                    workspace.stage(&source_key, &site.subject(), &site.title(keys::SOURCE), "", || {
-                        super::stages::source_bytes(&self.validated, &self.target)
-                    })?;
-                let generated = Generated { source: stored_source(&entry)?, content: entry.content() };
-                let compiler = Compiler::new(workspace);
-                let cubin = match compile(&compiler, &[(site, &generated)])?.pop() {
-                    Some(Compile::Done(cubin)) => cubin,
-                    Some(Compile::Waits(missing)) => return Err(missing),
-                    None => return Err(Fault::internal("a compile gave no result")),
-                };
-                let pack = pack_for(&site, self.schedule, &self.validated)?;
-                let device = Device::open(found.ordinal)?;
-                let steps_max = self.manifest.decode.steps_per_launch;
-                let session =
-                    load_session(workspace, &device, &self.validated, &cubin.bytes, &pack, Trace::Off, steps_max)?;
-                let place = format!("{} (device {})", found.name, found.ordinal);
-                Ok(Runner { place, context_max, vocab, on: On::Device { session: Box::new(session), steps_max } })
-            }
-        }
+        let Some(found) = host.device(&self.target)? else {
+            let interp = Interp::new(schedule, chain.pack()?, Options::fast())?;
+            let place = format!("cpu interpreter on {} threads", execute::host().threads);
+            return Ok(Runner { place, context_max, vocab, on: On::Cpu(Box::new(interp)) });
+        };
+        let cubin = chain.cubin()?.ok_or_else(|| Fault::internal("a target with a kernel has no cubin"))?;
+        let pack = chain.pack()?;
+        let device = Device::open(found.ordinal)?;
+        let steps_max = self.manifest.decode.steps_per_launch;
+        let session = load_session(workspace, &device, &self.validated, &cubin.bytes, &pack, Trace::Off, steps_max)?;
+        let place = format!("{} (device {})", found.name, found.ordinal);
+        Ok(Runner { place, context_max, vocab, on: On::Device { session: Box::new(session), steps_max } })
     }
 }
 

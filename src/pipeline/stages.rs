@@ -1,10 +1,9 @@
 //! Owns the stages that need no execution: import, schedule, source, cubin and pack, each through the cache.
 
-use std::cell::OnceCell;
 use std::fs::{self, File};
 use std::io::{Read, Write};
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use memmap2::Mmap;
 
@@ -16,6 +15,7 @@ use crate::digest::Digest;
 use crate::error::{Fault, Tier};
 use crate::files;
 use crate::interp::Pack;
+use crate::ir::layout::pack_bytes;
 use crate::ir::parse::parse;
 use crate::ir::print::print;
 use crate::ir::program::Program;
@@ -24,7 +24,7 @@ use crate::manifest::Manifest;
 use crate::model::config::{Imported, graph_text, import, import_config_only};
 use crate::model::graph::ModelGraph;
 use crate::model::source::{Event, Resolved, Source, resolve};
-use crate::pack::{layout, pack, pack_pieces};
+use crate::pack::{pack, pack_pieces};
 use crate::schedule::schedule;
 use crate::search::Space;
 use crate::target::Target;
@@ -32,6 +32,7 @@ use crate::text::one_of;
 use crate::validate::{Validated, validate};
 
 use super::Workspace;
+use super::chain::NotMade;
 use super::keys::{self, CampaignKey, Hardware, ImportKey, Keyed, PackKey, ScheduleKey, SourceKey, WeightsId};
 use super::stored;
 
@@ -43,32 +44,32 @@ const HEADER_BYTES_MAX: u64 = 100_000_000;
 
 impl Workspace {
     /// The entry under `keyed`; `build` makes it where there is none, as a stage that the report shows under `title`.
-    pub(super) fn stage(
+    pub(super) fn stage<E: From<Fault> + From<CacheError>>(
         &self,
         keyed: &Keyed,
         subject: &str,
         title: &str,
         detail: &str,
-        build: impl FnOnce() -> Result<Vec<u8>, Fault>,
-    ) -> Result<(Entry, Outcome), Fault> {
+        build: impl FnOnce() -> Result<Vec<u8>, E>,
+    ) -> Result<(Entry, Outcome), E> {
         self.run_stage(keyed, subject, title, detail, |keyed| {
             self.cache.get_or_build(keyed.stage, &keyed.key, &keyed.why, || {
                 let bytes = build()?;
-                self.vouch(keyed, Digest::of(&bytes))?;
+                self.attest(keyed, Digest::of(&bytes))?;
                 Ok(bytes)
             })
         })
     }
 
     /// Looks an entry up, and otherwise runs `make`, which takes the lock of the entry and builds it.
-    pub(super) fn run_stage(
+    pub(super) fn run_stage<E: From<Fault>>(
         &self,
         keyed: &Keyed,
         subject: &str,
         title: &str,
         detail: &str,
-        make: impl FnOnce(&Keyed) -> Result<(Entry, Outcome), Fault>,
-    ) -> Result<(Entry, Outcome), Fault> {
+        make: impl FnOnce(&Keyed) -> Result<(Entry, Outcome), E>,
+    ) -> Result<(Entry, Outcome), E> {
         if let Some(entry) = self.trusted(keyed)? {
             self.report.cached(title);
             self.point(keyed, subject)?;
@@ -221,7 +222,7 @@ fn header_digest(path: &Path) -> Result<Digest, Fault> {
 
 /// One target of a manifest, with the model that all targets share.
 #[derive(Clone, Copy)]
-pub(super) struct Site<'a> {
+pub(super) struct BuildContext<'a> {
     pub workspace: &'a Workspace,
     pub manifest: &'a Manifest,
     pub target: &'a Target,
@@ -233,7 +234,7 @@ pub(super) struct Site<'a> {
     pub knobs: Option<&'a str>,
 }
 
-impl<'a> Site<'a> {
+impl<'a> BuildContext<'a> {
     /// # Errors
     /// A `candidate` of the manifest that is none.
     pub fn new(
@@ -243,15 +244,15 @@ impl<'a> Site<'a> {
         model: &'a Model,
     ) -> Result<Self, Fault> {
         let Model { imported, graph, op, .. } = model;
-        let site = Site { op: *op, ..Site::of(workspace, manifest, target, imported, *graph) };
-        match site.knobs.map(|knobs| Candidate::parse(knobs, &site.default_candidate())) {
+        let context = BuildContext { op: *op, ..BuildContext::of(workspace, manifest, target, imported, *graph) };
+        match context.knobs.map(|knobs| Candidate::parse(knobs, &context.default_candidate())) {
             Some(Err(reason)) => Err(Fault::input(format!("the `candidate` of target `{}`: {reason}", target.name))
                 .with_remedy(format!("the knobs are {}", one_of(KNOB_NAMES)))),
-            _ => Ok(site),
+            _ => Ok(context),
         }
     }
 
-    /// The whole model, where [`Site::new`] found nothing wrong before.
+    /// The whole model, where [`BuildContext::new`] found nothing wrong before.
     pub fn of(
         workspace: &'a Workspace,
         manifest: &'a Manifest,
@@ -260,7 +261,7 @@ impl<'a> Site<'a> {
         graph: Digest,
     ) -> Self {
         let knobs = manifest.candidates.get(&target.name).map(String::as_str);
-        Site { workspace, manifest, target, imported, graph, op: None, knobs }
+        BuildContext { workspace, manifest, target, imported, graph, op: None, knobs }
     }
 
     /// What the user calls this: the manifest by its folder and name, and the target.
@@ -344,8 +345,11 @@ impl<'a> Site<'a> {
         SourceKey { code: keys::code(keys::SOURCE), schedule, target: self.target }.keyed()
     }
 
-    pub fn pack_key(&self, schedule: Digest, weights: &WeightsId) -> Keyed {
-        PackKey { code: keys::code(keys::PACK), schedule, graph: self.graph, weights }.keyed()
+    pub fn pack_key(&self, candidate: &Candidate, weights: &WeightsId) -> Keyed {
+        let Manifest { precision, decode, .. } = self.manifest;
+        let (precision, context_max) = (*precision, decode.context_max);
+        let (code, unit_rows) = (keys::code(keys::PACK), candidate.unit_rows);
+        PackKey { code, graph: self.graph, precision, context_max, unit_rows, weights }.keyed()
     }
 
     /// The program of a candidate. Named after the family: a manifest's name is a label, and no part of any key.
@@ -384,38 +388,33 @@ pub(super) fn weights_id(workspace: &Workspace, imported: &Imported) -> Result<W
 }
 
 /// A schedule that was proven when it was stored; the proof is made again by whoever executes or compiles it.
-pub(super) struct Placed {
+pub(super) struct StoredSchedule {
     pub candidate: Candidate,
     pub content: Digest,
     entry: Entry,
-    validated: OnceCell<Validated>,
+    validated: OnceLock<Arc<Validated>>,
 }
 
-impl Placed {
+impl StoredSchedule {
+    /// A schedule that is in the cache, before anybody has parsed it.
+    pub fn of_entry(candidate: Candidate, entry: Entry) -> StoredSchedule {
+        StoredSchedule { candidate, content: entry.content(), entry, validated: OnceLock::new() }
+    }
+
     pub fn text(&self) -> Result<String, Fault> {
         text_of(&self.entry)
     }
 
     /// The schedule with its proof: what was just proven, or the stored text parsed and proven again.
-    pub fn validated(&self, target: &Target) -> Result<&Validated, Fault> {
+    pub fn validated(&self, target: &Target) -> Result<&Arc<Validated>, Fault> {
         if let Some(validated) = self.validated.get() {
             return Ok(validated);
         }
-        let stored =
-            || Fault::internal(format!("the stored schedule `{}` cannot be read", self.entry.path().display()));
         let parsed = parse(&self.text()?).map_err(|error| {
-            let message = stored().message;
-            Fault::internal(format!("{message}: {error}"))
+            Fault::internal(format!("the stored schedule `{}` cannot be read: {error}", self.entry.path().display()))
         })?;
         let validated = validate(parsed, &keys::unmeasured(target))?;
-        Ok(self.validated.get_or_init(|| validated))
-    }
-
-    pub fn into_validated(self, target: &Target) -> Result<(Candidate, Validated), Fault> {
-        self.validated(target)?;
-        let Placed { candidate, validated, .. } = self;
-        let validated = validated.into_inner().ok_or_else(|| Fault::internal("the proof of a schedule was lost"))?;
-        Ok((candidate, validated))
+        Ok(self.validated.get_or_init(|| Arc::new(validated)))
     }
 }
 
@@ -424,42 +423,21 @@ fn text_of(entry: &Entry) -> Result<String, Fault> {
         .map_err(|_| Fault::internal(format!("`{}` is no text", entry.path().display())))
 }
 
-/// Why a candidate gave no schedule.
-pub(super) enum NotPlaced {
-    Infeasible(Infeasible),
-    Fault(Fault),
-}
-
-impl From<CacheError> for NotPlaced {
-    fn from(error: CacheError) -> Self {
-        NotPlaced::Fault(error.into())
-    }
-}
-
 /// Lowers, schedules and proves the candidate; one stage, because none of the three has a result of its own.
-pub(super) fn place(site: &Site<'_>, candidate: Candidate) -> Result<Placed, NotPlaced> {
-    let keyed = site.schedule_key(&candidate);
-    let target = &keys::unmeasured(site.target);
-    let validated = OnceCell::new();
-    let mut infeasible = None;
-    let built =
-        site.workspace.stage(&keyed, &site.subject(), &site.title(keys::SCHEDULE), "lower, place, prove", || {
-            let placed = site.lower(&candidate).and_then(|program| schedule(program, target, &candidate));
-            let placed = placed.map_err(|reason| {
-                let fault = Fault::input(reason.to_string());
-                infeasible = Some(reason);
-                fault
-            })?;
-            let text = print(&placed);
-            let proven = validate(placed, target).map_err(|rejected| save_rejected(&text, rejected.into()))?;
-            let _ = validated.set(proven);
-            Ok(text.into_bytes())
-        });
-    match (built, infeasible) {
-        (Ok((entry, _)), _) => Ok(Placed { candidate, content: entry.content(), entry, validated }),
-        (Err(_), Some(reason)) => Err(NotPlaced::Infeasible(reason)),
-        (Err(fault), None) => Err(NotPlaced::Fault(fault)),
-    }
+pub(super) fn place(context: &BuildContext<'_>, candidate: &Candidate) -> Result<StoredSchedule, NotMade> {
+    let keyed = context.schedule_key(candidate);
+    let target = &keys::unmeasured(context.target);
+    let validated = OnceLock::new();
+    let title = context.title(keys::SCHEDULE);
+    let (entry, _) = context.workspace.stage(&keyed, &context.subject(), &title, "lower, place, prove", || {
+        let placed = context.lower(candidate).and_then(|program| schedule(program, target, candidate));
+        let placed = placed.map_err(NotMade::Infeasible)?;
+        let text = print(&placed);
+        let proven = validate(placed, target).map_err(|rejected| save_rejected(&text, rejected.into()))?;
+        let _ = validated.set(Arc::new(proven));
+        Ok::<_, NotMade>(text.into_bytes())
+    })?;
+    Ok(StoredSchedule { candidate: candidate.clone(), content: entry.content(), entry, validated })
 }
 
 /// Keeps a schedule that our own lowering made and our own proof refuses.
@@ -476,15 +454,6 @@ fn save_rejected(text: &str, fault: Fault) -> Fault {
 pub(super) struct Generated {
     pub source: KernelSource,
     pub content: Digest,
-}
-
-/// Prints the kernel of a proven schedule.
-pub(super) fn generate_source(site: &Site<'_>, placed: &Placed) -> Result<Generated, Fault> {
-    let keyed = site.source_key(placed.content);
-    let (entry, _) = site.workspace.stage(&keyed, &site.subject(), &site.title(keys::SOURCE), "", || {
-        source_bytes(placed.validated(site.target)?, site.target)
-    })?;
-    Ok(Generated { source: stored_source(&entry)?, content: entry.content() })
 }
 
 pub(super) fn source_bytes(validated: &Validated, target: &Target) -> Result<Vec<u8>, Fault> {
@@ -507,42 +476,31 @@ impl AsRef<[u8]> for MappedPack {
     }
 }
 
-/// Makes sure that the pack of a checkpoint is stored. Packs of synthetic weights are never stored: they can be made
-/// again from nothing, at the speed of memory.
-pub(super) fn store_pack(site: &Site<'_>, placed: &Placed, weights: &WeightsId) -> Result<Option<Entry>, Fault> {
-    if matches!(weights, WeightsId::Synthetic { .. }) {
-        return Ok(None);
-    }
-    let keyed = site.pack_key(placed.content, weights);
-    let workspace = site.workspace;
-    let (entry, _) = workspace.run_stage(&keyed, &site.subject(), &site.title(keys::PACK), "", |keyed| {
-        let validated = placed.validated(site.target)?;
-        build_pack(site, validated, keyed)
+/// Makes sure that the pack of a checkpoint is stored under `keyed`.
+pub(super) fn store_pack(context: &BuildContext<'_>, schedule: &StoredSchedule, keyed: &Keyed) -> Result<Entry, Fault> {
+    let workspace = context.workspace;
+    let (entry, _) = workspace.run_stage(keyed, &context.subject(), &context.title(keys::PACK), "", |keyed| {
+        let validated = schedule.validated(context.target)?;
+        let Keyed { stage, key, why } = keyed;
+        workspace.cache.get_or_build_file(stage, key, why, |file| {
+            let content = write_pack(context, validated, file)?;
+            // Before another process can see the pack: it would remove one that nobody vouches for.
+            workspace.attest(keyed, content)
+        })
     })?;
-    Ok(Some(entry))
-}
-
-fn build_pack(site: &Site<'_>, validated: &Validated, keyed: &Keyed) -> Result<(Entry, Outcome), Fault> {
-    let Keyed { stage, key, why } = keyed;
-    let cache = &site.workspace.cache;
-    let built = cache.get_or_build_file(stage, key, why, |file| {
-        let content = write_pack(site, validated, file)?;
-        // Before another process can see the pack: it would remove one that nobody vouches for.
-        site.workspace.vouch(keyed, content)
-    })?;
-    Ok(built)
+    Ok(entry)
 }
 
 /// Writes the pack piece by piece; returns the digest of all of it.
-fn write_pack(site: &Site<'_>, validated: &Validated, file: &mut File) -> Result<Digest, Fault> {
-    let (schedule, Imported { graph, weights, .. }) = (validated.schedule(), site.imported);
-    let megabytes = layout(schedule).total_bytes >> 20;
-    let progress = site.workspace.report.progress("MiB packed", megabytes);
+fn write_pack(context: &BuildContext<'_>, validated: &Validated, file: &mut File) -> Result<Digest, Fault> {
+    let (schedule, Imported { graph, weights, .. }) = (validated.schedule(), context.imported);
+    let megabytes = pack_bytes(schedule) >> 20;
+    let progress = context.workspace.report.progress("MiB packed", megabytes);
     let mut told = 0;
     let mut hasher = blake3::Hasher::new();
     pack_pieces(schedule, graph, weights, |at, bytes| {
         hasher.update_rayon(bytes);
-        let write = |source| Fault::from(CacheError::io("write", site.workspace.cache.root(), source));
+        let write = |source| Fault::from(CacheError::io("write", context.workspace.cache.root(), source));
         file.write_all(bytes).map_err(write)?;
         let now = (at + bytes.len() as u64) >> 20;
         progress.inc(now - told);
@@ -552,20 +510,13 @@ fn write_pack(site: &Site<'_>, validated: &Validated, file: &mut File) -> Result
     Ok(Digest::from(hasher.finalize()))
 }
 
-/// The pack as executors take it: mapped from the cache, or made in memory.
-pub(super) fn open_pack(site: &Site<'_>, placed: &Placed, stored: Option<&Entry>) -> Result<Pack, Fault> {
-    match stored {
-        Some(entry) => map_pack(entry),
-        None => memory_pack(site, placed.validated(site.target)?),
-    }
+/// Makes a pack in memory, from weights that can be read or made as often as needed.
+pub(super) fn memory_pack(context: &BuildContext<'_>, validated: &Validated) -> Result<Pack, Fault> {
+    let Imported { graph, weights, .. } = context.imported;
+    Ok(Arc::new(pack(validated.schedule(), graph, weights)?))
 }
 
-pub(super) fn memory_pack(site: &Site<'_>, validated: &Validated) -> Result<Pack, Fault> {
-    let Imported { graph, weights, .. } = site.imported;
-    Ok(Arc::new(pack(validated.schedule(), graph, weights)?.bytes))
-}
-
-fn map_pack(entry: &Entry) -> Result<Pack, Fault> {
+pub(super) fn map_pack(entry: &Entry) -> Result<Pack, Fault> {
     let path = entry.path();
     let bytes = usize::try_from(entry.len())
         .map_err(|_| Fault::environment(format!("`{}` is larger than this machine can address", path.display())))?;
@@ -577,17 +528,4 @@ fn map_pack(entry: &Entry) -> Result<Pack, Fault> {
         return Err(unreadable(path, format!("expected {bytes} bytes, found {}", map.len())));
     }
     Ok(Arc::new(MappedPack { map, bytes }))
-}
-
-/// A pack mapped from a stored entry, for a schedule whose stage was not run here.
-pub(super) fn pack_for(site: &Site<'_>, schedule: Digest, validated: &Validated) -> Result<Pack, Fault> {
-    let weights = site.weights_id()?;
-    if matches!(weights, WeightsId::Synthetic { .. }) {
-        return memory_pack(site, validated);
-    }
-    let keyed = site.pack_key(schedule, &weights);
-    let (entry, _) = site
-        .workspace
-        .run_stage(&keyed, &site.subject(), &site.title(keys::PACK), "", |keyed| build_pack(site, validated, keyed))?;
-    map_pack(&entry)
 }

@@ -5,8 +5,8 @@
 
 use serde::{Deserialize, Serialize};
 
+use super::attest::linked_content;
 use super::keys;
-use super::links::linked_content;
 use crate::check::{Checked, Expected};
 use crate::codegen::KernelSource;
 use crate::cuda::cubin::{self, Resources};

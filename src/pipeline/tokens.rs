@@ -17,7 +17,8 @@ use rustix::process::{Resource, Rlimit, Signal, getpid, getppid, getrlimit, kill
 use rustix::time::{ClockId, clock_gettime};
 use serde::{Deserialize, Serialize};
 
-use super::worker::{Reply, Worker};
+use super::line_child::NoAnswer;
+use super::worker::Worker;
 use crate::error::Fault;
 use crate::tokenizer::{Message, Tokenizer};
 
@@ -183,7 +184,7 @@ impl Tokens {
             self.worker.take().ok_or_else(|| Fault::internal("a tokenizer is asked whose process has ended"))?;
         let line = serde_json::to_string(ask).map_err(|error| Fault::internal(format!("no JSON: {error}")))?;
         match worker.exchange(&line, ask.deadline(), &|| false)? {
-            Reply::Line(line) => {
+            Ok(line) => {
                 let said = serde_json::from_str(&line)
                     .map_err(|error| Fault::internal(format!("a tokenizer's process answered nonsense: {error}")))?;
                 if let Said::Fault { fault } = said {
@@ -192,9 +193,9 @@ impl Tokens {
                 self.worker = Some(worker);
                 Ok(said)
             }
-            Reply::Late(after) => Err(self.spent(ask, &format!("takes more than {} s", after.as_secs()))),
-            Reply::Died(how) => Err(self.spent(ask, &verdict(ask, &how))),
-            Reply::Interrupted => Err(Fault::internal("a tokenizer was interrupted by nobody")),
+            Err(NoAnswer::Late(after)) => Err(self.spent(ask, &format!("takes more than {} s", after.as_secs()))),
+            Err(NoAnswer::Died(how)) => Err(self.spent(ask, &verdict(ask, &how))),
+            Err(NoAnswer::Interrupted) => Err(Fault::internal("a tokenizer was interrupted by nobody")),
         }
     }
 

@@ -9,9 +9,9 @@ use crate::measure::step_bytes;
 use crate::target::TargetKind;
 use crate::trace::{Span, Stamps, Table, spans, table};
 
-use super::compile::{Compile, Compiler, compile};
-use super::execute::{Devices, load_session};
-use super::stages::{Generated, pack_for};
+use super::chain::Host;
+use super::execute::load_session;
+use super::stages::Generated;
 use super::{Prepared, Workspace};
 
 /// Launches before the one whose stamps are kept: clocks rise, pages and caches fill.
@@ -48,26 +48,25 @@ impl Prepared {
     /// A target without a kernel, no device of its kind, no compiler, a position without room for the launch.
     pub fn trace(&self, workspace: &Workspace, position: u32, steps: u32) -> Result<Traced, Fault> {
         let Prepared { manifest, target, imported, validated, .. } = self;
+        let no_kernel = || {
+            Fault::input(format!("target `{}` has no kernel to trace", target.name))
+                .with_remedy("name a CUDA target of the manifest with `--target`")
+        };
         if target.kind == TargetKind::Cpu {
-            return Err(Fault::input(format!("target `{}` has no kernel to trace", target.name))
-                .with_remedy("name a CUDA target of the manifest with `--target`"));
+            return Err(no_kernel());
         }
         let context_max = manifest.decode.context_max;
         if u64::from(position) + u64::from(steps) > u64::from(context_max) {
             let message = format!("{steps} steps from position {position} do not fit a context of {context_max}");
             return Err(Fault::input(message).with_remedy("lower `--position` or `--steps`"));
         }
-        let devices = Devices::list(true);
-        let found = devices.find_for_run(target)?;
-        let site = self.site(workspace);
+        let host = Host::new(workspace);
+        let chain = self.chain(workspace, &host);
+        let found = host.device(target)?.ok_or_else(no_kernel)?;
         let source = emit(validated, target, Trace::On);
         let generated = Generated { content: Digest::of(source.text.as_bytes()), source };
-        let cubin = match compile(&Compiler::new(workspace), &[(site, &generated)])?.pop() {
-            Some(Compile::Done(cubin)) => cubin,
-            Some(Compile::Waits(missing)) => return Err(missing),
-            None => return Err(Fault::internal("a compile gave no result")),
-        };
-        let pack = pack_for(&site, self.schedule, validated)?;
+        let cubin = chain.compile(&generated)?;
+        let pack = chain.pack()?;
         let device = Device::open(found.ordinal)?;
         let schedule = validated.schedule();
         let mut session = load_session(workspace, &device, validated, &cubin.bytes, &pack, Trace::On, steps)?;

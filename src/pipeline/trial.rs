@@ -5,33 +5,29 @@
 //! once. The parent kills a child that is late, and starts another one.
 
 use std::io::{self, Write};
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
+use crate::abba::{self, Limits, Round};
 use crate::candidate::Candidate;
 use crate::check::{self, CheckError, Checked, Expected, Figures, compare_cpu, compare_cuda, expect_cpu, expect_cuda};
-use crate::codegen::emit::Trace;
 use crate::cuda::driver::{Device, DeviceIdentity};
-use crate::cuda::memory::DeviceBuffer;
-use crate::cuda::session::{Session, SessionError};
-use crate::error::{Fault, Tier};
+use crate::cuda::session::Session;
+use crate::error::Fault;
 use crate::interp::{Interp, Options, Pack};
 use crate::lower::{LayerOp, outputs};
 use crate::manifest::Manifest;
 use crate::measure::{self, MeasureError, Timed, Timer};
-use crate::pack::{Move, identity, moves};
-use crate::paired::{self, Limits, Round};
 use crate::search::judge::ROUNDS_MIN;
 use crate::search::{Rounds, is_no_win};
-use crate::target::{Target, TargetKind};
-use crate::validate::Validated;
+use crate::target::Target;
 
-use super::compile::{Compile, Compiler, Cubin, compile};
-use super::execute::{Devices, hardware_of, host, load_session, load_session_moving, load_session_sharing};
+use super::chain::{Chain, Host};
 use super::keys::{self, ExpectKey};
-use super::stages::{Model, NotPlaced, Placed, Site, generate_source, memory_pack, place};
+use super::resident::Resident;
+use super::rows::Failure;
+use super::stages::{BuildContext, Model, memory_pack};
 use super::{Workspace, import_stage};
 
 /// Rounds at one position: more would narrow the interval by less than they cost.
@@ -66,10 +62,16 @@ pub enum Answer {
         check_ms: f64,
         measure_ms: f64,
     },
-    /// A verdict about the candidate: `fail`, `timeout` or `crash`.
-    Failed { verdict: String, detail: String, figures: Option<Figures>, check_ms: Option<f64> },
+    /// A verdict about the candidate.
+    Failed {
+        #[serde(rename = "verdict")]
+        failure: Failure,
+        detail: String,
+        figures: Option<Figures>,
+        check_ms: Option<f64>,
+    },
     /// Nothing about the candidate: the campaign cannot go on.
-    Fault { tier: String, message: String, remedy: Option<String> },
+    Fault(Fault),
 }
 
 impl Answer {
@@ -80,26 +82,6 @@ impl Answer {
             .iter()
             .map(|(position, rounds)| Rounds { position: *position, rounds: rounds.iter().map(round).collect() })
             .collect()
-    }
-
-    fn fault(fault: Fault) -> Answer {
-        let Fault { tier, message, remedy } = fault;
-        let tier = match tier {
-            Tier::Input => "input",
-            Tier::Environment => "environment",
-            Tier::Internal => "internal",
-        };
-        Answer::Fault { tier: tier.to_string(), message, remedy }
-    }
-
-    /// The fault that a child told.
-    pub fn told_fault(tier: &str, message: &str, remedy: Option<&str>) -> Fault {
-        let fault = match tier {
-            "input" => Fault::input(message),
-            "environment" => Fault::environment(message),
-            _ => Fault::internal(message),
-        };
-        remedy.into_iter().fold(fault, Fault::with_remedy)
     }
 }
 
@@ -120,16 +102,20 @@ pub fn serve(
         None => model,
         Some(op) => model.alone(op, target),
     };
-    let site = Site::new(workspace, manifest, target, &model)?;
-    let devices = Devices::list(target.kind == TargetKind::Cuda);
-    let found = match target.kind {
-        TargetKind::Cpu => None,
-        TargetKind::Cuda => Some(devices.find_for_run(target)?),
-    };
-    let hardware = found.map_or_else(host, hardware_of);
-    let campaign = site.campaign(&hardware).to_string();
+    let context = BuildContext::new(workspace, manifest, target, &model)?;
+    let host = Host::new(workspace);
+    let campaign = context.campaign(&host.hardware(target)?).to_string();
     let positions = checked_positions(manifest);
-    let mut child = Child { site, positions: &positions, found, device: None, expected: None, seats: vec![] };
+    let mut child = Child {
+        context,
+        host: &host,
+        positions: &positions,
+        found: host.device(target)?,
+        device: None,
+        expected: None,
+        weights: Resident::default(),
+        seats: vec![],
+    };
     for line in jobs {
         let line = line.map_err(|error| Fault::environment(format!("cannot read a job: {error}")))?;
         let job: Job = serde_json::from_str(&line).map_err(|error| {
@@ -140,7 +126,7 @@ pub fn serve(
             let message = "the manifest or the program changed while the campaign ran";
             return Err(Fault::input(message).with_remedy("start the same command again"));
         }
-        let answer = child.answer(&job).unwrap_or_else(Answer::fault);
+        let answer = child.answer(&job).unwrap_or_else(Answer::Fault);
         let text = serde_json::to_string(&answer)
             .map_err(|error| Fault::internal(format!("an answer cannot be written: {error}")))?;
         writeln!(output, "{text}")
@@ -161,30 +147,31 @@ fn checked_positions(manifest: &Manifest) -> Vec<u32> {
 }
 
 /// A candidate that was loaded and checked.
-struct Seat {
+struct Seat<'a> {
     knobs: String,
-    placed: Placed,
-    /// Names the bytes of its pack.
-    pack_id: [u8; 32],
+    chain: Chain<'a>,
     on: On,
     checked: Option<Checked>,
     /// Rows of its cache that were made up.
     filled: Option<u32>,
 }
 
-enum On {
+pub(super) enum On {
     Cpu(Pack),
     Device(Box<Session>),
 }
 
 struct Child<'a> {
-    site: Site<'a>,
+    context: BuildContext<'a>,
+    host: &'a Host<'a>,
     /// Where a candidate is checked.
     positions: &'a [u32],
     found: Option<&'a DeviceIdentity>,
     device: Option<Device>,
     expected: Option<Expected>,
-    seats: Vec<Seat>,
+    /// The weights of every seat.
+    weights: Resident,
+    seats: Vec<Seat<'a>>,
 }
 
 /// Why a trial ended without times.
@@ -200,12 +187,7 @@ impl From<Fault> for Ended {
 }
 
 fn failed(error: &CheckError, check_ms: Option<f64>) -> Answer {
-    let verdict = match error {
-        CheckError::Session(SessionError::Hung { .. } | SessionError::Lost) => "timeout",
-        CheckError::Session(SessionError::Driver(driver)) if driver.is_crash() => "crash",
-        _ => "fail",
-    };
-    Answer::Failed { verdict: verdict.to_string(), detail: error.to_string(), figures: error.figures(), check_ms }
+    Answer::Failed { failure: Failure::of(error), detail: error.to_string(), figures: error.figures(), check_ms }
 }
 
 impl<'a> Child<'a> {
@@ -234,7 +216,7 @@ impl<'a> Child<'a> {
         Ok(Answer::Timed { figures, timed, rounds, check_ms, measure_ms })
     }
 
-    fn seat(&mut self, knobs: &str) -> Option<&mut Seat> {
+    fn seat(&mut self, knobs: &str) -> Option<&mut Seat<'a>> {
         self.seats.iter_mut().find(|seat| seat.knobs == knobs)
     }
 
@@ -243,53 +225,21 @@ impl<'a> Child<'a> {
         if self.seat(knobs).is_some() {
             return Ok(());
         }
-        let site = self.site;
-        let candidate = Candidate::parse(knobs, &site.default_candidate())
+        let candidate = Candidate::parse(knobs, &self.context.default_candidate())
             .map_err(|error| Fault::input(format!("`{knobs}` is no candidate: {error}")))?;
-        let placed = placed(&site, candidate)?;
-        let cubin = match self.found {
-            None => None,
-            Some(_) => Some(cubin(&site, &placed)?),
-        };
-        let validated = placed.validated(site.target)?;
-        let pack_id = identity(validated.schedule())?;
-        let twin = self.seats.iter().find(|seat| seat.pack_id == pack_id).map(|seat| &seat.on);
-        let on = match (self.found, &cubin) {
-            (Some(found), Some(cubin)) => {
+        let chain = Chain::new(self.context, self.host, candidate);
+        chain.make_kernel()?;
+        let on = match self.found {
+            None => On::Cpu(self.weights.pack(&chain)?),
+            Some(found) => {
                 let device = match &mut self.device {
                     Some(device) => device,
                     empty => empty.insert(Device::open(found.ordinal)?),
                 };
-                let steps_max = site.manifest.decode.steps_per_launch;
-                let session = match twin {
-                    Some(On::Device(twin)) => {
-                        load_session_sharing(site.workspace, device, validated, &cubin.bytes, twin.pack(), steps_max)?
-                    }
-                    _ => match self
-                        .seats
-                        .iter()
-                        .find_map(|seat| moved(&site, seat, validated).transpose())
-                        .transpose()?
-                    {
-                        Some((there, moves)) => {
-                            let pack = (&*there, moves.as_slice());
-                            load_session_moving(site.workspace, device, validated, &cubin.bytes, pack, steps_max)?
-                        }
-                        None => {
-                            let pack = memory_pack(&site, validated)?;
-                            load_session(site.workspace, device, validated, &cubin.bytes, &pack, Trace::Off, steps_max)?
-                        }
-                    },
-                };
-                On::Device(Box::new(session))
+                On::Device(Box::new(self.weights.session(&chain, device)?))
             }
-            _ => match twin {
-                Some(On::Cpu(pack)) => On::Cpu(pack.clone()),
-                _ => On::Cpu(memory_pack(&site, validated)?),
-            },
         };
-        let knobs = knobs.to_string();
-        self.seats.push(Seat { knobs, placed, pack_id, on, checked: None, filled: None });
+        self.seats.push(Seat { knobs: knobs.to_string(), chain, on, checked: None, filled: None });
         Ok(())
     }
 
@@ -301,7 +251,7 @@ impl<'a> Child<'a> {
         if self.expected.is_none() {
             self.expected = Some(self.expect()?);
         }
-        let site = self.site;
+        let context = self.context;
         let expected =
             self.expected.as_ref().ok_or_else(|| Fault::internal("what is expected was made and is gone"))?;
         let seat = self.seats.iter_mut().find(|seat| seat.knobs == knobs);
@@ -313,12 +263,12 @@ impl<'a> Child<'a> {
             // A comparison with what is expected reads no weights on the host.
             On::Device(_) => empty,
         };
-        let subject = check_subject(&site, &seat.placed, pack, self.positions)?;
+        let subject = check_subject(&seat.chain, pack, self.positions)?;
         let checked = match &mut seat.on {
             On::Cpu(pack) => Interp::new(subject.validated.schedule(), pack.clone(), Options::fast())
                 .map_err(CheckError::from)
                 .and_then(|mut fast| compare_cpu(&subject, expected, &mut fast)),
-            On::Device(session) => compare_cuda(&subject, expected, session, site.manifest.decode.steps_per_launch),
+            On::Device(session) => compare_cuda(&subject, expected, session, context.manifest.decode.steps_per_launch),
         };
         match checked {
             Ok(checked) => {
@@ -337,22 +287,22 @@ impl<'a> Child<'a> {
 
     /// What every candidate is compared with, made from the default one, through the cache.
     fn expect(&self) -> Result<Expected, Ended> {
-        let site = self.site;
-        let weights = site.weights_id()?;
-        let placed = placed(&site, site.default_candidate())?;
+        let context = self.context;
+        let weights = context.weights_id()?;
+        let chain = Chain::new(context, self.host, context.default_candidate());
+        let schedule = chain.schedule().map_err(Fault::from)?.content;
         let positions = self.positions;
         // The reference knows models alone; an op alone is compared with the interpreter, as a device is.
-        let device = self.found.is_some() || site.op.is_some();
-        let (graph, schedule) = (site.graph, placed.content);
-        let keyed =
-            ExpectKey { code: keys::code(keys::EXPECT), schedule, graph, weights: &weights, positions, device }.keyed();
+        let device = self.found.is_some() || context.op.is_some();
+        let (code, graph) = (keys::code(keys::EXPECT), context.graph);
+        let keyed = ExpectKey { code, schedule, graph, weights: &weights, positions, device }.keyed();
         let make = || -> Result<Vec<u8>, Fault> {
-            let pack = memory_pack(&site, placed.validated(site.target)?)?;
-            let subject = check_subject(&site, &placed, pack, positions)?;
+            let pack = memory_pack(&context, chain.validated()?)?;
+            let subject = check_subject(&chain, pack, positions)?;
             let expected = if device { expect_cuda(&subject) } else { expect_cpu(&subject) };
             Ok(expected?.to_entry())
         };
-        let (entry, _) = site.workspace.stage(&keyed, &site.subject(), &site.title(keyed.stage), "", make)?;
+        let (entry, _) = context.workspace.stage(&keyed, &context.subject(), &context.title(keyed.stage), "", make)?;
         let bytes = entry.bytes().map_err(Fault::from)?;
         let unreadable = || Fault::internal(format!("the stored result `{}` cannot be read", entry.path().display()));
         Ok(Expected::from_entry(&bytes).ok_or_else(unreadable)?)
@@ -361,19 +311,19 @@ impl<'a> Child<'a> {
     /// Times the candidate at every position, in turns with the incumbent where there is one.
     #[allow(clippy::type_complexity)] // As an answer has it.
     fn time(&mut self, job: &Job) -> Result<(Vec<Timed>, Vec<(u32, Vec<[f64; 4]>)>), Ended> {
-        let Child { site, device, seats, .. } = self;
+        let Child { context, device, seats, .. } = self;
         let lost = || Fault::internal("a candidate was loaded and is gone");
-        let decode = &site.manifest.decode;
+        let decode = &context.manifest.decode;
         let share = |all: Duration| all / decode.time_positions.len().max(1) as u32;
         let time_max = share(if device.is_some() { TIME_MAX_DEVICE } else { TIME_MAX_CPU });
         let (mut all_timed, mut all_rounds) = (vec![], vec![]);
-        let mut pair: Vec<&mut Seat> = seats.iter_mut().collect();
+        let mut pair: Vec<&mut Seat<'_>> = seats.iter_mut().collect();
         // The candidate last: B.
         pair.sort_by_key(|seat| seat.knobs == job.candidate);
         let (b, a) = pair.split_last_mut().ok_or_else(lost)?;
-        let mut b_timer = timer(site, device.as_ref(), b)?;
+        let mut b_timer = timer(device.as_ref(), b)?;
         let mut a_timer = match a.first_mut() {
-            Some(a) => Some(timer(site, device.as_ref(), a)?),
+            Some(a) => Some(timer(device.as_ref(), a)?),
             None => None,
         };
         // The deepest first: its cache serves the others.
@@ -395,10 +345,10 @@ impl<'a> Child<'a> {
                     let mut both = (a_timer, &mut b_timer);
                     let mut turns = |rounds_min, rounds_max| {
                         let limits = Limits { rounds_min, rounds_max, time_max };
-                        paired::rounds(limits, &mut both, |both| both.0.launch(), |both| both.1.launch())
+                        abba::rounds(limits, &mut both, |both| both.0.launch(), |both| both.1.launch())
                     };
                     let mut rounds = turns(ROUNDS_MIN, ROUNDS_MIN).map_err(measured)?;
-                    if !is_no_win(&rounds, site.manifest.search.margin) {
+                    if !is_no_win(&rounds, context.manifest.search.margin) {
                         rounds.extend(turns(0, ROUNDS_MAX - ROUNDS_MIN).map_err(measured)?);
                     }
                     samples.extend(rounds.iter().flat_map(|round| round.b));
@@ -409,8 +359,8 @@ impl<'a> Child<'a> {
             match b_timer.timed(samples) {
                 Ok(timed) => all_timed.push(timed),
                 Err(withheld) => {
-                    let (verdict, detail) = ("fail".to_string(), withheld.reason);
-                    return Err(Ended::Verdict(Answer::Failed { verdict, detail, figures: None, check_ms: None }));
+                    let (failure, detail) = (Failure::Fail, withheld.reason);
+                    return Err(Ended::Verdict(Answer::Failed { failure, detail, figures: None, check_ms: None }));
                 }
             }
         }
@@ -426,24 +376,16 @@ impl<'a> Child<'a> {
     }
 }
 
-/// The weights of another seat, where they are on the device and hold the bytes of this pack, with the way to it.
-#[allow(clippy::type_complexity)]
-fn moved(site: &Site<'_>, seat: &Seat, validated: &Validated) -> Result<Option<(Arc<DeviceBuffer>, Vec<Move>)>, Fault> {
-    let On::Device(session) = &seat.on else { return Ok(None) };
-    let there = seat.placed.validated(site.target)?;
-    let moves = moves(there.schedule(), validated.schedule())?;
-    Ok(moves.map(|moves| (session.pack(), moves)))
-}
-
-fn timer<'s>(site: &Site<'s>, device: Option<&'s Device>, seat: &'s mut Seat) -> Result<Timer<'s>, Ended> {
-    let Seat { placed, on, checked, filled, .. } = seat;
+fn timer<'s>(device: Option<&'s Device>, seat: &'s mut Seat<'_>) -> Result<Timer<'s>, Ended> {
+    let Seat { chain, on, checked, filled, .. } = seat;
     let checked =
         checked.as_ref().ok_or_else(|| Fault::internal("a candidate that was not checked cannot be timed"))?;
-    let decode = &site.manifest.decode;
+    let context = &chain.context;
+    let decode = &context.manifest.decode;
     let subject = measure::Subject {
-        validated: placed.validated(site.target)?,
-        graph: &site.imported.graph,
-        target: site.target,
+        validated: chain.validated().map_err(Fault::from)?,
+        graph: &context.imported.graph,
+        target: context.target,
         positions: &decode.time_positions,
         steps_per_launch: decode.steps_per_launch,
     };
@@ -454,37 +396,15 @@ fn timer<'s>(site: &Site<'s>, device: Option<&'s Device>, seat: &'s mut Seat) ->
     }
 }
 
-fn check_subject<'s>(
-    site: &Site<'s>,
-    placed: &'s Placed,
-    pack: Pack,
-    positions: &'s [u32],
-) -> Result<check::Subject<'s>, Fault> {
-    let validated = placed.validated(site.target)?;
+fn check_subject<'s>(chain: &'s Chain<'_>, pack: Pack, positions: &'s [u32]) -> Result<check::Subject<'s>, Fault> {
+    let (context, validated) = (&chain.context, chain.validated()?);
     Ok(check::Subject {
         validated,
-        target: site.target,
-        graph: &site.imported.graph,
-        weights: &site.imported.weights,
+        target: context.target,
+        graph: &context.imported.graph,
+        weights: &context.imported.weights,
         pack,
         positions,
-        alone: site.op.map(|op| outputs(op, &validated.schedule().program)),
+        alone: context.op.map(|op| outputs(op, &validated.schedule().program)),
     })
-}
-
-fn placed(site: &Site<'_>, candidate: Candidate) -> Result<Placed, Fault> {
-    place(site, candidate).map_err(|not_placed| match not_placed {
-        NotPlaced::Fault(fault) => fault,
-        NotPlaced::Infeasible(reason) => Fault::internal(format!("a candidate that was placed does not fit: {reason}")),
-    })
-}
-
-fn cubin(site: &Site<'_>, placed: &Placed) -> Result<Box<Cubin>, Fault> {
-    let generated = generate_source(site, placed)?;
-    let compiler = Compiler::new(site.workspace);
-    match compile(&compiler, &[(*site, &generated)])?.pop() {
-        Some(Compile::Done(cubin)) => Ok(cubin),
-        Some(Compile::Waits(missing)) => Err(missing),
-        None => Err(Fault::internal("a compile gave no result")),
-    }
 }

@@ -5,10 +5,10 @@
 
 use std::collections::BTreeMap;
 
+use crate::abba::Ratio;
 use crate::candidate::Candidate;
 use crate::digest::Digest;
 use crate::flywheel::{Decision, Proposer};
-use crate::paired::Ratio;
 
 use super::history::History;
 use super::judge::{Judged, Rounds, judge, judge_default};
@@ -18,7 +18,7 @@ use super::space::Space;
 /// Builds and times candidates.
 pub trait Arena {
     /// A candidate that was built.
-    type Made;
+    type Built;
     /// What the arena records of a trial beside its times.
     type Evidence;
     type Fault;
@@ -27,7 +27,7 @@ pub trait Arena {
     ///
     /// # Errors
     /// Faults that end the campaign.
-    fn make(&mut self, candidate: &Candidate, ahead: &[Candidate]) -> Result<Made<Self::Made>, Self::Fault>;
+    fn make(&mut self, candidate: &Candidate, ahead: &[Candidate]) -> Result<BuildOutcome<Self::Built>, Self::Fault>;
 
     /// Checks and times a candidate, in turns with the incumbent where there is one.
     ///
@@ -36,15 +36,15 @@ pub trait Arena {
     fn run(
         &mut self,
         candidate: &Candidate,
-        made: &Self::Made,
+        made: &Self::Built,
         incumbent: Option<&Candidate>,
-    ) -> Result<Ran<Self::Evidence>, Self::Fault>;
+    ) -> Result<RunOutcome<Self::Evidence>, Self::Fault>;
 
     /// Records the result of a candidate, before the search acts on it.
     ///
     /// # Errors
     /// As [`Arena::make`]: a trial that cannot be recorded did not take place.
-    fn record(&mut self, settled: &Settled<'_, Self::Made, Self::Evidence>) -> Result<(), Self::Fault>;
+    fn record(&mut self, settled: &TrialRecord<'_, Self::Built, Self::Evidence>) -> Result<(), Self::Fault>;
 
     /// A reason to stop from outside the search: an interrupt, or the clock.
     fn stop(&mut self) -> Option<Stop>;
@@ -54,7 +54,7 @@ pub trait Arena {
 }
 
 /// Result of building a candidate.
-pub enum Made<T> {
+pub enum BuildOutcome<T> {
     /// `artefact` names what would run: two candidates with the same one are duplicates.
     Ready {
         artefact: Digest,
@@ -64,7 +64,7 @@ pub enum Made<T> {
 }
 
 /// Result of running one.
-pub enum Ran<E> {
+pub enum RunOutcome<E> {
     /// Checked. `rounds` is empty for the first candidate, which has no incumbent to take turns with.
     Timed { rounds: Vec<Rounds>, evidence: E },
     /// Wrong, hung or crashed, or a time that cannot be true.
@@ -74,15 +74,15 @@ pub enum Ran<E> {
 }
 
 /// A candidate with its result.
-pub struct Settled<'a, T, E> {
+pub struct TrialRecord<'a, T, E> {
     /// Number in the campaign; `None` for an infeasible candidate.
     pub number: Option<u32>,
     pub candidate: &'a Candidate,
     pub proposer: Proposer,
-    pub result: SettledAs<'a, T, E>,
+    pub result: TrialResult<'a, T, E>,
 }
 
-pub enum SettledAs<'a, T, E> {
+pub enum TrialResult<'a, T, E> {
     Infeasible(&'a str),
     Failed { made: &'a T, evidence: &'a E },
     First { made: &'a T, evidence: &'a E },
@@ -91,7 +91,7 @@ pub enum SettledAs<'a, T, E> {
 
 /// A trial of an interrupted campaign, read from its rows.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Told {
+pub struct PastTrial {
     pub number: u32,
     pub candidate: Candidate,
     pub artefact: Option<Digest>,
@@ -114,7 +114,7 @@ pub struct Driven {
 
 /// The state that a campaign resumes from, and its settings.
 pub struct Start<'p, F> {
-    pub told: Vec<Told>,
+    pub past: Vec<PastTrial>,
     /// Fraction by which a candidate has to be faster to be kept.
     pub margin: f64,
     /// An external proposer. It is asked first; the answer `None` leaves the trial to the search.
@@ -126,10 +126,10 @@ pub type Proposes<'p, F> = &'p mut dyn FnMut(&Search<'_>) -> Result<Option<Candi
 
 /// The trials of a campaign. A default that failed is left out, so that it is tried again: without a default there is nothing to compare
 /// with.
-pub fn told(history: &History) -> Vec<Told> {
+pub fn past_trials(history: &History) -> Vec<PastTrial> {
     let entries = history.entries.iter().filter(|e| e.number != Some(0) || e.outcome() != Outcome::Failed);
     entries
-        .map(|entry| Told {
+        .map(|entry| PastTrial {
             number: entry.number.unwrap_or(0),
             candidate: entry.candidate.clone(),
             artefact: entry.schedule,
@@ -141,7 +141,7 @@ pub fn told(history: &History) -> Vec<Told> {
 
 /// The point where an earlier run left a campaign.
 #[derive(Debug, Clone, PartialEq, Default)]
-pub struct Retold {
+pub struct Resumed {
     /// Number of the next trial.
     pub number: u32,
     /// Candidates by the digest of their artefact.
@@ -151,25 +151,25 @@ pub struct Retold {
 }
 
 /// Tells a fresh search the results of the trials so far.
-pub fn retell(search: &mut Search<'_>, told: &[Told]) -> Retold {
-    let mut retold = Retold::default();
-    for Told { number, candidate, artefact, proposer, outcome } in told {
-        retold.number = retold.number.max(number + 1);
+pub fn replay(search: &mut Search<'_>, past: &[PastTrial]) -> Resumed {
+    let mut resumed = Resumed::default();
+    for PastTrial { number, candidate, artefact, proposer, outcome } in past {
+        resumed.number = resumed.number.max(number + 1);
         if let Some(artefact) = artefact {
-            retold.artefacts.entry(*artefact).or_insert_with(|| candidate.clone());
+            resumed.artefacts.entry(*artefact).or_insert_with(|| candidate.clone());
         }
         if *proposer == Proposer::Default && *number > 0 {
             search.settle(candidate, *outcome);
             // Another trial reopens the decision at the end of an earlier run.
-            retold.compared = Some(*number);
+            resumed.compared = Some(*number);
         } else {
             search.tell(candidate, *outcome);
         }
     }
-    retold
+    resumed
 }
 
-/// Runs a campaign to its end, from where `start.told` left it.
+/// Runs a campaign to its end, from where `start.past` left it.
 ///
 /// At the end the default is timed in turns with the best candidate: a campaign ends with the default unless the best is certainly faster.
 ///
@@ -182,7 +182,7 @@ pub fn drive<A: Arena>(
     ahead: usize,
 ) -> Result<Driven, A::Fault> {
     let default = search.default_candidate().clone();
-    let Retold { mut number, mut artefacts, compared } = retell(search, &start.told);
+    let Resumed { mut number, mut artefacts, compared } = replay(search, &start.past);
     let mut driven = Driven { best: None, stop: Stop::Interrupted, ran: 0, against_default: None, duplicates: vec![] };
     loop {
         if let Some(stop) = arena.stop() {
@@ -190,25 +190,19 @@ pub fn drive<A: Arena>(
             break;
         }
         search.tell_floor(arena.floor_gap());
-        let (candidate, proposer) = match search.ask() {
+        let (candidate, proposer) = match asked(search, &mut start.external)? {
             Ask::Stop(stop) => {
                 driven.stop = stop;
                 break;
             }
-            Ask::Try { candidate, proposer } => match (&mut start.external, proposer) {
-                (Some(external), asked) if asked != Proposer::Default => match external(search)? {
-                    Some(other) if search.is_new(&other) => (other, Proposer::External),
-                    _ => (candidate, proposer),
-                },
-                _ => (candidate, proposer),
-            },
+            Ask::Try { candidate, proposer } => (candidate, proposer),
         };
         let likely = search.ahead(ahead);
         let (artefact, made) = match arena.make(&candidate, &likely)? {
-            Made::Ready { artefact, made } => (artefact, made),
-            Made::Infeasible(reason) => {
-                let result = SettledAs::Infeasible(&reason);
-                arena.record(&Settled { number: None, candidate: &candidate, proposer, result })?;
+            BuildOutcome::Ready { artefact, made } => (artefact, made),
+            BuildOutcome::Infeasible(reason) => {
+                let result = TrialResult::Infeasible(&reason);
+                arena.record(&TrialRecord { number: None, candidate: &candidate, proposer, result })?;
                 search.tell(&candidate, Outcome::Infeasible);
                 continue;
             }
@@ -237,7 +231,7 @@ pub fn drive<A: Arena>(
     if let Some(best) = incumbent.filter(|best| *best != default)
         && driven.stop != Stop::Interrupted
         && compared.is_none_or(|at| at + 1 < number)
-        && let Made::Ready { made, .. } = arena.make(&default, &[])?
+        && let BuildOutcome::Ready { made, .. } = arena.make(&default, &[])?
     {
         let proposer = Proposer::Default;
         let decide = |rounds: &[Rounds]| judge_default(rounds, start.margin);
@@ -246,16 +240,30 @@ pub fn drive<A: Arena>(
             search.settle(&default, outcome);
             driven.ran += 1;
             // The inverse of default by best.
-            driven.against_default = judged.and_then(|judged| judged.overall).map(|ratio| Ratio {
-                ratio: 1.0 / ratio.ratio,
-                low: 1.0 / ratio.high,
-                high: 1.0 / ratio.low,
-                rounds: ratio.rounds,
-            });
+            driven.against_default = judged.and_then(|judged| judged.overall).map(|ratio| inverse(&ratio));
         }
     }
     driven.best = search.incumbent().map(|(candidate, _)| candidate.clone());
     Ok(driven)
+}
+
+/// The ratio with its two sides exchanged.
+fn inverse(ratio: &Ratio) -> Ratio {
+    let Ratio { ratio, low, high, rounds } = *ratio;
+    Ratio { ratio: 1.0 / ratio, low: 1.0 / high, high: 1.0 / low, rounds }
+}
+
+/// What the search asks, unless an external proposer has something new.
+fn asked<F>(search: &Search<'_>, external: &mut Option<Proposes<'_, F>>) -> Result<Ask, F> {
+    let ask = search.ask();
+    if let (Some(external), Ask::Try { proposer, .. }) = (external, &ask)
+        && *proposer != Proposer::Default
+        && let Some(candidate) = external(search)?
+        && search.is_new(&candidate)
+    {
+        return Ok(Ask::Try { candidate, proposer: Proposer::External });
+    }
+    Ok(ask)
 }
 
 /// Runs, judges and records one candidate; `None` if the user stopped it.
@@ -264,27 +272,27 @@ fn settle<A: Arena>(
     number: u32,
     candidate: &Candidate,
     proposer: Proposer,
-    made: &A::Made,
+    made: &A::Built,
     incumbent: Option<&Candidate>,
     decide: &dyn Fn(&[Rounds]) -> Judged,
 ) -> Result<Option<(Outcome, Option<Judged>)>, A::Fault> {
     let number = Some(number);
     Ok(match arena.run(candidate, made, incumbent)? {
-        Ran::Interrupted => None,
-        Ran::Failed(evidence) => {
-            let result = SettledAs::Failed { made, evidence: &evidence };
-            arena.record(&Settled { number, candidate, proposer, result })?;
+        RunOutcome::Interrupted => None,
+        RunOutcome::Failed(evidence) => {
+            let result = TrialResult::Failed { made, evidence: &evidence };
+            arena.record(&TrialRecord { number, candidate, proposer, result })?;
             Some((Outcome::Failed, None))
         }
-        Ran::Timed { evidence, .. } if incumbent.is_none() => {
-            let result = SettledAs::First { made, evidence: &evidence };
-            arena.record(&Settled { number, candidate, proposer, result })?;
+        RunOutcome::Timed { evidence, .. } if incumbent.is_none() => {
+            let result = TrialResult::First { made, evidence: &evidence };
+            arena.record(&TrialRecord { number, candidate, proposer, result })?;
             Some((Outcome::Timed { ratio: 1.0, kept: true, deep: None }, None))
         }
-        Ran::Timed { rounds, evidence } => {
+        RunOutcome::Timed { rounds, evidence } => {
             let judged = decide(&rounds);
-            let result = SettledAs::Judged { made, evidence: &evidence, judged: &judged };
-            arena.record(&Settled { number, candidate, proposer, result })?;
+            let result = TrialResult::Judged { made, evidence: &evidence, judged: &judged };
+            arena.record(&TrialRecord { number, candidate, proposer, result })?;
             let outcome = match &judged.overall {
                 Some(overall) => Outcome::Timed {
                     ratio: overall.ratio,
@@ -306,10 +314,10 @@ mod tests {
     use super::super::propose::Limits;
     use super::super::space::KNOBS;
     use super::*;
+    use crate::abba::Round;
     use crate::dtype::{DType, Precision};
     use crate::flywheel::ModelShape;
     use crate::model::config::import_config_only;
-    use crate::paired::Round;
     use crate::random::Random;
     use crate::target::Target;
 
@@ -367,15 +375,15 @@ mod tests {
     }
 
     impl Arena for MadeUp {
-        type Made = ();
+        type Built = ();
         type Evidence = &'static str;
         type Fault = &'static str;
 
-        fn make(&mut self, candidate: &Candidate, _: &[Candidate]) -> Result<Made<()>, &'static str> {
+        fn make(&mut self, candidate: &Candidate, _: &[Candidate]) -> Result<BuildOutcome<()>, &'static str> {
             if *candidate != self.default && self.random.below(self.one_in) == 0 {
-                return Ok(Made::Infeasible("injected".to_string()));
+                return Ok(BuildOutcome::Infeasible("injected".to_string()));
             }
-            Ok(Made::Ready { artefact: Digest::of(candidate.to_string().as_bytes()), made: () })
+            Ok(BuildOutcome::Ready { artefact: Digest::of(candidate.to_string().as_bytes()), made: () })
         }
 
         fn run(
@@ -383,29 +391,29 @@ mod tests {
             candidate: &Candidate,
             (): &(),
             incumbent: Option<&Candidate>,
-        ) -> Result<Ran<&'static str>, &'static str> {
+        ) -> Result<RunOutcome<&'static str>, &'static str> {
             if let Some(incumbent) = incumbent {
                 assert!(!self.wrong.contains_key(&incumbent.to_string()), "a wrong candidate became the incumbent");
                 if *candidate != self.default && self.random.below(self.one_in) == 0 {
                     let how = ["wrong result", "hang", "crash", "below the floor"][self.random.below(4)];
                     self.wrong.insert(candidate.to_string(), how);
-                    return Ok(Ran::Failed(how));
+                    return Ok(RunOutcome::Failed(how));
                 }
             }
-            let Some(incumbent) = incumbent else { return Ok(Ran::Timed { rounds: vec![], evidence: "ok" }) };
+            let Some(incumbent) = incumbent else { return Ok(RunOutcome::Timed { rounds: vec![], evidence: "ok" }) };
             let times = [incumbent, candidate].map(|c| landscape(c, &self.default));
             let mut noisy = |us: f64| us * (0.998 + 0.004 * self.random.unit());
             let rounds = (0..7)
                 .map(|_| Round { a: [noisy(times[0]), noisy(times[0])], b: [noisy(times[1]), noisy(times[1])] })
                 .collect();
-            Ok(Ran::Timed { rounds: vec![Rounds { position: 32, rounds }], evidence: "ok" })
+            Ok(RunOutcome::Timed { rounds: vec![Rounds { position: 32, rounds }], evidence: "ok" })
         }
 
-        fn record(&mut self, settled: &Settled<'_, (), &'static str>) -> Result<(), &'static str> {
+        fn record(&mut self, settled: &TrialRecord<'_, (), &'static str>) -> Result<(), &'static str> {
             if self.disk_is_full {
                 return Err("disk full");
             }
-            let failed = matches!(settled.result, SettledAs::Failed { .. });
+            let failed = matches!(settled.result, TrialResult::Failed { .. });
             self.recorded.push((settled.candidate.to_string(), failed));
             Ok(())
         }
@@ -437,7 +445,7 @@ mod tests {
     }
 
     fn start() -> Start<'static, &'static str> {
-        Start { told: vec![], margin: 0.01, external: None }
+        Start { past: vec![], margin: 0.01, external: None }
     }
 
     #[test]

@@ -1,9 +1,9 @@
 //! Owns the decision about a trial: paired times in, an interval of the ratio out, and whether the candidate is kept.
 //!
-//! Rounds are those of [`crate::paired`], with the incumbent as A and the candidate as B.
+//! Rounds are those of [`crate::abba`], with the incumbent as A and the candidate as B.
 
+use crate::abba::{Ratio, Round, ratio};
 use crate::flywheel::Decision;
-use crate::paired::{Ratio, Round, ratio};
 
 /// With fewer rounds, the interval of their median is hardly wider than the observed values.
 pub const ROUNDS_MIN: usize = 5;

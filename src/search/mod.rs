@@ -22,7 +22,10 @@ pub mod study;
 #[cfg(test)]
 mod transfer;
 
-pub use drive::{Arena, Driven, Made, Proposes, Ran, Retold, Settled, SettledAs, Start, Told, drive, retell, told};
+pub use drive::{
+    Arena, BuildOutcome, Driven, PastTrial, Proposes, Resumed, RunOutcome, Start, TrialRecord, TrialResult, drive,
+    past_trials, replay,
+};
 pub use history::{History, floor_gap, histories};
 pub use judge::{Judged, Rounds, is_no_win, judge};
 pub use prior::{Prior, Setting, lessons};

@@ -338,7 +338,7 @@ impl Space {
                 // From beyond the context it never splits, which `splits = 1` says already.
                 "split_from" => values.retain(|&from| from < context_max),
                 // Smaller units are used only if they make shares shorter.
-                "unit_rows" => values.retain(|&least| finest_unit_rows(graph, precision, default.sms, least) == least),
+                "unit_rows" => values.retain(|&least| finest_unit_rows(graph, precision, least) == least),
                 "sum_units" => {}
                 "sums_everywhere" => values.retain(|&value| value == own[at] || fits(at, value)),
                 _ if !knob.ops.is_empty() => values.retain(|&value| value == own[at] || fits(at, value)),
@@ -576,8 +576,8 @@ impl Space {
 mod tests {
     use super::*;
     use crate::dtype::DType;
+    use crate::ir::layout::streamed_bytes;
     use crate::ir::print::print;
-    use crate::ir::schedule::{Run, RunBytes};
     use crate::lower::lower;
     use crate::model::config::import_config_only;
     use crate::schedule::schedule;
@@ -630,8 +630,7 @@ mod tests {
         let streamed = |c: &Candidate| -> Vec<u64> {
             let program = lower(&graph, "test", BF16, 1024, c).expect("it fits");
             let placed = schedule(program, &target, c).expect("it fits");
-            let bytes = |run: &Run| if let RunBytes::Fixed { bytes, .. } = run.bytes { bytes } else { 0 };
-            placed.regimes[0].streams.iter().map(|runs| runs.iter().map(bytes).sum()).collect()
+            streamed_bytes(&placed)
         };
         let spared = Candidate { light_eighth: 3, light_percent: 12, ..default.clone() };
         let (even, uneven) = (streamed(&default), streamed(&spared));

@@ -4,18 +4,18 @@
 //! The search here does not see the cost model. The figures of this file measure the search and nothing else.
 
 use super::cost;
-use super::drive::{Arena, Made, Ran, Settled, SettledAs, Start, drive};
+use super::drive::{Arena, BuildOutcome, RunOutcome, Start, TrialRecord, TrialResult, drive};
 use super::judge::Rounds;
 use super::prior::{Example, Group, Prior, Setting, moves};
 use super::propose::{Ask, Limits, Outcome, Search, Stop};
 use super::space::{KNOBS, Space};
+use crate::abba::Round;
 use crate::candidate::Candidate;
 use crate::digest::Digest;
 use crate::dtype::{DType, Precision};
 use crate::flywheel::{ModelShape, Proposer};
 use crate::model::config::import_config_only;
 use crate::model::graph::ModelGraph;
-use crate::paired::Round;
 use crate::random::Random;
 use crate::target::Target;
 
@@ -73,28 +73,28 @@ impl Machine<'_> {
 }
 
 impl Arena for Machine<'_> {
-    type Made = ();
+    type Built = ();
     type Evidence = ();
     type Fault = &'static str;
 
-    fn make(&mut self, candidate: &Candidate, _: &[Candidate]) -> Result<Made<()>, &'static str> {
-        Ok(Made::Ready { artefact: Digest::of(candidate.to_string().as_bytes()), made: () })
+    fn make(&mut self, candidate: &Candidate, _: &[Candidate]) -> Result<BuildOutcome<()>, &'static str> {
+        Ok(BuildOutcome::Ready { artefact: Digest::of(candidate.to_string().as_bytes()), made: () })
     }
 
-    fn run(&mut self, b: &Candidate, (): &(), a: Option<&Candidate>) -> Result<Ran<()>, &'static str> {
-        let Some(a) = a else { return Ok(Ran::Timed { rounds: vec![], evidence: () }) };
+    fn run(&mut self, b: &Candidate, (): &(), a: Option<&Candidate>) -> Result<RunOutcome<()>, &'static str> {
+        let Some(a) = a else { return Ok(RunOutcome::Timed { rounds: vec![], evidence: () }) };
         let times = [self.log(a).exp(), self.log(b).exp()];
         let mut noisy = |us: f64| us * (0.995 + 0.01 * self.random.unit());
         let rounds = (0..9).map(|_| Round { a: times.map(|_| noisy(times[0])), b: times.map(|_| noisy(times[1])) });
-        Ok(Ran::Timed { rounds: vec![Rounds { position: 32, rounds: rounds.collect() }], evidence: () })
+        Ok(RunOutcome::Timed { rounds: vec![Rounds { position: 32, rounds: rounds.collect() }], evidence: () })
     }
 
-    fn record(&mut self, settled: &Settled<'_, (), ()>) -> Result<(), &'static str> {
+    fn record(&mut self, settled: &TrialRecord<'_, (), ()>) -> Result<(), &'static str> {
         let log = self.log(settled.candidate);
         self.seen.push((settled.candidate.clone(), log));
         let kept = match &settled.result {
-            SettledAs::First { .. } => true,
-            SettledAs::Judged { judged, .. } => judged.decision.is_kept(),
+            TrialResult::First { .. } => true,
+            TrialResult::Judged { judged, .. } => judged.decision.is_kept(),
             _ => false,
         };
         let now = if kept { log } else { self.kept.last().copied().unwrap_or(0.0) };
@@ -145,7 +145,7 @@ fn campaign(graph: &ModelGraph, groups: &[Group], trials: u32, seed: u64) -> (Gr
     let mut search = Search::new(&space, limits, groups, prior, vec![], &|_| 0.0);
     let random = Random::stream(seed, "noise", 0);
     let mut machine = Machine { graph, target: &target, default: default.clone(), random, seen: vec![], kept: vec![] };
-    let start = Start { told: vec![], margin: 0.01, external: None };
+    let start = Start { past: vec![], margin: 0.01, external: None };
     drive(&mut machine, &mut search, start, 0).expect("no fault");
     let example = |(candidate, log): &(Candidate, f64)| {
         let values = candidate.values();

@@ -7,7 +7,7 @@ use super::memory::bytes;
 use super::{Entity, Found, Rule, Witness, note};
 use crate::ir::op::{Attention, Epilogue, HISTORY_ALIGN, Op, QkNormAttr, Role};
 use crate::ir::program::{Grid, Program, Space};
-use crate::ir::schedule::{Mechanism, RunBytes, Schedule, SmemKind};
+use crate::ir::schedule::{Mechanism, Schedule, SmemKind, Source};
 use crate::ir::variant::{
     LANES, MatVecVariant, REDUCE_BATCH_MAX, RegisterTiling, Variant, granule_pairs, sum_width_max,
 };
@@ -272,13 +272,15 @@ impl Rules<'_> {
             for run in regime.streams.iter().flatten() {
                 let at = Entity::Task(r, run.task);
                 let grid = &program.grids[regime.tasks[run.task.index()].grid.index()];
-                match (run.bytes, &grid.op) {
-                    (RunBytes::Fixed { bytes, .. }, Op::MatVec(_)) => {
+                match (run.source, &grid.op) {
+                    (Source::Units { lo, hi, .. }, Op::MatVec(m)) => {
+                        let bytes =
+                            u64::from(hi - lo).saturating_mul(m.unit_bytes(program.precision.weights.bytes() as u32));
                         self.expect(bytes < RUN_BYTES_MAX, at, || {
                             format!("expected fewer than {RUN_BYTES_MAX} bytes of weights a task, found {bytes}")
                         });
                     }
-                    (RunBytes::History { rows }, Op::Attention(_)) => {
+                    (Source::History { rows }, Op::Attention(_)) => {
                         // The consumers know the rows of a chunk when they are compiled: as many as a slot holds.
                         let pitch = grid.operand(Role::HistoryK).map_or(1, |o| u64::from(o.cols.stride.max(1)));
                         let row_bytes = pitch * program.precision.cache.bytes() as u64;

@@ -3,9 +3,9 @@
 use super::wellformed::Grids;
 use super::{Entity, Found, Rule, note};
 use crate::dtype::DType;
-use crate::ir::op::{Op, UNIT_ROWS};
+use crate::ir::op::{Epilogue, Op, Role, UNIT_ROWS};
 use crate::ir::program::{Buffer, Space};
-use crate::ir::schedule::{Machine, RunBytes, Schedule, SmemKind};
+use crate::ir::schedule::{Machine, Schedule, SmemKind};
 use crate::ir::{BufferId, GridId, SmId};
 use crate::target::{DotMechanism, Target, TargetKind};
 
@@ -130,15 +130,11 @@ pub(super) fn shared(schedule: &Schedule, target: &Target, grids: &Grids, found:
         (SmemKind::State, state),
     ] {
         let name = kind.name();
-        let mut parts = (0..).zip(&machine.smem).filter(|(_, part)| part.kind == kind);
-        let Some((i, part)) = parts.next() else {
+        let Some((i, part)) = (0..).zip(&machine.smem).find(|(_, part)| part.kind == kind) else {
             found
                 .add(Rule::SmemPart, Entity::Machine, || format!("expected a shared-memory part `{name}`, found none"));
             continue;
         };
-        if let Some((other, _)) = parts.next() {
-            found.add(Rule::SmemPart, Entity::SmemPart(other), || format!("expected one part `{name}`, found another"));
-        }
         if u64::from(part.bytes) < least {
             found.add_with(Rule::SmemSize, Entity::SmemPart(i), || {
                 let message = format!("expected at least {least} bytes for `{name}`, found {}", part.bytes);
@@ -187,35 +183,76 @@ fn residual(schedule: &Schedule, grids: &Grids) -> (u64, Option<Entity>) {
     most
 }
 
-/// Arenas of constants, exchange, cache and output buffers, and the sum of everything in device memory.
-pub(super) fn device(schedule: &Schedule, target: &Target, found: &mut Found) {
+/// Bytes of the units of each matrix, by buffer, and the grid that streams it first: rows padded to whole units, k to whole
+/// granules of 8 rows of 64 bytes, of which a unit of fewer rows fills each with several parts of k.
+fn matrices(schedule: &Schedule, found: &mut Found) -> Vec<u64> {
+    const GRANULE: u64 = 512;
+    const GRANULE_ROW: u64 = 64;
     let program = &schedule.program;
-    let mut total = 0u64;
-    let mut placed: Vec<(Space, u64, u64, BufferId)> = vec![];
-    for ((b, buffer), &place) in (0..).zip(&program.buffers).zip(&schedule.placement) {
-        let (id, bytes) = (BufferId(b), bytes(buffer));
-        match (buffer.space, place) {
-            (Space::Constant | Space::Exchange | Space::Cache | Space::Output, Some(offset)) => {
-                if offset % PLACE_ALIGN != 0 {
-                    found.add(Rule::Placement, Entity::Buffer(id), || {
-                        format!("expected a multiple of {PLACE_ALIGN} bytes as its place, found {offset}")
-                    });
-                }
-                placed.push((buffer.space, offset, offset.saturating_add(bytes), id));
-            }
-            (Space::Constant | Space::Exchange | Space::Cache | Space::Output, None) => {
-                found.add(Rule::Placement, Entity::Buffer(id), || {
-                    format!("expected a place in the arena of {}, found none", buffer.space.name())
+    let mut matrices: Vec<Option<(u64, u64, GridId)>> = vec![None; program.buffers.len()];
+    for (g, grid) in (0..).zip(&program.grids) {
+        let (Op::MatVec(m), Some(weight)) = (&grid.op, grid.operand(Role::Weight)) else { continue };
+        let element = program.buffers[weight.buffer.index()].dtype.bytes() as u64;
+        let unit_rows = u64::from(m.unit_rows.clamp(1, UNIT_ROWS));
+        let units = match m.epilogue {
+            Epilogue::Gated(_) => (u64::from(m.rows) / 2).div_ceil(u64::from(UNIT_ROWS) / 2),
+            _ => u64::from(m.rows).div_ceil(unit_rows),
+        };
+        let granule_k = GRANULE_ROW / element * (u64::from(UNIT_ROWS) / unit_rows);
+        let unit = u64::from(m.k).div_ceil(granule_k).saturating_mul(GRANULE);
+        let here = (units, unit);
+        match matrices[weight.buffer.index()] {
+            Some((units, unit, other)) if (units, unit) != here => {
+                found.add_with(Rule::MixedUse, Entity::Grid(GridId(g)), || {
+                    let message = format!(
+                        "expected {units} units of {unit} bytes of {}, found {} of {}",
+                        weight.buffer, here.0, here.1
+                    );
+                    (message, vec![note(Entity::Grid(other), "streams them so")])
                 });
             }
-            (space, Some(offset)) => found.add(Rule::Placement, Entity::Buffer(id), || {
-                format!("expected no place for a buffer in {}, found {offset}", space.name())
-            }),
-            // Weights count as the streams' bytes, padding included; private data is in shared memory.
-            (Space::Weight | Space::Private, None) => {}
+            Some(_) => {}
+            None => matrices[weight.buffer.index()] = Some((here.0, here.1, GridId(g))),
         }
     }
-    placed.sort_unstable_by_key(|&(space, offset, end, _)| (space.name(), offset, end));
+    matrices.into_iter().map(|m| m.map_or(0, |(units, unit, _)| units.saturating_mul(unit))).collect()
+}
+
+/// Arenas of the pack, of exchange, cache and output buffers, and the sum of everything in device memory.
+pub(super) fn device(schedule: &Schedule, target: &Target, found: &mut Found) {
+    let program = &schedule.program;
+    let matrices = matrices(schedule, found);
+    let mut total = 0u64;
+    let mut placed: Vec<(&str, u64, u64, BufferId)> = vec![];
+    for ((b, buffer), &place) in (0..).zip(&program.buffers).zip(&schedule.placement) {
+        let id = BufferId(b);
+        let (arena, bytes) = match buffer.space {
+            Space::Weight => ("pack", matrices[b as usize]),
+            Space::Constant => ("pack", bytes(buffer)),
+            Space::Exchange | Space::Cache | Space::Output => (buffer.space.name(), bytes(buffer)),
+            Space::Private => {
+                if let Some(offset) = place {
+                    found.add(Rule::Placement, Entity::Buffer(id), || {
+                        format!("expected no place for a buffer in {}, found {offset}", buffer.space.name())
+                    });
+                }
+                continue;
+            }
+        };
+        let Some(offset) = place else {
+            found.add(Rule::Placement, Entity::Buffer(id), || {
+                format!("expected a place in the arena of {arena}, found none")
+            });
+            continue;
+        };
+        if offset % PLACE_ALIGN != 0 {
+            found.add(Rule::Placement, Entity::Buffer(id), || {
+                format!("expected a multiple of {PLACE_ALIGN} bytes as its place, found {offset}")
+            });
+        }
+        placed.push((arena, offset, offset.saturating_add(bytes), id));
+    }
+    placed.sort_unstable_by_key(|&(arena, offset, end, _)| (arena, offset, end));
     for arena in placed.chunk_by(|a, b| a.0 == b.0) {
         let mut last = (0, BufferId(0));
         for &(_, offset, end, id) in arena {
@@ -233,14 +270,6 @@ pub(super) fn device(schedule: &Schedule, target: &Target, found: &mut Found) {
         }
         total = total.saturating_add(last.0);
     }
-    let weights = schedule.regimes.iter().map(|regime| {
-        let runs = regime.streams.iter().flatten();
-        runs.fold(0u64, |sum, run| match run.bytes {
-            RunBytes::Fixed { bytes, .. } => sum.saturating_add(bytes),
-            RunBytes::History { .. } => sum,
-        })
-    });
-    total = total.saturating_add(weights.max().unwrap_or(0));
     if total > target.spec.memory_bytes {
         found.add(Rule::DeviceMemory, Entity::Schedule, || {
             format!("expected at most {} bytes in device memory, found {total}", target.spec.memory_bytes)

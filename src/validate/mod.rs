@@ -9,12 +9,14 @@
 //! Groups are judged in this order. A group that builds on facts of an earlier one is judged only where that one found
 //! nothing, so that a list of violations names causes and not their consequences.
 //!
-//! 1. **Well-formed** (`wellformed`, `operands`). Every id exists; every task is in one queue; queues, streams and
-//!    placements are as many as SMs and buffers. Every grid has the operands of its op's table, each in the right
+//! 1. **Well-formed** (`wellformed`, `operands`, `regimes`, `names`). Every id exists; every task is in one queue;
+//!    queues, streams and placements are as many as SMs and buffers. Every grid has the operands of its op's table, each in the right
 //!    space, with the right element type, row kind and columns, inside its buffer for every extent: rows of the current
 //!    position and of the history below `context_max`, rows of the table up to the vocabulary of the head. Attributes
-//!    are finite and positive where they must be. Exchange regions start on packets. Each regime launches every index
-//!    of every grid once; only attention has alternatives, and they agree. Each queue starts with its `select`. What a
+//!    are finite and positive where they must be. Immutable buffers are filled with the kind of content that their roles
+//!    read. Names that generated code spells out fit there. Exchange regions start on packets. Each regime launches every
+//!    index of every grid once; only attention has alternatives, they agree, and every regime appends the same columns of
+//!    the same caches. Each queue starts with its `select`. What a
 //!    regime writes of a shared buffer it writes whole and once: no element is read that was not produced, none has two
 //!    producers, and each layer's keys and values are appended once a step. A private element is written, then updated and
 //!    read, in program order on the SM that owns it, or by every SM for itself.
@@ -24,16 +26,18 @@
 //!    all counters or all packets. An event is carried where program order reads before it writes (the candidates), and
 //!    only there; the first step of a regime finds the events it carries in the regime before.
 //! 3. **Free of deadlock** (`order`, `variants`). Queues and the events of a step have no cycle; a witness is the cycle. The stream
-//!    of an SM lists exactly the streamed operands of its queue, in its order, with the right bytes at consecutive
-//!    offsets, the same in every regime. A task's chunks fit the ring; the arrivals that free a slot are the consumer
-//!    warps. The variants of matvecs and attention are those that tasks, slots and cache rows lead to (`variants`).
-//! 4. **Race-free** (`races`), over `1 + phases` consecutive steps of the loop and across each change of regime. A
+//!    of an SM lists exactly the streamed operands of its queue, in its order: the units that the task multiplies, the rows that
+//!    its share of the history has. A task's chunks fit the ring; the arrivals that free a slot are the consumer warps. The
+//!    variants of matvecs and attention are those that tasks, slots and cache rows lead to (`variants`).
+//! 4. **Race-free** (`races`), over up to `1 + phases` consecutive steps of each regime and across each change of regime. A
 //!    packet or logit is overwritten only after every reader and the writer of the old value (dependency order;
 //!    visibility order for what the host reads). A loader reads the history only where each append of the step before
 //!    is visible.
 //! 5. **Memory** (`memory`). Shared-memory parts, registers, threads and SMs fit the target, parts are large
-//!    enough for what runs in them, arenas have no overlap, and everything fits device memory.
-//! 6. **Proxies** (`proxies`). Where the target copies in bulk, an append reaches the loader through a proxy fence.
+//!    enough for what runs in them, arenas have no overlap (weights and constants share that of the pack), and everything fits
+//!    device memory.
+//! 6. **Proxies** (`proxies`). Where the target copies in bulk, an append reaches the loader through a proxy fence, which
+//!    the loader makes when it takes over from the first task of its queue. No other task is asked for one.
 //!
 //! A CUDA target has kernels that can do less than the language says; what is proven is at last compared with what they
 //! take for granted (`kernels`).
@@ -51,26 +55,74 @@
 //! - A launch may start at any position; its first step waits for no carried event (nothing ran before it).
 //! - Private data of an SM begins at the lowest column that the SM owns.
 //!
+//! # What a regime finds is what every regime leaves
+//!
+//! Three things outlive a step: cache rows, the columns of carried events, and what the host reads. Private data and all
+//! other exchange columns are written in the step that reads them, before they are read (`uncovered`, `private-order`,
+//! `carried`). Weights and constants never change.
+//!
+//! - *Cache rows.* A row is appended by the regime that serves its position. A launch may start at any position, so a
+//!   regime reads rows of every regime up to it. All regimes append the same columns of every cache (`regime-appends`),
+//!   so each of these rows was written.
+//! - *The meaning of rows.* Grids that extend one cache at one column, with keys or with values, are the same attention
+//!   with the same inputs and the same caches (`alternatives`). Hence each attention of a regime has a counterpart in
+//!   every other: in both regimes some grid begins at the lowest column that is appended to a cache, these two are
+//!   compared, are the same, and append the same columns; the lowest column of the rest begins the next pair.
+//!   Alternatives leave their heads in the same columns, directly or through the merges of their regime. All other grids
+//!   are launched in every regime. So all regimes compute one function of the token, the position and the caches; they
+//!   may round differently.
+//! - *Carried columns.* A carried event has a counterpart in the regime before (`carried-match`), which writes the buffer
+//!   whole (`uncovered`).
+//! - *What the host reads* is made by grids that have no alternatives.
+//!
 //! # Why a few steps are all steps
 //!
 //! Happens-before between two steps uses only the steps between them, and inserting another step of a regime that is
 //! already between them keeps every path: queue order reaches through it, and so does a carried event, to its waiter in
-//! the inserted step and along that SM's queue. So a run of `min(length, 1 + phases)` steps of each regime shows every
-//! pair that any longer run has, at its closest. Pairs farther apart follow: a buffer that a regime writes, it writes
-//! whole in each of its steps.
+//! the inserted step and along that SM's queue. So what is ordered in a short run is ordered in every longer one, and a
+//! short run suffices if it has each pair of steps that must be ordered.
+//!
+//! - *Exchanges.* A write must be ordered after the readers and writers of the last value in the same phase. A regime
+//!   that writes a buffer writes it whole in each of its steps. So that value is `phases` steps old, or it is one of the
+//!   last `phases` of an earlier regime and the write is among the first `phases` of its own. A run of
+//!   `min(length, 1 + phases)` steps of each regime has all such pairs. Older values follow: their pairs are in the run too.
+//! - *Fewer steps.* If every SM begins each step by knowing that all of the step before is done, and with several regimes
+//!   sees all that it wrote, then by induction it knows and sees all older steps. Pairs two steps apart and more are
+//!   ordered, and two steps of each regime have all pairs one step apart. Both orders are needed: packets that nobody
+//!   reads may land late, and only visibility says that they have landed. Otherwise the run is `1 + phases` steps long.
+//! - *Histories and outputs* are written whole in every step, so pairs one step apart are enough: who appends a column
+//!   reads its history in the same step, and so has seen the append of the step before.
+//!
+//! # Rules that the language has no words for
+//!
+//! The memory model of exchanges (PTX) asks for more than today's schedules can say. Each needs its words first:
+//!
+//! - *Scope*: an event includes all its signallers and waiters. Needs scopes of events and homes of buffers; today all
+//!   are one device.
+//! - *Access width*: one width of word for all accesses to a buffer. Today the mechanism decides it, and
+//!   `mixed-mechanism` keeps it one; needs widths of their own.
+//! - *Copies of exchanges*: every writer fenced before the copy. Needs streams whose source is an exchange; for caches
+//!   these are `history-unordered` and `missing-proxy`.
+//! - *Poison words and parity bits*: poison ordered before the next read, values that are never poison, every word read
+//!   in every use. Needs mechanisms beside packets, fences and counters.
+//! - *Sums in a cluster*: bytes expected are bytes sent, buffers freed before they are sent to again. Needs exchanges
+//!   between the blocks of a cluster.
 //!
 //! # What is not checked
 //!
 //! Numbers: whether a scale is the model's, whether a layer reads the buffer that the model says. `check` does that.
-//! Which bytes the packer puts into weights and constants.
+//! Which bytes the packer puts into weights and constants: whether the checkpoint has the tensor or the rope of an id, and
+//! whether its extents fit, is known where the checkpoint is (`pack`).
 
 mod events;
 mod kernels;
 mod memory;
+mod names;
 mod operands;
 mod order;
 mod proxies;
 mod races;
+mod regimes;
 mod variants;
 mod wellformed;
 
@@ -259,8 +311,10 @@ rules! {
     LaunchRange "launch-range" 1;
     /// Extents and phases of a buffer.
     BufferExtent "buffer-extent" 1;
-    /// Immutable buffers have content that fits them, others have none.
+    /// Immutable buffers have content of the kind and size that is read, others have none.
     Content "content" 1;
+    /// A name that generated code cannot spell out.
+    Name "name" 1;
     /// A number of an op or of the program that no kernel can take.
     Attribute "attribute" 1;
     /// Operands are not those of the op's table.
@@ -279,7 +333,7 @@ rules! {
     Misaligned "misaligned" 1;
     /// One exchange buffer carries values of different meaning, or a residual is made by owners and by every SM.
     MixedUse "mixed-use" 1;
-    /// Two grids extend the same keys and are not the same attention.
+    /// Two grids extend one cache and are not the same attention, or leave their results in different places.
     Alternatives "alternatives" 1;
     /// A launch index has no task.
     LaunchMissing "launch-missing" 1;
@@ -295,6 +349,8 @@ rules! {
     DoubleProducer "double-producer" 1;
     /// A private element is touched against program order.
     PrivateOrder "private-order" 1;
+    /// Two regimes append different columns of a cache.
+    RegimeAppends "regime-appends" 1;
 
     /// An event's columns are not columns of an exchange buffer.
     EventRegion "event-region" 2;
@@ -327,8 +383,6 @@ rules! {
     StreamOrder "stream-order" 3;
     /// A run has not the bytes of its task.
     StreamBytes "stream-bytes" 3;
-    /// Runs have gaps or overlap, or lie elsewhere in another regime.
-    StreamOffset "stream-offset" 3;
     /// A chunk of the history does not fit a slot or a tile.
     HistoryChunk "history-chunk" 3;
     /// A variant is missing, or its numbers are not those that follow from tasks, slots and caches.
@@ -374,6 +428,8 @@ rules! {
 
     /// Cache rows reach bulk copies without a proxy fence.
     MissingProxy "missing-proxy" 6;
+    /// A proxy fence is asked of a task that hands nothing to its loader.
+    FenceThread "fence-thread" 6;
 
     /// Proven, and yet the kernels of a CUDA target cannot run it as it says.
     Kernel "kernel" 7;
@@ -417,6 +473,7 @@ fn judge(schedule: &Schedule, target: &Target, found: &mut Found) {
         return;
     }
     operands::check(schedule, found);
+    names::check(schedule, found);
     memory::machine(&schedule.machine, target, found);
     order::ring(schedule, found);
     if found.any() {
@@ -440,7 +497,12 @@ fn judge(schedule: &Schedule, target: &Target, found: &mut Found) {
     if found.any() {
         return;
     }
+    regimes::check(schedule, &writes, found);
+    if found.any() {
+        return;
+    }
     let joins = events::check(schedule, &grids, &writes, found);
+    proxies::threads(schedule, found);
     if found.any() {
         return;
     }

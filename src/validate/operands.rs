@@ -6,7 +6,7 @@ use crate::ir::op::{Attention, Epilogue, MatVec, NormAttr, Op, PARTIAL_HEADER, Q
 use crate::ir::program::{Buffer, Cols, Content, Grid, Operand, Program, Rows, Second, Space};
 use crate::ir::schedule::Schedule;
 use crate::ir::{BufferId, GridId};
-use crate::model::graph::{NormKind, QkNormSpan};
+use crate::model::graph::{NormKind, QkNormSpan, RowView};
 use std::collections::BTreeMap;
 
 /// What the start of a KV head in a cache row is a multiple of, bytes.
@@ -73,26 +73,48 @@ fn check_buffer(id: BufferId, buffer: &Buffer, found: &mut Found) {
         let expected = if space.immutable() { "content, its bytes come from the checkpoint" } else { "no content" };
         found.add(Rule::Content, at, || format!("is in {}, expected {expected}", space.name()));
     }
+    let Some(content) = &buffer.content else { return };
+    // Of weights the packer makes units of rows; a constant lies as it is read.
+    if (space == Space::Weight) != matches!(content, Content::Rows { .. }) && space.immutable() {
+        let expected = if space == Space::Weight { "rows" } else { "vectors, a tensor or a rope table" };
+        found.add(Rule::Content, at, || {
+            format!("is in {}, expected {expected} as its content, found {}", space.name(), kind_of(content))
+        });
+    }
+    if !matches!(buffer.dtype, DType::F32 | DType::Bf16) {
+        let dtype = buffer.dtype;
+        found.add(Rule::DType, at, || format!("expected content of fp32 or bf16, found {dtype}"));
+    }
     // 64 bits: the sums of untrusted 32-bit extents.
     let total = |lens: &mut dyn Iterator<Item = u32>| lens.map(u64::from).sum::<u64>();
-    match &buffer.content {
-        Some(Content::Rows { parts, interleave }) => {
+    let views = |views: Vec<&RowView>, found: &mut Found| {
+        if views.iter().any(|view| view.block == 0) {
+            found.add(Rule::Content, at, || "expected blocks of at least one row, found a view of none".to_string());
+        }
+    };
+    match content {
+        Content::Rows { parts, interleave } => {
             let found_rows = total(&mut parts.iter().map(|p| p.rows));
             if found_rows != u64::from(rows) {
                 found.add(Rule::Content, at, || format!("expected {rows} rows of content, found {found_rows}"));
             }
             let pair = parts.len() == 2 && parts[0].rows == parts[1].rows;
             interleaved(at, *interleave, pair, found);
+            views(parts.iter().map(|part| &part.view).collect(), found);
         }
-        Some(Content::Vectors { parts, interleave, .. }) => {
+        Content::Vectors { parts, interleave, offset } => {
             let len = total(&mut parts.iter().map(|p| p.len));
             if len > u64::from(cols) {
                 found.add(Rule::Content, at, || format!("expected at most {cols} values of content, found {len}"));
             }
+            if !offset.is_finite() {
+                found.add(Rule::Content, at, || format!("expected a finite `offset`, found {offset}"));
+            }
             let pair = parts.len() == 2 && parts[0].len == parts[1].len;
             interleaved(at, *interleave, pair, found);
+            views(parts.iter().filter_map(|part| part.view.as_ref()).collect(), found);
         }
-        Some(Content::Tensor(_) | Content::RopeTable(_)) | None => {}
+        Content::Tensor(_) | Content::RopeTable(_) => {}
     }
 }
 
@@ -273,23 +295,7 @@ fn check_grid(id: GridId, grid: &Grid, program: &Program, found: &mut Found) {
         });
         return;
     }
-    if let Op::MatVec(m) = &grid.op {
-        let expected = if matches!(m.epilogue, Epilogue::Gated(_)) { GATED_INTERLEAVE } else { 1 };
-        for operand in [Role::Weight, Role::Bias].into_iter().filter_map(|role| grid.operand(role)) {
-            let Some(Content::Rows { interleave, .. } | Content::Vectors { interleave, .. }) =
-                program.buffers[operand.buffer.index()].content
-            else {
-                continue;
-            };
-            if interleave != expected {
-                found.add_with(Rule::Content, at, || {
-                    let message =
-                        format!("expected `{}` with `interleave` {expected}, found {interleave}", operand.role.name());
-                    (message, vec![note(Entity::Buffer(operand.buffer), "holds it")])
-                });
-            }
-        }
-    }
+    contents(id, grid, program, found);
     if let Op::Attention(a) = &grid.op {
         if a.rotary > 0 && grid.operand(Role::Rope).is_none() {
             found.add(Rule::Operand, at, || format!("expected `rope` for {} rotated dimensions, found none", a.rotary));
@@ -302,6 +308,60 @@ fn check_grid(id: GridId, grid: &Grid, program: &Program, found: &mut Found) {
                 });
             }
         }
+    }
+}
+
+/// What fills the immutable operands of a grid is of the kind that their roles read, and as much of it.
+fn contents(id: GridId, grid: &Grid, program: &Program, found: &mut Found) {
+    let rows_of_matvec = match &grid.op {
+        Op::MatVec(m) => Some((m.rows, if matches!(m.epilogue, Epilogue::Gated(_)) { GATED_INTERLEAVE } else { 1 })),
+        _ => None,
+    };
+    for operand in &grid.operands {
+        let Some(content) = &program.buffers[operand.buffer.index()].content else { continue };
+        let mut expect = |holds: bool, what: &dyn Fn() -> String| {
+            if !holds {
+                found.add_with(Rule::Content, Entity::Grid(id), || {
+                    let message = format!("expected `{}` with {}", operand.role.name(), what());
+                    (message, vec![note(Entity::Buffer(operand.buffer), "holds it")])
+                });
+            }
+        };
+        let (kind, fits) = match operand.role {
+            Role::Weight => ("rows", matches!(content, Content::Rows { .. })),
+            Role::Table => ("a tensor", matches!(content, Content::Tensor(_))),
+            Role::Rope => ("a rope table", matches!(content, Content::RopeTable(_))),
+            Role::NormWeight | Role::NormBias | Role::QNormWeight | Role::KNormWeight | Role::Bias => {
+                ("vectors", matches!(content, Content::Vectors { .. }))
+            }
+            // In the wrong space, which is judged.
+            _ => continue,
+        };
+        expect(fits, &|| format!("{kind} as its content, found {}", kind_of(content)));
+        if let Content::Vectors { parts, .. } = content {
+            // What is behind the rows of a matvec is padding; a norm has a gain for every column.
+            let expected = match rows_of_matvec {
+                Some((rows, _)) if operand.role == Role::Bias => rows,
+                _ => program.buffers[operand.buffer.index()].cols,
+            };
+            let len = parts.iter().map(|part| u64::from(part.len)).sum::<u64>();
+            expect(len == u64::from(expected), &|| format!("{expected} values of content, found {len}"));
+        }
+        if let (Some((_, expected)), Role::Weight | Role::Bias) = (rows_of_matvec, operand.role)
+            && let Content::Rows { interleave, .. } | Content::Vectors { interleave, .. } = content
+        {
+            expect(*interleave == expected, &|| format!("`interleave` {expected}, found {interleave}"));
+        }
+    }
+}
+
+/// The word of the text form.
+fn kind_of(content: &Content) -> &'static str {
+    match content {
+        Content::Rows { .. } => "rows",
+        Content::Vectors { .. } => "vectors",
+        Content::Tensor(_) => "a tensor",
+        Content::RopeTable(_) => "a rope table",
     }
 }
 
@@ -658,24 +718,36 @@ fn makers_of_sums(program: &Program, found: &mut Found) {
     }
 }
 
-/// Attention has alternatives, one for each regime. Those that extend the same keys are the same attention, shared out
-/// differently: a text must not depend on where a regime begins.
+/// Attention has alternatives, one for each regime. Those that extend one cache, with keys or with values, are the same
+/// attention, shared out differently: a text must not depend on where a regime begins.
 fn alternatives(program: &Program, found: &mut Found) {
     let mut first: BTreeMap<(BufferId, u32), (GridId, &Attention)> = BTreeMap::new();
     for (g, grid) in (0..).zip(&program.grids) {
         let Op::Attention(attention) = &grid.op else { continue };
-        let Some(keys) = grid.operand(Role::AppendK) else { continue };
         let id = GridId(g);
-        let (other, same) = *first.entry((keys.buffer, keys.cols.base)).or_insert((id, attention));
-        let alone = |a: &Attention| Attention { heads_per_task: 1, splits: 1, ..a.clone() };
         let place = |id: GridId, role| program.grids[id.index()].operand(role).map(|o| (o.buffer, o.cols.base));
-        let roles = [Role::Q, Role::K, Role::V, Role::QNormWeight, Role::KNormWeight, Role::Rope, Role::HistoryV];
+        let caches: Vec<_> = [Role::AppendK, Role::AppendV].into_iter().filter_map(|role| place(id, role)).collect();
+        let Some(&(other, same)) = caches.iter().find_map(|cache| first.get(cache)) else {
+            first.extend(caches.into_iter().map(|cache| (cache, (id, attention))));
+            continue;
+        };
+        let alone = |a: &Attention| Attention { heads_per_task: 1, splits: 1, ..a.clone() };
+        let roles = [
+            Role::Q,
+            Role::K,
+            Role::V,
+            Role::QNormWeight,
+            Role::KNormWeight,
+            Role::Rope,
+            Role::HistoryK,
+            Role::HistoryV,
+        ];
         let differs = roles.into_iter().find(|&role| place(id, role) != place(other, role));
         if alone(attention) != alone(same) || differs.is_some() {
             found.add_with(Rule::Alternatives, Entity::Grid(id), || {
                 let what = differs.map_or("attributes".to_string(), |role| format!("`{}`", role.name()));
-                let message = format!("extends the keys of {other}, expected the same attention, found other {what}");
-                (message, vec![note(Entity::Grid(other), "extends them too")])
+                let message = format!("extends a cache of {other}, expected the same attention, found other {what}");
+                (message, vec![note(Entity::Grid(other), "extends it too")])
             });
         }
     }

@@ -4,7 +4,7 @@ use super::wellformed::Owners;
 use super::{Entity, Found, Rule, Witness, note};
 use crate::ir::layout::GRANULE_BYTES;
 use crate::ir::op::{HISTORY_ALIGN, Op, Role};
-use crate::ir::schedule::{Regime, RunBytes, Schedule, Task};
+use crate::ir::schedule::{Regime, Schedule, Source};
 use crate::ir::{EventId, GridId, SmId, TaskId};
 
 /// A topological order of the tasks of one step under queue order and the events of the step; empty if there is none.
@@ -140,31 +140,21 @@ pub(super) fn ring(schedule: &Schedule, found: &mut Found) {
     }
 }
 
-/// Each stream is the streamed operands of its queue, in its order, with their bytes; weights lie where every regime
-/// finds them.
+/// Each stream is the streamed operands of its queue, in its order.
 pub(super) fn streams(schedule: &Schedule, found: &mut Found) {
-    let mut first_fine = vec![true; schedule.machine.sms as usize];
     for (r, regime) in (0..).zip(&schedule.regimes) {
-        for (s, first_fine) in first_fine.iter_mut().enumerate() {
-            let fine = stream(r, s, schedule, regime, found);
-            if r == 0 {
-                *first_fine = fine;
-            } else if fine && *first_fine {
-                same_layout(r, s, &schedule.regimes[0], regime, found);
-            }
+        for s in 0..schedule.machine.sms as usize {
+            stream(r, s, schedule, regime, found);
         }
     }
 }
 
-/// Whether the stream of one SM is the one that its queue asks for.
-fn stream(r: u32, s: usize, schedule: &Schedule, regime: &Regime, found: &mut Found) -> bool {
+/// The stream of one SM is the one that its queue asks for.
+fn stream(r: u32, s: usize, schedule: &Schedule, regime: &Regime, found: &mut Found) {
     let program = &schedule.program;
-    let weight_bytes = program.precision.weights.bytes() as u32;
     let slot_bytes = schedule.machine.ring.slot_bytes;
     let sm = Entity::Sm(r, SmId::from(s));
     let mut runs = regime.streams[s].iter();
-    let mut end = 0u64;
-    let mut fine = true;
     for &id in &regime.queues[s] {
         let task = &regime.tasks[id.index()];
         let grid = &program.grids[task.grid.index()];
@@ -182,33 +172,24 @@ fn stream(r: u32, s: usize, schedule: &Schedule, regime: &Regime, found: &mut Fo
                     let others = other.map(|run| note(Entity::Task(r, run.task), "is next in the stream"));
                     (message, std::iter::once(note(at, "is next in the queue")).chain(others).collect())
                 });
-                return false;
+                return;
             }
         };
-        match (op, run.bytes) {
-            (Op::MatVec(m), RunBytes::Fixed { offset, bytes }) => {
-                let unit = u64::from(m.granules(weight_bytes)) * u64::from(GRANULE_BYTES);
-                let expected = u64::from(task.hi - task.lo) * unit;
-                if bytes != expected {
-                    fine = false;
+        match (op, run.source) {
+            (Op::MatVec(_), Source::Units { buffer, lo, hi }) => {
+                let weight = grid.operand(Role::Weight).map(|o| o.buffer);
+                if (weight, lo, hi) != (Some(buffer), task.lo, task.hi) {
                     found.add(Rule::StreamBytes, at, || {
-                        format!("expected {expected} bytes, {} units of {unit}; found {bytes}", task.hi - task.lo)
+                        let matrix = weight.map_or("its matrix".to_string(), |b| b.to_string());
+                        format!("expected units {}..{} of {matrix}, found {lo}..{hi} of {buffer}", task.lo, task.hi)
                     });
                 }
-                if offset != end {
-                    fine = false;
-                    found.add(Rule::StreamOffset, at, || {
-                        format!("expected its weights at {end} of sm{s}'s pack, found {offset}")
-                    });
-                }
-                end = offset.saturating_add(expected);
             }
-            (Op::Attention(a), RunBytes::History { rows }) => {
+            (Op::Attention(a), Source::History { rows }) => {
                 // From head to head: what a copy brings in is whole rows with their padding.
                 let pitch = grid.operand(Role::HistoryK).map_or(a.head_dim, |o| o.cols.stride);
                 let row = u64::from(pitch) * program.precision.cache.bytes() as u64;
                 if rows == 0 || rows % HISTORY_ALIGN != 0 || u64::from(rows) * row > u64::from(slot_bytes) {
-                    fine = false;
                     found.add_with(Rule::HistoryChunk, at, || {
                         let message = format!(
                             "expected a multiple of {HISTORY_ALIGN} rows of {row} bytes in a slot \
@@ -219,7 +200,6 @@ fn stream(r: u32, s: usize, schedule: &Schedule, regime: &Regime, found: &mut Fo
                 }
             }
             (_, other) => {
-                fine = false;
                 found.add(Rule::StreamBytes, at, || {
                     let expected = if matches!(op, Op::MatVec(_)) { "weights" } else { "rows of the history" };
                     format!("expected {expected}, found {other:?}")
@@ -228,58 +208,9 @@ fn stream(r: u32, s: usize, schedule: &Schedule, regime: &Regime, found: &mut Fo
         }
     }
     if let Some(extra) = runs.next() {
-        fine = false;
         found.add_with(Rule::StreamOrder, sm, || {
             let message = format!("expected the end of its stream, found {}", extra.task);
             (message, vec![note(Entity::Task(r, extra.task), "has no chunks left to bring in here")])
         });
     }
-    fine
-}
-
-/// One pack serves all regimes: the same launch ranges at the same offsets.
-fn same_layout(r: u32, s: usize, first: &Regime, regime: &Regime, found: &mut Found) {
-    let layout = |regime: &Regime, i: usize| {
-        let mut fixed = regime.streams[s].iter().filter(|run| matches!(run.bytes, RunBytes::Fixed { .. })).skip(i);
-        fixed.next().map(|run| run.task)
-    };
-    let ranges = |regime: &'_ Regime| -> Vec<(GridId, u32, u32)> {
-        let fixed = regime.streams[s].iter().filter(|run| matches!(run.bytes, RunBytes::Fixed { .. }));
-        fixed.map(|run| &regime.tasks[run.task.index()]).map(|t| (t.grid, t.lo, t.hi)).collect()
-    };
-    let (expected, here) = (ranges(first), ranges(regime));
-    if expected == here {
-        return;
-    }
-    let differs = expected.iter().zip(&here).take_while(|(a, b)| a == b).count();
-    let at = layout(regime, differs).map_or(Entity::Sm(r, SmId::from(s)), |task| Entity::Task(r, task));
-    found.add_with(Rule::StreamOffset, at, || {
-        let show = |range: Option<&(GridId, u32, u32)>| {
-            range.map_or("the end".to_string(), |(g, lo, hi)| format!("units {lo}..{hi} of {g}"))
-        };
-        let message = format!(
-            "expected {} next in sm{s}'s pack as in r0, found {}",
-            show(expected.get(differs)),
-            show(here.get(differs))
-        );
-        // Both ends of the story: what lies there in r0 and where this regime has it; what lies here and where r0 has it.
-        let (there, here) = (layout(first, differs), layout(regime, differs));
-        let twin = |regime: &Regime, task: &Task| {
-            let same = |t: &Task| (t.grid, t.lo, t.hi, t.j) == (task.grid, task.lo, task.hi, task.j);
-            regime.tasks.iter().position(same).map(TaskId::from)
-        };
-        let mut witness = vec![];
-        if let Some(task) = there {
-            witness.push(note(Entity::Task(0, task), "is there in r0"));
-            if let Some(twin) = twin(regime, &first.tasks[task.index()]) {
-                witness.push(note(Entity::Task(r, twin), format!("is its counterpart in r{r}")));
-            }
-        }
-        if let Some(task) = here
-            && let Some(twin) = twin(first, &regime.tasks[task.index()])
-        {
-            witness.push(note(Entity::Task(0, twin), format!("is the counterpart of {task} in r0")));
-        }
-        (message, witness)
-    });
 }

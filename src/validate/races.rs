@@ -6,7 +6,7 @@
 //! clock.
 //!
 //! Three orders, hence three clocks an SM: `dependency` (all events), `visibility` (events that order memory), and
-//! `fenced`, what was visible when the SM last fenced the asynchronous proxy.
+//! `fenced`, what was visible when the SM's loader last fenced the asynchronous proxy.
 
 use super::wellformed::{Grids, Owners, Region, Writes};
 use super::{Entity, Found, Rule, events::Joins, note, proxies};
@@ -51,8 +51,9 @@ pub(super) fn check(schedule: &Schedule, target: &Target, facts: &Facts, found: 
     let exchange = schedule.program.buffers.iter().filter(|b| b.space == Space::Exchange);
     let phases = exchange.map(|b| b.phases).max().unwrap_or(1);
     if phases > 1 {
-        // Mostly every SM begins a step by learning that all of the step before is done, and so all before that: pairs
-        // two steps and more apart are ordered, and two steps of each regime show the rest.
+        // Mostly every SM begins a step by learning that all of the step before is done, and by seeing all that it wrote.
+        // By induction that holds for all steps before: pairs two steps and more apart are ordered, in both orders, and
+        // two steps of each regime show the pairs one step apart.
         let mut few = Found::default();
         if run(schedule, target, facts, 2, true, &mut few) {
             *found = few;
@@ -63,7 +64,7 @@ pub(super) fn check(schedule: &Schedule, target: &Target, facts: &Facts, found: 
 }
 
 /// Judges a run of at most `most` steps of each regime. Returns whether each SM knew after the first task of each step
-/// that all of the step before was done; with `only_knowing` it ends where that is not so.
+/// that all of the step before was done, and saw it where regimes change; with `only_knowing` it ends where that is not so.
 fn run(schedule: &Schedule, target: &Target, facts: &Facts, most: u32, only_knowing: bool, found: &mut Found) -> bool {
     let steps = steps(schedule, most);
     let instances: u64 = steps.iter().map(|s| schedule.regimes[s.regime].tasks.len() as u64).sum();
@@ -149,7 +150,8 @@ struct Run<'a> {
     fenced: Vec<u32>,
     /// Made for a regime when a pair is not ordered by whole steps.
     readers: Vec<Option<Readers>>,
-    /// So far, each SM knew after the first task of each step that the step before was done.
+    /// So far, each SM knew after the first task of each step that the step before was done. With several regimes it saw
+    /// what that step wrote, too: only a change of regime asks exchanges for visibility.
     all_known: bool,
 }
 
@@ -185,9 +187,6 @@ impl<'a> Run<'a> {
             let owners = &facts.owners[r];
             let (sm, pos) = (owners.sm[id.index()] as usize, owners.pos[id.index()]);
             let row = sm * sms..(sm + 1) * sms;
-            if self.bulk && task.waits.iter().any(|w| regime.events[w.event.index()].proxy) {
-                join(&mut self.fenced[row.clone()], &self.visibility[row.clone()]);
-            }
             for wait in &task.waits {
                 let event = &regime.events[wait.event.index()];
                 let slot = if event.carried {
@@ -202,9 +201,6 @@ impl<'a> Run<'a> {
                 join(&mut self.dependency[row.clone()], dependency);
                 if event.mechanism.orders_memory() {
                     join(&mut self.visibility[row.clone()], visibility);
-                    if event.proxy && self.bulk {
-                        join(&mut self.fenced[row.clone()], visibility);
-                    }
                 }
                 if !event.carried {
                     let left = &mut waits_left[wait.event.index()];
@@ -214,11 +210,17 @@ impl<'a> Run<'a> {
                     }
                 }
             }
+            // The loader takes over what the first task has acquired, and fences. No other task has a proxy (`proxies`).
+            if self.bulk && task.waits.iter().any(|w| regime.events[w.event.index()].proxy) {
+                self.fenced[row.clone()].copy_from_slice(&self.visibility[row.clone()]);
+            }
             if s > 0 {
                 if pos == 0 {
                     self.histories(s, sm, found);
                     knows_all[sm] = settled(&self.dependency[row.clone()], self.base(s));
-                    self.all_known &= knows_all[sm];
+                    let sees_all =
+                        self.schedule.regimes.len() == 1 || settled(&self.visibility[row.clone()], self.base(s));
+                    self.all_known &= knows_all[sm] && sees_all;
                 }
                 self.overwrites(s, id, sm, &mut knows_all[sm], found);
             }

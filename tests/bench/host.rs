@@ -286,7 +286,7 @@ fn interpreter(manifest: &Manifest, imported: &Imported) -> Interp {
     let candidate = Candidate::default_for(&imported.graph, &target, manifest.precision);
     let placed = place(&imported.graph, manifest.precision, manifest.decode.context_max, &target, &candidate);
     let packed = pack(&placed, &imported.graph, &imported.weights).unwrap();
-    Interp::new(&placed, Arc::new(packed.bytes), Options::fast()).unwrap()
+    Interp::new(&placed, Arc::new(packed), Options::fast()).unwrap()
 }
 
 /// Seconds of each of `steps` greedy steps from the current position on.

@@ -22,11 +22,10 @@ use monobloc::cuda::nvrtc::Nvrtc;
 use monobloc::cuda::session::{Session, SessionError};
 use monobloc::digest::Digest;
 use monobloc::interp::{Input, Interp, Options};
-use monobloc::ir::program::Space;
-use monobloc::ir::schedule::{RunBytes, Schedule};
+use monobloc::ir::schedule::Schedule;
 use monobloc::lower::lower;
 use monobloc::model::config::{Imported, import_config_only};
-use monobloc::pack::{Layout, PackError, layout, pack};
+use monobloc::pack::{PackError, pack};
 use monobloc::schedule::schedule;
 use monobloc::target::Target;
 use monobloc::validate::{check, validate};
@@ -52,17 +51,14 @@ enum Given {
     Sound,
     /// Packed for the mutant.
     Own,
-    /// Those of the sound schedule, each run at the place that the mutant has for it; of two at one place, the later.
-    Moved,
 }
 
 impl Given {
-    const ALL: [(Given, &str); 3] = [(Given::Sound, "sound"), (Given::Own, "own"), (Given::Moved, "moved")];
+    const ALL: [(Given, &str); 2] = [(Given::Sound, "sound"), (Given::Own, "own")];
 
     fn of(class: &str, prediction: Predicted) -> Given {
         match class {
-            // No queue and no kernel knows where weights lie, nor their type: who packs them does.
-            "weights over weights" => Given::Moved,
+            // No queue and no kernel knows the type of the weights: who packs them does.
             "dtype mismatch" => Given::Own,
             _ if prediction == Predicted::Anything => Given::Sound,
             _ => Given::Own,
@@ -161,7 +157,7 @@ fn case(index: usize, bases: &[Base], predict: bool) -> Result<Case, Spared> {
     let same_code = source == sound_source && queues(&queued)? == queues(&sound_queued)?;
     let given = Given::of(class, prediction.as_ref().map_or(Predicted::Nothing, |verdict| predicted(Some(verdict))));
     match class {
-        "weights over weights" | "dtype mismatch" => {
+        "dtype mismatch" => {
             let weights = |schedule: &Schedule| {
                 let packed = catch_unwind(AssertUnwindSafe(|| image(given, imported, sound, schedule)));
                 packed.ok().and_then(Result::ok)
@@ -172,57 +168,15 @@ fn case(index: usize, bases: &[Base], predict: bool) -> Result<Case, Spared> {
         }
         _ if same_code => return Err(Spared::SameBytes),
         // Whatever the schedule does.
-        _ if constants(&broken) != constants(sound) => return Err(Spared::NotEncoded),
         _ => {}
     }
     Ok(Case { class, base, prediction, source, broken, queued })
 }
 
-/// Places of constants.
-fn constants(schedule: &Schedule) -> Vec<Option<u64>> {
-    let places = schedule.program.buffers.iter().zip(&schedule.placement);
-    places.map(|(buffer, place)| place.filter(|_| buffer.space == Space::Constant)).collect()
-}
-
-/// The weights of a mutant as they lie on the device, and where.
-fn image(
-    given: Given,
-    imported: &Imported,
-    sound: &Schedule,
-    broken: &Schedule,
-) -> Result<(Layout, Vec<u8>), PackError> {
-    let packed = |schedule| Ok((layout(schedule), pack(schedule, &imported.graph, &imported.weights)?.bytes));
-    match given {
-        Given::Sound => packed(sound),
-        Given::Own => packed(broken),
-        Given::Moved => {
-            let (from, bytes) = packed(sound)?;
-            let to = layout(broken);
-            let mut moved = vec![0; to.total_bytes as usize];
-            let mut copy = |source: u64, place: u64, length: u64| {
-                let (source, place, length) = (source as usize, place as usize, length as usize);
-                moved[place..place + length].copy_from_slice(&bytes[source..source + length]);
-            };
-            for (was, now) in sound.regimes.iter().zip(&broken.regimes) {
-                for (sm, (was, now)) in was.streams.iter().zip(&now.streams).enumerate() {
-                    for pair in was.iter().zip(now).map(|(was, now)| (&was.bytes, &now.bytes)) {
-                        let (RunBytes::Fixed { offset: was, bytes }, RunBytes::Fixed { offset: now, .. }) = pair else {
-                            continue;
-                        };
-                        copy(from.stream_base[sm] + was, to.stream_base[sm] + now, *bytes);
-                    }
-                }
-            }
-            let constants = sound.program.buffers.iter().zip(from.constant_offset.iter().zip(&to.constant_offset));
-            for (buffer, places) in constants {
-                if let (Some(was), Some(now)) = places {
-                    let length = u64::from(buffer.rows) * u64::from(buffer.cols) * buffer.dtype.bytes() as u64;
-                    copy(*was, *now, length);
-                }
-            }
-            Ok((to, moved))
-        }
-    }
+/// The weights of a mutant as they lie on the device.
+fn image(given: Given, imported: &Imported, sound: &Schedule, broken: &Schedule) -> Result<Vec<u8>, PackError> {
+    let schedule = if given == Given::Sound { sound } else { broken };
+    pack(schedule, &imported.graph, &imported.weights)
 }
 
 fn main() {
@@ -296,7 +250,7 @@ fn predicted(verdict: Option<&Verdict>) -> Predicted {
         None | Some(Verdict::Safe { .. }) => Predicted::Nothing,
         Some(Verdict::Unsafe(fault)) => match fault.kind {
             Kind::Hang => Predicted::Hang,
-            Kind::Unwritten | Kind::Stale | Kind::Clobbered | Kind::Invisible => Predicted::Race,
+            Kind::Unwritten | Kind::Stale | Kind::Clobbered | Kind::Invisible | Kind::Border => Predicted::Race,
             Kind::Malformed | Kind::Undeclared | Kind::OutOfBounds | Kind::Occupancy | Kind::Ring => {
                 Predicted::Anything
             }
@@ -476,8 +430,7 @@ fn ids() -> Vec<u32> {
 fn interpreted(base: &Base) -> Result<Vec<f32>, String> {
     let proven = validate(base.schedule.clone(), &base.target).map_err(|e| e.to_string())?;
     let packed = pack(proven.schedule(), &base.imported.graph, &base.imported.weights).map_err(|e| e.to_string())?;
-    let mut interp =
-        Interp::new(proven.schedule(), Arc::new(packed.bytes), Options::spec()).map_err(|e| e.to_string())?;
+    let mut interp = Interp::new(proven.schedule(), Arc::new(packed), Options::spec()).map_err(|e| e.to_string())?;
     let inputs: Vec<Input> = ids().into_iter().map(Input::Token).collect();
     let (mut all, mut row) = (vec![], vec![]);
     interp
@@ -573,15 +526,14 @@ fn child(folder: &Path, index: usize, given: Given) -> Result<(), String> {
 fn run(
     device: &Device,
     folder: &Path,
-    (layout, weights): &(Layout, Vec<u8>),
+    weights: &[u8],
     source: &KernelSource,
     queued: &Schedule,
 ) -> Result<Vec<f32>, SessionError> {
     let cubin = fs::read(folder.join(name_of(source).to_string())).unwrap_or_else(|e| panic!("{e}"));
     let queues = Queues::of(unproven(queued));
-    let mut session = Session::load(device, &queues, layout, &cubin, Trace::Off, STEPS, |stream, to| {
-        Ok(to.upload(stream, 0, weights)?)
-    })?;
+    let mut session =
+        Session::load(device, &queues, &cubin, Trace::Off, STEPS, |stream, to| Ok(to.upload(stream, 0, weights)?))?;
     session.poison_logits()?;
     session.start(&ids(), &[])?;
     session.run(0, STEPS, true)?;

@@ -11,7 +11,6 @@ use monobloc::codegen::emit::{Trace, emit};
 use monobloc::cuda::nvrtc::Nvrtc;
 use monobloc::cuda::session::{Session, SessionError, StuckOn};
 use monobloc::error::{Fault, Tier};
-use monobloc::pack::layout;
 use monobloc::pipeline::Prepared;
 use monobloc::target::Target;
 
@@ -84,8 +83,8 @@ pub fn edited(mut source: KernelSource, edits: &[Edit]) -> KernelSource {
 pub fn session(gpu: &Gpu, prepared: &Prepared, edits: &[Edit]) -> Session {
     let source = edited(emit(&prepared.validated, &prepared.target, Trace::Off), edits);
     let cubin = gpu.nvrtc.compile(&source).unwrap_or_else(|error| panic!("{error}")).cubin;
-    let (pack, layout) = (packed(prepared), layout(prepared.validated.schedule()));
-    Session::load(&gpu.device, &Queues::of(&prepared.validated), &layout, &cubin, Trace::Off, STEPS, |stream, to| {
+    let pack = packed(prepared);
+    Session::load(&gpu.device, &Queues::of(&prepared.validated), &cubin, Trace::Off, STEPS, |stream, to| {
         Ok(to.upload(stream, 0, (*pack).as_ref())?)
     })
     .unwrap_or_else(|error| panic!("{error}"))

@@ -135,7 +135,7 @@ fn runner(workspace: &Workspace, prepared: &Prepared) -> Runner {
 
 fn packed(prepared: &Prepared) -> Pack {
     let (schedule, imported) = (prepared.validated.schedule(), &prepared.imported);
-    Arc::new(pack(schedule, &imported.graph, &imported.weights).unwrap().bytes)
+    Arc::new(pack(schedule, &imported.graph, &imported.weights).unwrap())
 }
 
 /// The interpreter of the very schedule that the device runs, in f64.

@@ -8,7 +8,6 @@ use monobloc::check::check_ids;
 use monobloc::codegen::abi::Queues;
 use monobloc::codegen::emit::{Trace, emit};
 use monobloc::cuda::session::Session;
-use monobloc::pack::layout;
 use monobloc::pipeline::build;
 use monobloc::sample::SampleSettings;
 
@@ -49,9 +48,9 @@ fn the_way_to_the_first_token_is_measured() {
         prepared(&workspace, &place.manifest(&gpu.record, gpu.record.spec.copy, "bf16", "context_max = 512"));
     let source = emit(&prepared.validated, &prepared.target, Trace::Off);
     let cubin = gpu.nvrtc.compile(&source).unwrap().cubin;
-    let (pack, layout) = (packed(&prepared), layout(prepared.validated.schedule()));
+    let pack = packed(&prepared);
     let mut session =
-        Session::load(&gpu.device, &Queues::of(&prepared.validated), &layout, &cubin, Trace::Off, 256, |stream, to| {
+        Session::load(&gpu.device, &Queues::of(&prepared.validated), &cubin, Trace::Off, 256, |stream, to| {
             Ok(to.upload(stream, 0, (*pack).as_ref())?)
         })
         .unwrap();

@@ -5,7 +5,7 @@
 //! - A warp gives a slot back by one arrival of its first lane, behind a `__syncwarp` that orders the reads of the other
 //!   lanes before it. Between lanes that have not parted that is no instruction, so the tool sees one lane arrive.
 //! - Plain copies count fills and releases in words of shared memory, with a fence before each count and behind each look.
-//! - `history_tag` and `stop` are volatile words, and carry nothing but themselves.
+//! - `acquired_tag` is stored with release and loaded with acquire; `stop` is a volatile word that carries nothing but itself.
 //!
 //! So it is given a form of the kernel in which every lane arrives, slots are mbarriers whatever the copy, and these words
 //! are atomics. What it reports of that form is a race of something else, or a wait that is missing.
@@ -20,7 +20,7 @@ use monobloc::cuda::session::Session;
 use monobloc::dtype::{DType, Precision};
 use monobloc::lower::lower;
 use monobloc::model::config::{Imported, import_config_only};
-use monobloc::pack::{layout, pack};
+use monobloc::pack::pack;
 use monobloc::sample::SampleSettings;
 use monobloc::schedule::schedule;
 use monobloc::target::{CopyMechanism, Spec, Target};
@@ -50,6 +50,9 @@ const fn ring(from: &'static str, to: &'static str) -> Edit {
 const fn context(from: &'static str, to: &'static str) -> Edit {
     Edit { header: "runtime/context.cuh", from, to }
 }
+const fn sync(from: &'static str, to: &'static str) -> Edit {
+    Edit { header: "runtime/sync.cuh", from, to }
+}
 const fn kernel(from: &'static str, to: &'static str) -> Edit {
     Edit { header: "runtime/kernel.cuh", from, to }
 }
@@ -71,7 +74,14 @@ const LEGIBLE: &[Edit] = &[
 template <class M>
 struct State {",
     ),
-    context("volatile u32 history_tag;", "AtomicWord history_tag;"),
+    sync(
+        "asm volatile(\"st.release.cta.shared.u32 [%0], %1;\" ::\"r\"(smem_address(word)), \"r\"(tag) : \"memory\");",
+        "atomicExch(word, tag);",
+    ),
+    sync(
+        "asm volatile(\"ld.acquire.cta.shared.u32 %0, [%1];\" : \"=r\"(tag) : \"r\"(smem_address(word)) : \"memory\");",
+        "tag = atomicAdd(const_cast<u32*>(word), 0u);",
+    ),
     context("volatile u32 stop;", "AtomicWord stop;"),
 ];
 /// An entry of the queue is written once more, with what it is anyway, while others read it.
@@ -104,9 +114,9 @@ fn run_all(gpu: &Gpu, copy: CopyMechanism, edits: &[&[Edit]]) {
     });
     for ((model, weights), (imported, validated, cubin)) in MODELS.into_iter().zip(compiled.collect::<Vec<_>>()) {
         let packed = pack(validated.schedule(), &imported.graph, &imported.weights).unwrap();
-        let (queues, layout) = (Queues::of(&validated), layout(validated.schedule()));
-        let mut session = Session::load(&gpu.device, &queues, &layout, &cubin, Trace::Off, STEPS, |stream, to| {
-            Ok(to.upload(stream, 0, &packed.bytes)?)
+        let queues = Queues::of(&validated);
+        let mut session = Session::load(&gpu.device, &queues, &cubin, Trace::Off, STEPS, |stream, to| {
+            Ok(to.upload(stream, 0, &packed)?)
         })
         .unwrap();
         let chance = SampleSettings { temperature: 1.0, top_k: Some(20), top_p: Some(0.9), seed: 1 };

@@ -6,10 +6,10 @@ use monobloc::candidate::Candidate;
 use monobloc::check::{CheckError, Checked, Subject, compare_cpu, expect_cuda};
 use monobloc::codegen::emit::{Trace, emit};
 use monobloc::interp::{Interp, Options, Pack};
-use monobloc::ir::schedule::{RunBytes, Schedule};
+use monobloc::ir::schedule::{Schedule, Source};
 use monobloc::lower::{LayerOp, graph_of, lower_alone, outputs};
 use monobloc::model::config::{Imported, import, import_config_only};
-use monobloc::pack::{layout, pack};
+use monobloc::pack::pack;
 use monobloc::schedule::schedule;
 use monobloc::target::Target;
 use monobloc::validate::validate;
@@ -44,7 +44,7 @@ fn every_op_alone_is_proven_and_a_wrong_weight_shows_in_what_it_makes() {
         assert_eq!(made.is_empty(), op == LayerOp::Head, "{model} {op:?}");
         assert!(op == LayerOp::Head || made.len() >= graph.layers.len(), "{model} {op:?}: one of each layer");
 
-        let bytes = pack(placed, graph, weights).unwrap().bytes;
+        let bytes = pack(placed, graph, weights).unwrap();
         let right: Pack = Arc::new(bytes.clone());
         let subject = Subject {
             validated: &validated,
@@ -66,13 +66,13 @@ fn every_op_alone_is_proven_and_a_wrong_weight_shows_in_what_it_makes() {
         let regime = &placed.regimes[0];
         let of_op = |run: &&monobloc::ir::schedule::Run| {
             let grid = &placed.program.grids[regime.tasks[run.task.index()].grid.index()].name;
-            (grid == "head") == (op == LayerOp::Head) && matches!(run.bytes, RunBytes::Fixed { .. })
+            (grid == "head") == (op == LayerOp::Head) && matches!(run.source, Source::Units { .. })
         };
         let wrong = regime.streams[0].iter().rfind(of_op).unwrap();
-        let RunBytes::Fixed { offset, .. } = wrong.bytes else { unreachable!("the run is fixed") };
+        let Source::Units { buffer, .. } = wrong.source else { unreachable!("it is weights") };
         let mut broken = bytes;
         // Another sign and a larger exponent of one weight.
-        broken[(layout(placed).stream_base[0] + offset) as usize + 3] ^= 0xc1;
+        broken[placed.placement[buffer.index()].unwrap() as usize + 3] ^= 0xc1;
         let error = compared(Arc::new(broken)).expect_err(&format!("{model} {op:?}"));
         assert!(matches!(error, CheckError::Wrong { .. } | CheckError::NotFinite { .. }), "{model} {op:?}: {error}");
     }

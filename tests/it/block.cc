@@ -1,89 +1,9 @@
-// One block of CUDA threads on a CPU: fibers that take turns at barriers, and the kernels' own text for sampling. Reads cases
-// from stdin, and writes the token of each to stdout: see tests/it/sampling.rs.
+// The kernels' own text for sampling, run by one block of threads on a CPU. Reads cases from stdin, and writes the token of each to
+// stdout: see tests/it/sampling.rs.
 
-#include <cmath>
-#include <cstdint>
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
-#include <ucontext.h>
-#include <vector>
+#include "block.h"
 
-#define __device__
-#define __forceinline__ inline
-#define __noinline__ __attribute__((noinline))
-
-static float bits_to_float(unsigned bits) {
-  float value;
-  std::memcpy(&value, &bits, 4);
-  return value;
-}
-static float __uint_as_float(unsigned bits) { return bits_to_float(bits); }
-static float __int_as_float(unsigned bits) { return bits_to_float(bits); }
-static unsigned __float_as_uint(float value) {
-  unsigned bits;
-  std::memcpy(&bits, &value, 4);
-  return bits;
-}
-// The compiler is told not to contract, so each of these is one rounded operation.
-static float __fadd_rn(float a, float b) { return a + b; }
-static float __fsub_rn(float a, float b) { return a - b; }
-static float __fmul_rn(float a, float b) { return a * b; }
-static float __fdiv_rn(float a, float b) { return a / b; }
-static float __uint2float_rn(unsigned x) { return float(x); }
-static float __ldcg(const float* from) { return *from; }
-// Named by headers, and not called.
-struct uint4 {
-  unsigned x, y, z, w;
-};
-static float __fdividef(float a, float b) { return a / b; }
-#define __expf std::exp
-
-// ---- threads ------------------------------------------------------------------------------------------------------
-
-constexpr int THREADS = 64;
-static ucontext_t main_context, contexts[THREADS];
-static std::vector<char> stacks(THREADS * 65536);
-static int current;
-static unsigned long long lanes[2][THREADS];
-static int turns[THREADS];
-alignas(1024) static unsigned char memory[1 << 16];
-
-// Every thread comes here equally often, so going round once is a barrier.
-static void next_thread() {
-  const int from = current;
-  current = (current + 1) % THREADS;
-  swapcontext(&contexts[from], &contexts[current]);
-}
-template <class T>
-static T value_of(int other, T value) {
-  const int me = current;
-  unsigned long long& mine = lanes[turns[me] & 1][me];
-  mine = 0;
-  std::memcpy(&mine, &value, sizeof value);
-  const int turn = turns[me]++ & 1;
-  next_thread();
-  std::memcpy(&value, &lanes[turn][other], sizeof value);
-  return value;
-}
-template <class T>
-static T __shfl_xor_sync(unsigned, T value, int mask) {
-  return value_of(current ^ mask, value);
-}
-template <class T>
-static T __shfl_sync(unsigned, T value, int lane) {
-  return value_of(current / 32 * 32 + lane, value);
-}
-
-#include "core/types.cuh"
-#include "core/math.cuh"
-#include "core/sample.cuh"
-
-template <int>
-void consumer_barrier() {
-  next_thread();
-}
-static u8* block_memory() { return memory; }
+static u8* block_memory() { return smem; }
 static u32 take_place(u32* count) { return (*count)++; }
 struct Params {
   const float* logits;
@@ -121,15 +41,10 @@ static void choose(int thread) {
   for (float logit : logits) best = std::fmax(best, logit);
   tokens[thread] = Sampling<M, Shape>::choose(p, 0, now.position, best, thread);
 }
-static void thread_main(int thread) {
+static void choose_by_all(int thread) {
   if (now.scratch_kb == 1) choose<Block<1024>>(thread);
   if (now.scratch_kb == 4) choose<Block<4096>>(thread);
   if (now.scratch_kb == 16) choose<Block<16384>>(thread);
-  if (thread + 1 < THREADS) {
-    current = thread + 1;
-    setcontext(&contexts[current]);
-  }
-  setcontext(&main_context);
 }
 
 int main() {
@@ -150,27 +65,13 @@ int main() {
         argmax_take(value, row, mul_add(logits[i], now.inverse_temperature, noise(now.seed, now.position, u32(i))), i);
     } else {
       // Best of each part, as `select` leaves them.
-      float* candidates = reinterpret_cast<float*>(memory);
+      float* candidates = reinterpret_cast<float*>(smem);
       for (int part = 0; part < Shape::PARTS; part++) {
         candidates[part] = NEGATIVE_INFINITY;
         for (int i = part * Shape::VOCAB / Shape::PARTS; i < (part + 1) * Shape::VOCAB / Shape::PARTS; i++)
           candidates[part] = std::fmax(candidates[part], logits[i]);
       }
-      volatile bool ran = false;
-      getcontext(&main_context);
-      if (!ran) {
-        ran = true;
-        for (int thread = 0; thread < THREADS; thread++) {
-          turns[thread] = 0;
-          getcontext(&contexts[thread]);
-          contexts[thread].uc_stack.ss_sp = stacks.data() + thread * 65536;
-          contexts[thread].uc_stack.ss_size = 65536;
-          contexts[thread].uc_link = &main_context;
-          makecontext(&contexts[thread], reinterpret_cast<void (*)()>(thread_main), 1, thread);
-        }
-        current = 0;
-        setcontext(&contexts[0]);
-      }
+      run_block(choose_by_all);
       row = tokens[0];
       for (int token : tokens)
         if (token != row) return 1;

@@ -56,7 +56,7 @@ fn with_a_line(text: &str) -> String {
 fn a_changed_line_changes_the_keys_of_what_it_reaches() {
     let lower = changed("src/lower.rs", with_a_line);
     assert!(lower.contains(&"schedule") && lower.contains(&"campaign"), "{lower:?}");
-    assert!(!lower.contains(&"import") && !lower.contains(&"pack"), "{lower:?}");
+    assert!(lower.contains(&"pack") && !lower.contains(&"import") && !lower.contains(&"source"), "{lower:?}");
     let validate = changed("src/validate/races.rs", with_a_line);
     assert!(validate.contains(&"schedule") && !validate.contains(&"import"), "{validate:?}");
     let interp = changed("src/interp/threads.rs", with_a_line);
@@ -119,7 +119,8 @@ fn a_stage_reaches_the_code_that_makes_it() {
         ("pack", "src/model/synthetic.rs"),
         ("check", "src/codegen/abi.rs"),
         ("check", "src/interp/kernel.rs"),
-        ("measure", "src/paired.rs"),
+        ("measure", "src/abba.rs"),
+        ("pack", "src/ir/layout.rs"),
         ("expect", "src/pipeline/trial.rs"),
     ] {
         assert!(codes[stage].files.contains(file), "{stage} does not reach {file}: {:?}", codes[stage].files);

@@ -69,7 +69,7 @@ fn place(imported: &Imported, plan: &Plan, context_max: u32) -> Schedule {
 }
 
 fn packed(imported: &Imported, schedule: &Schedule) -> Pack {
-    Arc::new(pack(schedule, &imported.graph, &imported.weights).unwrap().bytes)
+    Arc::new(pack(schedule, &imported.graph, &imported.weights).unwrap())
 }
 
 fn family(name: &str) -> Imported {

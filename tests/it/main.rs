@@ -21,6 +21,7 @@ mod hub;
 mod interp;
 mod kernels;
 mod nvrtc;
+mod ops;
 #[allow(dead_code)] // Mutants on a device use the rest of it.
 #[path = "../oracle/mod.rs"]
 mod oracle;
@@ -32,8 +33,10 @@ mod proof_hostile;
 mod proof_naive;
 mod proof_real;
 mod proof_support;
+mod ptx;
 #[path = "../../fuzz/src/readers.rs"]
 mod readers;
+mod ring_proxy;
 mod sampling;
 #[path = "../../build/sources.rs"]
 mod sources;

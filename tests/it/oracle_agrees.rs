@@ -10,8 +10,8 @@ use crate::oracle::population::{Size, judge_population};
 use crate::proof_support::*;
 use monobloc::candidate::Candidate;
 use monobloc::codegen::abi::{Tables, encode};
-use monobloc::ir::op::{Op, Role};
-use monobloc::ir::schedule::{Mechanism, Schedule, Task, Wait};
+use monobloc::ir::op::{Attention, Op, Role};
+use monobloc::ir::schedule::{Mechanism, Regime, Schedule, Task, Wait};
 use monobloc::ir::{EventId, TaskId};
 use monobloc::model::graph::QkNormSpan;
 use monobloc::target::Target;
@@ -62,12 +62,91 @@ fn the_machine_sees_what_is_wrong() {
     goes_wrong(&[Kind::Occupancy], |s| s.machine.smem[1].offset -= 128);
 }
 
-/// Attention in two shares on sm0 and sm1, merged on sm2 from position 3 on and by no SM before; the share of sm0 moves
-/// to sm2 where the merge begins. Each SM learns by packets that a step of another is done, and of sm1, which appends to
-/// the cache, by a fence.
-fn partials_that_nobody_reads_at_first(moves: bool, all_fenced: bool) -> Schedule {
-    let toy =
-        Toy { layers: 1, hidden: 16, heads: 1, kv_heads: 1, dim: 16, intermediate: 16, vocab: 24, context: 6, ..TOY };
+/// What the two judges say about two regimes that are no longer the same attention over the same caches.
+#[track_caller]
+fn depends_on_the_border(kind: Kind, rule: Rule, base: &Schedule, mutate: impl FnOnce(&mut Schedule)) {
+    let mut s = base.clone();
+    mutate(&mut s);
+    match judge(&s, &h200(), &Effort { states_max: 0, ..EFFORT }) {
+        Verdict::Unsafe(fault) => assert_eq!(fault.kind, kind, "{fault}"),
+        safe => panic!("expected {kind:?}, found {safe:?}"),
+    }
+    assert_eq!(rules(&s, &h200()), [rule]);
+}
+
+fn exchange_caches(s: &mut Schedule, a: (&str, [Role; 2]), b: (&str, [Role; 2])) {
+    for (of_a, of_b) in a.1.into_iter().zip(b.1) {
+        let was = operand(s, a.0, of_a).buffer;
+        let other = std::mem::replace(&mut operand(s, b.0, of_b).buffer, was);
+        operand(s, a.0, of_a).buffer = other;
+    }
+}
+
+/// Rows of the history were left by the regime of their positions; the next one finds them.
+#[test]
+fn what_a_regime_finds_is_what_the_one_before_has_left() {
+    const KEYS: [Role; 2] = [Role::HistoryK, Role::AppendK];
+    const VALUES: [Role; 2] = [Role::HistoryV, Role::AppendV];
+    let (one, two) = (tiny(), toy().0);
+    let normed = Toy { qk_norm: Some(QkNormSpan::Head), ..TOY }.schedule(&h200(), &on_h200(4));
+    depends_on_the_border(Kind::Unwritten, Rule::RegimeAppends, &one, |s| fresh_caches(s, "attn_split.0"));
+    depends_on_the_border(Kind::Unwritten, Rule::RegimeAppends, &two, |s| fresh_caches(s, "attn.1"));
+    let swapped = |s: &mut Schedule| exchange_caches(s, ("attn_split.0", KEYS), ("attn_split.0", VALUES));
+    depends_on_the_border(Kind::Border, Rule::Alternatives, &one, swapped);
+    depends_on_the_border(Kind::Border, Rule::Alternatives, &two, |s| {
+        exchange_caches(s, ("attn_split.0", KEYS), ("attn_split.1", KEYS));
+        exchange_caches(s, ("attn_split.0", VALUES), ("attn_split.1", VALUES));
+    });
+    depends_on_the_border(Kind::Border, Rule::Alternatives, &normed, |s| {
+        let gains = operand(s, "attn.0", Role::KNormWeight).buffer;
+        operand(s, "attn_split.0", Role::QNormWeight).buffer = gains;
+    });
+    let attributes: [fn(&mut Attention); 5] = [
+        |a| a.scale *= 2.0,
+        |a| a.softcap = Some(30.0),
+        |a| a.window = Some(2),
+        |a| a.interleaved = true,
+        |a| (a.scale, a.window) = (0.5, Some(4)),
+    ];
+    for change in attributes {
+        depends_on_the_border(Kind::Border, Rule::Alternatives, &two, |s| {
+            let g = grid(s, "attn_split.1").index();
+            let Op::Attention(a) = &mut s.program.grids[g].op else { panic!("attention") };
+            change(a);
+        });
+    }
+}
+
+/// The first regime comes back after the second: with the same caches nothing is lost, else rows are.
+#[test]
+fn a_regime_between_two_alike() {
+    let mut s = tiny();
+    let third = Regime { from_position: 5, ..s.regimes[0].clone() };
+    s.regimes.push(third);
+    let target = beyond_kernels();
+    assert_eq!(check(&s, &target), []);
+    assert!(!judge(&s, &target, &Effort { states_max: 0, ..EFFORT }).is_unsafe());
+    fresh_caches(&mut s, "attn_split.0");
+    assert_eq!(rules(&s, &target), [Rule::RegimeAppends]);
+    assert!(judge(&s, &target, &Effort { states_max: 0, ..EFFORT }).is_unsafe());
+}
+
+/// Attention in two shares on sm0 and sm1, merged on sm2 from position `phases + 2` on and by no SM before; the share of
+/// sm0 moves to sm2 where the merge begins. Records have `phases` copies. Each SM learns by packets that a step of another
+/// is done, and of sm1, which appends to the cache, by a fence.
+fn partials_that_nobody_reads_at_first(moves: bool, all_fenced: bool, phases: u32) -> Schedule {
+    let border = phases + 2;
+    let toy = Toy {
+        layers: 1,
+        hidden: 16,
+        heads: 1,
+        kv_heads: 1,
+        dim: 16,
+        intermediate: 16,
+        vocab: 24,
+        context: 2 * border,
+        ..TOY
+    };
     let candidate = Candidate { splits: 2, split_from: 0, heads_per_task: 1, ..on_h200(3) };
     let mut s = toy.schedule(&h200(), &candidate);
     assert_eq!(s.regimes.len(), 1);
@@ -108,7 +187,7 @@ fn partials_that_nobody_reads_at_first(moves: bool, all_fenced: bool) -> Schedul
     // The same without a merge, from position 0 on.
     let mut first = s.regimes[0].clone();
     let merge = grid(&s, "attn_merge.0");
-    s.regimes[0].from_position = 3;
+    s.regimes[0].from_position = border;
     let kept: Vec<usize> = (0..first.tasks.len()).filter(|&t| first.tasks[t].grid != merge).collect();
     let to = |id: TaskId| TaskId::from(kept.iter().position(|&t| t == id.index()).expect("a task that was kept"));
     let of_merge = |id: &TaskId| first.tasks[id.index()].grid == merge;
@@ -141,7 +220,8 @@ fn partials_that_nobody_reads_at_first(moves: bool, all_fenced: bool) -> Schedul
         queue.insert(place.min(queue.len()), share);
         restream(&mut s);
     }
-    assert!(s.program.buffers[partial.index()].cols > 0);
+    s.program.buffers[partial.index()].phases = phases;
+    s.placement[partial.index()] = Some(1 << 20);
     s
 }
 
@@ -155,20 +235,28 @@ fn attention(s: &Schedule, regime: usize, j: u32) -> TaskId {
 /// Seeing one packet of a task says nothing about packets without a reader: they may land over later writes.
 #[test]
 fn packets_that_nobody_reads_may_land_late() {
-    let target = beyond_kernels();
-    for (moves, all_fenced) in [(false, false), (true, true)] {
-        let s = partials_that_nobody_reads_at_first(moves, all_fenced);
-        assert_eq!(check(&s, &target), [], "{moves} {all_fenced}");
-        let verdict = judge(&s, &target, &Effort { states_max: 0, ..EFFORT });
-        assert_eq!(verdict, Verdict::Safe { exhaustive: false }, "{moves} {all_fenced}");
+    for phases in [1, 2, 3, 4, 8] {
+        late_packets(phases);
     }
-    let s = partials_that_nobody_reads_at_first(true, false);
-    match judge(&s, &target, &Effort { states_max: 0, ..EFFORT }) {
+}
+
+#[track_caller]
+fn late_packets(phases: u32) {
+    let target = beyond_kernels();
+    let effort = Effort { states_max: 0, ..EFFORT };
+    for (moves, all_fenced) in [(false, false), (true, true)] {
+        let s = partials_that_nobody_reads_at_first(moves, all_fenced, phases);
+        assert_eq!(check(&s, &target), [], "{moves} {all_fenced} {phases}");
+        let verdict = judge(&s, &target, &effort);
+        assert_eq!(verdict, Verdict::Safe { exhaustive: false }, "{moves} {all_fenced} {phases}");
+    }
+    let s = partials_that_nobody_reads_at_first(true, false, phases);
+    match judge(&s, &target, &effort) {
         Verdict::Unsafe(fault) => assert_eq!(fault.kind, Kind::Clobbered, "{fault}"),
-        safe => panic!("a store that lands late is not seen: {safe:?}"),
+        safe => panic!("with {phases} phases a store that lands late is not seen: {safe:?}"),
     }
     let violations = check(&s, &target);
-    assert!(!violations.is_empty());
+    assert!(!violations.is_empty(), "{phases} phases");
     for violation in &violations {
         assert_eq!(violation.rule, Rule::OverwriteUnordered, "{violation}");
         assert!(violation.message.contains("packets that nobody reads"), "{violation}");
@@ -220,7 +308,8 @@ fn both_judges_agree_on_a_slice_of_the_population() {
     assert_eq!(total.unnamed, 0, "{}\n{:?}", outcome.table(), outcome.faults);
     assert!(total.unsafe_ > 500 && total.exhaustive > 50, "{}", outcome.table());
     let random = outcome.classes["random program"];
-    assert_eq!(random.stricter, 0, "random programs are rejected where they are unsafe, and nowhere else");
+    // A queue without its `select` in front, a sum made in two ways: sometimes nothing comes of it.
+    assert!(random.stricter * 50 <= random.judged, "random programs are rejected where they are unsafe: {random:?}");
 }
 
 /// Every word of the queues counts: each is flipped, and the third judge reports that it differs from the proven schedule.
@@ -254,8 +343,8 @@ fn every_word_is_read_back(schedule: &Schedule, target: &Target) {
         let mut tables = sound.clone();
         bytemuck::cast_slice_mut::<_, u32>(&mut tables.runs)[at] ^= 1 << 20;
         let weights = sound.runs[at / 8].bytes > 0;
-        // Weights have no heads, shares, windows or rows.
-        let read = !weights || at % 8 < 3;
+        // Weights have no shares, windows or rows.
+        let read = !weights || at % 8 < 4;
         assert_eq!(disagreement(schedule, &tables).is_some(), read, "word {at}: {:?}", sound.runs[at / 8]);
     }
     let begins: [fn(&mut Tables); 2] = [|t| t.entry_index[1] += 1, |t| t.run_index[1] += 1];

@@ -5,10 +5,9 @@ use monobloc::codegen::abi::Queues;
 use monobloc::dtype::DType;
 use monobloc::ir::op::{Op, Role};
 use monobloc::ir::program::{Cols, Rows};
-use monobloc::ir::schedule::{Mechanism, RunBytes, Schedule, SmemKind};
+use monobloc::ir::schedule::{Mechanism, Schedule, SmemKind, Source};
 use monobloc::ir::variant::Variant;
 use monobloc::ir::{BufferId, EventId, GridId, SmId, TaskId};
-use monobloc::pack::{constants_base, layout};
 use monobloc::target::Target;
 use monobloc::validate::{Entity, Rule, Violation, check, validate};
 
@@ -49,6 +48,7 @@ fn case(rule: Rule) -> Case {
         Rule::LaunchRange => on_toy(t(12), |s, _| s.regimes[0].tasks[12].hi = 17),
         Rule::BufferExtent => on_toy(Entity::Buffer(BufferId(7)), |s, _| s.program.buffers[7].phases = 0),
         Rule::Content => on_toy(Entity::Buffer(BufferId(10)), |s, _| s.program.buffers[10].content = None),
+        Rule::Name => on_toy(Entity::Grid(GridId(7)), |s, _| s.program.grids[7].name = "o.0\nint x;".to_string()),
         Rule::Attribute => on_toy(Entity::Grid(GridId(3)), |s, _| {
             let Op::MatVec(m) = &mut s.program.grids[3].op else { panic!("g3 is a matvec") };
             m.norm.as_mut().expect("a norm").eps = f32::NAN;
@@ -77,6 +77,8 @@ fn case(rule: Rule) -> Case {
             let Op::Attention(a) = &mut s.program.grids[4].op else { panic!("g4 is attention") };
             a.window = Some(8);
         }),
+        // Rows of caches that the regime before does not have.
+        Rule::RegimeAppends => on_toy(Entity::Buffer(BufferId(11)), |s, _| fresh_caches(s, "attn_split.0")),
         Rule::LaunchMissing => on_toy(Entity::Grid(GridId(3)), |s, _| s.regimes[0].tasks[10].lo = 5),
         Rule::LaunchTwice => on_toy(t(10), |s, _| s.regimes[0].tasks[10].lo = 3),
         Rule::TaskWidth => on_toy(t(13), |s, _| s.regimes[0].tasks[13].hi = 2),
@@ -137,15 +139,11 @@ fn case(rule: Rule) -> Case {
         }),
         Rule::StreamOrder => on_toy(t(17), |s, _| s.regimes[0].streams[0].swap(2, 3)),
         Rule::StreamBytes => on_toy(t(17), |s, _| {
-            let RunBytes::Fixed { bytes, .. } = &mut s.regimes[0].streams[0][2].bytes else { panic!("weights") };
-            *bytes += 512;
-        }),
-        Rule::StreamOffset => on_toy(t(17), |s, _| {
-            let RunBytes::Fixed { offset, .. } = &mut s.regimes[0].streams[0][2].bytes else { panic!("weights") };
-            *offset += 512;
+            let Source::Units { hi, .. } = &mut s.regimes[0].streams[0][2].source else { panic!("weights") };
+            *hi += 1;
         }),
         Rule::HistoryChunk => on_toy(t(13), |s, _| {
-            s.regimes[0].streams[0][1].bytes = RunBytes::History { rows: 24 };
+            s.regimes[0].streams[0][1].source = Source::History { rows: 24 };
         }),
         Rule::Variant => on_toy(Entity::Grid(GridId(3)), |s, _| {
             let Some(Variant::MatVec(variant)) = s.variants.get_mut(&GridId(3)) else { panic!("a matvec") };
@@ -181,7 +179,7 @@ fn case(rule: Rule) -> Case {
             s.machine.registers_per_thread = 56;
         }),
         Rule::Registers => on_toy(machine, |s, _| s.machine.registers_per_thread = 128),
-        Rule::SmemPart => on_toy(machine, |s, _| {
+        Rule::SmemPart => on_toy(Entity::SmemPart(3), |s, _| {
             let heads = smem_part(s, SmemKind::Heads);
             s.machine.smem[heads].kind = SmemKind::Queue;
         }),
@@ -197,6 +195,7 @@ fn case(rule: Rule) -> Case {
         Rule::DeviceMemory => on_toy(Entity::Schedule, |_, target| target.spec.memory_bytes = 1000),
 
         Rule::MissingProxy => on_toy(t(13), |s, _| s.regimes[0].events[0].proxy = false),
+        Rule::FenceThread => on_toy(t(9), |s, _| s.regimes[0].events[1].proxy = true),
         Rule::Kernel => on_toy(Entity::Sm(0, SmId(0)), |s, _| {
             // Whoever stops looks for the report behind the select.
             s.regimes[0].queues[0].swap(1, 2);
@@ -223,9 +222,7 @@ fn every_rule_is_broken_by_a_mutation_that_breaks_no_other() {
 fn entries_find_constants_where_the_pack_has_them() {
     let (schedule, target) = toy();
     let proven = validate(schedule, &target).expect("the toy is proven");
-    let (queues, layout) = (Queues::of(&proven), layout(proven.schedule()));
-    // The kernel gets one pointer, to the first byte behind the streams.
-    let first = constants_base(&layout);
+    let queues = Queues::of(&proven);
     let (regime, tables) = (&proven.schedule().regimes[0], queues.tables());
     let mut compared = 0;
     for (sm, queue) in regime.queues.iter().enumerate() {
@@ -233,8 +230,8 @@ fn entries_find_constants_where_the_pack_has_them() {
             let grid = &proven.schedule().program.grids[regime.tasks[task.index()].grid.index()];
             for (role, place) in [(Role::NormWeight, entry.norm_weight), (Role::Table, entry.table)] {
                 if let Some(operand) = grid.operand(role) {
-                    let packed = layout.constant_offset[operand.buffer.index()];
-                    assert_eq!(Some(first + u64::from(place) * 256), packed, "{task} `{}`", role.name());
+                    let packed = proven.schedule().placement[operand.buffer.index()];
+                    assert_eq!(Some(u64::from(place) * 256), packed, "{task} `{}`", role.name());
                     compared += 1;
                 }
             }

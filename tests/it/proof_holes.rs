@@ -11,7 +11,7 @@ use monobloc::dtype::{DType, Precision};
 use monobloc::error::{Fault, Tier};
 use monobloc::ir::op::{Attention, Op, Role};
 use monobloc::ir::program::{Cols, Space};
-use monobloc::ir::schedule::{Event, Mechanism, RunBytes, Schedule, SmemKind, Wait};
+use monobloc::ir::schedule::{Event, Mechanism, Run, Schedule, SmemKind, Source, Wait};
 use monobloc::ir::variant::Variant;
 use monobloc::ir::{BufferId, EventId, GridId, SmId, TaskId};
 use monobloc::target::Target;
@@ -207,7 +207,7 @@ fn w4_writes_to_what_is_immutable() {
         let rules = broken(|s| operand(s, "o.0", Role::Out).buffer = buffer(s, name));
         assert_eq!(rules, [Rule::Space], "{name}");
     }
-    assert_eq!(broken(|s| s.program.buffers[16].space = Space::Constant), [Rule::Space]);
+    assert_eq!(broken(|s| s.program.buffers[16].space = Space::Constant), [Rule::Content, Rule::Space]);
     assert_eq!(broken(|s| operand(s, "o.0", Role::X).buffer = buffer(s, "k.0")), [Rule::Space]);
 }
 
@@ -266,7 +266,8 @@ fn w4b_places_in_arenas() {
     };
     assert_eq!(place(None, "x.0"), [Rule::Placement]);
     assert_eq!(place(Some(0), "token"), [Rule::Placement]);
-    assert_eq!(place(Some(0), "o.0.weight"), [Rule::Placement]);
+    assert_eq!(place(None, "o.0.weight"), [Rule::Placement]);
+    assert_eq!(place(Some(0), "o.0.weight"), [Rule::PlacementOverlap]);
     assert_eq!(place(Some(16), "logits"), [Rule::Placement]);
     assert_eq!(place(Some(0), "v.0"), [Rule::PlacementOverlap]);
     assert_eq!(place(Some(u64::MAX - 255), "x.0"), [Rule::DeviceMemory]);
@@ -389,10 +390,10 @@ fn w4d_two_tiles_of_one_update_on_one_sm() {
         let place = regime.queues[1].iter().position(|t| *t == id).expect("on sm1");
         regime.queues[1].insert(place + 1, new);
         let run = regime.streams[1].iter_mut().find(|run| run.task == id).expect("its weights");
-        let RunBytes::Fixed { bytes, .. } = &mut run.bytes else { panic!("weights") };
-        *bytes /= 2;
-        let mut run = *run;
-        run.task = new;
+        let Source::Units { buffer, hi, .. } = &mut run.source else { panic!("weights") };
+        let source = Source::Units { buffer: *buffer, lo: middle, hi: *hi };
+        *hi = middle;
+        let run = Run { task: new, source };
         regime.streams[1].push(run);
     }
     restream(&mut schedule);
@@ -409,7 +410,6 @@ fn w4d_more_buffers_and_stronger_events_than_needed() {
         if event.mechanism == Mechanism::Packets {
             event.mechanism = Mechanism::Fenced;
         }
-        event.proxy = true;
     }
     assert_eq!(check(&schedule, &beyond_kernels()), []);
 }
@@ -493,7 +493,7 @@ fn kernels_refuse_what_they_would_ignore() {
             s.placement[7] = Some(1 << 20);
         },
         // Fewer rows a chunk than the kernel was compiled for.
-        |s| s.regimes[0].streams[0][1].bytes = RunBytes::History { rows: 256 },
+        |s| s.regimes[0].streams[0][1].source = Source::History { rows: 256 },
         // Columns in the middle of a buffer.
         |s| add_extra(s, "qkv.0", [0, 0]),
         // A norm without weights.

@@ -4,7 +4,7 @@ use crate::proof_support::*;
 use monobloc::dtype::DType;
 use monobloc::ir::op::{Access, Op, Role};
 use monobloc::ir::program::{Rows, Second, Space};
-use monobloc::ir::schedule::{Mechanism, RunBytes, Schedule};
+use monobloc::ir::schedule::{Mechanism, Schedule, Source};
 use monobloc::ir::{BufferId, EventId, GridId, TaskId};
 use monobloc::validate::check;
 
@@ -219,13 +219,14 @@ fn scramble(s: &mut Schedule, random: &mut Random) -> Option<String> {
         22 => {
             let (i, stream) = pick(random, &mut s.regimes[r].streams)?;
             let (_, run) = pick(random, stream)?;
-            match &mut run.bytes {
+            match &mut run.source {
                 _ if random.below(4) == 0 => run.task = TaskId(random.below(70) as u32),
-                RunBytes::Fixed { offset, bytes } => {
-                    let field = if random.below(2) == 0 { offset } else { bytes };
-                    *field = [0, u64::MAX, *field + 512, field.wrapping_sub(512)][random.below(4)];
-                }
-                RunBytes::History { rows } => *rows = other(random, *rows),
+                Source::Units { buffer, lo, hi } => match random.below(3) {
+                    0 => *buffer = BufferId(other(random, buffer.0)),
+                    1 => *lo = other(random, *lo),
+                    _ => *hi = other(random, *hi),
+                },
+                Source::History { rows } => *rows = other(random, *rows),
             }
             format!("r{r} stream {i} {run:?}")
         }

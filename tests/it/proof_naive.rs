@@ -91,9 +91,6 @@ impl<'a> Text<'a> {
                         if let Some(b) = before {
                             fence.join(&fenced[b]);
                         }
-                        if task.waits.iter().any(|w| regime.events[w.event.index()].proxy) {
-                            fence.join(&vis);
-                        }
                         for (e, from) in signallers {
                             let event = &regime.events[e];
                             for n in from {
@@ -102,12 +99,12 @@ impl<'a> Text<'a> {
                                 if event.mechanism != Mechanism::Packets {
                                     vis.join(&visibility[n]);
                                     vis.add(n);
-                                    if event.proxy {
-                                        fence.join(&visibility[n]);
-                                        fence.add(n);
-                                    }
                                 }
                             }
+                        }
+                        // The loader fences what the first task hands over to it.
+                        if pos == 0 && task.waits.iter().any(|w| regime.events[w.event.index()].proxy) {
+                            fence = vis.clone();
                         }
                         (dependency[node], visibility[node], fenced[node]) = (dep, vis, fence);
                         done[node] = true;
@@ -271,8 +268,9 @@ fn mutate(s: &mut Schedule, random: &mut Random) {
             let r = random.below(s.regimes.len());
             let e = random.below(s.regimes[r].events.len());
             let event = &mut s.regimes[r].events[e];
-            event.proxy = !event.proxy;
-            if !event.carried && random.below(2) == 0 {
+            if event.carried {
+                event.proxy = !event.proxy;
+            } else if random.below(2) == 0 {
                 event.mechanism = Mechanism::Fenced;
             }
         }

@@ -4,7 +4,7 @@ use monobloc::candidate::Candidate;
 use monobloc::dtype::{DType, Precision};
 use monobloc::ir::op::{Access, Epilogue, MatVec, Op, Role};
 use monobloc::ir::program::{Buffer, Cols, Content, Grid, Operand, Part, Rows, Second, Space};
-use monobloc::ir::schedule::{Event, Mechanism, Run, RunBytes, Schedule, Task, Wait};
+use monobloc::ir::schedule::{Event, Mechanism, Run, Schedule, Source, Task, Wait};
 use monobloc::ir::variant::{MatVecVariant, Variant};
 use monobloc::ir::{BufferId, EventId, GridId, TaskId};
 use monobloc::lower::lower;
@@ -305,21 +305,12 @@ pub fn swap_queued(schedule: &mut Schedule, regime: usize, a: TaskId, b: TaskId)
     }
 }
 
-/// Lists the runs of every queue anew, in its order, each with the bytes it had.
+/// Lists the runs of every queue anew, in its order.
 pub fn restream(schedule: &mut Schedule) {
     for regime in &mut schedule.regimes {
         let runs: Vec<Run> = regime.streams.iter().flatten().copied().collect();
         for (stream, queue) in regime.streams.iter_mut().zip(&regime.queues) {
-            let mut end = 0;
-            stream.clear();
-            for run in queue.iter().filter_map(|id| runs.iter().find(|run| run.task == *id)) {
-                let mut run = *run;
-                if let RunBytes::Fixed { offset, bytes } = &mut run.bytes {
-                    *offset = end;
-                    end += *bytes;
-                }
-                stream.push(run);
-            }
+            *stream = queue.iter().filter_map(|id| runs.iter().find(|run| run.task == *id).copied()).collect();
         }
     }
 }
@@ -353,7 +344,7 @@ pub fn add_extra(schedule: &mut Schedule, after: &str, sms: [usize; 2]) {
         phases: 1,
         content: None,
     });
-    schedule.placement.extend([None, Some(1 << 20)]);
+    schedule.placement.extend([Some(1 << 20), Some(1 << 20)]);
     let op = |role, access, buffer, rows, cols| Operand { role, access, buffer, rows, cols };
     let extra = GridId::from(program.grids.len());
     // One unit of 16 of k: a granule, by itself or in a slot of many.
@@ -398,9 +389,23 @@ pub fn add_extra(schedule: &mut Schedule, after: &str, sms: [usize; 2]) {
         let queue = &mut regime.queues[sm];
         let place = queue.iter().rposition(|id| regime.tasks[id.index()].grid == after);
         queue.insert(place.map_or(queue.len(), |place| place + 1), id);
-        regime.streams[sm].push(Run { task: id, bytes: RunBytes::Fixed { offset: 0, bytes: 512 } });
+        regime.streams[sm].push(Run { task: id, source: Source::Units { buffer: weight, lo: 0, hi: 1 } });
     }
     restream(schedule);
+}
+
+/// Gives a grid of attention caches of its own, in history and append alike.
+pub fn fresh_caches(schedule: &mut Schedule, grid_name: &str) {
+    for (history, append) in [(Role::HistoryK, Role::AppendK), (Role::HistoryV, Role::AppendV)] {
+        let was = operand(schedule, grid_name, append).buffer;
+        let fresh = BufferId::from(schedule.program.buffers.len());
+        let buffer = schedule.program.buffers[was.index()].clone();
+        schedule.program.buffers.push(Buffer { name: format!("{} again", buffer.name), ..buffer });
+        schedule.placement.push(Some((1 << 24) + (u64::from(fresh.0) << 20)));
+        for role in [history, append] {
+            operand(schedule, grid_name, role).buffer = fresh;
+        }
+    }
 }
 
 /// xorshift64*: the mutants are the same on every machine.

@@ -18,12 +18,13 @@ const SCRATCH_KB: [u32; 3] = [1, 4, 16];
 const AT_HEAD: u32 = 0;
 const FUNCTIONS: u32 = 2;
 
-fn harness(folder: &Path) -> Option<Command> {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+/// A program of this folder over the kernels of a folder, compiled for this CPU. `None`: there is no compiler.
+pub fn compiled(source: &str, kernels: &Path, folder: &Path) -> Option<Command> {
     let program = folder.join("block");
     let mut compiler = Command::new("c++");
-    compiler.args(["-std=c++17", "-O1", "-ffp-contract=off", "-w", "-I"]).arg(root.join("kernels"));
-    let output = compiler.arg(root.join("tests/it/block.cc")).arg("-o").arg(&program).output().ok()?;
+    compiler.args(["-std=c++17", "-O1", "-ffp-contract=off", "-w", "-I"]).arg(kernels);
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/it").join(source);
+    let output = compiler.arg(source).arg("-o").arg(&program).output().ok()?;
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     Some(Command::new(program))
 }
@@ -63,7 +64,8 @@ fn case(scratch_kb: u32, position: u32, seed: u64, sampler: &Sampler, logits: &[
 #[test]
 fn the_kernels_choose_what_is_specified() {
     let folder = tempfile::tempdir().unwrap();
-    let Some(mut program) = harness(folder.path()) else {
+    let kernels = Path::new(env!("CARGO_MANIFEST_DIR")).join("kernels");
+    let Some(mut program) = compiled("block.cc", &kernels, folder.path()) else {
         return skipped("the_kernels_choose_what_is_specified", "C++ compiler", "`c++` compiles kernels for this CPU");
     };
     let filters: [(Option<u32>, Option<f32>); 14] = [

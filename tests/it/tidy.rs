@@ -65,13 +65,10 @@ const IMPORTS: &[(&str, &[&str])] = &[
     ),
     (
         "measure",
-        &[
-            "check", "codegen", "cuda", "dtype", "error", "interp", "ir", "model", "pack", "paired", "target",
-            "validate",
-        ],
+        &["abba", "check", "codegen", "cuda", "dtype", "error", "interp", "ir", "model", "pack", "target", "validate"],
     ),
     ("goldens", &["dtype"]),
-    ("paired", &["random"]),
+    ("abba", &["random"]),
     ("trace", &["ir"]),
     // Stores bytes under digests and understands none of them.
     ("cache", &["digest", "error", "files"]),
@@ -83,7 +80,7 @@ const IMPORTS: &[(&str, &[&str])] = &[
     // Proposes, and schedules to learn what is legal; never compiles.
     (
         "search",
-        &["candidate", "digest", "dtype", "flywheel", "ir", "lower", "model", "paired", "random", "schedule", "target"],
+        &["abba", "candidate", "digest", "dtype", "flywheel", "ir", "lower", "model", "random", "schedule", "target"],
     ),
 ];
 
@@ -132,7 +129,6 @@ const SYNCHRONISES_ELSEWHERE: &[(&str, &str, &str)] = &[
         "the loader's waits for a free slot and for the acquired step, bounded as all",
     ),
     ("runtime/kernel.cuh", "fence.mbarrier_init", "once, before the roles of the warps part"),
-    ("runtime/kernel.cuh", "__threadfence_block", "once, before the roles of the warps part"),
     ("runtime/kernel.cuh", "__syncthreads", "once, before the roles of the warps part"),
     ("ops/select.cuh", "__threadfence_system", "the token reaches the host before the count that says so"),
 ];
@@ -322,6 +318,67 @@ fn no_modules_import_each_other_in_a_circle() {
     edges.entry("candidate".to_string()).or_default().insert("schedule".to_string());
     let found = circle(&edges, &mut vec!["candidate".to_string()], &mut BTreeSet::new());
     assert_eq!(found.as_deref(), Some("candidate -> schedule -> candidate"));
+}
+
+/// Lines of each function of a file, with its first line and name. Relies on `cargo fmt`: the brace that ends a function
+/// stands where its first line begins.
+fn function_lengths(text: &str) -> Vec<(usize, &str, usize)> {
+    let lines: Vec<&str> = text.lines().collect();
+    let mut found = vec![];
+    for (at, line) in lines.iter().enumerate() {
+        let code = line.trim_start();
+        let indent = &line[..line.len() - code.len()];
+        let mut words = code.split_whitespace().skip_while(|word| {
+            ["pub", "const", "async", "unsafe", "extern"].contains(word)
+                || word.starts_with("pub(")
+                || word.starts_with('"')
+        });
+        let (Some("fn"), Some(name)) = (words.next(), words.next()) else { continue };
+        let name = name.split(['(', '<']).next().unwrap_or_default();
+        // A declaration, or a function of one line.
+        let ends_here = line.ends_with([';', '}']);
+        let end = format!("{indent}}}");
+        let length = if ends_here { 1 } else { lines[at..].iter().take_while(|line| **line != end).count() + 1 };
+        // A trait may declare a function over several lines.
+        let declared =
+            lines[at..].iter().take(length).find(|line| line.starts_with(&format!("{indent})")) || line.ends_with('{'));
+        if !declared.is_some_and(|line| line.ends_with(';')) {
+            found.push((at + 1, name, length));
+        }
+    }
+    found
+}
+
+#[test]
+fn a_function_is_measured_from_its_first_line_to_its_brace() {
+    let text = "pub(super) fn one(\n    a: u32,\n) -> u32 {\n    a\n}\n\ntrait T {\n    fn two(\n        &self,\n    );\n\n    \
+                fn three(&self);\n\n    fn four(&self) -> u32 {\n        4\n    }\n}\n\nfn five() {}\n";
+    assert_eq!(function_lengths(text), [(1, "one", 5), (12, "three", 1), (14, "four", 3), (19, "five", 1)]);
+}
+
+/// A function above this many lines is long. n2 has 2 % of them.
+const LONG_LINES: usize = 70;
+
+/// Long functions may be one in so many.
+const LONG_ONE_IN: usize = 100;
+
+#[test]
+fn long_functions_are_few() {
+    let (mut all, mut long) = (0, vec![]);
+    for Source { path, text } in sources("src", &[".rs"]) {
+        for (line, name, length) in function_lengths(&text) {
+            all += 1;
+            if length > LONG_LINES {
+                long.push(format!("{length} {path}:{line} `{name}`"));
+            }
+        }
+    }
+    assert!(all > 2000, "{all} functions: the search for them is broken");
+    long.sort_by_key(|fault| {
+        std::cmp::Reverse(fault.split(' ').next().and_then(|length| length.parse::<usize>().ok()))
+    });
+    let few = long.len() * LONG_ONE_IN < all;
+    assert!(few, "{} of {all} functions have more than {LONG_LINES} lines:\n{}", long.len(), long.join("\n"));
 }
 
 #[test]

@@ -6,11 +6,11 @@ use monobloc::candidate::Candidate;
 use monobloc::dtype::{DType, Precision};
 use std::collections::BTreeMap;
 
-use monobloc::ir::layout::GRANULE_BYTES;
+use monobloc::ir::layout;
 use monobloc::ir::op::{Access, Epilogue, MatVec, NormAttr, Op, Role};
-use monobloc::ir::program::{Buffer, Cols, Content, Grid, Operand, Part, Program, Rows, Second, Space};
+use monobloc::ir::program::{Buffer, Cols, Content, Grid, Operand, Part, Program, Rows, Second, Space, VectorPart};
 use monobloc::ir::schedule::{
-    Event, Machine, Mechanism, Regime, Ring, Run, RunBytes, Schedule, SmemKind, SmemPart, Task, Wait,
+    Event, Machine, Mechanism, Regime, Ring, Run, Schedule, SmemKind, SmemPart, Source, Task, Wait,
 };
 use monobloc::ir::variant::{MatVecVariant, Variant};
 use monobloc::ir::{BufferId, EventId, GridId, TaskId};
@@ -238,7 +238,32 @@ pub fn random_program(random: &mut Rng) -> Base {
     });
     let last = p.grids.len() - 1;
     p.grids[last].second = Second::Ordinal(sms as u32);
-    place_randomly(random, p, sms)
+    if random.below(4) == 0 {
+        let exchanges: Vec<usize> = (0..p.buffers.len()).filter(|&b| p.buffers[b].space == Space::Exchange).collect();
+        p.buffers[of(random, &exchanges)].phases = of(random, &[1, 2, 3, 4, 8]);
+    }
+    let mut base = place_randomly(random, p, sms);
+    if random.below(4) == 0 {
+        more_regimes(random, &mut base.schedule);
+    }
+    base
+}
+
+/// The same again from a later position on, once or twice, with the report on any SM.
+fn more_regimes(random: &mut Rng, s: &mut Schedule) {
+    for _ in 0..1 + random.below(2) {
+        let from = s.regimes.last().map_or(0, |r| r.from_position) + 1 + random.below(2) as u32;
+        if from >= s.program.context_max {
+            return;
+        }
+        let mut regime = Regime { from_position: from, ..s.regimes[0].clone() };
+        let of_report = |id: &TaskId| matches!(s.program.grids[regime.tasks[id.index()].grid.index()].op, Op::Report);
+        let Some(report) = (0..regime.tasks.len()).map(TaskId::from).find(of_report) else { return };
+        regime.queues.iter_mut().for_each(|q| q.retain(|id| *id != report));
+        let queue = &mut regime.queues[random.below(s.machine.sms as usize)];
+        queue.insert(queue.len().min(1 + random.below(2)), report);
+        s.regimes.push(regime);
+    }
 }
 
 struct Build<'a> {
@@ -256,7 +281,12 @@ impl Build<'_> {
     fn constant(&mut self, name: &str, dtype: DType, rows: u32, cols: u32) -> BufferId {
         let id = self.buffer(name, Space::Constant, dtype, cols);
         let buffer = &mut self.p.buffers[id.index()];
-        (buffer.rows, buffer.content) = (rows, Some(Content::Tensor(TensorId(0))));
+        let gains = VectorPart { view: Some(RowView::range(TensorId(0), 0)), len: cols };
+        buffer.rows = rows;
+        buffer.content = Some(match rows {
+            1 => Content::Vectors { parts: vec![gains], offset: 0.0, interleave: 1 },
+            _ => Content::Tensor(TensorId(0)),
+        });
         id
     }
 
@@ -387,32 +417,29 @@ fn place_randomly(random: &mut Rng, p: Program, sms: usize) -> Base {
         }
     }
     for sm in 0..sms {
-        let mut end = 0;
         for id in &regime.queues[sm] {
             let task = &regime.tasks[id.index()];
-            if let Op::MatVec(m) = &p.grids[task.grid.index()].op {
-                let bytes = u64::from(task.hi - task.lo) * u64::from(m.granules(2)) * u64::from(GRANULE_BYTES);
-                regime.streams[sm].push(Run { task: *id, bytes: RunBytes::Fixed { offset: end, bytes } });
-                end += bytes;
+            if let Some(weight) = p.grids[task.grid.index()].operand(Role::Weight) {
+                let source = Source::Units { buffer: weight.buffer, lo: task.lo, hi: task.hi };
+                regime.streams[sm].push(Run { task: *id, source });
             }
         }
     }
-    let (mut next, mut constants) = (0u64, 0u64);
+    let mut next = 0u64;
     let placement = p.buffers.iter().map(|b| match b.space {
         Space::Exchange => {
             let at = next;
             next += (u64::from(b.cols) * 8 * u64::from(b.phases) + 16).next_multiple_of(256);
             Some(at)
         }
-        Space::Constant => {
-            let at = constants;
-            constants += (u64::from(b.rows) * u64::from(b.cols) * b.dtype.bytes() as u64).next_multiple_of(256);
-            Some(at)
-        }
         Space::Output => Some(if b.name == "said" { 1 << 16 } else { 0 }),
         _ => None,
     });
-    let placement = placement.collect();
+    let mut placement: Vec<Option<u64>> = placement.collect();
+    // The pack, where the compiler would have it.
+    for (place, packed) in placement.iter_mut().zip(layout::placement(&p)) {
+        *place = place.or(packed);
+    }
     let mut offset = 0;
     let smem = SmemKind::ALL.into_iter().zip([16_384, 1024, 4096, 256, 1024, 4096, 4096]);
     let smem = smem.map(|(kind, bytes)| {

@@ -35,9 +35,9 @@ const HOOKS: [(&str, &str, &str); 7] = [
     ),
     (
         "runtime/sync.cuh",
-        "                                            u64 (&b)[N], u32& patience, const Watchdog* dog, WaitSite at) {\n",
-        "                                            u64 (&b)[N], u32& patience, const Watchdog* dog, WaitSite at) {\n  \
-         const u32 bits = at.entry->event >> 24;\n  \
+        "                                            u64 (&b)[N], Waiter w) {\n",
+        "                                            u64 (&b)[N], Waiter w) {\n  \
+         const u32 bits = w.at.entry->event >> 24;\n  \
          tag += (bits & 2u ? 0x40000000u : 0u) - (bits & 8u ? 1u : 0u) + (bits & 16u ? 1u : 0u);\n",
     ),
     (
@@ -47,9 +47,9 @@ const HOOKS: [(&str, &str, &str); 7] = [
     ),
     (
         "runtime/sync.cuh",
-        "                                              u32& patience, const Watchdog* dog, WaitSite at) {\n  u32 left = patience;\n",
-        "                                              u32& patience, const Watchdog* dog, WaitSite at) {\n  \
-         u32 left = patience;\n  const u32 bits = at.entry->event >> 24;\n  \
+        "                                              Waiter w) {\n  u32 left = w.patience;\n",
+        "                                              Waiter w) {\n  \
+         u32 left = w.patience;\n  const u32 bits = w.at.entry->event >> 24;\n  \
          tag += (bits & 2u ? 0x40000000u : 0u) - (bits & 8u ? 1u : 0u) + (bits & 16u ? 1u : 0u);\n",
     ),
     (
@@ -65,8 +65,9 @@ const HOOKS: [(&str, &str, &str); 7] = [
     // A hang costs 60 ms: a step takes microseconds.
     ("runtime/kernel.cuh", "global_ns() + p.timeout_ns", "global_ns() + 60000000ull"),
 ];
-const PROXY_FENCE: &str = "  asm volatile(\"fence.proxy.async.global;\" ::: \"memory\");\n";
-const FENCE: &str = "  __threadfence();\n";
+/// Fences that the runtime leaves out where the carried events of a mutant say so.
+const PROXY_FENCE: &[&str] = &["fence.proxy.async.global;"];
+const STEP_FENCES: &[&str] = &["fence.release.gpu;", "fence.acquire.gpu;", "fence.acq_rel.gpu;"];
 
 /// A schedule that nobody proved, in the type of one that somebody did.
 pub fn unproven(schedule: &Schedule) -> &Validated {
@@ -91,11 +92,17 @@ pub fn device_form(schedule: &Schedule, sound: &Schedule, target: &Target) -> (K
     let closes = |s: &Schedule, holds: fn(&Event) -> bool| {
         s.regimes.iter().all(|r| r.events.iter().filter(|e| e.carried).all(holds))
     };
-    for (text, holds) in
-        [(PROXY_FENCE, (|e| e.proxy) as fn(&Event) -> bool), (FENCE, |e| e.mechanism != Mechanism::Packets)]
+    for (fences, holds) in
+        [(PROXY_FENCE, (|e| e.proxy) as fn(&Event) -> bool), (STEP_FENCES, |e| e.mechanism != Mechanism::Packets)]
     {
         if closes(sound, holds) && !closes(schedule, holds) {
-            header(&mut source, "runtime/sync.cuh", &|all| all.replace(text, ""));
+            for fence in fences {
+                header(&mut source, "runtime/sync.cuh", &|all| {
+                    let line = format!("  asm volatile(\"{fence}\" ::: \"memory\");\n");
+                    assert!(all.contains(&line), "`runtime/sync.cuh` has changed: where is `{fence}`?");
+                    all.replace(&line, "")
+                });
+            }
         }
     }
     let phases = |s: &Schedule| s.program.buffers.iter().map(|b| b.phases).max();

@@ -8,40 +8,23 @@ use monobloc::codegen::abi::{Entry, NONE, StreamRun, Tables};
 use monobloc::dtype::DType;
 use monobloc::ir::op::{MatVec, Op, Role};
 use monobloc::ir::program::{Buffer, Grid, Operand, Space};
-use monobloc::ir::schedule::{RunBytes, Schedule, SmemKind, Task};
+use monobloc::ir::schedule::{Schedule, SmemKind, Source, Task};
 use std::collections::BTreeMap;
 
 /// The first thing that an entry or a run says otherwise.
 pub fn disagreement(schedule: &Schedule, tables: &Tables) -> Option<String> {
-    let reader = Reader { schedule, tables, constants: constants(schedule) };
-    reader.queues().err()
+    Reader { schedule, tables }.queues().err()
 }
 
 struct Reader<'a> {
     schedule: &'a Schedule,
     tables: &'a Tables,
-    /// First byte of each constant buffer.
-    constants: Vec<u64>,
 }
 
 type Said = Result<(), String>;
 
 fn expect(holds: bool, what: impl FnOnce() -> String) -> Said {
     if holds { Ok(()) } else { Err(what()) }
-}
-
-/// Constants lie one behind the other, each from a whole unit of 256 bytes on.
-fn constants(schedule: &Schedule) -> Vec<u64> {
-    let mut at = 0;
-    let place = |buffer: &Buffer| {
-        let here = at;
-        if buffer.space == Space::Constant {
-            let bytes = u64::from(buffer.rows) * u64::from(buffer.cols) * buffer.dtype.bytes() as u64;
-            at += bytes.div_ceil(256) * 256;
-        }
-        here
-    };
-    schedule.program.buffers.iter().map(place).collect()
 }
 
 /// Packets of one phase of an exchange buffer: two values of 16 bits or one of 32 in each, in pairs.
@@ -96,7 +79,7 @@ impl Reader<'_> {
                 for (said, run) in runs.iter().zip(&regime.streams[sm]) {
                     let task = &regime.tasks[run.task.index()];
                     let grid = &self.schedule.program.grids[task.grid.index()];
-                    self.run(task, grid, run.bytes, said).map_err(|what| here(&run.task, what))?;
+                    self.run(task, grid, run.source, said).map_err(|what| here(&run.task, what))?;
                 }
             }
         }
@@ -121,7 +104,7 @@ impl Reader<'_> {
             ("norm_bias", entry.norm_bias, &[Role::NormBias, Role::KNormWeight]),
             ("table", entry.table, &[Role::Bias, Role::Rope, Role::Table]),
         ] {
-            let place = constant(roles).map(|o| self.constants[o.buffer.index()]);
+            let place = constant(roles).map(|o| self.place(o));
             units(said, place).map_err(|what| format!("`{name}` {what}"))?;
         }
         for (name, said, role) in [("k_cache", entry.k_cache, Role::AppendK), ("v_cache", entry.v_cache, Role::AppendV)]
@@ -164,16 +147,22 @@ impl Reader<'_> {
         Ok(())
     }
 
-    fn run(&self, task: &Task, grid: &Grid, bytes: RunBytes, said: &StreamRun) -> Said {
-        match (bytes, &grid.op) {
-            (RunBytes::Fixed { bytes, .. }, Op::MatVec(_)) => {
+    fn run(&self, task: &Task, grid: &Grid, source: Source, said: &StreamRun) -> Said {
+        match (source, &grid.op) {
+            (Source::Units { .. }, Op::MatVec(m)) => {
+                let Some(weight) = grid.operand(Role::Weight) else { return Err("has no matrix".to_string()) };
+                // Units of its rows, each whole along k in granules of 8 rows of 64 bytes.
+                let element = self.buffer(weight).dtype.bytes() as u64;
+                let unit = u64::from(m.k).div_ceil(64 / element * 8 / u64::from(m.unit_rows)) * 512;
+                let bytes = unit * u64::from(task.hi - task.lo);
+                units(said.head_j, Some(self.place(weight) + u64::from(task.lo) * unit))?;
                 expect(u64::from(said.bytes) == bytes, || format!("brings {} of {bytes} bytes", said.bytes))?;
                 let (block, chunk) = (u64::from(said.k_cache), u64::from(said.v_cache));
                 let slot = u64::from(self.schedule.machine.ring.slot_bytes);
                 expect(chunk > 0 && chunk <= slot, || format!("chunks of {chunk} bytes in slots of {slot}"))?;
                 expect(block > 0 && bytes % block == 0, || format!("blocks of {block} bytes in {bytes}"))
             }
-            (RunBytes::History { rows }, Op::Attention(a)) => {
+            (Source::History { rows }, Op::Attention(a)) => {
                 expect(said.bytes == 0, || "is said to be weights".to_string())?;
                 let head = u64::from(task.lo) * u64::from(a.heads_per_task) / u64::from(a.group);
                 let (said_head, said_j) = (u64::from(said.head_j >> 16), said.head_j & 0xffff);

@@ -1,7 +1,7 @@
 //! Walks of the machine: every interleaving of a small schedule, hostile random ones of a large one.
 
-use super::Fault;
 use super::machine::{Plan, Poll, State, Window};
+use super::{Fault, contents};
 use monobloc::ir::schedule::Schedule;
 use monobloc::target::Target;
 use std::collections::HashSet;
@@ -34,6 +34,9 @@ impl Verdict {
     }
 }
 
+/// Late stores of a long window.
+const STORES_OF_LONG: usize = 48;
+
 /// Judges a schedule by running it.
 pub fn judge(schedule: &Schedule, target: &Target, effort: &Effort) -> Verdict {
     match walk_all(schedule, target, effort) {
@@ -44,9 +47,15 @@ pub fn judge(schedule: &Schedule, target: &Target, effort: &Effort) -> Verdict {
 
 fn walk_all(schedule: &Schedule, target: &Target, effort: &Effort) -> Result<bool, Fault> {
     let plan = Plan::new(schedule, target)?;
+    contents::judge(schedule)?;
     let mut windows = vec![];
     for from in plan.windows(effort.steps) {
         windows.push(Window::new(&plan, from, effort.steps)?);
+    }
+    let long = plan.long_windows(effort.steps);
+    let short = windows.len();
+    for &(from, steps) in &long {
+        windows.push(Window::new(&plan, from, steps)?);
     }
     // Cheap walks first: most of what is wrong shows at once.
     let mut random = Rng(effort.seed | 1);
@@ -58,17 +67,22 @@ fn walk_all(schedule: &Schedule, target: &Target, effort: &Effort) -> Result<boo
             }
         }
     }
-    for window in &mut windows {
+    for (at, window) in windows.iter_mut().enumerate() {
         let mut stores = window.stores();
-        for nth in 0..effort.stores.min(stores.len()) {
-            let other = nth + random.below(stores.len() - nth);
-            stores.swap(nth, other);
+        // Of a long window those that nobody looks at.
+        let most = if at < short { effort.stores } else { effort.stores.min(STORES_OF_LONG) };
+        for nth in 0..most.min(stores.len()) {
+            if at < short {
+                let other = nth + random.below(stores.len() - nth);
+                stores.swap(nth, other);
+            }
             window.late = Some(stores[nth]);
             walk(window, nth as u32, &mut random)?;
         }
         window.late = None;
     }
-    let mut exhaustive = effort.states_max > 0;
+    let mut exhaustive = effort.states_max > 0 && long.is_empty();
+    windows.truncate(short);
     for window in windows.iter_mut().filter(|_| effort.states_max > 0) {
         for poll in [Poll::Counts, Poll::Tags] {
             window.poll = poll;

@@ -4,7 +4,7 @@ use super::{Fault, Kind};
 use monobloc::dtype::DType;
 use monobloc::ir::op::{Access, Attention, Epilogue, MatVec, NormAttr, Op, QkNormAttr, Role};
 use monobloc::ir::program::{Buffer, Cols, Content, Grid, Operand, Rows, Second, Space};
-use monobloc::ir::schedule::{Regime, RunBytes, Schedule, Task};
+use monobloc::ir::schedule::{Schedule, Source, Task};
 use monobloc::ir::{BufferId, GridId};
 use monobloc::model::graph::{NormKind, QkNormSpan};
 use monobloc::target::{DotMechanism, Target, TargetKind};
@@ -116,7 +116,7 @@ pub fn footprints(s: &Schedule, target: &Target) -> Result<Vec<Vec<Foot>>, Fault
         }
         feet.push(of_regime);
     }
-    packed(s)?;
+    streamed(s)?;
     arenas(s, target)?;
     shared_memory(s, target)?;
     Ok(feet)
@@ -421,7 +421,7 @@ fn parts(s: &Schedule, grid: &Grid, task: &Task) -> Vec<Part> {
 }
 
 /// Elements from one head of a cache row to the next.
-fn pitch(s: &Schedule, a: &Attention) -> u64 {
+pub(super) fn pitch(s: &Schedule, a: &Attention) -> u64 {
     let each = s.program.precision.cache.bytes() as u64;
     (u64::from(a.head_dim) * each).next_multiple_of(HEAD_BYTES) / each
 }
@@ -561,14 +561,22 @@ fn compare(
     if immutable != buffer.content.is_some() {
         return Err(Fault::new(Kind::Unwritten, format!("`{role}`: content")));
     }
-    let filled = match &buffer.content {
-        Some(Content::Rows { parts, .. }) => {
+    // The packer fills an operand in the way of its role, or not at all.
+    let filled = match (&buffer.content, part.role) {
+        (None, _) => true,
+        (Some(Content::Rows { parts, .. }), Role::Weight) => {
             parts.iter().map(|p| u64::from(p.rows)).sum::<u64>() == u64::from(buffer.rows)
         }
-        _ => true,
+        (Some(Content::Tensor(_)), Role::Table) | (Some(Content::RopeTable(_)), Role::Rope) => true,
+        (Some(Content::Vectors { parts, .. }), role) if ![Role::Weight, Role::Table, Role::Rope].contains(&role) => {
+            let len = parts.iter().map(|p| u64::from(p.len)).sum::<u64>();
+            // Rows of padding have no bias.
+            role == Role::Bias || len == u64::from(buffer.cols)
+        }
+        _ => false,
     };
     if !filled {
-        return Err(Fault::new(Kind::Unwritten, format!("`{role}`: content of other rows")));
+        return Err(Fault::new(Kind::Unwritten, format!("`{role}`: content of another kind or size")));
     }
     let beyond = |what: String| Err(Fault::new(Kind::OutOfBounds, format!("`{role}`: {what}")));
     match part.must {
@@ -602,7 +610,6 @@ fn compare(
 /// Bytes mean one thing: fp32 activations and fp32 records of attention look alike, and are not.
 fn meanings(s: &Schedule) -> Result<(), Fault> {
     let mut meaning: BTreeMap<BufferId, (u32, u32, u32, u32)> = BTreeMap::new();
-    let mut attention: BTreeMap<(BufferId, u32), Attention> = BTreeMap::new();
     for grid in &s.program.grids {
         for operand in &grid.operands {
             if s.program.buffers[operand.buffer.index()].space != Space::Exchange {
@@ -618,13 +625,6 @@ fn meanings(s: &Schedule) -> Result<(), Fault> {
             };
             if *meaning.entry(operand.buffer).or_insert(is) != is {
                 return Err(Fault::new(Kind::Undeclared, format!("{} means two things", operand.buffer)));
-            }
-        }
-        // One text must not depend on where a regime begins.
-        if let (Op::Attention(a), Some(keys)) = (&grid.op, grid.operand(Role::AppendK)) {
-            let alone = Attention { heads_per_task: 1, splits: 1, ..a.clone() };
-            if *attention.entry((keys.buffer, keys.cols.base)).or_insert(alone.clone()) != alone {
-                return Err(Fault::new(Kind::Malformed, "two attentions over the same keys"));
             }
         }
     }
@@ -678,17 +678,13 @@ fn occupancy(s: &Schedule, target: &Target) -> Result<(), Fault> {
     Ok(())
 }
 
-/// Streams against queues: the loader reads the pack of its SM in order, byte after byte.
-fn packed(s: &Schedule) -> Result<(), Fault> {
+/// Streams against queues: what the loader brings in is what the next task takes.
+fn streamed(s: &Schedule) -> Result<(), Fault> {
     let ring = |what: String| Err(Fault::new(Kind::Ring, what));
     let slot = u64::from(s.machine.ring.slot_bytes);
-    let weight = s.program.precision.weights.bytes() as u64;
-    // What lies where in the pack of each SM, by what the first regime puts there.
-    let mut packs: Vec<BTreeMap<u64, (u64, GridId, u32, u32)>> = vec![BTreeMap::new(); s.machine.sms as usize];
     for (r, regime) in s.regimes.iter().enumerate() {
         for (sm, (queue, stream)) in regime.queues.iter().zip(&regime.streams).enumerate() {
             let mut runs = stream.iter();
-            let mut end = 0u64;
             for id in queue {
                 let task = &regime.tasks[id.index()];
                 let grid = &s.program.grids[task.grid.index()];
@@ -706,23 +702,14 @@ fn packed(s: &Schedule) -> Result<(), Fault> {
                 if run.task != *id {
                     return ring(format!("{id} of r{r} gets the chunks of {}", run.task));
                 }
-                match (&grid.op, run.bytes) {
-                    (Op::MatVec(m), RunBytes::Fixed { offset, bytes }) => {
-                        let each = u64::from(m.unit_rows).clamp(1, 8);
-                        let unit = u64::from(m.k).div_ceil(GRANULE_ROW / weight * 8 / each) * GRANULE;
-                        if bytes != unit * u64::from(task.hi - task.lo) {
-                            return ring(format!("{id} of r{r} gets {bytes} bytes"));
+                match (&grid.op, run.source) {
+                    (Op::MatVec(_), Source::Units { buffer, lo, hi }) => {
+                        let matrix = grid.operand(Role::Weight).map(|o| o.buffer);
+                        if (matrix, lo, hi) != (Some(buffer), task.lo, task.hi) {
+                            return ring(format!("{id} of r{r} gets units {lo}..{hi} of {buffer}"));
                         }
-                        if offset != end {
-                            return ring(format!("{id} of r{r} is packed at {offset} and read at {end}"));
-                        }
-                        let here = (bytes, task.grid, task.lo, task.hi);
-                        if *packs[sm].entry(offset).or_insert(here) != here {
-                            return ring(format!("{id} of r{r} finds other weights"));
-                        }
-                        end += bytes;
                     }
-                    (Op::Attention(a), RunBytes::History { rows }) => {
+                    (Op::Attention(a), Source::History { rows }) => {
                         let row = pitch(s, a) * s.program.precision.cache.bytes() as u64;
                         if rows == 0 || rows % TILE_ROWS != 0 || u64::from(rows) * row > slot {
                             return ring(format!("{id} of r{r} gets {rows} rows a chunk"));
@@ -736,16 +723,6 @@ fn packed(s: &Schedule) -> Result<(), Fault> {
             }
         }
     }
-    // Entries that begin elsewhere and overlap.
-    for pack in &packs {
-        let mut end = 0;
-        for (&offset, &(bytes, ..)) in pack {
-            if offset < end {
-                return ring("weights over weights".to_string());
-            }
-            end = offset + bytes;
-        }
-    }
     Ok(())
 }
 
@@ -754,6 +731,23 @@ pub fn phase_bytes(buffer: &Buffer) -> u64 {
     let per_packet = 4 / (buffer.dtype.bytes() as u64).min(4);
     let elements = u64::from(buffer.rows) * u64::from(buffer.cols);
     elements.div_ceil(per_packet).next_multiple_of(2) * 8
+}
+
+/// Of the arena that weights and constants share.
+const PACK: u8 = u8::MAX;
+
+/// Bytes of the units that some op streams of a matrix.
+fn matrix_bytes(s: &Schedule, b: usize) -> u64 {
+    let element = s.program.precision.weights.bytes() as u64;
+    let of_grid = |grid: &Grid| match (&grid.op, grid.operand(Role::Weight)) {
+        (Op::MatVec(m), Some(weight)) if weight.buffer.index() == b => {
+            let unit =
+                u64::from(m.k).div_ceil(GRANULE_ROW / element * 8 / u64::from(m.unit_rows).clamp(1, 8)) * GRANULE;
+            u64::from(grid.n).saturating_mul(unit)
+        }
+        _ => 0,
+    };
+    s.program.grids.iter().map(of_grid).max().unwrap_or(0)
 }
 
 /// Places of buffers. Exchange memory is shadowed while it runs; caches and outputs are written at every position of a
@@ -784,24 +778,25 @@ fn arenas(s: &Schedule, target: &Target) -> Result<(), Fault> {
                 }
                 total = total.max(end);
             }
-            Space::Constant => total = total.saturating_add(bytes),
-            Space::Weight | Space::Private => {}
+            Space::Weight | Space::Constant => {
+                let Some(place) = place else { return malformed(format!("b{b} is nowhere in the pack")) };
+                if place % 256 != 0 {
+                    return Err(Fault::new(Kind::Stale, format!("b{b} is read elsewhere than at {place}")));
+                }
+                let bytes = if buffer.space == Space::Weight { matrix_bytes(s, b) } else { bytes };
+                let Some(end) = place.checked_add(bytes) else { return malformed("a place beyond all memory") };
+                extents.push((PACK, *place, end));
+                total = total.max(end);
+            }
+            Space::Private => {}
         }
     }
-    let streamed = |regime: &Regime| -> u64 {
-        let bytes = regime.streams.iter().flatten().map(|run| match run.bytes {
-            RunBytes::Fixed { bytes, .. } => bytes,
-            RunBytes::History { .. } => 0,
-        });
-        bytes.fold(0, u64::saturating_add)
-    };
-    let weights = s.regimes.iter().map(streamed).max().unwrap_or(0);
-    if total.saturating_add(weights) > target.spec.memory_bytes {
+    if total > target.spec.memory_bytes {
         return Err(Fault::new(Kind::Occupancy, "device memory"));
     }
     extents.sort();
     if extents.windows(2).any(|w| w[0].0 == w[1].0 && w[1].1 < w[0].2) {
-        return Err(Fault::new(Kind::Clobbered, "caches or outputs in one place"));
+        return Err(Fault::new(Kind::Clobbered, "caches, outputs, or parts of the pack in one place"));
     }
     Ok(())
 }

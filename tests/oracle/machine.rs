@@ -17,11 +17,14 @@ use super::footprint::{Foot, Touch, footprints, phase_bytes};
 use super::{Fault, Kind};
 use monobloc::ir::op::Op;
 use monobloc::ir::program::Space;
-use monobloc::ir::schedule::{Mechanism, Regime, RunBytes, Schedule};
+use monobloc::ir::schedule::{Mechanism, Regime, Schedule, Source};
 use monobloc::ir::{BufferId, EventId};
 use monobloc::target::{CopyMechanism, Target};
 use std::collections::BTreeMap;
 use std::ops::Range;
+
+/// Steps of a window across a whole regime, at most.
+const LONG: u32 = 16;
 
 /// A schedule whose tasks are known by what they touch.
 pub struct Plan<'a> {
@@ -37,8 +40,8 @@ impl<'a> Plan<'a> {
         Ok(Plan { schedule, feet, bulk: target.spec.copy == CopyMechanism::Bulk })
     }
 
-    /// First positions of windows of `steps` steps that show everything: the first of a text, each change of regime, the
-    /// last of a text.
+    /// First positions of windows of `steps` steps that show most: the first of a text, each change of regime, the last
+    /// of a text.
     pub fn windows(&self, steps: u32) -> Vec<u32> {
         let most = self.schedule.program.context_max;
         let mut starts = vec![0];
@@ -50,6 +53,28 @@ impl<'a> Plan<'a> {
         starts.sort_unstable();
         starts.dedup();
         starts
+    }
+
+    /// What windows of `steps` steps do not show, as longer windows (first position, steps): copies of a buffer that
+    /// come round later, and regimes between two others.
+    pub fn long_windows(&self, steps: u32) -> Vec<(u32, u32)> {
+        let s = self.schedule;
+        let phases =
+            s.program.buffers.iter().filter(|b| b.space == Space::Exchange).map(|b| b.phases).max().unwrap_or(1);
+        let mut windows = vec![];
+        if phases >= steps {
+            windows.push((0, phases + 1));
+            // All steps after a border that overwrite what a step before it has left.
+            let borders = s.regimes[1..].iter().map(|r| r.from_position.saturating_sub(phases));
+            windows.extend(borders.map(|from| (from, 2 * phases)));
+        }
+        // From before the second regime to behind the border after it.
+        for pair in s.regimes[1..].windows(2) {
+            let from = pair[0].from_position - 1;
+            let length = pair[1].from_position - from + 2;
+            windows.extend((length > steps && length <= LONG).then_some((from, length)));
+        }
+        windows
     }
 }
 
@@ -613,16 +638,23 @@ impl Window {
                     let before = consumed.last().copied().unwrap_or(0);
                     let grid = &s.program.grids[regime.tasks[task.index()].grid.index()];
                     let chunks = match &grid.op {
-                        Op::MatVec(_) => match runs.next().map(|r| r.bytes) {
-                            Some(RunBytes::Fixed { bytes, .. }) => {
-                                let units = regime.tasks[task.index()].hi - regime.tasks[task.index()].lo;
-                                chunks(bytes / 512, units, s.machine.ring.slot_bytes / 512, s.machine.ring.arrivals)
+                        Op::MatVec(m) => match runs.next().map(|r| r.source) {
+                            Some(Source::Units { lo, hi, .. }) => {
+                                let element = s.program.precision.weights.bytes() as u32;
+                                let unit = m.k.div_ceil(64 / element * 8 / m.unit_rows);
+                                let units = hi - lo;
+                                chunks(
+                                    u64::from(unit) * u64::from(units),
+                                    units,
+                                    s.machine.ring.slot_bytes / 512,
+                                    s.machine.ring.arrivals,
+                                )
                             }
                             _ => 0,
                         },
                         Op::Attention(a) => {
-                            let rows = match runs.next().map(|r| r.bytes) {
-                                Some(RunBytes::History { rows }) => rows,
+                            let rows = match runs.next().map(|r| r.source) {
+                                Some(Source::History { rows }) => rows,
                                 _ => 1,
                             };
                             let (start, end) = share(a.window, a.splits, positions[step], regime.tasks[task.index()].j);
@@ -680,11 +712,18 @@ impl Window {
         2 * self.k + 1
     }
 
-    /// Stores that may land late: writes of exchange memory by tasks that release nothing themselves.
+    /// Stores that may land late: writes of exchange memory by tasks that release nothing themselves. Those that somebody
+    /// polls are seen when they land; the others come first.
     pub fn stores(&self) -> Vec<(usize, usize)> {
         let unreleased = |i: &&Instance| i.signals.iter().all(|&e| self.events[e as usize].clock.is_none());
         let instances = self.instances.iter().enumerate().filter(|(_, i)| unreleased(i));
-        instances.flat_map(|(at, i)| (0..i.writes.len()).map(move |w| (at, w))).collect()
+        let mut stores: Vec<_> = instances.flat_map(|(at, i)| (0..i.writes.len()).map(move |w| (at, w))).collect();
+        let read = |&(at, w): &(usize, usize)| {
+            let mut pieces = self.instances[at].writes[w].iter();
+            pieces.any(|(_, id)| self.readers.contains_key(id))
+        };
+        stores.sort_by_cached_key(read);
+        stores
     }
 
     /// Whether all blocks have ended.
@@ -818,16 +857,14 @@ impl Window {
                 state.0[into + i] = state.0[into + i].max(state.0[from + i]);
             }
         };
-        if instance.waits.iter().any(|w| w.proxy) {
-            join(state, fenced, visible);
-        }
         for wait in instance.waits.iter().filter(|w| w.orders) {
             let Some(clock) = wait.event.and_then(|e| self.events[e as usize].clock) else { continue };
-            let clock = l.clocks + clock as usize * k;
-            join(state, visible, clock);
-            if wait.proxy {
-                join(state, fenced, clock);
-            }
+            join(state, visible, l.clocks + clock as usize * k);
+        }
+        // A fence counts in the loader, which takes over from the first task of the queue and from no other.
+        let first = instance.place == self.firsts[instance.sm][instance.step];
+        if first && instance.waits.iter().any(|w| w.proxy) {
+            join(state, fenced, visible);
         }
     }
 
@@ -1041,7 +1078,7 @@ fn chunks(granules: u64, units: u32, slot: u32, warps: u32) -> u32 {
 }
 
 /// The history that share `j` reads: rows of the visible window before the position, in shares of whole tiles.
-fn share(window: Option<u32>, splits: u32, position: u32, j: u32) -> (u32, u32) {
+pub(super) fn share(window: Option<u32>, splits: u32, position: u32, j: u32) -> (u32, u32) {
     let first = window.map_or(0, |w| (position + 1).saturating_sub(w));
     let each = (position - first).div_ceil(splits).next_multiple_of(16);
     let start = (u64::from(first) + u64::from(j) * u64::from(each)).min(u64::from(position));

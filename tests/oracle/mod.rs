@@ -10,6 +10,8 @@
 //! - [`machine`] is the state and its moves. Memory is shadowed by byte: every byte of the arenas carries the instance of
 //!   the task that wrote it, and a read of any other than the intended one is a fault. Plain memory of other SMs is as
 //!   stale as the fences allow.
+//! - [`contents`] runs a text with real contents, as its positions ask and in the first regime alone: both must compute
+//!   the same.
 //! - [`explore`] walks: all interleavings of small schedules, hostile random ones of large schedules.
 //! - [`entries`] reads back what the queues of a proven schedule say to a device.
 //! - [`device`] gives a device what is not proven, for `tests/bench/mutants.rs`.
@@ -19,6 +21,7 @@
 //! by the first. The tests in `tests/it` and the benchmarks `tests/bench/proof.rs` and `mutants.rs` include it.
 
 pub mod bases;
+pub mod contents;
 pub mod device;
 pub mod entries;
 pub mod explore;
@@ -52,6 +55,8 @@ pub enum Kind {
     Clobbered,
     /// Bytes in memory that are not yet visible to who reads or overwrites them.
     Invisible,
+    /// A text that depends on where a regime begins.
+    Border,
 }
 
 impl Kind {
@@ -67,6 +72,7 @@ impl Kind {
             Kind::Stale => "stale",
             Kind::Clobbered => "clobbered",
             Kind::Invisible => "invisible",
+            Kind::Border => "border",
         }
     }
 }

@@ -3,9 +3,10 @@
 use super::explore::Rng;
 use monobloc::dtype::DType;
 use monobloc::ir::op::{Access, MatVec, Op, Role};
-use monobloc::ir::program::{Rows, Second, Space};
-use monobloc::ir::schedule::{Mechanism, Run, RunBytes, Schedule, Wait};
+use monobloc::ir::program::{Content, Part, Rows, Second, Space, VectorPart};
+use monobloc::ir::schedule::{Mechanism, Regime, Run, Schedule, SmemKind, Source, Wait};
 use monobloc::ir::{BufferId, EventId, GridId, SmId, TaskId};
+use monobloc::model::graph::{RopeId, RowView, TensorId};
 use monobloc::target::Target;
 use monobloc::validate::{Entity, Violation};
 
@@ -48,7 +49,7 @@ pub const CLASSES: &[(&str, Mutate)] = &[
     ("ring order swapped", ring_order),
     ("ring over capacity", ring_capacity),
     ("chunk list unequal", chunk_list),
-    ("weights over weights", weight_offset),
+    ("other weights", other_weights),
     ("barrier count", barrier_count),
     ("flight limits", flight),
     (REUSED, reused),
@@ -60,6 +61,17 @@ pub const CLASSES: &[(&str, Mutate)] = &[
     ("too many blocks", too_many_blocks),
     ("runtime index over its bound", runtime_index),
     ("regime borders", regime_border),
+    ("fresh cache in one regime", fresh_cache),
+    ("keys and values swapped in one regime", keys_as_values),
+    ("cache of another layer", cache_of_another),
+    ("regime between two alike", between_two_alike),
+    ("attributes of one alternative", attributes_of_one),
+    ("result of one alternative elsewhere", result_elsewhere),
+    ("phases of a buffer", phases),
+    ("owner changes with the regime", owner_changes),
+    ("content of another kind", content),
+    ("part of shared memory repeated", repeated_part),
+    ("proxy behind the first task", late_proxy),
 ];
 
 pub const REUSED: &str = "packet buffer reused across steps";
@@ -226,21 +238,12 @@ fn mechanism(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<E
     (event.mechanism != was).then(|| vec![event_at(r, e), Entity::Buffer(event.buffer)])
 }
 
-/// Lists the runs of a regime's queues anew, each with the bytes it had.
+/// Lists the runs of a regime's queues anew.
 fn restream(s: &mut Schedule, r: usize) {
     let regime = &mut s.regimes[r];
     let runs: Vec<Run> = regime.streams.iter().flatten().copied().collect();
     for (stream, queue) in regime.streams.iter_mut().zip(&regime.queues) {
-        let mut end = 0;
-        stream.clear();
-        for run in queue.iter().filter_map(|id| runs.iter().find(|run| run.task == *id)) {
-            let mut run = *run;
-            if let RunBytes::Fixed { offset, bytes } = &mut run.bytes {
-                *offset = end;
-                end += *bytes;
-            }
-            stream.push(run);
-        }
+        *stream = queue.iter().filter_map(|id| runs.iter().find(|run| run.task == *id).copied()).collect();
     }
 }
 
@@ -332,15 +335,15 @@ fn missing_producer(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Optio
     let (r, id) = a_task(s, random, wide)?;
     let regime = &mut s.regimes[r];
     let task = &mut regime.tasks[id.index()];
-    let units = u64::from(task.hi - task.lo);
     if random.below(2) == 0 {
         task.lo += 1;
     } else {
         task.hi -= 1;
     }
+    let range = (task.lo, task.hi);
     let run = regime.streams.iter_mut().flatten().find(|run| run.task == id);
-    if let Some(Run { bytes: RunBytes::Fixed { bytes, .. }, .. }) = run {
-        *bytes = *bytes / units * (units - 1);
+    if let Some(Run { source: Source::Units { lo, hi, .. }, .. }) = run {
+        (*lo, *hi) = range;
     }
     let grid = task.grid;
     restream(s, r);
@@ -369,17 +372,15 @@ fn launched_twice(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<
     })?;
     let regime = &mut s.regimes[r];
     let task = &mut regime.tasks[id.index()];
-    let units = u64::from(task.hi - task.lo);
     if task.lo > 0 {
         task.lo -= 1;
     } else {
         task.j = if task.j > 0 { task.j - 1 } else { 1 };
     }
-    let wider = u64::from(task.hi - task.lo);
-    let grid = task.grid;
+    let (range, grid) = ((task.lo, task.hi), task.grid);
     let run = regime.streams.iter_mut().flatten().find(|run| run.task == id);
-    if let Some(Run { bytes: RunBytes::Fixed { bytes, .. }, .. }) = run {
-        *bytes = *bytes / units * wider;
+    if let Some(Run { source: Source::Units { lo, hi, .. }, .. }) = run {
+        (*lo, *hi) = range;
     }
     restream(s, r);
     Some(vec![task_at(r, id), Entity::Grid(grid)])
@@ -387,9 +388,10 @@ fn launched_twice(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<
 
 /// Two buffers of an arena in one place, or one a little into the other.
 fn overlapping(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<Entity>> {
-    let a = a_buffer(s, random, |space| matches!(space, Space::Exchange | Space::Cache | Space::Output))?;
-    let space = s.program.buffers[a.index()].space;
-    let b = a_buffer(s, random, |other| other == space)?;
+    let a = a_buffer(s, random, |space| space != Space::Private)?;
+    let arena = |space| if space == Space::Constant { Space::Weight } else { space };
+    let space = arena(s.program.buffers[a.index()].space);
+    let b = a_buffer(s, random, |other| arena(other) == space)?;
     if a == b {
         return None;
     }
@@ -539,14 +541,14 @@ fn attribute(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<E
     Some(vec![Entity::Grid(GridId::from(g))])
 }
 
-fn a_run(s: &Schedule, random: &mut Rng, wanted: fn(&RunBytes) -> bool) -> Option<(usize, usize, usize)> {
+fn a_run(s: &Schedule, random: &mut Rng, wanted: fn(&Source) -> bool) -> Option<(usize, usize, usize)> {
     let r = random.below(s.regimes.len());
     let all: Vec<(usize, usize)> = s.regimes[r]
         .streams
         .iter()
         .enumerate()
-        .flat_map(|(sm, stream)| stream.iter().enumerate().map(move |(i, run)| (sm, i, run.bytes)))
-        .filter(|(_, _, bytes)| wanted(bytes))
+        .flat_map(|(sm, stream)| stream.iter().enumerate().map(move |(i, run)| (sm, i, run.source)))
+        .filter(|(_, _, source)| wanted(source))
         .map(|(sm, i, _)| (sm, i))
         .collect();
     let (sm, i) = all[pick(random, &all)?];
@@ -562,9 +564,9 @@ fn misaligned_chunk(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Optio
         s.machine.ring.slot_bytes -= [16, 256, 512][random.below(3)];
         return Some(vec![Entity::Machine, Entity::Schedule]);
     }
-    let (r, sm, i) = a_run(s, random, |bytes| matches!(bytes, RunBytes::History { .. }))?;
+    let (r, sm, i) = a_run(s, random, |source| matches!(source, Source::History { .. }))?;
     let touched = run_entities(s, r, sm, i);
-    if let RunBytes::History { rows } = &mut s.regimes[r].streams[sm][i].bytes {
+    if let Source::History { rows } = &mut s.regimes[r].streams[sm][i].source {
         *rows = match random.below(4) {
             0 => *rows + 8,
             1 => rows.saturating_sub(1),
@@ -607,23 +609,29 @@ fn chunk_list(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<
     let (r, sm, i) = a_run(s, random, |_| true)?;
     let touched = run_entities(s, r, sm, i);
     let stream = &mut s.regimes[r].streams[sm];
-    match (random.below(4), &mut stream[i].bytes) {
+    match (random.below(4), &mut stream[i].source) {
         (0, _) => drop(stream.remove(i)),
         (1, _) => stream.insert(i, stream[i]),
-        (2, RunBytes::Fixed { bytes, .. }) => *bytes += 512,
-        (_, RunBytes::Fixed { bytes, .. }) => *bytes -= 512,
-        (_, bytes) => *bytes = RunBytes::Fixed { offset: 0, bytes: 512 },
+        (2, Source::Units { hi, .. }) => *hi += 1,
+        (_, Source::Units { hi, .. }) => *hi -= 1,
+        (_, source) => *source = Source::Units { buffer: BufferId(0), lo: 0, hi: 1 },
     }
     Some(touched)
 }
 
-fn weight_offset(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<Entity>> {
-    let (r, sm, i) = a_run(s, random, |bytes| matches!(bytes, RunBytes::Fixed { .. }))?;
-    let touched = run_entities(s, r, sm, i);
-    if let RunBytes::Fixed { offset, .. } = &mut s.regimes[r].streams[sm][i].bytes {
-        *offset = if random.below(2) == 0 { *offset + 512 } else { offset.saturating_sub(512) };
-        if *offset == 0 && i == 0 {
-            *offset = 512;
+/// A run brings in other units, or those of another matrix.
+fn other_weights(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<Entity>> {
+    let (r, sm, i) = a_run(s, random, |source| matches!(source, Source::Units { .. }))?;
+    let mut touched = run_entities(s, r, sm, i);
+    let other = a_buffer(s, random, |space| space == Space::Weight)?;
+    if let Source::Units { buffer, lo, hi } = &mut s.regimes[r].streams[sm][i].source {
+        match random.below(3) {
+            0 if *lo > 0 => (*lo, *hi) = (*lo - 1, *hi - 1),
+            1 if *buffer != other => {
+                *buffer = other;
+                touched.push(Entity::Buffer(other));
+            }
+            _ => (*lo, *hi) = (*lo + 1, *hi + 1),
         }
     }
     Some(touched)
@@ -778,6 +786,224 @@ fn regime_border(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<V
     (regime.from_position != was).then(|| vec![Entity::Regime(r as u32), Entity::Regime(r as u32 + 1)])
 }
 
+/// A grid of attention, mostly one that not every regime launches.
+fn an_alternative(s: &Schedule, random: &mut Rng) -> Option<GridId> {
+    let all: Vec<usize> =
+        (0..s.program.grids.len()).filter(|&g| matches!(s.program.grids[g].op, Op::Attention(_))).collect();
+    let everywhere = |g: &usize| {
+        let launches = |regime: &Regime| regime.tasks.iter().any(|task| task.grid.index() == *g);
+        s.regimes.iter().all(launches)
+    };
+    let some: Vec<usize> = all.iter().copied().filter(|g| !everywhere(g)).collect();
+    let list = if some.is_empty() || random.below(8) == 0 { &all } else { &some };
+    Some(GridId::from(list[pick(random, list)?]))
+}
+
+const KEYS: [Role; 2] = [Role::HistoryK, Role::AppendK];
+const VALUES: [Role; 2] = [Role::HistoryV, Role::AppendV];
+
+fn cache_of(s: &Schedule, g: GridId, roles: [Role; 2]) -> Option<BufferId> {
+    s.program.grids[g.index()].operand(roles[1]).map(|o| o.buffer)
+}
+
+fn set_cache(s: &mut Schedule, g: GridId, roles: [Role; 2], buffer: BufferId) {
+    let operands = &mut s.program.grids[g.index()].operands;
+    operands.iter_mut().filter(|o| roles.contains(&o.role)).for_each(|o| o.buffer = buffer);
+}
+
+/// A place behind everything in the arena of a space.
+fn behind(s: &Schedule, space: Space) -> u64 {
+    let placed = s.program.buffers.iter().zip(&s.placement).filter(|(b, _)| b.space == space);
+    let ends = placed.filter_map(|(b, place)| Some((*place)? + u64::from(b.rows) * u64::from(b.cols) * 16 * 8));
+    ends.max().unwrap_or(0).next_multiple_of(1 << 16)
+}
+
+fn fresh_cache(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<Entity>> {
+    let g = an_alternative(s, random)?;
+    let mut touched = vec![Entity::Grid(g)];
+    let sides = [&[KEYS, VALUES][..], &[KEYS], &[VALUES]][random.below(3)];
+    for &roles in sides {
+        let was = cache_of(s, g, roles)?;
+        let fresh = BufferId::from(s.program.buffers.len());
+        s.placement.push(Some(behind(s, Space::Cache)));
+        s.program.buffers.push(s.program.buffers[was.index()].clone());
+        set_cache(s, g, roles, fresh);
+        touched.extend([was, fresh].map(Entity::Buffer));
+    }
+    Some(touched)
+}
+
+fn keys_as_values(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<Entity>> {
+    let g = an_alternative(s, random)?;
+    let (k, v) = (cache_of(s, g, KEYS)?, cache_of(s, g, VALUES)?);
+    set_cache(s, g, KEYS, v);
+    set_cache(s, g, VALUES, k);
+    // Compared with nothing, it could be any attention.
+    if random.below(3) == 0 {
+        attribute_of(s, g, random);
+    }
+    Some(vec![Entity::Grid(g), Entity::Buffer(k), Entity::Buffer(v)])
+}
+
+/// Two layers that use each other's caches, in one regime or in all, or one layer that uses those of another.
+fn cache_of_another(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<Entity>> {
+    let (a, b) = (an_alternative(s, random)?, an_alternative(s, random)?);
+    let both = random.below(4) > 0;
+    let mut touched = vec![Entity::Grid(a), Entity::Grid(b)];
+    for roles in [KEYS, VALUES] {
+        let (of_a, of_b) = (cache_of(s, a, roles)?, cache_of(s, b, roles)?);
+        if of_a == of_b {
+            return None;
+        }
+        set_cache(s, a, roles, of_b);
+        if both {
+            set_cache(s, b, roles, of_a);
+        }
+        touched.extend([of_a, of_b].map(Entity::Buffer));
+    }
+    Some(touched)
+}
+
+/// The first regime comes back after the second, whose attention sometimes has caches of its own.
+fn between_two_alike(s: &mut Schedule, target: &mut Target, random: &mut Rng) -> Option<Vec<Entity>> {
+    let last = s.regimes.last()?.from_position;
+    if s.regimes.len() != 2 || last + 1 >= s.program.context_max {
+        return None;
+    }
+    let room = (s.program.context_max - last - 1) as usize;
+    let third = Regime { from_position: last + 1 + random.below(room) as u32, ..s.regimes[0].clone() };
+    s.regimes.push(third);
+    let mut touched = vec![Entity::Regime(2), Entity::Schedule];
+    match random.below(4) {
+        0 => {}
+        1 => touched.extend(keys_as_values(s, target, random)?),
+        _ => touched.extend(fresh_cache(s, target, random)?),
+    }
+    Some(touched)
+}
+
+fn attribute_of(s: &mut Schedule, g: GridId, random: &mut Rng) {
+    let other_constant = |s: &Schedule, random: &mut Rng, role: Role| {
+        let was = s.program.grids[g.index()].operand(role)?.buffer;
+        let is = |b: &usize| {
+            let (x, y) = (&s.program.buffers[*b], &s.program.buffers[was.index()]);
+            (x.space, x.dtype, x.rows, x.cols) == (y.space, y.dtype, y.rows, y.cols) && *b != was.index()
+        };
+        let all: Vec<usize> = (0..s.program.buffers.len()).filter(is).collect();
+        Some(BufferId::from(all[pick(random, &all)?]))
+    };
+    let role = [Role::Rope, Role::QNormWeight, Role::KNormWeight][random.below(3)];
+    let constant = other_constant(s, random, role);
+    let grid = &mut s.program.grids[g.index()];
+    let Op::Attention(a) = &mut grid.op else { return };
+    match (random.below(7), constant) {
+        (0, Some(buffer)) => {
+            grid.operands.iter_mut().filter(|o| o.role == role).for_each(|o| o.buffer = buffer);
+        }
+        (1, _) => a.softcap = if a.softcap.is_none() { Some(20.0) } else { None },
+        (2, _) => a.window = if a.window.is_none() { Some(2) } else { None },
+        (3, _) => a.window = Some(a.window.unwrap_or(3) + 1),
+        (4, _) => a.interleaved = !a.interleaved,
+        (5, _) if a.q_norm.is_some() => a.q_norm.iter_mut().for_each(|n| n.norm.eps *= 2.0),
+        _ => a.scale *= 0.5,
+    }
+}
+
+fn attributes_of_one(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<Entity>> {
+    let g = an_alternative(s, random)?;
+    let was = s.program.grids[g.index()].clone();
+    attribute_of(s, g, random);
+    (s.program.grids[g.index()] != was).then(|| vec![Entity::Grid(g)])
+}
+
+/// The results of two grids that make heads change places.
+fn result_elsewhere(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<Entity>> {
+    let made = |g: &usize| matches!(s.program.grids[*g].op, Op::Attention(_) | Op::AttentionMerge { .. });
+    let all: Vec<usize> = (0..s.program.grids.len()).filter(made).collect();
+    let (a, b) = (all[pick(random, &all)?], all[pick(random, &all)?]);
+    let out = |g: usize| s.program.grids[g].operand(Role::Out).map(|o| o.buffer);
+    let (of_a, of_b) = (out(a)?, out(b)?);
+    if of_a == of_b {
+        return None;
+    }
+    for (g, buffer) in [(a, of_b), (b, of_a)] {
+        s.program.grids[g].operands.iter_mut().filter(|o| o.role == Role::Out).for_each(|o| o.buffer = buffer);
+    }
+    let grids = [a, b].map(|g| Entity::Grid(GridId::from(g)));
+    Some(grids.into_iter().chain([of_a, of_b].map(Entity::Buffer)).collect())
+}
+
+/// Copies of an exchange buffer, with room for them; sometimes what writes it moves with the regime.
+fn phases(s: &mut Schedule, target: &mut Target, random: &mut Rng) -> Option<Vec<Entity>> {
+    let b = a_buffer(s, random, |space| space == Space::Exchange)?;
+    s.placement[b.index()] = Some(behind(s, Space::Exchange));
+    s.program.buffers[b.index()].phases = [1, 2, 3, 4, 5, 8][random.below(6)];
+    let mut touched = vec![Entity::Buffer(b)];
+    if random.below(2) == 0 {
+        touched.extend(owner_changes(s, target, random).unwrap_or_default());
+    }
+    Some(touched)
+}
+
+/// A task without weights runs on another SM in one regime.
+fn owner_changes(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<Entity>> {
+    let free = |r: usize, t: TaskId| {
+        let op = &s.program.grids[s.regimes[r].tasks[t.index()].grid.index()].op;
+        matches!(op, Op::Report | Op::Attention(_) | Op::AttentionMerge { .. })
+    };
+    let (r, id) = a_task(s, random, free)?;
+    let (grid, queues) = (s.regimes[r].tasks[id.index()].grid, &mut s.regimes[r].queues);
+    let from = queues.iter().position(|q| q.contains(&id))?;
+    let to = random.below(queues.len());
+    let place = queues[from].iter().position(|t| *t == id)?;
+    queues[from].remove(place);
+    let at = place.clamp(1, queues[to].len().max(1)).min(queues[to].len());
+    queues[to].insert(at, id);
+    restream(s, r);
+    let sms = [from, to].map(|sm| Entity::Sm(r as u32, SmId::from(sm)));
+    Some(vec![task_at(r, id), Entity::Grid(grid), sms[0], sms[1]])
+}
+
+fn content(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<Entity>> {
+    let b = a_buffer(s, random, Space::immutable)?;
+    let buffer = &mut s.program.buffers[b.index()];
+    let was = buffer.content.clone();
+    buffer.content = match random.below(5) {
+        0 => Some(Content::RopeTable(RopeId(9))),
+        1 => Some(Content::Tensor(TensorId(0))),
+        2 => Some(Content::Vectors {
+            parts: vec![VectorPart { view: None, len: buffer.cols }],
+            offset: 0.0,
+            interleave: 1,
+        }),
+        3 => {
+            let part = Part { view: RowView::range(TensorId(0), 0), rows: buffer.rows };
+            Some(Content::Rows { parts: vec![part], interleave: 1 })
+        }
+        _ => None,
+    };
+    let kind = |content: &Option<Content>| content.as_ref().map(std::mem::discriminant);
+    (kind(&was) != kind(&buffer.content)).then(|| vec![Entity::Buffer(b)])
+}
+
+fn repeated_part(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<Entity>> {
+    let i = pick(random, &s.machine.smem)?;
+    let was = std::mem::replace(&mut s.machine.smem[i].kind, SmemKind::ALL[random.below(7)]);
+    let mut touched: Vec<Entity> = (0..s.machine.smem.len() as u32).map(Entity::SmemPart).collect();
+    touched.push(Entity::Machine);
+    (s.machine.smem[i].kind != was).then_some(touched)
+}
+
+fn late_proxy(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<Entity>> {
+    let (r, e) = an_event(s, random)?;
+    let event = &mut s.regimes[r].events[e.index()];
+    if event.carried {
+        return None;
+    }
+    event.proxy = true;
+    Some(vec![event_at(r, e)])
+}
+
 /// Whether a violation names one of the entities, or something that is a part of one: a task of a grid, an event or an
 /// operand of a buffer, an SM of a regime.
 pub fn names(violation: &Violation, touched: &[Entity], s: &Schedule) -> bool {
@@ -806,6 +1032,8 @@ fn concerns(said: Entity, touched: Entity, s: &Schedule) -> bool {
             r == q
                 && task(q, t).is_some_and(|task| task.waits.iter().any(|w| w.event == e) || task.signals.contains(&e))
         }
+        // Of a regime that came in as a whole.
+        (Entity::Task(r, _) | Entity::Event(r, _) | Entity::Sm(r, _), Entity::Regime(q)) => r == q,
         (Entity::Event(r, e), Entity::Grid(g)) => event(r, e).is_some_and(|event| uses(g, event.buffer)),
         (Entity::Sm(r, sm), Entity::Task(q, t)) => {
             r == q && s.regimes[q as usize].queues.get(sm.index()).is_some_and(|queue| queue.contains(&t))

@@ -192,7 +192,8 @@ pub fn judge_population(size: &Size, graphs: &[(String, ModelGraph)]) -> Outcome
         }
     }
     for nth in 0..size.single + size.double {
-        let may_explore = nth % 3 != 0;
+        // Whatever the number of classes, each has small bases and large ones.
+        let may_explore = !(nth + nth / CLASSES.len()).is_multiple_of(3);
         let (class, mutate) = CLASSES[nth % CLASSES.len()];
         let mut base = if may_explore { small(&mut random) } else { medium(&mut random) };
         // In a decoder every SM works between two candidates of any SM, so that one copy is enough.

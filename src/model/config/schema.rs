@@ -258,23 +258,8 @@ impl fmt::Display for Literal {
 /// The known key closest to a misspelt one, where one is close.
 fn nearest(key: &str, groups: &[&[Entry]]) -> Option<&'static str> {
     let known = groups.iter().copied().flatten().map(|entry| entry.key);
-    let (distance, best) = known.map(|known| (edits(key, known), known)).min()?;
+    let (distance, best) = known.map(|known| (strsim::levenshtein(key, known), known)).min()?;
     (distance <= (key.len() / 4).max(1)).then_some(best)
-}
-
-/// Levenshtein distance in bytes.
-fn edits(a: &str, b: &str) -> usize {
-    let mut row: Vec<usize> = (0..=b.len()).collect();
-    for (i, x) in a.bytes().enumerate() {
-        let mut diagonal = row[0];
-        row[0] = i + 1;
-        for (j, y) in b.bytes().enumerate() {
-            let replaced = diagonal + usize::from(x != y);
-            diagonal = row[j + 1];
-            row[j + 1] = replaced.min(diagonal + 1).min(row[j] + 1);
-        }
-    }
-    row[b.len()]
 }
 
 /// The schema as markdown, for the documentation: the keys of each family, then those common to all.

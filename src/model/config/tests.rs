@@ -53,10 +53,28 @@ fn synthetic(config: &Map<String, Value>) -> Result<ModelGraph, ImportError> {
     import_config_only(&Value::Object(config.clone()).to_string(), 0).map(|imported| imported.graph)
 }
 
+/// A fixture, a key of its config, another value, and what the message has to say of it.
+type Unsupported = (&'static str, &'static str, Value, &'static str);
+
+#[track_caller]
+fn refused(cases: impl IntoIterator<Item = Unsupported>) {
+    for (name, key, value, expected) in cases {
+        let result = import_changed(&fixture(name), |config| {
+            config.insert(key.to_string(), value.clone());
+        });
+        match result {
+            Ok(_) => panic!("{name} with {key} = {value} was imported"),
+            Err(error) => {
+                let reasons = reasons(error);
+                assert!(reasons.iter().any(|r| r.contains(expected)), "{name} {key} = {value}: {reasons:#?}");
+            }
+        }
+    }
+}
+
 #[test]
-fn unsupported_values_are_refused_by_name() {
-    // (fixture, key, value, what the message has to say)
-    let cases = [
+fn unsupported_features_are_refused_by_name() {
+    refused([
         (
             "families/llama-untied",
             "attention_bias",
@@ -100,6 +118,12 @@ fn unsupported_values_are_refused_by_name() {
         ("families/llama-untied", "layer_types", json!(["full_attention"]), "key `layer_types` is unknown"),
         ("families/llama-untied", "num_local_experts", json!(8), "key `num_local_experts` is unknown"),
         ("families/llama-untied", "use_qk_norm", json!(true), "key `use_qk_norm` is unknown"),
+    ]);
+}
+
+#[test]
+fn unsupported_ropes_are_refused_by_name() {
+    refused([
         ("families/llama-untied", "rope_scaling", json!({"rope_type": "mrope"}), "key `rope_scaling.rope_type`"),
         ("families/llama-untied", "rope_scaling", json!({"type": "linear"}), "key `rope_scaling.factor` is missing"),
         (
@@ -140,6 +164,12 @@ fn unsupported_values_are_refused_by_name() {
             "`rope_scaling` and `rope_parameters` disagree",
         ),
         ("families/llama-rope-llama3", "original_max_position_embeddings", json!(64), "disagree: 64 and 32"),
+    ]);
+}
+
+#[test]
+fn impossible_sizes_and_unknown_classes_are_refused_by_name() {
+    refused([
         (
             "families/llama-untied",
             "num_key_value_heads",
@@ -198,6 +228,12 @@ fn unsupported_values_are_refused_by_name() {
             json!(["Olmo3ForCausalLM"]),
             "`Olmo3ForCausalLM` is not a supported decoder family",
         ),
+    ]);
+}
+
+#[test]
+fn unsupported_values_of_mistral_qwen_and_phi_are_refused_by_name() {
+    refused([
         ("families/mistral-swa", "attention_bias", json!(true), "key `attention_bias`: expected false"),
         ("families/mistral-swa", "layer_types", json!(["full_attention"]), "key `layer_types` is unknown"),
         ("families/mistral-swa", "sliding_window", json!(0), "key `sliding_window`: expected null or a count"),
@@ -241,6 +277,12 @@ fn unsupported_values_are_refused_by_name() {
             json!({"type": "su", "short_factor": [1.0], "long_factor": [1.0]}),
             "`rope_scaling.short_factor`: expected 8 numbers",
         ),
+    ]);
+}
+
+#[test]
+fn unsupported_values_of_gemma_and_olmo_are_refused_by_name() {
+    refused([
         (
             "families/gemma2",
             "use_bidirectional_attention",
@@ -279,6 +321,12 @@ fn unsupported_values_are_refused_by_name() {
         ("variants/ministral", "head_dim", json!(null), "key `head_dim`"),
         ("families/olmo2", "clip_qkv", json!(8.0), "key `clip_qkv` is unknown"),
         ("families/granite", "embedding_multiplier", json!(0.0), "key `embedding_multiplier`"),
+    ]);
+}
+
+#[test]
+fn unsupported_values_of_other_families_are_refused_by_name() {
+    refused([
         (
             "families/smollm3",
             "no_rope_layers",
@@ -325,19 +373,7 @@ fn unsupported_values_are_refused_by_name() {
             json!(3),
             "key `layer_switch`: expected the value of `sliding_window_pattern`",
         ),
-    ];
-    for (name, key, value, expected) in cases {
-        let result = import_changed(&fixture(name), |config| {
-            config.insert(key.to_string(), value.clone());
-        });
-        match result {
-            Ok(_) => panic!("{name} with {key} = {value} was imported"),
-            Err(error) => {
-                let reasons = reasons(error);
-                assert!(reasons.iter().any(|r| r.contains(expected)), "{name} {key} = {value}: {reasons:#?}");
-            }
-        }
-    }
+    ]);
 }
 
 #[test]

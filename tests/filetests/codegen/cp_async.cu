@@ -28,7 +28,7 @@ struct Machine {
   static constexpr Elem WIRE = Elem::BF16;
   static constexpr Copy COPY = Copy::CP_ASYNC;
   static constexpr Dot DOT = Dot::MMA;
-  static constexpr int REDUCE_UNITS = 8;
+  static constexpr int REDUCE_BATCH = 8;
   static constexpr bool TRACE = false;
   static constexpr int STAMPS_MAX = 7;
 };
@@ -47,7 +47,7 @@ struct Class1 {
 struct Class2 {
   static constexpr int HIDDEN = 32;
   static constexpr float SCALE = 1.0f;
-  static constexpr bool EVERYWHERE = false;
+  static constexpr bool REPLICATED = false;
 };
 
 // g3 qkv.0
@@ -57,8 +57,8 @@ struct Class3 {
   static constexpr int UNIT_ROWS = 8;
   static constexpr int CHUNK = 32;
   static constexpr int UNITS = 2;
-  static constexpr int TOGETHER = 2;
-  static constexpr int POLL_PAIRS = 1;
+  static constexpr int UNITS_PER_WARP = 2;
+  static constexpr int POLL_BATCH = 1;
   static constexpr bool OWN_INPUT = false;
   static constexpr Norm NORM = Norm::LAYER;
   static constexpr float EPS = 1e-5f;
@@ -89,8 +89,8 @@ struct Class4 {
   static constexpr float K_EPS = 0.0f;
   static constexpr int SPLITS = 1;
   static constexpr int CHUNK_ROWS = 1024;
-  static constexpr int TEAM = 1;
-  static constexpr bool AHEAD = true;
+  static constexpr int WARPS_PER_HEAD = 1;
+  static constexpr bool PREFETCH_V = true;
   static constexpr bool SWIZZLED = false;
 };
 
@@ -101,8 +101,8 @@ struct Class5 {
   static constexpr int UNIT_ROWS = 8;
   static constexpr int CHUNK = 32;
   static constexpr int UNITS = 1;
-  static constexpr int TOGETHER = 1;
-  static constexpr int POLL_PAIRS = 1;
+  static constexpr int UNITS_PER_WARP = 1;
+  static constexpr int POLL_BATCH = 1;
   static constexpr bool OWN_INPUT = false;
   static constexpr Norm NORM = Norm::NONE;
   static constexpr float EPS = 0.0f;
@@ -122,8 +122,8 @@ struct Class6 {
   static constexpr int UNIT_ROWS = 8;
   static constexpr int CHUNK = 32;
   static constexpr int UNITS = 1;
-  static constexpr int TOGETHER = 1;
-  static constexpr int POLL_PAIRS = 1;
+  static constexpr int UNITS_PER_WARP = 1;
+  static constexpr int POLL_BATCH = 1;
   static constexpr bool OWN_INPUT = false;
   static constexpr Norm NORM = Norm::LAYER;
   static constexpr float EPS = 1e-5f;
@@ -143,8 +143,8 @@ struct Class7 {
   static constexpr int UNIT_ROWS = 8;
   static constexpr int CHUNK = 32;
   static constexpr int UNITS = 1;
-  static constexpr int TOGETHER = 1;
-  static constexpr int POLL_PAIRS = 1;
+  static constexpr int UNITS_PER_WARP = 1;
+  static constexpr int POLL_BATCH = 1;
   static constexpr bool OWN_INPUT = false;
   static constexpr Norm NORM = Norm::NONE;
   static constexpr float EPS = 0.0f;
@@ -164,8 +164,8 @@ struct Class8 {
   static constexpr int UNIT_ROWS = 8;
   static constexpr int CHUNK = 32;
   static constexpr int UNITS = 1;
-  static constexpr int TOGETHER = 1;
-  static constexpr int POLL_PAIRS = 1;
+  static constexpr int UNITS_PER_WARP = 1;
+  static constexpr int POLL_BATCH = 1;
   static constexpr bool OWN_INPUT = false;
   static constexpr Norm NORM = Norm::LAYER;
   static constexpr float EPS = 1e-5f;

@@ -28,7 +28,7 @@ struct Machine {
   static constexpr Elem WIRE = Elem::F32;
   static constexpr Copy COPY = Copy::PLAIN;
   static constexpr Dot DOT = Dot::FMA;
-  static constexpr int REDUCE_UNITS = 8;
+  static constexpr int REDUCE_BATCH = 8;
   static constexpr bool TRACE = false;
   static constexpr int STAMPS_MAX = 15;
 };
@@ -47,7 +47,7 @@ struct Class1 {
 struct Class2 {
   static constexpr int HIDDEN = 32;
   static constexpr float SCALE = 5.65625f;
-  static constexpr bool EVERYWHERE = true;
+  static constexpr bool REPLICATED = true;
 };
 
 // g3 qkv.0 and 1 more
@@ -57,8 +57,8 @@ struct Class3 {
   static constexpr int UNIT_ROWS = 4;
   static constexpr int CHUNK = 32;
   static constexpr int UNITS = 1;
-  static constexpr int TOGETHER = 1;
-  static constexpr int POLL_PAIRS = 1;
+  static constexpr int UNITS_PER_WARP = 1;
+  static constexpr int POLL_BATCH = 1;
   static constexpr bool OWN_INPUT = true;
   static constexpr Norm NORM = Norm::RMS;
   static constexpr float EPS = 1e-5f;
@@ -89,8 +89,8 @@ struct Class4 {
   static constexpr float K_EPS = 1e-5f;
   static constexpr int SPLITS = 1;
   static constexpr int CHUNK_ROWS = 512;
-  static constexpr int TEAM = 1;
-  static constexpr bool AHEAD = true;
+  static constexpr int WARPS_PER_HEAD = 1;
+  static constexpr bool PREFETCH_V = true;
   static constexpr bool SWIZZLED = false;
 };
 
@@ -101,8 +101,8 @@ struct Class5 {
   static constexpr int UNIT_ROWS = 8;
   static constexpr int CHUNK = 32;
   static constexpr int UNITS = 1;
-  static constexpr int TOGETHER = 1;
-  static constexpr int POLL_PAIRS = 1;
+  static constexpr int UNITS_PER_WARP = 1;
+  static constexpr int POLL_BATCH = 1;
   static constexpr bool OWN_INPUT = false;
   static constexpr Norm NORM = Norm::NONE;
   static constexpr float EPS = 0.0f;
@@ -120,7 +120,7 @@ struct Class6 {
   static constexpr int WIDTH = 32;
   static constexpr float EPS = 1e-5f;
   static constexpr float SCALE = 1.0f;
-  static constexpr bool EVERYWHERE = true;
+  static constexpr bool REPLICATED = true;
 };
 
 // g7 gate_up.0 and 1 more
@@ -130,8 +130,8 @@ struct Class7 {
   static constexpr int UNIT_ROWS = 8;
   static constexpr int CHUNK = 32;
   static constexpr int UNITS = 2;
-  static constexpr int TOGETHER = 2;
-  static constexpr int POLL_PAIRS = 1;
+  static constexpr int UNITS_PER_WARP = 2;
+  static constexpr int POLL_BATCH = 1;
   static constexpr bool OWN_INPUT = true;
   static constexpr Norm NORM = Norm::RMS;
   static constexpr float EPS = 1e-5f;
@@ -151,8 +151,8 @@ struct Class8 {
   static constexpr int UNIT_ROWS = 8;
   static constexpr int CHUNK = 30;
   static constexpr int UNITS = 1;
-  static constexpr int TOGETHER = 1;
-  static constexpr int POLL_PAIRS = 1;
+  static constexpr int UNITS_PER_WARP = 1;
+  static constexpr int POLL_BATCH = 1;
   static constexpr bool OWN_INPUT = false;
   static constexpr Norm NORM = Norm::NONE;
   static constexpr float EPS = 0.0f;
@@ -183,8 +183,8 @@ struct Class9 {
   static constexpr float K_EPS = 1e-5f;
   static constexpr int SPLITS = 1;
   static constexpr int CHUNK_ROWS = 512;
-  static constexpr int TEAM = 1;
-  static constexpr bool AHEAD = true;
+  static constexpr int WARPS_PER_HEAD = 1;
+  static constexpr bool PREFETCH_V = true;
   static constexpr bool SWIZZLED = false;
 };
 
@@ -195,8 +195,8 @@ struct Class10 {
   static constexpr int UNIT_ROWS = 8;
   static constexpr int CHUNK = 32;
   static constexpr int UNITS = 1;
-  static constexpr int TOGETHER = 1;
-  static constexpr int POLL_PAIRS = 1;
+  static constexpr int UNITS_PER_WARP = 1;
+  static constexpr int POLL_BATCH = 1;
   static constexpr bool OWN_INPUT = true;
   static constexpr Norm NORM = Norm::RMS;
   static constexpr float EPS = 1e-5f;

@@ -102,7 +102,7 @@ impl Workspace {
         if !PARTS.contains(&keyed.stage) {
             return Ok(true);
         }
-        match self.vouched(keyed.stage, &keyed.key)? {
+        match self.attested(keyed.stage, &keyed.key)? {
             None => Ok(false),
             Some((expected, _)) if expected == entry.content() => Ok(true),
             Some((expected, link)) => {
@@ -114,7 +114,7 @@ impl Workspace {
 
     /// Says what the stage makes under this key. Said before the entry can be seen where that is possible: a process that
     /// is killed in between costs the next one a stage.
-    pub(super) fn vouch(&self, keyed: &Keyed, content: Digest) -> Result<(), Fault> {
+    pub(super) fn attest(&self, keyed: &Keyed, content: Digest) -> Result<(), Fault> {
         if PARTS.contains(&keyed.stage) {
             self.put_link(keyed.stage, &keyed.key, content)?;
         }
@@ -128,7 +128,7 @@ impl Workspace {
     pub(super) fn queues<'v>(&self, validated: &'v Validated) -> Result<Queues<'v>, Fault> {
         let queues = Queues::of(validated);
         let schedule = Digest::of(print(validated.schedule()).as_bytes());
-        match self.vouched(QUEUES, &schedule)? {
+        match self.attested(QUEUES, &schedule)? {
             // A cache that cannot be written has nothing to compare with the next time.
             None => drop(self.put_link(QUEUES, &schedule, queues.digest())),
             Some((expected, _)) if expected == queues.digest() => {}
@@ -140,7 +140,7 @@ impl Workspace {
         Ok(queues)
     }
 
-    fn vouched(&self, stage: &str, key: &Digest) -> Result<Option<(Digest, String)>, Fault> {
+    fn attested(&self, stage: &str, key: &Digest) -> Result<Option<(Digest, String)>, Fault> {
         let Some(entry) = self.cache.get(keys::LINK, &link_key(stage, key))? else { return Ok(None) };
         self.cache.explain(keys::LINK, &link_key(stage, key), &link_why(stage, key));
         let place = entry.path().display().to_string();
@@ -153,7 +153,7 @@ impl Workspace {
     }
 
     fn put_link(&self, stage: &str, key: &Digest, content: Digest) -> Result<(), Fault> {
-        match self.vouched(stage, key)? {
+        match self.attested(stage, key)? {
             Some((there, _)) if there == content => return Ok(()),
             // What was built again, after damage, need not have the same bytes: a compiler decides.
             Some(_) => self.cache.remove(keys::LINK, &link_key(stage, key))?,

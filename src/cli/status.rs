@@ -10,7 +10,7 @@ use super::units::counted;
 use crate::error::Fault;
 use crate::manifest::Manifest;
 use crate::page::page;
-use crate::pipeline::outlook::{self, Known, Region};
+use crate::pipeline::status::{self, Known, Region};
 use crate::search::history::HeadlineRow;
 use crate::search::space::changed;
 use crate::search::{Ask, History};
@@ -28,7 +28,7 @@ pub fn status(session: &Session, asked: &Status) -> Result<Outcome, Fault> {
     let workspace = session.workspace(Talk::Nothing)?;
     let mut all = vec![];
     for (at, target) in targets(&manifest, asked.target.as_deref())?.iter().enumerate() {
-        let known = outlook::known(&workspace, &manifest, target)?;
+        let known = status::known(&workspace, &manifest, target)?;
         if at == 0 {
             known.broken.iter().for_each(|row| session.terminal.say(&format!("warning: skipped {row}")));
         }
@@ -148,7 +148,7 @@ pub fn next(session: &Session, asked: &Next) -> Result<Outcome, Fault> {
         (None, 0) => TRIALS_DEFAULT,
         (None, trials) => trials,
     };
-    let next = outlook::next(&workspace, &manifest, &target, trials)?;
+    let next = status::next(&workspace, &manifest, &target, trials)?;
     let goes_on = matches!(next.ask, Ask::Try { .. });
     if asked.json {
         let (candidate, proposer, stop) = match &next.ask {
@@ -176,7 +176,7 @@ pub fn next(session: &Session, asked: &Next) -> Result<Outcome, Fault> {
     Ok(if goes_on { Outcome::Done } else { Outcome::No })
 }
 
-fn next_text(target: &Target, budget: u32, next: &outlook::Next) -> String {
+fn next_text(target: &Target, budget: u32, next: &status::Next) -> String {
     let mut text = match &next.ask {
         Ask::Try { candidate, proposer } => {
             let thought = match next.opinion {
@@ -213,7 +213,7 @@ pub fn report(session: &Session, asked: &Report) -> Result<Outcome, Fault> {
     let workspace = session.workspace(Talk::Nothing)?;
     let (mut histories, mut all, mut elsewhere) = (vec![], vec![], 0);
     for target in targets(&manifest, asked.target.as_deref())? {
-        let known = outlook::known(&workspace, &manifest, &target)?;
+        let known = status::known(&workspace, &manifest, &target)?;
         all.push(status_json(&target, &known));
         elsewhere += known.elsewhere;
         histories.extend(known.histories);

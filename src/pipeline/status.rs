@@ -5,13 +5,13 @@ use crate::error::Fault;
 use crate::flywheel::{Corpus, Trial};
 use crate::manifest::Manifest;
 use crate::search::prior::{Opinion, Ranked, ranked};
-use crate::search::{Ask, History, Limits, Prior, Search, Setting, cost, histories, lessons, retell, told};
+use crate::search::{Ask, History, Limits, Prior, Search, Setting, cost, histories, lessons, past_trials, replay};
 use crate::target::{Target, TargetKind};
 
-use super::campaign::{guess, keep_kin, predicted_us, seeds_of_ops, space_of};
-use super::execute::Devices;
+use super::chain::Host;
 use super::rows::shape;
-use super::stages::Site;
+use super::search_start::{guess, keep_kin, predicted_us, seeds_of_ops, space_of};
+use super::stages::BuildContext;
 use super::{Prepared, Workspace, import_stage, prepare};
 
 /// Steps of the launch that is traced to find the hottest region.
@@ -37,9 +37,9 @@ pub struct Known {
 /// Faults of the import; a corpus that cannot be read.
 pub fn known(workspace: &Workspace, manifest: &Manifest, target: &Target) -> Result<Known, Fault> {
     let model = import_stage(workspace, manifest)?;
-    let site = Site::new(workspace, manifest, target, &model)?;
+    let context = BuildContext::new(workspace, manifest, target, &model)?;
     let corpus = Corpus::known(&workspace.trials)?;
-    let own = shape(&site, &model.imported.graph);
+    let own = shape(&context, &model.imported.graph);
     let mut histories = histories(&corpus.trials);
     histories.retain(|history| history.model.model_graph == own.model_graph && history.machine.target == target.name);
     let all = histories.len();
@@ -49,8 +49,8 @@ pub fn known(workspace: &Workspace, manifest: &Manifest, target: &Target) -> Res
     histories.sort_by_key(last);
     Ok(Known {
         histories,
-        built: site.candidate(),
-        default: site.default_candidate(),
+        built: context.candidate(),
+        default: context.default_candidate(),
         elsewhere,
         broken: corpus.broken.iter().map(ToString::to_string).collect(),
         trials: corpus.trials,
@@ -63,13 +63,14 @@ pub fn known(workspace: &Workspace, manifest: &Manifest, target: &Target) -> Res
 /// As [`known`].
 pub fn ranked_now(workspace: &Workspace, manifest: &Manifest, target: &Target) -> Result<Vec<Ranked>, Fault> {
     let model = import_stage(workspace, manifest)?;
-    let site = Site::new(workspace, manifest, target, &model)?;
-    let own = shape(&site, &model.imported.graph);
+    let context = BuildContext::new(workspace, manifest, target, &model)?;
+    let own = shape(&context, &model.imported.graph);
     let mut histories = histories(&Corpus::known(&workspace.trials)?.trials);
     // Of any context: a prediction is of one position.
     histories.retain(|history| history.model == own && history.machine.target == target.name);
     Ok(ranked(&histories, |entry| {
-        let logs = entry.timed.iter().map(|row| Some(predicted_us(&site, &entry.candidate, row.timing.position)?.ln()));
+        let logs =
+            entry.timed.iter().map(|row| Some(predicted_us(&context, &entry.candidate, row.timing.position)?.ln()));
         let logs: Vec<f64> = logs.collect::<Option<_>>()?;
         (!logs.is_empty()).then(|| logs.iter().sum::<f64>() / logs.len() as f64)
     }))
@@ -106,23 +107,23 @@ pub struct Region {
 pub fn next(workspace: &Workspace, manifest: &Manifest, target: &Target, trials: u32) -> Result<Next, Fault> {
     let Known { histories, trials: rows, .. } = known(workspace, manifest, target)?;
     let Prepared { imported, candidate, graph, .. } = &prepare(workspace, manifest, target)?;
-    let site = Site::of(workspace, manifest, target, imported, *graph);
-    let space = space_of(&site);
+    let context = BuildContext::of(workspace, manifest, target, imported, *graph);
+    let space = space_of(&context);
     let default = space.default_candidate().clone();
     let last = histories.last();
     let mut others: Vec<Trial> =
         rows.into_iter().filter(|row| row.facts().point.campaign != last.map(|history| history.campaign)).collect();
-    let seeds = seeds_of_ops(&site, &others);
-    keep_kin(&site, &mut others);
+    let seeds = seeds_of_ops(&context, &others);
+    keep_kin(&context, &mut others);
     let groups = lessons(&others).groups;
-    let guess = |candidate: &Candidate| guess(&site, &default, candidate);
-    let setting = Setting::new(&shape(&site, &imported.graph), &target.name, target.kind.name());
+    let guess = |candidate: &Candidate| guess(&context, &default, candidate);
+    let setting = Setting::new(&shape(&context, &imported.graph), &target.name, target.kind.name());
     let prior = Prior::new(&groups, setting, &space);
     let limits = Limits::of_budget(trials, manifest.search.seed);
     let mut search = Search::new(&space, limits, &groups, prior, seeds, &guess);
     if let Some(history) = last {
         search.tell_floor(history.incumbent().and_then(|entry| entry.floor_gap()));
-        retell(&mut search, &told(history));
+        replay(&mut search, &past_trials(history));
     }
     let ask = search.ask();
     let opinion = match &ask {
@@ -130,24 +131,24 @@ pub fn next(workspace: &Workspace, manifest: &Manifest, target: &Target, trials:
         Ask::Stop(_) => None,
     };
     let position = manifest.decode.time_positions.first().copied().unwrap_or(0);
-    let (hot, source) = hottest(workspace, &site, candidate, position)?;
+    let (hot, source) = hottest(workspace, &context, candidate, position)?;
     Ok(Next { ask, default: default.clone(), opinion, trials: search.trials(), hot, source })
 }
 
 /// The regions of a step of what is built now, the hottest first.
 fn hottest(
     workspace: &Workspace,
-    site: &Site<'_>,
+    context: &BuildContext<'_>,
     candidate: &Candidate,
     position: u32,
 ) -> Result<(Vec<Region>, String), Fault> {
-    let Site { manifest, target, imported, .. } = *site;
+    let BuildContext { manifest, target, imported, .. } = *context;
     let mut regions: Vec<Region>;
     let source;
     if target.kind == TargetKind::Cpu {
         return Ok((vec![], "the target `cpu` has no trace".to_string()));
     }
-    if Devices::list(true).find(target).is_ok() {
+    if Host::new(workspace).device(target).is_ok() {
         let traced = prepare(workspace, manifest, target)?.trace(workspace, position, TRACED_STEPS)?;
         regions = traced
             .table

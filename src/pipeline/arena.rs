@@ -1,0 +1,286 @@
+//! Owns `CampaignArena`: candidates made through the chain, run by a child process, and told to the user's trials.
+
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+
+use crate::abba::Ratio;
+use crate::candidate::Candidate;
+use crate::digest::Digest;
+use crate::error::{Fault, Tier};
+use crate::flywheel::{Decision, Proposer, RatioInterval, Timing, Trial, Verdict};
+use crate::report::Report;
+use crate::search::space::changed;
+use crate::search::{Arena, BuildOutcome, RunOutcome, Stop, TrialRecord, TrialResult, floor_gap};
+
+use super::ahead::Ahead;
+use super::chain::{Chain, Host, NotMade};
+use super::keys::Hardware;
+use super::rows::{Asked, PositionVerdict, TrialRow, check_figures, timing};
+use super::search_start::{Incumbent, predicted_us};
+use super::stages::BuildContext;
+use super::trial::{Answer, Job};
+use super::worker::{Done, Worker};
+
+/// A child that has to import, compare and load first.
+const DEADLINE_COLD: Duration = Duration::from_secs(900);
+/// A trial of a warm child: seconds, unless something hangs. Slow models get a multiple of what trials took so far.
+const DEADLINE_WARM: Duration = Duration::from_secs(120);
+const DEADLINE_FACTOR: u32 = 10;
+
+/// Time that is not the search's.
+#[derive(Default)]
+pub(super) struct Spent {
+    /// Lowering, placing, proving and compiling, or waiting for a thread that does.
+    pub made: Duration,
+    pub child: Duration,
+    /// Of the child: check and measure.
+    pub measured: Duration,
+    /// The full check of the best, at the end.
+    pub checked: Duration,
+}
+
+/// The arena of a real campaign.
+pub(super) struct CampaignArena<'a> {
+    pub context: BuildContext<'a>,
+    pub host: &'a Host<'a>,
+    pub report: &'a Report,
+    pub hardware: &'a Hardware,
+    pub campaign: Digest,
+    pub default: Candidate,
+    /// Lines to tell before the first candidate is made: a campaign that has nothing to do says nothing.
+    pub intro: Vec<String>,
+    pub worker: Worker<'a>,
+    pub ahead: &'a Ahead<'a>,
+    pub started: Instant,
+    pub minutes: f64,
+    pub trial_timeout: Option<Duration>,
+    pub stop: &'a dyn Fn() -> bool,
+    /// Row of the incumbent at each position.
+    pub incumbent_rows: BTreeMap<u32, Incumbent>,
+    pub floor_gap: Option<f64>,
+    /// What went wrong with the trial that failed last.
+    pub last_failure: Option<String>,
+    /// Time of the slowest trial that was timed.
+    pub slowest: Duration,
+    pub spent: Spent,
+}
+
+/// What the child told of a trial.
+pub(super) struct Evidence {
+    /// Of each timed position, or one of the whole trial.
+    verdicts: Vec<Verdict>,
+    check_ms: Option<f64>,
+    measure_ms: Option<f64>,
+}
+
+impl Evidence {
+    fn failed(verdict: Verdict) -> Evidence {
+        Evidence { verdicts: vec![verdict], check_ms: None, measure_ms: None }
+    }
+}
+
+impl CampaignArena<'_> {
+    fn asked(&self, number: Option<u32>, proposer: Proposer, decision: Option<Decision>) -> Asked {
+        Asked { campaign: self.campaign, trial: number, seed: self.context.manifest.search.seed, proposer, decision }
+    }
+
+    /// Appends the rows of a trial. `against` says whether it took turns with the incumbent.
+    fn append(&self, chain: &Chain<'_>, asked: Asked, evidence: &Evidence, against: bool) -> Result<Vec<Trial>, Fault> {
+        // What was never placed ran on nothing.
+        let hardware = chain.made().0.map(|_| self.hardware);
+        let row = TrialRow { chain, hardware, asked: Some(asked) };
+        let rows = evidence.verdicts.iter().map(|verdict| {
+            let position = verdict.timing().map(|timing| timing.position);
+            let incumbent = match position {
+                Some(position) => self.incumbent_rows.get(&position),
+                // A trial without times still says what it was up against.
+                None => self.incumbent_rows.values().next(),
+            };
+            let mut verdict = verdict.clone();
+            if let Verdict::Ok { timing, .. } = &mut verdict {
+                timing.ratio_vs_default = match (chain.candidate == self.default, timing.ratio, incumbent) {
+                    (true, ..) => Some(1.0),
+                    (false, Some(ratio), Some(incumbent)) => Some(incumbent.ratio_vs_default * ratio.p50),
+                    _ => None,
+                };
+            }
+            PositionVerdict {
+                verdict,
+                incumbent: incumbent.map(|incumbent| incumbent.row).filter(|_| against),
+                predicted_us: position.and_then(|position| predicted_us(&self.context, &chain.candidate, position)),
+            }
+        });
+        row.append_rows(evidence.check_ms, evidence.measure_ms, rows.collect())
+    }
+}
+
+impl<'a> Arena for CampaignArena<'a> {
+    type Built = Chain<'a>;
+    type Evidence = Evidence;
+    type Fault = Fault;
+
+    fn make(&mut self, candidate: &Candidate, ahead: &[Candidate]) -> Result<BuildOutcome<Chain<'a>>, Fault> {
+        self.intro.drain(..).for_each(|line| self.report.note(&line));
+        let started = Instant::now();
+        let chain = match self.ahead.take(candidate, ahead) {
+            Some(chain) => chain,
+            None => {
+                let chain = Chain::new(self.context, self.host, candidate.clone());
+                match chain.schedule() {
+                    Ok(_) => chain.make_kernel()?,
+                    Err(NotMade::Infeasible(reason)) => return Ok(BuildOutcome::Infeasible(reason.to_string())),
+                    Err(NotMade::Fault(fault)) if fault.tier == Tier::Internal => {
+                        // A schedule of our own that cannot be proven is our bug: it stops the search, and is a row, so
+                        // that the same command goes on without it.
+                        let detail = fault.message.clone();
+                        let asked = self.asked(None, Proposer::Local, None);
+                        self.append(&chain, asked, &Evidence::failed(Verdict::Rejected { detail }), false)?;
+                        return Err(fault);
+                    }
+                    Err(other) => return Err(other.into()),
+                }
+                chain
+            }
+        };
+        self.spent.made += started.elapsed();
+        Ok(BuildOutcome::Ready { artefact: chain.schedule()?.content, made: chain })
+    }
+
+    fn run(
+        &mut self,
+        candidate: &Candidate,
+        _made: &Chain<'a>,
+        incumbent: Option<&Candidate>,
+    ) -> Result<RunOutcome<Evidence>, Fault> {
+        let job = Job {
+            campaign: self.campaign.to_string(),
+            candidate: candidate.to_string(),
+            incumbent: incumbent.map(ToString::to_string),
+        };
+        let deadline = match (self.trial_timeout, self.worker.is_warm()) {
+            (Some(deadline), _) => deadline,
+            (None, true) => DEADLINE_WARM.max(self.slowest * DEADLINE_FACTOR),
+            (None, false) => DEADLINE_COLD,
+        };
+        let started = Instant::now();
+        let done = self.worker.run(&job, deadline, self.stop)?;
+        let took = started.elapsed();
+        self.spent.child += took;
+        Ok(match done {
+            Done::Interrupted => RunOutcome::Interrupted,
+            Done::Late(after) => {
+                let detail = format!("no answer within {after:?}; the child process was killed");
+                RunOutcome::Failed(Evidence::failed(Verdict::Timeout { detail, check: None }))
+            }
+            Done::Died(detail) => RunOutcome::Failed(Evidence::failed(Verdict::Crash { detail, check: None })),
+            Done::Answer(Answer::Fault(fault)) => return Err(fault),
+            Done::Answer(Answer::Failed { failure, detail, figures, check_ms }) => {
+                RunOutcome::Failed(Evidence { check_ms, ..Evidence::failed(failure.verdict(detail, figures)) })
+            }
+            Done::Answer(Answer::Timed { figures, timed, rounds, check_ms, measure_ms }) => {
+                self.slowest = self.slowest.max(took);
+                self.spent.measured += Duration::from_secs_f64((check_ms + measure_ms).max(0.0) / 1e3);
+                let check = check_figures(figures);
+                let verdicts = timed.iter().map(|timed| Verdict::Ok { check, timing: timing(timed, None) }).collect();
+                let (check_ms, measure_ms) = (Some(check_ms), Some(measure_ms));
+                RunOutcome::Timed {
+                    rounds: Answer::rounds(&rounds),
+                    evidence: Evidence { verdicts, check_ms, measure_ms },
+                }
+            }
+        })
+    }
+
+    fn record(&mut self, record: &TrialRecord<'_, Chain<'a>, Evidence>) -> Result<(), Fault> {
+        let TrialRecord { number, candidate, proposer, result } = record;
+        let what = changed(candidate, &self.default);
+        let line = |of: String| match number {
+            Some(number) => format!("trial {number} {proposer}: {what}: {of}"),
+            None => format!("{proposer}: {what}: {of}"),
+        };
+        match result {
+            TrialResult::Infeasible(reason) => {
+                let asked = self.asked(None, *proposer, None);
+                let evidence = Evidence::failed(Verdict::Infeasible { detail: reason.to_string() });
+                let chain = Chain::new(self.context, self.host, (*candidate).clone());
+                self.append(&chain, asked, &evidence, false)?;
+                self.report.note(&line(format!("infeasible: {reason}")));
+            }
+            TrialResult::Failed { made, evidence } => {
+                let asked = self.asked(*number, *proposer, None);
+                self.append(made, asked, evidence, true)?;
+                let verdict = evidence.verdicts.first();
+                let said =
+                    verdict.map(|verdict| format!("{}: {}", verdict.name(), verdict.detail())).unwrap_or_default();
+                self.report.note(&line(said.clone()));
+                self.last_failure = Some(said);
+            }
+            TrialResult::First { made, evidence } => {
+                let asked = self.asked(*number, *proposer, Some(Decision::First));
+                let rows = self.append(made, asked, evidence, false)?;
+                self.keep(&rows);
+                let times: Vec<String> = rows
+                    .iter()
+                    .filter_map(|row| row.verdict().timing())
+                    .map(|timing| format!("{:.1} µs at position {}", timing.latency_us_p50, timing.position))
+                    .collect();
+                self.report.note(&line(times.join(", ")));
+            }
+            TrialResult::Judged { made, evidence, judged } => {
+                let asked = self.asked(*number, *proposer, Some(judged.decision));
+                let ratios: BTreeMap<u32, RatioInterval> = judged
+                    .positions
+                    .iter()
+                    .filter_map(|(position, ratio)| {
+                        let Ratio { ratio, low, high, .. } = (*ratio)?;
+                        Some((*position, RatioInterval { p50: ratio, low: low.min(ratio), high: high.max(ratio) }))
+                    })
+                    .collect();
+                let with_ratio = |verdict: &Verdict| match verdict {
+                    Verdict::Ok { check, timing } => {
+                        let ratio = ratios.get(&timing.position).copied();
+                        Verdict::Ok { check: *check, timing: Timing { ratio, ..timing.clone() } }
+                    }
+                    other => other.clone(),
+                };
+                let verdicts = evidence.verdicts.iter().map(with_ratio).collect();
+                let evidence = Evidence { verdicts, check_ms: evidence.check_ms, measure_ms: evidence.measure_ms };
+                let rows = self.append(made, asked, &evidence, true)?;
+                if judged.decision.is_kept() {
+                    self.keep(&rows);
+                }
+                let said = match &judged.overall {
+                    Some(Ratio { ratio, low, high, .. }) => {
+                        format!("{ratio:.3} of the incumbent's time, {low:.3} to {high:.3}: {}", judged.decision)
+                    }
+                    None => "no sound times".to_string(),
+                };
+                self.report.note(&line(said));
+            }
+        }
+        Ok(())
+    }
+
+    fn stop(&mut self) -> Option<Stop> {
+        if (self.stop)() {
+            return Some(Stop::Interrupted);
+        }
+        (self.started.elapsed().as_secs_f64() >= self.minutes * 60.0).then_some(Stop::Minutes(self.minutes))
+    }
+
+    fn floor_gap(&mut self) -> Option<f64> {
+        self.floor_gap
+    }
+}
+
+impl CampaignArena<'_> {
+    fn keep(&mut self, rows: &[Trial]) {
+        let incumbents = rows.iter().filter_map(|row| {
+            let timing = row.verdict().timing()?;
+            let ratio_vs_default = timing.ratio_vs_default.unwrap_or(1.0);
+            Some((timing.position, Incumbent { row: row.trial_id(), ratio_vs_default }))
+        });
+        self.incumbent_rows = incumbents.collect();
+        self.floor_gap = floor_gap(rows.iter().filter_map(|row| row.verdict().timing()));
+    }
+}

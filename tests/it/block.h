@@ -1,0 +1,157 @@
+// One block of CUDA threads on a CPU: fibers that take turns where they meet, and what the kernels' text needs of CUDA.
+// Warps meet at shuffles and at __syncwarp, the block at its barrier; a fiber runs on until it has to wait.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <ucontext.h>
+#include <vector>
+
+#define __device__
+#define __shared__
+#define __forceinline__ inline
+#define __noinline__ __attribute__((noinline))
+#define __align__(n) __attribute__((aligned(n)))
+
+static float bits_to_float(unsigned bits) {
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+static float __uint_as_float(unsigned bits) { return bits_to_float(bits); }
+static float __int_as_float(unsigned bits) { return bits_to_float(bits); }
+static unsigned __float_as_uint(float value) {
+  unsigned bits;
+  std::memcpy(&bits, &value, 4);
+  return bits;
+}
+// The compiler is told not to contract, so each of these is one rounded operation.
+static float __fadd_rn(float a, float b) { return a + b; }
+static float __fsub_rn(float a, float b) { return a - b; }
+static float __fmul_rn(float a, float b) { return a * b; }
+static float __fdiv_rn(float a, float b) { return a / b; }
+static float __uint2float_rn(unsigned x) { return float(x); }
+static float __fdividef(float a, float b) { return a / b; }
+static float rsqrtf(float x) { return 1.f / std::sqrt(x); }
+#define __expf std::exp
+template <class T>
+static T __ldcg(const T* from) { return *from; }
+template <class T>
+static T __ldg(const T* from) { return *from; }
+static int min(int a, int b) { return a < b ? a : b; }
+static unsigned min(unsigned a, unsigned b) { return a < b ? a : b; }
+
+struct alignas(8) float2 {
+  float x, y;
+};
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
+struct alignas(16) uint4 {
+  unsigned x, y, z, w;
+};
+static float2 make_float2(float x, float y) { return {x, y}; }
+static float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+static uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+static struct {
+  unsigned x = 0;
+} blockIdx, threadIdx;
+
+// ---- threads ------------------------------------------------------------------------------------------------------
+
+constexpr int THREADS = 64, WARPS = THREADS / 32;
+constexpr int STACK_BYTES = 1 << 18;
+static ucontext_t main_context, contexts[THREADS];
+static std::vector<char> stacks(size_t(THREADS) * STACK_BYTES);
+static int current;
+static bool finished[THREADS];
+static void (*thread_body)(int);
+// Shared memory of the block.
+alignas(1024) unsigned char smem[1 << 18];
+
+static int next_of(int from) {
+  for (int i = 1; i <= THREADS; i++)
+    if (!finished[(from + i) % THREADS]) return (from + i) % THREADS;
+  return -1;
+}
+static void yield() {
+  const int from = current;
+  current = next_of(from);
+  if (current != from) swapcontext(&contexts[from], &contexts[current]);
+}
+// Where a number of threads meet, again and again.
+struct Meeting {
+  int expected, arrived;
+  unsigned round;
+  void meet() {
+    const unsigned now = round;
+    if (++arrived == expected) {
+      arrived = 0;
+      round++;
+    }
+    while (round == now) yield();
+  }
+};
+static Meeting block_meeting, warp_meetings[WARPS];
+static unsigned long long lanes[2][THREADS];
+static int turns[THREADS];
+
+static void __syncwarp() { warp_meetings[current / 32].meet(); }
+template <class T>
+static T value_of(int other, T value) {
+  static_assert(sizeof(T) <= 8, "a lane holds 8 bytes");
+  // Two sets: a lane may come to the next exchange before all have read this one.
+  const int turn = turns[current]++ & 1;
+  std::memcpy(&lanes[turn][current], &value, sizeof value);
+  __syncwarp();
+  std::memcpy(&value, &lanes[turn][other], sizeof value);
+  return value;
+}
+template <class T>
+static T __shfl_xor_sync(unsigned, T value, int mask) {
+  return value_of(current ^ mask, value);
+}
+template <class T>
+static T __shfl_sync(unsigned, T value, int lane) {
+  return value_of(current / 32 * 32 + lane, value);
+}
+
+static void thread_main(int thread) {
+  thread_body(thread);
+  finished[thread] = true;
+  current = next_of(thread);
+  setcontext(current < 0 ? &main_context : &contexts[current]);
+}
+// Runs `body` by all threads of a block, to its end.
+static void run_block(void (*body)(int)) {
+  thread_body = body;
+  block_meeting = {THREADS, 0, 0};
+  for (Meeting& warp : warp_meetings) warp = {32, 0, 0};
+  volatile bool ran = false;
+  getcontext(&main_context);
+  if (ran) return;
+  ran = true;
+  for (int thread = 0; thread < THREADS; thread++) {
+    turns[thread] = 0;
+    finished[thread] = false;
+    getcontext(&contexts[thread]);
+    contexts[thread].uc_stack.ss_sp = stacks.data() + size_t(thread) * STACK_BYTES;
+    contexts[thread].uc_stack.ss_size = STACK_BYTES;
+    contexts[thread].uc_link = &main_context;
+    makecontext(&contexts[thread], reinterpret_cast<void (*)()>(thread_main), 1, thread);
+  }
+  current = 0;
+  setcontext(&contexts[0]);
+}
+
+#include "core/types.cuh"
+#include "core/math.cuh"
+#include "core/sample.cuh"
+
+template <int>
+void consumer_barrier() {
+  block_meeting.meet();
+}

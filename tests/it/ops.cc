@@ -1,0 +1,454 @@
+// Ops of the kernels, run by one block of threads on a CPU over random inputs, each against its formula in double precision. Packets
+// and chunks lie in memory before a task begins, so what waits and signals is left out. Prints a line a case: its name, and the
+// largest difference over the largest value expected.
+
+#include "block.h"
+#include "runtime/queue.cuh"
+
+// ---- in place of runtime/sync.cuh and runtime/ring.cuh --------------------------------------------------------------
+
+struct Watchdog {};
+struct WaitSite {
+  u32 step;
+  const Entry* entry;
+};
+struct Waiter {
+  u32& patience;
+  const Watchdog* dog;
+  WaitSite at;
+};
+constexpr u32 POLLS_WHEN_LOST = 1;
+static u64 global_ns() { return 0; }
+static void release_step() {}
+static u32 smem_address(const void*) { std::abort(); }
+static void publish(u64* to, u32 payload, u32 tag) { *to = u64(tag) << 32 | payload; }
+static u64 awaited(const u64* from, bool active, u32 tag) {
+  if (active && u32(*from >> 32) != tag) {
+    std::fprintf(stderr, "a packet is read that was not published\n");
+    std::exit(1);
+  }
+  return active ? *from : u64(tag) << 32;
+}
+static u32 reread(const u64* from) { return u32(*from); }
+template <int N, bool FEW = false, class Offset>
+static void await_pairs(const u64* base, Offset offset, const bool (&active)[N], u32 tag, u64 (&a)[N], u64 (&b)[N], Waiter) {
+  for (int i = 0; i < N; i++) {
+    a[i] = awaited(base + offset(i), active[i], tag);
+    b[i] = awaited(base + offset(i) + 1, active[i], tag);
+  }
+}
+template <int N>
+static void await_packets(const u64* const (&from)[N], const bool (&active)[N], u32 tag, u32 (&payload)[N], Waiter) {
+  for (int i = 0; i < N; i++) payload[i] = u32(awaited(from[i], active[i], tag));
+}
+
+#include "runtime/context.cuh"
+
+// Chunks in the order of the stream.
+static std::vector<std::vector<u8>> chunks;
+template <class M>
+static const u8* ring_take(Context<M>&, const RingCursor<M>& at) {
+  return chunks.at(at.use * M::SLOTS + at.slot).data();
+}
+template <class M>
+static void ring_take_pair(Context<M>& c, const RingCursor<M>& a, const RingCursor<M>& b, const u8*& first, const u8*& second) {
+  first = ring_take(c, a);
+  second = ring_take(c, b);
+}
+template <class M>
+static void ring_release(Context<M>&, const RingCursor<M>&) {}
+template <class M>
+static void ring_release_pair(Context<M>&, const RingCursor<M>&, const RingCursor<M>&) {}
+
+#include "runtime/stage.cuh"
+#include "ops/matvec.cuh"
+#include "ops/attention_records.cuh"
+#include "ops/attention_tensor.cuh"
+#include "ops/attention.cuh"
+#include "ops/attention_merge.cuh"
+#include "ops/norm_add.cuh"
+
+// ---- a block and its memory -----------------------------------------------------------------------------------------
+
+template <Elem WEIGHTS>
+struct Machine {
+  static constexpr int SMS = 1, WARPS = ::WARPS, SLOTS = 3, SLOT_BYTES = 1 << 14, REDUCE_BATCH = 2, STAMPS_MAX = 0;
+  static constexpr int STAGE_AT = 0, REDUCE_AT = 1 << 16, HEADS_AT = 1 << 17, RESIDUAL_AT = HEADS_AT + (1 << 14);
+  static constexpr int QUEUE_AT = RESIDUAL_AT + (1 << 14), STATE_AT = QUEUE_AT + 1024, SCRATCH_BYTES = 1 << 17;
+  static constexpr u32 CONTEXT_MAX = 64;
+  static constexpr Elem WEIGHT = WEIGHTS, CACHE = Elem::F32, WIRE = WEIGHTS;
+  static constexpr Dot DOT = Dot::FMA;
+  static constexpr bool TRACE = false;
+};
+constexpr u32 TAG = 7;
+static Params params;
+static Entry entry;
+static std::vector<u64> exchange;
+static std::vector<u8> constants, cache;
+
+static u32 word_of(u64& state) {
+  state = state * 6364136223846793005ull + 1442695040888963407ull;
+  return u32(state >> 32);
+}
+// Uniform in -1 to 1, and exact in bf16.
+static float number(u64& state) { return float(int(word_of(state) % 255) - 127) / 128.f; }
+static std::vector<float> numbers(u64& state, size_t n) {
+  std::vector<float> all(n);
+  for (float& v : all) v = number(state);
+  return all;
+}
+// A constant of its own, as entries name it.
+static u32 constant(const std::vector<float>& values) {
+  const size_t at = constants.size();
+  constants.resize(at + (values.size() * 4 + OFFSET_BYTES - 1) / OFFSET_BYTES * OFFSET_BYTES + 16 * OFFSET_BYTES);
+  std::memcpy(constants.data() + at, values.data(), values.size() * 4);
+  return u32(at / OFFSET_BYTES);
+}
+template <class M>
+static u32 packets(const std::vector<float>& values) {
+  const size_t at = exchange.size(), per = Wire<M>::PER_PACKET, count = (values.size() + per - 1) / per;
+  exchange.resize(at + (count + 1) / 2 * 2);
+  for (size_t i = 0; i < exchange.size() - at; i++) {
+    const auto value = [&](size_t n) { return n < values.size() ? values[n] : 0.f; };
+    const u32 payload = per == 2 ? bf16_pair(value(2 * i), value(2 * i + 1)) : __float_as_uint(value(i));
+    exchange[at + i] = u64(TAG) << 32 | payload;
+  }
+  return u32(at);
+}
+// Room for packets that a task publishes.
+static u32 room(size_t count) {
+  exchange.resize(exchange.size() + count);
+  return u32(exchange.size() - count);
+}
+template <class M>
+static float published(u32 at, size_t column) {
+  const u64 packet = exchange.at(at + column / Wire<M>::PER_PACKET);
+  if (packet >> 32 != TAG) return std::nanf("");
+  return column % Wire<M>::PER_PACKET ? Wire<M>::hi(u32(packet)) : Wire<M>::lo(u32(packet));
+}
+template <class M>
+static float* residual() { return reinterpret_cast<float*>(smem + M::RESIDUAL_AT); }
+
+static void start() {
+  exchange.clear();
+  constants.clear();
+  cache.clear();
+  chunks.clear();
+  std::memset(smem, 0xff, sizeof smem); // not a number, until a task writes it
+  params = Params{};
+  params.tag = TAG;
+  entry = Entry{};
+  entry.norm_bias = ~0u;
+}
+template <class M, class Op>
+static void task(int thread) {
+  Context<M> c{params};
+  c.tag = TAG;
+  c.position = params.position;
+  c.thread = thread;
+  c.warp_index = thread / 32;
+  c.patience = 2;
+  Op::run(c, entry);
+}
+template <class M, class Op>
+static void run() {
+  params.exchange = exchange.data();
+  params.pack = constants.data();
+  params.cache = cache.data();
+  run_block(task<M, Op>);
+}
+
+static void report(const char* name, const std::vector<double>& expected, const std::vector<double>& found) {
+  double worst = 0, scale = 1e-30;
+  for (size_t i = 0; i < expected.size(); i++) {
+    scale = std::fmax(scale, std::fabs(expected[i]));
+    const double difference = std::fabs(expected[i] - found.at(i));
+    worst = difference <= worst ? worst : difference; // a NaN stays
+  }
+  std::printf("%s %zu %.3e\n", name, expected.size(), worst / scale);
+}
+
+// ---- norms ----------------------------------------------------------------------------------------------------------
+
+// x * rsqrt(mean(x^2) + eps) * weight; or (x - mean) * rsqrt(var + eps) * weight + bias.
+static std::vector<double> normalised(Norm norm, const std::vector<float>& x, const std::vector<float>& weight,
+                                      const std::vector<float>& bias, double eps) {
+  std::vector<double> y(x.begin(), x.end());
+  if (norm == Norm::NONE) return y;
+  double mean = 0, squares = 0;
+  if (norm == Norm::LAYER)
+    for (double v : y) mean += v / y.size();
+  for (double v : y) squares += (v - mean) * (v - mean) / y.size();
+  for (size_t i = 0; i < y.size(); i++)
+    y[i] = (y[i] - mean) / std::sqrt(squares + eps) * weight[i] + (norm == Norm::LAYER ? bias[i] : 0.);
+  return y;
+}
+
+// ---- matvec ---------------------------------------------------------------------------------------------------------
+
+template <int ROWS_, int K_, Norm N, Epilogue E, int UNIT_ROWS_ = 8, int CHUNK_UNITS = 1, bool B = false>
+struct Product {
+  static constexpr int ROWS = ROWS_, K = K_, UNIT_ROWS = UNIT_ROWS_, UNITS = (ROWS + UNIT_ROWS - 1) / UNIT_ROWS;
+  static constexpr int UNITS_PER_WARP = 1, POLL_BATCH = 1, PARTS = 1;
+  static constexpr bool OWN_INPUT = false, BIAS = B, PUBLISH = true;
+  static constexpr Norm NORM = N;
+  static constexpr Epilogue EPILOGUE = E;
+  static constexpr Act ACT = Act::SILU;
+  static constexpr float EPS = 1e-5f, SCALE = 0.5f, SOFTCAP = E == Epilogue::LOGITS ? 3.f : 0.f;
+  // Granules of a chunk: of whole units, or, 0, half a unit or less.
+  template <int GRANULES>
+  static constexpr int chunk() { return CHUNK_UNITS ? CHUNK_UNITS * GRANULES : ::WARPS; }
+};
+// Two units at once.
+template <class P>
+struct Pairs : P {
+  static constexpr int UNITS_PER_WARP = 2, POLL_BATCH = 2;
+};
+template <class M, class P>
+struct Chunked : P {
+  static constexpr int GRANULE_K = 8 / P::UNIT_ROWS * (64 / ElemOf<M::WEIGHT>::BYTES);
+  static constexpr int GRANULES = (P::K + GRANULE_K - 1) / GRANULE_K;
+  static constexpr int CHUNK = P::template chunk<GRANULES>();
+};
+
+// The granules of W (ROWS, K) as the pack has them, cut into chunks.
+template <class M, class G>
+static void stream(const std::vector<float>& w) {
+  constexpr int PART_K = 64 / ElemOf<M::WEIGHT>::BYTES, PARTS = 8 / G::UNIT_ROWS;
+  typedef typename ElemOf<M::WEIGHT>::type W;
+  std::vector<u8> unit_bytes;
+  for (int unit = 0; unit < G::UNITS; unit++) {
+    for (int j = 0; j < G::GRANULES; j++) {
+      if (j % G::CHUNK == 0 && (G::CHUNK < G::GRANULES || unit % (G::CHUNK / G::GRANULES) == 0)) chunks.emplace_back();
+      for (int part = 0; part < PARTS; part++)
+        for (int row = 0; row < G::UNIT_ROWS; row++)
+          for (int i = 0; i < PART_K; i++) {
+            const int r = unit * G::UNIT_ROWS + row, k = (j * PARTS + part) * PART_K + i;
+            // Of gated units the first half of the rows is of the first half of the matrix.
+            const int from = G::EPILOGUE == Epilogue::GATED ? (row < 4 ? unit * 4 + row : G::ROWS / 2 + unit * 4 + row - 4) : r;
+            const bool exists = k < G::K && (G::EPILOGUE == Epilogue::GATED ? unit * 4 + row % 4 < G::ROWS / 2 : r < G::ROWS);
+            W value;
+            narrow(exists ? w[size_t(from) * G::K + k] : 0.f, &value);
+            const u8* bytes = reinterpret_cast<const u8*>(&value);
+            chunks.back().insert(chunks.back().end(), bytes, bytes + sizeof value);
+          }
+    }
+  }
+}
+
+template <class M, class P>
+static void matvec(const char* name) {
+  typedef Chunked<M, P> G;
+  for (u64 seed = 1; seed <= 3; seed++) {
+    u64 state = seed * 77;
+    start();
+    const std::vector<float> w = numbers(state, size_t(G::ROWS) * G::K), x = numbers(state, G::K);
+    const std::vector<float> weight = numbers(state, G::K), norm_bias = numbers(state, G::K), bias = numbers(state, G::ROWS + 8);
+    const std::vector<float> before = numbers(state, G::ROWS + 8);
+    stream<M, G>(w);
+    entry.lo = 0, entry.hi = G::UNITS;
+    entry.x = packets<M>(x);
+    entry.norm_weight = constant(weight);
+    if (G::NORM == Norm::LAYER) entry.norm_bias = constant(norm_bias);
+    if (G::BIAS) entry.bias = constant(bias);
+    entry.out = room(G::ROWS + 2), entry.aux = room(8);
+    std::memcpy(residual<M>(), before.data(), before.size() * 4);
+    std::vector<float> logits(G::ROWS);
+    params.logits = logits.data();
+    run<M, MatVec<M, G>>();
+
+    const std::vector<double> input = normalised(G::NORM, x, weight, norm_bias, G::EPS);
+    std::vector<double> y(G::ROWS), expected, found;
+    for (int r = 0; r < G::ROWS; r++) {
+      y[r] = G::BIAS ? bias[r] : 0.;
+      for (int k = 0; k < G::K; k++) y[r] += double(w[size_t(r) * G::K + k]) * input[k];
+    }
+    const auto silu = [](double v) { return v / (1 + std::exp(-v)); };
+    int best = 0;
+    for (int r = 0; r < (G::EPILOGUE == Epilogue::GATED ? G::ROWS / 2 : G::ROWS); r++) {
+      double value = y[r];
+      if (G::EPILOGUE == Epilogue::ACT) value = silu(y[r]);
+      if (G::EPILOGUE == Epilogue::GATED) value = silu(y[r]) * y[G::ROWS / 2 + r];
+      if (G::EPILOGUE == Epilogue::RESIDUAL) value = before[r] + G::SCALE * y[r];
+      if (G::EPILOGUE == Epilogue::LOGITS) value = G::SOFTCAP * std::tanh(G::SCALE * y[r] / G::SOFTCAP);
+      expected.push_back(value);
+      if (value > expected[best]) best = r;
+      found.push_back(G::EPILOGUE == Epilogue::LOGITS ? logits[r] : published<M>(entry.out, r));
+    }
+    if (G::EPILOGUE == Epilogue::RESIDUAL)
+      for (int r = 0; r < G::ROWS; r++) expected.push_back(expected[r]), found.push_back(residual<M>()[r]);
+    if (G::EPILOGUE == Epilogue::LOGITS) {
+      // The candidate: the best logit, then its row.
+      const u64* candidate = exchange.data() + entry.aux + (TAG & 1) * 2;
+      expected.push_back(expected[best]), found.push_back(__uint_as_float(u32(candidate[0])));
+      expected.push_back(best), found.push_back(u32(candidate[1]));
+    }
+    report(name, expected, found);
+  }
+}
+
+// ---- norm_add -------------------------------------------------------------------------------------------------------
+
+template <int WIDTH_, bool R>
+struct Sum {
+  static constexpr int WIDTH = WIDTH_;
+  static constexpr float EPS = 1e-6f, SCALE = 0.25f;
+  static constexpr bool REPLICATED = R;
+};
+template <class M, class G>
+static void norm_add(const char* name) {
+  for (u64 seed = 1; seed <= 3; seed++) {
+    u64 state = seed * 1234;
+    start();
+    const std::vector<float> y = numbers(state, G::WIDTH), weight = numbers(state, G::WIDTH), before = numbers(state, G::WIDTH);
+    // An owner of a part has units of eight columns, the last of which may be cut off.
+    const int first = G::REPLICATED ? 0 : 8, units = (G::WIDTH + 7) / 8;
+    entry.lo = first / 8, entry.hi = units;
+    entry.x = packets<M>(y);
+    entry.norm_weight = constant(weight);
+    entry.out = room(G::WIDTH + 2);
+    std::memcpy(residual<M>(), before.data() + first, (G::WIDTH - first) * 4);
+    run<M, NormAdd<M, G>>();
+    const std::vector<double> sum = normalised(Norm::RMS, y, weight, {}, G::EPS);
+    std::vector<double> expected, found;
+    for (int i = first; i < G::WIDTH; i++) {
+      expected.push_back(before[i] + G::SCALE * sum[i]), found.push_back(residual<M>()[i - first]);
+      if (!G::REPLICATED) expected.push_back(expected.back()), found.push_back(published<M>(entry.out, i));
+    }
+    report(name, expected, found);
+  }
+}
+
+// ---- attention ------------------------------------------------------------------------------------------------------
+
+template <int HEADS_, int GROUP_, int PER_TASK, int DIM_, int ROTARY_, bool PAIRS, HeadNorm N, u32 W, int SPLITS_>
+struct Heads {
+  static constexpr int HEADS = HEADS_, GROUP = GROUP_, HEADS_PER_TASK = PER_TASK, DIM = DIM_, PITCH = (DIM_ + 3) / 4 * 4;
+  static constexpr int ROTARY = ROTARY_, SPLITS = SPLITS_, CHUNK_ROWS = 16, WARPS_PER_HEAD = 1;
+  static constexpr float SCALE = 0.3f, SOFTCAP = 0.f, Q_EPS = 1e-5f, K_EPS = 1e-6f;
+  static constexpr u32 WINDOW = W;
+  static constexpr bool INTERLEAVED = PAIRS, PREFETCH_V = false, SWIZZLED = false;
+  static constexpr HeadNorm Q_NORM = N, K_NORM = N;
+};
+// A head as attention uses it: norm, then RoPE.
+template <class G>
+static std::vector<double> prepared(const std::vector<float>& all, int first, int heads_at, int heads, int head,
+                                    const std::vector<float>& weight, const std::vector<float>& angles, double eps) {
+  std::vector<double> x(all.begin() + first + head * G::DIM, all.begin() + first + (head + 1) * G::DIM);
+  if (G::Q_NORM != HeadNorm::NONE) {
+    double mean = 0, squares = 0;
+    if (G::Q_NORM == HeadNorm::CENTRED)
+      for (double v : x) mean += v / G::DIM;
+    if (G::Q_NORM == HeadNorm::PROJECTION)
+      for (int i = 0; i < heads * G::DIM; i++) squares += double(all[heads_at + i]) * all[heads_at + i] / (heads * G::DIM);
+    else
+      for (double v : x) squares += (v - mean) * (v - mean) / G::DIM;
+    for (int d = 0; d < G::DIM; d++)
+      x[d] = (x[d] - mean) / std::sqrt(squares + eps) * weight[G::Q_NORM == HeadNorm::HEAD ? d : head * G::DIM + d];
+  }
+  for (int i = 0; i < G::ROTARY / 2; i++) {
+    const int lo = G::INTERLEAVED ? 2 * i : i, hi = G::INTERLEAVED ? 2 * i + 1 : i + G::ROTARY / 2;
+    const double a = x[lo], b = x[hi], cosine = angles[i], sine = angles[G::ROTARY / 2 + i];
+    x[lo] = a * cosine - b * sine;
+    x[hi] = b * cosine + a * sine;
+  }
+  return x;
+}
+
+template <class M, class G>
+static void attention(const char* name) {
+  constexpr int KV = G::HEADS / G::GROUP, TASKS = G::HEADS / G::HEADS_PER_TASK;
+  for (u32 position : {0u, 1u, 15u, 40u, 63u}) {
+    u64 state = position * 31 + 5;
+    start();
+    const std::vector<float> qkv = numbers(state, (G::HEADS + 2 * KV) * G::DIM);
+    const std::vector<float> q_weight = numbers(state, G::HEADS * G::DIM), k_weight = numbers(state, KV * G::DIM);
+    const std::vector<float> table = numbers(state, (position + 1) * G::ROTARY + 1);
+    const std::vector<float> keys = numbers(state, KV * 64 * G::PITCH), values = numbers(state, KV * 64 * G::PITCH);
+    params.position = position;
+    entry.x = packets<M>(qkv);
+    entry.q_norm = constant(q_weight), entry.k_norm = constant(k_weight), entry.rope = constant(table);
+    const u32 out = room(size_t(G::HEADS) * G::SPLITS * (G::DIM + 2) + 2), merged = room(G::HEADS * G::DIM + 2);
+    entry.out = out;
+    // Two caches, of keys and values, one behind the other.
+    const size_t cache_bytes = (keys.size() * 4 + OFFSET_BYTES - 1) / OFFSET_BYTES * OFFSET_BYTES;
+    cache.resize(2 * cache_bytes);
+    entry.k_cache = 0, entry.v_cache = u32(cache_bytes / OFFSET_BYTES);
+    for (int i = 0; i < TASKS; i++)
+      for (int j = 0; j < G::SPLITS; j++) {
+        u32 begin, end;
+        history_share(position, G::WINDOW, G::SPLITS, j, begin, end);
+        const int kv = i * G::HEADS_PER_TASK / G::GROUP;
+        chunks.clear();
+        for (u32 row = begin; row < end; row += G::CHUNK_ROWS)
+          for (const std::vector<float>* from : {&keys, &values}) {
+            // What lies past the last row is not a number.
+            chunks.emplace_back(G::CHUNK_ROWS * G::PITCH * 4, 0xff);
+            std::memcpy(chunks.back().data(), from->data() + (kv * 64 + row) * G::PITCH, min(end - row, u32(G::CHUNK_ROWS)) * G::PITCH * 4);
+          }
+        entry.lo = i, entry.j = j;
+        run<M, Attention<M, G>>();
+      }
+    if constexpr (G::SPLITS > 1) {
+      entry.x = out, entry.out = merged;
+      for (int h = 0; h < G::HEADS; h++) {
+        entry.lo = h;
+        run<M, AttentionMerge<M, G>>();
+      }
+    }
+    std::vector<double> expected, found;
+    const std::vector<float> angles(table.begin() + position * G::ROTARY, table.end());
+    const int k_at = G::HEADS * G::DIM, v_at = k_at + KV * G::DIM;
+    const u32 first = G::WINDOW && position + 1 > G::WINDOW ? position + 1 - G::WINDOW : 0;
+    for (int h = 0; h < G::HEADS; h++) {
+      const int kv = h / G::GROUP;
+      const std::vector<double> q = prepared<G>(qkv, 0, 0, G::HEADS, h, q_weight, angles, G::Q_EPS);
+      const std::vector<double> k = prepared<G>(qkv, k_at, k_at, KV, kv, k_weight, angles, G::K_EPS);
+      // softmax(scale * q K^T) V over the rows of the window and the current position.
+      std::vector<double> sums(G::DIM), scores;
+      double all = 0;
+      for (u32 row = first; row <= position; row++) {
+        double score = 0;
+        for (int d = 0; d < G::DIM; d++) score += q[d] * (row == position ? k[d] : keys[(kv * 64 + row) * G::PITCH + d]);
+        const double weight = std::exp(G::SCALE * score);
+        all += weight;
+        for (int d = 0; d < G::DIM; d++)
+          sums[d] += weight * (row == position ? qkv[v_at + kv * G::DIM + d] : values[(kv * 64 + row) * G::PITCH + d]);
+      }
+      for (int d = 0; d < G::DIM; d++) {
+        expected.push_back(sums[d] / all);
+        found.push_back(published<M>(G::SPLITS > 1 ? merged : out, h * G::DIM + d));
+      }
+      // What the step appended, by one of the tasks of the group.
+      const float* row = reinterpret_cast<const float*>(cache.data()) + (kv * 64 + position) * G::PITCH;
+      for (int d = 0; d < G::DIM; d++) {
+        expected.push_back(k[d]), found.push_back(row[d]);
+        expected.push_back(qkv[v_at + kv * G::DIM + d]), found.push_back(row[cache_bytes / 4 + d]);
+      }
+    }
+    report(name, expected, found);
+  }
+}
+
+int main() {
+  typedef Machine<Elem::F32> F;
+  typedef Machine<Elem::BF16> B;
+  matvec<F, Product<24, 96, Norm::NONE, Epilogue::STORE, 8, 1, true>>("matvec-store-bias");
+  matvec<F, Product<40, 70, Norm::RMS, Epilogue::STORE, 8, 2>>("matvec-rms-ragged");
+  matvec<F, Pairs<Product<40, 96, Norm::RMS, Epilogue::STORE, 8, 1>>>("matvec-two-at-once");
+  matvec<F, Product<21, 128, Norm::LAYER, Epilogue::ACT, 8, 1>>("matvec-layer-act");
+  matvec<F, Product<36, 64, Norm::RMS, Epilogue::GATED, 8, 1>>("matvec-gated");
+  matvec<F, Product<16, 200, Norm::NONE, Epilogue::RESIDUAL, 8, 0>>("matvec-residual-chunks");
+  matvec<F, Product<37, 64, Norm::RMS, Epilogue::LOGITS, 8, 1>>("matvec-logits");
+  matvec<F, Product<12, 128, Norm::NONE, Epilogue::STORE, 4, 1>>("matvec-units-of-4");
+  matvec<F, Product<10, 128, Norm::RMS, Epilogue::STORE, 2, 2>>("matvec-units-of-2");
+  matvec<B, Product<24, 160, Norm::RMS, Epilogue::STORE, 8, 1, true>>("matvec-bf16");
+  norm_add<F, Sum<100, false>>("norm_add-owned");
+  norm_add<F, Sum<203, true>>("norm_add-replicated");
+  norm_add<B, Sum<100, false>>("norm_add-bf16");
+  attention<F, Heads<4, 2, 1, 16, 16, false, HeadNorm::NONE, 0, 1>>("attention-halves");
+  attention<F, Heads<4, 2, 2, 20, 10, true, HeadNorm::HEAD, 0, 1>>("attention-pairs-partial");
+  attention<F, Heads<3, 3, 3, 40, 40, false, HeadNorm::PROJECTION, 24, 1>>("attention-window");
+  attention<F, Heads<2, 1, 1, 8, 0, false, HeadNorm::CENTRED, 0, 1>>("attention-centred");
+  attention<F, Heads<4, 2, 1, 16, 16, false, HeadNorm::NONE, 0, 3>>("attention-splits");
+}

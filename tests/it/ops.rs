@@ -1,0 +1,105 @@
+//! The kernels' matvec, norm_add and attention against their formulas: the text that a device runs, compiled for this CPU.
+//! `ops.cc` has the cases, and the formulas in double precision.
+//!
+//! Needs a C++ compiler, and says so where there is none.
+
+use std::path::Path;
+
+use crate::sampling::compiled;
+use crate::skipped;
+
+/// Each case, and how often it runs: with other numbers, or at other positions.
+const CASES: [(&str, usize); 18] = [
+    ("matvec-store-bias", 3),
+    ("matvec-rms-ragged", 3),
+    ("matvec-two-at-once", 3),
+    ("matvec-layer-act", 3),
+    ("matvec-gated", 3),
+    ("matvec-residual-chunks", 3),
+    ("matvec-logits", 3),
+    ("matvec-units-of-4", 3),
+    ("matvec-units-of-2", 3),
+    ("matvec-bf16", 3),
+    ("norm_add-owned", 3),
+    ("norm_add-replicated", 3),
+    ("norm_add-bf16", 3),
+    ("attention-halves", 5),
+    ("attention-pairs-partial", 5),
+    ("attention-window", 5),
+    ("attention-centred", 5),
+    ("attention-splits", 5),
+];
+/// Largest difference over the largest value: of sums in fp32, and of results rounded to bf16 (half of 2^-7 of a value).
+const FP32: f64 = 1e-6;
+const BF16: f64 = 4e-3;
+
+/// Name and largest difference of every run, in order. `None`: there is no compiler.
+fn run(kernels: &Path) -> Option<Vec<(String, f64)>> {
+    let folder = tempfile::tempdir().unwrap();
+    let output = compiled("ops.cc", kernels, folder.path())?.output().unwrap();
+    assert!(output.status.success(), "{:?}: {}", output.status, String::from_utf8_lossy(&output.stderr));
+    let text = String::from_utf8(output.stdout).unwrap();
+    let lines = text.lines().map(|line| {
+        let words: Vec<&str> = line.split(' ').collect();
+        let [name, values, difference] = words[..] else { panic!("{line}") };
+        assert!(values.parse::<usize>().unwrap() > 8, "{line}");
+        (name.to_owned(), difference.parse().unwrap())
+    });
+    Some(lines.collect())
+}
+
+fn tolerance(name: &str) -> f64 {
+    if name.ends_with("bf16") { BF16 } else { FP32 }
+}
+
+#[test]
+fn ops_compute_their_formulas() {
+    let Some(found) = run(&Path::new(env!("CARGO_MANIFEST_DIR")).join("kernels")) else {
+        return skipped("ops_compute_their_formulas", "C++ compiler", "`c++` compiles kernels for this CPU");
+    };
+    let names: Vec<&str> = found.iter().map(|(name, _)| name.as_str()).collect();
+    let expected: Vec<&str> = CASES.iter().flat_map(|&(name, runs)| std::iter::repeat_n(name, runs)).collect();
+    assert_eq!(names, expected);
+    for (name, difference) in &found {
+        // Not `>`: a difference that is not a number is one.
+        assert!(*difference <= tolerance(name), "{name}: {difference:e}");
+    }
+}
+
+/// An op that computes something else differs in its own cases.
+#[test]
+fn an_op_that_computes_something_else_is_found() {
+    let edits = [
+        ("ops/matvec.cuh", "y.x *= factor, y.y *= factor;", "y.x *= factor;", "matvec-rms-ragged"),
+        ("ops/norm_add.cuh", "own[i] += G::SCALE *", "own[i] += ", "norm_add-owned"),
+        ("ops/attention.cuh", "l[h] = l[h] * shrink + warp_sum(s);", "l[h] = l[h] + warp_sum(s);", "attention-halves"),
+    ];
+    let folder = tempfile::tempdir().unwrap();
+    for entry in walkdir::WalkDir::new(Path::new(env!("CARGO_MANIFEST_DIR")).join("kernels")) {
+        let entry = entry.unwrap();
+        if !entry.file_type().is_file() {
+            continue;
+        }
+        let path = entry.path().strip_prefix(Path::new(env!("CARGO_MANIFEST_DIR")).join("kernels")).unwrap();
+        let mut text = std::fs::read_to_string(entry.path()).unwrap();
+        for (_, from, to, _) in edits.iter().filter(|(header, ..)| Path::new(header) == path) {
+            assert_eq!(text.matches(from).count(), 1, "`{}` has changed: where is `{from}`?", path.display());
+            text = text.replace(from, to);
+        }
+        let copy = folder.path().join(path);
+        std::fs::create_dir_all(copy.parent().unwrap()).unwrap();
+        std::fs::write(copy, text).unwrap();
+    }
+    let Some(found) = run(folder.path()) else {
+        return skipped(
+            "an_op_that_computes_something_else_is_found",
+            "C++ compiler",
+            "`c++` compiles kernels for this CPU",
+        );
+    };
+    for (.., case) in edits {
+        let differs =
+            |(name, difference): &(String, f64)| name == case && (*difference > tolerance(name) || difference.is_nan());
+        assert!(found.iter().any(differs), "{case}");
+    }
+}

@@ -1,0 +1,398 @@
+//! What is in memory on both sides of a border: a text with contents, run as its positions ask and in the first regime
+//! alone.
+//!
+//! A value is a number made of everything that it depends on: the token, the position, what weights are filled from, the
+//! attributes of ops, the rows of the history. Contributions of history rows are added up, so that attention is the same
+//! number in however many shares it is computed. Where the two runs differ, the text depends on where a regime begins.
+//!
+//! Steps are run in program order, one task after another. That other orders find the same is for [`super::machine`] to
+//! say. Long texts are run near their beginning, their borders and their end; rows of other positions are left out in
+//! both runs.
+
+use super::footprint::pitch;
+use super::machine::share;
+use super::{Fault, Kind};
+use monobloc::ir::op::{Attention, Epilogue, MatVec, Op, Role};
+use monobloc::ir::program::{Grid, Space};
+use monobloc::ir::schedule::{Schedule, Task};
+use monobloc::model::graph::QkNormSpan;
+use std::collections::BTreeMap;
+use std::fmt::Debug;
+
+/// Texts of up to so many positions are run whole.
+const WHOLE: u32 = 10;
+/// Positions on each side of a border.
+const NEAR: u32 = 3;
+
+/// Runs the text of a schedule whose operands are what their ops touch.
+pub fn judge(s: &Schedule) -> Result<(), Fault> {
+    if s.regimes.len() < 2 {
+        return Ok(());
+    }
+    let positions = positions(s);
+    let (mut text, mut reference) = (Text::new(s, &positions), Text::new(s, &positions));
+    for (at, &position) in positions.iter().enumerate() {
+        let regime = s.regimes.iter().rposition(|r| r.from_position <= position).unwrap_or(0);
+        text.step(at, regime)?;
+        reference.step(at, 0)?;
+        if text.outputs != reference.outputs {
+            let what = format!("at position {position} r{regime} computes something else than r0 would");
+            return Err(Fault::new(Kind::Border, what));
+        }
+    }
+    Ok(())
+}
+
+fn positions(s: &Schedule) -> Vec<u32> {
+    let most = s.program.context_max;
+    let borders = s.regimes.iter().map(|r| r.from_position).chain([most]);
+    let mut all: Vec<u32> = borders.flat_map(|b| b.saturating_sub(NEAR)..(b + NEAR).min(most)).collect();
+    if most <= WHOLE {
+        all.extend(0..most);
+    }
+    all.sort_unstable();
+    all.dedup();
+    all
+}
+
+fn mix(a: u64, b: u64) -> u64 {
+    let h = (a ^ b.rotate_left(32)).wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ b;
+    (h ^ h >> 29).wrapping_mul(0xbf58_476d_1ce4_e5b9) ^ h >> 32
+}
+
+fn fold(values: impl IntoIterator<Item = u64>) -> u64 {
+    values.into_iter().fold(0x6a09_e667_f3bc_c908, mix)
+}
+
+fn said(value: &impl Debug) -> u64 {
+    fold(format!("{value:?}").bytes().map(u64::from))
+}
+
+/// A value, the position of the step that wrote it (from 1 on; 0: nobody), and its place in a record of attention.
+#[derive(Clone, Copy, Default, PartialEq)]
+struct Cell {
+    value: u64,
+    at: u32,
+    mark: u32,
+}
+
+struct Text<'a> {
+    s: &'a Schedule,
+    positions: &'a [u32],
+    /// What fills each buffer from the checkpoint.
+    contents: Vec<u64>,
+    /// By buffer: columns of all phases, of all SMs, of all rows that are run.
+    cells: Vec<Vec<Cell>>,
+    /// What the host sees, by buffer.
+    outputs: Vec<Vec<u64>>,
+}
+
+impl<'a> Text<'a> {
+    fn new(s: &'a Schedule, positions: &'a [u32]) -> Text<'a> {
+        let copies = |space, phases: u32| match space {
+            Space::Exchange => phases as usize,
+            Space::Private => s.machine.sms as usize,
+            Space::Cache => positions.len(),
+            Space::Weight | Space::Constant | Space::Output => 0,
+        };
+        let buffers = &s.program.buffers;
+        Text {
+            s,
+            positions,
+            contents: buffers.iter().map(|b| said(&b.content)).collect(),
+            cells: buffers.iter().map(|b| vec![Cell::default(); copies(b.space, b.phases) * b.cols as usize]).collect(),
+            outputs: buffers
+                .iter()
+                .map(|b| vec![0; if b.space == Space::Output { b.cols as usize } else { 0 }])
+                .collect(),
+        }
+    }
+
+    /// Step `at` of those that are run, in a regime.
+    fn step(&mut self, at: usize, regime: usize) -> Result<(), Fault> {
+        let regime = &self.s.regimes[regime];
+        let owners = regime.owners();
+        let mut by_grid: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
+        for (t, task) in regime.tasks.iter().enumerate() {
+            by_grid.entry(task.grid.index()).or_default().push(t);
+        }
+        for (g, tasks) in by_grid {
+            // All tasks of a product read the same input.
+            let mut input = None;
+            for t in tasks {
+                let sm = owners[t].map_or(0, |sm| sm.index());
+                let grid = &self.s.program.grids[g];
+                let step = Step { at, position: self.positions[at], sm, grid, task: &regime.tasks[t] };
+                self.task(&step, &mut input)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn task(&mut self, step: &Step, input: &mut Option<u64>) -> Result<(), Fault> {
+        let Step { task, grid, .. } = *step;
+        match &grid.op {
+            Op::Select => self.select(step),
+            Op::Report => {
+                let token = self.read(step, Role::Token, 0)?;
+                self.output(step, Role::Out, 0, token);
+                Ok(())
+            }
+            Op::Embed { scale, everywhere } => {
+                let token = self.read(step, Role::Token, 0)?;
+                let width = self.cols(step, Role::Table);
+                for c in columns(task, width, *everywhere) {
+                    let x = fold([token, said(scale), self.content(step, Role::Table), c.into()]);
+                    self.write(step, Role::Residual, c, x);
+                    self.write(step, Role::Out, c, x);
+                }
+                Ok(())
+            }
+            Op::MatVec(m) => {
+                let x = match *input {
+                    Some(x) if !m.own_input => x,
+                    _ => self.digest(step, Role::X, 0, m.k)?,
+                };
+                *input = Some(x);
+                self.matvec(step, m, x)
+            }
+            Op::Attention(a) => self.attention(step, a),
+            Op::AttentionMerge { head_dim, splits, heads_per_task } => {
+                self.merge(step, *head_dim, *splits, *heads_per_task)
+            }
+            Op::NormAdd { norm, width, scale, everywhere } => {
+                let norms =
+                    [said(norm), said(scale), self.content(step, Role::NormWeight), self.content(step, Role::NormBias)];
+                let x = mix(self.digest(step, Role::X, 0, *width)?, fold(norms));
+                for c in columns(task, *width, *everywhere) {
+                    let sum = fold([self.read(step, Role::Residual, c)?, x, c.into()]);
+                    self.write(step, Role::Residual, c, sum);
+                    self.write(step, Role::Out, c, sum);
+                }
+                Ok(())
+            }
+        }
+    }
+
+    fn select(&mut self, step: &Step) -> Result<(), Fault> {
+        let follows = step.at > 0 && self.positions[step.at - 1] + 1 == step.position;
+        let mut token = mix(u64::from(step.position), 1);
+        if follows {
+            // The best of all slots, however rows are shared out among them.
+            token = 0;
+            for c in 0..self.cols(step, Role::Candidates) {
+                token = token.max(self.read(step, Role::Candidates, c)?);
+            }
+        }
+        self.write(step, Role::Token, 0, token);
+        Ok(())
+    }
+
+    fn matvec(&mut self, step: &Step, m: &MatVec, x: u64) -> Result<(), Fault> {
+        let Task { lo, hi, j, .. } = *step.task;
+        let parts = [
+            x,
+            said(&m.norm),
+            said(&m.epilogue),
+            self.content(step, Role::NormWeight),
+            self.content(step, Role::NormBias),
+            self.content(step, Role::Weight),
+            self.content(step, Role::Bias),
+        ];
+        let x = fold(parts);
+        let gated = matches!(m.epilogue, Epilogue::Gated(_));
+        let (each, rows) = if gated { (4, m.rows / 2) } else { (m.unit_rows, m.rows) };
+        let mut best = 0;
+        for row in each * lo..(each * hi).min(rows) {
+            let y = mix(x, row.into());
+            match m.epilogue {
+                Epilogue::Residual { .. } => {
+                    let sum = mix(self.read(step, Role::Residual, row)?, y);
+                    self.write(step, Role::Residual, row, sum);
+                    self.write(step, Role::Out, row, sum);
+                }
+                Epilogue::Logits { .. } => {
+                    best = best.max(y);
+                    self.output(step, Role::Logits, row, y);
+                }
+                Epilogue::Store | Epilogue::Act(_) | Epilogue::Gated(_) => self.write(step, Role::Out, row, y),
+            }
+        }
+        if matches!(m.epilogue, Epilogue::Logits { .. }) {
+            self.write(step, Role::Candidates, 2 * j, best);
+            self.write(step, Role::Candidates, 2 * j + 1, best);
+        }
+        Ok(())
+    }
+
+    fn attention(&mut self, step: &Step, a: &Attention) -> Result<(), Fault> {
+        let (i, j, dim, each) = (step.task.lo, step.task.j, a.head_dim, a.heads_per_task);
+        let kv = i * each / a.group;
+        let first = kv * pitch(self.s, a) as u32;
+        let turned = [said(&(a.rotary, a.interleaved)), self.content(step, Role::Rope), step.position.into()];
+        let turned = fold(turned);
+        // Rows of the share, then the row of this position.
+        let mut rows: Vec<u64> = vec![];
+        let (start, end) = share(a.window, a.splits, step.position, j);
+        for row in (0..step.at).filter(|&row| (start..end).contains(&self.positions[row])) {
+            let mut both = [0; 2];
+            for (role, both) in [Role::HistoryK, Role::HistoryV].into_iter().zip(&mut both) {
+                *both = fold((0..dim).map(|d| self.cached(step, role, row, first + d)).collect::<Result<Vec<_>, _>>()?);
+            }
+            rows.push(fold(both));
+        }
+        if j + 1 == a.splits {
+            let whole = a.k_norm.is_some_and(|n| n.span == QkNormSpan::Projection);
+            let all = if whole { self.digest(step, Role::K, 0, a.heads / a.group * dim)? } else { 0 };
+            let norm = [said(&a.k_norm), self.content(step, Role::KNormWeight), all, turned];
+            let k = mix(self.digest(step, Role::K, kv * dim, dim)?, fold(norm));
+            let keys: Vec<u64> = (0..dim).map(|d| mix(k, d.into())).collect();
+            let values: Result<Vec<u64>, Fault> = (0..dim).map(|d| self.read(step, Role::V, kv * dim + d)).collect();
+            let values = values?;
+            rows.push(fold([fold(keys.iter().copied()), fold(values.iter().copied())]));
+            if (i * each).is_multiple_of(a.group) {
+                for d in 0..dim {
+                    self.append(step, Role::AppendK, first + d, keys[d as usize]);
+                    self.append(step, Role::AppendV, first + d, values[d as usize]);
+                }
+            }
+        }
+        let whole = a.q_norm.is_some_and(|n| n.span == QkNormSpan::Projection);
+        let all = if whole { self.digest(step, Role::Q, 0, a.heads * dim)? } else { 0 };
+        for h in 0..each {
+            let head = i * each + h;
+            let norm = [said(&a.q_norm), self.content(step, Role::QNormWeight), all, turned];
+            let q = mix(self.digest(step, Role::Q, head * dim, dim)?, fold(norm));
+            let q = fold([q, said(&a.scale), said(&a.softcap)]);
+            let sum = rows.iter().fold(0u64, |sum, &row| sum.wrapping_add(mix(q, row)));
+            if a.splits == 1 {
+                (0..dim).for_each(|d| self.write(step, Role::Out, head * dim + d, fold([sum, d.into()])));
+                continue;
+            }
+            let place = (j * each + h) * (dim + 2);
+            for c in 0..dim + 2 {
+                let column = i * a.splits * each * (dim + 2) + place + c;
+                self.write_marked(step, Role::Out, column, sum, place + c + 1);
+            }
+        }
+        Ok(())
+    }
+
+    fn merge(&mut self, step: &Step, dim: u32, splits: u32, each: u32) -> Result<(), Fault> {
+        let (group, h) = (step.task.lo / each, step.task.lo % each);
+        let mut sums = vec![0u64; dim as usize + 2];
+        for j in 0..splits {
+            let place = (j * each + h) * (dim + 2);
+            for c in 0..dim + 2 {
+                let column = group * splits * each * (dim + 2) + place + c;
+                let cell = self.cell(step, Role::Partial, column)?;
+                if cell.mark != place + c + 1 {
+                    return Err(step.fault(Kind::Stale, "reads the record of another head or share".to_string()));
+                }
+                sums[c as usize] = sums[c as usize].wrapping_add(cell.value);
+            }
+        }
+        for d in 0..dim {
+            // Maximum, sum and the sums of all dimensions are of the same rows.
+            let sum = sums[d as usize + 2];
+            let of_one = if sums[0] == sum && sums[1] == sum { sum } else { fold(sums.iter().copied()) };
+            self.write(step, Role::Out, step.task.lo * dim + d, fold([of_one, d.into()]));
+        }
+        Ok(())
+    }
+
+    /// What fills an immutable operand, as bytes: 0 where it is absent.
+    fn content(&self, step: &Step, role: Role) -> u64 {
+        step.grid.operand(role).map_or(0, |o| mix(self.contents[o.buffer.index()], o.cols.base.into()))
+    }
+
+    fn cols(&self, step: &Step, role: Role) -> u32 {
+        step.grid.operand(role).map_or(0, |o| self.s.program.buffers[o.buffer.index()].cols)
+    }
+
+    /// Index of column `c` of an operand in the cells of its buffer, in the step `back` before this one.
+    fn index(&self, step: &Step, role: Role, c: u32, back: u32) -> Option<(usize, usize)> {
+        let operand = step.grid.operand(role)?;
+        let buffer = &self.s.program.buffers[operand.buffer.index()];
+        let copy = match buffer.space {
+            Space::Exchange => ((step.position - back) % buffer.phases) as usize,
+            Space::Private => step.sm,
+            _ => 0,
+        };
+        Some((operand.buffer.index(), copy * buffer.cols as usize + (operand.cols.base + c) as usize))
+    }
+
+    fn cell(&self, step: &Step, role: Role, c: u32) -> Result<Cell, Fault> {
+        let back = u32::from(role == Role::Candidates);
+        let Some((b, at)) = self.index(step, role, c, back) else { return Ok(Cell::default()) };
+        let cell = self.cells[b][at];
+        if cell.at + back == step.position + 1 {
+            return Ok(cell);
+        }
+        let kind = if cell.at == 0 { Kind::Unwritten } else { Kind::Stale };
+        Err(step.fault(kind, format!("reads column {c} of its `{}`, written by no task of that step", role.name())))
+    }
+
+    fn read(&self, step: &Step, role: Role, c: u32) -> Result<u64, Fault> {
+        self.cell(step, role, c).map(|cell| cell.value)
+    }
+
+    fn digest(&self, step: &Step, role: Role, from: u32, len: u32) -> Result<u64, Fault> {
+        (from..from + len).try_fold(1, |hash, c| Ok(mix(hash, self.read(step, role, c)?)))
+    }
+
+    fn write(&mut self, step: &Step, role: Role, c: u32, value: u64) {
+        self.write_marked(step, role, c, value, 0);
+    }
+
+    fn write_marked(&mut self, step: &Step, role: Role, c: u32, value: u64, mark: u32) {
+        if let Some((b, at)) = self.index(step, role, c, 0) {
+            self.cells[b][at] = Cell { value, at: step.position + 1, mark };
+        }
+    }
+
+    fn output(&mut self, step: &Step, role: Role, c: u32, value: u64) {
+        if let Some((b, at)) = self.index(step, role, c, 0) {
+            self.outputs[b][at] = value;
+        }
+    }
+
+    fn cached(&self, step: &Step, role: Role, row: usize, c: u32) -> Result<u64, Fault> {
+        let Some((b, at)) = self.index(step, role, c, 0) else { return Ok(0) };
+        let cell = self.cells[b][row * self.s.program.buffers[b].cols as usize + at];
+        if cell.at == 0 {
+            let what = format!("reads row {} of its `{}`, which nobody appended", self.positions[row], role.name());
+            return Err(step.fault(Kind::Unwritten, what));
+        }
+        Ok(cell.value)
+    }
+
+    fn append(&mut self, step: &Step, role: Role, c: u32, value: u64) {
+        if let Some((b, at)) = self.index(step, role, c, 0) {
+            let row = step.at * self.s.program.buffers[b].cols as usize;
+            self.cells[b][row + at] = Cell { value, at: step.position + 1, mark: 0 };
+        }
+    }
+}
+
+/// A task in a step.
+struct Step<'a> {
+    /// Among the steps that are run.
+    at: usize,
+    position: u32,
+    sm: usize,
+    grid: &'a Grid,
+    task: &'a Task,
+}
+
+impl Step<'_> {
+    fn fault(&self, kind: Kind, what: String) -> Fault {
+        let Task { grid, lo, hi, j, .. } = self.task;
+        Fault::new(kind, format!("{grid}[{lo}..{hi}] j={j} at position {} {what}", self.position))
+    }
+}
+
+/// Columns of a task of an op that adds up, of `width`.
+fn columns(task: &Task, width: u32, everywhere: bool) -> std::ops::Range<u32> {
+    if everywhere { 0..width } else { 8 * task.lo..(8 * task.hi).min(width) }
+}
