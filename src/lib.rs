@@ -19,6 +19,8 @@ pub mod tokenizer;
 
 pub mod candidate;
 pub mod ir;
+pub mod pages;
+pub mod rows;
 
 pub mod defaults;
 pub mod interp;

@@ -71,6 +71,7 @@ pub mod parse;
 pub mod print;
 pub mod program;
 pub mod schedule;
+pub mod table;
 pub mod variant;
 
 use crate::define_id;

@@ -34,6 +34,9 @@ const IMPORTS: &[(&str, &[&str])] = &[
     ("defaults", &["candidate", "dtype", "ir", "lower", "model", "target"]),
     // The language knows no pass and no target; machines and variants count in warps and registers.
     ("ir", &["dtype", "error", "id", "model", "text"]),
+    ("pages", &["rows"]),
+    // Knows the facts that a program declares, and no pass.
+    ("rows", &["id", "ir"]),
     ("lower", &["candidate", "dtype", "ir", "model"]),
     ("schedule", &["candidate", "ir", "target"]),
     ("pack", &["dtype", "error", "ir", "model"]),

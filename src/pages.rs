@@ -1,0 +1,277 @@
+//! Owns the pool of cache pages: which sequence holds which page. It decides; [`crate::rows::Guard`] judges.
+//!
+//! A page is a block of consecutive positions of one sequence, at the same place in every cache. Sequences come and go
+//! between launches without moving a byte. What changed is told as edits of the page table.
+
+use crate::rows::{Edit, PageId, SequenceId, Shape};
+use thiserror::Error;
+
+/// Why the pool cannot do what it was asked for. It is as it was before.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
+pub enum PoolError {
+    #[error("all {sequences} sequences are open")]
+    Sequences { sequences: u32 },
+    #[error("{sequence} is not open")]
+    Closed { sequence: SequenceId },
+    #[error("{needed} pages are needed, {free} are free")]
+    Full { needed: u32, free: u32 },
+    #[error("position {position} is beyond the context of {context_max}")]
+    Context { position: u32, context_max: u32 },
+    #[error("position {position} is inside a page of {page_rows}; only full pages can be shared")]
+    PartialPage { position: u32, page_rows: u32 },
+    #[error("{sequence} holds no page for positions before {position}")]
+    Missing { sequence: SequenceId, position: u32 },
+}
+
+/// The pages of one open sequence.
+#[derive(Debug, Clone, Default)]
+struct Held {
+    /// Blocks whose pages went behind the window.
+    dropped: u32,
+    /// Pages of the blocks from there on.
+    pages: Vec<PageId>,
+}
+
+impl Held {
+    fn blocks(&self) -> u32 {
+        self.dropped + self.pages.len() as u32
+    }
+}
+
+/// Pages, who holds them, and which are free.
+#[derive(Debug, Clone)]
+pub struct Pool {
+    shape: Shape,
+    /// Taken from the end.
+    free: Vec<PageId>,
+    /// Of each page, the sequences that hold it.
+    holders: Vec<u32>,
+    sequences: Vec<Option<Held>>,
+    edits: Vec<Edit>,
+}
+
+impl Pool {
+    pub fn new(shape: Shape) -> Pool {
+        Pool {
+            free: (0..shape.pages).rev().map(PageId).collect(),
+            holders: vec![0; shape.pages as usize],
+            sequences: vec![None; shape.sequences as usize],
+            edits: vec![],
+            shape,
+        }
+    }
+
+    pub fn free_pages(&self) -> u32 {
+        self.free.len() as u32
+    }
+
+    /// What changed since the last call, in order.
+    pub fn take_edits(&mut self) -> Vec<Edit> {
+        std::mem::take(&mut self.edits)
+    }
+
+    /// Opens a sequence without pages.
+    ///
+    /// # Errors
+    /// No sequence is closed.
+    pub fn open(&mut self) -> Result<SequenceId, PoolError> {
+        let closed = self.sequences.iter().position(Option::is_none);
+        let s = closed.ok_or(PoolError::Sequences { sequences: self.shape.sequences })?;
+        self.sequences[s] = Some(Held::default());
+        Ok(SequenceId::from(s))
+    }
+
+    /// Gives a sequence pages for all positions below `positions`.
+    ///
+    /// # Errors
+    /// The pool has too few free pages, or the context ends before.
+    pub fn reserve(&mut self, sequence: SequenceId, positions: u32) -> Result<(), PoolError> {
+        let Shape { context_max, page_rows, .. } = self.shape;
+        if positions > context_max {
+            return Err(PoolError::Context { position: positions, context_max });
+        }
+        let held = held(&mut self.sequences, sequence)?;
+        let first = held.blocks();
+        let needed = positions.div_ceil(page_rows).saturating_sub(first);
+        let kept = self.free.len().checked_sub(needed as usize);
+        let kept = kept.ok_or(PoolError::Full { needed, free: self.free.len() as u32 })?;
+        for (block, page) in (first..).zip(self.free.drain(kept..).rev()) {
+            held.pages.push(page);
+            self.holders[page.index()] += 1;
+            self.edits.push(Edit { sequence, block, page: Some(page) });
+        }
+        Ok(())
+    }
+
+    /// Opens a sequence that begins with the first `positions` positions of `sequence`, which are whole pages: both hold
+    /// them. A fork inside a page is refused; its caller forks where the page begins and computes the rest again.
+    ///
+    /// # Errors
+    /// `positions` ends inside a page, some of its pages are gone, or no sequence is closed.
+    pub fn fork(&mut self, sequence: SequenceId, positions: u32) -> Result<SequenceId, PoolError> {
+        let page_rows = self.shape.page_rows;
+        if !positions.is_multiple_of(page_rows) {
+            return Err(PoolError::PartialPage { position: positions, page_rows });
+        }
+        let source = held(&mut self.sequences, sequence)?;
+        let blocks = (positions / page_rows) as usize;
+        if source.dropped > 0 || source.pages.len() < blocks {
+            return Err(PoolError::Missing { sequence, position: positions });
+        }
+        let pages = source.pages[..blocks].to_vec();
+        let fork = self.open()?;
+        for (block, &page) in (0..).zip(&pages) {
+            self.holders[page.index()] += 1;
+            self.edits.push(Edit { sequence: fork, block, page: Some(page) });
+        }
+        self.sequences[fork.index()] = Some(Held { dropped: 0, pages });
+        Ok(fork)
+    }
+
+    /// Frees the pages that no row of `sequence` at `position` or later reads: those behind the widest window. Without
+    /// windows there are none.
+    ///
+    /// # Errors
+    /// The sequence is not open.
+    pub fn drop_behind(&mut self, sequence: SequenceId, position: u32) -> Result<(), PoolError> {
+        let Some(window) = self.shape.window else { return Ok(()) };
+        let seen = (position + 1).saturating_sub(window) / self.shape.page_rows;
+        let held = held(&mut self.sequences, sequence)?;
+        let behind = (seen.saturating_sub(held.dropped) as usize).min(held.pages.len());
+        let (first, pages) = (held.dropped, held.pages.drain(..behind).collect::<Vec<_>>());
+        held.dropped += behind as u32;
+        self.give_back(sequence, first, &pages);
+        Ok(())
+    }
+
+    /// Closes a sequence. Its pages are free, unless a fork holds them, too.
+    ///
+    /// # Errors
+    /// The sequence is not open.
+    pub fn close(&mut self, sequence: SequenceId) -> Result<(), PoolError> {
+        let Held { dropped, pages } = std::mem::take(held(&mut self.sequences, sequence)?);
+        self.sequences[sequence.index()] = None;
+        self.give_back(sequence, dropped, &pages);
+        Ok(())
+    }
+
+    fn give_back(&mut self, sequence: SequenceId, first: u32, pages: &[PageId]) {
+        for (block, &page) in (first..).zip(pages) {
+            let holders = &mut self.holders[page.index()];
+            *holders -= 1;
+            if *holders == 0 {
+                self.free.push(page);
+            }
+            self.edits.push(Edit { sequence, block, page: None });
+        }
+    }
+}
+
+fn held(sequences: &mut [Option<Held>], sequence: SequenceId) -> Result<&mut Held, PoolError> {
+    sequences.get_mut(sequence.index()).and_then(Option::as_mut).ok_or(PoolError::Closed { sequence })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::random::Random;
+    use crate::rows::{Guard, Request, Row};
+
+    const SHAPE: Shape = Shape { rows: 1, sequences: 3, context_max: 32, page_rows: 4, pages: 10, window: None };
+
+    #[test]
+    fn sequences_take_and_give_back_pages() {
+        let mut pool = Pool::new(SHAPE);
+        let (a, b) = (pool.open().unwrap(), pool.open().unwrap());
+        pool.reserve(a, 9).unwrap();
+        pool.reserve(b, 1).unwrap();
+        pool.reserve(a, 12).unwrap();
+        assert_eq!(pool.free_pages(), 6);
+        assert_eq!(pool.reserve(b, 32), Err(PoolError::Full { needed: 7, free: 6 }));
+        assert_eq!(pool.reserve(b, 33), Err(PoolError::Context { position: 33, context_max: 32 }));
+        pool.close(a).unwrap();
+        pool.reserve(b, 32).unwrap();
+        assert_eq!(pool.free_pages(), 2);
+        assert_eq!(pool.close(a), Err(PoolError::Closed { sequence: a }));
+        assert_eq!(pool.reserve(SequenceId(9), 1), Err(PoolError::Closed { sequence: SequenceId(9) }));
+    }
+
+    #[test]
+    fn a_fork_shares_full_pages() {
+        let mut pool = Pool::new(SHAPE);
+        let a = pool.open().unwrap();
+        pool.reserve(a, 10).unwrap();
+        assert_eq!(pool.fork(a, 10), Err(PoolError::PartialPage { position: 10, page_rows: 4 }));
+        assert_eq!(pool.fork(a, 16), Err(PoolError::Missing { sequence: a, position: 16 }));
+        let b = pool.fork(a, 8).unwrap();
+        pool.reserve(b, 12).unwrap();
+        assert_eq!(pool.free_pages(), 6);
+        pool.close(a).unwrap();
+        // The last page of the first sequence.
+        assert_eq!(pool.free_pages(), 7);
+        pool.close(b).unwrap();
+        assert_eq!(pool.free_pages(), 10);
+        pool.open().and_then(|_| pool.open()).and_then(|_| pool.open()).unwrap();
+        assert_eq!(pool.open(), Err(PoolError::Sequences { sequences: 3 }));
+    }
+
+    #[test]
+    fn windows_free_what_no_row_reads() {
+        let mut pool = Pool::new(Shape { window: Some(5), ..SHAPE });
+        let a = pool.open().unwrap();
+        pool.reserve(a, 20).unwrap();
+        // A row at position 11 sees 7 and on, one at position 12 sees 8 and on.
+        for (position, free) in [(3, 5), (11, 6), (12, 7), (12, 7)] {
+            pool.drop_behind(a, position).unwrap();
+            assert_eq!(pool.free_pages(), free, "position {position}");
+        }
+        assert_eq!(pool.fork(a, 8), Err(PoolError::Missing { sequence: a, position: 8 }));
+        pool.close(a).unwrap();
+        assert_eq!(pool.free_pages(), 10);
+    }
+
+    /// What the pool decides, over random joins, forks and leaves, the guard admits.
+    #[test]
+    fn the_guard_admits_what_the_pool_decides() {
+        for window in [None, Some(7)] {
+            let shape = Shape { window, ..SHAPE };
+            let (mut pool, mut guard) = (Pool::new(shape), Guard::new(shape));
+            let mut open: Vec<(SequenceId, u32)> = vec![];
+            let mut random = Random::new(3);
+            let (mut launches, mut forks) = (0, 0);
+            for _ in 0..20_000 {
+                match random.below(8) {
+                    0 => open.extend(pool.open().ok().map(|sequence| (sequence, 0))),
+                    1 if !open.is_empty() => {
+                        let (sequence, _) = open.swap_remove(random.below(open.len()));
+                        pool.close(sequence).unwrap();
+                    }
+                    2 if !open.is_empty() => {
+                        let (sequence, filled) = open[random.below(open.len())];
+                        let shared = filled / 4 * 4;
+                        if let Ok(fork) = pool.fork(sequence, shared) {
+                            open.push((fork, shared));
+                            forks += u32::from(shared > 0);
+                        }
+                    }
+                    _ if !open.is_empty() => {
+                        let at = random.below(open.len());
+                        let (sequence, position) = open[at];
+                        let steps = 1 + random.below(3) as u32;
+                        pool.drop_behind(sequence, position).unwrap();
+                        if pool.reserve(sequence, position + steps).is_err() {
+                            continue;
+                        }
+                        let rows = vec![Row { sequence, position }];
+                        let request = Request { rows, steps, edits: pool.take_edits() };
+                        guard.admit(&request).unwrap_or_else(|refused| panic!("{refused}")).finish(steps);
+                        open[at].1 += steps;
+                        launches += 1;
+                    }
+                    _ => {}
+                }
+            }
+            assert!(launches > 5_000 && forks > 100, "{launches} launches, {forks} forks");
+        }
+    }
+}

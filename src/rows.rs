@@ -1,0 +1,570 @@
+//! Owns the tables that the host writes for a launch: its rows, and the pages of their sequences.
+//!
+//! The proof of a program with tables uses the facts that the tables declare ([`crate::ir::table`]), so they must hold
+//! before a kernel reads them. A [`Request`] is plain data that anybody can write. [`Guard`] judges it and gives out
+//! [`Tables`], which nobody else can make. The guard keeps what earlier launches established, so it looks at the rows of
+//! a launch, the pages that it writes, and the entries that changed; never at a whole history.
+
+use crate::define_id;
+use crate::ir::table::Fact;
+use thiserror::Error;
+
+define_id!(
+    /// A sequence: a row of the page table.
+    SequenceId, "seq"
+);
+define_id!(
+    /// A page of the pool: the same block of rows in every cache.
+    PageId, "page"
+);
+
+/// An entry that no page has.
+const NO_PAGE: u32 = u32::MAX;
+
+/// What the tables of a program are bounded by.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Shape {
+    /// Rows of a step.
+    pub rows: u32,
+    pub sequences: u32,
+    /// Positions run from 0 to `context_max - 1`.
+    pub context_max: u32,
+    /// Positions of a page.
+    pub page_rows: u32,
+    /// Pages of the pool.
+    pub pages: u32,
+    /// Positions that a row sees at most, its own among them; `None`: all.
+    pub window: Option<u32>,
+}
+
+impl Shape {
+    /// Entries of the page table of one sequence.
+    pub fn blocks(&self) -> u32 {
+        self.context_max.div_ceil(self.page_rows.max(1))
+    }
+}
+
+/// One row of a step: a token of a sequence at a position.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Row {
+    pub sequence: SequenceId,
+    /// In the first step of the launch.
+    pub position: u32,
+}
+
+/// A change of the page table: block `block` of a sequence lies in `page`, or nowhere.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Edit {
+    pub sequence: SequenceId,
+    pub block: u32,
+    pub page: Option<PageId>,
+}
+
+/// The tables of a launch, as they were asked for.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Request {
+    pub rows: Vec<Row>,
+    /// Steps of the launch: a row goes on to the next position in each.
+    pub steps: u32,
+    /// What changed in the page table since the launch before, in order.
+    pub edits: Vec<Edit>,
+}
+
+/// Why tables are refused: the bound or the fact that they break.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
+pub enum Refused {
+    #[error("the launch has {found} rows, expected {expected}")]
+    Rows { expected: u32, found: usize },
+    #[error("{sequence} is not below {bound}")]
+    Sequence { sequence: SequenceId, bound: u32 },
+    #[error("row {row} ends at position {end}, beyond the context of {context_max}")]
+    Position { row: usize, end: u64, context_max: u32 },
+    #[error("block {block} of {sequence} is not below {bound}")]
+    Block { sequence: SequenceId, block: u32, bound: u32 },
+    #[error("{page} is not below {bound}")]
+    Page { page: PageId, bound: u32 },
+    #[error("row {row} writes block {block} of {sequence}, which has no page")]
+    NoPage { row: usize, sequence: SequenceId, block: u32 },
+    #[error("`separate`: row {row} is of {sequence}, as another row of the launch")]
+    Separate { row: usize, sequence: SequenceId },
+    #[error("`filled`: row {row} is at position {position} of {sequence}, which is written from {from} to {to}")]
+    Filled { row: usize, sequence: SequenceId, position: u32, from: u32, to: u32 },
+    #[error("`distinct`: row {row} writes {page}, which the launch already writes")]
+    Distinct { row: usize, page: PageId },
+    #[error("`unshared`: row {row} writes {page}, which {holders} blocks hold")]
+    Unshared { row: usize, page: PageId, holders: u32 },
+}
+
+impl Refused {
+    /// The fact that is broken; `None`: an entry is out of its bound.
+    pub fn fact(&self) -> Option<Fact> {
+        match self {
+            Refused::Separate { .. } => Some(Fact::Separate),
+            Refused::Filled { .. } => Some(Fact::Filled),
+            Refused::Distinct { .. } => Some(Fact::Distinct),
+            Refused::Unshared { .. } => Some(Fact::Unshared),
+            _ => None,
+        }
+    }
+}
+
+/// What is known of a sequence.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+struct Held {
+    /// Positions below are written ...
+    filled: u32,
+    /// ... but for those in this many blocks, whose pages went behind the window.
+    dropped: u32,
+}
+
+/// Keeps what launches established about the page table, and judges what the next one asks for.
+#[derive(Debug, Clone)]
+pub struct Guard {
+    shape: Shape,
+    /// Of each block of each sequence its page, or [`NO_PAGE`].
+    table: Vec<u32>,
+    sequences: Vec<Held>,
+    /// Of each page, the blocks that hold it.
+    holders: Vec<u32>,
+    /// Of each page, its rows that are written, from the first on.
+    written: Vec<u32>,
+    /// The launch that had a row of each sequence, and that wrote each page, last.
+    sequence_seen: Vec<u64>,
+    page_seen: Vec<u64>,
+    launch: u64,
+    /// What the edits of the present request replaced.
+    journal: Vec<Replaced>,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Replaced {
+    entry: usize,
+    page: u32,
+    sequence: usize,
+    held: Held,
+    /// Rows of the page that lost its last holder.
+    written: u32,
+}
+
+impl Guard {
+    pub fn new(shape: Shape) -> Guard {
+        let (sequences, pages) = (shape.sequences as usize, shape.pages as usize);
+        Guard {
+            table: vec![NO_PAGE; sequences * shape.blocks() as usize],
+            sequences: vec![Held::default(); sequences],
+            holders: vec![0; pages],
+            written: vec![0; pages],
+            sequence_seen: vec![0; sequences],
+            page_seen: vec![0; pages],
+            launch: 0,
+            journal: vec![],
+            shape,
+        }
+    }
+
+    pub fn shape(&self) -> &Shape {
+        &self.shape
+    }
+
+    /// Takes over the edits of `request` and judges its rows. What is refused changes nothing.
+    ///
+    /// # Errors
+    /// The first entry out of its bound, or the first fact that is broken.
+    pub fn admit(&mut self, request: &Request) -> Result<Tables<'_>, Refused> {
+        self.journal.clear();
+        let judged = request.edits.iter().try_for_each(|edit| self.edit(edit)).and_then(|()| self.judge(request));
+        if let Err(refused) = judged {
+            self.undo();
+            return Err(refused);
+        }
+        Ok(Tables { rows: request.rows.clone(), steps: request.steps, guard: self })
+    }
+
+    fn edit(&mut self, edit: &Edit) -> Result<(), Refused> {
+        let &Edit { sequence, block, page } = edit;
+        self.in_bound(sequence)?;
+        let (blocks, page_rows) = (self.shape.blocks(), self.shape.page_rows);
+        if block >= blocks {
+            return Err(Refused::Block { sequence, block, bound: blocks });
+        }
+        if let Some(page) = page.filter(|page| page.0 >= self.shape.pages) {
+            return Err(Refused::Page { page, bound: self.shape.pages });
+        }
+        let (entry, s) = (sequence.index() * blocks as usize + block as usize, sequence.index());
+        let old = self.table[entry];
+        let mut replaced = Replaced { entry, page: old, sequence: s, held: self.sequences[s], written: 0 };
+        if old != NO_PAGE {
+            let holders = &mut self.holders[old as usize];
+            *holders -= 1;
+            if *holders == 0 {
+                // Whoever takes the page next finds the rows of somebody else in it.
+                replaced.written = std::mem::take(&mut self.written[old as usize]);
+            }
+        }
+        self.journal.push(replaced);
+        self.table[entry] = page.map_or(NO_PAGE, |page| page.0);
+        let begin = block * page_rows;
+        let held = &mut self.sequences[s];
+        match page {
+            None if block == held.dropped && begin + page_rows <= held.filled => held.dropped += 1,
+            None if block < held.dropped => {}
+            None => held.filled = held.filled.min(begin),
+            Some(page) => {
+                self.holders[page.index()] += 1;
+                *held = if block < held.dropped {
+                    Held::default()
+                } else {
+                    Held { filled: held.filled.min(begin), ..*held }
+                };
+                self.extend(s);
+            }
+        }
+        Ok(())
+    }
+
+    /// Counts the pages from the end of what is known to be filled on.
+    fn extend(&mut self, s: usize) {
+        let (blocks, page_rows) = (self.shape.blocks() as usize, self.shape.page_rows);
+        let held = &mut self.sequences[s];
+        while held.filled.is_multiple_of(page_rows) {
+            let block = (held.filled / page_rows) as usize;
+            let page = if block < blocks { self.table[s * blocks + block] } else { NO_PAGE };
+            let rows = if page == NO_PAGE { 0 } else { self.written[page as usize] };
+            held.filled += rows;
+            if rows < page_rows {
+                break;
+            }
+        }
+    }
+
+    fn undo(&mut self) {
+        while let Some(Replaced { entry, page, sequence, held, written }) = self.journal.pop() {
+            let new = std::mem::replace(&mut self.table[entry], page);
+            if new != NO_PAGE {
+                self.holders[new as usize] -= 1;
+            }
+            if page != NO_PAGE {
+                self.holders[page as usize] += 1;
+                self.written[page as usize] += written;
+            }
+            self.sequences[sequence] = held;
+        }
+    }
+
+    fn in_bound(&self, sequence: SequenceId) -> Result<(), Refused> {
+        let bound = self.shape.sequences;
+        if sequence.0 < bound { Ok(()) } else { Err(Refused::Sequence { sequence, bound }) }
+    }
+
+    fn judge(&mut self, request: &Request) -> Result<(), Refused> {
+        let Shape { rows: expected, context_max, page_rows, window, .. } = self.shape;
+        if request.rows.len() != expected as usize {
+            return Err(Refused::Rows { expected, found: request.rows.len() });
+        }
+        self.launch += 1;
+        for (row, &Row { sequence, position }) in request.rows.iter().enumerate() {
+            self.in_bound(sequence)?;
+            let end = u64::from(position) + u64::from(request.steps);
+            if end > u64::from(context_max) || request.steps == 0 {
+                return Err(Refused::Position { row, end, context_max });
+            }
+            if std::mem::replace(&mut self.sequence_seen[sequence.index()], self.launch) == self.launch {
+                return Err(Refused::Separate { row, sequence });
+            }
+            let Held { filled, dropped } = self.sequences[sequence.index()];
+            let first = window.map_or(0, |window| (position + 1).saturating_sub(window));
+            if position > filled || (first < position && first / page_rows < dropped) {
+                return Err(Refused::Filled { row, sequence, position, from: dropped * page_rows, to: filled });
+            }
+        }
+        // Two rows with one page share it, too; that they both write it says more.
+        for (row, page) in self.written_pages(request) {
+            let page = page?;
+            if std::mem::replace(&mut self.page_seen[page.index()], self.launch) == self.launch {
+                return Err(Refused::Distinct { row, page });
+            }
+        }
+        for (row, page) in self.written_pages(request) {
+            let page = page?;
+            let holders = self.holders[page.index()];
+            if holders != 1 {
+                return Err(Refused::Unshared { row, page, holders });
+            }
+        }
+        Ok(())
+    }
+
+    /// The pages that each row of a launch writes.
+    fn written_pages<'a>(
+        &self,
+        request: &'a Request,
+    ) -> impl Iterator<Item = (usize, Result<PageId, Refused>)> + use<'a> {
+        let (blocks, page_rows) = (self.shape.blocks(), self.shape.page_rows);
+        // Collected: the caller changes the guard meanwhile. A launch writes few pages.
+        let mut pages = Vec::with_capacity(request.rows.len());
+        for (row, &Row { sequence, position }) in request.rows.iter().enumerate() {
+            for block in position / page_rows..=(position + request.steps - 1) / page_rows {
+                let page = self.table[sequence.index() * blocks as usize + block as usize];
+                let missing = Refused::NoPage { row, sequence, block };
+                pages.push((row, if page == NO_PAGE { Err(missing) } else { Ok(PageId(page)) }));
+            }
+        }
+        pages.into_iter()
+    }
+}
+
+/// The tables of one launch, with their facts established. Only [`Guard::admit`] makes them, and they cannot change.
+#[derive(Debug)]
+pub struct Tables<'a> {
+    guard: &'a mut Guard,
+    rows: Vec<Row>,
+    steps: u32,
+}
+
+impl Tables<'_> {
+    pub fn rows(&self) -> &[Row] {
+        &self.rows
+    }
+
+    pub fn steps(&self) -> u32 {
+        self.steps
+    }
+
+    pub fn shape(&self) -> &Shape {
+        &self.guard.shape
+    }
+
+    /// The pages of row `row`'s sequence, by block: as a kernel reads them, with entries of no page clamped.
+    pub fn pages(&self, row: usize) -> impl Iterator<Item = u32> {
+        let blocks = self.guard.shape.blocks() as usize;
+        let first = self.rows[row].sequence.index() * blocks;
+        let most = self.guard.shape.pages.saturating_sub(1);
+        self.guard.table[first..first + blocks].iter().map(move |&page| page.min(most))
+    }
+
+    /// Says that the launch ran, and how many of its steps: their positions are written now.
+    pub fn finish(self, steps: u32) {
+        let Tables { guard, rows, steps: most } = self;
+        let (blocks, page_rows) = (guard.shape.blocks(), guard.shape.page_rows);
+        for Row { sequence, position } in rows {
+            let end = position + steps.min(most);
+            let held = &mut guard.sequences[sequence.index()];
+            let before = std::mem::replace(&mut held.filled, end);
+            for block in position / page_rows..before.max(end).div_ceil(page_rows) {
+                let page = guard.table[sequence.index() * blocks as usize + block as usize];
+                if page != NO_PAGE && guard.holders[page as usize] == 1 {
+                    guard.written[page as usize] = end.saturating_sub(block * page_rows).min(page_rows);
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::random::Random;
+
+    fn shape(rows: u32) -> Shape {
+        Shape { rows, sequences: 4, context_max: 32, page_rows: 4, pages: 16, window: None }
+    }
+
+    fn page(sequence: u32, block: u32, page: u32) -> Edit {
+        Edit { sequence: SequenceId(sequence), block, page: Some(PageId(page)) }
+    }
+
+    fn none(sequence: u32, block: u32) -> Edit {
+        Edit { sequence: SequenceId(sequence), block, page: None }
+    }
+
+    fn request(rows: &[(u32, u32)], steps: u32, edits: &[Edit]) -> Request {
+        let rows = rows.iter().map(|&(s, position)| Row { sequence: SequenceId(s), position }).collect();
+        Request { rows, steps, edits: edits.to_vec() }
+    }
+
+    /// Sequence 0 with 6 positions in pages 9 and 2, sequence 1 with 3 positions in page 5.
+    fn two() -> Guard {
+        let mut guard = Guard::new(shape(2));
+        let first = request(&[(0, 0), (1, 0)], 3, &[page(0, 0, 9), page(0, 1, 2), page(1, 0, 5)]);
+        guard.admit(&first).unwrap().finish(3);
+        let mut alone = Guard { shape: shape(1), ..guard };
+        alone.admit(&request(&[(0, 3)], 3, &[])).unwrap().finish(3);
+        Guard { shape: shape(2), ..alone }
+    }
+
+    #[track_caller]
+    fn refused(guard: &mut Guard, request: &Request) -> Refused {
+        let before = (guard.table.clone(), guard.sequences.clone(), guard.holders.clone(), guard.written.clone());
+        let refused = guard.admit(request).map(|_| ()).unwrap_err();
+        let after = (guard.table.clone(), guard.sequences.clone(), guard.holders.clone(), guard.written.clone());
+        assert_eq!(before, after, "a refusal changes nothing");
+        refused
+    }
+
+    #[test]
+    fn rows_find_the_pages_of_their_sequences() {
+        let mut guard = two();
+        let tables = guard.admit(&request(&[(1, 3), (0, 6)], 1, &[])).unwrap();
+        assert_eq!(tables.pages(0).take(2).collect::<Vec<_>>(), [5, 15]);
+        assert_eq!(tables.pages(1).take(2).collect::<Vec<_>>(), [9, 2]);
+    }
+
+    #[test]
+    fn an_entry_out_of_its_bound_is_refused() {
+        let edit = |edit: Edit| request(&[(0, 6), (1, 3)], 1, &[edit]);
+        for (request, expected) in [
+            (request(&[(0, 6)], 1, &[]), "the launch has 1 rows, expected 2"),
+            (request(&[(0, 6), (4, 0)], 1, &[]), "seq4 is not below 4"),
+            (request(&[(0, 6), (1, 3)], 27, &[]), "row 0 ends at position 33, beyond the context of 32"),
+            (request(&[(0, u32::MAX), (1, 3)], 1, &[]), "row 0 ends at position 4294967296, beyond the context of 32"),
+            (edit(page(0, 8, 1)), "block 8 of seq0 is not below 8"),
+            (edit(page(4, 0, 1)), "seq4 is not below 4"),
+            (edit(page(0, 2, 16)), "page16 is not below 16"),
+            // The second step of sequence 1 begins a block.
+            (request(&[(0, 6), (1, 3)], 2, &[]), "row 1 writes block 1 of seq1, which has no page"),
+        ] {
+            let refused = refused(&mut two(), &request);
+            assert_eq!((refused.to_string().as_str(), refused.fact()), (expected, None));
+        }
+    }
+
+    #[test]
+    fn two_rows_of_one_sequence_are_refused() {
+        let refused = refused(&mut two(), &request(&[(0, 6), (0, 5)], 1, &[]));
+        assert_eq!(refused, Refused::Separate { row: 1, sequence: SequenceId(0) });
+    }
+
+    #[test]
+    fn a_row_beyond_what_is_written_is_refused() {
+        let refused_at = |position| refused(&mut two(), &request(&[(0, 6), (1, position)], 1, &[page(1, 1, 3)]));
+        assert_eq!(refused_at(4).fact(), Some(Fact::Filled));
+        // Positions that were written may be written again; what they held is gone.
+        let mut guard = two();
+        guard.admit(&request(&[(0, 2), (1, 3)], 1, &[])).unwrap().finish(1);
+        assert_eq!(refused(&mut guard, &request(&[(0, 4), (1, 3)], 1, &[])).fact(), Some(Fact::Filled));
+    }
+
+    #[test]
+    fn a_page_of_somebody_else_is_not_filled() {
+        // Page 5 goes from sequence 1 to sequence 0, without what was in it.
+        let edits = [none(1, 0), page(0, 1, 5), page(1, 0, 2)];
+        let refused = refused(&mut two(), &request(&[(0, 5), (1, 0)], 1, &edits));
+        let expected = Refused::Filled { row: 0, sequence: SequenceId(0), position: 5, from: 0, to: 4 };
+        assert_eq!(refused, expected);
+    }
+
+    #[test]
+    fn two_rows_that_write_one_page_are_refused() {
+        let refused = refused(&mut two(), &request(&[(0, 6), (2, 0)], 1, &[page(2, 0, 2)]));
+        assert_eq!(refused, Refused::Distinct { row: 1, page: PageId(2) });
+    }
+
+    #[test]
+    fn a_shared_page_is_read_and_not_written() {
+        // Sequence 2 begins with the first page of sequence 0.
+        let edits = [page(2, 0, 9), page(2, 1, 7)];
+        let mut guard = two();
+        guard.admit(&request(&[(0, 6), (2, 4)], 1, &edits)).unwrap().finish(1);
+        assert_eq!(refused(&mut guard, &request(&[(1, 3), (2, 3)], 1, &[])).fact(), Some(Fact::Unshared));
+        // The same page twice in one sequence is no better.
+        let twice = [page(1, 1, 5)];
+        assert_eq!(refused(&mut guard, &request(&[(0, 7), (1, 3)], 1, &twice)).fact(), Some(Fact::Unshared));
+    }
+
+    #[test]
+    fn pages_behind_a_window_are_not_missed() {
+        let windowed = |window| Guard { shape: Shape { window, ..shape(2) }, ..two() };
+        let behind = |guard: &mut Guard| guard.admit(&request(&[(0, 6), (1, 3)], 1, &[none(0, 0)])).map(|_| ());
+        // Positions 4 and 5, and its own.
+        assert_eq!(behind(&mut windowed(Some(3))), Ok(()));
+        for window in [None, Some(4)] {
+            assert_eq!(behind(&mut windowed(window)).unwrap_err().fact(), Some(Fact::Filled), "{window:?}");
+        }
+    }
+
+    #[test]
+    fn a_launch_that_did_not_run_wrote_nothing() {
+        let mut guard = two();
+        drop(guard.admit(&request(&[(0, 6), (1, 3)], 1, &[])).unwrap());
+        assert_eq!(refused(&mut guard, &request(&[(0, 7), (1, 3)], 1, &[])).fact(), Some(Fact::Filled));
+    }
+
+    /// A judge that looks at everything agrees with the guard, over random launches of which many are forged.
+    #[test]
+    fn the_guard_agrees_with_a_judge_that_looks_at_everything() {
+        let shape = Shape { window: Some(6), ..shape(2) };
+        let mut guard = Guard::new(shape);
+        // Of each page and row: the sequence and position that were written last.
+        let mut memory: Vec<Option<u32>> = vec![None; 64];
+        let mut table = vec![[None; 8]; 4];
+        let mut random = Random::new(7);
+        let (mut admitted, mut broken) = (0, std::collections::BTreeSet::new());
+        for _ in 0..200_000 {
+            let mut below = |n: usize| random.below(n) as u32;
+            let edits: Vec<Edit> = (0..below(3))
+                .map(|_| {
+                    let page = below(24);
+                    let page = (page < 16).then_some(PageId(page));
+                    Edit { sequence: SequenceId(below(4)), block: below(4), page }
+                })
+                .collect();
+            let filled = |s: usize| guard.sequences[s].filled;
+            let rows: Vec<(u32, u32)> = (0..2)
+                .map(|_| {
+                    let s = below(4);
+                    (s, if below(4) == 0 { below(10) } else { filled(s as usize) })
+                })
+                .collect();
+            let request = request(&rows, 1 + below(2), &edits);
+            let mut edited = table.clone();
+            let mut freed: Vec<u32> = vec![];
+            for edit in &edits {
+                let old = std::mem::replace(&mut edited[edit.sequence.index()][edit.block as usize], edit.page);
+                // A page that nobody holds between two edits loses what was in it.
+                let held = |page: PageId| edited.iter().flatten().any(|other| *other == Some(page));
+                freed.extend(old.filter(|old| !held(*old)).map(|old| old.0));
+            }
+            let sound = request.rows.iter().enumerate().all(|(r, row)| {
+                let (s, p) = (row.sequence.index(), row.position);
+                let writes = |row: &Row| -> Vec<Option<PageId>> {
+                    let blocks = row.position / 4..=(row.position + request.steps - 1) / 4;
+                    blocks.map(|b| edited[row.sequence.index()][b as usize]).collect()
+                };
+                let own = writes(row);
+                let reads = |at: u32| {
+                    let page: Option<PageId> = edited[s][at as usize / 4];
+                    page.is_some_and(|page| {
+                        !freed.contains(&page.0) && memory[page.index() * 4 + at as usize % 4].is_some()
+                    })
+                };
+                let all = || edited.iter().flatten();
+                request.rows[..r].iter().all(|other| other.sequence != row.sequence)
+                    && (p.saturating_sub(5)..p).all(reads)
+                    && own.iter().all(|page| page.is_some() && all().filter(|other| *other == page).count() == 1)
+            });
+            match guard.admit(&request) {
+                Ok(tables) => {
+                    assert!(sound, "{request:?}");
+                    admitted += 1;
+                    for row in tables.rows() {
+                        for at in row.position..row.position + request.steps {
+                            let page = tables.guard.table[row.sequence.index() * 8 + at as usize / 4] as usize;
+                            freed.retain(|other| *other as usize != page);
+                            memory[page * 4 + at as usize % 4] = Some(at);
+                        }
+                    }
+                    tables.finish(request.steps);
+                    table = edited;
+                    for page in freed {
+                        memory[page as usize * 4..][..4].fill(None);
+                    }
+                }
+                Err(refused) => {
+                    broken.insert(refused.fact());
+                }
+            }
+        }
+        assert!(admitted > 1_000, "{admitted} admitted");
+        assert_eq!(broken.len(), 5, "every fact was broken: {broken:?}");
+    }
+}
