@@ -10,7 +10,10 @@ use crate::dtype::{DType, Precision};
 use crate::ir::BufferId;
 use crate::ir::layout::cache_pitch;
 use crate::ir::op::{Access, Attention, Epilogue, MatVec, NormAttr, Op, PARTIAL_HEADER, QkNormAttr, Role, UNIT_ROWS};
-use crate::ir::program::{Buffer, Cols, Content, Grid, Operand, Part, Program, Rows, Second, Site, Space, VectorPart};
+use crate::ir::program::{
+    Buffer, Cols, Content, Grid, Home, Operand, Paging, Part, Program, Rows, Second, Site, Space, VectorPart,
+};
+use crate::ir::table::{Holds, Table, TableHome};
 use crate::ir::variant::{LANES, granule_pairs, sum_width_max};
 use crate::model::graph::{
     self, Layer, Linear, ModelGraph, Norm, NormKind, QkNorm, QkNormSpan, RopeId, RowView, TensorId,
@@ -25,11 +28,47 @@ pub fn lower(
     context_max: u32,
     candidate: &Candidate,
 ) -> Result<Program, Infeasible> {
+    lower_steps(graph, name, precision, context_max, None, candidate)
+}
+
+/// Steps of several rows, and the pool of cache pages behind them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Batch {
+    /// Rows of a step.
+    pub rows: u32,
+    /// Sequences that hold pages at a time.
+    pub sequences: u32,
+    /// Pages of the pool.
+    pub pages: u32,
+    /// Positions of a page.
+    pub page_rows: u32,
+}
+
+/// Lowers `graph` to steps of the rows of `batch` over a paged cache.
+pub fn lower_batch(
+    graph: &ModelGraph,
+    name: &str,
+    precision: Precision,
+    context_max: u32,
+    batch: &Batch,
+    candidate: &Candidate,
+) -> Result<Program, Infeasible> {
+    lower_steps(graph, name, precision, context_max, Some(batch), candidate)
+}
+
+fn lower_steps(
+    graph: &ModelGraph,
+    name: &str,
+    precision: Precision,
+    context_max: u32,
+    batch: Option<&Batch>,
+    candidate: &Candidate,
+) -> Result<Program, Infeasible> {
     if candidate.splits > SPLITS_MAX {
         let expected = format!("at most {SPLITS_MAX}");
         return Err(Infeasible::Knob { knob: "splits", value: candidate.splits, expected });
     }
-    let (mut b, start) = Builder::begin(graph, name, precision, context_max, candidate)?;
+    let (mut b, start) = Builder::begin(graph, name, precision, context_max, batch, candidate)?;
     let mut x = start.x;
     for (l, layer) in graph.layers.iter().enumerate() {
         x = b.layer(l, layer, x, &start)?;
@@ -40,6 +79,8 @@ pub fn lower(
 struct Builder<'a> {
     graph: &'a ModelGraph,
     program: Program,
+    /// Positions of a page; `None`: caches are not paged.
+    page_rows: Option<u32>,
     candidate: &'a Candidate,
 }
 
@@ -57,12 +98,29 @@ struct Start {
     everywhere: bool,
 }
 
-fn read(role: Role, buffer: BufferId, cols: Cols) -> Operand {
+/// All of a vector.
+fn constant(role: Role, buffer: BufferId, cols: Cols) -> Operand {
     Operand { role, access: Access::Read, buffer, rows: Rows::One, cols }
 }
 
-fn write(role: Role, buffer: BufferId, cols: Cols) -> Operand {
-    Operand { role, access: Access::Write, buffer, rows: Rows::One, cols }
+/// The tables of a batch: the rows of a launch, and the pages of their sequences.
+fn tables(batch: &Batch, context_max: u32) -> Vec<Table> {
+    let &Batch { rows, sequences, pages, page_rows } = batch;
+    let blocks = context_max.div_ceil(page_rows.max(1));
+    let table = |name: &str, holds: Holds, rows, cols, bound| Table {
+        name: name.to_string(),
+        home: TableHome::Host,
+        holds,
+        rows,
+        cols,
+        bound,
+        facts: holds.facts().to_vec(),
+    };
+    vec![
+        table("row.sequence", Holds::Sequences, rows, 1, sequences),
+        table("row.position", Holds::Positions, rows, 1, context_max),
+        table("pages", Holds::Pages, sequences, blocks, pages),
+    ]
 }
 
 fn norm_attr(norm: &Norm) -> NormAttr {
@@ -76,6 +134,7 @@ impl<'a> Builder<'a> {
         name: &str,
         precision: Precision,
         context_max: u32,
+        batch: Option<&Batch>,
         candidate: &'a Candidate,
     ) -> Result<(Builder<'a>, Start), Infeasible> {
         let everywhere = candidate.sums_everywhere != 0;
@@ -83,17 +142,20 @@ impl<'a> Builder<'a> {
             let value = candidate.sums_everywhere;
             return Err(Infeasible::Knob { knob: "sums_everywhere", value, expected });
         }
-        let program = Program { name: name.to_string(), precision, context_max, buffers: vec![], grids: vec![] };
-        let mut b = Builder { graph, program, candidate };
+        let rows = batch.map_or(1, |batch| batch.rows);
+        let tables = batch.map_or(vec![], |batch| tables(batch, context_max));
+        let program =
+            Program { name: name.to_string(), precision, context_max, rows, tables, buffers: vec![], grids: vec![] };
+        let mut b = Builder { graph, program, page_rows: batch.map(|batch| batch.page_rows), candidate };
         let hidden = graph.hidden;
         let head_units = graph.vocab.div_ceil(UNIT_ROWS);
         let parts = candidate.sms.min(head_units);
 
-        let candidates = b.buffer("candidates", Space::Exchange, DType::I32, 1, 2 * parts, 2, None);
-        let token = b.buffer("token", Space::Private, DType::I32, 1, 1, 1, None);
-        let report = b.buffer("report", Space::Output, DType::I32, 1, 1, 1, None);
-        let residual = b.buffer("residual", Space::Private, DType::F32, 1, hidden, 1, None);
-        let logits = b.buffer("logits", Space::Output, DType::F32, 1, graph.vocab, 1, None);
+        let candidates = b.buffer("candidates", Space::Exchange, DType::I32, rows, 2 * parts, 2, None);
+        let token = b.buffer("token", Space::Private, DType::I32, rows, 1, 1, None);
+        let report = b.buffer("report", Space::Output, DType::I32, rows, 1, 1, None);
+        let residual = b.buffer("residual", Space::Private, DType::F32, rows, hidden, 1, None);
+        let logits = b.buffer("logits", Space::Output, DType::F32, rows, graph.vocab, 1, None);
         let table = b.buffer(
             "embed",
             Space::Constant,
@@ -103,17 +165,7 @@ impl<'a> Builder<'a> {
             1,
             Some(Content::Tensor(graph.embed)),
         );
-        let ropes: Vec<BufferId> = graph
-            .ropes
-            .iter()
-            .enumerate()
-            .map(|(i, rope)| {
-                let id = RopeId::from(i);
-                let cols = 2 * rope.inv_freq.len() as u32;
-                let name = format!("rope.{id}");
-                b.buffer(&name, Space::Constant, DType::F32, context_max, cols, 1, Some(Content::RopeTable(id)))
-            })
-            .collect();
+        let ropes = b.ropes();
 
         b.grid(
             "select",
@@ -121,7 +173,7 @@ impl<'a> Builder<'a> {
             Op::Select,
             candidate.sms,
             Second::Axis(1),
-            vec![read(Role::Candidates, candidates, Cols::all(2 * parts)), write(Role::Token, token, Cols::all(1))],
+            vec![b.read(Role::Candidates, candidates, Cols::all(2 * parts)), b.write(Role::Token, token, Cols::all(1))],
         );
         b.grid(
             "report",
@@ -129,18 +181,18 @@ impl<'a> Builder<'a> {
             Op::Report,
             1,
             Second::Axis(1),
-            vec![read(Role::Token, token, Cols::all(1)), write(Role::Out, report, Cols::all(1))],
+            vec![b.read(Role::Token, token, Cols::all(1)), b.write(Role::Out, report, Cols::all(1))],
         );
         let (n, cols) = b.sum_shape(everywhere);
         let mut operands = vec![
-            read(Role::Token, token, Cols::all(1)),
-            Operand { rows: Rows::Token, ..read(Role::Table, table, cols) },
-            write(Role::Residual, residual, cols),
+            b.read(Role::Token, token, Cols::all(1)),
+            Operand { rows: Rows::Token, ..constant(Role::Table, table, cols) },
+            b.write(Role::Residual, residual, cols),
         ];
         let mut x = residual;
         if !everywhere {
             x = b.exchange("x.0", hidden);
-            operands.push(write(Role::Out, x, cols));
+            operands.push(b.write(Role::Out, x, cols));
         }
         b.grid("embed", None, Op::Embed { scale: graph.embed_scale, everywhere }, n, Second::Axis(1), operands);
         Ok((b, Start { parts, candidates, residual, logits, ropes, x, everywhere }))
@@ -149,6 +201,9 @@ impl<'a> Builder<'a> {
     /// Logits and candidates of what the layers left in `x`.
     fn end(mut self, x: BufferId, start: &Start) -> Program {
         let (graph, parts) = (self.graph, start.parts);
+        let logits = self.write(Role::Logits, start.logits, Cols::blocks(UNIT_ROWS, graph.vocab));
+        let pair = Cols { stride_j: 2, limit: 2 * parts, ..Cols::all(2) };
+        let candidates = self.write(Role::Candidates, start.candidates, pair);
         self.matvec(
             "head",
             Some(Site::HEAD),
@@ -157,10 +212,7 @@ impl<'a> Builder<'a> {
             &[&graph.head],
             Epilogue::Logits { scale: graph.logits_scale, softcap: graph.logits_softcap },
             Second::Ordinal(parts),
-            vec![
-                write(Role::Logits, start.logits, Cols::blocks(UNIT_ROWS, graph.vocab)),
-                write(Role::Candidates, start.candidates, Cols { stride_j: 2, limit: 2 * parts, ..Cols::all(2) }),
-            ],
+            vec![logits, candidates],
         );
         self.program
     }
@@ -179,13 +231,65 @@ impl Builder<'_> {
         content: Option<Content>,
     ) -> BufferId {
         let id = BufferId::from(self.program.buffers.len());
-        self.program.buffers.push(Buffer { name: name.to_string(), space, dtype, rows, cols, phases, content });
+        let (name, home) = (name.to_string(), Home::of(space));
+        self.program.buffers.push(Buffer { name, space, dtype, rows, cols, phases, paging: None, home, content });
         id
+    }
+
+    /// Reads columns of all rows of the step.
+    fn read(&self, role: Role, buffer: BufferId, cols: Cols) -> Operand {
+        let rows = if self.program.rows == 1 { Rows::One } else { Rows::All };
+        Operand { role, access: Access::Read, buffer, rows, cols }
+    }
+
+    /// Writes columns of all rows of the step.
+    fn write(&self, role: Role, buffer: BufferId, cols: Cols) -> Operand {
+        Operand { access: Access::Write, ..self.read(role, buffer, cols) }
+    }
+
+    /// The same of the row that a task takes.
+    fn own(&self, operand: Operand) -> Operand {
+        let rows = if operand.rows == Rows::All { Rows::Own } else { operand.rows };
+        Operand { rows, ..operand }
+    }
+
+    /// Keys or values of a layer: a row for each position, or the pages of all sequences.
+    fn cache(&mut self, name: &str, cols: u32) -> BufferId {
+        let (context_max, dtype) = (self.program.context_max, self.program.precision.cache);
+        let pages = self.page_rows.zip(self.program.table(Holds::Pages).map(|(id, table)| (id, table.bound)));
+        let rows = pages.map_or(context_max, |(page_rows, (_, pages))| pages.saturating_mul(page_rows));
+        let id = self.buffer(name, Space::Cache, dtype, rows, cols, 1, None);
+        self.program.buffers[id.index()].paging = pages.map(|(rows, (table, _))| Paging { table, rows });
+        id
+    }
+
+    /// A table for each RoPE of the model: a row for each position.
+    fn ropes(&mut self) -> Vec<BufferId> {
+        let graph = self.graph;
+        graph
+            .ropes
+            .iter()
+            .enumerate()
+            .map(|(i, rope)| {
+                let id = RopeId::from(i);
+                let cols = 2 * rope.inv_freq.len() as u32;
+                let name = format!("rope.{id}");
+                self.buffer(
+                    &name,
+                    Space::Constant,
+                    DType::F32,
+                    self.program.context_max,
+                    cols,
+                    1,
+                    Some(Content::RopeTable(id)),
+                )
+            })
+            .collect()
     }
 
     fn exchange(&mut self, name: &str, cols: u32) -> BufferId {
         let wire = self.program.precision.wire;
-        self.buffer(name, Space::Exchange, wire, 1, cols, 1, None)
+        self.buffer(name, Space::Exchange, wire, self.program.rows, cols, 1, None)
     }
 
     /// Launch extent of what touches the residual outside a matvec, and the columns of a launch index.
@@ -199,7 +303,8 @@ impl Builder<'_> {
     }
 
     fn grid(&mut self, name: &str, site: Option<Site>, op: Op, n: u32, second: Second, operands: Vec<Operand>) {
-        self.program.grids.push(Grid { name: name.to_string(), site, op, n, second, operands });
+        let per_row = self.program.rows > 1 && matches!(op, Op::Attention(_) | Op::AttentionMerge { .. });
+        self.program.grids.push(Grid { name: name.to_string(), site, op, n, second, per_row, operands });
     }
 
     fn vector(&mut self, name: &str, tensor: TensorId, len: u32, offset: f32) -> BufferId {
@@ -220,11 +325,11 @@ impl Builder<'_> {
         if let Some(norm) = norm {
             if let Some(weight) = norm.weight {
                 let id = self.vector(&format!("{name}.norm_weight"), weight, width, norm.weight_offset);
-                operands.push(read(Role::NormWeight, id, Cols::all(width)));
+                operands.push(constant(Role::NormWeight, id, Cols::all(width)));
             }
             if let Some(bias) = norm.bias {
                 let id = self.vector(&format!("{name}.norm_bias"), bias, width, 0.0);
-                operands.push(read(Role::NormBias, id, Cols::all(width)));
+                operands.push(constant(Role::NormBias, id, Cols::all(width)));
             }
         }
         operands
@@ -251,7 +356,7 @@ impl Builder<'_> {
         op.unit_rows = unit_rows(&op, self.program.precision, self.candidate.unit_rows);
         let units = op.units();
         let interleave = if matches!(epilogue, Epilogue::Gated(_)) { UNIT_ROWS / 2 } else { 1 };
-        let mut operands = vec![read(Role::X, x, Cols::all(k))];
+        let mut operands = vec![self.read(Role::X, x, Cols::all(k))];
         operands.extend(self.norm_operands(name, norm, k));
         let parts = linears.iter().map(|l| Part { view: l.weight.clone(), rows: l.rows }).collect();
         let weights = self.program.precision.weights;
@@ -270,7 +375,7 @@ impl Builder<'_> {
             // Indexed as the units are: entry u n + r belongs to row r of unit u of n rows, zeros where a unit has no row.
             let len = units * op.unit_rows;
             let bias = self.buffer(&format!("{name}.bias"), Space::Constant, DType::F32, 1, len, 1, Some(content));
-            operands.push(read(Role::Bias, bias, Cols::blocks(op.unit_rows, len)));
+            operands.push(constant(Role::Bias, bias, Cols::blocks(op.unit_rows, len)));
         }
         if op.unit_rows != UNIT_ROWS {
             outputs.iter_mut().for_each(|out| out.cols = Cols::blocks(op.unit_rows, out.cols.limit));
@@ -305,7 +410,7 @@ impl Builder<'_> {
         let a = &layer.attn;
         let cols = (a.heads + 2 * a.kv_heads) * a.head_dim;
         let qkv = self.exchange(name, cols);
-        let out = vec![write(Role::Out, qkv, Cols::blocks(UNIT_ROWS, cols))];
+        let out = vec![self.write(Role::Out, qkv, Cols::blocks(UNIT_ROWS, cols))];
         let linears = [&a.q, &a.k, &a.v];
         self.matvec(name, site, x, layer.attn_norm.as_ref(), &linears, Epilogue::Store, Second::Axis(1), out);
         qkv
@@ -317,13 +422,14 @@ impl Builder<'_> {
         let norm = layer.mlp_norm.as_ref();
         let act = self.exchange(act, mlp.up.rows);
         let one = Second::Axis(1);
-        let out = |rows| vec![write(Role::Out, act, Cols::blocks(rows, mlp.up.rows))];
+        let rows = if mlp.gate.is_some() { UNIT_ROWS / 2 } else { UNIT_ROWS };
+        let out = vec![self.write(Role::Out, act, Cols::blocks(rows, mlp.up.rows))];
         match &mlp.gate {
             Some(gate) => {
                 let linears = [gate, &mlp.up];
-                self.matvec(name, site, x, norm, &linears, Epilogue::Gated(mlp.act), one, out(UNIT_ROWS / 2));
+                self.matvec(name, site, x, norm, &linears, Epilogue::Gated(mlp.act), one, out);
             }
-            None => self.matvec(name, site, x, norm, &[&mlp.up], Epilogue::Act(mlp.act), one, out(UNIT_ROWS)),
+            None => self.matvec(name, site, x, norm, &[&mlp.up], Epilogue::Act(mlp.act), one, out),
         }
         act
     }
@@ -332,11 +438,11 @@ impl Builder<'_> {
     fn project_and_add(&mut self, name: &str, site: Site, x: BufferId, linear: &Linear, post: Option<&Norm>, sum: Sum) {
         let Sum { residual, out, scale, hidden } = sum;
         let blocks = Cols::blocks(UNIT_ROWS, hidden);
-        let update = Operand { access: Access::Update, ..read(Role::Residual, residual, blocks) };
+        let update = Operand { access: Access::Update, ..self.read(Role::Residual, residual, blocks) };
         match post {
             None => {
                 let mut outputs = vec![update];
-                outputs.extend(out.map(|out| write(Role::Out, out, blocks)));
+                outputs.extend(out.map(|out| self.write(Role::Out, out, blocks)));
                 self.matvec(
                     name,
                     Some(site),
@@ -350,17 +456,17 @@ impl Builder<'_> {
             }
             Some(norm) => {
                 let y = self.exchange(&format!("{name}.y"), hidden);
-                let outputs = vec![write(Role::Out, y, blocks)];
+                let outputs = vec![self.write(Role::Out, y, blocks)];
                 self.matvec(name, Some(site), x, None, &[linear], Epilogue::Store, Second::Axis(1), outputs);
                 // No family has a parallel block with post norms (the importer refuses it), so a sum that does not travel is
                 // made by every SM.
                 let everywhere = out.is_none();
                 let (n, cols) = self.sum_shape(everywhere);
                 let name = format!("{name}.add");
-                let mut operands = vec![read(Role::X, y, Cols::all(hidden))];
+                let mut operands = vec![self.read(Role::X, y, Cols::all(hidden))];
                 operands.extend(self.norm_operands(&name, Some(norm), hidden));
                 operands.push(Operand { cols, ..update });
-                operands.extend(out.map(|out| write(Role::Out, out, cols)));
+                operands.extend(out.map(|out| self.write(Role::Out, out, cols)));
                 let op = Op::NormAdd { norm: norm_attr(norm), width: hidden, scale, everywhere };
                 self.grid(&name, Some(site), op, n, Second::Axis(1), operands);
             }
@@ -384,23 +490,22 @@ impl Builder<'_> {
         let heads_per_task = heads_of_task(group, candidate)?;
         let q_cols = heads * dim;
 
-        let (rows, dtype) = (self.program.context_max, self.program.precision.cache);
-        let pitch = cache_pitch(dim, dtype);
-        let k_cache = self.buffer(&format!("k.{l}"), Space::Cache, dtype, rows, kv_heads * pitch, 1, None);
-        let v_cache = self.buffer(&format!("v.{l}"), Space::Cache, dtype, rows, kv_heads * pitch, 1, None);
+        let pitch = cache_pitch(dim, self.program.precision.cache);
+        let k_cache = self.cache(&format!("k.{l}"), kv_heads * pitch);
+        let v_cache = self.cache(&format!("v.{l}"), kv_heads * pitch);
         let attn = self.exchange(&format!("attn.{l}"), q_cols);
         let mut constants = vec![];
         for (role, norm, heads) in [(Role::QNormWeight, &a.q_norm, heads), (Role::KNormWeight, &a.k_norm, kv_heads)] {
             if let Some(QkNorm { weights, weight_offset, span, .. }) = norm {
                 let len = span.gains(heads, dim);
                 let id = self.vectors(&format!("attn.{l}.{}", role.name()), weights, len, *weight_offset);
-                constants.push(read(role, id, Cols::all(len)));
+                constants.push(constant(role, id, Cols::all(len)));
             }
         }
         if let Some(rope) = a.rope {
             let table = ropes[rope.index()];
             let cols = self.program.buffers[table.index()].cols;
-            constants.push(Operand { rows: Rows::Current, ..read(Role::Rope, table, Cols::all(cols)) });
+            constants.push(Operand { rows: Rows::Current, ..constant(Role::Rope, table, Cols::all(cols)) });
         }
         let base = Attention { heads_per_task, ..attention_of(self.graph, a) };
         let site = Site::of_layer(LayerOp::Attention, l);
@@ -413,18 +518,15 @@ impl Builder<'_> {
             let op = Attention { heads_per_task, splits, ..base };
             let record = op.heads_per_task * (dim + PARTIAL_HEADER);
             let cols = op.head_groups() * splits * record;
-            let partial = self.buffer(&format!("partial.{l}"), Space::Exchange, DType::F32, 1, cols, 1, None);
+            let rows = self.program.rows;
+            let partial = self.buffer(&format!("partial.{l}"), Space::Exchange, DType::F32, rows, cols, 1, None);
             self.attention_grid(&format!("attn_split.{l}"), site, op, &buffers, &constants, partial);
             let merge = Op::AttentionMerge { head_dim: dim, splits, heads_per_task };
             let group_cols = Cols { div: heads_per_task, ..Cols::blocks(splits * record, cols) };
-            self.grid(
-                &format!("attn_merge.{l}"),
-                Some(site),
-                merge,
-                heads,
-                Second::Axis(1),
-                vec![read(Role::Partial, partial, group_cols), write(Role::Out, attn, Cols::blocks(dim, q_cols))],
-            );
+            let records = self.own(self.read(Role::Partial, partial, group_cols));
+            let merged = self.own(self.write(Role::Out, attn, Cols::blocks(dim, q_cols)));
+            let one = Second::Axis(1);
+            self.grid(&format!("attn_merge.{l}"), Some(site), merge, heads, one, vec![records, merged]);
         }
         Ok(attn)
     }
@@ -466,9 +568,9 @@ impl Builder<'_> {
         let history = Cols { only_j: None, stride: pitch, limit: op.kv_heads() * pitch, ..head_kv(0) };
         let append = Cols { first: true, only_j: last, ..history };
         let mut operands = vec![
-            read(Role::Q, buffers.qkv, q),
-            read(Role::K, buffers.qkv, k),
-            read(Role::V, buffers.qkv, head_kv(q_cols + kv_cols)),
+            self.own(self.read(Role::Q, buffers.qkv, q)),
+            self.own(self.read(Role::K, buffers.qkv, k)),
+            self.own(self.read(Role::V, buffers.qkv, head_kv(q_cols + kv_cols))),
         ];
         operands.extend(constants.iter().cloned());
         for (role, buffer) in [(Role::HistoryK, buffers.k_cache), (Role::HistoryV, buffers.v_cache)] {
@@ -477,17 +579,14 @@ impl Builder<'_> {
         for (role, buffer) in [(Role::AppendK, buffers.k_cache), (Role::AppendV, buffers.v_cache)] {
             operands.push(Operand { role, access: Access::Write, buffer, rows: Rows::Current, cols: append });
         }
-        operands.push(write(
-            Role::Out,
-            out,
-            if splits == 1 {
-                Cols::blocks(q_len, q_cols)
-            } else {
-                let record = op.heads_per_task * (dim + PARTIAL_HEADER);
-                let limit = op.head_groups() * splits * record;
-                Cols { stride: splits * record, stride_j: record, limit, ..Cols::all(record) }
-            },
-        ));
+        let cols = if splits == 1 {
+            Cols::blocks(q_len, q_cols)
+        } else {
+            let record = op.heads_per_task * (dim + PARTIAL_HEADER);
+            let limit = op.head_groups() * splits * record;
+            Cols { stride: splits * record, stride_j: record, limit, ..Cols::all(record) }
+        };
+        operands.push(self.own(self.write(Role::Out, out, cols)));
         let n = op.head_groups();
         self.grid(name, Some(site), Op::Attention(op), n, Second::Axis(splits), operands);
     }

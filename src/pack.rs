@@ -159,7 +159,7 @@ impl ContentKey {
             let RowView { tensor, first, block, stride } = view;
             key.extend([tensor.0, *first, *block, *stride, rows]);
         }
-        let Buffer { name: _, space: _, dtype, rows, cols, phases: _, content } = b;
+        let Buffer { name: _, space: _, dtype, rows, cols, phases: _, paging: _, home: _, content } = b;
         let mut key = vec![*dtype as u32, *rows, *cols];
         match content {
             None => key.push(0),

@@ -6,7 +6,9 @@
 //! a launch, the pages that it writes, and the entries that changed; never at a whole history.
 
 use crate::define_id;
-use crate::ir::table::Fact;
+use crate::ir::op::Op;
+use crate::ir::program::Program;
+use crate::ir::table::{Fact, Holds};
 use thiserror::Error;
 
 define_id!(
@@ -38,6 +40,20 @@ pub struct Shape {
 }
 
 impl Shape {
+    /// What bounds the tables of `program`; `None`: it has none.
+    pub fn of(program: &Program) -> Option<Shape> {
+        let (sequences, pages) = (program.table(Holds::Sequences)?.1, program.table(Holds::Pages)?.1);
+        let page_rows = program.buffers.iter().find_map(|buffer| buffer.paging)?.rows;
+        // One layer that sees everything keeps every page.
+        let windows = program.grids.iter().filter_map(|grid| match &grid.op {
+            Op::Attention(attention) => Some(attention.window),
+            _ => None,
+        });
+        let window = windows.reduce(|a, b| Some(a?.max(b?))).flatten();
+        let Program { rows, context_max, .. } = *program;
+        Some(Shape { rows, sequences: sequences.bound, context_max, page_rows, pages: pages.bound, window })
+    }
+
     /// Entries of the page table of one sequence.
     pub fn blocks(&self) -> u32 {
         self.context_max.div_ceil(self.page_rows.max(1))
@@ -489,6 +505,24 @@ mod tests {
         assert_eq!(refused(&mut guard, &request(&[(0, 7), (1, 3)], 1, &[])).fact(), Some(Fact::Filled));
     }
 
+    /// Whether `request` keeps all facts: over the page table after its edits, the pages that nobody held between two of them, and
+    /// what was written to each row of each page.
+    fn sound(request: &Request, table: &[[Option<PageId>; 8]], freed: &[u32], memory: &[Option<u32>]) -> bool {
+        request.rows.iter().enumerate().all(|(r, row)| {
+            let (s, p) = (row.sequence.index(), row.position);
+            let blocks = p / 4..=(p + request.steps - 1) / 4;
+            let own: Vec<Option<PageId>> = blocks.map(|block| table[s][block as usize]).collect();
+            let written = |page: PageId, at: u32| memory[page.index() * 4 + at as usize % 4].is_some();
+            let reads =
+                |at: u32| table[s][at as usize / 4].is_some_and(|page| !freed.contains(&page.0) && written(page, at));
+            request.rows[..r].iter().all(|other| other.sequence != row.sequence)
+                && (p.saturating_sub(5)..p).all(reads)
+                && own
+                    .iter()
+                    .all(|page| page.is_some() && table.iter().flatten().filter(|other| *other == page).count() == 1)
+        })
+    }
+
     /// A judge that looks at everything agrees with the guard, over random launches of which many are forged.
     #[test]
     fn the_guard_agrees_with_a_judge_that_looks_at_everything() {
@@ -496,7 +530,7 @@ mod tests {
         let mut guard = Guard::new(shape);
         // Of each page and row: the sequence and position that were written last.
         let mut memory: Vec<Option<u32>> = vec![None; 64];
-        let mut table = vec![[None; 8]; 4];
+        let mut table: Vec<[Option<PageId>; 8]> = vec![[None; 8]; 4];
         let mut random = Random::new(7);
         let (mut admitted, mut broken) = (0, std::collections::BTreeSet::new());
         for _ in 0..200_000 {
@@ -524,24 +558,7 @@ mod tests {
                 let held = |page: PageId| edited.iter().flatten().any(|other| *other == Some(page));
                 freed.extend(old.filter(|old| !held(*old)).map(|old| old.0));
             }
-            let sound = request.rows.iter().enumerate().all(|(r, row)| {
-                let (s, p) = (row.sequence.index(), row.position);
-                let writes = |row: &Row| -> Vec<Option<PageId>> {
-                    let blocks = row.position / 4..=(row.position + request.steps - 1) / 4;
-                    blocks.map(|b| edited[row.sequence.index()][b as usize]).collect()
-                };
-                let own = writes(row);
-                let reads = |at: u32| {
-                    let page: Option<PageId> = edited[s][at as usize / 4];
-                    page.is_some_and(|page| {
-                        !freed.contains(&page.0) && memory[page.index() * 4 + at as usize % 4].is_some()
-                    })
-                };
-                let all = || edited.iter().flatten();
-                request.rows[..r].iter().all(|other| other.sequence != row.sequence)
-                    && (p.saturating_sub(5)..p).all(reads)
-                    && own.iter().all(|page| page.is_some() && all().filter(|other| *other == page).count() == 1)
-            });
+            let sound = sound(&request, &edited, &freed, &memory);
             match guard.admit(&request) {
                 Ok(tables) => {
                     assert!(sound, "{request:?}");

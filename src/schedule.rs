@@ -6,8 +6,8 @@ use crate::ir::layout::{
     placed_bytes, placement, smem_map,
 };
 use crate::ir::op::{Access, Attention, Epilogue, HISTORY_ALIGN, MatVec, Op, Role, UNIT_ROWS};
-use crate::ir::program::{Grid, LayerOp, Program, Second, Site, Space};
-use crate::ir::schedule::{Event, Machine, Mechanism, Regime, Ring, Run, Schedule, Source, Task, Wait};
+use crate::ir::program::{Grid, LayerOp, Operand, Program, Rows, Second, Site, Space};
+use crate::ir::schedule::{Event, Machine, Mechanism, Regime, Ring, Run, Schedule, Scope, Source, Task, Wait};
 use crate::ir::variant::{
     AttentionVariant, MatVecVariant, POLL_BATCH, REDUCE_BATCH_MAX, RegisterTiling, Variant, warps_per_head_rule,
 };
@@ -215,12 +215,13 @@ fn machine(
         ring_bytes: c.ring_slots.saturating_mul(c.slot_bytes),
         queue_max,
     };
+    let rows = program.rows;
     for (g, grid) in program.grids.iter().enumerate() {
         match &grid.op {
             Op::MatVec(m) => {
                 needs.k_max = needs.k_max.max(m.k);
                 if matches!(m.epilogue, Epilogue::Residual { .. }) {
-                    needs.residual_units = needs.residual_units.max(grid.n.div_ceil(c.sms));
+                    needs.residual_units = needs.residual_units.max(rows * grid.n.div_ceil(c.sms));
                 }
             }
             Op::Attention(a) => {
@@ -233,14 +234,14 @@ fn machine(
             Op::NormAdd { .. } | Op::Embed { .. } => {
                 let owned = grid.operand(Role::Residual).map_or(0, |o| {
                     let units = if grid.op.everywhere() { 1 } else { grid.n.div_ceil(c.sms) };
-                    u64::from(units) * u64::from(o.cols.len)
+                    u64::from(rows) * u64::from(units) * u64::from(o.cols.len)
                 });
                 needs.residual_units = needs.residual_units.max(owned.div_ceil(u64::from(UNIT_ROWS)) as u32);
                 if let Op::NormAdd { width, everywhere: false, .. } = grid.op {
                     needs.k_max = needs.k_max.max(width);
                 }
             }
-            Op::Select | Op::Report | Op::AttentionMerge { .. } => {}
+            Op::Select | Op::Report | Op::Route { .. } | Op::AttentionMerge { .. } => {}
         }
     }
     let smem = smem_map(&needs);
@@ -256,6 +257,7 @@ fn machine(
     Ok(Machine {
         target: target.name.clone(),
         sms: c.sms,
+        devices: 1,
         consumer_warps: c.consumer_warps,
         loader_warps,
         registers_per_thread: registers,
@@ -295,7 +297,7 @@ fn divide(program: &Program, c: &Candidate, split: bool) -> Vec<Vec<Share>> {
         let shares = match &grid.op {
             _ if !takes_part(program, c, grid, split) => vec![],
             Op::MatVec(m) if grid.operand(Role::Residual).is_none() => unit_shares(program, grid, m, &load, &cost),
-            _ => even_shares(grid, load.len(), &mut spread),
+            _ => even_shares(grid, program.rows, load.len(), &mut spread),
         };
         for share in &shares {
             load[share.sm] += cost[share.sm]
@@ -367,16 +369,17 @@ fn regime(
         let grid_id = GridId::from(g);
         let shares = match &grid.op {
             Op::MatVec(_) => weights[g].clone(),
-            _ => even_shares(grid, sms, &mut spread),
+            _ => even_shares(grid, program.rows, sms, &mut spread),
         };
         for share in shares {
             let id = TaskId::from(r.tasks.len());
-            let task = Task { grid: grid_id, lo: share.lo, hi: share.hi, j: share.j, waits: vec![], signals: vec![] };
+            let Share { lo, hi, j, row, .. } = share;
+            let task = Task { grid: grid_id, lo, hi, j, row, waits: vec![], signals: vec![] };
             match &grid.op {
                 Op::MatVec(_) => {
                     if let Some(weight) = grid.operand(Role::Weight) {
                         let source = Source::Units { buffer: weight.buffer, lo: share.lo, hi: share.hi };
-                        r.streams[share.sm].push(Run { task: id, source });
+                        r.streams[share.sm].push(Run { task: id, source, after: None });
                     }
                 }
                 Op::Attention(a) => {
@@ -386,7 +389,7 @@ fn regime(
                         let slot_bytes = c.slot_bytes;
                         return Err(Infeasible::HistoryChunk { slot_bytes, rows: HISTORY_ALIGN, row_bytes });
                     }
-                    r.streams[share.sm].push(Run { task: id, source: Source::History { rows } });
+                    r.streams[share.sm].push(Run { task: id, source: Source::History { rows }, after: None });
                 }
                 _ => {}
             }
@@ -404,6 +407,7 @@ struct Share {
     lo: u32,
     hi: u32,
     j: u32,
+    row: u32,
 }
 
 /// Divides the units of a matvec that owns no residual: every SM gets as many as the longest share has, and what is too many is
@@ -433,7 +437,7 @@ fn unit_shares(program: &Program, grid: &Grid, m: &MatVec, load: &[u64], cost: &
         let first = lo;
         lo += units as u32;
         let j = if matches!(grid.second, Second::Ordinal(_)) { ordinal as u32 } else { 0 };
-        Share { sm, lo: first, hi: lo, j }
+        Share { sm, lo: first, hi: lo, j, row: 0 }
     })
     .collect()
 }
@@ -442,44 +446,63 @@ fn unit_shares(program: &Program, grid: &Grid, m: &MatVec, load: &[u64], cost: &
 ///
 /// Grids that touch the residual are divided the same way everywhere, because the residual stays where it is owned:
 /// SM s owns units `s n / k .. (s + 1) n / k`.
-fn even_shares(grid: &Grid, sms: usize, spread: &mut usize) -> Vec<Share> {
+fn even_shares(grid: &Grid, rows: u32, sms: usize, spread: &mut usize) -> Vec<Share> {
     let n = grid.n as usize;
     match &grid.op {
-        op if op.everywhere() => (0..n).map(|i| Share { sm: i, lo: i as u32, hi: i as u32 + 1, j: 0 }).collect(),
+        op if op.everywhere() => {
+            (0..n).map(|i| Share { sm: i, lo: i as u32, hi: i as u32 + 1, j: 0, row: 0 }).collect()
+        }
         Op::Attention(_) | Op::AttentionMerge { .. } => {
             // One launch index a task, spread evenly over the SMs; each grid starts where the last one ended, so that no SM
             // serves attention in every layer.
-            let total = n * grid.second.extent() as usize;
+            let (shares, rows) = (grid.second.extent() as usize, if grid.per_row { rows as usize } else { 1 });
+            let total = n * shares * rows;
             let start = *spread;
             let out = (0..total)
                 .map(|index| {
-                    let (i, j) = (index / grid.second.extent() as usize, index % grid.second.extent() as usize);
+                    let (i, j, row) = (index / shares % n, index % shares, index / shares / n);
                     let sm = if total <= sms { (start + index * sms / total) % sms } else { (start + index) % sms };
-                    Share { sm, lo: i as u32, hi: i as u32 + 1, j: j as u32 }
+                    Share { sm, lo: i as u32, hi: i as u32 + 1, j: j as u32, row: row as u32 }
                 })
                 .collect();
             *spread = (start + 1) % sms;
             out
         }
-        Op::Report => vec![Share { sm: 0, lo: 0, hi: 1, j: 0 }],
+        Op::Report | Op::Route { .. } => vec![Share { sm: 0, lo: 0, hi: 1, j: 0, row: 0 }],
         _ => (0..sms)
-            .map(|s| Share { sm: s, lo: (s * n / sms) as u32, hi: ((s + 1) * n / sms) as u32, j: 0 })
+            .map(|s| Share { sm: s, lo: (s * n / sms) as u32, hi: ((s + 1) * n / sms) as u32, j: 0, row: 0 })
             .filter(|share| share.lo < share.hi)
             .collect(),
     }
 }
 
+/// Columns of one row, or of all rows, that a task writes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+struct Writer {
+    lo: u32,
+    hi: u32,
+    row: Option<u32>,
+    task: TaskId,
+}
+
+/// The row that an operand of a task touches; `None`: all.
+fn row_of(operand: &Operand, task: &Task) -> Option<u32> {
+    (operand.rows == Rows::Own).then_some(task.row)
+}
+
 /// Events from overlapping regions: one for each (exchange buffer, columns) that some task reads, signalled by every task
 /// that writes any of those columns.
 fn derive_events(program: &Program, r: &mut Regime, mechanism: Mechanism, target: &Target) {
-    // Writers of each exchange buffer, ascending by first column; regions of one buffer do not overlap.
-    let mut writers: Vec<Vec<(u32, u32, TaskId)>> = vec![vec![]; program.buffers.len()];
+    // Writers of each exchange buffer, ascending by first column; regions of one row of a buffer do not overlap.
+    let mut writers: Vec<Vec<Writer>> = vec![vec![]; program.buffers.len()];
     for (t, task) in r.tasks.iter().enumerate() {
         for operand in &program.grids[task.grid.index()].operands {
             if operand.access.writes() && program.buffers[operand.buffer.index()].space == Space::Exchange {
                 let (lo, hi) = operand.cols.range(task.lo, task.hi, task.j);
                 if lo < hi {
-                    writers[operand.buffer.index()].push((lo as u32, hi as u32, TaskId::from(t)));
+                    let writer =
+                        Writer { lo: lo as u32, hi: hi as u32, row: row_of(operand, task), task: TaskId::from(t) };
+                    writers[operand.buffer.index()].push(writer);
                 }
             }
         }
@@ -488,7 +511,7 @@ fn derive_events(program: &Program, r: &mut Regime, mechanism: Mechanism, target
         list.sort_unstable();
     }
     let bulk = target.spec.copy == CopyMechanism::Bulk;
-    let mut known: BTreeMap<(BufferId, u32, u32), EventId> = BTreeMap::new();
+    let mut known: BTreeMap<(BufferId, Option<u32>, u32, u32), EventId> = BTreeMap::new();
     for t in 0..r.tasks.len() {
         let grid = &program.grids[r.tasks[t].grid.index()];
         for operand in &grid.operands {
@@ -499,12 +522,14 @@ fn derive_events(program: &Program, r: &mut Regime, mechanism: Mechanism, target
             if lo >= hi {
                 continue;
             }
-            let (lo, hi) = (lo as u32, hi as u32);
-            let event = *known.entry((operand.buffer, lo, hi)).or_insert_with(|| {
+            let (lo, hi, row) = (lo as u32, hi as u32, row_of(operand, &r.tasks[t]));
+            let event = *known.entry((operand.buffer, row, lo, hi)).or_insert_with(|| {
                 let id = EventId::from(r.events.len());
                 let list = &writers[operand.buffer.index()];
-                let first = list.partition_point(|w| w.1 <= lo);
-                let producers: Vec<TaskId> = list[first..].iter().take_while(|w| w.0 < hi).map(|w| w.2).collect();
+                let first = list.partition_point(|w| w.hi <= lo);
+                let of_row = |w: &&Writer| w.row.is_none() || row.is_none() || w.row == row;
+                let writers = list[first..].iter().take_while(|w| w.lo < hi).filter(of_row);
+                let producers: Vec<TaskId> = writers.map(|w| w.task).collect();
                 for &task in &producers {
                     r.tasks[task.index()].signals.push(id);
                 }
@@ -512,10 +537,12 @@ fn derive_events(program: &Program, r: &mut Regime, mechanism: Mechanism, target
                 let carried = operand.role == Role::Candidates;
                 r.events.push(Event {
                     buffer: operand.buffer,
+                    row,
                     lo,
                     hi,
                     count: producers.len() as u32,
                     mechanism: if carried && mechanism == Mechanism::Packets { Mechanism::Fenced } else { mechanism },
+                    scope: Scope::Device,
                     carried,
                     proxy: carried && bulk,
                 });

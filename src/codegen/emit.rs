@@ -213,6 +213,7 @@ fn class_of(schedule: &Schedule, id: GridId, grid: &Grid, rows: u32) -> (&'stati
     match &grid.op {
         Op::Select => ("Select", format!("int PARTS = {}\nint VOCAB = {}\n", parts(program), vocab(program))),
         Op::Report => ("Report", String::new()),
+        Op::Route { .. } => unreachable!("validate: no kernel routes"),
         Op::Embed { scale, everywhere } => {
             let hidden = grid.operand(Role::Table).map_or(0, |o| program.buffers[o.buffer.index()].cols);
             let members =

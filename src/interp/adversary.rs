@@ -9,8 +9,8 @@
 //! Counters count over steps, as on a device; packets are tagged with their step. A task is one indivisible action.
 
 use super::kernel::Isa;
-use super::memory::{Access, Cache, CacheColumns, Memory, Place, Region, round_to};
-use super::ops::{self, History, Input, Scratch, Step, Streamed};
+use super::memory::{Access, Cache, CacheColumns, Memory, Place, Region, StepRows, round_to, word};
+use super::ops::{self, History, Scratch, Step, Streamed};
 use super::plan::{Plan, StreamBytes, TaskPlan, Work};
 use super::real::Real;
 use super::threads::Direct;
@@ -103,9 +103,8 @@ struct Chunk {
 }
 
 /// What happened in a launch so far.
-struct Launch<'a> {
-    position: u32,
-    inputs: &'a [Input],
+struct Launch {
+    steps: Vec<StepRows>,
     /// By step: regime, and steps of the launch that ran it before.
     regimes: Vec<(usize, u64)>,
     /// By step and event: signals.
@@ -113,8 +112,9 @@ struct Launch<'a> {
     /// By regime and event: signals of all steps.
     totals: Vec<Vec<u64>>,
     /// By step.
-    tokens: Vec<u32>,
-    logits: Vec<Vec<f32>>,
+    tokens: Vec<Vec<u32>>,
+    /// By step and row.
+    logits: Vec<Vec<Vec<f32>>>,
 }
 
 enum Action {
@@ -160,7 +160,7 @@ impl<R: Real> Adversary<R> {
         }
     }
 
-    fn run(&mut self, launch: &mut Launch<'_>) -> Result<(), InterpError> {
+    fn run(&mut self, launch: &mut Launch) -> Result<(), InterpError> {
         for sm in &mut self.sms {
             (sm.step, sm.cursor, sm.acquired, sm.loader) = (0, 0, 1, Loader::default());
             // A launch that failed may have left chunks behind.
@@ -183,7 +183,7 @@ impl<R: Real> Adversary<R> {
                     actions.push(Action::Load(sm));
                 }
             }
-            if self.sms.iter().all(|sm| sm.step == launch.inputs.len()) {
+            if self.sms.iter().all(|sm| sm.step == launch.steps.len()) {
                 break;
             }
             if self.random.below(64) == 0 {
@@ -218,7 +218,7 @@ impl<R: Real> Adversary<R> {
     }
 
     /// Moves an SM whose queue is done to the next step.
-    fn advance(&mut self, launch: &Launch<'_>, sm: usize) {
+    fn advance(&mut self, launch: &Launch, sm: usize) {
         let sm = &mut self.sms[sm];
         while let Some(&(regime, _)) = launch.regimes.get(sm.step)
             && sm.cursor == self.plan.regimes[regime].queues[sm.id.index()].len()
@@ -227,7 +227,7 @@ impl<R: Real> Adversary<R> {
         }
     }
 
-    fn ready(&self, launch: &Launch<'_>, sm: usize) -> bool {
+    fn ready(&self, launch: &Launch, sm: usize) -> bool {
         let sm = &self.sms[sm];
         let Some(&(regime, _)) = launch.regimes.get(sm.step) else { return false };
         let Some(task) = self.plan.regimes[regime].queues[sm.id.index()].get(sm.cursor) else { return false };
@@ -235,7 +235,7 @@ impl<R: Real> Adversary<R> {
     }
 
     /// Signals of `event` that a wait in `step` sees.
-    fn seen(&self, launch: &Launch<'_>, step: usize, event: EventId) -> u32 {
+    fn seen(&self, launch: &Launch, step: usize, event: EventId) -> u32 {
         let (regime, epoch) = launch.regimes[step];
         let plan = &self.plan.regimes[regime].events[event.index()];
         let past = |epoch: u64| {
@@ -267,7 +267,7 @@ impl<R: Real> Adversary<R> {
         }
     }
 
-    fn can_load(&self, launch: &Launch<'_>, sm: usize) -> bool {
+    fn can_load(&self, launch: &Launch, sm: usize) -> bool {
         let sm = &self.sms[sm];
         let Some(&(regime, _)) = launch.regimes.get(sm.loader.step) else { return false };
         let run = &self.plan.regimes[regime].streams[sm.id.index()][sm.loader.run];
@@ -276,12 +276,13 @@ impl<R: Real> Adversary<R> {
     }
 
     /// Brings the next chunk of an SM's stream into a free slot.
-    fn load(&mut self, launch: &Launch<'_>, sm: usize) -> Result<(), InterpError> {
+    fn load(&mut self, launch: &Launch, sm: usize) -> Result<(), InterpError> {
         let plan = self.plan.clone();
         let pack: &[u8] = (*self.pack).as_ref();
         let sm = &mut self.sms[sm];
         let (regime, _) = launch.regimes[sm.loader.step];
-        let position = launch.position + sm.loader.step as u32;
+        let step = &launch.steps[sm.loader.step];
+        let position = step.position;
         let run = &plan.regimes[regime].streams[sm.id.index()][sm.loader.run];
         let slot_bytes = plan.ring.slot_bytes as usize;
         let Some(slot) = sm.free.pop() else { return Ok(()) };
@@ -295,29 +296,25 @@ impl<R: Real> Adversary<R> {
                 sm.loader.done += bytes;
                 bytes
             }
-            StreamBytes::History { rows, keys, values, op, j } => {
-                let (start, end) = op.history_share(position, *j);
+            StreamBytes::History { rows, keys, values, op, j, row } => {
+                let of = &step.rows[*row];
+                let (start, end) = op.history_share(of.position, *j);
                 let first = start as usize + sm.loader.done / 2 * rows;
                 let last = (first + rows).min(end as usize);
                 let columns = if sm.loader.done.is_multiple_of(2) { *keys } else { *values };
                 let cache = &self.memory.caches[columns.cache];
                 let tags = &self.tags.caches[columns.cache];
-                let mut row_bytes = vec![];
-                for row in first..last {
+                let cache_rows = (first..last).map(|position| of.cache_row(position));
+                for row in cache_rows.clone() {
                     let at = row * cache.cols() + columns.first;
                     if tags[at..at + columns.len].iter().any(|ordered| !ordered) {
                         let buffer = plan.caches[columns.cache].buffer;
                         return Err(Violation::Unordered { sm: sm.id, task: run.task, buffer, row, position }.into());
                     }
-                    let mut values = vec![0.0; columns.len];
-                    // SAFETY: one thread, and nothing is appended while the rows are read.
-                    unsafe { cache.history(row, row + 1, columns.first, columns.len) }.read(0, &mut values);
-                    for value in values {
-                        let bits = value.to_bits().to_le_bytes();
-                        // The upper half of fp32 is the bf16 it was widened from.
-                        row_bytes.extend_from_slice(if cache.dtype().bytes() == 2 { &bits[2..] } else { &bits });
-                    }
                 }
+                let mut row_bytes = vec![];
+                // SAFETY: one thread, and nothing is appended while the rows are read.
+                unsafe { cache.copy_rows(cache_rows, columns.first, columns.len, &mut row_bytes) };
                 words.extend(row_bytes.chunks(4).map(word));
                 sm.loader.done += 1;
                 row_bytes.len()
@@ -334,10 +331,10 @@ impl<R: Real> Adversary<R> {
     }
 
     /// The next chunk of an SM's ring, loaded now if the loader was behind.
-    fn next_chunk(&mut self, launch: &Launch<'_>, sm: usize, task: TaskId) -> Result<Chunk, InterpError> {
+    fn next_chunk(&mut self, launch: &Launch, sm: usize, task: TaskId) -> Result<Chunk, InterpError> {
         let state = &self.sms[sm];
         let (id, step) = (state.id, state.step);
-        let position = launch.position + step as u32;
+        let position = launch.steps[step].position;
         if state.ring.is_empty() {
             if !self.can_load(launch, sm) {
                 let ring = self.plan.ring;
@@ -368,13 +365,13 @@ impl<R: Real> Adversary<R> {
     }
 
     /// Executes the head task of an SM.
-    fn task(&mut self, launch: &mut Launch<'_>, sm: usize) -> Result<(), InterpError> {
+    fn task(&mut self, launch: &mut Launch, sm: usize) -> Result<(), InterpError> {
         let plan = self.plan.clone();
         let (step, cursor) = (self.sms[sm].step, self.sms[sm].cursor);
         let regime_index = launch.regimes[step].0;
         let regime = &plan.regimes[regime_index];
         let task = &regime.queues[sm][cursor];
-        let position = launch.position + step as u32;
+        let rows_of_step = &launch.steps[step];
         let orders = |event: &EventId| regime.events[event.index()].event.mechanism.orders_memory();
         if task.waits.iter().any(|(event, _)| regime.events[event.index()].event.carried && orders(event)) {
             self.sms[sm].acquired = self.sms[sm].acquired.max(step + 1);
@@ -394,7 +391,7 @@ impl<R: Real> Adversary<R> {
                 }
             }
             Work::Attention(a) => {
-                let (start, end) = a.op.history_share(position, a.j);
+                let (start, end) = a.op.history_share(rows_of_step.rows[task.row.unwrap_or(0)].position, a.j);
                 rows = end.saturating_sub(start) as usize;
                 let row_bytes = a.keys.len * a.cache_dtype.bytes();
                 let mut loaded = 0;
@@ -425,14 +422,13 @@ impl<R: Real> Adversary<R> {
             plan: &plan,
             pack: (*self.pack).as_ref(),
             isa: self.isa,
-            position,
+            rows: rows_of_step,
             serial: 0,
-            input: launch.inputs[step],
             previous_parts: &plan.regimes[previous].parts,
         };
         let state = &mut self.sms[sm];
         let mut memory = Checked {
-            direct: Direct { memory: &self.memory, private: &mut state.private, position },
+            direct: Direct { memory: &self.memory, private: &mut state.private, rows: rows_of_step },
             private_tags: &mut state.private_tags,
             tags: &mut self.tags,
             pending: &mut state.pending,
@@ -440,7 +436,7 @@ impl<R: Real> Adversary<R> {
             task: task.id,
             violation: None,
         };
-        ops::run(&task.work, &context, streamed, &mut memory, &mut self.scratch);
+        ops::run(task, &context, streamed, &mut memory, &mut self.scratch);
         if let Some(violation) = memory.violation {
             return Err(violation.into());
         }
@@ -457,7 +453,7 @@ impl<R: Real> Adversary<R> {
     }
 
     /// Lets the loader of an SM run ahead by a random number of chunks.
-    fn load_some(&mut self, launch: &Launch<'_>, sm: usize) -> Result<(), InterpError> {
+    fn load_some(&mut self, launch: &Launch, sm: usize) -> Result<(), InterpError> {
         while self.can_load(launch, sm) && self.random.below(2) == 0 {
             self.load(launch, sm)?;
         }
@@ -465,16 +461,21 @@ impl<R: Real> Adversary<R> {
     }
 
     /// Keeps what the host would see of a step: another step may overwrite it before the launch ends.
-    fn record(&self, launch: &mut Launch<'_>, sm: usize, task: &TaskPlan, step: usize) {
-        let position = launch.position + step as u32;
+    fn record(&self, launch: &mut Launch, sm: usize, task: &TaskPlan, step: usize) {
+        let rows = &launch.steps[step];
         match &task.work {
-            Work::Select { token, .. } if sm == 0 => launch.tokens[step] = self.sms[sm].private[token.at(position)],
+            Work::Select { token, .. } if sm == 0 => {
+                let private = &self.sms[sm].private;
+                let tokens = (0..rows.rows.len()).map(|row| private[token.row(row).at(rows.position)]);
+                launch.tokens[step] = tokens.collect();
+            }
             Work::MatVec(m) if m.candidate.is_some() => {
                 if let Some(out) = &m.out {
-                    let logits = &mut launch.logits[step];
-                    let mut direct = Direct { memory: &self.memory, private: &mut [], position };
-                    logits.resize(self.plan.vocab, f32::NAN);
-                    direct.load(out, &mut logits[out.first..out.first + out.len]);
+                    let mut direct = Direct { memory: &self.memory, private: &mut [], rows };
+                    for (row, logits) in launch.logits[step].iter_mut().enumerate() {
+                        logits.resize(self.plan.vocab, f32::NAN);
+                        direct.load(&out.row(row), &mut logits[out.first..out.first + out.len]);
+                    }
                 }
             }
             _ => {}
@@ -491,8 +492,8 @@ impl<R: Real> Adversary<R> {
         }
     }
 
-    fn deadlock(&self, launch: &Launch<'_>) -> InterpError {
-        let stuck: Vec<&Sm> = self.sms.iter().filter(|sm| sm.step < launch.inputs.len()).collect();
+    fn deadlock(&self, launch: &Launch) -> InterpError {
+        let stuck: Vec<&Sm> = self.sms.iter().filter(|sm| sm.step < launch.steps.len()).collect();
         let step = stuck.iter().map(|sm| sm.step).min().unwrap_or(0);
         let regime_index = launch.regimes[step].0;
         let regime = &self.plan.regimes[regime_index];
@@ -505,19 +506,13 @@ impl<R: Real> Adversary<R> {
             let waits = waits.filter(|w| w.seen < w.needed).collect();
             Some(Blocked { sm: sm.id, cursor: sm.cursor, task: task.id, waits })
         });
-        InterpError::deadlock(&self.plan, regime_index, launch.position + step as u32, blocked.collect())
+        InterpError::deadlock(&self.plan, regime_index, launch.steps[step].position, blocked.collect())
     }
-}
-
-fn word(bytes: &[u8]) -> u32 {
-    let mut word = [0; 4];
-    word[..bytes.len()].copy_from_slice(bytes);
-    u32::from_le_bytes(word)
 }
 
 impl Plan {
     /// Moves `loader` past runs that are done or bring nothing, to the next chunk or the end of the launch.
-    fn skip_empty(&self, launch: &Launch<'_>, loader: &mut Loader, sm: SmId) {
+    fn skip_empty(&self, launch: &Launch, loader: &mut Loader, sm: SmId) {
         while let Some(&(regime, _)) = launch.regimes.get(loader.step) {
             let Some(run) = self.regimes[regime].streams[sm.index()].get(loader.run) else {
                 *loader = Loader { step: loader.step + 1, run: 0, done: 0 };
@@ -525,8 +520,9 @@ impl Plan {
             };
             let size = match &run.bytes {
                 StreamBytes::Fixed { range, .. } => range.len(),
-                StreamBytes::History { rows, op, j, .. } => {
-                    let (start, end) = op.history_share(launch.position + loader.step as u32, *j);
+                StreamBytes::History { rows, op, j, row, .. } => {
+                    let position = launch.steps[loader.step].rows[*row].position;
+                    let (start, end) = op.history_share(position, *j);
                     2 * (end.saturating_sub(start) as usize).div_ceil(*rows)
                 }
             };
@@ -568,7 +564,7 @@ impl Checked<'_> {
     }
 
     fn mark_written(&mut self, region: &Region) {
-        let position = self.direct.position;
+        let position = self.direct.rows.position;
         let at = region.at(position);
         let tags = match region.place {
             Place::Exchange => &mut self.tags.exchange,
@@ -594,7 +590,7 @@ impl Access for Checked<'_> {
     }
 
     fn load(&mut self, region: &Region, out: &mut [f32]) {
-        self.check_read(region, self.direct.position);
+        self.check_read(region, self.direct.rows.position);
         self.direct.load(region, out);
     }
 
@@ -604,7 +600,7 @@ impl Access for Checked<'_> {
     }
 
     fn load_words(&mut self, region: &Region, out: &mut [u32]) {
-        self.check_read(region, self.direct.position);
+        self.check_read(region, self.direct.rows.position);
         self.direct.load_words(region, out);
     }
 
@@ -614,12 +610,13 @@ impl Access for Checked<'_> {
     }
 
     fn load_previous_words(&mut self, region: &Region, out: &mut [u32]) {
-        self.check_read(region, self.direct.position.wrapping_sub(1));
+        self.check_read(region, self.direct.rows.position.wrapping_sub(1));
         self.direct.load_previous_words(region, out);
     }
 
-    fn append(&mut self, columns: CacheColumns, values: &[f32]) {
-        let row = self.direct.position as usize;
+    fn append(&mut self, row: usize, columns: CacheColumns, values: &[f32]) {
+        let row = &self.direct.rows.rows[row];
+        let row = row.cache_row(row.position as usize);
         let dtype = self.direct.memory.caches[columns.cache].dtype();
         let values = values.iter().map(|&v| round_to(dtype, v)).collect();
         self.pending.push((columns, row, values));
@@ -629,15 +626,16 @@ impl Access for Checked<'_> {
 impl<R: Real> Engine for Adversary<R> {
     fn launch(
         &mut self,
-        position: u32,
-        inputs: &[Input],
+        steps: Vec<StepRows>,
         on_step: &mut dyn FnMut(StepResult<'_>) -> ControlFlow<()>,
     ) -> Result<(), InterpError> {
         let mut epochs = vec![0; self.plan.regimes.len()];
-        let regimes: Vec<(usize, u64)> = (position..)
-            .take(inputs.len())
-            .map(|position| {
-                let regime = self.plan.regime_at(position);
+        let Some(first) = steps.first() else { return Ok(()) };
+        let position = first.position;
+        let regimes: Vec<(usize, u64)> = steps
+            .iter()
+            .map(|step| {
+                let regime = self.plan.regime_at(step.position);
                 epochs[regime] += 1;
                 (regime, epochs[regime] - 1)
             })
@@ -647,25 +645,35 @@ impl<R: Real> Engine for Adversary<R> {
         self.tags.exchange.iter_mut().chain(&mut self.tags.output).for_each(stale);
         self.sms.iter_mut().flat_map(|sm| &mut sm.private_tags).for_each(stale);
         for (cache, tags) in self.memory.caches.iter().zip(&mut self.tags.caches) {
-            let begin = (position as usize * cache.cols()).min(tags.len());
-            tags[begin..].fill(false);
+            if first.rows.iter().all(|row| row.pages.is_none()) {
+                let begin = (position as usize * cache.cols()).min(tags.len());
+                tags[begin..].fill(false);
+                continue;
+            }
+            // Pages hold other sequences, too.
+            for row in steps.iter().flat_map(|step| &step.rows) {
+                let at = row.cache_row(row.position as usize) * cache.cols();
+                tags[at..at + cache.cols()].fill(false);
+            }
         }
         let mut launch = Launch {
-            position,
-            inputs,
             signals: regimes.iter().map(|r| vec![0; self.plan.regimes[r.0].events.len()]).collect(),
             totals: self.plan.regimes.iter().map(|r| vec![0; r.events.len()]).collect(),
             regimes,
-            tokens: vec![0; inputs.len()],
-            logits: vec![vec![]; inputs.len()],
+            tokens: vec![vec![]; steps.len()],
+            logits: steps.iter().map(|step| vec![vec![]; step.rows.len()]).collect(),
+            steps,
         };
         self.run(&mut launch)?;
         if let Some(last) = launch.regimes.last() {
             self.previous_regime = last.0;
         }
-        for ((position, &token), logits) in (position..).zip(&launch.tokens).zip(&launch.logits) {
-            if on_step(StepResult { position, token, logits: Logits::Values(logits) }).is_break() {
-                break;
+        for ((step, tokens), logits) in launch.steps.iter().zip(&launch.tokens).zip(&launch.logits) {
+            for (row, ((of, &token), logits)) in step.rows.iter().zip(tokens).zip(logits).enumerate() {
+                let logits = Logits::Values(logits);
+                if on_step(StepResult { row, position: of.position, token, logits }).is_break() {
+                    return Ok(());
+                }
             }
         }
         Ok(())
@@ -673,7 +681,8 @@ impl<R: Real> Engine for Adversary<R> {
 
     fn selected(&mut self, position: u32) -> Option<u32> {
         let parts = &self.plan.regimes[self.previous_regime].parts;
-        let mut memory = Direct { memory: &self.memory, private: &mut [], position };
+        let rows = &StepRows { position, rows: vec![] };
+        let mut memory = Direct { memory: &self.memory, private: &mut [], rows };
         ops::best_candidate(&self.plan.candidates, parts, &mut memory)
     }
 

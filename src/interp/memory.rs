@@ -1,10 +1,12 @@
 //! Owns the memory a schedule's tasks touch: arenas for exchange, output and cache buffers, and how ops reach them.
 
 use super::kernel::HistoryRows;
+use super::ops::Input;
 use crate::dtype::DType;
 use crate::ir::BufferId;
 use half::bf16;
 use std::cell::UnsafeCell;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU16, AtomicU32, Ordering};
 
 /// Columns of a buffer that one task touches, resolved to elements of an arena.
@@ -21,6 +23,8 @@ pub struct Region {
     pub phases: u32,
     /// Elements from one phase to the next.
     pub phase_stride: usize,
+    /// Elements from one row of the step to the next.
+    pub row_stride: usize,
 }
 
 /// The arenas that ops read and write by [`Region`].
@@ -41,6 +45,11 @@ impl Region {
             len: len.min(self.len - first),
             ..self.clone()
         }
+    }
+
+    /// The same columns of row `row` of the step.
+    pub fn row(&self, row: usize) -> Region {
+        Region { offset: self.offset + row * self.row_stride, ..self.clone() }
     }
 
     /// First element at the step that decodes `position`: phases take turns.
@@ -69,8 +78,79 @@ pub trait Access {
     fn store_words(&mut self, region: &Region, words: &[u32]);
     /// Words that the previous step wrote (a carried event orders them).
     fn load_previous_words(&mut self, region: &Region, out: &mut [u32]);
-    /// Row `position` of a cache; `values` already have the cache's precision.
-    fn append(&mut self, columns: CacheColumns, values: &[f32]);
+    /// The cache row of row `row` of the step; `values` already have the cache's precision.
+    fn append(&mut self, row: usize, columns: CacheColumns, values: &[f32]);
+}
+
+/// Memory as one row of the step sees it.
+pub struct OfRow<'a, M> {
+    pub memory: &'a mut M,
+    pub row: usize,
+}
+
+impl<M: Access> Access for OfRow<'_, M> {
+    fn trusted(&self) -> bool {
+        self.memory.trusted()
+    }
+
+    fn load(&mut self, region: &Region, out: &mut [f32]) {
+        self.memory.load(&region.row(self.row), out);
+    }
+
+    fn store(&mut self, region: &Region, values: &[f32]) {
+        self.memory.store(&region.row(self.row), values);
+    }
+
+    fn load_words(&mut self, region: &Region, out: &mut [u32]) {
+        self.memory.load_words(&region.row(self.row), out);
+    }
+
+    fn store_words(&mut self, region: &Region, words: &[u32]) {
+        self.memory.store_words(&region.row(self.row), words);
+    }
+
+    fn load_previous_words(&mut self, region: &Region, out: &mut [u32]) {
+        self.memory.load_previous_words(&region.row(self.row), out);
+    }
+
+    fn append(&mut self, _: usize, columns: CacheColumns, values: &[f32]) {
+        self.memory.append(self.row, columns, values);
+    }
+}
+
+/// What a step decodes.
+#[derive(Debug, Clone)]
+pub struct StepRows {
+    /// The largest of its rows.
+    pub position: u32,
+    pub rows: Vec<StepRow>,
+}
+
+/// A row of a step: a token of a sequence at a position.
+#[derive(Debug, Clone)]
+pub struct StepRow {
+    pub position: u32,
+    pub input: Input,
+    /// Where the positions of its sequence lie; `None`: position `p` is row `p` of the cache.
+    pub pages: Option<Pages>,
+}
+
+/// The pages of a sequence, by block of positions.
+#[derive(Debug, Clone)]
+pub struct Pages {
+    pub pages: Arc<[u32]>,
+    /// Positions of a page.
+    pub rows: usize,
+}
+
+impl StepRow {
+    /// The cache row that holds `position` of its sequence.
+    pub fn cache_row(&self, position: usize) -> usize {
+        match &self.pages {
+            Some(Pages { pages, rows }) => pages[position / rows] as usize * rows + position % rows,
+            None => position,
+        }
+    }
 }
 
 /// `value` as `dtype` would keep it.
@@ -170,6 +250,23 @@ impl Cache {
         }
     }
 
+    /// Copies columns `first..first + len` of rows to the end of `out`, in the cache's type.
+    ///
+    /// # Safety
+    /// No thread appends to one of these rows meanwhile, and every append to one happened before.
+    pub unsafe fn copy_rows(&self, rows: impl Iterator<Item = usize>, first: usize, len: usize, out: &mut Vec<u8>) {
+        let mut values = vec![0.0; len];
+        for row in rows {
+            // SAFETY: as the caller promises.
+            unsafe { self.history(row, row + 1, first, len) }.read(0, &mut values);
+            for value in &values {
+                let bits = value.to_bits().to_le_bytes();
+                // The upper half of fp32 is the bf16 it was widened from.
+                out.extend_from_slice(if self.dtype() == DType::Bf16 { &bits[2..] } else { &bits });
+            }
+        }
+    }
+
     /// Rows `start..end`, columns `first..first + len`, as [`HistoryRows`] counted from `start`.
     ///
     /// # Safety
@@ -193,6 +290,13 @@ impl Cache {
             }
         }
     }
+}
+
+/// Four bytes, or what is left of them.
+pub fn word(bytes: &[u8]) -> u32 {
+    let mut word = [0; 4];
+    word[..bytes.len()].copy_from_slice(bytes);
+    u32::from_le_bytes(word)
 }
 
 fn cells<T>(values: Vec<T>) -> Box<[UnsafeCell<T>]> {
@@ -234,7 +338,9 @@ mod tests {
             offset: 104,
             phases: 2,
             phase_stride: 50,
+            row_stride: 10,
         };
         assert_eq!([region.at(0), region.at(1), region.at(2)], [104, 154, 104]);
+        assert_eq!([region.row(0).at(1), region.row(3).at(1)], [154, 184]);
     }
 }

@@ -29,6 +29,8 @@ use crate::error::Fault;
 use crate::ir::BufferId;
 use crate::ir::schedule::Schedule;
 use crate::ir::{EventId, SmId, TaskId};
+use crate::rows::Tables;
+use memory::{Pages, StepRow, StepRows};
 use std::fmt;
 use std::ops::ControlFlow;
 use std::sync::Arc;
@@ -87,6 +89,8 @@ pub enum InterpError {
     Position { position: u64, context_max: u32 },
     #[error("token {token} is not below the vocabulary of {vocab}")]
     Token { token: u32, vocab: usize },
+    #[error("expected {expected}")]
+    Tables { expected: &'static str },
     #[error("no token to start from")]
     NoToken,
     #[error("{0}")]
@@ -159,7 +163,9 @@ impl From<InterpError> for Fault {
             InterpError::Position { .. } => {
                 return Fault::input(error.to_string()).with_remedy("raise `context_max` or shorten the prompt");
             }
-            InterpError::Token { .. } | InterpError::NoToken => return Fault::input(error.to_string()),
+            InterpError::Token { .. } | InterpError::NoToken | InterpError::Tables { .. } => {
+                return Fault::input(error.to_string());
+            }
             InterpError::Plan(PlanError::Size { .. }) => {
                 return Fault::environment(error.to_string()).with_remedy("lower `context_max`");
             }
@@ -171,6 +177,8 @@ impl From<InterpError> for Fault {
 
 /// What a step left behind.
 pub struct StepResult<'a> {
+    /// Of the step.
+    pub row: usize,
     pub position: u32,
     /// The token that was decoded at this position: the input, or what the schedule selected.
     pub token: u32,
@@ -201,11 +209,10 @@ impl Logits<'_> {
 
 /// One way of executing a plan.
 trait Engine: Send {
-    /// Runs a step for each input, from `position` on; stops early if `on_step` says so.
+    /// Runs steps one after another; tells of each row of each step, and stops early if `on_step` says so.
     fn launch(
         &mut self,
-        position: u32,
-        inputs: &[Input],
+        steps: Vec<StepRows>,
         on_step: &mut dyn FnMut(StepResult<'_>) -> ControlFlow<()>,
     ) -> Result<(), InterpError>;
 
@@ -277,6 +284,9 @@ impl Interp {
     /// Makes `position` the next one. Rows of the cache before it are whatever was written there: by steps, or by
     /// [`fill_cache`](Self::fill_cache).
     pub fn seek(&mut self, position: u32) -> Result<(), InterpError> {
+        if self.plan.tables.is_some() {
+            return Err(InterpError::Tables { expected: "tables for its rows, as its program has them" });
+        }
         self.check_position(u64::from(position))?;
         self.position = position;
         self.selectable = false;
@@ -316,6 +326,9 @@ impl Interp {
         inputs: &[Input],
         mut on_step: impl FnMut(&StepResult<'_>) -> ControlFlow<()>,
     ) -> Result<(), InterpError> {
+        if self.plan.tables.is_some() {
+            return Err(InterpError::Tables { expected: "tables for its rows, as its program has them" });
+        }
         let Some(first) = inputs.first() else { return Ok(()) };
         if *first == Input::Selected && !self.selectable {
             return Err(InterpError::NoToken);
@@ -330,10 +343,55 @@ impl Interp {
         }
         let position = &mut self.position;
         self.selectable = true;
-        self.engine.launch(*position, inputs, &mut |step| {
+        let rows = |(position, &input)| vec![StepRow { position, input, pages: None }];
+        let steps = (*position..).zip(inputs).map(|at| StepRows { position: at.0, rows: rows(at) }).collect();
+        self.engine.launch(steps, &mut |step| {
             *position = step.position + 1;
             on_step(&step)
         })
+    }
+
+    /// Decodes a launch of rows: `tokens` are those of its first step, later steps take what the step before chose. Calls
+    /// `on_step` for each row of each step in turn. If the launch runs to its end, its positions count as written.
+    ///
+    /// # Errors
+    /// The tables are not those of this program, a token is none, or the schedule does what its events do not allow.
+    pub fn launch_rows(
+        &mut self,
+        tables: Tables<'_>,
+        tokens: &[u32],
+        mut on_step: impl FnMut(&StepResult<'_>),
+    ) -> Result<(), InterpError> {
+        if self.plan.tables.as_ref() != Some(tables.shape()) {
+            return Err(InterpError::Tables { expected: "tables of the shape that its program declares" });
+        }
+        if tokens.len() != tables.rows().len() {
+            return Err(InterpError::Tables { expected: "a token for each row" });
+        }
+        if let Some(&token) = tokens.iter().find(|token| **token as usize >= self.plan.vocab) {
+            return Err(InterpError::Token { token, vocab: self.plan.vocab });
+        }
+        let page_rows = tables.shape().page_rows as usize;
+        let pages = |row| Pages { pages: tables.pages(row).collect(), rows: page_rows };
+        let pages: Vec<Pages> = (0..tokens.len()).map(pages).collect();
+        let step = |step: u32| {
+            let of = tables.rows().iter().zip(tokens).zip(&pages).map(|((row, &token), pages)| StepRow {
+                position: row.position + step,
+                input: if step == 0 { Input::Token(token) } else { Input::Selected },
+                pages: Some(pages.clone()),
+            });
+            let rows: Vec<StepRow> = of.collect();
+            StepRows { position: rows.iter().map(|row| row.position).max().unwrap_or(0), rows }
+        };
+        let steps = (0..tables.steps()).map(step).collect();
+        self.selectable = false;
+        self.engine.launch(steps, &mut |step| {
+            on_step(&step);
+            ControlFlow::Continue(())
+        })?;
+        let steps = tables.steps();
+        tables.finish(steps);
+        Ok(())
     }
 
     /// The token that follows, if nobody chooses another: the arg-max over the candidates of the last step, of equal

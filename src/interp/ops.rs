@@ -1,8 +1,8 @@
 //! Owns what each op computes: the formulas of `ir::op`, written once over both arithmetics and both kinds of memory.
 
 use super::kernel::{HistoryRows, Isa};
-use super::memory::{Access, Region, round_to};
-use super::plan::{self, Norm, Plan, Table, Work};
+use super::memory::{Access, OfRow, Region, StepRow, StepRows, round_to};
+use super::plan::{self, Norm, Plan, Table, TaskPlan, Work};
 use super::real::{self, Real, granule_k, read_value};
 use crate::dtype::DType;
 use crate::ir::GridId;
@@ -16,10 +16,9 @@ pub struct Step<'a> {
     pub plan: &'a Plan,
     pub pack: &'a [u8],
     pub isa: Isa,
-    pub position: u32,
+    pub rows: &'a StepRows,
     /// Different for every step executed, also if a position is decoded again.
     pub serial: u64,
-    pub input: Input,
     /// Ordinals whose candidates the previous step wrote.
     pub previous_parts: &'a [u32],
 }
@@ -56,7 +55,7 @@ pub struct Scratch<R> {
     /// it. All tasks of a grid read the same input: a thread that stands in for many SMs stages it once.
     input: Vec<R>,
     input_scale: R,
-    input_of: Option<(u64, GridId, usize)>,
+    input_of: Option<(u64, GridId, usize, usize)>,
     x: Vec<R>,
     y: Vec<R>,
     q: Vec<R>,
@@ -84,10 +83,34 @@ impl<R: Real> Scratch<R> {
     }
 }
 
-/// Executes one task.
-pub fn run<R: Real>(work: &Work, step: &Step<'_>, stream: Streamed<'_>, memory: &mut impl Access, s: &mut Scratch<R>) {
+/// Executes one task: one row of the step, or all of them one after another.
+pub fn run<R: Real>(
+    task: &TaskPlan,
+    step: &Step<'_>,
+    stream: Streamed<'_>,
+    memory: &mut impl Access,
+    s: &mut Scratch<R>,
+) {
+    let rows = match task.row {
+        Some(row) => row..row + 1,
+        None => 0..step.rows.rows.len(),
+    };
+    for row in rows {
+        run_row(&task.work, step, row, stream, &mut OfRow { memory, row }, s);
+    }
+}
+
+fn run_row<R: Real>(
+    work: &Work,
+    step: &Step<'_>,
+    row: usize,
+    stream: Streamed<'_>,
+    memory: &mut impl Access,
+    s: &mut Scratch<R>,
+) {
+    let of_step = &step.rows.rows[row];
     match work {
-        Work::Select { candidates, token } => select(step, candidates, token, memory),
+        Work::Select { candidates, token } => select(step, of_step.input, candidates, token, memory),
         Work::Report { token, out } => {
             let mut word = [0];
             memory.load_words(token, &mut word);
@@ -103,13 +126,13 @@ pub fn run<R: Real>(work: &Work, step: &Step<'_>, stream: Streamed<'_>, memory: 
         }
         Work::MatVec(m) => {
             let weights = if let Streamed::Weights(weights) = stream { weights } else { &[] };
-            mat_vec(step, m, weights, memory, s);
+            mat_vec(step, row, m, weights, memory, s);
         }
         Work::Attention(a) => {
             let empty = HistoryRows::F32 { data: &[], stride: 0 };
             let nothing = History { keys: empty, values: empty, rows: 0 };
             let history = if let Streamed::History(history) = stream { history } else { nothing };
-            attention(step, a, history, memory, s);
+            attention(step, of_step, a, history, memory, s);
         }
         Work::AttentionMerge { head_dim, splits, heads } => {
             heads.iter().for_each(|head| merge(*head_dim, *splits, head, memory, s));
@@ -149,8 +172,8 @@ pub fn best_candidate(candidates: &Region, parts: &[u32], memory: &mut impl Acce
     Some(parts[1..].iter().map(pair).fold(first, better).1)
 }
 
-fn select(step: &Step<'_>, candidates: &Region, token: &Region, memory: &mut impl Access) {
-    let chosen = match step.input {
+fn select(step: &Step<'_>, input: Input, candidates: &Region, token: &Region, memory: &mut impl Access) {
+    let chosen = match input {
         Input::Token(token) => token,
         // The caller excludes a first step without a token.
         Input::Selected => best_candidate(candidates, step.previous_parts, memory).unwrap_or(0),
@@ -204,9 +227,16 @@ fn norm_whole<R: Real>(isa: Isa, norm: &Norm, constants: &[f32], x: &mut [R]) {
     x.iter_mut().for_each(|x| *x = *x * scale);
 }
 
-fn mat_vec<R: Real>(step: &Step<'_>, m: &plan::MatVec, weights: &[u8], memory: &mut impl Access, s: &mut Scratch<R>) {
+fn mat_vec<R: Real>(
+    step: &Step<'_>,
+    row: usize,
+    m: &plan::MatVec,
+    weights: &[u8],
+    memory: &mut impl Access,
+    s: &mut Scratch<R>,
+) {
     let rows = m.unit_rows;
-    let input_of = Some((step.serial, m.grid, m.x.first));
+    let input_of = Some((step.serial, m.grid, m.x.first, row));
     if s.input_of != input_of || !memory.trusted() {
         load(memory, &m.x, &mut s.load, &mut s.input);
         s.input_scale = match &m.norm {
@@ -318,6 +348,7 @@ fn rotate<R: Real>(table: &[f32], interleaved: bool, head: &mut [R]) {
 
 fn attention<R: Real>(
     step: &Step<'_>,
+    row: &StepRow,
     a: &plan::Attention,
     history: History<'_>,
     memory: &mut impl Access,
@@ -326,7 +357,7 @@ fn attention<R: Real>(
     let op = &a.op;
     let (dim, heads, rows) = (op.head_dim as usize, op.heads_per_task as usize, history.rows);
     let rope = a.rope.as_ref().map(|table| {
-        let begin = table.start + step.position as usize * op.rotary as usize;
+        let begin = table.start + row.position as usize * op.rotary as usize;
         &step.plan.constants[begin..begin + op.rotary as usize]
     });
     let first = a.i as usize * heads;
@@ -351,7 +382,7 @@ fn attention<R: Real>(
             s.load.extend(values.iter().map(|v| round_to(a.cache_dtype, v.to_f32())));
             values.iter_mut().zip(&s.load).for_each(|(v, &rounded)| *v = R::of(rounded));
             if let Some(columns) = columns {
-                memory.append(columns, &s.load);
+                memory.append(0, columns, &s.load);
             }
         }
     }

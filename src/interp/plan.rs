@@ -11,6 +11,7 @@ use crate::ir::schedule::{Event, Ring, Schedule, Source, Task};
 use crate::ir::variant::MatVecVariant;
 use crate::ir::{BufferId, EventId, GridId, SmId, TaskId};
 use crate::model::graph::QkNormSpan;
+use crate::rows::Shape;
 use std::ops::Range;
 use thiserror::Error;
 
@@ -43,6 +44,9 @@ pub enum PlanError {
     Missing { role: Role },
     #[error("{grid} streams weights, and has no variant that says in which chunks")]
     Variant { grid: GridId },
+    /// A known gap: the pack has the parts of no looked-up buffer yet.
+    #[error("{grid} chooses a part of a buffer, or reads a chosen one, which the interpreter cannot do yet")]
+    Choice { grid: GridId },
     #[error("no regime serves position 0")]
     Regimes,
     #[error("{sms} SMs are declared, a regime has {queues} queues and {streams} streams")]
@@ -52,6 +56,8 @@ pub enum PlanError {
 pub struct Plan {
     pub sms: usize,
     pub context_max: u32,
+    /// What bounds the tables of its launches; `None`: it has no tables.
+    pub tables: Option<Shape>,
     pub vocab: usize,
     pub exchange_words: usize,
     pub output_words: usize,
@@ -100,6 +106,8 @@ pub struct TaskPlan {
     pub id: TaskId,
     pub waits: Box<[(EventId, u32)]>,
     pub signals: Box<[EventId]>,
+    /// The row of the step that it takes; `None`: all of them.
+    pub row: Option<usize>,
     pub work: Work,
 }
 
@@ -113,16 +121,15 @@ pub struct StreamRun {
 #[derive(Debug, Clone, PartialEq)]
 pub enum StreamBytes {
     /// Bytes of the pack, in the chunks of the variant.
-    Fixed {
-        range: Range<usize>,
-        variant: MatVecVariant,
-    },
+    Fixed { range: Range<usize>, variant: MatVecVariant },
     History {
         rows: usize,
         keys: CacheColumns,
         values: CacheColumns,
         op: op::Attention,
         j: u32,
+        /// Whose history it is.
+        row: usize,
     },
 }
 
@@ -276,7 +283,11 @@ impl Plan {
                             parts.push(task.j);
                         }
                         let waits = task.waits.iter().map(|w| (w.event, w.count)).collect();
-                        tasks.push(TaskPlan { id, waits, signals: task.signals.as_slice().into(), work });
+                        let row = program.grids[task.grid.index()].per_row.then_some(task.row as usize);
+                        if task.row >= program.rows {
+                            return Err(reference(id, format!("row {}", task.row)));
+                        }
+                        tasks.push(TaskPlan { id, waits, signals: task.signals.as_slice().into(), row, work });
                     }
                     queues.push(tasks);
                 }
@@ -294,6 +305,7 @@ impl Plan {
         Ok(Plan {
             sms: schedule.machine.sms as usize,
             context_max: program.context_max,
+            tables: Shape::of(program),
             vocab: logits.len,
             exchange_words: memory.words[0],
             output_words: memory.words[1],
@@ -416,6 +428,7 @@ impl MemoryMap {
             offset: offset + first,
             phases: b.phases.max(1),
             phase_stride: b.rows as usize * b.cols as usize,
+            row_stride: b.cols as usize,
         }
     }
 
@@ -540,7 +553,14 @@ impl MemoryMap {
                 let empty = |role| PlanError::Empty { task: run.task, role };
                 let keys = self.cache(at, Role::HistoryK)?.ok_or(empty(Role::HistoryK))?;
                 let values = self.cache(at, Role::HistoryV)?.ok_or(empty(Role::HistoryV))?;
-                StreamBytes::History { rows: rows.max(1) as usize, keys, values, op: op.clone(), j: task.j }
+                StreamBytes::History {
+                    rows: rows.max(1) as usize,
+                    keys,
+                    values,
+                    op: op.clone(),
+                    j: task.j,
+                    row: task.row as usize,
+                }
             }
         };
         Ok(StreamRun { task: run.task, bytes })
@@ -559,6 +579,7 @@ impl MemoryMap {
                 Work::Select { candidates: self.region(at, Role::Candidates)?, token: self.sized(at, Role::Token, 1)? }
             }
             Op::Report => Work::Report { token: self.sized(at, Role::Token, 1)?, out: self.sized(at, Role::Out, 1)? },
+            Op::Route { .. } => return Err(PlanError::Choice { grid: task.grid }),
             Op::Embed { scale, everywhere: _ } => {
                 let operand = at.operand(Role::Table)?;
                 let buffer = &program.buffers[operand.buffer.index()];
@@ -621,6 +642,9 @@ impl MemoryMap {
         let units = (at.hi - at.lo.min(at.hi)) as usize;
         let k = m.k as usize;
         let expected = units as u64 * m.unit_bytes(dtype.bytes() as u32);
+        if matches!(at.operand(Role::Weight)?.rows, Rows::Lookup(_)) {
+            return Err(PlanError::Choice { grid: at.grid_id });
+        }
         let weight = streamed.unwrap_or(0..0);
         if weight.len() as u64 != expected {
             return Err(PlanError::Stream { task: id, expected, found: weight.len() as u64 });

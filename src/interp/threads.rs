@@ -8,8 +8,8 @@
 //! nothing is lost, and a carried event needs no counter. `adversary` executes what this leaves out.
 
 use super::kernel::Isa;
-use super::memory::{Access, Cache, CacheColumns, Memory, Place, Region, round_to};
-use super::ops::{self, History, Input, Scratch, Step, Streamed};
+use super::memory::{Access, Cache, CacheColumns, Memory, Place, Region, StepRows, round_to, word};
+use super::ops::{self, History, Scratch, Step, Streamed, history_rows};
 use super::plan::{Plan, RegimePlan, TaskPlan, Work};
 use super::real::Real;
 use super::{Blocked, BlockedWait, Engine, InterpError, Logits, Pack, StepResult};
@@ -62,11 +62,10 @@ struct Shared {
 }
 
 /// What a step is to do.
-#[derive(Clone, Copy)]
+#[derive(Clone)]
 struct StepOrder {
     serial: u64,
-    position: u32,
-    input: Input,
+    rows: Arc<StepRows>,
     /// Steps that the regime of this step has run before.
     epoch: u64,
     previous_regime: usize,
@@ -113,7 +112,8 @@ impl<R: Real> Threads<R> {
             plan.regimes.iter().map(|r| r.events.iter().map(|_| Counter(AtomicU64::new(0))).collect()).collect();
         let threads = threads.clamp(1, plan.sms.max(1));
         let sm = |_| Mutex::new(Sm { private: vec![0; plan.private_words], serial: 0, cursor: 0 });
-        let order = StepOrder { serial: 0, position: 0, input: Input::Selected, epoch: 0, previous_regime: 0 };
+        let rows = Arc::new(StepRows { position: 0, rows: vec![] });
+        let order = StepOrder { serial: 0, rows, epoch: 0, previous_regime: 0 };
         let shared = Arc::new(Shared {
             memory: Memory::new(plan.exchange_words, plan.output_words, caches),
             counters,
@@ -145,16 +145,17 @@ impl<R: Real> Threads<R> {
         Threads { crew: crew(0), shared, workers, serial: 0, epochs, previous_regime: 0, failed: false }
     }
 
-    fn step(&mut self, position: u32, input: Input) -> Result<u32, InterpError> {
+    /// The token of each row.
+    fn step(&mut self, rows: StepRows) -> Result<Vec<u32>, InterpError> {
         if self.failed {
             return Err(InterpError::Failed);
         }
-        let shared = &*self.shared;
+        let (shared, position, count) = (&*self.shared, rows.position, rows.rows.len());
         let regime = shared.plan.regime_at(position);
         self.serial += 1;
         let (serial, epoch) = (self.serial, self.epochs[regime]);
-        let order = StepOrder { serial, position, input, epoch, previous_regime: self.previous_regime };
-        *lock(&shared.order) = order;
+        let order = StepOrder { serial, rows: Arc::new(rows), epoch, previous_regime: self.previous_regime };
+        *lock(&shared.order) = order.clone();
         shared.unfinished.store(shared.sms.len(), Ordering::Relaxed);
         // Sequentially consistent against the worker's "parked, then look again": one of the two sees the other.
         shared.step.store(serial, Ordering::SeqCst);
@@ -174,10 +175,11 @@ impl<R: Real> Threads<R> {
         self.epochs[regime] += 1;
         self.previous_regime = regime;
         let token = shared.plan.regimes[regime].queues[0].iter().find_map(|task| match &task.work {
-            Work::Select { token, .. } => Some(token.at(position)),
+            Work::Select { token, .. } => Some(token),
             _ => None,
         });
-        Ok(token.map_or(0, |at| lock(&shared.sms[0]).private[at]))
+        let sm = lock(&shared.sms[0]);
+        Ok((0..count).map(|row| token.map_or(0, |token| sm.private[token.row(row).at(position)])).collect())
     }
 }
 
@@ -228,7 +230,7 @@ fn work<R: Real>(shared: &Shared, crew: &mut Crew<R>, parked: &AtomicBool) {
         if step != done {
             shared.active.fetch_add(1, Ordering::SeqCst);
             // May be a later step by now; the host cannot begin another before this one has ended.
-            let order = *lock(&shared.order);
+            let order = lock(&shared.order).clone();
             run_caught(shared, crew, &order);
             shared.active.fetch_sub(1, Ordering::Release);
             done = order.serial;
@@ -260,7 +262,7 @@ fn run_caught<R: Real>(shared: &Shared, crew: &mut Crew<R>, order: &StepOrder) {
 
 /// Returns when the step has ended on all SMs, or was given up.
 fn run_step<R: Real>(shared: &Shared, crew: &mut Crew<R>, order: &StepOrder) {
-    let regime = shared.plan.regime_at(order.position);
+    let regime = shared.plan.regime_at(order.rows.position);
     let run = StepRun {
         shared,
         regime: &shared.plan.regimes[regime],
@@ -270,9 +272,8 @@ fn run_step<R: Real>(shared: &Shared, crew: &mut Crew<R>, order: &StepOrder) {
             plan: &shared.plan,
             pack: (*shared.pack).as_ref(),
             isa: shared.isa,
-            position: order.position,
+            rows: &order.rows,
             serial: order.serial,
-            input: order.input,
             previous_parts: &shared.plan.regimes[order.previous_regime].parts,
         },
     };
@@ -337,9 +338,11 @@ impl StepRun<'_> {
         if !ready(task, self.regime, self.counters, self.order.epoch) {
             return false;
         }
-        let position = self.order.position;
-        let mut memory = Direct { memory: &shared.memory, private: &mut state.private, position };
-        ops::run(&task.work, &self.step, streamed(shared, task, position, self.step.pack), &mut memory, scratch);
+        let rows = &self.order.rows;
+        let mut memory = Direct { memory: &shared.memory, private: &mut state.private, rows };
+        let mut gathered = Default::default();
+        let stream = streamed(shared, task, rows, self.step.pack, &mut gathered);
+        ops::run(task, &self.step, stream, &mut memory, scratch);
         for event in &task.signals {
             self.counters[event.index()].0.fetch_add(1, Ordering::Release);
         }
@@ -366,7 +369,7 @@ fn ready(task: &TaskPlan, regime: &RegimePlan, counters: &[Counter], epoch: u64)
 
 /// The head task of every SM that is not done, with the waits that are not over.
 fn blocked(shared: &Shared, order: &StepOrder) -> Vec<Blocked> {
-    let index = shared.plan.regime_at(order.position);
+    let index = shared.plan.regime_at(order.rows.position);
     let (regime, counters) = (&shared.plan.regimes[index], &shared.counters[index]);
     let head = |(sm, queue): (usize, &Vec<TaskPlan>)| {
         let state = lock(&shared.sms[sm]);
@@ -387,10 +390,21 @@ fn blocked(shared: &Shared, order: &StepOrder) -> Vec<Blocked> {
     regime.queues.iter().enumerate().filter_map(head).collect()
 }
 
-fn streamed<'a>(shared: &'a Shared, task: &TaskPlan, position: u32, pack: &'a [u8]) -> Streamed<'a> {
+/// Keys and values of a paged history, one row behind the other.
+type Gathered = [Vec<u32>; 2];
+
+fn streamed<'a>(
+    shared: &'a Shared,
+    task: &TaskPlan,
+    rows: &StepRows,
+    pack: &'a [u8],
+    gathered: &'a mut Gathered,
+) -> Streamed<'a> {
     match &task.work {
         Work::MatVec(m) => Streamed::Weights(&pack[m.weight.clone()]),
         Work::Attention(a) => {
+            let row = &rows.rows[task.row.unwrap_or(0)];
+            let position = row.position;
             let (start, end) = a.op.history_share(position, a.j);
             let (start, end) = (start as usize, end.min(position) as usize);
             let rows = |columns: CacheColumns| {
@@ -399,6 +413,25 @@ fn streamed<'a>(shared: &'a Shared, task: &TaskPlan, position: u32, pack: &'a [u
                 unsafe { shared.memory.caches[columns.cache].history(start, end, columns.first, columns.len) }
             };
             let rows_count = end.saturating_sub(start);
+            if row.pages.is_some() {
+                for (columns, words) in [a.keys, a.values].iter().zip(&mut *gathered) {
+                    let mut bytes = vec![];
+                    let cache_rows = (start..end).map(|position| row.cache_row(position));
+                    // SAFETY: tasks append to the rows of the step alone; the guard of the tables has established that no
+                    // other row reads the pages that they lie in, and `end` is at most the position of this one.
+                    unsafe {
+                        let cache = &shared.memory.caches[columns.cache];
+                        cache.copy_rows(cache_rows, columns.first, columns.len, &mut bytes);
+                    }
+                    words.extend(bytes.chunks(4).map(word));
+                }
+                let [keys, values] = &*gathered;
+                return Streamed::History(History {
+                    keys: history_rows(a.cache_dtype, keys, a.keys.len),
+                    values: history_rows(a.cache_dtype, values, a.values.len),
+                    rows: rows_count,
+                });
+            }
             Streamed::History(History { keys: rows(a.keys), values: rows(a.values), rows: rows_count })
         }
         _ => Streamed::Nothing,
@@ -409,7 +442,7 @@ fn streamed<'a>(shared: &'a Shared, task: &TaskPlan, position: u32, pack: &'a [u
 pub struct Direct<'a> {
     pub memory: &'a Memory,
     pub private: &'a mut [u32],
-    pub position: u32,
+    pub rows: &'a StepRows,
 }
 
 impl Direct<'_> {
@@ -426,7 +459,7 @@ impl Direct<'_> {
     }
 
     fn put(&mut self, region: &Region, words: impl Iterator<Item = u32>) {
-        let at = region.at(self.position);
+        let at = region.at(self.rows.position);
         match region.place {
             Place::Private => self.private[at..at + region.len].iter_mut().zip(words).for_each(|(o, w)| *o = w),
             Place::Exchange | Place::Output => {
@@ -443,7 +476,7 @@ impl Access for Direct<'_> {
     }
 
     fn load(&mut self, region: &Region, out: &mut [f32]) {
-        self.words(region, self.position, |i, word| out[i] = f32::from_bits(word));
+        self.words(region, self.rows.position, |i, word| out[i] = f32::from_bits(word));
     }
 
     fn store(&mut self, region: &Region, values: &[f32]) {
@@ -452,7 +485,7 @@ impl Access for Direct<'_> {
     }
 
     fn load_words(&mut self, region: &Region, out: &mut [u32]) {
-        self.words(region, self.position, |i, word| out[i] = word);
+        self.words(region, self.rows.position, |i, word| out[i] = word);
     }
 
     fn store_words(&mut self, region: &Region, words: &[u32]) {
@@ -460,28 +493,32 @@ impl Access for Direct<'_> {
     }
 
     fn load_previous_words(&mut self, region: &Region, out: &mut [u32]) {
-        self.words(region, self.position.wrapping_sub(1), |i, word| out[i] = word);
+        self.words(region, self.rows.position.wrapping_sub(1), |i, word| out[i] = word);
     }
 
-    fn append(&mut self, columns: CacheColumns, values: &[f32]) {
-        self.memory.caches[columns.cache].append(self.position as usize, columns.first, values);
+    fn append(&mut self, row: usize, columns: CacheColumns, values: &[f32]) {
+        let row = &self.rows.rows[row];
+        self.memory.caches[columns.cache].append(row.cache_row(row.position as usize), columns.first, values);
     }
 }
 
 impl<R: Real> Engine for Threads<R> {
     fn launch(
         &mut self,
-        position: u32,
-        inputs: &[Input],
+        steps: Vec<StepRows>,
         on_step: &mut dyn FnMut(StepResult<'_>) -> ControlFlow<()>,
     ) -> Result<(), InterpError> {
-        for (position, &input) in (position..).zip(inputs) {
-            let token = self.step(position, input)?;
-            let logits = &self.shared.plan.logits;
-            let at = logits.at(position);
-            let logits = Logits::Words(&self.shared.memory.output[at..at + logits.len]);
-            if on_step(StepResult { position, token, logits }).is_break() {
-                break;
+        for step in steps {
+            let of_step = step.position;
+            let positions: Vec<u32> = step.rows.iter().map(|row| row.position).collect();
+            let tokens = self.step(step)?;
+            for (row, (&position, token)) in positions.iter().zip(tokens).enumerate() {
+                let logits = self.shared.plan.logits.row(row);
+                let at = logits.at(of_step);
+                let logits = Logits::Words(&self.shared.memory.output[at..at + logits.len]);
+                if on_step(StepResult { row, position, token, logits }).is_break() {
+                    return Ok(());
+                }
             }
         }
         Ok(())
@@ -489,7 +526,8 @@ impl<R: Real> Engine for Threads<R> {
 
     fn selected(&mut self, position: u32) -> Option<u32> {
         let parts = &self.shared.plan.regimes[self.previous_regime].parts;
-        let mut memory = Direct { memory: &self.shared.memory, private: &mut [], position };
+        let rows = &StepRows { position, rows: vec![] };
+        let mut memory = Direct { memory: &self.shared.memory, private: &mut [], rows };
         ops::best_candidate(&self.shared.plan.candidates, parts, &mut memory)
     }
 
@@ -531,6 +569,8 @@ mod tests {
     use super::*;
     use crate::candidate::Candidate;
     use crate::dtype::{DType, Precision};
+    use crate::interp::memory::StepRow;
+    use crate::interp::ops::Input;
     use crate::ir::schedule::Schedule;
     use crate::lower::lower;
     use crate::model::config::import;
@@ -558,6 +598,10 @@ mod tests {
         Threads::with_stall(Arc::new(plan), pack.clone(), Isa::detect(), count, STALL)
     }
 
+    fn one(position: u32, token: u32) -> StepRows {
+        StepRows { position, rows: vec![StepRow { position, input: Input::Token(token), pages: None }] }
+    }
+
     fn is_matvec(task: &TaskPlan) -> bool {
         matches!(task.work, Work::MatVec(_))
     }
@@ -576,7 +620,7 @@ mod tests {
         for count in [1, 3] {
             let mut engine = threads(&schedule, &pack, count, swap);
             for _ in 0..2 {
-                let InterpError::Deadlock { position, blocked } = engine.step(0, Input::Token(1)).unwrap_err() else {
+                let InterpError::Deadlock { position, blocked } = engine.step(one(0, 1)).unwrap_err() else {
                     panic!("expected a deadlock");
                 };
                 assert_eq!((position, blocked.len()), (0, 4));
@@ -585,7 +629,7 @@ mod tests {
                     !waits.is_empty() && waits.iter().all(|w| w.seen < w.needed && !w.missing.is_empty()),
                     "{waits:?}"
                 );
-                assert_eq!(engine.step(0, Input::Token(1)), Err(InterpError::Failed));
+                assert_eq!(engine.step(one(0, 1)), Err(InterpError::Failed));
                 engine.reset();
             }
         }
@@ -603,7 +647,7 @@ mod tests {
                 }
             }
         });
-        let error = engine.step(0, Input::Token(1)).unwrap_err();
+        let error = engine.step(one(0, 1)).unwrap_err();
         assert!(matches!(&error, InterpError::Panic { message } if message.contains("out of range")), "{error}");
     }
 
@@ -612,7 +656,7 @@ mod tests {
         let (schedule, pack) = place();
         let mut engine = threads(&schedule, &pack, 3, |_| ());
         for position in 0..3 {
-            engine.step(position, Input::Token(position)).unwrap();
+            engine.step(one(position, position)).unwrap();
             let begin = Instant::now();
             while !engine.workers.iter().all(|w| w.parked.load(Ordering::SeqCst)) {
                 assert!(begin.elapsed() < Duration::from_secs(60), "an idle worker does not park");

@@ -4,7 +4,7 @@
 //! validator keeps arithmetic of its own, because it judges what this module decides.
 
 use super::op::{Epilogue, HISTORY_ALIGN, MatVec, Op, PARTIAL_HEADER, Role, UNIT_ROWS};
-use super::program::{Buffer, Program, Space};
+use super::program::{Buffer, Program, Rows, Space};
 use super::schedule::{Run, Schedule, SmemKind, SmemPart, Source};
 use crate::dtype::{DType, Precision};
 
@@ -78,7 +78,12 @@ pub fn matrices(program: &Program) -> Vec<Option<Matrix>> {
     for grid in &program.grids {
         let (Op::MatVec(m), Some(weight)) = (&grid.op, grid.operand(Role::Weight)) else { continue };
         let Some(buffer) = program.buffers.get(weight.buffer.index()) else { continue };
-        let (units, unit_bytes) = (m.units(), m.unit_bytes(buffer.dtype.bytes() as u32));
+        // Of a matrix that is looked up, the parts follow one another.
+        let parts = match weight.rows {
+            Rows::Lookup(table) => program.tables.get(table.index()).map_or(1, |table| table.bound),
+            _ => 1,
+        };
+        let (units, unit_bytes) = (m.units().saturating_mul(parts), m.unit_bytes(buffer.dtype.bytes() as u32));
         matrices[weight.buffer.index()] = Some(Matrix { units, unit_rows: m.unit_rows, unit_bytes });
     }
     matrices
@@ -169,15 +174,15 @@ pub fn place_align(bytes: u64) -> u64 {
     bytes.checked_next_multiple_of(PLACE_ALIGN_BYTES).unwrap_or(u64::MAX)
 }
 
-/// Bytes a buffer takes where it lies, all phases. Packets are read in pairs.
+/// Bytes a buffer takes where it lies, all phases. Packets are read in pairs, and every row begins with one.
 pub fn placed_bytes(b: &Buffer) -> u64 {
-    let elements = u64::from(b.rows) * u64::from(b.cols);
+    let (rows, cols) = (u64::from(b.rows), u64::from(b.cols));
     match b.space {
         Space::Exchange => {
-            let packets = elements.div_ceil(4 / b.dtype.bytes() as u64).next_multiple_of(2);
-            packets.saturating_mul(PACKET_BYTES).saturating_mul(u64::from(b.phases))
+            let packets = cols.div_ceil(4 / b.dtype.bytes() as u64).next_multiple_of(2);
+            packets.saturating_mul(PACKET_BYTES).saturating_mul(rows).saturating_mul(u64::from(b.phases))
         }
-        _ => elements.saturating_mul(b.dtype.bytes() as u64),
+        _ => (rows * cols).saturating_mul(b.dtype.bytes() as u64),
     }
 }
 
@@ -220,7 +225,8 @@ pub struct SmemNeeds {
     pub heads_per_task: u32,
     /// Records of a query head that meet at the end of attention.
     pub records: u32,
-    /// Units of 8 columns of the residual that a block has at most.
+    /// Units of 8 columns of the residual that a block has at most, of all rows of the step. Scratch is that of one row: a
+    /// task takes its rows one after another.
     pub residual_units: u32,
     pub precision: Precision,
     /// Whether tensor cores compute the dot products.

@@ -6,8 +6,16 @@
 //!
 //! # The memory model that `validate` proves against and `kernels/runtime/sync.cuh` implements
 //!
-//! - **Step.** One decoded token. Steps run one after another in program text, but SMs do not stop between them: an SM
-//!   starts step `s + 1` as soon as its own queue for step `s` is done. Position `p` is the same on all SMs in a step.
+//! - **Step.** One decoded token of each row. Steps run one after another in program text, but SMs do not stop between them:
+//!   an SM starts step `s + 1` as soon as its own queue for step `s` is done.
+//! - **Rows.** A step has a fixed number of rows. A row is one token of one sequence at one position, and goes on to the next
+//!   position in the next step. The position of a step is the largest of its rows; it is the same on all SMs, it decides the
+//!   regime, and the phase of a buffer. Rows of a step are of different sequences: no row reads what another one appends in
+//!   the same step.
+//! - **Tables.** The host writes the rows of a launch and the pages of their sequences before the launch, and never during
+//!   it. A row of a paged cache is named by its sequence and position; the page table says where it lies. The facts that a
+//!   table declares ([`table`]) keep rows apart in memory: no two rows write one page, and no row reads a page that another
+//!   row writes.
 //! - **Queue order.** The consumer warps of an SM execute its queue one task after another. A warp may begin a task while
 //!   other warps of the SM still finish the one before. Inside each op a block barrier lies between what one warp writes
 //!   and another one reads, also where the other one reads it in a later task.
@@ -22,6 +30,14 @@
 //!   the reader's poll is the wait. A packet orders what *depends* on its payload and nothing else: plain memory written
 //!   before it is not made visible. `fenced`: packets behind a release fence, followed by an acquire fence at the reader;
 //!   orders all memory. `counter`: release add, acquire poll; orders all memory.
+//! - **Streams that wait.** A run whose source the step chooses, such as the weights of an expert, names the event after
+//!   which the choice is there. The loader polls that event before it begins the run, and nothing behind the run is loaded
+//!   before. The choice is clamped to its table's bound.
+//! - **Devices.** The SMs of a machine may belong to several devices. A packet is stored into the memory of each device
+//!   that has the buffer, and an SM polls the memory of its own device; every access to words that cross devices is of
+//!   scope `system` and one address, so that no half of a packet is seen. Tags are unique, so packets that cross need no
+//!   fence, and they order nothing else. Cache rows and other plain memory stay on the device of the task that wrote them.
+//! - **Scopes.** An event names how far its accesses reach: all who signal it and all who wait for it.
 //! - **Two orders.** *Dependency order* (queue order and every event) decides deadlock and whether a write may overwrite
 //!   what an earlier read needed. *Visibility order* (queue order, `fenced` and `counter` events) decides whether plain
 //!   memory written on one SM may be read on another.
@@ -79,6 +95,10 @@ use crate::define_id;
 define_id!(
     /// A buffer of a program.
     BufferId, "b"
+);
+define_id!(
+    /// A table of a program.
+    TableId, "v"
 );
 define_id!(
     /// A grid of a program.

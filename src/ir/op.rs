@@ -10,6 +10,8 @@ pub enum Op {
     Select,
     /// Hands the token of this step to the host.
     Report,
+    /// `out` = the index of the largest of `x`, of equal ones the first: the expert of this step, for a table of choices.
+    Route { experts: u32 },
     /// `residual[i] = x[i] = scale * table[token][i]`. One launch index is 8 columns; `everywhere`, it is a whole row, one for each
     /// SM, and nothing is published.
     Embed { scale: f32, everywhere: bool },
@@ -111,6 +113,7 @@ impl Op {
         match self {
             Op::Select => key.push(0),
             Op::Report => key.push(1),
+            Op::Route { experts } => key.extend([7, *experts]),
             Op::Embed { scale, everywhere } => key.extend([2, scale.to_bits(), u32::from(*everywhere)]),
             Op::MatVec(MatVec { rows, k, norm, own_input, epilogue, unit_rows }) => {
                 key.extend([3, *rows, *k, *unit_rows]);
@@ -328,6 +331,7 @@ impl Op {
         match self {
             Op::Select => "select",
             Op::Report => "report",
+            Op::Route { .. } => "route",
             Op::Embed { .. } => "embed",
             Op::MatVec(_) => "matvec",
             Op::Attention(_) => "attention",
@@ -348,6 +352,7 @@ impl Op {
         match self {
             Op::Select => const { &[need(Role::Candidates, Read), need(Role::Token, Write)] },
             Op::Report => const { &[need(Role::Token, Read), need(Role::Out, Write)] },
+            Op::Route { .. } => const { &[need(Role::X, Read), need(Role::Out, Write)] },
             Op::Embed { everywhere, .. } => {
                 const WHOLE: &[Slot] = &[need(Role::Token, Read), need(Role::Table, Read), need(Role::Residual, Write)];
                 const OWNED: &[Slot] = &[

@@ -7,11 +7,14 @@
 use super::op::{Access, Attention, Epilogue, MatVec, NormAttr, Op, QkNormAttr, Role, UNIT_ROWS};
 use super::print::{VERSION, act_name, norm_name};
 use super::program::{
-    Buffer, Cols, Content, Grid, LayerOp, Operand, Part, Program, Rows, Second, Site, Space, VectorPart,
+    Buffer, Cols, Content, Grid, Home, LayerOp, Operand, Paging, Part, Program, Rows, Second, Site, Space, VectorPart,
 };
-use super::schedule::{Event, Machine, Mechanism, Regime, Ring, Run, Schedule, SmemKind, SmemPart, Source, Task, Wait};
+use super::schedule::{
+    Event, Machine, Mechanism, Regime, Ring, Run, Schedule, Scope, SmemKind, SmemPart, Source, Task, Wait,
+};
+use super::table::{Fact, Holds, Table, TableHome};
 use super::variant::{AttentionVariant, MatVecVariant, Variant};
-use super::{BufferId, EventId, GridId, LayerId, SmId, TaskId};
+use super::{BufferId, EventId, GridId, LayerId, SmId, TableId, TaskId};
 use crate::dtype::{DType, Precision};
 use crate::error::Fault;
 use crate::model::graph::{Act, NormKind, QkNormSpan, RopeId, RowView, TensorId};
@@ -85,6 +88,7 @@ pub fn parse_program(text: &str) -> Result<Program, ParseError> {
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Lines {
     pub program: Span,
+    pub tables: Vec<Span>,
     pub buffers: Vec<Span>,
     /// The line of the grid itself; its operands follow.
     pub grids: Vec<Span>,
@@ -154,16 +158,20 @@ impl<'a> Parser<'a> {
         self.expect("program")?;
         let name = self.string()?;
         let context_max = self.attr_u32("context_max")?;
+        let rows = self.optional_u32("rows")?.unwrap_or(1);
         let mut dtype = |key| {
             self.attr(key)?;
             self.one_of(&DTYPES, DType::name)
         };
         let precision = Precision { weights: dtype("weights")?, cache: dtype("cache")?, wire: dtype("wire")? };
         self.lines.program = self.end_of_line()?;
-        let mut program = Program { name, precision, context_max, buffers: vec![], grids: vec![] };
+        let mut program =
+            Program { name, precision, context_max, rows, tables: vec![], buffers: vec![], grids: vec![] };
         loop {
             self.next_line();
-            if self.eat_definition("b", "buffer", program.buffers.len())? {
+            if program.buffers.is_empty() && self.eat_definition(TableId::PREFIX, "table", program.tables.len())? {
+                program.tables.push(self.table()?);
+            } else if self.eat_definition("b", "buffer", program.buffers.len())? {
                 program.buffers.push(self.buffer()?);
             } else if self.eat_definition("g", "grid", program.grids.len())? {
                 program.grids.push(self.grid()?);
@@ -191,20 +199,64 @@ impl<'a> Parser<'a> {
         self.end_of_line().map(|_| ())
     }
 
-    fn buffer(&mut self) -> Parsed<Buffer> {
-        let space = self.one_of(&Space::ALL, Space::name)?;
-        let dtype = self.one_of(&DTYPES, DType::name)?;
+    fn table(&mut self) -> Parsed<Table> {
+        let home = match self.words(&["host", "device"])? {
+            "host" => TableHome::Host,
+            _ => TableHome::Device(BufferId(self.id("b")?)),
+        };
+        let holds = self.one_of(&Holds::ALL, Holds::name)?;
+        let (rows, cols) = self.extents()?;
+        self.expect("<")?;
+        let bound = self.u32()?;
+        let name = self.string()?;
+        let mut facts = vec![];
+        while let Some(fact) = self.eat_one_of(&Fact::ALL, Fact::name) {
+            facts.push(fact);
+        }
+        let line = self.end_of_line()?;
+        self.lines.tables.push(line);
+        Ok(Table { name, home, holds, rows, cols, bound, facts })
+    }
+
+    /// `[rows, cols]`
+    fn extents(&mut self) -> Parsed<(u32, u32)> {
         self.expect("[")?;
         let rows = self.u32()?;
         self.expect(",")?;
         let cols = self.u32()?;
         self.expect("]")?;
+        Ok((rows, cols))
+    }
+
+    fn buffer(&mut self) -> Parsed<Buffer> {
+        let space = self.one_of(&Space::ALL, Space::name)?;
+        let dtype = self.one_of(&DTYPES, DType::name)?;
+        let (rows, cols) = self.extents()?;
         let phases = if self.eat_attr("phases")? { self.u32()? } else { 1 };
+        let paging = if self.eat_attr("pages")? {
+            let table = TableId(self.id(TableId::PREFIX)?);
+            self.expect(":")?;
+            Some(Paging { table, rows: self.u32()? })
+        } else {
+            None
+        };
+        let home = if self.eat_attr("home")? { self.home()? } else { Home::of(space) };
         let name = self.string()?;
         let content = if self.eat("from") { Some(self.content()?) } else { None };
         let line = self.end_of_line()?;
         self.lines.buffers.push(line);
-        Ok(Buffer { name, space, dtype, rows, cols, phases, content })
+        Ok(Buffer { name, space, dtype, rows, cols, phases, paging, home, content })
+    }
+
+    fn home(&mut self) -> Parsed<Home> {
+        Ok(match self.words(&["sm", "device", "everywhere"])? {
+            "sm" => Home::Sm,
+            "device" => {
+                self.expect(":")?;
+                Home::Device(self.u32()?)
+            }
+            _ => Home::Everywhere,
+        })
     }
 
     fn content(&mut self) -> Parsed<Content> {
@@ -261,15 +313,17 @@ impl<'a> Parser<'a> {
 
     fn grid(&mut self) -> Parsed<Grid> {
         let op_name =
-            self.words(&["select", "report", "embed", "matvec", "attention", "attention_merge", "norm_add"])?;
+            self.words(&["select", "report", "route", "embed", "matvec", "attention", "attention_merge", "norm_add"])?;
         let name = self.string()?;
         let n = self.attr_u32("n")?;
         let second =
             if self.eat_attr("axis")? { Second::Axis(self.u32()?) } else { Second::Ordinal(self.attr_u32("ordinal")?) };
         let site = if self.eat_attr("site")? { Some(self.site()?) } else { None };
+        let per_row = self.eat("per_row");
         let op = match op_name {
             "select" => Op::Select,
             "report" => Op::Report,
+            "route" => Op::Route { experts: self.attr_u32("experts")? },
             "embed" => Op::Embed { scale: self.attr_f32("scale")?, everywhere: self.eat("everywhere") },
             "matvec" => Op::MatVec(self.matvec()?),
             "attention" => Op::Attention(self.attention()?),
@@ -286,7 +340,7 @@ impl<'a> Parser<'a> {
         };
         let line = self.end_of_line()?;
         self.lines.grids.push(line);
-        Ok(Grid { name, site, op, n, second, operands: vec![] })
+        Ok(Grid { name, site, op, n, second, per_row, operands: vec![] })
     }
 
     /// `qkv.l0`, or `head`
@@ -363,7 +417,12 @@ impl<'a> Parser<'a> {
         self.line_kind = "operand";
         let role = self.one_of(&Role::ALL, Role::name)?;
         let buffer = BufferId(self.id("b")?);
-        let rows = self.one_of(&Rows::ALL, Rows::name)?;
+        let rows = if self.eat("lookup") {
+            self.expect(":")?;
+            Rows::Lookup(TableId(self.id(TableId::PREFIX)?))
+        } else {
+            self.one_of(&Rows::ALL, Rows::name)?
+        };
         let cols = self.cols()?;
         self.end_of_line()?;
         Ok(Operand { role, access, buffer, rows, cols })
@@ -431,6 +490,7 @@ impl<'a> Parser<'a> {
         self.line_kind = "machine";
         let target = self.string()?;
         let sms = self.attr_u32("sms")?;
+        let devices = self.optional_u32("devices")?.unwrap_or(1);
         let consumer_warps = self.attr_u32("consumer_warps")?;
         let loader_warps = self.attr_u32("loader_warps")?;
         let registers_per_thread = self.attr_u32("registers_per_thread")?;
@@ -484,8 +544,17 @@ impl<'a> Parser<'a> {
                 break;
             }
         }
-        let machine =
-            Machine { target, sms, consumer_warps, loader_warps, registers_per_thread, reduce_batch, ring, smem };
+        let machine = Machine {
+            target,
+            sms,
+            devices,
+            consumer_warps,
+            loader_warps,
+            registers_per_thread,
+            reduce_batch,
+            ring,
+            smem,
+        };
         Ok(Schedule { program, machine, variants, placement, regimes })
     }
 
@@ -578,7 +647,8 @@ impl<'a> Parser<'a> {
                     let (lo, hi) = self.range()?;
                     Source::Units { buffer, lo, hi }
                 };
-                stream.push(Run { task: TaskId(task), source });
+                let after = if self.eat("after") { Some(EventId(self.id("e")?)) } else { None };
+                stream.push(Run { task: TaskId(task), source, after });
             }
             regime.streams.push(stream);
             |lines| &mut lines.streams
@@ -592,7 +662,8 @@ impl<'a> Parser<'a> {
         let grid = GridId(self.id("g")?);
         let (lo, hi) = self.range()?;
         let j = self.optional_u32("j")?.unwrap_or(0);
-        let mut task = Task { grid, lo, hi, j, waits: vec![], signals: vec![] };
+        let row = self.optional_u32("row")?.unwrap_or(0);
+        let mut task = Task { grid, lo, hi, j, row, waits: vec![], signals: vec![] };
         if self.eat("wait") {
             while let Some(event) = self.eat_id("e")? {
                 self.expect(">=")?;
@@ -610,10 +681,12 @@ impl<'a> Parser<'a> {
     fn event(&mut self) -> Parsed<Event> {
         let buffer = BufferId(self.id("b")?);
         let (lo, hi) = self.range()?;
+        let row = self.optional_u32("row")?;
         let count = self.attr_u32("count")?;
         let mechanism = self.one_of(&Mechanism::ALL, Mechanism::name)?;
+        let scope = if self.eat_attr("scope")? { self.one_of(&Scope::ALL, Scope::name)? } else { Scope::Device };
         let (carried, proxy) = (self.eat("carried"), self.eat("proxy"));
-        Ok(Event { buffer, lo, hi, count, mechanism, carried, proxy })
+        Ok(Event { buffer, row, lo, hi, count, mechanism, scope, carried, proxy })
     }
 
     /// `[lo..hi]`
@@ -966,6 +1039,7 @@ impl<'a> Parser<'a> {
 fn id_name(prefix: &str) -> &'static str {
     match prefix {
         "b" => "a buffer like `b3`",
+        "v" => "a table like `v0`",
         "g" => "a grid like `g2`",
         "t" => "a task like `t12`",
         "e" => "an event like `e7`",
@@ -1258,16 +1332,30 @@ regime r1 from 32
         ]
     }
 
+    fn tables() -> impl Strategy<Value = Table> {
+        let homes = prop_oneof![Just(TableHome::Host), numbers().prop_map(|b| TableHome::Device(BufferId(b)))];
+        let holds = prop::sample::select(&Holds::ALL[..]);
+        let facts = vec(prop::sample::select(&Fact::ALL[..]), 0..3);
+        (names(), homes, holds, [numbers(), numbers(), numbers()], facts).prop_map(
+            |(name, home, holds, [rows, cols, bound], facts)| Table { name, home, holds, rows, cols, bound, facts },
+        )
+    }
+
     fn buffers() -> impl Strategy<Value = Buffer> {
         let kind = (prop::sample::select(&Space::ALL[..]), prop::sample::select(&DTYPES[..]));
-        (names(), kind, numbers(), numbers(), numbers(), prop::option::of(contents())).prop_map(
-            |(name, (space, dtype), rows, cols, phases, content)| Buffer {
+        let paging = (numbers(), numbers()).prop_map(|(table, rows)| Paging { table: TableId(table), rows });
+        let homes = prop_oneof![Just(Home::Sm), numbers().prop_map(Home::Device), Just(Home::Everywhere)];
+        let places = (prop::option::of(paging), homes);
+        (names(), kind, [numbers(), numbers(), numbers()], places, prop::option::of(contents())).prop_map(
+            |(name, (space, dtype), [rows, cols, phases], (paging, home), content)| Buffer {
                 name,
                 space,
                 dtype,
                 rows,
                 cols,
                 phases,
+                paging,
+                home,
                 content,
             },
         )
@@ -1316,6 +1404,7 @@ regime r1 from 32
         prop_oneof![
             Just(Op::Select),
             Just(Op::Report),
+            numbers().prop_map(|experts| Op::Route { experts }),
             (floats(), any::<bool>()).prop_map(|(scale, everywhere)| Op::Embed { scale, everywhere }),
             (numbers(), numbers(), prop::option::of(norms()), epilogues, ways).prop_map(
                 |(rows, k, norm, epilogue, (unit_rows, own_input))| {
@@ -1354,7 +1443,7 @@ regime r1 from 32
         let kind = (
             prop::sample::select(&Role::ALL[..]),
             prop::sample::select(&ACCESSES[..]),
-            prop::sample::select(&Rows::ALL[..]),
+            prop_oneof![prop::sample::select(&Rows::ALL[..]), numbers().prop_map(|table| Rows::Lookup(TableId(table)))],
         );
         (kind, numbers(), cols).prop_map(|((role, access, rows), b, cols)| Operand {
             role,
@@ -1370,16 +1459,26 @@ regime r1 from 32
         let sites = (prop::sample::select(&LayerOp::ALL[..]), prop::option::of(numbers().prop_map(LayerId)))
             .prop_map(|(op, layer)| Site { op, layer });
         let labels = (names(), prop::option::of(sites));
-        (labels, ops(), numbers(), second, vec(operands(), 0..4))
-            .prop_map(|((name, site), op, n, second, operands)| Grid { name, site, op, n, second, operands })
+        (labels, ops(), numbers(), (second, any::<bool>()), vec(operands(), 0..4)).prop_map(
+            |((name, site), op, n, (second, per_row), operands)| Grid { name, site, op, n, second, per_row, operands },
+        )
     }
 
     fn programs() -> impl Strategy<Value = Program> {
         let dtypes = || prop::sample::select(&DTYPES[..]);
         let precision =
             (dtypes(), dtypes(), dtypes()).prop_map(|(weights, cache, wire)| Precision { weights, cache, wire });
-        (names(), precision, numbers(), vec(buffers(), 0..6), vec(grids(), 0..6)).prop_map(
-            |(name, precision, context_max, buffers, grids)| Program { name, precision, context_max, buffers, grids },
+        let lists = (vec(tables(), 0..3), vec(buffers(), 0..6), vec(grids(), 0..6));
+        (names(), precision, numbers(), numbers(), lists).prop_map(
+            |(name, precision, context_max, rows, (tables, buffers, grids))| Program {
+                name,
+                precision,
+                context_max,
+                rows,
+                tables,
+                buffers,
+                grids,
+            },
         )
     }
 
@@ -1396,10 +1495,11 @@ regime r1 from 32
         );
         let kinds = prop::sample::select(&SmemKind::ALL[..]);
         let smem = (kinds, numbers(), numbers()).prop_map(|(kind, offset, bytes)| SmemPart { kind, offset, bytes });
-        (names(), [numbers(), numbers(), numbers(), numbers(), numbers()], ring, vec(smem, 0..4)).prop_map(
-            |(target, [sms, consumer_warps, loader_warps, registers, reduce_batch], ring, smem)| Machine {
+        (names(), [numbers(), numbers(), numbers(), numbers(), numbers(), numbers()], ring, vec(smem, 0..4)).prop_map(
+            |(target, [sms, devices, consumer_warps, loader_warps, registers, reduce_batch], ring, smem)| Machine {
                 target,
                 sms,
+                devices,
                 consumer_warps,
                 loader_warps,
                 registers_per_thread: registers,
@@ -1413,16 +1513,19 @@ regime r1 from 32
     fn regimes() -> impl Strategy<Value = Regime> {
         let waits = (numbers(), numbers()).prop_map(|(e, count)| Wait { event: EventId(e), count });
         let signals = vec(numbers().prop_map(EventId), 0..3);
-        let tasks = ([numbers(), numbers(), numbers(), numbers()], vec(waits, 0..3), signals)
-            .prop_map(|([g, lo, hi, j], waits, signals)| Task { grid: GridId(g), lo, hi, j, waits, signals });
-        let kind = (prop::sample::select(&Mechanism::ALL[..]), any::<bool>(), any::<bool>());
-        let events = ([numbers(), numbers(), numbers(), numbers()], kind).prop_map(
-            |([b, lo, hi, count], (mechanism, carried, proxy))| Event {
+        let tasks = ([numbers(), numbers(), numbers(), numbers(), numbers()], vec(waits, 0..3), signals)
+            .prop_map(|([g, lo, hi, j, row], waits, signals)| Task { grid: GridId(g), lo, hi, j, row, waits, signals });
+        let scopes = prop::sample::select(&Scope::ALL[..]);
+        let kind = (prop::sample::select(&Mechanism::ALL[..]), scopes, any::<bool>(), any::<bool>());
+        let events = ([numbers(), numbers(), numbers(), numbers()], prop::option::of(numbers()), kind).prop_map(
+            |([b, lo, hi, count], row, (mechanism, scope, carried, proxy))| Event {
                 buffer: BufferId(b),
+                row,
                 lo,
                 hi,
                 count,
                 mechanism,
+                scope,
                 carried,
                 proxy,
             },
@@ -1431,7 +1534,8 @@ regime r1 from 32
             [numbers(), numbers(), numbers()].prop_map(|[b, lo, hi]| Source::Units { buffer: BufferId(b), lo, hi }),
             numbers().prop_map(|rows| Source::History { rows }),
         ];
-        let runs = (numbers(), source).prop_map(|(t, source)| Run { task: TaskId(t), source });
+        let after = prop::option::of(numbers().prop_map(EventId));
+        let runs = (numbers(), source, after).prop_map(|(t, source, after)| Run { task: TaskId(t), source, after });
         let queues = vec(vec(numbers().prop_map(TaskId), 0..4), 0..3);
         (numbers(), vec(tasks, 0..6), vec(events, 0..4), queues, vec(vec(runs, 0..4), 0..3)).prop_map(
             |(from_position, tasks, events, queues, streams)| Regime { from_position, tasks, events, queues, streams },

@@ -1,11 +1,13 @@
 //! Owns `.mkir` on its way out: the one text form of programs and schedules.
 //!
 //! One entity a line, in id order, every field written; `;` starts a comment. What is written behind a `;` repeats
-//! names for the reader and is not read back. Left out are only `phases=1`, `j=0`, absent options and false flags.
+//! names for the reader and is not read back. Left out are only `rows=1` of a program, `phases=1`, `j=0`, `row=0`, absent
+//! options and false flags.
 //!
 //! ```text
 //! mkir 2
 //! program "tiny" context_max=64 weights=bf16 cache=bf16 wire=fp32
+//! v0 = host pages [4, 8] <32 "pages" distinct unshared
 //! b6 = weight bf16 [96, 32] "qkv.0.weight" from rows interleave=1 w2[0..+32] w3[0..+32 block 16 stride 48]
 //! g3 = matvec "qkv.0" n=12 axis=1 site=qkv.l0 rows=96 k=32 norm=rms:0.00001 epilogue=store
 //!   read x b5 one [0..32] ; x.0
@@ -26,17 +28,18 @@
 //! Columns of an operand read as in [`Cols`]: `[base + stride*(i/div) + stride_j*j..+len <limit]`, or `[base..limit]`
 //! where every launch index touches the same, then `first` and `only_j=`. Rows of a checkpoint tensor read
 //! `w3[first..+rows block B stride S]`. A run in a stream is a task, then `+b6[lo..hi]` for units of a matrix or
-//! `+hist:rows` for chunks of that many cache rows.
+//! `+hist:rows` for chunks of that many cache rows; with `after e3` the loader waits for that event first.
 //!
 //! Version 2 is resolved: a `variant` line for each matvec and each attention says what version 1 left to rules, weights and
 //! constants have places in the pack, parts of shared memory are of a closed set, and a grid says by `site` what of the model it does; its name is for
 //! readers. Clusters and groups of warps, always one in version 1, are gone. Version 1 is not read.
 
 use super::op::{Attention, Epilogue, MatVec, NormAttr, Op, QkNormAttr, UNIT_ROWS};
-use super::program::{Buffer, Cols, Content, Grid, Operand, Program, Second, Site};
-use super::schedule::{Event, Machine, Regime, Ring, Run, Schedule, SmemPart, Source, Task, Wait};
+use super::program::{Buffer, Cols, Content, Grid, Home, Operand, Paging, Program, Rows, Second, Site};
+use super::schedule::{Event, Machine, Regime, Ring, Run, Schedule, Scope, SmemPart, Source, Task, Wait};
+use super::table::{Table, TableHome};
 use super::variant::{AttentionVariant, MatVecVariant, Variant};
-use super::{BufferId, EventId, GridId, SmId, TaskId};
+use super::{BufferId, EventId, GridId, SmId, TableId, TaskId};
 use crate::dtype::Precision;
 use crate::model::graph::{Act, NormKind, RowView};
 use std::fmt::{self, Write};
@@ -114,9 +117,15 @@ pub(super) fn norm_name(kind: NormKind) -> &'static str {
 }
 
 fn write_program(out: &mut String, program: &Program) -> fmt::Result {
-    let Program { name, precision: Precision { weights, cache, wire }, context_max, buffers, grids } = program;
+    let Program { name, precision: Precision { weights, cache, wire }, context_max, rows, tables, buffers, grids } =
+        program;
     writeln!(out, "mkir {VERSION}")?;
-    writeln!(out, "program {} context_max={context_max} weights={weights} cache={cache} wire={wire}", Quoted(name))?;
+    write!(out, "program {} context_max={context_max}", Quoted(name))?;
+    write_optional(out, "rows", &Some(rows).filter(|rows| **rows != 1))?;
+    writeln!(out, " weights={weights} cache={cache} wire={wire}")?;
+    for (t, table) in tables.iter().enumerate() {
+        write_table(out, TableId::from(t), table)?;
+    }
     for (b, buffer) in buffers.iter().enumerate() {
         write_buffer(out, BufferId::from(b), buffer)?;
     }
@@ -126,11 +135,33 @@ fn write_program(out: &mut String, program: &Program) -> fmt::Result {
     Ok(())
 }
 
+fn write_table(out: &mut String, id: TableId, table: &Table) -> fmt::Result {
+    let Table { name, home, holds, rows, cols, bound, facts } = table;
+    match home {
+        TableHome::Host => write!(out, "{id} = host")?,
+        TableHome::Device(buffer) => write!(out, "{id} = device {buffer}")?,
+    }
+    write!(out, " {} [{rows}, {cols}] <{bound} {}", holds.name(), Quoted(name))?;
+    facts.iter().try_for_each(|fact| write!(out, " {}", fact.name()))?;
+    out.push('\n');
+    Ok(())
+}
+
 fn write_buffer(out: &mut String, id: BufferId, buffer: &Buffer) -> fmt::Result {
-    let Buffer { name, space, dtype, rows, cols, phases, content } = buffer;
+    let Buffer { name, space, dtype, rows, cols, phases, paging, home, content } = buffer;
     write!(out, "{id} = {} {dtype} [{rows}, {cols}] ", space.name())?;
     if *phases != 1 {
         write!(out, "phases={phases} ")?;
+    }
+    if let Some(Paging { table, rows }) = paging {
+        write!(out, "pages={table}:{rows} ")?;
+    }
+    if *home != Home::of(*space) {
+        match home {
+            Home::Sm => write!(out, "home=sm ")?,
+            Home::Device(device) => write!(out, "home=device:{device} ")?,
+            Home::Everywhere => write!(out, "home=everywhere ")?,
+        }
     }
     write!(out, "{}", Quoted(name))?;
     match content {
@@ -167,7 +198,7 @@ fn write_view(out: &mut String, view: &RowView, rows: u32) -> fmt::Result {
 }
 
 fn write_grid(out: &mut String, program: &Program, id: GridId, grid: &Grid) -> fmt::Result {
-    let Grid { name, site, op, n, second, operands } = grid;
+    let Grid { name, site, op, n, second, per_row, operands } = grid;
     let (axis, extent) = match second {
         Second::Axis(extent) => ("axis", extent),
         Second::Ordinal(extent) => ("ordinal", extent),
@@ -177,10 +208,15 @@ fn write_grid(out: &mut String, program: &Program, id: GridId, grid: &Grid) -> f
         write!(out, " site={}", op.name())?;
         layer.iter().try_for_each(|layer| write!(out, ".{layer}"))?;
     }
+    write_flag(out, "per_row", *per_row)?;
     write_op(out, op)?;
     out.push('\n');
     for Operand { role, access, buffer, rows, cols } in operands {
-        write!(out, "  {} {} {buffer} {} {cols}", access.name(), role.name(), rows.name())?;
+        write!(out, "  {} {} {buffer} {}", access.name(), role.name(), rows.name())?;
+        if let Rows::Lookup(table) = rows {
+            write!(out, ":{table}")?;
+        }
+        write!(out, " {cols}")?;
         write_buffer_comment(out, program, *buffer)?;
     }
     Ok(())
@@ -189,6 +225,7 @@ fn write_grid(out: &mut String, program: &Program, id: GridId, grid: &Grid) -> f
 fn write_op(out: &mut String, op: &Op) -> fmt::Result {
     match op {
         Op::Select | Op::Report => Ok(()),
+        Op::Route { experts } => write!(out, " experts={experts}"),
         Op::Embed { scale, everywhere } => {
             write!(out, " scale={scale}")?;
             write_flag(out, "everywhere", *everywhere)
@@ -284,11 +321,13 @@ fn write_optional(out: &mut String, key: &str, value: &Option<impl fmt::Display>
 }
 
 fn write_machine(out: &mut String, machine: &Machine) -> fmt::Result {
-    let Machine { target, sms, consumer_warps, loader_warps, registers_per_thread, reduce_batch, ring, smem } = machine;
+    let Machine { target, sms, devices, consumer_warps, loader_warps, registers_per_thread, reduce_batch, ring, smem } =
+        machine;
     let Ring { slots, slot_bytes, arrivals, flight_high, flight_low, flight_free } = ring;
+    let many = Some(devices).filter(|devices| **devices != 1).map_or(String::new(), |n| format!("devices={n} "));
     writeln!(
         out,
-        "machine {} sms={sms} consumer_warps={consumer_warps} loader_warps={loader_warps} \
+        "machine {} sms={sms} {many}consumer_warps={consumer_warps} loader_warps={loader_warps} \
          registers_per_thread={registers_per_thread} reduce_batch={reduce_batch}",
         Quoted(target)
     )?;
@@ -321,8 +360,11 @@ fn write_placement(out: &mut String, placement: &[Option<u64>]) -> fmt::Result {
 fn write_regime(out: &mut String, program: &Program, index: usize, regime: &Regime) -> fmt::Result {
     let Regime { from_position, tasks, events, queues, streams } = regime;
     writeln!(out, "regime r{index} from {from_position}")?;
-    for (e, Event { buffer, lo, hi, count, mechanism, carried, proxy }) in events.iter().enumerate() {
-        write!(out, "  {} = {buffer}[{lo}..{hi}] count={count} {}", EventId::from(e), mechanism.name())?;
+    for (e, Event { buffer, row, lo, hi, count, mechanism, scope, carried, proxy }) in events.iter().enumerate() {
+        write!(out, "  {} = {buffer}[{lo}..{hi}]", EventId::from(e))?;
+        write_optional(out, "row", row)?;
+        write!(out, " count={count} {}", mechanism.name())?;
+        write_optional(out, "scope", &Some(scope.name()).filter(|_| *scope != Scope::Device))?;
         if *carried {
             out.push_str(" carried");
         }
@@ -341,10 +383,13 @@ fn write_regime(out: &mut String, program: &Program, index: usize, regime: &Regi
     }
     for (sm, stream) in streams.iter().enumerate() {
         write!(out, "  stream {}:", SmId::from(sm))?;
-        for Run { task, source } in stream {
+        for Run { task, source, after } in stream {
             match source {
                 Source::Units { buffer, lo, hi } => write!(out, " {task}+{buffer}[{lo}..{hi}]")?,
                 Source::History { rows } => write!(out, " {task}+hist:{rows}")?,
+            }
+            if let Some(event) = after {
+                write!(out, " after {event}")?;
             }
         }
         out.push('\n');
@@ -353,11 +398,12 @@ fn write_regime(out: &mut String, program: &Program, index: usize, regime: &Regi
 }
 
 fn write_task(out: &mut String, program: &Program, id: TaskId, task: &Task) -> fmt::Result {
-    let Task { grid, lo, hi, j, waits, signals } = task;
+    let Task { grid, lo, hi, j, row, waits, signals } = task;
     write!(out, "  {id} = {grid}[{lo}..{hi}]")?;
     if *j != 0 {
         write!(out, " j={j}")?;
     }
+    write_optional(out, "row", &Some(row).filter(|row| **row != 0))?;
     if !waits.is_empty() {
         out.push_str(" wait");
         waits.iter().try_for_each(|Wait { event, count }| write!(out, " {event}>={count}"))?;

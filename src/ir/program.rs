@@ -1,7 +1,8 @@
 //! Owns `Program`: buffers and grids with affine operand regions; no SM, no order, no position baked in.
 
 use super::op::{Access, Op, Role};
-use super::{BufferId, LayerId};
+use super::table::{Holds, Table};
+use super::{BufferId, LayerId, TableId};
 use crate::dtype::{DType, Precision};
 use crate::model::graph::{RopeId, RowView, TensorId};
 
@@ -12,6 +13,9 @@ pub struct Program {
     pub precision: Precision,
     /// Positions run from 0 to `context_max - 1`.
     pub context_max: u32,
+    /// Rows of a step: tokens of different sequences that are decoded together.
+    pub rows: u32,
+    pub tables: Vec<Table>,
     pub buffers: Vec<Buffer>,
     pub grids: Vec<Grid>,
 }
@@ -26,8 +30,38 @@ pub struct Buffer {
     pub cols: u32,
     /// Copies used in turn, one a step: 2 lets a step write while late readers of the previous step still read.
     pub phases: u32,
+    /// Where the rows of a cache lie; `None`: row `p` is position `p` of the only sequence.
+    pub paging: Option<Paging>,
+    pub home: Home,
     /// Where an immutable buffer's bytes come from; `None` for what the kernel writes.
     pub content: Option<Content>,
+}
+
+/// A paged cache: position `p` of sequence `s` is row `p % rows` of the page that the table holds for `s` and `p / rows`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Paging {
+    pub table: TableId,
+    /// Rows of a page.
+    pub rows: u32,
+}
+
+/// Whose memory holds a buffer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Home {
+    /// Each SM has one of its own.
+    Sm,
+    /// The memory of one device.
+    Device(u32),
+    /// Each device has one of its own. What is published is published to all of them, and each device polls its own;
+    /// plain memory is read where it was written.
+    Everywhere,
+}
+
+impl Home {
+    /// Where a buffer lies on a machine of one device.
+    pub fn of(space: Space) -> Home {
+        if space == Space::Private { Home::Sm } else { Home::Device(0) }
+    }
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -160,6 +194,8 @@ pub struct Grid {
     /// Launch extent: units, head groups, SMs.
     pub n: u32,
     pub second: Second,
+    /// A third launch axis, the rows of the step: every task takes one row. Otherwise a task takes all of them.
+    pub per_row: bool,
     pub operands: Vec<Operand>,
 }
 
@@ -189,11 +225,15 @@ pub struct Operand {
     pub cols: Cols,
 }
 
-/// Which rows of its buffer an operand touches.
+/// Which rows of its buffer an operand touches: its index in the first dimension. [`Cols`] is the index in the second.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Rows {
     /// Row 0 of a vector.
     One,
+    /// All rows of a step with several rows: row `r` of the buffer belongs to row `r` of the step.
+    All,
+    /// The row of the step that the task takes.
+    Own,
     /// The row of the current position (cache append, RoPE table).
     Current,
     /// Rows before the current position: the share `j` that [`super::op::Attention::history_share`] gives.
@@ -202,18 +242,25 @@ pub enum Rows {
     Token,
     /// Weight rows of the launch range; `cols` are then units of the stream.
     Units,
+    /// The same of one of the equal parts of the buffer, which the table chooses in the step: as many as its bound.
+    Lookup(TableId),
 }
 
 impl Rows {
-    pub const ALL: [Rows; 5] = [Rows::One, Rows::Current, Rows::History, Rows::Token, Rows::Units];
+    /// All but [`Rows::Lookup`], which names a table.
+    pub const ALL: [Rows; 7] =
+        [Rows::One, Rows::All, Rows::Own, Rows::Current, Rows::History, Rows::Token, Rows::Units];
 
     pub fn name(self) -> &'static str {
         match self {
             Rows::One => "one",
+            Rows::All => "all",
+            Rows::Own => "own",
             Rows::Current => "current",
             Rows::History => "history",
             Rows::Token => "token",
             Rows::Units => "units",
+            Rows::Lookup(_) => "lookup",
         }
     }
 
@@ -275,6 +322,13 @@ impl Cols {
     /// Whether the union over `lo..hi` has no holes.
     pub fn contiguous(&self, lo: u32, hi: u32) -> bool {
         hi <= lo + 1 || self.stride <= self.len || lo / self.div.max(1) == (hi - 1) / self.div.max(1)
+    }
+}
+
+impl Program {
+    /// The table of the host that holds `holds`.
+    pub fn table(&self, holds: Holds) -> Option<(TableId, &Table)> {
+        (0..).map(TableId).zip(&self.tables).find(|(_, table)| table.holds == holds)
     }
 }
 

@@ -27,6 +27,8 @@ pub struct Machine {
     pub target: String,
     /// Participating SMs: one block each.
     pub sms: u32,
+    /// Devices that the SMs are divided among: as many consecutive SMs each.
+    pub devices: u32,
     /// Warps that execute tasks.
     pub consumer_warps: u32,
     /// Warps that fill the ring.
@@ -122,6 +124,8 @@ pub struct Task {
     pub lo: u32,
     pub hi: u32,
     pub j: u32,
+    /// The row of the step, where the grid has that axis; else 0.
+    pub row: u32,
     pub waits: Vec<Wait>,
     pub signals: Vec<EventId>,
 }
@@ -137,15 +141,44 @@ pub struct Wait {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Event {
     pub buffer: BufferId,
+    /// The row of the step that it is about; `None`: all rows.
+    pub row: Option<u32>,
     pub lo: u32,
     pub hi: u32,
     /// Tasks that signal it in one step.
     pub count: u32,
     pub mechanism: Mechanism,
+    pub scope: Scope,
     /// Waited for in the step after it was signalled.
     pub carried: bool,
     /// The waiter is the first task of its queue, and its loader fences the asynchronous proxy before it copies.
     pub proxy: bool,
+}
+
+/// How far the accesses of an event reach: it includes everyone who signals it and everyone who waits for it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Scope {
+    /// The SM itself.
+    Block,
+    /// The SMs of a cluster; machines have none yet, so this is the SM itself.
+    Cluster,
+    /// The SMs of a device.
+    Device,
+    /// All devices.
+    System,
+}
+
+impl Scope {
+    pub const ALL: [Scope; 4] = [Scope::Block, Scope::Cluster, Scope::Device, Scope::System];
+
+    pub fn name(self) -> &'static str {
+        match self {
+            Scope::Block => "block",
+            Scope::Cluster => "cluster",
+            Scope::Device => "device",
+            Scope::System => "system",
+        }
+    }
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -176,11 +209,20 @@ impl Mechanism {
     }
 }
 
+impl Machine {
+    /// The device of an SM.
+    pub fn device_of(&self, sm: usize) -> u32 {
+        (sm as u64 * u64::from(self.devices) / u64::from(self.sms.max(1))) as u32
+    }
+}
+
 /// Chunks of one task in a stream.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Run {
     pub task: TaskId,
     pub source: Source,
+    /// The loader waits for this event of the step before it begins the run: its source is made in the step.
+    pub after: Option<EventId>,
 }
 
 /// What the loader copies for a task.

@@ -5,7 +5,7 @@
 //! many bytes as a step of the model does for this op, and never waits for what other SMs make of its output: the time is
 //! that of the op, without its exchange.
 
-use super::{Builder, Sum, write};
+use super::{Builder, Sum};
 use crate::candidate::{Candidate, Infeasible};
 use crate::dtype::Precision;
 use crate::ir::BufferId;
@@ -36,7 +36,7 @@ pub fn lower_alone(
     candidate: &Candidate,
     op: LayerOp,
 ) -> Result<Program, Infeasible> {
-    let (mut b, start) = Builder::begin(graph, name, precision, context_max, candidate)?;
+    let (mut b, start) = Builder::begin(graph, name, precision, context_max, None, candidate)?;
     let (x, residual, hidden) = (start.x, start.residual, graph.hidden);
     let first = graph.layers.first();
     let input = match (op, first) {
@@ -45,7 +45,7 @@ pub fn lower_alone(
         (LayerOp::O, Some(layer)) => {
             let (q, cols) = (&layer.attn.q, layer.attn.q.rows);
             let feed = b.exchange("feed", cols);
-            let out = vec![write(Role::Out, feed, Cols::blocks(UNIT_ROWS, cols))];
+            let out = vec![b.write(Role::Out, feed, Cols::blocks(UNIT_ROWS, cols))];
             b.matvec("feed", None, x, layer.attn_norm.as_ref(), &[q], Epilogue::Store, Second::Axis(1), out);
             feed
         }

@@ -4,7 +4,7 @@ use super::wellformed::{Flow, Grids, Writes};
 use super::{Entity, Found, Rule, note};
 use crate::ir::op::Op;
 use crate::ir::program::{Program, Space};
-use crate::ir::schedule::{Event, Mechanism, Regime, Schedule, Task, Wait};
+use crate::ir::schedule::{Event, Mechanism, Regime, Run, Schedule, Scope, Task, Wait};
 use crate::ir::{BufferId, EventId, GridId, TaskId};
 use std::collections::BTreeMap;
 
@@ -14,6 +14,8 @@ pub(super) struct Joins {
     pub waits: Vec<u32>,
     /// For each carried event that is waited for: its counterpart in the regime before. Empty for the first regime.
     pub before: BTreeMap<EventId, EventId>,
+    /// For each task: the event that its loader waits for before it begins the task's run.
+    pub after: Vec<Option<EventId>>,
     /// Buffers that tasks of the regime read as the step before left them; ascending.
     pub carried: Vec<BufferId>,
 }
@@ -31,7 +33,9 @@ pub(super) fn check(schedule: &Schedule, grids: &Grids, writes: &[Writes], found
         let mut carried: Vec<BufferId> = waited.map(|(event, _)| event.buffer).collect();
         carried.sort_unstable();
         carried.dedup();
-        joins.push(Joins { waits, before, carried });
+        let mut after = vec![None; regime.tasks.len()];
+        regime.streams.iter().flatten().for_each(|run| after[run.task.index()] = run.after);
+        joins.push(Joins { waits, before, after, carried });
     }
     joins
 }
@@ -80,8 +84,8 @@ fn check_regime(
     let mut state: Vec<Signals> = (0..)
         .zip(&regime.events)
         .map(|(e, event)| {
-            let in_buffer = region(Entity::Event(r, EventId(e)), event, program, found);
-            let producers = in_buffer.then(|| writes.overlapping(event.buffer, event.lo, event.hi).len() as u32);
+            let in_buffer = region(Entity::Event(r, EventId(e)), event, program, grids, found);
+            let producers = in_buffer.then(|| producers(event, grids, writes).len() as u32);
             let (first_grid, last_grid) = (GridId(u32::MAX), GridId(0));
             Signals { producers, signalled: 0, last: None, first_grid, last_grid, waits: 0, carried_reported: false }
         })
@@ -96,7 +100,10 @@ fn check_regime(
             }
             signals.last = Some(id);
             let writes_it = grids.writes(task.grid).iter().any(|flow| {
-                flow.buffer == event.buffer && flow.span(task).is_some_and(|s| s.0 < event.hi && event.lo < s.1)
+                let meets = |row: u32| event.row.is_none_or(|of| of == row);
+                flow.buffer == event.buffer
+                    && flow.row(task).is_none_or(meets)
+                    && flow.span(task).is_some_and(|s| s.0 < event.hi && event.lo < s.1)
             });
             if !writes_it {
                 found.add(Rule::StraySignal, Entity::Task(r, id), || {
@@ -114,13 +121,9 @@ fn check_regime(
         let id = EventId(e);
         if signals.signalled < producers {
             // The search is long, and for entries that are kept only.
-            let all = if found.full(Rule::MissingSignal) {
-                &[]
-            } else {
-                writes.overlapping(event.buffer, event.lo, event.hi)
-            };
-            let silent = all.iter().find(|w| !regime.tasks[w.task.index()].signals.contains(&id));
-            let at = silent.map_or(Entity::Event(r, id), |w| Entity::Task(r, w.task));
+            let all = if found.full(Rule::MissingSignal) { vec![] } else { self::producers(event, grids, writes) };
+            let silent = all.iter().find(|task| !regime.tasks[task.index()].signals.contains(&id));
+            let at = silent.map_or(Entity::Event(r, id), |&task| Entity::Task(r, task));
             found.add_with(Rule::MissingSignal, at, || {
                 let message = format!(
                     "writes columns of {id} and does not signal it: {} of {producers} producers signal",
@@ -141,25 +144,89 @@ fn check_regime(
             unread(r, TaskId(t), task, wait, regime, grids, found);
         }
         for flow in grids.reads(task.grid) {
-            if let Some((lo, hi)) = flow.span(task)
-                && let Some((from, to)) = unwaited(regime, task, flow.buffer, lo, hi)
-            {
-                found.add(Rule::MissingWait, Entity::Task(r, TaskId(t)), || {
-                    format!("reads columns {from}..{to} of {} without a wait for them", flow.buffer)
-                });
+            let Some((lo, hi)) = flow.span(task) else { continue };
+            for row in grids.rows(flow.buffer).each(flow.row(task)) {
+                if let Some((from, to)) = unwaited(regime, task, flow.buffer, row, lo, hi) {
+                    found.add(Rule::MissingWait, Entity::Task(r, TaskId(t)), || {
+                        let of_row = row.map_or(String::new(), |row| format!(" of row {row}"));
+                        format!("reads columns {from}..{to}{of_row} of {} without a wait for them", flow.buffer)
+                    });
+                }
             }
         }
+    }
+    for run in regime.streams.iter().flatten() {
+        check_after(r, run, regime, grids, &mut state, found);
     }
     state.iter().map(|s| s.waits).collect()
 }
 
+/// A loader waits before a run whose source is chosen in the step, for the choice, and before no other.
+fn check_after(r: u32, run: &Run, regime: &Regime, grids: &Grids, state: &mut [Signals], found: &mut Found) {
+    let task = &regime.tasks[run.task.index()];
+    let lookup = grids.lookups(task.grid).first();
+    let at = Entity::Task(r, run.task);
+    let (flow, id) = match (lookup, run.after) {
+        (None, None) => return,
+        (Some(flow), Some(id)) => (flow, id),
+        (Some(flow), None) => {
+            found.add(Rule::StreamAfter, at, || {
+                format!("expected its run to wait for the choice in {}, found no wait", flow.buffer)
+            });
+            return;
+        }
+        (None, Some(id)) => {
+            found.add_with(Rule::StreamAfter, at, || {
+                let message = format!("expected its run to wait for nothing that the step makes, found {id}");
+                (message, vec![note(Entity::Event(r, id), "is waited for")])
+            });
+            return;
+        }
+    };
+    let (event, signals) = (&regime.events[id.index()], &mut state[id.index()]);
+    signals.waits += 1;
+    let covers = event.buffer == flow.buffer && flow.span(task).is_some_and(|s| event.lo <= s.0 && s.1 <= event.hi);
+    // Packets of other columns may be overwritten before they are polled.
+    let exact = event.mechanism == Mechanism::Counter || flow.span(task) == Some((event.lo, event.hi));
+    let ordered = !event.carried && signals.signalled > 0 && signals.last_grid < task.grid;
+    if !(covers && exact && ordered) {
+        found.add_with(Rule::StreamAfter, at, || {
+            let message =
+                format!("expected its run to wait for the choice of this step in {}, found {id}", flow.buffer);
+            (message, vec![note(Entity::Event(r, id), "is waited for")])
+        });
+    }
+}
+
+/// The tasks that write any of an event's columns.
+fn producers(event: &Event, grids: &Grids, writes: &Writes) -> Vec<TaskId> {
+    let rows = grids.rows(event.buffer);
+    let spans = rows.spans(event.row, event.lo, event.hi);
+    let mut tasks: Vec<TaskId> =
+        spans.flat_map(|(lo, hi)| writes.overlapping(event.buffer, lo, hi)).map(|w| w.task).collect();
+    if rows.apart() {
+        // A task that writes several rows is one producer.
+        tasks.sort_unstable();
+        tasks.dedup();
+    }
+    tasks
+}
+
 /// Whether an event's columns are whole packets of an exchange buffer.
-fn region(at: Entity, event: &Event, program: &Program, found: &mut Found) -> bool {
+fn region(at: Entity, event: &Event, program: &Program, grids: &Grids, found: &mut Found) -> bool {
     let buffer = &program.buffers[event.buffer.index()];
     let Event { lo, hi, .. } = *event;
     if buffer.space != Space::Exchange {
         found.add(Rule::EventRegion, at, || {
             format!("expected columns of an exchange buffer, {} is in {}", event.buffer, buffer.space.name())
+        });
+        return false;
+    }
+    let most = if grids.rows(event.buffer).apart() { program.rows } else { 0 };
+    if let Some(row) = event.row.filter(|row| *row >= most) {
+        found.add(Rule::EventRegion, at, || match most {
+            0 => format!("expected all rows of {}, which no task touches one by one; found row {row}", event.buffer),
+            _ => format!("expected a row of {} below {most}, found {row}", event.buffer),
         });
         return false;
     }
@@ -227,7 +294,9 @@ fn check_waits(
 fn unread(r: u32, id: TaskId, task: &Task, wait: &Wait, regime: &Regime, grids: &Grids, found: &mut Found) {
     let event = &regime.events[wait.event.index()];
     let polls = |flow: &Flow| {
-        flow.buffer == event.buffer && flow.span(task).is_some_and(|s| s.0 <= event.lo && event.hi <= s.1)
+        flow.buffer == event.buffer
+            && flow.row(task).is_none_or(|row| event.row == Some(row))
+            && flow.span(task).is_some_and(|s| s.0 <= event.lo && event.hi <= s.1)
     };
     if event.mechanism != Mechanism::Counter && !grids.reads(task.grid).iter().any(polls) {
         found.add_with(Rule::UnreadWait, Entity::Task(r, id), || {
@@ -238,9 +307,10 @@ fn unread(r: u32, id: TaskId, task: &Task, wait: &Wait, regime: &Regime, grids: 
     }
 }
 
-/// The first columns of `lo..hi` that no wait of the task covers.
-fn unwaited(regime: &Regime, task: &Task, buffer: BufferId, lo: u32, hi: u32) -> Option<(u32, u32)> {
-    let events = || task.waits.iter().map(|w| &regime.events[w.event.index()]).filter(|e| e.buffer == buffer);
+/// The first columns of `lo..hi` that no wait of the task covers, of one row where rows are told apart.
+fn unwaited(regime: &Regime, task: &Task, buffer: BufferId, row: Option<u32>, lo: u32, hi: u32) -> Option<(u32, u32)> {
+    let about = |e: &&Event| e.buffer == buffer && e.row.is_none_or(|of| row == Some(of));
+    let events = || task.waits.iter().map(|w| &regime.events[w.event.index()]).filter(about);
     if events().any(|e| e.lo <= lo && hi <= e.hi) {
         return None;
     }
@@ -259,6 +329,9 @@ fn unwaited(regime: &Regime, task: &Task, buffer: BufferId, lo: u32, hi: u32) ->
     Some((covered, hi))
 }
 
+/// What an event is about: buffer, row, first column, end.
+type Columns = (BufferId, Option<u32>, u32, u32);
+
 /// The first step of a regime waits for what the last step of the regime before has signalled.
 fn carried_from(
     r: u32,
@@ -270,18 +343,21 @@ fn carried_from(
     let carried = |regime: &Regime| -> Vec<(EventId, Event)> {
         (0..).map(EventId).zip(regime.events.iter().copied()).filter(|(_, e)| e.carried).collect()
     };
-    let earlier: BTreeMap<(BufferId, u32, u32), (EventId, Event)> =
-        carried(earlier).into_iter().map(|(id, e)| ((e.buffer, e.lo, e.hi), (id, e))).collect();
+    let earlier: BTreeMap<Columns, (EventId, Event)> =
+        carried(earlier).into_iter().map(|(id, e)| ((e.buffer, e.row, e.lo, e.hi), (id, e))).collect();
     let mut before = BTreeMap::new();
     for (id, event) in carried(regime).into_iter().filter(|(id, _)| waits[id.index()] > 0) {
-        let same = |mechanism: Mechanism, count: u32| mechanism == event.mechanism && count == event.count;
-        match earlier.get(&(event.buffer, event.lo, event.hi)) {
-            Some((other, e)) if same(e.mechanism, e.count) => {
+        let same = |e: &Event| (e.mechanism, e.scope, e.count) == (event.mechanism, event.scope, event.count);
+        match earlier.get(&(event.buffer, event.row, event.lo, event.hi)) {
+            Some((other, e)) if same(e) => {
                 before.insert(id, *other);
             }
             Some((other, e)) => found.add_with(Rule::CarriedMatch, Entity::Event(r, id), || {
-                let expected = format!("{} signals by {}", e.count, e.mechanism.name());
-                let message = format!("expected {expected}, found {} by {}", event.count, event.mechanism.name());
+                let told = |e: &Event| match e.scope {
+                    Scope::Device => format!("{} signals by {}", e.count, e.mechanism.name()),
+                    scope => format!("{} signals by {} of scope {}", e.count, e.mechanism.name(), scope.name()),
+                };
+                let message = format!("expected {}, found {}", told(e), told(&event));
                 (message, vec![note(Entity::Event(r - 1, *other), "is the same event in the regime before")])
             }),
             None => found.add(Rule::CarriedMatch, Entity::Event(r, id), || {

@@ -6,12 +6,12 @@
 use super::memory::bytes;
 use super::{Entity, Found, Rule, Witness, note};
 use crate::ir::op::{Attention, Epilogue, HISTORY_ALIGN, Op, QkNormAttr, Role};
-use crate::ir::program::{Grid, Program, Space};
-use crate::ir::schedule::{Mechanism, Schedule, SmemKind, Source};
+use crate::ir::program::{Grid, Home, Program, Space};
+use crate::ir::schedule::{Mechanism, Schedule, Scope, SmemKind, Source};
 use crate::ir::variant::{
     LANES, MatVecVariant, REDUCE_BATCH_MAX, RegisterTiling, Variant, granule_pairs, sum_width_max,
 };
-use crate::ir::{EventId, GridId, SmId, TaskId};
+use crate::ir::{BufferId, EventId, GridId, SmId, TableId, TaskId};
 use crate::model::graph::{NormKind, QkNormSpan};
 use crate::target::{DotMechanism, Target, TargetKind};
 
@@ -29,6 +29,11 @@ pub(super) fn check(schedule: &Schedule, target: &Target, found: &mut Found) {
         return;
     }
     let mut rules = Rules { found };
+    rules.steps(schedule);
+    if rules.found.any() {
+        // The rest takes one row and one device for granted.
+        return;
+    }
     rules.program(&schedule.program, schedule.machine.consumer_warps);
     rules.variants(schedule, target);
     rules.regimes(schedule);
@@ -49,6 +54,46 @@ impl Rules<'_> {
     fn expect_with(&mut self, holds: bool, at: Entity, story: impl FnOnce() -> (String, Vec<Witness>)) {
         if !holds {
             self.found.add_with(Rule::Kernel, at, story);
+        }
+    }
+
+    /// What the kernels do one of: a row, a sequence, a device.
+    fn steps(&mut self, schedule: &Schedule) {
+        let Schedule { program, machine, .. } = schedule;
+        self.expect_rule(Rule::KernelRows, program.rows == 1, Entity::Schedule, || {
+            format!("expected steps of one row, found {}", program.rows)
+        });
+        for (t, table) in (0..).zip(&program.tables) {
+            self.expect_rule(Rule::KernelRows, false, Entity::Table(TableId(t)), || {
+                format!("expected no tables, found one of {}", table.holds.name())
+            });
+        }
+        self.expect_rule(Rule::KernelScope, machine.devices == 1, Entity::Machine, || {
+            format!("expected one device, found {}", machine.devices)
+        });
+        if machine.devices != 1 {
+            return;
+        }
+        for (b, buffer) in (0..).zip(&program.buffers) {
+            self.expect_rule(
+                Rule::KernelScope,
+                buffer.home == Home::of(buffer.space),
+                Entity::Buffer(BufferId(b)),
+                || format!("expected the memory of the one device, found {:?}", buffer.home),
+            );
+        }
+        for (r, regime) in (0..).zip(&schedule.regimes) {
+            for (e, event) in (0..).zip(&regime.events) {
+                self.expect_rule(Rule::KernelScope, event.scope == Scope::Device, Entity::Event(r, EventId(e)), || {
+                    format!("expected scope `device`, the scope of all accesses, found `{}`", event.scope.name())
+                });
+            }
+        }
+    }
+
+    fn expect_rule(&mut self, rule: Rule, holds: bool, at: Entity, message: impl FnOnce() -> String) {
+        if !holds {
+            self.found.add(rule, at, message);
         }
     }
 
@@ -103,6 +148,9 @@ impl Rules<'_> {
                         let message = "expected q, k and v from a `matvec`, found a `norm_add`".to_string();
                         (message, writes.into_iter().collect())
                     });
+                }
+                Op::Route { .. } => {
+                    self.expect(false, at, || "expected no `route`, there is no kernel for it".to_string())
                 }
                 Op::AttentionMerge { .. } | Op::Select | Op::Report | Op::Embed { .. } => {}
             }

@@ -4,7 +4,7 @@ use super::wellformed::Grids;
 use super::{Entity, Found, Rule, note};
 use crate::dtype::DType;
 use crate::ir::op::{Epilogue, Op, Role, UNIT_ROWS};
-use crate::ir::program::{Buffer, Space};
+use crate::ir::program::{Buffer, Rows, Space};
 use crate::ir::schedule::{Machine, Schedule, SmemKind};
 use crate::ir::{BufferId, GridId, SmId};
 use crate::target::{DotMechanism, Target, TargetKind};
@@ -24,9 +24,10 @@ pub(super) fn machine(machine: &Machine, target: &Target, found: &mut Found) {
     if machine.target != target.name {
         found.add(Rule::Target, at, || format!("expected `{}`, found `{}`", target.name, machine.target));
     }
-    if machine.sms > spec.sm_count {
+    let each = machine.sms / machine.devices.max(1);
+    if each > spec.sm_count {
         found.add(Rule::SmCount, at, || {
-            format!("expected at most {} SMs, all blocks resident at once; found {}", spec.sm_count, machine.sms)
+            format!("expected at most {} SMs, all blocks resident at once; found {each}", spec.sm_count)
         });
     }
     // The CPU stands for SMs with one thread each; it has neither warps nor registers to run out of.
@@ -106,7 +107,7 @@ pub(super) fn shared(schedule: &Schedule, target: &Target, grids: &Grids, found:
                 scratch = scratch.max(warps.saturating_mul((u64::from(*head_dim) + 2) * 4));
             }
             // Everywhere, a sum is held in registers.
-            Op::Select | Op::Report | Op::Embed { .. } | Op::NormAdd { .. } => {}
+            Op::Select | Op::Report | Op::Route { .. } | Op::Embed { .. } | Op::NormAdd { .. } => {}
         }
     }
     // Attention stages nothing: its scratch is `stage` and `reduce` together, which lie side by side.
@@ -175,6 +176,7 @@ fn residual(schedule: &Schedule, grids: &Grids) -> (u64, Option<Entity>) {
                 let (lo, hi) = std::mem::replace(&mut spans[buffer.index()], (u32::MAX, 0));
                 bytes += u64::from(hi - lo).next_multiple_of(u64::from(UNIT_ROWS)) * 4;
             }
+            bytes *= u64::from(schedule.program.rows);
             if bytes > most.0 {
                 most = (bytes, Some(Entity::Sm(r, SmId(s))));
             }
@@ -200,7 +202,11 @@ fn matrices(schedule: &Schedule, found: &mut Found) -> Vec<u64> {
         };
         let granule_k = GRANULE_ROW / element * (u64::from(UNIT_ROWS) / unit_rows);
         let unit = u64::from(m.k).div_ceil(granule_k).saturating_mul(GRANULE);
-        let here = (units, unit);
+        let parts = match weight.rows {
+            Rows::Lookup(table) => u64::from(program.tables[table.index()].bound),
+            _ => 1,
+        };
+        let here = (units.saturating_mul(parts), unit);
         match matrices[weight.buffer.index()] {
             Some((units, unit, other)) if (units, unit) != here => {
                 found.add_with(Rule::MixedUse, Entity::Grid(GridId(g)), || {
@@ -278,14 +284,14 @@ pub(super) fn device(schedule: &Schedule, target: &Target, found: &mut Found) {
 }
 
 /// Bytes of a buffer in device memory. A packet of 8 bytes holds two 16-bit values or one of 32 bits, and a tag;
-/// packets are read in pairs.
+/// packets are read in pairs, and each row has packets of its own.
 pub(super) fn bytes(buffer: &Buffer) -> u64 {
-    let elements = u64::from(buffer.rows) * u64::from(buffer.cols);
+    let (rows, cols) = (u64::from(buffer.rows), u64::from(buffer.cols));
     match buffer.space {
         Space::Exchange => {
-            let packets = elements.div_ceil(4 / buffer.dtype.bytes() as u64).next_multiple_of(2);
-            packets.saturating_mul(8).saturating_mul(u64::from(buffer.phases))
+            let packets = cols.div_ceil(4 / buffer.dtype.bytes() as u64).next_multiple_of(2);
+            packets.saturating_mul(8).saturating_mul(rows).saturating_mul(u64::from(buffer.phases))
         }
-        _ => elements.saturating_mul(buffer.dtype.bytes() as u64),
+        _ => (rows * cols).saturating_mul(buffer.dtype.bytes() as u64),
     }
 }

@@ -9,7 +9,7 @@
 //! Groups are judged in this order. A group that builds on facts of an earlier one is judged only where that one found
 //! nothing, so that a list of violations names causes and not their consequences.
 //!
-//! 1. **Well-formed** (`wellformed`, `operands`, `regimes`, `names`). Every id exists; every task is in one queue;
+//! 1. **Well-formed** (`wellformed`, `operands`, `tables`, `devices`, `regimes`, `names`). Every id exists; every task is in one queue;
 //!    queues, streams and placements are as many as SMs and buffers. Every grid has the operands of its op's table, each in the right
 //!    space, with the right element type, row kind and columns, inside its buffer for every extent: rows of the current
 //!    position and of the history below `context_max`, rows of the table up to the vocabulary of the head. Attributes
@@ -25,7 +25,11 @@
 //!    by the reader's own waits, and who waits by packets reads them: the poll is the wait. Events about one buffer are
 //!    all counters or all packets. An event is carried where program order reads before it writes (the candidates), and
 //!    only there; the first step of a regime finds the events it carries in the regime before.
-//! 3. **Free of deadlock** (`order`, `variants`). Queues and the events of a step have no cycle; a witness is the cycle. The stream
+//!    The scope of an event includes all who signal it and wait for it; all events about words that cross devices are of
+//!    scope `system` (`devices`).
+//! 3. **Free of deadlock** (`order`, `variants`). Queues, loaders and the events of a step have no cycle; a witness is the
+//!    cycle. The consumers of an SM and its loader are two chains: a task is behind the loader's beginning of its run, a run
+//!    behind the event that it waits for, and a run behind the task that frees its slot. The stream
 //!    of an SM lists exactly the streamed operands of its queue, in its order: the units that the task multiplies, the rows that
 //!    its share of the history has. A task's chunks fit the ring; the arrivals that free a slot are the consumer warps. The
 //!    variants of matvecs and attention are those that tasks, slots and cache rows lead to (`variants`).
@@ -42,6 +46,15 @@
 //! A CUDA target has kernels that can do less than the language says; what is proven is at last compared with what they
 //! take for granted (`kernels`).
 //!
+//! # Rows and tables
+//!
+//! A row of a cache is its sequence and position, wherever the page table puts it, and rows of a step are of different
+//! sequences. So row `r` of a step is alone with its sequence, and what is proven of the columns of a one-row step is
+//! proven here of the columns of each row: a buffer of which some task touches single rows is taken as `rows x cols`
+//! columns side by side, any other as `cols` columns that are always touched in all rows. That no two rows meet in memory
+//! is what the facts of the tables say, and nothing else (`tables`): `separate`, `filled`, `distinct` and `unshared`. The
+//! host establishes them before a launch ([`crate::rows::Guard`]).
+//!
 //! # What the runtime must do for the proof to hold
 //!
 //! - Program order is the order of the grids: a read sees the last write before it in this order, of the same step,
@@ -51,7 +64,8 @@
 //! - A task has read its exchange operands before the first of its packets can be seen. What it writes besides may land
 //!   later: a packet vouches for itself, and only an event that orders memory for more.
 //! - A carried event is the same object in all regimes whose carried events have its buffer and columns.
-//! - A step's phase of a buffer is its position modulo the buffer's phases.
+//! - A step's phase of a buffer is its position, the largest of its rows, modulo the buffer's phases.
+//! - Tables of the host do not change during a launch, and entries are clamped to their bounds.
 //! - A launch may start at any position; its first step waits for no carried event (nothing ran before it).
 //! - Private data of an SM begins at the lowest column that the SM owns.
 //!
@@ -97,8 +111,6 @@
 //!
 //! The memory model of exchanges (PTX) asks for more than today's schedules can say. Each needs its words first:
 //!
-//! - *Scope*: an event includes all its signallers and waiters. Needs scopes of events and homes of buffers; today all
-//!   are one device.
 //! - *Access width*: one width of word for all accesses to a buffer. Today the mechanism decides it, and
 //!   `mixed-mechanism` keeps it one; needs widths of their own.
 //! - *Copies of exchanges*: every writer fenced before the copy. Needs streams whose source is an exchange; for caches
@@ -114,6 +126,7 @@
 //! Which bytes the packer puts into weights and constants: whether the checkpoint has the tensor or the rope of an id, and
 //! whether its extents fit, is known where the checkpoint is (`pack`).
 
+mod devices;
 mod events;
 mod kernels;
 mod memory;
@@ -123,13 +136,14 @@ mod order;
 mod proxies;
 mod races;
 mod regimes;
+mod tables;
 mod variants;
 mod wellformed;
 
 use crate::error::{Fault, Tier};
 use crate::ir::parse::Lines;
 use crate::ir::schedule::Schedule;
-use crate::ir::{BufferId, EventId, GridId, SmId, TaskId};
+use crate::ir::{BufferId, EventId, GridId, SmId, TableId, TaskId};
 use crate::target::Target;
 use crate::text::Span;
 use std::fmt;
@@ -225,6 +239,7 @@ pub enum Entity {
     Machine,
     /// Index into `machine.smem`.
     SmemPart(u32),
+    Table(TableId),
     Buffer(BufferId),
     Grid(GridId),
     /// Index into `regimes`; tasks, events and SMs below name their regime first.
@@ -240,6 +255,7 @@ impl fmt::Display for Entity {
             Entity::Schedule => f.write_str("schedule"),
             Entity::Machine => f.write_str("machine"),
             Entity::SmemPart(part) => write!(f, "smem {part}"),
+            Entity::Table(table) => write!(f, "{table}"),
             Entity::Buffer(buffer) => write!(f, "{buffer}"),
             Entity::Grid(grid) => write!(f, "{grid}"),
             Entity::Regime(regime) => write!(f, "r{regime}"),
@@ -258,6 +274,7 @@ pub fn line_of(entity: Entity, rule: Rule, lines: &Lines) -> Span {
         Entity::Schedule => None,
         Entity::Machine => Some(&lines.machine),
         Entity::SmemPart(part) => lines.smem.get(part as usize),
+        Entity::Table(table) => lines.tables.get(table.index()),
         Entity::Buffer(buffer) => lines.buffers.get(buffer.index()),
         Entity::Grid(grid) => lines.grids.get(grid.index()),
         Entity::Regime(r) => regime(r).map(|regime| &regime.regime),
@@ -325,6 +342,12 @@ rules! {
     DType "dtype" 1;
     /// An operand touches rows of the wrong kind.
     Rows "rows" 1;
+    /// A table is not what its kind of entries asks for, or what needs one has none.
+    Table "table" 1;
+    /// The proof needs a fact that a table does not declare.
+    TableFact "table-fact" 1;
+    /// A buffer lies where its space cannot, or is touched by an SM that cannot reach it.
+    Home "home" 1;
     /// Launch extents, columns or buffer extents are not those of the op.
     Shape "shape" 1;
     /// A region leaves its buffer for some launch index, position or token.
@@ -374,6 +397,10 @@ rules! {
     Carried "carried" 2;
     /// Events about one buffer are counters and packets.
     MixedMechanism "mixed-mechanism" 2;
+    /// The scope of an event leaves out who signals it or waits for it, or is not that of words that cross devices.
+    Scope "scope" 2;
+    /// A run does not wait for the choice of its source, or waits for something else.
+    StreamAfter "stream-after" 2;
     /// An event carried into a regime has no counterpart in the regime before.
     CarriedMatch "carried-match" 2;
 
@@ -433,6 +460,10 @@ rules! {
 
     /// Proven, and yet the kernels of a CUDA target cannot run it as it says.
     Kernel "kernel" 7;
+    /// The kernels of a CUDA target decode one row a step, and read no pages.
+    KernelRows "kernel-rows" 7;
+    /// They synchronise within one device.
+    KernelScope "kernel-scope" 7;
 }
 
 impl Rule {
@@ -472,6 +503,11 @@ fn judge(schedule: &Schedule, target: &Target, found: &mut Found) {
     if found.any() {
         return;
     }
+    tables::check(&schedule.program, found);
+    devices::homes(schedule, found);
+    if found.any() {
+        return;
+    }
     operands::check(schedule, found);
     names::check(schedule, found);
     memory::machine(&schedule.machine, target, found);
@@ -490,6 +526,7 @@ fn judge(schedule: &Schedule, target: &Target, found: &mut Found) {
     let writes: Vec<_> =
         numbered().map(|(r, regime)| wellformed::Writes::of(r, regime, program, &grids, found)).collect();
     wellformed::privates(schedule, &grids, found);
+    devices::reach(schedule, &grids, &owners, &writes, found);
     order::streams(schedule, found);
     variants::check(schedule, target, found);
     memory::shared(schedule, target, &grids, found);
@@ -503,11 +540,14 @@ fn judge(schedule: &Schedule, target: &Target, found: &mut Found) {
     }
     let joins = events::check(schedule, &grids, &writes, found);
     proxies::threads(schedule, found);
+    devices::scopes(schedule, &owners, found);
     if found.any() {
         return;
     }
-    let orders: Vec<_> =
-        numbered().zip(&owners).map(|((r, regime), owners)| order::sort(r, regime, owners, found)).collect();
+    let orders: Vec<_> = numbered()
+        .zip(&owners)
+        .map(|((r, regime), owners)| order::sort(r, regime, owners, &schedule.machine, found))
+        .collect();
     if found.any() {
         return;
     }

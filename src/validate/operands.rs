@@ -61,9 +61,6 @@ fn check_buffer(id: BufferId, buffer: &Buffer, found: &mut Found) {
     if rows == 0 || cols == 0 {
         found.add(Rule::BufferExtent, at, || format!("expected at least one row and column, found {rows} x {cols}"));
     }
-    if matches!(space, Space::Exchange | Space::Private) && rows > 1 {
-        found.add(Rule::BufferExtent, at, || format!("expected one row in {}, found {rows}", space.name()));
-    }
     let most = if space == Space::Exchange { PHASES_MAX } else { 1 };
     if phases == 0 || phases > most {
         found
@@ -139,6 +136,7 @@ fn attributes(id: GridId, op: &Op, n: u32, weights: DType, found: &mut Found) ->
     let wide = |x: u32| u128::from(x);
     match op {
         Op::Select | Op::Report => {}
+        Op::Route { experts } => expect(*experts > 0 && fits(wide(*experts)), "`experts` of at least 1", experts),
         Op::Embed { scale, everywhere: _ } => expect(scale.is_finite(), "a finite `scale`", scale),
         Op::MatVec(m) => {
             expect(m.rows > 0 && fits(wide(m.rows)), "`rows` of at least 1, below 2^28", &m.rows);
@@ -213,7 +211,7 @@ fn eps_ok(norm: &NormAttr) -> bool {
 fn launch_extents(id: GridId, grid: &Grid, program: &Program, sms: u32, found: &mut Found) {
     let n = match &grid.op {
         op if op.everywhere() => Some(sms),
-        Op::Select | Op::Report => Some(1),
+        Op::Select | Op::Report | Op::Route { .. } => Some(1),
         Op::MatVec(m) => Some(m.units()),
         Op::Attention(a) => Some(a.head_groups()),
         Op::NormAdd { width, .. } => Some(width.div_ceil(UNIT_ROWS)),
@@ -420,7 +418,8 @@ fn check_operand(id: GridId, grid: &Grid, operand: &Operand, want: &Want, progra
         }
     };
     let positions = |found: &mut Found| {
-        if buffer.rows < context_max {
+        // Of pages, the table decides how far they reach (`tables`).
+        if buffer.rows < context_max && buffer.paging.is_none() {
             found.add_with(Rule::OutOfBounds, at, || {
                 let message = format!("`{role}` reaches row {}, {name} has {} rows", context_max - 1, buffer.rows);
                 (message, seen())
@@ -493,6 +492,14 @@ fn aligned(id: GridId, operand: &Operand, buffer: &Buffer, found: &mut Found) {
     }
 }
 
+/// Equal parts of a buffer that an operand chooses among.
+fn parts(operand: &Operand, program: &Program) -> u32 {
+    match operand.rows {
+        Rows::Lookup(table) => program.tables[table.index()].bound,
+        _ => 1,
+    }
+}
+
 /// Columns of the table that an `embed` reads.
 fn table_width(grid: &Grid, program: &Program) -> u32 {
     grid.operand(Role::Table).map_or(0, |o| program.buffers[o.buffer.index()].cols)
@@ -507,9 +514,15 @@ fn columns_of_sum(width: u32, everywhere: bool) -> Cols {
 fn want(grid: &Grid, operand: &Operand, program: &Program) -> Option<Want> {
     let Precision { weights, cache, wire } = program.precision;
     let role = operand.role;
-    let exchange = |dtype, cols| Want { space: Space::Exchange, dtype, rows: Rows::One, cols, extent: Extent::Shared };
-    let private = |dtype, cols| Want { space: Space::Private, dtype, rows: Rows::One, cols, extent: Extent::Shared };
-    let output = |dtype, cols| Want { space: Space::Output, dtype, rows: Rows::One, cols, extent: Extent::Rows(1) };
+    // Attention takes one row of the step, everything else takes all of them.
+    let rows = match (program.rows, &grid.op) {
+        (1, _) => Rows::One,
+        (_, Op::Attention(_) | Op::AttentionMerge { .. }) => Rows::Own,
+        _ => Rows::All,
+    };
+    let exchange = |dtype, cols| Want { space: Space::Exchange, dtype, rows, cols, extent: Extent::Shared };
+    let private = |dtype, cols| Want { space: Space::Private, dtype, rows, cols, extent: Extent::Shared };
+    let output = |dtype, cols| Want { space: Space::Output, dtype, rows, cols, extent: Extent::Rows(program.rows) };
     let vector =
         |cols| Want { space: Space::Constant, dtype: DType::F32, rows: Rows::One, cols, extent: Extent::Rows(1) };
     let token = private(DType::I32, Cols::all(1));
@@ -518,6 +531,11 @@ fn want(grid: &Grid, operand: &Operand, program: &Program) -> Option<Want> {
             // All of them; how many is the head's affair, and judged there.
             Role::Candidates => Some(exchange(DType::I32, Cols::all(program.buffers[operand.buffer.index()].cols))),
             Role::Token => Some(token),
+            _ => None,
+        },
+        Op::Route { experts } => match role {
+            Role::X => Some(exchange(wire, Cols::all(*experts))),
+            Role::Out => Some(exchange(DType::I32, Cols::all(1))),
             _ => None,
         },
         Op::Report => match role {
@@ -551,9 +569,10 @@ fn want(grid: &Grid, operand: &Operand, program: &Program) -> Option<Want> {
                 Role::Weight => Some(Want {
                     space: Space::Weight,
                     dtype: weights,
-                    rows: Rows::Units,
+                    // One of the parts that a table chooses among, or all there is (`tables` judges the table).
+                    rows: if matches!(operand.rows, Rows::Lookup(_)) { operand.rows } else { Rows::Units },
                     cols: Cols::blocks(1, units),
-                    extent: Extent::Weight { rows: m.rows, k: m.k },
+                    extent: Extent::Weight { rows: m.rows.saturating_mul(parts(operand, program)), k: m.k },
                 }),
                 Role::Bias => Some(vector(Cols::blocks(m.unit_rows, units.saturating_mul(m.unit_rows)))),
                 Role::Residual => Some(private(DType::F32, Cols::blocks(UNIT_ROWS, m.rows))),
@@ -640,6 +659,8 @@ fn want(grid: &Grid, operand: &Operand, program: &Program) -> Option<Want> {
 enum Meaning {
     Activations,
     Candidates,
+    /// Entries of a table.
+    Choices,
     /// Records of split attention in one layout.
     Partial {
         head_dim: u32,
@@ -657,6 +678,7 @@ fn meanings(id: GridId, grid: &Grid, program: &Program, uses: &mut [Option<(Mean
         }
         let meaning = match (&grid.op, operand.role) {
             (_, Role::Candidates) => Meaning::Candidates,
+            (Op::Route { .. }, Role::Out) => Meaning::Choices,
             (Op::AttentionMerge { head_dim, splits, heads_per_task }, Role::Partial) => {
                 Meaning::Partial { head_dim: *head_dim, splits: *splits, heads_per_task: *heads_per_task }
             }

@@ -4,34 +4,60 @@ use super::wellformed::Owners;
 use super::{Entity, Found, Rule, Witness, note};
 use crate::ir::layout::GRANULE_BYTES;
 use crate::ir::op::{HISTORY_ALIGN, Op, Role};
-use crate::ir::schedule::{Regime, Schedule, Source};
+use crate::ir::schedule::{Machine, Regime, Schedule, Source};
 use crate::ir::{EventId, GridId, SmId, TaskId};
 
 /// A topological order of the tasks of one step under queue order and the events of the step; empty if there is none.
 ///
 /// Carried events point from one step to the next, so steps one after another are free of deadlock if each step is.
-pub(super) fn sort(r: u32, regime: &Regime, owners: &Owners, found: &mut Found) -> Vec<TaskId> {
+///
+/// The loader of an SM is a chain of its own: it begins its runs in order, each behind the event that the run waits for and
+/// with a slot for its first chunk. A task that streams is behind the beginning of its run; the other chunks follow, for
+/// slots hold chunks of this task alone, which it consumes, or those of later tasks, and then all of this one are there.
+pub(super) fn sort(r: u32, regime: &Regime, owners: &Owners, machine: &Machine, found: &mut Found) -> Vec<TaskId> {
     let sms = regime.queues.len();
+    let slots = machine.ring.slots as usize;
+    // Runs that each loader has begun, and those whose task is done.
+    let (mut begun, mut consumed) = (vec![0usize; sms], vec![0usize; sms]);
     let mut missing: Vec<u32> = regime.events.iter().map(|e| if e.carried { 0 } else { e.count }).collect();
     let mut next = vec![0u32; sms];
     // Waits of an SM's next task that are known to be satisfied: each is looked at once.
     let mut satisfied = vec![0usize; sms];
-    // SMs whose next task waits for an event, as one list for each event.
+    // SMs whose next task, or (behind them all) whose loader, waits for an event, as one list for each event.
     let mut first_blocked: Vec<Option<u32>> = vec![None; regime.events.len()];
-    let mut next_blocked: Vec<Option<u32>> = vec![None; sms];
+    let mut next_blocked: Vec<Option<u32>> = vec![None; 2 * sms];
+    let mut blocked = vec![false; 2 * sms];
     let mut ready: Vec<u32> = (0..sms as u32).rev().collect();
     let mut order = Vec::with_capacity(regime.tasks.len());
     while let Some(sm) = ready.pop() {
-        while let Some(&id) = regime.queues[sm as usize].get(next[sm as usize] as usize) {
+        loop {
+            let (stream, loader) = (&regime.streams[sm as usize], sms + sm as usize);
+            let (begun, consumed) = (&mut begun[sm as usize], &mut consumed[sm as usize]);
+            while !blocked[loader] && *begun < *consumed + slots {
+                let Some(run) = stream.get(*begun) else { break };
+                if let Some(event) = run.after.filter(|e| missing[e.index()] > 0) {
+                    blocked[loader] = true;
+                    next_blocked[loader] = first_blocked[event.index()].replace(loader as u32);
+                    break;
+                }
+                *begun += 1;
+            }
+            let Some(&id) = regime.queues[sm as usize].get(next[sm as usize] as usize) else { break };
+            let streams = stream.get(*consumed).is_some_and(|run| run.task == id);
+            if blocked[sm as usize] || (streams && *begun == *consumed) {
+                break;
+            }
             let task = &regime.tasks[id.index()];
             let waits = &task.waits[satisfied[sm as usize]..];
             if let Some(i) = waits.iter().position(|w| missing[w.event.index()] > 0) {
                 let wait = &waits[i];
                 satisfied[sm as usize] += i;
+                blocked[sm as usize] = true;
                 next_blocked[sm as usize] = first_blocked[wait.event.index()].replace(sm);
                 break;
             }
             order.push(id);
+            *consumed += usize::from(streams);
             next[sm as usize] += 1;
             satisfied[sm as usize] = 0;
             for event in task.signals.iter().filter(|e| !regime.events[e.index()].carried) {
@@ -39,9 +65,10 @@ pub(super) fn sort(r: u32, regime: &Regime, owners: &Owners, found: &mut Found) 
                 *left -= 1;
                 if *left == 0 {
                     let mut woken = first_blocked[event.index()].take();
-                    while let Some(sm) = woken {
-                        ready.push(sm);
-                        woken = next_blocked[sm as usize].take();
+                    while let Some(waiter) = woken {
+                        blocked[waiter as usize] = false;
+                        ready.push(waiter % sms as u32);
+                        woken = next_blocked[waiter as usize].take();
                     }
                 }
             }
@@ -49,7 +76,7 @@ pub(super) fn sort(r: u32, regime: &Regime, owners: &Owners, found: &mut Found) 
     }
     if order.len() < regime.tasks.len() {
         found.add_with(Rule::Deadlock, Entity::Regime(r), || {
-            let cycle = cycle(r, regime, owners, &missing, &next);
+            let cycle = cycle(r, regime, owners, &missing, &next, &begun);
             ("tasks wait for one another in a circle".to_string(), cycle)
         });
         order.clear();
@@ -58,7 +85,7 @@ pub(super) fn sort(r: u32, regime: &Regime, owners: &Owners, found: &mut Found) 
 }
 
 /// Follows from one stuck SM: the task at its head, the event it waits for, a producer that has not run, that one's SM.
-fn cycle(r: u32, regime: &Regime, owners: &Owners, missing: &[u32], next: &[u32]) -> Vec<Witness> {
+fn cycle(r: u32, regime: &Regime, owners: &Owners, missing: &[u32], next: &[u32], begun: &[usize]) -> Vec<Witness> {
     let mut producer: Vec<Option<TaskId>> = vec![None; regime.events.len()];
     for (t, task) in (0..).zip(&regime.tasks) {
         if owners.pos[t as usize] >= next[owners.sm[t as usize] as usize] {
@@ -74,8 +101,10 @@ fn cycle(r: u32, regime: &Regime, owners: &Owners, missing: &[u32], next: &[u32]
     while at[sm].is_none() {
         at[sm] = Some(path.len());
         let step = head(sm).and_then(|task| {
-            let waits = &regime.tasks[task.index()].waits;
-            let event = waits.iter().map(|w| w.event).find(|e| missing[e.index()] > 0)?;
+            let waits = regime.tasks[task.index()].waits.iter().map(|w| w.event);
+            // Its own waits, else what keeps its loader.
+            let after = regime.streams[sm].get(begun[sm]).and_then(|run| run.after);
+            let event = waits.chain(after).find(|e| missing[e.index()] > 0)?;
             Some((sm, task, event, producer[event.index()]?))
         });
         let Some(step) = step else { return vec![] };
@@ -84,7 +113,9 @@ fn cycle(r: u32, regime: &Regime, owners: &Owners, missing: &[u32], next: &[u32]
     }
     let mut witness = vec![];
     for &(sm, task, event, producer) in &path[at[sm].unwrap_or(0)..] {
-        witness.push(note(Entity::Task(r, task), format!("on sm{sm} waits for {event}")));
+        let own = regime.tasks[task.index()].waits.iter().any(|w| w.event == event);
+        let who = if own { "" } else { "'s loader" };
+        witness.push(note(Entity::Task(r, task), format!("on sm{sm}{who} waits for {event}")));
         let other = owners.sm[producer.index()];
         let behind = match head(other as usize) {
             Some(blocked) if blocked != producer => format!(", behind {blocked}"),

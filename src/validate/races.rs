@@ -160,6 +160,11 @@ impl<'a> Run<'a> {
         &self.schedule.regimes[self.steps[s].regime]
     }
 
+    /// Columns as a message names them.
+    fn told(&self, buffer: BufferId, lo: u32, hi: u32) -> String {
+        self.facts.grids.rows(buffer).told(lo, hi)
+    }
+
     fn base(&self, s: usize) -> &[u32] {
         &self.bases[s * self.sms..][..self.sms]
     }
@@ -208,6 +213,17 @@ impl<'a> Run<'a> {
                     if *left == 0 {
                         pool.free.push(slot);
                     }
+                }
+            }
+            // What its loader waited for came before it, too. The consumers see no memory by that.
+            if let Some(event) = joins.after[id.index()]
+                && let Some(slot) = slots[event.index()]
+            {
+                join(&mut self.dependency[row.clone()], pool.get(slot).0);
+                let left = &mut waits_left[event.index()];
+                *left -= 1;
+                if *left == 0 {
+                    pool.free.push(slot);
                 }
             }
             // The loader takes over what the first task has acquired, and fences. No other task has a proxy (`proxies`).
@@ -279,8 +295,8 @@ impl<'a> Run<'a> {
         for &reader in queue {
             let task = &regime.tasks[reader.index()];
             for flow in self.facts.grids.history(task.grid) {
-                let Some((lo, hi)) = flow.span(task) else { continue };
-                for append in self.facts.writes[before].overlapping(flow.buffer, lo, hi) {
+                let appends = |(lo, hi): (u32, u32)| self.facts.writes[before].overlapping(flow.buffer, lo, hi).iter();
+                for append in flow.spans(task).flat_map(appends) {
                     let (other, done) = self.done(s - 1, append.task);
                     let story = || {
                         let appends = note(
@@ -299,8 +315,9 @@ impl<'a> Run<'a> {
                     let at = Entity::Task(r as u32, reader);
                     if visible[other] < done {
                         found.add_with(Rule::HistoryUnordered, at, || {
+                            let columns = self.told(flow.buffer, append.lo, append.hi);
                             let message = format!(
-                                "the loader of sm{sm} may read columns {lo}..{hi} of {} before an append is visible",
+                                "the loader of sm{sm} may read {columns} of {} before an append is visible",
                                 flow.buffer
                             );
                             (message, story())
@@ -328,11 +345,12 @@ impl<'a> Run<'a> {
                 if self.steps[s].regime > 0
                     && self.steps[s].index < buffer.phases
                     && !settled(&self.visibility[sm * self.sms..][..self.sms], self.base(s))
-                    && let Some((lo, hi)) = flow.span(task)
                     && let Some(q) = self.last_write(s, flow.buffer, buffer.phases)
                     && self.steps[q].regime != self.steps[s].regime
                 {
-                    self.landed(s, q, flow.buffer, Region { lo, hi, task: id }, sm, found);
+                    for (lo, hi) in flow.spans(task) {
+                        self.landed(s, q, flow.buffer, Region { lo, hi, task: id }, sm, found);
+                    }
                 }
                 *knows_all = *knows_all || settled(&self.dependency[sm * self.sms..][..self.sms], self.base(s));
                 // With one phase, what the step before wrote may still be read in this one.
@@ -341,20 +359,21 @@ impl<'a> Run<'a> {
                     continue;
                 }
             }
-            let Some((lo, hi)) = flow.span(task) else { continue };
             let Some(q) = self.last_write(s, flow.buffer, buffer.phases) else { continue };
             if q > 0 && self.steps[q - 1].regime == self.steps[s].regime {
                 continue;
             }
-            let region = Region { lo, hi, task: id };
-            if !(exchange && *knows_all) {
-                self.after_writers(s, q, flow.buffer, region, sm, exchange, found);
-                if exchange {
-                    self.after_readers(s, q, false, flow.buffer, region, sm, found);
+            for (lo, hi) in flow.spans(task) {
+                let region = Region { lo, hi, task: id };
+                if !(exchange && *knows_all) {
+                    self.after_writers(s, q, flow.buffer, region, sm, exchange, found);
+                    if exchange {
+                        self.after_readers(s, q, false, flow.buffer, region, sm, found);
+                    }
                 }
-            }
-            if exchange && q < s {
-                self.after_readers(s, q + 1, true, flow.buffer, region, sm, found);
+                if exchange && q < s {
+                    self.after_readers(s, q + 1, true, flow.buffer, region, sm, found);
+                }
             }
         }
     }
@@ -372,8 +391,9 @@ impl<'a> Run<'a> {
             let (lo, hi) = (write.lo.max(region.lo), write.hi.min(region.hi));
             let Some((lo, hi)) = self.unread(q, buffer, lo, hi) else { continue };
             found.add_with(Rule::OverwriteUnordered, Entity::Task(r as u32, region.task), || {
+                let columns = facts.grids.rows(buffer).told(lo, hi);
                 let message = format!(
-                    "on sm{sm} writes columns {lo}..{hi} of {buffer} {}, where packets that nobody reads may land later",
+                    "on sm{sm} writes {columns} of {buffer} {}, where packets that nobody reads may land later",
                     later(self.distance(q, s))
                 );
                 let at = Entity::Task(before as u32, write.task);
@@ -451,9 +471,8 @@ impl<'a> Run<'a> {
                     Entity::Task(self.steps[s].regime as u32, region.task),
                     || {
                         let message = format!(
-                            "on sm{sm} writes columns {}..{} of {buffer} {}, unordered after the writer before",
-                            region.lo,
-                            region.hi,
+                            "on sm{sm} writes {} of {buffer} {}, unordered after the writer before",
+                            self.told(buffer, region.lo, region.hi),
                             later(self.distance(q, s))
                         );
                         let at = Entity::Task(self.steps[q].regime as u32, write.task);
@@ -491,9 +510,8 @@ impl<'a> Run<'a> {
                         Entity::Task(self.steps[s].regime as u32, region.task),
                         || {
                             let message = format!(
-                                "on sm{sm} may overwrite columns {}..{} of {buffer} {} before they are read",
-                                region.lo,
-                                region.hi,
+                                "on sm{sm} may overwrite {} of {buffer} {} before they are read",
+                                self.told(buffer, region.lo, region.hi),
                                 later(self.distance(q, s))
                             );
                             (message, vec![note(Entity::Task(r as u32, part.task), format!("on sm{other} reads them"))])
@@ -549,8 +567,8 @@ impl Readers {
     fn of(regime: &Regime, grids: &Grids, owners: &Owners) -> Readers {
         let mut reads: Vec<(Key, Read)> = vec![];
         for (t, task) in (0..).zip(&regime.tasks) {
-            for flow in grids.reads(task.grid) {
-                if let Some((lo, hi)) = flow.span(task) {
+            for flow in grids.reads(task.grid).iter().chain(grids.lookups(task.grid)) {
+                for (lo, hi) in flow.spans(task) {
                     let about = |e: EventId| regime.events[e.index()].buffer == flow.buffer;
                     let carried = task.waits.iter().any(|w| about(w.event) && regime.events[w.event.index()].carried);
                     let key = (carried, flow.buffer, owners.sm[t as usize]);

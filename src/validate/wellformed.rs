@@ -2,9 +2,10 @@
 
 use super::{Entity, Found, Rule, note};
 use crate::ir::op::{Access, Op};
-use crate::ir::program::{Buffer, Cols, Grid, Program, Rows, Second, Space};
+use crate::ir::program::{Buffer, Cols, Grid, Operand, Program, Rows, Second, Space};
 use crate::ir::schedule::{Regime, Schedule, Task};
-use crate::ir::{BufferId, EventId, GridId, SmId, TaskId};
+use crate::ir::table::TableHome;
+use crate::ir::{BufferId, EventId, GridId, SmId, TableId, TaskId};
 use std::collections::BTreeMap;
 
 /// Ids and counts: after this, every id may index what it names.
@@ -15,16 +16,7 @@ pub(super) fn structure(schedule: &Schedule, found: &mut Found) {
         found.add(Rule::Counts, Entity::Schedule, || "expected fewer than 2^32 - 1 entities of a kind".to_string());
         return;
     }
-    for (g, grid) in (0..).zip(&program.grids) {
-        for operand in &grid.operands {
-            if operand.buffer.index() >= buffers {
-                let (role, id) = (operand.role.name(), operand.buffer);
-                found.add(Rule::IdRange, Entity::Grid(GridId(g)), || {
-                    format!("`{role}` names {id}, the program has {buffers} buffers")
-                });
-            }
-        }
-    }
+    references(program, found);
     if schedule.placement.len() != buffers {
         let entries = schedule.placement.len();
         found.add(Rule::Counts, Entity::Schedule, || {
@@ -57,6 +49,48 @@ pub(super) fn structure(schedule: &Schedule, found: &mut Found) {
         }
         from = position;
         tables(r, regime, schedule, found);
+    }
+}
+
+/// What operands, buffers and tables name.
+fn references(program: &Program, found: &mut Found) {
+    let buffers = program.buffers.len();
+    for (g, grid) in (0..).zip(&program.grids) {
+        for operand in &grid.operands {
+            if operand.buffer.index() >= buffers {
+                let (role, id) = (operand.role.name(), operand.buffer);
+                found.add(Rule::IdRange, Entity::Grid(GridId(g)), || {
+                    format!("`{role}` names {id}, the program has {buffers} buffers")
+                });
+            }
+            if let Rows::Lookup(id) = operand.rows
+                && id.index() >= program.tables.len()
+            {
+                let (role, tables) = (operand.role.name(), program.tables.len());
+                found.add(Rule::IdRange, Entity::Grid(GridId(g)), || {
+                    format!("`{role}` is looked up in {id}, the program has {tables} tables")
+                });
+            }
+        }
+    }
+    for (t, table) in (0..).zip(&program.tables) {
+        if let TableHome::Device(id) = table.home
+            && id.index() >= buffers
+        {
+            found.add(Rule::IdRange, Entity::Table(TableId(t)), || {
+                format!("names {id}, the program has {buffers} buffers")
+            });
+        }
+    }
+    for (b, buffer) in (0..).zip(&program.buffers) {
+        if let Some(paging) = buffer.paging
+            && paging.table.index() >= program.tables.len()
+        {
+            found.add(Rule::IdRange, Entity::Buffer(BufferId(b)), || {
+                let (table, tables) = (paging.table, program.tables.len());
+                format!("names {table}, the program has {tables} tables")
+            });
+        }
     }
 }
 
@@ -110,10 +144,17 @@ fn tables(r: u32, regime: &Regime, schedule: &Schedule, found: &mut Found) {
         found.add(Rule::TaskQueued, Entity::Task(r, TaskId::from(t)), || "is in no queue".to_string());
     }
     for (s, stream) in (0..).zip(&regime.streams) {
-        for run in stream.iter().filter(|run| run.task.index() >= tasks) {
-            found.add(Rule::IdRange, Entity::Sm(r, SmId(s)), || {
-                format!("its stream names {}, r{r} has {tasks} tasks", run.task)
-            });
+        for run in stream {
+            if run.task.index() >= tasks {
+                found.add(Rule::IdRange, Entity::Sm(r, SmId(s)), || {
+                    format!("its stream names {}, r{r} has {tasks} tasks", run.task)
+                });
+            }
+            if let Some(event) = run.after.filter(|event| event.index() >= events) {
+                found.add(Rule::IdRange, Entity::Sm(r, SmId(s)), || {
+                    format!("its stream waits for {event}, r{r} has {events} events")
+                });
+            }
         }
     }
 }
@@ -144,6 +185,62 @@ pub(super) struct Flow {
     pub buffer: BufferId,
     pub access: Access,
     pub cols: Cols,
+    /// It touches the task's row of the step alone.
+    own: bool,
+    rows: RowsOf,
+}
+
+/// How the rows of a buffer are told apart.
+#[derive(Clone, Copy)]
+pub(super) struct RowsOf {
+    /// Rows that are told apart; 1: whoever touches a column touches it in all rows.
+    rows: u32,
+    /// Columns of a row.
+    cols: u32,
+}
+
+impl RowsOf {
+    /// Columns `lo..hi` of one row or of all, among the columns of all rows side by side.
+    pub(super) fn spans(self, row: Option<u32>, lo: u32, hi: u32) -> impl Iterator<Item = (u32, u32)> + Clone {
+        let RowsOf { rows, cols } = self;
+        let whole = lo == 0 && hi == cols && row.is_none();
+        let (first, count, hi) = match row {
+            _ if rows == 1 => (0, 1, hi),
+            Some(row) => (row, 1, hi),
+            None if whole => (0, 1, rows * cols),
+            None => (0, rows, hi),
+        };
+        // They fit `u32`: no limit exceeds its buffer, and no buffer has more elements.
+        (first..first + count).map(move |row| (row * cols + lo, row * cols + hi))
+    }
+
+    /// The rows among `row`, or among all, that are told apart; `None` where none are.
+    pub(super) fn each(self, row: Option<u32>) -> impl Iterator<Item = Option<u32>> {
+        let (first, count) = match row {
+            Some(row) => (row, 1),
+            None => (0, self.rows),
+        };
+        let apart = self.apart();
+        (first..first + count).map(move |row| apart.then_some(row))
+    }
+
+    /// Whether its rows are told apart.
+    pub(super) fn apart(self) -> bool {
+        self.rows > 1
+    }
+
+    /// Columns as a message names them.
+    pub(super) fn told(self, lo: u32, hi: u32) -> String {
+        let RowsOf { rows, cols } = self;
+        if rows == 1 {
+            return format!("columns {lo}..{hi}");
+        }
+        let (row, last) = (lo / cols, hi.saturating_sub(1) / cols);
+        if row == last {
+            return format!("columns {}..{} of row {row}", lo - row * cols, hi - row * cols);
+        }
+        format!("columns {}.. of row {row} to {} of row {last}", lo - row * cols, hi - last * cols)
+    }
 }
 
 impl Flow {
@@ -152,26 +249,63 @@ impl Flow {
         let (lo, hi) = self.cols.range(task.lo, task.hi, task.j);
         (lo < hi).then_some((lo as u32, hi as u32))
     }
+
+    /// The same among the columns of all rows side by side, where rows are told apart.
+    pub(super) fn spans(&self, task: &Task) -> impl Iterator<Item = (u32, u32)> + use<> {
+        let (rows, row) = (self.rows, self.row(task));
+        self.span(task).into_iter().flat_map(move |(lo, hi)| rows.spans(row, lo, hi))
+    }
+
+    /// The row that a task touches; `None`: all.
+    pub(super) fn row(&self, task: &Task) -> Option<u32> {
+        self.own.then_some(task.row)
+    }
 }
+
+/// Kinds of flows.
+const CLASSES: usize = 5;
 
 /// The operands of all grids, sorted by what they mean for other tasks. Constants and weights mean nothing: nobody
 /// writes them.
 pub(super) struct Grids {
     flows: Vec<Flow>,
-    ends: Vec<[u32; 4]>,
+    ends: Vec<[u32; CLASSES]>,
+    /// By buffer.
+    rows: Vec<RowsOf>,
 }
 
 impl Grids {
     pub(super) fn of(program: &Program) -> Grids {
-        let mut grids =
-            Grids { flows: Vec::with_capacity(4 * program.grids.len()), ends: Vec::with_capacity(program.grids.len()) };
+        let own = |rows: Rows| matches!(rows, Rows::Own | Rows::Current | Rows::History);
+        let mut rows: Vec<RowsOf> = program.buffers.iter().map(|b| RowsOf { rows: 1, cols: b.cols }).collect();
+        if program.rows > 1 {
+            let operands = program.grids.iter().flat_map(|grid| &grid.operands);
+            operands.filter(|o| own(o.rows)).for_each(|o| rows[o.buffer.index()].rows = program.rows);
+        }
+        let mut grids = Grids {
+            flows: Vec::with_capacity(4 * program.grids.len()),
+            ends: Vec::with_capacity(program.grids.len()),
+            rows,
+        };
         for grid in &program.grids {
-            let mut ends = [0; 4];
+            let mut ends = [0; CLASSES];
             for (class, end) in ends.iter_mut().enumerate() {
                 for operand in &grid.operands {
+                    // The entry of a table that chooses, beside what it chooses.
+                    if let Rows::Lookup(table) = operand.rows
+                        && let TableHome::Device(buffer) = program.tables[table.index()].home
+                        && class == CLASSES - 1
+                    {
+                        let rows = grids.rows[buffer.index()];
+                        let flow = Flow { buffer, access: Access::Read, cols: Cols::all(1), own: false, rows };
+                        grids.flows.push(flow);
+                        continue;
+                    }
                     let space = program.buffers[operand.buffer.index()].space;
                     if class_of(space, operand.access, operand.rows) == Some(class) {
-                        grids.flows.push(Flow { buffer: operand.buffer, access: operand.access, cols: operand.cols });
+                        let Operand { buffer, access, cols, .. } = *operand;
+                        let rows = grids.rows[buffer.index()];
+                        grids.flows.push(Flow { buffer, access, cols, own: rows.apart() && own(operand.rows), rows });
                     }
                 }
                 *end = grids.flows.len() as u32;
@@ -185,10 +319,15 @@ impl Grids {
         let ends = &self.ends[grid.index()];
         let start = match (class, grid.index()) {
             (0, 0) => 0,
-            (0, g) => self.ends[g - 1][3],
+            (0, g) => self.ends[g - 1][CLASSES - 1],
             _ => ends[class - 1],
         };
         &self.flows[start as usize..ends[class] as usize]
+    }
+
+    /// How the rows of a buffer are told apart.
+    pub(super) fn rows(&self, buffer: BufferId) -> RowsOf {
+        self.rows[buffer.index()]
     }
 
     /// Exchange regions that tasks of `grid` read.
@@ -204,6 +343,11 @@ impl Grids {
     /// Private regions that they read, write or update.
     pub(super) fn privates(&self, grid: GridId) -> &[Flow] {
         self.class(grid, 2)
+    }
+
+    /// Entries of tables that choose what their loaders bring in.
+    pub(super) fn lookups(&self, grid: GridId) -> &[Flow] {
+        self.class(grid, 4)
     }
 
     /// Cache columns whose history they stream.
@@ -224,7 +368,7 @@ fn class_of(space: Space, access: Access, rows: Rows) -> Option<usize> {
 
 /// Launch indices: each once in every regime; each queue starts with its `select`.
 pub(super) fn launches(schedule: &Schedule, found: &mut Found) {
-    let grids = &schedule.program.grids;
+    let (grids, rows) = (&schedule.program.grids, schedule.program.rows);
     for (r, regime) in (0..).zip(&schedule.regimes) {
         let mut fine = true;
         for (t, task) in (0..).zip(&regime.tasks) {
@@ -238,6 +382,12 @@ pub(super) fn launches(schedule: &Schedule, found: &mut Found) {
                         "expected a range of indices below {} and `j` below {extent}, found {lo}..{hi} and {j}",
                         grid.n
                     )
+                });
+            } else if task.row >= if grid.per_row { rows } else { 1 } {
+                fine = false;
+                found.add(Rule::LaunchRange, at, || {
+                    let most = if grid.per_row { rows } else { 1 };
+                    format!("expected a row below {most}, found {}", task.row)
                 });
             } else if one_index(&grid.op) && task.hi - task.lo != 1 {
                 fine = false;
@@ -260,18 +410,18 @@ pub(super) fn launches(schedule: &Schedule, found: &mut Found) {
             }
         }
         if fine {
-            domains(r, regime, grids, found);
+            domains(r, regime, grids, rows, found);
         }
     }
 }
 
 /// Ops whose task is one launch index: their stream, record or token is one.
 fn one_index(op: &Op) -> bool {
-    op.everywhere() || matches!(op, Op::Report | Op::Attention(_) | Op::AttentionMerge { .. })
+    op.everywhere() || matches!(op, Op::Report | Op::Route { .. } | Op::Attention(_) | Op::AttentionMerge { .. })
 }
 
 /// Every launch index of every grid has one task; only attention, which has alternatives, may be absent as a whole.
-fn domains(r: u32, regime: &Regime, grids: &[Grid], found: &mut Found) {
+fn domains(r: u32, regime: &Regime, grids: &[Grid], rows: u32, found: &mut Found) {
     let mut starts = vec![0u32; grids.len() + 1];
     for task in &regime.tasks {
         starts[task.grid.index() + 1] += 1;
@@ -297,7 +447,10 @@ fn domains(r: u32, regime: &Regime, grids: &[Grid], found: &mut Found) {
         }
         let of = |id: &TaskId| &regime.tasks[id.index()];
         let ordinal = matches!(grid.second, Second::Ordinal(_));
-        let key = |id: &TaskId| (if ordinal { 0 } else { of(id).j }, of(id).lo);
+        // Rows lie behind each other as shares do: axis `row * extent + j`.
+        let extent = if ordinal { 1 } else { grid.second.extent() };
+        let axes = extent.saturating_mul(if grid.per_row { rows } else { 1 });
+        let key = |id: &TaskId| (of(id).row * extent + if ordinal { 0 } else { of(id).j }, of(id).lo);
         if !tasks.is_sorted_by_key(key) {
             tasks.sort_unstable_by_key(key);
         }
@@ -325,9 +478,7 @@ fn domains(r: u32, regime: &Regime, grids: &[Grid], found: &mut Found) {
             last = Some(*id);
         }
         missing(found, at, r, j, end, grid.n);
-        if let Second::Axis(extent) = grid.second
-            && j + 1 < extent
-        {
+        if j + 1 < axes {
             missing(found, at, r, j + 1, 0, grid.n);
         }
         if ordinal {
@@ -374,7 +525,7 @@ impl Writes {
         for (t, task) in (0..).zip(&regime.tasks) {
             launched[task.grid.index()] = true;
             for flow in grids.writes(task.grid) {
-                if let Some((lo, hi)) = flow.span(task) {
+                for (lo, hi) in flow.spans(task) {
                     unsorted.push((flow.buffer, Region { lo, hi, task: TaskId(t) }));
                     starts[flow.buffer.index() + 1] += 1;
                 }
@@ -440,7 +591,8 @@ fn cover(
         } else if region.lo < end {
             found.add_with(Rule::DoubleProducer, Entity::Task(r, region.task), || {
                 let most = region.hi.min(end);
-                let message = format!("writes columns {}..{most} of {buffer}, expected one producer", region.lo);
+                let columns = grids.rows(buffer).told(region.lo, most);
+                let message = format!("writes {columns} of {buffer}, expected one producer");
                 (message, last.iter().map(|&other| note(Entity::Task(r, other), "writes them too")).collect())
             });
         }
@@ -448,8 +600,9 @@ fn cover(
             (end, last) = (region.hi, Some(region.task));
         }
     }
-    if end < memory.cols {
-        uncovered(r, regime, buffer, (end, memory.cols), padded, grids, found);
+    let all = grids.rows(buffer).rows * memory.cols;
+    if end < all {
+        uncovered(r, regime, buffer, (end, all), padded, grids, found);
     }
 }
 
@@ -464,7 +617,7 @@ fn uncovered(
 ) {
     let touches = |task: &Task| {
         let flows = grids.reads(task.grid).iter().chain(grids.history(task.grid));
-        flows.filter(|f| f.buffer == buffer).filter_map(|f| f.span(task)).any(|s| s.0 < hi && lo < s.1)
+        flows.filter(|f| f.buffer == buffer).flat_map(|f| f.spans(task)).any(|s| s.0 < hi && lo < s.1)
     };
     let reader = regime.tasks.iter().position(touches);
     if padded && reader.is_none() {
@@ -472,7 +625,7 @@ fn uncovered(
     }
     found.add_with(Rule::Uncovered, Entity::Buffer(buffer), || {
         let witness = reader.map(|t| note(Entity::Task(r, TaskId::from(t)), "reads them"));
-        (format!("no task of r{r} writes columns {lo}..{hi}"), witness.into_iter().collect())
+        (format!("no task of r{r} writes {}", grids.rows(buffer).told(lo, hi)), witness.into_iter().collect())
     });
 }
 

@@ -1,6 +1,6 @@
 //! Figures of the host side, as a table: passes and proof, import, interpreter, and builds without work.
 //!
-//! `cargo bench` runs all parts, `cargo bench -- passes import` those that are named: `passes`, `validator`, `import`,
+//! `cargo bench` runs all parts, `cargo bench -- passes import` those that are named: `passes`, `rows`, `validator`, `import`,
 //! `generate`, `builds`. Run it on an idle machine: spinning threads lose most to neighbours. These are figures to look at,
 //! not tests; `docs/host-bench.md` has those of one machine, with their targets.
 
@@ -16,21 +16,24 @@ use monobloc::candidate::Candidate;
 use monobloc::dtype::{DType, Precision};
 use monobloc::interp::{Input, Interp, Options};
 use monobloc::ir::schedule::Schedule;
-use monobloc::lower::lower;
+use monobloc::lower::{Batch, lower, lower_batch};
 use monobloc::manifest::Manifest;
 use monobloc::model::config::{Imported, import, import_config_only, step_cache_bytes, step_weight_bytes};
 use monobloc::model::graph::ModelGraph;
 use monobloc::model::source::{Resolved, Source, resolve};
 use monobloc::pack::pack;
+use monobloc::pages::Pool;
+use monobloc::rows::{Guard, Request, Row, SequenceId, Shape};
 use monobloc::schedule::schedule;
-use monobloc::target::Target;
+use monobloc::target::{Target, TargetKind};
 use monobloc::validate::{check, validate};
 
 const BF16: Precision = Precision { weights: DType::Bf16, cache: DType::Bf16, wire: DType::Bf16 };
 
 /// The parts, in the order in which they run.
-const PARTS: [(&str, fn()); 5] = [
+const PARTS: [(&str, fn()); 6] = [
     ("passes", passes),
+    ("rows", rows),
     ("validator", validator),
     ("import", sparse_import),
     ("generate", generate),
@@ -135,6 +138,50 @@ fn passes() {
     let parts = [lowers, schedules, validates].map(|seconds| format!("{:.0}", median(seconds) * 1e3));
     row(&what, &format!("{:.0} ms ({})", median(totals) * 1e3, parts.join(" + ")));
     row("... peak of resident memory, whole process", &mib(status_bytes("VmHWM")));
+}
+
+/// Steps of 16 rows at the shape of an 8B model, and the tables of 64 rows deep in their histories.
+fn rows() {
+    let (manifest, imported) = model("llama-3.1-8b-synthetic");
+    // No kernel of a CUDA target takes several rows yet.
+    let target = Target { kind: TargetKind::Cpu, ..manifest.targets[0].clone() };
+    let candidate = Candidate::default_for(&imported.graph, &manifest.targets[0], manifest.precision);
+    let batch = Batch { rows: 16, sequences: 16, pages: 2048, page_rows: 64 };
+    let mut proofs = vec![];
+    for _ in 0..5 {
+        let context_max = manifest.decode.context_max;
+        let program =
+            lower_batch(&imported.graph, "rows", manifest.precision, context_max, &batch, &candidate).unwrap();
+        let placed = schedule(program, &manifest.targets[0], &candidate).unwrap();
+        let begin = Instant::now();
+        validate(placed, &target).unwrap();
+        proofs.push(begin.elapsed().as_secs_f64());
+    }
+    row("validate, Llama-3.1-8B, 16 rows with pages", &format!("{:.0} ms", median(proofs) * 1e3));
+
+    const ROWS: u32 = 64;
+    const POSITIONS: u32 = 8192;
+    let shape =
+        Shape { rows: ROWS, sequences: ROWS, context_max: 1 << 17, page_rows: 64, pages: 1 << 15, window: None };
+    let (mut pool, mut guard) = (Pool::new(shape), Guard::new(shape));
+    let sequences: Vec<SequenceId> = (0..ROWS).map(|_| pool.open().unwrap()).collect();
+    let launch = |pool: &mut Pool, position: u32, steps: u32| {
+        sequences.iter().for_each(|&sequence| pool.reserve(sequence, position + steps).unwrap());
+        let rows = sequences.iter().map(|&sequence| Row { sequence, position }).collect();
+        Request { rows, steps, edits: pool.take_edits() }
+    };
+    guard.admit(&launch(&mut pool, 0, POSITIONS)).unwrap().finish(POSITIONS);
+    let mut times = vec![];
+    for position in POSITIONS..POSITIONS + 1024 {
+        let request = launch(&mut pool, position, 1);
+        let begin = Instant::now();
+        let tables = guard.admit(&request).unwrap();
+        times.push(begin.elapsed().as_secs_f64());
+        tables.finish(1);
+    }
+    let most = times.iter().copied().fold(0.0, f64::max);
+    let what = format!("guard of a launch's tables, {ROWS} rows, {POSITIONS} positions each");
+    row(&what, &format!("{:.1} us, with a new page for each row {:.1} us", median(times) * 1e6, most * 1e6));
 }
 
 /// A Llama of one layer, repeated: every layer on the same weights, which the proof does not ask about.

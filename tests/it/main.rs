@@ -37,6 +37,7 @@ mod ptx;
 #[path = "../../fuzz/src/readers.rs"]
 mod readers;
 mod ring_proxy;
+mod rows;
 mod sampling;
 #[path = "../../build/sources.rs"]
 mod sources;

@@ -4,11 +4,11 @@ use crate::proof_support::*;
 use monobloc::codegen::abi::Queues;
 use monobloc::dtype::DType;
 use monobloc::ir::op::{Op, Role};
-use monobloc::ir::program::{Cols, Rows};
-use monobloc::ir::schedule::{Mechanism, Schedule, SmemKind, Source};
+use monobloc::ir::program::{Cols, Home, Rows};
+use monobloc::ir::schedule::{Mechanism, Schedule, Scope, SmemKind, Source};
 use monobloc::ir::variant::Variant;
-use monobloc::ir::{BufferId, EventId, GridId, SmId, TaskId};
-use monobloc::target::Target;
+use monobloc::ir::{BufferId, EventId, GridId, SmId, TableId, TaskId};
+use monobloc::target::{Target, TargetKind};
 use monobloc::validate::{Entity, Rule, Violation, check, validate};
 
 struct Case {
@@ -20,6 +20,17 @@ struct Case {
 
 fn on_toy(entity: Entity, mutate: fn(&mut Schedule, &mut Target)) -> Case {
     let (schedule, target) = toy();
+    Case { schedule, target, entity, mutate }
+}
+
+fn on_two_devices(entity: Entity, mutate: fn(&mut Schedule, &mut Target)) -> Case {
+    let (schedule, target) = two_devices();
+    Case { schedule, target, entity, mutate }
+}
+
+/// Two rows a step, on a machine with the kernels' memory and without their limits.
+fn on_two_rows(entity: Entity, mutate: fn(&mut Schedule, &mut Target)) -> Case {
+    let (schedule, target) = two_rows();
     Case { schedule, target, entity, mutate }
 }
 
@@ -108,6 +119,9 @@ fn case(rule: Rule) -> Case {
                 restream(s);
             })
         }
+        Rule::Table => on_two_rows(Entity::Table(TableId(1)), |s, _| s.program.tables[1].bound = 9),
+        Rule::TableFact => on_two_rows(Entity::Grid(GridId(4)), |s, _| s.program.tables[0].facts.clear()),
+        Rule::Home => on_toy(Entity::Buffer(BufferId(3)), |s, _| s.program.buffers[3].home = Home::Device(0)),
 
         Rule::EventRegion => on_toy(Entity::Event(0, EventId(1)), |s, _| s.regimes[0].events[1].hi = 66),
         Rule::EventCount => on_toy(Entity::Event(0, EventId(1)), |s, _| s.regimes[0].events[1].count = 3),
@@ -123,6 +137,22 @@ fn case(rule: Rule) -> Case {
             s.regimes[0].tasks[21].waits.extend(waits);
         }),
         Rule::Carried => on_toy(Entity::Event(0, EventId(1)), |s, _| s.regimes[0].events[1].carried = true),
+        Rule::Scope => on_two_devices(Entity::Event(0, EventId(1)), |s, _| {
+            let about = s.regimes[0].events[1].buffer;
+            s.regimes[0].events.iter_mut().filter(|e| e.buffer == about).for_each(|e| e.scope = Scope::Device);
+        }),
+        Rule::StreamAfter => {
+            let (schedule, target) = looked_up();
+            let run = schedule.regimes[0].streams[1].iter().find(|run| run.after.is_some()).expect("a run that waits");
+            Case {
+                entity: Entity::Task(0, run.task),
+                schedule,
+                target,
+                mutate: |s, _| {
+                    s.regimes[0].streams[1].iter_mut().for_each(|run| run.after = None);
+                },
+            }
+        }
         Rule::CarriedMatch => on_toy(Entity::Event(1, EventId(0)), |s, _| {
             s.regimes[1].events[0].mechanism = Mechanism::Packets;
         }),
@@ -199,6 +229,12 @@ fn case(rule: Rule) -> Case {
         Rule::Kernel => on_toy(Entity::Sm(0, SmId(0)), |s, _| {
             // Whoever stops looks for the report behind the select.
             s.regimes[0].queues[0].swap(1, 2);
+        }),
+        Rule::KernelRows => on_two_rows(Entity::Schedule, |_, target| target.kind = TargetKind::Cuda),
+        Rule::KernelScope => on_toy(Entity::Event(0, EventId(1)), |s, _| {
+            let about = s.regimes[0].events[1].buffer;
+            let events = s.regimes.iter_mut().flat_map(|regime| &mut regime.events);
+            events.filter(|e| e.buffer == about).for_each(|e| e.scope = Scope::System);
         }),
     }
 }

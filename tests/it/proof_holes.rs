@@ -393,7 +393,7 @@ fn w4d_two_tiles_of_one_update_on_one_sm() {
         let Source::Units { buffer, hi, .. } = &mut run.source else { panic!("weights") };
         let source = Source::Units { buffer: *buffer, lo: middle, hi: *hi };
         *hi = middle;
-        let run = Run { task: new, source };
+        let run = Run { task: new, source, after: None };
         regime.streams[1].push(run);
     }
     restream(&mut schedule);
@@ -672,7 +672,8 @@ fn a_second_report_is_refused_where_kernels_have_one() {
     let id = GridId::from(s.program.grids.len());
     s.program.grids.push(again);
     for regime in &mut s.regimes {
-        let task = monobloc::ir::schedule::Task { grid: id, lo: 0, hi: 1, j: 0, waits: vec![], signals: vec![] };
+        let task =
+            monobloc::ir::schedule::Task { grid: id, lo: 0, hi: 1, j: 0, row: 0, waits: vec![], signals: vec![] };
         regime.queues[3].push(TaskId::from(regime.tasks.len()));
         regime.tasks.push(task);
     }

@@ -130,6 +130,7 @@ fn scramble(s: &mut Schedule, random: &mut Random) -> Option<String> {
                 Op::Embed { everywhere, .. } | Op::NormAdd { everywhere, .. } if k > 3 => *everywhere = !*everywhere,
                 Op::NormAdd { width, .. } => *width = other(random, *width),
                 Op::Embed { scale, .. } => *scale = [f32::NAN, f32::INFINITY, 2.0][k % 3],
+                Op::Route { experts } => *experts = other(random, *experts),
                 Op::Select | Op::Report => g.op = Op::Select,
             }
             format!("g{i} op {:?}", g.op)

@@ -3,11 +3,12 @@
 use monobloc::candidate::Candidate;
 use monobloc::dtype::{DType, Precision};
 use monobloc::ir::op::{Access, Epilogue, MatVec, Op, Role};
-use monobloc::ir::program::{Buffer, Cols, Content, Grid, Operand, Part, Rows, Second, Space};
-use monobloc::ir::schedule::{Event, Mechanism, Run, Schedule, Source, Task, Wait};
+use monobloc::ir::program::{Buffer, Cols, Content, Grid, Home, Operand, Part, Program, Rows, Second, Space};
+use monobloc::ir::schedule::{Event, Mechanism, Run, Schedule, Scope, Source, Task, Wait};
+use monobloc::ir::table::{Holds, Table, TableHome};
 use monobloc::ir::variant::{MatVecVariant, Variant};
-use monobloc::ir::{BufferId, EventId, GridId, TaskId};
-use monobloc::lower::lower;
+use monobloc::ir::{BufferId, EventId, GridId, TableId, TaskId};
+use monobloc::lower::{Batch, lower, lower_batch};
 use monobloc::model::graph::{
     Act, Attention, Layer, Linear, Mlp, ModelGraph, Norm, NormKind, QkNorm, QkNormSpan, Rope, RopeId, RowView, Tensor,
     TensorId,
@@ -332,6 +333,8 @@ pub fn add_extra(schedule: &mut Schedule, after: &str, sms: [usize; 2]) {
         rows: 8,
         cols: 16,
         phases: 1,
+        paging: None,
+        home: Home::Device(0),
         content: Some(Content::Rows { parts: vec![Part { view, rows: 8 }], interleave: 1 }),
     });
     let y = BufferId::from(program.buffers.len());
@@ -342,6 +345,8 @@ pub fn add_extra(schedule: &mut Schedule, after: &str, sms: [usize; 2]) {
         rows: 1,
         cols: 8,
         phases: 1,
+        paging: None,
+        home: Home::Device(0),
         content: None,
     });
     schedule.placement.extend([Some(1 << 20), Some(1 << 20)]);
@@ -364,6 +369,7 @@ pub fn add_extra(schedule: &mut Schedule, after: &str, sms: [usize; 2]) {
         }),
         n: 1,
         second: Second::Axis(1),
+        per_row: false,
         operands: vec![
             op(Role::X, Access::Read, x, Rows::One, Cols { base: lo, limit: hi, ..Cols::all(16) }),
             op(Role::Weight, Access::Stream, weight, Rows::Units, Cols::blocks(1, 1)),
@@ -382,14 +388,25 @@ pub fn add_extra(schedule: &mut Schedule, after: &str, sms: [usize; 2]) {
             count += 1;
         }
         let mechanism = Mechanism::Packets;
-        regime.events.push(Event { buffer: x, lo, hi, count, mechanism, carried: false, proxy: false });
+        regime.events.push(Event {
+            buffer: x,
+            row: None,
+            lo,
+            hi,
+            count,
+            mechanism,
+            scope: Scope::Device,
+            carried: false,
+            proxy: false,
+        });
         let id = TaskId::from(regime.tasks.len());
         let waits = vec![Wait { event, count }];
-        regime.tasks.push(Task { grid: extra, lo: 0, hi: 1, j: 0, waits, signals: vec![] });
+        regime.tasks.push(Task { grid: extra, lo: 0, hi: 1, j: 0, row: 0, waits, signals: vec![] });
         let queue = &mut regime.queues[sm];
         let place = queue.iter().rposition(|id| regime.tasks[id.index()].grid == after);
         queue.insert(place.map_or(queue.len(), |place| place + 1), id);
-        regime.streams[sm].push(Run { task: id, source: Source::Units { buffer: weight, lo: 0, hi: 1 } });
+        let source = Source::Units { buffer: weight, lo: 0, hi: 1 };
+        regime.streams[sm].push(Run { task: id, source, after: None });
     }
     restream(schedule);
 }
@@ -418,4 +435,154 @@ impl Random {
         self.0 ^= self.0 >> 27;
         (self.0.wrapping_mul(0x2545_f491_4f6c_dd1d) >> 33) as usize % n
     }
+}
+
+/// Steps of two rows over a paged cache: three sequences, six pages of four positions.
+pub const TWO_ROWS: Batch = Batch { rows: 2, sequences: 3, pages: 6, page_rows: 4 };
+
+/// One small layer, two rows a step, on two SMs of an H200 that bulk copies fill.
+pub fn two_rows() -> (Schedule, Target) {
+    (two_rows_on(&h200(), &on_h200(2)), beyond_kernels())
+}
+
+pub fn two_rows_on(target: &Target, candidate: &Candidate) -> Schedule {
+    let toy =
+        Toy { layers: 1, hidden: 16, heads: 2, kv_heads: 1, dim: 8, intermediate: 16, vocab: 24, context: 8, ..TOY };
+    let candidate = Candidate { splits: 1, ..candidate.clone() };
+    let program = lower_batch(&toy.graph(), "two-rows", toy.precision, toy.context, &TWO_ROWS, &candidate).unwrap();
+    schedule(program, target, &candidate).unwrap()
+}
+
+/// Experts of [`looked_up`].
+const EXPERTS: u32 = 4;
+
+/// A small layer whose gate and up are those of an expert: a `matvec` scores four of them, a `route` chooses, and the
+/// loaders of both SMs wait for the choice.
+pub fn looked_up() -> (Schedule, Target) {
+    (looked_up_on(&h200(), &on_h200(2)), beyond_kernels())
+}
+
+pub fn looked_up_on(target: &Target, candidate: &Candidate) -> Schedule {
+    let toy =
+        Toy { layers: 1, hidden: 16, heads: 2, kv_heads: 1, dim: 8, intermediate: 16, vocab: 24, context: 8, ..TOY };
+    let mut s = toy.schedule(target, &Candidate { splits: 1, ..candidate.clone() });
+    s.program.name = "looked-up".to_string();
+    let expert = grid(&s, "gate_up.0");
+    let x = s.program.grids[expert.index()].operand(Role::X).expect("an input").clone();
+    let p = &mut s.program;
+    let buffer = |p: &mut Program, name: &str, space, dtype, rows, cols, content| {
+        let (name, home) = (name.to_string(), Home::of(space));
+        p.buffers.push(Buffer { name, space, dtype, rows, cols, phases: 1, paging: None, home, content });
+        BufferId::from(p.buffers.len() - 1)
+    };
+    let parts = vec![Part { view: RowView::range(TensorId(0), 0), rows: EXPERTS }];
+    let content = Some(Content::Rows { parts, interleave: 1 });
+    let router = buffer(p, "router.weight", Space::Weight, DType::Bf16, EXPERTS, toy.hidden, content);
+    let scores = buffer(p, "scores", Space::Exchange, DType::Bf16, 1, EXPERTS, None);
+    let choice = buffer(p, "expert", Space::Exchange, DType::I32, 1, 1, None);
+    s.placement.extend([Some(1 << 20), Some(1 << 20), Some(1 << 21)]);
+    p.tables.push(Table {
+        name: "expert".to_string(),
+        home: TableHome::Device(choice),
+        holds: Holds::Choices,
+        rows: 1,
+        cols: 1,
+        bound: EXPERTS,
+        facts: vec![],
+    });
+    // All experts in one buffer, one behind the other.
+    let weight = p.grids[expert.index()].operands.iter_mut().find(|o| o.role == Role::Weight).expect("weights");
+    weight.rows = Rows::Lookup(TableId(0));
+    let all = &mut p.buffers[weight.buffer.index()];
+    let Some(Content::Rows { parts, .. }) = &mut all.content else { panic!("rows") };
+    parts.iter_mut().for_each(|part| part.rows *= EXPERTS);
+    all.rows *= EXPERTS;
+    s.placement[weight.buffer.index()] = Some(1 << 21);
+    let op = |role, access, buffer, rows, cols| Operand { role, access, buffer, rows, cols };
+    let at = |name: &str, op, operands| Grid {
+        name: name.to_string(),
+        site: None,
+        op,
+        n: 1,
+        second: Second::Axis(1),
+        per_row: false,
+        operands,
+    };
+    let scored =
+        MatVec { rows: EXPERTS, k: toy.hidden, norm: None, own_input: false, epilogue: Epilogue::Store, unit_rows: 8 };
+    let score = at(
+        "score",
+        Op::MatVec(scored),
+        vec![
+            x,
+            op(Role::Weight, Access::Stream, router, Rows::Units, Cols::blocks(1, 1)),
+            op(Role::Out, Access::Write, scores, Rows::One, Cols::blocks(8, EXPERTS)),
+        ],
+    );
+    let route = at(
+        "route",
+        Op::Route { experts: EXPERTS },
+        vec![
+            op(Role::X, Access::Read, scores, Rows::One, Cols::all(EXPERTS)),
+            op(Role::Out, Access::Write, choice, Rows::One, Cols::all(1)),
+        ],
+    );
+    // Both before the expert in program order.
+    p.grids.splice(expert.index()..expert.index(), [score, route]);
+    let (score, route, moved) = (expert, GridId(expert.0 + 1), 2);
+    let later = |grid: GridId| if grid < expert { grid } else { GridId(grid.0 + moved) };
+    s.variants = std::mem::take(&mut s.variants).into_iter().map(|(grid, variant)| (later(grid), variant)).collect();
+    let chunk = s.machine.ring.slot_bytes / 512;
+    let alone = MatVecVariant { units: 1, chunk, block: 1, units_per_warp: 1, poll_batch: 1 };
+    s.variants.insert(score, Variant::MatVec(alone));
+    let regime = &mut s.regimes[0];
+    regime.tasks.iter_mut().for_each(|task| task.grid = later(task.grid));
+    let expert = later(expert);
+    let about = |buffer, hi| Event {
+        buffer,
+        row: None,
+        lo: 0,
+        hi,
+        count: 1,
+        mechanism: Mechanism::Packets,
+        scope: Scope::Device,
+        carried: false,
+        proxy: false,
+    };
+    let events = [0, 1].map(|e| EventId::from(regime.events.len() + e));
+    regime.events.extend([about(scores, EXPERTS), about(choice, 1)]);
+    let waits = regime.tasks.iter().find(|t| t.grid == expert).expect("a task of the expert").waits.clone();
+    let place = regime.queues[0].iter().position(|id| regime.tasks[id.index()].grid == expert).expect("its place");
+    let ids = [0, 1].map(|t| TaskId::from(regime.tasks.len() + t));
+    let one = |grid, waits, event| Task { grid, lo: 0, hi: 1, j: 0, row: 0, waits, signals: vec![event] };
+    regime.tasks.push(one(score, waits, events[0]));
+    regime.tasks.push(one(route, vec![Wait { event: events[0], count: 1 }], events[1]));
+    regime.queues[0].splice(place..place, ids);
+    let source = Source::Units { buffer: router, lo: 0, hi: 1 };
+    regime.streams[0].push(Run { task: ids[0], source, after: None });
+    for run in regime.streams.iter_mut().flatten() {
+        if regime.tasks[run.task.index()].grid == expert {
+            run.after = Some(events[1]);
+        }
+    }
+    restream(&mut s);
+    s
+}
+
+/// A small layer on four SMs of two devices: each device has one KV head, and what one publishes the other reads.
+pub fn two_devices() -> (Schedule, Target) {
+    (two_devices_on(&h200(), &on_h200(4)), beyond_kernels())
+}
+
+pub fn two_devices_on(target: &Target, candidate: &Candidate) -> Schedule {
+    let toy =
+        Toy { layers: 1, hidden: 32, heads: 2, kv_heads: 2, dim: 8, intermediate: 32, vocab: 32, context: 8, ..TOY };
+    let mut s = toy.schedule(target, &Candidate { splits: 1, heads_per_task: 1, ..candidate.clone() });
+    s.program.name = "two-devices".to_string();
+    s.machine.devices = 2;
+    for buffer in s.program.buffers.iter_mut().filter(|b| b.space != Space::Private) {
+        buffer.home = Home::Everywhere;
+    }
+    s.regimes.iter_mut().flat_map(|r| &mut r.events).for_each(|e| e.scope = Scope::System);
+    s
 }

@@ -43,7 +43,8 @@ const IMPORTS: &[(&str, &[&str])] = &[
     ("reference", &["dtype", "model"]),
     // The judges import neither lowering nor scheduling, nor each other.
     ("validate", &["dtype", "error", "ir", "model", "target", "text"]),
-    ("interp", &["dtype", "error", "ir", "model", "pack", "random", "sample"]),
+    // Runs rows only with tables that the guard gave out.
+    ("interp", &["dtype", "error", "ir", "model", "pack", "random", "rows", "sample"]),
     // Prints and encodes what was proven; decides nothing.
     ("codegen", &["digest", "dtype", "ir", "model", "target", "validate"]),
     // Source in, cubin out, bytes to a device; only a session knows what a schedule is.

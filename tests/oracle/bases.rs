@@ -8,9 +8,11 @@ use std::collections::BTreeMap;
 
 use monobloc::ir::layout;
 use monobloc::ir::op::{Access, Epilogue, MatVec, NormAttr, Op, Role};
-use monobloc::ir::program::{Buffer, Cols, Content, Grid, Operand, Part, Program, Rows, Second, Space, VectorPart};
+use monobloc::ir::program::{
+    Buffer, Cols, Content, Grid, Home, Operand, Part, Program, Rows, Second, Space, VectorPart,
+};
 use monobloc::ir::schedule::{
-    Event, Machine, Mechanism, Regime, Ring, Run, Schedule, SmemKind, SmemPart, Source, Task, Wait,
+    Event, Machine, Mechanism, Regime, Ring, Run, Schedule, Scope, SmemKind, SmemPart, Source, Task, Wait,
 };
 use monobloc::ir::variant::{MatVecVariant, Variant};
 use monobloc::ir::{BufferId, EventId, GridId, TaskId};
@@ -155,6 +157,8 @@ pub fn random_program(random: &mut Rng) -> Base {
         name: "random".to_string(),
         precision: BF16,
         context_max: 2 + random.below(4) as u32,
+        rows: 1,
+        tables: vec![],
         buffers: vec![],
         grids: vec![],
     };
@@ -274,7 +278,17 @@ struct Build<'a> {
 impl Build<'_> {
     fn buffer(&mut self, name: &str, space: Space, dtype: DType, cols: u32) -> BufferId {
         let name = name.to_string();
-        self.p.buffers.push(Buffer { name, space, dtype, rows: 1, cols, phases: 1, content: None });
+        self.p.buffers.push(Buffer {
+            name,
+            space,
+            dtype,
+            rows: 1,
+            cols,
+            phases: 1,
+            paging: None,
+            home: Home::of(space),
+            content: None,
+        });
         BufferId::from(self.p.buffers.len() - 1)
     }
 
@@ -291,7 +305,15 @@ impl Build<'_> {
     }
 
     fn grid(&mut self, name: &str, op: Op, n: u32, operands: Vec<Operand>) {
-        self.p.grids.push(Grid { name: name.to_string(), site: None, op, n, second: Second::Axis(1), operands });
+        self.p.grids.push(Grid {
+            name: name.to_string(),
+            site: None,
+            op,
+            n,
+            second: Second::Axis(1),
+            per_row: false,
+            operands,
+        });
     }
 
     #[allow(clippy::too_many_arguments)] // A matrix product has as many parts.
@@ -365,7 +387,7 @@ fn place_randomly(random: &mut Rng, p: Program, sms: usize) -> Base {
         for (ordinal, (sm, lo, hi)) in cuts.into_iter().enumerate() {
             let j = if matches!(grid.second, Second::Ordinal(_)) { ordinal as u32 } else { 0 };
             regime.queues[sm].push(TaskId::from(regime.tasks.len()));
-            regime.tasks.push(Task { grid: GridId::from(g), lo, hi, j, waits: vec![], signals: vec![] });
+            regime.tasks.push(Task { grid: GridId::from(g), lo, hi, j, row: 0, waits: vec![], signals: vec![] });
         }
     }
     for queue in &mut regime.queues {
@@ -409,7 +431,17 @@ fn place_randomly(random: &mut Rng, p: Program, sms: usize) -> Base {
                     other => other,
                 };
                 let (buffer, lo, hi) = key;
-                regime.events.push(Event { buffer, lo, hi, count, mechanism, carried, proxy: false });
+                regime.events.push(Event {
+                    buffer,
+                    row: None,
+                    lo,
+                    hi,
+                    count,
+                    mechanism,
+                    scope: Scope::Device,
+                    carried,
+                    proxy: false,
+                });
                 known.len() - 1
             });
             let count = regime.events[e].count;
@@ -421,7 +453,7 @@ fn place_randomly(random: &mut Rng, p: Program, sms: usize) -> Base {
             let task = &regime.tasks[id.index()];
             if let Some(weight) = p.grids[task.grid.index()].operand(Role::Weight) {
                 let source = Source::Units { buffer: weight.buffer, lo: task.lo, hi: task.hi };
-                regime.streams[sm].push(Run { task: *id, source });
+                regime.streams[sm].push(Run { task: *id, source, after: None });
             }
         }
     }
@@ -449,6 +481,7 @@ fn place_randomly(random: &mut Rng, p: Program, sms: usize) -> Base {
     let machine = Machine {
         target: "h200".to_string(),
         sms: sms as u32,
+        devices: 1,
         consumer_warps: 1,
         loader_warps: 1,
         registers_per_thread: 128,

@@ -119,7 +119,8 @@ impl<'a> Text<'a> {
         for (g, tasks) in by_grid {
             // All tasks of a product read the same input.
             let mut input = None;
-            for t in tasks {
+            // Of a step of several rows the first: its tasks do to it what the others do to theirs.
+            for t in tasks.into_iter().filter(|t| regime.tasks[*t].row == 0) {
                 let sm = owners[t].map_or(0, |sm| sm.index());
                 let grid = &self.s.program.grids[g];
                 let step = Step { at, position: self.positions[at], sm, grid, task: &regime.tasks[t] };
@@ -133,6 +134,11 @@ impl<'a> Text<'a> {
         let Step { task, grid, .. } = *step;
         match &grid.op {
             Op::Select => self.select(step),
+            Op::Route { experts } => {
+                let scores: Vec<u64> = (0..*experts).map(|c| self.read(step, Role::X, c)).collect::<Result<_, _>>()?;
+                self.write(step, Role::Out, 0, fold(scores));
+                Ok(())
+            }
             Op::Report => {
                 let token = self.read(step, Role::Token, 0)?;
                 self.output(step, Role::Out, 0, token);

@@ -1,5 +1,6 @@
 //! Walks of the machine: every interleaving of a small schedule, hostile random ones of a large one.
 
+use super::draws::draws;
 use super::machine::{Plan, Poll, State, Window};
 use super::{Fault, contents};
 use monobloc::ir::schedule::Schedule;
@@ -50,12 +51,16 @@ fn walk_all(schedule: &Schedule, target: &Target, effort: &Effort) -> Result<boo
     contents::judge(schedule)?;
     let mut windows = vec![];
     for from in plan.windows(effort.steps) {
-        windows.push(Window::new(&plan, from, effort.steps)?);
+        for draw in draws(schedule, from)? {
+            windows.push(Window::new(&plan, from, effort.steps, &draw)?);
+        }
     }
     let long = plan.long_windows(effort.steps);
     let short = windows.len();
     for &(from, steps) in &long {
-        windows.push(Window::new(&plan, from, steps)?);
+        for draw in draws(schedule, from)? {
+            windows.push(Window::new(&plan, from, steps, &draw)?);
+        }
     }
     // Cheap walks first: most of what is wrong shows at once.
     let mut random = Rng(effort.seed | 1);

@@ -3,17 +3,20 @@
 use super::{Fault, Kind};
 use monobloc::dtype::DType;
 use monobloc::ir::op::{Access, Attention, Epilogue, MatVec, NormAttr, Op, QkNormAttr, Role};
-use monobloc::ir::program::{Buffer, Cols, Content, Grid, Operand, Rows, Second, Space};
-use monobloc::ir::schedule::{Schedule, Source, Task};
-use monobloc::ir::{BufferId, GridId};
+use monobloc::ir::program::{Buffer, Cols, Content, Grid, Home, Operand, Rows, Second, Space};
+use monobloc::ir::schedule::{Mechanism, Schedule, Scope, Source, Task};
+use monobloc::ir::table::{Holds, TableHome};
+use monobloc::ir::{BufferId, EventId, GridId, TableId};
 use monobloc::model::graph::{NormKind, QkNormSpan};
 use monobloc::target::{DotMechanism, Target, TargetKind};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Columns `lo..hi` of a buffer.
+/// Columns `lo..hi` of one row of a buffer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Touch {
     pub buffer: BufferId,
+    /// Row of the step.
+    pub row: u32,
     pub lo: u32,
     pub hi: u32,
 }
@@ -32,6 +35,8 @@ pub struct Foot {
     /// Cache rows before it, brought in by the loader: columns, and which share of how many, under which window.
     pub history: Vec<Touch>,
     pub outputs: Vec<Touch>,
+    /// Entries of tables that say what its loader brings in.
+    pub choices: Vec<Touch>,
 }
 
 const GRANULE: u64 = 512;
@@ -116,10 +121,100 @@ pub fn footprints(s: &Schedule, target: &Target) -> Result<Vec<Vec<Foot>>, Fault
         }
         feet.push(of_regime);
     }
+    devices(s, &feet)?;
     streamed(s)?;
     arenas(s, target)?;
     shared_memory(s, target)?;
     Ok(feet)
+}
+
+/// Each device has a memory of its own: packets are stored into the memories that have the buffer, and polled in one's own;
+/// everything else stays where it was written. A word that another device stores is whole only for accesses of all devices.
+fn devices(s: &Schedule, feet: &[Vec<Foot>]) -> Result<(), Fault> {
+    let (sms, devices) = (s.machine.sms, s.machine.devices);
+    if devices == 0 || sms % devices != 0 {
+        return malformed(format!("{devices} devices of {sms} SMs"));
+    }
+    let device = |sm: u32| sm / (sms / devices);
+    let home = |id: BufferId| s.program.buffers[id.index()].home;
+    let has = |id: BufferId, device: u32| match home(id) {
+        Home::Device(of) => of == device,
+        Home::Everywhere => true,
+        Home::Sm => false,
+    };
+    // Who appends which columns of a cache, and where.
+    let mut appends: Vec<(Touch, u32)> = vec![];
+    let owners: Vec<_> = s.regimes.iter().map(|regime| regime.owners()).collect();
+    let at = |r: usize, t: usize| owners[r][t].map_or(0, |sm| device(sm.0));
+    for (r, feet) in feet.iter().enumerate() {
+        appends.extend(
+            feet.iter()
+                .enumerate()
+                .flat_map(|(t, f)| f.appends.iter().map(move |a| (*a, t)))
+                .map(|(a, t)| (a, at(r, t))),
+        );
+    }
+    for (b, buffer) in s.program.buffers.iter().enumerate() {
+        let fits = match buffer.home {
+            Home::Sm => buffer.space == Space::Private,
+            Home::Device(of) => buffer.space != Space::Private && of < devices,
+            Home::Everywhere => buffer.space != Space::Private,
+        };
+        if !fits {
+            return malformed(format!("b{b} lies nowhere"));
+        }
+    }
+    for (r, (regime, feet)) in s.regimes.iter().zip(feet).enumerate() {
+        for (t, (task, foot)) in regime.tasks.iter().zip(feet).enumerate() {
+            let here = at(r, t);
+            let local = foot.reads.iter().chain(&foot.choices).chain(&foot.appends).chain(&foot.history);
+            let constants = s.program.grids[task.grid.index()].operands.iter().map(|o| o.buffer);
+            let constants = constants.filter(|id| s.program.buffers[id.index()].space.immutable());
+            let local = local.chain(&foot.outputs).map(|touch| touch.buffer).chain(constants);
+            for buffer in local {
+                if !has(buffer, here) {
+                    let what = format!("t{t} of r{r} looks for {buffer} on device {here}, where nobody stores it");
+                    return Err(Fault::new(Kind::Unwritten, what));
+                }
+            }
+            for touch in &foot.history {
+                let meets =
+                    |a: &Touch| (a.buffer, a.row) == (touch.buffer, touch.row) && a.lo < touch.hi && touch.lo < a.hi;
+                if appends.iter().any(|(a, device)| meets(a) && *device != here) {
+                    let what = format!("t{t} of r{r} reads a history that another device appends");
+                    return Err(Fault::new(Kind::Unwritten, what));
+                }
+            }
+        }
+    }
+    // Stores and polls of each buffer by event: the narrowest scope, and whether two devices meet there.
+    let mut words: BTreeMap<BufferId, (Scope, bool)> = BTreeMap::new();
+    for (r, regime) in s.regimes.iter().enumerate() {
+        for (e, event) in regime.events.iter().enumerate() {
+            let id = EventId(e as u32);
+            let part = |t: &Task| t.signals.contains(&id) || t.waits.iter().any(|w| w.event == id);
+            let loads = regime.streams.iter().flatten().filter(|run| run.after == Some(id)).map(|run| run.task.index());
+            let tasks = regime.tasks.iter().enumerate().filter(|(_, t)| part(t)).map(|(t, _)| t).chain(loads);
+            let sms: BTreeSet<u32> = tasks.filter_map(|t| owners[r][t]).map(|sm| sm.0).collect();
+            let devices: BTreeSet<u32> = sms.iter().map(|sm| device(*sm)).collect();
+            let reaches = match event.scope {
+                Scope::Block | Scope::Cluster => sms.len() <= 1,
+                Scope::Device => devices.len() <= 1,
+                Scope::System => true,
+            };
+            if !reaches {
+                let what = format!("e{e} of r{r} meets SMs beyond its scope");
+                return Err(Fault::new(Kind::Invisible, what));
+            }
+            let word = words.entry(event.buffer).or_insert((Scope::System, false));
+            let tagged = event.mechanism != Mechanism::Counter;
+            *word = (if tagged { word.0.min(event.scope) } else { word.0 }, word.1 || devices.len() > 1);
+        }
+    }
+    if let Some((buffer, _)) = words.iter().find(|(_, (scope, crosses))| *crosses && *scope != Scope::System) {
+        return Err(Fault::new(Kind::Invisible, format!("halves of a word of {buffer} may be seen")));
+    }
+    Ok(())
 }
 
 fn ids(s: &Schedule) -> Result<(), Fault> {
@@ -154,6 +249,7 @@ fn ids(s: &Schedule) -> Result<(), Fault> {
         }
         if regime.events.iter().any(|e| e.buffer.index() >= p.buffers.len())
             || regime.streams.iter().flatten().any(|run| run.task.index() >= regime.tasks.len())
+            || regime.streams.iter().flatten().any(|run| run.after.is_some_and(|e| e.index() >= regime.events.len()))
         {
             return malformed("an event or a run names nothing");
         }
@@ -167,10 +263,24 @@ fn ids(s: &Schedule) -> Result<(), Fault> {
 /// Numbers that a formula takes.
 fn numbers(s: &Schedule) -> Result<(), Fault> {
     let p = &s.program;
+    if p.rows == 0 {
+        return malformed("no rows");
+    }
+    for (b, buffer) in p.buffers.iter().enumerate() {
+        let of_step = matches!(buffer.space, Space::Exchange | Space::Private | Space::Output);
+        if of_step && buffer.rows != p.rows {
+            return Err(Fault::new(Kind::OutOfBounds, format!("b{b} has {} rows, a step {}", buffer.rows, p.rows)));
+        }
+    }
     let norm = |n: &NormAttr| n.eps.is_finite() && n.eps > 0.0;
     for (g, grid) in p.grids.iter().enumerate() {
+        let per_row = p.rows > 1 && matches!(grid.op, Op::Attention(_) | Op::AttentionMerge { .. });
+        if grid.per_row != per_row {
+            return Err(Fault::new(Kind::Undeclared, format!("g{g} takes other rows than its op")));
+        }
         let fine = match &grid.op {
             Op::Select | Op::Report => true,
+            Op::Route { experts } => *experts > 0 && *experts < 1 << 29,
             Op::Embed { scale, .. } => scale.is_finite(),
             Op::MatVec(m) => {
                 let tail = match m.epilogue {
@@ -215,7 +325,7 @@ fn numbers(s: &Schedule) -> Result<(), Fault> {
             Op::Select | Op::Embed { everywhere: true, .. } | Op::NormAdd { everywhere: true, .. } => {
                 Some(s.machine.sms)
             }
-            Op::Report => Some(1),
+            Op::Report | Op::Route { .. } => Some(1),
             Op::Embed { .. } => grid.operand(Role::Table).map(|o| p.buffers[o.buffer.index()].cols.div_ceil(8)),
             Op::MatVec(m) => Some(units(m)),
             Op::Attention(a) => Some(a.heads / a.heads_per_task),
@@ -259,13 +369,15 @@ fn launches(s: &Schedule) -> Result<(), Fault> {
             let extent = match grid.second {
                 Second::Axis(n) | Second::Ordinal(n) => n,
             };
-            if task.lo >= task.hi || task.hi > grid.n || task.j >= extent {
+            let rows = if grid.per_row { s.program.rows } else { 1 };
+            if task.lo >= task.hi || task.hi > grid.n || task.j >= extent || task.row >= rows {
                 return malformed(format!("t{t} of r{r} launches what is not there"));
             }
             let one = matches!(
                 grid.op,
                 Op::Select
                     | Op::Report
+                    | Op::Route { .. }
                     | Op::Attention(_)
                     | Op::AttentionMerge { .. }
                     | Op::Embed { everywhere: true, .. }
@@ -278,7 +390,7 @@ fn launches(s: &Schedule) -> Result<(), Fault> {
             if ordinal && !ordinals.insert((task.grid, task.j)) {
                 return malformed(format!("t{t} of r{r} has the ordinal of another"));
             }
-            let axis = if ordinal { 0 } else { task.j };
+            let axis = task.row * if ordinal { 1 } else { extent } + if ordinal { 0 } else { task.j };
             // Ranges by their start: (axis, lo) to hi.
             if launched[task.grid.index()].insert((axis, task.lo), task.hi).is_some() {
                 return malformed(format!("t{t} of r{r} launches again"));
@@ -293,6 +405,7 @@ fn launches(s: &Schedule) -> Result<(), Fault> {
                 Second::Axis(n) => n,
                 Second::Ordinal(_) => 1,
             };
+            let axes = axes.saturating_mul(if grid.per_row { s.program.rows } else { 1 });
             if u64::from(axes) > regime.tasks.len() as u64 {
                 return malformed(format!("g{g} has axes that are not launched"));
             }
@@ -337,6 +450,10 @@ fn parts(s: &Schedule, grid: &Grid, task: &Task) -> Vec<Part> {
                 part(Role::Candidates, Read, Exchange, DType::I32, 0, u64::from(all)),
                 part(Role::Token, Write, Private, DType::I32, 0, 1),
             ]
+        }
+        Op::Route { experts } => {
+            let all = u64::from(*experts);
+            vec![part(Role::X, Read, Exchange, pr.wire, 0, all), part(Role::Out, Write, Exchange, DType::I32, 0, 1)]
         }
         Op::Report => {
             vec![part(Role::Token, Read, Private, DType::I32, 0, 1), part(Role::Out, Write, Output, DType::I32, 0, 1)]
@@ -508,19 +625,29 @@ fn foot(s: &Schedule, grid: &Grid, task: &Task, vocab: u32) -> Result<Foot, Faul
             return Err(Fault::new(Kind::Undeclared, format!("no `{}`", part.role.name())));
         };
         let buffer = &s.program.buffers[operand.buffer.index()];
+        let mut part = part;
+        if let (Rows::Lookup(id), Rows::Units) = (operand.rows, part.rows) {
+            chosen(s, grid, id, &mut part, &mut foot)?;
+        }
+        let of_step = matches!(part.space, Space::Exchange | Space::Private | Space::Output);
+        if of_step && s.program.rows > 1 {
+            part.rows = if grid.per_row { Rows::Own } else { Rows::All };
+        }
         compare(&part, operand, buffer, task, s.program.context_max, vocab)?;
         if part.lo >= part.hi {
             continue;
         }
         // They fit: compared with the columns of the buffer.
         let base = u64::from(operand.cols.base);
-        let touch = Touch { buffer: operand.buffer, lo: (base + part.lo) as u32, hi: (base + part.hi) as u32 };
+        let (lo, hi) = ((base + part.lo) as u32, (base + part.hi) as u32);
+        let rows = if grid.per_row { task.row..task.row + 1 } else { 0..s.program.rows };
+        let touches = rows.map(|row| Touch { buffer: operand.buffer, row, lo, hi });
         let list = match (part.space, part.access) {
             (Space::Exchange, Access::Read) => &mut foot.reads,
             (Space::Exchange, _) => &mut foot.writes,
             (Space::Private, Access::Read) => &mut foot.private_reads,
             (Space::Private, Access::Update) => {
-                foot.private_reads.push(touch);
+                foot.private_reads.extend(touches.clone());
                 &mut foot.private_writes
             }
             (Space::Private, _) => &mut foot.private_writes,
@@ -529,9 +656,35 @@ fn foot(s: &Schedule, grid: &Grid, task: &Task, vocab: u32) -> Result<Foot, Faul
             (Space::Output, _) => &mut foot.outputs,
             (Space::Weight | Space::Constant, _) => continue,
         };
-        list.push(touch);
+        list.extend(touches);
     }
     Ok(foot)
+}
+
+/// Weights are one of as many parts as the table may name; whoever writes the table must name no other.
+fn chosen(s: &Schedule, grid: &Grid, id: TableId, part: &mut Part, foot: &mut Foot) -> Result<(), Fault> {
+    let Some(table) = s.program.tables.get(id.index()) else { return malformed(format!("{id} is no table")) };
+    let TableHome::Device(buffer) = table.home else { return malformed(format!("nobody chooses {id} in the step")) };
+    if table.holds != Holds::Choices || s.program.rows != 1 || buffer.index() >= s.program.buffers.len() {
+        return malformed(format!("{id} chooses nothing for `{}`", grid.op.name()));
+    }
+    let makers = s.program.grids.iter().filter(|g| g.operand(Role::Out).is_some_and(|out| out.buffer == buffer));
+    for maker in makers {
+        match maker.op {
+            Op::Route { experts } if experts <= table.bound => {}
+            Op::Route { experts } => {
+                let what = format!("an expert below {experts} of {}", table.bound);
+                return Err(Fault::new(Kind::OutOfBounds, what));
+            }
+            _ => return Err(Fault::new(Kind::Undeclared, format!("{buffer} holds no choice"))),
+        }
+    }
+    if let Must::Exactly(rows, _) = &mut part.must {
+        *rows = rows.saturating_mul(table.bound);
+    }
+    part.rows = Rows::Lookup(id);
+    foot.choices.push(Touch { buffer, row: 0, lo: 0, hi: 1 });
+    Ok(())
 }
 
 /// An operand against what the op makes of it.
@@ -580,7 +733,10 @@ fn compare(
     }
     let beyond = |what: String| Err(Fault::new(Kind::OutOfBounds, format!("`{role}`: {what}")));
     match part.must {
-        Must::Positions if buffer.rows < context_max => return beyond(format!("{} rows", buffer.rows)),
+        // Pages are judged where they are drawn.
+        Must::Positions if buffer.rows < context_max && buffer.paging.is_none() => {
+            return beyond(format!("{} rows", buffer.rows));
+        }
         Must::Tokens if buffer.rows < vocab => return beyond(format!("{} rows, {vocab} tokens", buffer.rows)),
         Must::Exactly(rows, cols) => {
             if (buffer.rows, buffer.cols) != (rows, cols) {
@@ -617,6 +773,7 @@ fn meanings(s: &Schedule) -> Result<(), Fault> {
             }
             let is = match (&grid.op, operand.role) {
                 (_, Role::Candidates) => (1, 0, 0, 0),
+                (Op::Route { .. }, Role::Out) => (3, 0, 0, 0),
                 (Op::AttentionMerge { head_dim, splits, heads_per_task }, Role::Partial) => {
                     (2, *head_dim, *splits, *heads_per_task)
                 }
@@ -728,9 +885,13 @@ fn streamed(s: &Schedule) -> Result<(), Fault> {
 
 /// Bytes from the first of a buffer to the first of its next phase.
 pub fn phase_bytes(buffer: &Buffer) -> u64 {
+    row_bytes(buffer).saturating_mul(u64::from(buffer.rows))
+}
+
+/// Bytes from the first of a row of packets to the first of the next row.
+pub fn row_bytes(buffer: &Buffer) -> u64 {
     let per_packet = 4 / (buffer.dtype.bytes() as u64).min(4);
-    let elements = u64::from(buffer.rows) * u64::from(buffer.cols);
-    elements.div_ceil(per_packet).next_multiple_of(2) * 8
+    u64::from(buffer.cols).div_ceil(per_packet).next_multiple_of(2) * 8
 }
 
 /// Of the arena that weights and constants share.
@@ -743,7 +904,12 @@ fn matrix_bytes(s: &Schedule, b: usize) -> u64 {
         (Op::MatVec(m), Some(weight)) if weight.buffer.index() == b => {
             let unit =
                 u64::from(m.k).div_ceil(GRANULE_ROW / element * 8 / u64::from(m.unit_rows).clamp(1, 8)) * GRANULE;
-            u64::from(grid.n).saturating_mul(unit)
+            // As many times as a table may choose.
+            let chosen = match weight.rows {
+                Rows::Lookup(id) => s.program.tables.get(id.index()).map_or(1, |table| u64::from(table.bound)),
+                _ => 1,
+            };
+            u64::from(grid.n).saturating_mul(unit).saturating_mul(chosen)
         }
         _ => 0,
     };
@@ -878,7 +1044,7 @@ fn shared_memory(s: &Schedule, target: &Target) -> Result<(), Fault> {
                 // Of each warp that has a share.
                 scratch = scratch.max(warps.min(u64::from(*splits)) * (u64::from(*head_dim) + 2) * 4);
             }
-            Op::Select | Op::Report | Op::Embed { .. } | Op::NormAdd { .. } => {}
+            Op::Select | Op::Report | Op::Route { .. } | Op::Embed { .. } | Op::NormAdd { .. } => {}
         }
     }
     let room = match (parts.get("stage"), parts.get("reduce")) {
@@ -907,7 +1073,7 @@ fn shared_memory(s: &Schedule, target: &Target) -> Result<(), Fault> {
                 }
             }
             if let Some((lo, hi)) = owned {
-                need("residual", u64::from(hi - lo) * 4);
+                need("residual", u64::from(hi - lo) * 4 * u64::from(s.program.rows));
             }
         }
     }

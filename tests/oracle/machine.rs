@@ -2,7 +2,7 @@
 //!
 //! A window of a few steps is laid out in full: every task of every step is an *instance*. A block takes its instances in
 //! order, each in three moves: it passes its waits, it reads, it publishes. A loader makes one move for each run of the
-//! history it brings in. What a state holds is what decides the future: how far each block and loader is, what each SM
+//! history it brings in, and one for each run whose source the step chooses. What a state holds is what decides the future: how far each block and loader is, what each SM
 //! sees of plain memory, and who wrote each piece of the arenas.
 //!
 //! Events by packets are passed in two ways, and a schedule must be right in both: [`Poll::Counts`] waits until as many
@@ -13,11 +13,12 @@
 //! Shadow memory is exact to the byte and stored by *atoms*: the pieces into which the borders of all accesses of the
 //! window cut the arena. All bytes of an atom are always written and read together.
 
-use super::footprint::{Foot, Touch, footprints, phase_bytes};
+use super::draws::Draw;
+use super::footprint::{Foot, Touch, footprints, phase_bytes, row_bytes};
 use super::{Fault, Kind};
 use monobloc::ir::op::Op;
 use monobloc::ir::program::Space;
-use monobloc::ir::schedule::{Mechanism, Regime, Schedule, Source};
+use monobloc::ir::schedule::{Event, Mechanism, Regime, Schedule, Source, Wait};
 use monobloc::ir::{BufferId, EventId};
 use monobloc::target::{CopyMechanism, Target};
 use std::collections::BTreeMap;
@@ -88,7 +89,7 @@ fn events(s: &Schedule) -> Result<(), Fault> {
             if buffer.space != Space::Exchange || event.lo >= event.hi {
                 return malformed(format!("e{e} of r{r} is about nothing"));
             }
-            if event.hi > buffer.cols {
+            if event.hi > buffer.cols || event.row.is_some_and(|row| row >= buffer.rows) {
                 return Err(Fault::new(Kind::OutOfBounds, format!("e{e} of r{r} polls beyond {}", event.buffer)));
             }
             let tags = event.mechanism != Mechanism::Counter;
@@ -166,9 +167,14 @@ struct WaitOn {
     proxy: bool,
 }
 
-/// The chunks of an attention task.
+/// The chunks of a task whose loader looks at memory that the step or an earlier one made.
 struct History {
-    /// Among the history runs of its SM.
+    /// Rows of a history wait for the first task of the step; a chosen source waits for its event, if for any.
+    gated: bool,
+    after: Option<WaitOn>,
+    /// Entries of tables that say what to load, as reads are.
+    choices: Vec<(u32, Vec<bool>)>,
+    /// Among such runs of its SM.
     ordinal: u32,
     chunks: u32,
     /// Chunks of its SM's stream before it.
@@ -290,7 +296,9 @@ fn spans(plan: &Plan, touch: &Touch, phase: u64) -> (Bytes, Bytes) {
     let buffer = &s.program.buffers[touch.buffer.index()];
     let each = buffer.dtype.bytes() as u64;
     let per = 4 / each.min(4);
-    let base = s.placement[touch.buffer.index()].unwrap_or(0) + phase * phase_bytes(buffer);
+    let base = s.placement[touch.buffer.index()].unwrap_or(0)
+        + phase * phase_bytes(buffer)
+        + u64::from(touch.row) * row_bytes(buffer);
     let (lo, hi, cols) = (u64::from(touch.lo), u64::from(touch.hi), u64::from(buffer.cols));
     let (mut own, mut rest) = (vec![], vec![]);
     let (first, last) = (lo.div_ceil(per), if hi == cols { hi.div_ceil(per) } else { hi / per });
@@ -315,8 +323,8 @@ fn spans(plan: &Plan, touch: &Touch, phase: u64) -> (Bytes, Bytes) {
 }
 
 impl Window {
-    /// Lays out steps from position `from` on.
-    pub fn new(plan: &Plan, from: u32, steps: u32) -> Result<Window, Fault> {
+    /// Lays out steps from position `from` on, the largest of the rows, with tables of the host.
+    pub fn new(plan: &Plan, from: u32, steps: u32, draw: &Draw) -> Result<Window, Fault> {
         let s = plan.schedule;
         let k = s.machine.sms as usize;
         let positions: Vec<u32> = (from..s.program.context_max).take(steps as usize).collect();
@@ -350,18 +358,18 @@ impl Window {
             (Cuts::default(), Cuts::default(), Cuts::default(), Cuts::default());
         // A space of its own for each buffer, where addresses are not shadowed by byte of an arena.
         let wide = |touch: &Touch| {
-            let base = (touch.buffer.index() as u64) << 32;
+            let base = (touch.buffer.index() as u64) << 48 | u64::from(touch.row) << 32;
             (base + u64::from(touch.lo), base + u64::from(touch.hi))
         };
         for (step, &r) in regime_of.iter().enumerate() {
             for event in &regimes[step].events {
-                let about = Touch { buffer: event.buffer, lo: event.lo, hi: event.hi };
                 for at in [phase(event.buffer, step), before(event.buffer, step)] {
-                    spans(plan, &about, at).0.iter().for_each(|r| cuts.add(r.0, r.1));
+                    let all = about(s, event).flat_map(|touch| spans(plan, &touch, at).0);
+                    all.for_each(|r| cuts.add(r.0, r.1));
                 }
             }
             for foot in &plan.feet[r] {
-                for touch in foot.writes.iter().chain(&foot.reads) {
+                for touch in foot.writes.iter().chain(&foot.reads).chain(&foot.choices) {
                     for at in [phase(touch.buffer, step), before(touch.buffer, step)] {
                         let (own, rest) = spans(plan, touch, at);
                         own.iter().chain(&rest).for_each(|r| cuts.add(r.0, r.1));
@@ -377,7 +385,8 @@ impl Window {
                 }
                 for touch in &foot.outputs {
                     let each = s.program.buffers[touch.buffer.index()].dtype.bytes() as u64;
-                    let base = s.placement[touch.buffer.index()].unwrap_or(0);
+                    let row = u64::from(touch.row) * u64::from(s.program.buffers[touch.buffer.index()].cols);
+                    let base = s.placement[touch.buffer.index()].unwrap_or(0) + row * each;
                     outputs.add(base + u64::from(touch.lo) * each, base + u64::from(touch.hi) * each);
                 }
             }
@@ -433,13 +442,13 @@ impl Window {
                     clocks += 1;
                     clocks - 1
                 });
-                let about = Touch { buffer: event.buffer, lo: event.lo, hi: event.hi };
                 let by = regime.tasks.iter().enumerate().filter(|(_, t)| t.signals.contains(&EventId(e as u32)));
                 let by = by.map(|(t, _)| {
                     let mut atoms = vec![];
                     for (w, write) in plan.feet[r][t].writes.iter().enumerate() {
-                        if write.buffer == about.buffer && write.lo < about.hi && about.lo < write.hi {
-                            let part = Touch { lo: write.lo.max(about.lo), hi: write.hi.min(about.hi), ..about };
+                        let of_row = event.row.is_none_or(|row| row == write.row);
+                        if write.buffer == event.buffer && of_row && write.lo < event.hi && event.lo < write.hi {
+                            let part = Touch { lo: write.lo.max(event.lo), hi: write.hi.min(event.hi), ..*write };
                             let own = spans(plan, &part, phase(part.buffer, step)).0;
                             atoms.extend(own.iter().map(|r| (cuts.atoms(r.0, r.1), id(step, t, w))));
                         }
@@ -461,7 +470,10 @@ impl Window {
                 let foot = &plan.feet[r][t];
                 let sm = owners[t].expect("every task is in a queue").index();
                 let op = &s.program.grids[task.grid.index()].op;
-                let waits = task.waits.iter().map(|wait| {
+                let after = regime.streams[sm].iter().find(|run| run.task.index() == t).and_then(|run| run.after);
+                let count = after.map_or(0, |event| regime.events[event.index()].count);
+                let loader = after.map(|event| Wait { event, count });
+                let waits = task.waits.iter().copied().chain(loader).map(|wait| {
                     let event = &regime.events[wait.event.index()];
                     let orders = event.mechanism != Mechanism::Packets;
                     let of = if event.carried { step.checked_sub(1) } else { Some(step) };
@@ -470,8 +482,12 @@ impl Window {
                         let per = u64::from(4 / buffer.dtype.bytes().min(4) as u32);
                         let base = s.placement[event.buffer.index()].unwrap_or(0)
                             + phase(event.buffer, of) * phase_bytes(buffer);
-                        let packets = u64::from(event.lo) / per..u64::from(event.hi).div_ceil(per);
-                        let mut atoms: Vec<u32> = packets.map(|p| cuts.atom(base + 8 * p + 4)).collect();
+                        let mut atoms: Vec<u32> = vec![];
+                        for touch in about(s, event) {
+                            let base = base + u64::from(touch.row) * row_bytes(buffer);
+                            let packets = u64::from(event.lo) / per..u64::from(event.hi).div_ceil(per);
+                            atoms.extend(packets.map(|p| cuts.atom(base + 8 * p + 4)));
+                        }
                         atoms.dedup();
                         (atoms, of)
                     });
@@ -492,7 +508,8 @@ impl Window {
                                 Some(wait.event.index())
                             } else {
                                 earlier.events.iter().position(|e| {
-                                    e.carried && (e.buffer, e.lo, e.hi) == (event.buffer, event.lo, event.hi)
+                                    let place = |e: &Event| (e.buffer, e.row, e.lo, e.hi);
+                                    e.carried && place(e) == place(event)
                                 })
                             };
                             match same {
@@ -509,10 +526,11 @@ impl Window {
                     }
                     on
                 });
-                let waits = waits.collect();
+                let mut waits: Vec<WaitOn> = waits.collect();
+                let after_on = if after.is_some() { waits.pop() } else { None };
 
                 let mut reads = vec![];
-                for touch in &foot.reads {
+                for touch in foot.reads.iter().chain(&foot.choices) {
                     let key = (step, *touch, task.grid.0);
                     let index = match known.get(&key) {
                         Some(&index) => index,
@@ -565,9 +583,11 @@ impl Window {
                     let covers = |piece: &Piece| {
                         let mut at = piece.lo;
                         while at < piece.hi {
-                            let next = task.waits.iter().map(|w| &regime.events[w.event.index()]).filter_map(|e| {
+                            let waited = task.waits.iter().map(|w| w.event).chain(after);
+                            let next = waited.map(|e| &regime.events[e.index()]).filter_map(|e| {
                                 let tags = e.mechanism != Mechanism::Counter;
-                                (tags && e.buffer == touch.buffer && e.lo <= at && at < e.hi).then_some(e.hi)
+                                let here = e.buffer == touch.buffer && e.row.is_none_or(|row| row == touch.row);
+                                (tags && here && e.lo <= at && at < e.hi).then_some(e.hi)
                             });
                             match next.max() {
                                 Some(next) => at = next,
@@ -604,9 +624,20 @@ impl Window {
                 };
                 let output = |t: &Touch| {
                     let each = s.program.buffers[t.buffer.index()].dtype.bytes() as u64;
-                    let base = s.placement[t.buffer.index()].unwrap_or(0);
+                    let row = u64::from(t.row) * u64::from(s.program.buffers[t.buffer.index()].cols);
+                    let base = s.placement[t.buffer.index()].unwrap_or(0) + row * each;
                     outputs.atoms(base + u64::from(t.lo) * each, base + u64::from(t.hi) * each)
                 };
+                let choices = reads.split_off(foot.reads.len());
+                let history = (!choices.is_empty()).then_some(History {
+                    gated: false,
+                    after: after_on,
+                    choices,
+                    ordinal: 0,
+                    chunks: 0,
+                    before: 0,
+                    rows: vec![],
+                });
                 window.instances.push(Instance {
                     sm,
                     place: 0,
@@ -619,7 +650,7 @@ impl Window {
                     private_id: private_id(step, Some(task.grid.0)),
                     private_writes: ranges(&privates, &foot.private_writes),
                     outputs: foot.outputs.iter().map(output).collect(),
-                    history: None,
+                    history,
                 });
                 window.names.push(format!("t{t} of r{r} at position {}", positions[step]));
             }
@@ -642,13 +673,15 @@ impl Window {
                             Some(Source::Units { lo, hi, .. }) => {
                                 let element = s.program.precision.weights.bytes() as u32;
                                 let unit = m.k.div_ceil(64 / element * 8 / m.unit_rows);
-                                let units = hi - lo;
-                                chunks(
-                                    u64::from(unit) * u64::from(units),
-                                    units,
-                                    s.machine.ring.slot_bytes / 512,
-                                    s.machine.ring.arrivals,
-                                )
+                                let (units, ring) = (hi - lo, &s.machine.ring);
+                                let granules = u64::from(unit) * u64::from(units);
+                                let chunks = chunks(granules, units, ring.slot_bytes / 512, ring.arrivals);
+                                if let Some(chosen) = &mut window.instances[instance as usize].history {
+                                    (chosen.ordinal, chosen.before) = (window.loads[sm].len() as u32, before);
+                                    chosen.chunks = chunks;
+                                    window.loads[sm].push(instance);
+                                }
+                                chunks
                             }
                             _ => 0,
                         },
@@ -657,12 +690,16 @@ impl Window {
                                 Some(Source::History { rows }) => rows,
                                 _ => 1,
                             };
-                            let (start, end) = share(a.window, a.splits, positions[step], regime.tasks[task.index()].j);
+                            let row = regime.tasks[task.index()].row as usize;
+                            let position = draw.positions[row] + step as u32;
+                            let (start, end) = share(a.window, a.splits, position, regime.tasks[task.index()].j);
                             let chunks = 2 * (end - start).div_ceil(rows);
                             let mut found = vec![];
                             for touch in &plan.feet[regime_of[step]][task.index()].history {
-                                for row in start.max(from)..end {
-                                    let at = (row - from) as usize;
+                                for past in start..end {
+                                    let Some((at, by)) = appended(draw, row, past, step, positions.len())? else {
+                                        continue;
+                                    };
                                     let r = regime_of[at];
                                     // Who appends these columns of that row.
                                     let mut covered = touch.lo;
@@ -670,7 +707,10 @@ impl Window {
                                         let writer = plan.feet[r].iter().enumerate().find_map(|(t, foot)| {
                                             let mut parts = foot.appends.iter();
                                             parts
-                                                .find(|a| a.buffer == touch.buffer && a.lo <= covered && covered < a.hi)
+                                                .find(|a| {
+                                                    let place = a.buffer == touch.buffer && a.row as usize == by;
+                                                    place && a.lo <= covered && covered < a.hi
+                                                })
                                                 .map(|a| (t, a.hi))
                                         });
                                         let Some((t, hi)) = writer else {
@@ -686,8 +726,15 @@ impl Window {
                             }
                             let ordinal = window.loads[sm].len() as u32;
                             window.loads[sm].push(instance);
-                            window.instances[instance as usize].history =
-                                Some(History { ordinal, chunks, before, rows: found });
+                            window.instances[instance as usize].history = Some(History {
+                                gated: true,
+                                after: None,
+                                choices: vec![],
+                                ordinal,
+                                chunks,
+                                before,
+                                rows: found,
+                            });
                             chunks
                         }
                         _ => 0,
@@ -699,6 +746,7 @@ impl Window {
             }
         }
         appended_twice(plan)?;
+        in_place(s, draw, positions.len())?;
         window.layout = layout(&window, cuts.len(), privates.len(), outputs.len(), clocks as usize);
         Ok(window)
     }
@@ -814,7 +862,7 @@ impl Window {
         // Gate: the first task of the SM's queue in that step is done.
         let first = self.firsts[sm][instance.step];
         let at = state.0[l.at + sm];
-        if at <= first {
+        if h.gated && at <= first || h.after.as_ref().is_some_and(|after| !self.satisfied(state, after)) {
             return false;
         }
         // A free slot for its first chunk. Chunks of a task are freed one by one while it reads; weights stream through.
@@ -868,10 +916,11 @@ impl Window {
         }
     }
 
-    fn read(&self, state: &State, at: usize) -> Result<(), Fault> {
+    /// Reads of exchange memory, by a block or its loader.
+    fn look(&self, state: &State, at: usize, reads: &[(u32, Vec<bool>)]) -> Result<(), Fault> {
         let (l, k) = (&self.layout, self.k);
         let instance = &self.instances[at];
-        for (expect, vouched) in &instance.reads {
+        for (expect, vouched) in reads {
             for (piece, vouched) in self.expects[*expect as usize].pieces.iter().zip(vouched) {
                 for atom in piece.atoms.clone() {
                     let found = state.0[l.shadow + atom as usize];
@@ -886,6 +935,12 @@ impl Window {
                 }
             }
         }
+        Ok(())
+    }
+
+    fn read(&self, state: &State, at: usize) -> Result<(), Fault> {
+        let (l, instance) = (&self.layout, &self.instances[at]);
+        self.look(state, at, &instance.reads)?;
         for (range, id) in &instance.private_reads {
             for atom in range.clone() {
                 let found = state.0[l.private + instance.sm * self.private_len() + atom as usize];
@@ -1029,6 +1084,7 @@ impl Window {
         let load = state.0[l.loaded + sm] as usize;
         let at = self.loads[sm][load] as usize;
         if let Some(h) = &self.instances[at].history {
+            self.look(state, at, &h.choices)?;
             for (_, writer) in &h.rows {
                 let w = &self.instances[*writer];
                 // The loader sees what its block had acquired when it opened the gate.
@@ -1058,7 +1114,7 @@ impl Window {
 }
 
 fn unwritten(touch: &Touch, task: usize, position: u32) -> Fault {
-    let Touch { buffer, lo, hi } = touch;
+    let Touch { buffer, row: _, lo, hi } = touch;
     let what = format!("t{task} reads columns {lo}..{hi} of {buffer} at position {position}, which nobody writes");
     Fault::new(Kind::Unwritten, what)
 }
@@ -1086,12 +1142,65 @@ pub(super) fn share(window: Option<u32>, splits: u32, position: u32, j: u32) -> 
     (start as u32, end as u32)
 }
 
+/// The rows of an event's columns.
+fn about<'a>(s: &'a Schedule, event: &'a Event) -> impl Iterator<Item = Touch> + use<'a> {
+    let rows = match event.row {
+        Some(row) => row..row + 1,
+        None => 0..s.program.buffers[event.buffer.index()].rows,
+    };
+    rows.map(|row| Touch { buffer: event.buffer, row, lo: event.lo, hi: event.hi })
+}
+
+/// The step of the window, and the row in it, that appended `past` for row `row` in step `step`; `None`: an earlier launch.
+fn appended(draw: &Draw, row: usize, past: u32, step: usize, steps: usize) -> Result<Option<(usize, usize)>, Fault> {
+    let rows = 0..draw.positions.len();
+    let at = |by: usize, t: usize| draw.positions[by] + t as u32;
+    let place = draw.place(row, past);
+    let same = |by: usize, t: usize| draw.sequences[by] == draw.sequences[row] && at(by, t) == past;
+    for (t, by) in (0..steps).flat_map(|t| rows.clone().map(move |by| (t, by))) {
+        if draw.place(by, at(by, t)) == place && !same(by, t) {
+            let what = format!("row {by} of the step writes over what row {row} reads of position {past}");
+            return Err(Fault::new(Kind::Clobbered, what));
+        }
+    }
+    let mut made = (0..=step).rev().flat_map(|t| rows.clone().map(move |by| (t, by)));
+    match made.find(|&(t, by)| same(by, t)) {
+        Some((t, by)) if t == step => {
+            let what = format!("row {row} of the step reads what row {by} appends in it");
+            Err(Fault::new(Kind::Invisible, what))
+        }
+        None if past >= draw.filled[row] => {
+            Err(Fault::new(Kind::Unwritten, format!("row {row} of the step reads position {past}, which nobody wrote")))
+        }
+        made => Ok(made),
+    }
+}
+
+/// Rows of the cache are there, and no two rows of a step append to one.
+fn in_place(s: &Schedule, draw: &Draw, steps: usize) -> Result<(), Fault> {
+    let caches = s.program.buffers.iter().filter(|b| b.space == Space::Cache);
+    let most = caches.map(|b| u64::from(b.rows)).min().unwrap_or(u64::MAX);
+    for t in 0..steps {
+        let mut places: Vec<u64> =
+            (0..draw.positions.len()).map(|row| draw.place(row, draw.positions[row] + t as u32)).collect();
+        places.sort_unstable();
+        if places.windows(2).any(|w| w[0] == w[1]) {
+            return Err(Fault::new(Kind::Clobbered, "two rows of a step append to one row of the cache"));
+        }
+        if places.iter().any(|place| *place >= most) {
+            return Err(Fault::new(Kind::OutOfBounds, "a page beyond the cache"));
+        }
+    }
+    Ok(())
+}
+
 /// A cache row with two writers in one step.
 fn appended_twice(plan: &Plan) -> Result<(), Fault> {
     for feet in &plan.feet {
         let mut all: Vec<&Touch> = feet.iter().flat_map(|f| &f.appends).collect();
         all.sort();
-        if let Some(w) = all.windows(2).find(|w| w[0].buffer == w[1].buffer && w[1].lo < w[0].hi) {
+        let one = |w: &&[&Touch]| (w[0].buffer, w[0].row) == (w[1].buffer, w[1].row);
+        if let Some(w) = all.windows(2).filter(one).find(|w| w[1].lo < w[0].hi) {
             let what = format!("columns {}..{} of {} are appended twice", w[1].lo, w[0].hi, w[0].buffer);
             return Err(Fault::new(Kind::Clobbered, what));
         }
@@ -1119,8 +1228,8 @@ type Written = (u32, u32, u32, usize, usize);
 
 /// Who writes what of each buffer in one regime.
 struct Writers {
-    exchange: BTreeMap<BufferId, Vec<Written>>,
-    private: BTreeMap<BufferId, Vec<Written>>,
+    exchange: BTreeMap<(BufferId, u32), Vec<Written>>,
+    private: BTreeMap<(BufferId, u32), Vec<Written>>,
 }
 
 impl Writers {
@@ -1128,11 +1237,17 @@ impl Writers {
         let mut writers = Writers { exchange: BTreeMap::new(), private: BTreeMap::new() };
         for (t, (task, foot)) in regime.tasks.iter().zip(feet).enumerate() {
             for (w, touch) in foot.writes.iter().enumerate() {
-                let of = writers.exchange.entry(touch.buffer).or_default();
+                let of = writers.exchange.entry((touch.buffer, touch.row)).or_default();
                 of.push((touch.lo, touch.hi, task.grid.0, t, w));
             }
             for touch in &foot.private_writes {
-                writers.private.entry(touch.buffer).or_default().push((touch.lo, touch.hi, task.grid.0, t, 0));
+                writers.private.entry((touch.buffer, touch.row)).or_default().push((
+                    touch.lo,
+                    touch.hi,
+                    task.grid.0,
+                    t,
+                    0,
+                ));
             }
         }
         writers
@@ -1142,7 +1257,7 @@ impl Writers {
     #[allow(clippy::type_complexity)] // Columns and a writer.
     fn pieces(&self, touch: &Touch, grid: Option<u32>) -> Result<Vec<(u32, u32, Option<(usize, usize)>)>, Fault> {
         let none = vec![];
-        let all = self.exchange.get(&touch.buffer).unwrap_or(&none);
+        let all = self.exchange.get(&(touch.buffer, touch.row)).unwrap_or(&none);
         let of: Vec<&Written> =
             all.iter().filter(|w| w.0 < touch.hi && touch.lo < w.1 && grid.is_none_or(|grid| w.2 < grid)).collect();
         let mut pieces = vec![];
@@ -1163,7 +1278,7 @@ impl Writers {
     /// The parts of a private region by the grid that writes them last before `grid`.
     fn private(&self, touch: &Touch, grid: u32) -> Vec<(u32, u32, Option<u32>)> {
         let none = vec![];
-        let all = self.private.get(&touch.buffer).unwrap_or(&none);
+        let all = self.private.get(&(touch.buffer, touch.row)).unwrap_or(&none);
         let of: Vec<&Written> = all.iter().filter(|w| w.0 < touch.hi && touch.lo < w.1 && w.2 < grid).collect();
         let parts = segments(touch, &of).into_iter().map(|(lo, hi)| {
             let last = of.iter().filter(|w| w.0 <= lo && hi <= w.1).map(|w| w.2).max();

@@ -12,6 +12,7 @@
 //!   stale as the fences allow.
 //! - [`contents`] runs a text with real contents, as its positions ask and in the first regime alone: both must compute
 //!   the same.
+//! - [`draws`] makes the tables that the host may write.
 //! - [`explore`] walks: all interleavings of small schedules, hostile random ones of large schedules.
 //! - [`entries`] reads back what the queues of a proven schedule say to a device.
 //! - [`device`] gives a device what is not proven, for `tests/bench/mutants.rs`.
@@ -23,6 +24,7 @@
 pub mod bases;
 pub mod contents;
 pub mod device;
+pub mod draws;
 pub mod entries;
 pub mod explore;
 pub mod footprint;

@@ -536,7 +536,7 @@ fn attribute(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<E
         Op::AttentionMerge { splits, .. } => *splits = 0,
         Op::NormAdd { norm, .. } => norm.eps = -1.0,
         Op::Embed { scale, .. } => *scale = f32::INFINITY,
-        Op::Select | Op::Report => return None,
+        Op::Select | Op::Report | Op::Route { .. } => return None,
     }
     Some(vec![Entity::Grid(GridId::from(g))])
 }

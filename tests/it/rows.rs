@@ -1,0 +1,312 @@
+//! Steps of several rows over a paged cache: the interpreter, and what both judges say of them.
+
+use std::sync::Arc;
+
+use monobloc::candidate::Candidate;
+use monobloc::dtype::{DType, Precision};
+use monobloc::interp::{Arithmetic, Interp, InterpError, Options, Order, Pack};
+use monobloc::ir::EventId;
+use monobloc::ir::op::{Op, Role};
+use monobloc::ir::parse::parse;
+use monobloc::ir::print::print;
+use monobloc::ir::program::{Cols, Content, Home};
+use monobloc::ir::schedule::{Event, Mechanism, Schedule, Scope, Task};
+use monobloc::ir::table::Fact;
+use monobloc::lower::{Batch, lower, lower_batch};
+use monobloc::model::config::{Imported, import};
+use monobloc::pack::pack;
+use monobloc::rows::{Edit, Guard, PageId, Request, Row, SequenceId, Shape};
+use monobloc::schedule::schedule;
+use monobloc::target::Target;
+use monobloc::validate::{Rule, check};
+
+use crate::oracle::Kind;
+use crate::oracle::explore::{Effort, Verdict, judge};
+use crate::proof_support::{buffer, grid, listed, looked_up, operand, swap_queued, task, two_devices, two_rows};
+use crate::support::fixture;
+
+/// Ten pages, for two sequences that hold eight.
+const BATCH: Batch = Batch { rows: 2, sequences: 3, pages: 10, page_rows: 4 };
+const CONTEXT_MAX: u32 = 24;
+const FIRST: [u32; 11] = [1, 403, 407, 261, 378, 432, 383, 286, 261, 376, 298];
+const SECOND: [u32; 4] = [1, 432, 383, 286];
+/// Steps that both go on by themselves.
+const STEPS: u32 = 6;
+
+fn place(imported: &Imported, precision: Precision, batch: Option<&Batch>) -> Schedule {
+    let target = Target::builtin("cpu").unwrap();
+    let candidate = Candidate {
+        sms: 3,
+        splits: 1,
+        mechanism: Mechanism::Counter,
+        ..Candidate::default_for(&imported.graph, &target, precision)
+    };
+    let program = match batch {
+        Some(batch) => lower_batch(&imported.graph, "rows", precision, CONTEXT_MAX, batch, &candidate),
+        None => lower(&imported.graph, "rows", precision, CONTEXT_MAX, &candidate),
+    };
+    let placed = schedule(program.unwrap(), &target, &candidate).unwrap();
+    assert_eq!(check(&placed, &target), []);
+    placed
+}
+
+fn packed(imported: &Imported, schedule: &Schedule) -> Pack {
+    Arc::new(pack(schedule, &imported.graph, &imported.weights).unwrap())
+}
+
+/// Bits of the logits after each position, and the token of each.
+type Run = Vec<(u32, Vec<u32>)>;
+
+fn bits(logits: &[f32]) -> Vec<u32> {
+    logits.iter().map(|value| value.to_bits()).collect()
+}
+
+/// A sequence alone: its prompt, then what the schedule selects.
+fn alone(imported: &Imported, precision: Precision, options: Options, prompt: &[u32]) -> Run {
+    let schedule = place(imported, precision, None);
+    let mut interp = Interp::new(&schedule, packed(imported, &schedule), options).unwrap();
+    let mut run = vec![];
+    interp.logits(prompt).unwrap().iter().zip(prompt).for_each(|(logits, &token)| run.push((token, bits(logits))));
+    while run.len() < prompt.len() + STEPS as usize {
+        let token = interp.selected().unwrap();
+        let logits = interp.step(monobloc::interp::Input::Token(token)).unwrap();
+        run.push((token, bits(&logits)));
+    }
+    run
+}
+
+/// Both sequences at once: they begin together, one is done with its prompt long before the other, and the row of each
+/// changes on the way. Pages are taken from both ends of the pool in turn.
+fn together(imported: &Imported, precision: Precision, options: Options) -> [Run; 2] {
+    let schedule = place(imported, precision, Some(&BATCH));
+    let mut interp = Interp::new(&schedule, packed(imported, &schedule), options).unwrap();
+    let mut guard = Guard::new(Shape::of(&schedule.program).expect("tables"));
+    let sequences = [SequenceId(2), SequenceId(0)];
+    let pages: [&[u32]; 2] = [&[9, 0, 7, 2, 5], &[1, 8, 3]];
+    let edits = (0..2).flat_map(|s| {
+        let of = (0..).zip(pages[s]);
+        of.map(move |(block, &page)| Edit { sequence: sequences[s], block, page: Some(PageId(page)) })
+    });
+    let mut edits: Vec<Edit> = edits.collect();
+    let mut runs: [Run; 2] = [vec![], vec![]];
+    let prompts: [&[u32]; 2] = [&FIRST, &SECOND];
+    // The second sequence waits at its last position while the first one reads its prompt: it is decoded there again.
+    for step in 0..FIRST.len() {
+        let order = if step % 3 == 0 { [0, 1] } else { [1, 0] };
+        let at = |s: usize| step.min(prompts[s].len() - 1);
+        let rows = order.map(|s| Row { sequence: sequences[s], position: at(s) as u32 }).to_vec();
+        let tokens = order.map(|s| prompts[s][at(s)]);
+        let steps = if step + 1 == FIRST.len() { 1 + STEPS } else { 1 };
+        let request = Request { rows, steps, edits: std::mem::take(&mut edits) };
+        let tables = guard.admit(&request).unwrap();
+        let record = |result: &monobloc::interp::StepResult<'_>| {
+            let run = &mut runs[order[result.row]];
+            run.truncate(result.position as usize);
+            run.push((result.token, bits(&result.logits.to_vec())));
+        };
+        interp.launch_rows(tables, &tokens, record).unwrap();
+    }
+    runs
+}
+
+fn tinystories() -> Imported {
+    import(&fixture("tinystories-llama")).unwrap()
+}
+
+#[test]
+fn a_paged_step_of_two_rows_is_two_steps_of_one() {
+    let imported = tinystories();
+    let fp32 = Precision { weights: DType::F32, cache: DType::F32, wire: DType::F32 };
+    let bf16 = Precision { weights: DType::Bf16, cache: DType::Bf16, wire: DType::Bf16 };
+    for precision in [fp32, bf16] {
+        let options = Options { arithmetic: Arithmetic::Fast, order: Order::Threads(2) };
+        let expected = [&FIRST[..], &SECOND].map(|prompt| alone(&imported, precision, options, prompt));
+        for order in [Order::Threads(1), Order::Threads(3), Order::Adversarial { seed: 4 }] {
+            let found = together(&imported, precision, Options { arithmetic: Arithmetic::Fast, order });
+            for (s, (found, expected)) in found.iter().zip(&expected).enumerate() {
+                let tokens = |run: &Run| run.iter().map(|at| at.0).collect::<Vec<_>>();
+                assert_eq!(tokens(found), tokens(expected), "sequence {s}, {order:?}");
+                let differs = found.iter().zip(expected).position(|(a, b)| a.1 != b.1);
+                assert_eq!(differs, None, "bits of sequence {s}, {order:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_program_with_tables_runs_with_its_own_tables_only() {
+    let imported = tinystories();
+    let precision = Precision { weights: DType::F32, cache: DType::F32, wire: DType::F32 };
+    let options = Options { arithmetic: Arithmetic::Fast, order: Order::Threads(1) };
+    let schedule = place(&imported, precision, Some(&BATCH));
+    let shape = Shape::of(&schedule.program).unwrap();
+    assert_eq!(shape, Shape { rows: 2, sequences: 3, context_max: CONTEXT_MAX, page_rows: 4, pages: 10, window: None });
+    let pack = packed(&imported, &schedule);
+    let mut interp = Interp::new(&schedule, pack, options).unwrap();
+    let tables = |error: Result<(), InterpError>| matches!(error, Err(InterpError::Tables { .. }));
+    assert!(tables(interp.step(monobloc::interp::Input::Token(1)).map(|_| ())));
+    assert!(tables(interp.seek(3)));
+    let row = |s: u32| Row { sequence: SequenceId(s), position: 0 };
+    let page = |s: u32| Edit { sequence: SequenceId(s), block: 0, page: Some(PageId(s)) };
+    let request = Request { rows: vec![row(0), row(1)], steps: 1, edits: vec![page(0), page(1)] };
+    let mut other = Guard::new(Shape { pages: 11, ..shape });
+    assert!(tables(interp.launch_rows(other.admit(&request).unwrap(), &[1, 1], |_| ())));
+    let mut guard = Guard::new(shape);
+    assert!(tables(interp.launch_rows(guard.admit(&request).unwrap(), &[1], |_| ())));
+    let again = Request { edits: vec![], ..request };
+    let beyond = interp.launch_rows(guard.admit(&again).unwrap(), &[1, 1 << 20], |_| ());
+    assert!(matches!(beyond, Err(InterpError::Token { .. })), "{beyond:?}");
+    assert_eq!(interp.launch_rows(guard.admit(&again).unwrap(), &[1, 1], |_| ()), Ok(()));
+}
+
+/// Every interleaving where there are few enough of them.
+const EFFORT: Effort = Effort { steps: 3, states_max: 20_000, walks: 8, stores: 40, seed: 1 };
+
+/// What a schedule is broken by, the rule that names it, and what goes wrong when it is run all the same.
+type Class = (&'static str, Rule, &'static [Kind], fn(&mut Schedule));
+
+/// The schedule has a proof, and runs; each class of mutants has none, and goes wrong.
+#[track_caller]
+fn both_judges((schedule, target): (Schedule, Target), classes: &[Class]) {
+    assert_eq!(parse(&print(&schedule)).as_ref(), Ok(&schedule));
+    let violations = check(&schedule, &target);
+    assert!(violations.is_empty(), "{}", listed(&violations));
+    let verdict = judge(&schedule, &target, &EFFORT);
+    assert!(!verdict.is_unsafe(), "{verdict:?}");
+    for (name, rule, kinds, mutate) in classes {
+        let mut broken = schedule.clone();
+        mutate(&mut broken);
+        let violations = check(&broken, &target);
+        assert!(
+            violations.iter().any(|v| v.rule == *rule),
+            "{name}: expected `{rule}`, found\n{}",
+            listed(&violations)
+        );
+        match judge(&broken, &target, &EFFORT) {
+            Verdict::Unsafe(fault) => assert!(kinds.contains(&fault.kind), "{name}: expected {kinds:?}, found {fault}"),
+            safe => panic!("{name}: expected {kinds:?}, found {safe:?}"),
+        }
+    }
+}
+
+fn without(s: &mut Schedule, fact: Fact) {
+    s.program.tables.iter_mut().for_each(|table| table.facts.retain(|other| *other != fact));
+}
+
+#[test]
+fn both_judges_know_two_rows_with_pages() {
+    both_judges(
+        two_rows(),
+        &[
+            ("one sequence in both rows", Rule::TableFact, &[Kind::Invisible], |s| without(s, Fact::Separate)),
+            ("one page for both rows", Rule::TableFact, &[Kind::Clobbered], |s| without(s, Fact::Distinct)),
+            ("a page of the past", Rule::TableFact, &[Kind::Clobbered], |s| without(s, Fact::Unshared)),
+            ("a past that is not written", Rule::TableFact, &[Kind::Unwritten], |s| without(s, Fact::Filled)),
+            ("pages beyond the cache", Rule::OutOfBounds, &[Kind::OutOfBounds], |s| s.program.tables[2].bound += 1),
+            ("the event of the other row", Rule::MissingWait, &[Kind::Unwritten, Kind::Stale, Kind::Invisible], |s| {
+                let qkv = buffer(s, "qkv.0");
+                let events = s.regimes[0].events.iter_mut();
+                events.filter(|e| e.buffer == qkv && e.row == Some(1)).for_each(|e| e.row = Some(0));
+            }),
+            ("a row that nobody computes", Rule::LaunchMissing, &[Kind::Malformed], |s| {
+                let tasks = s.regimes[0].tasks.iter_mut();
+                tasks.filter(|task| task.row == 1).for_each(|task| task.row = 0);
+            }),
+        ],
+    );
+}
+
+#[test]
+fn both_judges_know_a_stream_that_waits_for_what_the_step_chooses() {
+    both_judges(
+        looked_up(),
+        &[
+            ("no wait", Rule::StreamAfter, &[Kind::Unwritten, Kind::Stale], |s| {
+                s.regimes[0].streams[1].iter_mut().for_each(|run| run.after = None);
+            }),
+            ("another event", Rule::StreamAfter, &[Kind::Unwritten, Kind::Stale, Kind::Invisible], |s| {
+                let scores = buffer(s, "scores");
+                let other = s.regimes[0].events.iter().position(|e| e.buffer == scores).expect("an event");
+                let runs = s.regimes[0].streams[1].iter_mut().filter(|run| run.after.is_some());
+                runs.for_each(|run| run.after = Some(EventId::from(other)));
+            }),
+            ("more experts than weights", Rule::Table, &[Kind::OutOfBounds], |s| {
+                let route = grid(s, "route");
+                s.program.grids[route.index()].op = Op::Route { experts: 5 };
+                for name in ["scores", "router.weight"] {
+                    let id = buffer(s, name).index();
+                    let buffer = &mut s.program.buffers[id];
+                    if name == "scores" {
+                        buffer.cols = 5;
+                    } else {
+                        buffer.rows = 5;
+                        let Some(Content::Rows { parts, .. }) = &mut buffer.content else { panic!("rows") };
+                        parts[0].rows = 5;
+                    }
+                }
+                let score = grid(s, "score");
+                let Op::MatVec(m) = &mut s.program.grids[score.index()].op else { panic!("a matvec") };
+                m.rows = 5;
+                operand(s, "score", Role::Out).cols = Cols::blocks(8, 5);
+                operand(s, "route", Role::X).cols = Cols::all(5);
+                let scores = buffer(s, "scores");
+                s.regimes[0].events.iter_mut().filter(|e| e.buffer == scores).for_each(|e| e.hi = 5);
+            }),
+            // Its own loader waits for the choice, behind which the queue has it: no event and no queue alone shows it.
+            ("the choice behind the expert", Rule::Deadlock, &[Kind::Hang], |s| {
+                let (expert, route) = (task(s, 0, "gate_up.0", 0), task(s, 0, "route", 0));
+                swap_queued(s, 0, expert, route);
+            }),
+        ],
+    );
+}
+
+#[test]
+fn the_story_of_a_deadlock_names_the_loader() {
+    let (mut s, target) = looked_up();
+    let (expert, route) = (task(&s, 0, "gate_up.0", 0), task(&s, 0, "route", 0));
+    swap_queued(&mut s, 0, expert, route);
+    let violations = check(&s, &target);
+    let story: Vec<String> = violations[0].witness.iter().map(|w| format!("{}: {}", w.entity, w.note)).collect();
+    assert!(story.iter().any(|line| line.starts_with(&format!("{expert} of r0: on sm0's loader waits"))), "{story:?}");
+    assert!(story.iter().any(|line| line.starts_with(&format!("{route} of r0: on sm0 signals"))), "{story:?}");
+}
+
+#[test]
+fn both_judges_know_an_event_between_two_devices() {
+    both_judges(
+        two_devices(),
+        &[
+            ("an event of one device", Rule::Scope, &[Kind::Invisible], |s| {
+                let x = buffer(s, "x.0");
+                let events = s.regimes[0].events.iter_mut();
+                events.filter(|e| e.buffer == x).for_each(|e| e.scope = Scope::Device);
+            }),
+            // Each event by itself would do: its signallers and waiters are on one device. The words are not.
+            ("words of two scopes", Rule::Scope, &[Kind::Invisible], |s| {
+                let qkv = buffer(s, "qkv.0");
+                let at = s.regimes[0].events.iter().position(|e| e.buffer == qkv).expect("an event");
+                let (all, half) = (s.regimes[0].events[at], 8);
+                let narrow = EventId::from(s.regimes[0].events.len());
+                let first = |t: &Task, s: &Schedule| {
+                    let out = s.program.grids[t.grid.index()].operand(Role::Out);
+                    out.is_some_and(|o| o.buffer == qkv && o.cols.range(t.lo, t.hi, t.j).0 < half)
+                };
+                let signals: Vec<bool> = s.regimes[0].tasks.iter().map(|t| first(t, s)).collect();
+                let count = signals.iter().filter(|s| **s).count() as u32;
+                s.regimes[0].events.push(Event { lo: 0, hi: half as u32, count, scope: Scope::Block, ..all });
+                for (task, signals) in s.regimes[0].tasks.iter_mut().zip(signals) {
+                    task.signals.extend(signals.then_some(narrow));
+                }
+            }),
+            ("packets that land elsewhere", Rule::Home, &[Kind::Unwritten], |s| {
+                let act = buffer(s, "act.0");
+                s.program.buffers[act.index()].home = Home::Device(0);
+            }),
+            ("a cache that crosses", Rule::Home, &[Kind::Unwritten], |s| {
+                let keys = buffer(s, "k.0");
+                s.program.buffers[keys.index()].home = Home::Device(1);
+            }),
+        ],
+    );
+}

@@ -1,0 +1,106 @@
+//! Tables that the host may write: any that keep the facts that a program declares, and no others.
+//!
+//! The proof argues from facts. This judge makes tables: one that keeps all facts, pages out of order and up to the bound,
+//! and for each fact that is not declared one that breaks it. What then goes wrong is wrong with the program, for the
+//! host owes it no better tables.
+
+use super::{Fault, Kind};
+use monobloc::ir::schedule::Schedule;
+use monobloc::ir::table::{Fact, Holds};
+
+/// What the host wrote for the launch of one window, by row of the step.
+#[derive(Debug, Clone)]
+pub struct Draw {
+    /// In the first step of the window.
+    pub positions: Vec<u32>,
+    pub sequences: Vec<u32>,
+    /// Positions below are written.
+    pub filled: Vec<u32>,
+    /// Pages by block of positions, and the rows of a page; `None`: a row for each position.
+    pub pages: Option<(Vec<Vec<u32>>, u32)>,
+}
+
+impl Draw {
+    /// The cache row that holds `position` for row `row` of the step.
+    pub fn place(&self, row: usize, position: u32) -> u64 {
+        match &self.pages {
+            Some((pages, rows)) => {
+                let page = pages[row][(position / rows) as usize];
+                u64::from(page) * u64::from(*rows) + u64::from(position % rows)
+            }
+            None => u64::from(position),
+        }
+    }
+}
+
+/// Tables for a window whose largest position begins at `from`.
+pub fn draws(s: &Schedule, from: u32) -> Result<Vec<Draw>, Fault> {
+    let p = &s.program;
+    let rows = p.rows as usize;
+    let paging = p.buffers.iter().find_map(|b| b.paging);
+    let mut lawful = Draw {
+        positions: (0..p.rows).map(|row| from.saturating_sub(2 * row)).collect(),
+        sequences: (0..p.rows).collect(),
+        filled: vec![],
+        pages: None,
+    };
+    lawful.filled = lawful.positions.clone();
+    let Some(paging) = paging else {
+        if rows > 1 {
+            return Err(Fault::new(Kind::Clobbered, "rows of different sequences in one place"));
+        }
+        return Ok(vec![lawful]);
+    };
+    let table = |holds: Holds| p.tables.iter().find(|t| t.holds == holds);
+    let declared = |holds: Holds, fact: Fact| table(holds).is_some_and(|t| t.facts.contains(&fact));
+    let blocks = p.context_max.div_ceil(paging.rows.max(1)) as usize;
+    let Some(pages) = table(Holds::Pages).filter(|t| t.cols as usize >= blocks && paging.rows > 0) else {
+        return Err(Fault::new(Kind::OutOfBounds, "pages beyond the table"));
+    };
+    if table(Holds::Positions).is_some_and(|t| t.bound != p.context_max) {
+        return Err(Fault::new(Kind::OutOfBounds, "positions beyond the context"));
+    }
+    if (pages.bound as usize) < blocks * rows {
+        return Err(Fault::new(Kind::Malformed, "too few pages for this judge"));
+    }
+    let page = |row: usize, block: usize| pages.bound - 1 - (block * rows + row) as u32;
+    let all = (0..rows).map(|row| (0..blocks).map(|block| page(row, block)).collect()).collect();
+    lawful.pages = Some((all, paging.rows));
+    let mut draws = vec![lawful.clone()];
+    let mut broken = |fact: bool, change: &dyn Fn(&mut Draw, &mut Vec<Vec<u32>>) -> bool| {
+        let mut draw = lawful.clone();
+        let Some((mut pages, rows)) = draw.pages.take() else { return };
+        if !fact && change(&mut draw, &mut pages) {
+            draws.push(Draw { pages: Some((pages, rows)), ..draw });
+        }
+    };
+    let each = paging.rows;
+    if rows > 1 {
+        // One sequence, one position behind the other.
+        broken(declared(Holds::Sequences, Fact::Separate), &|draw, pages| {
+            (draw.sequences[1], pages[1]) = (draw.sequences[0], pages[0].clone());
+            draw.positions[1] = from.saturating_sub(1);
+            draw.filled = vec![draw.positions[1]; rows];
+            from > 0
+        });
+        // Two sequences at one position of one page.
+        broken(declared(Holds::Pages, Fact::Distinct), &|draw, pages| {
+            pages[1] = pages[0].clone();
+            draw.positions[1] = from;
+            draw.filled[1] = from;
+            true
+        });
+        // One sequence reads as its past what the other one writes.
+        broken(declared(Holds::Pages, Fact::Unshared), &|draw, pages| {
+            pages[0][0] = pages[1][0];
+            draw.positions[1] = from.saturating_sub(each).min(each - 1);
+            draw.filled[1] = draw.positions[1];
+            from >= each
+        });
+    }
+    broken(declared(Holds::Positions, Fact::Filled), &|draw, _| {
+        draw.filled[0] = draw.positions[0].saturating_sub(1);
+        draw.positions[0] > 0
+    });
+    Ok(draws)
+}
