@@ -1,7 +1,7 @@
 //! Owns the digest of the code of each stage: which files of the crate the code reaches, and what they say.
 //!
 //! The build script embeds these digests and the keys of the stages name them, so a changed line changes the keys of the
-//! stages that it can reach and no others, and nobody has to raise a version number. A stage names the modules that make its
+//! stages that it can reach and no others, and no version number has to be raised by hand. A stage names the modules that make its
 //! result; what they use is found by following every path that begins with `crate`, `self` or `super`. A module that is
 //! reached brings its child modules, the files that it includes as text, and files elsewhere that add methods to its types.
 //! The locked versions of the packages that the files name are hashed, too. Comments and unit tests are left out.

@@ -53,7 +53,7 @@ pub const FILL_SEED: u64 = 0x6d6f_6e6f;
 /// one, and trained weights stay thousands of times below it. Products of larger ones leave the range of fp32.
 const WEIGHT_MAX: f32 = 65504.0;
 
-/// What the logits of one position may differ by.
+/// Tolerances for the logits of one position.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Tolerance {
     /// Largest difference of one logit, as a multiple of the largest logit, or of 1 if all are smaller.
@@ -220,7 +220,7 @@ fn blamed(subject: &Subject<'_>, error: CheckError) -> CheckError {
     }
 }
 
-/// What is checked.
+/// The subject of a check.
 #[derive(Clone)]
 pub struct Subject<'a> {
     pub validated: &'a Validated,

@@ -57,7 +57,7 @@ impl Candidate {
                 Mechanism::Packets
             },
             light_eighth: 0,
-            // What the slowest SMs of an H200 fall behind the mean.
+            // By how much the slowest SMs of an H200 are below the mean.
             light_percent: 5,
             sum_units: REDUCE_BATCH,
             poll_pairs: POLL_BATCH,
@@ -112,8 +112,8 @@ fn up_rows(layer: &Layer) -> u32 {
     layer.mlp.gate.as_ref().map_or(0, |gate| gate.rows) + layer.mlp.up.rows
 }
 
-/// All SMs, or a few less where these have equal shares of every matvec of a layer, in units of 8 rows or halves of them: nobody
-/// waits for an SM with more, and fewer SMs exchange (docs/perf-log.md).
+/// All SMs, or a few less where these have equal shares of every matvec of a layer, in units of 8 rows or halves of them: no SM
+/// waits for one with more, and fewer SMs exchange (docs/perf-log.md).
 fn even_sms(graph: &ModelGraph, sms: u32) -> u32 {
     let Some(layer @ Layer { attn, mlp, .. }) = graph.layers.first() else { return sms };
     let rows = [attn.q.rows + attn.k.rows + attn.v.rows, attn.o.rows, up_rows(layer), mlp.down.rows];

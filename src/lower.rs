@@ -31,7 +31,7 @@ pub fn lower(
     lower_steps(graph, name, precision, context_max, None, candidate)
 }
 
-/// Steps of several rows, and the pool of cache pages behind them.
+/// Steps of several rows, and the pool of their cache pages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Batch {
     /// Rows of a step.
@@ -311,7 +311,7 @@ impl Builder<'_> {
         self.vectors(name, &[tensor], len, offset)
     }
 
-    /// `len` values of tensors of one length, one behind the other.
+    /// `len` values of tensors of one length, one after another.
     fn vectors(&mut self, name: &str, tensors: &[TensorId], len: u32, offset: f32) -> BufferId {
         let each = len / tensors.len().max(1) as u32;
         let part = |&tensor| VectorPart { view: Some(RowView::range(tensor, 0)), len: each };
@@ -405,7 +405,7 @@ impl Builder<'_> {
         Ok(out.unwrap_or(residual))
     }
 
-    /// q, k and v of a layer, one behind the other in one buffer.
+    /// q, k and v of a layer, one after another in one buffer.
     fn qkv(&mut self, name: &str, site: Option<Site>, layer: &Layer, x: BufferId) -> BufferId {
         let a = &layer.attn;
         let cols = (a.heads + 2 * a.kv_heads) * a.head_dim;
@@ -651,7 +651,7 @@ pub fn finest_unit_rows(graph: &ModelGraph, precision: Precision, least: u32) ->
     all.map(|op| unit_rows(&op, precision, least)).min().unwrap_or(UNIT_ROWS)
 }
 
-/// Why sums cannot be made by every SM; `None`: they can. All branches are normalised before they are added, so that whoever adds
+/// Why sums cannot be made by every SM; `None`: they can. All branches are normalised before they are added, so that every SM that adds
 /// has seen all of them anyway; kernels take RMS norms there, and hold all of a branch in registers.
 pub fn refuses_everywhere(graph: &ModelGraph, precision: Precision, consumer_warps: u32) -> Option<String> {
     let rms = |norm: &Norm| norm.kind == NormKind::Rms && norm.weight.is_some() && norm.bias.is_none();

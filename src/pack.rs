@@ -22,7 +22,7 @@ use thiserror::Error;
 /// Most bytes that a pack is written in at once.
 const PIECE_BYTES: u64 = 64 << 20;
 
-/// A schedule whose pack cannot be filled, or weights of another model. Faults of monobloc, unless somebody else wrote the
+/// A schedule whose pack cannot be filled, or weights of another model. Faults of monobloc, unless another program wrote the
 /// schedule.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub enum PackError {
@@ -205,7 +205,7 @@ pub fn identity(schedule: &Schedule) -> [u8; 32] {
     *hasher.finalize().as_bytes()
 }
 
-/// The tensor row behind row `r` of unit `u` of `unit_rows`; `None` is a row of zeros.
+/// The tensor row of row `r` of unit `u` of `unit_rows`; `None` is a row of zeros.
 fn unit_row(parts: &[Part], interleave: u32, unit_rows: u32, u: u32, r: u32) -> Option<(&Part, u32)> {
     if interleave > 1 {
         let part = parts.get((r / interleave) as usize)?;

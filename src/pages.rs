@@ -26,7 +26,7 @@ pub enum PoolError {
 /// The pages of one open sequence.
 #[derive(Debug, Clone, Default)]
 struct Held {
-    /// Blocks whose pages went behind the window.
+    /// Blocks whose pages left the window.
     dropped: u32,
     /// Pages of the blocks from there on.
     pages: Vec<PageId>,
@@ -128,7 +128,7 @@ impl Pool {
         Ok(fork)
     }
 
-    /// Frees the pages that no row of `sequence` at `position` or later reads: those behind the widest window. Without
+    /// Frees the pages that no row of `sequence` at `position` or later reads: those outside the widest window. Without
     /// windows there are none.
     ///
     /// # Errors
@@ -137,9 +137,9 @@ impl Pool {
         let Some(window) = self.shape.window else { return Ok(()) };
         let seen = (position + 1).saturating_sub(window) / self.shape.page_rows;
         let held = held(&mut self.sequences, sequence)?;
-        let behind = (seen.saturating_sub(held.dropped) as usize).min(held.pages.len());
-        let (first, pages) = (held.dropped, held.pages.drain(..behind).collect::<Vec<_>>());
-        held.dropped += behind as u32;
+        let left = (seen.saturating_sub(held.dropped) as usize).min(held.pages.len());
+        let (first, pages) = (held.dropped, held.pages.drain(..left).collect::<Vec<_>>());
+        held.dropped += left as u32;
         self.give_back(sequence, first, &pages);
         Ok(())
     }

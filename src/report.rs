@@ -13,7 +13,7 @@ use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
 
 use crate::text::printable_line;
 
-/// A stage that took less is not worth a line about its time.
+/// A stage that took less time prints no line about it.
 const TIME_WORTH_TELLING: Duration = Duration::from_secs(1);
 
 const SPINNER_TICK: Duration = Duration::from_millis(100);
@@ -131,7 +131,7 @@ impl Report {
         }
     }
 
-    /// Tells the summary, and `more` behind it.
+    /// Tells the summary, and `more` after it.
     pub fn finish(&self, more: &str) {
         self.line(&format!("{}{}", self.summary(), plain(more)));
     }

@@ -2,7 +2,7 @@
 //!
 //! The proof of a program with tables uses the facts that the tables declare ([`crate::ir::table`]), so they must hold
 //! before a kernel reads them. A [`Request`] is plain data that anybody can write. [`Guard`] judges it and gives out
-//! [`Tables`], which nobody else can make. The guard keeps what earlier launches established, so it looks at the rows of
+//! [`Tables`], which only this module makes. The guard keeps what earlier launches established, so it looks at the rows of
 //! a launch, the pages that it writes, and the entries that changed; never at a whole history.
 
 use crate::define_id;
@@ -129,7 +129,7 @@ impl Refused {
 struct Held {
     /// Positions below are written ...
     filled: u32,
-    /// ... but for those in this many blocks, whose pages went behind the window.
+    /// ... but for those in this many blocks, whose pages left the window.
     dropped: u32,
 }
 
@@ -213,7 +213,7 @@ impl Guard {
             let holders = &mut self.holders[old as usize];
             *holders -= 1;
             if *holders == 0 {
-                // Whoever takes the page next finds the rows of somebody else in it.
+                // The next sequence that takes the page finds another sequence's rows in it.
                 replaced.written = std::mem::take(&mut self.written[old as usize]);
             }
         }
@@ -490,11 +490,11 @@ mod tests {
     #[test]
     fn pages_behind_a_window_are_not_missed() {
         let windowed = |window| Guard { shape: Shape { window, ..shape(2) }, ..two() };
-        let behind = |guard: &mut Guard| guard.admit(&request(&[(0, 6), (1, 3)], 1, &[none(0, 0)])).map(|_| ());
+        let left_window = |guard: &mut Guard| guard.admit(&request(&[(0, 6), (1, 3)], 1, &[none(0, 0)])).map(|_| ());
         // Positions 4 and 5, and its own.
-        assert_eq!(behind(&mut windowed(Some(3))), Ok(()));
+        assert_eq!(left_window(&mut windowed(Some(3))), Ok(()));
         for window in [None, Some(4)] {
-            assert_eq!(behind(&mut windowed(window)).unwrap_err().fact(), Some(Fact::Filled), "{window:?}");
+            assert_eq!(left_window(&mut windowed(window)).unwrap_err().fact(), Some(Fact::Filled), "{window:?}");
         }
     }
 
@@ -505,7 +505,7 @@ mod tests {
         assert_eq!(refused(&mut guard, &request(&[(0, 7), (1, 3)], 1, &[])).fact(), Some(Fact::Filled));
     }
 
-    /// Whether `request` keeps all facts: over the page table after its edits, the pages that nobody held between two of them, and
+    /// Whether `request` keeps all facts: over the page table after its edits, the pages without a holder between two of them, and
     /// what was written to each row of each page.
     fn sound(request: &Request, table: &[[Option<PageId>; 8]], freed: &[u32], memory: &[Option<u32>]) -> bool {
         request.rows.iter().enumerate().all(|(r, row)| {
@@ -554,7 +554,7 @@ mod tests {
             let mut freed: Vec<u32> = vec![];
             for edit in &edits {
                 let old = std::mem::replace(&mut edited[edit.sequence.index()][edit.block as usize], edit.page);
-                // A page that nobody holds between two edits loses what was in it.
+                // A page without a holder between two edits loses what was in it.
                 let held = |page: PageId| edited.iter().flatten().any(|other| *other == Some(page));
                 freed.extend(old.filter(|old| !held(*old)).map(|old| old.0));
             }

@@ -336,7 +336,7 @@ fn coarse_first(program: &Program) -> Vec<usize> {
     order
 }
 
-/// What streaming a byte costs on each SM, in thousandths of what it costs where nobody is spared.
+/// What streaming a byte costs on each SM, in thousandths of its cost if no SM is spared.
 fn byte_costs(c: &Candidate) -> Vec<u64> {
     let light = c.light_sms();
     let spared = 100_000 / u64::from(100 - c.light_percent.min(50));
@@ -424,7 +424,7 @@ fn unit_shares(program: &Program, grid: &Grid, m: &MatVec, load: &[u64], cost: &
     let mut fullest: BinaryHeap<(u64, Reverse<usize>)> =
         all.map(|(sm, (load, cost))| (load + most as u64 * unit * cost, Reverse(sm))).collect();
     for _ in n..most * sms {
-        // The head has a unit for every SM, so somebody is left.
+        // The head has a unit for every SM, so one is left.
         let Some((load, Reverse(sm))) = fullest.pop() else { break };
         count[sm] -= 1;
         if count[sm] > least {

@@ -403,7 +403,7 @@ fn read_spec(fields: &mut Fields<'_>, kind: Option<TargetKind>) -> Option<Spec> 
         }
     };
     // What the instruction sets allow (PTX ISA, "Target ISA Notes" of cp.async, cp.async.bulk, mma, setmaxnreg and
-    // barrier.cluster). A record that claims more would fail in NVRTC, or hang where nobody looks.
+    // barrier.cluster). A record that claims more would fail in NVRTC, or hang on a device.
     match copy.get_ref() {
         CopyMechanism::Plain => {}
         CopyMechanism::CpAsync => needs(copy.span(), "`cp_async`", 80),

@@ -67,7 +67,7 @@ struct Attention {
   };
 
   // This lane's pairs of row `position` of the table: cos of every pair, then sin. Loaded before q arrives: the row is
-  // new in every step, so it comes from memory, behind the stream.
+  // new in every step, so it comes from memory, after the stream.
   static __device__ __forceinline__ Angles angles(const Context<M>& c, const Entry& e) {
     Angles a;
     const float* row = c.template constant<float>(e.rope) + u64(c.position) * G::ROTARY;
@@ -198,7 +198,7 @@ struct Attention {
     c.barrier(); // the next task may stage where the records are, or fetch other heads
   }
 
-  // The current position's score, behind the records of all warps; its value is the one in shared memory.
+  // The current position's score, after the records of all warps; its value is the one in shared memory.
   static __device__ __forceinline__ void score_current(const Context<M>& c, int h) {
     float dot = 0.f;
     for (int d = c.lane(); d < G::DIM; d += 32) dot += q_head(c, h)[d] * key(c)[d];

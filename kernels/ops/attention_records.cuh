@@ -5,7 +5,7 @@
 enum class HeadNorm : int { NONE, HEAD, CENTRED, PROJECTION };
 
 // What the warps of a task leave in shared memory: (max, sum, DIM sums) for each of N warps (or teams of warps) and query head,
-// and behind them the score of the current position.
+// and after them the score of the current position.
 template <class M, class G, int N>
 struct AttentionRecords {
   static constexpr int QUERIES = G::HEADS_PER_TASK;

@@ -15,7 +15,7 @@ __device__ __forceinline__ constexpr u32 swizzle(u32 position) { return (positio
 template <class M, class G>
 struct AttentionTensor {
   static constexpr int QUERIES = G::HEADS_PER_TASK;
-  static constexpr int KEY = QUERIES, VALUE = QUERIES + 1; // rows of the block's heads behind the queries
+  static constexpr int KEY = QUERIES, VALUE = QUERIES + 1; // rows of the block's heads after the queries
   static constexpr int HEAD_GRANULES = G::DIM / 32;           // granules of a head
   // Warps that share the tiles of large heads, each for its part of the dimensions of V: sums of 256 dimensions would take all
   // registers. All of them compute the scores.
@@ -306,7 +306,7 @@ struct AttentionTensor {
     c.barrier(); // the next task may stage where the records are, or load other angles
   }
 
-  // The current position's scores, behind the records of all teams.
+  // The current position's scores, after the records of all teams.
   static __device__ __forceinline__ void current(const Context<M>& c, const Queries& q) {
     const int g = c.lane() / 4, t = c.lane() % 4;
     Products product = {};

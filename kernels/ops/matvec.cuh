@@ -11,7 +11,7 @@
 // assumes  a chunk is whole units, or a unit is whole chunks; rows past ROWS and k past K are zeros in the pack
 //
 // Warps take the granules of a unit in turn (split k): warp w always reads the slices of k whose granule is w modulo WARPS,
-// so it stages them itself and waits for nobody else's packets. A lane of a warp loads 16 bytes of row lane / 4 at
+// so it stages them itself and waits for no other packets. A lane of a warp loads 16 bytes of row lane / 4 at
 // k = (lane % 4) * 16 bytes: as the B operand of two m16n8k16 products that is a permutation of k, and the A operand reads
 // the staged x at the same places, so no data is rearranged. Where a unit has parts, row p of A is x for part p. Partial sums
 // of a unit from all warps meet in shared memory, M::REDUCE_BATCH units at a time; four lanes of a warp add up one unit, two
@@ -202,7 +202,7 @@ struct MatVec {
 #pragma unroll 1
           for (int first = 0; first < UNIT_GRANULES; first += CHUNK) {
             multiply(c, b, first, s);
-            // Behind the products, which take no part in it: the next weights come while they are added up.
+            // After the products: the next weights arrive while the products are added up.
             if (first + CHUNK < UNIT_GRANULES || stream.left > 0) stream.read(c, first + CHUNK < UNIT_GRANULES ? first + CHUNK : 0, b);
           }
         }

@@ -8,7 +8,7 @@
 // moves    all WIDTH values of y into every block, for the statistics; the own columns once more, out again
 // assumes  RMS norm: y is published by its owners without the norm
 //
-// REPLICATED every block adds up all columns for itself. It has seen all of them for the statistics, and whoever multiplies the
+// REPLICATED every block adds up all columns for itself. It has seen all of them for the statistics, and a matvec over the
 // sum finds it in shared memory instead of waiting for an exchange.
 #pragma once
 

@@ -1,6 +1,6 @@
 // sampling: the token among those that top-k and top-p admit, as src/sample.rs specifies it.
 //
-// logits (VOCAB)   of the step before, in memory; published behind the release of that step
+// logits (VOCAB)   of the step before, in memory; published after the release of that step
 // candidates       best logit of each task of the head, in `scratch`: the k-th of them is below no more than k logits
 //
 // Every block decides by itself and all decide the same: the sums are of integers, so their order does not matter. What may

@@ -1,12 +1,12 @@
 // select: token = prompt[p] while p < prompt_len, else the arg-max over the candidates of the previous step; or, where top-k or
 // top-p admit some ids alone, the choice among those (sampling.cuh).
 //
-// candidates (2 * PARTS)  packets of the previous step: value bits, row; published behind the release of that step
+// candidates (2 * PARTS)  packets of the previous step: value bits, row; published after the release of that step
 // token                   shared memory of this block; every block decides the same
 //
 // owner    every block for itself; the first one reports to the host
 // moves    2 * PARTS packets into every block, and the logits where a filter needs them
-// assumes  each block published its candidates behind the release of its step; here each polling thread acquires
+// assumes  each block published its candidates after the release of its step; here each polling thread acquires
 //
 // One thread a candidate: all of them in one round trip. Ends with a block barrier.
 #pragma once

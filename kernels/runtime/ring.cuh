@@ -2,7 +2,7 @@
 //
 // The loader walks the SM's stream in order. It waits for free slots, and before the first history chunk of a step until this
 // block has acquired the step. How many copies it keeps in flight depends on how many slots are free: every poll of the
-// consumers queues behind the bytes already asked for, so a well filled ring asks for little (docs: perf log, "capped loads").
+// consumers waits for the bytes already requested, so a well filled ring asks for little (docs: perf log, "capped loads").
 #pragma once
 
 template <class M>

@@ -10,7 +10,7 @@ template <class M>
 constexpr bool STAGE_BF16 = M::WEIGHT == Elem::BF16 && M::DOT == Dot::MMA;
 
 // Where elements `k`, `k + 1` (k even) of the staged vector lie; `k + 2`, `k + 3` lie 8 bytes on where k is a multiple of 4,
-// and elements a multiple of 8 on lie as many times STAGE_ELEM bytes on.
+// and k + 8n is 8n STAGE_ELEM bytes on.
 template <class M>
 constexpr int STAGE_ELEM = STAGE_BF16<M> ? 2 : 4;
 template <class M>
@@ -28,7 +28,7 @@ __device__ __forceinline__ void stage_store(u8* at, float a, float b) {
 // Pairs of packets that a thread waits for at once: each round of waiting costs a trip to L2.
 constexpr int STAGE_PAIRS_MAX = 8;
 
-// Statistics that every warp left: valid behind the next block barrier.
+// Statistics that every warp left: valid after the next block barrier.
 template <class M>
 __device__ __forceinline__ void put_statistic(const Context<M>& c, int which, float value) {
   value = warp_sum(value);

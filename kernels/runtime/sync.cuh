@@ -180,7 +180,7 @@ __device__ __forceinline__ void release_step() {
 #endif
 }
 // By each thread that polled candidates, after its last poll and before a block barrier. The thread that polled has to fence:
-// a fence of another thread behind the barrier is no acquire. On sm_90 an acquire waits for nothing.
+// a fence of another thread after the barrier is no acquire. On sm_90 an acquire waits for nothing.
 __device__ __forceinline__ void acquire_step() {
 #if ONE_SIDED_FENCES
   asm volatile("fence.acquire.gpu;" ::: "memory");
@@ -188,7 +188,7 @@ __device__ __forceinline__ void acquire_step() {
   asm volatile("fence.acq_rel.gpu;" ::: "memory");
 #endif
 }
-// Hands the acquired step to the loader: by one thread, behind the block barrier after `acquire_step`. A word that only grows
+// Hands the acquired step to the loader: by one thread, after the block barrier after `acquire_step`. A word that only grows
 // and no mbarrier: a loader that skips steps without history could not tell the parity of one step from that of two before.
 __device__ __forceinline__ void hand_over_step(u32* word, u32 tag) {
   asm volatile("st.release.cta.shared.u32 [%0], %1;" ::"r"(smem_address(word)), "r"(tag) : "memory");

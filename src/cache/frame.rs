@@ -4,7 +4,7 @@
 //! <content>\n// monobloc v1 bytes=00000000000000041233 content=<64 hex> seal=<64 hex>\n
 //! ```
 //!
-//! With a key the seal is a keyed hash, which nobody else can make. It is a hash over what the file is (its kind and name), the length and the content digest. It stands behind
+//! With a key the seal is a keyed hash, which needs the key. It is a hash over what the file is (its kind and name), the length and the content digest. It stands after
 //! the content, so that content starts at offset 0: text stays readable, a cubin stays an ELF file, a pack can be
 //! mapped page-aligned, and a file that was cut anywhere has no seal. A sound file under the wrong name is refused too.
 

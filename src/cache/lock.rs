@@ -43,7 +43,7 @@ impl Drop for Locked {
     }
 }
 
-/// Locks an open file if nobody else holds it.
+/// Locks an open file if no other process holds it.
 pub fn try_lock(file: File) -> Result<Locked, TryLockError> {
     file.try_lock().map(|()| Locked(file))
 }
@@ -137,7 +137,7 @@ impl Drop for LockFile {
     }
 }
 
-/// Removes a lock file that nobody holds (its holder was killed). Returns whether it did.
+/// Removes a lock file without a holder (its holder was killed). Returns whether it did.
 pub fn remove_if_free(path: &Path) -> bool {
     let Some(locked) = File::open(path).ok().and_then(|file| try_lock(file).ok()) else { return false };
     is_at(&locked, path) && fs::remove_file(path).is_ok()
@@ -150,18 +150,18 @@ pub fn open_lock_file(path: &Path) -> io::Result<File> {
 /// Who is writing a file, as far as its lock tells.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Holder {
-    Nobody,
-    Somebody,
+    Free,
+    Held,
     /// The file is gone, not ours to open, or the file system has no locks.
     Unknown,
 }
 
-/// A file of this very moment may not be locked yet, and looks like nobody's.
+/// A file that was just created may not be locked yet, and looks free.
 pub fn holder(path: &Path) -> Holder {
     let Ok(file) = File::open(path) else { return Holder::Unknown };
     match try_lock(file) {
-        Ok(locked) if is_at(&locked, path) => Holder::Nobody,
-        Err(TryLockError::WouldBlock) => Holder::Somebody,
+        Ok(locked) if is_at(&locked, path) => Holder::Free,
+        Err(TryLockError::WouldBlock) => Holder::Held,
         _ => Holder::Unknown,
     }
 }

@@ -14,11 +14,11 @@
 //! - Every read is checked against the seal. A damaged entry is set aside in `corrupt/`, and is a miss.
 //!   Entries of [`LARGE_BYTES`] or more are hashed when they are first seen and after any change of their identity;
 //!   [`Cache::verify`] reads every byte.
-//! - A large entry of the shared folder is used where it lies, once it was hashed, and copied here meanwhile: nobody waits for
-//!   the copy but the end of the process. With a key it is copied first, and the copy is used.
+//! - A large entry of the shared folder is used directly from the share, once it was hashed, and copied here in the
+//!   background: only the end of the process waits for the copy. With a key it is copied first, and the copy is used.
 //! - With a [`Key`] the seal is one that only its holders can make, and what was sealed otherwise is a miss.
 //! - Processes that want one entry build it once: a lock file per entry, released by the kernel when its holder dies.
-//!   Nobody waits for more than the builds of the entry that it wants.
+//!   A process waits only for the build of the entry that it wants.
 //!
 //! Not promised: that an entry survives a power cut (folders are not synced; a lost rename is a miss), nor that two
 //! builds of one key agree. The first to be published wins, and later ones are told its digest.
@@ -65,7 +65,7 @@ impl Places {
 
     pub const KEY_VARIABLE: &'static str = "MONOBLOC_CACHE_KEY_FILE";
 
-    /// `MONOBLOC_CACHE_DIR` in place of `default_root`, `MONOBLOC_SHARED_CACHE` behind it, and the key of
+    /// `MONOBLOC_CACHE_DIR` in place of `default_root`, `MONOBLOC_SHARED_CACHE` as the folder to share, and the key of
     /// `MONOBLOC_CACHE_KEY_FILE`. Empty means unset.
     pub fn from_environment(default_root: &Path) -> Places {
         let variable = |name| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
@@ -131,7 +131,7 @@ pub enum Outcome {
     BuiltElsewhere,
 }
 
-/// The cache of one user or project, with an optional shared folder behind it.
+/// The cache of one user or project, with an optional shared folder.
 pub struct Cache {
     store: Store,
     shared: Option<Store>,

@@ -26,7 +26,7 @@ const BUCKET_VERSION: &str = "-v1";
 const WHY_BYTES_MAX: u64 = 16 << 20;
 /// Half an entry, or a temporary file whose lock says nothing, was left by a dead process when it is this old.
 const REMAINS_AGE: Duration = Duration::from_secs(3600);
-/// A temporary file is locked right after it was created; one that is still unlocked after this was left behind.
+/// A temporary file is locked right after it was created; one that is still unlocked after this is a leftover.
 const UNLOCKED_AGE: Duration = Duration::from_secs(60);
 /// <https://bford.info/cachedir/>: backup programs skip a folder with this file.
 const CACHEDIR_TAG: &str = "Signature: 8a477f597d28d172789f06886806bc55\n\
@@ -153,7 +153,7 @@ pub struct StageStats {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct GcReport {
     pub entries_removed: u64,
-    /// Temporary files, lock files and damaged files that nobody needs.
+    /// Temporary files, lock files and damaged files, all unused.
     pub remains_removed: u64,
     pub bytes_before: u64,
     pub bytes_after: u64,
@@ -172,7 +172,7 @@ pub enum ProblemKind {
     Damaged(String),
     /// An entry without its key text: it can be used, not explained.
     WhyMissing,
-    /// A temporary file that nobody is writing.
+    /// A temporary file that no process is writing.
     Stray,
     /// A name that the cache did not give.
     Unknown,
@@ -412,7 +412,7 @@ impl Store {
             Data::Memory(bytes) => self.put(stage, key, why, bytes),
             Data::File(from) => self.put_file(stage, key, why, |file| {
                 let mut from = from.try_clone().map_err(|source| CacheError::io("read", &entry.path, source))?;
-                // The descriptor is shared, but nobody else uses its offset: all other reads are by position.
+                // The descriptor is shared, but only this read uses its offset: all others are by position.
                 from.rewind().map_err(|source| CacheError::io("read", &entry.path, source))?;
                 io::copy(&mut from.take(entry.bytes), file).map_err(|source| CacheError::io("write", &path, source))?;
                 Ok(())
@@ -543,8 +543,8 @@ impl Store {
         for (path, metadata) in self.walk(&self.root.join(TEMPORARY))? {
             let age = metadata.modified().map_or(Duration::ZERO, age);
             let left = match lock::holder(&path) {
-                Holder::Nobody => age >= UNLOCKED_AGE,
-                Holder::Somebody => false,
+                Holder::Free => age >= UNLOCKED_AGE,
+                Holder::Held => false,
                 Holder::Unknown => age >= REMAINS_AGE,
             };
             report.remains_removed += u64::from(left && fs::remove_file(&path).is_ok());
@@ -643,7 +643,7 @@ impl Store {
         };
         match parts.as_slice() {
             ["locks", _] => None,
-            [TEMPORARY, _] => (lock::holder(path) == Holder::Nobody).then_some(ProblemKind::Stray),
+            [TEMPORARY, _] => (lock::holder(path) == Holder::Free).then_some(ProblemKind::Stray),
             [top, _, _] if ours("subjects", top) => verify_framed(path, self.key(), "subject", name),
             [top, id] if ours("files", top) => verify_framed(path, self.key(), "files", id),
             [top, id] if ours("verified", top) => verify_framed(path, self.key(), "verified", id),

@@ -676,7 +676,7 @@ pub struct Targets {
     pub json: bool,
 }
 
-/// Read and merge the trials: what was tried, on what, and what came of it
+/// Read and merge the trials: what was tried, on what, and with which result
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
@@ -740,10 +740,10 @@ pub enum FlywheelAction {
     },
     /// Compare cold campaigns with warm ones: trials until each came within 2 % of the best that cold ones found
     Study {
-        /// Files of trials: campaigns of one model with several seeds, with and without a corpus beside them
+        /// Files of trials: campaigns of one model with several seeds, with and without a corpus
         #[arg(required = true, value_name = "FILE")]
         inputs: Vec<PathBuf>,
-        /// Files of the campaigns with a corpus beside them; those of the others had none [default: a campaign had one if it tried a seed]
+        /// Files of the campaigns with a corpus; those of the others had none [default: a campaign had one if it tried a warm start]
         #[arg(long, value_name = "FILE", num_args = 1..)]
         warm: Vec<PathBuf>,
         /// Folder for a plot of each model
@@ -799,7 +799,7 @@ pub struct Tune {
     /// Program that proposes candidates over JSON lines; what it proposes is proven, checked and timed like any other
     #[arg(long, value_name = "COMMAND")]
     pub proposer: Option<String>,
-    /// Print what came of it as one JSON array
+    /// Print the results as one JSON array
     #[arg(long)]
     pub json: bool,
 }
@@ -835,12 +835,12 @@ pub struct TuneOp {
     /// Seed of the search: another one is another campaign [default: the manifest's `search.seed`]
     #[arg(long, value_name = "N")]
     pub seed: Option<u64>,
-    /// Print what came of it as one JSON array
+    /// Print the results as one JSON array
     #[arg(long)]
     pub json: bool,
 }
 
-/// Say what the searches of a manifest came to: trials, the best candidate, latencies, and what builds take
+/// Print search results: trials, best candidate, latencies, and the candidate that builds use
 ///
 /// Reads the trials and the corpora beside them; needs no device.
 #[derive(Debug, Args)]
@@ -888,7 +888,7 @@ pub struct Next {
     pub json: bool,
 }
 
-/// Write what the searches of a manifest came to as one HTML page
+/// Write the search results of a manifest as one HTML page
 ///
 /// The search curve, latencies against their floors, what each knob did, where the time of trials went, and every trial. The
 /// page needs no script and no network.

@@ -154,7 +154,7 @@ fn versus_json(versus: &Versus) -> Value {
     all
 }
 
-/// The bandwidth that the bytes of a step come to, as a share of the read peak.
+/// The bandwidth of a step's bytes, as a share of the read peak.
 fn of_peak(timed: &Timed, read_bytes_per_s: Option<f64>) -> Option<f64> {
     read_bytes_per_s.map(|peak| timed.bytes_per_step as f64 / (timed.latency_us_p50 * 1e-6) / peak)
 }

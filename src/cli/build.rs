@@ -119,7 +119,7 @@ fn failed(asked: &Build, done: &BuildReport) -> Result<(), Fault> {
     Ok(())
 }
 
-/// What earlier builds measured and what still waits, to stand behind `no work to do`.
+/// What earlier builds measured and what still waits, to stand after `no work to do`.
 fn stored_text(done: &BuildReport) -> String {
     let mut parts = vec![];
     for built in &done.targets {

@@ -16,7 +16,7 @@ use crate::page::study_svg;
 use crate::pipeline::status;
 use crate::search::history::{Entry, History};
 use crate::search::prior::{HeldOut, Ranked, held_out, ranked};
-use crate::search::study::{Run, Study, caught_up, had_seeds, median_reached, median_share, studies};
+use crate::search::study::{Run, Study, caught_up, had_warm_starts, median_reached, median_share, studies};
 use crate::search::{histories, lessons};
 
 pub fn flywheel(session: &Session, asked: &Flywheel) -> Result<Outcome, Fault> {
@@ -32,7 +32,7 @@ pub fn flywheel(session: &Session, asked: &Flywheel) -> Result<Outcome, Fault> {
             Ok(histories(&corpus.trials))
         };
         let (warm, cold) = match warm.is_empty() {
-            true => read(inputs)?.into_iter().partition(had_seeds),
+            true => read(inputs)?.into_iter().partition(had_warm_starts),
             false => (read(warm)?, read(inputs)?),
         };
         return study(session, &studies(&cold, &warm), plots.as_deref(), *json);
@@ -183,13 +183,13 @@ fn study(session: &Session, studies: &[Study], plots: Option<&Path>, json: bool)
             run.and_then(|run| run.curve.last()).map_or(String::new(), |log| format!("{:.3}", log.exp()))
         };
         text.push_str(
-            "| pair | cold: trials until within 2 % of it | warm | cold ends at | warm ends at | warm as fast as cold in the end behind |\n\
+            "| pair | cold: trials until within 2 % of it | warm | cold ends at | warm ends at | trials until warm as fast as cold in the end |\n\
              | --- | --- | --- | --- | --- | --- |\n",
         );
         let mut caught = vec![];
         for at in 0..cold.len().max(warm.len()) {
             let (cold, warm) = (cold.get(at), warm.get(at));
-            let behind = match (cold, warm) {
+            let caught = match (cold, warm) {
                 (Some(cold), Some(warm)) => {
                     let found = caught_up(warm, cold);
                     caught.push(found);
@@ -197,7 +197,7 @@ fn study(session: &Session, studies: &[Study], plots: Option<&Path>, json: bool)
                 }
                 _ => String::new(),
             };
-            let cells = [reached(cold), reached(warm), ended(cold), ended(warm), behind];
+            let cells = [reached(cold), reached(warm), ended(cold), ended(warm), caught];
             text.push_str(&format!("| {} | {} |\n", at + 1, cells.join(" | ")));
         }
         let median = |runs: &[Run]| median_reached(runs).map_or("not reached".to_string(), |trials| trials.to_string());

@@ -26,7 +26,7 @@ enum Stop {
     /// As many as were asked for, or as the context has room for.
     Length,
     Interrupted,
-    /// Nobody reads any more.
+    /// The reader of stdout is gone.
     Closed,
 }
 
@@ -140,7 +140,7 @@ fn prompt_ids(tokenizer: Option<&mut Tokens>, asked: &Generate, text: &str, voca
 struct Generated<'a> {
     prompt: &'a [u32],
     ids: &'a [u32],
-    /// `None` where ids went in: nobody has a tokenizer.
+    /// `None` where ids went in, and there is no tokenizer.
     text: Option<String>,
     stop: Stop,
     prompt_s: f64,

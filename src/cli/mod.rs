@@ -39,7 +39,7 @@ use arguments::{Arguments, Command};
 use session::Session;
 use terminal::interrupt;
 
-/// What a command came to, when it did what it was asked.
+/// Result of a command that did what it was asked.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Outcome {
     Done,

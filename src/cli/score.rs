@@ -163,7 +163,7 @@ pub fn compare(session: &Session, asked: &Compare) -> Result<Outcome, Fault> {
     let mut logits = Vec::with_capacity(goldens.input_ids.len() * vocab as usize);
     runner.logits(&goldens.input_ids, &mut |_, row| logits.extend_from_slice(row))?;
     let go_on = &mut |_| ControlFlow::Continue(());
-    // No token ends the text: goldens go on behind it.
+    // No token ends the text: goldens continue after it.
     let greedy =
         runner.generate(&goldens.input_ids, goldens.greedy_ids.len(), &[], &SampleSettings::greedy(), go_on)?;
     let compared = goldens.compare(&logits, &greedy, manifest.precision);

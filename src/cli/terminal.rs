@@ -100,7 +100,7 @@ impl Terminal {
 
 /// Says something that is no result, for those who have no [`Terminal`].
 pub fn say(text: &str, style: Style) {
-    // Without stderr there is nobody to tell.
+    // Without stderr there is nowhere to write.
     let _ = writeln!(io::stderr().lock(), "{}", safe(text, style));
 }
 

@@ -145,7 +145,7 @@ pub fn trials(session: &Session, asked: &Trials) -> Result<Outcome, Fault> {
                 return;
             }
         }
-        // Nobody is left to read an answer.
+        // The parent is gone, and with it the reader of answers.
         end_at_once(Outcome::Done);
     });
     pipeline::serve(&workspace, &manifest, &target, asked.op, jobs.into_iter(), std::io::stdout())?;

@@ -1,4 +1,4 @@
-//! Owns `validate`: the verdict about a schedule that somebody gives us, each violation on the line that it concerns.
+//! Owns `validate`: the verdict about a user's schedule, with each violation on its line.
 
 use std::path::Path;
 

@@ -15,7 +15,7 @@ use crate::error::Fault;
 
 /// Version of the columns, in every row. A row with a larger one is refused, not guessed at; older ones are read.
 pub const SCHEMA: u32 = 3;
-/// Columns that came with schema 2, in which a search says what it decided. In older rows they are empty or not there.
+/// Columns of schema 2: the decisions of a search. In older rows they are empty or absent.
 pub const ADDED_IN_2: [&str; 3] = ["campaign", "trial", "decision"];
 /// Columns that came with schema 3, for people who group rows. All but a ratio can be told from other columns, so they may be
 /// missing from the header of an older file that newer rows are appended to.
@@ -50,7 +50,7 @@ pub const COLUMNS: [Column; 70] = [
     column("manifest", "text", "name of the manifest"),
     column("model", "text", "what the weights or shapes are called: the last part of the manifest's source"),
     column("op", "text", "the op that ran alone; empty for whole decode steps"),
-    column("model_graph", "digest", "the imported model, weights' values aside"),
+    column("model_graph", "digest", "the imported model, without the values of the weights"),
     column(
         "family",
         "text",
@@ -89,7 +89,7 @@ pub const COLUMNS: [Column; 70] = [
         "text",
         "`default`, `prior`, `explore`, `local`, `external` or `seed`: who asked for this point",
     ),
-    column("incumbent", "digest", "trial_id of what it was timed against, in the same process; may be empty"),
+    column("incumbent", "digest", "trial_id of the row it was timed against in the same process; may be empty"),
     column(
         "decision",
         "text",
@@ -99,7 +99,11 @@ pub const COLUMNS: [Column; 70] = [
     column("verdict_detail", "text", "why, if not `ok`"),
     column("check_positions", "count", "positions whose logits were compared with the reference"),
     column("error_abs_max", "logits", "largest absolute difference; may be `inf` or `NaN`"),
-    column("error_rel_l2", "ratio", "norm of the difference by norm of the reference, largest of all positions"),
+    column(
+        "error_rel_l2",
+        "ratio",
+        "norm of the difference divided by norm of the reference, largest of all positions",
+    ),
     column("kl_max", "nats", "largest divergence from the reference's distribution"),
     column("argmax_agree", "count", "positions whose most likely token agrees"),
     column("position", "positions", "tokens in the cache at the first timed step"),
@@ -108,7 +112,11 @@ pub const COLUMNS: [Column; 70] = [
     column("latency_us_p10", "µs per step", "10th percentile over launches"),
     column("latency_us_p50", "µs per step", "median over launches"),
     column("latency_us_p90", "µs per step", "90th percentile over launches"),
-    column("ratio_vs_incumbent_p50", "ratio", "median of paired latencies, this by incumbent; below 1 is faster"),
+    column(
+        "ratio_vs_incumbent_p50",
+        "ratio",
+        "median of paired latencies, this row's divided by the incumbent's; below 1 is faster",
+    ),
     column("ratio_low", "ratio", "lower end of its bootstrap interval"),
     column("ratio_high", "ratio", "upper end"),
     column(
@@ -117,11 +125,19 @@ pub const COLUMNS: [Column; 70] = [
         "latency by the default's: ratios chained through `incumbent`, 1 for the default; empty outside of searches",
     ),
     column("bytes_per_step", "bytes", "bytes a step has to move at that position"),
-    column("floor_us", "µs per step", "those bytes at the target's bandwidth; empty if that is not known"),
+    column(
+        "floor_us",
+        "µs per step",
+        "time for those bytes at the target's bandwidth; empty if the bandwidth is unknown",
+    ),
     column("clock_sm_mhz", "MHz", "SM clock while timing"),
     column("clock_mem_mhz", "MHz", "memory clock while timing"),
-    column("throttle", "text", "reasons for throttling seen while timing; `none` if it was looked for"),
-    column("predicted_us", "µs per step", "what the cost model said beforehand; never a measurement"),
+    column(
+        "throttle",
+        "text",
+        "reasons for throttling while timing; `none` if there were none; empty if they were not read",
+    ),
+    column("predicted_us", "µs per step", "the cost model's prediction before the run; never a measurement"),
     column("compile_ms", "ms", "source to cubin; empty if it was cached or not reached"),
     column("check_ms", "ms", "comparison with the reference"),
     column("measure_ms", "ms", "timing, warm-up included"),
@@ -420,7 +436,7 @@ impl RatioInterval {
     }
 }
 
-/// A row that cannot be: built by us, or found in a file.
+/// An impossible row: built by us, or found in a file.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("column `{column}`: {reason}")]
 pub struct RowFault {

@@ -163,7 +163,7 @@ impl<R: Real> Adversary<R> {
     fn run(&mut self, launch: &mut Launch) -> Result<(), InterpError> {
         for sm in &mut self.sms {
             (sm.step, sm.cursor, sm.acquired, sm.loader) = (0, 0, 1, Loader::default());
-            // A launch that failed may have left chunks behind.
+            // A launch that failed may have left chunks in the ring.
             sm.ring.clear();
             sm.free = (0..sm.slots.len()).collect();
             self.plan.skip_empty(launch, &mut sm.loader, sm.id);
@@ -330,7 +330,7 @@ impl<R: Real> Adversary<R> {
         Ok(())
     }
 
-    /// The next chunk of an SM's ring, loaded now if the loader was behind.
+    /// The next chunk of an SM's ring, loaded now if the loader was late.
     fn next_chunk(&mut self, launch: &Launch, sm: usize, task: TaskId) -> Result<Chunk, InterpError> {
         let state = &self.sms[sm];
         let (id, step) = (state.id, state.step);

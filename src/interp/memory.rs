@@ -199,7 +199,7 @@ enum CacheData {
 }
 
 // SAFETY: elements change through atomic stores in `append` alone; `history` hands out plain references under the
-// contract that nobody appends to those rows while they live.
+// contract that no task appends to those rows while they live.
 unsafe impl Sync for Cache {}
 
 impl Cache {

@@ -175,7 +175,7 @@ impl From<InterpError> for Fault {
     }
 }
 
-/// What a step left behind.
+/// Values that a step left.
 pub struct StepResult<'a> {
     /// Of the step.
     pub row: usize,
@@ -185,7 +185,7 @@ pub struct StepResult<'a> {
     pub logits: Logits<'a>,
 }
 
-/// Logits of a step, copied only if somebody asks.
+/// Logits of a step, copied on request.
 pub enum Logits<'a> {
     Words(&'a [AtomicU32]),
     Values(&'a [f32]),
@@ -233,7 +233,7 @@ pub struct Interp {
     plan: Arc<plan::Plan>,
     engine: Box<dyn Engine>,
     position: u32,
-    /// Whether the step before `position` left candidates behind.
+    /// Whether the step before `position` left arg-max pairs.
     selectable: bool,
 }
 
@@ -394,7 +394,7 @@ impl Interp {
         Ok(())
     }
 
-    /// The token that follows, if nobody chooses another: the arg-max over the candidates of the last step, of equal
+    /// The token that follows, unless the caller chooses another: the arg-max over the candidates of the last step, of equal
     /// logits the lowest id.
     pub fn selected(&mut self) -> Option<u32> {
         if self.selectable { self.engine.selected(self.position) } else { None }
@@ -435,7 +435,7 @@ impl Interp {
         if count == 0 {
             return Ok(tokens);
         }
-        // A token is known when the next step has selected it; the last one is selected by nobody but us.
+        // A token is known when the next step has selected it; the last one is selected here.
         let mut inputs: Vec<Input> = prompt.iter().copied().map(Input::Token).collect();
         inputs.resize(prompt.len() + count - 1, Input::Selected);
         let mut stopped = false;

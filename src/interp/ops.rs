@@ -28,7 +28,7 @@ pub struct Step<'a> {
 pub enum Input {
     /// The prompt, or a choice of the caller.
     Token(u32),
-    /// The arg-max over the candidates that the previous step left behind.
+    /// The arg-max over the arg-max pairs of the previous step.
     Selected,
 }
 
@@ -161,7 +161,7 @@ fn better(a: (f32, u32), b: (f32, u32)) -> (f32, u32) {
     if b.0 > a.0 || (b.0 == a.0 && b.1 < a.1) { b } else { a }
 }
 
-/// Arg-max over the pairs (bits of a logit, row) that the tasks with these ordinals left behind in the previous step.
+/// Arg-max over the pairs (bits of a logit, row) that the tasks with these ordinals wrote in the previous step.
 pub fn best_candidate(candidates: &Region, parts: &[u32], memory: &mut impl Access) -> Option<u32> {
     let mut pair = |part: &u32| {
         let mut words = [0; 2];

@@ -24,7 +24,7 @@ use std::time::{Duration, Instant};
 /// Polls before a thread looks for work on SMs that are not its own: longer than a hop between two running threads (0.1
 /// to 0.3 µs), so that a thread which has only just signalled keeps its next task, and the cache that goes with it.
 const SPINS_OWN: u32 = 64;
-/// Polls before a thread gives its core away between two looks, where nobody else wants it and where somebody does.
+/// Polls before a thread yields its core between two looks: if no other thread wants it, and if one does.
 const SPINS: u32 = 256;
 const SPINS_CROWDED: u32 = 2;
 /// A thread that has its core to itself has it back sooner; how many yields it remembers that it has not.
@@ -73,7 +73,7 @@ struct StepOrder {
 
 struct Sm {
     private: Vec<u32>,
-    /// The last step somebody ran a task for, and the next task of its queue.
+    /// The last step that a task ran for, and the next task of its queue.
     serial: u64,
     cursor: usize,
 }
@@ -213,7 +213,7 @@ impl Patience {
     }
 }
 
-/// A panic is reported as such; what it left behind is not used before a reset.
+/// A panic is reported as such; its results are not used before a reset.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -317,7 +317,7 @@ struct StepRun<'a> {
 }
 
 impl StepRun<'_> {
-    /// Runs the head task of an SM, if it has its events and nobody else is at it.
+    /// Runs the head task of an SM, if it has its events and no other thread runs it.
     fn task<R: Real>(&self, sm: usize, scratch: &mut Scratch<R>) -> bool {
         let shared = self.shared;
         let mut state = match shared.sms[sm].try_lock() {
@@ -390,7 +390,7 @@ fn blocked(shared: &Shared, order: &StepOrder) -> Vec<Blocked> {
     regime.queues.iter().enumerate().filter_map(head).collect()
 }
 
-/// Keys and values of a paged history, one row behind the other.
+/// Keys and values of a paged history, one row after the other.
 type Gathered = [Vec<u32>; 2];
 
 fn streamed<'a>(

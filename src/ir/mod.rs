@@ -28,10 +28,10 @@
 //!   A *carried* event is waited for in the step after it was signalled.
 //! - **Mechanisms.** `packets`: each 8-byte packet carries its payload and the step's tag in one single-copy-atomic word, so
 //!   the reader's poll is the wait. A packet orders what *depends* on its payload and nothing else: plain memory written
-//!   before it is not made visible. `fenced`: packets behind a release fence, followed by an acquire fence at the reader;
+//!   before it is not made visible. `fenced`: packets after a release fence, followed by an acquire fence at the reader;
 //!   orders all memory. `counter`: release add, acquire poll; orders all memory.
 //! - **Streams that wait.** A run whose source the step chooses, such as the weights of an expert, names the event after
-//!   which the choice is there. The loader polls that event before it begins the run, and nothing behind the run is loaded
+//!   which the choice is there. The loader polls that event before it begins the run, and nothing after the run is loaded
 //!   before. The choice is clamped to its table's bound.
 //! - **Devices.** The SMs of a machine may belong to several devices. A packet is stored into the memory of each device
 //!   that has the buffer, and an SM polls the memory of its own device; every access to words that cross devices is of
@@ -55,7 +55,7 @@
 //!   morally strong (8.7) and single-copy atomic (8.10.3). A vector of two packets is two accesses in no order (8.2.4).
 //!   Every access to a packet has this width and this strength, also one that reads it again: a race of two widths
 //!   takes the program out of the model (8.7.2).
-//! - **A packet is read again without a fence.** Once a thread has observed it, its block reads it or a newer one behind a block
+//! - **A packet is read again without a fence.** Once a thread has observed it, its block reads it or a newer one after a block
 //!   barrier (observation, 8.9.5; coherence, 8.10.5). The overwrite comes after all readers in dependency order.
 //! - **A packet is overwritten after its readers.** Between the read and the overwrite lie relaxed packets only. The overwrite
 //!   depends on values that exist because the read returned; values out of thin air are excluded (8.10.4). PTX gives
@@ -63,10 +63,10 @@
 //! - **A step is released and acquired.** Writer: block barrier, then one thread executes `fence.release.gpu` and stores the
 //!   step's packets (the candidates). Reader: each thread that polls them executes `fence.acquire.gpu` after its last poll,
 //!   then comes a block barrier. Fence and store, load and fence are a release and an acquire pattern (8.8), which
-//!   synchronise (8.9.4) because the fence is in the thread of the access. A fence of another thread behind the barrier
+//!   synchronise (8.9.4) because the fence is in the thread of the access. A fence of another thread after the barrier
 //!   would be no acquire. Barriers extend the order to the other threads of both blocks (8.9.5). Before sm_90, and
 //!   before PTX 8.6, both fences are `fence.acq_rel.gpu`.
-//! - **The loader gets the acquired step.** Behind that barrier one thread stores the tag with `st.release.cta`, and each
+//! - **The loader gets the acquired step.** After that barrier one thread stores the tag with `st.release.cta`, and each
 //!   loading thread polls it with `ld.acquire.cta` (8.9.4); causality order is transitive over scopes (8.9.5).
 //! - **A bulk copy reads cache rows.** The thread that issues it executes `fence.proxy.async.global` between that acquire and
 //!   the copy. Section 8.9.5 has no rule for this fence. The argument uses the rule of the mixed-proxy model (Lustig,

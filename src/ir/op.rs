@@ -373,7 +373,7 @@ impl Op {
                             need(Role::Weight, Stream),
                             may(Role::Bias, Read),
                             need(Role::Residual, Update),
-                            // A parallel block does not publish the sum: nobody reads it before the MLP's own sum.
+                            // A parallel block does not publish the sum: it is not read before the MLP's own sum.
                             may(Role::Out, Write),
                         ]
                     }

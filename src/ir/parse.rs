@@ -295,7 +295,7 @@ impl<'a> Parser<'a> {
         }
     }
 
-    /// `[first..+rows]` or `[first..+rows block B stride S]`, behind the tensor's id.
+    /// `[first..+rows]` or `[first..+rows block B stride S]`, after the tensor's id.
     fn view(&mut self, tensor: u32) -> Parsed<(RowView, u32)> {
         self.expect("[")?;
         let first = self.u32()?;
@@ -568,12 +568,12 @@ impl<'a> Parser<'a> {
         Ok(SmemPart { kind, offset, bytes })
     }
 
-    /// How the tasks of a grid behind `last` are done.
+    /// How the tasks of a grid after `last` are done.
     fn variant(&mut self, last: Option<GridId>) -> Parsed<(GridId, Variant)> {
         let start = self.at;
         let grid = GridId(self.id("g")?);
         if let Some(last) = last.filter(|last| *last >= grid) {
-            let label = format!("expected a grid behind `{last}`, found `{grid}`");
+            let label = format!("expected a grid after `{last}`, found `{grid}`");
             return Err(self.error(start..self.token_end(start), "variant out of order".to_string(), label, None));
         }
         let variant = if self.eat_attr("units")? {
@@ -777,7 +777,7 @@ impl<'a> Parser<'a> {
         Err(self.unexpected())
     }
 
-    /// Moves over `token` and the blanks behind it. A word matches whole words only.
+    /// Moves over `token` and the blanks after it. A word matches whole words only.
     fn eat(&mut self, token: &'static str) -> bool {
         let rest = &self.text.as_bytes()[self.at..];
         let whole = |next: Option<&u8>| !next.is_some_and(|b| is_word_byte(*b));
@@ -1228,7 +1228,7 @@ regime r1 from 32
             (
                 "variant g7",
                 "variant g2",
-                "line 29, column 9: variant out of order: expected a grid behind `g2`, found `g2`",
+                "line 29, column 9: variant out of order: expected a grid after `g2`, found `g2`",
             ),
             (
                 "[2*j..+2 <4]",

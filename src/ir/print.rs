@@ -1,6 +1,6 @@
 //! Owns `.mkir` on its way out: the one text form of programs and schedules.
 //!
-//! One entity a line, in id order, every field written; `;` starts a comment. What is written behind a `;` repeats
+//! One entity a line, in id order, every field written; `;` starts a comment. Text after a `;` repeats
 //! names for the reader and is not read back. Left out are only `rows=1` of a program, `phases=1`, `j=0`, `row=0`, absent
 //! options and false flags.
 //!
@@ -76,11 +76,11 @@ pub fn print_program(program: &Program) -> String {
     text
 }
 
-/// A text with faults written behind the lines that hold the given bytes; still `.mkir` if it was: they are comments.
+/// A text with faults at the ends of the lines that hold the given bytes; still `.mkir` if it was: they are comments.
 pub fn mark(text: &str, faults: &[(usize, String)]) -> String {
     let mut order: Vec<&(usize, String)> = faults.iter().collect();
     order.sort_by_key(|(at, _)| *at);
-    // A fault at the end of the text goes to the last line, not behind its newline.
+    // A fault at the end of the text goes to the last line, not after its newline.
     let last = text.strip_suffix('\n').unwrap_or(text).len();
     let mut out = String::with_capacity(text.len());
     let mut done = 0;

@@ -50,7 +50,7 @@ pub struct Ring {
     pub arrivals: u32,
     /// Copies not yet landed, at most, while at least `flight_free` slots are free ...
     pub flight_high: u32,
-    /// ... and otherwise: a poll queues behind every byte already asked for.
+    /// ... and otherwise: a poll waits for every byte already requested.
     pub flight_low: u32,
     pub flight_free: u32,
 }

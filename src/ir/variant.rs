@@ -22,7 +22,7 @@ pub const REDUCE_BATCH_MAX: u32 = 64;
 const TEAM_DIM: u32 = 128;
 
 /// How the tasks of a grid are done, as far as the op leaves it open. Scheduling resolves it once, from the candidate and from
-/// what the tasks became; everyone behind it reads these numbers.
+/// what the tasks became; every later stage reads these numbers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Variant {
     MatVec(MatVecVariant),

@@ -417,7 +417,7 @@ fn join(base: &Uri, location: &str) -> Option<Uri> {
         .then_some(uri)
 }
 
-/// The size of the whole file: behind the slash of `content-range`, or `content-length` where the range was not heard.
+/// The size of the whole file: after the slash of `content-range`, or `content-length` where the range was not heard.
 fn total_bytes(response: &Response<Body>) -> Option<u64> {
     let text = |name| response.headers().get(name)?.to_str().ok();
     match text(header::CONTENT_RANGE) {

@@ -634,7 +634,7 @@ mod tests {
         #[test]
         fn an_unreachable_hub_is_named() {
             let cache = tempfile::tempdir().unwrap();
-            // A port that was free a moment ago: nobody listens.
+            // A port that was free a moment ago: no process listens.
             let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
             let endpoint = format!("http://127.0.0.1:{port}");
             let away = HubSettings {

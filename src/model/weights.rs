@@ -715,7 +715,7 @@ impl Weights {
         row as usize * stored.cols
     }
 
-    /// All values of a small tensor: a vector, or the rows of a matrix one behind the other.
+    /// All values of a small tensor: a vector, or the rows of a matrix one after another.
     pub fn vector_f32(&self, id: TensorId) -> Vec<f32> {
         let cols = self.cols(id);
         let mut out = vec![0.0; self.rows(id) as usize * cols];

@@ -26,11 +26,11 @@ struct Queue<'a> {
 enum State<'a> {
     Making,
     Made(Box<Chain<'a>>),
-    /// Handed out, dropped, or not to be made: whoever asks makes it, mostly from the cache, and is told the faults.
+    /// Handed out, dropped, or not to be made: the next request builds it, mostly from the cache, and gets its faults.
     Gone,
 }
 
-/// A thread that makes a candidate; however it ends, nobody waits for it behind that.
+/// A thread that builds a candidate; when it ends, in any way, waiting for it ends.
 struct Making<'m, 'a> {
     ahead: &'m Ahead<'a>,
     knobs: String,

@@ -1,9 +1,8 @@
 //! Owns the links: what a build proved, printed, compiled and packed, by digest, kept apart from the entries themselves.
 //!
 //! The cache sees a damaged byte, because every entry ends with a line that seals it. It does not see an entry that was
-//! edited and sealed anew. So whoever makes a part of a kernel also says, in an entry of its own, what it made; a part that
-//! differs is refused before anything of it reaches a device or an interpreter, and a part that nobody vouches for is made
-//! again. Queues are no part that is stored: what is uploaded is encoded from a schedule that was proven in this process,
+//! edited and sealed anew. So a stage that makes a part of a kernel also stores its digest in a separate entry, the link. A part that
+//! differs is refused before any of it reaches a device or an interpreter, and a part without a link is made again. Queues are no part that is stored: what is uploaded is encoded from a schedule that was proven in this process,
 //! and compared with what was encoded when it was proven first.
 //!
 //! Not promised without a key: who can write the cache can replace a part and its link. Then the schedule is still proven
@@ -58,7 +57,7 @@ impl From<Refused<'_>> for Fault {
             tier: Tier::Environment,
             message: refused.to_string(),
             remedy: Some(format!(
-                "remove both files if nobody should have changed them: the next build makes `{}` again",
+                "remove both files unless the change was intended: the next build makes `{}` again",
                 refused.part
             )),
         }
@@ -80,7 +79,7 @@ pub(super) fn linked_content(bytes: &[u8]) -> Option<Digest> {
 }
 
 impl Workspace {
-    /// The entry under `keyed`, if it is what was built. One that nobody vouches for is removed, and a miss.
+    /// The entry under `keyed`, if it is what was built. One without a link is removed, and a miss.
     ///
     /// # Errors
     /// An entry that is another than the one that was built: it is refused, and left for people to look at.
@@ -94,7 +93,7 @@ impl Workspace {
         Ok(None)
     }
 
-    /// Whether somebody vouches for an entry; every entry that is no part of a kernel is fine.
+    /// Whether an entry has its link; an entry that is no part of a kernel needs none.
     ///
     /// # Errors
     /// What was vouched for is another entry.
@@ -191,7 +190,7 @@ mod tests {
         let validated = proven();
         let first = workspace.queues(&validated).expect("queues");
         assert_eq!(workspace.queues(&validated).expect("the same queues"), first);
-        // Somebody says that this schedule had other queues.
+        // The link says that this schedule had other queues.
         let schedule = Digest::of(print(validated.schedule()).as_bytes());
         let key = link_key(QUEUES, &schedule);
         workspace.cache.remove(keys::LINK, &key).expect("removed");

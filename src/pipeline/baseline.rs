@@ -128,7 +128,7 @@ impl BaselineProgram {
         }
     }
 
-    /// Makes it ready to decode the token behind `position` others in the cache.
+    /// Makes it ready to decode the token after `position` others in the cache.
     pub fn prepare(&mut self, variant: &str, position: u32) -> Result<(), BaselineError> {
         self.ask(json!({ "do": "prepare", "variant": variant, "position": position })).map(|_| ())
     }

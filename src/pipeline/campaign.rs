@@ -50,7 +50,7 @@ pub struct Tuning<'a> {
     pub stop: &'a dyn Fn() -> bool,
 }
 
-/// What a campaign came to.
+/// Result of a campaign.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Tuned {
     pub target: String,
@@ -99,7 +99,7 @@ pub fn tune(workspace: &Workspace, manifest: &Manifest, target: &Target, asked: 
     let space = space_of(&context);
     let known = Known::read(&context, campaign)?;
     let default = space.default_candidate().clone();
-    // Whoever thinks ahead meets the same points over and over.
+    // Looking ahead meets the same points repeatedly.
     let guesses: Mutex<BTreeMap<Values, f64>> = Mutex::default();
     let guess = |candidate: &Candidate| {
         let mut known = guesses.lock().unwrap_or_else(PoisonError::into_inner);
@@ -242,7 +242,7 @@ fn intro(context: &BuildContext<'_>, space: &Space, known: &Known, prior: &Prior
         lines.push(format!("{count} earlier campaign{} to learn from", if count == 1 { "" } else { "s" }));
     }
     if let Some(last) = known.past.iter().map(|past| past.number).max() {
-        lines.push(format!("goes on behind trial {last}"));
+        lines.push(format!("resumes after trial {last}"));
     }
     lines.extend(known.broken.iter().take(3).map(|broken| format!("skipped {broken}")));
     lines
@@ -278,7 +278,7 @@ fn first_line(fault: impl Into<Fault>) -> String {
     fault.into().message.lines().next().unwrap_or_default().to_string()
 }
 
-/// Whether a search of this budget has come to its end here before.
+/// Whether a search of this budget has already ended here.
 ///
 /// # Errors
 /// Faults of the import.

@@ -36,7 +36,7 @@ pub const SHOW_STAGES: [&str; 9] =
     ["manifest", "model", "program", "schedule", "source", "tables", "candidate", "resources", "why"];
 
 /// Says for every stage whether a build would run it, and which line of its key changed. Runs nothing but the import of
-/// headers, and the digest of weight files that nobody has read yet.
+/// headers, and the digest of weight files that were not read yet.
 ///
 /// # Errors
 /// Faults of the source or of the cache.

@@ -1,4 +1,4 @@
-//! Owns the rows that a build appends to the user's trials: what was tried, on what, and what came of it.
+//! Owns the rows that a build appends to the user's trials: what was tried, on what, and with which result.
 
 use std::time::SystemTime;
 

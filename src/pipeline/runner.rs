@@ -1,4 +1,4 @@
-//! Owns `Runner`: a prepared model that decodes, on the CPU or on a device, behind one face.
+//! Owns `Runner`: a prepared model that decodes, on the CPU or on a device, with one interface.
 
 use std::hint;
 use std::ops::ControlFlow;
@@ -111,7 +111,7 @@ impl Runner {
         Ok(())
     }
 
-    /// Continues `prompt` with at most `max_tokens` tokens, and at most as many as the context has room for; stops behind
+    /// Continues `prompt` with at most `max_tokens` tokens, and at most as many as the context has room for; stops after
     /// the first of `eos`, which is part of the result. `on_token` sees each token as soon as it is decided.
     ///
     /// # Errors
@@ -130,7 +130,7 @@ impl Runner {
             return Err(Fault::input("the prompt has no token, expected at least one")
                 .with_remedy("name a token with `--ids`, or write a prompt"));
         }
-        // The last token needs no position of its own: nothing is decoded behind it.
+        // The last token needs no position of its own: nothing is decoded after it.
         let count = max_tokens.min(self.context_max as usize - prompt.len() + 1);
         if count == 0 {
             return Ok(vec![]);
@@ -199,7 +199,7 @@ fn decide_on_device(
     let mut position = 0;
     while position < last {
         let steps = steps_max.min(last - position);
-        // The kernel selects and reports the token behind its last step as well.
+        // The kernel selects and reports the token after its last step as well.
         let timeout_ms = session.launch(position, steps, false)?;
         let mut stopped = false;
         let mut catch_up = |session: &Session, tokens: &mut Vec<u32>| -> Result<(), SessionError> {

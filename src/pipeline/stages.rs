@@ -316,7 +316,7 @@ impl<'a> BuildContext<'a> {
         format!("{} {precision:?} {} {}{begun}", self.graph, decode.context_max, self.target.name)
     }
 
-    /// A search of so many trials and minutes that has come to its end.
+    /// A search with this budget of trials and minutes that has ended.
     pub fn searched_subject(&self, (trials, minutes): (u32, f64)) -> String {
         let search = &self.manifest.search;
         format!("{} searched {trials} {minutes} {} {}", self.tuned_subject(), search.seed, search.margin)
@@ -387,7 +387,7 @@ pub(super) fn weights_id(workspace: &Workspace, imported: &Imported) -> Result<W
     Ok(WeightsId::Files(files))
 }
 
-/// A schedule that was proven when it was stored; the proof is made again by whoever executes or compiles it.
+/// A schedule that was proven when it was stored; every process that executes or compiles it proves it again.
 pub(super) struct StoredSchedule {
     pub candidate: Candidate,
     pub content: Digest,
@@ -484,7 +484,7 @@ pub(super) fn store_pack(context: &BuildContext<'_>, schedule: &StoredSchedule, 
         let Keyed { stage, key, why } = keyed;
         workspace.cache.get_or_build_file(stage, key, why, |file| {
             let content = write_pack(context, validated, file)?;
-            // Before another process can see the pack: it would remove one that nobody vouches for.
+            // Before another process can see the pack: it would remove one without a link.
             workspace.attest(keyed, content)
         })
     })?;

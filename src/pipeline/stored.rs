@@ -35,7 +35,7 @@ pub(super) fn source(bytes: &[u8], place: &str) -> Result<KernelSource, Fault> {
     Ok(KernelSource { name, text, headers, arch })
 }
 
-/// A cubin behind the log of its compilation: the length of the log in 8 bytes, the log, the cubin.
+/// A cubin after the log of its compilation: the length of the log in 8 bytes, the log, the cubin.
 pub(super) fn cubin_bytes(log: &str, cubin: &[u8]) -> Vec<u8> {
     [&(log.len() as u64).to_le_bytes()[..], log.as_bytes(), cubin].concat()
 }
@@ -50,7 +50,7 @@ pub(super) fn cubin<'b>(bytes: &'b [u8], place: &str) -> Result<(&'b [u8], Resou
     Ok((cubin, cubin::read(cubin, log)?))
 }
 
-/// Reads `bytes` as the content of an entry of `stage`, in the way of whoever uses such an entry, and tells only whether they
+/// Reads `bytes` as the content of an entry of `stage`, as the users of such an entry do, and tells only whether they
 /// can be read. For those who try hostile bytes; schedules and candidates have parsers that are public.
 ///
 /// # Errors

@@ -195,7 +195,7 @@ impl Tokens {
             }
             Err(NoAnswer::Late(after)) => Err(self.spent(ask, &format!("takes more than {} s", after.as_secs()))),
             Err(NoAnswer::Died(how)) => Err(self.spent(ask, &verdict(ask, &how))),
-            Err(NoAnswer::Interrupted) => Err(Fault::internal("a tokenizer was interrupted by nobody")),
+            Err(NoAnswer::Interrupted) => Err(Fault::internal("a tokenizer was interrupted without an interrupt")),
         }
     }
 
@@ -233,7 +233,7 @@ fn unexpected(said: &Said) -> Fault {
 /// ends it when its parent has ended.
 ///
 /// # Errors
-/// A system that bounds no process; lines that are no question; an output that nobody reads.
+/// A system that bounds no process; lines that are no question; an output without a reader.
 pub fn serve_tokens(
     dir: &Path,
     lines: impl Iterator<Item = io::Result<String>>,
@@ -257,7 +257,7 @@ pub fn serve_tokens(
         watch.rest();
         writeln!(output, "{line}")
             .and_then(|()| output.flush())
-            .map_err(|error| Fault::environment(format!("nobody reads the answers: {error}")))
+            .map_err(|error| Fault::environment(format!("cannot write an answer: {error}")))
     };
     // A tokenizer may allocate for ever before it is there: bounded from the first byte of its files on.
     bound(&Ask::Load)?;

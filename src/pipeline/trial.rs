@@ -1,6 +1,6 @@
 //! Owns the child process of a campaign: it checks a candidate and times it in turns with the incumbent, one job a line.
 //!
-//! A process of its own, because what a wrong kernel does to its context nobody survives. It lives as long as it answers:
+//! A process of its own, because a process does not survive what a wrong kernel does to its context. It lives as long as it answers:
 //! the incumbent stays loaded from one trial to the next, and weights whose order two candidates share are on the device
 //! once. The parent kills a child that is late, and starts another one.
 
@@ -88,7 +88,7 @@ impl Answer {
 /// Answers jobs, a line each, until there are no more; of the whole model, or of one op alone.
 ///
 /// # Errors
-/// Faults of the import, before the first job; an output that nobody reads.
+/// Faults of the import, before the first job; an output without a reader.
 pub fn serve(
     workspace: &Workspace,
     manifest: &Manifest,
@@ -131,7 +131,7 @@ pub fn serve(
             .map_err(|error| Fault::internal(format!("an answer cannot be written: {error}")))?;
         writeln!(output, "{text}")
             .and_then(|()| output.flush())
-            .map_err(|error| Fault::environment(format!("nobody reads the answers: {error}")))?;
+            .map_err(|error| Fault::environment(format!("cannot write an answer: {error}")))?;
     }
     Ok(())
 }

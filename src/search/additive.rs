@@ -97,12 +97,12 @@ struct Row {
 /// position (`flywheel/corpus/h200.csv.zst`: turned alone, 3 % at position 1900 and nothing at 32; all others do the same at both).
 const SPLITS: usize = Knob::Splits as usize;
 const SLOT_BYTES: usize = Knob::SlotBytes as usize;
-/// Slots of the ring, copies in flight, and free slots from which there may be more of these: they act by their bytes.
+/// Ring slots, copies in flight, and the free slots from which `flight_high` applies: their bytes decide their effect.
 const OF_SLOTS: [usize; 4] = [Knob::RingSlots as usize, FLIGHT_HIGH, FLIGHT_LOW, FREE_SLOTS];
 const FLIGHT_HIGH: usize = Knob::FlightHigh as usize;
 const FLIGHT_LOW: usize = Knob::FlightLow as usize;
 const FREE_SLOTS: usize = Knob::FlightFree as usize;
-/// Positions of such knobs are told apart by so much of an octave.
+/// Resolution of the positions of such knobs, octaves.
 const STEP: f64 = 0.25;
 
 /// Position of a knob's value, in octaves.

@@ -196,9 +196,9 @@ const PAIRED_MAX: usize = 200;
 /// Least gain of a warm start in its campaign, as a log ratio; and how many candidates of one campaign are considered.
 const GOOD: f64 = -0.005;
 const GOOD_MOST: usize = 3;
-/// Knobs of the ring, indices into [`KNOBS`](super::space::KNOBS): bytes in flight are no matter of the default.
+/// Knobs of the ring, indices into [`KNOBS`](super::space::KNOBS): their best values do not depend on the default.
 const RING: std::ops::RangeInclusive<usize> = Knob::RingSlots as usize..=Knob::FlightFree as usize;
-/// Knobs of slow SMs: which are slow is a matter of the machine, and no model's.
+/// Knobs of slow SMs: they describe a machine, not a model.
 const LIGHT: std::ops::RangeInclusive<usize> = Knob::LightEighth as usize..=Knob::LightPercent as usize;
 /// Weight of a warm start's measured gain against the model's prediction, at equal layer size and before similar points were tried.
 const WARM_START_TRUST: f64 = 0.7;

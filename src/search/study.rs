@@ -28,7 +28,7 @@ pub struct Run {
 }
 
 /// Whether a campaign tried a warm start: it knew of other campaigns.
-pub fn had_seeds(history: &History) -> bool {
+pub fn had_warm_starts(history: &History) -> bool {
     history.entries.iter().any(|entry| entry.proposer == Proposer::Prior)
 }
 

@@ -166,7 +166,7 @@ impl Rules<'_> {
                 ("expected the residual as its own input, found another buffer".to_string(), witness.collect())
             });
         }
-        // matvec.cuh, norm_add.cuh: no barrier is behind the sums of owners, and none before an own input.
+        // matvec.cuh, norm_add.cuh: no barrier is after the sums of owners, and none before an own input.
         let owner = (0..)
             .zip(&program.grids)
             .find(|(_, grid)| grid.operand(Role::Residual).is_some() && !grid.op.everywhere())
@@ -240,7 +240,7 @@ impl Rules<'_> {
     }
 
     /// A queue entry holds the place of a buffer and no column: operands begin at its column 0 and take all of it. Only
-    /// q, k and v share a buffer, one behind the other.
+    /// q, k and v share a buffer, one after another.
     fn places(&mut self, at: Entity, grid: &Grid, program: &Program) {
         for operand in &grid.operands {
             let buffer = &program.buffers[operand.buffer.index()];
@@ -279,7 +279,7 @@ impl Rules<'_> {
         let q = place(Role::Q).map(|q| q.0);
         let follows = [(Role::Q, 0), (Role::K, q_cols), (Role::V, q_cols + kv_cols)];
         self.expect(follows.into_iter().all(|(role, base)| place(role) == q.map(|q| (q, base))), at, || {
-            "expected q, k and v one behind the other from column 0 of one buffer".to_string()
+            "expected q, k and v one after another from column 0 of one buffer".to_string()
         });
         for (norm, role) in [(&a.q_norm, Role::QNormWeight), (&a.k_norm, Role::KNormWeight)] {
             let Some(QkNormAttr { norm, span }) = norm else { continue };
@@ -311,10 +311,10 @@ impl Rules<'_> {
             }
             for (s, queue) in (0..).zip(&regime.queues) {
                 let at = Entity::Sm(r, SmId(s));
-                // Whoever stops reports the token by the entry behind its `select`.
+                // The SM that stops reports the token by the entry after its `select`.
                 let second = queue.get(1).map(|t| &program.grids[regime.tasks[t.index()].grid.index()].op);
                 self.expect(s != 0 || matches!(second, Some(Op::Report)), at, || {
-                    "expected `report` behind `select` in its queue".to_string()
+                    "expected `report` after `select` in its queue".to_string()
                 });
             }
             for run in regime.streams.iter().flatten() {
@@ -371,7 +371,7 @@ impl Rules<'_> {
         if let (Some((_, stage)), Some((i, reduce))) = (part(SmemKind::Stage), part(SmemKind::Reduce)) {
             let end = u64::from(stage.offset) + u64::from(stage.bytes);
             self.expect(u64::from(reduce.offset) == end, Entity::SmemPart(i), || {
-                format!("expected `reduce` right behind `stage`, at {end}, found {}", reduce.offset)
+                format!("expected `reduce` right after `stage`, at {end}, found {}", reduce.offset)
             });
         }
         // sampling.cuh: the best logit of each task of the head, sums of each warp, two words, and one id at least.

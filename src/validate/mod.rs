@@ -28,8 +28,8 @@
 //!    The scope of an event includes all who signal it and wait for it; all events about words that cross devices are of
 //!    scope `system` (`devices`).
 //! 3. **Free of deadlock** (`order`, `variants`). Queues, loaders and the events of a step have no cycle; a witness is the
-//!    cycle. The consumers of an SM and its loader are two chains: a task is behind the loader's beginning of its run, a run
-//!    behind the event that it waits for, and a run behind the task that frees its slot. The stream
+//!    cycle. The consumers of an SM and its loader are two chains: a task comes after the loader's beginning of its run, a run
+//!    after the event that it waits for, and a run after the task that frees its slot. The stream
 //!    of an SM lists exactly the streamed operands of its queue, in its order: the units that the task multiplies, the rows that
 //!    its share of the history has. A task's chunks fit the ring; the arrivals that free a slot are the consumer warps. The
 //!    variants of matvecs and attention are those that tasks, slots and cache rows lead to (`variants`).
@@ -366,7 +366,7 @@ rules! {
     TaskWidth "task-width" 1;
     /// A queue does not start with its only `select`.
     SelectFirst "select-first" 1;
-    /// An element is read, or handed out, that nobody produced.
+    /// An element is read, or handed out, that no task produced.
     Uncovered "uncovered" 1;
     /// An element has two producers in one step.
     DoubleProducer "double-producer" 1;

@@ -337,7 +337,7 @@ fn contents(id: GridId, grid: &Grid, program: &Program, found: &mut Found) {
         };
         expect(fits, &|| format!("{kind} as its content, found {}", kind_of(content)));
         if let Content::Vectors { parts, .. } = content {
-            // What is behind the rows of a matvec is padding; a norm has a gain for every column.
+            // Values after the rows of a matvec are padding; a norm has a gain for every column.
             let expected = match rows_of_matvec {
                 Some((rows, _)) if operand.role == Role::Bias => rows,
                 _ => program.buffers[operand.buffer.index()].cols,

@@ -11,8 +11,8 @@ use crate::ir::{EventId, GridId, SmId, TaskId};
 ///
 /// Carried events point from one step to the next, so steps one after another are free of deadlock if each step is.
 ///
-/// The loader of an SM is a chain of its own: it begins its runs in order, each behind the event that the run waits for and
-/// with a slot for its first chunk. A task that streams is behind the beginning of its run; the other chunks follow, for
+/// The loader of an SM is a chain of its own: it begins its runs in order, each after the event that the run waits for and
+/// with a slot for its first chunk. A task that streams comes after the beginning of its run; the other chunks follow, for
 /// slots hold chunks of this task alone, which it consumes, or those of later tasks, and then all of this one are there.
 pub(super) fn sort(r: u32, regime: &Regime, owners: &Owners, machine: &Machine, found: &mut Found) -> Vec<TaskId> {
     let sms = regime.queues.len();
@@ -23,7 +23,7 @@ pub(super) fn sort(r: u32, regime: &Regime, owners: &Owners, machine: &Machine, 
     let mut next = vec![0u32; sms];
     // Waits of an SM's next task that are known to be satisfied: each is looked at once.
     let mut satisfied = vec![0usize; sms];
-    // SMs whose next task, or (behind them all) whose loader, waits for an event, as one list for each event.
+    // SMs whose next task, or (after them all) whose loader, waits for an event, as one list for each event.
     let mut first_blocked: Vec<Option<u32>> = vec![None; regime.events.len()];
     let mut next_blocked: Vec<Option<u32>> = vec![None; 2 * sms];
     let mut blocked = vec![false; 2 * sms];
@@ -117,11 +117,11 @@ fn cycle(r: u32, regime: &Regime, owners: &Owners, missing: &[u32], next: &[u32]
         let who = if own { "" } else { "'s loader" };
         witness.push(note(Entity::Task(r, task), format!("on sm{sm}{who} waits for {event}")));
         let other = owners.sm[producer.index()];
-        let behind = match head(other as usize) {
-            Some(blocked) if blocked != producer => format!(", behind {blocked}"),
+        let blocked_by = match head(other as usize) {
+            Some(blocked) if blocked != producer => format!(", after {blocked}"),
             _ => String::new(),
         };
-        witness.push(note(Entity::Task(r, producer), format!("on sm{other} signals {event}{behind}")));
+        witness.push(note(Entity::Task(r, producer), format!("on sm{other} signals {event}{blocked_by}")));
     }
     witness
 }

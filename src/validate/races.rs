@@ -278,7 +278,7 @@ impl<'a> Run<'a> {
     }
 
     /// After the first task of an SM's queue its loader may read the history: each append of the step before must be
-    /// visible by then. Older appends are too: whoever appends a column in a step reads its history in that step.
+    /// visible by then. Older appends are too: the task that appends a column in a step reads its history in that step.
     fn histories(&self, s: usize, sm: usize, found: &mut Found) {
         if s >= 2 && self.steps[s - 2].regime == self.steps[s].regime {
             return;
@@ -308,7 +308,7 @@ impl<'a> Run<'a> {
                         });
                         let releases = note(
                             Entity::Sm(before as u32, SmId::from(other)),
-                            "signals nothing behind it that orders memory and reaches that far",
+                            "signals nothing after it that orders memory and reaches that far",
                         );
                         std::iter::once(appends).chain(acquires).chain([releases]).collect()
                     };
@@ -378,7 +378,7 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// A packet is seen by those who read it, and says nothing of other packets of its task: what nobody reads may land
+    /// A packet is seen by those who read it, and says nothing of other packets of its task: packets without a reader may land
     /// late, over what another SM has written since. Within a regime a column has the same writer in every step, and
     /// stores of one SM to one place keep their order, so only a change of regime can show it.
     fn landed(&mut self, s: usize, q: usize, buffer: BufferId, region: Region, sm: usize, found: &mut Found) {
@@ -393,7 +393,7 @@ impl<'a> Run<'a> {
             found.add_with(Rule::OverwriteUnordered, Entity::Task(r as u32, region.task), || {
                 let columns = facts.grids.rows(buffer).told(lo, hi);
                 let message = format!(
-                    "on sm{sm} writes {columns} of {buffer} {}, where packets that nobody reads may land later",
+                    "on sm{sm} writes {columns} of {buffer} {}, where packets without a reader may land later",
                     later(self.distance(q, s))
                 );
                 let at = Entity::Task(before as u32, write.task);
@@ -402,7 +402,7 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// The first of columns `lo..hi` that nobody reads as step `q` left them: in that step, or carried into the next.
+    /// The first of columns `lo..hi` that no task reads as step `q` left them: in that step, or carried into the next.
     fn unread(&mut self, q: usize, buffer: BufferId, lo: u32, hi: u32) -> Option<(u32, u32)> {
         let mut reads: Vec<(u32, u32)> = vec![];
         for (step, carried) in [(q, false), (q + 1, true)] {

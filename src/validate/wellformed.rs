@@ -193,7 +193,7 @@ pub(super) struct Flow {
 /// How the rows of a buffer are told apart.
 #[derive(Clone, Copy)]
 pub(super) struct RowsOf {
-    /// Rows that are told apart; 1: whoever touches a column touches it in all rows.
+    /// Rows that are told apart; 1: a task that touches a column touches it in all rows.
     rows: u32,
     /// Columns of a row.
     cols: u32,
@@ -265,7 +265,7 @@ impl Flow {
 /// Kinds of flows.
 const CLASSES: usize = 5;
 
-/// The operands of all grids, sorted by what they mean for other tasks. Constants and weights mean nothing: nobody
+/// The operands of all grids, sorted by what they mean for other tasks. Constants and weights are left out: no task
 /// writes them.
 pub(super) struct Grids {
     flows: Vec<Flow>,
@@ -447,7 +447,7 @@ fn domains(r: u32, regime: &Regime, grids: &[Grid], rows: u32, found: &mut Found
         }
         let of = |id: &TaskId| &regime.tasks[id.index()];
         let ordinal = matches!(grid.second, Second::Ordinal(_));
-        // Rows lie behind each other as shares do: axis `row * extent + j`.
+        // Rows follow each other as shares do: axis `row * extent + j`.
         let extent = if ordinal { 1 } else { grid.second.extent() };
         let axes = extent.saturating_mul(if grid.per_row { rows } else { 1 });
         let key = |id: &TaskId| (of(id).row * extent + if ordinal { 0 } else { of(id).j }, of(id).lo);
@@ -573,7 +573,7 @@ impl Writes {
 }
 
 /// Judges that `regions`, ascending, cover the buffer without overlap. A cache row has padding between heads, which
-/// nobody writes and nobody may read.
+/// no task may read or write.
 fn cover(
     r: u32,
     regime: &Regime,

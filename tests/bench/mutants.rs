@@ -167,7 +167,7 @@ fn case(index: usize, bases: &[Base], predict: bool) -> Result<Case, Spared> {
             }
         }
         _ if same_code => return Err(Spared::SameBytes),
-        // Whatever the schedule does.
+        // For any schedule.
         _ => {}
     }
     Ok(Case { class, base, prediction, source, broken, queued })

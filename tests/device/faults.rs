@@ -61,7 +61,7 @@ const UNKNOWN_OP: &[Edit] = &[corrupt(
   if (c.sm() == 2 && c.tid() == 0) c.queue()[4].op = 0x7fffffff;
   c.barrier();",
 )];
-/// It polls memory that nobody has.
+/// It polls memory outside of every allocation.
 const WILD_ADDRESS: &[Edit] = &[corrupt(
     "to[i] = from[i];
   c.barrier();

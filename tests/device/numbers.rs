@@ -35,7 +35,7 @@ fn every_way_into_shared_memory_is_checked_and_timed() {
     }
 }
 
-/// A position too deep for a prompt is checked behind a cache that the host made up, row for row as kernels keep them.
+/// A position too deep for a prompt is checked after a cache that the host generated, row for row as kernels keep them.
 #[test]
 fn made_up_caches_are_read_as_they_were_written() {
     let Some(gpu) = Gpu::here("made_up_caches_are_read_as_they_were_written") else { return };
@@ -180,7 +180,7 @@ fn the_same_seed_gives_the_same_tokens_on_device_and_interpreter() {
     assert_ne!(all[0], all[1], "another seed");
 }
 
-/// Tags of steps are 32 bits. What a session does after 2^32 steps, in launches that end before, at and behind the last tag.
+/// Tags of steps are 32 bits. What a session does after 2^32 steps, in launches that end before, at and after the last tag.
 #[test]
 fn tokens_are_the_same_when_tags_begin_anew() {
     let Some(gpu) = Gpu::here("tokens_are_the_same_when_tags_begin_anew") else { return };

@@ -1,10 +1,10 @@
 //! Races in shared memory, as racecheck of the compute sanitizer looks for them.
 //!
 //! The tool follows barriers and mbarriers from each thread that arrives to each that waits. Three ways in which the kernel
-//! hands memory over are sound by the memory model of PTX and not of that kind, and it reports each access behind them:
-//! - A warp gives a slot back by one arrival of its first lane, behind a `__syncwarp` that orders the reads of the other
+//! hands memory over are sound by the memory model of PTX and not of that kind, and it reports each access after them:
+//! - A warp gives a slot back by one arrival of its first lane, after a `__syncwarp` that orders the reads of the other
 //!   lanes before it. Between lanes that have not parted that is no instruction, so the tool sees one lane arrive.
-//! - Plain copies count fills and releases in words of shared memory, with a fence before each count and behind each look.
+//! - Plain copies count fills and releases in words of shared memory, with a fence before each count and after each look.
 //! - `acquired_tag` is stored with release and loaded with acquire; `stop` is a volatile word that carries nothing but itself.
 //!
 //! So it is given a form of the kernel in which every lane arrives, slots are mbarriers whatever the copy, and these words

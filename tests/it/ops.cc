@@ -370,7 +370,7 @@ static void attention(const char* name) {
     entry.q_norm = constant(q_weight), entry.k_norm = constant(k_weight), entry.rope = constant(table);
     const u32 out = room(size_t(G::HEADS) * G::SPLITS * (G::DIM + 2) + 2), merged = room(G::HEADS * G::DIM + 2);
     entry.out = out;
-    // Two caches, of keys and values, one behind the other.
+    // Two caches, of keys and values, one after the other.
     const size_t cache_bytes = (keys.size() * 4 + OFFSET_BYTES - 1) / OFFSET_BYTES * OFFSET_BYTES;
     cache.resize(2 * cache_bytes);
     entry.k_cache = 0, entry.v_cache = u32(cache_bytes / OFFSET_BYTES);

@@ -259,7 +259,7 @@ fn late_packets(phases: u32) {
     assert!(!violations.is_empty(), "{phases} phases");
     for violation in &violations {
         assert_eq!(violation.rule, Rule::OverwriteUnordered, "{violation}");
-        assert!(violation.message.contains("packets that nobody reads"), "{violation}");
+        assert!(violation.message.contains("packets without a reader"), "{violation}");
         assert_eq!(violation.entity, Entity::Task(1, attention(&s, 1, 0)), "{violation}");
         assert_eq!(violation.witness[0].entity, Entity::Task(0, attention(&s, 0, 0)), "{violation}");
     }

@@ -187,9 +187,9 @@ fn case(rule: Rule) -> Case {
         Rule::RingArrivals => on_toy(machine, |s, _| s.machine.ring.arrivals = 4),
         Rule::Flight => on_toy(machine, |s, _| s.machine.ring.flight_low = 0),
 
-        // A task behind the head, for which nobody waits, may still read while the next step writes.
+        // A task after the head, for which no task waits, may still read while the next step writes.
         Rule::OverwriteUnread => on_toy(t(53), |s, _| add_extra(s, "head", [0, 0])),
-        // The host's copy of the token moves to another SM with the regime, and the old writer is behind its head.
+        // The host's copy of the token moves to another SM with the regime, and the old writer is after its head.
         Rule::OverwriteUnordered => on_toy(Entity::Task(1, TaskId(4)), |s, _| {
             let report = s.regimes[0].queues[0].remove(1);
             s.regimes[0].queues[0].push(report);
@@ -227,7 +227,7 @@ fn case(rule: Rule) -> Case {
         Rule::MissingProxy => on_toy(t(13), |s, _| s.regimes[0].events[0].proxy = false),
         Rule::FenceThread => on_toy(t(9), |s, _| s.regimes[0].events[1].proxy = true),
         Rule::Kernel => on_toy(Entity::Sm(0, SmId(0)), |s, _| {
-            // Whoever stops looks for the report behind the select.
+            // The SM that stops looks for the report after the select.
             s.regimes[0].queues[0].swap(1, 2);
         }),
         Rule::KernelRows => on_two_rows(Entity::Schedule, |_, target| target.kind = TargetKind::Cuda),

@@ -179,7 +179,7 @@ fn w3_machines_that_no_device_is() {
 #[test]
 fn w4_eight_of_many_columns_written() {
     let rules = broken(|s| {
-        // The rest of the units is nobody's.
+        // The rest of the units has no owner.
         let id = task(s, 0, "head", 3);
         s.regimes[0].tasks[id.index()].hi -= 1;
     });
@@ -213,7 +213,7 @@ fn w4_writes_to_what_is_immutable() {
 
 #[test]
 fn w4_two_grids_write_one_buffer() {
-    // `down.0` writes where `o.0` has written, and nobody writes its own output.
+    // `down.0` writes where `o.0` has written, and no task writes its own output.
     let rules = broken(|s| operand(s, "down.0", Role::Out).buffer = buffer(s, "x2.0"));
     assert_eq!(rules, [Rule::DoubleProducer, Rule::Uncovered]);
 }
@@ -531,7 +531,7 @@ fn kernels_refuse_what_they_would_ignore() {
     for (i, case) in cases.into_iter().enumerate() {
         assert_eq!(refused(case), [Rule::Kernel], "case {i}");
     }
-    // Keys behind values: the interpreter reads what the operands say, attention.cuh what it expects.
+    // Keys after values: the interpreter reads what the operands say, attention.cuh what it expects.
     let swapped = |s: &mut Schedule| {
         for name in ["attn.0", "attn_split.0"] {
             let (k, v) = (operand(s, name, Role::K).cols, operand(s, name, Role::V).cols);
@@ -578,7 +578,7 @@ fn every_sm_is_named_by_its_own_queue() {
 // ---- What kernels do that the language does not say, looked for by people who wanted to break it.
 
 /// A queue entry adds a column to the place of a buffer in 32 bits: a buffer that begins below the last packet that 32 bits
-/// name and ends behind it would be read where another one lies.
+/// name and ends beyond it would be read where another one lies.
 #[test]
 fn no_place_ends_where_an_entry_cannot_point() {
     let (schedule, target) = toy();
@@ -631,7 +631,7 @@ fn a_second_residual_is_refused_where_kernels_have_one() {
     s.program.grids.push(embed);
     for regime in &mut s.regimes {
         for queue in &mut regime.queues {
-            // Right behind the first, whose residual it would write over.
+            // Right after the first, whose residual it would write over.
             let at = queue.iter().position(|id| regime.tasks[id.index()].grid == first).expect("an embed");
             let task = monobloc::ir::schedule::Task {
                 grid: again,

@@ -317,7 +317,7 @@ pub fn restream(schedule: &mut Schedule) {
 }
 
 /// Adds to the toy a grid `extra`, one task in each regime, that multiplies the last 16 columns of `x.0` by weights of
-/// its own into a buffer `y` that nobody reads. It is put behind `after` (else last) in the queue of the SM given for
+/// its own into a buffer `y` without a reader. It is put after `after` (else last) in the queue of the SM given for
 /// each regime.
 pub fn add_extra(schedule: &mut Schedule, after: &str, sms: [usize; 2]) {
     let x = buffer(schedule, "x.0");
@@ -490,7 +490,7 @@ pub fn looked_up_on(target: &Target, candidate: &Candidate) -> Schedule {
         bound: EXPERTS,
         facts: vec![],
     });
-    // All experts in one buffer, one behind the other.
+    // All experts in one buffer, one after the other.
     let weight = p.grids[expert.index()].operands.iter_mut().find(|o| o.role == Role::Weight).expect("weights");
     weight.rows = Rows::Lookup(TableId(0));
     let all = &mut p.buffers[weight.buffer.index()];

@@ -284,7 +284,7 @@ const BROKEN: &[(&str, &str, &[Edit], &str)] = &[
     ("llama-gqa", "t4", &[(SELECT, ACQUIRE, "")], "acquire"),
     // By some of the threads that polled.
     ("llama-gqa", "h200", &[(SELECT, ACQUIRE, "    if (c.warp() == 0) acquire_step();\n")], "acquire"),
-    // By the thread that hands the step over, behind the barrier.
+    // By the thread that hands the step over, after the barrier.
     (
         "llama-gqa",
         "h200",

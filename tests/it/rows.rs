@@ -208,7 +208,7 @@ fn both_judges_know_two_rows_with_pages() {
                 let events = s.regimes[0].events.iter_mut();
                 events.filter(|e| e.buffer == qkv && e.row == Some(1)).for_each(|e| e.row = Some(0));
             }),
-            ("a row that nobody computes", Rule::LaunchMissing, &[Kind::Malformed], |s| {
+            ("a row without a task", Rule::LaunchMissing, &[Kind::Malformed], |s| {
                 let tasks = s.regimes[0].tasks.iter_mut();
                 tasks.filter(|task| task.row == 1).for_each(|task| task.row = 0);
             }),
@@ -252,8 +252,8 @@ fn both_judges_know_a_stream_that_waits_for_what_the_step_chooses() {
                 let scores = buffer(s, "scores");
                 s.regimes[0].events.iter_mut().filter(|e| e.buffer == scores).for_each(|e| e.hi = 5);
             }),
-            // Its own loader waits for the choice, behind which the queue has it: no event and no queue alone shows it.
-            ("the choice behind the expert", Rule::Deadlock, &[Kind::Hang], |s| {
+            // Its own loader waits for the choice, after which the queue has it: no event and no queue alone shows it.
+            ("the choice after the expert", Rule::Deadlock, &[Kind::Hang], |s| {
                 let (expert, route) = (task(s, 0, "gate_up.0", 0), task(s, 0, "route", 0));
                 swap_queued(s, 0, expert, route);
             }),

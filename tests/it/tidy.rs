@@ -79,7 +79,7 @@ const IMPORTS: &[(&str, &[&str])] = &[
     // Rows of text and figures: no pass, no device.
     ("flywheel", &["cache", "digest", "error", "files"]),
     ("report", &["text"]),
-    // Prints what campaigns came to; knows no device.
+    // Prints the results of campaigns; knows no device.
     ("page", &["flywheel", "search"]),
     // Proposes, and schedules to learn what is legal; never compiles.
     (

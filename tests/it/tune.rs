@@ -69,7 +69,7 @@ fn a_campaign_is_told_resumed_and_reported() {
     assert_eq!(numbers(&trials), rows);
     assert!(place.run("next m.toml --max-trials 3").code(1).stdout.starts_with("cpu: stop: the budget of 3 trials"));
     let more = place.run("tune m.toml --max-trials 5").code(0);
-    assert!(more.stderr.contains(&format!("goes on behind trial {}", rows.len() - 1)), "{more:#?}");
+    assert!(more.stderr.contains(&format!("resumes after trial {}", rows.len() - 1)), "{more:#?}");
     let all = numbers(&trials);
     assert_eq!(all, (0..all.len() as u32).collect::<Vec<_>>(), "no trial is repeated or left out");
 

@@ -206,7 +206,7 @@ pub fn random_program(random: &mut Rng) -> Base {
         let (sum, normed) = (random.below(3) == 0, random.below(2) == 0);
         let rows = if sum { hidden } else { 8 * (1 + random.below(4)) as u32 };
         let out = build.buffer(&format!("v{nth}"), Space::Exchange, DType::Bf16, rows);
-        // A matvec that adds what it makes, or one and a sum behind it.
+        // A matvec that adds its output, or one with a sum after it.
         let adds = sum && !made(random);
         let epilogue = if adds { Epilogue::Residual { scale: 1.0 } } else { Epilogue::Act(Act::Silu) };
         let update = |cols| Operand { access: Access::Update, ..write(Role::Residual, residual, cols) };
@@ -393,7 +393,7 @@ fn place_randomly(random: &mut Rng, p: Program, sms: usize) -> Base {
     for queue in &mut regime.queues {
         for _ in 0..random.below(3) {
             let length = queue.len();
-            // Behind the select, mostly.
+            // After the select, mostly.
             let at = if random.below(8) == 0 { 0 } else { 1 };
             if length > at + 1 {
                 let i = at + random.below(length - at - 1);

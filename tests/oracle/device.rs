@@ -5,7 +5,7 @@
 //! A device's waits are its polls: counts, signals and waits of a schedule are no data of a queue. So the kernel is compiled
 //! with hooks that make it obey them to the letter. What a task does otherwise than it should travels in the upper bits of
 //! the event of its first wait, which the kernel otherwise only reports: it does not wait (a wait is missing or asks for
-//! too little), waits for what never comes (a wait asks for too much, or for what comes behind it), publishes nothing (a
+//! too little), waits for what never comes (a wait asks for too much, or for an event that is signalled after it), publishes nothing (a
 //! signal is missing), or takes the step before for this one, or this one for the step before.
 
 use monobloc::codegen::KernelSource;
@@ -69,7 +69,7 @@ const HOOKS: [(&str, &str, &str); 7] = [
 const PROXY_FENCE: &[&str] = &["fence.proxy.async.global;"];
 const STEP_FENCES: &[&str] = &["fence.release.gpu;", "fence.acquire.gpu;", "fence.acq_rel.gpu;"];
 
-/// A schedule that nobody proved, in the type of one that somebody did.
+/// An unproven schedule, in the type of a proven one.
 pub fn unproven(schedule: &Schedule) -> &Validated {
     // SAFETY: `Validated` is `repr(transparent)` over `Schedule`; that it was proven is what this file exists to leave out,
     // and no memory safety of the host depends on it.
@@ -179,7 +179,7 @@ fn manners(s: &Schedule, regime: &Regime, sound: Option<&Regime>) -> Vec<u32> {
                     at = at.max(to);
                 }
             }
-            // Who waits for ever for one thing never comes to what it does not wait for.
+            // A task that waits forever for one event never reaches a read without a wait.
             if at < hi && bits & WAITS_FOR_EVER == 0 {
                 bits |= HURRIES;
             }

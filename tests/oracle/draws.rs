@@ -76,7 +76,7 @@ pub fn draws(s: &Schedule, from: u32) -> Result<Vec<Draw>, Fault> {
     };
     let each = paging.rows;
     if rows > 1 {
-        // One sequence, one position behind the other.
+        // One sequence, one position after the other.
         broken(declared(Holds::Sequences, Fact::Separate), &|draw, pages| {
             (draw.sequences[1], pages[1]) = (draw.sequences[0], pages[0].clone());
             draw.positions[1] = from.saturating_sub(1);

@@ -122,7 +122,7 @@ impl Reader<'_> {
         self.schedule.placement[operand.buffer.index()].unwrap_or(u64::MAX)
     }
 
-    /// A kernel adds packets to the place in 32 bits, and phases behind one another.
+    /// A kernel adds packets to the place in 32 bits, and phases one after another.
     fn exchange(&self, said: u32, operand: Option<&Operand>) -> Said {
         let Some(operand) = operand else {
             return expect(said == NONE, || "names a place that no operand has".to_string());
@@ -131,7 +131,7 @@ impl Reader<'_> {
         let end = u64::from(said) + packets(buffer) * u64::from(buffer.phases);
         expect(u64::from(said) * 8 == place, || format!("names packet {said}, the buffer is at byte {place}"))?;
         expect(end <= 1 << 32, || format!("ends at packet {end}, which wraps"))?;
-        expect(end * 8 <= self.tables.exchange_bytes, || format!("ends at packet {end}, behind the arena"))
+        expect(end * 8 <= self.tables.exchange_bytes, || format!("ends at packet {end}, beyond the arena"))
     }
 
     /// One array of fp32 in shared memory for all: whatever a task's buffer is called.
@@ -142,7 +142,7 @@ impl Reader<'_> {
         for &(other, from, to, said) in all {
             expect(other == buffer, || format!("of {other} lies over that of {buffer}"))?;
             expect(from + at == lo + said, || format!("of column {from} is value {said}, of {lo} it is {at}"))?;
-            expect(said + (to - from) <= values, || format!("ends behind its {values} values"))?;
+            expect(said + (to - from) <= values, || format!("ends beyond its {values} values"))?;
         }
         Ok(())
     }
@@ -174,7 +174,7 @@ impl Reader<'_> {
                 expect(u64::from(said.row_bytes) == pitch, || format!("has rows of {} bytes", said.row_bytes))?;
                 // Head after head, each with a row for every position.
                 let end = self.place(k) + (head + 1) * u64::from(self.schedule.program.context_max) * pitch;
-                expect(end <= self.tables.cache_bytes, || format!("ends at byte {end}, behind the arena"))?;
+                expect(end <= self.tables.cache_bytes, || format!("ends at byte {end}, beyond the arena"))?;
                 units(said.k_cache, Some(self.place(k)))?;
                 units(said.v_cache, grid.operand(Role::HistoryV).map(|v| self.place(v)))
             }

@@ -180,7 +180,7 @@ fn walk(window: &Window, nth: u32, random: &mut Rng) -> Result<(), Fault> {
             0 => {
                 let i = random.below(movers);
                 priority.swap(0, i);
-                // The rest follows in the order in which it came to lie.
+                // The rest follows in the order of its places.
                 let j = random.below(movers);
                 priority.swap(movers - 1, j);
             }

@@ -466,7 +466,7 @@ fn parts(s: &Schedule, grid: &Grid, task: &Task) -> Vec<Part> {
                 Part { rows: Rows::Token, must: Must::Tokens, ..part(Role::Table, Read, Constant, pr.weights, lo, hi) },
                 part(Role::Residual, Write, Private, DType::F32, lo, hi),
             ];
-            // Where every SM makes all of it, nobody is told.
+            // If every SM makes all of it, no SM is told.
             parts.extend((!everywhere).then(|| part(Role::Out, Write, Exchange, pr.wire, lo, hi)));
             parts
         }
@@ -876,7 +876,7 @@ fn streamed(s: &Schedule) -> Result<(), Fault> {
                 }
             }
             if runs.next().is_some() {
-                return ring(format!("sm{sm} of r{r} gets chunks that nobody takes"));
+                return ring(format!("sm{sm} of r{r} gets chunks that no task takes"));
             }
         }
     }

@@ -155,7 +155,7 @@ struct Instance {
 }
 
 struct WaitOn {
-    /// `None`: nobody ever signals it, or nothing ran before.
+    /// `None`: no task ever signals it, or nothing ran before.
     event: Option<u32>,
     count: u32,
     /// What a poll looks at: the pieces that hold the tags of its packets, and the step whose tag it waits for. `None`: a
@@ -245,7 +245,7 @@ pub struct State(pub Vec<u32>);
 pub enum Poll {
     /// Enough tasks have signalled, and what they published is still there.
     Counts,
-    /// All packets of its columns carry the tag of the step, whoever stored them.
+    /// All packets of its columns carry the tag of the step, from any task.
     Tags,
 }
 
@@ -579,7 +579,7 @@ impl Window {
                             index
                         }
                     };
-                    // Packets vouch for what they carry; what is read without a wait, or behind a counter, does not.
+                    // Packets vouch for what they carry; what is read without a wait, or after a counter, does not.
                     let covers = |piece: &Piece| {
                         let mut at = piece.lo;
                         while at < piece.hi {
@@ -714,7 +714,7 @@ impl Window {
                                                 .map(|a| (t, a.hi))
                                         });
                                         let Some((t, hi)) = writer else {
-                                            let what = format!("{} reads a row that nobody appends", *task);
+                                            let what = format!("{} reads a row that no task appends", *task);
                                             return Err(Fault::new(Kind::Unwritten, what));
                                         };
                                         let part = Touch { lo: covered, hi: hi.min(touch.hi), ..*touch };
@@ -1056,7 +1056,7 @@ impl Window {
                     continue;
                 }
                 seen = old;
-                // Whoever has yet to read the old value will not find it.
+                // A task that has yet to read the old value will not find it.
                 let readers = self.readers.get(&old).into_iter().flatten();
                 for (reader, atoms) in readers {
                     let unread = {
@@ -1099,7 +1099,7 @@ impl Window {
         Ok(())
     }
 
-    /// Says who waits for what in a state in which nobody moves.
+    /// Says which task waits for what in a state in which no task can move.
     pub fn hang(&self, state: &State) -> Fault {
         let mut who = vec![];
         for sm in 0..self.k {
@@ -1115,7 +1115,7 @@ impl Window {
 
 fn unwritten(touch: &Touch, task: usize, position: u32) -> Fault {
     let Touch { buffer, row: _, lo, hi } = touch;
-    let what = format!("t{task} reads columns {lo}..{hi} of {buffer} at position {position}, which nobody writes");
+    let what = format!("t{task} reads columns {lo}..{hi} of {buffer} at position {position}, which no task writes");
     Fault::new(Kind::Unwritten, what)
 }
 

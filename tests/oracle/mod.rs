@@ -18,8 +18,8 @@
 //! - [`device`] gives a device what is not proven, for `tests/bench/mutants.rs`.
 //! - [`mutate`] breaks schedules in named ways, [`population`] judges many of them with both judges.
 //!
-//! It lives below `tests/` because it is no part of the tool: a second opinion that shipped could come to be relied upon
-//! by the first. The tests in `tests/it` and the benchmarks `tests/bench/proof.rs` and `mutants.rs` include it.
+//! It lives below `tests/` because it is no part of the tool: if it shipped, the first judge could start to
+//! rely on it. The tests in `tests/it` and the benchmarks `tests/bench/proof.rs` and `mutants.rs` include it.
 
 pub mod bases;
 pub mod contents;
@@ -49,11 +49,11 @@ pub enum Kind {
     Ring,
     /// Blocks that wait for ever.
     Hang,
-    /// A read of bytes that nobody wrote.
+    /// A read of bytes that no task wrote.
     Unwritten,
     /// A read of bytes of another step, or of another producer.
     Stale,
-    /// A write over bytes that somebody has yet to read.
+    /// A write over bytes that a task has yet to read.
     Clobbered,
     /// Bytes in memory that are not yet visible to who reads or overwrites them.
     Invisible,

@@ -71,7 +71,7 @@ pub const CLASSES: &[(&str, Mutate)] = &[
     ("owner changes with the regime", owner_changes),
     ("content of another kind", content),
     ("part of shared memory repeated", repeated_part),
-    ("proxy behind the first task", late_proxy),
+    ("proxy after the first task", late_proxy),
 ];
 
 pub const REUSED: &str = "packet buffer reused across steps";
@@ -667,7 +667,7 @@ fn reused(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<Enti
     Some(vec![Entity::Buffer(BufferId::from(b))])
 }
 
-/// A task that reads behind everything else of its SM: the next step may come first.
+/// A task that reads after everything else of its SM: the next step may come first.
 fn late_reader(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<Entity>> {
     let r = random.below(s.regimes.len());
     let sm = random.below(s.regimes[r].queues.len());

@@ -107,7 +107,7 @@ fn said_otherwise(base: &Base) -> Option<String> {
     disagreement(&base.schedule, &encode(&validated))
 }
 
-/// Judges one schedule; `touched` is `None` for what nobody broke.
+/// Judges one schedule; `touched` is `None` for an unbroken one.
 fn one(
     outcome: &mut Outcome,
     class: &str,
