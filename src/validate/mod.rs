@@ -82,6 +82,7 @@
 //!   with the same inputs and the same caches (`alternatives`). Hence each attention of a regime has a counterpart in
 //!   every other: in both regimes some grid begins at the lowest column that is appended to a cache, these two are
 //!   compared, are the same, and append the same columns; the lowest column of the rest begins the next pair.
+//!   They lay out rows alike.
 //!   Alternatives leave their heads in the same columns, directly or through the merges of their regime. All other grids
 //!   are launched in every regime. So all regimes compute one function of the token, the position and the caches; they
 //!   may round differently.
@@ -356,7 +357,8 @@ rules! {
     Misaligned "misaligned" 1;
     /// One exchange buffer carries values of different meaning, or a residual is made by owners and by every SM.
     MixedUse "mixed-use" 1;
-    /// Two grids extend one cache and are not the same attention, or leave their results in different places.
+    /// Two grids extend one cache and are not the same attention, lay out its rows in two ways, or leave their results in
+    /// different places.
     Alternatives "alternatives" 1;
     /// A launch index has no task.
     LaunchMissing "launch-missing" 1;

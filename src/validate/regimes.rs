@@ -10,6 +10,7 @@ use std::collections::BTreeMap;
 
 pub(super) fn check(schedule: &Schedule, writes: &[Writes], found: &mut Found) {
     appends(schedule, writes, found);
+    layouts(schedule, found);
     if !found.any() {
         results(schedule, found);
     }
@@ -56,6 +57,26 @@ fn listed(ranges: &[(u32, u32)]) -> String {
         return "none".to_string();
     }
     ranges.iter().map(|(lo, hi)| format!("{lo}..{hi}")).collect::<Vec<_>>().join(", ")
+}
+
+/// Grids that extend one cache lay out its rows alike: what one appends, the other reads.
+fn layouts(schedule: &Schedule, found: &mut Found) {
+    let mut first: BTreeMap<BufferId, (GridId, bool)> = BTreeMap::new();
+    for (g, grid) in (0..).zip(&schedule.program.grids) {
+        let id = GridId(g);
+        let Some(variant) = schedule.attention_variant(id) else { continue };
+        for cache in [Role::AppendK, Role::AppendV].into_iter().filter_map(|role| grid.operand(role)) {
+            let (other, swizzled) = *first.entry(cache.buffer).or_insert((id, variant.swizzled));
+            if swizzled != variant.swizzled {
+                found.add_with(Rule::Alternatives, Entity::Grid(id), || {
+                    let swizzled = u32::from(swizzled);
+                    let message = format!("extends {}, expected `swizzled={swizzled}` as {other} has", cache.buffer);
+                    (message, vec![note(Entity::Grid(other), "extends it too")])
+                });
+                break;
+            }
+        }
+    }
 }
 
 /// Heads of an attention from `first` on, and the column where the first of them ends up. A merge that begins inside a

@@ -12,6 +12,7 @@ use monobloc::candidate::Candidate;
 use monobloc::codegen::abi::{Tables, encode};
 use monobloc::ir::op::{Attention, Op, Role};
 use monobloc::ir::schedule::{Mechanism, Regime, Schedule, Task, Wait};
+use monobloc::ir::variant::Variant;
 use monobloc::ir::{EventId, TaskId};
 use monobloc::model::graph::QkNormSpan;
 use monobloc::target::Target;
@@ -115,6 +116,25 @@ fn what_a_regime_finds_is_what_the_one_before_has_left() {
             change(a);
         });
     }
+}
+
+/// Rows of one cache in two layouts: each kernel is sound, and the next regime reads the pieces of a row in another order.
+#[test]
+fn alternatives_lay_out_rows_alike() {
+    let wide = Toy { heads: 2, kv_heads: 1, dim: 64, ..TOY }.schedule(&h200(), &on_h200(4));
+    let both = |s: &mut Schedule, grids: &[&str]| {
+        for name in grids {
+            let id = grid(s, name);
+            let Some(Variant::Attention(variant)) = s.variants.get_mut(&id) else { panic!("{name} is attention") };
+            assert!(variant.swizzled);
+            // Three do not divide the warps, so this is not for tensor cores.
+            (variant.warps_per_head, variant.swizzled) = (3, false);
+        }
+    };
+    depends_on_the_border(Kind::Border, Rule::Alternatives, &wide, |s| both(s, &["attn_split.0"]));
+    let mut plain = wide.clone();
+    both(&mut plain, &["attn.0", "attn_split.0"]);
+    assert_eq!(check(&plain, &beyond_kernels()), []);
 }
 
 /// The first regime comes back after the second: with the same caches nothing is lost, else rows are.

@@ -68,7 +68,8 @@ fn said(value: &impl Debug) -> u64 {
     fold(format!("{value:?}").bytes().map(u64::from))
 }
 
-/// A value, the position of the step that wrote it (from 1 on; 0: nobody), and its place in a record of attention.
+/// A value, the position of the step that wrote it (from 1 on; 0: none), and its place in a record of attention, or the
+/// layout of a row of a cache.
 #[derive(Clone, Copy, Default, PartialEq)]
 struct Cell {
     value: u64,
@@ -367,8 +368,11 @@ impl<'a> Text<'a> {
         let Some((b, at)) = self.index(step, role, c, 0) else { return Ok(0) };
         let cell = self.cells[b][row * self.s.program.buffers[b].cols as usize + at];
         if cell.at == 0 {
-            let what = format!("reads row {} of its `{}`, which nobody appended", self.positions[row], role.name());
+            let what = format!("reads row {} of its `{}`, which no task appended", self.positions[row], role.name());
             return Err(step.fault(Kind::Unwritten, what));
+        }
+        if cell.mark != self.layout(step) {
+            return Err(step.fault(Kind::Border, format!("reads a row of its `{}` in another layout", role.name())));
         }
         Ok(cell.value)
     }
@@ -376,8 +380,13 @@ impl<'a> Text<'a> {
     fn append(&mut self, step: &Step, role: Role, c: u32, value: u64) {
         if let Some((b, at)) = self.index(step, role, c, 0) {
             let row = step.at * self.s.program.buffers[b].cols as usize;
-            self.cells[b][row + at] = Cell { value, at: step.position + 1, mark: 0 };
+            self.cells[b][row + at] = Cell { value, at: step.position + 1, mark: self.layout(step) };
         }
+    }
+
+    /// How the kernel of a task lays out rows of a cache.
+    fn layout(&self, step: &Step) -> u32 {
+        self.s.attention_variant(step.task.grid).map_or(0, |variant| u32::from(variant.swizzled))
     }
 }
 
