@@ -155,8 +155,9 @@ impl<R: Real> Threads<R> {
         self.serial += 1;
         let (serial, epoch) = (self.serial, self.epochs[regime]);
         let order = StepOrder { serial, rows: Arc::new(rows), epoch, previous_regime: self.previous_regime };
-        *lock(&shared.order) = order.clone();
+        // Before the order: a worker that is late for the step before may take this order at once, and counts down.
         shared.unfinished.store(shared.sms.len(), Ordering::Relaxed);
+        *lock(&shared.order) = order.clone();
         // Sequentially consistent against the worker's "parked, then look again": one of the two sees the other.
         shared.step.store(serial, Ordering::SeqCst);
         self.workers.iter().filter(|w| w.parked.load(Ordering::SeqCst)).for_each(Worker::wake);
