@@ -158,14 +158,19 @@ fn no_template_row_or_path_reaches_the_terminal_raw() {
     fs::write(checkpoint.join("chat_template.jinja"), format!("{{{{ raise_exception('{EVIL}') }}}}")).unwrap();
     harmless(place.command("generate m.toml --chat a --max-tokens 1"));
 
-    // A row that was measured, one field of it changed, and a header that names a column twice.
+    // A row that was measured, one field of it changed, and a header that names a column twice. A trial of its own: of two rows
+    // of one trial the first counts, and that is the built-in one.
     let corpus = Path::new(env!("CARGO_MANIFEST_DIR")).join("flywheel/corpus/h200.csv.zst");
     let text = zstd::Decoder::new(fs::File::open(corpus).unwrap()).unwrap();
     let mut rows = csv::Reader::from_reader(text);
     let (header, row) = (rows.headers().unwrap().clone(), rows.records().next().unwrap().unwrap());
     let mut corpora = vec![format!("{EVIL},{EVIL}\n").into_bytes()];
     for column in ["verdict", "utc", "manifest"] {
-        let changed = header.iter().zip(&row).map(|(name, cell)| if name == column { EVIL } else { cell });
+        let changed = header.iter().zip(&row).map(|(name, cell)| match name {
+            "trial_id" => "0123456789abcdef",
+            _ if name == column => EVIL,
+            _ => cell,
+        });
         let mut writer = csv::Writer::from_writer(vec![]);
         writer.write_record(&header).unwrap();
         writer.write_record(changed).unwrap();
