@@ -188,7 +188,7 @@ impl Site {
 pub struct Grid {
     /// For readers: nothing is decided by it.
     pub name: String,
-    /// `None` for what a step does beside its layers: it decides and embeds the token.
+    /// `None` for work outside the layers: a step also decides and embeds the token.
     pub site: Option<Site>,
     pub op: Op,
     /// Launch extent: units, head groups, SMs.

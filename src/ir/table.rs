@@ -1,9 +1,9 @@
 //! Owns tables: values that are known when a kernel runs, and the facts about them that a proof may use.
 //!
 //! An operand may be indexed by a value that a table holds: the page of a position, the weights of an expert. The proof
-//! knows nothing of such a value but what its table declares: that it is below a bound, and the facts below. Whoever
-//! writes the table owes them. For a table of the host, [`crate::rows::Guard`] establishes them before a launch; for a
-//! table of the device, the op that writes the value holds the bound. Kernels clamp entries to the bound.
+//! knows nothing of such a value but what its table declares: that it is below a bound, and the facts below. The
+//! writer of the table must make them true. For a table of the host, [`crate::rows::Guard`] checks them before a launch; for
+//! a table of the device, the op that writes the value keeps it below the bound. Kernels clamp entries to the bound.
 //!
 //! Tables of the host do not change during a launch. So a launch of several steps has the pages of all its steps.
 

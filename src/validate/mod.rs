@@ -103,7 +103,7 @@
 //!   `min(length, 1 + phases)` steps of each regime has all such pairs. Older values follow: their pairs are in the run too.
 //! - *Fewer steps.* If every SM begins each step by knowing that all of the step before is done, and with several regimes
 //!   sees all that it wrote, then by induction it knows and sees all older steps. Pairs two steps apart and more are
-//!   ordered, and two steps of each regime have all pairs one step apart. Both orders are needed: packets that nobody
+//!   ordered, and two steps of each regime have all pairs one step apart. Both orders are needed: packets that no task
 //!   reads may land late, and only visibility says that they have landed. Otherwise the run is `1 + phases` steps long.
 //! - *Histories and outputs* are written whole in every step, so pairs one step apart are enough: who appends a column
 //!   reads its history in the same step, and so has seen the append of the step before.

@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 
 use crate::cli_support::{Answer, Place};
 
-/// Puts a pipe that nobody writes to in place of a file.
+/// Puts a pipe without a writer in place of a file.
 fn pipe(path: &Path) {
     let _ = fs::remove_file(path);
     assert!(Command::new("mkfifo").arg(path).status().unwrap().success());
@@ -74,7 +74,7 @@ fn a_tokenizer_ends_with_its_parent() {
     let held = parent.stdin.take().unwrap();
     let mut line = String::new();
     BufReader::new(parent.stdout.take().unwrap()).read_line(&mut line).unwrap();
-    // Gone, or dead and not yet asked for by whoever inherited it.
+    // Gone, or dead and not yet collected by the process that inherited it.
     let is_dead = || match fs::read_to_string(format!("/proc/{}/stat", line.trim())) {
         Ok(stat) => stat.rsplit_once(") ").unwrap().1.starts_with('Z'),
         Err(_) => true,

@@ -661,7 +661,7 @@ fn foot(s: &Schedule, grid: &Grid, task: &Task, vocab: u32) -> Result<Foot, Faul
     Ok(foot)
 }
 
-/// Weights are one of as many parts as the table may name; whoever writes the table must name no other.
+/// Weights are one of as many parts as the table may name; the writer of the table must name no other.
 fn chosen(s: &Schedule, grid: &Grid, id: TableId, part: &mut Part, foot: &mut Foot) -> Result<(), Fault> {
     let Some(table) = s.program.tables.get(id.index()) else { return malformed(format!("{id} is no table")) };
     let TableHome::Device(buffer) = table.home else { return malformed(format!("nobody chooses {id} in the step")) };
