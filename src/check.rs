@@ -601,7 +601,7 @@ fn check_choices(
         if (position as usize) < prompt.len() {
             continue;
         }
-        let (expected, found) = (sampler.choose(row, position, 0)?, session.token(position)?);
+        let (expected, found) = (sampler.choose(row, position)?, session.token(position)?);
         if expected != found {
             return Err(CheckError::Selected { position, expected, found, sampler: *sampler, figures });
         }

@@ -149,7 +149,7 @@ impl Runner {
                     if stopped {
                         return None;
                     }
-                    let chosen = sampler.choose(logits, position, 0);
+                    let chosen = sampler.choose(logits, position);
                     position += 1;
                     match chosen {
                         Ok(token) => {

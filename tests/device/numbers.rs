@@ -171,7 +171,7 @@ fn the_same_seed_gives_the_same_tokens_on_device_and_interpreter() {
         interp.reset();
         let expected = interp.generate(&prompt, 100, |logits| {
             position += 1;
-            sampler.choose(logits, position, 0).ok()
+            sampler.choose(logits, position).ok()
         });
         assert_eq!(found, expected.unwrap(), "{settings:?}");
         say(&format!("{settings:?}: 100 tokens as on the interpreter"));

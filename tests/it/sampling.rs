@@ -94,7 +94,7 @@ fn the_kernels_choose_what_is_specified() {
             let mut push = |scratch_kb: u32, position: u32, top_k: Option<u32>, top_p: Option<f32>| {
                 let sampler = SampleSettings { temperature, top_k, top_p, seed }.resolve().unwrap();
                 cases.extend(case(scratch_kb, position, seed, &sampler, &row));
-                let token = sampler.choose(&row, position, 0).unwrap();
+                let token = sampler.choose(&row, position).unwrap();
                 expected.push((token, format!("scratch {scratch_kb}, logits {kind}, {sampler:?}")));
             };
             push(AT_HEAD, position, None, None);
