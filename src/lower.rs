@@ -34,7 +34,7 @@ pub fn lower(
 /// Steps of several rows, and the pool of their cache pages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Batch {
-    /// Rows of a step.
+    /// Rows of a step, at most.
     pub rows: u32,
     /// Sequences that hold pages at a time.
     pub sequences: u32,
@@ -569,8 +569,9 @@ impl Builder<'_> {
         let append = Cols { first: true, only_j: last, ..history };
         let mut operands = vec![
             self.own(self.read(Role::Q, buffers.qkv, q)),
-            self.own(self.read(Role::K, buffers.qkv, k)),
-            self.own(self.read(Role::V, buffers.qkv, head_kv(q_cols + kv_cols))),
+            // Of every row: those of the sequence before the task's own are keys that it sees, too.
+            self.read(Role::K, buffers.qkv, k),
+            self.read(Role::V, buffers.qkv, head_kv(q_cols + kv_cols)),
         ];
         operands.extend(constants.iter().cloned());
         for (role, buffer) in [(Role::HistoryK, buffers.k_cache), (Role::HistoryV, buffers.v_cache)] {

@@ -262,7 +262,7 @@ mod tests {
                         if pool.reserve(sequence, position + steps).is_err() {
                             continue;
                         }
-                        let rows = vec![Row { sequence, position }];
+                        let rows = vec![Row { sequence, position, wants_logits: true }];
                         let request = Request { rows, steps, edits: pool.take_edits() };
                         guard.admit(&request).unwrap_or_else(|refused| panic!("{refused}")).finish(steps);
                         open[at].1 += steps;

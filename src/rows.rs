@@ -26,7 +26,7 @@ const NO_PAGE: u32 = u32::MAX;
 /// What the tables of a program are bounded by.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Shape {
-    /// Rows of a step.
+    /// Rows of a step, at most.
     pub rows: u32,
     pub sequences: u32,
     /// Positions run from 0 to `context_max - 1`.
@@ -66,6 +66,32 @@ pub struct Row {
     pub sequence: SequenceId,
     /// In the first step of the launch.
     pub position: u32,
+    /// Whether the head runs for it. A launch of several steps decides a token after each row, so there every row does.
+    pub wants_logits: bool,
+}
+
+/// Neighbouring rows of one sequence: a part of a prompt, or the one row of a sequence that decodes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Run {
+    /// The first of them in the step.
+    pub first: usize,
+    pub rows: u32,
+    pub sequence: SequenceId,
+    /// Of the first row. The history of all of them ends here.
+    pub position: u32,
+}
+
+/// The runs of a step's rows, in order. Rows that are no neighbours at consecutive positions are different runs.
+pub fn runs(rows: &[Row]) -> impl Iterator<Item = Run> {
+    let mut first = 0;
+    std::iter::from_fn(move || {
+        let &Row { sequence, position, .. } = rows.get(first)?;
+        let next = |(row, at): (&Row, u32)| row.sequence == sequence && position.checked_add(at) == Some(row.position);
+        let of = rows[first..].iter().zip(0..).take_while(|&at| next(at)).count();
+        let run = Run { first, rows: of as u32, sequence, position };
+        first += of;
+        Some(run)
+    })
 }
 
 /// A change of the page table: block `block` of a sequence lies in `page`, or nowhere.
@@ -76,7 +102,7 @@ pub struct Edit {
     pub page: Option<PageId>,
 }
 
-/// The tables of a launch, as they were asked for.
+/// The tables of a launch, as they were asked for: from one row to as many as the program has.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Request {
     pub rows: Vec<Row>,
@@ -89,8 +115,8 @@ pub struct Request {
 /// Why tables are refused: the bound or the fact that they break.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 pub enum Refused {
-    #[error("the launch has {found} rows, expected {expected}")]
-    Rows { expected: u32, found: usize },
+    #[error("the launch has {found} rows, expected 1 to {most}")]
+    Rows { most: u32, found: usize },
     #[error("{sequence} is not below {bound}")]
     Sequence { sequence: SequenceId, bound: u32 },
     #[error("row {row} ends at position {end}, beyond the context of {context_max}")]
@@ -101,8 +127,15 @@ pub enum Refused {
     Page { page: PageId, bound: u32 },
     #[error("row {row} writes block {block} of {sequence}, which has no page")]
     NoPage { row: usize, sequence: SequenceId, block: u32 },
-    #[error("`separate`: row {row} is of {sequence}, as another row of the launch")]
-    Separate { row: usize, sequence: SequenceId },
+    #[error("row {row} wants no logits in a launch of {steps} steps, expected 1 step")]
+    Logits { row: usize, steps: u32 },
+    #[error(
+        "`consecutive`: row {row} is at position {position} of {sequence}, which has another row in the launch; expected \
+         neighbours at consecutive ascending positions"
+    )]
+    Consecutive { row: usize, sequence: SequenceId, position: u32 },
+    #[error("`consecutive`: {sequence} has {rows} rows in a launch of {steps} steps, expected 1 step")]
+    Steps { sequence: SequenceId, rows: u32, steps: u32 },
     #[error("`filled`: row {row} is at position {position} of {sequence}, which is written from {from} to {to}")]
     Filled { row: usize, sequence: SequenceId, position: u32, from: u32, to: u32 },
     #[error("`distinct`: row {row} writes {page}, which the launch already writes")]
@@ -115,7 +148,7 @@ impl Refused {
     /// The fact that is broken; `None`: an entry is out of its bound.
     pub fn fact(&self) -> Option<Fact> {
         match self {
-            Refused::Separate { .. } => Some(Fact::Separate),
+            Refused::Consecutive { .. } | Refused::Steps { .. } => Some(Fact::Consecutive),
             Refused::Filled { .. } => Some(Fact::Filled),
             Refused::Distinct { .. } => Some(Fact::Distinct),
             Refused::Unshared { .. } => Some(Fact::Unshared),
@@ -273,19 +306,27 @@ impl Guard {
     }
 
     fn judge(&mut self, request: &Request) -> Result<(), Refused> {
-        let Shape { rows: expected, context_max, page_rows, window, .. } = self.shape;
-        if request.rows.len() != expected as usize {
-            return Err(Refused::Rows { expected, found: request.rows.len() });
+        let Shape { rows: most, context_max, page_rows, window, .. } = self.shape;
+        let (found, steps) = (request.rows.len(), request.steps);
+        if found == 0 || found > most as usize {
+            return Err(Refused::Rows { most, found });
         }
         self.launch += 1;
-        for (row, &Row { sequence, position }) in request.rows.iter().enumerate() {
+        for Run { first: row, rows, sequence, position } in runs(&request.rows) {
             self.in_bound(sequence)?;
-            let end = u64::from(position) + u64::from(request.steps);
-            if end > u64::from(context_max) || request.steps == 0 {
-                return Err(Refused::Position { row, end, context_max });
+            let end = u64::from(position) + u64::from(rows) - 1 + u64::from(steps);
+            if end > u64::from(context_max) || steps == 0 {
+                return Err(Refused::Position { row: row + rows as usize - 1, end, context_max });
             }
             if std::mem::replace(&mut self.sequence_seen[sequence.index()], self.launch) == self.launch {
-                return Err(Refused::Separate { row, sequence });
+                return Err(Refused::Consecutive { row, sequence, position });
+            }
+            if rows > 1 && steps > 1 {
+                return Err(Refused::Steps { sequence, rows, steps });
+            }
+            let unwanted = |row: &usize| steps > 1 && !request.rows[*row].wants_logits;
+            if let Some(row) = (row..row + rows as usize).find(unwanted) {
+                return Err(Refused::Logits { row, steps });
             }
             let Held { filled, dropped } = self.sequences[sequence.index()];
             let first = window.map_or(0, |window| (position + 1).saturating_sub(window));
@@ -293,7 +334,7 @@ impl Guard {
                 return Err(Refused::Filled { row, sequence, position, from: dropped * page_rows, to: filled });
             }
         }
-        // Two rows with one page share it, too; that they both write it says more.
+        // Two sequences with one page share it, too; that they both write it says more.
         for (row, page) in self.written_pages(request) {
             let page = page?;
             if std::mem::replace(&mut self.page_seen[page.index()], self.launch) == self.launch {
@@ -310,7 +351,7 @@ impl Guard {
         Ok(())
     }
 
-    /// The pages that each row of a launch writes.
+    /// The pages that each run of a launch writes, with its first row.
     fn written_pages<'a>(
         &self,
         request: &'a Request,
@@ -318,8 +359,8 @@ impl Guard {
         let (blocks, page_rows) = (self.shape.blocks(), self.shape.page_rows);
         // Collected: the caller changes the guard meanwhile. A launch writes few pages.
         let mut pages = Vec::with_capacity(request.rows.len());
-        for (row, &Row { sequence, position }) in request.rows.iter().enumerate() {
-            for block in position / page_rows..=(position + request.steps - 1) / page_rows {
+        for Run { first: row, rows, sequence, position } in runs(&request.rows) {
+            for block in position / page_rows..=(position + (rows - 1) + (request.steps - 1)) / page_rows {
                 let page = self.table[sequence.index() * blocks as usize + block as usize];
                 let missing = Refused::NoPage { row, sequence, block };
                 pages.push((row, if page == NO_PAGE { Err(missing) } else { Ok(PageId(page)) }));
@@ -362,8 +403,9 @@ impl Tables<'_> {
     pub fn finish(self, steps: u32) {
         let Tables { guard, rows, steps: most } = self;
         let (blocks, page_rows) = (guard.shape.blocks(), guard.shape.page_rows);
-        for Row { sequence, position } in rows {
-            let end = position + steps.min(most);
+        for Run { rows, sequence, position, .. } in runs(&rows) {
+            let ran = steps.min(most);
+            let end = position + if ran == 0 { 0 } else { rows - 1 + ran };
             let held = &mut guard.sequences[sequence.index()];
             let before = std::mem::replace(&mut held.filled, end);
             for block in position / page_rows..before.max(end).div_ceil(page_rows) {
@@ -394,7 +436,8 @@ mod tests {
     }
 
     fn request(rows: &[(u32, u32)], steps: u32, edits: &[Edit]) -> Request {
-        let rows = rows.iter().map(|&(s, position)| Row { sequence: SequenceId(s), position }).collect();
+        let row = |&(s, position)| Row { sequence: SequenceId(s), position, wants_logits: true };
+        let rows = rows.iter().map(row).collect();
         Request { rows, steps, edits: edits.to_vec() }
     }
 
@@ -429,7 +472,9 @@ mod tests {
     fn an_entry_out_of_its_bound_is_refused() {
         let edit = |edit: Edit| request(&[(0, 6), (1, 3)], 1, &[edit]);
         for (request, expected) in [
-            (request(&[(0, 6)], 1, &[]), "the launch has 1 rows, expected 2"),
+            (request(&[], 1, &[]), "the launch has 0 rows, expected 1 to 2"),
+            (request(&[(0, 6), (1, 3), (2, 0)], 1, &[]), "the launch has 3 rows, expected 1 to 2"),
+            (request(&[(0, 31), (0, 32)], 1, &[]), "row 1 ends at position 33, beyond the context of 32"),
             (request(&[(0, 6), (4, 0)], 1, &[]), "seq4 is not below 4"),
             (request(&[(0, 6), (1, 3)], 27, &[]), "row 0 ends at position 33, beyond the context of 32"),
             (request(&[(0, u32::MAX), (1, 3)], 1, &[]), "row 0 ends at position 4294967296, beyond the context of 32"),
@@ -445,9 +490,50 @@ mod tests {
     }
 
     #[test]
-    fn two_rows_of_one_sequence_are_refused() {
-        let refused = refused(&mut two(), &request(&[(0, 6), (0, 5)], 1, &[]));
-        assert_eq!(refused, Refused::Separate { row: 1, sequence: SequenceId(0) });
+    fn rows_of_one_sequence_are_neighbours_at_consecutive_positions() {
+        let guard = || Guard { shape: shape(4), ..two() };
+        for rows in [[(0, 6), (0, 5)], [(0, 6), (0, 6)], [(0, 4), (0, 6)]] {
+            let refused = refused(&mut guard(), &request(&rows, 1, &[]));
+            assert_eq!(refused, Refused::Consecutive { row: 1, sequence: SequenceId(0), position: rows[1].1 });
+        }
+        // Another sequence lies between.
+        let apart = request(&[(0, 6), (1, 3), (0, 7)], 1, &[]);
+        let expected = "`consecutive`: row 2 is at position 7 of seq0, which has another row in the launch; expected \
+                        neighbours at consecutive ascending positions";
+        assert_eq!(refused(&mut guard(), &apart).to_string(), expected);
+        let steps = refused(&mut guard(), &request(&[(1, 3), (0, 5), (0, 6)], 2, &[page(1, 1, 1)]));
+        assert_eq!(steps.to_string(), "`consecutive`: seq0 has 2 rows in a launch of 2 steps, expected 1 step");
+        assert_eq!([steps.fact(), steps_refused().fact()], [Some(Fact::Consecutive), None]);
+        let chunk = request(&[(0, 6), (0, 7), (0, 8), (1, 3)], 1, &[page(0, 2, 1)]);
+        guard().admit(&chunk).unwrap().finish(1);
+    }
+
+    /// A launch of two steps with a row without logits.
+    fn steps_refused() -> Refused {
+        let mut request = request(&[(0, 6), (1, 2)], 2, &[]);
+        request.rows[1].wants_logits = false;
+        let refused = refused(&mut two(), &request);
+        assert_eq!(refused, Refused::Logits { row: 1, steps: 2 });
+        refused
+    }
+
+    #[test]
+    fn a_chunk_is_written_whole_and_read_below_its_first_row() {
+        let mut guard = Guard { shape: shape(4), ..two() };
+        // Its last row is beyond what is written, its first is not.
+        let chunk = |s, from| request(&[(s, from), (s, from + 1), (s, from + 2)], 1, &[]);
+        let pages = [page(0, 2, 1), page(1, 1, 3)];
+        guard.admit(&Request { edits: pages.to_vec(), ..chunk(0, 6) }).unwrap().finish(1);
+        assert_eq!(guard.sequences[0].filled, 9);
+        assert_eq!(refused(&mut guard, &chunk(1, 4)).fact(), Some(Fact::Filled));
+        // It writes block 1, which the launch before gave a page, and block 2, which has none.
+        let missing = Refused::NoPage { row: 0, sequence: SequenceId(1), block: 2 };
+        let four = request(&[(1, 3), (1, 4), (1, 5), (1, 6)], 1, &[]);
+        guard.admit(&four).unwrap().finish(1);
+        assert_eq!(refused(&mut guard, &chunk(1, 6)), missing);
+        // One page in two blocks of a chunk is written twice.
+        let twice = Request { edits: vec![page(1, 2, 3)], ..chunk(1, 6) };
+        assert_eq!(refused(&mut guard, &twice), Refused::Distinct { row: 0, page: PageId(3) });
     }
 
     #[test]
@@ -515,8 +601,13 @@ mod tests {
             let written = |page: PageId, at: u32| memory[page.index() * 4 + at as usize % 4].is_some();
             let reads =
                 |at: u32| table[s][at as usize / 4].is_some_and(|page| !freed.contains(&page.0) && written(page, at));
-            request.rows[..r].iter().all(|other| other.sequence != row.sequence)
-                && (p.saturating_sub(5)..p).all(reads)
+            // The rows of the sequence before this one: they must end just below it, and the step has their keys.
+            let before: Vec<usize> = (0..r).filter(|&other| request.rows[other].sequence == row.sequence).collect();
+            let consecutive = before.last().is_none_or(|&last| last + 1 == r && request.rows[last].position + 1 == p);
+            let past = p.saturating_sub(before.len() as u32);
+            consecutive
+                && (before.is_empty() || request.steps == 1)
+                && (p.saturating_sub(5)..past).all(reads)
                 && own
                     .iter()
                     .all(|page| page.is_some() && table.iter().flatten().filter(|other| *other == page).count() == 1)
@@ -526,13 +617,13 @@ mod tests {
     /// A judge that looks at everything agrees with the guard, over random launches of which many are forged.
     #[test]
     fn the_guard_agrees_with_a_judge_that_looks_at_everything() {
-        let shape = Shape { window: Some(6), ..shape(2) };
+        let shape = Shape { window: Some(6), ..shape(3) };
         let mut guard = Guard::new(shape);
         // Of each page and row: the sequence and position that were written last.
         let mut memory: Vec<Option<u32>> = vec![None; 64];
         let mut table: Vec<[Option<PageId>; 8]> = vec![[None; 8]; 4];
         let mut random = Random::new(7);
-        let (mut admitted, mut broken) = (0, std::collections::BTreeSet::new());
+        let (mut admitted, mut chunks, mut broken) = (0, 0, std::collections::BTreeSet::new());
         for _ in 0..200_000 {
             let mut below = |n: usize| random.below(n) as u32;
             let edits: Vec<Edit> = (0..below(3))
@@ -543,12 +634,12 @@ mod tests {
                 })
                 .collect();
             let filled = |s: usize| guard.sequences[s].filled;
-            let rows: Vec<(u32, u32)> = (0..2)
-                .map(|_| {
-                    let s = below(4);
-                    (s, if below(4) == 0 { below(10) } else { filled(s as usize) })
-                })
-                .collect();
+            let mut rows: Vec<(u32, u32)> = vec![];
+            for _ in 0..1 + below(3) {
+                let s = below(4);
+                let next = rows.last().filter(|_| below(3) == 0).map(|&(s, p)| (s, p + 1));
+                rows.push(next.unwrap_or((s, if below(4) == 0 { below(10) } else { filled(s as usize) })));
+            }
             let request = request(&rows, 1 + below(2), &edits);
             let mut edited = table.clone();
             let mut freed: Vec<u32> = vec![];
@@ -563,6 +654,7 @@ mod tests {
                 Ok(tables) => {
                     assert!(sound, "{request:?}");
                     admitted += 1;
+                    chunks += u32::from(runs(tables.rows()).any(|run| run.rows > 1));
                     for row in tables.rows() {
                         for at in row.position..row.position + request.steps {
                             let page = tables.guard.table[row.sequence.index() * 8 + at as usize / 4] as usize;
@@ -582,6 +674,7 @@ mod tests {
             }
         }
         assert!(admitted > 1_000, "{admitted} admitted");
+        assert!(chunks > 500, "{chunks} chunks");
         assert_eq!(broken.len(), 5, "every fact was broken: {broken:?}");
     }
 }

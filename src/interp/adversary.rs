@@ -298,7 +298,7 @@ impl<R: Real> Adversary<R> {
             }
             StreamBytes::History { rows, keys, values, op, j, row } => {
                 let of = &step.rows[*row];
-                let (start, end) = op.history_share(of.position, *j);
+                let (start, end) = op.history_share(of.position, of.past(), *j);
                 let first = start as usize + sm.loader.done / 2 * rows;
                 let last = (first + rows).min(end as usize);
                 let columns = if sm.loader.done.is_multiple_of(2) { *keys } else { *values };
@@ -391,8 +391,11 @@ impl<R: Real> Adversary<R> {
                 }
             }
             Work::Attention(a) => {
-                let (start, end) = a.op.history_share(rows_of_step.rows[task.row.unwrap_or(0)].position, a.j);
-                rows = end.saturating_sub(start) as usize;
+                // Nothing is loaded for a row that the launch does not have.
+                rows = rows_of_step.rows.get(task.row.unwrap_or(0)).map_or(0, |row| {
+                    let (start, end) = a.op.history_share(row.position, row.past(), a.j);
+                    end.saturating_sub(start) as usize
+                });
                 let row_bytes = a.keys.len * a.cache_dtype.bytes();
                 let mut loaded = 0;
                 while loaded < rows {
@@ -472,7 +475,8 @@ impl<R: Real> Adversary<R> {
             Work::MatVec(m) if m.candidate.is_some() => {
                 if let Some(out) = &m.out {
                     let mut direct = Direct { memory: &self.memory, private: &mut [], rows };
-                    for (row, logits) in launch.logits[step].iter_mut().enumerate() {
+                    let of_rows = launch.logits[step].iter_mut().enumerate();
+                    for (row, logits) in of_rows.filter(|(row, _)| rows.rows[*row].wants_logits) {
                         logits.resize(self.plan.vocab, f32::NAN);
                         direct.load(&out.row(row), &mut logits[out.first..out.first + out.len]);
                     }
@@ -521,9 +525,10 @@ impl Plan {
             let size = match &run.bytes {
                 StreamBytes::Fixed { range, .. } => range.len(),
                 StreamBytes::History { rows, op, j, row, .. } => {
-                    let position = launch.steps[loader.step].rows[*row].position;
-                    let (start, end) = op.history_share(position, *j);
-                    2 * (end.saturating_sub(start) as usize).div_ceil(*rows)
+                    launch.steps[loader.step].rows.get(*row).map_or(0, |row| {
+                        let (start, end) = op.history_share(row.position, row.past(), *j);
+                        2 * (end.saturating_sub(start) as usize).div_ceil(*rows)
+                    })
                 }
             };
             if loader.done < size {

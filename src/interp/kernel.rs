@@ -64,6 +64,13 @@ impl HistoryRows<'_> {
             }
         }
     }
+
+    /// The first `rows` rows as fp32, `dim` values each.
+    pub fn copied(&self, rows: usize, dim: usize) -> Vec<f32> {
+        let mut out = vec![0.0; rows * dim];
+        out.chunks_exact_mut(dim).enumerate().for_each(|(i, row)| self.read(i, row));
+        out
+    }
 }
 
 /// Order in which [`unit_bf16`] wants its input: even elements of every 16, then the odd ones, so that a 32-bit load

@@ -131,6 +131,10 @@ pub struct StepRows {
 pub struct StepRow {
     pub position: u32,
     pub input: Input,
+    /// Rows of its sequence before it in the step: the positions just below its own.
+    pub before: usize,
+    /// Whether the head computes it.
+    pub wants_logits: bool,
     /// Where the positions of its sequence lie; `None`: position `p` is row `p` of the cache.
     pub pages: Option<Pages>,
 }
@@ -144,6 +148,11 @@ pub struct Pages {
 }
 
 impl StepRow {
+    /// Where its history ends: the position of the first row of its sequence in the step.
+    pub fn past(&self) -> u32 {
+        self.position - self.before as u32
+    }
+
     /// The cache row that holds `position` of its sequence.
     pub fn cache_row(&self, position: usize) -> usize {
         match &self.pages {

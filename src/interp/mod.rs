@@ -3,7 +3,9 @@
 //! One set of formulas (`ops`) over two arithmetics (`real`: fp32 with the vector loops of `kernel`, and f64) and two
 //! orders: `threads`, where worker threads stand in for SMs, and `adversary`, one thread that interleaves the SMs as badly
 //! as the events allow. The same schedule gives the same fp32 bits in both orders, with any number of threads and any
-//! seed, because every sum has one fixed order. `plan` resolves a schedule once, so that a task costs well under 1 µs
+//! seed, because every sum has one fixed order. Attention without KV splits sums over keys in ascending positions, in blocks
+//! that are counted from the first position that a row sees. Keys of the step's own rows and keys of the cache lie in one
+//! row of values for that, so a row's bits do not depend on where a prompt was cut, or on the other rows of its step. `plan` resolves a schedule once, so that a task costs well under 1 µs
 //! beside its arithmetic.
 //!
 //! What a device rounds is rounded here: exchange buffers to their type, keys and values to the cache's type (for the
@@ -29,7 +31,7 @@ use crate::error::Fault;
 use crate::ir::BufferId;
 use crate::ir::schedule::Schedule;
 use crate::ir::{EventId, SmId, TaskId};
-use crate::rows::Tables;
+use crate::rows::{Tables, runs};
 use memory::{Pages, StepRow, StepRows};
 use std::fmt;
 use std::ops::ControlFlow;
@@ -182,6 +184,7 @@ pub struct StepResult<'a> {
     pub position: u32,
     /// The token that was decoded at this position: the input, or what the schedule selected.
     pub token: u32,
+    /// None of a row that wants none.
     pub logits: Logits<'a>,
 }
 
@@ -343,7 +346,8 @@ impl Interp {
         }
         let position = &mut self.position;
         self.selectable = true;
-        let rows = |(position, &input)| vec![StepRow { position, input, pages: None }];
+        let row = |position, input| StepRow { position, input, before: 0, wants_logits: true, pages: None };
+        let rows = |(position, &input)| vec![row(position, input)];
         let steps = (*position..).zip(inputs).map(|at| StepRows { position: at.0, rows: rows(at) }).collect();
         self.engine.launch(steps, &mut |step| {
             *position = step.position + 1;
@@ -372,16 +376,24 @@ impl Interp {
             return Err(InterpError::Token { token, vocab: self.plan.vocab });
         }
         let page_rows = tables.shape().page_rows as usize;
-        let pages = |row| Pages { pages: tables.pages(row).collect(), rows: page_rows };
-        let pages: Vec<Pages> = (0..tokens.len()).map(pages).collect();
-        let step = |step: u32| {
-            let of = tables.rows().iter().zip(tokens).zip(&pages).map(|((row, &token), pages)| StepRow {
-                position: row.position + step,
-                input: if step == 0 { Input::Token(token) } else { Input::Selected },
+        let first = runs(tables.rows()).flat_map(|run| {
+            let pages = Pages { pages: tables.pages(run.first).collect(), rows: page_rows };
+            let rows = tables.rows()[run.first..].iter().take(run.rows as usize).enumerate();
+            rows.map(move |(before, row)| StepRow {
+                position: row.position,
+                input: Input::Selected,
+                before,
+                wants_logits: row.wants_logits,
                 pages: Some(pages.clone()),
-            });
-            let rows: Vec<StepRow> = of.collect();
-            StepRows { position: rows.iter().map(|row| row.position).max().unwrap_or(0), rows }
+            })
+        });
+        let mut rows: Vec<StepRow> = first.collect();
+        let step = |step: u32| {
+            for (row, &token) in rows.iter_mut().zip(tokens) {
+                row.input = if step == 0 { Input::Token(token) } else { Input::Selected };
+                row.position += u32::from(step > 0);
+            }
+            StepRows { position: rows.iter().map(|row| row.position).max().unwrap_or(0), rows: rows.clone() }
         };
         let steps = (0..tables.steps()).map(step).collect();
         self.selectable = false;

@@ -1,8 +1,8 @@
 //! Owns what each op computes: the formulas of `ir::op`, written once over both arithmetics and both kinds of memory.
 
 use super::kernel::{HistoryRows, Isa};
-use super::memory::{Access, OfRow, Region, StepRow, StepRows, round_to};
-use super::plan::{self, Norm, Plan, Table, TaskPlan, Work};
+use super::memory::{Access, OfRow, Region, StepRows, round_to};
+use super::plan::{self, Current, Norm, Plan, Table, TaskPlan, Work};
 use super::real::{self, Real, granule_k, read_value};
 use crate::dtype::DType;
 use crate::ir::GridId;
@@ -83,7 +83,8 @@ impl<R: Real> Scratch<R> {
     }
 }
 
-/// Executes one task: one row of the step, or all of them one after another.
+/// Executes one task: one row of the step, or all of them one after another. Of a row that the launch does not have it does
+/// nothing.
 pub fn run<R: Real>(
     task: &TaskPlan,
     step: &Step<'_>,
@@ -95,8 +96,8 @@ pub fn run<R: Real>(
         Some(row) => row..row + 1,
         None => 0..step.rows.rows.len(),
     };
-    for row in rows {
-        run_row(&task.work, step, row, stream, &mut OfRow { memory, row }, s);
+    for row in rows.filter(|row| *row < step.rows.rows.len()) {
+        run_row(&task.work, step, row, stream, memory, s);
     }
 }
 
@@ -109,6 +110,7 @@ fn run_row<R: Real>(
     s: &mut Scratch<R>,
 ) {
     let of_step = &step.rows.rows[row];
+    let memory = &mut OfRow { memory, row };
     match work {
         Work::Select { candidates, token } => select(step, of_step.input, candidates, token, memory),
         Work::Report { token, out } => {
@@ -124,16 +126,13 @@ fn run_row<R: Real>(
             memory.store(residual, &s.load);
             out.iter().for_each(|out| memory.store(out, &s.load));
         }
+        Work::MatVec(m) if m.candidate.is_some() && !of_step.wants_logits => {}
         Work::MatVec(m) => {
             let weights = if let Streamed::Weights(weights) = stream { weights } else { &[] };
             mat_vec(step, row, m, weights, memory, s);
         }
-        Work::Attention(a) => {
-            let empty = HistoryRows::F32 { data: &[], stride: 0 };
-            let nothing = History { keys: empty, values: empty, rows: 0 };
-            let history = if let Streamed::History(history) = stream { history } else { nothing };
-            attention(step, of_step, a, history, memory, s);
-        }
+        // It reads keys of other rows, too.
+        Work::Attention(a) => attention(step, row, a, stream, memory.memory, s),
         Work::AttentionMerge { head_dim, splits, heads } => {
             heads.iter().for_each(|head| merge(*head_dim, *splits, head, memory, s));
         }
@@ -346,46 +345,88 @@ fn rotate<R: Real>(table: &[f32], interleaved: bool, head: &mut [R]) {
     }
 }
 
-fn attention<R: Real>(
+/// The row of the RoPE table for `position`.
+fn rope_at<'a>(step: &Step<'a>, a: &plan::Attention, position: u32) -> Option<&'a [f32]> {
+    let rotary = a.op.rotary as usize;
+    let begin = a.rope.as_ref()?.start + position as usize * rotary;
+    Some(&step.plan.constants[begin..begin + rotary])
+}
+
+fn span_of(norm: Option<QkNormAttr>) -> QkNormSpan {
+    norm.map_or(QkNormSpan::Head, |norm| norm.span)
+}
+
+/// Key and value of row `row` of the step, in `s.k` and `s.v` as every later position will see them: through the cache's
+/// type.
+fn key_and_value<R: Real>(
     step: &Step<'_>,
-    row: &StepRow,
+    row: usize,
     a: &plan::Attention,
-    history: History<'_>,
+    current: &Current,
     memory: &mut impl Access,
     s: &mut Scratch<R>,
 ) {
     let op = &a.op;
-    let (dim, heads, rows) = (op.head_dim as usize, op.heads_per_task as usize, history.rows);
-    let rope = a.rope.as_ref().map(|table| {
-        let begin = table.start + row.position as usize * op.rotary as usize;
-        &step.plan.constants[begin..begin + op.rotary as usize]
-    });
-    let first = a.i as usize * heads;
-    let span = |norm: Option<QkNormAttr>| norm.map_or(QkNormSpan::Head, |n| n.span);
+    let (dim, head) = (op.head_dim as usize, (a.i * op.heads_per_task / op.group) as usize);
+    load(memory, &current.k.row(row), &mut s.load, &mut s.k);
+    normalised_heads(step, a.k_norm.as_ref(), span_of(op.k_norm), dim, head, 1, &mut s.k);
+    if let Some(rope) = rope_at(step, a, step.rows.rows[row].position) {
+        rotate(rope, op.interleaved, &mut s.k);
+    }
+    load(memory, &current.v.row(row), &mut s.load, &mut s.v);
+    for values in [&mut s.k, &mut s.v] {
+        values.iter_mut().for_each(|v| *v = R::of(round_to(a.cache_dtype, v.to_f32())));
+    }
+}
 
-    load(memory, &a.q, &mut s.load, &mut s.q);
-    normalised_heads(step, a.q_norm.as_ref(), span(op.q_norm), dim, first, heads, &mut s.q);
-    if let Some(rope) = rope {
+/// Row `row` of the step over its history, the rows of its sequence before it in the step, and itself, in this order: that
+/// of their positions.
+fn attention<R: Real>(
+    step: &Step<'_>,
+    row: usize,
+    a: &plan::Attention,
+    stream: Streamed<'_>,
+    memory: &mut impl Access,
+    s: &mut Scratch<R>,
+) {
+    let (op, of_step) = (&a.op, &step.rows.rows[row]);
+    let (dim, heads) = (op.head_dim as usize, op.heads_per_task as usize);
+    let empty = HistoryRows::F32 { data: &[], stride: 0 };
+    let nothing = History { keys: empty, values: empty, rows: 0 };
+    let mut history = if let Streamed::History(history) = stream { history } else { nothing };
+    let first = a.i as usize * heads;
+
+    load(&mut OfRow { memory, row }, &a.q, &mut s.load, &mut s.q);
+    normalised_heads(step, a.q_norm.as_ref(), span_of(op.q_norm), dim, first, heads, &mut s.q);
+    if let Some(rope) = rope_at(step, a, of_step.position) {
         s.q.chunks_exact_mut(dim).for_each(|head| rotate(rope, op.interleaved, head));
     }
 
+    let past: [Vec<f32>; 2];
     if let Some(current) = &a.current {
-        load(memory, &current.k, &mut s.load, &mut s.k);
-        normalised_heads(step, a.k_norm.as_ref(), span(op.k_norm), dim, first / op.group as usize, 1, &mut s.k);
-        if let Some(rope) = rope {
-            rotate(rope, op.interleaved, &mut s.k);
+        // Those of them that its window reaches.
+        let seen = op.window.map_or(of_step.before, |window| of_step.before.min(window as usize - 1));
+        if seen > 0 {
+            let mut all = [history.keys, history.values].map(|of| of.copied(history.rows, dim));
+            for other in row - seen..row {
+                key_and_value(step, other, a, current, memory, s);
+                all[0].extend(s.k.iter().map(|k| k.to_f32()));
+                all[1].extend(s.v.iter().map(|v| v.to_f32()));
+            }
+            past = all;
+            let [keys, values] = [&past[0], &past[1]].map(|data| HistoryRows::F32 { data, stride: dim });
+            history = History { keys, values, rows: history.rows + seen };
         }
-        load(memory, &current.v, &mut s.load, &mut s.v);
-        // This position is seen as every later position will see it: through the cache's type.
-        for (values, columns) in [(&mut s.k, current.append.map(|c| c.0)), (&mut s.v, current.append.map(|c| c.1))] {
-            s.load.clear();
-            s.load.extend(values.iter().map(|v| round_to(a.cache_dtype, v.to_f32())));
-            values.iter_mut().zip(&s.load).for_each(|(v, &rounded)| *v = R::of(rounded));
-            if let Some(columns) = columns {
-                memory.append(0, columns, &s.load);
+        key_and_value(step, row, a, current, memory, s);
+        if let Some((keys, values)) = current.append {
+            for (values, columns) in [(&s.k, keys), (&s.v, values)] {
+                s.load.clear();
+                s.load.extend(values.iter().map(|v| v.to_f32()));
+                memory.append(row, columns, &s.load);
             }
         }
     }
+    let rows = history.rows;
 
     let (scale, cap) = (R::of(op.scale), op.softcap);
     s.scores.clear();
@@ -423,7 +464,7 @@ fn attention<R: Real>(
             values.extend(sums.iter().map(|&sum| (sum / state[1]).to_f32()));
         }
     }
-    memory.store(&a.out, values);
+    memory.store(&a.out.row(row), values);
 }
 
 /// `out = sum_s exp(m_s - m) sums_s / sum_s exp(m_s - m) l_s` with `m` the largest maximum; shares without rows have

@@ -404,12 +404,11 @@ fn streamed<'a>(
     match &task.work {
         Work::MatVec(m) => Streamed::Weights(&pack[m.weight.clone()]),
         Work::Attention(a) => {
-            let row = &rows.rows[task.row.unwrap_or(0)];
-            let position = row.position;
-            let (start, end) = a.op.history_share(position, a.j);
-            let (start, end) = (start as usize, end.min(position) as usize);
+            let Some(row) = rows.rows.get(task.row.unwrap_or(0)) else { return Streamed::Nothing };
+            let (start, end) = a.op.history_share(row.position, row.past(), a.j);
+            let (start, end) = (start as usize, end as usize);
             let rows = |columns: CacheColumns| {
-                // SAFETY: tasks append to row `position` alone (`Direct::append`), `end` is at most that, and the
+                // SAFETY: tasks append to row `position` alone (`Direct::append`), `end` is at most that (`past`), and the
                 // appends of earlier steps happened before this one began.
                 unsafe { shared.memory.caches[columns.cache].history(start, end, columns.first, columns.len) }
             };
@@ -419,7 +418,8 @@ fn streamed<'a>(
                     let mut bytes = vec![];
                     let cache_rows = (start..end).map(|position| row.cache_row(position));
                     // SAFETY: tasks append to the rows of the step alone; the guard of the tables has established that no
-                    // other row reads the pages that they lie in, and `end` is at most the position of this one.
+                    // other sequence reads the pages that they lie in, and `end` is at most the first position that this
+                    // sequence has in the step.
                     unsafe {
                         let cache = &shared.memory.caches[columns.cache];
                         cache.copy_rows(cache_rows, columns.first, columns.len, &mut bytes);
@@ -511,12 +511,13 @@ impl<R: Real> Engine for Threads<R> {
     ) -> Result<(), InterpError> {
         for step in steps {
             let of_step = step.position;
-            let positions: Vec<u32> = step.rows.iter().map(|row| row.position).collect();
+            let rows: Vec<(u32, bool)> = step.rows.iter().map(|row| (row.position, row.wants_logits)).collect();
             let tokens = self.step(step)?;
-            for (row, (&position, token)) in positions.iter().zip(tokens).enumerate() {
+            for (row, (&(position, wants_logits), token)) in rows.iter().zip(tokens).enumerate() {
                 let logits = self.shared.plan.logits.row(row);
                 let at = logits.at(of_step);
-                let logits = Logits::Words(&self.shared.memory.output[at..at + logits.len]);
+                let len = if wants_logits { logits.len } else { 0 };
+                let logits = Logits::Words(&self.shared.memory.output[at..at + len]);
                 if on_step(StepResult { row, position, token, logits }).is_break() {
                     return Ok(());
                 }
@@ -600,7 +601,8 @@ mod tests {
     }
 
     fn one(position: u32, token: u32) -> StepRows {
-        StepRows { position, rows: vec![StepRow { position, input: Input::Token(token), pages: None }] }
+        let input = Input::Token(token);
+        StepRows { position, rows: vec![StepRow { position, input, before: 0, wants_logits: true, pages: None }] }
     }
 
     fn is_matvec(task: &TaskPlan) -> bool {

@@ -8,10 +8,18 @@
 //!
 //! - **Step.** One decoded token of each row. Steps run one after another in program text, but SMs do not stop between them:
 //!   an SM starts step `s + 1` as soon as its own queue for step `s` is done.
-//! - **Rows.** A step has a fixed number of rows. A row is one token of one sequence at one position, and goes on to the next
-//!   position in the next step. The position of a step is the largest of its rows; it is the same on all SMs, it decides the
-//!   regime, and the phase of a buffer. Rows of a step are of different sequences: no row reads what another one appends in
-//!   the same step.
+//! - **Rows.** A program bounds the rows of a step; a launch has any number of them from one on, the same in each of its steps.
+//!   A row is one token of one sequence at one position, and goes on to the next position in the next step. The position of a
+//!   step is the largest of its rows; it is the same on all SMs, it decides the regime, and the phase of a buffer. Rows beyond
+//!   the launch's number have no values: no task reads, writes or polls any, and a task of such a row only signals. A row may
+//!   want no logits in a launch of one step: the head leaves it out.
+//! - **Rows of one sequence.** A sequence has one row in a step, or several at consecutive positions (part of a prompt) in a
+//!   launch of one step. Its *history* is the positions below the first of these rows; attention reads it from the cache.
+//!   Keys and values of the step itself, up to the row's own, come from the exchange: normed, rotated at their own
+//!   positions and rounded to the cache's type, as they are appended. No row reads a cache row that its step appends.
+//! - **Order over keys.** Attention without KV splits sums over keys in ascending order of absolute positions, from the first
+//!   that the row sees to its own, wherever each key comes from. What else is fixed about this order depends on the row's
+//!   position alone: a row's value does not depend on where a prompt was cut, or on the other rows of its step.
 //! - **Tables.** The host writes the rows of a launch and the pages of their sequences before the launch, and never during
 //!   it. A row of a paged cache is named by its sequence and position; the page table says where it lies. The facts that a
 //!   table declares ([`table`]) keep rows apart in memory: no two rows write one page, and no row reads a page that another

@@ -17,7 +17,7 @@ pub enum Op {
     Embed { scale: f32, everywhere: bool },
     /// `y = W norm(x)`, then the epilogue. One launch index is a unit of W: 8 rows, or 4 or 2.
     MatVec(MatVec),
-    /// RoPE, cache append and attention over the history and the current position.
+    /// RoPE, cache append and attention over the history and the rows of the sequence in this step, up to the task's own.
     /// Launch index `i`: a group of query heads that share a KV head; `j`: a share of the history.
     Attention(Attention),
     /// Merges the partial attention of all shares of one query head.
@@ -180,16 +180,17 @@ impl Attention {
         self.heads / self.heads_per_task
     }
 
-    /// The history that share `j` reads at position `p` is rows `start..end` (`start >= end`: none). Shares are multiples
-    /// of [`HISTORY_ALIGN`] rows so that a share starts on a tile; with a window only the visible rows are shared out.
-    pub fn history_share(&self, position: u32, j: u32) -> (u32, u32) {
+    /// The history that share `j` reads at `position` is rows `start..end` (`start >= end`: none), all below `past`: the
+    /// position of the first row that the sequence has in the step. Shares are multiples of [`HISTORY_ALIGN`] rows so that a
+    /// share starts on a tile; with a window only the visible rows are shared out.
+    pub fn history_share(&self, position: u32, past: u32, j: u32) -> (u32, u32) {
         let first = match self.window {
             Some(window) => (position + 1).saturating_sub(window),
             None => 0,
         };
-        let share = (position - first).div_ceil(self.splits).next_multiple_of(HISTORY_ALIGN);
+        let share = past.saturating_sub(first).div_ceil(self.splits).next_multiple_of(HISTORY_ALIGN);
         let start = first + j * share;
-        (start.min(position), (start + share).min(position))
+        (start.min(past), (start + share).min(past))
     }
 }
 

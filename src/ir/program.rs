@@ -13,7 +13,7 @@ pub struct Program {
     pub precision: Precision,
     /// Positions run from 0 to `context_max - 1`.
     pub context_max: u32,
-    /// Rows of a step: tokens of different sequences that are decoded together.
+    /// Rows of a step, at most: tokens that are decoded together.
     pub rows: u32,
     pub tables: Vec<Table>,
     pub buffers: Vec<Buffer>,
@@ -230,13 +230,14 @@ pub struct Operand {
 pub enum Rows {
     /// Row 0 of a vector.
     One,
-    /// All rows of a step with several rows: row `r` of the buffer belongs to row `r` of the step.
+    /// All rows of a step with several rows, as many as the launch has: row `r` of the buffer belongs to row `r` of the step.
     All,
     /// The row of the step that the task takes.
     Own,
-    /// The row of the current position (cache append, RoPE table).
+    /// The row of the current position (cache append, RoPE table; a key of the step is rotated at its own position).
     Current,
-    /// Rows before the current position: the share `j` that [`super::op::Attention::history_share`] gives.
+    /// Rows before the first row of the sequence in the step: the share `j` that
+    /// [`super::op::Attention::history_share`] gives.
     History,
     /// The row of the current token, a runtime index below the buffer's `rows`.
     Token,

@@ -60,7 +60,7 @@ impl Holds {
     /// The facts that can be declared about such a table.
     pub fn facts(self) -> &'static [Fact] {
         match self {
-            Holds::Sequences => &[Fact::Separate],
+            Holds::Sequences => &[Fact::Consecutive],
             Holds::Positions => &[Fact::Filled],
             Holds::Pages => &[Fact::Distinct, Fact::Unshared],
             Holds::Choices => &[],
@@ -71,23 +71,24 @@ impl Holds {
 /// What the proof may assume of a table beside its bound.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Fact {
-    /// The rows of a step are of different sequences, so no row reads what another row of its step appends.
-    Separate,
-    /// The cache rows that a row of the first step may read are written: positions below its own, as far as windows
-    /// reach.
+    /// Rows of one sequence are neighbours in the table, at consecutive ascending positions, in a launch of one step. So a
+    /// row reads of the cache what is below the first of them, and no row reads there what its step appends.
+    Consecutive,
+    /// The cache rows that a sequence's rows of the first step may read are written: positions below the first of them, as
+    /// far as windows reach.
     Filled,
-    /// No page is written for two rows of a launch.
+    /// No page is written for two sequences of a launch, or for two blocks of one.
     Distinct,
-    /// A page that a launch writes is held by one sequence, so no other row reads it.
+    /// A page that a launch writes is held by one sequence, so no row of another one reads it.
     Unshared,
 }
 
 impl Fact {
-    pub const ALL: [Fact; 4] = [Fact::Separate, Fact::Filled, Fact::Distinct, Fact::Unshared];
+    pub const ALL: [Fact; 4] = [Fact::Consecutive, Fact::Filled, Fact::Distinct, Fact::Unshared];
 
     pub fn name(self) -> &'static str {
         match self {
-            Fact::Separate => "separate",
+            Fact::Consecutive => "consecutive",
             Fact::Filled => "filled",
             Fact::Distinct => "distinct",
             Fact::Unshared => "unshared",

@@ -48,12 +48,14 @@
 //!
 //! # Rows and tables
 //!
-//! A row of a cache is its sequence and position, wherever the page table puts it, and rows of a step are of different
-//! sequences. So row `r` of a step is alone with its sequence, and what is proven of the columns of a one-row step is
-//! proven here of the columns of each row: a buffer of which some task touches single rows is taken as `rows x cols`
-//! columns side by side, any other as `cols` columns that are always touched in all rows. That no two rows meet in memory
-//! is what the facts of the tables say, and nothing else (`tables`): `separate`, `filled`, `distinct` and `unshared`. The
-//! host establishes them before a launch ([`crate::rows::Guard`]).
+//! A row of a cache is its sequence and position, wherever the page table puts it. Rows of a step append different ones, and
+//! none reads what another one appends: a sequence with several rows reads the cache below the first of them, and the keys
+//! of the step from the exchange. So what is proven of the columns of a one-row step is proven here of the columns of each
+//! row: a buffer of which some task touches single rows is taken as `rows x cols` columns side by side, any other as `cols`
+//! columns that are always touched in all rows. That no two rows meet in memory is what the facts of the tables say, and
+//! nothing else (`tables`): `consecutive`, `filled`, `distinct` and `unshared`. The host establishes them before a launch
+//! ([`crate::rows::Guard`]). A launch of fewer rows than the program has leaves out reads and writes, and the order of the
+//! rest stays as it is.
 //!
 //! # What the runtime must do for the proof to hold
 //!

@@ -514,7 +514,7 @@ fn columns_of_sum(width: u32, everywhere: bool) -> Cols {
 fn want(grid: &Grid, operand: &Operand, program: &Program) -> Option<Want> {
     let Precision { weights, cache, wire } = program.precision;
     let role = operand.role;
-    // Attention takes one row of the step, everything else takes all of them.
+    // Attention takes one row of the step, and keys and values of all of them; everything else takes all rows.
     let rows = match (program.rows, &grid.op) {
         (1, _) => Rows::One,
         (_, Op::Attention(_) | Op::AttentionMerge { .. }) => Rows::Own,
@@ -598,6 +598,8 @@ fn want(grid: &Grid, operand: &Operand, program: &Program) -> Option<Want> {
             let cached = Cols { stride: pitch, limit: a.kv_heads() * pitch, ..head };
             let rows_of_cache =
                 |rows, cols| Want { space: Space::Cache, dtype: cache, rows, cols, extent: Extent::PositionsShared };
+            let all = if program.rows == 1 { Rows::One } else { Rows::All };
+            let of_step = |cols| Want { rows: all, ..exchange(wire, cols) };
             let projection = |norm: &Option<QkNormAttr>| norm.is_some_and(|n| matches!(n.span, QkNormSpan::Projection));
             // Gains of a task's own heads may lie anywhere among those of all heads: it is handed all of them.
             let norm_weight = |norm: &Option<QkNormAttr>, all_heads: u32| {
@@ -609,8 +611,8 @@ fn want(grid: &Grid, operand: &Operand, program: &Program) -> Option<Want> {
             match role {
                 Role::Q if projection(&a.q_norm) => Some(exchange(wire, Cols::all(q_cols))),
                 Role::Q => Some(exchange(wire, Cols::blocks(a.heads_per_task * a.head_dim, q_cols))),
-                Role::K if projection(&a.k_norm) => Some(exchange(wire, Cols { only_j: last, ..Cols::all(kv_cols) })),
-                Role::K | Role::V => Some(exchange(wire, Cols { only_j: last, ..head })),
+                Role::K if projection(&a.k_norm) => Some(of_step(Cols { only_j: last, ..Cols::all(kv_cols) })),
+                Role::K | Role::V => Some(of_step(Cols { only_j: last, ..head })),
                 Role::QNormWeight => norm_weight(&a.q_norm, q_cols),
                 Role::KNormWeight => norm_weight(&a.k_norm, kv_cols),
                 Role::Rope => (a.rotary > 0).then(|| Want {

@@ -1,7 +1,7 @@
 //! Group 1, tables: what values that are known at run time are, and whether their facts are enough for what uses them.
 //!
-//! The later groups take a row of a cache for its sequence and position, and rows of a step for rows of different
-//! sequences. That holds in memory because of four facts, so each must be declared where it is used.
+//! The later groups take a row of a cache for its sequence and position, and what a row reads of a cache for rows that its
+//! step does not append. That holds in memory because of four facts, so each must be declared where it is used.
 
 use super::{Entity, Found, Rule, note};
 use crate::ir::op::{Epilogue, Op, Role, UNIT_ROWS};
@@ -161,7 +161,7 @@ fn check_paging(id: BufferId, buffer: &Buffer, program: &Program, found: &mut Fo
             (message, vec![note(Entity::Table(paging.table), "holds its pages")])
         });
     }
-    fact(program, Holds::Pages, Fact::Distinct, "two rows may write one page of it", at, found);
+    fact(program, Holds::Pages, Fact::Distinct, "two sequences may write one page of it", at, found);
     fact(program, Holds::Pages, Fact::Unshared, "a row may read a page of it that another row writes", at, found);
     fact(program, Holds::Positions, Fact::Filled, "a row may read positions of it that were never written", at, found);
 }
@@ -178,7 +178,7 @@ fn several_rows(program: &Program, found: &mut Found) {
     let history = (0..).zip(&program.grids).find(|(_, grid)| grid.operand(Role::HistoryK).is_some());
     if let Some((g, _)) = history {
         let why = "a row may read what another row appends in the same step";
-        fact(program, Holds::Sequences, Fact::Separate, why, Entity::Grid(GridId(g)), found);
+        fact(program, Holds::Sequences, Fact::Consecutive, why, Entity::Grid(GridId(g)), found);
     }
 }
 

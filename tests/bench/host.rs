@@ -167,7 +167,7 @@ fn rows() {
     let sequences: Vec<SequenceId> = (0..ROWS).map(|_| pool.open().unwrap()).collect();
     let launch = |pool: &mut Pool, position: u32, steps: u32| {
         sequences.iter().for_each(|&sequence| pool.reserve(sequence, position + steps).unwrap());
-        let rows = sequences.iter().map(|&sequence| Row { sequence, position }).collect();
+        let rows = sequences.iter().map(|&sequence| Row { sequence, position, wants_logits: true }).collect();
         Request { rows, steps, edits: pool.take_edits() }
     };
     guard.admit(&launch(&mut pool, 0, POSITIONS)).unwrap().finish(POSITIONS);

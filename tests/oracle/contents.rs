@@ -240,7 +240,7 @@ impl<'a> Text<'a> {
         let turned = fold(turned);
         // Rows of the share, then the row of this position.
         let mut rows: Vec<u64> = vec![];
-        let (start, end) = share(a.window, a.splits, step.position, j);
+        let (start, end) = share(a.window, a.splits, step.position, step.position, j);
         for row in (0..step.at).filter(|&row| (start..end).contains(&self.positions[row])) {
             let mut both = [0; 2];
             for (role, both) in [Role::HistoryK, Role::HistoryV].into_iter().zip(&mut both) {

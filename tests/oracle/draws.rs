@@ -16,11 +16,32 @@ pub struct Draw {
     pub sequences: Vec<u32>,
     /// Positions below are written.
     pub filled: Vec<u32>,
+    /// Steps of the launch, at most.
+    pub steps: u32,
     /// Pages by block of positions, and the rows of a page; `None`: a row for each position.
     pub pages: Option<(Vec<Vec<u32>>, u32)>,
 }
 
 impl Draw {
+    /// Where the history of row `row` ends in the first step: the position of the first of the rows of its sequence that
+    /// lead up to it, one position after the other.
+    pub fn past(&self, row: usize) -> u32 {
+        let leads = |r: &usize| {
+            self.sequences[r - 1] == self.sequences[*r]
+                && self.positions[r - 1].checked_add(1) == Some(self.positions[*r])
+        };
+        self.positions[row] - (1..=row).rev().take_while(leads).count() as u32
+    }
+
+    /// The first rows alone, as many as `rows`.
+    fn first(mut self, rows: usize) -> Draw {
+        self.positions.truncate(rows);
+        self.sequences.truncate(rows);
+        self.filled.truncate(rows);
+        self.pages.iter_mut().for_each(|(pages, _)| pages.truncate(rows));
+        self
+    }
+
     /// The cache row that holds `position` for row `row` of the step.
     pub fn place(&self, row: usize, position: u32) -> u64 {
         match &self.pages {
@@ -42,6 +63,7 @@ pub fn draws(s: &Schedule, from: u32) -> Result<Vec<Draw>, Fault> {
         positions: (0..p.rows).map(|row| from.saturating_sub(2 * row)).collect(),
         sequences: (0..p.rows).collect(),
         filled: vec![],
+        steps: u32::MAX,
         pages: None,
     };
     lawful.filled = lawful.positions.clone();
@@ -67,6 +89,22 @@ pub fn draws(s: &Schedule, from: u32) -> Result<Vec<Draw>, Fault> {
     let all = (0..rows).map(|row| (0..blocks).map(|block| page(row, block)).collect()).collect();
     lawful.pages = Some((all, paging.rows));
     let mut draws = vec![lawful.clone()];
+    if rows > 1 {
+        // A launch of fewer rows.
+        draws.push(lawful.clone().first(1));
+        // Part of a prompt in all rows.
+        let from = from.max(p.rows - 1);
+        let (mut chunk, first) = (lawful.clone(), from - (p.rows - 1));
+        chunk.positions = (first..=from).collect();
+        chunk.sequences.fill(0);
+        chunk.filled.fill(first);
+        chunk.steps = 1;
+        chunk.pages.iter_mut().for_each(|(pages, _)| {
+            let of_first = pages[0].clone();
+            pages.fill(of_first);
+        });
+        draws.push(chunk);
+    }
     let mut broken = |fact: bool, change: &dyn Fn(&mut Draw, &mut Vec<Vec<u32>>) -> bool| {
         let mut draw = lawful.clone();
         let Some((mut pages, rows)) = draw.pages.take() else { return };
@@ -76,8 +114,8 @@ pub fn draws(s: &Schedule, from: u32) -> Result<Vec<Draw>, Fault> {
     };
     let each = paging.rows;
     if rows > 1 {
-        // One sequence, one position after the other.
-        broken(declared(Holds::Sequences, Fact::Separate), &|draw, pages| {
+        // One sequence, the later position first.
+        broken(declared(Holds::Sequences, Fact::Consecutive), &|draw, pages| {
             (draw.sequences[1], pages[1]) = (draw.sequences[0], pages[0].clone());
             draw.positions[1] = from.saturating_sub(1);
             draw.filled = vec![draw.positions[1]; rows];

@@ -39,6 +39,23 @@ pub struct Foot {
     pub choices: Vec<Touch>,
 }
 
+impl Foot {
+    /// What is left where a launch has `rows` rows.
+    pub fn of_rows(&self, rows: u32) -> Foot {
+        let of = |touches: &[Touch]| touches.iter().copied().filter(|touch| touch.row < rows).collect();
+        Foot {
+            reads: of(&self.reads),
+            writes: of(&self.writes),
+            private_reads: of(&self.private_reads),
+            private_writes: of(&self.private_writes),
+            appends: of(&self.appends),
+            history: of(&self.history),
+            outputs: of(&self.outputs),
+            choices: of(&self.choices),
+        }
+    }
+}
+
 const GRANULE: u64 = 512;
 const GRANULE_ROW: u64 = 64;
 /// Rows of the history that an op takes at once.
@@ -631,7 +648,9 @@ fn foot(s: &Schedule, grid: &Grid, task: &Task, vocab: u32) -> Result<Foot, Faul
         }
         let of_step = matches!(part.space, Space::Exchange | Space::Private | Space::Output);
         if of_step && s.program.rows > 1 {
-            part.rows = if grid.per_row { Rows::Own } else { Rows::All };
+            // Keys and values are those of all rows: a row of a prompt sees the rows before it.
+            let of_all = !grid.per_row || matches!(part.role, Role::K | Role::V);
+            part.rows = if of_all { Rows::All } else { Rows::Own };
         }
         compare(&part, operand, buffer, task, s.program.context_max, vocab)?;
         if part.lo >= part.hi {
@@ -640,7 +659,8 @@ fn foot(s: &Schedule, grid: &Grid, task: &Task, vocab: u32) -> Result<Foot, Faul
         // They fit: compared with the columns of the buffer.
         let base = u64::from(operand.cols.base);
         let (lo, hi) = ((base + part.lo) as u32, (base + part.hi) as u32);
-        let rows = if grid.per_row { task.row..task.row + 1 } else { 0..s.program.rows };
+        let own = grid.per_row && part.rows != Rows::All;
+        let rows = if own { task.row..task.row + 1 } else { 0..s.program.rows };
         let touches = rows.map(|row| Touch { buffer: operand.buffer, row, lo, hi });
         let list = match (part.space, part.access) {
             (Space::Exchange, Access::Read) => &mut foot.reads,

@@ -327,7 +327,12 @@ impl Window {
     pub fn new(plan: &Plan, from: u32, steps: u32, draw: &Draw) -> Result<Window, Fault> {
         let s = plan.schedule;
         let k = s.machine.sms as usize;
-        let positions: Vec<u32> = (from..s.program.context_max).take(steps as usize).collect();
+        let from = from.max(draw.positions.iter().copied().max().unwrap_or(0));
+        let positions: Vec<u32> = (from..s.program.context_max).take(steps.min(draw.steps) as usize).collect();
+        // Rows that the launch does not have are touched by no task.
+        let present = draw.positions.len() as u32;
+        let feet: Vec<Vec<Foot>> =
+            plan.feet.iter().map(|feet| feet.iter().map(|foot| foot.of_rows(present)).collect()).collect();
         let regime_of: Vec<usize> = positions
             .iter()
             .map(|&p| s.regimes.iter().rposition(|r| r.from_position <= p).expect("the first starts at 0"))
@@ -364,11 +369,11 @@ impl Window {
         for (step, &r) in regime_of.iter().enumerate() {
             for event in &regimes[step].events {
                 for at in [phase(event.buffer, step), before(event.buffer, step)] {
-                    let all = about(s, event).flat_map(|touch| spans(plan, &touch, at).0);
+                    let all = about(s, event, present).flat_map(|touch| spans(plan, &touch, at).0);
                     all.for_each(|r| cuts.add(r.0, r.1));
                 }
             }
-            for foot in &plan.feet[r] {
+            for foot in &feet[r] {
                 for touch in foot.writes.iter().chain(&foot.reads).chain(&foot.choices) {
                     for at in [phase(touch.buffer, step), before(touch.buffer, step)] {
                         let (own, rest) = spans(plan, touch, at);
@@ -397,7 +402,7 @@ impl Window {
 
         // Writers of exchange buffers and of private ones, by regime and buffer.
         let writers: Vec<Writers> =
-            s.regimes.iter().enumerate().map(|(r, regime)| Writers::of(regime, &plan.feet[r])).collect();
+            s.regimes.iter().enumerate().map(|(r, regime)| Writers::of(regime, &feet[r])).collect();
 
         let mut window = Window {
             poll: Poll::Counts,
@@ -445,7 +450,7 @@ impl Window {
                 let by = regime.tasks.iter().enumerate().filter(|(_, t)| t.signals.contains(&EventId(e as u32)));
                 let by = by.map(|(t, _)| {
                     let mut atoms = vec![];
-                    for (w, write) in plan.feet[r][t].writes.iter().enumerate() {
+                    for (w, write) in feet[r][t].writes.iter().enumerate() {
                         let of_row = event.row.is_none_or(|row| row == write.row);
                         if write.buffer == event.buffer && of_row && write.lo < event.hi && event.lo < write.hi {
                             let part = Touch { lo: write.lo.max(event.lo), hi: write.hi.min(event.hi), ..*write };
@@ -467,7 +472,7 @@ impl Window {
             let regime = regimes[step];
             let owners = regime.owners();
             for (t, task) in regime.tasks.iter().enumerate() {
-                let foot = &plan.feet[r][t];
+                let foot = &feet[r][t];
                 let sm = owners[t].expect("every task is in a queue").index();
                 let op = &s.program.grids[task.grid.index()].op;
                 let after = regime.streams[sm].iter().find(|run| run.task.index() == t).and_then(|run| run.after);
@@ -483,7 +488,7 @@ impl Window {
                         let base = s.placement[event.buffer.index()].unwrap_or(0)
                             + phase(event.buffer, of) * phase_bytes(buffer);
                         let mut atoms: Vec<u32> = vec![];
-                        for touch in about(s, event) {
+                        for touch in about(s, event, present) {
                             let base = base + u64::from(touch.row) * row_bytes(buffer);
                             let packets = u64::from(event.lo) / per..u64::from(event.hi).div_ceil(per);
                             atoms.extend(packets.map(|p| cuts.atom(base + 8 * p + 4)));
@@ -691,11 +696,16 @@ impl Window {
                                 _ => 1,
                             };
                             let row = regime.tasks[task.index()].row as usize;
-                            let position = draw.positions[row] + step as u32;
-                            let (start, end) = share(a.window, a.splits, position, regime.tasks[task.index()].j);
+                            let (start, end) = match draw.positions.get(row) {
+                                Some(position) => {
+                                    let (at, past) = (position + step as u32, draw.past(row) + step as u32);
+                                    share(a.window, a.splits, at, past, regime.tasks[task.index()].j)
+                                }
+                                None => (0, 0),
+                            };
                             let chunks = 2 * (end - start).div_ceil(rows);
                             let mut found = vec![];
-                            for touch in &plan.feet[regime_of[step]][task.index()].history {
+                            for touch in &feet[regime_of[step]][task.index()].history {
                                 for past in start..end {
                                     let Some((at, by)) = appended(draw, row, past, step, positions.len())? else {
                                         continue;
@@ -704,7 +714,7 @@ impl Window {
                                     // Who appends these columns of that row.
                                     let mut covered = touch.lo;
                                     while covered < touch.hi {
-                                        let writer = plan.feet[r].iter().enumerate().find_map(|(t, foot)| {
+                                        let writer = feet[r].iter().enumerate().find_map(|(t, foot)| {
                                             let mut parts = foot.appends.iter();
                                             parts
                                                 .find(|a| {
@@ -1133,20 +1143,21 @@ fn chunks(granules: u64, units: u32, slot: u32, warps: u32) -> u32 {
     (unit.div_ceil(part) * u64::from(units)) as u32
 }
 
-/// The history that share `j` reads: rows of the visible window before the position, in shares of whole tiles.
-pub(super) fn share(window: Option<u32>, splits: u32, position: u32, j: u32) -> (u32, u32) {
+/// The history that share `j` reads: rows below `past` of the window that is visible at the position, in shares of whole
+/// tiles.
+pub(super) fn share(window: Option<u32>, splits: u32, position: u32, past: u32, j: u32) -> (u32, u32) {
     let first = window.map_or(0, |w| (position + 1).saturating_sub(w));
-    let each = (position - first).div_ceil(splits).next_multiple_of(16);
-    let start = (u64::from(first) + u64::from(j) * u64::from(each)).min(u64::from(position));
-    let end = (start + u64::from(each)).min(u64::from(position));
+    let each = past.saturating_sub(first).div_ceil(splits).next_multiple_of(16);
+    let start = (u64::from(first) + u64::from(j) * u64::from(each)).min(u64::from(past));
+    let end = (start + u64::from(each)).min(u64::from(past));
     (start as u32, end as u32)
 }
 
-/// The rows of an event's columns.
-fn about<'a>(s: &'a Schedule, event: &'a Event) -> impl Iterator<Item = Touch> + use<'a> {
+/// The rows of an event's columns, of those that the launch has.
+fn about<'a>(s: &'a Schedule, event: &'a Event, present: u32) -> impl Iterator<Item = Touch> + use<'a> {
     let rows = match event.row {
-        Some(row) => row..row + 1,
-        None => 0..s.program.buffers[event.buffer.index()].rows,
+        Some(row) => row..(row + 1).min(present),
+        None => 0..s.program.buffers[event.buffer.index()].rows.min(present),
     };
     rows.map(|row| Touch { buffer: event.buffer, row, lo: event.lo, hi: event.hi })
 }
