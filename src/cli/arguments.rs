@@ -6,7 +6,7 @@ use std::time::Duration;
 use clap::builder::PossibleValuesParser;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
-use super::units::{parse_age, parse_bytes, parse_ids, parse_minutes};
+use super::units::{parse_age, parse_bias, parse_bytes, parse_ids, parse_minutes};
 use crate::flywheel::Verdict;
 use crate::lower::LayerOp;
 use crate::pipeline::SHOW_STAGES;
@@ -248,6 +248,7 @@ Examples:
   monobloc generate manifests/tinystories.toml --chat \"Tell me a story about a blue kite.\"
   monobloc generate manifests/tinystories.toml --prompt \"One day\" --temperature 0.8 --top-p 0.95 --seed 7
   echo 'One day' | monobloc generate tinystories --prompt - --stop .
+  monobloc generate tinystories --prompt \"One day\" --jsonl --logprobs 3
   monobloc generate manifests/tinystories.toml --ids 0,364,839 --max-tokens 16 --ignore-eos")]
 pub struct Generate {
     /// Manifest whose model is run
@@ -273,6 +274,35 @@ pub struct Generate {
     /// Tokens to generate, at most
     #[arg(long, value_name = "N", default_value_t = 128)]
     pub max_tokens: usize,
+    #[command(flatten)]
+    pub choosing: Choosing,
+    /// Text that ends the generation and is not printed; may be given again
+    #[arg(long, value_name = "TEXT", conflicts_with = "ids", allow_hyphen_values = true, value_parser = clap::builder::NonEmptyStringValueParser::new())]
+    pub stop: Vec<String>,
+    /// Print the prompt before its continuation, as on a terminal
+    #[arg(long, conflicts_with = "ids")]
+    pub echo: bool,
+    /// Go on after the end-of-text token, and print special tokens
+    #[arg(long)]
+    pub ignore_eos: bool,
+    /// Target to run on [default: the manifest's first]
+    #[arg(long, value_name = "NAME")]
+    pub target: Option<String>,
+    /// Also give the log-probability of each token, and of the N most probable ones in its place
+    #[arg(long, value_name = "N", requires = "format")]
+    pub logprobs: Option<u32>,
+    /// Print one JSON object at the end instead of text as it comes
+    #[arg(long, group = "format")]
+    pub json: bool,
+    /// Print a JSON object on a line for each token as it comes, and one at the end, which has `stop`
+    #[arg(long, group = "format")]
+    pub jsonl: bool,
+}
+
+/// How the tokens of a text are chosen.
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Choice of tokens")]
+pub struct Choosing {
     /// 0 takes the most probable token; higher is more varied
     #[arg(long, value_name = "F", default_value_t = 0.0, allow_negative_numbers = true)]
     pub temperature: f32,
@@ -282,32 +312,27 @@ pub struct Generate {
     /// Choose among the most probable tokens that hold this probability
     #[arg(long, value_name = "F", allow_negative_numbers = true)]
     pub top_p: Option<f32>,
+    /// Leave out tokens less probable than this part of the most probable one
+    #[arg(long, value_name = "F", allow_negative_numbers = true)]
+    pub min_p: Option<f32>,
     /// Seed of the choice; the same seed gives the same text [default: 0]
     #[arg(long, value_name = "N")]
     pub seed: Option<u64>,
-    /// Text that ends the generation and is not printed; may be given again
-    #[arg(long, value_name = "TEXT", conflicts_with = "ids", allow_hyphen_values = true, value_parser = clap::builder::NonEmptyStringValueParser::new())]
-    pub stop: Vec<String>,
-    /// Print the prompt before its continuation, as on a terminal
-    #[arg(long, conflicts_with = "ids")]
-    pub echo: bool,
-    #[arg(long, hide = true)]
-    pub min_p: Option<String>,
-    #[arg(long, hide = true)]
-    pub repetition_penalty: Option<String>,
-    #[arg(long, hide = true)]
-    pub presence_penalty: Option<String>,
-    #[arg(long, hide = true)]
-    pub frequency_penalty: Option<String>,
-    /// Go on after the end-of-text token, and print special tokens
-    #[arg(long)]
-    pub ignore_eos: bool,
-    /// Target to run on [default: the manifest's first]
-    #[arg(long, value_name = "NAME")]
-    pub target: Option<String>,
-    /// Print one JSON object at the end instead of text as it comes
-    #[arg(long)]
-    pub json: bool,
+    /// Divide the logits of tokens that the text already has by this; 1 changes nothing
+    #[arg(long, value_name = "F", default_value_t = 1.0, allow_negative_numbers = true)]
+    pub repetition_penalty: f32,
+    /// Take this from the logits of tokens that were generated; -2 to 2
+    #[arg(long, value_name = "F", default_value_t = 0.0, allow_negative_numbers = true)]
+    pub presence_penalty: f32,
+    /// Take this from the logits of tokens for each time that they were generated; -2 to 2
+    #[arg(long, value_name = "F", default_value_t = 0.0, allow_negative_numbers = true)]
+    pub frequency_penalty: f32,
+    /// Add F to the logit of a token, -100 to 100; may be given again
+    #[arg(long, value_name = "ID=F", value_parser = parse_bias)]
+    pub logit_bias: Vec<(u32, f32)>,
+    /// Choose no token that ends the text before this many were generated
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub min_tokens: u32,
 }
 
 /// Token ids of one sequence.

@@ -68,6 +68,11 @@ impl Terminal {
         self.write(&printable_json(&format!("{value:#}\n")))
     }
 
+    /// Prints one JSON value on a line of its own.
+    pub fn print_json_line(&self, value: &serde_json::Value) -> Result<(), Fault> {
+        self.write(&printable_json(&format!("{value}\n")))
+    }
+
     /// Whether a person reads stdout.
     pub fn stdout_is_terminal(&self) -> bool {
         io::stdout().is_terminal()

@@ -18,6 +18,12 @@ pub fn parse_ids(text: &str) -> Result<Ids, String> {
     }
 }
 
+/// `42=-1.5`: an id, and what is added to its logit.
+pub fn parse_bias(text: &str) -> Result<(u32, f32), String> {
+    let parsed = text.split_once('=').and_then(|(id, bias)| Some((id.trim().parse().ok()?, bias.trim().parse().ok()?)));
+    parsed.ok_or_else(|| format!("expected a token id and a number such as `42=-1.5`, found `{text}`"))
+}
+
 /// `10G`, `512M`, `4096`.
 pub fn parse_bytes(text: &str) -> Result<u64, String> {
     let expected = || format!("expected a size such as `10G` or `512M`, found `{text}`");
@@ -92,6 +98,15 @@ mod tests {
         }
         for text in ["", "[]", "1,x", "-1", "4294967296", "1.5", "[1,2"] {
             assert!(parse_ids(text).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn a_bias_is_an_id_and_a_number() {
+        assert_eq!(parse_bias("42=-1.5"), Ok((42, -1.5)));
+        assert_eq!(parse_bias("7 = 3"), Ok((7, 3.0)));
+        for text in ["", "42", "=1", "42=", "-1=2", "a=1", "1=b", "1=2=3"] {
+            assert!(parse_bias(text).is_err(), "{text}");
         }
     }
 

@@ -43,7 +43,7 @@ mod worker;
 
 pub use campaign::{Tuned, Tuning, can_tune, is_tuned, tune};
 pub use explain::{Explained, SHOW_STAGES, explain, show};
-pub use runner::Runner;
+pub use runner::{Answer, Runner};
 pub use stored::read_stored;
 pub use tokens::{Tokens, serve_tokens};
 pub use trial::serve;

@@ -1,6 +1,7 @@
 //! Owns `Runner`: a prepared model that decodes, on the CPU or on a device, with one interface.
 
 use std::hint;
+use std::iter;
 use std::ops::ControlFlow;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -9,8 +10,8 @@ use crate::codegen::emit::Trace;
 use crate::cuda::driver::Device;
 use crate::cuda::session::{Session, SessionError};
 use crate::error::Fault;
-use crate::interp::{Input, Interp, Options};
-use crate::sample::SampleSettings;
+use crate::interp::{Input, Interp, InterpError, Options};
+use crate::sample::{Decided, Request, RequestSettings, SampleSettings, TokenCounts};
 
 use super::chain::Host;
 use super::execute::{self, load_session};
@@ -27,7 +28,17 @@ pub struct Runner {
     place: String,
     context_max: u32,
     vocab: u32,
+    /// Tokens whose keys and values the cache holds, from position 0 on.
+    cached: Vec<u32>,
     on: On,
+}
+
+/// What a prompt was continued with.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Answer {
+    pub tokens: Vec<u32>,
+    /// Tokens of the prompt that were not decoded, because the cache held them.
+    pub reused: usize,
 }
 
 enum On {
@@ -48,7 +59,7 @@ impl Prepared {
         let Some(found) = host.device(&self.target)? else {
             let interp = Interp::new(schedule, chain.pack()?, Options::fast())?;
             let place = format!("cpu interpreter on {} threads", execute::host().threads);
-            return Ok(Runner { place, context_max, vocab, on: On::Cpu(Box::new(interp)) });
+            return Ok(Runner { place, context_max, vocab, cached: vec![], on: On::Cpu(Box::new(interp)) });
         };
         let cubin = chain.cubin()?.ok_or_else(|| Fault::internal("a target with a kernel has no cubin"))?;
         let pack = chain.pack()?;
@@ -56,7 +67,13 @@ impl Prepared {
         let steps_max = self.manifest.decode.steps_per_launch;
         let session = load_session(workspace, &device, &self.validated, &cubin.bytes, &pack, Trace::Off, steps_max)?;
         let place = format!("{} (device {})", found.name, found.ordinal);
-        Ok(Runner { place, context_max, vocab, on: On::Device { session: Box::new(session), steps_max } })
+        Ok(Runner {
+            place,
+            context_max,
+            vocab,
+            cached: vec![],
+            on: On::Device { session: Box::new(session), steps_max },
+        })
     }
 }
 
@@ -83,6 +100,7 @@ impl Runner {
     /// More ids than the context has positions; an id outside the vocabulary.
     pub fn logits(&mut self, ids: &[u32], on_row: &mut dyn FnMut(u32, &[f32])) -> Result<(), Fault> {
         self.check_ids(ids)?;
+        self.cached.clear();
         match &mut self.on {
             On::Cpu(interp) => {
                 interp.reset();
@@ -124,7 +142,25 @@ impl Runner {
         sampling: &SampleSettings,
         on_token: &mut dyn FnMut(u32) -> ControlFlow<()>,
     ) -> Result<Vec<u32>, Fault> {
-        let sampler = sampling.resolve()?;
+        let request = RequestSettings::plain(*sampling).resolve(self.vocab, eos)?;
+        self.cached.clear();
+        let answer = self.answer(prompt, max_tokens, &request, &mut |decided| on_token(decided.token))?;
+        Ok(answer.tokens)
+    }
+
+    /// Continues `prompt` as [`Runner::generate`] does, with tokens that `request` chooses and until it ends. Tokens that the
+    /// prompt shares with the sequence before, from the first one on, are in the cache and are not decoded again.
+    ///
+    /// # Errors
+    /// An empty prompt, a prompt longer than the context, an id outside the vocabulary; on a device, a request with settings
+    /// that kernels do not have; nothing that may come next.
+    pub fn answer(
+        &mut self,
+        prompt: &[u32],
+        max_tokens: usize,
+        request: &Request,
+        on_token: &mut dyn FnMut(&Decided) -> ControlFlow<()>,
+    ) -> Result<Answer, Fault> {
         self.check_ids(prompt)?;
         if prompt.is_empty() {
             return Err(Fault::input("the prompt has no token, expected at least one")
@@ -133,42 +169,39 @@ impl Runner {
         // The last token needs no position of its own: nothing is decoded after it.
         let count = max_tokens.min(self.context_max as usize - prompt.len() + 1);
         if count == 0 {
-            return Ok(vec![]);
+            return Ok(Answer { tokens: vec![], reused: 0 });
         }
-        let mut tell = |token: u32| {
-            let stop = on_token(token).is_break() || eos.contains(&token);
+        let mut tell = |decided: &Decided| {
+            let stop = on_token(decided).is_break() || request.end(decided.token).is_some();
             if stop { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
         };
-        match &mut self.on {
-            On::Cpu(interp) if sampler.is_greedy() => Ok(interp.greedy(prompt, count, tell)?),
+        // The last token of the prompt is decoded in any case, for its logits. A fault leaves nothing to be trusted.
+        let shared = std::mem::take(&mut self.cached).iter().zip(prompt).take_while(|(a, b)| a == b).count();
+        let reused = shared.min(prompt.len() - 1);
+        let tokens = match &mut self.on {
             On::Cpu(interp) => {
-                let mut fault = None;
-                let mut stopped = false;
-                let mut position = prompt.len() as u32;
-                let tokens = interp.generate(prompt, count, |logits| {
-                    if stopped {
-                        return None;
-                    }
-                    let chosen = sampler.choose(logits, position);
-                    position += 1;
-                    match chosen {
-                        Ok(token) => {
-                            stopped = tell(token).is_break();
-                            Some(token)
-                        }
-                        Err(error) => {
-                            fault = Some(error);
-                            None
-                        }
-                    }
-                })?;
-                fault.map_or(Ok(tokens), |error| Err(error.into()))
+                match reused {
+                    0 => interp.reset(),
+                    _ => interp.seek(reused as u32)?,
+                }
+                if request.sampler().is_greedy() && request.beyond_kernels().is_empty() {
+                    decide_by_schedule(interp, prompt, count, &mut tell)?
+                } else {
+                    decide_on_host(interp, prompt, count, request, &mut tell)?
+                }
             }
             On::Device { session, steps_max } => {
-                session.sample(sampler);
-                Ok(decide_on_device(session, *steps_max, prompt, count, eos, &mut tell)?)
+                refuse_beyond_kernels(request)?;
+                session.sample(*request.sampler());
+                let bounds = Bounds { from: reused as u32, steps_max: *steps_max, count };
+                decide_on_device(session, prompt, bounds, &request.end_ids(), &mut |token| {
+                    tell(&Decided { token, logprob: None, top: vec![] })
+                })?
             }
-        }
+        };
+        self.cached.extend(prompt.iter().chain(&tokens));
+        self.cached.pop();
+        Ok(Answer { tokens, reused })
     }
 
     fn check_ids(&self, ids: &[u32]) -> Result<(), Fault> {
@@ -184,19 +217,94 @@ impl Runner {
     }
 }
 
+fn refuse_beyond_kernels(request: &Request) -> Result<(), Fault> {
+    match request.beyond_kernels() {
+        [] => Ok(()),
+        names => Err(Fault::input(format!("the kernel of a device does not have {}", names.join(", ")))
+            .with_remedy("run on a target of kind `cpu`, or choose by temperature, top-k and top-p alone")),
+    }
+}
+
+/// Decodes the prompt from the interpreter's position on, and takes the tokens that the schedule selects.
+fn decide_by_schedule(
+    interp: &mut Interp,
+    prompt: &[u32],
+    count: usize,
+    tell: &mut dyn FnMut(&Decided) -> ControlFlow<()>,
+) -> Result<Vec<u32>, InterpError> {
+    let mut tokens = vec![];
+    let mut take = |token| {
+        tokens.push(token);
+        tell(&Decided { token, logprob: None, top: vec![] })
+    };
+    // A token is known when the next step has selected it; the last one is selected after the launch.
+    let mut inputs: Vec<Input> = prompt.iter().skip(interp.position() as usize).copied().map(Input::Token).collect();
+    inputs.extend(iter::repeat_n(Input::Selected, count - 1));
+    let mut stopped = false;
+    interp.launch(&inputs, |step| {
+        if step.position as usize >= prompt.len() {
+            stopped = take(step.token).is_break();
+        }
+        if stopped { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+    })?;
+    if !stopped && let Some(token) = interp.selected() {
+        let _ = take(token);
+    }
+    Ok(tokens)
+}
+
+/// Decodes the prompt from the interpreter's position on, and takes the tokens that the request chooses from the logits.
+fn decide_on_host(
+    interp: &mut Interp,
+    prompt: &[u32],
+    count: usize,
+    request: &Request,
+    tell: &mut dyn FnMut(&Decided) -> ControlFlow<()>,
+) -> Result<Vec<u32>, Fault> {
+    let inputs: Vec<Input> = prompt.iter().skip(interp.position() as usize).copied().map(Input::Token).collect();
+    let mut logits = vec![];
+    interp.launch(&inputs, |step| {
+        if step.position as usize + 1 == prompt.len() {
+            step.logits.copy_to(&mut logits);
+        }
+        ControlFlow::Continue(())
+    })?;
+    let mut counts = TokenCounts::new(prompt);
+    let mut tokens = vec![];
+    loop {
+        let decided = request.choose(&logits, &counts, None)?;
+        counts.push(decided.token);
+        tokens.push(decided.token);
+        if tell(&decided).is_break() || tokens.len() == count {
+            return Ok(tokens);
+        }
+        logits = interp.step(Input::Token(decided.token))?;
+    }
+}
+
+/// What is to be decoded on a device.
+struct Bounds {
+    /// The first position whose row the cache does not hold.
+    from: u32,
+    /// Steps of a launch, at most.
+    steps_max: u32,
+    /// Tokens to decide, at most.
+    count: usize,
+}
+
 /// Lets the device choose, and tells each token while the launch that decided it still runs.
 fn decide_on_device(
     session: &mut Session,
-    steps_max: u32,
     prompt: &[u32],
-    count: usize,
+    bounds: Bounds,
     eos: &[u32],
     tell: &mut dyn FnMut(u32) -> ControlFlow<()>,
 ) -> Result<Vec<u32>, SessionError> {
+    let Bounds { from, steps_max, count } = bounds;
     session.start(prompt, if eos.len() <= EOS_MAX { eos } else { &[] })?;
     let last = (prompt.len() + count - 1) as u32;
     let mut tokens = vec![];
-    let mut position = 0;
+    let mut position = from;
     while position < last {
         let steps = steps_max.min(last - position);
         // The kernel selects and reports the token after its last step as well.

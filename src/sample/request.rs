@@ -122,6 +122,7 @@ impl RequestSettings {
             min_tokens: *min_tokens,
             ignore_eos: *ignore_eos,
             logprobs: *logprobs,
+            beyond_kernels: self.beyond_kernels(),
         })
     }
 }
@@ -138,6 +139,7 @@ pub struct Request {
     min_tokens: u32,
     ignore_eos: bool,
     logprobs: Option<u32>,
+    beyond_kernels: Vec<&'static str>,
 }
 
 /// A token, and what was asked about it.
@@ -160,9 +162,14 @@ pub enum End {
 }
 
 impl Request {
-    /// What a kernel needs of the request; all of it if [`RequestSettings::beyond_kernels`] is empty.
+    /// What a kernel needs of the request; all of it if [`Request::beyond_kernels`] is empty.
     pub fn sampler(&self) -> &Sampler {
         &self.sampler
+    }
+
+    /// As [`RequestSettings::beyond_kernels`].
+    pub fn beyond_kernels(&self) -> &[&'static str] {
+        &self.beyond_kernels
     }
 
     /// Ids after which the request is over, ascending.

@@ -252,7 +252,6 @@ fn a_prompt_comes_from_a_pipe_or_a_file_and_a_stop_text_ends_it() {
 
     let idle = place.run("generate m.toml --max-tokens 2 --top-k 5 --seed 7 --prompt-file prompt.txt").code(0);
     assert!(idle.stderr.contains("warning: `--top-k`, `--seed` has no effect at temperature 0"), "{idle:#?}");
-    place.run("generate m.toml --prompt-file prompt.txt --min-p 0.1").refused(&["`--min-p` is not supported"]);
 }
 
 #[test]

@@ -14,9 +14,9 @@ use monobloc::flywheel::Corpus;
 use monobloc::manifest::Manifest;
 use monobloc::model::config::Imported;
 use monobloc::pack::pack;
-use monobloc::pipeline::{BuildReport, Workspace, build, explain, prepare, show};
+use monobloc::pipeline::{Answer, BuildReport, Runner, Workspace, build, explain, prepare, show};
 use monobloc::report::Report;
-use monobloc::sample::SampleSettings;
+use monobloc::sample::{Penalties, RequestSettings, SampleSettings};
 
 use super::support::{Goldens, fixture, max_difference};
 
@@ -419,6 +419,55 @@ fn a_prepared_model_decodes_what_transformers_decodes() {
     assert_eq!((fault.tier, fault.message.as_str()), (Tier::Input, "the prompt has 49 tokens, `context_max` is 48"));
     assert_eq!(generate(&[], 1, &[], &greedy, 0).expect_err("empty").tier, Tier::Input);
     assert_eq!(generate(&[1_000_000], 1, &[], &greedy, 0).expect_err("no such token").tier, Tier::Input);
+}
+
+/// A longer conversation gets the tokens that it would get from the beginning, and decodes only what is new of it.
+#[test]
+fn a_sequence_goes_on_from_what_the_cache_holds() {
+    let bench = Bench::new();
+    let (workspace, manifest) = (bench.workspace(), bench.manifest(TINY));
+    let prepared = prepare(&workspace, &manifest, &manifest.targets[0]).unwrap_or_else(|fault| panic!("{fault}"));
+    let vocab = prepared.imported.graph.vocab;
+    let ids = Goldens::open("families/llama-gqa").ids("input_ids");
+    let greedy = RequestSettings::plain(SampleSettings::greedy());
+    let sampled = RequestSettings::plain(SampleSettings { temperature: 1.1, top_k: Some(40), top_p: None, seed: 3 });
+    let penalised = RequestSettings {
+        penalties: Penalties { repetition: 1.3, ..Penalties::OFF },
+        logprobs: Some(1),
+        ..greedy.clone()
+    };
+    for settings in [greedy, sampled, penalised] {
+        let request = settings.resolve(vocab, &[]).expect("valid settings");
+        let answer = |runner: &mut Runner, prompt: &[u32], stop_after: usize| {
+            let mut told = 0;
+            let answer = runner.answer(prompt, 6, &request, &mut |_| {
+                told += 1;
+                if told == stop_after { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+            });
+            answer.unwrap_or_else(|fault| panic!("{fault}"))
+        };
+        let fresh = |prompt: &[u32]| {
+            let mut runner = prepared.runner(&workspace).unwrap_or_else(|fault| panic!("{fault}"));
+            answer(&mut runner, prompt, 0).tokens
+        };
+        let mut runner = prepared.runner(&workspace).unwrap_or_else(|fault| panic!("{fault}"));
+        let first = answer(&mut runner, &ids[..12], 0);
+        assert_eq!((first.reused, &first.tokens), (0, &fresh(&ids[..12])));
+        // The answer and another message: the last token of the answer was chosen and never decoded.
+        let longer: Vec<u32> = ids[..12].iter().chain(&first.tokens).chain(&ids[12..16]).copied().collect();
+        let second = answer(&mut runner, &longer, 0);
+        assert_eq!((second.reused, &second.tokens), (17, &fresh(&longer)));
+        // Another message at the same place, an answer that is stopped, and the same question again.
+        let mut other = longer.clone();
+        other[14] ^= 1;
+        let third = answer(&mut runner, &other, 3);
+        assert_eq!((third.reused, &third.tokens[..]), (14, &fresh(&other)[..3]));
+        let again = answer(&mut runner, &other, 0);
+        assert_eq!((again.reused, &again.tokens), (other.len() - 1, &fresh(&other)));
+        // Logits are decoded from the first position on, and leave no sequence to go on from.
+        runner.logits(&ids[..3], &mut |_, _| {}).expect("logits");
+        assert_eq!(answer(&mut runner, &other, 0), Answer { reused: 0, ..again });
+    }
 }
 
 #[test]

@@ -105,6 +105,11 @@ fn a_target_without_its_device_waits_and_the_others_are_built() {
     let alone = place.run("build m.toml --json --target cpu").code(0).json();
     assert_eq!((&alone["waiting"], &alone["ran"]), (&Value::from(Vec::<u8>::new()), &Value::from(0)));
     place.run("generate m.toml --ids 1 --target b200").fault(3, &["b200"]);
+    let beyond = "--min-p 0.1 --temperature 1 --repetition-penalty 1.2";
+    place
+        .run(&format!("generate m.toml --ids 1 --target b200 {beyond}"))
+        .refused(&["target `b200` does not support `--min-p`, `--repetition-penalty`", "--target cpu"]);
+    place.run(&format!("generate m.toml --ids 1 --target cpu --max-tokens 2 {beyond}")).code(0);
     assert!(place.run("show schedule m.toml --target b200").code(0).stdout.contains("machine \"b200\""));
     assert!(place.run("show source m.toml --target b200").code(0).stdout.contains("__global__"));
 }
@@ -181,6 +186,59 @@ fn a_seed_gives_the_same_text_again() {
     };
     assert_eq!(sampled(7), sampled(7));
     assert!((8..12).any(|seed| sampled(seed) != sampled(7)));
+}
+
+#[test]
+fn penalties_biases_and_a_least_length_change_the_choice() {
+    let place = stories();
+    let ids = |options: &str| {
+        let answer = place.run(&format!("generate m.toml --ids 0 --json {options}")).code(0).json();
+        ids_of(&answer["ids"])
+    };
+    let plain = ids("--max-tokens 64");
+    let repeated = |ids: &[u32]| ids.len() - ids.iter().collect::<std::collections::BTreeSet<_>>().len();
+    assert!(repeated(&ids("--max-tokens 40 --ignore-eos")) > 0);
+    assert_eq!(repeated(&ids("--max-tokens 40 --presence-penalty 2 --repetition-penalty 1e6 --ignore-eos")), 0);
+    assert_eq!(ids("--max-tokens 5 --logit-bias 77=100 --ignore-eos"), [77; 5]);
+    assert!(!ids(&format!("--max-tokens 64 --logit-bias {}=-100", plain[0])).contains(&plain[0]));
+    // The model ends this text by itself, but not before it may.
+    let end = plain.len();
+    assert!(end < 59, "{plain:?}");
+    let longer = ids(&format!("--max-tokens 64 --min-tokens {}", end + 5));
+    assert!(longer.len() >= end + 5 && longer[..end - 1] == plain[..end - 1], "{longer:?}");
+    // A temperature at which everything is possible, and a min-p that leaves the most probable token alone.
+    assert_eq!(ids("--temperature 5 --seed 3 --min-p 1 --max-tokens 12"), plain[..12]);
+    assert_ne!(ids("--temperature 5 --seed 3 --max-tokens 12"), plain[..12]);
+}
+
+#[test]
+fn each_token_is_a_line_of_json_with_its_log_probabilities() {
+    let place = stories();
+    let mut command = place.command("generate m.toml --max-tokens 20 --jsonl --logprobs 3 --prompt");
+    let answer = Answer::of(command.arg("Once upon a time")).code(0);
+    let events: Vec<Value> = answer.stdout.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let (end, events) = events.split_last().unwrap();
+    assert_eq!(events.len(), 20);
+    let mut command = place.command("generate m.toml --max-tokens 20 --json --logprobs 3 --prompt");
+    let whole = Answer::of(command.arg("Once upon a time")).code(0).json();
+    let text: String = events.iter().chain([end]).map(|event| event["text"].as_str().unwrap()).collect();
+    assert_eq!(text, whole["text"].as_str().unwrap());
+    assert_eq!((&end["stop"], &end["ids"]), (&Value::from("length"), &whole["ids"]));
+    for (event, (id, of_whole)) in
+        events.iter().zip(ids_of(&whole["ids"]).into_iter().zip(whole["logprobs"].as_array().unwrap()))
+    {
+        assert_eq!(event["id"], id);
+        let top = event["top"].as_array().unwrap();
+        let logprobs: Vec<f64> = top.iter().map(|one| one["logprob"].as_f64().unwrap()).collect();
+        assert!(logprobs.len() == 3 && logprobs.is_sorted_by(|a, b| a >= b) && logprobs[0] <= 0.0, "{event}");
+        assert!(logprobs.iter().map(|logprob| logprob.exp()).sum::<f64>() <= 1.0 + 1e-9, "{event}");
+        // Greedy: the chosen token is the most probable one.
+        assert_eq!((&top[0]["id"], &top[0]["logprob"]), (&event["id"], &event["logprob"]));
+        assert_eq!((&of_whole["id"], &of_whole["top"]), (&event["id"], &event["top"]));
+    }
+    let plain = place.run("generate m.toml --ids 0 --max-tokens 2 --jsonl").code(0).stdout;
+    let first: Value = serde_json::from_str(plain.lines().next().unwrap()).unwrap();
+    assert_eq!(first.as_object().unwrap().keys().collect::<Vec<_>>(), ["id"]);
 }
 
 #[test]

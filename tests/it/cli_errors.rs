@@ -66,6 +66,14 @@ fn arguments_are_checked() {
     place.run("generate m.toml --ids 1 --temperature -1").refused(&["temperature"]);
     place.run("generate m.toml --ids 1 --top-k 0").refused(&["top-k"]);
     place.run("generate m.toml --ids 1 --top-p 1.5").refused(&["top-p"]);
+    place.run("generate m.toml --ids 1 --min-p 1.5").refused(&["min-p"]);
+    place.run("generate m.toml --ids 1 --repetition-penalty 0").refused(&["repetition-penalty", "above 0"]);
+    place.run("generate m.toml --ids 1 --presence-penalty -3").refused(&["presence-penalty", "-2 to 2"]);
+    place.run("generate m.toml --ids 1 --logit-bias 5").refused(&["`42=-1.5`"]);
+    place.run("generate m.toml --ids 1 --logit-bias 5=1 --logit-bias 5=2").refused(&["twice for id 5"]);
+    place.run("generate m.toml --ids 1 --logit-bias 320=1").refused(&["below 320", "found 320"]);
+    place.run("generate m.toml --ids 1 --min-tokens 9 --max-tokens 8").refused(&["`--min-tokens`", "found 9"]);
+    place.run("generate m.toml --ids 1 --logprobs 2").refused(&["--json"]);
     place.run("generate m.toml --prompt Hello").refused(&["tokenizer.json", "--ids"]);
     place.run("logits m.toml --ids 1 --out none/l.safetensors").fault(3, &["none/l.safetensors"]);
     place.run("import none --dry-run").refused(&["`none`"]);

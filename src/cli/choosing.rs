@@ -1,0 +1,78 @@
+//! Owns the options that say how tokens are chosen: from the command line to the settings of a request.
+
+use std::collections::BTreeMap;
+
+use super::arguments::Choosing;
+use crate::error::Fault;
+use crate::sample::{Penalties, RequestSettings, SampleSettings};
+use crate::target::{Target, TargetKind};
+
+/// The settings of a request, with ranges checked, so that a wrong one is known before a model is built.
+///
+/// # Errors
+/// A number out of its range, an id with two biases.
+pub fn settings(asked: &Choosing) -> Result<RequestSettings, Fault> {
+    let Choosing {
+        temperature,
+        top_k,
+        top_p,
+        min_p,
+        seed,
+        repetition_penalty,
+        presence_penalty,
+        frequency_penalty,
+        ref logit_bias,
+        min_tokens,
+    } = *asked;
+    let mut biases = BTreeMap::new();
+    for &(id, bias) in logit_bias {
+        if biases.insert(id, bias).is_some() {
+            return Err(Fault::input(format!("`--logit-bias` is given twice for id {id}")).with_remedy("give it once"));
+        }
+    }
+    let settings = RequestSettings {
+        min_p: min_p.unwrap_or(0.0),
+        penalties: Penalties {
+            repetition: repetition_penalty,
+            presence: presence_penalty,
+            frequency: frequency_penalty,
+        },
+        logit_bias: biases,
+        min_tokens,
+        ..RequestSettings::plain(SampleSettings { temperature, top_k, top_p, seed: seed.unwrap_or(0) })
+    };
+    // The vocabulary is not known yet; ids are compared with it later.
+    settings.resolve(u32::MAX, &[])?;
+    Ok(settings)
+}
+
+/// Refuses settings that the kernels of a target do not have.
+///
+/// # Errors
+/// There are such settings, and the target is no CPU.
+pub fn refuse_on_kernels(settings: &RequestSettings, target: &Target) -> Result<(), Fault> {
+    let beyond: Vec<String> = settings.beyond_kernels().iter().map(|name| format!("`--{name}`")).collect();
+    if target.kind == TargetKind::Cpu || beyond.is_empty() {
+        return Ok(());
+    }
+    let message =
+        format!("target `{}` does not support {}: its kernel does not have it", target.name, beyond.join(", "));
+    Err(Fault::input(message).with_remedy(
+        "run on a target of kind `cpu` (`--target cpu`), or use `--temperature`, `--top-k` and `--top-p` alone",
+    ))
+}
+
+/// What there is to say of options that change nothing.
+pub fn without_effect(asked: &Choosing) -> Option<String> {
+    let given = [
+        ("--top-k", asked.top_k.is_some()),
+        ("--top-p", asked.top_p.is_some()),
+        ("--min-p", asked.min_p.is_some()),
+        ("--seed", asked.seed.is_some()),
+    ];
+    let names: Vec<String> = given.iter().filter(|(_, given)| *given).map(|(name, _)| format!("`{name}`")).collect();
+    (asked.temperature == 0.0 && !names.is_empty()).then(|| {
+        let names = names.join(", ");
+        format!("warning: {names} has no effect at temperature 0, which takes the most probable token")
+    })
+}

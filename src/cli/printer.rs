@@ -1,0 +1,189 @@
+//! Owns the way from decided tokens to what is printed: text as soon as it is certain, ids, or JSON lines.
+
+use serde_json::{Value, json};
+
+use super::session::Session;
+use crate::error::Fault;
+use crate::pipeline::Tokens;
+use crate::sample::Decided;
+
+/// What becomes of tokens that were decided.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Form {
+    /// Text as it comes; ids with commas between them where there is no tokenizer.
+    Text,
+    /// Kept for one JSON object at the end.
+    Kept,
+    /// A JSON object on a line for each token.
+    Lines,
+}
+
+/// Takes tokens as they are decided, and prints them in one form.
+pub struct Printer<'a> {
+    session: &'a Session,
+    form: Form,
+    /// `None`: ids.
+    stream: Option<&'a mut Tokens>,
+    /// Everything that was printed, or would have been.
+    text: String,
+    /// Log-probabilities of the tokens, where they were asked for.
+    logprobs: Vec<Value>,
+    count: usize,
+    /// Texts that end the generation, and are not printed.
+    stops: &'a [String],
+    /// Tokens in whose text none of `stops` is looked for.
+    stops_after: usize,
+    /// What may be the beginning of one of `stops`.
+    pending: String,
+}
+
+impl<'a> Printer<'a> {
+    /// Begins the text of tokens that come one by one; without special tokens if these are `hidden`.
+    ///
+    /// # Errors
+    /// A tokenizer whose process was lost.
+    pub fn new(
+        session: &'a Session,
+        form: Form,
+        mut stream: Option<&'a mut Tokens>,
+        hidden: bool,
+    ) -> Result<Printer<'a>, Fault> {
+        if let Some(tokenizer) = &mut stream {
+            tokenizer.stream(hidden)?;
+        }
+        Ok(Printer {
+            session,
+            form,
+            stream,
+            text: String::new(),
+            logprobs: vec![],
+            count: 0,
+            stops: &[],
+            stops_after: 0,
+            pending: String::new(),
+        })
+    }
+
+    /// Ends the text at the first of `stops` that comes after `tokens` tokens.
+    pub fn stop_at(mut self, stops: &'a [String], tokens: usize) -> Printer<'a> {
+        (self.stops, self.stops_after) = (stops, tokens);
+        self
+    }
+
+    /// Takes one token; whether it completed a text that ends the generation.
+    ///
+    /// # Errors
+    /// An id without a text, a tokenizer that takes more than its share, a stdout that cannot be written.
+    pub fn token(&mut self, decided: &Decided) -> Result<bool, Fault> {
+        let id = decided.token;
+        let piece = match &mut self.stream {
+            Some(stream) => stream.push(id)?,
+            None if self.form == Form::Text && self.count > 0 => format!(",{id}"),
+            None if self.form == Form::Text => id.to_string(),
+            None => String::new(),
+        };
+        self.count += 1;
+        self.pending.push_str(&piece);
+        let (ready, found) = match self.count > self.stops_after {
+            true => certain(&self.pending, self.stops),
+            false => (self.pending.len(), false),
+        };
+        let piece: String = self.pending.drain(..ready).collect();
+        let logprob = decided.logprob.map(|logprob| logprob_json(id, logprob, &decided.top));
+        if self.form == Form::Lines {
+            let mut event = json!({ "id": id });
+            if self.stream.is_some() {
+                event["text"] = json!(piece);
+            }
+            if let Some(Value::Object(fields)) = &logprob {
+                fields.iter().filter(|(key, _)| *key != "id").for_each(|(key, value)| event[key] = value.clone());
+            }
+            self.session.terminal.print_json_line(&event)?;
+        }
+        self.logprobs.extend(logprob);
+        self.put(&piece)?;
+        Ok(found)
+    }
+
+    fn put(&mut self, piece: &str) -> Result<(), Fault> {
+        self.text.push_str(piece);
+        match self.form {
+            Form::Text if !piece.is_empty() => self.session.terminal.print_generated(piece),
+            _ => Ok(()),
+        }
+    }
+
+    /// Prints what was held back, unless one of the stop texts came, and ends the line.
+    ///
+    /// # Errors
+    /// As [`Printer::token`].
+    pub fn finish(mut self, stopped: bool) -> Result<Printed, Fault> {
+        let rest = self.stream.as_mut().map(|stream| stream.finish()).transpose()?.unwrap_or_default();
+        let before = self.text.len();
+        if !stopped {
+            self.pending.push_str(&rest);
+            let stops = if self.count > self.stops_after { self.stops } else { &[] };
+            let (ready, found) = certain(&self.pending, stops);
+            let end = if found { ready } else { self.pending.len() };
+            let piece: String = self.pending.drain(..end).collect();
+            self.put(&piece)?;
+        }
+        if self.form == Form::Text {
+            self.session.terminal.print("\n")?;
+        }
+        let rest = self.text.split_off(before);
+        Ok(Printed { text: self.text + &rest, rest, logprobs: self.logprobs })
+    }
+}
+
+/// What a [`Printer`] took.
+pub struct Printed {
+    /// All of it; empty where there is no tokenizer, but for ids printed as text.
+    pub text: String,
+    /// The end of it, which was held back until no more tokens came.
+    pub rest: String,
+    /// One JSON object a token, where log-probabilities were asked for.
+    pub logprobs: Vec<Value>,
+}
+
+/// `null` stands for the logarithm of 0, which JSON does not have.
+fn logprob_json(id: u32, logprob: f64, top: &[(u32, f64)]) -> Value {
+    let top: Vec<Value> = top.iter().map(|(id, logprob)| json!({ "id": id, "logprob": logprob })).collect();
+    json!({ "id": id, "logprob": logprob, "top": top })
+}
+
+/// How many bytes of `text` can be printed: up to the first of `stops`, and whether there is one; else all but what may be the
+/// beginning of one.
+fn certain(text: &str, stops: &[String]) -> (usize, bool) {
+    if let Some(at) = stops.iter().filter_map(|stop| text.find(stop.as_str())).min() {
+        return (at, true);
+    }
+    let begins = |at: usize| stops.iter().any(|stop| stop.starts_with(&text[at..]));
+    let held = text.char_indices().map(|(at, _)| at).find(|&at| begins(at));
+    (held.unwrap_or(text.len()), false)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_may_begin_a_stop_text_is_held_back() {
+        let stops = ["\n\n".to_string(), "END".to_string()];
+        for (text, expected) in [
+            ("once", (4, false)),
+            ("once\n", (4, false)),
+            ("once\n\n upon", (4, true)),
+            ("the E", (4, false)),
+            ("the EN", (4, false)),
+            ("the ENG", (7, false)),
+            ("the END", (4, true)),
+            ("END\n\n", (0, true)),
+            ("", (0, false)),
+            ("µE", (2, false)),
+        ] {
+            assert_eq!(certain(text, &stops), expected, "{text:?}");
+        }
+        assert_eq!(certain("END", &[]), (3, false));
+    }
+}
