@@ -85,6 +85,7 @@ pub enum Command {
     Build(Build),
     Clean(Clean),
     Generate(Generate),
+    Chat(Chat),
     Perplexity(Perplexity),
     Logits(Logits),
     Compare(Compare),
@@ -338,6 +339,41 @@ pub struct Choosing {
 /// Token ids of one sequence.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Ids(pub Vec<u32>);
+
+/// Talk with a manifest's model, in the chat template of its checkpoint
+///
+/// On a terminal, lines are edited and kept from one chat to the next. Anywhere else, each line of stdin is a message. Ctrl-C
+/// stops an answer and goes on with the next message; Ctrl-D ends the chat. A turn decodes only the tokens that are new.
+///
+/// Lines that begin with `/` are commands:
+///   /help        lists the commands
+///   /reset       forgets the conversation, but not the system prompt
+///   /save FILE   writes the conversation as JSON: {"messages": [{"role": ..., "content": ...}, ...]}
+///   /quit        ends the chat
+#[derive(Debug, Args)]
+#[command(
+    verbatim_doc_comment,
+    after_help = "\
+Examples:
+  monobloc chat tinystories
+  monobloc chat monobloc.toml --system \"Answer in one sentence.\" --temperature 0.7 --top-p 0.95
+  printf 'Tell me a story.\\nAnd another one.\\n' | monobloc chat tinystories"
+)]
+pub struct Chat {
+    /// Manifest whose model is run
+    pub manifest: PathBuf,
+    /// What the system says before the conversation
+    #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
+    pub system: Option<String>,
+    /// Tokens of an answer, at most [default: as many as the context holds]
+    #[arg(long, value_name = "N")]
+    pub max_tokens: Option<usize>,
+    #[command(flatten)]
+    pub choosing: Choosing,
+    /// Target to run on [default: the manifest's first]
+    #[arg(long, value_name = "NAME")]
+    pub target: Option<String>,
+}
 
 /// Measure how well a manifest's model predicts a text
 ///

@@ -9,6 +9,7 @@ mod build;
 mod builtin;
 mod cache;
 mod calibrate;
+mod chat;
 mod choosing;
 mod doctor;
 mod flywheel;
@@ -95,6 +96,7 @@ fn answer(session: &Session, command: Command) -> Result<Outcome, Fault> {
         Command::Build(asked) => build::build(session, &asked),
         Command::Clean(asked) => build::clean(session, &asked),
         Command::Generate(asked) => generate::generate(session, &asked),
+        Command::Chat(asked) => chat::chat(session, &asked),
         Command::Perplexity(asked) => score::perplexity(session, &asked),
         Command::Logits(asked) => score::logits(session, &asked),
         Command::Compare(asked) => score::compare(session, &asked),

@@ -2,7 +2,8 @@
 //!
 //! A project is a folder with a `cache/` that a cache has marked or documented, or with a `flywheel/` of trials; the current
 //! folder and those above it are looked at. Elsewhere the user has one cache and one file of trials for everything, where the
-//! system keeps such files: `$XDG_CACHE_HOME/monobloc` and `$XDG_DATA_HOME/monobloc`.
+//! system keeps such files: `$XDG_CACHE_HOME/monobloc` and `$XDG_DATA_HOME/monobloc`. What was typed into chats is the user's in
+//! any case: `$XDG_STATE_HOME/monobloc`.
 
 use std::env;
 use std::fs;
@@ -32,6 +33,11 @@ pub fn trials_file() -> PathBuf {
         .unwrap_or_else(|| PathBuf::from(TRIALS))
 }
 
+/// The lines that the user typed into chats, in every project the same file; `None` without a home folder.
+pub fn chat_history() -> Option<PathBuf> {
+    Some(user_folder(&USER_STATE)?.join("monobloc/chat-history"))
+}
+
 /// The first of the current folder and those above it in which `name` is what it should be; relative if it is the first.
 fn in_project(name: &str, is: impl Fn(&Path) -> bool) -> Option<PathBuf> {
     if is(Path::new(name)) {
@@ -54,6 +60,11 @@ const USER_CACHE: UserFolder = UserFolder {
 const USER_DATA: UserFolder = UserFolder {
     variable: "XDG_DATA_HOME",
     below_home: if cfg!(target_os = "macos") { "Library/Application Support" } else { ".local/share" },
+};
+
+const USER_STATE: UserFolder = UserFolder {
+    variable: "XDG_STATE_HOME",
+    below_home: if cfg!(target_os = "macos") { "Library/Application Support" } else { ".local/state" },
 };
 
 fn user_folder(folder: &UserFolder) -> Option<PathBuf> {

@@ -197,7 +197,7 @@ pub mod interrupt {
     //!
     //! Ending at once loses nothing: the cache and the trials are sound wherever a process is killed.
 
-    use std::sync::OnceLock;
+    use std::sync::Mutex;
     use std::sync::atomic::{AtomicBool, Ordering};
     use std::time::{Duration, Instant};
 
@@ -205,16 +205,23 @@ pub mod interrupt {
     use super::end_at_once;
 
     static DEFERRED: AtomicBool = AtomicBool::new(false);
-    /// When the first interrupt came.
-    static FIRST: OnceLock<Instant> = OnceLock::new();
+    /// When the first interrupt came since the last command began to defer them.
+    static FIRST: Mutex<Option<Instant>> = Mutex::new(None);
     /// Programs that pass signals on (`timeout`, a shell's job, a build tool) send the same one to the process and to its group.
     const ONE: Duration = Duration::from_secs(1);
 
     /// Handles interrupts from now on. Where that fails, the default (death by the signal) stays.
     pub fn install() {
+        // The handler has a thread of its own, so it may lock.
         let _ = ctrlc::set_handler(|| {
-            let again = FIRST.get_or_init(Instant::now).elapsed() > ONE;
-            if again || !DEFERRED.load(Ordering::SeqCst) {
+            let mut first = FIRST.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+            let ends = match *first {
+                Some(at) => at.elapsed() > ONE,
+                None => !DEFERRED.load(Ordering::SeqCst),
+            };
+            first.get_or_insert_with(Instant::now);
+            drop(first);
+            if ends {
                 end_at_once(Outcome::Interrupted);
             }
         });
@@ -223,7 +230,9 @@ pub mod interrupt {
     /// While this lives, the first interrupt only makes [`asked`] true; one that comes later than a second after it ends the process.
     pub struct Deferred(());
 
+    /// Begins to defer; interrupts before this are forgotten.
     pub fn defer() -> Deferred {
+        *FIRST.lock().unwrap_or_else(|poisoned| poisoned.into_inner()) = None;
         DEFERRED.store(true, Ordering::SeqCst);
         Deferred(())
     }
@@ -235,7 +244,7 @@ pub mod interrupt {
     }
 
     pub fn asked() -> bool {
-        FIRST.get().is_some()
+        FIRST.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).is_some()
     }
 }
 

@@ -10,9 +10,10 @@ use tempfile::TempDir;
 use crate::support::fixture;
 
 /// Variables that would make a test depend on the machine.
-const FOREIGN: [&str; 12] = [
+const FOREIGN: [&str; 13] = [
     "XDG_CACHE_HOME",
     "XDG_DATA_HOME",
+    "XDG_STATE_HOME",
     "MONOBLOC_SHARED_CACHE",
     "HF_HOME",
     "HF_HUB_CACHE",

@@ -5,6 +5,7 @@ mod anywhere;
 mod artefact;
 mod bench;
 mod build;
+mod chat;
 mod cli;
 mod cli_errors;
 mod cli_support;
