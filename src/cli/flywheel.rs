@@ -235,10 +235,10 @@ fn by_name(ranked: &[Ranked]) -> Vec<(&str, usize, usize, Option<f64>)> {
 
 fn rank_text(before: &[Ranked], now: &[Ranked], held: Option<&HeldOut>) -> String {
     let figure = |found: Option<f64>| found.map_or("   -  ".to_string(), |rank| format!("{rank:>6.2}"));
-    let mut text = "rank correlation with measured latency: 1 is the same order, 0 none\n".to_string();
-    for (what, ranked) in [("as it was when the trials ran", before), ("of today", now)] {
+    let mut text = "rank correlation of predicted and measured latency (1: the same order, 0: unrelated)\n".to_string();
+    for (what, ranked) in [("predictions stored with the trials", before), ("predictions of today's code", now)] {
         if !ranked.is_empty() {
-            text.push_str(&format!("  cost model {what}, mean over campaigns; `--json` has each:\n"));
+            text.push_str(&format!("  cost model, {what}; mean of the campaigns, `--json` lists each:\n"));
         }
         for (name, campaigns, trials, rank) in by_name(ranked) {
             let (campaigns, trials) = (counted(campaigns as u64, "campaign"), counted(trials as u64, "trial"));
@@ -246,21 +246,23 @@ fn rank_text(before: &[Ranked], now: &[Ranked], held: Option<&HeldOut>) -> Strin
         }
     }
     let Some(held) = held else {
-        text.push_str("  learned models: `--held-out` holds every campaign out in turn\n");
+        text.push_str(
+            "  learned models: not tested; `--held-out` tests them on each campaign, trained on the others\n",
+        );
         return text;
     };
     if held.campaigns == 0 {
-        text.push_str("  learned models: there are no two campaigns of one kind of target to hold one out of\n");
+        text.push_str("  learned models: cannot be tested, because no kind of target has two campaigns\n");
         return text;
     }
     text.push_str(&format!(
-        "  learned from the other campaigns, {} held out in turn, {}:\n",
-        held.campaigns,
+        "  learned models, tested on each of {} with {} and trained on the others:\n",
+        counted(held.campaigns as u64, "campaign"),
         counted(held.trials as u64, "trial")
     ));
     text.push_str(&format!("    {} nearest neighbours\n", figure(Some(held.nearest))));
     text.push_str(&format!("    {} ridge regression\n", figure(Some(held.linear))));
-    text.push_str(&format!("    {} additive Gaussian process, which a search asks\n", figure(Some(held.additive))));
+    text.push_str(&format!("    {} additive Gaussian process (searches use this one)\n", figure(Some(held.additive))));
     text
 }
 

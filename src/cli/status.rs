@@ -179,30 +179,33 @@ pub fn next(session: &Session, asked: &Next) -> Result<Outcome, Fault> {
 fn next_text(target: &Target, budget: u32, next: &status::Next) -> String {
     let mut text = match &next.ask {
         Ask::Try { candidate, proposer } => {
-            let thought = match next.opinion {
+            let head =
+                format!("{}: another trial is worth its time; {} of {budget} are done\n", target.name, next.trials);
+            let what = match next.opinion {
                 // Two standard deviations each way.
                 Some(opinion) if *candidate != next.default => format!(
-                    "; expected at {:.3} to {:.3} of the default's time",
+                    "  next candidate (by {proposer}): {}\n  its latency is expected at {:.3} to {:.3} of the default's\n",
+                    changed(candidate, &next.default),
                     (opinion.log_ratio - 2.0 * opinion.spread).exp(),
                     (opinion.log_ratio + 2.0 * opinion.spread).exp()
                 ),
-                _ => "; the default, which everything is compared with".to_string(),
+                _ if *candidate != next.default => {
+                    format!("  next candidate (by {proposer}): {}\n", changed(candidate, &next.default))
+                }
+                _ => "  next candidate: the default, because every other one is compared with it\n".to_string(),
             };
-            format!(
-                "{}: go on, {} of {budget} trials are done\n  next: {candidate} ({proposer}){thought}\n",
-                target.name, next.trials
-            )
+            head + &what
         }
         Ask::Stop(stop) => format!("{}: stop: {stop}\n", target.name),
     };
     if next.hot.is_empty() {
-        text.push_str(&format!("  where a step's time goes is not known: {}\n", next.source));
+        text.push_str(&format!("  no times of the parts of a step: {}\n", next.source));
         return text;
     }
     let all: f64 = next.hot.iter().map(|region| region.us).sum();
-    text.push_str(&format!("  where a step's time goes ({}):\n", next.source));
+    text.push_str(&format!("  time of a step by part ({}):\n", next.source));
     for Region { name, us, wait_us } in next.hot.iter().take(5) {
-        let waits = if *wait_us > 0.0 { format!(", of that {wait_us:.1} µs waiting") } else { String::new() };
+        let waits = if *wait_us > 0.0 { format!(", {wait_us:.1} µs of it waiting") } else { String::new() };
         text.push_str(&format!("    {name:<22} {us:>8.1} µs, {:.0} %{waits}\n", us / all * 100.0));
     }
     text
