@@ -249,11 +249,11 @@ impl<'a> Timer<'a> {
         timed(&self.subject, self.position, self.steps, samples_us, clocks)
     }
 
-    /// Times every position of the subject.
+    /// Times every position of the subject; `on_position` hears of each that is done.
     ///
     /// # Errors
     /// As [`Timer::prepare`].
-    pub fn measure(mut self) -> Result<Measurement, MeasureError> {
+    pub fn measure(mut self, on_position: &dyn Fn()) -> Result<Measurement, MeasureError> {
         let samples_max = match &self.on {
             On::Cpu(_) => CPU_SAMPLES_MAX,
             On::Device { .. } => DEVICE_SAMPLES_MAX,
@@ -271,6 +271,7 @@ impl<'a> Timer<'a> {
                 Ok(timed) => measurement.timed.push(timed),
                 Err(withheld) => measurement.withheld.push(withheld),
             }
+            on_position();
         }
         Ok(measurement)
     }

@@ -87,6 +87,16 @@ impl Report {
     ///
     /// Plain lines tell of each quarter. A `total` of 0 means that the end is not known: only a terminal shows it.
     pub fn progress(&self, what: &str, total: u64) -> Progress<'_> {
+        self.count(what, total, true)
+    }
+
+    /// As [`Report::progress`], for work that has lines of its own, or a few long steps: only a terminal shows the count, with
+    /// the time to go.
+    pub fn bar(&self, what: &str, total: u64) -> Progress<'_> {
+        self.count(what, total, false)
+    }
+
+    fn count(&self, what: &str, total: u64, has_lines: bool) -> Progress<'_> {
         let bar = self.bars.as_ref().map(|bars| {
             let (bar, template) = if total > 0 {
                 (ProgressBar::new(total), "  {wide_bar} {human_pos}/{human_len} {msg} {eta}")
@@ -98,7 +108,7 @@ impl Report {
             bar.set_message(plain(what));
             bar
         });
-        Progress { report: self, what: plain(what), total, done: AtomicU64::new(0), bar }
+        Progress { report: self, what: plain(what), total, has_lines, done: AtomicU64::new(0), bar }
     }
 
     /// Prints a note that is neither a stage nor progress: that a check waits for a device, that an entry was corrupt.
@@ -192,17 +202,29 @@ pub struct Progress<'r> {
     report: &'r Report,
     what: String,
     total: u64,
+    /// Whether plain lines tell of it.
+    has_lines: bool,
     done: AtomicU64,
     bar: Option<ProgressBar>,
 }
 
 impl Progress<'_> {
+    /// Begins with `done` things that an earlier run did: they say nothing about the time to go.
+    pub fn resume(self, done: u64) -> Self {
+        if let Some(bar) = &self.bar {
+            bar.set_position(done);
+            bar.reset_eta();
+        }
+        self.done.store(done, Ordering::Relaxed);
+        self
+    }
+
     /// Counts `more` things as done.
     pub fn inc(&self, more: u64) {
         let before = self.done.fetch_add(more, Ordering::Relaxed);
         if let Some(bar) = &self.bar {
             bar.inc(more);
-        } else if self.total > 1 {
+        } else if self.total > 1 && self.has_lines {
             let now = before.saturating_add(more).min(self.total);
             if self.quarter(now) > self.quarter(before.min(self.total)) {
                 self.report.line(&format!("       {now} of {} {}", self.total, self.what));
@@ -327,7 +349,11 @@ ran 2 stages, 1 cached
         progress.inc(u64::MAX);
         assert_eq!(written(), format!("       {0} of {0} bytes\n", u64::MAX));
         report.progress("files", 0).inc(3);
-        assert_eq!(written().lines().count(), 1, "an unknown total has no quarters");
+        report.bar("trials", 4).resume(1).inc(3);
+        assert_eq!(written().lines().count(), 1, "an unknown total has no quarters, and a bar no lines");
+        let resumed = report.progress("parts", 4).resume(2);
+        resumed.inc(1);
+        assert!(written().ends_with("       3 of 4 parts\n"), "{}", written());
         let (report, written) = lines();
         let progress = report.progress("trials", 100);
         std::thread::scope(|scope| {
@@ -351,6 +377,7 @@ ran 2 stages, 1 cached
         let stage = report.stage("lower", "x");
         report.progress("grids", 4).inc(4);
         report.progress("files", 0).inc(1);
+        report.bar("trials", 4).resume(1).inc(3);
         stage.done();
         drop(report.stage("compile", ""));
         report.note("n");

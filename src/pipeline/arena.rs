@@ -8,7 +8,7 @@ use crate::candidate::Candidate;
 use crate::digest::Digest;
 use crate::error::{Fault, Tier};
 use crate::flywheel::{Decision, Proposer, RatioInterval, Timing, Trial, Verdict};
-use crate::report::Report;
+use crate::report::{Progress, Report};
 use crate::search::space::changed;
 use crate::search::{Arena, BuildOutcome, RunOutcome, Stop, TrialRecord, TrialResult, floor_gap};
 
@@ -44,6 +44,8 @@ pub(super) struct CampaignArena<'a> {
     pub context: BuildContext<'a>,
     pub host: &'a Host<'a>,
     pub report: &'a Report,
+    /// Trials of the campaign that are done, beyond the first.
+    pub progress: Progress<'a>,
     pub hardware: &'a Hardware,
     pub campaign: Digest,
     pub default: Candidate,
@@ -207,6 +209,7 @@ impl<'a> Arena for CampaignArena<'a> {
                 self.report.note(&line(format!("infeasible: {reason}")));
             }
             TrialResult::Failed { made, evidence } => {
+                self.progress.inc(1);
                 let asked = self.asked(*number, *proposer, None);
                 self.append(made, asked, evidence, true)?;
                 let verdict = evidence.verdicts.first();
@@ -227,6 +230,7 @@ impl<'a> Arena for CampaignArena<'a> {
                 self.report.note(&line(times.join(", ")));
             }
             TrialResult::Judged { made, evidence, judged } => {
+                self.progress.inc(1);
                 let asked = self.asked(*number, *proposer, Some(judged.decision));
                 let ratios: BTreeMap<u32, RatioInterval> = judged
                     .positions

@@ -116,10 +116,12 @@ pub fn tune(workspace: &Workspace, manifest: &Manifest, target: &Target, asked: 
         TargetKind::Cpu => 0,
         TargetKind::Cuda => thread::available_parallelism().map_or(1, |n| n.get()).min(AHEAD_MAX),
     };
+    let done = known.past.iter().map(|past| past.number).max().unwrap_or(0);
     let mut arena = CampaignArena {
         context,
         host: &host,
         report: &workspace.report,
+        progress: workspace.report.bar("trials", u64::from(asked.trials)).resume(done.into()),
         hardware: &hardware,
         campaign,
         default: default.clone(),

@@ -221,6 +221,9 @@ impl<'a> Executor<'a> {
     }
 
     fn measure(&self, session: &mut Option<(Device, Session)>, checked: &Checked) -> Result<Measurement, Fault> {
-        Ok(self.timer(session, checked)?.measure()?)
+        let BuildContext { manifest, workspace, .. } = self.chain.context;
+        let timer = self.timer(session, checked)?;
+        let progress = workspace.report.bar("positions timed", manifest.decode.time_positions.len() as u64);
+        Ok(timer.measure(&|| progress.inc(1))?)
     }
 }

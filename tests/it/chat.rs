@@ -7,6 +7,7 @@ use std::process::{Command, Stdio};
 use serde_json::Value;
 
 use crate::cli_support::{Answer, Place};
+use crate::skipped;
 use crate::support::fixture;
 
 fn place(context_max: u32) -> Place {
@@ -99,6 +100,44 @@ fn what_cannot_be_answered_is_refused_by_name() {
     let bare = Place::new();
     bare.manifest(&fixture("families/llama-gqa"), 64);
     chat(&bare, "", "Hello\n").refused(&["tokenizer.json"]);
+}
+
+#[test]
+fn lines_typed_on_a_terminal_are_kept_for_the_next_chat() {
+    let name = "lines_typed_on_a_terminal_are_kept_for_the_next_chat";
+    let has_script = Command::new("script").arg("--version").output().is_ok_and(|output| output.status.success());
+    if !has_script {
+        return skipped(name, "script", "`script` of util-linux gives a command a terminal");
+    }
+    let place = place(64);
+    let typed = |lines: &[&str]| {
+        let line = format!("{} chat m.toml", env!("CARGO_BIN_EXE_monobloc"));
+        let mut command = Command::new("script");
+        command.args(["-qec", &line, "/dev/null"]).current_dir(place.path("")).env("TERM", "xterm");
+        command.env("MONOBLOC_CACHE_DIR", "cache").env("XDG_STATE_HOME", place.path("state"));
+        let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+        let (mut stdin, mut stdout) = (child.stdin.take().unwrap(), child.stdout.take().unwrap());
+        let mut seen = vec![];
+        for line in lines {
+            // The editor shows its prompt before it reads.
+            let shown = seen.len();
+            while !String::from_utf8_lossy(&seen[shown..]).contains("> ") {
+                let mut byte = [0];
+                stdout.read_exact(&mut byte).unwrap();
+                seen.push(byte[0]);
+            }
+            stdin.write_all(line.as_bytes()).unwrap();
+        }
+        drop(stdin);
+        stdout.read_to_end(&mut seen).unwrap();
+        assert!(child.wait().unwrap().success());
+        String::from_utf8_lossy(&seen).into_owned()
+    };
+    assert!(typed(&["/help\r", "/nope\r", "/quit\r"]).contains("no such command: `/nope`"), "a person types on");
+    let kept = fs::read_to_string(place.path("state/monobloc/chat-history")).unwrap();
+    assert!(["/help", "/nope", "/quit"].iter().all(|line| kept.lines().any(|kept| kept == *line)), "{kept}");
+    // The key for the line before, three times: `/help`, and then once: `/quit`.
+    assert!(typed(&["\x1b[A\x1b[A\x1b[A\r", "/quit\r"]).contains("/save FILE"));
 }
 
 #[test]
