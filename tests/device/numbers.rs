@@ -5,7 +5,7 @@ use std::ops::ControlFlow;
 use monobloc::check::check_ids;
 use monobloc::flywheel::Corpus;
 use monobloc::pipeline::build;
-use monobloc::sample::{SampleSettings, argmax};
+use monobloc::sample::{RequestSettings, SampleSettings, argmax};
 
 use crate::faults::{self, prepare_small};
 use crate::support::Goldens;
@@ -178,6 +178,35 @@ fn the_same_seed_gives_the_same_tokens_on_device_and_interpreter() {
         all.push(found);
     }
     assert_ne!(all[0], all[1], "another seed");
+}
+
+/// A turn of a conversation decodes what is new of it, and gets the tokens that it would get from the beginning.
+#[test]
+fn a_conversation_goes_on_from_the_cache() {
+    let Some(gpu) = Gpu::here("a_conversation_goes_on_from_the_cache") else { return };
+    let place = Place::new();
+    let workspace = place.workspace(None);
+    let manifest =
+        place.manifest(&gpu.record, gpu.record.spec.copy, "fp32", "context_max = 256\nsteps_per_launch = 16");
+    let prepared = prepared(&workspace, &manifest);
+    let (mut device, mut fresh) = (runner(&workspace, &prepared), runner(&workspace, &prepared));
+    let first = Goldens::open("tinystories-llama").ids("prompt_ids.2");
+    let by_chance = SampleSettings { temperature: 1.2, top_k: Some(40), top_p: Some(0.9), seed: 5 };
+    for sampling in [SampleSettings::greedy(), by_chance] {
+        let request = RequestSettings::plain(sampling).resolve(device.vocab(), &[]).unwrap();
+        let mut prompt = first.clone();
+        let mut reused = vec![];
+        for turn in 0..3 {
+            let answer = device.answer(&prompt, 30, &request, &mut |_| ControlFlow::Continue(())).unwrap();
+            let expected = fresh.generate(&prompt, 30, &[], &sampling, &mut |_| ControlFlow::Continue(())).unwrap();
+            assert_eq!(answer.tokens, expected, "turn {turn}, {sampling:?}");
+            reused.push(answer.reused);
+            // The answer loses its end, and another message follows.
+            prompt.extend(&answer.tokens[..25]);
+            prompt.extend([7, 8, 9]);
+        }
+        assert_eq!(reused[1..], [first.len() + 25, first.len() + 53], "{sampling:?}");
+    }
 }
 
 /// Tags of steps are 32 bits. What a session does after 2^32 steps, in launches that end before, at and after the last tag.
