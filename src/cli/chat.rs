@@ -17,7 +17,7 @@ use super::choosing;
 use super::generate::tokens;
 use super::places;
 use super::printer::{Form, Printer};
-use super::session::{Session, Talk, pick_target, tokenizer};
+use super::session::{Session, Talk, pick_target, text_tokenizer};
 use super::terminal::interrupt;
 use crate::error::{Fault, Tier};
 use crate::manifest::Manifest;
@@ -46,7 +46,7 @@ pub fn chat(session: &Session, asked: &Chat) -> Result<Outcome, Fault> {
     let target = pick_target(&manifest, asked.target.as_deref())?;
     choosing::refuse_on_kernels(&settings, &target)?;
     let workspace = session.workspace(Talk::Work)?;
-    let mut words = tokenizer(&manifest)?;
+    let mut words = text_tokenizer(&manifest)?;
     let system: Vec<Message> = asked.system.iter().map(|system| Message::new("system", system)).collect();
     // Before the model is built: a checkpoint without a template, or whose template has no system prompt, cannot chat.
     let probe = system.iter().cloned().chain([Message::new("user", "Hello.")]).collect();
@@ -130,7 +130,7 @@ impl Conversation<'_> {
             Err(fault) => {
                 self.messages.pop();
                 // A question that the process of the tokenizer could not answer has ended it.
-                self.words = tokenizer(self.manifest)?;
+                self.words = text_tokenizer(self.manifest)?;
                 return Err(fault);
             }
         }

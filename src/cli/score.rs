@@ -11,7 +11,7 @@ use tempfile::NamedTempFile;
 
 use super::Outcome;
 use super::arguments::{Compare, Logits, Perplexity};
-use super::session::{Session, Talk, pick_target, tokenizer};
+use super::session::{Session, Talk, pick_target, text_tokenizer};
 use crate::error::Fault;
 use crate::files::{folder_of, read_bytes, read_text};
 use crate::goldens::{Allowed, Comparison, Goldens};
@@ -30,7 +30,7 @@ pub fn perplexity(session: &Session, asked: &Perplexity) -> Result<Outcome, Faul
     let target = pick_target(&manifest, asked.target.as_deref())?;
     let text = read_text(&asked.file, TEXT_BYTES_MAX)?;
     let workspace = session.workspace(if asked.json { Talk::Nothing } else { Talk::Work })?;
-    let mut tokenizer = tokenizer(&manifest)?;
+    let mut tokenizer = text_tokenizer(&manifest)?;
     let prepared = pipeline::prepare(&workspace, &manifest, &target)?;
     let graph = &prepared.imported.graph;
     tokenizer.check_vocab(graph.vocab)?;

@@ -131,6 +131,16 @@ pub fn tokenizer(manifest: &Manifest) -> Result<Tokens, Fault> {
     Tokens::load(command, &tokenizer_dir(manifest)?)
 }
 
+/// As [`tokenizer`], for commands that take text alone: their help does not name `--ids`, which they do not have.
+pub fn text_tokenizer(manifest: &Manifest) -> Result<Tokens, Fault> {
+    tokenizer(manifest).map_err(|fault| match &fault.remedy {
+        Some(remedy) if remedy.contains("`--ids`") => {
+            fault.with_remedy("use a checkpoint with a tokenizer of its own; `monobloc generate --ids` needs none")
+        }
+        _ => fault,
+    })
+}
+
 /// Answers on stdin and stdout, as the parent of [`tokenizer`] asks.
 pub fn serve_tokens(asked: &arguments::Tokens) -> Result<Outcome, Fault> {
     pipeline::serve_tokens(&asked.dir, std::io::stdin().lines(), std::io::stdout().lock())?;
