@@ -294,13 +294,13 @@ impl Expected {
 /// Compares the interpreter's fast path with the reference, then with hostile orders of the same schedule.
 ///
 /// If the precision is bf16 and the checkpoint's is not, the reference keeps the checkpoint's own weights, so that the
-/// rounding of weights counts as error too.
+/// rounding of weights counts as error too. `on_step` hears of each of [`expect_steps`].
 ///
 /// # Errors
 /// See [`CheckError`]; the first fault ends the check.
-pub fn check_cpu(subject: &Subject<'_>) -> Result<Checked, CheckError> {
+pub fn check_cpu(subject: &Subject<'_>, on_step: &dyn Fn()) -> Result<Checked, CheckError> {
     let check = || {
-        let expected = expect_cpu(subject)?;
+        let expected = expect_cpu(subject, on_step)?;
         let mut fast = Interp::new(subject.validated.schedule(), subject.pack.clone(), Options::fast())?;
         let checked = compare_cpu(subject, &expected, &mut fast)?;
         check_orders(subject, &mut fast, checked.figures)?;
@@ -309,11 +309,18 @@ pub fn check_cpu(subject: &Subject<'_>) -> Result<Checked, CheckError> {
     check().map_err(|error| blamed(subject, error))
 }
 
+/// Steps that are computed for the logits that are expected, of a device or of the interpreter: most of the time of a check.
+pub fn expect_steps(subject: &Subject<'_>, device: bool) -> u64 {
+    let (prompted, filled) = split(subject, if device { PROMPT_COST_MAX } else { REFERENCE_COST_MAX });
+    prompted.last().map_or(0, |&last| u64::from(last) + 1) + filled.len() as u64
+}
+
 /// Expected logits for the interpreter's fast path: from the reference, and from the interpreter in f64 at deep positions.
+/// `on_step` hears of each of [`expect_steps`].
 ///
 /// # Errors
 /// Faults of the interpreter.
-pub fn expect_cpu(subject: &Subject<'_>) -> Result<Expected, CheckError> {
+pub fn expect_cpu(subject: &Subject<'_>, on_step: &dyn Fn()) -> Result<Expected, CheckError> {
     let Subject { validated, graph, pack, .. } = subject;
     let (prompted, filled) = split(subject, REFERENCE_COST_MAX);
     let mut rows = vec![];
@@ -325,12 +332,14 @@ pub fn expect_cpu(subject: &Subject<'_>) -> Result<Expected, CheckError> {
             } else {
                 session.step_hidden(id);
             }
+            on_step();
         }
     }
     if !filled.is_empty() {
         let mut spec = Interp::new(validated.schedule(), pack.clone(), Options::spec())?;
         for &position in filled {
             rows.push((position, true, filled_row(&mut spec, graph.vocab, position, subject.outputs())?));
+            on_step();
         }
     }
     Ok(Expected { rows })
@@ -365,22 +374,27 @@ pub fn compare_cpu(subject: &Subject<'_>, expected: &Expected, fast: &mut Interp
 /// Compares a device with the interpreter in f64; every launch runs twice into poisoned logits and must give the same
 /// bits, and what the device selects must be the arg-max of what it computed.
 ///
-/// `steps_max` is what the session was loaded with.
+/// `steps_max` is what the session was loaded with. `on_step` hears of each of [`expect_steps`].
 ///
 /// # Errors
 /// See [`CheckError`]; a session that hung is lost.
-pub fn check_cuda(subject: &Subject<'_>, session: &mut Session, steps_max: u32) -> Result<Checked, CheckError> {
-    let expected = expect_cuda(subject);
+pub fn check_cuda(
+    subject: &Subject<'_>,
+    session: &mut Session,
+    steps_max: u32,
+    on_step: &dyn Fn(),
+) -> Result<Checked, CheckError> {
+    let expected = expect_cuda(subject, on_step);
     expected
         .and_then(|expected| compare_cuda(subject, &expected, session, steps_max))
         .map_err(|error| blamed(subject, error))
 }
 
-/// Expected logits for a device: from the interpreter in f64.
+/// Expected logits for a device: from the interpreter in f64. `on_step` hears of each of [`expect_steps`].
 ///
 /// # Errors
 /// Faults of the interpreter.
-pub fn expect_cuda(subject: &Subject<'_>) -> Result<Expected, CheckError> {
+pub fn expect_cuda(subject: &Subject<'_>, on_step: &dyn Fn()) -> Result<Expected, CheckError> {
     let Subject { validated, graph, pack, .. } = subject;
     let (prompted, filled) = split(subject, PROMPT_COST_MAX);
     let mut spec = Interp::new(validated.schedule(), pack.clone(), Options::spec())?;
@@ -390,12 +404,14 @@ pub fn expect_cuda(subject: &Subject<'_>) -> Result<Expected, CheckError> {
         spec.reset();
         spec.launch(&inputs(&check_ids(graph.vocab, last + 1)), |step| {
             keep(step, prompted, &mut expected);
+            on_step();
             ControlFlow::Continue(())
         })?;
         rows.extend(prompted.iter().zip(expected).map(|(&position, row)| (position, false, row)));
     }
     for &position in filled {
         rows.push((position, true, filled_row(&mut spec, graph.vocab, position, subject.outputs())?));
+        on_step();
     }
     Ok(Expected { rows })
 }

@@ -339,7 +339,7 @@ impl Rival {
             Fault { message: format!("baseline `{name}`: {}", fault.message), ..fault }
         };
         let (checked, on) = match chain.host.device(target)? {
-            None => (check_cpu(&subject).map_err(failed)?, None),
+            None => (check_cpu(&subject, &|| {}).map_err(failed)?, None),
             Some(found) => {
                 let source = emit(&validated, target, Trace::Off);
                 let generated = Generated { content: Digest::of(source.text.as_bytes()), source };
@@ -348,7 +348,7 @@ impl Rival {
                 let steps_max = manifest.decode.steps_per_launch;
                 let mut session =
                     load_session(workspace, &device, &validated, &cubin.bytes, &pack, Trace::Off, steps_max)?;
-                (check_cuda(&subject, &mut session, steps_max).map_err(failed)?, Some((device, session)))
+                (check_cuda(&subject, &mut session, steps_max, &|| {}).map_err(failed)?, Some((device, session)))
             }
         };
         Ok(Rival { name, validated, checked, pack, on })

@@ -4,7 +4,7 @@ use std::cell::OnceCell;
 use std::time::Instant;
 
 use crate::cache::{Entry, Outcome};
-use crate::check::{self, CheckError, Checked, check_cpu, check_cuda};
+use crate::check::{self, CheckError, Checked, check_cpu, check_cuda, expect_steps};
 use crate::codegen::emit::Trace;
 use crate::cuda::driver::{Device, DeviceIdentity};
 use crate::cuda::session::Session;
@@ -210,11 +210,14 @@ impl<'a> Executor<'a> {
             positions: &manifest.decode.check_positions,
             alone: None,
         };
+        let steps = expect_steps(&subject, self.on.is_some());
+        let progress = self.chain.context.workspace.report.bar("steps of the reference", steps);
+        let on_step = || progress.inc(1);
         let checked = match self.on {
-            None => check_cpu(&subject),
+            None => check_cpu(&subject, &on_step),
             Some(on) => {
                 let (_, session) = self.session(on, session)?;
-                check_cuda(&subject, session, self.steps_max())
+                check_cuda(&subject, session, self.steps_max(), &on_step)
             }
         };
         checked.map_err(Unchecked::Check)

@@ -299,7 +299,8 @@ impl<'a> Child<'a> {
         let make = || -> Result<Vec<u8>, Fault> {
             let pack = memory_pack(&context, chain.validated()?)?;
             let subject = check_subject(&chain, pack, positions)?;
-            let expected = if device { expect_cuda(&subject) } else { expect_cpu(&subject) };
+            // A child has no terminal to show progress on.
+            let expected = if device { expect_cuda(&subject, &|| {}) } else { expect_cpu(&subject, &|| {}) };
             Ok(expected?.to_entry())
         };
         let (entry, _) = context.workspace.stage(&keyed, &context.subject(), &context.title(keyed.stage), "", make)?;

@@ -55,7 +55,7 @@ fn every_op_alone_is_proven_and_a_wrong_weight_shows_in_what_it_makes() {
             positions: &[0, 5, 20],
             alone: Some(made),
         };
-        let expected = expect_cuda(&subject).unwrap();
+        let expected = expect_cuda(&subject, &|| {}).unwrap();
         let compared = |pack: Pack| -> Result<Checked, CheckError> {
             compare_cpu(&subject, &expected, &mut Interp::new(placed, pack, Options::fast())?)
         };

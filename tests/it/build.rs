@@ -1,5 +1,6 @@
 //! Whole builds into a separate cache: which stages run, after a change of each field, and after damage.
 
+use std::cell::Cell;
 use std::fs;
 use std::io::Write;
 use std::ops::ControlFlow;
@@ -7,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
 use monobloc::cache::Cache;
-use monobloc::check::{CheckError, Subject, check_cpu};
+use monobloc::check::{CheckError, Subject, check_cpu, expect_steps};
 use monobloc::cuda::driver::Device;
 use monobloc::error::Tier;
 use monobloc::flywheel::Corpus;
@@ -497,7 +498,12 @@ fn a_pack_with_one_wrong_weight_does_not_pass_the_check() {
     let checked = |bytes: Vec<u8>| {
         let (validated, target) = (&prepared.validated, &prepared.target);
         let positions = &manifest.decode.check_positions;
-        check_cpu(&Subject { validated, target, graph, weights, pack: Arc::new(bytes), positions, alone: None })
+        let subject = Subject { validated, target, graph, weights, pack: Arc::new(bytes), positions, alone: None };
+        let steps = Cell::new(0);
+        let checked = check_cpu(&subject, &|| steps.set(steps.get() + 1));
+        // Up to the last position, whatever the pack has: the reference reads the checkpoint.
+        assert_eq!((steps.get(), expect_steps(&subject, false)), (21, 21));
+        checked
     };
     assert_eq!(checked(good.clone()).expect("good").figures().positions, 3);
     // The exponent of one weight of a query: the value was about 0.01, and is huge now.
