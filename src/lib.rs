@@ -36,6 +36,7 @@ pub mod trace;
 pub mod abba;
 pub mod check;
 pub mod cuda;
+pub mod engine;
 pub mod goldens;
 pub mod measure;
 
@@ -46,5 +47,7 @@ pub mod report;
 pub mod search;
 
 pub mod pipeline;
+
+pub mod serve;
 
 pub mod cli;

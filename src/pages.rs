@@ -47,6 +47,10 @@ pub struct Pool {
     /// Of each page, the sequences that hold it.
     holders: Vec<u32>,
     sequences: Vec<Option<Held>>,
+    /// Of each page, whether it is kept for sequences to come.
+    kept: Vec<bool>,
+    /// Kept pages that no open sequence holds.
+    idle: u32,
     edits: Vec<Edit>,
 }
 
@@ -56,8 +60,115 @@ impl Pool {
             free: (0..shape.pages).rev().map(PageId).collect(),
             holders: vec![0; shape.pages as usize],
             sequences: vec![None; shape.sequences as usize],
+            kept: vec![false; shape.pages as usize],
+            idle: 0,
             edits: vec![],
             shape,
+        }
+    }
+
+    /// A pool that can keep pages without an open sequence. Its last sequences are never opened: each page has one place in
+    /// their rows of the page table, and lies there while it is kept. So the guard knows what a kept page holds.
+    ///
+    /// # Errors
+    /// Fewer sequences than it takes to keep every page, and one to open.
+    pub fn keeping(shape: Shape) -> Result<Pool, PoolError> {
+        let keepers = Pool::keepers(&shape);
+        if shape.sequences <= keepers {
+            return Err(PoolError::Sequences { sequences: shape.sequences });
+        }
+        let mut pool = Pool::new(shape);
+        pool.sequences.truncate((shape.sequences - keepers) as usize);
+        Ok(pool)
+    }
+
+    /// Sequences that [`Pool::keeping`] does not open.
+    pub fn keepers(shape: &Shape) -> u32 {
+        shape.pages.div_ceil(shape.blocks().max(1))
+    }
+
+    /// Sequences that can be open at a time.
+    pub fn open_max(&self) -> u32 {
+        self.sequences.len() as u32
+    }
+
+    /// Kept pages that no open sequence holds: each can be let go of.
+    pub fn idle_pages(&self) -> u32 {
+        self.idle
+    }
+
+    /// Sequences that hold a page, and one more where it is kept.
+    pub fn holders(&self, page: PageId) -> u32 {
+        self.holders[page.index()]
+    }
+
+    /// The page of a block of an open sequence; `None`: it has none, or it left the window.
+    pub fn page(&self, sequence: SequenceId, block: u32) -> Option<PageId> {
+        let held = self.sequences.get(sequence.index())?.as_ref()?;
+        held.pages.get(block.checked_sub(held.dropped)? as usize).copied()
+    }
+
+    /// Keeps a page that an open sequence holds and no longer writes, beyond the end of that sequence. False: it was kept
+    /// before, or this pool keeps nothing.
+    pub fn keep(&mut self, page: PageId) -> bool {
+        let Some(place) = self.keeper(page) else { return false };
+        if std::mem::replace(&mut self.kept[page.index()], true) {
+            return false;
+        }
+        self.holders[page.index()] += 1;
+        self.edits.push(Edit { page: Some(page), ..place });
+        true
+    }
+
+    /// Keeps a page no longer. It is free once no open sequence holds it.
+    pub fn let_go(&mut self, page: PageId) {
+        let Some(place) = self.keeper(page).filter(|_| self.kept[page.index()]) else { return };
+        self.kept[page.index()] = false;
+        if self.holders[page.index()] == 1 {
+            self.idle -= 1;
+        }
+        self.unhold(page);
+        self.edits.push(place);
+    }
+
+    /// Where a kept page lies in the page table.
+    fn keeper(&self, page: PageId) -> Option<Edit> {
+        let sequence = self.open_max() + page.0 / self.shape.blocks();
+        let block = page.0 % self.shape.blocks();
+        (sequence < self.shape.sequences).then_some(Edit { sequence: SequenceId(sequence), block, page: None })
+    }
+
+    /// Gives a sequence a kept page as its next block.
+    ///
+    /// # Errors
+    /// The sequence is not open, the page is not kept, or the context ends before.
+    pub fn share(&mut self, sequence: SequenceId, page: PageId) -> Result<(), PoolError> {
+        let Shape { context_max, page_rows, .. } = self.shape;
+        let held = held(&mut self.sequences, sequence)?;
+        let block = held.blocks();
+        let position = block * page_rows;
+        if position >= context_max {
+            return Err(PoolError::Context { position, context_max });
+        }
+        if !self.kept[page.index()] {
+            return Err(PoolError::Missing { sequence, position });
+        }
+        held.pages.push(page);
+        if self.holders[page.index()] == 1 {
+            self.idle -= 1;
+        }
+        self.holders[page.index()] += 1;
+        self.edits.push(Edit { sequence, block, page: Some(page) });
+        Ok(())
+    }
+
+    fn unhold(&mut self, page: PageId) {
+        let holders = &mut self.holders[page.index()];
+        *holders -= 1;
+        match *holders {
+            0 => self.free.push(page),
+            1 if self.kept[page.index()] => self.idle += 1,
+            _ => {}
         }
     }
 
@@ -157,11 +268,7 @@ impl Pool {
 
     fn give_back(&mut self, sequence: SequenceId, first: u32, pages: &[PageId]) {
         for (block, &page) in (first..).zip(pages) {
-            let holders = &mut self.holders[page.index()];
-            *holders -= 1;
-            if *holders == 0 {
-                self.free.push(page);
-            }
+            self.unhold(page);
             self.edits.push(Edit { sequence, block, page: None });
         }
     }
@@ -228,6 +335,32 @@ mod tests {
         assert_eq!(pool.fork(a, 8), Err(PoolError::Missing { sequence: a, position: 8 }));
         pool.close(a).unwrap();
         assert_eq!(pool.free_pages(), 10);
+    }
+
+    #[test]
+    fn a_kept_page_outlives_its_sequence() {
+        // 8 blocks a sequence: ten pages are kept by two sequences.
+        let shape = Shape { sequences: 4, ..SHAPE };
+        assert_eq!(Pool::keeping(SHAPE).map(|pool| pool.open_max()), Ok(1));
+        assert_eq!(
+            Pool::keeping(Shape { sequences: 2, ..SHAPE }).map(|_| ()),
+            Err(PoolError::Sequences { sequences: 2 })
+        );
+        let mut pool = Pool::keeping(shape).unwrap();
+        let a = pool.open().unwrap();
+        pool.reserve(a, 8).unwrap();
+        let page = pool.page(a, 1).unwrap();
+        assert!(pool.keep(page) && !pool.keep(page));
+        assert_eq!((pool.holders(page), pool.idle_pages()), (2, 0));
+        pool.close(a).unwrap();
+        assert_eq!((pool.free_pages(), pool.idle_pages()), (9, 1));
+        let b = pool.open().unwrap();
+        pool.share(b, page).unwrap();
+        assert_eq!((pool.page(b, 0), pool.idle_pages()), (Some(page), 0));
+        pool.let_go(page);
+        assert_eq!((pool.free_pages(), pool.share(b, page)), (9, Err(PoolError::Missing { sequence: b, position: 4 })));
+        pool.close(b).unwrap();
+        assert_eq!((pool.free_pages(), pool.idle_pages()), (10, 0));
     }
 
     /// What the pool decides, over random joins, forks and leaves, the guard admits.

@@ -21,6 +21,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::io::{self, Read, Write};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 use std::time::{SystemTime, UNIX_EPOCH};
 use tokenizers::{AddedToken, ModelWrapper};
 
@@ -129,7 +130,7 @@ pub struct Tokenizer {
     templates: BTreeMap<String, String>,
     templates_path: PathBuf,
     /// The model's vocabulary, once `check_vocab` has compared it.
-    vocab: Option<u32>,
+    vocab: OnceLock<u32>,
 }
 
 /// Ids around an encoded text.
@@ -183,7 +184,7 @@ impl Tokenizer {
             templates_path = jinja_path;
         }
         let named = config.named.into_iter().map(|(name, token)| (name, token.content)).collect();
-        Ok(Tokenizer { path, backend, special, ends, named, templates, templates_path, vocab: None })
+        Ok(Tokenizer { path, backend, special, ends, named, templates, templates_path, vocab: OnceLock::new() })
     }
 
     /// Compares with `vocab`, the rows of the model's embedding table; afterwards `encode` gives no id beyond it.
@@ -191,7 +192,7 @@ impl Tokenizer {
     /// Fewer tokens than rows are normal (tables are padded). A token of the base vocabulary beyond the table means
     /// another model's tokenizer. Tokens *added* beyond it are common (a padding token of a fine-tune, the image token
     /// of a text-only checkpoint) and matter only where a text contains them, which `encode` then refuses.
-    pub fn check_vocab(&mut self, vocab: u32) -> Result<(), TokenizerError> {
+    pub fn check_vocab(&self, vocab: u32) -> Result<(), TokenizerError> {
         let mut tokens = self.backend.get_vocab(false);
         tokens.retain(|_, id| !self.backend.get_added_vocabulary().get_added_tokens_decoder().contains_key(id));
         let id_max = tokens.values().copied().max().unwrap_or(0);
@@ -201,7 +202,8 @@ impl Tokenizer {
         {
             return Err(TokenizerError::VocabMismatch { path: self.path.clone(), vocab, id_max, id, token });
         }
-        self.vocab = Some(vocab);
+        // A model has one vocabulary, however often it is compared.
+        let _ = self.vocab.set(vocab);
         Ok(())
     }
 
@@ -217,7 +219,7 @@ impl Tokenizer {
             ids.splice(0..0, ends.first);
             ids.extend(ends.last);
         }
-        if let Some(vocab) = self.vocab {
+        if let Some(&vocab) = self.vocab.get() {
             check_ids(&ids, vocab).map_err(|error| match error {
                 TokenizerError::IdBeyondVocab { id, index, vocab, .. } => {
                     TokenizerError::IdBeyondVocab { id, token: self.backend.id_to_token(id), index, vocab }
@@ -231,6 +233,14 @@ impl Tokenizer {
     /// Text of `ids`; `skip_special` leaves special tokens out. Ids without a token (padding rows) print nothing.
     pub fn decode(&self, ids: &[u32], skip_special: bool) -> Result<String, TokenizerError> {
         guarded(|| self.backend.decode(ids, skip_special)).map_err(|reason| TokenizerError::Decode { reason })
+    }
+
+    /// Text of one id as it stands inside of a text, where some decoders print a space that they leave out at the beginning.
+    pub fn piece(&self, id: u32) -> Result<String, TokenizerError> {
+        let alone = self.decode(&[id], false)?;
+        let Some(&before) = self.encode("a", false)?.last() else { return Ok(alone) };
+        let (first, both) = (self.decode(&[before], false)?, self.decode(&[before, id], false)?);
+        Ok(both.strip_prefix(&first).map_or(alone, str::to_owned))
     }
 
     /// A decoder of ids that arrive one by one.
@@ -1054,7 +1064,7 @@ mod tests {
         assert!(message.ends_with(&format!("the first beyond is 1000 (`{token}`)")), "{message}");
 
         // An added token beyond the table is refused where it is used.
-        let mut tokenizer = with_config(json!({"pad_token": "<pad>"}));
+        let tokenizer = with_config(json!({"pad_token": "<pad>"}));
         tokenizer.check_vocab(1024).expect("only an added token is beyond");
         assert_eq!(tokenizer.encode("a", false).expect("it encodes").len(), 1);
         let error = tokenizer.encode("a<pad>", false).expect_err("no embedding");
@@ -1125,7 +1135,7 @@ mod tests {
                 let mut file = base.clone();
                 *file.pointer_mut(path).expect("a path of the file") = value.clone();
                 let dir = folder(&[("tokenizer.json", &file.to_string())]);
-                let Ok(mut tokenizer) = Tokenizer::load(dir.path()) else { continue };
+                let Ok(tokenizer) = Tokenizer::load(dir.path()) else { continue };
                 loaded += 1;
                 let _ = tokenizer.check_vocab(1024);
                 if let Ok(ids) = tokenizer.encode("Once upon a time, 日本<|im_end|>", true) {

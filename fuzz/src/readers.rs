@@ -259,7 +259,7 @@ fn tokenizer(data: &[u8]) {
         put(folder, [tokens, settings, template][usize::from(kind % 3)], data);
         match Tokenizer::load(folder) {
             Err(error) => told(error.into()),
-            Ok(mut tokenizer) => {
+            Ok(tokenizer) => {
                 let _ = tokenizer.check_vocab(16);
                 let _ = tokenizer.encode("ab ba\u{1f600}", true);
                 let _ = tokenizer.decode(&[0, 1, 2, u32::MAX], false);

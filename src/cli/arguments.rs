@@ -26,6 +26,7 @@ Environment:
   MONOBLOC_SHARED_CACHE  a folder that machines share: read on a miss, written after a build
   MONOBLOC_CACHE_KEY_FILE
                          64 hex digits that seal the cache's entries; without that seal none is used
+  MONOBLOC_API_KEY       the key that `serve` asks its clients for
   MONOBLOC_NVRTC         the CUDA compiler library, or its folder
   HF_HOME, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE, HF_HUB_DOWNLOAD_TIMEOUT
                          the hub, as its Python client reads them
@@ -86,6 +87,7 @@ pub enum Command {
     Clean(Clean),
     Generate(Generate),
     Chat(Chat),
+    Serve(Serve),
     Perplexity(Perplexity),
     Logits(Logits),
     Compare(Compare),
@@ -232,6 +234,57 @@ pub struct Build {
     /// Print what was done as one JSON object; of several manifests as an array
     #[arg(long)]
     pub json: bool,
+}
+
+/// Serve a manifest's model over HTTP, as clients of the OpenAI API speak it
+///
+/// Builds what is not built yet, then listens until SIGTERM or Ctrl-C, and lets open requests finish. Requests run together
+/// in the steps of one engine; a request gets the same tokens whatever runs beside it. docs/serve.md has the endpoints.
+#[derive(Debug, Args)]
+#[command(
+    verbatim_doc_comment,
+    after_help = "\
+Examples:
+  monobloc serve tinystories
+  monobloc serve manifests/tinystories.toml --port 8080 --max-batch 16 --max-waiting 1000
+  monobloc serve tinystories --host 0.0.0.0 --api-key-file key.txt"
+)]
+pub struct Serve {
+    /// Manifest whose model is served
+    pub manifest: PathBuf,
+    /// Address to listen at; 0.0.0.0 listens to other machines
+    #[arg(long, value_name = "IP", default_value = "127.0.0.1")]
+    pub host: std::net::IpAddr,
+    /// Port to listen at; 0 takes a free one and prints it
+    #[arg(long, value_name = "N", default_value_t = 8000)]
+    pub port: u16,
+    /// File of the key that clients have to send as bearer token [default: $MONOBLOC_API_KEY, else none is asked for]
+    #[arg(long, value_name = "FILE")]
+    pub api_key_file: Option<PathBuf>,
+    /// Name that clients call the model by [default: the manifest's]
+    #[arg(long, value_name = "NAME")]
+    pub served_model_name: Option<String>,
+    /// Requests that run at a time
+    #[arg(long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=1024))]
+    pub max_batch: u32,
+    /// Requests that wait at a time; one more is refused with status 429
+    #[arg(long, value_name = "N", default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..=65536))]
+    pub max_waiting: u32,
+    /// Prompt tokens in a step that others decode in: more ends prompts sooner, and delays the others
+    #[arg(long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=1024))]
+    pub max_chunk: u32,
+    /// Tokens that the cache holds, of all requests together [default: four times the context]
+    #[arg(long, value_name = "N")]
+    pub cache_tokens: Option<u32>,
+    /// Seconds after which a request ends, done or not
+    #[arg(long, value_name = "N", default_value_t = 600)]
+    pub max_seconds: u64,
+    /// Seconds that open requests get to finish when the server ends
+    #[arg(long, value_name = "N", default_value_t = 30)]
+    pub grace_seconds: u64,
+    /// Target to run on [default: the manifest's first of the kind `cpu`]
+    #[arg(long, value_name = "NAME")]
+    pub target: Option<String>,
 }
 
 /// Generate text, or token ids, with a manifest's model

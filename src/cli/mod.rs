@@ -19,6 +19,7 @@ mod init;
 mod places;
 mod printer;
 mod score;
+mod serve;
 mod session;
 mod shell;
 mod status;
@@ -97,6 +98,7 @@ fn answer(session: &Session, command: Command) -> Result<Outcome, Fault> {
         Command::Clean(asked) => build::clean(session, &asked),
         Command::Generate(asked) => generate::generate(session, &asked),
         Command::Chat(asked) => chat::chat(session, &asked),
+        Command::Serve(asked) => serve::serve(session, &asked),
         Command::Perplexity(asked) => score::perplexity(session, &asked),
         Command::Logits(asked) => score::logits(session, &asked),
         Command::Compare(asked) => score::compare(session, &asked),

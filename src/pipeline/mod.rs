@@ -6,7 +6,7 @@
 //! ```
 //!
 //! `chain` is the order: a command asks it for the artefact that it needs. `keys` says what each stage depends on, `stages` and `compile` make what
-//! needs no execution, `stored` says how they keep it, `evaluate` checks and measures, `rows` tells the corpus. `runner` decodes for commands,
+//! needs no execution, `stored` says how they keep it, `evaluate` checks and measures, `rows` tells the corpus. `runner` decodes for commands, `batch` makes steps of several rows for a server,
 //! `campaign` searches (`search_start` says from where, `arena` makes and times, `ahead` makes before it is asked, `proposer` is a program that proposes),
 //! `status` says how searches went, `bench` times beside baselines (`baseline` is one in another process), `tokens` runs a tokenizer where it can do
 //! no harm, `trace` says where a step's time goes, `explain` answers why something would run. `worker`, `proposer` and `baseline` speak to their
@@ -19,6 +19,7 @@ mod ahead;
 mod arena;
 mod attest;
 mod baseline;
+mod batch;
 pub mod bench;
 mod campaign;
 mod chain;
@@ -41,11 +42,12 @@ pub mod trace;
 mod trial;
 mod worker;
 
+pub use batch::Batched;
 pub use campaign::{Tuned, Tuning, can_tune, is_tuned, tune};
 pub use explain::{Explained, SHOW_STAGES, explain, show};
 pub use runner::{Answer, Runner};
 pub use stored::read_stored;
-pub use tokens::{Tokens, serve_tokens};
+pub use tokens::{TextPart, Tokens, serve_tokens};
 pub use trial::serve;
 
 use crate::cache::Cache;

@@ -5,6 +5,7 @@
 //! they run in a child whose memory and processor time the kernel bounds, with what is asked in mind; the parent waits for no
 //! answer longer than that. What passes a bound costs the child, and is an error that names the file.
 
+use std::collections::BTreeMap;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -20,7 +21,7 @@ use serde::{Deserialize, Serialize};
 use super::line_child::NoAnswer;
 use super::worker::Worker;
 use crate::error::Fault;
-use crate::tokenizer::{Message, Tokenizer};
+use crate::tokenizer::{Message, Stream, Tokenizer};
 
 /// Address space of the child, before it is asked anything. A tokenizer of the largest known size, 262144 tokens and twice as
 /// many merges, takes 0.6 GiB to load.
@@ -45,6 +46,20 @@ enum Ask {
     Stream { skip_special: bool },
     Push { id: u32 },
     Finish,
+    Texts { parts: Vec<TextPart> },
+    Decode { lists: Vec<Vec<u32>>, skip_special: bool },
+    Pieces { ids: Vec<u32> },
+}
+
+/// What comes next in one of several texts that are made of ids at the same time.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TextPart {
+    /// Names the text. The first part with this number begins it.
+    pub text: u64,
+    pub ids: Vec<u32>,
+    pub skip_special: bool,
+    /// The last part: what was held back comes with it, and the number is free again.
+    pub ends: bool,
 }
 
 impl Ask {
@@ -76,6 +91,8 @@ enum Said {
     Loaded { chat_template: PathBuf },
     Ids { ids: Vec<u32> },
     Text { text: String },
+    Texts { texts: Vec<String> },
+    TextsEach { texts: Vec<Vec<String>> },
     Fault { fault: Fault },
 }
 
@@ -158,6 +175,46 @@ impl Tokens {
         self.text(&Ask::Finish)
     }
 
+    /// Takes the next ids of several texts; for each part the text that became certain after each of its ids, and after its end
+    /// where it ends one. As [`Tokens::push`] for one text; many texts share one question, which costs as much as one id.
+    ///
+    /// # Errors
+    /// As [`Tokens::push`]; all texts are lost with it.
+    pub fn texts(&mut self, parts: Vec<TextPart>) -> Result<Vec<Vec<String>>, Fault> {
+        match self.ask(&Ask::Texts { parts })? {
+            Said::TextsEach { texts } => Ok(texts),
+            other => Err(unexpected(&other)),
+        }
+    }
+
+    /// Text of each list of ids.
+    ///
+    /// # Errors
+    /// As [`Tokenizer::decode`], and a tokenizer that takes more than its share.
+    pub fn decode(&mut self, lists: Vec<Vec<u32>>, skip_special: bool) -> Result<Vec<String>, Fault> {
+        self.ask_texts(&Ask::Decode { lists, skip_special })
+    }
+
+    /// Text of each id as it stands inside of a text, special tokens too.
+    ///
+    /// # Errors
+    /// As [`Tokens::decode`].
+    pub fn pieces(&mut self, ids: Vec<u32>) -> Result<Vec<String>, Fault> {
+        self.ask_texts(&Ask::Pieces { ids })
+    }
+
+    /// Whether its process has ended: it answers nothing any more.
+    pub fn is_lost(&self) -> bool {
+        self.worker.is_none()
+    }
+
+    fn ask_texts(&mut self, ask: &Ask) -> Result<Vec<String>, Fault> {
+        match self.ask(ask)? {
+            Said::Texts { texts } => Ok(texts),
+            other => Err(unexpected(&other)),
+        }
+    }
+
     fn done(&mut self, ask: &Ask) -> Result<(), Fault> {
         match self.ask(ask)? {
             Said::Done => Ok(()),
@@ -187,11 +244,12 @@ impl Tokens {
             Ok(line) => {
                 let said = serde_json::from_str(&line)
                     .map_err(|error| Fault::internal(format!("a tokenizer's process answered nonsense: {error}")))?;
-                if let Said::Fault { fault } = said {
-                    return Err(fault);
-                }
+                // What it refuses does not end it.
                 self.worker = Some(worker);
-                Ok(said)
+                match said {
+                    Said::Fault { fault } => Err(fault),
+                    said => Ok(said),
+                }
             }
             Err(NoAnswer::Late(after)) => Err(self.spent(ask, &format!("takes more than {} s", after.as_secs()))),
             Err(NoAnswer::Died(how)) => Err(self.spent(ask, &verdict(ask, &how))),
@@ -262,10 +320,11 @@ pub fn serve_tokens(
     // A tokenizer may allocate for ever before it is there: bounded from the first byte of its files on.
     bound(&Ask::Load)?;
     watch.begin(&Ask::Load);
-    let mut tokenizer = match Tokenizer::load(dir) {
+    let tokenizer = match Tokenizer::load(dir) {
         Ok(tokenizer) => tokenizer,
         Err(error) => return say(Err(error.into())),
     };
+    let mut texts = BTreeMap::new();
     while let Some(ask) = asks.next().transpose()? {
         let text_bytes = ask.bytes() as usize;
         let few = |ids: Vec<u32>| {
@@ -302,10 +361,38 @@ pub fn serve_tokens(
                 };
                 say(text.map(|text| Said::Text { text }).map_err(Fault::from))?;
             }
+            Ask::Texts { parts } => {
+                let said: Result<Vec<_>, Fault> =
+                    parts.into_iter().map(|part| next_text(&tokenizer, &mut texts, part)).collect();
+                say(said.map(|texts| Said::TextsEach { texts }))?;
+            }
+            Ask::Decode { lists, skip_special } => {
+                let text = |ids: &Vec<u32>| tokenizer.decode(ids, skip_special).map_err(Fault::from);
+                say(lists.iter().map(text).collect::<Result<_, _>>().map(|texts| Said::Texts { texts }))?;
+            }
+            Ask::Pieces { ids } => {
+                let piece = |&id: &u32| tokenizer.piece(id).map_err(Fault::from);
+                say(ids.iter().map(piece).collect::<Result<_, _>>().map(|texts| Said::Texts { texts }))?;
+            }
             Ask::Push { .. } | Ask::Finish => return Err(Fault::internal("no text was begun")),
         }
     }
     Ok(())
+}
+
+/// The text that became certain after each id of a part, and after its end.
+fn next_text<'a>(
+    tokenizer: &'a Tokenizer,
+    texts: &mut BTreeMap<u64, Stream<'a>>,
+    part: TextPart,
+) -> Result<Vec<String>, Fault> {
+    let TextPart { text, ids, skip_special, ends } = part;
+    let stream = texts.entry(text).or_insert_with(|| tokenizer.stream(skip_special));
+    let mut said = ids.into_iter().map(|id| stream.push(id)).collect::<Result<Vec<String>, _>>()?;
+    if ends && let Some(stream) = texts.remove(&text) {
+        said.push(stream.finish()?);
+    }
+    Ok(said)
 }
 
 /// Ends this process when its parent is gone, or when an answer takes longer than the parent would wait. The limit of processor

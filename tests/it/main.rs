@@ -17,6 +17,7 @@ mod filetests;
 mod fuzz_replay;
 mod hostile_cache;
 mod hostile_files;
+mod http_client;
 #[cfg(feature = "hub")]
 mod hub;
 mod interp;
@@ -40,6 +41,7 @@ mod readers;
 mod ring_proxy;
 mod rows;
 mod sampling;
+mod serve;
 #[path = "../../build/sources.rs"]
 mod sources;
 mod support;

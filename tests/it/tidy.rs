@@ -71,6 +71,8 @@ const IMPORTS: &[(&str, &[&str])] = &[
         "measure",
         &["abba", "check", "codegen", "cuda", "dtype", "error", "interp", "ir", "model", "pack", "target", "validate"],
     ),
+    // Decides what runs together; knows no clock, no thread and no text.
+    ("engine", &["digest", "error", "interp", "ir", "pages", "rows", "sample"]),
     ("goldens", &["dtype"]),
     ("abba", &["random"]),
     ("trace", &["ir"]),
@@ -86,6 +88,8 @@ const IMPORTS: &[(&str, &[&str])] = &[
         "search",
         &["abba", "candidate", "digest", "dtype", "flywheel", "ir", "lower", "model", "random", "schedule", "target"],
     ),
+    // Peers, threads and text around an engine; what executes it is given to it.
+    ("serve", &["engine", "error", "pipeline", "sample", "tokenizer"]),
 ];
 
 /// Modules that wire the others together and may import any of them.

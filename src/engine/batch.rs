@@ -1,0 +1,621 @@
+//! Owns the engine: waiting and running requests, and what the next launch has in it.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::Arc;
+use std::time::Duration;
+
+use thiserror::Error;
+
+use super::prefix::{Chain, Prefixes};
+use super::stepper::{Bounds, Launch, LaunchRow, Said, Stepper, Want};
+use crate::error::Fault;
+use crate::pages::Pool;
+use crate::rows::{PageId, SequenceId, Shape};
+use crate::sample::{Decided, Logprobs, Request, SampleError, TokenCounts};
+
+/// A request, in the order of arrival.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct RequestId(pub u64);
+
+/// One of the continuations that a request asks for. Older ones are less.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct ChoiceId {
+    pub request: RequestId,
+    /// From 0.
+    pub choice: u32,
+}
+
+/// What an engine does for a request.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Ask {
+    /// One or more tokens of the vocabulary.
+    pub prompt: Vec<u32>,
+    /// Tokens to decide, at most: the context may end before.
+    pub tokens_max: u32,
+    /// How each continuation of the prompt chooses its tokens. Each has a seed of its own, or they are the same.
+    pub choices: Vec<Request>,
+    /// Log-probabilities of the prompt's tokens, with those of this many others beside each.
+    pub scores_prompt: Option<u32>,
+    /// When the request ends, done or not, on the clock of [`Engine::turn`].
+    pub deadline: Option<Duration>,
+}
+
+/// Why a choice ended.
+#[derive(Debug, Clone, PartialEq)]
+pub enum End {
+    /// A token was decided that ends it: the last one.
+    Stop,
+    /// As many tokens as asked for, or as the context holds.
+    Length,
+    Cancelled,
+    Deadline,
+    /// No token can be chosen from the model's logits.
+    Choice(SampleError),
+}
+
+/// What happened to a choice.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Event {
+    /// It runs, for the first time; this many tokens of its prompt were found in pages.
+    Began {
+        id: ChoiceId,
+        cached: u32,
+    },
+    /// The next tokens of the prompt, from the second one on: the first follows nothing.
+    Prompt {
+        id: ChoiceId,
+        scored: Vec<Decided>,
+    },
+    Token {
+        id: ChoiceId,
+        decided: Decided,
+    },
+    /// Nothing of it follows.
+    Ended {
+        id: ChoiceId,
+        end: End,
+    },
+}
+
+/// Why a request was not taken.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+pub enum Refused {
+    #[error("{waiting} requests wait already")]
+    Busy { waiting: usize },
+    #[error("the prompt has no token, expected at least one")]
+    NoPrompt,
+    #[error("the prompt has {found} tokens, the context has room for {context_max}")]
+    Context { found: usize, context_max: u32 },
+    #[error("token {token} is not below the vocabulary of {vocab}")]
+    Token { token: u32, vocab: u32 },
+    #[error("{positions} positions take {needed} pages, the cache has {pages}")]
+    Pages { positions: u32, needed: u32, pages: u32 },
+}
+
+/// What a user may set.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Limits {
+    /// Choices that run at a time; at most the rows of a launch and the sequences that can be open.
+    pub running_max: u32,
+    /// Choices that wait at a time.
+    pub waiting_max: usize,
+    /// Rows of prompts in a launch that decodes, too; at least 1.
+    pub chunk_rows: u32,
+}
+
+/// What dashboards show.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Figures {
+    pub running: usize,
+    pub waiting: usize,
+    pub pages: u32,
+    /// Pages of running requests.
+    pub pages_used: u32,
+    /// Prompt tokens that were looked for in pages, and those found.
+    pub prefix_queries: u64,
+    pub prefix_hits: u64,
+    pub preemptions: u64,
+    pub launches: u64,
+    /// Rows of all launches.
+    pub rows: u64,
+}
+
+/// A choice that did not end.
+#[derive(Debug)]
+struct Choice {
+    ask: Arc<Ask>,
+    /// Place in [`Ask::choices`].
+    at: usize,
+    /// As [`Ask::scores_prompt`]; one choice of a request does it.
+    scores_prompt: Option<u32>,
+    /// The prompt, then what was decided.
+    tokens: Vec<u32>,
+    counts: TokenCounts,
+    /// Tokens of the prompt whose log-probabilities were told, and the first one, which has none.
+    scored: usize,
+    /// Whether it has run before.
+    began: bool,
+    /// Names of the full pages of `tokens`, as far as they were needed.
+    chains: Vec<Chain>,
+}
+
+impl Choice {
+    fn prompt_count(&self) -> usize {
+        self.ask.prompt.len()
+    }
+
+    /// The name of a full page of its tokens.
+    fn chain(&mut self, block: usize, page_rows: usize) -> Chain {
+        while self.chains.len() <= block {
+            let at = self.chains.len();
+            let before = self.chains.last().copied();
+            self.chains.push(Chain::of(before, &self.tokens[at * page_rows..(at + 1) * page_rows]));
+        }
+        self.chains[block]
+    }
+
+    /// Positions whose keys may come from pages: the last token is computed in any case, and so are those that are scored.
+    fn reusable(&self) -> usize {
+        let scored = if self.scores_prompt.is_some() { self.scored - 1 } else { usize::MAX };
+        (self.tokens.len() - 1).min(scored)
+    }
+}
+
+/// A choice that has pages.
+#[derive(Debug)]
+struct Running {
+    choice: Choice,
+    sequence: SequenceId,
+    /// Positions below are in a launch, or in pages.
+    submitted: usize,
+    /// Positions below are in pages.
+    computed: usize,
+    /// Full pages that have been offered to others.
+    offered: usize,
+    /// Tells this run of the choice from runs before a preemption.
+    run: u64,
+}
+
+impl Running {
+    fn left(&self) -> usize {
+        self.choice.tokens.len() - self.submitted
+    }
+}
+
+/// A launch that was submitted.
+#[derive(Debug)]
+struct Flying {
+    /// Of each row its choice, that choice's run, and its position.
+    rows: Vec<(ChoiceId, u64, usize)>,
+}
+
+/// Requests over a stepper. Its caller has the clock, and calls [`Engine::turn`] while there is something to do.
+#[derive(Debug)]
+pub struct Engine<S> {
+    pub(super) stepper: S,
+    bounds: Bounds,
+    limits: Limits,
+    pool: Pool,
+    prefixes: Prefixes,
+    waiting: BTreeMap<ChoiceId, Choice>,
+    running: BTreeMap<ChoiceId, Running>,
+    flying: VecDeque<Flying>,
+    requests: u64,
+    runs: u64,
+    figures: Figures,
+}
+
+impl<S: Stepper> Engine<S> {
+    /// # Errors
+    /// A stepper without a row, a page or a sequence to spare.
+    pub fn new(stepper: S, limits: Limits) -> Result<Engine<S>, Fault> {
+        let bounds = stepper.bounds();
+        let pool = Pool::keeping(bounds.shape)
+            .map_err(|error| Fault::internal(format!("a stepper that an engine cannot use: {error}")))?;
+        let running_max = limits.running_max.min(bounds.shape.rows).min(pool.open_max());
+        if running_max == 0 || bounds.chunk_max == 0 || bounds.launches == 0 {
+            return Err(Fault::internal("a stepper that an engine cannot use: it takes no row"));
+        }
+        let limits = Limits { running_max, chunk_rows: limits.chunk_rows.max(1), ..limits };
+        Ok(Engine {
+            stepper,
+            bounds,
+            limits,
+            pool,
+            prefixes: Prefixes::default(),
+            waiting: BTreeMap::new(),
+            running: BTreeMap::new(),
+            flying: VecDeque::new(),
+            requests: 0,
+            runs: 0,
+            figures: Figures { pages: bounds.shape.pages, ..Figures::default() },
+        })
+    }
+
+    pub fn bounds(&self) -> &Bounds {
+        &self.bounds
+    }
+
+    pub fn figures(&self) -> Figures {
+        let (running, waiting) = (self.running.len(), self.waiting.len());
+        let pages_used = self.bounds.shape.pages - self.pool.free_pages() - self.pool.idle_pages();
+        Figures { running, waiting, pages_used, ..self.figures }
+    }
+
+    /// Nothing runs and nothing waits.
+    pub fn is_idle(&self) -> bool {
+        self.waiting.is_empty() && self.running.is_empty() && self.flying.is_empty()
+    }
+
+    /// Takes a request; its choices have the numbers from 0 on.
+    ///
+    /// # Errors
+    /// A request that can never run, or one too many.
+    pub fn submit(&mut self, ask: Ask) -> Result<RequestId, Refused> {
+        let Bounds { shape, vocab, .. } = self.bounds;
+        let found = ask.prompt.len();
+        if found == 0 {
+            return Err(Refused::NoPrompt);
+        }
+        if found > shape.context_max as usize {
+            return Err(Refused::Context { found, context_max: shape.context_max });
+        }
+        if let Some(&token) = ask.prompt.iter().find(|token| **token >= vocab) {
+            return Err(Refused::Token { token, vocab });
+        }
+        let positions = self.held_at_once(positions(&ask, shape.context_max));
+        let needed = positions.div_ceil(shape.page_rows);
+        if needed > shape.pages {
+            return Err(Refused::Pages { positions, needed, pages: shape.pages });
+        }
+        // What could run has not been looked at yet: it counts as waiting until the next turn.
+        let free = (self.limits.running_max as usize).saturating_sub(self.running.len());
+        if self.waiting.len() + ask.choices.len() > self.limits.waiting_max + free {
+            return Err(Refused::Busy { waiting: self.waiting.len() });
+        }
+        let request = RequestId(self.requests);
+        self.requests += 1;
+        let ask = Arc::new(ask);
+        for at in 0..ask.choices.len() {
+            let waiting = Choice {
+                ask: ask.clone(),
+                at,
+                scores_prompt: ask.scores_prompt.filter(|_| at == 0),
+                tokens: ask.prompt.clone(),
+                counts: TokenCounts::new(&ask.prompt),
+                scored: 1,
+                began: false,
+                chains: vec![],
+            };
+            self.waiting.insert(ChoiceId { request, choice: at as u32 }, waiting);
+        }
+        Ok(request)
+    }
+
+    /// Ends a choice. It is told, unless it had ended before.
+    pub fn cancel(&mut self, id: ChoiceId, events: &mut Vec<Event>) {
+        self.end(id, End::Cancelled, events);
+    }
+
+    /// Ends all choices of a request.
+    pub fn cancel_request(&mut self, request: RequestId, events: &mut Vec<Event>) {
+        let of = ChoiceId { request, choice: 0 }..=ChoiceId { request, choice: u32::MAX };
+        let waiting = self.waiting.range(of.clone()).map(|(&id, _)| id);
+        let ids: Vec<ChoiceId> = waiting.chain(self.running.range(of).map(|(&id, _)| id)).collect();
+        ids.into_iter().for_each(|id| self.cancel(id, events));
+    }
+
+    /// Ends everything that waits or runs.
+    pub fn cancel_all(&mut self, events: &mut Vec<Event>) {
+        let ids: Vec<ChoiceId> = self.waiting.keys().chain(self.running.keys()).copied().collect();
+        ids.into_iter().for_each(|id| self.cancel(id, events));
+    }
+
+    /// Collects a launch if all that may fly do, and launches what is ready. Without anything to do it does nothing.
+    ///
+    /// # Errors
+    /// The stepper's: this engine has ended, and nothing of its requests follows.
+    pub fn turn(&mut self, now: Duration, events: &mut Vec<Event>) -> Result<(), Fault> {
+        let late = |ask: &Ask| ask.deadline.is_some_and(|deadline| deadline <= now);
+        let waiting = self.waiting.iter().filter(|(_, choice)| late(&choice.ask)).map(|(&id, _)| id);
+        let running = self.running.iter().filter(|(_, running)| late(&running.choice.ask)).map(|(&id, _)| id);
+        for id in waiting.chain(running).collect::<Vec<_>>() {
+            self.end(id, End::Deadline, events);
+        }
+        if self.flying.len() == self.bounds.launches {
+            self.collect(events)?;
+        }
+        self.admit(events);
+        match self.launch(events) {
+            Some((launch, flying)) => {
+                self.figures.launches += 1;
+                self.figures.rows += launch.rows.len() as u64;
+                self.stepper.submit(launch)?;
+                self.flying.push_back(flying);
+            }
+            // What is running waits for what flies.
+            None if !self.flying.is_empty() => self.collect(events)?,
+            None => {}
+        }
+        Ok(())
+    }
+
+    /// Positions of at most `positions` that a choice holds pages for at a time: the window of a launch's rows, where there is one.
+    fn held_at_once(&self, positions: u32) -> u32 {
+        let Shape { window, rows, page_rows, .. } = self.bounds.shape;
+        window.map_or(positions, |window| positions.min(window + rows + 2 * page_rows))
+    }
+
+    /// Lets the oldest waiting choices run.
+    fn admit(&mut self, events: &mut Vec<Event>) {
+        let ready: Vec<ChoiceId> = self.waiting.keys().copied().collect();
+        for id in ready {
+            if self.running.len() >= self.limits.running_max as usize {
+                return;
+            }
+            if self.waits_for_prompt(id) {
+                continue;
+            }
+            let Some(mut choice) = self.waiting.remove(&id) else { continue };
+            // Nothing to decide and nothing to score.
+            if choice.ask.tokens_max == 0 && choice.scores_prompt.is_none() {
+                events.extend([Event::Began { id, cached: 0 }, Event::Ended { id, end: End::Length }]);
+                continue;
+            }
+            let found = found_pages(&mut choice, &self.prefixes, &self.bounds);
+            let page_rows = self.bounds.shape.page_rows as usize;
+            // Beside the pages that are found there are those that become the choice's own.
+            let positions = positions(&choice.ask, self.bounds.shape.context_max).min(choice.tokens.len() as u32 + 1);
+            let positions = self.held_at_once(positions);
+            let needed = (positions as usize).div_ceil(page_rows) - found.len();
+            let idle_found = found.iter().filter(|page| self.pool.holders(**page) == 1).count();
+            let free = self.pool.free_pages() as usize + self.pool.idle_pages() as usize - idle_found;
+            let sequence = if needed + self.running.len() <= free { self.pool.open().ok() } else { None };
+            let Some(sequence) = sequence else {
+                self.waiting.insert(id, choice);
+                return;
+            };
+            for &page in &found {
+                // Kept pages of fewer positions than the context has: both were looked at.
+                let _ = self.pool.share(sequence, page);
+                self.prefixes.touch(page);
+            }
+            while self.pool.reserve(sequence, positions).is_err() && self.prefixes.free_one(&mut self.pool) {}
+            let computed = found.len() * page_rows;
+            if !std::mem::replace(&mut choice.began, true) {
+                self.figures.prefix_queries += choice.tokens.len() as u64;
+                self.figures.prefix_hits += computed as u64;
+                events.push(Event::Began { id, cached: computed as u32 });
+            }
+            self.runs += 1;
+            let (submitted, offered, run) = (computed, found.len(), self.runs);
+            self.running.insert(id, Running { choice, sequence, submitted, computed, offered, run });
+        }
+    }
+
+    /// Whether another choice is still writing pages that this one would write, too.
+    fn waits_for_prompt(&self, id: ChoiceId) -> bool {
+        let first = ChoiceId { choice: 0, ..id };
+        if id.choice == 0 || self.bounds.shape.window.is_some() {
+            return false;
+        }
+        if self.waiting.contains_key(&first) {
+            return true;
+        }
+        let page_rows = self.bounds.shape.page_rows as usize;
+        let full = |choice: &Choice| (choice.prompt_count() - 1) / page_rows * page_rows;
+        self.running.get(&first).is_some_and(|first| first.computed < full(&first.choice))
+    }
+
+    /// The next launch; `None`: nothing is ready.
+    fn launch(&mut self, events: &mut Vec<Event>) -> Option<(Launch, Flying)> {
+        let Bounds { shape, chunk_max, .. } = self.bounds;
+        let decoding = self.running.values().filter(|running| running.left() == 1).count();
+        let rows_left = (shape.rows as usize).saturating_sub(decoding);
+        let mut chunk_rows = if decoding == 0 { rows_left } else { rows_left.min(self.limits.chunk_rows as usize) };
+        let (mut rows, mut flying) = (vec![], vec![]);
+        let ids: Vec<ChoiceId> = self.running.keys().copied().collect();
+        for id in ids {
+            let Some(running) = self.running.get(&id) else { continue };
+            let count = match running.left() {
+                0 => continue,
+                1 => 1,
+                left => left.min(chunk_rows).min(chunk_max as usize),
+            };
+            let from = running.submitted;
+            if count == 0 || !self.make_room(id, (from + count) as u32, events) {
+                continue;
+            }
+            let Some(running) = self.running.get_mut(&id) else { continue };
+            if running.left() > 1 {
+                chunk_rows -= count;
+            }
+            for position in from..from + count {
+                let (token, want) = (running.choice.tokens[position], want(&running.choice, position));
+                rows.push(LaunchRow { sequence: running.sequence, position: position as u32, token, want });
+                flying.push((id, running.run, position));
+            }
+            running.submitted += count;
+        }
+        if rows.is_empty() {
+            return None;
+        }
+        Some((Launch { rows, edits: self.pool.take_edits() }, Flying { rows: flying }))
+    }
+
+    /// Gives a choice pages for all positions below `positions`, from those that are free, then from prefixes, then from the
+    /// youngest other choice. False: it is the youngest itself, and waits now.
+    fn make_room(&mut self, id: ChoiceId, positions: u32, events: &mut Vec<Event>) -> bool {
+        loop {
+            let Some(running) = self.running.get(&id) else { return false };
+            let sequence = running.sequence;
+            // Rows that fly read what the first of them sees.
+            let _ = self.pool.drop_behind(sequence, running.computed as u32);
+            if self.pool.reserve(sequence, positions).is_ok() {
+                return true;
+            }
+            if self.prefixes.free_one(&mut self.pool) {
+                continue;
+            }
+            let Some((&youngest, _)) = self.running.last_key_value() else { return false };
+            if youngest == id && self.running.len() == 1 {
+                // Refused at its arrival, if its pages are more than the cache has.
+                self.end(id, End::Length, events);
+                return false;
+            }
+            self.preempt(youngest);
+            if youngest == id {
+                return false;
+            }
+        }
+    }
+
+    fn preempt(&mut self, id: ChoiceId) {
+        let Some(running) = self.running.remove(&id) else { return };
+        self.close(&running);
+        self.figures.preemptions += 1;
+        self.waiting.insert(id, running.choice);
+    }
+
+    fn close(&mut self, running: &Running) {
+        // The end of a text is wanted less often than its beginning: used earlier.
+        for block in (0..running.offered as u32).rev() {
+            if let Some(page) = self.pool.page(running.sequence, block) {
+                self.prefixes.touch(page);
+            }
+        }
+        // It is open.
+        let _ = self.pool.close(running.sequence);
+    }
+
+    fn end(&mut self, id: ChoiceId, end: End, events: &mut Vec<Event>) {
+        if let Some(running) = self.running.remove(&id) {
+            self.close(&running);
+        } else if self.waiting.remove(&id).is_none() {
+            return;
+        }
+        events.push(Event::Ended { id, end });
+    }
+
+    fn collect(&mut self, events: &mut Vec<Event>) -> Result<(), Fault> {
+        let Some(flying) = self.flying.pop_front() else { return Ok(()) };
+        let said = self.stepper.collect()?;
+        if said.len() != flying.rows.len() {
+            return Err(Fault::internal("a stepper answered for other rows than it was asked for"));
+        }
+        let mut scores: BTreeMap<ChoiceId, Vec<Decided>> = BTreeMap::new();
+        for ((id, run, position), said) in flying.rows.into_iter().zip(said) {
+            // It may have ended or been preempted meanwhile.
+            let Some(running) = self.running.get_mut(&id).filter(|running| running.run == run) else { continue };
+            running.computed = position + 1;
+            let choice = &mut running.choice;
+            if let Some(top) = choice.scores_prompt.filter(|_| position + 1 < choice.prompt_count())
+                && position + 1 == choice.scored
+            {
+                let Said::Logits(logits) = &said else { return Err(unasked()) };
+                let token = choice.tokens[position + 1];
+                let Logprobs { token: logprob, top } = Logprobs::of(logits, token, top as usize);
+                scores.entry(id).or_default().push(Decided { token, logprob: Some(logprob), top });
+                choice.scored += 1;
+            }
+            if position + 1 == choice.tokens.len() {
+                self.offer(id);
+                if let Some(scored) = scores.remove(&id) {
+                    events.push(Event::Prompt { id, scored });
+                }
+                self.decide(id, said, events)?;
+            }
+        }
+        for (id, scored) in scores {
+            events.push(Event::Prompt { id, scored });
+        }
+        let ids: Vec<ChoiceId> = self.running.keys().copied().collect();
+        ids.into_iter().for_each(|id| self.offer(id));
+        Ok(())
+    }
+
+    /// Offers the pages that became full to requests to come.
+    fn offer(&mut self, id: ChoiceId) {
+        let page_rows = self.bounds.shape.page_rows as usize;
+        let Some(running) = self.running.get_mut(&id).filter(|_| self.bounds.shape.window.is_none()) else { return };
+        while (running.offered + 1) * page_rows <= running.computed {
+            let chain = running.choice.chain(running.offered, page_rows);
+            if let Some(page) = self.pool.page(running.sequence, running.offered as u32) {
+                self.prefixes.insert(&mut self.pool, chain, page);
+            }
+            running.offered += 1;
+        }
+    }
+
+    /// Decides the token that follows all tokens of a choice.
+    fn decide(&mut self, id: ChoiceId, said: Said, events: &mut Vec<Event>) -> Result<(), Fault> {
+        let context_max = self.bounds.shape.context_max as usize;
+        let Some(Running { choice, .. }) = self.running.get_mut(&id) else { return Ok(()) };
+        if choice.ask.tokens_max == 0 {
+            self.end(id, End::Length, events);
+            return Ok(());
+        }
+        let request = &choice.ask.choices[choice.at];
+        let decided = match said {
+            Said::Best(Some(token)) => Ok(Decided { token, logprob: None, top: vec![] }),
+            Said::Best(None) => {
+                let (position, vocab) = (choice.counts.position(), self.bounds.vocab as usize);
+                Err(SampleError::NoCandidate { position, vocab })
+            }
+            Said::Logits(logits) => request.choose(&logits, &choice.counts, None),
+            Said::Nothing => return Err(unasked()),
+        };
+        let decided = match decided {
+            Ok(decided) => decided,
+            Err(error) => {
+                self.end(id, End::Choice(error), events);
+                return Ok(());
+            }
+        };
+        choice.tokens.push(decided.token);
+        choice.counts.push(decided.token);
+        let count = choice.tokens.len() - choice.prompt_count();
+        let end = if request.end(decided.token).is_some() {
+            Some(End::Stop)
+        } else if count >= choice.ask.tokens_max as usize || choice.tokens.len() > context_max {
+            Some(End::Length)
+        } else {
+            None
+        };
+        events.push(Event::Token { id, decided });
+        if let Some(end) = end {
+            self.end(id, end, events);
+        }
+        Ok(())
+    }
+}
+
+/// Positions that a request computes at most: its last token is decided at the one before.
+fn positions(ask: &Ask, context_max: u32) -> u32 {
+    let last = ask.prompt.len() as u64 + u64::from(ask.tokens_max.max(1)) - 1;
+    last.min(u64::from(context_max)) as u32
+}
+
+/// The kept pages with the first tokens of a choice.
+fn found_pages(choice: &mut Choice, prefixes: &Prefixes, bounds: &Bounds) -> Vec<PageId> {
+    let page_rows = bounds.shape.page_rows as usize;
+    let blocks = if bounds.shape.window.is_some() { 0 } else { choice.reusable() / page_rows };
+    (0..blocks).map_while(|block| prefixes.find(choice.chain(block, page_rows))).collect()
+}
+
+/// What the row of a choice at a position is computed for.
+fn want(choice: &Choice, position: usize) -> Want {
+    if choice.scores_prompt.is_some() && position + 1 < choice.prompt_count() && position + 1 >= choice.scored {
+        return Want::Logits;
+    }
+    if position + 1 < choice.tokens.len() || choice.ask.tokens_max == 0 {
+        return Want::Nothing;
+    }
+    let request = &choice.ask.choices[choice.at];
+    let plain = request.sampler().is_greedy() && request.beyond_kernels().is_empty();
+    if plain { Want::Best } else { Want::Logits }
+}
+
+fn unasked() -> Fault {
+    Fault::internal("a stepper gave no logits where they were asked for")
+}

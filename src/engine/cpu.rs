@@ -1,0 +1,69 @@
+//! Owns the stepper of the `cpu` target: the interpreter, with the guard of its tables.
+
+use std::collections::VecDeque;
+
+use super::stepper::{Bounds, Launch, Said, Stepper, Want};
+use crate::error::Fault;
+use crate::interp::{Interp, Options, Pack};
+use crate::ir::schedule::Schedule;
+use crate::rows::{Guard, Request, Row, Shape};
+use crate::sample::argmax;
+
+/// Runs launches on threads of this process, each when it is collected.
+#[derive(Debug)]
+pub struct CpuStepper {
+    interp: Interp,
+    guard: Guard,
+    bounds: Bounds,
+    queued: VecDeque<Launch>,
+}
+
+impl CpuStepper {
+    /// Prepares a validated schedule of several rows with its pack. Starts the worker threads.
+    ///
+    /// # Errors
+    /// A schedule without tables, or one whose cache is larger than this machine's memory.
+    pub fn new(schedule: &Schedule, pack: Pack, options: Options) -> Result<CpuStepper, Fault> {
+        let shape =
+            Shape::of(&schedule.program).ok_or_else(|| Fault::internal("a schedule of one row cannot be batched"))?;
+        let interp = Interp::new(schedule, pack, options)?;
+        let bounds = Bounds { shape, chunk_max: shape.rows, vocab: interp.vocab() as u32, launches: 1 };
+        Ok(CpuStepper { interp, guard: Guard::new(shape), bounds, queued: VecDeque::new() })
+    }
+}
+
+impl Stepper for CpuStepper {
+    fn bounds(&self) -> Bounds {
+        self.bounds
+    }
+
+    fn submit(&mut self, launch: Launch) -> Result<(), Fault> {
+        self.queued.push_back(launch);
+        Ok(())
+    }
+
+    fn collect(&mut self) -> Result<Vec<Said>, Fault> {
+        let Some(Launch { rows, edits }) = self.queued.pop_front() else { return Ok(vec![]) };
+        let row = |row: &super::LaunchRow| Row {
+            sequence: row.sequence,
+            position: row.position,
+            wants_logits: row.want != Want::Nothing,
+        };
+        let request = Request { rows: rows.iter().map(row).collect(), steps: 1, edits };
+        let tables = self.guard.admit(&request);
+        let tables =
+            tables.map_err(|refused| Fault::internal(format!("the tables of a launch are refused: {refused}")))?;
+        let tokens: Vec<u32> = rows.iter().map(|row| row.token).collect();
+        let mut said = vec![Said::Nothing; rows.len()];
+        let mut logits = vec![];
+        self.interp.launch_rows(tables, &tokens, |result| match rows[result.row].want {
+            Want::Nothing => {}
+            Want::Logits => said[result.row] = Said::Logits(result.logits.to_vec()),
+            Want::Best => {
+                result.logits.copy_to(&mut logits);
+                said[result.row] = Said::Best(argmax(&logits));
+            }
+        })?;
+        Ok(said)
+    }
+}

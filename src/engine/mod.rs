@@ -1,0 +1,33 @@
+//! Owns continuous batching: many requests, of which each launch takes the rows that are ready.
+//!
+//! `engine` decides, `stepper` is what executes ([`CpuStepper`] is the interpreter), `prefix` remembers which pages hold which tokens.
+//! Nothing here knows HTTP, text, threads or a clock: the time is an argument, and the same arrivals at the same times give the
+//! same launches.
+//!
+//! The rules:
+//!
+//! - **Order.** Requests are numbered as they arrive, and a choice of a request (`n`) comes after the choices before it. Older goes
+//!   first, everywhere.
+//! - **Admission.** The oldest waiting request runs as soon as a row and a sequence are free, and pages for its whole prompt, its
+//!   first token and one page for each running request. Nothing overtakes it. A request whose pages cannot fit into the whole cache
+//!   is refused when it arrives.
+//! - **Launches.** Each running request that decodes has one row in every launch. Prompts take the rows that are left, the oldest
+//!   first; beside decoding rows they take at most `chunk_rows` together, which bounds what they delay.
+//! - **Prefixes.** A full page of tokens is found again by the hash of all tokens up to its end. The least recently used page that
+//!   no request holds makes room. Other choices of a request wait until the first one has written their common prompt.
+//! - **Preemption.** When no page is left, the youngest running request gives its pages back and waits. What it had decided stays
+//!   decided; its positions are computed again. The oldest request is never preempted, so something always advances.
+//!
+//! A token depends on its request alone: a row's logits do not depend on its neighbours or on how a prompt is cut, and the choice
+//! depends on the logits, the history, the seed and the position.
+
+mod batch;
+mod cpu;
+mod prefix;
+mod stepper;
+#[cfg(test)]
+mod tests;
+
+pub use batch::{Ask, ChoiceId, End, Engine, Event, Figures, Limits, Refused, RequestId};
+pub use cpu::CpuStepper;
+pub use stepper::{Bounds, Launch, LaunchRow, Said, Stepper, Want};

@@ -1,0 +1,71 @@
+//! Owns what an engine knows of the thing that executes launches.
+
+use crate::error::Fault;
+use crate::rows::{Edit, SequenceId, Shape};
+
+/// What a stepper can take.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Bounds {
+    /// Rows of a launch, sequences, positions, pages.
+    pub shape: Shape,
+    /// Rows of one sequence in a launch, at consecutive positions.
+    pub chunk_max: u32,
+    /// Logits of a row; every token is below.
+    pub vocab: u32,
+    /// Launches that may be submitted before the first of them is collected; at least 1.
+    pub launches: usize,
+}
+
+/// What a row of a launch is for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Want {
+    /// Its keys and values.
+    Nothing,
+    /// Its logits, too.
+    Logits,
+    /// The id of its largest logit, ties to the lowest id.
+    Best,
+}
+
+/// A row with its token.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LaunchRow {
+    pub sequence: SequenceId,
+    pub position: u32,
+    pub token: u32,
+    pub want: Want,
+}
+
+/// One step of several rows. Rows of one sequence stand together, in the order of their positions.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Launch {
+    pub rows: Vec<LaunchRow>,
+    /// What changed in the page table since the launch before.
+    pub edits: Vec<Edit>,
+}
+
+/// What a row's [`Want`] got.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Said {
+    Nothing,
+    Logits(Vec<f32>),
+    /// `None`: no logit is a number above -inf.
+    Best(Option<u32>),
+}
+
+/// Executes launches in the order of their submission. A launch sees the pages that all launches before it wrote.
+pub trait Stepper {
+    fn bounds(&self) -> Bounds;
+
+    /// Queues a launch; returns before it has run.
+    ///
+    /// # Errors
+    /// What ends the engine: tables that the guard refuses, a device that is lost.
+    fn submit(&mut self, launch: Launch) -> Result<(), Fault>;
+
+    /// Waits for the oldest launch that was not collected; an entry for each of its rows.
+    ///
+    /// # Errors
+    /// What ends the engine.
+    fn collect(&mut self) -> Result<Vec<Said>, Fault>;
+}

@@ -1,0 +1,336 @@
+//! Owns the tests of the engine, over a stepper that is a hash: its logits depend on every token that a row can see through the
+//! page table, so a wrong page, an old one or a row out of order changes a token.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::time::Duration;
+
+use super::*;
+use crate::error::Fault;
+use crate::random::Random;
+use crate::rows::{PageId, SequenceId, Shape};
+use crate::sample::Decided;
+use crate::sample::{Request, RequestSettings, SampleSettings, TokenCounts};
+
+const VOCAB: u32 = 40;
+
+fn logits(tokens: &[u32]) -> Vec<f32> {
+    let seed =
+        tokens.iter().fold(0x9E37_79B9_7F4A_7C15_u64, |h, &t| (h ^ u64::from(t + 1)).wrapping_mul(0x100_0000_01B3));
+    let mut random = Random::new(seed);
+    (0..VOCAB).map(|_| random.below(4000) as f32 / 500.0).collect()
+}
+
+struct Toy {
+    bounds: Bounds,
+    table: BTreeMap<(SequenceId, u32), PageId>,
+    /// Of each page its tokens.
+    pages: Vec<Vec<Option<u32>>>,
+    results: VecDeque<Vec<Said>>,
+    log: Vec<Launch>,
+    /// The launch that fails.
+    fails_at: usize,
+}
+
+impl Toy {
+    fn new(shape: Shape, chunk_max: u32, launches: usize) -> Toy {
+        let bounds = Bounds { shape, chunk_max, vocab: VOCAB, launches };
+        let pages = vec![vec![None; shape.page_rows as usize]; shape.pages as usize];
+        Toy { bounds, table: BTreeMap::new(), pages, results: VecDeque::new(), log: vec![], fails_at: usize::MAX }
+    }
+
+    fn at(&mut self, sequence: SequenceId, position: u32) -> &mut Option<u32> {
+        let page_rows = self.bounds.shape.page_rows;
+        let page = self.table.get(&(sequence, position / page_rows)).expect("a page");
+        &mut self.pages[page.index()][(position % page_rows) as usize]
+    }
+}
+
+impl Stepper for Toy {
+    fn bounds(&self) -> Bounds {
+        self.bounds
+    }
+
+    fn submit(&mut self, launch: Launch) -> Result<(), Fault> {
+        if self.log.len() == self.fails_at {
+            return Err(Fault::environment("the device is gone"));
+        }
+        let Shape { rows, page_rows, context_max, .. } = self.bounds.shape;
+        for edit in &launch.edits {
+            let old = match edit.page {
+                Some(page) => self.table.insert((edit.sequence, edit.block), page),
+                None => self.table.remove(&(edit.sequence, edit.block)),
+            };
+            // What loses its last holder is forgotten: reading it again is a fault.
+            if let Some(old) = old.filter(|old| !self.table.values().any(|page| page == old)) {
+                self.pages[old.index()].fill(None);
+            }
+        }
+        assert!((1..=rows as usize).contains(&launch.rows.len()));
+        let mut count: BTreeMap<SequenceId, u32> = BTreeMap::new();
+        let mut last: BTreeMap<SequenceId, u32> = BTreeMap::new();
+        for row @ LaunchRow { token, .. } in &launch.rows {
+            assert!(row.position < context_max && *token < VOCAB);
+            *count.entry(row.sequence).or_default() += 1;
+            if let Some(last) = last.insert(row.sequence, row.position) {
+                assert_eq!(row.position, last + 1);
+            }
+            let page = self.table[&(row.sequence, row.position / page_rows)];
+            assert_eq!(self.table.values().filter(|other| **other == page).count(), 1, "a shared page is written");
+            *self.at(row.sequence, row.position) = Some(*token);
+        }
+        assert!(count.values().all(|count| *count <= self.bounds.chunk_max));
+        let window = self.bounds.shape.window.unwrap_or(u32::MAX);
+        let said = launch.rows.iter().map(|row| {
+            let from = (row.position + 1).saturating_sub(window);
+            let tokens: Vec<u32> =
+                (from..=row.position).map(|p| self.at(row.sequence, p).expect("a written row")).collect();
+            match row.want {
+                Want::Nothing => Said::Nothing,
+                Want::Logits => Said::Logits(logits(&tokens)),
+                Want::Best => Said::Best(crate::sample::argmax(&logits(&tokens))),
+            }
+        });
+        let said = said.collect();
+        self.results.push_back(said);
+        assert!(self.results.len() <= self.bounds.launches);
+        self.log.push(launch);
+        Ok(())
+    }
+
+    fn collect(&mut self) -> Result<Vec<Said>, Fault> {
+        Ok(self.results.pop_front().expect("a launch"))
+    }
+}
+
+const SHAPE: Shape = Shape { rows: 6, sequences: 11, context_max: 64, page_rows: 4, pages: 40, window: None };
+const LIMITS: Limits = Limits { running_max: 6, waiting_max: 100, chunk_rows: 3 };
+
+fn greedy() -> RequestSettings {
+    RequestSettings::plain(SampleSettings::greedy())
+}
+
+fn request(settings: &RequestSettings) -> Request {
+    settings.resolve(VOCAB, &[3, 9]).unwrap()
+}
+
+fn ask(prompt: &[u32], tokens_max: u32) -> Ask {
+    let settings = RequestSettings { ignore_eos: true, ..greedy() };
+    Ask { prompt: prompt.to_vec(), tokens_max, choices: vec![request(&settings)], scores_prompt: None, deadline: None }
+}
+
+/// What a choice is to get, by the hash alone.
+fn expected(ask: &Ask, choice: usize, shape: &Shape) -> (Vec<Decided>, End) {
+    let window = shape.window.map_or(usize::MAX, |window| window as usize);
+    let (mut tokens, mut counts, mut decided) = (ask.prompt.clone(), TokenCounts::new(&ask.prompt), vec![]);
+    let request = &ask.choices[choice];
+    while decided.len() < ask.tokens_max as usize && tokens.len() <= shape.context_max as usize {
+        let seen = &tokens[tokens.len().saturating_sub(window)..];
+        let next = request.choose(&logits(seen), &counts, None).unwrap();
+        tokens.push(next.token);
+        counts.push(next.token);
+        decided.push(next);
+        if request.end(tokens[tokens.len() - 1]).is_some() {
+            return (decided, End::Stop);
+        }
+    }
+    (decided, End::Length)
+}
+
+fn until_idle(engine: &mut Engine<Toy>) -> Vec<Event> {
+    let mut events = vec![];
+    while !engine.is_idle() {
+        engine.turn(Duration::ZERO, &mut events).unwrap();
+    }
+    events
+}
+
+fn decided_of(events: &[Event], of: ChoiceId) -> Vec<Decided> {
+    let token = |event: &Event| match event {
+        Event::Token { id, decided } if *id == of => Some(decided.clone()),
+        _ => None,
+    };
+    events.iter().filter_map(token).collect()
+}
+
+fn end_of(events: &[Event], of: ChoiceId) -> Option<&End> {
+    events.iter().find_map(|event| match event {
+        Event::Ended { id, end } if *id == of => Some(end),
+        _ => None,
+    })
+}
+
+/// Requests of all kinds that come and go at random over a cache that is too small for them.
+fn storm(shape: Shape, chunk_max: u32, launches: usize) -> (Vec<Event>, Vec<Launch>, Figures) {
+    let mut engine = Engine::new(Toy::new(shape, chunk_max, launches), LIMITS).unwrap();
+    let mut random = Random::new(7);
+    let mut asks: BTreeMap<RequestId, Ask> = BTreeMap::new();
+    let mut cancelled = vec![];
+    let mut events = vec![];
+    for turn in 0..6000_u64 {
+        if turn < 5000 && random.below(3) == 0 {
+            // Few tokens, so that prompts begin alike.
+            let prompt: Vec<u32> = (0..1 + random.below(30)).map(|i| (i as u32 / 7) * random.below(2) as u32).collect();
+            let mut ask = ask(&prompt, random.below(40) as u32);
+            let mut settings = greedy();
+            settings.ignore_eos = random.below(2) == 0;
+            settings.sampling.temperature = random.below(2) as f32;
+            settings.penalties.frequency = random.below(2) as f32 * 0.5;
+            settings.logprobs = (random.below(4) == 0).then(|| random.below(3) as u32);
+            let of =
+                |seed| RequestSettings { sampling: SampleSettings { seed, ..settings.sampling }, ..settings.clone() };
+            let count = if random.below(4) == 0 { 3 } else { 1 };
+            ask.choices = (0..count).map(|at| request(&of(turn + at))).collect();
+            ask.scores_prompt = (random.below(8) == 0).then_some(2);
+            if let Ok(request) = engine.submit(ask.clone()) {
+                asks.insert(request, ask);
+            }
+        }
+        if random.below(20) == 0
+            && let Some((&request, ask)) = asks.last_key_value()
+        {
+            let id = ChoiceId { request, choice: random.below(ask.choices.len()) as u32 };
+            engine.cancel(id, &mut events);
+            cancelled.push(id);
+        }
+        engine.turn(Duration::from_millis(turn), &mut events).unwrap();
+    }
+    events.extend(until_idle(&mut engine));
+    for (&request, ask) in &asks {
+        for choice in 0..ask.choices.len() {
+            let id = ChoiceId { request, choice: choice as u32 };
+            let (decided, end) = expected(ask, choice, &shape);
+            let found = decided_of(&events, id);
+            match end_of(&events, id) {
+                Some(End::Cancelled) => assert!(cancelled.contains(&id) && decided.starts_with(&found)),
+                other => assert_eq!((&found, other), (&decided, Some(&end)), "{id:?}: {ask:?}"),
+            }
+            let prompt: Vec<u32> = events
+                .iter()
+                .filter_map(|event| match event {
+                    Event::Prompt { id: of, scored } if *of == id => Some(scored.iter().map(|scored| scored.token)),
+                    _ => None,
+                })
+                .flatten()
+                .collect();
+            let scores = ask.scores_prompt.is_some() && choice == 0 && end_of(&events, id) != Some(&End::Cancelled);
+            assert!(!scores || prompt == ask.prompt[1..], "{id:?}");
+        }
+    }
+    assert!(asks.len() > 500, "{}", asks.len());
+    let figures = engine.figures();
+    assert_eq!((figures.running, figures.waiting, figures.pages_used), (0, 0, 0));
+    (events, engine.stepper.log, figures)
+}
+
+#[test]
+fn every_request_gets_its_tokens_whatever_runs_beside_it() {
+    for (chunk_max, launches) in [(1, 1), (4, 1), (6, 1), (4, 2), (6, 3)] {
+        let (_, log, figures) = storm(SHAPE, chunk_max, launches);
+        assert!(figures.preemptions > 20 && figures.prefix_hits > 500, "{figures:?}");
+        assert!(log.len() > 1000);
+    }
+}
+
+#[test]
+fn windows_give_their_pages_back() {
+    // A whole context has 16 pages, and several requests run in fewer.
+    let shape = Shape { window: Some(9), pages: 12, ..SHAPE };
+    let (_, log, figures) = storm(shape, 4, 1);
+    assert_eq!(figures.prefix_hits, 0);
+    let deep = |launch: &Launch| launch.rows.iter().any(|row| row.position > 48);
+    let together = |launch: &&Launch| launch.rows.iter().any(|row| row.sequence != launch.rows[0].sequence);
+    assert!(log.iter().filter(together).any(deep));
+}
+
+#[test]
+fn the_same_arrivals_make_the_same_launches() {
+    let (a, b) = (storm(SHAPE, 4, 2), storm(SHAPE, 4, 2));
+    assert!(a.0 == b.0 && a.1 == b.1);
+}
+
+#[test]
+fn a_prompt_beside_decoding_rows_takes_few_of_them() {
+    let mut engine = Engine::new(Toy::new(SHAPE, 6, 1), LIMITS).unwrap();
+    let mut events = vec![];
+    let short = engine.submit(ask(&[1], 12)).unwrap();
+    engine.turn(Duration::ZERO, &mut events).unwrap();
+    let long = engine.submit(ask(&[2; 20], 4)).unwrap();
+    events.extend(until_idle(&mut engine));
+    for request in [short, long] {
+        assert_eq!(end_of(&events, ChoiceId { request, choice: 0 }), Some(&End::Length));
+    }
+    let rows: Vec<usize> = engine.stepper.log.iter().map(|launch| launch.rows.len()).collect();
+    // The prompt alone would take four launches of six rows: 20 rows in threes beside one, then both decode.
+    assert_eq!(rows[..9], [1, 4, 4, 4, 4, 4, 4, 3, 2]);
+}
+
+#[test]
+fn a_prompt_that_was_seen_is_computed_from_its_last_page_on() {
+    let mut engine = Engine::new(Toy::new(SHAPE, 6, 1), LIMITS).unwrap();
+    let prompt: Vec<u32> = (0..18).collect();
+    let began = |events: &[Event]| {
+        let cached = |event: &Event| match event {
+            Event::Began { cached, .. } => Some(*cached),
+            _ => None,
+        };
+        events.iter().filter_map(cached).collect::<Vec<_>>()
+    };
+    engine.submit(ask(&prompt, 3)).unwrap();
+    assert_eq!(began(&until_idle(&mut engine)), [0]);
+    engine.submit(ask(&prompt, 3)).unwrap();
+    assert_eq!(began(&until_idle(&mut engine)), [16]);
+    // The last token is computed in any case.
+    engine.submit(ask(&prompt[..16], 3)).unwrap();
+    assert_eq!(began(&until_idle(&mut engine)), [12]);
+    // What differs early shares nothing that follows.
+    engine.submit(ask(&[&[9], &prompt[1..]].concat(), 3)).unwrap();
+    assert_eq!(began(&until_idle(&mut engine)), [0]);
+    // Choices wait for the first one's prompt.
+    let one = ask(&[5; 13], 3);
+    engine.submit(Ask { choices: vec![one.choices[0].clone(); 3], ..one }).unwrap();
+    assert_eq!(began(&until_idle(&mut engine)), [0, 12, 12]);
+}
+
+#[test]
+fn what_cannot_run_is_refused_and_a_full_queue_says_so() {
+    let shape = Shape { pages: 5, sequences: 3, ..SHAPE };
+    let mut engine = Engine::new(Toy::new(shape, 4, 1), Limits { running_max: 1, waiting_max: 1, ..LIMITS }).unwrap();
+    assert_eq!(engine.submit(ask(&[], 1)), Err(Refused::NoPrompt));
+    assert_eq!(engine.submit(ask(&[0; 65], 1)), Err(Refused::Context { found: 65, context_max: 64 }));
+    assert_eq!(engine.submit(ask(&[VOCAB], 1)), Err(Refused::Token { token: VOCAB, vocab: VOCAB }));
+    assert_eq!(engine.submit(ask(&[1; 11], 11)), Err(Refused::Pages { positions: 21, needed: 6, pages: 5 }));
+    engine.submit(ask(&[1; 10], 11)).unwrap();
+    engine.submit(ask(&[1; 20], 1)).unwrap();
+    assert_eq!(engine.submit(ask(&[1], 1)), Err(Refused::Busy { waiting: 2 }));
+    let events = until_idle(&mut engine);
+    assert_eq!(events.iter().filter(|event| matches!(event, Event::Ended { end: End::Length, .. })).count(), 2);
+}
+
+#[test]
+fn deadlines_end_what_waits_and_what_runs() {
+    let mut engine = Engine::new(Toy::new(SHAPE, 6, 1), Limits { running_max: 1, ..LIMITS }).unwrap();
+    let late = |deadline| Ask { deadline: Some(Duration::from_secs(deadline)), ..ask(&[1, 2], 30) };
+    let runs = engine.submit(late(3)).unwrap();
+    let waits = engine.submit(late(2)).unwrap();
+    let mut events = vec![];
+    for second in 0..5 {
+        engine.turn(Duration::from_secs(second), &mut events).unwrap();
+    }
+    for (request, tokens) in [(runs, 2), (waits, 0)] {
+        let id = ChoiceId { request, choice: 0 };
+        assert_eq!((end_of(&events, id), decided_of(&events, id).len()), (Some(&End::Deadline), tokens));
+    }
+    assert!(until_idle(&mut engine).is_empty());
+}
+
+#[test]
+fn a_lost_device_is_an_error_of_the_turn() {
+    let mut toy = Toy::new(SHAPE, 6, 1);
+    toy.fails_at = 1;
+    let mut engine = Engine::new(toy, LIMITS).unwrap();
+    engine.submit(ask(&[1, 2], 30)).unwrap();
+    let mut events = vec![];
+    engine.turn(Duration::ZERO, &mut events).unwrap();
+    let fault = engine.turn(Duration::ZERO, &mut events).unwrap_err();
+    assert_eq!(fault.message, "the device is gone");
+}

@@ -1,0 +1,82 @@
+//! Owns the threads that turn text into tokens for handlers, each with a tokenizer's process of its own.
+
+use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
+use std::sync::{Arc, Mutex};
+use std::thread;
+
+use tokio::sync::oneshot;
+
+use super::desk::{StartTokens, lock};
+use super::error::ApiError;
+use crate::error::Fault;
+use crate::pipeline::Tokens;
+
+/// Questions that wait for a thread.
+const WAITING_MAX: usize = 256;
+
+type Job = Box<dyn FnOnce(Result<&mut Tokens, ApiError>) + Send>;
+
+/// What handlers ask of a tokenizer.
+#[derive(Clone)]
+pub struct Encoders {
+    jobs: SyncSender<Job>,
+}
+
+impl Encoders {
+    /// # Errors
+    /// Threads that cannot be started.
+    pub fn start(threads: usize, start: &StartTokens) -> Result<Encoders, Fault> {
+        let (jobs, queue) = sync_channel(WAITING_MAX);
+        let queue = Arc::new(Mutex::new(queue));
+        for _ in 0..threads {
+            let (queue, start) = (queue.clone(), start.clone());
+            let spawned = thread::Builder::new().name("encode".to_string()).spawn(move || run(&queue, &start));
+            spawned.map_err(|error| Fault::environment(format!("cannot start a thread: {error}")))?;
+        }
+        Ok(Encoders { jobs })
+    }
+
+    /// Asks a tokenizer.
+    ///
+    /// # Errors
+    /// Too many ask, the model has no tokenizer, or the tokenizer's own.
+    pub async fn ask<T: Send + 'static>(
+        &self,
+        question: impl FnOnce(&mut Tokens) -> Result<T, Fault> + Send + 'static,
+    ) -> Result<T, ApiError> {
+        let (answer, answered) = oneshot::channel();
+        let job = Box::new(move |tokens: Result<&mut Tokens, ApiError>| {
+            // A handler that is gone wants no answer.
+            let _ = answer.send(tokens.and_then(|tokens| question(tokens).map_err(ApiError::from)));
+        });
+        match self.jobs.try_send(job) {
+            Ok(()) => answered.await.unwrap_or_else(|_| Err(ApiError::dead("the tokenizer's thread ended"))),
+            Err(TrySendError::Full(_)) => Err(ApiError::busy("too many texts wait for the tokenizer")),
+            Err(TrySendError::Disconnected(_)) => Err(ApiError::dead("the tokenizer's threads ended")),
+        }
+    }
+}
+
+fn run(queue: &Mutex<Receiver<Job>>, start: &StartTokens) {
+    let mut tokens: Option<Tokens> = None;
+    loop {
+        let job = lock(queue).recv();
+        let Ok(job) = job else { return };
+        if tokens.as_ref().is_none_or(Tokens::is_lost) {
+            tokens = match start() {
+                Ok(Some(started)) => Some(started),
+                Ok(None) => {
+                    job(Err(ApiError::bad("this model has no tokenizer: give token ids")));
+                    continue;
+                }
+                Err(fault) => {
+                    job(Err(fault.into()));
+                    continue;
+                }
+            };
+        }
+        if let Some(tokens) = &mut tokens {
+            job(Ok(tokens));
+        }
+    }
+}

@@ -1,0 +1,125 @@
+//! Owns what a client is told when it gets no answer: a status, and the error object of the API.
+
+use axum::body::Body;
+use axum::http::{Response, StatusCode, header};
+use serde_json::json;
+
+use crate::engine::{End, Refused};
+use crate::error::{Fault, Tier};
+use crate::sample::SampleError;
+
+/// A refusal, as `{"error": {"message", "type", "param", "code"}}`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ApiError {
+    pub status: StatusCode,
+    pub message: String,
+    /// The field that is wrong.
+    pub param: Option<String>,
+    pub code: Option<&'static str>,
+}
+
+impl ApiError {
+    pub fn new(status: StatusCode, message: impl Into<String>) -> ApiError {
+        ApiError { status, message: message.into(), param: None, code: None }
+    }
+
+    /// The client has to change the request.
+    pub fn bad(message: impl Into<String>) -> ApiError {
+        ApiError::new(StatusCode::BAD_REQUEST, message)
+    }
+
+    /// The client has to change this field.
+    pub fn field(name: impl Into<String>, message: impl std::fmt::Display) -> ApiError {
+        let name = name.into();
+        ApiError { param: Some(name.clone()), ..ApiError::bad(format!("`{name}`: {message}")) }
+    }
+
+    /// Too many ask at the same time.
+    pub fn busy(message: impl Into<String>) -> ApiError {
+        ApiError::new(StatusCode::TOO_MANY_REQUESTS, message).with_code("server_busy")
+    }
+
+    /// Nothing is decided here at present.
+    pub fn dead(message: impl Into<String>) -> ApiError {
+        ApiError::new(StatusCode::SERVICE_UNAVAILABLE, message).with_code("engine_unavailable")
+    }
+
+    pub fn with_code(self, code: &'static str) -> ApiError {
+        ApiError { code: Some(code), ..self }
+    }
+
+    fn kind(&self) -> &'static str {
+        match self.status {
+            StatusCode::UNAUTHORIZED => "authentication_error",
+            StatusCode::TOO_MANY_REQUESTS => "rate_limit_error",
+            status if status.is_client_error() => "invalid_request_error",
+            _ => "server_error",
+        }
+    }
+
+    /// The error object, also what a stream that fails ends with.
+    pub fn object(&self) -> serde_json::Value {
+        let ApiError { message, param, code, .. } = self;
+        json!({ "error": { "message": message, "type": self.kind(), "param": param, "code": code } })
+    }
+
+    pub fn response(&self) -> Response<Body> {
+        let mut response = Response::new(Body::from(self.object().to_string()));
+        *response.status_mut() = self.status;
+        let headers = response.headers_mut();
+        headers.insert(header::CONTENT_TYPE, header::HeaderValue::from_static("application/json"));
+        if matches!(self.status, StatusCode::TOO_MANY_REQUESTS | StatusCode::SERVICE_UNAVAILABLE) {
+            headers.insert(header::RETRY_AFTER, header::HeaderValue::from_static("1"));
+        }
+        if self.status == StatusCode::UNAUTHORIZED {
+            headers.insert(header::WWW_AUTHENTICATE, header::HeaderValue::from_static("Bearer"));
+        }
+        response
+    }
+}
+
+impl From<Refused> for ApiError {
+    fn from(refused: Refused) -> ApiError {
+        let message = refused.to_string();
+        match refused {
+            Refused::Busy { .. } => ApiError::busy(message),
+            Refused::NoPrompt | Refused::Token { .. } => ApiError::field("prompt", message),
+            Refused::Context { .. } => ApiError::field("prompt", message).with_code("context_length_exceeded"),
+            Refused::Pages { .. } => ApiError::field("max_tokens", message).with_code("context_length_exceeded"),
+        }
+    }
+}
+
+impl From<SampleError> for ApiError {
+    fn from(error: SampleError) -> ApiError {
+        // Its message begins with the setting.
+        let message = error.to_string();
+        let name = message.split(':').next().unwrap_or_default().replace('-', "_");
+        ApiError { param: Some(name), ..ApiError::bad(message) }
+    }
+}
+
+/// Faults of a tokenizer: text or messages that it refuses, or its end.
+impl From<Fault> for ApiError {
+    fn from(fault: Fault) -> ApiError {
+        let status = match fault.tier {
+            Tier::Input => StatusCode::BAD_REQUEST,
+            Tier::Environment | Tier::Internal => StatusCode::INTERNAL_SERVER_ERROR,
+        };
+        ApiError::new(status, fault.message)
+    }
+}
+
+/// The `finish_reason` of a choice that ended; an error where it has none.
+pub fn finish_reason(end: &End) -> Result<&'static str, ApiError> {
+    match end {
+        End::Stop => Ok("stop"),
+        End::Length => Ok("length"),
+        End::Cancelled => Err(ApiError::dead("the request was cancelled here").with_code("cancelled")),
+        End::Deadline => {
+            Err(ApiError::new(StatusCode::GATEWAY_TIMEOUT, "the request took longer than this server allows")
+                .with_code("timeout"))
+        }
+        End::Choice(error) => Err(ApiError::new(StatusCode::INTERNAL_SERVER_ERROR, error.to_string())),
+    }
+}

@@ -1,0 +1,164 @@
+//! Owns the body of a request as named fields: each is taken once, and what is left over is refused by name.
+//!
+//! Values are read into their own types straight from the bytes of the body, so a hostile body takes a small multiple of its
+//! size at most.
+
+use std::fmt;
+
+use serde::Deserialize;
+use serde::de::{DeserializeOwned, Deserializer, MapAccess, Visitor};
+use serde_json::value::RawValue;
+
+use super::error::ApiError;
+
+/// The fields of a JSON object that were not taken.
+#[derive(Debug)]
+pub struct Fields<'a> {
+    left: Vec<(String, &'a RawValue)>,
+}
+
+impl<'a> Fields<'a> {
+    /// # Errors
+    /// What is no JSON object, or names a field twice.
+    pub fn of(body: &'a [u8]) -> Result<Fields<'a>, ApiError> {
+        let mut fields: Fields<'a> = serde_json::from_slice(body)
+            .map_err(|error| ApiError::bad(format!("the body is no JSON object: {error}")))?;
+        fields.left.sort_by(|a, b| a.0.cmp(&b.0));
+        match fields.left.windows(2).find(|pair| pair[0].0 == pair[1].0) {
+            Some(twice) => Err(ApiError::field(&*twice[0].0, "is there twice")),
+            None => Ok(fields),
+        }
+    }
+
+    /// The value of a field; `None`: it is not there, or null.
+    ///
+    /// # Errors
+    /// A value of another type.
+    pub fn take<T: DeserializeOwned>(&mut self, name: &str) -> Result<Option<T>, ApiError> {
+        let Some(value) = self.raw(name) else { return Ok(None) };
+        let read = serde_json::from_str::<Option<T>>(value.get());
+        read.map_err(|error| ApiError::field(name, plain(&error)))
+    }
+
+    /// The value of a field that has to be there.
+    ///
+    /// # Errors
+    /// None, or a value of another type.
+    pub fn need<T: DeserializeOwned>(&mut self, name: &str) -> Result<T, ApiError> {
+        self.take(name)?.ok_or_else(|| ApiError::field(name, "is missing"))
+    }
+
+    /// Takes a field whose neutral values change nothing.
+    ///
+    /// # Errors
+    /// Any other value: this server does not do what it asks for.
+    pub fn neutral(&mut self, name: &str, neutral: &[&str]) -> Result<(), ApiError> {
+        match self.raw(name) {
+            Some(value) if value.get() != "null" && !neutral.contains(&value.get()) => Err(unsupported(name)),
+            _ => Ok(()),
+        }
+    }
+
+    fn raw(&mut self, name: &str) -> Option<&'a RawValue> {
+        let at = self.left.iter().position(|(key, _)| key == name)?;
+        Some(self.left.swap_remove(at).1)
+    }
+
+    /// # Errors
+    /// A field that was not taken.
+    pub fn finish(mut self) -> Result<(), ApiError> {
+        self.left.sort_by(|a, b| a.0.cmp(&b.0));
+        match self.left.first() {
+            None => Ok(()),
+            Some((name, _)) => {
+                let name: String = name.chars().take(80).collect();
+                Err(ApiError::field(&*name, "this server knows no such field").with_code("unknown_parameter"))
+            }
+        }
+    }
+}
+
+/// What is known and not done here.
+pub fn unsupported(name: &str) -> ApiError {
+    ApiError::field(name, "this server does not support it").with_code("unsupported_parameter")
+}
+
+/// An error without the place in a value that the client wrote on one line.
+fn plain(error: &serde_json::Error) -> String {
+    let text = error.to_string();
+    text.split(" at line ").next().unwrap_or_default().to_string()
+}
+
+impl<'de: 'a, 'a> Deserialize<'de> for Fields<'a> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Fields<'a>, D::Error> {
+        struct Named;
+        impl<'de> Visitor<'de> for Named {
+            type Value = Vec<(String, &'de RawValue)>;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("an object")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
+                let mut fields = vec![];
+                while let Some(field) = map.next_entry::<String, &'de RawValue>()? {
+                    fields.push(field);
+                    if fields.len() > FIELDS_MAX {
+                        return Err(serde::de::Error::custom("more fields than any request has"));
+                    }
+                }
+                Ok(fields)
+            }
+        }
+        Ok(Fields { left: deserializer.deserialize_map(Named)? })
+    }
+}
+
+/// The API has fewer than this.
+const FIELDS_MAX: usize = 200;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn fields_are_taken_once_and_the_rest_is_refused_by_name() {
+        let mut fields = Fields::of(br#"{"a": 1, "b": null, "c": "text", "d": {"e": [1, 2]}, "f": false}"#).unwrap();
+        assert_eq!(fields.take::<u32>("a"), Ok(Some(1)));
+        assert_eq!((fields.take::<u32>("a"), fields.take::<u32>("b")), (Ok(None), Ok(None)));
+        let wrong = fields.take::<u32>("c").unwrap_err();
+        assert_eq!(wrong.message, "`c`: invalid type: string \"text\", expected u32");
+        assert_eq!(wrong.param.as_deref(), Some("c"));
+        assert_eq!(fields.neutral("f", &["false"]), Ok(()));
+        let left = fields.finish().unwrap_err();
+        assert_eq!(
+            (left.message.as_str(), left.code),
+            ("`d`: this server knows no such field", Some("unknown_parameter"))
+        );
+    }
+
+    #[test]
+    fn what_is_no_object_is_refused() {
+        for (body, expected) in [
+            ("", "the body is no JSON object: EOF while parsing a value at line 1 column 0"),
+            ("[1]", "the body is no JSON object: invalid type: sequence, expected an object at line 1 column 0"),
+            (r#"{"a": 1, "a": 2}"#, "`a`: is there twice"),
+            (r#"{"a": 1"#, "the body is no JSON object: EOF while parsing an object at line 1 column 7"),
+        ] {
+            assert_eq!(Fields::of(body.as_bytes()).unwrap_err().message, expected);
+        }
+        assert!(Fields::of(b"{\"a\": \"\xff\"}").is_err());
+        let deep = format!("{{\"a\": {}", "[".repeat(1 << 20));
+        assert!(Fields::of(deep.as_bytes()).is_err());
+        let many: Vec<String> = (0..300).map(|i| format!("\"{i}\": 0")).collect();
+        let refused = Fields::of(format!("{{{}}}", many.join(",")).as_bytes()).unwrap_err();
+        assert!(refused.message.contains("more fields than any request has"), "{}", refused.message);
+    }
+
+    #[test]
+    fn a_value_that_asks_for_something_else_is_refused_by_name() {
+        let mut fields = Fields::of(br#"{"best_of": 2}"#).unwrap();
+        let refused = fields.neutral("best_of", &["1"]).unwrap_err();
+        assert_eq!((refused.param.as_deref(), refused.code), (Some("best_of"), Some("unsupported_parameter")));
+    }
+}

@@ -1,0 +1,278 @@
+//! Owns what a request may ask, read from its fields: both endpoints share all that is here.
+
+use std::collections::BTreeMap;
+
+use serde::Deserialize;
+use serde::de::{Deserializer, Error, SeqAccess, Visitor};
+use std::fmt;
+
+use super::error::ApiError;
+use super::fields::{Fields, unsupported};
+use crate::sample::{Penalties, RequestSettings, SampleSettings};
+
+/// Choices of a request; each waits and runs by itself.
+const CHOICES_MAX: u32 = 128;
+/// Texts that end a choice, and the bytes of each: every token is compared with all of them.
+const STOPS_MAX: usize = 16;
+const STOP_BYTES_MAX: usize = 1024;
+/// Log-probabilities beside a token's own.
+const LOGPROBS_MAX: u32 = 20;
+const STOP_IDS_MAX: usize = 64;
+const LOGIT_BIAS_MAX: usize = 1024;
+
+/// What both endpoints know.
+#[derive(Debug, Clone)]
+pub struct Params {
+    /// `logprobs` and the seed are not set here.
+    pub settings: RequestSettings,
+    /// Tokens at most; `None`: the endpoint has a default.
+    pub tokens_max: Option<u32>,
+    /// Choices for each prompt.
+    pub choices: u32,
+    pub stops: Vec<String>,
+    pub skip_special: bool,
+    pub stream: bool,
+    /// A stream ends with its usage.
+    pub usage: bool,
+}
+
+/// One value, or a list.
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum OneOrMany {
+    One(String),
+    Many(Vec<String>),
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct StreamOptions {
+    #[serde(default)]
+    include_usage: bool,
+}
+
+impl Params {
+    /// # Errors
+    /// A field of another type or out of its range, one that asks for what is not done here, a model that is not served.
+    pub fn take(fields: &mut Fields<'_>, model: &str) -> Result<Params, ApiError> {
+        if let Some(asked) = fields.take::<String>("model")?.filter(|asked| asked != model) {
+            let asked: String = asked.chars().take(200).collect();
+            let message = format!("`{asked}` is not served here, expected `{model}`");
+            let error = ApiError::field("model", message).with_code("model_not_found");
+            return Err(ApiError { status: axum::http::StatusCode::NOT_FOUND, ..error });
+        }
+        let number = |fields: &mut Fields<'_>, name| fields.take::<f32>(name);
+        let sampling = SampleSettings {
+            temperature: number(fields, "temperature")?.unwrap_or(1.0),
+            // Other servers write "all" as 0 or -1.
+            top_k: fields.take::<i64>("top_k")?.filter(|k| *k > 0).map(|k| u32::try_from(k).unwrap_or(u32::MAX)),
+            top_p: number(fields, "top_p")?.filter(|p| *p != 1.0),
+            seed: fields.take::<i64>("seed")?.map_or_else(fresh_seed, |seed| seed as u64),
+        };
+        let penalties = Penalties {
+            repetition: number(fields, "repetition_penalty")?.unwrap_or(1.0),
+            presence: number(fields, "presence_penalty")?.unwrap_or(0.0),
+            frequency: number(fields, "frequency_penalty")?.unwrap_or(0.0),
+        };
+        let logit_bias = fields.take::<BTreeMap<u32, f32>>("logit_bias")?.unwrap_or_default();
+        let stop_ids = fields.take::<Vec<u32>>("stop_token_ids")?.unwrap_or_default();
+        for (name, found, most) in
+            [("logit_bias", logit_bias.len(), LOGIT_BIAS_MAX), ("stop_token_ids", stop_ids.len(), STOP_IDS_MAX)]
+        {
+            if found > most {
+                return Err(ApiError::field(name, format!("expected at most {most} ids, found {found}")));
+            }
+        }
+        let settings = RequestSettings {
+            sampling,
+            min_p: number(fields, "min_p")?.unwrap_or(0.0),
+            penalties,
+            logit_bias,
+            stop_ids,
+            min_tokens: fields.take("min_tokens")?.unwrap_or(0),
+            ignore_eos: fields.take("ignore_eos")?.unwrap_or(false),
+            logprobs: None,
+        };
+        let choices = fields.take::<u32>("n")?.unwrap_or(1);
+        if choices == 0 || choices > CHOICES_MAX {
+            return Err(ApiError::field("n", format!("expected 1 to {CHOICES_MAX}, found {choices}")));
+        }
+        let stops = match fields.take::<OneOrMany>("stop")? {
+            None => vec![],
+            Some(OneOrMany::One(stop)) => vec![stop],
+            Some(OneOrMany::Many(stops)) => stops,
+        };
+        if stops.len() > STOPS_MAX || stops.iter().any(|stop| stop.is_empty() || stop.len() > STOP_BYTES_MAX) {
+            let expected = format!("expected at most {STOPS_MAX} texts of 1 to {STOP_BYTES_MAX} bytes");
+            return Err(ApiError::field("stop", expected));
+        }
+        let stream = fields.take("stream")?.unwrap_or(false);
+        let options = fields.take::<StreamOptions>("stream_options")?;
+        if options.is_some() && !stream {
+            return Err(ApiError::field("stream_options", "expected only with `stream`"));
+        }
+        let skip_special = fields.take("skip_special_tokens")?.unwrap_or(true);
+        // Says who asks; nothing here depends on it.
+        fields.take::<String>("user")?;
+        fields.neutral("store", &["false"])?;
+        fields.neutral("service_tier", &["\"auto\"", "\"default\""])?;
+        if let Some(format) = fields.take::<BTreeMap<String, serde_json::Value>>("response_format")?
+            && format.get("type").and_then(serde_json::Value::as_str) != Some("text")
+        {
+            return Err(unsupported("response_format"));
+        }
+        let (tokens_max, usage) = (fields.take("max_tokens")?, options.is_some_and(|options| options.include_usage));
+        Ok(Params { settings, tokens_max, choices, stops, skip_special, stream, usage })
+    }
+}
+
+/// A count of log-probabilities.
+///
+/// # Errors
+/// More than a reply has.
+pub fn top_logprobs(name: &str, asked: Option<u32>) -> Result<Option<u32>, ApiError> {
+    match asked.filter(|count| *count > LOGPROBS_MAX) {
+        Some(found) => Err(ApiError::field(name, format!("expected at most {LOGPROBS_MAX}, found {found}"))),
+        None => Ok(asked),
+    }
+}
+
+/// A number that no other request has, and that is not to be guessed.
+pub fn fresh_seed() -> u64 {
+    use std::hash::{BuildHasher, Hasher, RandomState};
+    RandomState::new().build_hasher().finish()
+}
+
+/// What is continued.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Prompt {
+    Text(String),
+    Ids(Vec<u32>),
+}
+
+/// The field `prompt`: a text, ids, or a list of either.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Prompts(pub Vec<Prompt>);
+
+/// One entry of a list: what it is says what the list is.
+enum Entry {
+    Text(String),
+    Id(u32),
+    Ids(Vec<u32>),
+}
+
+const PROMPT: &str = "a text, a list of token ids, or a list of either";
+
+impl<'de> Deserialize<'de> for Entry {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Entry, D::Error> {
+        struct Any;
+        impl<'de> Visitor<'de> for Any {
+            type Value = Entry;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str(PROMPT)
+            }
+
+            fn visit_str<E: Error>(self, text: &str) -> Result<Entry, E> {
+                Ok(Entry::Text(text.to_string()))
+            }
+
+            fn visit_u64<E: Error>(self, id: u64) -> Result<Entry, E> {
+                u32::try_from(id).map(Entry::Id).map_err(|_| E::custom(format!("{id} is no token id")))
+            }
+
+            fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<Entry, A::Error> {
+                let mut ids = vec![];
+                while let Some(id) = list.next_element()? {
+                    ids.push(id);
+                }
+                Ok(Entry::Ids(ids))
+            }
+        }
+        deserializer.deserialize_any(Any)
+    }
+}
+
+impl<'de> Deserialize<'de> for Prompts {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Prompts, D::Error> {
+        struct Any;
+        impl<'de> Visitor<'de> for Any {
+            type Value = Prompts;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str(PROMPT)
+            }
+
+            fn visit_str<E: Error>(self, text: &str) -> Result<Prompts, E> {
+                Ok(Prompts(vec![Prompt::Text(text.to_string())]))
+            }
+
+            fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<Prompts, A::Error> {
+                let (mut ids, mut prompts) = (vec![], vec![]);
+                while let Some(entry) = list.next_element()? {
+                    match entry {
+                        Entry::Id(id) if prompts.is_empty() => ids.push(id),
+                        Entry::Text(text) if ids.is_empty() => prompts.push(Prompt::Text(text)),
+                        Entry::Ids(list) if ids.is_empty() => prompts.push(Prompt::Ids(list)),
+                        _ => return Err(A::Error::custom(format!("expected {PROMPT}, found a mixture"))),
+                    }
+                }
+                if prompts.is_empty() {
+                    prompts.push(Prompt::Ids(ids));
+                }
+                Ok(Prompts(prompts))
+            }
+        }
+        deserializer.deserialize_any(Any)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_prompt_is_text_or_ids_or_many() {
+        let text = |text: &str| Prompt::Text(text.to_string());
+        for (json, expected) in [
+            (r#""once""#, vec![text("once")]),
+            (r#"["once", "upon"]"#, vec![text("once"), text("upon")]),
+            ("[1, 2]", vec![Prompt::Ids(vec![1, 2])]),
+            ("[[1, 2], [3]]", vec![Prompt::Ids(vec![1, 2]), Prompt::Ids(vec![3])]),
+            ("[]", vec![Prompt::Ids(vec![])]),
+        ] {
+            assert_eq!(serde_json::from_str::<Prompts>(json).unwrap(), Prompts(expected), "{json}");
+        }
+        for json in ["1", "[1, \"a\"]", "[[1], 2]", "[[[1]]]", "[-1]", "[4294967296]", "[1.5]", "{}"] {
+            assert!(serde_json::from_str::<Prompts>(json).is_err(), "{json}");
+        }
+    }
+
+    #[test]
+    fn what_is_asked_is_read_or_refused_by_name() {
+        let read = |json: &str| {
+            let mut fields = Fields::of(json.as_bytes()).unwrap();
+            let params = Params::take(&mut fields, "m")?;
+            fields.finish().map(|()| params)
+        };
+        let params = read(r#"{"model": "m", "temperature": 0.5, "top_k": -1, "top_p": 1, "seed": 7, "n": 2, "stop": "x", "logit_bias": {"5": -1}}"#).unwrap();
+        let SampleSettings { temperature, top_k, top_p, seed } = params.settings.sampling;
+        assert_eq!((temperature, top_k, top_p, seed), (0.5, None, None, 7));
+        assert_eq!((params.choices, params.stops, params.stream), (2, vec!["x".to_string()], false));
+        assert_eq!(params.settings.logit_bias[&5], -1.0);
+        for (json, param, code) in [
+            (r#"{"model": "other"}"#, "model", Some("model_not_found")),
+            (r#"{"n": 0}"#, "n", None),
+            (r#"{"n": 1000}"#, "n", None),
+            (r#"{"stop": ["", "a"]}"#, "stop", None),
+            (r#"{"response_format": {"type": "json_object"}}"#, "response_format", Some("unsupported_parameter")),
+            (r#"{"stream_options": {"include_usage": true}}"#, "stream_options", None),
+            (r#"{"temperature": "hot"}"#, "temperature", None),
+            (r#"{"temprature": 1}"#, "temprature", Some("unknown_parameter")),
+            (r#"{"store": true}"#, "store", Some("unsupported_parameter")),
+        ] {
+            let error = read(json).unwrap_err();
+            assert_eq!((error.param.as_deref(), error.code), (Some(param), code), "{json}");
+        }
+    }
+}

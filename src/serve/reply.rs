@@ -1,0 +1,377 @@
+//! Owns replies: what happened to the choices of a request, as one JSON object or as a stream of events.
+
+use std::collections::VecDeque;
+use std::convert::Infallible;
+use std::fmt::Write as _;
+use std::pin::Pin;
+use std::task::{Context, Poll};
+
+use axum::body::{Body, Bytes};
+use http_body::Frame;
+use serde_json::{Value, json};
+use tokio::sync::OwnedSemaphorePermit;
+use tokio::sync::mpsc::UnboundedReceiver;
+
+use super::desk::{Answer, Desk, Said, ScoredToken};
+use super::error::ApiError;
+use crate::engine::RequestId;
+
+/// Answers that one event of a stream is made of, at most.
+const ANSWERS_AT_ONCE: usize = 64;
+
+/// What JSON has for the logarithm of 0.
+const LOGPROB_MIN: f64 = -9999.0;
+
+/// Which endpoint it is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    Chat,
+    Completion,
+}
+
+/// A prompt of a request, as its reply repeats it.
+#[derive(Debug, Clone, Default)]
+pub struct Echo {
+    pub text: String,
+    /// The first token, which has no log-probability.
+    pub first: String,
+}
+
+/// What a reply says of its request.
+#[derive(Debug)]
+pub struct Head {
+    pub kind: Kind,
+    pub id: String,
+    pub created_s: u64,
+    pub model: String,
+    /// Choices for each prompt, in the order of the prompts.
+    pub choices: u32,
+    /// One a prompt, if the request wants it.
+    pub echoes: Vec<Echo>,
+    pub prompt_tokens: u32,
+    pub logprobs: bool,
+    /// A stream ends with its usage.
+    pub usage: bool,
+}
+
+/// What the engine still does for a reply. Dropped early, it is cancelled.
+pub struct Held {
+    pub desk: Desk,
+    pub requests: Vec<RequestId>,
+    pub _permit: OwnedSemaphorePermit,
+}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        self.requests.iter().for_each(|request| self.desk.cancel(*request));
+    }
+}
+
+/// The answers to a request.
+pub struct Reply {
+    pub head: Head,
+    /// Answers that came first.
+    pub early: VecDeque<Answer>,
+    pub answers: UnboundedReceiver<Answer>,
+    pub _held: Held,
+    /// Choices that did not end.
+    pub left: u32,
+}
+
+/// Counts for `usage`.
+#[derive(Debug, Default)]
+struct Usage {
+    completion: u32,
+    cached: u32,
+}
+
+impl Usage {
+    fn object(&self, head: &Head) -> Value {
+        let Usage { completion, cached } = self;
+        json!({
+            "prompt_tokens": head.prompt_tokens,
+            "completion_tokens": completion,
+            "total_tokens": head.prompt_tokens + completion,
+            "prompt_tokens_details": { "cached_tokens": cached },
+        })
+    }
+}
+
+/// Log-probabilities as the endpoint has them. `offset` is where the first token begins in its choice's text, in characters.
+fn logprobs(kind: Kind, first: Option<&str>, scored: &[ScoredToken], offset: &mut usize) -> Value {
+    let finite = |logprob: f64| logprob.max(LOGPROB_MIN);
+    match kind {
+        Kind::Chat => {
+            let entry = |text: &str, logprob: f64| json!({ "token": text, "logprob": finite(logprob), "bytes": text.as_bytes() });
+            let content = scored.iter().map(|token| {
+                let mut object = entry(&token.text, token.logprob);
+                object["top_logprobs"] = token.top.iter().map(|(text, logprob)| entry(text, *logprob)).collect();
+                object
+            });
+            json!({ "content": content.collect::<Vec<_>>(), "refusal": null })
+        }
+        Kind::Completion => {
+            let texts = first.into_iter().chain(scored.iter().map(|token| token.text.as_str()));
+            let offsets: Vec<usize> =
+                texts.clone().map(|text| std::mem::replace(offset, *offset + text.chars().count())).collect();
+            let none = first.map(|_| Value::Null);
+            let own = none.clone().into_iter().chain(scored.iter().map(|token| json!(finite(token.logprob))));
+            let tops = scored.iter().map(|token| {
+                // The most probable first; of two tokens with one text the more probable one. The token itself is always there.
+                let mut top = serde_json::Map::new();
+                for (text, logprob) in
+                    token.top.iter().map(|(text, logprob)| (text, *logprob)).chain([(&token.text, token.logprob)])
+                {
+                    top.entry(text.clone()).or_insert(json!(finite(logprob)));
+                }
+                Value::Object(top)
+            });
+            json!({
+                "tokens": texts.collect::<Vec<_>>(),
+                "token_logprobs": own.collect::<Vec<_>>(),
+                "top_logprobs": none.into_iter().chain(tops).collect::<Vec<_>>(),
+                "text_offset": offsets,
+            })
+        }
+    }
+}
+
+/// A choice of a whole reply.
+#[derive(Debug, Default)]
+struct Whole {
+    text: String,
+    prompt: Vec<ScoredToken>,
+    scored: Vec<ScoredToken>,
+    reason: &'static str,
+}
+
+impl Reply {
+    /// Waits for the end of all choices.
+    ///
+    /// # Errors
+    /// A choice that ended without a reason that clients know.
+    pub async fn whole(mut self) -> Result<Value, ApiError> {
+        let count = self.left as usize;
+        let mut choices: Vec<Whole> = std::iter::repeat_with(Whole::default).take(count).collect();
+        let mut usage = Usage::default();
+        while self.left > 0 {
+            let next = match self.early.pop_front() {
+                Some(answer) => Some(answer),
+                None => self.answers.recv().await,
+            };
+            let Some(Answer { choice, said }) = next else { return Err(ApiError::dead("the engine ended")) };
+            let Some(of) = choices.get_mut(choice as usize) else { continue };
+            match said {
+                Said::Refused(error) => return Err(error),
+                Said::Taken(_) => {}
+                Said::Began { cached } => usage.cached += cached,
+                Said::Prompt(scored) => of.prompt.extend(scored),
+                Said::Part { text, tokens, scored } => {
+                    usage.completion += tokens;
+                    of.text.push_str(&text);
+                    of.scored.extend(scored);
+                }
+                Said::Ended(reason) => {
+                    of.reason = reason?;
+                    self.left -= 1;
+                }
+            }
+        }
+        let head = &self.head;
+        // Choices of a prompt share the log-probabilities of its tokens.
+        let prompts: Vec<Vec<ScoredToken>> =
+            choices.chunks(head.choices as usize).map(|of| of[0].prompt.clone()).collect();
+        let choices = choices.into_iter().enumerate().map(|(index, choice)| {
+            let prompt = index / head.choices as usize;
+            let echo = head.echoes.get(prompt);
+            let logprobs = if head.logprobs {
+                let scored = [if echo.is_some() { &prompts[prompt][..] } else { &[] }, &choice.scored].concat();
+                logprobs(head.kind, echo.map(|echo| &*echo.first), &scored, &mut 0)
+            } else {
+                Value::Null
+            };
+            match head.kind {
+                Kind::Chat => json!({
+                    "index": index,
+                    "message": { "role": "assistant", "content": choice.text, "refusal": null },
+                    "logprobs": logprobs,
+                    "finish_reason": choice.reason,
+                }),
+                Kind::Completion => {
+                    let text = echo.map_or(String::new(), |echo| echo.text.clone()) + &choice.text;
+                    json!({ "index": index, "text": text, "logprobs": logprobs, "finish_reason": choice.reason })
+                }
+            }
+        });
+        let choices: Vec<Value> = choices.collect();
+        let object = match head.kind {
+            Kind::Chat => "chat.completion",
+            Kind::Completion => "text_completion",
+        };
+        Ok(json!({
+            "id": head.id,
+            "object": object,
+            "created": head.created_s,
+            "model": head.model,
+            "choices": choices,
+            "usage": usage.object(head),
+        }))
+    }
+
+    /// The body of a stream of events.
+    pub fn stream(self) -> Body {
+        let Head { kind, id, created_s, model, .. } = &self.head;
+        let object = match kind {
+            Kind::Chat => "chat.completion.chunk",
+            Kind::Completion => "text_completion",
+        };
+        let mut prefix = json!({ "id": id, "object": object, "created": created_s, "model": model }).to_string();
+        // The rest of each event follows.
+        prefix.pop();
+        let choices = self.left as usize;
+        Body::new(Events {
+            prefix,
+            offsets: vec![0; choices],
+            begun: vec![false; choices],
+            usage: Usage::default(),
+            over: VecDeque::new(),
+            reply: Some(self),
+        })
+    }
+}
+
+/// A stream of events, made as its client reads.
+struct Events {
+    /// What every event begins with.
+    prefix: String,
+    /// Of each choice, the characters of its tokens.
+    offsets: Vec<usize>,
+    begun: Vec<bool>,
+    usage: Usage,
+    /// What follows when no answer does.
+    over: VecDeque<Bytes>,
+    /// `None`: all answers came.
+    reply: Option<Reply>,
+}
+
+impl Events {
+    fn event(prefix: &str, out: &mut String, choice: &str, usage: bool) {
+        let usage = if usage { ",\"usage\":null" } else { "" };
+        let _ = write!(out, "data: {prefix},\"choices\":[{choice}]{usage}}}\n\n");
+    }
+
+    /// Takes an answer; whether it was the last one.
+    fn take(&mut self, answer: Answer, out: &mut String) -> Result<bool, ApiError> {
+        let Events { prefix, offsets, begun, usage, reply, .. } = self;
+        let Some(Reply { head, left, .. }) = reply else { return Ok(true) };
+        let Answer { choice: index, said } = answer;
+        let at = index as usize;
+        let mut say = |text: &str, logprobs: Option<Value>, reason: Option<&str>, role: bool| {
+            let text = Value::from(text);
+            let logprobs = logprobs.unwrap_or(Value::Null);
+            let reason = reason.map_or(Value::Null, Value::from);
+            let body = match (head.kind, role) {
+                (Kind::Completion, _) => format!("\"text\":{text}"),
+                (Kind::Chat, true) => format!("\"delta\":{{\"role\":\"assistant\",\"content\":{text}}}"),
+                (Kind::Chat, false) if reason.is_null() => format!("\"delta\":{{\"content\":{text}}}"),
+                (Kind::Chat, false) => "\"delta\":{}".to_string(),
+            };
+            let choice = format!("{{\"index\":{index},{body},\"logprobs\":{logprobs},\"finish_reason\":{reason}}}");
+            Events::event(prefix, out, &choice, head.usage);
+        };
+        match said {
+            Said::Refused(error) => return Err(error),
+            Said::Taken(_) => {}
+            Said::Began { cached } => {
+                usage.cached += cached;
+                let echo = head.echoes.get(at / head.choices as usize);
+                match (head.kind, echo) {
+                    (Kind::Chat, _) => say("", None, None, true),
+                    (Kind::Completion, Some(echo)) => {
+                        let first =
+                            head.logprobs.then(|| logprobs(head.kind, Some(&echo.first), &[], &mut offsets[at]));
+                        say(&echo.text, first, None, false);
+                    }
+                    (Kind::Completion, None) => {}
+                }
+                begun[at] = true;
+            }
+            Said::Prompt(scored) => say("", Some(logprobs(head.kind, None, &scored, &mut offsets[at])), None, false),
+            Said::Part { text, tokens, scored } => {
+                usage.completion += tokens;
+                let logprobs = head.logprobs.then(|| logprobs(head.kind, None, &scored, &mut offsets[at]));
+                if !text.is_empty() || !scored.is_empty() {
+                    say(&text, logprobs, None, false);
+                }
+            }
+            Said::Ended(reason) => {
+                let reason = reason?;
+                if head.kind == Kind::Chat && !begun[at] {
+                    say("", None, None, true);
+                }
+                say("", None, Some(reason), false);
+                *left -= 1;
+            }
+        }
+        Ok(*left == 0)
+    }
+
+    /// What a stream ends with, after everything or after an error.
+    fn end(&mut self, error: Option<&ApiError>) {
+        if let Some(reply) = self.reply.take() {
+            match error {
+                Some(error) => self.over.push_back(Bytes::from(format!("data: {}\n\n", error.object()))),
+                None if reply.head.usage => {
+                    let usage = self.usage.object(&reply.head);
+                    let event = format!("data: {},\"choices\":[],\"usage\":{usage}}}\n\n", self.prefix);
+                    self.over.push_back(Bytes::from(event));
+                }
+                None => {}
+            }
+            self.over.push_back(Bytes::from_static(b"data: [DONE]\n\n"));
+        }
+    }
+}
+
+impl http_body::Body for Events {
+    type Data = Bytes;
+    type Error = Infallible;
+
+    fn poll_frame(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
+        let this = self.get_mut();
+        loop {
+            if let Some(bytes) = this.over.pop_front() {
+                return Poll::Ready(Some(Ok(Frame::data(bytes))));
+            }
+            let Some(reply) = &mut this.reply else { return Poll::Ready(None) };
+            let mut answers: Vec<Answer> = reply.early.drain(..).collect();
+            let count = answers.len();
+            let count = if count > 0 {
+                count
+            } else {
+                std::task::ready!(reply.answers.poll_recv_many(context, &mut answers, ANSWERS_AT_ONCE))
+            };
+            if count == 0 {
+                this.end(Some(&ApiError::dead("the engine ended")));
+                continue;
+            }
+            let mut out = String::new();
+            for answer in answers {
+                match this.take(answer, &mut out) {
+                    Ok(false) => {}
+                    Ok(true) => {
+                        this.end(None);
+                        break;
+                    }
+                    Err(error) => {
+                        this.end(Some(&error));
+                        break;
+                    }
+                }
+            }
+            if !out.is_empty() {
+                return Poll::Ready(Some(Ok(Frame::data(Bytes::from(out)))));
+            }
+        }
+    }
+}

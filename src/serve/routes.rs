@@ -1,0 +1,488 @@
+//! Owns the endpoints: what each reads, and what it asks of the desk and of the tokenizer.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use axum::Router;
+use axum::body::{Body, Bytes, to_bytes};
+use axum::extract::{Path, Request, State};
+use axum::http::{HeaderMap, HeaderValue, Method, Response, StatusCode, header};
+use axum::routing::{get, post};
+use serde::Deserialize;
+use serde_json::{Value, json};
+use tokio::sync::mpsc::unbounded_channel;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+
+use super::Model;
+use super::desk::{Desk, Order, Said, TextSettings, lock};
+use super::encoders::Encoders;
+use super::error::ApiError;
+use super::fields::{Fields, unsupported};
+use super::params::{Params, Prompt, Prompts, fresh_seed, top_logprobs};
+use super::reply::{Echo, Head, Held, Kind, Reply};
+use crate::engine::Ask;
+use crate::sample::{RequestSettings, SampleSettings};
+use crate::tokenizer::Message;
+
+/// Bytes of a body: more than the ids of the largest context take.
+const BODY_BYTES_MAX: usize = 16 << 20;
+/// Bytes of all large bodies that are read at a time, and of all small ones: a few peers that send large bodies slowly do not
+/// keep the others out.
+const BODIES_BYTES_MAX: usize = 64 << 20;
+const SMALL_BODY_BYTES: usize = 64 << 10;
+/// A body has to be there after this.
+const BODY_TIME: Duration = Duration::from_secs(30);
+/// Tokens of a completion that names no number: that of the API.
+const COMPLETION_TOKENS: u32 = 16;
+const MESSAGES_MAX: usize = 4096;
+
+/// What every endpoint has.
+pub struct Server {
+    pub desk: Desk,
+    pub encoders: Encoders,
+    pub model: Model,
+    /// Digest of the key that clients have to name.
+    pub key: Option<blake3::Hash>,
+    /// One for each choice that waits or runs.
+    pub choices: Arc<Semaphore>,
+    pub choices_max: u32,
+    /// Of a request.
+    pub time_max: Duration,
+    pub started_s: u64,
+    large_bodies: Arc<Semaphore>,
+    small_bodies: Arc<Semaphore>,
+}
+
+type Answered = Result<Response<Body>, ApiError>;
+
+impl Server {
+    pub fn new(desk: Desk, encoders: Encoders, model: Model, settings: &super::Settings) -> Server {
+        let choices_max = settings.running_max.saturating_add(settings.waiting_max).max(1);
+        Server {
+            desk,
+            encoders,
+            model,
+            key: settings.key.as_ref().map(|key| blake3::hash(key.as_bytes())),
+            choices: Arc::new(Semaphore::new(choices_max as usize)),
+            choices_max,
+            time_max: settings.time_max,
+            started_s: now_s(),
+            large_bodies: Arc::new(Semaphore::new(BODIES_BYTES_MAX)),
+            small_bodies: Arc::new(Semaphore::new(BODIES_BYTES_MAX)),
+        }
+    }
+
+    /// All endpoints.
+    pub fn router(self) -> Router {
+        let router = Router::new()
+            .route("/health", get(health))
+            .route("/metrics", get(metrics))
+            .route("/version", get(version))
+            .route("/v1/models", get(models))
+            .route("/v1/models/{*model}", get(model))
+            .route(
+                "/v1/completions",
+                post(|State(server): Shared, request: Request| respond(server, request, completions)),
+            )
+            .route(
+                "/v1/chat/completions",
+                post(|State(server): Shared, request: Request| respond(server, request, chat)),
+            )
+            .route("/tokenize", post(|State(server): Shared, request: Request| respond(server, request, tokenize)))
+            .route("/detokenize", post(|State(server): Shared, request: Request| respond(server, request, detokenize)))
+            .route("/v1/embeddings", post(embeddings))
+            .fallback(nothing)
+            .method_not_allowed_fallback(wrong_method);
+        router.with_state(Arc::new(self))
+    }
+
+    /// Whether the request has the key, if there is one. Digests are compared, in constant time.
+    fn authorised(&self, headers: &HeaderMap) -> Result<(), ApiError> {
+        let Some(key) = &self.key else { return Ok(()) };
+        let given = headers.get(header::AUTHORIZATION).and_then(|value| value.to_str().ok());
+        let given = given.and_then(|value| value.strip_prefix("Bearer "));
+        match given {
+            Some(given) if blake3::hash(given.trim().as_bytes()) == *key => Ok(()),
+            _ => Err(ApiError::new(StatusCode::UNAUTHORIZED, "expected this server's API key as bearer token")
+                .with_code("invalid_api_key")),
+        }
+    }
+
+    /// The body of a request of JSON. The permit is for the bytes that it takes.
+    async fn body(&self, request: Request) -> Result<(Bytes, OwnedSemaphorePermit), ApiError> {
+        let (parts, body) = request.into_parts();
+        self.authorised(&parts.headers)?;
+        let text =
+            |name| parts.headers.get(name).and_then(|value: &HeaderValue| value.to_str().ok()).unwrap_or_default();
+        // A page of another site can post a form here without asking, but not JSON.
+        if !text(header::CONTENT_TYPE).to_ascii_lowercase().starts_with("application/json") {
+            let message = "expected a body with `Content-Type: application/json`";
+            return Err(ApiError::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, message));
+        }
+        let large = || {
+            let message = format!("expected a body of at most {BODY_BYTES_MAX} bytes");
+            ApiError::new(StatusCode::PAYLOAD_TOO_LARGE, message).with_code("request_too_large")
+        };
+        let length = text(header::CONTENT_LENGTH).parse::<usize>().unwrap_or(BODY_BYTES_MAX);
+        if length > BODY_BYTES_MAX {
+            return Err(large());
+        }
+        let bodies = if length <= SMALL_BODY_BYTES { &self.small_bodies } else { &self.large_bodies };
+        let permit = bodies.clone().try_acquire_many_owned(length.max(1) as u32);
+        let permit = permit.map_err(|_| ApiError::busy("too many large requests are being read"))?;
+        match tokio::time::timeout(BODY_TIME, to_bytes(body, BODY_BYTES_MAX)).await {
+            Ok(Ok(bytes)) => Ok((bytes, permit)),
+            Ok(Err(error)) if error.to_string().contains("length limit") => Err(large()),
+            Ok(Err(_)) => Err(ApiError::bad("the body ended early")),
+            Err(_) => Err(ApiError::new(StatusCode::REQUEST_TIMEOUT, "the body did not come in time")),
+        }
+    }
+
+    /// Orders continuations of prompts; the reply once all of them are taken.
+    async fn order(&self, kind: Kind, params: Params, asked: Asked) -> Answered {
+        let arrived = Instant::now();
+        let Asked { prompts, echoes, tokens_max, settings, scores_prompt } = asked;
+        let health = self.desk.health();
+        if let Some(trouble) = health.trouble {
+            return Err(ApiError::dead(trouble));
+        }
+        let count = (prompts.len() as u32).saturating_mul(params.choices);
+        if count > self.choices_max {
+            let message = format!("expected at most {} choices in all, found {count}", self.choices_max);
+            return Err(ApiError::field("n", message));
+        }
+        let permit = self.choices.clone().try_acquire_many_owned(count);
+        let permit = permit.map_err(|_| ApiError::busy("too many requests wait already"))?;
+        let (vocab, eos) = (self.model.vocab, &self.model.eos);
+        let seed = settings.sampling.seed;
+        let seeded = |at: u32| {
+            let sampling = SampleSettings { seed: seed.wrapping_add(u64::from(at)), ..settings.sampling };
+            RequestSettings { sampling, ..settings.clone() }.resolve(vocab, eos)
+        };
+        let choices = (0..params.choices).map(seeded).collect::<Result<Vec<_>, _>>()?;
+        let prompt_tokens = prompts.iter().map(|prompt| prompt.len() as u32).sum();
+        let (answers, mut answered) = unbounded_channel();
+        let deadline = Some(self.desk.now() + self.time_max);
+        for (prompt, first_choice) in prompts.into_iter().zip((0..).step_by(params.choices as usize)) {
+            let ask = Ask { prompt, tokens_max, choices: choices.clone(), scores_prompt, deadline };
+            let text = TextSettings {
+                stops: params.stops.clone(),
+                min_tokens: settings.min_tokens,
+                skip_special: params.skip_special,
+            };
+            let order = Order { text, first_choice, choices: params.choices, answers: answers.clone(), arrived };
+            self.desk.order(ask, order);
+        }
+        drop(answers);
+        let mut held = Held { desk: self.desk.clone(), requests: vec![], _permit: permit };
+        let mut early = vec![];
+        let orders = count / params.choices;
+        while held.requests.len() < orders as usize {
+            match answered.recv().await {
+                None => return Err(ApiError::dead("the engine ended")),
+                Some(answer) => match answer.said {
+                    Said::Refused(error) => return Err(error),
+                    Said::Taken(request) => held.requests.push(request),
+                    _ => early.push(answer),
+                },
+            }
+        }
+        lock(&self.desk.metrics).prompt_tokens += u64::from(prompt_tokens);
+        let id = format!("{:016x}", fresh_seed());
+        let head = Head {
+            kind,
+            id: match kind {
+                Kind::Chat => format!("chatcmpl-{id}"),
+                Kind::Completion => format!("cmpl-{id}"),
+            },
+            created_s: now_s(),
+            model: self.model.name.clone(),
+            choices: params.choices,
+            echoes,
+            prompt_tokens,
+            logprobs: settings.logprobs.is_some(),
+            usage: params.usage,
+        };
+        let reply = Reply { head, early: early.into(), answers: answered, _held: held, left: count };
+        if params.stream {
+            let mut response = Response::new(reply.stream());
+            let headers = response.headers_mut();
+            headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("text/event-stream; charset=utf-8"));
+            headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-cache"));
+            return Ok(response);
+        }
+        Ok(json_response(&reply.whole().await?))
+    }
+}
+
+/// What both endpoints order.
+struct Asked {
+    prompts: Vec<Vec<u32>>,
+    echoes: Vec<Echo>,
+    tokens_max: u32,
+    settings: RequestSettings,
+    scores_prompt: Option<u32>,
+}
+
+type Shared = State<Arc<Server>>;
+
+fn now_s() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
+}
+
+fn json_response(value: &Value) -> Response<Body> {
+    let mut response = Response::new(Body::from(value.to_string()));
+    response.headers_mut().insert(header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
+    response
+}
+
+/// Reads a body and answers it.
+async fn respond<F>(
+    server: Arc<Server>,
+    request: Request,
+    endpoint: impl FnOnce(Arc<Server>, Bytes) -> F,
+) -> Response<Body>
+where
+    F: Future<Output = Answered>,
+{
+    let answered = match server.body(request).await {
+        Ok((body, _permit)) => endpoint(server, body).await,
+        Err(error) => Err(error),
+    };
+    answered.unwrap_or_else(|error| error.response())
+}
+
+async fn health(State(server): Shared) -> Response<Body> {
+    let health = server.desk.health();
+    match health.trouble {
+        None => json_response(&json!({ "status": "ok" })),
+        Some(trouble) => ApiError::dead(trouble).response(),
+    }
+}
+
+async fn metrics(State(server): Shared, headers: HeaderMap) -> Response<Body> {
+    if let Err(error) = server.authorised(&headers) {
+        return error.response();
+    }
+    let figures = server.desk.health().figures;
+    let mut response = Response::new(Body::from(lock(&server.desk.metrics).print(&figures)));
+    let kind = HeaderValue::from_static("text/plain; version=0.0.4; charset=utf-8");
+    response.headers_mut().insert(header::CONTENT_TYPE, kind);
+    response
+}
+
+async fn version() -> Response<Body> {
+    json_response(&json!({ "version": env!("CARGO_PKG_VERSION") }))
+}
+
+impl Server {
+    fn model_object(&self) -> Value {
+        let Model { name, context_max, .. } = &self.model;
+        json!({
+            "id": name,
+            "object": "model",
+            "created": self.started_s,
+            "owned_by": "monobloc",
+            "max_model_len": context_max,
+        })
+    }
+}
+
+async fn models(State(server): Shared, headers: HeaderMap) -> Response<Body> {
+    match server.authorised(&headers) {
+        Ok(()) => json_response(&json!({ "object": "list", "data": [server.model_object()] })),
+        Err(error) => error.response(),
+    }
+}
+
+async fn model(State(server): Shared, Path(name): Path<String>, headers: HeaderMap) -> Response<Body> {
+    match server.authorised(&headers) {
+        Ok(()) if name == server.model.name => json_response(&server.model_object()),
+        Ok(()) => {
+            let message = format!("no such model is served here, expected `{}`", server.model.name);
+            ApiError::new(StatusCode::NOT_FOUND, message).with_code("model_not_found").response()
+        }
+        Err(error) => error.response(),
+    }
+}
+
+async fn embeddings(State(server): Shared, headers: HeaderMap) -> Response<Body> {
+    let refused = match server.authorised(&headers) {
+        Ok(()) => ApiError::new(StatusCode::NOT_IMPLEMENTED, "this server decodes text and has no embeddings")
+            .with_code("not_implemented"),
+        Err(error) => error,
+    };
+    refused.response()
+}
+
+async fn nothing(method: Method, request: Request) -> Response<Body> {
+    let path: String = request.uri().path().chars().take(200).collect();
+    ApiError::new(StatusCode::NOT_FOUND, format!("there is no `{method} {path}` here")).response()
+}
+
+async fn wrong_method(method: Method, request: Request) -> Response<Body> {
+    let path: String = request.uri().path().chars().take(200).collect();
+    ApiError::new(StatusCode::METHOD_NOT_ALLOWED, format!("`{path}` has no `{method}`")).response()
+}
+
+async fn completions(server: Arc<Server>, body: Bytes) -> Answered {
+    let mut fields = Fields::of(&body)?;
+    let params = Params::take(&mut fields, &server.model.name)?;
+    let Prompts(prompts) = fields.need("prompt")?;
+    let logprobs = top_logprobs("logprobs", fields.take("logprobs")?)?;
+    let echo = fields.take("echo")?.unwrap_or(false);
+    let special = fields.take("add_special_tokens")?.unwrap_or(true);
+    fields.neutral("best_of", &["1"])?;
+    fields.neutral("suffix", &["\"\""])?;
+    fields.finish()?;
+    drop(body);
+    let scores_prompt = logprobs.filter(|_| echo);
+    if params.stream && scores_prompt.is_some() && params.choices > 1 {
+        return Err(ApiError::field("n", "a stream repeats the prompt's log-probabilities for one choice only"));
+    }
+    let skip_special = params.skip_special;
+    let texts = prompts.iter().any(|prompt| matches!(prompt, Prompt::Text(_)));
+    let (prompts, echoes) = if texts || echo {
+        let question = move |tokens: &mut crate::pipeline::Tokens| {
+            let (mut all, mut echoes) = (vec![], vec![]);
+            for prompt in prompts {
+                let (ids, text) = match prompt {
+                    Prompt::Text(text) => (tokens.encode(&text, special)?, Some(text)),
+                    Prompt::Ids(ids) => (ids, None),
+                };
+                if echo {
+                    let text = match text {
+                        Some(text) => text,
+                        None => tokens.decode(vec![ids.clone()], skip_special)?.concat(),
+                    };
+                    let first = tokens.pieces(ids.first().copied().into_iter().collect())?.concat();
+                    echoes.push(Echo { text, first });
+                }
+                all.push(ids);
+            }
+            Ok((all, echoes))
+        };
+        server.encoders.ask(question).await?
+    } else {
+        let ids = |prompt| match prompt {
+            Prompt::Ids(ids) => ids,
+            Prompt::Text(_) => vec![],
+        };
+        (prompts.into_iter().map(ids).collect(), vec![])
+    };
+    let settings = RequestSettings { logprobs, ..params.settings.clone() };
+    let tokens_max = params.tokens_max.unwrap_or(COMPLETION_TOKENS);
+    server.order(Kind::Completion, params, Asked { prompts, echoes, tokens_max, settings, scores_prompt }).await
+}
+
+/// A message as clients send it.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct SentMessage {
+    role: String,
+    content: Option<Content>,
+    /// Answers of this API have them without a value, and clients send answers back.
+    #[serde(rename = "refusal")]
+    _refusal: Option<()>,
+    #[serde(rename = "tool_calls")]
+    _tool_calls: Option<[(); 0]>,
+}
+
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum Content {
+    Text(String),
+    Parts(Vec<Part>),
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Part {
+    #[serde(rename = "type")]
+    kind: String,
+    text: Option<String>,
+}
+
+fn messages(fields: &mut Fields<'_>) -> Result<Vec<Message>, ApiError> {
+    let sent: Vec<SentMessage> = fields.need("messages")?;
+    if sent.is_empty() || sent.len() > MESSAGES_MAX {
+        return Err(ApiError::field("messages", format!("expected 1 to {MESSAGES_MAX}, found {}", sent.len())));
+    }
+    let message = |(at, sent): (usize, SentMessage)| {
+        let SentMessage { role, content, .. } = sent;
+        let content = match content {
+            None => String::new(),
+            Some(Content::Text(text)) => text,
+            Some(Content::Parts(parts)) => {
+                let text = |part: Part| match part.text.filter(|_| part.kind == "text") {
+                    Some(text) => Ok(text),
+                    None => Err(unsupported(&format!("messages[{at}].content[type={}]", part.kind))),
+                };
+                parts.into_iter().map(text).collect::<Result<Vec<_>, _>>()?.concat()
+            }
+        };
+        Ok(Message::new(role, content))
+    };
+    sent.into_iter().enumerate().map(message).collect()
+}
+
+async fn chat(server: Arc<Server>, body: Bytes) -> Answered {
+    let mut fields = Fields::of(&body)?;
+    let params = Params::take(&mut fields, &server.model.name)?;
+    let messages = messages(&mut fields)?;
+    let wants = fields.take("logprobs")?.unwrap_or(false);
+    let top = top_logprobs("top_logprobs", fields.take("top_logprobs")?)?;
+    if top.is_some() && !wants {
+        return Err(ApiError::field("top_logprobs", "expected only with `logprobs`"));
+    }
+    let tokens_max = fields.take::<u32>("max_completion_tokens")?.or(params.tokens_max);
+    let reply = fields.take("add_generation_prompt")?.unwrap_or(true);
+    for (name, neutral) in [
+        ("tools", &["[]"][..]),
+        ("tool_choice", &["\"none\"", "\"auto\""]),
+        ("parallel_tool_calls", &["true", "false"]),
+        ("functions", &["[]"]),
+        ("modalities", &["[\"text\"]"]),
+        ("reasoning_effort", &[]),
+    ] {
+        fields.neutral(name, neutral)?;
+    }
+    fields.finish()?;
+    drop(body);
+    let prompt = server.encoders.ask(move |tokens| tokens.encode_chat(messages, reply)).await;
+    let prompt = prompt.map_err(|error| ApiError { param: Some("messages".to_string()), ..error })?;
+    let settings = RequestSettings { logprobs: wants.then_some(top.unwrap_or(0)), ..params.settings.clone() };
+    // As many as the context holds.
+    let tokens_max = tokens_max.unwrap_or(u32::MAX);
+    let asked = Asked { prompts: vec![prompt], echoes: vec![], tokens_max, settings, scores_prompt: None };
+    server.order(Kind::Chat, params, asked).await
+}
+
+async fn tokenize(server: Arc<Server>, body: Bytes) -> Answered {
+    let mut fields = Fields::of(&body)?;
+    fields.neutral("model", &[&*json!(server.model.name).to_string()])?;
+    let prompt: Option<String> = fields.take("prompt")?;
+    let special = fields.take("add_special_tokens")?.unwrap_or(true);
+    let reply = fields.take("add_generation_prompt")?.unwrap_or(true);
+    let messages = match prompt {
+        Some(_) => vec![],
+        None => messages(&mut fields)?,
+    };
+    fields.finish()?;
+    let tokens = server.encoders.ask(move |tokens| match prompt {
+        Some(prompt) => tokens.encode(&prompt, special),
+        None => tokens.encode_chat(messages, reply),
+    });
+    let tokens = tokens.await?;
+    let (count, context_max) = (tokens.len(), server.model.context_max);
+    Ok(json_response(&json!({ "count": count, "max_model_len": context_max, "tokens": tokens })))
+}
+
+async fn detokenize(server: Arc<Server>, body: Bytes) -> Answered {
+    let mut fields = Fields::of(&body)?;
+    fields.neutral("model", &[&*json!(server.model.name).to_string()])?;
+    let ids: Vec<u32> = fields.need("tokens")?;
+    fields.finish()?;
+    let text = server.encoders.ask(move |tokens| tokens.decode(vec![ids], false)).await?;
+    Ok(json_response(&json!({ "prompt": text.concat() })))
+}

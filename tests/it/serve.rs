@@ -1,0 +1,566 @@
+//! The server over real connections: what clients send and get, alone, together and with bad intent.
+
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::SocketAddr;
+use std::process::{Child, Command, Stdio};
+use std::sync::Barrier;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use serde_json::{Value, json};
+
+use crate::cli_support::{Place, manifest_text};
+use crate::http_client::{Reply, connect, get, post, receive, request, send};
+use crate::support::fixture;
+
+/// A running server of the small trained model.
+struct Server {
+    child: Child,
+    address: SocketAddr,
+    place: Place,
+}
+
+impl Server {
+    fn start(arguments: &str) -> Server {
+        Server::start_with(arguments, |_| {})
+    }
+
+    fn start_with(arguments: &str, change: impl FnOnce(&mut Command)) -> Server {
+        let place = Place::new();
+        place.write("tiny.toml", manifest_text(&format!("path:{}", fixture("tinystories-llama").display()), 256));
+        let mut command = place.process(&format!("serve tiny.toml --port 0 {arguments}"));
+        change(&mut command);
+        let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        let mut line = String::new();
+        BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
+        let address = line.trim().strip_prefix("serving `tiny` at http://").and_then(|address| address.parse().ok());
+        let Some(address) = address else {
+            let mut said = String::new();
+            child.stderr.take().unwrap().read_to_string(&mut said).unwrap();
+            panic!("{line:?}: {said}");
+        };
+        let server = Server { child, address, place };
+        server.until("it is healthy", |server| get(server.address, "/health").status == 200);
+        server
+    }
+
+    #[track_caller]
+    fn until(&self, what: &str, is: impl Fn(&Server) -> bool) {
+        let begun = Instant::now();
+        while !is(self) {
+            assert!(begun.elapsed() < Duration::from_secs(60), "not after a minute: {what}");
+            thread::sleep(Duration::from_millis(10));
+        }
+    }
+
+    #[track_caller]
+    fn ok(&self, path: &str, body: &Value) -> Value {
+        let reply = post(self.address, path, body);
+        assert_eq!(reply.status, 200, "{body}: {reply:?}");
+        reply.json()
+    }
+
+    #[track_caller]
+    fn complete(&self, body: &Value) -> Value {
+        self.ok("/v1/completions", body)
+    }
+
+    fn metric(&self, name: &str) -> f64 {
+        let page = get(self.address, "/metrics").body;
+        let line = page.lines().find(|line| line.starts_with(&format!("{name}{{model_name=\"tiny\""))).expect(name);
+        line.rsplit(' ').next().unwrap().parse().unwrap()
+    }
+
+    fn signal(&self, signal: &str) {
+        let status = Command::new("kill").args([signal, &self.child.id().to_string()]).status().unwrap();
+        assert!(status.success());
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+const PROMPT: &str = "Once upon a time, there was a little fox";
+
+#[track_caller]
+fn refused(reply: &Reply, status: u16, param: &str) -> Value {
+    assert_eq!(reply.status, status, "{reply:?}");
+    let error = reply.json()["error"].clone();
+    assert!(error["message"].as_str().is_some_and(|message| !message.is_empty()), "{error}");
+    assert_eq!(error["param"], if param.is_empty() { Value::Null } else { json!(param) }, "{error}");
+    error
+}
+
+#[test]
+fn a_completion_is_what_generate_prints() {
+    let server = Server::start("");
+    let generated = server.place.run("generate tiny.toml --prompt Once --max-tokens 24 --json").code(0).json();
+    let body = json!({ "model": "tiny", "prompt": "Once", "max_tokens": 24, "temperature": 0 });
+    let completed = server.complete(&body);
+    assert_eq!(completed["object"], "text_completion");
+    assert_eq!(completed["choices"][0]["text"], generated["text"]);
+    let ids = generated["ids"].as_array().unwrap();
+    let usage = &completed["usage"];
+    assert_eq!(usage["completion_tokens"], ids.len());
+    assert_eq!(usage["total_tokens"], usage["prompt_tokens"].as_u64().unwrap() + ids.len() as u64);
+    // The same prompt as ids, alone and in a list.
+    let tokens = server.ok("/tokenize", &json!({ "prompt": "Once" }));
+    assert_eq!(tokens["tokens"], generated["prompt_ids"]);
+    assert_eq!(tokens["max_model_len"], 256);
+    for prompt in [json!(tokens["tokens"]), json!([tokens["tokens"]]), json!(["Once"])] {
+        let completed = server.complete(&json!({ "prompt": prompt, "max_tokens": 24, "temperature": 0 }));
+        assert_eq!(completed["choices"][0]["text"], generated["text"], "{prompt}");
+    }
+    // A list: choices in its order.
+    let both = server.complete(&json!({ "prompt": ["One day", "Once"], "max_tokens": 24, "temperature": 0, "n": 2 }));
+    let texts: Vec<&Value> = both["choices"].as_array().unwrap().iter().map(|choice| &choice["text"]).collect();
+    assert_eq!((texts.len(), texts[2], texts[3]), (4, &generated["text"], &generated["text"]));
+    assert_ne!(texts[0], texts[2]);
+    let text = server.ok("/detokenize", &json!({ "tokens": ids }))["prompt"].clone();
+    assert_eq!(text, generated["text"]);
+    // A prompt that was there before is found again: the page is a multiple of 16 tokens.
+    let long = PROMPT.repeat(3);
+    let first = server.complete(&json!({ "prompt": long, "max_tokens": 4, "temperature": 0 }));
+    let again = server.complete(&json!({ "prompt": long, "max_tokens": 4, "temperature": 0 }));
+    assert_eq!(first["choices"], again["choices"]);
+    assert_eq!(first["usage"]["prompt_tokens_details"]["cached_tokens"], 0);
+    assert!(again["usage"]["prompt_tokens_details"]["cached_tokens"].as_u64().unwrap() >= 16, "{again}");
+    assert!(server.metric("vllm:prefix_cache_hits_total") >= 16.0);
+}
+
+/// The parts of a stream, put together by choice.
+fn texts(reply: &Reply, of: fn(&Value) -> &Value) -> Vec<(String, String)> {
+    assert_eq!(reply.status, 200, "{reply:?}");
+    let mut texts: Vec<(String, String)> = vec![];
+    for event in reply.events() {
+        for choice in event["choices"].as_array().unwrap() {
+            let index = choice["index"].as_u64().unwrap() as usize;
+            texts.resize(texts.len().max(index + 1), Default::default());
+            texts[index].0.push_str(of(choice).as_str().unwrap_or_default());
+            texts[index].1.push_str(choice["finish_reason"].as_str().unwrap_or_default());
+        }
+    }
+    texts
+}
+
+#[test]
+fn a_stream_is_the_reply_in_parts() {
+    let server = Server::start("");
+    let ask = |stream: bool| {
+        let mut body =
+            json!({ "prompt": PROMPT, "max_tokens": 30, "temperature": 0.8, "seed": 11, "n": 3, "stop": "." });
+        if stream {
+            body["stream"] = json!(true);
+            body["stream_options"] = json!({ "include_usage": true });
+        }
+        body
+    };
+    let whole = server.complete(&ask(false));
+    let stream = post(server.address, "/v1/completions", &ask(true));
+    assert_eq!(stream.header("content-type"), Some("text/event-stream; charset=utf-8"));
+    let expected: Vec<(String, String)> = whole["choices"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|choice| {
+            (choice["text"].as_str().unwrap().to_string(), choice["finish_reason"].as_str().unwrap().to_string())
+        })
+        .collect();
+    assert_eq!(texts(&stream, |choice| &choice["text"]), expected);
+    assert!(expected.iter().all(|(text, _)| !text.contains('.')), "{expected:?}");
+    assert!(expected[0].0 != expected[1].0 && expected[1].0 != expected[2].0, "each choice has noise of its own");
+    let events = stream.events();
+    let last = events.last().unwrap();
+    assert_eq!(
+        (&last["choices"], &last["usage"]["completion_tokens"]),
+        (&json!([]), &whole["usage"]["completion_tokens"])
+    );
+    assert!(events[..events.len() - 1].iter().all(|event| event["usage"] == Value::Null));
+
+    let chat = json!({ "model": "tiny", "messages": [
+        { "role": "system", "content": "You tell stories." },
+        { "role": "user", "content": [{ "type": "text", "text": "Tell me of " }, { "type": "text", "text": "a fox." }] },
+    ], "max_completion_tokens": 20, "temperature": 0, "logprobs": true, "top_logprobs": 2 });
+    let whole = server.ok("/v1/chat/completions", &chat);
+    let choice = &whole["choices"][0];
+    assert_eq!((&whole["object"], &choice["message"]["role"]), (&json!("chat.completion"), &json!("assistant")));
+    let mut streamed = chat.clone();
+    streamed["stream"] = json!(true);
+    let stream = post(server.address, "/v1/chat/completions", &streamed);
+    let (text, reason) = &texts(&stream, |choice| &choice["delta"]["content"])[0];
+    assert_eq!((&json!(text), &json!(reason)), (&choice["message"]["content"], &choice["finish_reason"]));
+    assert_eq!(stream.events()[0]["choices"][0]["delta"], json!({ "role": "assistant", "content": "" }));
+    let parts = stream.events();
+    let scored = parts
+        .iter()
+        .flat_map(|event| event["choices"][0]["logprobs"]["content"].as_array().cloned().unwrap_or_default());
+    assert_eq!(&Value::Array(scored.collect()), &choice["logprobs"]["content"]);
+    let entries = choice["logprobs"]["content"].as_array().unwrap();
+    assert_eq!(entries.len() as u64, whole["usage"]["completion_tokens"].as_u64().unwrap());
+    for entry in entries {
+        // Greedy: the token is the most probable one.
+        assert_eq!(entry["logprob"], entry["top_logprobs"][0]["logprob"], "{entry}");
+        assert_eq!(
+            (entry["top_logprobs"].as_array().unwrap().len(), &entry["token"]),
+            (2, &entry["top_logprobs"][0]["token"])
+        );
+    }
+}
+
+#[test]
+fn a_prompt_is_scored_as_perplexity_scores_it() {
+    let server = Server::start("");
+    let text = "The little dog ran to the park. He saw a big red ball.";
+    server.place.write("text.txt", text);
+    let measured = server.place.run("perplexity tiny.toml text.txt --json").code(0).json();
+    let body = json!({ "prompt": text, "max_tokens": 1, "temperature": 0, "logprobs": 1, "echo": true });
+    let reply = server.complete(&body);
+    let choice = &reply["choices"][0];
+    let list = |name: &str| choice["logprobs"][name].as_array().unwrap().clone();
+    let (tokens, own, tops, offsets) =
+        (list("tokens"), list("token_logprobs"), list("top_logprobs"), list("text_offset"));
+    let count = reply["usage"]["prompt_tokens"].as_u64().unwrap() as usize;
+    assert_eq!([tokens.len(), own.len(), tops.len(), offsets.len()], [count + 1; 4]);
+    assert_eq!((&own[0], &tops[0]), (&Value::Null, &Value::Null));
+    assert!(choice["text"].as_str().unwrap().starts_with(text));
+    let sum: f64 = own[1..count].iter().map(|value| value.as_f64().unwrap()).sum();
+    let perplexity = (-sum / (count - 1) as f64).exp();
+    let expected = measured["ppl"].as_f64().unwrap();
+    assert!((perplexity / expected - 1.0).abs() < 1e-4, "{perplexity} and {expected}: {measured}");
+    for (own, top) in own.iter().zip(&tops).skip(1) {
+        let most = top.as_object().unwrap().values().map(|value| value.as_f64().unwrap()).fold(f64::MIN, f64::max);
+        assert!(own.as_f64().unwrap() <= most, "{own} {top}");
+    }
+    // As ids, in a batch, and after the same prompt left its pages: bit for bit the same.
+    let ids = server.ok("/tokenize", &json!({ "prompt": text }))["tokens"].clone();
+    let batch = server
+        .complete(&json!({ "prompt": [ids, ids], "max_tokens": 1, "temperature": 0, "logprobs": 1, "echo": true }));
+    for at in 0..2 {
+        assert_eq!(batch["choices"][at]["logprobs"]["token_logprobs"], choice["logprobs"]["token_logprobs"]);
+    }
+    let none = server.complete(&json!({ "prompt": text, "max_tokens": 0, "echo": true }));
+    assert_eq!((&none["choices"][0]["text"], &none["usage"]["completion_tokens"]), (&json!(text), &json!(0)));
+}
+
+#[test]
+fn what_is_asked_for_changes_what_comes() {
+    let server = Server::start("");
+    let ids = |extra: Value| {
+        let mut body = json!({ "prompt": PROMPT, "max_tokens": 40, "temperature": 0, "logprobs": 0 });
+        body.as_object_mut().unwrap().extend(extra.as_object().unwrap().clone());
+        server.complete(&body)["choices"][0].clone()
+    };
+    let plain = ids(json!({}));
+    let tokens = |choice: &Value| choice["logprobs"]["tokens"].as_array().unwrap().clone();
+    assert_eq!(tokens(&plain).len(), 40);
+    let first = tokens(&plain)[0].as_str().unwrap().to_string();
+    let first_id =
+        server.ok("/tokenize", &json!({ "prompt": first, "add_special_tokens": false }))["tokens"][0].clone();
+    let banned = ids(json!({ "logit_bias": { first_id.to_string(): -100 } }));
+    assert_ne!(tokens(&banned)[0], tokens(&plain)[0]);
+    let stopped = ids(json!({ "stop_token_ids": [first_id] }));
+    assert_eq!((tokens(&stopped).len(), &stopped["finish_reason"]), (1, &json!("stop")));
+    let later = ids(json!({ "stop_token_ids": [first_id], "min_tokens": 5 }));
+    assert!(tokens(&later).len() >= 5 && tokens(&later)[..5].iter().all(|token| *token != json!(first)), "{later}");
+    for changes in [
+        json!({ "repetition_penalty": 3.0 }),
+        json!({ "frequency_penalty": 2.0, "presence_penalty": 2.0 }),
+        json!({ "temperature": 1.5, "seed": 3, "top_p": 0.99 }),
+        json!({ "temperature": 1.5, "seed": 4, "top_k": 40, "min_p": 0.001 }),
+    ] {
+        let changed = ids(changes.clone());
+        assert_ne!(tokens(&changed), tokens(&plain), "{changes}");
+        assert_eq!(tokens(&changed), tokens(&ids(changes)), "the same seed gives the same tokens");
+    }
+    let until = ids(json!({ "max_tokens": 400, "ignore_eos": true }));
+    let prompt = server.ok("/tokenize", &json!({ "prompt": PROMPT }))["count"].as_u64().unwrap() as usize;
+    // The context is full: the last token needs no place in it.
+    assert_eq!((tokens(&until).len(), &until["finish_reason"]), (256 - prompt + 1, &json!("length")));
+}
+
+#[test]
+fn what_is_not_supported_is_refused_by_name() {
+    let server = Server::start("");
+    let complete = |body: Value| post(server.address, "/v1/completions", &body);
+    for (body, param) in [
+        (json!({ "prompt": "a", "best_of": 4 }), "best_of"),
+        (json!({ "prompt": "a", "suffix": "b" }), "suffix"),
+        (json!({ "prompt": "a", "response_format": { "type": "json_object" } }), "response_format"),
+        (json!({ "prompt": "a", "guided_json": {} }), "guided_json"),
+        (json!({ "prompt": "a", "temperature": -1 }), "temperature"),
+        (json!({ "prompt": "a", "top_p": 2 }), "top_p"),
+        (json!({ "prompt": "a", "logprobs": 100 }), "logprobs"),
+        (json!({ "prompt": { "text": "a" } }), "prompt"),
+        (json!({ "prompt": [] }), "prompt"),
+        (json!({ "prompt": [5000] }), "prompt"),
+        (json!({ "prompt": vec![5; 300] }), "prompt"),
+        (json!({ "max_tokens": 1 }), "prompt"),
+        (json!({ "prompt": "a", "n": 129 }), "n"),
+    ] {
+        refused(&complete(body), 400, param);
+    }
+    let missing = refused(&complete(json!({ "model": "gpt-4", "prompt": "a" })), 404, "model");
+    assert_eq!((&missing["code"], &missing["type"]), (&json!("model_not_found"), &json!("invalid_request_error")));
+    let chat = |body: Value| post(server.address, "/v1/chat/completions", &body);
+    let user = json!([{ "role": "user", "content": "hi" }]);
+    for (body, param) in [
+        (json!({ "messages": [] }), "messages"),
+        (json!({ "messages": user, "tools": [{ "type": "function" }] }), "tools"),
+        (json!({ "messages": user, "top_logprobs": 3 }), "top_logprobs"),
+        (
+            json!({ "messages": [{ "role": "user", "content": [{ "type": "image_url" }] }] }),
+            "messages[0].content[type=image_url]",
+        ),
+        (json!({ "messages": [{ "role": "user", "content": "a", "audio": {} }] }), "messages"),
+    ] {
+        refused(&chat(body), 400, param);
+    }
+    let address = server.address;
+    assert_eq!(refused(&post(address, "/v1/embeddings", &json!({ "input": "a" })), 501, "")["code"], "not_implemented");
+    refused(&get(address, "/v1/nothing"), 404, "");
+    refused(&get(address, "/v1/completions"), 405, "");
+    let no_json =
+        send(address, &request("POST", "/v1/completions", "Content-Type: text/plain\r\n", r#"{"prompt":"a"}"#));
+    refused(&no_json, 415, "");
+    for body in ["", "{", "[]", "{\"prompt\": \"\u{0}\"}", "{\"prompt\": \"a\", \"prompt\": \"b\"}", "nul"] {
+        let reply = send(address, &request("POST", "/v1/completions", "Content-Type: application/json\r\n", body));
+        assert_eq!(reply.status, 400, "{body}: {reply:?}");
+    }
+    // All of them left it well.
+    let models = get(address, "/v1/models").json();
+    assert_eq!((&models["data"][0]["id"], &models["data"][0]["max_model_len"]), (&json!("tiny"), &json!(256)));
+    assert_eq!(get(address, "/v1/models/tiny").json()["id"], "tiny");
+    assert_eq!(get(address, "/v1/models/else").status, 404);
+    assert_eq!(get(address, "/version").json()["version"], env!("CARGO_PKG_VERSION"));
+    assert_eq!(get(address, "/health").status, 200);
+}
+
+/// A request that differs from every other one, and what decides whether two replies are the same: text, reason, and the bits of
+/// every log-probability.
+fn one_of_many(at: usize) -> Value {
+    let prompts = ["Once upon a time", "The dog", "Lily saw a big red ball", "One day, a boy named Tim", "A"];
+    // A few are long: they need pages while the others come and go.
+    let (times, tokens) = if at.is_multiple_of(25) { (4, 60) } else { (1, 2 + at % 7) };
+    json!({
+        "prompt": format!("{} {}", prompts[at % prompts.len()].repeat(times), at / 10),
+        "max_tokens": tokens,
+        "temperature": if at.is_multiple_of(3) { 0.0 } else { 0.9 },
+        "seed": at,
+        "logprobs": 1,
+        "ignore_eos": at.is_multiple_of(2),
+        "stream": true,
+    })
+}
+
+fn said(reply: &Reply) -> (Vec<(String, String)>, Vec<Value>) {
+    let scored =
+        reply.events().iter().map(|event| event["choices"][0]["logprobs"].clone()).filter(|l| !l.is_null()).collect();
+    (texts(reply, |choice| &choice["text"]), scored)
+}
+
+#[test]
+fn two_hundred_streams_at_once_are_each_what_they_are_alone() {
+    const STREAMS: usize = 200;
+    // A cache that is too small for what could run.
+    let server = Server::start("--cache-tokens 384 --max-batch 12");
+    let alone: Vec<Reply> = (0..STREAMS).map(|at| post(server.address, "/v1/completions", &one_of_many(at))).collect();
+    let begin = Barrier::new(STREAMS);
+    let together: Vec<Reply> = thread::scope(|scope| {
+        let ask = |at| {
+            let (begin, address) = (&begin, server.address);
+            scope.spawn(move || {
+                begin.wait();
+                post(address, "/v1/completions", &one_of_many(at))
+            })
+        };
+        let threads: Vec<_> = (0..STREAMS).map(ask).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    });
+    for (at, (alone, together)) in alone.iter().zip(&together).enumerate() {
+        assert_eq!(said(together), said(alone), "stream {at}");
+    }
+    assert_eq!((server.metric("vllm:num_requests_running"), server.metric("vllm:num_requests_waiting")), (0.0, 0.0));
+    assert_eq!(server.metric("vllm:kv_cache_usage_perc"), 0.0);
+    assert_eq!(server.metric("vllm:time_to_first_token_seconds_count") as usize, 2 * STREAMS);
+}
+
+#[test]
+fn a_client_that_goes_away_leaves_nothing() {
+    let server = Server::start("--max-batch 2 --max-waiting 3");
+    let long = json!({ "prompt": PROMPT, "max_tokens": 200, "ignore_eos": true, "stream": true, "n": 1 });
+    let begin = || {
+        let mut stream = connect(server.address);
+        let head = "Content-Type: application/json\r\n";
+        stream.write_all(request("POST", "/v1/completions", head, &long.to_string()).as_bytes()).unwrap();
+        stream
+    };
+    let streams: Vec<_> = (0..5).map(|_| begin()).collect();
+    server.until("they run and wait", |server| {
+        server.metric("vllm:num_requests_running") == 2.0 && server.metric("vllm:num_requests_waiting") == 3.0
+    });
+    let busy = post(server.address, "/v1/completions", &long);
+    let error = refused(&busy, 429, "");
+    assert_eq!((&error["type"], &error["code"]), (&json!("rate_limit_error"), &json!("server_busy")));
+    assert!(busy.header("retry-after").is_some());
+    drop(streams);
+    server.until("nothing runs", |server| {
+        server.metric("vllm:num_requests_running") == 0.0 && server.metric("vllm:num_requests_waiting") == 0.0
+    });
+    assert!(server.metric("vllm:generation_tokens_total") < 800.0);
+    assert_eq!(server.complete(&json!({ "prompt": PROMPT, "max_tokens": 2 }))["usage"]["completion_tokens"], 2);
+}
+
+#[test]
+fn strangers_do_no_harm() {
+    let server = Server::start("");
+    let address = server.address;
+    // Connections that say nothing, and some that say a little.
+    let Rlimit { maximum, .. } = getrlimit(Resource::Nofile);
+    let _ = setrlimit(Resource::Nofile, Rlimit { current: Some(maximum.map_or(4096, |most| most.min(4096))), maximum });
+    let idle: Vec<_> = (0..1000).map(|_| connect(address)).collect();
+    let slow: Vec<_> = (0..20)
+        .map(|_| {
+            let mut stream = connect(address);
+            stream.write_all(b"POST /v1/completions HTTP/1.1\r\nHost: t\r\nContent-Type: application/json\r\nContent-Length: 50\r\n\r\n{").unwrap();
+            stream
+        })
+        .collect();
+    assert_eq!(server.complete(&json!({ "prompt": PROMPT, "max_tokens": 2 }))["usage"]["completion_tokens"], 2);
+    drop((idle, slow));
+    let large = send(
+        address,
+        "POST /v1/completions HTTP/1.1\r\nHost: t\r\nContent-Type: application/json\r\nContent-Length: 99999999999\r\n\r\n",
+    );
+    assert_eq!(refused(&large, 413, "")["code"], "request_too_large");
+    let many: String = (0..200).map(|i| format!("X-{i}: y\r\n")).collect();
+    assert_eq!(send(address, &request("GET", "/health", &many, "")).status, 431);
+    assert_eq!(send(address, &request("GET", "/health", &format!("X: {}\r\n", "y".repeat(1 << 20)), "")).status, 431);
+    assert_eq!(send(address, "what is this\r\n\r\n").status, 400);
+    // Deep, and long without end: refused before anything is made of it.
+    let json =
+        |body: &str| send(address, &request("POST", "/v1/completions", "Content-Type: application/json\r\n", body));
+    assert_eq!(json(&format!("{{\"prompt\": {}", "[".repeat(1 << 20))).status, 400);
+    assert_eq!(json(&format!("{{\"prompt\": {}1{}}}", "[".repeat(1000), "]".repeat(1000))).status, 400);
+    let ids = format!("{{\"prompt\": [{}1]}}", "1,".repeat(1 << 20));
+    assert_eq!(refused(&json(&ids), 400, "prompt")["code"], "context_length_exceeded");
+    // A reader that stops: the others go on.
+    let mut stopped = connect(address);
+    let body =
+        json!({ "prompt": PROMPT, "max_tokens": 200, "ignore_eos": true, "stream": true, "logprobs": 20, "n": 4 });
+    stopped
+        .write_all(
+            request("POST", "/v1/completions", "Content-Type: application/json\r\n", &body.to_string()).as_bytes(),
+        )
+        .unwrap();
+    assert_eq!(server.complete(&json!({ "prompt": PROMPT, "max_tokens": 2 }))["usage"]["completion_tokens"], 2);
+    drop(stopped);
+    assert_eq!(get(address, "/health").status, 200);
+}
+
+#[test]
+fn a_key_is_asked_for_where_there_is_one() {
+    let server = Server::start_with("", |command| {
+        command.env("MONOBLOC_API_KEY", "sesame");
+    });
+    let ask = |path: &str, headers: &str| send(server.address, &request("GET", path, headers, ""));
+    for headers in ["", "Authorization: Bearer sesamf\r\n", "Authorization: sesame\r\n", "Authorization: Bearer \r\n"] {
+        let reply = ask("/v1/models", headers);
+        assert_eq!(refused(&reply, 401, "")["code"], "invalid_api_key", "{headers}");
+        assert_eq!(reply.header("www-authenticate"), Some("Bearer"));
+    }
+    let key = "Authorization: Bearer sesame\r\nContent-Type: application/json\r\n";
+    assert_eq!((ask("/v1/models", key).status, ask("/metrics", "").status, ask("/health", "").status), (200, 401, 200));
+    let body = r#"{"prompt": "a", "max_tokens": 1}"#;
+    let post = |headers: &str| send(server.address, &request("POST", "/v1/completions", headers, body)).status;
+    assert_eq!((post(key), post("Content-Type: application/json\r\n")), (200, 401));
+}
+
+#[test]
+fn a_server_that_is_told_to_end_finishes_first() {
+    let mut server = Server::start("--grace-seconds 300");
+    let body = json!({ "prompt": PROMPT, "max_tokens": 150, "ignore_eos": true, "stream": true, "temperature": 0 });
+    let mut open = connect(server.address);
+    open.write_all(
+        request("POST", "/v1/completions", "Content-Type: application/json\r\n", &body.to_string()).as_bytes(),
+    )
+    .unwrap();
+    server.until("it runs", |server| server.metric("vllm:num_requests_running") == 1.0);
+    server.signal("-TERM");
+    let (text, reason) = texts(&receive(open), |choice| &choice["text"]).remove(0);
+    assert!(text.len() > 150 && reason == "length", "{text}: {reason}");
+    assert!(server.child.wait().unwrap().success());
+    assert!(std::net::TcpStream::connect(server.address).is_err());
+}
+
+/// The processes that a server has started.
+#[cfg(target_os = "linux")]
+fn children(server: &Server) -> Vec<String> {
+    let tasks = std::fs::read_dir(format!("/proc/{}/task", server.child.id())).unwrap();
+    let of = |task: std::fs::DirEntry| std::fs::read_to_string(task.path().join("children")).unwrap_or_default();
+    let listed: String = tasks.map(|task| of(task.unwrap())).collect();
+    listed.split_whitespace().map(str::to_string).collect()
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn a_tokenizer_that_dies_costs_what_it_had() {
+    let server = Server::start("");
+    let body = json!({ "prompt": PROMPT, "max_tokens": 150, "ignore_eos": true, "stream": true });
+    let mut open = connect(server.address);
+    open.write_all(
+        request("POST", "/v1/completions", "Content-Type: application/json\r\n", &body.to_string()).as_bytes(),
+    )
+    .unwrap();
+    server.until("it decodes", |server| server.metric("vllm:generation_tokens_total") > 3.0);
+    for child in children(&server) {
+        assert!(Command::new("kill").args(["-KILL", &child]).status().unwrap().success());
+    }
+    let reply = receive(open);
+    let events = reply.events();
+    let error = &events.last().unwrap()["error"];
+    assert!(error["message"].as_str().is_some_and(|message| message.contains("tokenizer.json")), "{reply:?}");
+    server.until("it answers again", |server| {
+        post(server.address, "/v1/completions", &json!({ "prompt": PROMPT, "max_tokens": 2 })).status == 200
+    });
+}
+
+/// Where `.ci/install-clients.sh` put the packages, if it did.
+fn python_clients() -> Result<std::path::PathBuf, String> {
+    let folder = std::env::var_os("MONOBLOC_CLIENTS").map(std::path::PathBuf::from);
+    let folder = folder.unwrap_or_else(|| std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("target/clients"));
+    match folder.join("openai").is_dir() {
+        true => Ok(folder),
+        false => Err(format!("`{}` has none: run .ci/install-clients.sh", folder.display())),
+    }
+}
+
+#[test]
+fn the_openai_package_gets_what_it_expects() {
+    let clients = match python_clients() {
+        Ok(clients) => clients,
+        Err(reason) if std::env::var_os("MONOBLOC_REQUIRE_PYTHON").is_some_and(|value| value == "1") => {
+            panic!("MONOBLOC_REQUIRE_PYTHON is set: {reason}")
+        }
+        Err(reason) => {
+            crate::skipped("the_openai_package_gets_what_it_expects", "openai package", &reason);
+            return;
+        }
+    };
+    let server = Server::start_with("", |command| {
+        command.env("MONOBLOC_API_KEY", "sesame");
+    });
+    let script = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/clients/openai_client.py");
+    let output = Command::new("python3")
+        .arg(script)
+        .args([&format!("http://{}/v1", server.address), "tiny", "sesame"])
+        .env("PYTHONPATH", clients)
+        .output()
+        .unwrap();
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{said}");
+}
