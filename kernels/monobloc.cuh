@@ -11,6 +11,7 @@
 #include "ops/sampling.cuh"
 #include "ops/select.cuh"
 #include "ops/embed.cuh"
+#include "ops/matvec_formats.cuh"
 #include "ops/matvec.cuh"
 #include "ops/attention_records.cuh"
 #include "ops/attention_tensor.cuh"

@@ -157,6 +157,10 @@ pub enum Infeasible {
     Registers { threads: u32, registers: u32, total: u64, most: u32, target: String },
     #[error("a ring slot of {slot_bytes} bytes holds fewer than {rows} cache rows of {row_bytes} bytes")]
     HistoryChunk { slot_bytes: u32, rows: u32, row_bytes: u32 },
+    #[error(
+        "no kernel of `{target}` streams a matrix of {format} (`{matrix}`), expected {expected}; the target `cpu` computes it"
+    )]
+    Format { matrix: String, format: String, expected: String, target: String },
     #[error("head_dim {head_dim} is odd; rotary pairs and activation packets need an even one")]
     HeadDim { head_dim: u32 },
     #[error("{what} takes {bytes} bytes, `{target}` has {most}")]

@@ -5,7 +5,7 @@
 //! names its nearest neighbour. A reader asks for the fields it knows; any other key is unknown, so a
 //! field cannot be accepted and then ignored.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::RangeInclusive;
 
 use toml::Spanned;
@@ -46,12 +46,14 @@ pub struct Fields<'a> {
     span: Span,
     table: &'a DeTable<'a>,
     known: BTreeSet<&'static str>,
+    /// Every key was read, as a number.
+    numbered: bool,
     faults: &'a mut Vec<Diagnostic>,
 }
 
 impl<'a> Fields<'a> {
     fn new(path: String, span: Span, table: &'a DeTable<'a>, faults: &'a mut Vec<Diagnostic>) -> Self {
-        Fields { path, span, table, known: BTreeSet::new(), faults }
+        Fields { path, span, table, known: BTreeSet::new(), numbered: false, faults }
     }
 
     /// Reads a field that must be there: `fields.required("source", Fields::text)`.
@@ -169,6 +171,33 @@ impl<'a> Fields<'a> {
         None
     }
 
+    /// A choice for each key of this table, all of which are numbers.
+    pub fn numbered_choices<T: Clone>(&mut self, choices: &[(&'static str, T)]) -> BTreeMap<u32, T> {
+        let mut found = BTreeMap::new();
+        self.numbered = true;
+        for (key, value) in self.table {
+            let name: &str = key.get_ref();
+            let Ok(number) = name.parse::<u32>() else {
+                self.refuse(key.span(), format!("`{}` is no number", self.name(name)), "expected a number as the key");
+                continue;
+            };
+            let chosen = match value.get_ref() {
+                DeValue::String(text) => choices.iter().find(|(word, _)| word == text),
+                _ => None,
+            };
+            match chosen {
+                Some((_, meaning)) => {
+                    found.insert(number, meaning.clone());
+                }
+                None => {
+                    let label = format!("expected {}", one_of(choices.iter().map(|(word, _)| *word)));
+                    self.refuse(value.span(), format!("unknown value for `{}`", self.name(name)), label);
+                }
+            }
+        }
+        found
+    }
+
     /// A table, `[key]`; `read` asks for its fields.
     pub fn table<T>(&mut self, key: &'static str, read: impl FnOnce(&mut Fields<'_>) -> Option<T>) -> Option<T> {
         let value = self.value(key)?;
@@ -265,7 +294,7 @@ impl<'a> Fields<'a> {
     }
 
     fn refuse_unknown(&mut self) {
-        for key in self.table.keys() {
+        for key in self.table.keys().filter(|_| !self.numbered) {
             let name: &str = key.get_ref();
             if self.known.contains(name) {
                 continue;

@@ -3,6 +3,7 @@
 // Pipeline order; a module uses only modules above it (tests/it/tidy.rs holds the exact matrix).
 pub mod dtype;
 pub mod error;
+pub mod format;
 pub mod id;
 
 pub mod digest;

@@ -7,6 +7,7 @@ pub use alone::{graph_of, lower_alone, outputs};
 
 use crate::candidate::{Candidate, Infeasible, SPLITS_MAX};
 use crate::dtype::{DType, Precision};
+use crate::format::Format;
 use crate::ir::BufferId;
 use crate::ir::layout::cache_pitch;
 use crate::ir::op::{Access, Attention, Epilogue, MatVec, NormAttr, Op, PARTIAL_HEADER, QkNormAttr, Role, UNIT_ROWS};
@@ -232,7 +233,19 @@ impl Builder<'_> {
     ) -> BufferId {
         let id = BufferId::from(self.program.buffers.len());
         let (name, home) = (name.to_string(), Home::of(space));
-        self.program.buffers.push(Buffer { name, space, dtype, rows, cols, phases, paging: None, home, content });
+        let coded = None;
+        self.program.buffers.push(Buffer {
+            name,
+            space,
+            dtype,
+            coded,
+            rows,
+            cols,
+            phases,
+            paging: None,
+            home,
+            content,
+        });
         id
     }
 
@@ -353,7 +366,8 @@ impl Builder<'_> {
         let own_input = self.program.buffers[x.index()].space == Space::Private;
         let norm_of_input = norm.map(norm_attr);
         let mut op = MatVec { rows, k, norm: norm_of_input, own_input, epilogue, unit_rows: UNIT_ROWS };
-        op.unit_rows = unit_rows(&op, self.program.precision, self.candidate.unit_rows);
+        let format = format_of(self.graph, linears, self.program.precision);
+        op.unit_rows = unit_rows(&op, format, self.program.precision, self.candidate.unit_rows);
         let units = op.units();
         let interleave = if matches!(epilogue, Epilogue::Gated(_)) { UNIT_ROWS / 2 } else { 1 };
         let mut operands = vec![self.read(Role::X, x, Cols::all(k))];
@@ -362,6 +376,7 @@ impl Builder<'_> {
         let weights = self.program.precision.weights;
         let content = Content::Rows { parts, interleave };
         let weight = self.buffer(&format!("{name}.weight"), Space::Weight, weights, rows, k, 1, Some(content));
+        self.program.buffers[weight.index()].coded = Some(format).filter(|format| *format != Format::plain(weights));
         operands.push(Operand {
             role: Role::Weight,
             access: Access::Stream,
@@ -617,28 +632,41 @@ pub fn attention_of(graph: &ModelGraph, a: &graph::Attention) -> Attention {
     }
 }
 
+/// The format of a matrix over `linears`: the one that all of them are stored in. Parts that differ are stored as fp32, which holds
+/// the values of every format.
+fn format_of(graph: &ModelGraph, linears: &[&Linear], precision: Precision) -> Format {
+    let of = |linear: &&Linear| graph.formats.get(&linear.weight.tensor).copied();
+    let first = linears.first().and_then(of);
+    if linears.iter().any(|linear| of(linear) != first) {
+        return Format::plain(DType::F32);
+    }
+    first.unwrap_or(Format::plain(precision.weights))
+}
+
 /// SMs that units are sized for, whatever a candidate or a GPU has: the pack is the same for all of them.
 const BALANCED_SMS: u32 = 132;
 
 /// Rows of the units of a matvec: the most, `least` at least, that leave the longest share of [`BALANCED_SMS`] shortest.
-fn unit_rows(op: &MatVec, precision: Precision, least: u32) -> u32 {
-    let bytes = precision.weights.bytes() as u32;
+fn unit_rows(op: &MatVec, format: Format, precision: Precision, least: u32) -> u32 {
     let longest = |rows: u32| op.rows.div_ceil(rows).div_ceil(BALANCED_SMS).saturating_mul(rows);
-    let lanes = |rows: u32| granule_pairs(UNIT_ROWS / rows, precision) <= LANES;
-    let may = |rows: &u32| *rows >= least && op.takes_unit_rows(*rows, bytes) && lanes(*rows);
+    let lanes = |rows: u32| granule_pairs(UNIT_ROWS / rows, format, precision) <= LANES;
+    let may = |rows: &u32| *rows >= least && op.takes_unit_rows(*rows, format) && lanes(*rows);
     [UNIT_ROWS, 4, 2].into_iter().filter(may).min_by_key(|&rows| longest(rows)).unwrap_or(UNIT_ROWS)
 }
 
 /// Rows of the smallest units that any matvec of a model takes, if it may have as few as `least`.
 pub fn finest_unit_rows(graph: &ModelGraph, precision: Precision, least: u32) -> u32 {
     let of_layer = |l: &Layer| {
-        let stored = |linears: &[&Linear], epilogue: Epilogue| MatVec {
-            rows: linears.iter().map(|l| l.rows).sum(),
-            k: linears.first().map_or(0, |l| l.cols),
-            norm: None,
-            own_input: false,
-            epilogue,
-            unit_rows: UNIT_ROWS,
+        let stored = |linears: &[&Linear], epilogue: Epilogue| {
+            let op = MatVec {
+                rows: linears.iter().map(|l| l.rows).sum(),
+                k: linears.first().map_or(0, |l| l.cols),
+                norm: None,
+                own_input: false,
+                epilogue,
+                unit_rows: UNIT_ROWS,
+            };
+            (op, format_of(graph, linears, precision))
         };
         let attn = &l.attn;
         [
@@ -649,7 +677,7 @@ pub fn finest_unit_rows(graph: &ModelGraph, precision: Precision, least: u32) ->
         ]
     };
     let all = graph.layers.iter().flat_map(of_layer).flatten();
-    all.map(|op| unit_rows(&op, precision, least)).min().unwrap_or(UNIT_ROWS)
+    all.map(|(op, format)| unit_rows(&op, format, precision, least)).min().unwrap_or(UNIT_ROWS)
 }
 
 /// Why sums cannot be made by every SM; `None`: they can. All branches are normalised before they are added, so that every SM that adds

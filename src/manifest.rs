@@ -9,9 +9,11 @@
 //! seed = 0                     # synthetic: only; default 0
 //!
 //! [precision]
-//! weights = "bf16"             # fp32 or bf16
-//! cache = "bf16"               # default: as weights
-//! activations = "bf16"         # default: as weights
+//! weights = "bf16"             # fp32 or bf16; or rounded to int8, fp8, int4:128, int4:64, int4:32 or mxfp4
+//! head = "bf16"                # default: as weights
+//! layers.0 = "bf16"            # one layer; default: as weights
+//! cache = "bf16"               # fp32 or bf16; default: as weights, bf16 where they are rounded
+//! activations = "bf16"         # likewise
 //!
 //! [decode]
 //! context_max = 4096           # 1 to 1048576 positions
@@ -41,6 +43,7 @@ use crate::dtype::{DType, Precision};
 use crate::error::Fault;
 use crate::fields::{FILE_NAME_IN_WORDS, Fields, is_file_name, read_document};
 use crate::files::{self, FileError, PATH_RULE};
+use crate::format::{Code, Format, FormatPlan, NAMED};
 use crate::target::{Target, TargetError};
 use crate::text::{Diagnostic, Rejection, Style, nearest, one_of};
 
@@ -100,7 +103,10 @@ pub struct ModelFile {
 /// `[precision]` as it was typed.
 #[derive(Debug, Clone)]
 pub struct PrecisionFile {
-    pub weights: DType,
+    pub weights: Format,
+    pub head: Option<Format>,
+    /// By number.
+    pub layers: BTreeMap<u32, Format>,
     pub cache: Option<DType>,
     pub activations: Option<DType>,
 }
@@ -135,6 +141,8 @@ pub struct Manifest {
     /// Seed of the weights of a `synthetic:` source.
     pub seed: u64,
     pub precision: Precision,
+    /// Formats that weights are rounded to.
+    pub formats: FormatPlan,
     pub decode: Decode,
     pub search: Search,
     /// One or more, of different names, in the order of the manifest.
@@ -239,11 +247,15 @@ fn read_model(fields: &mut Fields<'_>) -> Option<ModelFile> {
 }
 
 fn read_precision(fields: &mut Fields<'_>) -> Option<PrecisionFile> {
-    let weights = fields.required("weights", |f, key| f.choice(key, &PRECISIONS));
+    let weights = fields.required("weights", |f, key| f.choice(key, &NAMED));
+    let head = fields.choice("head", &NAMED);
+    let layers = fields.table("layers", |f| Some(f.numbered_choices(&NAMED)));
     let cache = fields.choice("cache", &PRECISIONS);
     let activations = fields.choice("activations", &PRECISIONS);
     Some(PrecisionFile {
         weights: weights?.into_inner(),
+        head: head.map(Spanned::into_inner),
+        layers: layers.unwrap_or_default(),
         cache: cache.map(Spanned::into_inner),
         activations: activations.map(Spanned::into_inner),
     })
@@ -305,8 +317,19 @@ impl Manifest {
     ///
     /// Left out are `name`, a label, and `base_dir`: what a path leads to is keyed by the stage that reads it.
     pub fn key_text(&self) -> String {
-        let Manifest { name: _, source, revision, seed, precision, decode, search, targets, candidates, base_dir: _ } =
-            self;
+        let Manifest {
+            name: _,
+            source,
+            revision,
+            seed,
+            precision,
+            formats,
+            decode,
+            search,
+            targets,
+            candidates,
+            base_dir: _,
+        } = self;
         let Precision { weights, cache, wire } = precision;
         let Decode { context_max, steps_per_launch, check_positions, time_positions } = decode;
         let Search { trials, minutes, seed: search_seed, margin } = search;
@@ -329,7 +352,9 @@ impl Manifest {
         ];
         let own: String = fields.iter().map(|(field, value)| format!("{field} {value}\n")).collect();
         let candidates = candidates.iter().map(|(target, knobs)| format!("candidate {target} {knobs:?}\n"));
-        own + &candidates.collect::<String>() + &targets.iter().map(Target::key_text).collect::<String>()
+        own + &formats.key_text()
+            + &candidates.collect::<String>()
+            + &targets.iter().map(Target::key_text).collect::<String>()
     }
 }
 
@@ -339,7 +364,10 @@ fn resolve(file: &ManifestFile, path: &Path, faults: &mut Vec<Diagnostic>) -> Re
     let ManifestFile { name, model, precision, decode, search, targets } = file;
     let base_dir = files::folder_of(path);
     check_source(model, faults);
-    let PrecisionFile { weights, cache, activations } = *precision;
+    let PrecisionFile { weights: asked, head, layers, cache, activations } = precision;
+    let weights = if asked.code == Code::F32 { DType::F32 } else { DType::Bf16 };
+    let (cache, activations) = (cache.unwrap_or(weights), activations.unwrap_or(weights));
+    let formats = FormatPlan { weights: Some(*asked).filter(|f| !f.is_plain()), head: *head, layers: layers.clone() };
     let SearchFile { trials, minutes, seed, margin } = *search;
     let (targets, candidates) = resolve_targets(targets, &base_dir, faults)?;
     Ok(Manifest {
@@ -350,7 +378,8 @@ fn resolve(file: &ManifestFile, path: &Path, faults: &mut Vec<Diagnostic>) -> Re
         source: model.source.get_ref().clone(),
         revision: model.revision.as_ref().map_or(REVISION_DEFAULT.to_string(), |revision| revision.get_ref().clone()),
         seed: model.seed.as_ref().map_or(0, |seed| *seed.get_ref()),
-        precision: Precision { weights, cache: cache.unwrap_or(weights), wire: activations.unwrap_or(weights) },
+        precision: Precision { weights, cache, wire: activations },
+        formats,
         decode: resolve_decode(decode, faults),
         search: Search {
             trials: trials.unwrap_or(SEARCH_DEFAULT.trials),
@@ -572,6 +601,7 @@ record = \"cpu\"
                 revision: "main".to_string(),
                 seed: 0,
                 precision: Precision { weights: DType::F32, cache: DType::F32, wire: DType::F32 },
+                formats: FormatPlan::default(),
                 decode: Decode {
                     context_max: 64,
                     steps_per_launch: 32,
@@ -838,13 +868,24 @@ error: missing key `record` in `target`
     }
 
     #[test]
-    fn precision_has_two_words() {
+    fn precision_names_formats() {
         let found = refusal(&with("\"fp32\"", "\"f16\""));
         assert!(found.starts_with("unknown value for `precision.weights`\n"), "{found}");
-        assert!(found.contains("expected `fp32` or `bf16`, found `f16`\n"), "{found}");
+        let names = "`fp32`, `bf16`, `int8`, `fp8`, `int4:128`, `int4:64`, `int4:32` or `mxfp4`";
+        assert!(found.contains(&format!("expected {names}, found `f16`\n")), "{found}");
         assert!(found.ends_with("= help: did you mean `bf16`?"), "{found}");
         let found = refusal(&with("weights = \"fp32\"", "weights = \"fp32\"\ncache = \"i32\""));
         assert!(found.starts_with("unknown value for `precision.cache`\n"), "{found}");
+        let found = refusal(&with("weights = \"fp32\"", "weights = \"int8\"\nlayers.x = \"bf16\"\nlayers.1 = 3"));
+        assert!(found.contains("`precision.layers.x` is no number\n"), "{found}");
+        assert!(found.contains("unknown value for `precision.layers.1`\n"), "{found}");
+
+        let mixed =
+            accepted(&with("weights = \"fp32\"", "weights = \"int4:64\"\nhead = \"int8\"\nlayers.0 = \"bf16\""));
+        assert_eq!(mixed.precision, Precision { weights: DType::Bf16, cache: DType::Bf16, wire: DType::Bf16 });
+        let of = |layer| mixed.formats.of(layer).map(crate::format::name_of);
+        assert_eq!((of(None), of(Some(0)), of(Some(1))), (Some("int8".into()), None, Some("int4:64".into())));
+        assert!(mixed.key_text().contains("precision.layers.0.format bf16\n"), "{}", mixed.key_text());
     }
 
     #[test]
@@ -930,7 +971,8 @@ error: missing key `record` in `target`
             change(&mut other);
             other.key_text() != key
         };
-        let matters: [fn(&mut Manifest); 15] = [
+        let matters: [fn(&mut Manifest); 16] = [
+            |m| m.formats.head = Some(NAMED[2].1),
             |m| m.source.push('x'),
             |m| m.revision.push('x'),
             |m| m.seed += 1,

@@ -4,17 +4,21 @@
 //! the order of its rows, each whole along k. A unit of a matvec is `granules(k)` granules of 512 bytes; a granule is
 //! row-major, 8 rows of 64 bytes of k. Rows past the end of the linear and k past the end of a row are zero.
 //!
+//! A matrix of codes has the scales of its groups in its granules ([`crate::format`]), and those of its rows behind its units.
+//!
 //! No candidate has a say in it: schedules of one model and precision read the same pack, on any number of SMs.
 
 use crate::dtype::DType;
 use crate::error::Fault;
+use crate::format::{Code, Format};
 use crate::ir::BufferId;
 use crate::ir::layout::{GRANULE_ROW_BYTES, Matrix, matrices, pack_bytes, place_align, placed_bytes};
 use crate::ir::op::UNIT_ROWS;
 use crate::ir::program::{Buffer, Content, Part, Space, VectorPart};
 use crate::ir::schedule::Schedule;
+use crate::model::coded::GroupOrder;
 use crate::model::graph::{ModelGraph, Rope, RowView};
-use crate::model::weights::Weights;
+use crate::model::weights::{CodedRow, Weights};
 use half::bf16;
 use rayon::prelude::*;
 use thiserror::Error;
@@ -38,6 +42,15 @@ pub enum PackError {
     Cols { buffer: BufferId, name: String, cols: u32, tensor: String, found: usize },
     #[error("{buffer} (`{name}`) needs row {row} of tensor `{tensor}`, which has {rows}")]
     Row { buffer: BufferId, name: String, row: u64, tensor: String, rows: u64 },
+    #[error("{buffer} (`{name}`) stores {expected}, tensor `{tensor}` is stored as {found}")]
+    Format { buffer: BufferId, name: String, expected: Format, tensor: String, found: String },
+    #[error("{buffer} (`{name}`) needs row {row} of tensor `{tensor}`, whose {what} of column {column} is no number")]
+    NotANumber { buffer: BufferId, name: String, tensor: String, row: u32, column: usize, what: &'static str },
+    #[error(
+        "tensor `{tensor}`: `g_idx` puts column {column} in group {group}, but the config says that groups follow each other; \
+         set `desc_act` to true in its `quantization_config`"
+    )]
+    GroupOrder { tensor: String, column: u32, group: i32 },
     #[error("the pack takes {bytes} bytes, more than this machine can address")]
     Size { bytes: u64 },
 }
@@ -46,6 +59,7 @@ impl From<PackError> for Fault {
     fn from(error: PackError) -> Fault {
         match error {
             PackError::Size { .. } => Fault::environment(error.to_string()),
+            PackError::NotANumber { .. } | PackError::GroupOrder { .. } => Fault::input(error.to_string()),
             _ => Fault::internal(error.to_string()),
         }
     }
@@ -54,11 +68,12 @@ impl From<PackError> for Fault {
 /// Fills a whole pack in memory.
 pub fn pack(schedule: &Schedule, graph: &ModelGraph, weights: &Weights) -> Result<Vec<u8>, PackError> {
     let mut bytes = zeros(pack_bytes(schedule))?;
-    for Packed { id, place, bytes: length, matrix } in packed(schedule)? {
+    for Packed { id, place, bytes: length, part } in packed(schedule)? {
         let out = &mut bytes[place as usize..(place + length) as usize];
-        match matrix {
-            Some(matrix) => pack_units(schedule, graph, weights, id, matrix, 0, out)?,
-            None => pack_constant(id, &schedule.program.buffers[id.index()], graph, weights, out)?,
+        match part {
+            PartOf::Units(matrix) => pack_units(schedule, graph, weights, id, matrix, 0, out)?,
+            PartOf::RowScales(matrix) => pack_row_scales(schedule, graph, weights, id, matrix, out)?,
+            PartOf::Constant => pack_constant(id, &schedule.program.buffers[id.index()], graph, weights, out)?,
         }
     }
     Ok(bytes)
@@ -73,7 +88,7 @@ pub fn pack_pieces<E: From<PackError>>(
     mut piece: impl FnMut(u64, &[u8]) -> Result<(), E>,
 ) -> Result<(), E> {
     let mut end = 0;
-    for Packed { id, place, bytes, matrix } in packed(schedule)? {
+    for Packed { id, place, bytes, part } in packed(schedule)? {
         while end < place {
             let gap = (place - end).min(PIECE_BYTES);
             piece(end, &zeros(gap)?)?;
@@ -81,10 +96,13 @@ pub fn pack_pieces<E: From<PackError>>(
         }
         end += place_align(bytes);
         let padding = place_align(bytes) - bytes;
-        let Some(matrix) = matrix else {
+        let PartOf::Units(matrix) = part else {
             let mut buffer = zeros(bytes + padding)?;
-            let constant = &schedule.program.buffers[id.index()];
-            pack_constant(id, constant, graph, weights, &mut buffer[..bytes as usize])?;
+            let out = &mut buffer[..bytes as usize];
+            match part {
+                PartOf::RowScales(matrix) => pack_row_scales(schedule, graph, weights, id, matrix, out)?,
+                _ => pack_constant(id, &schedule.program.buffers[id.index()], graph, weights, out)?,
+            }
             piece(place, &buffer)?;
             continue;
         };
@@ -112,14 +130,22 @@ fn zeros(bytes: u64) -> Result<Vec<u8>, PackError> {
     Ok(zeros)
 }
 
-/// A buffer of the pack.
+/// What of a buffer lies in one piece.
+#[derive(Clone, Copy)]
+enum PartOf {
+    Units(Matrix),
+    /// Of the matrix.
+    RowScales(Matrix),
+    Constant,
+}
+
+/// A buffer of the pack, or a part of one.
 struct Packed {
     id: BufferId,
     place: u64,
     /// Without padding.
     bytes: u64,
-    /// `None`: a constant.
-    matrix: Option<Matrix>,
+    part: PartOf,
 }
 
 /// The buffers of a pack in the order of their places, none over another.
@@ -128,15 +154,20 @@ fn packed(schedule: &Schedule) -> Result<Vec<Packed>, PackError> {
     let mut all = vec![];
     for ((b, buffer), matrix) in program.buffers.iter().enumerate().zip(matrices(program)) {
         let (id, name) = (BufferId::from(b), || buffer.name.clone());
-        let bytes = match (buffer.space, matrix) {
-            (Space::Weight, Some(matrix)) => matrix.bytes(),
+        let (bytes, part) = match (buffer.space, matrix) {
+            (Space::Weight, Some(matrix)) => (matrix.units_bytes(), PartOf::Units(matrix)),
             // No op streams it.
             (Space::Weight, None) => continue,
-            (Space::Constant, _) => placed_bytes(buffer),
+            (Space::Constant, _) => (placed_bytes(buffer), PartOf::Constant),
             _ => continue,
         };
         let place = placement.get(b).copied().flatten().ok_or_else(|| PackError::Place { buffer: id, name: name() })?;
-        all.push(Packed { id, place, bytes, matrix: matrix.filter(|_| buffer.space == Space::Weight) });
+        all.push(Packed { id, place, bytes, part });
+        if let (PartOf::Units(matrix), true) = (part, buffer.format().row_scales) {
+            let at = matrix.row_scales_at();
+            let (place, bytes) = (place.saturating_add(at), matrix.bytes() - at);
+            all.push(Packed { id, place, bytes, part: PartOf::RowScales(matrix) });
+        }
     }
     all.sort_by_key(|packed| (packed.place, packed.bytes));
     let mut end = (0, BufferId(0));
@@ -159,8 +190,13 @@ impl ContentKey {
             let RowView { tensor, first, block, stride } = view;
             key.extend([tensor.0, *first, *block, *stride, rows]);
         }
-        let Buffer { name: _, space: _, dtype, rows, cols, phases: _, paging: _, home: _, content } = b;
+        let Buffer { name: _, space: _, dtype, coded, rows, cols, phases: _, paging: _, home: _, content } = b;
         let mut key = vec![*dtype as u32, *rows, *cols];
+        if let Some(Format { code, groups, row_scales }) = *coded {
+            let groups = groups.map_or([0; 3], |g| [g.k, g.scale as u32, u32::from(g.zeros)]);
+            key.extend([u32::MAX, code as u32, u32::from(row_scales)]);
+            key.extend(groups);
+        }
         match content {
             None => key.push(0),
             Some(Content::Rows { parts, interleave }) => {
@@ -266,15 +302,23 @@ fn pack_units(
         }
     }
     let cols = buffer.cols as usize;
+    let coded = Some(matrix.format).filter(|format| !format.code.plain());
+    if let Some(expected) = coded {
+        same_format(id, buffer, graph, weights, parts, expected)?;
+    }
     let units = out.par_chunks_exact_mut((matrix.unit_bytes as usize).max(1));
     units.zip(first..matrix.units).try_for_each_init(
-        || (vec![bf16::ZERO; cols], vec![0.0f32; cols]),
-        |(narrow, wide), (out, u)| {
+        || (vec![bf16::ZERO; cols], vec![0.0f32; cols], CodedRow::default()),
+        |(narrow, wide, codes), (out, u)| {
             for r in 0..matrix.unit_rows {
                 let Some((part, i)) = unit_row(parts, *interleave, matrix.unit_rows, u, r) else { continue };
                 let tensor = part.view.tensor;
                 let row = checked_row(id, buffer, graph, &part.view, i, u64::from(weights.rows(tensor)))?;
-                if buffer.dtype == DType::Bf16 {
+                if let Some(format) = coded {
+                    weights.read_row_coded(tensor, row, codes);
+                    numbers(id, buffer, graph, part, row, format, codes)?;
+                    put_codes(format, buffer.cols, codes, r as usize, out);
+                } else if matrix.format.code == Code::Bf16 {
                     weights.read_row_bf16(tensor, row, narrow);
                     scatter(bytemuck::cast_slice(narrow), r, matrix.unit_rows, out);
                 } else {
@@ -285,6 +329,115 @@ fn pack_units(
             Ok(())
         },
     )
+}
+
+/// All parts of a matrix of codes are stored as its format says.
+fn same_format(
+    id: BufferId,
+    buffer: &Buffer,
+    graph: &ModelGraph,
+    weights: &Weights,
+    parts: &[Part],
+    expected: Format,
+) -> Result<(), PackError> {
+    for part in parts {
+        let found = weights.format(part.view.tensor);
+        if found != Some(expected) {
+            let (name, tensor) = (buffer.name.clone(), graph.tensor(part.view.tensor).name.clone());
+            let found = found.map_or("values".to_string(), |format| format.to_string());
+            return Err(PackError::Format { buffer: id, name, expected, tensor, found });
+        }
+        if let Some(GroupOrder { column, group }) = weights.group_order(part.view.tensor) {
+            let tensor = graph.tensor(part.view.tensor).name.clone();
+            return Err(PackError::GroupOrder { tensor, column, group });
+        }
+    }
+    Ok(())
+}
+
+/// Codes and scales that are no numbers would be something else to a kernel.
+fn numbers(
+    id: BufferId,
+    buffer: &Buffer,
+    graph: &ModelGraph,
+    part: &Part,
+    row: u32,
+    format: Format,
+    codes: &CodedRow,
+) -> Result<(), PackError> {
+    let fault = |what, column| PackError::NotANumber {
+        buffer: id,
+        name: buffer.name.clone(),
+        tensor: graph.tensor(part.view.tensor).name.clone(),
+        row,
+        column,
+        what,
+    };
+    if format.code == Code::E4m3
+        && let Some(column) = codes.codes.iter().position(|code| code & 0x7f == 0x7f)
+    {
+        return Err(fault("code", column));
+    }
+    let group_k = format.groups.map_or(0, |groups| groups.k as usize);
+    match codes.scales.iter().position(|scale| !scale.is_finite()) {
+        Some(group) => Err(fault("scale", group * group_k)),
+        None if !codes.row_scale.is_finite() => Err(fault("scale", 0)),
+        None => Ok(()),
+    }
+}
+
+/// Spreads the codes, scales and zero points of row `r` over the granules of its unit. Past the end of the row codes are zero
+/// points, so that they are worth nothing with any input.
+fn put_codes(format: Format, cols: u32, row: &CodedRow, r: usize, unit: &mut [u8]) {
+    let (granule_k, row_bytes) = (format.granule_k() as usize, GRANULE_ROW_BYTES as usize);
+    let places: Vec<(usize, u32)> = (0..granule_k).map(|k| format.place(k)).collect();
+    let group_k = format.groups.map_or(granule_k, |groups| groups.k as usize);
+    let granules = unit.chunks_exact_mut(format.granule_bytes(cols) as usize).zip(row.codes.chunks(granule_k));
+    for (granule, codes) in granules.enumerate().map(|(g, (granule, codes))| ((g, granule), codes)) {
+        let (g, granule) = granule;
+        let own = &mut granule[r * row_bytes..(r + 1) * row_bytes];
+        for (code, (byte, shift)) in codes.iter().zip(&places) {
+            own[*byte] |= code << shift;
+        }
+        if let Some(groups) = format.groups {
+            for i in 0..format.granule_groups() as usize {
+                let group = (g * granule_k + i * group_k) / group_k;
+                let Some(&scale) = row.scales.get(group) else { break };
+                let at = format.scale_at(r, i);
+                groups.scale.write(scale, &mut granule[at..at + groups.scale.bytes() as usize]);
+                if groups.zeros {
+                    granule[format.zero_at(r, i)] = row.zeros[group];
+                }
+            }
+        }
+    }
+}
+
+/// The scales of all rows of a matrix, in the order of its units.
+fn pack_row_scales(
+    schedule: &Schedule,
+    graph: &ModelGraph,
+    weights: &Weights,
+    id: BufferId,
+    matrix: Matrix,
+    out: &mut [u8],
+) -> Result<(), PackError> {
+    let buffer = &schedule.program.buffers[id.index()];
+    let Some(Content::Rows { parts, interleave }) = &buffer.content else {
+        return Err(PackError::NoContent { buffer: id, name: buffer.name.clone() });
+    };
+    same_format(id, buffer, graph, weights, parts, matrix.format)?;
+    let units = out.par_chunks_exact_mut(matrix.unit_rows as usize * 4);
+    units.zip(0..matrix.units).try_for_each_init(CodedRow::default, |codes, (out, u)| {
+        for (r, out) in (0..matrix.unit_rows).zip(out.chunks_exact_mut(4)) {
+            let Some((part, i)) = unit_row(parts, *interleave, matrix.unit_rows, u, r) else { continue };
+            let tensor = part.view.tensor;
+            let row = checked_row(id, buffer, graph, &part.view, i, u64::from(weights.rows(tensor)))?;
+            weights.read_row_coded(tensor, row, codes);
+            out.copy_from_slice(&codes.row_scale.to_le_bytes());
+        }
+        Ok(())
+    })
 }
 
 /// Spreads row `r` over the granules of its unit of `unit_rows` rows, 64 bytes to each part of each.

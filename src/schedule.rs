@@ -9,7 +9,8 @@ use crate::ir::op::{Access, Attention, Epilogue, HISTORY_ALIGN, MatVec, Op, Role
 use crate::ir::program::{Grid, LayerOp, Operand, Program, Rows, Second, Site, Space};
 use crate::ir::schedule::{Event, Machine, Mechanism, Regime, Ring, Run, Schedule, Scope, Source, Task, Wait};
 use crate::ir::variant::{
-    AttentionVariant, MatVecVariant, POLL_BATCH, REDUCE_BATCH_MAX, RegisterTiling, Variant, warps_per_head_rule,
+    AttentionVariant, MatVecVariant, POLL_BATCH, REDUCE_BATCH_MAX, RegisterTiling, Variant, kernel_refuses,
+    warps_per_head_rule,
 };
 use crate::ir::{BufferId, EventId, GridId, TaskId};
 use crate::target::{CopyMechanism, DotMechanism, Target, TargetKind};
@@ -20,6 +21,7 @@ type Variants = BTreeMap<GridId, Variant>;
 
 /// Places `program` on `target` as `candidate` says, or names what does not fit.
 pub fn schedule(program: Program, target: &Target, candidate: &Candidate) -> Result<Schedule, Infeasible> {
+    check_formats(&program, target)?;
     let head_units = program.grids.iter().filter(|g| g.site == Some(Site::HEAD)).map(|g| g.n).sum();
     check_knobs(head_units, target, candidate)?;
     let split = program.grids.iter().any(|g| matches!(g.op, Op::AttentionMerge { .. }));
@@ -39,6 +41,21 @@ pub fn schedule(program: Program, target: &Target, candidate: &Candidate) -> Res
     check_memory(&schedule, target)?;
     resolve_matvecs(&mut schedule, candidate)?;
     Ok(schedule)
+}
+
+/// Formats of matrices against what the kernels of a CUDA target stream.
+fn check_formats(program: &Program, target: &Target) -> Result<(), Infeasible> {
+    if target.kind == TargetKind::Cpu {
+        return Ok(());
+    }
+    for grid in program.grids.iter().filter(|grid| matches!(grid.op, Op::MatVec(_))) {
+        let format = program.format_of(grid);
+        if let Some(expected) = kernel_refuses(format, program.precision) {
+            let (matrix, target) = (grid.name.clone(), target.name.clone());
+            return Err(Infeasible::Format { matrix, format: format.to_string(), expected, target });
+        }
+    }
+    Ok(())
 }
 
 /// The variant of each attention, as the candidate asks for it.
@@ -67,10 +84,11 @@ fn resolve_matvecs(schedule: &mut Schedule, c: &Candidate) -> Result<(), Infeasi
     let mut turned = vec![];
     for (g, (grid, units)) in program.grids.iter().zip(units).enumerate() {
         let Op::MatVec(m) = &grid.op else { continue };
-        let unit = m.granules(program.precision.weights.bytes() as u32);
-        let chunk = chunk_granules(unit, machine.ring.slot_bytes, machine.ring.arrivals);
-        let block = block_granules(unit, machine.ring.slot_bytes, units);
-        let tiling = RegisterTiling::of(m, machine, program.precision, units, chunk);
+        let format = program.format_of(grid);
+        let (unit, granule) = (m.granules(format), format.granule_bytes(m.k));
+        let chunk = chunk_granules(unit, granule, machine.ring.slot_bytes, machine.ring.arrivals);
+        let block = block_granules(unit, granule, machine.ring.slot_bytes, units);
+        let tiling = RegisterTiling::of(m, machine, program.precision, format, units, chunk);
         let knob = grid.site.and_then(|site| c.units_per_warp(site.op)).filter(|(_, value)| *value > 0);
         let mut units_per_warp = tiling.units_per_warp_rule();
         if let Some((knob, value)) = knob {
@@ -83,7 +101,7 @@ fn resolve_matvecs(schedule: &mut Schedule, c: &Candidate) -> Result<(), Infeasi
         // Of a short input there is less to wait for than of a long one.
         let poll_batch = c.poll_pairs.min(tiling.pairs());
         turned.extend((poll_batch != tiling.poll_batch_rule()).then_some("poll_pairs"));
-        let variant = MatVecVariant { units, chunk, block, units_per_warp, poll_batch };
+        let variant = MatVecVariant { units, chunk, block, units_per_warp, poll_batch, granule };
         variants.insert(GridId::from(g), Variant::MatVec(variant));
     }
     let asked = LayerOp::ALL.into_iter().filter_map(|op| c.units_per_warp(op)).filter(|(_, units)| *units > 0);
@@ -219,7 +237,8 @@ fn machine(
     for (g, grid) in program.grids.iter().enumerate() {
         match &grid.op {
             Op::MatVec(m) => {
-                needs.k_max = needs.k_max.max(m.k);
+                let granule_k = program.format_of(grid).granule_k();
+                needs.k_max = needs.k_max.max(m.k.next_multiple_of(granule_k));
                 if matches!(m.epilogue, Epilogue::Residual { .. }) {
                     needs.residual_units = needs.residual_units.max(rows * grid.n.div_ceil(c.sms));
                 }
@@ -286,7 +305,6 @@ fn takes_part(program: &Program, c: &Candidate, grid: &Grid, split: bool) -> boo
 
 /// Who computes which units of each matvec: the same in every regime. Streams are balanced for the first regime; where that one's attention is not split, some SMs stream a history that others do not.
 fn divide(program: &Program, c: &Candidate, split: bool) -> Vec<Vec<Share>> {
-    let weight_bytes = program.precision.weights.bytes() as u32;
     // Streamed bytes so far on each SM, times what a byte costs there.
     let mut load = vec![0u64; c.sms as usize];
     let cost = byte_costs(c);
@@ -302,7 +320,7 @@ fn divide(program: &Program, c: &Candidate, split: bool) -> Vec<Vec<Share>> {
         for share in &shares {
             load[share.sm] += cost[share.sm]
                 * match &grid.op {
-                    Op::MatVec(m) => u64::from(share.hi - share.lo) * m.unit_bytes(weight_bytes),
+                    Op::MatVec(m) => u64::from(share.hi - share.lo) * m.unit_bytes(program.format_of(grid)),
                     Op::Attention(a) => {
                         let row_bytes = cache_row_bytes(a.head_dim, program.precision.cache);
                         typical_rows(program, c, a) * u64::from(2 * row_bytes)
@@ -319,7 +337,7 @@ fn divide(program: &Program, c: &Candidate, split: bool) -> Vec<Vec<Share>> {
 /// SM streams both, so who has a large unit more of the one should have some small ones less of the other.
 fn coarse_first(program: &Program) -> Vec<usize> {
     let unit = |g: usize| match &program.grids[g].op {
-        Op::MatVec(m) => Some(m.unit_bytes(program.precision.weights.bytes() as u32)),
+        Op::MatVec(m) => Some(m.unit_bytes(program.format_of(&program.grids[g]))),
         _ => None,
     };
     let mut order: Vec<usize> = (0..program.grids.len()).collect();
@@ -413,7 +431,7 @@ struct Share {
 /// Divides the units of a matvec that owns no residual: every SM gets as many as the longest share has, and what is too many is
 /// taken back where most is streamed. An SM that reads history, or one unit more of a wide k, or is spared, reads less of these.
 fn unit_shares(program: &Program, grid: &Grid, m: &MatVec, load: &[u64], cost: &[u64]) -> Vec<Share> {
-    let (n, sms, unit) = (grid.n as usize, load.len(), m.unit_bytes(program.precision.weights.bytes() as u32));
+    let (n, sms, unit) = (grid.n as usize, load.len(), m.unit_bytes(program.format_of(grid)));
     // Every block publishes a candidate at the end of a step, or it would not release what it wrote to the cache.
     let least = usize::from(matches!(m.epilogue, Epilogue::Logits { .. }));
     // SMs as fast as the others count as one, so that these have room for what spared ones leave.

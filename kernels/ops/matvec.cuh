@@ -1,13 +1,14 @@
 // matvec: y = W norm(x) + bias, then the epilogue.
 //
 // x (K)          packets, or, OWN_INPUT, the residual; staged in shared memory as bf16 (tensor cores) or fp32
-// W              units of 8 rows, streamed: per unit UNIT_GRANULES granules of 512 bytes, a granule is 8 rows x 64 bytes of k;
+// W              codes and scales as matvec_formats.cuh has them, or plain weights:
+//                units of 8 rows, streamed: per unit UNIT_GRANULES granules of 512 bytes, a granule is 8 rows x 64 bytes of k;
 //                of 4 or 2 rows: a granule is as many rows x 2 or 4 parts of 64 bytes, the rows of the first part first
 // out            STORE, ACT: a column a row; GATED: 4 columns a unit from 4 gate and 4 up rows
 //                RESIDUAL: the fp32 sum stays in the block, its rounded copy travels; LOGITS: best (value, row)
 //
 // owner    of a unit: one task. Its rows are added up by the warp whose number is the unit's within its batch, modulo WARPS
-// moves    UNIT_GRANULES * GRANULE_BYTES of the stream for each unit; all K values of x into every block
+// moves    UNIT_GRANULES granules (GRANULE_BYTES each, and the scales of codes) of the stream for each unit; all K values of x into every block
 // assumes  a chunk is whole units, or a unit is whole chunks; rows past ROWS and k past K are zeros in the pack
 //
 // Warps take the granules of a unit in turn (split k): warp w always reads the slices of k whose granule is w modulo WARPS,
@@ -25,17 +26,16 @@
 
 enum class Epilogue : u32 { STORE, ACT, GATED, RESIDUAL, LOGITS };
 
-// A granule: what a warp loads at once. OPERAND_ROWS rows (or parts of rows) of PART_BYTES, LANE_BYTES a lane.
-constexpr int OPERAND_ROWS = 8, PART_BYTES = 64, LANE_BYTES = 16, GRANULE_BYTES = OPERAND_ROWS * PART_BYTES;
-
 template <class M, class G>
 struct MatVec {
+  typedef Coding<M, G> Weights;
+  typedef typename Weights::Held Held; // of a granule, by a lane
   static constexpr int ELEM = ElemOf<M::WEIGHT>::BYTES;
   // Columns of B are rows of a part of k: K_PARTS parts of UNIT_ROWS rows each.
   static constexpr int K_PARTS = OPERAND_ROWS / G::UNIT_ROWS;
-  static_assert(K_PARTS == 1 || ((G::EPILOGUE == Epilogue::STORE || G::EPILOGUE == Epilogue::ACT) && G::K % (PART_BYTES / ELEM * K_PARTS) == 0),
+  static_assert(K_PARTS == 1 || ((G::EPILOGUE == Epilogue::STORE || G::EPILOGUE == Epilogue::ACT) && G::K % (PART_BYTES * 8 / Weights::BITS * K_PARTS) == 0),
                 "units of fewer rows are columns of the output, of whole granules");
-  static constexpr int PART_K = PART_BYTES / ELEM, GRANULE_K = K_PARTS * PART_K;
+  static constexpr int PART_K = PART_BYTES * 8 / Weights::BITS, GRANULE_K = K_PARTS * PART_K;
   static constexpr int UNIT_GRANULES = ceil_div(G::K, GRANULE_K);  // granules of a unit
   static constexpr int CHUNK = G::CHUNK;               // granules of a chunk
   static constexpr int CHUNK_UNITS = CHUNK >= UNIT_GRANULES ? CHUNK / UNIT_GRANULES : 1;     // units of a chunk
@@ -57,7 +57,7 @@ struct MatVec {
   static constexpr int PAIR_STEP = 32 / GRANULE_PAIRS * M::WARPS * GRANULE_K;
 
   // A warp's sums of a unit. Two sets of products, for a product waits for the sum that it adds to.
-  static constexpr int SETS = STAGE_BF16<M> && WARP_GRANULES > 1 ? 2 : 1;
+  static constexpr int SETS = STAGE_BF16<M> && (WARP_GRANULES > 1 || Weights::CODED) ? 2 : 1;
   struct Sums {
     Products products[SETS];
     float lane[4]; // without tensor cores: of row lane / 4, over the k of this lane
@@ -67,6 +67,8 @@ struct MatVec {
   // Granule j of the staged x, as this lane's part of the operand. All rows of A are the same token, and the rows of a part the
   // same: lanes of other rows load what others load, which costs nothing, and their sums are not read.
   static __device__ __forceinline__ uint4 staged(const Context<M>& c, int j) {
+    if constexpr (Weights::CODED) // j counts operands of 32 of k
+      return *reinterpret_cast<const uint4*>(c.stage() + j * PART_BYTES + (c.lane() % 4) * LANE_BYTES);
     return *reinterpret_cast<const uint4*>(c.stage() + (j * K_PARTS + c.lane() / 4 % K_PARTS) * PART_BYTES + (c.lane() % 4) * LANE_BYTES);
   }
   // One granule of W against granule j of x, without tensor cores.
@@ -88,12 +90,78 @@ struct MatVec {
     }
   }
 
+  // Codes of two units and more against granule j of x: products by the values of codes, and by scales where there are groups.
+  // Without tensor cores a lane has a part of the sums of its row.
+  static __device__ __forceinline__ void multiply_codes(const Context<M>& c, const Held (&b)[UNITS_PER_WARP][WARP_GRANULES], int i, int j,
+                                                        bool mine, Sums (&s)[UNITS_PER_WARP]) {
+    constexpr int GROUPS = Weights::GROUPS, GROUP_BLOCKS = Weights::GROUP_BLOCKS;
+    if constexpr (STAGE_BF16<M>) {
+#pragma unroll
+      for (int g = 0; g < GROUPS; g++) {
+        uint4 a[GROUP_BLOCKS];
+#pragma unroll
+        for (int h = 0; h < GROUP_BLOCKS; h++)
+          a[h] = mine ? staged(c, j * Weights::BLOCKS + g * GROUP_BLOCKS + h) : make_uint4(0, 0, 0, 0);
+        float sum_x = 0.f;
+        if constexpr (Weights::SUMS_X) {
+          Products ones{};
+#pragma unroll
+          for (int h = 0; h < GROUP_BLOCKS; h++) ones.add(a[h], make_uint4(BF16_ONES, BF16_ONES, BF16_ONES, BF16_ONES));
+          sum_x = ones.sum(0);
+        }
+#pragma unroll
+        for (int u = 0; u < UNITS_PER_WARP; u++) {
+          if constexpr (Weights::GROUPED) {
+            Products own{};
+#pragma unroll
+            for (int h = 0; h < GROUP_BLOCKS; h++) own.add(a[h], Weights::Codes::eight(Weights::codes(b[u][i]), g * GROUP_BLOCKS + h));
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+              float y = own.sum(r);
+              if constexpr (Weights::SUMS_X) y -= Weights::offset(b[u][i], r, g) * sum_x;
+              s[u].lane[r] += Weights::scale(b[u][i], r, g) * y;
+            }
+          } else {
+#pragma unroll
+            for (int h = 0; h < GROUP_BLOCKS; h++) s[u].products[h % SETS].add(a[h], Weights::Codes::eight(Weights::codes(b[u][i]), h));
+          }
+        }
+      }
+    } else if (mine) {
+#pragma unroll
+      for (int g = 0; g < GROUPS; g++) {
+        float own[UNITS_PER_WARP] = {}, sum_x = 0.f;
+#pragma unroll
+        for (int h = g * GROUP_BLOCKS; h < (g + 1) * GROUP_BLOCKS; h++) {
+          const float* x = reinterpret_cast<const float*>(c.stage()) + j * GRANULE_K + h * 32 + (c.lane() % 4) * 8;
+          const float4 lo = *reinterpret_cast<const float4*>(x), hi = *reinterpret_cast<const float4*>(x + 4);
+          if constexpr (Weights::SUMS_X) sum_x += ((lo.x + lo.y) + (lo.z + lo.w)) + ((hi.x + hi.y) + (hi.z + hi.w));
+#pragma unroll
+          for (int u = 0; u < UNITS_PER_WARP; u++) {
+            float w[8];
+            decode_floats<G::CODE>(Weights::codes(b[u][i]), h, w);
+            own[u] += ((lo.x * w[0] + lo.y * w[1]) + (lo.z * w[2] + lo.w * w[3])) + ((hi.x * w[4] + hi.y * w[5]) + (hi.z * w[6] + hi.w * w[7]));
+          }
+        }
+#pragma unroll
+        for (int u = 0; u < UNITS_PER_WARP; u++) {
+          if constexpr (Weights::GROUPED) {
+            if constexpr (Weights::SUMS_X) own[u] -= Weights::offset(b[u][i], 0, g) * sum_x;
+            own[u] *= Weights::scale(b[u][i], 0, g);
+          }
+          s[u].lane[0] += own[u];
+        }
+      }
+    }
+  }
+
   // A warp's partial sums of the 8 rows of a unit, or of the rows of each part.
   static __device__ __forceinline__ void put_partial(const Context<M>& c, float* to, const Sums& s) {
     if constexpr (STAGE_BF16<M>) {
       // Lane t of row p of the product holds columns 2t and 2t + 1 of B against part p; they are of one part.
       float2 y = make_float2(s.products[0].sum(0), s.products[0].sum(1));
       if constexpr (SETS == 2) y.x += s.products[1].sum(0), y.y += s.products[1].sum(1);
+      if constexpr (Weights::GROUPED) y = make_float2(s.lane[0], s.lane[1]);
       if (c.lane() / 4 == c.lane() % 4 * 2 / G::UNIT_ROWS) *reinterpret_cast<float2*>(to + c.lane() % 4 * 2) = y;
     } else {
       float v = (s.lane[0] + s.lane[1]) + (s.lane[2] + s.lane[3]);
@@ -111,7 +179,7 @@ struct MatVec {
   }
 
   // This warp's granules of units `first` on; of a unit of several chunks, those from granule `first` on.
-  static __device__ __forceinline__ void multiply(const Context<M>& c, const uint4 (&b)[UNITS_PER_WARP][WARP_GRANULES], int first,
+  static __device__ __forceinline__ void multiply(const Context<M>& c, const Held (&b)[UNITS_PER_WARP][WARP_GRANULES], int first,
                                                   Sums (&s)[UNITS_PER_WARP]) {
 #pragma unroll
     for (int i = 0; i < WARP_GRANULES; i++) {
@@ -120,7 +188,9 @@ struct MatVec {
       // to its sums. Of several chunks the last one leaves out more.
       const bool mine = exists(c, first, i);
       if (CHUNKS > 1 && !mine) continue;
-      if constexpr (STAGE_BF16<M>) {
+      if constexpr (Weights::CODED) {
+        multiply_codes(c, b, i, j, mine, s);
+      } else if constexpr (STAGE_BF16<M>) {
         const uint4 a = mine ? staged(c, j) : make_uint4(0, 0, 0, 0);
 #pragma unroll
         for (int u = 0; u < UNITS_PER_WARP; u++) s[u].products[i % SETS].add(a, b[u][i]);
@@ -137,17 +207,17 @@ struct MatVec {
     int held; // units of the current chunk that were read
     int left; // units of the task that no read has begun
     // The granules from `first` on of the next UNITS_PER_WARP units, as many as are left.
-    __device__ __forceinline__ void read(Context<M>& c, int first, uint4 (&b)[UNITS_PER_WARP][WARP_GRANULES]) {
+    __device__ __forceinline__ void read(Context<M>& c, int first, Held (&b)[UNITS_PER_WARP][WARP_GRANULES]) {
 #pragma unroll
       for (int u = 0; u < UNITS_PER_WARP; u++) {
         if (UNITS_PER_WARP > 1 && left == 0) return;
         if (held == 0) slot = ring_take(c, c.ring);
-        const u8* from = slot + held * (UNIT_GRANULES * GRANULE_BYTES) + c.warp() * GRANULE_BYTES + c.lane() * LANE_BYTES;
+        const u8* from = slot + held * (UNIT_GRANULES * Weights::BYTES) + c.warp() * Weights::BYTES + c.lane() * LANE_BYTES;
 #pragma unroll
         for (int i = 0; i < WARP_GRANULES; i++) {
           const bool mine = exists(c, first, i);
           if (CHUNKS > 1 && !mine) continue;
-          b[u][i] = mine ? *reinterpret_cast<const uint4*>(from + i * (M::WARPS * GRANULE_BYTES)) : make_uint4(0, 0, 0, 0);
+          b[u][i] = mine ? Weights::read(from + i * (M::WARPS * Weights::BYTES), c.lane()) : Weights::none();
         }
         held++;
         if (first == 0) left--;
@@ -162,20 +232,20 @@ struct MatVec {
 
   // What the end of a task needs of its entry, loaded before the input is there.
   struct Ends {
-    u32 lo, out, residual, bias;
+    u32 lo, out, residual, bias, row_scales;
   };
 
   static __device__ __forceinline__ void run(Context<M>& c, const Entry& e) {
     const int units = int(uniform(e.hi - e.lo));
-    const Ends ends{e.lo, e.out, e.residual, e.bias};
+    const Ends ends{e.lo, e.out, e.residual, e.bias, e.row_scales};
     Stream stream{nullptr, 0, units};
-    uint4 b[UNITS_PER_WARP][WARP_GRANULES] = {};
+    Held b[UNITS_PER_WARP][WARP_GRANULES] = {};
     stream.read(c, 0, b);
     float squares = 0.f;
     static_assert(!G::OWN_INPUT || G::NORM != Norm::LAYER, "the variance of a LayerNorm is that of packets");
     if constexpr (G::NORM == Norm::LAYER) {
       // The mean has to be known before anything is staged.
-      stage_block<M, G::K, G::NORM, true>(c, e, G::EPS);
+      stage_block<M, G::K, G::NORM, true, Weights::PAD>(c, e, G::EPS);
     } else {
       constexpr int COUNT = G::POLL_BATCH;
       const u32 first = u32(c.lane()) / GRANULE_PAIRS * M::WARPS + c.warp();
@@ -183,7 +253,7 @@ struct MatVec {
       float unused = 0.f;
 #pragma unroll 1
       for (int q = 0; q < PAIRS; q += COUNT)
-        squares += stage_pairs<M, G::K, G::NORM, true, COUNT, PAIR_STEP, G::OWN_INPUT>(c, e, k0 + q * PAIR_STEP, unused);
+        squares += stage_pairs<M, G::K, G::NORM, true, COUNT, PAIR_STEP, G::OWN_INPUT, Weights::PAD>(c, e, k0 + q * PAIR_STEP, unused);
       __syncwarp();
     }
     c.stamp(1);
@@ -237,6 +307,10 @@ struct MatVec {
     for (int w = 0; w < M::WARPS * K_PARTS; w++) {
       const float2 v = *reinterpret_cast<const float2*>(partial + w * G::UNIT_ROWS + r);
       y.x += v.x, y.y += v.y;
+    }
+    if constexpr (Weights::ROW_SCALES) {
+      const float2 scale = __ldg(reinterpret_cast<const float2*>(c.template constant<float>(e.row_scales) + unit * G::UNIT_ROWS + r));
+      y.x *= scale.x, y.y *= scale.y;
     }
     if constexpr (G::NORM == Norm::RMS) y.x *= factor, y.y *= factor;
     if constexpr (G::BIAS) {

@@ -17,7 +17,7 @@ struct alignas(16) Entry {
   u32 x;        // packets of the first exchange operand (x, q, candidates, partial)
   u32 out;      // packets of the published operand
   u32 aux;      // packets of a second published operand (candidates of the head)
-  u32 reserved; // makes an entry 64 bytes
+  u32 row_scales; // of a matrix of codes: the scales of its rows, in OFFSET_BYTES
   u32 residual; // first residual value of this block that the task owns
   union {
     u32 norm_weight, q_norm;

@@ -61,7 +61,7 @@ __device__ __forceinline__ void unpack_pair(u64 a, u64 b, float* x) {
 
 // Waits, by whole warps, for COUNT pairs of packets of this thread, at elements k0 + i * STEP (multiples of a pair) below K, or,
 // OWN, reads as many values of the residual that this block has all of; stages x * weight and returns the sum of squares.
-template <class M, int K, Norm N, bool STORE, int COUNT, int STEP, bool OWN = false>
+template <class M, int K, Norm N, bool STORE, int COUNT, int STEP, bool OWN = false, int PAD = 32>
 __device__ __forceinline__ float stage_pairs(Context<M>& c, const Entry& e, u32 k0, float& sum) {
   constexpr int PER_PACKET = Wire<M>::PER_PACKET, PER_PAIR = 2 * PER_PACKET;
   static_assert(STEP % 8 == 0, "the pairs of a thread are staged at constant distances");
@@ -117,7 +117,7 @@ __device__ __forceinline__ float stage_pairs(Context<M>& c, const Entry& e, u32 
     }
     // Past the end packets read as zeros, so the rest of the last granule becomes zeros.
     if constexpr (STORE && N != Norm::LAYER) {
-      if (k0 + i * STEP < round_up(K, 32)) {
+      if (k0 + i * STEP < round_up(K, PAD)) {
 #pragma unroll
         for (int j = 0; j < PER_PAIR; j += 2) stage_store<M>(to + i * STEP * STAGE_ELEM<M> + j * 4, x[j], x[j + 1]);
       }
@@ -128,7 +128,7 @@ __device__ __forceinline__ float stage_pairs(Context<M>& c, const Entry& e, u32 
 
 // LayerNorm: the mean first, then the variance around it, for a difference of squares would cancel. All packets have been
 // seen by the block; they are read again. Ends with a block barrier.
-template <class M, int K>
+template <class M, int K, int PAD = 32>
 __device__ __forceinline__ void stage_layer_norm(Context<M>& c, const Entry& e, float eps) {
   constexpr int THREADS = M::WARPS * 32, PER_PACKET = Wire<M>::PER_PACKET;
   const float* weight = c.template constant<float>(e.norm_weight);
@@ -144,7 +144,7 @@ __device__ __forceinline__ void stage_layer_norm(Context<M>& c, const Entry& e, 
   put_statistic(c, 1, around);
   c.barrier();
   const float factor = rsqrtf(block_sum(c, 1) / K + eps);
-  for (int k = c.tid() * 2; k < round_up(K, 32); k += THREADS * 2) {
+  for (int k = c.tid() * 2; k < round_up(K, PAD); k += THREADS * 2) {
     float x[2];
 #pragma unroll
     for (int j = 0; j < 2; j++) {
@@ -162,15 +162,15 @@ __device__ __forceinline__ void stage_layer_norm(Context<M>& c, const Entry& e, 
 
 // Reads all K values from packet `e.x` on, by all threads, for their statistics (and, for LayerNorm, to stage them); ends
 // with a block barrier.
-template <class M, int K, Norm N, bool STORE>
+template <class M, int K, Norm N, bool STORE, int PAD = 32>
 __device__ __forceinline__ void stage_block(Context<M>& c, const Entry& e, float eps) {
   constexpr int THREADS = M::WARPS * 32, PER_PAIR = 2 * Wire<M>::PER_PACKET;
   constexpr int PASSES = ceil_div(K, THREADS * PER_PAIR), COUNT = PASSES < STAGE_PAIRS_MAX ? PASSES : STAGE_PAIRS_MAX;
   float sum = 0.f, squares = 0.f;
 #pragma unroll 1
   for (int g = 0; g < PASSES; g += COUNT)
-    squares += stage_pairs<M, K, N, STORE, COUNT, THREADS * PER_PAIR>(c, e, (g * THREADS + c.tid()) * PER_PAIR, sum);
+    squares += stage_pairs<M, K, N, STORE, COUNT, THREADS * PER_PAIR, false, PAD>(c, e, (g * THREADS + c.tid()) * PER_PAIR, sum);
   if constexpr (N != Norm::NONE) put_statistic(c, 0, N == Norm::LAYER ? sum : squares);
   c.barrier();
-  if constexpr (N == Norm::LAYER) stage_layer_norm<M, K>(c, e, eps);
+  if constexpr (N == Norm::LAYER) stage_layer_norm<M, K, PAD>(c, e, eps);
 }

@@ -433,13 +433,17 @@ pub struct Chat {
 /// Prints the mean negative log-likelihood of each next token in nats, and its exponential, the perplexity. A text of
 /// more tokens than the manifest's `context_max` is read in windows of that size; each begins with the text's first
 /// special token, if it has one, and the last token of the window before, so that every token is scored once.
+///
+/// `--formats` compares the formats that weights can be rounded to: bytes and time of a step, perplexity, and the mean
+/// Kullback-Leibler divergence of their predictions from those of the manifest's own precision without rounding.
 #[derive(Debug, Args)]
 #[command(
     verbatim_doc_comment,
     after_help = "\
 Examples:
   monobloc perplexity manifests/tinystories.toml tests/fixtures/tinystories-llama/heldout.txt
-  monobloc perplexity manifests/tinystories.toml story.txt --json | jq .ppl"
+  monobloc perplexity manifests/tinystories.toml story.txt --json | jq .ppl
+  monobloc perplexity manifests/tinystories.toml story.txt --formats"
 )]
 pub struct Perplexity {
     /// Manifest whose model is run
@@ -449,6 +453,9 @@ pub struct Perplexity {
     /// Target to run on [default: the manifest's first]
     #[arg(long, value_name = "NAME")]
     pub target: Option<String>,
+    /// Compare the formats that weights can be rounded to, in one table
+    #[arg(long)]
+    pub formats: bool,
     /// Print one JSON object
     #[arg(long)]
     pub json: bool,

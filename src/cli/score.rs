@@ -1,5 +1,7 @@
 //! Owns `perplexity`, `logits` and `compare`: a model run over tokens that are given, and what it made of them.
 
+mod formats;
+
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, BufWriter, Write};
 use std::iter;
@@ -31,6 +33,10 @@ pub fn perplexity(session: &Session, asked: &Perplexity) -> Result<Outcome, Faul
     let text = read_text(&asked.file, TEXT_BYTES_MAX)?;
     let workspace = session.workspace(if asked.json { Talk::Nothing } else { Talk::Work })?;
     let mut tokenizer = text_tokenizer(&manifest)?;
+    if asked.formats {
+        let text = formats::Text { file: &asked.file, text: &text };
+        return formats::compare(session, &workspace, &manifest, &target, &mut tokenizer, &text, asked.json);
+    }
     let prepared = pipeline::prepare(&workspace, &manifest, &target)?;
     let graph = &prepared.imported.graph;
     tokenizer.check_vocab(graph.vocab)?;

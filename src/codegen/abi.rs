@@ -4,9 +4,9 @@
 use super::emit::classes;
 use crate::digest::Digest;
 use crate::ir::TaskId;
-use crate::ir::layout::{GRANULE_BYTES, Matrix, PACKET_BYTES, PLACE_ALIGN_BYTES, matrices};
+use crate::ir::layout::{Matrix, PACKET_BYTES, PLACE_ALIGN_BYTES, matrices};
 use crate::ir::op::{Op, Role};
-use crate::ir::program::{Grid, Space};
+use crate::ir::program::{Grid, Operand, Space};
 use crate::ir::schedule::{Regime, Run, Schedule, Source, Task};
 use crate::ir::variant::{AttentionVariant, MatVecVariant};
 use crate::validate::Validated;
@@ -25,8 +25,8 @@ pub struct Entry {
     pub x: u32,
     pub out: u32,
     pub aux: u32,
-    /// Makes an entry 64 bytes.
-    pub reserved: u32,
+    /// Scales of the rows of a matrix of codes; else 0.
+    pub row_scales: u32,
     pub residual: u32,
     /// Norm weight of the input, or of q.
     pub norm_weight: u32,
@@ -132,7 +132,8 @@ pub fn encode(validated: &Validated) -> Tables {
                 let task = &regime.tasks[id.index()];
                 let op = class_of_grid[task.grid.index()] as u32;
                 let residual = residual(task).map_or(0, |first| first - residual_base) as u32;
-                tables.entries.push(Entry { op, residual, ..entry(schedule, id, task) });
+                let row_scales = row_scales(schedule, &matrices, task);
+                tables.entries.push(Entry { op, residual, row_scales, ..entry(schedule, id, task) });
             }
             tables.entry_index.push(tables.entries.len() as u32);
             tables.runs.extend(stream.iter().map(|run| stream_run(schedule, &matrices, regime, run)));
@@ -170,7 +171,7 @@ fn entry(schedule: &Schedule, id: TaskId, task: &Task) -> Entry {
         x: if reads_candidates { packets(Role::Candidates) } else { first_read.unwrap_or(NONE) },
         out: packets(Role::Out),
         aux: if reads_candidates { NONE } else { packets(Role::Candidates) },
-        reserved: 0,
+        row_scales: 0,
         residual: 0,
         norm_weight: either(&[Role::NormWeight, Role::QNormWeight]),
         norm_bias: either(&[Role::NormBias, Role::KNormWeight]),
@@ -178,6 +179,17 @@ fn entry(schedule: &Schedule, id: TaskId, task: &Task) -> Entry {
         k_cache: cache(Role::AppendK),
         v_cache: cache(Role::AppendV),
     }
+}
+
+/// Where the scales of the rows of a task's matrix lie in the pack; 0: it has none.
+fn row_scales(schedule: &Schedule, matrices: &[Option<Matrix>], task: &Task) -> u32 {
+    let grid = &schedule.program.grids[task.grid.index()];
+    let of = |weight: &Operand| {
+        let (buffer, matrix) = (weight.buffer.index(), matrices[weight.buffer.index()]?);
+        let place = schedule.placement[buffer]?;
+        matrix.format.row_scales.then(|| ((place + matrix.row_scales_at()) / PLACE_ALIGN_BYTES) as u32)
+    };
+    grid.operand(Role::Weight).and_then(of).unwrap_or(0)
 }
 
 fn stream_run(schedule: &Schedule, matrices: &[Option<Matrix>], regime: &Regime, run: &Run) -> StreamRun {
@@ -201,14 +213,14 @@ fn stream_run(schedule: &Schedule, matrices: &[Option<Matrix>], regime: &Regime,
         }
         (Source::Units { buffer, lo, hi }, Op::MatVec(_)) => {
             let variant = schedule.matvec_variant(task.grid);
-            let MatVecVariant { chunk, block, .. } = variant.expect("validate: every matvec has a variant");
+            let MatVecVariant { chunk, block, granule, .. } = variant.expect("validate: every matvec has a variant");
             let matrix = matrices[buffer.index()].expect("validate: a matvec streams its matrix");
             let bytes = u64::from(hi - lo) * matrix.unit_bytes;
             let place = schedule.placement[buffer.index()].expect("validate: every matrix has a place");
             StreamRun {
                 bytes: bytes as u32,
-                k_cache: bytes.min(u64::from(*block) * u64::from(GRANULE_BYTES)) as u32,
-                v_cache: chunk * GRANULE_BYTES,
+                k_cache: bytes.min(u64::from(*block) * u64::from(*granule)) as u32,
+                v_cache: chunk * granule,
                 head_j: ((place + u64::from(lo) * matrix.unit_bytes) / PLACE_ALIGN_BYTES) as u32,
                 ..StreamRun::zeroed()
             }

@@ -2,6 +2,7 @@
 
 use super::{Float, HEADERS, KernelSource};
 use crate::dtype::DType;
+use crate::format::{Code, Format, ScaleCode};
 use crate::ir::GridId;
 use crate::ir::op::{Attention, Epilogue, MatVec, NormAttr, Op, QkNormAttr, Role};
 use crate::ir::program::{Grid, Program};
@@ -260,13 +261,14 @@ fn matvec_members(schedule: &Schedule, id: GridId, grid: &Grid, m: &MatVec) -> S
     // Destructured so that a new attribute does not compile until the kernel knows it.
     let MatVec { rows, k, norm, own_input, epilogue, unit_rows } = *m;
     let variant = schedule.matvec_variant(id).expect("validate: every matvec has a variant");
-    let MatVecVariant { units, chunk, block: _, units_per_warp, poll_batch } = variant;
+    let MatVecVariant { units, chunk, block: _, units_per_warp, poll_batch, granule: _ } = variant;
     let mut s = format!(
         "int ROWS = {rows}\nint K = {k}\nint UNIT_ROWS = {unit_rows}\nint CHUNK = {chunk}\nint UNITS = {units}\n"
     );
     s += &format!(
         "int UNITS_PER_WARP = {units_per_warp}\nint POLL_BATCH = {poll_batch}\nbool OWN_INPUT = {own_input}\n"
     );
+    s += &coding_members(program.format_of(grid), k);
     s += &norm_members(norm);
     let (epilogue, activation, scale, cap) = match epilogue {
         Epilogue::Store => ("STORE", None, 1.0, 0.0),
@@ -288,6 +290,33 @@ fn matvec_members(schedule: &Schedule, id: GridId, grid: &Grid, m: &MatVec) -> S
         grid.operand(Role::Out).is_some(),
     );
     s
+}
+
+/// How a matrix of codes is read; nothing of plain weights.
+fn coding_members(format: Format, k: u32) -> String {
+    let Format { code, groups, row_scales } = format;
+    let code = match code {
+        Code::F32 | Code::Bf16 => return String::new(),
+        Code::Int8 => "INT8",
+        Code::Int4 => "INT4",
+        Code::E4m3 => "E4M3",
+        Code::E2m1 => "E2M1",
+    };
+    let (group_k, scale, zeros) = groups.map_or((0, "NONE", false), |groups| {
+        let scale = match groups.scale {
+            ScaleCode::F32 => "F32",
+            ScaleCode::F16 => "F16",
+            ScaleCode::Bf16 => "BF16",
+            ScaleCode::E4m3 => "E4M3",
+            ScaleCode::E8m0 => "E8M0",
+        };
+        (groups.k, scale, groups.zeros)
+    });
+    let bytes = format.granule_bytes(k);
+    format!(
+        "Code CODE = Code::{code}\nint GROUP_K = {group_k}\nScaleCode SCALE_CODE = ScaleCode::{scale}\nbool ZEROS = {zeros}\n\
+         bool ROW_SCALES = {row_scales}\nint GRANULE_BYTES = {bytes}\n"
+    )
 }
 
 fn attention_members(schedule: &Schedule, id: GridId, a: &Attention, rows: u32) -> String {

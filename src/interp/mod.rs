@@ -13,6 +13,7 @@
 //! of a matvec; here it stays fp32.
 
 mod adversary;
+mod coded;
 mod kernel;
 mod memory;
 mod ops;

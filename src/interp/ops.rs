@@ -1,10 +1,12 @@
 //! Owns what each op computes: the formulas of `ir::op`, written once over both arithmetics and both kinds of memory.
 
+use super::coded;
 use super::kernel::{HistoryRows, Isa};
 use super::memory::{Access, OfRow, Region, StepRows, round_to};
 use super::plan::{self, Current, Norm, Plan, Table, TaskPlan, Work};
-use super::real::{self, Real, granule_k, read_value};
+use super::real::{self, Real, read_value};
 use crate::dtype::DType;
+use crate::format::{Code, Format};
 use crate::ir::GridId;
 use crate::ir::op::{Epilogue, PARTIAL_HEADER, QkNormAttr};
 use crate::model::graph::{NormKind, QkNormSpan};
@@ -58,6 +60,8 @@ pub struct Scratch<R> {
     input_of: Option<(u64, GridId, usize, usize)>,
     x: Vec<R>,
     y: Vec<R>,
+    /// Values of the codes of a row.
+    row: Vec<R>,
     q: Vec<R>,
     k: Vec<R>,
     v: Vec<R>,
@@ -74,6 +78,7 @@ impl<R: Real> Scratch<R> {
             input_of: None,
             x: vec![],
             y: vec![],
+            row: vec![],
             q: vec![],
             k: vec![],
             v: vec![],
@@ -226,6 +231,15 @@ fn norm_whole<R: Real>(isa: Isa, norm: &Norm, constants: &[f32], x: &mut [R]) {
     x.iter_mut().for_each(|x| *x = *x * scale);
 }
 
+/// The type of the weights of a matrix that stores them as values.
+fn plain(format: Format) -> Option<DType> {
+    match format.code {
+        Code::F32 => Some(DType::F32),
+        Code::Bf16 => Some(DType::Bf16),
+        _ => None,
+    }
+}
+
 fn mat_vec<R: Real>(
     step: &Step<'_>,
     row: usize,
@@ -242,13 +256,22 @@ fn mat_vec<R: Real>(
             Some(norm) => norm_stage(step.isa, norm, &step.plan.constants, &mut s.input),
             None => R::of(1.0),
         };
-        s.input.resize(m.k.next_multiple_of(granule_k(m.dtype)), R::of(0.0));
-        R::stage(m.dtype, &mut s.input);
+        s.input.resize(m.k.next_multiple_of(m.format.granule_k() as usize), R::of(0.0));
+        if let Some(dtype) = plain(m.format) {
+            R::stage(dtype, &mut s.input);
+        }
         s.input_of = input_of;
     }
     let scale = s.input_scale;
     s.y.resize(m.units * rows, R::of(0.0));
-    R::units(step.isa, m.dtype, rows, weights, &s.input, &mut s.y);
+    match plain(m.format) {
+        Some(dtype) => R::units(step.isa, dtype, rows, weights, &s.input, &mut s.y),
+        None => {
+            let granule_bytes = m.format.granule_bytes(m.k as u32) as usize;
+            coded::units(step.isa, m.format, granule_bytes, weights, &s.input, &mut s.row, &mut s.y);
+            coded::scale_rows(&step.pack[m.row_scales.clone()], &mut s.y);
+        }
+    }
     if m.norm.is_some() {
         s.y.iter_mut().for_each(|y| *y = *y * scale);
     }

@@ -4,6 +4,7 @@ use super::memory::{CacheColumns, Place, Region};
 use super::real::read_value;
 use super::synthetic::CacheKind;
 use crate::dtype::DType;
+use crate::format::Format;
 use crate::ir::layout::{Matrix, matrices, pack_bytes};
 use crate::ir::op::{self, Epilogue, NormAttr, Op, PARTIAL_HEADER, Role};
 use crate::ir::program::{Buffer, Grid, Operand, Program, Rows, Space};
@@ -165,12 +166,14 @@ pub struct MatVec {
     pub x: Region,
     pub k: usize,
     pub norm: Option<Norm>,
-    pub dtype: DType,
+    pub format: Format,
     pub units: usize,
     /// Rows of a unit.
     pub unit_rows: usize,
     /// Bytes of the pack.
     pub weight: Range<usize>,
+    /// The same of the scales of its rows; empty where there are none.
+    pub row_scales: Range<usize>,
     pub bias: Option<Range<usize>>,
     pub epilogue: Epilogue,
     /// `Out`, or `Logits`.
@@ -633,15 +636,12 @@ impl MemoryMap {
 
     fn mat_vec(&self, at: At<'_>, m: &op::MatVec, streamed: Option<Range<usize>>) -> Result<MatVec, PlanError> {
         let id = at.id;
-        let dtype = at
-            .program
-            .buffers
-            .get(at.operand(Role::Weight)?.buffer.index())
-            .ok_or_else(|| reference(id, Role::Weight.name()))?
-            .dtype;
+        let found = self.matrices.get(at.operand(Role::Weight)?.buffer.index()).copied().flatten();
+        let (place, matrix) = found.ok_or_else(|| reference(id, Role::Weight.name()))?;
+        let format = matrix.format;
         let units = (at.hi - at.lo.min(at.hi)) as usize;
         let k = m.k as usize;
-        let expected = units as u64 * m.unit_bytes(dtype.bytes() as u32);
+        let expected = units as u64 * m.unit_bytes(format);
         if matches!(at.operand(Role::Weight)?.rows, Rows::Lookup(_)) {
             return Err(PlanError::Choice { grid: at.grid_id });
         }
@@ -649,8 +649,9 @@ impl MemoryMap {
         if weight.len() as u64 != expected {
             return Err(PlanError::Stream { task: id, expected, found: weight.len() as u64 });
         }
-        let bias = self.constant(at, Role::Bias)?;
         let unit_rows = m.unit_rows as usize;
+        let row_scales = self.row_scales(place, &matrix, at)?;
+        let bias = self.constant(at, Role::Bias)?;
         let values = units * unit_rows;
         bias.iter().try_for_each(|b| width(id, Role::Bias, values, b.len()))?;
         // The last unit of a grid may have fewer rows; its region says so.
@@ -676,7 +677,36 @@ impl MemoryMap {
         let x = self.sized(at, Role::X, k)?;
         let epilogue = m.epilogue;
         let grid = at.grid_id;
-        Ok(MatVec { grid, x, k, norm, dtype, units, unit_rows, weight, bias, epilogue, out, residual, candidate })
+        Ok(MatVec {
+            grid,
+            x,
+            k,
+            norm,
+            format,
+            units,
+            unit_rows,
+            weight,
+            row_scales,
+            bias,
+            epilogue,
+            out,
+            residual,
+            candidate,
+        })
+    }
+
+    /// Bytes of the pack with the scales of the rows of a task's units.
+    fn row_scales(&self, place: u64, matrix: &Matrix, at: At<'_>) -> Result<Range<usize>, PlanError> {
+        if !matrix.format.row_scales {
+            return Ok(0..0);
+        }
+        let unit = 4 * u64::from(matrix.unit_rows);
+        let first = place.saturating_add(matrix.row_scales_at());
+        let [start, end] = [at.lo, at.hi].map(|unit_index| first.saturating_add(u64::from(unit_index) * unit));
+        if end > self.pack_bytes || at.hi > matrix.units || end < start {
+            return Err(PlanError::Pack { expected: end, found: self.pack_bytes });
+        }
+        Ok(start as usize..end as usize)
     }
 
     fn attention(&self, at: At<'_>, a: &op::Attention) -> Result<Attention, PlanError> {

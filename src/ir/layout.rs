@@ -7,21 +7,17 @@ use super::op::{Epilogue, HISTORY_ALIGN, MatVec, Op, PARTIAL_HEADER, Role, UNIT_
 use super::program::{Buffer, Program, Rows, Space};
 use super::schedule::{Run, Schedule, SmemKind, SmemPart, Source};
 use crate::dtype::{DType, Precision};
+use crate::format::{CODE_BYTES, CODE_ROW_BYTES, Format};
 
-/// Bytes of one granule: 8 rows of 64 bytes, one 16-byte load for each lane of a warp. In a unit of `r` rows, row `p r + i` of
-/// a granule is part `p` of row `i`: the parts of 64 bytes follow each other.
-pub const GRANULE_BYTES: u32 = 512;
+/// Bytes of one granule without scales: 8 rows of 64 bytes, one 16-byte load for each lane of a warp. In a unit of `r` rows, row
+/// `p r + i` of a granule is part `p` of row `i`: the parts of 64 bytes follow each other.
+pub const GRANULE_BYTES: u32 = CODE_BYTES;
 /// Bytes of one row of a granule.
-pub const GRANULE_ROW_BYTES: u32 = 64;
+pub const GRANULE_ROW_BYTES: u32 = CODE_ROW_BYTES;
 
-/// Weights of a row of a granule when a weight takes `bytes` bytes.
-fn granule_k(bytes: u32) -> u32 {
-    GRANULE_ROW_BYTES / bytes
-}
-
-/// Bytes of a unit of 8 rows of `cols` weights.
+/// Bytes of a unit of 8 rows of `cols` plain weights.
 pub fn unit_bytes(cols: u32, precision: Precision) -> u32 {
-    cols.div_ceil(granule_k(precision.weights.bytes() as u32)).max(1) * GRANULE_BYTES
+    cols.div_ceil(Format::plain(precision.weights).granule_k()).max(1) * GRANULE_BYTES
 }
 
 impl MatVec {
@@ -33,13 +29,14 @@ impl MatVec {
         }
     }
 
-    /// Whether units may have `rows` rows when a weight takes `bytes` bytes: where a unit is columns of the output and nothing
-    /// else, and k is whole granules.
-    pub fn takes_unit_rows(&self, rows: u32, bytes: u32) -> bool {
+    /// Whether units of a matrix may have `rows` rows: of plain weights, where a unit is columns of the output and nothing else, and
+    /// k is whole granules.
+    pub fn takes_unit_rows(&self, rows: u32, format: Format) -> bool {
         rows == UNIT_ROWS
             || matches!(rows, 2 | 4)
+                && format.is_plain()
                 && matches!(self.epilogue, Epilogue::Store | Epilogue::Act(_))
-                && self.k.is_multiple_of(granule_k(bytes) * (UNIT_ROWS / rows))
+                && self.k.is_multiple_of(format.granule_k() * (UNIT_ROWS / rows))
     }
 
     /// Parts of k side by side in a granule.
@@ -47,28 +44,41 @@ impl MatVec {
         UNIT_ROWS / self.unit_rows.clamp(1, UNIT_ROWS)
     }
 
-    /// Granules of one unit when a weight takes `bytes` bytes.
-    pub fn granules(&self, bytes: u32) -> u32 {
-        self.k.div_ceil(granule_k(bytes) * self.parts())
+    /// Granules of one unit.
+    pub fn granules(&self, format: Format) -> u32 {
+        self.k.div_ceil(format.granule_k() * self.parts())
     }
 
-    /// Bytes of one unit when a weight takes `bytes` bytes.
-    pub fn unit_bytes(&self, bytes: u32) -> u64 {
-        u64::from(self.granules(bytes)) * u64::from(GRANULE_BYTES)
+    /// Bytes of one unit.
+    pub fn unit_bytes(&self, format: Format) -> u64 {
+        u64::from(self.granules(format)) * u64::from(format.granule_bytes(self.k))
     }
 }
 
-/// A matrix as it lies in the pack: its units one after another, in the order of its rows, each whole along k.
+/// A matrix as it lies in the pack: its units one after another, in the order of its rows, each whole along k; then, where its
+/// format has them, the fp32 scales of all rows of all units.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Matrix {
     pub units: u32,
     pub unit_rows: u32,
     pub unit_bytes: u64,
+    pub format: Format,
 }
 
 impl Matrix {
     pub fn bytes(&self) -> u64 {
+        let scales = u64::from(self.units).saturating_mul(u64::from(self.unit_rows)) * 4;
+        if self.format.row_scales { self.row_scales_at().saturating_add(scales) } else { self.units_bytes() }
+    }
+
+    /// Bytes of its units.
+    pub fn units_bytes(&self) -> u64 {
         u64::from(self.units).saturating_mul(self.unit_bytes)
+    }
+
+    /// Where the scales of its rows begin, from its place: scale `8 u + r` is that of row `r` of unit `u`.
+    pub fn row_scales_at(&self) -> u64 {
+        place_align(self.units_bytes())
     }
 }
 
@@ -83,8 +93,9 @@ pub fn matrices(program: &Program) -> Vec<Option<Matrix>> {
             Rows::Lookup(table) => program.tables.get(table.index()).map_or(1, |table| table.bound),
             _ => 1,
         };
-        let (units, unit_bytes) = (m.units().saturating_mul(parts), m.unit_bytes(buffer.dtype.bytes() as u32));
-        matrices[weight.buffer.index()] = Some(Matrix { units, unit_rows: m.unit_rows, unit_bytes });
+        let format = buffer.format();
+        let (units, unit_bytes) = (m.units().saturating_mul(parts), m.unit_bytes(format));
+        matrices[weight.buffer.index()] = Some(Matrix { units, unit_rows: m.unit_rows, unit_bytes, format });
     }
     matrices
 }
@@ -118,11 +129,11 @@ pub fn streamed_bytes(schedule: &Schedule) -> Vec<u64> {
     streams.iter().map(|stream| stream.iter().map(bytes).sum()).collect()
 }
 
-/// Granules of a chunk when a unit is `unit` granules: whole units where a slot holds one, else equal parts of a unit, each with
-/// as many granules for every one of `warps` warps. A chunk that ended inside a second unit would put instructions between
-/// two exchanges.
-pub fn chunk_granules(unit: u32, slot_bytes: u32, warps: u32) -> u32 {
-    let (unit, slot, warps) = (unit.max(1), (slot_bytes / GRANULE_BYTES).max(1), warps.max(1));
+/// Granules of a chunk when a unit is `unit` granules of `granule` bytes: whole units where a slot holds one, else equal parts of a
+/// unit, each with as many granules for every one of `warps` warps. A chunk that ended inside a second unit would put
+/// instructions between two exchanges.
+pub fn chunk_granules(unit: u32, granule: u32, slot_bytes: u32, warps: u32) -> u32 {
+    let (unit, slot, warps) = (unit.max(1), (slot_bytes / granule.max(1)).max(1), warps.max(1));
     if unit <= slot {
         return slot / unit * unit;
     }
@@ -132,9 +143,9 @@ pub fn chunk_granules(unit: u32, slot_bytes: u32, warps: u32) -> u32 {
 }
 
 /// Granules that no chunk reaches beyond: those of a unit, where a slot does not hold one, else those of a task of `units`.
-pub fn block_granules(unit: u32, slot_bytes: u32, units: u32) -> u32 {
+pub fn block_granules(unit: u32, granule: u32, slot_bytes: u32, units: u32) -> u32 {
     let unit = unit.max(1);
-    if unit <= (slot_bytes / GRANULE_BYTES).max(1) { unit.saturating_mul(units.max(1)) } else { unit }
+    if unit <= (slot_bytes / granule.max(1)).max(1) { unit.saturating_mul(units.max(1)) } else { unit }
 }
 
 /// Cache rows of a chunk: as many tiles of the history as a slot holds.
@@ -219,7 +230,7 @@ pub const QUEUE_ENTRY_BYTES: u32 = 64;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SmemNeeds {
     pub sms: u32,
-    /// Values of the longest input that a task stages.
+    /// Values of the longest input that a task stages, padded to whole granules of its matrix.
     pub k_max: u32,
     pub head_dim: u32,
     pub heads_per_task: u32,

@@ -17,6 +17,7 @@ use super::variant::{AttentionVariant, MatVecVariant, Variant};
 use super::{BufferId, EventId, GridId, LayerId, SmId, TableId, TaskId};
 use crate::dtype::{DType, Precision};
 use crate::error::Fault;
+use crate::format::{CODE_BYTES, Code, Format, Groups, ScaleCode};
 use crate::model::graph::{Act, NormKind, QkNormSpan, RopeId, RowView, TensorId};
 use crate::text::{Diagnostic, Span, Style, nearest};
 use std::collections::BTreeMap;
@@ -232,6 +233,7 @@ impl<'a> Parser<'a> {
         let space = self.one_of(&Space::ALL, Space::name)?;
         let dtype = self.one_of(&DTYPES, DType::name)?;
         let (rows, cols) = self.extents()?;
+        let coded = if self.eat_attr("code")? { Some(self.format()?) } else { None };
         let phases = if self.eat_attr("phases")? { self.u32()? } else { 1 };
         let paging = if self.eat_attr("pages")? {
             let table = TableId(self.id(TableId::PREFIX)?);
@@ -245,7 +247,20 @@ impl<'a> Parser<'a> {
         let content = if self.eat("from") { Some(self.content()?) } else { None };
         let line = self.end_of_line()?;
         self.lines.buffers.push(line);
-        Ok(Buffer { name, space, dtype, rows, cols, phases, paging, home, content })
+        Ok(Buffer { name, space, dtype, coded, rows, cols, phases, paging, home, content })
+    }
+
+    /// `int4 group=128:fp16 zeros row_scales`
+    fn format(&mut self) -> Parsed<Format> {
+        let code = self.one_of(&Code::ALL, Code::name)?;
+        let groups = if self.eat_attr("group")? {
+            let k = self.u32()?;
+            self.expect(":")?;
+            Some(Groups { k, scale: self.one_of(&ScaleCode::ALL, ScaleCode::name)?, zeros: self.eat("zeros") })
+        } else {
+            None
+        };
+        Ok(Format { code, groups, row_scales: self.eat("row_scales") })
     }
 
     fn home(&mut self) -> Parsed<Home> {
@@ -583,6 +598,7 @@ impl<'a> Parser<'a> {
                 block: self.attr_u32("block")?,
                 units_per_warp: self.attr_u32("units_per_warp")?,
                 poll_batch: self.attr_u32("poll_batch")?,
+                granule: if self.eat_attr("granule")? { self.u32()? } else { CODE_BYTES },
             })
         } else {
             self.attr("warps_per_head")?;
@@ -1341,16 +1357,28 @@ regime r1 from 32
         )
     }
 
+    fn formats() -> impl Strategy<Value = Format> {
+        let groups = (numbers(), prop::sample::select(&ScaleCode::ALL[..]), any::<bool>());
+        let groups = prop::option::of(groups.prop_map(|(k, scale, zeros)| Groups { k, scale, zeros }));
+        (prop::sample::select(&Code::ALL[..]), groups, any::<bool>()).prop_map(|(code, groups, row_scales)| Format {
+            code,
+            groups,
+            row_scales,
+        })
+    }
+
     fn buffers() -> impl Strategy<Value = Buffer> {
-        let kind = (prop::sample::select(&Space::ALL[..]), prop::sample::select(&DTYPES[..]));
+        let dtypes = prop::sample::select(&DTYPES[..]);
+        let kind = (prop::sample::select(&Space::ALL[..]), dtypes, prop::option::of(formats()));
         let paging = (numbers(), numbers()).prop_map(|(table, rows)| Paging { table: TableId(table), rows });
         let homes = prop_oneof![Just(Home::Sm), numbers().prop_map(Home::Device), Just(Home::Everywhere)];
         let places = (prop::option::of(paging), homes);
         (names(), kind, [numbers(), numbers(), numbers()], places, prop::option::of(contents())).prop_map(
-            |(name, (space, dtype), [rows, cols, phases], (paging, home), content)| Buffer {
+            |(name, (space, dtype, coded), [rows, cols, phases], (paging, home), content)| Buffer {
                 name,
                 space,
                 dtype,
+                coded,
                 rows,
                 cols,
                 phases,
@@ -1543,9 +1571,9 @@ regime r1 from 32
     }
 
     fn variants() -> impl Strategy<Value = Variant> {
-        let matvec = [numbers(), numbers(), numbers(), numbers(), numbers()].prop_map(
-            |[units, chunk, block, units_per_warp, poll_batch]| {
-                Variant::MatVec(MatVecVariant { units, chunk, block, units_per_warp, poll_batch })
+        let matvec = [numbers(), numbers(), numbers(), numbers(), numbers(), numbers()].prop_map(
+            |[units, chunk, block, units_per_warp, poll_batch, granule]| {
+                Variant::MatVec(MatVecVariant { units, chunk, block, units_per_warp, poll_batch, granule })
             },
         );
         let attention =

@@ -1,8 +1,8 @@
 //! Owns `.mkir` on its way out: the one text form of programs and schedules.
 //!
 //! One entity a line, in id order, every field written; `;` starts a comment. Text after a `;` repeats
-//! names for the reader and is not read back. Left out are only `rows=1` of a program, `phases=1`, `j=0`, `row=0`, absent
-//! options and false flags.
+//! names for the reader and is not read back. Left out are only `rows=1` of a program, `phases=1`, `j=0`, `row=0`, granules of 512
+//! bytes, absent options and false flags.
 //!
 //! ```text
 //! mkir 2
@@ -30,6 +30,8 @@
 //! `w3[first..+rows block B stride S]`. A run in a stream is a task, then `+b6[lo..hi]` for units of a matrix or
 //! `+hist:rows` for chunks of that many cache rows; with `after e3` the loader waits for that event first.
 //!
+//! A matrix that does not store values of its type says how: `code=int8 row_scales`, or `code=int4 group=128:fp16 zeros`.
+//!
 //! Version 2 is resolved: a `variant` line for each matvec and each attention says what version 1 left to rules, weights and
 //! constants have places in the pack, parts of shared memory are of a closed set, and a grid says by `site` what of the model it does; its name is for
 //! readers. Clusters and groups of warps, always one in version 1, are gone. Version 1 is not read.
@@ -41,6 +43,7 @@ use super::table::{Table, TableHome};
 use super::variant::{AttentionVariant, MatVecVariant, Variant};
 use super::{BufferId, EventId, GridId, SmId, TableId, TaskId};
 use crate::dtype::Precision;
+use crate::format::{CODE_BYTES, Format, Groups};
 use crate::model::graph::{Act, NormKind, RowView};
 use std::fmt::{self, Write};
 
@@ -148,8 +151,15 @@ fn write_table(out: &mut String, id: TableId, table: &Table) -> fmt::Result {
 }
 
 fn write_buffer(out: &mut String, id: BufferId, buffer: &Buffer) -> fmt::Result {
-    let Buffer { name, space, dtype, rows, cols, phases, paging, home, content } = buffer;
+    let Buffer { name, space, dtype, coded, rows, cols, phases, paging, home, content } = buffer;
     write!(out, "{id} = {} {dtype} [{rows}, {cols}] ", space.name())?;
+    if let Some(Format { code, groups, row_scales }) = coded {
+        write!(out, "code={} ", code.name())?;
+        if let Some(Groups { k, scale, zeros }) = groups {
+            write!(out, "group={k}:{} {}", scale.name(), if *zeros { "zeros " } else { "" })?;
+        }
+        out.push_str(if *row_scales { "row_scales " } else { "" });
+    }
     if *phases != 1 {
         write!(out, "phases={phases} ")?;
     }
@@ -293,9 +303,10 @@ fn write_attention(out: &mut String, attention: &Attention) -> fmt::Result {
 fn write_variant(out: &mut String, program: &Program, grid: GridId, variant: &Variant) -> fmt::Result {
     write!(out, "variant {grid}")?;
     match variant {
-        Variant::MatVec(MatVecVariant { units, chunk, block, units_per_warp, poll_batch }) => {
+        Variant::MatVec(MatVecVariant { units, chunk, block, units_per_warp, poll_batch, granule }) => {
             write!(out, " units={units} chunk={chunk} block={block}")?;
             write!(out, " units_per_warp={units_per_warp} poll_batch={poll_batch}")?;
+            write_optional(out, "granule", &Some(granule).filter(|bytes| **bytes != CODE_BYTES))?;
         }
         Variant::Attention(AttentionVariant { warps_per_head, prefetch_v, swizzled, pitch }) => {
             let [prefetch_v, swizzled] = [prefetch_v, swizzled].map(|set| u32::from(*set));

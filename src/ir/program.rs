@@ -4,6 +4,7 @@ use super::op::{Access, Op, Role};
 use super::table::{Holds, Table};
 use super::{BufferId, LayerId, TableId};
 use crate::dtype::{DType, Precision};
+use crate::format::Format;
 use crate::model::graph::{RopeId, RowView, TensorId};
 
 /// A tile-level task graph with the cache position as its symbol: one program serves every position below `context_max`.
@@ -26,6 +27,8 @@ pub struct Buffer {
     pub name: String,
     pub space: Space,
     pub dtype: DType,
+    /// How a matrix stores its weights; `None`: as values of `dtype`.
+    pub coded: Option<Format>,
     pub rows: u32,
     pub cols: u32,
     /// Copies used in turn, one a step: 2 lets a step write while late readers of the previous step still read.
@@ -326,7 +329,20 @@ impl Cols {
     }
 }
 
+impl Buffer {
+    /// How its values are stored.
+    pub fn format(&self) -> Format {
+        self.coded.unwrap_or(Format::plain(self.dtype))
+    }
+}
+
 impl Program {
+    /// The format of the matrix that a grid streams; plain weights where it streams none.
+    pub fn format_of(&self, grid: &Grid) -> Format {
+        let weight = grid.operand(Role::Weight).and_then(|o| self.buffers.get(o.buffer.index()));
+        weight.map_or(Format::plain(self.precision.weights), Buffer::format)
+    }
+
     /// The table of the host that holds `holds`.
     pub fn table(&self, holds: Holds) -> Option<(TableId, &Table)> {
         (0..).map(TableId).zip(&self.tables).find(|(_, table)| table.holds == holds)

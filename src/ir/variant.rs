@@ -1,10 +1,11 @@
 //! Owns the variants of ops: what a kernel may do in more than one way. They decide how fast an op is and nothing else: the
 //! interpreter knows none of them, and results differ by rounding at most.
 
-use super::layout::{GRANULE_BYTES, GRANULE_ROW_BYTES, cache_pitch};
+use super::layout::cache_pitch;
 use super::op::{Attention, MatVec};
 use super::schedule::Machine;
 use crate::dtype::{DType, Precision};
+use crate::format::{Code, Format};
 use crate::model::graph::QkNormSpan;
 
 /// Granules of weights that a warp keeps in registers unless a candidate says otherwise: 48 registers of a lane.
@@ -42,6 +43,8 @@ pub struct MatVecVariant {
     pub units_per_warp: u32,
     /// Pairs of packets of the input that a thread waits for at once.
     pub poll_batch: u32,
+    /// Bytes of a granule, the scales of its groups included.
+    pub granule: u32,
 }
 
 /// Of attention.
@@ -60,7 +63,7 @@ pub struct AttentionVariant {
 impl MatVecVariant {
     /// Bytes of the chunk that begins `done` bytes into a task's weights of `total` bytes.
     pub fn chunk_bytes_at(&self, done: u64, total: u64) -> u64 {
-        let [chunk, block] = [self.chunk, self.block].map(|n| u64::from(n.max(1)) * u64::from(GRANULE_BYTES));
+        let [chunk, block] = [self.chunk, self.block].map(|n| u64::from(n.max(1)) * u64::from(self.granule));
         let end = (done / block + 1) * block;
         chunk.min(end.min(total).saturating_sub(done))
     }
@@ -110,11 +113,17 @@ pub struct RegisterTiling {
 }
 
 impl RegisterTiling {
-    /// Of a matvec whose longest task has `units`, in chunks of `chunk` granules.
-    pub fn of(m: &MatVec, machine: &Machine, precision: Precision, units: u32, chunk: u32) -> RegisterTiling {
-        let weight_bytes = precision.weights.bytes() as u32;
-        let (unit, warps) = (m.granules(weight_bytes).max(1), machine.consumer_warps.max(1));
-        let granule_pairs = granule_pairs(m.parts(), precision);
+    /// Of a matvec over a matrix of `format` whose longest task has `units`, in chunks of `chunk` granules.
+    pub fn of(
+        m: &MatVec,
+        machine: &Machine,
+        precision: Precision,
+        format: Format,
+        units: u32,
+        chunk: u32,
+    ) -> RegisterTiling {
+        let (unit, warps) = (m.granules(format).max(1), machine.consumer_warps.max(1));
+        let granule_pairs = granule_pairs(m.parts(), format, precision);
         RegisterTiling {
             granules: unit.min(chunk).div_ceil(warps).max(1),
             of_chunk: chunk / unit,
@@ -177,10 +186,27 @@ impl RegisterTiling {
     }
 }
 
+/// Why no kernel streams a matrix of `format`; `None`: one does (`matvec_formats.cuh`).
+pub fn kernel_refuses(format: Format, precision: Precision) -> Option<String> {
+    if format.is_plain() {
+        let plain = Format::plain(precision.weights);
+        return (format != plain).then(|| format!("values of {plain}, as the other matrices"));
+    }
+    if granule_pairs(1, format, precision) > LANES {
+        return Some("activations in bf16: a warp has as many lanes as pairs of packets".to_string());
+    }
+    match format.groups {
+        Some(groups) if groups.k < 32 => Some("groups of 32 weights or more".to_string()),
+        // What is added to the values of codes is taken from the sums of groups.
+        None if format.code == Code::Int4 => Some("scales of groups".to_string()),
+        _ => None,
+    }
+}
+
 /// Pairs of packets that hold the input of one granule of units of `parts` parts. The lanes of a warp take whole granules in turn, so
 /// that no more than 32 can be (`matvec.cuh`).
-pub fn granule_pairs(parts: u32, precision: Precision) -> u32 {
-    GRANULE_ROW_BYTES / precision.weights.bytes() as u32 * parts / pair_values(precision)
+pub fn granule_pairs(parts: u32, format: Format, precision: Precision) -> u32 {
+    format.granule_k() * parts / pair_values(precision)
 }
 
 /// Values of a pair of 8-byte packets: two times as many as 4 bytes hold.

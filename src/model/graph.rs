@@ -15,6 +15,8 @@
 
 use crate::define_id;
 use crate::dtype::DType;
+use crate::format::Format;
+use std::collections::BTreeMap;
 
 define_id!(
     /// A tensor of the checkpoint.
@@ -36,6 +38,8 @@ pub struct ModelGraph {
     pub positions_max: u32,
     /// Every tensor of the checkpoint that the model reads, in id order.
     pub tensors: Vec<Tensor>,
+    /// Matrices that are stored as codes and scales. The others are values of the type of their tensor.
+    pub formats: BTreeMap<TensorId, Format>,
     /// Embedding table `[vocab, hidden]`.
     pub embed: TensorId,
     /// Multiplies the embedding row (Gemma: sqrt(hidden), rounded as transformers rounds it; Granite).
@@ -246,13 +250,24 @@ impl ModelGraph {
         &self.tensors[id.index()]
     }
 
-    /// Scalars in all tensors; a tied head counts once.
+    /// Scalars in all tensors; a tied head counts once, in codes of its own too.
     pub fn parameter_count(&self) -> u64 {
-        self.tensors.iter().map(Tensor::count).sum()
+        let head = self.head.weight.tensor;
+        let again = head != self.embed && self.tensor(head).name == self.tensor(self.embed).name;
+        let twice = if again { self.tensor(head).count() } else { 0 };
+        self.tensors.iter().map(Tensor::count).sum::<u64>() - twice
     }
 
-    /// Bytes of all tensors as the checkpoint stores them.
+    /// Bytes of all tensors as the checkpoint stores them; of scales, those that a pack has.
     pub fn stored_bytes(&self) -> u64 {
-        self.tensors.iter().map(|tensor| tensor.count() * tensor.dtype.bytes() as u64).sum()
+        (0..).map(TensorId).zip(&self.tensors).map(|(id, tensor)| self.bytes_of(id, tensor.dtype, tensor.count())).sum()
+    }
+
+    /// Bytes of `count` weights of a tensor, if values are of `dtype`.
+    pub fn bytes_of(&self, id: TensorId, dtype: DType, count: u64) -> u64 {
+        match self.formats.get(&id) {
+            Some(format) => (count as f64 * format.bytes_per_weight()) as u64,
+            None => count * dtype.bytes() as u64,
+        }
     }
 }

@@ -19,7 +19,11 @@ use serde_json::Value;
 
 use crate::dtype::DType;
 use crate::files::{self, FileError};
+use crate::format::Format;
+pub use crate::model::coded::CodedRow;
+use crate::model::coded::{Component, Files, GroupOrder, Recipe, Stored as Coded};
 use crate::model::graph::{Linear, ModelGraph, Norm, RowView, Tensor, TensorId};
+use crate::model::rounding::round_row;
 use crate::model::synthetic::SyntheticTensor;
 
 /// Largest header accepted; the limit of the safetensors reference implementation. The largest published model (over
@@ -47,6 +51,11 @@ pub enum WeightsError {
     File(FileError),
     #[error("`{dir}` has no `{SINGLE_FILE}` and no `{INDEX_FILE}`")]
     NoWeights { dir: String },
+    #[error(
+        "`{file}` is a GGUF checkpoint; only safetensors is read: take the checkpoint that it was made from, and let \
+         `[precision] weights` round it, or a GPTQ, AWQ or compressed-tensors version of it"
+    )]
+    Gguf { file: String },
     #[error("`{file}` is a {format} checkpoint; only safetensors is read (a pickle file can run code)")]
     ForeignFormat { file: String, format: &'static str },
     #[error("`{SINGLE_FILE}` and `{INDEX_FILE}` are both there and may differ; remove one")]
@@ -217,12 +226,17 @@ impl Checkpoint {
 
     /// Maps the files and binds each graph tensor, by name, to its bytes.
     ///
-    /// Tensors must be those the importer took from this checkpoint: present, of a supported dtype, of rank 1 or 2.
-    pub fn bind(self, tensors: &[Tensor]) -> Result<Weights, WeightsError> {
+    /// Tensors must be those the importer took from this checkpoint: present, of a supported dtype, of rank 1 or 2; or made of
+    /// several by the recipe of their id.
+    pub fn bind(self, tensors: &[Tensor], mut recipes: BTreeMap<TensorId, Recipe>) -> Result<Weights, WeightsError> {
         let maps = (0..self.files.len()).map(|file| self.map(file)).collect::<Result<Vec<_>, _>>()?;
-        let stored = tensors
-            .iter()
-            .map(|t| {
+        let stored = (0..)
+            .map(TensorId)
+            .zip(tensors)
+            .map(|(id, t)| {
+                if let Some(recipe) = recipes.remove(&id) {
+                    return Stored::new(t, Source::Coded(Box::new(Coded::new(recipe))));
+                }
                 let header = &self.tensors[&t.name];
                 Stored::new(t, Source::Mapped { file: header.file, bytes: bytes_of(&header.range) })
             })
@@ -254,7 +268,7 @@ fn no_weights(dir: &Path) -> WeightsError {
             Some(("pytorch_model", "bin")) => "pickle",
             Some((stem, "bin")) if stem.starts_with("pytorch_model-") => "pickle",
             Some((_, "pt" | "pth" | "ckpt" | "pkl")) => "pickle",
-            Some((_, "gguf")) => "GGUF",
+            Some((_, "gguf")) => return WeightsError::Gguf { file: name },
             Some((_, "h5" | "msgpack" | "onnx")) => "foreign",
             _ => continue,
         };
@@ -530,8 +544,30 @@ struct Stored {
 
 #[derive(Debug)]
 enum Source {
-    Mapped { file: usize, bytes: Range<usize> },
+    Mapped {
+        file: usize,
+        bytes: Range<usize>,
+    },
     Synthetic(SyntheticTensor),
+    /// Codes and scales in several tensors.
+    Coded(Box<Coded>),
+    /// Values, rounded to codes when they are read.
+    Rounded(Box<Source>, Format),
+    /// The values of another tensor.
+    Same(TensorId),
+}
+
+impl HeaderTensor {
+    /// Where its bytes are.
+    pub fn component(&self) -> Component {
+        Component { file: self.file, bytes: bytes_of(&self.range) }
+    }
+}
+
+impl Files for Vec<Mmap> {
+    fn bytes(&self, of: &Component) -> &[u8] {
+        &self[of.file][of.bytes.clone()]
+    }
 }
 
 impl Stored {
@@ -678,20 +714,78 @@ impl Weights {
         self.tensors[id.index()].cols
     }
 
-    /// Every value of the tensor.
+    /// Adds a matrix with the values of `of` rounded to `format`, and returns its id: the next one of the graph.
+    pub fn rounded_copy(&mut self, of: TensorId, format: Format) -> TensorId {
+        let Stored { dtype, rows, cols, .. } = self.tensors[of.index()];
+        let id = TensorId::from(self.tensors.len());
+        self.tensors.push(Stored { dtype, rows, cols, source: Source::Rounded(Box::new(Source::Same(of)), format) });
+        id
+    }
+
+    /// Rounds the values of a matrix to `format` whenever they are read.
+    pub fn round(&mut self, id: TensorId, format: Format) {
+        let source = &mut self.tensors[id.index()].source;
+        let values = std::mem::replace(source, Source::Same(id));
+        *source = Source::Rounded(Box::new(values), format);
+    }
+
+    /// How a matrix is coded; `None`: its values are stored.
+    pub fn format(&self, id: TensorId) -> Option<Format> {
+        match &self.tensors[id.index()].source {
+            Source::Coded(coded) => Some(coded.recipe.format),
+            Source::Rounded(_, format) => Some(*format),
+            Source::Mapped { .. } | Source::Synthetic(_) | Source::Same(_) => None,
+        }
+    }
+
+    /// The first column of a matrix whose group is not the one that its format says; `None`: all are as it says.
+    pub fn group_order(&self, id: TensorId) -> Option<GroupOrder> {
+        match &self.tensors[id.index()].source {
+            Source::Coded(coded) if coded.recipe.format.groups.is_some() => coded.group_order(&self.maps),
+            _ => None,
+        }
+    }
+
+    /// Row `row` of a matrix of codes.
+    ///
+    /// # Panics
+    /// If the tensor has no format, or a plain one.
+    pub fn read_row_coded(&self, id: TensorId, row: u32, out: &mut CodedRow) {
+        match &self.tensors[id.index()].source {
+            Source::Coded(coded) => coded.read_coded(&self.maps, row, out),
+            Source::Rounded(source, format) => {
+                let mut values = vec![0.0; self.cols(id)];
+                let first = self.row_begin(id, row, values.len());
+                self.view_of(source, self.tensors[id.index()].dtype).read_f32(first, &mut values);
+                round_row(*format, &values, out);
+            }
+            Source::Mapped { .. } | Source::Synthetic(_) | Source::Same(_) => panic!("{id} is stored as values"),
+        }
+    }
+
+    /// Every value of a tensor that is stored as values.
+    ///
+    /// # Panics
+    /// If it is stored as codes.
     pub fn view(&self, id: TensorId) -> TensorView<'_> {
         let stored = &self.tensors[id.index()];
-        match &stored.source {
+        self.view_of(&stored.source, stored.dtype)
+    }
+
+    fn view_of<'a>(&'a self, source: &'a Source, dtype: DType) -> TensorView<'a> {
+        match source {
+            Source::Coded(_) | Source::Rounded(..) => panic!("codes have no view as values"),
+            Source::Same(id) => self.view(*id),
             Source::Synthetic(tensor) => TensorView::Synthetic(tensor),
             Source::Mapped { file, bytes } => {
                 let bytes = &self.maps[*file][bytes.clone()];
-                let view = match stored.dtype {
+                let view = match dtype {
                     DType::F32 => bytemuck::try_cast_slice(bytes).ok().map(TensorView::F32),
                     DType::Bf16 => bytemuck::try_cast_slice(bytes).ok().map(TensorView::Bf16),
                     DType::F16 => bytemuck::try_cast_slice(bytes).ok().map(TensorView::F16),
                     DType::I32 => None,
                 };
-                view.unwrap_or(TensorView::Unaligned { dtype: stored.dtype, bytes })
+                view.unwrap_or(TensorView::Unaligned { dtype, bytes })
             }
         }
     }
@@ -701,12 +795,27 @@ impl Weights {
     /// # Panics
     /// If the row or the length is not the tensor's: a fault of the caller, since the graph holds both.
     pub fn read_row_f32(&self, id: TensorId, row: u32, out: &mut [f32]) {
-        self.view(id).read_f32(self.row_begin(id, row, out.len()), out);
+        let first = self.row_begin(id, row, out.len());
+        match &self.tensors[id.index()].source {
+            Source::Coded(coded) => coded.read_values(&self.maps, row, out),
+            Source::Rounded(_, format) => {
+                let mut codes = CodedRow::default();
+                self.read_row_coded(id, row, &mut codes);
+                codes.values(*format, out);
+            }
+            Source::Mapped { .. } | Source::Synthetic(_) | Source::Same(_) => self.view(id).read_f32(first, out),
+        }
     }
 
     /// As [`read_row_f32`](Self::read_row_f32), in bf16: a copy from bf16, rounded to nearest even from fp32.
     pub fn read_row_bf16(&self, id: TensorId, row: u32, out: &mut [bf16]) {
-        self.view(id).read_bf16(self.row_begin(id, row, out.len()), out);
+        let first = self.row_begin(id, row, out.len());
+        if self.format(id).is_none() {
+            return self.view(id).read_bf16(first, out);
+        }
+        let mut values = vec![0.0; out.len()];
+        self.read_row_f32(id, row, &mut values);
+        out.iter_mut().zip(values).for_each(|(out, value)| *out = bf16::from_f32(value));
     }
 
     fn row_begin(&self, id: TensorId, row: u32, len: usize) -> usize {
@@ -924,7 +1033,7 @@ mod tests {
                 header.push_str(&" ".repeat((8 - header.len() % 8) % 8 + pad));
                 let dir = folder(&[(SINGLE_FILE, file(&header, &data))]);
                 let tensor = Tensor { name: "t".to_string(), dtype, shape: vec![3, 2] };
-                let weights = Checkpoint::open(dir.path()).unwrap().bind(&[tensor]).unwrap();
+                let weights = Checkpoint::open(dir.path()).unwrap().bind(&[tensor], BTreeMap::new()).unwrap();
                 let aligned = !matches!(weights.view(TensorId(0)), TensorView::Unaligned { .. });
                 assert_eq!(aligned, pad % dtype.bytes() == 0, "{name} {pad}");
                 for row in 0..3 {
@@ -953,7 +1062,7 @@ mod tests {
         let header = r#"{"t":{"dtype":"F32","shape":[4],"data_offsets":[0,16]}}"#;
         let dir = folder(&[(SINGLE_FILE, file(header, &data))]);
         let tensor = Tensor { name: "t".to_string(), dtype: DType::F32, shape: vec![4] };
-        let weights = Checkpoint::open(dir.path()).unwrap().bind(&[tensor]).unwrap();
+        let weights = Checkpoint::open(dir.path()).unwrap().bind(&[tensor], BTreeMap::new()).unwrap();
         let mut row = [bf16::ZERO; 4];
         weights.read_row_bf16(TensorId(0), 0, &mut row);
         assert_eq!(row.map(bf16::to_bits), [0x3F80, 0x3F82, 0x3F81, 0x3F80]);

@@ -78,6 +78,8 @@ pub struct ImportKey<'a> {
     pub generation_config: Option<&'a [u8]>,
     /// File name, length of the file, and digest of its header, of every weight file.
     pub headers: &'a [(String, u64, Digest)],
+    /// Formats that weights are rounded to, as the manifest keys them.
+    pub formats: &'a str,
 }
 
 impl ImportKey<'_> {
@@ -88,13 +90,14 @@ impl ImportKey<'_> {
 
 impl KeyPart for ImportKey<'_> {
     fn write(&self, key: &mut dyn KeySink) {
-        let Self { code, synthetic, config, generation_config, headers } = self;
+        let Self { code, synthetic, config, generation_config, headers, formats } = self;
         key.value("code", code);
         key.value("synthetic", synthetic);
         key.bytes("config.json", config);
         key.value("generation_config", generation_config.is_some());
         key.bytes("generation_config.json", generation_config.unwrap_or_default());
         key.list("header", headers.iter().map(|(name, bytes, digest)| format!("{name} {bytes} {digest}")));
+        key.list("format", formats.lines());
     }
 }
 

@@ -23,6 +23,7 @@ use crate::lower::{LayerOp, graph_of, lower, lower_alone};
 use crate::manifest::Manifest;
 use crate::model::config::{Imported, graph_text, import, import_config_only};
 use crate::model::graph::ModelGraph;
+use crate::model::rounding::round_matrices;
 use crate::model::source::{Event, Resolved, Source, resolve};
 use crate::pack::{pack, pack_pieces};
 use crate::schedule::schedule;
@@ -129,7 +130,7 @@ pub(super) fn graph_alone(graph: Digest, op: LayerOp, target: &Target) -> Digest
 pub(super) fn load_model(workspace: &Workspace, manifest: &Manifest) -> Result<Model, Fault> {
     let source = Source::parse(&manifest.source, &manifest.revision, manifest.seed)?;
     let resolved = download(workspace, &source, manifest)?;
-    let (imported, keyed, commit) = match resolved {
+    let (mut imported, keyed, commit) = match resolved {
         Resolved::Checkpoint { dir, commit } => {
             let imported = import(&dir)?;
             let generation = dir.join("generation_config.json");
@@ -147,6 +148,7 @@ pub(super) fn load_model(workspace: &Workspace, manifest: &Manifest) -> Result<M
                 config: imported.config_text.as_bytes(),
                 generation_config: generation.as_deref(),
                 headers: &headers,
+                formats: &manifest.formats.key_text(),
             }
             .keyed();
             (imported, keyed, commit)
@@ -160,11 +162,14 @@ pub(super) fn load_model(workspace: &Workspace, manifest: &Manifest) -> Result<M
                 config: text.as_bytes(),
                 generation_config: None,
                 headers: &[],
+                formats: &manifest.formats.key_text(),
             }
             .keyed();
             (imported, keyed, None)
         }
     };
+    round_matrices(&mut imported.graph, &mut imported.weights, &manifest.formats)
+        .map_err(|error| Fault::input(error.to_string()))?;
     let graph_text = graph_text(&imported.graph);
     let (positions_max, context_max) = (imported.graph.positions_max, manifest.decode.context_max);
     if context_max > positions_max {

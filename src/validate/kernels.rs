@@ -9,7 +9,7 @@ use crate::ir::op::{Attention, Epilogue, HISTORY_ALIGN, Op, QkNormAttr, Role};
 use crate::ir::program::{Grid, Home, Program, Space};
 use crate::ir::schedule::{Mechanism, Schedule, Scope, SmemKind, Source};
 use crate::ir::variant::{
-    LANES, MatVecVariant, REDUCE_BATCH_MAX, RegisterTiling, Variant, granule_pairs, sum_width_max,
+    LANES, MatVecVariant, REDUCE_BATCH_MAX, RegisterTiling, Variant, granule_pairs, kernel_refuses, sum_width_max,
 };
 use crate::ir::{BufferId, EventId, GridId, SmId, TableId, TaskId};
 use crate::model::graph::{NormKind, QkNormSpan};
@@ -107,8 +107,14 @@ impl Rules<'_> {
                     if matches!(m.epilogue, Epilogue::Logits { .. }) {
                         heads.push(at);
                     }
+                    // matvec_formats.cuh.
+                    let format = program.format_of(grid);
+                    let refused = kernel_refuses(format, program.precision);
+                    self.expect(refused.is_none(), at, || {
+                        format!("expected a matrix with {}, found {format}", refused.unwrap_or_default())
+                    });
                     // matvec.cuh: the lanes of a warp take whole granules of the input in turn.
-                    let pairs = granule_pairs(m.parts(), program.precision);
+                    let pairs = granule_pairs(m.parts(), program.format_of(grid), program.precision);
                     self.expect(pairs <= LANES, at, || {
                         let rows = m.unit_rows;
                         format!("expected units of more than {rows} rows: {pairs} pairs of packets are more than a warp has lanes")
@@ -216,8 +222,9 @@ impl Rules<'_> {
             let at = Entity::Grid(GridId(g));
             match (&grid.op, schedule.variants.get(&GridId(g))) {
                 (Op::MatVec(m), Some(Variant::MatVec(variant))) => {
-                    let MatVecVariant { units, chunk, block: _, units_per_warp, poll_batch } = *variant;
-                    let tiling = RegisterTiling::of(m, machine, program.precision, units, chunk);
+                    let MatVecVariant { units, chunk, block: _, units_per_warp, poll_batch, granule: _ } = *variant;
+                    let tiling =
+                        RegisterTiling::of(m, machine, program.precision, program.format_of(grid), units, chunk);
                     for (name, found, refused) in [
                         ("units_per_warp", units_per_warp, tiling.refuses_units_per_warp(units_per_warp)),
                         ("poll_batch", poll_batch, tiling.refuses_poll_batch(poll_batch)),
@@ -322,8 +329,7 @@ impl Rules<'_> {
                 let grid = &program.grids[regime.tasks[run.task.index()].grid.index()];
                 match (run.source, &grid.op) {
                     (Source::Units { lo, hi, .. }, Op::MatVec(m)) => {
-                        let bytes =
-                            u64::from(hi - lo).saturating_mul(m.unit_bytes(program.precision.weights.bytes() as u32));
+                        let bytes = u64::from(hi - lo).saturating_mul(m.unit_bytes(program.format_of(grid)));
                         self.expect(bytes < RUN_BYTES_MAX, at, || {
                             format!("expected fewer than {RUN_BYTES_MAX} bytes of weights a task, found {bytes}")
                         });

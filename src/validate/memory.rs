@@ -1,5 +1,6 @@
 //! Group 5: what the launch occupies: SMs, threads, registers, shared memory, arenas.
 
+use super::variants::granules;
 use super::wellformed::Grids;
 use super::{Entity, Found, Rule, note};
 use crate::dtype::DType;
@@ -89,7 +90,10 @@ pub(super) fn shared(schedule: &Schedule, target: &Target, grids: &Grids, found:
         (2 * u64::from(machine.reduce_batch)).saturating_mul(warps).saturating_mul(u64::from(UNIT_ROWS) * 4);
     for (g, grid) in (0..).zip(&schedule.program.grids) {
         match &grid.op {
-            Op::MatVec(m) => stage = stage.max(u64::from(m.k).next_multiple_of(STAGE_VALUES) * element),
+            Op::MatVec(m) => {
+                let values = u64::from(m.k).next_multiple_of(granules(schedule, grid, m).0);
+                stage = stage.max(values.next_multiple_of(STAGE_VALUES) * element);
+            }
             Op::NormAdd { width, everywhere: false, .. } => {
                 stage = stage.max(u64::from(*width).next_multiple_of(STAGE_VALUES) * element);
             }
@@ -188,20 +192,18 @@ fn residual(schedule: &Schedule, grids: &Grids) -> (u64, Option<Entity>) {
 /// Bytes of the units of each matrix, by buffer, and the grid that streams it first: rows padded to whole units, k to whole
 /// granules of 8 rows of 64 bytes, of which a unit of fewer rows fills each with several parts of k.
 fn matrices(schedule: &Schedule, found: &mut Found) -> Vec<u64> {
-    const GRANULE: u64 = 512;
-    const GRANULE_ROW: u64 = 64;
     let program = &schedule.program;
     let mut matrices: Vec<Option<(u64, u64, GridId)>> = vec![None; program.buffers.len()];
     for (g, grid) in (0..).zip(&program.grids) {
         let (Op::MatVec(m), Some(weight)) = (&grid.op, grid.operand(Role::Weight)) else { continue };
-        let element = program.buffers[weight.buffer.index()].dtype.bytes() as u64;
         let unit_rows = u64::from(m.unit_rows.clamp(1, UNIT_ROWS));
         let units = match m.epilogue {
             Epilogue::Gated(_) => (u64::from(m.rows) / 2).div_ceil(u64::from(UNIT_ROWS) / 2),
             _ => u64::from(m.rows).div_ceil(unit_rows),
         };
-        let granule_k = GRANULE_ROW / element * (u64::from(UNIT_ROWS) / unit_rows);
-        let unit = u64::from(m.k).div_ceil(granule_k).saturating_mul(GRANULE);
+        let (of_row, granule) = granules(schedule, grid, m);
+        let granule_k = of_row * (u64::from(UNIT_ROWS) / unit_rows);
+        let unit = u64::from(m.k).div_ceil(granule_k).saturating_mul(granule);
         let parts = match weight.rows {
             Rows::Lookup(table) => u64::from(program.tables[table.index()].bound),
             _ => 1,
@@ -221,7 +223,20 @@ fn matrices(schedule: &Schedule, found: &mut Found) -> Vec<u64> {
             None => matrices[weight.buffer.index()] = Some((here.0, here.1, GridId(g))),
         }
     }
-    matrices.into_iter().map(|m| m.map_or(0, |(units, unit, _)| units.saturating_mul(unit))).collect()
+    let rows =
+        |buffer: &Buffer| if buffer.coded.is_some_and(|format| format.row_scales) { u64::from(UNIT_ROWS) } else { 0 };
+    let bytes = |(matrix, buffer): (Option<(u64, u64, GridId)>, &Buffer)| {
+        let (units, unit, _) = matrix?;
+        let units_bytes = units.saturating_mul(unit);
+        // A scale of 4 bytes for each row of each unit, from a place on.
+        let scales = units.saturating_mul(rows(buffer) * 4);
+        Some(if scales == 0 {
+            units_bytes
+        } else {
+            units_bytes.div_ceil(PLACE_ALIGN).saturating_mul(PLACE_ALIGN).saturating_add(scales)
+        })
+    };
+    matrices.into_iter().zip(&program.buffers).map(|m| bytes(m).unwrap_or(0)).collect()
 }
 
 /// Arenas of the pack, of exchange, cache and output buffers, and the sum of everything in device memory.

@@ -333,6 +333,8 @@ rules! {
     BufferExtent "buffer-extent" 1;
     /// Immutable buffers have content of the kind and size that is read, others have none.
     Content "content" 1;
+    /// A format that no matrix can have.
+    Format "format" 1;
     /// A name that generated code cannot spell out.
     Name "name" 1;
     /// A number of an op or of the program that no kernel can take.

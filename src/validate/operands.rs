@@ -2,6 +2,7 @@
 
 use super::{Entity, Found, Rule, note};
 use crate::dtype::{DType, Precision};
+use crate::format::Format;
 use crate::ir::op::{Attention, Epilogue, MatVec, NormAttr, Op, PARTIAL_HEADER, QkNormAttr, Role, UNIT_ROWS};
 use crate::ir::program::{Buffer, Cols, Content, Grid, Operand, Program, Rows, Second, Space};
 use crate::ir::schedule::Schedule;
@@ -41,7 +42,7 @@ pub(super) fn check(schedule: &Schedule, found: &mut Found) {
     let mut uses = vec![None; program.buffers.len()];
     for (g, grid) in (0..).zip(&program.grids) {
         let id = GridId(g);
-        if !attributes(id, &grid.op, grid.n, program.precision.weights, found) {
+        if !attributes(id, &grid.op, grid.n, program.format_of(grid), found) {
             continue;
         }
         launch_extents(id, grid, program, schedule.machine.sms, found);
@@ -69,6 +70,14 @@ fn check_buffer(id: BufferId, buffer: &Buffer, found: &mut Found) {
     if space.immutable() != buffer.content.is_some() {
         let expected = if space.immutable() { "content, its bytes come from the checkpoint" } else { "no content" };
         found.add(Rule::Content, at, || format!("is in {}, expected {expected}", space.name()));
+    }
+    if let Some(format) = buffer.coded {
+        if space != Space::Weight {
+            found.add(Rule::Format, at, || format!("is in {}, expected codes in weight alone", space.name()));
+        }
+        if let Some(expected) = format.refuses() {
+            found.add(Rule::Format, at, || format!("expected {expected}"));
+        }
     }
     let Some(content) = &buffer.content else { return };
     // Of weights the packer makes units of rows; a constant lies as it is read.
@@ -124,7 +133,7 @@ fn interleaved(at: Entity, interleave: u32, pair: bool, found: &mut Found) {
 }
 
 /// Numbers that no kernel can take; after this, sizes derived from the op fit 32 bits.
-fn attributes(id: GridId, op: &Op, n: u32, weights: DType, found: &mut Found) -> bool {
+fn attributes(id: GridId, op: &Op, n: u32, weights: Format, found: &mut Found) -> bool {
     let mut fine = true;
     let mut expect = |holds: bool, what: &str, value: &dyn std::fmt::Display| {
         if !holds {
@@ -145,7 +154,7 @@ fn attributes(id: GridId, op: &Op, n: u32, weights: DType, found: &mut Found) ->
                 expect(eps_ok(norm), "a finite `eps` above 0", &norm.eps);
             }
             expect(
-                m.takes_unit_rows(m.unit_rows, weights.bytes() as u32),
+                m.takes_unit_rows(m.unit_rows, weights),
                 "`unit_rows` of 8, or of 4 or 2 where columns are stored and k is whole granules",
                 &m.unit_rows,
             );

@@ -4,6 +4,7 @@
 //! schedule: how long tasks are, which chunks slots hold, where rows of the cache lie.
 
 use super::{Entity, Found, Rule, note};
+use crate::format::{Code, Format, ScaleCode};
 use crate::ir::GridId;
 use crate::ir::op::{MatVec, Op, Role};
 use crate::ir::program::Grid;
@@ -25,7 +26,7 @@ pub(super) fn check(schedule: &Schedule, target: &Target, found: &mut Found) {
     for ((g, grid), longest) in (0..).zip(&schedule.program.grids).zip(longest) {
         let (at, variant) = (GridId(g), schedule.variants.get(&GridId(g)));
         match (&grid.op, variant) {
-            (Op::MatVec(m), Some(Variant::MatVec(variant))) => matvec(schedule, at, m, variant, longest, found),
+            (Op::MatVec(m), Some(Variant::MatVec(variant))) => matvec(schedule, (at, grid), m, variant, longest, found),
             (Op::Attention(a), Some(Variant::Attention(variant))) => {
                 attention(at, grid, variant, found);
                 let tensor_cores = target.spec.dot == DotMechanism::Mma;
@@ -59,13 +60,61 @@ fn kind(variant: Option<&Variant>) -> &'static str {
     }
 }
 
-fn matvec(schedule: &Schedule, at: GridId, m: &MatVec, variant: &MatVecVariant, longest: u32, found: &mut Found) {
-    let MatVecVariant { units, chunk, block, .. } = *variant;
+/// Weights of a row of a granule, and bytes of a granule: 8 rows of 64 bytes of codes, then the scales and zero points of its groups, in
+/// as many bytes as let units begin at multiples of 256.
+pub(super) fn granules(schedule: &Schedule, grid: &Grid, m: &MatVec) -> (u64, u64) {
+    let weight = grid.operand(Role::Weight).map(|o| &schedule.program.buffers[o.buffer.index()]);
+    let dtype_bits = schedule.program.precision.weights.bytes() as u64 * 8;
+    let Some(Format { code, groups, .. }) = weight.and_then(|buffer| buffer.coded) else {
+        return (GRANULE_ROW * 8 / dtype_bits, GRANULE);
+    };
+    let bits = match code {
+        Code::F32 => 32,
+        Code::Bf16 => 16,
+        Code::Int8 | Code::E4m3 => 8,
+        Code::Int4 | Code::E2m1 => 4,
+    };
+    let granule_k = GRANULE_ROW * 8 / bits;
+    let Some(groups) = groups else { return (granule_k, GRANULE) };
+    let scale = match groups.scale {
+        ScaleCode::F32 => 4,
+        ScaleCode::F16 | ScaleCode::Bf16 => 2,
+        ScaleCode::E4m3 | ScaleCode::E8m0 => 1,
+    };
+    let of_row = granule_k.div_ceil(u64::from(groups.k.max(1))) * (scale + u64::from(groups.zeros));
+    let count = u64::from(m.k).div_ceil(granule_k).max(1);
+    // The least multiple of 16 bytes with which a unit is whole places.
+    let fits = |bytes: &u64| (count * bytes).is_multiple_of(256);
+    let bytes = (0..=16).map(|i| (GRANULE + UNIT_ROWS * of_row).next_multiple_of(16) + 16 * i).find(fits);
+    (granule_k, bytes.unwrap_or(GRANULE))
+}
+
+fn matvec(
+    schedule: &Schedule,
+    (at, grid): (GridId, &Grid),
+    m: &MatVec,
+    variant: &MatVecVariant,
+    longest: u32,
+    found: &mut Found,
+) {
+    let MatVecVariant { units, chunk, block, granule, .. } = *variant;
     let ring = &schedule.machine.ring;
-    let weight = schedule.program.precision.weights.bytes() as u64;
+    let (granule_k, bytes) = granules(schedule, grid, m);
     let parts = UNIT_ROWS / u64::from(m.unit_rows).clamp(1, UNIT_ROWS);
-    let unit = u64::from(m.k).div_ceil(GRANULE_ROW / weight * parts).max(1);
-    let (slot, warps) = (u64::from(ring.slot_bytes) / GRANULE, u64::from(ring.arrivals.max(1)));
+    let unit = u64::from(m.k).div_ceil(granule_k * parts).max(1);
+    let (slot, warps) = (u64::from(ring.slot_bytes) / bytes, u64::from(ring.arrivals.max(1)));
+    if u64::from(granule) != bytes {
+        found.add(Rule::Variant, Entity::Grid(at), || format!("expected granules of {bytes} bytes, found {granule}"));
+    }
+    if slot < warps {
+        // `order` holds that of granules without scales.
+        found.add_with(Rule::RingShape, Entity::Machine, || {
+            let message =
+                format!("expected a granule of {bytes} bytes in a slot for each of {warps} warps, found {slot}");
+            (message, vec![note(Entity::Grid(at), "streams them")])
+        });
+        return;
+    }
     if units < longest {
         found.add(Rule::Variant, Entity::Grid(at), || {
             format!("expected `units` of {longest} or more, as its longest task has, found {units}")

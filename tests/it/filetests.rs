@@ -253,6 +253,7 @@ fn graph(family: &str, tensors: Tensors, embed: TensorId, layers: Vec<Layer>, fi
         vocab: VOCAB,
         positions_max: 128,
         tensors: tensors.0,
+        formats: Default::default(),
         embed,
         embed_scale: 1.0,
         ropes: vec![rope(HEAD_DIM / 2, 10_000.0)],

@@ -14,6 +14,7 @@ mod corpus;
 mod driver;
 mod families;
 mod filetests;
+mod formats;
 mod fuzz_replay;
 mod hostile_cache;
 mod hostile_files;

@@ -9,7 +9,7 @@ use crate::sampling::compiled;
 use crate::skipped;
 
 /// Each case, and how often it runs: with other numbers, or at other positions.
-const CASES: [(&str, usize); 18] = [
+const CASES: [(&str, usize); 27] = [
     ("matvec-store-bias", 3),
     ("matvec-rms-ragged", 3),
     ("matvec-two-at-once", 3),
@@ -20,6 +20,15 @@ const CASES: [(&str, usize); 18] = [
     ("matvec-units-of-4", 3),
     ("matvec-units-of-2", 3),
     ("matvec-bf16", 3),
+    ("codes-int8-rows", 3),
+    ("codes-e4m3-rows", 3),
+    ("codes-e4m3-blocks", 3),
+    ("codes-int8-zeros", 3),
+    ("codes-int4-128", 3),
+    ("codes-int4-64-zeros", 3),
+    ("codes-int4-32-zeros", 3),
+    ("codes-mxfp4", 3),
+    ("codes-e2m1-both", 3),
     ("norm_add-owned", 3),
     ("norm_add-replicated", 3),
     ("norm_add-bf16", 3),
@@ -70,6 +79,9 @@ fn ops_compute_their_formulas() {
 #[test]
 fn an_op_that_computes_something_else_is_found() {
     let edits = [
+        ("ops/matvec_formats.cuh", "? 8.f : 0.f", "? 7.f : 0.f", "codes-int4-128"),
+        ("ops/matvec_formats.cuh", "(p & 0x00800080u) | 0xc300c300u", "0xc300c300u", "codes-int8-rows"),
+        ("runtime/stage.cuh", "round_up(K, PAD)) {", "round_up(K, 32)) {", "codes-mxfp4"),
         ("ops/matvec.cuh", "y.x *= factor, y.y *= factor;", "y.x *= factor;", "matvec-rms-ragged"),
         ("ops/norm_add.cuh", "own[i] += G::SCALE *", "own[i] += ", "norm_add-owned"),
         ("ops/attention.cuh", "l[h] = l[h] * shrink + warp_sum(s);", "l[h] = l[h] + warp_sum(s);", "attention-halves"),

@@ -3,6 +3,7 @@
 use crate::proof_support::*;
 use monobloc::codegen::abi::Queues;
 use monobloc::dtype::DType;
+use monobloc::format::Format;
 use monobloc::ir::op::{Op, Role};
 use monobloc::ir::program::{Cols, Home, Rows};
 use monobloc::ir::schedule::{Mechanism, Schedule, Scope, SmemKind, Source};
@@ -67,6 +68,9 @@ fn case(rule: Rule) -> Case {
         Rule::Operand => on_toy(Entity::Grid(GridId(7)), |s, _| s.program.grids[7].operands.swap(0, 1)),
         Rule::Space => on_toy(Entity::Grid(GridId(7)), |s, _| {
             operand(s, "o.0", Role::X).buffer = buffer(s, "embed");
+        }),
+        Rule::Format => on_toy(Entity::Buffer(BufferId(5)), |s, _| {
+            s.program.buffers[5].coded = Some(Format::plain(DType::Bf16));
         }),
         Rule::DType => on_toy(Entity::Buffer(BufferId(7)), |s, _| s.program.buffers[7].dtype = DType::F32),
         Rule::Rows => on_toy(Entity::Grid(GridId(4)), |s, _| operand(s, "attn.0", Role::Rope).rows = Rows::One),

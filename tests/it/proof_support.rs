@@ -143,6 +143,7 @@ impl Toy {
             vocab: self.vocab,
             positions_max: self.context,
             tensors: t.0,
+            formats: Default::default(),
             embed,
             embed_scale: 1.0,
             ropes: if self.rope { vec![Rope { inv_freq, scale: 1.0, interleaved: false }] } else { vec![] },
@@ -330,6 +331,7 @@ pub fn add_extra(schedule: &mut Schedule, after: &str, sms: [usize; 2]) {
         name: "extra.weight".to_string(),
         space: Space::Weight,
         dtype: DType::Bf16,
+        coded: None,
         rows: 8,
         cols: 16,
         phases: 1,
@@ -342,6 +344,7 @@ pub fn add_extra(schedule: &mut Schedule, after: &str, sms: [usize; 2]) {
         name: "y".to_string(),
         space: Space::Exchange,
         dtype: DType::Bf16,
+        coded: None,
         rows: 1,
         cols: 8,
         phases: 1,
@@ -354,7 +357,7 @@ pub fn add_extra(schedule: &mut Schedule, after: &str, sms: [usize; 2]) {
     let extra = GridId::from(program.grids.len());
     // One unit of 16 of k: a granule, by itself or in a slot of many.
     let chunk = schedule.machine.ring.slot_bytes / 512;
-    let alone = MatVecVariant { units: 1, chunk, block: 1, units_per_warp: 1, poll_batch: 1 };
+    let alone = MatVecVariant { units: 1, chunk, block: 1, units_per_warp: 1, poll_batch: 1, granule: 512 };
     schedule.variants.insert(extra, Variant::MatVec(alone));
     program.grids.push(Grid {
         name: "extra".to_string(),
@@ -472,7 +475,7 @@ pub fn looked_up_on(target: &Target, candidate: &Candidate) -> Schedule {
     let p = &mut s.program;
     let buffer = |p: &mut Program, name: &str, space, dtype, rows, cols, content| {
         let (name, home) = (name.to_string(), Home::of(space));
-        p.buffers.push(Buffer { name, space, dtype, rows, cols, phases: 1, paging: None, home, content });
+        p.buffers.push(Buffer { name, space, dtype, coded: None, rows, cols, phases: 1, paging: None, home, content });
         BufferId::from(p.buffers.len() - 1)
     };
     let parts = vec![Part { view: RowView::range(TensorId(0), 0), rows: EXPERTS }];
@@ -533,7 +536,7 @@ pub fn looked_up_on(target: &Target, candidate: &Candidate) -> Schedule {
     let later = |grid: GridId| if grid < expert { grid } else { GridId(grid.0 + moved) };
     s.variants = std::mem::take(&mut s.variants).into_iter().map(|(grid, variant)| (later(grid), variant)).collect();
     let chunk = s.machine.ring.slot_bytes / 512;
-    let alone = MatVecVariant { units: 1, chunk, block: 1, units_per_warp: 1, poll_batch: 1 };
+    let alone = MatVecVariant { units: 1, chunk, block: 1, units_per_warp: 1, poll_batch: 1, granule: 512 };
     s.variants.insert(score, Variant::MatVec(alone));
     let regime = &mut s.regimes[0];
     regime.tasks.iter_mut().for_each(|task| task.grid = later(task.grid));

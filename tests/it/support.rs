@@ -27,6 +27,11 @@ impl Goldens {
         Goldens(std::fs::read(fixture(name).join("goldens.safetensors")).unwrap())
     }
 
+    pub fn names(&self) -> Vec<String> {
+        let tensors = SafeTensors::deserialize(&self.0).unwrap();
+        tensors.names().into_iter().map(|name| name.to_string()).collect()
+    }
+
     pub fn bytes(&self, tensor: &str) -> Vec<u8> {
         SafeTensors::deserialize(&self.0).unwrap().tensor(tensor).unwrap().data().to_vec()
     }

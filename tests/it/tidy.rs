@@ -16,15 +16,16 @@ use monobloc::target::Target;
 const IMPORTS: &[(&str, &[&str])] = &[
     ("dtype", &[]),
     ("error", &[]),
+    ("format", &["dtype"]),
     ("id", &[]),
     ("digest", &[]),
     ("random", &["digest"]),
     ("text", &[]),
     ("fields", &["text"]),
     ("files", &["error"]),
-    ("manifest", &["dtype", "error", "fields", "files", "target", "text"]),
+    ("manifest", &["dtype", "error", "fields", "files", "format", "target", "text"]),
     // A model knows no hardware and no tiles.
-    ("model", &["dtype", "error", "files", "id", "random", "text"]),
+    ("model", &["dtype", "error", "files", "format", "id", "random", "text"]),
     ("sample", &["error"]),
     // A target is data: it never asks a device.
     ("target", &["error", "fields", "files", "text"]),
@@ -33,20 +34,20 @@ const IMPORTS: &[(&str, &[&str])] = &[
     // The only module that knows what measurements advise.
     ("defaults", &["candidate", "dtype", "ir", "lower", "model", "target"]),
     // The language knows no pass and no target; machines and variants count in warps and registers.
-    ("ir", &["dtype", "error", "id", "model", "text"]),
+    ("ir", &["dtype", "error", "format", "id", "model", "text"]),
     ("pages", &["rows"]),
     // Knows the facts that a program declares, and no pass.
     ("rows", &["id", "ir"]),
-    ("lower", &["candidate", "dtype", "ir", "model"]),
+    ("lower", &["candidate", "dtype", "format", "ir", "model"]),
     ("schedule", &["candidate", "ir", "target"]),
-    ("pack", &["dtype", "error", "ir", "model"]),
+    ("pack", &["dtype", "error", "format", "ir", "model"]),
     ("reference", &["dtype", "model"]),
     // The judges import neither lowering nor scheduling, nor each other.
-    ("validate", &["dtype", "error", "ir", "model", "target", "text"]),
+    ("validate", &["dtype", "error", "format", "ir", "model", "target", "text"]),
     // Runs rows only with tables that the guard gave out.
-    ("interp", &["dtype", "error", "ir", "model", "pack", "random", "rows", "sample"]),
+    ("interp", &["dtype", "error", "format", "ir", "model", "pack", "random", "rows", "sample"]),
     // Prints and encodes what was proven; decides nothing.
-    ("codegen", &["digest", "dtype", "ir", "model", "target", "validate"]),
+    ("codegen", &["digest", "dtype", "format", "ir", "model", "target", "validate"]),
     // Source in, cubin out, bytes to a device; only a session knows what a schedule is.
     ("cuda", &["codegen", "error", "target"]),
     ("cuda/session", &["codegen", "error", "ir", "pack", "sample", "target", "trace"]),

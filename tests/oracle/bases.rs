@@ -4,6 +4,7 @@ use super::explore::Rng;
 use crate::proof_support::{BF16, FP32, TOY, Toy, cpu, h200, on_cpu, on_h200};
 use monobloc::candidate::Candidate;
 use monobloc::dtype::{DType, Precision};
+use monobloc::format::Format;
 use std::collections::BTreeMap;
 
 use monobloc::ir::layout;
@@ -282,6 +283,7 @@ impl Build<'_> {
             name,
             space,
             dtype,
+            coded: None,
             rows: 1,
             cols,
             phases: 1,
@@ -493,14 +495,21 @@ fn place_randomly(random: &mut Rng, p: Program, sms: usize) -> Base {
     let mut variants = BTreeMap::new();
     for (g, grid) in p.grids.iter().enumerate() {
         if let Op::MatVec(m) = &grid.op {
-            let (id, unit) = (GridId::from(g), m.granules(2).max(1));
+            let (id, unit) = (GridId::from(g), m.granules(Format::plain(DType::Bf16)).max(1));
             let tasks = regime.tasks.iter().filter(|task| task.grid == id);
             let units = tasks.map(|task| task.hi - task.lo).max().unwrap_or(1);
             let variant = if unit <= 8 {
-                MatVecVariant { units, chunk: 8 / unit * unit, block: unit * units, units_per_warp: 1, poll_batch: 1 }
+                MatVecVariant {
+                    units,
+                    chunk: 8 / unit * unit,
+                    block: unit * units,
+                    units_per_warp: 1,
+                    poll_batch: 1,
+                    granule: 512,
+                }
             } else {
                 let chunk = unit.div_ceil(unit.div_ceil(8));
-                MatVecVariant { units, chunk, block: unit, units_per_warp: 1, poll_batch: 1 }
+                MatVecVariant { units, chunk, block: unit, units_per_warp: 1, poll_batch: 1, granule: 512 }
             };
             variants.insert(id, Variant::MatVec(variant));
         }

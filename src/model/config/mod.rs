@@ -7,6 +7,7 @@
 mod families;
 mod plan;
 mod print;
+mod quantised;
 mod reader;
 mod reason;
 mod rope;
@@ -94,7 +95,8 @@ const CONFIG_BYTES_MAX: u64 = 16 << 20;
 pub fn import(dir: &Path) -> Result<Imported, ImportError> {
     let config_path = dir.join("config.json");
     let config_text = read_text(&config_path, CONFIG_BYTES_MAX)?;
-    let config = parse_object(&config_path, &config_text)?;
+    let mut config = parse_object(&config_path, &config_text)?;
+    let quantised = config.remove(quantised::KEY).filter(|value| !value.is_null());
     let generation_path = dir.join("generation_config.json");
     let generation = match generation_path.exists() {
         true => parse_object(&generation_path, &read_text(&generation_path, CONFIG_BYTES_MAX)?)?,
@@ -102,6 +104,7 @@ pub fn import(dir: &Path) -> Result<Imported, ImportError> {
     };
     let (family, plan, mut reasons) = resolve(&config);
     let special = plan.as_ref().and_then(|plan| special_tokens(plan.vocab, &config, &generation, &mut reasons));
+    let quantisation = quantised.as_ref().and_then(|value| quantised::read(value, &mut reasons));
     let checkpoint = match Checkpoint::open(dir) {
         Ok(checkpoint) => Some(checkpoint),
         Err(faults) => {
@@ -109,9 +112,14 @@ pub fn import(dir: &Path) -> Result<Imported, ImportError> {
             None
         }
     };
+    if quantised.is_some() && quantisation.is_none() {
+        // Every tensor of codes would be one more reason.
+        return Err(ImportError::Refused { place: dir.display().to_string(), reasons });
+    }
     let refused = |reasons| Err(ImportError::Refused { place: dir.display().to_string(), reasons });
     let (Some(plan), Some(checkpoint), Some(family)) = (plan, checkpoint, family) else { return refused(reasons) };
-    let Assembled { mut graph, consumed, reasons: tensor_reasons } = assemble(&plan, Some(checkpoint.tensors()));
+    let assembled = assemble(&plan, Some(checkpoint.tensors()), quantisation.as_ref());
+    let Assembled { mut graph, consumed, recipes, reasons: tensor_reasons } = assembled;
     reasons.extend(tensor_reasons);
     for (name, tensor) in checkpoint.tensors().iter().filter(|(name, _)| !consumed.contains(*name)) {
         let reason = match extra_tensor(name, &plan) {
@@ -128,9 +136,17 @@ pub fn import(dir: &Path) -> Result<Imported, ImportError> {
         reasons.push(reason);
     }
     let Some(special) = special.filter(|_| reasons.is_empty()) else { return refused(reasons) };
-    let notes = special.apply(&mut graph, plan.notes);
+    let mut notes = special.apply(&mut graph, plan.notes);
+    notes.extend(quantisation.map(|quantisation| quantisation.notes).unwrap_or_default());
+    let wide = recipes.values().filter(|recipe| recipe.format.is_plain()).count();
+    if wide > 0 {
+        notes.push(format!(
+            "{wide} matrices have groups that do not follow each other along k: they are computed as stored, in fp32, which takes \
+             4 bytes a weight and runs on `cpu` alone"
+        ));
+    }
     let header_bytes_read = checkpoint.header_bytes_read();
-    match checkpoint.bind(&graph.tensors) {
+    match checkpoint.bind(&graph.tensors, recipes) {
         Ok(weights) => Ok(Imported { graph, weights, header_bytes_read, config_text, notes }),
         Err(fault) => refused(vec![Reason::Weights(fault)]),
     }
@@ -147,7 +163,7 @@ pub fn import_config_only(config_text: &str, seed: u64) -> Result<Imported, Impo
     let (Some(plan), Some(special), true) = (plan, special, reasons.is_empty()) else {
         return Err(ImportError::Refused { place: "config.json".to_string(), reasons });
     };
-    let mut graph = assemble(&plan, None).graph;
+    let mut graph = assemble(&plan, None, None).graph;
     let notes = special.apply(&mut graph, plan.notes);
     let weights = Weights::synthetic(&graph, seed);
     let config_text = config_text.to_string();

@@ -5,6 +5,8 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use safetensors::Dtype;
 
 use crate::dtype::DType;
+use crate::model::coded::Recipe;
+use crate::model::config::quantised::{Parts, Quantisation};
 use crate::model::config::reason::Reason;
 use crate::model::graph::{
     Act, Attention, Layer, Linear, Mlp, ModelGraph, Norm, NormKind, QkNorm, QkNormSpan, Rope, RopeId, RowView, Tensor,
@@ -112,6 +114,10 @@ pub enum Projections {
 struct Collector<'a> {
     /// `None` for a synthetic model, which has every tensor.
     files: Option<&'a BTreeMap<String, HeaderTensor>>,
+    quantisation: Option<&'a Quantisation>,
+    recipes: BTreeMap<TensorId, Recipe>,
+    /// Tensors that recipes are made of.
+    parts: BTreeSet<String>,
     tensors: Vec<Tensor>,
     ids: HashMap<String, TensorId>,
     reasons: Vec<Reason>,
@@ -130,6 +136,24 @@ impl Collector<'_> {
         let id = TensorId::from(self.tensors.len());
         self.ids.insert(name.clone(), id);
         self.tensors.push(Tensor { name, dtype, shape: shape.to_vec() });
+        id
+    }
+
+    /// The id of the weights of a linear: stored as values, or made of several tensors.
+    fn matrix(&mut self, module: &str, is_head: bool, rows: u32, cols: u32) -> TensorId {
+        let name = format!("{module}.weight");
+        let scheme = self.quantisation.and_then(|quantisation| quantisation.scheme(module, is_head));
+        let (Some(scheme), Some(files)) = (scheme, self.files) else { return self.want(name, &[rows, cols]) };
+        if let Some(&id) = self.ids.get(&name) {
+            return id;
+        }
+        let id = TensorId::from(self.tensors.len());
+        let mut parts = Parts { files, used: &mut self.parts, reasons: &mut self.reasons };
+        if let Some(recipe) = parts.recipe(module, scheme, rows, cols) {
+            self.recipes.insert(id, recipe);
+        }
+        self.ids.insert(name.clone(), id);
+        self.tensors.push(Tensor { name, dtype: DType::F32, shape: vec![rows, cols] });
         id
     }
 
@@ -162,7 +186,7 @@ impl Collector<'_> {
     /// A linear that is `rows` rows of a tensor of `rows_total`, where `view` places them.
     fn linear(&mut self, name: &str, placed: Placed, rows: u32, cols: u32, bias: bool) -> Linear {
         let Placed { rows_total, first, block, stride } = placed;
-        let weight = self.want(format!("{name}.weight"), &[rows_total, cols]);
+        let weight = self.matrix(name, false, rows_total, cols);
         let bias = bias.then(|| self.want(format!("{name}.bias"), &[rows_total]));
         let view = |tensor| RowView { tensor, first, block, stride };
         Linear { weight: view(weight), bias: bias.map(view), rows, cols }
@@ -190,17 +214,31 @@ impl Placed {
 /// The outcome of assembling: a graph to trust if `reasons` is empty.
 pub struct Assembled {
     pub graph: ModelGraph,
-    /// Names in `graph.tensors`.
+    /// Names in `graph.tensors`, and of what its matrices are made of.
     pub consumed: BTreeSet<String>,
+    /// How matrices are made of several tensors.
+    pub recipes: BTreeMap<TensorId, Recipe>,
     pub reasons: Vec<Reason>,
 }
 
 /// The graph of a plan over the tensors of `files`; without files, over tensors of the right shape.
 ///
 /// Tensors get their ids in the order of computation. `eos` and `bos` are left empty.
-pub fn assemble(plan: &Plan, files: Option<&BTreeMap<String, HeaderTensor>>) -> Assembled {
+pub fn assemble(
+    plan: &Plan,
+    files: Option<&BTreeMap<String, HeaderTensor>>,
+    quantisation: Option<&Quantisation>,
+) -> Assembled {
     let names = plan.names;
-    let mut c = Collector { files, tensors: Vec::new(), ids: HashMap::new(), reasons: Vec::new() };
+    let mut c = Collector {
+        files,
+        quantisation,
+        recipes: BTreeMap::new(),
+        parts: BTreeSet::new(),
+        tensors: Vec::new(),
+        ids: HashMap::new(),
+        reasons: Vec::new(),
+    };
     let embed = c.want(names.embed.to_string(), &[plan.vocab, plan.hidden]);
     let layers = (0..plan.layers.len()).map(|layer| assemble_layer(&mut c, plan, layer)).collect();
     let final_norm = c.norm(names.final_norm, plan.norm, plan.hidden);
@@ -209,7 +247,8 @@ pub fn assemble(plan: &Plan, files: Option<&BTreeMap<String, HeaderTensor>>) -> 
     } else {
         let there = |name: &&&str| files.is_some_and(|files| files.contains_key(**name));
         let name = names.heads.iter().find(there).unwrap_or(&names.heads[0]);
-        c.want(name.to_string(), &[plan.vocab, plan.hidden])
+        let module = name.strip_suffix(".weight").unwrap_or(name);
+        c.matrix(module, true, plan.vocab, plan.hidden)
     };
     let graph = ModelGraph {
         family: plan.class.to_string(),
@@ -227,8 +266,12 @@ pub fn assemble(plan: &Plan, files: Option<&BTreeMap<String, HeaderTensor>>) -> 
         eos: Vec::new(),
         bos: None,
         tensors: c.tensors,
+        formats: c.recipes.iter().map(|(&id, recipe)| (id, recipe.format)).collect(),
     };
-    Assembled { graph, consumed: c.ids.into_keys().collect(), reasons: c.reasons }
+    // The name of a matrix may be that of one of its parts, or of no tensor.
+    let whole = c.ids.into_iter().filter(|(_, id)| !c.recipes.contains_key(id)).map(|(name, _)| name);
+    let consumed = whole.chain(c.parts).collect();
+    Assembled { graph, consumed, recipes: c.recipes, reasons: c.reasons }
 }
 
 fn assemble_layer(c: &mut Collector, plan: &Plan, layer: usize) -> Layer {

@@ -4,7 +4,7 @@ use std::fmt::Write;
 
 use crate::dtype::{DType, Precision};
 use crate::model::graph::{
-    Act, Attention, Layer, Linear, Mlp, ModelGraph, Norm, NormKind, QkNorm, QkNormSpan, Rope, RowView, Tensor,
+    Act, Attention, Layer, Linear, Mlp, ModelGraph, Norm, NormKind, QkNorm, QkNormSpan, Rope, RowView, Tensor, TensorId,
 };
 
 /// Every field of the graph as text: deterministic, complete, one fact per word. The text that is shown is the text that is hashed.
@@ -17,6 +17,7 @@ pub fn graph_text(graph: &ModelGraph) -> String {
         vocab,
         positions_max,
         tensors,
+        formats,
         embed,
         embed_scale,
         ropes,
@@ -49,6 +50,9 @@ pub fn graph_text(graph: &ModelGraph) -> String {
     for (i, Tensor { name, dtype, shape }) in tensors.iter().enumerate() {
         let shape: Vec<String> = shape.iter().map(u32::to_string).collect();
         line(&mut out, format_args!("tensor w{i} {dtype} [{}] {name}", shape.join(" ")));
+    }
+    for (tensor, format) in formats {
+        line(&mut out, format_args!("format {tensor} {format}"));
     }
     out
 }
@@ -144,12 +148,14 @@ fn act_name(act: Act) -> &'static str {
 
 /// Weight bytes that one decode step has to read: every tensor once, of an untied embedding one row.
 ///
-/// A lower bound: every value is counted in the weight type, norm gains and biases included.
+/// A lower bound: every value that is not stored as a code is counted in the weight type, norm gains and biases included.
 pub fn step_weight_bytes(graph: &ModelGraph, precision: Precision) -> u64 {
-    let table = u64::from(graph.vocab) * u64::from(graph.hidden);
+    let dtype = precision.weights;
+    let of = |(id, tensor): (TensorId, &Tensor)| graph.bytes_of(id, dtype, tensor.count());
+    let all: u64 = (0..).map(TensorId).zip(&graph.tensors).map(of).sum();
+    let table = u64::from(graph.vocab) * u64::from(graph.hidden) * dtype.bytes() as u64;
     let tied = graph.head.weight.tensor == graph.embed;
-    let values = graph.parameter_count() - if tied { 0 } else { table } + u64::from(graph.hidden);
-    values * precision.weights.bytes() as u64
+    all - if tied { 0 } else { table } + u64::from(graph.hidden) * dtype.bytes() as u64
 }
 
 /// Cache bytes that one decode step has to read with `positions` in the cache; a window bounds what its layer reads.
@@ -181,10 +187,13 @@ pub fn describe(graph: &ModelGraph) -> String {
             graph.positions_max
         ),
     );
-    let mut stored: Vec<DType> = graph.tensors.iter().map(|t| t.dtype).collect();
+    let kind = |(id, tensor): (TensorId, &Tensor)| match graph.formats.get(&id) {
+        Some(format) => format.to_string(),
+        None => tensor.dtype.to_string(),
+    };
+    let mut stored: Vec<String> = (0..).map(TensorId).zip(&graph.tensors).map(kind).collect();
     stored.sort_unstable();
     stored.dedup();
-    let stored: Vec<&str> = stored.into_iter().map(DType::name).collect();
     let bytes = bytes_text(graph.stored_bytes());
     line(&mut out, format_args!("weights stored as {}, {bytes}", stored.join(" and ")));
     let scale = scale_text("scaled by", graph.embed_scale);

@@ -30,6 +30,10 @@ pub enum Reason {
     TensorShape { name: String, expected: Vec<u32>, found: Vec<usize> },
     #[error("tensor `{name}`: expected fp32, bf16 or fp16, found {found}")]
     TensorDType { name: String, found: String },
+    #[error("tensor `{name}`: expected {expected}, found {found}")]
+    PartDType { name: String, expected: String, found: String },
+    #[error("`quantization_config`: {detail}")]
+    Quantised { detail: String },
     #[error(
         "tensor `{name}` differs from `{embed}` while `tie_word_embeddings` is true: transformers 4 would use \
          `{embed}`, transformers 5 `{name}`"

@@ -111,7 +111,7 @@ pub const COMMON: &[Entry] = &[
     neutral("tie_encoder_decoder", OFF, "encoder-decoders are not supported"),
     neutral("chunk_size_feed_forward", ZERO, "chunked feed-forward is not supported"),
     neutral("pruned_heads", EMPTY, "pruned heads are not supported"),
-    neutral("quantization_config", When::Only(&[]), "quantised checkpoints are not supported"),
+    neutral("quantization_config", When::Only(&[]), "read with the tensors of a checkpoint (docs/formats.md)"),
     neutral("use_bfloat16", When::Any, "speaks about another runtime"),
     neutral("torchscript", When::Any, "speaks about another runtime"),
     neutral("tf_legacy_loss", When::Any, TRAINING),

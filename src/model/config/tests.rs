@@ -102,8 +102,8 @@ fn unsupported_features_are_refused_by_name() {
         (
             "families/llama-untied",
             "quantization_config",
-            json!({"bits": 4}),
-            "key `quantization_config`: expected null",
+            json!({"quant_method": "exl2"}),
+            "method `exl2` is not supported: expected compressed-tensors",
         ),
         ("families/llama-untied", "add_cross_attention", json!(true), "key `add_cross_attention`"),
         ("families/llama-untied", "is_encoder_decoder", json!(true), "key `is_encoder_decoder`"),

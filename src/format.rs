@@ -1,0 +1,495 @@
+//! Owns `Format`: how the weights of a matrix are coded, and the bytes of its granules. Everyone who writes, reads or sizes a matrix
+//! asks here; only the validator keeps arithmetic of its own.
+//!
+//! A weight is `row_scale * scale * (value(code) - zero)`: a code for each weight, a scale (and a zero point) for each group of
+//! consecutive k of a row, and a scale for the whole row. A format without scales stores the values themselves.
+//!
+//! A granule is 8 rows of 64 bytes of codes, one 16-byte load for each lane of a warp; the scales and zero points of its groups follow
+//! them, row by row. Codes of 8 bits hold 64 of k, codes of 4 bits 128. Within a row lane `t` of four has, of each 32 of k, the
+//! eight from `8 t` on, in one or two words: what a lane has of bf16 weights, so that all formats meet the input at the same places.
+
+use crate::dtype::DType;
+use half::{bf16, f16};
+use std::collections::BTreeMap;
+use std::fmt;
+
+/// Bytes of the codes of a granule: 8 rows of 64.
+pub const CODE_BYTES: u32 = 512;
+/// Bytes of the codes of one row of a granule.
+pub const CODE_ROW_BYTES: u32 = 64;
+/// Rows of a granule of codes.
+const ROWS: u32 = 8;
+/// Units begin at multiples of this: places in the pack count in it.
+const UNIT_ALIGN: u32 = 256;
+/// Granules, and so what follows their codes, begin at multiples of this: a lane loads 16 bytes.
+const SCALES_ALIGN: u32 = 16;
+
+/// How a matrix stores its weights.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Format {
+    pub code: Code,
+    /// Scales along k; `None`: there are none.
+    pub groups: Option<Groups>,
+    /// A scale (fp32) for each row, behind the units of the matrix.
+    pub row_scales: bool,
+}
+
+/// What stands for one weight.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Code {
+    F32,
+    Bf16,
+    /// Two's complement.
+    Int8,
+    /// 0 to 15; the zero point is 8 where none is stored.
+    Int4,
+    /// OCP 8-bit float without infinities (`float8_e4m3fn`).
+    E4m3,
+    /// OCP 4-bit float: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives.
+    E2m1,
+}
+
+/// Scales of groups of consecutive k of a row.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Groups {
+    /// Weights of a group, a power of two of at least 16.
+    pub k: u32,
+    pub scale: ScaleCode,
+    /// Whether each group has a zero point: a signed byte for `Int8`, an unsigned one for `Int4`.
+    pub zeros: bool,
+}
+
+/// How a scale of a group is stored.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum ScaleCode {
+    F32,
+    F16,
+    Bf16,
+    E4m3,
+    /// A power of two: `2^(code - 127)`.
+    E8m0,
+}
+
+impl Code {
+    pub const ALL: [Code; 6] = [Code::F32, Code::Bf16, Code::Int8, Code::Int4, Code::E4m3, Code::E2m1];
+
+    pub fn name(self) -> &'static str {
+        match self {
+            Code::F32 => "fp32",
+            Code::Bf16 => "bf16",
+            Code::Int8 => "int8",
+            Code::Int4 => "int4",
+            Code::E4m3 => "e4m3",
+            Code::E2m1 => "e2m1",
+        }
+    }
+
+    pub fn bits(self) -> u32 {
+        match self {
+            Code::F32 => 32,
+            Code::Bf16 => 16,
+            Code::Int8 | Code::E4m3 => 8,
+            Code::Int4 | Code::E2m1 => 4,
+        }
+    }
+
+    /// Whether a weight is stored as its value.
+    pub fn plain(self) -> bool {
+        matches!(self, Code::F32 | Code::Bf16)
+    }
+
+    /// The value of a code of at most 8 bits; exact.
+    pub fn value(self, code: u8) -> f32 {
+        match self {
+            Code::Int8 => f32::from(code as i8),
+            Code::E4m3 => e4m3(code),
+            Code::E2m1 => e2m1(code),
+            Code::Int4 | Code::F32 | Code::Bf16 => f32::from(code),
+        }
+    }
+
+    /// What is subtracted from the value of a code where no zero point is stored.
+    pub fn implied_zero(self) -> f32 {
+        if self == Code::Int4 { 8.0 } else { 0.0 }
+    }
+
+    /// The value of a stored zero point.
+    pub fn zero(self, byte: u8) -> f32 {
+        if self == Code::Int8 { f32::from(byte as i8) } else { f32::from(byte) }
+    }
+}
+
+impl ScaleCode {
+    pub const ALL: [ScaleCode; 5] = [ScaleCode::F32, ScaleCode::F16, ScaleCode::Bf16, ScaleCode::E4m3, ScaleCode::E8m0];
+
+    pub fn name(self) -> &'static str {
+        match self {
+            ScaleCode::F32 => "fp32",
+            ScaleCode::F16 => "fp16",
+            ScaleCode::Bf16 => "bf16",
+            ScaleCode::E4m3 => "e4m3",
+            ScaleCode::E8m0 => "e8m0",
+        }
+    }
+
+    pub fn bytes(self) -> u32 {
+        match self {
+            ScaleCode::F32 => 4,
+            ScaleCode::F16 | ScaleCode::Bf16 => 2,
+            ScaleCode::E4m3 | ScaleCode::E8m0 => 1,
+        }
+    }
+
+    /// The scale that little-endian `bytes` hold; exact.
+    pub fn read(self, bytes: &[u8]) -> f32 {
+        match (self, bytes) {
+            (ScaleCode::F32, &[a, b, c, d, ..]) => f32::from_le_bytes([a, b, c, d]),
+            (ScaleCode::F16, &[a, b, ..]) => f16::from_le_bytes([a, b]).to_f32(),
+            (ScaleCode::Bf16, &[a, b, ..]) => bf16::from_le_bytes([a, b]).to_f32(),
+            (ScaleCode::E4m3, &[a, ..]) => e4m3(a),
+            (ScaleCode::E8m0, &[a, ..]) => e8m0(a),
+            _ => f32::NAN,
+        }
+    }
+
+    /// Writes a scale; exact for what [`ScaleCode::read`] gave, else rounded to nearest.
+    pub fn write(self, scale: f32, out: &mut [u8]) {
+        match self {
+            ScaleCode::F32 => out.copy_from_slice(&scale.to_le_bytes()),
+            ScaleCode::F16 => out.copy_from_slice(&f16::from_f32(scale).to_le_bytes()),
+            ScaleCode::Bf16 => out.copy_from_slice(&bf16::from_f32(scale).to_le_bytes()),
+            ScaleCode::E4m3 => out[0] = to_e4m3(scale),
+            ScaleCode::E8m0 => out[0] = to_e8m0(scale),
+        }
+    }
+
+    /// The scale as it reads back.
+    pub fn round(self, scale: f32) -> f32 {
+        let mut bytes = [0; 4];
+        let bytes = &mut bytes[..self.bytes() as usize];
+        self.write(scale, bytes);
+        self.read(bytes)
+    }
+}
+
+impl Format {
+    /// Values as they are.
+    pub fn plain(dtype: DType) -> Format {
+        let code = if dtype == DType::F32 { Code::F32 } else { Code::Bf16 };
+        Format { code, groups: None, row_scales: false }
+    }
+
+    /// Codes with one scale for each row.
+    pub fn by_row(code: Code) -> Format {
+        Format { code, groups: None, row_scales: true }
+    }
+
+    /// Codes with a scale for each group of `k` weights of a row.
+    pub fn by_group(code: Code, k: u32, scale: ScaleCode, zeros: bool) -> Format {
+        Format { code, groups: Some(Groups { k, scale, zeros }), row_scales: false }
+    }
+
+    pub fn is_plain(self) -> bool {
+        self.code.plain() && self.groups.is_none() && !self.row_scales
+    }
+
+    /// Weights of a row of a granule.
+    pub fn granule_k(self) -> u32 {
+        CODE_ROW_BYTES * 8 / self.code.bits()
+    }
+
+    /// Groups that a row of a granule begins or lies in.
+    pub fn granule_groups(self) -> u32 {
+        self.groups.map_or(0, |groups| self.granule_k().div_ceil(groups.k.max(1)))
+    }
+
+    /// Bytes of a granule of a matrix of `k` columns: its codes, the scales and zero points of its groups, and as many zeros as let
+    /// each unit begin at a multiple of 256 bytes.
+    pub fn granule_bytes(self, k: u32) -> u32 {
+        let Some(groups) = self.groups else { return CODE_BYTES };
+        let bytes = ROWS * self.granule_groups() * (groups.scale.bytes() + u32::from(groups.zeros));
+        let granules = k.div_ceil(self.granule_k()).max(1);
+        // Of 2, 4, 8 or 16 granules each needs a smaller part of what is missing.
+        let shared = 1 << granules.trailing_zeros().min((UNIT_ALIGN / SCALES_ALIGN).trailing_zeros());
+        CODE_BYTES + bytes.next_multiple_of(UNIT_ALIGN / shared)
+    }
+
+    /// Where the code of column `k` of a granule lies in the 64 bytes of its row: byte, and bits from its lowest one.
+    pub fn place(self, k: usize) -> (usize, u32) {
+        let (block, lane, i) = (k / 32, k % 32 / 8, k % 8);
+        match self.code.bits() {
+            // A pair of neighbours lies 16 bits apart: one mask leaves both.
+            4 => (lane * 16 + block * 4 + (i % 2) * 2 + i / 4, (i / 2 % 2 * 4) as u32),
+            8 => (lane * 16 + block * 8 + i, 0),
+            bits => (k * bits as usize / 8, 0),
+        }
+    }
+
+    /// Where the scale of `group` of row `row` of a granule lies in it; bytes.
+    pub fn scale_at(self, row: usize, group: usize) -> usize {
+        let bytes = self.groups.map_or(0, |groups| groups.scale.bytes()) as usize;
+        CODE_BYTES as usize + (row * self.granule_groups() as usize + group) * bytes
+    }
+
+    /// The same of its zero point.
+    pub fn zero_at(self, row: usize, group: usize) -> usize {
+        self.scale_at(ROWS as usize, 0) + row * self.granule_groups() as usize + group
+    }
+
+    /// Why no matrix can have this format; `None`: one can.
+    pub fn refuses(self) -> Option<String> {
+        let Format { code, groups, row_scales } = self;
+        let scaled = groups.is_some() || row_scales;
+        if code.plain() == scaled {
+            let expected = if scaled { "none" } else { "some" };
+            return Some(format!("{expected} with `{}`", code.name()));
+        }
+        let groups = groups?;
+        if !groups.k.is_power_of_two() || groups.k < 16 {
+            return Some(format!("groups of a power of two, at least 16, found {}", groups.k));
+        }
+        let zeros = groups.zeros && !matches!(code, Code::Int8 | Code::Int4);
+        zeros.then(|| format!("no zero points with `{}`", code.name()))
+    }
+
+    /// Bytes of one weight and its share of scales, for estimates.
+    pub fn bytes_per_weight(self) -> f64 {
+        let groups = self.groups.map_or(0.0, |g| f64::from(g.scale.bytes() + u32::from(g.zeros)) / f64::from(g.k));
+        f64::from(self.code.bits()) / 8.0 + groups
+    }
+}
+
+/// What a manifest asks for: formats of matrices, by the names of [`NAMED`].
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct FormatPlan {
+    /// Of all linears and the head; `None`: as they are stored, values in the type of the precision.
+    pub weights: Option<Format>,
+    /// Of the head, if it differs; a plain one: as it is stored.
+    pub head: Option<Format>,
+    /// Of all linears of a layer, likewise.
+    pub layers: BTreeMap<u32, Format>,
+}
+
+impl FormatPlan {
+    /// The format of a layer, or of the head; `None`: as it is stored.
+    pub fn of(&self, layer: Option<u32>) -> Option<Format> {
+        let own = layer.map_or(self.head, |layer| self.layers.get(&layer).copied());
+        own.or(self.weights).filter(|format| !format.is_plain())
+    }
+
+    /// As text for keys: one `name value` line each.
+    pub fn key_text(&self) -> String {
+        let FormatPlan { weights, head, layers } = self;
+        let own = [("weights", weights), ("head", head)].into_iter();
+        let own = own.filter_map(|(name, format)| Some(format!("precision.{name}.format {}\n", (*format)?)));
+        let layers = layers.iter().map(|(layer, format)| format!("precision.layers.{layer}.format {format}\n"));
+        own.chain(layers).collect()
+    }
+}
+
+const fn int4(k: u32) -> Format {
+    Format { code: Code::Int4, groups: Some(Groups { k, scale: ScaleCode::F16, zeros: false }), row_scales: false }
+}
+
+/// Formats that a manifest can name: values, and codes that weights are rounded to here.
+pub const NAMED: [(&str, Format); 8] = [
+    ("fp32", Format { code: Code::F32, groups: None, row_scales: false }),
+    ("bf16", Format { code: Code::Bf16, groups: None, row_scales: false }),
+    ("int8", Format { code: Code::Int8, groups: None, row_scales: true }),
+    ("fp8", Format { code: Code::E4m3, groups: None, row_scales: true }),
+    ("int4:128", int4(128)),
+    ("int4:64", int4(64)),
+    ("int4:32", int4(32)),
+    (
+        "mxfp4",
+        Format {
+            code: Code::E2m1,
+            groups: Some(Groups { k: 32, scale: ScaleCode::E8m0, zeros: false }),
+            row_scales: false,
+        },
+    ),
+];
+
+/// The name in [`NAMED`], or what the format is.
+pub fn name_of(format: Format) -> String {
+    NAMED.iter().find(|(_, named)| *named == format).map_or(format.to_string(), |(name, _)| name.to_string())
+}
+
+/// `bf16`, `int8 by row`, `int4 by 128 fp16 zeros`.
+impl fmt::Display for Format {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Format { code, groups, row_scales } = self;
+        f.write_str(code.name())?;
+        if let Some(Groups { k, scale, zeros }) = groups {
+            write!(f, " by {k} {}{}", scale.name(), if *zeros { " zeros" } else { "" })?;
+        }
+        if *row_scales { f.write_str(" by row") } else { Ok(()) }
+    }
+}
+
+/// The value of an e4m3 code: sign, 4 bits of exponent with bias 7, 3 of mantissa; only the two codes of all ones are no numbers.
+pub fn e4m3(code: u8) -> f32 {
+    let (exponent, mantissa) = (code >> 3 & 15, f32::from(code & 7));
+    let size = match (exponent, code & 7) {
+        (15, 7) => f32::NAN,
+        (0, _) => mantissa * 2f32.powi(-9),
+        _ => (8.0 + mantissa) * 2f32.powi(i32::from(exponent) - 10),
+    };
+    if code & 0x80 == 0 { size } else { -size }
+}
+
+/// Largest value of e4m3.
+pub const E4M3_MAX: f32 = 448.0;
+
+/// The nearest e4m3 code, ties to the even one; beyond the largest value that value.
+pub fn to_e4m3(value: f32) -> u8 {
+    let sign = if value.is_sign_negative() { 0x80 } else { 0 };
+    let size = value.abs();
+    if size.is_nan() {
+        return 0x7f;
+    }
+    if size >= E4M3_MAX {
+        return sign | 0x7e;
+    }
+    // Steps of the binade of the value: codes of one sign are consecutive integers.
+    let exponent = ((size.to_bits() >> 23) as i32 - 127).max(-6);
+    let steps = (size * 2f32.powi(3 - exponent)).round_ties_even() as u8;
+    sign | ((((exponent + 6) as u8) << 3) + steps)
+}
+
+/// The value of an e2m1 code, of its low four bits.
+pub fn e2m1(code: u8) -> f32 {
+    let size = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0][usize::from(code & 7)];
+    if code & 8 == 0 { size } else { -size }
+}
+
+/// The nearest e2m1 code, ties to the even one.
+pub fn to_e2m1(value: f32) -> u8 {
+    let size = value.abs();
+    // Halfway between neighbours; at the odd ones a tie goes down.
+    let steps = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0];
+    let code =
+        (0u8..).zip(steps).filter(|&(i, step)| if i % 2 == 0 { size > step } else { size >= step }).count() as u8;
+    if value.is_sign_negative() { code | 8 } else { code }
+}
+
+/// `2^(code - 127)`; 255 is no number.
+fn e8m0(code: u8) -> f32 {
+    match code {
+        0 => f32::from_bits(1 << 22),
+        255 => f32::NAN,
+        _ => f32::from_bits(u32::from(code) << 23),
+    }
+}
+
+/// The code of the nearest power of two of a positive scale.
+fn to_e8m0(scale: f32) -> u8 {
+    if scale < f32::MIN_POSITIVE {
+        return u8::from(scale > f32::from_bits(3 << 21));
+    }
+    // Halves of the next power and more round up.
+    let bits = scale.to_bits();
+    let up = u32::from(bits & 0x7f_ffff > 0x40_0000);
+    ((bits >> 23) + up).min(254) as u8
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_code_reads_back() {
+        for code in 0..=255u8 {
+            if code & 0x7f != 0x7f {
+                assert_eq!(to_e4m3(e4m3(code)), code, "{code:#x}");
+            }
+            assert_eq!(to_e2m1(e2m1(code)), code & 15);
+            if code != 255 {
+                assert_eq!(to_e8m0(e8m0(code)), code);
+            }
+        }
+        assert!(e4m3(0x7f).is_nan() && e8m0(255).is_nan());
+        assert_eq!((e4m3(0x7e), e4m3(0x01), e4m3(0x88), e2m1(15)), (448.0, 0.001953125, -0.015625, -6.0));
+    }
+
+    /// Against the definition: no other code is nearer, and of two as near the even one is taken.
+    #[test]
+    fn rounding_takes_the_nearest_code() {
+        let mut random = crate::random::Random::new(3);
+        let nearest = |values: &dyn Fn(u8) -> f32, codes: u8, value: f32, found: u8| {
+            let distance = |code: u8| (f64::from(values(code)) - f64::from(value)).abs();
+            for code in (0..codes).filter(|&code| !values(code).is_nan()) {
+                let (own, other) = (distance(found), distance(code));
+                assert!(
+                    own < other || own == other && (found.is_multiple_of(2) || values(code) == values(found)),
+                    "{value} {code}"
+                );
+            }
+        };
+        for i in 0..4000 {
+            let size = 2f32.powi(i % 20 - 11);
+            let value = size * (1.0 + (random.word() % 1024) as f32 / 1024.0);
+            nearest(&e4m3, 127, value.min(448.0), to_e4m3(value));
+            nearest(&e2m1, 8, value, to_e2m1(value));
+        }
+    }
+
+    #[test]
+    fn every_column_of_a_granule_has_a_place_of_its_own() {
+        for code in Code::ALL {
+            let format = Format { code, groups: None, row_scales: !code.plain() };
+            let mut seen = std::collections::BTreeSet::new();
+            for k in 0..format.granule_k() as usize {
+                let (byte, shift) = format.place(k);
+                assert!(byte < 64 && shift < 8 && seen.insert((byte, shift)), "{format} {k}");
+                // A lane has eight consecutive columns of each 32.
+                if code.bits() < 32 {
+                    let lane = if code == Code::Bf16 { k / 8 } else { k % 32 / 8 };
+                    assert_eq!(byte / 16, lane, "{format} {k}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn units_begin_where_places_can() {
+        for k in [32u32, 64, 100, 192, 256, 896, 1000, 2048, 4096, 14336] {
+            for (code, group, scale, zeros) in [
+                (Code::Int4, 128, ScaleCode::F16, false),
+                (Code::Int4, 128, ScaleCode::F16, true),
+                (Code::Int4, 32, ScaleCode::Bf16, true),
+                (Code::Int8, 64, ScaleCode::F32, true),
+                (Code::E4m3, 128, ScaleCode::F32, false),
+                (Code::E2m1, 16, ScaleCode::E4m3, false),
+                (Code::E2m1, 32, ScaleCode::E8m0, false),
+            ] {
+                let format = Format::by_group(code, group, scale, zeros);
+                let granules = k.div_ceil(format.granule_k());
+                let bytes = format.granule_bytes(k);
+                assert_eq!(format.refuses(), None);
+                assert_eq!((granules * bytes % 256, bytes % 16), (0, 0), "{format} {k}");
+                let last = format.granule_groups() as usize - 1;
+                let end =
+                    if zeros { format.zero_at(7, last) + 1 } else { format.scale_at(7, last) + scale.bytes() as usize };
+                assert!(end <= bytes as usize && bytes < 512 + end as u32 - 512 + 256, "{format} {k}");
+            }
+        }
+        // What was measured: 528 bytes for 128 of k with a group of 128.
+        assert_eq!(Format::by_group(Code::Int4, 128, ScaleCode::F16, false).granule_bytes(2048), 528);
+        assert_eq!(Format::by_row(Code::Int8).granule_bytes(100), 512);
+    }
+
+    #[test]
+    fn formats_that_mean_nothing_are_refused() {
+        let by = |code, k, zeros| Format::by_group(code, k, ScaleCode::F16, zeros).refuses();
+        assert_eq!(by(Code::Int4, 128, true), None);
+        for (refused, why) in [
+            (by(Code::Int4, 96, false), "groups of a power of two, at least 16, found 96"),
+            (by(Code::E4m3, 128, true), "no zero points with `e4m3`"),
+            (by(Code::Bf16, 128, false), "none with `bf16`"),
+            (Format { code: Code::Int8, groups: None, row_scales: false }.refuses(), "some with `int8`"),
+        ] {
+            assert_eq!(refused.as_deref(), Some(why));
+        }
+    }
+}

@@ -1,0 +1,93 @@
+//! Owns the dot products over matrices of codes and scales: exact values of codes, scales applied to sums.
+//!
+//! `y_r = sum over groups g of scale_rg * sum over k in g of (value(code_rk) - zero_rg) x_k`; the zero point is left out of the inner
+//! sum and comes in by `zero_rg * sum of x_k`, which all rows share.
+
+use super::kernel::Isa;
+use super::real::Real;
+use crate::format::{CODE_ROW_BYTES, Code, Format};
+use crate::ir::op::UNIT_ROWS;
+
+const ROWS: usize = UNIT_ROWS as usize;
+const ROW_BYTES: usize = CODE_ROW_BYTES as usize;
+
+/// `y = W x` without the scales of rows, for whole units of 8 rows in granules of `granule_bytes`; `x` is padded with zeros to
+/// whole granules. `row` is scratch.
+pub fn units<R: Real>(
+    isa: Isa,
+    format: Format,
+    granule_bytes: usize,
+    w: &[u8],
+    x: &[R],
+    row: &mut Vec<R>,
+    y: &mut [R],
+) {
+    let granule_k = format.granule_k() as usize;
+    let unit_bytes = x.len() / granule_k * granule_bytes;
+    if unit_bytes == 0 {
+        return y.fill(R::of(0.0));
+    }
+    let values = Values::<R>::of(format);
+    // Consecutive k of a granule that share a scale; a whole row where scales are of rows.
+    let group_k = format.groups.map_or(x.len(), |groups| (groups.k as usize).min(granule_k));
+    let ones = vec![R::of(1.0); group_k];
+    let sums: Vec<R> = x.chunks(group_k).map(|x| R::dot(isa, x, &ones[..x.len()])).collect();
+    for (unit, y) in w.chunks_exact(unit_bytes).zip(y.chunks_exact_mut(ROWS)) {
+        for (r, y) in y.iter_mut().enumerate() {
+            row.clear();
+            for granule in unit.chunks_exact(granule_bytes) {
+                values.read(&granule[r * ROW_BYTES..(r + 1) * ROW_BYTES], row);
+            }
+            *y = R::of(0.0);
+            for (g, (codes, x)) in row.chunks(group_k).zip(x.chunks(group_k)).enumerate() {
+                let granule = &unit[g * group_k / granule_k * granule_bytes..];
+                let (scale, zero) = scale(format, granule, r, g * group_k % granule_k / group_k);
+                let sum = R::dot(isa, codes, x);
+                let sum = if zero == 0.0 { sum } else { sum - R::of(zero) * sums[g] };
+                *y = *y + R::of(scale) * sum;
+            }
+        }
+    }
+}
+
+/// Scale and zero point of a group of row `r` of a granule.
+fn scale(format: Format, granule: &[u8], r: usize, group: usize) -> (f32, f32) {
+    let code = format.code;
+    match format.groups {
+        None => (1.0, code.implied_zero()),
+        Some(groups) => {
+            let zero = if groups.zeros { code.zero(granule[format.zero_at(r, group)]) } else { code.implied_zero() };
+            (groups.scale.read(&granule[format.scale_at(r, group)..]), zero)
+        }
+    }
+}
+
+/// Multiplies each row by its scale, fp32 in the order of rows; nothing where there are none.
+pub fn scale_rows<R: Real>(scales: &[u8], y: &mut [R]) {
+    for (y, scale) in y.iter_mut().zip(scales.as_chunks::<4>().0) {
+        *y = *y * R::of(f32::from_le_bytes(*scale));
+    }
+}
+
+/// The value of every code, and where the codes of a row of a granule lie.
+struct Values<R> {
+    values: Vec<R>,
+    /// Byte and shift of each column.
+    places: Vec<(usize, u32)>,
+    mask: u8,
+}
+
+impl<R: Real> Values<R> {
+    fn of(format: Format) -> Values<R> {
+        let Format { code, .. } = format;
+        let values = (0..=255).map(|c| R::of(code.value(c))).collect();
+        let places = (0..format.granule_k() as usize).map(|k| format.place(k)).collect();
+        Values { values, places, mask: if matches!(code, Code::Int4 | Code::E2m1) { 15 } else { 255 } }
+    }
+
+    /// Adds the values of a row of a granule in the order of k.
+    fn read(&self, codes: &[u8], out: &mut Vec<R>) {
+        let value = |&(byte, shift): &(usize, u32)| self.values[usize::from(codes[byte] >> shift & self.mask)];
+        out.extend(self.places.iter().map(value));
+    }
+}

@@ -1,0 +1,410 @@
+//! Matrices of codes: checkpoints of the libraries that own the formats, and weights rounded here, through lowering, proof and
+//! interpreter.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::Path;
+use std::sync::Arc;
+
+use monobloc::candidate::Candidate;
+use monobloc::dtype::{DType, Precision};
+use monobloc::format::{Code, Format, FormatPlan, NAMED, ScaleCode};
+use monobloc::interp::{Arithmetic, Interp, Options, Order};
+use monobloc::ir::GridId;
+use monobloc::ir::layout::{matrices, pack_bytes};
+use monobloc::ir::parse::parse;
+use monobloc::ir::print::print;
+use monobloc::ir::schedule::Schedule;
+use monobloc::ir::variant::{MatVecVariant, Variant};
+use monobloc::lower::lower;
+use monobloc::model::config::{Imported, import, import_config_only};
+use monobloc::model::graph::TensorId;
+use monobloc::model::rounding::round_matrices;
+use monobloc::pack::{pack, pack_pieces};
+use monobloc::reference;
+use monobloc::schedule::schedule;
+use monobloc::target::Target;
+use monobloc::validate::{Rule, check, validate};
+use safetensors::SafeTensors;
+use serde_json::{Value, json};
+
+use crate::support::{Goldens, checkpoints, fixture, max_difference};
+
+/// As of other checkpoints: fp32 against fp32 in another order (tests/fixtures/README.md).
+const LOGITS_TOLERANCE: f32 = 3e-4;
+const FP32: Precision = Precision { weights: DType::F32, cache: DType::F32, wire: DType::F32 };
+const BF16: Precision = Precision { weights: DType::Bf16, cache: DType::Bf16, wire: DType::Bf16 };
+
+/// A schedule on a few workers that the proof has accepted, and that its text gives again.
+fn place(imported: &Imported, precision: Precision, context_max: u32) -> Schedule {
+    let target = Target::builtin("cpu").unwrap();
+    let candidate = Candidate::default_for(&imported.graph, &target, precision).for_context(context_max);
+    let program = lower(&imported.graph, "test", precision, context_max, &candidate).unwrap();
+    let schedule = schedule(program, &target, &candidate).unwrap();
+    if let Err(refused) = validate(schedule.clone(), &target) {
+        panic!("{refused:?}");
+    }
+    assert!(parse(&print(&schedule)).unwrap() == schedule, "its text gives another schedule");
+    schedule
+}
+
+fn run(imported: &Imported, schedule: &Schedule, options: Options, ids: &[u32]) -> Vec<f32> {
+    let pack = Arc::new(pack(schedule, &imported.graph, &imported.weights).unwrap());
+    Interp::new(schedule, pack, options).unwrap().logits(ids).unwrap().concat()
+}
+
+fn rounded(mut imported: Imported, plan: &FormatPlan) -> Imported {
+    round_matrices(&mut imported.graph, &mut imported.weights, plan).unwrap();
+    imported
+}
+
+fn all(format: Format) -> FormatPlan {
+    FormatPlan { weights: Some(format), ..FormatPlan::default() }
+}
+
+#[test]
+fn checkpoints_of_codes_agree_with_the_libraries_that_own_them() {
+    let names = checkpoints("quantised");
+    assert_eq!(names.len(), 17);
+    for name in &names {
+        let imported = import(&fixture(name)).unwrap_or_else(|error| panic!("{name}: {error}"));
+        assert!(!imported.graph.formats.is_empty(), "{name}");
+        let goldens = Goldens::open(name);
+        for (id, tensor) in (0..).map(TensorId).zip(&imported.graph.tensors) {
+            let golden = format!("dequant.{}", tensor.name);
+            if !goldens.names().contains(&golden) {
+                continue;
+            }
+            let found = imported.weights.vector_f32(id);
+            assert!(
+                found == goldens.floats(&golden),
+                "{name}: {golden}: {}",
+                max_difference(&found, &goldens.floats(&golden))
+            );
+        }
+        let (ids, want) = (goldens.ids("input_ids"), goldens.floats("logits"));
+        let reference = reference::forward(&imported.graph, &imported.weights, &ids).concat();
+        let difference = max_difference(&reference, &want);
+        assert!(difference < LOGITS_TOLERANCE, "{name}: the reference differs by {difference}");
+        let schedule = place(&imported, FP32, ids.len() as u32);
+        let logits = run(&imported, &schedule, Options::fast(), &ids);
+        let difference = max_difference(&logits, &want);
+        assert!(difference < LOGITS_TOLERANCE, "{name}: the schedule differs by {difference}");
+    }
+}
+
+/// A folder with a checkpoint whose tensors `edit` may change.
+fn edited(name: &str, edit: impl Fn(&str, &mut Vec<u8>)) -> tempfile::TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    fs::copy(fixture(name).join("config.json"), folder.path().join("config.json")).unwrap();
+    let bytes = fs::read(fixture(name).join("model.safetensors")).unwrap();
+    let tensors = SafeTensors::deserialize(&bytes).unwrap();
+    let mut owned: BTreeMap<String, Vec<u8>> = BTreeMap::new();
+    for (tensor, view) in tensors.tensors() {
+        let mut data = view.data().to_vec();
+        edit(&tensor, &mut data);
+        owned.insert(tensor, data);
+    }
+    let views = tensors.tensors().into_iter().map(|(tensor, view)| {
+        let data = owned[&tensor].as_slice();
+        (tensor, safetensors::tensor::TensorView::new(view.dtype(), view.shape().to_vec(), data).unwrap())
+    });
+    let views: Vec<_> = views.collect();
+    let whole = safetensors::serialize(views, None).unwrap();
+    fs::write(folder.path().join("model.safetensors"), whole).unwrap();
+    folder
+}
+
+/// Logits of a checkpoint, or nothing if it is refused.
+fn logits(folder: &Path, ids: &[u32]) -> Option<Vec<f32>> {
+    let imported = import(folder).ok()?;
+    let schedule = place(&imported, FP32, ids.len() as u32);
+    let pack = Arc::new(pack(&schedule, &imported.graph, &imported.weights).ok()?);
+    Some(Interp::new(&schedule, pack, Options::fast()).unwrap().logits(ids).unwrap().concat())
+}
+
+/// What an importer could ignore: each part of the first layer's `down_proj` matters, so that none of it is read in another way or
+/// not at all.
+#[test]
+fn every_part_of_a_matrix_of_codes_matters() {
+    // Half of a byte for the other, the bytes of a word in another order, or columns in other groups.
+    let turned = |part: &str, data: &mut Vec<u8>| match part {
+        "qzeros" | "weight_zero_point" => data.iter_mut().for_each(|b| *b ^= 0x33),
+        "qweight" | "weight_packed" => data.iter_mut().for_each(|b| *b = b.rotate_left(4)),
+        "g_idx" | "weight_g_idx" => data.rotate_left(4 * 64),
+        _ => {
+            // Scales of two rows, groups or blocks for each other; the only one doubled.
+            let half = data.len() / 2;
+            if data.len() > 4 { data.rotate_left(half) } else { data.iter_mut().for_each(|b| *b ^= 1) }
+        }
+    };
+    let mut tried = 0;
+    for name in checkpoints("quantised") {
+        let ids = Goldens::open(&name).ids("input_ids");
+        let want = logits(&fixture(&name), &ids[..6]).unwrap();
+        let file = fs::read(fixture(&name).join("model.safetensors")).unwrap();
+        let first = "model.layers.0.mlp.down_proj.";
+        let parts: Vec<String> = SafeTensors::deserialize(&file)
+            .unwrap()
+            .names()
+            .iter()
+            .filter_map(|n| n.strip_prefix(first))
+            .map(str::to_string)
+            .collect();
+        for part in parts {
+            if matches!(part.as_str(), "input_scale" | "input_global_scale" | "weight_shape" | "bias") {
+                continue; // Of activations, which are not quantised; and a copy of what the config says.
+            }
+            let folder = edited(&name, |tensor, data| {
+                if tensor.strip_prefix(first) == Some(part.as_str()) {
+                    turned(&part, data);
+                }
+            });
+            let found = logits(folder.path(), &ids[..6]);
+            let moved = found.map_or(f32::INFINITY, |found| max_difference(&found, &want));
+            assert!(moved > 100.0 * LOGITS_TOLERANCE, "{name}: {part} moves the logits by {moved}");
+            tried += 1;
+        }
+    }
+    assert!(tried > 40, "{tried}");
+}
+
+/// Why a checkpoint with another `quantization_config` is refused.
+fn refused(name: &str, edit: impl Fn(&mut Value)) -> String {
+    let folder = edited(name, |_, _| ());
+    let path = folder.path().join("config.json");
+    let mut config: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+    edit(&mut config["quantization_config"]);
+    fs::write(&path, config.to_string()).unwrap();
+    import(folder.path()).expect_err("a config that is refused").to_string()
+}
+
+#[test]
+fn what_is_not_modelled_is_refused_by_name() {
+    let set = |key: &'static str, value: Value| move |config: &mut Value| config[key] = value.clone();
+    for (name, edit, why) in [
+        (
+            "gptq-v2-asym",
+            Box::new(set("bits", json!(3))) as Box<dyn Fn(&mut Value)>,
+            "`quantization_config.bits`: expected 4 or 8",
+        ),
+        (
+            "gptq-v2-asym",
+            Box::new(set("checkpoint_format", json!("gptq_p"))),
+            "expected gptq or gptq_v2, found \"gptq_p\"",
+        ),
+        (
+            "gptq-v2-asym",
+            Box::new(set("dynamic", json!({"+:.*": {}}))),
+            "`quantization_config.dynamic`: expected nothing",
+        ),
+        ("gptq-v2-asym", Box::new(set("nonsense", json!(1))), "key `quantization_config.nonsense` is unknown"),
+        (
+            "gptq-v2-asym",
+            Box::new(set("group_size", json!(64))),
+            "tensor `model.layers.0.self_attn.q_proj.qzeros`: expected shape [2, 16]",
+        ),
+        (
+            "gptq-v2-asym",
+            Box::new(set("quant_method", json!("bitsandbytes"))),
+            "bitsandbytes is not supported: take the checkpoint",
+        ),
+        (
+            "gptq-v2-asym",
+            Box::new(set("quant_method", json!("hqq"))),
+            "method `hqq` is not supported: expected compressed-tensors",
+        ),
+        ("awq-g64-qwen2", Box::new(set("version", json!("gemv"))), "`quantization_config.version`: expected gemm"),
+        (
+            "fp8-block-ragged",
+            Box::new(set("weight_block_size", json!([64, 128]))),
+            "expected shape [3, 2], found [2, 2]",
+        ),
+        ("ct-mixed", Box::new(set("kv_cache_scheme", json!({"num_bits": 8}))), "kv_cache_scheme`: expected nothing"),
+        (
+            "ct-mixed",
+            Box::new(set("ignore", json!(["lm_head"]))),
+            "tensor `model.layers.1.mlp.down_proj.weight_packed` [128, 24] is missing",
+        ),
+        ("modelopt-nvfp4", Box::new(set("quant_algo", json!("W4A8"))), "quant_algo`: expected NVFP4"),
+    ] {
+        let found = refused(&format!("quantised/{name}"), edit);
+        assert!(found.contains(why), "{name}: {found}");
+    }
+    // A group that does not follow from the config is found when weights are read.
+    let shuffled = edited("quantised/gptq-v2-asym", |tensor, data| {
+        if tensor.ends_with("0.mlp.down_proj.g_idx") {
+            data.rotate_left(128);
+        }
+    });
+    let imported = import(shuffled.path()).unwrap();
+    let schedule = place(&imported, FP32, 4);
+    let found = pack(&schedule, &imported.graph, &imported.weights).unwrap_err().to_string();
+    assert!(
+        found.contains("`g_idx` puts column 0 in group 1, but the config says that groups follow each other"),
+        "{found}"
+    );
+}
+
+#[test]
+fn activations_that_stay_as_they_are_are_named() {
+    for (name, note) in [
+        ("ct-w8a8-int", "the checkpoint asks for activations in 8 bits (int, token); here they stay as they are"),
+        ("fp8-block-ragged", "the checkpoint asks for activations in fp8 (dynamic)"),
+        ("gptq-actorder-g64", "groups that do not follow each other along k: they are computed as stored, in fp32"),
+    ] {
+        let notes = import(&fixture(&format!("quantised/{name}"))).unwrap().notes;
+        assert!(notes.iter().any(|found| found.contains(note)), "{name}: {notes:?}");
+    }
+}
+
+/// 100 of k is no whole granule or group of any format, 61 rows of the head end inside a unit.
+const ODD: &str = r#"{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 100,
+    "num_attention_heads": 10, "num_key_value_heads": 5, "head_dim": 10, "intermediate_size": 86,
+    "num_hidden_layers": 2, "vocab_size": 61, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu",
+    "max_position_embeddings": 64, "tie_word_embeddings": true, "attention_bias": true, "mlp_bias": true,
+    "torch_dtype": "bfloat16"}"#;
+
+#[test]
+fn weights_rounded_here_are_computed_as_they_were_rounded() {
+    let ids: Vec<u32> = (0..10).map(|i| i * 7 % 61).collect();
+    let plain = import_config_only(ODD, 3).unwrap();
+    let exact = reference::forward(&plain.graph, &plain.weights, &ids).concat();
+    for (name, format) in NAMED.into_iter().filter(|(_, format)| !format.is_plain()) {
+        let imported = rounded(import_config_only(ODD, 3).unwrap(), &all(format));
+        let reference = reference::forward(&imported.graph, &imported.weights, &ids).concat();
+        assert!(max_difference(&reference, &exact) > 1e-3, "{name} rounds");
+        for precision in [FP32, Precision { weights: DType::Bf16, ..FP32 }] {
+            let schedule = place(&imported, precision, 16);
+            let spec = run(&imported, &schedule, Options::spec(), &ids);
+            let fast = run(&imported, &schedule, Options::fast(), &ids);
+            let threads = Options { arithmetic: Arithmetic::Fast, order: Order::Threads(3) };
+            assert!(run(&imported, &schedule, threads, &ids) == fast, "{name}: other bits on other threads");
+            assert!(
+                run(&imported, &schedule, Options::adversarial(Arithmetic::Fast, 5), &ids) == fast,
+                "{name}: other bits"
+            );
+            // The embedding is bf16 in both, as synthetic weights are.
+            let (a, b) = (max_difference(&fast, &spec), max_difference(&spec, &reference));
+            assert!(a < 1e-4 && b < 1e-4, "{name}: fast to spec {a}, spec to reference {b}");
+            let mut bytes = vec![];
+            pack_pieces::<monobloc::pack::PackError>(&schedule, &imported.graph, &imported.weights, |at, piece| {
+                assert_eq!(at, bytes.len() as u64);
+                bytes.extend_from_slice(piece);
+                Ok(())
+            })
+            .unwrap();
+            assert_eq!(bytes, pack(&schedule, &imported.graph, &imported.weights).unwrap());
+        }
+    }
+}
+
+#[test]
+fn overrides_leave_matrices_as_they_are() {
+    let int8 = NAMED[2].1;
+    let plan = FormatPlan {
+        weights: Some(int8),
+        head: Some(NAMED[1].1),
+        layers: BTreeMap::from([(1, Format::by_group(Code::Int4, 64, ScaleCode::F16, false))]),
+    };
+    let imported = rounded(import_config_only(ODD, 3).unwrap(), &plan);
+    let schedule = place(&imported, BF16, 16);
+    let formats: Vec<String> = schedule
+        .program
+        .buffers
+        .iter()
+        .zip(matrices(&schedule.program))
+        .filter_map(|(buffer, matrix)| Some(format!("{} {}", buffer.name, matrix?.format)))
+        .collect();
+    let of = |name: &str| formats.iter().find_map(|line| line.strip_prefix(&format!("{name}.weight "))).unwrap();
+    assert_eq!((of("qkv.0"), of("down.1"), of("head")), ("int8 by row", "int4 by 64 fp16", "bf16"));
+    assert!(pack_bytes(&schedule) < pack_bytes(&place(&import_config_only(ODD, 3).unwrap(), BF16, 16)));
+
+    let missing = FormatPlan { layers: BTreeMap::from([(2, int8)]), ..FormatPlan::default() };
+    let mut imported = import_config_only(ODD, 3).unwrap();
+    let found = round_matrices(&mut imported.graph, &mut imported.weights, &missing).unwrap_err();
+    assert_eq!(found.to_string(), "`precision.layers` names layer 2, the model has 2");
+    let mut stored = import(&fixture("quantised/mxfp4")).unwrap();
+    let found = round_matrices(&mut stored.graph, &mut stored.weights, &all(int8)).unwrap_err().to_string();
+    assert!(found.contains("asks for int8 of tensor") && found.contains("stores as e2m1 by 32 e8m0"), "{found}");
+}
+
+/// A proven schedule of int4 in groups of 32 and of int8 by row, and what is wrong with it after `edit`.
+fn broken(edit: impl Fn(&mut Schedule)) -> Vec<Rule> {
+    let plan = FormatPlan {
+        weights: Some(Format::by_group(Code::Int4, 32, ScaleCode::F16, false)),
+        head: Some(NAMED[2].1),
+        ..FormatPlan::default()
+    };
+    let imported = rounded(import_config_only(ODD, 3).unwrap(), &plan);
+    let mut schedule = place(&imported, BF16, 16);
+    edit(&mut schedule);
+    let mut rules: Vec<Rule> = check(&schedule, &Target::builtin("cpu").unwrap()).iter().map(|v| v.rule).collect();
+    rules.sort_unstable();
+    rules.dedup();
+    rules
+}
+
+#[test]
+fn schedules_that_mistake_a_format_are_refused() {
+    assert_eq!(broken(|_| ()), []);
+    let coded = |s: &mut Schedule, name: &str| {
+        let id = s.program.buffers.iter().position(|b| b.name == format!("{name}.weight")).unwrap();
+        (id, s.program.buffers[id].coded.unwrap())
+    };
+    let matvec = |s: &mut Schedule, name: &str, edit: &dyn Fn(&mut MatVecVariant)| {
+        let grid = GridId::from(s.program.grids.iter().position(|g| g.name == name).unwrap());
+        let Some(Variant::MatVec(variant)) = s.variants.get_mut(&grid) else { panic!("{name} has a variant") };
+        edit(variant);
+    };
+    // Granules without their scales, and with more.
+    assert_eq!(broken(|s| matvec(s, "o.0", &|v| v.granule = 512)), [Rule::Variant]);
+    assert_eq!(broken(|s| matvec(s, "o.0", &|v| v.granule += 256)), [Rule::Variant]);
+    // Groups that no weight has.
+    let groups = |s: &mut Schedule, k| {
+        let (id, mut format) = coded(s, "o.0");
+        format.groups.as_mut().unwrap().k = k;
+        s.program.buffers[id].coded = Some(format);
+    };
+    assert!(broken(|s| groups(s, 48)).contains(&Rule::Format));
+    assert!(broken(|s| groups(s, 0)).contains(&Rule::Format));
+    // Twice the bits.
+    let wider = broken(|s| {
+        let (id, format) = coded(s, "down.0");
+        s.program.buffers[id].coded = Some(Format { code: Code::Int8, ..format });
+    });
+    assert!(wider.contains(&Rule::Variant), "{wider:?}");
+    // Another buffer where the scales of the head's rows are.
+    let over = broken(|s| {
+        let (head, _) = coded(s, "head");
+        let end = matrices(&s.program)[head].unwrap().row_scales_at() + s.placement[head].unwrap();
+        let (other, _) = coded(s, "qkv.0");
+        s.placement[other] = Some(end);
+    });
+    assert!(!over.is_empty(), "two buffers share bytes");
+    // A matrix of codes that nobody can read from other memory.
+    let constant = broken(|s| {
+        let table = s.program.buffers.iter().position(|b| b.name == "embed").unwrap();
+        s.program.buffers[table].coded = Some(NAMED[2].1);
+    });
+    assert_eq!(constant, [Rule::Format]);
+}
+
+/// A kernel that has no sequence for a format is not scheduled, and says what has one.
+#[test]
+fn formats_without_a_kernel_are_refused_by_name() {
+    let h200 = Target::builtin("h200").unwrap();
+    for (name, why) in [
+        (
+            "nvfp4",
+            "no kernel of `h200` streams a matrix of e2m1 by 16 e4m3 by row (`qkv.0`), expected groups of 32 weights or more",
+        ),
+        ("gptq-actorder-g64", "streams a matrix of fp32 (`qkv.0`), expected values of bf16"),
+    ] {
+        let imported = import(&fixture(&format!("quantised/{name}"))).unwrap();
+        let candidate = Candidate { sms: 8, ..Candidate::default_for(&imported.graph, &h200, BF16) };
+        let program = lower(&imported.graph, "test", BF16, 32, &candidate).unwrap();
+        let found = schedule(program, &h200, &candidate).unwrap_err().to_string();
+        assert!(found.contains(why), "{found}");
+    }
+}
