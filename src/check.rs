@@ -5,6 +5,10 @@
 //! generated cache one position earlier and decode two steps, so that the second one reads a row that the first one wrote;
 //! the reference is then the interpreter in f64. The cost of a prompt of that length decides which way is taken.
 
+mod rows;
+
+pub use rows::{check_rows, given};
+
 use std::ops::ControlFlow;
 
 use rayon::prelude::*;

@@ -3,6 +3,8 @@
 //! Every threshold here stands for a measurement in docs/perf-log.md. Nothing below depends on them: lowering and scheduling
 //! take a candidate as it is, and a search starts from this one.
 
+pub mod rows;
+
 use crate::candidate::Candidate;
 use crate::dtype::Precision;
 use crate::ir::layout::{GRANULE_BYTES, SmemNeeds, cache_row_bytes, chunk_bytes, smem_map, unit_bytes};
@@ -223,6 +225,7 @@ pub fn fixed_smem_bytes(
         ring_bytes: 0,
         // Select, report, embedding and head; a share may begin anywhere.
         queue_max: whole_tasks + shared_tasks.div_ceil(sms) + 1 + 4,
+        rows: None,
     });
     parts.last().map_or(0, |p| u64::from(p.offset) + u64::from(p.bytes))
 }

@@ -43,6 +43,8 @@ pub struct Batch {
     pub pages: u32,
     /// Positions of a page.
     pub page_rows: u32,
+    /// Activations travel as words, as the kernels for rows have them.
+    pub words: bool,
 }
 
 /// Lowers `graph` to steps of the rows of `batch` over a paged cache.
@@ -82,6 +84,8 @@ struct Builder<'a> {
     program: Program,
     /// Positions of a page; `None`: caches are not paged.
     page_rows: Option<u32>,
+    /// Activations travel as words.
+    words: bool,
     candidate: &'a Candidate,
 }
 
@@ -106,7 +110,7 @@ fn constant(role: Role, buffer: BufferId, cols: Cols) -> Operand {
 
 /// The tables of a batch: the rows of a launch, and the pages of their sequences.
 fn tables(batch: &Batch, context_max: u32) -> Vec<Table> {
-    let &Batch { rows, sequences, pages, page_rows } = batch;
+    let &Batch { rows, sequences, pages, page_rows, words: _ } = batch;
     let blocks = context_max.div_ceil(page_rows.max(1));
     let table = |name: &str, holds: Holds, rows, cols, bound| Table {
         name: name.to_string(),
@@ -143,11 +147,22 @@ impl<'a> Builder<'a> {
             let value = candidate.sums_everywhere;
             return Err(Infeasible::Knob { knob: "sums_everywhere", value, expected });
         }
+        if everywhere && batch.is_some_and(|batch| batch.words) {
+            let (value, expected) =
+                (candidate.sums_everywhere, "0, for the sums of several rows have owners".to_string());
+            return Err(Infeasible::Knob { knob: "sums_everywhere", value, expected });
+        }
         let rows = batch.map_or(1, |batch| batch.rows);
         let tables = batch.map_or(vec![], |batch| tables(batch, context_max));
         let program =
             Program { name: name.to_string(), precision, context_max, rows, tables, buffers: vec![], grids: vec![] };
-        let mut b = Builder { graph, program, page_rows: batch.map(|batch| batch.page_rows), candidate };
+        let mut b = Builder {
+            graph,
+            program,
+            page_rows: batch.map(|batch| batch.page_rows),
+            words: batch.is_some_and(|batch| batch.words),
+            candidate,
+        };
         let hidden = graph.hidden;
         let head_units = graph.vocab.div_ceil(UNIT_ROWS);
         let parts = candidate.sms.min(head_units);
@@ -233,7 +248,7 @@ impl Builder<'_> {
     ) -> BufferId {
         let id = BufferId::from(self.program.buffers.len());
         let (name, home) = (name.to_string(), Home::of(space));
-        let coded = None;
+        let (coded, words) = (None, false);
         self.program.buffers.push(Buffer {
             name,
             space,
@@ -242,6 +257,7 @@ impl Builder<'_> {
             rows,
             cols,
             phases,
+            words,
             paging: None,
             home,
             content,
@@ -302,7 +318,14 @@ impl Builder<'_> {
 
     fn exchange(&mut self, name: &str, cols: u32) -> BufferId {
         let wire = self.program.precision.wire;
-        self.buffer(name, Space::Exchange, wire, self.program.rows, cols, 1, None)
+        self.exchange_of(name, wire, cols)
+    }
+
+    fn exchange_of(&mut self, name: &str, dtype: DType, cols: u32) -> BufferId {
+        let phases = if self.words { 2 } else { 1 };
+        let id = self.buffer(name, Space::Exchange, dtype, self.program.rows, cols, phases, None);
+        self.program.buffers[id.index()].words = self.words;
+        id
     }
 
     /// Launch extent of what touches the residual outside a matvec, and the columns of a launch index.
@@ -533,8 +556,7 @@ impl Builder<'_> {
             let op = Attention { heads_per_task, splits, ..base };
             let record = op.heads_per_task * (dim + PARTIAL_HEADER);
             let cols = op.head_groups() * splits * record;
-            let rows = self.program.rows;
-            let partial = self.buffer(&format!("partial.{l}"), Space::Exchange, DType::F32, rows, cols, 1, None);
+            let partial = self.exchange_of(&format!("partial.{l}"), DType::F32, cols);
             self.attention_grid(&format!("attn_split.{l}"), site, op, &buffers, &constants, partial);
             let merge = Op::AttentionMerge { head_dim: dim, splits, heads_per_task };
             let group_cols = Cols { div: heads_per_task, ..Cols::blocks(splits * record, cols) };

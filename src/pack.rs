@@ -190,7 +190,8 @@ impl ContentKey {
             let RowView { tensor, first, block, stride } = view;
             key.extend([tensor.0, *first, *block, *stride, rows]);
         }
-        let Buffer { name: _, space: _, dtype, coded, rows, cols, phases: _, paging: _, home: _, content } = b;
+        let Buffer { name: _, space: _, dtype, coded, rows, cols, phases: _, words: _, paging: _, home: _, content } =
+            b;
         let mut key = vec![*dtype as u32, *rows, *cols];
         if let Some(Format { code, groups, row_scales }) = *coded {
             let groups = groups.map_or([0; 3], |g| [g.k, g.scale as u32, u32::from(g.zeros)]);

@@ -2,15 +2,15 @@
 
 use crate::candidate::{Candidate, Infeasible};
 use crate::ir::layout::{
-    GRANULE_BYTES, RING_SLOTS_MAX, SmemNeeds, block_granules, cache_row_bytes, chunk_granules, chunk_rows, pack_bytes,
-    placed_bytes, placement, smem_map,
+    GRANULE_BYTES, GRANULE_ROW_BYTES, RING_SLOTS_MAX, RowNeeds, SmemNeeds, WORD_ROWS, block_granules, block_of_k,
+    cache_row_bytes, chunk_granules, chunk_rows, pack_bytes, placed_bytes, placement, smem_map,
 };
 use crate::ir::op::{Access, Attention, Epilogue, HISTORY_ALIGN, MatVec, Op, Role, UNIT_ROWS};
 use crate::ir::program::{Grid, LayerOp, Operand, Program, Rows, Second, Site, Space};
 use crate::ir::schedule::{Event, Machine, Mechanism, Regime, Ring, Run, Schedule, Scope, Source, Task, Wait};
 use crate::ir::variant::{
     AttentionVariant, MatVecVariant, POLL_BATCH, REDUCE_BATCH_MAX, RegisterTiling, Variant, kernel_refuses,
-    warps_per_head_rule,
+    rows_on_tensor_cores, rows_pass_max, warps_per_head_rule,
 };
 use crate::ir::{BufferId, EventId, GridId, TaskId};
 use crate::target::{CopyMechanism, DotMechanism, Target, TargetKind};
@@ -39,7 +39,7 @@ pub fn schedule(program: Program, target: &Target, candidate: &Candidate) -> Res
     let placement = placement(&program);
     let mut schedule = Schedule { program, machine, variants, placement, regimes };
     check_memory(&schedule, target)?;
-    resolve_matvecs(&mut schedule, candidate)?;
+    resolve_matvecs(&mut schedule, target, candidate)?;
     Ok(schedule)
 }
 
@@ -50,7 +50,7 @@ fn check_formats(program: &Program, target: &Target) -> Result<(), Infeasible> {
     }
     for grid in program.grids.iter().filter(|grid| matches!(grid.op, Op::MatVec(_))) {
         let format = program.format_of(grid);
-        if let Some(expected) = kernel_refuses(format, program.precision) {
+        if let Some(expected) = kernel_refuses(format, program.precision, program.rows) {
             let (matrix, target) = (grid.name.clone(), target.name.clone());
             return Err(Infeasible::Format { matrix, format: format.to_string(), expected, target });
         }
@@ -78,7 +78,8 @@ fn attention_variants(program: &Program, target: &Target, c: &Candidate) -> Resu
 }
 
 /// Resolves the variant of each matvec from what its tasks became.
-fn resolve_matvecs(schedule: &mut Schedule, c: &Candidate) -> Result<(), Infeasible> {
+fn resolve_matvecs(schedule: &mut Schedule, target: &Target, c: &Candidate) -> Result<(), Infeasible> {
+    let tensor_cores = target.spec.dot == DotMechanism::Mma;
     let units = schedule.longest_tasks();
     let Schedule { program, machine, variants, .. } = schedule;
     let mut turned = vec![];
@@ -86,6 +87,14 @@ fn resolve_matvecs(schedule: &mut Schedule, c: &Candidate) -> Result<(), Infeasi
         let Op::MatVec(m) = &grid.op else { continue };
         let format = program.format_of(grid);
         let (unit, granule) = (m.granules(format), format.granule_bytes(m.k));
+        if for_rows(program) {
+            let chunk = block_of_k(unit, m.parts(), machine.ring.slot_bytes, machine.ring.arrivals);
+            let most = rows_pass_max(program.precision, tensor_cores, m.parts());
+            let pass = units.div_ceil(units.div_ceil(most));
+            let variant = MatVecVariant { units, chunk, block: unit, units_per_warp: 1, poll_batch: 1, granule, pass };
+            variants.insert(GridId::from(g), Variant::MatVec(variant));
+            continue;
+        }
         let chunk = chunk_granules(unit, granule, machine.ring.slot_bytes, machine.ring.arrivals);
         let block = block_granules(unit, granule, machine.ring.slot_bytes, units);
         let tiling = RegisterTiling::of(m, machine, program.precision, format, units, chunk);
@@ -101,8 +110,11 @@ fn resolve_matvecs(schedule: &mut Schedule, c: &Candidate) -> Result<(), Infeasi
         // Of a short input there is less to wait for than of a long one.
         let poll_batch = c.poll_pairs.min(tiling.pairs());
         turned.extend((poll_batch != tiling.poll_batch_rule()).then_some("poll_pairs"));
-        let variant = MatVecVariant { units, chunk, block, units_per_warp, poll_batch, granule };
+        let variant = MatVecVariant { units, chunk, block, units_per_warp, poll_batch, granule, pass: 0 };
         variants.insert(GridId::from(g), Variant::MatVec(variant));
+    }
+    if for_rows(program) {
+        return Ok(());
     }
     let asked = LayerOp::ALL.into_iter().filter_map(|op| c.units_per_warp(op)).filter(|(_, units)| *units > 0);
     for (knob, value) in asked.chain(Some(("poll_pairs", c.poll_pairs)).filter(|(_, n)| *n != POLL_BATCH)) {
@@ -113,6 +125,11 @@ fn resolve_matvecs(schedule: &mut Schedule, c: &Candidate) -> Result<(), Infeasi
         }
     }
     Ok(())
+}
+
+/// Whether a program is for a kernel that takes rows.
+fn for_rows(program: &Program) -> bool {
+    program.buffers.iter().any(|buffer| buffer.words)
 }
 
 /// Weights, cache and exchange buffers against the memory of a device. The record of a CPU says nothing of its host.
@@ -197,7 +214,7 @@ pub fn check_knobs(head_units: u32, target: &Target, c: &Candidate) -> Result<()
     if c.splits == 0 {
         return knob("splits", c.splits, "at least 1");
     }
-    if target.kind == TargetKind::Cuda && c.mechanism != Mechanism::Packets {
+    if (target.kind == TargetKind::Cuda && c.mechanism != Mechanism::Packets) || c.mechanism == Mechanism::Words {
         return Err(Infeasible::Mechanism { mechanism: c.mechanism.name() });
     }
     Ok(())
@@ -232,6 +249,7 @@ fn machine(
         reduce_batch: c.sum_units,
         ring_bytes: c.ring_slots.saturating_mul(c.slot_bytes),
         queue_max,
+        rows: row_needs(program, variants, target, c),
     };
     let rows = program.rows;
     for (g, grid) in program.grids.iter().enumerate() {
@@ -291,6 +309,33 @@ fn machine(
         },
         smem,
     })
+}
+
+/// What a kernel for rows needs of shared memory; `None`: it is for one row.
+fn row_needs(program: &Program, variants: &Variants, target: &Target, c: &Candidate) -> Option<RowNeeds> {
+    if !for_rows(program) {
+        return None;
+    }
+    let precision = program.precision;
+    let weight_bytes = precision.weights.bytes() as u32;
+    let tensor = rows_on_tensor_cores(precision, target.spec.dot == DotMechanism::Mma);
+    let mut needs = RowNeeds {
+        rows: program.rows.next_multiple_of(WORD_ROWS),
+        block_k: 0,
+        pitch_bytes: 0,
+        tensor_attention: variants.values().all(|v| matches!(v, Variant::Attention(a) if a.swizzled)),
+    };
+    for grid in &program.grids {
+        match &grid.op {
+            Op::MatVec(m) if !tensor => {
+                let block = block_of_k(m.granules(program.format_of(grid)), m.parts(), c.slot_bytes, c.consumer_warps);
+                needs.block_k = needs.block_k.max(block * m.parts() * (GRANULE_ROW_BYTES / weight_bytes));
+            }
+            Op::Attention(a) => needs.pitch_bytes = needs.pitch_bytes.max(cache_row_bytes(a.head_dim, precision.cache)),
+            _ => {}
+        }
+    }
+    Some(needs)
 }
 
 /// Whether a regime with or without split attention has tasks of a grid.
@@ -559,7 +604,11 @@ fn derive_events(program: &Program, r: &mut Regime, mechanism: Mechanism, target
                     lo,
                     hi,
                     count: producers.len() as u32,
-                    mechanism: if carried && mechanism == Mechanism::Packets { Mechanism::Fenced } else { mechanism },
+                    mechanism: match mechanism {
+                        _ if program.buffers[operand.buffer.index()].words => Mechanism::Words,
+                        Mechanism::Packets if carried => Mechanism::Fenced,
+                        other => other,
+                    },
                     scope: Scope::Device,
                     carried,
                     proxy: carried && bulk,

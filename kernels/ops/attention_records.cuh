@@ -20,9 +20,9 @@ struct AttentionRecords {
   }
 
   // Merges the warps and the current position; a warp takes up to 64 dimensions of a head. `value` gives
-  // two dimensions of the current position's value.
-  template <class V>
-  static __device__ __forceinline__ void finish(Context<M>& c, const Entry& e, int i, int j, bool last, V value) {
+  // two dimensions of the current position's value, `take` gets a head, a dimension, the maximum, the sum and two dimensions.
+  template <class V, class T>
+  static __device__ __forceinline__ void merge(const Context<M>& c, bool last, V value, T take) {
     constexpr int BLOCKS = ceil_div(G::DIM, 64);
 #pragma unroll 1
     for (int x = c.warp(); x < QUERIES * BLOCKS; x += M::WARPS) {
@@ -50,7 +50,14 @@ struct AttentionRecords {
         a += f * o.x;
         b += f * o.y;
       }
-      if (!live) continue;
+      if (live) take(h, d, top, sum, a, b);
+    }
+  }
+
+  // Publishes what is merged: columns of the output, or a record of this share.
+  template <class V>
+  static __device__ __forceinline__ void finish(Context<M>& c, const Entry& e, int i, int j, bool last, V value) {
+    merge(c, last, value, [&](int h, int d, float top, float sum, float a, float b) {
       if constexpr (G::SPLITS == 1) {
         publish_columns<G::HEADS * G::DIM>(c, e.out, (i * QUERIES + h) * G::DIM + d, __fdividef(a, sum), __fdividef(b, sum));
       } else {
@@ -62,6 +69,6 @@ struct AttentionRecords {
         publish(record + HEADER + d, __float_as_uint(a), c.tag);
         publish(record + HEADER + d + 1, __float_as_uint(b), c.tag);
       }
-    }
+    });
   }
 };

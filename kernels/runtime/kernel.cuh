@@ -58,10 +58,10 @@ __device__ __forceinline__ void consume(const Params& p) {
     }
 }
 
-template <class M, class D>
-__device__ __forceinline__ void persistent(const Params& p) {
+// Barriers of the ring and the watchdog, by all threads of a block.
+template <class M>
+__device__ __forceinline__ void begin_block(const Params& p) {
   State<M>& state = block_state<M>();
-  static_assert(sizeof(State<M>) <= M::STATE_BYTES, "the state part of the shared-memory map is too small");
   if (threadIdx.x == 0) {
     for (int i = 0; i < M::SLOTS; i++) {
       Slot<RING_COUNTERS<M>>::init(&state.full[i], FULL_ARRIVALS<M>);
@@ -75,8 +75,14 @@ __device__ __forceinline__ void persistent(const Params& p) {
 #endif
   }
   __syncthreads();
+}
+
+template <class M, class D>
+__device__ __forceinline__ void persistent(const Params& p) {
+  static_assert(sizeof(State<M>) <= M::STATE_BYTES, "the state part of the shared-memory map is too small");
+  begin_block<M>(p);
   if (uniform(threadIdx.x / 32) >= u32(M::WARPS)) {
-    Loader<M> loader{p, state, int(threadIdx.x) - M::WARPS * 32, RingCursor<M>{0, 0}, 0, false};
+    Loader<M> loader{p, block_state<M>(), int(threadIdx.x) - M::WARPS * 32, RingCursor<M>{0, 0}, 0, false};
     if (M::COPY != Copy::BULK || loader.tid == 0) loader.run();
   } else {
     consume<M, D>(p);

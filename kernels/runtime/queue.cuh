@@ -17,7 +17,10 @@ struct alignas(16) Entry {
   u32 x;        // packets of the first exchange operand (x, q, candidates, partial)
   u32 out;      // packets of the published operand
   u32 aux;      // packets of a second published operand (candidates of the head)
-  u32 row_scales; // of a matrix of codes: the scales of its rows, in OFFSET_BYTES
+  union {
+    u32 row_scales; // of a matrix of codes: the scales of its rows, in OFFSET_BYTES
+    u32 row;        // row of the step that the task takes, where its op takes one
+  };
   u32 residual; // first residual value of this block that the task owns
   union {
     u32 norm_weight, q_norm;
@@ -47,7 +50,7 @@ struct alignas(16) StreamRun {
     u32 source;      // weights: first byte in the pack, units of 256 bytes
     u32 head_j;      // history: KV head << 16 | share
   };
-  u32 splits;     // history: shares
+  u32 splits;     // history: shares; of rows: the row. Weights of rows: units that are streamed together
   u32 window;     // history: visible positions, 0: all
   u32 row_bytes;  // history: bytes of one cache row of one KV head
   u32 rows;       // history: rows of one chunk

@@ -140,10 +140,14 @@ struct Loader {
     flying++;
   }
 
-  __device__ void run() {
+  __device__ __forceinline__ void begin() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
 #endif
+  }
+
+  __device__ void run() {
+    begin();
     RingCursor<M> at{0, 0};
     for (u32 s = 0; s < p.steps && !gone(); s++) {
       u32 position = p.position + s, tag = p.tag + s;

@@ -161,6 +161,75 @@ __device__ __forceinline__ void await_packets(const u64* const (&from)[N], const
   for (int i = 0; i < N; i++) payload[i] = u32(word[i]);
 }
 
+// ---- words ------------------------------------------------------------------------------------------------------
+// See rows/words.cuh. A vector of words is as many accesses in no order; each word is single-copy atomic on its own.
+
+__device__ __forceinline__ void store_word(u32* to, u32 word) {
+  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(to), "r"(word) : "memory");
+}
+__device__ __forceinline__ u32 load_word(const u32* from) {
+  u32 word;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(word) : "l"(from) : "memory");
+  return word;
+}
+__device__ __forceinline__ void load_piece(const u8* from, bool active, uint4& v) {
+  asm volatile("{.reg .pred p; setp.ne.u32 p, %5, 0; @p ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];}"
+               : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)
+               : "l"(from), "r"(u32(active))
+               : "memory");
+}
+// Whether every word of a piece is there.
+__device__ __forceinline__ bool whole(const uint4 v) { return max(max(v.x, v.y), max(v.z, v.w)) != ~0u; }
+
+// Waits, by whole warps, until every piece is whole that was loaded from `base + offset(i)`; pieces that a lane does not want are
+// zeros. All that is missing is loaded again and again: one piece polled alone and the rest fetched after it would be a second trip
+// to L2 in every exchange.
+template <int N, class Offset>
+__device__ __forceinline__ void await_pieces(const u8* base, Offset offset, uint4 (&v)[N], Waiter w) {
+  u32 left = w.patience;
+  for (;;) {
+    bool done = true;
+#pragma unroll
+    for (int i = 0; i < N; i++) done = done && whole(v[i]);
+    if (__all_sync(~0u, done)) return;
+    if (--left == 0) {
+      if (give_up(w, done, WaitKind::PACKET, 0, 1)) {
+#pragma unroll
+        for (int i = 0; i < N; i++)
+          if (!whole(v[i])) v[i] = make_uint4(0, 0, 0, 0);
+        return;
+      }
+      left = POLLS_BETWEEN_CHECKS;
+    }
+#pragma unroll
+    for (int i = 0; i < N; i++) load_piece(base + offset(i), !whole(v[i]), v[i]);
+  }
+}
+// One word, likewise.
+template <int N, class Offset>
+__device__ __forceinline__ void await_words(const u8* base, Offset offset, const bool (&active)[N], u32 (&v)[N], Waiter w) {
+  u32 left = w.patience;
+#pragma unroll
+  for (int i = 0; i < N; i++) v[i] = active[i] ? ~0u : 0u;
+  for (;;) {
+    bool done = true;
+#pragma unroll
+    for (int i = 0; i < N; i++)
+      if (v[i] == ~0u) v[i] = load_word(reinterpret_cast<const u32*>(base + offset(i)));
+#pragma unroll
+    for (int i = 0; i < N; i++) done = done && v[i] != ~0u;
+    if (__all_sync(~0u, done)) return;
+    if (--left == 0) {
+      if (give_up(w, done, WaitKind::PACKET, 0, 1)) {
+#pragma unroll
+        for (int i = 0; i < N; i++) v[i] = v[i] == ~0u ? 0u : v[i];
+        return;
+      }
+      left = POLLS_BETWEEN_CHECKS;
+    }
+  }
+}
+
 // ---- step boundary ----------------------------------------------------------------------------------------------
 
 // PTX 8.6 (CUDA 12.7) has fences that only release or only acquire, from sm_90 on.

@@ -561,6 +561,12 @@ pub struct Bench {
     /// Positions at which launches begin [default: the manifest's `time_positions`]
     #[arg(long, value_name = "N,N", value_parser = parse_ids)]
     pub position: Option<Ids>,
+    /// Time steps of several rows: as many sequences as each number says, decoded together
+    #[arg(long, value_name = "N,N", value_parser = parse_ids, conflicts_with_all = ["baseline", "serve"])]
+    pub rows: Option<Ids>,
+    /// Time prompts of so many tokens, read in chunks of 16
+    #[arg(long, value_name = "N,N", value_parser = parse_ids, conflicts_with_all = ["baseline", "serve"])]
+    pub prompt: Option<Ids>,
     /// Most rounds of a comparison; four launches each
     #[arg(long, value_name = "N", default_value_t = 15)]
     pub rounds: usize,

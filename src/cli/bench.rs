@@ -6,13 +6,16 @@ use std::path::PathBuf;
 use serde_json::{Value, json};
 
 use super::Outcome;
-use super::arguments::Bench;
+use super::arguments::{Bench, Ids};
 use super::session::{Session, Talk, pick_target};
-use crate::abba::{Limits, Ratio};
+use crate::abba::{Limits, Ratio, percentile};
+use crate::defaults::rows::KERNEL_ROWS;
 use crate::error::Fault;
 use crate::manifest::Manifest;
 use crate::measure::Timed;
 use crate::pipeline::bench::{self, Baseline, Compared, Found, Own, Request, Subject, Versus};
+use crate::pipeline::device_rows::{self, RowsTimed, Took};
+use crate::target::Target;
 
 /// Fewer rounds than this have no interval worth the name.
 const ROUNDS_MIN: usize = 3;
@@ -30,6 +33,9 @@ pub fn bench(session: &Session, asked: &Bench) -> Result<Outcome, Fault> {
     }
     if let Some(positions) = &asked.position {
         manifest.decode.time_positions = positions_of(&manifest, &positions.0)?;
+    }
+    if asked.rows.is_some() || asked.prompt.is_some() {
+        return bench_rows(session, asked, &manifest, &target);
     }
     let request = Request {
         baselines: asked.baseline.iter().map(|word| baseline(word)).collect(),
@@ -64,6 +70,64 @@ pub fn bench(session: &Session, asked: &Bench) -> Result<Outcome, Fault> {
         session.terminal.print_json(&all)?;
     }
     Ok(if whole { Outcome::Done } else { Outcome::No })
+}
+
+/// Steps of several rows, and prompts in chunks: a line for each.
+fn bench_rows(session: &Session, asked: &Bench, manifest: &Manifest, target: &Target) -> Result<Outcome, Fault> {
+    let workspace = session.workspace(if asked.json { Talk::Nothing } else { Talk::Work })?;
+    let numbers = |asked: &Option<Ids>| asked.as_ref().map_or(vec![], |ids| ids.0.clone());
+    let (rows, prompts) = (numbers(&asked.rows), numbers(&asked.prompt));
+    let most = KERNEL_ROWS.into_iter().max().unwrap_or(0);
+    if let Some(wrong) = rows.iter().find(|rows| **rows == 0 || **rows > most) {
+        return Err(Fault::input(format!("{wrong} rows: expected 1 to {most}, as many as a step has at most")));
+    }
+    let context_max = manifest.decode.context_max;
+    if let Some(wrong) = prompts.iter().find(|tokens| **tokens == 0 || **tokens > context_max) {
+        return Err(Fault::input(format!(
+            "a prompt of {wrong} tokens: expected 1 to {context_max}, `decode.context_max`"
+        )));
+    }
+    let mut all = json!({ "manifest": manifest.name, "target": target.name, "rows": [], "prompts": [] });
+    device_rows::bench_rows(&workspace, manifest, target, &rows, &prompts, &mut |timed| {
+        let (json, line) = rows_line(timed);
+        push(&mut all[if matches!(timed.took, Took::Steps(_)) { "rows" } else { "prompts" }], json);
+        if asked.json { Ok(()) } else { session.terminal.print(&line) }
+    })?;
+    if asked.json {
+        session.terminal.print_json(&all)?;
+    }
+    Ok(Outcome::Done)
+}
+
+fn rows_line(timed: &RowsTimed) -> (Value, String) {
+    let RowsTimed { rows, kernel, position, checked, took } = timed;
+    let of = |values: &[f64]| [0.1, 0.5, 0.9].map(|share| percentile(values, share));
+    let within = format!("logits within {:.1e} of the norm", checked.error_rel_l2);
+    match took {
+        Took::Steps(step_us) => {
+            let [p10, p50, p90] = of(step_us);
+            let tokens_per_s = f64::from(*rows) * 1e6 / p50;
+            let json = json!({
+                "rows": rows, "kernel_rows": kernel, "position": position, "checked": checked,
+                "step_us_p10": p10, "step_us_p50": p50, "step_us_p90": p90, "tokens_per_s": tokens_per_s,
+            });
+            let line = format!(
+                "{rows:>3} rows from position {position:>6}: {p50:>8.1} us a step (p10 {p10:.1}, p90 {p90:.1}), \
+                 {tokens_per_s:>7.0} tokens/s; {within}\n"
+            );
+            (json, line)
+        }
+        Took::Prompt { tokens, ms } => {
+            let [p10, p50, p90] = of(ms);
+            let json = json!({
+                "tokens": tokens, "chunk": rows, "checked": checked, "ms_p10": p10, "ms_p50": p50, "ms_p90": p90,
+            });
+            let line = format!(
+                "prompt of {tokens:>5} tokens in chunks of {rows}: {p50:>8.2} ms (p10 {p10:.2}, p90 {p90:.2}); {within}\n"
+            );
+            (json, line)
+        }
+    }
 }
 
 fn baseline(word: &str) -> Baseline {

@@ -79,7 +79,7 @@ fn batch(asked: &Serve, context_max: u32) -> Batch {
     let rows = asked.max_batch + asked.max_chunk;
     let shape = Shape { rows, sequences: 0, context_max, page_rows: PAGE_ROWS, pages: pages.max(1), window: None };
     let sequences = asked.max_batch + Pool::keepers(&shape);
-    Batch { rows, sequences, pages: shape.pages, page_rows: PAGE_ROWS }
+    Batch { rows, sequences, pages: shape.pages, page_rows: PAGE_ROWS, words: false }
 }
 
 fn key(file: Option<&Path>) -> Result<Option<String>, Fault> {

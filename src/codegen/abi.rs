@@ -25,7 +25,7 @@ pub struct Entry {
     pub x: u32,
     pub out: u32,
     pub aux: u32,
-    /// Scales of the rows of a matrix of codes; else 0.
+    /// Scales of the rows of a matrix of codes, or the row of the step that the task takes; else 0.
     pub row_scales: u32,
     pub residual: u32,
     /// Norm weight of the input, or of q.
@@ -89,6 +89,42 @@ pub struct Params {
     pub top_k: u32,
     /// In units of 2^-32; 0: all.
     pub top_p_q32: u32,
+}
+
+/// `Row` of rows/context.cuh: a row of a launch.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Pod, Zeroable)]
+pub struct Row {
+    /// Row of the page table.
+    pub sequence: u32,
+    /// In the first step.
+    pub position: u32,
+    /// Of the first step; below 0: what row `from` decided in the step before the launch.
+    pub token: i32,
+    pub from: u32,
+    /// The first row of the launch of the same sequence.
+    pub first: u32,
+    /// Steps that the row takes part in.
+    pub steps: u32,
+    pub seed_low: u32,
+    pub seed_high: u32,
+    /// 0: greedy.
+    pub inverse_temperature: f32,
+    pub reserved: [u32; 3],
+}
+
+/// `RowsParams` of rows/context.cuh: the one parameter of a kernel for rows.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Pod, Zeroable)]
+pub struct RowsParams {
+    pub params: Params,
+    /// Rows of the launch.
+    pub rows: u64,
+    /// The page table: a row for each sequence.
+    pub pages: u64,
+    pub row_count: u32,
+    /// First step whose logits are written.
+    pub logits_from: u32,
 }
 
 /// Absent operand.
@@ -171,7 +207,7 @@ fn entry(schedule: &Schedule, id: TaskId, task: &Task) -> Entry {
         x: if reads_candidates { packets(Role::Candidates) } else { first_read.unwrap_or(NONE) },
         out: packets(Role::Out),
         aux: if reads_candidates { NONE } else { packets(Role::Candidates) },
-        row_scales: 0,
+        row_scales: task.row,
         residual: 0,
         norm_weight: either(&[Role::NormWeight, Role::QNormWeight]),
         norm_bias: either(&[Role::NormBias, Role::KNormWeight]),
@@ -205,7 +241,8 @@ fn stream_run(schedule: &Schedule, matrices: &[Option<Matrix>], regime: &Regime,
                 k_cache: cache(Role::HistoryK),
                 v_cache: cache(Role::HistoryV),
                 head_j: (task.lo * a.heads_per_task / a.group) << 16 | task.j,
-                splits: a.splits,
+                // A kernel for rows has one share of each row's history, and the row here.
+                splits: if schedule.program.rows > 1 { task.row } else { a.splits },
                 window: a.window.unwrap_or(0),
                 row_bytes: pitch * schedule.program.precision.cache.bytes() as u32,
                 rows,
@@ -213,7 +250,8 @@ fn stream_run(schedule: &Schedule, matrices: &[Option<Matrix>], regime: &Regime,
         }
         (Source::Units { buffer, lo, hi }, Op::MatVec(_)) => {
             let variant = schedule.matvec_variant(task.grid);
-            let MatVecVariant { chunk, block, granule, .. } = variant.expect("validate: every matvec has a variant");
+            let MatVecVariant { chunk, block, granule, pass, .. } =
+                variant.expect("validate: every matvec has a variant");
             let matrix = matrices[buffer.index()].expect("validate: a matvec streams its matrix");
             let bytes = u64::from(hi - lo) * matrix.unit_bytes;
             let place = schedule.placement[buffer.index()].expect("validate: every matrix has a place");
@@ -222,6 +260,7 @@ fn stream_run(schedule: &Schedule, matrices: &[Option<Matrix>], regime: &Regime,
                 k_cache: bytes.min(u64::from(*block) * u64::from(*granule)) as u32,
                 v_cache: chunk * granule,
                 head_j: ((place + u64::from(lo) * matrix.unit_bytes) / PLACE_ALIGN_BYTES) as u32,
+                splits: *pass,
                 ..StreamRun::zeroed()
             }
         }

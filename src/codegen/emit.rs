@@ -1,14 +1,16 @@
 //! Prints the translation unit of one kernel: a machine, one configuration per distinct op, the dispatch, the entry point.
 
-use super::{Float, HEADERS, KernelSource};
+use super::{Float, HEADERS, KernelSource, ROWS_HEADERS};
 use crate::dtype::DType;
 use crate::format::{Code, Format, ScaleCode};
 use crate::ir::GridId;
-use crate::ir::op::{Attention, Epilogue, MatVec, NormAttr, Op, QkNormAttr, Role};
+use crate::ir::layout::WORD_ROWS;
+use crate::ir::op::{Attention, Epilogue, MatVec, NormAttr, Op, QkNormAttr, Role, UNIT_ROWS};
 use crate::ir::program::{Grid, Program};
 use crate::ir::schedule::{Schedule, SmemKind, Source};
 use crate::ir::variant::{AttentionVariant, MatVecVariant};
 use crate::model::graph::{Act, NormKind, QkNormSpan};
+use crate::rows::Shape;
 use crate::target::{CopyMechanism, DotMechanism, Target};
 use crate::validate::Validated;
 use std::collections::BTreeMap;
@@ -87,7 +89,8 @@ pub fn emit(validated: &Validated, target: &Target, trace: Trace) -> KernelSourc
         program.grids.len(),
         classes.len()
     );
-    line!("#include \"monobloc.cuh\"");
+    let rows = program.rows > 1;
+    line!("#include \"{}\"", if rows { "monobloc_rows.cuh" } else { "monobloc.cuh" });
     line!();
     line!("struct Machine {{");
     line!("  static constexpr int SMS = {};", m.sms);
@@ -130,6 +133,9 @@ pub fn emit(validated: &Validated, target: &Target, trace: Trace) -> KernelSourc
     };
     line!("  static constexpr Dot DOT = Dot::{dot};");
     line!("  static constexpr int REDUCE_BATCH = {};", m.reduce_batch);
+    for member in rows_members(schedule) {
+        line!("  static constexpr {member};");
+    }
     line!("  static constexpr bool TRACE = {};", trace == Trace::On);
     line!("  static constexpr int STAMPS_MAX = {};", stamps_max(schedule));
     line!("}};");
@@ -146,11 +152,13 @@ pub fn emit(validated: &Validated, target: &Target, trace: Trace) -> KernelSourc
         line!("}};");
     }
     line!();
+    // Ops of several rows have templates of their own.
+    let prefix = if rows { "Rows" } else { "" };
     line!("struct Dispatch {{");
     line!("  static __device__ __forceinline__ void run(Context<Machine>& c, u32 op, const Entry& e) {{");
     line!("    switch (op) {{");
     for (i, class) in classes.iter().enumerate() {
-        line!("      case {i}: return {}<Machine, Class{i}>::run(c, e);", class.template);
+        line!("      case {i}: return {prefix}{}<Machine, Class{i}>::run(c, e);", class.template);
     }
     line!("    }}");
     line!("  }}");
@@ -158,7 +166,7 @@ pub fn emit(validated: &Validated, target: &Target, trace: Trace) -> KernelSourc
     line!("    const u32 op = uniform(e.op);");
     for (i, class) in classes.iter().enumerate() {
         if matches!(class.template, "Select" | "Report") {
-            line!("    if (op == {i}) return {}<Machine, Class{i}>::run(c, e);", class.template);
+            line!("    if (op == {i}) return {prefix}{}<Machine, Class{i}>::run(c, e);", class.template);
         }
     }
     line!("  }}");
@@ -166,16 +174,39 @@ pub fn emit(validated: &Validated, target: &Target, trace: Trace) -> KernelSourc
     line!();
     let threads = (m.consumer_warps + m.loader_warps) * 32;
     line!(
-        "extern \"C\" __global__ void __launch_bounds__({threads}, 1) {ENTRY_POINT}(const __grid_constant__ Params p) {{"
+        "extern \"C\" __global__ void __launch_bounds__({threads}, 1) {ENTRY_POINT}(const __grid_constant__ {}Params p) {{",
+        if rows { "Rows" } else { "" }
     );
-    line!("  persistent<Machine, Dispatch>(p);");
+    line!("  persistent{}<Machine, Dispatch>(p);", if rows { "_rows" } else { "" });
     line!("}}");
     KernelSource {
         name: "monobloc_decode.cu".to_string(),
         text: out,
-        headers: HEADERS.iter().map(|(n, t)| (n.to_string(), t.to_string())).collect(),
+        headers: HEADERS
+            .iter()
+            .chain(if rows { &ROWS_HEADERS[..] } else { &[] })
+            .map(|(n, t)| (n.to_string(), t.to_string()))
+            .collect(),
         arch: target.spec.arch.clone(),
     }
+}
+
+/// What a kernel for rows knows of its rows and pages; nothing for one row.
+fn rows_members(schedule: &Schedule) -> Vec<String> {
+    let program = &schedule.program;
+    let Some(shape) = Shape::of(program) else { return vec![] };
+    // The columns of the residual that a block has at most.
+    let longest = schedule.longest_tasks();
+    let owners = program.grids.iter().zip(longest).filter(|(grid, _)| grid.operand(Role::Residual).is_some());
+    let residual = owners.map(|(_, units)| units * UNIT_ROWS).max().unwrap_or(0);
+    vec![
+        format!("int ROWS = {}", program.rows.next_multiple_of(WORD_ROWS)),
+        format!("int RESIDUAL_COLS = {residual}"),
+        format!("u32 PAGE_ROWS = {}", shape.page_rows),
+        format!("u32 PAGES = {}", shape.pages),
+        format!("u64 POOL_ROWS = {}", u64::from(shape.pages) * u64::from(shape.page_rows)),
+        format!("u32 BLOCKS = {}", shape.blocks()),
+    ]
 }
 
 /// Tasks of the longest queue: stamps of one block and step.
@@ -261,13 +292,15 @@ fn matvec_members(schedule: &Schedule, id: GridId, grid: &Grid, m: &MatVec) -> S
     // Destructured so that a new attribute does not compile until the kernel knows it.
     let MatVec { rows, k, norm, own_input, epilogue, unit_rows } = *m;
     let variant = schedule.matvec_variant(id).expect("validate: every matvec has a variant");
-    let MatVecVariant { units, chunk, block: _, units_per_warp, poll_batch, granule: _ } = variant;
+    let MatVecVariant { units, chunk, block: _, units_per_warp, poll_batch, granule: _, pass } = variant;
     let mut s = format!(
         "int ROWS = {rows}\nint K = {k}\nint UNIT_ROWS = {unit_rows}\nint CHUNK = {chunk}\nint UNITS = {units}\n"
     );
-    s += &format!(
-        "int UNITS_PER_WARP = {units_per_warp}\nint POLL_BATCH = {poll_batch}\nbool OWN_INPUT = {own_input}\n"
-    );
+    s += &if program.rows > 1 {
+        format!("int PASS = {pass}\n")
+    } else {
+        format!("int UNITS_PER_WARP = {units_per_warp}\nint POLL_BATCH = {poll_batch}\nbool OWN_INPUT = {own_input}\n")
+    };
     s += &coding_members(program.format_of(grid), k);
     s += &norm_members(norm);
     let (epilogue, activation, scale, cap) = match epilogue {

@@ -41,6 +41,18 @@ pub const HEADERS: [(&str, &str); 20] = [
     ("ops/norm_add.cuh", include_str!("../../kernels/ops/norm_add.cuh")),
 ];
 
+/// What kernels for rows include beside it.
+pub const ROWS_HEADERS: [(&str, &str); 8] = [
+    ("monobloc_rows.cuh", include_str!("../../kernels/monobloc_rows.cuh")),
+    ("rows/context.cuh", include_str!("../../kernels/rows/context.cuh")),
+    ("rows/words.cuh", include_str!("../../kernels/rows/words.cuh")),
+    ("rows/ring.cuh", include_str!("../../kernels/rows/ring.cuh")),
+    ("rows/select.cuh", include_str!("../../kernels/rows/select.cuh")),
+    ("rows/matvec.cuh", include_str!("../../kernels/rows/matvec.cuh")),
+    ("rows/attention.cuh", include_str!("../../kernels/rows/attention.cuh")),
+    ("rows/kernel.cuh", include_str!("../../kernels/rows/kernel.cuh")),
+];
+
 /// A float as a C++ literal that reads back to the same bits.
 pub(crate) struct Float(pub f32);
 

@@ -14,6 +14,7 @@ pub mod memory;
 pub mod module;
 pub mod nvml;
 pub mod nvrtc;
+pub mod rows;
 pub mod self_test;
 pub mod session;
 pub mod stream;

@@ -80,6 +80,8 @@ pub enum SessionError {
     Range { position: u32, steps: u32, context_max: u32 },
     #[error("a launch continues at position {expected}, found {found}")]
     NotContinuing { expected: u32, found: u32 },
+    #[error("the cache is shared with another kernel, so no history can be put into it")]
+    Shared,
     #[error("{found} end-of-sequence ids, the kernel takes at most {EOS_MAX}")]
     EosCount { found: usize },
     #[error("token {token} is not below the vocabulary of {vocab}")]
@@ -105,7 +107,7 @@ impl From<SessionError> for Fault {
             | SessionError::NotContinuing { .. }
             | SessionError::EosCount { .. }
             | SessionError::Token { .. } => Fault::input(error.to_string()),
-            SessionError::Hung { .. } | SessionError::Lost => Fault::internal(error.to_string()),
+            SessionError::Hung { .. } | SessionError::Lost | SessionError::Shared => Fault::internal(error.to_string()),
         }
     }
 }
@@ -126,7 +128,7 @@ pub struct Session {
     shape: LaunchShape,
     schedule: Schedule,
     pack: Arc<DeviceBuffer>,
-    cache: DeviceBuffer,
+    cache: Arc<DeviceBuffer>,
     cache_bytes: u64,
     exchange: DeviceBuffer,
     tables: DeviceTables,
@@ -151,15 +153,16 @@ pub struct Session {
     vocab: u32,
 }
 
-struct DeviceTables {
-    entries: DeviceBuffer,
-    entry_index: DeviceBuffer,
-    runs: DeviceBuffer,
-    run_index: DeviceBuffer,
+/// Queues and streams on a device.
+pub(super) struct DeviceTables {
+    pub entries: DeviceBuffer,
+    pub entry_index: DeviceBuffer,
+    pub runs: DeviceBuffer,
+    pub run_index: DeviceBuffer,
 }
 
 impl DeviceTables {
-    fn upload(device: &Device, stream: &Stream, tables: &Tables) -> Result<DeviceTables, SessionError> {
+    pub fn upload(device: &Device, stream: &Stream, tables: &Tables) -> Result<DeviceTables, SessionError> {
         Ok(DeviceTables {
             entries: uploaded(device, stream, bytemuck::cast_slice(&tables.entries))?,
             entry_index: uploaded(device, stream, bytemuck::cast_slice(&tables.entry_index))?,
@@ -186,7 +189,7 @@ pub struct Launched {
 }
 
 /// The buffer of the first operand with a role.
-fn first_buffer(program: &Program, role: Role) -> Option<BufferId> {
+pub(super) fn first_buffer(program: &Program, role: Role) -> Option<BufferId> {
     program.grids.iter().find_map(|grid| grid.operand(role)).map(|operand| operand.buffer)
 }
 
@@ -213,6 +216,11 @@ impl Session {
     /// The weights of this session, to share with another one whose pack has the same bytes.
     pub fn pack(&self) -> Arc<DeviceBuffer> {
         self.pack.clone()
+    }
+
+    /// The cache arena, to share with a kernel for rows whose caches lie at the same places.
+    pub fn cache(&self) -> Arc<DeviceBuffer> {
+        self.cache.clone()
     }
 
     /// As [`Session::load`], with weights that are on the device already.
@@ -264,7 +272,7 @@ impl Session {
             shape,
             schedule: schedule.clone(),
             pack,
-            cache,
+            cache: Arc::new(cache),
             cache_bytes: tables.cache_bytes,
             exchange,
             logits,
@@ -459,7 +467,8 @@ impl Session {
 
     /// Writes bytes of the cache arena: a synthetic history for deep positions.
     pub fn upload_cache(&mut self, offset: u64, bytes: &[u8]) -> Result<(), SessionError> {
-        Ok(self.cache.upload(&self.stream, offset, bytes)?)
+        let cache = Arc::get_mut(&mut self.cache).ok_or(SessionError::Shared)?;
+        Ok(cache.upload(&self.stream, offset, bytes)?)
     }
 
     /// Clears all packets before tags wrap around: a packet published 2^32 steps ago would pass for a current one. The token of
@@ -494,34 +503,37 @@ impl Session {
     }
 
     fn stuck(&self) -> Vec<Stuck> {
-        let regime = self.schedule.regimes.first();
-        self.report
-            .snapshot()
-            .chunks_exact(8)
-            .enumerate()
-            .filter(|(_, r)| r[0] != 0)
-            .map(|(sm, r)| {
-                let task = (r[2] != u32::MAX).then_some(TaskId(r[2]));
-                let grid = task
-                    .and_then(|t| regime.and_then(|regime| regime.tasks.get(t.index())))
-                    .map(|t| self.schedule.program.grids[t.grid.index()].name.clone());
-                Stuck {
-                    sm: SmId::from(sm),
-                    step: r[1],
-                    task,
-                    event: (r[3] != u32::MAX).then_some(EventId(r[3])),
-                    observed: r[4],
-                    expected: r[5],
-                    kind: match r[6] {
-                        1 => StuckOn::Packet,
-                        2 => StuckOn::RingFull,
-                        3 => StuckOn::RingEmpty,
-                        4 => StuckOn::History,
-                        other => StuckOn::Unknown(other),
-                    },
-                    grid,
-                }
-            })
-            .collect()
+        stuck_of(&self.schedule, &self.report)
     }
+}
+
+/// What each SM that gave up has reported.
+pub(super) fn stuck_of(schedule: &Schedule, report: &MappedBuffer) -> Vec<Stuck> {
+    let regime = schedule.regimes.first();
+    let words = report.snapshot();
+    let reported = words.chunks_exact(8).enumerate().filter(|(_, r)| r[0] != 0);
+    reported
+        .map(|(sm, r)| {
+            let task = (r[2] != u32::MAX).then_some(TaskId(r[2]));
+            let grid = task
+                .and_then(|t| regime.and_then(|regime| regime.tasks.get(t.index())))
+                .map(|t| schedule.program.grids[t.grid.index()].name.clone());
+            Stuck {
+                sm: SmId::from(sm),
+                step: r[1],
+                task,
+                event: (r[3] != u32::MAX).then_some(EventId(r[3])),
+                observed: r[4],
+                expected: r[5],
+                kind: match r[6] {
+                    1 => StuckOn::Packet,
+                    2 => StuckOn::RingFull,
+                    3 => StuckOn::RingEmpty,
+                    4 => StuckOn::History,
+                    other => StuckOn::Unknown(other),
+                },
+                grid,
+            }
+        })
+        .collect()
 }

@@ -99,6 +99,8 @@ struct Chunk {
     slot: usize,
     task: TaskId,
     step: usize,
+    /// Of weights: where they lie in the pack.
+    at: usize,
     bytes: usize,
 }
 
@@ -288,13 +290,15 @@ impl<R: Real> Adversary<R> {
         let Some(slot) = sm.free.pop() else { return Ok(()) };
         let words = &mut sm.slots[slot];
         words.clear();
+        let mut at = 0;
         let bytes = match &run.bytes {
             StreamBytes::Fixed { range, variant } => {
-                let begin = range.start + sm.loader.done;
-                let bytes = variant.chunk_bytes_at(sm.loader.done as u64, range.len() as u64) as usize;
-                words.extend(pack[begin..begin + bytes].chunks(4).map(word));
-                sm.loader.done += bytes;
-                bytes
+                let chunk = variant.chunk_at(sm.loader.done as u64, range.len() as u64);
+                let chunk = range.start + chunk.start as usize..range.start + chunk.end as usize;
+                words.extend(pack[chunk.clone()].chunks(4).map(word));
+                sm.loader.done += chunk.len();
+                at = chunk.start;
+                chunk.len()
             }
             StreamBytes::History { rows, keys, values, op, j, row } => {
                 let of = &step.rows[*row];
@@ -325,7 +329,7 @@ impl<R: Real> Adversary<R> {
             let (slots, slot_bytes) = (ring.slots, ring.slot_bytes);
             return Err(Violation::Ring { sm: sm.id, task: run.task, position, slots, slot_bytes }.into());
         }
-        sm.ring.push_back(Chunk { slot, task: run.task, step: sm.loader.step, bytes });
+        sm.ring.push_back(Chunk { slot, task: run.task, step: sm.loader.step, at, bytes });
         plan.skip_empty(launch, &mut sm.loader, sm.id);
         Ok(())
     }
@@ -384,7 +388,11 @@ impl<R: Real> Adversary<R> {
                 let mut bytes = 0;
                 while bytes < m.weight.len() {
                     let chunk = self.next_chunk(launch, sm, task.id)?;
-                    words[0].extend_from_slice(&self.sms[sm].slots[chunk.slot]);
+                    // As they lie in the pack, whatever order they are streamed in.
+                    let at = (chunk.at - m.weight.start) / 4;
+                    let end = at + self.sms[sm].slots[chunk.slot].len();
+                    words[0].resize(words[0].len().max(end), 0);
+                    words[0][at..end].copy_from_slice(&self.sms[sm].slots[chunk.slot]);
                     bytes += chunk.bytes;
                     self.free(sm, &chunk);
                     self.load_some(launch, sm)?;

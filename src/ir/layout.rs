@@ -148,6 +148,21 @@ pub fn block_granules(unit: u32, granule: u32, slot_bytes: u32, units: u32) -> u
     if unit <= (slot_bytes / granule.max(1)).max(1) { unit.saturating_mul(units.max(1)) } else { unit }
 }
 
+/// Granules of a block of k of a kernel for rows, when a unit is `unit` granules of `parts` parts of k: a chunk of the stream, and what a
+/// warp holds of its input at once. Equal blocks with as many granules for every one of `warps` warps.
+pub fn block_of_k(unit: u32, parts: u32, slot_bytes: u32, warps: u32) -> u32 {
+    let (unit, warps) = (unit.max(1), warps.max(1));
+    let slot = (slot_bytes / GRANULE_BYTES).max(1).min((BLOCK_GRANULES / parts.max(1)).max(1));
+    if unit <= slot {
+        return unit;
+    }
+    let most = (slot / warps * warps).max(1);
+    unit.div_ceil(unit.div_ceil(most)).next_multiple_of(warps).min(most)
+}
+
+/// Granules of a block of k at most, of one part: 4 of each of 8 warps are 32 registers of a lane for 16 rows.
+const BLOCK_GRANULES: u32 = 32;
+
 /// Cache rows of a chunk: as many tiles of the history as a slot holds.
 pub fn chunk_rows(slot_bytes: u32, row_bytes: u32) -> u32 {
     slot_bytes / row_bytes.max(1) / HISTORY_ALIGN * HISTORY_ALIGN
@@ -185,10 +200,22 @@ pub fn place_align(bytes: u64) -> u64 {
     bytes.checked_next_multiple_of(PLACE_ALIGN_BYTES).unwrap_or(u64::MAX)
 }
 
+/// Rows whose words lie side by side, and bytes of a piece: what a lane reads of a row at once.
+pub const WORD_ROWS: u32 = 8;
+pub const PIECE_BYTES: u32 = 16;
+
+/// Bytes of one phase of `rows` rows of `cols` words' worth of `dtype`: for 8 rows at a time, pieces of 16 bytes of each row side by
+/// side (`kernels/rows/words.cuh`).
+pub fn words_bytes(rows: u32, cols: u32, dtype: DType) -> u64 {
+    let pieces = (u64::from(cols) * dtype.bytes() as u64).div_ceil(u64::from(PIECE_BYTES));
+    u64::from(rows.next_multiple_of(WORD_ROWS)) * pieces * u64::from(PIECE_BYTES)
+}
+
 /// Bytes a buffer takes where it lies, all phases. Packets are read in pairs, and every row begins with one.
 pub fn placed_bytes(b: &Buffer) -> u64 {
     let (rows, cols) = (u64::from(b.rows), u64::from(b.cols));
     match b.space {
+        Space::Exchange if b.words => words_bytes(b.rows, b.cols, b.dtype).saturating_mul(u64::from(b.phases)),
         Space::Exchange => {
             let packets = cols.div_ceil(4 / b.dtype.bytes() as u64).next_multiple_of(2);
             packets.saturating_mul(PACKET_BYTES).saturating_mul(rows).saturating_mul(u64::from(b.phases))
@@ -248,6 +275,42 @@ pub struct SmemNeeds {
     pub ring_bytes: u32,
     /// Tasks of the longest queue.
     pub queue_max: u32,
+    /// Of a kernel for several rows.
+    pub rows: Option<RowNeeds>,
+}
+
+/// What a kernel for rows keeps in shared memory beside what one row needs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RowNeeds {
+    /// Rows of a step, a multiple of [`WORD_ROWS`].
+    pub rows: u32,
+    /// Values of k of a block of the input, where lanes multiply; tensor cores hold it in registers.
+    pub block_k: u32,
+    /// Bytes of a row of a head in the cache.
+    pub pitch_bytes: u32,
+    /// Whether attention runs on tensor cores.
+    pub tensor_attention: bool,
+}
+
+/// Rows of the step in a tile of attention on tensor cores.
+pub const OWN_TILE: u32 = 16;
+
+impl SmemNeeds {
+    /// The parts that differ where a step has rows: `stage`, `sums`, `heads`, `state`.
+    fn of_rows(&self, n: RowNeeds) -> [u32; 4] {
+        let stage = n.rows * n.block_k * 4;
+        // Two batches of sums of as many units as the threads of the consumers have columns for.
+        let batch = (self.consumer_warps * 32 / (n.rows * 4)).max(1);
+        let sums = 2 * batch * self.consumer_warps * n.rows * UNIT_ROWS * 4;
+        let heads = if n.tensor_attention {
+            self.heads_per_task * self.head_dim * 2 + 2 * OWN_TILE * n.pitch_bytes
+        } else {
+            (self.heads_per_task + 2 * n.rows) * self.head_dim * 4
+        };
+        // What rows take part, their tokens, two statistics and the best logit of each warp.
+        let state = RING_SLOTS_MAX * 16 + self.consumer_warps * 64 + 512;
+        [stage, sums, heads, state + 16 + n.rows * 4 + self.consumer_warps * n.rows * 24]
+    }
 }
 
 /// The shared-memory map in address order. The running task uses `stage`, `reduce` and `heads` as scratch, and the next task
@@ -267,20 +330,20 @@ pub fn smem_map(n: &SmemNeeds) -> Vec<SmemPart> {
     let sampling = n.sms * 4 + n.consumer_warps * 56 + 64;
     let merge = n.consumer_warps * (n.head_dim + PARTIAL_HEADER) * 4;
     let scratch = attention.max(merge).max(sampling);
+    // q of a task, k, v, in fp32, and q once more as the tensor cores take it.
+    let heads = (n.heads_per_task + 2) * n.head_dim * 4 + n.heads_per_task * n.head_dim.next_multiple_of(32) * 2;
+    // Ring barriers, what each warp carries from task to task and its statistics, token, watchdog.
+    let state = RING_SLOTS_MAX * 16 + n.consumer_warps * 64 + 512;
+    let [stage_bytes, sums, heads, state] = n.rows.map_or([stage_bytes, sums, heads, state], |rows| n.of_rows(rows));
     let parts = [
         (SmemKind::Ring, n.ring_bytes),
         (SmemKind::Stage, stage_bytes),
         (SmemKind::Reduce, sums.max(scratch.saturating_sub(stage_bytes.next_multiple_of(128)))),
-        // q of a task, k, v, in fp32, and q once more as the tensor cores take it.
-        (
-            SmemKind::Heads,
-            (n.heads_per_task + 2) * n.head_dim * 4 + n.heads_per_task * n.head_dim.next_multiple_of(32) * 2,
-        ),
+        (SmemKind::Heads, heads),
         (SmemKind::Residual, n.residual_units * UNIT_ROWS * 4),
         // The queue of this SM, read once a launch.
         (SmemKind::Queue, n.queue_max.saturating_mul(QUEUE_ENTRY_BYTES)),
-        // Ring barriers, what each warp carries from task to task and its statistics, token, watchdog.
-        (SmemKind::State, RING_SLOTS_MAX * 16 + n.consumer_warps * 64 + 512),
+        (SmemKind::State, state),
     ];
     let mut offset = 0u32;
     parts

@@ -235,6 +235,7 @@ impl<'a> Parser<'a> {
         let (rows, cols) = self.extents()?;
         let coded = if self.eat_attr("code")? { Some(self.format()?) } else { None };
         let phases = if self.eat_attr("phases")? { self.u32()? } else { 1 };
+        let words = self.eat("words");
         let paging = if self.eat_attr("pages")? {
             let table = TableId(self.id(TableId::PREFIX)?);
             self.expect(":")?;
@@ -247,7 +248,7 @@ impl<'a> Parser<'a> {
         let content = if self.eat("from") { Some(self.content()?) } else { None };
         let line = self.end_of_line()?;
         self.lines.buffers.push(line);
-        Ok(Buffer { name, space, dtype, coded, rows, cols, phases, paging, home, content })
+        Ok(Buffer { name, space, dtype, coded, rows, cols, phases, words, paging, home, content })
     }
 
     /// `int4 group=128:fp16 zeros row_scales`
@@ -599,6 +600,7 @@ impl<'a> Parser<'a> {
                 units_per_warp: self.attr_u32("units_per_warp")?,
                 poll_batch: self.attr_u32("poll_batch")?,
                 granule: if self.eat_attr("granule")? { self.u32()? } else { CODE_BYTES },
+                pass: if self.eat_attr("pass")? { self.u32()? } else { 0 },
             })
         } else {
             self.attr("warps_per_head")?;
@@ -1373,8 +1375,8 @@ regime r1 from 32
         let paging = (numbers(), numbers()).prop_map(|(table, rows)| Paging { table: TableId(table), rows });
         let homes = prop_oneof![Just(Home::Sm), numbers().prop_map(Home::Device), Just(Home::Everywhere)];
         let places = (prop::option::of(paging), homes);
-        (names(), kind, [numbers(), numbers(), numbers()], places, prop::option::of(contents())).prop_map(
-            |(name, (space, dtype, coded), [rows, cols, phases], (paging, home), content)| Buffer {
+        (names(), kind, ([numbers(), numbers(), numbers()], any::<bool>()), places, prop::option::of(contents()))
+            .prop_map(|(name, (space, dtype, coded), ([rows, cols, phases], words), (paging, home), content)| Buffer {
                 name,
                 space,
                 dtype,
@@ -1382,11 +1384,11 @@ regime r1 from 32
                 rows,
                 cols,
                 phases,
+                words,
                 paging,
                 home,
                 content,
-            },
-        )
+            })
     }
 
     fn norms() -> impl Strategy<Value = NormAttr> {
@@ -1571,9 +1573,9 @@ regime r1 from 32
     }
 
     fn variants() -> impl Strategy<Value = Variant> {
-        let matvec = [numbers(), numbers(), numbers(), numbers(), numbers(), numbers()].prop_map(
-            |[units, chunk, block, units_per_warp, poll_batch, granule]| {
-                Variant::MatVec(MatVecVariant { units, chunk, block, units_per_warp, poll_batch, granule })
+        let matvec = [numbers(), numbers(), numbers(), numbers(), numbers(), numbers(), numbers()].prop_map(
+            |[units, chunk, block, units_per_warp, poll_batch, granule, pass]| {
+                Variant::MatVec(MatVecVariant { units, chunk, block, units_per_warp, poll_batch, granule, pass })
             },
         );
         let attention =

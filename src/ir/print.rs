@@ -151,7 +151,7 @@ fn write_table(out: &mut String, id: TableId, table: &Table) -> fmt::Result {
 }
 
 fn write_buffer(out: &mut String, id: BufferId, buffer: &Buffer) -> fmt::Result {
-    let Buffer { name, space, dtype, coded, rows, cols, phases, paging, home, content } = buffer;
+    let Buffer { name, space, dtype, coded, rows, cols, phases, words, paging, home, content } = buffer;
     write!(out, "{id} = {} {dtype} [{rows}, {cols}] ", space.name())?;
     if let Some(Format { code, groups, row_scales }) = coded {
         write!(out, "code={} ", code.name())?;
@@ -162,6 +162,9 @@ fn write_buffer(out: &mut String, id: BufferId, buffer: &Buffer) -> fmt::Result 
     }
     if *phases != 1 {
         write!(out, "phases={phases} ")?;
+    }
+    if *words {
+        write!(out, "words ")?;
     }
     if let Some(Paging { table, rows }) = paging {
         write!(out, "pages={table}:{rows} ")?;
@@ -303,10 +306,11 @@ fn write_attention(out: &mut String, attention: &Attention) -> fmt::Result {
 fn write_variant(out: &mut String, program: &Program, grid: GridId, variant: &Variant) -> fmt::Result {
     write!(out, "variant {grid}")?;
     match variant {
-        Variant::MatVec(MatVecVariant { units, chunk, block, units_per_warp, poll_batch, granule }) => {
+        Variant::MatVec(MatVecVariant { units, chunk, block, units_per_warp, poll_batch, granule, pass }) => {
             write!(out, " units={units} chunk={chunk} block={block}")?;
             write!(out, " units_per_warp={units_per_warp} poll_batch={poll_batch}")?;
             write_optional(out, "granule", &Some(granule).filter(|bytes| **bytes != CODE_BYTES))?;
+            write_optional(out, "pass", &Some(pass).filter(|pass| **pass != 0))?;
         }
         Variant::Attention(AttentionVariant { warps_per_head, prefetch_v, swizzled, pitch }) => {
             let [prefetch_v, swizzled] = [prefetch_v, swizzled].map(|set| u32::from(*set));

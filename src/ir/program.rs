@@ -33,6 +33,8 @@ pub struct Buffer {
     pub cols: u32,
     /// Copies used in turn, one a step: 2 lets a step write while late readers of the previous step still read.
     pub phases: u32,
+    /// Of an exchange: values travel as words, in two phases, and who writes a word clears it for the next step. Otherwise as packets.
+    pub words: bool,
     /// Where the rows of a cache lie; `None`: row `p` is position `p` of the only sequence.
     pub paging: Option<Paging>,
     pub home: Home,

@@ -186,16 +186,19 @@ pub enum Mechanism {
     Packets,
     Fenced,
     Counter,
+    /// Words that say themselves whether they are there; of buffers of words, and of these only.
+    Words,
 }
 
 impl Mechanism {
-    pub const ALL: [Mechanism; 3] = [Mechanism::Packets, Mechanism::Fenced, Mechanism::Counter];
+    pub const ALL: [Mechanism; 4] = [Mechanism::Packets, Mechanism::Fenced, Mechanism::Counter, Mechanism::Words];
 
     pub fn name(self) -> &'static str {
         match self {
             Mechanism::Packets => "packets",
             Mechanism::Fenced => "fenced",
             Mechanism::Counter => "counter",
+            Mechanism::Words => "words",
         }
     }
 
@@ -205,7 +208,7 @@ impl Mechanism {
 
     /// Whether it orders plain memory, not only what depends on the payload.
     pub fn orders_memory(self) -> bool {
-        !matches!(self, Mechanism::Packets)
+        !matches!(self, Mechanism::Packets | Mechanism::Words)
     }
 }
 

@@ -7,6 +7,7 @@ use super::schedule::Machine;
 use crate::dtype::{DType, Precision};
 use crate::format::{Code, Format};
 use crate::model::graph::QkNormSpan;
+use std::ops::Range;
 
 /// Granules of weights that a warp keeps in registers unless a candidate says otherwise: 48 registers of a lane.
 const HELD_GRANULES: u32 = 12;
@@ -45,6 +46,9 @@ pub struct MatVecVariant {
     pub poll_batch: u32,
     /// Bytes of a granule, the scales of its groups included.
     pub granule: u32,
+    /// 0: units lie in the stream one after another, each whole. Otherwise units that are streamed together, a chunk of each in
+    /// turn: a kernel for several rows multiplies a block of its input with all of them.
+    pub pass: u32,
 }
 
 /// Of attention.
@@ -61,11 +65,23 @@ pub struct AttentionVariant {
 }
 
 impl MatVecVariant {
-    /// Bytes of the chunk that begins `done` bytes into a task's weights of `total` bytes.
-    pub fn chunk_bytes_at(&self, done: u64, total: u64) -> u64 {
+    /// The chunk of which `done` bytes of a task's weights of `total` bytes were streamed before: where it lies in them, and how many
+    /// bytes it has.
+    pub fn chunk_at(&self, done: u64, total: u64) -> Range<u64> {
         let [chunk, block] = [self.chunk, self.block].map(|n| u64::from(n.max(1)) * u64::from(self.granule));
-        let end = (done / block + 1) * block;
-        chunk.min(end.min(total).saturating_sub(done))
+        if self.pass == 0 {
+            let end = (done / block + 1) * block;
+            return done..done + chunk.min(end.min(total).saturating_sub(done));
+        }
+        // A block is a unit here. Whole passes, then whole chunks of all units of a pass, then units.
+        let pass = block * u64::from(self.pass);
+        let first = done / pass * pass;
+        let units = ((total.saturating_sub(first)) / block).clamp(1, u64::from(self.pass));
+        let (part, in_pass) = (chunk * units, done - first);
+        let at = in_pass / part * chunk;
+        let bytes = chunk.min(block.saturating_sub(at));
+        let begin = first + (in_pass % part) / bytes.max(1) * block + at;
+        begin..begin + bytes
     }
 }
 
@@ -186,8 +202,11 @@ impl RegisterTiling {
     }
 }
 
-/// Why no kernel streams a matrix of `format`; `None`: one does (`matvec_formats.cuh`).
-pub fn kernel_refuses(format: Format, precision: Precision) -> Option<String> {
+/// Why no kernel for steps of `rows` rows streams a matrix of `format`; `None`: one does (`matvec_formats.cuh`).
+pub fn kernel_refuses(format: Format, precision: Precision, rows: u32) -> Option<String> {
+    if rows > 1 && !format.is_plain() {
+        return Some("weights without codes in steps of several rows".to_string());
+    }
     if format.is_plain() {
         let plain = Format::plain(precision.weights);
         return (format != plain).then(|| format!("values of {plain}, as the other matrices"));
@@ -202,6 +221,20 @@ pub fn kernel_refuses(format: Format, precision: Precision) -> Option<String> {
         _ => None,
     }
 }
+
+/// Whether a kernel for rows multiplies on tensor cores: weights and words are their operands as they lie.
+pub fn rows_on_tensor_cores(precision: Precision, tensor_cores: bool) -> bool {
+    tensor_cores && precision.weights == DType::Bf16 && precision.wire == DType::Bf16
+}
+
+/// Units of a pass of a kernel for rows at most, of tasks that have `blocks` blocks of k. On tensor cores a lane holds 4 sums of each
+/// unit and part of k beside two blocks of its input: more would spill. Otherwise it holds one sum of each row.
+pub fn rows_pass_max(precision: Precision, tensor_cores: bool, parts: u32) -> u32 {
+    if rows_on_tensor_cores(precision, tensor_cores) { (ROWS_PASS / parts.max(1)).max(1) } else { 2 }
+}
+
+/// Units whose sums a lane of a kernel for rows has registers for.
+const ROWS_PASS: u32 = 8;
 
 /// Pairs of packets that hold the input of one granule of units of `parts` parts. The lanes of a warp take whole granules in turn, so
 /// that no more than 32 can be (`matvec.cuh`).

@@ -14,7 +14,7 @@ use super::Workspace;
 use super::keys::Hardware;
 
 /// Half of the pinned memory that weights go through on their way to a device.
-const STAGING_BYTES: usize = 8 << 20;
+pub(super) const STAGING_BYTES: usize = 8 << 20;
 
 /// The CPU of this machine, as a key names it.
 pub(super) fn host() -> Hardware {

@@ -4,10 +4,12 @@ use std::fmt::Write;
 
 use crate::cache::diff_why;
 use crate::codegen::abi::{Entry as QueueEntry, StreamRun, encode};
+use crate::codegen::emit::{Trace, emit};
 use crate::cuda::cubin::KernelResources;
+use crate::defaults::rows::{KERNEL_ROWS, Room};
 use crate::error::Fault;
 use crate::ir::layout::{pack_bytes, streamed_bytes};
-use crate::ir::print::print_program;
+use crate::ir::print::{print, print_program};
 use crate::manifest::Manifest;
 use crate::model::config::describe;
 use crate::target::{Target, TargetKind};
@@ -16,6 +18,7 @@ use crate::validate::Validated;
 
 use super::Workspace;
 use super::chain::{Chain, Host, NotMade, Stage};
+use super::device_rows::rows_schedule;
 use super::import_stage;
 use super::keys::{self, Keyed};
 use super::stages::{BuildContext, load_model, subject};
@@ -32,8 +35,19 @@ pub struct Explained {
 }
 
 /// What [`show`] prints.
-pub const SHOW_STAGES: [&str; 9] =
-    ["manifest", "model", "program", "schedule", "source", "tables", "candidate", "resources", "why"];
+pub const SHOW_STAGES: [&str; 11] = [
+    "manifest",
+    "model",
+    "program",
+    "schedule",
+    "source",
+    "tables",
+    "candidate",
+    "resources",
+    "why",
+    "rows-schedule",
+    "rows-source",
+];
 
 /// Says for every stage whether a build would run it, and which line of its key changed. Runs nothing but the import of
 /// headers, and the digest of weight files that were not read yet.
@@ -126,8 +140,20 @@ pub fn show(workspace: &Workspace, manifest: &Manifest, target: &Target, stage: 
             needs_kernel(target, stage)?;
             Ok(resources_text(&chain()?)?)
         }
+        "rows-schedule" => Ok(print(largest_batch(&context)?.schedule())),
+        "rows-source" => {
+            needs_kernel(target, stage)?;
+            Ok(emit(&largest_batch(&context)?, target, Trace::Off).text)
+        }
         _ => Ok(why_text(&context, &model.keyed)),
     }
+}
+
+/// The kernel for most rows, with room for one context of each.
+fn largest_batch(context: &BuildContext<'_>) -> Result<Validated, Fault> {
+    let rows = KERNEL_ROWS.into_iter().max().unwrap_or(1);
+    let positions = u64::from(rows) * u64::from(context.manifest.decode.context_max);
+    rows_schedule(context, &context.candidate(), Room { rows, sequences: rows, positions })
 }
 
 fn needs_kernel(target: &Target, stage: &str) -> Result<(), Fault> {

@@ -24,6 +24,7 @@ pub mod bench;
 mod campaign;
 mod chain;
 mod compile;
+pub mod device_rows;
 mod evaluate;
 mod execute;
 mod explain;

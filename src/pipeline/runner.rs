@@ -14,6 +14,7 @@ use crate::interp::{Input, Interp, InterpError, Options};
 use crate::sample::{Decided, Request, RequestSettings, SampleSettings, TokenCounts};
 
 use super::chain::Host;
+use super::device_rows::Prefill;
 use super::execute::{self, load_session};
 use super::{Prepared, Workspace};
 
@@ -43,7 +44,12 @@ pub struct Answer {
 
 enum On {
     Cpu(Box<Interp>),
-    Device { session: Box<Session>, steps_max: u32 },
+    Device {
+        session: Box<Session>,
+        /// Reads prompts in chunks; `None`: the session reads them, one token a step.
+        prefill: Option<Box<Prefill>>,
+        steps_max: u32,
+    },
 }
 
 impl Prepared {
@@ -67,12 +73,16 @@ impl Prepared {
         let steps_max = self.manifest.decode.steps_per_launch;
         let session = load_session(workspace, &device, &self.validated, &cubin.bytes, &pack, Trace::Off, steps_max)?;
         let place = format!("{} (device {})", found.name, found.ordinal);
+        let prefill = Prefill::load(&chain, &device, &session).map(Box::new);
+        if let Err(reason) = &prefill {
+            workspace.report.note(&format!("prompts are read one token a step: {}", reason.message));
+        }
         Ok(Runner {
             place,
             context_max,
             vocab,
             cached: vec![],
-            on: On::Device { session: Box::new(session), steps_max },
+            on: On::Device { session: Box::new(session), prefill: prefill.ok(), steps_max },
         })
     }
 }
@@ -112,7 +122,10 @@ impl Runner {
                     ControlFlow::Continue(())
                 })?;
             }
-            On::Device { session, steps_max } => {
+            On::Device { prefill: Some(prefill), .. } if ids.len() >= Prefill::PROMPT_MIN => {
+                prefill.read(ids, Some(on_row))?;
+            }
+            On::Device { session, steps_max, .. } => {
                 session.start(ids, &[])?;
                 let mut position = 0;
                 while (position as usize) < ids.len() {
@@ -190,10 +203,19 @@ impl Runner {
                     decide_on_host(interp, prompt, count, request, &mut tell)?
                 }
             }
-            On::Device { session, steps_max } => {
+            On::Device { session, prefill, steps_max } => {
                 refuse_beyond_kernels(request)?;
                 session.sample(*request.sampler());
-                let bounds = Bounds { from: reused as u32, steps_max: *steps_max, count };
+                let mut from = reused;
+                // The last token of the prompt is decoded by the kernel for one row, which goes on from there.
+                if let Some(prefill) = prefill
+                    && reused == 0
+                    && prompt.len() > Prefill::PROMPT_MIN
+                {
+                    from = prompt.len() - 1;
+                    prefill.read(&prompt[..from], None)?;
+                }
+                let bounds = Bounds { from: from as u32, steps_max: *steps_max, count };
                 decide_on_device(session, prompt, bounds, &request.end_ids(), &mut |token| {
                     tell(&Decided { token, logprob: None, top: vec![] })
                 })?

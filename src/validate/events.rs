@@ -2,6 +2,7 @@
 
 use super::wellformed::{Flow, Grids, Writes};
 use super::{Entity, Found, Rule, note};
+use crate::dtype::DType;
 use crate::ir::op::Op;
 use crate::ir::program::{Program, Space};
 use crate::ir::schedule::{Event, Mechanism, Regime, Run, Schedule, Scope, Task, Wait};
@@ -43,10 +44,33 @@ pub(super) fn check(schedule: &Schedule, grids: &Grids, writes: &[Writes], found
 /// Packets have tags and what a counter announces has none: all events about a buffer, in all regimes, are of one kind.
 fn mechanisms(schedule: &Schedule, found: &mut Found) {
     let mut first: Vec<Option<(Mechanism, Entity)>> = vec![None; schedule.program.buffers.len()];
+    for (b, buffer) in (0..).zip(&schedule.program.buffers) {
+        let holds = !buffer.words
+            || (buffer.space == Space::Exchange
+                && buffer.phases == 2
+                && matches!(buffer.dtype, DType::Bf16 | DType::F32));
+        if !holds {
+            found.add(Rule::Words, Entity::Buffer(BufferId(b)), || {
+                let (space, phases, dtype) = (buffer.space.name(), buffer.phases, buffer.dtype);
+                format!(
+                    "expected words in two phases of an exchange, of bf16 or f32; found {phases} in {space}, of {dtype}"
+                )
+            });
+        }
+    }
     let tagged = |mechanism| mechanism != Mechanism::Counter;
     for (r, regime) in (0..).zip(&schedule.regimes) {
         for (e, event) in (0..).zip(&regime.events) {
             let at = Entity::Event(r, EventId(e));
+            let words = schedule.program.buffers[event.buffer.index()].words;
+            if words != (event.mechanism == Mechanism::Words) {
+                found.add_with(Rule::Words, at, || {
+                    let has = if words { "has words" } else { "has none" };
+                    let message = format!("is `{}`, and {} {has}", event.mechanism.name(), event.buffer);
+                    (message, vec![note(Entity::Buffer(event.buffer), has)])
+                });
+                continue;
+            }
             let (mechanism, other) = *first[event.buffer.index()].get_or_insert((event.mechanism, at));
             if tagged(mechanism) != tagged(event.mechanism) {
                 found.add_with(Rule::MixedMechanism, at, || {

@@ -5,11 +5,14 @@
 
 use super::memory::bytes;
 use super::{Entity, Found, Rule, Witness, note};
+use crate::dtype::DType;
 use crate::ir::op::{Attention, Epilogue, HISTORY_ALIGN, Op, QkNormAttr, Role};
 use crate::ir::program::{Grid, Home, Program, Space};
 use crate::ir::schedule::{Mechanism, Schedule, Scope, SmemKind, Source};
+use crate::ir::table::Holds;
 use crate::ir::variant::{
-    LANES, MatVecVariant, REDUCE_BATCH_MAX, RegisterTiling, Variant, granule_pairs, kernel_refuses, sum_width_max,
+    LANES, MatVecVariant, REDUCE_BATCH_MAX, RegisterTiling, Variant, granule_pairs, kernel_refuses, rows_pass_max,
+    sum_width_max,
 };
 use crate::ir::{BufferId, EventId, GridId, SmId, TableId, TaskId};
 use crate::model::graph::{NormKind, QkNormSpan};
@@ -18,6 +21,8 @@ use crate::target::{DotMechanism, Target, TargetKind};
 /// Extents that queue entries and stream runs hold in 16 and 32 bits.
 const SHARES_MAX: u32 = 1 << 16;
 const RUN_BYTES_MAX: u64 = 1 << 31;
+/// Rows of a step that kernels take: one tile of a tensor core's operand.
+const ROWS_MAX: u32 = 16;
 /// Bytes of a queue entry in the `queue` part of shared memory.
 const ENTRY_BYTES: u64 = 64;
 /// Bytes that 32 bits of 8-byte packets, and of 256-byte units, reach; the last unit is the word for none.
@@ -60,13 +65,14 @@ impl Rules<'_> {
     /// What the kernels do one of: a row, a sequence, a device.
     fn steps(&mut self, schedule: &Schedule) {
         let Schedule { program, machine, .. } = schedule;
-        self.expect_rule(Rule::KernelRows, program.rows == 1, Entity::Schedule, || {
-            format!("expected steps of one row, found {}", program.rows)
-        });
-        for (t, table) in (0..).zip(&program.tables) {
-            self.expect_rule(Rule::KernelRows, false, Entity::Table(TableId(t)), || {
-                format!("expected no tables, found one of {}", table.holds.name())
-            });
+        if program.rows > 1 {
+            self.rows(schedule);
+        } else {
+            for (t, table) in (0..).zip(&program.tables) {
+                self.expect_rule(Rule::KernelRows, false, Entity::Table(TableId(t)), || {
+                    format!("expected no tables in steps of one row, found one of {}", table.holds.name())
+                });
+            }
         }
         self.expect_rule(Rule::KernelScope, machine.devices == 1, Entity::Machine, || {
             format!("expected one device, found {}", machine.devices)
@@ -91,6 +97,67 @@ impl Rules<'_> {
         }
     }
 
+    /// rows/*.cuh: what kernels for several rows take for granted.
+    fn rows(&mut self, schedule: &Schedule) {
+        let Schedule { program, machine, regimes, .. } = schedule;
+        self.expect_rule(Rule::KernelRows, program.rows <= ROWS_MAX, Entity::Schedule, || {
+            format!("expected steps of at most {ROWS_MAX} rows, found {}", program.rows)
+        });
+        self.expect_rule(Rule::KernelRows, regimes.len() == 1, Entity::Schedule, || {
+            format!("expected one regime of steps of several rows, found {}", regimes.len())
+        });
+        // matvec.cuh: a thread adds up columns of one row.
+        let (threads, sums) = (machine.consumer_warps * 32, program.rows.next_multiple_of(8) * 4);
+        self.expect_rule(
+            Rule::KernelRows,
+            threads % sums == 0 && machine.consumer_warps <= 32,
+            Entity::Machine,
+            || format!("expected a multiple of {sums} threads that execute tasks, found {threads}"),
+        );
+        for holds in [Holds::Sequences, Holds::Positions, Holds::Pages] {
+            let tables = program.tables.iter().filter(|table| table.holds == holds).count();
+            self.expect_rule(Rule::KernelRows, tables == 1 && program.tables.len() == 3, Entity::Schedule, || {
+                format!(
+                    "expected one table of {} and 3 in all, found {tables} and {}",
+                    holds.name(),
+                    program.tables.len()
+                )
+            });
+        }
+        for (b, buffer) in (0..).zip(&program.buffers) {
+            let words = buffer.space == Space::Exchange && buffer.dtype != DType::I32;
+            self.expect_rule(Rule::KernelRows, buffer.words == words, Entity::Buffer(BufferId(b)), || {
+                let travels = if words { "words" } else { "no words" };
+                format!("expected {travels}, as kernels for several rows have them")
+            });
+        }
+        for (g, grid) in (0..).zip(&program.grids) {
+            let taken = match &grid.op {
+                Op::Attention(a) => a.splits == 1 && grid.per_row,
+                Op::MatVec(m) => !m.own_input && !grid.per_row,
+                Op::AttentionMerge { .. } | Op::Route { .. } => false,
+                Op::Select | Op::Report => !grid.per_row,
+                Op::Embed { everywhere, .. } | Op::NormAdd { everywhere, .. } => !everywhere && !grid.per_row,
+            };
+            self.expect_rule(Rule::KernelRows, taken, Entity::Grid(GridId(g)), || {
+                format!("expected an op that kernels for several rows have, found `{}` of another kind", grid.op.name())
+            });
+            // ring.cuh: no chunk reaches beyond its page, and chunks begin where pages do.
+            let Some(keys) = grid.operand(Role::HistoryK) else { continue };
+            let page = program.buffers[keys.buffer.index()].paging.map_or(0, |paging| paging.rows);
+            for run in regimes.iter().flat_map(|regime| regime.streams.iter().flatten().map(move |run| (regime, run))) {
+                let Source::History { rows } = run.1.source else { continue };
+                let whole = rows > 0 && page % rows == 0 && page % HISTORY_ALIGN == 0;
+                self.expect_rule(
+                    Rule::KernelRows,
+                    whole || run.0.tasks[run.1.task.index()].grid != GridId(g),
+                    Entity::Grid(GridId(g)),
+                    || format!("expected pages of a multiple of {rows} rows, those of a chunk, found {page}"),
+                );
+            }
+        }
+    }
+
     fn expect_rule(&mut self, rule: Rule, holds: bool, at: Entity, message: impl FnOnce() -> String) {
         if !holds {
             self.found.add(rule, at, message);
@@ -109,7 +176,7 @@ impl Rules<'_> {
                     }
                     // matvec_formats.cuh.
                     let format = program.format_of(grid);
-                    let refused = kernel_refuses(format, program.precision);
+                    let refused = kernel_refuses(format, program.precision, program.rows);
                     self.expect(refused.is_none(), at, || {
                         format!("expected a matrix with {}, found {format}", refused.unwrap_or_default())
                     });
@@ -222,7 +289,17 @@ impl Rules<'_> {
             let at = Entity::Grid(GridId(g));
             match (&grid.op, schedule.variants.get(&GridId(g))) {
                 (Op::MatVec(m), Some(Variant::MatVec(variant))) => {
-                    let MatVecVariant { units, chunk, block: _, units_per_warp, poll_batch, granule: _ } = *variant;
+                    let MatVecVariant { units, chunk, block: _, units_per_warp, poll_batch, granule: _, pass } =
+                        *variant;
+                    if program.rows > 1 {
+                        let tensor_cores = target.spec.dot == DotMechanism::Mma;
+                        let most = rows_pass_max(program.precision, tensor_cores, m.parts());
+                        self.expect(pass > 0 && pass <= most, at, || {
+                            format!("expected a `pass` of 1 to {most} units, whose sums a lane holds, found {pass}")
+                        });
+                        continue;
+                    }
+                    self.expect(pass == 0, at, || format!("expected no `pass` in steps of one row, found {pass}"));
                     let tiling =
                         RegisterTiling::of(m, machine, program.precision, program.format_of(grid), units, chunk);
                     for (name, found, refused) in [
@@ -270,8 +347,8 @@ impl Rules<'_> {
                 }
                 _ => {}
             }
-            // select.cuh and matvec.cuh take the candidates of even and odd steps in turn, nothing else has copies.
-            let phases = if operand.role == Role::Candidates { 2 } else { 1 };
+            // select.cuh and matvec.cuh take the candidates of even and odd steps in turn, as words are; nothing else has copies.
+            let phases = if operand.role == Role::Candidates || buffer.words { 2 } else { 1 };
             self.expect_with(buffer.phases == phases, at, || {
                 let message = format!("expected {phases} phases of `{role}`, found {}", buffer.phases);
                 (message, vec![note(Entity::Buffer(operand.buffer), "has them")])
@@ -310,7 +387,11 @@ impl Rules<'_> {
         for (r, regime) in (0..).zip(&schedule.regimes) {
             for (e, event) in (0..).zip(&regime.events) {
                 // sync.cuh fences once a step, around the candidates.
-                let mechanism = if event.carried { Mechanism::Fenced } else { Mechanism::Packets };
+                let mechanism = match event.carried {
+                    true => Mechanism::Fenced,
+                    false if program.buffers[event.buffer.index()].words => Mechanism::Words,
+                    false => Mechanism::Packets,
+                };
                 self.expect(event.mechanism == mechanism, Entity::Event(r, EventId(e)), || {
                     let (expected, found) = (mechanism.name(), event.mechanism.name());
                     format!("expected `{expected}`, the only mechanism of such events, found `{found}`")

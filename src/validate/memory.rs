@@ -84,12 +84,24 @@ pub(super) fn shared(schedule: &Schedule, target: &Target, grids: &Grids, found:
     let weights = schedule.program.precision.weights;
     // Tensor cores read the staged input as bf16; everything else reads fp32.
     let element = if weights == DType::Bf16 && target.spec.dot == DotMechanism::Mma { 2 } else { 4 };
+    // A kernel for rows keeps its input in registers or by blocks of k, and has a tile of keys and values of the step's own rows.
+    let for_rows = schedule.program.buffers.iter().any(|buffer| buffer.words);
+    let padded = u64::from(schedule.program.rows).next_multiple_of(8);
     let (mut stage, mut heads, mut scratch) = (0, 0, 0);
     // Two batches of partial sums.
     let mut reduce =
         (2 * u64::from(machine.reduce_batch)).saturating_mul(warps).saturating_mul(u64::from(UNIT_ROWS) * 4);
     for (g, grid) in (0..).zip(&schedule.program.grids) {
         match &grid.op {
+            Op::MatVec(m) if for_rows => {
+                let chunk = schedule.matvec_variant(GridId(g)).map_or(0, |variant| u64::from(variant.chunk));
+                let parts = u64::from(UNIT_ROWS / m.unit_rows.clamp(1, UNIT_ROWS));
+                // Tensor cores take bf16 words as they lie.
+                let lanes = element == 4 || schedule.program.precision.wire != DType::Bf16;
+                let k = if lanes { chunk * parts * 64 / weights.bytes() as u64 } else { 0 };
+                stage = stage.max(padded * k * 4);
+            }
+            Op::NormAdd { .. } if for_rows => {}
             Op::MatVec(m) => {
                 let values = u64::from(m.k).next_multiple_of(granules(schedule, grid, m).0);
                 stage = stage.max(values.next_multiple_of(STAGE_VALUES) * element);
@@ -104,7 +116,12 @@ pub(super) fn shared(schedule: &Schedule, target: &Target, grids: &Grids, found:
                 let records = warps / shared.map_or(1, |variant| u64::from(variant.warps_per_head)).max(1) + 1;
                 scratch = scratch.max(records * per_task * (dim + 2) * 4);
                 // Queries, key and value in fp32, queries in bf16 and whole granules.
-                heads = heads.max((per_task + 2) * dim * 4 + per_task * dim.next_multiple_of(32) * 2);
+                heads = heads.max(match for_rows {
+                    false => (per_task + 2) * dim * 4 + per_task * dim.next_multiple_of(32) * 2,
+                    // Queries, and 16 keys and values as the cache has them; or all rows in fp32.
+                    true if shared.is_some() => (per_task + 2 * 16) * dim * 2,
+                    true => (per_task + 2 * padded) * dim * 4,
+                });
             }
             Op::AttentionMerge { head_dim, .. } => {
                 // One record of each warp.
@@ -113,6 +130,11 @@ pub(super) fn shared(schedule: &Schedule, target: &Target, grids: &Grids, found:
             // Everywhere, a sum is held in registers.
             Op::Select | Op::Report | Op::Route { .. } | Op::Embed { .. } | Op::NormAdd { .. } => {}
         }
+    }
+    if for_rows {
+        // Two batches of the sums of all warps, of as many units as the threads have four pairs of columns of every row for.
+        let batch = (warps * 32 / (padded * 4)).max(1);
+        reduce = 2 * batch * warps * padded * u64::from(UNIT_ROWS) * 4;
     }
     // Attention stages nothing: its scratch is `stage` and `reduce` together, which lie side by side.
     if let (Some(a), Some(b)) = (schedule.smem(SmemKind::Stage), schedule.smem(SmemKind::Reduce))
@@ -125,7 +147,11 @@ pub(super) fn shared(schedule: &Schedule, target: &Target, grids: &Grids, found:
     let ring = u64::from(machine.ring.slots) * u64::from(machine.ring.slot_bytes);
     // Two barriers of 8 bytes a slot; of each warp what it carries from task to task, its norm statistics and its best
     // candidate; token, stop and watchdog.
-    let state = u64::from(machine.ring.slots) * 16 + warps * 56 + 128;
+    let mut state = u64::from(machine.ring.slots) * 16 + warps * 56 + 128;
+    if for_rows {
+        // Who takes part, tokens; two statistics of two tasks and the best (value, id) of each warp and row.
+        state += 4 + padded * 4 + warps * padded * 24;
+    }
     for (kind, least) in [
         (SmemKind::Ring, ring),
         (SmemKind::Stage, stage),
@@ -303,6 +329,11 @@ pub(super) fn device(schedule: &Schedule, target: &Target, found: &mut Found) {
 pub(super) fn bytes(buffer: &Buffer) -> u64 {
     let (rows, cols) = (u64::from(buffer.rows), u64::from(buffer.cols));
     match buffer.space {
+        // Words of 8 rows at a time, in pieces of 16 bytes.
+        Space::Exchange if buffer.words => {
+            let pieces = cols.saturating_mul(buffer.dtype.bytes() as u64).div_ceil(16);
+            pieces.saturating_mul(16 * rows.next_multiple_of(8)).saturating_mul(u64::from(buffer.phases))
+        }
         Space::Exchange => {
             let packets = cols.div_ceil(4 / buffer.dtype.bytes() as u64).next_multiple_of(2);
             packets.saturating_mul(8).saturating_mul(rows).saturating_mul(u64::from(buffer.phases))

@@ -107,6 +107,11 @@
 //!   sees all that it wrote, then by induction it knows and sees all older steps. Pairs two steps apart and more are
 //!   ordered, and two steps of each regime have all pairs one step apart. Both orders are needed: packets that no task
 //!   reads may land late, and only visibility says that they have landed. Otherwise the run is `1 + phases` steps long.
+//! - *Words.* Who writes a word in step `s` clears the same word of the other phase, which step `s - 1` wrote and step `s + 1` will. So
+//!   the clear is judged as a write of a buffer with one phase: after all readers of step `s - 1`. And each SM must see, after
+//!   the first task of a step, everything that the step before wrote (`words-unseen`), so that it reads all ones or the new
+//!   value and never the one of two steps before. That is asked of whole steps: what it implies for single words is
+//!   more than they need, and every schedule of ours has it.
 //! - *Histories and outputs* are written whole in every step, so pairs one step apart are enough: who appends a column
 //!   reads its history in the same step, and so has seen the append of the step before.
 //!
@@ -118,8 +123,7 @@
 //!   `mixed-mechanism` keeps it one; needs widths of their own.
 //! - *Copies of exchanges*: every writer fenced before the copy. Needs streams whose source is an exchange; for caches
 //!   these are `history-unordered` and `missing-proxy`.
-//! - *Poison words and parity bits*: poison ordered before the next read, values that are never poison, every word read
-//!   in every use. Needs mechanisms beside packets, fences and counters.
+//! - *Parity bits*: every word read in every use. Needs mechanisms beside packets, words, fences and counters.
 //! - *Sums in a cluster*: bytes expected are bytes sent, buffers freed before they are sent to again. Needs exchanges
 //!   between the blocks of a cluster.
 //!
@@ -403,6 +407,9 @@ rules! {
     Carried "carried" 2;
     /// Events about one buffer are counters and packets.
     MixedMechanism "mixed-mechanism" 2;
+    /// Words without two phases, or of values that may look like no word; events about them that are not `words`, and `words` about
+    /// anything else.
+    Words "words" 2;
     /// The scope of an event leaves out who signals it or waits for it, or is not that of words that cross devices.
     Scope "scope" 2;
     /// A run does not wait for the choice of its source, or waits for something else.
@@ -435,6 +442,8 @@ rules! {
     OverwriteUnordered "overwrite-unordered" 4;
     /// A cache row may be read before its append is visible.
     HistoryUnordered "history-unordered" 4;
+    /// Words of a step may be read before an SM sees that they were cleared in the step before.
+    WordsUnseen "words-unseen" 4;
 
     /// Placed for another target.
     Target "target" 5;
@@ -466,7 +475,7 @@ rules! {
 
     /// Proven, and yet the kernels of a CUDA target cannot run it as it says.
     Kernel "kernel" 7;
-    /// The kernels of a CUDA target decode one row a step, and read no pages.
+    /// Not what the kernels of a CUDA target for one row, or for several rows, take for granted.
     KernelRows "kernel-rows" 7;
     /// They synchronise within one device.
     KernelScope "kernel-scope" 7;

@@ -49,7 +49,7 @@ fn length(schedule: &Schedule, regime: usize) -> u32 {
 
 pub(super) fn check(schedule: &Schedule, target: &Target, facts: &Facts, found: &mut Found) {
     let exchange = schedule.program.buffers.iter().filter(|b| b.space == Space::Exchange);
-    let phases = exchange.map(|b| b.phases).max().unwrap_or(1);
+    let phases = exchange.map(|b| if b.words { 1 } else { b.phases }).max().unwrap_or(1);
     if phases > 1 {
         // Mostly every SM begins a step by learning that all of the step before is done, and by seeing all that it wrote.
         // By induction that holds for all steps before: pairs two steps and more apart are ordered, in both orders, and
@@ -237,6 +237,7 @@ impl<'a> Run<'a> {
                     let sees_all =
                         self.schedule.regimes.len() == 1 || settled(&self.visibility[row.clone()], self.base(s));
                     self.all_known &= knows_all[sm] && sees_all;
+                    self.words(s, sm, found);
                 }
                 self.overwrites(s, id, sm, &mut knows_all[sm], found);
             }
@@ -330,6 +331,27 @@ impl<'a> Run<'a> {
         }
     }
 
+    /// After the first task of an SM's queue it reads words: it must see that the step before has cleared them.
+    fn words(&self, s: usize, sm: usize, found: &mut Found) {
+        let visible = &self.visibility[sm * self.sms..][..self.sms];
+        if settled(visible, self.base(s)) {
+            return;
+        }
+        let Some(words) = (0..).zip(&self.schedule.program.buffers).find(|(_, b)| b.words).map(|(b, _)| BufferId(b))
+        else {
+            return;
+        };
+        let (r, before) = (self.steps[s].regime as u32, self.steps[s - 1].regime as u32);
+        let unseen = visible.iter().zip(self.base(s)).position(|(seen, end)| seen < end).unwrap_or(0);
+        found.add_with(Rule::WordsUnseen, Entity::Sm(r, SmId::from(sm)), || {
+            let message = format!(
+                "may read words of {words} before it sees that sm{unseen} has cleared them in the step before, expected its first task \
+                 to acquire that"
+            );
+            (message, vec![note(Entity::Sm(before, SmId::from(unseen)), "releases less than its whole step")])
+        });
+    }
+
     /// What task `id` on `sm` overwrites in step `s` is read, and written, before.
     fn overwrites(&mut self, s: usize, id: TaskId, sm: usize, knows_all: &mut bool, found: &mut Found) {
         let task = &self.regime(s).tasks[id.index()];
@@ -340,12 +362,14 @@ impl<'a> Run<'a> {
                 continue;
             }
             let exchange = buffer.space == Space::Exchange;
+            // Words of the other phase are cleared: those of the step before.
+            let phases = if buffer.words { 1 } else { buffer.phases };
             if exchange {
                 // Later steps of a regime find columns as their own writers left them.
                 if self.steps[s].regime > 0
-                    && self.steps[s].index < buffer.phases
+                    && self.steps[s].index < phases
                     && !settled(&self.visibility[sm * self.sms..][..self.sms], self.base(s))
-                    && let Some(q) = self.last_write(s, flow.buffer, buffer.phases)
+                    && let Some(q) = self.last_write(s, flow.buffer, phases)
                     && self.steps[q].regime != self.steps[s].regime
                 {
                     for (lo, hi) in flow.spans(task) {
@@ -355,11 +379,11 @@ impl<'a> Run<'a> {
                 *knows_all = *knows_all || settled(&self.dependency[sm * self.sms..][..self.sms], self.base(s));
                 // With one phase, what the step before wrote may still be read in this one.
                 let carried = &self.facts.joins[self.steps[s].regime].carried;
-                if *knows_all && (buffer.phases > 1 || carried.binary_search(&flow.buffer).is_err()) {
+                if *knows_all && (phases > 1 || carried.binary_search(&flow.buffer).is_err()) {
                     continue;
                 }
             }
-            let Some(q) = self.last_write(s, flow.buffer, buffer.phases) else { continue };
+            let Some(q) = self.last_write(s, flow.buffer, phases) else { continue };
             if q > 0 && self.steps[q - 1].regime == self.steps[s].regime {
                 continue;
             }

@@ -97,7 +97,7 @@ fn matvec(
     longest: u32,
     found: &mut Found,
 ) {
-    let MatVecVariant { units, chunk, block, granule, .. } = *variant;
+    let MatVecVariant { units, chunk, block, granule, pass, .. } = *variant;
     let ring = &schedule.machine.ring;
     let (granule_k, bytes) = granules(schedule, grid, m);
     let parts = UNIT_ROWS / u64::from(m.unit_rows).clamp(1, UNIT_ROWS);
@@ -119,6 +119,21 @@ fn matvec(
         found.add(Rule::Variant, Entity::Grid(at), || {
             format!("expected `units` of {longest} or more, as its longest task has, found {units}")
         });
+    }
+    if pass > 0 {
+        // Blocks of k of one unit: as equal as granules for every warp allow, of at most 32 with one part of k.
+        let slot = slot.min(32 / parts).max(1);
+        let most = (slot / warps * warps).max(1);
+        let chunks =
+            if unit <= slot { unit } else { (unit.div_ceil(unit.div_ceil(most)).div_ceil(warps) * warps).min(most) };
+        if (u64::from(chunk), u64::from(block)) != (chunks, unit) {
+            found.add_with(Rule::Variant, Entity::Grid(at), || {
+                let message =
+                    format!("expected chunks of {chunks} granules of units of {unit}, found {chunk} and {block}");
+                (message, vec![note(Entity::Machine, "has the slots")])
+            });
+        }
+        return;
     }
     // Whole units where a slot holds one; else parts of a unit, as equal as granules for every warp allow.
     let (chunks, blocks) = if unit <= slot {

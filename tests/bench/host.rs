@@ -146,7 +146,7 @@ fn rows() {
     // No kernel of a CUDA target takes several rows yet.
     let target = Target { kind: TargetKind::Cpu, ..manifest.targets[0].clone() };
     let candidate = Candidate::default_for(&imported.graph, &manifest.targets[0], manifest.precision);
-    let batch = Batch { rows: 16, sequences: 16, pages: 2048, page_rows: 64 };
+    let batch = Batch { rows: 16, sequences: 16, pages: 2048, page_rows: 64, words: false };
     let mut proofs = vec![];
     for _ in 0..5 {
         let context_max = manifest.decode.context_max;

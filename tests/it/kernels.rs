@@ -7,6 +7,7 @@ use monobloc::codegen::KernelSource;
 use monobloc::codegen::emit::{ENTRY_POINT, Trace, emit};
 use monobloc::cuda::cubin;
 use monobloc::cuda::nvrtc::Nvrtc;
+use monobloc::defaults::rows::{Room, place_rows};
 use monobloc::ir::variant::swizzled_piece;
 use monobloc::lower::lower;
 use monobloc::model::config::{import, import_config_only};
@@ -70,6 +71,31 @@ fn odd_sizes_and_every_kind_of_attention_compile() {
         let candidate = Candidate::default_for(&graph, &target, precision);
         let program = lower(&graph, name, precision, graph.positions_max.min(64), &candidate).unwrap();
         let placed = schedule(program, &target, &candidate).unwrap();
+        let validated = validate(placed, &target).unwrap_or_else(|rejected| panic!("{name}: {rejected}"));
+        let compiled = nvrtc.compile(&emit(&validated, &target, Trace::Off));
+        let compiled = compiled.unwrap_or_else(|error| panic!("{name} on {record}: {error}"));
+        assert!(!compiled.log.contains("warning"), "{name} on {record}: {}", compiled.log);
+    }
+}
+
+/// Steps of several rows, in every way that their kernels have: tensor cores and lanes, each copy mechanism, each kind of attention.
+#[test]
+fn kernels_for_rows_compile() {
+    let Some(nvrtc) = nvrtc("kernels_for_rows_compile") else { return };
+    for (name, record, precision, rows) in [
+        ("tinystories-llama", "t4", FP32, 8),
+        ("variants/llama-head-80", "a10g", BF16, 16),
+        ("variants/stablelm-qk-norm", "l4", BF16, 8),
+        ("variants/olmo2-nine-heads", "a100", BF16, 16),
+        ("variants/gemma3-yarn", "h100", FP32, 16),
+        ("variants/cohere-qk-norm", "b200", BF16, 8),
+        ("variants/gemma3-yarn", "h200", BF16, 16),
+    ] {
+        let target = Target::builtin(record).unwrap();
+        let graph = import(&fixture(name)).unwrap().graph;
+        let base = Candidate::default_for(&graph, &target, precision);
+        let room = Room { rows, sequences: rows, positions: 4096 };
+        let placed = place_rows(&graph, name, precision, graph.positions_max.min(64), &target, &base, room).unwrap();
         let validated = validate(placed, &target).unwrap_or_else(|rejected| panic!("{name}: {rejected}"));
         let compiled = nvrtc.compile(&emit(&validated, &target, Trace::Off));
         let compiled = compiled.unwrap_or_else(|error| panic!("{name} on {record}: {error}"));

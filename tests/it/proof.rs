@@ -6,7 +6,7 @@ use monobloc::dtype::DType;
 use monobloc::format::Format;
 use monobloc::ir::op::{Op, Role};
 use monobloc::ir::program::{Cols, Home, Rows};
-use monobloc::ir::schedule::{Mechanism, Schedule, Scope, SmemKind, Source};
+use monobloc::ir::schedule::{Event, Mechanism, Schedule, Scope, SmemKind, Source, Wait};
 use monobloc::ir::variant::Variant;
 use monobloc::ir::{BufferId, EventId, GridId, SmId, TableId, TaskId};
 use monobloc::target::{Target, TargetKind};
@@ -32,6 +32,11 @@ fn on_two_devices(entity: Entity, mutate: fn(&mut Schedule, &mut Target)) -> Cas
 /// Two rows a step, on a machine with the kernels' memory and without their limits.
 fn on_two_rows(entity: Entity, mutate: fn(&mut Schedule, &mut Target)) -> Case {
     let (schedule, target) = two_rows();
+    Case { schedule, target, entity, mutate }
+}
+
+fn on_words(entity: Entity, mutate: fn(&mut Schedule, &mut Target)) -> Case {
+    let (schedule, target) = words();
     Case { schedule, target, entity, mutate }
 }
 
@@ -164,6 +169,10 @@ fn case(rule: Rule) -> Case {
             s.regimes[1].events[1].mechanism = Mechanism::Counter;
         }),
 
+        Rule::Words => on_words(Entity::Event(0, EventId(1)), |s, _| {
+            s.regimes[0].events[1].mechanism = Mechanism::Packets;
+        }),
+
         Rule::Deadlock => on_toy(t(21), |s, _| {
             for r in 0..2 {
                 let (a, b) = (task(s, r, "o.0", 0), task(s, r, "gate_up.0", 0));
@@ -200,6 +209,23 @@ fn case(rule: Rule) -> Case {
             let report = s.regimes[1].queues[0].remove(1);
             s.regimes[1].queues[1].insert(1, report);
         }),
+        // What the last SM clears is released by candidates that order nothing. It appends nothing, so histories are safe.
+        Rule::WordsUnseen => on_words(Entity::Sm(0, SmId(4)), |s, _| {
+            let regime = &mut s.regimes[0];
+            let last = EventId(regime.events.len() as u32);
+            let event = &mut regime.events[0];
+            let begin = event.hi / 5 * 4;
+            let own = Event { lo: begin, count: 1, mechanism: Mechanism::Packets, proxy: false, ..*event };
+            (event.hi, event.count) = (begin, 4);
+            regime.events.push(own);
+            let (head, queues) = (*regime.queues[4].last().expect("a head"), regime.queues.clone());
+            regime.tasks[head.index()].signals = vec![last];
+            for queue in queues {
+                let waits = &mut regime.tasks[queue[0].index()].waits;
+                waits[0].count = 4;
+                waits.push(Wait { event: last, count: 1 });
+            }
+        }),
         Rule::HistoryUnordered => on_toy(t(13), |s, _| {
             for regime in &mut s.regimes {
                 regime.events[0].mechanism = Mechanism::Packets;
@@ -234,7 +260,8 @@ fn case(rule: Rule) -> Case {
             // The SM that stops looks for the report after the select.
             s.regimes[0].queues[0].swap(1, 2);
         }),
-        Rule::KernelRows => on_two_rows(Entity::Schedule, |_, target| target.kind = TargetKind::Cuda),
+        // Packets, where a kernel for rows has words.
+        Rule::KernelRows => on_two_rows(Entity::Buffer(BufferId(7)), |_, target| target.kind = TargetKind::Cuda),
         Rule::KernelScope => on_toy(Entity::Event(0, EventId(1)), |s, _| {
             let about = s.regimes[0].events[1].buffer;
             let events = s.regimes.iter_mut().flat_map(|regime| &mut regime.events);

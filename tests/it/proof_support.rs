@@ -2,6 +2,7 @@
 
 use monobloc::candidate::Candidate;
 use monobloc::dtype::{DType, Precision};
+use monobloc::ir::layout::{cache_row_bytes, chunk_rows};
 use monobloc::ir::op::{Access, Epilogue, MatVec, Op, Role};
 use monobloc::ir::program::{Buffer, Cols, Content, Grid, Home, Operand, Part, Program, Rows, Second, Space};
 use monobloc::ir::schedule::{Event, Mechanism, Run, Schedule, Scope, Source, Task, Wait};
@@ -335,6 +336,7 @@ pub fn add_extra(schedule: &mut Schedule, after: &str, sms: [usize; 2]) {
         rows: 8,
         cols: 16,
         phases: 1,
+        words: false,
         paging: None,
         home: Home::Device(0),
         content: Some(Content::Rows { parts: vec![Part { view, rows: 8 }], interleave: 1 }),
@@ -348,6 +350,7 @@ pub fn add_extra(schedule: &mut Schedule, after: &str, sms: [usize; 2]) {
         rows: 1,
         cols: 8,
         phases: 1,
+        words: false,
         paging: None,
         home: Home::Device(0),
         content: None,
@@ -357,7 +360,7 @@ pub fn add_extra(schedule: &mut Schedule, after: &str, sms: [usize; 2]) {
     let extra = GridId::from(program.grids.len());
     // One unit of 16 of k: a granule, by itself or in a slot of many.
     let chunk = schedule.machine.ring.slot_bytes / 512;
-    let alone = MatVecVariant { units: 1, chunk, block: 1, units_per_warp: 1, poll_batch: 1, granule: 512 };
+    let alone = MatVecVariant { units: 1, chunk, block: 1, units_per_warp: 1, poll_batch: 1, granule: 512, pass: 0 };
     schedule.variants.insert(extra, Variant::MatVec(alone));
     program.grids.push(Grid {
         name: "extra".to_string(),
@@ -441,7 +444,7 @@ impl Random {
 }
 
 /// Steps of two rows over a paged cache: three sequences, six pages of four positions.
-pub const TWO_ROWS: Batch = Batch { rows: 2, sequences: 3, pages: 6, page_rows: 4 };
+pub const TWO_ROWS: Batch = Batch { rows: 2, sequences: 3, pages: 6, page_rows: 4, words: false };
 
 /// One small layer, two rows a step, on two SMs of an H200 that bulk copies fill.
 pub fn two_rows() -> (Schedule, Target) {
@@ -454,6 +457,18 @@ pub fn two_rows_on(target: &Target, candidate: &Candidate) -> Schedule {
     let candidate = Candidate { splits: 1, ..candidate.clone() };
     let program = lower_batch(&toy.graph(), "two-rows", toy.precision, toy.context, &TWO_ROWS, &candidate).unwrap();
     schedule(program, target, &candidate).unwrap()
+}
+
+/// The same as a kernel for rows runs it: activations travel as words, pages are whole chunks of a slot. Five SMs, of which the
+/// last one appends nothing.
+pub fn words() -> (Schedule, Target) {
+    let toy =
+        Toy { layers: 1, hidden: 40, heads: 2, kv_heads: 1, dim: 8, intermediate: 16, vocab: 40, context: 8, ..TOY };
+    let candidate = Candidate { splits: 1, ..on_h200(5) };
+    let page_rows = chunk_rows(candidate.slot_bytes, cache_row_bytes(toy.dim, toy.precision.cache));
+    let batch = Batch { pages: 3, page_rows, words: true, ..TWO_ROWS };
+    let program = lower_batch(&toy.graph(), "words", toy.precision, toy.context, &batch, &candidate).unwrap();
+    (schedule(program, &h200(), &candidate).unwrap(), h200())
 }
 
 /// Experts of [`looked_up`].
@@ -475,7 +490,19 @@ pub fn looked_up_on(target: &Target, candidate: &Candidate) -> Schedule {
     let p = &mut s.program;
     let buffer = |p: &mut Program, name: &str, space, dtype, rows, cols, content| {
         let (name, home) = (name.to_string(), Home::of(space));
-        p.buffers.push(Buffer { name, space, dtype, coded: None, rows, cols, phases: 1, paging: None, home, content });
+        p.buffers.push(Buffer {
+            name,
+            space,
+            dtype,
+            coded: None,
+            rows,
+            cols,
+            phases: 1,
+            words: false,
+            paging: None,
+            home,
+            content,
+        });
         BufferId::from(p.buffers.len() - 1)
     };
     let parts = vec![Part { view: RowView::range(TensorId(0), 0), rows: EXPERTS }];
@@ -536,7 +563,7 @@ pub fn looked_up_on(target: &Target, candidate: &Candidate) -> Schedule {
     let later = |grid: GridId| if grid < expert { grid } else { GridId(grid.0 + moved) };
     s.variants = std::mem::take(&mut s.variants).into_iter().map(|(grid, variant)| (later(grid), variant)).collect();
     let chunk = s.machine.ring.slot_bytes / 512;
-    let alone = MatVecVariant { units: 1, chunk, block: 1, units_per_warp: 1, poll_batch: 1, granule: 512 };
+    let alone = MatVecVariant { units: 1, chunk, block: 1, units_per_warp: 1, poll_batch: 1, granule: 512, pass: 0 };
     s.variants.insert(score, Variant::MatVec(alone));
     let regime = &mut s.regimes[0];
     regime.tasks.iter_mut().for_each(|task| task.grid = later(task.grid));

@@ -27,7 +27,7 @@ use crate::proof_support::{buffer, grid, listed, looked_up, operand, swap_queued
 use crate::support::fixture;
 
 /// Ten pages, for two sequences that hold eight.
-const BATCH: Batch = Batch { rows: 2, sequences: 3, pages: 10, page_rows: 4 };
+const BATCH: Batch = Batch { rows: 2, sequences: 3, pages: 10, page_rows: 4, words: false };
 const CONTEXT_MAX: u32 = 24;
 const FIRST: [u32; 11] = [1, 403, 407, 261, 378, 432, 383, 286, 261, 376, 298];
 const SECOND: [u32; 4] = [1, 432, 383, 286];
@@ -139,7 +139,7 @@ fn a_paged_step_of_two_rows_is_two_steps_of_one() {
 }
 
 /// Steps of up to 16 rows, for four sequences.
-const MANY: Batch = Batch { rows: 16, sequences: 4, pages: 32, page_rows: 4 };
+const MANY: Batch = Batch { rows: 16, sequences: 4, pages: 32, page_rows: 4, words: false };
 
 /// Sequences served together: each launch takes up to `chunk` tokens of each prompt, then what follows one by one.
 fn served(imported: &Imported, precision: Precision, options: Options, prompts: &[&[u32]], chunk: usize) -> Vec<Run> {

@@ -6,7 +6,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use monobloc::codegen::HEADERS;
+use monobloc::codegen::{HEADERS, ROWS_HEADERS};
 use monobloc::manifest::Manifest;
 use monobloc::model::config::schema_table;
 use monobloc::target::Target;
@@ -32,7 +32,7 @@ const IMPORTS: &[(&str, &[&str])] = &[
     ("tokenizer", &["error", "files"]),
     ("candidate", &["ir"]),
     // The only module that knows what measurements advise.
-    ("defaults", &["candidate", "dtype", "ir", "lower", "model", "target"]),
+    ("defaults", &["candidate", "dtype", "ir", "lower", "model", "schedule", "target"]),
     // The language knows no pass and no target; machines and variants count in warps and registers.
     ("ir", &["dtype", "error", "format", "id", "model", "text"]),
     ("pages", &["rows"]),
@@ -47,10 +47,12 @@ const IMPORTS: &[(&str, &[&str])] = &[
     // Runs rows only with tables that the guard gave out.
     ("interp", &["dtype", "error", "format", "ir", "model", "pack", "random", "rows", "sample"]),
     // Prints and encodes what was proven; decides nothing.
-    ("codegen", &["digest", "dtype", "format", "ir", "model", "target", "validate"]),
+    ("codegen", &["digest", "dtype", "format", "ir", "model", "rows", "target", "validate"]),
     // Source in, cubin out, bytes to a device; only a session knows what a schedule is.
     ("cuda", &["codegen", "error", "target"]),
     ("cuda/session", &["codegen", "error", "ir", "pack", "sample", "target", "trace"]),
+    // Launches rows only with tables that the guard gave out.
+    ("cuda/rows", &["codegen", "error", "ir", "rows", "target"]),
     (
         "check",
         &[
@@ -62,7 +64,9 @@ const IMPORTS: &[(&str, &[&str])] = &[
             "ir",
             "model",
             "pack",
+            "pages",
             "reference",
+            "rows",
             "sample",
             "target",
             "validate",
@@ -140,6 +144,8 @@ const SYNCHRONISES_ELSEWHERE: &[(&str, &str, &str)] = &[
     ("runtime/kernel.cuh", "fence.mbarrier_init", "once, before the roles of the warps part"),
     ("runtime/kernel.cuh", "__syncthreads", "once, before the roles of the warps part"),
     ("ops/select.cuh", "__threadfence_system", "the token reaches the host before the count that says so"),
+    ("rows/ring.cuh", "wait_expired", "the loader's wait for the acquired step, bounded as all"),
+    ("rows/select.cuh", "__threadfence_system", "the tokens reach the host before the count that says so"),
 ];
 
 /// Documents outside `docs/`.
@@ -589,15 +595,16 @@ fn the_compiler_gets_every_header_and_the_master_header_includes_them() {
         .iter()
         .map(|source| source.path.trim_start_matches("kernels/").to_string())
         .collect();
-    let mut listed = HEADERS.map(|(name, _)| name);
+    let mut listed: Vec<&str> = HEADERS.iter().chain(&ROWS_HEADERS).map(|(name, _)| *name).collect();
     listed.sort();
     assert_eq!(files, listed, "files below kernels/ and HEADERS of src/codegen/mod.rs");
-    let master = read("kernels/monobloc.cuh");
+    let master = read("kernels/monobloc.cuh") + &read("kernels/monobloc_rows.cuh");
     let mut included: Vec<&str> =
         master.lines().filter_map(|line| line.strip_prefix("#include \"")?.strip_suffix('"')).collect();
-    included.push("monobloc.cuh");
+    // The header for rows includes that for one row.
+    included.push("monobloc_rows.cuh");
     included.sort();
-    assert_eq!(included, listed, "monobloc.cuh includes every header");
+    assert_eq!(included, listed, "monobloc.cuh and monobloc_rows.cuh include every header");
 }
 
 /// Compares a document with what the code says, or writes it under `BLESS=1`.

@@ -287,6 +287,7 @@ impl Build<'_> {
             rows: 1,
             cols,
             phases: 1,
+            words: false,
             paging: None,
             home: Home::of(space),
             content: None,
@@ -506,10 +507,11 @@ fn place_randomly(random: &mut Rng, p: Program, sms: usize) -> Base {
                     units_per_warp: 1,
                     poll_batch: 1,
                     granule: 512,
+                    pass: 0,
                 }
             } else {
                 let chunk = unit.div_ceil(unit.div_ceil(8));
-                MatVecVariant { units, chunk, block: unit, units_per_warp: 1, poll_batch: 1, granule: 512 }
+                MatVecVariant { units, chunk, block: unit, units_per_warp: 1, poll_batch: 1, granule: 512, pass: 0 }
             };
             variants.insert(id, Variant::MatVec(variant));
         }

@@ -1,0 +1,80 @@
+// Owns what a launch of rows gets beside Params, and what a block keeps of its rows.
+#pragma once
+
+// One row of a launch, as the host's guard has judged it; 48 bytes, laid out by codegen/abi.rs.
+struct alignas(16) Row {
+  u32 sequence;  // row of the page table
+  u32 position;  // in the first step; one more in each step after it
+  i32 token;     // of the first step; below 0: what row `from` of the step before this launch decided
+  u32 from;
+  u32 first;     // the first row of the launch of the same sequence
+  u32 steps;     // steps that the row takes part in
+  u32 seed_low, seed_high;
+  float inverse_temperature; // 0: greedy
+  u32 reserved[3];
+};
+static_assert(sizeof(Row) == 48, "rows are 48 bytes in codegen/abi.rs");
+
+struct RowsParams : Params {
+  const Row* rows;
+  const u32* pages; // [sequences][M::BLOCKS]
+  u32 row_count;
+  u32 logits_from;  // first step whose logits are written
+};
+
+template <class M>
+struct RowsState {
+  State<M> block;
+  u32 active; // a bit for each row that takes part in the step
+  int token[M::ROWS];
+  float stat[2][2][M::WARPS][M::ROWS]; // [task parity][sum, sum of squares][warp][row]
+  float best[M::WARPS][M::ROWS];
+  int best_index[M::WARPS][M::ROWS];
+};
+template <class M>
+__device__ __forceinline__ RowsState<M>& rows_state() {
+  return *reinterpret_cast<RowsState<M>*>(block_memory() + M::STATE_AT);
+}
+template <class M>
+__device__ __forceinline__ const RowsParams& rows_params(const Context<M>& c) {
+  return static_cast<const RowsParams&>(c.p);
+}
+template <class M>
+__device__ __forceinline__ bool takes_part(int row) {
+  return rows_state<M>().active >> row & 1;
+}
+// The position of a row in the running step.
+template <class M>
+__device__ __forceinline__ u32 position_of(const Context<M>& c, int row) {
+  return min(rows_params(c).rows[row].position + (c.tag - c.p.tag), M::CONTEXT_MAX - 1);
+}
+// Where the cache has the row of `position` of a sequence: a row of the pool.
+template <class M>
+__device__ __forceinline__ u32 pool_row(const u32* pages, u32 sequence, u32 position) {
+  const u32 page = min(__ldg(pages + u64(sequence) * M::BLOCKS + position / M::PAGE_ROWS), M::PAGES - 1);
+  return page * M::PAGE_ROWS + position % M::PAGE_ROWS;
+}
+
+// Statistics of rows, from the lanes of a warp that hold parts of row lane / 4 (and of 8 more); valid after the next barrier.
+template <class M, int GROUPS>
+__device__ __forceinline__ void put_row_statistic(const Context<M>& c, int which, const float (&value)[GROUPS]) {
+#pragma unroll
+  for (int h = 0; h < GROUPS; h++) {
+    float v = value[h];
+    v += __shfl_xor_sync(~0u, v, 1);
+    v += __shfl_xor_sync(~0u, v, 2);
+    if (c.lane() % 4 == 0) rows_state<M>().stat[c.task & 1][which][c.warp()][h * 8 + c.lane() / 4] = v;
+  }
+}
+template <class M>
+__device__ __forceinline__ float row_statistic(const Context<M>& c, int which, int row) {
+  float sum = 0.f;
+#pragma unroll
+  for (int w = 0; w < M::WARPS; w++) sum += rows_state<M>().stat[c.task & 1][which][w][row];
+  return sum;
+}
+
+// The first position that the row at `position` sees, or one a little before: histories begin at whole tiles of 16.
+__device__ __forceinline__ u32 history_begin(u32 position, u32 window) {
+  return (window && position + 1 > window ? position + 1 - window : 0) / 16 * 16;
+}

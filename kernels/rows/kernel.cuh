@@ -1,0 +1,57 @@
+// The persistent loop of a kernel for rows; see runtime/kernel.cuh.
+#pragma once
+
+// D::run(context, op, entry) executes one task.
+template <class M, class D>
+__device__ __forceinline__ void consume_rows(const RowsParams& p) {
+  Context<M> c{p};
+  c.tag = p.tag;
+  c.position = 0;
+  c.ring = RingCursor<M>{0, 0};
+  c.batch = c.task = 0;
+  c.in_step = 0;
+  c.patience = POLLS_BETWEEN_CHECKS;
+  c.begin_task();
+  const u32 count = load_queue(c, 0);
+  for (u32 s = 0; s < p.steps; s++) {
+    u32 op = uniform(c.queue()[0].op);
+#pragma unroll 1
+    for (u32 i = 0; i < count; i++) {
+      c.in_step = int(i);
+      c.stamp(0);
+      c.begin_task();
+      const u32 now = op;
+      op = uniform(c.queue()[i + 1 < count ? i + 1 : i].op); // so that the next task begins with its jump
+      D::run(c, now, c.queue()[i]);
+      c.stamp(3);
+      c.task++;
+      if (i == 0 && uniform(c.state().stop)) {
+        // The tokens that ended the rows are reported all the same; in the queue of block 0 that is the next task.
+        c.in_step = 1;
+        if (c.sm() == 0) D::select_and_report(c, c.queue()[1]);
+        return;
+      }
+    }
+    c.tag++;
+  }
+  // The tokens that follow the last step, for the host: block 0 selects and reports once more.
+  if (c.sm() == 0)
+    for (u32 i = 0; i < 2; i++) {
+      c.in_step = int(i);
+      D::select_and_report(c, c.queue()[i]);
+      c.task++;
+    }
+}
+
+template <class M, class D>
+__device__ __forceinline__ void persistent_rows(const RowsParams& p) {
+  static_assert(sizeof(RowsState<M>) <= M::STATE_BYTES, "the state part of the shared-memory map is too small");
+  if (threadIdx.x == 0) rows_state<M>().active = 0;
+  begin_block<M>(p);
+  if (uniform(threadIdx.x / 32) >= u32(M::WARPS)) {
+    RowsLoader<M> loader{{p, block_state<M>(), int(threadIdx.x) - M::WARPS * 32, RingCursor<M>{0, 0}, 0, false}};
+    if (M::COPY != Copy::BULK || loader.tid == 0) loader.run_rows(p);
+  } else {
+    consume_rows<M, D>(p);
+  }
+}

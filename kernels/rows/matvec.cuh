@@ -1,0 +1,544 @@
+// matvec of rows: y = W norm(x) + bias for each row of the step, then the epilogue.
+//
+// x (ROWS, K)    words; every warp loads its own granules of k into registers
+// W              units as in ops/matvec.cuh, streamed by blocks of k: of PASS units at a time, the first block of each, then the second
+// out            STORE, ACT: a column a row of W; GATED: 4 columns a unit; RESIDUAL: the fp32 sum stays in the block, its
+//                rounded copy travels; LOGITS: best (value, id) of each row
+//
+// owner    of a unit: one task. A unit's sums are added up by as many threads as it has pairs of columns, times ROWS
+// moves    UNIT_GRANULES * GRANULE_BYTES of the stream for each unit; all values of x into every block, once for each pass
+// assumes  rows of W past ROWS and k past K are zeros in the pack; who publishes x fills its last piece
+//
+// Warps take the granules of a block of k in turn (split k), as with one row. A lane loads 16 bytes of row lane / 4 of W, and the same
+// 16 bytes of k of rows lane / 4 and lane / 4 + 8 of x: as operands of m16n8k16 they are a permutation of k that both sides share.
+// The input of a block of k is held in registers while the warp multiplies it with that block of all units of the pass.
+#pragma once
+
+template <class M, class G>
+struct RowsMatVecShape {
+  static constexpr int ELEM = ElemOf<M::WEIGHT>::BYTES;
+  static constexpr int K_PARTS = OPERAND_ROWS / G::UNIT_ROWS;
+  static constexpr int PART_K = PART_BYTES / ELEM, GRANULE_K = K_PARTS * PART_K;
+  static constexpr int UNIT_GRANULES = ceil_div(G::K, GRANULE_K);
+  static constexpr int BLOCK = G::CHUNK < UNIT_GRANULES ? G::CHUNK : UNIT_GRANULES; // granules of a block of k
+  static constexpr int BLOCKS = ceil_div(UNIT_GRANULES, BLOCK);
+  static constexpr int WARP_GRANULES = ceil_div(BLOCK, M::WARPS);
+  static constexpr int THREADS = M::WARPS * 32;
+  // Threads of the sums of a unit, and units whose sums meet at once.
+  static constexpr int PAIRS = G::UNIT_ROWS / 2, UNIT_THREADS = M::ROWS * 4, BATCH = THREADS / UNIT_THREADS;
+  static_assert(BATCH > 0 && THREADS % UNIT_THREADS == 0, "a thread has one row");
+  // Sums of a unit: [warp][row][column]
+  static constexpr int UNIT_SUMS = M::WARPS * M::ROWS * OPERAND_ROWS;
+  // Whether this warp has an i-th granule of a block. What is known when this is compiled needs no predicate.
+  static __device__ __forceinline__ bool exists(const Context<M>& c, int block, int i) {
+    const int in_block = i * M::WARPS + c.warp();
+    const bool in = (i + 1) * M::WARPS <= BLOCK || in_block < BLOCK;
+    return in && (UNIT_GRANULES % BLOCK == 0 || block * BLOCK + in_block < UNIT_GRANULES);
+  }
+};
+
+// What becomes of sums: by thread, which has the columns 2 * pair and 2 * pair + 1 of units of one row.
+template <class M, class G>
+struct RowsEpilogue {
+  typedef RowsMatVecShape<M, G> S;
+  int row, pair, unit_of_batch;
+  float factor, best;
+  int best_id;
+
+  __device__ __forceinline__ explicit RowsEpilogue(const Context<M>& c)
+      : row(c.tid() / 4 % M::ROWS), pair(c.tid() % 4), unit_of_batch(c.tid() / S::UNIT_THREADS), factor(1.f), best(NEGATIVE_INFINITY),
+        best_id(0x7fffffff) {}
+
+  // After the first barrier of a task.
+  __device__ __forceinline__ void load_factor(const Context<M>& c) {
+    if constexpr (G::NORM == Norm::RMS) factor = rsqrtf(row_statistic(c, 1, row) * (1.f / G::K) + G::EPS);
+  }
+  // Sums of columns `col` and `col + 1` of a unit, over warps and parts of k.
+  __device__ __forceinline__ float2 sum(const float* unit, int col) const {
+    float2 y = make_float2(0.f, 0.f);
+#pragma unroll
+    for (int p = 0; p < S::K_PARTS; p++)
+#pragma unroll
+      for (int w = 0; w < M::WARPS; w++) {
+        const float2 v = *reinterpret_cast<const float2*>(unit + (w * M::ROWS + row) * OPERAND_ROWS + p * G::UNIT_ROWS + col);
+        y.x += v.x, y.y += v.y;
+      }
+    y.x *= factor, y.y *= factor;
+    return y;
+  }
+  __device__ __forceinline__ void bias(const Context<M>& c, const Entry& e, int unit, int col, float2& y) const {
+    if constexpr (G::BIAS) {
+      const float2 b = __ldg(reinterpret_cast<const float2*>(c.template constant<float>(e.bias) + unit * G::UNIT_ROWS + col));
+      y.x += b.x, y.y += b.y;
+    }
+  }
+  // The sums of `n` units from unit `first` on (unit `first - e.lo` of the task) that lie in `sums`.
+  __device__ __forceinline__ void run(Context<M>& c, const Entry& e, const float* sums, int first, int n) {
+    if (unit_of_batch >= n || !takes_part<M>(row)) return;
+    const int unit = first + unit_of_batch;
+    const float* mine = sums + unit_of_batch * S::UNIT_SUMS;
+    if constexpr (G::EPILOGUE == Epilogue::GATED) {
+      const int col = unit * 4 + pair * 2;
+      if (pair >= 2 || col >= G::ROWS / 2) return;
+      float2 gate = sum(mine, pair * 2), up = sum(mine, 4 + pair * 2);
+      bias(c, e, unit, pair * 2, gate);
+      bias(c, e, unit, 4 + pair * 2, up);
+      publish_pair<G::ROWS / 2>(c, e.out, row, col, activate<G::ACT>(gate.x) * up.x, activate<G::ACT>(gate.y) * up.y);
+    } else {
+      const int col = unit * G::UNIT_ROWS + pair * 2;
+      if (pair >= S::PAIRS || col >= G::ROWS) return;
+      float2 y = sum(mine, pair * 2);
+      bias(c, e, unit, pair * 2, y);
+      if constexpr (G::EPILOGUE == Epilogue::LOGITS) {
+        logits(c, col, y);
+      } else {
+        if constexpr (G::EPILOGUE == Epilogue::ACT) y = make_float2(activate<G::ACT>(y.x), activate<G::ACT>(y.y));
+        if constexpr (G::EPILOGUE == Epilogue::RESIDUAL) {
+          float2* own = reinterpret_cast<float2*>(c.residual() + row * M::RESIDUAL_COLS + e.residual + (unit - int(e.lo)) * 8 + pair * 2);
+          const float2 old = *own;
+          y = make_float2(old.x + G::SCALE * y.x, old.y + G::SCALE * y.y);
+          *own = y;
+        }
+        if constexpr (G::PUBLISH) publish_pair<G::ROWS>(c, e.out, row, col, y.x, y.y);
+      }
+    }
+  }
+  __device__ __forceinline__ void logits(const Context<M>& c, int id, float2 y) {
+    const RowsParams& p = rows_params(c);
+    const Row& r = p.rows[row];
+    const u32 step = c.tag - p.tag;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      if (id + i >= G::ROWS) break;
+      const float v = softcap((i == 0 ? y.x : y.y) * G::SCALE, G::SOFTCAP);
+      if (p.logits && step >= p.logits_from) p.logits[(u64(step - p.logits_from) * M::ROWS + row) * G::ROWS + id + i] = v;
+      float score = v;
+      // The noise belongs to the token that this step decides.
+      if (r.inverse_temperature > 0.f)
+        score = mul_add(v, r.inverse_temperature, noise(u64(r.seed_high) << 32 | r.seed_low, r.position + step + 1, u32(id + i)));
+      argmax_take(best, best_id, score, id + i);
+    }
+  }
+  // The best (value, id) of each row to all SMs, after everything that this block wrote in the step.
+  __device__ __forceinline__ void publish_best(Context<M>& c, const Entry& e) {
+    RowsState<M>& state = rows_state<M>();
+#pragma unroll
+    for (int o = 1; o < 4; o <<= 1) {
+      const float v = __shfl_xor_sync(~0u, best, o);
+      const int i = __shfl_xor_sync(~0u, best_id, o);
+      argmax_take(best, best_id, v, i);
+    }
+    // Warps of 8 rows each: of M::ROWS rows, the warps w, w + M::ROWS / 8, .. have the same ones.
+    if (pair == 0) {
+      state.best[c.warp()][row] = best;
+      state.best_index[c.warp()][row] = best_id;
+    }
+    c.barrier();
+    if (c.warp() == 0) {
+      release_step();
+      if (c.lane() < M::ROWS && takes_part<M>(c.lane())) {
+        constexpr int STRIDE = M::ROWS / 8;
+        best = NEGATIVE_INFINITY, best_id = 0x7fffffff;
+#pragma unroll
+        for (int w = 0; w < M::WARPS / STRIDE; w++) {
+          const int from = w * STRIDE + c.lane() / 8;
+          argmax_take(best, best_id, state.best[from][c.lane()], state.best_index[from][c.lane()]);
+        }
+        u64* to = c.p.exchange + e.aux + ((c.tag & 1) * M::ROWS + c.lane()) * round_up(2 * G::PARTS, 2) + 2 * e.j;
+        publish(to, __float_as_uint(best), c.tag);
+        publish(to + 1, u32(best_id), c.tag);
+      }
+    }
+  }
+};
+
+// Blocks of k that a warp keeps for all passes.
+constexpr int RESIDENT_BLOCKS = 2;
+
+// Tensor cores: bf16 weights and words.
+template <class M, class G>
+struct RowsMatVecTensor {
+  typedef RowsMatVecShape<M, G> S;
+  typedef Words<M, G::K> W;
+  static constexpr int GROUPS = M::ROWS / 8, K_PARTS = S::K_PARTS, WARP_GRANULES = S::WARP_GRANULES;
+  // Pieces of the input that a lane holds: of each granule and part, of each group of rows.
+  static constexpr int N = WARP_GRANULES * K_PARTS * GROUPS;
+  static constexpr int PASS = G::PASS;
+
+  // Piece i of a block, from the lane's own place in the block on.
+  static __device__ __forceinline__ u32 offset(int i) {
+    const int h = i % GROUPS, p = i / GROUPS % K_PARTS, j = i / GROUPS / K_PARTS;
+    return u32(h) * W::GROUP_BYTES + u32((j * M::WARPS * K_PARTS + p) * 4) * 128;
+  }
+  static __device__ __forceinline__ u32 lane_at(const Context<M>& c, int block) {
+    return u32((block * S::BLOCK + c.warp()) * K_PARTS * 4 + c.lane() % 4) * 128 + u32(c.lane() / 4) * 16;
+  }
+  static __device__ __forceinline__ bool wants(const Context<M>& c, int block, int i, u32 active) {
+    const int h = i % GROUPS, p = i / GROUPS % K_PARTS, j = i / GROUPS / K_PARTS;
+    const int granule = block * S::BLOCK + j * M::WARPS + c.warp();
+    return S::exists(c, block, j) && (W::PIECES == S::UNIT_GRANULES * K_PARTS * 4 || (granule * K_PARTS + p) * 4 + c.lane() % 4 < W::PIECES) && (active >> (h * 8 + c.lane() / 4) & 1);
+  }
+  static __device__ __forceinline__ void issue(const Context<M>& c, const u8* x, int block, u32 active, uint4 (&v)[N]) {
+    const u8* base = x + lane_at(c, block);
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+      v[i] = make_uint4(0, 0, 0, 0);
+      load_piece(base + offset(i), wants(c, block, i, active), v[i]);
+    }
+  }
+  static __device__ __forceinline__ void settle(Context<M>& c, const u8* x, int block, uint4 (&v)[N]) {
+    await_pieces<N>(x + lane_at(c, block), [](int i) { return offset(i); }, v, c.waiter());
+  }
+
+  // A LayerNorm needs both statistics before anything is multiplied.
+  struct Means {
+    float mean[GROUPS], factor[GROUPS];
+  };
+  static __device__ __forceinline__ Means layer_statistics(Context<M>& c, const u8* x, u32 active) {
+    Means m;
+#pragma unroll
+    for (int h = 0; h < GROUPS; h++) m.mean[h] = 0.f, m.factor[h] = 0.f;
+#pragma unroll 1
+    for (int which = 0; which < 2; which++) {
+      float sum[GROUPS] = {};
+#pragma unroll 1
+      for (int block = 0; block < S::BLOCKS; block++) {
+        uint4 v[N];
+        issue(c, x, block, active, v);
+        settle(c, x, block, v);
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+          float y[W::PIECE_COLS];
+          unpack_piece<M>(v[i], y);
+          const int h = i % GROUPS, col = first_col(c, block, i);
+#pragma unroll
+          for (int k = 0; k < W::PIECE_COLS; k++)
+            if (wants(c, block, i, active) && col + k < G::K) sum[h] += which == 0 ? y[k] : (y[k] - m.mean[h]) * (y[k] - m.mean[h]);
+        }
+      }
+      put_row_statistic<M, GROUPS>(c, which, sum);
+      c.barrier();
+#pragma unroll
+      for (int h = 0; h < GROUPS; h++) {
+        const float mean = row_statistic(c, which, h * 8 + c.lane() / 4) * (1.f / G::K);
+        (which == 0 ? m.mean[h] : m.factor[h]) = which == 0 ? mean : rsqrtf(mean + G::EPS);
+      }
+    }
+    return m;
+  }
+  static __device__ __forceinline__ int first_col(const Context<M>& c, int block, int i) {
+    const int p = i / GROUPS % K_PARTS, j = i / GROUPS / K_PARTS;
+    return ((block * S::BLOCK + j * M::WARPS + c.warp()) * K_PARTS + p) * 32 + c.lane() % 4 * 8;
+  }
+
+  // The norm of a block of the input, in place.
+  static __device__ __forceinline__ void normalise(const Context<M>& c, const Entry& e, int block, const Means& m, uint4 (&v)[N],
+                                                   float (&squares)[GROUPS]) {
+    if constexpr (G::NORM != Norm::NONE) {
+#pragma unroll
+    for (int i = 0; i < N; i += GROUPS) {
+      const int p = i / GROUPS % K_PARTS, j = i / GROUPS / K_PARTS;
+      const int granule = block * S::BLOCK + j * M::WARPS + c.warp(), col = first_col(c, block, i);
+      const bool there = S::exists(c, block, j) && (W::PIECES == S::UNIT_GRANULES * K_PARTS * 4 || (granule * K_PARTS + p) * 4 + c.lane() % 4 < W::PIECES);
+      float w[8] = {}, b[8] = {};
+      const auto load = [&](u32 at, float (&to)[8]) {
+        const float4* from = reinterpret_cast<const float4*>(c.template constant<float>(at) + col);
+        const float4 lo = __ldg(from), hi = __ldg(from + 1);
+        to[0] = lo.x, to[1] = lo.y, to[2] = lo.z, to[3] = lo.w, to[4] = hi.x, to[5] = hi.y, to[6] = hi.z, to[7] = hi.w;
+      };
+      if (there) load(e.norm_weight, w);
+      if (G::NORM == Norm::LAYER && there && e.norm_bias != ~0u) load(e.norm_bias, b);
+#pragma unroll
+      for (int h = 0; h < GROUPS; h++) {
+        float x[8];
+        unpack_piece<M>(v[i + h], x);
+#pragma unroll
+        for (int k = 0; k < 8; k++) {
+          if constexpr (G::NORM == Norm::RMS) {
+            squares[h] += x[k] * x[k];
+            x[k] *= w[k];
+          } else {
+            x[k] = col + k < G::K ? (x[k] - m.mean[h]) * m.factor[h] * w[k] + b[k] : 0.f;
+          }
+        }
+        v[i + h] = make_uint4(bf16_pair(x[0], x[1]), bf16_pair(x[2], x[3]), bf16_pair(x[4], x[5]), bf16_pair(x[6], x[7]));
+      }
+    }
+    }
+  }
+
+  static __device__ __forceinline__ void product(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+#if __CUDA_ARCH__ >= 800
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+#endif
+  }
+
+  // The chunk at hand times the block of the input in `a`.
+  static __device__ __forceinline__ void multiply(Context<M>& c, int block, const uint4 (&a)[N], float (&d)[K_PARTS][4]) {
+    const u8* slot = ring_take(c, c.ring) + c.warp() * GRANULE_BYTES + c.lane() * LANE_BYTES;
+    uint4 b[WARP_GRANULES];
+#pragma unroll
+    for (int j = 0; j < WARP_GRANULES; j++)
+      b[j] = S::exists(c, block, j) ? *reinterpret_cast<const uint4*>(slot + j * (M::WARPS * GRANULE_BYTES)) : make_uint4(0, 0, 0, 0);
+    ring_release(c, c.ring);
+    c.ring.next();
+#pragma unroll
+    for (int j = 0; j < WARP_GRANULES; j++)
+#pragma unroll
+      for (int p = 0; p < K_PARTS; p++) {
+        const uint4 lo = a[(j * K_PARTS + p) * GROUPS];
+        const uint4 hi = GROUPS == 2 ? a[(j * K_PARTS + p) * GROUPS + GROUPS - 1] : make_uint4(0, 0, 0, 0);
+        product(d[p], lo.x, hi.x, lo.y, hi.y, b[j].x, b[j].y);
+        product(d[p], lo.z, hi.z, lo.w, hi.w, b[j].z, b[j].w);
+      }
+  }
+  // A warp's sums of a unit to shared memory: [row][column], of each column the part of k that it belongs to.
+  static __device__ __forceinline__ void put(const Context<M>& c, float* to, const float (&d)[K_PARTS][4]) {
+    const int g = c.lane() / 4, t = c.lane() % 4;
+#pragma unroll
+    for (int h = 0; h < GROUPS; h++) {
+      float2 y = make_float2(d[0][2 * h], d[0][2 * h + 1]);
+#pragma unroll
+      for (int p = 1; p < K_PARTS; p++)
+        if (t * 2 / G::UNIT_ROWS == p) y = make_float2(d[p][2 * h], d[p][2 * h + 1]);
+      *reinterpret_cast<float2*>(to + (c.warp() * M::ROWS + h * 8 + g) * OPERAND_ROWS + t * 2) = y;
+    }
+  }
+
+  // Of a short k a warp keeps all of the input for every pass; of a long one it has a block and the next one. Straight code that a
+  // task runs once is fetched once for each task: passes are loops, and few units long.
+  static constexpr bool RESIDENT = S::BLOCKS <= RESIDENT_BLOCKS;
+  static constexpr int DEPTH = RESIDENT ? S::BLOCKS : 2;
+
+  // What a pass of `here` units, from unit `first` of the task on, leaves in registers: to shared memory, and what becomes of it.
+  static __device__ __forceinline__ void end_pass(Context<M>& c, const Entry& e, RowsEpilogue<M, G>& epilogue, const float (&d)[PASS][K_PARTS][4],
+                                                  int first, int here) {
+#pragma unroll
+    for (int batch = 0; batch < PASS; batch += S::BATCH) {
+      if (batch >= here) break;
+      float* sums = c.reduce() + c.batch * (S::BATCH * S::UNIT_SUMS);
+#pragma unroll
+      for (int u = 0; u < S::BATCH && batch + u < PASS; u++) put(c, sums + u * S::UNIT_SUMS, d[batch + u]);
+      c.barrier();
+      if (first == 0 && batch == 0) epilogue.load_factor(c);
+      epilogue.run(c, e, sums, int(e.lo) + first + batch, here - batch);
+      c.batch ^= 1;
+    }
+  }
+
+  static __device__ __forceinline__ void run(Context<M>& c, const Entry& e) {
+    const int units = int(uniform(e.hi - e.lo));
+    const u32 active = uniform(rows_state<M>().active);
+    const u8* x = words_of<M, G::K>(c, e.x);
+    Means means{};
+    if constexpr (G::NORM == Norm::LAYER) means = layer_statistics(c, x, active);
+    uint4 a[DEPTH][N];
+#pragma unroll
+    for (int i = 0; i < DEPTH; i++)
+      if (i < S::BLOCKS) issue(c, x, i, active, a[i]);
+    float squares[GROUPS] = {};
+    RowsEpilogue<M, G> epilogue(c);
+    if constexpr (RESIDENT) {
+#pragma unroll
+      for (int block = 0; block < DEPTH; block++) {
+        settle(c, x, block, a[block]);
+        normalise(c, e, block, means, a[block], squares);
+      }
+      c.stamp(1);
+      if constexpr (G::NORM == Norm::RMS) put_row_statistic<M, GROUPS>(c, 1, squares);
+    }
+#pragma unroll 1
+    for (int first = 0; first < units; first += PASS) {
+      const int here = min(PASS, units - first);
+      float d[PASS][K_PARTS][4] = {};
+      if constexpr (RESIDENT) {
+#pragma unroll
+        for (int block = 0; block < DEPTH; block++)
+#pragma unroll
+          for (int u = 0; u < PASS; u++)
+            if (u < here) multiply(c, block, a[block], d[u]);
+      } else {
+#pragma unroll 1
+        for (int block0 = 0; block0 < S::BLOCKS; block0 += DEPTH)
+#pragma unroll
+          for (int i = 0; i < DEPTH; i++) {
+            const int block = block0 + i;
+            if (block >= S::BLOCKS) break;
+            settle(c, x, block, a[i]);
+            if (first == 0 && block == 0) c.stamp(1);
+            normalise(c, e, block, means, a[i], squares);
+#pragma unroll
+            for (int u = 0; u < PASS; u++)
+              if (u < here) multiply(c, block, a[i], d[u]);
+            if (block + DEPTH < S::BLOCKS) issue(c, x, block + DEPTH, active, a[i]);
+          }
+        // Later passes add the same squares again, which nothing reads.
+        if constexpr (G::NORM == Norm::RMS)
+          if (first == 0) put_row_statistic<M, GROUPS>(c, 1, squares);
+        if (first + PASS < units)
+#pragma unroll
+          for (int i = 0; i < DEPTH; i++)
+            if (i < S::BLOCKS) issue(c, x, i, active, a[i]);
+      }
+      if (first + PASS >= units) c.stamp(2);
+      end_pass(c, e, epilogue, d, first, here);
+    }
+    if constexpr (G::EPILOGUE == Epilogue::LOGITS) epilogue.publish_best(c, e);
+  }
+};
+
+// Everything else: rows of fp32 in shared memory, a block of k at a time.
+template <class M, class G>
+struct RowsMatVecLanes {
+  typedef RowsMatVecShape<M, G> S;
+  typedef Words<M, G::K> W;
+  static constexpr int PASS = G::PASS, BLOCK_K = S::BLOCK * S::GRANULE_K, LANE_K = LANE_BYTES / S::ELEM;
+
+  static __device__ __forceinline__ float* staged(const Context<M>& c, int row) { return reinterpret_cast<float*>(c.stage()) + row * BLOCK_K; }
+
+  // Values k0 .. of a block of all rows to shared memory; by all threads, ends with a block barrier. Adds up what `which` says.
+  static __device__ __forceinline__ void fetch(Context<M>& c, const u8* x, int block) {
+    const int first = block * BLOCK_K / W::PIECE_COLS, pieces = BLOCK_K / W::PIECE_COLS;
+    c.barrier();
+    // Whole warps wait together.
+    for (int base = 0; base < pieces * M::ROWS; base += S::THREADS) {
+      const int i = base + c.tid(), row = i % M::ROWS, piece = first + i / M::ROWS;
+      const bool in = i < pieces * M::ROWS, want = in && piece < W::PIECES && takes_part<M>(row);
+      uint4 v[1] = {make_uint4(0, 0, 0, 0)};
+      const u8* from = x + W::at(row % M::ROWS, piece * W::PIECE_COLS);
+      load_piece(from, want, v[0]);
+      await_pieces<1>(from, [](int) { return 0u; }, v, c.waiter());
+      float y[W::PIECE_COLS];
+      unpack_piece<M>(v[0], y);
+      if (in)
+#pragma unroll
+        for (int k = 0; k < W::PIECE_COLS; k++) staged(c, row)[i / M::ROWS * W::PIECE_COLS + k] = y[k];
+    }
+    c.barrier();
+  }
+  // Sums over the staged block, of rows warp, warp + WARPS, ..: lanes over k.
+  template <class F>
+  static __device__ __forceinline__ void add_rows(const Context<M>& c, int block, float* sums, F f) {
+#pragma unroll 1
+    for (int row = c.warp(); row < M::ROWS; row += M::WARPS) {
+      float sum = 0.f;
+      for (int k = c.lane(); k < BLOCK_K; k += 32)
+        if (block * BLOCK_K + k < G::K) sum += f(row, staged(c, row)[k]);
+      sum = warp_sum(sum);
+      if (c.lane() == 0) sums[row] += sum;
+    }
+  }
+  // Statistics of the rows in [0] of the state: mean, then 1 / deviation.
+  static __device__ __forceinline__ void statistics(Context<M>& c, const u8* x) {
+    float* mean = rows_state<M>().stat[c.task & 1][0][0];
+    float* square = rows_state<M>().stat[c.task & 1][1][0];
+    c.barrier();
+    if (c.tid() < M::ROWS) mean[c.tid()] = square[c.tid()] = 0.f;
+#pragma unroll 1
+    for (int which = G::NORM == Norm::LAYER ? 0 : 1; which < 2; which++) {
+#pragma unroll 1
+      for (int block = 0; block < S::BLOCKS; block++) {
+        fetch(c, x, block);
+        if (which == 0)
+          add_rows(c, block, mean, [](int, float v) { return v; });
+        else
+          add_rows(c, block, square, [&](int row, float v) { return (v - mean[row]) * (v - mean[row]); });
+      }
+      c.barrier();
+      if (c.tid() < M::ROWS) {
+        if (which == 0)
+          mean[c.tid()] *= 1.f / G::K;
+        else
+          square[c.tid()] = rsqrtf(square[c.tid()] * (1.f / G::K) + G::EPS);
+      }
+      c.barrier();
+    }
+  }
+  static __device__ __forceinline__ void normalise(Context<M>& c, const Entry& e, int block) {
+    const float* mean = rows_state<M>().stat[c.task & 1][0][0];
+    const float* factor = rows_state<M>().stat[c.task & 1][1][0];
+    const float* weight = c.template constant<float>(e.norm_weight);
+    const float* bias = c.template constant<float>(e.norm_bias);
+    for (int i = c.tid(); i < M::ROWS * BLOCK_K; i += S::THREADS) {
+      const int row = i / BLOCK_K, k = block * BLOCK_K + i % BLOCK_K;
+      float* x = staged(c, row) + i % BLOCK_K;
+      *x = k < G::K ? (*x - mean[row]) * factor[row] * weight[k] + (G::NORM == Norm::LAYER && e.norm_bias != ~0u ? bias[k] : 0.f) : 0.f;
+    }
+    c.barrier();
+  }
+  static __device__ __forceinline__ void multiply(Context<M>& c, int block, float (&d)[M::ROWS]) {
+    const u8* slot = ring_take(c, c.ring) + c.warp() * GRANULE_BYTES + c.lane() * LANE_BYTES;
+#pragma unroll 1
+    for (int j = 0; j < S::WARP_GRANULES; j++) {
+      if (!S::exists(c, block, j)) continue;
+      const uint4 b = *reinterpret_cast<const uint4*>(slot + j * (M::WARPS * GRANULE_BYTES));
+      float w[LANE_K];
+      const u32 word[4] = {b.x, b.y, b.z, b.w};
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        if constexpr (S::ELEM == 4)
+          w[i] = __uint_as_float(word[i]);
+        else
+          w[2 * i] = bf16_lo(word[i]), w[2 * i + 1] = bf16_hi(word[i]);
+      }
+      const int k = (j * M::WARPS + c.warp()) * S::GRANULE_K + c.lane() / 4 / G::UNIT_ROWS * S::PART_K + c.lane() % 4 * LANE_K;
+#pragma unroll
+      for (int row = 0; row < M::ROWS; row++)
+#pragma unroll
+        for (int i = 0; i < LANE_K; i++) d[row] += staged(c, row)[k + i] * w[i];
+    }
+    ring_release(c, c.ring);
+    c.ring.next();
+  }
+
+  static __device__ __forceinline__ void run(Context<M>& c, const Entry& e) {
+    const int units = int(uniform(e.hi - e.lo)), passes = ceil_div(units, PASS);
+    const u8* x = words_of<M, G::K>(c, e.x);
+    if constexpr (G::NORM != Norm::NONE) statistics(c, x);
+    RowsEpilogue<M, G> epilogue(c);
+#pragma unroll 1
+    for (int pass = 0; pass < passes; pass++) {
+      const int first = pass * PASS, here = min(PASS, units - first);
+      float d[PASS][M::ROWS] = {};
+#pragma unroll 1
+      for (int block = 0; block < S::BLOCKS; block++) {
+        fetch(c, x, block);
+        if constexpr (G::NORM != Norm::NONE) normalise(c, e, block);
+#pragma unroll
+        for (int u = 0; u < PASS; u++)
+          if (u < here) multiply(c, block, d[u]);
+      }
+      c.stamp(1);
+#pragma unroll
+      for (int u = 0; u < PASS; u++) {
+        if (u >= here) break;
+        float* sums = c.reduce() + c.batch * (S::BATCH * S::UNIT_SUMS);
+#pragma unroll
+        for (int row = 0; row < M::ROWS; row++) {
+          float v = d[u][row];
+          v += __shfl_xor_sync(~0u, v, 1);
+          v += __shfl_xor_sync(~0u, v, 2);
+          if (c.lane() % 4 == 0) sums[(c.warp() * M::ROWS + row) * OPERAND_ROWS + c.lane() / 4] = v;
+        }
+        c.barrier();
+        epilogue.run(c, e, sums, int(e.lo) + first + u, 1);
+        c.batch ^= 1;
+      }
+    }
+    c.stamp(2);
+    if constexpr (G::EPILOGUE == Epilogue::LOGITS) epilogue.publish_best(c, e);
+  }
+};
+
+template <class M, class G>
+struct RowsMatVec {
+  static constexpr bool TENSOR = STAGE_BF16<M> && M::WIRE == Elem::BF16;
+  static __device__ __forceinline__ void run(Context<M>& c, const Entry& e) {
+    if constexpr (TENSOR)
+      RowsMatVecTensor<M, G>::run(c, e);
+    else
+      RowsMatVecLanes<M, G>::run(c, e);
+  }
+};

@@ -1,0 +1,84 @@
+// Owns the stream of a kernel for rows: blocks of k of several units in turn, and pages of the cache.
+#pragma once
+
+template <class M>
+struct RowsLoader : Loader<M> {
+  using Loader<M>::await_free;
+  using Loader<M>::copy;
+  using Loader<M>::gone;
+  using Loader<M>::drain;
+  using Loader<M>::state;
+  using Loader<M>::tid;
+
+  // Until the first task of the block has acquired the step. False: leave.
+  __device__ __forceinline__ bool await_step(u32 tag) {
+    u32 polls = 0, seen;
+    while (seen = handed_over_step(&state.acquired_tag), i32(seen - tag) < 0) {
+      if (state.stop) return false;
+      if (++polls % POLLS_BETWEEN_CHECKS == 0 && wait_expired(&state.dog, WaitSite{tag, nullptr}, WaitKind::HISTORY, seen, tag, false)) {
+        this->lost = true;
+        return false;
+      }
+    }
+    if constexpr (M::COPY == Copy::BULK) fence_history();
+    return true;
+  }
+
+  __device__ void run_rows(const RowsParams& p) {
+    this->begin();
+    RingCursor<M> at{0, 0};
+    for (u32 s = 0; s < p.steps && !gone(); s++) {
+      const u32 tag = p.tag + s, first = p.run_index[blockIdx.x], last = p.run_index[blockIdx.x + 1];
+      bool acquired = false;
+      StreamRun next{};
+      if (first < last) next = p.runs[first];
+      for (u32 r = first; r < last && !gone(); r++) {
+        const StreamRun run = next;
+        if (r + 1 < last) next = p.runs[r + 1];
+        if (next.bytes && tid == 0) asm volatile("prefetch.global.L2 [%0];" ::"l"(p.pack + u64(next.source) * OFFSET_BYTES));
+        if (run.bytes) {
+          // Of `pass` units at a time the first block of k of each, then the second, and so on.
+          const u32 unit = run.block_bytes, units = run.bytes / unit;
+          const u8* weights = p.pack + u64(run.source) * OFFSET_BYTES;
+          for (u32 u0 = 0; u0 < units; u0 += run.splits) {
+            const u32 end = min(u0 + run.splits, units);
+            for (u32 k = 0; k < unit; k += run.chunk_bytes) {
+              const u32 bytes = min(run.chunk_bytes, unit - k);
+              for (u32 u = u0; u < end; u++) {
+                if (!await_free(at, tag)) return drain();
+                copy(at, weights + u64(u) * unit + k, bytes);
+                at.next();
+              }
+            }
+          }
+          continue;
+        }
+        if (!acquired) {
+          if (!await_step(tag)) return drain();
+          acquired = true;
+        }
+        // Of rows of one sequence the first one's position ends the history of all.
+        const u32 row = run.splits;
+        if (!takes_part<M>(row)) continue;
+        const Row& mine = p.rows[row];
+        const u32 end = min(p.rows[mine.first].position + s, M::CONTEXT_MAX), position = min(mine.position + s, M::CONTEXT_MAX - 1);
+        const u64 head = u64(run.head_j >> 16) * M::POOL_ROWS * run.row_bytes;
+        const u8* k = p.cache + u64(run.k_cache) * OFFSET_BYTES + head;
+        const u8* v = p.cache + u64(run.v_cache) * OFFSET_BYTES + head;
+        for (u32 begin = history_begin(position, run.window); begin < end;) {
+          // No chunk reaches beyond its page.
+          const u32 stop = min(begin / run.rows * run.rows + run.rows, end), bytes = (stop - begin) * run.row_bytes;
+          const u64 offset = u64(pool_row<M>(p.pages, mine.sequence, begin)) * run.row_bytes;
+          if (!await_free(at, tag)) return drain();
+          copy(at, k + offset, bytes);
+          at.next();
+          if (!await_free(at, tag)) return drain();
+          copy(at, v + offset, bytes);
+          at.next();
+          begin = stop;
+        }
+      }
+    }
+    drain();
+  }
+};

@@ -1,0 +1,82 @@
+// Owns words: how rows of a step travel between SMs.
+//
+// A word is 4 bytes, two bf16 values or one fp32 value, stored and loaded relaxed and whole. A word of all ones says that
+// nothing is there yet, so a reader's load is its wait. No value has these bits: conversion to bf16 writes a NaN as 0x7fff,
+// and an fp32 value with these bits is stored as 0x7fffffff.
+//
+// A buffer of words has two phases, which steps use in turn. Who stores a word of a step clears the same word of the other
+// phase, for the step after. Two facts make that sound (src/ir/mod.rs, "words"):
+// - the step before is read: every SM has seen all candidates of that step, and each SM publishes its own after its last read;
+// - the cleared word is seen before the next step reads: the clear lies before this step's release, the read after the next
+//   step's acquire. So a reader finds all ones or the value of its own step, never one of two steps before.
+//
+// Layout: for 8 rows at a time, pieces of 16 bytes of each row side by side. A lane that reads a piece of its row and a warp that
+// stores 8 columns of 8 rows both touch whole cache lines.
+#pragma once
+
+constexpr u32 NO_WORD = ~0u;
+
+// Places within a buffer of COLS columns.
+template <class M, int COLS>
+struct Words {
+  static constexpr int ELEM = ElemOf<M::WIRE>::BYTES;
+  static constexpr int PIECE_COLS = 16 / ELEM, WORD_COLS = 4 / ELEM;
+  static constexpr int PIECES = ceil_div(COLS, PIECE_COLS);
+  static constexpr u32 GROUP_BYTES = u32(PIECES) * 128;
+  static constexpr u32 PHASE_BYTES = GROUP_BYTES * (M::ROWS / 8);
+  // Byte of column `col` (even where words hold two) of `row`.
+  static __device__ __forceinline__ u32 at(int row, int col) {
+    return u32(row / 8) * GROUP_BYTES + u32(col / PIECE_COLS) * 128 + u32(row % 8) * 16 + u32(col % PIECE_COLS) * ELEM;
+  }
+};
+
+// The phase of the running step of a buffer that begins at packet `at` of the exchange.
+template <class M, int COLS>
+__device__ __forceinline__ u8* words_of(const Context<M>& c, u32 at) {
+  return reinterpret_cast<u8*>(c.p.exchange + at) + (c.tag & 1) * Words<M, COLS>::PHASE_BYTES;
+}
+
+// Stores the word at byte `at` of the phase `to`, and clears it in the other phase.
+template <class M, int COLS>
+__device__ __forceinline__ void publish_word(const Context<M>& c, u8* to, u32 at, u32 payload) {
+  if (M::WIRE == Elem::F32 && payload == NO_WORD) payload = 0x7fffffffu;
+  store_word(reinterpret_cast<u32*>(to + at), payload);
+  u8* other = (c.tag & 1) ? to - Words<M, COLS>::PHASE_BYTES : to + Words<M, COLS>::PHASE_BYTES;
+  store_word(reinterpret_cast<u32*>(other + at), NO_WORD);
+}
+
+// Publishes columns `col` (even) and `col + 1` of a row. Readers take whole pieces, so who has the last column fills the rest of
+// its piece with zeros.
+template <int COLS, class M>
+__device__ __forceinline__ void publish_pair(const Context<M>& c, u32 buffer, int row, int col, float a, float b) {
+  typedef Words<M, COLS> W;
+  u8* to = words_of<M, COLS>(c, buffer);
+  if (col + 1 >= COLS) b = 0.f;
+  const auto store = [&](int at, float x, float y) {
+    if constexpr (M::WIRE == Elem::BF16) {
+      publish_word<M, COLS>(c, to, W::at(row, at), bf16_pair(x, y));
+    } else {
+      publish_word<M, COLS>(c, to, W::at(row, at), __float_as_uint(x));
+      publish_word<M, COLS>(c, to, W::at(row, at + 1), __float_as_uint(y));
+    }
+  };
+  store(col, a, b);
+  if constexpr (COLS % W::PIECE_COLS != 0)
+    if (col + 2 >= COLS)
+      for (int rest = col + 2; rest < W::PIECES * W::PIECE_COLS; rest += 2) store(rest, 0.f, 0.f);
+}
+
+// Values 2n and 2n + 1 of a piece, or value n of fp32.
+template <class M>
+__device__ __forceinline__ void unpack_piece(const uint4 v, float (&x)[16 / ElemOf<M::WIRE>::BYTES]) {
+  const u32 word[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    if constexpr (M::WIRE == Elem::BF16) {
+      x[2 * i] = bf16_lo(word[i]);
+      x[2 * i + 1] = bf16_hi(word[i]);
+    } else {
+      x[i] = __uint_as_float(word[i]);
+    }
+  }
+}

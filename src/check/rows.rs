@@ -1,0 +1,105 @@
+//! Compares a kernel for several rows with the interpreter, which executes the same schedule with the same tables.
+
+use super::{CheckError, Checked, Judge, Tolerance, check_ids};
+use crate::cuda::rows::{FirstToken, RowInput, RowsSession};
+use crate::interp::{Interp, Options, Pack};
+use crate::pages::Pool;
+use crate::rows::{Guard, Request, Row, SequenceId};
+use crate::sample::argmax;
+use crate::validate::Validated;
+
+/// Multiplications that the interpreter may take: some seconds on a server.
+const COST_MAX: u64 = 400_000_000_000;
+/// Positions that are compared of each sequence, at most: beyond one tile of attention.
+const POSITIONS_MAX: u64 = 20;
+
+/// Compares the logits of every row of every step, and each token that the kernel decides with the arg-max of its logits. First each
+/// row is a sequence of its own, decoded one position at a time with given tokens. Then a prompt is read in two chunks of all rows
+/// and one of half of them. Pages are taken from the pool as they come, so those of a sequence are not neighbours.
+///
+/// # Errors
+/// The first row that is out of tolerance, or what interpreter or device refuse.
+pub fn check_rows(
+    validated: &Validated,
+    pack: Pack,
+    parameters: u64,
+    session: &mut RowsSession,
+) -> Result<Checked, CheckError> {
+    let schedule = validated.schedule();
+    let interp = Interp::new(schedule, pack, Options::fast())?;
+    let shape = *session.shape();
+    let judge = Judge::new(Tolerance::of_device(schedule.program.precision));
+    let vocab = interp.vocab() as u32;
+    let affordable = COST_MAX / parameters.max(1) / u64::from(shape.rows);
+    let positions = affordable.clamp(2, POSITIONS_MAX).min(u64::from(shape.context_max)) as u32;
+    let guard = Guard::new(shape);
+    let mut both = Both { pool: Pool::new(shape), guards: [guard.clone(), guard], interp, session, judge, vocab };
+    let ids = check_ids(vocab, positions * shape.rows);
+    let sequences: Vec<SequenceId> =
+        (0..shape.rows).map(|_| both.pool.open().expect("a sequence for each row")).collect();
+    for (position, tokens) in (0..positions).zip(ids.chunks(shape.rows as usize)) {
+        let row = |&sequence: &SequenceId| Row { sequence, position, wants_logits: true };
+        both.step(sequences.iter().map(row).collect(), tokens)?;
+    }
+    for sequence in sequences {
+        both.pool.close(sequence).expect("an open sequence");
+    }
+    let sequence = both.pool.open().expect("a sequence, all are closed");
+    let mut first = 0;
+    for rows in [shape.rows, shape.rows, shape.rows / 2] {
+        let rows = rows.min(shape.context_max - first);
+        let tokens: Vec<u32> = ids.iter().rev().copied().cycle().skip(first as usize).take(rows as usize).collect();
+        let row = |position| Row { sequence, position, wants_logits: true };
+        both.step((first..first + rows).map(row).collect(), &tokens)?;
+        first += rows;
+    }
+    Ok(Checked { figures: both.judge.figures })
+}
+
+/// Interpreter and device, which are given the same launches.
+struct Both<'a> {
+    pool: Pool,
+    /// Of the interpreter, and of the device.
+    guards: [Guard; 2],
+    interp: Interp,
+    session: &'a mut RowsSession,
+    judge: Judge,
+    vocab: u32,
+}
+
+impl Both<'_> {
+    /// One step of `rows` with `tokens`.
+    fn step(&mut self, rows: Vec<Row>, tokens: &[u32]) -> Result<(), CheckError> {
+        if rows.is_empty() {
+            return Ok(());
+        }
+        for row in &rows {
+            self.pool.reserve(row.sequence, row.position + 1).expect("pages for every position of the check");
+        }
+        let positions: Vec<u32> = rows.iter().map(|row| row.position).collect();
+        let request = Request { rows, steps: 1, edits: self.pool.take_edits() };
+        let [of_interp, of_device] = &mut self.guards;
+        let mut expected: Vec<Vec<f32>> = vec![vec![]; tokens.len()];
+        let admitted = of_interp.admit(&request).expect("pages of the pool keep all facts");
+        self.interp.launch_rows(admitted, tokens, |step| expected[step.row] = step.logits.to_vec())?;
+        self.session.poison_logits()?;
+        let admitted = of_device.admit(&request).expect("pages of the pool keep all facts");
+        let launched = self.session.run(admitted, &given(tokens), &[], true)?;
+        for (row, (expected, position)) in (0u32..).zip(expected.iter().zip(positions)) {
+            let found = self.session.logits(row)?;
+            self.judge.compare_row(self.vocab, position, expected, &found)?;
+            let (decided, chosen) = (launched.tokens.last().map(|tokens| tokens[row as usize]), argmax(&found));
+            if decided != chosen {
+                let (expected, found, figures) = (chosen.unwrap_or(0), decided.unwrap_or(0), self.judge.figures);
+                return Err(CheckError::Argmax { position, expected, found, figures });
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Rows that take part in one step, with these tokens.
+pub fn given(tokens: &[u32]) -> Vec<RowInput> {
+    let input = |&token| RowInput { first: FirstToken::Given(token), steps: 1, inverse_temperature: 0.0, seed: 0 };
+    tokens.iter().map(input).collect()
+}

@@ -1,0 +1,292 @@
+//! Owns kernels for several rows: which candidate and which pages they have, and their timing.
+
+use std::time::Instant;
+
+use crate::candidate::Candidate;
+use crate::check::{self, check_rows, given};
+use crate::codegen::emit::{Trace, emit};
+use crate::cuda::driver::Device;
+use crate::cuda::rows::{FirstToken, RowInput, RowsSession};
+use crate::cuda::session::{Session, SessionError};
+use crate::defaults::rows::{KERNEL_ROWS, Room, place_rows};
+use crate::digest::Digest;
+use crate::error::Fault;
+use crate::ir::program::Space;
+use crate::ir::schedule::Schedule;
+use crate::ir::variant::Variant;
+use crate::manifest::Manifest;
+use crate::pages::Pool;
+use crate::rows::{Edit, Guard, PageId, Request, Row, SequenceId, Shape};
+use crate::target::Target;
+use crate::validate::{Validated, validate};
+
+use super::chain::{Chain, Host};
+use super::execute::STAGING_BYTES;
+use super::stages::{BuildContext, Generated};
+use super::{Workspace, import_stage, keys};
+
+/// Places and proves the kernel for `room`.
+///
+/// # Errors
+/// A kernel that does not fit the target.
+pub(super) fn rows_schedule(context: &BuildContext<'_>, base: &Candidate, room: Room) -> Result<Validated, Fault> {
+    let BuildContext { manifest, target, imported, .. } = *context;
+    let context_max = manifest.decode.context_max;
+    let placed = place_rows(&imported.graph, &manifest.name, manifest.precision, context_max, target, base, room)
+        .map_err(|reason| {
+            Fault::input(format!("a kernel for {} rows does not fit target `{}`: {reason}", room.rows, target.name))
+        })?;
+    Ok(validate(placed, &keys::unmeasured(target))?)
+}
+
+/// Told the logits after each position.
+type OnRow<'a> = &'a mut dyn FnMut(u32, &[f32]);
+
+/// A kernel for rows that reads a prompt in chunks into the cache of the kernel for one row. Block `b` of its only sequence is page `b`
+/// of the pool, so positions lie where that kernel has them.
+pub(super) struct Prefill {
+    session: RowsSession,
+    vocab: u32,
+}
+
+impl Prefill {
+    /// Positions of a chunk.
+    const CHUNK: u32 = 16;
+    /// Shorter prompts are read by the kernel for one row: a launch costs as much as some of its steps.
+    pub const PROMPT_MIN: usize = 32;
+
+    /// Compiles and loads the kernel beside `one`, whose schedule the chain has made; why there is none otherwise.
+    ///
+    /// # Errors
+    /// A cache that pages do not fill evenly, or in another order; what compiler or device refuse.
+    pub fn load(chain: &Chain<'_>, device: &Device, one: &Session) -> Result<Prefill, Fault> {
+        let context = &chain.context;
+        let positions = u64::from(context.manifest.decode.context_max);
+        let validated = rows_schedule(context, &chain.candidate, Room { rows: Self::CHUNK, sequences: 1, positions })?;
+        let (mine, theirs) = (validated.schedule(), chain.validated()?.schedule());
+        if !same_caches(mine, theirs) {
+            return Err(Fault::input(format!("`context_max` {positions} is not a multiple of the rows of a page"))
+                .with_remedy("choose a multiple of 256, so that prompts are read in chunks"));
+        }
+        let source = emit(&validated, context.target, Trace::Off);
+        let cubin = chain.compile(&Generated { content: Digest::of(source.text.as_bytes()), source })?;
+        let queues = context.workspace.queues(&validated)?;
+        let session = RowsSession::load(device, &queues, &cubin.bytes, 1, one.pack(), Some(one.cache()))?;
+        Ok(Prefill { session, vocab: context.imported.graph.vocab })
+    }
+
+    /// Writes the cache of positions `0..ids.len()`; with `on_row`, tells the logits after each.
+    ///
+    /// # Errors
+    /// What the device refuses; a launch that gave up.
+    pub fn read(&mut self, ids: &[u32], mut on_row: Option<OnRow<'_>>) -> Result<(), Fault> {
+        let shape = *self.session.shape();
+        let mut guard = Guard::new(shape);
+        let sequence = SequenceId(0);
+        let blocks = 0..(ids.len() as u32).div_ceil(shape.page_rows);
+        let mut edits: Vec<Edit> = blocks.map(|block| Edit { sequence, block, page: Some(PageId(block)) }).collect();
+        for (chunk, tokens) in (0u32..).zip(ids.chunks(Self::CHUNK as usize)) {
+            let first = chunk * Self::CHUNK;
+            let wants_logits = on_row.is_some();
+            let rows = (first..).take(tokens.len()).map(|position| Row { sequence, position, wants_logits }).collect();
+            let request = Request { rows, steps: 1, edits: std::mem::take(&mut edits) };
+            let tables = guard.admit(&request).map_err(|refused| Fault::internal(refused.to_string()))?;
+            self.session.run(tables, &given(tokens), &[], wants_logits)?;
+            if let Some(on_row) = &mut on_row {
+                for (row, position) in (0..tokens.len() as u32).zip(first..) {
+                    on_row(position, &self.session.logits(row)?[..self.vocab as usize]);
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Whether the caches of two schedules lie at the same places, row by row.
+fn same_caches(a: &Schedule, b: &Schedule) -> bool {
+    let caches = |s: &Schedule| -> Vec<_> {
+        let buffers = s.program.buffers.iter().zip(&s.placement);
+        buffers.filter(|(b, _)| b.space == Space::Cache).map(|(b, at)| (b.rows, b.cols, b.dtype, *at)).collect()
+    };
+    let layouts = |s: &Schedule| -> Vec<_> {
+        let variants = s.variants.values().filter_map(|v| match v {
+            Variant::Attention(a) => Some((a.swizzled, a.pitch)),
+            Variant::MatVec(_) => None,
+        });
+        let mut layouts: Vec<_> = variants.collect();
+        layouts.sort_unstable();
+        layouts.dedup();
+        layouts
+    };
+    caches(a) == caches(b) && layouts(a) == layouts(b)
+}
+
+/// What a benchmark of rows found at one number of rows.
+pub struct RowsTimed {
+    /// Of a prompt: the rows of a chunk.
+    pub rows: u32,
+    /// Rows of the kernel.
+    pub kernel: u32,
+    pub position: u32,
+    pub checked: check::Figures,
+    pub took: Took,
+}
+
+/// What was timed.
+pub enum Took {
+    /// A step of each launch, microseconds; ascending.
+    Steps(Vec<f64>),
+    /// A prompt of so many tokens, milliseconds each time; ascending.
+    Prompt { tokens: u32, ms: Vec<f64> },
+}
+
+/// Launches of a measurement, and steps of each.
+const LAUNCHES: usize = 20;
+const STEPS: u32 = 16;
+/// Prompts of a measurement.
+const PROMPTS: usize = 5;
+
+/// Times steps of each number of rows at each position, after the logits of its kernel were compared.
+///
+/// # Errors
+/// As `bench`; a kernel that does not fit the target.
+pub fn bench_rows(
+    workspace: &Workspace,
+    manifest: &Manifest,
+    target: &Target,
+    rows: &[u32],
+    prompts: &[u32],
+    on_timed: &mut dyn FnMut(&RowsTimed) -> Result<(), Fault>,
+) -> Result<(), Fault> {
+    let model = import_stage(workspace, manifest)?;
+    let host = Host::new(workspace);
+    let chain = Chain::chosen(BuildContext::new(workspace, manifest, target, &model)?, &host)?;
+    let found = host.device(target)?.ok_or_else(|| {
+        Fault::input(format!("target `{}` has no kernels for rows, they need a CUDA target", target.name))
+    })?;
+    let device = Device::open(found.ordinal)?;
+    let pack = chain.pack()?;
+    let mut shared = None;
+    for kernel in KERNEL_ROWS {
+        let of_kernel: Vec<u32> = rows.iter().copied().filter(|&n| n > 0 && kernel_of(n) == Some(kernel)).collect();
+        let prompts = if kernel == Prefill::CHUNK { prompts } else { &[] };
+        if of_kernel.is_empty() && prompts.is_empty() {
+            continue;
+        }
+        let last = manifest.decode.time_positions.iter().max().copied().unwrap_or(0) + STEPS + 1;
+        let last = last.max(prompts.iter().max().copied().unwrap_or(0).div_ceil(kernel));
+        let room = Room {
+            rows: kernel,
+            sequences: kernel,
+            positions: u64::from(kernel) * u64::from(last.next_multiple_of(256)),
+        };
+        let begun = Instant::now();
+        let validated = rows_schedule(&chain.context, &chain.candidate, room)?;
+        workspace.report.note(&format!("{kernel} rows: proven in {:.0} ms", begun.elapsed().as_secs_f64() * 1e3));
+        let source = emit(&validated, target, Trace::Off);
+        let cubin = chain.compile(&Generated { content: Digest::of(source.text.as_bytes()), source })?;
+        workspace
+            .report
+            .note(&format!("{kernel} rows: {:?}, compiled in {:?} ms", cubin.resources.kernels, cubin.compile_ms));
+        let queues = workspace.queues(&validated)?;
+        let device_pack = match &shared {
+            Some(pack) => std::sync::Arc::clone(pack),
+            None => {
+                let stream = device.stream().map_err(SessionError::from)?;
+                let bytes = (*pack).as_ref();
+                let mut buffer = device.alloc(bytes.len() as u64).map_err(SessionError::from)?;
+                let mut staging = device.staging(STAGING_BYTES).map_err(SessionError::from)?;
+                staging.upload(&stream, &mut buffer, 0, bytes).map_err(SessionError::from)?;
+                stream.synchronize().map_err(SessionError::from)?;
+                std::sync::Arc::clone(shared.insert(std::sync::Arc::new(buffer)))
+            }
+        };
+        let mut session = RowsSession::load(&device, &queues, &cubin.bytes, STEPS, device_pack, None)?;
+        let parameters = model.imported.graph.parameter_count();
+        let checked = check_rows(&validated, pack.clone(), parameters, &mut session)?;
+        for &position in &manifest.decode.time_positions {
+            for &rows in &of_kernel {
+                let took = Took::Steps(time_rows(&mut session, rows, position)?);
+                on_timed(&RowsTimed { rows, kernel, position, checked: checked.figures(), took })?;
+            }
+        }
+        for &tokens in prompts {
+            let ms = time_prompt(&mut session, tokens, model.imported.graph.vocab)?;
+            let took = Took::Prompt { tokens, ms };
+            on_timed(&RowsTimed { rows: kernel, kernel, position: 0, checked: checked.figures(), took })?;
+        }
+    }
+    Ok(())
+}
+
+/// Reads a prompt of `tokens` tokens in chunks, some times: milliseconds of each, launches included; ascending.
+fn time_prompt(session: &mut RowsSession, tokens: u32, vocab: u32) -> Result<Vec<f64>, Fault> {
+    let ids = check::check_ids(vocab, tokens);
+    let shape: Shape = *session.shape();
+    let mut times = vec![];
+    for _ in 0..PROMPTS {
+        let (mut pool, mut guard) = (Pool::new(shape), Guard::new(shape));
+        let reserved = pool.open().and_then(|sequence| pool.reserve(sequence, tokens).map(|()| sequence));
+        let sequence = reserved.map_err(|error| Fault::internal(error.to_string()))?;
+        let mut edits = pool.take_edits();
+        let begun = Instant::now();
+        for (chunk, tokens) in (0u32..).zip(ids.chunks(shape.rows as usize)) {
+            let positions = (chunk * shape.rows..).take(tokens.len());
+            let rows = positions.map(|position| Row { sequence, position, wants_logits: false }).collect();
+            let request = Request { rows, steps: 1, edits: std::mem::take(&mut edits) };
+            let tables = guard.admit(&request).map_err(|refused| Fault::internal(refused.to_string()))?;
+            session.run(tables, &given(tokens), &[], false)?;
+        }
+        times.push(begun.elapsed().as_secs_f64() * 1e3);
+    }
+    times.sort_by(f64::total_cmp);
+    Ok(times)
+}
+
+/// The kernel for `rows`; `None`: there is none with as many.
+fn kernel_of(rows: u32) -> Option<u32> {
+    KERNEL_ROWS.into_iter().find(|kernel| *kernel >= rows)
+}
+
+/// Sequences of their own decode up to `position`, and then the same steps again and again.
+fn time_rows(session: &mut RowsSession, rows: u32, position: u32) -> Result<Vec<f64>, Fault> {
+    let shape: Shape = *session.shape();
+    let (mut pool, mut guard) = (Pool::new(shape), Guard::new(shape));
+    let opened = |pool: &mut Pool| {
+        let sequence = pool.open()?;
+        pool.reserve(sequence, position + STEPS + 1)?;
+        Ok(sequence)
+    };
+    let sequences: Vec<_> = (0..rows)
+        .map(|_| opened(&mut pool))
+        .collect::<Result<_, crate::pages::PoolError>>()
+        .map_err(|error| Fault::internal(format!("the pool has no room for {rows} sequences: {error}")))?;
+    let mut edits = pool.take_edits();
+    let mut at = 0;
+    let mut inputs = given(&(1..=rows).collect::<Vec<_>>());
+    let mut launch = |session: &mut RowsSession, guard: &mut Guard, from: u32, steps: u32, inputs: &[RowInput]| {
+        let rows = sequences.iter().map(|&sequence| Row { sequence, position: from, wants_logits: true }).collect();
+        let request = Request { rows, steps, edits: std::mem::take(&mut edits) };
+        let tables = guard.admit(&request).map_err(|refused| Fault::internal(refused.to_string()))?;
+        Ok::<_, Fault>(session.run(tables, inputs, &[], false)?)
+    };
+    while at < position {
+        let steps = STEPS.min(position - at);
+        inputs.iter_mut().for_each(|input| input.steps = steps);
+        launch(session, &mut guard, at, steps, &inputs)?;
+        at += steps;
+        for (row, input) in (0u32..).zip(&mut inputs) {
+            input.first = FirstToken::Decided(row);
+        }
+    }
+    inputs.iter_mut().for_each(|input| input.steps = STEPS);
+    let mut step_us = vec![];
+    for n in 0..LAUNCHES + 3 {
+        let launched = launch(session, &mut guard, position, STEPS, &inputs)?;
+        if n >= 3 {
+            step_us.push(launched.device_us / f64::from(STEPS));
+        }
+    }
+    step_us.sort_by(f64::total_cmp);
+    Ok(step_us)
+}
