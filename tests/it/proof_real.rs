@@ -65,7 +65,7 @@ fn splits_and_regimes() {
 
 #[test]
 fn every_mechanism_where_the_interpreter_stands_for_a_gpu() {
-    for mechanism in Mechanism::ALL {
+    for mechanism in [Mechanism::Packets, Mechanism::Fenced, Mechanism::Counter] {
         proven(TOY, &cpu(), &Candidate { mechanism, ..on_cpu(5) });
         // Today's kernels have packets alone, so the others are written into what was placed.
         let mut schedule = TOY.schedule(&h200(), &on_h200(5));

@@ -136,7 +136,11 @@ pub fn real(random: &mut Rng, graphs: &[(String, ModelGraph)]) -> Option<Base> {
             splits: of(random, &[1, 1, 2, 3, 7, default.splits]),
             split_from: of(random, &[0, 1, 16, context_max / 2, context_max, 384]),
             // Today's kernels have one; the interpreter has all.
-            mechanism: if cpu { of(random, &Mechanism::ALL) } else { Mechanism::Packets },
+            mechanism: if cpu {
+                of(random, &[Mechanism::Packets, Mechanism::Fenced, Mechanism::Counter])
+            } else {
+                Mechanism::Packets
+            },
             light_eighth: of(random, &[0, 0, 4, 8]),
             light_percent: of(random, &[5, 40]),
             sums_everywhere: of(random, &[0, default.sums_everywhere]),
