@@ -25,8 +25,8 @@ pub struct Entry {
     pub x: u32,
     pub out: u32,
     pub aux: u32,
-    /// Scales of the rows of a matrix of codes, or the row of the step that the task takes; else 0.
-    pub row_scales: u32,
+    /// Scales of the rows of a matrix of codes; else the row of the step that the task takes.
+    pub row_scales_or_row: u32,
     pub residual: u32,
     /// Norm weight of the input, or of q.
     pub norm_weight: u32,
@@ -168,8 +168,8 @@ pub fn encode(validated: &Validated) -> Tables {
                 let task = &regime.tasks[id.index()];
                 let op = class_of_grid[task.grid.index()] as u32;
                 let residual = residual(task).map_or(0, |first| first - residual_base) as u32;
-                let row_scales = row_scales(schedule, &matrices, task);
-                tables.entries.push(Entry { op, residual, row_scales, ..entry(schedule, id, task) });
+                let row_scales_or_row = row_scales(schedule, &matrices, task).unwrap_or(task.row);
+                tables.entries.push(Entry { op, residual, row_scales_or_row, ..entry(schedule, id, task) });
             }
             tables.entry_index.push(tables.entries.len() as u32);
             tables.runs.extend(stream.iter().map(|run| stream_run(schedule, &matrices, regime, run)));
@@ -187,7 +187,7 @@ fn place(schedule: &Schedule, grid: &Grid, role: Role, space: Space, unit: u64) 
         .map_or(NONE, |at| (at / unit) as u32)
 }
 
-/// The entry of a task, without its class and its place in the residual.
+/// The entry of a task, without its class, its row and its place in the residual.
 fn entry(schedule: &Schedule, id: TaskId, task: &Task) -> Entry {
     let grid = &schedule.program.grids[task.grid.index()];
     let packets = |role: Role| place(schedule, grid, role, Space::Exchange, PACKET_BYTES);
@@ -207,7 +207,7 @@ fn entry(schedule: &Schedule, id: TaskId, task: &Task) -> Entry {
         x: if reads_candidates { packets(Role::Candidates) } else { first_read.unwrap_or(NONE) },
         out: packets(Role::Out),
         aux: if reads_candidates { NONE } else { packets(Role::Candidates) },
-        row_scales: task.row,
+        row_scales_or_row: 0,
         residual: 0,
         norm_weight: either(&[Role::NormWeight, Role::QNormWeight]),
         norm_bias: either(&[Role::NormBias, Role::KNormWeight]),
@@ -217,15 +217,15 @@ fn entry(schedule: &Schedule, id: TaskId, task: &Task) -> Entry {
     }
 }
 
-/// Where the scales of the rows of a task's matrix lie in the pack; 0: it has none.
-fn row_scales(schedule: &Schedule, matrices: &[Option<Matrix>], task: &Task) -> u32 {
+/// Where the scales of the rows of a task's matrix lie in the pack, if it has them.
+fn row_scales(schedule: &Schedule, matrices: &[Option<Matrix>], task: &Task) -> Option<u32> {
     let grid = &schedule.program.grids[task.grid.index()];
     let of = |weight: &Operand| {
         let (buffer, matrix) = (weight.buffer.index(), matrices[weight.buffer.index()]?);
         let place = schedule.placement[buffer]?;
         matrix.format.row_scales.then(|| ((place + matrix.row_scales_at()) / PLACE_ALIGN_BYTES) as u32)
     };
-    grid.operand(Role::Weight).and_then(of).unwrap_or(0)
+    grid.operand(Role::Weight).and_then(of)
 }
 
 fn stream_run(schedule: &Schedule, matrices: &[Option<Matrix>], regime: &Regime, run: &Run) -> StreamRun {

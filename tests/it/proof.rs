@@ -286,6 +286,27 @@ fn every_rule_is_broken_by_a_mutation_that_breaks_no_other() {
 }
 
 #[test]
+fn attention_entries_carry_the_row_of_their_task() {
+    let (schedule, target) = words();
+    let proven = validate(schedule, &target).expect("two rows are proven");
+    let queues = Queues::of(&proven);
+    let (regime, tables) = (&proven.schedule().regimes[0], queues.tables());
+    let mut rows = vec![];
+    for (sm, queue) in regime.queues.iter().enumerate() {
+        for (id, entry) in queue.iter().zip(&tables.entries[tables.entry_index[sm] as usize..]) {
+            let task = &regime.tasks[id.index()];
+            if matches!(proven.schedule().program.grids[task.grid.index()].op, Op::Attention(_)) {
+                assert_eq!(entry.row_scales_or_row, task.row, "{id}");
+                rows.push(task.row);
+            }
+        }
+    }
+    rows.sort_unstable();
+    rows.dedup();
+    assert_eq!(rows, [0, 1]);
+}
+
+#[test]
 fn entries_find_constants_where_the_pack_has_them() {
     let (schedule, target) = toy();
     let proven = validate(schedule, &target).expect("the toy is proven");
