@@ -92,10 +92,10 @@ impl<'a> Fields<'a> {
     }
 
     /// `true` or `false`.
-    pub fn flag(&mut self, key: &'static str) -> Option<bool> {
+    pub fn flag(&mut self, key: &'static str) -> Option<Spanned<bool>> {
         let value = self.value(key)?;
         match value.get_ref() {
-            DeValue::Boolean(flag) => Some(*flag),
+            DeValue::Boolean(flag) => Some(Spanned::new(value.span(), *flag)),
             _ => self.refuse_type(key, value, "`true` or `false`"),
         }
     }

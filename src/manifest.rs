@@ -20,6 +20,10 @@
 //! steps_per_launch = 32        # tokens per launch; default 32, or context_max if that is less
 //! check_positions = [0, 31]    # default: 0, 1, 31, 200 and the last, as far as they are below context_max
 //! time_positions = [32]        # default: 32, 1024 and context_max - steps_per_launch, as far as a launch fits
+//! sequences_max = 8            # requests that `serve` decodes together, 1 to 256; default 8; `cpu` targets only
+//! chunk_max = 16               # prompt tokens in one step, 1 to 256; default 16, and 8 in `serve`; `cpu` targets only
+//! cache_pages = 1024           # pages of 16 positions; default: one context, and four in `serve`; `cpu` targets only
+//! batch_invariant = false      # ask for the same bits alone and in any batch: only `cpu` targets have them; default false
 //!
 //! [search]                     # optional
 //! trials = 0                   # candidates to measure beyond the default one; default 0, which builds only that one
@@ -28,7 +32,7 @@
 //! margin = 0.01                # a candidate replaces the best one only if it is faster by this fraction; default 0.01
 //!
 //! [[target]]                   # one or more
-//! record = "h200"              # a builtin name, or the path of a record
+//! record = "cpu"               # a builtin name, or the path of a record
 //! candidate = "splits=12"      # knobs that differ from the default, as trials print them; optional
 //! ```
 //!
@@ -44,7 +48,7 @@ use crate::error::Fault;
 use crate::fields::{FILE_NAME_IN_WORDS, Fields, is_file_name, read_document};
 use crate::files::{self, FileError, PATH_RULE};
 use crate::format::{Code, Format, FormatPlan, NAMED};
-use crate::target::{Target, TargetError};
+use crate::target::{Target, TargetError, TargetKind};
 use crate::text::{Diagnostic, Rejection, Style, nearest, one_of};
 
 /// A manifest is a screenful; a larger file is something else.
@@ -63,6 +67,10 @@ const TRIALS_MAX: u32 = 1_000_000;
 const MINUTES_MAX: f64 = 7.0 * 24.0 * 60.0;
 
 const STEPS_PER_LAUNCH_DEFAULT: u32 = 32;
+/// Rows of a step: every row has its own attention tasks.
+pub const ROWS_MAX: u32 = 256;
+/// More pages than any memory holds.
+const CACHE_PAGES_MAX: u32 = 1 << 24;
 const REVISION_DEFAULT: &str = "main";
 const SEARCH_DEFAULT: Search = Search { trials: 0, minutes: 10.0, seed: 0, margin: 0.01 };
 
@@ -118,6 +126,10 @@ pub struct DecodeFile {
     pub steps_per_launch: Option<Spanned<u32>>,
     pub check_positions: Option<Spanned<Vec<Spanned<u32>>>>,
     pub time_positions: Option<Spanned<Vec<Spanned<u32>>>>,
+    pub sequences_max: Option<Spanned<u32>>,
+    pub chunk_max: Option<Spanned<u32>>,
+    pub cache_pages: Option<Spanned<u32>>,
+    pub batch_invariant: Option<Spanned<bool>>,
 }
 
 /// `[search]` as it was typed.
@@ -165,6 +177,14 @@ pub struct Decode {
     pub check_positions: Vec<u32>,
     /// First positions of timed launches: ascending, each once, `position + steps_per_launch <= context_max`.
     pub time_positions: Vec<u32>,
+    /// Requests that a server decodes together, 1 to [`ROWS_MAX`].
+    pub sequences_max: Option<u32>,
+    /// Tokens of a prompt in one step, 1 to [`ROWS_MAX`].
+    pub chunk_max: Option<u32>,
+    /// Pages of the cache, of all sequences together.
+    pub cache_pages: Option<u32>,
+    /// A row's bits may not depend on the other rows of its step, or on where its prompt was cut.
+    pub batch_invariant: bool,
 }
 
 /// How far to look for a better candidate.
@@ -266,7 +286,20 @@ fn read_decode(fields: &mut Fields<'_>) -> Option<DecodeFile> {
     let steps_per_launch = fields.integer_u32("steps_per_launch", 1..=CONTEXT_MAX);
     let check_positions = fields.integers_u32("check_positions", 0..=CONTEXT_MAX, POSITIONS_COUNT_MAX);
     let time_positions = fields.integers_u32("time_positions", 0..=CONTEXT_MAX, POSITIONS_COUNT_MAX);
-    Some(DecodeFile { context_max: context_max?.into_inner(), steps_per_launch, check_positions, time_positions })
+    let sequences_max = fields.integer_u32("sequences_max", 1..=ROWS_MAX);
+    let chunk_max = fields.integer_u32("chunk_max", 1..=ROWS_MAX);
+    let cache_pages = fields.integer_u32("cache_pages", 1..=CACHE_PAGES_MAX);
+    let batch_invariant = fields.flag("batch_invariant");
+    Some(DecodeFile {
+        context_max: context_max?.into_inner(),
+        steps_per_launch,
+        check_positions,
+        time_positions,
+        sequences_max,
+        chunk_max,
+        cache_pages,
+        batch_invariant,
+    })
 }
 
 fn read_search(fields: &mut Fields<'_>) -> Option<SearchFile> {
@@ -331,7 +364,16 @@ impl Manifest {
             base_dir: _,
         } = self;
         let Precision { weights, cache, wire } = precision;
-        let Decode { context_max, steps_per_launch, check_positions, time_positions } = decode;
+        let Decode {
+            context_max,
+            steps_per_launch,
+            check_positions,
+            time_positions,
+            sequences_max,
+            chunk_max,
+            cache_pages,
+            batch_invariant,
+        } = decode;
         let Search { trials, minutes, seed: search_seed, margin } = search;
         let fields = [
             // Quoted, so that a line break in a source cannot pass for another line.
@@ -345,6 +387,10 @@ impl Manifest {
             ("decode.steps_per_launch", steps_per_launch.to_string()),
             ("decode.check_positions", format!("{check_positions:?}")),
             ("decode.time_positions", format!("{time_positions:?}")),
+            ("decode.sequences_max", format!("{sequences_max:?}")),
+            ("decode.chunk_max", format!("{chunk_max:?}")),
+            ("decode.cache_pages", format!("{cache_pages:?}")),
+            ("decode.batch_invariant", batch_invariant.to_string()),
             ("search.trials", trials.to_string()),
             ("search.minutes", format!("{minutes:?}")),
             ("search.seed", search_seed.to_string()),
@@ -370,6 +416,7 @@ fn resolve(file: &ManifestFile, path: &Path, faults: &mut Vec<Diagnostic>) -> Re
     let formats = FormatPlan { weights: Some(*asked).filter(|f| !f.is_plain()), head: *head, layers: layers.clone() };
     let SearchFile { trials, minutes, seed, margin } = *search;
     let (targets, candidates) = resolve_targets(targets, &base_dir, faults)?;
+    check_rows(decode, &targets, faults);
     Ok(Manifest {
         name: match name {
             Some(name) => name.get_ref().clone(),
@@ -437,7 +484,16 @@ fn check_source(model: &ModelFile, faults: &mut Vec<Diagnostic>) {
 }
 
 fn resolve_decode(decode: &DecodeFile, faults: &mut Vec<Diagnostic>) -> Decode {
-    let DecodeFile { context_max, steps_per_launch, check_positions, time_positions } = decode;
+    let DecodeFile {
+        context_max,
+        steps_per_launch,
+        check_positions,
+        time_positions,
+        sequences_max,
+        chunk_max,
+        cache_pages,
+        batch_invariant,
+    } = decode;
     let context_max = *context_max;
     let steps = match steps_per_launch {
         Some(steps) if *steps.get_ref() > context_max => {
@@ -471,7 +527,31 @@ fn resolve_decode(decode: &DecodeFile, faults: &mut Vec<Diagnostic>) -> Decode {
         }
         None => fitting_positions([32, 1024, last_time], last_time),
     };
-    Decode { context_max, steps_per_launch: steps, check_positions, time_positions }
+    Decode {
+        context_max,
+        steps_per_launch: steps,
+        check_positions,
+        time_positions,
+        sequences_max: sequences_max.as_ref().map(|rows| *rows.get_ref()),
+        chunk_max: chunk_max.as_ref().map(|rows| *rows.get_ref()),
+        cache_pages: cache_pages.as_ref().map(|pages| *pages.get_ref()),
+        batch_invariant: batch_invariant.as_ref().is_some_and(|flag| *flag.get_ref()),
+    }
+}
+
+/// Kernels decide by themselves how many rows a step has, and a prompt of theirs has other bits in chunks than token by token.
+fn check_rows(decode: &DecodeFile, targets: &[Target], faults: &mut Vec<Diagnostic>) {
+    let Some(target) = targets.iter().find(|target| target.kind == TargetKind::Cuda) else { return };
+    let DecodeFile { sequences_max, chunk_max, cache_pages, batch_invariant, .. } = decode;
+    let numbers =
+        [("sequences_max", sequences_max), ("chunk_max", chunk_max), ("cache_pages", cache_pages)].into_iter();
+    let written = numbers.filter_map(|(key, number)| Some((key, number.as_ref()?.span())));
+    let invariant = batch_invariant.as_ref().filter(|flag| *flag.get_ref());
+    for (key, span) in written.chain(invariant.map(|flag| ("batch_invariant", flag.span()))) {
+        let label = format!("expected it with `cpu` targets alone, found `{}`, a GPU", target.name);
+        let fault = Diagnostic::new(format!("`decode.{key}` has no meaning here"), span, label);
+        faults.push(fault.with_help("leave it out, or give the `cpu` target a manifest of its own"));
+    }
 }
 
 /// Positions that a person wrote: those above `last` are faults.
@@ -607,6 +687,10 @@ record = \"cpu\"
                     steps_per_launch: 32,
                     check_positions: vec![0, 1, 31, 63],
                     time_positions: vec![32],
+                    sequences_max: None,
+                    chunk_max: None,
+                    cache_pages: None,
+                    batch_invariant: false,
                 },
                 search: Search { trials: 0, minutes: 10.0, seed: 0, margin: 0.01 },
                 targets: vec![Target::builtin("cpu").expect("builtin")],
@@ -614,6 +698,19 @@ record = \"cpu\"
                 base_dir: PathBuf::from("some"),
             }
         );
+    }
+
+    #[test]
+    fn a_gpu_takes_no_keys_of_rows() {
+        for key in ["sequences_max = 2", "chunk_max = 4", "cache_pages = 9", "batch_invariant = true"] {
+            let text = decode(64, key).replace("\"cpu\"", "\"h200\"");
+            let found = refusal(&text);
+            let name = key.split(' ').next().expect("a key");
+            assert!(found.starts_with(&format!("`decode.{name}` has no meaning here\n")), "{found}");
+            assert!(found.contains("expected it with `cpu` targets alone, found `h200`, a GPU"), "{found}");
+            accepted(&decode(64, key));
+        }
+        accepted(&decode(64, "batch_invariant = false").replace("\"cpu\"", "\"h200\""));
     }
 
     #[test]
@@ -651,9 +748,16 @@ record = \"cpu\"
                 context_max: 4096,
                 steps_per_launch: 8,
                 check_positions: vec![5, 200],
-                time_positions: vec![0, 4088]
+                time_positions: vec![0, 4088],
+                sequences_max: None,
+                chunk_max: None,
+                cache_pages: None,
+                batch_invariant: false,
             }
         );
+        let rows = decode(64, "sequences_max = 8\nchunk_max = 4\ncache_pages = 99\nbatch_invariant = true");
+        let Decode { sequences_max, chunk_max, cache_pages, batch_invariant, .. } = accepted(&rows).decode;
+        assert_eq!((sequences_max, chunk_max, cache_pages, batch_invariant), (Some(8), Some(4), Some(99), true));
         assert_eq!(manifest.search, Search { trials: 12, minutes: 0.5, seed: 3, margin: 0.0 });
         assert_eq!(manifest.targets.iter().map(|t| t.name.as_str()).collect::<Vec<_>>(), ["h200", "cpu"]);
         let hub = accepted(&with("source = \"path:ckpt\"", "source = \"hf:a/b\"\nrevision = \"v2\""));
@@ -681,7 +785,8 @@ record = \"cpu\"
  --> some/tiny.toml:8:1
   |
 8 | contxt_max = 64
-  | ^^^^^^^^^^ expected `check_positions`, `context_max`, `steps_per_launch` or `time_positions`
+  | ^^^^^^^^^^ expected `batch_invariant`, `cache_pages`, `check_positions`, `chunk_max`, `context_max`, `sequences_max`, \
+             `steps_per_launch` or `time_positions`
   |
   = help: did you mean `context_max`?"
         );
@@ -811,6 +916,14 @@ error: missing key `record` in `target`
                 decode(64, "check_positions = [1, 64]"),
                 "`decode.check_positions` is out of range",
                 "expected a position below `context_max`, 64, found 64",
+            ),
+            (decode(64, "sequences_max = 0"), "`decode.sequences_max` is out of range", "expected 1 to 256, found 0"),
+            (decode(64, "chunk_max = 257"), "`decode.chunk_max` is out of range", "expected 1 to 256, found 257"),
+            (decode(64, "cache_pages = 0"), "`decode.cache_pages` is out of range", "expected 1 to 16777216, found 0"),
+            (
+                decode(64, "batch_invariant = 1"),
+                "wrong type for `decode.batch_invariant`",
+                "expected `true` or `false`",
             ),
             (decode(64, "check_positions = []"), "`decode.check_positions` is empty", "expected at least one position"),
             (
@@ -971,7 +1084,7 @@ error: missing key `record` in `target`
             change(&mut other);
             other.key_text() != key
         };
-        let matters: [fn(&mut Manifest); 16] = [
+        let matters: [fn(&mut Manifest); 20] = [
             |m| m.formats.head = Some(NAMED[2].1),
             |m| m.source.push('x'),
             |m| m.revision.push('x'),
@@ -983,6 +1096,10 @@ error: missing key `record` in `target`
             |m| m.decode.steps_per_launch += 1,
             |m| m.decode.check_positions.push(40),
             |m| m.decode.time_positions.push(40),
+            |m| m.decode.sequences_max = Some(2),
+            |m| m.decode.chunk_max = Some(2),
+            |m| m.decode.cache_pages = Some(7),
+            |m| m.decode.batch_invariant = true,
             |m| m.search.trials += 1,
             |m| m.search.minutes += 1.0,
             |m| m.search.seed += 1,

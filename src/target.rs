@@ -416,7 +416,7 @@ fn read_spec(fields: &mut Fields<'_>, kind: Option<TargetKind>) -> Option<Spec> 
     if *cluster_max.get_ref() > 1 {
         needs(cluster_max.span(), "a cluster", 90);
     }
-    let register_reallocation = reallocation?;
+    let register_reallocation = reallocation?.into_inner();
     if register_reallocation && !arch.get_ref().ends_with(['a', 'f']) {
         let label = "expected an architecture that ends in `a` or `f`, which `register_reallocation` needs";
         fields.refuse(arch.span(), format!("no register reallocation on {found}"), label);

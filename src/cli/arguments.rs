@@ -264,16 +264,17 @@ pub struct Serve {
     /// Name that clients call the model by [default: the manifest's]
     #[arg(long, value_name = "NAME")]
     pub served_model_name: Option<String>,
-    /// Requests that run at a time
-    #[arg(long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=1024))]
-    pub max_batch: u32,
+    /// Requests that run at a time [default: the manifest's `sequences_max`, else 8]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
+    pub max_batch: Option<u32>,
     /// Requests that wait at a time; one more is refused with status 429
     #[arg(long, value_name = "N", default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..=65536))]
     pub max_waiting: u32,
-    /// Prompt tokens in a step that others decode in: more ends prompts sooner, and delays the others
-    #[arg(long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=1024))]
-    pub max_chunk: u32,
-    /// Tokens that the cache holds, of all requests together [default: four times the context]
+    /// Prompt tokens in a step that others decode in: more ends prompts sooner, and delays the others [default: the manifest's
+    /// `chunk_max`, else 8]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
+    pub max_chunk: Option<u32>,
+    /// Tokens that the cache holds, of all requests together [default: the manifest's `cache_pages`, else four times the context]
     #[arg(long, value_name = "N")]
     pub cache_tokens: Option<u32>,
     /// Seconds after which a request ends, done or not

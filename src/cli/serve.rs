@@ -16,13 +16,16 @@ use crate::lower::Batch;
 use crate::manifest::Manifest;
 use crate::model::source::Source;
 use crate::pages::Pool;
-use crate::pipeline;
+use crate::pipeline::{self, PAGE_ROWS};
+
 use crate::rows::Shape;
 use crate::serve::{Ended, Model, Settings, StartTokens};
 use crate::target::{Target, TargetKind};
 
-/// Positions of a page of the cache: a prefix that is found again ends at a multiple of it.
-const PAGE_ROWS: u32 = 16;
+/// Requests that run at a time, prompt tokens beside them, and contexts that the cache holds, where nobody says otherwise.
+const RUNNING_MAX: u32 = 8;
+const CHUNK_ROWS: u32 = 8;
+const CONTEXTS: u32 = 4;
 const KEY_BYTES_MAX: u64 = 4096;
 const KEY_VARIABLE: &str = "MONOBLOC_API_KEY";
 
@@ -38,13 +41,14 @@ pub fn serve(session: &Session, asked: &Serve) -> Result<Outcome, Fault> {
     let context_max = manifest.decode.context_max;
     let model = Model { name, vocab: graph.vocab, eos: graph.eos.clone(), context_max };
     let tokens = checked(tokens, graph.vocab)?;
-    let batched = prepared.batched(&workspace, &batch(asked, context_max))?;
+    let (running_max, chunk_rows) = (running_max(asked, &manifest), chunk_rows(asked, &manifest));
+    let batched = prepared.batched(&workspace, &batch(asked, &manifest))?;
     let settings = Settings {
         address: SocketAddr::new(asked.host, asked.port),
         key,
-        running_max: asked.max_batch,
+        running_max,
         waiting_max: asked.max_waiting,
-        chunk_rows: asked.max_chunk,
+        chunk_rows,
         time_max: Duration::from_secs(asked.max_seconds),
         grace: Duration::from_secs(asked.grace_seconds),
     };
@@ -72,13 +76,23 @@ fn target(manifest: &Manifest, name: Option<&str>) -> Result<Target, Fault> {
     }
 }
 
+fn running_max(asked: &Serve, manifest: &Manifest) -> u32 {
+    asked.max_batch.or(manifest.decode.sequences_max).unwrap_or(RUNNING_MAX)
+}
+
+fn chunk_rows(asked: &Serve, manifest: &Manifest) -> u32 {
+    asked.max_chunk.or(manifest.decode.chunk_max).unwrap_or(CHUNK_ROWS)
+}
+
 /// Rows of a step, and the pages of their sequences.
-fn batch(asked: &Serve, context_max: u32) -> Batch {
-    let blocks = context_max.div_ceil(PAGE_ROWS);
-    let pages = asked.cache_tokens.map_or(blocks.saturating_mul(4), |tokens| tokens.div_ceil(PAGE_ROWS));
-    let rows = asked.max_batch + asked.max_chunk;
-    let shape = Shape { rows, sequences: 0, context_max, page_rows: PAGE_ROWS, pages: pages.max(1), window: None };
-    let sequences = asked.max_batch + Pool::keepers(&shape);
+fn batch(asked: &Serve, manifest: &Manifest) -> Batch {
+    let context_max = manifest.decode.context_max;
+    let asked_pages = asked.cache_tokens.map(|tokens| tokens.div_ceil(PAGE_ROWS)).or(manifest.decode.cache_pages);
+    let pages = asked_pages.unwrap_or(context_max.div_ceil(PAGE_ROWS).saturating_mul(CONTEXTS)).max(1);
+    let running_max = running_max(asked, manifest);
+    let rows = running_max + chunk_rows(asked, manifest);
+    let shape = Shape { rows, sequences: 0, context_max, page_rows: PAGE_ROWS, pages, window: None };
+    let sequences = running_max + Pool::keepers(&shape);
     Batch { rows, sequences, pages: shape.pages, page_rows: PAGE_ROWS, words: false }
 }
 

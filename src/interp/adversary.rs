@@ -692,11 +692,11 @@ impl<R: Real> Engine for Adversary<R> {
         Ok(())
     }
 
-    fn selected(&mut self, position: u32) -> Option<u32> {
+    fn selected(&mut self, position: u32, row: usize) -> Option<u32> {
         let parts = &self.plan.regimes[self.previous_regime].parts;
         let rows = &StepRows { position, rows: vec![] };
         let mut memory = Direct { memory: &self.memory, private: &mut [], rows };
-        ops::best_candidate(&self.plan.candidates, parts, &mut memory)
+        ops::best_candidate(&self.plan.candidates.row(row), parts, &mut memory)
     }
 
     fn exchanged(&self, at: usize, len: usize) -> Vec<f32> {

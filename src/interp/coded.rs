@@ -11,40 +11,48 @@ use crate::ir::op::UNIT_ROWS;
 const ROWS: usize = UNIT_ROWS as usize;
 const ROW_BYTES: usize = CODE_ROW_BYTES as usize;
 
-/// `y = W x` without the scales of rows, for whole units of 8 rows in granules of `granule_bytes`; `x` is padded with zeros to
-/// whole granules. `row` is scratch.
+/// `y = W x` without the scales of rows, for whole units of 8 rows in granules of `granule_bytes` and `count` inputs, one after
+/// another in `x` and padded with zeros to whole granules; `y` has all units of an input one after another. A row of codes is
+/// read once for all inputs, and each has the sums that it has alone. `row` is scratch.
+#[allow(clippy::too_many_arguments)] // A matrix, its inputs, and where the sums go.
 pub fn units<R: Real>(
     isa: Isa,
     format: Format,
     granule_bytes: usize,
     w: &[u8],
+    count: usize,
     x: &[R],
     row: &mut Vec<R>,
     y: &mut [R],
 ) {
     let granule_k = format.granule_k() as usize;
-    let unit_bytes = x.len() / granule_k * granule_bytes;
+    let (k, each) = (x.len() / count, y.len() / count);
+    let unit_bytes = k / granule_k * granule_bytes;
+    y.fill(R::of(0.0));
     if unit_bytes == 0 {
-        return y.fill(R::of(0.0));
+        return;
     }
     let values = Values::<R>::of(format);
     // Consecutive k of a granule that share a scale; a whole row where scales are of rows.
-    let group_k = format.groups.map_or(x.len(), |groups| (groups.k as usize).min(granule_k));
+    let group_k = format.groups.map_or(k, |groups| (groups.k as usize).min(granule_k));
     let ones = vec![R::of(1.0); group_k];
+    // A group never spans two inputs: `k` is whole granules, and a granule is whole groups.
     let sums: Vec<R> = x.chunks(group_k).map(|x| R::dot(isa, x, &ones[..x.len()])).collect();
-    for (unit, y) in w.chunks_exact(unit_bytes).zip(y.chunks_exact_mut(ROWS)) {
-        for (r, y) in y.iter_mut().enumerate() {
+    for (u, unit) in w.chunks_exact(unit_bytes).enumerate() {
+        for r in 0..ROWS {
             row.clear();
             for granule in unit.chunks_exact(granule_bytes) {
                 values.read(&granule[r * ROW_BYTES..(r + 1) * ROW_BYTES], row);
             }
-            *y = R::of(0.0);
-            for (g, (codes, x)) in row.chunks(group_k).zip(x.chunks(group_k)).enumerate() {
+            for (g, codes) in row.chunks(group_k).enumerate() {
                 let granule = &unit[g * group_k / granule_k * granule_bytes..];
                 let (scale, zero) = scale(format, granule, r, g * group_k % granule_k / group_k);
-                let sum = R::dot(isa, codes, x);
-                let sum = if zero == 0.0 { sum } else { sum - R::of(zero) * sums[g] };
-                *y = *y + R::of(scale) * sum;
+                for (at, x) in x.chunks_exact(k).enumerate() {
+                    let sum = R::dot(isa, codes, &x[g * group_k..][..codes.len()]);
+                    let sum = if zero == 0.0 { sum } else { sum - R::of(zero) * sums[at * (k / group_k) + g] };
+                    let y = &mut y[at * each + u * ROWS + r];
+                    *y = *y + R::of(scale) * sum;
+                }
             }
         }
     }

@@ -44,11 +44,32 @@ impl Isa {
     }
 }
 
-/// Rows of a cache as the loader hands them over: row `i` is `data[i * stride .. i * stride + dim]`.
-#[derive(Debug, Clone, Copy)]
+/// Rows that do not lie one after another.
+pub trait ReadRow {
+    /// Row `i` as fp32.
+    fn read_row(&self, i: usize, out: &mut [f32]);
+}
+
+/// Keys or values in the order of their positions.
+#[derive(Clone, Copy)]
 pub enum HistoryRows<'a> {
-    F32 { data: &'a [f32], stride: usize },
-    Bf16 { data: &'a [u16], stride: usize },
+    /// Row `i` is `data[i * stride .. i * stride + dim]`.
+    F32 {
+        data: &'a [f32],
+        stride: usize,
+    },
+    Bf16 {
+        data: &'a [u16],
+        stride: usize,
+    },
+    /// Rows of a cache, wherever its pages lie.
+    Paged(&'a dyn ReadRow),
+    /// `count` rows of `past`, then rows of the step, one after another.
+    Then {
+        past: &'a HistoryRows<'a>,
+        count: usize,
+        own: &'a [f32],
+    },
 }
 
 impl HistoryRows<'_> {
@@ -62,14 +83,12 @@ impl HistoryRows<'_> {
                     *o = f32::from_bits(u32::from(bits) << 16);
                 }
             }
+            HistoryRows::Paged(rows) => rows.read_row(i, out),
+            HistoryRows::Then { past, count, own } => match i.checked_sub(count) {
+                Some(i) => out.copy_from_slice(&own[i * out.len()..][..out.len()]),
+                None => past.read(i, out),
+            },
         }
-    }
-
-    /// The first `rows` rows as fp32, `dim` values each.
-    pub fn copied(&self, rows: usize, dim: usize) -> Vec<f32> {
-        let mut out = vec![0.0; rows * dim];
-        out.chunks_exact_mut(dim).enumerate().for_each(|(i, row)| self.read(i, row));
-        out
     }
 }
 
@@ -111,6 +130,48 @@ pub fn unit_bf16<const PARTS: usize>(isa: Isa, w: &[u8], x: &[f32]) -> [f32; ROW
         #[cfg(target_arch = "x86_64")]
         Isa::Avx2 => unsafe { avx2::unit_bf16::<PARTS>(w, x) },
         Isa::Portable => portable::unit_bf16::<PARTS>(w, x),
+    }
+}
+
+/// Step rows whose sums are held at once: as many accumulators as registers have room for.
+pub const STEP_ROWS: usize = 8;
+
+/// [`unit_f32`] or [`unit_bf16`] of up to [`STEP_ROWS`] inputs, row `j` of them from `x[j * k]` on. Each has the sums that it
+/// has alone; the unit is read once.
+pub fn unit_rows<const PARTS: usize>(isa: Isa, bf16: bool, w: &[u8], x: &[f32], k: usize, out: &mut [[f32; ROWS]]) {
+    let granule_k = PARTS * if bf16 { GRANULE_K_BF16 } else { GRANULE_K_F32 };
+    assert!(
+        w.len().is_multiple_of(GRANULE) && k >= w.len() / GRANULE * granule_k && x.len() >= out.len() * k,
+        "inputs shorter than the unit"
+    );
+    assert!(out.len() <= STEP_ROWS, "rows beyond the accumulators");
+    #[cfg(target_arch = "x86_64")]
+    if isa == Isa::Avx2 {
+        // SAFETY: `Isa::Avx2` exists only where the features were detected.
+        return unsafe {
+            match (bf16, out.len()) {
+                (_, 0) => {}
+                (true, 1) => avx2::unit_rows::<PARTS, 1, true>(w, x, k, out),
+                (true, 2) => avx2::unit_rows::<PARTS, 2, true>(w, x, k, out),
+                (true, 3) => avx2::unit_rows::<PARTS, 3, true>(w, x, k, out),
+                (true, 4) => avx2::unit_rows::<PARTS, 4, true>(w, x, k, out),
+                (true, 5) => avx2::unit_rows::<PARTS, 5, true>(w, x, k, out),
+                (true, 6) => avx2::unit_rows::<PARTS, 6, true>(w, x, k, out),
+                (true, 7) => avx2::unit_rows::<PARTS, 7, true>(w, x, k, out),
+                (true, _) => avx2::unit_rows::<PARTS, 8, true>(w, x, k, out),
+                (false, 1) => avx2::unit_rows::<PARTS, 1, false>(w, x, k, out),
+                (false, 2) => avx2::unit_rows::<PARTS, 2, false>(w, x, k, out),
+                (false, 3) => avx2::unit_rows::<PARTS, 3, false>(w, x, k, out),
+                (false, 4) => avx2::unit_rows::<PARTS, 4, false>(w, x, k, out),
+                (false, 5) => avx2::unit_rows::<PARTS, 5, false>(w, x, k, out),
+                (false, 6) => avx2::unit_rows::<PARTS, 6, false>(w, x, k, out),
+                (false, 7) => avx2::unit_rows::<PARTS, 7, false>(w, x, k, out),
+                (false, _) => avx2::unit_rows::<PARTS, 8, false>(w, x, k, out),
+            }
+        };
+    }
+    for (x, out) in x.chunks_exact(k).zip(out) {
+        *out = if bf16 { unit_bf16::<PARTS>(isa, w, x) } else { unit_f32::<PARTS>(isa, w, x) };
     }
 }
 
@@ -350,6 +411,68 @@ mod avx2 {
         reduce(&acc)
     }
 
+    /// Granules whose inputs stay in the first cache: 16 KiB of bf16's for eight rows.
+    const BLOCK_GRANULES: usize = 16;
+
+    /// One row of weights after another over a block of k, against all inputs: a weight is widened once. The sums of each
+    /// input are those of [`unit_bf16`] and [`unit_f32`], in their order.
+    #[target_feature(enable = "avx2,fma")]
+    pub fn unit_rows<const PARTS: usize, const N: usize, const BF16: bool>(
+        w: &[u8],
+        x: &[f32],
+        k: usize,
+        out: &mut [[f32; ROWS]],
+    ) {
+        let granule_k = if BF16 { GRANULE_K_BF16 } else { GRANULE_K_F32 };
+        let high = _mm256_set1_epi32(0xffff_0000_u32 as i32);
+        let granules = w.len() / GRANULE;
+        assert!(x.len() >= N * k && k >= granules * PARTS * granule_k && out.len() >= N, "whole inputs");
+        let mut sums = [[_mm256_setzero_ps(); ROWS]; N];
+        for block in (0..granules).step_by(BLOCK_GRANULES) {
+            let end = granules.min(block + BLOCK_GRANULES);
+            for r in 0..ROWS {
+                let part = r / (ROWS / PARTS);
+                let mut acc = [_mm256_setzero_ps(); N];
+                acc.iter_mut().zip(&sums).for_each(|(acc, sums)| *acc = sums[r]);
+                for g in block..end {
+                    // SAFETY: granule `g` is 8 rows of 64 bytes inside `w`; input `n` has `k` values from `n * k` on, and the
+                    // values of part `part` of granule `g` lie inside them. Loads are unaligned.
+                    unsafe {
+                        let row = w.as_ptr().add(g * GRANULE + r * GRANULE_ROW);
+                        let x = x.as_ptr().add((g * PARTS + part) * granule_k);
+                        if BF16 {
+                            let row = row.cast::<__m256i>();
+                            let (a, b) = (_mm256_loadu_si256(row), _mm256_loadu_si256(row.add(1)));
+                            let w0 = _mm256_castsi256_ps(_mm256_slli_epi32::<16>(a));
+                            let w1 = _mm256_castsi256_ps(_mm256_and_si256(a, high));
+                            let w2 = _mm256_castsi256_ps(_mm256_slli_epi32::<16>(b));
+                            let w3 = _mm256_castsi256_ps(_mm256_and_si256(b, high));
+                            for (n, acc) in acc.iter_mut().enumerate() {
+                                let x = x.add(n * k);
+                                *acc = _mm256_fmadd_ps(w0, _mm256_loadu_ps(x), *acc);
+                                *acc = _mm256_fmadd_ps(w1, _mm256_loadu_ps(x.add(LANES)), *acc);
+                                *acc = _mm256_fmadd_ps(w2, _mm256_loadu_ps(x.add(2 * LANES)), *acc);
+                                *acc = _mm256_fmadd_ps(w3, _mm256_loadu_ps(x.add(3 * LANES)), *acc);
+                            }
+                        } else {
+                            let row = row.cast::<f32>();
+                            let (a, b) = (_mm256_loadu_ps(row), _mm256_loadu_ps(row.add(LANES)));
+                            for (n, acc) in acc.iter_mut().enumerate() {
+                                let x = x.add(n * k);
+                                *acc = _mm256_fmadd_ps(a, _mm256_loadu_ps(x), *acc);
+                                *acc = _mm256_fmadd_ps(b, _mm256_loadu_ps(x.add(LANES)), *acc);
+                            }
+                        }
+                    }
+                }
+                sums.iter_mut().zip(&acc).for_each(|(sums, acc)| sums[r] = *acc);
+            }
+        }
+        for (out, sums) in out.iter_mut().zip(&sums) {
+            *out = reduce(sums);
+        }
+    }
+
     #[target_feature(enable = "avx2,fma")]
     pub fn dot(a: &[f32], b: &[f32]) -> f32 {
         let len = a.len().min(b.len());
@@ -515,6 +638,42 @@ mod tests {
         units_agree::<1>(&mut random);
         units_agree::<2>(&mut random);
         units_agree::<4>(&mut random);
+    }
+
+    /// Several inputs of one unit have the bits that each has alone.
+    #[test]
+    fn rows_of_a_step_have_the_sums_that_they_have_alone() {
+        fn agree<const PARTS: usize>(random: &mut Random) {
+            for (granules, bf16) in [(1, true), (19, true), (19, false)] {
+                let k = granules * PARTS * if bf16 { GRANULE_K_BF16 } else { GRANULE_K_F32 } + 5;
+                let mut values = |n: usize| -> Vec<f32> { (0..n).map(|_| signed(random.word())).collect() };
+                let weights = values(granules * GRANULE / 4);
+                let w: Vec<u8> = match bf16 {
+                    true => weights
+                        .iter()
+                        .flat_map(|v| [bf16::from_f32(*v), bf16::from_f32(-v)])
+                        .flat_map(|v| v.to_le_bytes())
+                        .collect(),
+                    false => weights.iter().flat_map(|v| v.to_le_bytes()).collect(),
+                };
+                let x = values(STEP_ROWS * k);
+                for isa in isas() {
+                    for n in 1..=STEP_ROWS {
+                        let mut out = [[0.0; ROWS]; STEP_ROWS];
+                        unit_rows::<PARTS>(isa, bf16, &w, &x, k, &mut out[..n]);
+                        for (out, x) in out[..n].iter().zip(x.chunks_exact(k)) {
+                            let alone =
+                                if bf16 { unit_bf16::<PARTS>(isa, &w, x) } else { unit_f32::<PARTS>(isa, &w, x) };
+                            assert_eq!(out.map(f32::to_bits), alone.map(f32::to_bits), "{n} rows, {isa:?}");
+                        }
+                    }
+                }
+            }
+        }
+        let mut random = Random::new(3);
+        agree::<1>(&mut random);
+        agree::<2>(&mut random);
+        agree::<4>(&mut random);
     }
 
     #[test]

@@ -20,6 +20,7 @@ mod ops;
 mod plan;
 mod real;
 mod synthetic;
+mod text;
 mod threads;
 
 pub use adversary::Violation;
@@ -32,12 +33,14 @@ use crate::error::Fault;
 use crate::ir::BufferId;
 use crate::ir::schedule::Schedule;
 use crate::ir::{EventId, SmId, TaskId};
-use crate::rows::{Tables, runs};
+use crate::pages::PoolError;
+use crate::rows::{Refused, Tables, runs};
 use memory::{Pages, StepRow, StepRows};
 use std::fmt;
 use std::ops::ControlFlow;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
+use text::Text;
 use thiserror::Error;
 
 /// Bytes of a weight pack, in memory or mapped from a file.
@@ -94,6 +97,10 @@ pub enum InterpError {
     Token { token: u32, vocab: usize },
     #[error("expected {expected}")]
     Tables { expected: &'static str },
+    #[error("{0}")]
+    Pages(#[from] PoolError),
+    #[error("{0}")]
+    Refused(#[from] Refused),
     #[error("no token to start from")]
     NoToken,
     #[error("{0}")]
@@ -166,6 +173,9 @@ impl From<InterpError> for Fault {
             InterpError::Position { .. } => {
                 return Fault::input(error.to_string()).with_remedy("raise `context_max` or shorten the prompt");
             }
+            InterpError::Pages(_) => {
+                return Fault::input(error.to_string()).with_remedy("raise `decode.cache_pages`, or leave it out");
+            }
             InterpError::Token { .. } | InterpError::NoToken | InterpError::Tables { .. } => {
                 return Fault::input(error.to_string());
             }
@@ -220,8 +230,9 @@ trait Engine: Send {
         on_step: &mut dyn FnMut(StepResult<'_>) -> ControlFlow<()>,
     ) -> Result<(), InterpError>;
 
-    /// The token that `Input::Selected` would decode at `position`, right after the step before it.
-    fn selected(&mut self, position: u32) -> Option<u32>;
+    /// The token that `Input::Selected` would decode at `position`, right after the step before it, of which row `row` was at
+    /// the position before.
+    fn selected(&mut self, position: u32, row: usize) -> Option<u32>;
 
     /// Values that the last step left in the exchange arena.
     fn exchanged(&self, at: usize, len: usize) -> Vec<f32>;
@@ -239,6 +250,10 @@ pub struct Interp {
     position: u32,
     /// Whether the step before `position` left arg-max pairs.
     selectable: bool,
+    /// The row of that step that was at the position before.
+    last_row: usize,
+    /// Of a program with tables that decodes one text: its pages.
+    text: Option<Text>,
 }
 
 impl fmt::Debug for Interp {
@@ -262,7 +277,7 @@ impl Interp {
                 Box::new(adversary::Adversary::<f64>::new(plan.clone(), pack, isa, seed))
             }
         };
-        Ok(Interp { plan, engine, position: 0, selectable: false })
+        Ok(Interp { plan, engine, position: 0, selectable: false, last_row: 0, text: None })
     }
 
     /// The position that the next step decodes.
@@ -283,12 +298,13 @@ impl Interp {
         self.engine.reset();
         self.position = 0;
         self.selectable = false;
+        self.text.iter_mut().for_each(Text::reset);
     }
 
     /// Makes `position` the next one. Rows of the cache before it are whatever was written there: by steps, or by
     /// [`fill_cache`](Self::fill_cache).
     pub fn seek(&mut self, position: u32) -> Result<(), InterpError> {
-        if self.plan.tables.is_some() {
+        if self.plan.tables.is_some() && self.text.is_none() {
             return Err(InterpError::Tables { expected: "tables for its rows, as its program has them" });
         }
         self.check_position(u64::from(position))?;
@@ -300,6 +316,9 @@ impl Interp {
     /// Fills rows `0..rows` of every cache with [`cache_value`] and makes `rows` the next position, so that a deep position
     /// can be executed without a prompt of that length.
     pub fn fill_cache(&mut self, seed: u64, rows: u32) -> Result<(), InterpError> {
+        if self.plan.tables.is_some() {
+            return Err(InterpError::Tables { expected: "a cache without pages" });
+        }
         self.seek(rows)?;
         for (index, cache) in self.plan.caches.iter().enumerate() {
             let mut values = vec![0.0; cache.cols];
@@ -328,9 +347,31 @@ impl Interp {
     pub fn launch(
         &mut self,
         inputs: &[Input],
+        on_step: impl FnMut(&StepResult<'_>) -> ControlFlow<()>,
+    ) -> Result<(), InterpError> {
+        self.decode(inputs, true, on_step)
+    }
+
+    /// [`Interp::launch`] for a caller that looks at the logits of the last input alone. A schedule with tables then computes
+    /// the head for that one and for those that the schedule chooses after.
+    ///
+    /// # Errors
+    /// Those of [`Interp::launch`].
+    pub fn launch_for_choice(
+        &mut self,
+        inputs: &[Input],
+        on_step: impl FnMut(&StepResult<'_>) -> ControlFlow<()>,
+    ) -> Result<(), InterpError> {
+        self.decode(inputs, false, on_step)
+    }
+
+    fn decode(
+        &mut self,
+        inputs: &[Input],
+        every: bool,
         mut on_step: impl FnMut(&StepResult<'_>) -> ControlFlow<()>,
     ) -> Result<(), InterpError> {
-        if self.plan.tables.is_some() {
+        if self.plan.tables.is_some() && self.text.is_none() {
             return Err(InterpError::Tables { expected: "tables for its rows, as its program has them" });
         }
         let Some(first) = inputs.first() else { return Ok(()) };
@@ -344,6 +385,11 @@ impl Interp {
             {
                 return Err(InterpError::Token { token, vocab: self.plan.vocab });
             }
+        }
+        if let Some(mut text) = self.text.take() {
+            let decoded = self.decode_text(&mut text, inputs, every, &mut on_step);
+            self.text = Some(text);
+            return decoded;
         }
         let position = &mut self.position;
         self.selectable = true;
@@ -366,6 +412,18 @@ impl Interp {
         tables: Tables<'_>,
         tokens: &[u32],
         mut on_step: impl FnMut(&StepResult<'_>),
+    ) -> Result<(), InterpError> {
+        if self.text.is_some() {
+            return Err(InterpError::Tables { expected: "the tables of its own text" });
+        }
+        self.run_rows(tables, tokens, &mut on_step)
+    }
+
+    fn run_rows(
+        &mut self,
+        tables: Tables<'_>,
+        tokens: &[u32],
+        on_step: &mut dyn FnMut(&StepResult<'_>),
     ) -> Result<(), InterpError> {
         if self.plan.tables.as_ref() != Some(tables.shape()) {
             return Err(InterpError::Tables { expected: "tables of the shape that its program declares" });
@@ -410,7 +468,7 @@ impl Interp {
     /// The token that follows, unless the caller chooses another: the arg-max over the candidates of the last step, of equal
     /// logits the lowest id.
     pub fn selected(&mut self) -> Option<u32> {
-        if self.selectable { self.engine.selected(self.position) } else { None }
+        if self.selectable { self.engine.selected(self.position, self.last_row) } else { None }
     }
 
     /// What the last step left in an exchange buffer of one phase; nothing of any other buffer.
@@ -452,7 +510,7 @@ impl Interp {
         let mut inputs: Vec<Input> = prompt.iter().copied().map(Input::Token).collect();
         inputs.resize(prompt.len() + count - 1, Input::Selected);
         let mut stopped = false;
-        self.launch(&inputs, |step| {
+        self.launch_for_choice(&inputs, |step| {
             if step.position as usize >= prompt.len() {
                 tokens.push(step.token);
                 stopped = on_token(step.token).is_break();
@@ -480,7 +538,7 @@ impl Interp {
         }
         let inputs: Vec<Input> = prompt.iter().copied().map(Input::Token).collect();
         let mut logits = vec![];
-        self.launch(&inputs, |step| {
+        self.launch_for_choice(&inputs, |step| {
             if step.position as usize + 1 == prompt.len() {
                 step.logits.copy_to(&mut logits);
             }

@@ -53,11 +53,15 @@ pub enum Streamed<'a> {
 /// Buffers that are reused from task to task.
 pub struct Scratch<R> {
     load: Vec<f32>,
-    /// The input of a matvec, normalised and staged, what its result is multiplied by, and which grid of which step reads
-    /// it. All tasks of a grid read the same input: a thread that stands in for many SMs stages it once.
+    /// The inputs of a matvec, one for each row that it computes, normalised and staged, what their results are multiplied by,
+    /// and which grid of which step reads them. All tasks of a grid read the same inputs: a thread that stands in for many SMs
+    /// stages them once.
     input: Vec<R>,
-    input_scale: R,
-    input_of: Option<(u64, GridId, usize, usize)>,
+    input_scales: Vec<R>,
+    input_of: Option<(u64, GridId, usize)>,
+    /// Keys and values of prompt chunks of this step, and which grid of which step they are of: all rows of a chunk see them.
+    step_keys: Vec<StepKeys>,
+    step_keys_of: Option<(u64, GridId)>,
     x: Vec<R>,
     y: Vec<R>,
     /// Values of the codes of a row.
@@ -69,13 +73,24 @@ pub struct Scratch<R> {
     sums: Vec<R>,
 }
 
+/// Keys and values of one KV head for the rows of a prompt chunk, one row after another.
+struct StepKeys {
+    kv_head: usize,
+    /// The chunk's first row in the step.
+    first: usize,
+    keys: Vec<f32>,
+    values: Vec<f32>,
+}
+
 impl<R: Real> Scratch<R> {
     pub fn new() -> Self {
         Scratch {
             load: vec![],
             input: vec![],
-            input_scale: R::of(1.0),
+            input_scales: vec![],
             input_of: None,
+            step_keys: vec![],
+            step_keys_of: None,
             x: vec![],
             y: vec![],
             row: vec![],
@@ -97,6 +112,10 @@ pub fn run<R: Real>(
     memory: &mut impl Access,
     s: &mut Scratch<R>,
 ) {
+    if let Work::MatVec(m) = &task.work {
+        let weights = if let Streamed::Weights(weights) = stream { weights } else { &[] };
+        return mat_vec(step, m, weights, memory, s);
+    }
     let rows = match task.row {
         Some(row) => row..row + 1,
         None => 0..step.rows.rows.len(),
@@ -131,11 +150,8 @@ fn run_row<R: Real>(
             memory.store(residual, &s.load);
             out.iter().for_each(|out| memory.store(out, &s.load));
         }
-        Work::MatVec(m) if m.candidate.is_some() && !of_step.wants_logits => {}
-        Work::MatVec(m) => {
-            let weights = if let Streamed::Weights(weights) = stream { weights } else { &[] };
-            mat_vec(step, row, m, weights, memory, s);
-        }
+        // Of all rows at once.
+        Work::MatVec(_) => {}
         // It reads keys of other rows, too.
         Work::Attention(a) => attention(step, row, a, stream, memory.memory, s),
         Work::AttentionMerge { head_dim, splits, heads } => {
@@ -240,52 +256,63 @@ fn plain(format: Format) -> Option<DType> {
     }
 }
 
-fn mat_vec<R: Real>(
-    step: &Step<'_>,
-    row: usize,
-    m: &plan::MatVec,
-    weights: &[u8],
-    memory: &mut impl Access,
-    s: &mut Scratch<R>,
-) {
-    let rows = m.unit_rows;
-    let input_of = Some((step.serial, m.grid, m.x.first, row));
+/// All rows of the step, or those that want logits: the task's units are read once for all of them.
+fn mat_vec<R: Real>(step: &Step<'_>, m: &plan::MatVec, weights: &[u8], memory: &mut impl Access, s: &mut Scratch<R>) {
+    let all = step.rows.rows.iter().enumerate();
+    let rows = all.filter(|(_, row)| m.candidate.is_none() || row.wants_logits).map(|(row, _)| row);
+    let count = rows.clone().count();
+    if count == 0 {
+        return;
+    }
+    let input_of = Some((step.serial, m.grid, m.x.first));
     if s.input_of != input_of || !memory.trusted() {
-        load(memory, &m.x, &mut s.load, &mut s.input);
-        s.input_scale = match &m.norm {
-            Some(norm) => norm_stage(step.isa, norm, &step.plan.constants, &mut s.input),
-            None => R::of(1.0),
-        };
-        s.input.resize(m.k.next_multiple_of(m.format.granule_k() as usize), R::of(0.0));
-        if let Some(dtype) = plain(m.format) {
-            R::stage(dtype, &mut s.input);
+        s.input.clear();
+        s.input_scales.clear();
+        for row in rows.clone() {
+            load(&mut OfRow { memory, row }, &m.x, &mut s.load, &mut s.x);
+            s.input_scales.push(match &m.norm {
+                Some(norm) => norm_stage(step.isa, norm, &step.plan.constants, &mut s.x),
+                None => R::of(1.0),
+            });
+            s.x.resize(m.k.next_multiple_of(m.format.granule_k() as usize), R::of(0.0));
+            if let Some(dtype) = plain(m.format) {
+                R::stage(dtype, &mut s.x);
+            }
+            s.input.extend_from_slice(&s.x);
         }
         s.input_of = input_of;
     }
-    let scale = s.input_scale;
-    s.y.resize(m.units * rows, R::of(0.0));
+    let each = m.units * m.unit_rows;
+    s.y.resize(count * each, R::of(0.0));
     match plain(m.format) {
-        Some(dtype) => R::units(step.isa, dtype, rows, weights, &s.input, &mut s.y),
+        Some(dtype) => R::units(step.isa, dtype, m.unit_rows, weights, count, &s.input, &mut s.y),
         None => {
             let granule_bytes = m.format.granule_bytes(m.k as u32) as usize;
-            coded::units(step.isa, m.format, granule_bytes, weights, &s.input, &mut s.row, &mut s.y);
-            coded::scale_rows(&step.pack[m.row_scales.clone()], &mut s.y);
+            coded::units(step.isa, m.format, granule_bytes, weights, count, &s.input, &mut s.row, &mut s.y);
+            s.y.chunks_exact_mut(each).for_each(|y| coded::scale_rows(&step.pack[m.row_scales.clone()], y));
         }
     }
-    if m.norm.is_some() {
-        s.y.iter_mut().for_each(|y| *y = *y * scale);
+    for (at, row) in rows.enumerate() {
+        let y = &mut s.y[at * each..][..each];
+        if m.norm.is_some() {
+            y.iter_mut().for_each(|y| *y = *y * s.input_scales[at]);
+        }
+        epilogue(step, m, y, &mut OfRow { memory, row }, &mut s.load);
     }
+}
+
+/// What a matvec makes of the products of one row.
+fn epilogue<R: Real>(step: &Step<'_>, m: &plan::MatVec, y: &mut [R], memory: &mut impl Access, values: &mut Vec<f32>) {
     if let Some(bias) = &m.bias {
-        s.y.iter_mut().zip(&step.plan.constants[bias.clone()]).for_each(|(y, b)| *y = *y + R::of(*b));
+        y.iter_mut().zip(&step.plan.constants[bias.clone()]).for_each(|(y, b)| *y = *y + R::of(*b));
     }
-    let values = &mut s.load;
     values.clear();
     match m.epilogue {
-        Epilogue::Store => values.extend(s.y.iter().map(|y| y.to_f32())),
-        Epilogue::Act(act) => values.extend(s.y.iter().map(|&y| real::act(act, y).to_f32())),
+        Epilogue::Store => values.extend(y.iter().map(|y| y.to_f32())),
+        Epilogue::Act(act) => values.extend(y.iter().map(|&y| real::act(act, y).to_f32())),
         Epilogue::Gated(act) => {
-            for unit in s.y.chunks_exact(rows) {
-                let (gate, up) = unit.split_at(rows / 2);
+            for unit in y.chunks_exact(m.unit_rows) {
+                let (gate, up) = unit.split_at(m.unit_rows / 2);
                 values.extend(gate.iter().zip(up).map(|(&g, &u)| (real::act(act, g) * u).to_f32()));
             }
         }
@@ -294,13 +321,13 @@ fn mat_vec<R: Real>(
                 values.resize(residual.len, 0.0);
                 memory.load(residual, values);
                 let scale = R::of(scale);
-                values.iter_mut().zip(&s.y).for_each(|(r, &y)| *r = (R::of(*r) + scale * y).to_f32());
+                values.iter_mut().zip(&*y).for_each(|(r, &y)| *r = (R::of(*r) + scale * y).to_f32());
                 memory.store(residual, values);
             }
         }
         Epilogue::Logits { scale, softcap } => {
             let scale = R::of(scale);
-            values.extend(s.y.iter().map(|&y| real::softcap(softcap, scale * y).to_f32()));
+            values.extend(y.iter().map(|&y| real::softcap(softcap, scale * y).to_f32()));
         }
     }
     if let Some(out) = &m.out {
@@ -402,6 +429,42 @@ fn key_and_value<R: Real>(
     }
 }
 
+/// Whether the sequence of row `row` has other rows in the step.
+fn in_chunk(step: &Step<'_>, row: usize) -> bool {
+    let rows = &step.rows.rows;
+    rows[row].before > 0 || rows.get(row + 1).is_some_and(|next| next.before > 0)
+}
+
+/// Which of `s.step_keys` has the keys and values of the prompt chunk that row `row` is of: made by the first task that
+/// asks for them.
+fn chunk_keys<R: Real>(
+    step: &Step<'_>,
+    row: usize,
+    a: &plan::Attention,
+    current: &Current,
+    memory: &mut impl Access,
+    s: &mut Scratch<R>,
+) -> usize {
+    let (kv_head, first) = ((a.i * a.op.heads_per_task / a.op.group) as usize, row - step.rows.rows[row].before);
+    let of = Some((step.serial, a.grid));
+    if s.step_keys_of != of || !memory.trusted() {
+        s.step_keys.clear();
+        s.step_keys_of = of;
+    }
+    if let Some(at) = s.step_keys.iter().position(|of| (of.kv_head, of.first) == (kv_head, first)) {
+        return at;
+    }
+    let (mut keys, mut values) = (vec![], vec![]);
+    let rest = step.rows.rows[first + 1..].iter().take_while(|row| row.before > 0).count();
+    for row in first..=first + rest {
+        key_and_value(step, row, a, current, memory, s);
+        keys.extend(s.k.iter().map(|k| k.to_f32()));
+        values.extend(s.v.iter().map(|v| v.to_f32()));
+    }
+    s.step_keys.push(StepKeys { kv_head, first, keys, values });
+    s.step_keys.len() - 1
+}
+
 /// Row `row` of the step over its history, the rows of its sequence before it in the step, and itself, in this order: that
 /// of their positions.
 fn attention<R: Real>(
@@ -425,22 +488,28 @@ fn attention<R: Real>(
         s.q.chunks_exact_mut(dim).for_each(|head| rotate(rope, op.interleaved, head));
     }
 
-    let past: [Vec<f32>; 2];
+    let past = history;
     if let Some(current) = &a.current {
-        // Those of them that its window reaches.
-        let seen = op.window.map_or(of_step.before, |window| of_step.before.min(window as usize - 1));
-        if seen > 0 {
-            let mut all = [history.keys, history.values].map(|of| of.copied(history.rows, dim));
-            for other in row - seen..row {
-                key_and_value(step, other, a, current, memory, s);
-                all[0].extend(s.k.iter().map(|k| k.to_f32()));
-                all[1].extend(s.v.iter().map(|v| v.to_f32()));
+        if in_chunk(step, row) {
+            let of_chunk = chunk_keys(step, row, a, current, memory, s);
+            let StepKeys { keys, values, .. } = &s.step_keys[of_chunk];
+            // Those before the row that its window reaches.
+            let before = of_step.before;
+            let seen = op.window.map_or(before, |window| before.min(window as usize - 1));
+            let own = (before - seen) * dim..before * dim;
+            for (own, all) in [(&mut s.k, keys), (&mut s.v, values)] {
+                own.clear();
+                own.extend(all[before * dim..][..dim].iter().map(|&value| R::of(value)));
             }
-            past = all;
-            let [keys, values] = [&past[0], &past[1]].map(|data| HistoryRows::F32 { data, stride: dim });
-            history = History { keys, values, rows: history.rows + seen };
+            let count = history.rows;
+            history = History {
+                keys: HistoryRows::Then { past: &past.keys, count, own: &keys[own.clone()] },
+                values: HistoryRows::Then { past: &past.values, count, own: &values[own] },
+                rows: count + seen,
+            };
+        } else {
+            key_and_value(step, row, a, current, memory, s);
         }
-        key_and_value(step, row, a, current, memory, s);
         if let Some((keys, values)) = current.append {
             for (values, columns) in [(&s.k, keys), (&s.v, values)] {
                 s.load.clear();

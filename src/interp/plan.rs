@@ -13,6 +13,7 @@ use crate::ir::variant::MatVecVariant;
 use crate::ir::{BufferId, EventId, GridId, SmId, TaskId};
 use crate::model::graph::QkNormSpan;
 use crate::rows::Shape;
+use std::collections::BTreeMap;
 use std::ops::Range;
 use thiserror::Error;
 
@@ -95,6 +96,8 @@ pub struct RegimePlan {
     pub streams: Vec<Vec<StreamRun>>,
     /// Ordinals whose candidates a step of this regime writes.
     pub parts: Vec<u32>,
+    /// By the number of a launch's rows: signals of the tasks of rows that it does not have.
+    pub absent: Vec<Vec<(EventId, u32)>>,
 }
 
 pub struct EventPlan {
@@ -183,6 +186,7 @@ pub struct MatVec {
 }
 
 pub struct Attention {
+    pub grid: GridId,
     pub op: op::Attention,
     /// Head group.
     pub i: u32,
@@ -295,7 +299,8 @@ impl Plan {
                     queues.push(tasks);
                 }
                 parts.sort_unstable();
-                Ok(RegimePlan { from_position: regime.from_position, events, queues, streams, parts })
+                let absent = (0..program.rows as usize).map(|rows| absent_signals(&queues, rows)).collect();
+                Ok(RegimePlan { from_position: regime.from_position, events, queues, streams, parts, absent })
             })
             .collect::<Result<_, _>>()?;
         let whole = |role| {
@@ -327,6 +332,22 @@ impl Plan {
     pub fn regime_at(&self, position: u32) -> usize {
         self.regimes.partition_point(|r| r.from_position <= position).saturating_sub(1)
     }
+}
+
+impl TaskPlan {
+    /// Whether it is a task of a row that a launch of so many rows does not have: it signals and does nothing else.
+    pub fn is_absent(&self, rows: usize) -> bool {
+        self.row.is_some_and(|row| row >= rows)
+    }
+}
+
+/// How often tasks of rows that a launch of so many rows does not have signal each event.
+fn absent_signals(queues: &[Vec<TaskPlan>], rows: usize) -> Vec<(EventId, u32)> {
+    let mut signals: BTreeMap<EventId, u32> = BTreeMap::new();
+    for task in queues.iter().flatten().filter(|task| task.is_absent(rows)) {
+        task.signals.iter().for_each(|&event| *signals.entry(event).or_default() += 1);
+    }
+    signals.into_iter().collect()
 }
 
 fn reference(place: impl ToString, found: impl ToString) -> PlanError {
@@ -753,6 +774,7 @@ impl MemoryMap {
         };
         let record = dim + if a.splits > 1 { PARTIAL_HEADER as usize } else { 0 };
         Ok(Attention {
+            grid: at.grid_id,
             op: a.clone(),
             i: at.lo,
             j: at.j,

@@ -39,8 +39,9 @@ pub trait Real:
     /// whole granules of `dtype`.
     fn stage(dtype: DType, x: &mut [Self]);
 
-    /// `y = W x` for whole units of `rows` rows of weights of type `dtype` and a staged `x`; `y` has as many values a unit.
-    fn units(isa: Isa, dtype: DType, rows: usize, w: &[u8], x: &[Self], y: &mut [Self]);
+    /// `y = W x` for whole units of `rows` rows of weights of type `dtype` and `count` staged inputs, one after another in
+    /// `x`; `y` has as many values a unit, all units of an input one after another.
+    fn units(isa: Isa, dtype: DType, rows: usize, w: &[u8], count: usize, x: &[Self], y: &mut [Self]);
 
     /// `scores[h * rows + i] = q_h . k_i` for heads of `dim` values; `block` is scratch.
     fn scores(
@@ -131,7 +132,26 @@ impl Real for f32 {
         }
     }
 
-    fn units(isa: Isa, dtype: DType, rows: usize, w: &[u8], x: &[f32], y: &mut [f32]) {
+    fn units(isa: Isa, dtype: DType, rows: usize, w: &[u8], count: usize, x: &[f32], y: &mut [f32]) {
+        let (k, each) = (x.len() / count.max(1), y.len() / count.max(1));
+        if count > 1 {
+            let of_rows = match UNIT_ROWS as usize / rows {
+                1 => kernel::unit_rows::<1>,
+                2 => kernel::unit_rows::<2>,
+                _ => kernel::unit_rows::<4>,
+            };
+            for (u, w) in w.chunks_exact(unit_bytes(dtype, rows, k)).enumerate() {
+                for first in (0..count).step_by(kernel::STEP_ROWS) {
+                    let mut sums = [[0.0; UNIT_ROWS as usize]; kernel::STEP_ROWS];
+                    let sums = &mut sums[..kernel::STEP_ROWS.min(count - first)];
+                    of_rows(isa, dtype == DType::Bf16, w, &x[first * k..], k, sums);
+                    for (row, sums) in (first..).zip(sums.iter()) {
+                        add_parts(sums, &mut y[row * each + u * rows..][..rows]);
+                    }
+                }
+            }
+            return;
+        }
         let units = w.chunks_exact(unit_bytes(dtype, rows, x.len())).zip(y.chunks_exact_mut(rows));
         let unit = match (dtype, UNIT_ROWS as usize / rows) {
             (DType::Bf16, 1) => kernel::unit_bf16::<1>,
@@ -222,15 +242,18 @@ impl Real for f64 {
 
     fn stage(_: DType, _: &mut [f64]) {}
 
-    fn units(_: Isa, dtype: DType, rows: usize, w: &[u8], x: &[f64], y: &mut [f64]) {
-        for (w, y) in w.chunks_exact(unit_bytes(dtype, rows, x.len())).zip(y.chunks_exact_mut(rows)) {
-            y.fill(0.0);
-            // Parts of granules follow each other as k does.
-            let parts = w.chunks_exact(rows * GRANULE_ROW_BYTES as usize);
-            for (part, x) in parts.zip(x.chunks_exact(granule_k(dtype))) {
-                for (row, y) in part.chunks_exact(GRANULE_ROW_BYTES as usize).zip(y.iter_mut()) {
-                    for (w, x) in row.chunks_exact(dtype.bytes()).zip(x) {
-                        *y += f64::from(read_value(dtype, w)) * x;
+    fn units(_: Isa, dtype: DType, rows: usize, w: &[u8], count: usize, x: &[f64], y: &mut [f64]) {
+        let (k, each) = (x.len() / count.max(1), y.len() / count.max(1));
+        for (x, y) in x.chunks_exact(k.max(1)).zip(y.chunks_exact_mut(each.max(1))) {
+            for (w, y) in w.chunks_exact(unit_bytes(dtype, rows, k)).zip(y.chunks_exact_mut(rows)) {
+                y.fill(0.0);
+                // Parts of granules follow each other as k does.
+                let parts = w.chunks_exact(rows * GRANULE_ROW_BYTES as usize);
+                for (part, x) in parts.zip(x.chunks_exact(granule_k(dtype))) {
+                    for (row, y) in part.chunks_exact(GRANULE_ROW_BYTES as usize).zip(y.iter_mut()) {
+                        for (w, x) in row.chunks_exact(dtype.bytes()).zip(x) {
+                            *y += f64::from(read_value(dtype, w)) * x;
+                        }
                     }
                 }
             }

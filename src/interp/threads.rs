@@ -7,9 +7,9 @@
 //! Unlike on a device, a step begins when the last one has ended everywhere: the host decides about tokens in between, so
 //! nothing is lost, and a carried event needs no counter. `adversary` executes what this leaves out.
 
-use super::kernel::Isa;
-use super::memory::{Access, Cache, CacheColumns, Memory, Place, Region, StepRows, round_to, word};
-use super::ops::{self, History, Scratch, Step, Streamed, history_rows};
+use super::kernel::{HistoryRows, Isa, ReadRow};
+use super::memory::{Access, Cache, CacheColumns, Memory, Place, Region, StepRow, StepRows, round_to};
+use super::ops::{self, History, Scratch, Step, Streamed};
 use super::plan::{Plan, RegimePlan, TaskPlan, Work};
 use super::real::Real;
 use super::{Blocked, BlockedWait, Engine, InterpError, Logits, Pack, StepResult};
@@ -155,6 +155,12 @@ impl<R: Real> Threads<R> {
         self.serial += 1;
         let (serial, epoch) = (self.serial, self.epochs[regime]);
         let order = StepOrder { serial, rows: Arc::new(rows), epoch, previous_regime: self.previous_regime };
+        // Tasks of rows that the launch does not have wait for nothing and do nothing: their signals are all given now, and
+        // queues go past them.
+        let absent = shared.plan.regimes[regime].absent.get(count);
+        for &(event, signals) in absent.into_iter().flatten() {
+            shared.counters[regime][event.index()].0.fetch_add(u64::from(signals), Ordering::Relaxed);
+        }
         // Before the order: a worker that is late for the step before may take this order at once, and counts down.
         shared.unfinished.store(shared.sms.len(), Ordering::Relaxed);
         *lock(&shared.order) = order.clone();
@@ -330,10 +336,8 @@ impl StepRun<'_> {
             return false;
         }
         if state.serial < self.order.serial {
-            (state.serial, state.cursor) = (self.order.serial, 0);
-            if self.regime.queues[sm].is_empty() {
-                shared.unfinished.fetch_sub(1, Ordering::AcqRel);
-            }
+            state.serial = self.order.serial;
+            self.proceed(&mut state, sm, 0);
         }
         let Some(task) = self.regime.queues[sm].get(state.cursor) else { return false };
         if !ready(task, self.regime, self.counters, self.order.epoch) {
@@ -341,17 +345,25 @@ impl StepRun<'_> {
         }
         let rows = &self.order.rows;
         let mut memory = Direct { memory: &shared.memory, private: &mut state.private, rows };
-        let mut gathered = Default::default();
-        let stream = streamed(shared, task, rows, self.step.pack, &mut gathered);
+        let paged = paged(shared, task, rows);
+        let stream = streamed(shared, task, rows, self.step.pack, paged.as_ref());
         ops::run(task, &self.step, stream, &mut memory, scratch);
         for event in &task.signals {
             self.counters[event.index()].0.fetch_add(1, Ordering::Release);
         }
-        state.cursor += 1;
-        if state.cursor == self.regime.queues[sm].len() {
-            shared.unfinished.fetch_sub(1, Ordering::AcqRel);
-        }
+        let next = state.cursor + 1;
+        self.proceed(&mut state, sm, next);
         true
+    }
+
+    /// Moves an SM to place `cursor` of its queue, or the next that has a task of this launch.
+    fn proceed(&self, state: &mut Sm, sm: usize, cursor: usize) {
+        let rows = self.order.rows.rows.len();
+        let queue = &self.regime.queues[sm];
+        state.cursor = cursor + queue[cursor..].iter().take_while(|task| task.is_absent(rows)).count();
+        if state.cursor == queue.len() {
+            self.shared.unfinished.fetch_sub(1, Ordering::AcqRel);
+        }
     }
 }
 
@@ -391,15 +403,39 @@ fn blocked(shared: &Shared, order: &StepOrder) -> Vec<Blocked> {
     regime.queues.iter().enumerate().filter_map(head).collect()
 }
 
-/// Keys and values of a paged history, one row after the other.
-type Gathered = [Vec<u32>; 2];
+/// The history of a row wherever its pages lie.
+struct PagedRows<'a> {
+    cache: &'a Cache,
+    columns: CacheColumns,
+    row: &'a StepRow,
+    /// First position.
+    start: usize,
+}
+
+impl ReadRow for PagedRows<'_> {
+    fn read_row(&self, i: usize, out: &mut [f32]) {
+        let (row, CacheColumns { first, len, .. }) = (self.row.cache_row(self.start + i), self.columns);
+        // SAFETY: tasks append to the rows of the step alone; the guard of the tables has established that no other sequence
+        // reads the pages that they lie in, and a history ends at the first position that its sequence has in the step.
+        unsafe { self.cache.history(row, row + 1, first, len) }.read(0, out);
+    }
+}
+
+/// Keys and values of a task's history, where they lie in pages.
+fn paged<'a>(shared: &'a Shared, task: &TaskPlan, rows: &'a StepRows) -> Option<[PagedRows<'a>; 2]> {
+    let Work::Attention(a) = &task.work else { return None };
+    let row = rows.rows.get(task.row.unwrap_or(0)).filter(|row| row.pages.is_some())?;
+    let start = a.op.history_share(row.position, row.past(), a.j).0 as usize;
+    let of = |columns: CacheColumns| PagedRows { cache: &shared.memory.caches[columns.cache], columns, row, start };
+    Some([of(a.keys), of(a.values)])
+}
 
 fn streamed<'a>(
     shared: &'a Shared,
     task: &TaskPlan,
     rows: &StepRows,
     pack: &'a [u8],
-    gathered: &'a mut Gathered,
+    paged: Option<&'a [PagedRows<'a>; 2]>,
 ) -> Streamed<'a> {
     match &task.work {
         Work::MatVec(m) => Streamed::Weights(&pack[m.weight.clone()]),
@@ -407,33 +443,17 @@ fn streamed<'a>(
             let Some(row) = rows.rows.get(task.row.unwrap_or(0)) else { return Streamed::Nothing };
             let (start, end) = a.op.history_share(row.position, row.past(), a.j);
             let (start, end) = (start as usize, end as usize);
-            let rows = |columns: CacheColumns| {
+            let rows = end.saturating_sub(start);
+            if let Some([keys, values]) = paged {
+                let (keys, values) = (HistoryRows::Paged(keys), HistoryRows::Paged(values));
+                return Streamed::History(History { keys, values, rows });
+            }
+            let of = |columns: CacheColumns| {
                 // SAFETY: tasks append to row `position` alone (`Direct::append`), `end` is at most that (`past`), and the
                 // appends of earlier steps happened before this one began.
                 unsafe { shared.memory.caches[columns.cache].history(start, end, columns.first, columns.len) }
             };
-            let rows_count = end.saturating_sub(start);
-            if row.pages.is_some() {
-                for (columns, words) in [a.keys, a.values].iter().zip(&mut *gathered) {
-                    let mut bytes = vec![];
-                    let cache_rows = (start..end).map(|position| row.cache_row(position));
-                    // SAFETY: tasks append to the rows of the step alone; the guard of the tables has established that no
-                    // other sequence reads the pages that they lie in, and `end` is at most the first position that this
-                    // sequence has in the step.
-                    unsafe {
-                        let cache = &shared.memory.caches[columns.cache];
-                        cache.copy_rows(cache_rows, columns.first, columns.len, &mut bytes);
-                    }
-                    words.extend(bytes.chunks(4).map(word));
-                }
-                let [keys, values] = &*gathered;
-                return Streamed::History(History {
-                    keys: history_rows(a.cache_dtype, keys, a.keys.len),
-                    values: history_rows(a.cache_dtype, values, a.values.len),
-                    rows: rows_count,
-                });
-            }
-            Streamed::History(History { keys: rows(a.keys), values: rows(a.values), rows: rows_count })
+            Streamed::History(History { keys: of(a.keys), values: of(a.values), rows })
         }
         _ => Streamed::Nothing,
     }
@@ -526,11 +546,11 @@ impl<R: Real> Engine for Threads<R> {
         Ok(())
     }
 
-    fn selected(&mut self, position: u32) -> Option<u32> {
+    fn selected(&mut self, position: u32, row: usize) -> Option<u32> {
         let parts = &self.shared.plan.regimes[self.previous_regime].parts;
         let rows = &StepRows { position, rows: vec![] };
         let mut memory = Direct { memory: &self.shared.memory, private: &mut [], rows };
-        ops::best_candidate(&self.shared.plan.candidates, parts, &mut memory)
+        ops::best_candidate(&self.shared.plan.candidates.row(row), parts, &mut memory)
     }
 
     fn exchanged(&self, at: usize, len: usize) -> Vec<f32> {
@@ -571,7 +591,6 @@ mod tests {
     use super::*;
     use crate::candidate::Candidate;
     use crate::dtype::{DType, Precision};
-    use crate::interp::memory::StepRow;
     use crate::interp::ops::Input;
     use crate::ir::schedule::Schedule;
     use crate::lower::lower;

@@ -5,13 +5,16 @@ use std::sync::Arc;
 use crate::engine::CpuStepper;
 use crate::error::Fault;
 use crate::interp::{Options, Pack};
-use crate::lower::{Batch, lower_batch};
-use crate::schedule::schedule;
+use crate::lower::Batch;
 use crate::target::TargetKind;
-use crate::validate::{Validated, validate};
+use crate::validate::Validated;
 
-use super::chain::{Host, NotMade};
+use super::chain::Host;
+use super::stages::place_rows;
 use super::{Prepared, Workspace};
+
+/// Positions of a page of the interpreter's cache: a prefix is shared in whole pages, and a text wastes half a page.
+pub const PAGE_ROWS: u32 = 16;
 
 /// A proven schedule of several rows with its weights. It starts any number of steppers, one after another.
 #[derive(Clone)]
@@ -21,23 +24,19 @@ pub struct Batched {
 }
 
 impl Prepared {
-    /// Lowers, schedules and proves steps of several rows, and packs the weights: the pack is that of one row.
+    /// Makes or finds the proven schedule of steps of several rows, and packs the weights: the pack is that of one row.
     ///
     /// # Errors
-    /// A target with a kernel, which has no steps of several rows yet; a batch that does not fit; a full disk.
+    /// A target with a kernel; a batch that does not fit; a full disk.
     pub fn batched(&self, workspace: &Workspace, batch: &Batch) -> Result<Batched, Fault> {
         if self.target.kind != TargetKind::Cpu {
-            return Err(Fault::input(format!("target `{}` has no steps of several rows yet", self.target.name))
+            return Err(Fault::input(format!("target `{}` cannot be served yet", self.target.name))
                 .with_remedy("name a target with `record = \"cpu\"` by `--target`"));
         }
-        let Prepared { manifest, target, imported, candidate, .. } = self;
-        let (precision, context_max) = (manifest.precision, manifest.decode.context_max);
-        let lowered = lower_batch(&imported.graph, &manifest.name, precision, context_max, batch, candidate);
-        let placed = lowered.and_then(|program| schedule(program, target, candidate)).map_err(NotMade::Infeasible)?;
-        let validated = validate(placed, target).map_err(Fault::from)?;
         let host = Host::new(workspace);
-        let pack = self.chain(workspace, &host).pack()?;
-        Ok(Batched { validated: Arc::new(validated), pack })
+        let chain = self.chain(workspace, &host);
+        let rows = place_rows(&chain.context, &self.candidate, batch)?;
+        Ok(Batched { validated: rows.validated(&self.target)?.clone(), pack: chain.pack()? })
     }
 }
 

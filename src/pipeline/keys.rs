@@ -8,6 +8,7 @@ use crate::candidate::Candidate;
 use crate::codegen::KernelSource;
 use crate::digest::{Digest, KeyPart, KeySink, key};
 use crate::dtype::Precision;
+use crate::lower::Batch;
 use crate::target::{Measured, Target};
 
 /// A stage with its key and the text that explains it.
@@ -130,6 +131,8 @@ pub struct ScheduleKey<'a> {
     pub context_max: u32,
     pub candidate: &'a Candidate,
     pub target: &'a Target,
+    /// `None`: one row a step. Then it is no part of the key.
+    pub batch: Option<Batch>,
 }
 
 impl ScheduleKey<'_> {
@@ -140,13 +143,20 @@ impl ScheduleKey<'_> {
 
 impl KeyPart for ScheduleKey<'_> {
     fn write(&self, key: &mut dyn KeySink) {
-        let Self { code, graph, precision, context_max, candidate, target } = self;
+        let Self { code, graph, precision, context_max, candidate, target, batch } = self;
         key.value("code", code);
         key.value("graph", graph);
         write_precision(key, precision);
         key.value("context_max", context_max);
         write_candidate(key, candidate);
         write_spec(key, target);
+        if let Some(Batch { rows, sequences, pages, page_rows, words }) = batch {
+            key.value("rows", rows);
+            key.value("sequences", sequences);
+            key.value("pages", pages);
+            key.value("page_rows", page_rows);
+            key.value("words", words);
+        }
     }
 }
 

@@ -11,12 +11,19 @@ use crate::cuda::driver::Device;
 use crate::cuda::session::{Session, SessionError};
 use crate::error::Fault;
 use crate::interp::{Input, Interp, InterpError, Options};
+use crate::lower::Batch;
+use crate::manifest::Decode;
 use crate::sample::{Decided, Request, RequestSettings, SampleSettings, TokenCounts};
 
+use super::batch::PAGE_ROWS;
 use super::chain::Host;
 use super::device_rows::Prefill;
 use super::execute::{self, load_session};
+use super::stages::place_rows;
 use super::{Prepared, Workspace};
+
+/// Tokens of a prompt in one step of the CPU, unless the manifest says otherwise.
+const CHUNK_ROWS: u32 = 16;
 
 /// Between two looks at the tokens of a running launch: well below the time of a token that a person sees.
 const POLL: Duration = Duration::from_micros(200);
@@ -63,7 +70,9 @@ impl Prepared {
         let chain = self.chain(workspace, &host);
         let (context_max, vocab) = (schedule.program.context_max, self.imported.graph.vocab);
         let Some(found) = host.device(&self.target)? else {
-            let interp = Interp::new(schedule, chain.pack()?, Options::fast())?;
+            // Of several rows, so that a weight is read once for all tokens of a prompt chunk.
+            let rows = place_rows(&chain.context, &self.candidate, &one_text(&self.manifest.decode))?;
+            let interp = Interp::of_text(rows.validated(&self.target)?.schedule(), chain.pack()?, Options::fast())?;
             let place = format!("cpu interpreter on {} threads", execute::host().threads);
             return Ok(Runner { place, context_max, vocab, cached: vec![], on: On::Cpu(Box::new(interp)) });
         };
@@ -85,6 +94,13 @@ impl Prepared {
             on: On::Device { session: Box::new(session), prefill: prefill.ok(), steps_max },
         })
     }
+}
+
+/// Steps of one text on the CPU: a chunk of its prompt, or one token.
+fn one_text(decode: &Decode) -> Batch {
+    let rows = decode.chunk_max.unwrap_or(CHUNK_ROWS).min(decode.context_max);
+    let pages = decode.cache_pages.unwrap_or(decode.context_max.div_ceil(PAGE_ROWS));
+    Batch { rows, sequences: 1, pages, page_rows: PAGE_ROWS, words: false }
 }
 
 impl Runner {
@@ -263,7 +279,7 @@ fn decide_by_schedule(
     let mut inputs: Vec<Input> = prompt.iter().skip(interp.position() as usize).copied().map(Input::Token).collect();
     inputs.extend(iter::repeat_n(Input::Selected, count - 1));
     let mut stopped = false;
-    interp.launch(&inputs, |step| {
+    interp.launch_for_choice(&inputs, |step| {
         if step.position as usize >= prompt.len() {
             stopped = take(step.token).is_break();
         }
@@ -285,7 +301,7 @@ fn decide_on_host(
 ) -> Result<Vec<u32>, Fault> {
     let inputs: Vec<Input> = prompt.iter().skip(interp.position() as usize).copied().map(Input::Token).collect();
     let mut logits = vec![];
-    interp.launch(&inputs, |step| {
+    interp.launch_for_choice(&inputs, |step| {
         if step.position as usize + 1 == prompt.len() {
             step.logits.copy_to(&mut logits);
         }

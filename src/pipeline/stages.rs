@@ -19,7 +19,7 @@ use crate::ir::layout::pack_bytes;
 use crate::ir::parse::parse;
 use crate::ir::print::print;
 use crate::ir::program::Program;
-use crate::lower::{LayerOp, graph_of, lower, lower_alone};
+use crate::lower::{Batch, LayerOp, graph_of, lower, lower_alone, lower_batch};
 use crate::manifest::Manifest;
 use crate::model::config::{Imported, graph_text, import, import_config_only};
 use crate::model::graph::ModelGraph;
@@ -310,6 +310,7 @@ impl<'a> BuildContext<'a> {
             context_max: self.manifest.decode.context_max,
             candidate,
             target: self.target,
+            batch: None,
         }
         .keyed()
     }
@@ -443,6 +444,47 @@ pub(super) fn place(context: &BuildContext<'_>, candidate: &Candidate) -> Result
         Ok::<_, NotMade>(text.into_bytes())
     })?;
     Ok(StoredSchedule { candidate: candidate.clone(), content: entry.content(), entry, validated })
+}
+
+/// Steps of several rows on the CPU, over the pack of the one-row schedule: lowered, placed and proven as one stage, like that.
+pub(super) fn place_rows(
+    context: &BuildContext<'_>,
+    candidate: &Candidate,
+    batch: &Batch,
+) -> Result<StoredSchedule, Fault> {
+    let Manifest { precision, decode, .. } = context.manifest;
+    // Where a history is split depends on how its prompt was cut; a row is to have the bits that it has alone.
+    let candidate = Candidate { splits: 1, ..candidate.clone() };
+    let target = &keys::unmeasured(context.target);
+    let (code, graph, context_max) = (keys::code(keys::SCHEDULE), context.graph, decode.context_max);
+    let precision = *precision;
+    let keyed = ScheduleKey {
+        code,
+        graph,
+        precision,
+        context_max,
+        candidate: &candidate,
+        target: context.target,
+        batch: Some(*batch),
+    }
+    .keyed();
+    let validated = OnceLock::new();
+    let title = format!("{} of {} rows", context.title(keys::SCHEDULE), batch.rows);
+    let subject = format!("{} rows", context.subject());
+    let (entry, _) = context.workspace.stage(&keyed, &subject, &title, "lower, place, prove", || {
+        let graph = &context.imported.graph;
+        let program = lower_batch(graph, &graph.family, precision, context_max, batch, &candidate);
+        let placed = program.and_then(|program| schedule(program, target, &candidate));
+        let placed = placed.map_err(|reason| {
+            Fault::input(format!("steps of {} rows do not fit `{}`: {reason}", batch.rows, target.name))
+                .with_remedy("lower `decode.chunk_max` or `decode.sequences_max`")
+        })?;
+        let text = print(&placed);
+        let proven = validate(placed, target).map_err(|rejected| save_rejected(&text, rejected.into()))?;
+        let _ = validated.set(Arc::new(proven));
+        Ok::<_, Fault>(text.into_bytes())
+    })?;
+    Ok(StoredSchedule { candidate, content: entry.content(), entry, validated })
 }
 
 /// Keeps a schedule that our own lowering made and our own proof refuses.

@@ -1,7 +1,7 @@
 //! Figures of the host side, as a table: passes and proof, import, interpreter, and builds without work.
 //!
 //! `cargo bench` runs all parts, `cargo bench -- passes import` those that are named: `passes`, `rows`, `validator`, `import`,
-//! `generate`, `builds`. Run it on an idle machine: spinning threads lose most to neighbours. These are figures to look at,
+//! `generate`, `streams`, `builds`. Run it on an idle machine: spinning threads lose most to neighbours. These are figures to look at,
 //! not tests; `docs/host-bench.md` has those of one machine, with their targets.
 
 use std::fs;
@@ -31,12 +31,13 @@ use monobloc::validate::{check, validate};
 const BF16: Precision = Precision { weights: DType::Bf16, cache: DType::Bf16, wire: DType::Bf16 };
 
 /// The parts, in the order in which they run.
-const PARTS: [(&str, fn()); 6] = [
+const PARTS: [(&str, fn()); 7] = [
     ("passes", passes),
     ("rows", rows),
     ("validator", validator),
     ("import", sparse_import),
     ("generate", generate),
+    ("streams", streams),
     ("builds", builds),
 ];
 
@@ -349,6 +350,56 @@ fn step_seconds(interp: &mut Interp, steps: usize) -> Vec<f64> {
         })
         .unwrap();
     seconds
+}
+
+/// Tokens per second of the interpreter with several rows a step: a prompt in chunks, and texts that are decoded together.
+fn streams() {
+    const POSITIONS: u32 = 192;
+    let (manifest, imported) = model("tinystories");
+    let target = Target::builtin("cpu").unwrap();
+    let candidate = Candidate::default_for(&imported.graph, &target, manifest.precision);
+    let batch = Batch { rows: 16, sequences: 16, pages: 16 * 16, page_rows: 16, words: false };
+    let program = lower_batch(&imported.graph, "rows", manifest.precision, 256, &batch, &candidate).unwrap();
+    let placed = schedule(program, &target, &candidate).unwrap();
+    let packed = Arc::new(pack(&placed, &imported.graph, &imported.weights).unwrap());
+    let mut interp = Interp::new(&placed, packed, Options::fast()).unwrap();
+    let mut one = interpreter(&manifest, &imported);
+    let inputs: Vec<Input> = (0..POSITIONS).map(Input::Token).collect();
+    let mut alone = || {
+        one.reset();
+        let begin = Instant::now();
+        one.launch(&inputs, |_| ControlFlow::Continue(())).unwrap();
+        f64::from(POSITIONS) / begin.elapsed().as_secs_f64()
+    };
+    let figure = |rates: &mut Vec<f64>| format!("{:.0} tokens/s", median(std::mem::take(rates)));
+    let mut rates: Vec<f64> = (0..8).map(|_| alone()).collect();
+    row("rows, tinystories, fp32, one row without tables", &figure(&mut rates));
+    let shape = Shape::of(&placed.program).expect("tables");
+    // Positions of a prompt in chunks, then steps of several texts.
+    for (streams, chunk) in [(1, 1), (1, 4), (1, 16), (2, 1), (8, 1), (16, 1)] {
+        for _ in 0..8 {
+            let (mut guard, mut pool) = (Guard::new(shape), Pool::new(shape));
+            let open: Vec<SequenceId> = (0..streams).map(|_| pool.open().unwrap()).collect();
+            let begin = Instant::now();
+            for first in (0..POSITIONS).step_by(chunk as usize) {
+                let mut rows = vec![];
+                for &sequence in &open {
+                    pool.reserve(sequence, first + chunk).unwrap();
+                    let of = first..first + chunk;
+                    rows.extend(of.map(|position| Row { sequence, position, wants_logits: chunk == 1 }));
+                }
+                let tokens: Vec<u32> = rows.iter().map(|row| row.position).collect();
+                let request = Request { rows, steps: 1, edits: pool.take_edits() };
+                interp.launch_rows(guard.admit(&request).unwrap(), &tokens, |_| ()).unwrap();
+            }
+            rates.push(f64::from(POSITIONS * streams) / begin.elapsed().as_secs_f64());
+        }
+        let what = match chunk {
+            1 => format!("rows, tinystories, fp32, {streams} texts together"),
+            _ => format!("rows, tinystories, fp32, a prompt in chunks of {chunk}"),
+        };
+        row(&what, &figure(&mut rates));
+    }
 }
 
 /// Tokens per second of the interpreter, and the share of the memory's bandwidth that it uses.

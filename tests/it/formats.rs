@@ -53,12 +53,14 @@ fn run(imported: &Imported, schedule: &Schedule, options: Options, ids: &[u32]) 
     Interp::new(schedule, pack, options).unwrap().logits(ids).unwrap().concat()
 }
 
-fn rounded(mut imported: Imported, plan: &FormatPlan) -> Imported {
+/// With its weights rounded by `plan`.
+pub fn rounded(mut imported: Imported, plan: &FormatPlan) -> Imported {
     round_matrices(&mut imported.graph, &mut imported.weights, plan).unwrap();
     imported
 }
 
-fn all(format: Format) -> FormatPlan {
+/// One format for all matrices.
+pub fn all(format: Format) -> FormatPlan {
     FormatPlan { weights: Some(format), ..FormatPlan::default() }
 }
 
@@ -259,7 +261,7 @@ fn activations_that_stay_as_they_are_are_named() {
 }
 
 /// 100 of k is no whole granule or group of any format, 61 rows of the head end inside a unit.
-const ODD: &str = r#"{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 100,
+pub const ODD: &str = r#"{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 100,
     "num_attention_heads": 10, "num_key_value_heads": 5, "head_dim": 10, "intermediate_size": 86,
     "num_hidden_layers": 2, "vocab_size": 61, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu",
     "max_position_embeddings": 64, "tie_word_embeddings": true, "attention_bias": true, "mlp_bias": true,

@@ -4,7 +4,8 @@ use std::sync::Arc;
 
 use monobloc::candidate::Candidate;
 use monobloc::dtype::{DType, Precision};
-use monobloc::interp::{Arithmetic, Interp, InterpError, Options, Order, Pack};
+use monobloc::format::NAMED;
+use monobloc::interp::{Arithmetic, Input, Interp, InterpError, Options, Order, Pack};
 use monobloc::ir::EventId;
 use monobloc::ir::op::{Op, Role};
 use monobloc::ir::parse::parse;
@@ -13,18 +14,20 @@ use monobloc::ir::program::{Cols, Content, Home};
 use monobloc::ir::schedule::{Event, Mechanism, Schedule, Scope, Task};
 use monobloc::ir::table::Fact;
 use monobloc::lower::{Batch, lower, lower_batch};
-use monobloc::model::config::{Imported, import};
+use monobloc::model::config::{Imported, import, import_config_only};
 use monobloc::pack::pack;
 use monobloc::pages::Pool;
+use monobloc::random::Random;
 use monobloc::rows::{Edit, Guard, PageId, Request, Row, SequenceId, Shape};
 use monobloc::schedule::schedule;
 use monobloc::target::Target;
 use monobloc::validate::{Rule, check};
 
+use crate::formats::{ODD, all, rounded};
 use crate::oracle::Kind;
 use crate::oracle::explore::{Effort, Verdict, judge};
 use crate::proof_support::{buffer, grid, listed, looked_up, operand, swap_queued, task, two_devices, two_rows};
-use crate::support::fixture;
+use crate::support::{Goldens, checkpoints, fixture, max_difference};
 
 /// Ten pages, for two sequences that hold eight.
 const BATCH: Batch = Batch { rows: 2, sequences: 3, pages: 10, page_rows: 4, words: false };
@@ -35,6 +38,7 @@ const SECOND: [u32; 4] = [1, 432, 383, 286];
 const STEPS: u32 = 6;
 
 fn place(imported: &Imported, precision: Precision, batch: Option<&Batch>) -> Schedule {
+    let context_max = CONTEXT_MAX.min(imported.graph.positions_max);
     let target = Target::builtin("cpu").unwrap();
     let candidate = Candidate {
         sms: 3,
@@ -43,8 +47,8 @@ fn place(imported: &Imported, precision: Precision, batch: Option<&Batch>) -> Sc
         ..Candidate::default_for(&imported.graph, &target, precision)
     };
     let program = match batch {
-        Some(batch) => lower_batch(&imported.graph, "rows", precision, CONTEXT_MAX, batch, &candidate),
-        None => lower(&imported.graph, "rows", precision, CONTEXT_MAX, &candidate),
+        Some(batch) => lower_batch(&imported.graph, "rows", precision, context_max, batch, &candidate),
+        None => lower(&imported.graph, "rows", precision, context_max, &candidate),
     };
     let placed = schedule(program.unwrap(), &target, &candidate).unwrap();
     assert_eq!(check(&placed, &target), []);
@@ -66,15 +70,20 @@ fn row(sequence: SequenceId, position: u32) -> Row {
     Row { sequence, position, wants_logits: true }
 }
 
+/// Positions of a text that begins with `prompt`.
+fn length(imported: &Imported, prompt: &[u32]) -> usize {
+    (prompt.len() + STEPS as usize).min(CONTEXT_MAX.min(imported.graph.positions_max) as usize)
+}
+
 /// A sequence alone: its prompt, then what the schedule selects.
 fn alone(imported: &Imported, precision: Precision, options: Options, prompt: &[u32]) -> Run {
     let schedule = place(imported, precision, None);
     let mut interp = Interp::new(&schedule, packed(imported, &schedule), options).unwrap();
     let mut run = vec![];
     interp.logits(prompt).unwrap().iter().zip(prompt).for_each(|(logits, &token)| run.push((token, bits(logits))));
-    while run.len() < prompt.len() + STEPS as usize {
+    while run.len() < length(imported, prompt) {
         let token = interp.selected().unwrap();
-        let logits = interp.step(monobloc::interp::Input::Token(token)).unwrap();
+        let logits = interp.step(Input::Token(token)).unwrap();
         run.push((token, bits(&logits)));
     }
     run
@@ -138,8 +147,8 @@ fn a_paged_step_of_two_rows_is_two_steps_of_one() {
     }
 }
 
-/// Steps of up to 16 rows, for four sequences.
-const MANY: Batch = Batch { rows: 16, sequences: 4, pages: 32, page_rows: 4, words: false };
+/// Steps of up to 16 rows, for as many sequences.
+const MANY: Batch = Batch { rows: 16, sequences: 16, pages: 96, page_rows: 4, words: false };
 
 /// Sequences served together: each launch takes up to `chunk` tokens of each prompt, then what follows one by one.
 fn served(imported: &Imported, precision: Precision, options: Options, prompts: &[&[u32]], chunk: usize) -> Vec<Run> {
@@ -172,7 +181,7 @@ fn served(imported: &Imported, precision: Precision, options: Options, prompts: 
             let logits = result.logits.to_vec();
             runs[s].push((result.token, bits(&logits)));
             let text = &mut texts[s].1;
-            if runs[s].len() == text.len() && text.len() < prompts[s].len() + STEPS as usize {
+            if runs[s].len() == text.len() && text.len() < length(imported, prompts[s]) {
                 text.push(best(&logits));
             }
         };
@@ -199,6 +208,247 @@ fn a_prompt_in_chunks_beside_other_rows_is_the_prompt_alone() {
             let found = served(&imported, precision, options(order), &prompts, chunk);
             assert!(found == expected, "{precision:?}, {order:?}, chunks of {chunk}");
         }
+    }
+}
+
+#[test]
+fn a_row_has_the_bits_that_it_has_alone_in_batches_of_2_5_and_16() {
+    let imported = tinystories();
+    let prompts: Vec<Vec<u32>> =
+        (0..16).map(|s| FIRST.iter().map(|id| (id + 7 * s) % 512).take(3 + s as usize % 8).collect()).collect();
+    let options = Options { arithmetic: Arithmetic::Fast, order: Order::Threads(2) };
+    for dtype in [DType::F32, DType::Bf16] {
+        let precision = Precision { weights: dtype, cache: dtype, wire: dtype };
+        let expected: Vec<Run> = prompts.iter().map(|prompt| alone(&imported, precision, options, prompt)).collect();
+        for (count, chunk) in [(2, 1), (5, 7), (16, 1), (16, 16)] {
+            let of: Vec<&[u32]> = prompts[..count].iter().map(Vec::as_slice).collect();
+            let found = served(&imported, precision, options, &of, chunk);
+            assert!(found == expected[..count], "{dtype}, {count} sequences, chunks of {chunk}");
+        }
+    }
+}
+
+/// fp32 against fp32 in another order (tests/fixtures/README.md).
+const LOGITS_TOLERANCE: f32 = 3e-4;
+
+/// Windows, softcaps, parallel blocks, post norms, biases, norms of q and k, matrices of codes: in rows and chunks every checkpoint
+/// computes what it computes one position at a time, and that is what transformers compute.
+#[test]
+fn every_checkpoint_has_the_same_bits_in_rows_and_chunks() {
+    let options = Options { arithmetic: Arithmetic::Fast, order: Order::Threads(1) };
+    let mut wrong = vec![];
+    for name in ["families", "variants", "quantised"].map(checkpoints).concat() {
+        let imported = import(&fixture(&name)).unwrap();
+        let goldens = Goldens::open(&name);
+        let ids = goldens.ids("input_ids");
+        let ids = &ids[..ids.len().min(CONTEXT_MAX as usize - 4)];
+        let prompts = [ids, &ids[ids.len().min(3)..]];
+        let prompts: Vec<&[u32]> = prompts.into_iter().filter(|prompt| !prompt.is_empty()).collect();
+        for dtype in [DType::F32, DType::Bf16] {
+            let precision = Precision { weights: dtype, cache: dtype, wire: dtype };
+            let expected: Vec<Run> =
+                prompts.iter().map(|prompt| alone(&imported, precision, options, prompt)).collect();
+            for chunk in [1, 7, 16] {
+                let found = served(&imported, precision, options, &prompts, chunk);
+                if found != expected {
+                    wrong.push(format!("{name} in {dtype}, chunks of {chunk}"));
+                }
+                let logits: Vec<f32> =
+                    found[0][..ids.len()].iter().flat_map(|at| &at.1).copied().map(f32::from_bits).collect();
+                let difference = max_difference(&logits, &goldens.floats("logits")[..logits.len()]);
+                if dtype == DType::F32 && difference > LOGITS_TOLERANCE {
+                    wrong.push(format!("{name} in chunks of {chunk} differs from its golden by {difference}"));
+                }
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "{wrong:#?}");
+}
+
+/// Every format that weights are rounded to, with and without scales of rows and of groups.
+#[test]
+fn matrices_of_codes_have_the_same_bits_in_rows_and_chunks() {
+    let precision = Precision { weights: DType::Bf16, cache: DType::Bf16, wire: DType::Bf16 };
+    let prompts: Vec<Vec<u32>> = (1..10).map(|n| (0..n + 3).map(|at| at * (n + 6) % 61).collect()).collect();
+    let prompts: Vec<&[u32]> = prompts.iter().map(Vec::as_slice).collect();
+    for (name, format) in NAMED {
+        let imported = rounded(import_config_only(ODD, 3).unwrap(), &all(format));
+        for order in [Order::Threads(2), Order::Adversarial { seed: 7 }] {
+            let options = Options { arithmetic: Arithmetic::Fast, order };
+            let expected: Vec<Run> =
+                prompts.iter().map(|prompt| alone(&imported, precision, options, prompt)).collect();
+            for chunk in [1, 7] {
+                let found = served(&imported, precision, options, &prompts, chunk);
+                assert!(found == expected, "{name}, {order:?}, chunks of {chunk}");
+            }
+        }
+    }
+}
+
+/// A text of the session below.
+struct Open {
+    sequence: SequenceId,
+    text: Vec<u32>,
+    /// Positions that are decoded.
+    filled: usize,
+    /// Tokens that were given; the rest was decided.
+    given: usize,
+    most: usize,
+}
+
+/// Thousands of launches in which sequences join, leave, fork and are given up at any time give each the tokens that it has
+/// alone: decided one after another, or several in one launch.
+#[test]
+fn a_session_of_joins_forks_and_cancels_decides_what_each_text_decides_alone() {
+    const ROWS: usize = 8;
+    for (name, seed) in [("families/llama-gqa", 1), ("families/mistral-swa", 2)] {
+        let imported = import(&fixture(name)).unwrap();
+        let vocab = imported.graph.vocab as usize;
+        let precision = Precision { weights: DType::F32, cache: DType::F32, wire: DType::F32 };
+        let options = Options { arithmetic: Arithmetic::Fast, order: Order::Threads(1) };
+        let batch = Batch { rows: ROWS as u32, sequences: 6, pages: 26, page_rows: 4, words: false };
+        let (schedule, one) = (place(&imported, precision, Some(&batch)), place(&imported, precision, None));
+        let mut interp = Interp::new(&schedule, packed(&imported, &schedule), options).unwrap();
+        let mut alone = Interp::new(&one, packed(&imported, &one), options).unwrap();
+        let shape = Shape::of(&schedule.program).unwrap();
+        let (mut guard, mut pool) = (Guard::new(shape), Pool::new(shape));
+        let mut random = Random::new(seed);
+        let mut open: Vec<Open> = vec![];
+        let (mut launches, mut decided, mut forks, mut cancels, mut chunks, mut several) = (0, 0, 0, 0, 0, 0);
+        let mut check = |open: &Open, decided: &mut usize| {
+            if open.filled > 0 {
+                let logits = alone.logits(&open.text[..open.filled]).unwrap();
+                let expected = logits.iter().map(|logits| best(logits)).skip(open.given - 1);
+                let found = &open.text[open.given..];
+                assert!(expected.take(found.len()).eq(found.iter().copied()), "{name}: {:?}", open.text);
+                *decided += found.len();
+            }
+        };
+        while launches < 3000 {
+            let some = |random: &mut Random| -> Vec<u32> {
+                (0..1 + random.below(10)).map(|_| random.below(vocab) as u32).collect()
+            };
+            match random.below(16) {
+                0..4 => {
+                    if let Ok(sequence) = pool.open() {
+                        let text = some(&mut random);
+                        let (given, most) = (text.len(), text.len() + random.below(CONTEXT_MAX as usize - text.len()));
+                        open.push(Open { sequence, text, filled: 0, given, most });
+                    }
+                }
+                4 if !open.is_empty() => {
+                    let parent = &open[random.below(open.len())];
+                    let shared = parent.filled / 4 * 4;
+                    if shared + 11 <= CONTEXT_MAX as usize
+                        && let Ok(sequence) = pool.fork(parent.sequence, shared as u32)
+                    {
+                        let text = [parent.text[..shared].to_vec(), some(&mut random)].concat();
+                        let (given, most) =
+                            (text.len(), text.len() + random.below(1 + CONTEXT_MAX as usize - text.len()));
+                        forks += u32::from(shared > 0);
+                        open.push(Open { sequence, text, filled: shared, given, most });
+                    }
+                }
+                5 if !open.is_empty() => {
+                    let left = open.swap_remove(random.below(open.len()));
+                    pool.close(left.sequence).unwrap();
+                    check(&left, &mut decided);
+                    cancels += 1;
+                }
+                _ => {}
+            }
+            // Some launches take several steps, of what decodes and has room.
+            let steps = if random.below(6) == 0 { 2 + random.below(2) } else { 1 };
+            let (mut rows, mut tokens, mut of) = (vec![], vec![], vec![]);
+            let first = random.below(open.len().max(1));
+            for at in (0..open.len()).map(|at| (first + at) % open.len()) {
+                let Open { sequence, text, filled, .. } = &open[at];
+                let pending = text.len() - filled;
+                let count = if steps > 1 { usize::from(pending == 1) } else { 1 + random.below(pending) };
+                let count = count.min(ROWS - rows.len());
+                let end = filled + count + steps - 1;
+                if count == 0 || random.below(8) == 0 || end > CONTEXT_MAX as usize {
+                    continue;
+                }
+                pool.drop_behind(*sequence, *filled as u32).unwrap();
+                if pool.reserve(*sequence, end as u32).is_err() {
+                    continue;
+                }
+                chunks += u32::from(count > 1);
+                for (position, &token) in text.iter().enumerate().skip(*filled).take(count) {
+                    let wants_logits = steps > 1 || position + 1 == text.len() || random.below(2) == 0;
+                    rows.push(Row { wants_logits, ..row(*sequence, position as u32) });
+                    tokens.push(token);
+                    of.push(at);
+                }
+            }
+            if rows.is_empty() {
+                continue;
+            }
+            let request = Request { rows, steps: steps as u32, edits: pool.take_edits() };
+            let record = |result: &monobloc::interp::StepResult<'_>| {
+                let of = &mut open[of[result.row]];
+                assert_eq!((of.filled, of.text[of.filled]), (result.position as usize, result.token));
+                of.filled += 1;
+                if of.filled == of.text.len() {
+                    of.text.push(best(&result.logits.to_vec()));
+                }
+            };
+            interp.launch_rows(guard.admit(&request).unwrap(), &tokens, record).unwrap();
+            launches += 1;
+            several += u32::from(steps > 1);
+            for done in open.extract_if(.., |open| open.text.len() > open.most.max(open.given)) {
+                pool.close(done.sequence).unwrap();
+                check(&done, &mut decided);
+            }
+        }
+        let counts = format!(
+            "{name}: {decided} decided, {forks} forks, {cancels} cancels, {chunks} chunks, {several} of several steps"
+        );
+        assert!(decided > 1500 && forks > 10 && cancels > 50 && chunks > 200 && several > 100, "{counts}");
+    }
+}
+
+#[test]
+fn a_text_in_chunks_continues_where_it_is_put() {
+    let imported = tinystories();
+    for dtype in [DType::F32, DType::Bf16] {
+        let precision = Precision { weights: dtype, cache: dtype, wire: dtype };
+        let options = Options { arithmetic: Arithmetic::Fast, order: Order::Threads(2) };
+        let batch = Batch { rows: 4, sequences: 1, pages: 6, page_rows: 4, words: false };
+        let (one, rows) = (place(&imported, precision, None), place(&imported, precision, Some(&batch)));
+        // One pack for both.
+        let pack = packed(&imported, &one);
+        assert!((*pack).as_ref() == (*packed(&imported, &rows)).as_ref());
+        let mut expected = Interp::new(&one, pack.clone(), options).unwrap();
+        let mut text = Interp::of_text(&rows, pack, options).unwrap();
+        assert_eq!(text.logits(&FIRST), expected.logits(&FIRST));
+        assert_eq!((text.position(), text.selected()), (expected.position(), expected.selected()));
+        let go_on = |_| std::ops::ControlFlow::Continue(());
+        assert_eq!(text.greedy(&SECOND, 12, go_on), expected.greedy(&SECOND, 12, go_on));
+        // A text goes on from any position that it has.
+        for interp in [&mut text, &mut expected] {
+            interp.seek(2).unwrap();
+        }
+        let input = Input::Token(77);
+        assert_eq!(text.step(input), expected.step(input));
+        let chosen = |interp: &mut Interp| interp.generate(&FIRST, 5, |logits| Some(best(logits)));
+        assert_eq!(chosen(&mut text), chosen(&mut expected));
+        // A caller that stops inside a chunk goes on behind the last row that it saw.
+        text.reset();
+        let inputs: Vec<Input> = FIRST.iter().copied().map(Input::Token).collect();
+        let stop = |step: &monobloc::interp::StepResult<'_>| match step.position {
+            5 => std::ops::ControlFlow::Break(()),
+            _ => std::ops::ControlFlow::Continue(()),
+        };
+        text.launch(&inputs, stop).unwrap();
+        assert_eq!((text.position(), text.selected()), (6, None));
+        expected.logits(&FIRST[..6]).unwrap();
+        assert_eq!(text.step(input), expected.step(input));
+        let beyond = text.seek(CONTEXT_MAX);
+        assert!(matches!(beyond, Err(InterpError::Position { .. })), "{beyond:?}");
+        text.seek(20).unwrap();
+        assert!(matches!(text.step(input), Err(InterpError::Refused(_))), "positions that were never written");
     }
 }
 
@@ -233,7 +483,7 @@ fn a_program_with_tables_runs_with_its_own_tables_only() {
     let pack = packed(&imported, &schedule);
     let mut interp = Interp::new(&schedule, pack, options).unwrap();
     let tables = |error: Result<(), InterpError>| matches!(error, Err(InterpError::Tables { .. }));
-    assert!(tables(interp.step(monobloc::interp::Input::Token(1)).map(|_| ())));
+    assert!(tables(interp.step(Input::Token(1)).map(|_| ())));
     assert!(tables(interp.seek(3)));
     let row = |s: u32| row(SequenceId(s), 0);
     let page = |s: u32| Edit { sequence: SequenceId(s), block: 0, page: Some(PageId(s)) };

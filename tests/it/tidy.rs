@@ -45,7 +45,7 @@ const IMPORTS: &[(&str, &[&str])] = &[
     // The judges import neither lowering nor scheduling, nor each other.
     ("validate", &["dtype", "error", "format", "ir", "model", "target", "text"]),
     // Runs rows only with tables that the guard gave out.
-    ("interp", &["dtype", "error", "format", "ir", "model", "pack", "random", "rows", "sample"]),
+    ("interp", &["dtype", "error", "format", "ir", "model", "pack", "pages", "random", "rows", "sample"]),
     // Prints and encodes what was proven; decides nothing.
     ("codegen", &["digest", "dtype", "format", "ir", "model", "rows", "target", "validate"]),
     // Source in, cubin out, bytes to a device; only a session knows what a schedule is.
