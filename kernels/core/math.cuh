@@ -15,22 +15,28 @@ __device__ __forceinline__ float warp_max(float v) {
   return v;
 }
 
-// Tensor-core sums D(16 x 8) += A(16 x 16) B(16 x 8), bf16 operands, fp32 sums. Only 8 rows are wanted (row g, of lane / 4
-// == g, is one token or one query head), so rows 8..15 serve as a second k: four words (x, y, z, w) of a row of W or of K
-// meet the words of the vector in the order (x, z, y, w). The first product adds x and y to the low rows, the second z and w
-// to the high rows of another set of sums; the other halves are never read. No register is moved, and none is zero.
+// Tensor-core sums D(16 x 8) += A(16 x 16) B(16 x 8), bf16 operands, fp32 sums. Of lane l, d0 and d1 are columns l % 4 * 2 and the
+// next of row l / 4, d2 and d3 those of row l / 4 + 8.
+__device__ __forceinline__ void tensor_product(float& d0, float& d1, float& d2, float& d3, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+#ifndef __CUDA_ARCH__
+  emulated_product(d0, d1, d2, d3, a0, a1, a2, a3, b0, b1); // tests of ops on a CPU
+#elif __CUDA_ARCH__ >= 800
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+      : "+f"(d0), "+f"(d1), "+f"(d2), "+f"(d3)
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+#endif
+}
+
+// Sums of which only 8 rows are wanted (row g, of lane / 4 == g, is one token or one query head), so rows 8..15 serve as a second
+// k: four words (x, y, z, w) of a row of W or of K meet the words of the vector in the order (x, z, y, w). The first product adds
+// x and y to the low rows, the second z and w to the high rows of another set of sums; the other halves are never read. No
+// register is moved, and none is zero.
 struct Products {
   float low[4], high[4];
   __device__ __forceinline__ float sum(int column) const { return low[column] + high[2 + column]; }
   __device__ __forceinline__ void add(const uint4 a, const uint4 b) {
-#if __CUDA_ARCH__ >= 800
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
-        : "+f"(low[0]), "+f"(low[1]), "+f"(low[2]), "+f"(low[3])
-        : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b.x), "r"(b.y));
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
-        : "+f"(high[0]), "+f"(high[1]), "+f"(high[2]), "+f"(high[3])
-        : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b.z), "r"(b.w));
-#endif
+    tensor_product(low[0], low[1], low[2], low[3], a.x, a.y, a.z, a.w, b.x, b.y);
+    tensor_product(high[0], high[1], high[2], high[3], a.x, a.y, a.z, a.w, b.z, b.w);
   }
 };
 // Byte of a vector's pair of elements `k`, `k + 1` (k even) in that order: within 16 bytes the middle words change places.
@@ -41,7 +47,10 @@ __device__ __forceinline__ u32 operand_byte(u32 k) {
 
 // One product with rows 8..15 of A zero and their sums scratch.
 __device__ __forceinline__ void mma_rows8(float& d0, float& d1, u32 a0, u32 a2, u32 b0, u32 b1) {
-#if __CUDA_ARCH__ >= 800
+#ifndef __CUDA_ARCH__
+  float unused0 = 0.f, unused1 = 0.f;
+  emulated_product(d0, d1, unused0, unused1, a0, 0, a2, 0, b0, b1); // tests of ops on a CPU
+#elif __CUDA_ARCH__ >= 800
   [[maybe_unused]] float unused0, unused1;
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5,%6,%5},{%7,%8},{%0,%1,%9,%9};"
       : "+f"(d0), "+f"(d1), "=f"(unused0), "=f"(unused1)

@@ -105,7 +105,9 @@ struct AttentionTensor {
   };
 
   static __device__ __forceinline__ void load_transposed(u32 address, uint4& b) {
-#if __CUDA_ARCH__ >= 750
+#ifndef __CUDA_ARCH__
+    emulated_load_transposed(address, b); // tests of ops on a CPU
+#elif __CUDA_ARCH__ >= 750
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(b.x), "=r"(b.y), "=r"(b.z), "=r"(b.w)
                  : "r"(address)

@@ -267,14 +267,6 @@ struct RowsMatVecTensor {
     }
   }
 
-  static __device__ __forceinline__ void product(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-#if __CUDA_ARCH__ >= 800
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-#endif
-  }
-
   // The chunk at hand times the block of the input in `a`.
   static __device__ __forceinline__ void multiply(Context<M>& c, int block, const uint4 (&a)[N], float (&d)[K_PARTS][4]) {
     const u8* slot = ring_take(c, c.ring) + c.warp() * GRANULE_BYTES + c.lane() * LANE_BYTES;
@@ -290,8 +282,8 @@ struct RowsMatVecTensor {
       for (int p = 0; p < K_PARTS; p++) {
         const uint4 lo = a[(j * K_PARTS + p) * GROUPS];
         const uint4 hi = GROUPS == 2 ? a[(j * K_PARTS + p) * GROUPS + GROUPS - 1] : make_uint4(0, 0, 0, 0);
-        product(d[p], lo.x, hi.x, lo.y, hi.y, b[j].x, b[j].y);
-        product(d[p], lo.z, hi.z, lo.w, hi.w, b[j].z, b[j].w);
+        tensor_product(d[p][0], d[p][1], d[p][2], d[p][3], lo.x, hi.x, lo.y, hi.y, b[j].x, b[j].y);
+        tensor_product(d[p][0], d[p][1], d[p][2], d[p][3], lo.z, hi.z, lo.w, hi.w, b[j].z, b[j].w);
       }
   }
   // A warp's sums of a unit to shared memory: [row][column], of each column the part of k that it belongs to.

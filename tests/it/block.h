@@ -35,6 +35,7 @@ static float __fmul_rn(float a, float b) { return a * b; }
 static float __fdiv_rn(float a, float b) { return a / b; }
 static float __uint2float_rn(unsigned x) { return float(x); }
 static float __fdividef(float a, float b) { return a / b; }
+static void __threadfence_system() {}
 static float rsqrtf(float x) { return 1.f / std::sqrt(x); }
 #define __expf std::exp
 template <class T>
@@ -43,6 +44,7 @@ template <class T>
 static T __ldg(const T* from) { return *from; }
 static int min(int a, int b) { return a < b ? a : b; }
 static unsigned min(unsigned a, unsigned b) { return a < b ? a : b; }
+static int max(int a, int b) { return a < b ? b : a; }
 
 struct alignas(8) float2 {
   float x, y;
@@ -73,7 +75,7 @@ static int current;
 static bool finished[THREADS];
 static void (*thread_body)(int);
 // Shared memory of the block.
-alignas(1024) unsigned char smem[1 << 18];
+alignas(1024) unsigned char smem[1 << 20];
 
 static int next_of(int from) {
   for (int i = 1; i <= THREADS; i++)
@@ -120,6 +122,44 @@ static T __shfl_xor_sync(unsigned, T value, int mask) {
 template <class T>
 static T __shfl_sync(unsigned, T value, int lane) {
   return value_of(current / 32 * 32 + lane, value);
+}
+
+// What a lane has of a bf16 matrix: element `i` of the 8 that four registers hold.
+static float element(const unsigned* registers, int i) {
+  return bits_to_float(i % 2 ? registers[i / 2] & 0xffff0000u : registers[i / 2] << 16);
+}
+static unsigned operands[2][THREADS][6];
+// mma.m16n8k16 of bf16, by a whole warp: PTX ISA, "Matrix Fragments for mma.m16n8k16". Sums are added in the order of k.
+static void emulated_product(float& d0, float& d1, float& d2, float& d3, unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0,
+                             unsigned b1) {
+  const int turn = turns[current]++ & 1, first = current / 32 * 32, lane = current % 32;
+  const unsigned mine[6] = {a0, a1, a2, a3, b0, b1};
+  std::memcpy(operands[turn][current], mine, sizeof mine);
+  __syncwarp();
+  float* const sums[4] = {&d0, &d1, &d2, &d3};
+  for (int i = 0; i < 4; i++) {
+    const int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
+    for (int k = 0; k < 16; k++) {
+      const unsigned* a = operands[turn][first + row % 8 * 4 + k % 8 / 2];
+      const unsigned* b = operands[turn][first + column * 4 + k % 8 / 2];
+      *sums[i] += element(a, (row / 8 + k / 8 * 2) * 2 + k % 2) * element(b + 4, k / 8 * 2 + k % 2);
+    }
+  }
+}
+// ldmatrix.x4.trans: lane l names row l % 8 of matrix l / 8, and gets rows l % 4 * 2 and the next of column l / 4 of each.
+template <class V>
+static void emulated_load_transposed(unsigned address, V& v) {
+  const int turn = turns[current]++ & 1, first = current / 32 * 32, lane = current % 32;
+  operands[turn][current][0] = address;
+  __syncwarp();
+  unsigned words[4];
+  for (int matrix = 0; matrix < 4; matrix++) {
+    unsigned short halves[2];
+    for (int i = 0; i < 2; i++)
+      std::memcpy(&halves[i], smem + operands[turn][first + matrix * 8 + lane % 4 * 2 + i][0] + lane / 4 * 2, 2);
+    words[matrix] = halves[0] | unsigned(halves[1]) << 16;
+  }
+  v = V{words[0], words[1], words[2], words[3]};
 }
 
 static void thread_main(int thread) {

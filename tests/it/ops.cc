@@ -4,45 +4,11 @@
 
 #include "block.h"
 #include "runtime/queue.cuh"
-
-// ---- in place of runtime/sync.cuh and runtime/ring.cuh --------------------------------------------------------------
-
-struct Watchdog {};
-struct WaitSite {
-  u32 step;
-  const Entry* entry;
-};
-struct Waiter {
-  u32& patience;
-  const Watchdog* dog;
-  WaitSite at;
-};
-constexpr u32 POLLS_WHEN_LOST = 1;
-static u64 global_ns() { return 0; }
-static void release_step() {}
-static u32 smem_address(const void*) { std::abort(); }
-static void publish(u64* to, u32 payload, u32 tag) { *to = u64(tag) << 32 | payload; }
-static u64 awaited(const u64* from, bool active, u32 tag) {
-  if (active && u32(*from >> 32) != tag) {
-    std::fprintf(stderr, "a packet is read that was not published\n");
-    std::exit(1);
-  }
-  return active ? *from : u64(tag) << 32;
-}
-static u32 reread(const u64* from) { return u32(*from); }
-template <int N, bool FEW = false, class Offset>
-static void await_pairs(const u64* base, Offset offset, const bool (&active)[N], u32 tag, u64 (&a)[N], u64 (&b)[N], Waiter) {
-  for (int i = 0; i < N; i++) {
-    a[i] = awaited(base + offset(i), active[i], tag);
-    b[i] = awaited(base + offset(i) + 1, active[i], tag);
-  }
-}
-template <int N>
-static void await_packets(const u64* const (&from)[N], const bool (&active)[N], u32 tag, u32 (&payload)[N], Waiter) {
-  for (int i = 0; i < N; i++) payload[i] = u32(awaited(from[i], active[i], tag));
-}
-
+#include "op_cases.h"
+#include "op_packets.h"
 #include "runtime/context.cuh"
+
+// ---- in place of runtime/ring.cuh -----------------------------------------------------------------------------------
 
 // Chunks in the order of the stream.
 static std::vector<std::vector<u8>> chunks;
@@ -68,6 +34,7 @@ static void ring_release_pair(Context<M>&, const RingCursor<M>&, const RingCurso
 #include "ops/attention.cuh"
 #include "ops/attention_merge.cuh"
 #include "ops/norm_add.cuh"
+#include "op_formulas.h"
 
 // ---- a block and its memory -----------------------------------------------------------------------------------------
 
@@ -81,30 +48,16 @@ struct Machine {
   static constexpr Dot DOT = Dot::FMA;
   static constexpr bool TRACE = false;
 };
+// As tensor cores multiply.
+struct Tensor : Machine<Elem::BF16> {
+  static constexpr Dot DOT = Dot::MMA;
+};
 constexpr u32 TAG = 7;
 static Params params;
 static Entry entry;
 static std::vector<u64> exchange;
-static std::vector<u8> constants, cache;
+static std::vector<u8> cache;
 
-static u32 word_of(u64& state) {
-  state = state * 6364136223846793005ull + 1442695040888963407ull;
-  return u32(state >> 32);
-}
-// Uniform in -1 to 1, and exact in bf16.
-static float number(u64& state) { return float(int(word_of(state) % 255) - 127) / 128.f; }
-static std::vector<float> numbers(u64& state, size_t n) {
-  std::vector<float> all(n);
-  for (float& v : all) v = number(state);
-  return all;
-}
-// A constant of its own, as entries name it.
-static u32 constant(const std::vector<float>& values) {
-  const size_t at = constants.size();
-  constants.resize(at + (values.size() * 4 + OFFSET_BYTES - 1) / OFFSET_BYTES * OFFSET_BYTES + 16 * OFFSET_BYTES);
-  std::memcpy(constants.data() + at, values.data(), values.size() * 4);
-  return u32(at / OFFSET_BYTES);
-}
 template <class M>
 static u32 packets(const std::vector<float>& values) {
   const size_t at = exchange.size(), per = Wire<M>::PER_PACKET, count = (values.size() + per - 1) / per;
@@ -157,32 +110,6 @@ static void run() {
   params.pack = constants.data();
   params.cache = cache.data();
   run_block(task<M, Op>);
-}
-
-static void report(const char* name, const std::vector<double>& expected, const std::vector<double>& found) {
-  double worst = 0, scale = 1e-30;
-  for (size_t i = 0; i < expected.size(); i++) {
-    scale = std::fmax(scale, std::fabs(expected[i]));
-    const double difference = std::fabs(expected[i] - found.at(i));
-    worst = difference <= worst ? worst : difference; // a NaN stays
-  }
-  std::printf("%s %zu %.3e\n", name, expected.size(), worst / scale);
-}
-
-// ---- norms ----------------------------------------------------------------------------------------------------------
-
-// x * rsqrt(mean(x^2) + eps) * weight; or (x - mean) * rsqrt(var + eps) * weight + bias.
-static std::vector<double> normalised(Norm norm, const std::vector<float>& x, const std::vector<float>& weight,
-                                      const std::vector<float>& bias, double eps) {
-  std::vector<double> y(x.begin(), x.end());
-  if (norm == Norm::NONE) return y;
-  double mean = 0, squares = 0;
-  if (norm == Norm::LAYER)
-    for (double v : y) mean += v / y.size();
-  for (double v : y) squares += (v - mean) * (v - mean) / y.size();
-  for (size_t i = 0; i < y.size(); i++)
-    y[i] = (y[i] - mean) / std::sqrt(squares + eps) * weight[i] + (norm == Norm::LAYER ? bias[i] : 0.);
-  return y;
 }
 
 // ---- matvec ---------------------------------------------------------------------------------------------------------
@@ -426,40 +353,6 @@ static void norm_add(const char* name) {
 
 // ---- attention ------------------------------------------------------------------------------------------------------
 
-template <int HEADS_, int GROUP_, int PER_TASK, int DIM_, int ROTARY_, bool PAIRS, HeadNorm N, u32 W, int SPLITS_>
-struct Heads {
-  static constexpr int HEADS = HEADS_, GROUP = GROUP_, HEADS_PER_TASK = PER_TASK, DIM = DIM_, PITCH = (DIM_ + 3) / 4 * 4;
-  static constexpr int ROTARY = ROTARY_, SPLITS = SPLITS_, CHUNK_ROWS = 16, WARPS_PER_HEAD = 1;
-  static constexpr float SCALE = 0.3f, SOFTCAP = 0.f, Q_EPS = 1e-5f, K_EPS = 1e-6f;
-  static constexpr u32 WINDOW = W;
-  static constexpr bool INTERLEAVED = PAIRS, PREFETCH_V = false, SWIZZLED = false;
-  static constexpr HeadNorm Q_NORM = N, K_NORM = N;
-};
-// A head as attention uses it: norm, then RoPE.
-template <class G>
-static std::vector<double> prepared(const std::vector<float>& all, int first, int heads_at, int heads, int head,
-                                    const std::vector<float>& weight, const std::vector<float>& angles, double eps) {
-  std::vector<double> x(all.begin() + first + head * G::DIM, all.begin() + first + (head + 1) * G::DIM);
-  if (G::Q_NORM != HeadNorm::NONE) {
-    double mean = 0, squares = 0;
-    if (G::Q_NORM == HeadNorm::CENTRED)
-      for (double v : x) mean += v / G::DIM;
-    if (G::Q_NORM == HeadNorm::PROJECTION)
-      for (int i = 0; i < heads * G::DIM; i++) squares += double(all[heads_at + i]) * all[heads_at + i] / (heads * G::DIM);
-    else
-      for (double v : x) squares += (v - mean) * (v - mean) / G::DIM;
-    for (int d = 0; d < G::DIM; d++)
-      x[d] = (x[d] - mean) / std::sqrt(squares + eps) * weight[G::Q_NORM == HeadNorm::HEAD ? d : head * G::DIM + d];
-  }
-  for (int i = 0; i < G::ROTARY / 2; i++) {
-    const int lo = G::INTERLEAVED ? 2 * i : i, hi = G::INTERLEAVED ? 2 * i + 1 : i + G::ROTARY / 2;
-    const double a = x[lo], b = x[hi], cosine = angles[i], sine = angles[G::ROTARY / 2 + i];
-    x[lo] = a * cosine - b * sine;
-    x[hi] = b * cosine + a * sine;
-  }
-  return x;
-}
-
 template <class M, class G>
 static void attention(const char* name) {
   constexpr int KV = G::HEADS / G::GROUP, TASKS = G::HEADS / G::HEADS_PER_TASK;
@@ -548,6 +441,10 @@ int main() {
   matvec<F, Product<12, 128, Norm::NONE, Epilogue::STORE, 4, 1>>("matvec-units-of-4");
   matvec<F, Product<10, 128, Norm::RMS, Epilogue::STORE, 2, 2>>("matvec-units-of-2");
   matvec<B, Product<24, 160, Norm::RMS, Epilogue::STORE, 8, 1, true>>("matvec-bf16");
+  matvec<Tensor, Product<24, 160, Norm::RMS, Epilogue::STORE, 8, 1, true>>("matvec-tensor-bf16");
+  matvec<Tensor, Product<36, 104, Norm::NONE, Epilogue::GATED, 8, 1>>("matvec-tensor-gated-bf16");
+  matvec<Tensor, Product<12, 128, Norm::LAYER, Epilogue::ACT, 4, 1>>("matvec-tensor-units-of-4-bf16");
+  matvec<Tensor, Product<16, 1000, Norm::NONE, Epilogue::RESIDUAL, 8, 0>>("matvec-tensor-chunks-bf16");
   typedef Product<21, 200, Norm::RMS, Epilogue::RESIDUAL, 8, 1> Ragged;
   typedef Product<16, 1000, Norm::NONE, Epilogue::RESIDUAL, 8, 0> Long; // units of several chunks
   matvec_codes<F, Coded<Ragged, Code::INT8, 0, ScaleCode::NONE, false, true>>("codes-int8-rows");

@@ -1,15 +1,15 @@
-//! The kernels' matvec, norm_add and attention against their formulas: the text that a device runs, compiled for this CPU.
-//! `ops.cc` has the cases, and the formulas in double precision.
+//! The kernels' ops against their formulas: the text that a device runs, compiled for this CPU. `ops.cc` has the cases of kernels for
+//! one row, `rows_ops.cc` those of kernels for rows, both with the formulas in double precision.
 //!
 //! Needs a C++ compiler, and says so where there is none.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use crate::sampling::compiled;
 use crate::skipped;
 
 /// Each case, and how often it runs: with other numbers, or at other positions.
-const CASES: [(&str, usize); 27] = [
+const CASES: [(&str, usize); 31] = [
     ("matvec-store-bias", 3),
     ("matvec-rms-ragged", 3),
     ("matvec-two-at-once", 3),
@@ -20,6 +20,10 @@ const CASES: [(&str, usize); 27] = [
     ("matvec-units-of-4", 3),
     ("matvec-units-of-2", 3),
     ("matvec-bf16", 3),
+    ("matvec-tensor-bf16", 3),
+    ("matvec-tensor-gated-bf16", 3),
+    ("matvec-tensor-units-of-4-bf16", 3),
+    ("matvec-tensor-chunks-bf16", 3),
     ("codes-int8-rows", 3),
     ("codes-e4m3-rows", 3),
     ("codes-e4m3-blocks", 3),
@@ -38,14 +42,49 @@ const CASES: [(&str, usize); 27] = [
     ("attention-centred", 5),
     ("attention-splits", 5),
 ];
+const CASES_OF_ROWS: [(&str, usize); 29] = [
+    ("matvec-8-bf16", 2),
+    ("matvec-8-long-bf16", 2),
+    ("matvec-8-gated-bf16", 2),
+    ("matvec-8-layer-bf16", 2),
+    ("matvec-8-logits-bf16", 2),
+    ("matvec-8-units-of-4-bf16", 2),
+    ("matvec-8-units-of-2-bf16", 2),
+    ("matvec-16-bf16", 2),
+    ("matvec-16-long-bf16", 2),
+    ("matvec-16-gated-bf16", 2),
+    ("matvec-16-layer-bf16", 2),
+    ("matvec-16-logits-bf16", 2),
+    ("matvec-16-units-of-4-bf16", 2),
+    ("matvec-lanes", 2),
+    ("matvec-lanes-layer", 2),
+    ("matvec-lanes-gated", 2),
+    ("matvec-lanes-residual", 2),
+    ("norm_add", 1),
+    ("norm_add-bf16", 1),
+    ("embed", 1),
+    ("embed-bf16", 1),
+    ("select", 1),
+    ("attention-halves-bf16", 5),
+    ("attention-window-bf16", 5),
+    ("attention-pairs-bf16", 5),
+    ("attention-128-bf16", 5),
+    ("attention-lanes", 5),
+    ("attention-lanes-window", 5),
+    ("attention-lanes-centred", 5),
+];
 /// Largest difference over the largest value: of sums in fp32, and of results rounded to bf16 (half of 2^-7 of a value).
 const FP32: f64 = 1e-6;
 const BF16: f64 = 4e-3;
 
-/// Name and largest difference of every run, in order. `None`: there is no compiler.
-fn run(kernels: &Path) -> Option<Vec<(String, f64)>> {
+fn kernels() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("kernels")
+}
+
+/// Name and largest difference of every run of the cases in `source`, in order. `None`: there is no compiler.
+fn run(source: &str, kernels: &Path) -> Option<Vec<(String, f64)>> {
     let folder = tempfile::tempdir().unwrap();
-    let output = compiled("ops.cc", kernels, folder.path())?.output().unwrap();
+    let output = compiled(source, kernels, folder.path())?.output().unwrap();
     assert!(output.status.success(), "{:?}: {}", output.status, String::from_utf8_lossy(&output.stderr));
     let text = String::from_utf8(output.stdout).unwrap();
     let lines = text.lines().map(|line| {
@@ -61,17 +100,58 @@ fn tolerance(name: &str) -> f64 {
     if name.ends_with("bf16") { BF16 } else { FP32 }
 }
 
-#[test]
-fn ops_compute_their_formulas() {
-    let Some(found) = run(&Path::new(env!("CARGO_MANIFEST_DIR")).join("kernels")) else {
-        return skipped("ops_compute_their_formulas", "C++ compiler", "`c++` compiles kernels for this CPU");
-    };
+fn no_compiler(test: &str) {
+    skipped(test, "C++ compiler", "`c++` compiles kernels for this CPU");
+}
+
+/// Every case of `source` ran as often as it should, and computed its formula.
+fn holds(test: &str, source: &str, cases: &[(&str, usize)]) {
+    let Some(found) = run(source, &kernels()) else { return no_compiler(test) };
     let names: Vec<&str> = found.iter().map(|(name, _)| name.as_str()).collect();
-    let expected: Vec<&str> = CASES.iter().flat_map(|&(name, runs)| std::iter::repeat_n(name, runs)).collect();
+    let expected: Vec<&str> = cases.iter().flat_map(|&(name, runs)| std::iter::repeat_n(name, runs)).collect();
     assert_eq!(names, expected);
     for (name, difference) in &found {
         // Not `>`: a difference that is not a number is one.
         assert!(*difference <= tolerance(name), "{name}: {difference:e}");
+    }
+}
+
+#[test]
+fn ops_compute_their_formulas() {
+    holds("ops_compute_their_formulas", "ops.cc", &CASES);
+}
+
+#[test]
+fn ops_of_rows_compute_their_formulas() {
+    holds("ops_of_rows_compute_their_formulas", "rows_ops.cc", &CASES_OF_ROWS);
+}
+
+/// Text of a header, what stands there instead, and the case that must differ.
+type Edit = (&'static str, &'static str, &'static str, &'static str);
+
+/// Every one of `edits`, all made at once, shows in its own case.
+fn each_shows(test: &str, source: &str, edits: &[Edit]) {
+    let folder = tempfile::tempdir().unwrap();
+    for entry in walkdir::WalkDir::new(kernels()) {
+        let entry = entry.unwrap();
+        if !entry.file_type().is_file() {
+            continue;
+        }
+        let path = entry.path().strip_prefix(kernels()).unwrap();
+        let mut text = std::fs::read_to_string(entry.path()).unwrap();
+        for (_, from, to, _) in edits.iter().filter(|(header, ..)| Path::new(header) == path) {
+            assert_eq!(text.matches(from).count(), 1, "`{}` has changed: where is `{from}`?", path.display());
+            text = text.replace(from, to);
+        }
+        let copy = folder.path().join(path);
+        std::fs::create_dir_all(copy.parent().unwrap()).unwrap();
+        std::fs::write(copy, text).unwrap();
+    }
+    let Some(found) = run(source, folder.path()) else { return no_compiler(test) };
+    for (.., case) in edits {
+        let differs =
+            |(name, difference): &(String, f64)| name == case && (*difference > tolerance(name) || difference.is_nan());
+        assert!(found.iter().any(differs), "{case}");
     }
 }
 
@@ -86,32 +166,28 @@ fn an_op_that_computes_something_else_is_found() {
         ("ops/norm_add.cuh", "own[i] += G::SCALE *", "own[i] += ", "norm_add-owned"),
         ("ops/attention.cuh", "l[h] = l[h] * shrink + warp_sum(s);", "l[h] = l[h] + warp_sum(s);", "attention-halves"),
     ];
-    let folder = tempfile::tempdir().unwrap();
-    for entry in walkdir::WalkDir::new(Path::new(env!("CARGO_MANIFEST_DIR")).join("kernels")) {
-        let entry = entry.unwrap();
-        if !entry.file_type().is_file() {
-            continue;
-        }
-        let path = entry.path().strip_prefix(Path::new(env!("CARGO_MANIFEST_DIR")).join("kernels")).unwrap();
-        let mut text = std::fs::read_to_string(entry.path()).unwrap();
-        for (_, from, to, _) in edits.iter().filter(|(header, ..)| Path::new(header) == path) {
-            assert_eq!(text.matches(from).count(), 1, "`{}` has changed: where is `{from}`?", path.display());
-            text = text.replace(from, to);
-        }
-        let copy = folder.path().join(path);
-        std::fs::create_dir_all(copy.parent().unwrap()).unwrap();
-        std::fs::write(copy, text).unwrap();
-    }
-    let Some(found) = run(folder.path()) else {
-        return skipped(
-            "an_op_that_computes_something_else_is_found",
-            "C++ compiler",
-            "`c++` compiles kernels for this CPU",
-        );
-    };
-    for (.., case) in edits {
-        let differs =
-            |(name, difference): &(String, f64)| name == case && (*difference > tolerance(name) || difference.is_nan());
-        assert!(found.iter().any(differs), "{case}");
-    }
+    each_shows("an_op_that_computes_something_else_is_found", "ops.cc", &edits);
+}
+
+#[test]
+fn an_op_of_rows_that_computes_something_else_is_found() {
+    let edits = [
+        // A warp's part of k that is not added, a phase that is not cleared, positions before the window that are seen, a row that
+        // goes on after its last step.
+        (
+            "rows/matvec.cuh",
+            "for (int w = 0; w < M::WARPS; w++) {\n        const float2",
+            "for (int w = 1; w < M::WARPS; w++) {\n        const float2",
+            "matvec-16-bf16",
+        ),
+        ("rows/words.cuh", "store_word(reinterpret_cast<u32*>(other + at), NO_WORD);", "", "embed"),
+        (
+            "rows/attention.cuh",
+            "start = window && position + 1 > window ? position + 1 - window : 0;",
+            "start = 0;",
+            "attention-window-bf16",
+        ),
+        ("rows/select.cuh", "step < r.steps &&", "", "select"),
+    ];
+    each_shows("an_op_of_rows_that_computes_something_else_is_found", "rows_ops.cc", &edits);
 }

@@ -1,0 +1,544 @@
+// Ops of kernels for rows, run by one block of threads on a CPU over random inputs, each row against its formula in double
+// precision. Words and chunks lie in memory before a task begins, so what waits and signals is left out; a word that is awaited and
+// was not published ends the program. Prints a line a case: its name, and the largest difference over the largest value expected.
+
+#include "block.h"
+#include "runtime/queue.cuh"
+#include "op_cases.h"
+#include "op_packets.h"
+
+// ---- in place of words and steps of runtime/sync.cuh, and of runtime/ring.cuh ---------------------------------------
+
+static void hand_over_step(u32* to, u32 step) { *to = step; }
+static void store_word(u32* to, u32 word) { *to = word; }
+static u32 load_word(const u32* from) { return *from; }
+static void load_piece(const u8* from, bool active, uint4& v) {
+  if (active) std::memcpy(&v, from, 16);
+}
+template <int N, class Offset>
+static void await_pieces(const u8*, Offset, uint4 (&v)[N], Waiter) {
+  for (const uint4& piece : v)
+    if (piece.x == ~0u || piece.y == ~0u || piece.z == ~0u || piece.w == ~0u) missing();
+}
+template <int N, class Offset>
+static void await_words(const u8* base, Offset offset, const bool (&active)[N], u32 (&v)[N], Waiter) {
+  for (int i = 0; i < N; i++) {
+    v[i] = active[i] ? *reinterpret_cast<const u32*>(base + offset(i)) : 0;
+    if (v[i] == ~0u) missing();
+  }
+}
+
+#include "runtime/context.cuh"
+
+// Chunks in the order of the stream lie behind the shared memory of the machine, where `ldmatrix` may read them.
+constexpr int RING_AT = 1 << 18, SLOT_BYTES = 1 << 13, SLOTS = 96;
+static int chunk_count;
+static u8* new_chunk() {
+  if (chunk_count == SLOTS) std::abort();
+  return smem + RING_AT + chunk_count++ * SLOT_BYTES;
+}
+template <class M>
+static const u8* ring_take(Context<M>&, const RingCursor<M>& at) {
+  const int chunk = int(at.use * M::SLOTS + at.slot);
+  if (chunk >= chunk_count) missing();
+  return smem + RING_AT + chunk * SLOT_BYTES;
+}
+template <class M>
+static void ring_take_pair(Context<M>& c, const RingCursor<M>& a, const RingCursor<M>& b, const u8*& first, const u8*& second) {
+  first = ring_take(c, a);
+  second = ring_take(c, b);
+}
+template <class M>
+static void ring_release(Context<M>&, const RingCursor<M>&) {}
+template <class M>
+static void ring_release_pair(Context<M>&, const RingCursor<M>&, const RingCursor<M>&, bool = true) {}
+
+#include "runtime/stage.cuh"
+#include "ops/matvec_formats.cuh"
+#include "ops/matvec.cuh"
+#include "ops/attention_records.cuh"
+#include "ops/attention_tensor.cuh"
+#include "ops/attention.cuh"
+#include "rows/context.cuh"
+#include "rows/words.cuh"
+#include "rows/select.cuh"
+#include "rows/matvec.cuh"
+#include "rows/attention.cuh"
+#include "op_formulas.h"
+
+// ---- a block and its memory -----------------------------------------------------------------------------------------
+
+template <Elem E, int ROWS_>
+struct Machine {
+  static constexpr int SMS = 1, WARPS = ::WARPS, SLOTS = 3, SLOT_BYTES = ::SLOT_BYTES, REDUCE_BATCH = 2, STAMPS_MAX = 0;
+  static constexpr int STAGE_AT = 0, REDUCE_AT = 1 << 16, HEADS_AT = 1 << 17, RESIDUAL_AT = HEADS_AT + (1 << 15);
+  static constexpr int QUEUE_AT = RESIDUAL_AT + (1 << 14), STATE_AT = QUEUE_AT + 1024, SCRATCH_BYTES = 1 << 17;
+  static constexpr Elem WEIGHT = E, CACHE = E, WIRE = E;
+  static constexpr Dot DOT = E == Elem::BF16 ? Dot::MMA : Dot::FMA;
+  static constexpr bool TRACE = false;
+  static constexpr int ROWS = ROWS_, RESIDUAL_COLS = 240;
+  static constexpr u32 CONTEXT_MAX = 128, PAGE_ROWS = 32, BLOCKS = CONTEXT_MAX / PAGE_ROWS, PAGES = 2 * BLOCKS;
+  static constexpr u64 POOL_ROWS = PAGES * PAGE_ROWS;
+};
+static RowsParams params;
+static Entry entry;
+static Row rows[16];
+static u32 tag;
+static std::vector<u64> exchange;
+static std::vector<u8> cache;
+
+// Words of both phases, of which no reader may take any.
+template <class M, int COLS>
+static u32 words() {
+  const size_t at = (exchange.size() + 15) / 16 * 16;
+  exchange.resize(at + Words<M, COLS>::PHASE_BYTES / 4);
+  u32* first = reinterpret_cast<u32*>(exchange.data() + at);
+  const size_t count = Words<M, COLS>::PHASE_BYTES / 4;
+  for (size_t i = 0; i < 2 * count; i++) first[i] = i / count == (tag & 1) ? NO_WORD : 0xdeadbeefu;
+  return u32(at);
+}
+template <class M, int COLS>
+static u32* word(u32 at, int row, int col, bool other = false) {
+  return reinterpret_cast<u32*>(reinterpret_cast<u8*>(exchange.data() + at) + ((tag & 1) != other ? Words<M, COLS>::PHASE_BYTES : 0) +
+                                Words<M, COLS>::at(row, col));
+}
+template <class M, int COLS>
+static void put_words(u32 at, int row, const std::vector<float>& values) {
+  typedef Words<M, COLS> W;
+  const auto value = [&](int col) { return col < COLS ? values.at(col) : 0.f; };
+  for (int col = 0; col < W::PIECES * W::PIECE_COLS; col += W::WORD_COLS)
+    *word<M, COLS>(at, row, col) = W::WORD_COLS == 2 ? bf16_pair(value(col), value(col + 1)) : __float_as_uint(value(col));
+}
+// Not a number where nothing was published, or where the word of the other phase was not cleared.
+template <class M, int COLS>
+static float published(u32 at, int row, int col) {
+  const int even = col / Words<M, COLS>::WORD_COLS * Words<M, COLS>::WORD_COLS;
+  const u32 found = *word<M, COLS>(at, row, even);
+  if (found == NO_WORD || *word<M, COLS>(at, row, even, true) != NO_WORD) return std::nanf("");
+  if (Words<M, COLS>::WORD_COLS == 1) return __uint_as_float(found);
+  return col % 2 ? bf16_hi(found) : bf16_lo(found);
+}
+// Whether a row is as `words` left it.
+template <class M, int COLS>
+static bool untouched(u32 at, int row) {
+  bool all = true;
+  for (int col = 0; col < COLS; col += Words<M, COLS>::WORD_COLS)
+    all = all && *word<M, COLS>(at, row, col) == NO_WORD && *word<M, COLS>(at, row, col, true) == 0xdeadbeefu;
+  return all;
+}
+
+// Begins a case: `active` rows take part in the step.
+template <class M>
+static void start(u64 seed, u32 active) {
+  exchange.clear();
+  constants.clear();
+  cache.clear();
+  chunk_count = 0;
+  tag = 6 + u32(seed);
+  std::memset(smem, 0xff, sizeof smem); // not a number, until a task writes it
+  std::memset(rows, 0, sizeof rows);
+  params = RowsParams{};
+  params.tag = tag;
+  params.rows = rows;
+  params.row_count = M::ROWS;
+  entry = Entry{};
+  entry.norm_bias = ~0u;
+  rows_state<M>().active = active;
+}
+template <class M, class Op>
+static void task(int thread) {
+  Context<M> c{params};
+  c.tag = tag;
+  c.thread = thread;
+  c.warp_index = thread / 32;
+  c.patience = 2;
+  Op::run(c, entry);
+}
+template <class M, class Op>
+static void run() {
+  params.exchange = exchange.data();
+  params.pack = constants.data();
+  params.cache = cache.data();
+  run_block(task<M, Op>);
+}
+static bool takes(u32 active, int row) { return active >> row & 1; }
+template <class M>
+static float* residual(int row) { return reinterpret_cast<float*>(smem + M::RESIDUAL_AT) + row * M::RESIDUAL_COLS; }
+
+// ---- matvec ---------------------------------------------------------------------------------------------------------
+
+template <int ROWS_, int K_, Norm N, Epilogue E, int BLOCK, int PASS_, int UNIT_ROWS_ = 8, bool B = false>
+struct Product {
+  static constexpr int ROWS = ROWS_, K = K_, UNIT_ROWS = UNIT_ROWS_, UNITS = (ROWS + UNIT_ROWS - 1) / UNIT_ROWS;
+  static constexpr int CHUNK = BLOCK, PASS = PASS_, PARTS = 3;
+  static constexpr bool BIAS = B, PUBLISH = true;
+  static constexpr Norm NORM = N;
+  static constexpr Epilogue EPILOGUE = E;
+  static constexpr Act ACT = Act::SILU;
+  static constexpr float EPS = 1e-5f, SCALE = 0.5f, SOFTCAP = E == Epilogue::LOGITS ? 3.f : 0.f;
+};
+
+// The granules of W (ROWS, K) as the pack has them, in the order of `RowsLoader`: of PASS units at a time the first block of k of each.
+template <class M, class G>
+static void stream(const std::vector<float>& w) {
+  typedef RowsMatVecShape<M, G> S;
+  typedef typename ElemOf<M::WEIGHT>::type W;
+  for (int first = 0; first < G::UNITS; first += G::PASS)
+    for (int block = 0; block < S::BLOCKS; block++)
+      for (int unit = first; unit < min(first + G::PASS, G::UNITS); unit++) {
+        u8* to = new_chunk();
+        for (int j = block * S::BLOCK; j < min((block + 1) * S::BLOCK, S::UNIT_GRANULES); j++)
+          for (int part = 0; part < S::K_PARTS; part++)
+            for (int row = 0; row < G::UNIT_ROWS; row++)
+              for (int i = 0; i < S::PART_K; i++, to += sizeof(W)) {
+                const int r = unit * G::UNIT_ROWS + row, k = (j * S::K_PARTS + part) * S::PART_K + i;
+                // Of gated units the first half of the rows is of the first half of the matrix.
+                const bool gated = G::EPILOGUE == Epilogue::GATED;
+                const int from = gated ? (row < 4 ? unit * 4 + row : G::ROWS / 2 + unit * 4 + row - 4) : r;
+                const bool exists = k < G::K && (gated ? unit * 4 + row % 4 < G::ROWS / 2 : r < G::ROWS);
+                narrow(exists ? w[size_t(from) * G::K + k] : 0.f, reinterpret_cast<W*>(to));
+              }
+      }
+}
+
+template <class M, class G>
+static void matvec(const char* name, u32 active) {
+  constexpr int COLS = G::EPILOGUE == Epilogue::GATED ? G::ROWS / 2 : G::ROWS;
+  for (u64 seed = 1; seed <= 2; seed++) {
+    u64 state = seed * 77;
+    start<M>(seed, active);
+    const std::vector<float> w = numbers(state, size_t(G::ROWS) * G::K), weight = numbers(state, G::K);
+    const std::vector<float> norm_bias = numbers(state, G::K), bias = numbers(state, G::ROWS + 8);
+    const std::vector<float> before = numbers(state, size_t(M::ROWS) * M::RESIDUAL_COLS);
+    std::vector<std::vector<float>> x;
+    entry.x = words<M, G::K>();
+    entry.out = words<M, COLS>();
+    for (int row = 0; row < M::ROWS; row++) {
+      x.push_back(numbers(state, G::K));
+      if (takes(active, row)) put_words<M, G::K>(entry.x, row, x[row]);
+    }
+    stream<M, G>(w);
+    entry.lo = 0, entry.hi = G::UNITS, entry.j = 1;
+    entry.norm_weight = constant(weight);
+    if (G::NORM == Norm::LAYER) entry.norm_bias = constant(norm_bias);
+    if (G::BIAS) entry.bias = constant(bias);
+    entry.aux = u32(exchange.size());
+    exchange.resize(exchange.size() + 2 * M::ROWS * round_up(2 * G::PARTS, 2));
+    std::memcpy(residual<M>(0), before.data(), before.size() * 4);
+    std::vector<float> logits(size_t(M::ROWS) * G::ROWS);
+    params.logits = logits.data();
+    run<M, RowsMatVec<M, G>>();
+
+    std::vector<double> expected, found;
+    const auto silu = [](double v) { return v / (1 + std::exp(-v)); };
+    for (int row = 0; row < M::ROWS; row++) {
+      if (!takes(active, row)) {
+        expected.push_back(1), found.push_back(untouched<M, COLS>(entry.out, row));
+        continue;
+      }
+      const std::vector<double> input = normalised(G::NORM, x[row], weight, norm_bias, G::EPS);
+      std::vector<double> y(G::ROWS);
+      for (int r = 0; r < G::ROWS; r++) {
+        y[r] = G::BIAS ? bias[r] : 0.;
+        for (int k = 0; k < G::K; k++) y[r] += double(w[size_t(r) * G::K + k]) * input[k];
+      }
+      for (int r = 0; r < COLS; r++) {
+        const double old = before[row * M::RESIDUAL_COLS + r];
+        double value = y[r];
+        if (G::EPILOGUE == Epilogue::ACT) value = silu(y[r]);
+        if (G::EPILOGUE == Epilogue::GATED) value = silu(y[r]) * y[G::ROWS / 2 + r];
+        if (G::EPILOGUE == Epilogue::RESIDUAL) value = old + G::SCALE * y[r];
+        if (G::EPILOGUE == Epilogue::LOGITS) value = G::SOFTCAP * std::tanh(G::SCALE * y[r] / G::SOFTCAP);
+        const bool is_logit = G::EPILOGUE == Epilogue::LOGITS;
+        expected.push_back(value);
+        found.push_back(is_logit ? logits[row * G::ROWS + r] : published<M, COLS>(entry.out, row, r));
+        if (G::EPILOGUE == Epilogue::RESIDUAL) expected.push_back(value), found.push_back(residual<M>(row)[r]);
+      }
+      if (G::EPILOGUE == Epilogue::LOGITS) {
+        // The candidate: the best of these logits, and where it is.
+        const float* all = logits.data() + row * G::ROWS;
+        int best = 0;
+        for (int r = 1; r < G::ROWS; r++) best = all[r] > all[best] ? r : best;
+        const u64* candidate = exchange.data() + entry.aux + ((tag & 1) * M::ROWS + row) * round_up(2 * G::PARTS, 2) + 2 * entry.j;
+        expected.push_back(all[best]), found.push_back(candidate[0] >> 32 == tag ? __uint_as_float(u32(candidate[0])) : std::nanf(""));
+        expected.push_back(best), found.push_back(candidate[1] >> 32 == tag ? u32(candidate[1]) : std::nanf(""));
+      }
+    }
+    report(name, expected, found);
+  }
+}
+
+// ---- norm_add, embed, select ------------------------------------------------------------------------------------------
+
+template <int WIDTH_>
+struct Sum {
+  static constexpr int WIDTH = WIDTH_, HIDDEN = WIDTH_;
+  static constexpr float EPS = 1e-6f, SCALE = 0.25f;
+};
+template <class M, class G>
+static void norm_add(const char* name, u32 active) {
+  u64 state = 1234;
+  start<M>(1, active);
+  const std::vector<float> weight = numbers(state, G::WIDTH), before = numbers(state, size_t(M::ROWS) * M::RESIDUAL_COLS);
+  entry.lo = 1, entry.hi = (G::WIDTH + 7) / 8;
+  entry.x = words<M, G::WIDTH>();
+  entry.out = words<M, G::WIDTH>();
+  entry.norm_weight = constant(weight);
+  std::vector<std::vector<float>> y;
+  for (int row = 0; row < M::ROWS; row++) {
+    y.push_back(numbers(state, G::WIDTH));
+    if (takes(active, row)) put_words<M, G::WIDTH>(entry.x, row, y[row]);
+  }
+  std::memcpy(residual<M>(0), before.data(), before.size() * 4);
+  run<M, RowsNormAdd<M, G>>();
+  std::vector<double> expected, found;
+  for (int row = 0; row < M::ROWS; row++) {
+    if (!takes(active, row)) {
+      expected.push_back(1), found.push_back(untouched<M, G::WIDTH>(entry.out, row));
+      continue;
+    }
+    const std::vector<double> sum = normalised(Norm::RMS, y[row], weight, {}, G::EPS);
+    for (int i = 8; i < G::WIDTH; i++) {
+      expected.push_back(before[row * M::RESIDUAL_COLS + i - 8] + G::SCALE * sum[i]), found.push_back(residual<M>(row)[i - 8]);
+      expected.push_back(expected.back()), found.push_back(published<M, G::WIDTH>(entry.out, row, i));
+    }
+  }
+  report(name, expected, found);
+}
+
+template <class M, class G>
+static void embed(const char* name, u32 active) {
+  typedef typename ElemOf<M::WEIGHT>::type W;
+  constexpr int VOCAB = 30;
+  u64 state = 4321;
+  start<M>(2, active);
+  const std::vector<float> table = numbers(state, VOCAB * G::HIDDEN);
+  constants.resize(table.size() * sizeof(W));
+  for (size_t i = 0; i < table.size(); i++) narrow(table[i], reinterpret_cast<W*>(constants.data()) + i);
+  entry.table = 0, entry.lo = 0, entry.hi = (G::HIDDEN + 7) / 8;
+  entry.out = words<M, G::HIDDEN>();
+  for (int row = 0; row < M::ROWS; row++) rows_state<M>().token[row] = row * 7 % VOCAB;
+  run<M, RowsEmbed<M, G>>();
+  std::vector<double> expected, found;
+  for (int row = 0; row < M::ROWS; row++) {
+    if (!takes(active, row)) {
+      expected.push_back(1), found.push_back(untouched<M, G::HIDDEN>(entry.out, row));
+      continue;
+    }
+    for (int i = 0; i < G::HIDDEN; i++) {
+      expected.push_back(G::SCALE * table[row * 7 % VOCAB * G::HIDDEN + i]), found.push_back(residual<M>(row)[i]);
+      expected.push_back(expected.back()), found.push_back(published<M, G::HIDDEN>(entry.out, row, i));
+    }
+  }
+  report(name, expected, found);
+}
+
+struct Choice {
+  static constexpr int PARTS = 40, VOCAB = 1000;
+};
+// A row whose best candidate ends it, one that took part no more, one whose steps are over, and the others.
+template <class M>
+static void select(const char* name, u32 active) {
+  constexpr int STRIDE = 2 * Choice::PARTS;
+  u64 state = 99;
+  start<M>(1, active);
+  params.tag = tag - 1; // the second step of a launch
+  params.eos_count = 1, params.eos[0] = 17;
+  exchange.resize(size_t(2) * M::ROWS * STRIDE);
+  std::vector<int> best(M::ROWS);
+  for (int row = 0; row < M::ROWS; row++) {
+    rows[row].steps = row == 1 ? 1 : 5;
+    float top = -2;
+    for (int i = 0; i < Choice::PARTS; i++) {
+      // Two parts tie: the lower id wins.
+      const float value = i == 9 || i == 33 ? 1.5f : number(state);
+      const int id = row == 0 ? (i == 9 ? 17 : 20 + i) : i == 33 ? 25 : 40 + i;
+      if (value > top || (value == top && id < best[row])) top = value, best[row] = id;
+      u64* to = exchange.data() + ((tag - 1 & 1) * M::ROWS + row) * STRIDE + 2 * i;
+      if (takes(active, row)) publish(to, __float_as_uint(value), tag - 1), publish(to + 1, id, tag - 1);
+    }
+  }
+  run<M, RowsSelect<M, Choice>>();
+  std::vector<double> expected, found;
+  u32 left = 0;
+  for (int row = 0; row < M::ROWS; row++) {
+    if (!takes(active, row)) continue;
+    expected.push_back(best[row]), found.push_back(rows_state<M>().token[row]);
+    if (row > 1) left |= 1u << row;
+  }
+  expected.push_back(left), found.push_back(rows_state<M>().active);
+  expected.push_back(tag), found.push_back(rows_state<M>().block.acquired_tag);
+  expected.push_back(17), found.push_back(rows_state<M>().token[0]);
+  while (expected.size() < 9) expected.push_back(0), found.push_back(0);
+  report(name, expected, found);
+}
+
+// ---- attention ------------------------------------------------------------------------------------------------------
+
+// As tensor cores take it.
+template <class H, int WARPS_PER_HEAD_, bool PREFETCH>
+struct Swizzled : H {
+  static constexpr int PITCH = H::DIM, WARPS_PER_HEAD = WARPS_PER_HEAD_;
+  static constexpr bool SWIZZLED = true, PREFETCH_V = PREFETCH;
+};
+template <class H>
+struct Capped : H {
+  static constexpr float SOFTCAP = 2.f;
+};
+
+// Two sequences: five rows of the first, three of the second, of which the last takes no part.
+template <class M, class G>
+static void attention(const char* name) {
+  typedef typename ElemOf<M::CACHE>::type C;
+  constexpr int KV = G::HEADS / G::GROUP, TASKS = G::HEADS / G::HEADS_PER_TASK, COLS = (G::HEADS + 2 * KV) * G::DIM, OUT = G::HEADS * G::DIM;
+  constexpr u32 COUNT[2] = {5, 3}, STARTS[][2] = {{0, 0}, {3, 61}, {17, 32}, {40, 100}, {75, 15}};
+  for (const auto& starts : STARTS) {
+    u64 state = starts[0] * 31 + 5;
+    const u32 active = 0x7f;
+    start<M>(starts[0] & 1, active);
+    const std::vector<float> q_weight = numbers(state, G::HEADS * G::DIM), k_weight = numbers(state, KV * G::DIM);
+    const std::vector<float> table = numbers(state, M::CONTEXT_MAX * G::ROTARY + 1);
+    // Keys and values of each sequence, position and KV head.
+    const auto at = [](u32 sequence, u32 position, int kv) { return ((sequence * M::CONTEXT_MAX + position) * KV + kv) * G::DIM; };
+    const std::vector<float> keys = numbers(state, 2 * M::CONTEXT_MAX * KV * G::DIM), values = numbers(state, keys.size());
+    std::vector<u32> pages(2 * M::BLOCKS);
+    for (u32 i = 0; i < pages.size(); i++) pages[i] = (i * 3 + 1) % M::PAGES;
+    params.pages = pages.data();
+    const size_t cache_bytes = KV * M::POOL_ROWS * G::PITCH * sizeof(C);
+    cache.assign(2 * cache_bytes, 0xff);
+    entry.k_cache = 0, entry.v_cache = u32(cache_bytes / OFFSET_BYTES);
+    // Where dimension `d` of a row of the cache lies.
+    const auto row_of = [&](u32 kind, u32 sequence, u32 position, int kv) {
+      const u32 page = pages[sequence * M::BLOCKS + position / M::PAGE_ROWS];
+      return cache.data() + kind * cache_bytes + (kv * M::POOL_ROWS + page * M::PAGE_ROWS + position % M::PAGE_ROWS) * G::PITCH * sizeof(C);
+    };
+    const auto place = [](u32 position, int d) { return G::SWIZZLED ? (d / 8 ^ swizzle(position)) * 8 + d % 8 : u32(d); };
+    for (u32 sequence = 0; sequence < 2; sequence++)
+      for (u32 position = 0; position < starts[sequence]; position++)
+        for (int kv = 0; kv < KV; kv++)
+          for (int d = 0; d < G::DIM; d++) {
+            narrow(keys[at(sequence, position, kv) + d], reinterpret_cast<C*>(row_of(0, sequence, position, kv)) + place(position, d));
+            narrow(values[at(sequence, position, kv) + d], reinterpret_cast<C*>(row_of(1, sequence, position, kv)) + place(position, d));
+          }
+    entry.x = words<M, COLS>();
+    entry.out = words<M, OUT>();
+    entry.q_norm = constant(q_weight), entry.k_norm = constant(k_weight), entry.rope = constant(table);
+    std::vector<std::vector<float>> qkv;
+    for (u32 row = 0; row < COUNT[0] + COUNT[1]; row++) {
+      const u32 sequence = row >= COUNT[0], first = sequence ? COUNT[0] : 0;
+      rows[row].sequence = sequence, rows[row].first = first, rows[row].position = starts[sequence] + row - first, rows[row].steps = 1;
+      qkv.push_back(numbers(state, COLS));
+      if (takes(active, row)) put_words<M, COLS>(entry.x, row, qkv[row]);
+    }
+    for (u32 row = 0; row < COUNT[0] + COUNT[1]; row++)
+      for (int i = 0; i < TASKS; i++) {
+        const u32 sequence = rows[row].sequence, end = starts[sequence];
+        chunk_count = 0;
+        // As `RowsLoader` copies them.
+        for (u32 begin = history_begin(rows[row].position, G::WINDOW); takes(active, row) && begin < end;) {
+          const u32 stop = min(begin / G::CHUNK_ROWS * G::CHUNK_ROWS + G::CHUNK_ROWS, end);
+          for (u32 kind = 0; kind < 2; kind++) {
+            u8* to = new_chunk();
+            std::memset(to, 0xff, SLOT_BYTES);
+            std::memcpy(to, row_of(kind, sequence, begin, i * G::HEADS_PER_TASK / G::GROUP), (stop - begin) * G::PITCH * sizeof(C));
+          }
+          begin = stop;
+        }
+        entry.lo = i, entry.row = row;
+        run<M, RowsAttention<M, G>>();
+      }
+
+    std::vector<double> expected, found;
+    const int k_at = G::HEADS * G::DIM, v_at = k_at + KV * G::DIM;
+    const auto rounded = [](double v) {
+      C narrowed;
+      narrow(float(v), &narrowed);
+      return double(widen(narrowed));
+    };
+    for (u32 row = 0; row < COUNT[0] + COUNT[1]; row++) {
+      if (!takes(active, row)) {
+        expected.push_back(1), found.push_back(untouched<M, OUT>(entry.out, row));
+        continue;
+      }
+      const u32 sequence = rows[row].sequence, position = rows[row].position, before = starts[sequence];
+      const u32 seen = G::WINDOW && position + 1 > G::WINDOW ? position + 1 - G::WINDOW : 0;
+      const auto angles = [&](u32 of) { return std::vector<float>(table.begin() + of * G::ROTARY, table.end()); };
+      // A key of the row's own sequence, of the cache or of this step.
+      const auto key = [&](u32 of, int kv) {
+        std::vector<double> k(keys.begin() + at(sequence, of, kv), keys.begin() + at(sequence, of, kv) + G::DIM);
+        if (of >= before) k = prepared<G>(qkv[rows[row].first + of - before], k_at, k_at, KV, kv, k_weight, angles(of), G::K_EPS);
+        for (double& v : k) v = rounded(v);
+        return k;
+      };
+      const auto value = [&](u32 of, int kv, int d) {
+        return of >= before ? qkv[rows[row].first + of - before][v_at + kv * G::DIM + d] : values[at(sequence, of, kv) + d];
+      };
+      for (int h = 0; h < G::HEADS; h++) {
+        const int kv = h / G::GROUP;
+        const std::vector<double> q = prepared<G>(qkv[row], 0, 0, G::HEADS, h, q_weight, angles(position), G::Q_EPS);
+        // softmax(cap(scale * q K^T)) V over the rows of the window, up to the own one.
+        std::vector<double> sums(G::DIM);
+        double all = 0;
+        for (u32 of = seen; of <= position; of++) {
+          const std::vector<double> k = key(of, kv);
+          double score = 0;
+          for (int d = 0; d < G::DIM; d++) score += q[d] * k[d];
+          score *= G::SCALE;
+          if (G::SOFTCAP > 0) score = G::SOFTCAP * std::tanh(score / G::SOFTCAP);
+          const double weight = std::exp(score);
+          all += weight;
+          for (int d = 0; d < G::DIM; d++) sums[d] += weight * value(of, kv, d);
+        }
+        for (int d = 0; d < G::DIM; d++) expected.push_back(sums[d] / all), found.push_back(published<M, OUT>(entry.out, row, h * G::DIM + d));
+      }
+      // What the step appended.
+      for (int kv = 0; kv < KV; kv++) {
+        const std::vector<double> k = key(position, kv);
+        for (int d = 0; d < G::DIM; d++) {
+          expected.push_back(k[d]), found.push_back(widen(reinterpret_cast<C*>(row_of(0, sequence, position, kv))[place(position, d)]));
+          expected.push_back(value(position, kv, d));
+          found.push_back(widen(reinterpret_cast<C*>(row_of(1, sequence, position, kv))[place(position, d)]));
+        }
+      }
+    }
+    report(name, expected, found);
+  }
+}
+
+int main() {
+  typedef Machine<Elem::BF16, 8> B8;
+  typedef Machine<Elem::BF16, 16> B16;
+  typedef Machine<Elem::F32, 8> F8;
+  const u32 some = 0xb6d5;
+  // A short k stays in registers, a long one does not; passes are of one unit, of an odd number, and of more than there are.
+  matvec<B8, Product<40, 160, Norm::NONE, Epilogue::STORE, 4, 3, 8, true>>("matvec-8-bf16", some & 0xff);
+  matvec<B8, Product<44, 200, Norm::RMS, Epilogue::RESIDUAL, 2, 2>>("matvec-8-long-bf16", 0xff);
+  matvec<B8, Product<36, 104, Norm::RMS, Epilogue::GATED, 2, 5>>("matvec-8-gated-bf16", some & 0xff);
+  matvec<B8, Product<21, 128, Norm::LAYER, Epilogue::ACT, 4, 2>>("matvec-8-layer-bf16", some & 0xff);
+  matvec<B8, Product<37, 96, Norm::RMS, Epilogue::LOGITS, 3, 4>>("matvec-8-logits-bf16", some & 0xff);
+  matvec<B8, Product<12, 200, Norm::RMS, Epilogue::STORE, 2, 3, 4>>("matvec-8-units-of-4-bf16", 0x81);
+  matvec<B8, Product<10, 256, Norm::NONE, Epilogue::STORE, 1, 2, 2>>("matvec-8-units-of-2-bf16", 0xff);
+  matvec<B16, Product<40, 160, Norm::NONE, Epilogue::STORE, 4, 3, 8, true>>("matvec-16-bf16", some);
+  matvec<B16, Product<44, 200, Norm::RMS, Epilogue::RESIDUAL, 2, 2>>("matvec-16-long-bf16", 0xffff);
+  matvec<B16, Product<36, 104, Norm::RMS, Epilogue::GATED, 2, 5>>("matvec-16-gated-bf16", some);
+  matvec<B16, Product<21, 128, Norm::LAYER, Epilogue::ACT, 4, 2>>("matvec-16-layer-bf16", some);
+  matvec<B16, Product<37, 96, Norm::RMS, Epilogue::LOGITS, 3, 4>>("matvec-16-logits-bf16", some);
+  matvec<B16, Product<12, 200, Norm::RMS, Epilogue::STORE, 2, 3, 4>>("matvec-16-units-of-4-bf16", 0x8001);
+  matvec<F8, Product<40, 100, Norm::NONE, Epilogue::STORE, 4, 2, 8, true>>("matvec-lanes", some & 0xff);
+  matvec<F8, Product<21, 70, Norm::LAYER, Epilogue::ACT, 2, 1>>("matvec-lanes-layer", some & 0xff);
+  matvec<F8, Product<36, 64, Norm::RMS, Epilogue::GATED, 2, 2>>("matvec-lanes-gated", 0xff);
+  matvec<F8, Product<16, 200, Norm::RMS, Epilogue::RESIDUAL, 4, 2>>("matvec-lanes-residual", some & 0xff);
+  norm_add<F8, Sum<100>>("norm_add", some & 0xff);
+  norm_add<B16, Sum<203>>("norm_add-bf16", some);
+  embed<F8, Sum<41>>("embed", some & 0xff);
+  embed<B16, Sum<64>>("embed-bf16", some);
+  select<B16>("select", 0xfff7);
+  typedef Heads<4, 2, 2, 64, 64, false, HeadNorm::NONE, 0, 1> Halves;
+  attention<B8, Swizzled<Halves, 1, true>>("attention-halves-bf16");
+  attention<B8, Capped<Swizzled<Heads<4, 4, 4, 64, 0, false, HeadNorm::HEAD, 24, 1>, 1, false>>>("attention-window-bf16");
+  attention<B8, Swizzled<Heads<4, 2, 1, 64, 64, true, HeadNorm::HEAD, 0, 1>, 1, true>>("attention-pairs-bf16");
+  attention<B16, Swizzled<Heads<2, 2, 2, 128, 128, false, HeadNorm::HEAD, 50, 1>, 2, false>>("attention-128-bf16");
+  attention<F8, Heads<4, 2, 2, 20, 10, true, HeadNorm::HEAD, 0, 1>>("attention-lanes");
+  attention<F8, Heads<3, 3, 3, 40, 40, false, HeadNorm::PROJECTION, 24, 1>>("attention-lanes-window");
+  attention<F8, Capped<Heads<2, 1, 1, 8, 0, false, HeadNorm::CENTRED, 0, 1>>>("attention-lanes-centred");
+}
