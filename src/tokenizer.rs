@@ -11,6 +11,10 @@
 //! becomes an error here. Memory is not bounded here, and a template or a normaliser may double a string again and again:
 //! `pipeline::tokens` runs this in a process with bounded memory.
 
+mod stops;
+
+pub use stops::{Stopped, certain};
+
 use crate::error::Fault;
 use crate::files::{self, FileError};
 use minijinja::syntax::SyntaxConfig;

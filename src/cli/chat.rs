@@ -93,7 +93,7 @@ struct Conversation<'a> {
     max_tokens: usize,
     request: Request,
     words: Tokens,
-    runner: Runner,
+    runner: Runner<'a>,
     messages: Vec<Message>,
     /// How many of them are no part of the conversation: the system prompt.
     first: usize,

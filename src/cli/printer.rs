@@ -6,6 +6,7 @@ use super::session::Session;
 use crate::error::Fault;
 use crate::pipeline::Tokens;
 use crate::sample::Decided;
+use crate::tokenizer::{Stopped, certain};
 
 /// What becomes of tokens that were decided.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -84,10 +85,8 @@ impl<'a> Printer<'a> {
         };
         self.count += 1;
         self.pending.push_str(&piece);
-        let (ready, found) = match self.count > self.stops_after {
-            true => certain(&self.pending, self.stops),
-            false => (self.pending.len(), false),
-        };
+        let stops = if self.count > self.stops_after { self.stops } else { &[] };
+        let Stopped { ready, found } = certain(&self.pending, stops);
         let piece: String = self.pending.drain(..ready).collect();
         let logprob = decided.logprob.map(|logprob| logprob_json(id, logprob, &decided.top));
         if self.form == Form::Lines {
@@ -123,7 +122,7 @@ impl<'a> Printer<'a> {
         if !stopped {
             self.pending.push_str(&rest);
             let stops = if self.count > self.stops_after { self.stops } else { &[] };
-            let (ready, found) = certain(&self.pending, stops);
+            let Stopped { ready, found } = certain(&self.pending, stops);
             let end = if found { ready } else { self.pending.len() };
             let piece: String = self.pending.drain(..end).collect();
             self.put(&piece)?;
@@ -150,40 +149,4 @@ pub struct Printed {
 fn logprob_json(id: u32, logprob: f64, top: &[(u32, f64)]) -> Value {
     let top: Vec<Value> = top.iter().map(|(id, logprob)| json!({ "id": id, "logprob": logprob })).collect();
     json!({ "id": id, "logprob": logprob, "top": top })
-}
-
-/// How many bytes of `text` can be printed: up to the first of `stops`, and whether there is one; else all but what may be the
-/// beginning of one.
-fn certain(text: &str, stops: &[String]) -> (usize, bool) {
-    if let Some(at) = stops.iter().filter_map(|stop| text.find(stop.as_str())).min() {
-        return (at, true);
-    }
-    let begins = |at: usize| stops.iter().any(|stop| stop.starts_with(&text[at..]));
-    let held = text.char_indices().map(|(at, _)| at).find(|&at| begins(at));
-    (held.unwrap_or(text.len()), false)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn what_may_begin_a_stop_text_is_held_back() {
-        let stops = ["\n\n".to_string(), "END".to_string()];
-        for (text, expected) in [
-            ("once", (4, false)),
-            ("once\n", (4, false)),
-            ("once\n\n upon", (4, true)),
-            ("the E", (4, false)),
-            ("the EN", (4, false)),
-            ("the ENG", (7, false)),
-            ("the END", (4, true)),
-            ("END\n\n", (0, true)),
-            ("", (0, false)),
-            ("µE", (2, false)),
-        ] {
-            assert_eq!(certain(text, &stops), expected, "{text:?}");
-        }
-        assert_eq!(certain("END", &[]), (3, false));
-    }
 }

@@ -2,14 +2,15 @@
 //! is here; `tests/it/tidy.rs` lists the few files beside it.
 //!
 //! `nvrtc` and `cubin` run on any machine that has the compiler library. The rest needs a driver, loads it when it is
-//! first used, and says `NoDriverLib` where there is none. Only `session` knows of schedules: it uploads the tables of a proven
-//! one. Everywhere else source and bytes come in, and bytes and numbers go out.
+//! first used, and says `NoDriverLib` where there is none. Only `kernel` and the sessions over it (`session` for one row, `rows`
+//! for several) know schedules: they upload the tables of a proven one. The other files take source and bytes, and give bytes and numbers.
 
 mod api;
 pub mod arch;
 pub mod calibrate;
 pub mod cubin;
 pub mod driver;
+mod kernel;
 pub mod memory;
 pub mod module;
 pub mod nvml;

@@ -1,16 +1,12 @@
 //! Owns `RowsSession`: a kernel for several rows with its device memory, launched with tables that a guard has judged.
 
 use super::driver::Device;
+use super::kernel::{Kernel, vocab};
 use super::memory::{DeviceBuffer, MappedBuffer};
-use super::module::{Function, Module};
-use super::session::{DeviceTables, SessionError, Stuck, first_buffer, stuck_of};
-use super::stream::{Argument, Event, LaunchShape, Stream, Wait};
-use crate::codegen::abi::{EOS_MAX, Params, Queues, Row, RowsParams};
-use crate::codegen::emit::ENTRY_POINT;
+use super::session::SessionError;
+use crate::codegen::abi::{Params, Queues, Row, RowsParams};
 use crate::ir::layout::WORD_ROWS;
-use crate::ir::op::Role;
-use crate::ir::schedule::Schedule;
-use crate::rows::{Shape, Tables};
+use crate::rows::{Run, Shape, Tables, runs};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -44,27 +40,19 @@ pub struct RowsLaunched {
 
 /// A kernel for several rows on a device.
 pub struct RowsSession {
-    stream: Stream,
-    function: Function,
-    _module: Module,
-    launch_shape: LaunchShape,
-    schedule: Schedule,
+    kernel: Kernel,
     shape: Shape,
-    pack: Arc<DeviceBuffer>,
     cache: Arc<DeviceBuffer>,
     exchange: DeviceBuffer,
-    tables: DeviceTables,
     rows: DeviceBuffer,
     pages: DeviceBuffer,
     logits: DeviceBuffer,
     mailbox: MappedBuffer,
-    report: MappedBuffer,
-    abort: MappedBuffer,
-    started: Event,
-    ended: Event,
     /// Rows of a step, as the kernel lays them out.
     padded: u32,
     tag: u32,
+    /// Of each row, whether the exchange holds what it decided in the last step.
+    decided: Vec<bool>,
     steps_max: u32,
     vocab: u32,
 }
@@ -83,55 +71,39 @@ impl RowsSession {
         pack: Arc<DeviceBuffer>,
         cache: Option<Arc<DeviceBuffer>>,
     ) -> Result<RowsSession, SessionError> {
-        let schedule = queues.validated().schedule();
-        let machine = &schedule.machine;
-        let shape = Shape::of(&schedule.program).expect("validate: a kernel for rows has tables");
-        let tables = queues.tables();
-        let stream = device.stream()?;
-        let module = device.load(cubin)?;
-        let smem = machine.smem.iter().map(|p| p.offset + p.bytes).max().unwrap_or(0);
-        let function = device.function(&module, ENTRY_POINT, smem)?;
-        let block = (machine.consumer_warps + machine.loader_warps) * 32;
+        let kernel = Kernel::load(device, queues, cubin, pack)?;
+        let (stream, program, tables) = (&kernel.stream, &kernel.schedule.program, queues.tables());
+        let shape = Shape::of(program).expect("validate: a kernel for rows has tables");
         let padded = shape.rows.next_multiple_of(WORD_ROWS);
         let exchange = device.alloc(tables.exchange_bytes.max(16))?;
         let cache = match cache {
             Some(cache) => cache,
             None => {
                 let mut cache = device.alloc(tables.cache_bytes.max(16))?;
-                cache.poison(&stream)?;
+                cache.poison(stream)?;
                 Arc::new(cache)
             }
         };
-        let vocab = first_buffer(&schedule.program, Role::Logits)
-            .map_or(0, |buffer| schedule.program.buffers[buffer.index()].cols);
+        let vocab = vocab(program);
         let mut logits = device.alloc((u64::from(padded) * u64::from(vocab) * 4).max(16))?;
-        logits.poison(&stream)?;
+        logits.poison(stream)?;
         let mut session = RowsSession {
-            launch_shape: LaunchShape { grid: machine.sms, block, smem_dynamic_bytes: smem, cluster: 1 },
             mailbox: device.alloc_mapped((steps_max as usize + 1) * padded as usize + 1)?,
-            report: device.alloc_mapped(machine.sms as usize * 8)?,
-            abort: device.alloc_mapped(1)?,
             rows: device.alloc(u64::from(padded) * std::mem::size_of::<Row>() as u64)?,
             pages: device.alloc((u64::from(padded) * u64::from(shape.blocks()) * 4).max(16))?,
-            started: device.event()?,
-            ended: device.event()?,
-            tables: DeviceTables::upload(device, &stream, tables)?,
-            stream,
-            function,
-            _module: module,
-            schedule: schedule.clone(),
+            kernel,
             shape,
-            pack,
             cache,
             exchange,
             logits,
             padded,
             tag: 0,
+            decided: vec![],
             steps_max,
             vocab,
         };
         session.begin_words()?;
-        session.stream.synchronize()?;
+        session.kernel.stream.synchronize()?;
         Ok(session)
     }
 
@@ -139,15 +111,11 @@ impl RowsSession {
         &self.shape
     }
 
-    /// The cache arena, to share with another kernel whose caches lie at the same places.
-    pub fn cache(&self) -> Arc<DeviceBuffer> {
-        self.cache.clone()
-    }
-
     /// Makes every word of the exchange one that is not there yet. Packets of a tag that was never used are not there either.
     fn begin_words(&mut self) -> Result<(), SessionError> {
-        self.exchange.poison(&self.stream)?;
+        self.exchange.poison(&self.kernel.stream)?;
         self.tag = 2;
+        self.decided.clear();
         Ok(())
     }
 
@@ -168,130 +136,158 @@ impl RowsSession {
             let position = tables.rows().iter().map(|row| row.position).max().unwrap_or(0);
             return Err(SessionError::Range { position, steps, context_max });
         }
-        if eos.len() > EOS_MAX {
-            return Err(SessionError::EosCount { found: eos.len() });
-        }
         // Tags never repeat: a packet of 2^32 steps ago would pass for a current one.
         if self.tag > u32::MAX - steps - 2 {
             self.begin_words()?;
         }
-        self.upload(&tables, inputs)?;
+        let (rows, pages) = encode(&tables, inputs, &self.decided, self.vocab)?;
         let timeout = Duration::from_millis(1000 + 20 * u64::from(steps));
-        self.abort.store(0, 0)?;
-        self.report.fill(0);
-        self.mailbox.store(0, 0)?;
-        let mut ids = [0i32; EOS_MAX];
-        for (to, &id) in ids.iter_mut().zip(eos) {
-            *to = id as i32;
-        }
         let params = RowsParams {
             params: Params {
-                pack: self.pack.address(),
                 cache: self.cache.address(),
                 exchange: self.exchange.address(),
                 logits: if with_logits { self.logits.address() } else { 0 },
-                entries: self.tables.entries.address(),
-                entry_index: self.tables.entry_index.address(),
-                runs: self.tables.runs.address(),
-                run_index: self.tables.run_index.address(),
-                prompt: 0,
                 mailbox: self.mailbox.address(),
-                report: self.report.address(),
-                abort: self.abort.address(),
-                stamps: 0,
-                timeout_ns: timeout.as_nanos() as u64,
-                seed: 0,
-                prompt_len: 0,
-                position: 0,
                 steps,
                 tag: self.tag,
-                eos_count: eos.len() as u32,
-                eos: ids,
-                inverse_temperature: 0.0,
-                top_k: 0,
-                top_p_q32: 0,
+                ..self.kernel.params(timeout, eos)?
             },
             rows: self.rows.address(),
             pages: self.pages.address(),
             row_count: inputs.len() as u32,
             logits_from: steps - 1,
         };
-        self.started.record(&self.stream)?;
-        let argument = Argument::Struct(bytemuck::bytes_of(&params));
-        self.stream.launch_cooperative(&self.function, &self.launch_shape, &[argument])?;
-        self.ended.record(&self.stream)?;
-        self.finish(timeout)?;
+        self.rows.upload(&self.kernel.stream, 0, &rows)?;
+        self.pages.upload(&self.kernel.stream, 0, &pages)?;
+        self.mailbox.store(0, 0)?;
+        self.kernel.launch(&params)?;
+        let finished = self.kernel.finish(timeout);
+        if let Err(SessionError::Hung { .. }) = finished {
+            self.begin_words()?;
+        }
+        let device_us = finished?;
         let ran = self.mailbox.load(0)?;
+        let token = |step: u32, row: usize| self.mailbox.load(1 + (step * self.padded) as usize + row);
+        let tokens: Vec<Vec<u32>> =
+            (0..ran).map(|step| (0..inputs.len()).map(|row| token(step, row)).collect()).collect::<Result<_, _>>()?;
         self.tag += steps;
+        self.decided = took_part_last(inputs, &tokens, steps, eos);
         // Fewer steps: words of the last phase would be cleared in the wrong step.
         if ran != steps + 1 {
             self.begin_words()?;
         }
-        let token = |step: u32, row: usize| self.mailbox.load(1 + (step * self.padded) as usize + row);
-        let tokens: Vec<Vec<u32>> =
-            (0..ran).map(|step| (0..inputs.len()).map(|row| token(step, row)).collect()).collect::<Result<_, _>>()?;
-        let device_us = self.started.elapsed_us(&self.ended)?;
         tables.finish(ran.saturating_sub(1).min(steps));
         Ok(RowsLaunched { device_us, tokens })
     }
 
-    fn upload(&mut self, tables: &Tables<'_>, inputs: &[RowInput]) -> Result<(), SessionError> {
-        let mut rows = vec![];
-        let mut pages: Vec<u32> = vec![];
-        for (r, (row, input)) in (0u32..).zip(tables.rows().iter().zip(inputs)) {
-            let first = tables.rows().iter().position(|other| other.sequence == row.sequence);
+    /// Logits of a row in the last step of the last launch that asked for them.
+    pub fn logits(&self, row: u32) -> Result<Vec<f32>, SessionError> {
+        let at = u64::from(row.min(self.padded - 1)) * u64::from(self.vocab) * 4;
+        Ok(self.logits.download(&self.kernel.stream, at, self.vocab as usize)?)
+    }
+
+    /// Fills the logits with a pattern that no kernel writes, so that an unwritten row shows.
+    pub fn poison_logits(&mut self) -> Result<(), SessionError> {
+        Ok(self.logits.poison(&self.kernel.stream)?)
+    }
+}
+
+/// The rows of a launch as the kernel reads them, and the page table of their sequences: a row of it for each run of rows.
+fn encode(
+    tables: &Tables<'_>,
+    inputs: &[RowInput],
+    decided: &[bool],
+    vocab: u32,
+) -> Result<(Vec<Row>, Vec<u32>), SessionError> {
+    let (mut rows, mut pages) = (vec![], vec![]);
+    for (sequence, Run { first, rows: count, .. }) in (0..).zip(runs(tables.rows())) {
+        pages.extend(tables.pages(first));
+        for (row, input) in tables.rows().iter().zip(inputs).skip(first).take(count as usize) {
             let (token, from) = match input.first {
-                FirstToken::Given(token) if token >= self.vocab => {
-                    return Err(SessionError::Token { token, vocab: self.vocab });
-                }
+                FirstToken::Given(token) if token >= vocab => return Err(SessionError::Token { token, vocab }),
                 FirstToken::Given(token) => (token as i32, 0),
-                FirstToken::Decided(from) => (-1, from.min(self.padded - 1)),
+                // The kernel would wait for it until its deadline.
+                FirstToken::Decided(row) if !decided.get(row as usize).is_some_and(|decided| *decided) => {
+                    return Err(SessionError::Undecided { row });
+                }
+                FirstToken::Decided(row) => (-1, row),
             };
             rows.push(Row {
-                // Each row brings the pages of its own sequence.
-                sequence: r,
+                sequence,
                 position: row.position,
                 token,
                 from,
-                first: first.unwrap_or(r as usize) as u32,
+                first: first as u32,
                 steps: input.steps.min(tables.steps()),
                 seed_low: input.seed as u32,
                 seed_high: (input.seed >> 32) as u32,
                 inverse_temperature: input.inverse_temperature,
                 reserved: [0; 3],
             });
-            pages.extend(tables.pages(r as usize));
         }
-        self.rows.upload(&self.stream, 0, &rows)?;
-        self.pages.upload(&self.stream, 0, &pages)?;
-        Ok(())
+    }
+    Ok((rows, pages))
+}
+
+/// Of each row, whether it took part in the last of `steps` steps, as the kernel decides it. `tokens` are those of each step that ran,
+/// and of the step after the last one.
+fn took_part_last(inputs: &[RowInput], tokens: &[Vec<u32>], steps: u32, eos: &[u32]) -> Vec<bool> {
+    let ended = |row: usize| tokens.iter().take(steps as usize).skip(1).any(|step| eos.contains(&step[row]));
+    let took_part = |(row, input): (usize, &RowInput)| input.steps >= steps && !ended(row);
+    inputs.iter().enumerate().map(took_part).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::rows::{self, Edit, Guard, PageId, Request, SequenceId};
+
+    const SHAPE: Shape = Shape { rows: 4, sequences: 3, context_max: 12, page_rows: 4, pages: 6, window: None };
+
+    fn input(first: FirstToken, steps: u32) -> RowInput {
+        RowInput { first, steps, inverse_temperature: 0.0, seed: 0 }
     }
 
-    fn finish(&mut self, timeout: Duration) -> Result<(), SessionError> {
-        let timeout_ms = timeout.as_millis() as u64;
-        // The kernel's own deadline comes first; the margin is for the launch itself.
-        if self.stream.wait_timeout(timeout + Duration::from_secs(1))? == Wait::TimedOut {
-            self.abort.store(0, 1)?;
-            if self.stream.wait_timeout(Duration::from_secs(2))? == Wait::TimedOut {
-                return Err(SessionError::Lost);
-            }
-        }
-        if self.abort.load(0)? != 0 {
-            let stuck: Vec<Stuck> = stuck_of(&self.schedule, &self.report);
-            self.begin_words()?;
-            return Err(SessionError::Hung { timeout_ms, stuck });
-        }
-        Ok(())
+    fn request(rows: &[(u32, u32)], edits: &[(u32, u32, u32)]) -> Request {
+        let row = |&(s, position)| rows::Row { sequence: SequenceId(s), position, wants_logits: true };
+        let edit = |&(s, block, page)| Edit { sequence: SequenceId(s), block, page: Some(PageId(page)) };
+        Request { rows: rows.iter().map(row).collect(), steps: 1, edits: edits.iter().map(edit).collect() }
     }
 
-    /// Logits of a row in the last step of the last launch that asked for them.
-    pub fn logits(&self, row: u32) -> Result<Vec<f32>, SessionError> {
-        let at = u64::from(row.min(self.padded - 1)) * u64::from(self.vocab) * 4;
-        Ok(self.logits.download(&self.stream, at, self.vocab as usize)?)
+    #[test]
+    fn a_sequence_has_one_row_of_the_page_table() {
+        let mut guard = Guard::new(SHAPE);
+        let edits = [(2, 0, 5), (0, 0, 3), (0, 1, 1)];
+        guard.admit(&request(&[(0, 0), (0, 1), (0, 2)], &edits)).unwrap().finish(1);
+        let tables = guard.admit(&request(&[(2, 0), (0, 3), (0, 4), (0, 5)], &[])).unwrap();
+        let inputs: Vec<RowInput> = (0..4).map(|token| input(FirstToken::Given(token), 1)).collect();
+        let (rows, pages) = encode(&tables, &inputs, &[], 10).unwrap();
+        assert_eq!(pages, [5, 5, 5, 3, 1, 5]);
+        let of = |row: &Row| (row.sequence, row.first, row.position, row.token);
+        assert_eq!(rows.iter().map(of).collect::<Vec<_>>(), [(0, 0, 0, 0), (1, 1, 3, 1), (1, 1, 4, 2), (1, 1, 5, 3)]);
     }
 
-    /// Fills the logits with a pattern that no kernel writes, so that an unwritten row shows.
-    pub fn poison_logits(&mut self) -> Result<(), SessionError> {
-        Ok(self.logits.poison(&self.stream)?)
+    #[test]
+    fn a_token_that_no_row_decided_is_refused() {
+        let mut guard = Guard::new(SHAPE);
+        let tables = guard.admit(&request(&[(0, 0)], &[(0, 0, 0)])).unwrap();
+        let encoded = |first, decided: &[bool]| encode(&tables, &[input(first, 1)], decided, 10);
+        assert!(encoded(FirstToken::Decided(1), &[false, true]).is_ok());
+        // The row took no part in the last step, the launch had no such row, or the words began anew.
+        for decided in [&[true, false][..], &[true], &[]] {
+            let refused = encoded(FirstToken::Decided(1), decided).unwrap_err();
+            assert_eq!(refused.to_string(), "row 1 decided no token in the step before this launch");
+        }
+        let refused = encoded(FirstToken::Given(10), &[]).unwrap_err();
+        assert_eq!(refused.to_string(), "token 10 is not below the vocabulary of 10");
+    }
+
+    #[test]
+    fn rows_that_end_early_decide_nothing_for_the_next_launch() {
+        let inputs = [3, 3, 2, 3].map(|steps| input(FirstToken::Given(7), steps));
+        // The first token is given, so it ends nothing; the last one ends its row after the launch.
+        let tokens = [[7, 1, 1, 1], [1, 7, 1, 1], [1, 1, 1, 1], [1, 1, 1, 7]].map(Vec::from);
+        assert_eq!(took_part_last(&inputs, &tokens, 3, &[7]), [true, false, false, true]);
+        assert_eq!(took_part_last(&inputs, &tokens, 3, &[]), [true, true, false, true]);
     }
 }

@@ -1,16 +1,14 @@
 //! Owns `Session`: a kernel with all its device memory; loaded once, launched many times, always watched.
 
 use super::driver::{Device, DriverError};
+use super::kernel::{Kernel, first_buffer, vocab};
 use super::memory::{DeviceBuffer, MappedBuffer};
-use super::module::{Function, Module};
-use super::stream::{Argument, Event, LaunchShape, Stream, Wait};
-use crate::codegen::abi::{EOS_MAX, Params, Queues, Tables};
-use crate::codegen::emit::{ENTRY_POINT, Trace, stamps_max};
+use super::stream::Stream;
+use crate::codegen::abi::{EOS_MAX, Params, Queues};
+use crate::codegen::emit::{Trace, stamps_max};
 use crate::error::Fault;
 use crate::ir::layout::pack_bytes;
 use crate::ir::op::Role;
-use crate::ir::program::Program;
-use crate::ir::schedule::Schedule;
 use crate::ir::{BufferId, EventId, SmId, TaskId};
 use crate::sample::Sampler;
 use crate::trace::STAMP_WORDS;
@@ -86,6 +84,8 @@ pub enum SessionError {
     EosCount { found: usize },
     #[error("token {token} is not below the vocabulary of {vocab}")]
     Token { token: u32, vocab: u32 },
+    #[error("row {row} decided no token in the step before this launch")]
+    Undecided { row: u32 },
 }
 
 fn render(stuck: &[Stuck]) -> String {
@@ -107,7 +107,9 @@ impl From<SessionError> for Fault {
             | SessionError::NotContinuing { .. }
             | SessionError::EosCount { .. }
             | SessionError::Token { .. } => Fault::input(error.to_string()),
-            SessionError::Hung { .. } | SessionError::Lost | SessionError::Shared => Fault::internal(error.to_string()),
+            SessionError::Hung { .. } | SessionError::Lost | SessionError::Shared | SessionError::Undecided { .. } => {
+                Fault::internal(error.to_string())
+            }
         }
     }
 }
@@ -122,25 +124,15 @@ const TAG_LAST: u32 = u32::MAX - 1;
 
 /// A kernel on a device with its weights, cache and tables.
 pub struct Session {
-    stream: Stream,
-    function: Function,
-    _module: Module,
-    shape: LaunchShape,
-    schedule: Schedule,
-    pack: Arc<DeviceBuffer>,
+    kernel: Kernel,
     cache: Arc<DeviceBuffer>,
     cache_bytes: u64,
     exchange: DeviceBuffer,
-    tables: DeviceTables,
     logits: DeviceBuffer,
     prompt: DeviceBuffer,
     stamps: DeviceBuffer,
     stamps_max: usize,
     mailbox: MappedBuffer,
-    report: MappedBuffer,
-    abort: MappedBuffer,
-    started: Event,
-    ended: Event,
     candidates_packet: u64,
     candidates_cols: u32,
     prompt_len: u32,
@@ -153,32 +145,6 @@ pub struct Session {
     vocab: u32,
 }
 
-/// Queues and streams on a device.
-pub(super) struct DeviceTables {
-    pub entries: DeviceBuffer,
-    pub entry_index: DeviceBuffer,
-    pub runs: DeviceBuffer,
-    pub run_index: DeviceBuffer,
-}
-
-impl DeviceTables {
-    pub fn upload(device: &Device, stream: &Stream, tables: &Tables) -> Result<DeviceTables, SessionError> {
-        Ok(DeviceTables {
-            entries: uploaded(device, stream, bytemuck::cast_slice(&tables.entries))?,
-            entry_index: uploaded(device, stream, bytemuck::cast_slice(&tables.entry_index))?,
-            runs: uploaded(device, stream, bytemuck::cast_slice(&tables.runs))?,
-            run_index: uploaded(device, stream, bytemuck::cast_slice(&tables.run_index))?,
-        })
-    }
-}
-
-/// A buffer with these bytes. None is empty: the device has no memory of no bytes.
-fn uploaded(device: &Device, stream: &Stream, bytes: &[u8]) -> Result<DeviceBuffer, SessionError> {
-    let mut buffer = device.alloc(bytes.len().max(16) as u64)?;
-    buffer.upload(stream, 0, bytes)?;
-    Ok(buffer)
-}
-
 /// Result of one launch.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Launched {
@@ -186,11 +152,6 @@ pub struct Launched {
     pub device_us: f64,
     /// Positions whose token is decided: `tokens[p]` for `p` below this.
     pub decided: u32,
-}
-
-/// The buffer of the first operand with a role.
-pub(super) fn first_buffer(program: &Program, role: Role) -> Option<BufferId> {
-    program.grids.iter().find_map(|grid| grid.operand(role)).map(|operand| operand.buffer)
 }
 
 impl Session {
@@ -215,7 +176,7 @@ impl Session {
 
     /// The weights of this session, to share with another one whose pack has the same bytes.
     pub fn pack(&self) -> Arc<DeviceBuffer> {
-        self.pack.clone()
+        self.kernel.pack.clone()
     }
 
     /// The cache arena, to share with a kernel for rows whose caches lie at the same places.
@@ -232,46 +193,28 @@ impl Session {
         steps_max: u32,
         pack: Arc<DeviceBuffer>,
     ) -> Result<Session, SessionError> {
-        let schedule = queues.validated().schedule();
-        let machine = &schedule.machine;
-        let tables = queues.tables();
-        let stream = device.stream()?;
-        let module = device.load(cubin)?;
-        let smem = machine.smem.iter().map(|p| p.offset + p.bytes).max().unwrap_or(0);
-        let function = device.function(&module, ENTRY_POINT, smem)?;
-        let block = (machine.consumer_warps + machine.loader_warps) * 32;
-        let shape = LaunchShape { grid: machine.sms, block, smem_dynamic_bytes: smem, cluster: 1 };
+        let kernel = Kernel::load(device, queues, cubin, pack)?;
+        let (stream, schedule, tables) = (&kernel.stream, &kernel.schedule, queues.tables());
         let mut exchange = device.alloc(tables.exchange_bytes.max(16))?;
         // Tag 0 is never published, so memory of zeros holds no packet.
-        exchange.zero(&stream)?;
+        exchange.zero(stream)?;
         let mut cache = device.alloc(tables.cache_bytes.max(16))?;
-        cache.poison(&stream)?;
+        cache.poison(stream)?;
         let program = &schedule.program;
-        let vocab = first_buffer(program, Role::Logits).map_or(0, |buffer| program.buffers[buffer.index()].cols);
+        let vocab = vocab(program);
         let mut logits = device.alloc((u64::from(steps_max) * u64::from(vocab) * 4).max(16))?;
-        logits.poison(&stream)?;
+        logits.poison(stream)?;
         let stamps_max = if trace == Trace::On { stamps_max(schedule) } else { 0 };
         let stamp_bytes = stamps_max as u64 * STAMP_WORDS as u64 * 8;
-        let stamps = device.alloc((u64::from(steps_max) * u64::from(machine.sms) * stamp_bytes).max(16))?;
+        let sms = u64::from(kernel.shape.grid);
+        let stamps = device.alloc((u64::from(steps_max) * sms * stamp_bytes).max(16))?;
         let candidates =
             first_buffer(program, Role::Candidates).expect("validate: a program without candidates has no select");
-        let candidates_packet = schedule.placement[candidates.index()].unwrap_or(0) / 8;
         let session = Session {
             mailbox: device.alloc_mapped(program.context_max as usize + 2)?,
-            report: device.alloc_mapped(machine.sms as usize * 8)?,
-            abort: device.alloc_mapped(1)?,
             prompt: device.alloc(u64::from(program.context_max) * 4)?,
-            started: device.event()?,
-            ended: device.event()?,
-            candidates_packet,
+            candidates_packet: schedule.placement[candidates.index()].unwrap_or(0) / 8,
             candidates_cols: program.buffers[candidates.index()].cols,
-            tables: DeviceTables::upload(device, &stream, tables)?,
-            stream,
-            function,
-            _module: module,
-            shape,
-            schedule: schedule.clone(),
-            pack,
             cache: Arc::new(cache),
             cache_bytes: tables.cache_bytes,
             exchange,
@@ -285,14 +228,15 @@ impl Session {
             next: None,
             steps_max,
             vocab,
+            kernel,
         };
-        session.stream.synchronize()?;
+        session.kernel.stream.synchronize()?;
         Ok(session)
     }
 
     /// Starts a sequence: tokens of the first positions, and the ids that end it.
     pub fn start(&mut self, prompt: &[u32], eos: &[u32]) -> Result<(), SessionError> {
-        let context_max = self.schedule.program.context_max;
+        let context_max = self.kernel.schedule.program.context_max;
         if prompt.len() > context_max as usize {
             return Err(SessionError::Range { position: 0, steps: prompt.len() as u32, context_max });
         }
@@ -303,7 +247,7 @@ impl Session {
         if let Some(&token) = prompt.iter().find(|&&token| token >= self.vocab) {
             return Err(SessionError::Token { token, vocab: self.vocab });
         }
-        self.prompt.upload(&self.stream, 0, prompt)?;
+        self.prompt.upload(&self.kernel.stream, 0, prompt)?;
         self.prompt_len = prompt.len() as u32;
         self.eos = eos.to_vec();
         self.mailbox.store(0, 0)?;
@@ -318,7 +262,7 @@ impl Session {
 
     /// Queues `steps` steps from `position` on and returns at once. The tokens appear in the mailbox while the launch runs.
     pub fn launch(&mut self, position: u32, steps: u32, with_logits: bool) -> Result<u64, SessionError> {
-        let context_max = self.schedule.program.context_max;
+        let context_max = self.kernel.schedule.program.context_max;
         if steps == 0 || steps > self.steps_max || u64::from(position) + u64::from(steps) > u64::from(context_max) {
             return Err(SessionError::Range { position, steps, context_max });
         }
@@ -334,51 +278,30 @@ impl Session {
             self.arm_candidates()?;
         } else if is_filtered && position >= self.prompt_len {
             // The logits that decided this position's token were those of the launch before, which has reported it.
-            self.prompt.upload(&self.stream, u64::from(position) * 4, &[self.token(position)?])?;
+            self.prompt.upload(&self.kernel.stream, u64::from(position) * 4, &[self.token(position)?])?;
             self.prompt_len = position + 1;
         }
         // A step at full speed takes milliseconds; the deadline is for faults.
         let timeout = Duration::from_millis(1000 + 10 * u64::from(steps));
-        self.abort.store(0, 0)?;
-        self.report.fill(0);
-        let mut eos = [0i32; EOS_MAX];
-        for (to, &id) in eos.iter_mut().zip(&self.eos) {
-            *to = id as i32;
-        }
         let params = Params {
-            pack: self.pack.address(),
             cache: self.cache.address(),
             exchange: self.exchange.address(),
             // Top-k and top-p choose among all logits of the step before.
             logits: if with_logits || is_filtered { self.logits.address() } else { 0 },
-            entries: self.tables.entries.address(),
-            entry_index: self.tables.entry_index.address(),
-            runs: self.tables.runs.address(),
-            run_index: self.tables.run_index.address(),
             prompt: self.prompt.address(),
             mailbox: self.mailbox.address(),
-            report: self.report.address(),
-            abort: self.abort.address(),
             stamps: self.stamps.address(),
-            timeout_ns: timeout.as_nanos() as u64,
             seed: u64::from(key_high) << 32 | u64::from(key_low),
             prompt_len: self.prompt_len,
             position,
             steps,
             tag: self.tag,
-            eos_count: self.eos.len() as u32,
-            eos,
             inverse_temperature: if self.sampler.is_greedy() { 0.0 } else { self.sampler.inv_temperature() },
             top_k: if is_filtered { self.sampler.top_k() } else { 0 },
             top_p_q32: if is_filtered { top_p_word(self.sampler.top_p_q32()) } else { 0 },
+            ..self.kernel.params(timeout, &self.eos)?
         };
-        self.started.record(&self.stream)?;
-        self.stream.launch_cooperative(
-            &self.function,
-            &self.shape,
-            &[Argument::Struct(bytemuck::bytes_of(&params))],
-        )?;
-        self.ended.record(&self.stream)?;
+        self.kernel.launch(&params)?;
         self.tag += steps;
         self.next = Some(position + steps);
         Ok(timeout.as_millis() as u64)
@@ -386,18 +309,11 @@ impl Session {
 
     /// Waits for the running launch.
     pub fn finish(&mut self, timeout_ms: u64) -> Result<Launched, SessionError> {
-        // The kernel's own deadline comes first; the margin is for the launch itself.
-        if self.stream.wait_timeout(Duration::from_millis(timeout_ms + 1000))? == Wait::TimedOut {
-            self.abort.store(0, 1)?;
-            if self.stream.wait_timeout(Duration::from_secs(2))? == Wait::TimedOut {
-                return Err(SessionError::Lost);
-            }
-        }
-        if self.abort.load(0)? != 0 {
+        let finished = self.kernel.finish(Duration::from_millis(timeout_ms));
+        if let Err(SessionError::Hung { .. }) = finished {
             self.next = None;
-            return Err(SessionError::Hung { timeout_ms, stuck: self.stuck() });
         }
-        Ok(Launched { device_us: self.started.elapsed_us(&self.ended)?, decided: self.decided()? })
+        Ok(Launched { device_us: finished?, decided: self.decided()? })
     }
 
     /// Launches and waits.
@@ -408,7 +324,7 @@ impl Session {
 
     /// Whether the running launch has ended, for any reason. Never waits.
     pub fn is_done(&self) -> Result<bool, SessionError> {
-        Ok(self.stream.is_done()?)
+        Ok(self.kernel.stream.is_done()?)
     }
 
     /// Positions whose token is known, while a launch runs or after it.
@@ -423,16 +339,16 @@ impl Session {
 
     /// Logits of the first `steps` steps of the last launch that asked for them, `[steps * vocab]`.
     pub fn logits(&self, steps: u32) -> Result<Vec<f32>, SessionError> {
-        Ok(self.logits.download(&self.stream, 0, steps as usize * self.vocab as usize)?)
+        Ok(self.logits.download(&self.kernel.stream, 0, steps as usize * self.vocab as usize)?)
     }
 
     /// The values that the last step published into an exchange buffer of one phase; NaN where it published nothing.
     pub fn exchanged(&self, buffer: BufferId) -> Result<Vec<f32>, SessionError> {
-        let Some(declared) = self.schedule.program.buffers.get(buffer.index()) else { return Ok(vec![]) };
-        let at = self.schedule.placement.get(buffer.index()).copied().flatten().unwrap_or(0);
+        let Some(declared) = self.kernel.schedule.program.buffers.get(buffer.index()) else { return Ok(vec![]) };
+        let at = self.kernel.schedule.placement.get(buffer.index()).copied().flatten().unwrap_or(0);
         let of_packet = 4 / declared.dtype.bytes();
         let cols = declared.cols as usize;
-        let packets: Vec<u64> = self.exchange.download(&self.stream, at, cols.div_ceil(of_packet))?;
+        let packets: Vec<u64> = self.exchange.download(&self.kernel.stream, at, cols.div_ceil(of_packet))?;
         let values = packets.iter().flat_map(|&packet| {
             let (payload, current) = (packet as u32, (packet >> 32) as u32 == self.tag.wrapping_sub(1));
             let bits = if of_packet == 2 { [payload << 16, payload & 0xffff_0000] } else { [payload; 2] };
@@ -443,16 +359,16 @@ impl Session {
 
     /// Fills the logits with a pattern that no kernel writes, so that an unwritten row shows.
     pub fn poison_logits(&mut self) -> Result<(), SessionError> {
-        Ok(self.logits.poison(&self.stream)?)
+        Ok(self.logits.poison(&self.kernel.stream)?)
     }
 
     /// Launches a traced kernel and waits. Its stamps, as `trace` reads them, and the device time in microseconds.
     pub fn run_traced(&mut self, position: u32, steps: u32) -> Result<(Vec<u64>, f64), SessionError> {
         // A stamp that a launch leaves out is 0, not one of an earlier launch.
-        self.stamps.zero(&self.stream)?;
+        self.stamps.zero(&self.kernel.stream)?;
         let launched = self.run(position, steps, false)?;
-        let words = steps as usize * self.shape.grid as usize * self.stamps_max * STAMP_WORDS;
-        Ok((self.stamps.download(&self.stream, 0, words)?, launched.device_us))
+        let words = steps as usize * self.kernel.shape.grid as usize * self.stamps_max * STAMP_WORDS;
+        Ok((self.stamps.download(&self.kernel.stream, 0, words)?, launched.device_us))
     }
 
     /// Tasks of one SM and step that stamps have room for; 0 without them.
@@ -468,17 +384,17 @@ impl Session {
     /// Writes bytes of the cache arena: a synthetic history for deep positions.
     pub fn upload_cache(&mut self, offset: u64, bytes: &[u8]) -> Result<(), SessionError> {
         let cache = Arc::get_mut(&mut self.cache).ok_or(SessionError::Shared)?;
-        Ok(cache.upload(&self.stream, offset, bytes)?)
+        Ok(cache.upload(&self.kernel.stream, offset, bytes)?)
     }
 
     /// Clears all packets before tags wrap around: a packet published 2^32 steps ago would pass for a current one. The token of
     /// `position`, which the launch before decided, is passed like a prompt.
     fn begin_tags_anew(&mut self, position: u32) -> Result<(), SessionError> {
         if self.next == Some(position) && position >= self.prompt_len {
-            self.prompt.upload(&self.stream, u64::from(position) * 4, &[self.token(position)?])?;
+            self.prompt.upload(&self.kernel.stream, u64::from(position) * 4, &[self.token(position)?])?;
             self.prompt_len = position + 1;
         }
-        self.exchange.zero(&self.stream)?;
+        self.exchange.zero(&self.kernel.stream)?;
         (self.tag, self.next) = (1, None);
         Ok(())
     }
@@ -499,41 +415,6 @@ impl Session {
         }
         let words = vec![u64::from(tag) << 32; self.candidates_cols as usize];
         let phase = u64::from(tag & 1) * u64::from(self.candidates_cols.next_multiple_of(2));
-        Ok(self.exchange.upload(&self.stream, (self.candidates_packet + phase) * 8, &words)?)
+        Ok(self.exchange.upload(&self.kernel.stream, (self.candidates_packet + phase) * 8, &words)?)
     }
-
-    fn stuck(&self) -> Vec<Stuck> {
-        stuck_of(&self.schedule, &self.report)
-    }
-}
-
-/// What each SM that gave up has reported.
-pub(super) fn stuck_of(schedule: &Schedule, report: &MappedBuffer) -> Vec<Stuck> {
-    let regime = schedule.regimes.first();
-    let words = report.snapshot();
-    let reported = words.chunks_exact(8).enumerate().filter(|(_, r)| r[0] != 0);
-    reported
-        .map(|(sm, r)| {
-            let task = (r[2] != u32::MAX).then_some(TaskId(r[2]));
-            let grid = task
-                .and_then(|t| regime.and_then(|regime| regime.tasks.get(t.index())))
-                .map(|t| schedule.program.grids[t.grid.index()].name.clone());
-            Stuck {
-                sm: SmId::from(sm),
-                step: r[1],
-                task,
-                event: (r[3] != u32::MAX).then_some(EventId(r[3])),
-                observed: r[4],
-                expected: r[5],
-                kind: match r[6] {
-                    1 => StuckOn::Packet,
-                    2 => StuckOn::RingFull,
-                    3 => StuckOn::RingEmpty,
-                    4 => StuckOn::History,
-                    other => StuckOn::Unknown(other),
-                },
-                grid,
-            }
-        })
-        .collect()
 }

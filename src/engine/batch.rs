@@ -292,7 +292,7 @@ impl<S: Stepper> Engine<S> {
         Ok(request)
     }
 
-    /// Ends a choice. It is told, unless it had ended before.
+    /// Ends a choice, with an event unless it had ended before.
     pub fn cancel(&mut self, id: ChoiceId, events: &mut Vec<Event>) {
         self.end(id, End::Cancelled, events);
     }
@@ -364,7 +364,7 @@ impl<S: Stepper> Engine<S> {
             }
             let found = found_pages(&mut choice, &self.prefixes, &self.bounds);
             let page_rows = self.bounds.shape.page_rows as usize;
-            // Beside the pages that are found there are those that become the choice's own.
+            // Pages for the prompt and its first token; those that were found need no free page.
             let positions = positions(&choice.ask, self.bounds.shape.context_max).min(choice.tokens.len() as u32 + 1);
             let positions = self.held_at_once(positions);
             let needed = (positions as usize).div_ceil(page_rows) - found.len();

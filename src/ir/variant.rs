@@ -227,7 +227,7 @@ pub fn rows_on_tensor_cores(precision: Precision, tensor_cores: bool) -> bool {
     tensor_cores && precision.weights == DType::Bf16 && precision.wire == DType::Bf16
 }
 
-/// Units of a pass of a kernel for rows at most, of tasks that have `blocks` blocks of k. On tensor cores a lane holds 4 sums of each
+/// Units of a pass of a kernel for rows at most, of units that have `parts` parts of k. On tensor cores a lane holds 4 sums of each
 /// unit and part of k beside two blocks of its input: more would spill. Otherwise it holds one sum of each row.
 pub fn rows_pass_max(precision: Precision, tensor_cores: bool, parts: u32) -> u32 {
     if rows_on_tensor_cores(precision, tensor_cores) { (ROWS_PASS / parts.max(1)).max(1) } else { 2 }

@@ -27,7 +27,7 @@ impl Prepared {
     /// Makes or finds the proven schedule of steps of several rows, and packs the weights: the pack is that of one row.
     ///
     /// # Errors
-    /// A target with a kernel; a batch that does not fit; a full disk.
+    /// A CUDA target, which cannot be served yet; a batch that does not fit; a full disk.
     pub fn batched(&self, workspace: &Workspace, batch: &Batch) -> Result<Batched, Fault> {
         if self.target.kind != TargetKind::Cpu {
             return Err(Fault::input(format!("target `{}` cannot be served yet", self.target.name))

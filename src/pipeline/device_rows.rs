@@ -1,13 +1,15 @@
 //! Owns kernels for several rows: which candidate and which pages they have, and their timing.
 
+use std::sync::Arc;
 use std::time::Instant;
 
 use crate::candidate::Candidate;
 use crate::check::{self, check_rows, given};
 use crate::codegen::emit::{Trace, emit};
 use crate::cuda::driver::Device;
+use crate::cuda::memory::DeviceBuffer;
 use crate::cuda::rows::{FirstToken, RowInput, RowsSession};
-use crate::cuda::session::{Session, SessionError};
+use crate::cuda::session::Session;
 use crate::defaults::rows::{KERNEL_ROWS, Room, place_rows};
 use crate::digest::Digest;
 use crate::error::Fault;
@@ -21,9 +23,9 @@ use crate::target::Target;
 use crate::validate::{Validated, validate};
 
 use super::chain::{Chain, Host};
-use super::execute::STAGING_BYTES;
+use super::execute::upload_pack;
 use super::stages::{BuildContext, Generated};
-use super::{Workspace, import_stage, keys};
+use super::{Prepared, Workspace, import_stage, keys};
 
 /// Places and proves the kernel for `room`.
 ///
@@ -39,15 +41,60 @@ pub(super) fn rows_schedule(context: &BuildContext<'_>, base: &Candidate, room: 
     Ok(validate(placed, &keys::unmeasured(target))?)
 }
 
+/// Compiles a proven kernel and loads it. `pack` and, if it is given, `cache` are shared with other kernels of the model.
+///
+/// # Errors
+/// What compiler or device refuse.
+pub(super) fn load_rows(
+    chain: &Chain<'_>,
+    device: &Device,
+    validated: &Validated,
+    steps_max: u32,
+    pack: Arc<DeviceBuffer>,
+    cache: Option<Arc<DeviceBuffer>>,
+) -> Result<RowsSession, Fault> {
+    let source = emit(validated, chain.context.target, Trace::Off);
+    let cubin = chain.compile(&Generated { content: Digest::of(source.text.as_bytes()), source })?;
+    let queues = chain.context.workspace.queues(validated)?;
+    Ok(RowsSession::load(device, &queues, &cubin.bytes, steps_max, pack, cache)?)
+}
+
 /// Told the logits after each position.
 type OnRow<'a> = &'a mut dyn FnMut(u32, &[f32]);
 
+/// Reads `ids` from position 0 on, in chunks of all rows of the kernel, into the pages that `edits` give to `sequence`. With `on_row`,
+/// tells the logits after each position.
+///
+/// # Errors
+/// Pages that are missing; what the device refuses; a launch that gave up.
+fn read_chunks(
+    session: &mut RowsSession,
+    guard: &mut Guard,
+    sequence: SequenceId,
+    mut edits: Vec<Edit>,
+    ids: &[u32],
+    mut on_row: Option<OnRow<'_>>,
+) -> Result<(), Fault> {
+    let chunk_rows = session.shape().rows;
+    let wants_logits = on_row.is_some();
+    for (chunk, tokens) in (0u32..).zip(ids.chunks(chunk_rows as usize)) {
+        let positions = (chunk * chunk_rows..).take(tokens.len());
+        let rows = positions.clone().map(|position| Row { sequence, position, wants_logits }).collect();
+        let request = Request { rows, steps: 1, edits: std::mem::take(&mut edits) };
+        let tables = guard.admit(&request).map_err(|refused| Fault::internal(refused.to_string()))?;
+        session.run(tables, &given(tokens), &[], wants_logits)?;
+        if let Some(on_row) = &mut on_row {
+            for (row, position) in (0u32..).zip(positions) {
+                on_row(position, &session.logits(row)?);
+            }
+        }
+    }
+    Ok(())
+}
+
 /// A kernel for rows that reads a prompt in chunks into the cache of the kernel for one row. Block `b` of its only sequence is page `b`
 /// of the pool, so positions lie where that kernel has them.
-pub(super) struct Prefill {
-    session: RowsSession,
-    vocab: u32,
-}
+pub(super) struct Prefill(RowsSession);
 
 impl Prefill {
     /// Positions of a chunk.
@@ -55,50 +102,33 @@ impl Prefill {
     /// Shorter prompts are read by the kernel for one row: a launch costs as much as some of its steps.
     pub const PROMPT_MIN: usize = 32;
 
-    /// Compiles and loads the kernel beside `one`, whose schedule the chain has made; why there is none otherwise.
+    /// Compiles and loads the kernel beside `one`, the session of `prepared`; why there is none otherwise.
     ///
     /// # Errors
     /// A cache that pages do not fill evenly, or in another order; what compiler or device refuse.
-    pub fn load(chain: &Chain<'_>, device: &Device, one: &Session) -> Result<Prefill, Fault> {
-        let context = &chain.context;
-        let positions = u64::from(context.manifest.decode.context_max);
-        let validated = rows_schedule(context, &chain.candidate, Room { rows: Self::CHUNK, sequences: 1, positions })?;
-        let (mine, theirs) = (validated.schedule(), chain.validated()?.schedule());
-        if !same_caches(mine, theirs) {
+    pub fn load(workspace: &Workspace, prepared: &Prepared, device: &Device, one: &Session) -> Result<Prefill, Fault> {
+        let host = Host::new(workspace);
+        let chain = prepared.chain(workspace, &host);
+        let positions = u64::from(prepared.manifest.decode.context_max);
+        let room = Room { rows: Self::CHUNK, sequences: 1, positions };
+        let validated = rows_schedule(&chain.context, &chain.candidate, room)?;
+        if !same_caches(validated.schedule(), prepared.validated.schedule()) {
             return Err(Fault::input(format!("`context_max` {positions} is not a multiple of the rows of a page"))
                 .with_remedy("choose a multiple of 256, so that prompts are read in chunks"));
         }
-        let source = emit(&validated, context.target, Trace::Off);
-        let cubin = chain.compile(&Generated { content: Digest::of(source.text.as_bytes()), source })?;
-        let queues = context.workspace.queues(&validated)?;
-        let session = RowsSession::load(device, &queues, &cubin.bytes, 1, one.pack(), Some(one.cache()))?;
-        Ok(Prefill { session, vocab: context.imported.graph.vocab })
+        Ok(Prefill(load_rows(&chain, device, &validated, 1, one.pack(), Some(one.cache()))?))
     }
 
     /// Writes the cache of positions `0..ids.len()`; with `on_row`, tells the logits after each.
     ///
     /// # Errors
     /// What the device refuses; a launch that gave up.
-    pub fn read(&mut self, ids: &[u32], mut on_row: Option<OnRow<'_>>) -> Result<(), Fault> {
-        let shape = *self.session.shape();
-        let mut guard = Guard::new(shape);
+    pub fn read(&mut self, ids: &[u32], on_row: Option<OnRow<'_>>) -> Result<(), Fault> {
+        let shape = *self.0.shape();
         let sequence = SequenceId(0);
         let blocks = 0..(ids.len() as u32).div_ceil(shape.page_rows);
-        let mut edits: Vec<Edit> = blocks.map(|block| Edit { sequence, block, page: Some(PageId(block)) }).collect();
-        for (chunk, tokens) in (0u32..).zip(ids.chunks(Self::CHUNK as usize)) {
-            let first = chunk * Self::CHUNK;
-            let wants_logits = on_row.is_some();
-            let rows = (first..).take(tokens.len()).map(|position| Row { sequence, position, wants_logits }).collect();
-            let request = Request { rows, steps: 1, edits: std::mem::take(&mut edits) };
-            let tables = guard.admit(&request).map_err(|refused| Fault::internal(refused.to_string()))?;
-            self.session.run(tables, &given(tokens), &[], wants_logits)?;
-            if let Some(on_row) = &mut on_row {
-                for (row, position) in (0..tokens.len() as u32).zip(first..) {
-                    on_row(position, &self.session.logits(row)?[..self.vocab as usize]);
-                }
-            }
-        }
-        Ok(())
+        let edits = blocks.map(|block| Edit { sequence, block, page: Some(PageId(block)) }).collect();
+        read_chunks(&mut self.0, &mut Guard::new(shape), sequence, edits, ids, on_row)
     }
 }
 
@@ -183,25 +213,11 @@ pub fn bench_rows(
         let begun = Instant::now();
         let validated = rows_schedule(&chain.context, &chain.candidate, room)?;
         workspace.report.note(&format!("{kernel} rows: proven in {:.0} ms", begun.elapsed().as_secs_f64() * 1e3));
-        let source = emit(&validated, target, Trace::Off);
-        let cubin = chain.compile(&Generated { content: Digest::of(source.text.as_bytes()), source })?;
-        workspace
-            .report
-            .note(&format!("{kernel} rows: {:?}, compiled in {:?} ms", cubin.resources.kernels, cubin.compile_ms));
-        let queues = workspace.queues(&validated)?;
         let device_pack = match &shared {
-            Some(pack) => std::sync::Arc::clone(pack),
-            None => {
-                let stream = device.stream().map_err(SessionError::from)?;
-                let bytes = (*pack).as_ref();
-                let mut buffer = device.alloc(bytes.len() as u64).map_err(SessionError::from)?;
-                let mut staging = device.staging(STAGING_BYTES).map_err(SessionError::from)?;
-                staging.upload(&stream, &mut buffer, 0, bytes).map_err(SessionError::from)?;
-                stream.synchronize().map_err(SessionError::from)?;
-                std::sync::Arc::clone(shared.insert(std::sync::Arc::new(buffer)))
-            }
+            Some(pack) => Arc::clone(pack),
+            None => shared.insert(upload_pack(&device, &validated, &pack)?).clone(),
         };
-        let mut session = RowsSession::load(&device, &queues, &cubin.bytes, STEPS, device_pack, None)?;
+        let mut session = load_rows(&chain, &device, &validated, STEPS, device_pack, None)?;
         let parameters = model.imported.graph.parameter_count();
         let checked = check_rows(&validated, pack.clone(), parameters, &mut session)?;
         for &position in &manifest.decode.time_positions {
@@ -228,15 +244,9 @@ fn time_prompt(session: &mut RowsSession, tokens: u32, vocab: u32) -> Result<Vec
         let (mut pool, mut guard) = (Pool::new(shape), Guard::new(shape));
         let reserved = pool.open().and_then(|sequence| pool.reserve(sequence, tokens).map(|()| sequence));
         let sequence = reserved.map_err(|error| Fault::internal(error.to_string()))?;
-        let mut edits = pool.take_edits();
+        let edits = pool.take_edits();
         let begun = Instant::now();
-        for (chunk, tokens) in (0u32..).zip(ids.chunks(shape.rows as usize)) {
-            let positions = (chunk * shape.rows..).take(tokens.len());
-            let rows = positions.map(|position| Row { sequence, position, wants_logits: false }).collect();
-            let request = Request { rows, steps: 1, edits: std::mem::take(&mut edits) };
-            let tables = guard.admit(&request).map_err(|refused| Fault::internal(refused.to_string()))?;
-            session.run(tables, &given(tokens), &[], false)?;
-        }
+        read_chunks(session, &mut guard, sequence, edits, &ids, None)?;
         times.push(begun.elapsed().as_secs_f64() * 1e3);
     }
     times.sort_by(f64::total_cmp);

@@ -1,12 +1,15 @@
 //! Owns what runs a schedule: the interpreter on this CPU, or a kernel on a device of this machine.
 
 use std::fs;
+use std::sync::Arc;
 
 use crate::codegen::emit::Trace;
-use crate::cuda::driver::{Device, DeviceIdentity};
-use crate::cuda::session::{Session, SessionError};
+use crate::cuda::driver::{Device, DeviceIdentity, DriverError};
+use crate::cuda::memory::DeviceBuffer;
+use crate::cuda::session::Session;
 use crate::error::Fault;
 use crate::interp::Pack;
+use crate::ir::layout::pack_bytes;
 use crate::target::Target;
 use crate::validate::Validated;
 
@@ -14,7 +17,7 @@ use super::Workspace;
 use super::keys::Hardware;
 
 /// Half of the pinned memory that weights go through on their way to a device.
-pub(super) const STAGING_BYTES: usize = 8 << 20;
+const STAGING_BYTES: usize = 8 << 20;
 
 /// The CPU of this machine, as a key names it.
 pub(super) fn host() -> Hardware {
@@ -58,6 +61,18 @@ impl Devices {
     }
 }
 
+/// Uploads the weights of a schedule. Every kernel of the model reads the same bytes.
+pub(super) fn upload_pack(
+    device: &Device,
+    validated: &Validated,
+    pack: &Pack,
+) -> Result<Arc<DeviceBuffer>, DriverError> {
+    let stream = device.stream()?;
+    let mut buffer = device.alloc(pack_bytes(validated.schedule()).max(16))?;
+    device.staging(STAGING_BYTES)?.upload(&stream, &mut buffer, 0, (**pack).as_ref())?;
+    Ok(Arc::new(buffer))
+}
+
 /// Loads a kernel with its weights. `trace` is what the cubin was compiled with.
 pub(super) fn load_session(
     workspace: &Workspace,
@@ -69,9 +84,6 @@ pub(super) fn load_session(
     steps_max: u32,
 ) -> Result<Session, Fault> {
     let queues = workspace.queues(validated)?;
-    let session = Session::load(device, &queues, cubin, trace, steps_max, |stream, buffer| {
-        let mut staging = device.staging(STAGING_BYTES)?;
-        Ok::<_, SessionError>(staging.upload(stream, buffer, 0, (**pack).as_ref())?)
-    })?;
-    Ok(session)
+    let pack = upload_pack(device, validated, pack)?;
+    Ok(Session::load_sharing(device, &queues, cubin, trace, steps_max, pack)?)
 }

@@ -32,13 +32,13 @@ const POLL: Duration = Duration::from_micros(200);
 const EOS_MAX: usize = crate::codegen::abi::EOS_MAX;
 
 /// Executes a prepared model: the interpreter for `cpu`, the kernel for a CUDA target whose device is here.
-pub struct Runner {
+pub struct Runner<'a> {
     place: String,
     context_max: u32,
     vocab: u32,
     /// Tokens whose keys and values the cache holds, from position 0 on.
     cached: Vec<u32>,
-    on: On,
+    on: On<'a>,
 }
 
 /// What a prompt was continued with.
@@ -49,14 +49,33 @@ pub struct Answer {
     pub reused: usize,
 }
 
-enum On {
+enum On<'a> {
     Cpu(Box<Interp>),
-    Device {
-        session: Box<Session>,
-        /// Reads prompts in chunks; `None`: the session reads them, one token a step.
-        prefill: Option<Box<Prefill>>,
-        steps_max: u32,
-    },
+    Device { session: Box<Session>, prefill: LazyPrefill<'a>, steps_max: u32 },
+}
+
+/// The kernel that reads prompts in chunks, loaded when the first prompt comes that is long enough for it.
+struct LazyPrefill<'a> {
+    workspace: &'a Workspace,
+    prepared: &'a Prepared,
+    device: Device,
+    /// `Some(None)`: it cannot be loaded, so the session reads prompts, one token a step.
+    loaded: Option<Option<Box<Prefill>>>,
+}
+
+impl LazyPrefill<'_> {
+    /// The kernel, beside the session that goes on after it. The user is told once why there is none.
+    fn get(&mut self, one: &Session) -> Option<&mut Prefill> {
+        let LazyPrefill { workspace, prepared, device, loaded } = self;
+        let loaded = loaded.get_or_insert_with(|| match Prefill::load(workspace, prepared, device, one) {
+            Ok(prefill) => Some(Box::new(prefill)),
+            Err(reason) => {
+                workspace.report.note(&format!("prompts are read one token a step: {}", reason.message));
+                None
+            }
+        });
+        loaded.as_deref_mut()
+    }
 }
 
 impl Prepared {
@@ -64,7 +83,7 @@ impl Prepared {
     ///
     /// # Errors
     /// No device of the target's kind, no compiler and no cubin, too little memory.
-    pub fn runner(&self, workspace: &Workspace) -> Result<Runner, Fault> {
+    pub fn runner<'a>(&'a self, workspace: &'a Workspace) -> Result<Runner<'a>, Fault> {
         let schedule = self.validated.schedule();
         let host = Host::new(workspace);
         let chain = self.chain(workspace, &host);
@@ -82,17 +101,9 @@ impl Prepared {
         let steps_max = self.manifest.decode.steps_per_launch;
         let session = load_session(workspace, &device, &self.validated, &cubin.bytes, &pack, Trace::Off, steps_max)?;
         let place = format!("{} (device {})", found.name, found.ordinal);
-        let prefill = Prefill::load(&chain, &device, &session).map(Box::new);
-        if let Err(reason) = &prefill {
-            workspace.report.note(&format!("prompts are read one token a step: {}", reason.message));
-        }
-        Ok(Runner {
-            place,
-            context_max,
-            vocab,
-            cached: vec![],
-            on: On::Device { session: Box::new(session), prefill: prefill.ok(), steps_max },
-        })
+        let prefill = LazyPrefill { workspace, prepared: self, device, loaded: None };
+        let on = On::Device { session: Box::new(session), prefill, steps_max };
+        Ok(Runner { place, context_max, vocab, cached: vec![], on })
     }
 }
 
@@ -103,7 +114,7 @@ fn one_text(decode: &Decode) -> Batch {
     Batch { rows, sequences: 1, pages, page_rows: PAGE_ROWS, words: false }
 }
 
-impl Runner {
+impl Runner<'_> {
     /// Where it runs, for the user: `cpu interpreter on 2 threads`, `NVIDIA H200 (device 0)`.
     pub fn place(&self) -> String {
         self.place.clone()
@@ -138,10 +149,12 @@ impl Runner {
                     ControlFlow::Continue(())
                 })?;
             }
-            On::Device { prefill: Some(prefill), .. } if ids.len() >= Prefill::PROMPT_MIN => {
-                prefill.read(ids, Some(on_row))?;
-            }
-            On::Device { session, steps_max, .. } => {
+            On::Device { session, prefill, steps_max } => {
+                if ids.len() >= Prefill::PROMPT_MIN
+                    && let Some(prefill) = prefill.get(session)
+                {
+                    return prefill.read(ids, Some(on_row));
+                }
                 session.start(ids, &[])?;
                 let mut position = 0;
                 while (position as usize) < ids.len() {
@@ -224,9 +237,9 @@ impl Runner {
                 session.sample(*request.sampler());
                 let mut from = reused;
                 // The last token of the prompt is decoded by the kernel for one row, which goes on from there.
-                if let Some(prefill) = prefill
-                    && reused == 0
+                if reused == 0
                     && prompt.len() > Prefill::PROMPT_MIN
+                    && let Some(prefill) = prefill.get(session)
                 {
                     from = prompt.len() - 1;
                     prefill.read(&prompt[..from], None)?;

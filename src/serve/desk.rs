@@ -20,11 +20,11 @@ use tokio::sync::mpsc::UnboundedSender;
 
 use super::error::{ApiError, finish_reason};
 use super::metrics::Metrics;
-use super::text::{Stopped, certain};
 use crate::engine::{Ask, ChoiceId, Engine, Event, Figures, RequestId, Stepper};
 use crate::error::Fault;
 use crate::pipeline::{TextPart, Tokens};
 use crate::sample::Decided;
+use crate::tokenizer::{Stopped, certain};
 
 /// Batches that wait for the text thread.
 const BATCHES_MAX: usize = 16;

@@ -16,7 +16,6 @@ mod metrics;
 mod params;
 mod reply;
 mod routes;
-mod text;
 
 use std::net::SocketAddr;
 use std::time::Duration;

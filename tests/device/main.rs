@@ -129,7 +129,7 @@ fn prepared(workspace: &Workspace, manifest: &Manifest) -> Prepared {
     prepare(workspace, manifest, &manifest.targets[0]).unwrap_or_else(|fault| panic!("{fault}"))
 }
 
-fn runner(workspace: &Workspace, prepared: &Prepared) -> Runner {
+fn runner<'a>(workspace: &'a Workspace, prepared: &'a Prepared) -> Runner<'a> {
     prepared.runner(workspace).unwrap_or_else(|fault| panic!("{fault}"))
 }
 
@@ -144,7 +144,7 @@ fn interpreter(prepared: &Prepared) -> Interp {
 }
 
 /// Every logit after every one of `ids`, `[ids][vocab]`.
-fn logits(runner: &mut Runner, ids: &[u32]) -> Vec<Vec<f32>> {
+fn logits(runner: &mut Runner<'_>, ids: &[u32]) -> Vec<Vec<f32>> {
     let mut rows = vec![];
     runner.logits(ids, &mut |_, row| rows.push(row.to_vec())).unwrap_or_else(|fault| panic!("{fault}"));
     rows

@@ -22,7 +22,8 @@ fn tokens_stream_out_of_a_running_launch() {
     let workspace = place.workspace(None);
     let manifest =
         place.manifest(&gpu.record, gpu.record.spec.copy, "fp32", "context_max = 2048\nsteps_per_launch = 2048");
-    let mut device = runner(&workspace, &prepared(&workspace, &manifest));
+    let prepared = prepared(&workspace, &manifest);
+    let mut device = runner(&workspace, &prepared);
     let prompt = Goldens::open("tinystories-llama").ids("prompt_ids.0");
     let mut seen = vec![];
     let settings = SampleSettings::greedy();
@@ -90,9 +91,9 @@ fn a_new_machine_loads_everything_from_the_shared_cache() {
     build(&workspace, &manifest).unwrap_or_else(|fault| panic!("{fault}"));
     let prompt = Goldens::open("tinystories-llama").ids("prompt_ids.1");
     let settings = SampleSettings::greedy();
-    let built = runner(&workspace, &prepared(&workspace, &manifest))
-        .generate(&prompt, 8, &[], &settings, &mut |_| ControlFlow::Continue(()))
-        .unwrap();
+    let first = prepared(&workspace, &manifest);
+    let built =
+        runner(&workspace, &first).generate(&prompt, 8, &[], &settings, &mut |_| ControlFlow::Continue(())).unwrap();
 
     let new = Place::new();
     let begun = Instant::now();

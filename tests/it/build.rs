@@ -439,7 +439,7 @@ fn a_sequence_goes_on_from_what_the_cache_holds() {
     };
     for settings in [greedy, sampled, penalised] {
         let request = settings.resolve(vocab, &[]).expect("valid settings");
-        let answer = |runner: &mut Runner, prompt: &[u32], stop_after: usize| {
+        let answer = |runner: &mut Runner<'_>, prompt: &[u32], stop_after: usize| {
             let mut told = 0;
             let answer = runner.answer(prompt, 6, &request, &mut |_| {
                 told += 1;

@@ -48,8 +48,9 @@ const IMPORTS: &[(&str, &[&str])] = &[
     ("interp", &["dtype", "error", "format", "ir", "model", "pack", "pages", "random", "rows", "sample"]),
     // Prints and encodes what was proven; decides nothing.
     ("codegen", &["digest", "dtype", "format", "ir", "model", "rows", "target", "validate"]),
-    // Source in, cubin out, bytes to a device; only a session knows what a schedule is.
+    // Source in, cubin out, bytes to a device; only kernels and their sessions know what a schedule is.
     ("cuda", &["codegen", "error", "target"]),
+    ("cuda/kernel", &["codegen", "ir"]),
     ("cuda/session", &["codegen", "error", "ir", "pack", "sample", "target", "trace"]),
     // Launches rows only with tables that the guard gave out.
     ("cuda/rows", &["codegen", "error", "ir", "rows", "target"]),

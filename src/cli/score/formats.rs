@@ -12,7 +12,7 @@ use crate::error::Fault;
 use crate::format::{FormatPlan, NAMED};
 use crate::manifest::Manifest;
 use crate::measure::step_bytes;
-use crate::pipeline::{self, Tokens, Workspace};
+use crate::pipeline::{self, Prepared, Tokens, Workspace};
 use crate::target::Target;
 
 /// Logits that are held at a time, to compare predictions.
@@ -54,7 +54,8 @@ pub fn compare(
     }
     let plain = Manifest { formats: FormatPlan::default(), ..manifest.clone() };
     let own = if plain.precision.weights == crate::dtype::DType::F32 { "fp32" } else { "bf16" };
-    let mut exact = Runs::begin(workspace, &plain, target)?;
+    let plain = pipeline::prepare(workspace, &plain, target)?;
+    let mut exact = Runs::begin(workspace, &plain)?;
     tokenizer.check_vocab(exact.vocab)?;
     let context = (manifest.decode.context_max as usize).min((HELD_VALUES / exact.vocab.max(1) as usize).max(3));
     let read: Vec<Vec<u32>> = windows(ids.len(), context, false).map(|window| ids[window].to_vec()).collect();
@@ -63,7 +64,8 @@ pub fn compare(
     for (name, format) in NAMED.into_iter().filter(|(_, format)| !format.is_plain()) {
         let formats = FormatPlan { weights: Some(format), ..FormatPlan::default() };
         let rounded = Manifest { formats, ..manifest.clone() };
-        let mut runs = Runs::begin(workspace, &rounded, target)?;
+        let rounded = pipeline::prepare(workspace, &rounded, target)?;
+        let mut runs = Runs::begin(workspace, &rounded)?;
         rows.push(runs.row(name, &read, Some(&mut exact))?);
     }
     if as_json {
@@ -86,22 +88,26 @@ pub fn compare(
 }
 
 /// A model that is run again and again.
-struct Runs {
-    runner: pipeline::Runner,
+struct Runs<'a> {
+    runner: pipeline::Runner<'a>,
     vocab: u32,
     bytes: u64,
 }
 
-impl Runs {
-    fn begin(workspace: &Workspace, manifest: &Manifest, target: &Target) -> Result<Runs, Fault> {
-        let prepared = pipeline::prepare(workspace, manifest, target)?;
+impl<'a> Runs<'a> {
+    fn begin(workspace: &'a Workspace, prepared: &'a Prepared) -> Result<Runs<'a>, Fault> {
         let graph = &prepared.imported.graph;
         let (vocab, bytes) = (graph.vocab, step_bytes(&prepared.validated, graph, 0));
         Ok(Runs { runner: prepared.runner(workspace)?, vocab, bytes })
     }
 
     /// Runs every window, and compares each prediction with that of `exact`.
-    fn row(&mut self, name: &'static str, windows: &[Vec<u32>], mut exact: Option<&mut Runs>) -> Result<Row, Fault> {
+    fn row(
+        &mut self,
+        name: &'static str,
+        windows: &[Vec<u32>],
+        mut exact: Option<&mut Runs<'_>>,
+    ) -> Result<Row, Fault> {
         let (mut nll, mut kl, mut scored, mut seconds, mut steps) = (0.0, 0.0, 0u32, 0.0, 0usize);
         for ids in windows {
             let mut expected: Vec<Vec<f32>> = vec![];

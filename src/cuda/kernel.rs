@@ -1,0 +1,191 @@
+//! Owns `Kernel`: a loaded kernel with the queues of its schedule, launched and waited for under watch.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytemuck::{NoUninit, Zeroable};
+
+use super::driver::Device;
+use super::memory::{DeviceBuffer, MappedBuffer};
+use super::module::{Function, Module};
+use super::session::{SessionError, Stuck, StuckOn};
+use super::stream::{Argument, Event, LaunchShape, Stream, Wait};
+use crate::codegen::abi::{EOS_MAX, Params, Queues, Tables};
+use crate::codegen::emit::ENTRY_POINT;
+use crate::ir::op::Role;
+use crate::ir::program::Program;
+use crate::ir::schedule::Schedule;
+use crate::ir::{BufferId, EventId, SmId, TaskId};
+
+/// Beside the deadline that a kernel keeps itself: for the launch, and for a kernel that was told to leave.
+const LAUNCH_MARGIN: Duration = Duration::from_secs(1);
+const LEAVE_MARGIN: Duration = Duration::from_secs(2);
+
+/// A kernel on a device, its queues, and the words by which it is watched.
+pub(super) struct Kernel {
+    pub stream: Stream,
+    pub schedule: Schedule,
+    pub shape: LaunchShape,
+    pub pack: Arc<DeviceBuffer>,
+    function: Function,
+    _module: Module,
+    tables: DeviceTables,
+    report: MappedBuffer,
+    abort: MappedBuffer,
+    started: Event,
+    ended: Event,
+}
+
+impl Kernel {
+    /// Loads a cubin, and uploads the queues and streams of its proven schedule.
+    pub fn load(
+        device: &Device,
+        queues: &Queues<'_>,
+        cubin: &[u8],
+        pack: Arc<DeviceBuffer>,
+    ) -> Result<Kernel, SessionError> {
+        let schedule = queues.validated().schedule();
+        let machine = &schedule.machine;
+        let stream = device.stream()?;
+        let module = device.load(cubin)?;
+        let smem = machine.smem.iter().map(|part| part.offset + part.bytes).max().unwrap_or(0);
+        let function = device.function(&module, ENTRY_POINT, smem)?;
+        let block = (machine.consumer_warps + machine.loader_warps) * 32;
+        Ok(Kernel {
+            shape: LaunchShape { grid: machine.sms, block, smem_dynamic_bytes: smem, cluster: 1 },
+            report: device.alloc_mapped(machine.sms as usize * 8)?,
+            abort: device.alloc_mapped(1)?,
+            started: device.event()?,
+            ended: device.event()?,
+            tables: DeviceTables::upload(device, &stream, queues.tables())?,
+            schedule: schedule.clone(),
+            stream,
+            pack,
+            function,
+            _module: module,
+        })
+    }
+
+    /// What every launch passes; the caller fills in the rest.
+    ///
+    /// # Errors
+    /// More end-of-sequence ids than a kernel takes.
+    pub fn params(&self, timeout: Duration, eos: &[u32]) -> Result<Params, SessionError> {
+        if eos.len() > EOS_MAX {
+            return Err(SessionError::EosCount { found: eos.len() });
+        }
+        let mut ids = [0i32; EOS_MAX];
+        for (to, &id) in ids.iter_mut().zip(eos) {
+            *to = id as i32;
+        }
+        Ok(Params {
+            pack: self.pack.address(),
+            entries: self.tables.entries.address(),
+            entry_index: self.tables.entry_index.address(),
+            runs: self.tables.runs.address(),
+            run_index: self.tables.run_index.address(),
+            report: self.report.address(),
+            abort: self.abort.address(),
+            timeout_ns: timeout.as_nanos() as u64,
+            eos_count: eos.len() as u32,
+            eos: ids,
+            ..Params::zeroed()
+        })
+    }
+
+    /// Queues a launch and returns at once.
+    pub fn launch(&self, params: &impl NoUninit) -> Result<(), SessionError> {
+        self.abort.store(0, 0)?;
+        self.report.fill(0);
+        self.started.record(&self.stream)?;
+        let argument = Argument::Struct(bytemuck::bytes_of(params));
+        self.stream.launch_cooperative(&self.function, &self.shape, &[argument])?;
+        Ok(self.ended.record(&self.stream)?)
+    }
+
+    /// Waits for the queued launch: its time on the device, in microseconds. `timeout` is the deadline that it was given.
+    ///
+    /// # Errors
+    /// A launch that gave up, or one that did not end.
+    pub fn finish(&self, timeout: Duration) -> Result<f64, SessionError> {
+        if self.stream.wait_timeout(timeout + LAUNCH_MARGIN)? == Wait::TimedOut {
+            self.abort.store(0, 1)?;
+            if self.stream.wait_timeout(LEAVE_MARGIN)? == Wait::TimedOut {
+                return Err(SessionError::Lost);
+            }
+        }
+        if self.abort.load(0)? != 0 {
+            let timeout_ms = timeout.as_millis() as u64;
+            return Err(SessionError::Hung { timeout_ms, stuck: self.stuck() });
+        }
+        Ok(self.started.elapsed_us(&self.ended)?)
+    }
+
+    /// What each SM that gave up has reported.
+    fn stuck(&self) -> Vec<Stuck> {
+        let schedule = &self.schedule;
+        let regime = schedule.regimes.first();
+        let words = self.report.snapshot();
+        let reported = words.chunks_exact(8).enumerate().filter(|(_, r)| r[0] != 0);
+        reported
+            .map(|(sm, r)| {
+                let task = (r[2] != u32::MAX).then_some(TaskId(r[2]));
+                let grid = task
+                    .and_then(|t| regime.and_then(|regime| regime.tasks.get(t.index())))
+                    .map(|t| schedule.program.grids[t.grid.index()].name.clone());
+                Stuck {
+                    sm: SmId::from(sm),
+                    step: r[1],
+                    task,
+                    event: (r[3] != u32::MAX).then_some(EventId(r[3])),
+                    observed: r[4],
+                    expected: r[5],
+                    kind: match r[6] {
+                        1 => StuckOn::Packet,
+                        2 => StuckOn::RingFull,
+                        3 => StuckOn::RingEmpty,
+                        4 => StuckOn::History,
+                        other => StuckOn::Unknown(other),
+                    },
+                    grid,
+                }
+            })
+            .collect()
+    }
+}
+
+/// Queues and streams on a device.
+struct DeviceTables {
+    entries: DeviceBuffer,
+    entry_index: DeviceBuffer,
+    runs: DeviceBuffer,
+    run_index: DeviceBuffer,
+}
+
+impl DeviceTables {
+    fn upload(device: &Device, stream: &Stream, tables: &Tables) -> Result<DeviceTables, SessionError> {
+        Ok(DeviceTables {
+            entries: uploaded(device, stream, bytemuck::cast_slice(&tables.entries))?,
+            entry_index: uploaded(device, stream, bytemuck::cast_slice(&tables.entry_index))?,
+            runs: uploaded(device, stream, bytemuck::cast_slice(&tables.runs))?,
+            run_index: uploaded(device, stream, bytemuck::cast_slice(&tables.run_index))?,
+        })
+    }
+}
+
+/// A buffer with these bytes. None is empty: the device has no memory of no bytes.
+fn uploaded(device: &Device, stream: &Stream, bytes: &[u8]) -> Result<DeviceBuffer, SessionError> {
+    let mut buffer = device.alloc(bytes.len().max(16) as u64)?;
+    buffer.upload(stream, 0, bytes)?;
+    Ok(buffer)
+}
+
+/// The buffer of the first operand with a role.
+pub(super) fn first_buffer(program: &Program, role: Role) -> Option<BufferId> {
+    program.grids.iter().find_map(|grid| grid.operand(role)).map(|operand| operand.buffer)
+}
+
+/// Logits of one row.
+pub(super) fn vocab(program: &Program) -> u32 {
+    first_buffer(program, Role::Logits).map_or(0, |buffer| program.buffers[buffer.index()].cols)
+}
