@@ -274,7 +274,11 @@ pub struct Serve {
     /// `chunk_max`, else 8]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub max_chunk: Option<u32>,
-    /// Tokens that the cache holds, of all requests together [default: the manifest's `cache_pages`, else four times the context]
+    /// Steps between two looks at what arrived: more is faster on a GPU, and lets requests wait for longer. The target `cpu` takes one
+    #[arg(long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=256))]
+    pub max_steps: u32,
+    /// Tokens that the cache holds, of all requests together [default: the manifest's `cache_pages`, else four times the context;
+    /// on a GPU, what is free]
     #[arg(long, value_name = "N")]
     pub cache_tokens: Option<u32>,
     /// Seconds after which a request ends, done or not
@@ -283,7 +287,7 @@ pub struct Serve {
     /// Seconds that open requests get to finish when the server ends
     #[arg(long, value_name = "N", default_value_t = 30)]
     pub grace_seconds: u64,
-    /// Target to run on [default: the manifest's first of the kind `cpu`]
+    /// Target to run on [default: the manifest's first that this machine can run]
     #[arg(long, value_name = "NAME")]
     pub target: Option<String>,
 }

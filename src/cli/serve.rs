@@ -12,28 +12,23 @@ use super::terminal::interrupt;
 use crate::engine::Engine;
 use crate::error::Fault;
 use crate::files::read_text;
-use crate::lower::Batch;
 use crate::manifest::Manifest;
 use crate::model::source::Source;
-use crate::pages::Pool;
-use crate::pipeline::{self, PAGE_ROWS};
-
-use crate::rows::Shape;
+use crate::pipeline::{self, Serving, Workspace};
 use crate::serve::{Ended, Model, Settings, StartTokens};
-use crate::target::{Target, TargetKind};
+use crate::target::Target;
 
-/// Requests that run at a time, prompt tokens beside them, and contexts that the cache holds, where nobody says otherwise.
+/// Requests that run at a time, and prompt tokens beside them, if neither the user nor the manifest names a number.
 const RUNNING_MAX: u32 = 8;
 const CHUNK_ROWS: u32 = 8;
-const CONTEXTS: u32 = 4;
 const KEY_BYTES_MAX: u64 = 4096;
 const KEY_VARIABLE: &str = "MONOBLOC_API_KEY";
 
 pub fn serve(session: &Session, asked: &Serve) -> Result<Outcome, Fault> {
     let key = key(asked.api_key_file.as_deref())?;
     let manifest = session.manifest(&asked.manifest)?;
-    let target = target(&manifest, asked.target.as_deref())?;
     let workspace = session.workspace(Talk::Work)?;
+    let target = target(&workspace, &manifest, asked.target.as_deref())?;
     let tokens = start_tokens(&manifest)?;
     let prepared = pipeline::prepare(&workspace, &manifest, &target)?;
     let graph = &prepared.imported.graph;
@@ -41,14 +36,17 @@ pub fn serve(session: &Session, asked: &Serve) -> Result<Outcome, Fault> {
     let context_max = manifest.decode.context_max;
     let model = Model { name, vocab: graph.vocab, eos: graph.eos.clone(), context_max };
     let tokens = checked(tokens, graph.vocab)?;
-    let (running_max, chunk_rows) = (running_max(asked, &manifest), chunk_rows(asked, &manifest));
-    let batched = prepared.batched(&workspace, &batch(asked, &manifest))?;
+    let running_max = asked.max_batch.or(manifest.decode.sequences_max).unwrap_or(RUNNING_MAX);
+    let chunk_rows = asked.max_chunk.or(manifest.decode.chunk_max).unwrap_or(CHUNK_ROWS);
+    let serving = Serving { running_max, chunk_rows, steps_max: asked.max_steps, cache_tokens: asked.cache_tokens };
+    let batched = prepared.batched(&workspace, &serving)?;
     let settings = Settings {
         address: SocketAddr::new(asked.host, asked.port),
         key,
         running_max,
         waiting_max: asked.max_waiting,
         chunk_rows,
+        steps_max: asked.max_steps,
         time_max: Duration::from_secs(asked.max_seconds),
         grace: Duration::from_secs(asked.grace_seconds),
     };
@@ -67,33 +65,13 @@ pub fn serve(session: &Session, asked: &Serve) -> Result<Outcome, Fault> {
     }
 }
 
-/// The target of that name; the manifest's first that can be served where none is given.
-fn target(manifest: &Manifest, name: Option<&str>) -> Result<Target, Fault> {
-    let cpu = manifest.targets.iter().find(|target| target.kind == TargetKind::Cpu);
-    match (name, cpu) {
+/// The target of that name. If none is given, the manifest's first that this machine can run; if there is none, its first.
+fn target(workspace: &Workspace, manifest: &Manifest, name: Option<&str>) -> Result<Target, Fault> {
+    let here = manifest.targets.iter().find(|target| pipeline::runs_here(workspace, target));
+    match (name, here) {
         (None, Some(target)) => Ok(target.clone()),
         (name, _) => pick_target(manifest, name),
     }
-}
-
-fn running_max(asked: &Serve, manifest: &Manifest) -> u32 {
-    asked.max_batch.or(manifest.decode.sequences_max).unwrap_or(RUNNING_MAX)
-}
-
-fn chunk_rows(asked: &Serve, manifest: &Manifest) -> u32 {
-    asked.max_chunk.or(manifest.decode.chunk_max).unwrap_or(CHUNK_ROWS)
-}
-
-/// Rows of a step, and the pages of their sequences.
-fn batch(asked: &Serve, manifest: &Manifest) -> Batch {
-    let context_max = manifest.decode.context_max;
-    let asked_pages = asked.cache_tokens.map(|tokens| tokens.div_ceil(PAGE_ROWS)).or(manifest.decode.cache_pages);
-    let pages = asked_pages.unwrap_or(context_max.div_ceil(PAGE_ROWS).saturating_mul(CONTEXTS)).max(1);
-    let running_max = running_max(asked, manifest);
-    let rows = running_max + chunk_rows(asked, manifest);
-    let shape = Shape { rows, sequences: 0, context_max, page_rows: PAGE_ROWS, pages, window: None };
-    let sequences = running_max + Pool::keepers(&shape);
-    Batch { rows, sequences, pages: shape.pages, page_rows: PAGE_ROWS, words: false }
 }
 
 fn key(file: Option<&Path>) -> Result<Option<String>, Fault> {

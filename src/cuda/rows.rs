@@ -38,6 +38,14 @@ pub struct RowsLaunched {
     pub tokens: Vec<Vec<u32>>,
 }
 
+/// A launch that is queued or runs.
+struct Flying {
+    inputs: Vec<RowInput>,
+    eos: Vec<u32>,
+    steps: u32,
+    timeout: Duration,
+}
+
 /// A kernel for several rows on a device.
 pub struct RowsSession {
     kernel: Kernel,
@@ -53,6 +61,7 @@ pub struct RowsSession {
     tag: u32,
     /// Of each row, whether the exchange holds what it decided in the last step.
     decided: Vec<bool>,
+    flying: Option<Flying>,
     steps_max: u32,
     vocab: u32,
 }
@@ -99,6 +108,7 @@ impl RowsSession {
             padded,
             tag: 0,
             decided: vec![],
+            flying: None,
             steps_max,
             vocab,
         };
@@ -111,6 +121,16 @@ impl RowsSession {
         &self.shape
     }
 
+    /// Logits of a row; every token is below.
+    pub fn vocab(&self) -> u32 {
+        self.vocab
+    }
+
+    /// Steps of a launch, at most.
+    pub fn steps_max(&self) -> u32 {
+        self.steps_max
+    }
+
     /// Makes every word of the exchange one that is not there yet. Packets of a tag that was never used are not there either.
     fn begin_words(&mut self) -> Result<(), SessionError> {
         self.exchange.poison(&self.kernel.stream)?;
@@ -119,7 +139,7 @@ impl RowsSession {
         Ok(())
     }
 
-    /// Runs a launch and waits. `inputs` has one for each row of `tables`.
+    /// Runs a launch and waits. `inputs` has one for each row of `tables`. A row that decides one of `eos` takes no part in later steps.
     ///
     /// # Errors
     /// Inputs that do not fit the tables; a launch that gave up. After one that gave up the positions of its rows are not written.
@@ -130,17 +150,51 @@ impl RowsSession {
         eos: &[u32],
         with_logits: bool,
     ) -> Result<RowsLaunched, SessionError> {
+        self.launch(&tables, inputs, eos, with_logits)?;
+        let launched = self.finish()?;
+        tables.finish(launched.tokens.len().saturating_sub(1) as u32);
+        Ok(launched)
+    }
+
+    /// Queues a launch and returns at once. Every row takes part in every step, so all of its positions count as written for later
+    /// launches, which the device runs after it. [`RowsSession::finish`] waits for it; before that, nothing else can be queued.
+    ///
+    /// # Errors
+    /// Inputs that do not fit the tables, or that end before the last step; a launch that was not finished.
+    pub fn queue(&mut self, tables: Tables<'_>, inputs: &[RowInput], with_logits: bool) -> Result<(), SessionError> {
         let steps = tables.steps();
-        let context_max = self.shape.context_max;
+        if inputs.iter().any(|input| input.steps < steps) {
+            return Err(self.out_of_range(&tables));
+        }
+        self.launch(&tables, inputs, &[], with_logits)?;
+        tables.finish(steps);
+        Ok(())
+    }
+
+    fn out_of_range(&self, tables: &Tables<'_>) -> SessionError {
+        let position = tables.rows().iter().map(|row| row.position).max().unwrap_or(0);
+        SessionError::Range { position, steps: tables.steps(), context_max: self.shape.context_max }
+    }
+
+    fn launch(
+        &mut self,
+        tables: &Tables<'_>,
+        inputs: &[RowInput],
+        eos: &[u32],
+        with_logits: bool,
+    ) -> Result<(), SessionError> {
+        let steps = tables.steps();
+        if self.flying.is_some() {
+            return Err(SessionError::NotFinished);
+        }
         if tables.shape() != &self.shape || inputs.len() != tables.rows().len() || steps > self.steps_max {
-            let position = tables.rows().iter().map(|row| row.position).max().unwrap_or(0);
-            return Err(SessionError::Range { position, steps, context_max });
+            return Err(self.out_of_range(tables));
         }
         // Tags never repeat: a packet of 2^32 steps ago would pass for a current one.
         if self.tag > u32::MAX - steps - 2 {
             self.begin_words()?;
         }
-        let (rows, pages) = encode(&tables, inputs, &self.decided, self.vocab)?;
+        let (rows, pages) = encode(tables, inputs, &self.decided, self.vocab)?;
         let timeout = Duration::from_millis(1000 + 20 * u64::from(steps));
         let params = RowsParams {
             params: Params {
@@ -161,6 +215,18 @@ impl RowsSession {
         self.pages.upload(&self.kernel.stream, 0, &pages)?;
         self.mailbox.store(0, 0)?;
         self.kernel.launch(&params)?;
+        self.flying = Some(Flying { inputs: inputs.to_vec(), eos: eos.to_vec(), steps, timeout });
+        Ok(())
+    }
+
+    /// Waits for the queued launch.
+    ///
+    /// # Errors
+    /// No launch is queued, or it gave up.
+    pub fn finish(&mut self) -> Result<RowsLaunched, SessionError> {
+        let Some(Flying { inputs, eos, steps, timeout }) = self.flying.take() else {
+            return Err(SessionError::NotQueued);
+        };
         let finished = self.kernel.finish(timeout);
         if let Err(SessionError::Hung { .. }) = finished {
             self.begin_words()?;
@@ -171,17 +237,19 @@ impl RowsSession {
         let tokens: Vec<Vec<u32>> =
             (0..ran).map(|step| (0..inputs.len()).map(|row| token(step, row)).collect()).collect::<Result<_, _>>()?;
         self.tag += steps;
-        self.decided = took_part_last(inputs, &tokens, steps, eos);
+        self.decided = took_part_last(&inputs, &tokens, steps, &eos);
         // Fewer steps: words of the last phase would be cleared in the wrong step.
         if ran != steps + 1 {
             self.begin_words()?;
         }
-        tables.finish(ran.saturating_sub(1).min(steps));
         Ok(RowsLaunched { device_us, tokens })
     }
 
     /// Logits of a row in the last step of the last launch that asked for them.
     pub fn logits(&self, row: u32) -> Result<Vec<f32>, SessionError> {
+        if self.flying.is_some() {
+            return Err(SessionError::NotFinished);
+        }
         let at = u64::from(row.min(self.padded - 1)) * u64::from(self.vocab) * 4;
         Ok(self.logits.download(&self.kernel.stream, at, self.vocab as usize)?)
     }

@@ -86,6 +86,10 @@ pub enum SessionError {
     Token { token: u32, vocab: u32 },
     #[error("row {row} decided no token in the step before this launch")]
     Undecided { row: u32 },
+    #[error("a launch was waited for, and none is queued")]
+    NotQueued,
+    #[error("a launch was not waited for")]
+    NotFinished,
 }
 
 fn render(stuck: &[Stuck]) -> String {
@@ -107,9 +111,12 @@ impl From<SessionError> for Fault {
             | SessionError::NotContinuing { .. }
             | SessionError::EosCount { .. }
             | SessionError::Token { .. } => Fault::input(error.to_string()),
-            SessionError::Hung { .. } | SessionError::Lost | SessionError::Shared | SessionError::Undecided { .. } => {
-                Fault::internal(error.to_string())
-            }
+            SessionError::Hung { .. }
+            | SessionError::Lost
+            | SessionError::Shared
+            | SessionError::Undecided { .. }
+            | SessionError::NotQueued
+            | SessionError::NotFinished => Fault::internal(error.to_string()),
         }
     }
 }

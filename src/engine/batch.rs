@@ -101,6 +101,8 @@ pub struct Limits {
     pub waiting_max: usize,
     /// Rows of prompts in a launch that decodes, too; at least 1.
     pub chunk_rows: u32,
+    /// Steps of a launch, at most those of the stepper; at least 1.
+    pub steps_max: u32,
 }
 
 /// What dashboards show.
@@ -116,7 +118,9 @@ pub struct Figures {
     pub prefix_hits: u64,
     pub preemptions: u64,
     pub launches: u64,
-    /// Rows of all launches.
+    /// Steps of all launches.
+    pub steps: u64,
+    /// Rows of all steps.
     pub rows: u64,
 }
 
@@ -177,16 +181,18 @@ struct Running {
 }
 
 impl Running {
+    /// Tokens that are known and in no launch. A launch of several steps is ahead of what is known.
     fn left(&self) -> usize {
-        self.choice.tokens.len() - self.submitted
+        self.choice.tokens.len().saturating_sub(self.submitted)
     }
 }
 
 /// A launch that was submitted.
 #[derive(Debug)]
 struct Flying {
-    /// Of each row its choice, that choice's run, and its position.
+    /// Of each row its choice, that choice's run, and its position in the first step.
     rows: Vec<(ChoiceId, u64, usize)>,
+    steps: u32,
 }
 
 /// Requests over a stepper. Its caller has the clock, and calls [`Engine::turn`] while there is something to do.
@@ -213,10 +219,11 @@ impl<S: Stepper> Engine<S> {
         let pool = Pool::keeping(bounds.shape)
             .map_err(|error| Fault::internal(format!("a stepper that an engine cannot use: {error}")))?;
         let running_max = limits.running_max.min(bounds.shape.rows).min(pool.open_max());
-        if running_max == 0 || bounds.chunk_max == 0 || bounds.launches == 0 {
+        if running_max == 0 || bounds.chunk_max == 0 || bounds.launches == 0 || bounds.steps_max == 0 {
             return Err(Fault::internal("a stepper that an engine cannot use: it takes no row"));
         }
-        let limits = Limits { running_max, chunk_rows: limits.chunk_rows.max(1), ..limits };
+        let steps_max = limits.steps_max.clamp(1, bounds.steps_max);
+        let limits = Limits { running_max, chunk_rows: limits.chunk_rows.max(1), steps_max, ..limits };
         Ok(Engine {
             stepper,
             bounds,
@@ -329,7 +336,8 @@ impl<S: Stepper> Engine<S> {
         match self.launch(events) {
             Some((launch, flying)) => {
                 self.figures.launches += 1;
-                self.figures.rows += launch.rows.len() as u64;
+                self.figures.steps += u64::from(launch.steps);
+                self.figures.rows += u64::from(launch.steps) * launch.rows.len() as u64;
                 self.stepper.submit(launch)?;
                 self.flying.push_back(flying);
             }
@@ -407,11 +415,33 @@ impl<S: Stepper> Engine<S> {
         self.running.get(&first).is_some_and(|first| first.computed < full(&first.choice))
     }
 
+    /// Steps of the next launch, if the stepper can choose all of its tokens and there are pages for all of them.
+    fn steps(&self) -> u32 {
+        let Shape { context_max, page_rows, .. } = self.bounds.shape;
+        let mut steps = self.limits.steps_max;
+        for running in self.running.values().filter(|running| running.left() > 0) {
+            let (choice, position) = (&running.choice, running.submitted as u32);
+            if running.left() > 1 || !matches!(want(choice, running.submitted), Want::Token(_)) {
+                return 1;
+            }
+            let decided = (choice.tokens.len() - choice.prompt_count()) as u32;
+            steps = steps.min(choice.ask.tokens_max - decided).min(context_max - position);
+        }
+        // Positions below those that were submitted have pages.
+        let blocks = |running: &Running| {
+            let from = running.submitted as u32;
+            (from + steps).div_ceil(page_rows) - from.div_ceil(page_rows)
+        };
+        let needed: u32 = self.running.values().filter(|running| running.left() > 0).map(blocks).sum();
+        if needed <= self.pool.free_pages() + self.pool.idle_pages() { steps } else { 1 }
+    }
+
     /// The next launch; `None`: nothing is ready.
     fn launch(&mut self, events: &mut Vec<Event>) -> Option<(Launch, Flying)> {
         let Bounds { shape, chunk_max, .. } = self.bounds;
         let decoding = self.running.values().filter(|running| running.left() == 1).count();
         let rows_left = (shape.rows as usize).saturating_sub(decoding);
+        let steps = self.steps();
         let mut chunk_rows = if decoding == 0 { rows_left } else { rows_left.min(self.limits.chunk_rows as usize) };
         let (mut rows, mut flying) = (vec![], vec![]);
         let ids: Vec<ChoiceId> = self.running.keys().copied().collect();
@@ -423,7 +453,7 @@ impl<S: Stepper> Engine<S> {
                 left => left.min(chunk_rows).min(chunk_max as usize),
             };
             let from = running.submitted;
-            if count == 0 || !self.make_room(id, (from + count) as u32, events) {
+            if count == 0 || !self.make_room(id, (from + count - 1) as u32 + steps, events) {
                 continue;
             }
             let Some(running) = self.running.get_mut(&id) else { continue };
@@ -435,12 +465,12 @@ impl<S: Stepper> Engine<S> {
                 rows.push(LaunchRow { sequence: running.sequence, position: position as u32, token, want });
                 flying.push((id, running.run, position));
             }
-            running.submitted += count;
+            running.submitted += count - 1 + steps as usize;
         }
         if rows.is_empty() {
             return None;
         }
-        Some((Launch { rows, edits: self.pool.take_edits() }, Flying { rows: flying }))
+        Some((Launch { rows, steps, edits: self.pool.take_edits() }, Flying { rows: flying, steps }))
     }
 
     /// Gives a choice pages for all positions below `positions`, from those that are free, then from prefixes, then from the
@@ -523,7 +553,7 @@ impl<S: Stepper> Engine<S> {
                 if let Some(scored) = scores.remove(&id) {
                     events.push(Event::Prompt { id, scored });
                 }
-                self.decide(id, said, events)?;
+                self.decide(id, said, flying.steps, events)?;
             }
         }
         for (id, scored) in scores {
@@ -547,35 +577,51 @@ impl<S: Stepper> Engine<S> {
         }
     }
 
-    /// Decides the token that follows all tokens of a choice.
-    fn decide(&mut self, id: ChoiceId, said: Said, events: &mut Vec<Event>) -> Result<(), Fault> {
-        let context_max = self.bounds.shape.context_max as usize;
-        let Some(Running { choice, .. }) = self.running.get_mut(&id) else { return Ok(()) };
+    /// Decides what follows all tokens of a choice: one token, or one in each of several steps.
+    fn decide(&mut self, id: ChoiceId, said: Said, steps: u32, events: &mut Vec<Event>) -> Result<(), Fault> {
+        let Some(Running { choice, .. }) = self.running.get(&id) else { return Ok(()) };
         if choice.ask.tokens_max == 0 {
             self.end(id, End::Length, events);
             return Ok(());
         }
-        let request = &choice.ask.choices[choice.at];
-        let decided = match said {
-            Said::Best(Some(token)) => Ok(Decided { token, logprob: None, top: vec![] }),
-            Said::Best(None) => {
-                let (position, vocab) = (choice.counts.position(), self.bounds.vocab as usize);
-                Err(SampleError::NoCandidate { position, vocab })
-            }
-            Said::Logits(logits) => request.choose(&logits, &choice.counts, None),
-            Said::Nothing => return Err(unasked()),
-        };
-        let decided = match decided {
-            Ok(decided) => decided,
-            Err(error) => {
-                self.end(id, End::Choice(error), events);
+        let tokens = match said {
+            Said::Tokens(tokens) => tokens,
+            Said::Logits(logits) => {
+                match choice.ask.choices[choice.at].choose(&logits, &choice.counts, None) {
+                    Ok(decided) => drop(self.take(id, decided, events)),
+                    Err(error) => self.end(id, End::Choice(error), events),
+                }
                 return Ok(());
             }
+            Said::Nothing => return Err(unasked()),
         };
+        for step in 0..steps as usize {
+            let Some(running) = self.running.get_mut(&id) else { return Ok(()) };
+            if step > 0 {
+                // The row of the token before.
+                running.computed += 1;
+                self.offer(id);
+            }
+            match tokens.get(step) {
+                Some(&token) if self.take(id, Decided { token, logprob: None, top: vec![] }, events) => {}
+                Some(_) => return Ok(()),
+                None => {
+                    let (position, vocab) = (self.running[&id].choice.counts.position(), self.bounds.vocab as usize);
+                    self.end(id, End::Choice(SampleError::NoCandidate { position, vocab }), events);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Adds a token to a choice; false if the choice ends with it.
+    fn take(&mut self, id: ChoiceId, decided: Decided, events: &mut Vec<Event>) -> bool {
+        let context_max = self.bounds.shape.context_max as usize;
+        let Some(Running { choice, .. }) = self.running.get_mut(&id) else { return false };
         choice.tokens.push(decided.token);
         choice.counts.push(decided.token);
         let count = choice.tokens.len() - choice.prompt_count();
-        let end = if request.end(decided.token).is_some() {
+        let end = if choice.ask.choices[choice.at].end(decided.token).is_some() {
             Some(End::Stop)
         } else if count >= choice.ask.tokens_max as usize || choice.tokens.len() > context_max {
             Some(End::Length)
@@ -585,8 +631,9 @@ impl<S: Stepper> Engine<S> {
         events.push(Event::Token { id, decided });
         if let Some(end) = end {
             self.end(id, end, events);
+            return false;
         }
-        Ok(())
+        true
     }
 }
 
@@ -612,8 +659,8 @@ fn want(choice: &Choice, position: usize) -> Want {
         return Want::Nothing;
     }
     let request = &choice.ask.choices[choice.at];
-    let plain = request.sampler().is_greedy() && request.beyond_kernels().is_empty();
-    if plain { Want::Best } else { Want::Logits }
+    let plain = !request.sampler().is_filtered() && request.beyond_kernels().is_empty();
+    if plain { Want::Token(*request.sampler()) } else { Want::Logits }
 }
 
 fn unasked() -> Fault {

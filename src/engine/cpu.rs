@@ -7,7 +7,6 @@ use crate::error::Fault;
 use crate::interp::{Interp, Options, Pack};
 use crate::ir::schedule::Schedule;
 use crate::rows::{Guard, Request, Row, Shape};
-use crate::sample::argmax;
 
 /// Runs launches on threads of this process, each when it is collected.
 #[derive(Debug)]
@@ -27,7 +26,7 @@ impl CpuStepper {
         let shape =
             Shape::of(&schedule.program).ok_or_else(|| Fault::internal("a schedule of one row cannot be batched"))?;
         let interp = Interp::new(schedule, pack, options)?;
-        let bounds = Bounds { shape, chunk_max: shape.rows, vocab: interp.vocab() as u32, launches: 1 };
+        let bounds = Bounds { shape, chunk_max: shape.rows, vocab: interp.vocab() as u32, launches: 1, steps_max: 1 };
         Ok(CpuStepper { interp, guard: Guard::new(shape), bounds, queued: VecDeque::new() })
     }
 }
@@ -43,13 +42,13 @@ impl Stepper for CpuStepper {
     }
 
     fn collect(&mut self) -> Result<Vec<Said>, Fault> {
-        let Some(Launch { rows, edits }) = self.queued.pop_front() else { return Ok(vec![]) };
+        let Some(Launch { rows, steps, edits }) = self.queued.pop_front() else { return Ok(vec![]) };
         let row = |row: &super::LaunchRow| Row {
             sequence: row.sequence,
             position: row.position,
             wants_logits: row.want != Want::Nothing,
         };
-        let request = Request { rows: rows.iter().map(row).collect(), steps: 1, edits };
+        let request = Request { rows: rows.iter().map(row).collect(), steps, edits };
         let tables = self.guard.admit(&request);
         let tables =
             tables.map_err(|refused| Fault::internal(format!("the tables of a launch are refused: {refused}")))?;
@@ -59,9 +58,10 @@ impl Stepper for CpuStepper {
         self.interp.launch_rows(tables, &tokens, |result| match rows[result.row].want {
             Want::Nothing => {}
             Want::Logits => said[result.row] = Said::Logits(result.logits.to_vec()),
-            Want::Best => {
+            Want::Token(sampler) => {
                 result.logits.copy_to(&mut logits);
-                said[result.row] = Said::Best(argmax(&logits));
+                let token = sampler.choose(&logits, result.position + 1);
+                said[result.row] = Said::Tokens(token.into_iter().collect());
             }
         })?;
         Ok(said)

@@ -1,6 +1,6 @@
 //! Owns continuous batching: many requests, of which each launch takes the rows that are ready.
 //!
-//! `engine` decides, `stepper` is what executes ([`CpuStepper`] is the interpreter), `prefix` remembers which pages hold which tokens.
+//! `batch` decides, `stepper` is what executes ([`CpuStepper`] is the interpreter, [`DeviceStepper`] a GPU), `prefix` remembers which pages hold which tokens.
 //! Nothing here knows HTTP, text, threads or a clock: the time is an argument, and the same arrivals at the same times give the
 //! same launches.
 //!
@@ -13,6 +13,10 @@
 //!   is refused when it arrives.
 //! - **Launches.** Each running request that decodes has one row in every launch. Prompts take the rows that are left, the oldest
 //!   first; beside decoding rows they take at most `chunk_rows` together, which bounds what they delay.
+//! - **Steps.** A launch has one step, with one exception: if no prompt is computed and the stepper chooses the tokens of all rows, it
+//!   has up to `steps_max` steps. So a request that arrives waits for at most that many steps before it is looked at. A launch never has
+//!   more steps than the shortest of its requests has tokens to go, and never takes pages from another request for them. Tokens
+//!   after the end of a request are thrown away.
 //! - **Prefixes.** A full page of tokens is found again by the hash of all tokens up to its end. The least recently used page that
 //!   no request holds makes room. Other choices of a request wait until the first one has written their common prompt.
 //! - **Preemption.** When no page is left, the youngest running request gives its pages back and waits. What it had decided stays
@@ -23,6 +27,7 @@
 
 mod batch;
 mod cpu;
+mod device;
 mod prefix;
 mod stepper;
 #[cfg(test)]
@@ -30,4 +35,5 @@ mod tests;
 
 pub use batch::{Ask, ChoiceId, End, Engine, Event, Figures, Limits, Refused, RequestId};
 pub use cpu::CpuStepper;
+pub use device::DeviceStepper;
 pub use stepper::{Bounds, Launch, LaunchRow, Said, Stepper, Want};

@@ -2,6 +2,7 @@
 
 use crate::error::Fault;
 use crate::rows::{Edit, SequenceId, Shape};
+use crate::sample::Sampler;
 
 /// What a stepper can take.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -14,21 +15,23 @@ pub struct Bounds {
     pub vocab: u32,
     /// Launches that may be submitted before the first of them is collected; at least 1.
     pub launches: usize,
+    /// Steps of a launch whose rows all want tokens; at least 1.
+    pub steps_max: u32,
 }
 
 /// What a row of a launch is for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Want {
     /// Its keys and values.
     Nothing,
     /// Its logits, too.
     Logits,
-    /// The id of its largest logit, ties to the lowest id.
-    Best,
+    /// The token that this sampler chooses after it. The sampler has neither top-k nor top-p.
+    Token(Sampler),
 }
 
 /// A row with its token.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub struct LaunchRow {
     pub sequence: SequenceId,
     pub position: u32,
@@ -36,10 +39,12 @@ pub struct LaunchRow {
     pub want: Want,
 }
 
-/// One step of several rows. Rows of one sequence stand together, in the order of their positions.
-#[derive(Debug, Clone, PartialEq, Eq)]
+/// Steps of several rows. Rows of one sequence stand together, in the order of their positions.
+#[derive(Debug, Clone, PartialEq)]
 pub struct Launch {
     pub rows: Vec<LaunchRow>,
+    /// More than one only if every row wants a token and has its own sequence: each row goes on with what it chose.
+    pub steps: u32,
     /// What changed in the page table since the launch before.
     pub edits: Vec<Edit>,
 }
@@ -49,8 +54,8 @@ pub struct Launch {
 pub enum Said {
     Nothing,
     Logits(Vec<f32>),
-    /// `None`: no logit is a number above -inf.
-    Best(Option<u32>),
+    /// The token of each step. It ends before a step in which no logit is a number above -inf.
+    Tokens(Vec<u32>),
 }
 
 /// Executes launches in the order of their submission. A launch sees the pages that all launches before it wrote.
@@ -68,4 +73,18 @@ pub trait Stepper {
     /// # Errors
     /// What ends the engine.
     fn collect(&mut self) -> Result<Vec<Said>, Fault>;
+}
+
+impl<S: Stepper + ?Sized> Stepper for Box<S> {
+    fn bounds(&self) -> Bounds {
+        (**self).bounds()
+    }
+
+    fn submit(&mut self, launch: Launch) -> Result<(), Fault> {
+        (**self).submit(launch)
+    }
+
+    fn collect(&mut self) -> Result<Vec<Said>, Fault> {
+        (**self).collect()
+    }
 }

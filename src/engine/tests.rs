@@ -9,7 +9,7 @@ use crate::error::Fault;
 use crate::random::Random;
 use crate::rows::{PageId, SequenceId, Shape};
 use crate::sample::Decided;
-use crate::sample::{Request, RequestSettings, SampleSettings, TokenCounts};
+use crate::sample::{Request, RequestSettings, SampleError, SampleSettings, TokenCounts};
 
 const VOCAB: u32 = 40;
 
@@ -29,13 +29,23 @@ struct Toy {
     log: Vec<Launch>,
     /// The launch that fails.
     fails_at: usize,
+    /// A position after which no logit is a number.
+    mute_at: u32,
 }
 
 impl Toy {
     fn new(shape: Shape, chunk_max: u32, launches: usize) -> Toy {
-        let bounds = Bounds { shape, chunk_max, vocab: VOCAB, launches };
+        let bounds = Bounds { shape, chunk_max, vocab: VOCAB, launches, steps_max: 5 };
         let pages = vec![vec![None; shape.page_rows as usize]; shape.pages as usize];
-        Toy { bounds, table: BTreeMap::new(), pages, results: VecDeque::new(), log: vec![], fails_at: usize::MAX }
+        Toy {
+            bounds,
+            table: BTreeMap::new(),
+            pages,
+            results: VecDeque::new(),
+            log: vec![],
+            fails_at: usize::MAX,
+            mute_at: u32::MAX,
+        }
     }
 
     fn at(&mut self, sequence: SequenceId, position: u32) -> &mut Option<u32> {
@@ -66,31 +76,49 @@ impl Stepper for Toy {
             }
         }
         assert!((1..=rows as usize).contains(&launch.rows.len()));
+        assert!((1..=self.bounds.steps_max).contains(&launch.steps));
         let mut count: BTreeMap<SequenceId, u32> = BTreeMap::new();
         let mut last: BTreeMap<SequenceId, u32> = BTreeMap::new();
-        for row @ LaunchRow { token, .. } in &launch.rows {
-            assert!(row.position < context_max && *token < VOCAB);
+        for row in &launch.rows {
+            assert!(row.position + launch.steps <= context_max && row.token < VOCAB);
             *count.entry(row.sequence).or_default() += 1;
             if let Some(last) = last.insert(row.sequence, row.position) {
                 assert_eq!(row.position, last + 1);
             }
-            let page = self.table[&(row.sequence, row.position / page_rows)];
-            assert_eq!(self.table.values().filter(|other| **other == page).count(), 1, "a shared page is written");
-            *self.at(row.sequence, row.position) = Some(*token);
+            for position in row.position..row.position + launch.steps {
+                let page = self.table[&(row.sequence, position / page_rows)];
+                assert_eq!(self.table.values().filter(|other| **other == page).count(), 1, "a shared page is written");
+            }
+            *self.at(row.sequence, row.position) = Some(row.token);
         }
         assert!(count.values().all(|count| *count <= self.bounds.chunk_max));
+        assert!(launch.steps == 1 || count.values().all(|count| *count == 1));
         let window = self.bounds.shape.window.unwrap_or(u32::MAX);
-        let said = launch.rows.iter().map(|row| {
-            let from = (row.position + 1).saturating_sub(window);
-            let tokens: Vec<u32> =
-                (from..=row.position).map(|p| self.at(row.sequence, p).expect("a written row")).collect();
-            match row.want {
+        let mut said = vec![];
+        for row in &launch.rows {
+            let seen = |toy: &mut Toy, position: u32| {
+                let from = (position + 1).saturating_sub(window);
+                logits(&(from..=position).map(|p| toy.at(row.sequence, p).expect("a written row")).collect::<Vec<_>>())
+            };
+            said.push(match row.want {
                 Want::Nothing => Said::Nothing,
-                Want::Logits => Said::Logits(logits(&tokens)),
-                Want::Best => Said::Best(crate::sample::argmax(&logits(&tokens))),
-            }
-        });
-        let said = said.collect();
+                Want::Logits => Said::Logits(seen(self, row.position)),
+                Want::Token(sampler) => {
+                    let mut tokens = vec![];
+                    for position in row.position..row.position + launch.steps {
+                        if let Some(&token) = tokens.last() {
+                            *self.at(row.sequence, position) = Some(token);
+                        }
+                        if position >= self.mute_at {
+                            break;
+                        }
+                        tokens.push(sampler.choose(&seen(self, position), position + 1).unwrap());
+                    }
+                    Said::Tokens(tokens)
+                }
+            });
+            assert!(launch.steps == 1 || matches!(row.want, Want::Token(_)));
+        }
         self.results.push_back(said);
         assert!(self.results.len() <= self.bounds.launches);
         self.log.push(launch);
@@ -103,7 +131,7 @@ impl Stepper for Toy {
 }
 
 const SHAPE: Shape = Shape { rows: 6, sequences: 11, context_max: 64, page_rows: 4, pages: 40, window: None };
-const LIMITS: Limits = Limits { running_max: 6, waiting_max: 100, chunk_rows: 3 };
+const LIMITS: Limits = Limits { running_max: 6, waiting_max: 100, chunk_rows: 3, steps_max: 1 };
 
 fn greedy() -> RequestSettings {
     RequestSettings::plain(SampleSettings::greedy())
@@ -160,8 +188,9 @@ fn end_of(events: &[Event], of: ChoiceId) -> Option<&End> {
 }
 
 /// Requests of all kinds that come and go at random over a cache that is too small for them.
-fn storm(shape: Shape, chunk_max: u32, launches: usize) -> (Vec<Event>, Vec<Launch>, Figures) {
-    let mut engine = Engine::new(Toy::new(shape, chunk_max, launches), LIMITS).unwrap();
+fn storm(shape: Shape, chunk_max: u32, launches: usize, steps_max: u32) -> (Vec<Event>, Vec<Launch>, Figures) {
+    let limits = Limits { steps_max, ..LIMITS };
+    let mut engine = Engine::new(Toy::new(shape, chunk_max, launches), limits).unwrap();
     let mut random = Random::new(7);
     let mut asks: BTreeMap<RequestId, Ask> = BTreeMap::new();
     let mut cancelled = vec![];
@@ -224,10 +253,12 @@ fn storm(shape: Shape, chunk_max: u32, launches: usize) -> (Vec<Event>, Vec<Laun
 
 #[test]
 fn every_request_gets_its_tokens_whatever_runs_beside_it() {
-    for (chunk_max, launches) in [(1, 1), (4, 1), (6, 1), (4, 2), (6, 3)] {
-        let (_, log, figures) = storm(SHAPE, chunk_max, launches);
+    for (chunk_max, launches, steps) in [(1, 1, 1), (4, 1, 1), (6, 1, 1), (4, 2, 1), (6, 3, 1), (6, 1, 5), (4, 2, 3)] {
+        let (_, log, figures) = storm(SHAPE, chunk_max, launches, steps);
         assert!(figures.preemptions > 20 && figures.prefix_hits > 500, "{figures:?}");
         assert!(log.len() > 1000);
+        let most = log.iter().map(|launch| launch.steps).max();
+        assert_eq!((most, figures.steps > figures.launches), (Some(steps), steps > 1));
     }
 }
 
@@ -235,7 +266,7 @@ fn every_request_gets_its_tokens_whatever_runs_beside_it() {
 fn windows_give_their_pages_back() {
     // A whole context has 16 pages, and several requests run in fewer.
     let shape = Shape { window: Some(9), pages: 12, ..SHAPE };
-    let (_, log, figures) = storm(shape, 4, 1);
+    let (_, log, figures) = storm(shape, 4, 1, 4);
     assert_eq!(figures.prefix_hits, 0);
     let deep = |launch: &Launch| launch.rows.iter().any(|row| row.position > 48);
     let together = |launch: &&Launch| launch.rows.iter().any(|row| row.sequence != launch.rows[0].sequence);
@@ -244,7 +275,7 @@ fn windows_give_their_pages_back() {
 
 #[test]
 fn the_same_arrivals_make_the_same_launches() {
-    let (a, b) = (storm(SHAPE, 4, 2), storm(SHAPE, 4, 2));
+    let (a, b) = (storm(SHAPE, 4, 2, 5), storm(SHAPE, 4, 2, 5));
     assert!(a.0 == b.0 && a.1 == b.1);
 }
 
@@ -262,6 +293,60 @@ fn a_prompt_beside_decoding_rows_takes_few_of_them() {
     let rows: Vec<usize> = engine.stepper.log.iter().map(|launch| launch.rows.len()).collect();
     // The prompt alone would take four launches of six rows: 20 rows in threes beside one, then both decode.
     assert_eq!(rows[..9], [1, 4, 4, 4, 4, 4, 4, 3, 2]);
+}
+
+/// The steps of each launch until nothing is left to do.
+fn steps_of(asks: &[Ask], shape: Shape, steps_max: u32) -> Vec<u32> {
+    let mut engine = Engine::new(Toy::new(shape, 6, 1), Limits { steps_max, ..LIMITS }).unwrap();
+    for ask in asks {
+        engine.submit(ask.clone()).unwrap();
+    }
+    let events = until_idle(&mut engine);
+    for (request, ask) in (0..).map(RequestId).zip(asks) {
+        let id = ChoiceId { request, choice: 0 };
+        let (decided, end) = expected(ask, 0, &shape);
+        assert_eq!((decided_of(&events, id), end_of(&events, id)), (decided, Some(&end)));
+    }
+    engine.stepper.log.iter().map(|launch| launch.steps).collect()
+}
+
+#[test]
+fn launches_have_several_steps_while_the_stepper_chooses_every_token() {
+    // The prompt's launch decides the first token.
+    assert_eq!(steps_of(&[ask(&[1, 2], 12)], SHAPE, 4), [1, 4, 4, 3]);
+    assert_eq!(steps_of(&[ask(&[1, 2], 12)], SHAPE, 9), [1, 5, 5, 1]);
+    // No longer than the shortest request.
+    assert_eq!(steps_of(&[ask(&[1, 2], 3), ask(&[2, 3], 7)], SHAPE, 4), [1, 2, 4]);
+    // The end of the context.
+    assert_eq!(steps_of(&[ask(&[1; 60], 40)], SHAPE, 4).iter().rev().take(3).collect::<Vec<_>>(), [&4, &1, &1]);
+    // Temperature is the stepper's; penalties are the host's.
+    let with = |settings: RequestSettings| Ask { choices: vec![request(&settings)], ..ask(&[1, 2], 5) };
+    let warm = SampleSettings { temperature: 0.9, seed: 3, ..SampleSettings::greedy() };
+    let plain = RequestSettings { ignore_eos: true, ..RequestSettings::plain(warm) };
+    assert_eq!(steps_of(&[with(plain.clone())], SHAPE, 4), [1, 4]);
+    let mut penalised = plain;
+    penalised.penalties.presence = 0.5;
+    assert_eq!(steps_of(&[with(penalised), ask(&[2, 3], 9)], SHAPE, 4), [1, 1, 1, 1, 1, 4]);
+}
+
+#[test]
+fn steps_take_no_pages_from_another_request() {
+    // Two requests of five pages each; together they have nine. One step at a time until the pages are full, then the younger waits.
+    let shape = Shape { pages: 9, ..SHAPE };
+    let steps = steps_of(&[ask(&[1; 15], 5), ask(&[2; 15], 5)], shape, 5);
+    assert!(steps.iter().filter(|steps| **steps > 1).count() >= 1, "{steps:?}");
+}
+
+#[test]
+fn a_stepper_that_finds_no_token_ends_the_request() {
+    let mut toy = Toy::new(SHAPE, 6, 1);
+    toy.mute_at = 5;
+    let mut engine = Engine::new(toy, Limits { steps_max: 4, ..LIMITS }).unwrap();
+    let request = engine.submit(ask(&[1, 2], 30)).unwrap();
+    let events = until_idle(&mut engine);
+    let id = ChoiceId { request, choice: 0 };
+    let error = SampleError::NoCandidate { position: 6, vocab: VOCAB as usize };
+    assert_eq!((end_of(&events, id), decided_of(&events, id).len()), (Some(&End::Choice(error)), 4));
 }
 
 #[test]

@@ -2,50 +2,215 @@
 
 use std::sync::Arc;
 
-use crate::engine::CpuStepper;
+use crate::codegen::abi::Queues;
+use crate::cuda::driver::Device;
+use crate::cuda::rows::RowsSession;
+use crate::defaults::rows::{KERNEL_ROWS, Room};
+use crate::engine::{CpuStepper, DeviceStepper, Stepper};
 use crate::error::Fault;
 use crate::interp::{Options, Pack};
+use crate::ir::layout::{cache_row_bytes, pack_bytes};
 use crate::lower::Batch;
-use crate::target::TargetKind;
+use crate::manifest::Decode;
+use crate::pages::Pool;
+use crate::rows::Shape;
+use crate::target::Target;
 use crate::validate::Validated;
 
 use super::chain::Host;
+use super::device_rows::{rows_cubin, rows_schedule};
+use super::execute::upload_pack;
 use super::stages::place_rows;
 use super::{Prepared, Workspace};
 
 /// Positions of a page of the interpreter's cache: a prefix is shared in whole pages, and a text wastes half a page.
-pub const PAGE_ROWS: u32 = 16;
+pub(super) const PAGE_ROWS: u32 = 16;
+/// Contexts that the interpreter's cache holds if nothing else is asked for.
+const CPU_CONTEXTS: u32 = 4;
+/// Part of the free memory of a device that weights and cache may take, in percent: the rest is for the exchange, the queues and
+/// the driver.
+const MEMORY_PERCENT: u64 = 90;
+/// Tokens of a cache on a device, at most.
+const DEVICE_TOKENS_MAX: u64 = 1 << 22;
+
+/// What a server asks of its steps.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Serving {
+    /// Requests that run at a time.
+    pub running_max: u32,
+    /// Rows of prompts beside rows that decode.
+    pub chunk_rows: u32,
+    /// Steps of a launch, at most.
+    pub steps_max: u32,
+    /// Tokens that the cache holds, at least; `None`: on a CPU `cache_pages` of the manifest or four contexts, on a device what is free.
+    pub cache_tokens: Option<u32>,
+}
 
 /// A proven schedule of several rows with its weights. It starts any number of steppers, one after another.
 #[derive(Clone)]
 pub struct Batched {
     validated: Arc<Validated>,
     pack: Pack,
+    kernel: Option<Arc<DeviceKernel>>,
+}
+
+/// What a device needs beside schedule and weights.
+struct DeviceKernel {
+    device: Device,
+    cubin: Vec<u8>,
+    steps_max: u32,
+}
+
+/// Whether this machine has what runs a target.
+pub fn runs_here(workspace: &Workspace, target: &Target) -> bool {
+    Host::new(workspace).device(target).is_ok()
 }
 
 impl Prepared {
-    /// Makes or finds the proven schedule of steps of several rows, and packs the weights: the pack is that of one row.
+    /// Lowers, schedules and proves steps of several rows, compiles their kernel, and packs the weights: the pack is that of one row.
     ///
     /// # Errors
-    /// A CUDA target, which cannot be served yet; a batch that does not fit; a full disk.
-    pub fn batched(&self, workspace: &Workspace, batch: &Batch) -> Result<Batched, Fault> {
-        if self.target.kind != TargetKind::Cpu {
-            return Err(Fault::input(format!("target `{}` cannot be served yet", self.target.name))
-                .with_remedy("name a target with `record = \"cpu\"` by `--target`"));
-        }
+    /// A batch or a cache that does not fit the target; no device of the target's kind, no compiler and no cubin; a full disk.
+    pub fn batched(&self, workspace: &Workspace, serving: &Serving) -> Result<Batched, Fault> {
         let host = Host::new(workspace);
         let chain = self.chain(workspace, &host);
-        let rows = place_rows(&chain.context, &self.candidate, batch)?;
-        Ok(Batched { validated: rows.validated(&self.target)?.clone(), pack: chain.pack()? })
+        let Some(found) = host.device(&self.target)? else {
+            let rows = place_rows(&chain.context, &self.candidate, &cpu_batch(serving, &self.manifest.decode))?;
+            return Ok(Batched { validated: rows.validated(&self.target)?.clone(), pack: chain.pack()?, kernel: None });
+        };
+        let device = Device::open(found.ordinal)?;
+        let rows = kernel_rows(serving)?;
+        let free = device.memory_free_bytes()?.saturating_sub(pack_bytes(self.validated.schedule()));
+        let room = self.room(rows, serving, free)?;
+        let validated = rows_schedule(&chain.context, &chain.candidate, room)?;
+        let shape = Shape::of(&validated.schedule().program).ok_or_else(|| Fault::internal("rows without tables"))?;
+        if shape.sequences <= Pool::keepers(&shape) {
+            let page_rows = shape.page_rows;
+            return Err(Fault::input(format!(
+                "`context_max` {} is one page of {page_rows} positions",
+                shape.context_max
+            ))
+            .with_remedy(format!("raise `decode.context_max` above {page_rows} to serve on `{}`", self.target.name)));
+        }
+        workspace.report.note(&format!(
+            "{}: {rows} rows, cache of {} tokens in pages of {}",
+            self.target.name,
+            u64::from(shape.pages) * u64::from(shape.page_rows),
+            shape.page_rows
+        ));
+        // Queues that differ from those of the first proof are refused here.
+        workspace.queues(&validated)?;
+        let cubin = rows_cubin(&chain, &validated)?.bytes;
+        let kernel = DeviceKernel { device, cubin, steps_max: serving.steps_max };
+        Ok(Batched { validated: Arc::new(validated), pack: chain.pack()?, kernel: Some(Arc::new(kernel)) })
     }
+
+    /// Sequences and positions of a kernel on a device that has `free_bytes` left beside the weights.
+    fn room(&self, rows: u32, serving: &Serving, free_bytes: u64) -> Result<Room, Fault> {
+        let Prepared { manifest, imported, .. } = self;
+        let row_bytes = |dim| u64::from(cache_row_bytes(dim, manifest.precision.cache));
+        let of_layer = imported.graph.layers.iter().map(|layer| {
+            let attention = &layer.attn;
+            2 * u64::from(attention.kv_heads) * row_bytes(attention.head_dim)
+        });
+        let position_bytes: u64 = of_layer.sum();
+        let fits = free_bytes / 100 * MEMORY_PERCENT / position_bytes.max(1);
+        let context_max = u64::from(manifest.decode.context_max);
+        let asked = serving.cache_tokens.map(u64::from);
+        let positions = asked.unwrap_or(rounded(fits.min(DEVICE_TOKENS_MAX))).max(context_max);
+        if positions > fits {
+            let message = format!("a cache of {positions} tokens does not fit: the device has room for {fits}");
+            return Err(Fault::input(message).with_remedy("lower `--cache-tokens`, or `decode.context_max`"));
+        }
+        Ok(Room { rows, sequences: sequences(serving.running_max, positions, context_max), positions })
+    }
+}
+
+/// Three leading binary digits: about the same free memory gives the same kernel, which is compiled once.
+fn rounded(positions: u64) -> u64 {
+    let digits = u64::BITS - positions.leading_zeros();
+    positions >> digits.saturating_sub(3) << digits.saturating_sub(3)
+}
+
+/// Sequences that run, and those in whose rows of the page table kept pages lie: as many as there are contexts in the cache, and one
+/// for pages that do not end with a context.
+fn sequences(running_max: u32, positions: u64, context_max: u64) -> u32 {
+    running_max + positions.div_ceil(context_max.max(1)) as u32 + 1
+}
+
+/// The smallest kernel with a row for each running request, and with rows for prompts beside them where there is one.
+fn kernel_rows(serving: &Serving) -> Result<u32, Fault> {
+    let most = KERNEL_ROWS.into_iter().max().unwrap_or(0);
+    if serving.running_max > most {
+        let message = format!("kernels have at most {most} rows, `--max-batch` is {}", serving.running_max);
+        return Err(Fault::input(message).with_remedy(format!("lower `--max-batch` to {most}")));
+    }
+    let wanted = (serving.running_max + serving.chunk_rows).min(most);
+    Ok(KERNEL_ROWS.into_iter().filter(|rows| *rows >= wanted).min().unwrap_or(most))
+}
+
+/// Rows of the interpreter's steps, and the pages of their sequences.
+fn cpu_batch(serving: &Serving, decode: &Decode) -> Batch {
+    let context_max = decode.context_max;
+    let asked = serving.cache_tokens.map(|tokens| tokens.div_ceil(PAGE_ROWS)).or(decode.cache_pages);
+    let pages = asked.unwrap_or(context_max.div_ceil(PAGE_ROWS).saturating_mul(CPU_CONTEXTS)).max(1);
+    let rows = serving.running_max + serving.chunk_rows;
+    let shape = Shape { rows, sequences: 0, context_max, page_rows: PAGE_ROWS, pages, window: None };
+    let sequences = serving.running_max + Pool::keepers(&shape);
+    Batch { rows, sequences, pages: shape.pages, page_rows: PAGE_ROWS, words: false }
 }
 
 impl Batched {
     /// What runs it, with a cache of its own.
     ///
     /// # Errors
-    /// A cache that is larger than this machine's memory.
-    pub fn stepper(&self) -> Result<CpuStepper, Fault> {
-        CpuStepper::new(self.validated.schedule(), self.pack.clone(), Options::fast())
+    /// A cache that is larger than this machine's memory; what the device refuses.
+    pub fn stepper(&self) -> Result<Box<dyn Stepper>, Fault> {
+        let Some(kernel) = &self.kernel else {
+            return Ok(Box::new(CpuStepper::new(self.validated.schedule(), self.pack.clone(), Options::fast())?));
+        };
+        let DeviceKernel { device, cubin, steps_max } = kernel.as_ref();
+        let pack = upload_pack(device, &self.validated, &self.pack)?;
+        let session = RowsSession::load(device, &Queues::of(&self.validated), cubin, *steps_max, pack, None)?;
+        Ok(Box::new(DeviceStepper::new(session)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn serving(running_max: u32, chunk_rows: u32) -> Serving {
+        Serving { running_max, chunk_rows, steps_max: 8, cache_tokens: None }
+    }
+
+    #[test]
+    fn a_batch_runs_on_the_smallest_kernel_with_room_for_it() {
+        for (running, chunk, rows) in [(1, 1, 8), (1, 7, 8), (4, 5, 16), (8, 8, 16), (16, 1, 16), (16, 64, 16)] {
+            assert_eq!(kernel_rows(&serving(running, chunk)), Ok(rows), "{running} and {chunk}");
+        }
+        let refused = kernel_rows(&serving(17, 1)).unwrap_err();
+        assert_eq!(refused.message, "kernels have at most 16 rows, `--max-batch` is 17");
+    }
+
+    #[test]
+    fn about_the_same_memory_gives_the_same_cache() {
+        assert_eq!([0, 7, 8, 9, 1_000_000, 1_048_575].map(rounded), [0, 7, 8, 8, 917_504, 917_504]);
+    }
+
+    /// The pool keeps every page, and as many sequences can be open as requests may run.
+    #[test]
+    fn every_running_request_has_a_sequence() {
+        for (context_max, page_rows) in [(512, 64), (4096, 64), (1000, 128), (2048, 256)] {
+            for contexts in [12, 13, 100] {
+                let positions = u64::from(context_max * contexts) + 37;
+                let sequences = sequences(8, positions, u64::from(context_max));
+                let pages = positions.div_ceil(u64::from(page_rows)) as u32;
+                let shape =
+                    Shape { rows: 16, sequences, context_max, page_rows, pages: pages.max(sequences), window: None };
+                let open = Pool::keeping(shape).map(|pool| pool.open_max()).unwrap_or(0);
+                assert!(open >= 8, "context {context_max}, pages of {page_rows}, {contexts} contexts: {open}");
+            }
+        }
     }
 }

@@ -23,6 +23,7 @@ use crate::target::Target;
 use crate::validate::{Validated, validate};
 
 use super::chain::{Chain, Host};
+use super::compile::Cubin;
 use super::execute::upload_pack;
 use super::stages::{BuildContext, Generated};
 use super::{Prepared, Workspace, import_stage, keys};
@@ -41,11 +42,20 @@ pub(super) fn rows_schedule(context: &BuildContext<'_>, base: &Candidate, room: 
     Ok(validate(placed, &keys::unmeasured(target))?)
 }
 
+/// Compiles a proven kernel.
+///
+/// # Errors
+/// No compiler, and no cubin of this source in the cache.
+pub(super) fn rows_cubin(chain: &Chain<'_>, validated: &Validated) -> Result<Box<Cubin>, Fault> {
+    let source = emit(validated, chain.context.target, Trace::Off);
+    Ok(chain.compile(&Generated { content: Digest::of(source.text.as_bytes()), source })?)
+}
+
 /// Compiles a proven kernel and loads it. `pack` and, if it is given, `cache` are shared with other kernels of the model.
 ///
 /// # Errors
 /// What compiler or device refuse.
-pub(super) fn load_rows(
+fn load_rows(
     chain: &Chain<'_>,
     device: &Device,
     validated: &Validated,
@@ -53,8 +63,7 @@ pub(super) fn load_rows(
     pack: Arc<DeviceBuffer>,
     cache: Option<Arc<DeviceBuffer>>,
 ) -> Result<RowsSession, Fault> {
-    let source = emit(validated, chain.context.target, Trace::Off);
-    let cubin = chain.compile(&Generated { content: Digest::of(source.text.as_bytes()), source })?;
+    let cubin = rows_cubin(chain, validated)?;
     let queues = chain.context.workspace.queues(validated)?;
     Ok(RowsSession::load(device, &queues, &cubin.bytes, steps_max, pack, cache)?)
 }

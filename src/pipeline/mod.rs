@@ -43,7 +43,7 @@ pub mod trace;
 mod trial;
 mod worker;
 
-pub use batch::{Batched, PAGE_ROWS};
+pub use batch::{Batched, Serving, runs_here};
 pub use campaign::{Tuned, Tuning, can_tune, is_tuned, tune};
 pub use explain::{Explained, SHOW_STAGES, explain, show};
 pub use runner::{Answer, Runner};

@@ -522,7 +522,7 @@ mod tests {
     use crate::sample::{RequestSettings, SampleSettings};
 
     const SHAPE: Shape = Shape { rows: 2, sequences: 6, context_max: 32, page_rows: 4, pages: 32, window: None };
-    const LIMITS: Limits = Limits { running_max: 2, waiting_max: 4, chunk_rows: 2 };
+    const LIMITS: Limits = Limits { running_max: 2, waiting_max: 4, chunk_rows: 2, steps_max: 1 };
 
     /// Decides 7 for ever, but for launches that are marked to fail.
     struct Breaks {
@@ -533,7 +533,7 @@ mod tests {
 
     impl Stepper for Breaks {
         fn bounds(&self) -> Bounds {
-            Bounds { shape: SHAPE, chunk_max: 2, vocab: 10, launches: 1 }
+            Bounds { shape: SHAPE, chunk_max: 2, vocab: 10, launches: 1, steps_max: 1 }
         }
 
         fn submit(&mut self, launch: Launch) -> Result<(), Fault> {
@@ -549,7 +549,7 @@ mod tests {
             let said = launch.rows.iter().map(|row| match row.want {
                 Want::Nothing => Computed::Nothing,
                 Want::Logits => Computed::Logits((0..10).map(|id| f32::from(id == 7)).collect()),
-                Want::Best => Computed::Best(Some(7)),
+                Want::Token(_) => Computed::Tokens(vec![7]),
             });
             Ok(said.collect())
         }

@@ -149,7 +149,8 @@ impl Metrics {
             ("vllm:prompt_tokens_total", "Prompt tokens.", self.prompt_tokens),
             ("vllm:generation_tokens_total", "Decided tokens.", self.generation_tokens),
             ("monobloc:launches_total", "Launches of the engine.", figures.launches),
-            ("monobloc:rows_total", "Rows of all launches.", figures.rows),
+            ("monobloc:steps_total", "Steps of all launches.", figures.steps),
+            ("monobloc:rows_total", "Rows of all steps.", figures.rows),
         ];
         for (name, help, value) in counters {
             head(&mut out, name, help, "counter");

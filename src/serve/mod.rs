@@ -59,6 +59,8 @@ pub struct Settings {
     pub running_max: u32,
     pub waiting_max: u32,
     pub chunk_rows: u32,
+    /// Steps of a launch.
+    pub steps_max: u32,
     /// Of a request, from its arrival to its last token.
     pub time_max: Duration,
     /// For open requests, when the server ends.
@@ -68,8 +70,8 @@ pub struct Settings {
 impl Settings {
     /// Those of the engine.
     pub fn limits(&self) -> Limits {
-        let Settings { running_max, waiting_max, chunk_rows, .. } = *self;
-        Limits { running_max, waiting_max: waiting_max as usize, chunk_rows }
+        let Settings { running_max, waiting_max, chunk_rows, steps_max, .. } = *self;
+        Limits { running_max, waiting_max: waiting_max as usize, chunk_rows, steps_max }
     }
 }
 

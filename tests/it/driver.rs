@@ -3,19 +3,34 @@
 //! The fake (`fake_cuda.c`) is built with the C compiler and loaded by a child process that runs the same test, because
 //! a process loads one driver. Tests of a real device say so when there is none; with `MONOBLOC_REQUIRE_GPU=1` they fail.
 
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::process::Command;
-use std::sync::OnceLock;
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
+use monobloc::candidate::Candidate;
 use monobloc::codegen::KernelSource;
+use monobloc::codegen::abi::Queues;
 use monobloc::cuda::driver::{Device, DriverError};
+use monobloc::cuda::rows::{FirstToken, RowInput, RowsSession};
 use monobloc::cuda::self_test::self_test;
 use monobloc::cuda::stream::{Argument, LaunchShape, Wait};
+use monobloc::defaults::rows::{Room, place_rows};
+use monobloc::engine::{Ask, ChoiceId, DeviceStepper, End, Engine, Event, Limits, RequestId};
 use monobloc::error::{Fault, Tier};
+use monobloc::model::config::import;
+use monobloc::pages::Pool;
+use monobloc::random::Random;
+use monobloc::rows::{Edit, Guard, PageId, Request, Row, SequenceId, Shape};
+use monobloc::sample::{self, RequestSettings, SampleSettings, TokenCounts};
+use monobloc::target::Target;
+use monobloc::validate::validate;
 
 use super::nvrtc::nvrtc;
+use super::proof_support::FP32;
 use super::skipped;
+use super::support::fixture;
 
 const CHILD: &str = "MONOBLOC_TEST_CHILD";
 
@@ -218,6 +233,172 @@ fn a_kernel_that_hangs_blocks_neither_the_wait_nor_the_drops() {
     stream.launch_cooperative(&device.function(&module, "hang", 0).unwrap(), &ONE, &[]).unwrap();
     assert_eq!(stream.wait_timeout(Duration::from_millis(20)).unwrap(), Wait::TimedOut);
     assert!(!stream.is_done().unwrap());
+}
+
+/// Steps of a launch of [`rows_session`].
+const STEPS_MAX: u32 = 4;
+
+/// A kernel for 8 rows of the fake: contexts of four pages, six pages, four sequences beside those that keep pages.
+fn rows_session(device: &Device) -> RowsSession {
+    let target = Target::builtin("h200").unwrap();
+    let graph = import(&fixture("tinystories-llama")).unwrap().graph;
+    let base = Candidate { sms: 4, ..Candidate::default_for(&graph, &target, FP32) };
+    let place = |context_max, room| place_rows(&graph, "fake", FP32, context_max, &target, &base, room).unwrap();
+    let page_rows = Shape::of(&place(1024, Room { rows: 8, sequences: 8, positions: 1024 }).program).unwrap().page_rows;
+    let room = Room { rows: 8, sequences: 4 + 2, positions: u64::from(6 * page_rows) };
+    let validated = validate(place(4 * page_rows, room), &target).unwrap();
+    let shape = Shape::of(&validated.schedule().program).unwrap();
+    assert_eq!((shape.blocks(), shape.pages, Pool::keepers(&shape)), (4, 6, 2));
+    let stream = device.stream().unwrap();
+    let mut sizes = device.alloc(20).unwrap();
+    sizes.upload(&stream, 0, &[shape.blocks(), shape.page_rows, shape.pages, 8, graph.vocab]).unwrap();
+    let session = RowsSession::load(device, &Queues::of(&validated), IMAGE, STEPS_MAX, Arc::new(sizes), None).unwrap();
+    assert_eq!(session.vocab(), graph.vocab);
+    session
+}
+
+fn mixed(x: u64) -> u64 {
+    let x = (x ^ x >> 33).wrapping_mul(0xff51_afd7_ed55_8ccd);
+    x ^ x >> 33
+}
+
+/// What the fake decides after `tokens`, or the host from the fake's logits.
+fn next_of_fake(tokens: &[u32], request: &sample::Request, counts: &TokenCounts, vocab: u32) -> u32 {
+    let step = |h: u64, &token: &u32| (h ^ u64::from(token + 1)).wrapping_mul(0x100_0000_01b3);
+    let h = tokens.iter().fold(0xcbf2_9ce4_8422_2325, step);
+    let sampler = request.sampler();
+    if request.beyond_kernels().is_empty() && !sampler.is_filtered() && !sampler.is_greedy() {
+        let [low, high] = sampler.key();
+        let seed = u64::from(high) << 32 | u64::from(low);
+        let chance = h ^ seed ^ (tokens.len() as u64) << 32 ^ u64::from(sampler.inv_temperature().to_bits());
+        return (mixed(chance) % u64::from(vocab - 1)) as u32;
+    }
+    let logit = |id: u64| mixed(h ^ id.wrapping_mul(0x9e37_79b9_7f4a_7c15)) % 4000;
+    let mut logits: Vec<f32> = (0..u64::from(vocab)).map(|id| logit(id) as f32 / 500.0).collect();
+    logits[vocab as usize - 1] = -1000.0;
+    request.choose(&logits, counts, None).unwrap().token
+}
+
+/// Requests of all kinds over a cache that is too small for them, through engine, guard, session and driver calls.
+#[test]
+fn requests_on_a_device_get_the_tokens_that_they_have_alone() {
+    const NAME: &str = "requests_on_a_device_get_the_tokens_that_they_have_alone";
+    if !is_child() {
+        let Some(text) = with_fake_driver(NAME, "") else { return };
+        assert!(text.contains("released with 0 blocks, 0 streams, 0 events, 0 modules left"), "{text}");
+        return;
+    }
+    let session = rows_session(&Device::open(0).unwrap());
+    let (vocab, page_rows) = (session.vocab(), session.shape().page_rows as usize);
+    let limits = Limits { running_max: 4, waiting_max: 100, chunk_rows: 5, steps_max: STEPS_MAX };
+    let mut engine = Engine::new(DeviceStepper::new(session), limits).unwrap();
+    let mut random = Random::new(5);
+    let mut asks: BTreeMap<RequestId, Ask> = BTreeMap::new();
+    let mut events = vec![];
+    let beginning: Vec<u32> = (0..2 * page_rows as u32).map(|i| i % 100).collect();
+    while asks.len() < 16 || !engine.is_idle() {
+        if asks.len() < 16 && random.below(3) == 0 {
+            // Some begin alike, by more than a page.
+            let shared = random.below(2) * random.below(beginning.len());
+            let own = (0..1 + random.below(page_rows)).map(|_| random.below(100) as u32);
+            let prompt: Vec<u32> = beginning[..shared].iter().copied().chain(own).collect();
+            let temperature = random.below(2) as f32 * 0.7;
+            let sampling = SampleSettings { temperature, seed: random.below(1000) as u64, ..SampleSettings::greedy() };
+            let mut settings = RequestSettings { ignore_eos: true, ..RequestSettings::plain(sampling) };
+            match random.below(5) {
+                0 => settings.penalties.presence = 0.5,
+                1 => settings.logprobs = Some(2),
+                2 => settings.sampling.top_k = Some(5),
+                _ => {}
+            }
+            let choices = vec![settings.resolve(vocab, &[]).unwrap()];
+            let tokens_max = (1 + random.below(2 * page_rows)).min(4 * page_rows - prompt.len()) as u32;
+            let ask = Ask { prompt, tokens_max, choices, scores_prompt: None, deadline: None };
+            asks.insert(engine.submit(ask.clone()).unwrap(), ask);
+        }
+        engine.turn(Duration::ZERO, &mut events).unwrap_or_else(|fault| panic!("{fault}"));
+    }
+    for (&request, ask) in &asks {
+        let (mut tokens, mut counts) = (ask.prompt.clone(), TokenCounts::new(&ask.prompt));
+        for _ in 0..ask.tokens_max {
+            let next = next_of_fake(&tokens, &ask.choices[0], &counts, vocab);
+            tokens.push(next);
+            counts.push(next);
+        }
+        let decided = events.iter().filter_map(|event| match event {
+            Event::Token { id, decided } if id.request == request => Some(decided.token),
+            _ => None,
+        });
+        assert_eq!(decided.collect::<Vec<_>>(), tokens[ask.prompt.len()..], "{request:?}: {:?}", ask.choices);
+        let end = Event::Ended { id: ChoiceId { request, choice: 0 }, end: End::Length };
+        assert!(events.contains(&end), "{request:?}");
+    }
+    let figures = engine.figures();
+    println!("{figures:?}");
+    assert!(figures.preemptions > 0 && figures.prefix_hits > 0 && figures.steps > figures.launches, "{figures:?}");
+}
+
+/// A context that is lost ends the engine with an error, and everything still drops.
+#[test]
+fn an_engine_whose_device_dies_says_so() {
+    const NAME: &str = "an_engine_whose_device_dies_says_so";
+    if !is_child() {
+        with_fake_driver(NAME, "");
+        return;
+    }
+    let session = rows_session(&Device::open(0).unwrap());
+    let vocab = session.vocab();
+    let limits = Limits { running_max: 4, waiting_max: 100, chunk_rows: 5, steps_max: STEPS_MAX };
+    let mut engine = Engine::new(DeviceStepper::new(session), limits).unwrap();
+    let choices = vec![RequestSettings::plain(SampleSettings::greedy()).resolve(vocab, &[]).unwrap()];
+    // The last id crashes the fake.
+    let deadly = Ask { prompt: vec![1, vocab - 1], tokens_max: 2, choices, scores_prompt: None, deadline: None };
+    engine.submit(deadly).unwrap();
+    let fault = (0..3).find_map(|_| engine.turn(Duration::ZERO, &mut vec![]).err()).expect("a fault");
+    assert!(fault.message.contains("CUDA_ERROR_ILLEGAL_ADDRESS"), "{fault}");
+}
+
+/// Tokens that stay on the device from one launch to the next, and rows that end in the middle of a launch.
+#[test]
+fn a_launch_goes_on_with_what_the_one_before_decided() {
+    const NAME: &str = "a_launch_goes_on_with_what_the_one_before_decided";
+    if !is_child() {
+        with_fake_driver(NAME, "");
+        return;
+    }
+    let mut session = rows_session(&Device::open(0).unwrap());
+    let (shape, vocab) = (*session.shape(), session.vocab());
+    let request = RequestSettings::plain(SampleSettings::greedy()).resolve(vocab, &[]).unwrap();
+    let mut expected = vec![7];
+    while expected.len() < 12 {
+        expected.push(next_of_fake(&expected, &request, &TokenCounts::new(&expected), vocab));
+    }
+    let mut guard = Guard::new(shape);
+    let sequence = SequenceId(2);
+    let edits = vec![Edit { sequence, block: 0, page: Some(PageId(5)) }];
+    let at =
+        |position, steps| Request { rows: vec![Row { sequence, position, wants_logits: true }], steps, edits: vec![] };
+    let input = |first, steps| [RowInput { first, steps, inverse_temperature: 0.0, seed: 0 }];
+    let first = guard.admit(&Request { edits, ..at(0, 3) }).unwrap();
+    let launched = session.run(first, &input(FirstToken::Given(7), 3), &[], false).unwrap();
+    assert_eq!(launched.tokens.concat(), expected[..4]);
+    // While a launch is queued, no other one is taken, and no logits are read.
+    session.queue(guard.admit(&at(3, 4)).unwrap(), &input(FirstToken::Decided(0), 4), true).unwrap();
+    let refused = session.queue(guard.admit(&at(7, 1)).unwrap(), &input(FirstToken::Decided(0), 1), true);
+    assert_eq!(refused.unwrap_err().to_string(), "a launch was not waited for");
+    assert_eq!(session.logits(0).unwrap_err().to_string(), "a launch was not waited for");
+    assert_eq!(session.finish().unwrap().tokens.concat(), expected[3..8]);
+    assert_eq!(session.finish().unwrap_err().to_string(), "a launch was waited for, and none is queued");
+    assert_eq!(sample::argmax(&session.logits(0).unwrap()), Some(expected[7]));
+    // The row decides an end in the second step: nothing goes on from there.
+    let eos = [expected[9]];
+    let tables = guard.admit(&at(7, 4)).unwrap();
+    let launched = session.run(tables, &input(FirstToken::Given(expected[7]), 4), &eos, false).unwrap();
+    let until = expected[8..].iter().position(|token| *token == eos[0]).unwrap();
+    assert_eq!(launched.tokens.concat(), expected[7..9 + until]);
+    let position = 8 + until as u32;
+    let refused = session.run(guard.admit(&at(position, 1)).unwrap(), &input(FirstToken::Decided(0), 1), &[], false);
+    assert_eq!(refused.unwrap_err().to_string(), "row 0 decided no token in the step before this launch");
 }
 
 /// The device of this machine, or `None` and a line that says so.

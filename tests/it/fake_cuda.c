@@ -179,6 +179,80 @@ static void clusters(const Call *call) {
     uint32_t *out = WORDS(0, call->grid);
     for (unsigned b = 0; b < call->grid; b++) out[b] = b % call->cluster * 100 + call->cluster;
 }
+// A kernel for rows whose model is a hash: the tokens that a row decides depend on every token that it sees through the page table.
+// The cache holds one token for each row of the pool. The pack has the sizes. The last id of the vocabulary is never decided, and
+// crashes the kernel.
+typedef struct { uint32_t sequence, position; int32_t token; uint32_t from, first, steps; uint64_t seed; float inverse_temperature; uint32_t reserved[3]; } Row;
+typedef struct {
+    Address pack, cache, exchange, logits, entries, entry_index, runs, run_index, prompt, mailbox, report, abort, stamps;
+    uint64_t timeout_ns, seed;
+    uint32_t prompt_len, position, steps, tag, eos_count;
+    int32_t eos[8];
+    float inverse_temperature;
+    uint32_t top_k, top_p;
+    Address rows, pages;
+    uint32_t row_count, logits_from;
+} RowsParams;
+static uint64_t mixed(uint64_t x) {
+    x = (x ^ x >> 33) * 0xff51afd7ed558ccdull;
+    return x ^ x >> 33;
+}
+static float logit(uint64_t h, uint32_t id) { return mixed(h ^ id * 0x9e3779b97f4a7c15ull) % 4000 / 500.f; }
+static void rows_kernel(const Call *call) {
+    const RowsParams *p = call->argument[0];
+    const uint32_t *sizes = inside(p->pack, 20);
+    uint32_t blocks = sizes[0], page_rows = sizes[1], pages = sizes[2], padded = sizes[3], vocab = sizes[4];
+    const Row *rows = inside(p->rows, p->row_count * sizeof(Row));
+    uint32_t *cache = inside(p->cache, 4ull * pages * page_rows);
+    uint32_t *mailbox = inside(p->mailbox, 4 * (1 + (p->steps + 1) * padded));
+    static uint32_t decided[64], last_tag;
+    uint32_t active = ~0u, next[64];
+    require(p->row_count >= 1 && p->row_count <= padded && p->timeout_ns > 0, "the parameters of a launch");
+    for (uint32_t step = 0; step <= p->steps; step++) {
+        for (uint32_t r = 0; r < p->row_count; r++) {
+            if (step == 0) {
+                require(rows[r].token >= 0 || p->tag == last_tag, "a token of a step that this launch does not follow");
+                next[r] = rows[r].token >= 0 ? (uint32_t)rows[r].token : decided[rows[r].from];
+            } else if (active >> r & 1) next[r] = decided[r];
+            mailbox[1 + step * padded + r] = next[r];
+            int goes_on = step < rows[r].steps && (active >> r & 1);
+            for (uint32_t i = 0; i < p->eos_count; i++) goes_on = goes_on && !(step > 0 && next[r] == (uint32_t)p->eos[i]);
+            if (!goes_on) active &= ~(1u << r);
+        }
+        mailbox[0] = step + 1;
+        if (step == p->steps || !(active & ((1ull << p->row_count) - 1))) break;
+        for (uint32_t write = 1; write < 2; write--)
+            for (uint32_t r = 0; r < p->row_count; r++) {
+                if (!(active >> r & 1)) continue;
+                uint32_t position = rows[r].position + step;
+                const uint32_t *table = inside(p->pages + 4ull * rows[r].sequence * blocks, 4ull * blocks);
+                require(position / page_rows < blocks && table[position / page_rows] < pages, "a position outside the page table");
+                if (write) {
+                    require(next[r] < vocab, "a token outside the vocabulary");
+                    if (next[r] == vocab - 1) { crashed = 1; return; }
+                    cache[table[position / page_rows] * page_rows + position % page_rows] = next[r];
+                    continue;
+                }
+                uint64_t h = 0xcbf29ce484222325ull;
+                for (uint32_t at = 0; at <= position; at++) {
+                    uint32_t token = cache[table[at / page_rows] * page_rows + at % page_rows];
+                    require(token < vocab, "a row of the cache that was never written is read");
+                    h = (h ^ (token + 1)) * 0x100000001b3ull;
+                }
+                uint32_t bits;
+                memcpy(&bits, &rows[r].inverse_temperature, 4);
+                decided[r] = mixed(h ^ rows[r].seed ^ (uint64_t)(position + 1) << 32 ^ bits) % (vocab - 1);
+                float best = -1;
+                float *logits = p->logits && step >= p->logits_from ? (float *)inside(p->logits + 4ull * r * vocab, 4ull * vocab) : NULL;
+                for (uint32_t id = 0; id < vocab; id++) {
+                    float value = id < vocab - 1 ? logit(h, id) : -1000;
+                    if (logits) logits[id] = value;
+                    if (bits == 0 && value > best) best = value, decided[r] = id;
+                }
+            }
+    }
+    last_tag = p->tag + p->steps;
+}
 static void crash(const Call *call) { (void)call; crashed = 1; }
 static void hang(const Call *call) { (void)call; for (;;) pause(); }
 
@@ -188,6 +262,7 @@ static Kernel kernels[] = {
     {"self_test_grid", grid_barrier, {8, 8, 8, 4, 8}, 0},
     {"self_test_mapped", mapped, {8, 8}, 0},
     {"self_test_cluster", clusters, {8}, 0},
+    {"monobloc_decode", rows_kernel, {sizeof(RowsParams)}, 0},
     {"crash", crash, {0}, 0},
     {"hang", hang, {0}, 0},
 };
@@ -282,8 +357,8 @@ static int submit(Stream *stream, void (*run)(const Call *), Call call, void *co
     Job *job = calloc(1, sizeof *job);
     *job = (Job){.before = stream->last, .run = run, .call = call};
     for (int i = 0; i < 8 && sizes[i]; i++) {
-        memcpy(&job->values[i], arguments[i], sizes[i]);
-        job->call.argument[i] = &job->values[i];
+        void *value = sizes[i] <= sizeof job->values[i] ? (void *)&job->values[i] : malloc(sizes[i]); // never freed
+        job->call.argument[i] = memcpy(value, arguments[i], sizes[i]);
     }
     stream->last = job;
     pthread_t thread;

@@ -78,7 +78,7 @@ const IMPORTS: &[(&str, &[&str])] = &[
         &["abba", "check", "codegen", "cuda", "dtype", "error", "interp", "ir", "model", "pack", "target", "validate"],
     ),
     // Decides what runs together; knows no clock, no thread and no text.
-    ("engine", &["digest", "error", "interp", "ir", "pages", "rows", "sample"]),
+    ("engine", &["cuda", "digest", "error", "interp", "ir", "pages", "rows", "sample"]),
     ("goldens", &["dtype"]),
     ("abba", &["random"]),
     ("trace", &["ir"]),
