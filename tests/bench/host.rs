@@ -144,7 +144,7 @@ fn passes() {
 /// Steps of 16 rows at the shape of an 8B model, and the tables of 64 rows deep in their histories.
 fn rows() {
     let (manifest, imported) = model("llama-3.1-8b-synthetic");
-    // No kernel of a CUDA target takes several rows yet.
+    // With counters, as the interpreter runs them: kernels have words, and a candidate of their own.
     let target = Target { kind: TargetKind::Cpu, ..manifest.targets[0].clone() };
     let candidate = Candidate::default_for(&imported.graph, &manifest.targets[0], manifest.precision);
     let batch = Batch { rows: 16, sequences: 16, pages: 2048, page_rows: 64, words: false };

@@ -9,7 +9,7 @@ use std::sync::OnceLock;
 use safetensors::SafeTensors;
 use serde_json::Value;
 
-use crate::cli_support::{Answer, Place};
+use crate::cli_support::{Answer, Place, manifest_text};
 use crate::skipped;
 use crate::support::{Goldens, fixture, max_difference};
 
@@ -239,6 +239,23 @@ fn each_token_is_a_line_of_json_with_its_log_probabilities() {
     let plain = place.run("generate m.toml --ids 0 --max-tokens 2 --jsonl").code(0).stdout;
     let first: Value = serde_json::from_str(plain.lines().next().unwrap()).unwrap();
     assert_eq!(first.as_object().unwrap().keys().collect::<Vec<_>>(), ["id"]);
+}
+
+#[test]
+fn generation_is_the_same_in_chunks_of_any_size_and_ends_where_the_pages_are_full() {
+    let place = Place::new();
+    let text = manifest_text(&format!("path:{}", fixture("families/llama-gqa").display()), 40);
+    let answer = |keys: &str| {
+        place.write("m.toml", text.replace("[search]", &format!("{keys}\n[search]")));
+        let ids: Vec<String> = (1..21).map(|id| id.to_string()).collect();
+        place.run(&format!("generate m.toml --ids {} --max-tokens 8 --ignore-eos", ids.join(",")))
+    };
+    let expected = answer("").code(0).stdout;
+    for keys in ["chunk_max = 1", "chunk_max = 7", "chunk_max = 256", "batch_invariant = true", "cache_pages = 2"] {
+        assert_eq!(answer(keys).code(0).stdout, expected, "{keys}");
+    }
+    // Positions 0 to 26 need two pages.
+    answer("cache_pages = 1").refused(&["1 pages are needed", "decode.cache_pages"]);
 }
 
 #[test]
