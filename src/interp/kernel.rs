@@ -46,8 +46,8 @@ impl Isa {
 
 /// Rows that do not lie one after another.
 pub trait ReadRow {
-    /// Row `i` as fp32.
-    fn read_row(&self, i: usize, out: &mut [f32]);
+    /// Rows of `dim` values from row `first` on as fp32, as many as `out` has room for.
+    fn read_rows(&self, first: usize, dim: usize, out: &mut [f32]);
 }
 
 /// Keys or values in the order of their positions.
@@ -73,21 +73,33 @@ pub enum HistoryRows<'a> {
 }
 
 impl HistoryRows<'_> {
-    /// Row `i` as fp32, which is exact for both types.
-    #[inline]
-    pub fn read(&self, i: usize, out: &mut [f32]) {
+    /// Rows of `dim` values from row `first` on as fp32, as many as `out` has room for. Where they lie is asked once for all of
+    /// them: a history is read twice for each head.
+    pub fn read(&self, first: usize, dim: usize, out: &mut [f32]) {
         match *self {
-            HistoryRows::F32 { data, stride } => out.copy_from_slice(&data[i * stride..][..out.len()]),
-            HistoryRows::Bf16 { data, stride } => {
-                for (o, &bits) in out.iter_mut().zip(&data[i * stride..]) {
-                    *o = f32::from_bits(u32::from(bits) << 16);
+            HistoryRows::F32 { data, stride } => {
+                for (i, row) in (first..).zip(out.chunks_exact_mut(dim)) {
+                    row.copy_from_slice(&data[i * stride..][..dim]);
                 }
             }
-            HistoryRows::Paged(rows) => rows.read_row(i, out),
-            HistoryRows::Then { past, count, own } => match i.checked_sub(count) {
-                Some(i) => out.copy_from_slice(&own[i * out.len()..][..out.len()]),
-                None => past.read(i, out),
-            },
+            HistoryRows::Bf16 { data, stride } => {
+                for (i, row) in (first..).zip(out.chunks_exact_mut(dim)) {
+                    for (o, &bits) in row.iter_mut().zip(&data[i * stride..][..dim]) {
+                        *o = f32::from_bits(u32::from(bits) << 16);
+                    }
+                }
+            }
+            HistoryRows::Paged(rows) => rows.read_rows(first, dim, out),
+            HistoryRows::Then { past, count, own } => {
+                let of_past = out.len().min(count.saturating_sub(first) * dim);
+                let (before, after) = out.split_at_mut(of_past);
+                if !before.is_empty() {
+                    past.read(first, dim, before);
+                }
+                if !after.is_empty() {
+                    after.copy_from_slice(&own[first.saturating_sub(count) * dim..][..after.len()]);
+                }
+            }
         }
     }
 }
@@ -204,9 +216,7 @@ pub fn scores(
     block.resize(BLOCK * dim, 0.0);
     for first in (0..rows).step_by(BLOCK) {
         let count = BLOCK.min(rows - first);
-        for (i, row) in block.chunks_exact_mut(dim).take(count).enumerate() {
-            keys.read(first + i, row);
-        }
+        keys.read(first, dim, &mut block[..count * dim]);
         for (h, q) in q.chunks_exact(dim).enumerate() {
             let out = &mut scores[h * rows + first..][..count];
             match isa {
@@ -235,9 +245,7 @@ pub fn weigh(
     block.resize(BLOCK * dim, 0.0);
     for first in (0..rows).step_by(BLOCK) {
         let count = BLOCK.min(rows - first);
-        for (i, row) in block.chunks_exact_mut(dim).take(count).enumerate() {
-            values.read(first + i, row);
-        }
+        values.read(first, dim, &mut block[..count * dim]);
         for (h, sums) in sums.chunks_exact_mut(dim).enumerate() {
             let weights = &weights[h * rows + first..][..count];
             match isa {
@@ -440,6 +448,9 @@ mod avx2 {
                     unsafe {
                         let row = w.as_ptr().add(g * GRANULE + r * GRANULE_ROW);
                         let x = x.as_ptr().add((g * PARTS + part) * granule_k);
+                        // A pass reads every eighth line of weights, which the prefetchers of a core do not follow. The line
+                        // of the next block may lie behind the weights: a hint reads nothing.
+                        _mm_prefetch::<_MM_HINT_T0>(row.wrapping_add(BLOCK_GRANULES * GRANULE).cast());
                         if BF16 {
                             let row = row.cast::<__m256i>();
                             let (a, b) = (_mm256_loadu_si256(row), _mm256_loadu_si256(row.add(1)));

@@ -153,6 +153,11 @@ impl StepRow {
         self.position - self.before as u32
     }
 
+    /// Positions from `position` on whose cache rows lie one after another.
+    pub fn rows_together(&self, position: usize) -> usize {
+        self.pages.as_ref().map_or(usize::MAX, |pages| pages.rows - position % pages.rows)
+    }
+
     /// The cache row that holds `position` of its sequence.
     pub fn cache_row(&self, position: usize) -> usize {
         match &self.pages {
@@ -267,7 +272,7 @@ impl Cache {
         let mut values = vec![0.0; len];
         for row in rows {
             // SAFETY: as the caller promises.
-            unsafe { self.history(row, row + 1, first, len) }.read(0, &mut values);
+            unsafe { self.history(row, row + 1, first, len) }.read(0, len, &mut values);
             for value in &values {
                 let bits = value.to_bits().to_le_bytes();
                 // The upper half of fp32 is the bf16 it was widened from.
@@ -328,10 +333,10 @@ mod tests {
             // SAFETY: one thread.
             let rows = unsafe { cache.history(1, 3, 2, 2) };
             let mut row = [0.0; 2];
-            rows.read(0, &mut row);
+            rows.read(0, 2, &mut row);
             let second = if dtype == DType::Bf16 { 1.0 } else { 1.0 + 1.0 / 256.0 };
             assert_eq!(row, [1.0, second], "{dtype}");
-            rows.read(1, &mut row);
+            rows.read(1, 2, &mut row);
             assert_eq!(row, [-2.0, 3.0]);
         }
     }

@@ -271,7 +271,7 @@ impl Real for f64 {
     ) {
         block.resize(dim, 0.0);
         for i in 0..rows {
-            keys.read(i, block);
+            keys.read(i, dim, block);
             let key: Vec<f64> = block.iter().copied().map(f64::from).collect();
             for (h, q) in q.chunks_exact(dim).enumerate() {
                 scores[h * rows + i] = f64::dot(isa, q, &key);
@@ -290,7 +290,7 @@ impl Real for f64 {
     ) {
         block.resize(dim, 0.0);
         for i in 0..rows {
-            values.read(i, block);
+            values.read(i, dim, block);
             for (h, sums) in sums.chunks_exact_mut(dim).enumerate() {
                 sums.iter_mut().zip(block.iter()).for_each(|(s, v)| *s += weights[h * rows + i] * f64::from(*v));
             }

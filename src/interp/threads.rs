@@ -413,11 +413,19 @@ struct PagedRows<'a> {
 }
 
 impl ReadRow for PagedRows<'_> {
-    fn read_row(&self, i: usize, out: &mut [f32]) {
-        let (row, CacheColumns { first, len, .. }) = (self.row.cache_row(self.start + i), self.columns);
-        // SAFETY: tasks append to the rows of the step alone; the guard of the tables has established that no other sequence
-        // reads the pages that they lie in, and a history ends at the first position that its sequence has in the step.
-        unsafe { self.cache.history(row, row + 1, first, len) }.read(0, out);
+    fn read_rows(&self, i: usize, dim: usize, mut out: &mut [f32]) {
+        let CacheColumns { first, len, .. } = self.columns;
+        let mut position = self.start + i;
+        while !out.is_empty() {
+            // As far as the page goes.
+            let count = self.row.rows_together(position).min(out.len() / dim);
+            let (rows, rest) = out.split_at_mut(count * dim);
+            let row = self.row.cache_row(position);
+            // SAFETY: tasks append to the rows of the step alone; the guard of the tables has established that no other sequence
+            // reads the pages that they lie in, and a history ends at the first position that its sequence has in the step.
+            unsafe { self.cache.history(row, row + count, first, len) }.read(0, dim, rows);
+            (position, out) = (position + count, rest);
+        }
     }
 }
 
