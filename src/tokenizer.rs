@@ -143,10 +143,13 @@ struct Ends {
     last: Option<u32>,
 }
 
+/// Every file of a checkpoint that [`Tokenizer::load`] reads, if it is there.
+pub const FILES: [&str; 3] = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"];
+
 impl Tokenizer {
     /// Reads the tokenizer of the checkpoint folder `dir`.
     pub fn load(dir: &Path) -> Result<Tokenizer, TokenizerError> {
-        let path = dir.join("tokenizer.json");
+        let [path, config_path, jinja_path] = FILES.map(|name| dir.join(name));
         let bytes = read(&path, TOKENIZER_BYTES_MAX)?.ok_or_else(|| TokenizerError::Missing { path: path.clone() })?;
         let corrupt = |reason| TokenizerError::Corrupt { path: path.clone(), reason };
         let mut backend = guarded(|| tokenizers::Tokenizer::from_bytes(&bytes)).map_err(corrupt)?;
@@ -159,7 +162,6 @@ impl Tokenizer {
             return Err(corrupt("expected `dropout` to be null, since it makes ids random".to_owned()));
         }
 
-        let config_path = dir.join("tokenizer_config.json");
         let config = match read(&config_path, CONFIG_BYTES_MAX)? {
             None => Config::default(),
             Some(bytes) => {
@@ -178,7 +180,6 @@ impl Tokenizer {
 
         let mut templates = config.templates;
         let mut templates_path = config_path;
-        let jinja_path = dir.join("chat_template.jinja");
         if let Some(bytes) = read(&jinja_path, CONFIG_BYTES_MAX)? {
             let text = String::from_utf8(bytes).map_err(|error| TokenizerError::Corrupt {
                 path: jinja_path.clone(),

@@ -91,6 +91,7 @@ pub enum Command {
     Perplexity(Perplexity),
     Logits(Logits),
     Compare(Compare),
+    Export(Export),
     Bench(Bench),
     Trace(Trace),
     Calibrate(Calibrate),
@@ -250,7 +251,7 @@ Examples:
   monobloc serve tinystories --host 0.0.0.0 --api-key-file key.txt"
 )]
 pub struct Serve {
-    /// Manifest whose model is served
+    /// Manifest whose model is served, or the folder of an export
     pub manifest: PathBuf,
     /// Address to listen at; 0.0.0.0 listens to other machines
     #[arg(long, value_name = "IP", default_value = "127.0.0.1")]
@@ -310,7 +311,7 @@ Examples:
   monobloc generate tinystories --prompt \"One day\" --jsonl --logprobs 3
   monobloc generate manifests/tinystories.toml --ids 0,364,839 --max-tokens 16 --ignore-eos")]
 pub struct Generate {
-    /// Manifest whose model is run
+    /// Manifest whose model is run, or the folder of an export
     pub manifest: PathBuf,
     /// Text to continue, with the tokens that begin a text as the tokenizer adds them; `-` reads stdin
     #[arg(long, value_name = "TEXT", group = "input", allow_hyphen_values = true)]
@@ -418,7 +419,7 @@ Examples:
   printf 'Tell me a story.\\nAnd another one.\\n' | monobloc chat tinystories"
 )]
 pub struct Chat {
-    /// Manifest whose model is run
+    /// Manifest whose model is run, or the folder of an export
     pub manifest: PathBuf,
     /// What the system says before the conversation
     #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
@@ -451,7 +452,7 @@ Examples:
   monobloc perplexity manifests/tinystories.toml story.txt --formats"
 )]
 pub struct Perplexity {
-    /// Manifest whose model is run
+    /// Manifest whose model is run, or the folder of an export
     pub manifest: PathBuf,
     /// UTF-8 text
     pub file: PathBuf,
@@ -483,7 +484,7 @@ and to compare:
   print((load_file(\"logits.safetensors\")[\"logits\"] - model(torch.tensor([[0, 364, 839]])).logits[0]).abs().max())"
 )]
 pub struct Logits {
-    /// Manifest whose model is run
+    /// Manifest whose model is run, or the folder of an export
     pub manifest: PathBuf,
     /// Token ids
     #[arg(long, value_name = "IDS", value_parser = parse_ids)]
@@ -494,6 +495,34 @@ pub struct Logits {
     /// Target to run on [default: the manifest's first]
     #[arg(long, value_name = "NAME")]
     pub target: Option<String>,
+    /// Print what was written as one JSON object
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Write all that a device needs to run a manifest's model into a new folder
+///
+/// Builds what is not built yet. The folder has schedules, cubins, weights, tokenizer and target records, each with its digest;
+/// it is complete, or not there at all. `generate`, `chat`, `serve`, `perplexity` and `logits` take it in place of a manifest, without
+/// a checkpoint or a cache: they compare every file that they use with its digest, and prove every schedule again.
+#[derive(Debug, Args)]
+#[command(
+    verbatim_doc_comment,
+    after_help = "\
+Examples:
+  monobloc export tinystories --out tinystories.export
+  monobloc generate tinystories.export --prompt \"Once upon a time\"
+  monobloc export manifests/smollm.toml --target h200 --out smollm.export"
+)]
+pub struct Export {
+    /// Manifest whose model is exported
+    pub manifest: PathBuf,
+    /// Folder to write, which must not be there
+    #[arg(long, value_name = "DIR")]
+    pub out: PathBuf,
+    /// Target to export; may be given again [default: every target of the manifest]
+    #[arg(long, value_name = "NAME")]
+    pub target: Vec<String>,
     /// Print what was written as one JSON object
     #[arg(long)]
     pub json: bool,

@@ -21,7 +21,7 @@ use super::session::{Session, Talk, pick_target, text_tokenizer};
 use super::terminal::interrupt;
 use crate::error::{Fault, Tier};
 use crate::manifest::Manifest;
-use crate::pipeline::{self, Runner, Tokens};
+use crate::pipeline::{Runner, Tokens};
 use crate::sample::Request;
 use crate::tokenizer::Message;
 
@@ -42,28 +42,27 @@ pub fn chat(session: &Session, asked: &Chat) -> Result<Outcome, Fault> {
     if let Some(warning) = choosing::without_effect(&asked.choosing) {
         session.terminal.say(&warning);
     }
-    let manifest = session.manifest(&asked.manifest)?;
-    let target = pick_target(&manifest, asked.target.as_deref())?;
+    let given = session.given(&asked.manifest)?;
+    let manifest = &given.manifest;
+    let target = pick_target(manifest, asked.target.as_deref())?;
     choosing::refuse_on_kernels(&settings, &target)?;
-    let workspace = session.workspace(Talk::Work)?;
-    let mut words = text_tokenizer(&manifest)?;
+    let mut words = text_tokenizer(manifest)?;
     let system: Vec<Message> = asked.system.iter().map(|system| Message::new("system", system)).collect();
     // Before the model is built: a checkpoint without a template, or whose template has no system prompt, cannot chat.
     let probe = system.iter().cloned().chain([Message::new("user", "Hello.")]).collect();
     words.encode_chat(probe, true)?;
-    let prepared = pipeline::prepare(&workspace, &manifest, &target)?;
-    let graph = &prepared.imported.graph;
-    words.check_vocab(graph.vocab)?;
-    let request = settings.resolve(graph.vocab, &graph.eos)?;
-    let runner = prepared.runner(&workspace)?;
+    let ready = session.ready(&given, &target, Talk::Work)?;
+    words.check_vocab(ready.vocab)?;
+    let request = settings.resolve(ready.vocab, &ready.eos)?;
+    let runner = ready.runner()?;
     let mut lines = Lines::open(session.terminal.stdout_is_terminal());
     if lines.is_terminal() {
-        let (name, place) = (manifest.model_name(), runner.place());
+        let (name, place) = (given.model_name(), runner.place());
         session.terminal.say(&format!("{name} ({place}); /help lists the commands, Ctrl-D ends the chat"));
     }
     let mut conversation = Conversation {
         session,
-        manifest: &manifest,
+        manifest,
         max_tokens: asked.max_tokens.unwrap_or(usize::MAX),
         request,
         words,

@@ -15,7 +15,7 @@ use super::terminal::interrupt;
 use crate::error::Fault;
 use crate::files::read_text;
 use crate::manifest::Manifest;
-use crate::pipeline::{self, Tokens};
+use crate::pipeline::Tokens;
 use crate::sample::{End, RequestSettings};
 use crate::tokenizer::{Message, check_ids};
 
@@ -71,25 +71,24 @@ pub fn generate(session: &Session, asked: &Generate) -> Result<Outcome, Fault> {
         session.terminal.say(&warning);
     }
     let prompt_text = prompt_text(asked)?;
-    let manifest = session.manifest(&asked.manifest)?;
-    let target = pick_target(&manifest, asked.target.as_deref())?;
+    let given = session.given(&asked.manifest)?;
+    let manifest = &given.manifest;
+    let target = pick_target(manifest, asked.target.as_deref())?;
     choosing::refuse_on_kernels(&settings, &target)?;
-    let workspace = session.workspace(if form == Form::Text { Talk::Work } else { Talk::Nothing })?;
     // Before the model is built: what is wrong with a tokenizer is known at once.
     let mut tokenizer = match &asked.ids {
         Some(_) => None,
-        None => Some(tokenizer(&manifest)?),
+        None => Some(tokenizer(manifest)?),
     };
-    let prepared = pipeline::prepare(&workspace, &manifest, &target)?;
-    let graph = &prepared.imported.graph;
-    let prompt = prompt_ids(tokenizer.as_mut(), asked, prompt_text.as_deref().unwrap_or_default(), graph.vocab)?;
-    let request = settings.resolve(graph.vocab, &graph.eos)?;
-    let room = room_after(prompt.len(), &manifest)?;
+    let ready = session.ready(&given, &target, if form == Form::Text { Talk::Work } else { Talk::Nothing })?;
+    let prompt = prompt_ids(tokenizer.as_mut(), asked, prompt_text.as_deref().unwrap_or_default(), ready.vocab)?;
+    let request = settings.resolve(ready.vocab, &ready.eos)?;
+    let room = room_after(prompt.len(), manifest)?;
     if room < asked.max_tokens && form == Form::Text {
         let (max, context_max) = (asked.max_tokens, manifest.decode.context_max);
-        workspace.report.note(&format!("at most {room} of {max} tokens: `context_max` is {context_max}"));
+        ready.report().note(&format!("at most {room} of {max} tokens: `context_max` is {context_max}"));
     }
-    let mut runner = prepared.runner(&workspace)?;
+    let mut runner = ready.runner()?;
 
     let has_text = tokenizer.is_some();
     // With special tokens only when they are no end: they show what the model says after it.

@@ -12,6 +12,7 @@ mod calibrate;
 mod chat;
 mod choosing;
 mod doctor;
+mod export;
 mod flywheel;
 mod generate;
 mod import;
@@ -102,6 +103,7 @@ fn answer(session: &Session, command: Command) -> Result<Outcome, Fault> {
         Command::Perplexity(asked) => score::perplexity(session, &asked),
         Command::Logits(asked) => score::logits(session, &asked),
         Command::Compare(asked) => score::compare(session, &asked),
+        Command::Export(asked) => export::export(session, &asked),
         Command::Bench(asked) => bench::bench(session, &asked),
         Command::Trace(asked) => trace::trace(session, &asked),
         Command::Validate(asked) => validate::validate(session, &asked),

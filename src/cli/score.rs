@@ -17,7 +17,7 @@ use super::session::{Session, Talk, pick_target, text_tokenizer};
 use crate::error::Fault;
 use crate::files::{folder_of, read_bytes, read_text};
 use crate::goldens::{Allowed, Comparison, Goldens};
-use crate::pipeline;
+use crate::pipeline::{self, Given};
 use crate::sample::SampleSettings;
 use crate::tokenizer::check_ids;
 
@@ -28,18 +28,24 @@ const TEXT_BYTES_MAX: u64 = 256 << 20;
 const GOLDENS_BYTES_MAX: u64 = 4 << 30;
 
 pub fn perplexity(session: &Session, asked: &Perplexity) -> Result<Outcome, Fault> {
-    let manifest = session.manifest(&asked.manifest)?;
-    let target = pick_target(&manifest, asked.target.as_deref())?;
+    // Other formats are built from the checkpoint.
+    let given = if asked.formats {
+        Given::built(session.manifest(&asked.manifest)?)
+    } else {
+        session.given(&asked.manifest)?
+    };
+    let manifest = &given.manifest;
+    let target = pick_target(manifest, asked.target.as_deref())?;
     let text = read_text(&asked.file, TEXT_BYTES_MAX)?;
-    let workspace = session.workspace(if asked.json { Talk::Nothing } else { Talk::Work })?;
-    let mut tokenizer = text_tokenizer(&manifest)?;
+    let talk = if asked.json { Talk::Nothing } else { Talk::Work };
+    let mut tokenizer = text_tokenizer(manifest)?;
     if asked.formats {
+        let workspace = session.workspace(talk)?;
         let text = formats::Text { file: &asked.file, text: &text };
-        return formats::compare(session, &workspace, &manifest, &target, &mut tokenizer, &text, asked.json);
+        return formats::compare(session, &workspace, manifest, &target, &mut tokenizer, &text, asked.json);
     }
-    let prepared = pipeline::prepare(&workspace, &manifest, &target)?;
-    let graph = &prepared.imported.graph;
-    tokenizer.check_vocab(graph.vocab)?;
+    let ready = session.ready(&given, &target, talk)?;
+    tokenizer.check_vocab(ready.vocab)?;
     let ids = tokenizer.encode(&text, true)?;
     if ids.len() < 2 {
         let (file, count) = (asked.file.display(), ids.len());
@@ -52,9 +58,9 @@ pub fn perplexity(session: &Session, asked: &Perplexity) -> Result<Outcome, Faul
         )));
     }
 
-    let mut runner = prepared.runner(&workspace)?;
-    let first_special = graph.bos.filter(|bos| ids.first() == Some(bos));
-    let progress = workspace.report.progress("tokens", ids.len() as u64);
+    let mut runner = ready.runner()?;
+    let first_special = ready.bos.filter(|bos| ids.first() == Some(bos));
+    let progress = ready.report().progress("tokens", ids.len() as u64);
     let mut nll = 0.0;
     let mut scored = 0;
     for window in windows(ids.len(), manifest.decode.context_max as usize, first_special.is_some()) {
@@ -106,8 +112,9 @@ fn negative_log_likelihood(logits: &[f32], id: u32) -> f64 {
 
 pub fn logits(session: &Session, asked: &Logits) -> Result<Outcome, Fault> {
     let ids = &asked.ids.0;
-    let manifest = session.manifest(&asked.manifest)?;
-    let target = pick_target(&manifest, asked.target.as_deref())?;
+    let given = session.given(&asked.manifest)?;
+    let manifest = &given.manifest;
+    let target = pick_target(manifest, asked.target.as_deref())?;
     let context_max = manifest.decode.context_max as usize;
     if ids.len() > context_max {
         return Err(Fault::input(format!(
@@ -117,13 +124,12 @@ pub fn logits(session: &Session, asked: &Logits) -> Result<Outcome, Fault> {
         ))
         .with_remedy("give fewer ids, or raise `context_max` in the manifest"));
     }
-    let workspace = session.workspace(Talk::Work)?;
-    let prepared = pipeline::prepare(&workspace, &manifest, &target)?;
-    let vocab = prepared.imported.graph.vocab;
+    let ready = session.ready(&given, &target, Talk::Work)?;
+    let vocab = ready.vocab;
     check_ids(ids, vocab)?;
     let failed = |error: io::Error| Fault::environment(format!("cannot write `{}`: {error}", asked.out.display()));
     let mut file = Tensor::create(&asked.out, ids.len(), vocab as usize).map_err(failed)?;
-    let mut runner = prepared.runner(&workspace)?;
+    let mut runner = ready.runner()?;
     let mut written = Ok(());
     runner.logits(ids, &mut |_, row| {
         if written.is_ok() {

@@ -14,7 +14,7 @@ use crate::error::Fault;
 use crate::files::read_text;
 use crate::manifest::Manifest;
 use crate::model::source::Source;
-use crate::pipeline::{self, Serving, Workspace};
+use crate::pipeline::{self, Given, Serving};
 use crate::serve::{Ended, Model, Settings, StartTokens};
 use crate::target::Target;
 
@@ -26,20 +26,19 @@ const KEY_VARIABLE: &str = "MONOBLOC_API_KEY";
 
 pub fn serve(session: &Session, asked: &Serve) -> Result<Outcome, Fault> {
     let key = key(asked.api_key_file.as_deref())?;
-    let manifest = session.manifest(&asked.manifest)?;
-    let workspace = session.workspace(Talk::Work)?;
-    let target = target(&workspace, &manifest, asked.target.as_deref())?;
-    let tokens = start_tokens(&manifest)?;
-    let prepared = pipeline::prepare(&workspace, &manifest, &target)?;
-    let graph = &prepared.imported.graph;
+    let given = session.given(&asked.manifest)?;
+    let manifest = &given.manifest;
+    let target = target(manifest, asked.target.as_deref())?;
+    let tokens = start_tokens(&given)?;
+    let ready = session.ready(&given, &target, Talk::Work)?;
     let name = asked.served_model_name.clone().unwrap_or_else(|| manifest.name.clone());
     let context_max = manifest.decode.context_max;
-    let model = Model { name, vocab: graph.vocab, eos: graph.eos.clone(), context_max };
-    let tokens = checked(tokens, graph.vocab)?;
-    let running_max = asked.max_batch.or(manifest.decode.sequences_max).unwrap_or(RUNNING_MAX);
-    let chunk_rows = asked.max_chunk.or(manifest.decode.chunk_max).unwrap_or(CHUNK_ROWS);
+    let model = Model { name, vocab: ready.vocab, eos: ready.eos.clone(), context_max };
+    let tokens = checked(tokens, ready.vocab)?;
+    let Serving { running_max, chunk_rows, .. } = of_manifest(manifest, asked.max_steps);
+    let (running_max, chunk_rows) = (asked.max_batch.unwrap_or(running_max), asked.max_chunk.unwrap_or(chunk_rows));
     let serving = Serving { running_max, chunk_rows, steps_max: asked.max_steps, cache_tokens: asked.cache_tokens };
-    let batched = prepared.batched(&workspace, &serving)?;
+    let batched = ready.batched(&serving)?;
     let settings = Settings {
         address: SocketAddr::new(asked.host, asked.port),
         key,
@@ -53,25 +52,32 @@ pub fn serve(session: &Session, asked: &Serve) -> Result<Outcome, Fault> {
     let limits = settings.limits();
     let make = move || Engine::new(batched.stepper()?, limits);
     let _deferred = interrupt::defer();
-    let ready = |address: SocketAddr| {
+    let listens = |address: SocketAddr| {
         if !address.ip().is_loopback() && settings.key.is_none() {
             session.terminal.say("warning: other machines can use this server, and no API key is asked for");
         }
         session.terminal.print(&format!("serving `{}` at http://{address}\n", model.name))
     };
-    match crate::serve::serve(&settings, model.clone(), make, &tokens, interrupt::asked, ready)? {
+    match crate::serve::serve(&settings, model.clone(), make, &tokens, interrupt::asked, listens)? {
         Ended::Terminated => Ok(Outcome::Done),
         Ended::Stopped => Ok(Outcome::Interrupted),
     }
 }
 
 /// The target of that name. If none is given, the manifest's first that this machine can run; if there is none, its first.
-fn target(workspace: &Workspace, manifest: &Manifest, name: Option<&str>) -> Result<Target, Fault> {
-    let here = manifest.targets.iter().find(|target| pipeline::runs_here(workspace, target));
+fn target(manifest: &Manifest, name: Option<&str>) -> Result<Target, Fault> {
+    let here = manifest.targets.iter().find(|target| pipeline::runs_here(target));
     match (name, here) {
         (None, Some(target)) => Ok(target.clone()),
         (name, _) => pick_target(manifest, name),
     }
+}
+
+/// What a manifest says of the requests that a server decodes together.
+pub fn of_manifest(manifest: &Manifest, steps_max: u32) -> Serving {
+    let running_max = manifest.decode.sequences_max.unwrap_or(RUNNING_MAX);
+    let chunk_rows = manifest.decode.chunk_max.unwrap_or(CHUNK_ROWS);
+    Serving { running_max, chunk_rows, steps_max, cache_tokens: None }
 }
 
 fn key(file: Option<&Path>) -> Result<Option<String>, Fault> {
@@ -87,11 +93,16 @@ fn key(file: Option<&Path>) -> Result<Option<String>, Fault> {
 }
 
 /// Starts the tokenizer's process; a model with synthetic weights has none.
-fn start_tokens(manifest: &Manifest) -> Result<StartTokens, Fault> {
-    let manifest = manifest.clone();
-    let synthetic =
-        matches!(Source::parse(&manifest.source, &manifest.revision, manifest.seed)?, Source::Synthetic { .. });
-    Ok(Arc::new(move || if synthetic { Ok(None) } else { tokenizer(&manifest).map(Some) }))
+fn start_tokens(given: &Given) -> Result<StartTokens, Fault> {
+    let manifest = given.manifest.clone();
+    let has_tokenizer = match &given.exported {
+        Some(exported) => exported.has_tokenizer(),
+        None => {
+            let source = Source::parse(&manifest.source, &manifest.revision, manifest.seed)?;
+            !matches!(source, Source::Synthetic { .. })
+        }
+    };
+    Ok(Arc::new(move || if has_tokenizer { tokenizer(&manifest).map(Some) } else { Ok(None) }))
 }
 
 /// A tokenizer of this vocabulary, once it is known to be one.

@@ -13,7 +13,7 @@ use crate::error::Fault;
 use crate::files;
 use crate::manifest::{Manifest, ManifestError};
 use crate::model::source::{self, Event, Resolved, Source};
-use crate::pipeline::{self, Tokens, Workspace};
+use crate::pipeline::{self, Exported, Given, Ready, Tokens, Workspace};
 use crate::report::Report;
 use crate::target::Target;
 use crate::text::{Style, nearest, one_of};
@@ -47,13 +47,29 @@ impl Session {
 
     /// Opens the cache and what else a build works with.
     pub fn workspace(&self, talk: Talk) -> Result<Workspace, Fault> {
-        let report = match talk {
+        Ok(Workspace { cache: self.open_cache()?, report: self.report(talk), trials: self.trials.clone() })
+    }
+
+    fn report(&self, talk: Talk) -> Report {
+        match talk {
             Talk::Work if self.quiet => Report::quiet(),
             Talk::Work if self.verbose => Report::to_stderr(),
             Talk::Work => Report::to_stderr().without_cached(),
             Talk::Nothing => Report::quiet(),
-        };
-        Ok(Workspace { cache: self.open_cache()?, report, trials: self.trials.clone() })
+        }
+    }
+
+    /// As [`read_given`].
+    pub fn given(&self, path: &Path) -> Result<Given, Fault> {
+        read_given(path, &self.places.root, self.terminal.style)
+    }
+
+    /// Builds a model up to the proof. An export is taken as it is: no cache is opened.
+    pub fn ready(&self, given: &Given, target: &Target, talk: Talk) -> Result<Ready, Fault> {
+        match &given.exported {
+            Some(exported) => Ready::exported(self.report(talk), exported.clone(), target),
+            None => Ready::built(self.workspace(talk)?, &given.manifest, target),
+        }
     }
 
     pub fn open_cache(&self) -> Result<Cache, Fault> {
@@ -61,32 +77,50 @@ impl Session {
         Ok(Cache::open_places(&self.places, |note| terminal::say(&format!("  note {note}"), Style::Plain))?)
     }
 
-    /// Reads a manifest, or the built-in one of that name, and finds what it names on this machine: nothing is created for
-    /// a manifest that cannot be built.
+    /// Reads a manifest, or the built-in one of that name.
     pub fn manifest(&self, path: &Path) -> Result<Manifest, Fault> {
-        let styled = |error: ManifestError| error.into_fault(self.terminal.style);
-        let mut manifest = match builtin::manifest(path) {
-            Some(text) if !path.exists() => Manifest::parse(&text, &path.with_extension("toml")).map_err(styled)?,
-            _ => read_manifest(path)?.map_err(styled)?,
-        };
-        if let Some(name) = manifest.source.strip_prefix(builtin::SCHEME) {
-            let folder = builtin::checkpoint(name, &self.places.root)?;
-            let folder = std::path::absolute(&folder).unwrap_or(folder);
-            manifest.source = format!("path:{}", folder.display());
-        }
-        for scheme in ["path:", "synthetic:"] {
-            if let Some(named) = manifest.source.strip_prefix(scheme) {
-                files::find(named, &manifest.base_dir)?;
-            }
-        }
-        Ok(manifest)
+        resolved_manifest(path, &self.places.root, self.terminal.style)
     }
+}
+
+/// Reads what a model is run from: the folder of an export, or what [`resolved_manifest`] takes.
+pub fn read_given(path: &Path, root: &Path, style: Style) -> Result<Given, Fault> {
+    match Exported::is_at(path) {
+        true => Ok(Given::exported(Exported::open(path)?)),
+        false => Ok(Given::built(resolved_manifest(path, root, style)?)),
+    }
+}
+
+/// Reads a manifest, or the built-in one of that name, and finds what it names on this machine: nothing is created for
+/// a manifest that cannot be built. A built-in model is written below `root`, the folder of the cache.
+fn resolved_manifest(path: &Path, root: &Path, style: Style) -> Result<Manifest, Fault> {
+    let styled = |error: ManifestError| error.into_fault(style);
+    let mut manifest = match builtin::manifest(path) {
+        Some(text) if !path.exists() => Manifest::parse(&text, &path.with_extension("toml")).map_err(styled)?,
+        _ => read_manifest(path)?.map_err(styled)?,
+    };
+    if let Some(name) = manifest.source.strip_prefix(builtin::SCHEME) {
+        let folder = builtin::checkpoint(name, root)?;
+        let folder = std::path::absolute(&folder).unwrap_or(folder);
+        manifest.source = format!("path:{}", folder.display());
+    }
+    for scheme in ["path:", "synthetic:"] {
+        if let Some(named) = manifest.source.strip_prefix(scheme) {
+            files::find(named, &manifest.base_dir)?;
+        }
+    }
+    Ok(manifest)
 }
 
 /// Reads a manifest of the user; a path that leads nowhere, or to a folder, is answered with what would help.
 fn read_manifest(path: &Path) -> Result<Result<Manifest, ManifestError>, Fault> {
     let shown = path.display();
     if path.is_dir() {
+        if Exported::is_at(path) {
+            return Err(Fault::input(format!("`{shown}` is an export, which this command cannot use")).with_remedy(
+                "name the manifest; `generate`, `chat`, `serve`, `perplexity` and `logits` take an export",
+            ));
+        }
         let inside = path.join("monobloc.toml");
         return Err(Fault::input(format!("`{shown}` is a folder, expected a manifest")).with_remedy(
             match inside.exists() {
@@ -128,7 +162,12 @@ pub fn tokenizer(manifest: &Manifest) -> Result<Tokens, Fault> {
         command.arg("tokens");
         command
     };
-    Tokens::load(command, &tokenizer_dir(manifest)?)
+    tokenizer_of(command, manifest)
+}
+
+/// As [`tokenizer`], by a program that serves the tokenizer of the folder that is its last argument.
+pub fn tokenizer_of(program: impl Fn() -> Command + 'static, manifest: &Manifest) -> Result<Tokens, Fault> {
+    Tokens::load(program, &tokenizer_dir(manifest)?)
 }
 
 /// As [`tokenizer`], for commands that take text alone: their help does not name `--ids`, which they do not have.
@@ -142,7 +181,7 @@ pub fn text_tokenizer(manifest: &Manifest) -> Result<Tokens, Fault> {
 }
 
 /// Answers on stdin and stdout, as the parent of [`tokenizer`] asks.
-pub fn serve_tokens(asked: &arguments::Tokens) -> Result<Outcome, Fault> {
+pub(super) fn serve_tokens(asked: &arguments::Tokens) -> Result<Outcome, Fault> {
     pipeline::serve_tokens(&asked.dir, std::io::stdin().lines(), std::io::stdout().lock())?;
     Ok(Outcome::Done)
 }

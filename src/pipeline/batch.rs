@@ -14,12 +14,12 @@ use crate::lower::Batch;
 use crate::manifest::Decode;
 use crate::pages::Pool;
 use crate::rows::Shape;
-use crate::target::Target;
+use crate::target::{Target, TargetKind};
 use crate::validate::Validated;
 
 use super::chain::Host;
 use super::device_rows::{rows_cubin, rows_schedule};
-use super::execute::upload_pack;
+use super::execute::{Devices, upload_pack};
 use super::stages::place_rows;
 use super::{Prepared, Workspace};
 
@@ -62,8 +62,8 @@ struct DeviceKernel {
 }
 
 /// Whether this machine has what runs a target.
-pub fn runs_here(workspace: &Workspace, target: &Target) -> bool {
-    Host::new(workspace).device(target).is_ok()
+pub fn runs_here(target: &Target) -> bool {
+    target.kind == TargetKind::Cpu || Devices::list().find(target).is_ok()
 }
 
 impl Prepared {
@@ -76,7 +76,7 @@ impl Prepared {
         let chain = self.chain(workspace, &host);
         let Some(found) = host.device(&self.target)? else {
             let rows = place_rows(&chain.context, &self.candidate, &cpu_batch(serving, &self.manifest.decode))?;
-            return Ok(Batched { validated: rows.validated(&self.target)?.clone(), pack: chain.pack()?, kernel: None });
+            return Ok(Batched::of_cpu(rows.validated(&self.target)?.clone(), chain.pack()?));
         };
         let device = Device::open(found.ordinal)?;
         let rows = kernel_rows(serving)?;
@@ -150,7 +150,7 @@ fn kernel_rows(serving: &Serving) -> Result<u32, Fault> {
 }
 
 /// Rows of the interpreter's steps, and the pages of their sequences.
-fn cpu_batch(serving: &Serving, decode: &Decode) -> Batch {
+pub(super) fn cpu_batch(serving: &Serving, decode: &Decode) -> Batch {
     let context_max = decode.context_max;
     let asked = serving.cache_tokens.map(|tokens| tokens.div_ceil(PAGE_ROWS)).or(decode.cache_pages);
     let pages = asked.unwrap_or(context_max.div_ceil(PAGE_ROWS).saturating_mul(CPU_CONTEXTS)).max(1);
@@ -161,6 +161,16 @@ fn cpu_batch(serving: &Serving, decode: &Decode) -> Batch {
 }
 
 impl Batched {
+    /// Steps of the interpreter.
+    pub(super) fn of_cpu(validated: Arc<Validated>, pack: Pack) -> Batched {
+        Batched { validated, pack, kernel: None }
+    }
+
+    /// The proven schedule.
+    pub(super) fn validated(&self) -> &Arc<Validated> {
+        &self.validated
+    }
+
     /// What runs it, with a cache of its own.
     ///
     /// # Errors

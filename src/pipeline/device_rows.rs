@@ -5,6 +5,7 @@ use std::time::Instant;
 
 use crate::candidate::Candidate;
 use crate::check::{self, check_rows, given};
+use crate::codegen::abi::Queues;
 use crate::codegen::emit::{Trace, emit};
 use crate::cuda::driver::Device;
 use crate::cuda::memory::DeviceBuffer;
@@ -111,21 +112,38 @@ impl Prefill {
     /// Shorter prompts are read by the kernel for one row: a launch costs as much as some of its steps.
     pub const PROMPT_MIN: usize = 32;
 
-    /// Compiles and loads the kernel beside `one`, the session of `prepared`; why there is none otherwise.
+    /// Proves and compiles the kernel for the weights and the cache of the chain's own; why there is none otherwise.
     ///
     /// # Errors
-    /// A cache that pages do not fill evenly, or in another order; what compiler or device refuse.
-    pub fn load(workspace: &Workspace, prepared: &Prepared, device: &Device, one: &Session) -> Result<Prefill, Fault> {
-        let host = Host::new(workspace);
-        let chain = prepared.chain(workspace, &host);
-        let positions = u64::from(prepared.manifest.decode.context_max);
+    /// A cache that pages do not fill evenly, or in another order; what the compiler refuses.
+    pub fn made(chain: &Chain<'_>) -> Result<(Validated, Box<Cubin>), Fault> {
+        let positions = u64::from(chain.context.manifest.decode.context_max);
         let room = Room { rows: Self::CHUNK, sequences: 1, positions };
         let validated = rows_schedule(&chain.context, &chain.candidate, room)?;
-        if !same_caches(validated.schedule(), prepared.validated.schedule()) {
+        if !same_caches(validated.schedule(), chain.validated()?.schedule()) {
             return Err(Fault::input(format!("`context_max` {positions} is not a multiple of the rows of a page"))
                 .with_remedy("choose a multiple of 256, so that prompts are read in chunks"));
         }
-        Ok(Prefill(load_rows(&chain, device, &validated, 1, one.pack(), Some(one.cache()))?))
+        let cubin = rows_cubin(chain, &validated)?;
+        Ok((validated, cubin))
+    }
+
+    /// Loads a kernel that [`Prefill::made`] made beside `one`, the session of the kernel for one row.
+    ///
+    /// # Errors
+    /// What the device refuses.
+    pub fn of(device: &Device, queues: &Queues<'_>, cubin: &[u8], one: &Session) -> Result<Prefill, Fault> {
+        Ok(Prefill(RowsSession::load(device, queues, cubin, 1, one.pack(), Some(one.cache()))?))
+    }
+
+    /// Makes and loads the kernel beside `one`, the session of `prepared`; why there is none otherwise.
+    ///
+    /// # Errors
+    /// As [`Prefill::made`] and [`Prefill::of`].
+    pub fn load(workspace: &Workspace, prepared: &Prepared, device: &Device, one: &Session) -> Result<Prefill, Fault> {
+        let host = Host::new(workspace);
+        let (validated, cubin) = Prefill::made(&prepared.chain(workspace, &host))?;
+        Prefill::of(device, &workspace.queues(&validated)?, &cubin.bytes, one)
     }
 
     /// Writes the cache of positions `0..ids.len()`; with `on_row`, tells the logits after each.

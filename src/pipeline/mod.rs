@@ -9,7 +9,8 @@
 //! needs no execution, `stored` says how they keep it, `evaluate` checks and measures, `rows` tells the corpus. `runner` decodes for commands, `batch` makes steps of several rows for a server,
 //! `campaign` searches (`search_start` says from where, `arena` makes and times, `ahead` makes before it is asked, `proposer` is a program that proposes),
 //! `status` says how searches went, `bench` times beside baselines (`baseline` is one in another process), `tokens` runs a tokenizer where it can do
-//! no harm, `trace` says where a step's time goes, `explain` answers why something would run. `worker`, `proposer` and `baseline` speak to their
+//! no harm, `trace` says where a step's time goes, `explain` answers why something would run. `export` writes a folder that a model runs
+//! from, `exported` reads and checks one, `ready` is a model from either. `worker`, `proposer` and `baseline` speak to their
 //! processes through `line_child`.
 //!
 //! A warm build imports the headers and looks every stage up. It parses and proves a schedule only when something is to
@@ -28,9 +29,12 @@ pub mod device_rows;
 mod evaluate;
 mod execute;
 mod explain;
+mod export;
+mod exported;
 mod keys;
 mod line_child;
 mod proposer;
+mod ready;
 mod resident;
 mod rows;
 mod runner;
@@ -46,6 +50,9 @@ mod worker;
 pub use batch::{Batched, Serving, runs_here};
 pub use campaign::{Tuned, Tuning, can_tune, is_tuned, tune};
 pub use explain::{Explained, SHOW_STAGES, explain, show};
+pub use export::{Written, export};
+pub use exported::Exported;
+pub use ready::{Given, Ready};
 pub use runner::{Answer, Runner};
 pub use stored::read_stored;
 pub use tokens::{TextPart, Tokens, serve_tokens};

@@ -13,13 +13,14 @@ use crate::error::Fault;
 use crate::interp::{Input, Interp, InterpError, Options};
 use crate::lower::Batch;
 use crate::manifest::Decode;
+use crate::report::Report;
 use crate::sample::{Decided, Request, RequestSettings, SampleSettings, TokenCounts};
 
 use super::batch::PAGE_ROWS;
-use super::chain::Host;
+use super::chain::{Chain, Host};
 use super::device_rows::Prefill;
 use super::execute::{self, load_session};
-use super::stages::place_rows;
+use super::stages::{StoredSchedule, place_rows};
 use super::{Prepared, Workspace};
 
 /// Tokens of a prompt in one step of the CPU, unless the manifest says otherwise.
@@ -33,12 +34,12 @@ const EOS_MAX: usize = crate::codegen::abi::EOS_MAX;
 
 /// Executes a prepared model: the interpreter for `cpu`, the kernel for a CUDA target whose device is here.
 pub struct Runner<'a> {
-    place: String,
-    context_max: u32,
-    vocab: u32,
+    pub(super) place: String,
+    pub(super) context_max: u32,
+    pub(super) vocab: u32,
     /// Tokens whose keys and values the cache holds, from position 0 on.
-    cached: Vec<u32>,
-    on: On<'a>,
+    pub(super) cached: Vec<u32>,
+    pub(super) on: On<'a>,
 }
 
 /// What a prompt was continued with.
@@ -49,28 +50,40 @@ pub struct Answer {
     pub reused: usize,
 }
 
-enum On<'a> {
+/// What executes the steps of a runner.
+pub(super) enum On<'a> {
     Cpu(Box<Interp>),
     Device { session: Box<Session>, prefill: LazyPrefill<'a>, steps_max: u32 },
 }
 
 /// The kernel that reads prompts in chunks, loaded when the first prompt comes that is long enough for it.
-struct LazyPrefill<'a> {
-    workspace: &'a Workspace,
-    prepared: &'a Prepared,
+pub(super) struct LazyPrefill<'a> {
+    report: &'a Report,
+    load: LoadPrefill<'a>,
     device: Device,
     /// `Some(None)`: it cannot be loaded, so the session reads prompts, one token a step.
     loaded: Option<Option<Box<Prefill>>>,
 }
 
-impl LazyPrefill<'_> {
+/// Loads the kernel on a device, beside a session.
+type LoadPrefill<'a> = Box<dyn Fn(&Device, &Session) -> Result<Prefill, Fault> + 'a>;
+
+impl<'a> LazyPrefill<'a> {
+    pub(super) fn new(
+        report: &'a Report,
+        device: Device,
+        load: impl Fn(&Device, &Session) -> Result<Prefill, Fault> + 'a,
+    ) -> LazyPrefill<'a> {
+        LazyPrefill { report, load: Box::new(load), device, loaded: None }
+    }
+
     /// The kernel, beside the session that goes on after it. The user is told once why there is none.
     fn get(&mut self, one: &Session) -> Option<&mut Prefill> {
-        let LazyPrefill { workspace, prepared, device, loaded } = self;
-        let loaded = loaded.get_or_insert_with(|| match Prefill::load(workspace, prepared, device, one) {
+        let LazyPrefill { report, load, device, loaded } = self;
+        let loaded = loaded.get_or_insert_with(|| match load(device, one) {
             Ok(prefill) => Some(Box::new(prefill)),
             Err(reason) => {
-                workspace.report.note(&format!("prompts are read one token a step: {}", reason.message));
+                report.note(&format!("prompts are read one token a step: {}", reason.message));
                 None
             }
         });
@@ -89,8 +102,7 @@ impl Prepared {
         let chain = self.chain(workspace, &host);
         let (context_max, vocab) = (schedule.program.context_max, self.imported.graph.vocab);
         let Some(found) = host.device(&self.target)? else {
-            // Of several rows, so that a weight is read once for all tokens of a prompt chunk.
-            let rows = place_rows(&chain.context, &self.candidate, &one_text(&self.manifest.decode))?;
+            let rows = self.text_on_cpu(&chain)?;
             let interp = Interp::of_text(rows.validated(&self.target)?.schedule(), chain.pack()?, Options::fast())?;
             let place = format!("cpu interpreter on {} threads", execute::host().threads);
             return Ok(Runner { place, context_max, vocab, cached: vec![], on: On::Cpu(Box::new(interp)) });
@@ -101,9 +113,15 @@ impl Prepared {
         let steps_max = self.manifest.decode.steps_per_launch;
         let session = load_session(workspace, &device, &self.validated, &cubin.bytes, &pack, Trace::Off, steps_max)?;
         let place = format!("{} (device {})", found.name, found.ordinal);
-        let prefill = LazyPrefill { workspace, prepared: self, device, loaded: None };
+        let prefill =
+            LazyPrefill::new(&workspace.report, device, |device, one| Prefill::load(workspace, self, device, one));
         let on = On::Device { session: Box::new(session), prefill, steps_max };
         Ok(Runner { place, context_max, vocab, cached: vec![], on })
+    }
+
+    /// What decodes one text on the CPU: of several rows, so that a weight is read once for all tokens of a prompt chunk.
+    pub(super) fn text_on_cpu(&self, chain: &Chain<'_>) -> Result<StoredSchedule, Fault> {
+        place_rows(&chain.context, &self.candidate, &one_text(&self.manifest.decode))
     }
 }
 

@@ -511,7 +511,7 @@ pub(super) fn stored_source(entry: &Entry) -> Result<KernelSource, Fault> {
     stored::source(&entry.bytes()?, &entry.path().display().to_string())
 }
 
-/// A pack that lies in a file of the cache.
+/// A pack that lies in a file.
 struct MappedPack {
     map: Mmap,
     bytes: usize,
@@ -539,7 +539,7 @@ pub(super) fn store_pack(context: &BuildContext<'_>, schedule: &StoredSchedule, 
 }
 
 /// Writes the pack piece by piece; returns the digest of all of it.
-fn write_pack(context: &BuildContext<'_>, validated: &Validated, file: &mut File) -> Result<Digest, Fault> {
+pub(super) fn write_pack(context: &BuildContext<'_>, validated: &Validated, file: &mut File) -> Result<Digest, Fault> {
     let (schedule, Imported { graph, weights, .. }) = (validated.schedule(), context.imported);
     let megabytes = pack_bytes(schedule) >> 20;
     let progress = context.workspace.report.progress("MiB packed", megabytes);
@@ -564,12 +564,17 @@ pub(super) fn memory_pack(context: &BuildContext<'_>, validated: &Validated) -> 
 }
 
 pub(super) fn map_pack(entry: &Entry) -> Result<Pack, Fault> {
-    let path = entry.path();
-    let bytes = usize::try_from(entry.len())
+    map_file(entry.path(), entry.len())
+}
+
+/// Maps the first `bytes` bytes of a file that nothing changes any more.
+pub(super) fn map_file(path: &Path, bytes: u64) -> Result<Pack, Fault> {
+    let bytes = usize::try_from(bytes)
         .map_err(|_| Fault::environment(format!("`{}` is larger than this machine can address", path.display())))?;
-    let file = File::open(path).map_err(|error| unreadable(path, error))?;
+    let file = files::open(path)?;
     // SAFETY: a mapping is unsound only if the file changes under it. Entries of the cache are written under another
-    // name and never again after their rename; a collector removes the name, which leaves a mapping whole.
+    // name and never again after their rename; a collector removes the name, which leaves a mapping whole. The files of an
+    // export are treated as weight files are: written once, and immutable from then on.
     let map = unsafe { Mmap::map(&file) }.map_err(|error| unreadable(path, error))?;
     if map.len() < bytes {
         return Err(unreadable(path, format!("expected {bytes} bytes, found {}", map.len())));

@@ -12,6 +12,7 @@ mod cli_support;
 mod code_keys;
 mod corpus;
 mod driver;
+mod export;
 mod families;
 mod filetests;
 mod formats;

@@ -1,0 +1,41 @@
+//! Owns `export`: a folder that a model runs from without a manifest, a checkpoint or a cache.
+
+use serde_json::json;
+
+use super::Outcome;
+use super::arguments::Export;
+use super::serve::of_manifest;
+use super::session::{Session, Talk, pick_target};
+use super::terminal::interrupt;
+use super::units::{bytes_text, counted};
+use crate::error::Fault;
+use crate::pipeline::{self, Written};
+
+pub fn export(session: &Session, asked: &Export) -> Result<Outcome, Fault> {
+    let mut manifest = session.manifest(&asked.manifest)?;
+    if !asked.target.is_empty() {
+        let picked = asked.target.iter().map(|name| pick_target(&manifest, Some(name)));
+        let picked = picked.collect::<Result<Vec<_>, Fault>>()?;
+        manifest.targets.retain(|target| picked.contains(target));
+    }
+    let workspace = session.workspace(if asked.json { Talk::Nothing } else { Talk::Work })?;
+    // What is there so far is removed on the way out.
+    let _deferred = interrupt::defer();
+    let serving = of_manifest(&manifest, 1);
+    let Some(written) = pipeline::export(&workspace, &manifest, &asked.out, &serving, &interrupt::asked)? else {
+        return Ok(Outcome::Interrupted);
+    };
+    let Written { digest, files, bytes, targets } = written;
+    let out = asked.out.display();
+    if asked.json {
+        let folder = out.to_string();
+        let digest = digest.to_string();
+        session.terminal.print_json(&json!({
+            "folder": folder, "digest": digest, "files": files, "bytes": bytes, "targets": targets,
+        }))?;
+        return Ok(Outcome::Done);
+    }
+    let (targets, files, size) = (targets.join(", "), counted(files as u64, "file"), bytes_text(bytes));
+    session.terminal.say(&format!("exported {targets} to `{out}`: {files}, {size}, digest {digest}"));
+    Ok(Outcome::Done)
+}

@@ -1,0 +1,311 @@
+//! Owns exports as they are written: a folder with all that targets need to run a model, complete or not there at all.
+
+use std::collections::BTreeMap;
+use std::fs::{self, File};
+use std::io::{Read, Write};
+use std::path::{Path, PathBuf};
+
+use super::chain::{Chain, Host};
+use super::device_rows::Prefill;
+use super::exported::{
+    CompiledParts, Does, FORMAT, FileFacts, INDEX, Index, KernelParts, MODEL, PrecisionNames, SEAL, TargetParts,
+};
+use super::stages::{source_bytes, write_pack};
+use super::{Prepared, Serving, Workspace, prepare};
+use crate::codegen::abi::Queues;
+use crate::digest::Digest;
+use crate::error::Fault;
+use crate::files::{self, folder_of};
+use crate::ir::print::print;
+use crate::manifest::Manifest;
+use crate::model::source::{Resolved, Source, resolve};
+use crate::pack::identity;
+use crate::target::TargetKind;
+use crate::tokenizer;
+use crate::validate::Validated;
+
+/// Bytes that are copied at a time.
+const PIECE_BYTES: usize = 8 << 20;
+
+/// What was exported.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Written {
+    /// Digest of the index, which names every file by its digest.
+    pub digest: Digest,
+    pub files: usize,
+    pub bytes: u64,
+    pub targets: Vec<String>,
+}
+
+/// Builds what is not built yet, and writes all targets of the manifest into the new folder `out`. `serving` sizes the steps of several
+/// rows on the CPU. `None`: `stop` said so, and there is no folder.
+///
+/// # Errors
+/// A folder that is there already, a target that cannot be built here, a full disk. Then there is no folder.
+pub fn export(
+    workspace: &Workspace,
+    manifest: &Manifest,
+    out: &Path,
+    serving: &Serving,
+    stop: &dyn Fn() -> bool,
+) -> Result<Option<Written>, Fault> {
+    let shown = out.display();
+    if out.symlink_metadata().is_ok() {
+        return Err(Fault::input(format!("`{shown}` exists"))
+            .with_remedy("name a folder that is not there; nothing is overwritten"));
+    }
+    let prepared: Vec<Prepared> =
+        manifest.targets.iter().map(|target| prepare(workspace, manifest, target)).collect::<Result<_, _>>()?;
+    let failed = |error: std::io::Error| {
+        Fault::environment(format!("cannot write `{shown}`: {error}")).with_remedy("name another folder with `--out`")
+    };
+    let beside = tempfile::Builder::new().prefix(".monobloc-export-").tempdir_in(folder_of(out)).map_err(failed)?;
+    // Below the temporary folder, which only its owner may read.
+    let root = beside.path().join("export");
+    fs::create_dir(&root).map_err(failed)?;
+    let mut folder = Folder { root: root.clone(), files: BTreeMap::new(), stop };
+    let Some(index) = fill(workspace, manifest, &prepared, serving, &mut folder)? else { return Ok(None) };
+    let text = serde_json::to_string_pretty(&index)
+        .map_err(|error| Fault::internal(format!("the index of an export is no JSON: {error}")))?;
+    let digest = Digest::of(text.as_bytes());
+    let (files, bytes) = (folder.files.len() + 2, folder.files.values().map(|file| file.bytes).sum());
+    folder.put(INDEX, text.as_bytes())?;
+    folder.put(SEAL, format!("{digest}\n").as_bytes())?;
+    File::open(&root).and_then(|folder| folder.sync_all()).map_err(failed)?;
+    if out.symlink_metadata().is_ok() {
+        return Err(Fault::input(format!("`{shown}` was made by another process meanwhile")));
+    }
+    fs::rename(&root, out).map_err(failed)?;
+    let targets = index.targets.into_iter().map(|target| target.name).collect();
+    Ok(Some(Written { digest, files, bytes, targets }))
+}
+
+/// Writes every file but the index.
+fn fill(
+    workspace: &Workspace,
+    manifest: &Manifest,
+    prepared: &[Prepared],
+    serving: &Serving,
+    folder: &mut Folder<'_>,
+) -> Result<Option<Index>, Fault> {
+    let Some(first) = prepared.first() else { return Err(Fault::internal("a manifest without targets")) };
+    let graph = &first.imported.graph;
+    write_model(manifest, first, folder)?;
+    let mut targets = vec![];
+    for prepared in prepared {
+        let stage = workspace.report.stage(&format!("export {}", prepared.target.name), "");
+        let Some(parts) = write_target(workspace, prepared, serving, folder)? else { return Ok(None) };
+        targets.push(parts);
+        stage.done();
+    }
+    let precision = manifest.precision;
+    Ok(Some(Index {
+        format: FORMAT,
+        monobloc: env!("CARGO_PKG_VERSION").to_string(),
+        name: manifest.name.clone(),
+        model: manifest.model_name(),
+        precision: PrecisionNames {
+            weights: precision.weights.to_string(),
+            cache: precision.cache.to_string(),
+            activations: precision.wire.to_string(),
+        },
+        vocab: graph.vocab,
+        eos: graph.eos.clone(),
+        bos: graph.bos,
+        context_max: manifest.decode.context_max,
+        steps_per_launch: manifest.decode.steps_per_launch,
+        sequences_max: manifest.decode.sequences_max,
+        chunk_max: manifest.decode.chunk_max,
+        cache_pages: manifest.decode.cache_pages,
+        targets,
+        files: folder.files.clone(),
+    }))
+}
+
+/// The config, and what the tokenizer reads.
+fn write_model(manifest: &Manifest, prepared: &Prepared, folder: &mut Folder<'_>) -> Result<(), Fault> {
+    folder.put(&format!("{MODEL}/config.json"), prepared.imported.config_text.as_bytes())?;
+    let source = Source::parse(&manifest.source, &manifest.revision, manifest.seed)?;
+    let Resolved::Checkpoint { dir, .. } = resolve(&source, &manifest.base_dir, &mut |_| {})? else { return Ok(()) };
+    for name in tokenizer::FILES {
+        let path = dir.join(name);
+        if path.exists() {
+            folder.copy(&format!("{MODEL}/{name}"), &path)?;
+        }
+    }
+    Ok(())
+}
+
+/// Schedules, kernels and weights of one target. `None`: the user asked to stop.
+fn write_target(
+    workspace: &Workspace,
+    prepared: &Prepared,
+    serving: &Serving,
+    folder: &mut Folder<'_>,
+) -> Result<Option<TargetParts>, Fault> {
+    let Prepared { target, candidate, validated, .. } = prepared;
+    let name = &target.name;
+    let host = Host::new(workspace);
+    let chain = prepared.chain(workspace, &host);
+    let record = format!("targets/{name}.toml");
+    folder.put(&record, target.to_toml().as_bytes())?;
+    let mut kernels = vec![];
+    match target.kind {
+        TargetKind::Cpu => {
+            let text = prepared.text_on_cpu(&chain)?;
+            let several = prepared.batched(workspace, serving)?;
+            for (does, rows) in [(Does::Text, text.validated(target)?), (Does::Batch, several.validated())] {
+                same_weights(validated, rows)?;
+                kernels.push(folder.kernel(name, does, rows, None)?);
+            }
+        }
+        TargetKind::Cuda => {
+            let cubin = chain.cubin()?.ok_or_else(|| Fault::internal("a target with a kernel has no cubin"))?;
+            let compiled = compiled(&chain, validated, &cubin.nvrtc)?;
+            kernels.push(folder.kernel(name, Does::Text, validated, Some((compiled, &cubin.bytes)))?);
+            match Prefill::made(&chain) {
+                Ok((prompt, cubin)) => {
+                    same_weights(validated, &prompt)?;
+                    let compiled = self::compiled(&chain, &prompt, &cubin.nvrtc)?;
+                    kernels.push(folder.kernel(name, Does::Prompt, &prompt, Some((compiled, &cubin.bytes)))?);
+                }
+                Err(reason) => {
+                    workspace.report.note(&format!("{name}: prompts are read one token a step: {}", reason.message));
+                }
+            }
+        }
+    }
+    let layout = Digest::from_bytes(identity(validated.schedule()));
+    let pack = format!("weights-{}.pack", layout.short());
+    if !folder.files.contains_key(&pack) {
+        let written = match chain.stored_pack()? {
+            Some(entry) => {
+                let mut at = 0;
+                folder.pieces(&pack, entry.len(), |buffer| {
+                    entry.read_at(at, buffer)?;
+                    at += buffer.len() as u64;
+                    Ok(())
+                })?
+            }
+            None => folder.with_file(&pack, |file| write_pack(&chain.context, validated, file))?,
+        };
+        if !written {
+            return Ok(None);
+        }
+    }
+    let (candidate, pack_identity) = (candidate.to_string(), layout.to_string());
+    Ok(Some(TargetParts { name: name.clone(), record, candidate, pack, pack_identity, kernels }))
+}
+
+fn compiled(chain: &Chain<'_>, validated: &Validated, nvrtc: &str) -> Result<CompiledParts, Fault> {
+    let source = source_bytes(validated, chain.context.target)?;
+    Ok(CompiledParts {
+        cubin: String::new(),
+        source: Digest::of(&source).to_string(),
+        queues: Queues::of(validated).digest().to_string(),
+        nvrtc: nvrtc.to_string(),
+    })
+}
+
+fn same_weights(one: &Validated, other: &Validated) -> Result<(), Fault> {
+    match identity(one.schedule()) == identity(other.schedule()) {
+        true => Ok(()),
+        false => Err(Fault::internal("two kernels of one model read different packs")),
+    }
+}
+
+/// A folder that is being written.
+struct Folder<'a> {
+    root: PathBuf,
+    files: BTreeMap<String, FileFacts>,
+    stop: &'a dyn Fn() -> bool,
+}
+
+impl Folder<'_> {
+    fn create(&self, path: &str) -> Result<(File, PathBuf), Fault> {
+        let place = self.root.join(path);
+        let file = fs::create_dir_all(folder_of(&place)).and_then(|()| File::create_new(&place));
+        Ok((file.map_err(|error| unwritten(&place, &error))?, place))
+    }
+
+    /// Remembers a file once its bytes are on the disk.
+    fn keep(&mut self, path: &str, file: &File, bytes: u64, digest: Digest) -> Result<(), Fault> {
+        file.sync_all().map_err(|error| unwritten(&self.root.join(path), &error))?;
+        self.files.insert(path.to_string(), FileFacts { bytes, digest: digest.to_string() });
+        Ok(())
+    }
+
+    fn put(&mut self, path: &str, bytes: &[u8]) -> Result<(), Fault> {
+        let (mut file, place) = self.create(path)?;
+        file.write_all(bytes).map_err(|error| unwritten(&place, &error))?;
+        self.keep(path, &file, bytes.len() as u64, Digest::of(bytes))
+    }
+
+    /// Copies a small file of the checkpoint.
+    fn copy(&mut self, path: &str, from: &Path) -> Result<(), Fault> {
+        let mut bytes = vec![];
+        files::open(from)?
+            .read_to_end(&mut bytes)
+            .map_err(|error| Fault::environment(format!("cannot read `{}`: {error}", from.display())))?;
+        self.put(path, &bytes)
+    }
+
+    fn kernel(
+        &mut self,
+        target: &str,
+        does: Does,
+        validated: &Validated,
+        compiled: Option<(CompiledParts, &[u8])>,
+    ) -> Result<KernelParts, Fault> {
+        let place = |ending: &str| format!("{target}/{}.{ending}", does.name());
+        let schedule = place("mkir");
+        self.put(&schedule, print(validated.schedule()).as_bytes())?;
+        let compiled = match compiled {
+            None => None,
+            Some((parts, bytes)) => {
+                let cubin = place("cubin");
+                self.put(&cubin, bytes)?;
+                Some(CompiledParts { cubin, ..parts })
+            }
+        };
+        Ok(KernelParts { does, schedule, compiled })
+    }
+
+    /// Writes a file of `length` bytes, which `fill` gives one after another. False: the user asked to stop.
+    fn pieces(
+        &mut self,
+        path: &str,
+        length: u64,
+        mut fill: impl FnMut(&mut [u8]) -> Result<(), Fault>,
+    ) -> Result<bool, Fault> {
+        let (mut file, place) = self.create(path)?;
+        let mut hasher = blake3::Hasher::new();
+        let mut buffer = vec![0; PIECE_BYTES];
+        let mut left = length;
+        while left > 0 {
+            if (self.stop)() {
+                return Ok(false);
+            }
+            let piece = &mut buffer[..left.min(PIECE_BYTES as u64) as usize];
+            fill(piece)?;
+            hasher.update_rayon(piece);
+            file.write_all(piece).map_err(|error| unwritten(&place, &error))?;
+            left -= piece.len() as u64;
+        }
+        self.keep(path, &file, length, Digest::from(hasher.finalize()))?;
+        Ok(true)
+    }
+
+    /// Writes a file by a function that tells the digest of what it wrote. False: the user asked to stop.
+    fn with_file(&mut self, path: &str, write: impl FnOnce(&mut File) -> Result<Digest, Fault>) -> Result<bool, Fault> {
+        let (mut file, place) = self.create(path)?;
+        let digest = write(&mut file)?;
+        let bytes = file.metadata().map_err(|error| unwritten(&place, &error))?.len();
+        self.keep(path, &file, bytes, digest)?;
+        Ok(!(self.stop)())
+    }
+}
+
+fn unwritten(path: &Path, error: &std::io::Error) -> Fault {
+    Fault::environment(format!("cannot write `{}`: {error}", path.display()))
+}

@@ -1,0 +1,452 @@
+//! Owns exports as they are read: what a folder must hold, and the checks before any of it runs.
+//!
+//! ```text
+//! export.json            every other file with its length and digest; what the parts of each target are
+//! export.b3              digest of export.json
+//! model/                 config.json and what the tokenizer reads
+//! targets/NAME.toml      record of a target
+//! NAME/KERNEL.mkir       schedule; KERNEL is `text`, `prompt` or `batch`
+//! NAME/KERNEL.cubin      its kernel, of a CUDA target
+//! weights-DIGEST.pack    weights, for every kernel that names it
+//! ```
+//!
+//! A file is read once, compared with its digest, and used from those bytes. A schedule is parsed and proven as one of the cache is.
+//! The source of a kernel is generated again and compared with the source that the cubin was compiled from, so a cubin runs only if
+//! this version of monobloc would compile the same one. Queues and the layout of the weights are compared likewise.
+//!
+//! Not promised: who can write the folder can replace a file and its digest. Then the schedule is still proven, and a launch still has
+//! a deadline, but a cubin or weights that compute something else are not noticed. The digest of `export.json`, which `export` prints,
+//! names all of it.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Component, Path, PathBuf};
+use std::sync::Arc;
+
+use serde::{Deserialize, Serialize};
+
+use super::keys;
+use super::stages::{map_file, source_bytes};
+use crate::codegen::abi::Queues;
+use crate::digest::Digest;
+use crate::error::{Fault, Tier};
+use crate::files::{self, read_bytes, read_text};
+use crate::interp::Pack;
+use crate::ir::layout::pack_bytes;
+use crate::ir::op::Role;
+use crate::ir::parse::parse;
+use crate::manifest::Manifest;
+use crate::pack::identity;
+use crate::target::{Target, TargetKind};
+use crate::validate::{Validated, validate};
+
+/// What lists the files of an export.
+pub const INDEX: &str = "export.json";
+/// The digest of [`INDEX`].
+pub(super) const SEAL: &str = "export.b3";
+/// The folder with the files of the tokenizer.
+pub(super) const MODEL: &str = "model";
+/// Version of the layout of the folder. A folder of another one is refused.
+pub(super) const FORMAT: u32 = 1;
+
+/// An index has some hundred bytes for each file.
+const INDEX_BYTES_MAX: u64 = 16 << 20;
+/// A schedule of the largest models has tens of megabytes, and so has a tokenizer.
+const PART_BYTES_MAX: u64 = 1 << 30;
+
+/// `export.json`.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Index {
+    pub format: u32,
+    /// Version of the monobloc that wrote it.
+    pub monobloc: String,
+    /// Name of the manifest.
+    pub name: String,
+    /// What the model is called.
+    pub model: String,
+    pub precision: PrecisionNames,
+    pub vocab: u32,
+    pub eos: Vec<u32>,
+    pub bos: Option<u32>,
+    pub context_max: u32,
+    pub steps_per_launch: u32,
+    /// As the manifest has them.
+    pub sequences_max: Option<u32>,
+    pub chunk_max: Option<u32>,
+    pub cache_pages: Option<u32>,
+    pub targets: Vec<TargetParts>,
+    /// Every file but this one and its digest, by path below the folder.
+    pub files: BTreeMap<String, FileFacts>,
+}
+
+/// Element types, as a manifest names them.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct PrecisionNames {
+    pub weights: String,
+    pub cache: String,
+    pub activations: String,
+}
+
+/// One target of an export. Paths are keys of [`Index::files`].
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct TargetParts {
+    pub name: String,
+    pub record: String,
+    /// Its knobs.
+    pub candidate: String,
+    pub pack: String,
+    /// Of [`identity`]: where the weights lie in the pack.
+    pub pack_identity: String,
+    pub kernels: Vec<KernelParts>,
+}
+
+/// What a kernel is for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub(super) enum Does {
+    /// Decodes one text.
+    Text,
+    /// Reads the prompt of a text in chunks, on a device.
+    Prompt,
+    /// Decodes several sequences a step.
+    Batch,
+}
+
+impl Does {
+    pub fn name(self) -> &'static str {
+        match self {
+            Does::Text => "text",
+            Does::Prompt => "prompt",
+            Does::Batch => "batch",
+        }
+    }
+}
+
+/// A schedule, with what was made of it.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct KernelParts {
+    pub does: Does,
+    pub schedule: String,
+    /// `None`: the interpreter executes the schedule.
+    pub compiled: Option<CompiledParts>,
+}
+
+/// The link from a proven schedule to a cubin.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct CompiledParts {
+    pub cubin: String,
+    /// Digest of the source that the cubin was compiled from.
+    pub source: String,
+    /// Digest of the queues as they are uploaded.
+    pub queues: String,
+    /// Version of the compiler.
+    pub nvrtc: String,
+}
+
+/// What a file must be.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct FileFacts {
+    pub bytes: u64,
+    pub digest: String,
+}
+
+/// A folder that `export` wrote, with its index and its small files checked.
+#[derive(Debug, Clone)]
+pub struct Exported {
+    folder: Folder,
+    digest: Digest,
+    manifest: Manifest,
+}
+
+/// The files of an export, by its index.
+#[derive(Debug, Clone)]
+struct Folder {
+    dir: PathBuf,
+    index: Index,
+}
+
+/// A kernel of an export whose schedule was proven in this process.
+pub(super) struct Kernel {
+    pub validated: Arc<Validated>,
+    /// `None` on the CPU.
+    pub cubin: Option<Vec<u8>>,
+}
+
+impl Exported {
+    /// Whether a path is the folder of an export, whole or not.
+    pub fn is_at(path: &Path) -> bool {
+        path.is_dir() && (path.join(INDEX).exists() || path.join(SEAL).exists())
+    }
+
+    /// Reads the index, and compares the index, the files of the model and the records of targets with their digests. Schedules, cubins
+    /// and weights are compared when they are read.
+    ///
+    /// # Errors
+    /// A folder of another version, a file that is missing or changed, a file of the model that the index does not have.
+    pub fn open(dir: &Path) -> Result<Exported, Fault> {
+        let dir = std::path::absolute(dir).unwrap_or_else(|_| dir.to_path_buf());
+        let (bytes, digest) = sealed_index(&dir)?;
+        let folder = Folder { index: parse_index(&dir, &bytes)?, dir };
+        let small = |path: &&String| path.starts_with("model/") || path.starts_with("targets/");
+        for path in folder.index.files.keys().filter(small) {
+            folder.read(path)?;
+        }
+        folder.refuse_strange_files()?;
+        // It reads the records again, which are sound now.
+        let manifest = manifest(&folder.dir, &folder.index)?;
+        Ok(Exported { folder, digest, manifest })
+    }
+
+    pub(super) fn index(&self) -> &Index {
+        &self.folder.index
+    }
+
+    /// A manifest that says what the export is: its name, targets, limits, and the folder of its tokenizer. Nothing can be built of it.
+    pub fn manifest(&self) -> &Manifest {
+        &self.manifest
+    }
+
+    /// What the model is called.
+    pub fn model_name(&self) -> &str {
+        &self.index().model
+    }
+
+    /// Digest of the index, which names every file by its digest.
+    pub fn digest(&self) -> Digest {
+        self.digest
+    }
+
+    /// Whether text can be turned into token ids.
+    pub fn has_tokenizer(&self) -> bool {
+        self.index().files.contains_key("model/tokenizer.json")
+    }
+
+    pub(super) fn parts(&self, target: &Target) -> Result<&TargetParts, Fault> {
+        let found = self.index().targets.iter().find(|parts| parts.name == target.name);
+        let place = self.folder.dir.display();
+        found.ok_or_else(|| Fault::input(format!("`{place}` has no target `{}`", target.name)))
+    }
+
+    /// A kernel of a target with a proof of this process; `None`: the export has no such kernel.
+    ///
+    /// # Errors
+    /// A file that is missing or changed, a schedule that is not proven, and parts that do not belong together or to this version.
+    pub(super) fn kernel(&self, target: &Target, does: Does) -> Result<Option<Kernel>, Fault> {
+        let parts = self.parts(target)?;
+        let Some(kernel) = parts.kernels.iter().find(|kernel| kernel.does == does) else { return Ok(None) };
+        let folder = &self.folder;
+        let place = folder.dir.join(&kernel.schedule).display().to_string();
+        let text = String::from_utf8(folder.read(&kernel.schedule)?)
+            .map_err(|_| Fault::input(format!("`{place}` is no text, expected a schedule")))?;
+        let parsed = parse(&text).map_err(|error| folder.foreign(&format!("`{place}` cannot be read: {error}")))?;
+        let validated = validate(parsed, &keys::unmeasured(target)).map_err(|rejected| {
+            let Fault { message, .. } = rejected.into();
+            Fault::input(format!("`{place}` is not proven: {message}")).with_remedy(EXPORT_AGAIN)
+        })?;
+        let (program, layout) = (&validated.schedule().program, identity(validated.schedule()));
+        let logits = program.grids.iter().find_map(|grid| grid.operand(Role::Logits));
+        let vocab = logits.map(|logits| program.buffers[logits.buffer.index()].cols);
+        let limits = (vocab, program.context_max);
+        if limits != (Some(folder.index.vocab), folder.index.context_max)
+            || Digest::from_bytes(layout).to_string() != parts.pack_identity
+        {
+            return Err(folder.foreign(&format!("`{place}` is for another model, or for weights in another layout")));
+        }
+        let cubin = match (&kernel.compiled, target.kind) {
+            (None, TargetKind::Cpu) => None,
+            (Some(compiled), TargetKind::Cuda) => Some(folder.cubin(&validated, target, compiled, &place)?),
+            _ => return Err(Fault::input(format!("`{place}` does not fit the kind of target `{}`", target.name))),
+        };
+        Ok(Some(Kernel { validated: Arc::new(validated), cubin }))
+    }
+
+    /// The weights of a target, mapped and compared with their digest.
+    ///
+    /// # Errors
+    /// A file that is missing, changed, or too short for the schedule.
+    pub(super) fn pack(&self, target: &Target, validated: &Validated) -> Result<Pack, Fault> {
+        let (folder, path) = (&self.folder, &self.parts(target)?.pack);
+        let (facts, place, length) = (folder.facts(path)?, folder.dir.join(path), folder.length(path)?);
+        if length != facts.bytes || length < pack_bytes(validated.schedule()) {
+            return Err(folder.changed(path, facts, &format!("{length} bytes")));
+        }
+        let pack = map_file(&place, length)?;
+        let mut hasher = blake3::Hasher::new();
+        hasher.update_rayon((*pack).as_ref());
+        let found = Digest::from(hasher.finalize());
+        if found.to_string() != facts.digest {
+            return Err(folder.changed(path, facts, &found.short()));
+        }
+        Ok(pack)
+    }
+}
+
+impl Folder {
+    /// The cubin that was compiled from what this version would compile.
+    fn cubin(
+        &self,
+        validated: &Validated,
+        target: &Target,
+        compiled: &CompiledParts,
+        place: &str,
+    ) -> Result<Vec<u8>, Fault> {
+        let source = source_bytes(validated, target)?;
+        if Digest::of(&source).to_string() != compiled.source {
+            return Err(self.foreign(&format!("the kernel of `{place}` has another source here")));
+        }
+        if Queues::of(validated).digest().to_string() != compiled.queues {
+            return Err(self.foreign(&format!("the kernel of `{place}` has other queues here")));
+        }
+        self.read(&compiled.cubin)
+    }
+
+    /// A file of the index, compared with its digest.
+    fn read(&self, path: &str) -> Result<Vec<u8>, Fault> {
+        let facts = self.facts(path)?;
+        let length = self.length(path)?;
+        if length != facts.bytes || length > PART_BYTES_MAX {
+            return Err(self.changed(path, facts, &format!("{length} bytes")));
+        }
+        let bytes = read_bytes(&self.dir.join(path), facts.bytes)?;
+        let found = Digest::of(&bytes);
+        match found.to_string() == facts.digest {
+            true => Ok(bytes),
+            false => Err(self.changed(path, facts, &found.short())),
+        }
+    }
+
+    fn facts(&self, path: &str) -> Result<&FileFacts, Fault> {
+        let place = self.dir.join(INDEX);
+        self.index.files.get(path).ok_or_else(|| {
+            Fault::input(format!("`{}` names `{path}` and does not list it", place.display())).with_remedy(EXPORT_AGAIN)
+        })
+    }
+
+    fn length(&self, path: &str) -> Result<u64, Fault> {
+        let place = self.dir.join(path);
+        match files::open(&place) {
+            Ok(file) => file
+                .metadata()
+                .map(|metadata| metadata.len())
+                .map_err(|error| Fault::environment(format!("cannot read `{}`: {error}", place.display()))),
+            Err(_) if !place.exists() => Err(missing(&place)),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    fn changed(&self, path: &str, facts: &FileFacts, found: &str) -> Fault {
+        let FileFacts { bytes, digest } = facts;
+        changed(&self.dir.join(path), &format!("{bytes} bytes with content {}", short(digest)), found)
+    }
+
+    /// A fault of a folder that another version wrote.
+    fn foreign(&self, what: &str) -> Fault {
+        let (theirs, ours) = (&self.index.monobloc, env!("CARGO_PKG_VERSION"));
+        Fault::input(format!("{what}: monobloc {theirs} wrote it, this is a build of {ours}")).with_remedy(EXPORT_AGAIN)
+    }
+
+    /// The tokenizer looks for files by name, so one that was added would be read.
+    fn refuse_strange_files(&self) -> Result<(), Fault> {
+        let folder = self.dir.join(MODEL);
+        let unreadable =
+            |error: std::io::Error| Fault::environment(format!("cannot read `{}`: {error}", folder.display()));
+        for entry in fs::read_dir(&folder).map_err(unreadable)? {
+            let name = entry.map_err(unreadable)?.file_name().to_string_lossy().into_owned();
+            if !self.index.files.contains_key(&format!("{MODEL}/{name}")) {
+                let path = folder.join(&name);
+                return Err(Fault {
+                    tier: Tier::Environment,
+                    message: format!("`{}` is no part of the export, and its tokenizer might read it", path.display()),
+                    remedy: Some("remove it, or export the model again".to_string()),
+                });
+            }
+        }
+        Ok(())
+    }
+}
+
+const EXPORT_AGAIN: &str = "export the model again with this monobloc";
+
+fn short(digest: &str) -> &str {
+    digest.get(..12).unwrap_or(digest)
+}
+
+fn missing(path: &Path) -> Fault {
+    Fault::environment(format!("`{}` is missing from the export", path.display()))
+        .with_remedy("copy the whole folder again, or export the model again")
+}
+
+fn changed(path: &Path, expected: &str, found: &str) -> Fault {
+    Fault::environment(format!("`{}` is not what was exported: expected {expected}, found {found}", path.display()))
+        .with_remedy("copy the folder again, or export the model again")
+}
+
+/// The bytes of the index, once they were compared with its digest.
+fn sealed_index(dir: &Path) -> Result<(Vec<u8>, Digest), Fault> {
+    let (index, seal) = (dir.join(INDEX), dir.join(SEAL));
+    if let Some(path) = [&index, &seal].into_iter().find(|path| !path.exists()) {
+        return Err(missing(path));
+    }
+    let bytes = read_bytes(&index, INDEX_BYTES_MAX)?;
+    let expected = read_text(&seal, 4096)?;
+    let found = Digest::of(&bytes);
+    if expected.trim_end() != found.to_string() {
+        return Err(changed(&index, &format!("content {}", short(&expected)), &found.short()));
+    }
+    Ok((bytes, found))
+}
+
+fn parse_index(dir: &Path, bytes: &[u8]) -> Result<Index, Fault> {
+    let place = dir.join(INDEX).display().to_string();
+    let unreadable = |error: serde_json::Error| {
+        Fault::input(format!("`{place}` is no index of an export: {error}")).with_remedy(EXPORT_AGAIN)
+    };
+    // Before anything else of it: another version has other fields.
+    let value: serde_json::Value = serde_json::from_slice(bytes).map_err(unreadable)?;
+    if let Some(format) = value["format"].as_u64().filter(|format| *format != u64::from(FORMAT)) {
+        let by = value["monobloc"].as_str().unwrap_or("unknown");
+        return Err(Fault::input(format!(
+            "`{place}` has format {format}, written by monobloc {by}; this monobloc reads format {FORMAT}"
+        ))
+        .with_remedy(EXPORT_AGAIN));
+    }
+    let index: Index = serde_json::from_value(value).map_err(unreadable)?;
+    let leaves = |path: &str| Path::new(path).components().any(|part| !matches!(part, Component::Normal(_)));
+    match index.files.keys().find(|path| leaves(path)) {
+        Some(path) => {
+            Err(Fault::input(format!("`{place}` names `{path}`, which is outside of its folder"))
+                .with_remedy(EXPORT_AGAIN))
+        }
+        None => Ok(index),
+    }
+}
+
+/// See [`Exported::manifest`].
+fn manifest(dir: &Path, index: &Index) -> Result<Manifest, Fault> {
+    let quoted = |text: &str| toml::Value::String(text.to_string()).to_string();
+    let Index { name, precision, context_max, steps_per_launch, targets, .. } = index;
+    let Index { sequences_max, chunk_max, cache_pages, .. } = index;
+    let PrecisionNames { weights, cache, activations } = precision;
+    let mut text = format!(
+        "name = {}\n[model]\nsource = {}\n[precision]\nweights = {}\ncache = {}\nactivations = {}\n\
+         [decode]\ncontext_max = {context_max}\nsteps_per_launch = {steps_per_launch}\n",
+        quoted(name),
+        quoted(&format!("path:{}", dir.join(MODEL).display())),
+        quoted(weights),
+        quoted(cache),
+        quoted(activations),
+    );
+    for (key, value) in [("sequences_max", sequences_max), ("chunk_max", chunk_max), ("cache_pages", cache_pages)] {
+        text.extend(value.map(|value| format!("{key} = {value}\n")));
+    }
+    for target in targets {
+        text.push_str(&format!("[[target]]\nrecord = {}\n", quoted(&target.record)));
+    }
+    Ok(Manifest::parse(&text, &dir.join(INDEX))?)
+}

@@ -1,0 +1,168 @@
+//! Owns `Ready`: a model on one target, built from a manifest or read from an export, with one interface.
+
+use super::batch::{Batched, cpu_batch};
+use super::device_rows::Prefill;
+use super::execute::{self, Devices, upload_pack};
+use super::exported::{Does, Exported, Kernel};
+use super::runner::{LazyPrefill, On, Runner};
+use super::{Prepared, Serving, Workspace, prepare};
+use crate::codegen::abi::Queues;
+use crate::codegen::emit::Trace;
+use crate::cuda::driver::Device;
+use crate::cuda::session::Session;
+use crate::error::Fault;
+use crate::interp::{Interp, Options};
+use crate::lower::Batch;
+use crate::manifest::Manifest;
+use crate::report::Report;
+use crate::rows::Shape;
+use crate::target::{Target, TargetKind};
+
+/// What a user names where a model is run.
+pub struct Given {
+    /// Of an export, what [`Exported::manifest`] says.
+    pub manifest: Manifest,
+    /// `None`: it is built from the manifest.
+    pub exported: Option<Exported>,
+}
+
+impl Given {
+    pub fn built(manifest: Manifest) -> Given {
+        Given { manifest, exported: None }
+    }
+
+    pub fn exported(exported: Exported) -> Given {
+        Given { manifest: exported.manifest().clone(), exported: Some(exported) }
+    }
+
+    /// What its model is called.
+    pub fn model_name(&self) -> String {
+        self.exported.as_ref().map_or_else(|| self.manifest.model_name(), |exported| exported.model_name().to_string())
+    }
+}
+
+/// A model on one target.
+pub struct Ready {
+    pub vocab: u32,
+    /// Ids that end a text.
+    pub eos: Vec<u32>,
+    /// The id that begins a text.
+    pub bos: Option<u32>,
+    from: From,
+}
+
+enum From {
+    Built { workspace: Box<Workspace>, prepared: Box<Prepared> },
+    Exported { report: Report, exported: Box<Exported>, target: Box<Target> },
+}
+
+impl Ready {
+    /// Builds what is not built yet, up to the proof.
+    ///
+    /// # Errors
+    /// As [`prepare`].
+    pub fn built(workspace: Workspace, manifest: &Manifest, target: &Target) -> Result<Ready, Fault> {
+        let prepared = Box::new(prepare(&workspace, manifest, target)?);
+        let graph = &prepared.imported.graph;
+        let (vocab, eos, bos) = (graph.vocab, graph.eos.clone(), graph.bos);
+        Ok(Ready { vocab, eos, bos, from: From::Built { workspace: Box::new(workspace), prepared } })
+    }
+
+    /// Takes an export, whose kernels are proven when something is to run. No cache is used.
+    ///
+    /// # Errors
+    /// A target that the export does not have.
+    pub fn exported(report: Report, exported: Exported, target: &Target) -> Result<Ready, Fault> {
+        exported.parts(target)?;
+        let (vocab, eos, bos) = (exported.index().vocab, exported.index().eos.clone(), exported.index().bos);
+        Ok(Ready {
+            vocab,
+            eos,
+            bos,
+            from: From::Exported { report, exported: Box::new(exported), target: Box::new(target.clone()) },
+        })
+    }
+
+    /// Where progress is told.
+    pub fn report(&self) -> &Report {
+        match &self.from {
+            From::Built { workspace, .. } => &workspace.report,
+            From::Exported { report, .. } => report,
+        }
+    }
+
+    /// Loads what decodes one text.
+    ///
+    /// # Errors
+    /// As [`Prepared::runner`]; parts of an export that are not what was exported.
+    pub fn runner(&self) -> Result<Runner<'_>, Fault> {
+        match &self.from {
+            From::Built { workspace, prepared } => prepared.runner(workspace),
+            From::Exported { report, exported, target } => runner(report, exported, target),
+        }
+    }
+
+    /// The schedule and weights of steps with several rows. Those of an export have the sizes that it was exported with.
+    ///
+    /// # Errors
+    /// As [`Prepared::batched`]; a batch that is larger than that of the export.
+    pub fn batched(&self, serving: &Serving) -> Result<Batched, Fault> {
+        match &self.from {
+            From::Built { workspace, prepared } => prepared.batched(workspace, serving),
+            From::Exported { exported, target, .. } => batched(exported, target, serving),
+        }
+    }
+}
+
+fn runner<'a>(report: &'a Report, exported: &'a Exported, target: &'a Target) -> Result<Runner<'a>, Fault> {
+    let none = || Fault::input(format!("the export has no kernel for one text on target `{}`", target.name));
+    let Kernel { validated, cubin } = exported.kernel(target, Does::Text)?.ok_or_else(none)?;
+    let (context_max, vocab) = (exported.index().context_max, exported.index().vocab);
+    let Some(cubin) = cubin else {
+        let pack = exported.pack(target, &validated)?;
+        let interp = Interp::of_text(validated.schedule(), pack, Options::fast())?;
+        let place = format!("cpu interpreter on {} threads", execute::host().threads);
+        return Ok(Runner { place, context_max, vocab, cached: vec![], on: On::Cpu(Box::new(interp)) });
+    };
+    let devices = Devices::list();
+    let found = devices.find(target).map_err(|reason| {
+        Fault::environment(format!("target `{}` has no device here: {reason}", target.name))
+            .with_remedy("name another target of the export with `--target`, or export the model for `cpu`, too")
+    })?;
+    let device = Device::open(found.ordinal)?;
+    let (pack, steps_max) = (exported.pack(target, &validated)?, exported.index().steps_per_launch);
+    let pack = upload_pack(&device, &validated, &pack)?;
+    let session = Session::load_sharing(&device, &Queues::of(&validated), &cubin, Trace::Off, steps_max, pack)?;
+    let place = format!("{} (device {})", found.name, found.ordinal);
+    let prefill = LazyPrefill::new(report, device, |device, one| match exported.kernel(target, Does::Prompt)? {
+        Some(Kernel { validated, cubin: Some(cubin) }) => Prefill::of(device, &Queues::of(&validated), &cubin, one),
+        _ => Err(Fault::input("the export has no kernel for them")),
+    });
+    let on = On::Device { session: Box::new(session), prefill, steps_max };
+    Ok(Runner { place, context_max, vocab, cached: vec![], on })
+}
+
+fn batched(exported: &Exported, target: &Target, serving: &Serving) -> Result<Batched, Fault> {
+    let none = || {
+        Fault::input(format!("the export has no steps of several rows on target `{}`", target.name))
+            .with_remedy("name a target of the kind `cpu` by `--target`, or the manifest that was exported")
+    };
+    let Kernel { validated, .. } = exported.kernel(target, Does::Batch)?.ok_or_else(none)?;
+    if target.kind != TargetKind::Cpu {
+        return Err(none());
+    }
+    let shape = Shape::of(&validated.schedule().program)
+        .ok_or_else(|| Fault::input("the steps of several rows of the export have one row"))?;
+    let Batch { rows, sequences, pages, .. } = cpu_batch(serving, &exported.manifest().decode);
+    for (what, asked, most) in
+        [("rows", rows, shape.rows), ("sequences", sequences, shape.sequences), ("pages", pages, shape.pages)]
+    {
+        if asked > most {
+            let message = format!("the export has steps of at most {most} {what}, {asked} are asked for");
+            return Err(Fault::input(message)
+                .with_remedy("ask for fewer requests, prompt tokens or cached tokens, or export the model again"));
+        }
+    }
+    let pack = exported.pack(target, &validated)?;
+    Ok(Batched::of_cpu(validated, pack))
+}
