@@ -18,6 +18,8 @@ pub mod sample;
 pub mod target;
 pub mod tokenizer;
 
+pub mod grammar;
+
 pub mod candidate;
 pub mod ir;
 pub mod pages;

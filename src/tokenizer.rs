@@ -62,6 +62,8 @@ pub enum TokenizerError {
     Encode { reason: String },
     #[error("token ids cannot be decoded: {reason}")]
     Decode { reason: String },
+    #[error("`{path}`: the bytes of its tokens cannot be told exactly: {reason}")]
+    Bytes { path: PathBuf, reason: String },
     #[error("the checkpoint has no chat template")]
     NoChatTemplate,
     #[error("expected a chat template named `default`, found {}", list(.names))]
@@ -96,6 +98,7 @@ impl From<TokenizerError> for Fault {
                 Fault::input(message).with_remedy("leave out what the model has no embedding for")
             }
             TokenizerError::Encode { .. } | TokenizerError::Decode { .. } => Fault::input(message).with_remedy(IDS),
+            TokenizerError::Bytes { .. } => Fault::input(message).with_remedy("ask for text of any form"),
             TokenizerError::NoChatTemplate | TokenizerError::NoDefaultTemplate { .. } => {
                 Fault::input(message).with_remedy("give a plain prompt instead of a chat")
             }
@@ -248,6 +251,38 @@ impl Tokenizer {
         Ok(both.strip_prefix(&first).map_or(alone, str::to_owned))
     }
 
+    /// The bytes of each of `vocab` ids as it stands inside of a text; none for special tokens and for ids without a token.
+    ///
+    /// The text of ids is the bytes of all of them, one after another. Every id is decoded and compared.
+    ///
+    /// # Errors
+    /// A decoder for which this is not known to hold, a token for which it does not.
+    pub fn token_bytes(&self, vocab: u32) -> Result<Vec<Vec<u8>>, TokenizerError> {
+        let failed = |reason| TokenizerError::Bytes { path: self.path.clone(), reason };
+        let bytes_of = Bytes::of(&self.backend).map_err(failed)?;
+        let before = self.encode("a", false)?.last().copied();
+        let before = before.ok_or_else(|| failed("`a` is encoded as nothing".to_string()))?;
+        let first = self.decode(&[before], false)?;
+        let of = |id: u32| {
+            let Some(token) = self.backend.id_to_token(id).filter(|_| !self.special.contains(&id)) else {
+                return Ok(vec![]);
+            };
+            let bytes = bytes_of.token(&token);
+            let both = self.decode(&[before, id], false)?;
+            let same = match (std::str::from_utf8(&bytes), both.strip_prefix(&first)) {
+                (Ok(text), Some(found)) => found == text,
+                // A part of a character.
+                (Err(_), Some(found)) => found.contains(char::REPLACEMENT_CHARACTER),
+                (_, None) => false,
+            };
+            match same {
+                true => Ok(bytes),
+                false => Err(failed(format!("token {id} (`{token}`) is decoded as something else"))),
+            }
+        };
+        (0..vocab).map(of).collect()
+    }
+
     /// A decoder of ids that arrive one by one.
     pub fn stream(&self, skip_special: bool) -> Stream<'_> {
         Stream { tokenizer: self, skip_special, window: Vec::new(), settled: 0, printed: String::new() }
@@ -304,6 +339,71 @@ pub fn check_ids(ids: &[u32], vocab: u32) -> Result<(), TokenizerError> {
         Some(index) => Err(TokenizerError::IdBeyondVocab { id: ids[index], token: None, index, vocab }),
         None => Ok(()),
     }
+}
+
+/// How a decoder makes bytes of tokens.
+enum Bytes {
+    /// Each byte is a character, as in GPT-2; a token with any other character is its own text.
+    Level(BTreeMap<char, u8>),
+    /// Texts are put in the place of others; `<0xE6>` is a byte where `fallback` says so.
+    Pieces { replaced: Vec<(String, String)>, fallback: bool },
+}
+
+impl Bytes {
+    /// The decoder of a tokenizer; else why it has none that is known here.
+    fn of(backend: &tokenizers::Tokenizer) -> Result<Bytes, String> {
+        let decoder = serde_json::to_value(backend.get_decoder()).map_err(|error| error.to_string())?;
+        let steps = match decoder.get("decoders").and_then(serde_json::Value::as_array) {
+            Some(steps) => steps.clone(),
+            None => vec![decoder],
+        };
+        let text = |value: &serde_json::Value| value.as_str().map(str::to_owned);
+        let (mut replaced, mut fallback, mut fused) = (vec![], false, false);
+        for (at, step) in steps.iter().enumerate() {
+            let kind = step.get("type").and_then(serde_json::Value::as_str).unwrap_or("none");
+            match kind {
+                "ByteLevel" if steps.len() == 1 => return Ok(Bytes::Level(byte_level())),
+                "Replace" if !fallback && !fused => match (text(&step["pattern"]["String"]), text(&step["content"])) {
+                    (Some(from), Some(to)) => replaced.push((from, to)),
+                    _ => return Err("its decoder replaces what no plain text names".to_string()),
+                },
+                "Metaspace" if steps.len() == 1 => {
+                    replaced.extend(text(&step["replacement"]).map(|from| (from, " ".to_string())));
+                }
+                "ByteFallback" if !fused => fallback = true,
+                "Fuse" => fused = true,
+                // After `Fuse` it takes from the beginning of the whole text alone.
+                "Strip" if fused && step["stop"] == 0 => {}
+                _ => return Err(format!("step {at} of its decoder is `{kind}`")),
+            }
+        }
+        Ok(Bytes::Pieces { replaced, fallback })
+    }
+
+    fn token(&self, token: &str) -> Vec<u8> {
+        match self {
+            Bytes::Level(table) => {
+                let bytes: Option<Vec<u8>> = token.chars().map(|c| table.get(&c).copied()).collect();
+                bytes.unwrap_or_else(|| token.as_bytes().to_vec())
+            }
+            Bytes::Pieces { replaced, fallback } => {
+                let text = replaced.iter().fold(token.to_owned(), |text, (from, to)| text.replace(from, to));
+                let digits = text.strip_prefix("<0x").and_then(|rest| rest.strip_suffix('>')).filter(|d| d.len() == 2);
+                match digits.filter(|_| *fallback).and_then(|digits| u8::from_str_radix(digits, 16).ok()) {
+                    Some(byte) => vec![byte],
+                    None => text.into_bytes(),
+                }
+            }
+        }
+    }
+}
+
+/// The characters that stand for bytes in GPT-2 (`bytes_to_unicode`): printable ones for themselves, the others from U+0100 on.
+fn byte_level() -> BTreeMap<char, u8> {
+    let printable = |byte: &u8| matches!(byte, b'!'..=b'~' | 0xA1..=0xAC | 0xAE..=0xFF);
+    let own = (0..=u8::MAX).filter(printable).map(|byte| (char::from(byte), byte));
+    let others = (0..=u8::MAX).filter(|byte| !printable(byte)).zip('\u{100}'..).map(|(byte, c)| (c, byte));
+    own.chain(others).collect()
 }
 
 /// Text from ids that arrive one by one, printed as early as it is certain.
@@ -919,6 +1019,46 @@ mod tests {
                 let ids = tokenizer.encode(&text, false).expect("it encodes");
                 prop_assert_eq!(streamed(tokenizer, &ids, false), tokenizer.decode(&ids, false).expect("it decodes"));
             }
+        }
+    }
+
+    #[test]
+    fn the_bytes_of_tokens_are_the_bytes_of_their_text() {
+        let tokenizer = Tokenizer::load(&fixture()).unwrap();
+        let bytes = tokenizer.token_bytes(1030).unwrap();
+        assert_eq!((bytes[0].len(), bytes[1029].len(), bytes.len()), (0, 0, 1030), "a special token, and none");
+        for text in ["Once upon a time", "  a\n\tb", "Füchse 🦊 und 狐", "{\"a\": [1, 2]}", "\u{0}\u{7f}"] {
+            let ids = tokenizer.encode(text, false).unwrap();
+            let joined: Vec<u8> = ids.iter().flat_map(|id| bytes[*id as usize].clone()).collect();
+            assert_eq!(joined, text.as_bytes());
+        }
+        // Every byte is a token, and pieces have spaces.
+        let tokenizer = byte_fallback();
+        let vocab = tokenizer.backend.get_vocab_size(true) as u32;
+        let bytes = tokenizer.token_bytes(vocab).unwrap();
+        for text in ["the fox", "狐", "a\u{1}"] {
+            let ids = tokenizer.encode(text, false).unwrap();
+            let joined: Vec<u8> = ids.iter().flat_map(|id| bytes[*id as usize].clone()).collect();
+            assert_eq!(String::from_utf8_lossy(&joined).trim_start(), text);
+        }
+    }
+
+    #[test]
+    fn a_decoder_that_is_not_known_has_no_bytes() {
+        let mut json: Json = serde_json::from_str(&fixture_json()).unwrap();
+        for (decoder, expected) in [
+            (json!({ "type": "WordPiece", "prefix": "##", "cleanup": true }), "step 0 of its decoder is `WordPiece`"),
+            (Json::Null, "step 0 of its decoder is `none`"),
+            // It is known, and this vocabulary is not of its kind.
+            (
+                json!({ "type": "Sequence", "decoders": [{ "type": "Fuse" }, { "type": "Strip", "content": " ", "start": 1, "stop": 1 }] }),
+                "step 1 of its decoder is `Strip`",
+            ),
+        ] {
+            json["decoder"] = decoder;
+            let dir = folder(&[("tokenizer.json", &json.to_string())]);
+            let error = Tokenizer::load(dir.path()).unwrap().token_bytes(1024).unwrap_err().to_string();
+            assert!(error.contains(expected), "{error}");
         }
     }
 

@@ -9,6 +9,7 @@ use thiserror::Error;
 use super::prefix::{Chain, Prefixes};
 use super::stepper::{Bounds, Launch, LaunchRow, Said, Stepper, Want};
 use crate::error::Fault;
+use crate::grammar::{Grammar, GrammarError, Guide};
 use crate::pages::Pool;
 use crate::rows::{PageId, SequenceId, Shape};
 use crate::sample::{Decided, Logprobs, Request, SampleError, TokenCounts};
@@ -26,7 +27,7 @@ pub struct ChoiceId {
 }
 
 /// What an engine does for a request.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone)]
 pub struct Ask {
     /// One or more tokens of the vocabulary.
     pub prompt: Vec<u32>,
@@ -36,6 +37,8 @@ pub struct Ask {
     pub choices: Vec<Request>,
     /// Log-probabilities of the prompt's tokens, with those of this many others beside each.
     pub scores_prompt: Option<u32>,
+    /// What the text of each choice has to be.
+    pub grammar: Option<Grammar>,
     /// When the request ends, done or not, on the clock of [`Engine::turn`].
     pub deadline: Option<Duration>,
 }
@@ -43,7 +46,7 @@ pub struct Ask {
 /// Why a choice ended.
 #[derive(Debug, Clone, PartialEq)]
 pub enum End {
-    /// A token was decided that ends it: the last one.
+    /// A token was decided that ends it, or that completes its grammar: the last one.
     Stop,
     /// As many tokens as asked for, or as the context holds.
     Length,
@@ -51,6 +54,8 @@ pub enum End {
     Deadline,
     /// No token can be chosen from the model's logits.
     Choice(SampleError),
+    /// The tokens that its grammar allows cannot be found.
+    Grammar(GrammarError),
 }
 
 /// What happened to a choice.
@@ -135,6 +140,8 @@ struct Choice {
     /// The prompt, then what was decided.
     tokens: Vec<u32>,
     counts: TokenCounts,
+    /// What may come next, where there is a grammar and the choice has run. A preemption leaves it as it is.
+    guide: Option<Guide>,
     /// Tokens of the prompt whose log-probabilities were told, and the first one, which has none.
     scored: usize,
     /// Whether it has run before.
@@ -290,6 +297,7 @@ impl<S: Stepper> Engine<S> {
                 scores_prompt: ask.scores_prompt.filter(|_| at == 0),
                 tokens: ask.prompt.clone(),
                 counts: TokenCounts::new(&ask.prompt),
+                guide: None,
                 scored: 1,
                 began: false,
                 chains: vec![],
@@ -339,6 +347,7 @@ impl<S: Stepper> Engine<S> {
                 self.figures.steps += u64::from(launch.steps);
                 self.figures.rows += u64::from(launch.steps) * launch.rows.len() as u64;
                 self.stepper.submit(launch)?;
+                self.allow(&flying);
                 self.flying.push_back(flying);
             }
             // What is running waits for what flies.
@@ -394,6 +403,8 @@ impl<S: Stepper> Engine<S> {
                 self.figures.prefix_queries += choice.tokens.len() as u64;
                 self.figures.prefix_hits += computed as u64;
                 events.push(Event::Began { id, cached: computed as u32 });
+                // Not earlier: it takes memory, and a queue is longer than a batch.
+                choice.guide = choice.ask.grammar.as_ref().map(Grammar::begin);
             }
             self.runs += 1;
             let (submitted, offered, run) = (computed, found.len(), self.runs);
@@ -471,6 +482,18 @@ impl<S: Stepper> Engine<S> {
             return None;
         }
         Some((Launch { rows, steps, edits: self.pool.take_edits() }, Flying { rows: flying, steps }))
+    }
+
+    /// Finds what may follow the last tokens of a launch, while it runs. What fails is found again when the token is decided.
+    fn allow(&mut self, flying: &Flying) {
+        for (id, _, position) in &flying.rows {
+            let Some(Running { choice, .. }) = self.running.get_mut(id) else { continue };
+            if position + 1 == choice.tokens.len()
+                && let Some(guide) = &mut choice.guide
+            {
+                let _ = guide.allowed();
+            }
+        }
     }
 
     /// Gives a choice pages for all positions below `positions`, from those that are free, then from prefixes, then from the
@@ -579,15 +602,22 @@ impl<S: Stepper> Engine<S> {
 
     /// Decides what follows all tokens of a choice: one token, or one in each of several steps.
     fn decide(&mut self, id: ChoiceId, said: Said, steps: u32, events: &mut Vec<Event>) -> Result<(), Fault> {
-        let Some(Running { choice, .. }) = self.running.get(&id) else { return Ok(()) };
+        let Some(Running { choice, .. }) = self.running.get_mut(&id) else { return Ok(()) };
         if choice.ask.tokens_max == 0 {
             self.end(id, End::Length, events);
             return Ok(());
         }
+        let allowed = match choice.guide.as_mut().map(Guide::allowed).transpose() {
+            Ok(allowed) => allowed,
+            Err(error) => {
+                self.end(id, End::Grammar(error), events);
+                return Ok(());
+            }
+        };
         let tokens = match said {
             Said::Tokens(tokens) => tokens,
             Said::Logits(logits) => {
-                match choice.ask.choices[choice.at].choose(&logits, &choice.counts, None) {
+                match choice.ask.choices[choice.at].choose(&logits, &choice.counts, allowed) {
                     Ok(decided) => drop(self.take(id, decided, events)),
                     Err(error) => self.end(id, End::Choice(error), events),
                 }
@@ -621,7 +651,10 @@ impl<S: Stepper> Engine<S> {
         choice.tokens.push(decided.token);
         choice.counts.push(decided.token);
         let count = choice.tokens.len() - choice.prompt_count();
-        let end = if choice.ask.choices[choice.at].end(decided.token).is_some() {
+        let guided = choice.guide.as_mut().map_or(Ok(false), |guide| guide.push(decided.token));
+        let end = if let Err(error) = &guided {
+            Some(End::Grammar(error.clone()))
+        } else if choice.ask.choices[choice.at].end(decided.token).is_some() || guided == Ok(true) {
             Some(End::Stop)
         } else if count >= choice.ask.tokens_max as usize || choice.tokens.len() > context_max {
             Some(End::Length)
@@ -659,7 +692,7 @@ fn want(choice: &Choice, position: usize) -> Want {
         return Want::Nothing;
     }
     let request = &choice.ask.choices[choice.at];
-    let plain = !request.sampler().is_filtered() && request.beyond_kernels().is_empty();
+    let plain = !request.sampler().is_filtered() && request.beyond_kernels().is_empty() && choice.guide.is_none();
     if plain { Want::Token(*request.sampler()) } else { Want::Logits }
 }
 

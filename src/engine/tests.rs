@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use super::*;
 use crate::error::Fault;
+use crate::grammar::{self, Grammar, Source, Vocabulary};
 use crate::random::Random;
 use crate::rows::{PageId, SequenceId, Shape};
 use crate::sample::Decided;
@@ -143,7 +144,25 @@ fn request(settings: &RequestSettings) -> Request {
 
 fn ask(prompt: &[u32], tokens_max: u32) -> Ask {
     let settings = RequestSettings { ignore_eos: true, ..greedy() };
-    Ask { prompt: prompt.to_vec(), tokens_max, choices: vec![request(&settings)], scores_prompt: None, deadline: None }
+    Ask {
+        prompt: prompt.to_vec(),
+        tokens_max,
+        choices: vec![request(&settings)],
+        scores_prompt: None,
+        grammar: None,
+        deadline: None,
+    }
+}
+
+/// Lists of numbers, over a vocabulary in which few ids have bytes.
+fn lists() -> Grammar {
+    let mut tokens = vec![vec![]; VOCAB as usize];
+    for (id, text) in (10..).zip(["[", "]", ",", "1", "2", "0", " ", "[]", "],", "12", "1,", "x"]) {
+        tokens[id] = text.as_bytes().to_vec();
+    }
+    let schema = serde_json::json!({ "type": "array", "maxItems": 5, "items": { "type": ["integer", "array"] } });
+    let source = Source::Json(grammar::schema(&schema).unwrap().to_string());
+    Vocabulary::new(&tokens, &[3, 9]).unwrap().compile(&source).unwrap()
 }
 
 /// What a choice is to get, by the hash alone.
@@ -151,13 +170,16 @@ fn expected(ask: &Ask, choice: usize, shape: &Shape) -> (Vec<Decided>, End) {
     let window = shape.window.map_or(usize::MAX, |window| window as usize);
     let (mut tokens, mut counts, mut decided) = (ask.prompt.clone(), TokenCounts::new(&ask.prompt), vec![]);
     let request = &ask.choices[choice];
+    let mut guide = ask.grammar.as_ref().map(Grammar::begin);
     while decided.len() < ask.tokens_max as usize && tokens.len() <= shape.context_max as usize {
         let seen = &tokens[tokens.len().saturating_sub(window)..];
-        let next = request.choose(&logits(seen), &counts, None).unwrap();
+        let allowed = guide.as_mut().map(|guide| guide.allowed().unwrap());
+        let next = request.choose(&logits(seen), &counts, allowed).unwrap();
+        let complete = guide.as_mut().is_some_and(|guide| guide.push(next.token).unwrap());
         tokens.push(next.token);
         counts.push(next.token);
         decided.push(next);
-        if request.end(tokens[tokens.len() - 1]).is_some() {
+        if request.end(tokens[tokens.len() - 1]).is_some() || complete {
             return (decided, End::Stop);
         }
     }
@@ -191,6 +213,7 @@ fn end_of(events: &[Event], of: ChoiceId) -> Option<&End> {
 fn storm(shape: Shape, chunk_max: u32, launches: usize, steps_max: u32) -> (Vec<Event>, Vec<Launch>, Figures) {
     let limits = Limits { steps_max, ..LIMITS };
     let mut engine = Engine::new(Toy::new(shape, chunk_max, launches), limits).unwrap();
+    let grammar = lists();
     let mut random = Random::new(7);
     let mut asks: BTreeMap<RequestId, Ask> = BTreeMap::new();
     let mut cancelled = vec![];
@@ -210,6 +233,7 @@ fn storm(shape: Shape, chunk_max: u32, launches: usize, steps_max: u32) -> (Vec<
             let count = if random.below(4) == 0 { 3 } else { 1 };
             ask.choices = (0..count).map(|at| request(&of(turn + at))).collect();
             ask.scores_prompt = (random.below(8) == 0).then_some(2);
+            ask.grammar = (random.below(4) == 0).then(|| grammar.clone());
             if let Ok(request) = engine.submit(ask.clone()) {
                 asks.insert(request, ask);
             }

@@ -21,6 +21,7 @@ use serde::{Deserialize, Serialize};
 use super::line_child::NoAnswer;
 use super::worker::Worker;
 use crate::error::Fault;
+use crate::grammar::{Source, Vocabulary};
 use crate::tokenizer::{Message, Stream, Tokenizer};
 
 /// Address space of the child, before it is asked anything. A tokenizer of the largest known size, 262144 tokens and twice as
@@ -32,6 +33,8 @@ const BYTES_PER_BYTE: u64 = 1024;
 const SECONDS: u64 = 60;
 /// Text that takes a second more; a hundredth of what a core does.
 const BYTES_PER_SECOND: u64 = 32 << 10;
+/// Time to compile a grammar: what people write takes milliseconds, and the table of a large vocabulary, which is made once, seconds.
+const GRAMMAR_SECONDS: u64 = 15;
 /// Ids for each byte of text, at most; every tokenizer that reads what was written makes fewer.
 const IDS_PER_BYTE: usize = 8;
 
@@ -49,6 +52,8 @@ enum Ask {
     Texts { parts: Vec<TextPart> },
     Decode { lists: Vec<Vec<u32>>, skip_special: bool },
     Pieces { ids: Vec<u32> },
+    Bytes { vocab: u32 },
+    Grammar { source: Source, vocab: u32, eos: Vec<u32> },
 }
 
 /// What comes next in one of several texts that are made of ids at the same time.
@@ -74,7 +79,10 @@ impl Ask {
 
     /// Processor time.
     fn seconds(&self) -> u64 {
-        SECONDS + self.bytes() / BYTES_PER_SECOND
+        match self {
+            Ask::Grammar { .. } => GRAMMAR_SECONDS,
+            _ => SECONDS + self.bytes() / BYTES_PER_SECOND,
+        }
     }
 
     /// Wall time: a machine that is busy with other things takes longer.
@@ -88,12 +96,28 @@ impl Ask {
 #[serde(tag = "said", rename_all = "lowercase")]
 enum Said {
     Done,
-    Loaded { chat_template: PathBuf },
-    Ids { ids: Vec<u32> },
-    Text { text: String },
-    Texts { texts: Vec<String> },
-    TextsEach { texts: Vec<Vec<String>> },
-    Fault { fault: Fault },
+    Loaded {
+        chat_template: PathBuf,
+    },
+    Ids {
+        ids: Vec<u32>,
+    },
+    Text {
+        text: String,
+    },
+    Texts {
+        texts: Vec<String>,
+    },
+    TextsEach {
+        texts: Vec<Vec<String>>,
+    },
+    /// Of each token a text whose characters U+0000 to U+00FF are its bytes.
+    Bytes {
+        tokens: Vec<String>,
+    },
+    Fault {
+        fault: Fault,
+    },
 }
 
 /// The tokenizer of one checkpoint, in a process of its own.
@@ -203,6 +227,30 @@ impl Tokens {
         self.ask_texts(&Ask::Pieces { ids })
     }
 
+    /// As [`Tokenizer::token_bytes`].
+    ///
+    /// # Errors
+    /// Its errors, and a tokenizer that takes more than its share.
+    pub fn token_bytes(&mut self, vocab: u32) -> Result<Vec<Vec<u8>>, Fault> {
+        let latin = |token: &String| token.chars().map(u8::try_from).collect::<Result<Vec<u8>, _>>();
+        match self.ask(&Ask::Bytes { vocab })? {
+            Said::Bytes { tokens } => tokens
+                .iter()
+                .map(latin)
+                .collect::<Result<_, _>>()
+                .map_err(|_| Fault::internal("a tokenizer's process answered bytes that are none")),
+            other => Err(unexpected(&other)),
+        }
+    }
+
+    /// Compiles a grammar for this tokenizer in its process, and forgets it: what compiles there takes no more here.
+    ///
+    /// # Errors
+    /// As [`Tokenizer::token_bytes`] and [`Vocabulary::compile`]; a grammar that takes more than its share.
+    pub fn check_grammar(&mut self, source: &Source, vocab: u32, eos: &[u32]) -> Result<(), Fault> {
+        self.done(&Ask::Grammar { source: source.clone(), vocab, eos: eos.to_vec() })
+    }
+
     /// Whether its process has ended: it answers nothing any more.
     pub fn is_lost(&self) -> bool {
         self.worker.is_none()
@@ -259,6 +307,9 @@ impl Tokens {
 
     /// What a tokenizer did that has no process any more.
     fn spent(&self, ask: &Ask, what: &str) -> Fault {
+        if let Ask::Grammar { .. } = ask {
+            return Fault::input(format!("what is asked of the text {what}")).with_remedy("ask for something simpler");
+        }
         let (path, by_ids) = match ask {
             Ask::Chat { .. } => (&self.chat_template, "give a plain prompt, which no template is run for"),
             _ => (&self.path, "pass token ids with `--ids`, which works without a tokenizer"),
@@ -325,6 +376,7 @@ pub fn serve_tokens(
         Err(error) => return say(Err(error.into())),
     };
     let mut texts = BTreeMap::new();
+    let mut vocabulary: Option<Vocabulary> = None;
     while let Some(ask) = asks.next().transpose()? {
         let text_bytes = ask.bytes() as usize;
         let few = |ids: Vec<u32>| {
@@ -370,6 +422,15 @@ pub fn serve_tokens(
                 let text = |ids: &Vec<u32>| tokenizer.decode(ids, skip_special).map_err(Fault::from);
                 say(lists.iter().map(text).collect::<Result<_, _>>().map(|texts| Said::Texts { texts }))?;
             }
+            Ask::Bytes { vocab } => {
+                let latin = |token: Vec<u8>| token.into_iter().map(char::from).collect();
+                let tokens = tokenizer.token_bytes(vocab).map_err(Fault::from);
+                say(tokens.map(|tokens| Said::Bytes { tokens: tokens.into_iter().map(latin).collect() }))?;
+            }
+            Ask::Grammar { source, vocab, eos } => {
+                let compiled = compile(&tokenizer, &mut vocabulary, &source, vocab, &eos);
+                say(compiled.map(|()| Said::Done))?;
+            }
             Ask::Pieces { ids } => {
                 let piece = |&id: &u32| tokenizer.piece(id).map_err(Fault::from);
                 say(ids.iter().map(piece).collect::<Result<_, _>>().map(|texts| Said::Texts { texts }))?;
@@ -378,6 +439,23 @@ pub fn serve_tokens(
         }
     }
     Ok(())
+}
+
+/// Compiles a grammar over the bytes of a tokenizer's tokens, which are found once: a process has one model.
+fn compile(
+    tokenizer: &Tokenizer,
+    vocabulary: &mut Option<Vocabulary>,
+    source: &Source,
+    vocab: u32,
+    eos: &[u32],
+) -> Result<(), Fault> {
+    let made = match vocabulary.take() {
+        Some(made) => made,
+        None => Vocabulary::new(&tokenizer.token_bytes(vocab)?, eos)?,
+    };
+    let compiled = made.compile(source);
+    *vocabulary = Some(made);
+    Ok(compiled.map(|_| ())?)
 }
 
 /// The text that became certain after each id of a part, and after its end.

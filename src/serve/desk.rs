@@ -28,6 +28,8 @@ use crate::tokenizer::{Stopped, certain};
 
 /// Batches that wait for the text thread.
 const BATCHES_MAX: usize = 16;
+/// Stack of the engine's thread: a grammar may call itself for each level of its text.
+const STACK_BYTES: usize = 16 << 20;
 /// An engine that fails this often within [`FAILURES_WITHIN`] ends the server.
 const FAILURES_MAX: usize = 3;
 const FAILURES_WITHIN: Duration = Duration::from_secs(600);
@@ -144,7 +146,7 @@ impl Desk {
         let (state, started) = (desk.health.clone(), desk.started);
         let of_text = desk.clone();
         let spawn = |name: &str, run: Box<dyn FnOnce() + Send>| {
-            let spawned = thread::Builder::new().name(name.to_string()).spawn(run);
+            let spawned = thread::Builder::new().name(name.to_string()).stack_size(STACK_BYTES).spawn(run);
             spawned.map_err(|error| Fault::environment(format!("cannot start a thread: {error}")))
         };
         spawn("engine", Box::new(move || run_engine(&make, &orders, &batches, &state, started)))?;
@@ -565,7 +567,7 @@ mod tests {
         let (answers, answered) = unbounded_channel();
         let request = RequestSettings::plain(SampleSettings::greedy()).resolve(10, &[]).unwrap();
         let choices = vec![request];
-        let ask = Ask { prompt: vec![1, 2], tokens_max, choices, scores_prompt: None, deadline: None };
+        let ask = Ask { prompt: vec![1, 2], tokens_max, choices, scores_prompt: None, grammar: None, deadline: None };
         desk.order(ask, Order { text, first_choice: 3, choices: 1, answers, arrived: Instant::now() });
         answered
     }

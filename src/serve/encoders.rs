@@ -11,6 +11,8 @@ use super::error::ApiError;
 use crate::error::Fault;
 use crate::pipeline::Tokens;
 
+/// Stack of a thread: a schema is compiled by functions that call themselves for each level of it.
+const STACK_BYTES: usize = 16 << 20;
 /// Questions that wait for a thread.
 const WAITING_MAX: usize = 256;
 
@@ -30,7 +32,10 @@ impl Encoders {
         let queue = Arc::new(Mutex::new(queue));
         for _ in 0..threads {
             let (queue, start) = (queue.clone(), start.clone());
-            let spawned = thread::Builder::new().name("encode".to_string()).spawn(move || run(&queue, &start));
+            let spawned = thread::Builder::new()
+                .name("encode".to_string())
+                .stack_size(STACK_BYTES)
+                .spawn(move || run(&queue, &start));
             spawned.map_err(|error| Fault::environment(format!("cannot start a thread: {error}")))?;
         }
         Ok(Encoders { jobs })

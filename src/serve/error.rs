@@ -120,6 +120,7 @@ pub fn finish_reason(end: &End) -> Result<&'static str, ApiError> {
             Err(ApiError::new(StatusCode::GATEWAY_TIMEOUT, "the request took longer than this server allows")
                 .with_code("timeout"))
         }
+        End::Grammar(error) => Err(ApiError::bad(error.to_string()).with_code("grammar_too_complex")),
         End::Choice(error) => Err(ApiError::new(StatusCode::INTERNAL_SERVER_ERROR, error.to_string())),
     }
 }

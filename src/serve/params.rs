@@ -7,7 +7,8 @@ use serde::de::{Deserializer, Error, SeqAccess, Visitor};
 use std::fmt;
 
 use super::error::ApiError;
-use super::fields::{Fields, unsupported};
+use super::fields::Fields;
+use crate::grammar::{self, Source};
 use crate::sample::{Penalties, RequestSettings, SampleSettings};
 
 /// Choices of a request; each waits and runs by itself.
@@ -29,6 +30,8 @@ pub struct Params {
     pub tokens_max: Option<u32>,
     /// Choices for each prompt.
     pub choices: u32,
+    /// What `response_format` says that each text is.
+    pub format: Option<Source>,
     pub stops: Vec<String>,
     pub skip_special: bool,
     pub stream: bool,
@@ -42,6 +45,56 @@ pub struct Params {
 enum OneOrMany {
     One(String),
     Many(Vec<String>),
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct ResponseFormat {
+    #[serde(rename = "type")]
+    kind: String,
+    json_schema: Option<JsonSchema>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct JsonSchema {
+    // What both say is for people, and a schema is always followed.
+    #[serde(rename = "name")]
+    _name: Option<String>,
+    #[serde(rename = "description")]
+    _description: Option<String>,
+    #[serde(rename = "strict")]
+    _strict: Option<bool>,
+    schema: Option<serde_json::Value>,
+}
+
+impl ResponseFormat {
+    fn source(self) -> Result<Option<Source>, ApiError> {
+        let refused = |message: &dyn fmt::Display| ApiError::field("response_format", message);
+        let schema = match (self.kind.as_str(), self.json_schema) {
+            ("text", None) => return Ok(None),
+            ("json_object", None) => serde_json::json!({ "type": "object" }),
+            ("json_schema", Some(JsonSchema { schema: Some(schema), .. })) => schema,
+            ("json_schema", _) => return Err(refused(&"`json_schema.schema` is missing")),
+            ("text" | "json_object", Some(_)) => return Err(refused(&"`json_schema` is for the type `json_schema`")),
+            _ => return Err(refused(&"expected the type `text`, `json_object` or `json_schema`")),
+        };
+        let schema = grammar::schema(&schema).map_err(|error| refused(&error))?;
+        Ok(Some(Source::Json(schema.to_string())))
+    }
+}
+
+/// Refuses what would lead a text out of its grammar.
+///
+/// # Errors
+/// Settings that forbid the end of the text, or go on after it.
+pub fn within_grammar(settings: &RequestSettings, field: &str) -> Result<(), ApiError> {
+    for (name, on) in [("ignore_eos", settings.ignore_eos), ("min_tokens", settings.min_tokens > 0)] {
+        if on {
+            return Err(ApiError::field(name, format!("expected only without `{field}`")));
+        }
+    }
+    Ok(())
 }
 
 #[derive(Deserialize)]
@@ -116,13 +169,13 @@ impl Params {
         fields.take::<String>("user")?;
         fields.neutral("store", &["false"])?;
         fields.neutral("service_tier", &["\"auto\"", "\"default\""])?;
-        if let Some(format) = fields.take::<BTreeMap<String, serde_json::Value>>("response_format")?
-            && format.get("type").and_then(serde_json::Value::as_str) != Some("text")
-        {
-            return Err(unsupported("response_format"));
+        let format = fields.take::<ResponseFormat>("response_format")?;
+        let format = format.map(ResponseFormat::source).transpose()?.flatten();
+        if format.is_some() {
+            within_grammar(&settings, "response_format")?;
         }
         let (tokens_max, usage) = (fields.take("max_tokens")?, options.is_some_and(|options| options.include_usage));
-        Ok(Params { settings, tokens_max, choices, stops, skip_special, stream, usage })
+        Ok(Params { settings, tokens_max, choices, format, stops, skip_special, stream, usage })
     }
 }
 
@@ -265,7 +318,12 @@ mod tests {
             (r#"{"n": 0}"#, "n", None),
             (r#"{"n": 1000}"#, "n", None),
             (r#"{"stop": ["", "a"]}"#, "stop", None),
-            (r#"{"response_format": {"type": "json_object"}}"#, "response_format", Some("unsupported_parameter")),
+            (r#"{"response_format": {"type": "poem"}}"#, "response_format", None),
+            (r#"{"response_format": {"type": "json_schema"}}"#, "response_format", None),
+            (r#"{"response_format": {"type": "json_object", "strict": true}}"#, "response_format", None),
+            (r#"{"response_format": {"type": "json_schema", "json_schema": {"schema": []}}}"#, "response_format", None),
+            (r#"{"response_format": {"type": "json_object"}, "ignore_eos": true}"#, "ignore_eos", None),
+            (r#"{"response_format": {"type": "json_object"}, "min_tokens": 3}"#, "min_tokens", None),
             (r#"{"stream_options": {"include_usage": true}}"#, "stream_options", None),
             (r#"{"temperature": "hot"}"#, "temperature", None),
             (r#"{"temprature": 1}"#, "temprature", Some("unknown_parameter")),

@@ -1,6 +1,6 @@
 //! Owns the endpoints: what each reads, and what it asks of the desk and of the tokenizer.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use axum::Router;
@@ -21,6 +21,8 @@ use super::fields::{Fields, unsupported};
 use super::params::{Params, Prompt, Prompts, fresh_seed, top_logprobs};
 use super::reply::{Echo, Head, Held, Kind, Reply};
 use crate::engine::Ask;
+use crate::grammar::{Grammar, Source, Vocabulary};
+use crate::pipeline::Tokens;
 use crate::sample::{RequestSettings, SampleSettings};
 use crate::tokenizer::Message;
 
@@ -49,6 +51,8 @@ pub struct Server {
     /// Of a request.
     pub time_max: Duration,
     pub started_s: u64,
+    /// The bytes of the model's tokens, once a grammar was asked for.
+    vocabulary: Arc<Mutex<Option<Vocabulary>>>,
     large_bodies: Arc<Semaphore>,
     small_bodies: Arc<Semaphore>,
 }
@@ -67,6 +71,7 @@ impl Server {
             choices_max,
             time_max: settings.time_max,
             started_s: now_s(),
+            vocabulary: Arc::new(Mutex::new(None)),
             large_bodies: Arc::new(Semaphore::new(BODIES_BYTES_MAX)),
             small_bodies: Arc::new(Semaphore::new(BODIES_BYTES_MAX)),
         }
@@ -138,10 +143,29 @@ impl Server {
         }
     }
 
+    /// Compiles what a field asks of the text.
+    async fn grammar(&self, source: Source, field: &str) -> Result<Grammar, ApiError> {
+        let (vocabulary, vocab, eos) = (self.vocabulary.clone(), self.model.vocab, self.model.eos.clone());
+        let question = move |tokens: &mut Tokens| {
+            tokens.check_grammar(&source, vocab, &eos)?;
+            let mut made = lock(&vocabulary);
+            let vocabulary = match &*made {
+                Some(vocabulary) => vocabulary.clone(),
+                None => made.insert(Vocabulary::new(&tokens.token_bytes(vocab)?, &eos)?).clone(),
+            };
+            drop(made);
+            Ok(vocabulary.compile(&source)?)
+        };
+        self.encoders.ask(question).await.map_err(|error| match error.status {
+            StatusCode::BAD_REQUEST => ApiError::field(field, error.message),
+            _ => error,
+        })
+    }
+
     /// Orders continuations of prompts; the reply once all of them are taken.
     async fn order(&self, kind: Kind, params: Params, asked: Asked) -> Answered {
         let arrived = Instant::now();
-        let Asked { prompts, echoes, tokens_max, settings, scores_prompt } = asked;
+        let Asked { prompts, echoes, tokens_max, settings, scores_prompt, grammar } = asked;
         let health = self.desk.health();
         if let Some(trouble) = health.trouble {
             return Err(ApiError::dead(trouble));
@@ -164,7 +188,8 @@ impl Server {
         let (answers, mut answered) = unbounded_channel();
         let deadline = Some(self.desk.now() + self.time_max);
         for (prompt, first_choice) in prompts.into_iter().zip((0..).step_by(params.choices as usize)) {
-            let ask = Ask { prompt, tokens_max, choices: choices.clone(), scores_prompt, deadline };
+            let (choices, grammar) = (choices.clone(), grammar.clone());
+            let ask = Ask { prompt, tokens_max, choices, scores_prompt, grammar, deadline };
             let text = TextSettings {
                 stops: params.stops.clone(),
                 min_tokens: settings.min_tokens,
@@ -222,6 +247,7 @@ struct Asked {
     tokens_max: u32,
     settings: RequestSettings,
     scores_prompt: Option<u32>,
+    grammar: Option<Grammar>,
 }
 
 type Shared = State<Arc<Server>>;
@@ -343,7 +369,7 @@ async fn completions(server: Arc<Server>, body: Bytes) -> Answered {
     let skip_special = params.skip_special;
     let texts = prompts.iter().any(|prompt| matches!(prompt, Prompt::Text(_)));
     let (prompts, echoes) = if texts || echo {
-        let question = move |tokens: &mut crate::pipeline::Tokens| {
+        let question = move |tokens: &mut Tokens| {
             let (mut all, mut echoes) = (vec![], vec![]);
             for prompt in prompts {
                 let (ids, text) = match prompt {
@@ -370,9 +396,14 @@ async fn completions(server: Arc<Server>, body: Bytes) -> Answered {
         };
         (prompts.into_iter().map(ids).collect(), vec![])
     };
+    let grammar = match params.format.clone() {
+        Some(source) => Some(server.grammar(source, "response_format").await?),
+        None => None,
+    };
     let settings = RequestSettings { logprobs, ..params.settings.clone() };
     let tokens_max = params.tokens_max.unwrap_or(COMPLETION_TOKENS);
-    server.order(Kind::Completion, params, Asked { prompts, echoes, tokens_max, settings, scores_prompt }).await
+    let asked = Asked { prompts, echoes, tokens_max, settings, scores_prompt, grammar };
+    server.order(Kind::Completion, params, asked).await
 }
 
 /// A message as clients send it.
@@ -451,10 +482,14 @@ async fn chat(server: Arc<Server>, body: Bytes) -> Answered {
     drop(body);
     let prompt = server.encoders.ask(move |tokens| tokens.encode_chat(messages, reply)).await;
     let prompt = prompt.map_err(|error| ApiError { param: Some("messages".to_string()), ..error })?;
+    let grammar = match params.format.clone() {
+        Some(source) => Some(server.grammar(source, "response_format").await?),
+        None => None,
+    };
     let settings = RequestSettings { logprobs: wants.then_some(top.unwrap_or(0)), ..params.settings.clone() };
     // As many as the context holds.
     let tokens_max = tokens_max.unwrap_or(u32::MAX);
-    let asked = Asked { prompts: vec![prompt], echoes: vec![], tokens_max, settings, scores_prompt: None };
+    let asked = Asked { prompts: vec![prompt], echoes: vec![], tokens_max, settings, scores_prompt: None, grammar };
     server.order(Kind::Chat, params, asked).await
 }
 

@@ -1,8 +1,10 @@
 """Asks a server with the `openai` package, as its users do: `openai_client.py http://ADDRESS/v1 MODEL KEY`."""
 
 import sys
+from typing import Literal
 
 import openai
+import pydantic
 
 base_url, model, key = sys.argv[1:]
 client = openai.OpenAI(base_url=base_url, api_key=key, max_retries=0, timeout=120)
@@ -42,6 +44,14 @@ more = client.chat.completions.create(
     model=model, messages=[*messages, answer, {"role": "user", "content": "And then?"}], max_tokens=4, seed=1
 )
 assert more.usage.prompt_tokens > chat.usage.prompt_tokens
+
+# An answer of a type.
+class Animal(pydantic.BaseModel):
+    kind: Literal["fox", "dog"]
+
+
+parsed = client.chat.completions.parse(model=model, messages=messages, seed=2, max_tokens=220, response_format=Animal)
+assert parsed.choices[0].finish_reason == "stop" and isinstance(parsed.choices[0].message.parsed, Animal), parsed
 
 # Completions: choices, ids, stop, the prompt's own log-probabilities, and what only some servers have.
 done = client.completions.create(model=model, prompt="Once upon a time", max_tokens=24, n=2, seed=5, stop=["."])

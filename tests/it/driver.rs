@@ -313,7 +313,7 @@ fn requests_on_a_device_get_the_tokens_that_they_have_alone() {
             }
             let choices = vec![settings.resolve(vocab, &[]).unwrap()];
             let tokens_max = (1 + random.below(2 * page_rows)).min(4 * page_rows - prompt.len()) as u32;
-            let ask = Ask { prompt, tokens_max, choices, scores_prompt: None, deadline: None };
+            let ask = Ask { prompt, tokens_max, choices, scores_prompt: None, grammar: None, deadline: None };
             asks.insert(engine.submit(ask.clone()).unwrap(), ask);
         }
         engine.turn(Duration::ZERO, &mut events).unwrap_or_else(|fault| panic!("{fault}"));
@@ -352,7 +352,8 @@ fn an_engine_whose_device_dies_says_so() {
     let mut engine = Engine::new(DeviceStepper::new(session), limits).unwrap();
     let choices = vec![RequestSettings::plain(SampleSettings::greedy()).resolve(vocab, &[]).unwrap()];
     // The last id crashes the fake.
-    let deadly = Ask { prompt: vec![1, vocab - 1], tokens_max: 2, choices, scores_prompt: None, deadline: None };
+    let deadly =
+        Ask { prompt: vec![1, vocab - 1], tokens_max: 2, choices, scores_prompt: None, grammar: None, deadline: None };
     engine.submit(deadly).unwrap();
     let fault = (0..3).find_map(|_| engine.turn(Duration::ZERO, &mut vec![]).err()).expect("a fault");
     assert!(fault.message.contains("CUDA_ERROR_ILLEGAL_ADDRESS"), "{fault}");

@@ -27,8 +27,17 @@ impl Server {
     }
 
     fn start_with(arguments: &str, change: impl FnOnce(&mut Command)) -> Server {
-        let place = Place::new();
-        place.write("tiny.toml", manifest_text(&format!("path:{}", fixture("tinystories-llama").display()), 256));
+        Server::start_of(Place::new(), &fixture("tinystories-llama"), 256, arguments, change)
+    }
+
+    fn start_of(
+        place: Place,
+        checkpoint: &std::path::Path,
+        context_max: u32,
+        arguments: &str,
+        change: impl FnOnce(&mut Command),
+    ) -> Server {
+        place.write("tiny.toml", manifest_text(&format!("path:{}", checkpoint.display()), context_max));
         let mut command = place.process(&format!("serve tiny.toml --port 0 {arguments}"));
         change(&mut command);
         let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
@@ -290,7 +299,7 @@ fn what_is_not_supported_is_refused_by_name() {
     for (body, param) in [
         (json!({ "prompt": "a", "best_of": 4 }), "best_of"),
         (json!({ "prompt": "a", "suffix": "b" }), "suffix"),
-        (json!({ "prompt": "a", "response_format": { "type": "json_object" } }), "response_format"),
+        (json!({ "prompt": "a", "response_format": { "type": "grammar" } }), "response_format"),
         (json!({ "prompt": "a", "guided_json": {} }), "guided_json"),
         (json!({ "prompt": "a", "temperature": -1 }), "temperature"),
         (json!({ "prompt": "a", "top_p": 2 }), "top_p"),
@@ -346,6 +355,8 @@ fn one_of_many(at: usize) -> Value {
     let prompts = ["Once upon a time", "The dog", "Lily saw a big red ball", "One day, a boy named Tim", "A"];
     // A few are long: they need pages while the others come and go.
     let (times, tokens) = if at.is_multiple_of(25) { (4, 60) } else { (1, 2 + at % 7) };
+    let guided = at % 10 == 7;
+    let (tokens, format) = if guided { (20, "json_object") } else { (tokens, "text") };
     json!({
         "prompt": format!("{} {}", prompts[at % prompts.len()].repeat(times), at / 10),
         "max_tokens": tokens,
@@ -353,6 +364,7 @@ fn one_of_many(at: usize) -> Value {
         "seed": at,
         "logprobs": 1,
         "ignore_eos": at.is_multiple_of(2),
+        "response_format": { "type": format },
         "stream": true,
     })
 }
@@ -387,6 +399,80 @@ fn two_hundred_streams_at_once_are_each_what_they_are_alone() {
     assert_eq!((server.metric("vllm:num_requests_running"), server.metric("vllm:num_requests_waiting")), (0.0, 0.0));
     assert_eq!(server.metric("vllm:kv_cache_usage_perc"), 0.0);
     assert_eq!(server.metric("vllm:time_to_first_token_seconds_count") as usize, 2 * STREAMS);
+}
+
+fn animal() -> Value {
+    json!({ "type": "json_schema", "json_schema": { "name": "animal", "strict": true, "schema": {
+        "type": "object",
+        "properties": {
+            "kind": { "enum": ["fox", "dog"] },
+            "age": { "type": "integer", "minimum": 0, "maximum": 99 },
+            "name": { "type": "string", "maxLength": 9 },
+            "happy": { "type": "boolean" },
+        },
+        "required": ["kind", "age", "name", "happy"],
+        "additionalProperties": false,
+    } } })
+}
+
+#[track_caller]
+fn is_animal(text: &Value) {
+    let animal: Value = serde_json::from_str(text.as_str().unwrap()).unwrap_or_else(|error| panic!("{text}: {error}"));
+    assert_eq!(animal.as_object().unwrap().len(), 4, "{animal}");
+    assert!(["fox", "dog"].contains(&animal["kind"].as_str().unwrap()) && animal["happy"].is_boolean(), "{animal}");
+    assert!(animal["age"].as_u64().unwrap() <= 99, "{animal}");
+    assert!(animal["name"].as_str().unwrap().chars().count() <= 9, "{animal}");
+}
+
+#[test]
+fn a_text_is_json_of_its_schema() {
+    // This model fills every white space that JSON may have.
+    let server = Server::start_of(Place::new(), &fixture("tinystories-llama"), 1024, "", |_| {});
+    let chat = json!({
+        "messages": [{ "role": "user", "content": "Tell me of an animal." }], "response_format": animal(), "n": 3,
+        "seed": 5, "max_tokens": 900, "logprobs": true, "top_logprobs": 1,
+    });
+    let whole = server.ok("/v1/chat/completions", &chat);
+    let choices = whole["choices"].as_array().unwrap();
+    for choice in choices {
+        is_animal(&choice["message"]["content"]);
+        assert_eq!(choice["finish_reason"], "stop", "{choice}");
+        let tokens = choice["logprobs"]["content"].as_array().unwrap().iter();
+        let text: String = tokens.map(|token| token["token"].as_str().unwrap()).collect();
+        assert_eq!(choice["message"]["content"], text);
+    }
+    assert_ne!(choices[0]["message"], choices[1]["message"]);
+    let mut streamed = chat.clone();
+    streamed["stream"] = json!(true);
+    let stream = texts(&post(server.address, "/v1/chat/completions", &streamed), |choice| &choice["delta"]["content"]);
+    for ((text, reason), choice) in stream.iter().zip(choices) {
+        assert_eq!((&json!(text), &json!(reason)), (&choice["message"]["content"], &choice["finish_reason"]));
+    }
+    let completion = json!({ "prompt": PROMPT, "max_tokens": 900, "temperature": 0, "response_format": animal() });
+    is_animal(&server.complete(&completion)["choices"][0]["text"]);
+    // Any object, and a text that is cut.
+    let any = server.complete(&json!({
+        "prompt": PROMPT, "max_tokens": 6, "temperature": 0, "response_format": { "type": "json_object" }
+    }));
+    assert!(any["choices"][0]["text"].as_str().unwrap().starts_with('{'), "{any}");
+    assert_eq!(any["choices"][0]["finish_reason"], "length");
+    // A text that could go on ends where the model ends it.
+    let number = json!({ "type": "json_schema", "json_schema": { "schema": { "enum": [1, 12, 123] } } });
+    let body = json!({ "prompt": PROMPT, "max_tokens": 9, "seed": 1, "response_format": number });
+    let text = server.complete(&body)["choices"][0]["text"].clone();
+    assert!(["1", "12", "123"].contains(&text.as_str().unwrap().trim()), "{text}");
+    for schema in [
+        json!({ "type": "array", "uniqueItems": true }),
+        json!({ "type": "string", "format": "poem" }),
+        json!({ "enum": ["x".repeat(70_000)] }),
+        json!({ "type": "string", "pattern": "(" }),
+    ] {
+        let format = json!({ "type": "json_schema", "json_schema": { "schema": schema } });
+        let body = json!({ "prompt": "a", "response_format": format });
+        let reply = post(server.address, "/v1/completions", &body);
+        refused(&reply, 400, "response_format");
+    }
+    assert_eq!(get(server.address, "/health").status, 200);
 }
 
 #[test]
@@ -539,28 +625,39 @@ fn python_clients() -> Result<std::path::PathBuf, String> {
     }
 }
 
-#[test]
-fn the_openai_package_gets_what_it_expects() {
-    let clients = match python_clients() {
-        Ok(clients) => clients,
+/// Runs a script of `tests/clients` with these packages.
+#[track_caller]
+fn run_client(clients: &std::path::Path, script: &str, arguments: &[&str], input: &Value) {
+    let script = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/clients").join(script);
+    let mut command = Command::new("python3");
+    command.arg(script).args(arguments).env("PYTHONPATH", clients);
+    command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let mut child = command.spawn().unwrap();
+    child.stdin.take().unwrap().write_all(input.to_string().as_bytes()).unwrap();
+    let output = child.wait_with_output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+}
+
+/// The packages, unless this machine has none and may have none.
+fn clients_for(test: &str) -> Option<std::path::PathBuf> {
+    match python_clients() {
+        Ok(clients) => Some(clients),
         Err(reason) if std::env::var_os("MONOBLOC_REQUIRE_PYTHON").is_some_and(|value| value == "1") => {
             panic!("MONOBLOC_REQUIRE_PYTHON is set: {reason}")
         }
         Err(reason) => {
-            crate::skipped("the_openai_package_gets_what_it_expects", "openai package", &reason);
-            return;
+            crate::skipped(test, "Python clients", &reason);
+            None
         }
-    };
+    }
+}
+
+#[test]
+fn the_openai_package_gets_what_it_expects() {
+    let Some(clients) = clients_for("the_openai_package_gets_what_it_expects") else { return };
     let server = Server::start_with("", |command| {
         command.env("MONOBLOC_API_KEY", "sesame");
     });
-    let script = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/clients/openai_client.py");
-    let output = Command::new("python3")
-        .arg(script)
-        .args([&format!("http://{}/v1", server.address), "tiny", "sesame"])
-        .env("PYTHONPATH", clients)
-        .output()
-        .unwrap();
-    let said = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success(), "{said}");
+    let base = format!("http://{}/v1", server.address);
+    run_client(&clients, "openai_client.py", &[&base, "tiny", "sesame"], &Value::Null);
 }

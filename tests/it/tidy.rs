@@ -30,6 +30,8 @@ const IMPORTS: &[(&str, &[&str])] = &[
     // A target is data: it never asks a device.
     ("target", &["error", "fields", "files", "text"]),
     ("tokenizer", &["error", "files"]),
+    // Sets of tokens: knows no model and no text but that of tokens.
+    ("grammar", &["error", "sample"]),
     ("candidate", &["ir"]),
     // The only module that knows what measurements advise.
     ("defaults", &["candidate", "dtype", "ir", "lower", "model", "schedule", "target"]),
@@ -78,7 +80,7 @@ const IMPORTS: &[(&str, &[&str])] = &[
         &["abba", "check", "codegen", "cuda", "dtype", "error", "interp", "ir", "model", "pack", "target", "validate"],
     ),
     // Decides what runs together; knows no clock, no thread and no text.
-    ("engine", &["cuda", "digest", "error", "interp", "ir", "pages", "rows", "sample"]),
+    ("engine", &["cuda", "digest", "error", "grammar", "interp", "ir", "pages", "rows", "sample"]),
     ("goldens", &["dtype"]),
     ("abba", &["random"]),
     ("trace", &["ir"]),
@@ -95,7 +97,7 @@ const IMPORTS: &[(&str, &[&str])] = &[
         &["abba", "candidate", "digest", "dtype", "flywheel", "ir", "lower", "model", "random", "schedule", "target"],
     ),
     // Peers, threads and text around an engine; what executes it is given to it.
-    ("serve", &["engine", "error", "pipeline", "sample", "tokenizer"]),
+    ("serve", &["engine", "error", "grammar", "pipeline", "sample", "tokenizer"]),
 ];
 
 /// Modules that wire the others together and may import any of them.

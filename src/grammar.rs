@@ -1,0 +1,356 @@
+//! Owns grammars: which tokens may come next, so that a text becomes what its client asked for. The crate llguidance does the work.
+//!
+//! A [`Vocabulary`] knows the bytes of every token. It compiles a [`Source`] into a [`Grammar`], and each text has a [`Guide`] of
+//! its own: a set of tokens before each choice, and the chosen token after it. What a guide says depends on its own tokens alone,
+//! so it is the same whatever else runs.
+//!
+//! Sources come from strangers. Their size is bounded here, and the work for one token is bounded in units that do not depend on
+//! the machine. The work to compile one is not bounded here: `pipeline::tokens` compiles it first in a process that is.
+
+use std::fmt;
+use std::panic::AssertUnwindSafe;
+use std::sync::Arc;
+
+use llguidance::api::{ParserLimits, TopLevelGrammar};
+use llguidance::earley::SlicedBiasComputer;
+use llguidance::toktrie::{ApproximateTokEnv, InferenceCapabilities, TokEnv, TokRxInfo, TokTrie};
+use llguidance::{Matcher, ParserFactory, panic_utils};
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+use thiserror::Error;
+
+use crate::error::Fault;
+use crate::sample::TokenSet;
+
+/// Bytes of a source: the largest schemas that people write by hand are half as long.
+pub const SOURCE_BYTES_MAX: usize = 64 << 10;
+/// White space between two tokens of JSON: a blank, or a line break with an indent. Without an end, a weak model prints it for ever.
+const WHITE_SPACE: &str = r"\x20|\x0A[\x20\x09]{0,32}";
+/// Bounds of one grammar and of one set of tokens. llguidance states the speeds: a core takes 14,000 units of `step_lexer_fuel` or
+/// 20,000 of `step_max_items` in a millisecond, so a set takes 10 ms at most; a lexer state takes 2 KiB.
+const STEP_LEXER_FUEL: u64 = 100_000;
+const STEP_ITEMS_MAX: usize = 50_000;
+const LEXER_STATES_MAX: usize = 20_000;
+const GRAMMAR_SIZE_MAX: usize = 100_000;
+
+/// What a text has to be.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Source {
+    /// JSON of this schema, as [`schema`] gives it.
+    Json(String),
+    /// A grammar in the language of llguidance.
+    Lark(String),
+}
+
+/// A text that no token can follow as it was asked for.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+pub enum GrammarError {
+    #[error("expected at most {SOURCE_BYTES_MAX} bytes, found {found}")]
+    Size { found: usize },
+    #[error("expected an object as schema")]
+    NoObject,
+    /// llguidance reads settings of its own there.
+    #[error("`x-guidance` is no keyword of JSON schemas")]
+    Setting,
+    #[error("{reason}")]
+    Source { reason: String },
+    #[error("the model names no token that ends its text")]
+    NoEnd,
+    #[error("the tokens of the model make no vocabulary: {reason}")]
+    Vocabulary { reason: String },
+    #[error("the tokens that may come next cannot be found: {reason}")]
+    Step { reason: String },
+}
+
+impl From<GrammarError> for Fault {
+    fn from(error: GrammarError) -> Fault {
+        Fault::input(error.to_string())
+    }
+}
+
+/// A JSON schema that was written by a client, with how its text is laid out.
+///
+/// # Errors
+/// One that is no object, has a keyword of llguidance, or is too long.
+pub fn schema(schema: &Value) -> Result<Value, GrammarError> {
+    let mut schema = schema.as_object().ok_or(GrammarError::NoObject)?.clone();
+    if schema.contains_key("x-guidance") {
+        return Err(GrammarError::Setting);
+    }
+    let found = json!(schema).to_string().len();
+    if found > SOURCE_BYTES_MAX {
+        return Err(GrammarError::Size { found });
+    }
+    schema.insert("x-guidance".to_string(), json!({ "whitespace_pattern": WHITE_SPACE }));
+    Ok(Value::Object(schema))
+}
+
+/// The bytes of every token of a model.
+#[derive(Clone)]
+pub struct Vocabulary {
+    factory: Arc<ParserFactory>,
+}
+
+impl Vocabulary {
+    /// Takes the bytes of each id; an id without bytes is never in a grammar. One of `eos` ends a text.
+    ///
+    /// # Errors
+    /// A model whose text does not end.
+    pub fn new(tokens: &[Vec<u8>], eos: &[u32]) -> Result<Vocabulary, GrammarError> {
+        let &[first, ..] = eos else { return Err(GrammarError::NoEnd) };
+        let info = TokRxInfo::new(tokens.len() as u32, first);
+        let made = panic_utils::catch_unwind(AssertUnwindSafe(|| {
+            let trie = TokTrie::from(&info, tokens).with_eos_tokens(eos);
+            let env: TokEnv = Arc::new(ApproximateTokEnv::new(trie));
+            let mut factory =
+                ParserFactory::new(&env, InferenceCapabilities::default(), &SlicedBiasComputer::json_slices())?;
+            factory.quiet();
+            *factory.limits_mut() = ParserLimits {
+                step_lexer_fuel: STEP_LEXER_FUEL,
+                step_max_items: STEP_ITEMS_MAX,
+                max_lexer_states: LEXER_STATES_MAX,
+                max_grammar_size: GRAMMAR_SIZE_MAX,
+                verbose_errors: false,
+                ..ParserLimits::default()
+            };
+            Ok(Vocabulary { factory: Arc::new(factory) })
+        }));
+        made.map_err(|error| GrammarError::Vocabulary { reason: reason(&error.to_string()) })
+    }
+
+    /// Compiles a source.
+    ///
+    /// # Errors
+    /// One that is too long, that no text fits, or that llguidance would only approximate.
+    pub fn compile(&self, source: &Source) -> Result<Grammar, GrammarError> {
+        let (Source::Json(text) | Source::Lark(text)) = source;
+        // Frames of tool calls come on top of the schemas that `schema` has bounded.
+        if text.len() > 2 * SOURCE_BYTES_MAX {
+            return Err(GrammarError::Size { found: text.len() });
+        }
+        let failed = |reason: String| GrammarError::Source { reason };
+        let made = panic_utils::catch_unwind(AssertUnwindSafe(|| {
+            let grammar = match source {
+                Source::Json(schema) => TopLevelGrammar::from_json_schema(serde_json::from_str(schema)?),
+                Source::Lark(lark) => TopLevelGrammar::from_lark(lark.clone()),
+            };
+            Ok(Matcher::new(Ok(self.factory.create_parser(grammar)?)))
+        }));
+        let mut matcher = made.map_err(|error| failed(reason(&error.to_string())))?;
+        if let Some(error) = matcher.get_error() {
+            return Err(failed(reason(&error)));
+        }
+        // A warning is a schema whose texts are not all of its kind.
+        match matcher.grammar_warnings().first() {
+            Some(warning) => Err(failed(reason(warning))),
+            None => Ok(Grammar(Arc::new(matcher))),
+        }
+    }
+}
+
+/// The first line of what llguidance says: the rest is for its developers.
+fn reason(said: &str) -> String {
+    const CHARACTERS_MAX: usize = 300;
+    said.lines().next().unwrap_or_default().chars().take(CHARACTERS_MAX).collect()
+}
+
+/// A compiled source.
+#[derive(Clone)]
+pub struct Grammar(Arc<Matcher>);
+
+impl Grammar {
+    /// Begins a text. It shares nothing with others, so that no bound is met sooner or later because of them.
+    pub fn begin(&self) -> Guide {
+        Guide { matcher: self.0.deep_clone(), allowed: None }
+    }
+}
+
+impl fmt::Debug for Grammar {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Grammar")
+    }
+}
+
+/// What may come next in one text.
+pub struct Guide {
+    matcher: Matcher,
+    /// The set before the next token, once it was asked for.
+    allowed: Option<TokenSet>,
+}
+
+impl Guide {
+    /// The ids that may come next: one at least.
+    ///
+    /// # Errors
+    /// More work than a token may take.
+    pub fn allowed(&mut self) -> Result<&TokenSet, GrammarError> {
+        if self.allowed.is_none() {
+            let mask = self.matcher.compute_mask().map_err(step)?;
+            self.allowed = Some(TokenSet::from_words(mask.as_slice().to_vec()));
+        }
+        self.allowed.as_ref().ok_or_else(|| GrammarError::Step { reason: "there is no set".to_string() })
+    }
+
+    /// Takes the token that was chosen. True: the text is complete, and nothing may follow.
+    ///
+    /// # Errors
+    /// A token that may not come next; more work than a token may take.
+    pub fn push(&mut self, token: u32) -> Result<bool, GrammarError> {
+        self.allowed = None;
+        self.matcher.consume_token(token).map_err(step)?;
+        Ok(self.matcher.is_stopped())
+    }
+}
+
+fn step(error: impl fmt::Display) -> GrammarError {
+    GrammarError::Step { reason: reason(&error.to_string()) }
+}
+
+impl fmt::Debug for Guide {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Guide")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::random::Random;
+
+    const EOS: u32 = 300;
+
+    /// All bytes, some longer tokens, one without bytes, and two ends.
+    fn vocabulary() -> Vocabulary {
+        let mut tokens: Vec<Vec<u8>> = (0..=255u8).map(|byte| vec![byte]).collect();
+        let longer = ["{\"", "\":", "\",\"", "true", "fal", "}", "\"}", "name", "é", "a fox", " {", "12", "]]"];
+        tokens.extend(longer.iter().map(|text| text.as_bytes().to_vec()));
+        tokens.resize(EOS as usize + 20, vec![]);
+        Vocabulary::new(&tokens, &[EOS, EOS + 1]).unwrap()
+    }
+
+    fn bytes(id: u32) -> Vec<u8> {
+        let longer = ["{\"", "\":", "\",\"", "true", "fal", "}", "\"}", "name", "é", "a fox", " {", "12", "]]"];
+        match id {
+            0..=255 => vec![id as u8],
+            id if id >= EOS => vec![],
+            id => longer[id as usize - 256].as_bytes().to_vec(),
+        }
+    }
+
+    fn json_of(text: &str) -> Result<Grammar, GrammarError> {
+        vocabulary().compile(&Source::Json(schema(&serde_json::from_str(text).unwrap())?.to_string()))
+    }
+
+    /// A text of tokens that are drawn from those allowed, and whether it came to its end.
+    fn draw(guide: &mut Guide, random: &mut Random, tokens_max: usize) -> (Vec<u8>, bool) {
+        let mut text = vec![];
+        for _ in 0..tokens_max {
+            let allowed = guide.allowed().unwrap();
+            let ids: Vec<u32> = (0..EOS + 20).filter(|id| allowed.contains(*id)).collect();
+            let id = ids[random.below(ids.len())];
+            text.extend(bytes(id));
+            if guide.push(id).unwrap() {
+                return (text, true);
+            }
+        }
+        (text, false)
+    }
+
+    #[test]
+    fn every_text_of_a_schema_is_what_the_schema_says() {
+        let grammar = json_of(
+            r##"{"type": "object", "properties": {
+                "name": {"type": "string", "maxLength": 6}, "age": {"type": "integer", "minimum": 3, "maximum": 120},
+                "kind": {"enum": ["fox", "dog"]}, "old": {"type": "boolean"}, "next": {"$ref": "#/$defs/list"}
+            }, "required": ["name", "age", "kind"], "additionalProperties": false,
+            "$defs": {"list": {"type": "array", "maxItems": 2, "items": {"type": "null"}}}}"##,
+        )
+        .unwrap();
+        let mut random = Random::new(7);
+        for _ in 0..100 {
+            let (text, ended) = draw(&mut grammar.begin(), &mut random, 500);
+            assert!(ended);
+            let value: Value = serde_json::from_slice(&text).unwrap();
+            assert!(value["name"].as_str().unwrap().chars().count() <= 6, "{value}");
+            assert!((3..=120).contains(&value["age"].as_i64().unwrap()), "{value}");
+            assert!(["fox", "dog"].contains(&value["kind"].as_str().unwrap()), "{value}");
+            for (key, value) in value.as_object().unwrap() {
+                match key.as_str() {
+                    "name" | "age" | "kind" => {}
+                    "old" => assert!(value.is_boolean()),
+                    "next" => assert!(value.as_array().is_some_and(|list| list.len() <= 2)),
+                    other => panic!("{other}"),
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_text_that_could_go_on_ends_with_an_end_and_texts_do_not_touch_each_other() {
+        let grammar = json_of(r#"{"type": "integer"}"#).unwrap();
+        let (mut one, mut other) = (grammar.begin(), grammar.begin());
+        assert!(!one.allowed().unwrap().contains(EOS));
+        assert_eq!(one.push(u32::from(b'4')), Ok(false));
+        assert!(one.allowed().unwrap().contains(EOS) && one.allowed().unwrap().contains(EOS + 1));
+        assert!(!one.allowed().unwrap().contains(EOS + 2), "an id without bytes");
+        assert_eq!(one.push(EOS + 1), Ok(true));
+        assert!(!other.allowed().unwrap().contains(EOS));
+        assert!(other.push(u32::from(b'x')).is_err());
+        assert_eq!(Vocabulary::new(&[vec![1]], &[]).err(), Some(GrammarError::NoEnd));
+    }
+
+    #[test]
+    fn frames_stand_around_schemas() {
+        let parameters = schema(&json!({ "type": "object", "properties": {}, "additionalProperties": false })).unwrap();
+        let lark = format!("start: \"<call>\\n{{\\\"a\\\": \" one \"}}\\n</call>\"\none: %json {parameters}");
+        let grammar = vocabulary().compile(&Source::Lark(lark)).unwrap();
+        let (text, ended) = draw(&mut grammar.begin(), &mut Random::new(1), 200);
+        let text = String::from_utf8(text).unwrap();
+        let inner = text.strip_prefix("<call>\n{\"a\": ").and_then(|text| text.strip_suffix("}\n</call>")).unwrap();
+        assert!(ended && serde_json::from_str::<Value>(inner).unwrap() == json!({}), "{text}");
+    }
+
+    #[test]
+    fn what_cannot_be_kept_to_exactly_is_refused() {
+        for (text, expected) in [
+            (r#"{"type": "array", "uniqueItems": true}"#, "Unimplemented keys: [\"uniqueItems\"]"),
+            (r#"{"type": "string", "format": "poem"}"#, "Unknown format: poem"),
+            (r#"{"oneOf": [{"minimum": 1}, {"minimum": 2}]}"#, "oneOf constraints are not supported"),
+            (r#"{"type": "string", "pattern": "("}"#, ""),
+            (r#"{"type": "integer", "minimum": 5, "maximum": 2}"#, ""),
+            (r##"{"$ref": "#/nowhere"}"##, ""),
+            (r#"{"x-guidance": {}}"#, "`x-guidance` is no keyword of JSON schemas"),
+            ("[]", "expected an object as schema"),
+        ] {
+            let error = json_of(text).map(|_| ()).expect_err(text).to_string();
+            assert!(error.contains(expected) && !error.is_empty() && !error.contains('\n'), "{text}: {error}");
+        }
+        let long = json!({ "enum": ["x".repeat(SOURCE_BYTES_MAX)] });
+        assert!(matches!(schema(&long), Err(GrammarError::Size { .. })));
+    }
+
+    #[test]
+    fn a_schema_that_takes_too_much_is_refused_or_ends_its_text() {
+        // An automaton of 2^n states, a deep nest, and a product of alternatives.
+        let pattern = json!({ "type": "string", "pattern": "^(a|b)*a(a|b){60}$" });
+        let nest = (0..50).fold(json!({ "type": "null" }), |inner, _| json!({ "type": "array", "items": inner }));
+        let sides =
+            json!({ "anyOf": (0..6).map(|at| json!({ "properties": { format!("p{at}"): {} } })).collect::<Vec<_>>() });
+        let product = json!({ "allOf": vec![sides; 4] });
+        for source in [pattern, nest, product] {
+            let Ok(grammar) = vocabulary().compile(&Source::Json(schema(&source).unwrap().to_string())) else {
+                continue;
+            };
+            let (mut guide, mut random) = (grammar.begin(), Random::new(3));
+            for _ in 0..300 {
+                let Ok(allowed) = guide.allowed() else { break };
+                let ids: Vec<u32> = (0..256).filter(|id| allowed.contains(*id)).collect();
+                let Some(&id) = ids.get(random.below(ids.len().max(1))) else { break };
+                if guide.push(id) != Ok(false) {
+                    break;
+                }
+            }
+        }
+    }
+}
