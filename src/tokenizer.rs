@@ -21,6 +21,7 @@ use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Kwargs, Serde};
 use minijinja::{Environment, ErrorKind, Value};
 use serde::{Deserialize, Serialize};
+use serde_json::json;
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{self, Read, Write};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -68,6 +69,10 @@ pub enum TokenizerError {
     NoChatTemplate,
     #[error("expected a chat template named `default`, found {}", list(.names))]
     NoDefaultTemplate { names: Vec<String> },
+    #[error("the chat template in `{path}` shows a model no tools")]
+    NoTools { path: PathBuf },
+    #[error("the chat template in `{path}` writes calls of tools in a form that is not known here")]
+    CallForm { path: PathBuf },
     #[error("the chat template in `{path}` fails: {reason}")]
     ChatTemplate { path: PathBuf, reason: String },
 }
@@ -99,6 +104,9 @@ impl From<TokenizerError> for Fault {
             }
             TokenizerError::Encode { .. } | TokenizerError::Decode { .. } => Fault::input(message).with_remedy(IDS),
             TokenizerError::Bytes { .. } => Fault::input(message).with_remedy("ask for text of any form"),
+            TokenizerError::NoTools { .. } | TokenizerError::CallForm { .. } => {
+                Fault::input(message).with_remedy("ask without tools")
+            }
             TokenizerError::NoChatTemplate | TokenizerError::NoDefaultTemplate { .. } => {
                 Fault::input(message).with_remedy("give a plain prompt instead of a chat")
             }
@@ -114,11 +122,30 @@ pub struct Message {
     /// `system`, `user` or `assistant`; a template may know more.
     pub role: String,
     pub content: String,
+    /// The calls of tools in an answer, with their arguments as objects.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub tool_calls: Vec<serde_json::Value>,
+    /// Of the result of a tool, the call that it answers, and the name of the tool.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tool_call_id: Option<String>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub name: Option<String>,
+}
+
+/// How a text calls a tool.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum CallForm {
+    /// `<tool_call>`, a line of `{"name": …, "arguments": …}`, `</tool_call>`: Hermes and Qwen. A text may have several.
+    Hermes,
+    /// The whole text is `{"name": …, "parameters": …}`.
+    Llama3,
 }
 
 impl Message {
     pub fn new(role: impl Into<String>, content: impl Into<String>) -> Message {
-        Message { role: role.into(), content: content.into() }
+        let (role, content) = (role.into(), content.into());
+        Message { role, content, tool_calls: vec![], tool_call_id: None, name: None }
     }
 }
 
@@ -302,17 +329,53 @@ impl Tokenizer {
     /// Templates write the special tokens themselves: encode the result without adding more, or use `encode_chat`.
     /// Some print today's date, in UTC.
     pub fn apply_chat(&self, messages: &[Message], add_generation_prompt: bool) -> Result<String, TokenizerError> {
-        self.apply_chat_at(messages, add_generation_prompt, SystemTime::now())
+        self.apply_chat_at(messages, &[], add_generation_prompt, SystemTime::now())
     }
 
-    /// Token ids of `apply_chat`.
-    pub fn encode_chat(&self, messages: &[Message], add_generation_prompt: bool) -> Result<Vec<u32>, TokenizerError> {
-        self.encode(&self.apply_chat(messages, add_generation_prompt)?, false)
+    /// Token ids of `apply_chat`, with `tools` for the template to show.
+    pub fn encode_chat(
+        &self,
+        messages: &[Message],
+        tools: &[serde_json::Value],
+        add_generation_prompt: bool,
+    ) -> Result<Vec<u32>, TokenizerError> {
+        self.encode(&self.apply_chat_at(messages, tools, add_generation_prompt, SystemTime::now())?, false)
+    }
+
+    /// How the texts of this checkpoint call tools: as its template writes a call that is over.
+    ///
+    /// # Errors
+    /// A template that leaves tools out, or that writes calls in another form.
+    pub fn call_form(&self) -> Result<CallForm, TokenizerError> {
+        let function =
+            json!({ "name": "probe_tool", "description": "d", "parameters": { "type": "object", "properties": {} } });
+        let tools = [json!({ "type": "function", "function": function })];
+        let asked = Message::new("user", "a");
+        let shown = self.apply_chat_at(std::slice::from_ref(&asked), &tools, true, SystemTime::now())?;
+        if !shown.contains("probe_tool") {
+            return Err(TokenizerError::NoTools { path: self.templates_path.clone() });
+        }
+        let call = json!({ "name": "probe_call", "arguments": { "probe": 1 } });
+        let calls = vec![json!({ "id": "probe0000", "type": "function", "function": call })];
+        let called = Message { tool_calls: calls, ..Message::new("assistant", "") };
+        // A template that refuses it knows no calls.
+        let written = self.apply_chat_at(&[asked, called], &tools, false, SystemTime::now()).unwrap_or_default();
+        let tagged = "<tool_call>\n{\"name\": \"probe_call\", \"arguments\": {\"probe\": 1}}\n</tool_call>";
+        // A tag that is a special token is no part of a text.
+        let visible = !self.backend.token_to_id("<tool_call>").is_some_and(|id| self.special.contains(&id));
+        if written.contains(tagged) && visible {
+            Ok(CallForm::Hermes)
+        } else if written.contains("{\"name\": \"probe_call\", \"parameters\": {\"probe\": 1}}") {
+            Ok(CallForm::Llama3)
+        } else {
+            Err(TokenizerError::CallForm { path: self.templates_path.clone() })
+        }
     }
 
     fn apply_chat_at(
         &self,
         messages: &[Message],
+        tools: &[serde_json::Value],
         add_generation_prompt: bool,
         now: SystemTime,
     ) -> Result<String, TokenizerError> {
@@ -326,7 +389,8 @@ impl Tokenizer {
         context.insert("messages", Value::from(Serde(messages)));
         context.insert("add_generation_prompt", Value::from(add_generation_prompt));
         // transformers passes these always, so that templates test them with `is none`.
-        context.insert("tools", Value::from(()));
+        let tools = if tools.is_empty() { Value::from(()) } else { Value::from(Serde(tools)) };
+        context.insert("tools", tools);
         context.insert("documents", Value::from(()));
         guarded(|| render(template, context, now).map_err(|error| chain(&error).into()))
             .map_err(|reason| TokenizerError::ChatTemplate { path: self.templates_path.clone(), reason })
@@ -834,7 +898,7 @@ mod tests {
     use super::*;
     use crate::error::Tier;
     use proptest::prelude::*;
-    use serde_json::{Value as Json, json};
+    use serde_json::Value as Json;
     use std::sync::LazyLock;
     use std::time::Duration;
 
@@ -940,7 +1004,10 @@ mod tests {
             let messages: Vec<Message> = parse(&case["messages"]);
             let opens: bool = parse(&case["add_generation_prompt"]);
             assert_eq!(STORIES.apply_chat(&messages, opens).expect("it renders"), parse::<String>(&case["rendered"]));
-            assert_eq!(STORIES.encode_chat(&messages, opens).expect("it encodes"), parse::<Vec<u32>>(&case["ids"]));
+            assert_eq!(
+                STORIES.encode_chat(&messages, &[], opens).expect("it encodes"),
+                parse::<Vec<u32>>(&case["ids"])
+            );
         }
     }
 
@@ -952,7 +1019,7 @@ mod tests {
         for prompt in prompts {
             let ids = match &prompt["messages"] {
                 Json::Null => STORIES.encode(&parse::<String>(&prompt["text"]), true),
-                messages => STORIES.encode_chat(&parse::<Vec<Message>>(messages), true),
+                messages => STORIES.encode_chat(&parse::<Vec<Message>>(messages), &[], true),
             };
             assert_eq!(ids.expect("it encodes"), parse::<Vec<u32>>(&prompt["ids"]), "{}", prompt["name"]);
             let greedy: Vec<u32> = parse(&prompt["greedy_ids"]);
@@ -1093,7 +1160,7 @@ mod tests {
                 "bos_token": "<s>", "eos_token": {"content": "</s>"}, "chat_template": file["templates"][&name]
             }));
             let messages: Vec<Message> = parse(&file["messages"][&conversation]);
-            let rendered = tokenizer.apply_chat_at(&messages, parse(&case["add_generation_prompt"]), now);
+            let rendered = tokenizer.apply_chat_at(&messages, &[], parse(&case["add_generation_prompt"]), now);
             match &case["rendered"] {
                 Json::String(want) => assert_eq!(&rendered.expect(&name), want, "{name}, {conversation}"),
                 refused => {
@@ -1102,6 +1169,32 @@ mod tests {
                 }
             }
         }
+    }
+
+    /// Parts of the templates of Qwen 2.5 and of Llama 3.1.
+    const QWEN: &str = r#"{%- if tools %}<|im_start|>system
+{%- for tool in tools %}{{ "\n" }}{{ tool | tojson }}{%- endfor %}<|im_end|>
+{% endif %}{%- for message in messages %}{{- '<|im_start|>' + message.role }}{%- if message.content %}{{- '\n' + message.content }}{%- endif %}
+{%- for tool_call in message.tool_calls %}{%- if tool_call.function is defined %}{%- set tool_call = tool_call.function %}{%- endif %}
+{{- '\n<tool_call>\n{"name": "' }}{{- tool_call.name }}{{- '", "arguments": ' }}{{- tool_call.arguments | tojson }}{{- '}\n</tool_call>' }}{%- endfor %}
+{{- '<|im_end|>\n' }}{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"#;
+    const LLAMA: &str = r#"{%- if tools is not none %}{%- for t in tools %}{{- t | tojson(indent=4) }}{%- endfor %}{%- endif %}
+{%- for message in messages %}{%- if 'tool_calls' in message %}{%- set tool_call = message.tool_calls[0].function %}
+{{- '{"name": "' + tool_call.name + '", ' }}{{- '"parameters": ' }}{{- tool_call.arguments | tojson }}{{- "}" }}
+{%- else %}{{- message.content }}{%- endif %}{%- endfor %}"#;
+
+    #[test]
+    fn a_template_says_how_tools_are_called() {
+        let form = |template: &str| with_config(json!({ "chat_template": template })).call_form();
+        assert_eq!(form(QWEN).unwrap(), CallForm::Hermes);
+        assert_eq!(form(LLAMA).unwrap(), CallForm::Llama3);
+        let none = Tokenizer::load(&fixture()).unwrap().call_form();
+        assert!(matches!(none, Err(TokenizerError::NoTools { .. })));
+        let other = QWEN.replace("<tool_call>", "[CALL]");
+        assert!(matches!(form(&other), Err(TokenizerError::CallForm { .. })));
+        // A tag that clients do not see.
+        let special = json!({ "chat_template": QWEN, "additional_special_tokens": ["<tool_call>"] });
+        assert!(matches!(with_config(special).call_form(), Err(TokenizerError::CallForm { .. })));
     }
 
     #[test]

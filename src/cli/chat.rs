@@ -50,7 +50,7 @@ pub fn chat(session: &Session, asked: &Chat) -> Result<Outcome, Fault> {
     let system: Vec<Message> = asked.system.iter().map(|system| Message::new("system", system)).collect();
     // Before the model is built: a checkpoint without a template, or whose template has no system prompt, cannot chat.
     let probe = system.iter().cloned().chain([Message::new("user", "Hello.")]).collect();
-    words.encode_chat(probe, true)?;
+    words.encode_chat(probe, vec![], true)?;
     let ready = session.ready(&given, &target, Talk::Work)?;
     words.check_vocab(ready.vocab)?;
     let request = settings.resolve(ready.vocab, &ready.eos)?;
@@ -140,7 +140,7 @@ impl Conversation<'_> {
         let Conversation { session, manifest, max_tokens, request, words, runner, messages, .. } = self;
         let terminal = &session.terminal;
         let _deferred = interrupt::defer();
-        let prompt = words.encode_chat(messages.clone(), true)?;
+        let prompt = words.encode_chat(messages.clone(), vec![], true)?;
         let context_max = manifest.decode.context_max as usize;
         if prompt.len() > context_max {
             let message = format!("the conversation has {}, and `context_max` is {context_max}", tokens(prompt.len()));

@@ -239,7 +239,7 @@ fn encode(tokenizer: &mut Tokens, asked: &Generate, text: &str) -> Result<Vec<u3
     }
     let system = asked.system.iter().map(|system| Message::new("system", system));
     let messages: Vec<Message> = system.chain([Message::new("user", text)]).collect();
-    tokenizer.encode_chat(messages, true)
+    tokenizer.encode_chat(messages, vec![], true)
 }
 
 /// Tokens that can be decided after a prompt: the last of them needs no place in the cache.

@@ -22,7 +22,7 @@ use super::line_child::NoAnswer;
 use super::worker::Worker;
 use crate::error::Fault;
 use crate::grammar::{Source, Vocabulary};
-use crate::tokenizer::{Message, Stream, Tokenizer};
+use crate::tokenizer::{CallForm, Message, Stream, Tokenizer};
 
 /// Address space of the child, before it is asked anything. A tokenizer of the largest known size, 262144 tokens and twice as
 /// many merges, takes 0.6 GiB to load.
@@ -45,7 +45,8 @@ enum Ask {
     Load,
     CheckVocab { vocab: u32 },
     Encode { text: String, special: bool },
-    Chat { messages: Vec<Message>, reply: bool },
+    Chat { messages: Vec<Message>, tools: Vec<serde_json::Value>, reply: bool },
+    CallForm,
     Stream { skip_special: bool },
     Push { id: u32 },
     Finish,
@@ -72,7 +73,12 @@ impl Ask {
     fn bytes(&self) -> u64 {
         match self {
             Ask::Encode { text, .. } => text.len() as u64,
-            Ask::Chat { messages, .. } => messages.iter().map(|message| message.content.len() as u64).sum(),
+            Ask::Chat { messages, tools, .. } => {
+                let value = |value: &serde_json::Value| value.to_string().len();
+                let message =
+                    |message: &Message| message.content.len() + message.tool_calls.iter().map(value).sum::<usize>();
+                (messages.iter().map(message).sum::<usize>() + tools.iter().map(value).sum::<usize>()) as u64
+            }
             _ => 0,
         }
     }
@@ -110,6 +116,9 @@ enum Said {
     },
     TextsEach {
         texts: Vec<Vec<String>>,
+    },
+    CallForm {
+        form: CallForm,
     },
     /// Of each token a text whose characters U+0000 to U+00FF are its bytes.
     Bytes {
@@ -171,8 +180,24 @@ impl Tokens {
     ///
     /// # Errors
     /// Its errors, and a template or tokenizer that takes more than its share.
-    pub fn encode_chat(&mut self, messages: Vec<Message>, add_generation_prompt: bool) -> Result<Vec<u32>, Fault> {
-        self.ids(&Ask::Chat { messages, reply: add_generation_prompt })
+    pub fn encode_chat(
+        &mut self,
+        messages: Vec<Message>,
+        tools: Vec<serde_json::Value>,
+        add_generation_prompt: bool,
+    ) -> Result<Vec<u32>, Fault> {
+        self.ids(&Ask::Chat { messages, tools, reply: add_generation_prompt })
+    }
+
+    /// As [`Tokenizer::call_form`].
+    ///
+    /// # Errors
+    /// Its errors, and a template that takes more than its share.
+    pub fn call_form(&mut self) -> Result<CallForm, Fault> {
+        match self.ask(&Ask::CallForm)? {
+            Said::CallForm { form } => Ok(form),
+            other => Err(unexpected(&other)),
+        }
     }
 
     /// Begins the text of ids that come one by one, as [`Tokenizer::stream`]; until [`Tokens::finish`] nothing else is asked.
@@ -311,7 +336,9 @@ impl Tokens {
             return Fault::input(format!("what is asked of the text {what}")).with_remedy("ask for something simpler");
         }
         let (path, by_ids) = match ask {
-            Ask::Chat { .. } => (&self.chat_template, "give a plain prompt, which no template is run for"),
+            Ask::Chat { .. } | Ask::CallForm => {
+                (&self.chat_template, "give a plain prompt, which no template is run for")
+            }
             _ => (&self.path, "pass token ids with `--ids`, which works without a tokenizer"),
         };
         Fault::input(format!("`{}` {what}", path.display())).with_remedy(format!(
@@ -394,9 +421,12 @@ pub fn serve_tokens(
             }
             Ask::CheckVocab { vocab } => say(tokenizer.check_vocab(vocab).map(|()| Said::Done).map_err(Fault::from))?,
             Ask::Encode { text, special } => say(tokenizer.encode(&text, special).map_err(Fault::from).and_then(few))?,
-            Ask::Chat { messages, reply } => {
+            Ask::CallForm => {
+                say(tokenizer.call_form().map(|form| Said::CallForm { form }).map_err(Fault::from))?;
+            }
+            Ask::Chat { messages, tools, reply } => {
                 // A template may write more than it was given, and is bounded by itself.
-                let ids = tokenizer.encode_chat(&messages, reply);
+                let ids = tokenizer.encode_chat(&messages, &tools, reply);
                 say(ids.map(|ids| Said::Ids { ids }).map_err(Fault::from))?;
             }
             Ask::Stream { skip_special } => {
@@ -567,7 +597,7 @@ mod tests {
     fn a_chat_names_its_template_and_a_lost_process_is_not_asked_again() {
         let script: String = LOADED.to_string() + "read ask; kill -XCPU $$";
         let mut tokens = shell(script.leak()).expect("loaded");
-        let fault = tokens.encode_chat(vec![Message::new("user", "abc")], true).expect_err("it ended");
+        let fault = tokens.encode_chat(vec![Message::new("user", "abc")], vec![], true).expect_err("it ended");
         assert!(fault.message.starts_with("`checkpoint/chat.jinja` takes more than 60 s for 3 bytes"), "{fault}");
         assert!(fault.remedy.is_some_and(|remedy| remedy.contains("plain prompt")));
         assert_eq!(tokens.encode("a", true).expect_err("it is gone").tier, Tier::Internal);

@@ -1,8 +1,8 @@
 //! Owns `serve`: a model behind the HTTP API that clients of OpenAI speak.
 //!
 //! `desk` has the engine's thread and the thread that makes text; `encoders` the threads that read text; `routes` the endpoints,
-//! with `params` and `fields` for what they are asked, `reply` for what they answer, and `error` for what they refuse; `http` the
-//! connections; `metrics` the figures. Async code stays in `http`, `routes` and `reply`: it waits for peers, and computes nothing.
+//! with `params` and `fields` for what they are asked, `tools` for the functions that a text may call, `reply` for what they answer,
+//! and `error` for what they refuse; `http` the connections; `metrics` the figures. Async code stays in `http`, `routes` and `reply`: it waits for peers, and computes nothing.
 //!
 //! Peers are strangers. Sizes are bounded before memory is taken, every wait has an end, and what a peer asks too much of is
 //! refused with a status that says so.
@@ -16,6 +16,7 @@ mod metrics;
 mod params;
 mod reply;
 mod routes;
+mod tools;
 
 use std::net::SocketAddr;
 use std::time::Duration;

@@ -14,6 +14,7 @@ use tokio::sync::mpsc::UnboundedReceiver;
 
 use super::desk::{Answer, Desk, Said, ScoredToken};
 use super::error::ApiError;
+use super::tools::{Call, Piece, Reader};
 use crate::engine::RequestId;
 
 /// Answers that one event of a stream is made of, at most.
@@ -50,6 +51,8 @@ pub struct Head {
     pub echoes: Vec<Echo>,
     pub prompt_tokens: u32,
     pub logprobs: bool,
+    /// What finds the calls of tools in a text, where there may be some.
+    pub reader: Option<Reader>,
     /// A stream ends with its usage.
     pub usage: bool,
 }
@@ -140,9 +143,33 @@ fn logprobs(kind: Kind, first: Option<&str>, scored: &[ScoredToken], offset: &mu
 #[derive(Debug, Default)]
 struct Whole {
     text: String,
+    calls: Vec<Call>,
+    reader: Option<Reader>,
     prompt: Vec<ScoredToken>,
     scored: Vec<ScoredToken>,
     reason: &'static str,
+}
+
+impl Whole {
+    fn take(&mut self, pieces: Vec<Piece>) {
+        for piece in pieces {
+            match piece {
+                Piece::Text(text) => self.text.push_str(&text),
+                Piece::Call(call) => self.calls.push(call),
+            }
+        }
+    }
+
+    /// Of a chat.
+    fn message(&self) -> Value {
+        let Whole { text, calls, .. } = self;
+        if calls.is_empty() {
+            return json!({ "role": "assistant", "content": text, "refusal": null });
+        }
+        let content = if text.is_empty() { Value::Null } else { json!(text) };
+        let calls: Vec<Value> = calls.iter().map(Call::object).collect();
+        json!({ "role": "assistant", "content": content, "refusal": null, "tool_calls": calls })
+    }
 }
 
 impl Reply {
@@ -152,7 +179,8 @@ impl Reply {
     /// A choice that ended without a reason that clients know.
     pub async fn whole(mut self) -> Result<Value, ApiError> {
         let count = self.left as usize;
-        let mut choices: Vec<Whole> = std::iter::repeat_with(Whole::default).take(count).collect();
+        let empty = || Whole { reader: self.head.reader.clone(), ..Whole::default() };
+        let mut choices: Vec<Whole> = std::iter::repeat_with(empty).take(count).collect();
         let mut usage = Usage::default();
         while self.left > 0 {
             let next = match self.early.pop_front() {
@@ -168,11 +196,22 @@ impl Reply {
                 Said::Prompt(scored) => of.prompt.extend(scored),
                 Said::Part { text, tokens, scored } => {
                     usage.completion += tokens;
-                    of.text.push_str(&text);
+                    match &mut of.reader {
+                        Some(reader) => {
+                            let pieces = reader.push(&text);
+                            of.take(pieces);
+                        }
+                        None => of.text.push_str(&text),
+                    }
                     of.scored.extend(scored);
                 }
                 Said::Ended(reason) => {
                     of.reason = reason?;
+                    if let Some(reader) = &mut of.reader {
+                        let pieces = reader.finish();
+                        of.reason = reader.reason(of.reason);
+                        of.take(pieces);
+                    }
                     self.left -= 1;
                 }
             }
@@ -193,7 +232,7 @@ impl Reply {
             match head.kind {
                 Kind::Chat => json!({
                     "index": index,
-                    "message": { "role": "assistant", "content": choice.text, "refusal": null },
+                    "message": choice.message(),
                     "logprobs": logprobs,
                     "finish_reason": choice.reason,
                 }),
@@ -233,10 +272,35 @@ impl Reply {
             prefix,
             offsets: vec![0; choices],
             begun: vec![false; choices],
+            readers: vec![self.head.reader.clone(); choices],
+            calls: vec![0; choices],
             usage: Usage::default(),
             over: VecDeque::new(),
             reply: Some(self),
         })
+    }
+}
+
+/// What an event of a stream says of a choice.
+enum Delta<'a> {
+    Role,
+    Text(&'a str),
+    /// With its place among the calls of the choice.
+    Call(u32, &'a Call),
+    /// The `finish_reason`.
+    End(&'static str),
+}
+
+impl<'a> Delta<'a> {
+    /// `calls` counts those that came before.
+    fn of(piece: &'a Piece, calls: &mut u32) -> Delta<'a> {
+        match piece {
+            Piece::Text(text) => Delta::Text(text),
+            Piece::Call(call) => {
+                *calls += 1;
+                Delta::Call(*calls - 1, call)
+            }
+        }
     }
 }
 
@@ -247,6 +311,9 @@ struct Events {
     /// Of each choice, the characters of its tokens.
     offsets: Vec<usize>,
     begun: Vec<bool>,
+    /// Of each choice, what finds calls in its text, and how many it found.
+    readers: Vec<Option<Reader>>,
+    calls: Vec<u32>,
     usage: Usage,
     /// What follows when no answer does.
     over: VecDeque<Bytes>,
@@ -262,20 +329,30 @@ impl Events {
 
     /// Takes an answer; whether it was the last one.
     fn take(&mut self, answer: Answer, out: &mut String) -> Result<bool, ApiError> {
-        let Events { prefix, offsets, begun, usage, reply, .. } = self;
+        let Events { prefix, offsets, begun, readers, calls, usage, reply, .. } = self;
         let Some(Reply { head, left, .. }) = reply else { return Ok(true) };
         let Answer { choice: index, said } = answer;
         let at = index as usize;
-        let mut say = |text: &str, logprobs: Option<Value>, reason: Option<&str>, role: bool| {
-            let text = Value::from(text);
+        let mut say = |delta: Delta<'_>, logprobs: Option<Value>| {
             let logprobs = logprobs.unwrap_or(Value::Null);
-            let reason = reason.map_or(Value::Null, Value::from);
-            let body = match (head.kind, role) {
-                (Kind::Completion, _) => format!("\"text\":{text}"),
-                (Kind::Chat, true) => format!("\"delta\":{{\"role\":\"assistant\",\"content\":{text}}}"),
-                (Kind::Chat, false) if reason.is_null() => format!("\"delta\":{{\"content\":{text}}}"),
-                (Kind::Chat, false) => "\"delta\":{}".to_string(),
+            let body = match (head.kind, &delta) {
+                (Kind::Completion, Delta::Text(text)) => json!({ "text": text }),
+                (Kind::Completion, _) => json!({ "text": "" }),
+                (Kind::Chat, Delta::Role) => json!({ "delta": { "role": "assistant", "content": "" } }),
+                (Kind::Chat, Delta::Text(text)) => json!({ "delta": { "content": text } }),
+                (Kind::Chat, Delta::Call(at, call)) => {
+                    let mut object = json!({ "index": at });
+                    if let (Value::Object(object), Value::Object(call)) = (&mut object, call.object()) {
+                        object.extend(call);
+                    }
+                    json!({ "delta": { "tool_calls": [object] } })
+                }
+                (Kind::Chat, Delta::End(_)) => json!({ "delta": {} }),
             };
+            let body = body.to_string();
+            // Without its braces.
+            let body = &body[1..body.len() - 1];
+            let reason = if let Delta::End(reason) = delta { Value::from(reason) } else { Value::Null };
             let choice = format!("{{\"index\":{index},{body},\"logprobs\":{logprobs},\"finish_reason\":{reason}}}");
             Events::event(prefix, out, &choice, head.usage);
         };
@@ -286,30 +363,45 @@ impl Events {
                 usage.cached += cached;
                 let echo = head.echoes.get(at / head.choices as usize);
                 match (head.kind, echo) {
-                    (Kind::Chat, _) => say("", None, None, true),
+                    (Kind::Chat, _) => say(Delta::Role, None),
                     (Kind::Completion, Some(echo)) => {
                         let first =
                             head.logprobs.then(|| logprobs(head.kind, Some(&echo.first), &[], &mut offsets[at]));
-                        say(&echo.text, first, None, false);
+                        say(Delta::Text(&echo.text), first);
                     }
                     (Kind::Completion, None) => {}
                 }
                 begun[at] = true;
             }
-            Said::Prompt(scored) => say("", Some(logprobs(head.kind, None, &scored, &mut offsets[at])), None, false),
+            Said::Prompt(scored) => {
+                say(Delta::Text(""), Some(logprobs(head.kind, None, &scored, &mut offsets[at])));
+            }
             Said::Part { text, tokens, scored } => {
                 usage.completion += tokens;
-                let logprobs = head.logprobs.then(|| logprobs(head.kind, None, &scored, &mut offsets[at]));
-                if !text.is_empty() || !scored.is_empty() {
-                    say(&text, logprobs, None, false);
+                let mut logprobs = head.logprobs.then(|| logprobs(head.kind, None, &scored, &mut offsets[at]));
+                let pieces = match &mut readers[at] {
+                    Some(reader) => reader.push(&text),
+                    None if text.is_empty() => vec![],
+                    None => vec![Piece::Text(text)],
+                };
+                if pieces.is_empty() && !scored.is_empty() {
+                    say(Delta::Text(""), logprobs.take());
+                }
+                for piece in &pieces {
+                    say(Delta::of(piece, &mut calls[at]), logprobs.take());
                 }
             }
             Said::Ended(reason) => {
                 let reason = reason?;
                 if head.kind == Kind::Chat && !begun[at] {
-                    say("", None, None, true);
+                    say(Delta::Role, None);
                 }
-                say("", None, Some(reason), false);
+                let rest = readers[at].as_mut().map_or(vec![], Reader::finish);
+                for piece in &rest {
+                    say(Delta::of(piece, &mut calls[at]), None);
+                }
+                let reason = readers[at].as_ref().map_or(reason, |reader| reader.reason(reason));
+                say(Delta::End(reason), None);
                 *left -= 1;
             }
         }

@@ -18,8 +18,9 @@ use super::desk::{Desk, Order, Said, TextSettings, lock};
 use super::encoders::Encoders;
 use super::error::ApiError;
 use super::fields::{Fields, unsupported};
-use super::params::{Params, Prompt, Prompts, fresh_seed, top_logprobs};
+use super::params::{Params, Prompt, Prompts, fresh_seed, top_logprobs, within_grammar};
 use super::reply::{Echo, Head, Held, Kind, Reply};
+use super::tools::{Reader, Tools};
 use crate::engine::Ask;
 use crate::grammar::{Grammar, Source, Vocabulary};
 use crate::pipeline::Tokens;
@@ -165,7 +166,7 @@ impl Server {
     /// Orders continuations of prompts; the reply once all of them are taken.
     async fn order(&self, kind: Kind, params: Params, asked: Asked) -> Answered {
         let arrived = Instant::now();
-        let Asked { prompts, echoes, tokens_max, settings, scores_prompt, grammar } = asked;
+        let Asked { prompts, echoes, tokens_max, settings, scores_prompt, grammar, reader } = asked;
         let health = self.desk.health();
         if let Some(trouble) = health.trouble {
             return Err(ApiError::dead(trouble));
@@ -226,6 +227,7 @@ impl Server {
             echoes,
             prompt_tokens,
             logprobs: settings.logprobs.is_some(),
+            reader,
             usage: params.usage,
         };
         let reply = Reply { head, early: early.into(), answers: answered, _held: held, left: count };
@@ -248,6 +250,7 @@ struct Asked {
     settings: RequestSettings,
     scores_prompt: Option<u32>,
     grammar: Option<Grammar>,
+    reader: Option<Reader>,
 }
 
 type Shared = State<Arc<Server>>;
@@ -402,7 +405,7 @@ async fn completions(server: Arc<Server>, body: Bytes) -> Answered {
     };
     let settings = RequestSettings { logprobs, ..params.settings.clone() };
     let tokens_max = params.tokens_max.unwrap_or(COMPLETION_TOKENS);
-    let asked = Asked { prompts, echoes, tokens_max, settings, scores_prompt, grammar };
+    let asked = Asked { prompts, echoes, tokens_max, settings, scores_prompt, grammar, reader: None };
     server.order(Kind::Completion, params, asked).await
 }
 
@@ -412,11 +415,30 @@ async fn completions(server: Arc<Server>, body: Bytes) -> Answered {
 struct SentMessage {
     role: String,
     content: Option<Content>,
-    /// Answers of this API have them without a value, and clients send answers back.
+    /// Answers of this API have it without a value, and clients send answers back.
     #[serde(rename = "refusal")]
     _refusal: Option<()>,
-    #[serde(rename = "tool_calls")]
-    _tool_calls: Option<[(); 0]>,
+    tool_calls: Option<Vec<SentCall>>,
+    tool_call_id: Option<String>,
+    /// Of the tool whose result this is.
+    name: Option<String>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct SentCall {
+    id: Option<String>,
+    #[serde(rename = "type")]
+    kind: String,
+    function: SentCalled,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct SentCalled {
+    name: String,
+    /// JSON, as text.
+    arguments: String,
 }
 
 #[derive(Deserialize)]
@@ -440,7 +462,23 @@ fn messages(fields: &mut Fields<'_>) -> Result<Vec<Message>, ApiError> {
         return Err(ApiError::field("messages", format!("expected 1 to {MESSAGES_MAX}, found {}", sent.len())));
     }
     let message = |(at, sent): (usize, SentMessage)| {
-        let SentMessage { role, content, .. } = sent;
+        let SentMessage { role, content, tool_calls, tool_call_id, name, .. } = sent;
+        if name.is_some() && role != "tool" {
+            return Err(unsupported(&format!("messages[{at}].name")));
+        }
+        let tool_calls = tool_calls.unwrap_or_default().into_iter().enumerate();
+        let tool_calls = tool_calls.map(|(call, sent)| {
+            let SentCall { id, kind, function: SentCalled { name, arguments } } = sent;
+            let place = |rest: &str| format!("messages[{at}].tool_calls[{call}].{rest}");
+            if kind != "function" {
+                return Err(unsupported(&place("type")));
+            }
+            // Templates print arguments as JSON themselves.
+            let arguments: serde_json::Map<String, Value> = serde_json::from_str(&arguments)
+                .map_err(|_| ApiError::field(place("function.arguments"), "expected a JSON object as text"))?;
+            Ok(json!({ "id": id, "type": "function", "function": { "name": name, "arguments": arguments } }))
+        });
+        let tool_calls = tool_calls.collect::<Result<Vec<_>, ApiError>>()?;
         let content = match content {
             None => String::new(),
             Some(Content::Text(text)) => text,
@@ -452,15 +490,16 @@ fn messages(fields: &mut Fields<'_>) -> Result<Vec<Message>, ApiError> {
                 parts.into_iter().map(text).collect::<Result<Vec<_>, _>>()?.concat()
             }
         };
-        Ok(Message::new(role, content))
+        Ok(Message { role, content, tool_calls, tool_call_id, name })
     };
     sent.into_iter().enumerate().map(message).collect()
 }
 
 async fn chat(server: Arc<Server>, body: Bytes) -> Answered {
     let mut fields = Fields::of(&body)?;
-    let params = Params::take(&mut fields, &server.model.name)?;
+    let mut params = Params::take(&mut fields, &server.model.name)?;
     let messages = messages(&mut fields)?;
+    let tools = Tools::take(&mut fields)?;
     let wants = fields.take("logprobs")?.unwrap_or(false);
     let top = top_logprobs("top_logprobs", fields.take("top_logprobs")?)?;
     if top.is_some() && !wants {
@@ -469,10 +508,8 @@ async fn chat(server: Arc<Server>, body: Bytes) -> Answered {
     let tokens_max = fields.take::<u32>("max_completion_tokens")?.or(params.tokens_max);
     let reply = fields.take("add_generation_prompt")?.unwrap_or(true);
     for (name, neutral) in [
-        ("tools", &["[]"][..]),
-        ("tool_choice", &["\"none\"", "\"auto\""]),
-        ("parallel_tool_calls", &["true", "false"]),
-        ("functions", &["[]"]),
+        ("functions", &["[]"][..]),
+        ("function_call", &["\"none\""]),
         ("modalities", &["[\"text\"]"]),
         ("reasoning_effort", &[]),
     ] {
@@ -480,16 +517,47 @@ async fn chat(server: Arc<Server>, body: Bytes) -> Answered {
     }
     fields.finish()?;
     drop(body);
-    let prompt = server.encoders.ask(move |tokens| tokens.encode_chat(messages, reply)).await;
-    let prompt = prompt.map_err(|error| ApiError { param: Some("messages".to_string()), ..error })?;
-    let grammar = match params.format.clone() {
-        Some(source) => Some(server.grammar(source, "response_format").await?),
+    let of_field = |field: &str| {
+        let field = field.to_string();
+        move |error: ApiError| ApiError { param: Some(field), ..error }
+    };
+    let calls = messages.iter().any(|message| !message.tool_calls.is_empty() || message.tool_call_id.is_some());
+    let form = match (&tools, calls) {
+        (None, false) => None,
+        (tools, _) => {
+            let field = if tools.is_some() { "tools" } else { "messages" };
+            let form = server.encoders.ask(Tokens::call_form).await.map_err(of_field(field));
+            Some(form.map_err(|error| error.with_code("unsupported_parameter"))?)
+        }
+    };
+    let tools = tools.zip(form);
+    let mut wanted = params.format.clone().map(|source| (source, "response_format"));
+    if let Some((tools, form)) = &tools {
+        if wanted.is_some() {
+            return Err(ApiError::field("response_format", "expected only where no tool may be called"));
+        }
+        if !params.skip_special {
+            return Err(ApiError::field("skip_special_tokens", "expected `true` beside `tools`"));
+        }
+        wanted = tools.source(*form)?.map(|source| (source, "tools"));
+        if wanted.is_some() {
+            within_grammar(&params.settings, "tool_choice")?;
+        }
+        params.stops.extend(tools.stop(*form));
+    }
+    let shown = tools.as_ref().map_or(vec![], |(tools, _)| tools.for_template());
+    let prompt = server.encoders.ask(move |tokens| tokens.encode_chat(messages, shown, reply)).await;
+    let prompt = prompt.map_err(of_field("messages"))?;
+    let grammar = match wanted {
+        Some((source, field)) => Some(server.grammar(source, field).await?),
         None => None,
     };
+    let reader = tools.map(|(tools, form)| tools.reader(form));
     let settings = RequestSettings { logprobs: wants.then_some(top.unwrap_or(0)), ..params.settings.clone() };
     // As many as the context holds.
     let tokens_max = tokens_max.unwrap_or(u32::MAX);
-    let asked = Asked { prompts: vec![prompt], echoes: vec![], tokens_max, settings, scores_prompt: None, grammar };
+    let asked =
+        Asked { prompts: vec![prompt], echoes: vec![], tokens_max, settings, scores_prompt: None, grammar, reader };
     server.order(Kind::Chat, params, asked).await
 }
 
@@ -506,7 +574,7 @@ async fn tokenize(server: Arc<Server>, body: Bytes) -> Answered {
     fields.finish()?;
     let tokens = server.encoders.ask(move |tokens| match prompt {
         Some(prompt) => tokens.encode(&prompt, special),
-        None => tokens.encode_chat(messages, reply),
+        None => tokens.encode_chat(messages, vec![], reply),
     });
     let tokens = tokens.await?;
     let (count, context_max) = (tokens.len(), server.model.context_max);

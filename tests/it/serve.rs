@@ -30,6 +30,17 @@ impl Server {
         Server::start_of(Place::new(), &fixture("tinystories-llama"), 256, arguments, change)
     }
 
+    /// The same model with another chat template.
+    fn start_with_template(template: &str, arguments: &str) -> Server {
+        let place = Place::new();
+        let checkpoint = place.checkpoint("tinystories-llama");
+        let path = checkpoint.join("tokenizer_config.json");
+        let mut config: Value = serde_json::from_str(&std::fs::read_to_string(&path).unwrap()).unwrap();
+        config["chat_template"] = json!(template);
+        std::fs::write(path, config.to_string()).unwrap();
+        Server::start_of(place, &checkpoint, 1024, arguments, |_| {})
+    }
+
     fn start_of(
         place: Place,
         checkpoint: &std::path::Path,
@@ -319,7 +330,7 @@ fn what_is_not_supported_is_refused_by_name() {
     let user = json!([{ "role": "user", "content": "hi" }]);
     for (body, param) in [
         (json!({ "messages": [] }), "messages"),
-        (json!({ "messages": user, "tools": [{ "type": "function" }] }), "tools"),
+        (json!({ "messages": user, "tools": [{ "type": "function" }] }), "tools[0].function"),
         (json!({ "messages": user, "top_logprobs": 3 }), "top_logprobs"),
         (
             json!({ "messages": [{ "role": "user", "content": [{ "type": "image_url" }] }] }),
@@ -473,6 +484,111 @@ fn a_text_is_json_of_its_schema() {
         refused(&reply, 400, "response_format");
     }
     assert_eq!(get(server.address, "/health").status, 200);
+}
+
+/// Shows tools, and writes calls, as Qwen's template does.
+const TOOL_TEMPLATE: &str = r#"{%- if tools %}{{- '<|im_start|>system\n' }}{%- for tool in tools %}{{- tool | tojson }}{%- endfor %}{{- '<|im_end|>\n' }}{%- endif %}
+{%- for message in messages %}{{- '<|im_start|>' + message.role + '\n' + message.content }}
+{%- for tool_call in message.tool_calls %}{%- set call = tool_call.function %}
+{{- '<tool_call>\n{"name": "' + call.name + '", "arguments": ' + (call.arguments | tojson) + '}\n</tool_call>' }}{%- endfor %}
+{{- '<|im_end|>\n' }}{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"#;
+
+fn tools() -> Value {
+    let schema = json!({
+        "type": "object", "properties": { "animal": { "enum": ["fox", "dog"] }, "loud": { "type": "boolean" } },
+        "required": ["animal", "loud"], "additionalProperties": false,
+    });
+    json!([
+        { "type": "function", "function": { "name": "call", "description": "Calls.", "parameters": schema, "strict": true } },
+        { "type": "function", "function": { "name": "wait" } },
+    ])
+}
+
+/// The names of calls, whose arguments fit.
+#[track_caller]
+fn called(calls: &Value) -> Vec<String> {
+    let name = |call: &Value| {
+        assert!(call["id"].as_str().unwrap().starts_with("call_") && call["type"] == "function", "{call}");
+        let arguments: Value = serde_json::from_str(call["function"]["arguments"].as_str().unwrap()).unwrap();
+        match call["function"]["name"].as_str().unwrap() {
+            "call" => assert!(arguments["loud"].is_boolean() && arguments.as_object().unwrap().len() == 2, "{call}"),
+            "wait" => assert_eq!(arguments, json!({})),
+            other => panic!("{other}"),
+        }
+        call["function"]["name"].as_str().unwrap().to_string()
+    };
+    calls.as_array().unwrap_or_else(|| panic!("{calls}")).iter().map(name).collect()
+}
+
+#[test]
+fn tools_are_called_in_the_form_of_the_template() {
+    let server = Server::start_with_template(TOOL_TEMPLATE, "");
+    let user = json!({ "role": "user", "content": "Call the fox." });
+    let ask = |choice: Value| {
+        json!({
+            "messages": [user], "tools": tools(), "tool_choice": choice, "parallel_tool_calls": false, "n": 3, "seed": 4,
+            "max_tokens": 600,
+        })
+    };
+    let whole = server.ok("/v1/chat/completions", &ask(json!("required")));
+    let mut names = vec![];
+    for choice in whole["choices"].as_array().unwrap() {
+        assert_eq!((&choice["message"]["content"], &choice["finish_reason"]), (&Value::Null, &json!("tool_calls")));
+        names.push(called(&choice["message"]["tool_calls"]));
+    }
+    let mut streamed = ask(json!("required"));
+    streamed["stream"] = json!(true);
+    let stream = post(server.address, "/v1/chat/completions", &streamed);
+    let mut found: Vec<Vec<String>> = vec![vec![]; 3];
+    for event in stream.events() {
+        for choice in event["choices"].as_array().unwrap() {
+            let calls = &choice["delta"]["tool_calls"];
+            if !calls.is_null() {
+                let of = &mut found[choice["index"].as_u64().unwrap() as usize];
+                assert_eq!(calls[0]["index"], of.len());
+                of.extend(called(calls));
+            }
+        }
+    }
+    assert_eq!(found, names);
+    // One function, once.
+    let named = ask(json!({ "type": "function", "function": { "name": "wait" } }));
+    for choice in server.ok("/v1/chat/completions", &named)["choices"].as_array().unwrap() {
+        assert_eq!(
+            (called(&choice["message"]["tool_calls"]), &choice["finish_reason"]),
+            (vec!["wait".to_string()], &json!("stop"))
+        );
+    }
+    // A result goes back, and the model is shown all of it. It has to call nothing any more.
+    let answer = whole["choices"][0]["message"].clone();
+    let id = answer["tool_calls"][0]["id"].clone();
+    let result = json!({ "role": "tool", "tool_call_id": id, "content": "It came." });
+    let mut free = tools();
+    free[0]["function"].as_object_mut().unwrap().remove("strict");
+    let more = json!({ "messages": [user, answer, result], "tools": free, "max_tokens": 12, "temperature": 0 });
+    let reply = server.ok("/v1/chat/completions", &more);
+    assert!(reply["choices"][0]["message"]["content"].is_string(), "{reply}");
+    assert!(reply["usage"]["prompt_tokens"].as_u64() > whole["usage"]["prompt_tokens"].as_u64());
+    // Nothing is offered where nothing may be called.
+    let none = server.ok(
+        "/v1/chat/completions",
+        &json!({ "messages": [user], "tools": tools(), "tool_choice": "none", "max_tokens": 2 }),
+    );
+    let without = server.ok("/v1/chat/completions", &json!({ "messages": [user], "max_tokens": 2 }));
+    assert_eq!(none["usage"]["prompt_tokens"], without["usage"]["prompt_tokens"]);
+    for (field, value) in [
+        ("tools[0].function.strict", json!({ "tool_choice": "auto" })),
+        ("response_format", json!({ "response_format": { "type": "json_object" }, "tools": free })),
+        ("skip_special_tokens", json!({ "skip_special_tokens": false, "tools": free })),
+        ("min_tokens", json!({ "min_tokens": 3, "tool_choice": "required" })),
+    ] {
+        let mut body = json!({ "messages": [user], "tools": tools() });
+        body.as_object_mut().unwrap().extend(value.as_object().unwrap().clone());
+        refused(&post(server.address, "/v1/chat/completions", &body), 400, field);
+    }
+    let plain = Server::start("");
+    let refusal = post(plain.address, "/v1/chat/completions", &json!({ "messages": [user], "tools": free }));
+    assert_eq!(refused(&refusal, 400, "tools")["code"], "unsupported_parameter");
 }
 
 #[test]
