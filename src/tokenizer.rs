@@ -320,6 +320,12 @@ impl Tokenizer {
         &self.templates_path
     }
 
+    /// The named special tokens (`bos_token` ...) and the chat template, as `tokenizer_config.json` writes them.
+    pub fn config(&self) -> serde_json::Map<String, serde_json::Value> {
+        let named = self.named.iter().map(|(name, token)| (name.clone(), json!(token)));
+        named.chain([("chat_template".to_string(), json!(self.templates.get("default")))]).collect()
+    }
+
     pub fn has_chat_template(&self) -> bool {
         self.templates.contains_key("default")
     }

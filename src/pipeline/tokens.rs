@@ -47,6 +47,7 @@ enum Ask {
     Encode { text: String, special: bool },
     Chat { messages: Vec<Message>, tools: Vec<serde_json::Value>, reply: bool },
     CallForm,
+    Config,
     Stream { skip_special: bool },
     Push { id: u32 },
     Finish,
@@ -119,6 +120,9 @@ enum Said {
     },
     CallForm {
         form: CallForm,
+    },
+    Config {
+        config: serde_json::Map<String, serde_json::Value>,
     },
     /// Of each token a text whose characters U+0000 to U+00FF are its bytes.
     Bytes {
@@ -196,6 +200,17 @@ impl Tokens {
     pub fn call_form(&mut self) -> Result<CallForm, Fault> {
         match self.ask(&Ask::CallForm)? {
             Said::CallForm { form } => Ok(form),
+            other => Err(unexpected(&other)),
+        }
+    }
+
+    /// As [`Tokenizer::config`].
+    ///
+    /// # Errors
+    /// A process that was lost.
+    pub fn config(&mut self) -> Result<serde_json::Map<String, serde_json::Value>, Fault> {
+        match self.ask(&Ask::Config)? {
+            Said::Config { config } => Ok(config),
             other => Err(unexpected(&other)),
         }
     }
@@ -421,6 +436,7 @@ pub fn serve_tokens(
             }
             Ask::CheckVocab { vocab } => say(tokenizer.check_vocab(vocab).map(|()| Said::Done).map_err(Fault::from))?,
             Ask::Encode { text, special } => say(tokenizer.encode(&text, special).map_err(Fault::from).and_then(few))?,
+            Ask::Config => say(Ok(Said::Config { config: tokenizer.config() }))?,
             Ask::CallForm => {
                 say(tokenizer.call_form().map(|form| Said::CallForm { form }).map_err(Fault::from))?;
             }

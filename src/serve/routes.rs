@@ -96,6 +96,7 @@ impl Server {
             )
             .route("/tokenize", post(|State(server): Shared, request: Request| respond(server, request, tokenize)))
             .route("/detokenize", post(|State(server): Shared, request: Request| respond(server, request, detokenize)))
+            .route("/tokenizer_info", get(tokenizer_info))
             .route("/v1/embeddings", post(embeddings))
             .fallback(nothing)
             .method_not_allowed_fallback(wrong_method);
@@ -279,6 +280,17 @@ where
         Err(error) => Err(error),
     };
     answered.unwrap_or_else(|error| error.response())
+}
+
+/// What clients that count tokens themselves want to know, as vLLM names it.
+async fn tokenizer_info(State(server): Shared, headers: HeaderMap) -> Response<Body> {
+    if let Err(error) = server.authorised(&headers) {
+        return error.response();
+    }
+    match server.encoders.ask(Tokens::config).await {
+        Ok(config) => json_response(&Value::Object(config)),
+        Err(error) => error.response(),
+    }
 }
 
 async fn health(State(server): Shared) -> Response<Body> {

@@ -735,7 +735,7 @@ fn a_tokenizer_that_dies_costs_what_it_had() {
 fn python_clients() -> Result<std::path::PathBuf, String> {
     let folder = std::env::var_os("MONOBLOC_CLIENTS").map(std::path::PathBuf::from);
     let folder = folder.unwrap_or_else(|| std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("target/clients"));
-    match folder.join("openai").is_dir() {
+    match folder.join("openai").is_dir() && folder.join("lm_eval").is_dir() {
         true => Ok(folder),
         false => Err(format!("`{}` has none: run .ci/install-clients.sh", folder.display())),
     }
@@ -776,4 +776,36 @@ fn the_openai_package_gets_what_it_expects() {
     });
     let base = format!("http://{}/v1", server.address);
     run_client(&clients, "openai_client.py", &[&base, "tiny", "sesame"], &Value::Null);
+}
+
+#[test]
+fn lm_eval_scores_what_perplexity_scores() {
+    let Some(clients) = clients_for("lm_eval_scores_what_perplexity_scores") else { return };
+    let server = Server::start("");
+    let stories = std::fs::read_to_string(fixture("tinystories-llama").join("heldout.txt")).unwrap();
+    let score = |text: &str| {
+        server.place.write("story.txt", text);
+        let scored = server.place.run("perplexity tiny.toml story.txt --json").code(0).json();
+        let nll = scored["nll"].as_f64().unwrap() * scored["scored"].as_f64().unwrap();
+        json!([text, -nll])
+    };
+    // Texts that one context holds: how longer ones are divided is the business of each program.
+    let scores: Vec<Value> = stories.split("\n\n").take(4).map(score).collect();
+    server.place.write("lm-eval/empty", "");
+    let folder = server.place.path("lm-eval");
+    std::fs::remove_file(folder.join("empty")).unwrap();
+    let base = format!("http://{}", server.address);
+    run_client(&clients, "lm_eval_client.py", &[&base, "tiny", "256", folder.to_str().unwrap()], &json!(scores));
+}
+
+#[test]
+fn the_tokenizer_tells_its_tokens() {
+    let server = Server::start_with("", |command| {
+        command.env("MONOBLOC_API_KEY", "sesame");
+    });
+    assert_eq!(get(server.address, "/tokenizer_info").status, 401);
+    let headers = "Authorization: Bearer sesame\r\n";
+    let info = send(server.address, &request("GET", "/tokenizer_info", headers, "")).json();
+    assert_eq!((&info["bos_token"], &info["eos_token"]), (&json!("<|begin_of_text|>"), &json!("<|end_of_text|>")));
+    assert!(info["chat_template"].as_str().unwrap().contains("add_generation_prompt"));
 }
