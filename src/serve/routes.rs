@@ -81,6 +81,7 @@ impl Server {
     /// All endpoints.
     pub fn router(self) -> Router {
         let router = Router::new()
+            .route("/", get(page))
             .route("/health", get(health))
             .route("/metrics", get(metrics))
             .route("/version", get(version))
@@ -280,6 +281,25 @@ where
         Err(error) => Err(error),
     };
     answered.unwrap_or_else(|error| error.response())
+}
+
+/// A chat for people: one file, which needs no other. It asks for the key itself.
+async fn page() -> Response<Body> {
+    const PAGE: &str = include_str!("page.html");
+    let mut response = Response::new(Body::from(PAGE));
+    for (name, value) in [
+        (header::CONTENT_TYPE, "text/html; charset=utf-8"),
+        (header::CACHE_CONTROL, "no-cache"),
+        (header::X_CONTENT_TYPE_OPTIONS, "nosniff"),
+        (
+            header::CONTENT_SECURITY_POLICY,
+            // What a page may load, it says itself.
+            "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+        ),
+    ] {
+        response.headers_mut().insert(name, HeaderValue::from_static(value));
+    }
+    response
 }
 
 /// What clients that count tokens themselves want to know, as vLLM names it.

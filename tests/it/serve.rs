@@ -799,6 +799,19 @@ fn lm_eval_scores_what_perplexity_scores() {
 }
 
 #[test]
+fn the_page_is_whole_and_asks_for_nothing_else() {
+    let server = Server::start_with("", |command| {
+        command.env("MONOBLOC_API_KEY", "sesame");
+    });
+    let page = get(server.address, "/");
+    assert_eq!((page.status, page.header("content-type")), (200, Some("text/html; charset=utf-8")));
+    assert!(page.header("content-security-policy").is_some() && page.body.contains("content=\"default-src 'none';"));
+    for other in ["src=", "href=", "@import", "url(", "http:", "https:"] {
+        assert!(!page.body.contains(other), "{other}");
+    }
+}
+
+#[test]
 fn the_tokenizer_tells_its_tokens() {
     let server = Server::start_with("", |command| {
         command.env("MONOBLOC_API_KEY", "sesame");
