@@ -62,18 +62,22 @@ def ask(at):
 
 
 def used():
-    """Resident MiB and processor seconds of the server and its children."""
+    """Resident MiB and processor seconds of the server and its children; the seconds without those of the engine's threads."""
     if not asked.pid:
         return None
-    pids = [asked.pid]
+    pids, engine = [asked.pid], 0
     for task in pathlib.Path(f"/proc/{asked.pid}/task").iterdir():
         pids += [int(pid) for pid in (task / "children").read_text().split()]
+        stat = (task / "stat").read_text().rsplit(")", 1)[1].split()
+        # Threads that the engine starts have its name.
+        if (task / "comm").read_text().strip() == "engine":
+            engine += (int(stat[11]) + int(stat[12])) / 100
     mib, seconds = {}, {}
     for pid in pids:
         stat = pathlib.Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
         mib[pid] = int(stat[21]) * 4096 / 2**20
         seconds[pid] = (int(stat[11]) + int(stat[12])) / 100
-    return sum(mib.values()), sum(seconds.values())
+    return sum(mib.values()), sum(seconds.values()), sum(seconds.values()) - engine
 
 
 alone = {at: ask(at)[:2] for at in range(asked.requests)}
@@ -114,5 +118,6 @@ report = {
 if before:
     report["mib_before"], report["mib_peak"] = round(before[0]), round(peak)
     report["cpu_us_per_token"] = round((after[1] - before[1]) / tokens * 1e6)
+    report["cpu_us_per_token_without_engine"] = round((after[2] - before[2]) / tokens * 1e6)
 print(json.dumps(report))
 raise SystemExit(bool(wrong))
