@@ -18,7 +18,7 @@ use crate::error::Fault;
 use crate::files::{folder_of, read_bytes, read_text};
 use crate::goldens::{Allowed, Comparison, Goldens};
 use crate::pipeline::{self, Given};
-use crate::sample::SampleSettings;
+use crate::sample::{Logprobs, SampleSettings};
 use crate::tokenizer::check_ids;
 
 /// Largest text that is scored: some 60 million tokens, days of work.
@@ -73,7 +73,7 @@ pub fn perplexity(session: &Session, asked: &Perplexity) -> Result<Outcome, Faul
             if position >= skipped
                 && let Some(&next) = given.get(position + 1)
             {
-                nll += negative_log_likelihood(logits, next);
+                nll -= Logprobs::of(logits, next, 0).token;
                 scored += 1;
             }
         })?;
@@ -100,14 +100,6 @@ fn windows(count: usize, context_max: usize, repeated: bool) -> impl Iterator<It
         let start = last.end - 1;
         (last.end < count).then(|| start..count.min(start + context_max - usize::from(repeated)))
     })
-}
-
-/// `ln(sum(exp(logits))) - logits[id]`, summed in f64, the largest logit taken out first.
-fn negative_log_likelihood(logits: &[f32], id: u32) -> f64 {
-    let most = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-    let sum: f64 = logits.iter().map(|&logit| f64::from(logit - most).exp()).sum();
-    let own = logits.get(id as usize).copied().unwrap_or(f32::NAN);
-    sum.ln() + f64::from(most) - f64::from(own)
 }
 
 pub fn logits(session: &Session, asked: &Logits) -> Result<Outcome, Fault> {
@@ -293,13 +285,6 @@ mod tests {
             assert_eq!(scored[0], 0, "nothing predicts the first token");
             assert!(scored[1..].iter().all(|&times| times == 1), "{count} {context_max} {repeated}: {scored:?}");
         }
-    }
-
-    #[test]
-    fn the_likelihood_survives_large_logits() {
-        assert!((negative_log_likelihood(&[0.0, 0.0], 1) - 2f64.ln()).abs() < 1e-12);
-        assert!((negative_log_likelihood(&[1e30, 0.0], 0)).abs() < 1e-12);
-        assert!(negative_log_likelihood(&[f32::NAN, 0.0], 0).is_nan());
     }
 
     #[test]

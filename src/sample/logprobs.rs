@@ -16,11 +16,7 @@ impl Logprobs {
     ///
     /// `l - l_max - ln(sum(exp(l - l_max)))`, in f64, summed in order of ids. A logit that is NaN has no share.
     pub fn of(logits: &[f32], token: u32, top: usize) -> Logprobs {
-        let most = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-        // Equal ones first: inf - inf would be NaN.
-        let beyond = |logit: f32| if logit == most { 0.0 } else { f64::from(logit) - f64::from(most) };
-        let ln_sum = logits.iter().filter(|logit| !logit.is_nan()).map(|&l| beyond(l).exp()).sum::<f64>().ln();
-        let logprob = |logit: f32| beyond(logit) - ln_sum;
+        let softmax = LogSoftmax::of(logits);
         let mut ids: Vec<(u32, f32)> = vec![];
         if top > 0 {
             ids = (0..).zip(logits.iter().copied()).filter(|(_, logit)| !logit.is_nan()).collect();
@@ -31,9 +27,42 @@ impl Logprobs {
             ids.sort_unstable_by(in_order);
         }
         Logprobs {
-            token: logits.get(token as usize).map_or(f64::NAN, |&logit| logprob(logit)),
-            top: ids.into_iter().map(|(id, logit)| (id, logprob(logit))).collect(),
+            token: logits.get(token as usize).map_or(f64::NAN, |&logit| softmax.logprob(logit)),
+            top: ids.into_iter().map(|(id, logit)| (id, softmax.logprob(logit))).collect(),
         }
+    }
+}
+
+/// The divergence `sum(p ln(p / q))` of Kullback and Leibler, in nats, between the softmax of two rows of logits of the same length.
+///
+/// An id that `p` gives no probability has no share; infinite where `q` gives none to an id that `p` has.
+pub fn divergence(p: &[f32], q: &[f32]) -> f64 {
+    let (of_p, of_q) = (LogSoftmax::of(p), LogSoftmax::of(q));
+    let terms = p.iter().zip(q).map(|(&p, &q)| {
+        let (p, q) = (of_p.logprob(p), of_q.logprob(q));
+        if p == f64::NEG_INFINITY { 0.0 } else { p.exp() * (p - q) }
+    });
+    terms.sum()
+}
+
+/// `l - l_max - ln(sum(exp(l - l_max)))`, in f64.
+struct LogSoftmax {
+    most: f32,
+    ln_sum: f64,
+}
+
+impl LogSoftmax {
+    fn of(logits: &[f32]) -> LogSoftmax {
+        let mut softmax = LogSoftmax { most: logits.iter().copied().fold(f32::NEG_INFINITY, f32::max), ln_sum: 0.0 };
+        let known = logits.iter().filter(|logit| !logit.is_nan());
+        softmax.ln_sum = known.map(|&logit| softmax.logprob(logit).exp()).sum::<f64>().ln();
+        softmax
+    }
+
+    fn logprob(&self, logit: f32) -> f64 {
+        // Equal ones first: inf - inf would be NaN.
+        let beyond = if logit == self.most { 0.0 } else { f64::from(logit) - f64::from(self.most) };
+        beyond - self.ln_sum
     }
 }
 
@@ -65,5 +94,16 @@ mod tests {
         // Large logits do not overflow; an infinite one takes everything.
         assert_eq!(Logprobs::of(&[3e38, -3e38], 0, 0).token, 0.0);
         assert_eq!(Logprobs::of(&[f32::INFINITY, 5.0], 0, 2).top, [(0, 0.0), (1, f64::NEG_INFINITY)]);
+    }
+
+    #[test]
+    fn divergence_is_that_of_the_probabilities() {
+        // (3/4, 1/4) and (1/2, 1/2): 3/4 ln(3/2) + 1/4 ln(1/2).
+        let (p, q) = ([3f32.ln(), 0.0], [7.0, 7.0]);
+        let expected = 0.75 * 1.5f64.ln() + 0.25 * 0.5f64.ln();
+        assert!((divergence(&p, &q) - expected).abs() < 1e-7);
+        assert_eq!(divergence(&q, &q), 0.0);
+        assert_eq!(divergence(&[1.0, f32::NEG_INFINITY], &[1.0, f32::NEG_INFINITY]), 0.0);
+        assert_eq!(divergence(&q, &[1.0, f32::NEG_INFINITY]), f64::INFINITY);
     }
 }

@@ -61,7 +61,7 @@ mod sampler;
 
 pub use counts::{TokenCounts, TokenSet};
 pub use error::SampleError;
-pub use logprobs::Logprobs;
+pub use logprobs::{Logprobs, divergence};
 pub use noise::{exp_f32, exponential, gumbel, ln_f32, philox4x32_10};
 pub use request::{Decided, End, Penalties, Request, RequestSettings};
 pub use sampler::{SampleSettings, Sampler, TEMPERATURE_MAX, TEMPERATURE_MIN, argmax};

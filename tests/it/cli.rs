@@ -296,6 +296,37 @@ fn perplexity_is_that_of_the_goldens() {
     assert_eq!((&answer["tokens"], &answer["scored"]), (&golden["n_ids"], &golden["n_scored"]));
 }
 
+/// The least and the largest divergence that each format may have from fp32, and by how much perplexity may differ. A format that is
+/// computed wrongly leaves its range upwards; one that is not rounded, or is rounded as another one, leaves it downwards.
+#[test]
+fn perplexity_compares_formats() {
+    const EXPECTED: [(&str, f64, [f64; 2], f64); 7] = [
+        ("fp32", 4.0, [0.0, 0.0], 0.0),
+        ("int8", 1.0, [1e-6, 4e-5], 0.005),
+        ("fp8", 1.0, [5e-5, 6e-4], 0.005),
+        ("int4:128", 0.625, [5e-4, 6e-3], 0.06),
+        ("int4:64", 0.625, [3e-4, 5e-3], 0.06),
+        ("int4:32", 0.625, [2e-4, 4e-3], 0.06),
+        ("mxfp4", 0.625, [8e-4, 9e-3], 0.06),
+    ];
+    let place = stories();
+    let text = fs::read_to_string(fixture("tinystories-llama/heldout.txt")).unwrap();
+    place.write("short.txt", &text[..300]);
+    let answer = place.run("perplexity m.toml short.txt --formats --json").code(0).json();
+    let rows = answer["formats"].as_array().unwrap();
+    assert_eq!(rows.len(), EXPECTED.len(), "{answer}");
+    let figure = |row: &Value, name: &str| row[name].as_f64().unwrap_or(f64::NAN);
+    let bytes_a_value = figure(&rows[0], "bytes") / 4.0;
+    for (row, (name, bytes, [least, most], ppl)) in rows.iter().zip(EXPECTED) {
+        assert_eq!(row["format"], name);
+        assert!((least..=most).contains(&figure(row, "kl")), "{row}");
+        assert!((figure(row, "ppl") / figure(&rows[0], "ppl") - 1.0).abs() <= ppl, "{row}");
+        // Norms, scales of rows, the row of the embedding and the cache come on top.
+        assert!((figure(row, "bytes") / bytes_a_value - bytes).abs() < 0.03, "{row}");
+        assert!(figure(row, "us_per_step") > 0.0, "{row}");
+    }
+}
+
 #[test]
 fn a_long_text_is_read_in_windows() {
     let place = Place::new();

@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use serde_json::json;
 
-use super::{negative_log_likelihood, windows};
+use super::windows;
 use crate::cli::Outcome;
 use crate::cli::session::Session;
 use crate::error::Fault;
@@ -13,6 +13,7 @@ use crate::format::{FormatPlan, NAMED};
 use crate::manifest::Manifest;
 use crate::measure::step_bytes;
 use crate::pipeline::{self, Prepared, Tokens, Workspace};
+use crate::sample::{Logprobs, divergence};
 use crate::target::Target;
 
 /// Logits that are held at a time, to compare predictions.
@@ -117,7 +118,7 @@ impl<'a> Runs<'a> {
             let begun = Instant::now();
             self.runner.logits(ids, &mut |position, row| {
                 if let Some(&next) = ids.get(position as usize + 1) {
-                    nll += negative_log_likelihood(row, next);
+                    nll -= Logprobs::of(row, next, 0).token;
                     kl += expected.get(position as usize).map_or(0.0, |expected| divergence(expected, row));
                     scored += 1;
                 }
@@ -129,18 +130,4 @@ impl<'a> Runs<'a> {
         let (us_per_step, ppl) = (seconds * 1e6 / steps as f64, (nll / scored).exp());
         Ok(Row { name, bytes: self.bytes, us_per_step, ppl, kl: kl / scored })
     }
-}
-
-/// `sum p ln(p / q)` of the predictions that two rows of logits are.
-fn divergence(p: &[f32], q: &[f32]) -> f64 {
-    let total = |logits: &[f32]| {
-        let most = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-        f64::from(most) + logits.iter().map(|&logit| f64::from(logit - most).exp()).sum::<f64>().ln()
-    };
-    let (of_p, of_q) = (total(p), total(q));
-    let terms = p.iter().zip(q).map(|(&p, &q)| {
-        let (p, q) = (f64::from(p) - of_p, f64::from(q) - of_q);
-        p.exp() * (p - q)
-    });
-    terms.sum()
 }
