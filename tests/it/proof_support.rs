@@ -2,6 +2,7 @@
 
 use monobloc::candidate::Candidate;
 use monobloc::dtype::{DType, Precision};
+use monobloc::format::Format;
 use monobloc::ir::layout::{cache_row_bytes, chunk_rows};
 use monobloc::ir::op::{Access, Epilogue, MatVec, Op, Role};
 use monobloc::ir::program::{Buffer, Cols, Content, Grid, Home, Operand, Part, Program, Rows, Second, Space};
@@ -37,6 +38,8 @@ pub struct Toy {
     pub window: Option<u32>,
     pub rope: bool,
     pub precision: Precision,
+    /// Of all matrices and the head; `None`: values.
+    pub format: Option<Format>,
 }
 
 pub const FP32: Precision = Precision { weights: DType::F32, cache: DType::F32, wire: DType::F32 };
@@ -59,6 +62,7 @@ pub const TOY: Toy = Toy {
     window: None,
     rope: true,
     precision: BF16,
+    format: None,
 };
 
 struct Tensors(Vec<Tensor>);
@@ -138,13 +142,19 @@ impl Toy {
         let final_norm = t.norm(kind, hidden);
         let head = t.linear(self.vocab, hidden, false);
         let inv_freq = vec![1.0; self.dim as usize / 2];
+        let linears = layers.iter().flat_map(|layer: &Layer| {
+            let (attn, mlp) = (&layer.attn, &layer.mlp);
+            [&attn.q, &attn.k, &attn.v, &attn.o, &mlp.up, &mlp.down].into_iter().chain(&mlp.gate)
+        });
+        let matrices: Vec<TensorId> = linears.chain([&head]).map(|linear| linear.weight.tensor).collect();
+        let formats = matrices.into_iter().filter_map(|id| Some((id, self.format?))).collect();
         ModelGraph {
             family: "Toy".to_string(),
             hidden,
             vocab: self.vocab,
             positions_max: self.context,
             tensors: t.0,
-            formats: Default::default(),
+            formats,
             embed,
             embed_scale: 1.0,
             ropes: if self.rope { vec![Rope { inv_freq, scale: 1.0, interleaved: false }] } else { vec![] },

@@ -4,7 +4,7 @@ use super::explore::Rng;
 use crate::proof_support::{BF16, FP32, TOY, Toy, cpu, h200, on_cpu, on_h200};
 use monobloc::candidate::Candidate;
 use monobloc::dtype::{DType, Precision};
-use monobloc::format::Format;
+use monobloc::format::{Code, Format, Groups, ScaleCode};
 use std::collections::BTreeMap;
 
 use monobloc::ir::layout;
@@ -33,8 +33,17 @@ fn of<T: Copy>(random: &mut Rng, list: &[T]) -> T {
     list[random.below(list.len())]
 }
 
+const INT8: Format = Format { code: Code::Int8, groups: None, row_scales: true };
+const INT4_ZEROS: Format =
+    Format { code: Code::Int4, groups: Some(Groups { k: 32, scale: ScaleCode::F16, zeros: true }), row_scales: false };
+const BLOCKS: Format = Format {
+    code: Code::E4m3,
+    groups: Some(Groups { k: 128, scale: ScaleCode::F32, zeros: false }),
+    row_scales: false,
+};
+
 /// The variations of a decoder that lowering knows, by the family that has them.
-pub const FAMILIES: [(&str, Toy); 12] = [
+pub const FAMILIES: [(&str, Toy); 15] = [
     ("Llama", TOY),
     ("Llama fp32", Toy { precision: FP32, ..TOY }),
     ("fp32 cache", Toy { precision: Precision { cache: FP32.cache, ..BF16 }, bias: true, ..TOY }),
@@ -47,6 +56,9 @@ pub const FAMILIES: [(&str, Toy); 12] = [
     ("no RoPE, no groups", Toy { rope: false, kv_heads: 4, ..TOY }),
     ("one KV head", Toy { kv_heads: 1, heads: 8, dim: 8, ..TOY }),
     ("odd sizes", Toy { vocab: 201, intermediate: 50, hidden: 72, ..TOY }),
+    ("codes with scales of rows", Toy { format: Some(INT8), ..TOY }),
+    ("codes with scales and zero points of groups", Toy { format: Some(INT4_ZEROS), bias: true, ..TOY }),
+    ("codes, odd sizes", Toy { format: Some(BLOCKS), vocab: 201, intermediate: 50, hidden: 72, ..TOY }),
 ];
 
 /// A decoder so small that every interleaving of a few of its steps can be walked.

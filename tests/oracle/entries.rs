@@ -4,8 +4,10 @@
 //! and by formulas of its own, and looks for what no longer means what was proven: a place that wraps, a buffer that lies
 //! over another one, an op of other numbers.
 
+use super::footprint::unit_bytes;
 use monobloc::codegen::abi::{Entry, NONE, StreamRun, Tables};
 use monobloc::dtype::DType;
+use monobloc::format::Format;
 use monobloc::ir::op::{MatVec, Op, Role};
 use monobloc::ir::program::{Buffer, Grid, Operand, Space};
 use monobloc::ir::schedule::{Schedule, SmemKind, Source, Task};
@@ -151,16 +153,14 @@ impl Reader<'_> {
         match (source, &grid.op) {
             (Source::Units { .. }, Op::MatVec(m)) => {
                 let Some(weight) = grid.operand(Role::Weight) else { return Err("has no matrix".to_string()) };
-                // Units of its rows, each whole along k in granules of 8 rows of 64 bytes.
-                let element = self.buffer(weight).dtype.bytes() as u64;
-                let unit = u64::from(m.k).div_ceil(64 / element * 8 / u64::from(m.unit_rows)) * 512;
+                let unit = unit_bytes(self.buffer(weight), m);
                 let bytes = unit * u64::from(task.hi - task.lo);
                 units(said.head_j, Some(self.place(weight) + u64::from(task.lo) * unit))?;
                 expect(u64::from(said.bytes) == bytes, || format!("brings {} of {bytes} bytes", said.bytes))?;
                 let (block, chunk) = (u64::from(said.k_cache), u64::from(said.v_cache));
                 let slot = u64::from(self.schedule.machine.ring.slot_bytes);
                 expect(chunk > 0 && chunk <= slot, || format!("chunks of {chunk} bytes in slots of {slot}"))?;
-                expect(block > 0 && bytes % block == 0, || format!("blocks of {block} bytes in {bytes}"))
+                expect(block > 0 && bytes.is_multiple_of(block), || format!("blocks of {block} bytes in {bytes}"))
             }
             (Source::History { rows }, Op::Attention(a)) => {
                 expect(said.bytes == 0, || "is said to be weights".to_string())?;
@@ -195,11 +195,11 @@ fn units(said: u32, place: Option<u64>) -> Said {
 
 /// Entries of one op number run one piece of code, with everything constant that no entry has.
 fn same_kernel(a: &Grid, b: &Grid, buffers: &[Buffer]) -> Said {
-    let shape = |grid: &Grid| -> Vec<(Role, DType, u32, u32)> {
+    let shape = |grid: &Grid| -> Vec<(Role, DType, Option<Format>, u32, u32)> {
         let of = |o: &Operand| {
             let buffer = &buffers[o.buffer.index()];
             // An entry names the row of the table, and the place of all; how far columns go on is in the code.
-            (o.role, buffer.dtype, o.cols.len, o.cols.limit - o.cols.base)
+            (o.role, buffer.dtype, buffer.coded, o.cols.len, o.cols.limit - o.cols.base)
         };
         grid.operands.iter().map(of).collect()
     };

@@ -2,6 +2,7 @@
 
 use super::{Fault, Kind};
 use monobloc::dtype::DType;
+use monobloc::format::{Format, Groups, ScaleCode};
 use monobloc::ir::op::{Access, Attention, Epilogue, MatVec, NormAttr, Op, QkNormAttr, Role};
 use monobloc::ir::program::{Buffer, Cols, Content, Grid, Home, Operand, Rows, Second, Space};
 use monobloc::ir::schedule::{Mechanism, Schedule, Scope, Source, Task};
@@ -917,13 +918,36 @@ pub fn row_bytes(buffer: &Buffer) -> u64 {
 /// Of the arena that weights and constants share.
 const PACK: u8 = u8::MAX;
 
-/// Bytes of the units that some op streams of a matrix.
+/// Bytes of a unit of a matrix: whole granules along k, each 64 bytes of 8 rows, and the scales and zero points of their groups. Units
+/// of codes begin at multiples of 256 bytes, and granules, all of one size, at multiples of 16.
+pub fn unit_bytes(buffer: &Buffer, m: &MatVec) -> u64 {
+    let k = u64::from(m.k);
+    let Some(Format { code, groups, .. }) = buffer.coded else {
+        let element = buffer.dtype.bytes() as u64;
+        return k.div_ceil(GRANULE_ROW / element * 8 / u64::from(m.unit_rows).clamp(1, 8)) * GRANULE;
+    };
+    let granule_k = GRANULE_ROW * 8 / u64::from(code.bits());
+    let granules = k.div_ceil(granule_k);
+    let of_groups = |g: Groups| {
+        let each = match g.scale {
+            ScaleCode::F32 => 4,
+            ScaleCode::F16 | ScaleCode::Bf16 => 2,
+            ScaleCode::E4m3 | ScaleCode::E8m0 => 1,
+        };
+        8 * granule_k.div_ceil(u64::from(g.k).max(1)) * (each + u64::from(g.zeros))
+    };
+    let needed = GRANULE + groups.map_or(0, of_groups);
+    let sizes = (needed.next_multiple_of(16)..).step_by(16);
+    sizes.map(|bytes| bytes * granules).find(|unit| unit % 256 == 0).unwrap_or(u64::MAX)
+}
+
+/// Bytes of the units that some op streams of a matrix, and of the scales of their rows.
 fn matrix_bytes(s: &Schedule, b: usize) -> u64 {
-    let element = s.program.precision.weights.bytes() as u64;
     let of_grid = |grid: &Grid| match (&grid.op, grid.operand(Role::Weight)) {
         (Op::MatVec(m), Some(weight)) if weight.buffer.index() == b => {
-            let unit =
-                u64::from(m.k).div_ceil(GRANULE_ROW / element * 8 / u64::from(m.unit_rows).clamp(1, 8)) * GRANULE;
+            let buffer = &s.program.buffers[b];
+            let scales = if buffer.coded.is_some_and(|format| format.row_scales) { 8 * 4 } else { 0 };
+            let unit = unit_bytes(buffer, m) + scales;
             // As many times as a table may choose.
             let chosen = match weight.rows {
                 Rows::Lookup(id) => s.program.tables.get(id.index()).map_or(1, |table| u64::from(table.bound)),
