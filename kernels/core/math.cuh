@@ -15,6 +15,21 @@ __device__ __forceinline__ float warp_max(float v) {
   return v;
 }
 
+__device__ __forceinline__ u32 warp_max(u32 v) {
+#if __CUDA_ARCH__ >= 800
+  u32 most;
+  asm volatile("redux.sync.max.u32 %0, %1, 0xffffffff;" : "=r"(most) : "r"(v));
+  return most;
+#else
+#pragma unroll
+  for (int o = 16; o; o >>= 1) {
+    const u32 other = __shfl_xor_sync(~0u, v, o);
+    v = v > other ? v : other;
+  }
+  return v;
+#endif
+}
+
 // Tensor-core sums D(16 x 8) += A(16 x 16) B(16 x 8), bf16 operands, fp32 sums. Of lane l, d0 and d1 are columns l % 4 * 2 and the
 // next of row l / 4, d2 and d3 those of row l / 4 + 8.
 __device__ __forceinline__ void tensor_product(float& d0, float& d1, float& d2, float& d3, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
@@ -25,6 +40,22 @@ __device__ __forceinline__ void tensor_product(float& d0, float& d1, float& d2, 
       : "+f"(d0), "+f"(d1), "+f"(d2), "+f"(d3)
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 #endif
+}
+
+// The same of fp16 operands, or of bf16 ones. Words of A: rows 0..7, rows 8..15, the same of the second eight of k.
+template <bool F16>
+__device__ __forceinline__ void mma(float (&d)[4], const uint4 a, u32 b0, u32 b1) {
+  if constexpr (!F16) {
+    tensor_product(d[0], d[1], d[2], d[3], a.x, a.y, a.z, a.w, b0, b1);
+  } else {
+#ifndef __CUDA_ARCH__
+    emulated_product(d[0], d[1], d[2], d[3], a.x, a.y, a.z, a.w, b0, b1, true); // tests of ops on a CPU
+#elif __CUDA_ARCH__ >= 800
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
+#endif
+  }
 }
 
 // Sums of which only 8 rows are wanted (row g, of lane / 4 == g, is one token or one query head), so rows 8..15 serve as a second

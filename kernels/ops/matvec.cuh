@@ -29,7 +29,6 @@ enum class Epilogue : u32 { STORE, ACT, GATED, RESIDUAL, LOGITS };
 template <class M, class G>
 struct MatVec {
   typedef Coding<M, G> Weights;
-  typedef typename Weights::Held Held; // of a granule, by a lane
   static constexpr int ELEM = ElemOf<M::WEIGHT>::BYTES;
   // Columns of B are rows of a part of k: K_PARTS parts of UNIT_ROWS rows each.
   static constexpr int K_PARTS = OPERAND_ROWS / G::UNIT_ROWS;
@@ -48,6 +47,10 @@ struct MatVec {
   static_assert(UNITS_PER_WARP == 1 || (CHUNKS == 1 && (G::UNITS <= M::REDUCE_BATCH || M::REDUCE_BATCH % UNITS_PER_WARP == 0)),
                 "no group reaches over the end of a batch of sums");
   static constexpr bool SINGLE_PASS = CHUNKS == 1 && G::UNITS <= UNITS_PER_WARP;
+  // Operands of codes are made before the input is there, if a warp takes all its units at once and has registers for them.
+  static constexpr int AHEAD_WORDS_MAX = 64;
+  static constexpr bool AHEAD = SINGLE_PASS && Weights::OPERAND_WORDS > 0 && UNITS_PER_WARP * WARP_GRANULES * Weights::OPERAND_WORDS <= AHEAD_WORDS_MAX;
+  typedef typename Weights::template Held<AHEAD> Held; // of a granule, by a lane
 
   // Pairs of packets of this warp's granules, for each lane.
   static constexpr int PAIR_K = 2 * Wire<M>::PER_PACKET, GRANULE_PAIRS = GRANULE_K / PAIR_K;
@@ -57,18 +60,22 @@ struct MatVec {
   static constexpr int PAIR_STEP = 32 / GRANULE_PAIRS * M::WARPS * GRANULE_K;
 
   // A warp's sums of a unit. Two sets of products, for a product waits for the sum that it adds to.
-  static constexpr int SETS = STAGE_BF16<M> && (WARP_GRANULES > 1 || Weights::CODED) ? 2 : 1;
-  struct Sums {
+  static constexpr int SETS = STAGE_BF16<M> && WARP_GRANULES > 1 ? 2 : 1;
+  struct PlainSums {
     Products products[SETS];
     float lane[4]; // without tensor cores: of row lane / 4, over the k of this lane
-    __device__ __forceinline__ Sums() : products{}, lane{} {}
+    __device__ __forceinline__ PlainSums() : products{}, lane{} {}
   };
+  struct CodeSums {
+    float products[2][4]; // of codes without groups, on tensor cores
+    float lane;           // otherwise: of row lane / 4, over the k of this lane
+    __device__ __forceinline__ CodeSums() : products{}, lane(0.f) {}
+  };
+  typedef typename Either<Weights::CODED, CodeSums, PlainSums>::type Sums;
 
   // Granule j of the staged x, as this lane's part of the operand. All rows of A are the same token, and the rows of a part the
   // same: lanes of other rows load what others load, which costs nothing, and their sums are not read.
   static __device__ __forceinline__ uint4 staged(const Context<M>& c, int j) {
-    if constexpr (Weights::CODED) // j counts operands of 32 of k
-      return *reinterpret_cast<const uint4*>(c.stage() + j * PART_BYTES + (c.lane() % 4) * LANE_BYTES);
     return *reinterpret_cast<const uint4*>(c.stage() + (j * K_PARTS + c.lane() / 4 % K_PARTS) * PART_BYTES + (c.lane() % 4) * LANE_BYTES);
   }
   // One granule of W against granule j of x, without tensor cores.
@@ -90,78 +97,164 @@ struct MatVec {
     }
   }
 
-  // Codes of two units and more against granule j of x: products by the values of codes, and by scales where there are groups.
-  // Without tensor cores a lane has a part of the sums of its row.
+  // Block h of a lane's half of granule j of the staged x, as pairs in the order of k.
+  static __device__ __forceinline__ uint4 staged_half(const Context<M>& c, int j, int h) {
+    const int block = j * Weights::BLOCKS + c.lane() / 16 * Weights::HALF_BLOCKS + h;
+    const uint4 x = *reinterpret_cast<const uint4*>(c.stage() + block * PART_BYTES + (c.lane() % 4) * LANE_BYTES);
+    uint4 pairs = make_uint4(x.x, x.z, x.y, x.w); // see operand_byte
+    if constexpr (Weights::Codes::X_SHIFT != 0) {
+      constexpr u32 power = (127 + Weights::Codes::X_SHIFT) << 7, both = power << 16 | power;
+      pairs = make_uint4(bf16_pair_mul(pairs.x, both), bf16_pair_mul(pairs.y, both), bf16_pair_mul(pairs.z, both), bf16_pair_mul(pairs.w, both));
+    }
+    return pairs;
+  }
+  // The products of block h of both halves of a granule.
+  static __device__ __forceinline__ void product(float (&first)[4], float (&second)[4], const Held& b, int h, const uint4 x) {
+    const uint4 lo = b.operand(h), hi = b.operand(Weights::HALF_BLOCKS + h);
+    mma<Weights::F16>(first, make_uint4(lo.x, hi.x, lo.y, hi.y), x.x, x.y);
+    mma<Weights::F16>(second, make_uint4(lo.z, hi.z, lo.w, hi.w), x.z, x.w);
+  }
+  // Of a product the sum that this lane has of its row, over its half.
+  static __device__ __forceinline__ float half_of(const Context<M>& c, const float (&d)[4]) { return c.lane() % 4 < 2 ? d[0] : d[2]; }
+  static __device__ __forceinline__ void add_up(float (&d)[4], const uint4 x) {
+    constexpr u32 one = Weights::F16 ? 0x3c003c00u : 0x3f803f80u;
+    const uint4 ones = make_uint4(one, one, one, one);
+    mma<Weights::F16>(d, ones, x.x, x.y);
+    mma<Weights::F16>(d, ones, x.z, x.w);
+  }
+
+  // Codes of UNITS_PER_WARP units against granule j of x: products by the values of codes, and by scales where there are groups.
   static __device__ __forceinline__ void multiply_codes(const Context<M>& c, const Held (&b)[UNITS_PER_WARP][WARP_GRANULES], int i, int j,
                                                         bool mine, Sums (&s)[UNITS_PER_WARP]) {
-    constexpr int GROUPS = Weights::GROUPS, GROUP_BLOCKS = Weights::GROUP_BLOCKS;
-    if constexpr (STAGE_BF16<M>) {
+    constexpr int LANE_GROUPS = Weights::LANE_GROUPS;
+    if constexpr (Weights::TENSOR) {
+      constexpr int BLOCKS = Weights::HALF_BLOCKS / LANE_GROUPS;
+      uint4 x[Weights::HALF_BLOCKS];
 #pragma unroll
-      for (int g = 0; g < GROUPS; g++) {
-        uint4 a[GROUP_BLOCKS];
+      for (int h = 0; h < Weights::HALF_BLOCKS; h++) x[h] = mine ? staged_half(c, j, h) : make_uint4(0, 0, 0, 0);
+      if constexpr (!Weights::GROUPED) {
 #pragma unroll
-        for (int h = 0; h < GROUP_BLOCKS; h++)
-          a[h] = mine ? staged(c, j * Weights::BLOCKS + g * GROUP_BLOCKS + h) : make_uint4(0, 0, 0, 0);
-        float sum_x = 0.f;
-        if constexpr (Weights::SUMS_X) {
-          Products ones{};
+        for (int u = 0; u < UNITS_PER_WARP; u++)
 #pragma unroll
-          for (int h = 0; h < GROUP_BLOCKS; h++) ones.add(a[h], make_uint4(BF16_ONES, BF16_ONES, BF16_ONES, BF16_ONES));
-          sum_x = ones.sum(0);
-        }
+          for (int h = 0; h < Weights::HALF_BLOCKS; h++) product(s[u].products[0], s[u].products[1], b[u][i], h, x[h]);
+      } else {
 #pragma unroll
-        for (int u = 0; u < UNITS_PER_WARP; u++) {
-          if constexpr (Weights::GROUPED) {
-            Products own{};
+        for (int g = 0; g < LANE_GROUPS; g++) {
+          float sum_x[4] = {};
+          if constexpr (Weights::SUMS_X)
 #pragma unroll
-            for (int h = 0; h < GROUP_BLOCKS; h++) own.add(a[h], Weights::Codes::eight(Weights::codes(b[u][i]), g * GROUP_BLOCKS + h));
+            for (int h = 0; h < BLOCKS; h++) add_up(sum_x, x[g * BLOCKS + h]);
+          // Columns of one half of x are the same, and all rows of ones.
+          const float taken = G::ZEROS ? 0.f : -Weights::OFFSET_OF_ALL * sum_x[0];
 #pragma unroll
-            for (int r = 0; r < 2; r++) {
-              float y = own.sum(r);
-              if constexpr (Weights::SUMS_X) y -= Weights::offset(b[u][i], r, g) * sum_x;
-              s[u].lane[r] += Weights::scale(b[u][i], r, g) * y;
-            }
-          } else {
+          for (int u = 0; u < UNITS_PER_WARP; u++) {
+            float d[4] = {taken, taken, taken, taken};
 #pragma unroll
-            for (int h = 0; h < GROUP_BLOCKS; h++) s[u].products[h % SETS].add(a[h], Weights::Codes::eight(Weights::codes(b[u][i]), h));
+            for (int h = 0; h < BLOCKS; h++) product(d, d, b[u][i], g * BLOCKS + h, x[g * BLOCKS + h]);
+            float y = half_of(c, d);
+            if constexpr (G::ZEROS) y -= Weights::offset(b[u][i], g) * sum_x[0];
+            s[u].lane += Weights::scale(b[u][i], g) * y;
           }
         }
       }
     } else if (mine) {
 #pragma unroll
-      for (int g = 0; g < GROUPS; g++) {
+      for (int g = 0; g < LANE_GROUPS; g++) {
         float own[UNITS_PER_WARP] = {}, sum_x = 0.f;
 #pragma unroll
-        for (int h = g * GROUP_BLOCKS; h < (g + 1) * GROUP_BLOCKS; h++) {
+        for (int h = g * Weights::GROUP_BLOCKS; h < (g + 1) * Weights::GROUP_BLOCKS; h++) {
           const float* x = reinterpret_cast<const float*>(c.stage()) + j * GRANULE_K + h * 32 + (c.lane() % 4) * 8;
-          const float4 lo = *reinterpret_cast<const float4*>(x), hi = *reinterpret_cast<const float4*>(x + 4);
-          if constexpr (Weights::SUMS_X) sum_x += ((lo.x + lo.y) + (lo.z + lo.w)) + ((hi.x + hi.y) + (hi.z + hi.w));
 #pragma unroll
-          for (int u = 0; u < UNITS_PER_WARP; u++) {
-            float w[8];
-            decode_floats<G::CODE>(Weights::codes(b[u][i]), h, w);
-            own[u] += ((lo.x * w[0] + lo.y * w[1]) + (lo.z * w[2] + lo.w * w[3])) + ((hi.x * w[4] + hi.y * w[5]) + (hi.z * w[6] + hi.w * w[7]));
+          for (int k = 0; k < 8; k++) {
+            if constexpr (Weights::SUMS_X) sum_x += x[k];
+#pragma unroll
+            for (int u = 0; u < UNITS_PER_WARP; u++) own[u] += x[k] * Weights::Codes::value(b[u][i].codes[0], h, k);
           }
         }
 #pragma unroll
         for (int u = 0; u < UNITS_PER_WARP; u++) {
           if constexpr (Weights::GROUPED) {
-            if constexpr (Weights::SUMS_X) own[u] -= Weights::offset(b[u][i], 0, g) * sum_x;
-            own[u] *= Weights::scale(b[u][i], 0, g);
+            if constexpr (Weights::SUMS_X) own[u] -= Weights::offset(b[u][i], g) * sum_x;
+            own[u] *= Weights::scale(b[u][i], g);
           }
-          s[u].lane[0] += own[u];
+          s[u].lane += own[u];
         }
       }
     }
   }
 
+  // What is taken from the sums of codes without groups, and the power of two that all sums are multiplied by.
+  struct Input {
+    float taken = 0.f, factor = 1.f;
+  };
+  // Makes fp16 of the x that this warp staged, times a power of two of its own; and adds it up, where it has to.
+  static __device__ __forceinline__ Input prepare(const Context<M>& c) {
+    Input input;
+    if constexpr (Weights::CODED && STAGE_BF16<M>) {
+      constexpr int GRANULES = ceil_div(UNIT_GRANULES, M::WARPS); // of this warp
+      constexpr int SHIFT = Weights::Codes::OPERAND_SHIFT - Weights::Codes::X_SHIFT;
+      input.factor = __uint_as_float(u32(127 + SHIFT) << 23);
+      if constexpr (Weights::F16) {
+        // A granule is eight pieces of 16 bytes: a warp takes four granules at a time.
+        constexpr int PIECES = ceil_div(GRANULES, 4);
+        uint4 x[PIECES];
+        uint4* at[PIECES];
+        bool exists[PIECES];
+        u32 most = 0;
+#pragma unroll
+        for (int i = 0; i < PIECES; i++) {
+          const int j = (4 * i + c.lane() / 8) * M::WARPS + c.warp();
+          at[i] = reinterpret_cast<uint4*>(c.stage() + j * (2 * PART_BYTES) + c.lane() % 8 * LANE_BYTES);
+          exists[i] = j < UNIT_GRANULES;
+          x[i] = exists[i] ? *at[i] : make_uint4(0, 0, 0, 0);
+#pragma unroll
+          for (int w = 0; w < 4; w++) {
+            const u32 lo = word_of(x[i], w) << 16 & 0x7fffffffu, hi = word_of(x[i], w) & 0x7fff0000u;
+            most = most > lo ? most : lo, most = most > hi ? most : hi;
+          }
+        }
+        // Bits of floats of one sign are in the order of their values. 2^12 over the power of two of the largest, if it has an inverse.
+        const u32 exponent = 266 - (warp_max(most) >> 23), up = exponent < 253 ? exponent : 253;
+        const float power = __uint_as_float(up << 23);
+        input.factor *= __uint_as_float((254 - up) << 23);
+#pragma unroll
+        for (int i = 0; i < PIECES; i++) {
+          const auto half = [power](u32 pair) { return f16_pair(bf16_lo(pair) * power, bf16_hi(pair) * power); };
+          if (exists[i]) *at[i] = make_uint4(half(x[i].x), half(x[i].y), half(x[i].z), half(x[i].w));
+        }
+        __syncwarp();
+      }
+      if constexpr (!Weights::GROUPED && Weights::SUMS_X) {
+        float sum_x[2][4] = {};
+#pragma unroll
+        for (int i = 0; i < GRANULES; i++) {
+          const int j = i * M::WARPS + c.warp();
+          const bool mine = (i + 1) * M::WARPS <= UNIT_GRANULES || j < UNIT_GRANULES;
+#pragma unroll
+          for (int h = 0; h < Weights::HALF_BLOCKS; h++) add_up(sum_x[i % 2], mine ? staged_half(c, j, h) : make_uint4(0, 0, 0, 0));
+        }
+        input.taken = Weights::OFFSET * (sum_x[0][0] + sum_x[1][0]);
+      }
+    }
+    return input;
+  }
+
   // A warp's partial sums of the 8 rows of a unit, or of the rows of each part.
-  static __device__ __forceinline__ void put_partial(const Context<M>& c, float* to, const Sums& s) {
-    if constexpr (STAGE_BF16<M>) {
+  static __device__ __forceinline__ void put_partial(const Context<M>& c, float* to, const Sums& s, const Input& input) {
+    if constexpr (Weights::CODED) {
+      float v = s.lane;
+      if constexpr (Weights::TENSOR) {
+        if constexpr (!Weights::GROUPED) v = half_of(c, s.products[0]) + half_of(c, s.products[1]) - input.taken;
+        v *= input.factor;
+      } else {
+        v += __shfl_xor_sync(~0u, v, 1);
+      }
+      v += __shfl_xor_sync(~0u, v, 2);
+      if (c.lane() % 4 == 0) to[c.lane() / 4] = v;
+    } else if constexpr (STAGE_BF16<M>) {
       // Lane t of row p of the product holds columns 2t and 2t + 1 of B against part p; they are of one part.
       float2 y = make_float2(s.products[0].sum(0), s.products[0].sum(1));
       if constexpr (SETS == 2) y.x += s.products[1].sum(0), y.y += s.products[1].sum(1);
-      if constexpr (Weights::GROUPED) y = make_float2(s.lane[0], s.lane[1]);
       if (c.lane() / 4 == c.lane() % 4 * 2 / G::UNIT_ROWS) *reinterpret_cast<float2*>(to + c.lane() % 4 * 2) = y;
     } else {
       float v = (s.lane[0] + s.lane[1]) + (s.lane[2] + s.lane[3]);
@@ -217,7 +310,7 @@ struct MatVec {
         for (int i = 0; i < WARP_GRANULES; i++) {
           const bool mine = exists(c, first, i);
           if (CHUNKS > 1 && !mine) continue;
-          b[u][i] = mine ? Weights::read(from + i * (M::WARPS * Weights::BYTES), c.lane()) : Weights::none();
+          b[u][i] = mine ? Weights::template read<AHEAD>(from + i * (M::WARPS * Weights::BYTES), c.lane()) : Held{};
         }
         held++;
         if (first == 0) left--;
@@ -256,6 +349,7 @@ struct MatVec {
         squares += stage_pairs<M, G::K, G::NORM, true, COUNT, PAIR_STEP, G::OWN_INPUT, Weights::PAD>(c, e, k0 + q * PAIR_STEP, unused);
       __syncwarp();
     }
+    const Input input = prepare(c);
     c.stamp(1);
     float best = NEGATIVE_INFINITY, factor = 1.f;
     int best_row = 0x7fffffff;
@@ -282,7 +376,7 @@ struct MatVec {
           if (u0 + u == 0) put_statistic(c, 0, squares);
 #pragma unroll
         for (int t = 0; t < UNITS_PER_WARP; t++)
-          if (UNITS_PER_WARP == 1 || u + t < n) put_partial(c, partial + ((u + t) * M::WARPS + c.warp()) * OPERAND_ROWS, s[t]);
+          if (UNITS_PER_WARP == 1 || u + t < n) put_partial(c, partial + ((u + t) * M::WARPS + c.warp()) * OPERAND_ROWS, s[t], input);
       }
       c.barrier();
       c.stamp(2);

@@ -1,13 +1,22 @@
 // Owns how a matvec reads its weights: the granules of each format, codes to operands, scales to sums. `src/format.rs` has the layout.
 //
 // A granule is 512 bytes of codes, then the scales and zero points of its groups, row by row. A lane has 16 bytes of codes of row
-// lane / 4: of every 32 of k the eight from (lane % 4) * 8 on, as of bf16 weights. So codes become the operand that plain weights are,
-// and meet the staged x at the same places:
-//   int8   low seven bits under the exponent of 128 are 128 + low; less 128, or 256 of a negative one. Exact.
-//   e4m3   its bits moved are the value * 2^-120 in bf16, subnormals included; one product by 2^120. Exact.
-//   int4   its bits under the exponent of 128 are 128 + q; (128 + zero) * sum(x) of a group is taken from the sum once.
-//   e2m1   its bits moved are the value * 2^-126; one product by 2^126. Exact.
-// Scales are applied to sums in fp32: of groups after each group, of rows once.
+// lane / 4: of every 32 of k the eight from (lane % 4) * 8 on, as of bf16 weights. So codes meet the staged x at the same places.
+//
+// On tensor cores codes are the A operand. Rows 0..7 are the first half of the k of a granule, rows 8..15 the second half; columns 0..3
+// of B are x of the first half, columns 4..7 x of the second. One product then covers 8 rows of 32 of k, and a lane reads half of x.
+// A lane has the sum of row lane / 4: of the first half if lane % 4 < 2, else of the second; so it needs the scales of one half only.
+//   int8   fp16: its bits under the exponent of 1024 are 1152 + q
+//   e4m3   fp16: one conversion from sm_89 on; before, its bits moved are the value * 2^-8, subnormals included
+//   int4   bf16: its bits under the exponent of 128 are 128 + q
+//   e2m1   bf16: its bits moved are the value * 2^-126; x is multiplied by 2^100
+// All are exact. What is added to a value is taken from the sum of a group (or of all k, where there are none) as `offset * sum(x)`,
+// which a product with ones finds; powers of two are taken from the sum of a unit. x of fp16 products is staged as fp16, times a power
+// of two for each warp that brings its largest value to 2^12 .. 2^13: nothing overflows, and values 2^-26 of the largest are exact.
+// x of e2m1 overflows from 2^28 on.
+//
+// Without tensor cores a lane multiplies the values themselves, in fp32. Scales are applied to sums in fp32: of groups after each
+// group, of rows once.
 #pragma once
 
 // A granule: what a warp loads at once. OPERAND_ROWS rows (or parts of rows) of PART_BYTES, LANE_BYTES a lane.
@@ -31,17 +40,26 @@ __device__ __forceinline__ u32 permute(u32 a, u32 b, u32 selector) {
   return r;
 #endif
 }
-// a * b + c of pairs of bf16, rounded once.
-__device__ __forceinline__ u32 bf16_pair_fma(u32 a, u32 b, u32 c) {
+// a * b of pairs of bf16.
+__device__ __forceinline__ u32 bf16_pair_mul(u32 a, u32 b) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   u32 r;
-  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(0x80008000u));
   return r;
 #else
-  return bf16_pair(bf16_lo(a) * bf16_lo(b) + bf16_lo(c), bf16_hi(a) * bf16_hi(b) + bf16_hi(c));
+  return bf16_pair(bf16_lo(a) * bf16_lo(b), bf16_hi(a) * bf16_hi(b));
 #endif
 }
-constexpr u32 BF16_ONES = 0x3f803f80u, BF16_2_120 = 0x7b807b80u, BF16_2_126 = 0x7e807e80u, BF16_ZEROS = 0x80008000u;
+// Two floats as fp16, rounded to nearest even.
+__device__ __forceinline__ u32 f16_pair(float lo, float hi) {
+#ifdef __CUDA_ARCH__
+  u32 r;
+  asm("{ .reg .b16 l, h; cvt.rn.f16.f32 l, %1; cvt.rn.f16.f32 h, %2; mov.b32 %0, {l, h}; }" : "=r"(r) : "f"(lo), "f"(hi));
+  return r;
+#else
+  return f16_bits(lo) | f16_bits(hi) << 16; // tests of ops on a CPU
+#endif
+}
 
 __device__ __forceinline__ float f16_value(u32 bits) {
 #ifdef __CUDA_ARCH__
@@ -49,74 +67,118 @@ __device__ __forceinline__ float f16_value(u32 bits) {
   asm("{ .reg .b16 h; mov.b16 h, %1; cvt.f32.f16 %0, h; }" : "=f"(v) : "h"(u16(bits)));
   return v;
 #else
-  const u32 e = bits >> 10 & 31, m = bits & 1023;
-  const float size = e == 0 ? m * 0x1p-24f : __uint_as_float((e + 112) << 23 | m << 13);
-  return bits & 0x8000 ? -size : size;
+  return f16_of(bits); // tests of ops on a CPU
 #endif
 }
 
-// Two or eight codes as bf16 pairs, in the order of k.
+__device__ __forceinline__ u32 word_of(const uint4 v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
+
+// Codes of a lane: `eight` of a block of 32 of k as pairs of an operand, in the order of k, and `value`, the i-th of them in fp32.
+// An operand is (value + OFFSET) * 2^-OPERAND_SHIFT, and meets x * 2^X_SHIFT.
 template <Code C>
 struct Decode;
 
 template <>
 struct Decode<Code::INT8> {
-  static constexpr int BITS = 8;
-  static constexpr float OFFSET = 0.f; // that is added to every value
-  static __device__ __forceinline__ u32 pair(u32 word, u32 selector) {
-    const u32 p = permute(word, 0, selector);
-    return bf16_pair_fma((p & 0x007f007fu) | 0x43004300u, BF16_ONES, (p & 0x00800080u) | 0xc300c300u);
-  }
+  static constexpr int BITS = 8, OPERAND_SHIFT = 0, X_SHIFT = 0;
+  static constexpr bool F16 = true;
+  static constexpr float OFFSET = 1152.f, ZERO = 0.f;
   static __device__ __forceinline__ uint4 eight(const uint4 codes, int block) {
-    const u32 lo = block == 0 ? codes.x : codes.z, hi = block == 0 ? codes.y : codes.w;
-    return make_uint4(pair(lo, 0x4140), pair(lo, 0x4342), pair(hi, 0x4140), pair(hi, 0x4342));
+    const u32 lo = word_of(codes, 2 * block) ^ 0x80808080u, hi = word_of(codes, 2 * block + 1) ^ 0x80808080u;
+    const u32 exponent = 0x64646464u;
+    return make_uint4(permute(lo, exponent, 0x4140), permute(lo, exponent, 0x4342), permute(hi, exponent, 0x4140),
+                      permute(hi, exponent, 0x4342));
+  }
+  static __device__ __forceinline__ float value(const uint4 codes, int block, int i) {
+    return float(int(word_of(codes, 2 * block + i / 4) << (24 - i % 4 * 8)) >> 24);
   }
   static __device__ __forceinline__ float zero(u32 byte) { return float(int(byte << 24) >> 24); }
 };
 
 template <>
 struct Decode<Code::E4M3> {
-  static constexpr int BITS = 8;
-  static constexpr float OFFSET = 0.f;
-  static __device__ __forceinline__ u32 pair(u32 word, u32 selector) {
-    // Sign, then four bits of exponent and three of mantissa four places below the top.
-    return bf16_pair_fma((permute(word, 0, selector) << 4) & 0x87f087f0u, BF16_2_120, BF16_ZEROS);
+  static constexpr int BITS = 8, X_SHIFT = 0;
+  static constexpr bool F16 = true;
+  static constexpr float OFFSET = 0.f, ZERO = 0.f;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+  static constexpr int OPERAND_SHIFT = 0;
+  static __device__ __forceinline__ void four(u32 word, u32& lo, u32& hi) {
+    asm("{ .reg .b16 l, h; mov.b32 {l, h}, %2; cvt.rn.f16x2.e4m3x2 %0, l; cvt.rn.f16x2.e4m3x2 %1, h; }"
+        : "=r"(lo), "=r"(hi)
+        : "r"(word));
   }
+#else
+  static constexpr int OPERAND_SHIFT = 8;
+  static __device__ __forceinline__ void four(u32 word, u32& lo, u32& hi) {
+    // Bytes to the tops of the halves; then four bits of exponent and three of mantissa one place down.
+    const auto pair = [](u32 p) { return (p & 0x80008000u) | (p >> 1 & 0x3f803f80u); };
+    lo = pair(permute(word, 0, 0x1404)), hi = pair(permute(word, 0, 0x3424));
+  }
+#endif
   static __device__ __forceinline__ uint4 eight(const uint4 codes, int block) {
-    const u32 lo = block == 0 ? codes.x : codes.z, hi = block == 0 ? codes.y : codes.w;
-    return make_uint4(pair(lo, 0x9180), pair(lo, 0xb3a2), pair(hi, 0x9180), pair(hi, 0xb3a2));
+    uint4 pairs;
+    four(word_of(codes, 2 * block), pairs.x, pairs.y), four(word_of(codes, 2 * block + 1), pairs.z, pairs.w);
+    return pairs;
+  }
+  static __device__ __forceinline__ float value(const uint4 codes, int block, int i) {
+    const u32 code = word_of(codes, 2 * block + i / 4) >> i % 4 * 8;
+    return __uint_as_float((code & 0x80) << 24 | (code & 0x7f) << 20) * 0x1p120f;
   }
   static __device__ __forceinline__ float zero(u32) { return 0.f; }
 };
 
-__device__ __forceinline__ u32 word_of(const uint4 v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
-
 template <>
 struct Decode<Code::INT4> {
-  static constexpr int BITS = 4;
-  static constexpr float OFFSET = 128.f;
+  static constexpr int BITS = 4, OPERAND_SHIFT = 0, X_SHIFT = 0;
+  static constexpr bool F16 = false;
+  static constexpr float OFFSET = 128.f, ZERO = 8.f;
   static __device__ __forceinline__ uint4 eight(const uint4 codes, int block) {
     const u32 w = word_of(codes, block);
     const auto pair = [w](int p) { return ((w >> 4 * p) & 0x000f000fu) | 0x43004300u; };
     return make_uint4(pair(0), pair(1), pair(2), pair(3));
+  }
+  static __device__ __forceinline__ float value(const uint4 codes, int block, int i) {
+    return float(word_of(codes, block) >> (i / 2 * 4 + i % 2 * 16) & 15);
   }
   static __device__ __forceinline__ float zero(u32 byte) { return float(byte); }
 };
 
 template <>
 struct Decode<Code::E2M1> {
-  static constexpr int BITS = 4;
-  static constexpr float OFFSET = 0.f;
+  static constexpr int BITS = 4, OPERAND_SHIFT = 126, X_SHIFT = 100;
+  static constexpr bool F16 = false;
+  static constexpr float OFFSET = 0.f, ZERO = 0.f;
   static __device__ __forceinline__ uint4 eight(const uint4 codes, int block) {
     const u32 w = word_of(codes, block);
     // Sign to the top, exponent and mantissa to the lowest bit of the one and the highest of the other.
     const auto pair = [w](int p) {
-      const u32 n = w >> 4 * p;
-      return bf16_pair_fma((n << 12 & 0x80008000u) | (n << 6 & 0x01c001c0u), BF16_2_126, BF16_ZEROS);
+      const u32 sign = p == 3 ? w : w << (12 - 4 * p), rest = p == 0 ? w << 6 : p == 1 ? w << 2 : w >> (4 * p - 6);
+      return (sign & 0x80008000u) | (rest & 0x01c001c0u);
     };
     return make_uint4(pair(0), pair(1), pair(2), pair(3));
   }
+  static __device__ __forceinline__ float value(const uint4 codes, int block, int i) {
+    const u32 code = word_of(codes, block) >> (i / 2 * 4 + i % 2 * 16);
+    return __uint_as_float((code & 8) << 28 | (code & 7) << 22) * 0x1p126f;
+  }
   static __device__ __forceinline__ float zero(u32) { return 0.f; }
+};
+
+// The same value, which the compiler must not compute later.
+__device__ __forceinline__ uint4 made_here(uint4 v) {
+#ifdef __CUDA_ARCH__
+  asm volatile("" : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w));
+#endif
+  return v;
+}
+
+template <bool, class A, class B>
+struct Either {
+  typedef A type;
+};
+template <class A, class B>
+struct Either<false, A, B> {
+  typedef B type;
 };
 
 // What a matvec of configuration G reads. Of plain weights, as they have always been read.
@@ -124,9 +186,11 @@ template <class M, class G, class = int>
 struct Coding {
   static constexpr bool CODED = false, GROUPED = false, ROW_SCALES = false;
   static constexpr int BITS = ElemOf<M::WEIGHT>::BYTES * 8, BYTES = GRANULE_BYTES, PAD = 32;
-  typedef uint4 Held;
-  static __device__ __forceinline__ Held read(const u8* lane_at, int) { return *reinterpret_cast<const uint4*>(lane_at); }
-  static __device__ __forceinline__ Held none() { return make_uint4(0, 0, 0, 0); }
+  static constexpr int OPERAND_WORDS = 0;
+  template <bool>
+  using Held = uint4;
+  template <bool>
+  static __device__ __forceinline__ uint4 read(const u8* lane_at, int) { return *reinterpret_cast<const uint4*>(lane_at); }
 };
 
 template <class M, class G>
@@ -137,89 +201,86 @@ struct Coding<M, G, decltype(int(G::CODE))> {
   static constexpr int BLOCKS = PAD / 32; // operands of 32 of k in a granule
   static_assert(G::UNIT_ROWS == OPERAND_ROWS, "units of codes have 8 rows");
   static_assert(!GROUPED || G::GROUP_K % 32 == 0, "a group is whole operands");
-  static_assert(GROUPED || Codes::OFFSET == 0.f, "offsets are taken from the sums of groups");
+  static_assert(GROUPED || Codes::ZERO == 0.f, "zero points are of groups");
   // Groups of a row in a granule, and operands of one group in it.
   static constexpr int GROUPS = GROUPED ? ceil_div(PAD, G::GROUP_K > 0 ? G::GROUP_K : 1) : 1, GROUP_BLOCKS = BLOCKS / GROUPS;
   static constexpr int SCALE_BYTES = G::SCALE_CODE == ScaleCode::F32 ? 4 : G::SCALE_CODE == ScaleCode::F16 || G::SCALE_CODE == ScaleCode::BF16 ? 2 : 1;
-  // Tensor cores leave a lane the sums of rows 2t and 2t + 1, t = lane % 4; without them it has those of row lane / 4.
-  static constexpr int ROWS = STAGE_BF16<M> ? 2 : 1;
-  static constexpr bool SUMS_X = GROUPED && (Codes::OFFSET != 0.f || G::ZEROS);
+  // Tensor cores leave a lane the sums of half of a granule, without them it has those of all of it.
+  static constexpr bool TENSOR = STAGE_BF16<M>;
+  static constexpr int HALF_BLOCKS = BLOCKS / 2;
+  // Groups of a row that a lane has sums of.
+  static constexpr int LANE_GROUPS = TENSOR && GROUPS > 1 ? GROUPS / 2 : GROUPS;
+  static constexpr float OFFSET = TENSOR ? Codes::OFFSET : 0.f;
+  // Whether something is taken from sums for the values that no zero point changes, and for zero points that are stored.
+  static constexpr bool SUMS_X = TENSOR ? OFFSET != 0.f || G::ZEROS : GROUPED && (Codes::ZERO != 0.f || G::ZEROS);
+  static constexpr bool F16 = TENSOR && Codes::F16;
+  // What is taken from the values of all groups, where none stores a zero point.
+  static constexpr float OFFSET_OF_ALL = OFFSET + Codes::ZERO;
 
-  struct Scaled {
-    uint4 codes;
-    u8 scales[ROWS * GROUPS * SCALE_BYTES] = {};
-    u8 zeros[G::ZEROS ? ROWS * GROUPS : 1] = {};
+  // Registers of a granule's operands.
+  static constexpr int OPERAND_WORDS = TENSOR ? BLOCKS * 4 : 0;
+  // What a lane holds of a granule: its codes, or operands, if they are made AHEAD of the input; scales and zero points of its groups,
+  // in the words that they were loaded in.
+  template <bool AHEAD>
+  struct Held {
+    uint4 codes[AHEAD ? BLOCKS : 1] = {};
+    u32 scales[GROUPED ? ceil_div(LANE_GROUPS * SCALE_BYTES, 4) : 1] = {};
+    u32 zeros = 0;
+    __device__ __forceinline__ uint4 operand(int block) const { return AHEAD ? codes[AHEAD ? block : 0] : Codes::eight(codes[0], block); }
   };
-  template <bool, class A, class B>
-  struct Either { typedef A type; };
-  template <class A, class B>
-  struct Either<false, A, B> { typedef B type; };
-  typedef typename Either<GROUPED, Scaled, uint4>::type Held;
 
+  // N bytes at a multiple of N.
   template <int N>
-  static __device__ __forceinline__ void copy(u8 (&to)[N], const u8* from) {
-    // In the widest loads that their places allow: N bytes lie at a multiple of N.
-    constexpr int W = N % 16 == 0 ? 16 : N % 8 == 0 ? 8 : N % 4 == 0 ? 4 : N % 2 == 0 ? 2 : 1;
-#pragma unroll
-    for (int i = 0; i < N; i += W) {
-      u32 v[4] = {};
-      if constexpr (W == 16) {
-        const uint4 q = *reinterpret_cast<const uint4*>(from + i);
-        v[0] = q.x, v[1] = q.y, v[2] = q.z, v[3] = q.w;
-      } else if constexpr (W == 8) {
-        const uint2 q = *reinterpret_cast<const uint2*>(from + i);
-        v[0] = q.x, v[1] = q.y;
-      } else if constexpr (W == 4) {
-        v[0] = *reinterpret_cast<const u32*>(from + i);
-      } else if constexpr (W == 2) {
-        v[0] = *reinterpret_cast<const u16*>(from + i);
-      } else {
-        v[0] = from[i];
-      }
-#pragma unroll
-      for (int b = 0; b < W; b++) to[i + b] = u8(v[b / 4] >> 8 * (b % 4));
+  static __device__ __forceinline__ void copy(u32* to, const u8* from) {
+    if constexpr (N == 16) {
+      const uint4 v = *reinterpret_cast<const uint4*>(from);
+      to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w;
+    } else if constexpr (N == 8) {
+      const uint2 v = *reinterpret_cast<const uint2*>(from);
+      to[0] = v.x, to[1] = v.y;
+    } else if constexpr (N == 4) {
+      to[0] = *reinterpret_cast<const u32*>(from);
+    } else if constexpr (N == 2) {
+      to[0] = *reinterpret_cast<const u16*>(from);
+    } else {
+      static_assert(N == 1, "a power of two of at most 16 bytes");
+      to[0] = *from;
     }
   }
   // A lane's codes, from `lane_at` on, and its scales, from the beginning of the granule.
-  static __device__ __forceinline__ Held read(const u8* lane_at, int lane) {
+  template <bool AHEAD>
+  static __device__ __forceinline__ Held<AHEAD> read(const u8* lane_at, int lane) {
+    Held<AHEAD> held;
+    const uint4 codes = *reinterpret_cast<const uint4*>(lane_at);
+    if constexpr (AHEAD) {
+#pragma unroll
+      for (int block = 0; block < BLOCKS; block++) held.codes[block] = made_here(Codes::eight(codes, block));
+    } else {
+      held.codes[0] = codes;
+    }
     if constexpr (GROUPED) {
       const u8* after = lane_at - lane * LANE_BYTES + GRANULE_BYTES;
-      const int first = STAGE_BF16<M> ? lane % 4 * 2 : lane / 4;
-      Held held;
-      held.codes = *reinterpret_cast<const uint4*>(lane_at);
-      copy(held.scales, after + first * (GROUPS * SCALE_BYTES));
-      if constexpr (G::ZEROS) copy(held.zeros, after + (OPERAND_ROWS * SCALE_BYTES + first) * GROUPS);
-      return held;
-    } else {
-      return *reinterpret_cast<const uint4*>(lane_at);
+      const int first = lane / 4 * GROUPS + (LANE_GROUPS < GROUPS ? lane % 4 / 2 * LANE_GROUPS : 0);
+      copy<LANE_GROUPS * SCALE_BYTES>(held.scales, after + first * SCALE_BYTES);
+      if constexpr (G::ZEROS) copy<LANE_GROUPS>(&held.zeros, after + OPERAND_ROWS * GROUPS * SCALE_BYTES + first);
     }
+    return held;
   }
-  static __device__ __forceinline__ Held none() { return Held{}; }
-  static __device__ __forceinline__ uint4 codes(const uint4& held) { return held; }
-  static __device__ __forceinline__ uint4 codes(const Scaled& held) { return held.codes; }
 
-  // Scale of a lane's row `r` in group `g`, and what is taken from its values.
-  static __device__ __forceinline__ float scale(const Scaled& held, int r, int g) {
-    const u8* at = held.scales + (r * GROUPS + g) * SCALE_BYTES;
-    if constexpr (G::SCALE_CODE == ScaleCode::F32) return __uint_as_float(u32(at[0]) | u32(at[1]) << 8 | u32(at[2]) << 16 | u32(at[3]) << 24);
-    if constexpr (G::SCALE_CODE == ScaleCode::F16) return f16_value(u32(at[0]) | u32(at[1]) << 8);
-    if constexpr (G::SCALE_CODE == ScaleCode::BF16) return __uint_as_float(u32(at[0]) << 16 | u32(at[1]) << 24);
+  // Scale of the lane's g-th group, and what is taken from its values.
+  template <bool AHEAD>
+  static __device__ __forceinline__ float scale(const Held<AHEAD>& held, int g) {
+    const u32 bits = held.scales[g * SCALE_BYTES / 4] >> g * SCALE_BYTES % 4 * 8;
+    if constexpr (G::SCALE_CODE == ScaleCode::F32) return __uint_as_float(bits);
+    if constexpr (G::SCALE_CODE == ScaleCode::F16) return f16_value(bits & 0xffff);
+    if constexpr (G::SCALE_CODE == ScaleCode::BF16) return __uint_as_float(bits << 16);
+    const u32 code = bits & 0xff;
     // Zero is half of the least power of two that fp32 holds in full.
-    if constexpr (G::SCALE_CODE == ScaleCode::E8M0) return __uint_as_float(at[0] == 0 ? 1u << 22 : u32(at[0]) << 23);
-    const u32 magnitude = u32(at[0] & 0x7f) << 20;
-    const float size = __uint_as_float(magnitude) * 0x1p120f;
-    return at[0] & 0x80 ? -size : size;
+    if constexpr (G::SCALE_CODE == ScaleCode::E8M0) return __uint_as_float(code == 0 ? 1u << 22 : code << 23);
+    return __uint_as_float((code & 0x80) << 24 | (code & 0x7f) << 20) * 0x1p120f;
   }
-  static __device__ __forceinline__ float offset(const Scaled& held, int r, int g) {
-    const float zero = G::ZEROS ? Codes::zero(held.zeros[G::ZEROS ? r * GROUPS + g : 0]) : (G::CODE == Code::INT4 ? 8.f : 0.f);
-    return Codes::OFFSET + zero;
+  template <bool AHEAD>
+  static __device__ __forceinline__ float offset(const Held<AHEAD>& held, int g) {
+    return G::ZEROS ? OFFSET + Codes::zero(held.zeros >> g * 8 & 0xff) : OFFSET_OF_ALL;
   }
 };
-
-// `eight` codes of a lane as floats, without what tensor cores add to them.
-template <Code C>
-__device__ __forceinline__ void decode_floats(const uint4 codes, int block, float (&w)[8]) {
-  const uint4 v = Decode<C>::eight(codes, block);
-#pragma unroll
-  for (int i = 0; i < 4; i++) w[2 * i] = bf16_lo(word_of(v, i)), w[2 * i + 1] = bf16_hi(word_of(v, i));
-}

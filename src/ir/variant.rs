@@ -216,7 +216,7 @@ pub fn kernel_refuses(format: Format, precision: Precision, rows: u32) -> Option
     }
     match format.groups {
         Some(groups) if groups.k < 32 => Some("groups of 32 weights or more".to_string()),
-        // What is added to the values of codes is taken from the sums of groups.
+        // The zero point is taken from the sums of groups.
         None if format.code == Code::Int4 => Some("scales of groups".to_string()),
         _ => None,
     }

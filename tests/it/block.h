@@ -124,14 +124,30 @@ static T __shfl_sync(unsigned, T value, int lane) {
   return value_of(current / 32 * 32 + lane, value);
 }
 
-// What a lane has of a bf16 matrix: element `i` of the 8 that four registers hold.
-static float element(const unsigned* registers, int i) {
+// The value of fp16 bits, and the nearest fp16 of a float, ties to even.
+static float f16_of(unsigned bits) {
+  const unsigned e = bits >> 10 & 31, m = bits & 1023;
+  const float size = e == 0 ? std::ldexp(float(m), -24) : e == 31 ? (m ? NAN : INFINITY) : std::ldexp(float(1024 + m), int(e) - 25);
+  return bits & 0x8000 ? -size : size;
+}
+static unsigned f16_bits(float value) {
+  const unsigned sign = std::signbit(value) ? 0x8000 : 0;
+  const float size = std::fabs(value);
+  if (!(size < 65520.f)) return sign | (size != size ? 0x7e00 : 0x7c00);
+  // Codes of one sign are consecutive: steps of the binade, subnormals with the first.
+  const int exponent = size < 0x1p-14f ? -14 : std::ilogb(size);
+  return sign | ((exponent + 14) * 1024 + unsigned(std::nearbyint(std::ldexp(size, 10 - exponent))));
+}
+
+// What a lane has of a bf16 or an fp16 matrix: element `i` of the 8 that four registers hold.
+static float element(const unsigned* registers, int i, bool f16) {
+  if (f16) return f16_of(registers[i / 2] >> i % 2 * 16 & 0xffff);
   return bits_to_float(i % 2 ? registers[i / 2] & 0xffff0000u : registers[i / 2] << 16);
 }
 static unsigned operands[2][THREADS][6];
-// mma.m16n8k16 of bf16, by a whole warp: PTX ISA, "Matrix Fragments for mma.m16n8k16". Sums are added in the order of k.
+// mma.m16n8k16 of bf16 or fp16, by a whole warp: PTX ISA, "Matrix Fragments for mma.m16n8k16". Sums are added in the order of k.
 static void emulated_product(float& d0, float& d1, float& d2, float& d3, unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0,
-                             unsigned b1) {
+                             unsigned b1, bool f16 = false) {
   const int turn = turns[current]++ & 1, first = current / 32 * 32, lane = current % 32;
   const unsigned mine[6] = {a0, a1, a2, a3, b0, b1};
   std::memcpy(operands[turn][current], mine, sizeof mine);
@@ -142,7 +158,7 @@ static void emulated_product(float& d0, float& d1, float& d2, float& d3, unsigne
     for (int k = 0; k < 16; k++) {
       const unsigned* a = operands[turn][first + row % 8 * 4 + k % 8 / 2];
       const unsigned* b = operands[turn][first + column * 4 + k % 8 / 2];
-      *sums[i] += element(a, (row / 8 + k / 8 * 2) * 2 + k % 2) * element(b + 4, k / 8 * 2 + k % 2);
+      *sums[i] += element(a, (row / 8 + k / 8 * 2) * 2 + k % 2, f16) * element(b + 4, k / 8 * 2 + k % 2, f16);
     }
   }
 }

@@ -260,7 +260,11 @@ static void matvec_codes(const char* name) {
   for (u64 seed = 1; seed <= 3; seed++) {
     u64 state = seed * 991;
     start();
-    const std::vector<float> x = numbers(state, G::K), weight = numbers(state, G::K), before = numbers(state, G::ROWS + 8);
+    std::vector<float> x = numbers(state, G::K);
+    const std::vector<float> weight = numbers(state, G::K), before = numbers(state, G::ROWS + 8);
+    // Values that fp16 has no room for.
+    if (seed == 1)
+      for (int k = 3; k < G::K; k += 50) x[k] *= 0x1p20f;
     std::vector<float> row_scales(G::UNITS * 8, 0.f);
     for (int r = 0; r < G::ROWS; r++) row_scales[r] = number(state);
     std::vector<double> w(size_t(G::ROWS) * G::K);
@@ -456,6 +460,26 @@ int main() {
   matvec_codes<B, Coded<Long, Code::INT4, 32, ScaleCode::F16, true, false>>("codes-int4-32-zeros");
   matvec_codes<B, Coded<Ragged, Code::E2M1, 32, ScaleCode::E8M0, false, false>>("codes-mxfp4");
   matvec_codes<B, Coded<Ragged, Code::E2M1, 32, ScaleCode::E4M3, false, true>>("codes-e2m1-both");
+  // On tensor cores x is staged as bf16, so it is exact where no norm multiplies it.
+  typedef Tensor T;
+  typedef Product<21, 200, Norm::NONE, Epilogue::RESIDUAL, 8, 1> Exact;
+  matvec_codes<T, Coded<Ragged, Code::INT8, 0, ScaleCode::NONE, false, true>>("tensor-int8-rms-bf16");
+  matvec_codes<T, Coded<Ragged, Code::INT4, 32, ScaleCode::F16, false, false>>("tensor-int4-rms-bf16");
+  matvec_codes<T, Coded<Pairs<Exact>, Code::INT8, 0, ScaleCode::NONE, false, true>>("tensor-int8-rows");
+  matvec_codes<T, Coded<Exact, Code::INT8, 64, ScaleCode::F16, true, false>>("tensor-int8-zeros");
+  matvec_codes<T, Coded<Long, Code::INT8, 32, ScaleCode::F32, false, false>>("tensor-int8-32");
+  matvec_codes<T, Coded<Pairs<Exact>, Code::E4M3, 0, ScaleCode::NONE, false, true>>("tensor-e4m3-rows");
+  matvec_codes<T, Coded<Long, Code::E4M3, 128, ScaleCode::F32, false, false>>("tensor-e4m3-blocks");
+  matvec_codes<T, Coded<Exact, Code::E4M3, 32, ScaleCode::BF16, false, true>>("tensor-e4m3-32");
+  matvec_codes<T, Coded<Exact, Code::INT4, 128, ScaleCode::F16, false, false>>("tensor-int4-128");
+  matvec_codes<T, Coded<Pairs<Exact>, Code::INT4, 64, ScaleCode::BF16, true, false>>("tensor-int4-64-zeros");
+  matvec_codes<T, Coded<Long, Code::INT4, 32, ScaleCode::F16, true, false>>("tensor-int4-32-zeros");
+  matvec_codes<T, Coded<Pairs<Exact>, Code::E2M1, 32, ScaleCode::E8M0, false, false>>("tensor-mxfp4");
+  matvec_codes<T, Coded<Exact, Code::E2M1, 64, ScaleCode::E4M3, false, true>>("tensor-e2m1-both");
+  // Tasks of a single pass, whose operands are made before the input is there.
+  typedef Pairs<Product<16, 200, Norm::NONE, Epilogue::RESIDUAL, 8, 1>> Single;
+  matvec_codes<T, Coded<Single, Code::INT8, 0, ScaleCode::NONE, false, true>>("tensor-int8-ahead");
+  matvec_codes<T, Coded<Single, Code::INT4, 32, ScaleCode::F16, true, false>>("tensor-int4-ahead");
   norm_add<F, Sum<100, false>>("norm_add-owned");
   norm_add<F, Sum<203, true>>("norm_add-replicated");
   norm_add<B, Sum<100, false>>("norm_add-bf16");
