@@ -7,12 +7,15 @@ pub mod rows;
 
 use crate::candidate::Candidate;
 use crate::dtype::Precision;
+use crate::format::Format;
 use crate::ir::layout::{GRANULE_BYTES, SmemNeeds, cache_row_bytes, chunk_bytes, smem_map, unit_bytes};
 use crate::ir::op::{Attention, HISTORY_ALIGN, PARTIAL_HEADER, UNIT_ROWS};
 use crate::ir::schedule::Mechanism;
 use crate::ir::variant::{AttentionVariant, POLL_BATCH, REDUCE_BATCH, prefetch_v_rule, warps_per_head_rule};
-use crate::lower::{HEADS_PER_TASK_MAX, attention_of, finest_unit_rows, heads_per_task_most, refuses_everywhere};
-use crate::model::graph::{Layer, ModelGraph};
+use crate::lower::{
+    HEADS_PER_TASK_MAX, attention_of, finest_unit_rows, format_of, heads_per_task_most, refuses_everywhere,
+};
+use crate::model::graph::{Layer, Linear, ModelGraph};
 use crate::target::{CopyMechanism, DotMechanism, Target, TargetKind};
 
 /// More shares of the history than this would make the merge longer than the history it saves.
@@ -97,7 +100,7 @@ pub fn default_splits(groups: u32, sms: u32, head_dim: u32) -> u32 {
 /// is in its slots. Two units where a layer streams for about as long as its hops take (docs/perf-log.md).
 fn default_slot_bytes(graph: &ModelGraph, precision: Precision, sms: u32, room: u64) -> u32 {
     const SLOT: u32 = 16384;
-    let unit = unit_bytes(graph.hidden, precision);
+    let unit = width_unit_bytes(graph, precision);
     if unit <= SLOT && BALANCED.contains(&layer_bytes(graph, precision, sms)) && room >= 5 * u64::from(2 * unit) {
         return 2 * unit;
     }
@@ -107,6 +110,21 @@ fn default_slot_bytes(graph: &ModelGraph, precision: Precision, sms: u32, room: 
         return SLOT;
     }
     if wastes(2 * SLOT) { units_in(2 * SLOT) } else { 2 * SLOT }
+}
+
+/// The format of up, and of the gate where there is one: most of the bytes of a layer.
+fn up_format(graph: &ModelGraph, precision: Precision) -> Format {
+    let plain = Format::plain(precision.weights);
+    graph.layers.first().map_or(plain, |layer| {
+        let linears: Vec<_> = layer.mlp.gate.iter().chain([&layer.mlp.up]).collect();
+        format_of(graph, &linears, precision)
+    })
+}
+
+/// Bytes of a unit of the model's width, in the format of up.
+fn width_unit_bytes(graph: &ModelGraph, precision: Precision) -> u32 {
+    let format = up_format(graph, precision);
+    graph.hidden.div_ceil(format.granule_k()).max(1) * format.granule_bytes(graph.hidden)
 }
 
 /// Rows of up, with those of the gate.
@@ -132,7 +150,8 @@ const BALANCED: std::ops::Range<u64> = 192 << 10..256 << 10;
 
 /// Bytes of weights that an SM streams for the first layer.
 fn layer_bytes(graph: &ModelGraph, precision: Precision, sms: u32) -> u64 {
-    let parameters = |l: &Layer| {
+    let plain = Format::plain(precision.weights);
+    let bytes = |l: &Layer| {
         let linears = [
             Some(&l.attn.q),
             Some(&l.attn.k),
@@ -142,9 +161,13 @@ fn layer_bytes(graph: &ModelGraph, precision: Precision, sms: u32) -> u64 {
             Some(&l.mlp.up),
             Some(&l.mlp.down),
         ];
-        linears.into_iter().flatten().map(|l| u64::from(l.rows) * u64::from(l.cols)).sum::<u64>()
+        let of = |l: &Linear| {
+            let format = graph.formats.get(&l.weight.tensor).copied().unwrap_or(plain);
+            f64::from(l.rows) * f64::from(l.cols) * format.bytes_per_weight()
+        };
+        linears.into_iter().flatten().map(of).sum::<f64>()
     };
-    graph.layers.first().map_or(0, parameters) * precision.weights.bytes() as u64 / u64::from(sms)
+    graph.layers.first().map_or(0, |layer| bytes(layer) as u64) / u64::from(sms)
 }
 
 /// Copies in flight of a ring with many free slots, and of a well filled one.
@@ -156,14 +179,15 @@ struct Flight {
 impl Flight {
     /// Of a well filled ring about 32 KiB, at which memory still streams at its rate and a poll waits least; one copy, and 64 KiB of an
     /// emptier ring, where a layer streams for less time than its five hops take; 64 KiB, and never more, where it streams for much longer and
-    /// slots hold whole units (docs/perf-log.md).
+    /// slots hold whole units (docs/perf-log.md). All slots for codes of 4 bits: a prototype lost 7 % of a step of Llama-3.2-1B with fewer.
     fn for_layer(graph: &ModelGraph, precision: Precision, sms: u32, slot_bytes: u32, slots: u32) -> Flight {
         const IN_FLIGHT: u32 = 32768;
         let bytes = layer_bytes(graph, precision, sms);
-        let unit = unit_bytes(graph.hidden, precision);
+        let unit = width_unit_bytes(graph, precision);
         let chunk = chunk_bytes(unit, slot_bytes);
         let copies = |bytes: u32| ((bytes + chunk / 2) / chunk).clamp(1, slots);
         let (high, low) = match bytes {
+            _ if up_format(graph, precision).code.bits() == 4 => (slots, slots),
             bytes if bytes < BALANCED.end => (copies(2 * IN_FLIGHT), 1),
             STREAM_BOUND.. if unit <= slot_bytes => (copies(2 * IN_FLIGHT), copies(2 * IN_FLIGHT)),
             _ => (4, copies(IN_FLIGHT)),
@@ -173,10 +197,13 @@ impl Flight {
 }
 
 /// Two units of up at once, a gate's and its up's, where a layer streams for long and the rule of `ir::variant::RegisterTiling` holds
-/// one; 0, the rule, elsewhere (docs/perf-log.md).
+/// one; 0, the rule, elsewhere (docs/perf-log.md), and for codes, of which nothing was measured.
 fn default_hold_up(graph: &ModelGraph, precision: Precision, warps: u32, sms: u32, slot_bytes: u32) -> u32 {
     // Eight granules of each: registers for as many more are free.
     const UNIT_GRANULES: std::ops::RangeInclusive<u32> = 7..=8;
+    if !up_format(graph, precision).is_plain() {
+        return 0;
+    }
     let granules = (unit_bytes(graph.hidden, precision) / GRANULE_BYTES).div_ceil(warps);
     let units = graph.layers.first().map_or(0, |layer| up_rows(layer) / UNIT_ROWS / sms);
     let long = layer_bytes(graph, precision, sms) >= STREAM_BOUND && unit_bytes(graph.hidden, precision) <= slot_bytes;

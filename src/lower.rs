@@ -656,7 +656,7 @@ pub fn attention_of(graph: &ModelGraph, a: &graph::Attention) -> Attention {
 
 /// The format of a matrix over `linears`: the one that all of them are stored in. Parts that differ are stored as fp32, which holds
 /// the values of every format.
-fn format_of(graph: &ModelGraph, linears: &[&Linear], precision: Precision) -> Format {
+pub fn format_of(graph: &ModelGraph, linears: &[&Linear], precision: Precision) -> Format {
     let of = |linear: &&Linear| graph.formats.get(&linear.weight.tensor).copied();
     let first = linears.first().and_then(of);
     if linears.iter().any(|linear| of(linear) != first) {

@@ -410,3 +410,24 @@ fn formats_without_a_kernel_are_refused_by_name() {
         assert!(found.contains(why), "{found}");
     }
 }
+
+/// The default candidate follows the bytes of a format: it is one that the target takes, and a slot holds a unit of the model's width.
+#[test]
+fn default_candidates_fit_every_format() {
+    let h200 = Target::builtin("h200").unwrap();
+    for name in ["llama-3.2-1b", "llama-3.1-8b", "smollm2-135m"] {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("manifests/configs/{name}.json"));
+        let config = fs::read_to_string(path).unwrap();
+        for (format_name, format) in NAMED.into_iter().filter(|(_, format)| !format.is_plain()) {
+            let imported = rounded(import_config_only(&config, 0).unwrap(), &all(format));
+            let graph = &imported.graph;
+            let candidate = Candidate::default_for(graph, &h200, BF16).for_context(4096);
+            let program = lower(graph, name, BF16, 4096, &candidate).unwrap();
+            if let Err(refused) = schedule(program, &h200, &candidate) {
+                panic!("{name} {format_name}: {refused}");
+            }
+            let unit = graph.hidden.div_ceil(format.granule_k()) * format.granule_bytes(graph.hidden);
+            assert!(unit <= candidate.slot_bytes, "{name} {format_name}: {unit} in {}", candidate.slot_bytes);
+        }
+    }
+}

@@ -34,7 +34,7 @@ const IMPORTS: &[(&str, &[&str])] = &[
     ("grammar", &["error", "sample"]),
     ("candidate", &["ir"]),
     // The only module that knows what measurements advise.
-    ("defaults", &["candidate", "dtype", "ir", "lower", "model", "schedule", "target"]),
+    ("defaults", &["candidate", "dtype", "format", "ir", "lower", "model", "schedule", "target"]),
     // The language knows no pass and no target; machines and variants count in warps and registers.
     ("ir", &["dtype", "error", "format", "id", "model", "text"]),
     ("pages", &["rows"]),
