@@ -6,7 +6,7 @@ use monobloc::dtype::DType;
 use monobloc::format::Format;
 use monobloc::ir::op::{Op, Role};
 use monobloc::ir::program::{Cols, Home, Rows};
-use monobloc::ir::schedule::{Event, Mechanism, Schedule, Scope, SmemKind, Source, Wait};
+use monobloc::ir::schedule::{Mechanism, Schedule, Scope, SmemKind, Source};
 use monobloc::ir::variant::Variant;
 use monobloc::ir::{BufferId, EventId, GridId, SmId, TableId, TaskId};
 use monobloc::target::{Target, TargetKind};
@@ -209,23 +209,7 @@ fn case(rule: Rule) -> Case {
             let report = s.regimes[1].queues[0].remove(1);
             s.regimes[1].queues[1].insert(1, report);
         }),
-        // What the last SM clears is released by candidates that order nothing. It appends nothing, so histories are safe.
-        Rule::WordsUnseen => on_words(Entity::Sm(0, SmId(4)), |s, _| {
-            let regime = &mut s.regimes[0];
-            let last = EventId(regime.events.len() as u32);
-            let event = &mut regime.events[0];
-            let begin = event.hi / 5 * 4;
-            let own = Event { lo: begin, count: 1, mechanism: Mechanism::Packets, proxy: false, ..*event };
-            (event.hi, event.count) = (begin, 4);
-            regime.events.push(own);
-            let (head, queues) = (*regime.queues[4].last().expect("a head"), regime.queues.clone());
-            regime.tasks[head.index()].signals = vec![last];
-            for queue in queues {
-                let waits = &mut regime.tasks[queue[0].index()].waits;
-                waits[0].count = 4;
-                waits.push(Wait { event: last, count: 1 });
-            }
-        }),
+        Rule::WordsUnseen => on_words(Entity::Sm(0, SmId(4)), |s, _| release_nothing_last(s)),
         Rule::HistoryUnordered => on_toy(t(13), |s, _| {
             for regime in &mut s.regimes {
                 regime.events[0].mechanism = Mechanism::Packets;

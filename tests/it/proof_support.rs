@@ -481,6 +481,24 @@ pub fn words() -> (Schedule, Target) {
     (schedule(program, &h200(), &candidate).unwrap(), h200())
 }
 
+/// What the last SM of [`words`] clears is released by candidates that order nothing. It appends nothing, so histories are safe.
+pub fn release_nothing_last(s: &mut Schedule) {
+    let regime = &mut s.regimes[0];
+    let last = EventId(regime.events.len() as u32);
+    let event = &mut regime.events[0];
+    let begin = event.hi / 5 * 4;
+    let own = Event { lo: begin, count: 1, mechanism: Mechanism::Packets, proxy: false, ..*event };
+    (event.hi, event.count) = (begin, 4);
+    regime.events.push(own);
+    let (head, queues) = (*regime.queues[4].last().expect("a head"), regime.queues.clone());
+    regime.tasks[head.index()].signals = vec![last];
+    for queue in queues {
+        let waits = &mut regime.tasks[queue[0].index()].waits;
+        waits[0].count = 4;
+        waits.push(Wait { event: last, count: 1 });
+    }
+}
+
 /// Experts of [`looked_up`].
 const EXPERTS: u32 = 4;
 

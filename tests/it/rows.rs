@@ -26,7 +26,9 @@ use monobloc::validate::{Rule, check};
 use crate::formats::{ODD, all, rounded};
 use crate::oracle::Kind;
 use crate::oracle::explore::{Effort, Verdict, judge};
-use crate::proof_support::{buffer, grid, listed, looked_up, operand, swap_queued, task, two_devices, two_rows};
+use crate::proof_support::{
+    buffer, grid, listed, looked_up, operand, release_nothing_last, swap_queued, task, two_devices, two_rows, words,
+};
 use crate::support::{Goldens, checkpoints, fixture, max_difference};
 
 /// Ten pages, for two sequences that hold eight.
@@ -506,11 +508,11 @@ type Class = (&'static str, Rule, &'static [Kind], fn(&mut Schedule));
 
 /// The schedule has a proof, and runs; each class of mutants has none, and goes wrong.
 #[track_caller]
-fn both_judges((schedule, target): (Schedule, Target), classes: &[Class]) {
+fn both_judges((schedule, target): (Schedule, Target), effort: &Effort, classes: &[Class]) {
     assert_eq!(parse(&print(&schedule)).as_ref(), Ok(&schedule));
     let violations = check(&schedule, &target);
     assert!(violations.is_empty(), "{}", listed(&violations));
-    let verdict = judge(&schedule, &target, &EFFORT);
+    let verdict = judge(&schedule, &target, effort);
     assert!(!verdict.is_unsafe(), "{verdict:?}");
     for (name, rule, kinds, mutate) in classes {
         let mut broken = schedule.clone();
@@ -521,7 +523,7 @@ fn both_judges((schedule, target): (Schedule, Target), classes: &[Class]) {
             "{name}: expected `{rule}`, found\n{}",
             listed(&violations)
         );
-        match judge(&broken, &target, &EFFORT) {
+        match judge(&broken, &target, effort) {
             Verdict::Unsafe(fault) => assert!(kinds.contains(&fault.kind), "{name}: expected {kinds:?}, found {fault}"),
             safe => panic!("{name}: expected {kinds:?}, found {safe:?}"),
         }
@@ -536,6 +538,7 @@ fn without(s: &mut Schedule, fact: Fact) {
 fn both_judges_know_two_rows_with_pages() {
     both_judges(
         two_rows(),
+        &EFFORT,
         &[
             ("one sequence in both rows", Rule::TableFact, &[Kind::Invisible], |s| without(s, Fact::Consecutive)),
             ("one page for both rows", Rule::TableFact, &[Kind::Clobbered], |s| without(s, Fact::Distinct)),
@@ -556,9 +559,34 @@ fn both_judges_know_two_rows_with_pages() {
 }
 
 #[test]
+fn both_judges_know_words() {
+    both_judges(
+        words(),
+        &Effort { stores: usize::MAX, ..EFFORT },
+        &[
+            ("an SM that does not release what it cleared", Rule::WordsUnseen, &[Kind::Stale], release_nothing_last),
+            ("a reader that does not wait", Rule::MissingWait, &[Kind::Unwritten, Kind::Stale, Kind::Invisible], |s| {
+                let reader = task(s, 0, "gate_up.0", 0);
+                s.regimes[0].tasks[reader.index()].waits.clear();
+            }),
+            ("words of one phase", Rule::Words, &[Kind::Malformed], |s| {
+                let qkv = buffer(s, "qkv.0");
+                s.program.buffers[qkv.index()].phases = 1;
+            }),
+            ("packets about words", Rule::Words, &[Kind::Malformed], |s| {
+                let qkv = buffer(s, "qkv.0");
+                let events = s.regimes[0].events.iter_mut();
+                events.filter(|e| e.buffer == qkv).for_each(|e| e.mechanism = Mechanism::Packets);
+            }),
+        ],
+    );
+}
+
+#[test]
 fn both_judges_know_a_stream_that_waits_for_what_the_step_chooses() {
     both_judges(
         looked_up(),
+        &EFFORT,
         &[
             ("no wait", Rule::StreamAfter, &[Kind::Unwritten, Kind::Stale], |s| {
                 s.regimes[0].streams[1].iter_mut().for_each(|run| run.after = None);
@@ -615,6 +643,7 @@ fn the_story_of_a_deadlock_names_the_loader() {
 fn both_judges_know_an_event_between_two_devices() {
     both_judges(
         two_devices(),
+        &EFFORT,
         &[
             ("an event of one device", Rule::Scope, &[Kind::Invisible], |s| {
                 let x = buffer(s, "x.0");

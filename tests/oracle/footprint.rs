@@ -7,6 +7,7 @@ use monobloc::ir::op::{Access, Attention, Epilogue, MatVec, NormAttr, Op, QkNorm
 use monobloc::ir::program::{Buffer, Cols, Content, Grid, Home, Operand, Rows, Second, Space};
 use monobloc::ir::schedule::{Mechanism, Schedule, Scope, Source, Task};
 use monobloc::ir::table::{Holds, TableHome};
+use monobloc::ir::variant::Variant;
 use monobloc::ir::{BufferId, EventId, GridId, TableId};
 use monobloc::model::graph::{NormKind, QkNormSpan};
 use monobloc::target::{DotMechanism, Target, TargetKind};
@@ -906,7 +907,32 @@ fn streamed(s: &Schedule) -> Result<(), Fault> {
 
 /// Bytes from the first of a buffer to the first of its next phase.
 pub fn phase_bytes(buffer: &Buffer) -> u64 {
+    if buffer.words {
+        let pieces = u64::from(buffer.cols).div_ceil(u64::from(piece_cols(buffer)));
+        return pieces * 128 * u64::from(buffer.rows).div_ceil(8);
+    }
     row_bytes(buffer).saturating_mul(u64::from(buffer.rows))
+}
+
+/// Columns of a piece of words: 16 bytes.
+fn piece_cols(buffer: &Buffer) -> u32 {
+    16 / buffer.dtype.bytes().clamp(2, 4) as u32
+}
+
+/// Where columns `lo..hi` of a row lie in a phase of words: pieces of 8 rows side by side. Whole words; who has the last column fills
+/// its piece.
+pub fn word_spans(buffer: &Buffer, row: u32, lo: u32, hi: u32) -> Vec<(u64, u64)> {
+    let (each, piece) = ((buffer.dtype.bytes() as u64).clamp(2, 4), piece_cols(buffer));
+    let pieces = u64::from(buffer.cols.div_ceil(piece));
+    let (group, in_group) = (u64::from(row / 8), u64::from(row % 8));
+    let of_piece = |p: u32| {
+        let first = u64::from(lo.max(p * piece) - p * piece) * each / 4 * 4;
+        let end = if hi == buffer.cols { piece } else { hi.min((p + 1) * piece) - p * piece };
+        let last = (u64::from(end.min(piece)) * each).next_multiple_of(4);
+        let at = (group * pieces + u64::from(p)) * 128 + in_group * 16;
+        (at + first, at + last)
+    };
+    if lo < hi { (lo / piece..hi.div_ceil(piece)).map(of_piece).collect() } else { vec![] }
 }
 
 /// Bytes from the first of a row of packets to the first of the next row.
@@ -1065,11 +1091,27 @@ fn shared_memory(s: &Schedule, target: &Target) -> Result<(), Fault> {
     need("ring", u64::from(m.ring.slots) * u64::from(m.ring.slot_bytes));
     // Sums of 8 units of 8 rows by every warp, twice, so that a batch may begin before the last one is added up.
     let warps = u64::from(m.consumer_warps);
-    need("reduce", 2 * 8 * warps * 8 * 4);
+    // Of a kernel for rows, sums of all rows of as many units as its threads have four pairs of columns for.
+    let for_rows = s.program.buffers.iter().any(|b| b.words);
+    let rows = u64::from(s.program.rows).next_multiple_of(8);
+    let sums = if for_rows { (warps * 32 / (rows * 4)).max(1) * rows } else { 8 };
+    need("reduce", 2 * sums * warps * 8 * 4);
     // Records of attention lie from the staged input on, which attention has none of, over the sums.
     let mut scratch = 0;
     for (g, grid) in s.program.grids.iter().enumerate() {
         match &grid.op {
+            // Words of bf16 are the operands of tensor cores. Elsewhere a block of k of every row is widened.
+            Op::MatVec(m) if for_rows => {
+                let block = match s.variants.get(&GridId::from(g)) {
+                    Some(Variant::MatVec(variant)) => u64::from(variant.chunk),
+                    _ => 0,
+                };
+                let granule = 64 / precision.weights.bytes() as u64 * 8 / u64::from(m.unit_rows).clamp(1, 8);
+                let block = block.min(u64::from(m.k).div_ceil(granule));
+                let lanes = !tensor_cores || precision.wire != DType::Bf16;
+                need("stage", if lanes { rows * block * granule * 4 } else { 0 });
+            }
+            Op::NormAdd { .. } if for_rows => {}
             // Whole granules of 32 values; the rest is zeros.
             Op::MatVec(MatVec { k: width, .. }) | Op::NormAdd { width, everywhere: false, .. } => {
                 need("stage", u64::from(*width).next_multiple_of(32) * staged);
@@ -1078,11 +1120,21 @@ fn shared_memory(s: &Schedule, target: &Target) -> Result<(), Fault> {
                 let (heads, dim) = (u64::from(a.heads_per_task), u64::from(a.head_dim));
                 let tensor = precision.cache == DType::Bf16 && target.spec.dot == DotMechanism::Mma && dim % 8 == 0;
                 let operands = if tensor { heads * dim.div_ceil(32) * 64 } else { 0 };
-                need("heads", (heads + 2) * dim * 4 + operands);
+                // Of a kernel for rows, queries, and keys and values of the step's own rows: a tile as the cache has them, or in fp32.
+                let pitch = pitch(s, a) * precision.cache.bytes() as u64;
+                need(
+                    "heads",
+                    match (for_rows, teams(GridId::from(g), a, s, target)) {
+                        (false, _) => (heads + 2) * dim * 4 + operands,
+                        (true, Some(_)) => heads * dim * 2 + 2 * 16 * pitch,
+                        (true, None) => (heads + 2 * rows) * dim * 4,
+                    },
+                );
                 // One record of each head and warp, or of each team of warps that share a head's dimensions, and the score of the
                 // current position.
                 let teams = teams(GridId::from(g), a, s, target).unwrap_or(warps);
-                scratch = scratch.max(teams * heads * (dim + 2) * 4 + ((heads - 1) * (dim + 2) + 1) * 4);
+                let current = if for_rows { 0 } else { ((heads - 1) * (dim + 2) + 1) * 4 };
+                scratch = scratch.max(teams * heads * (dim + 2) * 4 + current);
             }
             Op::AttentionMerge { head_dim, splits, .. } => {
                 // Of each warp that has a share.

@@ -10,11 +10,14 @@
 //! polled packets carry, as a device does. And a store need not land when it is made: one of a run may be held back until
 //! its SM releases memory or stores to the same place again.
 //!
+//! A word says itself whether it is there: a poll passes whatever the word holds unless it was cleared. Who stores a word of a step
+//! clears it in the other phase, by a store of its own that may land late, too.
+//!
 //! Shadow memory is exact to the byte and stored by *atoms*: the pieces into which the borders of all accesses of the
 //! window cut the arena. All bytes of an atom are always written and read together.
 
 use super::draws::Draw;
-use super::footprint::{Foot, Touch, footprints, phase_bytes, row_bytes};
+use super::footprint::{Foot, Touch, footprints, phase_bytes, row_bytes, word_spans};
 use super::{Fault, Kind};
 use monobloc::ir::op::Op;
 use monobloc::ir::program::Space;
@@ -92,6 +95,9 @@ fn events(s: &Schedule) -> Result<(), Fault> {
             if event.hi > buffer.cols || event.row.is_some_and(|row| row >= buffer.rows) {
                 return Err(Fault::new(Kind::OutOfBounds, format!("e{e} of r{r} polls beyond {}", event.buffer)));
             }
+            if (event.mechanism == Mechanism::Words) != buffer.words || buffer.words && buffer.phases != 2 {
+                return malformed(format!("e{e} of r{r} is about words of one phase, or takes packets for words"));
+            }
             let tags = event.mechanism != Mechanism::Counter;
             if *tagged.entry(event.buffer).or_insert(tags) != tags {
                 return malformed(format!("{} is tagged and is not", event.buffer));
@@ -112,6 +118,22 @@ type Id = u32;
 const NOBODY: Id = 0;
 /// Ids of one instance: up to 7 writes, two each.
 const IDS: u32 = 16;
+
+/// Of the ids of an instance: that of words that it cleared.
+const CLEARED: u32 = IDS - 1;
+
+/// Whether a word with this id is not there.
+fn is_cleared(id: Id) -> bool {
+    id == NOBODY || id % IDS == CLEARED
+}
+
+/// Whether who waits for an event sees more than what the event is about.
+fn orders_memory(mechanism: Mechanism) -> bool {
+    match mechanism {
+        Mechanism::Packets | Mechanism::Words => false,
+        Mechanism::Fenced | Mechanism::Counter => true,
+    }
+}
 
 fn instance_of(id: Id) -> usize {
     (id / IDS - 1) as usize
@@ -161,6 +183,8 @@ struct WaitOn {
     /// What a poll looks at: the pieces that hold the tags of its packets, and the step whose tag it waits for. `None`: a
     /// counter, or nothing ran before.
     tags: Option<(Vec<u32>, usize)>,
+    /// The pieces are words, which have no tags.
+    words: bool,
     /// It can never be satisfied.
     never: bool,
     orders: bool,
@@ -294,6 +318,11 @@ type Bytes = Vec<(u64, u64)>;
 fn spans(plan: &Plan, touch: &Touch, phase: u64) -> (Bytes, Bytes) {
     let s = plan.schedule;
     let buffer = &s.program.buffers[touch.buffer.index()];
+    if buffer.words {
+        let base = s.placement[touch.buffer.index()].unwrap_or(0) + phase * phase_bytes(buffer);
+        let own = word_spans(buffer, touch.row, touch.lo, touch.hi);
+        return (own.iter().map(|(from, to)| (base + from, base + to)).collect(), vec![]);
+    }
     let each = buffer.dtype.bytes() as u64;
     let per = 4 / each.min(4);
     let base = s.placement[touch.buffer.index()].unwrap_or(0)
@@ -442,8 +471,7 @@ impl Window {
         for (step, &r) in regime_of.iter().enumerate() {
             let regime = regimes[step];
             for (e, event) in regime.events.iter().enumerate() {
-                let orders = event.mechanism != Mechanism::Packets;
-                let clock = orders.then(|| {
+                let clock = orders_memory(event.mechanism).then(|| {
                     clocks += 1;
                     clocks - 1
                 });
@@ -480,10 +508,16 @@ impl Window {
                 let loader = after.map(|event| Wait { event, count });
                 let waits = task.waits.iter().copied().chain(loader).map(|wait| {
                     let event = &regime.events[wait.event.index()];
-                    let orders = event.mechanism != Mechanism::Packets;
+                    let orders = orders_memory(event.mechanism);
+                    let words = event.mechanism == Mechanism::Words;
                     let of = if event.carried { step.checked_sub(1) } else { Some(step) };
                     let tags = of.filter(|_| event.mechanism != Mechanism::Counter).map(|of| {
                         let buffer = &s.program.buffers[event.buffer.index()];
+                        if words {
+                            let at = phase(event.buffer, of);
+                            let all = about(s, event, present).flat_map(|touch| spans(plan, &touch, at).0);
+                            return (all.flat_map(|r| cuts.atoms(r.0, r.1)).collect(), of);
+                        }
                         let per = u64::from(4 / buffer.dtype.bytes().min(4) as u32);
                         let base = s.placement[event.buffer.index()].unwrap_or(0)
                             + phase(event.buffer, of) * phase_bytes(buffer);
@@ -498,6 +532,7 @@ impl Window {
                     });
                     let mut on = WaitOn {
                         tags,
+                        words,
                         event: Some(event_bases[step] + wait.event.0),
                         count: wait.count,
                         never: false,
@@ -522,7 +557,7 @@ impl Window {
                                     let other = &earlier.events[e];
                                     let tagged = |m: Mechanism| m != Mechanism::Counter;
                                     on.never = tagged(other.mechanism) != tagged(event.mechanism);
-                                    on.orders = orders && other.mechanism != Mechanism::Packets;
+                                    on.orders = orders && orders_memory(other.mechanism);
                                     on.event = Some(event_bases[step - 1] + e as u32);
                                 }
                                 None => on.never = true,
@@ -615,7 +650,14 @@ impl Window {
                     let rest = rest.iter().map(|r| (cuts.atoms(r.0, r.1), id(step, t, w) + 1));
                     own.chain(rest).collect()
                 });
-                let writes = writes.collect();
+                // Words of the step before are cleared for the step after. All that a task clears may land late together.
+                let words = foot.writes.iter().filter(|touch| s.program.buffers[touch.buffer.index()].words);
+                let cleared: Pieces = words
+                    .flat_map(|touch| spans(plan, touch, before(touch.buffer, step)).0)
+                    .map(|r| (cuts.atoms(r.0, r.1), id(step, t, 0) + CLEARED))
+                    .collect();
+                let cleared = (!cleared.is_empty()).then_some(cleared);
+                let writes = writes.chain(cleared).collect();
 
                 let mut private_reads = vec![];
                 for touch in &foot.private_reads {
@@ -842,6 +884,9 @@ impl Window {
         {
             return atoms.iter().all(|atom| {
                 let found = state.0[self.layout.shadow + *atom as usize];
+                if wait.words {
+                    return !is_cleared(found);
+                }
                 found != NOBODY && self.instances[instance_of(found)].step == *step
             });
         }
@@ -974,7 +1019,7 @@ impl Window {
 
     fn wrong(&self, at: usize, found: Id, expected: Id, place: &str) -> Fault {
         let reader = &self.names[at];
-        if found == NOBODY {
+        if is_cleared(found) {
             let what = format!("{reader} reads {place} that {} should have written", self.name(expected));
             return Fault::new(Kind::Unwritten, what);
         }
