@@ -27,7 +27,7 @@ static void report(const char* name, const std::vector<double>& expected, const 
   for (size_t i = 0; i < expected.size(); i++) {
     scale = std::fmax(scale, std::fabs(expected[i]));
     const double difference = std::fabs(expected[i] - found.at(i));
-    worst = difference <= worst ? worst : difference; // a NaN stays
+    if (!std::isnan(worst) && !(difference <= worst)) worst = difference; // a NaN stays
   }
   std::printf("%s %zu %.3e\n", name, expected.size(), worst / scale);
 }
