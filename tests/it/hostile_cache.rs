@@ -24,12 +24,12 @@ fn logits(shared: &Path, key: Option<&Path>) -> (Vec<u8>, String) {
     (fs::read(place.path("logits.safetensors")).unwrap(), answer.stderr)
 }
 
-/// The one entry of a stage; `bucket` is its folder.
-fn entry(shared: &Path, bucket: &str) -> PathBuf {
+/// The entries of the schedules in a folder, by key: one of one row a step, and one of the rows in which prompts are decoded.
+fn schedules(shared: &Path, bucket: &str) -> [PathBuf; 2] {
     let files = walkdir::WalkDir::new(shared.join(bucket)).into_iter().map(|file| file.unwrap().into_path());
     let mut found: Vec<PathBuf> = files.filter(|path| path.is_file() && path.extension().is_none()).collect();
-    assert_eq!(found.len(), 1, "{bucket}: {found:?}");
-    found.remove(0)
+    found.sort();
+    found.try_into().unwrap_or_else(|found| panic!("{bucket}: {found:?}"))
 }
 
 /// The folder of a stage whose entries have a key.
@@ -47,16 +47,18 @@ fn a_forged_schedule_and_its_link_are_used_without_a_key_and_refused_with_one() 
 
     // A writer of the folder replaces the schedule and the link that vouches for it. The schedule is proven like any other: the
     // proof knows no model.
-    let schedule = entry(&shared, "schedule-v1");
-    let forged = forge(&shared, &schedule, |bytes| {
-        let text = String::from_utf8(bytes.clone()).unwrap();
-        *bytes = text.replacen("epilogue=logits scale=1", "epilogue=logits scale=2", 1).into_bytes();
-    });
-    let key = schedule.file_name().unwrap().to_str().unwrap();
-    let link = Digest::of(format!("schedule {key}").as_bytes()).to_string();
-    forge(&shared, &shared.join("link-v1").join(&link[..2]).join(&link), |bytes| {
-        *bytes = format!("{forged}\n").into_bytes();
-    });
+    let forgeries = schedules(&shared, "schedule-v1");
+    for schedule in &forgeries {
+        let forged = forge(&shared, schedule, |bytes| {
+            let text = String::from_utf8(bytes.clone()).unwrap();
+            *bytes = text.replacen("epilogue=logits scale=1", "epilogue=logits scale=2", 1).into_bytes();
+        });
+        let key = schedule.file_name().unwrap().to_str().unwrap();
+        let link = Digest::of(format!("schedule {key}").as_bytes()).to_string();
+        forge(&shared, &shared.join("link-v1").join(&link[..2]).join(&link), |bytes| {
+            *bytes = format!("{forged}\n").into_bytes();
+        });
+    }
     let (trusting, said) = logits(&shared, None);
     assert!(trusting != honest, "the documented trust: {said}");
 
@@ -71,10 +73,12 @@ fn a_forged_schedule_and_its_link_are_used_without_a_key_and_refused_with_one() 
     let (again, said) = logits(&shared, Some(&key));
     assert!(again == honest && !said.contains("note") && !said.contains("run schedule"), "{said}");
 
-    // The forged entry in the place of the signed one.
-    let target = entry(&shared, &keyed_bucket(&shared, "schedule"));
-    fs::remove_file(&target).unwrap();
-    fs::copy(&schedule, &target).unwrap();
+    // The forged entries in the places of the signed ones.
+    for (target, forged) in schedules(&shared, &keyed_bucket(&shared, "schedule")).iter().zip(&forgeries) {
+        assert_eq!(target.file_name(), forged.file_name());
+        fs::remove_file(target).unwrap();
+        fs::copy(forged, target).unwrap();
+    }
     let (safe, said) = logits(&shared, Some(&key));
     assert!(safe == honest, "{said}");
     assert!(said.contains("is damaged: the sealed line is damaged, cut, made without the right key"), "{said}");
