@@ -34,6 +34,29 @@ struct OwnRow {
   __device__ __forceinline__ int history() const { return begin < before ? int(before - begin) : 0; }
 };
 
+// The history of the row through pairs of chunks. Of tiles of TILE rows each of `teams` takes its turn: f(keys and values of the
+// chunk, its place in the history, first row of the tile in it, its rows). Returns the turn after the last one.
+template <int TILE, class M, class G, class F>
+__device__ __forceinline__ int walk_history(Context<M>& c, const OwnRow<M>& own, int teams, int team, F f) {
+  int turn = 0;
+  const int rows = own.history();
+#pragma unroll 1
+  for (int at = 0; at < rows;) {
+    const int chunk = min(G::CHUNK_ROWS - int(own.begin + at) % G::CHUNK_ROWS, rows - at);
+    const RingCursor<M> first = c.ring;
+    c.ring.next();
+    const u8 *k, *v;
+    ring_take_pair(c, first, c.ring, k, v);
+#pragma unroll 1
+    for (int row = 0; row < chunk; row += TILE, turn++)
+      if (turn % teams == team) f(k, v, at, row, chunk);
+    ring_release_pair(c, first, c.ring);
+    c.ring.next();
+    at += chunk;
+  }
+  return turn;
+}
+
 template <class M, class G>
 struct RowsAttentionTensor {
   static constexpr int COLS = (G::HEADS + 2 * (G::HEADS / G::GROUP)) * G::DIM; // q, k, v
@@ -200,23 +223,10 @@ struct RowsAttentionTensor {
 #pragma unroll
     for (int n = 0; n < VALUE_TILES; n++) r.o[n][0] = r.o[n][1] = 0.f;
     // Teams take tiles in turn, over chunks and the own tile.
-    const int team = c.warp() / WARPS_PER_HEAD, rows = own.history();
-    int turn = 0;
-#pragma unroll 1
-    for (int at = 0; at < rows;) {
-      const int chunk = min(G::CHUNK_ROWS - int(own.begin + at) % G::CHUNK_ROWS, rows - at);
-      const RingCursor<M> first = c.ring;
-      c.ring.next();
-      const u8 *k, *v;
-      ring_take_pair(c, first, c.ring, k, v);
-#pragma unroll 1
-      for (int row = 0; row < chunk; row += 16, turn++)
-        if (turn % WARP_TEAMS == team)
-          tile(c, q, k + row * ROW, v + row * ROW, int(own.start - own.begin) - at - row, chunk - row, r);
-      ring_release_pair(c, first, c.ring);
-      c.ring.next();
-      at += chunk;
-    }
+    const int team = c.warp() / WARPS_PER_HEAD;
+    const int turn = walk_history<16, M, G>(c, own, WARP_TEAMS, team, [&](const u8* k, const u8* v, int at, int row, int chunk) {
+      tile(c, q, k + row * ROW, v + row * ROW, int(own.start - own.begin) - at - row, chunk - row, r);
+    });
     // Rows of a window may begin inside the own tile.
     if (turn % WARP_TEAMS == team) tile(c, q, keys(c), values(c), int(own.start) - int(own.before), own.count, r);
     r.l += __shfl_xor_sync(~0u, r.l, 1);
@@ -377,24 +387,10 @@ struct RowsAttentionLanes {
 #pragma unroll
       for (int d = 0; d < LANE_DIMS; d++) running[h].o[d] = 0.f;
     }
-    int turn = 0;
-    const int rows = own.history();
-#pragma unroll 1
-    for (int at = 0; at < rows;) {
-      const int chunk = min(G::CHUNK_ROWS - int(own.begin + at) % G::CHUNK_ROWS, rows - at);
-      const RingCursor<M> first = c.ring;
-      c.ring.next();
-      const u8 *k, *v;
-      ring_take_pair(c, first, c.ring, k, v);
-#pragma unroll 1
-      for (int row = 0; row < chunk; row += 32, turn++)
-        if (turn % M::WARPS == c.warp())
-          tile(c, reinterpret_cast<const C*>(k) + row * G::PITCH, reinterpret_cast<const C*>(v) + row * G::PITCH, G::PITCH,
-               int(own.start - own.begin) - at - row, chunk - row, running);
-      ring_release_pair(c, first, c.ring);
-      c.ring.next();
-      at += chunk;
-    }
+    const int turn = walk_history<32, M, G>(c, own, M::WARPS, c.warp(), [&](const u8* k, const u8* v, int at, int row, int chunk) {
+      tile(c, reinterpret_cast<const C*>(k) + row * G::PITCH, reinterpret_cast<const C*>(v) + row * G::PITCH, G::PITCH,
+           int(own.start - own.begin) - at - row, chunk - row, running);
+    });
     if (turn % M::WARPS == c.warp()) tile(c, keys(c), values(c), G::DIM, int(own.start) - int(own.before), own.count, running);
 #pragma unroll
     for (int h = 0; h < QUERIES; h++) {

@@ -390,7 +390,7 @@ struct RowsMatVecLanes {
 
   static __device__ __forceinline__ float* staged(const Context<M>& c, int row) { return reinterpret_cast<float*>(c.stage()) + row * BLOCK_K; }
 
-  // Values k0 .. of a block of all rows to shared memory; by all threads, ends with a block barrier. Adds up what `which` says.
+  // Values k0 .. of a block of all rows to shared memory; by all threads, ends with a block barrier.
   static __device__ __forceinline__ void fetch(Context<M>& c, const u8* x, int block) {
     const int first = block * BLOCK_K / W::PIECE_COLS, pieces = BLOCK_K / W::PIECE_COLS;
     c.barrier();
