@@ -421,7 +421,13 @@ struct RowsAttentionLanes {
 template <class M, class G>
 struct RowsAttention {
   static __device__ __forceinline__ void run(Context<M>& c, const Entry& e) {
-    if (!takes_part<M>(int(uniform(e.row)))) return;
+    const int row = int(uniform(e.row));
+    if (!takes_part<M>(row)) {
+      constexpr int COLS = G::HEADS_PER_TASK * G::DIM;
+      const int first = int(uniform(e.lo)) * COLS;
+      for (int d = c.tid() * 2; d < COLS; d += M::WARPS * 64) clear_pair<G::HEADS * G::DIM>(c, e.out, row, first + d);
+      return;
+    }
     if constexpr (AttentionTensor<M, G>::FITS)
       RowsAttentionTensor<M, G>::run(c, e);
     else

@@ -74,12 +74,14 @@ struct RowsEpilogue {
   }
   // The sums of `n` units from unit `first` on (unit `first - e.lo` of the task) that lie in `sums`.
   __device__ __forceinline__ void run(Context<M>& c, const Entry& e, const float* sums, int first, int n) {
-    if (unit_of_batch >= n || !takes_part<M>(row)) return;
+    if (unit_of_batch >= n) return;
     const int unit = first + unit_of_batch;
+    const bool takes = takes_part<M>(row);
     const float* mine = sums + unit_of_batch * S::UNIT_SUMS;
     if constexpr (G::EPILOGUE == Epilogue::GATED) {
       const int col = unit * 4 + pair * 2;
       if (pair >= 2 || col >= G::ROWS / 2) return;
+      if (!takes) return clear_pair<G::ROWS / 2>(c, e.out, row, col);
       float2 gate = sum(mine, pair * 2), up = sum(mine, 4 + pair * 2);
       bias(c, e, unit, pair * 2, gate);
       bias(c, e, unit, 4 + pair * 2, up);
@@ -87,6 +89,10 @@ struct RowsEpilogue {
     } else {
       const int col = unit * G::UNIT_ROWS + pair * 2;
       if (pair >= S::PAIRS || col >= G::ROWS) return;
+      if (!takes) {
+        if constexpr (G::PUBLISH) clear_pair<G::ROWS>(c, e.out, row, col);
+        return;
+      }
       float2 y = sum(mine, pair * 2);
       bias(c, e, unit, pair * 2, y);
       if constexpr (G::EPILOGUE == Epilogue::LOGITS) {

@@ -90,7 +90,10 @@ struct RowsEmbed {
     const int first = int(uniform(e.lo)) * 8, last = min(int(uniform(e.hi)) * 8, G::HIDDEN), pairs = ceil_div(last - first, 2);
     for (int i = c.tid(); i < pairs * M::ROWS; i += M::WARPS * 32) {
       const int row = i / pairs, col = first + i % pairs * 2;
-      if (!takes_part<M>(row)) continue;
+      if (!takes_part<M>(row)) {
+        clear_pair<G::HIDDEN>(c, e.out, row, col);
+        continue;
+      }
       const W* from = c.template constant<W>(e.table) + u64(u32(rows_state<M>().token[row])) * G::HIDDEN;
       const float a = widen(from[col]) * G::SCALE, b = col + 1 < last ? widen(from[col + 1]) * G::SCALE : 0.f;
       float* mine = c.residual() + row * M::RESIDUAL_COLS + e.residual + (col - first);
@@ -141,7 +144,10 @@ struct RowsNormAdd {
     const int first = int(uniform(e.lo)) * 8, last = min(int(uniform(e.hi)) * 8, G::WIDTH), pairs = ceil_div(last - first, 2);
     for (int i = c.tid(); i < pairs * M::ROWS; i += M::WARPS * 32) {
       const int row = i / pairs, col = first + i % pairs * 2;
-      if (!takes_part<M>(row)) continue;
+      if (!takes_part<M>(row)) {
+        clear_pair<G::WIDTH>(c, e.out, row, col);
+        continue;
+      }
       const float factor = rsqrtf(rows_state<M>().stat[c.task & 1][1][0][row] * (1.f / G::WIDTH) + G::EPS);
       float x[2];
       // The block has waited for these words.

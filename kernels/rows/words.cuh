@@ -4,8 +4,9 @@
 // nothing is there yet, so a reader's load is its wait. No value has these bits: conversion to bf16 writes a NaN as 0x7fff,
 // and an fp32 value with these bits is stored as 0x7fffffff.
 //
-// A buffer of words has two phases, which steps use in turn. Who stores a word of a step clears the same word of the other
-// phase, for the step after. Two facts make that sound (src/ir/mod.rs, "words"):
+// A buffer of words has two phases, which steps use in turn. Who owns a word of a step stores it and clears the same word of the
+// other phase, for the step after. Words of rows that take no part are not stored, but cleared all the same: the row may have taken
+// part in the step before, and take part in the step after. Two facts make that sound (src/ir/mod.rs, "words"):
 // - the step before is read: every SM has seen all candidates of that step, and each SM publishes its own after its last read;
 // - the cleared word is seen before the next step reads: the clear lies before this step's release, the read after the next
 //   step's acquire. So a reader finds all ones or the value of its own step, never one of two steps before.
@@ -36,34 +37,39 @@ __device__ __forceinline__ u8* words_of(const Context<M>& c, u32 at) {
   return reinterpret_cast<u8*>(c.p.exchange + at) + (c.tag & 1) * Words<M, COLS>::PHASE_BYTES;
 }
 
-// Stores the word at byte `at` of the phase `to`, and clears it in the other phase.
+// Stores the word at byte `at` of the phase `to` if its row takes part, and clears it in the other phase.
 template <class M, int COLS>
-__device__ __forceinline__ void publish_word(const Context<M>& c, u8* to, u32 at, u32 payload) {
+__device__ __forceinline__ void publish_word(const Context<M>& c, u8* to, u32 at, u32 payload, bool takes_part) {
   if (M::WIRE == Elem::F32 && payload == NO_WORD) payload = 0x7fffffffu;
-  store_word(reinterpret_cast<u32*>(to + at), payload);
+  if (takes_part) store_word(reinterpret_cast<u32*>(to + at), payload);
   u8* other = (c.tag & 1) ? to - Words<M, COLS>::PHASE_BYTES : to + Words<M, COLS>::PHASE_BYTES;
   store_word(reinterpret_cast<u32*>(other + at), NO_WORD);
 }
 
-// Publishes columns `col` (even) and `col + 1` of a row. Readers take whole pieces, so who has the last column fills the rest of
-// its piece with zeros.
+// Publishes columns `col` (even) and `col + 1` of a row that takes part, and clears those of the other phase. Readers take whole
+// pieces, so who has the last column fills the rest of its piece with zeros.
 template <int COLS, class M>
-__device__ __forceinline__ void publish_pair(const Context<M>& c, u32 buffer, int row, int col, float a, float b) {
+__device__ __forceinline__ void publish_pair(const Context<M>& c, u32 buffer, int row, int col, float a, float b, bool takes_part = true) {
   typedef Words<M, COLS> W;
   u8* to = words_of<M, COLS>(c, buffer);
   if (col + 1 >= COLS) b = 0.f;
   const auto store = [&](int at, float x, float y) {
     if constexpr (M::WIRE == Elem::BF16) {
-      publish_word<M, COLS>(c, to, W::at(row, at), bf16_pair(x, y));
+      publish_word<M, COLS>(c, to, W::at(row, at), bf16_pair(x, y), takes_part);
     } else {
-      publish_word<M, COLS>(c, to, W::at(row, at), __float_as_uint(x));
-      publish_word<M, COLS>(c, to, W::at(row, at + 1), __float_as_uint(y));
+      publish_word<M, COLS>(c, to, W::at(row, at), __float_as_uint(x), takes_part);
+      publish_word<M, COLS>(c, to, W::at(row, at + 1), __float_as_uint(y), takes_part);
     }
   };
   store(col, a, b);
   if constexpr (COLS % W::PIECE_COLS != 0)
     if (col + 2 >= COLS)
       for (int rest = col + 2; rest < W::PIECES * W::PIECE_COLS; rest += 2) store(rest, 0.f, 0.f);
+}
+// The same of a row that takes no part.
+template <int COLS, class M>
+__device__ __forceinline__ void clear_pair(const Context<M>& c, u32 buffer, int row, int col) {
+  publish_pair<COLS>(c, buffer, row, col, 0.f, 0.f, false);
 }
 
 // Values 2n and 2n + 1 of a piece, or value n of fp32.

@@ -2,11 +2,11 @@
 
 use std::collections::VecDeque;
 
-use super::stepper::{Bounds, Launch, Said, Stepper, Want};
+use super::stepper::{Bounds, Launch, Said, Stepper, Want, admit};
 use crate::error::Fault;
 use crate::interp::{Interp, Options, Pack};
 use crate::ir::schedule::Schedule;
-use crate::rows::{Guard, Request, Row, Shape};
+use crate::rows::{Guard, Shape};
 
 /// Runs launches on threads of this process, each when it is collected.
 #[derive(Debug)]
@@ -43,15 +43,7 @@ impl Stepper for CpuStepper {
 
     fn collect(&mut self) -> Result<Vec<Said>, Fault> {
         let Some(Launch { rows, steps, edits }) = self.queued.pop_front() else { return Ok(vec![]) };
-        let row = |row: &super::LaunchRow| Row {
-            sequence: row.sequence,
-            position: row.position,
-            wants_logits: row.want != Want::Nothing,
-        };
-        let request = Request { rows: rows.iter().map(row).collect(), steps, edits };
-        let tables = self.guard.admit(&request);
-        let tables =
-            tables.map_err(|refused| Fault::internal(format!("the tables of a launch are refused: {refused}")))?;
+        let tables = admit(&mut self.guard, &rows, steps, edits)?;
         let tokens: Vec<u32> = rows.iter().map(|row| row.token).collect();
         let mut said = vec![Said::Nothing; rows.len()];
         let mut logits = vec![];

@@ -1,9 +1,9 @@
 //! Owns the stepper of CUDA targets: a kernel for several rows on a device, with the guard of its tables.
 
-use super::stepper::{Bounds, Launch, LaunchRow, Said, Stepper, Want};
+use super::stepper::{Bounds, Launch, LaunchRow, Said, Stepper, Want, admit};
 use crate::cuda::rows::{FirstToken, RowInput, RowsSession};
 use crate::error::Fault;
-use crate::rows::{Guard, Request, Row};
+use crate::rows::Guard;
 
 /// Queues launches on a device. Greedy choice and temperature are the kernel's; every other choice gets logits.
 pub struct DeviceStepper {
@@ -32,15 +32,7 @@ impl Stepper for DeviceStepper {
         self.wants = rows.iter().map(|row| row.want).collect();
         let with_logits = self.wants.contains(&Want::Logits);
         let inputs: Vec<RowInput> = rows.iter().map(|row| input(row, steps)).collect();
-        let row = |row: &LaunchRow| Row {
-            sequence: row.sequence,
-            position: row.position,
-            wants_logits: row.want != Want::Nothing,
-        };
-        let request = Request { rows: rows.iter().map(row).collect(), steps, edits };
-        let tables = self.guard.admit(&request);
-        let tables =
-            tables.map_err(|refused| Fault::internal(format!("the tables of a launch are refused: {refused}")))?;
+        let tables = admit(&mut self.guard, &rows, steps, edits)?;
         Ok(self.session.queue(tables, &inputs, with_logits)?)
     }
 

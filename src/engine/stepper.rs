@@ -1,7 +1,7 @@
 //! Owns what an engine knows of the thing that executes launches.
 
 use crate::error::Fault;
-use crate::rows::{Edit, SequenceId, Shape};
+use crate::rows::{Edit, Guard, Request, Row, SequenceId, Shape, Tables};
 use crate::sample::Sampler;
 
 /// What a stepper can take.
@@ -47,6 +47,24 @@ pub struct Launch {
     pub steps: u32,
     /// What changed in the page table since the launch before.
     pub edits: Vec<Edit>,
+}
+
+/// The tables of a launch, judged.
+///
+/// # Errors
+/// Tables that the guard refuses: the batch asked for what it must not.
+pub(super) fn admit<'a>(
+    guard: &'a mut Guard,
+    rows: &[LaunchRow],
+    steps: u32,
+    edits: Vec<Edit>,
+) -> Result<Tables<'a>, Fault> {
+    let row = |row: &LaunchRow| {
+        let LaunchRow { sequence, position, want, .. } = *row;
+        Row { sequence, position, wants_logits: want != Want::Nothing }
+    };
+    let request = Request { rows: rows.iter().map(row).collect(), steps, edits };
+    guard.admit(&request).map_err(|refused| Fault::internal(format!("the tables of a launch are refused: {refused}")))
 }
 
 /// What a row's [`Want`] got.

@@ -39,8 +39,9 @@
 //!   before it is not made visible. `fenced`: packets after a release fence, followed by an acquire fence at the reader;
 //!   orders all memory. `counter`: release add, acquire poll; orders all memory.
 //!   `words`: of a buffer of words, each 4 bytes and single-copy atomic. All ones say that nothing is there yet, and no value has
-//!   these bits, so the reader's poll is the wait. Such a buffer has two phases, which steps use in turn. Who stores a word
-//!   clears it in the other phase, for the next step. A word orders what depends on it and nothing else.
+//!   these bits, so the reader's poll is the wait. Such a buffer has two phases, which steps use in turn. Who owns a word
+//!   clears it in the other phase, for the next step, even in a step in which its row takes no part and stores none. A word
+//!   orders what depends on it and nothing else.
 //! - **Streams that wait.** A run whose source the step chooses, such as the weights of an expert, names the event after
 //!   which the choice is there. The loader polls that event before it begins the run, and nothing after the run is loaded
 //!   before. The choice is clamped to its table's bound.
@@ -73,7 +74,8 @@
 //!   nothing stronger for this case.
 //! - **A word is read whole and is never an old one.** Store, clear and load are relaxed, at `gpu` scope and 4 bytes wide (a vector load is
 //!   four accesses, 8.2.4), so they are morally strong (8.7) and single-copy atomic (8.10.3). A word has three values in turn: that
-//!   of step `s - 1`, all ones, that of step `s + 1`. In step `s` its owner clears it, after the step before is acquired and so after
+//!   of step `s - 1`, all ones, that of step `s + 1`. In step `s` its owner clears it, whether or not a row takes part in `s` that took
+//!   part in `s - 1`: it may be back in `s + 1`. The clear comes after the step before is acquired and so after
 //!   every reader of step `s - 1`; the release of step `s` follows, and the reader of step `s + 1` acquires it before it loads. So
 //!   the clear precedes the load in causality order (8.9.5), and the load returns all ones or the new value. The rule
 //!   `words-unseen` asks for both edges. Kernel launches order everything else, and the host fills the words with ones before

@@ -107,7 +107,8 @@
 //!   sees all that it wrote, then by induction it knows and sees all older steps. Pairs two steps apart and more are
 //!   ordered, and two steps of each regime have all pairs one step apart. Both orders are needed: packets that no task
 //!   reads may land late, and only visibility says that they have landed. Otherwise the run is `1 + phases` steps long.
-//! - *Words.* Who writes a word in step `s` clears the same word of the other phase, which step `s - 1` wrote and step `s + 1` will. So
+//! - *Words.* Who owns a word clears it in step `s` in the other phase, which step `s - 1` wrote and step `s + 1` will, be its row part of
+//!   step `s` or not: so every row can be judged as if it took part in every step. So
 //!   the clear is judged as a write of a buffer with one phase: after all readers of step `s - 1`. And each SM must see, after
 //!   the first task of a step, everything that the step before wrote (`words-unseen`), so that it reads all ones or the new
 //!   value and never the one of two steps before. That is asked of whole steps: what it implies for single words is

@@ -87,6 +87,8 @@ static u32 tag;
 static std::vector<u64> exchange;
 static std::vector<u8> cache;
 
+constexpr u32 OLD_WORD = 0xdeadbeefu; // what the step before left in its phase
+
 // Words of both phases, of which no reader may take any.
 template <class M, int COLS>
 static u32 words() {
@@ -94,7 +96,7 @@ static u32 words() {
   exchange.resize(at + Words<M, COLS>::PHASE_BYTES / 4);
   u32* first = reinterpret_cast<u32*>(exchange.data() + at);
   const size_t count = Words<M, COLS>::PHASE_BYTES / 4;
-  for (size_t i = 0; i < 2 * count; i++) first[i] = i / count == (tag & 1) ? NO_WORD : 0xdeadbeefu;
+  for (size_t i = 0; i < 2 * count; i++) first[i] = i / count == (tag & 1) ? NO_WORD : OLD_WORD;
   return u32(at);
 }
 template <class M, int COLS>
@@ -118,12 +120,14 @@ static float published(u32 at, int row, int col) {
   if (Words<M, COLS>::WORD_COLS == 1) return __uint_as_float(found);
   return col % 2 ? bf16_hi(found) : bf16_lo(found);
 }
-// Whether a row is as `words` left it.
+// Whether a row that takes no part was left alone, and has `other` in the other phase: nothing, if its words are the task's to clear,
+// which begin with column `first`.
 template <class M, int COLS>
-static bool untouched(u32 at, int row) {
+static bool left_alone(u32 at, int row, u32 other = NO_WORD, int first = 0) {
+  typedef Words<M, COLS> W;
   bool all = true;
-  for (int col = 0; col < COLS; col += Words<M, COLS>::WORD_COLS)
-    all = all && *word<M, COLS>(at, row, col) == NO_WORD && *word<M, COLS>(at, row, col, true) == 0xdeadbeefu;
+  for (int col = first; col < W::PIECES * W::PIECE_COLS; col += W::WORD_COLS)
+    all = all && *word<M, COLS>(at, row, col) == NO_WORD && *word<M, COLS>(at, row, col, true) == other;
   return all;
 }
 
@@ -233,7 +237,7 @@ static void matvec(const char* name, u32 active) {
     const auto silu = [](double v) { return v / (1 + std::exp(-v)); };
     for (int row = 0; row < M::ROWS; row++) {
       if (!takes(active, row)) {
-        expected.push_back(1), found.push_back(untouched<M, COLS>(entry.out, row));
+        expected.push_back(1), found.push_back(left_alone<M, COLS>(entry.out, row, G::EPILOGUE == Epilogue::LOGITS ? OLD_WORD : NO_WORD));
         continue;
       }
       const std::vector<double> input = normalised(G::NORM, x[row], weight, norm_bias, G::EPS);
@@ -294,7 +298,7 @@ static void norm_add(const char* name, u32 active) {
   std::vector<double> expected, found;
   for (int row = 0; row < M::ROWS; row++) {
     if (!takes(active, row)) {
-      expected.push_back(1), found.push_back(untouched<M, G::WIDTH>(entry.out, row));
+      expected.push_back(1), found.push_back(left_alone<M, G::WIDTH>(entry.out, row, NO_WORD, 8));
       continue;
     }
     const std::vector<double> sum = normalised(Norm::RMS, y[row], weight, {}, G::EPS);
@@ -322,7 +326,7 @@ static void embed(const char* name, u32 active) {
   std::vector<double> expected, found;
   for (int row = 0; row < M::ROWS; row++) {
     if (!takes(active, row)) {
-      expected.push_back(1), found.push_back(untouched<M, G::HIDDEN>(entry.out, row));
+      expected.push_back(1), found.push_back(left_alone<M, G::HIDDEN>(entry.out, row));
       continue;
     }
     for (int i = 0; i < G::HIDDEN; i++) {
@@ -457,7 +461,7 @@ static void attention(const char* name) {
     };
     for (u32 row = 0; row < COUNT[0] + COUNT[1]; row++) {
       if (!takes(active, row)) {
-        expected.push_back(1), found.push_back(untouched<M, OUT>(entry.out, row));
+        expected.push_back(1), found.push_back(left_alone<M, OUT>(entry.out, row));
         continue;
       }
       const u32 sequence = rows[row].sequence, position = rows[row].position, before = starts[sequence];
