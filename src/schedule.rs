@@ -89,7 +89,8 @@ fn resolve_matvecs(schedule: &mut Schedule, target: &Target, c: &Candidate) -> R
         let (unit, granule) = (m.granules(format), format.granule_bytes(m.k));
         if for_rows(program) {
             let chunk = block_of_k(unit, m.parts(), machine.ring.slot_bytes, machine.ring.arrivals);
-            let most = rows_pass_max(program.precision, tensor_cores, m.parts());
+            let moved = machine.loader_registers > 0;
+            let most = rows_pass_max(program.precision, tensor_cores, m.parts(), program.rows, moved);
             let pass = units.div_ceil(units.div_ceil(most));
             let variant = MatVecVariant { units, chunk, block: unit, units_per_warp: 1, poll_batch: 1, granule, pass };
             variants.insert(GridId::from(g), Variant::MatVec(variant));
@@ -228,6 +229,21 @@ fn loader_warps(target: &Target) -> u32 {
     }
 }
 
+/// Warps that move registers together. The register file has as many parts, and a warpgroup one warp in each.
+const WARPGROUP: u32 = 4;
+/// What a loader thread needs.
+const LOADER_REGISTERS: u32 = 72;
+
+/// Whether a loader of a whole warpgroup, of which one thread works, gives registers to the consumers: those of rows hold more than
+/// those of one row.
+fn registers_move(program: &Program, target: &Target, c: &Candidate) -> bool {
+    let spec = &target.spec;
+    for_rows(program)
+        && spec.copy == CopyMechanism::Bulk
+        && spec.register_reallocation
+        && c.consumer_warps.is_multiple_of(WARPGROUP)
+}
+
 fn machine(
     program: &Program,
     variants: &Variants,
@@ -287,10 +303,17 @@ fn machine(
         let target = target.name.clone();
         return Err(Infeasible::SharedMemory { bytes, most: spec.smem_bytes_per_block_max, target });
     }
-    let loader_warps = loader_warps(target);
+    let moved = registers_move(program, target, c);
+    let loader_warps = if moved { WARPGROUP } else { loader_warps(target) };
     let threads = (c.consumer_warps + loader_warps) * 32;
     // Granted in steps of 8 a thread; 255 is the most an instruction can name.
-    let registers = (spec.registers_per_sm / threads / 8 * 8).min(248);
+    let mut registers = (spec.registers_per_sm / threads / 8 * 8).min(248);
+    let mut loader_registers = 0;
+    if moved {
+        loader_registers = LOADER_REGISTERS;
+        let given = loader_warps * registers.saturating_sub(loader_registers);
+        registers = (registers + given / c.consumer_warps / 8 * 8).min(248);
+    }
     Ok(Machine {
         target: target.name.clone(),
         sms: c.sms,
@@ -298,6 +321,7 @@ fn machine(
         consumer_warps: c.consumer_warps,
         loader_warps,
         registers_per_thread: registers,
+        loader_registers,
         reduce_batch: c.sum_units,
         ring: Ring {
             slots: c.ring_slots,

@@ -170,6 +170,12 @@ struct RowsMatVecTensor {
   // Pieces of the input that a lane holds: of each granule and part, of each group of rows.
   static constexpr int N = WARP_GRANULES * K_PARTS * GROUPS;
   static constexpr int PASS = G::PASS;
+  // Units that are multiplied at once: a product waits for the one before it in its sums, so sums of two units take turns. Of 8 rows
+  // two units are one product; for 16 rows only moved registers hold the chunks of two.
+  static constexpr int AT_ONCE = GROUPS == 1 || M::LOADER_REGISTERS > 0 ? 2 : 1, TURNS = ceil_div(PASS, AT_ONCE);
+  // Sums of a unit and part of k that a lane has. 16 rows are the rows of a product and the unit its columns; 8 rows are the columns,
+  // and two units the rows.
+  static constexpr int LANE_SUMS = 2 * GROUPS;
 
   // Piece i of a block, from the lane's own place in the block on.
   static __device__ __forceinline__ u32 offset(int i) {
@@ -273,35 +279,64 @@ struct RowsMatVecTensor {
     }
   }
 
-  // The chunk at hand times the block of the input in `a`.
-  static __device__ __forceinline__ void multiply(Context<M>& c, int block, const uint4 (&a)[N], float (&d)[K_PARTS][4]) {
-    const u8* slot = ring_take(c, c.ring) + c.warp() * GRANULE_BYTES + c.lane() * LANE_BYTES;
-    uint4 b[WARP_GRANULES];
+  // The chunks at hand, of `AT_ONCE` units or of a lone one that stands for both, times the block of the input in `a`.
+  static __device__ __forceinline__ void multiply(Context<M>& c, int block, bool lone, const uint4 (&a)[N], float (&d)[AT_ONCE][K_PARTS][LANE_SUMS]) {
+    const RingCursor<M> first = c.ring;
+    const u8* slot[2];
+    if constexpr (AT_ONCE == 2) {
+      if (!lone) c.ring.next();
+      ring_take_pair(c, first, c.ring, slot[0], slot[1]);
+    } else {
+      slot[0] = ring_take(c, first);
+    }
+    uint4 w[AT_ONCE][WARP_GRANULES];
 #pragma unroll
     for (int j = 0; j < WARP_GRANULES; j++)
-      b[j] = S::exists(c, block, j) ? *reinterpret_cast<const uint4*>(slot + j * (M::WARPS * GRANULE_BYTES)) : make_uint4(0, 0, 0, 0);
-    ring_release(c, c.ring);
+#pragma unroll
+      for (int u = 0; u < AT_ONCE; u++) {
+        const u8* from = slot[u] + c.warp() * GRANULE_BYTES + c.lane() * LANE_BYTES + j * (M::WARPS * GRANULE_BYTES);
+        w[u][j] = S::exists(c, block, j) ? *reinterpret_cast<const uint4*>(from) : make_uint4(0, 0, 0, 0);
+      }
+    if constexpr (AT_ONCE == 2)
+      ring_release_pair(c, first, c.ring, !lone);
+    else
+      ring_release(c, first);
     c.ring.next();
 #pragma unroll
     for (int j = 0; j < WARP_GRANULES; j++)
 #pragma unroll
       for (int p = 0; p < K_PARTS; p++) {
-        const uint4 lo = a[(j * K_PARTS + p) * GROUPS];
-        const uint4 hi = GROUPS == 2 ? a[(j * K_PARTS + p) * GROUPS + GROUPS - 1] : make_uint4(0, 0, 0, 0);
-        tensor_product(d[p][0], d[p][1], d[p][2], d[p][3], lo.x, hi.x, lo.y, hi.y, b[j].x, b[j].y);
-        tensor_product(d[p][0], d[p][1], d[p][2], d[p][3], lo.z, hi.z, lo.w, hi.w, b[j].z, b[j].w);
+        const uint4 lo = a[(j * K_PARTS + p) * GROUPS], hi = a[(j * K_PARTS + p) * GROUPS + GROUPS - 1];
+        if constexpr (GROUPS == 2) {
+#pragma unroll
+          for (int u = 0; u < AT_ONCE; u++)
+            tensor_product(d[u][p][0], d[u][p][1], d[u][p][2], d[u][p][3], lo.x, hi.x, lo.y, hi.y, w[u][j].x, w[u][j].y);
+#pragma unroll
+          for (int u = 0; u < AT_ONCE; u++)
+            tensor_product(d[u][p][0], d[u][p][1], d[u][p][2], d[u][p][3], lo.z, hi.z, lo.w, hi.w, w[u][j].z, w[u][j].w);
+        } else {
+          const uint4 v = w[0][j], u = w[1][j];
+          tensor_product(d[0][p][0], d[0][p][1], d[1][p][0], d[1][p][1], v.x, u.x, v.y, u.y, lo.x, lo.y);
+          tensor_product(d[0][p][0], d[0][p][1], d[1][p][0], d[1][p][1], v.z, u.z, v.w, u.w, lo.z, lo.w);
+        }
       }
   }
   // A warp's sums of a unit to shared memory: [row][column], of each column the part of k that it belongs to.
-  static __device__ __forceinline__ void put(const Context<M>& c, float* to, const float (&d)[K_PARTS][4]) {
-    const int g = c.lane() / 4, t = c.lane() % 4;
+  static __device__ __forceinline__ void put(const Context<M>& c, float* to, const float (&d)[K_PARTS][LANE_SUMS]) {
+    const int g = c.lane() / 4, t = c.lane() % 4, column = GROUPS == 2 ? t * 2 : g;
 #pragma unroll
     for (int h = 0; h < GROUPS; h++) {
       float2 y = make_float2(d[0][2 * h], d[0][2 * h + 1]);
 #pragma unroll
       for (int p = 1; p < K_PARTS; p++)
-        if (t * 2 / G::UNIT_ROWS == p) y = make_float2(d[p][2 * h], d[p][2 * h + 1]);
-      *reinterpret_cast<float2*>(to + (c.warp() * M::ROWS + h * 8 + g) * OPERAND_ROWS + t * 2) = y;
+        if (column / G::UNIT_ROWS == p) y = make_float2(d[p][2 * h], d[p][2 * h + 1]);
+      float* at = to + c.warp() * (M::ROWS * OPERAND_ROWS);
+      if constexpr (GROUPS == 2) {
+        *reinterpret_cast<float2*>(at + (h * 8 + g) * OPERAND_ROWS + column) = y;
+      } else {
+        at[t * 2 * OPERAND_ROWS + column] = y.x;
+        at[(t * 2 + 1) * OPERAND_ROWS + column] = y.y;
+      }
     }
   }
 
@@ -311,14 +346,14 @@ struct RowsMatVecTensor {
   static constexpr int DEPTH = RESIDENT ? S::BLOCKS : 2;
 
   // What a pass of `here` units, from unit `first` of the task on, leaves in registers: to shared memory, and what becomes of it.
-  static __device__ __forceinline__ void end_pass(Context<M>& c, const Entry& e, RowsEpilogue<M, G>& epilogue, const float (&d)[PASS][K_PARTS][4],
+  static __device__ __forceinline__ void end_pass(Context<M>& c, const Entry& e, RowsEpilogue<M, G>& epilogue, const float (&d)[TURNS][AT_ONCE][K_PARTS][LANE_SUMS],
                                                   int first, int here) {
 #pragma unroll
     for (int batch = 0; batch < PASS; batch += S::BATCH) {
       if (batch >= here) break;
       float* sums = c.reduce() + c.batch * (S::BATCH * S::UNIT_SUMS);
 #pragma unroll
-      for (int u = 0; u < S::BATCH && batch + u < PASS; u++) put(c, sums + u * S::UNIT_SUMS, d[batch + u]);
+      for (int u = 0; u < S::BATCH && batch + u < PASS; u++) put(c, sums + u * S::UNIT_SUMS, d[(batch + u) / AT_ONCE][(batch + u) % AT_ONCE]);
       c.barrier();
       if (first == 0 && batch == 0) epilogue.load_factor(c);
       epilogue.run(c, e, sums, int(e.lo) + first + batch, here - batch);
@@ -350,13 +385,13 @@ struct RowsMatVecTensor {
 #pragma unroll 1
     for (int first = 0; first < units; first += PASS) {
       const int here = min(PASS, units - first);
-      float d[PASS][K_PARTS][4] = {};
+      float d[TURNS][AT_ONCE][K_PARTS][LANE_SUMS] = {};
       if constexpr (RESIDENT) {
 #pragma unroll
         for (int block = 0; block < DEPTH; block++)
 #pragma unroll
-          for (int u = 0; u < PASS; u++)
-            if (u < here) multiply(c, block, a[block], d[u]);
+          for (int u = 0; u < TURNS; u++)
+            if (AT_ONCE * u < here) multiply(c, block, AT_ONCE * u + 1 >= here, a[block], d[u]);
       } else {
 #pragma unroll 1
         for (int block0 = 0; block0 < S::BLOCKS; block0 += DEPTH)
@@ -368,8 +403,8 @@ struct RowsMatVecTensor {
             if (first == 0 && block == 0) c.stamp(1);
             normalise(c, e, block, means, a[i], squares);
 #pragma unroll
-            for (int u = 0; u < PASS; u++)
-              if (u < here) multiply(c, block, a[i], d[u]);
+            for (int u = 0; u < TURNS; u++)
+              if (AT_ONCE * u < here) multiply(c, block, AT_ONCE * u + 1 >= here, a[i], d[u]);
             if (block + DEPTH < S::BLOCKS) issue(c, x, block + DEPTH, active, a[i]);
           }
         // Later passes add the same squares again, which nothing reads.

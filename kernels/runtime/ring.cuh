@@ -44,9 +44,9 @@ __device__ __forceinline__ void ring_release(Context<M>& c, const RingCursor<M>&
   if (c.lane() == 0) Slot<RING_COUNTERS<M>>::arrive(&c.state().empty[at.slot]);
 }
 template <class M>
-__device__ __forceinline__ void ring_release_pair(Context<M>& c, const RingCursor<M>& a, const RingCursor<M>& b) {
+__device__ __forceinline__ void ring_release_pair(Context<M>& c, const RingCursor<M>& a, const RingCursor<M>& b, bool both = true) {
   __syncwarp();
-  if (c.lane() < 2) Slot<RING_COUNTERS<M>>::arrive(&c.state().empty[c.lane() == 0 ? a.slot : b.slot]);
+  if (c.lane() < (both ? 2 : 1)) Slot<RING_COUNTERS<M>>::arrive(&c.state().empty[c.lane() == 0 ? a.slot : b.slot]);
 }
 
 // ---- loader side ------------------------------------------------------------------------------------------------

@@ -206,6 +206,8 @@ fn rows_members(schedule: &Schedule) -> Vec<String> {
         format!("u32 PAGES = {}", shape.pages),
         format!("u64 POOL_ROWS = {}", u64::from(shape.pages) * u64::from(shape.page_rows)),
         format!("u32 BLOCKS = {}", shape.blocks()),
+        format!("int REGISTERS = {}", schedule.machine.registers_per_thread),
+        format!("int LOADER_REGISTERS = {}", schedule.machine.loader_registers),
     ]
 }
 

@@ -510,6 +510,7 @@ impl<'a> Parser<'a> {
         let consumer_warps = self.attr_u32("consumer_warps")?;
         let loader_warps = self.attr_u32("loader_warps")?;
         let registers_per_thread = self.attr_u32("registers_per_thread")?;
+        let loader_registers = self.optional_u32("loader_registers")?.unwrap_or(0);
         let reduce_batch = self.attr_u32("reduce_batch")?;
         self.lines.machine = self.end_of_line()?;
         self.next_line();
@@ -567,6 +568,7 @@ impl<'a> Parser<'a> {
             consumer_warps,
             loader_warps,
             registers_per_thread,
+            loader_registers,
             reduce_batch,
             ring,
             smem,
@@ -1525,19 +1527,26 @@ regime r1 from 32
         );
         let kinds = prop::sample::select(&SmemKind::ALL[..]);
         let smem = (kinds, numbers(), numbers()).prop_map(|(kind, offset, bytes)| SmemPart { kind, offset, bytes });
-        (names(), [numbers(), numbers(), numbers(), numbers(), numbers(), numbers()], ring, vec(smem, 0..4)).prop_map(
-            |(target, [sms, devices, consumer_warps, loader_warps, registers, reduce_batch], ring, smem)| Machine {
-                target,
-                sms,
-                devices,
-                consumer_warps,
-                loader_warps,
-                registers_per_thread: registers,
-                reduce_batch,
-                ring,
-                smem,
-            },
-        )
+        (names(), [numbers(), numbers(), numbers(), numbers(), numbers(), numbers(), numbers()], ring, vec(smem, 0..4))
+            .prop_map(
+                |(
+                    target,
+                    [sms, devices, consumer_warps, loader_warps, registers, loader_registers, reduce_batch],
+                    ring,
+                    smem,
+                )| Machine {
+                    target,
+                    sms,
+                    devices,
+                    consumer_warps,
+                    loader_warps,
+                    registers_per_thread: registers,
+                    loader_registers,
+                    reduce_batch,
+                    ring,
+                    smem,
+                },
+            )
     }
 
     fn regimes() -> impl Strategy<Value = Regime> {

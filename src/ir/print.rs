@@ -336,14 +336,25 @@ fn write_optional(out: &mut String, key: &str, value: &Option<impl fmt::Display>
 }
 
 fn write_machine(out: &mut String, machine: &Machine) -> fmt::Result {
-    let Machine { target, sms, devices, consumer_warps, loader_warps, registers_per_thread, reduce_batch, ring, smem } =
-        machine;
+    let Machine {
+        target,
+        sms,
+        devices,
+        consumer_warps,
+        loader_warps,
+        registers_per_thread,
+        loader_registers,
+        reduce_batch,
+        ring,
+        smem,
+    } = machine;
     let Ring { slots, slot_bytes, arrivals, flight_high, flight_low, flight_free } = ring;
     let many = Some(devices).filter(|devices| **devices != 1).map_or(String::new(), |n| format!("devices={n} "));
+    let moved = Some(loader_registers).filter(|n| **n != 0).map_or(String::new(), |n| format!("loader_registers={n} "));
     writeln!(
         out,
         "machine {} sms={sms} {many}consumer_warps={consumer_warps} loader_warps={loader_warps} \
-         registers_per_thread={registers_per_thread} reduce_batch={reduce_batch}",
+         registers_per_thread={registers_per_thread} {moved}reduce_batch={reduce_batch}",
         Quoted(target)
     )?;
     writeln!(

@@ -33,7 +33,10 @@ pub struct Machine {
     pub consumer_warps: u32,
     /// Warps that fill the ring.
     pub loader_warps: u32,
+    /// Of a consumer thread; of a loader thread, too, unless registers move.
     pub registers_per_thread: u32,
+    /// What a loader thread keeps after it gave registers to the consumers (`setmaxnreg`); 0: none move.
+    pub loader_registers: u32,
     /// Units of a matvec whose partial sums meet in one reduction across warps.
     pub reduce_batch: u32,
     pub ring: Ring,

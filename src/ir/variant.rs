@@ -1,7 +1,7 @@
 //! Owns the variants of ops: what a kernel may do in more than one way. They decide how fast an op is and nothing else: the
 //! interpreter knows none of them, and results differ by rounding at most.
 
-use super::layout::cache_pitch;
+use super::layout::{WORD_ROWS, cache_pitch};
 use super::op::{Attention, MatVec};
 use super::schedule::Machine;
 use crate::dtype::{DType, Precision};
@@ -227,14 +227,21 @@ pub fn rows_on_tensor_cores(precision: Precision, tensor_cores: bool) -> bool {
     tensor_cores && precision.weights == DType::Bf16 && precision.wire == DType::Bf16
 }
 
-/// Units of a pass of a kernel for rows at most, of units that have `parts` parts of k. On tensor cores a lane holds 4 sums of each
-/// unit and part of k beside two blocks of its input: more would spill. Otherwise it holds one sum of each row.
-pub fn rows_pass_max(precision: Precision, tensor_cores: bool, parts: u32) -> u32 {
-    if rows_on_tensor_cores(precision, tensor_cores) { (ROWS_PASS / parts.max(1)).max(1) } else { 2 }
+/// Units of a pass of a kernel for `rows` at most. On tensor cores a lane holds a sum of each unit and part of k for every 4 rows, beside
+/// two blocks of its input: more than these would spill, and `moved` says that it has the loader's registers, too. Otherwise it holds
+/// one sum of each row.
+pub fn rows_pass_max(precision: Precision, tensor_cores: bool, parts: u32, rows: u32, moved: bool) -> u32 {
+    if !rows_on_tensor_cores(precision, tensor_cores) {
+        return 2;
+    }
+    let units = match (rows <= WORD_ROWS, moved) {
+        (true, true) => 28,
+        (true, false) => 10,
+        (false, true) => 12,
+        (false, false) => 8,
+    };
+    (units / parts.max(1)).max(1)
 }
-
-/// Units whose sums a lane of a kernel for rows has registers for.
-const ROWS_PASS: u32 = 8;
 
 /// Pairs of packets that hold the input of one granule of units of `parts` parts. The lanes of a warp take whole granules in turn, so
 /// that no more than 32 can be (`matvec.cuh`).

@@ -293,7 +293,13 @@ impl Rules<'_> {
                         *variant;
                     if program.rows > 1 {
                         let tensor_cores = target.spec.dot == DotMechanism::Mma;
-                        let most = rows_pass_max(program.precision, tensor_cores, m.parts());
+                        let most = rows_pass_max(
+                            program.precision,
+                            tensor_cores,
+                            m.parts(),
+                            program.rows,
+                            machine.loader_registers > 0,
+                        );
                         self.expect(pass > 0 && pass <= most, at, || {
                             format!("expected a `pass` of 1 to {most} units, whose sums a lane holds, found {pass}")
                         });

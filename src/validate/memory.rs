@@ -43,9 +43,26 @@ pub(super) fn machine(machine: &Machine, target: &Target, found: &mut Found) {
                 )
             });
         }
-        let each = machine.registers_per_thread;
+        let (each, kept) = (machine.registers_per_thread, machine.loader_registers);
+        if kept > 0 {
+            // A warpgroup moves registers, in steps of 8 a thread; what the launch gave is all there is.
+            let loaders = threads - consumers;
+            let given = u64::from(spec.registers_per_sm) / threads.max(1) / 8 * 8 * threads;
+            let total = consumers * u64::from(each) + loaders * u64::from(kept);
+            let whole = consumers.is_multiple_of(128) && loaders.is_multiple_of(128);
+            let steps = each.is_multiple_of(8) && kept.is_multiple_of(8);
+            let sizes = (REGISTERS_MIN..=248).contains(&each) && kept >= REGISTERS_MIN && kept <= each;
+            if !(spec.register_reallocation && whole && steps && sizes && total <= given) {
+                found.add(Rule::Registers, at, || {
+                    format!(
+                        "expected warpgroups that share {given} registers in steps of 8 on a target with `setmaxnreg`; \
+                         found {each} a consumer thread and {kept} a loader thread, {total} in all"
+                    )
+                });
+            }
+        }
         let total = threads * u64::from(each);
-        if !(REGISTERS_MIN..=255).contains(&each) || total > u64::from(spec.registers_per_sm) {
+        if kept == 0 && (!(REGISTERS_MIN..=255).contains(&each) || total > u64::from(spec.registers_per_sm)) {
             found.add(Rule::Registers, at, || {
                 format!(
                     "expected {REGISTERS_MIN} to 255 registers a thread and at most {} in all; \

@@ -57,7 +57,7 @@ const CASES: [(&str, usize); 46] = [
     ("attention-centred", 5),
     ("attention-splits", 5),
 ];
-const CASES_OF_ROWS: [(&str, usize); 29] = [
+const CASES_OF_ROWS: [(&str, usize); 31] = [
     ("matvec-8-bf16", 2),
     ("matvec-8-long-bf16", 2),
     ("matvec-8-gated-bf16", 2),
@@ -71,6 +71,8 @@ const CASES_OF_ROWS: [(&str, usize); 29] = [
     ("matvec-16-layer-bf16", 2),
     ("matvec-16-logits-bf16", 2),
     ("matvec-16-units-of-4-bf16", 2),
+    ("matvec-16-moved-bf16", 2),
+    ("matvec-16-moved-gated-bf16", 2),
     ("matvec-lanes", 2),
     ("matvec-lanes-layer", 2),
     ("matvec-lanes-gated", 2),

@@ -68,7 +68,7 @@ static void ring_release_pair(Context<M>&, const RingCursor<M>&, const RingCurso
 
 // ---- a block and its memory -----------------------------------------------------------------------------------------
 
-template <Elem E, int ROWS_>
+template <Elem E, int ROWS_, bool MOVED = false>
 struct Machine {
   static constexpr int SMS = 1, WARPS = ::WARPS, SLOTS = 3, SLOT_BYTES = ::SLOT_BYTES, REDUCE_BATCH = 2, STAMPS_MAX = 0;
   static constexpr int STAGE_AT = 0, REDUCE_AT = 1 << 16, HEADS_AT = 1 << 17, RESIDUAL_AT = HEADS_AT + (1 << 15);
@@ -76,7 +76,7 @@ struct Machine {
   static constexpr Elem WEIGHT = E, CACHE = E, WIRE = E;
   static constexpr Dot DOT = E == Elem::BF16 ? Dot::MMA : Dot::FMA;
   static constexpr bool TRACE = false;
-  static constexpr int ROWS = ROWS_, RESIDUAL_COLS = 240;
+  static constexpr int ROWS = ROWS_, RESIDUAL_COLS = 240, REGISTERS = 216, LOADER_REGISTERS = MOVED ? 72 : 0;
   static constexpr u32 CONTEXT_MAX = 128, PAGE_ROWS = 32, BLOCKS = CONTEXT_MAX / PAGE_ROWS, PAGES = 2 * BLOCKS;
   static constexpr u64 POOL_ROWS = PAGES * PAGE_ROWS;
 };
@@ -512,6 +512,7 @@ static void attention(const char* name) {
 int main() {
   typedef Machine<Elem::BF16, 8> B8;
   typedef Machine<Elem::BF16, 16> B16;
+  typedef Machine<Elem::BF16, 16, true> Moved;
   typedef Machine<Elem::F32, 8> F8;
   const u32 some = 0xb6d5;
   // A short k stays in registers, a long one does not; passes are of one unit, of an odd number, and of more than there are.
@@ -528,6 +529,8 @@ int main() {
   matvec<B16, Product<21, 128, Norm::LAYER, Epilogue::ACT, 4, 2>>("matvec-16-layer-bf16", some);
   matvec<B16, Product<37, 96, Norm::RMS, Epilogue::LOGITS, 3, 4>>("matvec-16-logits-bf16", some);
   matvec<B16, Product<12, 200, Norm::RMS, Epilogue::STORE, 2, 3, 4>>("matvec-16-units-of-4-bf16", 0x8001);
+  matvec<Moved, Product<44, 200, Norm::RMS, Epilogue::RESIDUAL, 2, 3>>("matvec-16-moved-bf16", some);
+  matvec<Moved, Product<36, 104, Norm::RMS, Epilogue::GATED, 2, 4>>("matvec-16-moved-gated-bf16", 0xffff);
   matvec<F8, Product<40, 100, Norm::NONE, Epilogue::STORE, 4, 2, 8, true>>("matvec-lanes", some & 0xff);
   matvec<F8, Product<21, 70, Norm::LAYER, Epilogue::ACT, 2, 1>>("matvec-lanes-layer", some & 0xff);
   matvec<F8, Product<36, 64, Norm::RMS, Epilogue::GATED, 2, 2>>("matvec-lanes-gated", 0xff);

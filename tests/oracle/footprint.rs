@@ -826,8 +826,17 @@ fn occupancy(s: &Schedule, target: &Target) -> Result<(), Fault> {
         if m.consumer_warps == 0 || m.loader_warps == 0 || threads > u64::from(spec.threads_per_block_max) {
             return no("threads");
         }
-        let registers = u64::from(m.registers_per_thread);
-        if !(24..=255).contains(&registers) || threads * registers > u64::from(spec.registers_per_sm) {
+        let (registers, kept) = (u64::from(m.registers_per_thread), u64::from(m.loader_registers));
+        if kept > 0 {
+            let given = u64::from(spec.registers_per_sm) / threads / 8 * 8;
+            let groups = m.consumer_warps % 4 == 0 && m.loader_warps % 4 == 0;
+            let used = u64::from(m.consumer_warps) * registers + u64::from(m.loader_warps) * kept;
+            let most = given * threads / 32;
+            let fits = registers % 8 == 0 && kept % 8 == 0 && kept >= 24 && kept <= registers && registers <= 248;
+            if !spec.register_reallocation || !groups || used > most || !fits {
+                return no("registers moved");
+            }
+        } else if !(24..=255).contains(&registers) || threads * registers > u64::from(spec.registers_per_sm) {
             return no("registers");
         }
     }
