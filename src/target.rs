@@ -74,7 +74,7 @@ pub struct Spec {
     pub dot: DotMechanism,
     /// Largest portable thread-block cluster, in blocks; 1 where the hardware has none.
     pub cluster_max: u32,
-    /// Whether warps may move registers between them (`setmaxnreg`).
+    /// Whether the consumers of kernels for rows take registers of the loader (`setmaxnreg`).
     pub register_reallocation: bool,
 }
 

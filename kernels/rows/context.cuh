@@ -18,6 +18,7 @@ static_assert(sizeof(Row) == 48, "rows are 48 bytes in codegen/abi.rs");
 struct RowsParams : Params {
   const Row* rows;
   const u32* pages; // [sequences][M::BLOCKS]
+  const uint2* fills; // of each block: entries and runs of a launch that only fills the cache; null: the launch has whole steps
   u32 row_count;
   u32 logits_from;  // first step whose logits are written
 };

@@ -12,7 +12,8 @@ __device__ __forceinline__ void consume_rows(const RowsParams& p) {
   c.in_step = 0;
   c.patience = POLLS_BETWEEN_CHECKS;
   c.begin_task();
-  const u32 count = load_queue(c, 0);
+  u32 count = load_queue(c, 0);
+  if (p.fills) count = uniform(p.fills[blockIdx.x].x);
   for (u32 s = 0; s < p.steps; s++) {
     u32 op = uniform(c.queue()[0].op);
 #pragma unroll 1
@@ -34,6 +35,7 @@ __device__ __forceinline__ void consume_rows(const RowsParams& p) {
     }
     c.tag++;
   }
+  if (p.fills) return;
   // The tokens that follow the last step, for the host: block 0 selects and reports once more.
   if (c.sm() == 0)
     for (u32 i = 0; i < 2; i++) {

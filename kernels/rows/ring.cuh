@@ -28,7 +28,8 @@ struct RowsLoader : Loader<M> {
     this->begin();
     RingCursor<M> at{0, 0};
     for (u32 s = 0; s < p.steps && !gone(); s++) {
-      const u32 tag = p.tag + s, first = p.run_index[blockIdx.x], last = p.run_index[blockIdx.x + 1];
+      const u32 tag = p.tag + s, first = p.run_index[blockIdx.x];
+      const u32 last = p.fills ? first + p.fills[blockIdx.x].y : p.run_index[blockIdx.x + 1];
       bool acquired = false;
       StreamRun next{};
       if (first < last) next = p.runs[first];

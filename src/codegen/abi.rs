@@ -122,6 +122,8 @@ pub struct RowsParams {
     pub rows: u64,
     /// The page table: a row for each sequence.
     pub pages: u64,
+    /// Of each SM, entries and runs of a launch that only fills the cache; 0: the launch executes whole steps.
+    pub fills: u64,
     pub row_count: u32,
     /// First step whose logits are written.
     pub logits_from: u32,
@@ -138,6 +140,8 @@ pub struct Tables {
     pub entry_index: Vec<u32>,
     pub runs: Vec<StreamRun>,
     pub run_index: Vec<u32>,
+    /// Of each queue, how many of its entries and runs a launch executes that only fills the cache.
+    pub fills: Vec<[u32; 2]>,
     /// Bytes of the exchange, cache and output arenas.
     pub exchange_bytes: u64,
     pub cache_bytes: u64,
@@ -154,6 +158,7 @@ pub fn encode(validated: &Validated) -> Tables {
         entry_index: vec![0],
         runs: vec![],
         run_index: vec![0],
+        fills: vec![],
         exchange_bytes: schedule.arena_bytes(Space::Exchange),
         cache_bytes: schedule.arena_bytes(Space::Cache),
     };
@@ -174,6 +179,10 @@ pub fn encode(validated: &Validated) -> Tables {
             tables.entry_index.push(tables.entries.len() as u32);
             tables.runs.extend(stream.iter().map(|run| stream_run(schedule, &matrices, regime, run)));
             tables.run_index.push(tables.runs.len() as u32);
+            let fills = |task: TaskId| Some(regime.tasks[task.index()].grid) <= program.last_append();
+            let entries = queue.iter().filter(|id| fills(**id)).count();
+            let runs = stream.iter().filter(|run| fills(run.task)).count();
+            tables.fills.push([entries as u32, runs as u32]);
         }
     }
     tables
@@ -280,12 +289,13 @@ pub struct Queues<'a> {
 impl<'a> Queues<'a> {
     pub fn of(validated: &'a Validated) -> Queues<'a> {
         let tables = encode(validated);
-        let Tables { entries, entry_index, runs, run_index, exchange_bytes, cache_bytes } = &tables;
-        let parts: [&[u8]; 4] = [
+        let Tables { entries, entry_index, runs, run_index, fills, exchange_bytes, cache_bytes } = &tables;
+        let parts: [&[u8]; 5] = [
             bytemuck::cast_slice(entries),
             bytemuck::cast_slice(entry_index),
             bytemuck::cast_slice(runs),
             bytemuck::cast_slice(run_index),
+            bytemuck::cast_slice(fills),
         ];
         let digests = parts.map(Digest::of);
         let digest = Digest::of(format!("{digests:?} {exchange_bytes} {cache_bytes}").as_bytes());

@@ -14,7 +14,7 @@ use crate::codegen::abi::{EOS_MAX, Params, Queues, Tables};
 use crate::codegen::emit::ENTRY_POINT;
 use crate::ir::op::Role;
 use crate::ir::program::Program;
-use crate::ir::schedule::Schedule;
+use crate::ir::schedule::{Machine, Schedule};
 use crate::ir::{BufferId, EventId, SmId, TaskId};
 
 /// Beside the deadline that a kernel keeps itself: for the launch, and for a kernel that was told to leave.
@@ -51,6 +51,11 @@ impl Kernel {
         let smem = machine.smem.iter().map(|part| part.offset + part.bytes).max().unwrap_or(0);
         let function = device.function(&module, ENTRY_POINT, smem)?;
         let block = (machine.consumer_warps + machine.loader_warps) * 32;
+        // Warps that ask for more registers than the launch has would wait for ever.
+        let needed = registers_needed(machine);
+        if function.registers * block < needed {
+            return Err(SessionError::Registers { needed, found: function.registers * block });
+        }
         Ok(Kernel {
             shape: LaunchShape { grid: machine.sms, block, smem_dynamic_bytes: smem, cluster: 1 },
             report: device.alloc_mapped(machine.sms as usize * 8)?,
@@ -91,6 +96,11 @@ impl Kernel {
             eos: ids,
             ..Params::zeroed()
         })
+    }
+
+    /// Where the device has, of each SM, the entries and runs of a launch that only fills the cache.
+    pub fn fills(&self) -> u64 {
+        self.tables.fills.address()
     }
 
     /// Queues a launch and returns at once.
@@ -154,12 +164,23 @@ impl Kernel {
     }
 }
 
+/// Registers of a block after its warps moved them; 0: none move.
+fn registers_needed(machine: &Machine) -> u32 {
+    let Machine { consumer_warps, loader_warps, registers_per_thread, loader_registers, .. } = *machine;
+    if loader_registers == 0 {
+        0
+    } else {
+        32 * (consumer_warps * registers_per_thread + loader_warps * loader_registers)
+    }
+}
+
 /// Queues and streams on a device.
 struct DeviceTables {
     entries: DeviceBuffer,
     entry_index: DeviceBuffer,
     runs: DeviceBuffer,
     run_index: DeviceBuffer,
+    fills: DeviceBuffer,
 }
 
 impl DeviceTables {
@@ -169,6 +190,7 @@ impl DeviceTables {
             entry_index: uploaded(device, stream, bytemuck::cast_slice(&tables.entry_index))?,
             runs: uploaded(device, stream, bytemuck::cast_slice(&tables.runs))?,
             run_index: uploaded(device, stream, bytemuck::cast_slice(&tables.run_index))?,
+            fills: uploaded(device, stream, bytemuck::cast_slice(&tables.fills))?,
         })
     }
 }

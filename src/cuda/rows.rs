@@ -34,7 +34,9 @@ pub enum FirstToken {
 pub struct RowsLaunched {
     /// Device time between the events around the launch.
     pub device_us: f64,
-    /// Of each step that ran, and of the step after the last one: the token of each row.
+    /// Steps that ran: their positions are written.
+    pub steps: u32,
+    /// Nothing where no row wanted logits. Else of each step that ran, and of the step after the last one: the token of each row.
     pub tokens: Vec<Vec<u32>>,
 }
 
@@ -43,6 +45,8 @@ struct Flying {
     inputs: Vec<RowInput>,
     eos: Vec<u32>,
     steps: u32,
+    /// The launch has one step, which ends when the cache has its rows: nothing is decided.
+    only_fills: bool,
     timeout: Duration,
 }
 
@@ -61,6 +65,8 @@ pub struct RowsSession {
     tag: u32,
     /// Of each row, whether the exchange holds what it decided in the last step.
     decided: Vec<bool>,
+    /// The last launch only filled the cache.
+    filled: bool,
     flying: Option<Flying>,
     steps_max: u32,
     vocab: u32,
@@ -108,6 +114,7 @@ impl RowsSession {
             padded,
             tag: 0,
             decided: vec![],
+            filled: false,
             flying: None,
             steps_max,
             vocab,
@@ -136,6 +143,7 @@ impl RowsSession {
         self.exchange.poison(&self.kernel.stream)?;
         self.tag = 2;
         self.decided.clear();
+        self.filled = false;
         Ok(())
     }
 
@@ -152,7 +160,7 @@ impl RowsSession {
     ) -> Result<RowsLaunched, SessionError> {
         self.launch(&tables, inputs, eos, with_logits)?;
         let launched = self.finish()?;
-        tables.finish(launched.tokens.len().saturating_sub(1) as u32);
+        tables.finish(launched.steps);
         Ok(launched)
     }
 
@@ -190,8 +198,13 @@ impl RowsSession {
         if tables.shape() != &self.shape || inputs.len() != tables.rows().len() || steps > self.steps_max {
             return Err(self.out_of_range(tables));
         }
-        // Tags never repeat: a packet of 2^32 steps ago would pass for a current one.
-        if self.tag > u32::MAX - steps - 2 {
+        let only_fills = tables.rows().iter().all(|row| !row.wants_logits);
+        if only_fills && (with_logits || inputs.iter().any(|input| !matches!(input.first, FirstToken::Given(_)))) {
+            return Err(SessionError::NoLogits);
+        }
+        // Tags never repeat: a packet of 2^32 steps ago would pass for a current one. And what launches that only fill the cache leave
+        // out has not cleared its words.
+        if self.tag > u32::MAX - steps - 2 || self.filled && !only_fills {
             self.begin_words()?;
         }
         let (rows, pages) = encode(tables, inputs, &self.decided, self.vocab)?;
@@ -208,6 +221,7 @@ impl RowsSession {
             },
             rows: self.rows.address(),
             pages: self.pages.address(),
+            fills: if only_fills { self.kernel.fills() } else { 0 },
             row_count: inputs.len() as u32,
             logits_from: steps - 1,
         };
@@ -215,7 +229,7 @@ impl RowsSession {
         self.pages.upload(&self.kernel.stream, 0, &pages)?;
         self.mailbox.store(0, 0)?;
         self.kernel.launch(&params)?;
-        self.flying = Some(Flying { inputs: inputs.to_vec(), eos: eos.to_vec(), steps, timeout });
+        self.flying = Some(Flying { inputs: inputs.to_vec(), eos: eos.to_vec(), steps, only_fills, timeout });
         Ok(())
     }
 
@@ -224,7 +238,7 @@ impl RowsSession {
     /// # Errors
     /// No launch is queued, or it gave up.
     pub fn finish(&mut self) -> Result<RowsLaunched, SessionError> {
-        let Some(Flying { inputs, eos, steps, timeout }) = self.flying.take() else {
+        let Some(Flying { inputs, eos, steps, only_fills, timeout }) = self.flying.take() else {
             return Err(SessionError::NotQueued);
         };
         let finished = self.kernel.finish(timeout);
@@ -232,17 +246,24 @@ impl RowsSession {
             self.begin_words()?;
         }
         let device_us = finished?;
-        let ran = self.mailbox.load(0)?;
+        let reported = self.mailbox.load(0)?;
+        if only_fills {
+            self.tag += steps;
+            self.decided.clear();
+            self.filled = true;
+            return Ok(RowsLaunched { device_us, steps: reported, tokens: vec![] });
+        }
         let token = |step: u32, row: usize| self.mailbox.load(1 + (step * self.padded) as usize + row);
-        let tokens: Vec<Vec<u32>> =
-            (0..ran).map(|step| (0..inputs.len()).map(|row| token(step, row)).collect()).collect::<Result<_, _>>()?;
+        let tokens: Vec<Vec<u32>> = (0..reported)
+            .map(|step| (0..inputs.len()).map(|row| token(step, row)).collect())
+            .collect::<Result<_, _>>()?;
         self.tag += steps;
         self.decided = took_part_last(&inputs, &tokens, steps, &eos);
         // Fewer steps: words of the last phase would be cleared in the wrong step.
-        if ran != steps + 1 {
+        if reported != steps + 1 {
             self.begin_words()?;
         }
-        Ok(RowsLaunched { device_us, tokens })
+        Ok(RowsLaunched { device_us, steps: reported.saturating_sub(1), tokens })
     }
 
     /// Logits of a row in the last step of the last launch that asked for them.

@@ -88,8 +88,12 @@ pub enum SessionError {
     Undecided { row: u32 },
     #[error("a launch was waited for, and none is queued")]
     NotQueued,
+    #[error("a launch whose rows want no logits has none, and its tokens have to be given")]
+    NoLogits,
     #[error("a launch was not waited for")]
     NotFinished,
+    #[error("the warps of a block share {needed} registers, and the compiled kernel gives it {found}")]
+    Registers { needed: u32, found: u32 },
 }
 
 fn render(stuck: &[Stuck]) -> String {
@@ -115,6 +119,8 @@ impl From<SessionError> for Fault {
             | SessionError::Lost
             | SessionError::Shared
             | SessionError::Undecided { .. }
+            | SessionError::NoLogits
+            | SessionError::Registers { .. }
             | SessionError::NotQueued
             | SessionError::NotFinished => Fault::internal(error.to_string()),
         }

@@ -2,7 +2,7 @@
 
 use super::op::{Access, Op, Role};
 use super::table::{Holds, Table};
-use super::{BufferId, LayerId, TableId};
+use super::{BufferId, GridId, LayerId, TableId};
 use crate::dtype::{DType, Precision};
 use crate::format::Format;
 use crate::model::graph::{RopeId, RowView, TensorId};
@@ -339,6 +339,12 @@ impl Buffer {
 }
 
 impl Program {
+    /// The last grid that appends rows to a cache. A launch that only fills the cache ends after it.
+    pub fn last_append(&self) -> Option<GridId> {
+        let appends = |grid: &Grid| grid.operand(Role::AppendK).is_some();
+        self.grids.iter().rposition(appends).map(GridId::from)
+    }
+
     /// The format of the matrix that a grid streams; plain weights where it streams none.
     pub fn format_of(&self, grid: &Grid) -> Format {
         let weight = grid.operand(Role::Weight).and_then(|o| self.buffers.get(o.buffer.index()));

@@ -72,8 +72,16 @@ fn load_rows(
 /// Told the logits after each position.
 type OnRow<'a> = &'a mut dyn FnMut(u32, &[f32]);
 
-/// Reads `ids` from position 0 on, in chunks of all rows of the kernel, into the pages that `edits` give to `sequence`. With `on_row`,
-/// tells the logits after each position.
+/// What is wanted of a prompt beside its rows of the cache.
+enum Wanted<'a> {
+    Nothing,
+    /// The logits after the last token, on the device.
+    Last,
+    /// The logits after each token are told.
+    Each(OnRow<'a>),
+}
+
+/// Reads `ids` from position 0 on, in chunks of all rows of the kernel, into the pages that `edits` give to `sequence`.
 ///
 /// # Errors
 /// Pages that are missing; what the device refuses; a launch that gave up.
@@ -83,17 +91,18 @@ fn read_chunks(
     sequence: SequenceId,
     mut edits: Vec<Edit>,
     ids: &[u32],
-    mut on_row: Option<OnRow<'_>>,
+    mut wanted: Wanted<'_>,
 ) -> Result<(), Fault> {
     let chunk_rows = session.shape().rows;
-    let wants_logits = on_row.is_some();
     for (chunk, tokens) in (0u32..).zip(ids.chunks(chunk_rows as usize)) {
         let positions = (chunk * chunk_rows..).take(tokens.len());
+        let is_last = (chunk * chunk_rows) as usize + tokens.len() == ids.len();
+        let wants_logits = matches!(wanted, Wanted::Each(_)) || matches!(wanted, Wanted::Last) && is_last;
         let rows = positions.clone().map(|position| Row { sequence, position, wants_logits }).collect();
         let request = Request { rows, steps: 1, edits: std::mem::take(&mut edits) };
         let tables = guard.admit(&request).map_err(|refused| Fault::internal(refused.to_string()))?;
         session.run(tables, &given(tokens), &[], wants_logits)?;
-        if let Some(on_row) = &mut on_row {
+        if let Wanted::Each(on_row) = &mut wanted {
             for (row, position) in (0u32..).zip(positions) {
                 on_row(position, &session.logits(row)?);
             }
@@ -155,7 +164,8 @@ impl Prefill {
         let sequence = SequenceId(0);
         let blocks = 0..(ids.len() as u32).div_ceil(shape.page_rows);
         let edits = blocks.map(|block| Edit { sequence, block, page: Some(PageId(block)) }).collect();
-        read_chunks(&mut self.0, &mut Guard::new(shape), sequence, edits, ids, on_row)
+        let wanted = on_row.map_or(Wanted::Nothing, Wanted::Each);
+        read_chunks(&mut self.0, &mut Guard::new(shape), sequence, edits, ids, wanted)
     }
 }
 
@@ -262,7 +272,8 @@ pub fn bench_rows(
     Ok(())
 }
 
-/// Reads a prompt of `tokens` tokens in chunks, some times: milliseconds of each, launches included; ascending.
+/// Reads a prompt of `tokens` tokens in chunks, some times: milliseconds of each until the logits after the last token are there,
+/// launches included; ascending.
 fn time_prompt(session: &mut RowsSession, tokens: u32, vocab: u32) -> Result<Vec<f64>, Fault> {
     let ids = check::check_ids(vocab, tokens);
     let shape: Shape = *session.shape();
@@ -273,7 +284,7 @@ fn time_prompt(session: &mut RowsSession, tokens: u32, vocab: u32) -> Result<Vec
         let sequence = reserved.map_err(|error| Fault::internal(error.to_string()))?;
         let edits = pool.take_edits();
         let begun = Instant::now();
-        read_chunks(session, &mut guard, sequence, edits, &ids, None)?;
+        read_chunks(session, &mut guard, sequence, edits, &ids, Wanted::Last)?;
         times.push(begun.elapsed().as_secs_f64() * 1e3);
     }
     times.sort_by(f64::total_cmp);

@@ -3,6 +3,8 @@
 //! Code generation prints and decides nothing, so what the kernels cannot do must end here. Each rule names the place
 //! that relies on it; where that place learns more, the rule goes.
 
+use std::collections::BTreeSet;
+
 use super::memory::bytes;
 use super::{Entity, Found, Rule, Witness, note};
 use crate::dtype::DType;
@@ -131,6 +133,7 @@ impl Rules<'_> {
                 format!("expected {travels}, as kernels for several rows have them")
             });
         }
+        self.fills(schedule);
         for (g, grid) in (0..).zip(&program.grids) {
             let taken = match &grid.op {
                 Op::Attention(a) => a.splits == 1 && grid.per_row,
@@ -155,6 +158,37 @@ impl Rules<'_> {
                     || format!("expected pages of a multiple of {rows} rows, those of a chunk, found {page}"),
                 );
             }
+        }
+    }
+
+    /// A launch that only fills the cache executes the beginning of each queue and stream, up to the last grid that appends. What it
+    /// executes is ordered as in a whole step, if it waits for nothing of the rest.
+    fn fills(&mut self, schedule: &Schedule) {
+        let appends = |grid: &Grid| grid.operand(Role::AppendK).is_some();
+        let last = schedule.program.grids.iter().rposition(appends).map(GridId::from);
+        for (r, regime) in (0..).zip(&schedule.regimes) {
+            let fills = |id: TaskId| Some(regime.tasks[id.index()].grid) <= last;
+            let queues = regime
+                .queues
+                .iter()
+                .find_map(|queue| queue.windows(2).find(|pair| !fills(pair[0]) && fills(pair[1])).map(|pair| pair[1]));
+            let streams = regime.streams.iter().find_map(|stream| {
+                stream.windows(2).find(|pair| !fills(pair[0].task) && fills(pair[1].task)).map(|pair| pair[1].task)
+            });
+            let mut rest: BTreeSet<EventId> = BTreeSet::new();
+            for (t, task) in (0..).zip(&regime.tasks) {
+                if !fills(TaskId(t)) {
+                    rest.extend(task.signals.iter().filter(|event| !regime.events[event.index()].carried));
+                }
+            }
+            let waits = (0..).map(TaskId).zip(&regime.tasks).find_map(|(id, task)| {
+                (fills(id) && task.waits.iter().any(|wait| rest.contains(&wait.event))).then_some(id)
+            });
+            let found = queues.or(streams).or(waits).map(|task| Entity::Task(r, task));
+            self.expect_rule(Rule::KernelRows, found.is_none(), found.unwrap_or(Entity::Schedule), || {
+                "expected tasks of grids up to the last one that appends to come first and to wait for no others"
+                    .to_string()
+            });
         }
     }
 

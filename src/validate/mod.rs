@@ -113,6 +113,9 @@
 //!   the first task of a step, everything that the step before wrote (`words-unseen`), so that it reads all ones or the new
 //!   value and never the one of two steps before. That is asked of whole steps: what it implies for single words is
 //!   more than they need, and every schedule of ours has it.
+//! - *Launches that only fill the cache* execute of their one step the tasks of grids up to the last one that appends. The rule
+//!   `kernel-rows` asks that they come first in every queue and stream and wait for no others, so they are ordered as in a whole
+//!   step. What they leave out clears no words: the host fills all words with ones before the next whole step.
 //! - *Histories and outputs* are written whole in every step, so pairs one step apart are enough: who appends a column
 //!   reads its history in the same step, and so has seen the append of the step before.
 //!

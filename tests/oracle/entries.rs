@@ -10,7 +10,7 @@ use monobloc::dtype::DType;
 use monobloc::format::Format;
 use monobloc::ir::op::{MatVec, Op, Role};
 use monobloc::ir::program::{Buffer, Grid, Operand, Space};
-use monobloc::ir::schedule::{Schedule, SmemKind, Source, Task};
+use monobloc::ir::schedule::{Regime, Schedule, SmemKind, Source, Task};
 use std::collections::BTreeMap;
 
 /// The first thing that an entry or a run says otherwise.
@@ -76,6 +76,7 @@ impl Reader<'_> {
                     }
                 }
                 self.residuals(&residuals).map_err(|what| here(&"the residual", what))?;
+                self.fill(regime, sm, queue)?;
                 let runs = tables.runs.get(range(&tables.run_index)).unwrap_or_default();
                 expect(runs.len() == regime.streams[sm].len(), || here(&"the stream", "another length".to_string()))?;
                 for (said, run) in runs.iter().zip(&regime.streams[sm]) {
@@ -86,6 +87,19 @@ impl Reader<'_> {
             }
         }
         Ok(())
+    }
+
+    /// What a launch executes that only fills the cache: everything up to the last append of the step, and nothing that waits for more.
+    fn fill(&self, regime: &Regime, sm: usize, queue: usize) -> Said {
+        let grids = &self.schedule.program.grids;
+        let last = grids.iter().rposition(|grid| matches!(grid.op, Op::Attention(_)));
+        let fills = |grid: usize| last.is_some_and(|last| grid <= last);
+        let entries = regime.queues[sm].iter().filter(|id| fills(regime.tasks[id.index()].grid.index())).count();
+        let runs = regime.streams[sm].iter().filter(|run| fills(regime.tasks[run.task.index()].grid.index())).count();
+        let found = self.tables.fills.get(queue);
+        expect(found == Some(&[entries as u32, runs as u32]), || {
+            format!("queue {queue} fills the cache with {found:?}, expected {entries} entries and {runs} runs")
+        })
     }
 
     fn entry(&self, task: &Task, grid: &Grid, entry: &Entry) -> Said {
