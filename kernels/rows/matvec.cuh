@@ -90,7 +90,7 @@ struct RowsEpilogue {
       const int col = unit * G::UNIT_ROWS + pair * 2;
       if (pair >= S::PAIRS || col >= G::ROWS) return;
       if (!takes) {
-        if constexpr (G::PUBLISH) clear_pair<G::ROWS>(c, e.out, row, col);
+        if constexpr (G::PUBLISH && G::EPILOGUE != Epilogue::LOGITS) clear_pair<G::ROWS>(c, e.out, row, col);
         return;
       }
       float2 y = sum(mine, pair * 2);

@@ -525,3 +525,32 @@ impl Rules<'_> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ir::schedule::Regime;
+
+    /// Every schedule that breaks this rule today breaks others, too, which are looked at before it.
+    #[test]
+    fn a_task_that_is_left_out_before_one_that_fills_the_cache_is_refused() {
+        let text = include_str!("../../tests/filetests/validate/proven-two-rows.mkir");
+        let mut schedule = crate::ir::parse::parse(text).unwrap();
+        let found = |schedule: &Schedule| {
+            let mut found = Found::default();
+            Rules { found: &mut found }.fills(schedule);
+            found.list.iter().map(|violation| violation.entity).collect::<Vec<_>>()
+        };
+        assert_eq!(found(&schedule), []);
+        let last = schedule.program.last_append();
+        let Regime { tasks, queues, .. } = &mut schedule.regimes[0];
+        let fills = |task: TaskId| Some(tasks[task.index()].grid) <= last;
+        let (queue, at) = queues
+            .iter_mut()
+            .find_map(|queue| queue.iter().position(|task| !fills(*task)).filter(|at| *at > 0).map(|at| (queue, at)))
+            .expect("an SM that fills and goes on");
+        queue.swap(at - 1, at);
+        let late = queue[at];
+        assert_eq!(found(&schedule), [Entity::Task(0, late)]);
+    }
+}

@@ -15,6 +15,7 @@ use monobloc::codegen::abi::Queues;
 use monobloc::cuda::driver::{Device, DriverError};
 use monobloc::cuda::rows::{FirstToken, RowInput, RowsSession};
 use monobloc::cuda::self_test::self_test;
+use monobloc::cuda::session::SessionError;
 use monobloc::cuda::stream::{Argument, LaunchShape, Wait};
 use monobloc::defaults::rows::{Room, place_rows};
 use monobloc::engine::{Ask, ChoiceId, DeviceStepper, End, Engine, Event, Limits, RequestId};
@@ -239,7 +240,7 @@ fn a_kernel_that_hangs_blocks_neither_the_wait_nor_the_drops() {
 const STEPS_MAX: u32 = 4;
 
 /// A kernel for 8 rows of the fake: contexts of four pages, six pages, four sequences beside those that keep pages.
-fn rows_session(device: &Device) -> RowsSession {
+fn rows_session(device: &Device) -> Result<RowsSession, SessionError> {
     let target = Target::builtin("h200").unwrap();
     let graph = import(&fixture("tinystories-llama")).unwrap().graph;
     let base = Candidate { sms: 4, ..Candidate::default_for(&graph, &target, FP32) };
@@ -252,9 +253,9 @@ fn rows_session(device: &Device) -> RowsSession {
     let stream = device.stream().unwrap();
     let mut sizes = device.alloc(20).unwrap();
     sizes.upload(&stream, 0, &[shape.blocks(), shape.page_rows, shape.pages, 8, graph.vocab]).unwrap();
-    let session = RowsSession::load(device, &Queues::of(&validated), IMAGE, STEPS_MAX, Arc::new(sizes), None).unwrap();
+    let session = RowsSession::load(device, &Queues::of(&validated), IMAGE, STEPS_MAX, Arc::new(sizes), None)?;
     assert_eq!(session.vocab(), graph.vocab);
-    session
+    Ok(session)
 }
 
 fn mixed(x: u64) -> u64 {
@@ -288,7 +289,7 @@ fn requests_on_a_device_get_the_tokens_that_they_have_alone() {
         assert!(text.contains("released with 0 blocks, 0 streams, 0 events, 0 modules left"), "{text}");
         return;
     }
-    let session = rows_session(&Device::open(0).unwrap());
+    let session = rows_session(&Device::open(0).unwrap()).unwrap();
     let (vocab, page_rows) = (session.vocab(), session.shape().page_rows as usize);
     let limits = Limits { running_max: 4, waiting_max: 100, chunk_rows: 5, steps_max: STEPS_MAX };
     let mut engine = Engine::new(DeviceStepper::new(session), limits).unwrap();
@@ -346,7 +347,7 @@ fn an_engine_whose_device_dies_says_so() {
         with_fake_driver(NAME, "");
         return;
     }
-    let session = rows_session(&Device::open(0).unwrap());
+    let session = rows_session(&Device::open(0).unwrap()).unwrap();
     let vocab = session.vocab();
     let limits = Limits { running_max: 4, waiting_max: 100, chunk_rows: 5, steps_max: STEPS_MAX };
     let mut engine = Engine::new(DeviceStepper::new(session), limits).unwrap();
@@ -359,6 +360,18 @@ fn an_engine_whose_device_dies_says_so() {
     assert!(fault.message.contains("CUDA_ERROR_ILLEGAL_ADDRESS"), "{fault}");
 }
 
+/// Warps that wait for registers which the block does not have would wait for ever.
+#[test]
+fn a_kernel_with_fewer_registers_than_its_warps_share_is_refused() {
+    const NAME: &str = "a_kernel_with_fewer_registers_than_its_warps_share_is_refused";
+    if !is_child() {
+        with_fake_driver(NAME, "few registers");
+        return;
+    }
+    let refused = rows_session(&Device::open(0).unwrap()).err().expect("a refusal").to_string();
+    assert_eq!(refused, "the warps of a block share 64512 registers, and the compiled kernel gives it 61440");
+}
+
 /// Tokens that stay on the device from one launch to the next, and rows that end in the middle of a launch.
 #[test]
 fn a_launch_goes_on_with_what_the_one_before_decided() {
@@ -367,7 +380,7 @@ fn a_launch_goes_on_with_what_the_one_before_decided() {
         with_fake_driver(NAME, "");
         return;
     }
-    let mut session = rows_session(&Device::open(0).unwrap());
+    let mut session = rows_session(&Device::open(0).unwrap()).unwrap();
     let (shape, vocab) = (*session.shape(), session.vocab());
     let request = RequestSettings::plain(SampleSettings::greedy()).resolve(vocab, &[]).unwrap();
     let mut expected = vec![7];

@@ -311,3 +311,19 @@ fn entries_find_constants_where_the_pack_has_them() {
     }
     assert!(compared > 8, "{compared}");
 }
+
+#[test]
+fn a_launch_that_only_fills_the_cache_ends_with_the_last_append() {
+    let (schedule, target) = words();
+    let proven = validate(schedule.clone(), &target).expect("two rows are proven");
+    let queues = Queues::of(&proven);
+    let regime = &schedule.regimes[0];
+    let last = schedule.program.grids.iter().rposition(|grid| matches!(grid.op, Op::Attention(_))).unwrap();
+    let is_later = |task: &TaskId| regime.tasks[task.index()].grid.index() > last;
+    for (sm, (queue, [entries, runs])) in regime.queues.iter().zip(&queues.tables().fills).enumerate() {
+        let (kept, left) = queue.split_at(*entries as usize);
+        assert!(!kept.iter().any(is_later) && left.iter().all(is_later), "sm{sm}: {kept:?} {left:?}");
+        let (kept, left) = regime.streams[sm].split_at(*runs as usize);
+        assert!(!kept.iter().any(|run| is_later(&run.task)) && left.iter().all(|run| is_later(&run.task)), "sm{sm}");
+    }
+}
