@@ -54,3 +54,5 @@ pub mod pipeline;
 pub mod serve;
 
 pub mod cli;
+
+pub mod embed;

@@ -4,12 +4,11 @@ use serde_json::json;
 
 use super::Outcome;
 use super::arguments::Export;
-use super::serve::of_manifest;
 use super::session::{Session, Talk, pick_target};
 use super::terminal::interrupt;
 use super::units::{bytes_text, counted};
 use crate::error::Fault;
-use crate::pipeline::{self, Written};
+use crate::pipeline::{self, Serving, Written};
 
 pub fn export(session: &Session, asked: &Export) -> Result<Outcome, Fault> {
     let mut manifest = session.manifest(&asked.manifest)?;
@@ -21,7 +20,7 @@ pub fn export(session: &Session, asked: &Export) -> Result<Outcome, Fault> {
     let workspace = session.workspace(if asked.json { Talk::Nothing } else { Talk::Work })?;
     // What is there so far is removed on the way out.
     let _deferred = interrupt::defer();
-    let serving = of_manifest(&manifest, 1);
+    let serving = Serving::of_manifest(&manifest, 1);
     let Some(written) = pipeline::export(&workspace, &manifest, &asked.out, &serving, &interrupt::asked)? else {
         return Ok(Outcome::Interrupted);
     };

@@ -7,20 +7,16 @@ use std::time::Duration;
 
 use super::Outcome;
 use super::arguments::Serve;
-use super::session::{Session, Talk, pick_target, tokenizer};
+use super::session::{Session, Talk, has_tokenizer, pick_target, tokenizer};
 use super::terminal::interrupt;
 use crate::engine::Engine;
 use crate::error::Fault;
 use crate::files::read_text;
 use crate::manifest::Manifest;
-use crate::model::source::Source;
 use crate::pipeline::{self, Given, Serving};
 use crate::serve::{Ended, Model, Settings, StartTokens};
 use crate::target::Target;
 
-/// Requests that run at a time, and prompt tokens beside them, if neither the user nor the manifest names a number.
-const RUNNING_MAX: u32 = 8;
-const CHUNK_ROWS: u32 = 8;
 const KEY_BYTES_MAX: u64 = 4096;
 const KEY_VARIABLE: &str = "MONOBLOC_API_KEY";
 
@@ -35,7 +31,7 @@ pub fn serve(session: &Session, asked: &Serve) -> Result<Outcome, Fault> {
     let context_max = manifest.decode.context_max;
     let model = Model { name, vocab: ready.vocab, eos: ready.eos.clone(), context_max };
     let tokens = checked(tokens, ready.vocab)?;
-    let Serving { running_max, chunk_rows, .. } = of_manifest(manifest, asked.max_steps);
+    let Serving { running_max, chunk_rows, .. } = Serving::of_manifest(manifest, asked.max_steps);
     let (running_max, chunk_rows) = (asked.max_batch.unwrap_or(running_max), asked.max_chunk.unwrap_or(chunk_rows));
     let serving = Serving { running_max, chunk_rows, steps_max: asked.max_steps, cache_tokens: asked.cache_tokens };
     let batched = ready.batched(&serving)?;
@@ -73,13 +69,6 @@ fn target(manifest: &Manifest, name: Option<&str>) -> Result<Target, Fault> {
     }
 }
 
-/// What a manifest says of the requests that a server decodes together.
-pub fn of_manifest(manifest: &Manifest, steps_max: u32) -> Serving {
-    let running_max = manifest.decode.sequences_max.unwrap_or(RUNNING_MAX);
-    let chunk_rows = manifest.decode.chunk_max.unwrap_or(CHUNK_ROWS);
-    Serving { running_max, chunk_rows, steps_max, cache_tokens: None }
-}
-
 fn key(file: Option<&Path>) -> Result<Option<String>, Fault> {
     let key = match file {
         Some(file) => Some(read_text(file, KEY_BYTES_MAX)?),
@@ -94,14 +83,7 @@ fn key(file: Option<&Path>) -> Result<Option<String>, Fault> {
 
 /// Starts the tokenizer's process; a model with synthetic weights has none.
 fn start_tokens(given: &Given) -> Result<StartTokens, Fault> {
-    let manifest = given.manifest.clone();
-    let has_tokenizer = match &given.exported {
-        Some(exported) => exported.has_tokenizer(),
-        None => {
-            let source = Source::parse(&manifest.source, &manifest.revision, manifest.seed)?;
-            !matches!(source, Source::Synthetic { .. })
-        }
-    };
+    let (manifest, has_tokenizer) = (given.manifest.clone(), has_tokenizer(given)?);
     Ok(Arc::new(move || if has_tokenizer { tokenizer(&manifest).map(Some) } else { Ok(None) }))
 }
 

@@ -186,6 +186,18 @@ pub(super) fn serve_tokens(asked: &arguments::Tokens) -> Result<Outcome, Fault> 
     Ok(Outcome::Done)
 }
 
+/// Whether text can be turned into token ids: a model with synthetic weights has no tokenizer.
+///
+/// # Errors
+/// A source that cannot be read.
+pub fn has_tokenizer(given: &Given) -> Result<bool, Fault> {
+    if let Some(exported) = &given.exported {
+        return Ok(exported.has_tokenizer());
+    }
+    let Manifest { source, revision, seed, .. } = &given.manifest;
+    Ok(!matches!(Source::parse(source, revision, *seed)?, Source::Synthetic { .. }))
+}
+
 /// The folder that a manifest's tokenizer is in.
 fn tokenizer_dir(manifest: &Manifest) -> Result<PathBuf, Fault> {
     let source = Source::parse(&manifest.source, &manifest.revision, manifest.seed)?;

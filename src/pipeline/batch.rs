@@ -11,7 +11,7 @@ use crate::error::Fault;
 use crate::interp::{Options, Pack};
 use crate::ir::layout::{cache_row_bytes, pack_bytes};
 use crate::lower::Batch;
-use crate::manifest::Decode;
+use crate::manifest::{Decode, Manifest};
 use crate::pages::Pool;
 use crate::rows::Shape;
 use crate::target::{Target, TargetKind};
@@ -25,6 +25,9 @@ use super::{Prepared, Workspace};
 
 /// Positions of a page of the interpreter's cache: a prefix is shared in whole pages, and a text wastes half a page.
 pub(super) const PAGE_ROWS: u32 = 16;
+/// Requests that run at a time, and prompt tokens beside them, if neither the user nor the manifest names a number.
+const RUNNING_MAX: u32 = 8;
+const CHUNK_ROWS: u32 = 8;
 /// Contexts that the interpreter's cache holds if nothing else is asked for.
 const CPU_CONTEXTS: u32 = 4;
 /// Part of the free memory of a device that weights and cache may take, in percent: the rest is for the exchange, the queues and
@@ -44,6 +47,26 @@ pub struct Serving {
     pub steps_max: u32,
     /// Tokens that the cache holds, at least; `None`: on a CPU `cache_pages` of the manifest or four contexts, on a device what is free.
     pub cache_tokens: Option<u32>,
+}
+
+impl Serving {
+    /// What a manifest says of the requests that a server decodes together.
+    pub fn of_manifest(manifest: &Manifest, steps_max: u32) -> Serving {
+        let running_max = manifest.decode.sequences_max.unwrap_or(RUNNING_MAX);
+        let chunk_rows = manifest.decode.chunk_max.unwrap_or(CHUNK_ROWS);
+        Serving { running_max, chunk_rows, steps_max, cache_tokens: None }
+    }
+
+    /// Rows of a step on a target, at most: one for each request that decodes, and those of prompts.
+    ///
+    /// # Errors
+    /// More requests than the kernels of a CUDA target have rows.
+    pub fn rows_max(&self, target: &Target) -> Result<u32, Fault> {
+        match target.kind {
+            TargetKind::Cpu => Ok(self.running_max + self.chunk_rows),
+            TargetKind::Cuda => kernel_rows(self),
+        }
+    }
 }
 
 /// A proven schedule of several rows with its weights. It starts any number of steppers, one after another.

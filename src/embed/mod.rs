@@ -1,0 +1,347 @@
+//! Owns a model as another program holds it: the Python package and the C library are made of this.
+//!
+//! A [`Model`] runs in a thread of its own, and its tokenizer in another one. Each takes jobs in the order in which they are asked. So
+//! threads can share a model, a caller can give up waiting, and a panic ends the thread of the model alone: later jobs are answered
+//! with a fault.
+
+mod desk;
+mod steps;
+mod stream;
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
+
+use crate::cache::{Cache, Places};
+use crate::cli::{places, session};
+use crate::error::Fault;
+use crate::manifest::{Manifest, ROWS_MAX};
+use crate::pipeline::{Given, Ready, Runner, Serving, Tokens, Workspace};
+use crate::report::Report;
+use crate::target::{Target, TargetKind};
+use crate::text::Style;
+use crate::tokenizer::{Message, check_ids};
+
+use desk::{Desk, Jobs};
+use steps::Steps;
+
+pub use desk::Waiting;
+pub use steps::{SequenceKey, StepPart, Wants};
+pub use stream::{Asked, Piece, Stop, Stream};
+
+/// Contexts that the cache of steps on a device holds, if nothing else is asked for. A server takes the free memory instead, but
+/// here other programs may need it.
+const DEVICE_CONTEXTS: u32 = 4;
+
+/// Starts the process of a tokenizer; its last argument, the folder of a checkpoint, is added.
+pub type TokensProgram = Arc<dyn Fn() -> Command + Send + Sync>;
+
+/// How a model is loaded. The sizes are those of steps; `None` is what the manifest or the export says to `serve`.
+#[derive(Clone, Default)]
+pub struct Options {
+    /// Name of a target; `None`: the first one.
+    pub target: Option<String>,
+    /// Folder of the cache; `None`: as for the command line.
+    pub cache: Option<PathBuf>,
+    /// Sequences that are open at a time; 1 to 256.
+    pub sequences_max: Option<u32>,
+    /// Rows of a step beyond one for each sequence; 1 to 256.
+    pub chunk_max: Option<u32>,
+    /// Tokens that the cache holds, of all sequences together.
+    pub cache_tokens: Option<u32>,
+    /// What runs the tokenizer, whose files are not trusted with this process; `None`: token ids only.
+    pub tokens: Option<TokensProgram>,
+    /// Tells on stderr what is built.
+    pub verbose: bool,
+}
+
+/// What does not change while a model is loaded.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Facts {
+    /// Name of the manifest.
+    pub name: String,
+    pub target: String,
+    /// Logits of a position; token ids are below.
+    pub vocab: u32,
+    /// Ids that end a text.
+    pub eos: Vec<u32>,
+    /// The id that begins a text.
+    pub bos: Option<u32>,
+    /// Positions run from 0 to `context_max - 1`.
+    pub context_max: u32,
+    /// Tokens of one step, at most.
+    pub rows_max: u32,
+    /// Sequences that are open at a time, at most.
+    pub sequences_max: u32,
+    /// Whether text can be turned into ids.
+    pub has_tokenizer: bool,
+}
+
+/// A model that is loaded. Dropping it lets what was asked finish, and frees everything then.
+pub struct Model {
+    facts: Facts,
+    on: Desk<ModelJob>,
+    /// `None`: token ids only.
+    text: Option<Arc<Desk<TextJob>>>,
+    /// Numbers of the texts that a tokenizer works on at the same time.
+    texts: AtomicU64,
+}
+
+/// A job of the thread of a model.
+type ModelJob = Box<dyn for<'a> FnOnce(&mut Loaded<'a>) + Send>;
+/// A job of the thread of a tokenizer.
+type TextJob = Box<dyn FnOnce(&mut Words) + Send>;
+
+/// What the thread of a model works with. Each part is loaded when it is first needed.
+struct Loaded<'a> {
+    ready: &'a Ready,
+    serving: Serving,
+    rows_max: u32,
+    runner: Option<Runner<'a>>,
+    steps: Option<Steps>,
+}
+
+impl<'a> Loaded<'a> {
+    /// What decodes one text.
+    fn runner(&mut self) -> Result<&mut Runner<'a>, Fault> {
+        match &mut self.runner {
+            Some(runner) => Ok(runner),
+            none => Ok(none.insert(self.ready.runner()?)),
+        }
+    }
+
+    /// Works with the sequences; they are gone if a step fails.
+    fn with_steps<R>(&mut self, work: impl FnOnce(&mut Steps) -> Result<R, Fault>) -> Result<R, Fault> {
+        let steps = match &mut self.steps {
+            Some(steps) => steps,
+            none => {
+                let stepper = self.ready.batched(&self.serving)?.stepper()?;
+                none.insert(Steps::new(stepper, self.rows_max, self.serving.running_max))
+            }
+        };
+        let answer = work(steps);
+        if steps.is_lost() {
+            self.steps = None;
+        }
+        answer
+    }
+}
+
+/// What the thread of a tokenizer works with.
+struct Words {
+    manifest: Manifest,
+    program: TokensProgram,
+    vocab: u32,
+    /// `None`: none was needed yet.
+    tokens: Option<Tokens>,
+}
+
+impl Words {
+    /// The tokenizer. One whose process has ended is started again.
+    fn tokens(&mut self) -> Result<&mut Tokens, Fault> {
+        match &mut self.tokens {
+            Some(tokens) if !tokens.is_lost() => {}
+            slot => {
+                let program = self.program.clone();
+                let mut tokens = session::tokenizer_of(move || program(), &self.manifest).map_err(in_a_program)?;
+                tokens.check_vocab(self.vocab)?;
+                *slot = Some(tokens);
+            }
+        }
+        self.tokens.as_mut().ok_or_else(|| Fault::internal("a tokenizer was loaded and is gone"))
+    }
+}
+
+/// A program has no command line: it passes ids.
+fn in_a_program(fault: Fault) -> Fault {
+    match &fault.remedy {
+        Some(remedy) if remedy.contains("`--ids`") => fault.with_remedy("pass token ids"),
+        _ => fault,
+    }
+}
+
+impl Model {
+    /// Builds the model of a manifest up to the proof, or takes the folder of an export. Weights and devices are loaded when they are
+    /// first needed.
+    ///
+    /// # Errors
+    /// As the command `build` before it compiles anything; parts of an export that are not what was exported; sizes out of range.
+    pub fn load(place: &Path, options: Options) -> Result<Model, Fault> {
+        let Options { target, cache, sequences_max, chunk_max, cache_tokens, tokens, verbose } = options;
+        let mut places = Places::from_environment(&places::cache_root());
+        places.root = cache.unwrap_or(places.root);
+        let given = session::read_given(place, &places.root, Style::Plain)?;
+        let target = session::pick_target(&given.manifest, target.as_deref())?;
+        let serving = serving(&given.manifest, &target, sequences_max, chunk_max, cache_tokens)?;
+        let rows_max = serving.rows_max(&target)?;
+        let has_tokenizer = tokens.is_some() && session::has_tokenizer(&given)?;
+        let report = if verbose { Report::to_stderr().without_cached() } else { Report::quiet() };
+        let Given { manifest, exported } = given;
+        let ready = match exported {
+            Some(exported) => Ready::exported(report, exported, &target)?,
+            None => {
+                let cache = Cache::open_places(&places, |_| {})?;
+                Ready::built(Workspace { cache, report, trials: places::trials_file() }, &manifest, &target)?
+            }
+        };
+        let facts = Facts {
+            name: manifest.name.clone(),
+            target: target.name.clone(),
+            vocab: ready.vocab,
+            eos: ready.eos.clone(),
+            bos: ready.bos,
+            context_max: manifest.decode.context_max,
+            rows_max,
+            sequences_max: serving.running_max,
+            has_tokenizer,
+        };
+        let vocab = facts.vocab;
+        let on = Desk::start("monobloc-model", move |jobs: Jobs<ModelJob>| {
+            let mut loaded = Loaded { ready: &ready, serving, rows_max, runner: None, steps: None };
+            jobs.run(|job| job(&mut loaded));
+        })?;
+        let text = tokens.filter(|_| has_tokenizer).map(|program| {
+            Desk::start("monobloc-tokenizer", move |jobs: Jobs<TextJob>| {
+                let mut words = Words { manifest, program, vocab, tokens: None };
+                jobs.run(|job| job(&mut words));
+            })
+        });
+        let text = text.transpose()?.map(Arc::new);
+        Ok(Model { facts, on, text, texts: AtomicU64::new(0) })
+    }
+
+    /// As [`Model::load`], in a thread of its own, so that the caller can do something else meanwhile.
+    ///
+    /// # Errors
+    /// A limit of threads.
+    pub fn load_apart(place: PathBuf, options: Options) -> Result<Waiting<Model>, Fault> {
+        let (answer, waiting) = Waiting::new();
+        let desk: Desk<()> = Desk::start("monobloc-load", move |_| answer.give(Model::load(&place, options)))?;
+        drop(desk);
+        Ok(waiting)
+    }
+
+    pub fn facts(&self) -> &Facts {
+        &self.facts
+    }
+
+    /// Ids of a text; `special`: with the tokens that the tokenizer puts around a text.
+    pub fn encode(&self, text: &str, special: bool) -> Waiting<Vec<u32>> {
+        let text = text.to_string();
+        self.ask_text(move |words| words.tokens()?.encode(&text, special))
+    }
+
+    /// Text of ids; `skip_special`: without special tokens.
+    pub fn decode(&self, ids: Vec<u32>, skip_special: bool) -> Waiting<String> {
+        self.ask_text(move |words| Ok(words.tokens()?.decode(vec![ids], skip_special)?.concat()))
+    }
+
+    /// Ids of a conversation in the chat template of the checkpoint; `reply`: with what begins the model's answer.
+    pub fn encode_chat(&self, messages: Vec<Message>, reply: bool) -> Waiting<Vec<u32>> {
+        self.ask_text(move |words| words.tokens()?.encode_chat(messages, vec![], reply))
+    }
+
+    /// Logits after each of `ids` from position 0 on: `[ids, vocab]`, row by row. No sequence is changed.
+    pub fn logits(&self, ids: Vec<u32>) -> Waiting<Vec<f32>> {
+        let vocab = self.facts.vocab;
+        self.ask(move |loaded| {
+            check_ids(&ids, vocab)?;
+            let mut all = Vec::with_capacity(ids.len() * vocab as usize);
+            loaded.runner()?.logits(&ids, &mut |_, row| all.extend_from_slice(row))?;
+            Ok(all)
+        })
+    }
+
+    /// Opens a sequence without tokens, for [`Model::step`]; `key` is [`SequenceKey::unique`]. Refused if [`Facts::sequences_max`]
+    /// sequences are open.
+    pub fn open(&self, key: SequenceKey) -> Waiting<()> {
+        self.ask(move |loaded| loaded.with_steps(|steps| steps.open(key)))
+    }
+
+    /// Opens the sequence `key` with the tokens of another one. They share the full pages of the cache; the tokens after them, fewer
+    /// than a page has, are computed again.
+    pub fn fork(&self, sequence: SequenceKey, key: SequenceKey) -> Waiting<()> {
+        self.ask(move |loaded| loaded.with_steps(|steps| steps.fork(sequence, key)))
+    }
+
+    /// Forgets the tokens of a sequence from `length` on.
+    pub fn truncate(&self, sequence: SequenceKey, length: usize) -> Waiting<()> {
+        self.ask(move |loaded| loaded.with_steps(|steps| steps.truncate(sequence, length)))
+    }
+
+    /// Tokens that a sequence has.
+    pub fn length(&self, sequence: SequenceKey) -> Waiting<u32> {
+        self.ask(move |loaded| loaded.with_steps(|steps| steps.length(sequence)))
+    }
+
+    /// Ends a sequence and frees its pages. One that is not open is no fault.
+    pub fn free(&self, sequence: SequenceKey) -> Waiting<()> {
+        // Nothing is loaded for it.
+        self.ask(move |loaded| loaded.steps.as_mut().map_or(Ok(()), |steps| steps.free(sequence)))
+    }
+
+    /// Runs one step of the next tokens of several sequences: the logits that its parts want, `[wanted, vocab]` in their order.
+    ///
+    /// A part has the same logits whatever other parts are in its step; on the target `cpu` in every bit. Nothing is chosen. Tokens of
+    /// all parts together are at most [`Facts::rows_max`], and a sequence has one part. What is refused changes no sequence.
+    pub fn step(&self, parts: Vec<StepPart>) -> Waiting<Vec<f32>> {
+        self.ask(move |loaded| loaded.with_steps(|steps| steps.step(&parts)))
+    }
+
+    /// Gives a sequence tokens in as many steps as it takes: the logits after the last of them, `[vocab]`.
+    pub fn prefill(&self, sequence: SequenceKey, tokens: Vec<u32>) -> Waiting<Vec<f32>> {
+        self.ask(move |loaded| loaded.with_steps(|steps| steps.prefill(sequence, &tokens)))
+    }
+
+    /// Gives a job to the thread of the model.
+    fn ask<R: Send + 'static>(
+        &self,
+        job: impl FnOnce(&mut Loaded<'_>) -> Result<R, Fault> + Send + 'static,
+    ) -> Waiting<R> {
+        let (answer, waiting) = Waiting::new();
+        self.on.give(Box::new(move |loaded| answer.give(job(loaded))));
+        waiting
+    }
+
+    /// Gives a job to the thread of the tokenizer.
+    fn ask_text<R: Send + 'static>(
+        &self,
+        job: impl FnOnce(&mut Words) -> Result<R, Fault> + Send + 'static,
+    ) -> Waiting<R> {
+        let (answer, waiting) = Waiting::new();
+        match &self.text {
+            Some(text) => text.give(Box::new(move |words| answer.give(job(words)))),
+            None => answer
+                .give(Err(Fault::input("this model has no tokenizer, or was loaded without one")
+                    .with_remedy("pass token ids"))),
+        }
+        waiting
+    }
+}
+
+/// What steps are made for: what the manifest says to `serve`, with the sizes that were given in its place.
+fn serving(
+    manifest: &Manifest,
+    target: &Target,
+    sequences_max: Option<u32>,
+    chunk_max: Option<u32>,
+    cache_tokens: Option<u32>,
+) -> Result<Serving, Fault> {
+    for (name, found) in [("sequences_max", sequences_max), ("chunk_max", chunk_max)] {
+        if let Some(found) = found.filter(|found| !(1..=ROWS_MAX).contains(found)) {
+            return Err(Fault::input(format!("`{name}` is {found}, expected 1 to {ROWS_MAX}")));
+        }
+    }
+    if cache_tokens == Some(0) {
+        return Err(Fault::input("`cache_tokens` is 0, expected a token or more"));
+    }
+    let Serving { running_max, chunk_rows, .. } = Serving::of_manifest(manifest, 1);
+    let contexts = || manifest.decode.context_max.saturating_mul(DEVICE_CONTEXTS);
+    Ok(Serving {
+        running_max: sequences_max.unwrap_or(running_max),
+        chunk_rows: chunk_max.unwrap_or(chunk_rows),
+        steps_max: 1,
+        cache_tokens: cache_tokens.or_else(|| (target.kind != TargetKind::Cpu).then(contexts)),
+    })
+}
