@@ -18,9 +18,9 @@ explain manifest *args:
 
 # Format, lint and test, as a reviewer would
 check:
-    cargo fmt --check
-    cargo clippy --all-targets -- -D warnings
-    cargo test
+    cargo fmt --all --check
+    cargo clippy --workspace --all-targets -- -D warnings
+    cargo test --workspace
 
 # What continuous integration runs: `check` with NVRTC, so that kernels are compiled too
 ci:

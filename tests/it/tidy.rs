@@ -101,7 +101,7 @@ const IMPORTS: &[(&str, &[&str])] = &[
 ];
 
 /// Modules that wire the others together and may import any of them.
-const WIRING: &[&str] = &["cli", "lib", "main", "pipeline"];
+const WIRING: &[&str] = &["cli", "embed", "lib", "main", "pipeline"];
 
 /// Files outside `src/cuda` that may hold `unsafe`, each for one thing.
 const UNSAFE: &[(&str, &str)] = &[
@@ -402,7 +402,7 @@ fn long_functions_are_few() {
 #[test]
 fn a_file_says_what_it_owns() {
     let mut faults = vec![];
-    for folder in ["src", "tests/it", "tests/device", "tests/bench"] {
+    for folder in ["src", "tests/it", "tests/device", "tests/bench", "bindings"] {
         for source in sources(folder, &[".rs"]) {
             // The crate's own head is a file of its own.
             let starts = source.text.starts_with("//! ") || source.path == "src/lib.rs";
@@ -436,6 +436,7 @@ fn nothing_is_left_for_later_and_no_path_is_of_one_machine() {
         ("tests/filetests", &[".mkir", ".cu"]),
         ("manifests", &[".toml", ".json"]),
         ("docs", &[".md"]),
+        ("bindings", &[".rs", ".c", ".h", ".py", ".pyi", ".toml"]),
         (".ci", &["run", ".sh"]),
         (".github", &[".yml"]),
     ] {
