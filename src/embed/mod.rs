@@ -234,7 +234,11 @@ impl Model {
 
     /// Text of ids; `skip_special`: without special tokens.
     pub fn decode(&self, ids: Vec<u32>, skip_special: bool) -> Waiting<String> {
-        self.ask_text(move |words| Ok(words.tokens()?.decode(vec![ids], skip_special)?.concat()))
+        let vocab = self.facts.vocab;
+        self.ask_text(move |words| {
+            check_ids(&ids, vocab)?;
+            Ok(words.tokens()?.decode(vec![ids], skip_special)?.concat())
+        })
     }
 
     /// Ids of a conversation in the chat template of the checkpoint; `reply`: with what begins the model's answer.
