@@ -598,7 +598,7 @@ pub struct Bench {
     /// Time steps of several rows: as many sequences as each number says, decoded together
     #[arg(long, value_name = "N,N", value_parser = parse_ids, conflicts_with_all = ["baseline", "serve"])]
     pub rows: Option<Ids>,
-    /// Time prompts of so many tokens, read in chunks of 16
+    /// Time prompts of these lengths, in tokens, read in chunks of 16
     #[arg(long, value_name = "N,N", value_parser = parse_ids, conflicts_with_all = ["baseline", "serve"])]
     pub prompt: Option<Ids>,
     /// Most rounds of a comparison; four launches each

@@ -41,7 +41,7 @@ pub const HEADERS: [(&str, &str); 20] = [
     ("ops/norm_add.cuh", include_str!("../../kernels/ops/norm_add.cuh")),
 ];
 
-/// What kernels for rows include beside it.
+/// The headers that only kernels for rows include.
 pub const ROWS_HEADERS: [(&str, &str); 8] = [
     ("monobloc_rows.cuh", include_str!("../../kernels/monobloc_rows.cuh")),
     ("rows/context.cuh", include_str!("../../kernels/rows/context.cuh")),

@@ -17,7 +17,7 @@ use crate::ir::program::Program;
 use crate::ir::schedule::{Machine, Schedule};
 use crate::ir::{BufferId, EventId, SmId, TaskId};
 
-/// Beside the deadline that a kernel keeps itself: for the launch, and for a kernel that was told to leave.
+/// What the host waits beyond the deadline that a kernel keeps itself, and then for a kernel that was told to leave.
 const LAUNCH_MARGIN: Duration = Duration::from_secs(1);
 const LEAVE_MARGIN: Duration = Duration::from_secs(2);
 
