@@ -277,15 +277,17 @@ impl<'a> Timer<'a> {
     }
 }
 
-/// Bytes that a step has to move with `history` tokens in the cache: weight streams, cache rows, one embedding row.
-pub fn step_bytes(validated: &Validated, graph: &ModelGraph, history: u32) -> u64 {
+/// Bytes that a step of `rows` sequences has to move with `history` tokens of each in the cache: weight streams, and for each sequence
+/// its cache rows and one row of the embedding.
+pub fn step_bytes(validated: &Validated, graph: &ModelGraph, rows: u32, history: u32) -> u64 {
     let schedule = validated.schedule();
     let precision = schedule.program.precision;
     let streams: u64 = streamed_bytes(schedule).iter().sum();
     let row = u64::from(graph.hidden) * precision.weights.bytes() as u64;
     // An op alone may be one that reads no history.
     let attends = schedule.program.grids.iter().any(|grid| matches!(grid.op, Op::Attention(_)));
-    streams + if attends { step_cache_bytes(graph, precision, history) } else { 0 } + row
+    let cache = if attends { step_cache_bytes(graph, precision, history) } else { 0 };
+    streams + u64::from(rows) * (cache + row)
 }
 
 /// Statistics of samples of whole launches, in µs per step; a median below the floor is withheld.
@@ -297,7 +299,7 @@ fn timed(
     clocks: Option<crate::cuda::nvml::Clocks>,
 ) -> Result<Timed, Withheld> {
     samples_us.sort_by(f64::total_cmp);
-    let bytes_per_step = step_bytes(subject.validated, subject.graph, position + steps / 2);
+    let bytes_per_step = step_bytes(subject.validated, subject.graph, 1, position + steps / 2);
     let bandwidth = subject.target.measured.read_bytes_per_s;
     let floor = |bytes: u64| bandwidth.map(|per_s| bytes as f64 / per_s * 1e6);
     let median = percentile(&samples_us, 0.5);

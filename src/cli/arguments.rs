@@ -642,6 +642,9 @@ pub struct Trace {
     /// Position of the first step [default: the manifest's first of `time_positions`]
     #[arg(long, value_name = "N")]
     pub position: Option<u32>,
+    /// Trace the kernel for so many rows, each of a sequence of its own, instead of the one for one row
+    #[arg(long, value_name = "N")]
+    pub rows: Option<u32>,
     /// Steps of the traced launch
     #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=64))]
     pub steps: u32,

@@ -6,7 +6,7 @@ use super::Outcome;
 use super::arguments::Trace;
 use super::session::{Session, Talk, pick_target};
 use crate::error::Fault;
-use crate::pipeline::trace::Traced;
+use crate::pipeline::trace::{Asked, Traced};
 use crate::pipeline::{self};
 use crate::trace::{OverSms, Row, perfetto};
 
@@ -16,8 +16,9 @@ pub fn trace(session: &Session, asked: &Trace) -> Result<Outcome, Fault> {
     let workspace = session.workspace(if asked.json { Talk::Nothing } else { Talk::Work })?;
     let position = asked.position.or(manifest.decode.time_positions.first().copied()).unwrap_or(0);
     let prepared = pipeline::prepare(&workspace, &manifest, &target)?;
-    let traced = prepared.trace(&workspace, position, asked.steps)?;
-    let name = format!("{} on {}, from position {position}", manifest.name, traced.hardware);
+    let traced = prepared.trace(&workspace, Asked { rows: asked.rows, position, steps: asked.steps })?;
+    let rows = asked.rows.map_or(String::new(), |rows| format!(", {rows} rows"));
+    let name = format!("{} on {}{rows}, from position {position}", manifest.name, traced.hardware);
     let timeline = perfetto(&traced.spans, &name).to_string();
     std::fs::write(&asked.out, timeline).map_err(|error| {
         Fault::environment(format!("cannot write `{}`: {error}", asked.out.display()))

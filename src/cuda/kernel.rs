@@ -11,11 +11,12 @@ use super::module::{Function, Module};
 use super::session::{SessionError, Stuck, StuckOn};
 use super::stream::{Argument, Event, LaunchShape, Stream, Wait};
 use crate::codegen::abi::{EOS_MAX, Params, Queues, Tables};
-use crate::codegen::emit::ENTRY_POINT;
+use crate::codegen::emit::{ENTRY_POINT, Trace, stamps_max};
 use crate::ir::op::Role;
 use crate::ir::program::Program;
 use crate::ir::schedule::{Machine, Schedule};
 use crate::ir::{BufferId, EventId, SmId, TaskId};
+use crate::trace::STAMP_WORDS;
 
 /// What the host waits beyond the deadline that a kernel keeps itself, and then for a kernel that was told to leave.
 const LAUNCH_MARGIN: Duration = Duration::from_secs(1);
@@ -30,6 +31,9 @@ pub(super) struct Kernel {
     function: Function,
     _module: Module,
     tables: DeviceTables,
+    stamps: DeviceBuffer,
+    /// Tasks of one SM and step that stamps have room for; 0 without them.
+    pub stamps_max: usize,
     report: MappedBuffer,
     abort: MappedBuffer,
     started: Event,
@@ -37,11 +41,14 @@ pub(super) struct Kernel {
 }
 
 impl Kernel {
-    /// Loads a cubin, and uploads the queues and streams of its proven schedule.
+    /// Loads a cubin, and uploads the queues and streams of its proven schedule. One that was compiled with time stamps has room for those
+    /// of `steps_max` steps.
     pub fn load(
         device: &Device,
         queues: &Queues<'_>,
         cubin: &[u8],
+        trace: Trace,
+        steps_max: u32,
         pack: Arc<DeviceBuffer>,
     ) -> Result<Kernel, SessionError> {
         let schedule = queues.validated().schedule();
@@ -56,7 +63,12 @@ impl Kernel {
         if function.registers * block < needed {
             return Err(SessionError::Registers { needed, found: function.registers * block });
         }
+        let stamps_max = if trace == Trace::On { stamps_max(schedule) } else { 0 };
+        // The token after the last step is selected once more, in a step of its own.
+        let stamp_words = (u64::from(steps_max) + 1) * u64::from(machine.sms) * (stamps_max * STAMP_WORDS) as u64;
         Ok(Kernel {
+            stamps: device.alloc((stamp_words * 8).max(16))?,
+            stamps_max,
             shape: LaunchShape { grid: machine.sms, block, smem_dynamic_bytes: smem, cluster: 1 },
             report: device.alloc_mapped(machine.sms as usize * 8)?,
             abort: device.alloc_mapped(1)?,
@@ -91,6 +103,7 @@ impl Kernel {
             run_index: self.tables.run_index.address(),
             report: self.report.address(),
             abort: self.abort.address(),
+            stamps: self.stamps.address(),
             timeout_ns: timeout.as_nanos() as u64,
             eos_count: eos.len() as u32,
             eos: ids,
@@ -101,6 +114,17 @@ impl Kernel {
     /// Where the device has, of each SM, the entries and runs of a launch that only fills the cache.
     pub fn fills(&self) -> u64 {
         self.tables.fills.address()
+    }
+
+    /// Forgets all stamps: one that a launch leaves out is 0, not that of an earlier launch.
+    pub fn clear_stamps(&mut self) -> Result<(), SessionError> {
+        Ok(self.stamps.zero(&self.stream)?)
+    }
+
+    /// Stamps of the first `steps` steps of the last launch, as `trace` reads them.
+    pub fn read_stamps(&self, steps: u32) -> Result<Vec<u64>, SessionError> {
+        let words = steps as usize * self.shape.grid as usize * self.stamps_max * STAMP_WORDS;
+        Ok(self.stamps.download(&self.stream, 0, words)?)
     }
 
     /// Queues a launch and returns at once.

@@ -5,6 +5,7 @@ use super::kernel::{Kernel, vocab};
 use super::memory::{DeviceBuffer, MappedBuffer};
 use super::session::SessionError;
 use crate::codegen::abi::{Params, Queues, Row, RowsParams};
+use crate::codegen::emit::Trace;
 use crate::ir::layout::WORD_ROWS;
 use crate::rows::{Run, Shape, Tables, runs};
 use std::sync::Arc;
@@ -74,7 +75,7 @@ pub struct RowsSession {
 
 impl RowsSession {
     /// Loads the queues of a proven schedule. `pack` and, if it is given, `cache` are shared with other kernels of the model. A launch
-    /// has at most `steps_max` steps, and the logits of its last one can be read.
+    /// has at most `steps_max` steps, and the logits of its last one can be read. `trace` is what the cubin was compiled with.
     ///
     /// # Errors
     /// What the driver refuses; a schedule without tables.
@@ -82,11 +83,12 @@ impl RowsSession {
         device: &Device,
         queues: &Queues<'_>,
         cubin: &[u8],
+        trace: Trace,
         steps_max: u32,
         pack: Arc<DeviceBuffer>,
         cache: Option<Arc<DeviceBuffer>>,
     ) -> Result<RowsSession, SessionError> {
-        let kernel = Kernel::load(device, queues, cubin, pack)?;
+        let kernel = Kernel::load(device, queues, cubin, trace, steps_max, pack)?;
         let (stream, program, tables) = (&kernel.stream, &kernel.schedule.program, queues.tables());
         let shape = Shape::of(program).expect("validate: a kernel for rows has tables");
         let padded = shape.rows.next_multiple_of(WORD_ROWS);
@@ -162,6 +164,26 @@ impl RowsSession {
         let launched = self.finish()?;
         tables.finish(launched.steps);
         Ok(launched)
+    }
+
+    /// As [`RowsSession::run`], of a kernel that was compiled with time stamps: its stamps, as `trace` reads them, too.
+    ///
+    /// # Errors
+    /// As [`RowsSession::run`].
+    pub fn run_traced(
+        &mut self,
+        tables: Tables<'_>,
+        inputs: &[RowInput],
+    ) -> Result<(Vec<u64>, RowsLaunched), SessionError> {
+        self.kernel.clear_stamps()?;
+        let steps = tables.steps();
+        let launched = self.run(tables, inputs, &[], false)?;
+        Ok((self.kernel.read_stamps(steps)?, launched))
+    }
+
+    /// Tasks of one SM and step that stamps have room for; 0 without them.
+    pub fn stamps_max(&self) -> usize {
+        self.kernel.stamps_max
     }
 
     /// Queues a launch and returns at once. Every row takes part in every step, so all of its positions count as written for later

@@ -5,13 +5,12 @@ use super::kernel::{Kernel, first_buffer, vocab};
 use super::memory::{DeviceBuffer, MappedBuffer};
 use super::stream::Stream;
 use crate::codegen::abi::{EOS_MAX, Params, Queues};
-use crate::codegen::emit::{Trace, stamps_max};
+use crate::codegen::emit::Trace;
 use crate::error::Fault;
 use crate::ir::layout::pack_bytes;
 use crate::ir::op::Role;
 use crate::ir::{BufferId, EventId, SmId, TaskId};
 use crate::sample::Sampler;
-use crate::trace::STAMP_WORDS;
 use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
@@ -143,8 +142,6 @@ pub struct Session {
     exchange: DeviceBuffer,
     logits: DeviceBuffer,
     prompt: DeviceBuffer,
-    stamps: DeviceBuffer,
-    stamps_max: usize,
     mailbox: MappedBuffer,
     candidates_packet: u64,
     candidates_cols: u32,
@@ -206,7 +203,7 @@ impl Session {
         steps_max: u32,
         pack: Arc<DeviceBuffer>,
     ) -> Result<Session, SessionError> {
-        let kernel = Kernel::load(device, queues, cubin, pack)?;
+        let kernel = Kernel::load(device, queues, cubin, trace, steps_max, pack)?;
         let (stream, schedule, tables) = (&kernel.stream, &kernel.schedule, queues.tables());
         let mut exchange = device.alloc(tables.exchange_bytes.max(16))?;
         // Tag 0 is never published, so memory of zeros holds no packet.
@@ -217,10 +214,6 @@ impl Session {
         let vocab = vocab(program);
         let mut logits = device.alloc((u64::from(steps_max) * u64::from(vocab) * 4).max(16))?;
         logits.poison(stream)?;
-        let stamps_max = if trace == Trace::On { stamps_max(schedule) } else { 0 };
-        let stamp_bytes = stamps_max as u64 * STAMP_WORDS as u64 * 8;
-        let sms = u64::from(kernel.shape.grid);
-        let stamps = device.alloc((u64::from(steps_max) * sms * stamp_bytes).max(16))?;
         let candidates =
             first_buffer(program, Role::Candidates).expect("validate: a program without candidates has no select");
         let session = Session {
@@ -232,8 +225,6 @@ impl Session {
             cache_bytes: tables.cache_bytes,
             exchange,
             logits,
-            stamps,
-            stamps_max,
             prompt_len: 0,
             eos: vec![],
             sampler: Sampler::greedy(),
@@ -303,7 +294,6 @@ impl Session {
             logits: if with_logits || is_filtered { self.logits.address() } else { 0 },
             prompt: self.prompt.address(),
             mailbox: self.mailbox.address(),
-            stamps: self.stamps.address(),
             seed: u64::from(key_high) << 32 | u64::from(key_low),
             prompt_len: self.prompt_len,
             position,
@@ -377,16 +367,14 @@ impl Session {
 
     /// Launches a traced kernel and waits. Its stamps, as `trace` reads them, and the device time in microseconds.
     pub fn run_traced(&mut self, position: u32, steps: u32) -> Result<(Vec<u64>, f64), SessionError> {
-        // A stamp that a launch leaves out is 0, not one of an earlier launch.
-        self.stamps.zero(&self.kernel.stream)?;
+        self.kernel.clear_stamps()?;
         let launched = self.run(position, steps, false)?;
-        let words = steps as usize * self.kernel.shape.grid as usize * self.stamps_max * STAMP_WORDS;
-        Ok((self.stamps.download(&self.kernel.stream, 0, words)?, launched.device_us))
+        Ok((self.kernel.read_stamps(steps)?, launched.device_us))
     }
 
     /// Tasks of one SM and step that stamps have room for; 0 without them.
     pub fn stamps_max(&self) -> usize {
-        self.stamps_max
+        self.kernel.stamps_max
     }
 
     /// Bytes of the cache arena.

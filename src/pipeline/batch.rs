@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use crate::codegen::abi::Queues;
+use crate::codegen::emit::Trace;
 use crate::cuda::driver::Device;
 use crate::cuda::rows::RowsSession;
 use crate::defaults::rows::{KERNEL_ROWS, Room};
@@ -123,7 +124,7 @@ impl Prepared {
         ));
         // Queues that differ from those of the first proof are refused here.
         workspace.queues(&validated)?;
-        let cubin = rows_cubin(&chain, &validated)?.bytes;
+        let cubin = rows_cubin(&chain, &validated, Trace::Off)?.bytes;
         let kernel = DeviceKernel { device, cubin, steps_max: serving.steps_max };
         Ok(Batched { validated: Arc::new(validated), pack: chain.pack()?, kernel: Some(Arc::new(kernel)) })
     }
@@ -204,7 +205,8 @@ impl Batched {
         };
         let DeviceKernel { device, cubin, steps_max } = kernel.as_ref();
         let pack = upload_pack(device, &self.validated, &self.pack)?;
-        let session = RowsSession::load(device, &Queues::of(&self.validated), cubin, *steps_max, pack, None)?;
+        let session =
+            RowsSession::load(device, &Queues::of(&self.validated), cubin, Trace::Off, *steps_max, pack, None)?;
         Ok(Box::new(DeviceStepper::new(session)))
     }
 }

@@ -19,7 +19,7 @@ use crate::ir::schedule::Schedule;
 use crate::ir::variant::Variant;
 use crate::manifest::Manifest;
 use crate::pages::Pool;
-use crate::rows::{Edit, Guard, PageId, Request, Row, SequenceId, Shape};
+use crate::rows::{Edit, Guard, PageId, Request, Row, SequenceId, Shape, Tables};
 use crate::target::Target;
 use crate::validate::{Validated, validate};
 
@@ -47,12 +47,12 @@ pub(super) fn rows_schedule(context: &BuildContext<'_>, base: &Candidate, room: 
 ///
 /// # Errors
 /// No compiler, and no cubin of this source in the cache.
-pub(super) fn rows_cubin(chain: &Chain<'_>, validated: &Validated) -> Result<Box<Cubin>, Fault> {
-    let source = emit(validated, chain.context.target, Trace::Off);
+pub(super) fn rows_cubin(chain: &Chain<'_>, validated: &Validated, trace: Trace) -> Result<Box<Cubin>, Fault> {
+    let source = emit(validated, chain.context.target, trace);
     Ok(chain.compile(&Generated { content: Digest::of(source.text.as_bytes()), source })?)
 }
 
-/// Compiles a proven kernel and loads it. `pack` and, if it is given, `cache` are shared with other kernels of the model.
+/// Compiles a proven kernel and loads it with a cache of its own. `pack` is shared with other kernels of the model.
 ///
 /// # Errors
 /// What compiler or device refuse.
@@ -60,13 +60,13 @@ fn load_rows(
     chain: &Chain<'_>,
     device: &Device,
     validated: &Validated,
+    trace: Trace,
     steps_max: u32,
     pack: Arc<DeviceBuffer>,
-    cache: Option<Arc<DeviceBuffer>>,
 ) -> Result<RowsSession, Fault> {
-    let cubin = rows_cubin(chain, validated)?;
+    let cubin = rows_cubin(chain, validated, trace)?;
     let queues = chain.context.workspace.queues(validated)?;
-    Ok(RowsSession::load(device, &queues, &cubin.bytes, steps_max, pack, cache)?)
+    Ok(RowsSession::load(device, &queues, &cubin.bytes, trace, steps_max, pack, None)?)
 }
 
 /// Told the logits after each position.
@@ -133,7 +133,7 @@ impl Prefill {
             return Err(Fault::input(format!("`context_max` {positions} is not a multiple of the rows of a page"))
                 .with_remedy("choose a multiple of 256, so that prompts are read in chunks"));
         }
-        let cubin = rows_cubin(chain, &validated)?;
+        let cubin = rows_cubin(chain, &validated, Trace::Off)?;
         Ok((validated, cubin))
     }
 
@@ -142,7 +142,7 @@ impl Prefill {
     /// # Errors
     /// What the device refuses.
     pub fn of(device: &Device, queues: &Queues<'_>, cubin: &[u8], one: &Session) -> Result<Prefill, Fault> {
-        Ok(Prefill(RowsSession::load(device, queues, cubin, 1, one.pack(), Some(one.cache()))?))
+        Ok(Prefill(RowsSession::load(device, queues, cubin, Trace::Off, 1, one.pack(), Some(one.cache()))?))
     }
 
     /// Makes and loads the kernel beside `one`, the session of `prepared`; why there is none otherwise.
@@ -254,7 +254,7 @@ pub fn bench_rows(
             Some(pack) => Arc::clone(pack),
             None => shared.insert(upload_pack(&device, &validated, &pack)?).clone(),
         };
-        let mut session = load_rows(&chain, &device, &validated, STEPS, device_pack, None)?;
+        let mut session = load_rows(&chain, &device, &validated, Trace::Off, STEPS, device_pack)?;
         let parameters = model.imported.graph.parameter_count();
         let checked = check_rows(&validated, pack.clone(), parameters, &mut session)?;
         for &position in &manifest.decode.time_positions {
@@ -296,45 +296,109 @@ fn kernel_of(rows: u32) -> Option<u32> {
     KERNEL_ROWS.into_iter().find(|kernel| *kernel >= rows)
 }
 
+/// Sequences of their own, one a row, which decode greedily.
+struct Decoding {
+    guard: Guard,
+    sequences: Vec<SequenceId>,
+    edits: Vec<Edit>,
+    inputs: Vec<RowInput>,
+}
+
+impl Decoding {
+    /// `rows` sequences that have decoded up to `position`, with room for `steps` more.
+    ///
+    /// # Errors
+    /// What the device refuses; a launch that gave up.
+    fn at(session: &mut RowsSession, rows: u32, position: u32, steps: u32) -> Result<Decoding, Fault> {
+        let shape: Shape = *session.shape();
+        let mut pool = Pool::new(shape);
+        let opened = |pool: &mut Pool| {
+            let sequence = pool.open()?;
+            pool.reserve(sequence, position + steps + 1)?;
+            Ok(sequence)
+        };
+        let sequences: Vec<_> = (0..rows)
+            .map(|_| opened(&mut pool))
+            .collect::<Result<_, crate::pages::PoolError>>()
+            .map_err(|error| Fault::internal(format!("the pool has no room for {rows} sequences: {error}")))?;
+        let inputs = given(&(1..=rows).collect::<Vec<_>>());
+        let mut decoding = Decoding { guard: Guard::new(shape), sequences, edits: pool.take_edits(), inputs };
+        let mut at = 0;
+        while at < position {
+            let steps = session.steps_max().min(position - at);
+            let (tables, inputs) = decoding.launch(at, steps)?;
+            session.run(tables, inputs, &[], false)?;
+            at += steps;
+            for (row, input) in (0u32..).zip(&mut decoding.inputs) {
+                input.first = FirstToken::Decided(row);
+            }
+        }
+        Ok(decoding)
+    }
+
+    /// What a launch of `steps` steps from `from` on is given.
+    fn launch(&mut self, from: u32, steps: u32) -> Result<(Tables<'_>, &[RowInput]), Fault> {
+        self.inputs.iter_mut().for_each(|input| input.steps = steps);
+        let row = |&sequence| Row { sequence, position: from, wants_logits: true };
+        let rows = self.sequences.iter().map(row).collect();
+        let request = Request { rows, steps, edits: std::mem::take(&mut self.edits) };
+        let tables = self.guard.admit(&request).map_err(|refused| Fault::internal(refused.to_string()))?;
+        Ok((tables, &self.inputs))
+    }
+}
+
 /// Sequences of their own decode up to `position`, and then the same steps again and again.
 fn time_rows(session: &mut RowsSession, rows: u32, position: u32) -> Result<Vec<f64>, Fault> {
-    let shape: Shape = *session.shape();
-    let (mut pool, mut guard) = (Pool::new(shape), Guard::new(shape));
-    let opened = |pool: &mut Pool| {
-        let sequence = pool.open()?;
-        pool.reserve(sequence, position + STEPS + 1)?;
-        Ok(sequence)
-    };
-    let sequences: Vec<_> = (0..rows)
-        .map(|_| opened(&mut pool))
-        .collect::<Result<_, crate::pages::PoolError>>()
-        .map_err(|error| Fault::internal(format!("the pool has no room for {rows} sequences: {error}")))?;
-    let mut edits = pool.take_edits();
-    let mut at = 0;
-    let mut inputs = given(&(1..=rows).collect::<Vec<_>>());
-    let mut launch = |session: &mut RowsSession, guard: &mut Guard, from: u32, steps: u32, inputs: &[RowInput]| {
-        let rows = sequences.iter().map(|&sequence| Row { sequence, position: from, wants_logits: true }).collect();
-        let request = Request { rows, steps, edits: std::mem::take(&mut edits) };
-        let tables = guard.admit(&request).map_err(|refused| Fault::internal(refused.to_string()))?;
-        Ok::<_, Fault>(session.run(tables, inputs, &[], false)?)
-    };
-    while at < position {
-        let steps = STEPS.min(position - at);
-        inputs.iter_mut().for_each(|input| input.steps = steps);
-        launch(session, &mut guard, at, steps, &inputs)?;
-        at += steps;
-        for (row, input) in (0u32..).zip(&mut inputs) {
-            input.first = FirstToken::Decided(row);
-        }
-    }
-    inputs.iter_mut().for_each(|input| input.steps = STEPS);
+    let mut decoding = Decoding::at(session, rows, position, STEPS)?;
     let mut step_us = vec![];
     for n in 0..LAUNCHES + 3 {
-        let launched = launch(session, &mut guard, position, STEPS, &inputs)?;
+        let (tables, inputs) = decoding.launch(position, STEPS)?;
+        let launched = session.run(tables, inputs, &[], false)?;
         if n >= 3 {
             step_us.push(launched.device_us / f64::from(STEPS));
         }
     }
     step_us.sort_by(f64::total_cmp);
     Ok(step_us)
+}
+
+/// A traced launch of a kernel for rows: its schedule, its stamps, and the device time of a step in microseconds.
+pub(super) struct TracedRows {
+    pub validated: Validated,
+    pub words: Vec<u64>,
+    pub tasks_max: usize,
+    pub step_us: f64,
+}
+
+/// Runs the smallest kernel for `rows` with time stamps: as many sequences decode up to `position`, and then `steps` steps, once after
+/// `warm_up` launches like it. The kernel is not checked: `bench --rows` does that.
+///
+/// # Errors
+/// As [`bench_rows`]; more rows than kernels have.
+pub(super) fn trace_rows(
+    chain: &Chain<'_>,
+    device: &Device,
+    rows: u32,
+    position: u32,
+    steps: u32,
+    warm_up: u32,
+) -> Result<TracedRows, Fault> {
+    let most = KERNEL_ROWS.into_iter().max().unwrap_or(0);
+    let kernel = kernel_of(rows).filter(|_| rows > 0).ok_or_else(|| {
+        Fault::input(format!("{rows} rows: kernels have 1 to {most}")).with_remedy("name fewer with `--rows`")
+    })?;
+    let positions = u64::from(kernel) * u64::from((position + steps + 1).next_multiple_of(256));
+    let validated =
+        rows_schedule(&chain.context, &chain.candidate, Room { rows: kernel, sequences: kernel, positions })?;
+    let pack = upload_pack(device, &validated, &chain.pack()?)?;
+    let mut session = load_rows(chain, device, &validated, Trace::On, steps, pack)?;
+    let mut decoding = Decoding::at(&mut session, rows, position, steps)?;
+    for _ in 0..warm_up {
+        let (tables, inputs) = decoding.launch(position, steps)?;
+        session.run(tables, inputs, &[], false)?;
+    }
+    let (tables, inputs) = decoding.launch(position, steps)?;
+    let (words, launched) = session.run_traced(tables, inputs)?;
+    let tasks_max = session.stamps_max();
+    Ok(TracedRows { validated, words, tasks_max, step_us: launched.device_us / f64::from(steps) })
 }

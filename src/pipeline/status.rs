@@ -12,6 +12,7 @@ use super::chain::Host;
 use super::rows::shape;
 use super::search_start::{guess, keep_kin, predicted_us, seeds_of_ops, space_of};
 use super::stages::BuildContext;
+use super::trace::Asked;
 use super::{Prepared, Workspace, import_stage, prepare};
 
 /// Steps of the launch that is traced to find the hottest region.
@@ -149,7 +150,8 @@ fn hottest(
         return Ok((vec![], "the target `cpu` has no trace".to_string()));
     }
     if Host::new(workspace).device(target).is_ok() {
-        let traced = prepare(workspace, manifest, target)?.trace(workspace, position, TRACED_STEPS)?;
+        let traced = prepare(workspace, manifest, target)?
+            .trace(workspace, Asked { rows: None, position, steps: TRACED_STEPS })?;
         regions = traced
             .table
             .rows

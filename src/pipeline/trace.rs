@@ -9,7 +9,8 @@ use crate::measure::step_bytes;
 use crate::target::TargetKind;
 use crate::trace::{Span, Stamps, Table, spans, table};
 
-use super::chain::Host;
+use super::chain::{Chain, Host};
+use super::device_rows::{TracedRows, trace_rows};
 use super::execute::load_session;
 use super::stages::Generated;
 use super::{Prepared, Workspace};
@@ -41,13 +42,30 @@ impl Traced {
     }
 }
 
+/// What is traced.
+#[derive(Debug, Clone, Copy)]
+pub struct Asked {
+    /// `None`: the kernel for one row. Else a kernel for as many rows, each of a sequence of its own.
+    pub rows: Option<u32>,
+    pub position: u32,
+    pub steps: u32,
+}
+
+/// A traced launch: its stamps, tasks of an SM and step that they have room for, and the device time of a step in microseconds.
+struct Run {
+    words: Vec<u64>,
+    tasks_max: usize,
+    step_us: f64,
+}
+
 impl Prepared {
-    /// Runs the kernel with time stamps from `position` on.
+    /// Runs the kernel with time stamps.
     ///
     /// # Errors
-    /// A target without a kernel, no device of its kind, no compiler, a position without room for the launch.
-    pub fn trace(&self, workspace: &Workspace, position: u32, steps: u32) -> Result<Traced, Fault> {
-        let Prepared { manifest, target, imported, validated, .. } = self;
+    /// A target without a kernel, no device of its kind, no compiler, a position without room for the launch, more rows than kernels have.
+    pub fn trace(&self, workspace: &Workspace, asked: Asked) -> Result<Traced, Fault> {
+        let Prepared { manifest, target, imported, .. } = self;
+        let Asked { rows, position, steps } = asked;
         let no_kernel = || {
             Fault::input(format!("target `{}` has no kernel to trace", target.name))
                 .with_remedy("name a CUDA target of the manifest with `--target`")
@@ -63,32 +81,55 @@ impl Prepared {
         let host = Host::new(workspace);
         let chain = self.chain(workspace, &host);
         let found = host.device(target)?.ok_or_else(no_kernel)?;
-        let source = emit(validated, target, Trace::On);
-        let generated = Generated { content: Digest::of(source.text.as_bytes()), source };
-        let cubin = chain.compile(&generated)?;
-        let pack = chain.pack()?;
         let device = Device::open(found.ordinal)?;
+        let placed;
+        let (validated, run) = match rows {
+            None => (self.validated.as_ref(), self.run_traced(workspace, &chain, &device, position, steps)?),
+            Some(rows) => {
+                let TracedRows { validated, words, tasks_max, step_us } =
+                    trace_rows(&chain, &device, rows, position, steps, WARM_UP)?;
+                placed = validated;
+                (&placed, Run { words, tasks_max, step_us })
+            }
+        };
         let schedule = validated.schedule();
-        let mut session = load_session(workspace, &device, validated, &cubin.bytes, &pack, Trace::On, steps)?;
-        fill_device_cache(&mut session, schedule, FILL_SEED, position)?;
-        session.start(&check_ids(imported.graph.vocab, position + 1), &[])?;
-        for _ in 0..WARM_UP {
-            session.run(position, steps, false)?;
-        }
-        let (words, device_us) = session.run_traced(position, steps)?;
-        let stamps = Stamps { words: &words, tasks_max: session.stamps_max(), position, steps };
+        let stamps = Stamps { words: &run.words, tasks_max: run.tasks_max, position, steps };
         let spans = spans(schedule, stamps).map_err(|error| Fault::internal(format!("the trace: {error}")))?;
-        let bytes_per_step = step_bytes(validated, &imported.graph, position + steps / 2);
+        let bytes_per_step = step_bytes(validated, &imported.graph, rows.unwrap_or(1), position + steps / 2);
         Ok(Traced {
             hardware: found.name.clone(),
             sms: schedule.machine.sms,
             position,
             steps,
-            step_us: device_us / f64::from(steps),
+            step_us: run.step_us,
             bytes_per_step,
             floor_us: target.measured.read_bytes_per_s.map(|per_s| bytes_per_step as f64 / per_s * 1e6),
             table: table(&spans, schedule.machine.sms, steps),
             spans,
         })
+    }
+
+    /// The kernel for one row, from `position` on.
+    fn run_traced(
+        &self,
+        workspace: &Workspace,
+        chain: &Chain<'_>,
+        device: &Device,
+        position: u32,
+        steps: u32,
+    ) -> Result<Run, Fault> {
+        let Prepared { target, imported, validated, .. } = self;
+        let source = emit(validated, target, Trace::On);
+        let generated = Generated { content: Digest::of(source.text.as_bytes()), source };
+        let cubin = chain.compile(&generated)?;
+        let pack = chain.pack()?;
+        let mut session = load_session(workspace, device, validated, &cubin.bytes, &pack, Trace::On, steps)?;
+        fill_device_cache(&mut session, validated.schedule(), FILL_SEED, position)?;
+        session.start(&check_ids(imported.graph.vocab, position + 1), &[])?;
+        for _ in 0..WARM_UP {
+            session.run(position, steps, false)?;
+        }
+        let (words, device_us) = session.run_traced(position, steps)?;
+        Ok(Run { words, tasks_max: session.stamps_max(), step_us: device_us / f64::from(steps) })
     }
 }

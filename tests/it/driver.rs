@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 use monobloc::candidate::Candidate;
 use monobloc::codegen::KernelSource;
 use monobloc::codegen::abi::Queues;
+use monobloc::codegen::emit::Trace;
 use monobloc::cuda::driver::{Device, DriverError};
 use monobloc::cuda::rows::{FirstToken, RowInput, RowsSession};
 use monobloc::cuda::self_test::self_test;
@@ -253,7 +254,8 @@ fn rows_session(device: &Device) -> Result<RowsSession, SessionError> {
     let stream = device.stream().unwrap();
     let mut sizes = device.alloc(20).unwrap();
     sizes.upload(&stream, 0, &[shape.blocks(), shape.page_rows, shape.pages, 8, graph.vocab]).unwrap();
-    let session = RowsSession::load(device, &Queues::of(&validated), IMAGE, STEPS_MAX, Arc::new(sizes), None)?;
+    let session =
+        RowsSession::load(device, &Queues::of(&validated), IMAGE, Trace::Off, STEPS_MAX, Arc::new(sizes), None)?;
     assert_eq!(session.vocab(), graph.vocab);
     Ok(session)
 }

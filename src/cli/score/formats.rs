@@ -98,7 +98,7 @@ struct Runs<'a> {
 impl<'a> Runs<'a> {
     fn begin(workspace: &'a Workspace, prepared: &'a Prepared) -> Result<Runs<'a>, Fault> {
         let graph = &prepared.imported.graph;
-        let (vocab, bytes) = (graph.vocab, step_bytes(&prepared.validated, graph, 0));
+        let (vocab, bytes) = (graph.vocab, step_bytes(&prepared.validated, graph, 1, 0));
         Ok(Runs { runner: prepared.runner(workspace)?, vocab, bytes })
     }
 
