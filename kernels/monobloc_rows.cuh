@@ -6,5 +6,6 @@
 #include "rows/ring.cuh"
 #include "rows/select.cuh"
 #include "rows/matvec.cuh"
+#include "rows/matvec_staged.cuh"
 #include "rows/attention.cuh"
 #include "rows/kernel.cuh"

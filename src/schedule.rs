@@ -88,7 +88,7 @@ fn resolve_matvecs(schedule: &mut Schedule, target: &Target, c: &Candidate) -> R
         let format = program.format_of(grid);
         let (unit, granule) = (m.granules(format), format.granule_bytes(m.k));
         if for_rows(program) {
-            let chunk = block_of_k(unit, m.parts(), machine.ring.slot_bytes, machine.ring.arrivals);
+            let chunk = block_of_k(program.rows, unit, m.parts(), machine.ring.slot_bytes, machine.ring.arrivals);
             let moved = machine.loader_registers > 0;
             let most = rows_pass_max(program.precision, tensor_cores, m.parts(), program.rows, moved);
             let pass = units.div_ceil(units.div_ceil(most));
@@ -352,7 +352,8 @@ fn row_needs(program: &Program, variants: &Variants, target: &Target, c: &Candid
     for grid in &program.grids {
         match &grid.op {
             Op::MatVec(m) if !tensor => {
-                let block = block_of_k(m.granules(program.format_of(grid)), m.parts(), c.slot_bytes, c.consumer_warps);
+                let unit = m.granules(program.format_of(grid));
+                let block = block_of_k(program.rows, unit, m.parts(), c.slot_bytes, c.consumer_warps);
                 needs.block_k = needs.block_k.max(block * m.parts() * (GRANULE_ROW_BYTES / weight_bytes));
             }
             Op::Attention(a) => needs.pitch_bytes = needs.pitch_bytes.max(cache_row_bytes(a.head_dim, precision.cache)),

@@ -65,15 +65,14 @@ struct RowsAttentionTensor {
   static constexpr int WARPS_PER_HEAD = G::WARPS_PER_HEAD, WARP_TEAMS = M::WARPS / WARPS_PER_HEAD;
   static constexpr int VALUE_TILES = G::DIM / WARPS_PER_HEAD / 8;
   static constexpr int ROW = G::PITCH * 2; // bytes of a cache row
-  static constexpr int OWN_TILE = 16;      // rows of the step in a tile
+  static constexpr int OWN_TILE = 16, OWN_ROWS = round_up(M::ROWS, OWN_TILE); // rows of the step in a tile, and room for all
   static constexpr bool HALVES = G::ROTARY > 0 && !G::INTERLEAVED, PREFETCH_V = G::PREFETCH_V;
   typedef AttentionRecords<M, G, WARP_TEAMS> Records;
   typedef AttentionTensor<M, G> One;
-  static_assert(M::ROWS <= OWN_TILE, "the rows of a step are one tile");
 
   static __device__ __forceinline__ u8* query_at(const Context<M>& c, int h) { return reinterpret_cast<u8*>(c.heads()) + h * (G::DIM * 2); }
   static __device__ __forceinline__ u8* keys(const Context<M>& c) { return query_at(c, QUERIES); }
-  static __device__ __forceinline__ u8* values(const Context<M>& c) { return keys(c) + OWN_TILE * ROW; }
+  static __device__ __forceinline__ u8* values(const Context<M>& c) { return keys(c) + OWN_ROWS * ROW; }
 
   // Heads from their words to shared memory, 16 bytes a lane, so several heads a warp: norm, RoPE, rounded.
   static constexpr int PIECES = G::DIM / 8, LANES = PIECES <= 8 ? 8 : PIECES <= 16 ? 16 : 32, HEADS_AT_ONCE = 32 / LANES;
@@ -222,13 +221,15 @@ struct RowsAttentionTensor {
     r.m = NEGATIVE_INFINITY, r.l = 0.f;
 #pragma unroll
     for (int n = 0; n < VALUE_TILES; n++) r.o[n][0] = r.o[n][1] = 0.f;
-    // Teams take tiles in turn, over chunks and the own tile.
+    // Teams take tiles in turn, over chunks and the own rows.
     const int team = c.warp() / WARPS_PER_HEAD;
-    const int turn = walk_history<16, M, G>(c, own, WARP_TEAMS, team, [&](const u8* k, const u8* v, int at, int row, int chunk) {
+    int turn = walk_history<16, M, G>(c, own, WARP_TEAMS, team, [&](const u8* k, const u8* v, int at, int row, int chunk) {
       tile(c, q, k + row * ROW, v + row * ROW, int(own.start - own.begin) - at - row, chunk - row, r);
     });
-    // Rows of a window may begin inside the own tile.
-    if (turn % WARP_TEAMS == team) tile(c, q, keys(c), values(c), int(own.start) - int(own.before), own.count, r);
+    // Rows of a window may begin inside the own ones.
+    for (int at = 0; at < (M::ROWS > OWN_TILE ? own.count : 1); at += OWN_TILE, turn++)
+      if (turn % WARP_TEAMS == team)
+        tile(c, q, keys(c) + at * ROW, values(c) + at * ROW, int(own.start) - int(own.before) - at, own.count - at, r);
     r.l += __shfl_xor_sync(~0u, r.l, 1);
     r.l += __shfl_xor_sync(~0u, r.l, 2);
     if (g < QUERIES) {

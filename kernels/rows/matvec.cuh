@@ -28,7 +28,7 @@ struct RowsMatVecShape {
   static constexpr int PAIRS = G::UNIT_ROWS / 2, UNIT_THREADS = M::ROWS * 4, BATCH = THREADS / UNIT_THREADS;
   static_assert(BATCH > 0 && THREADS % UNIT_THREADS == 0, "a thread has one row");
   // Sums of a unit: [warp][row][column]
-  static constexpr int UNIT_SUMS = M::WARPS * M::ROWS * OPERAND_ROWS;
+  static constexpr int UNIT_SUMS = SUM_WARPS<M> * M::ROWS * OPERAND_ROWS;
   // Whether this warp has an i-th granule of a block. What is known when this is compiled needs no predicate.
   static __device__ __forceinline__ bool exists(const Context<M>& c, int block, int i) {
     const int in_block = i * M::WARPS + c.warp();
@@ -59,7 +59,7 @@ struct RowsEpilogue {
 #pragma unroll
     for (int p = 0; p < S::K_PARTS; p++)
 #pragma unroll
-      for (int w = 0; w < M::WARPS; w++) {
+      for (int w = 0; w < SUM_WARPS<M>; w++) {
         const float2 v = *reinterpret_cast<const float2*>(unit + (w * M::ROWS + row) * OPERAND_ROWS + p * G::UNIT_ROWS + col);
         y.x += v.x, y.y += v.y;
       }
@@ -142,15 +142,16 @@ struct RowsEpilogue {
     c.barrier();
     if (c.warp() == 0) {
       release_step();
-      if (c.lane() < M::ROWS && takes_part<M>(c.lane())) {
+      for (int row = c.lane(); row < M::ROWS; row += 32) {
+        if (!takes_part<M>(row)) continue;
         constexpr int STRIDE = M::ROWS / 8;
         best = NEGATIVE_INFINITY, best_id = 0x7fffffff;
 #pragma unroll
         for (int w = 0; w < M::WARPS / STRIDE; w++) {
-          const int from = w * STRIDE + c.lane() / 8;
-          argmax_take(best, best_id, state.best[from][c.lane()], state.best_index[from][c.lane()]);
+          const int from = w * STRIDE + row / 8;
+          argmax_take(best, best_id, state.best[from][row], state.best_index[from][row]);
         }
-        u64* to = c.p.exchange + e.aux + ((c.tag & 1) * M::ROWS + c.lane()) * round_up(2 * G::PARTS, 2) + 2 * e.j;
+        u64* to = c.p.exchange + e.aux + ((c.tag & 1) * M::ROWS + row) * round_up(2 * G::PARTS, 2) + 2 * e.j;
         publish(to, __float_as_uint(best), c.tag);
         publish(to + 1, u32(best_id), c.tag);
       }
@@ -161,7 +162,7 @@ struct RowsEpilogue {
 // Blocks of k that a warp keeps for all passes.
 constexpr int RESIDENT_BLOCKS = 2;
 
-// Tensor cores: bf16 weights and words.
+// Tensor cores, up to 16 rows: bf16 weights and words.
 template <class M, class G>
 struct RowsMatVecTensor {
   typedef RowsMatVecShape<M, G> S;
@@ -180,10 +181,10 @@ struct RowsMatVecTensor {
   // Piece i of a block, from the lane's own place in the block on.
   static __device__ __forceinline__ u32 offset(int i) {
     const int h = i % GROUPS, p = i / GROUPS % K_PARTS, j = i / GROUPS / K_PARTS;
-    return u32(h) * W::GROUP_BYTES + u32((j * M::WARPS * K_PARTS + p) * 4) * 128;
+    return u32(h) * W::GROUP_BYTES + u32(j * M::WARPS * K_PARTS + p) * W::SPAN_BYTES;
   }
   static __device__ __forceinline__ u32 lane_at(const Context<M>& c, int block) {
-    return u32((block * S::BLOCK + c.warp()) * K_PARTS * 4 + c.lane() % 4) * 128 + u32(c.lane() / 4) * 16;
+    return u32((block * S::BLOCK + c.warp()) * K_PARTS) * W::SPAN_BYTES + u32(c.lane()) * 16;
   }
   static __device__ __forceinline__ bool wants(const Context<M>& c, int block, int i, u32 active) {
     const int h = i % GROUPS, p = i / GROUPS % K_PARTS, j = i / GROUPS / K_PARTS;
@@ -228,7 +229,7 @@ struct RowsMatVecTensor {
             if (wants(c, block, i, active) && col + k < G::K) sum[h] += which == 0 ? y[k] : (y[k] - m.mean[h]) * (y[k] - m.mean[h]);
         }
       }
-      put_row_statistic<M, GROUPS>(c, which, sum);
+      put_row_statistic<M, GROUPS>(c, which, c.warp(), 0, sum);
       c.barrier();
 #pragma unroll
       for (int h = 0; h < GROUPS; h++) {
@@ -363,7 +364,7 @@ struct RowsMatVecTensor {
 
   static __device__ __forceinline__ void run(Context<M>& c, const Entry& e) {
     const int units = int(uniform(e.hi - e.lo));
-    const u32 active = uniform(rows_state<M>().active);
+    const u32 active = uniform(rows_state<M>().active[0]);
     const u8* x = words_of<M, G::K>(c, e.x);
     Means means{};
     if constexpr (G::NORM == Norm::LAYER) means = layer_statistics(c, x, active);
@@ -380,7 +381,7 @@ struct RowsMatVecTensor {
         normalise(c, e, block, means, a[block], squares);
       }
       c.stamp(1);
-      if constexpr (G::NORM == Norm::RMS) put_row_statistic<M, GROUPS>(c, 1, squares);
+      if constexpr (G::NORM == Norm::RMS) put_row_statistic<M, GROUPS>(c, 1, c.warp(), 0, squares);
     }
 #pragma unroll 1
     for (int first = 0; first < units; first += PASS) {
@@ -409,7 +410,7 @@ struct RowsMatVecTensor {
           }
         // Later passes add the same squares again, which nothing reads.
         if constexpr (G::NORM == Norm::RMS)
-          if (first == 0) put_row_statistic<M, GROUPS>(c, 1, squares);
+          if (first == 0) put_row_statistic<M, GROUPS>(c, 1, c.warp(), 0, squares);
         if (first + PASS < units)
 #pragma unroll
           for (int i = 0; i < DEPTH; i++)
@@ -566,10 +567,15 @@ struct RowsMatVecLanes {
 };
 
 template <class M, class G>
+struct RowsMatVecStaged;
+
+template <class M, class G>
 struct RowsMatVec {
   static constexpr bool TENSOR = STAGE_BF16<M> && M::WIRE == Elem::BF16;
   static __device__ __forceinline__ void run(Context<M>& c, const Entry& e) {
-    if constexpr (TENSOR)
+    if constexpr (TENSOR && ROWS_STAGED<M>)
+      RowsMatVecStaged<M, G>::run(c, e);
+    else if constexpr (TENSOR)
       RowsMatVecTensor<M, G>::run(c, e);
     else
       RowsMatVecLanes<M, G>::run(c, e);

@@ -41,7 +41,7 @@ struct RowsSelect {
     const u32 step = c.tag - p.tag;
     for (u32 row = c.warp(); row < p.row_count; row += M::WARPS) {
       const Row& r = p.rows[row];
-      if (step > 0 && !(state.active >> row & 1)) continue;
+      if (step > 0 && !takes_part<M>(row)) continue;
       const bool given = step == 0 && r.token >= 0;
       const int token = given ? r.token : decided(c, e, step == 0 ? r.from : row);
       if (c.lane() == 0) state.token[row] = token;
@@ -50,16 +50,20 @@ struct RowsSelect {
     c.stamp(1);
     c.barrier();
     if (c.tid() == 0) {
-      u32 active = 0;
-      for (u32 row = 0; row < p.row_count; row++) {
-        const Row& r = p.rows[row];
-        bool goes_on = step < r.steps && (step == 0 || (state.active >> row & 1));
-        if (step > 0)
-          for (u32 i = 0; i < p.eos_count; i++) goes_on = goes_on && state.token[row] != p.eos[i];
-        active |= goes_on ? 1u << row : 0u;
+      bool any = false;
+      for (u32 first = 0; first < p.row_count; first += 32) {
+        u32 active = 0;
+        for (u32 row = first; row < min(first + 32, p.row_count); row++) {
+          const Row& r = p.rows[row];
+          bool goes_on = step < r.steps && (step == 0 || takes_part<M>(row));
+          if (step > 0)
+            for (u32 i = 0; i < p.eos_count; i++) goes_on = goes_on && state.token[row] != p.eos[i];
+          active |= goes_on ? 1u << row % 32 : 0u;
+        }
+        state.active[first / 32] = active;
+        any = any || active != 0;
       }
-      state.active = active;
-      if (active == 0 || c.lost()) state.block.stop = 1;
+      if (!any || c.lost()) state.block.stop = 1;
       hand_over_step(&state.block.acquired_tag, c.tag);
     }
     c.barrier();
@@ -73,7 +77,7 @@ struct RowsReport {
     const RowsParams& p = rows_params(c);
     const u32 step = c.tag - p.tag;
     if (c.warp() == 0) {
-      if (u32(c.lane()) < p.row_count) p.mailbox[1 + step * M::ROWS + c.lane()] = rows_state<M>().token[c.lane()];
+      for (u32 row = c.lane(); row < p.row_count; row += 32) p.mailbox[1 + step * M::ROWS + row] = rows_state<M>().token[row];
       __threadfence_system();
       __syncwarp();
       if (c.lane() == 0) p.mailbox[0] = int(step) + 1;
@@ -120,13 +124,15 @@ struct RowsNormAdd {
 #pragma unroll 1
       for (int first = 0; first < W::PIECES; first += 32 * HELD) {
         uint4 v[HELD];
-        const u8* base = y + W::at(row, 0) + (first + c.lane()) * 128;
+        // 32 pieces on are the same place 8 spans on.
+        constexpr u32 STRIDE = 32 / W::SPAN_PIECES * W::SPAN_BYTES;
+        const u8* base = y + W::piece_at(row, first + c.lane());
 #pragma unroll
         for (int i = 0; i < HELD; i++) {
           v[i] = make_uint4(0, 0, 0, 0);
-          load_piece(base + i * (32 * 128), first + i * 32 + c.lane() < W::PIECES, v[i]);
+          load_piece(base + i * STRIDE, first + i * 32 + c.lane() < W::PIECES, v[i]);
         }
-        await_pieces<HELD>(base, [](int i) { return u32(i) * (32 * 128); }, v, c.waiter());
+        await_pieces<HELD>(base, [](int i) { return u32(i) * STRIDE; }, v, c.waiter());
 #pragma unroll
         for (int i = 0; i < HELD; i++) {
           float x[W::PIECE_COLS];

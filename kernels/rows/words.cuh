@@ -11,8 +11,8 @@
 // - the cleared word is seen before the next step reads: the clear lies before this step's release, the read after the next
 //   step's acquire. So a reader finds all ones or the value of its own step, never one of two steps before.
 //
-// Layout: for 8 rows at a time, pieces of 16 bytes of each row side by side. A lane that reads a piece of its row and a warp that
-// stores 8 columns of 8 rows both touch whole cache lines.
+// Layout: 8 rows by 64 bytes at a time, row by row, as the lanes of a warp read them: 16 bytes each, 8 lanes a cache line. Every SM reads
+// what one of them stores.
 #pragma once
 
 constexpr u32 NO_WORD = ~0u;
@@ -23,11 +23,16 @@ struct Words {
   static constexpr int ELEM = ElemOf<M::WIRE>::BYTES;
   static constexpr int PIECE_COLS = 16 / ELEM, WORD_COLS = 4 / ELEM;
   static constexpr int PIECES = ceil_div(COLS, PIECE_COLS);
-  static constexpr u32 GROUP_BYTES = u32(PIECES) * 128;
+  // A span is 64 bytes of 8 rows.
+  static constexpr int SPAN_PIECES = 4;
+  static constexpr u32 SPAN_BYTES = 512, GROUP_BYTES = u32(ceil_div(PIECES, SPAN_PIECES)) * SPAN_BYTES;
   static constexpr u32 PHASE_BYTES = GROUP_BYTES * (M::ROWS / 8);
   // Byte of column `col` (even where words hold two) of `row`.
   static __device__ __forceinline__ u32 at(int row, int col) {
-    return u32(row / 8) * GROUP_BYTES + u32(col / PIECE_COLS) * 128 + u32(row % 8) * 16 + u32(col % PIECE_COLS) * ELEM;
+    return piece_at(row, col / PIECE_COLS) + u32(col % PIECE_COLS) * ELEM;
+  }
+  static __device__ __forceinline__ u32 piece_at(int row, int piece) {
+    return u32(row / 8) * GROUP_BYTES + u32(piece / SPAN_PIECES) * SPAN_BYTES + u32(row % 8) * 64 + u32(piece % SPAN_PIECES) * 16;
   }
 };
 

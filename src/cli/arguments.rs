@@ -598,9 +598,12 @@ pub struct Bench {
     /// Time steps of several rows: as many sequences as each number says, decoded together
     #[arg(long, value_name = "N,N", value_parser = parse_ids, conflicts_with_all = ["baseline", "serve"])]
     pub rows: Option<Ids>,
-    /// Time prompts of these lengths, in tokens, read in chunks of 16
+    /// Time prompts of these lengths, in tokens, read in chunks
     #[arg(long, value_name = "N,N", value_parser = parse_ids, conflicts_with_all = ["baseline", "serve"])]
     pub prompt: Option<Ids>,
+    /// Tokens of a chunk [default: as many as the largest kernel of the target has rows]
+    #[arg(long, value_name = "N,N", value_parser = parse_ids, requires = "prompt")]
+    pub chunk: Option<Ids>,
     /// Most rounds of a comparison; four launches each
     #[arg(long, value_name = "N", default_value_t = 15)]
     pub rounds: usize,

@@ -130,6 +130,11 @@ impl RowsSession {
         &self.shape
     }
 
+    /// The cache arena, to share with a kernel for other numbers of rows whose caches lie at the same places.
+    pub fn cache(&self) -> Arc<DeviceBuffer> {
+        self.cache.clone()
+    }
+
     /// Logits of a row; every token is below.
     pub fn vocab(&self) -> u32 {
         self.vocab
@@ -217,7 +222,11 @@ impl RowsSession {
         if self.flying.is_some() {
             return Err(SessionError::NotFinished);
         }
-        if tables.shape() != &self.shape || inputs.len() != tables.rows().len() || steps > self.steps_max {
+        // The guard may be that of a kernel for more rows over the same cache.
+        let fits = Shape { rows: self.shape.rows, ..*tables.shape() } == self.shape
+            && tables.rows().len() <= self.shape.rows as usize
+            && inputs.len() == tables.rows().len();
+        if !fits || steps > self.steps_max {
             return Err(self.out_of_range(tables));
         }
         let only_fills = tables.rows().iter().all(|row| !row.wants_logits);

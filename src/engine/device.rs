@@ -1,4 +1,4 @@
-//! Owns the stepper of CUDA targets: a kernel for several rows on a device, with the guard of its tables.
+//! Owns the stepper of CUDA targets: kernels for several rows on a device, with the guard of their tables.
 
 use super::stepper::{Bounds, Launch, LaunchRow, Said, Stepper, Want, admit};
 use crate::cuda::rows::{FirstToken, RowInput, RowsSession};
@@ -7,23 +7,28 @@ use crate::rows::Guard;
 
 /// Queues launches on a device. Greedy choice and temperature are the kernel's; every other choice gets logits.
 pub struct DeviceStepper {
-    session: RowsSession,
+    /// Ascending by rows, over one cache.
+    sessions: Vec<RowsSession>,
     guard: Guard,
-    /// Wants of the launch that is queued or runs.
+    /// Whose launch is queued or runs, and its wants.
+    running: usize,
     wants: Vec<Want>,
 }
 
 impl DeviceStepper {
-    /// A stepper over a session that nothing was launched on yet.
-    pub fn new(session: RowsSession) -> DeviceStepper {
-        DeviceStepper { guard: Guard::new(*session.shape()), session, wants: vec![] }
+    /// A stepper over sessions that nothing was launched on yet, ascending by rows; all have the same cache. A launch runs on the first
+    /// one that has as many rows. `None`: there is no session.
+    pub fn new(sessions: Vec<RowsSession>) -> Option<DeviceStepper> {
+        let guard = Guard::new(*sessions.last()?.shape());
+        Some(DeviceStepper { sessions, guard, running: 0, wants: vec![] })
     }
 }
 
 impl Stepper for DeviceStepper {
     fn bounds(&self) -> Bounds {
-        let shape = *self.session.shape();
-        let (vocab, steps_max) = (self.session.vocab(), self.session.steps_max());
+        let largest = &self.sessions[self.sessions.len() - 1];
+        let shape = *largest.shape();
+        let (vocab, steps_max) = (largest.vocab(), largest.steps_max());
         Bounds { shape, chunk_max: shape.rows, vocab, launches: 1, steps_max }
     }
 
@@ -33,15 +38,19 @@ impl Stepper for DeviceStepper {
         let with_logits = self.wants.contains(&Want::Logits);
         let inputs: Vec<RowInput> = rows.iter().map(|row| input(row, steps)).collect();
         let tables = admit(&mut self.guard, &rows, steps, edits)?;
-        Ok(self.session.queue(tables, &inputs, with_logits)?)
+        let has_room = |session: &RowsSession| session.shape().rows as usize >= rows.len();
+        // The guard has judged that the largest has.
+        self.running = self.sessions.iter().position(has_room).unwrap_or(self.sessions.len() - 1);
+        Ok(self.sessions[self.running].queue(tables, &inputs, with_logits)?)
     }
 
     fn collect(&mut self) -> Result<Vec<Said>, Fault> {
-        let tokens = self.session.finish()?.tokens;
+        let session = &mut self.sessions[self.running];
+        let tokens = session.finish()?.tokens;
         let said = (0u32..).zip(&self.wants).map(|(row, want)| {
             Ok(match want {
                 Want::Nothing => Said::Nothing,
-                Want::Logits => Said::Logits(self.session.logits(row)?),
+                Want::Logits => Said::Logits(session.logits(row)?),
                 // The first token of a launch was given.
                 Want::Token(_) => Said::Tokens(tokens.iter().skip(1).map(|step| step[row as usize]).collect()),
             })

@@ -148,11 +148,18 @@ pub fn block_granules(unit: u32, granule: u32, slot_bytes: u32, units: u32) -> u
     if unit <= (slot_bytes / granule.max(1)).max(1) { unit.saturating_mul(units.max(1)) } else { unit }
 }
 
-/// Granules of a block of k of a kernel for rows, when a unit is `unit` granules of `parts` parts of k: a chunk of the stream, and what a
-/// warp holds of its input at once. Equal blocks with as many granules for every one of `warps` warps.
-pub fn block_of_k(unit: u32, parts: u32, slot_bytes: u32, warps: u32) -> u32 {
-    let (unit, warps) = (unit.max(1), warps.max(1));
-    let slot = (slot_bytes / GRANULE_BYTES).max(1).min((BLOCK_GRANULES / parts.max(1)).max(1));
+/// Rows of a step that a warp of a kernel for rows multiplies at most: a tile of a tensor core's operand. A kernel for more has its input
+/// in shared memory (`kernels/rows/matvec_staged.cuh`).
+pub const WARP_ROWS: u32 = 16;
+
+/// Granules of a block of k of a kernel for `rows`, when a unit is `unit` granules of `parts` parts of k: a chunk of the stream. Up to 16
+/// rows a warp holds its part of such a block of the input: equal blocks with as many granules for every one of `warps` warps. Of more,
+/// every warp takes all of a block.
+pub fn block_of_k(rows: u32, unit: u32, parts: u32, slot_bytes: u32, warps: u32) -> u32 {
+    let staged = rows > WARP_ROWS;
+    let (unit, warps) = (unit.max(1), if staged { 1 } else { warps.max(1) });
+    let most = if staged { STAGED_GRANULES } else { BLOCK_GRANULES };
+    let slot = (slot_bytes / GRANULE_BYTES).max(1).min((most / parts.max(1)).max(1));
     if unit <= slot {
         return unit;
     }
@@ -160,8 +167,19 @@ pub fn block_of_k(unit: u32, parts: u32, slot_bytes: u32, warps: u32) -> u32 {
     unit.div_ceil(unit.div_ceil(most)).next_multiple_of(warps).min(most)
 }
 
-/// Granules of a block of k at most, of one part: 4 of each of 8 warps are 32 registers of a lane for 16 rows.
+/// Granules of a block of k at most, of one part: 4 of each of 8 warps are 32 registers of a lane for 16 rows; of a stage in shared
+/// memory 64 bytes of each row for each.
 const BLOCK_GRANULES: u32 = 32;
+const STAGED_GRANULES: u32 = 8;
+
+/// Bytes of the two stages of a kernel for `rows`, which hold the sums of a pass, too, and of the norm weights of their columns:
+/// `STAGES_BYTES` and `STAGE_COLS_MAX` of `kernels/rows/matvec_staged.cuh`. A stage of few rows has two chunks of k.
+fn stages_bytes(rows: u32) -> u32 {
+    let chunks = if rows > 2 * WARP_ROWS { 1 } else { 2 };
+    if rows > WARP_ROWS { 2 * rows * chunks * STAGED_GRANULES * GRANULE_ROW_BYTES + 2 * STAGE_COLS_MAX * 4 } else { 0 }
+}
+
+const STAGE_COLS_MAX: u32 = 512;
 
 /// Cache rows of a chunk: as many tiles of the history as a slot holds.
 pub fn chunk_rows(slot_bytes: u32, row_bytes: u32) -> u32 {
@@ -200,15 +218,15 @@ pub fn place_align(bytes: u64) -> u64 {
     bytes.checked_next_multiple_of(PLACE_ALIGN_BYTES).unwrap_or(u64::MAX)
 }
 
-/// Rows whose words lie side by side, and bytes of a piece: what a lane reads of a row at once.
+/// Rows whose words lie together, and bytes of a row that do.
 pub const WORD_ROWS: u32 = 8;
-pub const PIECE_BYTES: u32 = 16;
+const SPAN_BYTES: u32 = 64;
 
-/// Bytes of one phase of `rows` rows of `cols` words' worth of `dtype`: for 8 rows at a time, pieces of 16 bytes of each row side by
-/// side (`kernels/rows/words.cuh`).
+/// Bytes of one phase of `rows` rows of `cols` words' worth of `dtype`: 8 rows by 64 bytes at a time, row by row
+/// (`kernels/rows/words.cuh`).
 pub fn words_bytes(rows: u32, cols: u32, dtype: DType) -> u64 {
-    let pieces = (u64::from(cols) * dtype.bytes() as u64).div_ceil(u64::from(PIECE_BYTES));
-    u64::from(rows.next_multiple_of(WORD_ROWS)) * pieces * u64::from(PIECE_BYTES)
+    let spans = (u64::from(cols) * dtype.bytes() as u64).div_ceil(u64::from(SPAN_BYTES));
+    u64::from(rows.next_multiple_of(WORD_ROWS)) * spans * u64::from(SPAN_BYTES)
 }
 
 /// Bytes a buffer takes where it lies, all phases. Packets are read in pairs, and every row begins with one.
@@ -298,12 +316,12 @@ pub const OWN_TILE: u32 = 16;
 impl SmemNeeds {
     /// The parts that differ where a step has rows: `stage`, `sums`, `heads`, `state`.
     fn of_rows(&self, n: RowNeeds) -> [u32; 4] {
-        let stage = n.rows * n.block_k * 4;
+        let stage = (n.rows * n.block_k * 4).max(stages_bytes(n.rows));
         // Two batches of sums of as many units as the threads of the consumers have columns for.
         let batch = (self.consumer_warps * 32 / (n.rows * 4)).max(1);
-        let sums = 2 * batch * self.consumer_warps * n.rows * UNIT_ROWS * 4;
+        let sums = if n.rows > WARP_ROWS { 0 } else { 2 * batch * self.consumer_warps * n.rows * UNIT_ROWS * 4 };
         let heads = if n.tensor_attention {
-            self.heads_per_task * self.head_dim * 2 + 2 * OWN_TILE * n.pitch_bytes
+            self.heads_per_task * self.head_dim * 2 + 2 * n.rows.next_multiple_of(OWN_TILE) * n.pitch_bytes
         } else {
             (self.heads_per_task + 2 * n.rows) * self.head_dim * 4
         };

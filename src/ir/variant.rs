@@ -1,7 +1,7 @@
 //! Owns the variants of ops: what a kernel may do in more than one way. They decide how fast an op is and nothing else: the
 //! interpreter knows none of them, and results differ by rounding at most.
 
-use super::layout::{WORD_ROWS, cache_pitch};
+use super::layout::{WARP_ROWS, WORD_ROWS, cache_pitch};
 use super::op::{Attention, MatVec};
 use super::schedule::Machine;
 use crate::dtype::{DType, Precision};
@@ -228,11 +228,15 @@ pub fn rows_on_tensor_cores(precision: Precision, tensor_cores: bool) -> bool {
 }
 
 /// Units of a pass of a kernel for `rows` at most. On tensor cores a lane holds a sum of each unit and part of k for every 4 rows, beside
-/// two blocks of its input: more than these would spill, and `moved` says that it has the loader's registers, too. Otherwise it holds
-/// one sum of each row.
+/// two blocks of its input: more than these would spill, and `moved` says that it has the loader's registers, too. Of more than 16 rows
+/// the sums of a pass fit the stage of the input. Without tensor cores a lane holds one sum of each row.
 pub fn rows_pass_max(precision: Precision, tensor_cores: bool, parts: u32, rows: u32, moved: bool) -> u32 {
     if !rows_on_tensor_cores(precision, tensor_cores) {
         return 2;
+    }
+    if rows > WARP_ROWS {
+        // A lane has sums of a part of the units.
+        return (28 / parts.max(1)).max(1);
     }
     let units = match (rows <= WORD_ROWS, moved) {
         (true, true) => 28,

@@ -6,7 +6,8 @@ use crate::codegen::abi::Queues;
 use crate::codegen::emit::Trace;
 use crate::cuda::driver::Device;
 use crate::cuda::rows::RowsSession;
-use crate::defaults::rows::{KERNEL_ROWS, Room};
+use crate::defaults::rows::{Room, kernel_rows};
+use crate::dtype::Precision;
 use crate::engine::{CpuStepper, DeviceStepper, Stepper};
 use crate::error::Fault;
 use crate::interp::{Options, Pack};
@@ -19,7 +20,7 @@ use crate::target::{Target, TargetKind};
 use crate::validate::Validated;
 
 use super::chain::Host;
-use super::device_rows::{rows_cubin, rows_schedule};
+use super::device_rows::{rows_cubin, rows_of, rows_schedule, same_caches};
 use super::execute::{Devices, upload_pack};
 use super::stages::place_rows;
 use super::{Prepared, Workspace};
@@ -58,30 +59,33 @@ impl Serving {
         Serving { running_max, chunk_rows, steps_max, cache_tokens: None }
     }
 
-    /// Rows of a step on a target, at most: one for each request that decodes, and those of prompts.
+    /// Rows of a step on a target, at most: one for each request that decodes, and those of prompts. Fewer where the kernel for so many
+    /// does not fit.
     ///
     /// # Errors
     /// More requests than the kernels of a CUDA target have rows.
-    pub fn rows_max(&self, target: &Target) -> Result<u32, Fault> {
+    pub fn rows_max(&self, target: &Target, precision: Precision) -> Result<u32, Fault> {
         match target.kind {
             TargetKind::Cpu => Ok(self.running_max + self.chunk_rows),
-            TargetKind::Cuda => kernel_rows(self),
+            TargetKind::Cuda => Ok(kernels_of(self, kernel_rows(precision, target))?.last().copied().unwrap_or(0)),
         }
     }
 }
 
-/// A proven schedule of several rows with its weights. It starts any number of steppers, one after another.
+/// Proven schedules of several rows with their weights. It starts any number of steppers, one after another.
 #[derive(Clone)]
 pub struct Batched {
+    /// Of a device, the schedule of the kernel for most rows.
     validated: Arc<Validated>,
     pack: Pack,
-    kernel: Option<Arc<DeviceKernel>>,
+    on_device: Option<Arc<OnDevice>>,
 }
 
-/// What a device needs beside schedule and weights.
-struct DeviceKernel {
+/// What a device needs beside the weights.
+struct OnDevice {
     device: Device,
-    cubin: Vec<u8>,
+    /// Ascending by rows, over one cache.
+    kernels: Vec<(Arc<Validated>, Vec<u8>)>,
     steps_max: u32,
 }
 
@@ -103,11 +107,19 @@ impl Prepared {
             return Ok(Batched::of_cpu(rows.validated(&self.target)?.clone(), chain.pack()?));
         };
         let device = Device::open(found.ordinal)?;
-        let rows = kernel_rows(serving)?;
         let free = device.memory_free_bytes()?.saturating_sub(pack_bytes(self.validated.schedule()));
-        let room = self.room(rows, serving, free)?;
-        let validated = rows_schedule(&chain.context, &chain.candidate, room)?;
-        let shape = Shape::of(&validated.schedule().program).ok_or_else(|| Fault::internal("rows without tables"))?;
+        let mut kernels = vec![];
+        for &rows in &kernels_of(serving, rows_of(&chain.context))? {
+            let room = self.room(rows, serving, free)?;
+            match rows_schedule(&chain.context, &chain.candidate, room) {
+                Ok(validated) => kernels.push(Arc::new(validated)),
+                // Prompts are read in smaller chunks.
+                Err(_) if rows > serving.running_max && !kernels.is_empty() => {}
+                Err(fault) => return Err(fault),
+            }
+        }
+        let Some(largest) = kernels.last().cloned() else { return Err(Fault::internal("no kernel for several rows")) };
+        let shape = Shape::of(&largest.schedule().program).ok_or_else(|| Fault::internal("rows without tables"))?;
         if shape.sequences <= Pool::keepers(&shape) {
             let page_rows = shape.page_rows;
             return Err(Fault::input(format!(
@@ -116,17 +128,23 @@ impl Prepared {
             ))
             .with_remedy(format!("raise `decode.context_max` above {page_rows} to serve on `{}`", self.target.name)));
         }
+        if kernels.iter().any(|kernel| !same_caches(kernel.schedule(), largest.schedule())) {
+            return Err(Fault::internal("kernels for different numbers of rows have their caches at different places"));
+        }
+        let rows: Vec<String> = kernels.iter().map(|kernel| kernel.schedule().program.rows.to_string()).collect();
         workspace.report.note(&format!(
-            "{}: {rows} rows, cache of {} tokens in pages of {}",
+            "{}: kernels for {} rows, cache of {} tokens in pages of {}",
             self.target.name,
+            rows.join(", "),
             u64::from(shape.pages) * u64::from(shape.page_rows),
             shape.page_rows
         ));
         // Queues that differ from those of the first proof are refused here.
-        workspace.queues(&validated)?;
-        let cubin = rows_cubin(&chain, &validated, Trace::Off)?.bytes;
-        let kernel = DeviceKernel { device, cubin, steps_max: serving.steps_max };
-        Ok(Batched { validated: Arc::new(validated), pack: chain.pack()?, kernel: Some(Arc::new(kernel)) })
+        kernels.iter().try_for_each(|kernel| workspace.queues(kernel).map(drop))?;
+        let cubin = |kernel: Arc<Validated>| Ok((kernel.clone(), rows_cubin(&chain, &kernel, Trace::Off)?.bytes));
+        let kernels = kernels.into_iter().map(cubin).collect::<Result<_, Fault>>()?;
+        let on_device = OnDevice { device, kernels, steps_max: serving.steps_max };
+        Ok(Batched { validated: largest, pack: chain.pack()?, on_device: Some(Arc::new(on_device)) })
     }
 
     /// Sequences and positions of a kernel on a device that has `free_bytes` left beside the weights.
@@ -162,15 +180,19 @@ fn sequences(running_max: u32, positions: u64, context_max: u64) -> u32 {
     running_max + positions.div_ceil(context_max.max(1)) as u32 + 1
 }
 
-/// The smallest kernel with a row for each running request, and with rows for prompts beside them where there is one.
-fn kernel_rows(serving: &Serving) -> Result<u32, Fault> {
-    let most = KERNEL_ROWS.into_iter().max().unwrap_or(0);
+/// Which of `kernels`, ascending, a server has: the smallest, for few requests; one with a row for each running request; and one with
+/// rows for prompts beside them where there is one.
+fn kernels_of(serving: &Serving, kernels: &[u32]) -> Result<Vec<u32>, Fault> {
+    let most = kernels.last().copied().unwrap_or(0);
     if serving.running_max > most {
         let message = format!("kernels have at most {most} rows, `--max-batch` is {}", serving.running_max);
         return Err(Fault::input(message).with_remedy(format!("lower `--max-batch` to {most}")));
     }
-    let wanted = (serving.running_max + serving.chunk_rows).min(most);
-    Ok(KERNEL_ROWS.into_iter().filter(|rows| *rows >= wanted).min().unwrap_or(most))
+    let with_room = |rows: u32| kernels.iter().copied().find(|kernel| *kernel >= rows.min(most));
+    let wanted = [1, serving.running_max, serving.running_max.saturating_add(serving.chunk_rows)];
+    let mut chosen: Vec<u32> = wanted.into_iter().filter_map(with_room).collect();
+    chosen.dedup();
+    Ok(chosen)
 }
 
 /// Rows of the interpreter's steps, and the pages of their sequences.
@@ -187,7 +209,7 @@ pub(super) fn cpu_batch(serving: &Serving, decode: &Decode) -> Batch {
 impl Batched {
     /// Steps of the interpreter.
     pub(super) fn of_cpu(validated: Arc<Validated>, pack: Pack) -> Batched {
-        Batched { validated, pack, kernel: None }
+        Batched { validated, pack, on_device: None }
     }
 
     /// The proven schedule.
@@ -200,14 +222,19 @@ impl Batched {
     /// # Errors
     /// A cache that is larger than this machine's memory; what the device refuses.
     pub fn stepper(&self) -> Result<Box<dyn Stepper>, Fault> {
-        let Some(kernel) = &self.kernel else {
+        let Some(on_device) = &self.on_device else {
             return Ok(Box::new(CpuStepper::new(self.validated.schedule(), self.pack.clone(), Options::fast())?));
         };
-        let DeviceKernel { device, cubin, steps_max } = kernel.as_ref();
+        let OnDevice { device, kernels, steps_max } = on_device.as_ref();
         let pack = upload_pack(device, &self.validated, &self.pack)?;
-        let session =
-            RowsSession::load(device, &Queues::of(&self.validated), cubin, Trace::Off, *steps_max, pack, None)?;
-        Ok(Box::new(DeviceStepper::new(session)))
+        let mut sessions: Vec<RowsSession> = vec![];
+        for (validated, cubin) in kernels {
+            let (queues, cache) = (Queues::of(validated), sessions.first().map(RowsSession::cache));
+            let session = RowsSession::load(device, &queues, cubin, Trace::Off, *steps_max, Arc::clone(&pack), cache)?;
+            sessions.push(session);
+        }
+        let stepper = DeviceStepper::new(sessions).ok_or_else(|| Fault::internal("no kernel for several rows"))?;
+        Ok(Box::new(stepper))
     }
 }
 
@@ -220,11 +247,21 @@ mod tests {
     }
 
     #[test]
-    fn a_batch_runs_on_the_smallest_kernel_with_room_for_it() {
-        for (running, chunk, rows) in [(1, 1, 8), (1, 7, 8), (4, 5, 16), (8, 8, 16), (16, 1, 16), (16, 64, 16)] {
-            assert_eq!(kernel_rows(&serving(running, chunk)), Ok(rows), "{running} and {chunk}");
+    fn a_server_has_kernels_for_few_requests_for_all_and_for_prompts_beside_them() {
+        let few: &[u32] = &[8, 16];
+        let all: &[u32] = &[8, 16, 32, 64];
+        for (running, chunk, kernels, chosen) in [
+            (1, 7, all, &[8][..]),
+            (4, 5, all, &[8, 16]),
+            (8, 24, all, &[8, 32]),
+            (16, 40, all, &[8, 16, 64]),
+            (16, 1, few, &[8, 16]),
+            (64, 64, all, &[8, 64]),
+            (20, u32::MAX, all, &[8, 32, 64]),
+        ] {
+            assert_eq!(kernels_of(&serving(running, chunk), kernels), Ok(chosen.to_vec()), "{running} and {chunk}");
         }
-        let refused = kernel_rows(&serving(17, 1)).unwrap_err();
+        let refused = kernels_of(&serving(17, 1), few).unwrap_err();
         assert_eq!(refused.message, "kernels have at most 16 rows, `--max-batch` is 17");
     }
 

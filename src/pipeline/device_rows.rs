@@ -11,7 +11,7 @@ use crate::cuda::driver::Device;
 use crate::cuda::memory::DeviceBuffer;
 use crate::cuda::rows::{FirstToken, RowInput, RowsSession};
 use crate::cuda::session::Session;
-use crate::defaults::rows::{KERNEL_ROWS, Room, place_rows};
+use crate::defaults::rows::{Room, kernel_rows, place_rows};
 use crate::digest::Digest;
 use crate::error::Fault;
 use crate::ir::program::Space;
@@ -41,6 +41,25 @@ pub(super) fn rows_schedule(context: &BuildContext<'_>, base: &Candidate, room: 
             Fault::input(format!("a kernel for {} rows does not fit target `{}`: {reason}", room.rows, target.name))
         })?;
     Ok(validate(placed, &keys::unmeasured(target))?)
+}
+
+/// Places and proves the kernel with most rows that fits, with the room that `room` names for so many.
+///
+/// # Errors
+/// As [`rows_schedule`], if none fits.
+pub(super) fn largest_rows_schedule(
+    context: &BuildContext<'_>,
+    base: &Candidate,
+    room: impl Fn(u32) -> Room,
+) -> Result<Validated, Fault> {
+    let (smallest, larger) = rows_of(context).split_first().ok_or_else(|| Fault::internal("no kernels for rows"))?;
+    let fits = larger.iter().rev().find_map(|&rows| rows_schedule(context, base, room(rows)).ok());
+    fits.map_or_else(|| rows_schedule(context, base, room(*smallest)), Ok)
+}
+
+/// Rows of the kernels that the target of a build may have, ascending.
+pub(super) fn rows_of(context: &BuildContext<'_>) -> &'static [u32] {
+    kernel_rows(context.manifest.precision, context.target)
 }
 
 /// Compiles a proven kernel.
@@ -116,8 +135,6 @@ fn read_chunks(
 pub(super) struct Prefill(RowsSession);
 
 impl Prefill {
-    /// Positions of a chunk.
-    const CHUNK: u32 = 16;
     /// Shorter prompts are read by the kernel for one row: a launch costs as much as some of its steps.
     pub const PROMPT_MIN: usize = 32;
 
@@ -127,8 +144,8 @@ impl Prefill {
     /// A cache that pages do not fill evenly, or in another order; what the compiler refuses.
     pub fn made(chain: &Chain<'_>) -> Result<(Validated, Box<Cubin>), Fault> {
         let positions = u64::from(chain.context.manifest.decode.context_max);
-        let room = Room { rows: Self::CHUNK, sequences: 1, positions };
-        let validated = rows_schedule(&chain.context, &chain.candidate, room)?;
+        let room = |rows| Room { rows, sequences: 1, positions };
+        let validated = largest_rows_schedule(&chain.context, &chain.candidate, room)?;
         if !same_caches(validated.schedule(), chain.validated()?.schedule()) {
             return Err(Fault::input(format!("`context_max` {positions} is not a multiple of the rows of a page"))
                 .with_remedy("choose a multiple of 256, so that prompts are read in chunks"));
@@ -170,7 +187,7 @@ impl Prefill {
 }
 
 /// Whether the caches of two schedules lie at the same places, row by row.
-fn same_caches(a: &Schedule, b: &Schedule) -> bool {
+pub(super) fn same_caches(a: &Schedule, b: &Schedule) -> bool {
     let caches = |s: &Schedule| -> Vec<_> {
         let buffers = s.program.buffers.iter().zip(&s.placement);
         buffers.filter(|(b, _)| b.space == Space::Cache).map(|(b, at)| (b.rows, b.cols, b.dtype, *at)).collect()
@@ -213,7 +230,17 @@ const STEPS: u32 = 16;
 /// Prompts of a measurement.
 const PROMPTS: usize = 5;
 
-/// Times steps of each number of rows at each position, after the logits of its kernel were compared.
+/// What is timed.
+#[derive(Debug, Clone, Copy)]
+pub struct Asked<'a> {
+    /// Sequences that decode together.
+    pub rows: &'a [u32],
+    /// Lengths of prompts, and rows of the kernels that read each. None: the largest that fits.
+    pub prompts: &'a [u32],
+    pub chunks: &'a [u32],
+}
+
+/// Times steps of each number of rows at each position, and prompts, after the logits of each kernel were compared.
 ///
 /// # Errors
 /// As `bench`; a kernel that does not fit the target.
@@ -221,8 +248,7 @@ pub fn bench_rows(
     workspace: &Workspace,
     manifest: &Manifest,
     target: &Target,
-    rows: &[u32],
-    prompts: &[u32],
+    Asked { rows, prompts, chunks }: Asked<'_>,
     on_timed: &mut dyn FnMut(&RowsTimed) -> Result<(), Fault>,
 ) -> Result<(), Fault> {
     let model = import_stage(workspace, manifest)?;
@@ -234,21 +260,26 @@ pub fn bench_rows(
     let device = Device::open(found.ordinal)?;
     let pack = chain.pack()?;
     let mut shared = None;
-    for kernel in KERNEL_ROWS {
-        let of_kernel: Vec<u32> = rows.iter().copied().filter(|&n| n > 0 && kernel_of(n) == Some(kernel)).collect();
-        let prompts = if kernel == Prefill::CHUNK { prompts } else { &[] };
+    let kernels = rows_of(&chain.context);
+    let kernel_of = |rows: u32| kernels.iter().copied().find(|&kernel| rows > 0 && kernel >= rows);
+    let position_last = manifest.decode.time_positions.iter().max().copied().unwrap_or(0) + STEPS + 1;
+    let room = |kernel: u32| {
+        let last = position_last.max(prompts.iter().max().copied().unwrap_or(0).div_ceil(kernel));
+        Room { rows: kernel, sequences: kernel, positions: u64::from(kernel) * u64::from(last.next_multiple_of(256)) }
+    };
+    let largest = match (prompts, chunks) {
+        ([], _) => vec![],
+        (_, []) => vec![largest_rows_schedule(&chain.context, &chain.candidate, room)?.schedule().program.rows],
+        (_, chunks) => chunks.to_vec(),
+    };
+    for &kernel in kernels {
+        let of_kernel: Vec<u32> = rows.iter().copied().filter(|&n| kernel_of(n) == Some(kernel)).collect();
+        let prompts = if largest.contains(&kernel) { prompts } else { &[] };
         if of_kernel.is_empty() && prompts.is_empty() {
             continue;
         }
-        let last = manifest.decode.time_positions.iter().max().copied().unwrap_or(0) + STEPS + 1;
-        let last = last.max(prompts.iter().max().copied().unwrap_or(0).div_ceil(kernel));
-        let room = Room {
-            rows: kernel,
-            sequences: kernel,
-            positions: u64::from(kernel) * u64::from(last.next_multiple_of(256)),
-        };
         let begun = Instant::now();
-        let validated = rows_schedule(&chain.context, &chain.candidate, room)?;
+        let validated = rows_schedule(&chain.context, &chain.candidate, room(kernel))?;
         workspace.report.note(&format!("{kernel} rows: proven in {:.0} ms", begun.elapsed().as_secs_f64() * 1e3));
         let device_pack = match &shared {
             Some(pack) => Arc::clone(pack),
@@ -289,11 +320,6 @@ fn time_prompt(session: &mut RowsSession, tokens: u32, vocab: u32) -> Result<Vec
     }
     times.sort_by(f64::total_cmp);
     Ok(times)
-}
-
-/// The kernel for `rows`; `None`: there is none with as many.
-fn kernel_of(rows: u32) -> Option<u32> {
-    KERNEL_ROWS.into_iter().find(|kernel| *kernel >= rows)
 }
 
 /// Sequences of their own, one a row, which decode greedily.
@@ -383,8 +409,9 @@ pub(super) fn trace_rows(
     steps: u32,
     warm_up: u32,
 ) -> Result<TracedRows, Fault> {
-    let most = KERNEL_ROWS.into_iter().max().unwrap_or(0);
-    let kernel = kernel_of(rows).filter(|_| rows > 0).ok_or_else(|| {
+    let kernels = rows_of(&chain.context);
+    let most = kernels.iter().max().copied().unwrap_or(0);
+    let kernel = kernels.iter().copied().find(|&kernel| rows > 0 && kernel >= rows).ok_or_else(|| {
         Fault::input(format!("{rows} rows: kernels have 1 to {most}")).with_remedy("name fewer with `--rows`")
     })?;
     let positions = u64::from(kernel) * u64::from((position + steps + 1).next_multiple_of(256));

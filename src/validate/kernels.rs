@@ -18,13 +18,17 @@ use crate::ir::variant::{
 };
 use crate::ir::{BufferId, EventId, GridId, SmId, TableId, TaskId};
 use crate::model::graph::{NormKind, QkNormSpan};
-use crate::target::{DotMechanism, Target, TargetKind};
+use crate::target::{CopyMechanism, DotMechanism, Target, TargetKind};
 
 /// Extents that queue entries and stream runs hold in 16 and 32 bits.
 const SHARES_MAX: u32 = 1 << 16;
 const RUN_BYTES_MAX: u64 = 1 << 31;
-/// Rows of a step that kernels take: one tile of a tensor core's operand.
-const ROWS_MAX: u32 = 16;
+/// Rows of a step that kernels take: one tile of a tensor core's operand where every warp has all rows, and four where tensor cores
+/// multiply, and warps have a tile each.
+const TILE_ROWS: u32 = 16;
+const ROWS_MAX: u32 = 64;
+/// Chunks that kernels for more than a tile of rows take at once.
+const CHUNKS_AT_ONCE: u32 = 8;
 /// Bytes of a queue entry in the `queue` part of shared memory.
 const ENTRY_BYTES: u64 = 64;
 /// Bytes that 32 bits of 8-byte packets, and of 256-byte units, reach; the last unit is the word for none.
@@ -36,7 +40,7 @@ pub(super) fn check(schedule: &Schedule, target: &Target, found: &mut Found) {
         return;
     }
     let mut rules = Rules { found };
-    rules.steps(schedule);
+    rules.steps(schedule, target);
     if rules.found.any() {
         // The rest takes one row and one device for granted.
         return;
@@ -65,10 +69,10 @@ impl Rules<'_> {
     }
 
     /// What the kernels do one of: a row, a sequence, a device.
-    fn steps(&mut self, schedule: &Schedule) {
+    fn steps(&mut self, schedule: &Schedule, target: &Target) {
         let Schedule { program, machine, .. } = schedule;
         if program.rows > 1 {
-            self.rows(schedule);
+            self.rows(schedule, target);
         } else {
             for (t, table) in (0..).zip(&program.tables) {
                 self.expect_rule(Rule::KernelRows, false, Entity::Table(TableId(t)), || {
@@ -100,10 +104,32 @@ impl Rules<'_> {
     }
 
     /// rows/*.cuh: what kernels for several rows take for granted.
-    fn rows(&mut self, schedule: &Schedule) {
+    fn rows(&mut self, schedule: &Schedule, target: &Target) {
         let Schedule { program, machine, regimes, .. } = schedule;
-        self.expect_rule(Rule::KernelRows, program.rows <= ROWS_MAX, Entity::Schedule, || {
-            format!("expected steps of at most {ROWS_MAX} rows, found {}", program.rows)
+        let precision = program.precision;
+        let tensor =
+            target.spec.dot == DotMechanism::Mma && precision.weights == DType::Bf16 && precision.wire == DType::Bf16;
+        let most = if tensor { ROWS_MAX } else { TILE_ROWS };
+        self.expect_rule(Rule::KernelRows, program.rows <= most, Entity::Schedule, || {
+            format!("expected steps of at most {most} rows, found {}", program.rows)
+        });
+        // matvec_staged.cuh: a warp has a tile and takes chunks of units in turn with others, it reads 8 rows of the input, and all
+        // chunks that are taken at once are in the ring.
+        let (tiles, warps) = (program.rows.div_ceil(TILE_ROWS).max(1), machine.consumer_warps);
+        let whole = program.rows == tiles * TILE_ROWS
+            && warps.is_multiple_of(2 * tiles)
+            && CHUNKS_AT_ONCE.is_multiple_of((warps / tiles).max(1));
+        self.expect_rule(Rule::KernelRows, tiles == 1 || whole, Entity::Machine, || {
+            format!("expected whole tiles of rows that {warps} warps share evenly, found {} rows", program.rows)
+        });
+        let slots = machine.ring.slots;
+        self.expect_rule(Rule::KernelRows, tiles == 1 || slots >= CHUNKS_AT_ONCE, Entity::Machine, || {
+            format!("expected {CHUNKS_AT_ONCE} slots or more, whose chunks are taken at once, found {slots}")
+        });
+        // ring.cuh: loader warps take chunks in turn, and the parity of a slot's barrier is enough only for one that sees all of them.
+        let loaders = if target.spec.copy == CopyMechanism::Bulk { machine.loader_warps.max(1) } else { 1 };
+        self.expect_rule(Rule::KernelRows, tiles == 1 || slots.is_multiple_of(loaders), Entity::Machine, || {
+            format!("expected slots that {loaders} loaders take in turn, found {slots}")
         });
         self.expect_rule(Rule::KernelRows, regimes.len() == 1, Entity::Schedule, || {
             format!("expected one regime of steps of several rows, found {}", regimes.len())

@@ -104,13 +104,15 @@ pub(super) fn shared(schedule: &Schedule, target: &Target, grids: &Grids, found:
     // A kernel for rows keeps its input in registers or by blocks of k, and has a tile of keys and values of the step's own rows.
     let for_rows = schedule.program.buffers.iter().any(|buffer| buffer.words);
     let padded = u64::from(schedule.program.rows).next_multiple_of(8);
-    let (mut stage, mut heads, mut scratch) = (0, 0, 0);
+    let (mut stage, mut heads, mut scratch, mut pass_max) = (0, 0, 0, 0);
     // Two batches of partial sums.
     let mut reduce =
         (2 * u64::from(machine.reduce_batch)).saturating_mul(warps).saturating_mul(u64::from(UNIT_ROWS) * 4);
     for (g, grid) in (0..).zip(&schedule.program.grids) {
         match &grid.op {
             Op::MatVec(m) if for_rows => {
+                pass_max =
+                    pass_max.max(schedule.matvec_variant(GridId(g)).map_or(0, |variant| u64::from(variant.pass)));
                 let chunk = schedule.matvec_variant(GridId(g)).map_or(0, |variant| u64::from(variant.chunk));
                 let parts = u64::from(UNIT_ROWS / m.unit_rows.clamp(1, UNIT_ROWS));
                 // Tensor cores take bf16 words as they lie.
@@ -135,8 +137,8 @@ pub(super) fn shared(schedule: &Schedule, target: &Target, grids: &Grids, found:
                 // Queries, key and value in fp32, queries in bf16 and whole granules.
                 heads = heads.max(match for_rows {
                     false => (per_task + 2) * dim * 4 + per_task * dim.next_multiple_of(32) * 2,
-                    // Queries, and 16 keys and values as the cache has them; or all rows in fp32.
-                    true if shared.is_some() => (per_task + 2 * 16) * dim * 2,
+                    // Queries, and keys and values of whole tiles of 16 rows as the cache has them; or all rows in fp32.
+                    true if shared.is_some() => (per_task + 2 * padded.next_multiple_of(16)) * dim * 2,
                     true => (per_task + 2 * padded) * dim * 4,
                 });
             }
@@ -149,9 +151,16 @@ pub(super) fn shared(schedule: &Schedule, target: &Target, grids: &Grids, found:
         }
     }
     if for_rows {
-        // Two batches of the sums of all warps, of as many units as the threads have four pairs of columns of every row for.
+        // Two batches of the sums of all warps, of as many units as the threads have four pairs of columns of every row for. Of more
+        // than a tile of rows no sums meet: two stages hold chunks of the input, each at most 8 spans of 64 bytes of every row, two of
+        // up to 32 rows; later they hold the sums of a pass. Norm weights of 512 columns of each stage lie beside them.
         let batch = (warps * 32 / (padded * 4)).max(1);
-        reduce = 2 * batch * warps * padded * u64::from(UNIT_ROWS) * 4;
+        let staged = padded > 16;
+        reduce = if staged { 0 } else { 2 * batch * warps * padded * u64::from(UNIT_ROWS) * 4 };
+        if staged {
+            let chunks = if padded > 32 { 1 } else { 2 };
+            stage = (2 * chunks * 8 * 64 * padded).max(pass_max * padded * u64::from(UNIT_ROWS) * 4) + 2 * 512 * 4;
+        }
     }
     // Attention stages nothing: its scratch is `stage` and `reduce` together, which lie side by side.
     if let (Some(a), Some(b)) = (schedule.smem(SmemKind::Stage), schedule.smem(SmemKind::Reduce))
@@ -167,7 +176,7 @@ pub(super) fn shared(schedule: &Schedule, target: &Target, grids: &Grids, found:
     let mut state = u64::from(machine.ring.slots) * 16 + warps * 56 + 128;
     if for_rows {
         // Who takes part, tokens; two statistics of two tasks and the best (value, id) of each warp and row.
-        state += 4 + padded * 4 + warps * padded * 24;
+        state += padded.div_ceil(32) * 4 + padded * 4 + warps * padded * 24;
     }
     for (kind, least) in [
         (SmemKind::Ring, ring),
@@ -346,10 +355,10 @@ pub(super) fn device(schedule: &Schedule, target: &Target, found: &mut Found) {
 pub(super) fn bytes(buffer: &Buffer) -> u64 {
     let (rows, cols) = (u64::from(buffer.rows), u64::from(buffer.cols));
     match buffer.space {
-        // Words of 8 rows at a time, in pieces of 16 bytes.
+        // Words of 8 rows by 64 bytes at a time.
         Space::Exchange if buffer.words => {
-            let pieces = cols.saturating_mul(buffer.dtype.bytes() as u64).div_ceil(16);
-            pieces.saturating_mul(16 * rows.next_multiple_of(8)).saturating_mul(u64::from(buffer.phases))
+            let spans = cols.saturating_mul(buffer.dtype.bytes() as u64).div_ceil(64);
+            spans.saturating_mul(64 * rows.next_multiple_of(8)).saturating_mul(u64::from(buffer.phases))
         }
         Space::Exchange => {
             let packets = cols.div_ceil(4 / buffer.dtype.bytes() as u64).next_multiple_of(2);

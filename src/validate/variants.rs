@@ -121,8 +121,10 @@ fn matvec(
         });
     }
     if pass > 0 {
-        // Blocks of k of one unit: as equal as granules for every warp allow, of at most 32 with one part of k.
-        let slot = slot.min(32 / parts).max(1);
+        // Blocks of k of one unit: as equal as granules for every warp allow, of at most 32 with one part of k. Of more than 16 rows
+        // every warp takes whole blocks, of at most 8.
+        let (warps, granules_max) = if schedule.program.rows > 16 { (1, 8) } else { (warps, 32) };
+        let slot = slot.min(granules_max / parts).max(1);
         let most = (slot / warps * warps).max(1);
         let chunks =
             if unit <= slot { unit } else { (unit.div_ceil(unit.div_ceil(most)).div_ceil(warps) * warps).min(most) };

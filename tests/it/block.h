@@ -67,19 +67,20 @@ static struct {
 
 // ---- threads ------------------------------------------------------------------------------------------------------
 
-constexpr int THREADS = 64, WARPS = THREADS / 32;
+// Threads of a block unless a test asks for more, and the most.
+constexpr int THREADS = 64, WARPS = THREADS / 32, THREADS_MAX = 256;
 constexpr int STACK_BYTES = 1 << 18;
-static ucontext_t main_context, contexts[THREADS];
-static std::vector<char> stacks(size_t(THREADS) * STACK_BYTES);
-static int current;
-static bool finished[THREADS];
+static ucontext_t main_context, contexts[THREADS_MAX];
+static std::vector<char> stacks(size_t(THREADS_MAX) * STACK_BYTES);
+static int threads, current;
+static bool finished[THREADS_MAX];
 static void (*thread_body)(int);
 // Shared memory of the block.
 alignas(1024) unsigned char smem[1 << 20];
 
 static int next_of(int from) {
-  for (int i = 1; i <= THREADS; i++)
-    if (!finished[(from + i) % THREADS]) return (from + i) % THREADS;
+  for (int i = 1; i <= threads; i++)
+    if (!finished[(from + i) % threads]) return (from + i) % threads;
   return -1;
 }
 static void yield() {
@@ -100,9 +101,9 @@ struct Meeting {
     while (round == now) yield();
   }
 };
-static Meeting block_meeting, warp_meetings[WARPS];
-static unsigned long long lanes[2][THREADS];
-static int turns[THREADS];
+static Meeting block_meeting, warp_meetings[THREADS_MAX / 32];
+static unsigned long long lanes[2][THREADS_MAX];
+static int turns[THREADS_MAX];
 
 static void __syncwarp() { warp_meetings[current / 32].meet(); }
 template <class T>
@@ -144,7 +145,7 @@ static float element(const unsigned* registers, int i, bool f16) {
   if (f16) return f16_of(registers[i / 2] >> i % 2 * 16 & 0xffff);
   return bits_to_float(i % 2 ? registers[i / 2] & 0xffff0000u : registers[i / 2] << 16);
 }
-static unsigned operands[2][THREADS][6];
+static unsigned operands[2][THREADS_MAX][6];
 // mma.m16n8k16 of bf16 or fp16, by a whole warp: PTX ISA, "Matrix Fragments for mma.m16n8k16". Sums are added in the order of k.
 static void emulated_product(float& d0, float& d1, float& d2, float& d3, unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0,
                              unsigned b1, bool f16 = false) {
@@ -184,16 +185,17 @@ static void thread_main(int thread) {
   current = next_of(thread);
   setcontext(current < 0 ? &main_context : &contexts[current]);
 }
-// Runs `body` by all threads of a block, to its end.
-static void run_block(void (*body)(int)) {
+// Runs `body` by all threads of a block of `count`, to its end.
+static void run_block(void (*body)(int), int count = THREADS) {
   thread_body = body;
-  block_meeting = {THREADS, 0, 0};
+  threads = count;
+  block_meeting = {threads, 0, 0};
   for (Meeting& warp : warp_meetings) warp = {32, 0, 0};
   volatile bool ran = false;
   getcontext(&main_context);
   if (ran) return;
   ran = true;
-  for (int thread = 0; thread < THREADS; thread++) {
+  for (int thread = 0; thread < threads; thread++) {
     turns[thread] = 0;
     finished[thread] = false;
     getcontext(&contexts[thread]);

@@ -51,6 +51,21 @@ static void ring_take_pair(Context<M>& c, const RingCursor<M>& a, const RingCurs
 template <class M>
 static void ring_release(Context<M>&, const RingCursor<M>&) {}
 template <class M>
+static RingCursor<M> ring_ahead(const RingCursor<M>& from, int n) {
+  const u32 chunk = from.use * M::SLOTS + from.slot + n;
+  return {chunk % M::SLOTS, chunk / M::SLOTS};
+}
+template <class M>
+static void ring_await(Context<M>& c, const RingCursor<M>& first, int n) {
+  for (int i = 0; i < n; i++) ring_take(c, ring_ahead<M>(first, i));
+}
+template <class M>
+static const u8* ring_chunk(const RingCursor<M>& at) {
+  return smem + RING_AT + (at.use * M::SLOTS + at.slot) * SLOT_BYTES;
+}
+template <class M>
+static void ring_release(Context<M>&, const RingCursor<M>&, int) {}
+template <class M>
 static void ring_release_pair(Context<M>&, const RingCursor<M>&, const RingCursor<M>&, bool = true) {}
 
 #include "runtime/stage.cuh"
@@ -63,16 +78,17 @@ static void ring_release_pair(Context<M>&, const RingCursor<M>&, const RingCurso
 #include "rows/words.cuh"
 #include "rows/select.cuh"
 #include "rows/matvec.cuh"
+#include "rows/matvec_staged.cuh"
 #include "rows/attention.cuh"
 #include "op_formulas.h"
 
 // ---- a block and its memory -----------------------------------------------------------------------------------------
 
-template <Elem E, int ROWS_, bool MOVED = false>
+template <Elem E, int ROWS_, bool MOVED = false, int WARPS_ = ::WARPS>
 struct Machine {
-  static constexpr int SMS = 1, WARPS = ::WARPS, SLOTS = 3, SLOT_BYTES = ::SLOT_BYTES, REDUCE_BATCH = 2, STAMPS_MAX = 0;
+  static constexpr int SMS = 1, WARPS = WARPS_, SLOTS = 3, SLOT_BYTES = ::SLOT_BYTES, REDUCE_BATCH = 2, STAMPS_MAX = 0;
   static constexpr int STAGE_AT = 0, REDUCE_AT = 1 << 16, HEADS_AT = 1 << 17, RESIDUAL_AT = HEADS_AT + (1 << 15);
-  static constexpr int QUEUE_AT = RESIDUAL_AT + (1 << 14), STATE_AT = QUEUE_AT + 1024, SCRATCH_BYTES = 1 << 17;
+  static constexpr int QUEUE_AT = RESIDUAL_AT + (1 << 16), STATE_AT = QUEUE_AT + 1024, SCRATCH_BYTES = 1 << 17;
   static constexpr Elem WEIGHT = E, CACHE = E, WIRE = E;
   static constexpr Dot DOT = E == Elem::BF16 ? Dot::MMA : Dot::FMA;
   static constexpr bool TRACE = false;
@@ -82,7 +98,7 @@ struct Machine {
 };
 static RowsParams params;
 static Entry entry;
-static Row rows[16];
+static Row rows[64];
 static u32 tag;
 static std::vector<u64> exchange;
 static std::vector<u8> cache;
@@ -133,7 +149,7 @@ static bool left_alone(u32 at, int row, u32 other = NO_WORD, int first = 0) {
 
 // Begins a case: `active` rows take part in the step.
 template <class M>
-static void start(u64 seed, u32 active) {
+static void start(u64 seed, u64 active) {
   exchange.clear();
   constants.clear();
   cache.clear();
@@ -147,7 +163,7 @@ static void start(u64 seed, u32 active) {
   params.row_count = M::ROWS;
   entry = Entry{};
   entry.norm_bias = ~0u;
-  rows_state<M>().active = active;
+  std::memcpy(rows_state<M>().active, &active, sizeof rows_state<M>().active);
 }
 template <class M, class Op>
 static void task(int thread) {
@@ -163,9 +179,9 @@ static void run() {
   params.exchange = exchange.data();
   params.pack = constants.data();
   params.cache = cache.data();
-  run_block(task<M, Op>);
+  run_block(task<M, Op>, M::WARPS * 32);
 }
-static bool takes(u32 active, int row) { return active >> row & 1; }
+static bool takes(u64 active, int row) { return active >> row & 1; }
 template <class M>
 static float* residual(int row) { return reinterpret_cast<float*>(smem + M::RESIDUAL_AT) + row * M::RESIDUAL_COLS; }
 
@@ -206,7 +222,7 @@ static void stream(const std::vector<float>& w) {
 }
 
 template <class M, class G>
-static void matvec(const char* name, u32 active) {
+static void matvec(const char* name, u64 active) {
   constexpr int COLS = G::EPILOGUE == Epilogue::GATED ? G::ROWS / 2 : G::ROWS;
   for (u64 seed = 1; seed <= 2; seed++) {
     u64 state = seed * 77;
@@ -280,7 +296,7 @@ struct Sum {
   static constexpr float EPS = 1e-6f, SCALE = 0.25f;
 };
 template <class M, class G>
-static void norm_add(const char* name, u32 active) {
+static void norm_add(const char* name, u64 active) {
   u64 state = 1234;
   start<M>(1, active);
   const std::vector<float> weight = numbers(state, G::WIDTH), before = numbers(state, size_t(M::ROWS) * M::RESIDUAL_COLS);
@@ -311,7 +327,7 @@ static void norm_add(const char* name, u32 active) {
 }
 
 template <class M, class G>
-static void embed(const char* name, u32 active) {
+static void embed(const char* name, u64 active) {
   typedef typename ElemOf<M::WEIGHT>::type W;
   constexpr int VOCAB = 30;
   u64 state = 4321;
@@ -342,7 +358,7 @@ struct Choice {
 };
 // A row whose best candidate ends it, one that took part no more, one whose steps are over, and the others.
 template <class M>
-static void select(const char* name, u32 active) {
+static void select(const char* name, u64 active) {
   constexpr int STRIDE = 2 * Choice::PARTS;
   u64 state = 99;
   start<M>(1, active);
@@ -364,13 +380,14 @@ static void select(const char* name, u32 active) {
   }
   run<M, RowsSelect<M, Choice>>();
   std::vector<double> expected, found;
-  u32 left = 0;
+  u64 left = 0, stays = 0;
   for (int row = 0; row < M::ROWS; row++) {
     if (!takes(active, row)) continue;
     expected.push_back(best[row]), found.push_back(rows_state<M>().token[row]);
-    if (row > 1) left |= 1u << row;
+    if (row > 1) left |= 1ull << row;
   }
-  expected.push_back(left), found.push_back(rows_state<M>().active);
+  std::memcpy(&stays, rows_state<M>().active, sizeof rows_state<M>().active);
+  expected.push_back(left), found.push_back(stays);
   expected.push_back(tag), found.push_back(rows_state<M>().block.acquired_tag);
   expected.push_back(17), found.push_back(rows_state<M>().token[0]);
   while (expected.size() < 9) expected.push_back(0), found.push_back(0);
@@ -390,15 +407,15 @@ struct Capped : H {
   static constexpr float SOFTCAP = 2.f;
 };
 
-// Two sequences: five rows of the first, three of the second, of which the last takes no part.
+// Two sequences: five eighths of the rows are of the first, the others of the second, of which the last takes no part.
 template <class M, class G>
 static void attention(const char* name) {
   typedef typename ElemOf<M::CACHE>::type C;
   constexpr int KV = G::HEADS / G::GROUP, TASKS = G::HEADS / G::HEADS_PER_TASK, COLS = (G::HEADS + 2 * KV) * G::DIM, OUT = G::HEADS * G::DIM;
-  constexpr u32 COUNT[2] = {5, 3}, STARTS[][2] = {{0, 0}, {3, 61}, {17, 32}, {40, 100}, {75, 15}};
+  constexpr u32 COUNT[2] = {M::ROWS / 8 * 5, M::ROWS / 8 * 3}, STARTS[][2] = {{0, 0}, {3, 61}, {17, 32}, {40, 100}, {75, 15}};
   for (const auto& starts : STARTS) {
     u64 state = starts[0] * 31 + 5;
-    const u32 active = 0x7f;
+    const u64 active = ~0ull >> (65 - M::ROWS);
     start<M>(starts[0] & 1, active);
     const std::vector<float> q_weight = numbers(state, G::HEADS * G::DIM), k_weight = numbers(state, KV * G::DIM);
     const std::vector<float> table = numbers(state, M::CONTEXT_MAX * G::ROTARY + 1);
@@ -513,6 +530,10 @@ int main() {
   typedef Machine<Elem::BF16, 8> B8;
   typedef Machine<Elem::BF16, 16> B16;
   typedef Machine<Elem::BF16, 16, true> Moved;
+  // Two and four tiles of rows: warps of the same rows share k, and the warp that is alone with its rows has all of it.
+  typedef Machine<Elem::BF16, 32, true, 8> B32;
+  typedef Machine<Elem::BF16, 64, true, 8> B64;
+  typedef Machine<Elem::BF16, 32, true, 4> Narrow;
   typedef Machine<Elem::F32, 8> F8;
   const u32 some = 0xb6d5;
   // A short k stays in registers, a long one does not; passes are of one unit, of an odd number, and of more than there are.
@@ -531,6 +552,14 @@ int main() {
   matvec<B16, Product<12, 200, Norm::RMS, Epilogue::STORE, 2, 3, 4>>("matvec-16-units-of-4-bf16", 0x8001);
   matvec<Moved, Product<44, 200, Norm::RMS, Epilogue::RESIDUAL, 2, 3>>("matvec-16-moved-bf16", some);
   matvec<Moved, Product<36, 104, Norm::RMS, Epilogue::GATED, 2, 4>>("matvec-16-moved-gated-bf16", 0xffff);
+  const u64 many = 0x9b6d5e731f0c8a27;
+  matvec<B32, Product<40, 160, Norm::NONE, Epilogue::STORE, 4, 3, 8, true>>("matvec-32-bf16", many >> 32);
+  matvec<B32, Product<44, 300, Norm::RMS, Epilogue::RESIDUAL, 3, 3>>("matvec-32-long-bf16", ~0u);
+  matvec<B32, Product<21, 128, Norm::LAYER, Epilogue::ACT, 4, 2>>("matvec-32-layer-bf16", many >> 32);
+  matvec<B64, Product<36, 200, Norm::RMS, Epilogue::GATED, 3, 5>>("matvec-64-gated-bf16", many);
+  matvec<B64, Product<37, 96, Norm::RMS, Epilogue::LOGITS, 3, 4>>("matvec-64-logits-bf16", many);
+  matvec<B64, Product<12, 200, Norm::RMS, Epilogue::STORE, 2, 3, 4>>("matvec-64-units-of-4-bf16", many);
+  matvec<Narrow, Product<44, 200, Norm::RMS, Epilogue::STORE, 2, 3>>("matvec-32-narrow-bf16", many & 0xffffffff);
   matvec<F8, Product<40, 100, Norm::NONE, Epilogue::STORE, 4, 2, 8, true>>("matvec-lanes", some & 0xff);
   matvec<F8, Product<21, 70, Norm::LAYER, Epilogue::ACT, 2, 1>>("matvec-lanes-layer", some & 0xff);
   matvec<F8, Product<36, 64, Norm::RMS, Epilogue::GATED, 2, 2>>("matvec-lanes-gated", 0xff);
@@ -538,13 +567,18 @@ int main() {
   norm_add<F8, Sum<100>>("norm_add", some & 0xff);
   norm_add<B16, Sum<203>>("norm_add-bf16", some);
   embed<F8, Sum<41>>("embed", some & 0xff);
+  norm_add<B64, Sum<72>>("norm_add-64-bf16", many);
   embed<B16, Sum<64>>("embed-bf16", some);
+  embed<B64, Sum<24>>("embed-64-bf16", many);
   select<B16>("select", 0xfff7);
+  select<B64>("select-64", 0xfffffff7fffffff7);
   typedef Heads<4, 2, 2, 64, 64, false, HeadNorm::NONE, 0, 1> Halves;
   attention<B8, Swizzled<Halves, 1, true>>("attention-halves-bf16");
   attention<B8, Capped<Swizzled<Heads<4, 4, 4, 64, 0, false, HeadNorm::HEAD, 24, 1>, 1, false>>>("attention-window-bf16");
   attention<B8, Swizzled<Heads<4, 2, 1, 64, 64, true, HeadNorm::HEAD, 0, 1>, 1, true>>("attention-pairs-bf16");
   attention<B16, Swizzled<Heads<2, 2, 2, 128, 128, false, HeadNorm::HEAD, 50, 1>, 2, false>>("attention-128-bf16");
+  attention<B64, Swizzled<Halves, 1, true>>("attention-64-bf16");
+  attention<B32, Swizzled<Heads<4, 4, 4, 64, 0, false, HeadNorm::HEAD, 24, 1>, 1, false>>("attention-32-window-bf16");
   attention<F8, Heads<4, 2, 2, 20, 10, true, HeadNorm::HEAD, 0, 1>>("attention-lanes");
   attention<F8, Heads<3, 3, 3, 40, 40, false, HeadNorm::PROJECTION, 24, 1>>("attention-lanes-window");
   attention<F8, Capped<Heads<2, 1, 1, 8, 0, false, HeadNorm::CENTRED, 0, 1>>>("attention-lanes-centred");

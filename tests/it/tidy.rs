@@ -52,8 +52,8 @@ const IMPORTS: &[(&str, &[&str])] = &[
     ("codegen", &["digest", "dtype", "format", "ir", "model", "rows", "target", "validate"]),
     // Source in, cubin out, bytes to a device; only kernels and their sessions know what a schedule is.
     ("cuda", &["codegen", "error", "target"]),
-    ("cuda/kernel", &["codegen", "ir"]),
-    ("cuda/session", &["codegen", "error", "ir", "pack", "sample", "target", "trace"]),
+    ("cuda/kernel", &["codegen", "ir", "trace"]),
+    ("cuda/session", &["codegen", "error", "ir", "pack", "sample", "target"]),
     // Launches rows only with tables that the guard gave out.
     ("cuda/rows", &["codegen", "error", "ir", "rows", "target"]),
     (
