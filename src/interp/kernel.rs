@@ -449,7 +449,7 @@ mod avx2 {
                         let row = w.as_ptr().add(g * GRANULE + r * GRANULE_ROW);
                         let x = x.as_ptr().add((g * PARTS + part) * granule_k);
                         // A pass reads every eighth line of weights, which the prefetchers of a core do not follow. The line
-                        // of the next block may lie behind the weights: a hint reads nothing.
+                        // of the next block may lie after the weights: a hint reads nothing.
                         _mm_prefetch::<_MM_HINT_T0>(row.wrapping_add(BLOCK_GRANULES * GRANULE).cast());
                         if BF16 {
                             let row = row.cast::<__m256i>();

@@ -384,7 +384,7 @@ fn schedules_that_mistake_a_format_are_refused() {
         s.placement[other] = Some(end);
     });
     assert!(!over.is_empty(), "two buffers share bytes");
-    // A matrix of codes that nobody can read from other memory.
+    // No reader of codes reads a matrix from other memory.
     let constant = broken(|s| {
         let table = s.program.buffers.iter().position(|b| b.name == "embed").unwrap();
         s.program.buffers[table].coded = Some(NAMED[2].1);
