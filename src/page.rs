@@ -139,7 +139,7 @@ fn cards(out: &mut String, history: &History) {
         for HeadlineRow { position, default_us, best_us, .. } in &headline.positions {
             cards.push((
                 format!("{best_us:.1} µs"),
-                format!("a step at position {position}; default {default_us:.1} µs"),
+                format!("a step at position {position}; default {default_us:.1}\u{a0}µs"),
             ));
         }
     }
@@ -303,7 +303,9 @@ fn table(out: &mut String, history: &History) {
         let class = if entry.is_kept() { " class=\"is-kept\"" } else { "" };
         let who = if entry.proposer == Proposer::Default { "default" } else { entry.proposer.name() };
         put!(out, "<tr{class}><td>{number}</td><td>{who}</td>");
-        put!(out, "<td class=\"knobs\">{}</td>", escaped(&changed(&entry.candidate, &history.default)));
+        // Lines break between knobs, and inside the name of one only where a column is narrower.
+        let knobs = escaped(&changed(&entry.candidate, &history.default)).replace(';', ";<wbr>");
+        put!(out, "<td class=\"knobs\">{knobs}</td>");
         let verdict = if entry.verdict == "ok" {
             "ok".to_string()
         } else {

@@ -24,6 +24,7 @@ pub fn schedule(program: Program, target: &Target, candidate: &Candidate) -> Res
     check_formats(&program, target)?;
     let head_units = program.grids.iter().filter(|g| g.site == Some(Site::HEAD)).map(|g| g.n).sum();
     check_knobs(head_units, target, candidate)?;
+    check_slots(&program, candidate)?;
     let split = program.grids.iter().any(|g| matches!(g.op, Op::AttentionMerge { .. }));
     let weights = divide(&program, candidate, split && candidate.split_from == 0);
     let mut regimes = vec![];
@@ -53,6 +54,22 @@ fn check_formats(program: &Program, target: &Target) -> Result<(), Infeasible> {
         if let Some(expected) = kernel_refuses(format, program.precision, program.rows) {
             let (matrix, target) = (grid.name.clone(), target.name.clone());
             return Err(Infeasible::Format { matrix, format: format.to_string(), expected, target });
+        }
+    }
+    Ok(())
+}
+
+/// Slots against the granules of the program: those of codes are longer than [`GRANULE_BYTES`], because their scales lie in them.
+fn check_slots(program: &Program, c: &Candidate) -> Result<(), Infeasible> {
+    for grid in &program.grids {
+        let Op::MatVec(m) = &grid.op else { continue };
+        let granule = program.format_of(grid).granule_bytes(m.k);
+        if c.slot_bytes / granule < c.consumer_warps {
+            let expected = format!(
+                "{} granules of {granule} bytes of `{}` at least, one for each warp",
+                c.consumer_warps, grid.name
+            );
+            return Err(Infeasible::Knob { knob: "slot_bytes", value: c.slot_bytes, expected });
         }
     }
     Ok(())

@@ -120,7 +120,7 @@ fn rows_line(timed: &RowsTimed) -> (Value, String) {
                 "step_us_p10": p10, "step_us_p50": p50, "step_us_p90": p90, "tokens_per_s": tokens_per_s,
             });
             let line = format!(
-                "{rows:>3} rows from position {position:>6}: {p50:>8.1} us a step (p10 {p10:.1}, p90 {p90:.1}), \
+                "{rows:>3} rows from position {position:>6}: {p50:>8.1} µs a step (p10 {p10:.1}, p90 {p90:.1}), \
                  {tokens_per_s:>7.0} tokens/s; {within}\n"
             );
             (json, line)

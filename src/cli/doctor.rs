@@ -193,7 +193,7 @@ fn self_tests(tested: &[SelfTest]) -> Finding {
     for test in tested {
         let cluster = test.cluster.map_or("none".to_string(), |blocks| blocks.to_string());
         text.push_str(&format!(
-            "{}: passed as {}; launch {:.1} us, abort {:.0} us, clusters {cluster}, upload {:.1} GB/s\n",
+            "{}: passed as {}; launch {:.1} µs, abort {:.0} µs, clusters {cluster}, upload {:.1} GB/s\n",
             test.device.ordinal,
             test.arch,
             test.empty_launch_us_p50,

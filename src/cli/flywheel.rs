@@ -141,9 +141,9 @@ fn best_told(session: &Session, best: &[BestTrial<'_>], json: bool) -> Result<()
             "" => String::new(),
             device => format!(" ({device})"),
         };
-        let floor = timing.floor_us.map(|floor| format!(", floor {floor:.1} us")).unwrap_or_default();
+        let floor = timing.floor_us.map(|floor| format!(", floor {floor:.1} µs")).unwrap_or_default();
         terminal.print(&format!(
-            "{} {} on {}{device}, position {}: {:.1} us{floor}, of {}\n    {} {}\n",
+            "{} {} on {}{device}, position {}: {:.1} µs{floor}, of {}\n    {} {}\n",
             facts.name(),
             facts.model.weights_dtype,
             facts.machine.target,

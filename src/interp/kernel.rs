@@ -2,7 +2,8 @@
 //!
 //! Reduction orders are fixed: eight lanes a row, lane `l` takes elements `l, l + 8, ..` (fp32) or the pairs
 //! `2l, 2l + 1` of every 16 (bf16), and the lanes are added as `((0+1)+(2+3)) + ((4+5)+(6+7))`. So a result depends on
-//! the instruction set, which fuses multiply and add or does not, and on nothing else.
+//! the instruction set, which fuses multiply and add or does not, and on nothing else. AVX-512 changes none: it has two rows
+//! of weights in a register, eight lanes each.
 //!
 //! `unsafe` here is for vector loads alone.
 
@@ -20,9 +21,11 @@ const LANES: usize = 8;
 /// Which instructions the loops are made of.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Isa {
-    /// Only constructed where [`Isa::detect`] found AVX2 and FMA.
+    /// Only constructed where [`Isa::detect`] found AVX2 and FMA, and `wide` where it found AVX-512 F, too.
     #[cfg(target_arch = "x86_64")]
-    Avx2,
+    Avx2 {
+        wide: bool,
+    },
     Portable,
 }
 
@@ -30,7 +33,7 @@ impl Isa {
     pub fn detect() -> Isa {
         #[cfg(target_arch = "x86_64")]
         if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
-            return Isa::Avx2;
+            return Isa::Avx2 { wide: is_x86_feature_detected!("avx512f") };
         }
         Isa::Portable
     }
@@ -38,7 +41,7 @@ impl Isa {
     pub fn name(self) -> &'static str {
         match self {
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx2 => "avx2+fma",
+            Isa::Avx2 { .. } => "avx2+fma",
             Isa::Portable => "portable",
         }
     }
@@ -126,7 +129,7 @@ pub fn unit_f32<const PARTS: usize>(isa: Isa, w: &[u8], x: &[f32]) -> [f32; ROWS
     match isa {
         // SAFETY: `Isa::Avx2` exists only where the features were detected.
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx2 => unsafe { avx2::unit_f32::<PARTS>(w, x) },
+        Isa::Avx2 { .. } => unsafe { avx2::unit_f32::<PARTS>(w, x) },
         Isa::Portable => portable::unit_f32::<PARTS>(w, x),
     }
 }
@@ -140,7 +143,7 @@ pub fn unit_bf16<const PARTS: usize>(isa: Isa, w: &[u8], x: &[f32]) -> [f32; ROW
     match isa {
         // SAFETY: `Isa::Avx2` exists only where the features were detected.
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx2 => unsafe { avx2::unit_bf16::<PARTS>(w, x) },
+        Isa::Avx2 { .. } => unsafe { avx2::unit_bf16::<PARTS>(w, x) },
         Isa::Portable => portable::unit_bf16::<PARTS>(w, x),
     }
 }
@@ -158,27 +161,29 @@ pub fn unit_rows<const PARTS: usize>(isa: Isa, bf16: bool, w: &[u8], x: &[f32], 
     );
     assert!(out.len() <= STEP_ROWS, "rows beyond the accumulators");
     #[cfg(target_arch = "x86_64")]
-    if isa == Isa::Avx2 {
-        // SAFETY: `Isa::Avx2` exists only where the features were detected.
+    if let Isa::Avx2 { wide } = isa {
+        macro_rules! of_count {
+            ($set:ident, $bf16:literal) => {
+                match out.len() {
+                    0 => {}
+                    1 => $set::unit_rows::<PARTS, 1, $bf16>(w, x, k, out),
+                    2 => $set::unit_rows::<PARTS, 2, $bf16>(w, x, k, out),
+                    3 => $set::unit_rows::<PARTS, 3, $bf16>(w, x, k, out),
+                    4 => $set::unit_rows::<PARTS, 4, $bf16>(w, x, k, out),
+                    5 => $set::unit_rows::<PARTS, 5, $bf16>(w, x, k, out),
+                    6 => $set::unit_rows::<PARTS, 6, $bf16>(w, x, k, out),
+                    7 => $set::unit_rows::<PARTS, 7, $bf16>(w, x, k, out),
+                    _ => $set::unit_rows::<PARTS, 8, $bf16>(w, x, k, out),
+                }
+            };
+        }
+        // SAFETY: `Isa::Avx2` exists only where the features were detected, and is wide only where AVX-512 F was.
         return unsafe {
-            match (bf16, out.len()) {
-                (_, 0) => {}
-                (true, 1) => avx2::unit_rows::<PARTS, 1, true>(w, x, k, out),
-                (true, 2) => avx2::unit_rows::<PARTS, 2, true>(w, x, k, out),
-                (true, 3) => avx2::unit_rows::<PARTS, 3, true>(w, x, k, out),
-                (true, 4) => avx2::unit_rows::<PARTS, 4, true>(w, x, k, out),
-                (true, 5) => avx2::unit_rows::<PARTS, 5, true>(w, x, k, out),
-                (true, 6) => avx2::unit_rows::<PARTS, 6, true>(w, x, k, out),
-                (true, 7) => avx2::unit_rows::<PARTS, 7, true>(w, x, k, out),
-                (true, _) => avx2::unit_rows::<PARTS, 8, true>(w, x, k, out),
-                (false, 1) => avx2::unit_rows::<PARTS, 1, false>(w, x, k, out),
-                (false, 2) => avx2::unit_rows::<PARTS, 2, false>(w, x, k, out),
-                (false, 3) => avx2::unit_rows::<PARTS, 3, false>(w, x, k, out),
-                (false, 4) => avx2::unit_rows::<PARTS, 4, false>(w, x, k, out),
-                (false, 5) => avx2::unit_rows::<PARTS, 5, false>(w, x, k, out),
-                (false, 6) => avx2::unit_rows::<PARTS, 6, false>(w, x, k, out),
-                (false, 7) => avx2::unit_rows::<PARTS, 7, false>(w, x, k, out),
-                (false, _) => avx2::unit_rows::<PARTS, 8, false>(w, x, k, out),
+            match (wide, bf16) {
+                (false, true) => of_count!(avx2, true),
+                (false, false) => of_count!(avx2, false),
+                (true, true) => of_count!(avx512, true),
+                (true, false) => of_count!(avx512, false),
             }
         };
     }
@@ -192,7 +197,7 @@ pub fn dot(isa: Isa, a: &[f32], b: &[f32]) -> f32 {
     match isa {
         // SAFETY: `Isa::Avx2` exists only where the features were detected.
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx2 => unsafe { avx2::dot(a, b) },
+        Isa::Avx2 { .. } => unsafe { avx2::dot(a, b) },
         Isa::Portable => portable::dot(a, b),
     }
 }
@@ -221,7 +226,7 @@ pub fn scores(
             let out = &mut scores[h * rows + first..][..count];
             match isa {
                 #[cfg(target_arch = "x86_64")]
-                Isa::Avx2 if dim.is_multiple_of(LANES) => {
+                Isa::Avx2 { .. } if dim.is_multiple_of(LANES) => {
                     // SAFETY: `Isa::Avx2` exists only where the features were detected.
                     out.copy_from_slice(&unsafe { avx2::dots(q, block) }[..count])
                 }
@@ -251,7 +256,7 @@ pub fn weigh(
             match isa {
                 // SAFETY: `Isa::Avx2` exists only where the features were detected.
                 #[cfg(target_arch = "x86_64")]
-                Isa::Avx2 => unsafe { avx2::add_weighted(weights, block, sums) },
+                Isa::Avx2 { .. } => unsafe { avx2::add_weighted(weights, block, sums) },
                 Isa::Portable => {
                     for (weight, row) in weights.iter().zip(block.chunks_exact(dim)) {
                         sums.iter_mut().zip(row).for_each(|(s, v)| *s += weight * v);
@@ -267,7 +272,7 @@ pub fn exp_sum(isa: Isa, most: f32, x: &mut [f32]) -> f32 {
     match isa {
         // SAFETY: `Isa::Avx2` exists only where the features were detected.
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx2 => unsafe { avx2::exp_sum(most, x) },
+        Isa::Avx2 { .. } => unsafe { avx2::exp_sum(most, x) },
         Isa::Portable => {
             let mut lanes = [0.0; LANES];
             for chunk in x.chunks_mut(LANES) {
@@ -347,7 +352,7 @@ mod avx2 {
 
     /// The sums of eight accumulators, each in the order the head of the file fixes.
     #[target_feature(enable = "avx2,fma")]
-    fn reduce(acc: &[__m256; ROWS]) -> [f32; ROWS] {
+    pub fn reduce(acc: &[__m256; ROWS]) -> [f32; ROWS] {
         let quad = |a: usize| {
             let sums = _mm256_hadd_ps(_mm256_hadd_ps(acc[a], acc[a + 1]), _mm256_hadd_ps(acc[a + 2], acc[a + 3]));
             _mm_add_ps(_mm256_castps256_ps128(sums), _mm256_extractf128_ps::<1>(sums))
@@ -420,7 +425,7 @@ mod avx2 {
     }
 
     /// Granules whose inputs stay in the first cache: 16 KiB of bf16's for eight rows.
-    const BLOCK_GRANULES: usize = 16;
+    pub const BLOCK_GRANULES: usize = 16;
 
     /// One row of weights after another over a block of k, against all inputs: a weight is widened once. The sums of each
     /// input are those of [`unit_bf16`] and [`unit_f32`], in their order.
@@ -449,7 +454,7 @@ mod avx2 {
                         let row = w.as_ptr().add(g * GRANULE + r * GRANULE_ROW);
                         let x = x.as_ptr().add((g * PARTS + part) * granule_k);
                         // A pass reads every eighth line of weights, which the prefetchers of a core do not follow. The line
-                        // of the next block may lie behind the weights: a hint reads nothing.
+                        // of the next block may lie after the weights: a hint reads nothing.
                         _mm_prefetch::<_MM_HINT_T0>(row.wrapping_add(BLOCK_GRANULES * GRANULE).cast());
                         if BF16 {
                             let row = row.cast::<__m256i>();
@@ -591,6 +596,92 @@ mod avx2 {
     }
 }
 
+#[cfg(target_arch = "x86_64")]
+mod avx512 {
+    use super::avx2::{BLOCK_GRANULES, reduce};
+    use super::{GRANULE, GRANULE_K_BF16, GRANULE_K_F32, GRANULE_ROW, LANES, ROWS};
+    use std::arch::x86_64::*;
+
+    /// Rows of weights in a register.
+    const PAIR: usize = 2;
+
+    /// [`super::avx2::unit_rows`] with two rows of weights in a register, which halves the loads of inputs: each half of an
+    /// accumulator has the sums of a row, in the order that they have there.
+    #[target_feature(enable = "avx512f,avx2,fma")]
+    pub fn unit_rows<const PARTS: usize, const N: usize, const BF16: bool>(
+        w: &[u8],
+        x: &[f32],
+        k: usize,
+        out: &mut [[f32; ROWS]],
+    ) {
+        let granule_k = if BF16 { GRANULE_K_BF16 } else { GRANULE_K_F32 };
+        let high = _mm512_set1_epi32(0xffff_0000_u32 as i32);
+        let granules = w.len() / GRANULE;
+        assert!(x.len() >= N * k && k >= granules * PARTS * granule_k && out.len() >= N, "whole inputs");
+        // Both halves have the same eight inputs.
+        let both = |x: *const f32| {
+            // SAFETY: callers pass the place of eight values inside `x`. The load is unaligned.
+            let eight = unsafe { _mm256_loadu_ps(x) };
+            _mm512_castpd_ps(_mm512_broadcast_f64x4(_mm256_castps_pd(eight)))
+        };
+        let mut sums = [[_mm512_setzero_ps(); ROWS / PAIR]; N];
+        for block in (0..granules).step_by(BLOCK_GRANULES) {
+            let end = granules.min(block + BLOCK_GRANULES);
+            for pair in 0..ROWS / PAIR {
+                // Two neighbours have the same part of k: there are four parts at most.
+                let part = pair * PAIR / (ROWS / PARTS);
+                let mut acc = [_mm512_setzero_ps(); N];
+                acc.iter_mut().zip(&sums).for_each(|(acc, sums)| *acc = sums[pair]);
+                for g in block..end {
+                    // SAFETY: granule `g` is 8 rows of 64 bytes inside `w`; input `n` has `k` values from `n * k` on, and the
+                    // values of part `part` of granule `g` lie inside them. Loads are unaligned.
+                    unsafe {
+                        let row = w.as_ptr().add(g * GRANULE + pair * PAIR * GRANULE_ROW);
+                        let x = x.as_ptr().add((g * PARTS + part) * granule_k);
+                        // As there: lines of the next block, which may lie after the weights.
+                        let next = row.wrapping_add(BLOCK_GRANULES * GRANULE);
+                        _mm_prefetch::<_MM_HINT_T0>(next.cast());
+                        _mm_prefetch::<_MM_HINT_T0>(next.wrapping_add(GRANULE_ROW).cast());
+                        let (this, other) = (_mm512_loadu_ps(row.cast()), _mm512_loadu_ps(row.add(GRANULE_ROW).cast()));
+                        // The first halves of both rows, then the second ones.
+                        let a = _mm512_shuffle_f32x4::<0b01_00_01_00>(this, other);
+                        let b = _mm512_shuffle_f32x4::<0b11_10_11_10>(this, other);
+                        if BF16 {
+                            let (a, b) = (_mm512_castps_si512(a), _mm512_castps_si512(b));
+                            let w0 = _mm512_castsi512_ps(_mm512_slli_epi32::<16>(a));
+                            let w1 = _mm512_castsi512_ps(_mm512_and_si512(a, high));
+                            let w2 = _mm512_castsi512_ps(_mm512_slli_epi32::<16>(b));
+                            let w3 = _mm512_castsi512_ps(_mm512_and_si512(b, high));
+                            for (n, acc) in acc.iter_mut().enumerate() {
+                                let x = x.add(n * k);
+                                *acc = _mm512_fmadd_ps(w0, both(x), *acc);
+                                *acc = _mm512_fmadd_ps(w1, both(x.add(LANES)), *acc);
+                                *acc = _mm512_fmadd_ps(w2, both(x.add(2 * LANES)), *acc);
+                                *acc = _mm512_fmadd_ps(w3, both(x.add(3 * LANES)), *acc);
+                            }
+                        } else {
+                            for (n, acc) in acc.iter_mut().enumerate() {
+                                let x = x.add(n * k);
+                                *acc = _mm512_fmadd_ps(a, both(x), *acc);
+                                *acc = _mm512_fmadd_ps(b, both(x.add(LANES)), *acc);
+                            }
+                        }
+                    }
+                }
+                sums.iter_mut().zip(&acc).for_each(|(sums, acc)| sums[pair] = *acc);
+            }
+        }
+        for (out, sums) in out.iter_mut().zip(&sums) {
+            let mut rows = [_mm256_setzero_ps(); ROWS];
+            for (rows, sums) in rows.chunks_exact_mut(PAIR).zip(sums) {
+                rows[0] = _mm512_castps512_ps256(*sums);
+                rows[1] = _mm256_castpd_ps(_mm512_extractf64x4_pd::<1>(_mm512_castps_pd(*sums)));
+            }
+            *out = reduce(&rows);
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -600,8 +691,9 @@ mod tests {
 
     fn isas() -> Vec<Isa> {
         let mut isas = vec![Isa::Portable];
-        if Isa::detect() != Isa::Portable {
-            isas.push(Isa::detect());
+        #[cfg(target_arch = "x86_64")]
+        if let Isa::Avx2 { wide } = Isa::detect() {
+            isas.extend([false, true].into_iter().filter(|asked| wide || !asked).map(|wide| Isa::Avx2 { wide }));
         }
         isas
     }

@@ -75,10 +75,10 @@ pub enum Said {
     },
     /// Tokens of the prompt, from the second one on.
     Prompt(Vec<ScoredToken>),
-    /// `scored` has an entry for each of the `tokens`, or none.
+    /// What a token adds to the text, or without a token what the text ends with. `scored` has an entry for the token, or none.
     Part {
         text: String,
-        tokens: u32,
+        token: Option<u32>,
         scored: Vec<ScoredToken>,
     },
     /// The `finish_reason`. Nothing of this choice follows.
@@ -418,7 +418,7 @@ impl TextThread {
         let Stopped { ready, found } = certain(&text.pending, stops);
         let said: String = text.pending.drain(..ready).collect();
         let scored = self.scored(decided).into_iter().collect();
-        self.say(id, Said::Part { text: said, tokens: 1, scored });
+        self.say(id, Said::Part { text: said, token: Some(decided.token), scored });
         if found {
             self.desk.cancel_choice(id);
             if let Some(text) = self.texts.get_mut(&id) {
@@ -439,7 +439,7 @@ impl TextThread {
         let reason = if found { Ok("stop") } else { reason };
         lock(&self.desk.metrics).ended(&text.times, reason.as_ref().ok().copied());
         if !said.is_empty() {
-            self.say(id, Said::Part { text: said, tokens: 0, scored: vec![] });
+            self.say(id, Said::Part { text: said, token: None, scored: vec![] });
         }
         self.say(id, Said::Ended(reason));
         self.texts.remove(&id);

@@ -34,6 +34,8 @@ pub struct Params {
     pub format: Option<Source>,
     pub stops: Vec<String>,
     pub skip_special: bool,
+    /// The reply has the ids of its tokens and of its prompt's.
+    pub token_ids: bool,
     pub stream: bool,
     /// A stream ends with its usage.
     pub usage: bool,
@@ -165,6 +167,7 @@ impl Params {
             return Err(ApiError::field("stream_options", "expected only with `stream`"));
         }
         let skip_special = fields.take("skip_special_tokens")?.unwrap_or(true);
+        let token_ids = fields.take("return_token_ids")?.unwrap_or(false);
         // Says who asks; nothing here depends on it.
         fields.take::<String>("user")?;
         fields.neutral("store", &["false"])?;
@@ -175,7 +178,7 @@ impl Params {
             within_grammar(&settings, "response_format")?;
         }
         let (tokens_max, usage) = (fields.take("max_tokens")?, options.is_some_and(|options| options.include_usage));
-        Ok(Params { settings, tokens_max, choices, format, stops, skip_special, stream, usage })
+        Ok(Params { settings, tokens_max, choices, format, stops, skip_special, token_ids, stream, usage })
     }
 }
 
@@ -326,6 +329,7 @@ mod tests {
             (r#"{"response_format": {"type": "json_object"}, "min_tokens": 3}"#, "min_tokens", None),
             (r#"{"stream_options": {"include_usage": true}}"#, "stream_options", None),
             (r#"{"temperature": "hot"}"#, "temperature", None),
+            (r#"{"return_token_ids": 1}"#, "return_token_ids", None),
             (r#"{"temprature": 1}"#, "temprature", Some("unknown_parameter")),
             (r#"{"store": true}"#, "store", Some("unsupported_parameter")),
         ] {

@@ -50,6 +50,8 @@ pub struct Head {
     /// One a prompt, if the request wants it.
     pub echoes: Vec<Echo>,
     pub prompt_tokens: u32,
+    /// The ids of each prompt, if the reply has ids of tokens.
+    pub prompt_ids: Option<Vec<Vec<u32>>>,
     pub logprobs: bool,
     /// What finds the calls of tools in a text, where there may be some.
     pub reader: Option<Reader>,
@@ -147,6 +149,7 @@ struct Whole {
     reader: Option<Reader>,
     prompt: Vec<ScoredToken>,
     scored: Vec<ScoredToken>,
+    ids: Vec<u32>,
     reason: &'static str,
 }
 
@@ -194,8 +197,9 @@ impl Reply {
                 Said::Taken(_) => {}
                 Said::Began { cached } => usage.cached += cached,
                 Said::Prompt(scored) => of.prompt.extend(scored),
-                Said::Part { text, tokens, scored } => {
-                    usage.completion += tokens;
+                Said::Part { text, token, scored } => {
+                    usage.completion += u32::from(token.is_some());
+                    of.ids.extend(token);
                     match &mut of.reader {
                         Some(reader) => {
                             let pieces = reader.push(&text);
@@ -229,7 +233,7 @@ impl Reply {
             } else {
                 Value::Null
             };
-            match head.kind {
+            let mut object = match head.kind {
                 Kind::Chat => json!({
                     "index": index,
                     "message": choice.message(),
@@ -240,21 +244,32 @@ impl Reply {
                     let text = echo.map_or(String::new(), |echo| echo.text.clone()) + &choice.text;
                     json!({ "index": index, "text": text, "logprobs": logprobs, "finish_reason": choice.reason })
                 }
+            };
+            if let Some(prompts) = &head.prompt_ids {
+                object["token_ids"] = json!(choice.ids);
+                if head.kind == Kind::Completion {
+                    object["prompt_token_ids"] = json!(prompts[prompt]);
+                }
             }
+            object
         });
         let choices: Vec<Value> = choices.collect();
         let object = match head.kind {
             Kind::Chat => "chat.completion",
             Kind::Completion => "text_completion",
         };
-        Ok(json!({
+        let mut reply = json!({
             "id": head.id,
             "object": object,
             "created": head.created_s,
             "model": head.model,
             "choices": choices,
             "usage": usage.object(head),
-        }))
+        });
+        if let (Kind::Chat, Some(prompts)) = (head.kind, &head.prompt_ids) {
+            reply["prompt_token_ids"] = json!(prompts.concat());
+        }
+        Ok(reply)
     }
 
     /// The body of a stream of events.
@@ -304,6 +319,72 @@ impl<'a> Delta<'a> {
     }
 }
 
+/// What an event has beside its text.
+#[derive(Default)]
+struct Beside {
+    logprobs: Option<Value>,
+    /// The token that the text is of, where ids are asked for.
+    token: Option<u32>,
+}
+
+/// Where the events of a choice are written.
+struct Line<'a> {
+    prefix: &'a str,
+    head: &'a Head,
+    index: u32,
+    /// The choice has an event.
+    begun: &'a mut bool,
+    out: &'a mut String,
+}
+
+impl Line<'_> {
+    /// Which prompt of the request it continues.
+    fn prompt(&self) -> usize {
+        (self.index / self.head.choices) as usize
+    }
+
+    fn say(&mut self, delta: &Delta<'_>, Beside { logprobs, token }: Beside) {
+        let Line { prefix, head, index, .. } = *self;
+        let body = match (head.kind, delta) {
+            (Kind::Completion, Delta::Text(text)) => json!({ "text": text }),
+            (Kind::Completion, _) => json!({ "text": "" }),
+            (Kind::Chat, Delta::Role) => json!({ "delta": { "role": "assistant", "content": "" } }),
+            (Kind::Chat, Delta::Text(text)) => json!({ "delta": { "content": text } }),
+            (Kind::Chat, Delta::Call(at, call)) => {
+                let mut object = json!({ "index": at });
+                if let (Value::Object(object), Value::Object(call)) = (&mut object, call.object()) {
+                    object.extend(call);
+                }
+                json!({ "delta": { "tool_calls": [object] } })
+            }
+            (Kind::Chat, Delta::End(_)) => json!({ "delta": {} }),
+        };
+        let body = body.to_string();
+        // Without its braces.
+        let body = &body[1..body.len() - 1];
+        let logprobs = logprobs.unwrap_or(Value::Null);
+        let reason = if let Delta::End(reason) = delta { Value::from(*reason) } else { Value::Null };
+        // The first event of a choice has the ids of its prompt: in a chat beside the choices, in a completion among them.
+        let first = !std::mem::replace(self.begun, true);
+        let prompt = head.prompt_ids.as_ref().filter(|_| first).map(|prompts| &prompts[self.prompt()]);
+        let prompt = prompt.map_or(String::new(), |ids| format!(",\"prompt_token_ids\":{}", json!(ids)));
+        let (in_choice, beside_choices) = match head.kind {
+            Kind::Chat => ("", &*prompt),
+            Kind::Completion => (&*prompt, ""),
+        };
+        let ids = match (&head.prompt_ids, token) {
+            (None, _) => String::new(),
+            (Some(_), None) => ",\"token_ids\":[]".to_string(),
+            (Some(_), Some(id)) => format!(",\"token_ids\":[{id}]"),
+        };
+        let usage = if head.usage { ",\"usage\":null" } else { "" };
+        let _ = write!(
+            self.out,
+            "data: {prefix},\"choices\":[{{\"index\":{index},{body},\"logprobs\":{logprobs},\"finish_reason\":{reason}{ids}{in_choice}}}]{beside_choices}{usage}}}\n\n"
+        );
+    }
+}
+
 /// A stream of events, made as its client reads.
 struct Events {
     /// What every event begins with.
@@ -322,86 +403,61 @@ struct Events {
 }
 
 impl Events {
-    fn event(prefix: &str, out: &mut String, choice: &str, usage: bool) {
-        let usage = if usage { ",\"usage\":null" } else { "" };
-        let _ = write!(out, "data: {prefix},\"choices\":[{choice}]{usage}}}\n\n");
-    }
-
     /// Takes an answer; whether it was the last one.
     fn take(&mut self, answer: Answer, out: &mut String) -> Result<bool, ApiError> {
         let Events { prefix, offsets, begun, readers, calls, usage, reply, .. } = self;
         let Some(Reply { head, left, .. }) = reply else { return Ok(true) };
         let Answer { choice: index, said } = answer;
         let at = index as usize;
-        let mut say = |delta: Delta<'_>, logprobs: Option<Value>| {
-            let logprobs = logprobs.unwrap_or(Value::Null);
-            let body = match (head.kind, &delta) {
-                (Kind::Completion, Delta::Text(text)) => json!({ "text": text }),
-                (Kind::Completion, _) => json!({ "text": "" }),
-                (Kind::Chat, Delta::Role) => json!({ "delta": { "role": "assistant", "content": "" } }),
-                (Kind::Chat, Delta::Text(text)) => json!({ "delta": { "content": text } }),
-                (Kind::Chat, Delta::Call(at, call)) => {
-                    let mut object = json!({ "index": at });
-                    if let (Value::Object(object), Value::Object(call)) = (&mut object, call.object()) {
-                        object.extend(call);
-                    }
-                    json!({ "delta": { "tool_calls": [object] } })
-                }
-                (Kind::Chat, Delta::End(_)) => json!({ "delta": {} }),
-            };
-            let body = body.to_string();
-            // Without its braces.
-            let body = &body[1..body.len() - 1];
-            let reason = if let Delta::End(reason) = delta { Value::from(reason) } else { Value::Null };
-            let choice = format!("{{\"index\":{index},{body},\"logprobs\":{logprobs},\"finish_reason\":{reason}}}");
-            Events::event(prefix, out, &choice, head.usage);
-        };
+        let mut line = Line { prefix, head, index, begun: &mut begun[at], out };
         match said {
             Said::Refused(error) => return Err(error),
             Said::Taken(_) => {}
             Said::Began { cached } => {
                 usage.cached += cached;
-                let echo = head.echoes.get(at / head.choices as usize);
-                match (head.kind, echo) {
-                    (Kind::Chat, _) => say(Delta::Role, None),
+                match (head.kind, head.echoes.get(line.prompt())) {
+                    (Kind::Chat, _) => line.say(&Delta::Role, Beside::default()),
                     (Kind::Completion, Some(echo)) => {
                         let first =
                             head.logprobs.then(|| logprobs(head.kind, Some(&echo.first), &[], &mut offsets[at]));
-                        say(Delta::Text(&echo.text), first);
+                        line.say(&Delta::Text(&echo.text), Beside { logprobs: first, token: None });
                     }
                     (Kind::Completion, None) => {}
                 }
-                begun[at] = true;
             }
             Said::Prompt(scored) => {
-                say(Delta::Text(""), Some(logprobs(head.kind, None, &scored, &mut offsets[at])));
+                let logprobs = Some(logprobs(head.kind, None, &scored, &mut offsets[at]));
+                line.say(&Delta::Text(""), Beside { logprobs, token: None });
             }
-            Said::Part { text, tokens, scored } => {
-                usage.completion += tokens;
-                let mut logprobs = head.logprobs.then(|| logprobs(head.kind, None, &scored, &mut offsets[at]));
-                let pieces = match &mut readers[at] {
+            Said::Part { text, token, scored } => {
+                usage.completion += u32::from(token.is_some());
+                let logprobs = head.logprobs.then(|| logprobs(head.kind, None, &scored, &mut offsets[at]));
+                let token = token.filter(|_| head.prompt_ids.is_some());
+                let mut pieces = match &mut readers[at] {
                     Some(reader) => reader.push(&text),
                     None if text.is_empty() => vec![],
                     None => vec![Piece::Text(text)],
                 };
-                if pieces.is_empty() && !scored.is_empty() {
-                    say(Delta::Text(""), logprobs.take());
+                // A token that adds no text yet still has its probability and its id.
+                if pieces.is_empty() && (token.is_some() || !scored.is_empty()) {
+                    pieces.push(Piece::Text(String::new()));
                 }
+                let mut beside = Beside { logprobs, token };
                 for piece in &pieces {
-                    say(Delta::of(piece, &mut calls[at]), logprobs.take());
+                    line.say(&Delta::of(piece, &mut calls[at]), std::mem::take(&mut beside));
                 }
             }
             Said::Ended(reason) => {
                 let reason = reason?;
-                if head.kind == Kind::Chat && !begun[at] {
-                    say(Delta::Role, None);
+                if head.kind == Kind::Chat && !*line.begun {
+                    line.say(&Delta::Role, Beside::default());
                 }
                 let rest = readers[at].as_mut().map_or(vec![], Reader::finish);
                 for piece in &rest {
-                    say(Delta::of(piece, &mut calls[at]), None);
+                    line.say(&Delta::of(piece, &mut calls[at]), Beside::default());
                 }
                 let reason = readers[at].as_ref().map_or(reason, |reader| reader.reason(reason));
-                say(Delta::End(reason), None);
+                line.say(&Delta::End(reason), Beside::default());
                 *left -= 1;
             }
         }

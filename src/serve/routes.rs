@@ -187,6 +187,7 @@ impl Server {
             RequestSettings { sampling, ..settings.clone() }.resolve(vocab, eos)
         };
         let choices = (0..params.choices).map(seeded).collect::<Result<Vec<_>, _>>()?;
+        let prompt_ids = params.token_ids.then(|| prompts.clone());
         let prompt_tokens = prompts.iter().map(|prompt| prompt.len() as u32).sum();
         let (answers, mut answered) = unbounded_channel();
         let deadline = Some(self.desk.now() + self.time_max);
@@ -228,6 +229,7 @@ impl Server {
             choices: params.choices,
             echoes,
             prompt_tokens,
+            prompt_ids,
             logprobs: settings.logprobs.is_some(),
             reader,
             usage: params.usage,

@@ -474,6 +474,10 @@ fn goldens_are_compared_in_one_step_and_damage_is_seen() {
     let checkpoint = fixture("families/qwen3");
     place.manifest(&checkpoint, 48);
     let goldens = checkpoint.join("goldens.safetensors");
+    // The built-in model, as docs/models.md has it.
+    let own = fixture("tinystories-llama").join("compare.safetensors");
+    let answer = place.run(&format!("compare tinystories --goldens {}", own.display())).code(0);
+    assert!(answer.stdout.starts_with("agrees at 16 positions: largest difference "), "{answer:#?}");
     let answer = place.run(&format!("compare m.toml --goldens {}", goldens.display())).code(0);
     assert!(answer.stdout.starts_with("agrees at 24 positions: largest difference "), "{answer:#?}");
     assert!(answer.stdout.contains(" 3e-4 allowed; 16 of 16 greedy tokens (cpu interpreter on "), "{answer:#?}");

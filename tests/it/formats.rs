@@ -384,7 +384,7 @@ fn schedules_that_mistake_a_format_are_refused() {
         s.placement[other] = Some(end);
     });
     assert!(!over.is_empty(), "two buffers share bytes");
-    // A matrix of codes that nobody can read from other memory.
+    // No reader of codes reads a matrix from other memory.
     let constant = broken(|s| {
         let table = s.program.buffers.iter().position(|b| b.name == "embed").unwrap();
         s.program.buffers[table].coded = Some(NAMED[2].1);
@@ -429,5 +429,36 @@ fn default_candidates_fit_every_format() {
             let unit = graph.hidden.div_ceil(format.granule_k()) * format.granule_bytes(graph.hidden);
             assert!(unit <= candidate.slot_bytes, "{name} {format_name}: {unit} in {}", candidate.slot_bytes);
         }
+    }
+}
+
+/// Granules of codes have their scales in them, so fewer fit a slot than of plain weights.
+#[test]
+fn a_slot_has_a_granule_of_codes_for_each_warp() {
+    let h200 = Target::builtin("h200").unwrap();
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("manifests/configs/smollm2-135m.json");
+    let format = Format::by_group(Code::Int4, 32, ScaleCode::F16, true);
+    let imported = rounded(import_config_only(&fs::read_to_string(path).unwrap(), 0).unwrap(), &all(format));
+    let default = Candidate::default_for(&imported.graph, &h200, BF16).for_context(64);
+    let place = |slot_bytes| {
+        let candidate = Candidate {
+            consumer_warps: 16,
+            slot_bytes,
+            ring_slots: 2,
+            flight_high: 2,
+            flight_low: 1,
+            flight_free: 0,
+            ..default.clone()
+        };
+        let program = lower(&imported.graph, "test", BF16, 64, &candidate).unwrap();
+        schedule(program, &h200, &candidate)
+    };
+    let granule = format.granule_bytes(imported.graph.hidden);
+    assert!(granule > 512, "{granule}");
+    let refused = place(16 * 512).unwrap_err().to_string();
+    assert!(refused.contains(&format!("16 granules of {granule} bytes")), "{refused}");
+    let placed = place((16 * granule).next_multiple_of(512)).unwrap();
+    if let Err(refused) = validate(placed, &h200) {
+        panic!("{refused:?}");
     }
 }

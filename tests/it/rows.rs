@@ -436,7 +436,7 @@ fn a_text_in_chunks_continues_where_it_is_put() {
         assert_eq!(text.step(input), expected.step(input));
         let chosen = |interp: &mut Interp| interp.generate(&FIRST, 5, |logits| Some(best(logits)));
         assert_eq!(chosen(&mut text), chosen(&mut expected));
-        // A caller that stops inside a chunk goes on behind the last row that it saw.
+        // A caller that stops inside a chunk goes on after the last row that it saw.
         text.reset();
         let inputs: Vec<Input> = FIRST.iter().copied().map(Input::Token).collect();
         let stop = |step: &monobloc::interp::StepResult<'_>| match step.position {

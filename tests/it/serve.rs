@@ -232,6 +232,71 @@ fn a_stream_is_the_reply_in_parts() {
     }
 }
 
+/// The lists of ids below a name, of each choice of a stream.
+fn streamed_ids(reply: &Reply, name: &str) -> Vec<Vec<Value>> {
+    assert_eq!(reply.status, 200, "{reply:?}");
+    let mut ids: Vec<Vec<Value>> = vec![];
+    for event in reply.events() {
+        for choice in event["choices"].as_array().unwrap() {
+            let index = choice["index"].as_u64().unwrap() as usize;
+            ids.resize(ids.len().max(index + 1), vec![]);
+            // In a chat the prompt's ids stand beside the choices.
+            let list = choice[name].as_array().or_else(|| event[name].as_array()).cloned();
+            assert!(list.is_some() || name != "token_ids", "{event}");
+            ids[index].extend(list.unwrap_or_default());
+        }
+    }
+    ids
+}
+
+#[test]
+fn a_reply_has_the_ids_of_its_tokens_where_they_are_asked_for() {
+    let server = Server::start("");
+    let generated = server.place.run("generate tiny.toml --prompt Once --max-tokens 24 --json").code(0).json();
+    let plain = json!({ "prompt": "Once", "max_tokens": 24, "temperature": 0 });
+    let completed = server.complete(&plain);
+    assert!(completed["choices"][0].get("token_ids").is_none(), "{completed}");
+    let with = |body: &Value, stream: bool| {
+        let mut body = body.clone();
+        (body["return_token_ids"], body["stream"]) = (json!(true), json!(stream));
+        body
+    };
+    let completed = server.complete(&with(&plain, false));
+    let choice = &completed["choices"][0];
+    assert_eq!((&choice["token_ids"], &choice["prompt_token_ids"]), (&generated["ids"], &generated["prompt_ids"]));
+    let stream = post(server.address, "/v1/completions", &with(&plain, true));
+    assert_eq!(json!(streamed_ids(&stream, "token_ids")[0]), generated["ids"]);
+    assert_eq!(json!(streamed_ids(&stream, "prompt_token_ids")[0]), generated["prompt_ids"]);
+
+    // Two prompts, two choices of each, a text that is held back where a stop may begin, and the prompt in front of it.
+    let many = json!({ "prompt": ["One day", "Once"], "max_tokens": 30, "temperature": 0.8, "seed": 3, "n": 2,
+        "stop": "little", "echo": true });
+    let whole = server.complete(&with(&many, false));
+    let stream = post(server.address, "/v1/completions", &with(&many, true));
+    let choices = whole["choices"].as_array().unwrap();
+    for name in ["token_ids", "prompt_token_ids"] {
+        let expected: Vec<&Value> = choices.iter().map(|choice| &choice[name]).collect();
+        assert_eq!(json!(streamed_ids(&stream, name)), json!(expected), "{name}");
+    }
+    let tokens: usize = choices.iter().map(|choice| choice["token_ids"].as_array().unwrap().len()).sum();
+    assert_eq!(whole["usage"]["completion_tokens"], tokens);
+    assert_eq!(choices[3]["prompt_token_ids"], generated["prompt_ids"]);
+    assert_ne!(choices[0]["prompt_token_ids"], choices[3]["prompt_token_ids"]);
+
+    let chat =
+        json!({ "messages": [{ "role": "user", "content": "A fox." }], "max_tokens": 12, "temperature": 0, "n": 2 });
+    let whole = server.ok("/v1/chat/completions", &with(&chat, false));
+    let prompt = server.ok("/tokenize", &json!({ "messages": chat["messages"] }))["tokens"].clone();
+    assert_eq!(whole["prompt_token_ids"], prompt);
+    let ids = whole["choices"][0]["token_ids"].clone();
+    let detokenized = server.ok("/detokenize", &json!({ "tokens": ids }))["prompt"].clone();
+    assert_eq!(detokenized, whole["choices"][0]["message"]["content"]);
+    let stream = post(server.address, "/v1/chat/completions", &with(&chat, true));
+    assert_eq!(json!(streamed_ids(&stream, "token_ids")), json!([ids, ids]));
+    assert_eq!(json!(streamed_ids(&stream, "prompt_token_ids")), json!([prompt, prompt]));
+    assert_eq!(stream.events()[0]["prompt_token_ids"], prompt);
+}
+
 #[test]
 fn a_prompt_is_scored_as_perplexity_scores_it() {
     let server = Server::start("");

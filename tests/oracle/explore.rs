@@ -74,7 +74,7 @@ fn walk_all(schedule: &Schedule, target: &Target, effort: &Effort) -> Result<boo
     }
     for (at, window) in windows.iter_mut().enumerate() {
         let mut stores = window.stores();
-        // Of a long window those that nobody looks at.
+        // In a long window, those without a reader come first.
         let most = if at < short { effort.stores } else { effort.stores.min(STORES_OF_LONG) };
         for nth in 0..most.min(stores.len()) {
             if at < short {

@@ -192,7 +192,7 @@ fn devices(s: &Schedule, feet: &[Vec<Foot>]) -> Result<(), Fault> {
             let local = local.chain(&foot.outputs).map(|touch| touch.buffer).chain(constants);
             for buffer in local {
                 if !has(buffer, here) {
-                    let what = format!("t{t} of r{r} looks for {buffer} on device {here}, where nobody stores it");
+                    let what = format!("t{t} of r{r} looks for {buffer} on device {here}, where no task stores it");
                     return Err(Fault::new(Kind::Unwritten, what));
                 }
             }
@@ -686,7 +686,7 @@ fn foot(s: &Schedule, grid: &Grid, task: &Task, vocab: u32) -> Result<Foot, Faul
 /// Weights are one of as many parts as the table may name; the writer of the table must name no other.
 fn chosen(s: &Schedule, grid: &Grid, id: TableId, part: &mut Part, foot: &mut Foot) -> Result<(), Fault> {
     let Some(table) = s.program.tables.get(id.index()) else { return malformed(format!("{id} is no table")) };
-    let TableHome::Device(buffer) = table.home else { return malformed(format!("nobody chooses {id} in the step")) };
+    let TableHome::Device(buffer) = table.home else { return malformed(format!("no task chooses {id} in the step")) };
     if table.holds != Holds::Choices || s.program.rows != 1 || buffer.index() >= s.program.buffers.len() {
         return malformed(format!("{id} chooses nothing for `{}`", grid.op.name()));
     }

@@ -72,7 +72,7 @@ impl<'a> Plan<'a> {
             let borders = s.regimes[1..].iter().map(|r| r.from_position.saturating_sub(phases));
             windows.extend(borders.map(|from| (from, 2 * phases)));
         }
-        // From before the second regime to behind the border after it.
+        // From before the second regime to after the border that ends it.
         for pair in s.regimes[1..].windows(2) {
             let from = pair[0].from_position - 1;
             let length = pair[1].from_position - from + 2;
@@ -1225,9 +1225,10 @@ fn appended(draw: &Draw, row: usize, past: u32, step: usize, steps: usize) -> Re
             let what = format!("row {row} of the step reads what row {by} appends in it");
             Err(Fault::new(Kind::Invisible, what))
         }
-        None if past >= draw.filled[row] => {
-            Err(Fault::new(Kind::Unwritten, format!("row {row} of the step reads position {past}, which nobody wrote")))
-        }
+        None if past >= draw.filled[row] => Err(Fault::new(
+            Kind::Unwritten,
+            format!("row {row} of the step reads position {past}, which no step wrote"),
+        )),
         made => Ok(made),
     }
 }
