@@ -2,10 +2,11 @@
 
 use crate::candidate::{Candidate, Infeasible};
 use crate::dtype::Precision;
-use crate::ir::layout::{cache_row_bytes, chunk_rows};
+use crate::format::Format;
+use crate::ir::layout::{BLOCK_VALUES, GRANULE_BYTES, RING_SLOTS_MAX, WORD_ROWS, cache_row_bytes, chunk_rows};
 use crate::ir::op::HISTORY_ALIGN;
 use crate::ir::schedule::Schedule;
-use crate::lower::{Batch, heads_per_task_most, lower_batch};
+use crate::lower::{Batch, format_of, heads_per_task_most, lower_batch};
 use crate::model::graph::ModelGraph;
 use crate::schedule::schedule;
 use crate::target::{Target, TargetKind};
@@ -13,7 +14,7 @@ use crate::target::{Target, TargetKind};
 /// Rows of the kernels that there are: a batch runs on the smallest that has room for it.
 pub const KERNEL_ROWS: [u32; 2] = [8, 16];
 
-/// Bytes of a slot, the first that fits: a block of k of a unit, or a part of one on GPUs with little shared memory.
+/// Bytes of a slot, the first that fits: a block of k of a unit of values, or a part of one on GPUs with little shared memory.
 const SLOT_BYTES: [u32; 3] = [16 << 10, 8 << 10, 4 << 10];
 /// Slots that a ring begins with, and how many copies are in flight while few and while many of them are full. Few: the input of
 /// rows comes through the same L2 as their weights (docs/perf-log.md, entry 17).
@@ -33,19 +34,64 @@ pub struct Room {
     pub positions: u64,
 }
 
+/// The ring of a kernel for rows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Slots {
+    /// Bytes of a slot, the first that fits.
+    bytes: [u32; 3],
+    /// Bytes of most chunks where slots have the first size.
+    chunk: u32,
+}
+
+impl Slots {
+    /// Slots hold a block of k of 8 rows of the matrices that are codes, or are as those of bf16 where there are none. At 16 rows blocks
+    /// are half as long; slots are not, because short chunks of the history would cost more.
+    fn of(graph: &ModelGraph, precision: Precision, rows: u32, warps: u32) -> Slots {
+        let linears = graph.layers.iter().flat_map(|layer| {
+            let (attn, mlp) = (&layer.attn, &layer.mlp);
+            [&attn.q, &attn.k, &attn.v, &attn.o, &mlp.up, &mlp.down].into_iter().chain(&mlp.gate)
+        });
+        let formats = linears.chain([&graph.head]).map(|linear| (format_of(graph, &[linear], precision), linear.cols));
+        let coded: Vec<_> = formats.filter(|(format, _)| !format.is_plain()).collect();
+        let granules = |format: Format, k: u32, rows: u32| k.min(BLOCK_VALUES / rows).div_ceil(format.granule_k());
+        let Some(granule) = coded.iter().map(|&(format, k)| format.granule_bytes(k)).max() else {
+            return Slots { bytes: SLOT_BYTES, chunk: SLOT_BYTES[0] };
+        };
+        let most = |rows: u32| coded.iter().map(|&(format, k)| granules(format, k, rows)).max().unwrap_or(1);
+        // Powers of two, and the scales beside them: so are pages, and contexts are whole pages.
+        let codes = (most(WORD_ROWS) * GRANULE_BYTES).next_power_of_two();
+        // The least is what every ring has: a granule without scales for each warp.
+        let bytes = |part: u32| {
+            let block = (codes / part / GRANULE_BYTES * granule).max(GRANULE_BYTES * warps);
+            block.next_multiple_of(GRANULE_BYTES)
+        };
+        Slots { bytes: [1, 2, 4].map(bytes), chunk: most(rows.next_multiple_of(WORD_ROWS)) * granule }
+    }
+
+    /// How many of these chunks are as many bytes as `n` chunks of bf16.
+    fn chunks(&self, n: u32) -> u32 {
+        (n * SLOT_BYTES[0] / self.chunk.max(1)).max(n)
+    }
+
+    /// How many of these slots are as many bytes as `n` slots of bf16.
+    fn slots(&self, n: u32) -> u32 {
+        (n * SLOT_BYTES[0] / self.bytes[0].max(1)).max(n)
+    }
+}
+
 /// The candidate of a kernel for rows, from that of one row: the same units, without what only one row can have. A chunk is a
 /// block of k, so slots are no larger; a task takes all query heads of a KV head, for there are tasks enough.
-fn candidate(base: &Candidate, graph: &ModelGraph, slot_bytes: u32) -> Candidate {
+fn candidate(base: &Candidate, graph: &ModelGraph, slots: &Slots, slot_bytes: u32, ring_slots: u32) -> Candidate {
     let group = graph.layers.iter().map(|layer| layer.attn.heads / layer.attn.kv_heads.max(1)).min().unwrap_or(1);
     Candidate {
         splits: 1,
         sums_everywhere: 0,
         heads_per_task: heads_per_task_most(group),
         slot_bytes,
-        ring_slots: RING_SLOTS,
-        flight_high: FLIGHT_HIGH,
-        flight_low: FLIGHT_LOW,
-        flight_free: FLIGHT_FREE,
+        ring_slots,
+        flight_high: slots.chunks(FLIGHT_HIGH).min(ring_slots),
+        flight_low: slots.chunks(FLIGHT_LOW).min(ring_slots),
+        flight_free: slots.slots(FLIGHT_FREE).min(ring_slots),
         ..base.clone()
     }
 }
@@ -73,8 +119,9 @@ pub fn place_rows(
 ) -> Result<Schedule, Infeasible> {
     let row_bytes = |dim| cache_row_bytes(dim, precision.cache);
     let row_bytes = graph.layers.iter().map(|layer| row_bytes(layer.attn.head_dim)).max().unwrap_or(0);
-    let mut refused = Infeasible::HistoryChunk { slot_bytes: SLOT_BYTES[0], rows: HISTORY_ALIGN, row_bytes };
-    for slot_bytes in SLOT_BYTES {
+    let slots = Slots::of(graph, precision, room.rows, base.consumer_warps);
+    let mut refused = Infeasible::HistoryChunk { slot_bytes: slots.bytes[0], rows: HISTORY_ALIGN, row_bytes };
+    for slot_bytes in slots.bytes {
         let Some(page_rows) = page_rows(graph, precision, slot_bytes) else { break };
         let pages = room.positions.div_ceil(u64::from(page_rows)).min(u64::from(u32::MAX)) as u32;
         let batch = Batch {
@@ -84,9 +131,8 @@ pub fn place_rows(
             page_rows,
             words: target.kind == TargetKind::Cuda,
         };
-        let mut candidate = candidate(base, graph, slot_bytes);
-        for ring_slots in (RING_SLOTS_MIN..=RING_SLOTS).rev() {
-            candidate.ring_slots = ring_slots;
+        for ring_slots in (RING_SLOTS_MIN..=slots.slots(RING_SLOTS).min(RING_SLOTS_MAX)).rev() {
+            let candidate = candidate(base, graph, &slots, slot_bytes, ring_slots);
             let program = lower_batch(graph, name, precision, context_max, &batch, &candidate)?;
             match schedule(program, target, &candidate) {
                 Err(reason @ Infeasible::SharedMemory { .. }) => refused = reason,

@@ -210,7 +210,7 @@ impl Rules<'_> {
                     }
                     // matvec_formats.cuh.
                     let format = program.format_of(grid);
-                    let refused = kernel_refuses(format, program.precision, program.rows);
+                    let refused = kernel_refuses(format, program.precision);
                     self.expect(refused.is_none(), at, || {
                         format!("expected a matrix with {}, found {format}", refused.unwrap_or_default())
                     });
@@ -328,6 +328,7 @@ impl Rules<'_> {
                     if program.rows > 1 {
                         let tensor_cores = target.spec.dot == DotMechanism::Mma;
                         let most = rows_pass_max(
+                            program.format_of(grid),
                             program.precision,
                             tensor_cores,
                             m.parts(),

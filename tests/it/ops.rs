@@ -262,9 +262,19 @@ fn an_op_of_rows_that_computes_something_else_is_found() {
         ("rows/matvec_codes.cuh", "OFFSET = 128;", "OFFSET = 127;", "codes-8-int8-rows"),
         ("rows/matvec_codes.cuh", "w << 4 & 0x07f007f0u", "w << 4 & 0x03f003f0u", "codes-16-e4m3-128"),
         ("rows/matvec_codes.cuh", "ROWS_X_SHIFT - 4", "ROWS_X_SHIFT", "codes-16-int4-32"),
-        ("rows/matvec_codes.cuh", "c.lane() / 4 : c.lane() % 4 * 2;", "c.lane() / 4 : c.lane() % 4;", "codes-16-moved-int4-128"),
+        (
+            "rows/matvec_codes.cuh",
+            "c.lane() / 4 : c.lane() % 4 * 2;",
+            "c.lane() / 4 : c.lane() % 4;",
+            "codes-16-moved-int4-128",
+        ),
         ("rows/matvec.cuh", "y.x *= scale.x, y.y *= scale.y;", "", "codes-16-moved-e2m1-both"),
-        ("rows/matvec_codes.cuh", "const int at = col * GROUPS + group;", "const int at = col * GROUPS;", "codes-8-int4-32-zeros"),
+        (
+            "rows/matvec_codes.cuh",
+            "const int at = col * GROUPS + group;",
+            "const int at = col * GROUPS;",
+            "codes-8-int4-32-zeros",
+        ),
         ("rows/matvec_codes.cuh", "held.scale(0, g) : 1.f;", "held.scale(0, 0) : 1.f;", "codes-lanes-int4-32-zeros"),
     ];
     each_shows("an_op_of_rows_that_computes_something_else_is_found", "rows_ops.cc", &edits);
