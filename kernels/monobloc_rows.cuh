@@ -5,6 +5,7 @@
 #include "rows/words.cuh"
 #include "rows/ring.cuh"
 #include "rows/select.cuh"
+#include "rows/matvec_codes.cuh"
 #include "rows/matvec.cuh"
 #include "rows/matvec_staged.cuh"
 #include "rows/attention.cuh"

@@ -2,15 +2,15 @@
 
 use crate::candidate::{Candidate, Infeasible};
 use crate::ir::layout::{
-    GRANULE_BYTES, GRANULE_ROW_BYTES, RING_SLOTS_MAX, RowNeeds, SmemNeeds, WORD_ROWS, block_granules, block_of_k,
-    cache_row_bytes, chunk_granules, chunk_rows, pack_bytes, placed_bytes, placement, smem_map,
+    BlockLimits, GRANULE_BYTES, RING_SLOTS_MAX, RowNeeds, SmemNeeds, WORD_ROWS, block_granules, cache_row_bytes,
+    chunk_granules, chunk_rows, pack_bytes, placed_bytes, placement, smem_map,
 };
 use crate::ir::op::{Access, Attention, Epilogue, HISTORY_ALIGN, MatVec, Op, Role, UNIT_ROWS};
 use crate::ir::program::{Grid, LayerOp, Operand, Program, Rows, Second, Site, Space};
 use crate::ir::schedule::{Event, Machine, Mechanism, Regime, Ring, Run, Schedule, Scope, Source, Task, Wait};
 use crate::ir::variant::{
     AttentionVariant, MatVecVariant, POLL_BATCH, REDUCE_BATCH_MAX, RegisterTiling, Variant, kernel_refuses,
-    rows_on_tensor_cores, rows_pass_max, warps_per_head_rule,
+    lanes_of_rows, rows_pass_max, warps_per_head_rule,
 };
 use crate::ir::{BufferId, EventId, GridId, TaskId};
 use crate::target::{CopyMechanism, DotMechanism, Target, TargetKind};
@@ -51,7 +51,7 @@ fn check_formats(program: &Program, target: &Target) -> Result<(), Infeasible> {
     }
     for grid in program.grids.iter().filter(|grid| matches!(grid.op, Op::MatVec(_))) {
         let format = program.format_of(grid);
-        if let Some(expected) = kernel_refuses(format, program.precision, program.rows) {
+        if let Some(expected) = kernel_refuses(format, program.precision) {
             let (matrix, target) = (grid.name.clone(), target.name.clone());
             return Err(Infeasible::Format { matrix, format: format.to_string(), expected, target });
         }
@@ -105,9 +105,11 @@ fn resolve_matvecs(schedule: &mut Schedule, target: &Target, c: &Candidate) -> R
         let format = program.format_of(grid);
         let (unit, granule) = (m.granules(format), format.granule_bytes(m.k));
         if for_rows(program) {
-            let chunk = block_of_k(program.rows, unit, m.parts(), machine.ring.slot_bytes, machine.ring.arrivals);
+            let lanes = lanes_of_rows(program.precision, tensor_cores);
+            let (slot_bytes, warps) = (machine.ring.slot_bytes, machine.ring.arrivals);
+            let chunk = m.block_of_k(format, BlockLimits { rows: program.rows, lanes, slot_bytes, warps });
             let moved = machine.loader_registers > 0;
-            let most = rows_pass_max(program.precision, tensor_cores, m.parts(), program.rows, moved);
+            let most = rows_pass_max(format, program.precision, tensor_cores, m.parts(), program.rows, moved);
             let pass = units.div_ceil(units.div_ceil(most));
             let variant = MatVecVariant { units, chunk, block: unit, units_per_warp: 1, poll_batch: 1, granule, pass };
             variants.insert(GridId::from(g), Variant::MatVec(variant));
@@ -358,8 +360,7 @@ fn row_needs(program: &Program, variants: &Variants, target: &Target, c: &Candid
         return None;
     }
     let precision = program.precision;
-    let weight_bytes = precision.weights.bytes() as u32;
-    let tensor = rows_on_tensor_cores(precision, target.spec.dot == DotMechanism::Mma);
+    let lanes = lanes_of_rows(precision, target.spec.dot == DotMechanism::Mma);
     let mut needs = RowNeeds {
         rows: program.rows.next_multiple_of(WORD_ROWS),
         block_k: 0,
@@ -368,10 +369,11 @@ fn row_needs(program: &Program, variants: &Variants, target: &Target, c: &Candid
     };
     for grid in &program.grids {
         match &grid.op {
-            Op::MatVec(m) if !tensor => {
-                let unit = m.granules(program.format_of(grid));
-                let block = block_of_k(program.rows, unit, m.parts(), c.slot_bytes, c.consumer_warps);
-                needs.block_k = needs.block_k.max(block * m.parts() * (GRANULE_ROW_BYTES / weight_bytes));
+            Op::MatVec(m) if lanes.is_some() => {
+                let (format, rows) = (program.format_of(grid), program.rows);
+                let limits = BlockLimits { rows, lanes, slot_bytes: c.slot_bytes, warps: c.consumer_warps };
+                let block = m.block_of_k(format, limits);
+                needs.block_k = needs.block_k.max(block * m.parts() * format.granule_k());
             }
             Op::Attention(a) => needs.pitch_bytes = needs.pitch_bytes.max(cache_row_bytes(a.head_dim, precision.cache)),
             _ => {}

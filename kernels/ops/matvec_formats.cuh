@@ -267,10 +267,8 @@ struct Coding<M, G, decltype(int(G::CODE))> {
     return held;
   }
 
-  // Scale of the lane's g-th group, and what is taken from its values.
-  template <bool AHEAD>
-  static __device__ __forceinline__ float scale(const Held<AHEAD>& held, int g) {
-    const u32 bits = held.scales[g * SCALE_BYTES / 4] >> g * SCALE_BYTES % 4 * 8;
+  // The scale that the lowest bits of a word hold.
+  static __device__ __forceinline__ float scale_of(u32 bits) {
     if constexpr (G::SCALE_CODE == ScaleCode::F32) return __uint_as_float(bits);
     if constexpr (G::SCALE_CODE == ScaleCode::F16) return f16_value(bits & 0xffff);
     if constexpr (G::SCALE_CODE == ScaleCode::BF16) return __uint_as_float(bits << 16);
@@ -278,6 +276,11 @@ struct Coding<M, G, decltype(int(G::CODE))> {
     // Zero is half of the least power of two that fp32 holds in full.
     if constexpr (G::SCALE_CODE == ScaleCode::E8M0) return __uint_as_float(code == 0 ? 1u << 22 : code << 23);
     return __uint_as_float((code & 0x80) << 24 | (code & 0x7f) << 20) * 0x1p120f;
+  }
+  // Scale of the lane's g-th group, and what is taken from its values.
+  template <bool AHEAD>
+  static __device__ __forceinline__ float scale(const Held<AHEAD>& held, int g) {
+    return scale_of(held.scales[g * SCALE_BYTES / 4] >> g * SCALE_BYTES % 4 * 8);
   }
   template <bool AHEAD>
   static __device__ __forceinline__ float offset(const Held<AHEAD>& held, int g) {

@@ -388,11 +388,13 @@ struct RowsAttentionLanes {
 #pragma unroll
       for (int d = 0; d < LANE_DIMS; d++) running[h].o[d] = 0.f;
     }
-    const int turn = walk_history<32, M, G>(c, own, M::WARPS, c.warp(), [&](const u8* k, const u8* v, int at, int row, int chunk) {
+    int turn = walk_history<32, M, G>(c, own, M::WARPS, c.warp(), [&](const u8* k, const u8* v, int at, int row, int chunk) {
       tile(c, reinterpret_cast<const C*>(k) + row * G::PITCH, reinterpret_cast<const C*>(v) + row * G::PITCH, G::PITCH,
            int(own.start - own.begin) - at - row, chunk - row, running);
     });
-    if (turn % M::WARPS == c.warp()) tile(c, keys(c), values(c), G::DIM, int(own.start) - int(own.before), own.count, running);
+    for (int at = 0; at < (M::ROWS > 32 ? own.count : 1); at += 32, turn++)
+      if (turn % M::WARPS == c.warp())
+        tile(c, keys(c) + at * G::DIM, values(c) + at * G::DIM, G::DIM, int(own.start) - int(own.before) - at, own.count - at, running);
 #pragma unroll
     for (int h = 0; h < QUERIES; h++) {
       float* record = Records::of(c, c.warp(), h);

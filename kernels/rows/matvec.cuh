@@ -16,9 +16,10 @@
 
 template <class M, class G>
 struct RowsMatVecShape {
+  typedef Coding<M, G> Weights;
   static constexpr int ELEM = ElemOf<M::WEIGHT>::BYTES;
   static constexpr int K_PARTS = OPERAND_ROWS / G::UNIT_ROWS;
-  static constexpr int PART_K = PART_BYTES / ELEM, GRANULE_K = K_PARTS * PART_K;
+  static constexpr int PART_K = PART_BYTES * 8 / Weights::BITS, GRANULE_K = K_PARTS * PART_K;
   static constexpr int UNIT_GRANULES = ceil_div(G::K, GRANULE_K);
   static constexpr int BLOCK = G::CHUNK < UNIT_GRANULES ? G::CHUNK : UNIT_GRANULES; // granules of a block of k
   static constexpr int BLOCKS = ceil_div(UNIT_GRANULES, BLOCK);
@@ -66,7 +67,11 @@ struct RowsEpilogue {
     y.x *= factor, y.y *= factor;
     return y;
   }
-  __device__ __forceinline__ void bias(const Context<M>& c, const Entry& e, int unit, int col, float2& y) const {
+  __device__ __forceinline__ void scale_and_bias(const Context<M>& c, const Entry& e, int unit, int col, float2& y) const {
+    if constexpr (S::Weights::ROW_SCALES) {
+      const float2 scale = __ldg(reinterpret_cast<const float2*>(c.template constant<float>(e.row_scales) + unit * G::UNIT_ROWS + col));
+      y.x *= scale.x, y.y *= scale.y;
+    }
     if constexpr (G::BIAS) {
       const float2 b = __ldg(reinterpret_cast<const float2*>(c.template constant<float>(e.bias) + unit * G::UNIT_ROWS + col));
       y.x += b.x, y.y += b.y;
@@ -83,8 +88,8 @@ struct RowsEpilogue {
       if (pair >= 2 || col >= G::ROWS / 2) return;
       if (!takes) return clear_pair<G::ROWS / 2>(c, e.out, row, col);
       float2 gate = sum(mine, pair * 2), up = sum(mine, 4 + pair * 2);
-      bias(c, e, unit, pair * 2, gate);
-      bias(c, e, unit, 4 + pair * 2, up);
+      scale_and_bias(c, e, unit, pair * 2, gate);
+      scale_and_bias(c, e, unit, 4 + pair * 2, up);
       publish_pair<G::ROWS / 2>(c, e.out, row, col, activate<G::ACT>(gate.x) * up.x, activate<G::ACT>(gate.y) * up.y);
     } else {
       const int col = unit * G::UNIT_ROWS + pair * 2;
@@ -94,7 +99,7 @@ struct RowsEpilogue {
         return;
       }
       float2 y = sum(mine, pair * 2);
-      bias(c, e, unit, pair * 2, y);
+      scale_and_bias(c, e, unit, pair * 2, y);
       if constexpr (G::EPILOGUE == Epilogue::LOGITS) {
         logits(c, col, y);
       } else {
@@ -162,12 +167,13 @@ struct RowsEpilogue {
 // Blocks of k that a warp keeps for all passes.
 constexpr int RESIDENT_BLOCKS = 2;
 
-// Tensor cores, up to 16 rows: bf16 weights and words.
+// Tensor cores, up to 16 rows: words of bf16, and weights of bf16 or codes.
 template <class M, class G>
 struct RowsMatVecTensor {
   typedef RowsMatVecShape<M, G> S;
   typedef Words<M, G::K> W;
-  static constexpr int GROUPS = M::ROWS / 8, K_PARTS = S::K_PARTS, WARP_GRANULES = S::WARP_GRANULES;
+  // Parts of 32 of k of a granule. Each is of other columns of the products if units have fewer rows; the sums of codes are of all k.
+  static constexpr int GROUPS = M::ROWS / 8, K_PARTS = S::GRANULE_K / 32, SUM_PARTS = S::K_PARTS, WARP_GRANULES = S::WARP_GRANULES;
   // Pieces of the input that a lane holds: of each granule and part, of each group of rows.
   static constexpr int N = WARP_GRANULES * K_PARTS * GROUPS;
   static constexpr int PASS = G::PASS;
@@ -177,6 +183,8 @@ struct RowsMatVecTensor {
   // Sums of a unit and part of k that a lane has. 16 rows are the rows of a product and the unit its columns; 8 rows are the columns,
   // and two units the rows.
   static constexpr int LANE_SUMS = 2 * GROUPS;
+  typedef RowsCodes<M, G, S, N, AT_ONCE> Codes;
+  typedef typename Codes::Input Input;
 
   // Piece i of a block, from the lane's own place in the block on.
   static __device__ __forceinline__ u32 offset(int i) {
@@ -281,7 +289,7 @@ struct RowsMatVecTensor {
   }
 
   // The chunks at hand, of `AT_ONCE` units or of a lone one that stands for both, times the block of the input in `a`.
-  static __device__ __forceinline__ void multiply(Context<M>& c, int block, bool lone, const uint4 (&a)[N], float (&d)[AT_ONCE][K_PARTS][LANE_SUMS]) {
+  static __device__ __forceinline__ void multiply(Context<M>& c, int block, bool lone, const uint4 (&a)[N], float (&d)[AT_ONCE][SUM_PARTS][LANE_SUMS]) {
     const RingCursor<M> first = c.ring;
     const u8* slot[2];
     if constexpr (AT_ONCE == 2) {
@@ -322,15 +330,23 @@ struct RowsMatVecTensor {
         }
       }
   }
+  static __device__ __forceinline__ void add(Context<M>& c, int block, bool lone, const uint4 (&a)[N], const Input& input,
+                                             float (&d)[AT_ONCE][SUM_PARTS][LANE_SUMS]) {
+    if constexpr (S::Weights::CODED)
+      Codes::multiply(c, block, lone, a, input, d);
+    else
+      multiply(c, block, lone, a, d);
+  }
   // A warp's sums of a unit to shared memory: [row][column], of each column the part of k that it belongs to.
-  static __device__ __forceinline__ void put(const Context<M>& c, float* to, const float (&d)[K_PARTS][LANE_SUMS]) {
+  static __device__ __forceinline__ void put(const Context<M>& c, float* to, const float (&d)[SUM_PARTS][LANE_SUMS]) {
     const int g = c.lane() / 4, t = c.lane() % 4, column = GROUPS == 2 ? t * 2 : g;
 #pragma unroll
     for (int h = 0; h < GROUPS; h++) {
       float2 y = make_float2(d[0][2 * h], d[0][2 * h + 1]);
 #pragma unroll
-      for (int p = 1; p < K_PARTS; p++)
+      for (int p = 1; p < SUM_PARTS; p++)
         if (column / G::UNIT_ROWS == p) y = make_float2(d[p][2 * h], d[p][2 * h + 1]);
+      y.x *= Codes::FACTOR, y.y *= Codes::FACTOR;
       float* at = to + c.warp() * (M::ROWS * OPERAND_ROWS);
       if constexpr (GROUPS == 2) {
         *reinterpret_cast<float2*>(at + (h * 8 + g) * OPERAND_ROWS + column) = y;
@@ -347,7 +363,7 @@ struct RowsMatVecTensor {
   static constexpr int DEPTH = RESIDENT ? S::BLOCKS : 2;
 
   // What a pass of `here` units, from unit `first` of the task on, leaves in registers: to shared memory, and what becomes of it.
-  static __device__ __forceinline__ void end_pass(Context<M>& c, const Entry& e, RowsEpilogue<M, G>& epilogue, const float (&d)[TURNS][AT_ONCE][K_PARTS][LANE_SUMS],
+  static __device__ __forceinline__ void end_pass(Context<M>& c, const Entry& e, RowsEpilogue<M, G>& epilogue, const float (&d)[TURNS][AT_ONCE][SUM_PARTS][LANE_SUMS],
                                                   int first, int here) {
 #pragma unroll
     for (int batch = 0; batch < PASS; batch += S::BATCH) {
@@ -369,6 +385,7 @@ struct RowsMatVecTensor {
     Means means{};
     if constexpr (G::NORM == Norm::LAYER) means = layer_statistics(c, x, active);
     uint4 a[DEPTH][N];
+    Input inputs[DEPTH];
 #pragma unroll
     for (int i = 0; i < DEPTH; i++)
       if (i < S::BLOCKS) issue(c, x, i, active, a[i]);
@@ -379,6 +396,7 @@ struct RowsMatVecTensor {
       for (int block = 0; block < DEPTH; block++) {
         settle(c, x, block, a[block]);
         normalise(c, e, block, means, a[block], squares);
+        Codes::prepare(a[block], inputs[block]);
       }
       c.stamp(1);
       if constexpr (G::NORM == Norm::RMS) put_row_statistic<M, GROUPS>(c, 1, c.warp(), 0, squares);
@@ -386,13 +404,13 @@ struct RowsMatVecTensor {
 #pragma unroll 1
     for (int first = 0; first < units; first += PASS) {
       const int here = min(PASS, units - first);
-      float d[TURNS][AT_ONCE][K_PARTS][LANE_SUMS] = {};
+      float d[TURNS][AT_ONCE][SUM_PARTS][LANE_SUMS] = {};
       if constexpr (RESIDENT) {
 #pragma unroll
         for (int block = 0; block < DEPTH; block++)
 #pragma unroll
           for (int u = 0; u < TURNS; u++)
-            if (AT_ONCE * u < here) multiply(c, block, AT_ONCE * u + 1 >= here, a[block], d[u]);
+            if (AT_ONCE * u < here) add(c, block, AT_ONCE * u + 1 >= here, a[block], inputs[block], d[u]);
       } else {
 #pragma unroll 1
         for (int block0 = 0; block0 < S::BLOCKS; block0 += DEPTH)
@@ -403,9 +421,10 @@ struct RowsMatVecTensor {
             settle(c, x, block, a[i]);
             if (first == 0 && block == 0) c.stamp(1);
             normalise(c, e, block, means, a[i], squares);
+            Codes::prepare(a[i], inputs[i]);
 #pragma unroll
             for (int u = 0; u < TURNS; u++)
-              if (AT_ONCE * u < here) multiply(c, block, AT_ONCE * u + 1 >= here, a[i], d[u]);
+              if (AT_ONCE * u < here) add(c, block, AT_ONCE * u + 1 >= here, a[i], inputs[i], d[u]);
             if (block + DEPTH < S::BLOCKS) issue(c, x, block + DEPTH, active, a[i]);
           }
         // Later passes add the same squares again, which nothing reads.
@@ -502,26 +521,34 @@ struct RowsMatVecLanes {
     }
     c.barrier();
   }
+  // A lane's part of a granule of values, which begins at `first` in the block.
+  static __device__ __forceinline__ void add_values(const Context<M>& c, const uint4 b, int first, float (&d)[M::ROWS]) {
+    float w[LANE_K];
+    const u32 word[4] = {b.x, b.y, b.z, b.w};
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      if constexpr (S::ELEM == 4)
+        w[i] = __uint_as_float(word[i]);
+      else
+        w[2 * i] = bf16_lo(word[i]), w[2 * i + 1] = bf16_hi(word[i]);
+    }
+    const int k = first + c.lane() / 4 / G::UNIT_ROWS * S::PART_K + c.lane() % 4 * LANE_K;
+#pragma unroll
+    for (int row = 0; row < M::ROWS; row++)
+#pragma unroll
+      for (int i = 0; i < LANE_K; i++) d[row] += staged(c, row)[k + i] * w[i];
+  }
   static __device__ __forceinline__ void multiply(Context<M>& c, int block, float (&d)[M::ROWS]) {
-    const u8* slot = ring_take(c, c.ring) + c.warp() * GRANULE_BYTES + c.lane() * LANE_BYTES;
+    const u8* slot = ring_take(c, c.ring) + c.warp() * S::Weights::BYTES;
 #pragma unroll 1
     for (int j = 0; j < S::WARP_GRANULES; j++) {
       if (!S::exists(c, block, j)) continue;
-      const uint4 b = *reinterpret_cast<const uint4*>(slot + j * (M::WARPS * GRANULE_BYTES));
-      float w[LANE_K];
-      const u32 word[4] = {b.x, b.y, b.z, b.w};
-#pragma unroll
-      for (int i = 0; i < 4; i++) {
-        if constexpr (S::ELEM == 4)
-          w[i] = __uint_as_float(word[i]);
-        else
-          w[2 * i] = bf16_lo(word[i]), w[2 * i + 1] = bf16_hi(word[i]);
-      }
-      const int k = (j * M::WARPS + c.warp()) * S::GRANULE_K + c.lane() / 4 / G::UNIT_ROWS * S::PART_K + c.lane() % 4 * LANE_K;
-#pragma unroll
-      for (int row = 0; row < M::ROWS; row++)
-#pragma unroll
-        for (int i = 0; i < LANE_K; i++) d[row] += staged(c, row)[k + i] * w[i];
+      const u8* granule = slot + j * (M::WARPS * S::Weights::BYTES);
+      const int k = (j * M::WARPS + c.warp()) * S::GRANULE_K;
+      if constexpr (S::Weights::CODED)
+        RowsCodesLanes<M, G>::add(c, granule, [&](int row) { return staged(c, row) + k; }, d);
+      else
+        add_values(c, *reinterpret_cast<const uint4*>(granule + c.lane() * LANE_BYTES), k, d);
     }
     ring_release(c, c.ring);
     c.ring.next();

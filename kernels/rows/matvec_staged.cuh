@@ -24,6 +24,7 @@ struct RowsMatVecStaged {
   typedef RowsMatVecShape<M, G> S;
   typedef Words<M, G::K> W;
   static constexpr int TILES = M::ROWS / WARP_ROWS, TURNS_OF_UNITS = M::WARPS / TILES; // warps that take units in turn
+  static_assert(!Coding<M, G>::CODED, "weights are no codes");
   static_assert(M::ROWS % WARP_ROWS == 0 && M::WARPS % TILES == 0, "a warp has a whole tile, and tiles have as many warps each");
   static constexpr int K_PARTS = S::K_PARTS, PASS = G::PASS;
   static constexpr int AT_ONCE = STAGED_CHUNKS_AT_ONCE / TURNS_OF_UNITS;

@@ -601,7 +601,7 @@ pub struct Bench {
     /// Time prompts of these lengths, in tokens, read in chunks
     #[arg(long, value_name = "N,N", value_parser = parse_ids, conflicts_with_all = ["baseline", "serve"])]
     pub prompt: Option<Ids>,
-    /// Tokens of a chunk [default: as many as the largest kernel of the target has rows]
+    /// Tokens of a chunk: rows of the kernel that reads it [default: 16]
     #[arg(long, value_name = "N,N", value_parser = parse_ids, requires = "prompt")]
     pub chunk: Option<Ids>,
     /// Most rounds of a comparison; four launches each

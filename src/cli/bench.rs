@@ -9,14 +9,12 @@ use super::Outcome;
 use super::arguments::{Bench, Ids};
 use super::session::{Session, Talk, pick_target};
 use crate::abba::{Limits, Ratio, percentile};
-use crate::defaults::rows::kernel_rows;
 use crate::error::Fault;
 use crate::manifest::Manifest;
 use crate::measure::Timed;
 use crate::pipeline::bench::{self, Baseline, Compared, Found, Own, Request, Subject, Versus};
 use crate::pipeline::device_rows::{self, RowsTimed, Took};
 use crate::target::Target;
-use crate::text::one_of;
 
 /// Fewer rounds than this have no interval worth the name.
 const ROUNDS_MIN: usize = 3;
@@ -78,16 +76,6 @@ fn bench_rows(session: &Session, asked: &Bench, manifest: &Manifest, target: &Ta
     let workspace = session.workspace(if asked.json { Talk::Nothing } else { Talk::Work })?;
     let numbers = |asked: &Option<Ids>| asked.as_ref().map_or(vec![], |ids| ids.0.clone());
     let (rows, prompts, chunks) = (numbers(&asked.rows), numbers(&asked.prompt), numbers(&asked.chunk));
-    let kernels = kernel_rows(manifest.precision, target);
-    let most = kernels.iter().max().copied().unwrap_or(0);
-    if let Some(wrong) = chunks.iter().find(|rows| !kernels.contains(rows)) {
-        let all: Vec<String> = kernels.iter().map(|rows| rows.to_string()).collect();
-        let all = one_of(all.iter().map(String::as_str));
-        return Err(Fault::input(format!("chunks of {wrong}: expected {all}, as many as a kernel has rows")));
-    }
-    if let Some(wrong) = rows.iter().find(|rows| **rows == 0 || **rows > most) {
-        return Err(Fault::input(format!("{wrong} rows: expected 1 to {most}, as many as a step has at most")));
-    }
     let context_max = manifest.decode.context_max;
     if let Some(wrong) = prompts.iter().find(|tokens| **tokens == 0 || **tokens > context_max) {
         return Err(Fault::input(format!(

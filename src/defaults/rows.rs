@@ -2,25 +2,32 @@
 
 use crate::candidate::{Candidate, Infeasible};
 use crate::dtype::Precision;
-use crate::ir::layout::{WARP_ROWS, cache_row_bytes, chunk_rows};
+use crate::format::Format;
+use crate::ir::layout::{
+    BLOCK_VALUES, GRANULE_BYTES, RING_SLOTS_MAX, WARP_ROWS, WORD_ROWS, cache_row_bytes, chunk_rows,
+};
 use crate::ir::op::HISTORY_ALIGN;
 use crate::ir::schedule::Schedule;
-use crate::ir::variant::rows_on_tensor_cores;
-use crate::lower::{Batch, heads_per_task_most, lower_batch};
+use crate::ir::variant::lanes_of_rows;
+use crate::lower::{Batch, format_of, heads_per_task_most, lower_batch};
 use crate::model::graph::{Layer, ModelGraph};
 use crate::schedule::schedule;
 use crate::target::{DotMechanism, Target, TargetKind};
 
-/// Rows of the kernels of a target, ascending: a step runs on the smallest that has room for it. More than 16 want tensor cores, whose
-/// warps share the rows; some may not fit a target's shared memory.
-pub fn kernel_rows(precision: Precision, target: &Target) -> &'static [u32] {
-    match rows_on_tensor_cores(precision, target.spec.dot == DotMechanism::Mma) {
+/// Rows of the kernel that reads prompts, and positions of a chunk. More are slower (docs/perf-log.md, entry 21).
+pub const PROMPT_ROWS: u32 = 16;
+
+/// Rows of the kernels of a model on a target, ascending: a step runs on the smallest that has room for it. More than 16 want tensor cores,
+/// whose warps share the rows, and weights that are no codes; some may not fit a target's shared memory.
+pub fn kernel_rows(graph: &ModelGraph, precision: Precision, target: &Target) -> &'static [u32] {
+    let plain = formats(graph, precision).all(|(format, _)| format.is_plain());
+    match plain && lanes_of_rows(precision, target.spec.dot == DotMechanism::Mma).is_none() {
         true => &[8, 16, 32, 64],
         false => &[8, 16],
     }
 }
 
-/// Bytes of a slot, the first that fits: a block of k of a unit, or a part of one on GPUs with little shared memory.
+/// Bytes of a slot, the first that fits: a block of k of a unit of values, or a part of one on GPUs with little shared memory.
 const SLOT_BYTES: [u32; 3] = [16 << 10, 8 << 10, 4 << 10];
 /// Slots that a ring of the largest begins with, and how many copies are in flight while few and while many of them are full; of
 /// smaller slots as many bytes. Few: the input of rows comes through the same L2 as their weights (docs/perf-log.md, entry 17).
@@ -41,38 +48,88 @@ pub struct Room {
     pub positions: u64,
 }
 
+/// The formats of a model's matrices, and their columns.
+fn formats(graph: &ModelGraph, precision: Precision) -> impl Iterator<Item = (Format, u32)> {
+    let linears = graph.layers.iter().flat_map(|layer| {
+        let (attn, mlp) = (&layer.attn, &layer.mlp);
+        [&attn.q, &attn.k, &attn.v, &attn.o, &mlp.up, &mlp.down].into_iter().chain(&mlp.gate)
+    });
+    linears.chain([&graph.head]).map(move |linear| (format_of(graph, &[linear], precision), linear.cols))
+}
+
+/// The ring of a kernel for rows.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Slots {
+    /// Bytes of a slot, the first that fits.
+    bytes: Vec<u32>,
+    /// Those of kernels for any number of rows.
+    all: Vec<u32>,
+    /// Bytes of most chunks where slots have the first size.
+    chunk: u32,
+}
+
+impl Slots {
+    /// Slots hold a block of k of 8 rows of the matrices that are codes, or are as those of bf16 where there are none. At 16 rows blocks
+    /// are half as long; slots are not, because short chunks of the history would cost more. Of more rows chunks are 4 KiB, but tiles of
+    /// a wide head want more.
+    fn of(graph: &ModelGraph, precision: Precision, rows: u32, warps: u32) -> Slots {
+        let coded: Vec<_> = formats(graph, precision).filter(|(format, _)| !format.is_plain()).collect();
+        let granules = |format: Format, k: u32, rows: u32| k.min(BLOCK_VALUES / rows).div_ceil(format.granule_k());
+        let Some(granule) = coded.iter().map(|&(format, k)| format.granule_bytes(k)).max() else {
+            let [large, middle, small] = SLOT_BYTES;
+            let bytes = if rows > WARP_ROWS { vec![small, middle] } else { vec![large, middle, small] };
+            return Slots { chunk: bytes[0], bytes, all: SLOT_BYTES.to_vec() };
+        };
+        let most = |rows: u32| coded.iter().map(|&(format, k)| granules(format, k, rows)).max().unwrap_or(1);
+        // Powers of two, and the scales beside them: so are pages, and contexts are whole pages.
+        let codes = (most(WORD_ROWS) * GRANULE_BYTES).next_power_of_two();
+        // The least is what every ring has: a granule without scales for each warp.
+        let bytes = |part: u32| {
+            let block = (codes / part / GRANULE_BYTES * granule).max(GRANULE_BYTES * warps);
+            block.next_multiple_of(GRANULE_BYTES)
+        };
+        let bytes = [1, 2, 4].map(bytes).to_vec();
+        Slots { all: bytes.clone(), bytes, chunk: most(rows.next_multiple_of(WORD_ROWS)) * granule }
+    }
+
+    /// How many of these chunks are as many bytes as `n` chunks of bf16.
+    fn chunks(&self, n: u32) -> u32 {
+        (n * SLOT_BYTES[0] / self.chunk.max(1)).max(n)
+    }
+
+    /// How many of these slots are as many bytes as `n` slots of bf16.
+    fn slots(&self, n: u32) -> u32 {
+        (n * SLOT_BYTES[0] / self.bytes[0].max(1)).max(n)
+    }
+}
+
 /// The candidate of a kernel for rows, from that of one row: the same units, without what only one row can have. A chunk is a
 /// block of k, so slots are no larger; a task takes all query heads of a KV head, for there are tasks enough.
-fn candidate(base: &Candidate, graph: &ModelGraph, slot_bytes: u32) -> Candidate {
+fn candidate(base: &Candidate, graph: &ModelGraph, slots: &Slots, slot_bytes: u32, ring_slots: u32) -> Candidate {
     let group = graph.layers.iter().map(|layer| layer.attn.heads / layer.attn.kv_heads.max(1)).min().unwrap_or(1);
-    let smaller = SLOT_BYTES[0] / slot_bytes.max(1);
     Candidate {
         splits: 1,
         sums_everywhere: 0,
         heads_per_task: heads_per_task_most(group),
         slot_bytes,
-        flight_high: FLIGHT_HIGH * smaller,
-        flight_low: FLIGHT_LOW * smaller,
-        flight_free: FLIGHT_FREE * smaller,
+        ring_slots,
+        flight_high: slots.chunks(FLIGHT_HIGH).min(ring_slots),
+        flight_low: slots.chunks(FLIGHT_LOW).min(ring_slots),
+        flight_free: slots.slots(FLIGHT_FREE).min(ring_slots),
         ..base.clone()
     }
 }
 
-/// Positions of a page: the least that is whole chunks of the history in every layer, with slots of any size, so that kernels for
+/// Positions of a page: the least that is whole chunks of the history in every layer, with slots of any of `sizes`, so that kernels for
 /// different numbers of rows share pages. Mostly one chunk of the largest. `None`: no slot holds a tile.
-fn page_rows(graph: &ModelGraph, precision: Precision) -> Option<u32> {
+fn page_rows(graph: &ModelGraph, precision: Precision, sizes: &[u32]) -> Option<u32> {
     let row_bytes = |layer: &Layer| cache_row_bytes(layer.attn.head_dim, precision.cache);
-    let chunks = graph.layers.iter().flat_map(|layer| SLOT_BYTES.map(|slot| chunk_rows(slot, row_bytes(layer))));
+    let chunks =
+        graph.layers.iter().flat_map(|layer| sizes.iter().map(move |slot| chunk_rows(*slot, row_bytes(layer))));
     let whole = |a: u32, b: u32| (1..=b).map(|n| a.saturating_mul(n)).find(|n| n % b == 0);
     let mut some = chunks.filter(|rows| *rows > 0).peekable();
     some.peek()?;
     some.try_fold(1u32, whole)
-}
-
-/// Bytes of slots to try for a kernel of `rows`. Chunks of more than a tile of rows are 4 KiB, but tiles of a wide head want more.
-fn slot_bytes(rows: u32) -> &'static [u32] {
-    const STAGED: [u32; 2] = [SLOT_BYTES[2], SLOT_BYTES[1]];
-    if rows > WARP_ROWS { &STAGED } else { &SLOT_BYTES }
 }
 
 /// Lowers and places the kernel for `room`, with as many slots as fit beside what rows need. `base` is the candidate of one row.
@@ -90,10 +147,12 @@ pub fn place_rows(
 ) -> Result<Schedule, Infeasible> {
     let row_bytes = |dim| cache_row_bytes(dim, precision.cache);
     let row_bytes = graph.layers.iter().map(|layer| row_bytes(layer.attn.head_dim)).max().unwrap_or(0);
-    let mut refused = Infeasible::HistoryChunk { slot_bytes: SLOT_BYTES[0], rows: HISTORY_ALIGN, row_bytes };
-    let Some(page_rows) = page_rows(graph, precision) else { return Err(refused) };
-    let slots_min = if room.rows > WARP_ROWS { STAGED_SLOTS_MIN } else { RING_SLOTS_MIN };
-    for &slot_bytes in slot_bytes(room.rows).iter().filter(|slot| chunk_rows(**slot, row_bytes) > 0) {
+    let slots = Slots::of(graph, precision, room.rows, base.consumer_warps);
+    let mut refused = Infeasible::HistoryChunk { slot_bytes: slots.bytes[0], rows: HISTORY_ALIGN, row_bytes };
+    let Some(page_rows) = page_rows(graph, precision, &slots.all) else { return Err(refused) };
+    // Of many rows, up to four loaders take slots in turn.
+    let (slots_min, step) = if room.rows > WARP_ROWS { (STAGED_SLOTS_MIN, 4) } else { (RING_SLOTS_MIN, 1) };
+    for &slot_bytes in slots.bytes.iter().filter(|slot| chunk_rows(**slot, row_bytes) > 0) {
         let pages = room.positions.div_ceil(u64::from(page_rows)).min(u64::from(u32::MAX)) as u32;
         let batch = Batch {
             rows: room.rows,
@@ -102,12 +161,9 @@ pub fn place_rows(
             page_rows,
             words: target.kind == TargetKind::Cuda,
         };
-        let mut candidate = candidate(base, graph, slot_bytes);
-        let slots = RING_SLOTS * (SLOT_BYTES[0] / slot_bytes);
-        // Of many rows, slots that up to four loaders take in turn.
-        let step = if room.rows > WARP_ROWS { 4 } else { 1 };
-        for ring_slots in (slots_min..=slots).rev().filter(|slots| slots.is_multiple_of(step)) {
-            candidate.ring_slots = ring_slots;
+        let most = slots.slots(RING_SLOTS).min(RING_SLOTS_MAX);
+        for ring_slots in (slots_min..=most).rev().filter(|slots| slots.is_multiple_of(step)) {
+            let candidate = candidate(base, graph, &slots, slot_bytes, ring_slots);
             let program = lower_batch(graph, name, precision, context_max, &batch, &candidate)?;
             match schedule(program, target, &candidate) {
                 Err(reason @ Infeasible::SharedMemory { .. }) => refused = reason,

@@ -174,7 +174,6 @@ impl Model {
         let given = session::read_given(place, &places.root, Style::Plain)?;
         let target = session::pick_target(&given.manifest, target.as_deref())?;
         let serving = serving(&given.manifest, &target, sequences_max, chunk_max, cache_tokens)?;
-        let rows_max = serving.rows_max(&target, given.manifest.precision)?;
         let has_tokenizer = tokens.is_some() && session::has_tokenizer(&given)?;
         let report = if verbose { Report::to_stderr().without_cached() } else { Report::quiet() };
         let Given { manifest, exported } = given;
@@ -185,6 +184,7 @@ impl Model {
                 Ready::built(Workspace { cache, report, trials: places::trials_file() }, &manifest, &target)?
             }
         };
+        let rows_max = ready.rows_max(&serving)?;
         let facts = Facts {
             name: manifest.name.clone(),
             target: target.name.clone(),

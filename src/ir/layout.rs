@@ -152,25 +152,48 @@ pub fn block_granules(unit: u32, granule: u32, slot_bytes: u32, units: u32) -> u
 /// in shared memory (`kernels/rows/matvec_staged.cuh`).
 pub const WARP_ROWS: u32 = 16;
 
-/// Granules of a block of k of a kernel for `rows`, when a unit is `unit` granules of `parts` parts of k: a chunk of the stream. Up to 16
-/// rows a warp holds its part of such a block of the input: equal blocks with as many granules for every one of `warps` warps. Of more,
-/// every warp takes all of a block.
-pub fn block_of_k(rows: u32, unit: u32, parts: u32, slot_bytes: u32, warps: u32) -> u32 {
-    let staged = rows > WARP_ROWS;
-    let (unit, warps) = (unit.max(1), if staged { 1 } else { warps.max(1) });
-    let most = if staged { STAGED_GRANULES } else { BLOCK_GRANULES };
-    let slot = (slot_bytes / GRANULE_BYTES).max(1).min((most / parts.max(1)).max(1));
-    if unit <= slot {
-        return unit;
-    }
-    let most = (slot / warps * warps).max(1);
-    unit.div_ceil(unit.div_ceil(most)).next_multiple_of(warps).min(most)
+/// What limits the blocks of k of a kernel for rows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct BlockLimits {
+    /// Rows of a step.
+    pub rows: u32,
+    /// Bytes of a weight that is no code, where lanes multiply: the input is in shared memory then. `None`: tensor cores multiply, and
+    /// it is in registers.
+    pub lanes: Option<u32>,
+    pub slot_bytes: u32,
+    pub warps: u32,
 }
 
-/// Granules of a block of k at most, of one part: 4 of each of 8 warps are 32 registers of a lane for 16 rows; of a stage in shared
-/// memory 64 bytes of each row for each.
+impl MatVec {
+    /// Granules of a block of k of a kernel for rows: a chunk of the stream. Up to 16 rows a warp holds its part of such a block of the
+    /// input at once: blocks are equal, and have as many granules for every warp where there are enough. Of more rows every warp takes all
+    /// of a block.
+    pub fn block_of_k(&self, format: Format, limits: BlockLimits) -> u32 {
+        let BlockLimits { rows, lanes, slot_bytes, warps } = limits;
+        let staged = rows > WARP_ROWS;
+        let (unit, warps) = (self.granules(format).max(1), if staged { 1 } else { warps.max(1) });
+        let held = match lanes {
+            _ if staged => STAGED_GRANULES / self.parts(),
+            _ if format.is_plain() => BLOCK_GRANULES / self.parts(),
+            None => BLOCK_VALUES / rows.next_multiple_of(WORD_ROWS) / format.granule_k(),
+            // The k of as many weights as a slot would hold.
+            Some(bytes) => slot_bytes / (UNIT_ROWS * bytes) / format.granule_k(),
+        };
+        let slot = (slot_bytes / format.granule_bytes(self.k)).min(held).max(1);
+        if unit <= slot {
+            return unit;
+        }
+        let (most, multiple) = if slot < warps { (slot, 1) } else { (slot / warps * warps, warps) };
+        unit.div_ceil(unit.div_ceil(most)).next_multiple_of(multiple).min(most)
+    }
+}
+
+/// Granules of values in a block of k at most, of one part: 4 of each of 8 warps are 32 registers of a lane for 16 rows; of a stage in
+/// shared memory 64 bytes of each row for each.
 const BLOCK_GRANULES: u32 = 32;
 const STAGED_GRANULES: u32 = 8;
+/// Of codes, input values of all rows in a block of k at most: 32 registers of each lane of 8 warps.
+pub const BLOCK_VALUES: u32 = 16 << 10;
 
 /// Bytes of the two stages of a kernel for `rows`, which hold the sums of a pass, too, and of the norm weights of their columns:
 /// `STAGES_BYTES` and `STAGE_COLS_MAX` of `kernels/rows/matvec_staged.cuh`. A stage of few rows has two chunks of k.

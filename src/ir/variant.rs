@@ -202,11 +202,8 @@ impl RegisterTiling {
     }
 }
 
-/// Why no kernel for steps of `rows` rows streams a matrix of `format`; `None`: one does (`matvec_formats.cuh`).
-pub fn kernel_refuses(format: Format, precision: Precision, rows: u32) -> Option<String> {
-    if rows > 1 && !format.is_plain() {
-        return Some("weights without codes in steps of several rows".to_string());
-    }
+/// Why no kernel streams a matrix of `format`; `None`: kernels for any number of rows do (`matvec_formats.cuh`).
+pub fn kernel_refuses(format: Format, precision: Precision) -> Option<String> {
     if format.is_plain() {
         let plain = Format::plain(precision.weights);
         return (format != plain).then(|| format!("values of {plain}, as the other matrices"));
@@ -222,27 +219,42 @@ pub fn kernel_refuses(format: Format, precision: Precision, rows: u32) -> Option
     }
 }
 
-/// Whether a kernel for rows multiplies on tensor cores: weights and words are their operands as they lie.
-pub fn rows_on_tensor_cores(precision: Precision, tensor_cores: bool) -> bool {
+/// Whether a kernel for rows multiplies on tensor cores: words are their operands as they lie, as weights that are no codes are.
+fn rows_on_tensor_cores(precision: Precision, tensor_cores: bool) -> bool {
     tensor_cores && precision.weights == DType::Bf16 && precision.wire == DType::Bf16
+}
+
+/// Bytes of a weight that is no code, where the lanes of a kernel for rows multiply; `None`: tensor cores do.
+pub fn lanes_of_rows(precision: Precision, tensor_cores: bool) -> Option<u32> {
+    let lanes = !rows_on_tensor_cores(precision, tensor_cores);
+    lanes.then_some(precision.weights.bytes() as u32)
 }
 
 /// Units of a pass of a kernel for `rows` at most. On tensor cores a lane holds a sum of each unit and part of k for every 4 rows, beside
 /// two blocks of its input: more than these would spill, and `moved` says that it has the loader's registers, too. Of more than 16 rows
-/// the sums of a pass fit the stage of the input. Without tensor cores a lane holds one sum of each row.
-pub fn rows_pass_max(precision: Precision, tensor_cores: bool, parts: u32, rows: u32, moved: bool) -> u32 {
+/// the sums of a pass fit the stage of the input. Without tensor cores a lane holds one sum of each row. Of codes it also holds scales and
+/// the sums of its input, and each unit is many more instructions, which are fetched once for each task.
+pub fn rows_pass_max(
+    format: Format,
+    precision: Precision,
+    tensor_cores: bool,
+    parts: u32,
+    rows: u32,
+    moved: bool,
+) -> u32 {
     if !rows_on_tensor_cores(precision, tensor_cores) {
         return 2;
     }
-    if rows > WARP_ROWS {
-        // A lane has sums of a part of the units.
-        return (28 / parts.max(1)).max(1);
-    }
-    let units = match (rows <= WORD_ROWS, moved) {
-        (true, true) => 28,
-        (true, false) => 10,
-        (false, true) => 12,
-        (false, false) => 8,
+    let units = match (format.is_plain(), rows <= WORD_ROWS, moved) {
+        _ if rows > WARP_ROWS => 28,
+        (true, true, true) => 28,
+        (true, true, false) => 10,
+        (true, false, true) => 12,
+        (true, false, false) => 8,
+        (false, true, true) => 8,
+        (false, true, false) => 4,
+        (false, false, true) => 10,
+        (false, false, false) => 4,
     };
     (units / parts.max(1)).max(1)
 }

@@ -6,8 +6,7 @@ use crate::codegen::abi::Queues;
 use crate::codegen::emit::Trace;
 use crate::cuda::driver::Device;
 use crate::cuda::rows::RowsSession;
-use crate::defaults::rows::{Room, kernel_rows};
-use crate::dtype::Precision;
+use crate::defaults::rows::{PROMPT_ROWS, Room, kernel_rows};
 use crate::engine::{CpuStepper, DeviceStepper, Stepper};
 use crate::error::Fault;
 use crate::interp::{Options, Pack};
@@ -58,18 +57,6 @@ impl Serving {
         let chunk_rows = manifest.decode.chunk_max.unwrap_or(CHUNK_ROWS);
         Serving { running_max, chunk_rows, steps_max, cache_tokens: None }
     }
-
-    /// Rows of a step on a target, at most: one for each request that decodes, and those of prompts. Fewer where the kernel for so many
-    /// does not fit.
-    ///
-    /// # Errors
-    /// More requests than the kernels of a CUDA target have rows.
-    pub fn rows_max(&self, target: &Target, precision: Precision) -> Result<u32, Fault> {
-        match target.kind {
-            TargetKind::Cpu => Ok(self.running_max + self.chunk_rows),
-            TargetKind::Cuda => Ok(kernels_of(self, kernel_rows(precision, target))?.last().copied().unwrap_or(0)),
-        }
-    }
 }
 
 /// Proven schedules of several rows with their weights. It starts any number of steppers, one after another.
@@ -95,6 +82,22 @@ pub fn runs_here(target: &Target) -> bool {
 }
 
 impl Prepared {
+    /// Rows of a step, at most: one for each request that decodes, and those of prompts. Fewer on a device where the kernel for so many
+    /// does not fit.
+    ///
+    /// # Errors
+    /// More requests than the kernels of a CUDA target have rows.
+    pub(super) fn rows_max(&self, serving: &Serving) -> Result<u32, Fault> {
+        let Prepared { manifest, target, imported, .. } = self;
+        match target.kind {
+            TargetKind::Cpu => Ok(serving.running_max + serving.chunk_rows),
+            TargetKind::Cuda => {
+                let kernels = kernel_rows(&imported.graph, manifest.precision, target);
+                Ok(kernels_of(serving, kernels)?.last().copied().unwrap_or(0))
+            }
+        }
+    }
+
     /// Lowers, schedules and proves steps of several rows, compiles their kernel, and packs the weights: the pack is that of one row.
     ///
     /// # Errors
@@ -109,7 +112,7 @@ impl Prepared {
         let device = Device::open(found.ordinal)?;
         let free = device.memory_free_bytes()?.saturating_sub(pack_bytes(self.validated.schedule()));
         let mut kernels = vec![];
-        for &rows in &kernels_of(serving, rows_of(&chain.context))? {
+        for &rows in kernels_of(serving, rows_of(&chain.context))? {
             let room = self.room(rows, serving, free)?;
             match rows_schedule(&chain.context, &chain.candidate, room) {
                 Ok(validated) => kernels.push(Arc::new(validated)),
@@ -180,19 +183,17 @@ fn sequences(running_max: u32, positions: u64, context_max: u64) -> u32 {
     running_max + positions.div_ceil(context_max.max(1)) as u32 + 1
 }
 
-/// Which of `kernels`, ascending, a server has: the smallest, for few requests; one with a row for each running request; and one with
-/// rows for prompts beside them where there is one.
-fn kernels_of(serving: &Serving, kernels: &[u32]) -> Result<Vec<u32>, Fault> {
+/// Which of `kernels`, ascending, a server has: those up to the first with a row for each running request, and with rows for prompts
+/// beside them. A step runs on the smallest that has room for it. Prompts alone are no reason for more than [`PROMPT_ROWS`].
+fn kernels_of<'a>(serving: &Serving, kernels: &'a [u32]) -> Result<&'a [u32], Fault> {
     let most = kernels.last().copied().unwrap_or(0);
     if serving.running_max > most {
         let message = format!("kernels have at most {most} rows, `--max-batch` is {}", serving.running_max);
         return Err(Fault::input(message).with_remedy(format!("lower `--max-batch` to {most}")));
     }
-    let with_room = |rows: u32| kernels.iter().copied().find(|kernel| *kernel >= rows.min(most));
-    let wanted = [1, serving.running_max, serving.running_max.saturating_add(serving.chunk_rows)];
-    let mut chosen: Vec<u32> = wanted.into_iter().filter_map(with_room).collect();
-    chosen.dedup();
-    Ok(chosen)
+    let wanted = serving.running_max.max(serving.running_max.saturating_add(serving.chunk_rows).min(PROMPT_ROWS));
+    let smaller = kernels.iter().take_while(|rows| **rows < wanted).count();
+    Ok(&kernels[..(smaller + 1).min(kernels.len())])
 }
 
 /// Rows of the interpreter's steps, and the pages of their sequences.
@@ -247,19 +248,20 @@ mod tests {
     }
 
     #[test]
-    fn a_server_has_kernels_for_few_requests_for_all_and_for_prompts_beside_them() {
+    fn a_server_has_the_kernels_up_to_the_first_with_room() {
         let few: &[u32] = &[8, 16];
         let all: &[u32] = &[8, 16, 32, 64];
         for (running, chunk, kernels, chosen) in [
-            (1, 7, all, &[8][..]),
+            (1, 1, all, &[8][..]),
+            (1, 7, all, &[8]),
             (4, 5, all, &[8, 16]),
-            (8, 24, all, &[8, 32]),
-            (16, 40, all, &[8, 16, 64]),
+            (8, 24, all, &[8, 16]),
+            (16, 40, all, &[8, 16]),
             (16, 1, few, &[8, 16]),
-            (64, 64, all, &[8, 64]),
-            (20, u32::MAX, all, &[8, 32, 64]),
+            (20, u32::MAX, all, &[8, 16, 32]),
+            (64, 64, all, &[8, 16, 32, 64]),
         ] {
-            assert_eq!(kernels_of(&serving(running, chunk), kernels), Ok(chosen.to_vec()), "{running} and {chunk}");
+            assert_eq!(kernels_of(&serving(running, chunk), kernels), Ok(chosen), "{running} and {chunk}");
         }
         let refused = kernels_of(&serving(17, 1), few).unwrap_err();
         assert_eq!(refused.message, "kernels have at most 16 rows, `--max-batch` is 17");

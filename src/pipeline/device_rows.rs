@@ -11,7 +11,7 @@ use crate::cuda::driver::Device;
 use crate::cuda::memory::DeviceBuffer;
 use crate::cuda::rows::{FirstToken, RowInput, RowsSession};
 use crate::cuda::session::Session;
-use crate::defaults::rows::{Room, kernel_rows, place_rows};
+use crate::defaults::rows::{PROMPT_ROWS, Room, kernel_rows, place_rows};
 use crate::digest::Digest;
 use crate::error::Fault;
 use crate::ir::program::Space;
@@ -21,6 +21,7 @@ use crate::manifest::Manifest;
 use crate::pages::Pool;
 use crate::rows::{Edit, Guard, PageId, Request, Row, SequenceId, Shape, Tables};
 use crate::target::Target;
+use crate::text::one_of;
 use crate::validate::{Validated, validate};
 
 use super::chain::{Chain, Host};
@@ -43,23 +44,9 @@ pub(super) fn rows_schedule(context: &BuildContext<'_>, base: &Candidate, room: 
     Ok(validate(placed, &keys::unmeasured(target))?)
 }
 
-/// Places and proves the kernel with most rows that fits, with the room that `room` names for so many.
-///
-/// # Errors
-/// As [`rows_schedule`], if none fits.
-pub(super) fn largest_rows_schedule(
-    context: &BuildContext<'_>,
-    base: &Candidate,
-    room: impl Fn(u32) -> Room,
-) -> Result<Validated, Fault> {
-    let (smallest, larger) = rows_of(context).split_first().ok_or_else(|| Fault::internal("no kernels for rows"))?;
-    let fits = larger.iter().rev().find_map(|&rows| rows_schedule(context, base, room(rows)).ok());
-    fits.map_or_else(|| rows_schedule(context, base, room(*smallest)), Ok)
-}
-
 /// Rows of the kernels that the target of a build may have, ascending.
 pub(super) fn rows_of(context: &BuildContext<'_>) -> &'static [u32] {
-    kernel_rows(context.manifest.precision, context.target)
+    kernel_rows(&context.imported.graph, context.manifest.precision, context.target)
 }
 
 /// Compiles a proven kernel.
@@ -144,8 +131,8 @@ impl Prefill {
     /// A cache that pages do not fill evenly, or in another order; what the compiler refuses.
     pub fn made(chain: &Chain<'_>) -> Result<(Validated, Box<Cubin>), Fault> {
         let positions = u64::from(chain.context.manifest.decode.context_max);
-        let room = |rows| Room { rows, sequences: 1, positions };
-        let validated = largest_rows_schedule(&chain.context, &chain.candidate, room)?;
+        let room = Room { rows: PROMPT_ROWS, sequences: 1, positions };
+        let validated = rows_schedule(&chain.context, &chain.candidate, room)?;
         if !same_caches(validated.schedule(), chain.validated()?.schedule()) {
             return Err(Fault::input(format!("`context_max` {positions} is not a multiple of the rows of a page"))
                 .with_remedy("choose a multiple of 256, so that prompts are read in chunks"));
@@ -235,7 +222,7 @@ const PROMPTS: usize = 5;
 pub struct Asked<'a> {
     /// Sequences that decode together.
     pub rows: &'a [u32],
-    /// Lengths of prompts, and rows of the kernels that read each. None: the largest that fits.
+    /// Lengths of prompts, and rows of the kernels that read each. None: [`PROMPT_ROWS`].
     pub prompts: &'a [u32],
     pub chunks: &'a [u32],
 }
@@ -261,20 +248,25 @@ pub fn bench_rows(
     let pack = chain.pack()?;
     let mut shared = None;
     let kernels = rows_of(&chain.context);
+    let most = kernels.last().copied().unwrap_or(0);
+    if let Some(wrong) = rows.iter().find(|rows| **rows == 0 || **rows > most) {
+        return Err(Fault::input(format!("{wrong} rows: expected 1 to {most}, as many as a step has at most")));
+    }
+    if let Some(wrong) = chunks.iter().find(|rows| !kernels.contains(rows)) {
+        let all: Vec<String> = kernels.iter().map(|rows| rows.to_string()).collect();
+        let all = one_of(all.iter().map(String::as_str));
+        return Err(Fault::input(format!("chunks of {wrong}: expected {all}, as many as a kernel has rows")));
+    }
     let kernel_of = |rows: u32| kernels.iter().copied().find(|&kernel| rows > 0 && kernel >= rows);
     let position_last = manifest.decode.time_positions.iter().max().copied().unwrap_or(0) + STEPS + 1;
     let room = |kernel: u32| {
         let last = position_last.max(prompts.iter().max().copied().unwrap_or(0).div_ceil(kernel));
         Room { rows: kernel, sequences: kernel, positions: u64::from(kernel) * u64::from(last.next_multiple_of(256)) }
     };
-    let largest = match (prompts, chunks) {
-        ([], _) => vec![],
-        (_, []) => vec![largest_rows_schedule(&chain.context, &chain.candidate, room)?.schedule().program.rows],
-        (_, chunks) => chunks.to_vec(),
-    };
+    let chunks = if chunks.is_empty() { &[PROMPT_ROWS] } else { chunks };
     for &kernel in kernels {
         let of_kernel: Vec<u32> = rows.iter().copied().filter(|&n| kernel_of(n) == Some(kernel)).collect();
-        let prompts = if largest.contains(&kernel) { prompts } else { &[] };
+        let prompts = if chunks.contains(&kernel) { prompts } else { &[] };
         if of_kernel.is_empty() && prompts.is_empty() {
             continue;
         }

@@ -102,6 +102,17 @@ impl Ready {
         }
     }
 
+    /// Rows of a step of [`Ready::batched`], at most.
+    ///
+    /// # Errors
+    /// More requests than the kernels of a CUDA target have rows.
+    pub fn rows_max(&self, serving: &Serving) -> Result<u32, Fault> {
+        match &self.from {
+            From::Built { prepared, .. } => prepared.rows_max(serving),
+            From::Exported { .. } => Ok(serving.running_max + serving.chunk_rows),
+        }
+    }
+
     /// The schedule and weights of steps with several rows. Those of an export have the sizes that it was exported with.
     ///
     /// # Errors

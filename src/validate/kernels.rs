@@ -8,6 +8,7 @@ use std::collections::BTreeSet;
 use super::memory::bytes;
 use super::{Entity, Found, Rule, Witness, note};
 use crate::dtype::DType;
+use crate::format::Format;
 use crate::ir::op::{Attention, Epilogue, HISTORY_ALIGN, Op, QkNormAttr, Role};
 use crate::ir::program::{Grid, Home, Program, Space};
 use crate::ir::schedule::{Mechanism, Schedule, Scope, SmemKind, Source};
@@ -121,6 +122,10 @@ impl Rules<'_> {
             && CHUNKS_AT_ONCE.is_multiple_of((warps / tiles).max(1));
         self.expect_rule(Rule::KernelRows, tiles == 1 || whole, Entity::Machine, || {
             format!("expected whole tiles of rows that {warps} warps share evenly, found {} rows", program.rows)
+        });
+        let plain = program.buffers.iter().all(|buffer| buffer.coded.is_none_or(Format::is_plain));
+        self.expect_rule(Rule::KernelRows, tiles == 1 || plain, Entity::Schedule, || {
+            format!("expected weights that are no codes in steps of {} rows, found codes", program.rows)
         });
         let slots = machine.ring.slots;
         self.expect_rule(Rule::KernelRows, tiles == 1 || slots >= CHUNKS_AT_ONCE, Entity::Machine, || {
@@ -236,7 +241,7 @@ impl Rules<'_> {
                     }
                     // matvec_formats.cuh.
                     let format = program.format_of(grid);
-                    let refused = kernel_refuses(format, program.precision, program.rows);
+                    let refused = kernel_refuses(format, program.precision);
                     self.expect(refused.is_none(), at, || {
                         format!("expected a matrix with {}, found {format}", refused.unwrap_or_default())
                     });
@@ -354,6 +359,7 @@ impl Rules<'_> {
                     if program.rows > 1 {
                         let tensor_cores = target.spec.dot == DotMechanism::Mma;
                         let most = rows_pass_max(
+                            program.format_of(grid),
                             program.precision,
                             tensor_cores,
                             m.parts(),

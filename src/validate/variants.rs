@@ -4,6 +4,7 @@
 //! schedule: how long tasks are, which chunks slots hold, where rows of the cache lie.
 
 use super::{Entity, Found, Rule, note};
+use crate::dtype::DType;
 use crate::format::{Code, Format, ScaleCode};
 use crate::ir::GridId;
 use crate::ir::op::{MatVec, Op, Role};
@@ -26,7 +27,9 @@ pub(super) fn check(schedule: &Schedule, target: &Target, found: &mut Found) {
     for ((g, grid), longest) in (0..).zip(&schedule.program.grids).zip(longest) {
         let (at, variant) = (GridId(g), schedule.variants.get(&GridId(g)));
         match (&grid.op, variant) {
-            (Op::MatVec(m), Some(Variant::MatVec(variant))) => matvec(schedule, (at, grid), m, variant, longest, found),
+            (Op::MatVec(m), Some(Variant::MatVec(variant))) => {
+                matvec(schedule, target, (at, grid), m, variant, longest, found);
+            }
             (Op::Attention(a), Some(Variant::Attention(variant))) => {
                 attention(at, grid, variant, found);
                 let tensor_cores = target.spec.dot == DotMechanism::Mma;
@@ -91,6 +94,7 @@ pub(super) fn granules(schedule: &Schedule, grid: &Grid, m: &MatVec) -> (u64, u6
 
 fn matvec(
     schedule: &Schedule,
+    target: &Target,
     (at, grid): (GridId, &Grid),
     m: &MatVec,
     variant: &MatVecVariant,
@@ -106,11 +110,13 @@ fn matvec(
     if u64::from(granule) != bytes {
         found.add(Rule::Variant, Entity::Grid(at), || format!("expected granules of {bytes} bytes, found {granule}"));
     }
-    if slot < warps {
+    // Of a step of several rows a block of k may be fewer granules than there are warps.
+    let least = if pass > 0 { 1 } else { warps };
+    if slot < least {
         // `order` holds that of granules without scales.
         found.add_with(Rule::RingShape, Entity::Machine, || {
             let message =
-                format!("expected a granule of {bytes} bytes in a slot for each of {warps} warps, found {slot}");
+                format!("expected a granule of {bytes} bytes in a slot for each of {least} warps, found {slot}");
             (message, vec![note(Entity::Grid(at), "streams them")])
         });
         return;
@@ -121,11 +127,10 @@ fn matvec(
         });
     }
     if pass > 0 {
-        // Blocks of k of one unit: as equal as granules for every warp allow, of at most 32 with one part of k. Of more than 16 rows
-        // every warp takes whole blocks, of at most 8.
-        let (warps, granules_max) = if schedule.program.rows > 16 { (1, 8) } else { (warps, 32) };
-        let slot = slot.min(granules_max / parts).max(1);
-        let most = (slot / warps * warps).max(1);
+        // Blocks of k of one unit: as equal as granules for every warp allow. Of more than 16 rows every warp takes whole blocks.
+        let slot = slot.min(block_max(schedule, target, grid, parts, granule_k)).max(1);
+        let warps = if slot < warps || schedule.program.rows > 16 { 1 } else { warps };
+        let most = slot / warps * warps;
         let chunks =
             if unit <= slot { unit } else { (unit.div_ceil(unit.div_ceil(most)).div_ceil(warps) * warps).min(most) };
         if (u64::from(chunk), u64::from(block)) != (chunks, unit) {
@@ -150,6 +155,23 @@ fn matvec(
                 format!("expected chunks of {chunks} granules in blocks of {blocks}, found {chunk} and {block}");
             (message, vec![note(Entity::Machine, "has the slots")])
         });
+    }
+}
+
+/// Granules of a block of k that a kernel for rows holds the input of: 32 of values, with one part of k. Of codes, on tensor cores, as
+/// many as leave 16 Ki values of all rows; otherwise the k of as many weights as a slot would hold.
+fn block_max(schedule: &Schedule, target: &Target, grid: &Grid, parts: u64, granule_k: u64) -> u64 {
+    let Schedule { program, machine, .. } = schedule;
+    let weight = grid.operand(Role::Weight).map(|o| &program.buffers[o.buffer.index()]);
+    if weight.is_none_or(|buffer| buffer.coded.is_none_or(Format::is_plain)) {
+        return if program.rows > 16 { 8 } else { 32 } / parts;
+    }
+    let bf16 = |dtype: DType| dtype == DType::Bf16;
+    let (weights, wire) = (program.precision.weights, program.precision.wire);
+    if target.spec.dot == DotMechanism::Mma && bf16(weights) && bf16(wire) {
+        (16 << 10) / (u64::from(program.rows).div_ceil(8) * 8) / granule_k
+    } else {
+        u64::from(machine.ring.slot_bytes) / (8 * weights.bytes() as u64) / granule_k
     }
 }
 

@@ -59,6 +59,11 @@ pub fn rounded(mut imported: Imported, plan: &FormatPlan) -> Imported {
     imported
 }
 
+/// The format that a manifest calls `name`.
+pub fn named(name: &str) -> Format {
+    NAMED.into_iter().find(|(found, _)| *found == name).map(|(_, format)| format).expect("a format")
+}
+
 /// One format for all matrices.
 pub fn all(format: Format) -> FormatPlan {
     FormatPlan { weights: Some(format), ..FormatPlan::default() }

@@ -35,6 +35,7 @@ static void ring_release_pair(Context<M>&, const RingCursor<M>&, const RingCurso
 #include "ops/attention_merge.cuh"
 #include "ops/norm_add.cuh"
 #include "op_formulas.h"
+#include "op_codes.h"
 
 // ---- a block and its memory -----------------------------------------------------------------------------------------
 
@@ -218,45 +219,12 @@ static void matvec(const char* name) {
 // ---- matvec over codes ----------------------------------------------------------------------------------------------
 
 template <class P, Code C, int GROUP, ScaleCode S, bool Z, bool R>
-struct Coded : P {
-  static constexpr Code CODE = C;
-  static constexpr ScaleCode SCALE_CODE = S;
-  static constexpr int GROUP_K = GROUP;
-  static constexpr bool ZEROS = Z, ROW_SCALES = R;
-  static constexpr int GRANULE_K = C == Code::INT8 || C == Code::E4M3 ? 64 : 128;
-  static constexpr int GRANULES = (P::K + GRANULE_K - 1) / GRANULE_K;
-  static constexpr int GROUPS = GROUP == 0 ? 0 : GROUP < GRANULE_K ? GRANULE_K / GROUP : 1;
-  static constexpr int SCALE_BYTES = S == ScaleCode::F32 ? 4 : S == ScaleCode::F16 || S == ScaleCode::BF16 ? 2 : 1;
-  static constexpr int GRANULE_BYTES = 512 + (8 * GROUPS * (SCALE_BYTES + (Z ? 1 : 0)) + 15) / 16 * 16;
-  static constexpr int CHUNK = P::template chunk<GRANULES>();
+struct Coded : CodedAs<P, C, GROUP, S, Z, R> {
+  static constexpr int CHUNK = P::template chunk<CodedAs<P, C, GROUP, S, Z, R>::GRANULES>();
 };
-
-// The value of a code, by its definition.
-static double value_of(Code code, u32 c) {
-  if (code == Code::INT8) return double(i32(c << 24) >> 24);
-  if (code == Code::INT4) return c;
-  const int mantissa_bits = code == Code::E4M3 ? 3 : 1, bias = code == Code::E4M3 ? 7 : 1;
-  const u32 sign = code == Code::E4M3 ? c >> 7 : c >> 3, rest = code == Code::E4M3 ? c & 127 : c & 7;
-  const int e = int(rest >> mantissa_bits), m = int(rest & ((1u << mantissa_bits) - 1)), one = 1 << mantissa_bits;
-  const double size = e == 0 ? std::ldexp(double(m) / one, 1 - bias) : std::ldexp(1 + double(m) / one, e - bias);
-  return sign ? -size : size;
-}
-// A scale of a group, and its bytes.
-static double scale_of(ScaleCode code, u32 word, u8* bytes) {
-  u32 bits = 0;
-  double value = 0;
-  if (code == ScaleCode::F32) bits = __float_as_uint(float(word % 1000 + 1) / 777.f), value = __uint_as_float(bits);
-  if (code == ScaleCode::BF16) bits = 0x3c00 + word % 512, value = __uint_as_float(bits << 16);
-  if (code == ScaleCode::F16) bits = 0x2000 + word % 4096, value = std::ldexp(1 + (bits & 1023) / 1024., int(bits >> 10) - 15);
-  if (code == ScaleCode::E4M3) bits = 1 + word % 100, value = value_of(Code::E4M3, bits);
-  if (code == ScaleCode::E8M0) bits = 120 + word % 10, value = std::ldexp(1., int(bits) - 127);
-  std::memcpy(bytes, &bits, 4);
-  return value;
-}
 
 template <class M, class G>
 static void matvec_codes(const char* name) {
-  constexpr int BITS = 8192 / 16 / G::GRANULE_K; // 64 bytes of a row
   for (u64 seed = 1; seed <= 3; seed++) {
     u64 state = seed * 991;
     start();
@@ -271,38 +239,9 @@ static void matvec_codes(const char* name) {
     for (int unit = 0; unit < G::UNITS; unit++)
       for (int j = 0; j < G::GRANULES; j++) {
         if (j % G::CHUNK == 0 && (G::CHUNK < G::GRANULES || unit % (G::CHUNK / G::GRANULES) == 0)) chunks.emplace_back();
-        std::vector<u8> granule(G::GRANULE_BYTES);
-        for (int row = 0; row < 8; row++) {
-          const int r = unit * 8 + row;
-          for (int i = 0; i < G::GRANULE_K; i++) {
-            // Every code comes, but the two that are no numbers. Past the end there are codes that must meet zeros.
-            u32 code = word_of(state) >> (32 - BITS);
-            if (G::CODE == Code::E4M3 && (code & 127) == 127) code = 3;
-            // Of 32 columns a lane has eight: 16 bytes of a lane are its part of each 32, one after another.
-            const int block = i / 32, lane = i % 32 / 8, at = i % 8;
-            if (BITS == 8)
-              granule[row * 64 + lane * 16 + block * 8 + at] = u8(code);
-            else // pairs of neighbours in the halves of a word
-              granule[row * 64 + lane * 16 + block * 4 + at % 2 * 2 + at / 4] |= u8(code << (at / 2 % 2 * 4));
-            const int k = j * G::GRANULE_K + i;
-            if (r < G::ROWS && k < G::K) w[size_t(r) * G::K + k] = value_of(G::CODE, code);
-          }
-          for (int g = 0; g < G::GROUPS; g++) {
-            u8 bytes[4];
-            const double scale = scale_of(G::SCALE_CODE, word_of(state), bytes);
-            std::memcpy(granule.data() + 512 + (row * G::GROUPS + g) * G::SCALE_BYTES, bytes, G::SCALE_BYTES);
-            double zero = G::CODE == Code::INT4 ? 8 : 0;
-            if (G::ZEROS) {
-              const u8 byte = u8(word_of(state) >> (G::CODE == Code::INT4 ? 28 : 24));
-              granule[512 + 8 * G::GROUPS * G::SCALE_BYTES + row * G::GROUPS + g] = byte;
-              zero = G::CODE == Code::INT8 ? double(i32(u32(byte) << 24) >> 24) : byte;
-            }
-            for (int i = 0; i < G::GRANULE_K; i++) {
-              const int k = j * G::GRANULE_K + i;
-              if (i * G::GROUPS / G::GRANULE_K == g && r < G::ROWS && k < G::K) w[size_t(r) * G::K + k] = scale * (w[size_t(r) * G::K + k] - zero);
-            }
-          }
-        }
+        int rows[8];
+        for (int row = 0; row < 8; row++) rows[row] = unit * 8 + row < G::ROWS ? unit * 8 + row : -1;
+        const std::vector<u8> granule = random_granule<G>(state, j, rows, w);
         chunks.back().insert(chunks.back().end(), granule.begin(), granule.end());
       }
     entry.lo = 0, entry.hi = G::UNITS;

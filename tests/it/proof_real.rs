@@ -1,17 +1,21 @@
 //! The proof accepts what lowering makes: families, sizes, SMs, splits and mechanisms.
 
+use std::collections::BTreeMap;
 use std::path::Path;
 
+use crate::formats::{all, rounded};
 use crate::proof_support::*;
 use crate::support::{checkpoints, fixture};
 use monobloc::candidate::{Candidate, Infeasible};
+use monobloc::defaults::rows::{Room, kernel_rows, place_rows};
 use monobloc::dtype::{DType, Precision};
+use monobloc::format::NAMED;
 use monobloc::ir::schedule::Mechanism;
 use monobloc::lower::lower;
 use monobloc::model::config::{import, import_config_only};
 use monobloc::model::graph::{ModelGraph, QkNormSpan};
 use monobloc::schedule::schedule;
-use monobloc::target::Target;
+use monobloc::target::{Target, TargetKind};
 use monobloc::validate::{Rule, check, validate};
 
 #[track_caller]
@@ -145,6 +149,47 @@ fn proven_on_every_record(graph: &ModelGraph, name: &str, context_max: u32) -> (
         }
     }
     (count, without_room)
+}
+
+/// No format is refused for a number of rows: where a record has room for steps of so many rows with values, it has room for them with
+/// codes of every format that its kernels for one row take.
+#[test]
+fn every_format_in_rows_on_every_record() {
+    let config = include_str!("../../manifests/configs/smollm2-135m.json");
+    let mut imported = import_config_only(config, 0).unwrap();
+    imported.graph.layers.truncate(2);
+    let plain = imported.graph.clone();
+    let place = |graph: &ModelGraph, precision: Precision, target: &Target, rows: u32| {
+        let base = Candidate::default_for(graph, target, precision);
+        let room = Room { rows, sequences: rows, positions: 2048 };
+        place_rows(graph, "rows", precision, 512, target, &base, room)
+    };
+    let mut count = BTreeMap::new();
+    for (name, format) in NAMED.into_iter().filter(|(_, format)| !format.is_plain()) {
+        let graph = rounded(import_config_only(config, 0).unwrap(), &all(format)).graph;
+        let graph = ModelGraph { layers: graph.layers[..2].to_vec(), ..graph };
+        for target in Target::builtin_names().filter_map(Target::builtin).filter(|t| t.kind == TargetKind::Cuda) {
+            for precision in [BF16, FP32] {
+                for &rows in kernel_rows(&graph, precision, &target) {
+                    let one = Candidate::default_for(&graph, &target, precision);
+                    let program = lower(&graph, "one", precision, 512, &one).unwrap();
+                    if schedule(program, &target, &one).is_err() || place(&plain, precision, &target, rows).is_err() {
+                        continue;
+                    }
+                    let placed = place(&graph, precision, &target, rows);
+                    let placed = placed.unwrap_or_else(|e| panic!("{name}, {rows} rows, {}: {e}", target.name));
+                    let violations = check(&placed, &target);
+                    assert!(violations.is_empty(), "{name}, {rows} rows, {}: {}", target.name, listed(&violations));
+                    *count.entry(name).or_insert(0) += 1;
+                }
+            }
+        }
+    }
+    // On a T4 steps of rows have no room in bf16, and in fp32 at 8 rows only. Codes of 4 bits have no kernels with fp32 activations.
+    let eight_bit = |name: &str| matches!(name, "int8" | "fp8");
+    for (name, count) in count {
+        assert_eq!(count, if eight_bit(name) { 37 } else { 18 }, "{name}");
+    }
 }
 
 #[test]

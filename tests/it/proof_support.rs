@@ -472,8 +472,14 @@ pub fn two_rows_on(target: &Target, candidate: &Candidate) -> Schedule {
 /// The same as a kernel for rows runs it: activations travel as words, pages are whole chunks of a slot. Five SMs, of which the
 /// last one appends nothing.
 pub fn words() -> (Schedule, Target) {
+    words_of(None)
+}
+
+/// The same with all matrices in a format.
+pub fn words_of(format: Option<Format>) -> (Schedule, Target) {
+    let (hidden, intermediate) = (40, 16);
     let toy =
-        Toy { layers: 1, hidden: 40, heads: 2, kv_heads: 1, dim: 8, intermediate: 16, vocab: 40, context: 8, ..TOY };
+        Toy { layers: 1, hidden, heads: 2, kv_heads: 1, dim: 8, intermediate, vocab: 40, context: 8, format, ..TOY };
     let candidate = Candidate { splits: 1, ..on_h200(5) };
     let page_rows = chunk_rows(candidate.slot_bytes, cache_row_bytes(toy.dim, toy.precision.cache));
     let batch = Batch { pages: 3, page_rows, words: true, ..TWO_ROWS };

@@ -28,6 +28,7 @@ use crate::oracle::Kind;
 use crate::oracle::explore::{Effort, Verdict, judge};
 use crate::proof_support::{
     buffer, grid, listed, looked_up, operand, release_nothing_last, swap_queued, task, two_devices, two_rows, words,
+    words_of,
 };
 use crate::support::{Goldens, checkpoints, fixture, max_difference};
 
@@ -580,6 +581,26 @@ fn both_judges_know_words() {
             }),
         ],
     );
+}
+
+/// Formats change what is streamed and nothing of who waits for whom.
+#[test]
+fn both_judges_know_words_of_matrices_of_codes() {
+    for format in [NAMED[2].1, NAMED[6].1] {
+        both_judges(
+            words_of(Some(format)),
+            &Effort { stores: usize::MAX, ..EFFORT },
+            &[(
+                "a reader that does not wait",
+                Rule::MissingWait,
+                &[Kind::Unwritten, Kind::Stale, Kind::Invisible],
+                |s| {
+                    let reader = task(s, 0, "gate_up.0", 0);
+                    s.regimes[0].tasks[reader.index()].waits.clear();
+                },
+            )],
+        );
+    }
 }
 
 #[test]

@@ -77,20 +77,22 @@ static void ring_release_pair(Context<M>&, const RingCursor<M>&, const RingCurso
 #include "rows/context.cuh"
 #include "rows/words.cuh"
 #include "rows/select.cuh"
+#include "rows/matvec_codes.cuh"
 #include "rows/matvec.cuh"
 #include "rows/matvec_staged.cuh"
 #include "rows/attention.cuh"
 #include "op_formulas.h"
+#include "op_codes.h"
 
 // ---- a block and its memory -----------------------------------------------------------------------------------------
 
-template <Elem E, int ROWS_, bool MOVED = false, int WARPS_ = ::WARPS>
+template <Elem E, int ROWS_, bool MOVED = false, int WARPS_ = ::WARPS, Dot D = E == Elem::BF16 ? Dot::MMA : Dot::FMA>
 struct Machine {
   static constexpr int SMS = 1, WARPS = WARPS_, SLOTS = 3, SLOT_BYTES = ::SLOT_BYTES, REDUCE_BATCH = 2, STAMPS_MAX = 0;
   static constexpr int STAGE_AT = 0, REDUCE_AT = 1 << 16, HEADS_AT = 1 << 17, RESIDUAL_AT = HEADS_AT + (1 << 15);
   static constexpr int QUEUE_AT = RESIDUAL_AT + (1 << 16), STATE_AT = QUEUE_AT + 1024, SCRATCH_BYTES = 1 << 17;
   static constexpr Elem WEIGHT = E, CACHE = E, WIRE = E;
-  static constexpr Dot DOT = E == Elem::BF16 ? Dot::MMA : Dot::FMA;
+  static constexpr Dot DOT = D;
   static constexpr bool TRACE = false;
   static constexpr int ROWS = ROWS_, RESIDUAL_COLS = 240, REGISTERS = 216, LOADER_REGISTERS = MOVED ? 72 : 0;
   static constexpr u32 CONTEXT_MAX = 128, PAGE_ROWS = 32, BLOCKS = CONTEXT_MAX / PAGE_ROWS, PAGES = 2 * BLOCKS;
@@ -198,26 +200,52 @@ struct Product {
   static constexpr float EPS = 1e-5f, SCALE = 0.5f, SOFTCAP = E == Epilogue::LOGITS ? 3.f : 0.f;
 };
 
-// The granules of W (ROWS, K) as the pack has them, in the order of `RowsLoader`: of PASS units at a time the first block of k of each.
+// The row of the matrix that a row of a unit is, or -1. Of gated units the first half is of the first half of the matrix.
+template <class G>
+static int row_of_matrix(int unit, int row) {
+  if (G::EPILOGUE == Epilogue::GATED) {
+    const int half = unit * 4 + row % 4;
+    return half >= G::ROWS / 2 ? -1 : row < 4 ? half : G::ROWS / 2 + half;
+  }
+  return unit * G::UNIT_ROWS + row < G::ROWS ? unit * G::UNIT_ROWS + row : -1;
+}
+// Granule `j` of a unit, as the pack has it: of the values of W (ROWS, K).
 template <class M, class G>
-static void stream(const std::vector<float>& w) {
+static std::vector<u8> granule_of(u64&, int unit, int j, std::vector<double>& w, ...) {
   typedef RowsMatVecShape<M, G> S;
   typedef typename ElemOf<M::WEIGHT>::type W;
+  std::vector<u8> bytes;
+  for (int part = 0; part < S::K_PARTS; part++)
+    for (int row = 0; row < G::UNIT_ROWS; row++)
+      for (int i = 0; i < S::PART_K; i++) {
+        const int r = row_of_matrix<G>(unit, row), k = (j * S::K_PARTS + part) * S::PART_K + i;
+        W value;
+        narrow(r >= 0 && k < G::K ? float(w[size_t(r) * G::K + k]) : 0.f, &value);
+        const u8* from = reinterpret_cast<const u8*>(&value);
+        bytes.insert(bytes.end(), from, from + sizeof value);
+      }
+  return bytes;
+}
+// The same of random codes, whose values are put into `w`.
+template <class M, class G>
+static std::vector<u8> granule_of(u64& state, int unit, int j, std::vector<double>& w, decltype(int(G::CODE))) {
+  int rows[8];
+  for (int row = 0; row < 8; row++) rows[row] = row_of_matrix<G>(unit, row);
+  return random_granule<G>(state, j, rows, w);
+}
+// The chunks of a matrix in the order of `RowsLoader`: of PASS units at a time the first block of k of each.
+template <class M, class G>
+static void stream(u64& state, std::vector<double>& w) {
+  typedef RowsMatVecShape<M, G> S;
   for (int first = 0; first < G::UNITS; first += G::PASS)
     for (int block = 0; block < S::BLOCKS; block++)
       for (int unit = first; unit < min(first + G::PASS, G::UNITS); unit++) {
         u8* to = new_chunk();
-        for (int j = block * S::BLOCK; j < min((block + 1) * S::BLOCK, S::UNIT_GRANULES); j++)
-          for (int part = 0; part < S::K_PARTS; part++)
-            for (int row = 0; row < G::UNIT_ROWS; row++)
-              for (int i = 0; i < S::PART_K; i++, to += sizeof(W)) {
-                const int r = unit * G::UNIT_ROWS + row, k = (j * S::K_PARTS + part) * S::PART_K + i;
-                // Of gated units the first half of the rows is of the first half of the matrix.
-                const bool gated = G::EPILOGUE == Epilogue::GATED;
-                const int from = gated ? (row < 4 ? unit * 4 + row : G::ROWS / 2 + unit * 4 + row - 4) : r;
-                const bool exists = k < G::K && (gated ? unit * 4 + row % 4 < G::ROWS / 2 : r < G::ROWS);
-                narrow(exists ? w[size_t(from) * G::K + k] : 0.f, reinterpret_cast<W*>(to));
-              }
+        for (int j = block * S::BLOCK; j < min((block + 1) * S::BLOCK, S::UNIT_GRANULES); j++) {
+          const std::vector<u8> granule = granule_of<M, G>(state, unit, j, w, 0);
+          if ((j % S::BLOCK + 1) * granule.size() > SLOT_BYTES) std::abort();
+          std::memcpy(to + (j % S::BLOCK) * granule.size(), granule.data(), granule.size());
+        }
       }
 }
 
@@ -227,21 +255,27 @@ static void matvec(const char* name, u64 active) {
   for (u64 seed = 1; seed <= 2; seed++) {
     u64 state = seed * 77;
     start<M>(seed, active);
-    const std::vector<float> w = numbers(state, size_t(G::ROWS) * G::K), weight = numbers(state, G::K);
+    // Sums over codes are compared as fp32, before they are rounded to be published; then rows may have different sizes.
+    constexpr bool CODED = Coding<M, G>::CODED, SUMS = CODED && G::EPILOGUE == Epilogue::RESIDUAL;
+    const auto size = [](int row) { return SUMS && G::NORM == Norm::NONE && row % 3 == 1 ? 0x1p20f : 1.f; };
+    const std::vector<float> values = numbers(state, size_t(G::ROWS) * G::K), weight = numbers(state, G::K);
+    std::vector<double> w(values.begin(), values.end());
     const std::vector<float> norm_bias = numbers(state, G::K), bias = numbers(state, G::ROWS + 8);
-    const std::vector<float> before = numbers(state, size_t(M::ROWS) * M::RESIDUAL_COLS);
+    const std::vector<float> before = numbers(state, size_t(M::ROWS) * M::RESIDUAL_COLS), row_scales = numbers(state, G::UNITS * 8);
     std::vector<std::vector<float>> x;
     entry.x = words<M, G::K>();
     entry.out = words<M, COLS>();
     for (int row = 0; row < M::ROWS; row++) {
       x.push_back(numbers(state, G::K));
+      for (float& v : x[row]) v *= size(row);
       if (takes(active, row)) put_words<M, G::K>(entry.x, row, x[row]);
     }
-    stream<M, G>(w);
+    stream<M, G>(state, w);
     entry.lo = 0, entry.hi = G::UNITS, entry.j = 1;
     entry.norm_weight = constant(weight);
     if (G::NORM == Norm::LAYER) entry.norm_bias = constant(norm_bias);
     if (G::BIAS) entry.bias = constant(bias);
+    if (Coding<M, G>::ROW_SCALES) entry.row_scales = constant(row_scales);
     entry.aux = u32(exchange.size());
     exchange.resize(exchange.size() + 2 * M::ROWS * round_up(2 * G::PARTS, 2));
     std::memcpy(residual<M>(0), before.data(), before.size() * 4);
@@ -260,7 +294,10 @@ static void matvec(const char* name, u64 active) {
       std::vector<double> y(G::ROWS);
       for (int r = 0; r < G::ROWS; r++) {
         y[r] = G::BIAS ? bias[r] : 0.;
-        for (int k = 0; k < G::K; k++) y[r] += double(w[size_t(r) * G::K + k]) * input[k];
+        // As units have them.
+        const int half = G::ROWS / 2, unit_row = G::EPILOGUE == Epilogue::GATED ? r % half / 4 * 8 + r % half % 4 + r / half * 4 : r;
+        const double scale = Coding<M, G>::ROW_SCALES ? row_scales[unit_row] : 1.;
+        for (int k = 0; k < G::K; k++) y[r] += scale * w[size_t(r) * G::K + k] * input[k];
       }
       for (int r = 0; r < COLS; r++) {
         const double old = before[row * M::RESIDUAL_COLS + r];
@@ -270,6 +307,10 @@ static void matvec(const char* name, u64 active) {
         if (G::EPILOGUE == Epilogue::RESIDUAL) value = old + G::SCALE * y[r];
         if (G::EPILOGUE == Epilogue::LOGITS) value = G::SOFTCAP * std::tanh(G::SCALE * y[r] / G::SOFTCAP);
         const bool is_logit = G::EPILOGUE == Epilogue::LOGITS;
+        if (SUMS) {
+          expected.push_back(value / size(row)), found.push_back(residual<M>(row)[r] / size(row));
+          continue;
+        }
         expected.push_back(value);
         found.push_back(is_logit ? logits[row * G::ROWS + r] : published<M, COLS>(entry.out, row, r));
         if (G::EPILOGUE == Epilogue::RESIDUAL) expected.push_back(value), found.push_back(residual<M>(row)[r]);
@@ -564,6 +605,44 @@ int main() {
   matvec<F8, Product<21, 70, Norm::LAYER, Epilogue::ACT, 2, 1>>("matvec-lanes-layer", some & 0xff);
   matvec<F8, Product<36, 64, Norm::RMS, Epilogue::GATED, 2, 2>>("matvec-lanes-gated", 0xff);
   matvec<F8, Product<16, 200, Norm::RMS, Epilogue::RESIDUAL, 4, 2>>("matvec-lanes-residual", some & 0xff);
+  // Codes: without a norm x is exact. Blocks of several granules of a warp and of one, the last one ragged; lone units.
+  typedef Product<44, 200, Norm::NONE, Epilogue::RESIDUAL, 4, 3> Short;
+  typedef Product<21, 1000, Norm::NONE, Epilogue::RESIDUAL, 4, 2> Long;
+  typedef Product<37, 600, Norm::NONE, Epilogue::RESIDUAL, 2, 5> Single;
+  matvec<B8, CodedAs<Short, Code::INT8, 0, ScaleCode::NONE, false, true>>("codes-8-int8-rows", some & 0xff);
+  matvec<B8, CodedAs<Long, Code::INT8, 32, ScaleCode::F32, true, false>>("codes-8-int8-32-zeros", 0xff);
+  matvec<B8, CodedAs<Single, Code::INT8, 128, ScaleCode::F16, false, false>>("codes-8-int8-128", some & 0xff);
+  matvec<B8, CodedAs<Long, Code::E4M3, 0, ScaleCode::NONE, false, true>>("codes-8-e4m3-rows", some & 0xff);
+  matvec<B8, CodedAs<Short, Code::E4M3, 64, ScaleCode::BF16, false, true>>("codes-8-e4m3-64-both", 0xff);
+  matvec<B8, CodedAs<Single, Code::INT4, 128, ScaleCode::F16, false, false>>("codes-8-int4-128", some & 0xff);
+  matvec<B8, CodedAs<Long, Code::INT4, 64, ScaleCode::BF16, true, false>>("codes-8-int4-64-zeros", 0xff);
+  matvec<B8, CodedAs<Long, Code::INT4, 32, ScaleCode::F32, true, false>>("codes-8-int4-32-zeros", some & 0xff);
+  matvec<B8, CodedAs<Short, Code::E2M1, 32, ScaleCode::E8M0, false, false>>("codes-8-mxfp4", some & 0xff);
+  matvec<B8, CodedAs<Long, Code::E2M1, 64, ScaleCode::E4M3, false, true>>("codes-8-e2m1-both", 0xff);
+  matvec<B16, CodedAs<Long, Code::INT8, 0, ScaleCode::NONE, false, true>>("codes-16-int8-rows", some);
+  matvec<B16, CodedAs<Short, Code::INT8, 64, ScaleCode::F16, true, false>>("codes-16-int8-64-zeros", 0xffff);
+  matvec<B16, CodedAs<Single, Code::E4M3, 128, ScaleCode::F32, false, false>>("codes-16-e4m3-128", some);
+  matvec<B16, CodedAs<Long, Code::INT4, 128, ScaleCode::F16, true, false>>("codes-16-int4-128-zeros", some);
+  matvec<B16, CodedAs<Single, Code::INT4, 32, ScaleCode::F16, false, false>>("codes-16-int4-32", 0xffff);
+  matvec<B16, CodedAs<Short, Code::E2M1, 32, ScaleCode::E8M0, false, false>>("codes-16-mxfp4", some);
+  matvec<Moved, CodedAs<Long, Code::INT8, 0, ScaleCode::NONE, false, true>>("codes-16-moved-int8-rows", some);
+  matvec<Moved, CodedAs<Short, Code::E4M3, 0, ScaleCode::NONE, false, true>>("codes-16-moved-e4m3-rows", 0xffff);
+  matvec<Moved, CodedAs<Single, Code::INT4, 128, ScaleCode::F16, false, false>>("codes-16-moved-int4-128", some);
+  matvec<Moved, CodedAs<Long, Code::INT4, 32, ScaleCode::F32, true, false>>("codes-16-moved-int4-32-zeros", some);
+  matvec<Moved, CodedAs<Long, Code::E2M1, 64, ScaleCode::E4M3, false, true>>("codes-16-moved-e2m1-both", 0xffff);
+  // With norms and every other end of a task.
+  matvec<B8, CodedAs<Product<36, 200, Norm::RMS, Epilogue::GATED, 4, 3>, Code::INT8, 0, ScaleCode::NONE, false, true>>("codes-8-gated-bf16", 0xff);
+  matvec<B16, CodedAs<Product<40, 328, Norm::LAYER, Epilogue::ACT, 2, 2, 8, true>, Code::INT4, 64, ScaleCode::F16, true, false>>("codes-16-layer-bf16", some);
+  matvec<Moved, CodedAs<Product<37, 600, Norm::RMS, Epilogue::LOGITS, 2, 4>, Code::INT4, 128, ScaleCode::F16, false, false>>("codes-16-logits-bf16", some);
+  // Lanes: activations of fp32, and of bf16 on a GPU without tensor cores.
+  typedef Machine<Elem::BF16, 8, false, ::WARPS, Dot::FMA> N8;
+  typedef Machine<Elem::BF16, 16, false, ::WARPS, Dot::FMA> N16;
+  matvec<F8, CodedAs<Short, Code::INT8, 0, ScaleCode::NONE, false, true>>("codes-lanes-int8-rows", some & 0xff);
+  matvec<F8, CodedAs<Long, Code::E4M3, 32, ScaleCode::F16, false, true>>("codes-lanes-e4m3-both", 0xff);
+  matvec<N8, CodedAs<Long, Code::INT8, 64, ScaleCode::F16, true, false>>("codes-lanes-int8-zeros", some & 0xff);
+  matvec<N8, CodedAs<Single, Code::INT4, 128, ScaleCode::F16, false, false>>("codes-lanes-int4-128", some & 0xff);
+  matvec<N16, CodedAs<Short, Code::INT4, 32, ScaleCode::F16, true, false>>("codes-lanes-int4-32-zeros", some);
+  matvec<N16, CodedAs<Short, Code::E2M1, 32, ScaleCode::E8M0, false, false>>("codes-lanes-mxfp4", some);
   norm_add<F8, Sum<100>>("norm_add", some & 0xff);
   norm_add<B16, Sum<203>>("norm_add-bf16", some);
   embed<F8, Sum<41>>("embed", some & 0xff);
@@ -580,6 +659,7 @@ int main() {
   attention<B64, Swizzled<Halves, 1, true>>("attention-64-bf16");
   attention<B32, Swizzled<Heads<4, 4, 4, 64, 0, false, HeadNorm::HEAD, 24, 1>, 1, false>>("attention-32-window-bf16");
   attention<F8, Heads<4, 2, 2, 20, 10, true, HeadNorm::HEAD, 0, 1>>("attention-lanes");
+  attention<B64, Heads<2, 2, 2, 20, 20, false, HeadNorm::HEAD, 0, 1>>("attention-64-lanes-bf16");
   attention<F8, Heads<3, 3, 3, 40, 40, false, HeadNorm::PROJECTION, 24, 1>>("attention-lanes-window");
   attention<F8, Capped<Heads<2, 1, 1, 8, 0, false, HeadNorm::CENTRED, 0, 1>>>("attention-lanes-centred");
 }

@@ -1,0 +1,299 @@
+// Owns how a matvec of rows reads and multiplies codes. ops/matvec_formats.cuh has the formats and where their codes lie.
+//
+// Operands of tensor cores are bf16. The bits of a code are put where they are its value times a power of two:
+//   int8, int4   the code itself, as an integer below 2^8: the lowest bits of a bf16 count in steps of 2^-133, through all subnormals
+//                and the first binade. Codes of int8 are shifted up by 128 for that
+//   e4m3         bits moved into a bf16 are the value * 2^-120, subnormals included
+//   e2m1         the value * 2^-126
+// x is multiplied by 2^64 instead, and its sums by what remains; x overflows from 2^64 on. Every product is exact.
+//
+// Words of codes are taken apart with few instructions, so operands have another order than k, or another power of two. What has to be
+// done for that is done to x, once for each block of k: `Operand::input`.
+//
+// Offsets of codes (128 of int8, 8 of int4, zero points) are taken from sums as `offset * sum(x)` of a group. Products of a group begin
+// at that value, negative; the sums of x are products with a constant code. Scales of groups are applied to the fp32 sums of a group.
+#pragma once
+
+// How codes become operands. `eight`: the eight codes of a lane in a block of 32 of k; `input`: x of the same, to meet them.
+// `constant`: the operand of eight times the same integer, of which the second half is as the first. FACTOR: what sums of products are
+// multiplied by.
+template <Code C>
+struct RowsOperand;
+
+constexpr int ROWS_X_SHIFT = 64;
+
+// Pairs of bf16 times 2^even and 2^odd, in turn.
+__device__ __forceinline__ uint4 times_power(const uint4 x, int even, int odd) {
+  const u32 a = u32(127 + even) << 7, b = u32(127 + odd) << 7;
+  return make_uint4(bf16_pair_mul(x.x, a << 16 | a), bf16_pair_mul(x.y, b << 16 | b), bf16_pair_mul(x.z, a << 16 | a),
+                    bf16_pair_mul(x.w, b << 16 | b));
+}
+
+template <>
+struct RowsOperand<Code::INT8> {
+  static constexpr int OFFSET = 128;
+  static constexpr float FACTOR = 0x1p69f;
+  static __device__ __forceinline__ uint4 eight(const uint4 codes, int block) {
+    const u32 lo = word_of(codes, 2 * block) ^ 0x80808080u, hi = word_of(codes, 2 * block + 1) ^ 0x80808080u;
+    return make_uint4(permute(lo, 0, 0x4140), permute(lo, 0, 0x4342), permute(hi, 0, 0x4140), permute(hi, 0, 0x4342));
+  }
+  static __device__ __forceinline__ uint4 input(const uint4 x) { return times_power(x, ROWS_X_SHIFT, ROWS_X_SHIFT); }
+  static __device__ __forceinline__ uint2 constant(u32 n) { return make_uint2(n << 16 | n, n << 16 | n); }
+};
+
+template <>
+struct RowsOperand<Code::E4M3> {
+  static constexpr int OFFSET = 0;
+  static constexpr float FACTOR = 0x1p56f;
+  static __device__ __forceinline__ uint4 eight(const uint4 codes, int block) {
+    const u32 lo = word_of(codes, 2 * block), hi = word_of(codes, 2 * block + 1);
+    const auto even = [](u32 w) { return (w << 8 & 0x80008000u) | (w << 4 & 0x07f007f0u); };
+    const auto odd = [](u32 w) { return (w & 0x80008000u) | (w >> 4 & 0x07f007f0u); };
+    return make_uint4(even(lo), odd(lo), even(hi), odd(hi));
+  }
+  // Bytes 0 and 2 of a word are a pair, then bytes 1 and 3.
+  static __device__ __forceinline__ uint4 input(const uint4 from) {
+    const uint4 x = times_power(from, ROWS_X_SHIFT, ROWS_X_SHIFT);
+    return make_uint4(permute(x.x, x.y, 0x5410), permute(x.x, x.y, 0x7632), permute(x.z, x.w, 0x5410), permute(x.z, x.w, 0x7632));
+  }
+  static __device__ __forceinline__ uint2 constant(u32) { return make_uint2(0, 0); }
+};
+
+template <>
+struct RowsOperand<Code::INT4> {
+  static constexpr int OFFSET = 0;
+  static constexpr float FACTOR = 0x1p69f;
+  // Every other pair lies four bits higher, so it is sixteen times as large.
+  static __device__ __forceinline__ uint4 eight(const uint4 codes, int block) {
+    const u32 w = word_of(codes, block), high = w >> 8;
+    return make_uint4(w & 0x000f000fu, w & 0x00f000f0u, high & 0x000f000fu, high & 0x00f000f0u);
+  }
+  static __device__ __forceinline__ uint4 input(const uint4 x) { return times_power(x, ROWS_X_SHIFT, ROWS_X_SHIFT - 4); }
+  static __device__ __forceinline__ uint2 constant(u32 n) { return make_uint2(n << 16 | n, n << 20 | n << 4); }
+};
+
+template <>
+struct RowsOperand<Code::E2M1> {
+  static constexpr int OFFSET = 0;
+  static constexpr float FACTOR = 0x1p62f;
+  static __device__ __forceinline__ uint4 eight(const uint4 codes, int block) { return Decode<Code::E2M1>::eight(codes, block); }
+  static __device__ __forceinline__ uint4 input(const uint4 x) { return times_power(x, ROWS_X_SHIFT, ROWS_X_SHIFT); }
+  static __device__ __forceinline__ uint2 constant(u32) { return make_uint2(0, 0); }
+};
+
+// What a lane has of a granule: its codes; scales and zero points of COLS rows of W, in the words that they were loaded in.
+template <class M, class G, int COLS>
+struct RowsHeld {
+  typedef Coding<M, G> Weights;
+  static constexpr int GROUPS = Weights::GROUPS, SCALE_BYTES = COLS * GROUPS * Weights::SCALE_BYTES, ZERO_BYTES = COLS * GROUPS;
+  uint4 codes = {};
+  u32 scales[Weights::GROUPED ? ceil_div(SCALE_BYTES, 4) : 1] = {};
+  u32 zeros[G::ZEROS ? ceil_div(ZERO_BYTES, 4) : 1] = {};
+
+  // `granule`: its first byte; `row`: the first row of W whose scales the lane needs.
+  __device__ __forceinline__ void read(const u8* granule, int lane, int row) {
+    codes = *reinterpret_cast<const uint4*>(granule + lane * LANE_BYTES);
+    if constexpr (Weights::GROUPED) {
+      const u8* from = granule + GRANULE_BYTES + row * (GROUPS * Weights::SCALE_BYTES);
+      constexpr int ONCE = SCALE_BYTES < 16 ? SCALE_BYTES : 16;
+#pragma unroll
+      for (int i = 0; i < SCALE_BYTES / ONCE; i++) Weights::template copy<ONCE>(scales + 4 * i, from + 16 * i);
+      if constexpr (G::ZEROS)
+        Weights::template copy<ZERO_BYTES>(zeros, granule + GRANULE_BYTES + OPERAND_ROWS * GROUPS * Weights::SCALE_BYTES + row * GROUPS);
+    }
+  }
+  __device__ __forceinline__ float scale(int col, int group) const {
+    const int at = (col * GROUPS + group) * Weights::SCALE_BYTES;
+    return Weights::scale_of(scales[at / 4] >> at % 4 * 8);
+  }
+  // The stored zero point.
+  __device__ __forceinline__ float zero(int col, int group) const {
+    const int at = col * GROUPS + group;
+    return Weights::Codes::zero(zeros[at / 4] >> at % 4 * 8 & 0xff);
+  }
+};
+
+// Products of a block of k on tensor cores, for `RowsMatVecTensor`. PIECES: what a lane holds of x in a block, AT_ONCE: units at once.
+template <class M, class G, class S, int PIECES, int AT_ONCE, class = int>
+struct RowsCodes {
+  // Plain weights meet x as it is.
+  struct Input {};
+  static constexpr float FACTOR = 1.f;
+  static __device__ __forceinline__ void prepare(uint4 (&)[PIECES], Input&) {}
+};
+
+template <class M, class G, class S, int PIECES, int AT_ONCE>
+struct RowsCodes<M, G, S, PIECES, AT_ONCE, decltype(int(G::CODE))> {
+  typedef Coding<M, G> Weights;
+  typedef RowsOperand<G::CODE> Operand;
+  static constexpr int GROUPS = M::ROWS / 8, BLOCKS = Weights::BLOCKS, WARP_GRANULES = S::WARP_GRANULES;
+  // Tiles of 16 rows, whose columns are a unit; of 8 rows there is one, of two units, and its columns are the rows.
+  static constexpr int TILES = GROUPS == 1 ? 1 : GROUPS / 2, LANE_SUMS = 2 * GROUPS;
+  // Rows of the step, and rows of a unit, that a lane has sums of.
+  static constexpr int LANE_ROWS = LANE_SUMS / (GROUPS == 1 ? 1 : 2), LANE_COLS = GROUPS == 1 ? 1 : 2;
+  static __device__ __forceinline__ constexpr int row_of(int sum) { return GROUPS == 1 ? sum : sum / 2; }
+  static __device__ __forceinline__ constexpr int col_of(int sum) { return GROUPS == 1 ? 0 : sum % 2; }
+  static_assert(GROUPS == 1 || GROUPS % 2 == 0, "rows are 8, or whole tiles of 16");
+  static_assert(GROUPS > 1 || AT_ONCE == 2, "of 8 rows two units are one product");
+  typedef RowsHeld<M, G, LANE_COLS> Held;
+
+  static constexpr float FACTOR = Operand::FACTOR;
+  static constexpr int OFFSET = Operand::OFFSET + int(Weights::Codes::ZERO);
+  static constexpr bool SUMS_X = G::ZEROS || OFFSET != 0;
+  // Parts of a block of k whose sums are taken by themselves: groups, or, where there are none, the block.
+  static constexpr int RUNS = Weights::GROUPED ? WARP_GRANULES * Weights::GROUPS : 1, RUN_BLOCKS = WARP_GRANULES * BLOCKS / RUNS;
+  // A product waits for the one before it in its sums: two sets of sums take turns where there is only one product at a time.
+  static constexpr int SETS = GROUPS == 1 || AT_ONCE * TILES == 1 ? 2 : 1;
+
+  // Of each run, what is taken from its sums, or, where zero points are stored, the sum of x that they are multiplied by.
+  struct Input {
+    float taken[RUNS][LANE_ROWS];
+  };
+
+  // One half of the products of a block of 32 of k: of two units (8 rows), or of one unit with a tile.
+  static __device__ __forceinline__ void product_of_units(float (&first)[LANE_SUMS], float (&second)[LANE_SUMS], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0,
+                                                          u32 b1) {
+    tensor_product(first[0], first[1], second[0], second[1], a0, a1, a2, a3, b0, b1);
+  }
+  static __device__ __forceinline__ void product_of_tile(float (&d)[LANE_SUMS], int tile, const uint4 a, u32 b0, u32 b1) {
+    tensor_product(d[4 * tile], d[4 * tile + 1], d[4 * tile + 2], d[4 * tile + 3], a.x, a.y, a.z, a.w, b0, b1);
+  }
+
+  // Makes operands of a block of x, and adds it up. Of a tile, words of both pieces are brought together as products take them: four
+  // registers side by side.
+  static __device__ __forceinline__ void prepare(uint4 (&x)[PIECES], Input& input) {
+#pragma unroll
+    for (int i = 0; i < PIECES; i++) x[i] = Operand::input(x[i]);
+    if constexpr (GROUPS > 1) {
+#pragma unroll
+      for (int i = 0; i < PIECES; i += 2) {
+        const uint4 lo = x[i], hi = x[i + 1];
+        x[i] = made_here(make_uint4(lo.x, hi.x, lo.y, hi.y)), x[i + 1] = made_here(make_uint4(lo.z, hi.z, lo.w, hi.w));
+      }
+    }
+    if constexpr (SUMS_X) {
+      const uint2 n = Operand::constant(G::ZEROS ? 1 : OFFSET);
+#pragma unroll
+      for (int r = 0; r < RUNS; r++) {
+        float d[LANE_SUMS] = {}, unused[LANE_SUMS] = {};
+#pragma unroll
+        for (int i = r * RUN_BLOCKS; i < (r + 1) * RUN_BLOCKS; i++) {
+          if constexpr (GROUPS == 1) {
+            product_of_units(d, unused, n.x, n.x, n.y, n.y, x[i].x, x[i].y);
+            product_of_units(d, unused, n.x, n.x, n.y, n.y, x[i].z, x[i].w);
+          } else {
+#pragma unroll
+            for (int t = 0; t < TILES; t++) {
+              product_of_tile(d, t, x[i * GROUPS + 2 * t], n.x, n.y);
+              product_of_tile(d, t, x[i * GROUPS + 2 * t + 1], n.x, n.y);
+            }
+          }
+        }
+#pragma unroll
+        for (int k = 0; k < LANE_SUMS; k++)
+          if (col_of(k) == 0) input.taken[r][row_of(k)] = d[k];
+      }
+    }
+  }
+
+  // The chunks at hand, of `AT_ONCE` units or of a lone one that stands for both, times a block of x.
+  static __device__ __forceinline__ void multiply(Context<M>& c, int block, bool lone, const uint4 (&x)[PIECES], const Input& input,
+                                                  float (&d)[AT_ONCE][1][LANE_SUMS]) {
+    const RingCursor<M> first = c.ring;
+    const u8* slot[2];
+    if constexpr (AT_ONCE == 2) {
+      if (!lone) c.ring.next();
+      ring_take_pair(c, first, c.ring, slot[0], slot[1]);
+    } else {
+      slot[0] = ring_take(c, first);
+    }
+    Held w[AT_ONCE][WARP_GRANULES];
+    const int row = GROUPS == 1 ? c.lane() / 4 : c.lane() % 4 * 2;
+#pragma unroll
+    for (int j = 0; j < WARP_GRANULES; j++)
+#pragma unroll
+      for (int u = 0; u < AT_ONCE; u++)
+        if (S::exists(c, block, j)) w[u][j].read(slot[u] + (j * M::WARPS + c.warp()) * Weights::BYTES, c.lane(), row);
+    if constexpr (AT_ONCE == 2)
+      ring_release_pair(c, first, c.ring, !lone);
+    else
+      ring_release(c, first);
+    c.ring.next();
+#pragma unroll
+    for (int r = 0; r < RUNS; r++) {
+      const int granule = r / Weights::GROUPS, group = r % Weights::GROUPS;
+      float y[SETS][AT_ONCE][LANE_SUMS] = {};
+#pragma unroll
+      for (int u = 0; u < AT_ONCE; u++)
+#pragma unroll
+        for (int k = 0; k < LANE_SUMS; k++) {
+          if constexpr (!Weights::GROUPED) y[0][u][k] = d[u][0][k];
+          if constexpr (G::ZEROS)
+            y[0][u][k] = -(float(OFFSET - int(Weights::Codes::ZERO)) + w[u][granule].zero(col_of(k), group)) * input.taken[r][row_of(k)];
+          else if constexpr (SUMS_X)
+            y[0][u][k] -= input.taken[r][row_of(k)];
+        }
+#pragma unroll
+      for (int i = r * RUN_BLOCKS; i < (r + 1) * RUN_BLOCKS; i++) {
+        uint4 v[AT_ONCE];
+#pragma unroll
+        for (int u = 0; u < AT_ONCE; u++) v[u] = Operand::eight(w[u][i / BLOCKS].codes, i % BLOCKS);
+        if constexpr (GROUPS == 1) {
+          product_of_units(y[0][0], y[0][1], v[0].x, v[1].x, v[0].y, v[1].y, x[i].x, x[i].y);
+          product_of_units(y[1][0], y[1][1], v[0].z, v[1].z, v[0].w, v[1].w, x[i].z, x[i].w);
+        } else {
+#pragma unroll
+          for (int t = 0; t < TILES; t++) {
+#pragma unroll
+            for (int u = 0; u < AT_ONCE; u++) product_of_tile(y[0][u], t, x[i * GROUPS + 2 * t], v[u].x, v[u].y);
+#pragma unroll
+            for (int u = 0; u < AT_ONCE; u++) product_of_tile(y[SETS - 1][u], t, x[i * GROUPS + 2 * t + 1], v[u].z, v[u].w);
+          }
+        }
+      }
+#pragma unroll
+      for (int u = 0; u < AT_ONCE; u++)
+#pragma unroll
+        for (int k = 0; k < LANE_SUMS; k++) {
+          const float sum = SETS == 2 ? y[0][u][k] + y[1][u][k] : y[0][u][k];
+          if constexpr (Weights::GROUPED)
+            d[u][0][k] += w[u][granule].scale(col_of(k), group) * sum;
+          else
+            d[u][0][k] = sum;
+        }
+    }
+  }
+};
+
+// Codes without tensor cores, for `RowsMatVecLanes`: the values themselves, in fp32. `x(row)`: x of the granule, of one row of the step.
+template <class M, class G>
+struct RowsCodesLanes {
+  typedef Coding<M, G> Weights;
+
+  // A lane's part of a granule, for all rows.
+  template <class X>
+  static __device__ __forceinline__ void add(const Context<M>& c, const u8* granule, X x, float (&d)[M::ROWS]) {
+    constexpr int RUNS = Weights::GROUPS, RUN_BLOCKS = Weights::BLOCKS / RUNS;
+    RowsHeld<M, G, 1> held;
+    held.read(granule, c.lane(), c.lane() / 4);
+#pragma unroll
+    for (int g = 0; g < RUNS; g++) {
+      const float zero = G::ZEROS ? held.zero(0, g) : Weights::Codes::ZERO;
+      const float scale = Weights::GROUPED ? held.scale(0, g) : 1.f;
+      float w[RUN_BLOCKS][8];
+#pragma unroll
+      for (int b = 0; b < RUN_BLOCKS; b++)
+#pragma unroll
+        for (int i = 0; i < 8; i++) w[b][i] = Weights::Codes::value(held.codes, g * RUN_BLOCKS + b, i) - zero;
+#pragma unroll
+      for (int row = 0; row < M::ROWS; row++) {
+        float sum = 0.f;
+#pragma unroll
+        for (int b = 0; b < RUN_BLOCKS; b++)
+#pragma unroll
+          for (int i = 0; i < 8; i++) sum += x(row)[(g * RUN_BLOCKS + b) * 32 + c.lane() % 4 * 8 + i] * w[b][i];
+        d[row] += scale * sum;
+      }
+    }
+  }
+};
