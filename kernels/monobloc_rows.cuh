@@ -7,6 +7,5 @@
 #include "rows/select.cuh"
 #include "rows/matvec_codes.cuh"
 #include "rows/matvec.cuh"
-#include "rows/matvec_staged.cuh"
 #include "rows/attention.cuh"
 #include "rows/kernel.cuh"

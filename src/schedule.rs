@@ -59,8 +59,12 @@ fn check_formats(program: &Program, target: &Target) -> Result<(), Infeasible> {
     Ok(())
 }
 
-/// Slots against the granules of the program: those of codes are longer than [`GRANULE_BYTES`], because their scales lie in them.
+/// Slots against the granules of the program: those of codes are longer than [`GRANULE_BYTES`], because their scales lie in them. Of steps of
+/// several rows a block of k may be fewer granules than there are warps.
 fn check_slots(program: &Program, c: &Candidate) -> Result<(), Infeasible> {
+    if for_rows(program) {
+        return Ok(());
+    }
     for grid in &program.grids {
         let Op::MatVec(m) = &grid.op else { continue };
         let granule = program.format_of(grid).granule_bytes(m.k);

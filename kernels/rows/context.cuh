@@ -28,7 +28,7 @@ struct RowsState {
   State<M> block;
   u32 active[ceil_div(M::ROWS, 32)]; // a bit for each row that takes part in the step
   int token[M::ROWS];
-  float stat[2][2][M::WARPS][M::ROWS]; // [task parity][sum, sum of squares][reader][row]
+  float stat[2][2][M::WARPS][M::ROWS]; // [task parity][sum, sum of squares][group of k][row]
   float best[M::WARPS][M::ROWS];
   int best_index[M::WARPS][M::ROWS];
 };
@@ -56,35 +56,30 @@ __device__ __forceinline__ u32 pool_row(const u32* pages, u32 sequence, u32 posi
   return page * M::PAGE_ROWS + position % M::PAGE_ROWS;
 }
 
-// Rows that a warp multiplies at most: a tile of an operand. Of so many rows every warp has all, and a part of k. Of more a warp has a
-// tile and some units (matvec_staged.cuh).
+// Rows that a warp multiplies at most: a tile of an operand. Warps share the rows of a step, and those of the same rows share k.
 constexpr int WARP_ROWS = 16;
 template <class M>
-constexpr bool ROWS_STAGED = (M::ROWS > WARP_ROWS);
-// Warps that have sums of one row of one unit.
+constexpr int ROW_GROUPS = ceil_div(M::ROWS, WARP_ROWS);
 template <class M>
-constexpr int SUM_WARPS = ROWS_STAGED<M> ? 1 : M::WARPS;
-// Warps that read a row of the input.
-template <class M>
-constexpr int READ_WARPS = ROWS_STAGED<M> ? ceil_div(M::WARPS * 8, M::ROWS) : M::WARPS;
+constexpr int K_GROUPS = M::WARPS / ROW_GROUPS<M>;
 
-// Statistics of rows, from the lanes of a warp, the `reader`-th of its rows, that hold parts of row first + lane / 4 (and of 8 more);
-// valid after the next barrier.
+// Statistics of rows, from the lanes of a warp that hold parts of row lane / 4 of its own (and of 8 more); valid after the next barrier.
 template <class M, int GROUPS>
-__device__ __forceinline__ void put_row_statistic(const Context<M>& c, int which, int reader, int first, const float (&value)[GROUPS]) {
+__device__ __forceinline__ void put_row_statistic(const Context<M>& c, int which, const float (&value)[GROUPS]) {
 #pragma unroll
   for (int h = 0; h < GROUPS; h++) {
     float v = value[h];
     v += __shfl_xor_sync(~0u, v, 1);
     v += __shfl_xor_sync(~0u, v, 2);
-    if (c.lane() % 4 == 0) rows_state<M>().stat[c.task & 1][which][reader][first + h * 8 + c.lane() / 4] = v;
+    const int row = c.warp() % ROW_GROUPS<M> * WARP_ROWS + h * 8 + c.lane() / 4;
+    if (c.lane() % 4 == 0) rows_state<M>().stat[c.task & 1][which][c.warp() / ROW_GROUPS<M>][row] = v;
   }
 }
 template <class M>
 __device__ __forceinline__ float row_statistic(const Context<M>& c, int which, int row) {
   float sum = 0.f;
 #pragma unroll
-  for (int w = 0; w < READ_WARPS<M>; w++) sum += rows_state<M>().stat[c.task & 1][which][w][row];
+  for (int k = 0; k < K_GROUPS<M>; k++) sum += rows_state<M>().stat[c.task & 1][which][k][row];
   return sum;
 }
 

@@ -9,8 +9,9 @@
 // moves    UNIT_GRANULES * GRANULE_BYTES of the stream for each unit; all values of x into every block, once for each pass
 // assumes  rows of W past ROWS and k past K are zeros in the pack; who publishes x fills its last piece
 //
-// Warps take the granules of a block of k in turn (split k), as with one row. A lane loads 16 bytes of row lane / 4 of W, and the same
-// 16 bytes of k of rows lane / 4 and lane / 4 + 8 of x: as operands of m16n8k16 they are a permutation of k that both sides share.
+// A warp has 16 rows of the step; of up to 16 every warp has all. Warps of the same rows take the granules of a block of k in turn
+// (split k), as with one row. A lane loads 16 bytes of row lane / 4 of W, and the same 16 bytes of k of rows lane / 4 and lane / 4 + 8
+// of x: as operands of m16n8k16 they are a permutation of k that both sides share.
 // The input of a block of k is held in registers while the warp multiplies it with that block of all units of the pass.
 #pragma once
 
@@ -23,18 +24,23 @@ struct RowsMatVecShape {
   static constexpr int UNIT_GRANULES = ceil_div(G::K, GRANULE_K);
   static constexpr int BLOCK = G::CHUNK < UNIT_GRANULES ? G::CHUNK : UNIT_GRANULES; // granules of a block of k
   static constexpr int BLOCKS = ceil_div(UNIT_GRANULES, BLOCK);
-  static constexpr int WARP_GRANULES = ceil_div(BLOCK, M::WARPS);
+  static constexpr int WARP_GRANULES = ceil_div(BLOCK, K_GROUPS<M>);
   static constexpr int THREADS = M::WARPS * 32;
   // Threads of the sums of a unit, and units whose sums meet at once.
   static constexpr int PAIRS = G::UNIT_ROWS / 2, UNIT_THREADS = M::ROWS * 4, BATCH = THREADS / UNIT_THREADS;
   static_assert(BATCH > 0 && THREADS % UNIT_THREADS == 0, "a thread has one row");
-  // Sums of a unit: [warp][row][column]
-  static constexpr int UNIT_SUMS = SUM_WARPS<M> * M::ROWS * OPERAND_ROWS;
+  // Sums of a unit: [group of k][row][column]
+  static constexpr int UNIT_SUMS = K_GROUPS<M> * M::ROWS * OPERAND_ROWS;
+  // Rows and granules of this warp.
+  static __device__ __forceinline__ int row_group(const Context<M>& c) { return ROW_GROUPS<M> == 1 ? 0 : c.warp() % ROW_GROUPS<M>; }
+  static __device__ __forceinline__ int k_group(const Context<M>& c) { return ROW_GROUPS<M> == 1 ? c.warp() : c.warp() / ROW_GROUPS<M>; }
+  // Place of its i-th granule in a block.
+  static __device__ __forceinline__ int in_block(const Context<M>& c, int i) { return i * K_GROUPS<M> + k_group(c); }
   // Whether this warp has an i-th granule of a block. What is known when this is compiled needs no predicate.
   static __device__ __forceinline__ bool exists(const Context<M>& c, int block, int i) {
-    const int in_block = i * M::WARPS + c.warp();
-    const bool in = (i + 1) * M::WARPS <= BLOCK || in_block < BLOCK;
-    return in && (UNIT_GRANULES % BLOCK == 0 || block * BLOCK + in_block < UNIT_GRANULES);
+    const int at = in_block(c, i);
+    const bool in = (i + 1) * K_GROUPS<M> <= BLOCK || at < BLOCK;
+    return in && (UNIT_GRANULES % BLOCK == 0 || block * BLOCK + at < UNIT_GRANULES);
   }
 };
 
@@ -54,14 +60,14 @@ struct RowsEpilogue {
   __device__ __forceinline__ void load_factor(const Context<M>& c) {
     if constexpr (G::NORM == Norm::RMS) factor = rsqrtf(row_statistic(c, 1, row) * (1.f / G::K) + G::EPS);
   }
-  // Sums of columns `col` and `col + 1` of a unit, over warps and parts of k.
+  // Sums of columns `col` and `col + 1` of a unit, over groups and parts of k.
   __device__ __forceinline__ float2 sum(const float* unit, int col) const {
     float2 y = make_float2(0.f, 0.f);
 #pragma unroll
     for (int p = 0; p < S::K_PARTS; p++)
 #pragma unroll
-      for (int w = 0; w < SUM_WARPS<M>; w++) {
-        const float2 v = *reinterpret_cast<const float2*>(unit + (w * M::ROWS + row) * OPERAND_ROWS + p * G::UNIT_ROWS + col);
+      for (int k = 0; k < K_GROUPS<M>; k++) {
+        const float2 v = *reinterpret_cast<const float2*>(unit + (k * M::ROWS + row) * OPERAND_ROWS + p * G::UNIT_ROWS + col);
         y.x += v.x, y.y += v.y;
       }
     y.x *= factor, y.y *= factor;
@@ -167,14 +173,14 @@ struct RowsEpilogue {
 // Blocks of k that a warp keeps for all passes.
 constexpr int RESIDENT_BLOCKS = 2;
 
-// Tensor cores, up to 16 rows: words of bf16, and weights of bf16 or codes.
+// Tensor cores: words of bf16, and weights of bf16 or codes.
 template <class M, class G>
 struct RowsMatVecTensor {
   typedef RowsMatVecShape<M, G> S;
   typedef Words<M, G::K> W;
   // Parts of 32 of k of a granule. Each is of other columns of the products if units have fewer rows; the sums of codes are of all k.
-  static constexpr int GROUPS = M::ROWS / 8, K_PARTS = S::GRANULE_K / 32, SUM_PARTS = S::K_PARTS, WARP_GRANULES = S::WARP_GRANULES;
-  // Pieces of the input that a lane holds: of each granule and part, of each group of rows.
+  static constexpr int GROUPS = M::ROWS < WARP_ROWS ? 1 : 2, K_PARTS = S::GRANULE_K / 32, SUM_PARTS = S::K_PARTS, WARP_GRANULES = S::WARP_GRANULES;
+  // Pieces of the input that a lane holds: of each granule and part, of each group of 8 rows of its warp.
   static constexpr int N = WARP_GRANULES * K_PARTS * GROUPS;
   static constexpr int PASS = G::PASS;
   // Units that are multiplied at once: a product waits for the one before it in its sums, so sums of two units take turns. Of 8 rows
@@ -189,14 +195,19 @@ struct RowsMatVecTensor {
   // Piece i of a block, from the lane's own place in the block on.
   static __device__ __forceinline__ u32 offset(int i) {
     const int h = i % GROUPS, p = i / GROUPS % K_PARTS, j = i / GROUPS / K_PARTS;
-    return u32(h) * W::GROUP_BYTES + u32(j * M::WARPS * K_PARTS + p) * W::SPAN_BYTES;
+    return u32(h) * W::GROUP_BYTES + u32(j * K_GROUPS<M> * K_PARTS + p) * W::SPAN_BYTES;
   }
   static __device__ __forceinline__ u32 lane_at(const Context<M>& c, int block) {
-    return u32((block * S::BLOCK + c.warp()) * K_PARTS) * W::SPAN_BYTES + u32(c.lane()) * 16;
+    return u32(S::row_group(c)) * (GROUPS * W::GROUP_BYTES) + u32((block * S::BLOCK + S::k_group(c)) * K_PARTS) * W::SPAN_BYTES + u32(c.lane()) * 16;
+  }
+  // The rows of this warp that take part.
+  static __device__ __forceinline__ u32 active_rows(const Context<M>& c) {
+    const int first = S::row_group(c) * WARP_ROWS;
+    return uniform(rows_state<M>().active[first / 32]) >> first % 32;
   }
   static __device__ __forceinline__ bool wants(const Context<M>& c, int block, int i, u32 active) {
     const int h = i % GROUPS, p = i / GROUPS % K_PARTS, j = i / GROUPS / K_PARTS;
-    const int granule = block * S::BLOCK + j * M::WARPS + c.warp();
+    const int granule = block * S::BLOCK + S::in_block(c, j);
     return S::exists(c, block, j) && (W::PIECES == S::UNIT_GRANULES * K_PARTS * 4 || (granule * K_PARTS + p) * 4 + c.lane() % 4 < W::PIECES) && (active >> (h * 8 + c.lane() / 4) & 1);
   }
   static __device__ __forceinline__ void issue(const Context<M>& c, const u8* x, int block, u32 active, uint4 (&v)[N]) {
@@ -237,11 +248,11 @@ struct RowsMatVecTensor {
             if (wants(c, block, i, active) && col + k < G::K) sum[h] += which == 0 ? y[k] : (y[k] - m.mean[h]) * (y[k] - m.mean[h]);
         }
       }
-      put_row_statistic<M, GROUPS>(c, which, c.warp(), 0, sum);
+      put_row_statistic<M, GROUPS>(c, which, sum);
       c.barrier();
 #pragma unroll
       for (int h = 0; h < GROUPS; h++) {
-        const float mean = row_statistic(c, which, h * 8 + c.lane() / 4) * (1.f / G::K);
+        const float mean = row_statistic(c, which, S::row_group(c) * WARP_ROWS + h * 8 + c.lane() / 4) * (1.f / G::K);
         (which == 0 ? m.mean[h] : m.factor[h]) = which == 0 ? mean : rsqrtf(mean + G::EPS);
       }
     }
@@ -249,7 +260,7 @@ struct RowsMatVecTensor {
   }
   static __device__ __forceinline__ int first_col(const Context<M>& c, int block, int i) {
     const int p = i / GROUPS % K_PARTS, j = i / GROUPS / K_PARTS;
-    return ((block * S::BLOCK + j * M::WARPS + c.warp()) * K_PARTS + p) * 32 + c.lane() % 4 * 8;
+    return ((block * S::BLOCK + S::in_block(c, j)) * K_PARTS + p) * 32 + c.lane() % 4 * 8;
   }
 
   // The norm of a block of the input, in place.
@@ -259,7 +270,7 @@ struct RowsMatVecTensor {
 #pragma unroll
     for (int i = 0; i < N; i += GROUPS) {
       const int p = i / GROUPS % K_PARTS, j = i / GROUPS / K_PARTS;
-      const int granule = block * S::BLOCK + j * M::WARPS + c.warp(), col = first_col(c, block, i);
+      const int granule = block * S::BLOCK + S::in_block(c, j), col = first_col(c, block, i);
       const bool there = S::exists(c, block, j) && (W::PIECES == S::UNIT_GRANULES * K_PARTS * 4 || (granule * K_PARTS + p) * 4 + c.lane() % 4 < W::PIECES);
       float w[8] = {}, b[8] = {};
       const auto load = [&](u32 at, float (&to)[8]) {
@@ -303,7 +314,7 @@ struct RowsMatVecTensor {
     for (int j = 0; j < WARP_GRANULES; j++)
 #pragma unroll
       for (int u = 0; u < AT_ONCE; u++) {
-        const u8* from = slot[u] + c.warp() * GRANULE_BYTES + c.lane() * LANE_BYTES + j * (M::WARPS * GRANULE_BYTES);
+        const u8* from = slot[u] + S::k_group(c) * GRANULE_BYTES + c.lane() * LANE_BYTES + j * (K_GROUPS<M> * GRANULE_BYTES);
         w[u][j] = S::exists(c, block, j) ? *reinterpret_cast<const uint4*>(from) : make_uint4(0, 0, 0, 0);
       }
     if constexpr (AT_ONCE == 2)
@@ -347,7 +358,7 @@ struct RowsMatVecTensor {
       for (int p = 1; p < SUM_PARTS; p++)
         if (column / G::UNIT_ROWS == p) y = make_float2(d[p][2 * h], d[p][2 * h + 1]);
       y.x *= Codes::FACTOR, y.y *= Codes::FACTOR;
-      float* at = to + c.warp() * (M::ROWS * OPERAND_ROWS);
+      float* at = to + (S::k_group(c) * M::ROWS + S::row_group(c) * WARP_ROWS) * OPERAND_ROWS;
       if constexpr (GROUPS == 2) {
         *reinterpret_cast<float2*>(at + (h * 8 + g) * OPERAND_ROWS + column) = y;
       } else {
@@ -380,7 +391,7 @@ struct RowsMatVecTensor {
 
   static __device__ __forceinline__ void run(Context<M>& c, const Entry& e) {
     const int units = int(uniform(e.hi - e.lo));
-    const u32 active = uniform(rows_state<M>().active[0]);
+    const u32 active = active_rows(c);
     const u8* x = words_of<M, G::K>(c, e.x);
     Means means{};
     if constexpr (G::NORM == Norm::LAYER) means = layer_statistics(c, x, active);
@@ -399,7 +410,7 @@ struct RowsMatVecTensor {
         Codes::prepare(a[block], inputs[block]);
       }
       c.stamp(1);
-      if constexpr (G::NORM == Norm::RMS) put_row_statistic<M, GROUPS>(c, 1, c.warp(), 0, squares);
+      if constexpr (G::NORM == Norm::RMS) put_row_statistic<M, GROUPS>(c, 1, squares);
     }
 #pragma unroll 1
     for (int first = 0; first < units; first += PASS) {
@@ -429,7 +440,7 @@ struct RowsMatVecTensor {
           }
         // Later passes add the same squares again, which nothing reads.
         if constexpr (G::NORM == Norm::RMS)
-          if (first == 0) put_row_statistic<M, GROUPS>(c, 1, c.warp(), 0, squares);
+          if (first == 0) put_row_statistic<M, GROUPS>(c, 1, squares);
         if (first + PASS < units)
 #pragma unroll
           for (int i = 0; i < DEPTH; i++)
@@ -448,6 +459,7 @@ struct RowsMatVecLanes {
   typedef RowsMatVecShape<M, G> S;
   typedef Words<M, G::K> W;
   static constexpr int PASS = G::PASS, BLOCK_K = S::BLOCK * S::GRANULE_K, LANE_K = LANE_BYTES / S::ELEM;
+  static_assert(ROW_GROUPS<M> == 1, "every warp has all rows");
 
   static __device__ __forceinline__ float* staged(const Context<M>& c, int row) { return reinterpret_cast<float*>(c.stage()) + row * BLOCK_K; }
 
@@ -594,15 +606,11 @@ struct RowsMatVecLanes {
 };
 
 template <class M, class G>
-struct RowsMatVecStaged;
-
-template <class M, class G>
 struct RowsMatVec {
   static constexpr bool TENSOR = STAGE_BF16<M> && M::WIRE == Elem::BF16;
   static __device__ __forceinline__ void run(Context<M>& c, const Entry& e) {
-    if constexpr (TENSOR && ROWS_STAGED<M>)
-      RowsMatVecStaged<M, G>::run(c, e);
-    else if constexpr (TENSOR)
+    static_assert(ROW_GROUPS<M> == 1 || !Coding<M, G>::CODED, "codes meet at most a tile of rows");
+    if constexpr (TENSOR)
       RowsMatVecTensor<M, G>::run(c, e);
     else
       RowsMatVecLanes<M, G>::run(c, e);

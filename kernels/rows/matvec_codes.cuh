@@ -213,7 +213,7 @@ struct RowsCodes<M, G, S, PIECES, AT_ONCE, decltype(int(G::CODE))> {
     for (int j = 0; j < WARP_GRANULES; j++)
 #pragma unroll
       for (int u = 0; u < AT_ONCE; u++)
-        if (S::exists(c, block, j)) w[u][j].read(slot[u] + (j * M::WARPS + c.warp()) * Weights::BYTES, c.lane(), row);
+        if (S::exists(c, block, j)) w[u][j].read(slot[u] + S::in_block(c, j) * Weights::BYTES, c.lane(), row);
     if constexpr (AT_ONCE == 2)
       ring_release_pair(c, first, c.ring, !lone);
     else

@@ -1,35 +1,11 @@
 // Owns the stream of a kernel for rows: blocks of k of several units in turn, and pages of the cache.
 #pragma once
 
-// Consumers take many chunks at once: each lane looks at one. `n` is at most 32, and at most the slots of the ring.
+// Threads that copy in bulk. A copy takes its thread about 0.4 us of waits and fences, in which an SM gets 14 KiB from memory: chunks of
+// more than 16 rows are shorter. A slot always has the same thread, which so sees each of its phases: a barrier tells two phases apart,
+// not three.
 template <class M>
-__device__ __forceinline__ RingCursor<M> ring_ahead(const RingCursor<M>& from, int n) {
-  const u32 slot = from.slot + n;
-  return slot < u32(M::SLOTS) ? RingCursor<M>{slot, from.use} : RingCursor<M>{slot - M::SLOTS, from.use + 1};
-}
-template <class M>
-__device__ __forceinline__ void ring_await(Context<M>& c, const RingCursor<M>& first, int n) {
-  const u64 begun = c.begin_starving();
-  const RingCursor<M> mine = ring_ahead<M>(first, min(c.lane(), n - 1));
-  await_slot<RING_COUNTERS<M>>(&c.state().full[mine.slot], mine.use, FULL_ARRIVALS<M>, c.waiter(), WaitKind::RING_FULL);
-  c.end_starving(begun);
-}
-template <class M>
-__device__ __forceinline__ const u8* ring_chunk(const RingCursor<M>& at) {
-  return block_memory() + at.slot * M::SLOT_BYTES;
-}
-// Once by each warp, when it has read what it wants of all of them.
-template <class M>
-__device__ __forceinline__ void ring_release(Context<M>& c, const RingCursor<M>& first, int n) {
-  __syncwarp();
-  if (c.lane() < n) Slot<RING_COUNTERS<M>>::arrive(&c.state().empty[ring_ahead<M>(first, c.lane()).slot]);
-}
-
-// Threads that copy in bulk. A copy takes its thread about 0.4 us of waits and fences, in which an SM gets 14 KiB from memory: more than
-// the chunks of kernels for many rows. A slot always has the same one, who so sees each of its phases: a barrier tells two phases apart, not
-// three.
-template <class M>
-constexpr u32 LOADERS = M::COPY == Copy::BULK && ROWS_STAGED<M> ? u32(M::LOADER_WARPS) : 1;
+constexpr u32 LOADERS = M::COPY != Copy::BULK ? 1 : ROW_GROUPS<M> < M::LOADER_WARPS ? ROW_GROUPS<M> : M::LOADER_WARPS;
 
 template <class M>
 struct RowsLoader : Loader<M, LOADERS<M>> {

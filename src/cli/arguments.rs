@@ -601,7 +601,7 @@ pub struct Bench {
     /// Time prompts of these lengths, in tokens, read in chunks
     #[arg(long, value_name = "N,N", value_parser = parse_ids, conflicts_with_all = ["baseline", "serve"])]
     pub prompt: Option<Ids>,
-    /// Tokens of a chunk: rows of the kernel that reads it [default: 16]
+    /// Tokens of a chunk, as many as a kernel has rows [default: those of the kernel that reads prompts]
     #[arg(long, value_name = "N,N", value_parser = parse_ids, requires = "prompt")]
     pub chunk: Option<Ids>,
     /// Most rounds of a comparison; four launches each
@@ -637,6 +637,7 @@ pub struct Bench {
 Examples:
   monobloc trace manifests/smollm.toml --target h200
   monobloc trace manifests/smollm.toml --position 1024 --out deep.json
+  monobloc trace manifests/smollm.toml --rows 8
   monobloc trace manifests/smollm.toml --json | jq '.rows[] | {kind, wait: .wait.mean_us}'"
 )]
 pub struct Trace {

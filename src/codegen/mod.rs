@@ -42,7 +42,7 @@ pub const HEADERS: [(&str, &str); 20] = [
 ];
 
 /// The headers that only kernels for rows include.
-pub const ROWS_HEADERS: [(&str, &str); 10] = [
+pub const ROWS_HEADERS: [(&str, &str); 9] = [
     ("monobloc_rows.cuh", include_str!("../../kernels/monobloc_rows.cuh")),
     ("rows/context.cuh", include_str!("../../kernels/rows/context.cuh")),
     ("rows/words.cuh", include_str!("../../kernels/rows/words.cuh")),
@@ -50,7 +50,6 @@ pub const ROWS_HEADERS: [(&str, &str); 10] = [
     ("rows/select.cuh", include_str!("../../kernels/rows/select.cuh")),
     ("rows/matvec_codes.cuh", include_str!("../../kernels/rows/matvec_codes.cuh")),
     ("rows/matvec.cuh", include_str!("../../kernels/rows/matvec.cuh")),
-    ("rows/matvec_staged.cuh", include_str!("../../kernels/rows/matvec_staged.cuh")),
     ("rows/attention.cuh", include_str!("../../kernels/rows/attention.cuh")),
     ("rows/kernel.cuh", include_str!("../../kernels/rows/kernel.cuh")),
 ];

@@ -14,8 +14,8 @@ use crate::model::graph::{Layer, ModelGraph};
 use crate::schedule::schedule;
 use crate::target::{DotMechanism, Target, TargetKind};
 
-/// Rows of the kernel that reads prompts, and positions of a chunk. More are slower (docs/perf-log.md, entry 21).
-pub const PROMPT_ROWS: u32 = 16;
+/// Rows of the kernel that reads prompts at most, and positions of a chunk: 64 are not faster (docs/perf-log.md, entry 21).
+pub const PROMPT_ROWS: u32 = 32;
 
 /// Rows of the kernels of a model on a target, ascending: a step runs on the smallest that has room for it. More than 16 want tensor cores,
 /// whose warps share the rows, and weights that are no codes; some may not fit a target's shared memory.
@@ -35,9 +35,8 @@ const RING_SLOTS: u32 = 12;
 const FLIGHT_HIGH: u32 = 3;
 const FLIGHT_LOW: u32 = 2;
 const FLIGHT_FREE: u32 = 4;
-/// Slots of a ring at least, before a kernel is said not to fit; more rows take 8 chunks at once, and others are on their way.
+/// Slots of a ring at least, before a kernel is said not to fit.
 const RING_SLOTS_MIN: u32 = 4;
-const STAGED_SLOTS_MIN: u32 = 16;
 
 /// How many sequences and positions a kernel for rows has memory for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -70,14 +69,18 @@ struct Slots {
 
 impl Slots {
     /// Slots hold a block of k of 8 rows of the matrices that are codes, or are as those of bf16 where there are none. At 16 rows blocks
-    /// are half as long; slots are not, because short chunks of the history would cost more. Of more rows chunks are 4 KiB, but tiles of
-    /// a wide head want more.
+    /// are half as long; slots are not, because short chunks of the history would cost more.
+    /// Blocks of more rows are shorter, too, and tiles of a wide head may want more than 4 KiB.
     fn of(graph: &ModelGraph, precision: Precision, rows: u32, warps: u32) -> Slots {
         let coded: Vec<_> = formats(graph, precision).filter(|(format, _)| !format.is_plain()).collect();
         let granules = |format: Format, k: u32, rows: u32| k.min(BLOCK_VALUES / rows).div_ceil(format.granule_k());
         let Some(granule) = coded.iter().map(|&(format, k)| format.granule_bytes(k)).max() else {
             let [large, middle, small] = SLOT_BYTES;
-            let bytes = if rows > WARP_ROWS { vec![small, middle] } else { vec![large, middle, small] };
+            let bytes = match rows.div_ceil(WARP_ROWS) {
+                0 | 1 => vec![large, middle, small],
+                2 => vec![middle, small],
+                _ => vec![small, middle],
+            };
             return Slots { chunk: bytes[0], bytes, all: SLOT_BYTES.to_vec() };
         };
         let most = |rows: u32| coded.iter().map(|&(format, k)| granules(format, k, rows)).max().unwrap_or(1);
@@ -150,8 +153,8 @@ pub fn place_rows(
     let slots = Slots::of(graph, precision, room.rows, base.consumer_warps);
     let mut refused = Infeasible::HistoryChunk { slot_bytes: slots.bytes[0], rows: HISTORY_ALIGN, row_bytes };
     let Some(page_rows) = page_rows(graph, precision, &slots.all) else { return Err(refused) };
-    // Of many rows, up to four loaders take slots in turn.
-    let (slots_min, step) = if room.rows > WARP_ROWS { (STAGED_SLOTS_MIN, 4) } else { (RING_SLOTS_MIN, 1) };
+    // Of many rows, a loader for each tile takes slots in turn.
+    let step = room.rows.div_ceil(WARP_ROWS).max(1);
     for &slot_bytes in slots.bytes.iter().filter(|slot| chunk_rows(**slot, row_bytes) > 0) {
         let pages = room.positions.div_ceil(u64::from(page_rows)).min(u64::from(u32::MAX)) as u32;
         let batch = Batch {
@@ -162,7 +165,7 @@ pub fn place_rows(
             words: target.kind == TargetKind::Cuda,
         };
         let most = slots.slots(RING_SLOTS).min(RING_SLOTS_MAX);
-        for ring_slots in (slots_min..=most).rev().filter(|slots| slots.is_multiple_of(step)) {
+        for ring_slots in (RING_SLOTS_MIN..=most).rev().filter(|slots| slots.is_multiple_of(step)) {
             let candidate = candidate(base, graph, &slots, slot_bytes, ring_slots);
             let program = lower_batch(graph, name, precision, context_max, &batch, &candidate)?;
             match schedule(program, target, &candidate) {

@@ -148,9 +148,13 @@ pub fn block_granules(unit: u32, granule: u32, slot_bytes: u32, units: u32) -> u
     if unit <= (slot_bytes / granule.max(1)).max(1) { unit.saturating_mul(units.max(1)) } else { unit }
 }
 
-/// Rows of a step that a warp of a kernel for rows multiplies at most: a tile of a tensor core's operand. A kernel for more has its input
-/// in shared memory (`kernels/rows/matvec_staged.cuh`).
+/// Rows of a step that a warp of a kernel for rows multiplies at most: a tile of a tensor core's operand.
 pub const WARP_ROWS: u32 = 16;
+
+/// Groups of warps of a kernel for `rows` that share k: the warps of a group have other rows each.
+fn k_groups(rows: u32, warps: u32) -> u32 {
+    (warps / rows.div_ceil(WARP_ROWS).max(1)).max(1)
+}
 
 /// What limits the blocks of k of a kernel for rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -165,16 +169,13 @@ pub struct BlockLimits {
 }
 
 impl MatVec {
-    /// Granules of a block of k of a kernel for rows: a chunk of the stream. Up to 16 rows a warp holds its part of such a block of the
-    /// input at once: blocks are equal, and have as many granules for every warp where there are enough. Of more rows every warp takes all
-    /// of a block.
+    /// Granules of a block of k of a kernel for rows: a chunk of the stream, and what a warp holds of its input at once. Blocks are equal,
+    /// and have as many granules for every group of warps that shares k where there are enough.
     pub fn block_of_k(&self, format: Format, limits: BlockLimits) -> u32 {
         let BlockLimits { rows, lanes, slot_bytes, warps } = limits;
-        let staged = rows > WARP_ROWS;
-        let (unit, warps) = (self.granules(format).max(1), if staged { 1 } else { warps.max(1) });
+        let (unit, warps) = (self.granules(format).max(1), k_groups(rows, warps));
         let held = match lanes {
-            _ if staged => STAGED_GRANULES / self.parts(),
-            _ if format.is_plain() => BLOCK_GRANULES / self.parts(),
+            _ if format.is_plain() => BLOCK_GRANULES / rows.div_ceil(WARP_ROWS).max(1) / self.parts(),
             None => BLOCK_VALUES / rows.next_multiple_of(WORD_ROWS) / format.granule_k(),
             // The k of as many weights as a slot would hold.
             Some(bytes) => slot_bytes / (UNIT_ROWS * bytes) / format.granule_k(),
@@ -188,21 +189,10 @@ impl MatVec {
     }
 }
 
-/// Granules of values in a block of k at most, of one part: 4 of each of 8 warps are 32 registers of a lane for 16 rows; of a stage in
-/// shared memory 64 bytes of each row for each.
+/// Granules of values in a block of k at most, of one part and up to 16 rows: 4 of each of 8 warps are 32 registers of a lane for 16 rows.
 const BLOCK_GRANULES: u32 = 32;
-const STAGED_GRANULES: u32 = 8;
 /// Of codes, input values of all rows in a block of k at most: 32 registers of each lane of 8 warps.
 pub const BLOCK_VALUES: u32 = 16 << 10;
-
-/// Bytes of the two stages of a kernel for `rows`, which hold the sums of a pass, too, and of the norm weights of their columns:
-/// `STAGES_BYTES` and `STAGE_COLS_MAX` of `kernels/rows/matvec_staged.cuh`. A stage of few rows has two chunks of k.
-fn stages_bytes(rows: u32) -> u32 {
-    let chunks = if rows > 2 * WARP_ROWS { 1 } else { 2 };
-    if rows > WARP_ROWS { 2 * rows * chunks * STAGED_GRANULES * GRANULE_ROW_BYTES + 2 * STAGE_COLS_MAX * 4 } else { 0 }
-}
-
-const STAGE_COLS_MAX: u32 = 512;
 
 /// Cache rows of a chunk: as many tiles of the history as a slot holds.
 pub fn chunk_rows(slot_bytes: u32, row_bytes: u32) -> u32 {
@@ -339,10 +329,10 @@ pub const OWN_TILE: u32 = 16;
 impl SmemNeeds {
     /// The parts that differ where a step has rows: `stage`, `sums`, `heads`, `state`.
     fn of_rows(&self, n: RowNeeds) -> [u32; 4] {
-        let stage = (n.rows * n.block_k * 4).max(stages_bytes(n.rows));
+        let stage = n.rows * n.block_k * 4;
         // Two batches of sums of as many units as the threads of the consumers have columns for.
         let batch = (self.consumer_warps * 32 / (n.rows * 4)).max(1);
-        let sums = if n.rows > WARP_ROWS { 0 } else { 2 * batch * self.consumer_warps * n.rows * UNIT_ROWS * 4 };
+        let sums = 2 * batch * k_groups(n.rows, self.consumer_warps) * n.rows * UNIT_ROWS * 4;
         let heads = if n.tensor_attention {
             self.heads_per_task * self.head_dim * 2 + 2 * n.rows.next_multiple_of(OWN_TILE) * n.pitch_bytes
         } else {

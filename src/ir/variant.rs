@@ -1,7 +1,7 @@
 //! Owns the variants of ops: what a kernel may do in more than one way. They decide how fast an op is and nothing else: the
 //! interpreter knows none of them, and results differ by rounding at most.
 
-use super::layout::{WARP_ROWS, WORD_ROWS, cache_pitch};
+use super::layout::{WORD_ROWS, cache_pitch};
 use super::op::{Attention, MatVec};
 use super::schedule::Machine;
 use crate::dtype::{DType, Precision};
@@ -230,10 +230,10 @@ pub fn lanes_of_rows(precision: Precision, tensor_cores: bool) -> Option<u32> {
     lanes.then_some(precision.weights.bytes() as u32)
 }
 
-/// Units of a pass of a kernel for `rows` at most. On tensor cores a lane holds a sum of each unit and part of k for every 4 rows, beside
-/// two blocks of its input: more than these would spill, and `moved` says that it has the loader's registers, too. Of more than 16 rows
-/// the sums of a pass fit the stage of the input. Without tensor cores a lane holds one sum of each row. Of codes it also holds scales and
-/// the sums of its input, and each unit is many more instructions, which are fetched once for each task.
+/// Units of a pass of a kernel for `rows` at most. On tensor cores a lane holds a sum of each unit and part of k for every 4 of its rows, beside
+/// two blocks of its input: more than these would spill, and `moved` says that it has the loader's registers, too. Without tensor
+/// cores a lane holds one sum of each row. Of codes it also holds scales and the sums of its input, and each unit is many more
+/// instructions, which are fetched once for each task.
 pub fn rows_pass_max(
     format: Format,
     precision: Precision,
@@ -246,7 +246,6 @@ pub fn rows_pass_max(
         return 2;
     }
     let units = match (format.is_plain(), rows <= WORD_ROWS, moved) {
-        _ if rows > WARP_ROWS => 28,
         (true, true, true) => 28,
         (true, true, false) => 10,
         (true, false, true) => 12,

@@ -44,6 +44,23 @@ pub(super) fn rows_schedule(context: &BuildContext<'_>, base: &Candidate, room: 
     Ok(validate(placed, &keys::unmeasured(target))?)
 }
 
+/// Places and proves the kernel that reads prompts: that with most rows up to [`PROMPT_ROWS`] that fits, with the room that `room` names
+/// for so many.
+///
+/// # Errors
+/// As [`rows_schedule`], if none fits.
+pub(super) fn prompt_schedule(
+    context: &BuildContext<'_>,
+    base: &Candidate,
+    room: impl Fn(u32) -> Room,
+) -> Result<Validated, Fault> {
+    let few = || Fault::internal("a target without kernels for rows");
+    let (smallest, larger) = rows_of(context).split_first().ok_or_else(few)?;
+    let larger = larger.iter().rev().filter(|rows| **rows <= PROMPT_ROWS);
+    let fits = larger.into_iter().find_map(|&rows| rows_schedule(context, base, room(rows)).ok());
+    fits.map_or_else(|| rows_schedule(context, base, room(*smallest)), Ok)
+}
+
 /// Rows of the kernels that the target of a build may have, ascending.
 pub(super) fn rows_of(context: &BuildContext<'_>) -> &'static [u32] {
     kernel_rows(&context.imported.graph, context.manifest.precision, context.target)
@@ -131,8 +148,8 @@ impl Prefill {
     /// A cache that pages do not fill evenly, or in another order; what the compiler refuses.
     pub fn made(chain: &Chain<'_>) -> Result<(Validated, Box<Cubin>), Fault> {
         let positions = u64::from(chain.context.manifest.decode.context_max);
-        let room = Room { rows: PROMPT_ROWS, sequences: 1, positions };
-        let validated = rows_schedule(&chain.context, &chain.candidate, room)?;
+        let room = |rows| Room { rows, sequences: 1, positions };
+        let validated = prompt_schedule(&chain.context, &chain.candidate, room)?;
         if !same_caches(validated.schedule(), chain.validated()?.schedule()) {
             return Err(Fault::input(format!("`context_max` {positions} is not a multiple of the rows of a page"))
                 .with_remedy("choose a multiple of 256, so that prompts are read in chunks"));
@@ -222,7 +239,7 @@ const PROMPTS: usize = 5;
 pub struct Asked<'a> {
     /// Sequences that decode together.
     pub rows: &'a [u32],
-    /// Lengths of prompts, and rows of the kernels that read each. None: [`PROMPT_ROWS`].
+    /// Lengths of prompts, and rows of the kernels that read each. None: the one that reads prompts.
     pub prompts: &'a [u32],
     pub chunks: &'a [u32],
 }
@@ -263,7 +280,11 @@ pub fn bench_rows(
         let last = position_last.max(prompts.iter().max().copied().unwrap_or(0).div_ceil(kernel));
         Room { rows: kernel, sequences: kernel, positions: u64::from(kernel) * u64::from(last.next_multiple_of(256)) }
     };
-    let chunks = if chunks.is_empty() { &[PROMPT_ROWS] } else { chunks };
+    let chunks = match (prompts, chunks) {
+        ([], _) => vec![],
+        (_, []) => vec![prompt_schedule(&chain.context, &chain.candidate, room)?.schedule().program.rows],
+        (_, chunks) => chunks.to_vec(),
+    };
     for &kernel in kernels {
         let of_kernel: Vec<u32> = rows.iter().copied().filter(|&n| kernel_of(n) == Some(kernel)).collect();
         let prompts = if chunks.contains(&kernel) { prompts } else { &[] };

@@ -6,7 +6,7 @@ use crate::cache::diff_why;
 use crate::codegen::abi::{Entry as QueueEntry, StreamRun, encode};
 use crate::codegen::emit::{Trace, emit};
 use crate::cuda::cubin::KernelResources;
-use crate::defaults::rows::{PROMPT_ROWS, Room};
+use crate::defaults::rows::Room;
 use crate::error::Fault;
 use crate::ir::layout::{pack_bytes, streamed_bytes};
 use crate::ir::print::{print, print_program};
@@ -18,7 +18,7 @@ use crate::validate::Validated;
 
 use super::Workspace;
 use super::chain::{Chain, Host, NotMade, Stage};
-use super::device_rows::rows_schedule;
+use super::device_rows::prompt_schedule;
 use super::import_stage;
 use super::keys::{self, Keyed};
 use super::stages::{BuildContext, load_model, subject};
@@ -151,8 +151,9 @@ pub fn show(workspace: &Workspace, manifest: &Manifest, target: &Target, stage: 
 
 /// The kernel that reads prompts, with room for one context of each row.
 fn prompt_batch(context: &BuildContext<'_>) -> Result<Validated, Fault> {
-    let positions = u64::from(PROMPT_ROWS) * u64::from(context.manifest.decode.context_max);
-    rows_schedule(context, &context.candidate(), Room { rows: PROMPT_ROWS, sequences: PROMPT_ROWS, positions })
+    let context_max = u64::from(context.manifest.decode.context_max);
+    let room = |rows| Room { rows, sequences: rows, positions: u64::from(rows) * context_max };
+    prompt_schedule(context, &context.candidate(), room)
 }
 
 fn needs_kernel(target: &Target, stage: &str) -> Result<(), Fault> {

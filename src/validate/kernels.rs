@@ -28,8 +28,6 @@ const RUN_BYTES_MAX: u64 = 1 << 31;
 /// multiply, and warps have a tile each.
 const TILE_ROWS: u32 = 16;
 const ROWS_MAX: u32 = 64;
-/// Chunks that kernels for more than a tile of rows take at once.
-const CHUNKS_AT_ONCE: u32 = 8;
 /// Bytes of a queue entry in the `queue` part of shared memory.
 const ENTRY_BYTES: u64 = 64;
 /// Bytes that 32 bits of 8-byte packets, and of 256-byte units, reach; the last unit is the word for none.
@@ -114,26 +112,20 @@ impl Rules<'_> {
         self.expect_rule(Rule::KernelRows, program.rows <= most, Entity::Schedule, || {
             format!("expected steps of at most {most} rows, found {}", program.rows)
         });
-        // matvec_staged.cuh: a warp has a tile and takes chunks of units in turn with others, it reads 8 rows of the input, and all
-        // chunks that are taken at once are in the ring.
+        // matvec.cuh: a warp has a whole tile of rows, tiles have as many warps each, and codes have one.
         let (tiles, warps) = (program.rows.div_ceil(TILE_ROWS).max(1), machine.consumer_warps);
-        let whole = program.rows == tiles * TILE_ROWS
-            && warps.is_multiple_of(2 * tiles)
-            && CHUNKS_AT_ONCE.is_multiple_of((warps / tiles).max(1));
-        self.expect_rule(Rule::KernelRows, tiles == 1 || whole, Entity::Machine, || {
+        let whole = tiles == 1 || program.rows == tiles * TILE_ROWS && warps.is_multiple_of(tiles);
+        self.expect_rule(Rule::KernelRows, whole, Entity::Machine, || {
             format!("expected whole tiles of rows that {warps} warps share evenly, found {} rows", program.rows)
         });
         let plain = program.buffers.iter().all(|buffer| buffer.coded.is_none_or(Format::is_plain));
         self.expect_rule(Rule::KernelRows, tiles == 1 || plain, Entity::Schedule, || {
             format!("expected weights that are no codes in steps of {} rows, found codes", program.rows)
         });
-        let slots = machine.ring.slots;
-        self.expect_rule(Rule::KernelRows, tiles == 1 || slots >= CHUNKS_AT_ONCE, Entity::Machine, || {
-            format!("expected {CHUNKS_AT_ONCE} slots or more, whose chunks are taken at once, found {slots}")
-        });
         // ring.cuh: loader warps take chunks in turn, and the parity of a slot's barrier is enough only for one that sees all of them.
-        let loaders = if target.spec.copy == CopyMechanism::Bulk { machine.loader_warps.max(1) } else { 1 };
-        self.expect_rule(Rule::KernelRows, tiles == 1 || slots.is_multiple_of(loaders), Entity::Machine, || {
+        let (slots, bulk) = (machine.ring.slots, target.spec.copy == CopyMechanism::Bulk);
+        let loaders = if bulk { machine.loader_warps.min(tiles).max(1) } else { 1 };
+        self.expect_rule(Rule::KernelRows, slots.is_multiple_of(loaders), Entity::Machine, || {
             format!("expected slots that {loaders} loaders take in turn, found {slots}")
         });
         self.expect_rule(Rule::KernelRows, regimes.len() == 1, Entity::Schedule, || {

@@ -104,15 +104,13 @@ pub(super) fn shared(schedule: &Schedule, target: &Target, grids: &Grids, found:
     // A kernel for rows keeps its input in registers or by blocks of k, and has a tile of keys and values of the step's own rows.
     let for_rows = schedule.program.buffers.iter().any(|buffer| buffer.words);
     let padded = u64::from(schedule.program.rows).next_multiple_of(8);
-    let (mut stage, mut heads, mut scratch, mut pass_max) = (0, 0, 0, 0);
+    let (mut stage, mut heads, mut scratch) = (0, 0, 0);
     // Two batches of partial sums.
     let mut reduce =
         (2 * u64::from(machine.reduce_batch)).saturating_mul(warps).saturating_mul(u64::from(UNIT_ROWS) * 4);
     for (g, grid) in (0..).zip(&schedule.program.grids) {
         match &grid.op {
             Op::MatVec(m) if for_rows => {
-                pass_max =
-                    pass_max.max(schedule.matvec_variant(GridId(g)).map_or(0, |variant| u64::from(variant.pass)));
                 let chunk = schedule.matvec_variant(GridId(g)).map_or(0, |variant| u64::from(variant.chunk));
                 let parts = u64::from(UNIT_ROWS / m.unit_rows.clamp(1, UNIT_ROWS));
                 // Tensor cores take bf16 words as they lie.
@@ -151,16 +149,10 @@ pub(super) fn shared(schedule: &Schedule, target: &Target, grids: &Grids, found:
         }
     }
     if for_rows {
-        // Two batches of the sums of all warps, of as many units as the threads have four pairs of columns of every row for. Of more
-        // than a tile of rows no sums meet: two stages hold chunks of the input, each at most 8 spans of 64 bytes of every row, two of
-        // up to 32 rows; later they hold the sums of a pass. Norm weights of 512 columns of each stage lie beside them.
+        // Two batches of sums, of as many units as the threads have four pairs of columns of every row for: of each row from every
+        // warp that has it, where each has 16.
         let batch = (warps * 32 / (padded * 4)).max(1);
-        let staged = padded > 16;
-        reduce = if staged { 0 } else { 2 * batch * warps * padded * u64::from(UNIT_ROWS) * 4 };
-        if staged {
-            let chunks = if padded > 32 { 1 } else { 2 };
-            stage = (2 * chunks * 8 * 64 * padded).max(pass_max * padded * u64::from(UNIT_ROWS) * 4) + 2 * 512 * 4;
-        }
+        reduce = 2 * batch * (warps / padded.div_ceil(16).max(1)) * padded * u64::from(UNIT_ROWS) * 4;
     }
     // Attention stages nothing: its scratch is `stage` and `reduce` together, which lie side by side.
     if let (Some(a), Some(b)) = (schedule.smem(SmemKind::Stage), schedule.smem(SmemKind::Reduce))

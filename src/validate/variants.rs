@@ -127,9 +127,11 @@ fn matvec(
         });
     }
     if pass > 0 {
-        // Blocks of k of one unit: as equal as granules for every warp allow. Of more than 16 rows every warp takes whole blocks.
+        // Blocks of k of one unit: as equal as granules for every warp allow. Of more than 16 rows, for every group
+        // of warps that have all of them.
         let slot = slot.min(block_max(schedule, target, grid, parts, granule_k)).max(1);
-        let warps = if slot < warps || schedule.program.rows > 16 { 1 } else { warps };
+        let warps = (warps / u64::from(schedule.program.rows).div_ceil(16)).max(1);
+        let warps = if slot < warps { 1 } else { warps };
         let most = slot / warps * warps;
         let chunks =
             if unit <= slot { unit } else { (unit.div_ceil(unit.div_ceil(most)).div_ceil(warps) * warps).min(most) };
@@ -164,7 +166,7 @@ fn block_max(schedule: &Schedule, target: &Target, grid: &Grid, parts: u64, gran
     let Schedule { program, machine, .. } = schedule;
     let weight = grid.operand(Role::Weight).map(|o| &program.buffers[o.buffer.index()]);
     if weight.is_none_or(|buffer| buffer.coded.is_none_or(Format::is_plain)) {
-        return if program.rows > 16 { 8 } else { 32 } / parts;
+        return 32 / u64::from(program.rows).div_ceil(16).max(1) / parts;
     }
     let bf16 = |dtype: DType| dtype == DType::Bf16;
     let (weights, wire) = (program.precision.weights, program.precision.wire);

@@ -14,6 +14,7 @@ use monobloc::codegen::KernelSource;
 use monobloc::codegen::abi::Queues;
 use monobloc::codegen::emit::Trace;
 use monobloc::cuda::driver::{Device, DriverError};
+use monobloc::cuda::memory::DeviceBuffer;
 use monobloc::cuda::rows::{FirstToken, RowInput, RowsSession};
 use monobloc::cuda::self_test::self_test;
 use monobloc::cuda::session::SessionError;
@@ -240,22 +241,23 @@ fn a_kernel_that_hangs_blocks_neither_the_wait_nor_the_drops() {
 /// Steps of a launch of [`rows_session`].
 const STEPS_MAX: u32 = 4;
 
-/// A kernel for 8 rows of the fake: contexts of four pages, six pages, four sequences beside those that keep pages.
-fn rows_session(device: &Device) -> Result<RowsSession, SessionError> {
+/// A kernel for `rows` of the fake, over `cache` if it is given: contexts of four pages, six pages, four sequences beside those that keep
+/// pages.
+fn rows_session(device: &Device, rows: u32, cache: Option<Arc<DeviceBuffer>>) -> Result<RowsSession, SessionError> {
     let target = Target::builtin("h200").unwrap();
     let graph = import(&fixture("tinystories-llama")).unwrap().graph;
     let base = Candidate { sms: 4, ..Candidate::default_for(&graph, &target, FP32) };
     let place = |context_max, room| place_rows(&graph, "fake", FP32, context_max, &target, &base, room).unwrap();
     let page_rows = Shape::of(&place(1024, Room { rows: 8, sequences: 8, positions: 1024 }).program).unwrap().page_rows;
-    let room = Room { rows: 8, sequences: 4 + 2, positions: u64::from(6 * page_rows) };
+    let room = Room { rows, sequences: 4 + 2, positions: u64::from(6 * page_rows) };
     let validated = validate(place(4 * page_rows, room), &target).unwrap();
     let shape = Shape::of(&validated.schedule().program).unwrap();
     assert_eq!((shape.blocks(), shape.pages, Pool::keepers(&shape)), (4, 6, 2));
     let stream = device.stream().unwrap();
     let mut sizes = device.alloc(20).unwrap();
-    sizes.upload(&stream, 0, &[shape.blocks(), shape.page_rows, shape.pages, 8, graph.vocab]).unwrap();
+    sizes.upload(&stream, 0, &[shape.blocks(), shape.page_rows, shape.pages, rows, graph.vocab]).unwrap();
     let session =
-        RowsSession::load(device, &Queues::of(&validated), IMAGE, Trace::Off, STEPS_MAX, Arc::new(sizes), None)?;
+        RowsSession::load(device, &Queues::of(&validated), IMAGE, Trace::Off, STEPS_MAX, Arc::new(sizes), cache)?;
     assert_eq!(session.vocab(), graph.vocab);
     Ok(session)
 }
@@ -291,10 +293,13 @@ fn requests_on_a_device_get_the_tokens_that_they_have_alone() {
         assert!(text.contains("released with 0 blocks, 0 streams, 0 events, 0 modules left"), "{text}");
         return;
     }
-    let session = rows_session(&Device::open(0).unwrap()).unwrap();
+    let device = Device::open(0).unwrap();
+    // Launches of up to 8 rows run on the one, larger ones on the other: both see what the other wrote.
+    let session = rows_session(&device, 8, None).unwrap();
+    let larger = rows_session(&device, 16, Some(session.cache())).unwrap();
     let (vocab, page_rows) = (session.vocab(), session.shape().page_rows as usize);
     let limits = Limits { running_max: 4, waiting_max: 100, chunk_rows: 5, steps_max: STEPS_MAX };
-    let mut engine = Engine::new(DeviceStepper::new(vec![session]).unwrap(), limits).unwrap();
+    let mut engine = Engine::new(DeviceStepper::new(vec![session, larger]).unwrap(), limits).unwrap();
     let mut random = Random::new(5);
     let mut asks: BTreeMap<RequestId, Ask> = BTreeMap::new();
     let mut events = vec![];
@@ -349,7 +354,7 @@ fn an_engine_whose_device_dies_says_so() {
         with_fake_driver(NAME, "");
         return;
     }
-    let session = rows_session(&Device::open(0).unwrap()).unwrap();
+    let session = rows_session(&Device::open(0).unwrap(), 8, None).unwrap();
     let vocab = session.vocab();
     let limits = Limits { running_max: 4, waiting_max: 100, chunk_rows: 5, steps_max: STEPS_MAX };
     let mut engine = Engine::new(DeviceStepper::new(vec![session]).unwrap(), limits).unwrap();
@@ -370,7 +375,7 @@ fn a_kernel_with_fewer_registers_than_its_warps_share_is_refused() {
         with_fake_driver(NAME, "few registers");
         return;
     }
-    let refused = rows_session(&Device::open(0).unwrap()).err().expect("a refusal").to_string();
+    let refused = rows_session(&Device::open(0).unwrap(), 8, None).err().expect("a refusal").to_string();
     assert_eq!(refused, "the warps of a block share 64512 registers, and the compiled kernel gives it 61440");
 }
 
@@ -382,7 +387,7 @@ fn a_launch_goes_on_with_what_the_one_before_decided() {
         with_fake_driver(NAME, "");
         return;
     }
-    let mut session = rows_session(&Device::open(0).unwrap()).unwrap();
+    let mut session = rows_session(&Device::open(0).unwrap(), 8, None).unwrap();
     let (shape, vocab) = (*session.shape(), session.vocab());
     let request = RequestSettings::plain(SampleSettings::greedy()).resolve(vocab, &[]).unwrap();
     let mut expected = vec![7];

@@ -116,8 +116,8 @@ const CASES_OF_ROWS: [(&str, usize); 74] = [
     ("codes-lanes-mxfp4", 2),
     ("norm_add", 1),
     ("norm_add-bf16", 1),
-    ("norm_add-64-bf16", 1),
     ("embed", 1),
+    ("norm_add-64-bf16", 1),
     ("embed-bf16", 1),
     ("embed-64-bf16", 1),
     ("select", 1),
@@ -254,12 +254,12 @@ fn an_op_that_computes_something_else_is_found() {
 #[test]
 fn an_op_of_rows_that_computes_something_else_is_found() {
     let edits = [
-        // A warp's part of k that is not added, a phase that is not cleared, positions before the window that are seen, a row that
+        // A part of k that is not added, a phase that is not cleared, positions before the window that are seen, a row that
         // goes on after its last step.
         (
             "rows/matvec.cuh",
-            "for (int w = 0; w < M::WARPS; w++) {\n        const float2",
-            "for (int w = 1; w < M::WARPS; w++) {\n        const float2",
+            "for (int k = 0; k < K_GROUPS<M>; k++) {\n        const float2",
+            "for (int k = 1; k < K_GROUPS<M>; k++) {\n        const float2",
             "matvec-16-bf16",
         ),
         ("rows/words.cuh", "store_word(reinterpret_cast<u32*>(other + at), NO_WORD);", "", "embed"),

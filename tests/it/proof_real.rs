@@ -10,7 +10,7 @@ use monobloc::candidate::{Candidate, Infeasible};
 use monobloc::defaults::rows::{Room, kernel_rows, place_rows};
 use monobloc::dtype::{DType, Precision};
 use monobloc::format::NAMED;
-use monobloc::ir::schedule::Mechanism;
+use monobloc::ir::schedule::{Mechanism, Schedule};
 use monobloc::lower::lower;
 use monobloc::model::config::{import, import_config_only};
 use monobloc::model::graph::{ModelGraph, QkNormSpan};
@@ -149,6 +149,49 @@ fn proven_on_every_record(graph: &ModelGraph, name: &str, context_max: u32) -> (
         }
     }
     (count, without_room)
+}
+
+/// Steps of 32 and 64 rows are proven wherever they fit, and refused where their kernels would not compute them: slots that loaders do not
+/// share evenly, codes, half a tile of rows.
+#[test]
+fn many_rows_on_every_record() {
+    let config = include_str!("../../manifests/configs/smollm2-135m.json");
+    let mut imported = import_config_only(config, 0).unwrap();
+    imported.graph.layers.truncate(2);
+    let plain = imported.graph;
+    let place = |graph: &ModelGraph, target: &Target, rows: u32| {
+        let base = Candidate::default_for(graph, target, BF16);
+        place_rows(graph, "rows", BF16, 512, target, &base, Room { rows, sequences: rows, positions: 2048 })
+    };
+    let mut placed = vec![];
+    for target in Target::builtin_names().filter_map(Target::builtin).filter(|t| t.kind == TargetKind::Cuda) {
+        for &rows in kernel_rows(&plain, BF16, &target).iter().filter(|rows| **rows > 16) {
+            let Ok(schedule) = place(&plain, &target, rows) else { continue };
+            let violations = check(&schedule, &target);
+            assert!(violations.is_empty(), "{rows} rows, {}: {}", target.name, listed(&violations));
+            placed.push((target.name.clone(), rows));
+        }
+    }
+    for (name, rows) in [("h200", 32), ("h200", 64), ("b200", 64), ("a100", 32)] {
+        assert!(placed.contains(&(name.to_string(), rows)), "{rows} rows do not fit `{name}`: {placed:?}");
+    }
+    let h200 = Target::builtin("h200").unwrap();
+    let refused = |schedule: &Schedule, message: &str| {
+        let violations = check(schedule, &h200);
+        let found = violations.iter().any(|v| v.rule == Rule::KernelRows && v.message == message);
+        assert!(found, "{message}: {}", listed(&violations));
+    };
+    let mut odd = place(&plain, &h200, 64).unwrap();
+    odd.machine.ring.slots -= 2;
+    let message = format!("expected slots that 4 loaders take in turn, found {}", odd.machine.ring.slots);
+    refused(&odd, &message);
+    let half_a_tile = place(&plain, &h200, 24).unwrap();
+    refused(&half_a_tile, "expected whole tiles of rows that 8 warps share evenly, found 24 rows");
+    let codes = NAMED.into_iter().find(|(_, format)| !format.is_plain()).unwrap().1;
+    let mut coded = rounded(import_config_only(config, 0).unwrap(), &all(codes)).graph;
+    coded.layers.truncate(2);
+    assert_eq!(kernel_rows(&coded, BF16, &h200), [8, 16]);
+    refused(&place(&coded, &h200, 32).unwrap(), "expected weights that are no codes in steps of 32 rows, found codes");
 }
 
 /// No format is refused for a number of rows: where a record has room for steps of so many rows with values, it has room for them with

@@ -51,21 +51,6 @@ static void ring_take_pair(Context<M>& c, const RingCursor<M>& a, const RingCurs
 template <class M>
 static void ring_release(Context<M>&, const RingCursor<M>&) {}
 template <class M>
-static RingCursor<M> ring_ahead(const RingCursor<M>& from, int n) {
-  const u32 chunk = from.use * M::SLOTS + from.slot + n;
-  return {chunk % M::SLOTS, chunk / M::SLOTS};
-}
-template <class M>
-static void ring_await(Context<M>& c, const RingCursor<M>& first, int n) {
-  for (int i = 0; i < n; i++) ring_take(c, ring_ahead<M>(first, i));
-}
-template <class M>
-static const u8* ring_chunk(const RingCursor<M>& at) {
-  return smem + RING_AT + (at.use * M::SLOTS + at.slot) * SLOT_BYTES;
-}
-template <class M>
-static void ring_release(Context<M>&, const RingCursor<M>&, int) {}
-template <class M>
 static void ring_release_pair(Context<M>&, const RingCursor<M>&, const RingCursor<M>&, bool = true) {}
 
 #include "runtime/stage.cuh"
@@ -79,7 +64,6 @@ static void ring_release_pair(Context<M>&, const RingCursor<M>&, const RingCurso
 #include "rows/select.cuh"
 #include "rows/matvec_codes.cuh"
 #include "rows/matvec.cuh"
-#include "rows/matvec_staged.cuh"
 #include "rows/attention.cuh"
 #include "op_formulas.h"
 #include "op_codes.h"
@@ -571,7 +555,7 @@ int main() {
   typedef Machine<Elem::BF16, 8> B8;
   typedef Machine<Elem::BF16, 16> B16;
   typedef Machine<Elem::BF16, 16, true> Moved;
-  // Two and four tiles of rows: warps of the same rows share k, and the warp that is alone with its rows has all of it.
+  // Two and four tiles of rows, which warps share.
   typedef Machine<Elem::BF16, 32, true, 8> B32;
   typedef Machine<Elem::BF16, 64, true, 8> B64;
   typedef Machine<Elem::BF16, 32, true, 4> Narrow;
