@@ -83,6 +83,30 @@ __device__ __forceinline__ float row_statistic(const Context<M>& c, int which, i
   return sum;
 }
 
+// The next chunks of a warp, of AT_ONCE units or of a lone one that stands for both.
+template <class M, int AT_ONCE>
+struct RowsChunks {
+  const RingCursor<M> first;
+  const bool lone;
+  const u8* slot[2];
+  __device__ __forceinline__ RowsChunks(Context<M>& c, bool is_lone) : first(c.ring), lone(is_lone) {
+    if constexpr (AT_ONCE == 2) {
+      if (!lone) c.ring.next();
+      ring_take_pair(c, first, c.ring, slot[0], slot[1]);
+    } else {
+      slot[0] = ring_take(c, first);
+    }
+  }
+  // Once all lanes have read what they want.
+  __device__ __forceinline__ void release(Context<M>& c) {
+    if constexpr (AT_ONCE == 2)
+      ring_release_pair(c, first, c.ring, !lone);
+    else
+      ring_release(c, first);
+    c.ring.next();
+  }
+};
+
 // The first position that the row at `position` sees, or one a little before: histories begin at whole tiles of 16.
 __device__ __forceinline__ u32 history_begin(u32 position, u32 window) {
   return (window && position + 1 > window ? position + 1 - window : 0) / 16 * 16;

@@ -56,7 +56,7 @@ __device__ __forceinline__ void persistent_rows(const RowsParams& p) {
     if constexpr (M::LOADER_REGISTERS > 0) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(M::LOADER_REGISTERS));
 #endif
     RowsLoader<M> loader{{p, block_state<M>(), int(threadIdx.x) - M::WARPS * 32, RingCursor<M>{0, 0}, 0, false}};
-    if (M::COPY != Copy::BULK || loader.tid % 32 == 0 && loader.tid / 32 < int(LOADERS<M>)) loader.run_rows(p);
+    if (M::COPY != Copy::BULK || loader.tid == 0) loader.run_rows(p);
   } else {
 #if __CUDA_ARCH__ >= 900
     if constexpr (M::LOADER_REGISTERS > 0) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(M::REGISTERS));

@@ -301,27 +301,16 @@ struct RowsMatVecTensor {
 
   // The chunks at hand, of `AT_ONCE` units or of a lone one that stands for both, times the block of the input in `a`.
   static __device__ __forceinline__ void multiply(Context<M>& c, int block, bool lone, const uint4 (&a)[N], float (&d)[AT_ONCE][SUM_PARTS][LANE_SUMS]) {
-    const RingCursor<M> first = c.ring;
-    const u8* slot[2];
-    if constexpr (AT_ONCE == 2) {
-      if (!lone) c.ring.next();
-      ring_take_pair(c, first, c.ring, slot[0], slot[1]);
-    } else {
-      slot[0] = ring_take(c, first);
-    }
+    RowsChunks<M, AT_ONCE> chunks(c, lone);
     uint4 w[AT_ONCE][WARP_GRANULES];
 #pragma unroll
     for (int j = 0; j < WARP_GRANULES; j++)
 #pragma unroll
       for (int u = 0; u < AT_ONCE; u++) {
-        const u8* from = slot[u] + S::k_group(c) * GRANULE_BYTES + c.lane() * LANE_BYTES + j * (K_GROUPS<M> * GRANULE_BYTES);
+        const u8* from = chunks.slot[u] + S::k_group(c) * GRANULE_BYTES + c.lane() * LANE_BYTES + j * (K_GROUPS<M> * GRANULE_BYTES);
         w[u][j] = S::exists(c, block, j) ? *reinterpret_cast<const uint4*>(from) : make_uint4(0, 0, 0, 0);
       }
-    if constexpr (AT_ONCE == 2)
-      ring_release_pair(c, first, c.ring, !lone);
-    else
-      ring_release(c, first);
-    c.ring.next();
+    chunks.release(c);
 #pragma unroll
     for (int j = 0; j < WARP_GRANULES; j++)
 #pragma unroll

@@ -199,26 +199,15 @@ struct RowsCodes<M, G, S, PIECES, AT_ONCE, decltype(int(G::CODE))> {
   // The chunks at hand, of `AT_ONCE` units or of a lone one that stands for both, times a block of x.
   static __device__ __forceinline__ void multiply(Context<M>& c, int block, bool lone, const uint4 (&x)[PIECES], const Input& input,
                                                   float (&d)[AT_ONCE][1][LANE_SUMS]) {
-    const RingCursor<M> first = c.ring;
-    const u8* slot[2];
-    if constexpr (AT_ONCE == 2) {
-      if (!lone) c.ring.next();
-      ring_take_pair(c, first, c.ring, slot[0], slot[1]);
-    } else {
-      slot[0] = ring_take(c, first);
-    }
+    RowsChunks<M, AT_ONCE> chunks(c, lone);
     Held w[AT_ONCE][WARP_GRANULES];
     const int row = GROUPS == 1 ? c.lane() / 4 : c.lane() % 4 * 2;
 #pragma unroll
     for (int j = 0; j < WARP_GRANULES; j++)
 #pragma unroll
       for (int u = 0; u < AT_ONCE; u++)
-        if (S::exists(c, block, j)) w[u][j].read(slot[u] + S::in_block(c, j) * Weights::BYTES, c.lane(), row);
-    if constexpr (AT_ONCE == 2)
-      ring_release_pair(c, first, c.ring, !lone);
-    else
-      ring_release(c, first);
-    c.ring.next();
+        if (S::exists(c, block, j)) w[u][j].read(chunks.slot[u] + S::in_block(c, j) * Weights::BYTES, c.lane(), row);
+    chunks.release(c);
 #pragma unroll
     for (int r = 0; r < RUNS; r++) {
       const int granule = r / Weights::GROUPS, group = r % Weights::GROUPS;

@@ -1,21 +1,14 @@
 // Owns the stream of a kernel for rows: blocks of k of several units in turn, and pages of the cache.
 #pragma once
 
-// Threads that copy in bulk. A copy takes its thread about 0.4 us of waits and fences, in which an SM gets 14 KiB from memory: chunks of
-// more than 16 rows are shorter. A slot always has the same thread, which so sees each of its phases: a barrier tells two phases apart,
-// not three.
 template <class M>
-constexpr u32 LOADERS = M::COPY != Copy::BULK ? 1 : ROW_GROUPS<M> < M::LOADER_WARPS ? ROW_GROUPS<M> : M::LOADER_WARPS;
-
-template <class M>
-struct RowsLoader : Loader<M, LOADERS<M>> {
-  static_assert(M::SLOTS % LOADERS<M> == 0, "a slot has one loader");
-  using Loader<M, LOADERS<M>>::await_free;
-  using Loader<M, LOADERS<M>>::copy;
-  using Loader<M, LOADERS<M>>::gone;
-  using Loader<M, LOADERS<M>>::drain;
-  using Loader<M, LOADERS<M>>::state;
-  using Loader<M, LOADERS<M>>::tid;
+struct RowsLoader : Loader<M> {
+  using Loader<M>::await_free;
+  using Loader<M>::copy;
+  using Loader<M>::gone;
+  using Loader<M>::drain;
+  using Loader<M>::state;
+  using Loader<M>::tid;
 
   // Until the first task of the block has acquired the step. False: leave.
   __device__ __forceinline__ bool await_step(u32 tag) {
@@ -34,19 +27,6 @@ struct RowsLoader : Loader<M, LOADERS<M>> {
   __device__ void run_rows(const RowsParams& p) {
     this->begin();
     RingCursor<M> at{0, 0};
-    u32 turn = 0;
-    const u32 own = LOADERS<M> == 1 ? 0 : u32(tid) / 32;
-    this->oldest.slot = own;
-    // The next chunk, by the loader whose turn it is. False: leave.
-    const auto load = [&](const u8* from, u32 bytes, u32 tag) {
-      if (turn == own) {
-        if (!await_free(at, tag)) return false;
-        copy(at, from, bytes);
-      }
-      turn = turn + 1 < LOADERS<M> ? turn + 1 : 0;
-      at.next();
-      return true;
-    };
     for (u32 s = 0; s < p.steps && !gone(); s++) {
       const u32 tag = p.tag + s, first = p.run_index[blockIdx.x];
       const u32 last = p.fills ? first + p.fills[blockIdx.x].y : p.run_index[blockIdx.x + 1];
@@ -65,8 +45,11 @@ struct RowsLoader : Loader<M, LOADERS<M>> {
             const u32 end = min(u0 + run.splits, units);
             for (u32 k = 0; k < unit; k += run.chunk_bytes) {
               const u32 bytes = min(run.chunk_bytes, unit - k);
-              for (u32 u = u0; u < end; u++)
-                if (!load(weights + u64(u) * unit + k, bytes, tag)) return drain();
+              for (u32 u = u0; u < end; u++) {
+                if (!await_free(at, tag)) return drain();
+                copy(at, weights + u64(u) * unit + k, bytes);
+                at.next();
+              }
             }
           }
           continue;
@@ -87,7 +70,12 @@ struct RowsLoader : Loader<M, LOADERS<M>> {
           // No chunk reaches beyond its page.
           const u32 stop = min(begin / run.rows * run.rows + run.rows, end), bytes = (stop - begin) * run.row_bytes;
           const u64 offset = u64(pool_row<M>(p.pages, mine.sequence, begin)) * run.row_bytes;
-          if (!load(k + offset, bytes, tag) || !load(v + offset, bytes, tag)) return drain();
+          if (!await_free(at, tag)) return drain();
+          copy(at, k + offset, bytes);
+          at.next();
+          if (!await_free(at, tag)) return drain();
+          copy(at, v + offset, bytes);
+          at.next();
           begin = stop;
         }
       }

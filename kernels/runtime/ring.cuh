@@ -51,15 +51,14 @@ __device__ __forceinline__ void ring_release_pair(Context<M>& c, const RingCurso
 
 // ---- loader side ------------------------------------------------------------------------------------------------
 
-// One of SHARERS loaders, which take chunks in turn: each waits and copies on its own.
-template <class M, u32 SHARERS = 1>
+template <class M>
 struct Loader {
   static constexpr u32 THREADS = M::LOADER_WARPS * 32;
   const Params& p;
   State<M>& state;
   int tid; // within the loader warps
-  RingCursor<M> oldest; // the first of its own copies that has not landed
-  u32 flying;           // its copies that have not
+  RingCursor<M> oldest; // the first copy that has not landed
+  u32 flying;           // copies that have not
   bool lost;
 #if __CUDA_ARCH__ >= 900
   u64 policy;
@@ -67,10 +66,6 @@ struct Loader {
 
   __device__ __forceinline__ bool gone() const { return lost || state.stop != 0; }
 
-  __device__ __forceinline__ void forget_oldest() {
-#pragma unroll
-    for (u32 i = 0; i < SHARERS; i++) oldest.next();
-  }
   // Waits until the slot of the next chunk is free and few enough copies are in flight. False: leave.
   __device__ __forceinline__ bool await_free(const RingCursor<M>& at, u32 tag) {
     if constexpr (M::COPY == Copy::BULK) {
@@ -80,10 +75,10 @@ struct Loader {
       const bool wraps = at.slot + AHEAD >= M::SLOTS;
       const u32 slot = wraps ? at.slot + AHEAD - M::SLOTS : at.slot + AHEAD, use = wraps ? at.use + 1 : at.use;
       const bool roomy = use == 0 || Slot<false>::peek(&state.empty[slot], use - 1, M::WARPS);
-      const u32 cap = ceil_div(roomy ? M::FLIGHT_HIGH : M::FLIGHT_LOW, int(SHARERS));
+      const u32 cap = roomy ? M::FLIGHT_HIGH : M::FLIGHT_LOW;
       while (flying >= cap) {
         if (!wait(&state.full[oldest.slot], oldest.use, 1, tag, WaitKind::RING_FULL)) return false;
-        forget_oldest();
+        oldest.next();
         flying--;
       }
 #endif
@@ -216,7 +211,7 @@ struct Loader {
   // No copy may land in shared memory that the block has given up.
   __device__ __forceinline__ void drain() {
     if constexpr (M::COPY == Copy::BULK) {
-      for (u32 polls = 0; flying > 0; flying--, forget_oldest())
+      for (u32 polls = 0; flying > 0; flying--, oldest.next())
         while (!Slot<RING_COUNTERS<M>>::reached(&state.full[oldest.slot], oldest.use, 1))
           if (++polls % POLLS_BETWEEN_CHECKS == 0 &&
               wait_expired(&state.dog, WaitSite{~0u, nullptr}, WaitKind::RING_FULL, oldest.use, 1, false))

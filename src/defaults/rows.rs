@@ -153,8 +153,6 @@ pub fn place_rows(
     let slots = Slots::of(graph, precision, room.rows, base.consumer_warps);
     let mut refused = Infeasible::HistoryChunk { slot_bytes: slots.bytes[0], rows: HISTORY_ALIGN, row_bytes };
     let Some(page_rows) = page_rows(graph, precision, &slots.all) else { return Err(refused) };
-    // Of many rows, a loader for each tile takes slots in turn.
-    let step = room.rows.div_ceil(WARP_ROWS).max(1);
     for &slot_bytes in slots.bytes.iter().filter(|slot| chunk_rows(**slot, row_bytes) > 0) {
         let pages = room.positions.div_ceil(u64::from(page_rows)).min(u64::from(u32::MAX)) as u32;
         let batch = Batch {
@@ -165,7 +163,7 @@ pub fn place_rows(
             words: target.kind == TargetKind::Cuda,
         };
         let most = slots.slots(RING_SLOTS).min(RING_SLOTS_MAX);
-        for ring_slots in (RING_SLOTS_MIN..=most).rev().filter(|slots| slots.is_multiple_of(step)) {
+        for ring_slots in (RING_SLOTS_MIN..=most).rev() {
             let candidate = candidate(base, graph, &slots, slot_bytes, ring_slots);
             let program = lower_batch(graph, name, precision, context_max, &batch, &candidate)?;
             match schedule(program, target, &candidate) {

@@ -19,7 +19,7 @@ use crate::ir::variant::{
 };
 use crate::ir::{BufferId, EventId, GridId, SmId, TableId, TaskId};
 use crate::model::graph::{NormKind, QkNormSpan};
-use crate::target::{CopyMechanism, DotMechanism, Target, TargetKind};
+use crate::target::{DotMechanism, Target, TargetKind};
 
 /// Extents that queue entries and stream runs hold in 16 and 32 bits.
 const SHARES_MAX: u32 = 1 << 16;
@@ -121,12 +121,6 @@ impl Rules<'_> {
         let plain = program.buffers.iter().all(|buffer| buffer.coded.is_none_or(Format::is_plain));
         self.expect_rule(Rule::KernelRows, tiles == 1 || plain, Entity::Schedule, || {
             format!("expected weights that are no codes in steps of {} rows, found codes", program.rows)
-        });
-        // ring.cuh: loader warps take chunks in turn, and the parity of a slot's barrier is enough only for one that sees all of them.
-        let (slots, bulk) = (machine.ring.slots, target.spec.copy == CopyMechanism::Bulk);
-        let loaders = if bulk { machine.loader_warps.min(tiles).max(1) } else { 1 };
-        self.expect_rule(Rule::KernelRows, slots.is_multiple_of(loaders), Entity::Machine, || {
-            format!("expected slots that {loaders} loaders take in turn, found {slots}")
         });
         self.expect_rule(Rule::KernelRows, regimes.len() == 1, Entity::Schedule, || {
             format!("expected one regime of steps of several rows, found {}", regimes.len())
