@@ -18,7 +18,7 @@ Exit codes:
        logits differ from their goldens, a search has nothing left to try
   2    the input has to change: manifest, checkpoint, prompt, arguments
   3    the machine lacks something: a driver, a library, disk space, a network
-  70   a fault of monobloc itself: please report it
+  70   a bug in monobloc: please report it
   130  interrupted
 
 Environment:
@@ -870,7 +870,7 @@ pub enum FlywheelAction {
         #[arg(long)]
         json: bool,
     },
-    /// Print the fastest trial of each model, precision, target, device and position
+    /// Print the fastest trial of each manifest, precision, target, device and position
     Best {
         /// Print a JSON array
         #[arg(long)]

@@ -72,7 +72,8 @@ pub fn without_effect(asked: &Choosing) -> Option<String> {
     ];
     let names: Vec<String> = given.iter().filter(|(_, given)| *given).map(|(name, _)| format!("`{name}`")).collect();
     (asked.temperature == 0.0 && !names.is_empty()).then(|| {
+        let verb = if names.len() == 1 { "has" } else { "have" };
         let names = names.join(", ");
-        format!("warning: {names} has no effect at temperature 0, which takes the most probable token")
+        format!("warning: {names} {verb} no effect at temperature 0, which takes the most probable token")
     })
 }

@@ -180,9 +180,7 @@ pub fn tuned_text(tuned: &Tuned) -> String {
         None => text.push_str(&format!("  {NO_DUEL}\n")),
     }
     if let (Some(search), Some(load)) = (tuned.search_ms_per_trial, tuned.load_ms_per_trial) {
-        text.push_str(&format!(
-            "  beside making, checking and timing: {search:.0} ms a trial, and {load:.0} ms to load it\n"
-        ));
+        text.push_str(&format!("  search overhead: {search:.0} ms a trial, {load:.0} ms to load earlier trials\n"));
     }
     text
 }

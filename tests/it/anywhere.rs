@@ -251,7 +251,7 @@ fn a_prompt_comes_from_a_pipe_or_a_file_and_a_stop_text_ends_it() {
     assert_eq!(Answer::of(command.arg(stop)).code(0).json()["stop"], "stop");
 
     let idle = place.run("generate m.toml --max-tokens 2 --top-k 5 --seed 7 --prompt-file prompt.txt").code(0);
-    assert!(idle.stderr.contains("warning: `--top-k`, `--seed` has no effect at temperature 0"), "{idle:#?}");
+    assert!(idle.stderr.contains("warning: `--top-k`, `--seed` have no effect at temperature 0"), "{idle:#?}");
 }
 
 #[test]

@@ -88,18 +88,35 @@ fn same(found: &str, by: &str) {
     }
 }
 
+/// Python with these modules, from `.ci/install-clients.sh` or from where it stands. `None`: it has not, and the test is skipped.
+fn python_with(test: &str, modules: &str) -> Option<Command> {
+    let python = || {
+        let folder = std::env::var_os("MONOBLOC_CLIENTS").map_or_else(|| root().join("target/clients"), PathBuf::from);
+        let mut python = Command::new("python3");
+        if folder.is_dir() {
+            python.env("PYTHONPATH", folder);
+        }
+        python
+    };
+    let found = python().args(["-c", &format!("import {modules}")]).output();
+    if found.is_ok_and(|output| output.status.success()) {
+        return Some(python());
+    }
+    let required = std::env::var_os("MONOBLOC_REQUIRE_PYTHON").is_some_and(|value| value == "1");
+    assert!(!required, "MONOBLOC_REQUIRE_PYTHON is set: python3 has no {modules}");
+    skipped(test, modules, ".ci/install-clients.sh makes it run");
+    None
+}
+
 #[test]
 fn pandas_reads_the_corpus_as_the_page_says() {
     let test = "pandas_reads_the_corpus_as_the_page_says";
-    let ready = Command::new("python3").args(["-c", "import pandas, zstandard"]).output();
-    if !ready.is_ok_and(|output| output.status.success()) {
-        return skipped(test, "pandas", "`pip install pandas zstandard` makes it run");
-    }
+    let Some(mut python) = python_with(test, "pandas, zstandard") else { return };
     // The last line of the block is an expression: a series by model.
     let code = block("python");
     let (before, last) = code.trim_end().rsplit_once('\n').unwrap();
     let script = format!("{before}\nimport json\nprint(json.dumps(({last}).to_dict()))");
-    let output = Command::new("python3").args(["-c", &script]).current_dir(root()).output().unwrap();
+    let output = python.args(["-c", &script]).current_dir(root()).output().unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     same(&String::from_utf8(output.stdout).unwrap(), "pandas");
 }
@@ -107,12 +124,9 @@ fn pandas_reads_the_corpus_as_the_page_says() {
 #[test]
 fn duckdb_reads_the_corpus_as_the_page_says() {
     let test = "duckdb_reads_the_corpus_as_the_page_says";
-    let ready = Command::new("python3").args(["-c", "import duckdb"]).output();
-    if !ready.is_ok_and(|output| output.status.success()) {
-        return skipped(test, "duckdb", "`pip install duckdb` makes it run");
-    }
+    let Some(mut python) = python_with(test, "duckdb") else { return };
     let script = "import duckdb, json, sys; print(json.dumps(dict(duckdb.sql(sys.argv[1]).fetchall())))";
-    let output = Command::new("python3").args(["-c", script, &block("sql")]).current_dir(root()).output().unwrap();
+    let output = python.args(["-c", script, &block("sql")]).current_dir(root()).output().unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     same(&String::from_utf8(output.stdout).unwrap(), "duckdb");
 }
