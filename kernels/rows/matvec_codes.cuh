@@ -127,13 +127,13 @@ struct RowsCodes<M, G, S, PIECES, AT_ONCE, decltype(int(G::CODE))> {
   typedef Coding<M, G> Weights;
   typedef RowsOperand<G::CODE> Operand;
   static constexpr int GROUPS = M::ROWS / 8, BLOCKS = Weights::BLOCKS, WARP_GRANULES = S::WARP_GRANULES;
-  // Tiles of 16 rows, whose columns are a unit; of 8 rows there is one, of two units, and its columns are the rows.
-  static constexpr int TILES = GROUPS == 1 ? 1 : GROUPS / 2, LANE_SUMS = 2 * GROUPS;
+  // 16 rows are the rows of a product and a unit its columns; 8 rows are the columns, and two units the rows.
+  static constexpr int LANE_SUMS = 2 * GROUPS;
   // Rows of the step, and rows of a unit, that a lane has sums of.
   static constexpr int LANE_ROWS = LANE_SUMS / (GROUPS == 1 ? 1 : 2), LANE_COLS = GROUPS == 1 ? 1 : 2;
   static __device__ __forceinline__ constexpr int row_of(int sum) { return GROUPS == 1 ? sum : sum / 2; }
   static __device__ __forceinline__ constexpr int col_of(int sum) { return GROUPS == 1 ? 0 : sum % 2; }
-  static_assert(GROUPS == 1 || GROUPS % 2 == 0, "rows are 8, or whole tiles of 16");
+  static_assert(GROUPS <= 2, "a step has 8 or 16 rows");
   static_assert(GROUPS > 1 || AT_ONCE == 2, "of 8 rows two units are one product");
   typedef RowsHeld<M, G, LANE_COLS> Held;
 
@@ -143,7 +143,7 @@ struct RowsCodes<M, G, S, PIECES, AT_ONCE, decltype(int(G::CODE))> {
   // Parts of a block of k whose sums are taken by themselves: groups, or, where there are none, the block.
   static constexpr int RUNS = Weights::GROUPED ? WARP_GRANULES * Weights::GROUPS : 1, RUN_BLOCKS = WARP_GRANULES * BLOCKS / RUNS;
   // A product waits for the one before it in its sums: two sets of sums take turns where there is only one product at a time.
-  static constexpr int SETS = GROUPS == 1 || AT_ONCE * TILES == 1 ? 2 : 1;
+  static constexpr int SETS = GROUPS == 1 || AT_ONCE == 1 ? 2 : 1;
 
   // Of each run, what is taken from its sums, or, where zero points are stored, the sum of x that they are multiplied by.
   struct Input {
@@ -155,8 +155,8 @@ struct RowsCodes<M, G, S, PIECES, AT_ONCE, decltype(int(G::CODE))> {
                                                           u32 b1) {
     tensor_product(first[0], first[1], second[0], second[1], a0, a1, a2, a3, b0, b1);
   }
-  static __device__ __forceinline__ void product_of_tile(float (&d)[LANE_SUMS], int tile, const uint4 a, u32 b0, u32 b1) {
-    tensor_product(d[4 * tile], d[4 * tile + 1], d[4 * tile + 2], d[4 * tile + 3], a.x, a.y, a.z, a.w, b0, b1);
+  static __device__ __forceinline__ void product_of_tile(float (&d)[LANE_SUMS], const uint4 a, u32 b0, u32 b1) {
+    tensor_product(d[0], d[1], d[2], d[3], a.x, a.y, a.z, a.w, b0, b1);
   }
 
   // Makes operands of a block of x, and adds it up. Of a tile, words of both pieces are brought together as products take them: four
@@ -182,11 +182,8 @@ struct RowsCodes<M, G, S, PIECES, AT_ONCE, decltype(int(G::CODE))> {
             product_of_units(d, unused, n.x, n.x, n.y, n.y, x[i].x, x[i].y);
             product_of_units(d, unused, n.x, n.x, n.y, n.y, x[i].z, x[i].w);
           } else {
-#pragma unroll
-            for (int t = 0; t < TILES; t++) {
-              product_of_tile(d, t, x[i * GROUPS + 2 * t], n.x, n.y);
-              product_of_tile(d, t, x[i * GROUPS + 2 * t + 1], n.x, n.y);
-            }
+            product_of_tile(d, x[i * GROUPS], n.x, n.y);
+            product_of_tile(d, x[i * GROUPS + 1], n.x, n.y);
           }
         }
 #pragma unroll
@@ -232,12 +229,9 @@ struct RowsCodes<M, G, S, PIECES, AT_ONCE, decltype(int(G::CODE))> {
           product_of_units(y[1][0], y[1][1], v[0].z, v[1].z, v[0].w, v[1].w, x[i].z, x[i].w);
         } else {
 #pragma unroll
-          for (int t = 0; t < TILES; t++) {
+          for (int u = 0; u < AT_ONCE; u++) product_of_tile(y[0][u], x[i * GROUPS], v[u].x, v[u].y);
 #pragma unroll
-            for (int u = 0; u < AT_ONCE; u++) product_of_tile(y[0][u], t, x[i * GROUPS + 2 * t], v[u].x, v[u].y);
-#pragma unroll
-            for (int u = 0; u < AT_ONCE; u++) product_of_tile(y[SETS - 1][u], t, x[i * GROUPS + 2 * t + 1], v[u].z, v[u].w);
-          }
+          for (int u = 0; u < AT_ONCE; u++) product_of_tile(y[SETS - 1][u], x[i * GROUPS + 1], v[u].z, v[u].w);
         }
       }
 #pragma unroll

@@ -220,7 +220,7 @@ pub fn kernel_refuses(format: Format, precision: Precision) -> Option<String> {
 }
 
 /// Whether a kernel for rows multiplies on tensor cores: words are their operands as they lie, as weights that are no codes are.
-fn rows_on_tensor_cores(precision: Precision, tensor_cores: bool) -> bool {
+pub fn rows_on_tensor_cores(precision: Precision, tensor_cores: bool) -> bool {
     tensor_cores && precision.weights == DType::Bf16 && precision.wire == DType::Bf16
 }
 
@@ -230,8 +230,8 @@ pub fn lanes_of_rows(precision: Precision, tensor_cores: bool) -> Option<u32> {
     lanes.then_some(precision.weights.bytes() as u32)
 }
 
-/// Units of a pass of a kernel for `rows` at most. On tensor cores a lane holds a sum of each unit and part of k for every 4 of its rows, beside
-/// two blocks of its input: more than these would spill, and `moved` says that it has the loader's registers, too. Without tensor
+/// Units of a pass of a kernel for `rows` at most. On tensor cores a lane holds a sum of each unit and part of k for every 4 of its rows,
+/// and two blocks of its input: more than these would spill, and `moved` says that it has the loader's registers, too. Without tensor
 /// cores a lane holds one sum of each row. Of codes it also holds scales and the sums of its input, and each unit is many more
 /// instructions, which are fetched once for each task.
 pub fn rows_pass_max(
