@@ -8,7 +8,7 @@ use bytemuck::{NoUninit, Zeroable};
 use super::driver::Device;
 use super::memory::{DeviceBuffer, MappedBuffer};
 use super::module::{Function, Module};
-use super::session::{SessionError, Stuck, StuckOn};
+use super::session::{SessionError, Stamped, Stuck, StuckOn};
 use super::stream::{Argument, Event, LaunchShape, Stream, Wait};
 use crate::codegen::abi::{EOS_MAX, Params, Queues, Tables};
 use crate::codegen::emit::{ENTRY_POINT, Trace, stamps_max};
@@ -33,7 +33,7 @@ pub(super) struct Kernel {
     tables: DeviceTables,
     stamps: DeviceBuffer,
     /// Tasks of one SM and step that stamps have room for; 0 without them.
-    pub stamps_max: usize,
+    stamps_max: usize,
     report: MappedBuffer,
     abort: MappedBuffer,
     started: Event,
@@ -121,10 +121,10 @@ impl Kernel {
         Ok(self.stamps.zero(&self.stream)?)
     }
 
-    /// Stamps of the first `steps` steps of the last launch, as `trace` reads them.
-    pub fn read_stamps(&self, steps: u32) -> Result<Vec<u64>, SessionError> {
+    /// What the last launch, of `steps` steps in `device_us` microseconds, stamped.
+    pub fn stamped(&self, steps: u32, device_us: f64) -> Result<Stamped, SessionError> {
         let words = steps as usize * self.shape.grid as usize * self.stamps_max * STAMP_WORDS;
-        Ok(self.stamps.download(&self.stream, 0, words)?)
+        Ok(Stamped { words: self.stamps.download(&self.stream, 0, words)?, tasks_max: self.stamps_max, device_us })
     }
 
     /// Queues a launch and returns at once.

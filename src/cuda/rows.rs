@@ -3,7 +3,7 @@
 use super::driver::Device;
 use super::kernel::{Kernel, vocab};
 use super::memory::{DeviceBuffer, MappedBuffer};
-use super::session::SessionError;
+use super::session::{SessionError, Stamped};
 use crate::codegen::abi::{Params, Queues, Row, RowsParams};
 use crate::codegen::emit::Trace;
 use crate::ir::layout::WORD_ROWS;
@@ -171,24 +171,15 @@ impl RowsSession {
         Ok(launched)
     }
 
-    /// As [`RowsSession::run`], of a kernel that was compiled with time stamps: its stamps, as `trace` reads them, too.
+    /// As [`RowsSession::run`], of a kernel that was compiled with time stamps.
     ///
     /// # Errors
     /// As [`RowsSession::run`].
-    pub fn run_traced(
-        &mut self,
-        tables: Tables<'_>,
-        inputs: &[RowInput],
-    ) -> Result<(Vec<u64>, RowsLaunched), SessionError> {
+    pub fn run_traced(&mut self, tables: Tables<'_>, inputs: &[RowInput]) -> Result<Stamped, SessionError> {
         self.kernel.clear_stamps()?;
         let steps = tables.steps();
         let launched = self.run(tables, inputs, &[], false)?;
-        Ok((self.kernel.read_stamps(steps)?, launched))
-    }
-
-    /// Tasks of one SM and step that stamps have room for; 0 without them.
-    pub fn stamps_max(&self) -> usize {
-        self.kernel.stamps_max
+        self.kernel.stamped(steps, launched.device_us)
     }
 
     /// Queues a launch and returns at once. Every row takes part in every step, so all of its positions count as written for later

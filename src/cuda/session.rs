@@ -164,6 +164,17 @@ pub struct Launched {
     pub decided: u32,
 }
 
+/// What a launch of a kernel with time stamps left.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Stamped {
+    /// As `trace` reads them.
+    pub words: Vec<u64>,
+    /// Tasks of one SM and step that they have room for.
+    pub tasks_max: usize,
+    /// Device time between the events around the launch.
+    pub device_us: f64,
+}
+
 impl Session {
     /// Loads the queues of a proven schedule and everything they need. `steps_max` bounds the steps of a launch (it sizes the logits
     /// buffer).
@@ -365,16 +376,11 @@ impl Session {
         Ok(self.logits.poison(&self.kernel.stream)?)
     }
 
-    /// Launches a traced kernel and waits. Its stamps, as `trace` reads them, and the device time in microseconds.
-    pub fn run_traced(&mut self, position: u32, steps: u32) -> Result<(Vec<u64>, f64), SessionError> {
+    /// Launches a kernel that was compiled with time stamps, and waits.
+    pub fn run_traced(&mut self, position: u32, steps: u32) -> Result<Stamped, SessionError> {
         self.kernel.clear_stamps()?;
         let launched = self.run(position, steps, false)?;
-        Ok((self.kernel.read_stamps(steps)?, launched.device_us))
-    }
-
-    /// Tasks of one SM and step that stamps have room for; 0 without them.
-    pub fn stamps_max(&self) -> usize {
-        self.kernel.stamps_max
+        self.kernel.stamped(steps, launched.device_us)
     }
 
     /// Bytes of the cache arena.

@@ -19,7 +19,7 @@ use crate::target::{Target, TargetKind};
 use crate::validate::Validated;
 
 use super::chain::Host;
-use super::device_rows::{rows_cubin, rows_of, rows_schedule, same_caches};
+use super::device_rows::{place_kernel, prove_kernel, rows_cubin, rows_of, same_caches};
 use super::execute::{Devices, upload_pack};
 use super::stages::place_rows;
 use super::{Prepared, Workspace};
@@ -68,7 +68,7 @@ pub struct Batched {
     on_device: Option<Arc<OnDevice>>,
 }
 
-/// What a device needs beside the weights.
+/// What a device needs in addition to the weights.
 struct OnDevice {
     device: Device,
     /// Ascending by rows, over one cache.
@@ -82,8 +82,8 @@ pub fn runs_here(target: &Target) -> bool {
 }
 
 impl Prepared {
-    /// Rows of a step, at most: one for each request that decodes, and those of prompts. Fewer on a device where the kernel for so many
-    /// does not fit.
+    /// The most rows that a step can have: one for each request that decodes, and those of prompts. A device where the largest kernel does
+    /// not fit has fewer.
     ///
     /// # Errors
     /// More requests than the kernels of a CUDA target have rows.
@@ -114,8 +114,8 @@ impl Prepared {
         let mut kernels = vec![];
         for &rows in kernels_of(serving, rows_of(&chain.context))? {
             let room = self.room(rows, serving, free)?;
-            match rows_schedule(&chain.context, &chain.candidate, room) {
-                Ok(validated) => kernels.push(Arc::new(validated)),
+            match place_kernel(&chain.context, &chain.candidate, room) {
+                Ok(placed) => kernels.push(Arc::new(prove_kernel(&chain.context, placed)?)),
                 // Prompts are read in smaller chunks.
                 Err(_) if rows > serving.running_max && !kernels.is_empty() => {}
                 Err(fault) => return Err(fault),
@@ -183,8 +183,8 @@ fn sequences(running_max: u32, positions: u64, context_max: u64) -> u32 {
     running_max + positions.div_ceil(context_max.max(1)) as u32 + 1
 }
 
-/// Which of `kernels`, ascending, a server has: those up to the first with a row for each running request, and with rows for prompts
-/// beside them. A step runs on the smallest that has room for it. Prompts alone are no reason for more than [`PROMPT_ROWS`].
+/// Which of `kernels`, ascending, a server has: those up to the first with a row for each running request and rows for prompts. A step
+/// runs on the smallest that has room for it. Prompts never ask for more than [`PROMPT_ROWS`].
 fn kernels_of<'a>(serving: &Serving, kernels: &'a [u32]) -> Result<&'a [u32], Fault> {
     let most = kernels.last().copied().unwrap_or(0);
     if serving.running_max > most {

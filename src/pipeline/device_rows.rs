@@ -10,7 +10,7 @@ use crate::codegen::emit::{Trace, emit};
 use crate::cuda::driver::Device;
 use crate::cuda::memory::DeviceBuffer;
 use crate::cuda::rows::{FirstToken, RowInput, RowsSession};
-use crate::cuda::session::Session;
+use crate::cuda::session::{Session, Stamped};
 use crate::defaults::rows::{PROMPT_ROWS, Room, kernel_rows, place_rows};
 use crate::digest::Digest;
 use crate::error::Fault;
@@ -30,40 +30,59 @@ use super::execute::upload_pack;
 use super::stages::{BuildContext, Generated};
 use super::{Prepared, Workspace, import_stage, keys};
 
-/// Places and proves the kernel for `room`.
+/// Places the kernel for `room`.
 ///
 /// # Errors
 /// A kernel that does not fit the target.
-pub(super) fn rows_schedule(context: &BuildContext<'_>, base: &Candidate, room: Room) -> Result<Validated, Fault> {
+pub(super) fn place_kernel(context: &BuildContext<'_>, base: &Candidate, room: Room) -> Result<Schedule, Fault> {
     let BuildContext { manifest, target, imported, .. } = *context;
     let context_max = manifest.decode.context_max;
-    let placed = place_rows(&imported.graph, &manifest.name, manifest.precision, context_max, target, base, room)
-        .map_err(|reason| {
-            Fault::input(format!("a kernel for {} rows does not fit target `{}`: {reason}", room.rows, target.name))
-        })?;
-    Ok(validate(placed, &keys::unmeasured(target))?)
+    place_rows(&imported.graph, &manifest.name, manifest.precision, context_max, target, base, room).map_err(|reason| {
+        Fault::input(format!("a kernel for {} rows does not fit target `{}`: {reason}", room.rows, target.name))
+    })
 }
 
-/// Places and proves the kernel that reads prompts: that with most rows up to [`PROMPT_ROWS`] that fits, with the room that `room` names
-/// for so many.
+/// Proves a kernel that was placed.
 ///
 /// # Errors
-/// As [`rows_schedule`], if none fits.
-pub(super) fn prompt_schedule(
+/// A schedule that is not proven: a fault of this program.
+pub(super) fn prove_kernel(context: &BuildContext<'_>, placed: Schedule) -> Result<Validated, Fault> {
+    Ok(validate(placed, &keys::unmeasured(context.target))?)
+}
+
+/// Places the kernel that reads prompts: of those with up to [`PROMPT_ROWS`] rows the largest that fits. `room` names the room of a kernel.
+///
+/// # Errors
+/// Why the smallest does not fit.
+pub(super) fn place_prompt_kernel(
     context: &BuildContext<'_>,
     base: &Candidate,
     room: impl Fn(u32) -> Room,
-) -> Result<Validated, Fault> {
-    let few = || Fault::internal("a target without kernels for rows");
-    let (smallest, larger) = rows_of(context).split_first().ok_or_else(few)?;
-    let larger = larger.iter().rev().filter(|rows| **rows <= PROMPT_ROWS);
-    let fits = larger.into_iter().find_map(|&rows| rows_schedule(context, base, room(rows)).ok());
-    fits.map_or_else(|| rows_schedule(context, base, room(*smallest)), Ok)
+) -> Result<Schedule, Fault> {
+    let mut refused = Fault::internal("a target without kernels for rows");
+    for &rows in rows_of(context).iter().rev().filter(|rows| **rows <= PROMPT_ROWS) {
+        match place_kernel(context, base, room(rows)) {
+            Ok(placed) => return Ok(placed),
+            Err(fault) => refused = fault,
+        }
+    }
+    Err(refused)
 }
 
 /// Rows of the kernels that the target of a build may have, ascending.
 pub(super) fn rows_of(context: &BuildContext<'_>) -> &'static [u32] {
     kernel_rows(&context.imported.graph, context.manifest.precision, context.target)
+}
+
+/// The smallest of `kernels`, which are ascending, with `rows` rows or more.
+///
+/// # Errors
+/// No rows, or more than the largest has.
+fn kernel_for(kernels: &[u32], rows: u32) -> Result<u32, Fault> {
+    kernels.iter().copied().find(|&kernel| rows > 0 && kernel >= rows).ok_or_else(|| {
+        let most = kernels.last().copied().unwrap_or(0);
+        Fault::input(format!("{rows} rows: expected 1 to {most}, as many as a step has at most"))
+    })
 }
 
 /// Compiles a proven kernel.
@@ -149,7 +168,8 @@ impl Prefill {
     pub fn made(chain: &Chain<'_>) -> Result<(Validated, Box<Cubin>), Fault> {
         let positions = u64::from(chain.context.manifest.decode.context_max);
         let room = |rows| Room { rows, sequences: 1, positions };
-        let validated = prompt_schedule(&chain.context, &chain.candidate, room)?;
+        let placed = place_prompt_kernel(&chain.context, &chain.candidate, room)?;
+        let validated = prove_kernel(&chain.context, placed)?;
         if !same_caches(validated.schedule(), chain.validated()?.schedule()) {
             return Err(Fault::input(format!("`context_max` {positions} is not a multiple of the rows of a page"))
                 .with_remedy("choose a multiple of 256, so that prompts are read in chunks"));
@@ -258,23 +278,20 @@ pub fn bench_rows(
     let model = import_stage(workspace, manifest)?;
     let host = Host::new(workspace);
     let chain = Chain::chosen(BuildContext::new(workspace, manifest, target, &model)?, &host)?;
+    let kernels = rows_of(&chain.context);
+    let rows: Vec<(u32, u32)> =
+        rows.iter().map(|&rows| Ok((kernel_for(kernels, rows)?, rows))).collect::<Result<_, Fault>>()?;
+    if let Some(wrong) = chunks.iter().find(|rows| !kernels.contains(rows)) {
+        let all: Vec<String> = kernels.iter().map(|rows| rows.to_string()).collect();
+        let all = one_of(all.iter().map(String::as_str));
+        return Err(Fault::input(format!("chunks of {wrong}: expected {all}, as many as a kernel has rows")));
+    }
     let found = host.device(target)?.ok_or_else(|| {
         Fault::input(format!("target `{}` has no kernels for rows, they need a CUDA target", target.name))
     })?;
     let device = Device::open(found.ordinal)?;
     let pack = chain.pack()?;
     let mut shared = None;
-    let kernels = rows_of(&chain.context);
-    let most = kernels.last().copied().unwrap_or(0);
-    if let Some(wrong) = rows.iter().find(|rows| **rows == 0 || **rows > most) {
-        return Err(Fault::input(format!("{wrong} rows: expected 1 to {most}, as many as a step has at most")));
-    }
-    if let Some(wrong) = chunks.iter().find(|rows| !kernels.contains(rows)) {
-        let all: Vec<String> = kernels.iter().map(|rows| rows.to_string()).collect();
-        let all = one_of(all.iter().map(String::as_str));
-        return Err(Fault::input(format!("chunks of {wrong}: expected {all}, as many as a kernel has rows")));
-    }
-    let kernel_of = |rows: u32| kernels.iter().copied().find(|&kernel| rows > 0 && kernel >= rows);
     let position_last = manifest.decode.time_positions.iter().max().copied().unwrap_or(0) + STEPS + 1;
     let room = |kernel: u32| {
         let last = position_last.max(prompts.iter().max().copied().unwrap_or(0).div_ceil(kernel));
@@ -282,17 +299,18 @@ pub fn bench_rows(
     };
     let chunks = match (prompts, chunks) {
         ([], _) => vec![],
-        (_, []) => vec![prompt_schedule(&chain.context, &chain.candidate, room)?.schedule().program.rows],
+        (_, []) => vec![place_prompt_kernel(&chain.context, &chain.candidate, room)?.program.rows],
         (_, chunks) => chunks.to_vec(),
     };
     for &kernel in kernels {
-        let of_kernel: Vec<u32> = rows.iter().copied().filter(|&n| kernel_of(n) == Some(kernel)).collect();
+        let of_kernel: Vec<u32> = rows.iter().filter(|(of, _)| *of == kernel).map(|&(_, rows)| rows).collect();
         let prompts = if chunks.contains(&kernel) { prompts } else { &[] };
         if of_kernel.is_empty() && prompts.is_empty() {
             continue;
         }
         let begun = Instant::now();
-        let validated = rows_schedule(&chain.context, &chain.candidate, room(kernel))?;
+        let placed = place_kernel(&chain.context, &chain.candidate, room(kernel))?;
+        let validated = prove_kernel(&chain.context, placed)?;
         workspace.report.note(&format!("{kernel} rows: proven in {:.0} ms", begun.elapsed().as_secs_f64() * 1e3));
         let device_pack = match &shared {
             Some(pack) => Arc::clone(pack),
@@ -401,14 +419,6 @@ fn time_rows(session: &mut RowsSession, rows: u32, position: u32) -> Result<Vec<
     Ok(step_us)
 }
 
-/// A traced launch of a kernel for rows: its schedule, its stamps, and the device time of a step in microseconds.
-pub(super) struct TracedRows {
-    pub validated: Validated,
-    pub words: Vec<u64>,
-    pub tasks_max: usize,
-    pub step_us: f64,
-}
-
 /// Runs the smallest kernel for `rows` with time stamps: as many sequences decode up to `position`, and then `steps` steps, once after
 /// `warm_up` launches like it. The kernel is not checked: `bench --rows` does that.
 ///
@@ -421,15 +431,11 @@ pub(super) fn trace_rows(
     position: u32,
     steps: u32,
     warm_up: u32,
-) -> Result<TracedRows, Fault> {
-    let kernels = rows_of(&chain.context);
-    let most = kernels.iter().max().copied().unwrap_or(0);
-    let kernel = kernels.iter().copied().find(|&kernel| rows > 0 && kernel >= rows).ok_or_else(|| {
-        Fault::input(format!("{rows} rows: kernels have 1 to {most}")).with_remedy("name fewer with `--rows`")
-    })?;
+) -> Result<(Validated, Stamped), Fault> {
+    let kernel = kernel_for(rows_of(&chain.context), rows)?;
     let positions = u64::from(kernel) * u64::from((position + steps + 1).next_multiple_of(256));
-    let validated =
-        rows_schedule(&chain.context, &chain.candidate, Room { rows: kernel, sequences: kernel, positions })?;
+    let room = Room { rows: kernel, sequences: kernel, positions };
+    let validated = prove_kernel(&chain.context, place_kernel(&chain.context, &chain.candidate, room)?)?;
     let pack = upload_pack(device, &validated, &chain.pack()?)?;
     let mut session = load_rows(chain, device, &validated, Trace::On, steps, pack)?;
     let mut decoding = Decoding::at(&mut session, rows, position, steps)?;
@@ -438,7 +444,6 @@ pub(super) fn trace_rows(
         session.run(tables, inputs, &[], false)?;
     }
     let (tables, inputs) = decoding.launch(position, steps)?;
-    let (words, launched) = session.run_traced(tables, inputs)?;
-    let tasks_max = session.stamps_max();
-    Ok(TracedRows { validated, words, tasks_max, step_us: launched.device_us / f64::from(steps) })
+    let stamped = session.run_traced(tables, inputs)?;
+    Ok((validated, stamped))
 }

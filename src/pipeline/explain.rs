@@ -18,7 +18,7 @@ use crate::validate::Validated;
 
 use super::Workspace;
 use super::chain::{Chain, Host, NotMade, Stage};
-use super::device_rows::prompt_schedule;
+use super::device_rows::{place_prompt_kernel, prove_kernel};
 use super::import_stage;
 use super::keys::{self, Keyed};
 use super::stages::{BuildContext, load_model, subject};
@@ -153,7 +153,7 @@ pub fn show(workspace: &Workspace, manifest: &Manifest, target: &Target, stage: 
 fn prompt_batch(context: &BuildContext<'_>) -> Result<Validated, Fault> {
     let context_max = u64::from(context.manifest.decode.context_max);
     let room = |rows| Room { rows, sequences: rows, positions: u64::from(rows) * context_max };
-    prompt_schedule(context, &context.candidate(), room)
+    prove_kernel(context, place_prompt_kernel(context, &context.candidate(), room)?)
 }
 
 fn needs_kernel(target: &Target, stage: &str) -> Result<(), Fault> {

@@ -3,6 +3,7 @@
 use crate::check::{FILL_SEED, check_ids, fill_device_cache};
 use crate::codegen::emit::{Trace, emit};
 use crate::cuda::driver::Device;
+use crate::cuda::session::Stamped;
 use crate::digest::Digest;
 use crate::error::Fault;
 use crate::measure::step_bytes;
@@ -10,7 +11,7 @@ use crate::target::TargetKind;
 use crate::trace::{Span, Stamps, Table, spans, table};
 
 use super::chain::{Chain, Host};
-use super::device_rows::{TracedRows, trace_rows};
+use super::device_rows::trace_rows;
 use super::execute::load_session;
 use super::stages::Generated;
 use super::{Prepared, Workspace};
@@ -51,13 +52,6 @@ pub struct Asked {
     pub steps: u32,
 }
 
-/// A traced launch: its stamps, tasks of an SM and step that they have room for, and the device time of a step in microseconds.
-struct Run {
-    words: Vec<u64>,
-    tasks_max: usize,
-    step_us: f64,
-}
-
 impl Prepared {
     /// Runs the kernel with time stamps.
     ///
@@ -83,17 +77,16 @@ impl Prepared {
         let found = host.device(target)?.ok_or_else(no_kernel)?;
         let device = Device::open(found.ordinal)?;
         let placed;
-        let (validated, run) = match rows {
+        let (validated, stamped) = match rows {
             None => (self.validated.as_ref(), self.run_traced(workspace, &chain, &device, position, steps)?),
             Some(rows) => {
-                let TracedRows { validated, words, tasks_max, step_us } =
-                    trace_rows(&chain, &device, rows, position, steps, WARM_UP)?;
+                let (validated, stamped) = trace_rows(&chain, &device, rows, position, steps, WARM_UP)?;
                 placed = validated;
-                (&placed, Run { words, tasks_max, step_us })
+                (&placed, stamped)
             }
         };
         let schedule = validated.schedule();
-        let stamps = Stamps { words: &run.words, tasks_max: run.tasks_max, position, steps };
+        let stamps = Stamps { words: &stamped.words, tasks_max: stamped.tasks_max, position, steps };
         let spans = spans(schedule, stamps).map_err(|error| Fault::internal(format!("the trace: {error}")))?;
         let bytes_per_step = step_bytes(validated, &imported.graph, rows.unwrap_or(1), position + steps / 2);
         Ok(Traced {
@@ -101,7 +94,7 @@ impl Prepared {
             sms: schedule.machine.sms,
             position,
             steps,
-            step_us: run.step_us,
+            step_us: stamped.device_us / f64::from(steps),
             bytes_per_step,
             floor_us: target.measured.read_bytes_per_s.map(|per_s| bytes_per_step as f64 / per_s * 1e6),
             table: table(&spans, schedule.machine.sms, steps),
@@ -117,7 +110,7 @@ impl Prepared {
         device: &Device,
         position: u32,
         steps: u32,
-    ) -> Result<Run, Fault> {
+    ) -> Result<Stamped, Fault> {
         let Prepared { target, imported, validated, .. } = self;
         let source = emit(validated, target, Trace::On);
         let generated = Generated { content: Digest::of(source.text.as_bytes()), source };
@@ -129,7 +122,6 @@ impl Prepared {
         for _ in 0..WARM_UP {
             session.run(position, steps, false)?;
         }
-        let (words, device_us) = session.run_traced(position, steps)?;
-        Ok(Run { words, tasks_max: session.stamps_max(), step_us: device_us / f64::from(steps) })
+        Ok(session.run_traced(position, steps)?)
     }
 }
