@@ -646,7 +646,7 @@ pub struct Trace {
     /// Position of the first step [default: the manifest's first of `time_positions`]
     #[arg(long, value_name = "N")]
     pub position: Option<u32>,
-    /// Trace the kernel for so many rows, each of a sequence of its own, instead of the one for one row
+    /// Trace a step of this many sequences, instead of a step of one
     #[arg(long, value_name = "N")]
     pub rows: Option<u32>,
     /// Steps of the traced launch

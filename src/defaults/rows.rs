@@ -8,7 +8,7 @@ use crate::ir::layout::{
 };
 use crate::ir::op::HISTORY_ALIGN;
 use crate::ir::schedule::Schedule;
-use crate::ir::variant::lanes_of_rows;
+use crate::ir::variant::rows_on_tensor_cores;
 use crate::lower::{Batch, format_of, heads_per_task_most, lower_batch};
 use crate::model::graph::{Layer, ModelGraph};
 use crate::schedule::schedule;
@@ -21,7 +21,7 @@ pub const PROMPT_ROWS: u32 = 32;
 /// whose warps share the rows, and weights that are no codes; some may not fit a target's shared memory.
 pub fn kernel_rows(graph: &ModelGraph, precision: Precision, target: &Target) -> &'static [u32] {
     let plain = formats(graph, precision).all(|(format, _)| format.is_plain());
-    match plain && lanes_of_rows(precision, target.spec.dot == DotMechanism::Mma).is_none() {
+    match plain && rows_on_tensor_cores(precision, target.spec.dot == DotMechanism::Mma) {
         true => &[8, 16, 32, 64],
         false => &[8, 16],
     }
@@ -69,8 +69,8 @@ struct Slots {
 
 impl Slots {
     /// Slots hold a block of k of 8 rows of the matrices that are codes, or are as those of bf16 where there are none. At 16 rows blocks
-    /// are half as long; slots are not, because short chunks of the history would cost more.
-    /// Blocks of more rows are shorter, too, and tiles of a wide head may want more than 4 KiB.
+    /// are half as long; slots are not, because short chunks of the history would cost more. Blocks of more rows are shorter, too, and
+    /// tiles of a wide head may want more than 4 KiB.
     fn of(graph: &ModelGraph, precision: Precision, rows: u32, warps: u32) -> Slots {
         let coded: Vec<_> = formats(graph, precision).filter(|(format, _)| !format.is_plain()).collect();
         let granules = |format: Format, k: u32, rows: u32| k.min(BLOCK_VALUES / rows).div_ceil(format.granule_k());
@@ -84,7 +84,7 @@ impl Slots {
             return Slots { chunk: bytes[0], bytes, all: SLOT_BYTES.to_vec() };
         };
         let most = |rows: u32| coded.iter().map(|&(format, k)| granules(format, k, rows)).max().unwrap_or(1);
-        // Powers of two, and the scales beside them: so are pages, and contexts are whole pages.
+        // A power of two of codes, and their scales: pages become powers of two, which divide the usual contexts.
         let codes = (most(WORD_ROWS) * GRANULE_BYTES).next_power_of_two();
         // The least is what every ring has: a granule without scales for each warp.
         let bytes = |part: u32| {

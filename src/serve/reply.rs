@@ -319,7 +319,7 @@ impl<'a> Delta<'a> {
     }
 }
 
-/// What an event has beside its text.
+/// What an event has in addition to its text.
 #[derive(Default)]
 struct Beside {
     logprobs: Option<Value>,
@@ -364,7 +364,7 @@ impl Line<'_> {
         let body = &body[1..body.len() - 1];
         let logprobs = logprobs.unwrap_or(Value::Null);
         let reason = if let Delta::End(reason) = delta { Value::from(*reason) } else { Value::Null };
-        // The first event of a choice has the ids of its prompt: in a chat beside the choices, in a completion among them.
+        // The first event of a choice has the ids of its prompt: next to `choices` in a chat, inside the choice in a completion.
         let first = !std::mem::replace(self.begun, true);
         let prompt = head.prompt_ids.as_ref().filter(|_| first).map(|prompts| &prompts[self.prompt()]);
         let prompt = prompt.map_or(String::new(), |ids| format!(",\"prompt_token_ids\":{}", json!(ids)));
