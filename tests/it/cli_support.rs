@@ -26,6 +26,20 @@ const FOREIGN: [&str; 13] = [
     "RUST_BACKTRACE",
 ];
 
+/// Where `.ci/install-clients.sh` puts the Python packages of tests.
+pub fn python_packages() -> PathBuf {
+    let named = std::env::var_os("MONOBLOC_CLIENTS").map(PathBuf::from);
+    named.unwrap_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("target/clients"))
+}
+
+/// A test that needs Python packages is skipped, unless this machine must have them.
+pub fn without_packages(test: &str, missing: &str) {
+    let required = std::env::var_os("MONOBLOC_REQUIRE_PYTHON").is_some_and(|value| value == "1");
+    let reason = format!("`{}` has none: run .ci/install-clients.sh", python_packages().display());
+    assert!(!required, "MONOBLOC_REQUIRE_PYTHON is set: {missing}: {reason}");
+    crate::skipped(test, missing, &reason);
+}
+
 /// A folder in which commands run.
 pub struct Place {
     folder: TempDir,

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use serde_json::{Value, json};
 
-use crate::cli_support::{Place, manifest_text};
+use crate::cli_support::{Place, manifest_text, python_packages, without_packages};
 use crate::http_client::{Reply, connect, get, post, receive, request, send};
 use crate::support::fixture;
 
@@ -796,16 +796,6 @@ fn a_tokenizer_that_dies_costs_what_it_had() {
     });
 }
 
-/// Where `.ci/install-clients.sh` put the packages, if it did.
-fn python_clients() -> Result<std::path::PathBuf, String> {
-    let folder = std::env::var_os("MONOBLOC_CLIENTS").map(std::path::PathBuf::from);
-    let folder = folder.unwrap_or_else(|| std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("target/clients"));
-    match folder.join("openai").is_dir() && folder.join("lm_eval").is_dir() {
-        true => Ok(folder),
-        false => Err(format!("`{}` has none: run .ci/install-clients.sh", folder.display())),
-    }
-}
-
 /// Runs a script of `tests/clients` with these packages.
 #[track_caller]
 fn run_client(clients: &std::path::Path, script: &str, arguments: &[&str], input: &Value) {
@@ -821,16 +811,12 @@ fn run_client(clients: &std::path::Path, script: &str, arguments: &[&str], input
 
 /// The packages, unless this machine has none and may have none.
 fn clients_for(test: &str) -> Option<std::path::PathBuf> {
-    match python_clients() {
-        Ok(clients) => Some(clients),
-        Err(reason) if std::env::var_os("MONOBLOC_REQUIRE_PYTHON").is_some_and(|value| value == "1") => {
-            panic!("MONOBLOC_REQUIRE_PYTHON is set: {reason}")
-        }
-        Err(reason) => {
-            crate::skipped(test, "Python clients", &reason);
-            None
-        }
+    let folder = python_packages();
+    if folder.join("openai").is_dir() && folder.join("lm_eval").is_dir() {
+        return Some(folder);
     }
+    without_packages(test, "Python clients");
+    None
 }
 
 #[test]
