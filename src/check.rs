@@ -6,8 +6,10 @@
 //! the reference is then the interpreter in f64. The cost of a prompt of that length decides which way is taken.
 
 mod rows;
+mod waves;
 
 pub use rows::{check_rows, given};
+pub use waves::{POSITIONS as WAVES_POSITIONS, check_waves};
 
 use std::ops::ControlFlow;
 

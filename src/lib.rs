@@ -32,6 +32,7 @@ pub mod pack;
 pub mod reference;
 pub mod schedule;
 pub mod validate;
+pub mod waves;
 
 pub mod codegen;
 pub mod trace;

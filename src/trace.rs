@@ -129,13 +129,60 @@ pub fn spans(schedule: &Schedule, stamps: Stamps<'_>) -> Result<Vec<Span>, Trace
             }
         }
     }
+    from_zero(&mut spans);
+    Ok(spans)
+}
+
+/// Reads the stamps of a launch of waves, `[sms][waves][STAMP_WORDS]`: SM by SM, in order. Of each wave `names` has what it does, and
+/// its grid. All of a wave after the wait for the one before is computing, but for what it starved.
+///
+/// # Errors
+/// Words that are no whole number of SMs, a wave that was not executed, a clock that runs backwards.
+pub fn wave_spans(names: &[(&str, &str)], words: &[u64]) -> Result<Vec<Span>, TraceError> {
+    let of_sm = names.len() * STAMP_WORDS;
+    if of_sm == 0 || !words.len().is_multiple_of(of_sm) {
+        return Err(TraceError::Words { expected: of_sm, found: words.len() });
+    }
+    let mut spans = vec![];
+    for (sm, words) in words.chunks_exact(of_sm).enumerate() {
+        for (wave, (&(does, grid), words)) in names.iter().zip(words.chunks_exact(STAMP_WORDS)).enumerate() {
+            let (sm, step, task) = (SmId::from(sm), 0, TaskId::from(wave));
+            let [begin_ns, inputs_ns, end_ns, starved_ns] = [words[0], words[1], words[3], words[4]];
+            if end_ns == 0 {
+                return Err(TraceError::Missing { sm, step, task, stamp: "last" });
+            }
+            if begin_ns > inputs_ns || inputs_ns > end_ns {
+                return Err(TraceError::Order { sm, step, task });
+            }
+            let kind = format!("{} {does}", kind(grid));
+            let grid = format!("{grid} {does}");
+            spans.push(Span {
+                step,
+                sm,
+                task,
+                kind,
+                grid,
+                event: None,
+                begin_ns,
+                inputs_ns,
+                sums_ns: end_ns,
+                end_ns,
+                starved_ns,
+            });
+        }
+    }
+    from_zero(&mut spans);
+    Ok(spans)
+}
+
+/// Times from the first one on.
+fn from_zero(spans: &mut [Span]) {
     let first = spans.iter().map(|span| span.begin_ns).min().unwrap_or(0);
-    for span in &mut spans {
+    for span in spans {
         for time in [&mut span.begin_ns, &mut span.inputs_ns, &mut span.sums_ns, &mut span.end_ns] {
             *time -= first;
         }
     }
-    Ok(spans)
 }
 
 /// A name without the number of its layer: `o.add` of `o.3.add`.

@@ -16,7 +16,7 @@ struct Watchdog {
   u64 deadline_ns;     // globaltimer value after which a wait gives up
 };
 
-enum class WaitKind : u32 { PACKET = 1, RING_FULL = 2, RING_EMPTY = 3, HISTORY = 4 };
+enum class WaitKind : u32 { PACKET = 1, RING_FULL = 2, RING_EMPTY = 3, HISTORY = 4, WAVE = 5 };
 
 // Who waits: the entry is looked at only when a wait is given up. Null: the loader.
 struct WaitSite {
@@ -277,6 +277,30 @@ __device__ __forceinline__ void fence_history() {
 #endif
 }
 
+// ---- waves ------------------------------------------------------------------------------------------------------
+// See waves/context.cuh. Each block adds one to a count after each wave, so wave w begins when the count is w * SMS.
+
+// By one thread, after the block barrier after the last write of the wave.
+__device__ __forceinline__ void end_wave(u32* arrived) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(arrived) : "memory");
+}
+// By whole warps: what any block wrote in the waves before is there. Other warps of a block have it after a block barrier; a lane that
+// copies in bulk needs `fence_history` of its own.
+template <int SMS>
+__device__ __forceinline__ void await_waves(const u32* arrived, u32 wave, Waiter w) {
+  u32 left = w.patience;
+  for (;;) {
+    u32 count;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(count) : "l"(arrived) : "memory");
+    const bool done = count >= wave * SMS;
+    if (__all_sync(~0u, done)) return;
+    if (--left == 0) {
+      if (give_up(w, done, WaitKind::WAVE, count, wave * SMS)) return;
+      left = POLLS_BETWEEN_CHECKS;
+    }
+  }
+}
+
 // ---- block ------------------------------------------------------------------------------------------------------
 
 template <int THREADS>
@@ -351,6 +375,20 @@ struct Slot<false> {
 __device__ __forceinline__ void fence_empty_slot() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+
+// One arrival at a slot that then waits for `bytes` of bulk copies.
+__device__ __forceinline__ void expect_bytes(u64* full, u32 bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("{.reg .b64 s; mbarrier.arrive.expect_tx.shared.b64 s, [%0], %1;}" ::"r"(smem_address(full)), "r"(bytes) : "memory");
+#endif
+}
+__device__ __forceinline__ void copy_in_bulk(u8* to, const u8* from, u32 bytes, u64* full, u64 policy) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(smem_address(to)),
+               "l"(from), "r"(bytes), "r"(smem_address(full)), "l"(policy)
+               : "memory");
 #endif
 }
 

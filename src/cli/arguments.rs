@@ -638,6 +638,7 @@ Examples:
   monobloc trace manifests/smollm.toml --target h200
   monobloc trace manifests/smollm.toml --position 1024 --out deep.json
   monobloc trace manifests/smollm.toml --rows 8
+  monobloc trace manifests/smollm.toml --prompt 512 --position 0
   monobloc trace manifests/smollm.toml --json | jq '.rows[] | {kind, wait: .wait.mean_us}'"
 )]
 pub struct Trace {
@@ -649,6 +650,9 @@ pub struct Trace {
     /// Trace a step of this many sequences, instead of a step of one
     #[arg(long, value_name = "N")]
     pub rows: Option<u32>,
+    /// Trace the reading of a prompt chunk of this many tokens, instead of a step
+    #[arg(long, value_name = "N", conflicts_with_all = ["rows", "steps"])]
+    pub prompt: Option<u32>,
     /// Steps of the traced launch
     #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=64))]
     pub steps: u32,

@@ -16,8 +16,15 @@ pub fn trace(session: &Session, asked: &Trace) -> Result<Outcome, Fault> {
     let workspace = session.workspace(if asked.json { Talk::Nothing } else { Talk::Work })?;
     let position = asked.position.or(manifest.decode.time_positions.first().copied()).unwrap_or(0);
     let prepared = pipeline::prepare(&workspace, &manifest, &target)?;
-    let traced = prepared.trace(&workspace, Asked { rows: asked.rows, position, steps: asked.steps })?;
-    let rows = asked.rows.map_or(String::new(), |rows| format!(", {rows} rows"));
+    let traced = match asked.prompt {
+        Some(tokens) => prepared.trace_prompt(&workspace, tokens, position)?,
+        None => prepared.trace(&workspace, Asked { rows: asked.rows, position, steps: asked.steps })?,
+    };
+    let rows = match (asked.rows, asked.prompt) {
+        (Some(rows), _) => format!(", {rows} rows"),
+        (_, Some(tokens)) => format!(", a chunk of {tokens} tokens"),
+        _ => String::new(),
+    };
     let name = format!("{} on {}{rows}, from position {position}", manifest.name, traced.hardware);
     let timeline = perfetto(&traced.spans, &name).to_string();
     std::fs::write(&asked.out, timeline).map_err(|error| {

@@ -216,14 +216,14 @@ pub fn stamps_max(schedule: &Schedule) -> usize {
     schedule.regimes.iter().flat_map(|r| &r.queues).map(Vec::len).max().unwrap_or(0)
 }
 
-fn elem(dtype: DType) -> &'static str {
+pub(super) fn elem(dtype: DType) -> &'static str {
     match dtype {
         DType::Bf16 => "Elem::BF16",
         _ => "Elem::F32",
     }
 }
 
-fn norm_members(norm: Option<NormAttr>) -> String {
+pub(super) fn norm_members(norm: Option<NormAttr>) -> String {
     let (kind, eps) = match norm {
         None => ("NONE", 0.0),
         Some(NormAttr { kind: NormKind::Rms, eps }) => ("RMS", eps),
@@ -232,7 +232,7 @@ fn norm_members(norm: Option<NormAttr>) -> String {
     format!("Norm NORM = Norm::{kind}\nfloat EPS = {}\n", Float(eps))
 }
 
-fn act(act: Act) -> &'static str {
+pub(super) fn act(act: Act) -> &'static str {
     match act {
         Act::Silu => "Act::SILU",
         Act::GeluErf => "Act::GELU_ERF",
@@ -354,7 +354,7 @@ fn coding_members(format: Format, k: u32) -> String {
     )
 }
 
-fn attention_members(schedule: &Schedule, id: GridId, a: &Attention, rows: u32) -> String {
+pub(super) fn attention_members(schedule: &Schedule, id: GridId, a: &Attention, rows: u32) -> String {
     // Destructured so that a new attribute does not compile until the kernel knows it.
     let Attention {
         heads_per_task,

@@ -2,6 +2,7 @@
 
 pub mod abi;
 pub mod emit;
+pub mod waves;
 
 use std::fmt;
 
@@ -52,6 +53,17 @@ pub const ROWS_HEADERS: [(&str, &str); 9] = [
     ("rows/matvec.cuh", include_str!("../../kernels/rows/matvec.cuh")),
     ("rows/attention.cuh", include_str!("../../kernels/rows/attention.cuh")),
     ("rows/kernel.cuh", include_str!("../../kernels/rows/kernel.cuh")),
+];
+
+/// The headers that only kernels of waves include.
+pub const WAVES_HEADERS: [(&str, &str); 7] = [
+    ("monobloc_waves.cuh", include_str!("../../kernels/monobloc_waves.cuh")),
+    ("waves/context.cuh", include_str!("../../kernels/waves/context.cuh")),
+    ("waves/ring.cuh", include_str!("../../kernels/waves/ring.cuh")),
+    ("waves/rows.cuh", include_str!("../../kernels/waves/rows.cuh")),
+    ("waves/matmul.cuh", include_str!("../../kernels/waves/matmul.cuh")),
+    ("waves/attention.cuh", include_str!("../../kernels/waves/attention.cuh")),
+    ("waves/kernel.cuh", include_str!("../../kernels/waves/kernel.cuh")),
 ];
 
 /// A float as a C++ literal that reads back to the same bits.

@@ -1,4 +1,4 @@
-//! Owns `Kernel`: a loaded kernel with the queues of its schedule, launched and waited for under watch.
+//! Owns `Watched`, a loaded function whose launches are waited for under watch, and `Kernel`, one with the queues of its schedule.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -22,22 +22,115 @@ use crate::trace::STAMP_WORDS;
 const LAUNCH_MARGIN: Duration = Duration::from_secs(1);
 const LEAVE_MARGIN: Duration = Duration::from_secs(2);
 
-/// A kernel on a device, its queues, and the words by which it is watched.
-pub(super) struct Kernel {
+/// A function on a device, and the words by which its launches are watched.
+pub(super) struct Watched {
     pub stream: Stream,
-    pub schedule: Schedule,
     pub shape: LaunchShape,
-    pub pack: Arc<DeviceBuffer>,
     function: Function,
     _module: Module,
-    tables: DeviceTables,
-    stamps: DeviceBuffer,
-    /// Tasks of one SM and step that stamps have room for; 0 without them.
-    stamps_max: usize,
     report: MappedBuffer,
     abort: MappedBuffer,
     started: Event,
     ended: Event,
+}
+
+impl Watched {
+    /// Loads `entry` of a cubin. `registers` are those that the warps of a block share after they moved them; 0: none move.
+    pub fn load(
+        device: &Device,
+        cubin: &[u8],
+        entry: &str,
+        shape: LaunchShape,
+        registers: u32,
+    ) -> Result<Watched, SessionError> {
+        let module = device.load(cubin)?;
+        let function = device.function(&module, entry, shape.smem_dynamic_bytes)?;
+        // Warps that ask for more registers than the launch has would wait for ever.
+        let found = function.registers * shape.block;
+        if found < registers {
+            return Err(SessionError::Registers { needed: registers, found });
+        }
+        Ok(Watched {
+            stream: device.stream()?,
+            report: device.alloc_mapped(shape.grid as usize * 8)?,
+            abort: device.alloc_mapped(1)?,
+            started: device.event()?,
+            ended: device.event()?,
+            shape,
+            function,
+            _module: module,
+        })
+    }
+
+    /// Where a kernel reports what it waited for, and the word that tells it to leave.
+    pub fn watch_words(&self) -> (u64, u64) {
+        (self.report.address(), self.abort.address())
+    }
+
+    /// Queues a launch and returns at once.
+    pub fn launch(&self, params: &impl NoUninit) -> Result<(), SessionError> {
+        self.abort.store(0, 0)?;
+        self.report.fill(0);
+        self.started.record(&self.stream)?;
+        let argument = Argument::Struct(bytemuck::bytes_of(params));
+        self.stream.launch_cooperative(&self.function, &self.shape, &[argument])?;
+        Ok(self.ended.record(&self.stream)?)
+    }
+
+    /// Waits for the queued launch: its time on the device, in microseconds. `timeout` is the deadline that it was given, `grid` names what
+    /// a task or a wave belongs to.
+    ///
+    /// # Errors
+    /// A launch that gave up, or one that did not end.
+    pub fn finish(&self, timeout: Duration, grid: impl Fn(&Stuck) -> Option<String>) -> Result<f64, SessionError> {
+        if self.stream.wait_timeout(timeout + LAUNCH_MARGIN)? == Wait::TimedOut {
+            self.abort.store(0, 1)?;
+            if self.stream.wait_timeout(LEAVE_MARGIN)? == Wait::TimedOut {
+                return Err(SessionError::Lost);
+            }
+        }
+        if self.abort.load(0)? != 0 {
+            let timeout_ms = timeout.as_millis() as u64;
+            let named = |stuck: Stuck| Stuck { grid: grid(&stuck), ..stuck };
+            return Err(SessionError::Hung { timeout_ms, stuck: self.stuck().map(named).collect() });
+        }
+        Ok(self.started.elapsed_us(&self.ended)?)
+    }
+
+    /// What each SM that gave up has reported.
+    fn stuck(&self) -> impl Iterator<Item = Stuck> {
+        let words = self.report.snapshot();
+        let stuck = |(sm, r): (usize, &[u32])| Stuck {
+            sm: SmId::from(sm),
+            step: r[1],
+            task: (r[2] != u32::MAX).then_some(TaskId(r[2])),
+            event: (r[3] != u32::MAX).then_some(EventId(r[3])),
+            observed: r[4],
+            expected: r[5],
+            kind: match r[6] {
+                1 => StuckOn::Packet,
+                2 => StuckOn::RingFull,
+                3 => StuckOn::RingEmpty,
+                4 => StuckOn::History,
+                5 => StuckOn::Wave,
+                other => StuckOn::Unknown(other),
+            },
+            grid: None,
+        };
+        let reported = words.chunks_exact(8).enumerate().filter(|(_, r)| r[0] != 0);
+        reported.map(stuck).collect::<Vec<_>>().into_iter()
+    }
+}
+
+/// A kernel on a device, and its queues.
+pub(super) struct Kernel {
+    pub watched: Watched,
+    pub schedule: Schedule,
+    pub pack: Arc<DeviceBuffer>,
+    tables: DeviceTables,
+    stamps: DeviceBuffer,
+    /// Tasks of one SM and step that stamps have room for; 0 without them.
+    stamps_max: usize,
 }
 
 impl Kernel {
@@ -53,33 +146,20 @@ impl Kernel {
     ) -> Result<Kernel, SessionError> {
         let schedule = queues.validated().schedule();
         let machine = &schedule.machine;
-        let stream = device.stream()?;
-        let module = device.load(cubin)?;
         let smem = machine.smem.iter().map(|part| part.offset + part.bytes).max().unwrap_or(0);
-        let function = device.function(&module, ENTRY_POINT, smem)?;
         let block = (machine.consumer_warps + machine.loader_warps) * 32;
-        // Warps that ask for more registers than the launch has would wait for ever.
-        let needed = registers_needed(machine);
-        if function.registers * block < needed {
-            return Err(SessionError::Registers { needed, found: function.registers * block });
-        }
+        let shape = LaunchShape { grid: machine.sms, block, smem_dynamic_bytes: smem, cluster: 1 };
+        let watched = Watched::load(device, cubin, ENTRY_POINT, shape, registers_needed(machine))?;
         let stamps_max = if trace == Trace::On { stamps_max(schedule) } else { 0 };
         // The token after the last step is selected once more, in a step of its own.
         let stamp_words = (u64::from(steps_max) + 1) * u64::from(machine.sms) * (stamps_max * STAMP_WORDS) as u64;
         Ok(Kernel {
             stamps: device.alloc((stamp_words * 8).max(16))?,
             stamps_max,
-            shape: LaunchShape { grid: machine.sms, block, smem_dynamic_bytes: smem, cluster: 1 },
-            report: device.alloc_mapped(machine.sms as usize * 8)?,
-            abort: device.alloc_mapped(1)?,
-            started: device.event()?,
-            ended: device.event()?,
-            tables: DeviceTables::upload(device, &stream, queues.tables())?,
+            tables: DeviceTables::upload(device, &watched.stream, queues.tables())?,
             schedule: schedule.clone(),
-            stream,
+            watched,
             pack,
-            function,
-            _module: module,
         })
     }
 
@@ -95,14 +175,15 @@ impl Kernel {
         for (to, &id) in ids.iter_mut().zip(eos) {
             *to = id as i32;
         }
+        let (report, abort) = self.watched.watch_words();
         Ok(Params {
             pack: self.pack.address(),
             entries: self.tables.entries.address(),
             entry_index: self.tables.entry_index.address(),
             runs: self.tables.runs.address(),
             run_index: self.tables.run_index.address(),
-            report: self.report.address(),
-            abort: self.abort.address(),
+            report,
+            abort,
             stamps: self.stamps.address(),
             timeout_ns: timeout.as_nanos() as u64,
             eos_count: eos.len() as u32,
@@ -118,23 +199,17 @@ impl Kernel {
 
     /// Forgets all stamps: one that a launch leaves out is 0, not that of an earlier launch.
     pub fn clear_stamps(&mut self) -> Result<(), SessionError> {
-        Ok(self.stamps.zero(&self.stream)?)
+        Ok(self.stamps.zero(&self.watched.stream)?)
     }
 
     /// What the last launch, of `steps` steps in `device_us` microseconds, stamped.
     pub fn stamped(&self, steps: u32, device_us: f64) -> Result<Stamped, SessionError> {
-        let words = steps as usize * self.shape.grid as usize * self.stamps_max * STAMP_WORDS;
-        Ok(Stamped { words: self.stamps.download(&self.stream, 0, words)?, tasks_max: self.stamps_max, device_us })
-    }
-
-    /// Queues a launch and returns at once.
-    pub fn launch(&self, params: &impl NoUninit) -> Result<(), SessionError> {
-        self.abort.store(0, 0)?;
-        self.report.fill(0);
-        self.started.record(&self.stream)?;
-        let argument = Argument::Struct(bytemuck::bytes_of(params));
-        self.stream.launch_cooperative(&self.function, &self.shape, &[argument])?;
-        Ok(self.ended.record(&self.stream)?)
+        let words = steps as usize * self.watched.shape.grid as usize * self.stamps_max * STAMP_WORDS;
+        Ok(Stamped {
+            words: self.stamps.download(&self.watched.stream, 0, words)?,
+            tasks_max: self.stamps_max,
+            device_us,
+        })
     }
 
     /// Waits for the queued launch: its time on the device, in microseconds. `timeout` is the deadline that it was given.
@@ -142,49 +217,11 @@ impl Kernel {
     /// # Errors
     /// A launch that gave up, or one that did not end.
     pub fn finish(&self, timeout: Duration) -> Result<f64, SessionError> {
-        if self.stream.wait_timeout(timeout + LAUNCH_MARGIN)? == Wait::TimedOut {
-            self.abort.store(0, 1)?;
-            if self.stream.wait_timeout(LEAVE_MARGIN)? == Wait::TimedOut {
-                return Err(SessionError::Lost);
-            }
-        }
-        if self.abort.load(0)? != 0 {
-            let timeout_ms = timeout.as_millis() as u64;
-            return Err(SessionError::Hung { timeout_ms, stuck: self.stuck() });
-        }
-        Ok(self.started.elapsed_us(&self.ended)?)
-    }
-
-    /// What each SM that gave up has reported.
-    fn stuck(&self) -> Vec<Stuck> {
-        let schedule = &self.schedule;
-        let regime = schedule.regimes.first();
-        let words = self.report.snapshot();
-        let reported = words.chunks_exact(8).enumerate().filter(|(_, r)| r[0] != 0);
-        reported
-            .map(|(sm, r)| {
-                let task = (r[2] != u32::MAX).then_some(TaskId(r[2]));
-                let grid = task
-                    .and_then(|t| regime.and_then(|regime| regime.tasks.get(t.index())))
-                    .map(|t| schedule.program.grids[t.grid.index()].name.clone());
-                Stuck {
-                    sm: SmId::from(sm),
-                    step: r[1],
-                    task,
-                    event: (r[3] != u32::MAX).then_some(EventId(r[3])),
-                    observed: r[4],
-                    expected: r[5],
-                    kind: match r[6] {
-                        1 => StuckOn::Packet,
-                        2 => StuckOn::RingFull,
-                        3 => StuckOn::RingEmpty,
-                        4 => StuckOn::History,
-                        other => StuckOn::Unknown(other),
-                    },
-                    grid,
-                }
-            })
-            .collect()
+        let regime = self.schedule.regimes.first();
+        let task = |stuck: &Stuck| regime.and_then(|regime| regime.tasks.get(stuck.task?.index()));
+        self.watched.finish(timeout, |stuck| {
+            task(stuck).map(|task| self.schedule.program.grids[task.grid.index()].name.clone())
+        })
     }
 }
 
@@ -220,7 +257,7 @@ impl DeviceTables {
 }
 
 /// A buffer with these bytes. None is empty: the device has no memory of no bytes.
-fn uploaded(device: &Device, stream: &Stream, bytes: &[u8]) -> Result<DeviceBuffer, SessionError> {
+pub(super) fn uploaded(device: &Device, stream: &Stream, bytes: &[u8]) -> Result<DeviceBuffer, SessionError> {
     let mut buffer = device.alloc(bytes.len().max(16) as u64)?;
     buffer.upload(stream, 0, bytes)?;
     Ok(buffer)

@@ -19,3 +19,4 @@ pub mod rows;
 pub mod self_test;
 pub mod session;
 pub mod stream;
+pub mod waves;

@@ -89,7 +89,7 @@ impl RowsSession {
         cache: Option<Arc<DeviceBuffer>>,
     ) -> Result<RowsSession, SessionError> {
         let kernel = Kernel::load(device, queues, cubin, trace, steps_max, pack)?;
-        let (stream, program, tables) = (&kernel.stream, &kernel.schedule.program, queues.tables());
+        let (stream, program, tables) = (&kernel.watched.stream, &kernel.schedule.program, queues.tables());
         let shape = Shape::of(program).expect("validate: a kernel for rows has tables");
         let padded = shape.rows.next_multiple_of(WORD_ROWS);
         let exchange = device.alloc(tables.exchange_bytes.max(16))?;
@@ -122,7 +122,7 @@ impl RowsSession {
             vocab,
         };
         session.begin_words()?;
-        session.kernel.stream.synchronize()?;
+        session.kernel.watched.stream.synchronize()?;
         Ok(session)
     }
 
@@ -133,6 +133,16 @@ impl RowsSession {
     /// The cache arena, to share with a kernel for other numbers of rows whose caches lie at the same places.
     pub fn cache(&self) -> Arc<DeviceBuffer> {
         self.cache.clone()
+    }
+
+    /// The pack, to share with another kernel of the model.
+    pub fn pack(&self) -> Arc<DeviceBuffer> {
+        self.kernel.pack.clone()
+    }
+
+    /// 16-bit values of the cache arena.
+    pub fn read_cache(&self, at: u64, bytes: usize) -> Result<Vec<u16>, SessionError> {
+        Ok(self.cache.download(&self.kernel.watched.stream, at, bytes / 2)?)
     }
 
     /// Logits of a row; every token is below.
@@ -147,7 +157,7 @@ impl RowsSession {
 
     /// Makes every word of the exchange one that is not there yet. Packets of a tag that was never used are not there either.
     fn begin_words(&mut self) -> Result<(), SessionError> {
-        self.exchange.poison(&self.kernel.stream)?;
+        self.exchange.poison(&self.kernel.watched.stream)?;
         self.tag = 2;
         self.decided.clear();
         self.filled = false;
@@ -247,10 +257,10 @@ impl RowsSession {
             row_count: inputs.len() as u32,
             logits_from: steps - 1,
         };
-        self.rows.upload(&self.kernel.stream, 0, &rows)?;
-        self.pages.upload(&self.kernel.stream, 0, &pages)?;
+        self.rows.upload(&self.kernel.watched.stream, 0, &rows)?;
+        self.pages.upload(&self.kernel.watched.stream, 0, &pages)?;
         self.mailbox.store(0, 0)?;
-        self.kernel.launch(&params)?;
+        self.kernel.watched.launch(&params)?;
         self.flying = Some(Flying { inputs: inputs.to_vec(), eos: eos.to_vec(), steps, only_fills, timeout });
         Ok(())
     }
@@ -294,12 +304,12 @@ impl RowsSession {
             return Err(SessionError::NotFinished);
         }
         let at = u64::from(row.min(self.padded - 1)) * u64::from(self.vocab) * 4;
-        Ok(self.logits.download(&self.kernel.stream, at, self.vocab as usize)?)
+        Ok(self.logits.download(&self.kernel.watched.stream, at, self.vocab as usize)?)
     }
 
     /// Fills the logits with a pattern that no kernel writes, so that an unwritten row shows.
     pub fn poison_logits(&mut self) -> Result<(), SessionError> {
-        Ok(self.logits.poison(&self.kernel.stream)?)
+        Ok(self.logits.poison(&self.kernel.watched.stream)?)
     }
 }
 

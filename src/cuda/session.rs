@@ -20,8 +20,9 @@ use thiserror::Error;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Stuck {
     pub sm: SmId,
+    /// The step, or the wave of a kernel of waves.
     pub step: u32,
-    /// `None`: the loader.
+    /// `None`: the loader, or a kernel of waves, which has no tasks.
     pub task: Option<TaskId>,
     pub event: Option<EventId>,
     pub kind: StuckOn,
@@ -37,15 +38,18 @@ pub enum StuckOn {
     RingFull,
     RingEmpty,
     History,
+    /// The other SMs' end of the wave before.
+    Wave,
     Unknown(u32),
 }
 
 impl fmt::Display for Stuck {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}: step {}: ", self.sm, self.step)?;
-        match self.task {
-            Some(task) => write!(f, "{task}")?,
-            None => f.write_str("the loader")?,
+        match (self.task, self.kind) {
+            (Some(task), _) => write!(f, "{task}")?,
+            (None, StuckOn::Wave) => f.write_str("a wave")?,
+            (None, _) => f.write_str("the loader")?,
         }
         if let Some(grid) = &self.grid {
             write!(f, " ({grid})")?;
@@ -59,6 +63,7 @@ impl fmt::Display for Stuck {
             StuckOn::RingFull => f.write_str("a chunk to land")?,
             StuckOn::RingEmpty => f.write_str("a free ring slot")?,
             StuckOn::History => f.write_str("the step's cache to be acquired")?,
+            StuckOn::Wave => f.write_str("all SMs to end the wave before")?,
             StuckOn::Unknown(kind) => write!(f, "something of kind {kind}")?,
         }
         write!(f, ": expected {}, saw {}", self.expected, self.observed)
@@ -215,7 +220,7 @@ impl Session {
         pack: Arc<DeviceBuffer>,
     ) -> Result<Session, SessionError> {
         let kernel = Kernel::load(device, queues, cubin, trace, steps_max, pack)?;
-        let (stream, schedule, tables) = (&kernel.stream, &kernel.schedule, queues.tables());
+        let (stream, schedule, tables) = (&kernel.watched.stream, &kernel.schedule, queues.tables());
         let mut exchange = device.alloc(tables.exchange_bytes.max(16))?;
         // Tag 0 is never published, so memory of zeros holds no packet.
         exchange.zero(stream)?;
@@ -245,7 +250,7 @@ impl Session {
             vocab,
             kernel,
         };
-        session.kernel.stream.synchronize()?;
+        session.kernel.watched.stream.synchronize()?;
         Ok(session)
     }
 
@@ -262,7 +267,7 @@ impl Session {
         if let Some(&token) = prompt.iter().find(|&&token| token >= self.vocab) {
             return Err(SessionError::Token { token, vocab: self.vocab });
         }
-        self.prompt.upload(&self.kernel.stream, 0, prompt)?;
+        self.prompt.upload(&self.kernel.watched.stream, 0, prompt)?;
         self.prompt_len = prompt.len() as u32;
         self.eos = eos.to_vec();
         self.mailbox.store(0, 0)?;
@@ -293,7 +298,7 @@ impl Session {
             self.arm_candidates()?;
         } else if is_filtered && position >= self.prompt_len {
             // The logits that decided this position's token were those of the launch before, which has reported it.
-            self.prompt.upload(&self.kernel.stream, u64::from(position) * 4, &[self.token(position)?])?;
+            self.prompt.upload(&self.kernel.watched.stream, u64::from(position) * 4, &[self.token(position)?])?;
             self.prompt_len = position + 1;
         }
         // A step at full speed takes milliseconds; the deadline is for faults.
@@ -315,7 +320,7 @@ impl Session {
             top_p_q32: if is_filtered { top_p_word(self.sampler.top_p_q32()) } else { 0 },
             ..self.kernel.params(timeout, &self.eos)?
         };
-        self.kernel.launch(&params)?;
+        self.kernel.watched.launch(&params)?;
         self.tag += steps;
         self.next = Some(position + steps);
         Ok(timeout.as_millis() as u64)
@@ -338,7 +343,7 @@ impl Session {
 
     /// Whether the running launch has ended, for any reason. Never waits.
     pub fn is_done(&self) -> Result<bool, SessionError> {
-        Ok(self.kernel.stream.is_done()?)
+        Ok(self.kernel.watched.stream.is_done()?)
     }
 
     /// Positions whose token is known, while a launch runs or after it.
@@ -353,7 +358,7 @@ impl Session {
 
     /// Logits of the first `steps` steps of the last launch that asked for them, `[steps * vocab]`.
     pub fn logits(&self, steps: u32) -> Result<Vec<f32>, SessionError> {
-        Ok(self.logits.download(&self.kernel.stream, 0, steps as usize * self.vocab as usize)?)
+        Ok(self.logits.download(&self.kernel.watched.stream, 0, steps as usize * self.vocab as usize)?)
     }
 
     /// The values that the last step published into an exchange buffer of one phase; NaN where it published nothing.
@@ -362,7 +367,7 @@ impl Session {
         let at = self.kernel.schedule.placement.get(buffer.index()).copied().flatten().unwrap_or(0);
         let of_packet = 4 / declared.dtype.bytes();
         let cols = declared.cols as usize;
-        let packets: Vec<u64> = self.exchange.download(&self.kernel.stream, at, cols.div_ceil(of_packet))?;
+        let packets: Vec<u64> = self.exchange.download(&self.kernel.watched.stream, at, cols.div_ceil(of_packet))?;
         let values = packets.iter().flat_map(|&packet| {
             let (payload, current) = (packet as u32, (packet >> 32) as u32 == self.tag.wrapping_sub(1));
             let bits = if of_packet == 2 { [payload << 16, payload & 0xffff_0000] } else { [payload; 2] };
@@ -373,7 +378,7 @@ impl Session {
 
     /// Fills the logits with a pattern that no kernel writes, so that an unwritten row shows.
     pub fn poison_logits(&mut self) -> Result<(), SessionError> {
-        Ok(self.logits.poison(&self.kernel.stream)?)
+        Ok(self.logits.poison(&self.kernel.watched.stream)?)
     }
 
     /// Launches a kernel that was compiled with time stamps, and waits.
@@ -391,17 +396,17 @@ impl Session {
     /// Writes bytes of the cache arena: a synthetic history for deep positions.
     pub fn upload_cache(&mut self, offset: u64, bytes: &[u8]) -> Result<(), SessionError> {
         let cache = Arc::get_mut(&mut self.cache).ok_or(SessionError::Shared)?;
-        Ok(cache.upload(&self.kernel.stream, offset, bytes)?)
+        Ok(cache.upload(&self.kernel.watched.stream, offset, bytes)?)
     }
 
     /// Clears all packets before tags wrap around: a packet published 2^32 steps ago would pass for a current one. The token of
     /// `position`, which the launch before decided, is passed like a prompt.
     fn begin_tags_anew(&mut self, position: u32) -> Result<(), SessionError> {
         if self.next == Some(position) && position >= self.prompt_len {
-            self.prompt.upload(&self.kernel.stream, u64::from(position) * 4, &[self.token(position)?])?;
+            self.prompt.upload(&self.kernel.watched.stream, u64::from(position) * 4, &[self.token(position)?])?;
             self.prompt_len = position + 1;
         }
-        self.exchange.zero(&self.kernel.stream)?;
+        self.exchange.zero(&self.kernel.watched.stream)?;
         (self.tag, self.next) = (1, None);
         Ok(())
     }
@@ -422,6 +427,6 @@ impl Session {
         }
         let words = vec![u64::from(tag) << 32; self.candidates_cols as usize];
         let phase = u64::from(tag & 1) * u64::from(self.candidates_cols.next_multiple_of(2));
-        Ok(self.exchange.upload(&self.kernel.stream, (self.candidates_packet + phase) * 8, &words)?)
+        Ok(self.exchange.upload(&self.kernel.watched.stream, (self.candidates_packet + phase) * 8, &words)?)
     }
 }

@@ -4,13 +4,14 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use crate::candidate::Candidate;
-use crate::check::{self, check_rows, given};
+use crate::check::{self, WAVES_POSITIONS, check_rows, given};
 use crate::codegen::abi::Queues;
 use crate::codegen::emit::{Trace, emit};
 use crate::cuda::driver::Device;
 use crate::cuda::memory::DeviceBuffer;
 use crate::cuda::rows::{FirstToken, RowInput, RowsSession};
 use crate::cuda::session::{Session, Stamped};
+use crate::cuda::waves::WavesSession;
 use crate::defaults::rows::{PROMPT_ROWS, Room, kernel_rows, place_rows};
 use crate::digest::Digest;
 use crate::error::Fault;
@@ -23,9 +24,11 @@ use crate::rows::{Edit, Guard, PageId, Request, Row, SequenceId, Shape, Tables};
 use crate::target::Target;
 use crate::text::one_of;
 use crate::validate::{Validated, validate};
+use crate::waves::{CHUNK_ROWS, derive};
 
 use super::chain::{Chain, Host};
 use super::compile::Cubin;
+use super::device_waves::waves_beside;
 use super::execute::upload_pack;
 use super::stages::{BuildContext, Generated};
 use super::{Prepared, Workspace, import_stage, keys};
@@ -123,34 +126,64 @@ enum Wanted<'a> {
     Each(OnRow<'a>),
 }
 
-/// Reads `ids` from position 0 on, in chunks of all rows of the kernel, into the pages that `edits` give to `sequence`.
-///
-/// # Errors
-/// Pages that are missing; what the device refuses; a launch that gave up.
-fn read_chunks(
-    session: &mut RowsSession,
-    guard: &mut Guard,
-    sequence: SequenceId,
-    mut edits: Vec<Edit>,
-    ids: &[u32],
-    mut wanted: Wanted<'_>,
-) -> Result<(), Fault> {
-    let chunk_rows = session.shape().rows;
-    for (chunk, tokens) in (0u32..).zip(ids.chunks(chunk_rows as usize)) {
-        let positions = (chunk * chunk_rows..).take(tokens.len());
-        let is_last = (chunk * chunk_rows) as usize + tokens.len() == ids.len();
-        let wants_logits = matches!(wanted, Wanted::Each(_)) || matches!(wanted, Wanted::Last) && is_last;
-        let rows = positions.clone().map(|position| Row { sequence, position, wants_logits }).collect();
-        let request = Request { rows, steps: 1, edits: std::mem::take(&mut edits) };
-        let tables = guard.admit(&request).map_err(|refused| Fault::internal(refused.to_string()))?;
-        session.run(tables, &given(tokens), &[], wants_logits)?;
-        if let Wanted::Each(on_row) = &mut wanted {
-            for (row, position) in (0u32..).zip(positions) {
-                on_row(position, &session.logits(row)?);
-            }
-        }
+/// Tokens of a prompt that are worth a chunk of waves: a chunk of a few takes as long as one of a block of rows.
+const WAVES_MIN: usize = 64;
+
+/// What reads prompts: a kernel for rows, and for long chunks a kernel of waves over the same cache, where there is one.
+struct Reader<'a> {
+    rows: &'a mut RowsSession,
+    waves: Option<&'a mut WavesSession>,
+}
+
+impl Reader<'_> {
+    /// What bounds the tables of all chunks.
+    fn shape(&self) -> Shape {
+        *self.waves.as_ref().map_or(self.rows.shape(), |waves| waves.shape())
     }
-    Ok(())
+
+    /// Reads `ids` from position 0 on into the pages that `edits` give to `sequence`. `guard` is of [`Reader::shape`].
+    ///
+    /// # Errors
+    /// Pages that are missing; what the device refuses; a launch that gave up.
+    fn read(
+        &mut self,
+        guard: &mut Guard,
+        sequence: SequenceId,
+        mut edits: Vec<Edit>,
+        ids: &[u32],
+        mut wanted: Wanted<'_>,
+    ) -> Result<(), Fault> {
+        let mut position = 0;
+        while position < ids.len() {
+            // The kernel of waves has no logits.
+            let left = ids.len() - position - usize::from(matches!(wanted, Wanted::Last));
+            let waves = self.waves.as_mut().filter(|_| left >= WAVES_MIN && !matches!(wanted, Wanted::Each(_)));
+            let most = waves.as_ref().map_or(self.rows.shape(), |waves| waves.shape()).rows as usize;
+            let count = if waves.is_some() { left.min(most) } else { (ids.len() - position).min(most) };
+            let tokens = &ids[position..position + count];
+            let is_last = position + count == ids.len();
+            let wants_logits = matches!(wanted, Wanted::Each(_)) || matches!(wanted, Wanted::Last) && is_last;
+            let positions = (position as u32..).take(count);
+            let rows = positions.clone().map(|position| Row { sequence, position, wants_logits }).collect();
+            let request = Request { rows, steps: 1, edits: std::mem::take(&mut edits) };
+            let tables = guard.admit(&request).map_err(|refused| Fault::internal(refused.to_string()))?;
+            match waves {
+                Some(waves) => {
+                    waves.read(tables, tokens)?;
+                }
+                None => {
+                    self.rows.run(tables, &given(tokens), &[], wants_logits)?;
+                }
+            }
+            if let Wanted::Each(on_row) = &mut wanted {
+                for (row, position) in (0u32..).zip(positions) {
+                    on_row(position, &self.rows.logits(row)?);
+                }
+            }
+            position += count;
+        }
+        Ok(())
+    }
 }
 
 /// A kernel for rows that reads a prompt in chunks into the cache of the kernel for one row. Block `b` of its only sequence is page `b`
@@ -206,7 +239,8 @@ impl Prefill {
         let blocks = 0..(ids.len() as u32).div_ceil(shape.page_rows);
         let edits = blocks.map(|block| Edit { sequence, block, page: Some(PageId(block)) }).collect();
         let wanted = on_row.map_or(Wanted::Nothing, Wanted::Each);
-        read_chunks(&mut self.0, &mut Guard::new(shape), sequence, edits, ids, wanted)
+        let mut reader = Reader { rows: &mut self.0, waves: None };
+        reader.read(&mut Guard::new(shape), sequence, edits, ids, wanted)
     }
 }
 
@@ -279,10 +313,11 @@ pub fn bench_rows(
     let host = Host::new(workspace);
     let chain = Chain::chosen(BuildContext::new(workspace, manifest, target, &model)?, &host)?;
     let kernels = rows_of(&chain.context);
+    let smallest = kernels.first().copied().unwrap_or(0);
     let rows: Vec<(u32, u32)> =
         rows.iter().map(|&rows| Ok((kernel_for(kernels, rows)?, rows))).collect::<Result<_, Fault>>()?;
-    if let Some(wrong) = chunks.iter().find(|rows| !kernels.contains(rows)) {
-        let all: Vec<String> = kernels.iter().map(|rows| rows.to_string()).collect();
+    if let Some(wrong) = chunks.iter().find(|rows| !kernels.contains(rows) && **rows != CHUNK_ROWS) {
+        let all: Vec<String> = kernels.iter().chain([&CHUNK_ROWS]).map(|rows| rows.to_string()).collect();
         let all = one_of(all.iter().map(String::as_str));
         return Err(Fault::input(format!("chunks of {wrong}: expected {all}, as many as a kernel has rows")));
     }
@@ -294,18 +329,25 @@ pub fn bench_rows(
     let mut shared = None;
     let position_last = manifest.decode.time_positions.iter().max().copied().unwrap_or(0) + STEPS + 1;
     let room = |kernel: u32| {
-        let last = position_last.max(prompts.iter().max().copied().unwrap_or(0).div_ceil(kernel));
+        let longest = prompts.iter().max().copied().unwrap_or(0);
+        // The check of waves has two sequences.
+        let prompted =
+            if kernel == smallest { longest.max(2 * WAVES_POSITIONS.next_multiple_of(256)) } else { longest };
+        let last = position_last.max(prompted.div_ceil(kernel));
         Room { rows: kernel, sequences: kernel, positions: u64::from(kernel) * u64::from(last.next_multiple_of(256)) }
     };
-    let chunks = match (prompts, chunks) {
-        ([], _) => vec![],
-        (_, []) => vec![place_prompt_kernel(&chain.context, &chain.candidate, room)?.program.rows],
-        (_, chunks) => chunks.to_vec(),
+    let (chunks, by_waves) = match (prompts, chunks) {
+        ([], _) => (vec![], false),
+        (_, []) => match derive(&place_kernel(&chain.context, &chain.candidate, room(smallest))?, target, CHUNK_ROWS) {
+            Ok(_) => (vec![], true),
+            Err(_) => (vec![place_prompt_kernel(&chain.context, &chain.candidate, room)?.program.rows], false),
+        },
+        (_, chunks) => (chunks.to_vec(), chunks.contains(&CHUNK_ROWS)),
     };
     for &kernel in kernels {
         let of_kernel: Vec<u32> = rows.iter().filter(|(of, _)| *of == kernel).map(|&(_, rows)| rows).collect();
-        let prompts = if chunks.contains(&kernel) { prompts } else { &[] };
-        if of_kernel.is_empty() && prompts.is_empty() {
+        let by_waves = by_waves && kernel == smallest;
+        if of_kernel.is_empty() && !chunks.contains(&kernel) && !by_waves {
             continue;
         }
         let begun = Instant::now();
@@ -325,10 +367,20 @@ pub fn bench_rows(
                 on_timed(&RowsTimed { rows, kernel, position, checked: checked.figures(), took })?;
             }
         }
-        for &tokens in prompts {
-            let ms = time_prompt(&mut session, tokens, model.imported.graph.vocab)?;
-            let took = Took::Prompt { tokens, ms };
-            on_timed(&RowsTimed { rows: kernel, kernel, position: 0, checked: checked.figures(), took })?;
+        if chunks.contains(&kernel) {
+            let mut reader = Reader { rows: &mut session, waves: None };
+            for &tokens in prompts {
+                let took = Took::Prompt { tokens, ms: time_prompt(&mut reader, tokens, model.imported.graph.vocab)? };
+                on_timed(&RowsTimed { rows: kernel, kernel, position: 0, checked: checked.figures(), took })?;
+            }
+        }
+        if by_waves {
+            let (mut waves, checked) = waves_beside(&chain, &device, &validated, &checked, &mut session)?;
+            let mut reader = Reader { rows: &mut session, waves: Some(&mut waves) };
+            for &tokens in prompts {
+                let took = Took::Prompt { tokens, ms: time_prompt(&mut reader, tokens, model.imported.graph.vocab)? };
+                on_timed(&RowsTimed { rows: CHUNK_ROWS, kernel, position: 0, checked: checked.figures(), took })?;
+            }
         }
     }
     Ok(())
@@ -336,9 +388,9 @@ pub fn bench_rows(
 
 /// Reads a prompt of `tokens` tokens in chunks, some times: milliseconds of each until the logits after the last token are there,
 /// launches included; ascending.
-fn time_prompt(session: &mut RowsSession, tokens: u32, vocab: u32) -> Result<Vec<f64>, Fault> {
+fn time_prompt(reader: &mut Reader<'_>, tokens: u32, vocab: u32) -> Result<Vec<f64>, Fault> {
     let ids = check::check_ids(vocab, tokens);
-    let shape: Shape = *session.shape();
+    let shape: Shape = reader.shape();
     let mut times = vec![];
     for _ in 0..PROMPTS {
         let (mut pool, mut guard) = (Pool::new(shape), Guard::new(shape));
@@ -346,7 +398,7 @@ fn time_prompt(session: &mut RowsSession, tokens: u32, vocab: u32) -> Result<Vec
         let sequence = reserved.map_err(|error| Fault::internal(error.to_string()))?;
         let edits = pool.take_edits();
         let begun = Instant::now();
-        read_chunks(session, &mut guard, sequence, edits, &ids, Wanted::Last)?;
+        reader.read(&mut guard, sequence, edits, &ids, Wanted::Last)?;
         times.push(begun.elapsed().as_secs_f64() * 1e3);
     }
     times.sort_by(f64::total_cmp);

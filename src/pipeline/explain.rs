@@ -5,6 +5,7 @@ use std::fmt::Write;
 use crate::cache::diff_why;
 use crate::codegen::abi::{Entry as QueueEntry, StreamRun, encode};
 use crate::codegen::emit::{Trace, emit};
+use crate::codegen::waves;
 use crate::cuda::cubin::KernelResources;
 use crate::defaults::rows::Room;
 use crate::error::Fault;
@@ -19,6 +20,7 @@ use crate::validate::Validated;
 use super::Workspace;
 use super::chain::{Chain, Host, NotMade, Stage};
 use super::device_rows::{place_prompt_kernel, prove_kernel};
+use super::device_waves::plan_waves;
 use super::import_stage;
 use super::keys::{self, Keyed};
 use super::stages::{BuildContext, load_model, subject};
@@ -35,7 +37,7 @@ pub struct Explained {
 }
 
 /// What [`show`] prints.
-pub const SHOW_STAGES: [&str; 11] = [
+pub const SHOW_STAGES: [&str; 13] = [
     "manifest",
     "model",
     "program",
@@ -47,6 +49,8 @@ pub const SHOW_STAGES: [&str; 11] = [
     "why",
     "rows-schedule",
     "rows-source",
+    "waves",
+    "waves-source",
 ];
 
 /// Says for every stage whether a build would run it, and which line of its key changed. Runs nothing but the import of
@@ -144,6 +148,11 @@ pub fn show(workspace: &Workspace, manifest: &Manifest, target: &Target, stage: 
         "rows-source" => {
             needs_kernel(target, stage)?;
             Ok(emit(&prompt_batch(&context)?, target, Trace::Off).text)
+        }
+        "waves" => Ok(plan_waves(target, &prompt_batch(&context)?)?.plan().to_string()),
+        "waves-source" => {
+            needs_kernel(target, stage)?;
+            Ok(waves::emit(&plan_waves(target, &prompt_batch(&context)?)?, target, Trace::Off).text)
         }
         _ => Ok(why_text(&context, &model.keyed)),
     }

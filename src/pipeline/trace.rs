@@ -12,6 +12,7 @@ use crate::trace::{Span, Stamps, Table, spans, table};
 
 use super::chain::{Chain, Host};
 use super::device_rows::trace_rows;
+use super::device_waves::trace_waves;
 use super::execute::load_session;
 use super::stages::Generated;
 use super::{Prepared, Workspace};
@@ -98,6 +99,41 @@ impl Prepared {
             bytes_per_step,
             floor_us: target.measured.read_bytes_per_s.map(|per_s| bytes_per_step as f64 / per_s * 1e6),
             table: table(&spans, schedule.machine.sms, steps),
+            spans,
+        })
+    }
+
+    /// Runs the kernel of waves with time stamps, on a chunk of `tokens` tokens from `position` on.
+    ///
+    /// # Errors
+    /// As [`Prepared::trace`]; a model or a target that has no kernel of waves.
+    pub fn trace_prompt(&self, workspace: &Workspace, tokens: u32, position: u32) -> Result<Traced, Fault> {
+        let Prepared { manifest, target, imported, .. } = self;
+        let (most, context_max) = (crate::waves::CHUNK_ROWS, manifest.decode.context_max);
+        if tokens == 0 || tokens > most || u64::from(position) + u64::from(tokens) > u64::from(context_max) {
+            let message = format!(
+                "a chunk of {tokens} tokens at {position}: expected 1 to {most}, within a context of {context_max}"
+            );
+            return Err(Fault::input(message));
+        }
+        let host = Host::new(workspace);
+        let chain = self.chain(workspace, &host);
+        let found = host.device(target)?.ok_or_else(|| {
+            Fault::input(format!("target `{}` has no kernel to trace", target.name))
+                .with_remedy("name a CUDA target of the manifest with `--target`")
+        })?;
+        let device = Device::open(found.ordinal)?;
+        let (spans, step_us, sms) = trace_waves(&chain, &device, tokens, position, WARM_UP)?;
+        let bytes_per_step = step_bytes(&self.validated, &imported.graph, tokens, position + tokens / 2);
+        Ok(Traced {
+            hardware: found.name.clone(),
+            sms,
+            position,
+            steps: 1,
+            step_us,
+            bytes_per_step,
+            floor_us: target.measured.read_bytes_per_s.map(|per_s| bytes_per_step as f64 / per_s * 1e6),
+            table: table(&spans, sms, 1),
             spans,
         })
     }

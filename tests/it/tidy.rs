@@ -6,7 +6,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use monobloc::codegen::{HEADERS, ROWS_HEADERS};
+use monobloc::codegen::{HEADERS, ROWS_HEADERS, WAVES_HEADERS};
 use monobloc::manifest::Manifest;
 use monobloc::model::config::schema_table;
 use monobloc::target::Target;
@@ -46,16 +46,19 @@ const IMPORTS: &[(&str, &[&str])] = &[
     ("reference", &["dtype", "model"]),
     // The judges import neither lowering nor scheduling, nor each other.
     ("validate", &["dtype", "error", "format", "ir", "model", "target", "text"]),
+    // A plan over a proven schedule, and its proof.
+    ("waves", &["dtype", "id", "ir", "target", "validate"]),
     // Runs rows only with tables that the guard gave out.
     ("interp", &["dtype", "error", "format", "ir", "model", "pack", "pages", "random", "rows", "sample"]),
     // Prints and encodes what was proven; decides nothing.
-    ("codegen", &["digest", "dtype", "format", "ir", "model", "rows", "target", "validate"]),
+    ("codegen", &["digest", "dtype", "format", "ir", "model", "rows", "target", "validate", "waves"]),
     // Source in, cubin out, bytes to a device; only kernels and their sessions know what a schedule is.
     ("cuda", &["codegen", "error", "target"]),
     ("cuda/kernel", &["codegen", "ir", "trace"]),
     ("cuda/session", &["codegen", "error", "ir", "pack", "sample", "target"]),
     // Launches rows only with tables that the guard gave out.
     ("cuda/rows", &["codegen", "error", "ir", "rows", "target"]),
+    ("cuda/waves", &["codegen", "rows", "trace", "waves"]),
     (
         "check",
         &[
@@ -148,6 +151,8 @@ const SYNCHRONISES_ELSEWHERE: &[(&str, &str, &str)] = &[
     ("runtime/kernel.cuh", "__syncthreads", "once, before the roles of the warps part"),
     ("ops/select.cuh", "__threadfence_system", "the token reaches the host before the count that says so"),
     ("rows/ring.cuh", "wait_expired", "the loader's wait for the acquired step, bounded as all"),
+    ("waves/kernel.cuh", "fence.mbarrier_init", "once, before the roles of the warps part"),
+    ("waves/kernel.cuh", "__syncthreads", "once, before the roles of the warps part"),
     ("rows/select.cuh", "__threadfence_system", "the tokens reach the host before the count that says so"),
 ];
 
@@ -599,16 +604,19 @@ fn the_compiler_gets_every_header_and_the_master_header_includes_them() {
         .iter()
         .map(|source| source.path.trim_start_matches("kernels/").to_string())
         .collect();
-    let mut listed: Vec<&str> = HEADERS.iter().chain(&ROWS_HEADERS).map(|(name, _)| *name).collect();
+    let mut listed: Vec<&str> =
+        HEADERS.iter().chain(&ROWS_HEADERS).chain(&WAVES_HEADERS).map(|(name, _)| *name).collect();
     listed.sort();
     assert_eq!(files, listed, "files below kernels/ and HEADERS of src/codegen/mod.rs");
-    let master = read("kernels/monobloc.cuh") + &read("kernels/monobloc_rows.cuh");
+    let master = ["", "_rows", "_waves"].map(|of| read(&format!("kernels/monobloc{of}.cuh"))).concat();
     let mut included: Vec<&str> =
         master.lines().filter_map(|line| line.strip_prefix("#include \"")?.strip_suffix('"')).collect();
-    // The header for rows includes that for one row.
-    included.push("monobloc_rows.cuh");
+    // The headers for rows and for waves include that for one row.
     included.sort();
-    assert_eq!(included, listed, "monobloc.cuh and monobloc_rows.cuh include every header");
+    included.dedup();
+    included.extend(["monobloc_rows.cuh", "monobloc_waves.cuh"]);
+    included.sort();
+    assert_eq!(included, listed, "the headers of each kind of kernel include every header");
 }
 
 /// Compares a document with what the code says, or writes it under `BLESS=1`.

@@ -1,0 +1,9 @@
+// The one header that generated kernels of waves include: everything, in order of dependence.
+#pragma once
+#include "monobloc.cuh"
+#include "waves/context.cuh"
+#include "waves/ring.cuh"
+#include "waves/rows.cuh"
+#include "waves/matmul.cuh"
+#include "waves/attention.cuh"
+#include "waves/kernel.cuh"

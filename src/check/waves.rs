@@ -1,0 +1,151 @@
+//! Compares a kernel of waves with a kernel for rows that was checked, over one cache.
+
+use super::{CheckError, Checked, Figures, Judge, Tolerance, check_ids, given, worst};
+use crate::cuda::rows::RowsSession;
+use crate::cuda::waves::WavesSession;
+use crate::ir::op::{Op, Role};
+use crate::ir::program::Program;
+use crate::ir::schedule::Schedule;
+use crate::pages::Pool;
+use crate::rows::{Guard, Request, Row, SequenceId, Shape};
+
+/// Tokens of the chunks that the kernel of waves reads: some blocks of rows, whole and not, and one row.
+const CHUNKS: [u32; 5] = [200, 1, 440, 300, 100];
+/// Keys and values of a position against those of the other kernel, norm of the difference by norm. Both round the same values to bf16, in
+/// sums of another order, and each layer builds on the differences of the one before.
+const CACHE_REL_L2_MAX: f64 = 0.08;
+
+/// Positions that the check writes for each of two sequences, at most; and what follows them.
+pub const POSITIONS: u32 = 200 + 1 + 440 + 300 + 100 + 1;
+
+/// Reads one text with both kernels, each into pages of its own, and compares the keys and values of every position in every layer, and
+/// the logits of the token after them. `rows` was checked before (`judged`), and both sessions share pack and cache.
+///
+/// # Errors
+/// The first position that is out of tolerance, or what a device refuses.
+pub fn check_waves(
+    schedule: &Schedule,
+    judged: &Checked,
+    rows: &mut RowsSession,
+    waves: &mut WavesSession,
+) -> Result<Checked, CheckError> {
+    let shape = *waves.shape();
+    let (program, vocab) = (&schedule.program, rows.vocab());
+    let ids = check_ids(vocab, POSITIONS.min(shape.context_max));
+    let (text, next) = ids.split_at(ids.len() - 1);
+    let (mut pool, mut guard) = (Pool::new(shape), Guard::new(shape));
+    let mut open = || {
+        let sequence = pool.open().expect("two sequences");
+        pool.reserve(sequence, ids.len() as u32).expect("pages for the check");
+        sequence
+    };
+    let [by_rows, by_waves] = [open(), open()];
+    let mut edits = pool.take_edits();
+    let mut request = |sequence: SequenceId, position: u32, count: usize, wants_logits: bool| {
+        let row = |position| Row { sequence, position, wants_logits };
+        let rows = (position..position + count as u32).map(row).collect();
+        Request { rows, steps: 1, edits: std::mem::take(&mut edits) }
+    };
+    let mut position = 0;
+    for tokens in text.chunks(rows.shape().rows as usize) {
+        let request = request(by_rows, position, tokens.len(), false);
+        let tables = guard.admit(&request).expect("pages of the pool keep all facts");
+        rows.run(tables, &given(tokens), &[], false)?;
+        position += tokens.len() as u32;
+    }
+    let mut position = 0;
+    for chunk in CHUNKS {
+        let tokens: Vec<u32> = text.iter().copied().skip(position as usize).take(chunk as usize).collect();
+        if tokens.is_empty() {
+            break;
+        }
+        let request = request(by_waves, position, tokens.len(), false);
+        let tables = guard.admit(&request).expect("pages of the pool keep all facts");
+        waves.read(tables, &tokens)?;
+        position += tokens.len() as u32;
+    }
+    let mut judge = Judge::new(Tolerance::of_device(program.precision));
+    judge.figures = Figures {
+        error_rel_l2: compare_caches(schedule, &shape, rows, &pool, [by_rows, by_waves], position)?,
+        ..judged.figures
+    };
+    let mut after = |sequence: SequenceId| -> Result<Vec<f32>, CheckError> {
+        let tables = guard.admit(&request(sequence, position, 1, true)).expect("pages of the pool keep all facts");
+        rows.poison_logits()?;
+        rows.run(tables, &given(next), &[], true)?;
+        Ok(rows.logits(0)?)
+    };
+    let (expected, found) = (after(by_rows)?, after(by_waves)?);
+    judge.compare_row(vocab, position, &expected, &found)?;
+    Ok(Checked { figures: judge.figures })
+}
+
+/// A cache of a layer: its place in the arena, KV heads, and bytes of a row of one.
+fn caches(program: &Program, placement: &[Option<u64>]) -> Vec<(u64, u64, u64)> {
+    let appended = program.grids.iter().filter_map(|grid| match &grid.op {
+        Op::Attention(a) => Some([Role::AppendK, Role::AppendV].map(|role| (a.kv_heads(), grid.operand(role)))),
+        _ => None,
+    });
+    let place = |(heads, operand): (u32, Option<&crate::ir::program::Operand>)| {
+        let buffer = operand?.buffer;
+        let declared = &program.buffers[buffer.index()];
+        let row_bytes = u64::from(declared.cols / heads.max(1)) * declared.dtype.bytes() as u64;
+        Some((placement[buffer.index()]?, u64::from(heads), row_bytes))
+    };
+    appended.flatten().filter_map(place).collect()
+}
+
+/// Keys and values of positions `0..positions` of two sequences, in every layer: the largest relative difference of a position.
+fn compare_caches(
+    schedule: &Schedule,
+    shape: &Shape,
+    session: &RowsSession,
+    pool: &Pool,
+    sequences: [SequenceId; 2],
+    positions: u32,
+) -> Result<f64, CheckError> {
+    let pool_rows = u64::from(shape.pages) * u64::from(shape.page_rows);
+    let mut most = 0.0;
+    for (place, heads, row_bytes) in caches(&schedule.program, &schedule.placement) {
+        for block in 0..positions.div_ceil(shape.page_rows) {
+            let rows = (positions - block * shape.page_rows).min(shape.page_rows) as usize;
+            let mut sums = vec![(0.0f64, 0.0f64); rows];
+            for head in 0..heads {
+                let of = |sequence: SequenceId| {
+                    let page = pool.page(sequence, block).map_or(0, |page| u64::from(page.0));
+                    let row = head * pool_rows + page * u64::from(shape.page_rows);
+                    session.read_cache(place + row * row_bytes, rows * row_bytes as usize)
+                };
+                let (expected, found) = (of(sequences[0])?, of(sequences[1])?);
+                let values = expected.iter().zip(&found).map(|(&e, &f)| (bf16(e), bf16(f)));
+                for (i, (e, f)) in values.enumerate() {
+                    let (difference, norm) = &mut sums[i / (row_bytes as usize / 2)];
+                    *difference += (e - f) * (e - f);
+                    *norm += e * e;
+                }
+            }
+            for (row, (difference, norm)) in (0u32..).zip(sums) {
+                let error = (difference / norm).sqrt();
+                most = worst(most, error);
+                // A NaN is no smaller than the bound.
+                if error.is_nan() || error > CACHE_REL_L2_MAX {
+                    let figures = Figures { error_rel_l2: error, ..Figures::default() };
+                    let what = "norm of the difference of keys or values of a layer by that of the other kernel";
+                    let position = block * shape.page_rows + row;
+                    return Err(CheckError::Wrong {
+                        position,
+                        what,
+                        expected: CACHE_REL_L2_MAX,
+                        found: error,
+                        figures,
+                    });
+                }
+            }
+        }
+    }
+    Ok(most)
+}
+
+fn bf16(bits: u16) -> f64 {
+    f64::from(f32::from_bits(u32::from(bits) << 16))
+}

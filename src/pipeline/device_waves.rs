@@ -1,0 +1,109 @@
+//! Owns the kernel that reads long prompt chunks: its plan, its proof, and loading it beside a kernel for rows.
+
+use super::chain::Chain;
+use super::compile::Cubin;
+use super::device_rows::{place_kernel, prove_kernel, rows_of};
+use super::execute::upload_pack;
+use super::stages::Generated;
+use crate::check::{Checked, check_ids, check_waves};
+use crate::codegen::emit::Trace;
+use crate::codegen::waves::emit;
+use crate::cuda::driver::Device;
+use crate::cuda::rows::RowsSession;
+use crate::cuda::waves::WavesSession;
+use crate::defaults::rows::Room;
+use crate::digest::Digest;
+use crate::error::Fault;
+use crate::ir::program::Space;
+use crate::pages::Pool;
+use crate::rows::{Guard, Request, Row};
+use crate::target::Target;
+use crate::trace::{Span, wave_spans};
+use crate::validate::Validated;
+use crate::waves::{CHUNK_ROWS, Proven, Wave, derive, prove};
+use std::sync::Arc;
+
+/// Plans and proves the kernel of waves over the pack and the pages of a kernel for rows.
+///
+/// # Errors
+/// What kernels of waves cannot do of the model or on the target. A plan that is not proven is a fault of this program.
+pub(super) fn plan_waves<'a>(target: &Target, rows: &'a Validated) -> Result<Proven<'a>, Fault> {
+    let plan = derive(rows.schedule(), target, CHUNK_ROWS)
+        .map_err(|refused| Fault::input(format!("no kernel of waves: {refused}")))?;
+    prove(plan, rows, target).map_err(|violations| {
+        let all: Vec<String> = violations.iter().map(ToString::to_string).collect();
+        Fault::internal(format!("a plan of waves is not proven: {}", all.join("; ")))
+    })
+}
+
+/// Compiles a proven plan.
+///
+/// # Errors
+/// No compiler, and no cubin of this source in the cache.
+pub(super) fn waves_cubin(chain: &Chain<'_>, proven: &Proven<'_>, trace: Trace) -> Result<Box<Cubin>, Fault> {
+    let source = emit(proven, chain.context.target, trace);
+    Ok(chain.compile(&Generated { content: Digest::of(source.text.as_bytes()), source })?)
+}
+
+/// Makes and loads the kernel of waves beside `rows`, the session of `validated` that was checked (`judged`), and checks it against that.
+///
+/// # Errors
+/// As [`plan_waves`]; what compiler or device refuse; keys or values that differ.
+pub(super) fn waves_beside(
+    chain: &Chain<'_>,
+    device: &Device,
+    validated: &Validated,
+    judged: &Checked,
+    rows: &mut RowsSession,
+) -> Result<(WavesSession, Checked), Fault> {
+    let proven = plan_waves(chain.context.target, validated)?;
+    let cubin = waves_cubin(chain, &proven, Trace::Off)?;
+    let mut waves = WavesSession::load(device, &proven, &cubin.bytes, Trace::Off, rows.pack(), rows.cache())?;
+    let checked = check_waves(validated.schedule(), judged, rows, &mut waves)?;
+    Ok((waves, checked))
+}
+
+/// Reads `tokens` tokens of a made-up text from `position` on with time stamps, once after `warm_up` reads like it.
+///
+/// # Errors
+/// As [`plan_waves`]; what compiler or device refuse.
+pub(super) fn trace_waves(
+    chain: &Chain<'_>,
+    device: &Device,
+    tokens: u32,
+    position: u32,
+    warm_up: u32,
+) -> Result<(Vec<Span>, f64, u32), Fault> {
+    let rows = rows_of(&chain.context).first().copied().unwrap_or(0);
+    let room = Room { rows, sequences: rows, positions: u64::from(rows * (position + tokens).next_multiple_of(256)) };
+    let validated = prove_kernel(&chain.context, place_kernel(&chain.context, &chain.candidate, room)?)?;
+    let proven = plan_waves(chain.context.target, &validated)?;
+    let cubin = waves_cubin(chain, &proven, Trace::On)?;
+    let pack = upload_pack(device, &validated, &chain.pack()?)?;
+    let schedule = validated.schedule();
+    let cache = Arc::new(device.alloc(schedule.arena_bytes(Space::Cache))?);
+    let mut waves = WavesSession::load(device, &proven, &cubin.bytes, Trace::On, pack, cache)?;
+    let shape = *waves.shape();
+    let ids = check_ids(chain.context.imported.graph.vocab, position + tokens);
+    let mut device_us = 0.0;
+    for _ in 0..=warm_up {
+        let (mut pool, mut guard) = (Pool::new(shape), Guard::new(shape));
+        let opened = pool.open().and_then(|sequence| pool.reserve(sequence, position + tokens).map(|()| sequence));
+        let sequence = opened.map_err(|error| Fault::internal(error.to_string()))?;
+        let mut edits = pool.take_edits();
+        let mut at = 0;
+        for chunk in ids[..position as usize].chunks(shape.rows as usize).chain([&ids[position as usize..]]) {
+            let row = |position| Row { sequence, position, wants_logits: false };
+            let rows = (at..at + chunk.len() as u32).map(row).collect();
+            let request = Request { rows, steps: 1, edits: std::mem::take(&mut edits) };
+            let tables = guard.admit(&request).map_err(|refused| Fault::internal(refused.to_string()))?;
+            device_us = waves.read(tables, chunk)?;
+            at += chunk.len() as u32;
+        }
+    }
+    let plan = proven.plan();
+    let name = |wave: &Wave| (wave.action.name(), schedule.program.grids[wave.grid.index()].name.as_str());
+    let names: Vec<_> = plan.waves.iter().map(name).collect();
+    let spans = wave_spans(&names, &waves.stamps()?).map_err(|error| Fault::internal(format!("the trace: {error}")))?;
+    Ok((spans, device_us, plan.machine.sms))
+}

@@ -1,0 +1,427 @@
+//! The proof of a plan: it computes the program of a proven schedule, without a race and without a deadlock.
+//!
+//! A deadlock is excluded by form: all SMs execute all waves in order, each adds one to the count after each, and waits for counts of
+//! earlier waves only. Within an SM the loader fills chunks in the order in which consumers take them, and both walk the same shares.
+//! The rest is what the rules below say. They believe nothing that [`super::derive`] computed.
+
+use super::{
+    Action, BLOCK_ROWS, Division, Input, Layout, NormOf, Over, PASS_MAX, Plan, Share, Sum, Target as Written,
+    UNIT_GROUPS, Wave, WorkId,
+};
+use crate::dtype::DType;
+use crate::ir::op::{Attention, Epilogue, MatVec, NormAttr, Op, Role};
+use crate::ir::program::{Grid, Space};
+use crate::ir::{BufferId, GridId};
+use crate::target::Target;
+use crate::validate::Validated;
+use std::collections::BTreeMap;
+use std::fmt;
+
+/// A rule that a plan breaks, and where.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Violation {
+    pub rule: &'static str,
+    /// The wave, counted from 0.
+    pub wave: Option<usize>,
+    pub what: String,
+}
+
+impl fmt::Display for Violation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "`{}`: ", self.rule)?;
+        if let Some(wave) = self.wave {
+            write!(f, "wave {wave}: ")?;
+        }
+        f.write_str(&self.what)
+    }
+}
+
+/// A plan that was proven, and the schedule that it was proven against. There is no other way to make one.
+#[derive(Debug, Clone)]
+pub struct Proven<'a> {
+    plan: Plan,
+    validated: &'a Validated,
+}
+
+impl<'a> Proven<'a> {
+    pub fn plan(&self) -> &Plan {
+        &self.plan
+    }
+
+    pub fn validated(&self) -> &'a Validated {
+        self.validated
+    }
+}
+
+/// Proves a plan of the program of `validated` on `target`.
+///
+/// # Errors
+/// The rules that it breaks.
+pub fn prove<'a>(plan: Plan, validated: &'a Validated, target: &Target) -> Result<Proven<'a>, Vec<Violation>> {
+    let mut judge = Judge { plan: &plan, validated, found: vec![], holds: BTreeMap::new(), residual: None };
+    judge.machine(target);
+    judge.arena();
+    judge.divisions();
+    // What follows indexes what these rules bound.
+    if judge.found.is_empty() {
+        judge.waves();
+    }
+    let found = judge.found;
+    if found.is_empty() { Ok(Proven { plan, validated }) } else { Err(found) }
+}
+
+/// What a buffer of activations holds.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Value {
+    /// What the program has in this exchange.
+    Exchange(BufferId),
+    /// The residual when the program had it in this exchange, normalised.
+    Normed(BufferId, Option<NormOf>),
+    /// The rotated queries of a grid of attention.
+    Queries(GridId),
+}
+
+struct Judge<'a> {
+    plan: &'a Plan,
+    validated: &'a Validated,
+    found: Vec<Violation>,
+    holds: BTreeMap<WorkId, Value>,
+    /// The residual of activations, and the exchange in which the program has the same.
+    residual: Option<(WorkId, BufferId)>,
+}
+
+impl Judge<'_> {
+    fn violate(&mut self, rule: &'static str, wave: Option<usize>, what: impl Into<String>) {
+        self.found.push(Violation { rule, wave, what: what.into() });
+    }
+
+    /// `machine`: blocks, registers and shared memory are there.
+    fn machine(&mut self, target: &Target) {
+        let (m, spec) = (&self.plan.machine, &target.spec);
+        let threads = (m.warps + m.loader_warps) * 32;
+        let registers = 32 * (m.warps * m.registers + m.loader_warps * m.loader_registers);
+        let smem = u64::from(m.slots) * u64::from(m.slot_bytes) + u64::from(m.state_bytes);
+        let wrong = [
+            (m.target != target.name, "another target"),
+            (m.sms == 0 || m.sms > spec.sm_count, "more blocks than SMs, which would wait for each other for ever"),
+            (m.warps != 8 || m.loader_warps != 4, "expected 8 warps and a loader of 4"),
+            (threads > spec.threads_per_block_max, "too many threads"),
+            (registers > spec.registers_per_sm, "too many registers"),
+            (smem > u64::from(spec.smem_bytes_per_block_max), "too much shared memory"),
+            (m.slots < 2 || !m.slot_bytes.is_multiple_of(128), "expected 2 slots at least, of whole cache lines"),
+            // A watchdog of 24 bytes, two barriers for each slot, and eight statistics of each warp.
+            (m.state_bytes < 24 + 16 * m.slots + 32 * m.warps, "too little room for barriers"),
+        ];
+        for (_, what) in wrong.into_iter().filter(|(wrong, _)| *wrong) {
+            self.violate("machine", None, what);
+        }
+        if self.plan.rows == 0 || !self.plan.rows.is_multiple_of(BLOCK_ROWS) {
+            self.violate("machine", None, "expected whole blocks of rows");
+        }
+    }
+
+    /// `arena`: activations lie side by side.
+    fn arena(&mut self) {
+        let mut places: Vec<_> = self.plan.work.iter().map(|w| (w.place, w.bytes(self.plan.rows))).collect();
+        places.sort_unstable();
+        let apart = places.windows(2).all(|pair| pair[0].0.saturating_add(pair[0].1) <= pair[1].0);
+        if !apart || places.iter().any(|(place, _)| !place.is_multiple_of(256)) {
+            self.violate("arena", None, "buffers of activations overlap, or begin within 256 bytes");
+        }
+    }
+
+    /// `partition`: every launch index of every row is one share's, for every number of blocks of rows.
+    fn divisions(&mut self) {
+        let plan = self.plan;
+        for (d, division) in plan.divisions.iter().enumerate() {
+            let Division { over, shares } = division;
+            if shares.len() as u32 != plan.rows / BLOCK_ROWS {
+                self.violate("partition", None, format!("d{d}: expected shares of each number of blocks"));
+                continue;
+            }
+            for (blocks, of_sms) in (1..).zip(shares) {
+                if of_sms.len() as u32 != plan.machine.sms {
+                    self.violate("partition", None, format!("d{d}: expected shares of each SM"));
+                } else if let Err(what) = partitions(*over, blocks * BLOCK_ROWS, of_sms) {
+                    self.violate("partition", None, format!("d{d}, {blocks} blocks: {what}"));
+                }
+            }
+        }
+    }
+
+    /// `order`: the waves are those of the grids of the program, in order, up to the last append.
+    fn waves(&mut self) {
+        let (plan, validated) = (self.plan, self.validated);
+        let program = &validated.schedule().program;
+        let Some(last) = program.last_append() else {
+            return self.violate("order", None, "the program appends nothing");
+        };
+        let mut next = 0;
+        for (g, grid) in program.grids.iter().enumerate().take(last.index() + 1) {
+            let id = GridId::from(g);
+            let first = next;
+            while plan.waves.get(next).is_some_and(|wave| wave.grid == id) {
+                next += 1;
+            }
+            let waves = &plan.waves[first..next];
+            for (w, wave) in (first..).zip(waves) {
+                self.in_bounds(w, wave);
+            }
+            if !self.found.is_empty() {
+                return;
+            }
+            if let Err(what) = self.grid(id, grid, first, waves, id == last) {
+                return self.violate("order", Some(first), format!("{id} {}: {what}", grid.name));
+            }
+        }
+        if next != plan.waves.len() {
+            self.violate("order", Some(next), "a wave of no grid, or of one that has passed");
+        }
+    }
+
+    /// `bounds`: what a wave names is there. `in-place`: it writes nothing that it reads, apart from its residual.
+    fn in_bounds(&mut self, w: usize, wave: &Wave) {
+        let (reads, writes) = wave.action.accesses();
+        let exists = |id: &WorkId| id.index() < self.plan.work.len();
+        if !reads.iter().chain(&writes).all(exists) || wave.division.index() >= self.plan.divisions.len() {
+            return self.violate("bounds", Some(w), "a buffer or a division that does not exist");
+        }
+        let residual = match wave.action {
+            Action::Rows { residual, .. } | Action::MatMul { target: Written::Residual(residual), .. } => {
+                Some(residual)
+            }
+            _ => None,
+        };
+        let both = |id: &&WorkId| writes.contains(id) && Some(**id) != residual;
+        let twice = writes.iter().enumerate().any(|(i, id)| writes[..i].contains(id));
+        if reads.iter().any(|id| both(&id)) || twice {
+            self.violate("in-place", Some(w), "a buffer is read and written, or written twice");
+        }
+    }
+
+    fn layout(&self, id: WorkId, layout: Layout, cols: u32) -> Result<(), String> {
+        let work = &self.plan.work[id.index()];
+        let right = work.layout == layout && work.cols == cols;
+        if right { Ok(()) } else { Err(format!("{id} is {:?} of {} columns", work.layout, work.cols)) }
+    }
+
+    /// The waves of one grid, from `first` on.
+    fn grid(&mut self, id: GridId, grid: &Grid, first: usize, waves: &[Wave], is_last: bool) -> Result<(), String> {
+        let buffer = |role: Role| grid.operand(role).map(|operand| operand.buffer).ok_or("an operand is missing");
+        let no = |what: &str| Err(what.to_string());
+        match (&grid.op, waves) {
+            (Op::Select | Op::Report, []) => Ok(()),
+            (Op::Embed { scale, everywhere: false }, [wave]) => {
+                let Action::Rows { residual, sum: Some(Sum::Embed { table, scale: times }), out } = wave.action else {
+                    return no("expected rows that embed");
+                };
+                let (cols, table_of, out_of) =
+                    (self.cols(buffer(Role::Table)?), buffer(Role::Table)?, buffer(Role::Out)?);
+                if table != table_of || times.to_bits() != scale.to_bits() || self.residual.is_some() {
+                    return no("another table or scale");
+                }
+                self.layout(residual, Layout::Rows(DType::F32), cols)?;
+                self.residual = Some((residual, out_of));
+                self.rows_end(wave, out)
+            }
+            (Op::NormAdd { norm, scale, everywhere: false, width }, [wave]) => {
+                let Action::Rows { residual, sum: Some(Sum::Branch { branch, norm: of, scale: times }), out } =
+                    wave.action
+                else {
+                    return no("expected rows that add a branch");
+                };
+                self.layout(branch, Layout::Rows(DType::Bf16), *width)?;
+                self.holds(branch, Value::Exchange(buffer(Role::X)?))?;
+                if of != norm_of(grid, *norm) || times.to_bits() != scale.to_bits() {
+                    return no("another norm or scale");
+                }
+                self.sums(residual, buffer(Role::Out)?, *width)?;
+                self.rows_end(wave, out)
+            }
+            (Op::MatVec(m), [product]) => self.product(grid, m, product, first),
+            (Op::MatVec(m), [rows, product]) => {
+                let Action::Rows { residual, sum: None, out: Some(out) } = rows.action else {
+                    return no("expected rows that norm");
+                };
+                if self.residual.map(|(id, _)| id) != Some(residual) {
+                    return no("another residual");
+                }
+                self.rows_end(rows, Some(out))?;
+                self.product(grid, m, product, first + 1)
+            }
+            (Op::Attention(a), [append, rest @ ..]) => self.attention(id, grid, a, append, rest, is_last),
+            _ => no("expected other waves of this op"),
+        }
+    }
+
+    /// The append of a grid of attention, and what comes after it unless it is the last one.
+    fn attention(
+        &mut self,
+        id: GridId,
+        grid: &Grid,
+        a: &Attention,
+        append: &Wave,
+        rest: &[Wave],
+        is_last: bool,
+    ) -> Result<(), String> {
+        let buffer = |role: Role| grid.operand(role).map(|operand| operand.buffer).ok_or("an operand is missing");
+        let no = |what: &str| Err(what.to_string());
+
+        let Action::Append { x, queries } = append.action else { return no("expected an append") };
+        let cols = a.heads * a.head_dim;
+        self.holds(x, Value::Exchange(buffer(Role::Q)?))?;
+        self.layout(x, Layout::Rows(DType::Bf16), cols + 2 * a.kv_heads() * a.head_dim)?;
+        self.layout(queries, Layout::Rows(DType::Bf16), cols)?;
+        self.over(append, Over::Rows)?;
+        self.holds.insert(queries, Value::Queries(id));
+        let attends = self.validated.schedule().attention_variant(id).is_some_and(|variant| variant.swizzled);
+        if !attends || a.splits != 1 {
+            return no("expected attention of whole heads on tensor cores");
+        }
+        match rest {
+            [] if is_last => Ok(()),
+            [wave] if !is_last => {
+                let Action::Attend { queries, out, tile } = wave.action else {
+                    return no("expected attention");
+                };
+                self.holds(queries, Value::Queries(id))?;
+                self.layout(out, Layout::Operand, cols)?;
+                self.over(wave, Over::Heads { n: a.heads / a.heads_per_task, rows: 8 / a.heads_per_task * 16 })?;
+                let program = &self.validated.schedule().program;
+                let cache = &program.buffers[buffer(Role::AppendK)?.index()];
+                let page = cache.paging.map_or(0, |paging| paging.rows);
+                // A row of a KV head: a multiple of 16 bytes.
+                let row = (a.head_dim * cache.dtype.bytes() as u32).next_multiple_of(16);
+                let pages = tile > 0 && tile.is_multiple_of(16) && page > 0 && page.is_multiple_of(tile);
+                if !pages || 2 * tile * row > self.plan.machine.slot_bytes {
+                    return no("a tile of keys and values that no slot holds, or no page");
+                }
+                self.holds.insert(out, Value::Exchange(buffer(Role::Out)?));
+                Ok(())
+            }
+            _ => no("expected attention after the append, but in the last layer"),
+        }
+    }
+
+    /// The end of a wave of rows: the input that it leaves.
+    fn rows_end(&mut self, wave: &Wave, out: Option<Input>) -> Result<(), String> {
+        self.over(wave, Over::Rows)?;
+        let (Some(Input { to, norm }), Some((residual, exchange))) = (out, self.residual) else { return Ok(()) };
+        self.layout(to, Layout::Operand, self.plan.work[residual.index()].cols)?;
+        self.holds.insert(to, Value::Normed(exchange, norm));
+        Ok(())
+    }
+
+    fn product(&mut self, grid: &Grid, m: &MatVec, wave: &Wave, w: usize) -> Result<(), String> {
+        let program = &self.validated.schedule().program;
+        let Action::MatMul { x, target, pass } = wave.action else { return Err("expected a product".to_string()) };
+        let buffer = |role: Role| grid.operand(role).map(|operand| operand.buffer).ok_or("an operand is missing");
+        let input = buffer(Role::X)?;
+        self.layout(x, Layout::Operand, m.k)?;
+        let found = self.holds.get(&x).copied();
+        let expected = m.norm.map(|norm| norm_of(grid, norm));
+        let same = match found {
+            Some(Value::Exchange(of)) => of == input && m.norm.is_none(),
+            Some(Value::Normed(of, norm)) => of == input && norm == expected,
+            _ => false,
+        };
+        if !same || m.own_input {
+            return Err(format!("{x} holds {found:?}, expected the input of the product"));
+        }
+        let weights = &program.buffers[buffer(Role::Weight)?.index()];
+        if !weights.format().is_plain() || weights.dtype != DType::Bf16 {
+            return Err("weights that are not bf16".to_string());
+        }
+        self.over(wave, Over::Units { n: m.units() })?;
+        // 64 of k of all rows and of all units of a pass; of units of 2 rows, 128.
+        let spans = if m.unit_rows == 2 { 4 } else { 2 };
+        let granules = spans * m.unit_rows / 8;
+        let bytes = spans * BLOCK_ROWS * 64 + pass.next_multiple_of(UNIT_GROUPS) * granules * 512;
+        if pass == 0 || pass > PASS_MAX || bytes > self.plan.machine.slot_bytes {
+            self.violate("ring", Some(w), format!("{bytes} bytes of a pass of {pass} units, which no slot holds"));
+        }
+        match (m.epilogue, target) {
+            (Epilogue::Residual { .. }, Written::Residual(residual)) => self.sums(residual, buffer(Role::Out)?, m.rows),
+            (Epilogue::Store | Epilogue::Act(_) | Epilogue::Gated(_), Written::Out(out)) => {
+                let to = buffer(Role::Out)?;
+                let work = &self.plan.work[out.index()];
+                if work.cols != self.cols(to) || !work.cols.is_multiple_of(2) || work.layout == Layout::Rows(DType::F32)
+                {
+                    return Err(format!("{out} is {:?} of {} columns", work.layout, work.cols));
+                }
+                self.holds.insert(out, Value::Exchange(to));
+                Ok(())
+            }
+            _ => Err("another epilogue".to_string()),
+        }
+    }
+
+    /// The residual changes as the program's does, and is now what `exchange` holds there.
+    fn sums(&mut self, residual: WorkId, exchange: BufferId, cols: u32) -> Result<(), String> {
+        self.layout(residual, Layout::Rows(DType::F32), cols)?;
+        if self.residual.map(|(id, _)| id) != Some(residual) {
+            return Err("another residual".to_string());
+        }
+        self.residual = Some((residual, exchange));
+        Ok(())
+    }
+
+    fn holds(&self, id: WorkId, expected: Value) -> Result<(), String> {
+        let found = self.holds.get(&id);
+        if found == Some(&expected) { Ok(()) } else { Err(format!("{id} holds {found:?}, expected {expected:?}")) }
+    }
+
+    fn over(&self, wave: &Wave, expected: Over) -> Result<(), String> {
+        let found = self.plan.divisions[wave.division.index()].over;
+        if found == expected { Ok(()) } else { Err(format!("divided over {found:?}, expected {expected:?}")) }
+    }
+
+    fn cols(&self, buffer: BufferId) -> u32 {
+        let buffer = &self.validated.schedule().program.buffers[buffer.index()];
+        debug_assert!(matches!(buffer.space, Space::Exchange | Space::Constant));
+        buffer.cols
+    }
+}
+
+fn norm_of(grid: &Grid, norm: NormAttr) -> NormOf {
+    let of = |role: Role| grid.operand(role).map(|operand| operand.buffer);
+    NormOf { norm, weight: of(Role::NormWeight), bias: of(Role::NormBias) }
+}
+
+/// Whether shares are all of `rows` rows by the launch indices, each once.
+fn partitions(over: Over, rows: u32, of_sms: &[Vec<Share>]) -> Result<(), String> {
+    let (n, aligned) = match over {
+        Over::Rows => (1, 1),
+        Over::Units { n } => (n, BLOCK_ROWS),
+        Over::Heads { n, rows } => (n, rows),
+    };
+    if aligned == 0 || !rows.is_multiple_of(aligned) {
+        return Err(format!("{rows} rows are no whole tiles of {aligned}"));
+    }
+    let (tiles, n) = ((rows / aligned) as usize, n as usize);
+    let mut owned = vec![false; tiles * n];
+    for share in of_sms.iter().flatten() {
+        let Share { row, rows: count, lo, hi } = *share;
+        // Of single rows a share has any number; else one tile.
+        let whole = matches!(over, Over::Rows) || count == aligned;
+        let inside = u64::from(row) + u64::from(count) <= u64::from(rows) && lo < hi && hi as usize <= n;
+        if !whole || !inside || count == 0 || !row.is_multiple_of(aligned) {
+            return Err(format!("{share:?} is out of its bounds"));
+        }
+        if matches!(over, Over::Heads { .. }) && hi != lo + 1 {
+            return Err(format!("{share:?} has several groups of heads"));
+        }
+        for tile in row / aligned..(row + count) / aligned {
+            for index in lo..hi {
+                let own = &mut owned[tile as usize * n + index as usize];
+                if std::mem::replace(own, true) {
+                    return Err(format!("rows from {} on, index {index}: two shares have it", tile * aligned));
+                }
+            }
+        }
+    }
+    match owned.iter().position(|owned| !owned) {
+        Some(at) => Err(format!("rows from {} on, index {}: no share has it", at / n * aligned as usize, at % n)),
+        None => Ok(()),
+    }
+}
