@@ -271,8 +271,8 @@ pub struct Serve {
     /// Requests that wait at a time; one more is refused with status 429
     #[arg(long, value_name = "N", default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..=65536))]
     pub max_waiting: u32,
-    /// Prompt tokens in a step that others decode in: more ends prompts sooner, and delays the others [default: the manifest's
-    /// `chunk_max`, else 8]
+    /// Prompt tokens in a step that others decode in, or wait for: more ends prompts sooner, and delays the others [default: the
+    /// manifest's `chunk_max`, else 8; on a GPU 512, which are read in a launch of their own]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub max_chunk: Option<u32>,
     /// Steps between two looks at what arrived: more is faster on a GPU, and lets requests wait for longer. The target `cpu` takes one

@@ -9,6 +9,7 @@ use super::terminal::interrupt;
 use super::units::{bytes_text, counted};
 use crate::error::Fault;
 use crate::pipeline::{self, Serving, Written};
+use crate::target::TargetKind;
 
 pub fn export(session: &Session, asked: &Export) -> Result<Outcome, Fault> {
     let mut manifest = session.manifest(&asked.manifest)?;
@@ -20,7 +21,8 @@ pub fn export(session: &Session, asked: &Export) -> Result<Outcome, Fault> {
     let workspace = session.workspace(if asked.json { Talk::Nothing } else { Talk::Work })?;
     // What is there so far is removed on the way out.
     let _deferred = interrupt::defer();
-    let serving = Serving::of_manifest(&manifest, 1);
+    // Exports have steps of several rows for the CPU alone.
+    let serving = Serving::of_manifest(&manifest, TargetKind::Cpu, 1);
     let Some(written) = pipeline::export(&workspace, &manifest, &asked.out, &serving, &interrupt::asked)? else {
         return Ok(Outcome::Interrupted);
     };

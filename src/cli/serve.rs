@@ -31,7 +31,7 @@ pub fn serve(session: &Session, asked: &Serve) -> Result<Outcome, Fault> {
     let context_max = manifest.decode.context_max;
     let model = Model { name, vocab: ready.vocab, eos: ready.eos.clone(), context_max };
     let tokens = checked(tokens, ready.vocab)?;
-    let Serving { running_max, chunk_rows, .. } = Serving::of_manifest(manifest, asked.max_steps);
+    let Serving { running_max, chunk_rows, .. } = Serving::of_manifest(manifest, target.kind, asked.max_steps);
     let (running_max, chunk_rows) = (asked.max_batch.unwrap_or(running_max), asked.max_chunk.unwrap_or(chunk_rows));
     let serving = Serving { running_max, chunk_rows, steps_max: asked.max_steps, cache_tokens: asked.cache_tokens };
     let batched = ready.batched(&serving)?;

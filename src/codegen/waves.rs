@@ -3,6 +3,7 @@
 use super::abi::NONE;
 use super::emit::{Trace, act, attention_members, elem, norm_members};
 use super::{Float, HEADERS, KernelSource, WAVES_HEADERS};
+use crate::digest::Digest;
 use crate::ir::layout::PLACE_ALIGN_BYTES;
 use crate::ir::op::{Epilogue, Op, Role};
 use crate::ir::program::Grid;
@@ -83,6 +84,18 @@ pub struct WaveTables {
     pub shares: Vec<Share>,
     /// First share of each number of blocks of rows, division and SM, in this order; one more at the end.
     pub share_index: Vec<u32>,
+}
+
+impl WaveTables {
+    /// Of every byte that is uploaded.
+    pub fn digest(&self) -> Digest {
+        let parts: [&[u8]; 3] = [
+            bytemuck::cast_slice(&self.waves),
+            bytemuck::cast_slice(&self.shares),
+            bytemuck::cast_slice(&self.share_index),
+        ];
+        Digest::of(format!("{:?}", parts.map(Digest::of)).as_bytes())
+    }
 }
 
 /// A configuration of a template, shared by all waves that print the same.

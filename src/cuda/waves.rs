@@ -35,6 +35,8 @@ pub struct WavesSession {
     stamps: DeviceBuffer,
     /// Words of the stamps of a launch; 0 without them.
     stamp_words: usize,
+    /// A chunk is queued or being read.
+    is_flying: bool,
 }
 
 impl WavesSession {
@@ -72,6 +74,7 @@ impl WavesSession {
             shape,
             stamps: device.alloc((stamp_words as u64 * 8).max(16))?,
             stamp_words,
+            is_flying: false,
             vocab: vocab(program),
             grids: plan.waves.iter().map(|wave| program.grids[wave.grid.index()].name.clone()).collect(),
             pack,
@@ -94,13 +97,34 @@ impl WavesSession {
         &self.shape
     }
 
-    /// Reads a chunk of one sequence: keys and values of its tokens are in the cache when this returns. `tables` has a row for each token, at
-    /// consecutive positions, and none wants logits. Returns the time on the device, in microseconds.
+    /// Reads a chunk of one sequence and waits: keys and values of its tokens are in the cache when this returns. `tables` has a row for
+    /// each token, at consecutive positions, and none wants logits. Returns the time on the device, in microseconds.
     ///
     /// # Errors
     /// Tables of another shape, or of several sequences; tokens beyond the vocabulary; a launch that gave up, after which the positions are
     /// not written.
     pub fn read(&mut self, tables: Tables<'_>, tokens: &[u32]) -> Result<f64, SessionError> {
+        self.launch(&tables, tokens)?;
+        let device_us = self.finish()?;
+        tables.finish(1);
+        Ok(device_us)
+    }
+
+    /// Queues the reading of a chunk and returns at once. Its positions count as written for later launches, which the caller queues
+    /// after [`WavesSession::finish`].
+    ///
+    /// # Errors
+    /// As [`WavesSession::read`]; a chunk that was not waited for.
+    pub fn queue(&mut self, tables: Tables<'_>, tokens: &[u32]) -> Result<(), SessionError> {
+        self.launch(&tables, tokens)?;
+        tables.finish(1);
+        Ok(())
+    }
+
+    fn launch(&mut self, tables: &Tables<'_>, tokens: &[u32]) -> Result<(), SessionError> {
+        if self.is_flying {
+            return Err(SessionError::NotFinished);
+        }
         let rows = tables.rows();
         let position = rows.first().map_or(0, |row| row.position);
         // The guard may be that of a kernel for other numbers of rows over the same cache.
@@ -145,10 +169,20 @@ impl WavesSession {
             reserved: 0,
         };
         self.watched.launch(&params)?;
+        self.is_flying = true;
+        Ok(())
+    }
+
+    /// Waits for the queued chunk: its time on the device, in microseconds.
+    ///
+    /// # Errors
+    /// No chunk is queued, or its launch gave up.
+    pub fn finish(&mut self) -> Result<f64, SessionError> {
+        if !std::mem::take(&mut self.is_flying) {
+            return Err(SessionError::NotQueued);
+        }
         let grid = |stuck: &Stuck| self.grids.get(stuck.step as usize).cloned();
-        let device_us = self.watched.finish(TIMEOUT, grid)?;
-        tables.finish(1);
-        Ok(device_us)
+        self.watched.finish(TIMEOUT, grid)
     }
 
     /// Stamps of the last launch, `[sms][waves][STAMP_WORDS]`; none if the kernel was compiled without.

@@ -7,7 +7,7 @@ use std::time::Duration;
 use thiserror::Error;
 
 use super::prefix::{Chain, Prefixes};
-use super::stepper::{Bounds, Launch, LaunchRow, Said, Stepper, Want};
+use super::stepper::{Alone, Bounds, Launch, LaunchRow, Said, Stepper, Want};
 use crate::error::Fault;
 use crate::grammar::{Grammar, GrammarError, Guide};
 use crate::pages::Pool;
@@ -215,6 +215,8 @@ pub struct Engine<S> {
     flying: VecDeque<Flying>,
     requests: u64,
     runs: u64,
+    /// The last launch read a prompt alone, and those that decode waited.
+    was_alone: bool,
     figures: Figures,
 }
 
@@ -242,6 +244,7 @@ impl<S: Stepper> Engine<S> {
             flying: VecDeque::new(),
             requests: 0,
             runs: 0,
+            was_alone: false,
             figures: Figures { pages: bounds.shape.pages, ..Figures::default() },
         })
     }
@@ -360,6 +363,7 @@ impl<S: Stepper> Engine<S> {
     /// Positions of at most `positions` that a choice holds pages for at a time: the window of a launch's rows, where there is one.
     fn held_at_once(&self, positions: u32) -> u32 {
         let Shape { window, rows, page_rows, .. } = self.bounds.shape;
+        let rows = rows.max(self.bounds.alone.map_or(0, |alone| alone.most));
         window.map_or(positions, |window| positions.min(window + rows + 2 * page_rows))
     }
 
@@ -447,10 +451,45 @@ impl<S: Stepper> Engine<S> {
         if needed <= self.pool.free_pages() + self.pool.idle_pages() { steps } else { 1 }
     }
 
+    /// Rows of the prompt of a choice that a launch of their own may read: all but the last token, which decides one.
+    fn alone(&self, running: &Running, decoding: usize) -> usize {
+        let Some(Alone { least, most }) = self.bounds.alone else { return 0 };
+        let most = if decoding == 0 { most } else { most.min(self.limits.chunk_rows) };
+        let (choice, from) = (&running.choice, running.submitted);
+        let count = running.left().saturating_sub(1).min(most as usize);
+        let wants_nothing = choice.scores_prompt.is_none() || choice.scored >= choice.prompt_count();
+        if count >= least as usize && wants_nothing && want(choice, from) == Want::Nothing { count } else { 0 }
+    }
+
+    /// A launch that reads the oldest long prompt alone. Where others decode, they have every second launch.
+    fn launch_alone(&mut self, decoding: usize, events: &mut Vec<Event>) -> Option<(Launch, Flying)> {
+        let may = decoding == 0 || !self.was_alone;
+        let mut long = self.running.iter().map(|(&id, running)| (id, self.alone(running, decoding)));
+        let (id, count) = long.find(|(_, count)| *count > 0).filter(|_| may)?;
+        let from = self.running.get(&id)?.submitted;
+        if !self.make_room(id, (from + count) as u32, events) {
+            return None;
+        }
+        let running = self.running.get_mut(&id)?;
+        let row = |position: usize| {
+            let token = running.choice.tokens[position];
+            LaunchRow { sequence: running.sequence, position: position as u32, token, want: Want::Nothing }
+        };
+        let rows = (from..from + count).map(row).collect();
+        let flying = (from..from + count).map(|position| (id, running.run, position)).collect();
+        running.submitted += count;
+        Some((Launch { rows, steps: 1, edits: self.pool.take_edits() }, Flying { rows: flying, steps: 1 }))
+    }
+
     /// The next launch; `None`: nothing is ready.
     fn launch(&mut self, events: &mut Vec<Event>) -> Option<(Launch, Flying)> {
-        let Bounds { shape, chunk_max, .. } = self.bounds;
         let decoding = self.running.values().filter(|running| running.left() == 1).count();
+        let alone = self.launch_alone(decoding, events);
+        self.was_alone = alone.is_some();
+        if alone.is_some() {
+            return alone;
+        }
+        let Bounds { shape, chunk_max, .. } = self.bounds;
         let rows_left = (shape.rows as usize).saturating_sub(decoding);
         let steps = self.steps();
         let mut chunk_rows = if decoding == 0 { rows_left } else { rows_left.min(self.limits.chunk_rows as usize) };
@@ -461,6 +500,8 @@ impl<S: Stepper> Engine<S> {
             let count = match running.left() {
                 0 => continue,
                 1 => 1,
+                // It is read alone.
+                _ if self.alone(running, decoding) > 0 => continue,
                 left => left.min(chunk_rows).min(chunk_max as usize),
             };
             let from = running.submitted;

@@ -26,7 +26,8 @@ impl CpuStepper {
         let shape =
             Shape::of(&schedule.program).ok_or_else(|| Fault::internal("a schedule of one row cannot be batched"))?;
         let interp = Interp::new(schedule, pack, options)?;
-        let bounds = Bounds { shape, chunk_max: shape.rows, vocab: interp.vocab() as u32, launches: 1, steps_max: 1 };
+        let (chunk_max, vocab) = (shape.rows, interp.vocab() as u32);
+        let bounds = Bounds { shape, chunk_max, alone: None, vocab, launches: 1, steps_max: 1 };
         Ok(CpuStepper { interp, guard: Guard::new(shape), bounds, queued: VecDeque::new() })
     }
 }

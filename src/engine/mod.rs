@@ -12,7 +12,9 @@
 //!   first token and one page for each running request. Nothing overtakes it. A request whose pages cannot fit into the whole cache
 //!   is refused when it arrives.
 //! - **Launches.** Each running request that decodes has one row in every launch. Prompts take the rows that are left, the oldest
-//!   first; beside decoding rows they take at most `chunk_rows` together, which bounds what they delay.
+//!   first; beside decoding rows they take at most `chunk_rows` together, which bounds what they delay. A stepper may read long chunks of one
+//!   prompt faster alone: then the oldest such prompt has launches of its own, all but its last token. Where others decode, a chunk has at
+//!   most `chunk_rows` tokens, and they have every second launch.
 //! - **Steps.** A launch has one step, with one exception: if no prompt is computed and the stepper chooses the tokens of all rows, it
 //!   has up to `steps_max` steps. So a request that arrives waits for at most that many steps before it is looked at. A launch never has
 //!   more steps than the shortest of its requests has tokens to go, and never takes pages from another request for them. Tokens
@@ -36,4 +38,4 @@ mod tests;
 pub use batch::{Ask, ChoiceId, End, Engine, Event, Figures, Limits, Refused, RequestId};
 pub use cpu::CpuStepper;
 pub use device::DeviceStepper;
-pub use stepper::{Bounds, Launch, LaunchRow, Said, Stepper, Want};
+pub use stepper::{Alone, Bounds, Launch, LaunchRow, Said, Stepper, Want};

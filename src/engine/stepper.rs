@@ -11,6 +11,8 @@ pub struct Bounds {
     pub shape: Shape,
     /// Rows of one sequence in a launch, at consecutive positions.
     pub chunk_max: u32,
+    /// Where a launch of rows of one sequence alone reads a prompt faster than rows beside others.
+    pub alone: Option<Alone>,
     /// Logits of a row; every token is below.
     pub vocab: u32,
     /// Launches that may be submitted before the first of them is collected; at least 1.
@@ -47,6 +49,24 @@ pub struct Launch {
     pub steps: u32,
     /// What changed in the page table since the launch before.
     pub edits: Vec<Edit>,
+}
+
+/// Rows of one sequence, at consecutive positions and wanting nothing, that have a launch of their own.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Alone {
+    /// Fewer are read as fast beside others.
+    pub least: u32,
+    pub most: u32,
+}
+
+impl Launch {
+    /// Whether it has the form of `alone`.
+    pub fn is(&self, alone: Alone) -> bool {
+        let Some(first) = self.rows.first() else { return false };
+        let same = |row: &LaunchRow| row.sequence == first.sequence && row.want == Want::Nothing;
+        let count = (alone.least as usize..=alone.most as usize).contains(&self.rows.len());
+        count && self.steps == 1 && self.rows.iter().all(same)
+    }
 }
 
 /// The tables of a launch, judged.

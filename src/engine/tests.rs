@@ -36,7 +36,7 @@ struct Toy {
 
 impl Toy {
     fn new(shape: Shape, chunk_max: u32, launches: usize) -> Toy {
-        let bounds = Bounds { shape, chunk_max, vocab: VOCAB, launches, steps_max: 5 };
+        let bounds = Bounds { shape, chunk_max, alone: None, vocab: VOCAB, launches, steps_max: 5 };
         let pages = vec![vec![None; shape.page_rows as usize]; shape.pages as usize];
         Toy {
             bounds,
@@ -76,7 +76,8 @@ impl Stepper for Toy {
                 self.pages[old.index()].fill(None);
             }
         }
-        assert!((1..=rows as usize).contains(&launch.rows.len()));
+        let is_alone = self.bounds.alone.is_some_and(|alone| launch.is(alone));
+        assert!(is_alone || (1..=rows as usize).contains(&launch.rows.len()));
         assert!((1..=self.bounds.steps_max).contains(&launch.steps));
         let mut count: BTreeMap<SequenceId, u32> = BTreeMap::new();
         let mut last: BTreeMap<SequenceId, u32> = BTreeMap::new();
@@ -92,7 +93,7 @@ impl Stepper for Toy {
             }
             *self.at(row.sequence, row.position) = Some(row.token);
         }
-        assert!(count.values().all(|count| *count <= self.bounds.chunk_max));
+        assert!(is_alone || count.values().all(|count| *count <= self.bounds.chunk_max));
         assert!(launch.steps == 1 || count.values().all(|count| *count == 1));
         let window = self.bounds.shape.window.unwrap_or(u32::MAX);
         let mut said = vec![];
@@ -211,8 +212,12 @@ fn end_of(events: &[Event], of: ChoiceId) -> Option<&End> {
 
 /// Requests of all kinds that come and go at random over a cache that is too small for them.
 fn storm(shape: Shape, chunk_max: u32, launches: usize, steps_max: u32) -> (Vec<Event>, Vec<Launch>, Figures) {
-    let limits = Limits { steps_max, ..LIMITS };
-    let mut engine = Engine::new(Toy::new(shape, chunk_max, launches), limits).unwrap();
+    storm_over(Toy::new(shape, chunk_max, launches), Limits { steps_max, ..LIMITS })
+}
+
+fn storm_over(toy: Toy, limits: Limits) -> (Vec<Event>, Vec<Launch>, Figures) {
+    let shape = toy.bounds.shape;
+    let mut engine = Engine::new(toy, limits).unwrap();
     let grammar = lists();
     let mut random = Random::new(7);
     let mut asks: BTreeMap<RequestId, Ask> = BTreeMap::new();
@@ -284,6 +289,41 @@ fn every_request_gets_its_tokens_whatever_runs_beside_it() {
         let most = log.iter().map(|launch| launch.steps).max();
         assert_eq!((most, figures.steps > figures.launches), (Some(steps), steps > 1));
     }
+}
+
+/// Chunks that are read alone have more rows than other launches, and leave out the last token of a prompt.
+#[test]
+fn long_prompts_are_read_alone() {
+    let alone = Alone { least: 8, most: 20 };
+    for (window, launches, chunk_rows) in [(None, 1, 20), (None, 2, 9), (Some(9), 1, 20)] {
+        let mut toy = Toy::new(Shape { window, ..SHAPE }, 4, launches);
+        toy.bounds.alone = Some(alone);
+        let (_, log, figures) = storm_over(toy, Limits { chunk_rows, steps_max: 4, ..LIMITS });
+        let long = log.iter().filter(|launch| launch.is(alone)).count();
+        assert!(long > 100 && (window.is_some() || figures.preemptions > 0), "{long} of {}, {figures:?}", log.len());
+        assert!(log.iter().any(|launch| launch.is(alone) && launch.rows.len() > SHAPE.rows as usize));
+    }
+}
+
+#[test]
+fn who_decodes_has_every_second_launch_beside_long_prompts() {
+    let mut toy = Toy::new(Shape { pages: 80, ..SHAPE }, 4, 1);
+    let alone = Alone { least: 8, most: 10 };
+    toy.bounds.alone = Some(alone);
+    let mut engine = Engine::new(toy, Limits { chunk_rows: 10, ..LIMITS }).unwrap();
+    let mut events = vec![];
+    engine.submit(ask(&[1, 2], 40)).unwrap();
+    for turn in 0..4 {
+        engine.turn(Duration::from_millis(turn), &mut events).unwrap();
+    }
+    let prompt: Vec<u32> = (0..41).map(|n| n % 7).collect();
+    engine.submit(ask(&prompt, 3)).unwrap();
+    engine.submit(ask(&prompt[3..], 3)).unwrap();
+    until_idle(&mut engine);
+    let kinds: Vec<bool> = engine.stepper.log.iter().map(|launch| launch.is(alone)).collect();
+    // 40 tokens of the one prompt are four chunks, 37 of the other three and a rest.
+    assert_eq!(kinds.iter().filter(|alone| **alone).count(), 7);
+    assert!(kinds.windows(2).all(|pair| pair != [true, true]), "{kinds:?}");
 }
 
 #[test]

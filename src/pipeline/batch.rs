@@ -6,9 +6,10 @@ use crate::codegen::abi::Queues;
 use crate::codegen::emit::Trace;
 use crate::cuda::driver::Device;
 use crate::cuda::rows::RowsSession;
+use crate::cuda::waves::WavesSession;
 use crate::defaults::rows::{PROMPT_ROWS, Room, kernel_rows};
 use crate::engine::{CpuStepper, DeviceStepper, Stepper};
-use crate::error::Fault;
+use crate::error::{Fault, Tier};
 use crate::interp::{Options, Pack};
 use crate::ir::layout::{cache_row_bytes, pack_bytes};
 use crate::lower::Batch;
@@ -17,18 +18,22 @@ use crate::pages::Pool;
 use crate::rows::Shape;
 use crate::target::{Target, TargetKind};
 use crate::validate::Validated;
+use crate::waves;
 
 use super::chain::Host;
 use super::device_rows::{place_kernel, prove_kernel, rows_cubin, rows_of, same_caches};
+use super::device_waves::{plan_waves, waves_cubin};
 use super::execute::{Devices, upload_pack};
 use super::stages::place_rows;
 use super::{Prepared, Workspace};
 
 /// Positions of a page of the interpreter's cache: a prefix is shared in whole pages, and a text wastes half a page.
 pub(super) const PAGE_ROWS: u32 = 16;
-/// Requests that run at a time, and prompt tokens beside them, if neither the user nor the manifest names a number.
+/// Requests that run at a time, and prompt tokens in launches that others wait for, if neither the user nor the manifest names a number. A
+/// device reads long chunks alone, which delays the others less than many short ones.
 const RUNNING_MAX: u32 = 8;
 const CHUNK_ROWS: u32 = 8;
+const CHUNK_ROWS_DEVICE: u32 = waves::CHUNK_ROWS;
 /// Contexts that the interpreter's cache holds if nothing else is asked for.
 const CPU_CONTEXTS: u32 = 4;
 /// Part of the free memory of a device that weights and cache may take, in percent: the rest is for the exchange, the queues and
@@ -42,7 +47,7 @@ const DEVICE_TOKENS_MAX: u64 = 1 << 22;
 pub struct Serving {
     /// Requests that run at a time.
     pub running_max: u32,
-    /// Rows of prompts beside rows that decode.
+    /// Rows of prompts beside rows that decode, or in a launch that these wait for.
     pub chunk_rows: u32,
     /// Steps of a launch, at most.
     pub steps_max: u32,
@@ -51,10 +56,11 @@ pub struct Serving {
 }
 
 impl Serving {
-    /// What a manifest says of the requests that a server decodes together.
-    pub fn of_manifest(manifest: &Manifest, steps_max: u32) -> Serving {
+    /// What a manifest says of the requests that a server on a target of this kind decodes together.
+    pub fn of_manifest(manifest: &Manifest, kind: TargetKind, steps_max: u32) -> Serving {
         let running_max = manifest.decode.sequences_max.unwrap_or(RUNNING_MAX);
-        let chunk_rows = manifest.decode.chunk_max.unwrap_or(CHUNK_ROWS);
+        let by_kind = if kind == TargetKind::Cuda { CHUNK_ROWS_DEVICE } else { CHUNK_ROWS };
+        let chunk_rows = manifest.decode.chunk_max.unwrap_or(by_kind);
         Serving { running_max, chunk_rows, steps_max, cache_tokens: None }
     }
 }
@@ -71,8 +77,11 @@ pub struct Batched {
 /// What a device needs in addition to the weights.
 struct OnDevice {
     device: Device,
+    target: Target,
     /// Ascending by rows, over one cache.
     kernels: Vec<(Arc<Validated>, Vec<u8>)>,
+    /// The kernel of waves over the pages of the first of them.
+    waves: Option<Vec<u8>>,
     steps_max: u32,
 }
 
@@ -145,8 +154,17 @@ impl Prepared {
         // Queues that differ from those of the first proof are refused here.
         kernels.iter().try_for_each(|kernel| workspace.queues(kernel).map(drop))?;
         let cubin = |kernel: Arc<Validated>| Ok((kernel.clone(), rows_cubin(&chain, &kernel, Trace::Off)?.bytes));
+        let waves = match plan_waves(&self.target, &kernels[0]) {
+            Ok(proven) => Some(waves_cubin(&chain, &proven, Trace::Off)?.bytes),
+            Err(fault) if fault.tier == Tier::Input => {
+                workspace.report.note(&format!("prompts are read beside other rows: {}", fault.message));
+                None
+            }
+            Err(fault) => return Err(fault),
+        };
         let kernels = kernels.into_iter().map(cubin).collect::<Result<_, Fault>>()?;
-        let on_device = OnDevice { device, kernels, steps_max: serving.steps_max };
+        let (target, steps_max) = (self.target.clone(), serving.steps_max);
+        let on_device = OnDevice { device, target, kernels, waves, steps_max };
         Ok(Batched { validated: largest, pack: chain.pack()?, on_device: Some(Arc::new(on_device)) })
     }
 
@@ -226,7 +244,7 @@ impl Batched {
         let Some(on_device) = &self.on_device else {
             return Ok(Box::new(CpuStepper::new(self.validated.schedule(), self.pack.clone(), Options::fast())?));
         };
-        let OnDevice { device, kernels, steps_max } = on_device.as_ref();
+        let OnDevice { device, target, kernels, waves, steps_max } = on_device.as_ref();
         let pack = upload_pack(device, &self.validated, &self.pack)?;
         let mut sessions: Vec<RowsSession> = vec![];
         for (validated, cubin) in kernels {
@@ -234,7 +252,15 @@ impl Batched {
             let session = RowsSession::load(device, &queues, cubin, Trace::Off, *steps_max, Arc::clone(&pack), cache)?;
             sessions.push(session);
         }
-        let stepper = DeviceStepper::new(sessions).ok_or_else(|| Fault::internal("no kernel for several rows"))?;
+        let waves = match (waves, sessions.first()) {
+            (Some(cubin), Some(first)) => {
+                let proven = plan_waves(target, &kernels[0].0)?;
+                Some(WavesSession::load(device, &proven, cubin, Trace::Off, first.pack(), first.cache())?)
+            }
+            _ => None,
+        };
+        let stepper =
+            DeviceStepper::new(sessions, waves).ok_or_else(|| Fault::internal("no kernel for several rows"))?;
         Ok(Box::new(stepper))
     }
 }

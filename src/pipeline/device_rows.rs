@@ -14,7 +14,7 @@ use crate::cuda::session::{Session, Stamped};
 use crate::cuda::waves::WavesSession;
 use crate::defaults::rows::{PROMPT_ROWS, Room, kernel_rows, place_rows};
 use crate::digest::Digest;
-use crate::error::Fault;
+use crate::error::{Fault, Tier};
 use crate::ir::program::Space;
 use crate::ir::schedule::Schedule;
 use crate::ir::variant::Variant;
@@ -28,7 +28,7 @@ use crate::waves::{CHUNK_ROWS, derive};
 
 use super::chain::{Chain, Host};
 use super::compile::Cubin;
-use super::device_waves::waves_beside;
+use super::device_waves::{plan_waves, waves_beside, waves_cubin};
 use super::execute::upload_pack;
 use super::stages::{BuildContext, Generated};
 use super::{Prepared, Workspace, import_stage, keys};
@@ -186,19 +186,32 @@ impl Reader<'_> {
     }
 }
 
-/// A kernel for rows that reads a prompt in chunks into the cache of the kernel for one row. Block `b` of its only sequence is page `b`
-/// of the pool, so positions lie where that kernel has them.
-pub(super) struct Prefill(RowsSession);
+/// Kernels that read a prompt in chunks into the cache of the kernel for one row: one for rows, and one of waves for long chunks where there
+/// is one. Block `b` of the only sequence is page `b` of the pool, so positions lie where the kernel for one row has them.
+pub(super) struct Prefill {
+    rows: RowsSession,
+    waves: Option<WavesSession>,
+}
+
+/// What [`Prefill`] is loaded from.
+pub(super) struct PrefillParts {
+    pub validated: Validated,
+    pub cubin: Vec<u8>,
+    /// Version of the compiler.
+    pub nvrtc: String,
+    /// The kernel of waves over the pages of `validated`; or why there is none.
+    pub waves: Result<Vec<u8>, String>,
+}
 
 impl Prefill {
     /// Shorter prompts are read by the kernel for one row: a launch costs as much as some of its steps.
     pub const PROMPT_MIN: usize = 32;
 
-    /// Proves and compiles the kernel for the weights and the cache of the chain's own; why there is none otherwise.
+    /// Proves and compiles the kernels for the weights and the cache of the chain's own; why there are none otherwise.
     ///
     /// # Errors
     /// A cache that pages do not fill evenly, or in another order; what the compiler refuses.
-    pub fn made(chain: &Chain<'_>) -> Result<(Validated, Box<Cubin>), Fault> {
+    pub fn made(chain: &Chain<'_>) -> Result<PrefillParts, Fault> {
         let positions = u64::from(chain.context.manifest.decode.context_max);
         let room = |rows| Room { rows, sequences: 1, positions };
         let placed = place_prompt_kernel(&chain.context, &chain.candidate, room)?;
@@ -208,25 +221,47 @@ impl Prefill {
                 .with_remedy("choose a multiple of 256, so that prompts are read in chunks"));
         }
         let cubin = rows_cubin(chain, &validated, Trace::Off)?;
-        Ok((validated, cubin))
+        let waves = match plan_waves(chain.context.target, &validated) {
+            Ok(proven) => Ok(waves_cubin(chain, &proven, Trace::Off)?.bytes),
+            Err(fault) if fault.tier == Tier::Input => Err(fault.message),
+            Err(fault) => return Err(fault),
+        };
+        let Cubin { bytes, nvrtc, .. } = *cubin;
+        Ok(PrefillParts { validated, cubin: bytes, nvrtc, waves })
     }
 
-    /// Loads a kernel that [`Prefill::made`] made beside `one`, the session of the kernel for one row.
+    /// Loads kernels that [`Prefill::made`] made beside `one`, the session of the kernel for one row. `queues` are those of the schedule.
     ///
     /// # Errors
     /// What the device refuses.
-    pub fn of(device: &Device, queues: &Queues<'_>, cubin: &[u8], one: &Session) -> Result<Prefill, Fault> {
-        Ok(Prefill(RowsSession::load(device, queues, cubin, Trace::Off, 1, one.pack(), Some(one.cache()))?))
+    pub fn of(
+        device: &Device,
+        target: &Target,
+        queues: &Queues<'_>,
+        cubin: &[u8],
+        waves: Option<&[u8]>,
+        one: &Session,
+    ) -> Result<Prefill, Fault> {
+        let rows = RowsSession::load(device, queues, cubin, Trace::Off, 1, one.pack(), Some(one.cache()))?;
+        let load = |cubin: &[u8]| -> Result<WavesSession, Fault> {
+            let proven = plan_waves(target, queues.validated())?;
+            Ok(WavesSession::load(device, &proven, cubin, Trace::Off, one.pack(), one.cache())?)
+        };
+        Ok(Prefill { waves: waves.map(load).transpose()?, rows })
     }
 
-    /// Makes and loads the kernel beside `one`, the session of `prepared`; why there is none otherwise.
+    /// Makes and loads the kernels beside `one`, the session of `prepared`; why there are none otherwise.
     ///
     /// # Errors
     /// As [`Prefill::made`] and [`Prefill::of`].
     pub fn load(workspace: &Workspace, prepared: &Prepared, device: &Device, one: &Session) -> Result<Prefill, Fault> {
         let host = Host::new(workspace);
-        let (validated, cubin) = Prefill::made(&prepared.chain(workspace, &host))?;
-        Prefill::of(device, &workspace.queues(&validated)?, &cubin.bytes, one)
+        let PrefillParts { validated, cubin, waves, .. } = Prefill::made(&prepared.chain(workspace, &host))?;
+        if let Err(reason) = &waves {
+            workspace.report.note(&format!("prompts are read in short chunks: {reason}"));
+        }
+        let waves = waves.ok();
+        Prefill::of(device, &prepared.target, &workspace.queues(&validated)?, &cubin, waves.as_deref(), one)
     }
 
     /// Writes the cache of positions `0..ids.len()`; with `on_row`, tells the logits after each.
@@ -234,12 +269,12 @@ impl Prefill {
     /// # Errors
     /// What the device refuses; a launch that gave up.
     pub fn read(&mut self, ids: &[u32], on_row: Option<OnRow<'_>>) -> Result<(), Fault> {
-        let shape = *self.0.shape();
+        let mut reader = Reader { rows: &mut self.rows, waves: self.waves.as_mut() };
+        let shape = reader.shape();
         let sequence = SequenceId(0);
         let blocks = 0..(ids.len() as u32).div_ceil(shape.page_rows);
         let edits = blocks.map(|block| Edit { sequence, block, page: Some(PageId(block)) }).collect();
         let wanted = on_row.map_or(Wanted::Nothing, Wanted::Each);
-        let mut reader = Reader { rows: &mut self.0, waves: None };
         reader.read(&mut Guard::new(shape), sequence, edits, ids, wanted)
     }
 }

@@ -5,9 +5,10 @@ use super::compile::Cubin;
 use super::device_rows::{place_kernel, prove_kernel, rows_of};
 use super::execute::upload_pack;
 use super::stages::Generated;
+use super::stored::source_bytes;
 use crate::check::{Checked, check_ids, check_waves};
 use crate::codegen::emit::Trace;
-use crate::codegen::waves::emit;
+use crate::codegen::waves::{emit, encode};
 use crate::cuda::driver::Device;
 use crate::cuda::rows::RowsSession;
 use crate::cuda::waves::WavesSession;
@@ -43,6 +44,16 @@ pub(super) fn plan_waves<'a>(target: &Target, rows: &'a Validated) -> Result<Pro
 pub(super) fn waves_cubin(chain: &Chain<'_>, proven: &Proven<'_>, trace: Trace) -> Result<Box<Cubin>, Fault> {
     let source = emit(proven, chain.context.target, trace);
     Ok(chain.compile(&Generated { content: Digest::of(source.text.as_bytes()), source })?)
+}
+
+/// Digests of what an exported kernel of waves was compiled from, and of all that it walks.
+///
+/// # Errors
+/// As [`plan_waves`].
+pub(super) fn waves_digests(target: &Target, rows: &Validated) -> Result<[Digest; 2], Fault> {
+    let proven = plan_waves(target, rows)?;
+    let source = source_bytes(emit(&proven, target, Trace::Off))?;
+    Ok([Digest::of(&source), encode(&proven).digest()])
 }
 
 /// Makes and loads the kernel of waves beside `rows`, the session of `validated` that was checked (`judged`), and checks it against that.

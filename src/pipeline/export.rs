@@ -6,7 +6,8 @@ use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
 
 use super::chain::{Chain, Host};
-use super::device_rows::Prefill;
+use super::device_rows::{Prefill, PrefillParts};
+use super::device_waves::waves_digests;
 use super::exported::{
     CompiledParts, Does, FORMAT, FileFacts, INDEX, Index, KernelParts, MODEL, PrecisionNames, SEAL, TargetParts,
 };
@@ -20,7 +21,7 @@ use crate::ir::print::print;
 use crate::manifest::Manifest;
 use crate::model::source::{Resolved, Source, resolve};
 use crate::pack::identity;
-use crate::target::TargetKind;
+use crate::target::{Target, TargetKind};
 use crate::tokenizer;
 use crate::validate::Validated;
 
@@ -164,10 +165,14 @@ fn write_target(
             let compiled = compiled(&chain, validated, &cubin.nvrtc)?;
             kernels.push(folder.kernel(name, Does::Text, validated, Some((compiled, &cubin.bytes)))?);
             match Prefill::made(&chain) {
-                Ok((prompt, cubin)) => {
+                Ok(PrefillParts { validated: prompt, cubin, nvrtc, waves }) => {
                     same_weights(validated, &prompt)?;
-                    let compiled = self::compiled(&chain, &prompt, &cubin.nvrtc)?;
-                    kernels.push(folder.kernel(name, Does::Prompt, &prompt, Some((compiled, &cubin.bytes)))?);
+                    let compiled = self::compiled(&chain, &prompt, &nvrtc)?;
+                    kernels.push(folder.kernel(name, Does::Prompt, &prompt, Some((compiled, &cubin)))?);
+                    if let Ok(cubin) = waves {
+                        let compiled = compiled_waves(target, &prompt, &nvrtc)?;
+                        kernels.push(folder.kernel(name, Does::Waves, &prompt, Some((compiled, &cubin)))?);
+                    }
                 }
                 Err(reason) => {
                     workspace.report.note(&format!("{name}: prompts are read one token a step: {}", reason.message));
@@ -205,6 +210,11 @@ fn compiled(chain: &Chain<'_>, validated: &Validated, nvrtc: &str) -> Result<Com
         queues: Queues::of(validated).digest().to_string(),
         nvrtc: nvrtc.to_string(),
     })
+}
+
+fn compiled_waves(target: &Target, prompt: &Validated, nvrtc: &str) -> Result<CompiledParts, Fault> {
+    let [source, queues] = waves_digests(target, prompt)?.map(|digest| digest.to_string());
+    Ok(CompiledParts { cubin: String::new(), source, queues, nvrtc: nvrtc.to_string() })
 }
 
 fn same_weights(one: &Validated, other: &Validated) -> Result<(), Fault> {

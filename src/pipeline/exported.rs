@@ -25,6 +25,7 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
+use super::device_waves::waves_digests;
 use super::keys;
 use super::stages::{map_file, source_bytes};
 use crate::codegen::abi::Queues;
@@ -47,7 +48,7 @@ pub(super) const SEAL: &str = "export.b3";
 /// The folder with the files of the tokenizer.
 pub(super) const MODEL: &str = "model";
 /// Version of the layout of the folder. A folder of another one is refused.
-pub(super) const FORMAT: u32 = 1;
+pub(super) const FORMAT: u32 = 2;
 
 /// An index has some hundred bytes for each file.
 const INDEX_BYTES_MAX: u64 = 16 << 20;
@@ -111,6 +112,8 @@ pub(super) enum Does {
     Text,
     /// Reads the prompt of a text in chunks, on a device.
     Prompt,
+    /// Reads long chunks of it, over the pages of the schedule beside it.
+    Waves,
     /// Decodes several sequences a step.
     Batch,
 }
@@ -120,6 +123,7 @@ impl Does {
         match self {
             Does::Text => "text",
             Does::Prompt => "prompt",
+            Does::Waves => "waves",
             Does::Batch => "batch",
         }
     }
@@ -260,7 +264,7 @@ impl Exported {
         }
         let cubin = match (&kernel.compiled, target.kind) {
             (None, TargetKind::Cpu) => None,
-            (Some(compiled), TargetKind::Cuda) => Some(folder.cubin(&validated, target, compiled, &place)?),
+            (Some(compiled), TargetKind::Cuda) => Some(folder.cubin(&validated, target, does, compiled, &place)?),
             _ => return Err(Fault::input(format!("`{place}` does not fit the kind of target `{}`", target.name))),
         };
         Ok(Some(Kernel { validated: Arc::new(validated), cubin }))
@@ -293,14 +297,18 @@ impl Folder {
         &self,
         validated: &Validated,
         target: &Target,
+        does: Does,
         compiled: &CompiledParts,
         place: &str,
     ) -> Result<Vec<u8>, Fault> {
-        let source = source_bytes(validated, target)?;
-        if Digest::of(&source).to_string() != compiled.source {
+        let [source, queues] = match does {
+            Does::Waves => waves_digests(target, validated)?,
+            _ => [Digest::of(&source_bytes(validated, target)?), Queues::of(validated).digest()],
+        };
+        if source.to_string() != compiled.source {
             return Err(self.foreign(&format!("the kernel of `{place}` has another source here")));
         }
-        if Queues::of(validated).digest().to_string() != compiled.queues {
+        if queues.to_string() != compiled.queues {
             return Err(self.foreign(&format!("the kernel of `{place}` has other queues here")));
         }
         self.read(&compiled.cubin)

@@ -145,9 +145,13 @@ fn runner<'a>(report: &'a Report, exported: &'a Exported, target: &'a Target) ->
     let pack = upload_pack(&device, &validated, &pack)?;
     let session = Session::load_sharing(&device, &Queues::of(&validated), &cubin, Trace::Off, steps_max, pack)?;
     let place = format!("{} (device {})", found.name, found.ordinal);
-    let prefill = LazyPrefill::new(report, device, |device, one| match exported.kernel(target, Does::Prompt)? {
-        Some(Kernel { validated, cubin: Some(cubin) }) => Prefill::of(device, &Queues::of(&validated), &cubin, one),
-        _ => Err(Fault::input("the export has no kernel for them")),
+    let prefill = LazyPrefill::new(report, device, |device, one| {
+        let Some(Kernel { validated, cubin: Some(cubin) }) = exported.kernel(target, Does::Prompt)? else {
+            return Err(Fault::input("the export has no kernel for them"));
+        };
+        // Its schedule is that of the kernel for rows.
+        let waves = exported.kernel(target, Does::Waves)?.and_then(|kernel| kernel.cubin);
+        Prefill::of(device, target, &Queues::of(&validated), &cubin, waves.as_deref(), one)
     });
     let on = On::Device { session: Box::new(session), prefill, steps_max };
     Ok(Runner { place, context_max, vocab, cached: vec![], on })
