@@ -1,14 +1,52 @@
 // Owns the stream of a kernel for rows: blocks of k of several units in turn, and pages of the cache.
+//
+// A thread that copies in bulk takes 0.4 us for a chunk of any size. Of more than 16 rows chunks are small, so several threads, each of a warp of
+// its own, copy chunks in turn. A slot is always filled by the same one: a barrier knows the parity of a phase, so who does not see
+// every phase of a slot could take one for another.
 #pragma once
+
+// Threads that copy chunks in turn.
+template <class M>
+constexpr u32 COPIERS = M::COPY == Copy::BULK && M::ROWS > WARP_ROWS ? u32(M::LOADER_WARPS) : 1u;
 
 template <class M>
 struct RowsLoader : Loader<M> {
-  using Loader<M>::await_free;
-  using Loader<M>::copy;
   using Loader<M>::gone;
   using Loader<M>::drain;
+  using Loader<M>::flying;
+  using Loader<M>::oldest;
   using Loader<M>::state;
   using Loader<M>::tid;
+
+  u32 part = 0, turn = 0; // which copier this is; whose turn the next chunk is
+
+  __device__ __forceinline__ explicit RowsLoader(Loader<M> loader, u32 part) : Loader<M>(loader), part(part) {
+    for (u32 i = 0; i < part; i++) oldest.next();
+  }
+  // The next chunk: if it is this thread's turn, waits until its slot is free, and copies. False: leave.
+  __device__ __forceinline__ bool chunk(RingCursor<M>& at, const u8* from, u32 bytes, u32 tag) {
+    if constexpr (COPIERS<M> == 1) {
+      if (!this->await_free(at, tag)) return false;
+      this->copy(at, from, bytes);
+    } else {
+      static_assert(M::SLOTS % COPIERS<M> == 0, "a slot belongs to one thread");
+      if (turn == part) {
+        // Of all copies in flight this thread has its part; the first one that has not landed is COPIERS chunks before its next.
+        constexpr u32 CAP = ceil_div(M::FLIGHT_HIGH, int(COPIERS<M>));
+        while (flying >= CAP) {
+          if (!this->wait(&state.full[oldest.slot], oldest.use, 1, tag, WaitKind::RING_FULL)) return false;
+          for (u32 i = 0; i < COPIERS<M>; i++) oldest.next();
+          flying--;
+        }
+        if (at.use != 0 && !this->wait(&state.empty[at.slot], at.use - 1, M::WARPS, tag, WaitKind::RING_EMPTY)) return false;
+        fence_empty_slot();
+        this->copy(at, from, bytes);
+      }
+      turn = turn + 1 == COPIERS<M> ? 0 : turn + 1;
+    }
+    at.next();
+    return true;
+  }
 
   // Until the first task of the block has acquired the step. False: leave.
   __device__ __forceinline__ bool await_step(u32 tag) {
@@ -46,16 +84,14 @@ struct RowsLoader : Loader<M> {
             for (u32 k = 0; k < unit; k += run.chunk_bytes) {
               const u32 bytes = min(run.chunk_bytes, unit - k);
               for (u32 u = u0; u < end; u++) {
-                if (!await_free(at, tag)) return drain();
-                copy(at, weights + u64(u) * unit + k, bytes);
-                at.next();
+                if (!chunk(at, weights + u64(u) * unit + k, bytes, tag)) return finish();
               }
             }
           }
           continue;
         }
         if (!acquired) {
-          if (!await_step(tag)) return drain();
+          if (!await_step(tag)) return finish();
           acquired = true;
         }
         // Of rows of one sequence the first one's position ends the history of all.
@@ -70,16 +106,24 @@ struct RowsLoader : Loader<M> {
           // No chunk reaches beyond its page.
           const u32 stop = min(begin / run.rows * run.rows + run.rows, end), bytes = (stop - begin) * run.row_bytes;
           const u64 offset = u64(pool_row<M>(p.pages, mine.sequence, begin)) * run.row_bytes;
-          if (!await_free(at, tag)) return drain();
-          copy(at, k + offset, bytes);
-          at.next();
-          if (!await_free(at, tag)) return drain();
-          copy(at, v + offset, bytes);
-          at.next();
+          if (!chunk(at, k + offset, bytes, tag) || !chunk(at, v + offset, bytes, tag)) return finish();
           begin = stop;
         }
       }
     }
-    drain();
+    finish();
+  }
+
+  // No copy may land in shared memory that the block has given up.
+  __device__ __forceinline__ void finish() {
+    if constexpr (COPIERS<M> == 1) {
+      drain();
+    } else {
+      for (u32 polls = 0; flying > 0; flying--) {
+        while (!Slot<false>::reached(&state.full[oldest.slot], oldest.use, 1))
+          if (++polls % POLLS_BETWEEN_CHECKS == 0 && wait_expired(&state.dog, WaitSite{~0u, nullptr}, WaitKind::RING_FULL, oldest.use, 1, false)) return;
+        for (u32 i = 0; i < COPIERS<M>; i++) oldest.next();
+      }
+    }
   }
 };

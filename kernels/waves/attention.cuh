@@ -141,12 +141,11 @@ struct WaveAttend {
       const int kv = int(share.lo) * QUERIES / G::GROUP;
       const u32 end = end_of(l.p, share);
       for (u32 at = begin_of(l.p, share); at < end; at += TILE, l.at.next()) {
-        u8* slot = l.free_slot();
-        if (l.part > 0) continue;
-        l.meet();
         const u32 bytes = min(u32(TILE), end - at) * ROW;
-        l.expect(2 * bytes);
-        if (l.lane < 2) {
+        u8* slot = l.free_slot();
+        if (l.part == 0) l.meet();
+        l.arrive(2 * bytes);
+        if (l.part == 0 && l.lane < 2) {
           const u8* from = H::pool(l.p, l.lane == 0 ? e.k_cache : e.v_cache, kv) + u64(wave_pool_row<M>(l.p, at)) * ROW;
           l.copy(slot + l.lane * (TILE * ROW), from, bytes, false);
         }

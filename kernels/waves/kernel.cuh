@@ -38,7 +38,7 @@ __device__ __forceinline__ void run_waves(const WaveParams& p) {
   WaveState<M>& state = wave_state<M>();
   if (threadIdx.x == 0) {
     for (int i = 0; i < M::SLOTS; i++) {
-      Slot<false>::init(&state.full[i], 1);
+      Slot<false>::init(&state.full[i], M::LOADER_WARPS);
       Slot<false>::init(&state.empty[i], M::WARPS);
     }
     state.dog = Watchdog{p.report, p.abort, global_ns() + p.timeout_ns};

@@ -56,11 +56,11 @@ struct WaveMatMul {
           u8* slot = l.free_slot();
           if (l.part == 0) {
             l.meet();
-            l.expect(INPUT_BYTES + here * bytes);
             if (l.lane == 0) l.copy(slot, input + u64(chunk) * INPUT_BYTES, INPUT_BYTES, false);
           } else if (unit < here) {
             l.copy(slot + INPUT_BYTES + unit * (CHUNK_GRANULES * GRANULE_BYTES), from + chunk * (CHUNK_GRANULES * GRANULE_BYTES), bytes, true);
           }
+          l.arrive(INPUT_BYTES + here * bytes);
           __syncwarp();
         }
       }

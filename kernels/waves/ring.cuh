@@ -1,5 +1,7 @@
 // Owns the ring of a kernel of waves. The warps of the loader fill each chunk together: a bulk copy costs the warp that asks for it as
-// much time as many bytes take, so the first one asks for what earlier waves wrote, the others for weights.
+// much time as many bytes take, so the first one asks for what earlier waves wrote, the others for weights. Each of them arrives once at each
+// chunk, also where it copies nothing: consumers then pass no chunk before all have seen its slot free. A barrier knows the parity of a
+// phase, so a warp that is late by a phase could take one for another.
 #pragma once
 
 // Waits for the chunk at the cursor, by all consumer warps.
@@ -50,17 +52,21 @@ struct WaveLoader {
         left = POLLS_BETWEEN_CHECKS;
       }
   }
-  // The slot at the cursor, once all consumers have left it. Every warp waits for every chunk, also for those of which it copies nothing: a
-  // barrier knows the parity of a phase, so who did not see one could take the phase before the last for the last.
+  // The slot at the cursor, once all consumers have left it. By every warp, for every chunk.
   __device__ __forceinline__ u8* free_slot() {
     if (at.use != 0) await_empty();
     fence_empty_slot();
     return block_memory() + at.slot * M::SLOT_BYTES;
   }
-  // Consumers wait for so many bytes of the chunk, whoever copies them and whether or not they have landed before this: the one arrival
-  // that the slot waits for is this. By the first warp.
-  __device__ __forceinline__ void expect(u32 bytes) {
-    if (lane == 0 && !lost()) expect_bytes(&wave_state<M>().full[at.slot], bytes);
+  // This warp's arrival at the chunk; the first warp says how many bytes all copy, whether or not some have landed before.
+  __device__ __forceinline__ void arrive(u32 bytes) {
+    u64* full = &wave_state<M>().full[at.slot];
+    if (lane == 0 && !lost()) {
+      if (part == 0)
+        expect_bytes(full, bytes);
+      else
+        Slot<false>::arrive(full);
+    }
     __syncwarp();
   }
   __device__ __forceinline__ void copy(u8* to, const u8* from, u32 bytes, bool weights) {

@@ -8,7 +8,7 @@ use crate::ir::layout::{
 };
 use crate::ir::op::HISTORY_ALIGN;
 use crate::ir::schedule::Schedule;
-use crate::ir::variant::rows_on_tensor_cores;
+use crate::ir::variant::{chunk_copiers, rows_on_tensor_cores};
 use crate::lower::{Batch, format_of, heads_per_task_most, lower_batch};
 use crate::model::graph::{Layer, ModelGraph};
 use crate::schedule::schedule;
@@ -163,7 +163,9 @@ pub fn place_rows(
             words: target.kind == TargetKind::Cuda,
         };
         let most = slots.slots(RING_SLOTS).min(RING_SLOTS_MAX);
-        for ring_slots in (RING_SLOTS_MIN..=most).rev() {
+        // Threads that copy chunks in turn own slots.
+        let owners = chunk_copiers(room.rows);
+        for ring_slots in (RING_SLOTS_MIN..=most).rev().filter(|slots| slots.is_multiple_of(owners)) {
             let candidate = candidate(base, graph, &slots, slot_bytes, ring_slots);
             let program = lower_batch(graph, name, precision, context_max, &batch, &candidate)?;
             match schedule(program, target, &candidate) {

@@ -340,7 +340,8 @@ fn serving(
     if cache_tokens == Some(0) {
         return Err(Fault::input("`cache_tokens` is 0, expected a token or more"));
     }
-    let Serving { running_max, chunk_rows, .. } = Serving::of_manifest(manifest, target.kind, 1);
+    // A caller's steps read prompts beside other rows, on a device, too.
+    let Serving { running_max, chunk_rows, .. } = Serving::of_manifest(manifest, TargetKind::Cpu, 1);
     let contexts = || manifest.decode.context_max.saturating_mul(DEVICE_CONTEXTS);
     Ok(Serving {
         running_max: sequences_max.unwrap_or(running_max),

@@ -1,7 +1,7 @@
 //! Owns the variants of ops: what a kernel may do in more than one way. They decide how fast an op is and nothing else: the
 //! interpreter knows none of them, and results differ by rounding at most.
 
-use super::layout::{WORD_ROWS, cache_pitch};
+use super::layout::{WARP_ROWS, WORD_ROWS, cache_pitch};
 use super::op::{Attention, MatVec};
 use super::schedule::Machine;
 use crate::dtype::{DType, Precision};
@@ -218,6 +218,15 @@ pub fn kernel_refuses(format: Format, precision: Precision) -> Option<String> {
         _ => None,
     }
 }
+
+/// Threads of the loader of a kernel for `rows` that copy chunks in turn, where chunks are copied in bulk: one of each of its warps for more
+/// than 16 rows (`rows/ring.cuh`). Each has slots of its own.
+pub fn chunk_copiers(rows: u32) -> u32 {
+    if rows > WARP_ROWS { ROWS_LOADER_WARPS } else { 1 }
+}
+
+/// Warps of the loader of a kernel for rows whose registers move.
+const ROWS_LOADER_WARPS: u32 = 4;
 
 /// Whether a kernel for rows multiplies on tensor cores: words are their operands as they lie, as weights that are no codes are.
 pub fn rows_on_tensor_cores(precision: Precision, tensor_cores: bool) -> bool {

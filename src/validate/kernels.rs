@@ -19,7 +19,7 @@ use crate::ir::variant::{
 };
 use crate::ir::{BufferId, EventId, GridId, SmId, TableId, TaskId};
 use crate::model::graph::{NormKind, QkNormSpan};
-use crate::target::{DotMechanism, Target, TargetKind};
+use crate::target::{CopyMechanism, DotMechanism, Target, TargetKind};
 
 /// Extents that queue entries and stream runs hold in 16 and 32 bits.
 const SHARES_MAX: u32 = 1 << 16;
@@ -102,6 +102,16 @@ impl Rules<'_> {
         }
     }
 
+    /// rows/ring.cuh: of more than a tile of rows each warp of the loader copies in turn, into slots of its own.
+    fn copiers(&mut self, schedule: &Schedule, target: &Target) {
+        let Schedule { program, machine, .. } = schedule;
+        let (slots, owners) = (machine.ring.slots, machine.loader_warps.max(1));
+        let own = target.spec.copy != CopyMechanism::Bulk || program.rows <= TILE_ROWS || slots % owners == 0;
+        self.expect_rule(Rule::KernelRows, own, Entity::Machine, || {
+            format!("expected a multiple of {owners} ring slots, as many for each warp that copies, found {slots}")
+        });
+    }
+
     /// rows/*.cuh: what kernels for several rows take for granted.
     fn rows(&mut self, schedule: &Schedule, target: &Target) {
         let Schedule { program, machine, regimes, .. } = schedule;
@@ -151,6 +161,7 @@ impl Rules<'_> {
             });
         }
         self.fills(schedule);
+        self.copiers(schedule, target);
         for (g, grid) in (0..).zip(&program.grids) {
             let taken = match &grid.op {
                 Op::Attention(a) => a.splits == 1 && grid.per_row,

@@ -299,7 +299,7 @@ fn requests_on_a_device_get_the_tokens_that_they_have_alone() {
     let larger = rows_session(&device, 16, Some(session.cache())).unwrap();
     let (vocab, page_rows) = (session.vocab(), session.shape().page_rows as usize);
     let limits = Limits { running_max: 4, waiting_max: 100, chunk_rows: 5, steps_max: STEPS_MAX };
-    let mut engine = Engine::new(DeviceStepper::new(vec![session, larger]).unwrap(), limits).unwrap();
+    let mut engine = Engine::new(DeviceStepper::new(vec![session, larger], None).unwrap(), limits).unwrap();
     let mut random = Random::new(5);
     let mut asks: BTreeMap<RequestId, Ask> = BTreeMap::new();
     let mut events = vec![];
@@ -357,7 +357,7 @@ fn an_engine_whose_device_dies_says_so() {
     let session = rows_session(&Device::open(0).unwrap(), 8, None).unwrap();
     let vocab = session.vocab();
     let limits = Limits { running_max: 4, waiting_max: 100, chunk_rows: 5, steps_max: STEPS_MAX };
-    let mut engine = Engine::new(DeviceStepper::new(vec![session]).unwrap(), limits).unwrap();
+    let mut engine = Engine::new(DeviceStepper::new(vec![session], None).unwrap(), limits).unwrap();
     let choices = vec![RequestSettings::plain(SampleSettings::greedy()).resolve(vocab, &[]).unwrap()];
     // The last id crashes the fake.
     let deadly =
