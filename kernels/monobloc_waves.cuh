@@ -1,6 +1,6 @@
 // The one header that generated kernels of waves include: everything, in order of dependence.
 #pragma once
-#include "monobloc.cuh"
+#include "monobloc_rows.cuh"
 #include "waves/context.cuh"
 #include "waves/ring.cuh"
 #include "waves/rows.cuh"

@@ -23,7 +23,7 @@ struct alignas(16) Wave {
   u32 branch_weight, branch_bias; // norm of a branch before it is added
   u32 k_cache, v_cache;
   u32 grid; // for readers
-  u32 reserved;
+  u32 row_scales; // of a matrix of codes
 };
 static_assert(sizeof(Wave) == 64, "waves are 64 bytes in codegen/waves.rs");
 

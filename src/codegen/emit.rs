@@ -328,7 +328,7 @@ fn matvec_members(schedule: &Schedule, id: GridId, grid: &Grid, m: &MatVec) -> S
 }
 
 /// How a matrix of codes is read; nothing of plain weights.
-fn coding_members(format: Format, k: u32) -> String {
+pub(super) fn coding_members(format: Format, k: u32) -> String {
     let Format { code, groups, row_scales } = format;
     let code = match code {
         Code::F32 | Code::Bf16 => return String::new(),

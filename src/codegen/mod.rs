@@ -42,7 +42,7 @@ pub const HEADERS: [(&str, &str); 20] = [
     ("ops/norm_add.cuh", include_str!("../../kernels/ops/norm_add.cuh")),
 ];
 
-/// The headers that only kernels for rows include.
+/// The headers that only kernels for rows and of waves include.
 pub const ROWS_HEADERS: [(&str, &str); 9] = [
     ("monobloc_rows.cuh", include_str!("../../kernels/monobloc_rows.cuh")),
     ("rows/context.cuh", include_str!("../../kernels/rows/context.cuh")),

@@ -1,12 +1,13 @@
 //! Prints the kernel of a proven plan of waves, and encodes what it walks, as `kernels/waves/context.cuh` declares it.
 
 use super::abi::NONE;
-use super::emit::{Trace, act, attention_members, elem, norm_members};
-use super::{Float, HEADERS, KernelSource, WAVES_HEADERS};
+use super::emit::{Trace, act, attention_members, coding_members, elem, norm_members};
+use super::{Float, HEADERS, KernelSource, ROWS_HEADERS, WAVES_HEADERS};
 use crate::digest::Digest;
-use crate::ir::layout::PLACE_ALIGN_BYTES;
+use crate::ir::layout::{PLACE_ALIGN_BYTES, matrices};
 use crate::ir::op::{Epilogue, Op, Role};
 use crate::ir::program::Grid;
+use crate::ir::schedule::Schedule;
 use crate::ir::{BufferId, GridId};
 use crate::rows::Shape;
 use crate::target::Target;
@@ -41,7 +42,8 @@ pub struct Wave {
     pub k_cache: u32,
     pub v_cache: u32,
     pub grid: u32,
-    pub reserved: u32,
+    /// Scales of the rows of a matrix of codes.
+    pub row_scales: u32,
 }
 
 /// `Share` of waves/context.cuh.
@@ -172,7 +174,7 @@ fn class_of(proven: &Proven<'_>, wave: &PlanWave) -> (&'static str, String) {
                 Float(scale),
                 grid.operand(Role::Bias).is_some(),
             );
-            ("WaveMatMul", members)
+            ("WaveMatMul", members + &coding_members(schedule.program.format_of(grid), m.k))
         }
         (Action::Append { .. }, Op::Attention(a)) => ("WaveAppend", attention_members(schedule, wave.grid, a, 0)),
         (Action::Attend { tile, .. }, Op::Attention(a)) => {
@@ -277,7 +279,12 @@ pub fn emit(proven: &Proven<'_>, target: &Target, trace: Trace) -> KernelSource 
     KernelSource {
         name: "monobloc_waves.cu".to_string(),
         text: out,
-        headers: HEADERS.iter().chain(&WAVES_HEADERS).map(|(n, t)| (n.to_string(), t.to_string())).collect(),
+        headers: HEADERS
+            .iter()
+            .chain(&ROWS_HEADERS)
+            .chain(&WAVES_HEADERS)
+            .map(|(n, t)| (n.to_string(), t.to_string()))
+            .collect(),
         arch: target.spec.arch.clone(),
     }
 }
@@ -317,7 +324,7 @@ const NOTHING: Wave = Wave {
     k_cache: NONE,
     v_cache: NONE,
     grid: 0,
-    reserved: 0,
+    row_scales: NONE,
 };
 
 fn entry(proven: &Proven<'_>, wave: &PlanWave, class: usize) -> Wave {
@@ -357,7 +364,8 @@ fn entry(proven: &Proven<'_>, wave: &PlanWave, class: usize) -> Wave {
                 Written::Out(out) => (work(out), NONE),
                 Written::Residual(residual) => (NONE, work(residual)),
             };
-            Wave { x: work(x), out, residual, weight: of(Role::Weight), table: of(Role::Bias), ..none }
+            let row_scales = row_scales(schedule, grid).unwrap_or(NONE);
+            Wave { x: work(x), out, residual, weight: of(Role::Weight), row_scales, table: of(Role::Bias), ..none }
         }
         Action::Append { x, queries } => Wave {
             x: work(x),
@@ -373,6 +381,14 @@ fn entry(proven: &Proven<'_>, wave: &PlanWave, class: usize) -> Wave {
             Wave { x: work(queries), out: work(out), k_cache: of(Role::HistoryK), v_cache: of(Role::HistoryV), ..none }
         }
     }
+}
+
+/// Where the scales of the rows of a grid's matrix lie in the pack, if it has them.
+fn row_scales(schedule: &Schedule, grid: &Grid) -> Option<u32> {
+    let buffer = grid.operand(Role::Weight)?.buffer.index();
+    let matrix = matrices(&schedule.program)[buffer]?;
+    let place = schedule.placement[buffer]?;
+    matrix.format.row_scales.then(|| ((place + matrix.row_scales_at()) / PLACE_ALIGN_BYTES) as u32)
 }
 
 fn norm_places(norm: Option<NormOf>) -> (Option<BufferId>, Option<BufferId>) {

@@ -1,11 +1,12 @@
 //! From the schedule of a kernel for rows to a plan of waves.
 
 use super::{
-    Action, BLOCK_ROWS, Division, DivisionId, Input, Layout, Machine, NormOf, Over, PASS_MAX, Plan, Share, Sum,
-    Target as Written, UNIT_GROUPS, Wave, Work, WorkId,
+    Action, BLOCK_ROWS, Division, DivisionId, GROUPED_PASS_MAX, Input, Layout, Machine, NormOf, Over, PASS_MAX, Plan,
+    Share, Sum, Target as Written, UNIT_GROUPS, Wave, Work, WorkId,
 };
 use crate::dtype::DType;
-use crate::ir::layout::{GRANULE_BYTES, PLACE_ALIGN_BYTES, cache_row_bytes, place_align};
+use crate::format::Format;
+use crate::ir::layout::{PLACE_ALIGN_BYTES, cache_row_bytes, place_align};
 use crate::ir::op::{Attention, Epilogue, MatVec, NormAttr, Op, Role};
 use crate::ir::program::{Grid, Program};
 use crate::ir::schedule::Schedule;
@@ -81,17 +82,23 @@ pub fn derive(schedule: &Schedule, target: &Target, rows: u32) -> Result<Plan, R
     Ok(plan)
 }
 
-/// Bytes of the k of a chunk of the ring: of the input, and of each unit.
-fn chunk_bytes(m: &MatVec) -> (u32, u32) {
-    let spans = if m.parts() == 4 { 4 } else { 2 };
-    (spans * BLOCK_ROWS * 64, spans / m.parts() * GRANULE_BYTES)
+/// Bytes of the k of a chunk of the ring, of the input and of each unit: 64 of k, or a granule of more.
+fn chunk_bytes(m: &MatVec, format: Format) -> (u32, u32) {
+    let granule_k = format.granule_k() * m.parts();
+    let k = granule_k.max(64);
+    (k * BLOCK_ROWS * 2, k / granule_k * format.granule_bytes(m.k))
+}
+
+/// Units of a pass at most: codes of groups have sums of their own for each group.
+fn pass_max(format: Format) -> u32 {
+    if format.groups.is_some() { GROUPED_PASS_MAX } else { PASS_MAX }
 }
 
 /// Bytes of the largest chunk of any wave.
 fn slot_bytes(program: &Program, plan: &Plan) -> u32 {
     let of_wave = |wave: &Wave| match (&wave.action, &program.grids[wave.grid.index()].op) {
         (Action::MatMul { pass, .. }, Op::MatVec(m)) => {
-            let (input, unit) = chunk_bytes(m);
+            let (input, unit) = chunk_bytes(m, program.format_of(&program.grids[wave.grid.index()]));
             input + pass.next_multiple_of(UNIT_GROUPS) * unit
         }
         (Action::Attend { tile, .. }, Op::Attention(a)) => {
@@ -221,8 +228,8 @@ impl Builder<'_> {
 
     fn matvec(&mut self, id: GridId, grid: &Grid, m: &MatVec) -> Result<(), Refused> {
         let format = self.program.format_of(grid);
-        if format.is_plain() && self.program.precision.weights != DType::Bf16 || !format.is_plain() {
-            return refused(grid, "weights", "bf16");
+        if format.is_plain() && format != Format::plain(DType::Bf16) {
+            return refused(grid, "weights", "bf16, or codes");
         }
         if m.own_input {
             return refused(grid, "the input", "an exchange");
@@ -260,7 +267,8 @@ impl Builder<'_> {
             let of_sm = |shares: &Vec<Share>| shares.iter().map(|s| s.hi - s.lo).max().unwrap_or(0);
             shares(Over::Units { n }, blocks, sms).iter().map(of_sm).max().unwrap_or(0)
         };
-        let pass = (1..=blocks).map(longest).map(|units| units.div_ceil(units.div_ceil(PASS_MAX).max(1)));
+        let most = pass_max(format);
+        let pass = (1..=blocks).map(longest).map(|units| units.div_ceil(units.div_ceil(most).max(1)));
         let pass = pass.max().unwrap_or(1).max(1);
         self.push(id, Action::MatMul { x, target, pass }, Over::Units { n });
         Ok(())

@@ -47,6 +47,8 @@ pub const CHUNK_ROWS: u32 = 512;
 pub const BLOCK_ROWS: u32 = 128;
 /// Units of a pass of a product at most: a warp holds the sums of 64 rows by 7 units, 112 registers of a lane.
 pub const PASS_MAX: u32 = 28;
+/// The same of codes whose scales are of groups: a warp holds sums of a group, too.
+pub const GROUPED_PASS_MAX: u32 = 16;
 /// Groups of warps of a product that have other units each.
 pub const UNIT_GROUPS: u32 = 4;
 

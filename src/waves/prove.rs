@@ -5,10 +5,11 @@
 //! The rest is what the rules below say. They believe nothing that [`super::derive`] computed.
 
 use super::{
-    Action, BLOCK_ROWS, Division, Input, Layout, NormOf, Over, PASS_MAX, Plan, Share, Sum, Target as Written,
-    UNIT_GROUPS, Wave, WorkId,
+    Action, BLOCK_ROWS, Division, GROUPED_PASS_MAX, Input, Layout, NormOf, Over, PASS_MAX, Plan, Share, Sum,
+    Target as Written, UNIT_GROUPS, Wave, WorkId,
 };
 use crate::dtype::DType;
+use crate::format::Format;
 use crate::ir::op::{Attention, Epilogue, MatVec, NormAttr, Op, Role};
 use crate::ir::program::{Grid, Space};
 use crate::ir::{BufferId, GridId};
@@ -329,15 +330,14 @@ impl Judge<'_> {
             return Err(format!("{x} holds {found:?}, expected the input of the product"));
         }
         let weights = &program.buffers[buffer(Role::Weight)?.index()];
-        if !weights.format().is_plain() || weights.dtype != DType::Bf16 {
-            return Err("weights that are not bf16".to_string());
+        let format = weights.format();
+        if format.is_plain() && format != Format::plain(DType::Bf16) {
+            return Err("weights that are neither bf16 nor codes".to_string());
         }
         self.over(wave, Over::Units { n: m.units() })?;
-        // 64 of k of all rows and of all units of a pass; of units of 2 rows, 128.
-        let spans = if m.unit_rows == 2 { 4 } else { 2 };
-        let granules = spans * m.unit_rows / 8;
-        let bytes = spans * BLOCK_ROWS * 64 + pass.next_multiple_of(UNIT_GROUPS) * granules * 512;
-        if pass == 0 || pass > PASS_MAX || bytes > self.plan.machine.slot_bytes {
+        let bytes = chunk_bytes(m, format, pass);
+        let most = if format.groups.is_some() { GROUPED_PASS_MAX } else { PASS_MAX };
+        if pass == 0 || pass > most || bytes > u64::from(self.plan.machine.slot_bytes) {
             self.violate("ring", Some(w), format!("{bytes} bytes of a pass of {pass} units, which no slot holds"));
         }
         match (m.epilogue, target) {
@@ -381,6 +381,18 @@ impl Judge<'_> {
         debug_assert!(matches!(buffer.space, Space::Exchange | Space::Constant));
         buffer.cols
     }
+}
+
+/// Bytes of a chunk of the ring: 64 of k of a block of rows and of all units of a pass, rounded up to the groups of warps. As much as a
+/// granule has where that is more: 128 of k of units of 2 rows, and of codes of 4 bits.
+fn chunk_bytes(m: &MatVec, format: Format, pass: u32) -> u64 {
+    let (k, granules) = match (format.code.bits(), m.unit_rows) {
+        (4, _) | (_, 2) => (128, 1),
+        (8, _) | (_, 4) => (64, 1),
+        _ => (64, 2),
+    };
+    let unit = u64::from(granules * format.granule_bytes(m.k));
+    u64::from(k * BLOCK_ROWS * 2) + u64::from(pass).next_multiple_of(u64::from(UNIT_GROUPS)) * unit
 }
 
 fn norm_of(grid: &Grid, norm: NormAttr) -> NormOf {
