@@ -4,6 +4,8 @@ use std::fs;
 use std::path::Path;
 
 use monobloc::candidate::Candidate;
+use monobloc::codegen::emit::Trace;
+use monobloc::codegen::waves::{emit, encode};
 use monobloc::defaults::rows::{Room, place_rows};
 use monobloc::dtype::DType;
 use monobloc::ir::{BufferId, GridId};
@@ -16,6 +18,7 @@ use monobloc::waves::{
     Wave, WorkId, derive, prove,
 };
 
+use crate::nvrtc::nvrtc;
 use crate::proof_support::BF16;
 use crate::support::{checkpoints, fixture};
 use crate::waves_executor::{TOLERANCE, difference, execute, expected};
@@ -128,6 +131,43 @@ fn the_text_of_a_plan_is_what_it_was() {
     let (imported, target) = (wide("families/gemma3"), h200());
     let validated = kernel(&imported.graph, &target);
     blessed("waves_plan.txt", &proven(&validated, &target, 512).unwrap().plan().to_string());
+}
+
+/// Each block finds its own shares, for every number of blocks of rows, as `Shares` of waves/context.cuh looks for them.
+#[test]
+fn tables_hold_the_shares_of_a_plan() {
+    let (imported, target) = (wide("families/gemma3"), small());
+    let validated = kernel(&imported.graph, &target);
+    let proven = proven(&validated, &target, 512).unwrap();
+    let (plan, tables) = (proven.plan(), encode(&proven));
+    let (divisions, sms) = (plan.divisions.len(), plan.machine.sms as usize);
+    assert_eq!(tables.share_index.len(), 4 * divisions * sms + 1);
+    for (d, division) in plan.divisions.iter().enumerate() {
+        for (blocks, of_sms) in division.shares.iter().enumerate() {
+            for (sm, shares) in of_sms.iter().enumerate() {
+                let at = (blocks * divisions + d) * sms + sm;
+                let range = tables.share_index[at] as usize..tables.share_index[at + 1] as usize;
+                let found = tables.shares[range].iter().map(|s| Share { row: s.row, rows: s.rows, lo: s.lo, hi: s.hi });
+                assert_eq!(found.collect::<Vec<_>>(), *shares);
+            }
+        }
+    }
+    for (wave, entry) in plan.waves.iter().zip(&tables.waves) {
+        assert_eq!((wave.grid.0, wave.division.0), (entry.grid, entry.division));
+    }
+}
+
+/// Both norms, heads of their own norm and windows; biases, LayerNorm and plain activations; with and without time stamps.
+#[test]
+fn kernels_of_waves_compile() {
+    let Some(nvrtc) = nvrtc("kernels_of_waves_compile") else { return };
+    for (name, record, trace) in [("families/gemma3", "h200", Trace::On), ("families/starcoder2", "b200", Trace::Off)] {
+        let target = Target::builtin(record).unwrap();
+        let validated = kernel(&wide(name).graph, &target);
+        let source = emit(&proven(&validated, &target, 512).unwrap(), &target, trace);
+        let compiled = nvrtc.compile(&source).unwrap_or_else(|error| panic!("{name} on {record}: {error}"));
+        assert!(!compiled.log.contains("warning"), "{name} on {record}: {}", compiled.log);
+    }
 }
 
 #[test]
@@ -246,7 +286,9 @@ impl Mutants<'_> {
     fn order(&mut self) {
         let (waves, wrong) = (&self.of.waves, Some("order"));
         for w in 0..waves.len() {
-            self.add(format!("w{w} dropped"), wrong, |p| drop(p.waves.remove(w)));
+            self.add(format!("w{w} dropped"), wrong, |p| {
+                p.waves.remove(w);
+            });
             self.add(format!("w{w} twice"), wrong, |p| p.waves.insert(w, p.waves[w].clone()));
             if w + 1 < waves.len() {
                 self.add(format!("w{w} after the next"), wrong, |p| p.waves.swap(w, w + 1));
@@ -405,7 +447,7 @@ impl Mutants<'_> {
     fn shares(&mut self, d: usize, blocks: usize, sm: usize, name: &str) {
         let wrong = Some("partition");
         let n = self.of.divisions[d].shares[blocks][sm].len();
-        let changes: [(&str, fn(&mut Share)); 10] = [
+        let changes: [Change; 10] = [
             ("a row on", |s| s.row += 1),
             ("a block on", |s| s.row += 128),
             ("rows from the end of numbers on", |s| s.row = u32::MAX - 1),
@@ -431,6 +473,9 @@ impl Mutants<'_> {
         }
     }
 }
+
+/// What becomes of a share.
+type Change = (&'static str, fn(&mut Share));
 
 /// The buffers that an action names.
 fn works(action: &mut Action) -> Vec<&mut WorkId> {
@@ -510,7 +555,9 @@ fn tokens(imported: &Imported, count: u32) -> Vec<u32> {
 #[test]
 fn a_proven_plan_computes_keys_and_values_of_its_model() {
     let mut models = 0u64;
-    for name in checkpoints("families") {
+    let variants = ["gemma-bias", "granite-bias", "qwen3-bias-swa", "smollm3-window"];
+    let variants = variants.map(|name| format!("variants/{name}"));
+    for name in checkpoints("families").into_iter().chain(variants) {
         let imported = wide(&name);
         // Few SMs have several units each; those of the record have one, or none.
         let whole = ["families/gemma3", "families/qwen3", "families/starcoder2"].contains(&name.as_str());
@@ -529,7 +576,7 @@ fn a_proven_plan_computes_keys_and_values_of_its_model() {
             assert!(difference < TOLERANCE, "{name} on {} SMs: {difference:e}", target.spec.sm_count);
         }
     }
-    assert!(models >= 19, "{models} models");
+    assert!(models >= 22, "{models} models");
 }
 
 /// The executor sees what a plan leaves out, does too early, or does twice.
@@ -545,7 +592,9 @@ fn a_wrong_plan_computes_something_else() {
     assert!(differs(&of) < TOLERANCE);
     let mut mutants = Mutants { of: &of, made: vec![] };
     for w in 0..of.waves.len() {
-        mutants.add(format!("w{w} dropped"), None, |p| drop(p.waves.remove(w)));
+        mutants.add(format!("w{w} dropped"), None, |p| {
+            p.waves.remove(w);
+        });
         if w + 1 < of.waves.len() {
             mutants.add(format!("w{w} after the next"), None, |p| p.waves.swap(w, w + 1));
         }

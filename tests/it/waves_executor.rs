@@ -11,7 +11,7 @@ use monobloc::ir::program::{Content, Grid, Part, Program};
 use monobloc::ir::{BufferId, GridId};
 use monobloc::model::config::Imported;
 use monobloc::random::Random;
-use monobloc::reference::{AttentionShape, Session, act, attention, norm_values, rope_apply};
+use monobloc::reference::{Session, act, norm_values, rope_apply, softcap, softmax};
 use monobloc::waves::{Action, BLOCK_ROWS, Layout, NormOf, Plan, Share, Sum, Target, Wave, WorkId};
 
 /// Keys or values of a layer: of each position, all KV heads.
@@ -86,6 +86,16 @@ pub fn difference(expected: &[[Rows; 2]], found: &[[Rows; 2]]) -> f64 {
     most
 }
 
+/// In eight sums, which do not wait for each other.
+fn dot(a: &[f64], b: &[f64]) -> f64 {
+    let mut sums = [0.0; 8];
+    let ((a8, a), (b8, b)) = (a.as_chunks::<8>(), b.as_chunks::<8>());
+    for (a, b) in a8.iter().zip(b8) {
+        (0..8).for_each(|i| sums[i] += a[i] * b[i]);
+    }
+    sums.iter().sum::<f64>() + a.iter().zip(b).map(|(a, b)| a * b).sum::<f64>()
+}
+
 fn operand(grid: &Grid, role: Role) -> BufferId {
     grid.operand(role).unwrap_or_else(|| panic!("{} has no {}", grid.name, role.name())).buffer
 }
@@ -120,7 +130,16 @@ impl Chunk<'_> {
     }
 
     fn read(&self, id: WorkId, row: usize) -> Vec<f64> {
-        (0..self.plan.work[id.index()].cols as usize).map(|col| self.get(id, row, col)).collect()
+        let work = &self.plan.work[id.index()];
+        let cols = work.cols as usize;
+        match work.layout {
+            Layout::Rows(_) => {
+                let step = if work.layout == Layout::Rows(DType::F32) { 2 } else { 1 };
+                let first = self.cell(id, row, 0);
+                self.arena[first..first + cols * step].iter().step_by(step).copied().collect()
+            }
+            Layout::Operand => (0..cols).map(|col| self.get(id, row, col)).collect(),
+        }
     }
 
     fn get(&self, id: WorkId, row: usize, col: usize) -> f64 {
@@ -223,8 +242,8 @@ impl Chunk<'_> {
         let mut product = |chunk: &Self, r: u32| -> Vec<f64> {
             chunk.matrix_row(&parts, r, &mut weights);
             let bias = bias.as_ref().map_or(0.0, |bias| f64::from(bias[r as usize]));
-            let dot = |x: &[f64]| x.iter().zip(&weights).map(|(x, w)| x * f64::from(*w)).sum::<f64>();
-            inputs.iter().map(|(_, x)| dot(x) + bias).collect()
+            let weights: Vec<f64> = weights.iter().map(|w| f64::from(*w)).collect();
+            inputs.iter().map(|(_, x)| dot(x, &weights) + bias).collect()
         };
         let (cols, per_unit) = match m.epilogue {
             Epilogue::Gated(_) => (m.rows / 2, 4),
@@ -310,11 +329,17 @@ impl Chunk<'_> {
             for head in share.lo * a.heads_per_task..share.hi * a.heads_per_task {
                 let at = head as usize * dim;
                 let kv = (head / a.group) as usize * dim;
-                let of_head =
-                    |rows: &Rows| -> Rows { rows[first..end].iter().map(|r| r[kv..kv + dim].to_vec()).collect() };
                 let q: Vec<f64> = (at..at + dim).map(|col| self.get(queries, row, col)).collect();
-                let shape = AttentionShape { heads: 1, kv_heads: 1, head_dim: dim };
-                let y = attention(&shape, a.scale, a.softcap, &q, &of_head(keys), &of_head(values));
+                let score = |key: &Vec<f64>| {
+                    let score = f64::from(a.scale) * dot(&q, &key[kv..kv + dim]);
+                    a.softcap.map_or(score, |cap| softcap(f64::from(cap), score))
+                };
+                let mut weights: Vec<f64> = keys[first..end].iter().map(score).collect();
+                softmax(&mut weights);
+                let mut y = vec![0.0; dim];
+                for (weight, value) in weights.iter().zip(&values[first..end]) {
+                    y.iter_mut().zip(&value[kv..]).for_each(|(y, v)| *y += weight * v);
+                }
                 (at..).zip(y).for_each(|(col, y)| self.set(out, row, col, y));
             }
         }
