@@ -2,15 +2,22 @@
 
 use std::fs;
 use std::path::Path;
+use std::process::Command;
 
 use monobloc::candidate::Candidate;
 use monobloc::codegen::emit::Trace;
 use monobloc::codegen::waves::{emit, encode};
 use monobloc::defaults::rows::{Room, place_rows};
 use monobloc::dtype::DType;
+use monobloc::ir::op::{Attention, Op, Role};
+use monobloc::ir::program::{Grid, Space};
+use monobloc::ir::schedule::Schedule;
+use monobloc::ir::variant::swizzled_piece;
 use monobloc::ir::{BufferId, GridId};
 use monobloc::model::config::{Imported, import, import_config_only};
 use monobloc::model::graph::{ModelGraph, TensorId};
+use monobloc::pack::pack;
+use monobloc::rows::Shape;
 use monobloc::target::Target;
 use monobloc::validate::{Validated, validate};
 use monobloc::waves::{
@@ -23,8 +30,9 @@ use safetensors::tensor::TensorView;
 
 use crate::nvrtc::nvrtc;
 use crate::proof_support::BF16;
+use crate::skipped;
 use crate::support::{checkpoints, fixture};
-use crate::waves_executor::{TOLERANCE, difference, execute, expected};
+use crate::waves_executor::{Rows, TOLERANCE, difference, execute, expected};
 
 fn h200() -> Target {
     Target::builtin("h200").unwrap()
@@ -564,7 +572,6 @@ fn a_wrong_plan_has_no_proof() {
                     assert_eq!(rule, None, "{name}, {what}: proven");
                     let found = execute(program, &imported, &plan, &[&text], 1);
                     let difference = difference(&keys_and_values, &found);
-                    println!("{name}, {what}: proven, and differs by {difference:e}");
                     assert!(difference < TOLERANCE, "{name}, {what}: proven, and differs by {difference:e}");
                 }
             }
@@ -644,5 +651,92 @@ fn a_wrong_plan_computes_something_else() {
     for Mutant { name, plan, .. } in mutants.made {
         let found = differs(&plan);
         assert!(found > 1e-4, "{name}: {found:e}");
+    }
+}
+
+// ---- the generated kernel ---------------------------------------------------------------------------------------------
+
+/// Runs the generated kernel for this CPU over `chunks`. Returns the bytes of the cache, or `None` without a compiler. `page_of` has the
+/// page of each block of positions.
+fn run_kernel(imported: &Imported, proven: &Proven<'_>, chunks: &[&[u32]], page_of: &[u32]) -> Option<Vec<u8>> {
+    let (schedule, tables) = (proven.validated().schedule(), encode(proven));
+    let folder = tempfile::tempdir().unwrap();
+    let put = |name: &str, bytes: &[u8]| fs::write(folder.path().join(name), bytes).unwrap();
+    let text = emit(proven, &small(), Trace::Off).text;
+    let (text, _) = text.split_once("extern \"C\"").expect("an entry point");
+    put("generated.cuh", text.replace("#include \"monobloc_waves.cuh\"", "").as_bytes());
+    put("waves", bytemuck::cast_slice(&tables.waves));
+    put("shares", bytemuck::cast_slice(&tables.shares));
+    put("share_index", bytemuck::cast_slice(&tables.share_index));
+    put("pages", bytemuck::cast_slice(page_of));
+    put("tokens", bytemuck::cast_slice(&chunks.concat()));
+    put("pack", &pack(schedule, &imported.graph, &imported.weights).unwrap());
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let mut compiler = Command::new("c++");
+    compiler.args(["-std=c++17", "-O1", "-ffp-contract=off", "-w", "-I"]).arg(root.join("kernels"));
+    compiler.arg("-I").arg(folder.path()).arg(root.join("tests/it/waves_kernel.cc"));
+    let output = compiler.arg("-o").arg(folder.path().join("program")).output().ok()?;
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let mut program = Command::new(folder.path().join("program"));
+    program.arg(proven.plan().work_bytes().to_string()).arg(schedule.arena_bytes(Space::Cache).to_string());
+    program.args(chunks.iter().map(|chunk| chunk.len().to_string()));
+    let output = program.current_dir(folder.path()).output().unwrap();
+    assert!(output.status.success(), "{:?}: {}", output.status, String::from_utf8_lossy(&output.stderr));
+    Some(fs::read(folder.path().join("cache")).unwrap())
+}
+
+/// Keys and values of each layer and position, out of the bytes of the cache.
+fn cached(schedule: &Schedule, bytes: &[u8], page_of: &[u32], positions: usize) -> Vec<[Rows; 2]> {
+    let shape = Shape::of(&schedule.program).unwrap();
+    let (page_rows, pool_rows) = (shape.page_rows as usize, (shape.page_rows * shape.pages) as usize);
+    let of = |grid: &Grid, a: &Attention, role: Role| -> Rows {
+        let place = schedule.placement[grid.operand(role).unwrap().buffer.index()].unwrap() as usize;
+        let (heads, dim) = (a.kv_heads() as usize, a.head_dim as usize);
+        let value = |position: usize, head: usize, d: usize| {
+            let row = head * pool_rows + page_of[position / page_rows] as usize * page_rows + position % page_rows;
+            let piece = swizzled_piece(position as u32, d as u32 / 8) as usize;
+            let at = place + row * dim * 2 + piece * 16 + d % 8 * 2;
+            f64::from(f32::from_bits(u32::from(u16::from_le_bytes([bytes[at], bytes[at + 1]])) << 16))
+        };
+        let row = |position| (0..heads * dim).map(|i| value(position, i / dim, i % dim)).collect();
+        (0..positions).map(row).collect()
+    };
+    let layers = schedule.program.grids.iter().filter_map(|grid| match &grid.op {
+        Op::Attention(a) => Some([of(grid, a, Role::AppendK), of(grid, a, Role::AppendV)]),
+        _ => None,
+    });
+    layers.collect()
+}
+
+/// The largest difference of keys or values of a position by their norm, as a device is judged.
+fn worst_position(expected: &[[Rows; 2]], found: &[[Rows; 2]]) -> f64 {
+    let mut most = 0.0f64;
+    for (expected, found) in expected.iter().flatten().flatten().zip(found.iter().flatten().flatten()) {
+        let norm = |values: &mut dyn Iterator<Item = f64>| values.map(|v| v * v).sum::<f64>().sqrt();
+        let error = norm(&mut expected.iter().zip(found).map(|(e, f)| e - f)) / norm(&mut expected.iter().copied());
+        most = if error.is_nan() { f64::INFINITY } else { most.max(error) };
+    }
+    most
+}
+
+/// The generated text, its tables and the pack, run block by block: heads with norms, norms after branches and windows; LayerNorm, biases
+/// and plain activations. bf16 rounds each activation to 2^-9 of itself.
+#[test]
+fn a_generated_kernel_computes_keys_and_values_of_its_model() {
+    for (name, count) in [("families/gemma3", 140), ("families/starcoder2", 30)] {
+        let ((_folder, imported), target) = (stored(&wide(name)), small());
+        let validated = kernel(&imported.graph, &target);
+        let proven = proven(&validated, &target, 256).unwrap();
+        let shape = Shape::of(&validated.schedule().program).unwrap();
+        // Pages in no order.
+        let page_of: Vec<u32> = (0..shape.blocks()).map(|block| (block * 7 + 5) % shape.pages).collect();
+        let text = tokens(&imported, count);
+        let (some, rest) = text.split_at(11);
+        let Some(bytes) = run_kernel(&imported, &proven, &[some, rest], &page_of) else {
+            return skipped("a_generated_kernel_computes_keys_and_values_of_its_model", "C++ compiler", "`c++`");
+        };
+        let found = cached(validated.schedule(), &bytes, &page_of, text.len());
+        let error = worst_position(&expected(&imported, &text), &found);
+        assert!(error < 0.03, "{name}: {error:e}");
     }
 }

@@ -1,91 +1,7 @@
-// Ops of kernels of waves, run by one block of threads on a CPU over random inputs, each against its formula in double precision. The
-// loader's part of a wave runs first, by threads of its own: it fills as many slots as the wave has chunks, so nothing waits. Consumers
-// then take the same chunks in the same order. Every copy is checked: where it comes from, how it is aligned, and that the bytes of a
-// chunk are as many as consumers wait for. Prints a line a case: its name, and the largest difference over the largest value expected.
+// Ops of kernels of waves, run by one block of threads on a CPU over random inputs, each against its formula in double precision
+// (waves_block.h). Prints a line a case: its name, and the largest difference over the largest value expected.
 
-#include "block.h"
-#include "runtime/queue.cuh"
-#include "op_cases.h"
-#include "op_packets.h"
-#include "runtime/context.cuh"
-constexpr u32 POLLS_BETWEEN_CHECKS = 64;
-static void hand_over_step(u32*, u32) {}
-template <class M>
-static const u8* ring_take(Context<M>&, const RingCursor<M>&) { std::abort(); }
-template <class M>
-static void ring_release(Context<M>&, const RingCursor<M>&) { std::abort(); }
-template <class M>
-static void ring_take_pair(Context<M>&, const RingCursor<M>&, const RingCursor<M>&, const u8*&, const u8*&) { std::abort(); }
-template <class M>
-static void ring_release_pair(Context<M>&, const RingCursor<M>&, const RingCursor<M>&, bool = true) { std::abort(); }
-#include "runtime/stage.cuh"
-#include "ops/matvec_formats.cuh"
-#include "ops/matvec.cuh"
-#include "ops/attention_records.cuh"
-#include "ops/attention_tensor.cuh"
-#include "waves/context.cuh"
-#include "op_formulas.h"
-
-static void require(bool holds, const char* what) {
-  if (holds) return;
-  std::fprintf(stderr, "%s\n", what);
-  std::exit(1);
-}
-
-// ---- in place of waves/ring.cuh ---------------------------------------------------------------------------------------
-
-constexpr int SLOTS_MOST = 256;
-static u32 promised[SLOTS_MOST], landed[SLOTS_MOST]; // bytes of each chunk
-static int filled;                                   // chunks of the wave
-static std::vector<u8> work, cache;
-
-static bool within(const std::vector<u8>& all, const u8* from, u32 bytes) {
-  return from >= all.data() && from + bytes <= all.data() + all.size();
-}
-template <class M>
-struct WaveLoader {
-  const WaveParams& p;
-  RingCursor<M> at;
-  bool met;
-  int part, lane;
-  u8* free_slot() {
-    require(at.use == 0, "more chunks than slots");
-    return block_memory() + at.slot * M::SLOT_BYTES;
-  }
-  void expect(u32 bytes) {
-    require(part == 0 && bytes > 0 && bytes <= M::SLOT_BYTES, "a chunk of no bytes, or of more than a slot has");
-    if (lane == 0) {
-      require(promised[at.slot] == 0, "a chunk is announced twice");
-      promised[at.slot] = bytes;
-      filled = int(at.slot) + 1;
-    }
-    __syncwarp();
-  }
-  void copy(u8* to, const u8* from, u32 bytes, bool weights) {
-    require(u64(to) % 16 == 0 && u64(from) % 16 == 0 && bytes % 16 == 0 && bytes > 0, "a copy that is not aligned");
-    const u8* slot = block_memory() + at.slot * M::SLOT_BYTES;
-    require(to >= slot && to + bytes <= slot + M::SLOT_BYTES, "a copy beyond its slot");
-    require(weights ? within(constants, from, bytes) : within(work, from, bytes) || within(cache, from, bytes), "a copy from elsewhere");
-    require(weights || met, "a copy of activations before the blocks met");
-    std::memcpy(to, from, bytes);
-    landed[at.slot] += bytes;
-  }
-  void meet() { met = true; }
-};
-template <class M>
-static const u8* wave_take(WaveContext<M>& c) {
-  require(c.ring.use == 0 && int(c.ring.slot) < filled, "a chunk is taken that the loader did not fill");
-  return block_memory() + c.ring.slot * M::SLOT_BYTES;
-}
-template <class M>
-static void wave_release(WaveContext<M>& c) {
-  __syncwarp();
-  c.ring.next();
-}
-
-#include "waves/rows.cuh"
-#include "waves/matmul.cuh"
-#include "waves/attention.cuh"
+#include "waves_block.h"
 
 // ---- a block and its memory -------------------------------------------------------------------------------------------
 
@@ -99,14 +15,11 @@ struct Machine {
   static constexpr bool TRACE = false;
   static constexpr u32 PAGE_ROWS = PAGE, PAGES = 12, CONTEXT_MAX = PAGE * 8;
   static constexpr u64 POOL_ROWS = PAGES * PAGE_ROWS;
-  static_assert(SLOTS <= SLOTS_MOST && STATE_AT + STATE_BYTES <= int(sizeof smem), "shared memory holds the chunks");
+  static_assert(STATE_AT + STATE_BYTES <= int(sizeof smem), "shared memory holds the chunks");
 };
-static WaveParams params;
-static Wave wave;
 static std::vector<Share> shares;
 static std::vector<u32> share_index, pages;
 static std::vector<i32> tokens;
-static u32 taken[256];
 
 static void start(u32 rows, u32 position = 0) {
   constants.clear();
@@ -161,21 +74,7 @@ static bool untouched(const u8* at, u32 bytes) {
   return true;
 }
 
-template <class M, class Op>
-static void load(int thread) {
-  WaveLoader<M> loader{params, {0, 0}, false, thread / 32, thread % 32};
-  Op::load(loader, wave);
-  taken[thread] = loader.at.slot;
-}
-template <class M, class Op>
-static void consume(int thread) {
-  WaveContext<M> c(params);
-  c.thread = thread;
-  c.warp_index = thread / 32;
-  Op::run(c, wave);
-  taken[thread] = c.ring.slot;
-}
-// A wave: the loader's part, then the consumers'.
+// A wave of the only block.
 template <class M, class Op>
 static void run() {
   params.pack = constants.data();
@@ -189,15 +88,7 @@ static void run() {
   share_index[n] = u32(shares.size());
   params.share_index = share_index.data();
   require(u64(params.pack) % 16 == 0 && u64(params.work) % 16 == 0 && u64(params.shares) % 16 == 0, "vectors that are not aligned");
-  filled = 0;
-  std::memset(promised, 0, sizeof promised);
-  std::memset(landed, 0, sizeof landed);
-  std::memset(smem, 0xff, sizeof smem); // not a number, until it is written
-  run_block(load<M, Op>, M::LOADER_WARPS * 32);
-  for (int i = 0; i < M::SLOTS; i++) require(promised[i] == landed[i] && (promised[i] > 0) == (i < filled), "other bytes land than are awaited");
-  for (int i = 0; i < M::LOADER_WARPS * 32; i++) require(taken[i] == u32(filled), "a warp of the loader left out a chunk");
-  run_block(consume<M, Op>, M::WARPS * 32);
-  for (int i = 0; i < M::WARPS * 32; i++) require(taken[i] == u32(filled), "a warp left out a chunk");
+  run_wave<M, Op>();
 }
 
 // ---- rows ---------------------------------------------------------------------------------------------------------------
