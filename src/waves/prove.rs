@@ -232,7 +232,9 @@ impl Judge<'_> {
                 };
                 let (cols, table_of, out_of) =
                     (self.cols(buffer(Role::Table)?), buffer(Role::Table)?, buffer(Role::Out)?);
-                if table != table_of || times.to_bits() != scale.to_bits() || self.residual.is_some() {
+                // Waves of rows take a token's row as bf16.
+                let narrow = self.validated.schedule().program.buffers[table_of.index()].dtype == DType::Bf16;
+                if !narrow || table != table_of || times.to_bits() != scale.to_bits() || self.residual.is_some() {
                     return no("another table or scale");
                 }
                 self.layout(residual, Layout::Rows(DType::F32), cols)?;
