@@ -104,7 +104,7 @@ impl Judge<'_> {
         // all together want more than there is.
         let each = u64::from(spec.registers_per_sm) / threads.max(1) / 8 * 8;
         let (most, least) = (u64::from(m.registers), u64::from(m.loader_registers));
-        let registers = 32 * (warps * most + loader_warps * least);
+        let registers = (warps * most).saturating_add(loader_warps * least).saturating_mul(32);
         let moves = [most, least].iter().all(|n| n.is_multiple_of(8) && (24..=248).contains(n)) && least <= each;
         let smem = slots * u64::from(m.slot_bytes) + u64::from(m.state_bytes);
         let capable = target.kind == TargetKind::Cuda

@@ -348,6 +348,11 @@ impl Mutants<'_> {
         for n in [0, sm_count + 1, u32::MAX] {
             self.add(format!("{n} SMs"), wrong, |p| p.machine.sms = n);
         }
+        self.add("the largest numbers", wrong, |p| {
+            let Plan { machine: m, .. } = p;
+            (m.warps, m.loader_warps, m.registers, m.loader_registers) = (u32::MAX, u32::MAX, u32::MAX, u32::MAX);
+            (m.slots, m.slot_bytes, m.state_bytes) = (u32::MAX, u32::MAX, u32::MAX);
+        });
         self.add("an SM less", Some("partition"), |p| p.machine.sms -= 1);
         for n in [0, 4, 9, 16, u32::MAX] {
             self.add(format!("{n} warps"), wrong, |p| p.machine.warps = n);
