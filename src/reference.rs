@@ -44,6 +44,12 @@ impl<'a> Session<'a> {
         self.position
     }
 
+    /// Keys (after norm and rotation) and values of a layer by position, `[kv_heads * head_dim]` each.
+    pub fn cached(&self, layer: usize) -> [&[Vec<f64>]; 2] {
+        let Cache { keys, values } = &self.caches[layer];
+        [keys, values]
+    }
+
     /// Computes `token` at the next position and returns its logits, `[vocab]`.
     ///
     /// # Panics

@@ -120,7 +120,7 @@ struct RowsLoader : Loader<M> {
       drain();
     } else {
       for (u32 polls = 0; flying > 0; flying--) {
-        while (!Slot<false>::reached(&state.full[oldest.slot], oldest.use, 1))
+        while (!Slot<RING_COUNTERS<M>>::reached(&state.full[oldest.slot], oldest.use, 1))
           if (++polls % POLLS_BETWEEN_CHECKS == 0 && wait_expired(&state.dog, WaitSite{~0u, nullptr}, WaitKind::RING_FULL, oldest.use, 1, false)) return;
         for (u32 i = 0; i < COPIERS<M>; i++) oldest.next();
       }

@@ -329,6 +329,8 @@ fn shares(over: Over, blocks: u32, sms: u32) -> Vec<Vec<Share>> {
         Over::Units { n } => {
             for block in 0..blocks {
                 let (first, end) = part(sms, block, blocks);
+                // Of fewer SMs than blocks, one has several.
+                let end = end.max(first + 1);
                 for sm in first..end {
                     let (lo, hi) = part(n, sm - first, end - first);
                     out[sm as usize].push(Share { row: block * BLOCK_ROWS, rows: BLOCK_ROWS, lo, hi });

@@ -106,8 +106,8 @@ impl Work {
     pub fn bytes(&self, rows: u32) -> u64 {
         let (rows, cols) = (u64::from(rows), u64::from(self.cols));
         match self.layout {
-            Layout::Rows(dtype) => rows * cols * dtype.bytes() as u64,
-            Layout::Operand => rows * cols.next_multiple_of(128) * 2,
+            Layout::Rows(dtype) => (rows * cols).saturating_mul(dtype.bytes() as u64),
+            Layout::Operand => rows.saturating_mul(cols.next_multiple_of(128) * 2),
         }
     }
 }
@@ -205,7 +205,7 @@ pub struct Share {
 impl Plan {
     /// Bytes of the arena of activations.
     pub fn work_bytes(&self) -> u64 {
-        self.work.iter().map(|work| work.place + work.bytes(self.rows)).max().unwrap_or(0)
+        self.work.iter().map(|work| work.place.saturating_add(work.bytes(self.rows))).max().unwrap_or(0)
     }
 
     pub fn smem_bytes(&self) -> u32 {

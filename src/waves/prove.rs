@@ -13,7 +13,7 @@ use crate::format::Format;
 use crate::ir::op::{Attention, Epilogue, MatVec, NormAttr, Op, Role};
 use crate::ir::program::{Grid, Space};
 use crate::ir::{BufferId, GridId};
-use crate::target::Target;
+use crate::target::{CopyMechanism, DotMechanism, Target, TargetKind};
 use crate::validate::Validated;
 use std::collections::BTreeMap;
 use std::fmt;
@@ -96,22 +96,33 @@ impl Judge<'_> {
         self.found.push(Violation { rule, wave, what: what.into() });
     }
 
-    /// `machine`: blocks, registers and shared memory are there.
+    /// `machine`: blocks, registers and shared memory are there, and the target does what kernels of waves ask of it.
     fn machine(&mut self, target: &Target) {
         let (m, spec) = (&self.plan.machine, &target.spec);
-        let threads = (m.warps + m.loader_warps) * 32;
-        let registers = 32 * (m.warps * m.registers + m.loader_warps * m.loader_registers);
-        let smem = u64::from(m.slots) * u64::from(m.slot_bytes) + u64::from(m.state_bytes);
+        let [warps, loader_warps, slots] = [m.warps, m.loader_warps, m.slots].map(u64::from);
+        let threads = (warps + loader_warps) * 32;
+        // What the launch gives each thread, in steps of 8. A thread that wants more waits until others have given it up: for ever, if
+        // all together want more than there is.
+        let each = u64::from(spec.registers_per_sm) / threads.max(1) / 8 * 8;
+        let (most, least) = (u64::from(m.registers), u64::from(m.loader_registers));
+        let registers = (warps * most).saturating_add(loader_warps * least).saturating_mul(32);
+        let moves = [most, least].iter().all(|n| n.is_multiple_of(8) && (24..=248).contains(n)) && least <= each;
+        let smem = slots * u64::from(m.slot_bytes) + u64::from(m.state_bytes);
+        let capable = target.kind == TargetKind::Cuda
+            && (spec.copy, spec.dot) == (CopyMechanism::Bulk, DotMechanism::Mma)
+            && spec.register_reallocation;
         let wrong = [
             (m.target != target.name, "another target"),
+            (!capable, "a target without bulk copies, tensor cores or registers that move"),
             (m.sms == 0 || m.sms > spec.sm_count, "more blocks than SMs, which would wait for each other for ever"),
             (m.warps != 8 || m.loader_warps != 4, "expected 8 warps and a loader of 4"),
-            (threads > spec.threads_per_block_max, "too many threads"),
-            (registers > spec.registers_per_sm, "too many registers"),
+            (threads > u64::from(spec.threads_per_block_max), "too many threads"),
+            (registers > each * threads, "more registers than the launch gives, for which warps would wait for ever"),
+            (!moves || most < each, "registers that do not move from the loader to consumers in steps of 8"),
             (smem > u64::from(spec.smem_bytes_per_block_max), "too much shared memory"),
             (m.slots < 2 || !m.slot_bytes.is_multiple_of(128), "expected 2 slots at least, of whole cache lines"),
             // A watchdog of 24 bytes, two barriers for each slot, and eight statistics of each warp.
-            (m.state_bytes < 24 + 16 * m.slots + 32 * m.warps, "too little room for barriers"),
+            (u64::from(m.state_bytes) < 24 + 16 * slots + 32 * warps, "too little room for barriers"),
         ];
         for (_, what) in wrong.into_iter().filter(|(wrong, _)| *wrong) {
             self.violate("machine", None, what);
@@ -128,6 +139,10 @@ impl Judge<'_> {
         let apart = places.windows(2).all(|pair| pair[0].0.saturating_add(pair[0].1) <= pair[1].0);
         if !apart || places.iter().any(|(place, _)| !place.is_multiple_of(256)) {
             self.violate("arena", None, "buffers of activations overlap, or begin within 256 bytes");
+        }
+        // Waves name places by 32 bits, in steps of 256 bytes.
+        if self.plan.work_bytes() >= 1 << 40 {
+            self.violate("arena", None, "places that a wave cannot name");
         }
     }
 
@@ -218,7 +233,9 @@ impl Judge<'_> {
                 };
                 let (cols, table_of, out_of) =
                     (self.cols(buffer(Role::Table)?), buffer(Role::Table)?, buffer(Role::Out)?);
-                if table != table_of || times.to_bits() != scale.to_bits() || self.residual.is_some() {
+                // Waves of rows take a token's row as bf16.
+                let narrow = self.validated.schedule().program.buffers[table_of.index()].dtype == DType::Bf16;
+                if !narrow || table != table_of || times.to_bits() != scale.to_bits() || self.residual.is_some() {
                     return no("another table or scale");
                 }
                 self.layout(residual, Layout::Rows(DType::F32), cols)?;
@@ -304,11 +321,21 @@ impl Judge<'_> {
         }
     }
 
-    /// The end of a wave of rows: the input that it leaves.
+    /// The end of a wave of rows: the input that it leaves, which is that of a product of the program.
     fn rows_end(&mut self, wave: &Wave, out: Option<Input>) -> Result<(), String> {
         self.over(wave, Over::Rows)?;
         let (Some(Input { to, norm }), Some((residual, exchange))) = (out, self.residual) else { return Ok(()) };
         self.layout(to, Layout::Operand, self.plan.work[residual.index()].cols)?;
+        let takes = |grid: &Grid| match &grid.op {
+            Op::MatVec(m) => {
+                let x = grid.operand(Role::X).map(|x| x.buffer);
+                x == Some(exchange) && m.norm.map(|norm| norm_of(grid, norm)) == norm
+            }
+            _ => false,
+        };
+        if !self.validated.schedule().program.grids.iter().any(takes) {
+            return Err(format!("{to} is normalised as no product takes it"));
+        }
         self.holds.insert(to, Value::Normed(exchange, norm));
         Ok(())
     }
@@ -345,8 +372,8 @@ impl Judge<'_> {
             (Epilogue::Store | Epilogue::Act(_) | Epilogue::Gated(_), Written::Out(out)) => {
                 let to = buffer(Role::Out)?;
                 let work = &self.plan.work[out.index()];
-                if work.cols != self.cols(to) || !work.cols.is_multiple_of(2) || work.layout == Layout::Rows(DType::F32)
-                {
+                let stored = matches!(work.layout, Layout::Operand | Layout::Rows(DType::Bf16));
+                if work.cols != self.cols(to) || !work.cols.is_multiple_of(2) || !stored {
                     return Err(format!("{out} is {:?} of {} columns", work.layout, work.cols));
                 }
                 self.holds.insert(out, Value::Exchange(to));

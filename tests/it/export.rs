@@ -226,8 +226,8 @@ fn parts_that_do_not_belong_together_are_refused() {
         export.edit(|edited| *edited = index.clone());
     };
     refused(
-        &|index| index["format"] = json!(2),
-        "has format 2, written by monobloc 0.1.0; this monobloc reads format 1",
+        &|index| index["format"] = json!(3),
+        "has format 3, written by monobloc 0.1.0; this monobloc reads format 2",
     );
     refused(&|index| index["surprise"] = json!(2), "is no index of an export: unknown field `surprise`");
     refused(&|index| index["vocab"] = json!(7), "is for another model, or for weights in another layout");

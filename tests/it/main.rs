@@ -50,6 +50,8 @@ mod support;
 mod tidy;
 mod tokens;
 mod tune;
+mod waves;
+mod waves_executor;
 
 use std::io::Write;
 

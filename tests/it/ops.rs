@@ -1,5 +1,5 @@
 //! The kernels' ops against their formulas: the text that a device runs, compiled for this CPU. `ops.cc` has the cases of kernels for
-//! one row, `rows_ops.cc` those of kernels for rows, both with the formulas in double precision.
+//! one row, `rows_ops.cc` those of kernels for rows, `waves_ops.cc` those of kernels of waves, all with the formulas in double precision.
 //!
 //! Needs a C++ compiler, and says so where there is none.
 
@@ -133,6 +133,50 @@ const CASES_OF_ROWS: [(&str, usize); 74] = [
     ("attention-lanes-window", 5),
     ("attention-lanes-centred", 5),
 ];
+const CASES_OF_WAVES: [(&str, usize); 42] = [
+    ("rows-embed", 1),
+    ("rows-embed-bf16", 1),
+    ("rows-branch", 1),
+    ("rows-branch-bf16", 1),
+    ("rows-layer-2-warps", 1),
+    ("rows-layer-2-warps-bf16", 1),
+    ("rows-embed-4-warps", 1),
+    ("rows-embed-4-warps-bf16", 1),
+    ("rows-8-warps", 1),
+    ("rows-8-warps-bf16", 1),
+    ("rows-as-they-are", 1),
+    ("rows-as-they-are-bf16", 1),
+    ("rows-sum-alone", 1),
+    ("matmul-store-bf16", 1),
+    ("matmul-store-operand-bf16", 1),
+    ("matmul-act-bf16", 1),
+    ("matmul-act-plain-bf16", 1),
+    ("matmul-gated-bf16", 1),
+    ("matmul-gated-bias-bf16", 1),
+    ("matmul-residual", 1),
+    ("matmul-residual-odd", 1),
+    ("matmul-units-of-4-bf16", 1),
+    ("matmul-units-of-2-bf16", 1),
+    ("matmul-units-of-2-long-bf16", 1),
+    ("codes-int8-rows", 1),
+    ("codes-int8-32-zeros", 1),
+    ("codes-e4m3-rows", 1),
+    ("codes-e4m3-64-both", 1),
+    ("codes-int4-128", 1),
+    ("codes-int4-64-zeros", 1),
+    ("codes-int4-32-gated-bf16", 1),
+    ("codes-mxfp4", 1),
+    ("codes-e2m1-both", 1),
+    ("attention-halves-bf16", 3),
+    ("attention-window-cap-bf16", 1),
+    ("attention-pairs-3-bf16", 1),
+    ("attention-3-bf16", 1),
+    ("attention-2-of-6-bf16", 1),
+    ("attention-8-bf16", 1),
+    ("attention-128-bf16", 1),
+    ("attention-192-bf16", 1),
+    ("attention-256-bf16", 1),
+];
 /// Largest difference over the largest value: of sums in fp32, of sums from which a larger offset was taken, and of results rounded to
 /// bf16 (half of 2^-7 of a value).
 const FP32: f64 = 1e-6;
@@ -190,6 +234,11 @@ fn ops_compute_their_formulas() {
 #[test]
 fn ops_of_rows_compute_their_formulas() {
     holds("ops_of_rows_compute_their_formulas", "rows_ops.cc", &CASES_OF_ROWS);
+}
+
+#[test]
+fn ops_of_waves_compute_their_formulas() {
+    holds("ops_of_waves_compute_their_formulas", "waves_ops.cc", &CASES_OF_WAVES);
 }
 
 /// Text of a header, what stands there instead, and the case that must differ.
@@ -291,4 +340,45 @@ fn an_op_of_rows_that_computes_something_else_is_found() {
         ("rows/matvec_codes.cuh", "held.scale(0, g) : 1.f;", "held.scale(0, 0) : 1.f;", "codes-lanes-int4-32-zeros"),
     ];
     each_shows("an_op_of_rows_that_computes_something_else_is_found", "rows_ops.cc", &edits);
+}
+
+#[test]
+fn an_op_of_waves_that_computes_something_else_is_found() {
+    let attention = "waves/attention.cuh";
+    let edits = [
+        // Parts of k of other lanes, half a bias, a sum that is not scaled, a gate that is not activated, units of the share's first pass.
+        (
+            "waves/matmul.cuh",
+            "if (K_PARTS > 1 && lane / 4 / G::UNIT_ROWS != p) w = make_uint4(0, 0, 0, 0);",
+            "",
+            "matmul-units-of-4-bf16",
+        ),
+        ("waves/matmul.cuh", "y.x += b.x, y.y += b.y;", "y.x += b.x;", "matmul-store-bf16"),
+        ("waves/matmul.cuh", "old.x + G::SCALE * y.x", "old.x + y.x", "matmul-residual"),
+        ("waves/matmul.cuh", "activate<G::ACT>(y.x) * up.x", "y.x * up.x", "matmul-gated-bf16"),
+        (
+            "waves/matmul.cuh",
+            "weights + u64(first + unit) * UNIT_BYTES",
+            "weights + u64(unit) * UNIT_BYTES",
+            "matmul-act-bf16",
+        ),
+        // A branch and a token that are not scaled, statistics of another row.
+        ("waves/rows.cuh", "x[i][k] += G::BRANCH_SCALE * y[i][k];", "x[i][k] += y[i][k];", "rows-branch"),
+        ("waves/rows.cuh", "x[i][k] *= G::EMBED_SCALE;", "x[i][k] *= 1.f;", "rows-embed"),
+        ("waves/rows.cuh", "stats[c.warp() / WARPS * WARPS + w]", "stats[w]", "rows-embed-4-warps-bf16"),
+        // Positions before the window, sums of an older maximum, values that have not landed, a row of the cache in another order, a half
+        // turned the other way, pairs the wrong way round.
+        (
+            attention,
+            "return G::WINDOW && position + 1 > int(G::WINDOW) ? position + 1 - int(G::WINDOW) : 0; };",
+            "return 0; };",
+            "attention-window-cap-bf16",
+        ),
+        (attention, "r.l[h] *= shrink;", "", "attention-halves-bf16"),
+        (attention, "if (there < STEP) {", "if (false) {", "attention-8-bf16"),
+        (attention, "to + (lane ^ swizzle(position)) * 16) = w;", "to + lane * 16) = w;", "attention-256-bf16"),
+        (attention, "+ sign * other *", "+ other *", "attention-128-bf16"),
+        (attention, "One::rotate(y[k], y[k + 1],", "One::rotate(y[k + 1], y[k],", "attention-192-bf16"),
+    ];
+    each_shows("an_op_of_waves_that_computes_something_else_is_found", "waves_ops.cc", &edits);
 }
