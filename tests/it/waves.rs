@@ -9,7 +9,7 @@ use monobloc::codegen::emit::Trace;
 use monobloc::codegen::waves::{emit, encode};
 use monobloc::defaults::rows::{Room, place_rows};
 use monobloc::dtype::{DType, Precision};
-use monobloc::format::NAMED;
+use monobloc::format::{Code, Format, NAMED, ScaleCode};
 use monobloc::ir::op::{Attention, Op, Role};
 use monobloc::ir::program::{Grid, Space};
 use monobloc::ir::schedule::Schedule;
@@ -31,7 +31,7 @@ use monobloc::waves::{
 use safetensors::Dtype;
 use safetensors::tensor::TensorView;
 
-use crate::formats::{all, rounded};
+use crate::formats::{all, named, rounded};
 use crate::nvrtc::nvrtc;
 use crate::proof_support::{BF16, FP32, TOY, Toy};
 use crate::skipped;
@@ -210,6 +210,23 @@ fn kernels_of_waves_compile() {
         let source = emit(&proven(&validated, &target, 512).unwrap(), &target, trace);
         let compiled = nvrtc.compile(&source).unwrap_or_else(|error| panic!("{name} on {record}: {error}"));
         assert!(!compiled.log.contains("warning"), "{name} on {record}: {}", compiled.log);
+    }
+}
+
+/// Scales of groups, of groups with zero points, and of rows.
+#[test]
+fn kernels_of_waves_of_codes_compile() {
+    let Some(nvrtc) = nvrtc("kernels_of_waves_of_codes_compile") else { return };
+    let zeros = Format::by_group(Code::Int4, 128, ScaleCode::F16, true);
+    for (format, record) in
+        [(named("int4:32"), "h200"), (zeros, "h100"), (named("fp8"), "h200"), (named("mxfp4"), "b200")]
+    {
+        let target = Target::builtin(record).unwrap();
+        let coded = rounded(wide("families/llama-gqa"), &all(format));
+        let validated = kernel(&coded.graph, &target);
+        let source = emit(&proven(&validated, &target, 512).unwrap(), &target, Trace::Off);
+        let compiled = nvrtc.compile(&source).unwrap_or_else(|error| panic!("{format} on {record}: {error}"));
+        assert!(!compiled.log.contains("warning"), "{format} on {record}: {}", compiled.log);
     }
 }
 
