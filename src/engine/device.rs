@@ -5,9 +5,7 @@ use crate::cuda::rows::{FirstToken, RowInput, RowsSession};
 use crate::cuda::waves::WavesSession;
 use crate::error::Fault;
 use crate::rows::{Guard, Shape};
-
-/// Rows that waves read faster than kernels for rows do.
-const ALONE_MIN: u32 = 64;
+use crate::waves::CHUNK_MIN;
 
 /// Queues launches on a device. Greedy choice and temperature are the kernel's; every other choice gets logits.
 pub struct DeviceStepper {
@@ -43,7 +41,7 @@ impl Stepper for DeviceStepper {
         let largest = &self.sessions[self.sessions.len() - 1];
         let shape = *largest.shape();
         let (vocab, steps_max) = (largest.vocab(), largest.steps_max());
-        let alone = self.waves.as_ref().map(|waves| Alone { least: ALONE_MIN, most: waves.shape().rows });
+        let alone = self.waves.as_ref().map(|waves| Alone { least: CHUNK_MIN, most: waves.shape().rows });
         Bounds { shape, chunk_max: shape.rows, alone, vocab, launches: 1, steps_max }
     }
 

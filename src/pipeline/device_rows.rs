@@ -24,7 +24,7 @@ use crate::rows::{Edit, Guard, PageId, Request, Row, SequenceId, Shape, Tables};
 use crate::target::Target;
 use crate::text::one_of;
 use crate::validate::{Validated, validate};
-use crate::waves::{CHUNK_ROWS, derive};
+use crate::waves::{CHUNK_MIN, CHUNK_ROWS, derive};
 
 use super::chain::{Chain, Host};
 use super::compile::Cubin;
@@ -126,9 +126,6 @@ enum Wanted<'a> {
     Each(OnRow<'a>),
 }
 
-/// Tokens of a prompt that are worth a chunk of waves: a chunk of a few takes as long as one of a block of rows.
-const WAVES_MIN: usize = 64;
-
 /// What reads prompts: a kernel for rows, and for long chunks a kernel of waves over the same cache, where there is one.
 struct Reader<'a> {
     rows: &'a mut RowsSession,
@@ -157,7 +154,8 @@ impl Reader<'_> {
         while position < ids.len() {
             // The kernel of waves has no logits.
             let left = ids.len() - position - usize::from(matches!(wanted, Wanted::Last));
-            let waves = self.waves.as_mut().filter(|_| left >= WAVES_MIN && !matches!(wanted, Wanted::Each(_)));
+            let waves =
+                self.waves.as_mut().filter(|_| left >= CHUNK_MIN as usize && !matches!(wanted, Wanted::Each(_)));
             let most = waves.as_ref().map_or(self.rows.shape(), |waves| waves.shape()).rows as usize;
             let count = if waves.is_some() { left.min(most) } else { (ids.len() - position).min(most) };
             let tokens = &ids[position..position + count];

@@ -43,6 +43,8 @@ define_id!(
 
 /// Rows of a chunk at most, unless asked for otherwise.
 pub const CHUNK_ROWS: u32 = 512;
+/// Rows of a chunk that are worth waves: fewer take as long, and kernels for rows read them as fast.
+pub const CHUNK_MIN: u32 = 64;
 /// Rows that a matrix product has of a chunk at once: `BLOCK_ROWS` of waves/context.cuh.
 pub const BLOCK_ROWS: u32 = 128;
 /// Units of a pass of a product at most: a warp holds the sums of 64 rows by 7 units, 112 registers of a lane.

@@ -19,19 +19,24 @@ use monobloc::cuda::rows::{FirstToken, RowInput, RowsSession};
 use monobloc::cuda::self_test::self_test;
 use monobloc::cuda::session::SessionError;
 use monobloc::cuda::stream::{Argument, LaunchShape, Wait};
+use monobloc::cuda::waves::WavesSession;
 use monobloc::defaults::rows::{Room, place_rows};
-use monobloc::engine::{Ask, ChoiceId, DeviceStepper, End, Engine, Event, Limits, RequestId};
+use monobloc::dtype::Precision;
+use monobloc::engine::{Ask, Bounds, ChoiceId, DeviceStepper, End, Engine, Event, Figures, Limits, RequestId, Stepper};
 use monobloc::error::{Fault, Tier};
-use monobloc::model::config::import;
+use monobloc::ir::op::Role;
+use monobloc::model::config::{import, import_config_only};
+use monobloc::model::graph::ModelGraph;
 use monobloc::pages::Pool;
 use monobloc::random::Random;
 use monobloc::rows::{Edit, Guard, PageId, Request, Row, SequenceId, Shape};
 use monobloc::sample::{self, RequestSettings, SampleSettings, TokenCounts};
 use monobloc::target::Target;
-use monobloc::validate::validate;
+use monobloc::validate::{Validated, validate};
+use monobloc::waves::{derive, prove};
 
 use super::nvrtc::nvrtc;
-use super::proof_support::FP32;
+use super::proof_support::{BF16, FP32};
 use super::skipped;
 use super::support::fixture;
 
@@ -241,25 +246,70 @@ fn a_kernel_that_hangs_blocks_neither_the_wait_nor_the_drops() {
 /// Steps of a launch of [`rows_session`].
 const STEPS_MAX: u32 = 4;
 
-/// A kernel for `rows` of the fake, over `cache` if it is given: contexts of four pages, six pages, four sequences beside those that keep
-/// pages.
-fn rows_session(device: &Device, rows: u32, cache: Option<Arc<DeviceBuffer>>) -> Result<RowsSession, SessionError> {
-    let target = Target::builtin("h200").unwrap();
-    let graph = import(&fixture("tinystories-llama")).unwrap().graph;
-    let base = Candidate { sms: 4, ..Candidate::default_for(&graph, &target, FP32) };
-    let place = |context_max, room| place_rows(&graph, "fake", FP32, context_max, &target, &base, room).unwrap();
-    let page_rows = Shape::of(&place(1024, Room { rows: 8, sequences: 8, positions: 1024 }).program).unwrap().page_rows;
-    let room = Room { rows, sequences: 4 + 2, positions: u64::from(6 * page_rows) };
-    let validated = validate(place(4 * page_rows, room), &target).unwrap();
-    let shape = Shape::of(&validated.schedule().program).unwrap();
-    assert_eq!((shape.blocks(), shape.pages, Pool::keepers(&shape)), (4, 6, 2));
+/// A model that the fake stands in for: only sizes of its kernels matter.
+struct Model {
+    graph: ModelGraph,
+    precision: Precision,
+}
+
+impl Model {
+    fn tiny() -> Model {
+        Model { graph: import(&fixture("tinystories-llama")).unwrap().graph, precision: FP32 }
+    }
+
+    /// Heads of 64 in bf16, which kernels of waves take.
+    fn of_wide_heads() -> Model {
+        let config = r#"{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 128, "intermediate_size": 256,
+            "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 512,
+            "max_position_embeddings": 1024, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu",
+            "tie_word_embeddings": true}"#;
+        Model { graph: import_config_only(config, 0).unwrap().graph, precision: BF16 }
+    }
+
+    /// The kernel for `rows`: contexts of four pages, six pages, four sequences beside those that keep pages.
+    fn kernel(&self, rows: u32) -> Validated {
+        let (target, graph) = (fake_target(), &self.graph);
+        let base = Candidate { sms: 4, ..Candidate::default_for(graph, &target, self.precision) };
+        let place =
+            |context_max, room| place_rows(graph, "fake", self.precision, context_max, &target, &base, room).unwrap();
+        let page_rows =
+            Shape::of(&place(1024, Room { rows: 8, sequences: 8, positions: 1024 }).program).unwrap().page_rows;
+        let room = Room { rows, sequences: 4 + 2, positions: u64::from(6 * page_rows) };
+        let validated = validate(place(4 * page_rows, room), &target).unwrap();
+        let shape = Shape::of(&validated.schedule().program).unwrap();
+        assert_eq!((shape.blocks(), shape.pages, Pool::keepers(&shape)), (4, 6, 2));
+        validated
+    }
+}
+
+/// As many SMs as the fake has.
+fn fake_target() -> Target {
+    let mut target = Target::builtin("h200").unwrap();
+    target.spec.sm_count = 4;
+    target
+}
+
+/// A kernel of the fake, over `cache` if it is given.
+fn session_of(
+    device: &Device,
+    validated: &Validated,
+    cache: Option<Arc<DeviceBuffer>>,
+) -> Result<RowsSession, SessionError> {
+    let program = &validated.schedule().program;
+    let shape = Shape::of(program).unwrap();
+    let vocab = program.grids.iter().find_map(|grid| grid.operand(Role::Logits)).unwrap();
+    let vocab = program.buffers[vocab.buffer.index()].cols;
     let stream = device.stream().unwrap();
     let mut sizes = device.alloc(20).unwrap();
-    sizes.upload(&stream, 0, &[shape.blocks(), shape.page_rows, shape.pages, rows, graph.vocab]).unwrap();
+    sizes.upload(&stream, 0, &[shape.blocks(), shape.page_rows, shape.pages, shape.rows, vocab]).unwrap();
     let session =
-        RowsSession::load(device, &Queues::of(&validated), IMAGE, Trace::Off, STEPS_MAX, Arc::new(sizes), cache)?;
-    assert_eq!(session.vocab(), graph.vocab);
+        RowsSession::load(device, &Queues::of(validated), IMAGE, Trace::Off, STEPS_MAX, Arc::new(sizes), cache)?;
+    assert_eq!(session.vocab(), vocab);
     Ok(session)
+}
+
+fn rows_session(device: &Device, rows: u32, cache: Option<Arc<DeviceBuffer>>) -> Result<RowsSession, SessionError> {
+    session_of(device, &Model::tiny().kernel(rows), cache)
 }
 
 fn mixed(x: u64) -> u64 {
@@ -297,9 +347,84 @@ fn requests_on_a_device_get_the_tokens_that_they_have_alone() {
     // Launches of up to 8 rows run on the one, larger ones on the other: both see what the other wrote.
     let session = rows_session(&device, 8, None).unwrap();
     let larger = rows_session(&device, 16, Some(session.cache())).unwrap();
-    let (vocab, page_rows) = (session.vocab(), session.shape().page_rows as usize);
-    let limits = Limits { running_max: 4, waiting_max: 100, chunk_rows: 5, steps_max: STEPS_MAX };
-    let mut engine = Engine::new(DeviceStepper::new(vec![session, larger], None).unwrap(), limits).unwrap();
+    let stepper = DeviceStepper::new(vec![session, larger], None).unwrap();
+    let decided_max = 2 * stepper.bounds().shape.page_rows;
+    let figures = requests_alone_and_together(stepper, 5, decided_max as usize);
+    assert!(figures.preemptions > 0 && figures.prefix_hits > 0 && figures.steps > figures.launches, "{figures:?}");
+}
+
+/// Long chunks of prompts are read by a kernel of its own, into the pages of the others.
+#[test]
+fn long_prompts_on_a_device_are_read_alone() {
+    const NAME: &str = "long_prompts_on_a_device_are_read_alone";
+    if !is_child() {
+        let Some(text) = with_fake_driver(NAME, "") else { return };
+        assert!(text.matches("a chunk of ").count() >= 8, "{text}");
+        assert!(text.contains("released with 0 blocks, 0 streams, 0 events, 0 modules left"), "{text}");
+        return;
+    }
+    let device = Device::open(0).unwrap();
+    let (model, target) = (Model::of_wide_heads(), fake_target());
+    let [small, large] = [8, 16].map(|rows| model.kernel(rows));
+    let plan = derive(small.schedule(), &target, 512).unwrap();
+    let proven = prove(plan, &small, &target).unwrap();
+    let session = session_of(&device, &small, None).unwrap();
+    let larger = session_of(&device, &large, Some(session.cache())).unwrap();
+    let waves = WavesSession::load(&device, &proven, IMAGE, Trace::Off, session.pack(), session.cache()).unwrap();
+    let figures = requests_alone_and_together(DeviceStepper::new(vec![session, larger], Some(waves)).unwrap(), 100, 60);
+    assert!(figures.prefix_hits > 0, "{figures:?}");
+}
+
+/// What a kernel of waves is not given: other tables than a chunk of one sequence, tokens that no table of embeddings has, a second
+/// chunk before the first was waited for.
+#[test]
+fn chunks_that_waves_cannot_read_are_refused() {
+    const NAME: &str = "chunks_that_waves_cannot_read_are_refused";
+    if !is_child() {
+        with_fake_driver(NAME, "");
+        return;
+    }
+    let device = Device::open(0).unwrap();
+    let (small, target) = (Model::of_wide_heads().kernel(8), fake_target());
+    let proven = prove(derive(small.schedule(), &target, 512).unwrap(), &small, &target).unwrap();
+    let session = session_of(&device, &small, None).unwrap();
+    let mut waves = WavesSession::load(&device, &proven, IMAGE, Trace::Off, session.pack(), session.cache()).unwrap();
+    let (mut pool, mut guard) = (Pool::new(*waves.shape()), Guard::new(*waves.shape()));
+    let [a, b] = [(); 2].map(|()| pool.open().unwrap());
+    for sequence in [a, b] {
+        pool.reserve(sequence, 200).unwrap();
+    }
+    let mut edits = pool.take_edits();
+    let mut request = |rows: Vec<(SequenceId, u32)>, wants_logits, steps| Request {
+        rows: rows.into_iter().map(|(sequence, position)| Row { sequence, position, wants_logits }).collect(),
+        steps,
+        edits: std::mem::take(&mut edits),
+    };
+    let chunk = |sequence, count| (0..count).map(|position| (sequence, position)).collect::<Vec<_>>();
+    let both = [chunk(a, 64), chunk(b, 64)].concat();
+    let ids: Vec<u32> = (0..128).collect();
+    let mut refused = |request: &Request, tokens: &[u32], expected: &str| {
+        let error = waves.read(guard.admit(request).unwrap(), tokens).unwrap_err();
+        assert!(error.to_string().contains(expected), "{error}");
+    };
+    refused(&request(both, false, 1), &ids, "do not fit");
+    refused(&request(chunk(a, 128), false, 1), &ids[1..], "do not fit");
+    refused(&request(chunk(a, 128), true, 1), &ids, "want no logits");
+    refused(&request(chunk(a, 1), true, 2), &ids[..1], "do not fit");
+    refused(&request(chunk(a, 128), false, 1), &[512; 128], "token 512 is not below the vocabulary of 512");
+    waves.queue(guard.admit(&request(chunk(a, 128), false, 1)).unwrap(), &ids).unwrap();
+    let error = waves.queue(guard.admit(&request(chunk(b, 128), false, 1)).unwrap(), &ids).unwrap_err();
+    assert!(matches!(error, SessionError::NotFinished), "{error}");
+    waves.finish().unwrap();
+    assert!(matches!(waves.finish(), Err(SessionError::NotQueued)));
+}
+
+/// Random requests, with at most `more` prompt tokens beside those that decode: each gets what the fake decides for it alone.
+fn requests_alone_and_together(stepper: DeviceStepper, more: usize, decided_max: usize) -> Figures {
+    let Bounds { vocab, shape, .. } = stepper.bounds();
+    let page_rows = shape.page_rows as usize;
+    let limits = Limits { running_max: 4, waiting_max: 100, chunk_rows: more as u32, steps_max: STEPS_MAX };
+    let mut engine = Engine::new(stepper, limits).unwrap();
     let mut random = Random::new(5);
     let mut asks: BTreeMap<RequestId, Ask> = BTreeMap::new();
     let mut events = vec![];
@@ -320,7 +445,7 @@ fn requests_on_a_device_get_the_tokens_that_they_have_alone() {
                 _ => {}
             }
             let choices = vec![settings.resolve(vocab, &[]).unwrap()];
-            let tokens_max = (1 + random.below(2 * page_rows)).min(4 * page_rows - prompt.len()) as u32;
+            let tokens_max = (1 + random.below(decided_max)).min(4 * page_rows - prompt.len()) as u32;
             let ask = Ask { prompt, tokens_max, choices, scores_prompt: None, grammar: None, deadline: None };
             asks.insert(engine.submit(ask.clone()).unwrap(), ask);
         }
@@ -343,7 +468,7 @@ fn requests_on_a_device_get_the_tokens_that_they_have_alone() {
     }
     let figures = engine.figures();
     println!("{figures:?}");
-    assert!(figures.preemptions > 0 && figures.prefix_hits > 0 && figures.steps > figures.launches, "{figures:?}");
+    figures
 }
 
 /// A context that is lost ends the engine with an error, and everything still drops.

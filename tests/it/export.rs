@@ -42,12 +42,16 @@ fn manifest(folder: &Path, record: &str, model: &str) -> Manifest {
     Manifest::parse(&text, &folder.join("m.toml")).unwrap_or_else(|error| panic!("{error}"))
 }
 
-fn write(folder: &Path, record: &str, model: &str, out: &Path, stop: bool) -> Result<bool, Fault> {
-    let workspace = Workspace {
+fn workspace(folder: &Path) -> Workspace {
+    Workspace {
         cache: Cache::open(folder.join("cache")).expect("a cache"),
         report: Report::quiet(),
         trials: folder.join("trials.csv"),
-    };
+    }
+}
+
+fn write(folder: &Path, record: &str, model: &str, out: &Path, stop: bool) -> Result<bool, Fault> {
+    let workspace = workspace(folder);
     let manifest = manifest(folder, record, model);
     Ok(export(&workspace, &manifest, out, &SERVING, &|| stop)?.is_some())
 }
@@ -248,6 +252,39 @@ fn parts_that_do_not_belong_together_are_refused() {
     assert!(fault.remedy.is_some_and(|remedy| remedy.contains("export the model again")));
     export.replace(text, schedule.as_bytes());
     export.load().unwrap_or_else(|fault| panic!("{fault}"));
+}
+
+/// Heads of 64 in bf16, so that long chunks of a prompt have a kernel.
+const SMALL: &str = r#"{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 128, "intermediate_size": 256,
+"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 512, "max_position_embeddings": 1024,
+"rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu", "tie_word_embeddings": true, "torch_dtype": "bfloat16"}"#;
+
+#[test]
+fn an_export_has_the_kernel_of_long_prompts() {
+    if nvrtc("an_export_has_the_kernel_of_long_prompts").is_none() || Nvrtc::load().is_err() {
+        return;
+    }
+    let folder = tempfile::tempdir().expect("a folder");
+    let config = folder.path().join("config.json");
+    fs::write(&config, SMALL).expect("written");
+    let text = MANIFEST.replace("path:MODEL", &format!("synthetic:{}", config.display())).replace("RECORD", "h200");
+    let manifest = Manifest::parse(&text, &folder.path().join("m.toml")).unwrap_or_else(|error| panic!("{error}"));
+    let workspace = workspace(folder.path());
+    let out = folder.path().join("export");
+    assert!(
+        export(&workspace, &manifest, &out, &SERVING, &|| false).unwrap_or_else(|fault| panic!("{fault}")).is_some()
+    );
+    let export = Export { folder };
+    let index = export.index();
+    let kernels = index["targets"][0]["kernels"].as_array().expect("kernels");
+    let does: Vec<&str> = kernels.iter().filter_map(|kernel| kernel["does"].as_str()).collect();
+    assert_eq!(does, ["text", "prompt", "waves"]);
+    let [prompt, waves] = [&kernels[1], &kernels[2]].map(|kernel| kernel["compiled"].clone());
+    assert!(prompt["source"] != waves["source"] && prompt["queues"] != waves["queues"]);
+    // The plan of waves is that of the schedule beside it.
+    let schedule =
+        |kernel: &Value| fs::read(export.path(kernel["schedule"].as_str().expect("a path"))).expect("a schedule");
+    assert_eq!(schedule(&kernels[1]), schedule(&kernels[2]));
 }
 
 #[test]

@@ -258,6 +258,29 @@ static void rows_kernel(const Call *call) {
     }
     last_tag = p->fills ? 0 : p->tag + p->steps;
 }
+// The kernel of waves of that model: it fills the cache, and decides nothing.
+typedef struct {
+    Address pack, cache, work, waves, shares, share_index, tokens, pages, arrived, report, abort, stamps;
+    uint64_t timeout_ns;
+    uint32_t wave_count, row_count, position, reserved;
+} WaveParams;
+static void waves_kernel(const Call *call) {
+    const WaveParams *p = call->argument[0];
+    const uint32_t *sizes = inside(p->pack, 20);
+    uint32_t blocks = sizes[0], page_rows = sizes[1], pages = sizes[2], vocab = sizes[4];
+    uint32_t *cache = inside(p->cache, 4ull * pages * page_rows);
+    const uint32_t *tokens = inside(p->tokens, 4ull * p->row_count), *table = inside(p->pages, 4ull * blocks);
+    inside(p->waves, 64ull * p->wave_count);
+    require(*(uint32_t *)inside(p->arrived, 4) == 0, "the count of a launch does not begin at 0");
+    require(p->row_count >= 64 && p->wave_count > 0 && p->timeout_ns > 0, "the parameters of a chunk");
+    for (uint32_t r = 0; r < p->row_count; r++) {
+        uint32_t position = p->position + r;
+        require(position / page_rows < blocks && table[position / page_rows] < pages && tokens[r] < vocab, "a chunk outside the tables");
+        cache[table[position / page_rows] * page_rows + position % page_rows] = tokens[r];
+    }
+    *(uint32_t *)inside(p->arrived, 4) = 1;
+    printf("a chunk of %u\n", p->row_count);
+}
 static void crash(const Call *call) { (void)call; crashed = 1; }
 static void hang(const Call *call) { (void)call; for (;;) pause(); }
 
@@ -268,6 +291,7 @@ static Kernel kernels[] = {
     {"self_test_mapped", mapped, {8, 8}, 0},
     {"self_test_cluster", clusters, {8}, 0},
     {"monobloc_decode", rows_kernel, {sizeof(RowsParams)}, 0},
+    {"monobloc_waves", waves_kernel, {sizeof(WaveParams)}, 0},
     {"crash", crash, {0}, 0},
     {"hang", hang, {0}, 0},
 };

@@ -83,7 +83,7 @@ const IMPORTS: &[(&str, &[&str])] = &[
         &["abba", "check", "codegen", "cuda", "dtype", "error", "interp", "ir", "model", "pack", "target", "validate"],
     ),
     // Decides what runs together; knows no clock, no thread and no text.
-    ("engine", &["cuda", "digest", "error", "grammar", "interp", "ir", "pages", "rows", "sample"]),
+    ("engine", &["cuda", "digest", "error", "grammar", "interp", "ir", "pages", "rows", "sample", "waves"]),
     ("goldens", &["dtype"]),
     ("abba", &["random"]),
     ("trace", &["ir"]),
