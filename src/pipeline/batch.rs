@@ -21,8 +21,8 @@ use crate::validate::Validated;
 use crate::waves;
 
 use super::chain::Host;
-use super::device_rows::{place_kernel, prove_kernel, rows_cubin, rows_of, same_caches};
-use super::device_waves::{plan_waves, waves_cubin};
+use super::device_rows::{place_kernel, prove_kernel, rows_of, rows_source, same_caches};
+use super::device_waves::{plan_waves, waves_source};
 use super::execute::{Devices, upload_pack};
 use super::stages::place_rows;
 use super::{Prepared, Workspace};
@@ -153,16 +153,19 @@ impl Prepared {
         ));
         // Queues that differ from those of the first proof are refused here.
         kernels.iter().try_for_each(|kernel| workspace.queues(kernel).map(drop))?;
-        let cubin = |kernel: Arc<Validated>| Ok((kernel.clone(), rows_cubin(&chain, &kernel, Trace::Off)?.bytes));
-        let waves = match plan_waves(&self.target, &kernels[0]) {
-            Ok(proven) => Some(waves_cubin(&chain, &proven, Trace::Off)?.bytes),
+        let source = |kernel: &Arc<Validated>| rows_source(&chain.context, kernel, Trace::Off);
+        let mut sources: Vec<_> = kernels.iter().map(source).collect();
+        match plan_waves(&self.target, &kernels[0]) {
+            Ok(proven) => sources.push(waves_source(&chain.context, &proven, Trace::Off)),
             Err(fault) if fault.tier == Tier::Input => {
                 workspace.report.note(&format!("prompts are read beside other rows: {}", fault.message));
-                None
             }
             Err(fault) => return Err(fault),
-        };
-        let kernels = kernels.into_iter().map(cubin).collect::<Result<_, Fault>>()?;
+        }
+        let mut cubins = chain.compile_all(&sources)?.into_iter().map(|cubin| cubin.bytes);
+        let kernels = kernels.into_iter().zip(cubins.by_ref()).collect();
+        // That of waves is the last one.
+        let waves = cubins.next();
         let (target, steps_max) = (self.target.clone(), serving.steps_max);
         let on_device = OnDevice { device, target, kernels, waves, steps_max };
         Ok(Batched { validated: largest, pack: chain.pack()?, on_device: Some(Arc::new(on_device)) })

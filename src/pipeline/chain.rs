@@ -300,6 +300,12 @@ impl<'a> Chain<'a> {
         compile(&self.host.compiler, &self.context, source)
     }
 
+    /// Compiles several sources for this target at once, on all cores; answers in their order.
+    pub fn compile_all(&self, sources: &[Generated]) -> Result<Vec<Cubin>, NotMade> {
+        let sources: Vec<_> = sources.iter().map(|source| (self.context, source)).collect();
+        compile_each(&self.host.compiler, &sources).into_iter().map(|cubin| Ok(*cubin?)).collect()
+    }
+
     /// Makes what can be made without weights and without a device.
     pub fn make_kernel(&self) -> Result<(), NotMade> {
         self.validated()?;

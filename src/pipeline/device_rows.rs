@@ -28,7 +28,7 @@ use crate::waves::{CHUNK_MIN, CHUNK_ROWS, derive};
 
 use super::chain::{Chain, Host};
 use super::compile::Cubin;
-use super::device_waves::{plan_waves, waves_beside, waves_cubin};
+use super::device_waves::{plan_waves, waves_beside, waves_source};
 use super::execute::upload_pack;
 use super::stages::{BuildContext, Generated};
 use super::{Prepared, Workspace, import_stage, keys};
@@ -88,13 +88,10 @@ fn kernel_for(kernels: &[u32], rows: u32) -> Result<u32, Fault> {
     })
 }
 
-/// Compiles a proven kernel.
-///
-/// # Errors
-/// No compiler, and no cubin of this source in the cache.
-pub(super) fn rows_cubin(chain: &Chain<'_>, validated: &Validated, trace: Trace) -> Result<Box<Cubin>, Fault> {
-    let source = emit(validated, chain.context.target, trace);
-    Ok(chain.compile(&Generated { content: Digest::of(source.text.as_bytes()), source })?)
+/// The source of a proven kernel, to compile.
+pub(super) fn rows_source(context: &BuildContext<'_>, validated: &Validated, trace: Trace) -> Generated {
+    let source = emit(validated, context.target, trace);
+    Generated { content: Digest::of(source.text.as_bytes()), source }
 }
 
 /// Compiles a proven kernel and loads it with a cache of its own. `pack` is shared with other kernels of the model.
@@ -109,7 +106,7 @@ fn load_rows(
     steps_max: u32,
     pack: Arc<DeviceBuffer>,
 ) -> Result<RowsSession, Fault> {
-    let cubin = rows_cubin(chain, validated, trace)?;
+    let cubin = chain.compile(&rows_source(&chain.context, validated, trace))?;
     let queues = chain.context.workspace.queues(validated)?;
     Ok(RowsSession::load(device, &queues, &cubin.bytes, trace, steps_max, pack, None)?)
 }
@@ -218,13 +215,20 @@ impl Prefill {
             return Err(Fault::input(format!("`context_max` {positions} is not a multiple of the rows of a page"))
                 .with_remedy("choose a multiple of 256, so that prompts are read in chunks"));
         }
-        let cubin = rows_cubin(chain, &validated, Trace::Off)?;
-        let waves = match plan_waves(chain.context.target, &validated) {
-            Ok(proven) => Ok(waves_cubin(chain, &proven, Trace::Off)?.bytes),
-            Err(fault) if fault.tier == Tier::Input => Err(fault.message),
+        let mut sources = vec![rows_source(&chain.context, &validated, Trace::Off)];
+        let none = match plan_waves(chain.context.target, &validated) {
+            Ok(proven) => {
+                sources.push(waves_source(&chain.context, &proven, Trace::Off));
+                String::new()
+            }
+            Err(fault) if fault.tier == Tier::Input => fault.message,
             Err(fault) => return Err(fault),
         };
-        let Cubin { bytes, nvrtc, .. } = *cubin;
+        let mut cubins = chain.compile_all(&sources)?.into_iter();
+        let Some(Cubin { bytes, nvrtc, .. }) = cubins.next() else {
+            return Err(Fault::internal("a source that was compiled has no cubin"));
+        };
+        let waves = cubins.next().map(|cubin| cubin.bytes).ok_or(none);
         Ok(PrefillParts { validated, cubin: bytes, nvrtc, waves })
     }
 

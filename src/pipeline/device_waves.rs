@@ -1,10 +1,9 @@
 //! Owns the kernel that reads long prompt chunks: its plan, its proof, and loading it beside a kernel for rows.
 
 use super::chain::Chain;
-use super::compile::Cubin;
 use super::device_rows::{place_kernel, prove_kernel, rows_of};
 use super::execute::upload_pack;
-use super::stages::Generated;
+use super::stages::{BuildContext, Generated};
 use super::stored::source_bytes;
 use crate::check::{Checked, check_ids, check_waves};
 use crate::codegen::emit::Trace;
@@ -37,13 +36,10 @@ pub(super) fn plan_waves<'a>(target: &Target, rows: &'a Validated) -> Result<Pro
     })
 }
 
-/// Compiles a proven plan.
-///
-/// # Errors
-/// No compiler, and no cubin of this source in the cache.
-pub(super) fn waves_cubin(chain: &Chain<'_>, proven: &Proven<'_>, trace: Trace) -> Result<Box<Cubin>, Fault> {
-    let source = emit(proven, chain.context.target, trace);
-    Ok(chain.compile(&Generated { content: Digest::of(source.text.as_bytes()), source })?)
+/// The source of a proven plan, to compile.
+pub(super) fn waves_source(context: &BuildContext<'_>, proven: &Proven<'_>, trace: Trace) -> Generated {
+    let source = emit(proven, context.target, trace);
+    Generated { content: Digest::of(source.text.as_bytes()), source }
 }
 
 /// Digests of what an exported kernel of waves was compiled from, and of all that it walks.
@@ -68,7 +64,7 @@ pub(super) fn waves_beside(
     rows: &mut RowsSession,
 ) -> Result<(WavesSession, Checked), Fault> {
     let proven = plan_waves(chain.context.target, validated)?;
-    let cubin = waves_cubin(chain, &proven, Trace::Off)?;
+    let cubin = chain.compile(&waves_source(&chain.context, &proven, Trace::Off))?;
     let mut waves = WavesSession::load(device, &proven, &cubin.bytes, Trace::Off, rows.pack(), rows.cache())?;
     let checked = check_waves(validated.schedule(), judged, rows, &mut waves)?;
     Ok((waves, checked))
@@ -89,7 +85,7 @@ pub(super) fn trace_waves(
     let room = Room { rows, sequences: rows, positions: u64::from(rows * (position + tokens).next_multiple_of(256)) };
     let validated = prove_kernel(&chain.context, place_kernel(&chain.context, &chain.candidate, room)?)?;
     let proven = plan_waves(chain.context.target, &validated)?;
-    let cubin = waves_cubin(chain, &proven, Trace::On)?;
+    let cubin = chain.compile(&waves_source(&chain.context, &proven, Trace::On))?;
     let pack = upload_pack(device, &validated, &chain.pack()?)?;
     let schedule = validated.schedule();
     let cache = Arc::new(device.alloc(schedule.arena_bytes(Space::Cache))?);
