@@ -7,6 +7,7 @@ mod faults;
 mod manners;
 mod numbers;
 mod races;
+mod rows;
 // The other crate uses the rest of it.
 #[allow(dead_code)]
 #[path = "../it/support.rs"]

@@ -1,0 +1,37 @@
+//! Kernels for several rows and of waves, of every format: their numbers against the interpreter, on a device.
+
+use monobloc::pipeline::device_rows::{Asked, Took, bench_rows};
+
+use crate::{Gpu, Place, say};
+
+/// Heads of 64 and wide enough for a group of 128 weights.
+const CONFIG: &str = r#"{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 256, "intermediate_size": 512,
+"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 2048, "max_position_embeddings": 2048,
+"rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu", "tie_word_embeddings": true}"#;
+
+/// A benchmark compares first: the logits of every row with the interpreter, then keys and values of every position that waves read with
+/// those of the kernel for rows. It ends with an error where they differ.
+#[test]
+fn rows_and_waves_of_every_format_compute_what_the_interpreter_does() {
+    let Some(gpu) = Gpu::here("rows_and_waves_of_every_format_compute_what_the_interpreter_does") else { return };
+    for weights in ["bf16", "int8", "fp8", "int4:128", "int4:32", "mxfp4"] {
+        let place = Place::new();
+        std::fs::write(place.path("config.json"), CONFIG).unwrap();
+        let source = format!("synthetic:{}", place.path("config.json").display());
+        let decode = "context_max = 2048\ntime_positions = [32]";
+        let manifest = place.manifest_of(&source, &gpu.record, gpu.record.spec.copy, weights, decode);
+        let asked = Asked { rows: &[1, 8, 16], prompts: &[100, 700], chunks: &[] };
+        let mut chunks = vec![];
+        let timed = bench_rows(&place.workspace(None), &manifest, &manifest.targets[0], asked, &mut |timed| {
+            if let Took::Prompt { tokens, .. } = timed.took {
+                chunks.push((tokens, timed.rows));
+                say(&format!("{weights}: {tokens} tokens in chunks of {}: {:?}", timed.rows, timed.checked));
+            }
+            Ok(())
+        });
+        timed.unwrap_or_else(|fault| panic!("{weights}: {fault}"));
+        let waves = gpu.record.spec.register_reallocation;
+        assert_eq!(chunks.len(), 2, "{weights}: {chunks:?}");
+        assert!(!waves || chunks.iter().all(|(_, rows)| *rows == 512), "{weights}: {chunks:?}");
+    }
+}
