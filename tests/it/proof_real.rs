@@ -152,7 +152,7 @@ fn proven_on_every_record(graph: &ModelGraph, name: &str, context_max: u32) -> (
 }
 
 /// Steps of 32 and 64 rows are proven wherever they fit, and refused where their kernels would not compute them: codes, half a tile of
-/// rows.
+/// rows, slots that several threads fill.
 #[test]
 fn many_rows_on_every_record() {
     let config = include_str!("../../manifests/configs/smollm2-135m.json");
@@ -183,6 +183,11 @@ fn many_rows_on_every_record() {
     };
     let half_a_tile = place(&plain, &h200, 24).unwrap();
     refused(&half_a_tile, "expected whole tiles of rows that 8 warps share evenly, found 24 rows");
+    // Slots that change hands between the threads that copy.
+    let mut odd = place(&plain, &h200, 32).unwrap();
+    odd.machine.ring.slots -= 1;
+    let slots = odd.machine.ring.slots;
+    refused(&odd, &format!("expected a multiple of 4 ring slots, as many for each warp that copies, found {slots}"));
     let codes = NAMED.into_iter().find(|(_, format)| !format.is_plain()).unwrap().1;
     let mut coded = rounded(import_config_only(config, 0).unwrap(), &all(codes)).graph;
     coded.layers.truncate(2);
