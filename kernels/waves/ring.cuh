@@ -30,7 +30,7 @@ struct WaveLoader {
   bool met;          // all blocks ended the wave before
   int part, lane;    // warp of the loader
 #if __CUDA_ARCH__ >= 900
-  u64 stream_once, keep; // what L2 is told of weights and of activations
+  u64 stream_once, keep; // hints for L2: weights are read once, activations again
 #endif
 
   __device__ __forceinline__ explicit WaveLoader(const WaveParams& p)

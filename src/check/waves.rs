@@ -4,7 +4,7 @@ use super::{CheckError, Checked, Figures, Judge, Tolerance, check_ids, given, wo
 use crate::cuda::rows::RowsSession;
 use crate::cuda::waves::WavesSession;
 use crate::ir::op::{Op, Role};
-use crate::ir::program::Program;
+use crate::ir::program::{Operand, Program};
 use crate::ir::schedule::Schedule;
 use crate::pages::Pool;
 use crate::rows::{Guard, Request, Row, SequenceId, Shape};
@@ -16,7 +16,14 @@ const CHUNKS: [u32; 5] = [200, 1, 440, 300, 100];
 const CACHE_REL_L2_MAX: f64 = 0.08;
 
 /// Positions that the check writes for each of two sequences, at most; and what follows them.
-pub const POSITIONS: u32 = 200 + 1 + 440 + 300 + 100 + 1;
+pub const POSITIONS: u32 = {
+    let (mut tokens, mut i) = (0, 0);
+    while i < CHUNKS.len() {
+        tokens += CHUNKS[i];
+        i += 1;
+    }
+    tokens + 1
+};
 
 /// Reads one text with both kernels, each into pages of its own, and compares the keys and values of every position in every layer, and
 /// the logits of the token after them. `rows` was checked before (`judged`), and both sessions share pack and cache.
@@ -86,7 +93,7 @@ fn caches(program: &Program, placement: &[Option<u64>]) -> Vec<(u64, u64, u64)> 
         Op::Attention(a) => Some([Role::AppendK, Role::AppendV].map(|role| (a.kv_heads(), grid.operand(role)))),
         _ => None,
     });
-    let place = |(heads, operand): (u32, Option<&crate::ir::program::Operand>)| {
+    let place = |(heads, operand): (u32, Option<&Operand>)| {
         let buffer = operand?.buffer;
         let declared = &program.buffers[buffer.index()];
         let row_bytes = u64::from(declared.cols / heads.max(1)) * declared.dtype.bytes() as u64;

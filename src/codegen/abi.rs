@@ -6,7 +6,7 @@ use crate::digest::Digest;
 use crate::ir::TaskId;
 use crate::ir::layout::{Matrix, PACKET_BYTES, PLACE_ALIGN_BYTES, matrices};
 use crate::ir::op::{Op, Role};
-use crate::ir::program::{Grid, Operand, Space};
+use crate::ir::program::{Grid, Space};
 use crate::ir::schedule::{Regime, Run, Schedule, Source, Task};
 use crate::ir::variant::{AttentionVariant, MatVecVariant};
 use crate::validate::Validated;
@@ -173,7 +173,8 @@ pub fn encode(validated: &Validated) -> Tables {
                 let task = &regime.tasks[id.index()];
                 let op = class_of_grid[task.grid.index()] as u32;
                 let residual = residual(task).map_or(0, |first| first - residual_base) as u32;
-                let row_scales_or_row = row_scales(schedule, &matrices, task).unwrap_or(task.row);
+                let grid = &program.grids[task.grid.index()];
+                let row_scales_or_row = row_scales(schedule, &matrices, grid).unwrap_or(task.row);
                 tables.entries.push(Entry { op, residual, row_scales_or_row, ..entry(schedule, id, task) });
             }
             tables.entry_index.push(tables.entries.len() as u32);
@@ -226,15 +227,11 @@ fn entry(schedule: &Schedule, id: TaskId, task: &Task) -> Entry {
     }
 }
 
-/// Where the scales of the rows of a task's matrix lie in the pack, if it has them.
-fn row_scales(schedule: &Schedule, matrices: &[Option<Matrix>], task: &Task) -> Option<u32> {
-    let grid = &schedule.program.grids[task.grid.index()];
-    let of = |weight: &Operand| {
-        let (buffer, matrix) = (weight.buffer.index(), matrices[weight.buffer.index()]?);
-        let place = schedule.placement[buffer]?;
-        matrix.format.row_scales.then(|| ((place + matrix.row_scales_at()) / PLACE_ALIGN_BYTES) as u32)
-    };
-    grid.operand(Role::Weight).and_then(of)
+/// Where the scales of the rows of a grid's matrix lie in the pack, if it has them.
+pub(super) fn row_scales(schedule: &Schedule, matrices: &[Option<Matrix>], grid: &Grid) -> Option<u32> {
+    let buffer = grid.operand(Role::Weight)?.buffer.index();
+    let (matrix, place) = (matrices[buffer]?, schedule.placement[buffer]?);
+    matrix.format.row_scales.then(|| ((place + matrix.row_scales_at()) / PLACE_ALIGN_BYTES) as u32)
 }
 
 fn stream_run(schedule: &Schedule, matrices: &[Option<Matrix>], regime: &Regime, run: &Run) -> StreamRun {

@@ -305,26 +305,36 @@ fn matvec_members(schedule: &Schedule, id: GridId, grid: &Grid, m: &MatVec) -> S
     };
     s += &coding_members(program.format_of(grid), k);
     s += &norm_members(norm);
-    let (epilogue, activation, scale, cap) = match epilogue {
-        Epilogue::Store => ("STORE", None, 1.0, 0.0),
-        Epilogue::Act(a) => ("ACT", Some(a), 1.0, 0.0),
-        Epilogue::Gated(a) => ("GATED", Some(a), 1.0, 0.0),
-        Epilogue::Residual { scale } => ("RESIDUAL", None, scale, 0.0),
-        Epilogue::Logits { scale, softcap } => ("LOGITS", None, scale, softcap.unwrap_or(0.0)),
+    s += &epilogue_members(epilogue);
+    let (cap, parts) = match epilogue {
+        Epilogue::Logits { softcap, .. } => (softcap.unwrap_or(0.0), parts(program)),
+        _ => (0.0, 0),
     };
-    let parts = if epilogue == "LOGITS" { parts(program) } else { 0 };
     // Writing to a String cannot fail.
     let _ = write!(
         s,
-        "Epilogue EPILOGUE = Epilogue::{epilogue}\nAct ACT = {}\nfloat SCALE = {}\nfloat SOFTCAP = {}\n\
-         bool BIAS = {}\nbool PUBLISH = {}\nint PARTS = {parts}\n",
-        activation.map_or("Act::SILU", act),
-        Float(scale),
+        "float SOFTCAP = {}\nbool BIAS = {}\nbool PUBLISH = {}\nint PARTS = {parts}\n",
         Float(cap),
         grid.operand(Role::Bias).is_some(),
         grid.operand(Role::Out).is_some(),
     );
     s
+}
+
+/// What becomes of the products of a matrix.
+pub(super) fn epilogue_members(epilogue: Epilogue) -> String {
+    let (epilogue, activation, scale) = match epilogue {
+        Epilogue::Store => ("STORE", None, 1.0),
+        Epilogue::Act(a) => ("ACT", Some(a), 1.0),
+        Epilogue::Gated(a) => ("GATED", Some(a), 1.0),
+        Epilogue::Residual { scale } => ("RESIDUAL", None, scale),
+        Epilogue::Logits { scale, .. } => ("LOGITS", None, scale),
+    };
+    format!(
+        "Epilogue EPILOGUE = Epilogue::{epilogue}\nAct ACT = {}\nfloat SCALE = {}\n",
+        activation.map_or("Act::SILU", act),
+        Float(scale),
+    )
 }
 
 /// How a matrix of codes is read; nothing of plain weights.

@@ -1,13 +1,12 @@
 //! Prints the kernel of a proven plan of waves, and encodes what it walks, as `kernels/waves/context.cuh` declares it.
 
-use super::abi::NONE;
-use super::emit::{Trace, act, attention_members, coding_members, elem, norm_members};
+use super::abi::{NONE, row_scales};
+use super::emit::{Trace, attention_members, coding_members, elem, epilogue_members, norm_members};
 use super::{Float, HEADERS, KernelSource, ROWS_HEADERS, WAVES_HEADERS};
 use crate::digest::Digest;
-use crate::ir::layout::{PLACE_ALIGN_BYTES, matrices};
-use crate::ir::op::{Epilogue, Op, Role};
+use crate::ir::layout::{Matrix, PLACE_ALIGN_BYTES, matrices};
+use crate::ir::op::{Op, Role};
 use crate::ir::program::Grid;
-use crate::ir::schedule::Schedule;
 use crate::ir::{BufferId, GridId};
 use crate::rows::Shape;
 use crate::target::Target;
@@ -153,25 +152,17 @@ fn class_of(proven: &Proven<'_>, wave: &PlanWave) -> (&'static str, String) {
             ("WaveRows", s)
         }
         (Action::MatMul { target, pass, .. }, Op::MatVec(m)) => {
-            let (epilogue, activation, scale) = match m.epilogue {
-                Epilogue::Store => ("STORE", None, 1.0),
-                Epilogue::Act(a) => ("ACT", Some(a), 1.0),
-                Epilogue::Gated(a) => ("GATED", Some(a), 1.0),
-                Epilogue::Residual { scale } => ("RESIDUAL", None, scale),
-                Epilogue::Logits { .. } => unreachable!("prove: no wave makes logits"),
-            };
             let plain = match target {
                 Written::Out(out) => plan.work[out.index()].layout != Layout::Operand,
                 Written::Residual(_) => true,
             };
             let members = format!(
-                "int ROWS = {}\nint K = {}\nint UNIT_ROWS = {}\nint PASS = {pass}\nEpilogue EPILOGUE = Epilogue::{epilogue}\n\
-                 Act ACT = {}\nfloat SCALE = {}\nbool BIAS = {}\nbool PLAIN = {plain}\n",
+                "int ROWS = {}\nint K = {}\nint UNIT_ROWS = {}\nint PASS = {pass}\n{}\
+                 bool BIAS = {}\nbool PLAIN = {plain}\n",
                 m.rows,
                 m.k,
                 m.unit_rows,
-                activation.map_or("Act::SILU", act),
-                Float(scale),
+                epilogue_members(m.epilogue),
                 grid.operand(Role::Bias).is_some(),
             );
             ("WaveMatMul", members + &coding_members(schedule.program.format_of(grid), m.k))
@@ -293,7 +284,8 @@ pub fn emit(proven: &Proven<'_>, target: &Target, trace: Trace) -> KernelSource 
 pub fn encode(proven: &Proven<'_>) -> WaveTables {
     let plan = proven.plan();
     let (_, of_wave) = classes(proven);
-    let waves = plan.waves.iter().zip(&of_wave).map(|(wave, &class)| entry(proven, wave, class)).collect();
+    let matrices = matrices(&proven.validated().schedule().program);
+    let waves = plan.waves.iter().zip(&of_wave).map(|(wave, &class)| entry(proven, &matrices, wave, class)).collect();
     let mut tables = WaveTables { waves, shares: vec![], share_index: vec![0] };
     for blocks in 0..(plan.rows / BLOCK_ROWS) as usize {
         for division in &plan.divisions {
@@ -327,7 +319,7 @@ const NOTHING: Wave = Wave {
     row_scales: NONE,
 };
 
-fn entry(proven: &Proven<'_>, wave: &PlanWave, class: usize) -> Wave {
+fn entry(proven: &Proven<'_>, matrices: &[Option<Matrix>], wave: &PlanWave, class: usize) -> Wave {
     let (plan, schedule) = (proven.plan(), proven.validated().schedule());
     let grid = grid_of(proven, wave.grid);
     let work = |id: WorkId| (plan.work[id.index()].place / PLACE_ALIGN_BYTES) as u32;
@@ -364,7 +356,7 @@ fn entry(proven: &Proven<'_>, wave: &PlanWave, class: usize) -> Wave {
                 Written::Out(out) => (work(out), NONE),
                 Written::Residual(residual) => (NONE, work(residual)),
             };
-            let row_scales = row_scales(schedule, grid).unwrap_or(NONE);
+            let row_scales = row_scales(schedule, matrices, grid).unwrap_or(NONE);
             Wave { x: work(x), out, residual, weight: of(Role::Weight), row_scales, table: of(Role::Bias), ..none }
         }
         Action::Append { x, queries } => Wave {
@@ -381,14 +373,6 @@ fn entry(proven: &Proven<'_>, wave: &PlanWave, class: usize) -> Wave {
             Wave { x: work(queries), out: work(out), k_cache: of(Role::HistoryK), v_cache: of(Role::HistoryV), ..none }
         }
     }
-}
-
-/// Where the scales of the rows of a grid's matrix lie in the pack, if it has them.
-fn row_scales(schedule: &Schedule, grid: &Grid) -> Option<u32> {
-    let buffer = grid.operand(Role::Weight)?.buffer.index();
-    let matrix = matrices(&schedule.program)[buffer]?;
-    let place = schedule.placement[buffer]?;
-    matrix.format.row_scales.then(|| ((place + matrix.row_scales_at()) / PLACE_ALIGN_BYTES) as u32)
 }
 
 fn norm_places(norm: Option<NormOf>) -> (Option<BufferId>, Option<BufferId>) {

@@ -92,13 +92,13 @@ impl Watched {
         if self.abort.load(0)? != 0 {
             let timeout_ms = timeout.as_millis() as u64;
             let named = |stuck: Stuck| Stuck { grid: grid(&stuck), ..stuck };
-            return Err(SessionError::Hung { timeout_ms, stuck: self.stuck().map(named).collect() });
+            return Err(SessionError::Hung { timeout_ms, stuck: self.stuck().into_iter().map(named).collect() });
         }
         Ok(self.started.elapsed_us(&self.ended)?)
     }
 
     /// What each SM that gave up has reported.
-    fn stuck(&self) -> impl Iterator<Item = Stuck> {
+    fn stuck(&self) -> Vec<Stuck> {
         let words = self.report.snapshot();
         let stuck = |(sm, r): (usize, &[u32])| Stuck {
             sm: SmId::from(sm),
@@ -118,7 +118,7 @@ impl Watched {
             grid: None,
         };
         let reported = words.chunks_exact(8).enumerate().filter(|(_, r)| r[0] != 0);
-        reported.map(stuck).collect::<Vec<_>>().into_iter()
+        reported.map(stuck).collect()
     }
 }
 

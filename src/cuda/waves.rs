@@ -40,7 +40,8 @@ pub struct WavesSession {
 }
 
 impl WavesSession {
-    /// Loads the waves of a proven plan; `trace` is what the cubin was compiled with. `pack` and `cache` are those of the kernel for rows that the plan was proven against.
+    /// Loads the waves of a proven plan; `trace` is what the cubin was compiled with. `pack` and `cache` are those of the kernel for rows
+    /// that the plan was proven against.
     ///
     /// # Errors
     /// What the driver refuses.

@@ -112,7 +112,7 @@ pub(super) enum Does {
     Text,
     /// Reads the prompt of a text in chunks, on a device.
     Prompt,
-    /// Reads long chunks of it, over the pages of the schedule beside it.
+    /// Reads long chunks of a prompt. Its schedule is that of `Prompt`.
     Waves,
     /// Decodes several sequences a step.
     Batch,

@@ -281,7 +281,7 @@ fn an_export_has_the_kernel_of_long_prompts() {
     assert_eq!(does, ["text", "prompt", "waves"]);
     let [prompt, waves] = [&kernels[1], &kernels[2]].map(|kernel| kernel["compiled"].clone());
     assert!(prompt["source"] != waves["source"] && prompt["queues"] != waves["queues"]);
-    // The plan of waves is that of the schedule beside it.
+    // Waves are derived from the schedule of the kernel for prompts.
     let schedule =
         |kernel: &Value| fs::read(export.path(kernel["schedule"].as_str().expect("a path"))).expect("a schedule");
     assert_eq!(schedule(&kernels[1]), schedule(&kernels[2]));

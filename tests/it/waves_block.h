@@ -48,7 +48,7 @@ static std::vector<u8> work, cache;
 static bool within(const std::vector<u8>& all, const u8* from, u32 bytes) {
   return from >= all.data() && from + bytes <= all.data() + all.size();
 }
-// The chunk of the wave at a cursor, and where it lies: behind each other, whatever slots there are.
+// The chunk of the wave at a cursor, and where it lies: chunks lie one after another, however many slots there are.
 template <class M>
 static u32 chunk_of(const RingCursor<M>& at) {
   const u32 chunk = at.use * M::SLOTS + at.slot;

@@ -43,7 +43,7 @@ template <int COLS>
 static u32 operand(u32 rows) {
   return activations(size_t(blocks(rows)) * OperandPlace<COLS>::BLOCKS * OperandPlace<COLS>::BLOCK_BYTES);
 }
-// Where waves/context.cuh says that a column of an operand is, counted by itself.
+// The place of a column of an operand as waves/context.cuh defines it, computed here without that code.
 template <int COLS>
 static u8* operand_at(u32 at, u32 row, u32 col) {
   const u32 tiles = (COLS + 127) / 128 * 2, lane = row % 8 * 4 + col % 32 / 8;
