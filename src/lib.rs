@@ -19,6 +19,7 @@ pub mod target;
 pub mod tokenizer;
 
 pub mod grammar;
+pub mod speculate;
 
 pub mod candidate;
 pub mod ir;

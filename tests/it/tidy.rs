@@ -32,6 +32,8 @@ const IMPORTS: &[(&str, &[&str])] = &[
     ("tokenizer", &["error", "files"]),
     // Sets of tokens: knows no model and no text but that of tokens.
     ("grammar", &["error", "sample"]),
+    // Token ids in, token ids out.
+    ("speculate", &[]),
     ("candidate", &["ir"]),
     // The only module that knows what measurements advise.
     ("defaults", &["candidate", "dtype", "format", "ir", "lower", "model", "schedule", "target"]),

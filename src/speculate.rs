@@ -1,0 +1,354 @@
+//! Owns proposals of tokens: where they come from, and which of them a step verifies.
+//!
+//! A step that verifies decodes the last token and k proposed ones at consecutive positions. After each of these positions the
+//! request chooses a token, as it does without proposals. The choices count up to the first that is not the proposed token, that
+//! one included: the rows after it followed a token that the text does not have.
+//!
+//! The choice after a position is a function of its logits, of the seed and of the position ([`crate::sample`]). So it does not
+//! depend on what was proposed: the same logits give the same text with proposals and without them, greedy or sampled. There is no
+//! test of acceptance by chance as in Leviathan et al. 2023 (arXiv:2211.17192), and none is needed. A proposal from the text itself is
+//! a distribution with one token `t`. Their rule accepts it with probability p(t); here the request chooses `t` with probability p(t),
+//! and any other token with its own probability. Both rules therefore have the distribution of the model and accept equally
+//! often, and this one also has the same tokens.
+
+use std::collections::HashMap;
+
+/// Proposes the tokens that may come next: a lookup in the text, or a draft model.
+pub trait Draft {
+    /// At most `most` tokens that may follow `sequence`, the prompt and everything chosen so far; none if there is no good guess. Each
+    /// call for a text has the sequence of the call before and more. A wrong guess costs time and changes no token.
+    fn propose(&mut self, sequence: &[u32], most: usize) -> Vec<u32>;
+}
+
+/// Shortest n-gram that is looked up. One token alone recurs nearly everywhere in a text, and rarely with the same continuation.
+const NGRAM_MIN: usize = 2;
+/// Longer matches are not told apart.
+const NGRAM_MAX: usize = 16;
+/// Earlier occurrences that are compared, the latest first: bounds the time of a lookup in a text that repeats one pair of tokens.
+const OCCURRENCES_MAX: usize = 64;
+/// No earlier occurrence.
+const NONE: u32 = u32::MAX;
+
+/// Finds the last tokens of a text earlier in the same text, and proposes what followed them there (prompt lookup decoding).
+#[derive(Debug, Default)]
+pub struct NgramLookup {
+    /// Of each pair of tokens, where its second token occurred last.
+    last: HashMap<[u32; NGRAM_MIN], u32>,
+    /// Of each token of the text but the last, where the pair that it ends occurred before; [`NONE`]: nowhere.
+    before: Vec<u32>,
+}
+
+impl NgramLookup {
+    pub fn new() -> NgramLookup {
+        NgramLookup::default()
+    }
+
+    /// Adds the pairs that end before the last token.
+    fn index(&mut self, sequence: &[u32]) {
+        if self.before.len() >= sequence.len() {
+            *self = NgramLookup::new();
+        }
+        for at in self.before.len()..sequence.len() - 1 {
+            let pair = at.checked_sub(1).map(|first| [sequence[first], sequence[at]]);
+            let before = pair.and_then(|pair| self.last.insert(pair, at as u32));
+            self.before.push(before.unwrap_or(NONE));
+        }
+    }
+
+    /// Where the longest n-gram ends that also ends the sequence; of equal lengths the latest.
+    fn longest(&self, sequence: &[u32]) -> Option<usize> {
+        let (mut best, mut length_best) = (None, NGRAM_MIN - 1);
+        let mut at = self.last.get(sequence.last_chunk()?).copied().unwrap_or(NONE);
+        for _ in 0..OCCURRENCES_MAX {
+            let Some(occurrence) = sequence.get(..=at as usize) else { break };
+            let pairs = occurrence.iter().rev().zip(sequence.iter().rev()).take(NGRAM_MAX);
+            let length = pairs.take_while(|(a, b)| a == b).count();
+            if length > length_best {
+                (best, length_best) = (Some(at as usize), length);
+            }
+            at = self.before[at as usize];
+        }
+        best
+    }
+}
+
+impl Draft for NgramLookup {
+    fn propose(&mut self, sequence: &[u32], most: usize) -> Vec<u32> {
+        if sequence.len() < NGRAM_MIN {
+            return vec![];
+        }
+        self.index(sequence);
+        let Some(end) = self.longest(sequence) else { return vec![] };
+        let mut text = sequence[end + 1..].to_vec();
+        // An n-gram that ends less than `most` tokens before the text does is the period of what follows.
+        let period = text.len();
+        (period..most).for_each(|at| text.push(text[at - period]));
+        text.truncate(most);
+        text
+    }
+}
+
+/// Tokens that were proposed to steps, and those of them that were chosen.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Speculated {
+    pub proposed: usize,
+    pub accepted: usize,
+}
+
+/// What may come next in a text.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Proposal {
+    pub tokens: Vec<u32>,
+    /// Whether the next step verifies them. Otherwise it is an ordinary one.
+    pub is_tried: bool,
+}
+
+/// Misses in a row after which the pause does not grow: 30 tokens.
+const MISSES_MAX: u32 = 5;
+/// Ordinary launches in a row after which a launch does not grow: 8 steps. A wait for a launch may end 0.1 ms late, which is 0.4 % of 8 steps
+/// of Llama-3.1-8B on an H200; and text that begins to repeat itself is noticed after 8 tokens.
+const LAUNCHES_GROWING: u32 = 3;
+
+/// Decides which proposals are tried in one text, and counts them.
+///
+/// A step that verifies takes longer than an ordinary one, so proposals pause after several of them failed. The second failure in a row costs
+/// 2 tokens of pause, the next 6, 14 and 30. During a pause each proposal is still compared with what ordinary steps choose, which
+/// costs nothing; the first one that is right ends the pause.
+pub struct Speculation<'a> {
+    draft: &'a mut dyn Draft,
+    /// Tokens of a proposal.
+    most: usize,
+    counts: Speculated,
+    /// Failures since a token was last accepted.
+    misses: u32,
+    /// Tokens of the pause that are left.
+    pause: usize,
+    /// Launches since a proposal was last right.
+    launches: u32,
+}
+
+impl Speculation<'_> {
+    /// Tokens of `draft`, at most `most` at a time.
+    pub fn new(draft: &mut dyn Draft, most: usize) -> Speculation<'_> {
+        Speculation { draft, most, counts: Speculated::default(), misses: 0, pause: 0, launches: 0 }
+    }
+
+    /// Tokens of a proposal, at most.
+    pub fn most(&self) -> usize {
+        self.most
+    }
+
+    pub fn counts(&self) -> Speculated {
+        self.counts
+    }
+
+    /// What may follow `sequence`, at most `room` tokens.
+    pub fn propose(&mut self, sequence: &[u32], room: usize) -> Proposal {
+        let most = self.most.min(room);
+        let mut tokens = if most > 0 { self.draft.propose(sequence, most) } else { vec![] };
+        tokens.truncate(most);
+        Proposal { is_tried: !tokens.is_empty() && self.pause == 0, tokens }
+    }
+
+    /// Steps of the next launch if it is an ordinary one: few while proposals are right, because the next one comes after the launch.
+    pub fn steps(&self) -> u32 {
+        1 << self.launches.min(LAUNCHES_GROWING)
+    }
+
+    /// Takes what a launch chose after `proposal` was made.
+    pub fn learn(&mut self, proposal: &Proposal, chosen: &[u32]) {
+        let right = proposal.tokens.iter().zip(chosen).take_while(|(a, b)| a == b).count();
+        self.launches = if right > 0 { 0 } else { self.launches.saturating_add(1) };
+        if !proposal.is_tried {
+            self.pause = if right > 0 { 0 } else { self.pause.saturating_sub(chosen.len()) };
+            return;
+        }
+        self.counts.proposed += proposal.tokens.len();
+        self.counts.accepted += right;
+        if right > 0 {
+            self.misses = 0;
+        } else {
+            self.misses = (self.misses + 1).min(MISSES_MAX);
+            self.pause = (1 << self.misses) - 2;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::sample::{Request, RequestSettings, SampleSettings, TokenCounts};
+
+    fn proposed(sequence: &[u32], most: usize) -> Vec<u32> {
+        NgramLookup::new().propose(sequence, most)
+    }
+
+    #[test]
+    fn what_followed_the_longest_match_is_proposed() {
+        assert_eq!(proposed(&[1, 2, 3, 4, 5, 1, 2], 2), [3, 4]);
+        // The longer match is the earlier one.
+        assert_eq!(proposed(&[9, 1, 2, 3, 8, 1, 2, 4, 9, 1, 2], 1), [3]);
+        // Of equal matches the latest.
+        assert_eq!(proposed(&[8, 1, 2, 3, 7, 1, 2, 4, 9, 1, 2], 1), [4]);
+        // One token alone is no match.
+        for none in [&[][..], &[1], &[1, 2], &[1, 2, 3, 1], &[1, 2, 3, 4]] {
+            assert!(proposed(none, 4).is_empty(), "{none:?}");
+        }
+    }
+
+    #[test]
+    fn a_text_that_repeats_goes_on_with_its_period() {
+        assert_eq!(proposed(&[7, 7, 7], 4), [7; 4]);
+        assert_eq!(proposed(&[1, 2, 1, 2, 1], 5), [2, 1, 2, 1, 2]);
+        assert_eq!(proposed(&[1, 2, 3, 1, 2, 3], 7), [1, 2, 3, 1, 2, 3, 1]);
+    }
+
+    /// The index grows with the text, and gives what a new one gives.
+    #[test]
+    fn a_text_that_grows_is_indexed_once() {
+        let text: Vec<u32> = (0..600u32).map(|i| i.wrapping_mul(2_654_435_761) >> 29).collect();
+        let mut lookup = NgramLookup::new();
+        let mut found = 0;
+        for end in 0..text.len() {
+            let tokens = lookup.propose(&text[..end], 4);
+            assert_eq!(tokens, proposed(&text[..end], 4), "{end}");
+            found += usize::from(!tokens.is_empty());
+        }
+        assert!(found > 400, "{found}");
+        // A shorter text is another one.
+        assert_eq!(lookup.propose(&[1, 2, 3, 1, 2], 1), [3]);
+        let repeated = vec![5; 10_000];
+        assert_eq!(lookup.propose(&repeated, 3), [5; 3]);
+    }
+
+    /// Proposes the same tokens always.
+    struct Always(Vec<u32>);
+
+    impl Draft for Always {
+        fn propose(&mut self, _: &[u32], _: usize) -> Vec<u32> {
+            self.0.clone()
+        }
+    }
+
+    #[test]
+    fn a_proposal_has_no_more_tokens_than_there_is_room_for() {
+        let mut draft = Always(vec![1; 9]);
+        let mut speculation = Speculation::new(&mut draft, 4);
+        assert_eq!(speculation.propose(&[1], 9).tokens.len(), 4);
+        assert_eq!(speculation.propose(&[1], 2).tokens.len(), 2);
+        assert_eq!(speculation.propose(&[1], 0), Proposal { tokens: vec![], is_tried: false });
+    }
+
+    #[test]
+    fn proposals_pause_while_they_fail_and_return_when_one_is_right() {
+        let mut draft = Always(vec![1, 2]);
+        let mut speculation = Speculation::new(&mut draft, 2);
+        let mut tried = 0;
+        for _ in 0..1000 {
+            let proposal = speculation.propose(&[0], 2);
+            tried += u32::from(proposal.is_tried);
+            speculation.learn(&proposal, &[3]);
+        }
+        // One step in 31, and a few more in the beginning.
+        assert!((30..40).contains(&tried), "{tried}");
+        assert_eq!(
+            (speculation.counts(), speculation.steps()),
+            (Speculated { proposed: 2 * tried as usize, accepted: 0 }, 8)
+        );
+        let mut proposal = speculation.propose(&[0], 2);
+        while proposal.is_tried {
+            speculation.learn(&proposal, &[3]);
+            proposal = speculation.propose(&[0], 2);
+        }
+        speculation.learn(&proposal, &[1]);
+        assert_eq!(speculation.steps(), 1);
+        let proposal = speculation.propose(&[0], 2);
+        assert!(proposal.is_tried);
+        let before = speculation.counts();
+        speculation.learn(&proposal, &[1, 3]);
+        let after = Speculated { proposed: before.proposed + 2, accepted: before.accepted + 1 };
+        assert_eq!(speculation.counts(), after);
+    }
+
+    const VOCAB: u32 = 8;
+
+    /// A model whose logits depend on the last two tokens, and which repeats itself often.
+    fn logits(sequence: &[u32]) -> Vec<f32> {
+        let [a, b] = *sequence.last_chunk().expect("two tokens");
+        let logit = |id: u32| (a * 31 + b * 7 + id).wrapping_mul(2_654_435_761) >> 24;
+        (0..VOCAB).map(|id| logit(id) as f32 / 64.0).collect()
+    }
+
+    const PROMPT: [u32; 4] = [1, 2, 1, 2];
+
+    fn request(seed: u64) -> Request {
+        let sampling = SampleSettings { temperature: 0.8, seed, ..SampleSettings::greedy() };
+        RequestSettings::plain(sampling).resolve(VOCAB, &[]).expect("valid settings")
+    }
+
+    /// Tokens after the prompt, with proposals of at most `most` tokens.
+    fn decode(seed: u64, count: usize, most: usize) -> (Vec<u32>, Speculated) {
+        let (request, mut counts) = (request(seed), TokenCounts::new(&PROMPT));
+        let mut sequence = PROMPT.to_vec();
+        let mut lookup = NgramLookup::new();
+        let mut speculation = Speculation::new(&mut lookup, most);
+        while sequence.len() < PROMPT.len() + count {
+            let proposal = speculation.propose(&sequence, PROMPT.len() + count - sequence.len() - 1);
+            let mut rows = sequence.clone();
+            rows.extend(proposal.tokens.iter().filter(|_| proposal.is_tried));
+            let mut chosen = vec![];
+            for end in sequence.len()..=rows.len() {
+                let token = request.choose(&logits(&rows[..end]), &counts, None).expect("a token").token;
+                counts.push(token);
+                chosen.push(token);
+                if rows.get(end) != Some(&token) {
+                    break;
+                }
+            }
+            speculation.learn(&proposal, &chosen);
+            sequence.extend(chosen);
+        }
+        (sequence.split_off(PROMPT.len()), speculation.counts())
+    }
+
+    #[test]
+    fn sampled_tokens_are_those_without_proposals() {
+        let mut counts = Speculated::default();
+        for seed in 0..200 {
+            let (tokens, told) = decode(seed, 40, 4);
+            assert_eq!(tokens, decode(seed, 40, 0).0, "seed {seed}");
+            counts.proposed += told.proposed;
+            counts.accepted += told.accepted;
+        }
+        assert!(counts.accepted > 300 && counts.proposed > counts.accepted, "{counts:?}");
+    }
+
+    /// The second token after the prompt, over many seeds, against its probability under the model; the first is often accepted.
+    #[test]
+    fn sampled_tokens_have_the_distribution_of_the_model() {
+        let probabilities = |sequence: &[u32]| {
+            let weights: Vec<f64> = logits(sequence).iter().map(|&logit| (f64::from(logit) / 0.8).exp()).collect();
+            let total: f64 = weights.iter().sum();
+            weights.into_iter().map(move |weight| weight / total).collect::<Vec<f64>>()
+        };
+        let mut expected = [0.0; VOCAB as usize];
+        for (first, of_first) in (0..).zip(probabilities(&PROMPT)) {
+            let sequence = [&PROMPT[..], &[first]].concat();
+            for (sum, of_second) in expected.iter_mut().zip(probabilities(&sequence)) {
+                *sum += of_first * of_second;
+            }
+        }
+        const TEXTS: u64 = 20_000;
+        let (mut found, mut accepted) = ([0u32; VOCAB as usize], 0);
+        for seed in 0..TEXTS {
+            let (tokens, told) = decode(seed, 3, 4);
+            found[tokens[1] as usize] += 1;
+            accepted += told.accepted;
+        }
+        assert!(accepted > TEXTS as usize / 100, "{accepted}");
+        let difference = |(found, p): (&u32, f64)| (f64::from(*found) - TEXTS as f64 * p).powi(2) / (TEXTS as f64 * p);
+        let chi_square: f64 = found.iter().zip(expected).map(difference).sum();
+        // Seven degrees of freedom: 24.3 is exceeded once in a thousand times.
+        assert!(chi_square < 24.3, "{chi_square}: {found:?}, {expected:?}");
+    }
+}
