@@ -275,6 +275,21 @@ impl Session {
         Ok(())
     }
 
+    /// Makes `token` that of `position`, where the next launch begins: another kernel over the same cache wrote the positions before it.
+    pub fn go_on(&mut self, position: u32, token: u32) -> Result<(), SessionError> {
+        let context_max = self.kernel.schedule.program.context_max;
+        if position >= context_max {
+            return Err(SessionError::Range { position, steps: 1, context_max });
+        }
+        if token >= self.vocab {
+            return Err(SessionError::Token { token, vocab: self.vocab });
+        }
+        self.prompt.upload(&self.kernel.watched.stream, u64::from(position) * 4, &[token])?;
+        self.mailbox.store(0, 0)?;
+        (self.prompt_len, self.next) = (position + 1, None);
+        Ok(())
+    }
+
     /// Sets how following launches choose tokens. Until this is called, greedily.
     pub fn sample(&mut self, sampler: Sampler) {
         self.sampler = sampler;

@@ -40,6 +40,11 @@ impl Interp {
         Ok(Interp { text, ..interp })
     }
 
+    /// What bounds the rows and the pages of its one text; `None`: its schedule has no tables, or the caller gives them.
+    pub fn text_shape(&self) -> Option<&Shape> {
+        self.text.as_ref().map(|text| text.guard.shape())
+    }
+
     /// Inputs one position after another: tokens in a row are a prompt chunk, a choice is a step of its own.
     pub(super) fn decode_text(
         &mut self,

@@ -82,10 +82,12 @@ pub(super) fn rows_of(context: &BuildContext<'_>) -> &'static [u32] {
 /// # Errors
 /// No rows, or more than the largest has.
 fn kernel_for(kernels: &[u32], rows: u32) -> Result<u32, Fault> {
-    kernels.iter().copied().find(|&kernel| rows > 0 && kernel >= rows).ok_or_else(|| {
-        let most = kernels.last().copied().unwrap_or(0);
-        Fault::input(format!("{rows} rows: expected 1 to {most}, as many as a step has at most"))
-    })
+    let most = kernels.last().copied().ok_or_else(|| Fault::input("the target has no kernels for rows"))?;
+    kernels
+        .iter()
+        .copied()
+        .find(|&kernel| rows > 0 && kernel >= rows)
+        .ok_or_else(|| Fault::input(format!("{rows} rows: expected 1 to {most}, as many as a step has at most")))
 }
 
 /// The source of a proven kernel, to compile.
@@ -135,7 +137,8 @@ impl Reader<'_> {
         *self.waves.as_ref().map_or(self.rows.shape(), |waves| waves.shape())
     }
 
-    /// Reads `ids` from position 0 on into the pages that `edits` give to `sequence`. `guard` is of [`Reader::shape`].
+    /// Reads `ids` from position 0 on into the pages that `edits` give to `sequence`. `guard` is of
+    /// [`Reader::shape`], or of more rows.
     ///
     /// # Errors
     /// Pages that are missing; what the device refuses; a launch that gave up.
@@ -183,7 +186,7 @@ impl Reader<'_> {
 
 /// Kernels that read a prompt in chunks into the cache of the kernel for one row: one for rows, and one of waves for long chunks where there
 /// is one. Block `b` of the only sequence is page `b` of the pool, so positions lie where the kernel for one row has them.
-pub(super) struct Prefill {
+pub struct Prefill {
     rows: RowsSession,
     waves: Option<WavesSession>,
 }
@@ -206,15 +209,11 @@ impl Prefill {
     ///
     /// # Errors
     /// A cache that pages do not fill evenly, or in another order; what the compiler refuses.
-    pub fn made(chain: &Chain<'_>) -> Result<PrefillParts, Fault> {
+    pub(super) fn made(chain: &Chain<'_>) -> Result<PrefillParts, Fault> {
         let positions = u64::from(chain.context.manifest.decode.context_max);
         let room = |rows| Room { rows, sequences: 1, positions };
         let placed = place_prompt_kernel(&chain.context, &chain.candidate, room)?;
-        let validated = prove_kernel(&chain.context, placed)?;
-        if !same_caches(validated.schedule(), chain.validated()?.schedule()) {
-            return Err(Fault::input(format!("`context_max` {positions} is not a multiple of the rows of a page"))
-                .with_remedy("choose a multiple of 256, so that prompts are read in chunks"));
-        }
+        let validated = beside_one_row(chain, prove_kernel(&chain.context, placed)?)?;
         let mut sources = vec![rows_source(&chain.context, &validated, Trace::Off)];
         let none = match plan_waves(chain.context.target, &validated) {
             Ok(proven) => {
@@ -266,19 +265,101 @@ impl Prefill {
         Prefill::of(device, &prepared.target, &workspace.queues(&validated)?, &cubin, waves.as_deref(), one)
     }
 
+    fn reader(&mut self) -> Reader<'_> {
+        Reader { rows: &mut self.rows, waves: self.waves.as_mut() }
+    }
+
+    /// What bounds the tables of its launches.
+    pub fn shape(&mut self) -> Shape {
+        self.reader().shape()
+    }
+
     /// Writes the cache of positions `0..ids.len()`; with `on_row`, tells the logits after each.
     ///
     /// # Errors
     /// What the device refuses; a launch that gave up.
     pub fn read(&mut self, ids: &[u32], on_row: Option<OnRow<'_>>) -> Result<(), Fault> {
-        let mut reader = Reader { rows: &mut self.rows, waves: self.waves.as_mut() };
-        let shape = reader.shape();
-        let sequence = SequenceId(0);
-        let blocks = 0..(ids.len() as u32).div_ceil(shape.page_rows);
-        let edits = blocks.map(|block| Edit { sequence, block, page: Some(PageId(block)) }).collect();
-        let wanted = on_row.map_or(Wanted::Nothing, Wanted::Each);
-        reader.read(&mut Guard::new(shape), sequence, edits, ids, wanted)
+        let mut text = OneText::new(self.shape());
+        self.read_into(&mut text, ids, on_row.map_or(Wanted::Nothing, Wanted::Each))
     }
+
+    /// Writes the first `ids.len()` positions of `text`, whose guard has as many rows as [`Prefill::shape`] or more.
+    ///
+    /// # Errors
+    /// As [`Prefill::read`].
+    pub(super) fn read_text(&mut self, text: &mut OneText, ids: &[u32]) -> Result<(), Fault> {
+        self.read_into(text, ids, Wanted::Nothing)
+    }
+
+    fn read_into(&mut self, text: &mut OneText, ids: &[u32], wanted: Wanted<'_>) -> Result<(), Fault> {
+        let edits = std::mem::take(&mut text.edits);
+        self.reader().read(&mut text.guard, OneText::SEQUENCE, edits, ids, wanted)
+    }
+}
+
+/// The only sequence of a cache that several kernels share: block `b` lies in page `b`, where the kernel for one row has it. Launches that
+/// its guard has judged are all that write it.
+pub(super) struct OneText {
+    guard: Guard,
+    /// What the next launch tells the guard of the pages.
+    edits: Vec<Edit>,
+}
+
+impl OneText {
+    const SEQUENCE: SequenceId = SequenceId(0);
+
+    /// A text of which nothing is written. `shape` has the rows of the kernel with most of them.
+    pub fn new(shape: Shape) -> OneText {
+        let edit = |block| Edit { sequence: OneText::SEQUENCE, block, page: Some(PageId(block)) };
+        OneText { guard: Guard::new(shape), edits: (0..shape.blocks()).map(edit).collect() }
+    }
+
+    /// The tables of a launch of `steps` steps that decides a token after each of `rows` rows from `position` on.
+    ///
+    /// # Errors
+    /// A position that is not written yet, and is not the next one.
+    pub fn admit(&mut self, position: u32, rows: u32, steps: u32) -> Result<Tables<'_>, Fault> {
+        let row = |position| Row { sequence: OneText::SEQUENCE, position, wants_logits: true };
+        let rows = (position..position + rows).map(row).collect();
+        let request = Request { rows, steps, edits: std::mem::take(&mut self.edits) };
+        self.guard.admit(&request).map_err(|refused| Fault::internal(refused.to_string()))
+    }
+}
+
+/// Makes and loads the smallest kernel with at least `rows` rows over the weights and the cache of `one`, the session of `prepared`.
+///
+/// # Errors
+/// More rows than kernels of the target have; a kernel that does not fit it; a cache that pages do not fill evenly; what compiler or device
+/// refuse.
+pub(super) fn load_verifier(
+    workspace: &Workspace,
+    prepared: &Prepared,
+    device: &Device,
+    one: &Session,
+    rows: u32,
+) -> Result<RowsSession, Fault> {
+    let host = Host::new(workspace);
+    let chain = prepared.chain(workspace, &host);
+    let rows = kernel_for(rows_of(&chain.context), rows)?;
+    let positions = u64::from(chain.context.manifest.decode.context_max);
+    let placed = place_kernel(&chain.context, &chain.candidate, Room { rows, sequences: 1, positions })?;
+    let validated = beside_one_row(&chain, prove_kernel(&chain.context, placed)?)?;
+    let cubin = chain.compile(&rows_source(&chain.context, &validated, Trace::Off))?;
+    let queues = workspace.queues(&validated)?;
+    Ok(RowsSession::load(device, &queues, &cubin.bytes, Trace::Off, 1, one.pack(), Some(one.cache()))?)
+}
+
+/// Takes a kernel whose cache is that of the chain's own, which has one row.
+///
+/// # Errors
+/// A cache that pages do not fill evenly, or in another order.
+fn beside_one_row(chain: &Chain<'_>, validated: Validated) -> Result<Validated, Fault> {
+    if same_caches(validated.schedule(), chain.validated()?.schedule()) {
+        return Ok(validated);
+    }
+    let context_max = chain.context.manifest.decode.context_max;
+    Err(Fault::input(format!("`context_max` {context_max} is not a multiple of the rows of a page"))
+        .with_remedy("choose a multiple of 256, so that kernels for rows share the cache"))
 }
 
 /// Whether the caches of two schedules lie at the same places, row by row.

@@ -6,7 +6,7 @@
 //! ```
 //!
 //! `chain` is the order: a command asks it for the artefact that it needs. `keys` says what each stage depends on, `stages` and `compile` make what
-//! needs no execution, `stored` says how they keep it, `evaluate` checks and measures, `rows` tells the corpus. `runner` decodes for commands, `batch` makes steps of several rows for a server,
+//! needs no execution, `stored` says how they keep it, `evaluate` checks and measures, `rows` tells the corpus. `runner` decodes for commands (`speculative` with proposed tokens), `batch` makes steps of several rows for a server,
 //! `campaign` searches (`search_start` says from where, `arena` makes and times, `ahead` makes before it is asked, `proposer` is a program that proposes),
 //! `status` says how searches went, `bench` times beside baselines (`baseline` is one in another process), `tokens` runs a tokenizer where it can do
 //! no harm, `trace` says where a step's time goes, `explain` answers why something would run. `export` writes a folder that a model runs
@@ -40,6 +40,7 @@ mod resident;
 mod rows;
 mod runner;
 mod search_start;
+pub mod speculative;
 mod stages;
 pub mod status;
 mod stored;

@@ -4,11 +4,12 @@ use super::batch::{Batched, cpu_batch};
 use super::device_rows::Prefill;
 use super::execute::{self, Devices, upload_pack};
 use super::exported::{Does, Exported, Kernel};
-use super::runner::{LazyPrefill, On, Runner};
+use super::runner::{LazyPrefill, LazyVerifier, On, Runner};
 use super::{Prepared, Serving, Workspace, prepare};
 use crate::codegen::abi::Queues;
 use crate::codegen::emit::Trace;
 use crate::cuda::driver::Device;
+use crate::cuda::rows::RowsSession;
 use crate::cuda::session::Session;
 use crate::error::Fault;
 use crate::interp::{Interp, Options};
@@ -145,6 +146,15 @@ fn runner<'a>(report: &'a Report, exported: &'a Exported, target: &'a Target) ->
     let pack = upload_pack(&device, &validated, &pack)?;
     let session = Session::load_sharing(&device, &Queues::of(&validated), &cubin, Trace::Off, steps_max, pack)?;
     let place = format!("{} (device {})", found.name, found.ordinal);
+    // The kernel that reads prompts has more rows than a proposal needs, and an export has no other one.
+    let verifier = LazyVerifier::new(device.clone(), |device, one, _| {
+        let Some(Kernel { validated, cubin: Some(cubin) }) = exported.kernel(target, Does::Prompt)? else {
+            return Err(Fault::input(format!("the export has no kernel for several rows on target `{}`", target.name))
+                .with_remedy("leave out `--lookup`, or run the manifest that was exported"));
+        };
+        let queues = Queues::of(&validated);
+        Ok(RowsSession::load(device, &queues, &cubin, Trace::Off, 1, one.pack(), Some(one.cache()))?)
+    });
     let prefill = LazyPrefill::new(report, device, |device, one| {
         let Some(Kernel { validated, cubin: Some(cubin) }) = exported.kernel(target, Does::Prompt)? else {
             return Err(Fault::input("the export has no kernel for them"));
@@ -153,7 +163,7 @@ fn runner<'a>(report: &'a Report, exported: &'a Exported, target: &'a Target) ->
         let waves = exported.kernel(target, Does::Waves)?.and_then(|kernel| kernel.cubin);
         Prefill::of(device, target, &Queues::of(&validated), &cubin, waves.as_deref(), one)
     });
-    let on = On::Device { session: Box::new(session), prefill, steps_max };
+    let on = On::Device { session: Box::new(session), prefill, verifier, steps_max };
     Ok(Runner { place, context_max, vocab, cached: vec![], on })
 }
 

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use crate::codegen::emit::Trace;
 use crate::cuda::driver::Device;
+use crate::cuda::rows::RowsSession;
 use crate::cuda::session::{Session, SessionError};
 use crate::error::Fault;
 use crate::interp::{Input, Interp, InterpError, Options};
@@ -15,11 +16,13 @@ use crate::lower::Batch;
 use crate::manifest::Decode;
 use crate::report::Report;
 use crate::sample::{Decided, Request, RequestSettings, SampleSettings, TokenCounts};
+use crate::speculate::Speculation;
 
 use super::batch::PAGE_ROWS;
 use super::chain::{Chain, Host};
-use super::device_rows::Prefill;
+use super::device_rows::{Prefill, load_verifier};
 use super::execute::{self, load_session};
+use super::speculative::{self, OneRow, Verifier};
 use super::stages::{StoredSchedule, place_rows};
 use super::{Prepared, Workspace};
 
@@ -29,7 +32,7 @@ const CHUNK_ROWS: u32 = 16;
 /// Between two looks at the tokens of a running launch: well below the time of a token that a person sees.
 const POLL: Duration = Duration::from_micros(200);
 
-/// End-of-sequence ids that a kernel takes; where there are more, the host alone looks for them.
+/// End-of-sequence ids that a kernel takes.
 const EOS_MAX: usize = crate::codegen::abi::EOS_MAX;
 
 /// Executes a prepared model: the interpreter for `cpu`, the kernel for a CUDA target whose device is here.
@@ -53,7 +56,41 @@ pub struct Answer {
 /// What executes the steps of a runner.
 pub(super) enum On<'a> {
     Cpu(Box<Interp>),
-    Device { session: Box<Session>, prefill: LazyPrefill<'a>, steps_max: u32 },
+    Device { session: Box<Session>, prefill: LazyPrefill<'a>, verifier: LazyVerifier<'a>, steps_max: u32 },
+}
+
+/// The kernel that verifies proposed tokens, loaded when the first tokens are to be proposed.
+pub(super) struct LazyVerifier<'a> {
+    load: LoadVerifier<'a>,
+    device: Device,
+    loaded: Option<Box<RowsSession>>,
+}
+
+/// Loads a kernel with at least so many rows on a device, beside a session.
+type LoadVerifier<'a> = Box<dyn Fn(&Device, &Session, u32) -> Result<RowsSession, Fault> + 'a>;
+
+impl<'a> LazyVerifier<'a> {
+    pub(super) fn new(
+        device: Device,
+        load: impl Fn(&Device, &Session, u32) -> Result<RowsSession, Fault> + 'a,
+    ) -> LazyVerifier<'a> {
+        LazyVerifier { load: Box::new(load), device, loaded: None }
+    }
+
+    /// The kernel, with at least `rows` rows, beside the session that decodes what is not proposed.
+    fn get(&mut self, one: &Session, rows: u32) -> Result<&mut RowsSession, Fault> {
+        let LazyVerifier { load, device, loaded } = self;
+        if loaded.as_ref().is_none_or(|loaded| loaded.shape().rows < rows) {
+            let verifier = load(device, one, rows).map_err(|fault| {
+                let remedy =
+                    fault.remedy.unwrap_or_else(|| "propose fewer tokens, or leave out `--lookup`".to_string());
+                let message = format!("no kernel can verify proposed tokens: {}", fault.message);
+                Fault { message, remedy: Some(remedy), ..fault }
+            })?;
+            *loaded = Some(Box::new(verifier));
+        }
+        loaded.as_deref_mut().ok_or_else(|| Fault::internal("a kernel that was loaded is gone"))
+    }
 }
 
 /// The kernel that reads prompts in chunks, loaded when the first prompt comes that is long enough for it.
@@ -113,9 +150,11 @@ impl Prepared {
         let steps_max = self.manifest.decode.steps_per_launch;
         let session = load_session(workspace, &device, &self.validated, &cubin.bytes, &pack, Trace::Off, steps_max)?;
         let place = format!("{} (device {})", found.name, found.ordinal);
+        let verifier =
+            LazyVerifier::new(device.clone(), |device, one, rows| load_verifier(workspace, self, device, one, rows));
         let prefill =
             LazyPrefill::new(&workspace.report, device, |device, one| Prefill::load(workspace, self, device, one));
-        let on = On::Device { session: Box::new(session), prefill, steps_max };
+        let on = On::Device { session: Box::new(session), prefill, verifier, steps_max };
         Ok(Runner { place, context_max, vocab, cached: vec![], on })
     }
 
@@ -167,7 +206,7 @@ impl Runner<'_> {
                     ControlFlow::Continue(())
                 })?;
             }
-            On::Device { session, prefill, steps_max } => {
+            On::Device { session, prefill, steps_max, .. } => {
                 if ids.len() >= Prefill::PROMPT_MIN
                     && let Some(prefill) = prefill.get(session)
                 {
@@ -221,20 +260,11 @@ impl Runner<'_> {
         request: &Request,
         on_token: &mut dyn FnMut(&Decided) -> ControlFlow<()>,
     ) -> Result<Answer, Fault> {
-        self.check_ids(prompt)?;
-        if prompt.is_empty() {
-            return Err(Fault::input("the prompt has no token, expected at least one")
-                .with_remedy("name a token with `--ids`, or write a prompt"));
-        }
-        // The last token needs no position of its own: nothing is decoded after it.
-        let count = max_tokens.min(self.context_max as usize - prompt.len() + 1);
+        let count = self.tokens_max(prompt, max_tokens)?;
         if count == 0 {
             return Ok(Answer { tokens: vec![], reused: 0 });
         }
-        let mut tell = |decided: &Decided| {
-            let stop = on_token(decided).is_break() || request.end(decided.token).is_some();
-            if stop { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
-        };
+        let mut tell = stop_at_end(request, on_token);
         // The last token of the prompt is decoded in any case, for its logits. A fault leaves nothing to be trusted.
         let shared = std::mem::take(&mut self.cached).iter().zip(prompt).take_while(|(a, b)| a == b).count();
         let reused = shared.min(prompt.len() - 1);
@@ -250,7 +280,7 @@ impl Runner<'_> {
                     decide_on_host(interp, prompt, count, request, &mut tell)?
                 }
             }
-            On::Device { session, prefill, steps_max } => {
+            On::Device { session, prefill, steps_max, .. } => {
                 refuse_beyond_kernels(request)?;
                 session.sample(*request.sampler());
                 let mut from = reused;
@@ -263,14 +293,70 @@ impl Runner<'_> {
                     prefill.read(&prompt[..from], None)?;
                 }
                 let bounds = Bounds { from: from as u32, steps_max: *steps_max, count };
-                decide_on_device(session, prompt, bounds, &request.end_ids(), &mut |token| {
+                decide_on_device(session, prompt, bounds, &kernel_ends(request), &mut |token| {
                     tell(&Decided { token, logprob: None, top: vec![] })
                 })?
             }
         };
-        self.cached.extend(prompt.iter().chain(&tokens));
-        self.cached.pop();
+        self.keep(prompt, &tokens);
         Ok(Answer { tokens, reused })
+    }
+
+    /// Continues `prompt` as [`Runner::answer`] does, with steps that verify what `speculation` proposes. On a CPU the tokens are the same.
+    /// A device computes proposed tokens with another kernel, whose sums have another order. So where two tokens are about equally
+    /// probable, the other one may be chosen. Nothing of the sequence before is used again.
+    ///
+    /// # Errors
+    /// As [`Runner::answer`]; proposals of more tokens than a step has rows for; on a device, why there is no kernel that verifies.
+    pub fn speculate(
+        &mut self,
+        prompt: &[u32],
+        max_tokens: usize,
+        request: &Request,
+        speculation: &mut Speculation<'_>,
+        on_token: &mut dyn FnMut(&Decided) -> ControlFlow<()>,
+    ) -> Result<Answer, Fault> {
+        let count = self.tokens_max(prompt, max_tokens)?;
+        self.cached.clear();
+        if count == 0 {
+            return Ok(Answer { tokens: vec![], reused: 0 });
+        }
+        let mut tell = stop_at_end(request, on_token);
+        let tokens = match &mut self.on {
+            On::Cpu(interp) => speculative::decide_on_cpu(interp, prompt, count, request, speculation, &mut tell)?,
+            On::Device { session, prefill, verifier, steps_max } => {
+                refuse_beyond_kernels(request)?;
+                session.sample(*request.sampler());
+                let rows = u32::try_from(speculation.most()).unwrap_or(u32::MAX).saturating_add(1);
+                let verifier = verifier.get(session, rows)?;
+                let prefill = if prompt.len() > Prefill::PROMPT_MIN { prefill.get(session) } else { None };
+                let ends = kernel_ends(request);
+                let one = OneRow { session, steps_max: *steps_max, ends: &ends };
+                let verifier = Verifier { rows: verifier, sampler: *request.sampler() };
+                speculative::decide_on_device(one, verifier, prefill, prompt, count, speculation, &mut tell)?
+            }
+        };
+        self.keep(prompt, &tokens);
+        Ok(Answer { tokens, reused: 0 })
+    }
+
+    /// Tokens that can follow a prompt, at most `max_tokens`. The last one needs no position of its own: nothing is decoded after it.
+    ///
+    /// # Errors
+    /// An empty prompt, a prompt longer than the context, an id outside the vocabulary.
+    fn tokens_max(&self, prompt: &[u32], max_tokens: usize) -> Result<usize, Fault> {
+        self.check_ids(prompt)?;
+        if prompt.is_empty() {
+            return Err(Fault::input("the prompt has no token, expected at least one")
+                .with_remedy("name a token with `--ids`, or write a prompt"));
+        }
+        Ok(max_tokens.min(self.context_max as usize - prompt.len() + 1))
+    }
+
+    /// Notes what the cache holds after an answer.
+    fn keep(&mut self, prompt: &[u32], tokens: &[u32]) {
+        self.cached.extend(prompt.iter().chain(tokens));
+        self.cached.pop();
     }
 
     fn check_ids(&self, ids: &[u32]) -> Result<(), Fault> {
@@ -284,6 +370,23 @@ impl Runner<'_> {
             None => Ok(()),
         }
     }
+}
+
+/// Tells each token, and stops after one that ends the request.
+fn stop_at_end<'a>(
+    request: &'a Request,
+    on_token: &'a mut dyn FnMut(&Decided) -> ControlFlow<()>,
+) -> impl FnMut(&Decided) -> ControlFlow<()> + 'a {
+    move |decided| {
+        let stop = on_token(decided).is_break() || request.end(decided.token).is_some();
+        if stop { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+    }
+}
+
+/// The ids that end a request as a kernel takes them; where there are more, the host alone looks for them.
+fn kernel_ends(request: &Request) -> Vec<u32> {
+    let ends = request.end_ids();
+    if ends.len() <= EOS_MAX { ends } else { vec![] }
 }
 
 fn refuse_beyond_kernels(request: &Request) -> Result<(), Fault> {
@@ -370,7 +473,7 @@ fn decide_on_device(
     tell: &mut dyn FnMut(u32) -> ControlFlow<()>,
 ) -> Result<Vec<u32>, SessionError> {
     let Bounds { from, steps_max, count } = bounds;
-    session.start(prompt, if eos.len() <= EOS_MAX { eos } else { &[] })?;
+    session.start(prompt, eos)?;
     let last = (prompt.len() + count - 1) as u32;
     let mut tokens = vec![];
     let mut position = from;

@@ -6,6 +6,7 @@ use monobloc::check::check_ids;
 use monobloc::flywheel::Corpus;
 use monobloc::pipeline::build;
 use monobloc::sample::{RequestSettings, SampleSettings, argmax};
+use monobloc::speculate::{Draft, Speculation};
 
 use crate::faults::{self, prepare_small};
 use crate::support::Goldens;
@@ -178,6 +179,47 @@ fn the_same_seed_gives_the_same_tokens_on_device_and_interpreter() {
         all.push(found);
     }
     assert_ne!(all[0], all[1], "another seed");
+}
+
+/// Proposes the tokens of a text that was decided before, every seventh of them wrong.
+struct Recorded(Vec<u32>);
+
+impl Draft for Recorded {
+    fn propose(&mut self, sequence: &[u32], most: usize) -> Vec<u32> {
+        let is_recorded = self.0.starts_with(sequence);
+        let next = (sequence.len()..self.0.len()).take(if is_recorded { most } else { 0 });
+        next.map(|at| if at % 7 == 0 { 1 } else { self.0[at] }).collect()
+    }
+}
+
+/// Steps that verify run on another kernel than those that decode one token. In fp32 both choose the same tokens; of bf16 it is told how many
+/// differ.
+#[test]
+fn proposed_tokens_are_chosen_as_without_proposals() {
+    let Some(gpu) = Gpu::here("proposed_tokens_are_chosen_as_without_proposals") else { return };
+    for weights in ["fp32", "bf16"] {
+        let place = Place::new();
+        let workspace = place.workspace(None);
+        let prepared =
+            prepared(&workspace, &place.manifest(&gpu.record, gpu.record.spec.copy, weights, "context_max = 512"));
+        let mut device = runner(&workspace, &prepared);
+        let prompt = Goldens::open("tinystories-llama").ids("prompt_ids.0");
+        let by_chance = SampleSettings { temperature: 0.8, seed: 7, ..SampleSettings::greedy() };
+        let filtered = SampleSettings { top_k: Some(40), top_p: Some(0.9), ..by_chance };
+        for sampling in [SampleSettings::greedy(), by_chance, filtered] {
+            let plain = device.generate(&prompt, 200, &[], &sampling, &mut |_| ControlFlow::Continue(())).unwrap();
+            let request = RequestSettings::plain(sampling).resolve(device.vocab(), &[]).unwrap();
+            let mut draft = Recorded(prompt.iter().chain(&plain).copied().collect());
+            let mut speculation = Speculation::new(&mut draft, 4);
+            let on_token = &mut |_: &_| ControlFlow::Continue(());
+            let found = device.speculate(&prompt, 200, &request, &mut speculation, on_token).unwrap().tokens;
+            let differ = found.iter().zip(&plain).filter(|(a, b)| a != b).count();
+            let counts = speculation.counts();
+            say(&format!("{weights}, {}: {differ} of 200 tokens differ, {counts:?}", request.sampler()));
+            assert!(found.len() == plain.len() && counts.accepted > 0, "{weights}: {counts:?}");
+            assert!(weights == "bf16" || differ == 0, "{weights}, {}: {differ} tokens differ", request.sampler());
+        }
+    }
 }
 
 /// A turn of a conversation decodes what is new of it, and gets the tokens that it would get from the beginning.

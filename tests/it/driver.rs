@@ -4,6 +4,7 @@
 //! a process loads one driver. Tests of a real device say so when there is none; with `MONOBLOC_REQUIRE_GPU=1` they fail.
 
 use std::collections::BTreeMap;
+use std::ops::ControlFlow;
 use std::path::Path;
 use std::process::Command;
 use std::sync::{Arc, OnceLock};
@@ -17,7 +18,7 @@ use monobloc::cuda::driver::{Device, DriverError};
 use monobloc::cuda::memory::DeviceBuffer;
 use monobloc::cuda::rows::{FirstToken, RowInput, RowsSession};
 use monobloc::cuda::self_test::self_test;
-use monobloc::cuda::session::SessionError;
+use monobloc::cuda::session::{Session, SessionError};
 use monobloc::cuda::stream::{Argument, LaunchShape, Wait};
 use monobloc::cuda::waves::WavesSession;
 use monobloc::defaults::rows::{Room, place_rows};
@@ -25,12 +26,17 @@ use monobloc::dtype::Precision;
 use monobloc::engine::{Ask, Bounds, ChoiceId, DeviceStepper, End, Engine, Event, Figures, Limits, RequestId, Stepper};
 use monobloc::error::{Fault, Tier};
 use monobloc::ir::op::Role;
+use monobloc::lower::lower;
 use monobloc::model::config::{import, import_config_only};
 use monobloc::model::graph::ModelGraph;
 use monobloc::pages::Pool;
+use monobloc::pipeline::device_rows::Prefill;
+use monobloc::pipeline::speculative::{OneRow, Verifier, decide_on_device};
 use monobloc::random::Random;
 use monobloc::rows::{Edit, Guard, PageId, Request, Row, SequenceId, Shape};
 use monobloc::sample::{self, RequestSettings, SampleSettings, TokenCounts};
+use monobloc::schedule::schedule;
+use monobloc::speculate::{Draft, Speculated, Speculation};
 use monobloc::target::Target;
 use monobloc::validate::{Validated, validate};
 use monobloc::waves::{derive, prove};
@@ -43,7 +49,9 @@ use super::support::fixture;
 const CHILD: &str = "MONOBLOC_TEST_CHILD";
 
 /// Enough of a cubin for the fake, which looks kernels up by name.
-const IMAGE: &[u8] = b"\x7fELF";
+const IMAGE: &[u8] = b"\x7fELF0";
+/// The same of the kernel for one row.
+const IMAGE_ONE_ROW: &[u8] = b"\x7fELF1";
 const ONE: LaunchShape = LaunchShape { grid: 1, block: 32, smem_dynamic_bytes: 0, cluster: 1 };
 
 fn is_child() -> bool {
@@ -280,6 +288,122 @@ impl Model {
         assert_eq!((shape.blocks(), shape.pages, Pool::keepers(&shape)), (4, 6, 2));
         validated
     }
+}
+
+/// One text of the tiny model on the fake: the kernel for one row, kernels for 8 rows that verify and that read the prompt, one cache.
+struct TextOnFake {
+    one: Session,
+    verifier: RowsSession,
+    prefill: Prefill,
+    vocab: u32,
+    context_max: u32,
+}
+
+impl TextOnFake {
+    fn new(device: &Device) -> TextOnFake {
+        let (model, target) = (Model::tiny(), fake_target());
+        let (graph, precision) = (&model.graph, model.precision);
+        let base = Candidate { sms: 4, ..Candidate::default_for(graph, &target, precision) };
+        let placed = |context_max: u32| {
+            let room = Room { rows: 8, sequences: 1, positions: u64::from(context_max) };
+            place_rows(graph, "fake", precision, context_max, &target, &base, room).unwrap()
+        };
+        let context_max = 2 * Shape::of(&placed(1024).program).unwrap().page_rows;
+        let rows = validate(placed(context_max), &target).unwrap();
+        let shape = Shape::of(&rows.schedule().program).unwrap();
+        assert_eq!((shape.pages, shape.blocks()), (2, 2));
+        let candidate = base.for_context(context_max);
+        let program = lower(graph, "fake", precision, context_max, &candidate).unwrap();
+        let one_row = validate(schedule(program, &target, &candidate).unwrap(), &target).unwrap();
+        let vocab = graph.vocab;
+        let mut sizes = device.alloc(20).unwrap();
+        let words = [shape.blocks(), shape.page_rows, shape.pages, shape.rows, vocab];
+        sizes.upload(&device.stream().unwrap(), 0, &words).unwrap();
+        let (queues, pack) = (Queues::of(&one_row), Arc::new(sizes));
+        let one = Session::load_sharing(device, &queues, IMAGE_ONE_ROW, Trace::Off, 16, pack).unwrap();
+        let queues = Queues::of(&rows);
+        let cache = Some(one.cache());
+        let verifier = RowsSession::load(device, &queues, IMAGE, Trace::Off, 1, one.pack(), cache).unwrap();
+        let prefill = Prefill::of(device, &target, &queues, IMAGE, None, &one).unwrap();
+        TextOnFake { one, verifier, prefill, vocab, context_max }
+    }
+}
+
+/// Proposes what the fake will choose, some of it wrong, and sometimes nothing.
+struct Knowing {
+    text: Vec<u32>,
+    random: Random,
+}
+
+impl Draft for Knowing {
+    fn propose(&mut self, sequence: &[u32], most: usize) -> Vec<u32> {
+        assert_eq!(sequence, &self.text[..sequence.len()]);
+        let count = self.random.below(most + 1);
+        let mut tokens: Vec<u32> = self.text[sequence.len()..].iter().copied().take(count).collect();
+        if let Some(token) = tokens.get_mut(self.random.below(2 * most)) {
+            *token = (*token + 1) % 100;
+        }
+        tokens
+    }
+}
+
+/// Tokens, ends and counts of a text whose steps verify proposals, through guard, sessions and driver calls. The fake notices a cache row of
+/// a token that was not accepted.
+#[test]
+fn proposed_tokens_on_a_device_change_no_token() {
+    const NAME: &str = "proposed_tokens_on_a_device_change_no_token";
+    if !is_child() {
+        let Some(text) = with_fake_driver(NAME, "") else { return };
+        assert!(text.contains("released with 0 blocks, 0 streams, 0 events, 0 modules left"), "{text}");
+        return;
+    }
+    let mut on = TextOnFake::new(&Device::open(0).unwrap());
+    let mut random = Random::new(3);
+    let (mut all, mut ended) = (Speculated::default(), 0);
+    for case in 0..12 {
+        let prompt: Vec<u32> = (0..1 + random.below(60)).map(|_| random.below(100) as u32).collect();
+        // The last text fills the context.
+        let count = if case == 11 { on.context_max as usize - prompt.len() + 1 } else { 1 + random.below(60) };
+        let temperature = random.below(2) as f32 * 0.7;
+        let sampling = SampleSettings { temperature, seed: random.below(1000) as u64, ..SampleSettings::greedy() };
+        let request = RequestSettings::plain(sampling).resolve(on.vocab, &[]).unwrap();
+        let (mut text, mut counts) = (prompt.clone(), TokenCounts::new(&prompt));
+        for _ in 0..count {
+            let next = next_of_fake(&text, &request, &counts, on.vocab);
+            text.push(next);
+            counts.push(next);
+        }
+        let mut expected = text[prompt.len()..].to_vec();
+        // A kernel ends some texts at a token, and the host ends others.
+        let ends = if case % 3 == 0 { vec![expected[random.below(count)]] } else { vec![] };
+        let host_ends = if case % 3 == 1 { vec![expected[random.below(count)]] } else { ends.clone() };
+        let length = expected.iter().position(|token| host_ends.contains(token)).map_or(count, |at| at + 1);
+        expected.truncate(length);
+        ended += usize::from(length < count);
+        let mut draft = Knowing { text, random: Random::new(case) };
+        let mut speculation = Speculation::new(&mut draft, 5);
+        on.one.sample(*request.sampler());
+        let one = OneRow { session: &mut on.one, steps_max: 16, ends: &ends };
+        let verifier = Verifier { rows: &mut on.verifier, sampler: *request.sampler() };
+        let prefill = (prompt.len() > 32).then_some(&mut on.prefill);
+        let mut told = vec![];
+        let tokens = decide_on_device(one, verifier, prefill, &prompt, count, &mut speculation, &mut |decided| {
+            told.push(decided.token);
+            if host_ends.contains(&decided.token) { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+        });
+        assert_eq!(tokens.unwrap_or_else(|fault| panic!("{case}: {fault}")), expected, "{case}");
+        assert_eq!(told, expected, "{case}");
+        let Speculated { proposed, accepted } = speculation.counts();
+        (all.proposed, all.accepted) = (all.proposed + proposed, all.accepted + accepted);
+    }
+    assert!(all.accepted > 100 && all.proposed > all.accepted && ended > 2, "{all:?}, {ended} ended");
+    let mut draft = Knowing { text: vec![1], random: Random::new(0) };
+    let mut speculation = Speculation::new(&mut draft, 8);
+    let one = OneRow { session: &mut on.one, steps_max: 16, ends: &[] };
+    let verifier = Verifier { rows: &mut on.verifier, sampler: sample::Sampler::greedy() };
+    let refused = decide_on_device(one, verifier, None, &[1], 4, &mut speculation, &mut |_| ControlFlow::Continue(()));
+    let expected = "`--lookup 8` needs steps of 9 rows, found steps of at most 8";
+    assert_eq!(refused.unwrap_err().message, expected);
 }
 
 /// As many SMs as the fake has.

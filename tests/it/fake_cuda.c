@@ -8,6 +8,7 @@
 
 #include <pthread.h>
 #include <stdatomic.h>
+#include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -198,6 +199,47 @@ static uint64_t mixed(uint64_t x) {
     return x ^ x >> 33;
 }
 static float logit(uint64_t h, uint32_t id) { return mixed(h ^ id * 0x9e3779b97f4a7c15ull) % 4000 / 500.f; }
+static const uint64_t NO_TOKENS = 0xcbf29ce484222325ull;
+static uint64_t with_token(uint64_t h, uint32_t token, uint32_t vocab) {
+    require(token < vocab, "a row of the cache that was never written is read");
+    return (h ^ (token + 1)) * 0x100000001b3ull;
+}
+// The token of `position` after tokens of that hash.
+static uint32_t chosen(uint64_t h, uint64_t seed, uint32_t position, float inverse_temperature, uint32_t vocab, float *logits) {
+    uint32_t bits, best_id = 0;
+    memcpy(&bits, &inverse_temperature, 4);
+    float best = -1;
+    for (uint32_t id = 0; id < vocab; id++) {
+        float value = id < vocab - 1 ? logit(h, id) : -1000;
+        if (logits) logits[id] = value;
+        if (value > best) best = value, best_id = id;
+    }
+    return bits == 0 ? best_id : mixed(h ^ seed ^ (uint64_t)position << 32 ^ bits) % (vocab - 1);
+}
+// The kernel for one row of that model, over pages that lie in the order of their blocks.
+static void one_row_kernel(const Call *call) {
+    const RowsParams *p = call->argument[0];
+    const uint32_t *sizes = inside(p->pack, 20);
+    uint32_t positions = sizes[2] * sizes[1], vocab = sizes[4], end = p->position + p->steps, token = 0;
+    uint32_t *cache = inside(p->cache, 4ull * positions), *mailbox = inside(p->mailbox, 4ull * (2 + positions));
+    const uint32_t *prompt = inside(p->prompt, 4ull * positions);
+    static uint32_t decided, next;
+    require(p->timeout_ns > 0 && p->steps > 0 && end <= positions && p->top_k == 0 && p->top_p == 0, "the parameters of a launch");
+    require(p->position < p->prompt_len || p->position == next, "a launch that does not go on where the one before ended");
+    for (uint32_t at = p->position; at <= end; at++) {
+        int is_given = at < p->prompt_len, ends = 0;
+        token = is_given ? prompt[at] : decided;
+        mailbox[1 + at] = token;
+        mailbox[0] = at + 1;
+        for (uint32_t i = 0; i < p->eos_count; i++) ends = ends || (!is_given && token == (uint32_t)p->eos[i]);
+        if (ends || at == end) break;
+        cache[at] = token;
+        uint64_t h = NO_TOKENS;
+        for (uint32_t before = 0; before <= at; before++) h = with_token(h, cache[before], vocab);
+        decided = chosen(h, p->seed, at + 1, p->inverse_temperature, vocab, NULL);
+        next = at + 1;
+    }
+}
 static void rows_kernel(const Call *call) {
     const RowsParams *p = call->argument[0];
     const uint32_t *sizes = inside(p->pack, 20);
@@ -238,22 +280,11 @@ static void rows_kernel(const Call *call) {
                     cache[table[position / page_rows] * page_rows + position % page_rows] = next[r];
                     continue;
                 }
-                uint64_t h = 0xcbf29ce484222325ull;
-                for (uint32_t at = 0; at <= position; at++) {
-                    uint32_t token = cache[table[at / page_rows] * page_rows + at % page_rows];
-                    require(token < vocab, "a row of the cache that was never written is read");
-                    h = (h ^ (token + 1)) * 0x100000001b3ull;
-                }
-                uint32_t bits;
-                memcpy(&bits, &rows[r].inverse_temperature, 4);
-                decided[r] = mixed(h ^ rows[r].seed ^ (uint64_t)(position + 1) << 32 ^ bits) % (vocab - 1);
-                float best = -1;
+                uint64_t h = NO_TOKENS;
+                for (uint32_t at = 0; at <= position; at++)
+                    h = with_token(h, cache[table[at / page_rows] * page_rows + at % page_rows], vocab);
                 float *logits = p->logits && step >= p->logits_from ? (float *)inside(p->logits + 4ull * r * vocab, 4ull * vocab) : NULL;
-                for (uint32_t id = 0; id < vocab; id++) {
-                    float value = id < vocab - 1 ? logit(h, id) : -1000;
-                    if (logits) logits[id] = value;
-                    if (bits == 0 && value > best) best = value, decided[r] = id;
-                }
+                decided[r] = chosen(h, rows[r].seed, position + 1, rows[r].inverse_temperature, vocab, logits);
             }
     }
     last_tag = p->fills ? 0 : p->tag + p->steps;
@@ -285,6 +316,8 @@ static void crash(const Call *call) { (void)call; crashed = 1; }
 static void hang(const Call *call) { (void)call; for (;;) pause(); }
 
 typedef struct { const char *name; void (*run)(const Call *); size_t parameters[8]; int smem; } Kernel;
+// A module with the kernel for one row, which has the name of that for rows and fewer parameters.
+static Kernel kernels_one_row[] = {{"monobloc_decode", one_row_kernel, {offsetof(RowsParams, rows)}, 0}, {0}};
 static Kernel kernels[] = {
     {"self_test_empty", empty, {0}, 0},
     {"self_test_grid", grid_barrier, {8, 8, 8, 4, 8}, 0},
@@ -294,20 +327,20 @@ static Kernel kernels[] = {
     {"monobloc_waves", waves_kernel, {sizeof(WaveParams)}, 0},
     {"crash", crash, {0}, 0},
     {"hang", hang, {0}, 0},
+    {0},
 };
 
 int cuModuleLoadData(void **module, const char *image) {
     BOUND();
     if (memcmp(image, "\177ELF", 4)) return INVALID_IMAGE;
-    *module = kernels;
+    *module = image[4] == '1' ? kernels_one_row : kernels;
     modules++;
     return SUCCESS;
 }
-int cuModuleUnload(void *module) { BOUND(); modules--; return module == kernels ? SUCCESS : INVALID_VALUE; }
+int cuModuleUnload(void *module) { BOUND(); modules--; return module == kernels || module == kernels_one_row ? SUCCESS : INVALID_VALUE; }
 int cuModuleGetFunction(Kernel **function, void *module, const char *name) {
     BOUND();
-    (void)module;
-    for (Kernel *k = kernels; k < kernels + sizeof kernels / sizeof *kernels; k++)
+    for (Kernel *k = module; k->name; k++)
         if (!strcmp(k->name, name)) { *function = k; return SUCCESS; }
     return NOT_FOUND;
 }

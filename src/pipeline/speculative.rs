@@ -1,0 +1,222 @@
+//! Owns decoding with proposed tokens: on a CPU by the schedule that reads prompts in chunks, on a device by a kernel for rows beside the
+//! kernel for one row.
+
+use std::iter;
+use std::ops::ControlFlow;
+
+use crate::cuda::rows::{FirstToken, RowInput, RowsSession};
+use crate::cuda::session::Session;
+use crate::error::Fault;
+use crate::interp::{Input, Interp};
+use crate::rows::Shape;
+use crate::sample::{Decided, Request, Sampler, TokenCounts};
+use crate::speculate::Speculation;
+
+use super::device_rows::{OneText, Prefill};
+
+/// Told each token; `Break` ends the text.
+type Tell<'a> = &'a mut dyn FnMut(&Decided) -> ControlFlow<()>;
+
+/// Decodes the prompt, and takes the tokens that the request chooses from the logits of each row: those of [`Request::choose`] after
+/// steps of one row, because a row has the bits that it has alone.
+///
+/// # Errors
+/// Proposals of more tokens than a step has rows for; what the interpreter refuses; nothing that may come next.
+pub(super) fn decide_on_cpu(
+    interp: &mut Interp,
+    prompt: &[u32],
+    count: usize,
+    request: &Request,
+    speculation: &mut Speculation<'_>,
+    tell: Tell<'_>,
+) -> Result<Vec<u32>, Fault> {
+    let shape = *interp.text_shape().ok_or_else(|| Fault::internal("a text without tables"))?;
+    refuse_rows(speculation, shape.rows, ", or raise `decode.chunk_max`")?;
+    // Pages for proposed tokens may be missing where those for the text are not.
+    let positions_max = (shape.pages as usize * shape.page_rows as usize).min(shape.context_max as usize);
+    interp.reset();
+    let inputs: Vec<Input> = prompt.iter().copied().map(Input::Token).collect();
+    let mut logits = vec![];
+    interp.launch_for_choice(&inputs, |step| {
+        if step.position as usize + 1 == prompt.len() {
+            step.logits.copy_to(&mut logits);
+        }
+        ControlFlow::Continue(())
+    })?;
+    let mut counts = TokenCounts::new(prompt);
+    let mut sequence = prompt.to_vec();
+    let end = prompt.len() + count;
+    let first = request.choose(&logits, &counts, None)?;
+    counts.push(first.token);
+    sequence.push(first.token);
+    let mut stopped = tell(&first).is_break();
+    while !stopped && sequence.len() < end {
+        let room = (end - sequence.len() - 1).min(positions_max.saturating_sub(sequence.len()));
+        let proposal = speculation.propose(&sequence, room);
+        let tried = if proposal.is_tried { proposal.tokens.as_slice() } else { &[] };
+        let rows: Vec<Input> = sequence.last().into_iter().chain(tried).copied().map(Input::Token).collect();
+        let (mut chosen, mut failed) = (vec![], None);
+        interp.launch(&rows, |step| {
+            step.logits.copy_to(&mut logits);
+            match request.choose(&logits, &counts, None) {
+                Ok(decided) => {
+                    counts.push(decided.token);
+                    stopped = tell(&decided).is_break();
+                    chosen.push(decided.token);
+                }
+                Err(error) => failed = Some(error),
+            }
+            let goes_on = !stopped && failed.is_none() && tried.get(chosen.len() - 1) == chosen.last();
+            if goes_on { ControlFlow::Continue(()) } else { ControlFlow::Break(()) }
+        })?;
+        if let Some(error) = failed {
+            return Err(error.into());
+        }
+        speculation.learn(&proposal, &chosen);
+        sequence.extend(chosen);
+    }
+    Ok(sequence.split_off(prompt.len()))
+}
+
+/// Refuses proposals that no step has rows for.
+fn refuse_rows(speculation: &Speculation<'_>, rows_max: u32, or: &str) -> Result<(), Fault> {
+    let most = speculation.most();
+    if most < rows_max as usize {
+        return Ok(());
+    }
+    let rows = most + 1;
+    let message = format!("`--lookup {most}` needs steps of {rows} rows, found steps of at most {rows_max}");
+    Err(Fault::input(message).with_remedy(format!("lower `--lookup` below {rows_max}{or}")))
+}
+
+/// The kernel for one row, which decodes where nothing is proposed.
+pub struct OneRow<'a> {
+    pub session: &'a mut Session,
+    pub steps_max: u32,
+    /// Ids that end the text.
+    pub ends: &'a [u32],
+}
+
+impl OneRow<'_> {
+    /// Runs `steps` steps from `position` on, as the tables of `text` allow; the tokens of the positions after.
+    fn run(&mut self, text: &mut OneText, position: u32, steps: u32) -> Result<Vec<u32>, Fault> {
+        let tables = text.admit(position, 1, steps)?;
+        let decided = self.session.run(position, steps, false)?.decided;
+        tables.finish(decided.saturating_sub(position + 1));
+        (position + 1..decided).map(|at| Ok(self.session.token(at)?)).collect()
+    }
+}
+
+/// The kernel for the rows of the last token and of those that are proposed after it.
+pub struct Verifier<'a> {
+    pub rows: &'a mut RowsSession,
+    pub sampler: Sampler,
+}
+
+impl Verifier<'_> {
+    /// Decodes `last` at `position` and `proposed` after it. The tokens that are chosen, up to the first one that was not proposed.
+    fn run(&mut self, text: &mut OneText, position: u32, last: u32, proposed: &[u32]) -> Result<Vec<u32>, Fault> {
+        let Verifier { rows, sampler } = self;
+        let [low, high] = sampler.key();
+        let input = |&token: &u32| RowInput {
+            first: FirstToken::Given(token),
+            steps: 1,
+            inverse_temperature: if sampler.is_greedy() { 0.0 } else { sampler.inv_temperature() },
+            seed: u64::from(high) << 32 | u64::from(low),
+        };
+        let inputs: Vec<RowInput> = iter::once(&last).chain(proposed).map(input).collect();
+        // Kernels for rows have neither top-k nor top-p.
+        let on_host = sampler.is_filtered();
+        let tables = text.admit(position, inputs.len() as u32, 1)?;
+        let launched = rows.run(tables, &inputs, &[], on_host)?;
+        let decided = launched.tokens.get(1).ok_or_else(|| Fault::internal("a launch decided no token"))?;
+        let mut chosen = vec![];
+        for (row, &decided) in (0..).zip(decided) {
+            let token = match on_host {
+                true => sampler.choose(&rows.logits(row)?, position + row + 1)?,
+                false => decided,
+            };
+            chosen.push(token);
+            if proposed.get(row as usize) != Some(&token) {
+                break;
+            }
+        }
+        Ok(chosen)
+    }
+}
+
+/// Reads the prompt from position 0 on, and takes the tokens that the kernels choose. Without a proposal a step is the one of the kernel for
+/// one row.
+///
+/// # Errors
+/// Proposals of more tokens than the verifier has rows for; what the device refuses; a launch that gave up.
+pub fn decide_on_device(
+    mut one: OneRow<'_>,
+    mut verifier: Verifier<'_>,
+    prefill: Option<&mut Prefill>,
+    prompt: &[u32],
+    count: usize,
+    speculation: &mut Speculation<'_>,
+    tell: Tell<'_>,
+) -> Result<Vec<u32>, Fault> {
+    let shape = *verifier.rows.shape();
+    refuse_rows(speculation, shape.rows, "")?;
+    let (mut text, first) = read_prompt(&mut one, shape, prefill, prompt)?;
+    let mut sequence = prompt.to_vec();
+    let end = prompt.len() + count;
+    let mut take = |sequence: &mut Vec<u32>, chosen: &[u32]| {
+        chosen.iter().any(|&token| {
+            sequence.push(token);
+            tell(&Decided { token, logprob: None, top: vec![] }).is_break()
+        })
+    };
+    let mut stopped = take(&mut sequence, &[first]);
+    // Whether the kernel for one row has to be told where the text goes on.
+    let mut moved = false;
+    while !stopped && sequence.len() < end {
+        let (position, last) = (sequence.len() as u32 - 1, sequence[sequence.len() - 1]);
+        let left = end - sequence.len();
+        let proposal = speculation.propose(&sequence, left - 1);
+        let chosen = if proposal.is_tried {
+            moved = true;
+            verifier.run(&mut text, position, last, &proposal.tokens)?
+        } else {
+            if std::mem::take(&mut moved) {
+                one.session.go_on(position, last)?;
+            }
+            one.run(&mut text, position, speculation.steps().min(one.steps_max).min(left as u32))?
+        };
+        if chosen.is_empty() {
+            return Err(Fault::internal("a launch decided no token"));
+        }
+        speculation.learn(&proposal, &chosen);
+        stopped = take(&mut sequence, &chosen);
+    }
+    Ok(sequence.split_off(prompt.len()))
+}
+
+/// Reads the prompt into the cache, with `prefill` where it is given. The text of which that is written, and the token that follows.
+fn read_prompt(
+    one: &mut OneRow<'_>,
+    shape: Shape,
+    mut prefill: Option<&mut Prefill>,
+    prompt: &[u32],
+) -> Result<(OneText, u32), Fault> {
+    let rows = prefill.as_mut().map_or(0, |prefill| prefill.shape().rows);
+    let mut text = OneText::new(Shape { rows: shape.rows.max(rows), ..shape });
+    one.session.start(prompt, one.ends)?;
+    let mut position = 0;
+    if let Some(prefill) = prefill {
+        position = prompt.len() - 1;
+        prefill.read_text(&mut text, &prompt[..position])?;
+    }
+    let mut decided = vec![];
+    while position < prompt.len() {
+        let steps = (one.steps_max as usize).min(prompt.len() - position);
+        decided = one.run(&mut text, position as u32, steps as u32)?;
+        position += steps;
+    }
+    // The tokens before the last one are those of the prompt.
+    let first = decided.pop().ok_or_else(|| Fault::internal("a prompt decided no token"))?;
+    Ok((text, first))
+}
