@@ -309,6 +309,7 @@ Examples:
   monobloc generate manifests/tinystories.toml --prompt \"One day\" --temperature 0.8 --top-p 0.95 --seed 7
   echo 'One day' | monobloc generate tinystories --prompt - --stop .
   monobloc generate tinystories --prompt \"One day\" --jsonl --logprobs 3
+  monobloc generate tinystories --prompt-file story.txt --lookup 4
   monobloc generate manifests/tinystories.toml --ids 0,364,839 --max-tokens 16 --ignore-eos")]
 pub struct Generate {
     /// Manifest whose model is run, or the folder of an export
@@ -345,6 +346,10 @@ pub struct Generate {
     /// Go on after the end-of-text token, and print special tokens
     #[arg(long)]
     pub ignore_eos: bool,
+    /// Propose up to N tokens at a time that followed the last tokens earlier in the text, and verify them in one step: faster for
+    /// text that repeats itself
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    pub lookup: Option<u32>,
     /// Target to run on [default: the manifest's first]
     #[arg(long, value_name = "NAME")]
     pub target: Option<String>,

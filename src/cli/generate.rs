@@ -15,8 +15,9 @@ use super::terminal::interrupt;
 use crate::error::Fault;
 use crate::files::read_text;
 use crate::manifest::Manifest;
-use crate::pipeline::Tokens;
-use crate::sample::{End, RequestSettings};
+use crate::pipeline::{Answer, Runner, Tokens};
+use crate::sample::{Decided, End, Request, RequestSettings};
+use crate::speculate::{NgramLookup, Speculated, Speculation};
 use crate::tokenizer::{Message, check_ids};
 
 /// Why no further token came.
@@ -103,7 +104,7 @@ pub fn generate(session: &Session, asked: &Generate) -> Result<Outcome, Fault> {
     let begun = Instant::now();
     let (mut first, mut last) = (None, begun);
     let (mut stop, mut failed) = (Stop::Length, None);
-    let answer = runner.answer(&prompt, asked.max_tokens.min(room), &request, &mut |decided| {
+    let mut on_token = |decided: &Decided| {
         last = Instant::now();
         first.get_or_insert(last);
         match printer.token(decided) {
@@ -119,7 +120,15 @@ pub fn generate(session: &Session, asked: &Generate) -> Result<Outcome, Fault> {
             }
         }
         ControlFlow::Break(())
-    })?;
+    };
+    let tokens_max = asked.max_tokens.min(room);
+    let (answer, speculated) = match asked.lookup {
+        None => (runner.answer(&prompt, tokens_max, &request, &mut on_token)?, None),
+        Some(most) => {
+            let (answer, counts) = look_up(&mut runner, most as usize, &prompt, tokens_max, &request, &mut on_token)?;
+            (answer, Some(counts))
+        }
+    };
     drop(deferred);
     if let Some(fault) = failed {
         return Err(fault);
@@ -128,9 +137,24 @@ pub fn generate(session: &Session, asked: &Generate) -> Result<Outcome, Fault> {
     let first = first.unwrap_or(last);
     let (prompt_s, decode_s) = ((first - begun).as_secs_f64(), (last - first).as_secs_f64());
     let (ids, place) = (&answer.tokens, runner.place());
-    let generated = Generated { prompt: &prompt, ids, has_text, printed, stop, prompt_s, decode_s, place };
+    let generated = Generated { prompt: &prompt, ids, has_text, printed, stop, prompt_s, decode_s, place, speculated };
     generated.tell(session, form)?;
     Ok(if stop == Stop::Interrupted { Outcome::Interrupted } else { Outcome::Done })
+}
+
+/// Continues a prompt with steps that verify up to `most` tokens, which followed the last ones earlier in the text.
+fn look_up(
+    runner: &mut Runner<'_>,
+    most: usize,
+    prompt: &[u32],
+    tokens_max: usize,
+    request: &Request,
+    on_token: &mut dyn FnMut(&Decided) -> ControlFlow<()>,
+) -> Result<(Answer, Speculated), Fault> {
+    let mut lookup = NgramLookup::new();
+    let mut speculation = Speculation::new(&mut lookup, most);
+    let answer = runner.speculate(prompt, tokens_max, request, &mut speculation, on_token)?;
+    Ok((answer, speculation.counts()))
 }
 
 /// What the command line says of the choice of tokens, checked as far as it can be without a model.
@@ -168,20 +192,26 @@ struct Generated<'a> {
     prompt_s: f64,
     decode_s: f64,
     place: String,
+    /// `None`: nothing was to be proposed.
+    speculated: Option<Speculated>,
 }
 
 impl Generated<'_> {
     fn tell(&self, session: &Session, form: Form) -> Result<(), Fault> {
-        let Generated { prompt, ids, has_text, printed, stop, prompt_s, decode_s, place } = self;
+        let Generated { prompt, ids, has_text, printed, stop, prompt_s, decode_s, place, speculated } = self;
         // The first token is decided by the prompt's last step; the time between it and the last is that of the others.
         let tokens_per_s = (ids.len() > 1 && *decode_s > 0.0).then(|| (ids.len() - 1) as f64 / decode_s);
         if form == Form::Text {
             let rate = tokens_per_s.map(|rate| format!(" at {rate:.0} tokens/s")).unwrap_or_default();
+            let accepted = speculated.map(|Speculated { proposed, accepted }| {
+                format!("; {accepted} of {} accepted", super::units::counted(proposed as u64, "proposed token"))
+            });
             session.terminal.say(&format!(
-                "prompt of {} in {:.0} ms, then {}{rate} ({place}); stopped: {}",
+                "prompt of {} in {:.0} ms, then {}{rate} ({place}){}; stopped: {}",
                 tokens(prompt.len()),
                 prompt_s * 1e3,
                 tokens(ids.len()),
+                accepted.unwrap_or_default(),
                 stop.words()
             ));
             return Ok(());
@@ -199,6 +229,9 @@ impl Generated<'_> {
             "tokens_per_s": tokens_per_s,
             "place": place,
         });
+        if let Some(Speculated { proposed, accepted }) = speculated {
+            (end["proposed"], end["accepted"]) = (json!(proposed), json!(accepted));
+        }
         if !is_whole {
             return session.terminal.print_json_line(&end);
         }

@@ -242,6 +242,71 @@ fn each_token_is_a_line_of_json_with_its_log_probabilities() {
 }
 
 #[test]
+fn proposed_tokens_change_no_text() {
+    let place = stories();
+    let (mut proposed, mut accepted) = (0, 0);
+    for options in [
+        "--ignore-eos --max-tokens 300",
+        "--ignore-eos --max-tokens 300 --temperature 0.5 --seed 3",
+        "--ignore-eos --temperature 0.9 --top-k 40 --top-p 0.9 --seed 5",
+        // Two tokens that come often.
+        "--ignore-eos --temperature 0.7 --seed 3 --logit-bias 77=11 --logit-bias 15=11",
+        "--ignore-eos --temperature 0.6 --seed 6 --min-p 0.05 --repetition-penalty 1.1 --frequency-penalty 0.2 --logprobs 2",
+        "--min-tokens 50",
+        "",
+    ] {
+        let answer = |more: &str| place.run(&format!("generate m.toml --ids 0 --json {options} {more}")).code(0).json();
+        let (plain, found) = (answer(""), answer("--lookup 4"));
+        for key in ["ids", "stop", "logprobs"] {
+            assert_eq!(found[key], plain[key], "{options}: {key}");
+        }
+        assert_eq!(plain.get("proposed"), None);
+        let count = |key: &str| found[key].as_u64().unwrap();
+        assert!(count("accepted") <= count("proposed"), "{options}: {found}");
+        proposed += count("proposed");
+        accepted += count("accepted");
+    }
+    assert!(accepted > 20 && proposed > accepted, "{accepted} of {proposed}");
+
+    // Text, and where it ends, while tokens are accepted.
+    let text = |more: &str| {
+        let mut command = place.command(&format!("generate m.toml --jsonl --max-tokens 24 {more} --stop jjjjjjjjjjjj"));
+        let answer = Answer::of(command.args(["--logit-bias", "77=20", "--prompt", "Once upon a time"])).code(0);
+        answer.stdout.lines().map(|line| serde_json::from_str(line).unwrap()).collect::<Vec<Value>>()
+    };
+    let (plain, found) = (text(""), text("--lookup 4"));
+    let (last, events) = found.split_last().unwrap();
+    assert_eq!(last["stop"], "stop");
+    assert_eq!(*events, plain[..plain.len() - 1]);
+    assert!(last["accepted"].as_u64().unwrap() > 5, "{last}");
+    let told = place.run("generate m.toml --ids 0 --max-tokens 24 --lookup 4").code(0).stderr;
+    assert!(told.contains(" accepted; stopped: "), "{told}");
+}
+
+#[test]
+fn proposals_need_rows_and_fit_into_the_pages() {
+    let place = Place::new();
+    let text = manifest_text(&format!("path:{}", fixture("families/llama-gqa").display()), 40);
+    let ids = "1,2,3,4,5,6,7,8,1,2,3,4,5,6,7,8,1,2,3,4";
+    let answer = |keys: &str, options: &str| {
+        place.write("m.toml", text.replace("[search]", &format!("{keys}\n[search]")));
+        place.run(&format!("generate m.toml --ids {ids} --ignore-eos {options}"))
+    };
+    let expected = answer("", "--max-tokens 13").code(0).stdout;
+    for (keys, most) in [("", 15), ("chunk_max = 4", 3), ("cache_pages = 2", 8), ("batch_invariant = true", 4)] {
+        let found = answer(keys, &format!("--max-tokens 13 --lookup {most}")).code(0);
+        assert_eq!(found.stdout, expected, "{keys}");
+    }
+    // To the end of the context.
+    let expected = answer("", "").code(0).stdout;
+    assert_eq!(answer("", "--lookup 4").code(0).stdout, expected);
+    answer("chunk_max = 4", "--lookup 4")
+        .refused(&["`--lookup 4` needs steps of 5 rows, found steps of at most 4", "`decode.chunk_max`"]);
+    answer("chunk_max = 1", "--lookup 1").refused(&["`--lookup 1` needs steps of 2 rows"]);
+    answer("", "--lookup 0").refused(&["--lookup"]);
+}
+
+#[test]
 fn generation_is_the_same_in_chunks_of_any_size_and_ends_where_the_pages_are_full() {
     let place = Place::new();
     let text = manifest_text(&format!("path:{}", fixture("families/llama-gqa").display()), 40);
