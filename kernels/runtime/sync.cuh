@@ -310,6 +310,12 @@ __device__ __forceinline__ void consumer_barrier() {
 
 // A place of its own in a list of this block, for each thread that asks. Orders nothing.
 __device__ __forceinline__ u32 take_place(u32* count) { return atomicAdd(count, 1u); }
+// The first of `count` places, and sums and maxima of several threads or blocks. They order nothing: who reads the result waits at a
+// barrier of the block, or runs in a later launch on the stream.
+__device__ __forceinline__ u32 take_places(u32* taken, u32 count) { return atomicAdd(taken, count); }
+__device__ __forceinline__ void add_to(u32* sum, u32 value) { atomicAdd(sum, value); }
+__device__ __forceinline__ void add_to(u64* sum, u64 value) { atomicAdd(sum, value); }
+__device__ __forceinline__ void raise_to(u64* most, u64 value) { atomicMax(most, value); }
 
 // ---- ring slots -------------------------------------------------------------------------------------------------
 // A slot has a `full` and an `empty` word of 8 bytes each. With COUNTERS they are counts of fills and releases (sm_75 has

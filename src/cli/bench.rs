@@ -82,11 +82,16 @@ fn bench_rows(session: &Session, asked: &Bench, manifest: &Manifest, target: &Ta
             "a prompt of {wrong} tokens: expected 1 to {context_max}, `decode.context_max`"
         )));
     }
-    let mut all = json!({ "manifest": manifest.name, "target": target.name, "rows": [], "prompts": [] });
+    let mut all = json!({ "manifest": manifest.name, "target": target.name, "rows": [], "sampled": [], "prompts": [] });
     let asked_rows = device_rows::Asked { rows: &rows, prompts: &prompts, chunks: &chunks };
     device_rows::bench_rows(&workspace, manifest, target, asked_rows, &mut |timed| {
         let (json, line) = rows_line(timed);
-        push(&mut all[if matches!(timed.took, Took::Steps(_)) { "rows" } else { "prompts" }], json);
+        let list = match timed.took {
+            Took::Steps(_) => "rows",
+            Took::Sampled(_) => "sampled",
+            Took::Prompt { .. } => "prompts",
+        };
+        push(&mut all[list], json);
         if asked.json { Ok(()) } else { session.terminal.print(&line) }
     })?;
     if asked.json {
@@ -100,7 +105,8 @@ fn rows_line(timed: &RowsTimed) -> (Value, String) {
     let of = |values: &[f64]| [0.1, 0.5, 0.9].map(|share| percentile(values, share));
     let within = format!("logits within {:.1e} of the norm", checked.error_rel_l2);
     match took {
-        Took::Steps(step_us) => {
+        Took::Steps(step_us) | Took::Sampled(step_us) => {
+            let how = if matches!(took, Took::Sampled(_)) { " with top-p and penalties" } else { "" };
             let [p10, p50, p90] = of(step_us);
             let tokens_per_s = f64::from(*rows) * 1e6 / p50;
             let json = json!({
@@ -108,7 +114,7 @@ fn rows_line(timed: &RowsTimed) -> (Value, String) {
                 "step_us_p10": p10, "step_us_p50": p50, "step_us_p90": p90, "tokens_per_s": tokens_per_s,
             });
             let line = format!(
-                "{rows:>3} rows from position {position:>6}: {p50:>8.1} µs a step (p10 {p10:.1}, p90 {p90:.1}), \
+                "{rows:>3} rows from position {position:>6}: {p50:>8.1} µs a step{how} (p10 {p10:.1}, p90 {p90:.1}), \
                  {tokens_per_s:>7.0} tokens/s; {within}\n"
             );
             (json, line)

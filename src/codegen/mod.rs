@@ -2,6 +2,7 @@
 
 pub mod abi;
 pub mod emit;
+pub mod sampler;
 pub mod waves;
 
 use std::fmt;
@@ -64,6 +65,13 @@ pub const WAVES_HEADERS: [(&str, &str); 7] = [
     ("waves/matmul.cuh", include_str!("../../kernels/waves/matmul.cuh")),
     ("waves/attention.cuh", include_str!("../../kernels/waves/attention.cuh")),
     ("waves/kernel.cuh", include_str!("../../kernels/waves/kernel.cuh")),
+];
+
+/// The headers that only the sampler includes.
+pub const SAMPLER_HEADERS: [(&str, &str); 3] = [
+    ("monobloc_sampler.cuh", include_str!("../../kernels/monobloc_sampler.cuh")),
+    ("sample/table.cuh", include_str!("../../kernels/sample/table.cuh")),
+    ("sample/sampler.cuh", include_str!("../../kernels/sample/sampler.cuh")),
 ];
 
 /// A float as a C++ literal that reads back to the same bits.

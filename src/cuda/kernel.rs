@@ -69,11 +69,26 @@ impl Watched {
 
     /// Queues a launch and returns at once.
     pub fn launch(&self, params: &impl NoUninit) -> Result<(), SessionError> {
+        self.begin()?;
+        self.queue(params)?;
+        self.end()
+    }
+
+    /// Before the first of several kernels that are waited for together.
+    pub fn begin(&self) -> Result<(), SessionError> {
         self.abort.store(0, 0)?;
         self.report.fill(0);
-        self.started.record(&self.stream)?;
+        Ok(self.started.record(&self.stream)?)
+    }
+
+    /// Queues the kernel between [`Watched::begin`] and [`Watched::end`]. If one gives up, those behind it leave at their first wait.
+    pub fn queue(&self, params: &impl NoUninit) -> Result<(), SessionError> {
         let argument = Argument::Struct(bytemuck::bytes_of(params));
-        self.stream.launch_cooperative(&self.function, &self.shape, &[argument])?;
+        Ok(self.stream.launch_cooperative(&self.function, &self.shape, &[argument])?)
+    }
+
+    /// After the last kernel.
+    pub fn end(&self) -> Result<(), SessionError> {
         Ok(self.ended.record(&self.stream)?)
     }
 

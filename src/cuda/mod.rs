@@ -3,7 +3,7 @@
 //!
 //! `nvrtc` and `cubin` run on any machine that has the compiler library. The rest needs a driver, loads it when it is
 //! first used, and says `NoDriverLib` where there is none. Only `kernel` and the sessions over it (`session` for one row, `rows`
-//! for several) know schedules: they upload the tables of a proven one. The other files take source and bytes, and give bytes and numbers.
+//! for several) know schedules: they upload the tables of a proven one. `sampler` chooses tokens from the logits that `rows` leaves. The other files take source and bytes, and give bytes and numbers.
 
 mod api;
 pub mod arch;
@@ -16,6 +16,7 @@ pub mod module;
 pub mod nvml;
 pub mod nvrtc;
 pub mod rows;
+pub mod sampler;
 pub mod self_test;
 pub mod session;
 pub mod stream;

@@ -3,6 +3,7 @@
 use super::driver::Device;
 use super::kernel::{Kernel, vocab};
 use super::memory::{DeviceBuffer, MappedBuffer};
+use super::sampler::{Asked, Next, SamplerSession};
 use super::session::{SessionError, Stamped};
 use crate::codegen::abi::{Params, Queues, Row, RowsParams};
 use crate::codegen::emit::Trace;
@@ -37,7 +38,8 @@ pub struct RowsLaunched {
     pub device_us: f64,
     /// Steps that ran: their positions are written.
     pub steps: u32,
-    /// Nothing where no row wanted logits. Else of each step that ran, and of the step after the last one: the token of each row.
+    /// Nothing where no row wanted logits, or a sampler chose. Else of each step that ran, and of the step after the last one: the token
+    /// of each row.
     pub tokens: Vec<Vec<u32>>,
 }
 
@@ -48,6 +50,8 @@ struct Flying {
     steps: u32,
     /// The launch has one step, which ends when the cache has its rows: nothing is decided.
     only_fills: bool,
+    /// Each step was a kernel of its own, and a sampler chose the tokens after it.
+    is_sampled: bool,
     timeout: Duration,
 }
 
@@ -106,7 +110,8 @@ impl RowsSession {
         logits.poison(stream)?;
         let mut session = RowsSession {
             mailbox: device.alloc_mapped((steps_max as usize + 1) * padded as usize + 1)?,
-            rows: device.alloc(u64::from(padded) * std::mem::size_of::<Row>() as u64)?,
+            // A table for each step that is a kernel of its own.
+            rows: device.alloc(u64::from(steps_max.max(1)) * u64::from(padded) * size_of::<Row>() as u64)?,
             pages: device.alloc((u64::from(padded) * u64::from(shape.blocks()) * 4).max(16))?,
             kernel,
             shape,
@@ -207,6 +212,58 @@ impl RowsSession {
         Ok(())
     }
 
+    /// As [`RowsSession::queue`], with the logits of every row, from which `sampler` chooses the tokens of the rows that are `asked`: where
+    /// the launch has several steps, of all its rows. Each step is a kernel of its own, the sampler runs between two of them, and the
+    /// host waits for nothing before the end. [`SamplerSession::answer`] has the tokens after [`RowsSession::finish`].
+    ///
+    /// # Errors
+    /// As [`RowsSession::queue`]; tokens that are not given; rows of several steps that are not asked for.
+    pub fn queue_sampled(
+        &mut self,
+        tables: Tables<'_>,
+        inputs: &[RowInput],
+        sampler: &mut SamplerSession,
+        asked: &[Asked<'_>],
+    ) -> Result<(), SessionError> {
+        let steps = tables.steps();
+        let is_given = inputs.iter().all(|input| matches!(input.first, FirstToken::Given(_)));
+        let all_asked = steps == 1 || (0..inputs.len() as u32).all(|row| asked.iter().any(|asked| asked.row == row));
+        if inputs.iter().any(|input| input.steps < steps) || !is_given || !all_asked {
+            return Err(self.out_of_range(&tables));
+        }
+        self.begin_launch(&tables, inputs, true)?;
+        let (rows, pages) = encode(&tables, inputs, &[], self.vocab)?;
+        let of_step = |step: u32| rows.iter().map(move |row| Row { position: row.position + step, steps: 1, ..*row });
+        let all: Vec<Row> = (0..steps).flat_map(of_step).collect();
+        self.rows.upload(&self.kernel.watched.stream, 0, &all)?;
+        self.pages.upload(&self.kernel.watched.stream, 0, &pages)?;
+        self.mailbox.store(0, 0)?;
+        let timeout = timeout(steps);
+        let row_bytes = size_of::<Row>() as u32;
+        self.kernel.watched.begin()?;
+        for step in 0..steps {
+            let table = |step: u32| self.rows.address() + u64::from(step) * rows.len() as u64 * u64::from(row_bytes);
+            let params = self.params(timeout, &[], true)?;
+            let params = Params { steps: 1, tag: self.tag + step, ..params };
+            let (rows, row_count) = (table(step), inputs.len() as u32);
+            let pages = self.pages.address();
+            let params = RowsParams { params, rows, pages, fills: 0, row_count, logits_from: 0 };
+            self.kernel.watched.queue(&params)?;
+            if step == 0 {
+                // While the kernel runs.
+                sampler.upload(asked, steps)?;
+            }
+            let token = table(step + 1) + std::mem::offset_of!(Row, token) as u64;
+            let next = (step + 1 < steps).then_some(Next { token, stride_bytes: row_bytes });
+            sampler.queue(&self.kernel.watched.stream, self.logits.address(), step, next)?;
+        }
+        self.kernel.watched.end()?;
+        let (inputs, eos) = (inputs.to_vec(), vec![]);
+        self.flying = Some(Flying { inputs, eos, steps, only_fills: false, is_sampled: true, timeout });
+        tables.finish(steps);
+        Ok(())
+    }
+
     fn out_of_range(&self, tables: &Tables<'_>) -> SessionError {
         let position = tables.rows().iter().map(|row| row.position).max().unwrap_or(0);
         SessionError::Range { position, steps: tables.steps(), context_max: self.shape.context_max }
@@ -219,6 +276,45 @@ impl RowsSession {
         eos: &[u32],
         with_logits: bool,
     ) -> Result<(), SessionError> {
+        let steps = tables.steps();
+        let only_fills = self.begin_launch(tables, inputs, with_logits)?;
+        let (rows, pages) = encode(tables, inputs, &self.decided, self.vocab)?;
+        let timeout = timeout(steps);
+        let params = RowsParams {
+            params: Params { steps, tag: self.tag, ..self.params(timeout, eos, with_logits)? },
+            rows: self.rows.address(),
+            pages: self.pages.address(),
+            fills: if only_fills { self.kernel.fills() } else { 0 },
+            row_count: inputs.len() as u32,
+            logits_from: steps - 1,
+        };
+        self.rows.upload(&self.kernel.watched.stream, 0, &rows)?;
+        self.pages.upload(&self.kernel.watched.stream, 0, &pages)?;
+        self.mailbox.store(0, 0)?;
+        self.kernel.watched.launch(&params)?;
+        let (inputs, eos) = (inputs.to_vec(), eos.to_vec());
+        self.flying = Some(Flying { inputs, eos, steps, only_fills, is_sampled: false, timeout });
+        Ok(())
+    }
+
+    /// What every launch passes; the caller fills in the rest.
+    fn params(&self, timeout: Duration, eos: &[u32], with_logits: bool) -> Result<Params, SessionError> {
+        Ok(Params {
+            cache: self.cache.address(),
+            exchange: self.exchange.address(),
+            logits: if with_logits { self.logits.address() } else { 0 },
+            mailbox: self.mailbox.address(),
+            ..self.kernel.params(timeout, eos)?
+        })
+    }
+
+    /// Judges the inputs of a launch, and clears words that it must not find. Whether it only fills the cache.
+    fn begin_launch(
+        &mut self,
+        tables: &Tables<'_>,
+        inputs: &[RowInput],
+        with_logits: bool,
+    ) -> Result<bool, SessionError> {
         let steps = tables.steps();
         if self.flying.is_some() {
             return Err(SessionError::NotFinished);
@@ -239,30 +335,7 @@ impl RowsSession {
         if self.tag > u32::MAX - steps - 2 || self.filled && !only_fills {
             self.begin_words()?;
         }
-        let (rows, pages) = encode(tables, inputs, &self.decided, self.vocab)?;
-        let timeout = Duration::from_millis(1000 + 20 * u64::from(steps));
-        let params = RowsParams {
-            params: Params {
-                cache: self.cache.address(),
-                exchange: self.exchange.address(),
-                logits: if with_logits { self.logits.address() } else { 0 },
-                mailbox: self.mailbox.address(),
-                steps,
-                tag: self.tag,
-                ..self.kernel.params(timeout, eos)?
-            },
-            rows: self.rows.address(),
-            pages: self.pages.address(),
-            fills: if only_fills { self.kernel.fills() } else { 0 },
-            row_count: inputs.len() as u32,
-            logits_from: steps - 1,
-        };
-        self.rows.upload(&self.kernel.watched.stream, 0, &rows)?;
-        self.pages.upload(&self.kernel.watched.stream, 0, &pages)?;
-        self.mailbox.store(0, 0)?;
-        self.kernel.watched.launch(&params)?;
-        self.flying = Some(Flying { inputs: inputs.to_vec(), eos: eos.to_vec(), steps, only_fills, timeout });
-        Ok(())
+        Ok(only_fills)
     }
 
     /// Waits for the queued launch.
@@ -270,7 +343,7 @@ impl RowsSession {
     /// # Errors
     /// No launch is queued, or it gave up.
     pub fn finish(&mut self) -> Result<RowsLaunched, SessionError> {
-        let Some(Flying { inputs, eos, steps, only_fills, timeout }) = self.flying.take() else {
+        let Some(Flying { inputs, eos, steps, only_fills, is_sampled, timeout }) = self.flying.take() else {
             return Err(SessionError::NotQueued);
         };
         let finished = self.kernel.finish(timeout);
@@ -284,6 +357,16 @@ impl RowsSession {
             self.decided.clear();
             self.filled = true;
             return Ok(RowsLaunched { device_us, steps: reported, tokens: vec![] });
+        }
+        if is_sampled {
+            self.tag += steps;
+            // The next launch cannot go on with what the head alone decided.
+            self.decided.clear();
+            let ran = reported == 2;
+            if !ran {
+                self.begin_words()?;
+            }
+            return Ok(RowsLaunched { device_us, steps: if ran { steps } else { 0 }, tokens: vec![] });
         }
         let token = |step: u32, row: usize| self.mailbox.load(1 + (step * self.padded) as usize + row);
         let tokens: Vec<Vec<u32>> = (0..reported)
@@ -311,6 +394,11 @@ impl RowsSession {
     pub fn poison_logits(&mut self) -> Result<(), SessionError> {
         Ok(self.logits.poison(&self.kernel.watched.stream)?)
     }
+}
+
+/// The deadline of a launch.
+fn timeout(steps: u32) -> Duration {
+    Duration::from_millis(1000 + 20 * u64::from(steps))
 }
 
 /// The rows of a launch as the kernel reads them, and the page table of their sequences: a row of it for each run of rows.

@@ -7,7 +7,7 @@ use std::time::Duration;
 use thiserror::Error;
 
 use super::prefix::{Chain, Prefixes};
-use super::stepper::{Alone, Bounds, Launch, LaunchRow, Said, Stepper, Want};
+use super::stepper::{Alone, Bounds, Chooser, Launch, LaunchRow, Said, Stepper, Want};
 use crate::error::Fault;
 use crate::grammar::{Grammar, GrammarError, Guide};
 use crate::pages::Pool;
@@ -139,7 +139,8 @@ struct Choice {
     scores_prompt: Option<u32>,
     /// The prompt, then what was decided.
     tokens: Vec<u32>,
-    counts: TokenCounts,
+    /// Shared with the launch that goes on from them.
+    counts: Arc<TokenCounts>,
     /// What may come next, where there is a grammar and the choice has run. A preemption leaves it as it is.
     guide: Option<Guide>,
     /// Tokens of the prompt whose log-probabilities were told, and the first one, which has none.
@@ -299,7 +300,7 @@ impl<S: Stepper> Engine<S> {
                 at,
                 scores_prompt: ask.scores_prompt.filter(|_| at == 0),
                 tokens: ask.prompt.clone(),
-                counts: TokenCounts::new(&ask.prompt),
+                counts: Arc::new(TokenCounts::new(&ask.prompt)),
                 guide: None,
                 scored: 1,
                 began: false,
@@ -436,7 +437,8 @@ impl<S: Stepper> Engine<S> {
         let mut steps = self.limits.steps_max;
         for running in self.running.values().filter(|running| running.left() > 0) {
             let (choice, position) = (&running.choice, running.submitted as u32);
-            if running.left() > 1 || !matches!(want(choice, running.submitted), Want::Token(_)) {
+            let want = want(choice, running.submitted, &self.bounds);
+            if running.left() > 1 || !matches!(want, Want::Token(_) | Want::Choice(_)) {
                 return 1;
             }
             let decided = (choice.tokens.len() - choice.prompt_count()) as u32;
@@ -458,7 +460,11 @@ impl<S: Stepper> Engine<S> {
         let (choice, from) = (&running.choice, running.submitted);
         let count = running.left().saturating_sub(1).min(most as usize);
         let wants_nothing = choice.scores_prompt.is_none() || choice.scored >= choice.prompt_count();
-        if count >= least as usize && wants_nothing && want(choice, from) == Want::Nothing { count } else { 0 }
+        if count >= least as usize && wants_nothing && want(choice, from, &self.bounds) == Want::Nothing {
+            count
+        } else {
+            0
+        }
     }
 
     /// A launch that reads the oldest long prompt alone. Where others decode, they have every second launch.
@@ -513,7 +519,7 @@ impl<S: Stepper> Engine<S> {
                 chunk_rows -= count;
             }
             for position in from..from + count {
-                let (token, want) = (running.choice.tokens[position], want(&running.choice, position));
+                let (token, want) = (running.choice.tokens[position], want(&running.choice, position, &self.bounds));
                 rows.push(LaunchRow { sequence: running.sequence, position: position as u32, token, want });
                 flying.push((id, running.run, position));
             }
@@ -655,8 +661,10 @@ impl<S: Stepper> Engine<S> {
                 return Ok(());
             }
         };
-        let tokens = match said {
-            Said::Tokens(tokens) => tokens,
+        let without = |token: u32| Ok(Decided { token, logprob: None, top: vec![] });
+        let decided: Vec<Result<Decided, SampleError>> = match said {
+            Said::Tokens(tokens) => tokens.into_iter().map(without).collect(),
+            Said::Choices(decided) => decided,
             Said::Logits(logits) => {
                 match choice.ask.choices[choice.at].choose(&logits, &choice.counts, allowed) {
                     Ok(decided) => drop(self.take(id, decided, events)),
@@ -666,20 +674,22 @@ impl<S: Stepper> Engine<S> {
             }
             Said::Nothing => return Err(unasked()),
         };
-        for step in 0..steps as usize {
+        let mut decided = decided.into_iter();
+        for step in 0..steps {
             let Some(running) = self.running.get_mut(&id) else { return Ok(()) };
             if step > 0 {
                 // The row of the token before.
                 running.computed += 1;
                 self.offer(id);
             }
-            match tokens.get(step) {
-                Some(&token) if self.take(id, Decided { token, logprob: None, top: vec![] }, events) => {}
-                Some(_) => return Ok(()),
-                None => {
-                    let (position, vocab) = (self.running[&id].choice.counts.position(), self.bounds.vocab as usize);
-                    self.end(id, End::Choice(SampleError::NoCandidate { position, vocab }), events);
+            let (position, vocab) = (self.running[&id].choice.counts.position(), self.bounds.vocab as usize);
+            match decided.next().unwrap_or(Err(SampleError::NoCandidate { position, vocab })) {
+                Ok(decided) => {
+                    if !self.take(id, decided, events) {
+                        return Ok(());
+                    }
                 }
+                Err(error) => self.end(id, End::Choice(error), events),
             }
         }
         Ok(())
@@ -690,7 +700,7 @@ impl<S: Stepper> Engine<S> {
         let context_max = self.bounds.shape.context_max as usize;
         let Some(Running { choice, .. }) = self.running.get_mut(&id) else { return false };
         choice.tokens.push(decided.token);
-        choice.counts.push(decided.token);
+        Arc::make_mut(&mut choice.counts).push(decided.token);
         let count = choice.tokens.len() - choice.prompt_count();
         let guided = choice.guide.as_mut().map_or(Ok(false), |guide| guide.push(decided.token));
         let end = if let Err(error) = &guided {
@@ -725,7 +735,7 @@ fn found_pages(choice: &mut Choice, prefixes: &Prefixes, bounds: &Bounds) -> Vec
 }
 
 /// What the row of a choice at a position is computed for.
-fn want(choice: &Choice, position: usize) -> Want {
+fn want(choice: &Choice, position: usize, bounds: &Bounds) -> Want {
     if choice.scores_prompt.is_some() && position + 1 < choice.prompt_count() && position + 1 >= choice.scored {
         return Want::Logits;
     }
@@ -733,8 +743,19 @@ fn want(choice: &Choice, position: usize) -> Want {
         return Want::Nothing;
     }
     let request = &choice.ask.choices[choice.at];
-    let plain = !request.sampler().is_filtered() && request.beyond_kernels().is_empty() && choice.guide.is_none();
-    if plain { Want::Token(*request.sampler()) } else { Want::Logits }
+    // What a grammar allows is found while the launch runs.
+    if choice.guide.is_some() {
+        return Want::Logits;
+    }
+    if !request.sampler().is_filtered() && request.beyond_kernels().is_empty() {
+        return Want::Token(*request.sampler());
+    }
+    match bounds.choices {
+        Some(most) if request.logprobs().unwrap_or(0) <= most => {
+            Want::Choice(Chooser::new(choice.ask.clone(), choice.at, choice.counts.clone()))
+        }
+        _ => Want::Logits,
+    }
 }
 
 fn unasked() -> Fault {

@@ -27,7 +27,8 @@ impl CpuStepper {
             Shape::of(&schedule.program).ok_or_else(|| Fault::internal("a schedule of one row cannot be batched"))?;
         let interp = Interp::new(schedule, pack, options)?;
         let (chunk_max, vocab) = (shape.rows, interp.vocab() as u32);
-        let bounds = Bounds { shape, chunk_max, alone: None, vocab, launches: 1, steps_max: 1 };
+        let bounds =
+            Bounds { shape, chunk_max, alone: None, vocab, launches: 1, steps_max: 1, choices: Some(u32::MAX) };
         Ok(CpuStepper { interp, guard: Guard::new(shape), bounds, queued: VecDeque::new() })
     }
 }
@@ -51,6 +52,11 @@ impl Stepper for CpuStepper {
         self.interp.launch_rows(tables, &tokens, |result| match rows[result.row].want {
             Want::Nothing => {}
             Want::Logits => said[result.row] = Said::Logits(result.logits.to_vec()),
+            Want::Choice(ref chooser) => {
+                result.logits.copy_to(&mut logits);
+                let choice = chooser.request().choose(&logits, chooser.counts(), None);
+                said[result.row] = Said::Choices(vec![choice]);
+            }
             Want::Token(sampler) => {
                 result.logits.copy_to(&mut logits);
                 let token = sampler.choose(&logits, result.position + 1);

@@ -2,21 +2,27 @@
 
 use super::stepper::{Alone, Bounds, Launch, LaunchRow, Said, Stepper, Want, admit};
 use crate::cuda::rows::{FirstToken, RowInput, RowsSession};
+use crate::cuda::sampler::{Asked, SamplerSession, decided};
 use crate::cuda::waves::WavesSession;
 use crate::error::Fault;
 use crate::rows::{Guard, Shape};
 use crate::waves::CHUNK_MIN;
 
-/// Queues launches on a device. Greedy choice and temperature are the kernel's; every other choice gets logits.
+/// Queues launches on a device. Greedy choice and temperature are the kernel's. Where a row wants another choice, the sampler chooses
+/// the tokens of all rows.
 pub struct DeviceStepper {
     /// Ascending by rows, over one cache.
     sessions: Vec<RowsSession>,
     /// Reads long chunks of one prompt into the same cache.
     waves: Option<WavesSession>,
+    sampler: Option<SamplerSession>,
     guard: Guard,
-    /// Whose launch is queued or runs, and its wants.
+    /// Whose launch is queued or runs, and its rows.
     running: Kernel,
-    wants: Vec<Want>,
+    rows: Vec<LaunchRow>,
+    steps: u32,
+    /// The sampler chooses its tokens.
+    is_sampled: bool,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -28,11 +34,16 @@ enum Kernel {
 impl DeviceStepper {
     /// A stepper over sessions that nothing was launched on yet, ascending by rows; all have the same cache. A launch runs on the first
     /// one that has as many rows, or on that of waves. `None`: there is no session.
-    pub fn new(sessions: Vec<RowsSession>, waves: Option<WavesSession>) -> Option<DeviceStepper> {
+    pub fn new(
+        sessions: Vec<RowsSession>,
+        waves: Option<WavesSession>,
+        sampler: Option<SamplerSession>,
+    ) -> Option<DeviceStepper> {
         let of_rows = *sessions.last()?.shape();
         let rows = waves.as_ref().map_or(0, |waves| waves.shape().rows).max(of_rows.rows);
         let guard = Guard::new(Shape { rows, ..of_rows });
-        Some(DeviceStepper { sessions, waves, guard, running: Kernel::Rows(0), wants: vec![] })
+        let (running, rows) = (Kernel::Rows(0), vec![]);
+        Some(DeviceStepper { sessions, waves, sampler, guard, running, rows, steps: 0, is_sampled: false })
     }
 }
 
@@ -42,26 +53,37 @@ impl Stepper for DeviceStepper {
         let shape = *largest.shape();
         let (vocab, steps_max) = (largest.vocab(), largest.steps_max());
         let alone = self.waves.as_ref().map(|waves| Alone { least: CHUNK_MIN, most: waves.shape().rows });
-        Bounds { shape, chunk_max: shape.rows, alone, vocab, launches: 1, steps_max }
+        let choices = self.sampler.as_ref().map(SamplerSession::logprobs_max);
+        Bounds { shape, chunk_max: shape.rows, alone, vocab, launches: 1, steps_max, choices }
     }
 
     fn submit(&mut self, launch: Launch) -> Result<(), Fault> {
         let is_alone = self.bounds().alone.is_some_and(|alone| launch.is(alone));
         let Launch { rows, steps, edits } = launch;
-        self.wants = rows.iter().map(|row| row.want).collect();
-        let with_logits = self.wants.contains(&Want::Logits);
-        let tables = admit(&mut self.guard, &rows, steps, edits)?;
+        let with_logits = rows.iter().any(|row| row.want == Want::Logits);
+        let is_sampled = rows.iter().any(|row| matches!(row.want, Want::Choice(_)));
+        (self.rows, self.steps, self.is_sampled) = (rows, steps, is_sampled);
+        let rows = &self.rows;
+        let tables = admit(&mut self.guard, rows, steps, edits)?;
         if let Some(waves) = self.waves.as_mut().filter(|_| is_alone) {
             self.running = Kernel::Waves;
             let tokens: Vec<u32> = rows.iter().map(|row| row.token).collect();
             return Ok(waves.queue(tables, &tokens)?);
         }
-        let inputs: Vec<RowInput> = rows.iter().map(|row| input(row, steps)).collect();
+        let inputs: Vec<RowInput> = rows.iter().map(|row| input(row, steps, is_sampled)).collect();
         let has_room = |session: &RowsSession| session.shape().rows as usize >= rows.len();
         // The guard has judged that the largest has.
         let smallest = self.sessions.iter().position(has_room).unwrap_or(self.sessions.len() - 1);
         self.running = Kernel::Rows(smallest);
-        Ok(self.sessions[smallest].queue(tables, &inputs, with_logits)?)
+        let session = &mut self.sessions[smallest];
+        match &mut self.sampler {
+            Some(sampler) if is_sampled => {
+                let asked: Vec<Asked<'_>> = (0..).zip(rows).filter_map(|(at, row)| asked(at, row)).collect();
+                Ok(session.queue_sampled(tables, &inputs, sampler, &asked)?)
+            }
+            None if is_sampled => Err(Fault::internal("a row wants a choice, and there is no sampler")),
+            _ => Ok(session.queue(tables, &inputs, with_logits)?),
+        }
     }
 
     fn collect(&mut self) -> Result<Vec<Said>, Fault> {
@@ -69,26 +91,52 @@ impl Stepper for DeviceStepper {
             (Kernel::Rows(session), _) => &mut self.sessions[session],
             (Kernel::Waves, Some(waves)) => {
                 waves.finish()?;
-                return Ok(vec![Said::Nothing; self.wants.len()]);
+                return Ok(vec![Said::Nothing; self.rows.len()]);
             }
             (Kernel::Waves, None) => return Err(Fault::internal("a launch of waves without their kernel")),
         };
         let tokens = session.finish()?.tokens;
-        let said = (0u32..).zip(&self.wants).map(|(row, want)| {
-            Ok(match want {
+        // They hold what the requests go on with: nobody else has it when the tokens are counted.
+        let rows = std::mem::take(&mut self.rows);
+        let vocab = session.vocab();
+        let mut asked = 0;
+        let mut choices = |row: &LaunchRow, logprobs: Option<u32>| {
+            let Some(sampler) = &self.sampler else { return Err(Fault::internal("answers without a sampler")) };
+            let answers = (0..self.steps).map(|step| {
+                let answer = sampler.answer(step, asked)?;
+                Ok(decided(&answer, row.position + 1 + step, vocab, logprobs))
+            });
+            let answers = answers.collect::<Result<Vec<_>, Fault>>();
+            asked += 1;
+            answers
+        };
+        let said = (0u32..).zip(&rows).map(|(at, row)| {
+            Ok(match &row.want {
                 Want::Nothing => Said::Nothing,
-                Want::Logits => Said::Logits(session.logits(row)?),
+                Want::Logits => Said::Logits(session.logits(at)?),
+                Want::Choice(chooser) => Said::Choices(choices(row, chooser.request().logprobs())?),
+                Want::Token(_) if self.is_sampled => Said::Choices(choices(row, None)?),
                 // The first token of a launch was given.
-                Want::Token(_) => Said::Tokens(tokens.iter().skip(1).map(|step| step[row as usize]).collect()),
+                Want::Token(_) => Said::Tokens(tokens.iter().skip(1).map(|step| step[at as usize]).collect()),
             })
         });
         said.collect()
     }
 }
 
-fn input(row: &LaunchRow, steps: u32) -> RowInput {
-    let (inverse_temperature, seed) = match row.want {
-        Want::Token(sampler) if !sampler.is_greedy() => {
+/// What the sampler chooses for row `at` of a launch, if anything.
+fn asked(at: u32, row: &LaunchRow) -> Option<Asked<'_>> {
+    let (sampler, request) = match &row.want {
+        Want::Nothing | Want::Logits => return None,
+        Want::Token(sampler) => (sampler, None),
+        Want::Choice(chooser) => (chooser.request().sampler(), Some((chooser.request(), chooser.counts()))),
+    };
+    Some(Asked { row: at, position: row.position + 1, sampler, request, allowed: None })
+}
+
+fn input(row: &LaunchRow, steps: u32, is_sampled: bool) -> RowInput {
+    let (inverse_temperature, seed) = match &row.want {
+        Want::Token(sampler) if !sampler.is_greedy() && !is_sampled => {
             let [low, high] = sampler.key();
             (sampler.inv_temperature(), u64::from(high) << 32 | u64::from(low))
         }

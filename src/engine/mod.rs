@@ -38,4 +38,4 @@ mod tests;
 pub use batch::{Ask, ChoiceId, End, Engine, Event, Figures, Limits, Refused, RequestId};
 pub use cpu::CpuStepper;
 pub use device::DeviceStepper;
-pub use stepper::{Alone, Bounds, Launch, LaunchRow, Said, Stepper, Want};
+pub use stepper::{Alone, Bounds, Chooser, Launch, LaunchRow, Said, Stepper, Want};

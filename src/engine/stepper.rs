@@ -1,8 +1,11 @@
 //! Owns what an engine knows of the thing that executes launches.
 
+use std::sync::Arc;
+
+use super::batch::Ask;
 use crate::error::Fault;
 use crate::rows::{Edit, Guard, Request, Row, SequenceId, Shape, Tables};
-use crate::sample::Sampler;
+use crate::sample::{self, Decided, SampleError, Sampler, TokenCounts};
 
 /// What a stepper can take.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -17,12 +20,14 @@ pub struct Bounds {
     pub vocab: u32,
     /// Launches that may be submitted before the first of them is collected; at least 1.
     pub launches: usize,
-    /// Steps of a launch whose rows all want tokens; at least 1.
+    /// Steps of a launch whose rows all want tokens or choices; at least 1.
     pub steps_max: u32,
+    /// `Some(n)`: takes [`Want::Choice`] of requests with at most `n` log-probabilities beside that of the token. `None`: takes none.
+    pub choices: Option<u32>,
 }
 
 /// What a row of a launch is for.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, PartialEq)]
 pub enum Want {
     /// Its keys and values.
     Nothing,
@@ -30,10 +35,42 @@ pub enum Want {
     Logits,
     /// The token that this sampler chooses after it. The sampler has neither top-k nor top-p.
     Token(Sampler),
+    /// The token that a request chooses after it.
+    Choice(Chooser),
+}
+
+/// A request with the tokens so far: all that decides its next token beside the logits.
+#[derive(Debug, Clone)]
+pub struct Chooser {
+    ask: Arc<Ask>,
+    at: usize,
+    counts: Arc<TokenCounts>,
+}
+
+impl Chooser {
+    /// Choice `at` of `ask`, after the tokens of `counts`.
+    pub(super) fn new(ask: Arc<Ask>, at: usize, counts: Arc<TokenCounts>) -> Chooser {
+        Chooser { ask, at, counts }
+    }
+
+    pub fn request(&self) -> &sample::Request {
+        &self.ask.choices[self.at]
+    }
+
+    pub fn counts(&self) -> &TokenCounts {
+        &self.counts
+    }
+}
+
+/// The same choice of the same request.
+impl PartialEq for Chooser {
+    fn eq(&self, other: &Chooser) -> bool {
+        Arc::ptr_eq(&self.ask, &other.ask) && self.at == other.at && self.counts == other.counts
+    }
 }
 
 /// A row with its token.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct LaunchRow {
     pub sequence: SequenceId,
     pub position: u32,
@@ -45,7 +82,7 @@ pub struct LaunchRow {
 #[derive(Debug, Clone, PartialEq)]
 pub struct Launch {
     pub rows: Vec<LaunchRow>,
-    /// More than one only if every row wants a token and has its own sequence: each row goes on with what it chose.
+    /// More than one only if every row wants a token or a choice and has its own sequence: each row goes on with what it chose.
     pub steps: u32,
     /// What changed in the page table since the launch before.
     pub edits: Vec<Edit>,
@@ -79,9 +116,10 @@ pub(super) fn admit<'a>(
     steps: u32,
     edits: Vec<Edit>,
 ) -> Result<Tables<'a>, Fault> {
-    let row = |row: &LaunchRow| {
-        let LaunchRow { sequence, position, want, .. } = *row;
-        Row { sequence, position, wants_logits: want != Want::Nothing }
+    let row = |row: &LaunchRow| Row {
+        sequence: row.sequence,
+        position: row.position,
+        wants_logits: row.want != Want::Nothing,
     };
     let request = Request { rows: rows.iter().map(row).collect(), steps, edits };
     guard.admit(&request).map_err(|refused| Fault::internal(format!("the tables of a launch are refused: {refused}")))
@@ -94,6 +132,8 @@ pub enum Said {
     Logits(Vec<f32>),
     /// The token of each step. It ends before a step in which no logit is a number above -inf.
     Tokens(Vec<u32>),
+    /// The choice of each step. Nothing is known of the steps after one without a token.
+    Choices(Vec<Result<Decided, SampleError>>),
 }
 
 /// Executes launches in the order of their submission. A launch sees the pages that all launches before it wrote.

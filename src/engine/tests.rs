@@ -36,7 +36,7 @@ struct Toy {
 
 impl Toy {
     fn new(shape: Shape, chunk_max: u32, launches: usize) -> Toy {
-        let bounds = Bounds { shape, chunk_max, alone: None, vocab: VOCAB, launches, steps_max: 5 };
+        let bounds = Bounds { shape, chunk_max, alone: None, vocab: VOCAB, launches, steps_max: 5, choices: None };
         let pages = vec![vec![None; shape.page_rows as usize]; shape.pages as usize];
         Toy {
             bounds,
@@ -102,7 +102,7 @@ impl Stepper for Toy {
                 let from = (position + 1).saturating_sub(window);
                 logits(&(from..=position).map(|p| toy.at(row.sequence, p).expect("a written row")).collect::<Vec<_>>())
             };
-            said.push(match row.want {
+            said.push(match &row.want {
                 Want::Nothing => Said::Nothing,
                 Want::Logits => Said::Logits(seen(self, row.position)),
                 Want::Token(sampler) => {
@@ -118,8 +118,26 @@ impl Stepper for Toy {
                     }
                     Said::Tokens(tokens)
                 }
+                Want::Choice(chooser) => {
+                    let (mut counts, mut decided) = (chooser.counts().clone(), vec![]);
+                    for position in row.position..row.position + launch.steps {
+                        if let Some(Ok(Decided { token, .. })) = decided.last() {
+                            *self.at(row.sequence, position) = Some(*token);
+                            counts.push(*token);
+                        }
+                        let mut logits = seen(self, position);
+                        if position >= self.mute_at {
+                            logits.fill(f32::NAN);
+                        }
+                        decided.push(chooser.request().choose(&logits, &counts, None));
+                        if decided.last().is_some_and(Result::is_err) {
+                            break;
+                        }
+                    }
+                    Said::Choices(decided)
+                }
             });
-            assert!(launch.steps == 1 || matches!(row.want, Want::Token(_)));
+            assert!(launch.steps == 1 || matches!(row.want, Want::Token(_) | Want::Choice(_)));
         }
         self.results.push_back(said);
         assert!(self.results.len() <= self.bounds.launches);
@@ -282,8 +300,15 @@ fn storm_over(toy: Toy, limits: Limits) -> (Vec<Event>, Vec<Launch>, Figures) {
 
 #[test]
 fn every_request_gets_its_tokens_whatever_runs_beside_it() {
-    for (chunk_max, launches, steps) in [(1, 1, 1), (4, 1, 1), (6, 1, 1), (4, 2, 1), (6, 3, 1), (6, 1, 5), (4, 2, 3)] {
-        let (_, log, figures) = storm(SHAPE, chunk_max, launches, steps);
+    let none = [(1, 1, 1), (4, 1, 1), (6, 1, 1), (4, 2, 1), (6, 3, 1), (6, 1, 5), (4, 2, 3)].map(|of| (of, None));
+    // The stepper chooses for requests with up to one log-probability beside that of the token.
+    let some = [(6, 1, 5), (4, 2, 3)].map(|of| (of, Some(1)));
+    for ((chunk_max, launches, steps), choices) in none.into_iter().chain(some) {
+        let mut toy = Toy::new(SHAPE, chunk_max, launches);
+        toy.bounds.choices = choices;
+        let (_, log, figures) = storm_over(toy, Limits { steps_max: steps, ..LIMITS });
+        let chosen = log.iter().flat_map(|launch| &launch.rows).any(|row| matches!(row.want, Want::Choice(_)));
+        assert_eq!(chosen, choices.is_some());
         assert!(figures.preemptions > 20 && figures.prefix_hits > 500, "{figures:?}");
         assert!(log.len() > 1000);
         let most = log.iter().map(|launch| launch.steps).max();

@@ -6,6 +6,7 @@ use crate::codegen::abi::Queues;
 use crate::codegen::emit::Trace;
 use crate::cuda::driver::Device;
 use crate::cuda::rows::RowsSession;
+use crate::cuda::sampler::SamplerSession;
 use crate::cuda::waves::WavesSession;
 use crate::defaults::rows::{PROMPT_ROWS, Room, kernel_rows};
 use crate::engine::{CpuStepper, DeviceStepper, Stepper};
@@ -22,6 +23,7 @@ use crate::waves;
 
 use super::chain::Host;
 use super::device_rows::{place_kernel, prove_kernel, rows_of, rows_source, same_caches};
+use super::device_sampler::sampler_source;
 use super::device_waves::{plan_waves, waves_source};
 use super::execute::{Devices, upload_pack};
 use super::stages::place_rows;
@@ -82,6 +84,8 @@ struct OnDevice {
     kernels: Vec<(Arc<Validated>, Vec<u8>)>,
     /// The kernel of waves over the pages of the first of them.
     waves: Option<Vec<u8>>,
+    /// The kernel that chooses tokens.
+    sampler: Vec<u8>,
     steps_max: u32,
 }
 
@@ -154,7 +158,8 @@ impl Prepared {
         // Queues that differ from those of the first proof are refused here.
         kernels.iter().try_for_each(|kernel| workspace.queues(kernel).map(drop))?;
         let source = |kernel: &Arc<Validated>| rows_source(&chain.context, kernel, Trace::Off);
-        let mut sources: Vec<_> = kernels.iter().map(source).collect();
+        let mut sources = vec![sampler_source(&self.target)];
+        sources.extend(kernels.iter().map(source));
         match plan_waves(&self.target, &kernels[0]) {
             Ok(proven) => sources.push(waves_source(&chain.context, &proven, Trace::Off)),
             Err(fault) if fault.tier == Tier::Input => {
@@ -163,11 +168,12 @@ impl Prepared {
             Err(fault) => return Err(fault),
         }
         let mut cubins = chain.compile_all(&sources)?.into_iter().map(|cubin| cubin.bytes);
+        let Some(sampler) = cubins.next() else { return Err(Fault::internal("a sampler without a cubin")) };
         let kernels = kernels.into_iter().zip(cubins.by_ref()).collect();
         // That of waves is the last one.
         let waves = cubins.next();
         let (target, steps_max) = (self.target.clone(), serving.steps_max);
-        let on_device = OnDevice { device, target, kernels, waves, steps_max };
+        let on_device = OnDevice { device, target, kernels, waves, sampler, steps_max };
         Ok(Batched { validated: largest, pack: chain.pack()?, on_device: Some(Arc::new(on_device)) })
     }
 
@@ -247,7 +253,7 @@ impl Batched {
         let Some(on_device) = &self.on_device else {
             return Ok(Box::new(CpuStepper::new(self.validated.schedule(), self.pack.clone(), Options::fast())?));
         };
-        let OnDevice { device, target, kernels, waves, steps_max } = on_device.as_ref();
+        let OnDevice { device, target, kernels, waves, sampler, steps_max } = on_device.as_ref();
         let pack = upload_pack(device, &self.validated, &self.pack)?;
         let mut sessions: Vec<RowsSession> = vec![];
         for (validated, cubin) in kernels {
@@ -262,8 +268,15 @@ impl Batched {
             }
             _ => None,
         };
-        let stepper =
-            DeviceStepper::new(sessions, waves).ok_or_else(|| Fault::internal("no kernel for several rows"))?;
+        let sampler = match sessions.last() {
+            Some(largest) => {
+                let (vocab, rows) = (largest.vocab(), largest.shape().rows);
+                Some(SamplerSession::load(device, sampler, vocab, rows, *steps_max).map_err(Fault::from)?)
+            }
+            None => None,
+        };
+        let stepper = DeviceStepper::new(sessions, waves, sampler)
+            .ok_or_else(|| Fault::internal("no kernel for several rows"))?;
         Ok(Box::new(stepper))
     }
 }

@@ -11,7 +11,6 @@ use crate::check::{self, Checked, Figures, check_cpu, check_cuda};
 use crate::codegen::emit::{Trace, emit};
 use crate::cuda::driver::Device;
 use crate::cuda::session::Session;
-use crate::digest::Digest;
 use crate::dtype::DType;
 use crate::error::Fault;
 use crate::files::read_text;
@@ -342,7 +341,7 @@ impl Rival {
             None => (check_cpu(&subject, &|| {}).map_err(failed)?, None),
             Some(found) => {
                 let source = emit(&validated, target, Trace::Off);
-                let generated = Generated { content: Digest::of(source.text.as_bytes()), source };
+                let generated = Generated::of(source);
                 let cubin = chain.compile(&generated)?;
                 let device = Device::open(found.ordinal)?;
                 let steps_max = manifest.decode.steps_per_launch;

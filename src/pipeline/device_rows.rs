@@ -10,10 +10,10 @@ use crate::codegen::emit::{Trace, emit};
 use crate::cuda::driver::Device;
 use crate::cuda::memory::DeviceBuffer;
 use crate::cuda::rows::{FirstToken, RowInput, RowsSession};
+use crate::cuda::sampler::SamplerSession;
 use crate::cuda::session::{Session, Stamped};
 use crate::cuda::waves::WavesSession;
 use crate::defaults::rows::{PROMPT_ROWS, Room, kernel_rows, place_rows};
-use crate::digest::Digest;
 use crate::error::{Fault, Tier};
 use crate::ir::program::Space;
 use crate::ir::schedule::Schedule;
@@ -28,6 +28,7 @@ use crate::waves::{CHUNK_MIN, CHUNK_ROWS, derive};
 
 use super::chain::{Chain, Host};
 use super::compile::Cubin;
+use super::device_sampler::{sampler_source, time_sampled};
 use super::device_waves::{plan_waves, waves_beside, waves_source};
 use super::execute::upload_pack;
 use super::stages::{BuildContext, Generated};
@@ -93,7 +94,7 @@ fn kernel_for(kernels: &[u32], rows: u32) -> Result<u32, Fault> {
 /// The source of a proven kernel, to compile.
 pub(super) fn rows_source(context: &BuildContext<'_>, validated: &Validated, trace: Trace) -> Generated {
     let source = emit(validated, context.target, trace);
-    Generated { content: Digest::of(source.text.as_bytes()), source }
+    Generated::of(source)
 }
 
 /// Compiles a proven kernel and loads it with a cache of its own. `pack` is shared with other kernels of the model.
@@ -396,13 +397,15 @@ pub struct RowsTimed {
 pub enum Took {
     /// A step of each launch, microseconds; ascending.
     Steps(Vec<f64>),
+    /// The same with a sampler between two steps, which chooses by top-p and penalties for every row.
+    Sampled(Vec<f64>),
     /// A prompt of so many tokens, milliseconds each time; ascending.
     Prompt { tokens: u32, ms: Vec<f64> },
 }
 
 /// Launches of a measurement, and steps of each.
-const LAUNCHES: usize = 20;
-const STEPS: u32 = 16;
+pub(super) const LAUNCHES: usize = 20;
+pub(super) const STEPS: u32 = 16;
 /// Prompts of a measurement.
 const PROMPTS: usize = 5;
 
@@ -416,7 +419,8 @@ pub struct Asked<'a> {
     pub chunks: &'a [u32],
 }
 
-/// Times steps of each number of rows at each position, and prompts, after the logits of each kernel were compared.
+/// Times steps of each number of rows at each position, without and with a sampler, and prompts, after the logits of each kernel and
+/// the choices of the sampler were compared.
 ///
 /// # Errors
 /// As `bench`; a kernel that does not fit the target.
@@ -462,6 +466,9 @@ pub fn bench_rows(
         },
         (_, chunks) => (chunks.to_vec(), chunks.contains(&CHUNK_ROWS)),
     };
+    let sampler = chain.compile(&sampler_source(target))?;
+    let (vocab, most) = (model.imported.graph.vocab, kernels.last().copied().unwrap_or(0));
+    let mut sampler = SamplerSession::load(&device, &sampler.bytes, vocab, most, STEPS)?;
     for &kernel in kernels {
         let of_kernel: Vec<u32> = rows.iter().filter(|(of, _)| *of == kernel).map(|&(_, rows)| rows).collect();
         let by_waves = by_waves && kernel == smallest;
@@ -482,6 +489,8 @@ pub fn bench_rows(
         for &position in &manifest.decode.time_positions {
             for &rows in &of_kernel {
                 let took = Took::Steps(time_rows(&mut session, rows, position)?);
+                on_timed(&RowsTimed { rows, kernel, position, checked: checked.figures(), took })?;
+                let took = Took::Sampled(time_sampled(&mut session, &mut sampler, rows, position)?);
                 on_timed(&RowsTimed { rows, kernel, position, checked: checked.figures(), took })?;
             }
         }
@@ -523,8 +532,8 @@ fn time_prompt(reader: &mut Reader<'_>, tokens: u32, vocab: u32) -> Result<Vec<f
     Ok(times)
 }
 
-/// Sequences of their own, one a row, which decode greedily.
-struct Decoding {
+/// Sequences of their own, one a row, which decode.
+pub(super) struct Decoding {
     guard: Guard,
     sequences: Vec<SequenceId>,
     edits: Vec<Edit>,
@@ -536,7 +545,7 @@ impl Decoding {
     ///
     /// # Errors
     /// What the device refuses; a launch that gave up.
-    fn at(session: &mut RowsSession, rows: u32, position: u32, steps: u32) -> Result<Decoding, Fault> {
+    pub(super) fn at(session: &mut RowsSession, rows: u32, position: u32, steps: u32) -> Result<Decoding, Fault> {
         let shape: Shape = *session.shape();
         let mut pool = Pool::new(shape);
         let opened = |pool: &mut Pool| {
@@ -563,8 +572,17 @@ impl Decoding {
         Ok(decoding)
     }
 
+    pub(super) fn rows(&self) -> u32 {
+        self.sequences.len() as u32
+    }
+
+    /// The token of each row in the first step of the launches that follow; before, it is what the row decided last.
+    pub(super) fn give_tokens(&mut self, token: impl Fn(u32) -> u32) {
+        (0..).zip(&mut self.inputs).for_each(|(row, input)| input.first = FirstToken::Given(token(row)));
+    }
+
     /// What a launch of `steps` steps from `from` on is given.
-    fn launch(&mut self, from: u32, steps: u32) -> Result<(Tables<'_>, &[RowInput]), Fault> {
+    pub(super) fn launch(&mut self, from: u32, steps: u32) -> Result<(Tables<'_>, &[RowInput]), Fault> {
         self.inputs.iter_mut().for_each(|input| input.steps = steps);
         let row = |&sequence| Row { sequence, position: from, wants_logits: true };
         let rows = self.sequences.iter().map(row).collect();

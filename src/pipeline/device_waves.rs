@@ -39,7 +39,7 @@ pub(super) fn plan_waves<'a>(target: &Target, rows: &'a Validated) -> Result<Pro
 /// The source of a proven plan, to compile.
 pub(super) fn waves_source(context: &BuildContext<'_>, proven: &Proven<'_>, trace: Trace) -> Generated {
     let source = emit(proven, context.target, trace);
-    Generated { content: Digest::of(source.text.as_bytes()), source }
+    Generated::of(source)
 }
 
 /// Digests of what an exported kernel of waves was compiled from, and of all that it walks.

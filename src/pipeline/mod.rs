@@ -26,6 +26,7 @@ mod campaign;
 mod chain;
 mod compile;
 pub mod device_rows;
+mod device_sampler;
 mod device_waves;
 mod evaluate;
 mod execute;

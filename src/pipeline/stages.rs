@@ -503,6 +503,13 @@ pub(super) struct Generated {
     pub content: Digest,
 }
 
+impl Generated {
+    /// Of a source that is no artefact of its own. Its headers are those of this version.
+    pub fn of(source: KernelSource) -> Generated {
+        Generated { content: Digest::of(source.text.as_bytes()), source }
+    }
+}
+
 pub(super) fn source_bytes(validated: &Validated, target: &Target) -> Result<Vec<u8>, Fault> {
     stored::source_bytes(emit(validated, &keys::unmeasured(target), Trace::Off))
 }

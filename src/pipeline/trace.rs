@@ -4,7 +4,6 @@ use crate::check::{FILL_SEED, check_ids, fill_device_cache};
 use crate::codegen::emit::{Trace, emit};
 use crate::cuda::driver::Device;
 use crate::cuda::session::Stamped;
-use crate::digest::Digest;
 use crate::error::Fault;
 use crate::measure::step_bytes;
 use crate::target::TargetKind;
@@ -149,7 +148,7 @@ impl Prepared {
     ) -> Result<Stamped, Fault> {
         let Prepared { target, imported, validated, .. } = self;
         let source = emit(validated, target, Trace::On);
-        let generated = Generated { content: Digest::of(source.text.as_bytes()), source };
+        let generated = Generated::of(source);
         let cubin = chain.compile(&generated)?;
         let pack = chain.pack()?;
         let mut session = load_session(workspace, device, validated, &cubin.bytes, &pack, Trace::On, steps)?;

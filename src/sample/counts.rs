@@ -53,6 +53,11 @@ impl TokenSet {
         TokenSet(words)
     }
 
+    /// As [`TokenSet::from_words`] takes them.
+    pub fn words(&self) -> &[u32] {
+        &self.0
+    }
+
     pub fn contains(&self, id: u32) -> bool {
         self.0.get(id as usize / 32).is_some_and(|word| word >> (id % 32) & 1 == 1)
     }

@@ -35,7 +35,7 @@
 //! in a batch, nor the other sequences there, nor a repeated step changes it. Two requests with one seed therefore have the
 //! same noise: who wants several continuations of one prompt gives each a seed of its own.
 //! Top-p sums integers, whose order does not matter: a kernel may use
-//! atomics or a binary search over the score instead of a sort. Among equal scores at the edge of top-p each adds the
+//! atomics, buckets of scores, or a binary search over the score instead of a sort. Among equal scores at the edge of top-p each adds the
 //! same w, so the count of ids to keep there is one division.
 //!
 //! Sources of the definitions:
@@ -50,7 +50,8 @@
 //!   keeps every id that ties with the k-th score, here the lowest ids win, so the set never exceeds k. vLLM applies min-p
 //!   before top-p, which then sees the probabilities of fewer ids.
 //! - Log-probabilities: of the model's own logits, before every step of the list, as vLLM's `raw_logprobs`. They are
-//!   computed in f64 with the exponential of the platform and decide nothing.
+//!   computed in f64 with the exponential of the platform and decide nothing. A device sums the integer weights w of all ids instead,
+//!   which changes a logarithm by less than 1e-6.
 
 mod counts;
 mod error;
@@ -63,5 +64,5 @@ pub use counts::{TokenCounts, TokenSet};
 pub use error::SampleError;
 pub use logprobs::{Logprobs, divergence};
 pub use noise::{exp_f32, exponential, gumbel, ln_f32, philox4x32_10};
-pub use request::{Decided, End, Penalties, Request, RequestSettings};
+pub use request::{Adjustments, Decided, End, Penalties, Request, RequestSettings};
 pub use sampler::{SampleSettings, Sampler, TEMPERATURE_MAX, TEMPERATURE_MIN, argmax};

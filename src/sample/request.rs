@@ -142,6 +142,18 @@ pub struct Request {
     beyond_kernels: Vec<&'static str>,
 }
 
+/// What a request changes of the logits of single ids, at one point of its text. An id stands once in each list.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Adjustments {
+    /// Ids that are not chosen now.
+    pub banned: Vec<u32>,
+    /// Choices from here on for which that holds.
+    pub banned_for: u32,
+    pub bias: Vec<(u32, f32)>,
+    /// Ids that a penalty concerns, with the number of times that each was generated.
+    pub seen: Vec<(u32, u32)>,
+}
+
 /// A token, and what was asked about it.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Decided {
@@ -170,6 +182,36 @@ impl Request {
     /// As [`RequestSettings::beyond_kernels`].
     pub fn beyond_kernels(&self) -> &[&'static str] {
         &self.beyond_kernels
+    }
+
+    /// As [`RequestSettings::min_p`].
+    pub fn min_p(&self) -> f32 {
+        self.min_p
+    }
+
+    /// As [`RequestSettings::penalties`].
+    pub fn penalties(&self) -> Penalties {
+        self.penalties
+    }
+
+    /// As [`RequestSettings::logprobs`].
+    pub fn logprobs(&self) -> Option<u32> {
+        self.logprobs
+    }
+
+    /// What the steps `mask`, `bias` and those of the penalties change after the tokens of `counts`.
+    pub fn adjustments(&self, counts: &TokenCounts) -> Adjustments {
+        let banned_for = self.min_tokens.saturating_sub(counts.generated());
+        let banned: BTreeSet<u32> = self.eos.iter().chain(&self.stop_ids).copied().filter(|_| banned_for > 0).collect();
+        // Presence and frequency concern generated tokens alone.
+        let concerns = |count: u32| count > 0 || self.penalties.repetition != 1.0;
+        let seen = counts.seen().filter(|&(_, count)| self.penalties != Penalties::OFF && concerns(count));
+        Adjustments {
+            banned: banned.into_iter().collect(),
+            banned_for,
+            bias: self.logit_bias.clone(),
+            seen: seen.collect(),
+        }
     }
 
     /// Ids after which the request is over, ascending.

@@ -535,7 +535,7 @@ mod tests {
 
     impl Stepper for Breaks {
         fn bounds(&self) -> Bounds {
-            Bounds { shape: SHAPE, chunk_max: 2, alone: None, vocab: 10, launches: 1, steps_max: 1 }
+            Bounds { shape: SHAPE, chunk_max: 2, alone: None, vocab: 10, launches: 1, steps_max: 1, choices: None }
         }
 
         fn submit(&mut self, launch: Launch) -> Result<(), Fault> {
@@ -551,7 +551,7 @@ mod tests {
             let said = launch.rows.iter().map(|row| match row.want {
                 Want::Nothing => Computed::Nothing,
                 Want::Logits => Computed::Logits((0..10).map(|id| f32::from(id == 7)).collect()),
-                Want::Token(_) => Computed::Tokens(vec![7]),
+                Want::Token(_) | Want::Choice(_) => Computed::Tokens(vec![7]),
             });
             Ok(said.collect())
         }

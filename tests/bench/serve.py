@@ -21,6 +21,7 @@ parser.add_argument("--seconds", type=float, default=60)
 parser.add_argument("--requests", type=int, default=100, help="different requests")
 parser.add_argument("--tokens", type=int, default=32, help="tokens of the longest request")
 parser.add_argument("--same", action="store_true", help="every request has that many tokens, and ends with none")
+parser.add_argument("--settings", type=json.loads, default={}, help="fields of every request, as JSON")
 parser.add_argument("--pid", type=int, help="process of the server, for its memory and processor time")
 asked = parser.parse_args()
 address = urllib.parse.urlparse(asked.url).netloc
@@ -37,6 +38,7 @@ def body(at):
         "ignore_eos": asked.same or at % 2 == 0,
         "stream": True,
         "stream_options": {"include_usage": True},
+        **asked.settings,
     }
 
 

@@ -125,6 +125,10 @@ template <class T>
 static T __shfl_sync(unsigned, T value, int lane) {
   return value_of(current / 32 * 32 + lane, value);
 }
+template <class T>
+static T __shfl_up_sync(unsigned, T value, int delta) {
+  return value_of(current % 32 < delta ? current : current - delta, value);
+}
 
 // The value of fp16 bits, and the nearest fp16 of a float, ties to even.
 static float f16_of(unsigned bits) {

@@ -17,6 +17,7 @@ use monobloc::codegen::emit::Trace;
 use monobloc::cuda::driver::{Device, DriverError};
 use monobloc::cuda::memory::DeviceBuffer;
 use monobloc::cuda::rows::{FirstToken, RowInput, RowsSession};
+use monobloc::cuda::sampler::SamplerSession;
 use monobloc::cuda::self_test::self_test;
 use monobloc::cuda::session::{Session, SessionError};
 use monobloc::cuda::stream::{Argument, LaunchShape, Wait};
@@ -34,7 +35,7 @@ use monobloc::pipeline::device_rows::Prefill;
 use monobloc::pipeline::speculative::{OneRow, Verifier, decide_on_device};
 use monobloc::random::Random;
 use monobloc::rows::{Edit, Guard, PageId, Request, Row, SequenceId, Shape};
-use monobloc::sample::{self, RequestSettings, SampleSettings, TokenCounts};
+use monobloc::sample::{self, Penalties, RequestSettings, SampleSettings, TokenCounts};
 use monobloc::schedule::schedule;
 use monobloc::speculate::{Draft, Speculated, Speculation};
 use monobloc::target::Target;
@@ -58,13 +59,20 @@ fn is_child() -> bool {
     std::env::var_os(CHILD).is_some()
 }
 
-/// A folder with the fake as `libcuda.so` and `libnvidia-ml.so.1`; `None` without a C compiler.
+/// A folder with the fake as `libcuda.so` and `libnvidia-ml.so.1`; `None` without compilers for C and C++.
 fn fake_driver(flag: &'static str) -> Option<tempfile::TempDir> {
     let folder = tempfile::tempdir().unwrap();
     let library = folder.path().join("libcuda.so");
-    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/it/fake_cuda.c");
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let sampler = folder.path().join("sampler.o");
+    let mut compiler = Command::new("c++");
+    compiler.args(["-std=c++17", "-c", "-fPIC", "-O1", "-ffp-contract=off", "-w", "-DLIBRARY", "-I"]);
+    compiler.arg(root.join("kernels")).arg(root.join("tests/it/sampler.cc")).arg("-o").arg(&sampler);
+    let output = compiler.output().ok()?;
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     let mut compiler = Command::new("cc");
-    compiler.args(["-shared", "-fPIC", "-O1", "-Wall", "-Wextra", "-pthread", flag, "-o"]).arg(&library).arg(source);
+    compiler.args(["-shared", "-fPIC", "-O1", "-Wall", "-Wextra", "-pthread", flag, "-o"]).arg(&library);
+    compiler.arg(root.join("tests/it/fake_cuda.c")).arg(&sampler).arg("-lstdc++");
     let output = compiler.output().ok()?;
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     std::fs::copy(&library, folder.path().join("libnvidia-ml.so.1")).unwrap();
@@ -80,7 +88,7 @@ fn with_fake_driver(test: &str, mode: &str) -> Option<String> {
         _ => NEW.get_or_init(|| fake_driver("-DNEW")),
     };
     let Some(folder) = folder else {
-        skipped(test, "C compiler", "`cc` builds the fake driver");
+        skipped(test, "C and C++ compilers", "`cc` and `c++` build the fake driver");
         return None;
     };
     let output = Command::new(std::env::current_exe().unwrap())
@@ -441,17 +449,10 @@ fn mixed(x: u64) -> u64 {
     x ^ x >> 33
 }
 
-/// What the fake decides after `tokens`, or the host from the fake's logits.
+/// What a request chooses after `tokens` from the fake's logits.
 fn next_of_fake(tokens: &[u32], request: &sample::Request, counts: &TokenCounts, vocab: u32) -> u32 {
     let step = |h: u64, &token: &u32| (h ^ u64::from(token + 1)).wrapping_mul(0x100_0000_01b3);
     let h = tokens.iter().fold(0xcbf2_9ce4_8422_2325, step);
-    let sampler = request.sampler();
-    if request.beyond_kernels().is_empty() && !sampler.is_filtered() && !sampler.is_greedy() {
-        let [low, high] = sampler.key();
-        let seed = u64::from(high) << 32 | u64::from(low);
-        let chance = h ^ seed ^ (tokens.len() as u64) << 32 ^ u64::from(sampler.inv_temperature().to_bits());
-        return (mixed(chance) % u64::from(vocab - 1)) as u32;
-    }
     let logit = |id: u64| mixed(h ^ id.wrapping_mul(0x9e37_79b9_7f4a_7c15)) % 4000;
     let mut logits: Vec<f32> = (0..u64::from(vocab)).map(|id| logit(id) as f32 / 500.0).collect();
     logits[vocab as usize - 1] = -1000.0;
@@ -471,10 +472,35 @@ fn requests_on_a_device_get_the_tokens_that_they_have_alone() {
     // Launches of up to 8 rows run on the one, larger ones on the other: both see what the other wrote.
     let session = rows_session(&device, 8, None).unwrap();
     let larger = rows_session(&device, 16, Some(session.cache())).unwrap();
-    let stepper = DeviceStepper::new(vec![session, larger], None).unwrap();
+    let stepper = DeviceStepper::new(vec![session, larger], None, None).unwrap();
+    assert_eq!(stepper.bounds().choices, None);
     let decided_max = 2 * stepper.bounds().shape.page_rows;
     let figures = requests_alone_and_together(stepper, 5, decided_max as usize);
     assert!(figures.preemptions > 0 && figures.prefix_hits > 0 && figures.steps > figures.launches, "{figures:?}");
+}
+
+/// The same with the sampler: launches have several steps, whatever their rows ask for, and no logits come to the host.
+#[test]
+fn the_sampler_of_a_device_chooses_what_requests_choose() {
+    const NAME: &str = "the_sampler_of_a_device_chooses_what_requests_choose";
+    if !is_child() {
+        let Some(text) = with_fake_driver(NAME, "") else { return };
+        // The last step of the longest launch, and launches of one row and of several.
+        for step in ["step 3 of a sampler for 2 rows", "step 0 of a sampler for 1 rows"] {
+            assert!(text.contains(step), "{text}");
+        }
+        assert!(text.contains("released with 0 blocks, 0 streams, 0 events, 0 modules left"), "{text}");
+        return;
+    }
+    let device = Device::open(0).unwrap();
+    let session = rows_session(&device, 8, None).unwrap();
+    let larger = rows_session(&device, 16, Some(session.cache())).unwrap();
+    let sampler = SamplerSession::load(&device, IMAGE, session.vocab(), 16, STEPS_MAX).unwrap();
+    let stepper = DeviceStepper::new(vec![session, larger], None, Some(sampler)).unwrap();
+    assert_eq!(stepper.bounds().choices, Some(20));
+    let decided_max = 2 * stepper.bounds().shape.page_rows;
+    let figures = requests_alone_and_together(stepper, 5, decided_max as usize);
+    assert!(figures.preemptions > 0 && figures.steps > figures.launches, "{figures:?}");
 }
 
 /// Long chunks of prompts are read by a kernel of its own, into the pages of the others.
@@ -495,7 +521,8 @@ fn long_prompts_on_a_device_are_read_alone() {
     let session = session_of(&device, &small, None).unwrap();
     let larger = session_of(&device, &large, Some(session.cache())).unwrap();
     let waves = WavesSession::load(&device, &proven, IMAGE, Trace::Off, session.pack(), session.cache()).unwrap();
-    let figures = requests_alone_and_together(DeviceStepper::new(vec![session, larger], Some(waves)).unwrap(), 100, 60);
+    let figures =
+        requests_alone_and_together(DeviceStepper::new(vec![session, larger], Some(waves), None).unwrap(), 100, 60);
     assert!(figures.prefix_hits > 0, "{figures:?}");
 }
 
@@ -562,10 +589,12 @@ fn requests_alone_and_together(stepper: DeviceStepper, more: usize, decided_max:
             let temperature = random.below(2) as f32 * 0.7;
             let sampling = SampleSettings { temperature, seed: random.below(1000) as u64, ..SampleSettings::greedy() };
             let mut settings = RequestSettings { ignore_eos: true, ..RequestSettings::plain(sampling) };
-            match random.below(5) {
+            match random.below(7) {
                 0 => settings.penalties.presence = 0.5,
                 1 => settings.logprobs = Some(2),
                 2 => settings.sampling.top_k = Some(5),
+                3 => settings.sampling.top_p = Some(0.8),
+                4 => settings.penalties = Penalties { repetition: 1.2, presence: 0.0, frequency: 0.3 },
                 _ => {}
             }
             let choices = vec![settings.resolve(vocab, &[]).unwrap()];
@@ -606,7 +635,7 @@ fn an_engine_whose_device_dies_says_so() {
     let session = rows_session(&Device::open(0).unwrap(), 8, None).unwrap();
     let vocab = session.vocab();
     let limits = Limits { running_max: 4, waiting_max: 100, chunk_rows: 5, steps_max: STEPS_MAX };
-    let mut engine = Engine::new(DeviceStepper::new(vec![session], None).unwrap(), limits).unwrap();
+    let mut engine = Engine::new(DeviceStepper::new(vec![session], None, None).unwrap(), limits).unwrap();
     let choices = vec![RequestSettings::plain(SampleSettings::greedy()).resolve(vocab, &[]).unwrap()];
     // The last id crashes the fake.
     let deadly =

@@ -198,6 +198,10 @@ static uint64_t mixed(uint64_t x) {
     x = (x ^ x >> 33) * 0xff51afd7ed558ccdull;
     return x ^ x >> 33;
 }
+// sampler.cc: the sampler's own text, and the choice of a head with temperature.
+void sampler_step(uint32_t step, const void *params, uint32_t grid);
+uint32_t choice_at_head(const float *logits, uint32_t vocab, float inverse_temperature, uint64_t seed, uint32_t position);
+
 static float logit(uint64_t h, uint32_t id) { return mixed(h ^ id * 0x9e3779b97f4a7c15ull) % 4000 / 500.f; }
 static const uint64_t NO_TOKENS = 0xcbf29ce484222325ull;
 static uint64_t with_token(uint64_t h, uint32_t token, uint32_t vocab) {
@@ -206,15 +210,17 @@ static uint64_t with_token(uint64_t h, uint32_t token, uint32_t vocab) {
 }
 // The token of `position` after tokens of that hash.
 static uint32_t chosen(uint64_t h, uint64_t seed, uint32_t position, float inverse_temperature, uint32_t vocab, float *logits) {
+    static float values[65536];
     uint32_t bits, best_id = 0;
     memcpy(&bits, &inverse_temperature, 4);
     float best = -1;
+    require(vocab <= 65536, "a vocabulary for which there is no room");
     for (uint32_t id = 0; id < vocab; id++) {
-        float value = id < vocab - 1 ? logit(h, id) : -1000;
+        float value = values[id] = id < vocab - 1 ? logit(h, id) : -1000;
         if (logits) logits[id] = value;
         if (value > best) best = value, best_id = id;
     }
-    return bits == 0 ? best_id : mixed(h ^ seed ^ (uint64_t)position << 32 ^ bits) % (vocab - 1);
+    return bits == 0 ? best_id : choice_at_head(values, vocab, inverse_temperature, seed, position);
 }
 // The kernel for one row of that model, over pages that lie in the order of their blocks.
 static void one_row_kernel(const Call *call) {
@@ -312,6 +318,32 @@ static void waves_kernel(const Call *call) {
     *(uint32_t *)inside(p->arrived, 4) = 1;
     printf("a chunk of %u\n", p->row_count);
 }
+// The sampler, on the tables that the host made.
+typedef struct {
+    Address logits, scores, list, weights, counts, totals, tops, rows, edits, masks, answers, next;
+    uint32_t next_stride, vocab, parts, step;
+} SamplerParams;
+static void sampler(const Call *call, uint32_t step) {
+    const SamplerParams *p = call->argument[0];
+    uint32_t rows = step < 3 ? call->grid / p->parts : call->grid;
+    require(p->parts == (p->vocab + 3839) / 3840 && rows > 0, "the blocks of a sampler");
+    inside(p->logits, 4ull * p->vocab);
+    inside(p->scores, 4ull * rows * ((p->vocab + 3) / 4 * 4));
+    inside(p->list, 4ull * rows * p->vocab);
+    inside(p->weights, 8ull * rows * 1024);
+    inside(p->counts, 4ull * rows * 1024);
+    inside(p->totals, 48ull * rows);
+    inside(p->tops, 8ull * rows * p->parts * 20);
+    inside(p->rows, 80ull * rows);
+    inside(p->answers, 192ull * rows);
+    if (p->next) inside(p->next, 4ull * p->next_stride * (rows - 1) + 4);
+    if (step == 3) printf("step %u of a sampler for %u rows\n", p->step, rows);
+    sampler_step(step, p, call->grid);
+}
+static void sampler_adjust(const Call *call) { sampler(call, 0); }
+static void sampler_measure(const Call *call) { sampler(call, 1); }
+static void sampler_gather(const Call *call) { sampler(call, 2); }
+static void sampler_decide(const Call *call) { sampler(call, 3); }
 static void crash(const Call *call) { (void)call; crashed = 1; }
 static void hang(const Call *call) { (void)call; for (;;) pause(); }
 
@@ -325,6 +357,10 @@ static Kernel kernels[] = {
     {"self_test_cluster", clusters, {8}, 0},
     {"monobloc_decode", rows_kernel, {sizeof(RowsParams)}, 0},
     {"monobloc_waves", waves_kernel, {sizeof(WaveParams)}, 0},
+    {"sampler_adjust", sampler_adjust, {sizeof(SamplerParams)}, 0},
+    {"sampler_measure", sampler_measure, {sizeof(SamplerParams)}, 0},
+    {"sampler_gather", sampler_gather, {sizeof(SamplerParams)}, 0},
+    {"sampler_decide", sampler_decide, {sizeof(SamplerParams)}, 0},
     {"crash", crash, {0}, 0},
     {"hang", hang, {0}, 0},
     {0},

@@ -42,6 +42,7 @@ mod ptx;
 mod readers;
 mod ring_proxy;
 mod rows;
+mod sampler;
 mod sampling;
 mod serve;
 #[path = "../../build/sources.rs"]

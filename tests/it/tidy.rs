@@ -6,7 +6,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use monobloc::codegen::{HEADERS, ROWS_HEADERS, WAVES_HEADERS};
+use monobloc::codegen::{HEADERS, ROWS_HEADERS, SAMPLER_HEADERS, WAVES_HEADERS};
 use monobloc::manifest::Manifest;
 use monobloc::model::config::schema_table;
 use monobloc::target::Target;
@@ -61,6 +61,8 @@ const IMPORTS: &[(&str, &[&str])] = &[
     // Launches rows only with tables that the guard gave out.
     ("cuda/rows", &["codegen", "error", "ir", "rows", "target"]),
     ("cuda/waves", &["codegen", "rows", "trace", "waves"]),
+    // Encodes requests for the kernel that chooses tokens.
+    ("cuda/sampler", &["codegen", "sample"]),
     (
         "check",
         &[
@@ -606,16 +608,22 @@ fn the_compiler_gets_every_header_and_the_master_header_includes_them() {
         .iter()
         .map(|source| source.path.trim_start_matches("kernels/").to_string())
         .collect();
-    let mut listed: Vec<&str> =
-        HEADERS.iter().chain(&ROWS_HEADERS).chain(&WAVES_HEADERS).map(|(name, _)| *name).collect();
+    let mut listed: Vec<&str> = HEADERS
+        .iter()
+        .chain(&ROWS_HEADERS)
+        .chain(&WAVES_HEADERS)
+        .chain(&SAMPLER_HEADERS)
+        .map(|(name, _)| *name)
+        .collect();
     listed.sort();
     assert_eq!(files, listed, "files below kernels/ and HEADERS of src/codegen/mod.rs");
-    let master = ["", "_rows", "_waves"].map(|of| read(&format!("kernels/monobloc{of}.cuh"))).concat();
+    let master = ["", "_rows", "_waves", "_sampler"].map(|of| read(&format!("kernels/monobloc{of}.cuh"))).concat();
     let mut included: Vec<&str> =
         master.lines().filter_map(|line| line.strip_prefix("#include \"")?.strip_suffix('"')).collect();
-    // The header for waves includes that for rows, which includes that for one row.
-    included.push("monobloc_waves.cuh");
+    // The header for waves includes that for rows, which includes that for one row; so does that of the sampler.
+    included.extend(["monobloc_waves.cuh", "monobloc_sampler.cuh"]);
     included.sort();
+    included.dedup();
     assert_eq!(included, listed, "the headers of each kind of kernel include every header");
 }
 

@@ -1,0 +1,294 @@
+//! Owns `SamplerSession`: the sampler on a device, which chooses tokens from the logits that a kernel for rows leaves in memory.
+
+use super::driver::{Device, DriverError};
+use super::memory::{DeviceBuffer, MappedBuffer};
+use super::module::Function;
+use super::stream::{Argument, LaunchShape, Stream};
+use crate::codegen::sampler::{
+    BUCKETS, ENTRY_POINTS, PART, SHARED_BYTES, SampleAnswer, SampleEdit, SampleRow, SamplerParams, THREADS, TOP_MAX,
+    TOTALS_BYTES, flag,
+};
+use crate::sample::{Decided, Penalties, Request, SampleError, Sampler, TokenCounts, TokenSet};
+use bytemuck::Zeroable;
+
+/// How the tokens of one row of a launch are chosen.
+#[derive(Debug, Clone, Copy)]
+pub struct Asked<'a> {
+    /// Of the launch.
+    pub row: u32,
+    /// Of the first token in its sequence.
+    pub position: u32,
+    pub sampler: &'a Sampler,
+    /// What is asked beyond the sampler, and the tokens so far.
+    pub request: Option<(&'a Request, &'a TokenCounts)>,
+    /// The ids that may be chosen; `None`: all.
+    pub allowed: Option<&'a TokenSet>,
+}
+
+/// The tables of a launch, as the sampler reads them.
+#[derive(Debug, Clone, PartialEq)]
+pub struct SampleTables {
+    pub rows: Vec<SampleRow>,
+    pub edits: Vec<SampleEdit>,
+    /// A bit for each id of each row; empty where no row has a mask.
+    pub masks: Vec<u32>,
+}
+
+impl SampleTables {
+    /// Encodes the choices of a launch of `steps` steps, over `vocab` ids.
+    pub fn of(asked: &[Asked<'_>], steps: u32, vocab: u32) -> SampleTables {
+        let words = vocab.div_ceil(32) as usize;
+        let mut tables = SampleTables { rows: vec![], edits: vec![], masks: vec![] };
+        if asked.iter().any(|asked| asked.allowed.is_some()) {
+            tables.masks = vec![0; asked.len() * words];
+        }
+        for (at, asked) in asked.iter().enumerate() {
+            if let Some(allowed) = asked.allowed {
+                let mask = tables.masks[at * words..].iter_mut().take(words);
+                mask.zip(allowed.words()).for_each(|(to, word)| *to = *word);
+            }
+            let row = tables.row(asked, steps);
+            tables.rows.push(row);
+        }
+        tables
+    }
+
+    /// A row of the table. Its entries are appended.
+    fn row(&mut self, asked: &Asked<'_>, steps: u32) -> SampleRow {
+        let Asked { row, position, sampler, request, allowed } = *asked;
+        let [seed_low, seed_high] = sampler.key();
+        let top_p_q32 = u32::try_from(sampler.top_p_q32()).ok();
+        let is_greedy = sampler.is_greedy();
+        let mut flags = 0;
+        let mut set = |flag: u32, is_set: bool| flags |= if is_set { flag } else { 0 };
+        set(flag::GREEDY, is_greedy);
+        set(flag::TOP_K, !is_greedy && sampler.top_k() > 0);
+        set(flag::TOP_P, !is_greedy && top_p_q32.is_some());
+        set(flag::MASK, allowed.is_some());
+        let mut encoded = SampleRow {
+            row,
+            position,
+            top_k: sampler.top_k(),
+            top_p_q32: top_p_q32.unwrap_or(0),
+            inverse_temperature: sampler.inv_temperature(),
+            seed_low,
+            seed_high,
+            edits: self.edits.len() as u32,
+            ..SampleRow::zeroed()
+        };
+        if let Some((request, counts)) = request {
+            let penalties = request.penalties();
+            set(flag::MIN_P, !is_greedy && request.min_p() > 0.0);
+            set(flag::PENALTIES, penalties != Penalties::OFF);
+            set(flag::LOGPROBS, request.logprobs().is_some());
+            let changes = request.adjustments(counts);
+            encoded = SampleRow {
+                min_p: request.min_p(),
+                repetition: penalties.repetition,
+                presence: penalties.presence,
+                frequency: penalties.frequency,
+                banned: changes.banned.len() as u32,
+                biased: changes.bias.len() as u32,
+                seen: changes.seen.len() as u32,
+                banned_steps: changes.banned_for,
+                top: request.logprobs().unwrap_or(0).min(TOP_MAX),
+                ..encoded
+            };
+            self.edits.extend(changes.banned.iter().map(|&id| [id, 0]));
+            self.edits.extend(changes.bias.iter().map(|&(id, bias)| [id, bias.to_bits()]));
+            self.edits.extend(changes.seen.iter().map(|&(id, count)| [id, count]));
+            if penalties != Penalties::OFF {
+                // Each step may choose an id that was not seen before.
+                self.edits.extend((0..steps).map(|_| [u32::MAX, 0]));
+            }
+        }
+        SampleRow { flags, ..encoded }
+    }
+}
+
+/// What an answer says of the token at `position`. Log-probabilities differ from those of [`crate::sample::Logprobs`] by less than
+/// 1e-6: the sum of exponentials is one of weights in units of 2^-40.
+///
+/// # Errors
+/// No logit is a number above -inf, or none that is allowed.
+pub fn decided(
+    answer: &SampleAnswer,
+    position: u32,
+    vocab: u32,
+    logprobs: Option<u32>,
+) -> Result<Decided, SampleError> {
+    let vocab = vocab as usize;
+    match answer.status {
+        0 => {}
+        1 => return Err(SampleError::NoneAllowed { position, vocab }),
+        _ => return Err(SampleError::NoCandidate { position, vocab }),
+    }
+    let [low, high] = answer.total.map(u64::from);
+    let ln_sum = ((high << 32 | low) as f64 / (1u64 << 40) as f64).ln();
+    let logprob = |logit: f32| {
+        // Equal ones first: inf - inf would be NaN.
+        let beyond = if logit == answer.logit_max { 0.0 } else { f64::from(logit) - f64::from(answer.logit_max) };
+        beyond - ln_sum
+    };
+    let top = answer.top_ids.iter().zip(&answer.top_logits).take(answer.top as usize);
+    let top = top.map(|(&id, &logit)| (id, logprob(logit))).collect();
+    Ok(match logprobs {
+        Some(_) => Decided { token: answer.token, logprob: Some(logprob(answer.logit)), top },
+        None => Decided { token: answer.token, logprob: None, top: vec![] },
+    })
+}
+
+/// The sampler on a device, with its memory.
+pub struct SamplerSession {
+    device: Device,
+    functions: [Function; 4],
+    /// Copies tables while a kernel for rows runs on its own stream.
+    copies: Stream,
+    vocab: u32,
+    rows_max: u32,
+    steps_max: u32,
+    scores: DeviceBuffer,
+    list: DeviceBuffer,
+    weights: DeviceBuffer,
+    counts: DeviceBuffer,
+    totals: DeviceBuffer,
+    tops: DeviceBuffer,
+    rows: DeviceBuffer,
+    edits: DeviceBuffer,
+    masks: DeviceBuffer,
+    answers: MappedBuffer,
+    /// Rows of the tables that were uploaded last, and whether one of them asks for what `measure` finds.
+    row_count: u32,
+    measures: bool,
+}
+
+/// Where the launch after a step reads its tokens.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Next {
+    /// Device address of the token of the first row.
+    pub token: u64,
+    /// Bytes from one row to the next.
+    pub stride_bytes: u32,
+}
+
+impl SamplerSession {
+    /// Loads the sampler for launches of up to `rows_max` rows and `steps_max` steps of a model with `vocab` ids.
+    ///
+    /// # Errors
+    /// What the driver refuses.
+    pub fn load(
+        device: &Device,
+        cubin: &[u8],
+        vocab: u32,
+        rows_max: u32,
+        steps_max: u32,
+    ) -> Result<SamplerSession, DriverError> {
+        let module = device.load(cubin)?;
+        let function = |name: &str| device.function(&module, name, SHARED_BYTES);
+        let [adjust, measure, gather, decide] = ENTRY_POINTS.map(function);
+        let rows = u64::from(rows_max);
+        let parts = u64::from(vocab.div_ceil(PART));
+        let mut session = SamplerSession {
+            functions: [adjust?, measure?, gather?, decide?],
+            copies: device.stream()?,
+            vocab,
+            rows_max,
+            steps_max,
+            scores: device.alloc(rows * u64::from(vocab.next_multiple_of(4)) * 4)?,
+            list: device.alloc(rows * u64::from(vocab) * 4)?,
+            weights: device.alloc(rows * u64::from(BUCKETS) * 8)?,
+            counts: device.alloc(rows * u64::from(BUCKETS) * 4)?,
+            totals: device.alloc(rows * TOTALS_BYTES)?,
+            tops: device.alloc(rows * parts * u64::from(TOP_MAX) * 8)?,
+            rows: device.alloc(rows * size_of::<SampleRow>() as u64)?,
+            edits: device.alloc(rows * 1024 * size_of::<SampleEdit>() as u64)?,
+            masks: device.alloc(rows * u64::from(vocab.div_ceil(32)) * 4)?,
+            answers: device.alloc_mapped((rows_max * steps_max) as usize * size_of::<SampleAnswer>() / 4)?,
+            device: device.clone(),
+            row_count: 0,
+            measures: false,
+        };
+        for zero in [&mut session.weights, &mut session.counts, &mut session.totals] {
+            zero.zero(&session.copies)?;
+        }
+        session.copies.synchronize()?;
+        Ok(session)
+    }
+
+    /// Most probable ids that an answer may have.
+    pub fn logprobs_max(&self) -> u32 {
+        TOP_MAX
+    }
+
+    /// Copies the tables of a launch of `steps` steps to the device, and waits for the copies alone. No step of the sampler may run.
+    ///
+    /// # Errors
+    /// What the driver refuses.
+    pub(super) fn upload(&mut self, asked: &[Asked<'_>], steps: u32) -> Result<(), DriverError> {
+        let SampleTables { rows, edits, masks } = SampleTables::of(asked, steps, self.vocab);
+        let edit_bytes = (edits.len() * size_of::<SampleEdit>()) as u64;
+        if edit_bytes > self.edits.bytes() {
+            self.edits = self.device.alloc(edit_bytes.next_power_of_two())?;
+        }
+        self.rows.upload(&self.copies, 0, &rows)?;
+        self.edits.upload(&self.copies, 0, &edits)?;
+        self.masks.upload(&self.copies, 0, &masks)?;
+        self.row_count = rows.len() as u32;
+        self.measures = rows.iter().any(|row| row.flags & (flag::TOP_K | flag::TOP_P | flag::LOGPROBS) != 0);
+        Ok(())
+    }
+
+    /// Queues step `step` of the launch whose tables were uploaded, on the stream of the kernel that leaves `logits`. The tokens go to
+    /// the launch that follows, too.
+    ///
+    /// # Errors
+    /// A step beyond those that there is room for; what the driver refuses.
+    pub(super) fn queue(&self, stream: &Stream, logits: u64, step: u32, next: Option<Next>) -> Result<(), DriverError> {
+        let answer_bytes = u64::from(self.rows_max) * size_of::<SampleAnswer>() as u64;
+        if step >= self.steps_max {
+            let (offset_bytes, buffer_bytes) = (u64::from(step) * answer_bytes, self.answers.words() as u64 * 4);
+            return Err(DriverError::OutOfBounds { offset_bytes, range_bytes: answer_bytes, buffer_bytes });
+        }
+        let parts = self.vocab.div_ceil(PART);
+        let params = SamplerParams {
+            logits,
+            scores: self.scores.address(),
+            list: self.list.address(),
+            weights: self.weights.address(),
+            counts: self.counts.address(),
+            totals: self.totals.address(),
+            tops: self.tops.address(),
+            rows: self.rows.address(),
+            edits: self.edits.address(),
+            masks: self.masks.address(),
+            answers: self.answers.address() + u64::from(step) * answer_bytes,
+            next: next.map_or(0, |next| next.token),
+            next_stride: next.map_or(0, |next| next.stride_bytes / 4),
+            vocab: self.vocab,
+            parts,
+            step,
+        };
+        let [adjust, measure, gather, decide] = &self.functions;
+        let by_parts = self.row_count * parts;
+        let launches = [(adjust, by_parts), (measure, by_parts), (gather, by_parts), (decide, self.row_count)];
+        for (at, (function, grid)) in launches.into_iter().enumerate() {
+            if at == 1 && !self.measures {
+                continue;
+            }
+            let shape = LaunchShape { grid, block: THREADS, smem_dynamic_bytes: SHARED_BYTES, cluster: 1 };
+            stream.launch(function, &shape, &[Argument::Struct(bytemuck::bytes_of(&params))])?;
+        }
+        Ok(())
+    }
+
+    /// What was chosen for row `at` of the tables in a step, after the stream of the launch was waited for.
+    ///
+    /// # Errors
+    /// A step or a row that there is no room for.
+    pub fn answer(&self, step: u32, at: u32) -> Result<SampleAnswer, DriverError> {
+        let words = size_of::<SampleAnswer>() / 4;
+        let first = (step * self.rows_max + at) as usize * words;
+        let words: Vec<u32> = (first..first + words).map(|word| self.answers.load(word)).collect::<Result<_, _>>()?;
+        Ok(*bytemuck::from_bytes(bytemuck::cast_slice(&words)))
+    }
+}

@@ -1,0 +1,277 @@
+//! The sampler against `sample::Request`: the same source that a device runs, compiled for this CPU, chooses the same tokens from the same
+//! logits, with the same tables that a device gets.
+//!
+//! Needs a C++ compiler, and says so where there is none. NVRTC compiles the sampler for every record.
+
+use std::io::Write;
+use std::path::Path;
+use std::process::Stdio;
+
+use monobloc::codegen::sampler::{ENTRY_POINTS, SampleAnswer, THREADS, emit};
+use monobloc::cuda::cubin;
+use monobloc::cuda::sampler::{Asked, SampleTables, decided};
+use monobloc::random::Random;
+use monobloc::sample::{
+    Decided, Penalties, Request, RequestSettings, SampleError, SampleSettings, TokenCounts, TokenSet,
+};
+use monobloc::target::Target;
+
+use super::nvrtc::nvrtc;
+use super::sampling::compiled;
+use super::skipped;
+
+/// Logits of a kind. All but the first are hard: ties, few values, no numbers, a wide or a narrow range, edges of buckets.
+fn logits(kind: usize, vocab: usize, random: &mut Random) -> Vec<f32> {
+    let mut normal = || {
+        let sum: f64 = (0..6).map(|_| random.unit()).sum();
+        (sum - 3.0) * 1.4
+    };
+    let mut logits: Vec<f32> = (0..vocab).map(|_| normal() as f32 * 3.0).collect();
+    match kind {
+        0 => {}
+        1 => logits.iter_mut().for_each(|logit| *logit = logit.round().clamp(-2.0, 2.0)),
+        2 => logits.fill(random.unit() as f32),
+        3 => {
+            for logit in &mut logits {
+                match random.below(8) {
+                    0 => *logit = f32::NAN,
+                    1 => *logit = f32::NEG_INFINITY,
+                    2 => *logit = -0.0,
+                    3 => *logit = 0.0,
+                    _ => {}
+                }
+            }
+        }
+        4 => logits.iter_mut().for_each(|logit| *logit *= 1e3),
+        5 => logits.iter_mut().for_each(|logit| *logit *= 1e-4),
+        6 => logits.iter_mut().for_each(|logit| *logit *= 1e37),
+        // Differences that are multiples of a bucket's width, some far below the best.
+        7 => {
+            logits.iter_mut().for_each(|logit| *logit = (*logit * 16.0).round() / 16.0 - random.below(2) as f32 * 32.0)
+        }
+        8 => {
+            for logit in &mut logits {
+                *logit = if random.below(40) == 0 { f32::INFINITY } else { *logit };
+            }
+        }
+        9 => {
+            logits.fill(f32::NEG_INFINITY);
+            for _ in 0..random.below(4) {
+                logits[random.below(vocab)] = random.unit() as f32;
+            }
+        }
+        // Probabilities of 1/2, 1/4, 1/8 and so on, some of them several times: a cut by top-p falls on an edge.
+        10 => {
+            for (id, logit) in logits.iter_mut().enumerate() {
+                *logit = -((id * 7 % vocab) as f32 / 3.0).floor() * std::f32::consts::LN_2;
+            }
+        }
+        // Neighbouring numbers around a large one, where sums round.
+        _ => {
+            let base = [1e4_f32, 3e5, 1e7, 2e8, 5e9][random.below(5)];
+            logits.iter_mut().for_each(|logit| *logit = f32::from_bits(base.to_bits() + random.below(60) as u32));
+        }
+    }
+    logits
+}
+
+fn settings(random: &mut Random, vocab: usize) -> RequestSettings {
+    let one_of = |random: &mut Random, values: &[f32]| values[random.below(values.len())];
+    let temperature = one_of(random, &[0.0, 0.001, 0.2, 0.7, 1.0, 1.0, 1.5, 4.0, 1000.0]);
+    let top_k = [None, None, Some(1), Some(2), Some(5), Some(40), Some(300), Some(100_000)][random.below(8)];
+    let top_p = [None, None, Some(1e-12), Some(0.1), Some(0.5), Some(0.75), Some(0.95), Some(0.999), Some(1.0)]
+        [random.below(9)];
+    let seed = random.word();
+    let plain = RequestSettings::plain(SampleSettings { temperature, top_k, top_p, seed });
+    let mut settings = RequestSettings { min_p: one_of(random, &[0.0, 0.0, 0.02, 0.3, 1.0]), ..plain };
+    if random.below(2) == 0 {
+        settings.penalties = Penalties {
+            repetition: one_of(random, &[1.0, 1.3, 0.7]),
+            presence: one_of(random, &[0.0, 0.6, -1.1]),
+            frequency: one_of(random, &[0.0, 0.4, -0.3]),
+        };
+    }
+    if random.below(3) == 0 {
+        let biases =
+            (0..1 + random.below(5)).map(|_| (random.below(vocab) as u32, one_of(random, &[100.0, -100.0, 2.5])));
+        settings.logit_bias = biases.collect();
+    }
+    if random.below(3) == 0 {
+        settings.min_tokens = random.below(5) as u32;
+        settings.stop_ids = (0..random.below(4)).map(|_| random.below(vocab) as u32).collect();
+    }
+    settings.logprobs = [None, None, Some(0), Some(3), Some(20)][random.below(5)];
+    settings
+}
+
+/// A launch as sampler.cc reads it, and what each step has to decide for each row of the table.
+struct Case {
+    bytes: Vec<u8>,
+    vocab: u32,
+    expected: Vec<Vec<(Result<Decided, SampleError>, u32)>>,
+    settings: Vec<RequestSettings>,
+    logprobs: Vec<Option<u32>>,
+    kind: usize,
+}
+
+fn case(size: u32, vocab: usize, kind: usize, random: &mut Random) -> Case {
+    let steps = 1 + random.below(3);
+    let launch_rows = 1 + random.below(3);
+    let mut rows: Vec<usize> = (0..launch_rows).filter(|_| random.below(3) > 0).collect();
+    if rows.is_empty() {
+        rows.push(launch_rows - 1);
+    }
+    if random.below(2) == 0 {
+        rows.reverse();
+    }
+    let all: Vec<Vec<f32>> = (0..steps * launch_rows).map(|_| logits(kind, vocab, random)).collect();
+    let settings: Vec<RequestSettings> = rows.iter().map(|_| self::settings(random, vocab)).collect();
+    let eos = [random.below(vocab) as u32, 0];
+    let resolve = |settings: &RequestSettings| settings.resolve(vocab as u32, &eos).expect("valid settings");
+    let requests: Vec<Request> = settings.iter().map(resolve).collect();
+    let mut counts: Vec<TokenCounts> = vec![];
+    for _ in &rows {
+        let prompt: Vec<u32> = (0..1 + random.below(40)).map(|_| random.below(vocab) as u32).collect();
+        let mut of_row = TokenCounts::new(&prompt);
+        (0..random.below(30)).for_each(|_| of_row.push(random.below(vocab.min(30)) as u32));
+        counts.push(of_row);
+    }
+    // What may come next changes with every token, so a mask is for one step.
+    let masks: Vec<Option<TokenSet>> = rows
+        .iter()
+        .map(|_| {
+            let share = [1, 2, 50, 10_000][random.below(4)];
+            (steps == 1 && random.below(3) == 0)
+                .then(|| (0..vocab as u32).filter(|_| random.below(share) == 0).collect())
+        })
+        .collect();
+    let asked: Vec<Asked<'_>> = (0..rows.len())
+        .map(|at| Asked {
+            row: rows[at] as u32,
+            position: counts[at].position(),
+            sampler: requests[at].sampler(),
+            request: Some((&requests[at], &counts[at])),
+            allowed: masks[at].as_ref(),
+        })
+        .collect();
+    let tables = SampleTables::of(&asked, steps as u32, vocab as u32);
+    let head = [
+        size,
+        vocab as u32,
+        launch_rows as u32,
+        rows.len() as u32,
+        steps as u32,
+        tables.edits.len() as u32,
+        tables.masks.len() as u32,
+    ];
+    let mut bytes: Vec<u8> = bytemuck::cast_slice(&head).to_vec();
+    all.iter().for_each(|row| bytes.extend_from_slice(bytemuck::cast_slice(row)));
+    bytes.extend_from_slice(bytemuck::cast_slice(&tables.rows));
+    bytes.extend_from_slice(bytemuck::cast_slice(&tables.edits));
+    bytes.extend_from_slice(bytemuck::cast_slice(&tables.masks));
+    let mut expected = vec![];
+    for step in 0..steps {
+        let mut of_step = vec![];
+        for at in 0..rows.len() {
+            let position = counts[at].position();
+            let decided = requests[at].choose(&all[step * launch_rows + rows[at]], &counts[at], masks[at].as_ref());
+            // After a row without a token the engine ends its request: what follows is not compared.
+            counts[at].push(decided.as_ref().map_or(0, |decided| decided.token));
+            of_step.push((decided, position));
+        }
+        expected.push(of_step);
+    }
+    let logprobs = settings.iter().map(|settings| settings.logprobs).collect();
+    Case { bytes, vocab: vocab as u32, expected, settings, logprobs, kind }
+}
+
+/// Whether two logarithms are as near as they have to be.
+fn near(found: f64, expected: f64) -> bool {
+    found == expected || (found - expected).abs() < 1e-6 || (found - expected).abs() < 1e-9 * expected.abs()
+}
+
+fn agree(found: &Decided, expected: &Decided) -> bool {
+    let ids = |decided: &Decided| decided.top.iter().map(|(id, _)| *id).collect::<Vec<_>>();
+    let logprob = match (found.logprob, expected.logprob) {
+        (Some(found), Some(expected)) => near(found, expected),
+        (found, expected) => found == expected,
+    };
+    let tops = found.top.iter().zip(&expected.top).all(|((_, found), (_, expected))| near(*found, *expected));
+    found.token == expected.token && ids(found) == ids(expected) && logprob && tops
+}
+
+#[test]
+fn the_sampler_chooses_what_a_request_chooses() {
+    const NAME: &str = "the_sampler_chooses_what_a_request_chooses";
+    let folder = tempfile::tempdir().unwrap();
+    let kernels = Path::new(env!("CARGO_MANIFEST_DIR")).join("kernels");
+    let Some(mut program) = compiled("sampler.cc", &kernels, folder.path()) else {
+        return skipped(NAME, "C++ compiler", "`c++` compiles kernels for this CPU");
+    };
+    let mut random = Random::new(17);
+    let mut cases = vec![];
+    for round in 0..150 {
+        for kind in 0..12 {
+            // Vocabularies that are no multiple of 4, of 32, or of a part.
+            let vocab = [1000, 997, 480, 241, 64, 3, 1][(round + kind) % 7];
+            cases.push(case(0, vocab, kind, &mut random));
+        }
+    }
+    for kind in 0..12 {
+        cases.push(case(1, 2003, kind, &mut random));
+        cases.push(case(2, 4099, kind, &mut random));
+    }
+    let input: Vec<u8> = cases.iter().flat_map(|case| case.bytes.iter().copied()).collect();
+    let mut child = program.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+    let mut stdin = child.stdin.take().unwrap();
+    let writer = std::thread::spawn(move || stdin.write_all(&input));
+    let output = child.wait_with_output().unwrap();
+    assert!(output.status.success(), "{:?}", output.status);
+    writer.join().unwrap().unwrap();
+    let size = size_of::<SampleAnswer>();
+    let mut answers = output.stdout.chunks_exact(size).map(bytemuck::pod_read_unaligned::<SampleAnswer>);
+    let (mut tokens, mut none) = (0, 0);
+    for (n, case) in cases.iter().enumerate() {
+        let mut ended = vec![false; case.settings.len()];
+        for (step, of_step) in case.expected.iter().enumerate() {
+            for (at, (expected, position)) in of_step.iter().enumerate() {
+                let answer = answers.next().expect("an answer for each row and step");
+                if ended[at] {
+                    continue;
+                }
+                let found = decided(&answer, *position, case.vocab, case.logprobs[at]);
+                let same = match (&found, expected) {
+                    (Ok(found), Ok(expected)) => agree(found, expected),
+                    (found, expected) => found == expected,
+                };
+                assert!(
+                    same,
+                    "case {n}, kind {}, vocab {}, step {step}, row {at}: {found:?}\n{expected:?}\n{:?}",
+                    case.kind, case.vocab, case.settings[at]
+                );
+                ended[at] = expected.is_err();
+                if expected.is_ok() { tokens += 1 } else { none += 1 }
+            }
+        }
+    }
+    assert_eq!(answers.next(), None);
+    assert!(tokens > 4000 && none > 50, "{tokens} tokens, {none} rows without one");
+}
+
+#[test]
+fn the_sampler_compiles_for_every_record() {
+    let Some(nvrtc) = nvrtc("the_sampler_compiles_for_every_record") else { return };
+    for name in Target::builtin_names().filter(|name| *name != "cpu") {
+        let source = emit(&Target::builtin(name).unwrap());
+        let compiled = nvrtc.compile(&source).unwrap_or_else(|error| panic!("{name}: {error}"));
+        assert!(!compiled.log.contains("warning"), "{name}: {}", compiled.log);
+        let resources = cubin::read(&compiled.cubin, &compiled.log).unwrap();
+        for entry in ENTRY_POINTS {
+            let kernel = &resources.kernels[entry];
+            println!("{name} {entry}: {} registers, {} bytes spilled", kernel.registers, kernel.spill_store_bytes);
+            assert_eq!((kernel.threads_max, kernel.smem_static_bytes), (Some(THREADS), 0), "{name}: {kernel:?}");
+            // What a function out of line saves for its caller, a few times for each block.
+            assert!(kernel.spill_store_bytes <= 64, "{name}: {kernel:?}");
+        }
+    }
+}
