@@ -3,7 +3,7 @@
 // logits (ROWS, VOCAB)  what a launch of a kernel for rows left in memory; this kernel starts after it on the same stream
 // answers (ROWS)        token, and what its log-probabilities are computed from
 //
-// owner    adjust, measure and gather: a block for each PART ids of a row; decide: a block for each row
+// owner    adjust, measure and gather: a block for each PART ids of a row; decide: a block, of more threads, for each row
 // moves    the logits once, the scores three times, all of them from L2
 // assumes  the four run one after the other on one stream, so nothing here waits for another block
 //
@@ -25,6 +25,7 @@ struct Sampler {
   static constexpr int EACH = SAMPLE_BUCKETS / THREADS; // buckets of a thread
   // Words of the warps, results of a search, data of a step.
   static constexpr int RESULTS_AT = 256, DATA_AT = 512, SHARED_BYTES = S::SHARED_BYTES;
+  static constexpr int LOADS = 5; // values of a thread that are on their way at once
   static_assert(WARPS * 8 <= RESULTS_AT && SAMPLE_BUCKETS % THREADS == 0, "each warp has a word, each thread as many buckets");
   // Half weights of a part are added up in 32 bits: below 2^20 each, or 2^20 at most.
   static_assert(PART % 4 == 0 && PART < 4096, "sums of half weights have 32 bits");
@@ -190,6 +191,12 @@ struct Sampler {
 
   // ---- measure ----------------------------------------------------------------------------------------------------
 
+  // Every THREADS-th value from `first` on, -inf where there is none.
+  static __device__ __forceinline__ void load(const float* from, int first, int count, float (&values)[LOADS]) {
+#pragma unroll
+    for (int n = 0; n < LOADS; n++) values[n] = first + n * THREADS < count ? __ldcg(from + first + n * THREADS) : NEGATIVE_INFINITY;
+  }
+
   static __device__ __forceinline__ void measure(const SamplerParams& p, u32 block, int thread) {
     const Part part(p, block);
     const u32 flags = p.rows[part.at].flags;
@@ -198,9 +205,11 @@ struct Sampler {
       const float most = score_of(totals.raw_best);
       u64 sum = 0;
 #pragma unroll 1
-      for (int i = thread; i < part.count; i += THREADS) {
-        const float logit = __ldcg(part.logits + i);
-        sum += logit != logit ? 0 : weight_of(logit, most);
+      for (int first = thread; first < part.count; first += LOADS * THREADS) {
+        float logits[LOADS];
+        load(part.logits, first, part.count, logits);
+#pragma unroll
+        for (int n = 0; n < LOADS; n++) sum += logits[n] != logits[n] ? 0 : weight_of(logits[n], most);
       }
       sum = block_sum(sum, thread);
       if (thread == 0) add_to(&totals.raw_total, sum);
@@ -211,15 +220,19 @@ struct Sampler {
     for (u32 b = thread; b < 3 * SAMPLE_BUCKETS; b += THREADS) low[b] = 0;
     barrier();
 #pragma unroll 1
-    for (int i = thread; i < part.count; i += THREADS) {
-      const float score = __ldcg(part.scores + i);
-      const u32 bucket = bucket_of(score, most);
-      if (bucket == SAMPLE_BUCKETS) continue;
-      if (flags & SAMPLE_TOP_K) add_to(&counts[bucket], 1u);
-      const u64 weight = flags & SAMPLE_TOP_P ? weight_of(score, most) : 0;
-      if (weight != 0) {
-        add_to(&low[bucket], u32(weight) & 0xfffffu);
-        add_to(&high[bucket], u32(weight >> 20));
+    for (int first = thread; first < part.count; first += LOADS * THREADS) {
+      float scores[LOADS];
+      load(part.scores, first, part.count, scores);
+#pragma unroll
+      for (int n = 0; n < LOADS; n++) {
+        const u32 bucket = bucket_of(scores[n], most);
+        if (bucket == SAMPLE_BUCKETS) continue;
+        if (flags & SAMPLE_TOP_K) add_to(&counts[bucket], 1u);
+        const u64 weight = flags & SAMPLE_TOP_P ? weight_of(scores[n], most) : 0;
+        if (weight != 0) {
+          add_to(&low[bucket], u32(weight) & 0xfffffu);
+          add_to(&high[bucket], u32(weight >> 20));
+        }
       }
     }
     barrier();
@@ -373,10 +386,31 @@ struct Sampler {
     u32 count, first, last;
     float most;
     bool by_weight; // else each adds 1
-    __device__ __forceinline__ u64 rank(u32 i) const {
-      const float score = __ldcg(scores + list[i]);
-      const u32 bucket = bucket_of(score, most);
-      return bucket >= first && bucket <= last ? rank_of(score, list[i]) : 0;
+    // Every THREADS-th from `at` on; 0 where there is none. All loads of a kind are on their way at once.
+    __device__ __forceinline__ void load(u32 at, u64 (&ranks)[LOADS]) const {
+      u32 ids[LOADS];
+      float values[LOADS];
+#pragma unroll
+      for (int n = 0; n < LOADS; n++) ids[n] = at + n * THREADS < count ? __ldcg(list + at + n * THREADS) : ~0u;
+#pragma unroll
+      for (int n = 0; n < LOADS; n++) values[n] = ids[n] != ~0u ? __ldcg(scores + ids[n]) : NEGATIVE_INFINITY;
+#pragma unroll
+      for (int n = 0; n < LOADS; n++) {
+        const u32 bucket = bucket_of(values[n], most);
+        ranks[n] = bucket >= first && bucket <= last ? rank_of(values[n], ids[n]) : 0;
+      }
+    }
+    // Calls `with` for each rank of this thread.
+    template <class With>
+    __device__ __forceinline__ void each(int thread, With with) const {
+#pragma unroll 1
+      for (u32 at = thread; at < count; at += LOADS * THREADS) {
+        u64 ranks[LOADS];
+        load(at, ranks);
+#pragma unroll
+        for (int n = 0; n < LOADS; n++)
+          if (ranks[n] != 0) with(ranks[n]);
+      }
     }
     __device__ __forceinline__ u64 add(u64 rank) const { return by_weight ? weight_of(score_of(rank), most) : 1; }
   };
@@ -386,14 +420,12 @@ struct Sampler {
     u64 *ranks = data<u64>(), *adds = ranks + THREADS, *found = results();
     for (;;) {
       u64 lowest = 0, highest = 0, inside = 0; // `lowest` inverted, so that the largest counts
-#pragma unroll 1
-      for (u32 i = thread; i < q.count; i += THREADS) {
-        const u64 rank = q.rank(i);
-        if (rank < least || rank > most) continue;
+      q.each(thread, [&](u64 rank) {
+        if (rank < least || rank > most) return;
         inside++;
         highest = rank > highest ? rank : highest;
         lowest = ~rank > lowest ? ~rank : lowest;
-      }
+      });
       inside = block_sum(inside, thread);
       highest = block_max(highest, thread);
       lowest = ~block_max(lowest, thread);
@@ -401,14 +433,12 @@ struct Sampler {
         u32* taken = reinterpret_cast<u32*>(found);
         if (thread == 0) *taken = 0;
         barrier();
-#pragma unroll 1
-        for (u32 i = thread; i < q.count; i += THREADS) {
-          const u64 rank = q.rank(i);
-          if (rank < least || rank > most) continue;
+        q.each(thread, [&](u64 rank) {
+          if (rank < least || rank > most) return;
           const u32 at = take_place(taken);
           ranks[at] = rank;
           adds[at] = q.add(rank);
-        }
+        });
         barrier();
         const bool has = u32(thread) < inside;
         const u64 mine = has ? ranks[thread] : 0;
@@ -424,11 +454,9 @@ struct Sampler {
       ranks[thread] = 0;
       if (thread == 0) found[0] = THREADS - 1, found[1] = 0;
       barrier();
-#pragma unroll 1
-      for (u32 i = thread; i < q.count; i += THREADS) {
-        const u64 rank = q.rank(i);
+      q.each(thread, [&](u64 rank) {
         if (rank >= least && rank <= most) add_to(&ranks[(highest - rank) >> shift], q.add(rank));
-      }
+      });
       barrier();
       const u64 mine = ranks[thread], upto = block_scan(mine, thread);
       if (upto - mine < need && upto >= need) {
@@ -454,11 +482,7 @@ struct Sampler {
       if (row.flags & SAMPLE_TOP_P) {
         q.by_weight = true;
         u64 sum = 0;
-#pragma unroll 1
-        for (u32 i = thread; i < q.count; i += THREADS) {
-          const u64 rank = q.rank(i);
-          if (rank >= least) sum += q.add(rank);
-        }
+        q.each(thread, [&](u64 rank) { sum += rank >= least ? q.add(rank) : 0; });
         total = cuts.k_weight + block_sum(sum, thread);
       }
     }
@@ -540,14 +564,12 @@ struct Sampler {
       const Listed q{p.list + u64(at) * p.vocab, row_scores(p, at), totals.listed, 0, SAMPLE_BUCKETS - 1, most, false};
       const u64 least = find_least(p, row, q, cuts, thread);
       const u64 seed = seed_of(row);
-#pragma unroll 1
-      for (u32 i = thread; i < q.count; i += THREADS) {
-        const u64 rank = q.rank(i);
+      q.each(thread, [&](u64 rank) {
         const float score = score_of(rank);
-        if (rank < least || !probable(row, score, most)) continue;
+        if (rank < least || !probable(row, score, most)) return;
         const u64 noisy = rank_of(__fadd_rn(score, noise(seed, row.position + p.step, id_of(rank))), id_of(rank));
         winner = noisy > winner ? noisy : winner;
-      }
+      });
       winner = block_max(winner, thread);
     }
     answer(p, at, winner, thread);

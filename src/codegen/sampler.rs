@@ -7,8 +7,8 @@ use std::fmt::Write;
 
 /// Names of the entry points, in the order of their launches. The second is left out if no row asks for what it finds.
 pub const ENTRY_POINTS: [&str; 4] = ["sampler_adjust", "sampler_measure", "sampler_gather", "sampler_decide"];
-/// Threads of a block.
-pub const THREADS: u32 = 256;
+/// Threads of a block, by entry point: the last one has a block for each row.
+pub const THREADS: [u32; 4] = [256, 256, 256, 512];
 /// Ids of a block of the first three: 15 for each thread.
 pub const PART: u32 = 3840;
 /// Shared memory of a block: the ids of a part, or three words for each bucket, and what the warps share.
@@ -111,18 +111,17 @@ pub struct SamplerParams {
 
 /// Prints the sampler for a target.
 pub fn emit(target: &Target) -> KernelSource {
-    let mut text =
-        format!("// The sampler for `{}`.\n#include \"monobloc_sampler.cuh\"\n\nstruct Sizes {{\n", target.name);
-    for (name, value) in [("THREADS", THREADS), ("PART", PART), ("SHARED_BYTES", SHARED_BYTES)] {
+    let mut text = format!(
+        "// The sampler for `{}`.\n#include \"monobloc_sampler.cuh\"\n\ntemplate <int N>\nstruct Sizes {{\n  \
+         static constexpr int THREADS = N, PART = {PART}, SHARED_BYTES = {SHARED_BYTES};\n}};\n",
+        target.name
+    );
+    for ((entry, threads), step) in ENTRY_POINTS.iter().zip(THREADS).zip(["adjust", "measure", "gather", "decide"]) {
         // Writing to a String cannot fail.
-        let _ = writeln!(text, "  static constexpr int {name} = {value};");
-    }
-    text += "};\n";
-    for (entry, step) in ENTRY_POINTS.iter().zip(["adjust", "measure", "gather", "decide"]) {
         let _ = write!(
             text,
-            "\nextern \"C\" __global__ void __launch_bounds__({THREADS}) {entry}(const __grid_constant__ SamplerParams p) {{\n  \
-             Sampler<Sizes>::{step}(p, blockIdx.x, threadIdx.x);\n}}\n"
+            "\nextern \"C\" __global__ void __launch_bounds__({threads}) {entry}(const __grid_constant__ SamplerParams p) {{\n  \
+             Sampler<Sizes<{threads}>>::{step}(p, blockIdx.x, threadIdx.x);\n}}\n"
         );
     }
     KernelSource {

@@ -52,6 +52,8 @@ struct Flying {
     only_fills: bool,
     /// Each step was a kernel of its own, and a sampler chose the tokens after it.
     is_sampled: bool,
+    /// The sampler is not queued yet.
+    is_unchosen: bool,
     timeout: Duration,
 }
 
@@ -226,9 +228,47 @@ impl RowsSession {
         asked: &[Asked<'_>],
     ) -> Result<(), SessionError> {
         let steps = tables.steps();
+        if steps > 1 && !(0..inputs.len() as u32).all(|row| asked.iter().any(|asked| asked.row == row)) {
+            return Err(self.out_of_range(&tables));
+        }
+        self.queue_steps(tables, inputs, Some((sampler, asked)))
+    }
+
+    /// As [`RowsSession::queue_sampled`], of one step whose tokens [`RowsSession::choose`] has chosen before it is waited for.
+    ///
+    /// # Errors
+    /// As [`RowsSession::queue_sampled`]; several steps.
+    pub fn queue_unchosen(&mut self, tables: Tables<'_>, inputs: &[RowInput]) -> Result<(), SessionError> {
+        if tables.steps() > 1 {
+            return Err(self.out_of_range(&tables));
+        }
+        self.queue_steps(tables, inputs, None)
+    }
+
+    /// Queues the sampler after the launch of [`RowsSession::queue_unchosen`], which may still run.
+    ///
+    /// # Errors
+    /// No such launch; what the driver refuses.
+    pub fn choose(&mut self, sampler: &mut SamplerSession, asked: &[Asked<'_>]) -> Result<(), SessionError> {
+        let Some(flying) = self.flying.as_mut().filter(|flying| flying.is_unchosen) else {
+            return Err(SessionError::NotQueued);
+        };
+        sampler.upload(asked, 1)?;
+        sampler.queue(&self.kernel.watched.stream, self.logits.address(), 0, None)?;
+        self.kernel.watched.end()?;
+        flying.is_unchosen = false;
+        Ok(())
+    }
+
+    fn queue_steps(
+        &mut self,
+        tables: Tables<'_>,
+        inputs: &[RowInput],
+        mut choosing: Option<(&mut SamplerSession, &[Asked<'_>])>,
+    ) -> Result<(), SessionError> {
+        let steps = tables.steps();
         let is_given = inputs.iter().all(|input| matches!(input.first, FirstToken::Given(_)));
-        let all_asked = steps == 1 || (0..inputs.len() as u32).all(|row| asked.iter().any(|asked| asked.row == row));
-        if inputs.iter().any(|input| input.steps < steps) || !is_given || !all_asked {
+        if inputs.iter().any(|input| input.steps < steps) || !is_given {
             return Err(self.out_of_range(&tables));
         }
         self.begin_launch(&tables, inputs, true)?;
@@ -249,6 +289,7 @@ impl RowsSession {
             let pages = self.pages.address();
             let params = RowsParams { params, rows, pages, fills: 0, row_count, logits_from: 0 };
             self.kernel.watched.queue(&params)?;
+            let Some((sampler, asked)) = &mut choosing else { continue };
             if step == 0 {
                 // While the kernel runs.
                 sampler.upload(asked, steps)?;
@@ -257,9 +298,13 @@ impl RowsSession {
             let next = (step + 1 < steps).then_some(Next { token, stride_bytes: row_bytes });
             sampler.queue(&self.kernel.watched.stream, self.logits.address(), step, next)?;
         }
-        self.kernel.watched.end()?;
+        let is_unchosen = choosing.is_none();
+        if !is_unchosen {
+            self.kernel.watched.end()?;
+        }
         let (inputs, eos) = (inputs.to_vec(), vec![]);
-        self.flying = Some(Flying { inputs, eos, steps, only_fills: false, is_sampled: true, timeout });
+        let only_fills = false;
+        self.flying = Some(Flying { inputs, eos, steps, only_fills, is_sampled: true, is_unchosen, timeout });
         tables.finish(steps);
         Ok(())
     }
@@ -293,7 +338,7 @@ impl RowsSession {
         self.mailbox.store(0, 0)?;
         self.kernel.watched.launch(&params)?;
         let (inputs, eos) = (inputs.to_vec(), eos.to_vec());
-        self.flying = Some(Flying { inputs, eos, steps, only_fills, is_sampled: false, timeout });
+        self.flying = Some(Flying { inputs, eos, steps, only_fills, is_sampled: false, is_unchosen: false, timeout });
         Ok(())
     }
 
@@ -343,9 +388,13 @@ impl RowsSession {
     /// # Errors
     /// No launch is queued, or it gave up.
     pub fn finish(&mut self) -> Result<RowsLaunched, SessionError> {
-        let Some(Flying { inputs, eos, steps, only_fills, is_sampled, timeout }) = self.flying.take() else {
+        let Some(Flying { inputs, eos, steps, only_fills, is_sampled, is_unchosen, timeout }) = self.flying.take()
+        else {
             return Err(SessionError::NotQueued);
         };
+        if is_unchosen {
+            return Err(SessionError::NotChosen);
+        }
         let finished = self.kernel.finish(timeout);
         if let Err(SessionError::Hung { .. }) = finished {
             self.begin_words()?;

@@ -275,7 +275,7 @@ impl SamplerSession {
             if at == 1 && !self.measures {
                 continue;
             }
-            let shape = LaunchShape { grid, block: THREADS, smem_dynamic_bytes: SHARED_BYTES, cluster: 1 };
+            let shape = LaunchShape { grid, block: THREADS[at], smem_dynamic_bytes: SHARED_BYTES, cluster: 1 };
             stream.launch(function, &shape, &[Argument::Struct(bytemuck::bytes_of(&params))])?;
         }
         Ok(())

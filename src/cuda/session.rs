@@ -96,6 +96,8 @@ pub enum SessionError {
     NoLogits,
     #[error("a launch was not waited for")]
     NotFinished,
+    #[error("a launch was waited for before its tokens were chosen")]
+    NotChosen,
     #[error("the warps of a block share {needed} registers, and the compiled kernel gives it {found}")]
     Registers { needed: u32, found: u32 },
 }
@@ -126,6 +128,7 @@ impl From<SessionError> for Fault {
             | SessionError::NoLogits
             | SessionError::Registers { .. }
             | SessionError::NotQueued
+            | SessionError::NotChosen
             | SessionError::NotFinished => Fault::internal(error.to_string()),
         }
     }

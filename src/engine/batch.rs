@@ -12,7 +12,7 @@ use crate::error::Fault;
 use crate::grammar::{Grammar, GrammarError, Guide};
 use crate::pages::Pool;
 use crate::rows::{PageId, SequenceId, Shape};
-use crate::sample::{Decided, Logprobs, Request, SampleError, TokenCounts};
+use crate::sample::{Decided, Logprobs, Request, SampleError, TokenCounts, TokenSet};
 
 /// A request, in the order of arrival.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -350,8 +350,12 @@ impl<S: Stepper> Engine<S> {
                 self.figures.launches += 1;
                 self.figures.steps += u64::from(launch.steps);
                 self.figures.rows += u64::from(launch.steps) * launch.rows.len() as u64;
+                let is_guided = launch.is_guided();
                 self.stepper.submit(launch)?;
-                self.allow(&flying);
+                let allowed = self.allowed(&flying);
+                if is_guided {
+                    self.stepper.allow(allowed)?;
+                }
                 self.flying.push_back(flying);
             }
             // What is running waits for what flies.
@@ -438,7 +442,8 @@ impl<S: Stepper> Engine<S> {
         for running in self.running.values().filter(|running| running.left() > 0) {
             let (choice, position) = (&running.choice, running.submitted as u32);
             let want = want(choice, running.submitted, &self.bounds);
-            if running.left() > 1 || !matches!(want, Want::Token(_) | Want::Choice(_)) {
+            let is_chosen = matches!(want, Want::Token(_) | Want::Choice(_)) && choice.guide.is_none();
+            if running.left() > 1 || !is_chosen {
                 return 1;
             }
             let decided = (choice.tokens.len() - choice.prompt_count()) as u32;
@@ -532,15 +537,13 @@ impl<S: Stepper> Engine<S> {
     }
 
     /// Finds what may follow the last tokens of a launch, while it runs. What fails is found again when the token is decided.
-    fn allow(&mut self, flying: &Flying) {
-        for (id, _, position) in &flying.rows {
-            let Some(Running { choice, .. }) = self.running.get_mut(id) else { continue };
-            if position + 1 == choice.tokens.len()
-                && let Some(guide) = &mut choice.guide
-            {
-                let _ = guide.allowed();
-            }
-        }
+    fn allowed(&mut self, flying: &Flying) -> Vec<Option<TokenSet>> {
+        let of_row = |(id, _, position): &(ChoiceId, u64, usize)| {
+            let Running { choice, .. } = self.running.get_mut(id)?;
+            let guide = choice.guide.as_mut().filter(|_| position + 1 == choice.tokens.len())?;
+            guide.allowed().ok().cloned()
+        };
+        flying.rows.iter().map(of_row).collect()
     }
 
     /// Gives a choice pages for all positions below `positions`, from those that are free, then from prefixes, then from the
@@ -743,16 +746,13 @@ fn want(choice: &Choice, position: usize, bounds: &Bounds) -> Want {
         return Want::Nothing;
     }
     let request = &choice.ask.choices[choice.at];
-    // What a grammar allows is found while the launch runs.
-    if choice.guide.is_some() {
-        return Want::Logits;
-    }
-    if !request.sampler().is_filtered() && request.beyond_kernels().is_empty() {
+    let is_guided = choice.guide.is_some();
+    if !request.sampler().is_filtered() && request.beyond_kernels().is_empty() && !is_guided {
         return Want::Token(*request.sampler());
     }
     match bounds.choices {
         Some(most) if request.logprobs().unwrap_or(0) <= most => {
-            Want::Choice(Chooser::new(choice.ask.clone(), choice.at, choice.counts.clone()))
+            Want::Choice(Chooser::new(choice.ask.clone(), choice.at, choice.counts.clone(), is_guided))
         }
         _ => Want::Logits,
     }

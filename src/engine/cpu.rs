@@ -7,6 +7,7 @@ use crate::error::Fault;
 use crate::interp::{Interp, Options, Pack};
 use crate::ir::schedule::Schedule;
 use crate::rows::{Guard, Shape};
+use crate::sample::TokenSet;
 
 /// Runs launches on threads of this process, each when it is collected.
 #[derive(Debug)]
@@ -14,7 +15,8 @@ pub struct CpuStepper {
     interp: Interp,
     guard: Guard,
     bounds: Bounds,
-    queued: VecDeque<Launch>,
+    /// With the ids that may come next for each row; empty: all, for every row.
+    queued: VecDeque<(Launch, Vec<Option<TokenSet>>)>,
 }
 
 impl CpuStepper {
@@ -39,12 +41,19 @@ impl Stepper for CpuStepper {
     }
 
     fn submit(&mut self, launch: Launch) -> Result<(), Fault> {
-        self.queued.push_back(launch);
+        self.queued.push_back((launch, vec![]));
+        Ok(())
+    }
+
+    fn allow(&mut self, allowed: Vec<Option<TokenSet>>) -> Result<(), Fault> {
+        if let Some((_, of_launch)) = self.queued.back_mut() {
+            *of_launch = allowed;
+        }
         Ok(())
     }
 
     fn collect(&mut self) -> Result<Vec<Said>, Fault> {
-        let Some(Launch { rows, steps, edits }) = self.queued.pop_front() else { return Ok(vec![]) };
+        let Some((Launch { rows, steps, edits }, allowed)) = self.queued.pop_front() else { return Ok(vec![]) };
         let tables = admit(&mut self.guard, &rows, steps, edits)?;
         let tokens: Vec<u32> = rows.iter().map(|row| row.token).collect();
         let mut said = vec![Said::Nothing; rows.len()];
@@ -54,7 +63,8 @@ impl Stepper for CpuStepper {
             Want::Logits => said[result.row] = Said::Logits(result.logits.to_vec()),
             Want::Choice(ref chooser) => {
                 result.logits.copy_to(&mut logits);
-                let choice = chooser.request().choose(&logits, chooser.counts(), None);
+                let allowed = allowed.get(result.row).and_then(Option::as_ref);
+                let choice = chooser.request().choose(&logits, chooser.counts(), allowed);
                 said[result.row] = Said::Choices(vec![choice]);
             }
             Want::Token(sampler) => {

@@ -6,6 +6,7 @@ use crate::cuda::sampler::{Asked, SamplerSession, decided};
 use crate::cuda::waves::WavesSession;
 use crate::error::Fault;
 use crate::rows::{Guard, Shape};
+use crate::sample::TokenSet;
 use crate::waves::CHUNK_MIN;
 
 /// Queues launches on a device. Greedy choice and temperature are the kernel's. Where a row wants another choice, the sampler chooses
@@ -59,6 +60,7 @@ impl Stepper for DeviceStepper {
 
     fn submit(&mut self, launch: Launch) -> Result<(), Fault> {
         let is_alone = self.bounds().alone.is_some_and(|alone| launch.is(alone));
+        let is_guided = launch.is_guided();
         let Launch { rows, steps, edits } = launch;
         let with_logits = rows.iter().any(|row| row.want == Want::Logits);
         let is_sampled = rows.iter().any(|row| matches!(row.want, Want::Choice(_)));
@@ -77,13 +79,23 @@ impl Stepper for DeviceStepper {
         self.running = Kernel::Rows(smallest);
         let session = &mut self.sessions[smallest];
         match &mut self.sampler {
+            Some(_) if is_guided => Ok(session.queue_unchosen(tables, &inputs)?),
             Some(sampler) if is_sampled => {
-                let asked: Vec<Asked<'_>> = (0..).zip(rows).filter_map(|(at, row)| asked(at, row)).collect();
+                let asked: Vec<Asked<'_>> = (0..).zip(rows).filter_map(|(at, row)| asked(at, row, None)).collect();
                 Ok(session.queue_sampled(tables, &inputs, sampler, &asked)?)
             }
             None if is_sampled => Err(Fault::internal("a row wants a choice, and there is no sampler")),
             _ => Ok(session.queue(tables, &inputs, with_logits)?),
         }
+    }
+
+    fn allow(&mut self, allowed: Vec<Option<TokenSet>>) -> Result<(), Fault> {
+        let (Kernel::Rows(session), Some(sampler)) = (self.running, &mut self.sampler) else {
+            return Err(Fault::internal("ids are allowed for a launch without a sampler"));
+        };
+        let rows = (0..).zip(&self.rows).zip(&allowed);
+        let asked: Vec<Asked<'_>> = rows.filter_map(|((at, row), allowed)| asked(at, row, allowed.as_ref())).collect();
+        Ok(self.sessions[session].choose(sampler, &asked)?)
     }
 
     fn collect(&mut self) -> Result<Vec<Said>, Fault> {
@@ -125,13 +137,13 @@ impl Stepper for DeviceStepper {
 }
 
 /// What the sampler chooses for row `at` of a launch, if anything.
-fn asked(at: u32, row: &LaunchRow) -> Option<Asked<'_>> {
+fn asked<'a>(at: u32, row: &'a LaunchRow, allowed: Option<&'a TokenSet>) -> Option<Asked<'a>> {
     let (sampler, request) = match &row.want {
         Want::Nothing | Want::Logits => return None,
         Want::Token(sampler) => (sampler, None),
         Want::Choice(chooser) => (chooser.request().sampler(), Some((chooser.request(), chooser.counts()))),
     };
-    Some(Asked { row: at, position: row.position + 1, sampler, request, allowed: None })
+    Some(Asked { row: at, position: row.position + 1, sampler, request, allowed })
 }
 
 fn input(row: &LaunchRow, steps: u32, is_sampled: bool) -> RowInput {

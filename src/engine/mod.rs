@@ -15,10 +15,10 @@
 //!   first; beside decoding rows they take at most `chunk_rows` together, which bounds what they delay. A stepper may read long chunks of one
 //!   prompt faster alone: then the oldest such prompt has launches of its own, all but its last token. Where others decode, a chunk has at
 //!   most `chunk_rows` tokens, and they have every second launch.
-//! - **Steps.** A launch has one step, with one exception: if no prompt is computed and the stepper chooses the tokens of all rows, it
-//!   has up to `steps_max` steps. So a request that arrives waits for at most that many steps before it is looked at. A launch never has
-//!   more steps than the shortest of its requests has tokens to go, and never takes pages from another request for them. Tokens
-//!   after the end of a request are thrown away.
+//! - **Steps.** A launch has one step, with one exception: if no prompt is computed, the stepper chooses the tokens of all rows, and
+//!   none has a grammar, it has up to `steps_max` steps. So a request that arrives waits for at most that many steps before it is
+//!   looked at. A launch never has more steps than the shortest of its requests has tokens to go, and never takes pages from another
+//!   request for them. Tokens after the end of a request are thrown away.
 //! - **Prefixes.** A full page of tokens is found again by the hash of all tokens up to its end. The least recently used page that
 //!   no request holds makes room. Other choices of a request wait until the first one has written their common prompt.
 //! - **Preemption.** When no page is left, the youngest running request gives its pages back and waits. What it had decided stays

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use super::batch::Ask;
 use crate::error::Fault;
 use crate::rows::{Edit, Guard, Request, Row, SequenceId, Shape, Tables};
-use crate::sample::{self, Decided, SampleError, Sampler, TokenCounts};
+use crate::sample::{self, Decided, SampleError, Sampler, TokenCounts, TokenSet};
 
 /// What a stepper can take.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -45,12 +45,19 @@ pub struct Chooser {
     ask: Arc<Ask>,
     at: usize,
     counts: Arc<TokenCounts>,
+    /// Which ids may come next is told by [`Stepper::allow`].
+    is_guided: bool,
 }
 
 impl Chooser {
     /// Choice `at` of `ask`, after the tokens of `counts`.
-    pub(super) fn new(ask: Arc<Ask>, at: usize, counts: Arc<TokenCounts>) -> Chooser {
-        Chooser { ask, at, counts }
+    pub(super) fn new(ask: Arc<Ask>, at: usize, counts: Arc<TokenCounts>, is_guided: bool) -> Chooser {
+        Chooser { ask, at, counts, is_guided }
+    }
+
+    /// A grammar says which ids may come next: [`Stepper::allow`] tells them.
+    pub fn is_guided(&self) -> bool {
+        self.is_guided
     }
 
     pub fn request(&self) -> &sample::Request {
@@ -86,6 +93,13 @@ pub struct Launch {
     pub steps: u32,
     /// What changed in the page table since the launch before.
     pub edits: Vec<Edit>,
+}
+
+impl Launch {
+    /// Whether [`Stepper::allow`] completes it. It has one step.
+    pub fn is_guided(&self) -> bool {
+        self.rows.iter().any(|row| matches!(&row.want, Want::Choice(chooser) if chooser.is_guided))
+    }
 }
 
 /// Rows of one sequence, at consecutive positions and wanting nothing, that have a launch of their own.
@@ -146,6 +160,13 @@ pub trait Stepper {
     /// What ends the engine: tables that the guard refuses, a device that is lost.
     fn submit(&mut self, launch: Launch) -> Result<(), Fault>;
 
+    /// The ids that may come next, for each row of the launch that was submitted last; `None`: all. Called once after a launch with a
+    /// guided [`Want::Choice`], which is not complete before: what a grammar allows is found while the launch runs.
+    ///
+    /// # Errors
+    /// What ends the engine.
+    fn allow(&mut self, allowed: Vec<Option<TokenSet>>) -> Result<(), Fault>;
+
     /// Waits for the oldest launch that was not collected; an entry for each of its rows.
     ///
     /// # Errors
@@ -160,6 +181,10 @@ impl<S: Stepper + ?Sized> Stepper for Box<S> {
 
     fn submit(&mut self, launch: Launch) -> Result<(), Fault> {
         (**self).submit(launch)
+    }
+
+    fn allow(&mut self, allowed: Vec<Option<TokenSet>>) -> Result<(), Fault> {
+        (**self).allow(allowed)
     }
 
     fn collect(&mut self) -> Result<Vec<Said>, Fault> {

@@ -10,7 +10,7 @@ use crate::grammar::{self, Grammar, Source, Vocabulary};
 use crate::random::Random;
 use crate::rows::{PageId, SequenceId, Shape};
 use crate::sample::Decided;
-use crate::sample::{Request, RequestSettings, SampleError, SampleSettings, TokenCounts};
+use crate::sample::{Request, RequestSettings, SampleError, SampleSettings, TokenCounts, TokenSet};
 
 const VOCAB: u32 = 40;
 
@@ -27,6 +27,8 @@ struct Toy {
     /// Of each page its tokens.
     pages: Vec<Vec<Option<u32>>>,
     results: VecDeque<Vec<Said>>,
+    /// Rows of the last launch that wait for the ids that may come next, with their logits.
+    guided: Vec<(usize, Chooser, Vec<f32>)>,
     log: Vec<Launch>,
     /// The launch that fails.
     fails_at: usize,
@@ -43,6 +45,7 @@ impl Toy {
             table: BTreeMap::new(),
             pages,
             results: VecDeque::new(),
+            guided: vec![],
             log: vec![],
             fails_at: usize::MAX,
             mute_at: u32::MAX,
@@ -97,6 +100,8 @@ impl Stepper for Toy {
         assert!(launch.steps == 1 || count.values().all(|count| *count == 1));
         let window = self.bounds.shape.window.unwrap_or(u32::MAX);
         let mut said = vec![];
+        assert_eq!(self.guided.len(), 0, "a launch that was not completed");
+        assert!(launch.steps == 1 || !launch.is_guided());
         for row in &launch.rows {
             let seen = |toy: &mut Toy, position: u32| {
                 let from = (position + 1).saturating_sub(window);
@@ -117,6 +122,11 @@ impl Stepper for Toy {
                         tokens.push(sampler.choose(&seen(self, position), position + 1).unwrap());
                     }
                     Said::Tokens(tokens)
+                }
+                Want::Choice(chooser) if chooser.is_guided() => {
+                    let logits = seen(self, row.position);
+                    self.guided.push((said.len(), chooser.clone(), logits));
+                    Said::Nothing
                 }
                 Want::Choice(chooser) => {
                     let (mut counts, mut decided) = (chooser.counts().clone(), vec![]);
@@ -142,6 +152,16 @@ impl Stepper for Toy {
         self.results.push_back(said);
         assert!(self.results.len() <= self.bounds.launches);
         self.log.push(launch);
+        Ok(())
+    }
+
+    fn allow(&mut self, allowed: Vec<Option<TokenSet>>) -> Result<(), Fault> {
+        let last = self.results.back_mut().expect("a launch");
+        assert_eq!(allowed.len(), last.len());
+        for (row, chooser, logits) in self.guided.drain(..) {
+            let choice = chooser.request().choose(&logits, chooser.counts(), allowed[row].as_ref());
+            last[row] = Said::Choices(vec![choice]);
+        }
         Ok(())
     }
 

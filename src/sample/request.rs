@@ -60,7 +60,7 @@ impl RequestSettings {
         }
     }
 
-    /// Names of the settings in use that kernels do not have: whoever honours them chooses on the host, by
+    /// Names of the settings in use that the kernel of a step does not have: a sampler after it honours them, or the host, by
     /// [`Request::choose`]. Empty: [`Request::sampler`] alone chooses the same tokens.
     pub fn beyond_kernels(&self) -> Vec<&'static str> {
         let RequestSettings {
@@ -174,7 +174,7 @@ pub enum End {
 }
 
 impl Request {
-    /// What a kernel needs of the request; all of it if [`Request::beyond_kernels`] is empty.
+    /// What the kernel of a step needs of the request; all of it if [`Request::beyond_kernels`] is empty.
     pub fn sampler(&self) -> &Sampler {
         &self.sampler
     }

@@ -521,7 +521,7 @@ mod tests {
     use super::*;
     use crate::engine::{Bounds, Launch, Limits, Said as Computed, Want};
     use crate::rows::Shape;
-    use crate::sample::{RequestSettings, SampleSettings};
+    use crate::sample::{RequestSettings, SampleSettings, TokenSet};
 
     const SHAPE: Shape = Shape { rows: 2, sequences: 6, context_max: 32, page_rows: 4, pages: 32, window: None };
     const LIMITS: Limits = Limits { running_max: 2, waiting_max: 4, chunk_rows: 2, steps_max: 1 };
@@ -540,6 +540,10 @@ mod tests {
 
         fn submit(&mut self, launch: Launch) -> Result<(), Fault> {
             self.queued.push_back(launch);
+            Ok(())
+        }
+
+        fn allow(&mut self, _: Vec<Option<TokenSet>>) -> Result<(), Fault> {
             Ok(())
         }
 

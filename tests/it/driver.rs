@@ -26,6 +26,7 @@ use monobloc::defaults::rows::{Room, place_rows};
 use monobloc::dtype::Precision;
 use monobloc::engine::{Ask, Bounds, ChoiceId, DeviceStepper, End, Engine, Event, Figures, Limits, RequestId, Stepper};
 use monobloc::error::{Fault, Tier};
+use monobloc::grammar::{self, Grammar, Source, Vocabulary};
 use monobloc::ir::op::Role;
 use monobloc::lower::lower;
 use monobloc::model::config::{import, import_config_only};
@@ -35,7 +36,7 @@ use monobloc::pipeline::device_rows::Prefill;
 use monobloc::pipeline::speculative::{OneRow, Verifier, decide_on_device};
 use monobloc::random::Random;
 use monobloc::rows::{Edit, Guard, PageId, Request, Row, SequenceId, Shape};
-use monobloc::sample::{self, Penalties, RequestSettings, SampleSettings, TokenCounts};
+use monobloc::sample::{self, Penalties, RequestSettings, SampleSettings, TokenCounts, TokenSet};
 use monobloc::schedule::schedule;
 use monobloc::speculate::{Draft, Speculated, Speculation};
 use monobloc::target::Target;
@@ -377,7 +378,7 @@ fn proposed_tokens_on_a_device_change_no_token() {
         let request = RequestSettings::plain(sampling).resolve(on.vocab, &[]).unwrap();
         let (mut text, mut counts) = (prompt.clone(), TokenCounts::new(&prompt));
         for _ in 0..count {
-            let next = next_of_fake(&text, &request, &counts, on.vocab);
+            let next = next_of_fake(&text, &request, &counts, None, on.vocab);
             text.push(next);
             counts.push(next);
         }
@@ -450,13 +451,19 @@ fn mixed(x: u64) -> u64 {
 }
 
 /// What a request chooses after `tokens` from the fake's logits.
-fn next_of_fake(tokens: &[u32], request: &sample::Request, counts: &TokenCounts, vocab: u32) -> u32 {
+fn next_of_fake(
+    tokens: &[u32],
+    request: &sample::Request,
+    counts: &TokenCounts,
+    allowed: Option<&TokenSet>,
+    vocab: u32,
+) -> u32 {
     let step = |h: u64, &token: &u32| (h ^ u64::from(token + 1)).wrapping_mul(0x100_0000_01b3);
     let h = tokens.iter().fold(0xcbf2_9ce4_8422_2325, step);
     let logit = |id: u64| mixed(h ^ id.wrapping_mul(0x9e37_79b9_7f4a_7c15)) % 4000;
     let mut logits: Vec<f32> = (0..u64::from(vocab)).map(|id| logit(id) as f32 / 500.0).collect();
     logits[vocab as usize - 1] = -1000.0;
-    request.choose(&logits, counts, None).unwrap().token
+    request.choose(&logits, counts, allowed).unwrap().token
 }
 
 /// Requests of all kinds over a cache that is too small for them, through engine, guard, session and driver calls.
@@ -570,18 +577,30 @@ fn chunks_that_waves_cannot_read_are_refused() {
     assert!(matches!(waves.finish(), Err(SessionError::NotQueued)));
 }
 
+/// Lists of numbers, over a vocabulary in which few ids have bytes.
+fn lists(vocab: u32) -> Grammar {
+    let mut tokens = vec![vec![]; vocab as usize];
+    for (id, text) in (10..).zip(["[", "]", ",", "1", "2", "0", " ", "[]", "],", "12", "1,", "x"]) {
+        tokens[id] = text.as_bytes().to_vec();
+    }
+    let schema = serde_json::json!({ "type": "array", "maxItems": 20, "items": { "type": ["integer", "array"] } });
+    let source = Source::Json(grammar::schema(&schema).unwrap().to_string());
+    Vocabulary::new(&tokens, &[3, 9]).unwrap().compile(&source).unwrap()
+}
+
 /// Random requests, with at most `more` prompt tokens beside those that decode: each gets what the fake decides for it alone.
 fn requests_alone_and_together(stepper: DeviceStepper, more: usize, decided_max: usize) -> Figures {
     let Bounds { vocab, shape, .. } = stepper.bounds();
     let page_rows = shape.page_rows as usize;
     let limits = Limits { running_max: 4, waiting_max: 100, chunk_rows: more as u32, steps_max: STEPS_MAX };
     let mut engine = Engine::new(stepper, limits).unwrap();
+    let lists = lists(vocab);
     let mut random = Random::new(5);
     let mut asks: BTreeMap<RequestId, Ask> = BTreeMap::new();
     let mut events = vec![];
     let beginning: Vec<u32> = (0..2 * page_rows as u32).map(|i| i % 100).collect();
-    while asks.len() < 16 || !engine.is_idle() {
-        if asks.len() < 16 && random.below(3) == 0 {
+    while asks.len() < 24 || !engine.is_idle() {
+        if asks.len() < 24 && random.below(3) == 0 {
             // Some begin alike, by more than a page.
             let shared = random.below(2) * random.below(beginning.len());
             let own = (0..1 + random.below(page_rows)).map(|_| random.below(100) as u32);
@@ -599,26 +618,36 @@ fn requests_alone_and_together(stepper: DeviceStepper, more: usize, decided_max:
             }
             let choices = vec![settings.resolve(vocab, &[]).unwrap()];
             let tokens_max = (1 + random.below(decided_max)).min(4 * page_rows - prompt.len()) as u32;
-            let ask = Ask { prompt, tokens_max, choices, scores_prompt: None, grammar: None, deadline: None };
+            let grammar = (random.below(5) == 0).then(|| lists.clone());
+            let ask = Ask { prompt, tokens_max, choices, scores_prompt: None, grammar, deadline: None };
             asks.insert(engine.submit(ask.clone()).unwrap(), ask);
         }
         engine.turn(Duration::ZERO, &mut events).unwrap_or_else(|fault| panic!("{fault}"));
     }
     for (&request, ask) in &asks {
         let (mut tokens, mut counts) = (ask.prompt.clone(), TokenCounts::new(&ask.prompt));
+        let mut guide = ask.grammar.as_ref().map(Grammar::begin);
+        let mut end = End::Length;
         for _ in 0..ask.tokens_max {
-            let next = next_of_fake(&tokens, &ask.choices[0], &counts, vocab);
+            let allowed = guide.as_mut().map(|guide| guide.allowed().unwrap());
+            let next = next_of_fake(&tokens, &ask.choices[0], &counts, allowed, vocab);
             tokens.push(next);
             counts.push(next);
+            if guide.as_mut().is_some_and(|guide| guide.push(next).unwrap()) {
+                end = End::Stop;
+                break;
+            }
         }
         let decided = events.iter().filter_map(|event| match event {
             Event::Token { id, decided } if id.request == request => Some(decided.token),
             _ => None,
         });
         assert_eq!(decided.collect::<Vec<_>>(), tokens[ask.prompt.len()..], "{request:?}: {:?}", ask.choices);
-        let end = Event::Ended { id: ChoiceId { request, choice: 0 }, end: End::Length };
+        let end = Event::Ended { id: ChoiceId { request, choice: 0 }, end };
         assert!(events.contains(&end), "{request:?}");
     }
+    let guided = asks.values().filter(|ask| ask.grammar.is_some()).count();
+    assert!(guided > 1, "{guided} requests with a grammar");
     let figures = engine.figures();
     println!("{figures:?}");
     figures
@@ -670,7 +699,7 @@ fn a_launch_goes_on_with_what_the_one_before_decided() {
     let request = RequestSettings::plain(SampleSettings::greedy()).resolve(vocab, &[]).unwrap();
     let mut expected = vec![7];
     while expected.len() < 12 {
-        expected.push(next_of_fake(&expected, &request, &TokenCounts::new(&expected), vocab));
+        expected.push(next_of_fake(&expected, &request, &TokenCounts::new(&expected), None, vocab));
     }
     let mut guard = Guard::new(shape);
     let sequence = SequenceId(2);

@@ -4,7 +4,7 @@
 //! Needs a C++ compiler, and says so where there is none. NVRTC compiles the sampler for every record.
 
 use std::io::Write;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Stdio;
 
 use monobloc::codegen::sampler::{ENTRY_POINTS, SampleAnswer, THREADS, emit};
@@ -19,6 +19,8 @@ use monobloc::target::Target;
 use super::nvrtc::nvrtc;
 use super::sampling::compiled;
 use super::skipped;
+
+const KINDS: usize = 12;
 
 /// Logits of a kind. All but the first are hard: ties, few values, no numbers, a wide or a narrow range, edges of buckets.
 fn logits(kind: usize, vocab: usize, random: &mut Random) -> Vec<f32> {
@@ -99,6 +101,8 @@ fn settings(random: &mut Random, vocab: usize) -> RequestSettings {
     if random.below(3) == 0 {
         settings.min_tokens = random.below(5) as u32;
         settings.stop_ids = (0..random.below(4)).map(|_| random.below(vocab) as u32).collect();
+        // Of those that a bias makes probable.
+        settings.stop_ids.extend(settings.logit_bias.keys().take(1));
     }
     settings.logprobs = [None, None, Some(0), Some(3), Some(20)][random.below(5)];
     settings
@@ -133,7 +137,8 @@ fn case(size: u32, vocab: usize, kind: usize, random: &mut Random) -> Case {
     for _ in &rows {
         let prompt: Vec<u32> = (0..1 + random.below(40)).map(|_| random.below(vocab) as u32).collect();
         let mut of_row = TokenCounts::new(&prompt);
-        (0..random.below(30)).for_each(|_| of_row.push(random.below(vocab.min(30)) as u32));
+        let generated_max = [4, 30][random.below(2)];
+        (0..random.below(generated_max)).for_each(|_| of_row.push(random.below(vocab.min(30)) as u32));
         counts.push(of_row);
     }
     // What may come next changes with every token, so a mask is for one step.
@@ -200,34 +205,39 @@ fn agree(found: &Decided, expected: &Decided) -> bool {
     found.token == expected.token && ids(found) == ids(expected) && logprob && tops
 }
 
-#[test]
-fn the_sampler_chooses_what_a_request_chooses() {
-    const NAME: &str = "the_sampler_chooses_what_a_request_chooses";
-    let folder = tempfile::tempdir().unwrap();
-    let kernels = Path::new(env!("CARGO_MANIFEST_DIR")).join("kernels");
-    let Some(mut program) = compiled("sampler.cc", &kernels, folder.path()) else {
-        return skipped(NAME, "C++ compiler", "`c++` compiles kernels for this CPU");
-    };
+/// Cases of every kind: `rounds` of small parts, and one of the others if there are larger ones.
+fn cases(rounds: usize, larger: bool) -> Vec<Case> {
     let mut random = Random::new(17);
     let mut cases = vec![];
-    for round in 0..150 {
-        for kind in 0..12 {
+    for round in 0..rounds {
+        for kind in 0..KINDS {
             // Vocabularies that are no multiple of 4, of 32, or of a part.
             let vocab = [1000, 997, 480, 241, 64, 3, 1][(round + kind) % 7];
             cases.push(case(0, vocab, kind, &mut random));
         }
     }
-    for kind in 0..12 {
+    for kind in (0..KINDS).filter(|_| larger) {
         cases.push(case(1, 2003, kind, &mut random));
         cases.push(case(2, 4099, kind, &mut random));
     }
+    cases
+}
+
+/// Runs cases with the kernels of a folder: the tokens and the rows without one that are as expected, and the first that is not. `None`:
+/// there is no compiler.
+fn run(kernels: &Path, cases: &[Case]) -> Option<(usize, usize, Option<String>)> {
+    let folder = tempfile::tempdir().unwrap();
+    let mut program = compiled("sampler.cc", kernels, folder.path())?;
     let input: Vec<u8> = cases.iter().flat_map(|case| case.bytes.iter().copied()).collect();
     let mut child = program.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
     let mut stdin = child.stdin.take().unwrap();
     let writer = std::thread::spawn(move || stdin.write_all(&input));
     let output = child.wait_with_output().unwrap();
-    assert!(output.status.success(), "{:?}", output.status);
-    writer.join().unwrap().unwrap();
+    // A program that ends early leaves cases unread.
+    let written = writer.join().unwrap();
+    if !output.status.success() || written.is_err() {
+        return Some((0, 0, Some(format!("{:?}", output.status))));
+    }
     let size = size_of::<SampleAnswer>();
     let mut answers = output.stdout.chunks_exact(size).map(bytemuck::pod_read_unaligned::<SampleAnswer>);
     let (mut tokens, mut none) = (0, 0);
@@ -244,18 +254,77 @@ fn the_sampler_chooses_what_a_request_chooses() {
                     (Ok(found), Ok(expected)) => agree(found, expected),
                     (found, expected) => found == expected,
                 };
-                assert!(
-                    same,
-                    "case {n}, kind {}, vocab {}, step {step}, row {at}: {found:?}\n{expected:?}\n{:?}",
-                    case.kind, case.vocab, case.settings[at]
-                );
+                if !same {
+                    let differs = format!(
+                        "case {n}, kind {}, vocab {}, step {step}, row {at}: {found:?}\n{expected:?}\n{:?}",
+                        case.kind, case.vocab, case.settings[at]
+                    );
+                    return Some((tokens, none, Some(differs)));
+                }
                 ended[at] = expected.is_err();
                 if expected.is_ok() { tokens += 1 } else { none += 1 }
             }
         }
     }
     assert_eq!(answers.next(), None);
+    Some((tokens, none, None))
+}
+
+fn kernels() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("kernels")
+}
+
+#[test]
+fn the_sampler_chooses_what_a_request_chooses() {
+    let Some((tokens, none, differs)) = run(&kernels(), &cases(150, true)) else {
+        const NAME: &str = "the_sampler_chooses_what_a_request_chooses";
+        return skipped(NAME, "C++ compiler", "`c++` compiles kernels for this CPU");
+    };
+    assert_eq!(differs, None);
     assert!(tokens > 4000 && none > 50, "{tokens} tokens, {none} rows without one");
+}
+
+/// A sampler that computes something else is found: the cases reach what each of these lines is for.
+#[test]
+fn a_sampler_that_chooses_something_else_is_found() {
+    let cases = cases(25, false);
+    for (from, to) in [
+        // Ids with the probability at the edge, and those of the bucket of the k-th id.
+        ("has && before < need ?", "has && before + adds[thread] < need ?"),
+        ("row.top_k - cuts.k_before", "row.top_k - cuts.k_before + 1"),
+        ("total = cuts.k_weight + block_sum(sum, thread);", "block_sum(sum, thread);"),
+        // A narrowed search goes on below what it passed.
+        ("need -= found[1];", "need -= found[1] / 2;"),
+        // Tokens of earlier steps count.
+        ("seen[i].y++;", ""),
+        ("row.seen = count + 1;", ""),
+        ("p.step < row.banned_steps", "true"),
+        ("row.position + p.step;", "row.position;"),
+        ("<= 1.02f * exp_fast", "<= 0.05f * exp_fast"),
+        ("below < 64.f", "below < 4.f"),
+        ("!mask || mask[id / 32] >> id % 32 & 1", "true"),
+    ] {
+        let folder = tempfile::tempdir().unwrap();
+        for entry in walkdir::WalkDir::new(kernels()) {
+            let entry = entry.unwrap();
+            let copy = folder.path().join(entry.path().strip_prefix(kernels()).unwrap());
+            if entry.file_type().is_dir() {
+                std::fs::create_dir_all(copy).unwrap();
+                continue;
+            }
+            let mut text = std::fs::read_to_string(entry.path()).unwrap();
+            if entry.path().ends_with("sample/sampler.cuh") {
+                assert_eq!(text.matches(from).count(), 1, "where is `{from}`?");
+                text = text.replace(from, to);
+            }
+            std::fs::write(copy, text).unwrap();
+        }
+        let Some((_, _, differs)) = run(folder.path(), &cases) else {
+            const NAME: &str = "a_sampler_that_chooses_something_else_is_found";
+            return skipped(NAME, "C++ compiler", "`c++` compiles kernels for this CPU");
+        };
+        assert!(differs.is_some(), "`{to}` instead of `{from}` changes no token");
+    }
 }
 
 #[test]
@@ -266,10 +335,10 @@ fn the_sampler_compiles_for_every_record() {
         let compiled = nvrtc.compile(&source).unwrap_or_else(|error| panic!("{name}: {error}"));
         assert!(!compiled.log.contains("warning"), "{name}: {}", compiled.log);
         let resources = cubin::read(&compiled.cubin, &compiled.log).unwrap();
-        for entry in ENTRY_POINTS {
+        for (entry, threads) in ENTRY_POINTS.into_iter().zip(THREADS) {
             let kernel = &resources.kernels[entry];
             println!("{name} {entry}: {} registers, {} bytes spilled", kernel.registers, kernel.spill_store_bytes);
-            assert_eq!((kernel.threads_max, kernel.smem_static_bytes), (Some(THREADS), 0), "{name}: {kernel:?}");
+            assert_eq!((kernel.threads_max, kernel.smem_static_bytes), (Some(threads), 0), "{name}: {kernel:?}");
             // What a function out of line saves for its caller, a few times for each block.
             assert!(kernel.spill_store_bytes <= 64, "{name}: {kernel:?}");
         }
