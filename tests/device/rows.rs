@@ -9,7 +9,7 @@ const CONFIG: &str = r#"{"architectures": ["LlamaForCausalLM"], "model_type": "l
 "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 2048, "max_position_embeddings": 2048,
 "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu", "tie_word_embeddings": true}"#;
 
-/// A benchmark compares first: the logits of every row with the interpreter, then keys and values of every position that waves read with
+/// A benchmark compares first: the logits of every row with the interpreter, the choices of the sampler with those of the host, then keys and values of every position that waves read with
 /// those of the kernel for rows. It ends with an error where they differ.
 #[test]
 fn rows_and_waves_of_every_format_compute_what_the_interpreter_does() {
