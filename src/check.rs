@@ -8,7 +8,7 @@
 mod rows;
 mod waves;
 
-pub use rows::{check_rows, given};
+pub use rows::check_rows;
 pub use waves::{POSITIONS as WAVES_POSITIONS, check_waves};
 
 use std::ops::ControlFlow;

@@ -138,15 +138,17 @@ pub fn spans(schedule: &Schedule, stamps: Stamps<'_>) -> Result<Vec<Span>, Trace
 ///
 /// # Errors
 /// Words that are no whole number of SMs, a wave that was not executed, a clock that runs backwards.
-pub fn wave_spans(names: &[(&str, &str)], words: &[u64]) -> Result<Vec<Span>, TraceError> {
-    let of_sm = names.len() * STAMP_WORDS;
+pub fn wave_spans(names: &[(&str, &str)], steps: u32, words: &[u64]) -> Result<Vec<Span>, TraceError> {
+    let of_step = names.len() * STAMP_WORDS;
+    let of_sm = of_step * steps as usize;
     if of_sm == 0 || !words.len().is_multiple_of(of_sm) {
         return Err(TraceError::Words { expected: of_sm, found: words.len() });
     }
     let mut spans = vec![];
-    for (sm, words) in words.chunks_exact(of_sm).enumerate() {
+    for (i, words) in words.chunks_exact(of_step).enumerate() {
+        let (sm, step) = (SmId::from(i / steps as usize), i as u32 % steps);
         for (wave, (&(does, grid), words)) in names.iter().zip(words.chunks_exact(STAMP_WORDS)).enumerate() {
-            let (sm, step, task) = (SmId::from(sm), 0, TaskId::from(wave));
+            let task = TaskId::from(wave);
             let [begin_ns, inputs_ns, end_ns, starved_ns] = [words[0], words[1], words[3], words[4]];
             if end_ns == 0 {
                 return Err(TraceError::Missing { sm, step, task, stamp: "last" });

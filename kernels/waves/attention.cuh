@@ -1,13 +1,15 @@
-// Attention of the rows of a prompt chunk, in two waves: `WaveAppend` norms and rotates the heads, and appends keys and values to the
-// cache; `WaveAttend` computes softmax(scale * q K^T) V for tiles of 16 rows of a head, over the cache up to each row's own position.
+// Attention, in two waves: `WaveAppend` norms and rotates the heads, and appends keys and values to the cache; the other computes
+// softmax(scale * q K^T) V over the cache up to each row's own position. Of a prompt chunk that is `WaveAttend`, for tiles of 16 rows of a
+// head; of a step `WaveAttendRow`, for the heads of one row that share a KV head.
 //
-// qkv (rows, ..)  bf16 row by row: q, k and v of all heads
+// qkv (rows, ..)  q, k and v of all heads: bf16 row by row, or PARTS sums of fp32, (PARTS, rows, ..)
 // q   (rows, ..)  bf16 row by row: normed, rotated
-// K, V            pages of one KV head; the second wave reads them through the ring, K and V of TILE positions side by side
+// K, V            pages of one KV head; the second wave reads them through the ring of inputs, K and V of TILE positions side by side
 // out (rows, ..)  bf16, as products read it
 //
-// owner    of a row of a head: one warp in either wave
-// assumes  rows of one sequence at consecutive positions; positions before the first are in the cache; heads as in ops/attention_tensor.cuh
+// owner    of a row of a head: one warp in the first wave and of a chunk; of a step the warps of a block, which take tiles in turn
+// assumes  positions before a row are in the cache, or are those of rows of the launch; of a chunk, rows of one sequence at consecutive
+//          positions; heads as in ops/attention_tensor.cuh
 #pragma once
 
 template <class M, class G>
@@ -18,6 +20,10 @@ struct WaveHeads {
   static __device__ __forceinline__ u8* pool(const WaveParams& p, u32 cache, int kv) {
     return p.cache + u64(cache) * OFFSET_BYTES + u64(kv) * M::POOL_ROWS * ROW;
   }
+  // Where the cache has the row of `position` of a sequence: a row of the pool.
+  static __device__ __forceinline__ u32 pool_row(const WaveParams& p, u32 sequence, u32 position) { return ::pool_row<M>(p.pages, sequence, position); }
+  // The first position that the row at `position` sees.
+  static __device__ __forceinline__ u32 seen_from(u32 position) { return G::WINDOW && position + 1 > G::WINDOW ? position + 1 - G::WINDOW : 0; }
 };
 
 template <class M, class G>
@@ -28,11 +34,12 @@ struct WaveAppend {
   // 16 bytes a lane, so several heads a warp.
   static constexpr int PIECES = G::DIM / 8, LANES = PIECES <= 8 ? 8 : PIECES <= 16 ? 16 : 32, HEADS_AT_ONCE = 32 / LANES;
   static constexpr int HEADS = G::HEADS + 2 * H::KV_HEADS;
-  static constexpr int ROUNDS = 4; // heads that a lane has on their way at once
+  static constexpr int ROUNDS = G::PARTS > 0 ? 2 : 4; // heads that a lane has on their way at once
 
-  static __device__ __forceinline__ void load(WaveLoader<M>&, const Wave&) {}
+  template <class R>
+  static __device__ __forceinline__ void load(WaveLoader<M, R>&, const Wave&) {}
   static __device__ __forceinline__ void run(WaveContext<M>& c, const Wave& e) {
-    const Shares<M> shares(c.p, e.shares);
+    const HeldShares<M> shares(c.p);
     for (u32 s = 0; s < shares.count; s++) {
       const Share share = shares[s];
       const u32 end = min(share.row + share.rows, c.p.row_count);
@@ -41,9 +48,9 @@ struct WaveAppend {
       constexpr int STRIDE = M::WARPS * HEADS_AT_ONCE;
 #pragma unroll 1
       for (int first = c.warp() * HEADS_AT_ONCE; first < all; first += ROUNDS * STRIDE) {
-        uint4 v[ROUNDS];
+        Piece v[ROUNDS];
 #pragma unroll
-        for (int i = 0; i < ROUNDS; i++) v[i] = head_piece(c, e, Place(c, int(share.row), first + i * STRIDE, all));
+        for (int i = 0; i < ROUNDS; i++) head_piece(c, e, Place(c, int(share.row), first + i * STRIDE, all), v[i]);
 #pragma unroll
         for (int i = 0; i < ROUNDS; i++) heads(c, e, Place(c, int(share.row), first + i * STRIDE, all), v[i]);
       }
@@ -59,20 +66,45 @@ struct WaveAppend {
       live = n < all && lane < PIECES;
       row = row0 + (live ? n / HEADS : 0), head = live ? n % HEADS : 0;
       kind = head < G::HEADS ? 0 : head < G::HEADS + H::KV_HEADS ? 1 : 2;
-      position = c.p.position + u32(row);
+      position = wave_position<M>(c.p, c.step, u32(row));
     }
   };
-  static __device__ __forceinline__ uint4 head_piece(const WaveContext<M>& c, const Wave& e, const Place& at) {
-    const u8* from = c.template work<u8>(e.x) + (u64(at.row) * H::COLS + at.head * G::DIM + at.lane * 8) * 2;
-    return at.live ? *reinterpret_cast<const uint4*>(from) : make_uint4(0, 0, 0, 0);
+  // 8 columns as they were read.
+  struct Piece {
+    float4 v[G::PARTS > 0 ? 2 * G::PARTS : 1];
+  };
+  static __device__ __forceinline__ void head_piece(const WaveContext<M>& c, const Wave& e, const Place& at, Piece& piece) {
+    const u64 from = u64(at.row) * H::COLS + at.head * G::DIM + at.lane * 8;
+    const float4 none = make_float4(0.f, 0.f, 0.f, 0.f);
+    if constexpr (G::PARTS > 0) {
+#pragma unroll
+      for (int i = 0; i < 2 * G::PARTS; i++)
+        piece.v[i] = at.live ? *reinterpret_cast<const float4*>(c.template work<float>(e.x) + u64(i / 2) * (M::BLOCK_ROWS * H::COLS) + from + i % 2 * 4) : none;
+    } else {
+      piece.v[0] = at.live ? *reinterpret_cast<const float4*>(c.template work<u8>(e.x) + from * 2) : none;
+    }
+  }
+  static __device__ __forceinline__ void widen_piece(const Piece& piece, float (&y)[8]) {
+    if constexpr (G::PARTS > 0) {
+#pragma unroll
+      for (int k = 0; k < 8; k++) y[k] = 0.f;
+#pragma unroll
+      for (int i = 0; i < 2 * G::PARTS; i++) {
+        const float4 v = piece.v[i];
+        y[i % 2 * 4] += v.x, y[i % 2 * 4 + 1] += v.y, y[i % 2 * 4 + 2] += v.z, y[i % 2 * 4 + 3] += v.w;
+      }
+    } else {
+      const float4 v = piece.v[0];
+      unpack8(make_uint4(__float_as_uint(v.x), __float_as_uint(v.y), __float_as_uint(v.z), __float_as_uint(v.w)), y);
+    }
   }
   // Some heads of a row, or of two.
-  static __device__ __forceinline__ void heads(WaveContext<M>& c, const Wave& e, const Place& at, const uint4 v) {
+  static __device__ __forceinline__ void heads(WaveContext<M>& c, const Wave& e, const Place& at, const Piece& piece) {
     const int lane = at.lane, row = at.row, head = at.head, kind = at.kind;
     const bool live = at.live;
     const u32 position = at.position;
     float y[8];
-    unpack8(v, y);
+    widen_piece(piece, y);
     if constexpr (G::Q_NORM == HeadNorm::HEAD || G::K_NORM == HeadNorm::HEAD) {
       const bool norm = kind == 0 ? G::Q_NORM == HeadNorm::HEAD : kind == 1 && G::K_NORM == HeadNorm::HEAD;
       float squares = 0.f;
@@ -107,66 +139,73 @@ struct WaveAppend {
       *reinterpret_cast<uint4*>(c.template work<u8>(e.out) + (u64(row) * H::QUERY_COLS + head * G::DIM + lane * 8) * 2) = w;
     } else {
       const int kv = head - G::HEADS - (kind - 1) * H::KV_HEADS;
-      u8* to = H::pool(c.p, kind == 1 ? e.k_cache : e.v_cache, kv) + u64(wave_pool_row<M>(c.p, position)) * H::ROW;
+      u8* to = H::pool(c.p, kind == 1 ? e.k_cache : e.v_cache, kv) + u64(H::pool_row(c.p, wave_sequence<M>(u32(row)), position)) * H::ROW;
       *reinterpret_cast<uint4*>(to + (lane ^ swizzle(position)) * 16) = w;
     }
   }
 };
 
+// Tiles of attention: 16 rows of queries, which are rows of a chunk or heads of a row, by positions of a chunk of the ring.
 template <class M, class G>
-struct WaveAttend {
+struct WaveTiles {
   typedef WaveHeads<M, G> H;
   typedef AttentionTensor<M, G> One;
-  static constexpr int QUERIES = G::HEADS_PER_TASK, ROW_TILES = M::WARPS / QUERIES, TILE_ROWS = ROW_TILES * 16;
-  static constexpr int HEAD_GRANULES = G::DIM / 32, VALUE_TILES = G::DIM / 8, ROW = H::ROW;
+  static constexpr int QUERIES = G::HEADS_PER_TASK;
+  static constexpr int HEAD_GRANULES = G::DIM / 32, ROW = H::ROW;
+  // Of a step several warps share a tile, each for 64 dimensions of V. All of them compute the scores.
+  static constexpr int TEAM = M::STEPS ? G::DIM / 64 : 1, VALUE_TILES = G::DIM / TEAM / 8;
   static constexpr int TILE = G::TILE; // positions of a chunk; pages are whole tiles
-  static_assert(2 * TILE * ROW <= M::SLOT_BYTES && TILE % 16 == 0 && M::PAGE_ROWS % TILE == 0, "a slot holds keys and values of a tile");
+  static_assert(2 * TILE * ROW <= M::INPUT_BYTES && TILE % 16 == 0 && M::PAGE_ROWS % TILE == 0, "a slot holds keys and values of a tile");
   // Queries stay in registers where the sums leave room for them.
-  static constexpr bool HOLDS_QUERIES = G::DIM <= 128;
+  static constexpr bool HOLDS_QUERIES = G::DIM <= (M::STEPS ? 64 : 128);
   // Positions whose scores are taken at once.
   static constexpr int STEP = HOLDS_QUERIES && TILE % 32 == 0 ? 32 : 16, STEP_TILES = STEP / 8;
 
-  // Positions that a share reads: from a whole tile on.
-  static __device__ __forceinline__ u32 begin_of(const WaveParams& p, const Share& s) {
-    const u32 first = p.position + s.row;
-    return (G::WINDOW && first + 1 > G::WINDOW ? first + 1 - G::WINDOW : 0) / TILE * TILE;
-  }
-  static __device__ __forceinline__ u32 end_of(const WaveParams& p, const Share& s) { return p.position + min(s.row + s.rows, p.row_count); }
-
-  static __device__ __forceinline__ void load(WaveLoader<M>& l, const Wave& e) {
-    const Shares<M> shares(l.p, e.shares);
-    for (u32 s = 0; s < shares.count; s++) {
-      const Share share = shares[s];
-      if (share.row >= l.p.row_count) continue;
-      const int kv = int(share.lo) * QUERIES / G::GROUP;
-      const u32 end = end_of(l.p, share);
-      for (u32 at = begin_of(l.p, share); at < end; at += TILE, l.at.next()) {
-        const u32 bytes = min(u32(TILE), end - at) * ROW;
-        u8* slot = l.free_slot();
-        if (l.part == 0) l.meet();
-        l.arrive(2 * bytes);
-        if (l.part == 0 && l.lane < 2) {
-          const u8* from = H::pool(l.p, l.lane == 0 ? e.k_cache : e.v_cache, kv) + u64(wave_pool_row<M>(l.p, at)) * ROW;
-          l.copy(slot + l.lane * (TILE * ROW), from, bytes, false);
-        }
-        __syncwarp();
-      }
+  // The queries of rows lane / 4 and lane / 4 + 8 of a tile, as operands.
+  struct Queries {
+    const u8 *first, *second;
+    uint4 held[HOLDS_QUERIES ? 2 * HEAD_GRANULES : 1];
+    __device__ __forceinline__ Queries(const u8* first, const u8* second) : first(first), second(second) {
+      if constexpr (HOLDS_QUERIES)
+#pragma unroll
+        for (int j = 0; j < HEAD_GRANULES; j++) load(j, held[2 * j], held[2 * j + 1]);
     }
-  }
-
-  // Granule j of the queries of rows lane / 4 and lane / 4 + 8, as two operands.
-  static __device__ __forceinline__ void load_queries(const u8* query, int j, uint4& first, uint4& second) {
-    const uint4 a = *reinterpret_cast<const uint4*>(query + j * 64), b = *reinterpret_cast<const uint4*>(query + 8 * (H::QUERY_COLS * 2) + j * 64);
-    first = make_uint4(a.x, b.x, a.y, b.y);
-    second = make_uint4(a.z, b.z, a.w, b.w);
+    __device__ __forceinline__ void load(int j, uint4& low, uint4& high) const {
+      const uint4 a = *reinterpret_cast<const uint4*>(first + j * 64), b = *reinterpret_cast<const uint4*>(second + j * 64);
+      low = make_uint4(a.x, b.x, a.y, b.y);
+      high = make_uint4(a.z, b.z, a.w, b.w);
+    }
+    // Granule j.
+    __device__ __forceinline__ void operator()(int j, uint4& low, uint4& high) const {
+      if constexpr (HOLDS_QUERIES)
+        low = held[2 * j], high = held[2 * j + 1];
+      else
+        load(j, low, high);
+    }
+  };
+  // Asks for the chunk of TILE positions from `at` on, up to `end`.
+  template <class R>
+  static __device__ __forceinline__ void load_chunk(WaveLoader<M, R>& l, const Wave& e, u32 sequence, int kv, u32 at, u32 end) {
+    const u32 bytes = min(u32(TILE), end - at) * ROW;
+    const u8* from = H::pool(l.p, l.lane == 0 ? e.k_cache : e.v_cache, kv) + u64(H::pool_row(l.p, sequence, at)) * ROW;
+    u8* slot = l.free_slot();
+    l.meet();
+    if (l.lane < 2) l.copy(slot + l.lane * (TILE * ROW), from, bytes);
+    l.arrive(2 * bytes);
+    l.at.next();
   }
   // The running softmax of rows lane / 4 and lane / 4 + 8 of a warp.
   struct Running {
     float m[2], l[2], o[VALUE_TILES][4];
   };
+  static __device__ __forceinline__ void begin(Running& r) {
+#pragma unroll
+    for (int h = 0; h < 2; h++) r.m[h] = NEGATIVE_INFINITY, r.l[h] = 0.f;
+#pragma unroll
+    for (int n = 0; n < VALUE_TILES; n++) r.o[n][0] = r.o[n][1] = r.o[n][2] = r.o[n][3] = 0.f;
+  }
   // STEP positions at `keys` and `values`; row h sees those from lo[h] up to hi[h], and `there` have landed.
-  static __device__ __forceinline__ void tile(int lane, const u8* query, const uint4 (&held)[HOLDS_QUERIES ? 2 * HEAD_GRANULES : 1], const u8* keys, const u8* values,
-                                              const int (&lo)[2], const int (&hi)[2], int there, Running& r) {
+  static __device__ __forceinline__ void tile(int lane, const Queries& queries, const u8* keys, const u8* values, const int (&lo)[2], const int (&hi)[2], int there, Running& r) {
     const int t = lane % 4;
     const u32 key_at = lane / 4 * ROW + (lane % 4 ^ swizzle(lane / 4)) * 16;
     const u32 value_at = lane % 16 * ROW + (lane / 16 ^ swizzle(lane % 16)) * 16;
@@ -174,10 +213,7 @@ struct WaveAttend {
 #pragma unroll
     for (int j = 0; j < HEAD_GRANULES; j++) {
       uint4 q[2];
-      if constexpr (HOLDS_QUERIES)
-        q[0] = held[2 * j], q[1] = held[2 * j + 1];
-      else
-        load_queries(query, j, q[0], q[1]);
+      queries(j, q[0], q[1]);
 #pragma unroll
       for (int n = 0; n < STEP_TILES; n++) {
         const uint4 k = *reinterpret_cast<const uint4*>(keys + n * 8 * ROW + j / 2 * 128 + (key_at ^ j % 2 * 64));
@@ -237,9 +273,33 @@ struct WaveAttend {
       }
     }
   }
+};
+
+template <class M, class G>
+struct WaveAttend {
+  typedef WaveHeads<M, G> H;
+  typedef WaveTiles<M, G> T;
+  static constexpr int QUERIES = T::QUERIES, ROW_TILES = M::WARPS / QUERIES, TILE_ROWS = ROW_TILES * 16, TILE = T::TILE, STEP = T::STEP, ROW = H::ROW;
+
+  // Positions that a share reads: from a whole tile on.
+  static __device__ __forceinline__ u32 begin_of(const WaveParams& p, const Share& s) { return H::seen_from(p.position + s.row) / TILE * TILE; }
+  static __device__ __forceinline__ u32 end_of(const WaveParams& p, const Share& s) { return p.position + min(s.row + s.rows, p.row_count); }
+
+  template <class R>
+  static __device__ __forceinline__ void load(WaveLoader<M, R>& l, const Wave& e) {
+    if constexpr (R::FIRST == 0) {
+      const Shares<M> shares(l.p, e.shares);
+      for (u32 s = 0; s < shares.count; s++) {
+        const Share share = shares[s];
+        if (share.row >= l.p.row_count) continue;
+        const u32 end = end_of(l.p, share);
+        for (u32 at = begin_of(l.p, share); at < end; at += TILE) T::load_chunk(l, e, 0, int(share.lo) * QUERIES / G::GROUP, at, end);
+      }
+    }
+  }
 
   static __device__ __forceinline__ void run(WaveContext<M>& c, const Wave& e) {
-    const Shares<M> shares(c.p, e.shares);
+    const HeldShares<M> shares(c.p);
 #pragma unroll 1
     for (u32 s = 0; s < shares.count; s++) {
       const Share share = shares[s];
@@ -253,30 +313,24 @@ struct WaveAttend {
     const int row0 = int(share.row) + c.warp() / QUERIES * 16, end_row = c.warp() < QUERIES * ROW_TILES ? int(min(share.row + share.rows, c.p.row_count)) : 0;
     const bool live = row0 < end_row;
     const u8* query = c.template work<u8>(e.x) + (u64(live ? row0 + g : 0) * H::QUERY_COLS + (live ? head : 0) * G::DIM + t * 8) * 2;
-    uint4 held[HOLDS_QUERIES ? 2 * HEAD_GRANULES : 1];
-    if constexpr (HOLDS_QUERIES)
-#pragma unroll
-      for (int j = 0; j < HEAD_GRANULES; j++) load_queries(query, j, held[2 * j], held[2 * j + 1]);
-    Running r;
-#pragma unroll
-    for (int h = 0; h < 2; h++) r.m[h] = NEGATIVE_INFINITY, r.l[h] = 0.f;
-#pragma unroll
-    for (int n = 0; n < VALUE_TILES; n++) r.o[n][0] = r.o[n][1] = r.o[n][2] = r.o[n][3] = 0.f;
+    const typename T::Queries queries(query, query + 8 * (H::QUERY_COLS * 2));
+    typename T::Running r;
+    T::begin(r);
     // Positions of the rows of this warp, and from where on each sees.
     const int first = int(c.p.position) + row0, last = int(c.p.position) + min(row0 + 16, end_row) - 1;
-    const auto start = [](int position) { return G::WINDOW && position + 1 > int(G::WINDOW) ? position + 1 - int(G::WINDOW) : 0; };
+    const auto start = [](int position) { return int(H::seen_from(u32(position))); };
     const int begin = int(begin_of(c.p, share)), end = int(end_of(c.p, share));
 #pragma unroll 1
     for (int chunk = begin; chunk < end; chunk += TILE) {
-      const u8* slot = wave_take(c);
+      const u8* slot = wave_take(c, c.inputs);
       if (live)
 #pragma unroll 1
         for (int at = chunk; at < min(chunk + TILE, end); at += STEP) {
           if (at > last || at + STEP <= start(first)) continue;
           const int lo[2] = {start(first + g) - at, start(first + g + 8) - at}, hi[2] = {first + g + 1 - at, first + g + 9 - at};
-          tile(lane, query, held, slot + (at - chunk) * ROW, slot + TILE * ROW + (at - chunk) * ROW, lo, hi, end - at, r);
+          T::tile(lane, queries, slot + (at - chunk) * ROW, slot + TILE * ROW + (at - chunk) * ROW, lo, hi, end - at, r);
         }
-      wave_release(c);
+      wave_release(c, c.inputs);
     }
     if (!live) return;
     u8* out = c.template work<u8>(e.out);
@@ -289,9 +343,141 @@ struct WaveAttend {
       if (row >= end_row) continue;
       const float factor = __fdividef(1.f, sum);
 #pragma unroll
-      for (int n = 0; n < VALUE_TILES; n++)
-        *reinterpret_cast<u32*>(out + OperandPlace<H::QUERY_COLS>::at(row, head * G::DIM + n * 8 + t * 2)) =
+      for (int n = 0; n < T::VALUE_TILES; n++)
+        *reinterpret_cast<u32*>(out + OperandPlace<H::QUERY_COLS, M::BLOCK_ROWS>::at(row, head * G::DIM + n * 8 + t * 2)) =
             bf16_pair(r.o[n][2 * h] * factor, r.o[n][2 * h + 1] * factor);
     }
+  }
+};
+
+// The heads of a row that share a KV head are the rows of a tile.
+template <class M, class G>
+struct WaveAttendRow {
+  typedef WaveHeads<M, G> H;
+  typedef WaveTiles<M, G> T;
+  static constexpr int QUERIES = T::QUERIES, TILE = T::TILE, STEP = T::STEP, ROW = H::ROW;
+  static_assert(QUERIES <= 16, "a tile has 16 rows");
+  // What a team of warps leaves of a row: of each head the largest score, the sum, and the values.
+  static constexpr int TEAM = T::TEAM, TEAMS = M::WARPS / TEAM, LEFT = QUERIES * (G::DIM + 2), ROOM = M::SCRATCH_BYTES / 4 / LEFT;
+  static constexpr int TAKERS = ROOM < TEAMS ? ROOM : TEAMS; // teams that take chunks in turn
+  static constexpr int TURN = TILE < 64 ? 64 : TILE; // positions
+  static_assert(TAKERS > 0, "a team's part of a row meets those of others");
+
+  struct Task {
+    u32 row, sequence, position, begin, end;
+    int head;
+    __device__ __forceinline__ Task(const Share& share, u32 sequence, u32 position)
+        : row(share.row), sequence(sequence), position(position), begin(H::seen_from(position) / TILE * TILE),
+          end(position + 1), head(int(share.lo) * QUERIES) {}
+  };
+
+  template <class R>
+  static __device__ __forceinline__ void load(WaveLoader<M, R>& l, const Wave& e) {
+    if constexpr (R::FIRST == 0) {
+      const Shares<M> shares(l.p, e.shares);
+      for (u32 s = 0; s < shares.count; s++) {
+        const Share share = shares[s];
+        if (share.row >= l.p.row_count) continue;
+        const Task task(share, wave_sequence<M>(share.row), wave_position<M>(l.p, l.step, share.row));
+        for (u32 at = task.begin; at < task.end; at += TILE) T::load_chunk(l, e, task.sequence, task.head / G::GROUP, at, task.end);
+      }
+    }
+  }
+
+  static __device__ __forceinline__ void run(WaveContext<M>& c, const Wave& e) {
+    const HeldShares<M> shares(c.p);
+    u32 turns = 0;
+#pragma unroll 1
+    for (u32 s = 0; s < shares.count; s++) {
+      const Share share = shares[s];
+      // Consumers know the place of a row alone; its pages are the loader's.
+      if (share.row < c.p.row_count) one(c, e, Task(share, 0, wave_position<M>(c.p, c.step, share.row)), turns);
+    }
+  }
+  static __device__ __forceinline__ void one(WaveContext<M>& c, const Wave& e, const Task& task, u32& turns) {
+    const int lane = c.lane(), g = lane / 4, t = lane % 4, team = c.warp() / TEAM, part = c.warp() % TEAM;
+    const int start = int(H::seen_from(task.position)), begin = int(task.begin), end = int(task.end);
+    // Teams take so many chunks in turn: a short history is one team's, and needs no merge.
+    const u32 first = turns % TAKERS, count = u32(ceil_div(end - begin, TURN));
+    turns += count;
+    // Whether this team has one. Others only pass chunks on, and are free for the next row.
+    const bool takes = team < TAKERS && (u32(team) + TAKERS - first) % TAKERS < count;
+    typename T::Running r;
+    T::begin(r);
+    const u8* head = c.template work<u8>(e.x) + (u64(task.row) * H::QUERY_COLS + task.head * G::DIM + t * 8) * 2;
+    const u8 *low = head + (takes && g < QUERIES ? g : 0) * (G::DIM * 2), *high = head + (takes && g + 8 < QUERIES ? g + 8 : 0) * (G::DIM * 2);
+    if (takes) {
+      const typename T::Queries queries(low, high);
+#pragma unroll 1
+      for (int chunk = begin; chunk < end; chunk += TILE) {
+        const u8* slot = wave_take(c, c.inputs);
+        if (int((first + u32(chunk - begin) / TURN) % TAKERS) == team)
+#pragma unroll 1
+          for (int at = chunk; at < min(chunk + TILE, end); at += T::STEP) {
+            if (at + T::STEP <= start) continue;
+            const int lo[2] = {start - at, start - at}, hi[2] = {end - at, end - at};
+            T::tile(lane, queries, slot + (at - chunk) * ROW, slot + TILE * ROW + (at - chunk) * ROW + part * 128, lo, hi, end - at, r);
+          }
+        wave_release(c, c.inputs);
+      }
+    } else {
+#pragma unroll 1
+      for (int chunk = begin; chunk < end; chunk += TILE) {
+        wave_take(c, c.inputs);
+        wave_release(c, c.inputs);
+      }
+    }
+    float sum[2];
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      sum[h] = r.l[h];
+      sum[h] += __shfl_xor_sync(~0u, sum[h], 1);
+      sum[h] += __shfl_xor_sync(~0u, sum[h], 2);
+    }
+    u8* out = c.template work<u8>(e.out);
+    const auto put = [&](int query, int col, float a, float b) {
+      *reinterpret_cast<u32*>(out + OperandPlace<H::QUERY_COLS, M::BLOCK_ROWS>::at(int(task.row), (task.head + query) * G::DIM + col)) = bf16_pair(a, b);
+    };
+    if (count == 1) {
+      // One team has it all.
+      if (takes)
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+          if (g + h * 8 >= QUERIES) continue;
+          const float factor = __fdividef(1.f, sum[h]);
+#pragma unroll
+          for (int n = 0; n < T::VALUE_TILES; n++) put(g + h * 8, part * 64 + n * 8 + t * 2, r.o[n][2 * h] * factor, r.o[n][2 * h + 1] * factor);
+        }
+      return;
+    }
+    // [team][head][largest score, sum, values]
+    if (team < TAKERS)
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        if (g + h * 8 >= QUERIES) continue;
+        float* at = wave_scratch<M>() + team * LEFT + (g + h * 8) * (G::DIM + 2);
+        if (t == 0 && part == 0) at[0] = r.m[h], at[1] = sum[h];
+#pragma unroll
+        for (int n = 0; n < T::VALUE_TILES; n++) *reinterpret_cast<float2*>(at + 2 + part * 64 + n * 8 + t * 2) = make_float2(r.o[n][2 * h], r.o[n][2 * h + 1]);
+      }
+    c.barrier();
+#pragma unroll 1
+    for (int i = c.tid(); i < QUERIES * G::DIM / 2; i += M::WARPS * 32) {
+      const int query = i / (G::DIM / 2), col = i % (G::DIM / 2) * 2;
+      const float* at = wave_scratch<M>() + query * (G::DIM + 2);
+      float top = NEGATIVE_INFINITY, all = 0.f, x = 0.f, y = 0.f;
+#pragma unroll
+      for (int w = 0; w < TAKERS; w++) top = fmaxf(top, at[w * LEFT]);
+#pragma unroll
+      for (int w = 0; w < TAKERS; w++) {
+        const float* of = at + w * LEFT;
+        const float weight = exp_fast(of[0] - top);
+        const float2 v = *reinterpret_cast<const float2*>(of + 2 + col);
+        all += weight * of[1], x += weight * v.x, y += weight * v.y;
+      }
+      const float factor = __fdividef(1.f, all);
+      put(query, col, x * factor, y * factor);
+    }
+    c.barrier();
   }
 };

@@ -1,7 +1,8 @@
 // Owns what a launch of waves gets, what a block keeps in shared memory and what a thread carries.
 //
-// A wave is what one grid of the program does for all rows of a prompt chunk. Between two waves all blocks meet, so a wave reads
-// what earlier waves wrote wherever it lies. Weights are written by none: a loader brings those of the next wave before the blocks meet.
+// A wave is what one grid of the program does for all rows of a launch: of a prompt chunk, or of a step (M::STEPS). Between two waves all
+// blocks meet, so a wave reads what earlier waves wrote wherever it lies. Weights are written by none: a loader brings those of the
+// next wave before the blocks meet.
 #pragma once
 
 // One wave; 64 bytes, laid out by codegen/waves.rs. Places of the work arena, of constants and of caches are in OFFSET_BYTES.
@@ -22,97 +23,174 @@ struct alignas(16) Wave {
   };
   u32 branch_weight, branch_bias; // norm of a branch before it is added
   u32 k_cache, v_cache;
-  u32 grid; // for readers
+  u32 next_shares; // of the wave after it; of the last one, of the first
   u32 row_scales; // of a matrix of codes
 };
 static_assert(sizeof(Wave) == 64, "waves are 64 bytes in codegen/waves.rs");
 
-// What one block does of a wave: launch indices lo to hi for `rows` rows of the chunk.
+// What one block does of a wave: launch indices lo to hi for `rows` rows of the launch.
 struct alignas(16) Share {
   u32 row, rows, lo, hi;
 };
+// All that one block has of a division. The first shares stand here, too: they are there as soon as the record is.
+constexpr u32 SHARES_HELD = 4;
+struct alignas(16) ShareRecord {
+  u32 first, count, reserved[2];
+  Share held[SHARES_HELD];
+};
+static_assert(sizeof(ShareRecord) == 80, "records are 80 bytes in codegen/waves.rs");
 
 struct WaveParams {
   const u8* pack;
   u8* cache;
-  u8* work;              // activations of the chunk
+  u8* work;              // activations of the rows
   const Wave* waves;
   const Share* shares;
-  const u32* share_index; // [blocks of rows - 1][divisions][SMS], one more at the end
-  const i32* tokens;     // of the chunk
-  const u32* pages;      // of the one sequence: [BLOCKS]
+  const ShareRecord* records; // [blocks of rows - 1][divisions][SMS]
+  const Row* rows;
+  const u32* pages;      // [sequences][M::BLOCKS]; of a chunk there is one sequence
   u32* arrived;          // blocks that ended a wave, counted over all waves of the launch; 0 before it
   u32* report;           // host-visible watchdog report, 8 words an SM
   volatile u32* abort;   // host-visible
-  u64* stamps;           // [SMS][waves][STAMP_WORDS] nanoseconds, traced builds only
+  u64* stamps;           // [SMS][steps][waves][STAMP_WORDS] nanoseconds, traced builds only
+  float* logits;         // null, or of the last step: [ROWS][vocabulary]
+  i32* mailbox;          // host-visible: [1 + step * ROWS + row] tokens; of a launch that decides none not looked at
   u64 timeout_ns;
   u32 wave_count;
   u32 row_count;
   u32 position;          // of the first row
-  u32 reserved;
+  u32 steps;
 };
-static_assert(sizeof(WaveParams) == 13 * 8 + 4 * 4, "parameters are as codegen/waves.rs declares them");
+static_assert(sizeof(WaveParams) == 15 * 8 + 4 * 4, "parameters are as codegen/waves.rs declares them");
 
 template <class M>
 struct WaveState {
   Watchdog dog;
-  u64 full[M::SLOTS];
-  u64 empty[M::SLOTS];
+  u64 full[M::INPUT_SLOTS + M::WEIGHT_SLOTS];
+  u64 empty[M::INPUT_SLOTS + M::WEIGHT_SLOTS];
   float stats[2][4][M::WARPS]; // [parity of the rows at hand][mean and squares of a branch, of the sum][warp]
+  // Of the wave at hand, for consumers, and which shares the next one has.
+  Wave wave;
+  ShareRecord record;
+  u32 next_shares;
+  // Of a step: where each row is before the first step, and which row of the page table it has.
+  u32 positions[M::STEPS ? M::BLOCK_ROWS : 1], sequences[M::STEPS ? M::BLOCK_ROWS : 1];
 };
 template <class M>
 __device__ __forceinline__ WaveState<M>& wave_state() {
   return *reinterpret_cast<WaveState<M>*>(block_memory() + M::STATE_AT);
 }
+// Sums of warps that meet in a block.
+template <class M>
+__device__ __forceinline__ float* wave_scratch() {
+  return reinterpret_cast<float*>(block_memory() + M::SCRATCH_AT);
+}
 
-// Rows of a block of rows: what a matrix product has of them at once.
-constexpr int BLOCK_ROWS = 128;
+// The two rings of a block: what waves wrote (inputs of products, histories), and weights.
+template <class M>
+struct InputRing {
+  static constexpr int SLOTS = M::INPUT_SLOTS, SLOT_BYTES = M::INPUT_BYTES, AT = M::INPUT_AT, FIRST = 0, FILLERS = 1;
+};
+template <class M>
+struct WeightRing {
+  static constexpr int SLOTS = M::WEIGHT_SLOTS, SLOT_BYTES = M::WEIGHT_BYTES, AT = 0, FIRST = M::INPUT_SLOTS, FILLERS = M::LOADER_WARPS - 1;
+};
 
-// The shares of this block in a wave.
+// The position of a row in a step. Of a chunk, rows are at consecutive positions.
+template <class M>
+__device__ __forceinline__ u32 wave_position(const WaveParams& p, u32 step, u32 row) {
+  if constexpr (M::STEPS)
+    return min(wave_state<M>().positions[row] + step, M::CONTEXT_MAX - 1);
+  else
+    return p.position + row;
+}
+// The row of the page table that a row of the launch has.
+template <class M>
+__device__ __forceinline__ u32 wave_sequence(u32 row) {
+  return M::STEPS ? wave_state<M>().sequences[row] : 0;
+}
+// The record of this block in a division.
+template <class M>
+__device__ __forceinline__ const ShareRecord* share_record(const WaveParams& p, u32 division) {
+  const u32 blocks = (p.row_count + M::BLOCK_ROWS - 1) / M::BLOCK_ROWS;
+  return p.records + ((blocks - 1) * M::DIVISIONS + division) * M::SMS + blockIdx.x;
+}
+__device__ __forceinline__ Share share_of(const uint4 v) { return Share{uniform(v.x), uniform(v.y), uniform(v.z), uniform(v.w)}; }
+// The shares of this block in a wave, for the loader.
 template <class M>
 struct Shares {
   const Share* first;
   u32 count;
   __device__ __forceinline__ Shares(const WaveParams& p, u32 division) {
-    const u32 blocks = (p.row_count + BLOCK_ROWS - 1) / BLOCK_ROWS;
-    const u32* at = p.share_index + ((blocks - 1) * M::DIVISIONS + division) * M::SMS + blockIdx.x;
-    first = p.shares + __ldg(at);
-    count = uniform(__ldg(at + 1) - __ldg(at));
+    const ShareRecord* record = share_record<M>(p, division);
+    first = p.shares + __ldg(&record->first);
+    count = uniform(__ldg(&record->count));
   }
+  __device__ __forceinline__ Share operator[](u32 i) const { return share_of(__ldg(reinterpret_cast<const uint4*>(first + i))); }
+};
+// The same for consumers.
+template <class M>
+struct HeldShares {
+  const Share* first;
+  const u32 count;
+  __device__ __forceinline__ explicit HeldShares(const WaveParams& p)
+      : first(p.shares + wave_state<M>().record.first), count(uniform(wave_state<M>().record.count)) {}
   __device__ __forceinline__ Share operator[](u32 i) const {
-    const uint4 v = __ldg(reinterpret_cast<const uint4*>(first + i));
-    return Share{uniform(v.x), uniform(v.y), uniform(v.z), uniform(v.w)};
+    return share_of(i < SHARES_HELD ? *reinterpret_cast<const uint4*>(wave_state<M>().record.held + i) : __ldg(reinterpret_cast<const uint4*>(first + i)));
   }
 };
+// By a warp of the consumers: brings what a wave is and what this block has of it. Neither load waits for the other.
+template <class M>
+__device__ __forceinline__ void fetch_wave(const WaveParams& p, u32 wave, u32 lane) {
+  constexpr u32 WORDS = sizeof(Wave) / 4, RECORD_WORDS = sizeof(ShareRecord) / 4;
+  static_assert(WORDS <= 32 && RECORD_WORDS <= 32, "a word a lane");
+  WaveState<M>& state = wave_state<M>();
+  const u32* record = reinterpret_cast<const u32*>(share_record<M>(p, state.next_shares));
+  const u32 word = lane < WORDS ? __ldg(reinterpret_cast<const u32*>(p.waves + wave) + lane) : 0;
+  const u32 held = lane < RECORD_WORDS ? __ldg(record + lane) : 0;
+  __syncwarp();
+  if (lane < WORDS) reinterpret_cast<u32*>(&state.wave)[lane] = word;
+  if (lane < RECORD_WORDS) reinterpret_cast<u32*>(&state.record)[lane] = held;
+  __syncwarp();
+  if (lane == 0) state.next_shares = state.wave.next_shares;
+}
 
 // Thread-wide view of a block.
 template <class M>
 struct WaveContext {
   const WaveParams& p;
-  RingCursor<M> ring; // next chunk to consume
-  u32 wave;
+  RingCursor<InputRing<M>> inputs; // next chunks to consume
+  RingCursor<WeightRing<M>> weights;
+  u32 step, wave;
   u32 patience;
   u32 starved_ns; // traced builds: time of this wave before chunks that had not landed
   int thread, warp_index;
 
   __device__ __forceinline__ explicit WaveContext(const WaveParams& p)
-      : p(p), ring{0, 0}, wave(0), patience(POLLS_BETWEEN_CHECKS), starved_ns(0), thread(int(threadIdx.x)), warp_index(int(uniform(threadIdx.x / 32))) {}
+      : p(p), inputs{0, 0}, weights{0, 0}, step(0), wave(0), patience(POLLS_BETWEEN_CHECKS), starved_ns(0), thread(int(threadIdx.x)), warp_index(int(uniform(threadIdx.x / 32))) {}
   // At the start of every wave: the thread is taken for new, or what all ops derive from it is kept in registers throughout.
-  __device__ __forceinline__ void begin_wave(u32 i) {
+  __device__ __forceinline__ void begin_wave(u32 s, u32 i) {
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
     warp_index = int(uniform(u32(thread) / 32));
+    step = s;
     wave = i;
   }
   __device__ __forceinline__ int tid() const { return thread; }
   __device__ __forceinline__ int warp() const { return warp_index; }
   __device__ __forceinline__ int lane() const { return int(u32(thread) % 32); }
   __device__ __forceinline__ void barrier() const { consumer_barrier<M::WARPS * 32>(); }
+  // Until all blocks have ended so many waves of the launch.
+  __device__ __forceinline__ void await_others(u32 waves) {
+    if (warp() == 0 && waves > 0) await_waves<M::SMS>(p.arrived, waves, waiter());
+    if (warp() == 1) fetch_wave<M>(p, wave, u32(lane()));
+    barrier();
+  }
   __device__ __forceinline__ Waiter waiter() { return Waiter{patience, &wave_state<M>().dog, WaitSite{wave, nullptr}}; }
   // Traced builds: 0 wave begins, 1 all blocks ended the one before, 3 wave ends. Costs nothing when off.
   __device__ __forceinline__ void stamp(int k) {
     if constexpr (M::TRACE)
       if (tid() == 0) {
-        u64* words = p.stamps + (u64(blockIdx.x) * p.wave_count + wave) * STAMP_WORDS;
+        u64* words = p.stamps + ((u64(blockIdx.x) * p.steps + step) * p.wave_count + wave) * STAMP_WORDS;
         words[k] = global_ns();
         if (k == 0) starved_ns = 0;
         if (k == 3) words[4] = starved_ns;
@@ -128,18 +206,17 @@ struct WaveContext {
   }
 };
 
-// Where the cache has the row of `position` of the sequence: a row of the pool.
+// The row of the page table that a row of the launch has.
 template <class M>
-__device__ __forceinline__ u32 wave_pool_row(const WaveParams& p, u32 position) {
-  const u32 page = min(__ldg(p.pages + position / M::PAGE_ROWS), M::PAGES - 1);
-  return page * M::PAGE_ROWS + position % M::PAGE_ROWS;
+__device__ __forceinline__ u32 wave_sequence(const WaveParams& p, u32 row) {
+  return M::STEPS ? __ldg(&p.rows[row].sequence) : 0;
 }
 
-// The input of a product, as its lanes read it: 128 rows by 64 columns of bf16 are 16 KiB side by side. In them 16 rows by 32 columns are
-// 1 KiB, of which a lane reads 16 bytes twice: columns 8 t to 8 t + 3 of the rows g and g + 8 (t = lane % 4, g = lane / 4), then the
+// The input of a product, as its lanes read it: 64 columns of all rows of a block lie side by side, 16 KiB of bf16 where those are 128
+// rows. In them 16 rows by 32 columns are 1 KiB, of which a lane reads 16 bytes twice: columns 8 t to 8 t + 3 of the rows g and g + 8 (t = lane % 4, g = lane / 4), then the
 // next four. A pair of columns of the one row, the same of the other, and so on: registers of an operand as they stand. Columns that pad the
 // last block stay zero.
-template <int COLS>
+template <int COLS, int BLOCK_ROWS>
 struct OperandPlace {
   static constexpr u32 BLOCK_BYTES = BLOCK_ROWS * 128, BLOCKS = u32(ceil_div(COLS, 128)) * 2;
   static constexpr u32 TILE_BYTES = 2048, SPAN_BYTES = 1024, HALF_BYTES = 512; // of 16 rows: 64 columns, 32, and half of those

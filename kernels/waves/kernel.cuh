@@ -2,34 +2,44 @@
 #pragma once
 
 // D::run(context, op, wave) is the consumers' part of a wave, D::load(loader, op, wave) the loader's.
-template <class M, class D>
-__device__ __forceinline__ void load_waves(const WaveParams& p) {
-  WaveLoader<M> loader(p);
+template <class M, class D, class R>
+__device__ __forceinline__ void load_waves(const WaveParams& p, int part) {
+  WaveLoader<M, R> loader(p, part);
+  for (u32 s = 0; s < p.steps; s++)
 #pragma unroll 1
-  for (u32 i = 0; i < p.wave_count; i++) {
-    loader.wave = i;
-    loader.met = i == 0;
-    D::load(loader, uniform(__ldg(&p.waves[i].op)), p.waves[i]);
-  }
+    for (u32 i = 0; i < p.wave_count; i++) {
+      loader.step = s;
+      loader.wave = i;
+      loader.met = s == 0 && i == 0;
+      D::load(loader, uniform(__ldg(&p.waves[i].op)), p.waves[i]);
+    }
   loader.drain();
 }
 template <class M, class D>
 __device__ __forceinline__ void consume_waves(const WaveParams& p) {
   WaveContext<M> c(p);
+  for (u32 s = 0; s < p.steps; s++)
 #pragma unroll 1
-  for (u32 i = 0; i < p.wave_count; i++) {
-    c.begin_wave(i);
-    c.stamp(0);
-    if (i > 0) {
-      if (c.warp() == 0) await_waves<M::SMS>(p.arrived, i, c.waiter());
+    for (u32 i = 0; i < p.wave_count; i++) {
+      c.begin_wave(s, i);
+      c.stamp(0);
+      c.await_others(s * p.wave_count + i);
+      c.stamp(1);
+      D::run(c, uniform(wave_state<M>().wave.op), wave_state<M>().wave);
       c.barrier();
+      c.stamp(3);
+      if (c.tid() == 0) end_wave(p.arrived);
     }
-    c.stamp(1);
-    D::run(c, uniform(__ldg(&p.waves[i].op)), p.waves[i]);
-    c.barrier();
-    c.stamp(3);
-    if (c.tid() == 0) end_wave(p.arrived);
-  }
+  // What the last step decided, for the host.
+  if constexpr (M::STEPS)
+    if (p.mailbox && blockIdx.x == 0) {
+      c.begin_wave(p.steps, 0);
+      c.await_others(p.steps * p.wave_count);
+      for (u32 row = c.warp(); row < p.row_count; row += M::WARPS) {
+        const int token = wave_decided<M>(c, row);
+        if (c.lane() == 0) p.mailbox[1 + p.steps * M::BLOCK_ROWS + row] = token;
+      }
+    }
 }
 
 template <class M, class D>
@@ -37,15 +47,21 @@ __device__ __forceinline__ void run_waves(const WaveParams& p) {
   static_assert(sizeof(WaveState<M>) <= M::STATE_BYTES, "the state part of the shared-memory map is too small");
   WaveState<M>& state = wave_state<M>();
   if (threadIdx.x == 0) {
-    for (int i = 0; i < M::SLOTS; i++) {
-      Slot<false>::init(&state.full[i], M::LOADER_WARPS);
+    for (int i = 0; i < M::INPUT_SLOTS + M::WEIGHT_SLOTS; i++) {
+      Slot<false>::init(&state.full[i], i < M::INPUT_SLOTS ? InputRing<M>::FILLERS : WeightRing<M>::FILLERS);
       Slot<false>::init(&state.empty[i], M::WARPS);
     }
     state.dog = Watchdog{p.report, p.abort, global_ns() + p.timeout_ns};
+    state.next_shares = __ldg(&p.waves[0].shares);
 #if __CUDA_ARCH__ >= 900
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 #endif
   }
+  if constexpr (M::STEPS)
+    if (threadIdx.x < p.row_count) {
+      state.positions[threadIdx.x] = __ldg(&p.rows[threadIdx.x].position);
+      state.sequences[threadIdx.x] = __ldg(&p.rows[threadIdx.x].sequence);
+    }
   __syncthreads();
   // The launch has given as many registers to each thread as there are for all, and consumers want more.
   const u32 warp = uniform(threadIdx.x / 32);
@@ -53,7 +69,11 @@ __device__ __forceinline__ void run_waves(const WaveParams& p) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(M::LOADER_REGISTERS));
 #endif
-    load_waves<M, D>(p);
+    const int part = int(warp) - M::WARPS;
+    if (part == 0)
+      load_waves<M, D, InputRing<M>>(p, 0);
+    else
+      load_waves<M, D, WeightRing<M>>(p, part - 1);
   } else {
 #if __CUDA_ARCH__ >= 900
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(M::REGISTERS));

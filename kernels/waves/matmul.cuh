@@ -1,15 +1,16 @@
-// matmul: y = x W^T + bias for blocks of 128 rows, then the epilogue.
+// matmul: y = x W^T + bias for blocks of M::BLOCK_ROWS rows, then the epilogue.
 //
-// x (rows, K)    bf16, as `OperandPlace` has it
-// W              units as in ops/matvec.cuh, through the ring: a chunk is 64 of k of all units of a pass (128 where units have 2 rows or
-//                codes 4 bits), with the same k of the block of rows before it
+// x (rows, K)    bf16, as `OperandPlace` has it, through the ring of inputs: a chunk is as much of k as a slot holds of a block of rows
+// W              units as in ops/matvec.cuh, through the ring of weights: a chunk is CHUNK granules of all units of a pass
 // out            STORE, ACT: a column a row of W; GATED: 4 columns a unit; as products read it, or row by row (PLAIN).
-//                RESIDUAL: residual += SCALE * y, in place
+//                RESIDUAL: residual += SCALE * y, in place. With SPLITS parts of k, fp32 sums of each part: (SPLITS, rows, ROWS), RESIDUAL
+//                among them. LOGITS: the best of the block's logits of each row, and the logits where the host wants them
 //
-// owner    of a unit and a block of rows: one block
+// owner    of a unit, a part of k and a block of rows: one block
 // assumes  columns of x past K and rows of W past ROWS are zeros
 //
-// Warps are 2 groups of 64 rows by 4 groups of units. A lane loads 16 bytes of row lane / 4 of W, and the same k of rows lane / 4 and
+// Warps are ROW_GROUPS groups of rows by UNIT_GROUPS groups of units by K_GROUPS groups that take the granules of k in turn; those add
+// up what they have at the end. A lane loads 16 bytes of row lane / 4 of W, and the same k of rows lane / 4 and
 // lane / 4 + 8 of x: as operands of m16n8k16 they are a permutation of k that both sides share (rows/matvec.cuh). Codes become operands as in
 // rows/matvec_codes.cuh; the input of each of their chunks is made to meet them by every warp that reads it.
 #pragma once
@@ -51,115 +52,156 @@ struct WaveMatMul {
   typedef WaveCodes<M, G> Codes;
   static constexpr int K_PARTS = OPERAND_ROWS / G::UNIT_ROWS;
   static constexpr int GRANULE_K = K_PARTS * (PART_BYTES * 8 / Coding<M, G>::BITS), GRANULE = Coding<M, G>::BYTES;
-  static constexpr int UNIT_GRANULES = ceil_div(G::K, GRANULE_K);
-  // Spans of 32 of k of a chunk, granules of it of each unit, and chunks.
-  static constexpr int SPANS = GRANULE_K > 64 ? GRANULE_K / 32 : 2, CHUNK_GRANULES = SPANS * 32 / GRANULE_K, CHUNKS = ceil_div(UNIT_GRANULES, CHUNK_GRANULES);
-  static constexpr u32 INPUT_BYTES = SPANS * (BLOCK_ROWS * 64), UNIT_BYTES = UNIT_GRANULES * GRANULE;
-  static constexpr int ROW_GROUPS = 2, UNIT_GROUPS = 4, ROW_TILES = BLOCK_ROWS / ROW_GROUPS / 16;
+  static constexpr int UNIT_GRANULES = ceil_div(G::K, GRANULE_K), UNITS = ceil_div(G::ROWS, G::UNIT_ROWS);
+  static constexpr u32 UNIT_BYTES = UNIT_GRANULES * GRANULE;
+  typedef OperandPlace<G::K, M::BLOCK_ROWS> X;
+  // Spans of 32 of k: of a granule, of a chunk of either ring, and of what both have in common, a step of the loop.
+  static constexpr int GRANULE_SPANS = GRANULE_K / 32;
+  static constexpr int X_SPANS = M::INPUT_BYTES / (M::BLOCK_ROWS * 64), W_SPANS = G::CHUNK * GRANULE_SPANS, STEP = X_SPANS < W_SPANS ? X_SPANS : W_SPANS;
+  static constexpr int X_STEPS = X_SPANS / STEP, W_STEPS = W_SPANS / STEP, STEP_GRANULES = STEP / GRANULE_SPANS;
+  static constexpr int ROW_GROUPS = G::ROW_GROUPS, UNIT_GROUPS = G::UNIT_GROUPS, K_GROUPS = G::K_GROUPS, WARP_GRANULES = STEP_GRANULES / K_GROUPS;
+  static constexpr int ROW_TILES = M::BLOCK_ROWS / ROW_GROUPS / 16;
   static constexpr int PASS = G::PASS, MOST = ceil_div(PASS, UNIT_GROUPS); // units at once at most, of a block and of a warp
-  typedef OperandPlace<G::K> X;
-  static_assert(M::WARPS == ROW_GROUPS * UNIT_GROUPS, "eight warps");
-  static_assert(INPUT_BYTES + MOST * UNIT_GROUPS * CHUNK_GRANULES * GRANULE <= M::SLOT_BYTES, "a slot holds a chunk");
+  // Granules of a part of k: whole blocks of 64 columns.
+  static constexpr int ALIGN = GRANULE_K >= 64 ? 1 : 64 / GRANULE_K, PART_GRANULES = round_up(ceil_div(UNIT_GRANULES, G::SPLITS), ALIGN);
+  static constexpr int UNIT_PITCH = G::CHUNK * GRANULE; // of a unit in a slot
+  static_assert(M::WARPS == ROW_GROUPS * UNIT_GROUPS * K_GROUPS, "each warp has a place");
+  static_assert(STEP % 2 == 0 && X_SPANS % STEP == 0 && W_SPANS % STEP == 0 && STEP % GRANULE_SPANS == 0, "steps are whole blocks of 64 columns");
+  static_assert(WARP_GRANULES > 0 && STEP_GRANULES % K_GROUPS == 0, "groups of k have as many granules of each step");
+  static_assert(MOST * UNIT_GROUPS * UNIT_PITCH <= M::WEIGHT_BYTES, "a slot holds a chunk");
 
-  // Units of a share in passes of nearly equal length.
+  // Units of a share in passes of nearly equal length. A share lies in one part of k.
   struct Passes {
-    u32 lo, hi, count;
-    __device__ __forceinline__ explicit Passes(const Share& s) : lo(s.lo), hi(s.hi), count((s.hi - s.lo + PASS - 1) / PASS) {}
+    u32 lo, hi, count, part, granules;
+    __device__ __forceinline__ explicit Passes(const Share& s)
+        : lo(s.lo % UNITS), hi(lo + (s.hi - s.lo)), count((s.hi - s.lo + PASS - 1) / PASS), part(s.lo / UNITS),
+          granules(min(u32(PART_GRANULES), UNIT_GRANULES - part * PART_GRANULES)) {}
     __device__ __forceinline__ u32 first(u32 pass) const { return lo + (hi - lo) * pass / count; }
   };
 
   // ---- the loader ----------------------------------------------------------------------------------------------------
   // Weights are asked for as soon as a slot is free, their input once the blocks have met.
-  static __device__ __forceinline__ void load(WaveLoader<M>& l, const Wave& e) {
-    constexpr int WEIGHT_WARPS = M::LOADER_WARPS - 1;
+  template <class R>
+  static __device__ __forceinline__ void load(WaveLoader<M, R>& l, const Wave& e) {
     const Shares<M> shares(l.p, e.shares);
-    const u8* weights = l.p.pack + u64(e.weight) * OFFSET_BYTES;
-    const u8* x = l.p.work + u64(e.x) * OFFSET_BYTES;
     for (u32 s = 0; s < shares.count; s++) {
       const Share share = shares[s];
       if (share.row >= l.p.row_count) continue;
       const Passes passes(share);
-      const u8* input = x + X::block(share.row / BLOCK_ROWS, 0);
 #pragma unroll 1
       for (u32 pass = 0; pass < passes.count; pass++) {
-        const u32 first = passes.first(pass), here = passes.first(pass + 1) - first;
-        const u32 unit = u32(l.part - 1 + l.lane * WEIGHT_WARPS); // that this lane copies
-        const u8* from = weights + u64(first + unit) * UNIT_BYTES;
-#pragma unroll 1
-        for (u32 chunk = 0; chunk < CHUNKS; chunk++, l.at.next()) {
-          const u32 bytes = u32(min(CHUNK_GRANULES, UNIT_GRANULES - int(chunk) * CHUNK_GRANULES)) * GRANULE;
-          u8* slot = l.free_slot();
-          if (l.part == 0) {
-            l.meet();
-            if (l.lane == 0) l.copy(slot, input + u64(chunk) * INPUT_BYTES, INPUT_BYTES, false);
-          } else if (unit < here) {
-            l.copy(slot + INPUT_BYTES + unit * (CHUNK_GRANULES * GRANULE), from + chunk * (CHUNK_GRANULES * GRANULE), bytes, true);
-          }
-          l.arrive(INPUT_BYTES + here * bytes);
-          __syncwarp();
-        }
+        if constexpr (R::FIRST == 0)
+          load_input(l, e, share, passes);
+        else
+          load_weights(l, e, passes, pass);
       }
+    }
+  }
+  template <class L>
+  static __device__ __forceinline__ void load_input(L& l, const Wave& e, const Share& share, const Passes& passes) {
+    const u8* x = l.p.work + u64(e.x) * OFFSET_BYTES + X::block(share.row / M::BLOCK_ROWS, passes.part * (PART_GRANULES * GRANULE_SPANS / 2));
+    const u32 spans = round_up(passes.granules * GRANULE_SPANS, 2u);
+#pragma unroll 1
+    for (u32 at = 0; at < spans; at += X_SPANS, l.at.next()) {
+      const u32 bytes = min(u32(X_SPANS), spans - at) * (M::BLOCK_ROWS * 64);
+      u8* slot = l.free_slot();
+      l.meet();
+      if (l.lane == 0) l.copy(slot, x + u64(at) * (M::BLOCK_ROWS * 64), bytes);
+      l.arrive(bytes);
+    }
+  }
+  template <class L>
+  static __device__ __forceinline__ void load_weights(L& l, const Wave& e, const Passes& passes, u32 pass) {
+    constexpr int FILLERS = WeightRing<M>::FILLERS;
+    const u32 first = passes.first(pass), here = passes.first(pass + 1) - first;
+    const u32 unit = u32(l.part + l.lane * FILLERS); // that this lane copies
+    const u8* from = l.p.pack + u64(e.weight) * OFFSET_BYTES + u64(first + unit) * UNIT_BYTES + passes.part * (PART_GRANULES * GRANULE);
+#pragma unroll 1
+    for (u32 at = 0; at < passes.granules; at += G::CHUNK, l.at.next()) {
+      const u32 bytes = min(u32(G::CHUNK), passes.granules - at) * GRANULE;
+      u8* slot = l.free_slot();
+      if (unit < here) l.copy(slot + unit * UNIT_PITCH, from + at * GRANULE, bytes);
+      l.arrive(here * bytes);
     }
   }
 
   // ---- consumers -----------------------------------------------------------------------------------------------------
-  // A chunk times N units of the warp, which are every fourth one. What lies where a pass has no unit is multiplied, and not stored.
+  // The place of a warp.
+  struct Warp {
+    int lane, tiles_at, units_at, k_at;
+    __device__ __forceinline__ explicit Warp(const WaveContext<M>& c)
+        : lane(c.lane()), tiles_at(c.warp() / (UNIT_GROUPS * K_GROUPS) * ROW_TILES), units_at(c.warp() / K_GROUPS % UNIT_GROUPS), k_at(c.warp() % K_GROUPS) {}
+  };
+  static __device__ __forceinline__ const u8* span_at(const u8* input, int span) { return input + span / 2 * X::BLOCK_BYTES + span % 2 * X::SPAN_BYTES; }
+
+  // A step times N units of the warp, which are every UNIT_GROUPS-th one. What lies where a pass has no unit is multiplied, and not stored.
   template <int N>
-  static __device__ __forceinline__ void multiply(const u8* slot, int tiles_at, int units_at, int lane, int granules, float (&d)[ROW_TILES][N][4]) {
-    const u8* input = slot + tiles_at * X::TILE_BYTES + lane * 16;
-    const u8* weights = slot + INPUT_BYTES + units_at * (CHUNK_GRANULES * GRANULE) + lane * 16;
+  static __device__ __forceinline__ void multiply(const u8* x, const u8* w, const Warp& at, int granules, float (&d)[ROW_TILES][N][4]) {
+    const u8* input = x + at.tiles_at * X::TILE_BYTES + at.lane * 16;
+    const u8* weights = w + at.units_at * UNIT_PITCH + at.lane * 16;
+    // Without a look at each granule the loads of all of them are on their way at once.
+    if (granules >= STEP_GRANULES) {
 #pragma unroll
-    for (int j = 0; j < CHUNK_GRANULES; j++) {
-      if (j > 0 && j >= granules) break;
+      for (int i = 0; i < WARP_GRANULES; i++) multiply_granule<N>(input, i * K_GROUPS + at.k_at, weights, at.lane, d);
+    } else {
+#pragma unroll 1
+      for (int granule = at.k_at; granule < granules; granule += K_GROUPS) multiply_granule<N>(input, granule, weights, at.lane, d);
+    }
+  }
+  template <int N>
+  static __device__ __forceinline__ void multiply_granule(const u8* input, int granule, const u8* weights, int lane, float (&d)[ROW_TILES][N][4]) {
 #pragma unroll
-      for (int p = 0; p < K_PARTS; p++) {
-        const int span = j * K_PARTS + p;
-        uint4 a[ROW_TILES], b[ROW_TILES];
+    for (int p = 0; p < K_PARTS; p++) {
+      uint4 a[ROW_TILES], b[ROW_TILES];
+      const u8* from = span_at(input, granule * K_PARTS + p);
 #pragma unroll
-        for (int m = 0; m < ROW_TILES; m++) {
-          const u8* at = input + span / 2 * X::BLOCK_BYTES + span % 2 * X::SPAN_BYTES + m * X::TILE_BYTES;
-          a[m] = *reinterpret_cast<const uint4*>(at);
-          b[m] = *reinterpret_cast<const uint4*>(at + X::HALF_BYTES);
-        }
+      for (int m = 0; m < ROW_TILES; m++) {
+        a[m] = *reinterpret_cast<const uint4*>(from + m * X::TILE_BYTES);
+        b[m] = *reinterpret_cast<const uint4*>(from + m * X::TILE_BYTES + X::HALF_BYTES);
+      }
 #pragma unroll
-        for (int i = 0; i < N; i++) {
-          uint4 w = *reinterpret_cast<const uint4*>(weights + i * (UNIT_GROUPS * CHUNK_GRANULES * GRANULE) + j * GRANULE);
-          // Rows of a granule that are of other parts of k meet zeros.
-          if (K_PARTS > 1 && lane / 4 / G::UNIT_ROWS != p) w = make_uint4(0, 0, 0, 0);
+      for (int n = 0; n < N; n++) {
+        uint4 w = *reinterpret_cast<const uint4*>(weights + n * (UNIT_GROUPS * UNIT_PITCH) + granule * GRANULE);
+        // Rows of a granule that are of other parts of k meet zeros.
+        if (K_PARTS > 1 && lane / 4 / G::UNIT_ROWS != p) w = make_uint4(0, 0, 0, 0);
 #pragma unroll
-          for (int m = 0; m < ROW_TILES; m++)
-            tensor_product(d[m][i][0], d[m][i][1], d[m][i][2], d[m][i][3], a[m].x, a[m].y, a[m].z, a[m].w, w.x, w.y);
+        for (int m = 0; m < ROW_TILES; m++)
+          tensor_product(d[m][n][0], d[m][n][1], d[m][n][2], d[m][n][3], a[m].x, a[m].y, a[m].z, a[m].w, w.x, w.y);
 #pragma unroll
-          for (int m = 0; m < ROW_TILES; m++)
-            tensor_product(d[m][i][0], d[m][i][1], d[m][i][2], d[m][i][3], b[m].x, b[m].y, b[m].z, b[m].w, w.z, w.w);
-        }
+        for (int m = 0; m < ROW_TILES; m++)
+          tensor_product(d[m][n][0], d[m][n][1], d[m][n][2], d[m][n][3], b[m].x, b[m].y, b[m].z, b[m].w, w.z, w.w);
       }
     }
   }
 
-  // The same of codes: a chunk is one granule of each unit. The sums of a group are scaled before they are added up.
+  // The same of codes. The sums of a group are scaled before they are added up.
   template <int N>
-  static __device__ __forceinline__ void multiply_codes(const u8* slot, int tiles_at, int units_at, int lane, float (&d)[ROW_TILES][N][4]) {
-    const u8* input = slot + tiles_at * X::TILE_BYTES + lane * 16;
+  static __device__ __forceinline__ void multiply_codes(const u8* x, const u8* w, const Warp& at, int granules, float (&d)[ROW_TILES][N][4]) {
+#pragma unroll 1
+    for (int granule = at.k_at; granule < min(granules, STEP_GRANULES); granule += K_GROUPS)
+      multiply_granule_codes<N>(x + at.tiles_at * X::TILE_BYTES + at.lane * 16, granule, w + at.units_at * UNIT_PITCH + granule * GRANULE, at.lane, d);
+  }
+  template <int N>
+  static __device__ __forceinline__ void multiply_granule_codes(const u8* input, int granule, const u8* weights, int lane, float (&d)[ROW_TILES][N][4]) {
     typename Codes::Held w[N];
 #pragma unroll
-    for (int i = 0; i < N; i++) w[i].read(slot + INPUT_BYTES + (units_at + i * UNIT_GROUPS) * GRANULE, lane, lane % 4 * 2);
-    const uint2 n = Codes::Operand::constant(G::ZEROS ? 1 : Codes::OFFSET);
+    for (int i = 0; i < N; i++) w[i].read(weights + i * (UNIT_GROUPS * UNIT_PITCH), lane, lane % 4 * 2);
+    const uint2 one = Codes::Operand::constant(G::ZEROS ? 1 : Codes::OFFSET);
 #pragma unroll
     for (int group = 0; group < Codes::GROUPS; group++) {
       float own[Codes::GROUPED ? ROW_TILES : 1][Codes::GROUPED ? N : 1][4] = {}, sums[Codes::SUMS_X ? ROW_TILES : 1][4] = {};
 #pragma unroll
       for (int block = group * Codes::GROUP_BLOCKS; block < (group + 1) * Codes::GROUP_BLOCKS; block++) {
         uint4 a[ROW_TILES], b[ROW_TILES];
+        const u8* from = span_at(input, granule * GRANULE_SPANS + block);
 #pragma unroll
         for (int m = 0; m < ROW_TILES; m++) {
-          const u8* at = input + block / 2 * X::BLOCK_BYTES + block % 2 * X::SPAN_BYTES + m * X::TILE_BYTES;
-          a[m] = *reinterpret_cast<const uint4*>(at);
-          b[m] = *reinterpret_cast<const uint4*>(at + X::HALF_BYTES);
+          a[m] = *reinterpret_cast<const uint4*>(from + m * X::TILE_BYTES);
+          b[m] = *reinterpret_cast<const uint4*>(from + m * X::TILE_BYTES + X::HALF_BYTES);
           Codes::meet(a[m], b[m]);
           if constexpr (Codes::SUMS_X) {
-            tensor_product(sums[m][0], sums[m][1], sums[m][2], sums[m][3], a[m].x, a[m].y, a[m].z, a[m].w, n.x, n.y);
-            tensor_product(sums[m][0], sums[m][1], sums[m][2], sums[m][3], b[m].x, b[m].y, b[m].z, b[m].w, n.x, n.y);
+            tensor_product(sums[m][0], sums[m][1], sums[m][2], sums[m][3], a[m].x, a[m].y, a[m].z, a[m].w, one.x, one.y);
+            tensor_product(sums[m][0], sums[m][1], sums[m][2], sums[m][3], b[m].x, b[m].y, b[m].z, b[m].w, one.x, one.y);
           }
         }
 #pragma unroll
@@ -199,8 +241,13 @@ struct WaveMatMul {
       return second;
   }
 
-  // Columns 2 t and 2 t + 1 of a unit, of one row.
-  static __device__ __forceinline__ void finish(const WaveContext<M>& c, const Wave& e, u32 unit, int row, int t, float2 y) {
+  // What a lane has of rows lane / 4 and lane / 4 + 8 of its tiles: of logits the best.
+  struct Best {
+    float score[ROW_TILES][2];
+    int id[ROW_TILES][2];
+  };
+  // Columns 2 t and 2 t + 1 of a unit, of one row. By all lanes: the noise of a logit is a call, which some lanes of a warp must not make alone.
+  static __device__ __forceinline__ void finish(const WaveContext<M>& c, const Wave& e, u32 part, u32 unit, int row, int t, float2 y, float& best, int& best_id) {
     // The parts of k of a row lie in lanes side by side.
     if constexpr (K_PARTS == 4) {
       y.x += __shfl_xor_sync(~0u, y.x, 1), y.y += __shfl_xor_sync(~0u, y.y, 1);
@@ -215,19 +262,25 @@ struct WaveMatMul {
       y.x *= scale.x, y.y *= scale.y;
     }
     if constexpr (G::BIAS)
-      if (t < PAIRS) {
+      if (t < PAIRS && part == 0) {
         const float2 b = __ldg(reinterpret_cast<const float2*>(c.template constant<float>(e.bias) + unit * G::UNIT_ROWS + t * 2));
         y.x += b.x, y.y += b.y;
       }
+    const bool exists = u32(row) < c.p.row_count;
     if constexpr (G::EPILOGUE == Epilogue::GATED) {
       const float2 up = make_float2(__shfl_xor_sync(~0u, y.x, 2), __shfl_xor_sync(~0u, y.y, 2));
       const int col = int(unit) * 4 + t * 2;
-      if (t < 2 && col < G::ROWS / 2 && u32(row) < c.p.row_count)
-        put<G::ROWS / 2>(c, e, row, col, activate<G::ACT>(y.x) * up.x, activate<G::ACT>(y.y) * up.y);
+      if (t < 2 && col < G::ROWS / 2 && exists) put<G::ROWS / 2>(c, e, row, col, activate<G::ACT>(y.x) * up.x, activate<G::ACT>(y.y) * up.y);
+    } else if constexpr (G::EPILOGUE == Epilogue::LOGITS) {
+      const int id = int(unit) * G::UNIT_ROWS + t * 2;
+      logits(c, t < PAIRS && exists, row, id, y, best, best_id);
     } else {
       const int col = int(unit) * G::UNIT_ROWS + t * 2;
-      if (t >= PAIRS || col >= G::ROWS || u32(row) >= c.p.row_count) return;
-      if constexpr (G::EPILOGUE == Epilogue::RESIDUAL) {
+      if (t >= PAIRS || col >= G::ROWS || !exists) return;
+      if constexpr (G::SPLITS > 1) {
+        float* at = c.template work<float>(e.out) + (u64(part) * M::BLOCK_ROWS + row) * G::ROWS + col;
+        *reinterpret_cast<float2*>(at) = y;
+      } else if constexpr (G::EPILOGUE == Epilogue::RESIDUAL) {
         float* at = c.template work<float>(e.residual) + u64(row) * G::ROWS + col;
         if (G::ROWS % 2 == 0) {
           float2* pair = reinterpret_cast<float2*>(at);
@@ -247,36 +300,146 @@ struct WaveMatMul {
   static __device__ __forceinline__ void put(const WaveContext<M>& c, const Wave& e, int row, int col, float a, float b) {
     static_assert(COLS % 2 == 0, "columns are stored in pairs");
     u8* out = c.template work<u8>(e.out);
-    *reinterpret_cast<u32*>(out + (G::PLAIN ? (u64(row) * COLS + col) * 2 : OperandPlace<COLS>::at(row, col))) = bf16_pair(a, b);
+    *reinterpret_cast<u32*>(out + (G::PLAIN ? (u64(row) * COLS + col) * 2 : OperandPlace<COLS, M::BLOCK_ROWS>::at(row, col))) = bf16_pair(a, b);
+  }
+  static __device__ __forceinline__ void logits(const WaveContext<M>& c, bool live, int row, int id, float2 y, float& best, int& best_id) {
+    const WaveParams& p = c.p;
+    const Row* r = p.rows + (live ? row : 0);
+    const float inverse_temperature = __ldg(&r->inverse_temperature);
+    const bool noisy = __any_sync(~0u, live && inverse_temperature > 0.f);
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const float v = softcap((i == 0 ? y.x : y.y) * G::SCALE, G::SOFTCAP);
+      const bool exists = live && id + i < G::ROWS;
+      if (p.logits && exists && c.step + 1 == p.steps) p.logits[u64(row) * G::ROWS + id + i] = v;
+      float score = v;
+      // The noise belongs to the token that this step decides.
+      if (noisy) {
+        const float with = mul_add(v, inverse_temperature, noise(u64(__ldg(&r->seed_high)) << 32 | __ldg(&r->seed_low), __ldg(&r->position) + c.step + 1, u32(id + i)));
+        if (inverse_temperature > 0.f) score = with;
+      }
+      if (exists) argmax_take(best, best_id, score, id + i);
+    }
+  }
+  // The best of each row of the block, of all its passes and shares.
+  static __device__ __forceinline__ void tell_best(WaveContext<M>& c, const Wave& e, const Warp& at, Best& best) {
+    Candidate* met = reinterpret_cast<Candidate*>(wave_scratch<M>()); // [groups of units and k][row]
+    static_assert(M::BLOCK_ROWS * UNIT_GROUPS * K_GROUPS * sizeof(Candidate) <= M::SCRATCH_BYTES, "the best of all groups meet");
+    c.barrier();
+#pragma unroll
+    for (int m = 0; m < ROW_TILES; m++)
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        float& score = best.score[m][h];
+        int& id = best.id[m][h];
+#pragma unroll
+        for (int o = 1; o < 4; o <<= 1) {
+          const float v = __shfl_xor_sync(~0u, score, o);
+          const int i = __shfl_xor_sync(~0u, id, o);
+          argmax_take(score, id, v, i);
+        }
+        if (at.lane % 4 == 0)
+          met[(at.units_at * K_GROUPS + at.k_at) * M::BLOCK_ROWS + (at.tiles_at + m) * 16 + h * 8 + at.lane / 4] = Candidate{score, id};
+      }
+    c.barrier();
+    if (c.tid() >= M::BLOCK_ROWS) return;
+    Candidate most = met[c.tid()];
+#pragma unroll
+    for (int i = 1; i < UNIT_GROUPS * K_GROUPS; i++) {
+      const Candidate v = met[i * M::BLOCK_ROWS + c.tid()];
+      argmax_take(most.score, most.id, v.score, v.id);
+    }
+    c.template work<Candidate>(e.out)[u64(c.tid()) * M::SMS + blockIdx.x] = most;
   }
 
   template <int N>
-  static __device__ __forceinline__ void pass(WaveContext<M>& c, const Wave& e, const Share& share, u32 first, u32 here) {
-    const int tiles_at = c.warp() / UNIT_GROUPS * ROW_TILES, units_at = c.warp() % UNIT_GROUPS;
+  static __device__ __forceinline__ void pass(WaveContext<M>& c, const Wave& e, const Share& share, const Passes& passes, u32 first, u32 here, Best& best) {
+    const Warp at(c);
     float d[ROW_TILES][N][4] = {};
+    const int granules = int(passes.granules), steps = ceil_div(granules, STEP_GRANULES);
+    const u8 *x = nullptr, *w = nullptr;
 #pragma unroll 1
-    for (int chunk = 0; chunk < CHUNKS; chunk++) {
-      const u8* slot = wave_take(c);
-      if constexpr (Codes::CODED)
-        multiply_codes<N>(slot, tiles_at, units_at, c.lane(), d);
+    for (int step = 0; step < steps; step++) {
+      if (step % X_STEPS == 0 && step % W_STEPS == 0)
+        wave_take_pair(c, c.inputs, c.weights, x, w);
+      else if (step % X_STEPS == 0)
+        x = wave_take(c, c.inputs);
       else
-        multiply<N>(slot, tiles_at, units_at, c.lane(), UNIT_GRANULES - chunk * CHUNK_GRANULES, d);
-      wave_release(c);
+        w = wave_take(c, c.weights);
+      const u8* input = x + step % X_STEPS * (STEP / 2) * X::BLOCK_BYTES;
+      const u8* weights = w + step % W_STEPS * STEP_GRANULES * GRANULE;
+      const int left = granules - step * STEP_GRANULES;
+      if constexpr (Codes::CODED)
+        multiply_codes<N>(input, weights, at, left, d);
+      else
+        multiply<N>(input, weights, at, left, d);
+      const bool last = step + 1 == steps, x_ends = last || step % X_STEPS == X_STEPS - 1, w_ends = last || step % W_STEPS == W_STEPS - 1;
+      if (x_ends && w_ends)
+        wave_release_pair(c, c.inputs, c.weights);
+      else if (x_ends)
+        wave_release(c, c.inputs);
+      else
+        wave_release(c, c.weights);
     }
-    const int g = c.lane() / 4, t = c.lane() % 4;
+    const int g = at.lane / 4, t = at.lane % 4;
+    const auto done = [&](int m, int i, const float4& v) {
+      const u32 unit = u32(i * UNIT_GROUPS + at.units_at);
+      const int row = int(share.row) + (at.tiles_at + m) * 16 + g;
+      const int own = G::EPILOGUE == Epilogue::LOGITS ? m : 0;
+      finish(c, e, passes.part, first + unit, row, t, make_float2(v.x, v.y), best.score[own][0], best.id[own][0]);
+      finish(c, e, passes.part, first + unit, row + 8, t, make_float2(v.z, v.w), best.score[own][1], best.id[own][1]);
+    };
+    if constexpr (K_GROUPS == 1 && (!M::STEPS || G::EPILOGUE == Epilogue::LOGITS)) {
 #pragma unroll
-    for (int i = 0; i < N; i++) {
-      const u32 unit = u32(i * UNIT_GROUPS + units_at);
-      if (unit >= here) break;
+      for (int i = 0; i < N; i++) {
+        if (u32(i * UNIT_GROUPS + at.units_at) >= here) break;
 #pragma unroll
-      for (int m = 0; m < ROW_TILES; m++)
+        for (int m = 0; m < ROW_TILES; m++) done(m, i, make_float4(d[m][i][0], d[m][i][1], d[m][i][2], d[m][i][3]));
+      }
+    } else {
+      // Groups of k have sums of all; each ends every K_GROUPS-th tile of 16 rows by a unit. [group of rows and units][tile][group of k][lane].
+      // Where there is one group of k, what is gained is a loop: its instructions arrive once.
+      constexpr int ROOM = M::SCRATCH_BYTES / (M::WARPS * ROW_TILES * 512), ROUND_UNITS = ROOM < N ? ROOM : N; // of a warp at once
+      static_assert(ROUND_UNITS > 0, "a tile of each warp");
+      float4* met = reinterpret_cast<float4*>(wave_scratch<M>()) + (at.tiles_at / ROW_TILES * UNIT_GROUPS + at.units_at) * (ROW_TILES * ROUND_UNITS * K_GROUPS * 32) + at.lane;
 #pragma unroll
-        for (int h = 0; h < 2; h++)
-          finish(c, e, first + unit, int(share.row) + (tiles_at + m) * 16 + h * 8 + g, t, make_float2(d[m][i][2 * h], d[m][i][2 * h + 1]));
+      for (int begin = 0; begin < N; begin += ROUND_UNITS) {
+        constexpr int TILES = ROW_TILES * ROUND_UNITS;
+        if (K_GROUPS > 1) c.barrier();
+#pragma unroll
+        for (int i = begin; i < begin + ROUND_UNITS && i < N; i++)
+#pragma unroll
+          for (int m = 0; m < ROW_TILES; m++)
+            met[(((i - begin) * ROW_TILES + m) * K_GROUPS + at.k_at) * 32] = make_float4(d[m][i][0], d[m][i][1], d[m][i][2], d[m][i][3]);
+        if (K_GROUPS > 1) c.barrier();
+#pragma unroll 1
+        for (int tile = at.k_at; tile < TILES; tile += K_GROUPS) {
+          const int i = begin + tile / ROW_TILES, m = tile % ROW_TILES;
+          if (i >= N || u32(i * UNIT_GROUPS + at.units_at) >= here) break;
+          float4 sum = met[tile * K_GROUPS * 32];
+#pragma unroll
+          for (int k = 1; k < K_GROUPS; k++) {
+            const float4 v = met[(tile * K_GROUPS + k) * 32];
+            sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
+          }
+          if constexpr (G::EPILOGUE != Epilogue::LOGITS)
+            done(m, i, sum);
+          else
+#pragma unroll
+            for (int own = 0; own < ROW_TILES; own++)
+              if (own == m) done(own, i, sum);
+        }
+      }
     }
   }
   static __device__ __forceinline__ void run(WaveContext<M>& c, const Wave& e) {
-    const Shares<M> shares(c.p, e.shares);
+    const HeldShares<M> shares(c.p);
+    Best best;
+    if constexpr (G::EPILOGUE == Epilogue::LOGITS)
+#pragma unroll
+      for (int m = 0; m < ROW_TILES; m++)
+#pragma unroll
+        for (int h = 0; h < 2; h++) best.score[m][h] = NEGATIVE_INFINITY, best.id[m][h] = 0x7fffffff;
     for (u32 s = 0; s < shares.count; s++) {
       const Share share = shares[s];
       if (share.row >= c.p.row_count) continue;
@@ -284,16 +447,20 @@ struct WaveMatMul {
 #pragma unroll 1
       for (u32 i = 0; i < passes.count; i++) {
         const u32 first = passes.first(i), here = passes.first(i + 1) - first;
-        // Fewer units have code of their own: what is not there costs as much as what is.
-        if (here <= UNIT_GROUPS)
-          pass<1>(c, e, share, first, here);
+        // Of a chunk, fewer units have code of their own: what is not there costs as much as what is. Steps are rather bound by how soon
+        // their instructions arrive.
+        if (M::STEPS)
+          pass<MOST>(c, e, share, passes, first, here, best);
+        else if (here <= UNIT_GROUPS)
+          pass<1>(c, e, share, passes, first, here, best);
         else if (here <= 2 * UNIT_GROUPS)
-          pass<MOST < 2 ? MOST : 2>(c, e, share, first, here);
+          pass<MOST < 2 ? MOST : 2>(c, e, share, passes, first, here, best);
         else if (here <= 4 * UNIT_GROUPS)
-          pass<MOST < 4 ? MOST : 4>(c, e, share, first, here);
+          pass<MOST < 4 ? MOST : 4>(c, e, share, passes, first, here, best);
         else
-          pass<MOST>(c, e, share, first, here);
+          pass<MOST>(c, e, share, passes, first, here, best);
       }
     }
+    if constexpr (G::EPILOGUE == Epilogue::LOGITS) tell_best(c, e, Warp(c), best);
   }
 };

@@ -1,16 +1,39 @@
 // rows: what a wave does to each row alone. Embeds the token, or adds a branch to the residual; then the norm of the sum.
 //
+// token    of the first step the host's, or what a row decided before: the arg-max over the candidates of all blocks
 // residual (rows, HIDDEN)  fp32, in place
-// branch   (rows, HIDDEN)  bf16 row by row: residual += BRANCH_SCALE * norm(branch)
+// branch   (rows, HIDDEN)  residual += BRANCH_SCALE * norm(branch): bf16 row by row, or BRANCH_PARTS sums of fp32, (BRANCH_PARTS, rows, HIDDEN)
 // out      (rows, HIDDEN)  bf16, as products read it
 //
-// owner    of a row: one warp, or several where one would lack registers
+// owner    of a row: one warp, or several where one would lack registers. Of a step there are fewer rows than blocks: all warps
 // assumes  HIDDEN is whole pieces of 8 columns
 #pragma once
 
 __device__ __forceinline__ void unpack8(const uint4 v, float (&to)[8]) {
   to[0] = bf16_lo(v.x), to[1] = bf16_hi(v.x), to[2] = bf16_lo(v.y), to[3] = bf16_hi(v.y);
   to[4] = bf16_lo(v.z), to[5] = bf16_hi(v.z), to[6] = bf16_lo(v.w), to[7] = bf16_hi(v.w);
+}
+
+// One block's best score of a row, and its id: of each row SMS of them side by side.
+struct Candidate {
+  float score;
+  i32 id;
+};
+// By a warp: what a row of the step before decided.
+template <class M>
+__device__ __forceinline__ int wave_decided(const WaveContext<M>& c, u32 row) {
+  const Candidate* all = c.template work<Candidate>(M::CANDIDATES) + u64(row) * M::SMS;
+  float score = NEGATIVE_INFINITY;
+  int id = 0x7fffffff;
+#pragma unroll
+  for (int i = 0; i < ceil_div(M::SMS, 32); i++)
+    if (i * 32 + c.lane() < M::SMS) {
+      const uint2 v = *reinterpret_cast<const uint2*>(all + i * 32 + c.lane());
+      argmax_take(score, id, __uint_as_float(v.x), int(v.y));
+    }
+  warp_argmax(score, id);
+  // Where no logit was a number there is no id, and the next step reads a row of the table all the same.
+  return min(id, M::VOCAB - 1);
 }
 
 template <class M, class G>
@@ -25,29 +48,33 @@ struct WaveRows {
     const float4 a = *reinterpret_cast<const float4*>(from), b = *reinterpret_cast<const float4*>(from + 4);
     to[0] = a.x, to[1] = a.y, to[2] = a.z, to[3] = a.w, to[4] = b.x, to[5] = b.y, to[6] = b.z, to[7] = b.w;
   }
+  // Weight and bias of the columns that a lane has.
+  template <Norm KIND>
+  static __device__ __forceinline__ void load_gains(const WaveContext<M>& c, u32 weight, u32 bias, int col, float (&w)[8], float (&b)[8]) {
+#pragma unroll
+    for (int k = 0; k < 8; k++) w[k] = 1.f, b[k] = 0.f;
+    if (weight != ~0u) load8(c.template constant<float>(weight) + col, w);
+    if (KIND == Norm::LAYER && bias != ~0u) load8(c.template constant<float>(bias) + col, b);
+  }
   // x = (x - mean) * factor * weight + bias
   template <Norm KIND>
   static __device__ __forceinline__ void apply(const WaveContext<M>& c, const Norms& n, u32 weight, u32 bias, int col, float (&x)[8]) {
     if constexpr (KIND != Norm::NONE) {
-      float w[8], b[8] = {};
-      if (weight != ~0u) {
-        load8(c.template constant<float>(weight) + col, w);
-      } else {
-#pragma unroll
-        for (int k = 0; k < 8; k++) w[k] = 1.f;
-      }
-      if (KIND == Norm::LAYER && bias != ~0u) load8(c.template constant<float>(bias) + col, b);
+      float w[8], b[8];
+      load_gains<KIND>(c, weight, bias, col, w, b);
 #pragma unroll
       for (int k = 0; k < 8; k++) x[k] = (x[k] - n.mean) * n.factor * w[k] + b[k];
     }
   }
 
   // Warps of a row, so that a lane has 64 columns at most, and columns that a group of warps has at once.
-  static constexpr int WARPS = H <= 2048 ? 1 : H <= 4096 ? 2 : H <= 8192 ? 4 : 8, STRIDE_LANES = WARPS * 32, STRIDE = STRIDE_LANES * 8, GROUPS = M::WARPS / WARPS;
+  static constexpr int LANE_COLS = M::STEPS ? 8 : 64, WANTED = ceil_div(H, 32 * LANE_COLS);
+  static constexpr int WARPS = WANTED <= 1 ? 1 : WANTED <= 2 ? 2 : WANTED <= 4 ? 4 : WANTED <= 8 ? 8 : M::WARPS, STRIDE_LANES = WARPS * 32, STRIDE = STRIDE_LANES * 8, GROUPS = M::WARPS / WARPS;
 
-  static __device__ __forceinline__ void load(WaveLoader<M>&, const Wave&) {}
+  template <class R>
+  static __device__ __forceinline__ void load(WaveLoader<M, R>&, const Wave&) {}
   static __device__ __forceinline__ void run(WaveContext<M>& c, const Wave& e) {
-    const Shares<M> shares(c.p, e.shares);
+    const HeldShares<M> shares(c.p);
     u32 round = 0;
     for (u32 s = 0; s < shares.count; s++) {
       const Share share = shares[s];
@@ -103,11 +130,22 @@ struct WaveRows {
     }
     return n;
   }
+  // By whole warps. In a launch of steps the owner of a row tells the host.
+  static __device__ __forceinline__ int token_of(const WaveContext<M>& c, int row) {
+    const WaveParams& p = c.p;
+    const Row* r = p.rows + row;
+    int token = __ldg(&r->token);
+    if constexpr (M::STEPS) {
+      if (c.step > 0 || token < 0) token = wave_decided<M>(c, c.step > 0 ? u32(row) : __ldg(&r->from));
+      if (p.mailbox && c.tid() % STRIDE_LANES == 0) p.mailbox[1 + c.step * M::BLOCK_ROWS + row] = token;
+    }
+    return token;
+  }
   static __device__ __forceinline__ void one(WaveContext<M>& c, const Wave& e, int row, bool live, u32 round) {
     float* residual = c.template work<float>(e.residual) + u64(row) * H;
     Held x = {};
     if constexpr (G::EMBED) {
-      const bf16* table = c.template constant<bf16>(e.table) + u64(u32(__ldg(c.p.tokens + row))) * H;
+      const bf16* table = c.template constant<bf16>(e.table) + u64(u32(token_of(c, row))) * H;
       each(c, [&](int i, int col) {
         unpack8(__ldg(reinterpret_cast<const uint4*>(table + col)), x[i]);
 #pragma unroll
@@ -117,9 +155,22 @@ struct WaveRows {
       each(c, [&](int i, int col) { load8(residual + col, x[i]); });
     }
     if constexpr (G::BRANCH) {
-      const bf16* branch = c.template work<bf16>(e.branch) + u64(row) * H;
       Held y = {};
-      each(c, [&](int i, int col) { unpack8(*reinterpret_cast<const uint4*>(branch + col), y[i]); });
+      if constexpr (G::BRANCH_PARTS > 0) {
+        const float* parts = c.template work<float>(e.branch) + u64(row) * H;
+        each(c, [&](int i, int col) {
+#pragma unroll
+          for (int s = 0; s < G::BRANCH_PARTS; s++) {
+            float part[8];
+            load8(parts + u64(s) * (M::BLOCK_ROWS * H) + col, part);
+#pragma unroll
+            for (int k = 0; k < 8; k++) y[i][k] += part[k];
+          }
+        });
+      } else {
+        const bf16* branch = c.template work<bf16>(e.branch) + u64(row) * H;
+        each(c, [&](int i, int col) { unpack8(*reinterpret_cast<const uint4*>(branch + col), y[i]); });
+      }
       const Norms n = statistics<G::BRANCH_NORM>(c, round, 0, G::BRANCH_EPS, y);
       each(c, [&](int i, int col) {
         apply<G::BRANCH_NORM>(c, n, e.branch_weight, e.branch_bias, col, y[i]);
@@ -134,12 +185,21 @@ struct WaveRows {
       });
     if constexpr (G::OUT) {
       u8* out = c.template work<u8>(e.out);
+      // Where a lane has few columns its gains are on their way while warps add up.
+      constexpr bool EARLY = CHUNKS == 1 && G::NORM != Norm::NONE;
+      float w[8], b[8];
+      if constexpr (EARLY) each(c, [&](int, int col) { load_gains<G::NORM>(c, e.norm_weight, e.norm_bias, col, w, b); });
       const Norms n = statistics<G::NORM>(c, round, 2, G::EPS, x);
       each(c, [&](int i, int col) {
         if (!live) return;
-        apply<G::NORM>(c, n, e.norm_weight, e.norm_bias, col, x[i]);
+        if constexpr (EARLY) {
 #pragma unroll
-        for (int k = 0; k < 8; k += 2) *reinterpret_cast<u32*>(out + OperandPlace<H>::at(row, col + k)) = bf16_pair(x[i][k], x[i][k + 1]);
+          for (int k = 0; k < 8; k++) x[i][k] = (x[i][k] - n.mean) * n.factor * w[k] + b[k];
+        } else {
+          apply<G::NORM>(c, n, e.norm_weight, e.norm_bias, col, x[i]);
+        }
+#pragma unroll
+        for (int k = 0; k < 8; k += 2) *reinterpret_cast<u32*>(out + OperandPlace<H, M::BLOCK_ROWS>::at(row, col + k)) = bf16_pair(x[i][k], x[i][k + 1]);
       });
     }
   }

@@ -1,7 +1,8 @@
 //! Compares a kernel for several rows with the interpreter, which executes the same schedule with the same tables.
 
 use super::{CheckError, Checked, Judge, Tolerance, check_ids};
-use crate::cuda::rows::{FirstToken, RowInput, RowsSession};
+use crate::cuda::rows::RowLauncher;
+use crate::cuda::waves::given;
 use crate::interp::{Interp, Options, Pack};
 use crate::pages::Pool;
 use crate::rows::{Guard, Request, Row, SequenceId};
@@ -23,7 +24,7 @@ pub fn check_rows(
     validated: &Validated,
     pack: Pack,
     parameters: u64,
-    session: &mut RowsSession,
+    session: &mut dyn RowLauncher,
 ) -> Result<Checked, CheckError> {
     let schedule = validated.schedule();
     let interp = Interp::new(schedule, pack, Options::fast())?;
@@ -63,7 +64,7 @@ struct Both<'a> {
     /// Of the interpreter, and of the device.
     guards: [Guard; 2],
     interp: Interp,
-    session: &'a mut RowsSession,
+    session: &'a mut dyn RowLauncher,
     judge: Judge,
     vocab: u32,
 }
@@ -86,7 +87,7 @@ impl Both<'_> {
         self.interp.launch_rows(admitted, tokens, |step| expected[step.row] = step.logits.to_vec())?;
         self.session.poison_logits()?;
         let admitted = of_device.admit(&request).expect("pages of the pool keep all facts");
-        let launched = self.session.run(admitted, &given(tokens), &[], wants_logits)?;
+        let launched = self.session.run_whole(admitted, &given(tokens), wants_logits)?;
         if !wants_logits {
             return Ok(());
         }
@@ -101,10 +102,4 @@ impl Both<'_> {
         }
         Ok(())
     }
-}
-
-/// Rows that take part in one step, with these tokens.
-pub fn given(tokens: &[u32]) -> Vec<RowInput> {
-    let input = |&token| RowInput { first: FirstToken::Given(token), steps: 1, inverse_temperature: 0.0, seed: 0 };
-    tokens.iter().map(input).collect()
 }

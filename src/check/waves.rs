@@ -1,8 +1,8 @@
 //! Compares a kernel of waves with a kernel for rows that was checked, over one cache.
 
-use super::{CheckError, Checked, Figures, Judge, Tolerance, check_ids, given, worst};
-use crate::cuda::rows::RowsSession;
-use crate::cuda::waves::WavesSession;
+use super::{CheckError, Checked, Figures, Judge, Tolerance, check_ids, worst};
+use crate::cuda::rows::RowLauncher;
+use crate::cuda::waves::{WavesSession, given};
 use crate::ir::op::{Op, Role};
 use crate::ir::program::{Operand, Program};
 use crate::ir::schedule::Schedule;
@@ -33,7 +33,7 @@ pub const POSITIONS: u32 = {
 pub fn check_waves(
     schedule: &Schedule,
     judged: &Checked,
-    rows: &mut RowsSession,
+    rows: &mut dyn RowLauncher,
     waves: &mut WavesSession,
 ) -> Result<Checked, CheckError> {
     let shape = *waves.shape();
@@ -57,7 +57,7 @@ pub fn check_waves(
     for tokens in text.chunks(rows.shape().rows as usize) {
         let request = request(by_rows, position, tokens.len(), false);
         let tables = guard.admit(&request).expect("pages of the pool keep all facts");
-        rows.run(tables, &given(tokens), &[], false)?;
+        rows.run_whole(tables, &given(tokens), false)?;
         position += tokens.len() as u32;
     }
     let mut position = 0;
@@ -79,7 +79,7 @@ pub fn check_waves(
     let mut after = |sequence: SequenceId| -> Result<Vec<f32>, CheckError> {
         let tables = guard.admit(&request(sequence, position, 1, true)).expect("pages of the pool keep all facts");
         rows.poison_logits()?;
-        rows.run(tables, &given(next), &[], true)?;
+        rows.run_whole(tables, &given(next), true)?;
         Ok(rows.logits(0)?)
     };
     let (expected, found) = (after(by_rows)?, after(by_waves)?);
@@ -106,7 +106,7 @@ fn caches(program: &Program, placement: &[Option<u64>]) -> Vec<(u64, u64, u64)> 
 fn compare_caches(
     schedule: &Schedule,
     shape: &Shape,
-    session: &RowsSession,
+    session: &dyn RowLauncher,
     pool: &Pool,
     sequences: [SequenceId; 2],
     positions: u32,

@@ -275,7 +275,7 @@ fn class_of(schedule: &Schedule, id: GridId, grid: &Grid, rows: u32) -> (&'stati
 }
 
 /// Logits of one step.
-fn vocab(program: &Program) -> u32 {
+pub(super) fn vocab(program: &Program) -> u32 {
     let logits = program.grids.iter().find_map(|g| g.operand(Role::Logits));
     logits.map_or(0, |o| program.buffers[o.buffer.index()].cols)
 }

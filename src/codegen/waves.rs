@@ -1,17 +1,17 @@
 //! Prints the kernel of a proven plan of waves, and encodes what it walks, as `kernels/waves/context.cuh` declares it.
 
 use super::abi::{NONE, row_scales};
-use super::emit::{Trace, attention_members, coding_members, elem, epilogue_members, norm_members};
+use super::emit::{Trace, attention_members, coding_members, elem, epilogue_members, norm_members, vocab};
 use super::{Float, HEADERS, KernelSource, ROWS_HEADERS, WAVES_HEADERS};
 use crate::digest::Digest;
 use crate::ir::layout::{Matrix, PLACE_ALIGN_BYTES, matrices};
-use crate::ir::op::{Op, Role};
+use crate::ir::op::{Epilogue, Op, Role};
 use crate::ir::program::Grid;
 use crate::ir::{BufferId, GridId};
 use crate::rows::Shape;
 use crate::target::Target;
 use crate::waves::{
-    Action, BLOCK_ROWS, Input, Layout, NormOf, Proven, Sum, Target as Written, Wave as PlanWave, WorkId,
+    Action, Form, Input, Layout, NormOf, Over, Plan, Proven, Sum, Target as Written, Wave as PlanWave, WorkId,
 };
 use bytemuck::{Pod, Zeroable};
 use std::fmt::Write;
@@ -40,7 +40,8 @@ pub struct Wave {
     pub branch_bias: u32,
     pub k_cache: u32,
     pub v_cache: u32,
-    pub grid: u32,
+    /// Which shares the wave after it has; of the last one, the first wave.
+    pub next_division: u32,
     /// Scales of the rows of a matrix of codes.
     pub row_scales: u32,
 }
@@ -55,6 +56,19 @@ pub struct Share {
     pub hi: u32,
 }
 
+/// Shares that a record holds itself.
+pub const SHARES_HELD: usize = 4;
+
+/// `ShareRecord` of waves/context.cuh: the shares of an SM in a division.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
+pub struct ShareRecord {
+    pub first: u32,
+    pub count: u32,
+    pub reserved: [u32; 2],
+    pub held: [Share; SHARES_HELD],
+}
+
 /// `WaveParams` of waves/context.cuh: the one kernel parameter. Pointers are device addresses.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Pod, Zeroable)]
@@ -64,18 +78,20 @@ pub struct WaveParams {
     pub work: u64,
     pub waves: u64,
     pub shares: u64,
-    pub share_index: u64,
-    pub tokens: u64,
+    pub records: u64,
+    pub rows: u64,
     pub pages: u64,
     pub arrived: u64,
     pub report: u64,
     pub abort: u64,
     pub stamps: u64,
+    pub logits: u64,
+    pub mailbox: u64,
     pub timeout_ns: u64,
     pub wave_count: u32,
     pub row_count: u32,
     pub position: u32,
-    pub reserved: u32,
+    pub steps: u32,
 }
 
 /// Everything the kernel walks, encoded.
@@ -83,8 +99,8 @@ pub struct WaveParams {
 pub struct WaveTables {
     pub waves: Vec<Wave>,
     pub shares: Vec<Share>,
-    /// First share of each number of blocks of rows, division and SM, in this order; one more at the end.
-    pub share_index: Vec<u32>,
+    /// Of each number of blocks of rows, division and SM, in this order.
+    pub records: Vec<ShareRecord>,
 }
 
 impl WaveTables {
@@ -93,7 +109,7 @@ impl WaveTables {
         let parts: [&[u8]; 3] = [
             bytemuck::cast_slice(&self.waves),
             bytemuck::cast_slice(&self.shares),
-            bytemuck::cast_slice(&self.share_index),
+            bytemuck::cast_slice(&self.records),
         ];
         Digest::of(format!("{:?}", parts.map(Digest::of)).as_bytes())
     }
@@ -136,42 +152,70 @@ fn class_of(proven: &Proven<'_>, wave: &PlanWave) -> (&'static str, String) {
                 _ => (false, 1.0),
             };
             let branch = match sum {
-                Some(Sum::Branch { norm, scale, .. }) => Some((norm.norm, *scale)),
+                Some(Sum::Branch { branch, norm, scale }) => Some((*branch, norm.map(|of| of.norm), *scale)),
                 _ => None,
             };
             let prefixed = |of: &str| of.lines().fold(String::new(), |s, line| s + &renamed(line) + "\n");
             let mut s = format!(
-                "int HIDDEN = {hidden}\nbool EMBED = {embed}\nfloat EMBED_SCALE = {}\nbool BRANCH = {}\nfloat BRANCH_SCALE = {}\nbool OUT = {}\n",
+                "int HIDDEN = {hidden}\nbool EMBED = {embed}\nfloat EMBED_SCALE = {}\nbool BRANCH = {}\nint BRANCH_PARTS = {}\nfloat BRANCH_SCALE = {}\nbool OUT = {}\n",
                 Float(embed_scale),
                 branch.is_some(),
-                Float(branch.map_or(1.0, |(_, scale)| scale)),
+                branch.map_or(0, |(branch, ..)| parts_of(plan, branch)),
+                Float(branch.map_or(1.0, |(_, _, scale)| scale)),
                 out.is_some(),
             );
-            s += &prefixed(&norm_members(branch.map(|(norm, _)| norm)));
+            s += &prefixed(&norm_members(branch.and_then(|(_, norm, _)| norm)));
             s += &norm_members(out.and_then(|out| out.norm).map(|norm| norm.norm));
             ("WaveRows", s)
         }
-        (Action::MatMul { target, pass, .. }, Op::MatVec(m)) => {
+        (Action::MatMul { target, pass, chunk, warps, .. }, Op::MatVec(m)) => {
             let plain = match target {
                 Written::Out(out) => plan.work[out.index()].layout != Layout::Operand,
-                Written::Residual(_) => true,
+                Written::Residual(_) | Written::Best(_) => true,
+            };
+            let splits = match plan.divisions[wave.division.index()].over {
+                Over::Units { parts, .. } => parts,
+                _ => unreachable!("prove: products are divided over units"),
+            };
+            let softcap = match m.epilogue {
+                Epilogue::Logits { softcap, .. } => softcap.unwrap_or(0.0),
+                _ => 0.0,
             };
             let members = format!(
-                "int ROWS = {}\nint K = {}\nint UNIT_ROWS = {}\nint PASS = {pass}\n{}\
-                 bool BIAS = {}\nbool PLAIN = {plain}\n",
+                "int ROWS = {}\nint K = {}\nint UNIT_ROWS = {}\nint PASS = {pass}\nint CHUNK = {chunk}\nint SPLITS = {splits}\n\
+                 int ROW_GROUPS = {}\nint UNIT_GROUPS = {}\nint K_GROUPS = {}\n{}float SOFTCAP = {}\nbool BIAS = {}\nbool PLAIN = {plain}\n",
                 m.rows,
                 m.k,
                 m.unit_rows,
+                warps.rows,
+                warps.units,
+                warps.k,
                 epilogue_members(m.epilogue),
+                Float(softcap),
                 grid.operand(Role::Bias).is_some(),
             );
             ("WaveMatMul", members + &coding_members(schedule.program.format_of(grid), m.k))
         }
-        (Action::Append { .. }, Op::Attention(a)) => ("WaveAppend", attention_members(schedule, wave.grid, a, 0)),
+        (Action::Append { x, .. }, Op::Attention(a)) => {
+            let parts = parts_of(plan, *x);
+            ("WaveAppend", format!("{}int PARTS = {parts}\n", attention_members(schedule, wave.grid, a, 0)))
+        }
         (Action::Attend { tile, .. }, Op::Attention(a)) => {
-            ("WaveAttend", format!("{}int TILE = {tile}\n", attention_members(schedule, wave.grid, a, 0)))
+            let template = match plan.form {
+                Form::Chunk => "WaveAttend",
+                Form::Steps => "WaveAttendRow",
+            };
+            (template, format!("{}int TILE = {tile}\n", attention_members(schedule, wave.grid, a, 0)))
         }
         _ => unreachable!("prove: waves are those of the ops of their grids"),
+    }
+}
+
+/// Parts of the sums in a buffer of activations; 0 if it holds no sums.
+fn parts_of(plan: &Plan, id: WorkId) -> u32 {
+    match plan.work[id.index()].layout {
+        Layout::Parts(parts) => parts,
+        _ => 0,
     }
 }
 
@@ -191,11 +235,22 @@ fn machine_members(proven: &Proven<'_>, trace: Trace) -> Vec<String> {
         format!("int LOADER_WARPS = {}", m.loader_warps),
         format!("int REGISTERS = {}", m.registers),
         format!("int LOADER_REGISTERS = {}", m.loader_registers),
-        format!("int SLOTS = {}", m.slots),
-        format!("int SLOT_BYTES = {}", m.slot_bytes),
-        format!("int STATE_AT = {}", m.slots * m.slot_bytes),
+        format!("bool STEPS = {}", plan.form == Form::Steps),
+        format!("int BLOCK_ROWS = {}", plan.block_rows),
+        format!("int WEIGHT_SLOTS = {}", m.weights.slots),
+        format!("int WEIGHT_BYTES = {}", m.weights.slot_bytes),
+        format!("int INPUT_SLOTS = {}", m.inputs.slots),
+        format!("int INPUT_BYTES = {}", m.inputs.slot_bytes),
+        format!("int INPUT_AT = {}", m.weights.bytes()),
+        format!("int SCRATCH_AT = {}", m.weights.bytes() + m.inputs.bytes()),
+        format!("int SCRATCH_BYTES = {}", m.scratch_bytes),
+        format!("int STATE_AT = {}", plan.smem_bytes() - m.state_bytes),
         format!("int STATE_BYTES = {}", m.state_bytes),
         format!("int DIVISIONS = {}", plan.divisions.len()),
+        format!("u32 CANDIDATES = {}", plan.candidates().map_or(NONE, |id| work_place(plan, id))),
+        format!("int VOCAB = {}", vocab(program)),
+        format!("u32 CONTEXT_MAX = {}", program.context_max),
+        format!("u32 BLOCKS = {}", shape.blocks()),
         format!("u32 PAGE_ROWS = {}", shape.page_rows),
         format!("u32 PAGES = {}", shape.pages),
         format!("u64 POOL_ROWS = {}", u64::from(shape.pages) * u64::from(shape.page_rows)),
@@ -218,12 +273,11 @@ pub fn emit(proven: &Proven<'_>, target: &Target, trace: Trace) -> KernelSource 
     macro_rules! line {
         ($($arg:tt)*) => { writeln!(w, $($arg)*).expect("writing to a string") };
     }
-    line!(
-        "// Kernel of `{}` for `{}` that reads prompt chunks of up to {} tokens.",
-        program.name,
-        target.name,
-        plan.rows
-    );
+    let does = match plan.form {
+        Form::Chunk => format!("reads prompt chunks of up to {} tokens", plan.rows),
+        Form::Steps => format!("runs steps of up to {} rows", plan.rows),
+    };
+    line!("// Kernel of `{}` for `{}` that {does}.", program.name, target.name);
     line!(
         "// {} blocks of {} consumer warps, {} waves in {} classes.",
         m.sms,
@@ -250,8 +304,11 @@ pub fn emit(proven: &Proven<'_>, target: &Target, trace: Trace) -> KernelSource 
     }
     line!();
     line!("struct Dispatch {{");
-    for (function, argument) in [("run", "WaveContext<Machine>& c"), ("load", "WaveLoader<Machine>& c")] {
-        line!("  static __device__ __forceinline__ void {function}({argument}, u32 op, const Wave& wave) {{");
+    for (function, argument) in [("run", "WaveContext<Machine>"), ("load", "L")] {
+        if function == "load" {
+            line!("  template <class L>");
+        }
+        line!("  static __device__ __forceinline__ void {function}({argument}& c, u32 op, const Wave& wave) {{");
         line!("    switch (op) {{");
         for (i, class) in classes.iter().enumerate() {
             line!("      case {i}: return {}<Machine, Class{i}>::{function}(c, wave);", class.template);
@@ -285,14 +342,22 @@ pub fn encode(proven: &Proven<'_>) -> WaveTables {
     let plan = proven.plan();
     let (_, of_wave) = classes(proven);
     let matrices = matrices(&proven.validated().schedule().program);
-    let waves = plan.waves.iter().zip(&of_wave).map(|(wave, &class)| entry(proven, &matrices, wave, class)).collect();
-    let mut tables = WaveTables { waves, shares: vec![], share_index: vec![0] };
-    for blocks in 0..(plan.rows / BLOCK_ROWS) as usize {
+    let next = plan.waves.iter().cycle().skip(1);
+    let entries = plan.waves.iter().zip(&of_wave).zip(next).map(|((wave, &class), next)| {
+        let entry = entry(proven, &matrices, wave, class);
+        Wave { next_division: next.division.0, ..entry }
+    });
+    let waves = entries.collect();
+    let mut tables = WaveTables { waves, shares: vec![], records: vec![] };
+    for blocks in 0..(plan.rows / plan.block_rows) as usize {
         for division in &plan.divisions {
             for shares in &division.shares[blocks] {
                 let share = |s: &crate::waves::Share| Share { row: s.row, rows: s.rows, lo: s.lo, hi: s.hi };
+                let (first, count) = (tables.shares.len() as u32, shares.len() as u32);
                 tables.shares.extend(shares.iter().map(share));
-                tables.share_index.push(tables.shares.len() as u32);
+                let mut record = ShareRecord { first, count, ..ShareRecord::zeroed() };
+                record.held.iter_mut().zip(shares).for_each(|(held, s)| *held = share(s));
+                tables.records.push(record);
             }
         }
     }
@@ -315,18 +380,23 @@ const NOTHING: Wave = Wave {
     branch_bias: NONE,
     k_cache: NONE,
     v_cache: NONE,
-    grid: 0,
+    next_division: 0,
     row_scales: NONE,
 };
+
+/// Where a buffer of activations begins, as waves name it.
+fn work_place(plan: &Plan, id: WorkId) -> u32 {
+    (plan.work[id.index()].place / PLACE_ALIGN_BYTES) as u32
+}
 
 fn entry(proven: &Proven<'_>, matrices: &[Option<Matrix>], wave: &PlanWave, class: usize) -> Wave {
     let (plan, schedule) = (proven.plan(), proven.validated().schedule());
     let grid = grid_of(proven, wave.grid);
-    let work = |id: WorkId| (plan.work[id.index()].place / PLACE_ALIGN_BYTES) as u32;
+    let work = |id: WorkId| work_place(plan, id);
     let place = |id: BufferId| schedule.placement[id.index()].map_or(NONE, |at| (at / PLACE_ALIGN_BYTES) as u32);
     let vector = |id: Option<BufferId>| id.map_or(NONE, place);
     let of = |role: Role| grid.operand(role).map_or(NONE, |operand| place(operand.buffer));
-    let none = Wave { op: class as u32, division: wave.division.0, grid: wave.grid.0, ..NOTHING };
+    let none = Wave { op: class as u32, division: wave.division.0, ..NOTHING };
     match wave.action {
         Action::Rows { residual, sum, out } => {
             let (weight, bias) = norm_places(out.and_then(|Input { norm, .. }| norm));
@@ -334,7 +404,7 @@ fn entry(proven: &Proven<'_>, matrices: &[Option<Matrix>], wave: &PlanWave, clas
                 Some(Sum::Branch { branch, norm, .. }) => Some((branch, norm)),
                 _ => None,
             };
-            let (branch_weight, branch_bias) = norm_places(branch.map(|(_, norm)| norm));
+            let (branch_weight, branch_bias) = norm_places(branch.and_then(|(_, norm)| norm));
             let table = match sum {
                 Some(Sum::Embed { table, .. }) => place(table),
                 _ => NONE,
@@ -353,7 +423,7 @@ fn entry(proven: &Proven<'_>, matrices: &[Option<Matrix>], wave: &PlanWave, clas
         }
         Action::MatMul { x, target, .. } => {
             let (out, residual) = match target {
-                Written::Out(out) => (work(out), NONE),
+                Written::Out(out) | Written::Best(out) => (work(out), NONE),
                 Written::Residual(residual) => (NONE, work(residual)),
             };
             let row_scales = row_scales(schedule, matrices, grid).unwrap_or(NONE);

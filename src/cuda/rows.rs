@@ -31,6 +31,117 @@ pub enum FirstToken {
     Decided(u32),
 }
 
+/// Runs launches of rows with tables that a guard has judged.
+pub trait RowLauncher {
+    /// What bounds the tables of a launch.
+    fn shape(&self) -> &Shape;
+
+    /// Logits of a row; every token is below.
+    fn vocab(&self) -> u32;
+
+    /// Steps of a launch, at most.
+    fn steps_max(&self) -> u32;
+
+    /// The cache arena, to share with a kernel for other numbers of rows whose caches lie at the same places.
+    fn cache(&self) -> Arc<DeviceBuffer>;
+
+    /// The pack, to share with another kernel of the model.
+    fn pack(&self) -> Arc<DeviceBuffer>;
+
+    /// Queues a launch and returns at once. Every row takes part in every step, so all of its positions count as written for later
+    /// launches, which the device runs after it. [`RowLauncher::finish`] waits for it; before that, nothing else can be queued.
+    ///
+    /// # Errors
+    /// Inputs that do not fit the tables, or that end before the last step; a launch that was not finished.
+    fn queue(&mut self, tables: Tables<'_>, inputs: &[RowInput], with_logits: bool) -> Result<(), SessionError>;
+
+    /// As [`RowLauncher::queue`], with the logits of every row, from which `sampler` chooses the tokens of the rows that are `asked`: where
+    /// the launch has several steps, of all its rows. Each step is a kernel of its own, the sampler runs between two of them, and the
+    /// host waits for nothing before the end. [`SamplerSession::answer`] has the tokens after [`RowLauncher::finish`].
+    ///
+    /// # Errors
+    /// As [`RowLauncher::queue`]; tokens that are not given; rows of several steps that are not asked for.
+    fn queue_sampled(
+        &mut self,
+        tables: Tables<'_>,
+        inputs: &[RowInput],
+        sampler: &mut SamplerSession,
+        asked: &[Asked<'_>],
+    ) -> Result<(), SessionError> {
+        let steps = tables.steps();
+        if steps > 1 && !(0..inputs.len() as u32).all(|row| asked.iter().any(|asked| asked.row == row)) {
+            return Err(out_of_range(&tables));
+        }
+        self.queue_steps(tables, inputs, Some((sampler, asked)))
+    }
+
+    /// As [`RowLauncher::queue_sampled`], of one step whose tokens [`RowLauncher::choose`] has chosen before it is waited for.
+    ///
+    /// # Errors
+    /// As [`RowLauncher::queue_sampled`]; several steps.
+    fn queue_unchosen(&mut self, tables: Tables<'_>, inputs: &[RowInput]) -> Result<(), SessionError> {
+        if tables.steps() > 1 {
+            return Err(out_of_range(&tables));
+        }
+        self.queue_steps(tables, inputs, None)
+    }
+
+    /// What [`RowLauncher::queue_sampled`] and, without a sampler, [`RowLauncher::queue_unchosen`] queue.
+    ///
+    /// # Errors
+    /// As theirs.
+    fn queue_steps(
+        &mut self,
+        tables: Tables<'_>,
+        inputs: &[RowInput],
+        choosing: Option<(&mut SamplerSession, &[Asked<'_>])>,
+    ) -> Result<(), SessionError>;
+
+    /// Queues the sampler after the launch of [`RowLauncher::queue_unchosen`], which may still run.
+    ///
+    /// # Errors
+    /// No such launch; what the driver refuses.
+    fn choose(&mut self, sampler: &mut SamplerSession, asked: &[Asked<'_>]) -> Result<(), SessionError>;
+
+    /// Waits for the queued launch.
+    ///
+    /// # Errors
+    /// No launch is queued, or it gave up.
+    fn finish(&mut self) -> Result<RowsLaunched, SessionError>;
+
+    /// Queues a launch and waits for it.
+    ///
+    /// # Errors
+    /// As [`RowLauncher::queue`] and [`RowLauncher::finish`].
+    fn run_whole(
+        &mut self,
+        tables: Tables<'_>,
+        inputs: &[RowInput],
+        with_logits: bool,
+    ) -> Result<RowsLaunched, SessionError> {
+        self.queue(tables, inputs, with_logits)?;
+        self.finish()
+    }
+
+    /// Logits of a row in the last step of the last launch that asked for them.
+    ///
+    /// # Errors
+    /// What the driver refuses; a launch that was not finished.
+    fn logits(&self, row: u32) -> Result<Vec<f32>, SessionError>;
+
+    /// Fills the logits with a pattern that no kernel writes, so that an unwritten row shows.
+    ///
+    /// # Errors
+    /// What the driver refuses.
+    fn poison_logits(&mut self) -> Result<(), SessionError>;
+
+    /// 16-bit values of the cache arena, from byte `at` on.
+    ///
+    /// # Errors
+    /// What the driver refuses.
+    fn read_cache(&self, at: u64, bytes: usize) -> Result<Vec<u16>, SessionError>;
+}
+
 /// What a launch left.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RowsLaunched {
@@ -133,35 +244,6 @@ impl RowsSession {
         Ok(session)
     }
 
-    pub fn shape(&self) -> &Shape {
-        &self.shape
-    }
-
-    /// The cache arena, to share with a kernel for other numbers of rows whose caches lie at the same places.
-    pub fn cache(&self) -> Arc<DeviceBuffer> {
-        self.cache.clone()
-    }
-
-    /// The pack, to share with another kernel of the model.
-    pub fn pack(&self) -> Arc<DeviceBuffer> {
-        self.kernel.pack.clone()
-    }
-
-    /// 16-bit values of the cache arena.
-    pub fn read_cache(&self, at: u64, bytes: usize) -> Result<Vec<u16>, SessionError> {
-        Ok(self.cache.download(&self.kernel.watched.stream, at, bytes / 2)?)
-    }
-
-    /// Logits of a row; every token is below.
-    pub fn vocab(&self) -> u32 {
-        self.vocab
-    }
-
-    /// Steps of a launch, at most.
-    pub fn steps_max(&self) -> u32 {
-        self.steps_max
-    }
-
     /// Makes every word of the exchange one that is not there yet. Packets of a tag that was never used are not there either.
     fn begin_words(&mut self) -> Result<(), SessionError> {
         self.exchange.poison(&self.kernel.watched.stream)?;
@@ -199,121 +281,6 @@ impl RowsSession {
         self.kernel.stamped(steps, launched.device_us)
     }
 
-    /// Queues a launch and returns at once. Every row takes part in every step, so all of its positions count as written for later
-    /// launches, which the device runs after it. [`RowsSession::finish`] waits for it; before that, nothing else can be queued.
-    ///
-    /// # Errors
-    /// Inputs that do not fit the tables, or that end before the last step; a launch that was not finished.
-    pub fn queue(&mut self, tables: Tables<'_>, inputs: &[RowInput], with_logits: bool) -> Result<(), SessionError> {
-        let steps = tables.steps();
-        if inputs.iter().any(|input| input.steps < steps) {
-            return Err(self.out_of_range(&tables));
-        }
-        self.launch(&tables, inputs, &[], with_logits)?;
-        tables.finish(steps);
-        Ok(())
-    }
-
-    /// As [`RowsSession::queue`], with the logits of every row, from which `sampler` chooses the tokens of the rows that are `asked`: where
-    /// the launch has several steps, of all its rows. Each step is a kernel of its own, the sampler runs between two of them, and the
-    /// host waits for nothing before the end. [`SamplerSession::answer`] has the tokens after [`RowsSession::finish`].
-    ///
-    /// # Errors
-    /// As [`RowsSession::queue`]; tokens that are not given; rows of several steps that are not asked for.
-    pub fn queue_sampled(
-        &mut self,
-        tables: Tables<'_>,
-        inputs: &[RowInput],
-        sampler: &mut SamplerSession,
-        asked: &[Asked<'_>],
-    ) -> Result<(), SessionError> {
-        let steps = tables.steps();
-        if steps > 1 && !(0..inputs.len() as u32).all(|row| asked.iter().any(|asked| asked.row == row)) {
-            return Err(self.out_of_range(&tables));
-        }
-        self.queue_steps(tables, inputs, Some((sampler, asked)))
-    }
-
-    /// As [`RowsSession::queue_sampled`], of one step whose tokens [`RowsSession::choose`] has chosen before it is waited for.
-    ///
-    /// # Errors
-    /// As [`RowsSession::queue_sampled`]; several steps.
-    pub fn queue_unchosen(&mut self, tables: Tables<'_>, inputs: &[RowInput]) -> Result<(), SessionError> {
-        if tables.steps() > 1 {
-            return Err(self.out_of_range(&tables));
-        }
-        self.queue_steps(tables, inputs, None)
-    }
-
-    /// Queues the sampler after the launch of [`RowsSession::queue_unchosen`], which may still run.
-    ///
-    /// # Errors
-    /// No such launch; what the driver refuses.
-    pub fn choose(&mut self, sampler: &mut SamplerSession, asked: &[Asked<'_>]) -> Result<(), SessionError> {
-        let Some(flying) = self.flying.as_mut().filter(|flying| flying.is_unchosen) else {
-            return Err(SessionError::NotQueued);
-        };
-        sampler.upload(asked, 1)?;
-        sampler.queue(&self.kernel.watched.stream, self.logits.address(), 0, None)?;
-        self.kernel.watched.end()?;
-        flying.is_unchosen = false;
-        Ok(())
-    }
-
-    fn queue_steps(
-        &mut self,
-        tables: Tables<'_>,
-        inputs: &[RowInput],
-        mut choosing: Option<(&mut SamplerSession, &[Asked<'_>])>,
-    ) -> Result<(), SessionError> {
-        let steps = tables.steps();
-        let is_given = inputs.iter().all(|input| matches!(input.first, FirstToken::Given(_)));
-        if inputs.iter().any(|input| input.steps < steps) || !is_given {
-            return Err(self.out_of_range(&tables));
-        }
-        self.begin_launch(&tables, inputs, true)?;
-        let (rows, pages) = encode(&tables, inputs, &[], self.vocab)?;
-        let of_step = |step: u32| rows.iter().map(move |row| Row { position: row.position + step, steps: 1, ..*row });
-        let all: Vec<Row> = (0..steps).flat_map(of_step).collect();
-        self.rows.upload(&self.kernel.watched.stream, 0, &all)?;
-        self.pages.upload(&self.kernel.watched.stream, 0, &pages)?;
-        self.mailbox.store(0, 0)?;
-        let timeout = timeout(steps);
-        let row_bytes = size_of::<Row>() as u32;
-        self.kernel.watched.begin()?;
-        for step in 0..steps {
-            let table = |step: u32| self.rows.address() + u64::from(step) * rows.len() as u64 * u64::from(row_bytes);
-            let params = self.params(timeout, &[], true)?;
-            let params = Params { steps: 1, tag: self.tag + step, ..params };
-            let (rows, row_count) = (table(step), inputs.len() as u32);
-            let pages = self.pages.address();
-            let params = RowsParams { params, rows, pages, fills: 0, row_count, logits_from: 0 };
-            self.kernel.watched.queue(&params)?;
-            let Some((sampler, asked)) = &mut choosing else { continue };
-            if step == 0 {
-                // While the kernel runs.
-                sampler.upload(asked, steps)?;
-            }
-            let token = table(step + 1) + std::mem::offset_of!(Row, token) as u64;
-            let next = (step + 1 < steps).then_some(Next { token, stride_bytes: row_bytes });
-            sampler.queue(&self.kernel.watched.stream, self.logits.address(), step, next)?;
-        }
-        let is_unchosen = choosing.is_none();
-        if !is_unchosen {
-            self.kernel.watched.end()?;
-        }
-        let (inputs, eos) = (inputs.to_vec(), vec![]);
-        let only_fills = false;
-        self.flying = Some(Flying { inputs, eos, steps, only_fills, is_sampled: true, is_unchosen, timeout });
-        tables.finish(steps);
-        Ok(())
-    }
-
-    fn out_of_range(&self, tables: &Tables<'_>) -> SessionError {
-        let position = tables.rows().iter().map(|row| row.position).max().unwrap_or(0);
-        SessionError::Range { position, steps: tables.steps(), context_max: self.shape.context_max }
-    }
-
     fn launch(
         &mut self,
         tables: &Tables<'_>,
@@ -323,7 +290,7 @@ impl RowsSession {
     ) -> Result<(), SessionError> {
         let steps = tables.steps();
         let only_fills = self.begin_launch(tables, inputs, with_logits)?;
-        let (rows, pages) = encode(tables, inputs, &self.decided, self.vocab)?;
+        let (rows, pages) = encode_rows(tables, inputs, &self.decided, self.vocab)?;
         let timeout = timeout(steps);
         let params = RowsParams {
             params: Params { steps, tag: self.tag, ..self.params(timeout, eos, with_logits)? },
@@ -369,12 +336,9 @@ impl RowsSession {
             && tables.rows().len() <= self.shape.rows as usize
             && inputs.len() == tables.rows().len();
         if !fits || steps > self.steps_max {
-            return Err(self.out_of_range(tables));
+            return Err(out_of_range(tables));
         }
-        let only_fills = tables.rows().iter().all(|row| !row.wants_logits);
-        if only_fills && (with_logits || inputs.iter().any(|input| !matches!(input.first, FirstToken::Given(_)))) {
-            return Err(SessionError::NoLogits);
-        }
+        let only_fills = only_fills(tables, inputs, with_logits)?;
         // Tags never repeat: a packet of 2^32 steps ago would pass for a current one. And what launches that only fill the cache leave
         // out has not cleared its words.
         if self.tag > u32::MAX - steps - 2 || self.filled && !only_fills {
@@ -382,12 +346,95 @@ impl RowsSession {
         }
         Ok(only_fills)
     }
+}
 
-    /// Waits for the queued launch.
-    ///
-    /// # Errors
-    /// No launch is queued, or it gave up.
-    pub fn finish(&mut self) -> Result<RowsLaunched, SessionError> {
+impl RowLauncher for RowsSession {
+    fn shape(&self) -> &Shape {
+        &self.shape
+    }
+
+    fn vocab(&self) -> u32 {
+        self.vocab
+    }
+
+    fn steps_max(&self) -> u32 {
+        self.steps_max
+    }
+
+    fn cache(&self) -> Arc<DeviceBuffer> {
+        self.cache.clone()
+    }
+
+    fn pack(&self) -> Arc<DeviceBuffer> {
+        self.kernel.pack.clone()
+    }
+
+    fn queue(&mut self, tables: Tables<'_>, inputs: &[RowInput], with_logits: bool) -> Result<(), SessionError> {
+        let steps = tables.steps();
+        if inputs.iter().any(|input| input.steps < steps) {
+            return Err(out_of_range(&tables));
+        }
+        self.launch(&tables, inputs, &[], with_logits)?;
+        tables.finish(steps);
+        Ok(())
+    }
+
+    fn queue_steps(
+        &mut self,
+        tables: Tables<'_>,
+        inputs: &[RowInput],
+        mut choosing: Option<(&mut SamplerSession, &[Asked<'_>])>,
+    ) -> Result<(), SessionError> {
+        let steps = tables.steps();
+        let is_given = inputs.iter().all(|input| matches!(input.first, FirstToken::Given(_)));
+        if inputs.iter().any(|input| input.steps < steps) || !is_given {
+            return Err(out_of_range(&tables));
+        }
+        self.begin_launch(&tables, inputs, true)?;
+        let (rows, pages) = encode_rows(&tables, inputs, &[], self.vocab)?;
+        self.rows.upload(&self.kernel.watched.stream, 0, &rows_of_steps(&rows, steps))?;
+        self.pages.upload(&self.kernel.watched.stream, 0, &pages)?;
+        self.mailbox.store(0, 0)?;
+        let timeout = timeout(steps);
+        self.kernel.watched.begin()?;
+        for step in 0..steps {
+            let table = self.rows.address() + u64::from(step) * (rows.len() * size_of::<Row>()) as u64;
+            let params = self.params(timeout, &[], true)?;
+            let params = Params { steps: 1, tag: self.tag + step, ..params };
+            let (pages, row_count) = (self.pages.address(), inputs.len() as u32);
+            let params = RowsParams { params, rows: table, pages, fills: 0, row_count, logits_from: 0 };
+            self.kernel.watched.queue(&params)?;
+            let Some((sampler, asked)) = &mut choosing else { continue };
+            if step == 0 {
+                // While the kernel runs.
+                sampler.upload(asked, steps)?;
+            }
+            let next = next_of(self.rows.address(), rows.len(), step, steps);
+            sampler.queue(&self.kernel.watched.stream, self.logits.address(), step, next)?;
+        }
+        let is_unchosen = choosing.is_none();
+        if !is_unchosen {
+            self.kernel.watched.end()?;
+        }
+        let (inputs, eos) = (inputs.to_vec(), vec![]);
+        let only_fills = false;
+        self.flying = Some(Flying { inputs, eos, steps, only_fills, is_sampled: true, is_unchosen, timeout });
+        tables.finish(steps);
+        Ok(())
+    }
+
+    fn choose(&mut self, sampler: &mut SamplerSession, asked: &[Asked<'_>]) -> Result<(), SessionError> {
+        let Some(flying) = self.flying.as_mut().filter(|flying| flying.is_unchosen) else {
+            return Err(SessionError::NotQueued);
+        };
+        sampler.upload(asked, 1)?;
+        sampler.queue(&self.kernel.watched.stream, self.logits.address(), 0, None)?;
+        self.kernel.watched.end()?;
+        flying.is_unchosen = false;
+        Ok(())
+    }
+
+    fn finish(&mut self) -> Result<RowsLaunched, SessionError> {
         let Some(Flying { inputs, eos, steps, only_fills, is_sampled, is_unchosen, timeout }) = self.flying.take()
         else {
             return Err(SessionError::NotQueued);
@@ -430,8 +477,7 @@ impl RowsSession {
         Ok(RowsLaunched { device_us, steps: reported.saturating_sub(1), tokens })
     }
 
-    /// Logits of a row in the last step of the last launch that asked for them.
-    pub fn logits(&self, row: u32) -> Result<Vec<f32>, SessionError> {
+    fn logits(&self, row: u32) -> Result<Vec<f32>, SessionError> {
         if self.flying.is_some() {
             return Err(SessionError::NotFinished);
         }
@@ -439,10 +485,33 @@ impl RowsSession {
         Ok(self.logits.download(&self.kernel.watched.stream, at, self.vocab as usize)?)
     }
 
-    /// Fills the logits with a pattern that no kernel writes, so that an unwritten row shows.
-    pub fn poison_logits(&mut self) -> Result<(), SessionError> {
+    fn poison_logits(&mut self) -> Result<(), SessionError> {
         Ok(self.logits.poison(&self.kernel.watched.stream)?)
     }
+
+    fn read_cache(&self, at: u64, bytes: usize) -> Result<Vec<u16>, SessionError> {
+        Ok(self.cache.download(&self.kernel.watched.stream, at, bytes / 2)?)
+    }
+}
+
+/// The largest position of tables that do not fit a kernel.
+pub(super) fn out_of_range(tables: &Tables<'_>) -> SessionError {
+    let position = tables.rows().iter().map(|row| row.position).max().unwrap_or(0);
+    SessionError::Range { position, steps: tables.steps(), context_max: tables.shape().context_max }
+}
+
+/// The tables of launches of one step each, of which `steps` go through the positions of `rows`; side by side.
+pub(super) fn rows_of_steps(rows: &[Row], steps: u32) -> Vec<Row> {
+    let of_step = |step: u32| rows.iter().map(move |row| Row { position: row.position + step, steps: 1, ..*row });
+    (0..steps).flat_map(of_step).collect()
+}
+
+/// Where the sampler writes the tokens of the step after `step`, in tables at `rows` that [`rows_of_steps`] made.
+pub(super) fn next_of(rows: u64, row_count: usize, step: u32, steps: u32) -> Option<Next> {
+    let row_bytes = size_of::<Row>();
+    let next = rows + (u64::from(step) + 1) * (row_count * row_bytes) as u64;
+    let token = next + std::mem::offset_of!(Row, token) as u64;
+    (step + 1 < steps).then_some(Next { token, stride_bytes: row_bytes as u32 })
 }
 
 /// The deadline of a launch.
@@ -451,7 +520,7 @@ fn timeout(steps: u32) -> Duration {
 }
 
 /// The rows of a launch as the kernel reads them, and the page table of their sequences: a row of it for each run of rows.
-fn encode(
+pub(super) fn encode_rows(
     tables: &Tables<'_>,
     inputs: &[RowInput],
     decided: &[bool],
@@ -487,6 +556,18 @@ fn encode(
     Ok((rows, pages))
 }
 
+/// Whether a launch ends when the cache has its rows.
+///
+/// # Errors
+/// A launch that ends there, of which logits are wanted or that begins with what another decided.
+pub(super) fn only_fills(tables: &Tables<'_>, inputs: &[RowInput], with_logits: bool) -> Result<bool, SessionError> {
+    let only_fills = tables.rows().iter().all(|row| !row.wants_logits);
+    if only_fills && (with_logits || inputs.iter().any(|input| !matches!(input.first, FirstToken::Given(_)))) {
+        return Err(SessionError::NoLogits);
+    }
+    Ok(only_fills)
+}
+
 /// Of each row, whether it took part in the last of `steps` steps, as the kernel decides it. `tokens` are those of each step that ran,
 /// and of the step after the last one.
 fn took_part_last(inputs: &[RowInput], tokens: &[Vec<u32>], steps: u32, eos: &[u32]) -> Vec<bool> {
@@ -519,7 +600,7 @@ mod tests {
         guard.admit(&request(&[(0, 0), (0, 1), (0, 2)], &edits)).unwrap().finish(1);
         let tables = guard.admit(&request(&[(2, 0), (0, 3), (0, 4), (0, 5)], &[])).unwrap();
         let inputs: Vec<RowInput> = (0..4).map(|token| input(FirstToken::Given(token), 1)).collect();
-        let (rows, pages) = encode(&tables, &inputs, &[], 10).unwrap();
+        let (rows, pages) = encode_rows(&tables, &inputs, &[], 10).unwrap();
         assert_eq!(pages, [5, 5, 5, 3, 1, 5]);
         let of = |row: &Row| (row.sequence, row.first, row.position, row.token);
         assert_eq!(rows.iter().map(of).collect::<Vec<_>>(), [(0, 0, 0, 0), (1, 1, 3, 1), (1, 1, 4, 2), (1, 1, 5, 3)]);
@@ -529,7 +610,7 @@ mod tests {
     fn a_token_that_no_row_decided_is_refused() {
         let mut guard = Guard::new(SHAPE);
         let tables = guard.admit(&request(&[(0, 0)], &[(0, 0, 0)])).unwrap();
-        let encoded = |first, decided: &[bool]| encode(&tables, &[input(first, 1)], decided, 10);
+        let encoded = |first, decided: &[bool]| encode_rows(&tables, &[input(first, 1)], decided, 10);
         assert!(encoded(FirstToken::Decided(1), &[false, true]).is_ok());
         // The row took no part in the last step, the launch had no such row, or the words began anew.
         for decided in [&[true, false][..], &[true], &[]] {

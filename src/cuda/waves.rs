@@ -1,59 +1,74 @@
-//! Owns `WavesSession`: a kernel of waves with its device memory, which reads prompt chunks of one sequence into a shared cache.
+//! Owns kernels of waves with their device memory: `WavesSession` reads prompt chunks of one sequence into a shared cache, `StepsSession`
+//! runs steps of many rows over one.
 
 use super::driver::Device;
 use super::kernel::{Watched, uploaded, vocab};
-use super::memory::DeviceBuffer;
+use super::memory::{DeviceBuffer, MappedBuffer};
+use super::rows::{
+    FirstToken, RowInput, RowLauncher, RowsLaunched, encode_rows, next_of, only_fills, out_of_range, rows_of_steps,
+};
+use super::sampler::{Asked, SamplerSession};
 use super::session::{SessionError, Stuck};
 use super::stream::LaunchShape;
+use crate::codegen::abi::Row;
 use crate::codegen::emit::Trace;
 use crate::codegen::waves::{ENTRY_POINT, WaveParams, encode};
+use crate::ir::program::Space;
 use crate::rows::{Shape, Tables, runs};
 use crate::trace::STAMP_WORDS;
-use crate::waves::Proven;
+use crate::waves::{Form, Proven};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// How long a launch may take.
+/// How long a launch may take, and each of its steps beside that.
 const TIMEOUT: Duration = Duration::from_secs(5);
+const STEP_TIMEOUT: Duration = Duration::from_millis(20);
 
-/// A kernel of waves on a device.
-pub struct WavesSession {
+/// A kernel of waves on a device, of either form.
+struct Loaded {
     watched: Watched,
     shape: Shape,
     vocab: u32,
     /// The grid of each wave, for errors.
     grids: Vec<String>,
+    /// Waves of a launch that decides nothing.
+    fills: u32,
     pack: Arc<DeviceBuffer>,
     cache: Arc<DeviceBuffer>,
     waves: DeviceBuffer,
     shares: DeviceBuffer,
-    share_index: DeviceBuffer,
+    records: DeviceBuffer,
     work: DeviceBuffer,
-    tokens: DeviceBuffer,
+    rows: DeviceBuffer,
     pages: DeviceBuffer,
     arrived: DeviceBuffer,
     stamps: DeviceBuffer,
-    /// Words of the stamps of a launch; 0 without them.
+    /// Words of the stamps of a step; 0 without them.
     stamp_words: usize,
-    /// A chunk is queued or being read.
-    is_flying: bool,
 }
 
-impl WavesSession {
-    /// Loads the waves of a proven plan; `trace` is what the cubin was compiled with. `pack` and `cache` are those of the kernel for rows
-    /// that the plan was proven against.
-    ///
-    /// # Errors
-    /// What the driver refuses.
-    pub fn load(
+/// What a launch is given beside its rows.
+#[derive(Clone, Copy)]
+struct Wanted {
+    steps: u32,
+    only_fills: bool,
+    /// Device addresses, or 0.
+    logits: u64,
+    mailbox: u64,
+}
+
+impl Loaded {
+    fn load(
         device: &Device,
         proven: &Proven<'_>,
         cubin: &[u8],
         trace: Trace,
+        steps_max: u32,
         pack: Arc<DeviceBuffer>,
-        cache: Arc<DeviceBuffer>,
-    ) -> Result<WavesSession, SessionError> {
-        let (plan, program) = (proven.plan(), &proven.validated().schedule().program);
+        cache: Option<Arc<DeviceBuffer>>,
+    ) -> Result<Loaded, SessionError> {
+        let (plan, schedule) = (proven.plan(), proven.validated().schedule());
+        let program = &schedule.program;
         let of_rows = Shape::of(program).expect("validate: a kernel for rows has tables");
         let shape = Shape { rows: plan.rows, ..of_rows };
         let m = &plan.machine;
@@ -70,32 +85,129 @@ impl WavesSession {
         // Columns that pad the input of a product stay what they are here.
         let mut work = device.alloc(plan.work_bytes())?;
         work.zero(stream)?;
+        let cache = match cache {
+            Some(cache) => cache,
+            None => {
+                let mut cache = device.alloc(schedule.arena_bytes(Space::Cache).max(16))?;
+                cache.poison(stream)?;
+                Arc::new(cache)
+            }
+        };
         let stamp_words = if trace == Trace::On { m.sms as usize * plan.waves.len() * STAMP_WORDS } else { 0 };
-        let session = WavesSession {
+        let sequences = match plan.form {
+            Form::Chunk => 1,
+            Form::Steps => u64::from(plan.rows),
+        };
+        let loaded = Loaded {
             shape,
-            stamps: device.alloc((stamp_words as u64 * 8).max(16))?,
+            stamps: device.alloc((stamp_words as u64 * u64::from(steps_max) * 8).max(16))?,
             stamp_words,
-            is_flying: false,
             vocab: vocab(program),
             grids: plan.waves.iter().map(|wave| program.grids[wave.grid.index()].name.clone()).collect(),
+            fills: plan.fills() as u32,
             pack,
             cache,
             waves: uploaded(device, stream, bytemuck::cast_slice(&tables.waves))?,
             shares: uploaded(device, stream, bytemuck::cast_slice(&tables.shares))?,
-            share_index: uploaded(device, stream, bytemuck::cast_slice(&tables.share_index))?,
+            records: uploaded(device, stream, bytemuck::cast_slice(&tables.records))?,
             work,
-            tokens: device.alloc(u64::from(plan.rows) * 4)?,
-            pages: device.alloc(u64::from(shape.blocks()) * 4)?,
+            // A table for each step that is a kernel of its own.
+            rows: device.alloc(u64::from(steps_max.max(1)) * u64::from(plan.rows) * size_of::<Row>() as u64)?,
+            pages: device.alloc((sequences * u64::from(shape.blocks()) * 4).max(16))?,
             arrived: device.alloc(16)?,
             watched,
         };
-        session.watched.stream.synchronize()?;
-        Ok(session)
+        loaded.watched.stream.synchronize()?;
+        Ok(loaded)
+    }
+
+    /// Whether tables are those of this kernel's cache. The guard may be that of a kernel for other numbers of rows.
+    fn fits(&self, tables: &Tables<'_>, inputs: usize) -> bool {
+        let rows = tables.rows().len();
+        Shape { rows: self.shape.rows, ..*tables.shape() } == self.shape
+            && rows <= self.shape.rows as usize
+            && rows == inputs
+    }
+
+    fn timeout(steps: u32) -> Duration {
+        TIMEOUT + steps * STEP_TIMEOUT
+    }
+
+    /// Uploads tables and launches. The caller has found that they fit.
+    fn launch(&mut self, (rows, pages): (Vec<Row>, Vec<u32>), wanted: Wanted) -> Result<(), SessionError> {
+        let stream = &self.watched.stream;
+        self.rows.upload(stream, 0, &rows)?;
+        self.pages.upload(stream, 0, &pages)?;
+        self.arrived.zero(stream)?;
+        self.watched.launch(&self.params(&rows, self.rows.address(), wanted))
+    }
+
+    /// Of a launch of `rows`, which are at `table`.
+    fn params(&self, rows: &[Row], table: u64, wanted: Wanted) -> WaveParams {
+        let Wanted { steps, only_fills, logits, mailbox } = wanted;
+        let (report, abort) = self.watched.watch_words();
+        WaveParams {
+            pack: self.pack.address(),
+            cache: self.cache.address(),
+            work: self.work.address(),
+            waves: self.waves.address(),
+            shares: self.shares.address(),
+            records: self.records.address(),
+            rows: table,
+            pages: self.pages.address(),
+            arrived: self.arrived.address(),
+            report,
+            abort,
+            stamps: self.stamps.address(),
+            logits,
+            mailbox,
+            timeout_ns: Loaded::timeout(steps).as_nanos() as u64,
+            wave_count: if only_fills { self.fills } else { self.grids.len() as u32 },
+            row_count: rows.len() as u32,
+            position: rows.first().map_or(0, |row| row.position),
+            steps,
+        }
+    }
+
+    fn finish(&self, steps: u32) -> Result<f64, SessionError> {
+        let grid = |stuck: &Stuck| self.grids.get(stuck.step as usize).cloned();
+        self.watched.finish(Loaded::timeout(steps), grid)
+    }
+
+    /// Stamps of a launch of `steps` steps, `[sms][steps][waves][STAMP_WORDS]`; none if the kernel was compiled without.
+    fn stamps(&self, steps: u32) -> Result<Vec<u64>, SessionError> {
+        Ok(self.stamps.download(&self.watched.stream, 0, self.stamp_words * steps as usize)?)
+    }
+}
+
+/// A kernel of waves that reads chunks.
+pub struct WavesSession {
+    loaded: Loaded,
+    /// A chunk is queued or being read.
+    is_flying: bool,
+}
+
+impl WavesSession {
+    /// Loads the waves of a proven plan of chunks; `trace` is what the cubin was compiled with. `pack` and `cache` are those of the kernel
+    /// for rows that the plan was proven against.
+    ///
+    /// # Errors
+    /// What the driver refuses.
+    pub fn load(
+        device: &Device,
+        proven: &Proven<'_>,
+        cubin: &[u8],
+        trace: Trace,
+        pack: Arc<DeviceBuffer>,
+        cache: Arc<DeviceBuffer>,
+    ) -> Result<WavesSession, SessionError> {
+        let loaded = Loaded::load(device, proven, cubin, trace, 1, pack, Some(cache))?;
+        Ok(WavesSession { loaded, is_flying: false })
     }
 
     /// What bounds the tables of a launch; its rows are those of a chunk at most.
     pub fn shape(&self) -> &Shape {
-        &self.shape
+        &self.loaded.shape
     }
 
     /// Reads a chunk of one sequence and waits: keys and values of its tokens are in the cache when this returns. `tables` has a row for
@@ -126,50 +238,15 @@ impl WavesSession {
         if self.is_flying {
             return Err(SessionError::NotFinished);
         }
-        let rows = tables.rows();
-        let position = rows.first().map_or(0, |row| row.position);
-        // The guard may be that of a kernel for other numbers of rows over the same cache.
-        let fits = Shape { rows: self.shape.rows, ..*tables.shape() } == self.shape
-            && rows.len() <= self.shape.rows as usize
-            && rows.len() == tokens.len()
-            && tables.steps() == 1
-            && runs(rows).count() == 1;
-        if !fits {
-            let (steps, context_max) = (tables.steps(), self.shape.context_max);
-            return Err(SessionError::Range { position, steps, context_max });
+        let loaded = &mut self.loaded;
+        if !loaded.fits(tables, tokens.len()) || tables.steps() != 1 || runs(tables.rows()).count() != 1 {
+            return Err(out_of_range(tables));
         }
-        if rows.iter().any(|row| row.wants_logits) {
+        if tables.rows().iter().any(|row| row.wants_logits) {
             return Err(SessionError::NoLogits);
         }
-        if let Some(&token) = tokens.iter().find(|token| **token >= self.vocab) {
-            return Err(SessionError::Token { token, vocab: self.vocab });
-        }
-        let stream = &self.watched.stream;
-        self.tokens.upload(stream, 0, tokens)?;
-        let pages: Vec<u32> = tables.pages(0).collect();
-        self.pages.upload(stream, 0, &pages)?;
-        self.arrived.zero(stream)?;
-        let (report, abort) = self.watched.watch_words();
-        let params = WaveParams {
-            pack: self.pack.address(),
-            cache: self.cache.address(),
-            work: self.work.address(),
-            waves: self.waves.address(),
-            shares: self.shares.address(),
-            share_index: self.share_index.address(),
-            tokens: self.tokens.address(),
-            pages: self.pages.address(),
-            arrived: self.arrived.address(),
-            report,
-            abort,
-            stamps: self.stamps.address(),
-            timeout_ns: TIMEOUT.as_nanos() as u64,
-            wave_count: self.grids.len() as u32,
-            row_count: rows.len() as u32,
-            position,
-            reserved: 0,
-        };
-        self.watched.launch(&params)?;
+        let encoded = encode_rows(tables, &given(tokens), &[], loaded.vocab)?;
+        loaded.launch(encoded, Wanted { steps: 1, only_fills: true, logits: 0, mailbox: 0 })?;
         self.is_flying = true;
         Ok(())
     }
@@ -182,8 +259,7 @@ impl WavesSession {
         if !std::mem::take(&mut self.is_flying) {
             return Err(SessionError::NotQueued);
         }
-        let grid = |stuck: &Stuck| self.grids.get(stuck.step as usize).cloned();
-        self.watched.finish(TIMEOUT, grid)
+        self.loaded.finish(1)
     }
 
     /// Stamps of the last launch, `[sms][waves][STAMP_WORDS]`; none if the kernel was compiled without.
@@ -191,6 +267,203 @@ impl WavesSession {
     /// # Errors
     /// What the driver refuses.
     pub fn stamps(&self) -> Result<Vec<u64>, SessionError> {
-        Ok(self.stamps.download(&self.watched.stream, 0, self.stamp_words)?)
+        self.loaded.stamps(1)
     }
+}
+
+/// A kernel of waves that runs steps.
+pub struct StepsSession {
+    loaded: Loaded,
+    /// Host-visible tokens of each row: of each step, and of the one after the last.
+    mailbox: MappedBuffer,
+    logits: DeviceBuffer,
+    /// Rows that decided a token in the last step of the last launch.
+    decided: usize,
+    flying: Option<Flying>,
+    steps_max: u32,
+}
+
+#[derive(Clone, Copy)]
+struct Flying {
+    rows: usize,
+    steps: u32,
+    only_fills: bool,
+    /// The sampler chooses the tokens, or has still to be queued.
+    is_sampled: bool,
+    is_unchosen: bool,
+}
+
+impl StepsSession {
+    /// Loads the waves of a proven plan of steps; `trace` is what the cubin was compiled with. `pack` and, if it is given, `cache` are
+    /// shared with other kernels of the model. A launch has at most `steps_max` steps.
+    ///
+    /// # Errors
+    /// What the driver refuses.
+    pub fn load(
+        device: &Device,
+        proven: &Proven<'_>,
+        cubin: &[u8],
+        trace: Trace,
+        steps_max: u32,
+        pack: Arc<DeviceBuffer>,
+        cache: Option<Arc<DeviceBuffer>>,
+    ) -> Result<StepsSession, SessionError> {
+        let loaded = Loaded::load(device, proven, cubin, trace, steps_max, pack, cache)?;
+        let (rows, stream) = (loaded.shape.rows, &loaded.watched.stream);
+        let mut logits = device.alloc((u64::from(rows) * u64::from(loaded.vocab) * 4).max(16))?;
+        logits.poison(stream)?;
+        stream.synchronize()?;
+        let mailbox = device.alloc_mapped((steps_max as usize + 1) * rows as usize + 1)?;
+        Ok(StepsSession { mailbox, logits, decided: 0, flying: None, steps_max, loaded })
+    }
+
+    /// Stamps of the last launch, which had `steps` steps: `[sms][steps][waves][STAMP_WORDS]`; none if the kernel was compiled without.
+    ///
+    /// # Errors
+    /// What the driver refuses.
+    pub fn stamps(&self, steps: u32) -> Result<Vec<u64>, SessionError> {
+        self.loaded.stamps(steps)
+    }
+}
+
+impl RowLauncher for StepsSession {
+    fn shape(&self) -> &Shape {
+        &self.loaded.shape
+    }
+
+    fn vocab(&self) -> u32 {
+        self.loaded.vocab
+    }
+
+    fn steps_max(&self) -> u32 {
+        self.steps_max
+    }
+
+    fn cache(&self) -> Arc<DeviceBuffer> {
+        self.loaded.cache.clone()
+    }
+
+    fn pack(&self) -> Arc<DeviceBuffer> {
+        self.loaded.pack.clone()
+    }
+
+    fn queue(&mut self, tables: Tables<'_>, inputs: &[RowInput], with_logits: bool) -> Result<(), SessionError> {
+        if self.flying.is_some() {
+            return Err(SessionError::NotFinished);
+        }
+        let steps = tables.steps();
+        // Every row takes part in every step.
+        let ends = inputs.iter().any(|input| input.steps < steps);
+        if !self.loaded.fits(&tables, inputs.len()) || ends || steps > self.steps_max {
+            return Err(out_of_range(&tables));
+        }
+        let only_fills = only_fills(&tables, inputs, with_logits)?;
+        let decided = vec![true; self.decided];
+        let encoded = encode_rows(&tables, inputs, &decided, self.loaded.vocab)?;
+        let logits = if with_logits { self.logits.address() } else { 0 };
+        let mailbox = if only_fills { 0 } else { self.mailbox.address() };
+        self.loaded.launch(encoded, Wanted { steps, only_fills, logits, mailbox })?;
+        let rows = inputs.len();
+        self.flying = Some(Flying { rows, steps, only_fills, is_sampled: false, is_unchosen: false });
+        tables.finish(steps);
+        Ok(())
+    }
+
+    fn queue_steps(
+        &mut self,
+        tables: Tables<'_>,
+        inputs: &[RowInput],
+        mut choosing: Option<(&mut SamplerSession, &[Asked<'_>])>,
+    ) -> Result<(), SessionError> {
+        if self.flying.is_some() {
+            return Err(SessionError::NotFinished);
+        }
+        let (steps, loaded) = (tables.steps(), &mut self.loaded);
+        let is_given = inputs.iter().all(|input| matches!(input.first, FirstToken::Given(_)));
+        let ends = inputs.iter().any(|input| input.steps < steps);
+        if !loaded.fits(&tables, inputs.len()) || ends || !is_given || steps > self.steps_max {
+            return Err(out_of_range(&tables));
+        }
+        if only_fills(&tables, inputs, true)? {
+            return Err(SessionError::NoLogits);
+        }
+        let (rows, pages) = encode_rows(&tables, inputs, &[], loaded.vocab)?;
+        let stream = &loaded.watched.stream;
+        loaded.rows.upload(stream, 0, &rows_of_steps(&rows, steps))?;
+        loaded.pages.upload(stream, 0, &pages)?;
+        loaded.watched.begin()?;
+        let logits = self.logits.address();
+        let wanted = Wanted { steps: 1, only_fills: false, logits, mailbox: self.mailbox.address() };
+        for step in 0..steps {
+            loaded.arrived.zero(stream)?;
+            let table = loaded.rows.address() + u64::from(step) * (rows.len() * size_of::<Row>()) as u64;
+            let params = loaded.params(&rows, table, wanted);
+            loaded.watched.queue(&WaveParams { position: params.position + step, ..params })?;
+            let Some((sampler, asked)) = &mut choosing else { continue };
+            if step == 0 {
+                // While the kernel runs.
+                sampler.upload(asked, steps)?;
+            }
+            sampler.queue(stream, logits, step, next_of(loaded.rows.address(), rows.len(), step, steps))?;
+        }
+        let is_unchosen = choosing.is_none();
+        if !is_unchosen {
+            loaded.watched.end()?;
+        }
+        self.flying = Some(Flying { rows: inputs.len(), steps, only_fills: false, is_sampled: true, is_unchosen });
+        tables.finish(steps);
+        Ok(())
+    }
+
+    fn choose(&mut self, sampler: &mut SamplerSession, asked: &[Asked<'_>]) -> Result<(), SessionError> {
+        let Some(flying) = self.flying.as_mut().filter(|flying| flying.is_unchosen) else {
+            return Err(SessionError::NotQueued);
+        };
+        sampler.upload(asked, 1)?;
+        sampler.queue(&self.loaded.watched.stream, self.logits.address(), 0, None)?;
+        self.loaded.watched.end()?;
+        flying.is_unchosen = false;
+        Ok(())
+    }
+
+    fn finish(&mut self) -> Result<RowsLaunched, SessionError> {
+        let Some(Flying { rows, steps, only_fills, is_sampled, is_unchosen }) = self.flying.take() else {
+            return Err(SessionError::NotQueued);
+        };
+        if is_unchosen {
+            return Err(SessionError::NotChosen);
+        }
+        self.decided = 0;
+        let device_us = self.loaded.finish(steps)?;
+        if only_fills || is_sampled {
+            return Ok(RowsLaunched { device_us, steps, tokens: vec![] });
+        }
+        self.decided = rows;
+        let most = self.loaded.shape.rows;
+        let token = |step: u32, row: usize| self.mailbox.load(1 + (step * most) as usize + row);
+        let tokens = (0..=steps).map(|step| (0..rows).map(|row| token(step, row)).collect());
+        Ok(RowsLaunched { device_us, steps, tokens: tokens.collect::<Result<_, _>>()? })
+    }
+
+    fn logits(&self, row: u32) -> Result<Vec<f32>, SessionError> {
+        if self.flying.is_some() {
+            return Err(SessionError::NotFinished);
+        }
+        let at = u64::from(row.min(self.loaded.shape.rows - 1)) * u64::from(self.loaded.vocab) * 4;
+        Ok(self.logits.download(&self.loaded.watched.stream, at, self.loaded.vocab as usize)?)
+    }
+
+    fn poison_logits(&mut self) -> Result<(), SessionError> {
+        Ok(self.logits.poison(&self.loaded.watched.stream)?)
+    }
+
+    fn read_cache(&self, at: u64, bytes: usize) -> Result<Vec<u16>, SessionError> {
+        Ok(self.loaded.cache.download(&self.loaded.watched.stream, at, bytes / 2)?)
+    }
+}
+
+/// Rows that take part in one step, with these tokens.
+pub fn given(tokens: &[u32]) -> Vec<RowInput> {
+    let input = |&token| RowInput { first: FirstToken::Given(token), steps: 1, inverse_temperature: 0.0, seed: 0 };
+    tokens.iter().map(input).collect()
 }

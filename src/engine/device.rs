@@ -1,7 +1,7 @@
 //! Owns the stepper of CUDA targets: kernels for several rows on a device, with the guard of their tables.
 
 use super::stepper::{Alone, Bounds, Launch, LaunchRow, Said, Stepper, Want, admit};
-use crate::cuda::rows::{FirstToken, RowInput, RowsSession};
+use crate::cuda::rows::{FirstToken, RowInput, RowLauncher};
 use crate::cuda::sampler::{Asked, SamplerSession, decided};
 use crate::cuda::waves::WavesSession;
 use crate::error::Fault;
@@ -13,7 +13,7 @@ use crate::waves::CHUNK_MIN;
 /// the tokens of all rows.
 pub struct DeviceStepper {
     /// Ascending by rows, over one cache.
-    sessions: Vec<RowsSession>,
+    sessions: Vec<Box<dyn RowLauncher>>,
     /// Reads long chunks of one prompt into the same cache.
     waves: Option<WavesSession>,
     sampler: Option<SamplerSession>,
@@ -36,7 +36,7 @@ impl DeviceStepper {
     /// A stepper over sessions that nothing was launched on yet, ascending by rows; all have the same cache. A launch runs on the first
     /// one that has as many rows, or on that of waves. `None`: there is no session.
     pub fn new(
-        sessions: Vec<RowsSession>,
+        sessions: Vec<Box<dyn RowLauncher>>,
         waves: Option<WavesSession>,
         sampler: Option<SamplerSession>,
     ) -> Option<DeviceStepper> {
@@ -73,9 +73,9 @@ impl Stepper for DeviceStepper {
             return Ok(waves.queue(tables, &tokens)?);
         }
         let inputs: Vec<RowInput> = rows.iter().map(|row| input(row, steps, is_sampled)).collect();
-        let has_room = |session: &RowsSession| session.shape().rows as usize >= rows.len();
         // The guard has judged that the largest has.
-        let smallest = self.sessions.iter().position(has_room).unwrap_or(self.sessions.len() - 1);
+        let smallest = self.sessions.iter().position(|session| session.shape().rows as usize >= rows.len());
+        let smallest = smallest.unwrap_or(self.sessions.len() - 1);
         self.running = Kernel::Rows(smallest);
         let session = &mut self.sessions[smallest];
         match &mut self.sampler {

@@ -5,9 +5,9 @@ use std::sync::Arc;
 use crate::codegen::abi::Queues;
 use crate::codegen::emit::Trace;
 use crate::cuda::driver::Device;
-use crate::cuda::rows::RowsSession;
+use crate::cuda::rows::{RowLauncher, RowsSession};
 use crate::cuda::sampler::SamplerSession;
-use crate::cuda::waves::WavesSession;
+use crate::cuda::waves::{StepsSession, WavesSession};
 use crate::defaults::rows::{PROMPT_ROWS, Room, kernel_rows};
 use crate::engine::{CpuStepper, DeviceStepper, Stepper};
 use crate::error::{Fault, Tier};
@@ -24,7 +24,7 @@ use crate::waves;
 use super::chain::Host;
 use super::device_rows::{place_kernel, prove_kernel, rows_of, rows_source, same_caches};
 use super::device_sampler::sampler_source;
-use super::device_waves::{plan_waves, waves_source};
+use super::device_waves::{plan_waves, steps_by_waves, waves_source};
 use super::execute::{Devices, upload_pack};
 use super::stages::place_rows;
 use super::{Prepared, Workspace};
@@ -80,7 +80,7 @@ pub struct Batched {
 struct OnDevice {
     device: Device,
     target: Target,
-    /// Ascending by rows, over one cache.
+    /// Ascending by rows, over one cache. The schedule says whether waves run its steps.
     kernels: Vec<(Arc<Validated>, Vec<u8>)>,
     /// The kernel of waves over the pages of the first of them.
     waves: Option<Vec<u8>>,
@@ -157,9 +157,13 @@ impl Prepared {
         ));
         // Queues that differ from those of the first proof are refused here.
         kernels.iter().try_for_each(|kernel| workspace.queues(kernel).map(drop))?;
-        let source = |kernel: &Arc<Validated>| rows_source(&chain.context, kernel, Trace::Off);
         let mut sources = vec![sampler_source(&self.target)];
-        sources.extend(kernels.iter().map(source));
+        for kernel in &kernels {
+            sources.push(match steps_by_waves(&self.target, kernel)? {
+                Some(proven) => waves_source(&chain.context, &proven, Trace::Off),
+                None => rows_source(&chain.context, kernel, Trace::Off),
+            });
+        }
         match plan_waves(&self.target, &kernels[0]) {
             Ok(proven) => sources.push(waves_source(&chain.context, &proven, Trace::Off)),
             Err(fault) if fault.tier == Tier::Input => {
@@ -255,11 +259,17 @@ impl Batched {
         };
         let OnDevice { device, target, kernels, waves, sampler, steps_max } = on_device.as_ref();
         let pack = upload_pack(device, &self.validated, &self.pack)?;
-        let mut sessions: Vec<RowsSession> = vec![];
+        let mut sessions: Vec<Box<dyn RowLauncher>> = vec![];
         for (validated, cubin) in kernels {
-            let (queues, cache) = (Queues::of(validated), sessions.first().map(RowsSession::cache));
-            let session = RowsSession::load(device, &queues, cubin, Trace::Off, *steps_max, Arc::clone(&pack), cache)?;
-            sessions.push(session);
+            let cache = sessions.first().map(|session| session.cache());
+            let (pack, off) = (Arc::clone(&pack), Trace::Off);
+            sessions.push(match steps_by_waves(target, validated)? {
+                Some(proven) => Box::new(StepsSession::load(device, &proven, cubin, off, *steps_max, pack, cache)?),
+                None => {
+                    let queues = Queues::of(validated);
+                    Box::new(RowsSession::load(device, &queues, cubin, off, *steps_max, pack, cache)?)
+                }
+            });
         }
         let waves = match (waves, sessions.first()) {
             (Some(cubin), Some(first)) => {

@@ -4,15 +4,15 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use crate::candidate::Candidate;
-use crate::check::{self, WAVES_POSITIONS, check_rows, given};
+use crate::check::{self, WAVES_POSITIONS, check_rows};
 use crate::codegen::abi::Queues;
 use crate::codegen::emit::{Trace, emit};
 use crate::cuda::driver::Device;
 use crate::cuda::memory::DeviceBuffer;
-use crate::cuda::rows::{FirstToken, RowInput, RowsSession};
+use crate::cuda::rows::{FirstToken, RowInput, RowLauncher, RowsSession};
 use crate::cuda::sampler::SamplerSession;
-use crate::cuda::session::{Session, Stamped};
-use crate::cuda::waves::WavesSession;
+use crate::cuda::session::Session;
+use crate::cuda::waves::{StepsSession, WavesSession, given};
 use crate::defaults::rows::{PROMPT_ROWS, Room, kernel_rows, place_rows};
 use crate::error::{Fault, Tier};
 use crate::ir::program::Space;
@@ -23,13 +23,14 @@ use crate::pages::Pool;
 use crate::rows::{Edit, Guard, PageId, Request, Row, SequenceId, Shape, Tables};
 use crate::target::Target;
 use crate::text::one_of;
+use crate::trace::{Span, Stamps, spans};
 use crate::validate::{Validated, validate};
-use crate::waves::{CHUNK_MIN, CHUNK_ROWS, derive};
+use crate::waves::{CHUNK_MIN, CHUNK_ROWS};
 
 use super::chain::{Chain, Host};
 use super::compile::Cubin;
 use super::device_sampler::{sampler_source, time_sampled};
-use super::device_waves::{plan_waves, waves_beside, waves_source};
+use super::device_waves::{derive_chunks, named_spans, plan_waves, steps_by_waves, waves_beside, waves_source};
 use super::execute::upload_pack;
 use super::stages::{BuildContext, Generated};
 use super::{Prepared, Workspace, import_stage, keys};
@@ -114,6 +115,24 @@ fn load_rows(
     Ok(RowsSession::load(device, &queues, &cubin.bytes, trace, steps_max, pack, None)?)
 }
 
+/// As [`load_rows`], of the kernel that runs the steps of `validated` fastest, without time stamps.
+///
+/// # Errors
+/// As [`load_rows`]; a plan of waves that is not proven.
+fn load_launcher(
+    chain: &Chain<'_>,
+    device: &Device,
+    validated: &Validated,
+    steps_max: u32,
+    pack: Arc<DeviceBuffer>,
+) -> Result<Box<dyn RowLauncher>, Fault> {
+    let Some(proven) = steps_by_waves(chain.context.target, validated)? else {
+        return Ok(Box::new(load_rows(chain, device, validated, Trace::Off, steps_max, pack)?));
+    };
+    let cubin = chain.compile(&waves_source(&chain.context, &proven, Trace::Off))?;
+    Ok(Box::new(StepsSession::load(device, &proven, &cubin.bytes, Trace::Off, steps_max, pack, None)?))
+}
+
 /// Told the logits after each position.
 type OnRow<'a> = &'a mut dyn FnMut(u32, &[f32]);
 
@@ -128,7 +147,7 @@ enum Wanted<'a> {
 
 /// What reads prompts: a kernel for rows, and for long chunks a kernel of waves over the same cache, where there is one.
 struct Reader<'a> {
-    rows: &'a mut RowsSession,
+    rows: &'a mut dyn RowLauncher,
     waves: Option<&'a mut WavesSession>,
 }
 
@@ -171,7 +190,7 @@ impl Reader<'_> {
                     waves.read(tables, tokens)?;
                 }
                 None => {
-                    self.rows.run(tables, &given(tokens), &[], wants_logits)?;
+                    self.rows.run_whole(tables, &given(tokens), wants_logits)?;
                 }
             }
             if let Wanted::Each(on_row) = &mut wanted {
@@ -460,7 +479,7 @@ pub fn bench_rows(
     };
     let (chunks, by_waves) = match (prompts, chunks) {
         ([], _) => (vec![], false),
-        (_, []) => match derive(&place_kernel(&chain.context, &chain.candidate, room(smallest))?, target, CHUNK_ROWS) {
+        (_, []) => match derive_chunks(&place_kernel(&chain.context, &chain.candidate, room(smallest))?, target) {
             Ok(_) => (vec![], true),
             Err(_) => (vec![place_prompt_kernel(&chain.context, &chain.candidate, room)?.program.rows], false),
         },
@@ -483,27 +502,28 @@ pub fn bench_rows(
             Some(pack) => Arc::clone(pack),
             None => shared.insert(upload_pack(&device, &validated, &pack)?).clone(),
         };
-        let mut session = load_rows(&chain, &device, &validated, Trace::Off, STEPS, device_pack)?;
         let parameters = model.imported.graph.parameter_count();
-        let checked = check_rows(&validated, pack.clone(), parameters, &mut session)?;
+        let mut session = load_launcher(&chain, &device, &validated, STEPS, device_pack)?;
+        let session = session.as_mut();
+        let checked = check_rows(&validated, pack.clone(), parameters, session)?;
         for &position in &manifest.decode.time_positions {
             for &rows in &of_kernel {
-                let took = Took::Steps(time_rows(&mut session, rows, position)?);
+                let took = Took::Steps(time_rows(session, rows, position)?);
                 on_timed(&RowsTimed { rows, kernel, position, checked: checked.figures(), took })?;
-                let took = Took::Sampled(time_sampled(&mut session, &mut sampler, rows, position)?);
+                let took = Took::Sampled(time_sampled(session, &mut sampler, rows, position)?);
                 on_timed(&RowsTimed { rows, kernel, position, checked: checked.figures(), took })?;
             }
         }
         if chunks.contains(&kernel) {
-            let mut reader = Reader { rows: &mut session, waves: None };
+            let mut reader = Reader { rows: &mut *session, waves: None };
             for &tokens in prompts {
                 let took = Took::Prompt { tokens, ms: time_prompt(&mut reader, tokens, model.imported.graph.vocab)? };
                 on_timed(&RowsTimed { rows: kernel, kernel, position: 0, checked: checked.figures(), took })?;
             }
         }
         if by_waves {
-            let (mut waves, checked) = waves_beside(&chain, &device, &validated, &checked, &mut session)?;
-            let mut reader = Reader { rows: &mut session, waves: Some(&mut waves) };
+            let (mut waves, checked) = waves_beside(&chain, &device, &validated, &checked, session)?;
+            let mut reader = Reader { rows: &mut *session, waves: Some(&mut waves) };
             for &tokens in prompts {
                 let took = Took::Prompt { tokens, ms: time_prompt(&mut reader, tokens, model.imported.graph.vocab)? };
                 on_timed(&RowsTimed { rows: CHUNK_ROWS, kernel, position: 0, checked: checked.figures(), took })?;
@@ -545,7 +565,7 @@ impl Decoding {
     ///
     /// # Errors
     /// What the device refuses; a launch that gave up.
-    pub(super) fn at(session: &mut RowsSession, rows: u32, position: u32, steps: u32) -> Result<Decoding, Fault> {
+    pub(super) fn at(session: &mut dyn RowLauncher, rows: u32, position: u32, steps: u32) -> Result<Decoding, Fault> {
         let shape: Shape = *session.shape();
         let mut pool = Pool::new(shape);
         let opened = |pool: &mut Pool| {
@@ -563,7 +583,7 @@ impl Decoding {
         while at < position {
             let steps = session.steps_max().min(position - at);
             let (tables, inputs) = decoding.launch(at, steps)?;
-            session.run(tables, inputs, &[], false)?;
+            session.run_whole(tables, inputs, false)?;
             at += steps;
             for (row, input) in (0u32..).zip(&mut decoding.inputs) {
                 input.first = FirstToken::Decided(row);
@@ -593,12 +613,12 @@ impl Decoding {
 }
 
 /// Sequences of their own decode up to `position`, and then the same steps again and again.
-fn time_rows(session: &mut RowsSession, rows: u32, position: u32) -> Result<Vec<f64>, Fault> {
+fn time_rows(session: &mut dyn RowLauncher, rows: u32, position: u32) -> Result<Vec<f64>, Fault> {
     let mut decoding = Decoding::at(session, rows, position, STEPS)?;
     let mut step_us = vec![];
     for n in 0..LAUNCHES + 3 {
         let (tables, inputs) = decoding.launch(position, STEPS)?;
-        let launched = session.run(tables, inputs, &[], false)?;
+        let launched = session.run_whole(tables, inputs, false)?;
         if n >= 3 {
             step_us.push(launched.device_us / f64::from(STEPS));
         }
@@ -619,19 +639,33 @@ pub(super) fn trace_rows(
     position: u32,
     steps: u32,
     warm_up: u32,
-) -> Result<(Validated, Stamped), Fault> {
+) -> Result<(Validated, Vec<Span>, f64), Fault> {
     let kernel = kernel_for(rows_of(&chain.context), rows)?;
     let positions = u64::from(kernel) * u64::from((position + steps + 1).next_multiple_of(256));
     let room = Room { rows: kernel, sequences: kernel, positions };
     let validated = prove_kernel(&chain.context, place_kernel(&chain.context, &chain.candidate, room)?)?;
     let pack = upload_pack(device, &validated, &chain.pack()?)?;
+    if let Some(proven) = steps_by_waves(chain.context.target, &validated)? {
+        let cubin = chain.compile(&waves_source(&chain.context, &proven, Trace::On))?;
+        let mut session = StepsSession::load(device, &proven, &cubin.bytes, Trace::On, steps, pack, None)?;
+        let mut decoding = Decoding::at(&mut session, rows, position, steps)?;
+        let mut device_us = 0.0;
+        for _ in 0..=warm_up {
+            let (tables, inputs) = decoding.launch(position, steps)?;
+            device_us = session.run_whole(tables, inputs, false)?.device_us;
+        }
+        let spans = named_spans(&proven, steps, &session.stamps(steps)?)?;
+        return Ok((validated, spans, device_us));
+    }
     let mut session = load_rows(chain, device, &validated, Trace::On, steps, pack)?;
     let mut decoding = Decoding::at(&mut session, rows, position, steps)?;
     for _ in 0..warm_up {
         let (tables, inputs) = decoding.launch(position, steps)?;
-        session.run(tables, inputs, &[], false)?;
+        session.run_whole(tables, inputs, false)?;
     }
     let (tables, inputs) = decoding.launch(position, steps)?;
     let stamped = session.run_traced(tables, inputs)?;
-    Ok((validated, stamped))
+    let stamps = Stamps { words: &stamped.words, tasks_max: stamped.tasks_max, position, steps };
+    let spans = spans(validated.schedule(), stamps).map_err(|error| Fault::internal(format!("the trace: {error}")))?;
+    Ok((validated, spans, stamped.device_us))
 }

@@ -1,7 +1,7 @@
 //! Owns the sampler of a device as commands use it: its source, its check against the host's choice, and the time that it adds to a step.
 
 use crate::codegen::sampler::emit;
-use crate::cuda::rows::RowsSession;
+use crate::cuda::rows::RowLauncher;
 use crate::cuda::sampler::{Asked, SamplerSession, decided};
 use crate::error::Fault;
 use crate::sample::{Penalties, Request, RequestSettings, SampleSettings, TokenCounts};
@@ -71,7 +71,7 @@ fn asked<'a>(requests: &'a [(Request, TokenCounts)]) -> Vec<Asked<'a>> {
 /// # Errors
 /// Another token, or other log-probabilities; what the device refuses.
 fn check(
-    session: &mut RowsSession,
+    session: &mut dyn RowLauncher,
     sampler: &mut SamplerSession,
     decoding: &mut Decoding,
     position: u32,
@@ -111,7 +111,7 @@ fn check(
 /// # Errors
 /// A choice that differs from that of the host; what the device refuses.
 pub(super) fn time_sampled(
-    session: &mut RowsSession,
+    session: &mut dyn RowLauncher,
     sampler: &mut SamplerSession,
     rows: u32,
     position: u32,

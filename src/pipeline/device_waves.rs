@@ -9,18 +9,19 @@ use crate::check::{Checked, check_ids, check_waves};
 use crate::codegen::emit::Trace;
 use crate::codegen::waves::{emit, encode};
 use crate::cuda::driver::Device;
-use crate::cuda::rows::RowsSession;
+use crate::cuda::rows::RowLauncher;
 use crate::cuda::waves::WavesSession;
 use crate::defaults::rows::Room;
 use crate::digest::Digest;
-use crate::error::Fault;
+use crate::error::{Fault, Tier};
 use crate::ir::program::Space;
+use crate::ir::schedule::Schedule;
 use crate::pages::Pool;
 use crate::rows::{Guard, Request, Row};
 use crate::target::Target;
 use crate::trace::{Span, wave_spans};
 use crate::validate::Validated;
-use crate::waves::{CHUNK_ROWS, Proven, Wave, derive, prove};
+use crate::waves::{CHUNK_ROWS, Form, Plan, Proven, Refused, STEP_ROWS_MIN, Wave, derive, prove};
 use std::sync::Arc;
 
 /// Plans and proves the kernel of waves over the pack and the pages of a kernel for rows.
@@ -28,8 +29,40 @@ use std::sync::Arc;
 /// # Errors
 /// What kernels of waves cannot do of the model or on the target. A plan that is not proven is a fault of this program.
 pub(super) fn plan_waves<'a>(target: &Target, rows: &'a Validated) -> Result<Proven<'a>, Fault> {
-    let plan = derive(rows.schedule(), target, CHUNK_ROWS)
-        .map_err(|refused| Fault::input(format!("no kernel of waves: {refused}")))?;
+    proven(derive_chunks(rows.schedule(), target), rows, target)
+}
+
+/// Why a kernel of waves cannot read prompts, or its plan.
+pub(super) fn derive_chunks(schedule: &Schedule, target: &Target) -> Result<Plan, Refused> {
+    derive(schedule, target, Form::Chunk, CHUNK_ROWS)
+}
+
+/// Plans and proves the kernel of waves that runs the steps of `rows`.
+///
+/// # Errors
+/// As [`plan_waves`].
+pub(super) fn plan_steps<'a>(target: &Target, rows: &'a Validated) -> Result<Proven<'a>, Fault> {
+    let schedule = rows.schedule();
+    proven(derive(schedule, target, Form::Steps, schedule.program.rows), rows, target)
+}
+
+/// The kernel of waves that runs the steps of `rows`, where there is one and it is the faster one.
+///
+/// # Errors
+/// A plan that is not proven.
+pub(super) fn steps_by_waves<'a>(target: &Target, rows: &'a Validated) -> Result<Option<Proven<'a>>, Fault> {
+    if rows.schedule().program.rows < STEP_ROWS_MIN {
+        return Ok(None);
+    }
+    match plan_steps(target, rows) {
+        Ok(proven) => Ok(Some(proven)),
+        Err(fault) if fault.tier == Tier::Input => Ok(None),
+        Err(fault) => Err(fault),
+    }
+}
+
+fn proven<'a>(plan: Result<Plan, Refused>, rows: &'a Validated, target: &Target) -> Result<Proven<'a>, Fault> {
+    let plan = plan.map_err(|refused| Fault::input(format!("no kernel of waves: {refused}")))?;
     prove(plan, rows, target).map_err(|violations| {
         let all: Vec<String> = violations.iter().map(ToString::to_string).collect();
         Fault::internal(format!("a plan of waves is not proven: {}", all.join("; ")))
@@ -61,7 +94,7 @@ pub(super) fn waves_beside(
     device: &Device,
     validated: &Validated,
     judged: &Checked,
-    rows: &mut RowsSession,
+    rows: &mut dyn RowLauncher,
 ) -> Result<(WavesSession, Checked), Fault> {
     let proven = plan_waves(chain.context.target, validated)?;
     let cubin = chain.compile(&waves_source(&chain.context, &proven, Trace::Off))?;
@@ -108,9 +141,13 @@ pub(super) fn trace_waves(
             at += chunk.len() as u32;
         }
     }
-    let plan = proven.plan();
-    let name = |wave: &Wave| (wave.action.name(), schedule.program.grids[wave.grid.index()].name.as_str());
-    let names: Vec<_> = plan.waves.iter().map(name).collect();
-    let spans = wave_spans(&names, &waves.stamps()?).map_err(|error| Fault::internal(format!("the trace: {error}")))?;
-    Ok((spans, device_us, plan.machine.sms))
+    Ok((named_spans(&proven, 1, &waves.stamps()?)?, device_us, proven.plan().machine.sms))
+}
+
+/// What stamps of `steps` steps say of the waves of a plan.
+pub(super) fn named_spans(proven: &Proven<'_>, steps: u32, stamps: &[u64]) -> Result<Vec<Span>, Fault> {
+    let program = &proven.validated().schedule().program;
+    let name = |wave: &Wave| (wave.action.name(), program.grids[wave.grid.index()].name.as_str());
+    let names: Vec<_> = proven.plan().waves.iter().map(name).collect();
+    wave_spans(&names, steps, stamps).map_err(|error| Fault::internal(format!("the trace: {error}")))
 }

@@ -20,7 +20,7 @@ use crate::validate::Validated;
 use super::Workspace;
 use super::chain::{Chain, Host, NotMade, Stage};
 use super::device_rows::{place_prompt_kernel, prove_kernel};
-use super::device_waves::plan_waves;
+use super::device_waves::{plan_steps, plan_waves};
 use super::import_stage;
 use super::keys::{self, Keyed};
 use super::stages::{BuildContext, load_model, subject};
@@ -37,7 +37,7 @@ pub struct Explained {
 }
 
 /// What [`show`] prints.
-pub const SHOW_STAGES: [&str; 13] = [
+pub const SHOW_STAGES: [&str; 15] = [
     "manifest",
     "model",
     "program",
@@ -51,6 +51,8 @@ pub const SHOW_STAGES: [&str; 13] = [
     "rows-source",
     "waves",
     "waves-source",
+    "steps",
+    "steps-source",
 ];
 
 /// Says for every stage whether a build would run it, and which line of its key changed. Runs nothing but the import of
@@ -153,6 +155,11 @@ pub fn show(workspace: &Workspace, manifest: &Manifest, target: &Target, stage: 
         "waves-source" => {
             needs_kernel(target, stage)?;
             Ok(waves::emit(&plan_waves(target, &prompt_batch(&context)?)?, target, Trace::Off).text)
+        }
+        "steps" => Ok(plan_steps(target, &prompt_batch(&context)?)?.plan().to_string()),
+        "steps-source" => {
+            needs_kernel(target, stage)?;
+            Ok(waves::emit(&plan_steps(target, &prompt_batch(&context)?)?, target, Trace::Off).text)
         }
         _ => Ok(why_text(&context, &model.keyed)),
     }

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use crate::codegen::emit::Trace;
 use crate::cuda::driver::Device;
-use crate::cuda::rows::RowsSession;
+use crate::cuda::rows::{RowLauncher, RowsSession};
 use crate::cuda::session::{Session, SessionError};
 use crate::error::Fault;
 use crate::interp::{Input, Interp, InterpError, Options};

@@ -4,7 +4,7 @@
 use std::iter;
 use std::ops::ControlFlow;
 
-use crate::cuda::rows::{FirstToken, RowInput, RowsSession};
+use crate::cuda::rows::{FirstToken, RowInput, RowLauncher, RowsSession};
 use crate::cuda::session::Session;
 use crate::error::Fault;
 use crate::interp::{Input, Interp};

@@ -77,27 +77,31 @@ impl Prepared {
         let found = host.device(target)?.ok_or_else(no_kernel)?;
         let device = Device::open(found.ordinal)?;
         let placed;
-        let (validated, stamped) = match rows {
-            None => (self.validated.as_ref(), self.run_traced(workspace, &chain, &device, position, steps)?),
+        let (validated, spans, device_us) = match rows {
+            None => {
+                let stamped = self.run_traced(workspace, &chain, &device, position, steps)?;
+                let stamps = Stamps { words: &stamped.words, tasks_max: stamped.tasks_max, position, steps };
+                let spans = spans(self.validated.schedule(), stamps);
+                let spans = spans.map_err(|error| Fault::internal(format!("the trace: {error}")))?;
+                (self.validated.as_ref(), spans, stamped.device_us)
+            }
             Some(rows) => {
-                let (validated, stamped) = trace_rows(&chain, &device, rows, position, steps, WARM_UP)?;
+                let (validated, spans, device_us) = trace_rows(&chain, &device, rows, position, steps, WARM_UP)?;
                 placed = validated;
-                (&placed, stamped)
+                (&placed, spans, device_us)
             }
         };
-        let schedule = validated.schedule();
-        let stamps = Stamps { words: &stamped.words, tasks_max: stamped.tasks_max, position, steps };
-        let spans = spans(schedule, stamps).map_err(|error| Fault::internal(format!("the trace: {error}")))?;
+        let sms = spans.iter().map(|span| span.sm.0 + 1).max().unwrap_or(0);
         let bytes_per_step = step_bytes(validated, &imported.graph, rows.unwrap_or(1), position + steps / 2);
         Ok(Traced {
             hardware: found.name.clone(),
-            sms: schedule.machine.sms,
+            sms,
             position,
             steps,
-            step_us: stamped.device_us / f64::from(steps),
+            step_us: device_us / f64::from(steps),
             bytes_per_step,
             floor_us: target.measured.read_bytes_per_s.map(|per_s| bytes_per_step as f64 / per_s * 1e6),
-            table: table(&spans, schedule.machine.sms, steps),
+            table: table(&spans, sms, steps),
             spans,
         })
     }

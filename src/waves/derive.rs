@@ -1,8 +1,8 @@
 //! From the schedule of a kernel for rows to a plan of waves.
 
 use super::{
-    Action, BLOCK_ROWS, Division, DivisionId, GROUPED_PASS_MAX, Input, Layout, Machine, NormOf, Over, PASS_MAX, Plan,
-    Share, Sum, Target as Written, UNIT_GROUPS, Wave, Work, WorkId,
+    Action, CHUNK_BLOCK_ROWS, Division, DivisionId, Form, Input, Layout, Machine, NormOf, Over, Plan, Ring, Share, Sum,
+    Target as Written, Warps, Wave, Work, WorkId, sums_max,
 };
 use crate::dtype::DType;
 use crate::format::Format;
@@ -24,6 +24,8 @@ pub enum Refused {
     Grid { grid: String, what: &'static str, expected: &'static str },
     #[error("the ring has {slots} slots of {slot_bytes} bytes on target `{target}`: expected 2 at least")]
     SharedMemory { slots: u32, slot_bytes: u32, target: String },
+    #[error("steps of {rows} rows: expected whole tiles of 16, up to {most}")]
+    Rows { rows: u32, most: u32 },
 }
 
 /// Warps that multiply, and those of the loader, which gives them registers.
@@ -32,15 +34,28 @@ const LOADER_WARPS: u32 = 4;
 const REGISTERS: u32 = 216;
 const LOADER_REGISTERS: u32 = 72;
 const SLOTS_MAX: u32 = 8;
-const STATE_BYTES: u32 = 512;
+const STATE_BYTES: u32 = 2048;
 /// Positions of a tile of attention at most.
 const TILE_MAX: u32 = 64;
+/// Bytes of the ring of inputs of a chunk. A slot holds 64 of k of a block of rows or, of some codes, a granule of 128.
+const CHUNK_INPUT_BYTES: u32 = 96 << 10;
+/// Rings and scratch of steps, where smaller ones leave no room for what is on its way: weights arrive while SMs meet.
+const STEP_INPUTS: Ring = Ring { slots: 4, slot_bytes: 16 << 10 };
 
-/// A plan of chunks of up to `rows` rows for the program of `schedule`, whose pack, caches and pages it shares.
+const STEP_WEIGHT_BYTES: u32 = 16 << 10;
+const STEP_SCRATCH_BYTES: u32 = 32 << 10;
+/// Parts of k that a product of a step may have: four are not faster (docs/perf-log.md, entry 23).
+const PARTS: [u32; 2] = [1, 2];
+/// Bytes of an operand: a span of 32 of k, of 16 rows.
+const SPAN_BYTES: u32 = 1024;
+/// Bytes of shared memory that could be read while a step of the loop is begun and ended.
+const STEP_COST_BYTES: u32 = 32 << 10;
+
+/// A plan of launches of `form` of up to `rows` rows for the program of `schedule`, whose pack, caches and pages it shares.
 ///
 /// # Errors
 /// What kernels of waves cannot do of the program or on the target.
-pub fn derive(schedule: &Schedule, target: &Target, rows: u32) -> Result<Plan, Refused> {
+pub fn derive(schedule: &Schedule, target: &Target, form: Form, rows: u32) -> Result<Plan, Refused> {
     let spec = &target.spec;
     let lacks = |lacks| Err(Refused::Target { target: target.name.clone(), lacks });
     if target.kind != TargetKind::Cuda || spec.copy != CopyMechanism::Bulk || spec.dot != DotMechanism::Mma {
@@ -50,6 +65,16 @@ pub fn derive(schedule: &Schedule, target: &Target, rows: u32) -> Result<Plan, R
         return lacks("does not move registers between warps");
     }
     let program = &schedule.program;
+    let (block_rows, inputs, weights, scratch_bytes) = match form {
+        Form::Chunk => (CHUNK_BLOCK_ROWS, chunk_inputs(program), Ring { slots: 0, slot_bytes: 0 }, 0),
+        Form::Steps => {
+            let most = super::STEP_ROWS_MAX;
+            if ![16, 32, 64].contains(&rows) || rows > most {
+                return Err(Refused::Rows { rows, most });
+            }
+            (rows, STEP_INPUTS, Ring { slots: 0, slot_bytes: STEP_WEIGHT_BYTES }, STEP_SCRATCH_BYTES)
+        }
+    };
     let machine = Machine {
         target: target.name.clone(),
         sms: spec.sm_count,
@@ -57,56 +82,149 @@ pub fn derive(schedule: &Schedule, target: &Target, rows: u32) -> Result<Plan, R
         loader_warps: LOADER_WARPS,
         registers: REGISTERS,
         loader_registers: LOADER_REGISTERS,
-        slots: 0,
-        slot_bytes: 0,
+        weights,
+        inputs,
+        scratch_bytes,
         state_bytes: STATE_BYTES,
     };
-    let rows = rows.next_multiple_of(BLOCK_ROWS);
-    let plan = Plan { rows, machine, work: vec![], waves: vec![], divisions: vec![] };
+    let rows = rows.next_multiple_of(block_rows);
+    let plan = Plan { form, rows, block_rows, machine, work: vec![], waves: vec![], divisions: vec![] };
     let mut b = Builder { program, schedule, plan, inputs: BTreeMap::new(), residual: None, published: None };
     let last = program.last_append();
     for (g, grid) in program.grids.iter().enumerate() {
-        b.grid(GridId::from(g), grid, Some(GridId::from(g)) == last)?;
-        if Some(GridId::from(g)) == last {
+        let ends = form == Form::Chunk && Some(GridId::from(g)) == last;
+        b.grid(GridId::from(g), grid, ends)?;
+        if ends {
             break;
         }
     }
     let mut plan = b.plan;
-    let slot_bytes = slot_bytes(program, &plan);
-    let slots = (spec.smem_bytes_per_block_max.saturating_sub(STATE_BYTES) / slot_bytes.max(1)).min(SLOTS_MAX);
+    let slot_bytes = weight_bytes(program, &plan).next_multiple_of(1024);
+    let m = &mut plan.machine;
+    let left = spec.smem_bytes_per_block_max.saturating_sub(STATE_BYTES + m.inputs.bytes() + m.scratch_bytes);
+    let slots = (left / slot_bytes.max(1)).min(SLOTS_MAX);
     if slots < 2 {
         return Err(Refused::SharedMemory { slots, slot_bytes, target: target.name.clone() });
     }
-    plan.machine.slots = slots;
-    plan.machine.slot_bytes = slot_bytes;
+    m.weights = Ring { slots, slot_bytes };
     Ok(plan)
 }
 
-/// Bytes of the k of a chunk of the ring, of the input and of each unit: 64 of k, or a granule of more.
-fn chunk_bytes(m: &MatVec, format: Format) -> (u32, u32) {
-    let granule_k = format.granule_k() * m.parts();
-    let k = granule_k.max(64);
-    (k * BLOCK_ROWS * 2, k / granule_k * format.granule_bytes(m.k))
+/// The ring of inputs of a chunk.
+fn chunk_inputs(program: &Program) -> Ring {
+    let matvecs = program.grids.iter().filter_map(|grid| match &grid.op {
+        Op::MatVec(m) => Some((m, program.format_of(grid))),
+        _ => None,
+    });
+    let granule_k = matvecs.map(|(m, format)| format.granule_k() * m.parts()).max().unwrap_or(0);
+    let slot_bytes = granule_k.max(64) * 2 * CHUNK_BLOCK_ROWS;
+    Ring { slots: CHUNK_INPUT_BYTES / slot_bytes, slot_bytes }
 }
 
-/// Units of a pass at most: codes of groups have sums of their own for each group.
-fn pass_max(format: Format) -> u32 {
-    if format.groups.is_some() { GROUPED_PASS_MAX } else { PASS_MAX }
-}
-
-/// Bytes of the largest chunk of any wave.
-fn slot_bytes(program: &Program, plan: &Plan) -> u32 {
+/// Bytes of the largest chunk of weights of any wave.
+fn weight_bytes(program: &Program, plan: &Plan) -> u32 {
     let of_wave = |wave: &Wave| match (&wave.action, &program.grids[wave.grid.index()].op) {
-        (Action::MatMul { pass, .. }, Op::MatVec(m)) => {
-            let (input, unit) = chunk_bytes(m, program.format_of(&program.grids[wave.grid.index()]));
-            input + pass.next_multiple_of(UNIT_GROUPS) * unit
-        }
-        (Action::Attend { tile, .. }, Op::Attention(a)) => {
-            2 * tile * cache_row_bytes(a.head_dim, program.precision.cache)
+        (Action::MatMul { pass, chunk, warps, .. }, Op::MatVec(m)) => {
+            let format = program.format_of(&program.grids[wave.grid.index()]);
+            pass.next_multiple_of(warps.units) * chunk * format.granule_bytes(m.k)
         }
         _ => 0,
     };
-    plan.waves.iter().map(of_wave).max().unwrap_or(0).next_multiple_of(1024)
+    plan.waves.iter().map(of_wave).max().unwrap_or(0)
+}
+
+/// How a block multiplies units of a matrix.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Shape {
+    pass: u32,
+    chunk: u32,
+    warps: Warps,
+}
+
+/// A matrix as products see it.
+#[derive(Debug, Clone, Copy)]
+struct Matrix {
+    /// Spans of 32 of k of a granule, granules of a unit, and bytes of one.
+    granule_spans: u32,
+    granules: u32,
+    granule_bytes: u32,
+    /// Registers of a lane for sums, at most.
+    sums_max: u32,
+}
+
+impl Matrix {
+    fn of(m: &MatVec, format: Format, form: Form) -> Matrix {
+        let granule_k = format.granule_k() * m.parts();
+        Matrix {
+            granule_spans: granule_k / 32,
+            granules: m.k.div_ceil(granule_k),
+            granule_bytes: format.granule_bytes(m.k),
+            sums_max: sums_max(form, format.groups.is_some()),
+        }
+    }
+
+    /// Granules of a part of k: whole blocks of 64 columns.
+    fn part(&self, parts: u32) -> u32 {
+        self.granules.div_ceil(parts).next_multiple_of((2 / self.granule_spans).max(1))
+    }
+
+    /// Whether each of `parts` parts has something.
+    fn divides(&self, parts: u32) -> bool {
+        self.part(parts) * (parts - 1) < self.granules
+    }
+
+    /// How a chunk is multiplied: 64 of k of the units of a pass, or a granule of more.
+    fn chunk_shape(&self, longest: u32) -> Shape {
+        let warps = Warps { rows: 2, units: 4, k: 1 };
+        let most = self.sums_max / (CHUNK_BLOCK_ROWS / 16 / warps.rows * 4) * warps.units;
+        let pass = longest.div_ceil(longest.div_ceil(most).max(1)).max(1);
+        Shape { pass, chunk: (2 / self.granule_spans).max(1), warps }
+    }
+
+    /// How a block of `rows` rows of a step multiplies `longest` units or fewer, by the bytes that warps read of shared memory.
+    fn step_shape(&self, rows: u32, longest: u32, parts: u32, inputs: Ring) -> Option<Shape> {
+        let (tiles, input_spans) = (rows / 16, inputs.slot_bytes / (rows * 64));
+        let part = self.part(parts);
+        let mut best: Option<(u32, Shape)> = None;
+        let powers = || [1, 2, 4, 8].into_iter();
+        for (by_rows, by_units) in powers().flat_map(|rows| powers().map(move |units| (rows, units))) {
+            if by_rows * by_units > WARPS || !tiles.is_multiple_of(by_rows) {
+                continue;
+            }
+            let warps = Warps { rows: by_rows, units: by_units, k: WARPS / (by_rows * by_units) };
+            let by_sums = self.sums_max / (tiles / by_rows * 4) * by_units;
+            // The least of k that a chunk may have is 64, or a granule.
+            let least = (2 / self.granule_spans).max(1);
+            let most = by_sums.min(STEP_WEIGHT_BYTES / (least * self.granule_bytes) / by_units * by_units);
+            if most == 0 {
+                continue;
+            }
+            let pass = longest.div_ceil(longest.div_ceil(most)).max(1);
+            let padded = pass.next_multiple_of(by_units);
+            let room = STEP_WEIGHT_BYTES / (padded * self.granule_bytes);
+            let mut chunk = least;
+            while 2 * chunk <= room && chunk < part {
+                chunk *= 2;
+            }
+            let step_granules = (chunk * self.granule_spans).min(input_spans) / self.granule_spans;
+            let fits = WARPS * tiles / by_rows * 512 <= STEP_SCRATCH_BYTES;
+            if step_granules == 0 || !step_granules.is_multiple_of(warps.k) || !fits || !input_spans.is_multiple_of(2) {
+                continue;
+            }
+            let passes = longest.div_ceil(pass);
+            let spans = part * self.granule_spans;
+            // Of each span: the input by each group of units, the weights by each group of rows. Then what groups of k exchange, and
+            // what each step costs beside that, as bytes.
+            let each = tiles * SPAN_BYTES * by_units + padded * 512 * by_rows;
+            let ends = if warps.k > 1 { 2 * warps.k * tiles * padded * 512 } else { 0 };
+            let steps = part.div_ceil(step_granules);
+            let cost = passes * (each * spans + ends + steps * STEP_COST_BYTES);
+            if best.is_none_or(|(least, _)| cost < least) {
+                best = Some((cost, Shape { pass, chunk, warps }));
+            }
+        }
+        best.map(|(_, shape)| shape)
+    }
 }
 
 struct Builder<'a> {
@@ -153,11 +271,11 @@ impl Builder<'_> {
     }
 
     fn division(&mut self, over: Over) -> DivisionId {
-        let (rows, sms) = (self.plan.rows, self.plan.machine.sms);
+        let (rows, block_rows, sms) = (self.plan.rows, self.plan.block_rows, self.plan.machine.sms);
         let divisions = &mut self.plan.divisions;
         let found = divisions.iter().position(|division| division.over == over);
         DivisionId::from(found.unwrap_or_else(|| {
-            let shares = (1..=rows / BLOCK_ROWS).map(|blocks| shares(over, blocks, sms)).collect();
+            let shares = (1..=rows / block_rows).map(|blocks| shares(over, blocks, block_rows, sms)).collect();
             divisions.push(Division { over, shares });
             divisions.len() - 1
         }))
@@ -187,8 +305,18 @@ impl Builder<'_> {
         let residual = self.work("residual", Layout::Rows(DType::F32), cols);
         self.residual = Some(residual);
         self.published = Some(out);
-        self.push(id, Action::Rows { residual, sum: Some(Sum::Embed { table, scale }), out: None }, Over::Rows);
+        let candidates = match self.plan.form {
+            Form::Chunk => None,
+            Form::Steps => Some(self.candidates()),
+        };
+        let sum = Some(Sum::Embed { table, scale, candidates });
+        self.push(id, Action::Rows { residual, sum, out: None }, Over::Rows);
         Ok(())
+    }
+
+    /// What every block decides of each row.
+    fn candidates(&mut self) -> WorkId {
+        self.work("candidates", Layout::Candidates, self.plan.machine.sms)
     }
 
     fn norm_add(&mut self, id: GridId, grid: &Grid, norm: NormAttr, scale: f32) -> Result<(), Refused> {
@@ -198,7 +326,7 @@ impl Builder<'_> {
             return refused(grid, "the operands", "a branch, and a sum that is published");
         };
         self.published = Some(out);
-        let norm = self.norm_of(grid, norm);
+        let norm = Some(self.norm_of(grid, norm));
         let sum = Some(Sum::Branch { branch, norm, scale });
         self.push(id, Action::Rows { residual, sum, out: None }, Over::Rows);
         Ok(())
@@ -235,43 +363,88 @@ impl Builder<'_> {
             return refused(grid, "the input", "an exchange");
         }
         let x = self.input(id, grid, m)?;
-        let n = m.units();
-        let (blocks, sms) = (self.plan.rows / BLOCK_ROWS, self.plan.machine.sms);
-        let target = match m.epilogue {
+        let matrix = Matrix::of(m, format, self.plan.form);
+        let parts = self.parts(m, &matrix);
+        let over = Over::Units { n: m.units(), parts };
+        let Some(Shape { pass, chunk, warps }) = self.shape(over, &matrix) else {
+            return refused(grid, "units", "as many as shared memory holds");
+        };
+        let target = self.target(grid, m, parts)?;
+        self.push(id, Action::MatMul { x, target, pass, chunk, warps }, over);
+        if let (Epilogue::Residual { scale }, Written::Out(branch), Some(residual)) =
+            (m.epilogue, target, self.residual)
+        {
+            let sum = Some(Sum::Branch { branch, norm: None, scale });
+            self.push(id, Action::Rows { residual, sum, out: None }, Over::Rows);
+        }
+        Ok(())
+    }
+
+    /// Into how many parts of k a product is divided. A part of the SMs reads a part of the input, and more sums travel.
+    fn parts(&self, m: &MatVec, matrix: &Matrix) -> u32 {
+        let divisible = matches!(m.epilogue, Epilogue::Store | Epilogue::Residual { .. });
+        if self.plan.form == Form::Chunk || !divisible {
+            return 1;
+        }
+        let sms = self.plan.machine.sms;
+        // Bytes of an SM and row: its input, and twice the sums that it has or shares with others.
+        let bytes = |parts: u32| {
+            let sums = if parts > 1 { 8 * (m.rows.div_ceil(sms) * parts) } else { 0 };
+            m.k * 2 / parts + sums
+        };
+        let possible = |parts: &u32| matrix.divides(*parts) && *parts <= sms;
+        PARTS.into_iter().filter(possible).min_by_key(|&parts| bytes(parts)).unwrap_or(1)
+    }
+
+    /// How a block multiplies its units.
+    fn shape(&self, over: Over, matrix: &Matrix) -> Option<Shape> {
+        let Plan { form, rows, block_rows, ref machine, .. } = self.plan;
+        let longest = |blocks: u32| {
+            let of_sm = |shares: &Vec<Share>| shares.iter().map(|s| s.hi - s.lo).max().unwrap_or(0);
+            shares(over, blocks, block_rows, machine.sms).iter().map(of_sm).max().unwrap_or(0)
+        };
+        let parts = if let Over::Units { parts, .. } = over { parts } else { 1 };
+        match form {
+            Form::Chunk => {
+                let of_blocks = (1..=rows / block_rows).map(|blocks| matrix.chunk_shape(longest(blocks)));
+                of_blocks.max_by_key(|shape| shape.pass)
+            }
+            Form::Steps => matrix.step_shape(rows, longest(1), parts, machine.inputs),
+        }
+    }
+
+    fn target(&mut self, grid: &Grid, m: &MatVec, parts: u32) -> Result<Written, Refused> {
+        let Some((out, cols)) = self.cols(grid, Role::Out).or_else(|| self.cols(grid, Role::Logits)) else {
+            return refused(grid, "the output", "one that is published");
+        };
+        match m.epilogue {
             Epilogue::Residual { .. } => {
-                let (Some(residual), Some((out, _))) = (self.residual, self.cols(grid, Role::Out)) else {
-                    return refused(grid, "the sum", "one that is published");
+                let Some(residual) = self.residual else {
+                    return refused(grid, "the sum", "one of the embedding");
                 };
                 self.published = Some(out);
-                Written::Residual(residual)
+                if parts == 1 {
+                    return Ok(Written::Residual(residual));
+                }
+                Ok(Written::Out(self.work("branch", Layout::Parts(parts), m.rows)))
             }
-            Epilogue::Logits { .. } => return refused(grid, "the output", "no logits before the last append"),
+            Epilogue::Logits { .. } if self.plan.form == Form::Steps => Ok(Written::Best(self.candidates())),
+            Epilogue::Logits { .. } => refused(grid, "the output", "no logits before the last append"),
             Epilogue::Store | Epilogue::Act(_) | Epilogue::Gated(_) => {
-                let Some((out, cols)) = self.cols(grid, Role::Out) else {
-                    return refused(grid, "the operands", "an output");
-                };
                 if !cols.is_multiple_of(2) {
                     return refused(grid, "the output", "an even number of columns");
                 }
                 // What a product reads next lies as products read it; heads and branches are read row by row.
                 let (name, layout) = match m.epilogue {
+                    Epilogue::Store if parts > 1 => ("branch", Layout::Parts(parts)),
                     Epilogue::Store => ("branch", Layout::Rows(DType::Bf16)),
                     _ => ("act", Layout::Operand),
                 };
                 let to = self.work(name, layout, cols);
                 self.inputs.insert(out, to);
-                Written::Out(to)
+                Ok(Written::Out(to))
             }
-        };
-        let longest = |blocks: u32| {
-            let of_sm = |shares: &Vec<Share>| shares.iter().map(|s| s.hi - s.lo).max().unwrap_or(0);
-            shares(Over::Units { n }, blocks, sms).iter().map(of_sm).max().unwrap_or(0)
-        };
-        let most = pass_max(format);
-        let pass = (1..=blocks).map(longest).map(|units| units.div_ceil(units.div_ceil(most).max(1)));
-        let pass = pass.max().unwrap_or(1).max(1);
-        self.push(id, Action::MatMul { x, target, pass }, Over::Units { n });
-        Ok(())
+        }
     }
 
     fn attention(&mut self, id: GridId, grid: &Grid, a: &Attention, is_last: bool) -> Result<(), Refused> {
@@ -295,22 +468,26 @@ impl Builder<'_> {
         };
         let tiles = [TILE_MAX, TILE_MAX / 2, TILE_MAX / 4];
         let row_bytes = cache_row_bytes(a.head_dim, self.program.precision.cache);
-        // As many bytes as 64 rows of 128 dimensions have.
-        let fits = |tile: &u32| paging.rows.is_multiple_of(*tile) && tile * row_bytes <= TILE_MAX * 256;
+        let slot_bytes = self.plan.machine.inputs.slot_bytes;
+        let fits = |tile: &u32| paging.rows.is_multiple_of(*tile) && 2 * tile * row_bytes <= slot_bytes;
         let Some(tile) = tiles.into_iter().find(fits) else {
             return refused(grid, "pages", "a multiple of 16 positions");
         };
         let to = self.work("attended", Layout::Operand, cols);
         self.inputs.insert(out, to);
-        let over = Over::Heads { n: a.head_groups(), rows: WARPS / a.heads_per_task * 16 };
+        let rows = match self.plan.form {
+            Form::Chunk => WARPS / a.heads_per_task * 16,
+            Form::Steps => 1,
+        };
+        let over = Over::Heads { n: a.head_groups(), rows };
         self.push(id, Action::Attend { queries, out: to, tile }, over);
         Ok(())
     }
 }
 
-/// The shares of each SM of a chunk of `blocks` blocks of rows.
-fn shares(over: Over, blocks: u32, sms: u32) -> Vec<Vec<Share>> {
-    let rows = blocks * BLOCK_ROWS;
+/// The shares of each SM of a launch of `blocks` blocks of rows.
+fn shares(over: Over, blocks: u32, block_rows: u32, sms: u32) -> Vec<Vec<Share>> {
+    let rows = blocks * block_rows;
     // Part `i` of `of` nearly equal parts of `n`.
     let part = |n: u32, i: u32, of: u32| {
         let at = |i: u32| (u64::from(n) * u64::from(i) / u64::from(of.max(1))) as u32;
@@ -324,17 +501,24 @@ fn shares(over: Over, blocks: u32, sms: u32) -> Vec<Vec<Share>> {
                 shares.push(Share { row: lo, rows: hi - lo, lo: 0, hi: 1 });
             }
         }
-        // The SMs of a block of rows have all units of the matrix among them: weights are read as often as there are blocks, which
-        // L2 serves, and an SM reads no more of its input than its own rows.
-        Over::Units { n } => {
-            for block in 0..blocks {
-                let (first, end) = part(sms, block, blocks);
+        // The SMs of a block of rows and a part of k have all units of the matrix among them: weights are read as often as there are
+        // blocks, which L2 serves, and an SM reads no more of its input than its own rows and its own part.
+        Over::Units { n, parts } => {
+            for i in 0..blocks * parts {
+                let (first, end) = part(sms, i, blocks * parts);
                 // Of fewer SMs than blocks, one has several.
                 let end = end.max(first + 1);
                 for sm in first..end {
                     let (lo, hi) = part(n, sm - first, end - first);
-                    out[sm as usize].push(Share { row: block * BLOCK_ROWS, rows: BLOCK_ROWS, lo, hi });
+                    let (row, from) = (i / parts * block_rows, i % parts * n);
+                    out[sm as usize].push(Share { row, rows: block_rows, lo: from + lo, hi: from + hi });
                 }
+            }
+        }
+        // One row each: all SMs in turn, so that fewer rows are as even.
+        Over::Heads { n, rows: 1 } => {
+            for i in 0..rows * n {
+                out[(i % sms) as usize].push(Share { row: i / n, rows: 1, lo: i % n, hi: i % n + 1 });
             }
         }
         // Later rows see more. The longest tiles first, each to the SM with the least so far.
@@ -343,7 +527,7 @@ fn shares(over: Over, blocks: u32, sms: u32) -> Vec<Vec<Share>> {
             for row in (0..rows / tile).rev().map(|t| t * tile) {
                 for i in 0..n {
                     let sm = (0..sms as usize).min_by_key(|sm| load[*sm]).unwrap_or(0);
-                    load[sm] += u64::from(row + tile + BLOCK_ROWS);
+                    load[sm] += u64::from(row + tile + block_rows);
                     out[sm].push(Share { row, rows: tile, lo: i, hi: i + 1 });
                 }
             }

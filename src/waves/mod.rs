@@ -1,12 +1,12 @@
-//! Owns `Plan`: a kernel that reads long prompt chunks wave by wave.
+//! Owns `Plan`: a kernel that computes wave by wave, long prompt chunks or steps of many rows.
 //!
 //! A step of a few rows is bound by the bytes of its weights, so its tasks wait for single words of each other and weights never
-//! stop. A chunk of hundreds of rows is bound by arithmetic: there a wait costs little, and what counts is that a weight that reached an
-//! SM is multiplied with many rows. A *wave* is what one grid of the program does for all rows of a chunk, or a part of that.
-//! All SMs meet between two waves.
+//! stop. Of more rows, what counts is that an input which reached an SM is multiplied with many weights, and a weight with many rows. A
+//! *wave* is what one grid of the program does for all rows of a launch, or a part of that. All SMs meet between two waves.
 //!
 //! A plan is made of the proven schedule of a kernel for rows. It computes the same program over the same pack, the same cache and the same
-//! pages, up to the last grid that appends to the cache: what comes after a chunk is another kernel's.
+//! pages. A plan of steps computes all of it. One of chunks ends with the last grid that appends to the cache: what comes after a chunk is
+//! another kernel's.
 //!
 //! # What orders memory
 //!
@@ -19,6 +19,9 @@
 //!
 //! Within a wave nothing is ordered between SMs. [`prove`] therefore asks that a wave writes no buffer that it reads, apart from
 //! sums in place, and that the shares of its SMs are disjoint.
+//!
+//! A launch of several steps goes through its waves as often, and counts on. What a step decides lies in a buffer of activations like any
+//! other: its last wave writes it, and the first wave of the next step reads it.
 
 mod derive;
 mod print;
@@ -45,20 +48,38 @@ define_id!(
 pub const CHUNK_ROWS: u32 = 512;
 /// Rows of a chunk that are worth waves: fewer take as long, and kernels for rows read them as fast.
 pub const CHUNK_MIN: u32 = 64;
-/// Rows that a matrix product has of a chunk at once: `BLOCK_ROWS` of waves/context.cuh.
-pub const BLOCK_ROWS: u32 = 128;
-/// Units of a pass of a product at most: a warp holds the sums of 64 rows by 7 units, 112 registers of a lane.
-pub const PASS_MAX: u32 = 28;
-/// The same of codes whose scales are of groups: a warp holds sums of a group, too.
-pub const GROUPED_PASS_MAX: u32 = 16;
-/// Groups of warps of a product that have other units each.
-pub const UNIT_GROUPS: u32 = 4;
+/// Rows that a product of a chunk has at once.
+pub const CHUNK_BLOCK_ROWS: u32 = 128;
+/// Rows of a step at most.
+pub const STEP_ROWS_MAX: u32 = 64;
+/// Rows of a step that are worth waves: of fewer, tasks that wait for single words are faster.
+pub const STEP_ROWS_MIN: u32 = 32;
+
+/// What a launch is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Form {
+    /// A part of the prompt of one sequence: nothing is decided.
+    Chunk,
+    /// Steps of rows of any sequences: each row goes on with what it decided.
+    Steps,
+}
+
+/// Registers of a lane that a product has for sums, at most. Of codes whose scales are of groups the sums of a group come on top.
+fn sums_max(form: Form, grouped: bool) -> u32 {
+    match (form, grouped) {
+        (_, false) => 112,
+        (_, true) => 64,
+    }
+}
 
 /// Waves in order, and who does what in each.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Plan {
-    /// Rows of a chunk at most: whole blocks of [`BLOCK_ROWS`].
+    pub form: Form,
+    /// Rows of a launch at most: whole blocks.
     pub rows: u32,
+    /// Rows that a matrix product has at once.
+    pub block_rows: u32,
     pub machine: Machine,
     /// Activations, in an arena of their own.
     pub work: Vec<Work>,
@@ -77,10 +98,26 @@ pub struct Machine {
     /// Of a consumer and of a loader thread, after registers moved.
     pub registers: u32,
     pub loader_registers: u32,
+    /// The ring of weights.
+    pub weights: Ring,
+    /// The ring of what earlier waves wrote: inputs of products, and the cache.
+    pub inputs: Ring,
+    /// Where sums of warps meet, after the rings.
+    pub scratch_bytes: u32,
+    /// Barriers and watchdog, last.
+    pub state_bytes: u32,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Ring {
     pub slots: u32,
     pub slot_bytes: u32,
-    /// Barriers and watchdog, after the ring.
-    pub state_bytes: u32,
+}
+
+impl Ring {
+    pub fn bytes(&self) -> u32 {
+        self.slots.saturating_mul(self.slot_bytes)
+    }
 }
 
 /// `rows x cols` activations.
@@ -98,9 +135,13 @@ pub struct Work {
 pub enum Layout {
     /// Row by row.
     Rows(DType),
-    /// bf16, as the lanes of a product read it (`OperandPlace` of waves/context.cuh): 16 KiB for 128 rows and 64 columns. Columns
+    /// bf16, as the lanes of a product read it (`OperandPlace` of waves/context.cuh): 64 columns of a block of rows side by side. Columns
     /// that pad the last 128 are zero.
     Operand,
+    /// Sums of so many parts of k, fp32: part by part, row by row.
+    Parts(u32),
+    /// A score and an id of each row and block (a column), 8 bytes.
+    Candidates,
 }
 
 impl Work {
@@ -110,6 +151,8 @@ impl Work {
         match self.layout {
             Layout::Rows(dtype) => (rows * cols).saturating_mul(dtype.bytes() as u64),
             Layout::Operand => rows.saturating_mul(cols.next_multiple_of(128) * 2),
+            Layout::Parts(parts) => (rows * cols).saturating_mul(4).saturating_mul(u64::from(parts)),
+            Layout::Candidates => (rows * cols).saturating_mul(8),
         }
     }
 }
@@ -145,8 +188,11 @@ pub enum Action {
         target: Target,
         /// Units that a block multiplies at once, at most.
         pass: u32,
+        /// Granules of each unit in a chunk of weights.
+        chunk: u32,
+        warps: Warps,
     },
-    /// Norms and rotates heads, and appends keys and values to the cache.
+    /// Norms and rotates heads, and appends keys and values to the cache. `x` may be sums of parts.
     Append { x: WorkId, queries: WorkId },
     /// Attention over the cache, in tiles of `tile` positions.
     Attend { queries: WorkId, out: WorkId, tile: u32 },
@@ -155,18 +201,29 @@ pub enum Action {
 /// What a matrix product writes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Target {
+    /// The output, or sums of parts of k of it; of a product that adds to the residual, what it adds.
     Out(WorkId),
     /// In place: each element by the one share that has it.
     Residual(WorkId),
+    /// The best of the logits that a block computes of each row.
+    Best(WorkId),
+}
+
+/// How the warps of a block share a product: groups of rows, by groups of units, by groups that take granules of k in turn.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Warps {
+    pub rows: u32,
+    pub units: u32,
+    pub k: u32,
 }
 
 /// How a wave of rows changes the residual.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Sum {
-    /// It becomes the embedding of the row's token, times `scale`.
-    Embed { table: BufferId, scale: f32 },
-    /// A branch is normalised and added.
-    Branch { branch: WorkId, norm: NormOf, scale: f32 },
+    /// It becomes the embedding of the row's token, times `scale`. After the first step of a launch that is the best of the candidates.
+    Embed { table: BufferId, scale: f32, candidates: Option<WorkId> },
+    /// A branch is added, normalised or as it is. It may be sums of parts.
+    Branch { branch: WorkId, norm: Option<NormOf>, scale: f32 },
 }
 
 /// The input of a product: the residual, normalised or as it is.
@@ -189,8 +246,8 @@ pub struct Division {
 pub enum Over {
     /// Single rows, whole: one launch index.
     Rows,
-    /// Units of a matrix, for blocks of [`BLOCK_ROWS`] rows.
-    Units { n: u32 },
+    /// Units of a matrix, for blocks of rows, of each of `parts` parts of k: index `part * n + unit`.
+    Units { n: u32, parts: u32 },
     /// Groups of heads, for tiles of `rows` rows.
     Heads { n: u32, rows: u32 },
 }
@@ -211,7 +268,22 @@ impl Plan {
     }
 
     pub fn smem_bytes(&self) -> u32 {
-        self.machine.slots * self.machine.slot_bytes + self.machine.state_bytes
+        let m = &self.machine;
+        m.weights.bytes() + m.inputs.bytes() + m.scratch_bytes + m.state_bytes
+    }
+
+    /// The waves after which keys and values of all rows are in the cache: a launch that decides nothing ends there.
+    pub fn fills(&self) -> usize {
+        let appends = |wave: &Wave| matches!(wave.action, Action::Append { .. });
+        self.waves.iter().rposition(appends).map_or(0, |last| last + 1)
+    }
+
+    /// Where the blocks of a step leave what they decided.
+    pub fn candidates(&self) -> Option<WorkId> {
+        self.waves.iter().find_map(|wave| match wave.action {
+            Action::MatMul { target: Target::Best(candidates), .. } => Some(candidates),
+            _ => None,
+        })
     }
 }
 
@@ -233,13 +305,15 @@ impl Action {
                 let sets = matches!(sum, Some(Sum::Embed { .. }));
                 let mut reads = if sets { vec![] } else { vec![residual] };
                 let mut writes = if sum.is_some() { vec![residual] } else { vec![] };
-                if let Some(Sum::Branch { branch, .. }) = sum {
-                    reads.push(branch);
+                match sum {
+                    Some(Sum::Branch { branch, .. }) => reads.push(branch),
+                    Some(Sum::Embed { candidates, .. }) => reads.extend(candidates),
+                    None => {}
                 }
                 writes.extend(out.map(|out| out.to));
                 (reads, writes)
             }
-            Action::MatMul { x, target: Target::Out(out), .. } => (vec![x], vec![out]),
+            Action::MatMul { x, target: Target::Out(out) | Target::Best(out), .. } => (vec![x], vec![out]),
             Action::MatMul { x, target: Target::Residual(residual), .. } => (vec![x, residual], vec![residual]),
             Action::Append { x, queries } => (vec![x], vec![queries]),
             Action::Attend { queries, out, .. } => (vec![queries], vec![out]),

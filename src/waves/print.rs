@@ -1,6 +1,6 @@
 //! The text of a plan, for people.
 
-use super::{Action, Over, Plan, Sum, Target};
+use super::{Action, Form, Over, Plan, Sum, Target, Warps};
 use std::fmt;
 
 impl fmt::Display for Plan {
@@ -8,8 +8,23 @@ impl fmt::Display for Plan {
         let m = &self.machine;
         writeln!(
             f,
-            "waves rows={} target={} sms={} warps={}+{} registers={}/{} slots={}x{}",
-            self.rows, m.target, m.sms, m.warps, m.loader_warps, m.registers, m.loader_registers, m.slots, m.slot_bytes
+            "waves {} rows={} target={} sms={} warps={}+{} registers={}/{} weights={}x{} inputs={}x{} scratch={}",
+            match self.form {
+                Form::Chunk => "chunk",
+                Form::Steps => "steps",
+            },
+            self.rows,
+            m.target,
+            m.sms,
+            m.warps,
+            m.loader_warps,
+            m.registers,
+            m.loader_registers,
+            m.weights.slots,
+            m.weights.slot_bytes,
+            m.inputs.slots,
+            m.inputs.slot_bytes,
+            m.scratch_bytes
         )?;
         for (id, work) in self.work.iter().enumerate() {
             writeln!(f, "a{id} {:?} {:?} cols={} at={}", work.name, work.layout, work.cols, work.place)?;
@@ -17,7 +32,7 @@ impl fmt::Display for Plan {
         for (id, division) in self.divisions.iter().enumerate() {
             match division.over {
                 Over::Rows => writeln!(f, "d{id} rows")?,
-                Over::Units { n } => writeln!(f, "d{id} units n={n}")?,
+                Over::Units { n, parts } => writeln!(f, "d{id} units n={n} parts={parts}")?,
                 Over::Heads { n, rows } => writeln!(f, "d{id} heads n={n} rows={rows}")?,
             }
         }
@@ -36,12 +51,13 @@ impl fmt::Display for Plan {
                     }
                     writeln!(f)?;
                 }
-                Action::MatMul { x, target, pass } => {
+                Action::MatMul { x, target, pass, chunk, warps: Warps { rows, units, k } } => {
                     let (role, to) = match target {
                         Target::Out(to) => ("out", to),
                         Target::Residual(to) => ("residual", to),
+                        Target::Best(to) => ("best", to),
                     };
-                    writeln!(f, "matmul x={x} {role}={to} pass={pass}")?;
+                    writeln!(f, "matmul x={x} {role}={to} pass={pass} chunk={chunk} warps={rows}x{units}x{k}")?;
                 }
                 Action::Append { x, queries } => writeln!(f, "append x={x} queries={queries}")?,
                 Action::Attend { queries, out, tile } => {

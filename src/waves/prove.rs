@@ -5,8 +5,8 @@
 //! The rest is what the rules below say. They believe nothing that [`super::derive`] computed.
 
 use super::{
-    Action, BLOCK_ROWS, Division, GROUPED_PASS_MAX, Input, Layout, NormOf, Over, PASS_MAX, Plan, Share, Sum,
-    Target as Written, UNIT_GROUPS, Wave, WorkId,
+    Action, CHUNK_BLOCK_ROWS, Division, Form, Input, Layout, NormOf, Over, Plan, Ring, STEP_ROWS_MAX, Share, Sum,
+    Target as Written, Warps, Wave, WorkId, sums_max,
 };
 use crate::dtype::DType;
 use crate::format::Format;
@@ -59,7 +59,15 @@ impl<'a> Proven<'a> {
 /// # Errors
 /// The rules that it breaks.
 pub fn prove<'a>(plan: Plan, validated: &'a Validated, target: &Target) -> Result<Proven<'a>, Vec<Violation>> {
-    let mut judge = Judge { plan: &plan, validated, found: vec![], holds: BTreeMap::new(), residual: None };
+    let mut judge = Judge {
+        plan: &plan,
+        validated,
+        found: vec![],
+        holds: BTreeMap::new(),
+        residual: None,
+        candidates: None,
+        decides: false,
+    };
     judge.machine(target);
     judge.arena();
     judge.divisions();
@@ -80,6 +88,8 @@ enum Value {
     Normed(BufferId, Option<NormOf>),
     /// The rotated queries of a grid of attention.
     Queries(GridId),
+    /// What a product adds to the residual to make it what the program has in this exchange.
+    Addend(BufferId),
 }
 
 struct Judge<'a> {
@@ -89,6 +99,10 @@ struct Judge<'a> {
     holds: BTreeMap<WorkId, Value>,
     /// The residual of activations, and the exchange in which the program has the same.
     residual: Option<(WorkId, BufferId)>,
+    /// Where the first wave of a step reads what the step before decided.
+    candidates: Option<WorkId>,
+    /// A product has written that.
+    decides: bool,
 }
 
 impl Judge<'_> {
@@ -99,7 +113,9 @@ impl Judge<'_> {
     /// `machine`: blocks, registers and shared memory are there, and the target does what kernels of waves ask of it.
     fn machine(&mut self, target: &Target) {
         let (m, spec) = (&self.plan.machine, &target.spec);
-        let [warps, loader_warps, slots] = [m.warps, m.loader_warps, m.slots].map(u64::from);
+        let [warps, loader_warps, weights, inputs] =
+            [m.warps, m.loader_warps, m.weights.slots, m.inputs.slots].map(u64::from);
+        let slots = weights + inputs;
         let threads = (warps + loader_warps) * 32;
         // What the launch gives each thread, in steps of 8. A thread that wants more waits until others have given it up: for ever, if
         // all together want more than there is.
@@ -107,7 +123,14 @@ impl Judge<'_> {
         let (most, least) = (u64::from(m.registers), u64::from(m.loader_registers));
         let registers = (warps * most).saturating_add(loader_warps * least).saturating_mul(32);
         let moves = [most, least].iter().all(|n| n.is_multiple_of(8) && (24..=248).contains(n)) && least <= each;
-        let smem = slots * u64::from(m.slot_bytes) + u64::from(m.state_bytes);
+        let row_bytes = match self.plan.form {
+            Form::Chunk => 8,
+            Form::Steps => 8 * u64::from(self.plan.rows),
+        };
+        let ring = |ring: Ring| u64::from(ring.slots) * u64::from(ring.slot_bytes);
+        let rest = u64::from(m.scratch_bytes) + u64::from(m.state_bytes);
+        let smem = ring(m.weights).saturating_add(ring(m.inputs)).saturating_add(rest);
+        let is_ring = |ring: Ring| ring.slots >= 2 && ring.slot_bytes > 0 && ring.slot_bytes.is_multiple_of(128);
         let capable = target.kind == TargetKind::Cuda
             && (spec.copy, spec.dot) == (CopyMechanism::Bulk, DotMechanism::Mma)
             && spec.register_reallocation;
@@ -120,15 +143,22 @@ impl Judge<'_> {
             (registers > each * threads, "more registers than the launch gives, for which warps would wait for ever"),
             (!moves || most < each, "registers that do not move from the loader to consumers in steps of 8"),
             (smem > u64::from(spec.smem_bytes_per_block_max), "too much shared memory"),
-            (m.slots < 2 || !m.slot_bytes.is_multiple_of(128), "expected 2 slots at least, of whole cache lines"),
-            // A watchdog of 24 bytes, two barriers for each slot, and eight statistics of each warp.
-            (u64::from(m.state_bytes) < 24 + 16 * slots + 32 * warps, "too little room for barriers"),
+            (!is_ring(m.weights) || !is_ring(m.inputs), "expected 2 slots at least, of whole cache lines"),
+            (!m.scratch_bytes.is_multiple_of(128), "expected scratch of whole cache lines"),
+            // A watchdog of 24 bytes, two barriers for each slot, eight statistics of each warp, a wave of 64 bytes with a record of 80,
+            // and of steps two words of each row.
+            (u64::from(m.state_bytes) < 24 + 16 * slots + 32 * warps + 176 + row_bytes, "too little room for barriers"),
         ];
         for (_, what) in wrong.into_iter().filter(|(wrong, _)| *wrong) {
             self.violate("machine", None, what);
         }
-        if self.plan.rows == 0 || !self.plan.rows.is_multiple_of(BLOCK_ROWS) {
-            self.violate("machine", None, "expected whole blocks of rows");
+        let (rows, block) = (self.plan.rows, self.plan.block_rows);
+        let whole = match self.plan.form {
+            Form::Chunk => block == CHUNK_BLOCK_ROWS && rows > 0 && rows.is_multiple_of(block),
+            Form::Steps => block == rows && (16..=STEP_ROWS_MAX).contains(&rows) && rows.is_power_of_two(),
+        };
+        if !whole {
+            self.violate("machine", None, "expected whole blocks of rows, and of steps one");
         }
     }
 
@@ -151,21 +181,21 @@ impl Judge<'_> {
         let plan = self.plan;
         for (d, division) in plan.divisions.iter().enumerate() {
             let Division { over, shares } = division;
-            if shares.len() as u32 != plan.rows / BLOCK_ROWS {
+            if shares.len() as u32 != plan.rows / plan.block_rows.max(1) {
                 self.violate("partition", None, format!("d{d}: expected shares of each number of blocks"));
                 continue;
             }
             for (blocks, of_sms) in (1..).zip(shares) {
                 if of_sms.len() as u32 != plan.machine.sms {
                     self.violate("partition", None, format!("d{d}: expected shares of each SM"));
-                } else if let Err(what) = partitions(*over, blocks * BLOCK_ROWS, of_sms) {
+                } else if let Err(what) = partitions(*over, blocks * plan.block_rows, plan.block_rows, of_sms) {
                     self.violate("partition", None, format!("d{d}, {blocks} blocks: {what}"));
                 }
             }
         }
     }
 
-    /// `order`: the waves are those of the grids of the program, in order, up to the last append.
+    /// `order`: the waves are those of the grids of the program, in order; of a chunk up to the last append.
     fn waves(&mut self) {
         let (plan, validated) = (self.plan, self.validated);
         let program = &validated.schedule().program;
@@ -173,7 +203,12 @@ impl Judge<'_> {
             return self.violate("order", None, "the program appends nothing");
         };
         let mut next = 0;
-        for (g, grid) in program.grids.iter().enumerate().take(last.index() + 1) {
+        let ends = match plan.form {
+            Form::Chunk => Some(last),
+            Form::Steps => None,
+        };
+        let count = ends.map_or(program.grids.len(), |last| last.index() + 1);
+        for (g, grid) in program.grids.iter().enumerate().take(count) {
             let id = GridId::from(g);
             let first = next;
             while plan.waves.get(next).is_some_and(|wave| wave.grid == id) {
@@ -186,12 +221,16 @@ impl Judge<'_> {
             if !self.found.is_empty() {
                 return;
             }
-            if let Err(what) = self.grid(id, grid, first, waves, id == last) {
+            if let Err(what) = self.grid(id, grid, first, waves, Some(id) == ends) {
                 return self.violate("order", Some(first), format!("{id} {}: {what}", grid.name));
             }
         }
         if next != plan.waves.len() {
             self.violate("order", Some(next), "a wave of no grid, or of one that has passed");
+        }
+        // What a step decided is read by the first wave of the next one: its last wave writes it, all of it, and nothing else does.
+        if plan.form == Form::Steps && !self.decides {
+            self.violate("order", None, "steps without logits");
         }
     }
 
@@ -228,9 +267,18 @@ impl Judge<'_> {
         match (&grid.op, waves) {
             (Op::Select | Op::Report, []) => Ok(()),
             (Op::Embed { scale, everywhere: false }, [wave]) => {
-                let Action::Rows { residual, sum: Some(Sum::Embed { table, scale: times }), out } = wave.action else {
+                let Action::Rows { residual, sum: Some(Sum::Embed { table, scale: times, candidates }), out } =
+                    wave.action
+                else {
                     return no("expected rows that embed");
                 };
+                self.candidates = candidates;
+                if candidates.is_some() != (self.plan.form == Form::Steps) || first != 0 {
+                    return no("expected the first wave, and candidates of steps alone");
+                }
+                if let Some(candidates) = candidates {
+                    self.layout(candidates, Layout::Candidates, self.plan.machine.sms)?;
+                }
                 let (cols, table_of, out_of) =
                     (self.cols(buffer(Role::Table)?), buffer(Role::Table)?, buffer(Role::Out)?);
                 // Waves of rows take a token's row as bf16.
@@ -248,27 +296,58 @@ impl Judge<'_> {
                 else {
                     return no("expected rows that add a branch");
                 };
-                self.layout(branch, Layout::Rows(DType::Bf16), *width)?;
+                self.rows_or_parts(branch, *width)?;
                 self.holds(branch, Value::Exchange(buffer(Role::X)?))?;
-                if of != norm_of(grid, *norm) || times.to_bits() != scale.to_bits() {
+                if of != Some(norm_of(grid, *norm)) || times.to_bits() != scale.to_bits() {
                     return no("another norm or scale");
                 }
                 self.sums(residual, buffer(Role::Out)?, *width)?;
                 self.rows_end(wave, out)
             }
-            (Op::MatVec(m), [product]) => self.product(grid, m, product, first),
-            (Op::MatVec(m), [rows, product]) => {
-                let Action::Rows { residual, sum: None, out: Some(out) } = rows.action else {
-                    return no("expected rows that norm");
-                };
-                if self.residual.map(|(id, _)| id) != Some(residual) {
-                    return no("another residual");
-                }
-                self.rows_end(rows, Some(out))?;
-                self.product(grid, m, product, first + 1)
-            }
+            (Op::MatVec(m), waves) => self.matvec(grid, m, waves, first),
             (Op::Attention(a), [append, rest @ ..]) => self.attention(id, grid, a, append, rest, is_last),
             _ => no("expected other waves of this op"),
+        }
+    }
+
+    /// Maybe rows that norm; a product; and rows that add what it left in parts, if that is an addend.
+    fn matvec(&mut self, grid: &Grid, m: &MatVec, mut waves: &[Wave], mut first: usize) -> Result<(), String> {
+        let no = |what: &str| Err(what.to_string());
+        if let [rows, rest @ ..] = waves
+            && let Action::Rows { residual, sum: None, out: Some(out) } = rows.action
+        {
+            if self.residual.map(|(id, _)| id) != Some(residual) {
+                return no("another residual");
+            }
+            self.rows_end(rows, Some(out))?;
+            (waves, first) = (rest, first + 1);
+        }
+        let [product, rest @ ..] = waves else { return no("expected a product") };
+        self.product(grid, m, product, first)?;
+        let (Epilogue::Residual { scale }, Action::MatMul { target: Written::Out(parts), .. }) =
+            (m.epilogue, &product.action)
+        else {
+            return if rest.is_empty() { Ok(()) } else { no("expected no wave after the product") };
+        };
+        let [rows] = rest else { return no("expected rows that add what the product left") };
+        let Action::Rows { residual, sum: Some(Sum::Branch { branch, norm: None, scale: times }), out } = rows.action
+        else {
+            return no("expected rows that add a branch as it is");
+        };
+        let exchange = grid.operand(Role::Out).ok_or("an operand is missing")?.buffer;
+        self.holds(branch, Value::Addend(exchange))?;
+        if branch != *parts || times.to_bits() != scale.to_bits() {
+            return no("another branch or scale");
+        }
+        self.sums(residual, exchange, m.rows)?;
+        self.rows_end(rows, out)
+    }
+
+    /// bf16 row by row, or sums of parts.
+    fn rows_or_parts(&self, id: WorkId, cols: u32) -> Result<(), String> {
+        match self.plan.work[id.index()].layout {
+            parts @ Layout::Parts(1..) => self.layout(id, parts, cols),
+            _ => self.layout(id, Layout::Rows(DType::Bf16), cols),
         }
     }
 
@@ -288,7 +367,7 @@ impl Judge<'_> {
         let Action::Append { x, queries } = append.action else { return no("expected an append") };
         let cols = a.heads * a.head_dim;
         self.holds(x, Value::Exchange(buffer(Role::Q)?))?;
-        self.layout(x, Layout::Rows(DType::Bf16), cols + 2 * a.kv_heads() * a.head_dim)?;
+        self.rows_or_parts(x, cols + 2 * a.kv_heads() * a.head_dim)?;
         self.layout(queries, Layout::Rows(DType::Bf16), cols)?;
         self.over(append, Over::Rows)?;
         self.holds.insert(queries, Value::Queries(id));
@@ -304,14 +383,23 @@ impl Judge<'_> {
                 };
                 self.holds(queries, Value::Queries(id))?;
                 self.layout(out, Layout::Operand, cols)?;
-                self.over(wave, Over::Heads { n: a.heads / a.heads_per_task, rows: 8 / a.heads_per_task * 16 })?;
+                // Of a step a warp has the heads of a row, at most 16, and leaves them with two statistics of each.
+                let rows = match self.plan.form {
+                    Form::Chunk => 8 / a.heads_per_task * 16,
+                    Form::Steps => 1,
+                };
+                let left = a.heads_per_task * (a.head_dim + 2) * 4;
+                if rows == 1 && (a.heads_per_task > 16 || left > self.plan.machine.scratch_bytes) {
+                    return no("heads of a row that no tile or no scratch holds");
+                }
+                self.over(wave, Over::Heads { n: a.heads / a.heads_per_task, rows })?;
                 let program = &self.validated.schedule().program;
                 let cache = &program.buffers[buffer(Role::AppendK)?.index()];
                 let page = cache.paging.map_or(0, |paging| paging.rows);
                 // A row of a KV head: a multiple of 16 bytes.
                 let row = (a.head_dim * cache.dtype.bytes() as u32).next_multiple_of(16);
                 let pages = tile > 0 && tile.is_multiple_of(16) && page > 0 && page.is_multiple_of(tile);
-                if !pages || 2 * tile * row > self.plan.machine.slot_bytes {
+                if !pages || 2 * tile * row > self.plan.machine.inputs.slot_bytes {
                     return no("a tile of keys and values that no slot holds, or no page");
                 }
                 self.holds.insert(out, Value::Exchange(buffer(Role::Out)?));
@@ -342,7 +430,9 @@ impl Judge<'_> {
 
     fn product(&mut self, grid: &Grid, m: &MatVec, wave: &Wave, w: usize) -> Result<(), String> {
         let program = &self.validated.schedule().program;
-        let Action::MatMul { x, target, pass } = wave.action else { return Err("expected a product".to_string()) };
+        let Action::MatMul { x, target, pass, chunk, warps } = wave.action else {
+            return Err("expected a product".to_string());
+        };
         let buffer = |role: Role| grid.operand(role).map(|operand| operand.buffer).ok_or("an operand is missing");
         let input = buffer(Role::X)?;
         self.layout(x, Layout::Operand, m.k)?;
@@ -361,16 +451,34 @@ impl Judge<'_> {
         if format.is_plain() && format != Format::plain(DType::Bf16) {
             return Err("weights that are neither bf16 nor codes".to_string());
         }
-        self.over(wave, Over::Units { n: m.units() })?;
-        let bytes = chunk_bytes(m, format, pass);
-        let most = if format.groups.is_some() { GROUPED_PASS_MAX } else { PASS_MAX };
-        if pass == 0 || pass > most || bytes > u64::from(self.plan.machine.slot_bytes) {
-            self.violate("ring", Some(w), format!("{bytes} bytes of a pass of {pass} units, which no slot holds"));
+        let Over::Units { parts, .. } = self.plan.divisions[wave.division.index()].over else {
+            return Err("a product that is not divided over units".to_string());
+        };
+        self.over(wave, Over::Units { n: m.units(), parts })?;
+        for what in self.ring_of(m, format, Product { pass, chunk, warps, parts }) {
+            self.violate("ring", Some(w), what);
         }
+        let out_of = |role| buffer(role);
         match (m.epilogue, target) {
-            (Epilogue::Residual { .. }, Written::Residual(residual)) => self.sums(residual, buffer(Role::Out)?, m.rows),
-            (Epilogue::Store | Epilogue::Act(_) | Epilogue::Gated(_), Written::Out(out)) => {
-                let to = buffer(Role::Out)?;
+            (Epilogue::Residual { .. }, Written::Residual(residual)) if parts == 1 => {
+                self.sums(residual, out_of(Role::Out)?, m.rows)
+            }
+            (Epilogue::Residual { .. }, Written::Out(out)) if parts > 1 => {
+                self.layout(out, Layout::Parts(parts), m.rows)?;
+                self.holds.insert(out, Value::Addend(out_of(Role::Out)?));
+                Ok(())
+            }
+            (Epilogue::Store, Written::Out(out)) if parts > 1 => {
+                let to = out_of(Role::Out)?;
+                self.layout(out, Layout::Parts(parts), self.cols(to))?;
+                if !self.cols(to).is_multiple_of(2) {
+                    return Err("an odd number of columns".to_string());
+                }
+                self.holds.insert(out, Value::Exchange(to));
+                Ok(())
+            }
+            (Epilogue::Store | Epilogue::Act(_) | Epilogue::Gated(_), Written::Out(out)) if parts == 1 => {
+                let to = out_of(Role::Out)?;
                 let work = &self.plan.work[out.index()];
                 let stored = matches!(work.layout, Layout::Operand | Layout::Rows(DType::Bf16));
                 if work.cols != self.cols(to) || !work.cols.is_multiple_of(2) || !stored {
@@ -379,8 +487,78 @@ impl Judge<'_> {
                 self.holds.insert(out, Value::Exchange(to));
                 Ok(())
             }
-            _ => Err("another epilogue".to_string()),
+            (Epilogue::Logits { .. }, Written::Best(best)) if parts == 1 && self.plan.form == Form::Steps => {
+                if self.candidates != Some(best) || self.decides || w + 1 != self.plan.waves.len() {
+                    return Err("candidates that the next step does not read".to_string());
+                }
+                // Each warp leaves a score and an id of each row.
+                if self.plan.machine.warps * 8 * self.plan.rows > self.plan.machine.scratch_bytes {
+                    return Err("candidates of warps that no scratch holds".to_string());
+                }
+                self.decides = true;
+                Ok(())
+            }
+            _ => Err("another epilogue, or a number of parts that it cannot have".to_string()),
         }
+    }
+
+    /// What is wrong with how a block multiplies. A step of the loop is what a chunk of inputs and one of weights have in common.
+    fn ring_of(&self, m: &MatVec, format: Format, product: Product) -> Vec<String> {
+        let Product { pass, chunk, warps: Warps { rows, units, k }, parts } = product;
+        let (block, machine) = (u64::from(self.plan.block_rows), &self.plan.machine);
+        let [pass, chunk, rows, units, k, parts] = [pass, chunk, rows, units, k, parts].map(u64::from);
+        // Spans of 32 of k of a granule: four of units of 2 rows and of codes of 4 bits, two of units of 4 rows and of codes of 8 bits.
+        let spans = match (format.code.bits(), m.unit_rows) {
+            (4, _) | (_, 2) => 4,
+            (8, _) | (_, 4) => 2,
+            _ => 1,
+        };
+        let granules = u64::from(m.k).div_ceil(32 * spans);
+        let places = rows.saturating_mul(units).saturating_mul(k);
+        if [pass, chunk, rows, units, k, parts].contains(&0) || places != u64::from(machine.warps) {
+            return vec![format!("expected a place for each of {} warps", machine.warps)];
+        }
+        let tiles = block / 16;
+        let (of_inputs, of_weights) = (u64::from(machine.inputs.slot_bytes) / (block * 64), chunk * spans);
+        let step = of_inputs.min(of_weights);
+        let padded = pass.next_multiple_of(units);
+        let sums = sums_max(self.plan.form, format.groups.is_some());
+        let bytes = padded.saturating_mul(chunk).saturating_mul(u64::from(format.granule_bytes(m.k)));
+        // Parts begin at whole blocks of 64 columns.
+        let part = granules.div_ceil(parts).next_multiple_of(if spans == 1 { 2 } else { 1 });
+        let whole = step >= 2
+            && step.is_multiple_of(2)
+            && of_inputs.is_multiple_of(step)
+            && of_weights.is_multiple_of(step)
+            && step.is_multiple_of(spans)
+            && (step / spans).is_multiple_of(k);
+        let wrong = [
+            (!tiles.is_multiple_of(rows), "rows that groups of warps do not share evenly".to_string()),
+            (
+                !whole,
+                format!("chunks of {of_inputs} and {of_weights} spans, which have no step of {k} groups in common"),
+            ),
+            (
+                bytes > u64::from(machine.weights.slot_bytes),
+                format!("{bytes} bytes of a pass of {pass} units, which no slot holds"),
+            ),
+            (tiles / rows * (padded / units) * 4 > u64::from(sums), format!("more than {sums} sums of a lane")),
+            // The loader has a lane for each unit of a pass.
+            (pass > 96, "more units of a pass than lanes copy".to_string()),
+            // Warps of steps leave their sums there, those of at least one unit at once.
+            (
+                self.plan.form == Form::Steps && 8 * tiles / rows * 512 > u64::from(machine.scratch_bytes),
+                "sums of warps that no scratch holds".to_string(),
+            ),
+            (self.plan.form == Form::Chunk && k > 1, "groups of k of a chunk, which has no scratch".to_string()),
+            (parts > 1 && part * (parts - 1) >= granules, "a part of k that is empty".to_string()),
+            // Parts lie a block of rows apart.
+            (
+                self.plan.form == Form::Chunk && parts > 1,
+                "parts of k of a chunk, which may have several blocks".to_string(),
+            ),
+        ];
+        wrong.into_iter().filter(|(wrong, _)| *wrong).map(|(_, what)| what).collect()
     }
 
     /// The residual changes as the program's does, and is now what `exchange` holds there.
@@ -410,16 +588,13 @@ impl Judge<'_> {
     }
 }
 
-/// Bytes of a chunk of the ring: 64 of k of a block of rows and of all units of a pass, rounded up to the groups of warps. As much as a
-/// granule has where that is more: 128 of k of units of 2 rows, and of codes of 4 bits.
-fn chunk_bytes(m: &MatVec, format: Format, pass: u32) -> u64 {
-    let (k, granules) = match (format.code.bits(), m.unit_rows) {
-        (4, _) | (_, 2) => (128, 1),
-        (8, _) | (_, 4) => (64, 1),
-        _ => (64, 2),
-    };
-    let unit = u64::from(granules * format.granule_bytes(m.k));
-    u64::from(k * BLOCK_ROWS * 2) + u64::from(pass).next_multiple_of(u64::from(UNIT_GROUPS)) * unit
+/// How a block multiplies.
+#[derive(Debug, Clone, Copy)]
+struct Product {
+    pass: u32,
+    chunk: u32,
+    warps: Warps,
+    parts: u32,
 }
 
 fn norm_of(grid: &Grid, norm: NormAttr) -> NormOf {
@@ -428,10 +603,10 @@ fn norm_of(grid: &Grid, norm: NormAttr) -> NormOf {
 }
 
 /// Whether shares are all of `rows` rows by the launch indices, each once.
-fn partitions(over: Over, rows: u32, of_sms: &[Vec<Share>]) -> Result<(), String> {
+fn partitions(over: Over, rows: u32, block_rows: u32, of_sms: &[Vec<Share>]) -> Result<(), String> {
     let (n, aligned) = match over {
         Over::Rows => (1, 1),
-        Over::Units { n } => (n, BLOCK_ROWS),
+        Over::Units { n, parts } => (n.saturating_mul(parts), block_rows),
         Over::Heads { n, rows } => (n, rows),
     };
     if aligned == 0 || !rows.is_multiple_of(aligned) {
@@ -449,6 +624,11 @@ fn partitions(over: Over, rows: u32, of_sms: &[Vec<Share>]) -> Result<(), String
         }
         if matches!(over, Over::Heads { .. }) && hi != lo + 1 {
             return Err(format!("{share:?} has several groups of heads"));
+        }
+        if let Over::Units { n, .. } = over
+            && lo / n != (hi - 1) / n
+        {
+            return Err(format!("{share:?} has units of several parts of k"));
         }
         for tile in row / aligned..(row + count) / aligned {
             for index in lo..hi {

@@ -76,8 +76,11 @@ static std::vector<char> stacks(size_t(THREADS_MAX) * STACK_BYTES);
 static int threads, current;
 static bool finished[THREADS_MAX];
 static void (*thread_body)(int);
-// Shared memory of the block.
-alignas(1024) unsigned char smem[1 << 20];
+// Shared memory of the block, more than a device has.
+#ifndef SMEM_BYTES
+#define SMEM_BYTES (1 << 20)
+#endif
+alignas(1024) unsigned char smem[SMEM_BYTES];
 
 static int next_of(int from) {
   for (int i = 1; i <= threads; i++)

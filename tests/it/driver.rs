@@ -16,12 +16,12 @@ use monobloc::codegen::abi::Queues;
 use monobloc::codegen::emit::Trace;
 use monobloc::cuda::driver::{Device, DriverError};
 use monobloc::cuda::memory::DeviceBuffer;
-use monobloc::cuda::rows::{FirstToken, RowInput, RowsSession};
+use monobloc::cuda::rows::{FirstToken, RowInput, RowLauncher, RowsSession};
 use monobloc::cuda::sampler::SamplerSession;
 use monobloc::cuda::self_test::self_test;
 use monobloc::cuda::session::{Session, SessionError};
 use monobloc::cuda::stream::{Argument, LaunchShape, Wait};
-use monobloc::cuda::waves::WavesSession;
+use monobloc::cuda::waves::{StepsSession, WavesSession};
 use monobloc::defaults::rows::{Room, place_rows};
 use monobloc::dtype::Precision;
 use monobloc::engine::{Ask, Bounds, ChoiceId, DeviceStepper, End, Engine, Event, Figures, Limits, RequestId, Stepper};
@@ -41,7 +41,7 @@ use monobloc::schedule::schedule;
 use monobloc::speculate::{Draft, Speculated, Speculation};
 use monobloc::target::Target;
 use monobloc::validate::{Validated, validate};
-use monobloc::waves::{derive, prove};
+use monobloc::waves::{Form, derive, prove};
 
 use super::nvrtc::nvrtc;
 use super::proof_support::{BF16, FP32};
@@ -479,7 +479,7 @@ fn requests_on_a_device_get_the_tokens_that_they_have_alone() {
     // Launches of up to 8 rows run on the one, larger ones on the other: both see what the other wrote.
     let session = rows_session(&device, 8, None).unwrap();
     let larger = rows_session(&device, 16, Some(session.cache())).unwrap();
-    let stepper = DeviceStepper::new(vec![session, larger], None, None).unwrap();
+    let stepper = DeviceStepper::new(vec![Box::new(session), Box::new(larger)], None, None).unwrap();
     assert_eq!(stepper.bounds().choices, None);
     let decided_max = 2 * stepper.bounds().shape.page_rows;
     let figures = requests_alone_and_together(stepper, 5, decided_max as usize);
@@ -503,7 +503,7 @@ fn the_sampler_of_a_device_chooses_what_requests_choose() {
     let session = rows_session(&device, 8, None).unwrap();
     let larger = rows_session(&device, 16, Some(session.cache())).unwrap();
     let sampler = SamplerSession::load(&device, IMAGE, session.vocab(), 16, STEPS_MAX).unwrap();
-    let stepper = DeviceStepper::new(vec![session, larger], None, Some(sampler)).unwrap();
+    let stepper = DeviceStepper::new(vec![Box::new(session), Box::new(larger)], None, Some(sampler)).unwrap();
     assert_eq!(stepper.bounds().choices, Some(20));
     let decided_max = 2 * stepper.bounds().shape.page_rows;
     let figures = requests_alone_and_together(stepper, 5, decided_max as usize);
@@ -523,14 +523,42 @@ fn long_prompts_on_a_device_are_read_alone() {
     let device = Device::open(0).unwrap();
     let (model, target) = (Model::of_wide_heads(), fake_target());
     let [small, large] = [8, 16].map(|rows| model.kernel(rows));
-    let plan = derive(small.schedule(), &target, 512).unwrap();
+    let plan = derive(small.schedule(), &target, Form::Chunk, 512).unwrap();
     let proven = prove(plan, &small, &target).unwrap();
     let session = session_of(&device, &small, None).unwrap();
     let larger = session_of(&device, &large, Some(session.cache())).unwrap();
     let waves = WavesSession::load(&device, &proven, IMAGE, Trace::Off, session.pack(), session.cache()).unwrap();
-    let figures =
-        requests_alone_and_together(DeviceStepper::new(vec![session, larger], Some(waves), None).unwrap(), 100, 60);
+    let stepper = DeviceStepper::new(vec![Box::new(session), Box::new(larger)], Some(waves), None).unwrap();
+    let figures = requests_alone_and_together(stepper, 100, 60);
     assert!(figures.prefix_hits > 0, "{figures:?}");
+}
+
+/// Steps that run wave by wave, without and with the sampler, over the cache of a kernel that has words.
+#[test]
+fn steps_in_waves_have_the_tokens_of_requests_alone() {
+    const NAME: &str = "steps_in_waves_have_the_tokens_of_requests_alone";
+    if !is_child() {
+        let Some(text) = with_fake_driver(NAME, "") else { return };
+        // Lines of the fake and of the test meet.
+        for launch in [" rows in waves", "a chunk of ", " of a sampler for "] {
+            assert!(text.matches(launch).count() > 20, "{launch}: {text}");
+        }
+        assert!(text.contains("released with 0 blocks, 0 streams, 0 events, 0 modules left"), "{text}");
+        return;
+    }
+    let device = Device::open(0).unwrap();
+    let (model, target) = (Model::of_wide_heads(), fake_target());
+    let large = model.kernel(16);
+    let proven = prove(derive(large.schedule(), &target, Form::Steps, 16).unwrap(), &large, &target).unwrap();
+    for is_sampled in [false, true] {
+        let words = session_of(&device, &large, None).unwrap();
+        let (pack, cache) = (words.pack(), Some(words.cache()));
+        let steps = StepsSession::load(&device, &proven, IMAGE, Trace::Off, STEPS_MAX, pack, cache).unwrap();
+        let sampler = SamplerSession::load(&device, IMAGE, steps.vocab(), 16, STEPS_MAX).unwrap();
+        let stepper = DeviceStepper::new(vec![Box::new(steps)], None, is_sampled.then_some(sampler)).unwrap();
+        let figures = requests_alone_and_together(stepper, 12, 60);
+        assert!(figures.prefix_hits > 0 && figures.steps > figures.launches, "{figures:?}");
+    }
 }
 
 /// What a kernel of waves is not given: other tables than a chunk of one sequence, tokens that no table of embeddings has, a second
@@ -544,7 +572,7 @@ fn chunks_that_waves_cannot_read_are_refused() {
     }
     let device = Device::open(0).unwrap();
     let (small, target) = (Model::of_wide_heads().kernel(8), fake_target());
-    let proven = prove(derive(small.schedule(), &target, 512).unwrap(), &small, &target).unwrap();
+    let proven = prove(derive(small.schedule(), &target, Form::Chunk, 512).unwrap(), &small, &target).unwrap();
     let session = session_of(&device, &small, None).unwrap();
     let mut waves = WavesSession::load(&device, &proven, IMAGE, Trace::Off, session.pack(), session.cache()).unwrap();
     let (mut pool, mut guard) = (Pool::new(*waves.shape()), Guard::new(*waves.shape()));
@@ -664,7 +692,7 @@ fn an_engine_whose_device_dies_says_so() {
     let session = rows_session(&Device::open(0).unwrap(), 8, None).unwrap();
     let vocab = session.vocab();
     let limits = Limits { running_max: 4, waiting_max: 100, chunk_rows: 5, steps_max: STEPS_MAX };
-    let mut engine = Engine::new(DeviceStepper::new(vec![session], None, None).unwrap(), limits).unwrap();
+    let mut engine = Engine::new(DeviceStepper::new(vec![Box::new(session)], None, None).unwrap(), limits).unwrap();
     let choices = vec![RequestSettings::plain(SampleSettings::greedy()).resolve(vocab, &[]).unwrap()];
     // The last id crashes the fake.
     let deadly =

@@ -295,28 +295,53 @@ static void rows_kernel(const Call *call) {
     }
     last_tag = p->fills ? 0 : p->tag + p->steps;
 }
-// The kernel of waves of that model: it fills the cache, and decides nothing.
+// Kernels of waves of that model. Without a mailbox one only fills the cache.
 typedef struct {
-    Address pack, cache, work, waves, shares, share_index, tokens, pages, arrived, report, abort, stamps;
+    Address pack, cache, work, waves, shares, records, rows, pages, arrived, report, abort, stamps, logits, mailbox;
     uint64_t timeout_ns;
-    uint32_t wave_count, row_count, position, reserved;
+    uint32_t wave_count, row_count, position, steps;
 } WaveParams;
 static void waves_kernel(const Call *call) {
     const WaveParams *p = call->argument[0];
     const uint32_t *sizes = inside(p->pack, 20);
-    uint32_t blocks = sizes[0], page_rows = sizes[1], pages = sizes[2], vocab = sizes[4];
+    uint32_t blocks = sizes[0], page_rows = sizes[1], pages = sizes[2], padded = sizes[3], vocab = sizes[4];
     uint32_t *cache = inside(p->cache, 4ull * pages * page_rows);
-    const uint32_t *tokens = inside(p->tokens, 4ull * p->row_count), *table = inside(p->pages, 4ull * blocks);
+    const Row *rows = inside(p->rows, p->row_count * sizeof(Row));
+    uint32_t *mailbox = p->mailbox ? inside(p->mailbox, 4 * (1 + (p->steps + 1) * padded)) : NULL, next[512];
+    static uint32_t decided[64];
     inside(p->waves, 64ull * p->wave_count);
     require(*(uint32_t *)inside(p->arrived, 4) == 0, "the count of a launch does not begin at 0");
-    require(p->row_count >= 64 && p->wave_count > 0 && p->timeout_ns > 0, "the parameters of a chunk");
-    for (uint32_t r = 0; r < p->row_count; r++) {
-        uint32_t position = p->position + r;
-        require(position / page_rows < blocks && table[position / page_rows] < pages && tokens[r] < vocab, "a chunk outside the tables");
-        cache[table[position / page_rows] * page_rows + position % page_rows] = tokens[r];
+    require(p->wave_count > 0 && p->timeout_ns > 0 && p->row_count <= 512, "the parameters of a launch");
+    require(p->position == rows[0].position && (mailbox || (p->steps == 1 && !p->logits)), "a launch that only fills the cache, and does more");
+    for (uint32_t step = 0; step <= p->steps; step++) {
+        for (uint32_t r = 0; r < p->row_count; r++) {
+            require(step > 0 || mailbox || rows[r].token >= 0, "a launch that decides nothing, with a token that is not given");
+            next[r] = step > 0 ? decided[r] : rows[r].token >= 0 ? (uint32_t)rows[r].token : decided[rows[r].from];
+            if (mailbox) mailbox[1 + step * padded + r] = next[r];
+        }
+        if (step == p->steps) break;
+        for (uint32_t write = 1; write < 2; write--)
+            for (uint32_t r = 0; r < p->row_count && (write || mailbox); r++) {
+                uint32_t position = rows[r].position + step;
+                const uint32_t *table = inside(p->pages + 4ull * rows[r].sequence * blocks, 4ull * blocks);
+                require(position / page_rows < blocks && table[position / page_rows] < pages && next[r] < vocab, "a row outside the tables");
+                if (write) {
+                    cache[table[position / page_rows] * page_rows + position % page_rows] = next[r];
+                    continue;
+                }
+                uint64_t h = NO_TOKENS;
+                for (uint32_t at = 0; at <= position; at++)
+                    h = with_token(h, cache[table[at / page_rows] * page_rows + at % page_rows], vocab);
+                float *logits = p->logits && step + 1 == p->steps ? (float *)inside(p->logits + 4ull * r * vocab, 4ull * vocab) : NULL;
+                decided[r] = chosen(h, rows[r].seed, position + 1, rows[r].inverse_temperature, vocab, logits);
+            }
+        if (!mailbox) break;
     }
     *(uint32_t *)inside(p->arrived, 4) = 1;
-    printf("a chunk of %u\n", p->row_count);
+    if (mailbox)
+        printf("%u steps of %u rows in waves\n", p->steps, p->row_count);
+    else
+        printf("a chunk of %u\n", p->row_count);
 }
 // The sampler, on the tables that the host made.
 typedef struct {

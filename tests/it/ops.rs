@@ -133,7 +133,7 @@ const CASES_OF_ROWS: [(&str, usize); 74] = [
     ("attention-lanes-window", 5),
     ("attention-lanes-centred", 5),
 ];
-const CASES_OF_WAVES: [(&str, usize); 42] = [
+const CASES_OF_WAVES: [(&str, usize); 86] = [
     ("rows-embed", 1),
     ("rows-embed-bf16", 1),
     ("rows-branch", 1),
@@ -176,6 +176,50 @@ const CASES_OF_WAVES: [(&str, usize); 42] = [
     ("attention-128-bf16", 1),
     ("attention-192-bf16", 1),
     ("attention-256-bf16", 1),
+    ("steps-embed", 1),
+    ("steps-embed-bf16", 1),
+    ("steps-embed-later", 1),
+    ("steps-embed-later-bf16", 1),
+    ("steps-addend", 1),
+    ("steps-addend-bf16", 1),
+    ("steps-parts-norm", 1),
+    ("steps-parts-norm-bf16", 1),
+    ("steps-addend-alone", 1),
+    ("steps-branch", 1),
+    ("steps-branch-bf16", 1),
+    ("steps-8-groups-bf16", 1),
+    ("steps-4-groups-bf16", 1),
+    ("steps-gated-bf16", 1),
+    ("steps-gated-64-bf16", 1),
+    ("steps-residual", 1),
+    ("steps-residual-odd", 1),
+    ("steps-parts", 1),
+    ("steps-parts-32", 1),
+    ("steps-parts-64", 1),
+    ("steps-parts-3", 1),
+    ("steps-units-of-4-parts", 1),
+    ("steps-units-of-2-bf16", 1),
+    ("steps-logits", 1),
+    ("steps-logits-8-groups", 1),
+    ("steps-logits-32", 1),
+    ("steps-logits-64", 1),
+    ("steps-int8-rows", 1),
+    ("steps-int8-32-zeros-parts", 1),
+    ("steps-e4m3-rows", 1),
+    ("steps-e4m3-64-both-parts", 1),
+    ("steps-int4-128", 1),
+    ("steps-int4-64-zeros-parts", 1),
+    ("steps-int4-32-gated-bf16", 1),
+    ("steps-mxfp4", 1),
+    ("steps-e2m1-both", 1),
+    ("steps-logits-int8", 1),
+    ("steps-halves-bf16", 1),
+    ("steps-window-bf16", 1),
+    ("steps-window-cap-bf16", 1),
+    ("steps-128-bf16", 1),
+    ("steps-128-of-8-bf16", 1),
+    ("steps-256-bf16", 1),
+    ("steps-16-of-16-bf16", 1),
 ];
 /// Largest difference over the largest value: of sums in fp32, of sums from which a larger offset was taken, and of results rounded to
 /// bf16 (half of 2^-7 of a value).
@@ -356,12 +400,7 @@ fn an_op_of_waves_that_computes_something_else_is_found() {
         ("waves/matmul.cuh", "y.x += b.x, y.y += b.y;", "y.x += b.x;", "matmul-store-bf16"),
         ("waves/matmul.cuh", "old.x + G::SCALE * y.x", "old.x + y.x", "matmul-residual"),
         ("waves/matmul.cuh", "activate<G::ACT>(y.x) * up.x", "y.x * up.x", "matmul-gated-bf16"),
-        (
-            "waves/matmul.cuh",
-            "weights + u64(first + unit) * UNIT_BYTES",
-            "weights + u64(unit) * UNIT_BYTES",
-            "matmul-act-bf16",
-        ),
+        ("waves/matmul.cuh", "u64(first + unit) * UNIT_BYTES", "u64(unit) * UNIT_BYTES", "matmul-act-bf16"),
         // A branch and a token that are not scaled, statistics of another row.
         ("waves/rows.cuh", "x[i][k] += G::BRANCH_SCALE * y[i][k];", "x[i][k] += y[i][k];", "rows-branch"),
         ("waves/rows.cuh", "x[i][k] *= G::EMBED_SCALE;", "x[i][k] *= 1.f;", "rows-embed"),
@@ -370,8 +409,8 @@ fn an_op_of_waves_that_computes_something_else_is_found() {
         // turned the other way, pairs the wrong way round.
         (
             attention,
-            "return G::WINDOW && position + 1 > int(G::WINDOW) ? position + 1 - int(G::WINDOW) : 0; };",
-            "return 0; };",
+            "return G::WINDOW && position + 1 > G::WINDOW ? position + 1 - G::WINDOW : 0; }",
+            "return 0; }",
             "attention-window-cap-bf16",
         ),
         (attention, "r.l[h] *= shrink;", "", "attention-halves-bf16"),
@@ -381,4 +420,46 @@ fn an_op_of_waves_that_computes_something_else_is_found() {
         (attention, "One::rotate(y[k], y[k + 1],", "One::rotate(y[k + 1], y[k],", "attention-192-bf16"),
     ];
     each_shows("an_op_of_waves_that_computes_something_else_is_found", "waves_ops.cc", &edits);
+}
+
+#[test]
+fn a_step_of_waves_that_computes_something_else_is_found() {
+    let (matmul, rows, attention) = ("waves/matmul.cuh", "waves/rows.cuh", "waves/attention.cuh");
+    let edits = [
+        // Groups of k that are not added up, weights and a bias of another part of k, the first step of a chunk again and again, the noise
+        // of another token, and the last of equal logits.
+        (matmul, "sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;", "", "steps-8-groups-bf16"),
+        (matmul, " + passes.part * (PART_GRANULES * GRANULE);", ";", "steps-units-of-4-parts"),
+        (matmul, "t < PAIRS && part == 0", "t < PAIRS", "steps-parts-32"),
+        (matmul, "step % X_STEPS * (STEP / 2) * X::BLOCK_BYTES", "0", "steps-residual-odd"),
+        (matmul, "step % W_STEPS * STEP_GRANULES * GRANULE", "0", "steps-int4-32-gated-bf16"),
+        (matmul, "__ldg(&r->position) + c.step + 1", "__ldg(&r->position) + 1", "steps-logits-32"),
+        (
+            matmul,
+            "argmax_take(most.score, most.id, v.score, v.id);",
+            "if (v.score >= most.score) most = v;",
+            "steps-logits",
+        ),
+        // The first part of a branch alone, a token that another row decided, and one that is told in the place of the first step.
+        (rows, "u64(s) * (M::BLOCK_ROWS * H) + col", "col", "steps-addend"),
+        (rows, "c.step > 0 ? u32(row) : __ldg(&r->from)", "u32(row)", "steps-embed"),
+        (rows, "1 + c.step * M::BLOCK_ROWS + row] = token", "1 + row] = token", "steps-embed-later"),
+        // What teams have is added up as if they had the same maximum, a team takes what is another's turn, the first part of heads alone,
+        // and rows at the position of the first one of a share.
+        (attention, "weight = exp_fast(of[0] - top);", "weight = 1.f;", "steps-256-bf16"),
+        (
+            attention,
+            "(first + u32(chunk - begin) / TURN) % TAKERS) == team",
+            "first % TAKERS) == team",
+            "steps-16-of-16-bf16",
+        ),
+        (attention, "u64(i / 2) * (M::BLOCK_ROWS * H::COLS) + from", "from", "steps-128-of-8-bf16"),
+        (
+            "waves/context.cuh",
+            "wave_state<M>().positions[row] + step",
+            "wave_state<M>().positions[0] + step",
+            "steps-window-bf16",
+        ),
+    ];
+    each_shows("a_step_of_waves_that_computes_something_else_is_found", "waves_ops.cc", &edits);
 }

@@ -60,7 +60,7 @@ const IMPORTS: &[(&str, &[&str])] = &[
     ("cuda/session", &["codegen", "error", "ir", "pack", "sample", "target"]),
     // Launches rows only with tables that the guard gave out.
     ("cuda/rows", &["codegen", "error", "ir", "rows", "target"]),
-    ("cuda/waves", &["codegen", "rows", "trace", "waves"]),
+    ("cuda/waves", &["codegen", "ir", "rows", "trace", "waves"]),
     // Encodes requests for the kernel that chooses tokens.
     ("cuda/sampler", &["codegen", "sample"]),
     (

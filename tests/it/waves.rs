@@ -5,13 +5,14 @@ use std::path::Path;
 use std::process::Command;
 
 use monobloc::candidate::Candidate;
+use monobloc::codegen::abi;
 use monobloc::codegen::emit::Trace;
-use monobloc::codegen::waves::{emit, encode};
+use monobloc::codegen::waves::{self, SHARES_HELD, emit, encode};
 use monobloc::defaults::rows::{Room, place_rows};
 use monobloc::dtype::{DType, Precision};
 use monobloc::format::{Code, Format, NAMED, ScaleCode};
 use monobloc::ir::op::{Attention, Op, Role};
-use monobloc::ir::program::{Grid, Space};
+use monobloc::ir::program::{Grid, Program, Space};
 use monobloc::ir::schedule::Schedule;
 use monobloc::ir::variant::swizzled_piece;
 use monobloc::ir::{BufferId, GridId};
@@ -20,12 +21,13 @@ use monobloc::model::graph::{ModelGraph, QkNormSpan, TensorId};
 use monobloc::model::weights::Weights;
 use monobloc::pack::pack;
 use monobloc::random::Random;
+use monobloc::reference::{Session, argmax};
 use monobloc::rows::Shape;
 use monobloc::target::Target;
 use monobloc::validate::{Validated, validate};
 use monobloc::waves::{
-    Action, DivisionId, Input, Layout, NormOf, Over, Plan, Proven, Refused, Share, Sum, Target as Written, Violation,
-    Wave, WorkId, derive, prove,
+    Action, Division, DivisionId, Form, Input, Layout, NormOf, Over, Plan, Proven, Refused, Ring, Share, Sum,
+    Target as Written, Violation, Warps, Wave, Work, WorkId, derive, prove,
 };
 
 use safetensors::Dtype;
@@ -36,7 +38,7 @@ use crate::nvrtc::nvrtc;
 use crate::proof_support::{BF16, FP32, TOY, Toy};
 use crate::skipped;
 use crate::support::{checkpoints, fixture};
-use crate::waves_executor::{Rows, TOLERANCE, difference, execute, expected};
+use crate::waves_executor::{Executor, First, Row, Rows, TOLERANCE, difference, execute, expected};
 
 fn h200() -> Target {
     Target::builtin("h200").unwrap()
@@ -108,8 +110,8 @@ fn small() -> Target {
 }
 
 /// A plan that was derived, and its proof.
-fn proven<'a>(validated: &'a Validated, target: &Target, rows: u32) -> Result<Proven<'a>, Refused> {
-    let plan = derive(validated.schedule(), target, rows)?;
+fn proven<'a>(validated: &'a Validated, target: &Target, form: Form, rows: u32) -> Result<Proven<'a>, Refused> {
+    let plan = derive(validated.schedule(), target, form, rows)?;
     Ok(prove(plan, validated, target).unwrap_or_else(|violations| panic!("{}", listed(&violations))))
 }
 
@@ -117,17 +119,34 @@ fn listed(violations: &[Violation]) -> String {
     violations.iter().map(|violation| format!("{violation}\n")).collect()
 }
 
-/// What of a plan can be told in a line, or why there is none.
-fn decided(graph: &ModelGraph) -> String {
+/// Every form of a launch.
+const FORMS: [(Form, u32); 4] = [(Form::Chunk, 512), (Form::Steps, 16), (Form::Steps, 32), (Form::Steps, 64)];
+
+/// What of the plans of a model can be told in a line each, or why there are none. Who has a plan of chunks has all of steps.
+fn decided(name: &str, graph: &ModelGraph) -> String {
     let target = h200();
     let validated = kernel(graph, &target);
-    match proven(&validated, &target, 512) {
-        Err(refused) => refused.to_string(),
-        Ok(proven) => {
-            let machine = &proven.plan().machine;
-            format!("{} waves, {} slots of {} bytes", proven.plan().waves.len(), machine.slots, machine.slot_bytes)
-        }
+    let plans = FORMS.map(|(form, rows)| proven(&validated, &target, form, rows));
+    if let Err(refused) = &plans[0] {
+        assert!(plans.iter().all(|plan| plan.as_ref().err() == Some(refused)), "{name}: {refused}");
+        return format!("{name}: {refused}\n");
     }
+    let mut lines = String::new();
+    for ((form, rows), plan) in FORMS.into_iter().zip(plans) {
+        let plan = plan.unwrap_or_else(|refused| panic!("{name}, {form:?} of {rows}: {refused}"));
+        let (plan, ring) = (plan.plan(), |ring: Ring| format!("{}x{}", ring.slots, ring.slot_bytes));
+        let in_parts = plan.divisions.iter().filter(|division| matches!(division.over, Over::Units { parts: 2.., .. }));
+        let products = plan.divisions.iter().filter(|division| matches!(division.over, Over::Units { .. }));
+        lines += &format!(
+            "{name}: {form:?} of {rows}: {} waves, weights {}, inputs {}, {} of {} divisions in parts\n",
+            plan.waves.len(),
+            ring(plan.machine.weights),
+            ring(plan.machine.inputs),
+            in_parts.count(),
+            products.count()
+        );
+    }
+    lines
 }
 
 fn blessed(name: &str, found: &str) {
@@ -152,10 +171,10 @@ fn models_have_the_plans_that_they_had() {
     configs.sort();
     for path in configs {
         let imported = import_config_only(&fs::read_to_string(&path).unwrap(), 0).unwrap();
-        found += &format!("{}: {}\n", path.file_stem().unwrap().display(), decided(&imported.graph));
+        found += &decided(&path.file_stem().unwrap().display().to_string(), &imported.graph);
     }
     for name in [vec!["tinystories-llama".to_string()], checkpoints("families"), checkpoints("variants")].concat() {
-        found += &format!("{name}: {}\n", decided(&import(&fixture(&name)).unwrap().graph));
+        found += &decided(&name, &import(&fixture(&name)).unwrap().graph);
     }
     let variants = ["cohere", "cohere-qk-norm", "cohere2", "gemma", "gemma-bias", "gemma2-softcap", "gemma3-v4"];
     let more =
@@ -163,17 +182,23 @@ fn models_have_the_plans_that_they_had() {
     let last = ["smollm3-window", "stablelm-parallel", "starcoder2-window"];
     let variants = variants.iter().chain(&more).chain(&last).map(|name| format!("variants/{name}"));
     for name in checkpoints("families").into_iter().chain(variants) {
-        found += &format!("{name} with heads of 64: {}\n", decided(&wide(&name).graph));
+        found += &decided(&format!("{name} with heads of 64"), &wide(&name).graph);
     }
     blessed("waves_models.txt", &found);
 }
 
-/// The text of a plan of the smallest of them, in which every kind of wave is.
+/// The text of plans of the smallest of them, in which every kind of wave is.
 #[test]
 fn the_text_of_a_plan_is_what_it_was() {
-    let (imported, target) = (wide("families/gemma3"), h200());
-    let validated = kernel(&imported.graph, &target);
-    blessed("waves_plan.txt", &proven(&validated, &target, 512).unwrap().plan().to_string());
+    let target = h200();
+    let of = |name: &str, form, rows| {
+        let validated = kernel(&wide(name).graph, &target);
+        proven(&validated, &target, form, rows).unwrap().plan().to_string()
+    };
+    blessed("waves_plan.txt", &of("families/gemma3", Form::Chunk, 512));
+    // Branches with norms of their own, and products that add to the residual.
+    let steps = of("families/gemma3", Form::Steps, 32) + &of("families/qwen3", Form::Steps, 32);
+    blessed("waves_plan_steps.txt", &steps);
 }
 
 /// Each block finds its own shares, for every number of blocks of rows, as `Shares` of waves/context.cuh looks for them.
@@ -181,22 +206,33 @@ fn the_text_of_a_plan_is_what_it_was() {
 fn tables_hold_the_shares_of_a_plan() {
     let (imported, target) = (wide("families/gemma3"), small());
     let validated = kernel(&imported.graph, &target);
-    let proven = proven(&validated, &target, 512).unwrap();
-    let (plan, tables) = (proven.plan(), encode(&proven));
+    for (form, rows) in FORMS {
+        tables_hold_shares(&proven(&validated, &target, form, rows).unwrap());
+    }
+}
+
+fn tables_hold_shares(proven: &Proven<'_>) {
+    let (plan, tables) = (proven.plan(), encode(proven));
     let (divisions, sms) = (plan.divisions.len(), plan.machine.sms as usize);
-    assert_eq!(tables.share_index.len(), 4 * divisions * sms + 1);
+    assert_eq!(tables.records.len(), (plan.rows / plan.block_rows) as usize * divisions * sms);
+    let share = |s: &waves::Share| Share { row: s.row, rows: s.rows, lo: s.lo, hi: s.hi };
     for (d, division) in plan.divisions.iter().enumerate() {
         for (blocks, of_sms) in division.shares.iter().enumerate() {
             for (sm, shares) in of_sms.iter().enumerate() {
                 let at = (blocks * divisions + d) * sms + sm;
-                let range = tables.share_index[at] as usize..tables.share_index[at + 1] as usize;
-                let found = tables.shares[range].iter().map(|s| Share { row: s.row, rows: s.rows, lo: s.lo, hi: s.hi });
-                assert_eq!(found.collect::<Vec<_>>(), *shares);
+                let record = &tables.records[at];
+                let (first, count) = (record.first as usize, record.count as usize);
+                let found: Vec<Share> = tables.shares[first..first + count].iter().map(share).collect();
+                assert_eq!(found, *shares);
+                // The first ones stand in the record, too.
+                let held: Vec<Share> = record.held.iter().take(count).map(share).collect();
+                assert_eq!(held, shares[..count.min(SHARES_HELD)]);
             }
         }
     }
-    for (wave, entry) in plan.waves.iter().zip(&tables.waves) {
-        assert_eq!((wave.grid.0, wave.division.0), (entry.grid, entry.division));
+    let next = tables.waves.iter().cycle().skip(1);
+    for ((wave, entry), next) in plan.waves.iter().zip(&tables.waves).zip(next) {
+        assert_eq!((wave.division.0, next.division), (entry.division, entry.next_division));
     }
 }
 
@@ -204,10 +240,16 @@ fn tables_hold_the_shares_of_a_plan() {
 #[test]
 fn kernels_of_waves_compile() {
     let Some(nvrtc) = nvrtc("kernels_of_waves_compile") else { return };
-    for (name, record, trace) in [("families/gemma3", "h200", Trace::On), ("families/starcoder2", "b200", Trace::Off)] {
+    for (name, record, trace, (form, rows)) in [
+        ("families/gemma3", "h200", Trace::On, FORMS[0]),
+        ("families/starcoder2", "b200", Trace::Off, FORMS[0]),
+        ("families/gemma3", "h200", Trace::Off, FORMS[2]),
+        ("families/qwen3", "h100", Trace::On, FORMS[1]),
+        ("families/starcoder2", "b200", Trace::Off, FORMS[3]),
+    ] {
         let target = Target::builtin(record).unwrap();
         let validated = kernel(&wide(name).graph, &target);
-        let source = emit(&proven(&validated, &target, 512).unwrap(), &target, trace);
+        let source = emit(&proven(&validated, &target, form, rows).unwrap(), &target, trace);
         let compiled = nvrtc.compile(&source).unwrap_or_else(|error| panic!("{name} on {record}: {error}"));
         assert!(!compiled.log.contains("warning"), "{name} on {record}: {}", compiled.log);
     }
@@ -218,13 +260,19 @@ fn kernels_of_waves_compile() {
 fn kernels_of_waves_of_codes_compile() {
     let Some(nvrtc) = nvrtc("kernels_of_waves_of_codes_compile") else { return };
     let zeros = Format::by_group(Code::Int4, 128, ScaleCode::F16, true);
-    for (format, record) in
-        [(named("int4:32"), "h200"), (zeros, "h100"), (named("fp8"), "h200"), (named("mxfp4"), "b200")]
-    {
+    for (format, record, (form, rows)) in [
+        (named("int4:32"), "h200", FORMS[0]),
+        (zeros, "h100", FORMS[0]),
+        (named("fp8"), "h200", FORMS[0]),
+        (named("mxfp4"), "b200", FORMS[0]),
+        (named("int4:32"), "h200", FORMS[2]),
+        (zeros, "h100", FORMS[1]),
+        (named("fp8"), "h200", FORMS[3]),
+    ] {
         let target = Target::builtin(record).unwrap();
         let coded = rounded(wide("families/llama-gqa"), &all(format));
         let validated = kernel(&coded.graph, &target);
-        let source = emit(&proven(&validated, &target, 512).unwrap(), &target, Trace::Off);
+        let source = emit(&proven(&validated, &target, form, rows).unwrap(), &target, Trace::Off);
         let compiled = nvrtc.compile(&source).unwrap_or_else(|error| panic!("{format} on {record}: {error}"));
         assert!(!compiled.log.contains("warning"), "{format} on {record}: {}", compiled.log);
     }
@@ -235,11 +283,14 @@ fn targets_that_cannot_are_refused_by_name() {
     let graph = wide("families/llama-gqa").graph;
     // A plan is derived from any schedule: that of an H200 does.
     let validated = kernel(&graph, &h200());
-    let plan = derive(validated.schedule(), &h200(), 512).unwrap();
+    let plan = derive(validated.schedule(), &h200(), Form::Chunk, 512).unwrap();
     let mut can = vec![];
     for name in Target::builtin_names() {
         let target = Target::builtin(name).unwrap();
-        match derive(validated.schedule(), &target, 512) {
+        let refused = |(form, rows)| derive(validated.schedule(), &target, form, rows).err();
+        let all = FORMS.map(refused);
+        assert!(all.iter().all(|refused| *refused == all[0]), "{name}: {all:?}");
+        match derive(validated.schedule(), &target, Form::Chunk, 512) {
             Err(Refused::Target { target, .. }) => assert_eq!(target, name),
             Err(Refused::SharedMemory { target, .. }) => assert_eq!(target, name),
             Err(other) => panic!("{name}: {other}"),
@@ -253,22 +304,38 @@ fn targets_that_cannot_are_refused_by_name() {
     }
     assert_eq!(can, ["h100", "h200", "b200"]);
     for name in ["a100", "t4", "l4", "cpu"] {
-        let refused = derive(validated.schedule(), &Target::builtin(name).unwrap(), 512).unwrap_err().to_string();
-        assert_eq!(refused, format!("target `{name}` has no bulk copies or no tensor cores"));
+        let refused = derive(validated.schedule(), &Target::builtin(name).unwrap(), Form::Chunk, 512);
+        assert_eq!(refused.unwrap_err().to_string(), format!("target `{name}` has no bulk copies or no tensor cores"));
+    }
+}
+
+#[test]
+fn steps_of_other_numbers_of_rows_are_refused() {
+    let validated = kernel(&wide("families/llama-gqa").graph, &h200());
+    for rows in [0, 1, 8, 15, 17, 24, 48, 63, 65, 128, u32::MAX] {
+        let refused = derive(validated.schedule(), &h200(), Form::Steps, rows).unwrap_err().to_string();
+        assert_eq!(refused, format!("steps of {rows} rows: expected whole tiles of 16, up to 64"));
     }
 }
 
 /// Weights that tensor cores do not take as they are.
 #[test]
 fn every_format_of_codes_has_a_plan_and_fp32_has_none() {
-    let refused = derive(kernel_in(&wide("families/llama-gqa").graph, &h200(), FP32).schedule(), &h200(), 512);
-    assert_eq!(refused.unwrap_err().to_string(), "weights of `qkv.0`: expected bf16, or codes");
+    let wider = kernel_in(&wide("families/llama-gqa").graph, &h200(), FP32);
+    for (form, rows) in FORMS {
+        let refused = derive(wider.schedule(), &h200(), form, rows).unwrap_err();
+        assert_eq!(refused.to_string(), "weights of `qkv.0`: expected bf16, or codes");
+    }
     let formats: Vec<_> = NAMED.into_iter().filter(|(_, format)| !format.is_plain()).collect();
     assert!(formats.len() > 4);
     for (name, format) in formats {
         let coded = rounded(wide("families/llama-gqa"), &all(format));
         let validated = kernel(&coded.graph, &h200());
-        let proven = proven(&validated, &h200(), 512).unwrap_or_else(|refused| panic!("{name}: {refused}"));
+        for (form, rows) in FORMS {
+            let plan = proven(&validated, &h200(), form, rows);
+            plan.unwrap_or_else(|refused| panic!("{name}, {form:?} of {rows}: {refused}"));
+        }
+        let proven = proven(&validated, &h200(), Form::Chunk, 512).unwrap();
         // Sums of groups take registers of their own: passes are shorter, and one of as many units as plain weights have is refused.
         let mut plan = proven.plan().clone();
         for wave in &mut plan.waves {
@@ -276,8 +343,7 @@ fn every_format_of_codes_has_a_plan_and_fp32_has_none() {
                 *pass = 17;
             }
         }
-        plan.machine.slot_bytes = 64 << 10;
-        plan.machine.slots = 3;
+        plan.machine.weights = Ring { slots: 2, slot_bytes: 64 << 10 };
         let judged = prove(plan, &validated, &h200());
         assert_eq!(judged.is_err(), format.groups.is_some(), "{name}");
     }
@@ -313,7 +379,12 @@ fn every_plan_that_is_derived_is_proven() {
         let mut target = h200();
         target.spec.sm_count = one_of(&[1, 2, 3, 5, 16, 78, 132]);
         let validated = kernel(&toy.graph(), &target);
-        match proven(&validated, &target, one_of(&[1, 128, 300, 512, 1000])) {
+        let form = [Form::Chunk, Form::Steps][one_of(&[0, 1]) as usize];
+        let rows = match form {
+            Form::Chunk => one_of(&[1, 128, 300, 512, 1000]),
+            Form::Steps => one_of(&[16, 32, 64]),
+        };
+        match proven(&validated, &target, form, rows) {
             Ok(proven) => {
                 plans += 1;
                 if at % 8 == 0 && toy.hidden < 256 {
@@ -324,7 +395,8 @@ fn every_plan_that_is_derived_is_proven() {
                     let imported = Imported { graph, weights, header_bytes_read, config_text, notes };
                     let text = tokens(&imported, 19);
                     let program = &validated.schedule().program;
-                    let found = execute(program, &imported, proven.plan(), &[&text[..7], &text[7..]], at);
+                    let found =
+                        execute(program, &imported, proven.plan(), &[&text[..7], &text[7..16], &text[16..]], at);
                     let difference = difference(&expected(&imported, &text), &found);
                     assert!(difference < TOLERANCE, "{toy:?}: {difference:e}");
                 }
@@ -338,7 +410,7 @@ fn every_plan_that_is_derived_is_proven() {
         "attention of `attn.0`: expected heads that tensor cores take whole",
         "the output of `up.0`: expected an even number of columns",
         "the output of `gate_up.0`: expected an even number of columns",
-        "the sum of `o.0`: expected one that is published",
+        "the output of `o.0`: expected one that is published",
         "the width of `embed`: expected whole pieces of 8 values",
     ];
     for refused in &refusals {
@@ -358,6 +430,7 @@ struct Mutant {
 
 struct Mutants<'a> {
     of: &'a Plan,
+    program: &'a Program,
     made: Vec<Mutant>,
 }
 
@@ -379,7 +452,8 @@ impl Mutants<'_> {
         self.add("the largest numbers", wrong, |p| {
             let Plan { machine: m, .. } = p;
             (m.warps, m.loader_warps, m.registers, m.loader_registers) = (u32::MAX, u32::MAX, u32::MAX, u32::MAX);
-            (m.slots, m.slot_bytes, m.state_bytes) = (u32::MAX, u32::MAX, u32::MAX);
+            let ring = Ring { slots: u32::MAX, slot_bytes: u32::MAX };
+            (m.weights, m.inputs, m.scratch_bytes, m.state_bytes) = (ring, ring, u32::MAX, u32::MAX);
         });
         self.add("an SM less", Some("partition"), |p| p.machine.sms -= 1);
         for n in [0, 4, 9, 16, u32::MAX] {
@@ -395,21 +469,37 @@ impl Mutants<'_> {
         for n in [0, 16, 70, u32::MAX] {
             self.add(format!("{n} registers of loaders"), wrong, |p| p.machine.loader_registers = n);
         }
-        for n in [0, 1, 64, u32::MAX] {
-            self.add(format!("{n} slots"), wrong, |p| p.machine.slots = n);
+        let rings: [RingOf; 2] = [("weights", |p| &mut p.machine.weights), ("inputs", |p| &mut p.machine.inputs)];
+        for (name, ring) in rings {
+            let now = *ring(&mut self.of.clone());
+            for n in [0, 1, 64, u32::MAX] {
+                self.add(format!("{n} slots of {name}"), wrong, |p| ring(p).slots = n);
+            }
+            for n in [u32::MAX, now.slot_bytes + 64, 256 << 10, 0] {
+                self.add(format!("slots of {name} of {n} bytes"), wrong, |p| ring(p).slot_bytes = n);
+            }
+            self.add(format!("half slots of {name}"), None, |p| ring(p).slot_bytes /= 2);
         }
-        for n in [u32::MAX, self.of.machine.slot_bytes + 64, self.of.machine.slot_bytes * 4] {
-            self.add(format!("slots of {n} bytes"), wrong, |p| p.machine.slot_bytes = n);
-        }
-        self.add("half slots", None, |p| p.machine.slot_bytes /= 2);
-        self.add("slots of no bytes", None, |p| p.machine.slot_bytes = 0);
-        for n in [0, 256, u32::MAX] {
+        let slots = self.of.machine.weights.slots + self.of.machine.inputs.slots;
+        // The last one is eight bytes less than the state of a block has.
+        let of_rows = if self.of.form == Form::Steps { 8 * self.of.rows } else { 8 };
+        for n in [0, 256, u32::MAX, 24 + 16 * slots + 32 * self.of.machine.warps + 168 + of_rows] {
             self.add(format!("{n} bytes of state"), wrong, |p| p.machine.state_bytes = n);
         }
-        for n in [0, 1, self.of.rows - 1, self.of.rows + 64] {
+        for n in [64, self.of.machine.scratch_bytes + 64, u32::MAX, u32::MAX - 127] {
+            self.add(format!("{n} bytes of scratch"), wrong, |p| p.machine.scratch_bytes = n);
+        }
+        for n in [0, 1, self.of.rows - 1, self.of.rows + 63] {
             self.add(format!("{n} rows"), wrong, |p| p.rows = n);
         }
-        self.add("a block of rows more", Some("partition"), |p| p.rows += 128);
+        let more = if self.of.form == Form::Chunk { "partition" } else { "machine" };
+        self.add("a block of rows more", Some(more), |p| p.rows += 128);
+        for n in [0, 1, 8, self.of.block_rows / 2, self.of.block_rows * 2, u32::MAX] {
+            self.add(format!("blocks of {n} rows"), wrong, |p| p.block_rows = n);
+        }
+        self.add("another form", wrong, |p| {
+            p.form = if p.form == Form::Chunk { Form::Steps } else { Form::Chunk };
+        });
     }
 
     fn arena(&mut self) {
@@ -431,7 +521,8 @@ impl Mutants<'_> {
                 self.add(format!("a{i} of {cols} columns"), None, |p| p.work[i].cols = cols);
             }
             let rows = [DType::F32, DType::Bf16, DType::F16, DType::I32].map(Layout::Rows);
-            for layout in rows.into_iter().chain([Layout::Operand]) {
+            let more = [Layout::Operand, Layout::Candidates].into_iter().chain([0, 1, 2, 3, 9].map(Layout::Parts));
+            for layout in rows.into_iter().chain(more) {
                 self.add(format!("a{i} as {layout:?}"), None, |p| p.work[i].layout = layout);
             }
         }
@@ -460,9 +551,10 @@ impl Mutants<'_> {
             self.add(format!("w{w} divided as none"), Some("bounds"), |p| p.waves[w].division = DivisionId(99));
         }
         let last = waves.last().expect("waves").clone();
-        let Action::Append { queries, .. } = last.action else { panic!("the last wave appends") };
         let attend = waves.iter().find(|wave| matches!(wave.action, Action::Attend { .. }));
-        if let Some(Wave { action: Action::Attend { out, tile, .. }, division, .. }) = attend.cloned() {
+        if let (Action::Append { queries, .. }, Some(Wave { action: Action::Attend { out, tile, .. }, division, .. })) =
+            (last.action.clone(), attend.cloned())
+        {
             let action = Action::Attend { queries, out, tile };
             self.add("attention of the last layer", wrong, |p| p.waves.push(Wave { action, division, ..last }));
         }
@@ -491,20 +583,14 @@ impl Mutants<'_> {
                 Action::Rows { residual, sum, out } => {
                     self.rows_attributes(w, residual, sum, out);
                 }
-                Action::MatMul { x, target, pass } => {
-                    for pass in [0, 29, 4096, u32::MAX - 3] {
-                        let action = Action::MatMul { x, target, pass };
-                        self.add(format!("w{w} in passes of {pass}"), Some("ring"), |p| p.waves[w].action = action);
+                Action::MatMul { target, .. } => {
+                    self.product(w);
+                    let (Written::Out(id) | Written::Residual(id) | Written::Best(id)) = target;
+                    for other in [Written::Out(id), Written::Residual(id), Written::Best(id)] {
+                        self.matmul(w, "writes another way", wrong, |m| m.target = other);
                     }
-                    let (Written::Out(id) | Written::Residual(id)) = target;
-                    let other = match target {
-                        Written::Out(_) => Written::Residual(id),
-                        Written::Residual(_) => Written::Out(id),
-                    };
-                    let action = Action::MatMul { x, target: other, pass };
-                    self.add(format!("w{w} writes another way"), wrong, |p| p.waves[w].action = action);
-                    let action = Action::MatMul { x, target: Written::Out(x), pass };
-                    self.add(format!("w{w} in place"), Some("in-place"), |p| p.waves[w].action = action);
+                    let Action::MatMul { x, .. } = self.of.waves[w].action else { unreachable!() };
+                    self.matmul(w, "in place", Some("in-place"), |m| m.target = Written::Out(x));
                 }
                 Action::Append { x, queries: _ } => {
                     let action = Action::Append { x, queries: x };
@@ -520,23 +606,264 @@ impl Mutants<'_> {
         }
     }
 
+    /// Another way to multiply.
+    fn matmul(&mut self, w: usize, what: &str, rule: Option<&'static str>, change: impl FnOnce(&mut Product)) {
+        self.add(format!("w{w}: {what}"), rule, |p| {
+            let Action::MatMul { x, target, pass, chunk, warps } = p.waves[w].action else { unreachable!() };
+            let mut product = Product { target, pass, chunk, warps };
+            change(&mut product);
+            let Product { target, pass, chunk, warps } = product;
+            p.waves[w].action = Action::MatMul { x, target, pass, chunk, warps };
+        });
+    }
+
+    /// Passes and chunks that do not fit, and warps that have no place.
+    fn product(&mut self, w: usize) {
+        let (ring, tiles) = (Some("ring"), self.of.block_rows / 16);
+        let Op::MatVec(m) = &self.program.grids[self.of.waves[w].grid.index()].op else { panic!("a product") };
+        // Spans of 32 of k of a granule of plain weights.
+        let spans = 8 / m.unit_rows;
+        for n in [0, 97, 4096, u32::MAX - 7] {
+            self.matmul(w, &format!("passes of {n}"), ring, |m| m.pass = n);
+        }
+        // None, those that are no whole blocks of 64 columns or share no step with those of inputs, and ones that no slot holds.
+        let inputs = self.of.machine.inputs.slot_bytes / (self.of.block_rows * 64);
+        let shares_step = |n: u32| n.is_multiple_of(2) && (n.is_multiple_of(inputs) || inputs.is_multiple_of(n));
+        let odd = [1, 3, 5, 6, 7, 10].into_iter().filter(|&n| n % spans == 0 && !shares_step(n)).map(|n| n / spans);
+        for n in odd.chain([0, 1 << 20, u32::MAX - 1]).collect::<Vec<_>>() {
+            self.matmul(w, &format!("chunks of {n}"), ring, |m| m.chunk = n);
+        }
+        self.matmul(w, "the largest pass and chunk", ring, |m| (m.pass, m.chunk) = (u32::MAX, u32::MAX));
+        let most = u32::MAX;
+        for (rows, units, k) in
+            [(0, 8, 1), (2, 2, 1), (1, 1, 1), (2, 4, 2), (8, 8, 8), (1, 8, 0), (most, 1, 1), (most, most, most)]
+        {
+            let wrong = Warps { rows, units, k };
+            self.matmul(w, &format!("{wrong:?}"), ring, |m| m.warps = wrong);
+        }
+        for rows in [2, 4, 8].into_iter().filter(|rows| !tiles.is_multiple_of(*rows)) {
+            let wrong = Warps { rows, units: 8 / rows, k: 1 };
+            self.matmul(w, &format!("{rows} groups of rows"), ring, |m| m.warps = wrong);
+        }
+        // A step of two granules, of which eight groups get none. Of chunks no number of groups is right: they have no scratch.
+        self.matmul(w, "more groups of k than granules", ring, |m| {
+            (m.pass, m.chunk, m.warps) = (1, (2 / spans).max(1), Warps { rows: 1, units: 1, k: 8 });
+        });
+        if self.of.form == Form::Chunk {
+            let wrong = Warps { rows: 2, units: 2, k: 2 };
+            self.matmul(w, "groups of k", ring, |m| m.warps = wrong);
+        }
+    }
+
+    /// A division of `n` units in `parts` parts: all of it is the first SM's.
+    fn divided(&self, n: u32, parts: u32) -> Division {
+        let Plan { rows, block_rows, machine, .. } = self.of;
+        let shares = |blocks: u32| {
+            let row = |block: u32| block * block_rows;
+            let of = |block| (0..parts).map(move |part| (block, part));
+            let all = (0..blocks).flat_map(of).map(|(block, part)| Share {
+                row: row(block),
+                rows: *block_rows,
+                lo: part * n,
+                hi: part * n + n,
+            });
+            let mut of_sms = vec![vec![]; machine.sms as usize];
+            of_sms[0] = all.collect();
+            of_sms
+        };
+        Division { over: Over::Units { n, parts }, shares: (1..=rows / block_rows).map(shares).collect() }
+    }
+
+    /// Products in other numbers of parts than what they write and what reads that.
+    fn parts(&mut self) {
+        let wrong = Some("order");
+        for w in 0..self.of.waves.len() {
+            let Wave { action: Action::MatMul { target, .. }, division, .. } = self.of.waves[w].clone() else {
+                continue;
+            };
+            let Over::Units { n, parts } = self.of.divisions[division.index()].over else { unreachable!() };
+            let DivisionId(next) = DivisionId(self.of.divisions.len() as u32);
+            for other in [1, 2, 3].into_iter().filter(|other| *other != parts) {
+                let division = self.divided(n, other);
+                self.add(format!("w{w} in {other} parts, which nothing else knows"), wrong, |p| {
+                    p.divisions.push(division);
+                    p.waves[w].division = DivisionId(next);
+                });
+            }
+            let Written::Out(out) = target else { continue };
+            // What is written in parts is read as plain rows, and the other way round.
+            let Work { layout, cols, .. } = self.of.work[out.index()];
+            let other = if parts > 1 { Layout::Rows(DType::Bf16) } else { Layout::Parts(2) };
+            if layout == Layout::Operand {
+                continue;
+            }
+            let reader = (w + 1..self.of.waves.len()).find(|&r| self.of.waves[r].action.accesses().0.contains(&out));
+            let (id, place) = (WorkId(self.of.work.len() as u32), self.of.work_bytes().next_multiple_of(256));
+            let new = Work { name: "other".to_string(), layout: other, cols, place };
+            self.add(format!("what w{w} writes is read as {other:?}"), wrong, |p| {
+                p.work.push(new.clone());
+                let read = works(&mut p.waves[reader.expect("a reader")].action).into_iter().find(|id| **id == out);
+                *read.expect("the operand") = id;
+            });
+            self.matmul_to(w, id, new, wrong);
+            // Of a chunk, parts that everybody knows of: there is no room for those of several blocks.
+            if self.of.form == Form::Chunk && layout == Layout::Rows(DType::Bf16) {
+                let writers = self.of.waves.iter().enumerate().filter_map(|(w, wave)| match wave.action {
+                    Action::MatMul { target: Written::Out(to), .. } if to == out => Some((w, wave.division)),
+                    _ => None,
+                });
+                let divided = writers.map(|(w, division)| match self.of.divisions[division.index()].over {
+                    Over::Units { n, .. } => (w, self.divided(n, 2)),
+                    _ => unreachable!(),
+                });
+                let divided: Vec<_> = divided.collect();
+                self.add(format!("w{w} of a chunk in parts"), Some("ring"), |p| {
+                    for (w, division) in divided {
+                        p.waves[w].division = DivisionId(p.divisions.len() as u32);
+                        p.divisions.push(division);
+                    }
+                    // Last in the arena, where there is room for it.
+                    p.work[out.index()].place = p.work_bytes().next_multiple_of(256);
+                    p.work[out.index()].layout = Layout::Parts(2);
+                });
+            }
+        }
+        for d in 0..self.of.divisions.len() {
+            let Over::Units { n, parts } = self.of.divisions[d].over else { continue };
+            let partition = Some("partition");
+            for other in [0, parts + 1, 3 - parts.min(2), 256] {
+                let over = Over::Units { n, parts: other };
+                self.add(format!("d{d} over {over:?}"), partition, |p| p.divisions[d].over = over);
+            }
+            if parts == 1 {
+                continue;
+            }
+            for part in 0..parts {
+                self.add(format!("d{d} without part {part}"), partition, |p| {
+                    let shares = p.divisions[d].shares[0].iter_mut();
+                    shares.for_each(|shares| shares.retain(|share| share.lo / n != part));
+                });
+            }
+            self.add(format!("d{d}: a share of two parts"), partition, |p| {
+                let shares: Vec<&mut Share> = p.divisions[d].shares[0].iter_mut().flatten().collect();
+                for share in shares {
+                    share.hi += u32::from(share.hi == n);
+                    share.lo += u32::from(share.lo == n);
+                }
+            });
+            self.add(format!("d{d}: all of it is one share"), partition, |p| {
+                let rows = p.rows;
+                p.divisions[d].shares[0].iter_mut().for_each(Vec::clear);
+                p.divisions[d].shares[0][0].push(Share { row: 0, rows, lo: 0, hi: n * parts });
+            });
+        }
+    }
+
+    /// What a product writes goes into a buffer that was added.
+    fn matmul_to(&mut self, w: usize, id: WorkId, new: Work, rule: Option<&'static str>) {
+        self.add(format!("w{w} writes {:?}", new.layout), rule, |p| {
+            p.work.push(new);
+            let Action::MatMul { target, .. } = &mut p.waves[w].action else { unreachable!() };
+            *target = Written::Out(id);
+        });
+    }
+
+    /// What rows add of a product that was left in parts.
+    fn addends(&mut self) {
+        let wrong = Some("order");
+        let inputs = self.of.waves.iter().find_map(|wave| match wave.action {
+            Action::Rows { out: Some(Input { norm, .. }), .. } => norm,
+            _ => None,
+        });
+        for w in 1..self.of.waves.len() {
+            let Action::Rows { residual, sum: Some(Sum::Branch { branch, norm: None, scale }), out } =
+                self.of.waves[w].action
+            else {
+                continue;
+            };
+            let mut with = |what: &str, sum| {
+                self.add(format!("w{w}: {what}"), wrong, |p| p.waves[w].action = Action::Rows { residual, sum, out });
+            };
+            with("an addend that is normalised", Some(Sum::Branch { branch, norm: inputs, scale }));
+            with("an addend that is scaled twice", Some(Sum::Branch { branch, norm: None, scale: scale * 0.5 }));
+            with("an addend that is not added", None);
+            self.add(format!("w{w}: the product adds, and the addend is added"), wrong, |p| {
+                let Action::MatMul { target, .. } = &mut p.waves[w - 1].action else { panic!("the product") };
+                *target = Written::Residual(residual);
+            });
+            // Of another product of the same layout: that of the layer before is gone.
+            self.add(format!("w{w}: before its product"), wrong, |p| p.waves.swap(w - 1, w));
+            self.add(format!("w{w}: a wave on"), wrong, |p| {
+                if w + 1 < p.waves.len() {
+                    p.waves.swap(w, w + 1);
+                } else {
+                    p.waves.clear();
+                }
+            });
+        }
+    }
+
+    /// What steps decide, and where the next step reads it.
+    fn candidates(&mut self) {
+        let wrong = Some("order");
+        let Action::Rows { residual, sum: Some(Sum::Embed { table, scale, candidates }), out } =
+            self.of.waves[0].action
+        else {
+            panic!("rows that embed")
+        };
+        let (id, place) = (WorkId(self.of.work.len() as u32), self.of.work_bytes().next_multiple_of(256));
+        let new = Work { name: "other".to_string(), layout: Layout::Candidates, cols: self.of.machine.sms, place };
+        let sum = |candidates| Some(Sum::Embed { table, scale, candidates });
+        self.add("another buffer of candidates", wrong, |p| {
+            p.work.push(new.clone());
+            p.waves[0].action = Action::Rows { residual, sum: sum(Some(id)), out };
+        });
+        let Some(candidates) = candidates else { return };
+        self.add("no candidates", wrong, |p| p.waves[0].action = Action::Rows { residual, sum: sum(None), out });
+        let last = self.of.waves.len() - 1;
+        self.add("candidates that nothing reads", wrong, |p| {
+            p.work.push(new);
+            let Action::MatMul { target, .. } = &mut p.waves[last].action else { panic!("a product") };
+            *target = Written::Best(id);
+        });
+        for w in 0..self.of.waves.len() {
+            if w != last && matches!(self.of.waves[w].action, Action::MatMul { .. }) {
+                self.matmul(w, "candidates of no logits", wrong, |m| m.target = Written::Best(candidates));
+            }
+        }
+        for cols in [self.of.machine.sms - 1, self.of.machine.sms + 1] {
+            self.add(format!("candidates of {cols} blocks"), None, |p| p.work[candidates.index()].cols = cols);
+        }
+        // Scratch without room for what the warps of a block meet with.
+        for n in [0, 128, 512] {
+            self.add(format!("{n} bytes of scratch"), None, |p| p.machine.scratch_bytes = n);
+        }
+    }
+
     fn rows_attributes(&mut self, w: usize, residual: WorkId, sum: Option<Sum>, out: Option<Input>) {
         let wrong = Some("order");
         let mut with = |name: &str, rule, sum, out| {
             self.add(format!("w{w}: {name}"), rule, |p| p.waves[w].action = Action::Rows { residual, sum, out });
         };
         match sum {
-            Some(Sum::Embed { table, scale }) => {
-                with("another scale", wrong, Some(Sum::Embed { table, scale: scale * 1.01 }), out);
-                with("no scale", wrong, Some(Sum::Embed { table, scale: f32::NAN }), out);
+            Some(Sum::Embed { table, scale, candidates }) => {
+                with("another scale", wrong, Some(Sum::Embed { table, scale: scale * 1.01, candidates }), out);
+                with("no scale", wrong, Some(Sum::Embed { table, scale: f32::NAN, candidates }), out);
                 for table in [table.0 + 1, u32::MAX] {
-                    with("another table", wrong, Some(Sum::Embed { table: BufferId(table), scale }), out);
+                    with("another table", wrong, Some(Sum::Embed { table: BufferId(table), scale, candidates }), out);
                 }
             }
             Some(Sum::Branch { branch, norm, scale }) => {
                 with("another scale", wrong, Some(Sum::Branch { branch, norm, scale: -scale }), out);
-                for norm in other_norms(norm) {
-                    with("another norm of the branch", wrong, Some(Sum::Branch { branch, norm, scale }), out);
+                for other in norm.into_iter().flat_map(other_norms).map(Some).chain([None]) {
+                    if other != norm {
+                        with(
+                            "another norm of the branch",
+                            wrong,
+                            Some(Sum::Branch { branch, norm: other, scale }),
+                            out,
+                        );
+                    }
                 }
             }
             None => {}
@@ -574,10 +901,10 @@ impl Mutants<'_> {
             let over = self.of.divisions[d].over;
             let others: Vec<Over> = match over {
                 Over::Rows => vec![],
-                Over::Units { n } => [0, n - 1, n + 1, u32::MAX >> 8].map(|n| Over::Units { n }).to_vec(),
+                Over::Units { n, parts } => [0, n - 1, n + 1, u32::MAX >> 8].map(|n| Over::Units { n, parts }).to_vec(),
                 Over::Heads { n, rows } => {
                     let some = [(0, rows), (n - 1, rows), (n + 1, rows), (n, 0), (n, rows / 2), (n, 3), (n, u32::MAX)];
-                    some.map(|(n, rows)| Over::Heads { n, rows }).to_vec()
+                    some.into_iter().chain([(n, rows * 2)]).map(|(n, rows)| Over::Heads { n, rows }).collect()
                 }
             };
             for other in others {
@@ -628,6 +955,17 @@ impl Mutants<'_> {
     }
 }
 
+/// The name of a ring, and where a plan has it.
+type RingOf = (&'static str, fn(&mut Plan) -> &mut Ring);
+
+/// How a wave multiplies.
+struct Product {
+    target: Written,
+    pass: u32,
+    chunk: u32,
+    warps: Warps,
+}
+
 /// What becomes of a share.
 type Change = (&'static str, fn(&mut Share));
 
@@ -637,11 +975,12 @@ fn works(action: &mut Action) -> Vec<&mut WorkId> {
         Action::Rows { residual, sum, out } => {
             let branch = match sum {
                 Some(Sum::Branch { branch, .. }) => Some(branch),
-                _ => None,
+                Some(Sum::Embed { candidates, .. }) => candidates.as_mut(),
+                None => None,
             };
             [residual].into_iter().chain(branch).chain(out.as_mut().map(|out| &mut out.to)).collect()
         }
-        Action::MatMul { x, target: Written::Out(id) | Written::Residual(id), .. } => vec![x, id],
+        Action::MatMul { x, target: Written::Out(id) | Written::Residual(id) | Written::Best(id), .. } => vec![x, id],
         Action::Append { x, queries } => vec![x, queries],
         Action::Attend { queries, out, .. } => vec![queries, out],
     }
@@ -661,40 +1000,62 @@ fn other_norms(norm: NormOf) -> Vec<NormOf> {
     ]
 }
 
-/// Every mutant either has no proof, or computes the same: two judges for one question.
-#[test]
-fn a_wrong_plan_has_no_proof() {
-    let target = small();
-    let mut count = 0;
-    for name in ["families/gemma3", "families/starcoder2", "families/qwen3"] {
-        let imported = wide(name);
-        let validated = kernel(&imported.graph, &target);
-        let program = &validated.schedule().program;
-        let of = proven(&validated, &target, 256).unwrap().plan().clone();
-        let mut mutants = Mutants { of: &of, made: vec![] };
-        mutants.machine(target.spec.sm_count);
-        mutants.arena();
-        mutants.order();
-        mutants.operands();
-        mutants.attributes();
-        mutants.divisions();
-        let text = tokens(&imported, 140);
-        let keys_and_values = expected(&imported, &text);
-        count += mutants.made.len();
-        for Mutant { name: what, rule, plan } in mutants.made {
-            match prove(plan.clone(), &validated, &target) {
-                Err(violations) => {
-                    let named = rule.is_none_or(|rule| violations.iter().any(|violation| violation.rule == rule));
-                    assert!(named, "{name}, {what}: expected `{}`, found\n{}", rule.unwrap(), listed(&violations));
-                }
-                Ok(_) => {
-                    assert_eq!(rule, None, "{name}, {what}: proven");
-                    let found = execute(program, &imported, &plan, &[&text], 1);
-                    let difference = difference(&keys_and_values, &found);
-                    assert!(difference < TOLERANCE, "{name}, {what}: proven, and differs by {difference:e}");
-                }
+/// Every mutant of a plan either has no proof, or computes the same: two judges for one question. Returns how many there are.
+fn judge_mutants(name: &str, target: &Target, form: Form, rows: u32) -> usize {
+    let imported = wide(name);
+    let validated = kernel(&imported.graph, target);
+    let program = &validated.schedule().program;
+    let of = proven(&validated, target, form, rows).unwrap().plan().clone();
+    let mut mutants = Mutants { of: &of, program, made: vec![] };
+    mutants.machine(target.spec.sm_count);
+    mutants.arena();
+    mutants.order();
+    mutants.operands();
+    mutants.attributes();
+    mutants.divisions();
+    mutants.parts();
+    mutants.addends();
+    mutants.candidates();
+    let text = tokens(&imported, if form == Form::Chunk { 140 } else { rows + 3 });
+    let keys_and_values = expected(&imported, &text);
+    let count = mutants.made.len();
+    for Mutant { name: what, rule, plan } in mutants.made {
+        match prove(plan.clone(), &validated, target) {
+            Err(violations) => {
+                let named = rule.is_none_or(|rule| violations.iter().any(|violation| violation.rule == rule));
+                assert!(named, "{name}, {what}: expected `{}`, found\n{}", rule.unwrap(), listed(&violations));
+            }
+            Ok(_) => {
+                assert_eq!(rule, None, "{name}, {form:?} of {rows}, {what}: proven");
+                let most = if form == Form::Chunk { text.len() } else { rows as usize };
+                let chunks: Vec<&[u32]> = text.chunks(most).collect();
+                let found = execute(program, &imported, &plan, &chunks, 1);
+                let difference = difference(&keys_and_values, &found);
+                assert!(difference < TOLERANCE, "{name}, {what}: proven, and differs by {difference:e}");
             }
         }
+    }
+    count
+}
+
+#[test]
+fn a_wrong_plan_has_no_proof() {
+    let names = ["families/gemma3", "families/starcoder2", "families/qwen3"];
+    let count: usize = names.into_iter().map(|name| judge_mutants(name, &small(), Form::Chunk, 256)).sum();
+    assert!(count > 3000, "{count} mutants");
+}
+
+/// Branches of norms in parts, no parts at all, and addends; on all SMs the heads are in parts, too.
+#[test]
+fn a_wrong_plan_of_steps_has_no_proof() {
+    let mut count = 0;
+    for (name, target, rows) in [
+        ("families/gemma3", small(), 32),
+        ("families/starcoder2", small(), 64),
+        ("families/qwen3", small(), 16),
+        ("families/qwen3", h200(), 64),
+    ] {
+        count += judge_mutants(name, &target, Form::Steps, rows);
     }
     assert!(count > 3000, "{count} mutants");
 }
@@ -718,7 +1079,7 @@ fn a_proven_plan_computes_keys_and_values_of_its_model() {
         let whole = ["families/gemma3", "families/starcoder2"].contains(&name.as_str());
         for (target, count) in [(small(), 200), (h200(), 140)].into_iter().take(1 + usize::from(whole)) {
             let validated = kernel(&imported.graph, &target);
-            let Ok(proven) = proven(&validated, &target, 512) else { continue };
+            let Ok(proven) = proven(&validated, &target, Form::Chunk, 512) else { continue };
             models += 1;
             // Chunks of one row, of a block and two rows, and of the rest.
             let (one, rest) = text[..count].split_at(1);
@@ -733,18 +1094,96 @@ fn a_proven_plan_computes_keys_and_values_of_its_model() {
     assert!(models >= 21, "{models} models");
 }
 
+/// What the reference decides after `text`, again and again, and the keys and values of all but the last one.
+fn decoded(imported: &Imported, text: &[u32], count: usize) -> (Vec<u32>, Vec<[Rows; 2]>) {
+    let mut session = Session::new(&imported.graph, &imported.weights);
+    let (last, before) = text.split_last().unwrap();
+    before.iter().for_each(|&token| drop(session.step_hidden(token)));
+    let mut tokens = vec![*last];
+    while tokens.len() <= count {
+        let logits = session.step(*tokens.last().unwrap());
+        tokens.push(argmax(&logits));
+    }
+    let cached = |layer| session.cached(layer).map(<[Vec<f64>]>::to_vec);
+    (tokens, (0..imported.graph.layers.len()).map(cached).collect())
+}
+
+/// Three sequences of different lengths are read, one of them while the others decode, and go on together for some steps.
+fn run_steps(imported: &Imported, validated: &Validated, plan: &Plan, seed: u64) {
+    let program = &validated.schedule().program;
+    let texts: Vec<Vec<u32>> = [(11, 3), (2, 40), (6, 7)]
+        .map(|(count, from)| tokens(imported, from + count)[from as usize..].to_vec())
+        .to_vec();
+    let lengths: Vec<usize> = texts.iter().map(|text| text.len() + 4).collect();
+    let mut executor = Executor::new(program, imported, plan, &lengths, seed);
+    let given = |sequence: usize, range: std::ops::Range<usize>| -> Vec<Row> {
+        let row = |position| Row { sequence, position, first: First::Given(texts[sequence][position]) };
+        range.map(row).collect()
+    };
+    // The ends of two texts decide while the third is read in two runs, the second one among rows that decode.
+    let first = [given(2, 0..2), given(0, 0..11), given(1, 0..2)].concat();
+    let all = executor.launch(&first, 1);
+    let decides = |row: usize, launched: &[Vec<Option<u32>>]| launched.last().unwrap()[row].expect("a token");
+    let (zero, one) = (decides(12, &all), decides(14, &all));
+    let on = |sequence: usize, from: usize, more: usize| Row {
+        sequence,
+        position: texts[sequence].len() + more,
+        first: First::Decided(from),
+    };
+    let second = [vec![on(1, 14, 0)], given(2, 2..6), vec![on(0, 12, 0)]].concat();
+    let then = executor.launch(&second, 1);
+    assert_eq!((then[0][0], then[0][5]), (Some(one), Some(zero)), "tokens of the launch before");
+    let third = [on(0, 5, 1), on(2, 4, 0), on(1, 0, 1)];
+    let last = executor.launch(&third, 3);
+    assert_eq!(last.len(), 4);
+    for (sequence, row) in [(0, 0), (2, 1), (1, 2)] {
+        let mut found: Vec<u32> = last.iter().map(|step| step[row].expect("a token")).collect();
+        match sequence {
+            0 => found.insert(0, zero),
+            1 => found.insert(0, one),
+            _ => {}
+        }
+        let (decided, cached) = decoded(imported, &texts[sequence], found.len());
+        assert_eq!(found, decided[1..], "sequence {sequence}");
+        let known = texts[sequence].len() + found.len() - 1;
+        let at = |of: Vec<[Rows; 2]>| -> Vec<[Rows; 2]> {
+            of.into_iter().map(|of| of.map(|rows| rows[..known].to_vec())).collect()
+        };
+        let difference = difference(&at(cached), &at(executor.cached(sequence)));
+        assert!(difference < TOLERANCE, "sequence {sequence}: {difference:e}");
+    }
+}
+
+#[test]
+fn a_proven_plan_of_steps_decides_what_its_model_does() {
+    let mut models = 0u64;
+    let variants = ["gemma-bias", "granite-bias", "qwen3-bias-swa", "smollm3-window"];
+    let variants = variants.map(|name| format!("variants/{name}"));
+    for name in checkpoints("families").into_iter().chain(variants) {
+        let (_folder, imported) = stored(&wide(&name));
+        let rows = [16, 32, 64][models as usize % 3];
+        for target in [small(), h200()] {
+            let validated = kernel(&imported.graph, &target);
+            let Ok(proven) = proven(&validated, &target, Form::Steps, rows) else { continue };
+            run_steps(&imported, &validated, proven.plan(), 3 + models);
+            models += 1;
+        }
+    }
+    assert!(models >= 40, "{models} models");
+}
+
 /// The executor sees what a plan leaves out, does too early, or does twice.
 #[test]
 fn a_wrong_plan_computes_something_else() {
     let ((_folder, imported), target) = (stored(&wide("families/gemma3")), small());
     let validated = kernel(&imported.graph, &target);
     let program = &validated.schedule().program;
-    let of = proven(&validated, &target, 256).unwrap().plan().clone();
+    let of = proven(&validated, &target, Form::Chunk, 256).unwrap().plan().clone();
     let text = tokens(&imported, 140);
     let keys_and_values = expected(&imported, &text);
     let differs = |plan: &Plan| difference(&keys_and_values, &execute(program, &imported, plan, &[&text], 5));
     assert!(differs(&of) < TOLERANCE);
-    let mut mutants = Mutants { of: &of, made: vec![] };
+    let mut mutants = Mutants { of: &of, program, made: vec![] };
     for w in 0..of.waves.len() {
         mutants.add(format!("w{w} dropped"), None, |p| {
             p.waves.remove(w);
@@ -775,9 +1214,30 @@ fn a_wrong_plan_computes_something_else() {
 
 // ---- the generated kernel ---------------------------------------------------------------------------------------------
 
-/// Runs the generated kernel for this CPU over `chunks`. Returns the bytes of the cache, or `None` without a compiler. `page_of` has the
-/// page of each block of positions.
-fn run_kernel(imported: &Imported, proven: &Proven<'_>, chunks: &[&[u32]], page_of: &[u32]) -> Option<Vec<u8>> {
+/// Rows of a launch, and its steps.
+type Launch = (Vec<abi::Row>, u32);
+
+/// Rows of a sequence with these tokens, from a position on; those of no token have what `from` decided.
+fn rows_of(sequence: u32, position: u32, tokens: &[Result<u32, u32>]) -> Vec<abi::Row> {
+    let row = |(position, token): (u32, &Result<u32, u32>)| {
+        let (token, from) = token.map_or_else(|from| (-1, from), |token| (token as i32, 0));
+        abi::Row { sequence, position, token, from, ..bytemuck::Zeroable::zeroed() }
+    };
+    (position..).zip(tokens).map(row).collect()
+}
+
+fn given(tokens: &[u32]) -> Vec<Result<u32, u32>> {
+    tokens.iter().map(|token| Ok(*token)).collect()
+}
+
+/// Runs the generated kernel for this CPU. Returns the bytes of the cache, and of steps the tokens of each row: those that each step
+/// began with, and what the last one decided. `None` without a compiler. `pages` has the page of each block of positions of each sequence.
+fn run_kernel(
+    imported: &Imported,
+    proven: &Proven<'_>,
+    launches: &[Launch],
+    pages: &[u32],
+) -> Option<(Vec<u8>, Vec<i32>)> {
     let (schedule, tables) = (proven.validated().schedule(), encode(proven));
     let folder = tempfile::tempdir().unwrap();
     let put = |name: &str, bytes: &[u8]| fs::write(folder.path().join(name), bytes).unwrap();
@@ -786,9 +1246,10 @@ fn run_kernel(imported: &Imported, proven: &Proven<'_>, chunks: &[&[u32]], page_
     put("generated.cuh", text.replace("#include \"monobloc_waves.cuh\"", "").as_bytes());
     put("waves", bytemuck::cast_slice(&tables.waves));
     put("shares", bytemuck::cast_slice(&tables.shares));
-    put("share_index", bytemuck::cast_slice(&tables.share_index));
-    put("pages", bytemuck::cast_slice(page_of));
-    put("tokens", bytemuck::cast_slice(&chunks.concat()));
+    put("records", bytemuck::cast_slice(&tables.records));
+    put("pages", bytemuck::cast_slice(pages));
+    let rows: Vec<abi::Row> = launches.iter().flat_map(|(rows, _)| rows.iter().copied()).collect();
+    put("rows", bytemuck::cast_slice(&rows));
     put("pack", &pack(schedule, &imported.graph, &imported.weights).unwrap());
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let mut compiler = Command::new("c++");
@@ -798,10 +1259,12 @@ fn run_kernel(imported: &Imported, proven: &Proven<'_>, chunks: &[&[u32]], page_
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     let mut program = Command::new(folder.path().join("program"));
     program.arg(proven.plan().work_bytes().to_string()).arg(schedule.arena_bytes(Space::Cache).to_string());
-    program.args(chunks.iter().map(|chunk| chunk.len().to_string()));
+    program.args(launches.iter().flat_map(|(rows, steps)| [rows.len().to_string(), steps.to_string()]));
     let output = program.current_dir(folder.path()).output().unwrap();
     assert!(output.status.success(), "{:?}: {}", output.status, String::from_utf8_lossy(&output.stderr));
-    Some(fs::read(folder.path().join("cache")).unwrap())
+    let read = |name: &str| fs::read(folder.path().join(name)).unwrap();
+    let tokens = read("tokens").chunks_exact(4).map(|bytes| i32::from_le_bytes(bytes.try_into().unwrap())).collect();
+    Some((read("cache"), tokens))
 }
 
 /// Keys and values of each layer and position, out of the bytes of the cache.
@@ -845,17 +1308,63 @@ fn a_generated_kernel_computes_keys_and_values_of_its_model() {
     for (name, count) in [("families/gemma3", 140), ("families/starcoder2", 30)] {
         let ((_folder, imported), target) = (stored(&wide(name)), small());
         let validated = kernel(&imported.graph, &target);
-        let proven = proven(&validated, &target, 256).unwrap();
+        let proven = proven(&validated, &target, Form::Chunk, 256).unwrap();
         let shape = Shape::of(&validated.schedule().program).unwrap();
         // Pages in no order.
         let page_of: Vec<u32> = (0..shape.blocks()).map(|block| (block * 7 + 5) % shape.pages).collect();
         let text = tokens(&imported, count);
         let (some, rest) = text.split_at(11);
-        let Some(bytes) = run_kernel(&imported, &proven, &[some, rest], &page_of) else {
+        let launches = [(rows_of(0, 0, &given(some)), 1), (rows_of(0, 11, &given(rest)), 1)];
+        let Some((bytes, _)) = run_kernel(&imported, &proven, &launches, &page_of) else {
             return skipped("a_generated_kernel_computes_keys_and_values_of_its_model", "C++ compiler", "`c++`");
         };
         let found = cached(validated.schedule(), &bytes, &page_of, text.len());
         let error = worst_position(&expected(&imported, &text), &found);
         assert!(error < 0.03, "{name}: {error:e}");
+    }
+}
+
+/// The same of steps: two texts are read at once, and go on together.
+#[test]
+fn a_generated_kernel_of_steps_decides_what_its_model_does() {
+    const NAME: &str = "a_generated_kernel_of_steps_decides_what_its_model_does";
+    for (name, rows) in [("families/gemma3", 16), ("families/qwen3", 32), ("families/starcoder2", 64)] {
+        let ((_folder, imported), target) = (stored(&wide(name)), small());
+        let validated = kernel(&imported.graph, &target);
+        let proven = proven(&validated, &target, Form::Steps, rows).unwrap();
+        let shape = Shape::of(&validated.schedule().program).unwrap();
+        let blocks = shape.blocks();
+        let pages: Vec<u32> = (0..2 * blocks).map(|block| (block * 7 + 5) % shape.pages).collect();
+        let texts = [tokens(&imported, 9), tokens(&imported, 13)[9..].to_vec()];
+        let steps = 3;
+        let launches = [
+            ([rows_of(0, 0, &given(&texts[0])), rows_of(1, 0, &given(&texts[1]))].concat(), 1),
+            ([rows_of(0, 9, &[Err(8)]), rows_of(1, 4, &[Err(12)])].concat(), steps),
+        ];
+        let Some((bytes, told)) = run_kernel(&imported, &proven, &launches, &pages) else {
+            return skipped(NAME, "C++ compiler", "`c++`");
+        };
+        let (first, then) = told.split_at(26);
+        assert_eq!((then.len(), first[13 + 8], first[13 + 12]), (8, then[0], then[1]), "{name}");
+        for (sequence, text) in texts.iter().enumerate() {
+            let decided = then.iter().skip(sequence).step_by(2).map(|token| *token as u32);
+            let all: Vec<u32> = text.iter().copied().chain(decided).collect();
+            let mut session = Session::new(&imported.graph, &imported.weights);
+            for (at, &token) in all.iter().enumerate().take(all.len() - 1) {
+                let logits = session.step(token);
+                if at + 1 >= text.len() {
+                    let most = logits.iter().copied().fold(f32::MIN, f32::max);
+                    let least = logits.iter().copied().fold(f32::MAX, f32::min);
+                    let of = logits[all[at + 1] as usize];
+                    assert!(most - of < 0.03 * (most - least), "{name}: {of} of {least} to {most}");
+                }
+            }
+            let known = text.len() + steps as usize;
+            let expected: Vec<[Rows; 2]> =
+                (0..imported.graph.layers.len()).map(|layer| session.cached(layer).map(<[Vec<f64>]>::to_vec)).collect();
+            let of_sequence = &pages[sequence * blocks as usize..][..blocks as usize];
+            let error = worst_position(&expected, &cached(validated.schedule(), &bytes, of_sequence, known));
+            assert!(error < 0.03, "{name}: {error:e}");
+        }
     }
 }

@@ -1,8 +1,9 @@
 // In place of runtime/sync.cuh and waves/ring.cuh: a wave of one block on a CPU. The loader's part runs first, by threads of its own, and
-// fills as many slots as the wave has chunks, so nothing waits. Consumers then take the same chunks in the same order. Every copy is
-// checked: where it comes from, how it is aligned, and that the bytes of a chunk are as many as consumers wait for.
+// fills as many slots of each ring as the wave has chunks, so nothing waits. Consumers then take the same chunks in the same order. Every
+// copy is checked: where it comes from, how it is aligned, and that the bytes of a chunk are as many as consumers wait for.
 #pragma once
 
+#define SMEM_BYTES (16 << 20)
 #include "block.h"
 #include "runtime/queue.cuh"
 #include "op_cases.h"
@@ -27,6 +28,13 @@ static void ring_release_pair(Context<M>&, const RingCursor<M>&, const RingCurso
 #include "rows/context.cuh"
 #include "rows/words.cuh"
 #include "rows/matvec_codes.cuh"
+template <int>
+static void await_waves(const u32*, u32, Waiter) { std::abort(); }
+static bool __any_sync(unsigned, bool v) {
+  int any = v;
+  for (int o = 16; o; o >>= 1) any |= __shfl_xor_sync(~0u, any, o);
+  return any;
+}
 #include "waves/context.cuh"
 #include "op_formulas.h"
 #include "op_codes.h"
@@ -39,58 +47,76 @@ static void require(bool holds, const char* what) {
 
 // ---- in place of waves/ring.cuh ---------------------------------------------------------------------------------------
 
-constexpr int CHUNKS_MOST = 256;
-static u32 promised[CHUNKS_MOST], landed[CHUNKS_MOST]; // bytes of each chunk
-static u32 arrivals[CHUNKS_MOST];                      // warps of the loader that arrived at it
-static u32 filled, taken[256];                         // chunks of the wave, and of each thread
+// Chunks of a ring lie one after another, however many slots there are, behind everything else of a block.
+constexpr u32 CHUNKS_MOST = 1024, RINGS_AT = 256 << 10, RING_BYTES = (SMEM_BYTES - RINGS_AT) / 2;
+struct Ring {
+  u32 promised[CHUNKS_MOST], landed[CHUNKS_MOST]; // bytes of each chunk
+  u32 arrivals[CHUNKS_MOST];                      // warps of the loader that arrived at it
+  u32 filled, taken[THREADS_MAX];                 // chunks of the wave, and of each thread
+};
+static Ring rings[2]; // inputs, weights
 static std::vector<u8> work, cache;
 
 static bool within(const std::vector<u8>& all, const u8* from, u32 bytes) {
   return from >= all.data() && from + bytes <= all.data() + all.size();
 }
-// The chunk of the wave at a cursor, and where it lies: chunks lie one after another, however many slots there are.
-template <class M>
-static u32 chunk_of(const RingCursor<M>& at) {
-  const u32 chunk = at.use * M::SLOTS + at.slot;
-  require(chunk < CHUNKS_MOST && (chunk + 1) * M::SLOT_BYTES <= sizeof smem, "more chunks than this memory holds");
+template <class R>
+static Ring& ring_of() { return rings[R::FIRST == 0 ? 0 : 1]; }
+// The chunk of the wave at a cursor, and where it lies.
+template <class R>
+static u32 chunk_of(const RingCursor<R>& at) {
+  const u32 chunk = at.use * R::SLOTS + at.slot;
+  require(chunk < CHUNKS_MOST && (chunk + 1) * R::SLOT_BYTES <= RING_BYTES, "more chunks than this memory holds");
   return chunk;
 }
-template <class M>
+template <class R>
+static u8* slot_of(const RingCursor<R>& at) { return block_memory() + RINGS_AT + (R::FIRST == 0 ? 0 : RING_BYTES) + chunk_of(at) * R::SLOT_BYTES; }
+template <class M, class R>
 struct WaveLoader {
   const WaveParams& p;
-  RingCursor<M> at;
+  RingCursor<R> at;
+  u32 step, wave;
   bool met;
   int part, lane;
-  u8* free_slot() { return block_memory() + chunk_of(at) * M::SLOT_BYTES; }
+  u8* free_slot() { return slot_of(at); }
   void arrive(u32 bytes) {
-    require(bytes > 0 && bytes <= M::SLOT_BYTES, "a chunk of no bytes, or of more than a slot has");
+    Ring& ring = ring_of<R>();
+    require(bytes > 0 && bytes <= u32(R::SLOT_BYTES), "a chunk of no bytes, or of more than a slot has");
     if (lane == 0 && part == 0) {
-      require(chunk_of(at) == filled && promised[filled] == 0, "a chunk is announced twice, or out of turn");
-      promised[filled++] = bytes;
+      require(chunk_of(at) == ring.filled && ring.promised[ring.filled] == 0, "a chunk is announced twice, or out of turn");
+      ring.promised[ring.filled++] = bytes;
     }
-    if (lane == 0) arrivals[chunk_of(at)]++;
+    if (lane == 0) ring.arrivals[chunk_of(at)]++;
     __syncwarp();
   }
-  void copy(u8* to, const u8* from, u32 bytes, bool weights) {
+  void copy(u8* to, const u8* from, u32 bytes) {
     require(u64(to) % 16 == 0 && u64(from) % 16 == 0 && bytes % 16 == 0 && bytes > 0, "a copy that is not aligned");
-    const u8* slot = block_memory() + chunk_of(at) * M::SLOT_BYTES;
-    require(to >= slot && to + bytes <= slot + M::SLOT_BYTES, "a copy beyond its slot");
-    require(weights ? within(constants, from, bytes) : within(work, from, bytes) || within(cache, from, bytes), "a copy from elsewhere");
-    require(weights || met, "a copy of activations before the blocks met");
+    const u8* slot = slot_of(at);
+    require(to >= slot && to + bytes <= slot + R::SLOT_BYTES, "a copy beyond its slot");
+    require(R::FIRST != 0 ? within(constants, from, bytes) : within(work, from, bytes) || within(cache, from, bytes), "a copy from elsewhere");
+    require(R::FIRST != 0 || met, "a copy of activations before the blocks met");
     std::memcpy(to, from, bytes);
-    landed[chunk_of(at)] += bytes;
+    ring_of<R>().landed[chunk_of(at)] += bytes;
   }
   void meet() { met = true; }
 };
-template <class M>
-static const u8* wave_take(WaveContext<M>& c) {
-  require(chunk_of(c.ring) < filled, "a chunk is taken that the loader did not fill");
-  return block_memory() + chunk_of(c.ring) * M::SLOT_BYTES;
+template <class M, class R>
+static const u8* wave_take(WaveContext<M>&, const RingCursor<R>& at) {
+  require(chunk_of(at) < ring_of<R>().filled, "a chunk is taken that the loader did not fill");
+  return slot_of(at);
 }
-template <class M>
-static void wave_release(WaveContext<M>& c) {
+template <class M, class A, class B>
+static void wave_take_pair(WaveContext<M>& c, const RingCursor<A>& a, const RingCursor<B>& b, const u8*& first, const u8*& second) {
+  first = wave_take(c, a), second = wave_take(c, b);
+}
+template <class M, class R>
+static void wave_release(WaveContext<M>&, RingCursor<R>& at) {
   __syncwarp();
-  c.ring.next();
+  at.next();
+}
+template <class M, class A, class B>
+static void wave_release_pair(WaveContext<M>& c, RingCursor<A>& a, RingCursor<B>& b) {
+  wave_release(c, a), wave_release(c, b);
 }
 
 #include "waves/rows.cuh"
@@ -99,33 +125,51 @@ static void wave_release(WaveContext<M>& c) {
 
 static WaveParams params;
 static Wave wave;
+static u32 step_at_hand;
+static u32 used[2] = {RING_BYTES, RING_BYTES}; // bytes of each ring that a wave has written
 
-template <class M, class Op>
+template <class M, class Op, class R>
 static void load(int thread) {
-  WaveLoader<M> loader{params, {0, 0}, false, thread / 32, thread % 32};
+  WaveLoader<M, R> loader{params, {0, 0}, step_at_hand, 0, false, thread / 32, thread % 32};
   Op::load(loader, wave);
-  taken[thread] = loader.at.use * M::SLOTS + loader.at.slot;
+  ring_of<R>().taken[thread] = loader.at.use * R::SLOTS + loader.at.slot;
 }
 template <class M, class Op>
 static void consume(int thread) {
   WaveContext<M> c(params);
   c.thread = thread;
   c.warp_index = thread / 32;
-  Op::run(c, wave);
-  taken[thread] = c.ring.use * M::SLOTS + c.ring.slot;
+  c.step = step_at_hand;
+  c.await_others(0);
+  Op::run(c, wave_state<M>().wave);
+  rings[0].taken[thread] = c.inputs.use * M::INPUT_SLOTS + c.inputs.slot;
+  rings[1].taken[thread] = c.weights.use * M::WEIGHT_SLOTS + c.weights.slot;
+}
+template <class M, class Op, class R>
+static void fill() {
+  Ring& ring = ring_of<R>();
+  std::memset(&ring, 0, sizeof ring);
+  run_block(load<M, Op, R>, R::FILLERS * 32);
+  for (u32 i = 0; i < CHUNKS_MOST; i++) require(ring.promised[i] == ring.landed[i] && (ring.promised[i] > 0) == (i < ring.filled), "other bytes land than are awaited");
+  for (u32 i = 0; i < ring.filled; i++) require(ring.arrivals[i] == u32(R::FILLERS), "consumers pass a chunk that a warp of the loader has not seen");
+  for (int i = 0; i < R::FILLERS * 32; i++) require(ring.taken[i] == ring.filled, "a warp of the loader left out a chunk");
 }
 // The part of this block in `wave`.
 template <class M, class Op>
 static void run_wave() {
-  filled = 0;
-  std::memset(promised, 0, sizeof promised);
-  std::memset(landed, 0, sizeof landed);
-  std::memset(arrivals, 0, sizeof arrivals);
-  std::memset(smem, 0xff, sizeof smem); // not a number, until it is written
-  run_block(load<M, Op>, M::LOADER_WARPS * 32);
-  for (u32 i = 0; i < CHUNKS_MOST; i++) require(promised[i] == landed[i] && (promised[i] > 0) == (i < filled), "other bytes land than are awaited");
-  for (u32 i = 0; i < filled; i++) require(arrivals[i] == u32(M::LOADER_WARPS), "consumers pass a chunk that a warp of the loader has not seen");
-  for (int i = 0; i < M::LOADER_WARPS * 32; i++) require(taken[i] == filled, "a warp of the loader left out a chunk");
+  static_assert(sizeof(WaveState<M>) <= M::STATE_BYTES && M::STATE_AT + M::STATE_BYTES <= RINGS_AT, "a block has room for its state");
+  // Not a number, until it is written. Of the rings, what the wave before filled.
+  std::memset(smem, 0xff, RINGS_AT);
+  for (u32 i = 0; i < 2; i++) std::memset(smem + RINGS_AT + i * RING_BYTES, 0xff, used[i]);
+  params.waves = &wave;
+  // What a block does before its first wave.
+  WaveState<M>& state = wave_state<M>();
+  state.next_shares = wave.shares;
+  for (u32 row = 0; M::STEPS && row < params.row_count; row++) state.positions[row] = params.rows[row].position, state.sequences[row] = params.rows[row].sequence;
+  fill<M, Op, InputRing<M>>();
+  fill<M, Op, WeightRing<M>>();
+  used[0] = rings[0].filled * M::INPUT_BYTES, used[1] = rings[1].filled * M::WEIGHT_BYTES;
   run_block(consume<M, Op>, M::WARPS * 32);
-  for (int i = 0; i < M::WARPS * 32; i++) require(taken[i] == filled, "a warp left out a chunk");
+  for (const Ring& ring : rings)
+    for (int i = 0; i < M::WARPS * 32; i++) require(ring.taken[i] == ring.filled, "a warp left out a chunk");
 }

@@ -1,7 +1,8 @@
 //! Executes a plan of waves on the CPU: the second judge of plans, which knows nothing of how they are derived or proven.
 //!
 //! All SMs finish a wave before the next one begins. Within a wave their shares run in any order. Activations lie where the plan puts
-//! them, as values of fp64 that nothing rounds; those that were not written are NaN. So are keys and values.
+//! them, as values of fp64 that nothing rounds; those that were not written are NaN. So are keys and values. From one step to the next
+//! nothing stays but the candidates.
 
 use std::collections::BTreeMap;
 
@@ -12,7 +13,7 @@ use monobloc::ir::{BufferId, GridId};
 use monobloc::model::config::Imported;
 use monobloc::random::Random;
 use monobloc::reference::{Session, act, norm_values, rope_apply, softcap, softmax};
-use monobloc::waves::{Action, BLOCK_ROWS, Layout, NormOf, Plan, Share, Sum, Target, Wave, WorkId};
+use monobloc::waves::{Action, Form, Layout, NormOf, Over, Plan, Share, Sum, Target, Wave, WorkId};
 
 /// Keys or values of a layer: of each position, all KV heads.
 pub type Rows = Vec<Vec<f64>>;
@@ -20,47 +21,145 @@ pub type Rows = Vec<Vec<f64>>;
 /// Sums of fp64 in another order, of activations that are up to some thousands.
 pub const TOLERANCE: f64 = 1e-9;
 
-struct Chunk<'a> {
+/// A row of a launch.
+#[derive(Debug, Clone, Copy)]
+pub struct Row {
+    pub sequence: usize,
+    /// In the first step; one more in each step after it.
+    pub position: usize,
+    pub first: First,
+}
+
+/// The token of a row in the first step.
+#[derive(Debug, Clone, Copy)]
+pub enum First {
+    Given(u32),
+    /// What this row decided in the last step of the launch before.
+    Decided(usize),
+}
+
+/// Keys or values of each sequence.
+type Caches = BTreeMap<BufferId, Vec<Rows>>;
+
+pub struct Executor<'a> {
     program: &'a Program,
     imported: &'a Imported,
     plan: &'a Plan,
-    /// One cell for 2 bytes of the arena. An fp32 value is in its first cell, and spoils the second.
+    caches: Caches,
+    /// One cell for 2 bytes of the arena. Wider values are in their first cell, and spoil the others.
     arena: Vec<f64>,
-    tokens: &'a [u32],
-    /// Position of the first token.
-    position: usize,
+    random: Random,
+}
+
+/// One step of a launch.
+struct Step<'a> {
+    program: &'a Program,
+    imported: &'a Imported,
+    plan: &'a Plan,
+    arena: Vec<f64>,
+    /// Token, sequence and position of each row. A token that is not there yet is what row `from` decided.
+    rows: Vec<(Result<u32, usize>, usize, usize)>,
+    /// The tokens that the rows had.
+    tokens: Vec<Option<u32>>,
+}
+
+impl<'a> Executor<'a> {
+    /// Caches for sequences of so many positions.
+    pub fn new(
+        program: &'a Program,
+        imported: &'a Imported,
+        plan: &'a Plan,
+        positions: &[usize],
+        seed: u64,
+    ) -> Executor<'a> {
+        let mut caches = BTreeMap::new();
+        for grid in &program.grids {
+            let Op::Attention(a) = &grid.op else { continue };
+            let cols = (a.kv_heads() * a.head_dim) as usize;
+            for role in [Role::AppendK, Role::AppendV] {
+                let empty = positions.iter().map(|positions| vec![vec![f64::NAN; cols]; *positions]).collect();
+                caches.insert(operand(grid, role), empty);
+            }
+        }
+        let arena = vec![f64::NAN; plan.work_bytes() as usize / 2];
+        Executor { program, imported, plan, caches, arena, random: Random::new(seed) }
+    }
+
+    /// Runs a launch. Returns of every step the tokens that rows began with, and of steps what they decided last.
+    pub fn launch(&mut self, rows: &[Row], steps: usize) -> Vec<Vec<Option<u32>>> {
+        let mut tokens = vec![];
+        for step in 0..steps {
+            let at = |(r, row): (usize, &Row)| {
+                let token = match row.first {
+                    _ if step > 0 => Err(r),
+                    First::Given(token) => Ok(token),
+                    First::Decided(from) => Err(from),
+                };
+                (token, row.sequence, row.position + step)
+            };
+            let rows: Vec<_> = rows.iter().enumerate().map(at).collect();
+            let count = rows.len();
+            let mut now = Step {
+                program: self.program,
+                imported: self.imported,
+                plan: self.plan,
+                arena: self.kept(),
+                rows,
+                tokens: vec![None; count],
+            };
+            for wave in &self.plan.waves {
+                let division = &self.plan.divisions[wave.division.index()];
+                let blocks = count.div_ceil(self.plan.block_rows as usize);
+                let of_sms = division.shares[blocks - 1].iter().enumerate();
+                let mut shares: Vec<_> =
+                    of_sms.flat_map(|(sm, shares)| shares.iter().map(move |share| (sm, *share))).collect();
+                for i in (1..shares.len()).rev() {
+                    shares.swap(i, self.random.below(i + 1));
+                }
+                now.wave(wave, &shares, &mut self.caches);
+            }
+            tokens.push(now.tokens.clone());
+            if step + 1 == steps && self.plan.form == Form::Steps {
+                tokens.push((0..count).map(|row| now.decided(row)).collect());
+            }
+            self.arena = now.arena;
+        }
+        tokens
+    }
+
+    /// What stays from one step to the next.
+    fn kept(&self) -> Vec<f64> {
+        let mut arena = vec![f64::NAN; self.arena.len()];
+        for work in self.plan.work.iter().filter(|work| work.layout == Layout::Candidates) {
+            let first = work.place as usize / 2;
+            let range = first..first + work.bytes(self.plan.rows) as usize / 2;
+            arena[range.clone()].copy_from_slice(&self.arena[range]);
+        }
+        arena
+    }
+
+    /// Keys and values of a sequence, of every layer.
+    pub fn cached(&self, sequence: usize) -> Vec<[Rows; 2]> {
+        let layers = self.program.grids.iter().filter(|grid| matches!(grid.op, Op::Attention(_)));
+        let of = |grid, role| self.caches[&operand(grid, role)][sequence].clone();
+        layers.map(|grid| [of(grid, Role::AppendK), of(grid, Role::AppendV)]).collect()
+    }
 }
 
 /// Keys and values that `plan` leaves in the cache of every layer, after it has read `chunks`.
 pub fn execute(program: &Program, imported: &Imported, plan: &Plan, chunks: &[&[u32]], seed: u64) -> Vec<[Rows; 2]> {
     let positions: usize = chunks.iter().map(|chunk| chunk.len()).sum();
-    let mut caches = BTreeMap::new();
-    let layers: Vec<_> = program.grids.iter().filter(|grid| matches!(grid.op, Op::Attention(_))).collect();
-    for grid in &layers {
-        let Op::Attention(a) = &grid.op else { unreachable!() };
-        for role in [Role::AppendK, Role::AppendV] {
-            let empty = vec![vec![f64::NAN; (a.kv_heads() * a.head_dim) as usize]; positions];
-            caches.insert(operand(grid, role), empty);
-        }
-    }
-    let mut random = Random::new(seed);
+    let mut executor = Executor::new(program, imported, plan, &[positions], seed);
     let mut position = 0;
     for tokens in chunks {
-        let arena = vec![f64::NAN; plan.work_bytes() as usize / 2];
-        let mut chunk = Chunk { program, imported, plan, arena, tokens, position };
-        for wave in &plan.waves {
-            let division = &plan.divisions[wave.division.index()];
-            let blocks = tokens.len().div_ceil(BLOCK_ROWS as usize);
-            let mut shares = division.shares[blocks - 1].concat();
-            for i in (1..shares.len()).rev() {
-                shares.swap(i, random.below(i + 1));
-            }
-            chunk.wave(wave, &shares, &mut caches);
-        }
+        let rows: Vec<_> = (position..)
+            .zip(*tokens)
+            .map(|(position, token)| Row { sequence: 0, position, first: First::Given(*token) })
+            .collect();
+        executor.launch(&rows, 1);
         position += tokens.len();
     }
-    let mut taken = |grid: &Grid, role| caches.remove(&operand(grid, role)).expect("a cache of its own");
-    layers.into_iter().map(|grid| [taken(grid, Role::AppendK), taken(grid, Role::AppendV)]).collect()
+    executor.cached(0)
 }
 
 /// What the reference has after it has read the same tokens one by one.
@@ -100,14 +199,28 @@ fn operand(grid: &Grid, role: Role) -> BufferId {
     grid.operand(role).unwrap_or_else(|| panic!("{} has no {}", grid.name, role.name())).buffer
 }
 
-impl Chunk<'_> {
+impl Step<'_> {
     fn grid(&self, id: GridId) -> &Grid {
         &self.program.grids[id.index()]
     }
 
-    /// Rows of the chunk that a share has.
+    /// Rows of the launch that a share has.
     fn rows(&self, share: &Share) -> std::ops::Range<usize> {
-        share.row as usize..((share.row + share.rows) as usize).min(self.tokens.len())
+        share.row as usize..((share.row + share.rows) as usize).min(self.rows.len())
+    }
+
+    /// What a row decided: the best candidate of all SMs, of equal ones the first id.
+    fn decided(&self, row: usize) -> Option<u32> {
+        let id = self.plan.candidates()?;
+        let cols = self.plan.work[id.index()].cols as usize;
+        let of = |sm| {
+            let at = self.cell(id, row, sm);
+            (self.arena[at], self.arena[at + 2])
+        };
+        // One that is no number was not written.
+        let all: Option<Vec<(f64, f64)>> = (0..cols).map(|sm| Some(of(sm)).filter(|of| !of.1.is_nan())).collect();
+        let best = all?.into_iter().reduce(|a, b| if b.0 > a.0 || b.0 == a.0 && b.1 < a.1 { b } else { a })?;
+        Some(best.1 as u32)
     }
 
     /// The cell of an element, as waves/context.cuh describes it.
@@ -119,14 +232,20 @@ impl Chunk<'_> {
             + match work.layout {
                 Layout::Rows(DType::F32) => (row * cols + col) * 2,
                 Layout::Rows(_) => row * cols + col,
+                Layout::Parts(_) => self.part_cell(cols, 0, row, col),
+                Layout::Candidates => (row * cols + col) * 4,
                 Layout::Operand => {
-                    let tiles = cols.div_ceil(128) * 2;
-                    let block = (row / 128 * tiles + col / 64) * 8192;
+                    let (tiles, rows) = (cols.div_ceil(128) * 2, self.plan.block_rows as usize);
+                    let block = (row / rows * tiles + col / 64) * rows * 64;
                     let (lane, half) = (row % 8 * 4 + col % 32 / 8, col % 8 / 4);
                     let in_lane = col % 4 / 2 * 4 + row % 16 / 8 * 2 + col % 2;
-                    block + row % 128 / 16 * 1024 + col % 64 / 32 * 512 + half * 256 + lane * 8 + in_lane
+                    block + row % rows / 16 * 1024 + col % 64 / 32 * 512 + half * 256 + lane * 8 + in_lane
                 }
             }
+    }
+
+    fn part_cell(&self, cols: usize, part: usize, row: usize, col: usize) -> usize {
+        ((part * self.plan.rows as usize + row) * cols + col) * 2
     }
 
     fn read(&self, id: WorkId, row: usize) -> Vec<f64> {
@@ -138,7 +257,12 @@ impl Chunk<'_> {
                 let first = self.cell(id, row, 0);
                 self.arena[first..first + cols * step].iter().step_by(step).copied().collect()
             }
-            Layout::Operand => (0..cols).map(|col| self.get(id, row, col)).collect(),
+            Layout::Parts(parts) => {
+                let of = |part, col| self.cell(id, 0, 0) + self.part_cell(cols, part, row, col);
+                let value = |part, col| self.arena.get(of(part, col)).copied().unwrap_or(f64::NAN);
+                (0..cols).map(|col| (0..parts as usize).map(|part| value(part, col)).sum()).collect()
+            }
+            Layout::Operand | Layout::Candidates => (0..cols).map(|col| self.get(id, row, col)).collect(),
         }
     }
 
@@ -147,10 +271,14 @@ impl Chunk<'_> {
     }
 
     fn set(&mut self, id: WorkId, row: usize, col: usize, value: f64) {
-        let (at, wide) = (self.cell(id, row, col), self.plan.work[id.index()].layout == Layout::Rows(DType::F32));
-        let cells = [value, f64::NAN];
-        for (cell, value) in self.arena.iter_mut().skip(at).zip(&cells[..1 + usize::from(wide)]) {
-            *cell = *value;
+        let wide = self.plan.work[id.index()].layout == Layout::Rows(DType::F32);
+        self.put(self.cell(id, row, col), value, if wide { 2 } else { 1 });
+    }
+
+    /// A value of so many cells.
+    fn put(&mut self, at: usize, value: f64, cells: usize) {
+        for (i, cell) in self.arena.iter_mut().skip(at).take(cells).enumerate() {
+            *cell = if i == 0 { value } else { f64::NAN };
         }
     }
 
@@ -190,12 +318,20 @@ impl Chunk<'_> {
         norm_values(kind, eps, 0.0, weight.as_deref(), bias.as_deref(), x)
     }
 
-    fn wave(&mut self, wave: &Wave, shares: &[Share], caches: &mut BTreeMap<BufferId, Rows>) {
+    fn wave(&mut self, wave: &Wave, shares: &[(usize, Share)], caches: &mut Caches) {
         let grid = self.grid(wave.grid).clone();
-        for share in shares {
+        // Every block writes the best that it has of every row, also where that is nothing.
+        let sms = self.plan.machine.sms as usize;
+        let mut best = vec![vec![(f64::NEG_INFINITY, f64::from(i32::MAX)); self.plan.rows as usize]; sms];
+        for (sm, share) in shares {
             match (&wave.action, &grid.op) {
                 (Action::Rows { .. }, _) => self.rows_wave(&wave.action, share),
-                (&Action::MatMul { x, target, .. }, Op::MatVec(m)) => self.matmul(&grid, m, x, target, share),
+                (&Action::MatMul { x, target, .. }, Op::MatVec(m)) => {
+                    let Over::Units { n, parts } = self.plan.divisions[wave.division.index()].over else {
+                        panic!("a product that is not divided over units")
+                    };
+                    self.matmul(&grid, m, (x, target), (n, parts), share, &mut best[*sm]);
+                }
                 (&Action::Append { x, queries }, Op::Attention(a)) => {
                     self.append(&grid, a, x, queries, share, caches);
                 }
@@ -205,22 +341,37 @@ impl Chunk<'_> {
                 _ => panic!("a wave of another op than its grid has"),
             }
         }
+        if let Action::MatMul { target: Target::Best(id), .. } = wave.action {
+            for (sm, rows) in best.into_iter().enumerate() {
+                for (row, (score, token)) in rows.into_iter().enumerate() {
+                    let at = self.cell(id, row, sm);
+                    self.put(at, score, 2);
+                    self.put(at + 2, token, 2);
+                }
+            }
+        }
     }
 
     fn rows_wave(&mut self, action: &Action, share: &Share) {
         let &Action::Rows { residual, sum, out } = action else { unreachable!() };
         for row in self.rows(share) {
             let mut x = match sum {
-                Some(Sum::Embed { table, scale }) => {
+                Some(Sum::Embed { table, scale, .. }) => {
                     let Content::Tensor(table) = *self.content(table) else { panic!("a table") };
                     let mut x = vec![0.0; self.imported.weights.cols(table)];
-                    self.imported.weights.read_row_f32(table, self.tokens[row], &mut x);
+                    let token = self.rows[row].0.map_or_else(|from| self.decided(from), Some);
+                    self.tokens[row] = token;
+                    match token {
+                        Some(token) => self.imported.weights.read_row_f32(table, token, &mut x),
+                        None => x.fill(f32::NAN),
+                    }
                     x.into_iter().map(|v| f64::from(v) * f64::from(scale)).collect()
                 }
                 _ => self.read(residual, row),
             };
             if let Some(Sum::Branch { branch, norm, scale }) = sum {
-                let branch = self.normed(&norm, &self.read(branch, row));
+                let branch = self.read(branch, row);
+                let branch = norm.map_or(branch.clone(), |norm| self.normed(&norm, &branch));
                 x.iter_mut().zip(branch).for_each(|(x, b)| *x += f64::from(scale) * b);
             }
             if sum.is_some() {
@@ -233,23 +384,41 @@ impl Chunk<'_> {
         }
     }
 
-    fn matmul(&mut self, grid: &Grid, m: &MatVec, x: WorkId, target: Target, share: &Share) {
-        let Content::Rows { parts, .. } = self.content(operand(grid, Role::Weight)).clone() else { panic!("rows") };
+    /// `best`: of each row, what this SM has found.
+    fn matmul(
+        &mut self,
+        grid: &Grid,
+        m: &MatVec,
+        (x, target): (WorkId, Target),
+        (n, parts): (u32, u32),
+        share: &Share,
+        best: &mut [(f64, f64)],
+    ) {
+        let Content::Rows { parts: tensors, .. } = self.content(operand(grid, Role::Weight)).clone() else {
+            panic!("rows")
+        };
         let bias = grid.operand(Role::Bias).map(|bias| self.vector(bias.buffer));
-        let inputs: Vec<_> = self.rows(share).map(|row| (row, self.read(x, row))).collect();
+        // Parts of k are whole granules, and whole blocks of 64 columns.
+        let step = (self.program.format_of(grid).granule_k() * m.parts()).max(64);
+        let length = (m.k.div_ceil(step).div_ceil(parts) * step) as usize;
+        let part = (share.lo / n) as usize;
+        let of_k = part * length..((part + 1) * length).min(m.k as usize);
+        let inputs: Vec<_> =
+            self.rows(share).map(|row| (row, self.read(x, row)[of_k.start.min(of_k.end)..of_k.end].to_vec())).collect();
         let mut weights = vec![0.0; m.k as usize];
         // Products of all rows with row `r` of the matrix.
-        let mut product = |chunk: &Self, r: u32| -> Vec<f64> {
-            chunk.matrix_row(&parts, r, &mut weights);
-            let bias = bias.as_ref().map_or(0.0, |bias| f64::from(bias[r as usize]));
-            let weights: Vec<f64> = weights.iter().map(|w| f64::from(*w)).collect();
+        let mut product = |step: &Self, r: u32| -> Vec<f64> {
+            step.matrix_row(&tensors, r, &mut weights);
+            let bias = bias.as_ref().filter(|_| part == 0).map_or(0.0, |bias| f64::from(bias[r as usize]));
+            let weights: Vec<f64> = weights[of_k.start.min(of_k.end)..of_k.end].iter().map(|w| f64::from(*w)).collect();
             inputs.iter().map(|(_, x)| dot(x, &weights) + bias).collect()
         };
         let (cols, per_unit) = match m.epilogue {
             Epilogue::Gated(_) => (m.rows / 2, 4),
             _ => (m.rows, m.unit_rows),
         };
-        for col in share.lo * per_unit..(share.hi * per_unit).min(cols) {
+        let (lo, hi) = (share.lo % n, share.lo % n + (share.hi - share.lo));
+        for col in lo * per_unit..(hi * per_unit).min(cols) {
             let mut y = product(self, col);
             match m.epilogue {
                 Epilogue::Gated(kind) => {
@@ -257,13 +426,32 @@ impl Chunk<'_> {
                     y.iter_mut().zip(up).for_each(|(y, up)| *y = act(kind, *y) * up);
                 }
                 Epilogue::Act(kind) => y.iter_mut().for_each(|y| *y = act(kind, *y)),
-                Epilogue::Residual { scale } => y.iter_mut().for_each(|y| *y *= f64::from(scale)),
+                Epilogue::Residual { scale } if matches!(target, Target::Residual(_)) => {
+                    y.iter_mut().for_each(|y| *y *= f64::from(scale));
+                }
+                Epilogue::Logits { scale, softcap: cap } => y.iter_mut().for_each(|y| {
+                    *y *= f64::from(scale);
+                    *y = cap.map_or(*y, |cap| softcap(f64::from(cap), *y));
+                }),
                 _ => {}
             }
             for ((row, _), y) in inputs.iter().zip(y) {
+                let (row, col) = (*row, col as usize);
                 match target {
-                    Target::Out(out) => self.set(out, *row, col as usize, y),
-                    Target::Residual(id) => self.set(id, *row, col as usize, self.get(id, *row, col as usize) + y),
+                    Target::Out(out) => match self.plan.work[out.index()].layout {
+                        Layout::Parts(_) => {
+                            let work = &self.plan.work[out.index()];
+                            let at = self.cell(out, 0, 0) + self.part_cell(work.cols as usize, part, row, col);
+                            self.put(at, y, 2);
+                        }
+                        _ => self.set(out, row, col, y),
+                    },
+                    Target::Residual(id) => self.set(id, row, col, self.get(id, row, col) + y),
+                    Target::Best(_) => {
+                        if y > best[row].0 {
+                            best[row] = (y, col as f64);
+                        }
+                    }
                 }
             }
         }
@@ -288,43 +476,28 @@ impl Chunk<'_> {
         head
     }
 
-    fn append(
-        &mut self,
-        grid: &Grid,
-        a: &Attention,
-        x: WorkId,
-        queries: WorkId,
-        share: &Share,
-        caches: &mut BTreeMap<BufferId, Rows>,
-    ) {
+    fn append(&mut self, grid: &Grid, a: &Attention, x: WorkId, queries: WorkId, share: &Share, caches: &mut Caches) {
         let (dim, heads, kv) = (a.head_dim as usize, a.heads as usize, a.kv_heads() as usize);
         for row in self.rows(share) {
-            let (all, position) = (self.read(x, row), self.position + row);
+            let (all, (_, sequence, position)) = (self.read(x, row), self.rows[row]);
             let of = |head: usize| &all[head * dim..(head + 1) * dim];
             let turned = |range: std::ops::Range<usize>, key| -> Vec<f64> {
                 range.flat_map(|head| self.head(grid, a, key, of(head), position)).collect()
             };
             let (q, k) = (turned(0..heads, false), turned(heads..heads + kv, true));
-            caches.get_mut(&operand(grid, Role::AppendK)).expect("keys")[position] = k;
-            caches.get_mut(&operand(grid, Role::AppendV)).expect("values")[position] =
+            caches.get_mut(&operand(grid, Role::AppendK)).expect("keys")[sequence][position] = k;
+            caches.get_mut(&operand(grid, Role::AppendV)).expect("values")[sequence][position] =
                 all[(heads + kv) * dim..].to_vec();
             self.write(queries, row, &q);
         }
     }
 
-    fn attend(
-        &mut self,
-        grid: &Grid,
-        a: &Attention,
-        queries: WorkId,
-        out: WorkId,
-        share: &Share,
-        caches: &BTreeMap<BufferId, Rows>,
-    ) {
+    fn attend(&mut self, grid: &Grid, a: &Attention, queries: WorkId, out: WorkId, share: &Share, caches: &Caches) {
         let dim = a.head_dim as usize;
-        let [keys, values] = [Role::HistoryK, Role::HistoryV].map(|role| &caches[&operand(grid, role)]);
         for row in self.rows(share) {
-            let end = self.position + row + 1;
+            let (_, sequence, position) = self.rows[row];
+            let [keys, values] = [Role::HistoryK, Role::HistoryV].map(|role| &caches[&operand(grid, role)][sequence]);
+            let end = position + 1;
             let first = a.window.map_or(0, |window| end.saturating_sub(window as usize));
             for head in share.lo * a.heads_per_task..share.hi * a.heads_per_task {
                 let at = head as usize * dim;

@@ -1,6 +1,6 @@
 // A generated kernel of waves, run block by block on a CPU (waves_block.h): what a device does between two meetings of all blocks, each
-// block does here alone, the last one first. Reads its tables, its pack and a text from files of the working folder, and writes the
-// cache: see tests/it/waves.rs.
+// block does here alone, the last one first. Reads its tables, its pack and the rows of its launches from files of the working folder, and
+// writes the cache, and the tokens of each step: see tests/it/waves.rs.
 
 #include "waves_block.h"
 #include "generated.cuh"
@@ -19,32 +19,54 @@ static std::vector<T> contents(const char* name) {
 
 // One of the generated cases.
 struct Any {
-  static void load(WaveLoader<Machine>& l, const Wave& e) { Dispatch::load(l, e.op, e); }
+  template <class L>
+  static void load(L& l, const Wave& e) { Dispatch::load(l, e.op, e); }
   static void run(WaveContext<Machine>& c, const Wave& e) { Dispatch::run(c, e.op, e); }
 };
 
-// Bytes of the work arena and of the cache, then rows of each chunk.
+// By a warp: what rows decided in the last step.
+static void tell_last(int lane) {
+  WaveContext<Machine> c(params);
+  c.thread = lane;
+  for (u32 row = 0; row < params.row_count; row++) params.mailbox[1 + params.steps * Machine::BLOCK_ROWS + row] = wave_decided<Machine>(c, row);
+}
+
+// Bytes of the work arena and of the cache, then rows and steps of each launch.
 int main(int count, char** arguments) {
   const std::vector<Wave> waves = contents<Wave>("waves");
   const std::vector<Share> shares = contents<Share>("shares");
-  const std::vector<u32> share_index = contents<u32>("share_index"), pages = contents<u32>("pages");
-  const std::vector<i32> tokens = contents<i32>("tokens");
+  const std::vector<ShareRecord> records = contents<ShareRecord>("records");
+  const std::vector<u32> pages = contents<u32>("pages");
+  const std::vector<Row> rows = contents<Row>("rows");
   constants = contents<u8>("pack");
   work.assign(std::atoll(arguments[1]), 0);
   cache.assign(std::atoll(arguments[2]), 0xff);
   params.pack = constants.data(), params.work = work.data(), params.cache = cache.data();
-  params.shares = shares.data(), params.share_index = share_index.data(), params.pages = pages.data();
-  for (int chunk = 3; chunk < count; chunk++) {
-    params.tokens = tokens.data() + params.position;
-    params.row_count = u32(std::atoi(arguments[chunk]));
-    for (const Wave& now : waves)
-      for (u32 sm = Machine::SMS; sm-- > 0;) {
-        blockIdx.x = sm;
-        wave = now;
-        run_wave<Machine, Any>();
-      }
-    params.position += params.row_count;
+  params.shares = shares.data(), params.records = records.data(), params.pages = pages.data();
+  params.rows = rows.data();
+  std::vector<i32> all_tokens;
+  for (int launch = 3; launch + 1 < count; launch += 2) {
+    params.row_count = u32(std::atoi(arguments[launch])), params.steps = u32(std::atoi(arguments[launch + 1]));
+    params.position = params.rows->position;
+    params.wave_count = u32(waves.size());
+    std::vector<i32> mailbox(1 + (params.steps + 1) * Machine::BLOCK_ROWS, -1);
+    if (Machine::STEPS) params.mailbox = mailbox.data();
+    for (step_at_hand = 0; step_at_hand < params.steps; step_at_hand++)
+      for (const Wave& now : waves)
+        for (u32 sm = Machine::SMS; sm-- > 0;) {
+          blockIdx.x = sm;
+          wave = now;
+          run_wave<Machine, Any>();
+        }
+    if (Machine::STEPS) run_block(tell_last, 32);
+    for (u32 step = 0; Machine::STEPS && step <= params.steps; step++)
+      for (u32 row = 0; row < params.row_count; row++) all_tokens.push_back(mailbox[1 + step * Machine::BLOCK_ROWS + row]);
+    params.rows += params.row_count;
   }
-  std::FILE* file = std::fopen("cache", "wb");
-  require(file && std::fwrite(cache.data(), 1, cache.size(), file) == cache.size() && std::fclose(file) == 0, "the cache");
+  const auto put = [](const char* name, const void* from, size_t bytes) {
+    std::FILE* file = std::fopen(name, "wb");
+    require(file && std::fwrite(from, 1, bytes, file) == bytes && std::fclose(file) == 0, name);
+  };
+  put("cache", cache.data(), cache.size());
+  put("tokens", all_tokens.data(), all_tokens.size() * sizeof(i32));
 }

@@ -3,23 +3,33 @@
 
 #include "waves_block.h"
 
+#include <algorithm>
+
 // ---- a block and its memory -------------------------------------------------------------------------------------------
 
-template <int SLOT_KIB, int SLOTS_, u32 PAGE = 64>
+template <bool STEPS_, int ROWS_, int INPUT_KIB, int WEIGHT_KIB, u32 PAGE = 64>
 struct Machine {
-  static constexpr int SMS = 1, WARPS = 8, LOADER_WARPS = 4, SLOTS = SLOTS_, SLOT_BYTES = SLOT_KIB << 10, DIVISIONS = 1;
-  static constexpr int STATE_AT = SLOTS * SLOT_BYTES, STATE_BYTES = 1 << 14, STAGE_AT = 0, HEADS_AT = 0, SCRATCH_BYTES = 0, REDUCE_AT = 0;
-  static constexpr int REDUCE_BATCH = 1, ROWS = 8, REGISTERS = 216, LOADER_REGISTERS = 72, STAMPS_MAX = 0;
+  static constexpr int SMS = 40, WARPS = 8, LOADER_WARPS = 4, INPUT_SLOTS = 3, WEIGHT_SLOTS = 2, INPUT_BYTES = INPUT_KIB << 10, WEIGHT_BYTES = WEIGHT_KIB << 10;
+  static constexpr bool STEPS = STEPS_;
+  static constexpr int BLOCK_ROWS = ROWS_, INPUT_AT = WEIGHT_SLOTS * WEIGHT_BYTES, SCRATCH_AT = 0, SCRATCH_BYTES = STEPS ? 32 << 10 : 0;
+  static constexpr int DIVISIONS = 1, STATE_AT = 64 << 10, STATE_BYTES = 1 << 14, STAGE_AT = 0, HEADS_AT = 0, REDUCE_AT = 0;
+  static constexpr int REDUCE_BATCH = 1, ROWS = 8, REGISTERS = 216, LOADER_REGISTERS = 72, STAMPS_MAX = 0, VOCAB = 30;
   static constexpr Elem WEIGHT = Elem::BF16, CACHE = Elem::BF16, WIRE = Elem::BF16;
   static constexpr Dot DOT = Dot::MMA;
   static constexpr bool TRACE = false;
-  static constexpr u32 PAGE_ROWS = PAGE, PAGES = 12, CONTEXT_MAX = PAGE * 8;
+  static constexpr u32 CANDIDATES = 0, PAGE_ROWS = PAGE, BLOCKS = 16, PAGES = 8 * BLOCKS, CONTEXT_MAX = PAGE * BLOCKS;
   static constexpr u64 POOL_ROWS = PAGES * PAGE_ROWS;
-  static_assert(STATE_AT + STATE_BYTES <= int(sizeof smem), "shared memory holds the chunks");
 };
+template <int INPUT_KIB, int WEIGHT_KIB, u32 PAGE = 64>
+using ChunkMachine = Machine<false, 128, INPUT_KIB, WEIGHT_KIB, PAGE>;
+template <int ROWS, u32 PAGE = 64>
+using StepMachine = Machine<true, ROWS, 16, 16, PAGE>;
+// The block that runs: others are left out.
+constexpr u32 SM = 1;
 static std::vector<Share> shares;
-static std::vector<u32> share_index, pages;
-static std::vector<i32> tokens;
+static std::vector<ShareRecord> records;
+static std::vector<u32> pages;
+static std::vector<Row> rows_at;
 
 static void start(u32 rows, u32 position = 0) {
   constants.clear();
@@ -29,6 +39,9 @@ static void start(u32 rows, u32 position = 0) {
   params = WaveParams{};
   params.row_count = rows;
   params.position = position;
+  params.steps = 5;
+  step_at_hand = 0;
+  rows_at.assign(rows, Row{});
   std::memset(&wave, 0xff, sizeof wave);
   wave.shares = 0;
 }
@@ -38,23 +51,25 @@ static u32 activations(size_t bytes) {
   work.resize((at + bytes + OFFSET_BYTES - 1) / OFFSET_BYTES * OFFSET_BYTES + OFFSET_BYTES, 0xff);
   return u32(at / OFFSET_BYTES);
 }
-static u32 blocks(u32 rows) { return (rows + BLOCK_ROWS - 1) / BLOCK_ROWS; }
-template <int COLS>
+template <class M>
+static u32 blocks(u32 rows) { return (rows + M::BLOCK_ROWS - 1) / M::BLOCK_ROWS; }
+template <class M, int COLS>
 static u32 operand(u32 rows) {
-  return activations(size_t(blocks(rows)) * OperandPlace<COLS>::BLOCKS * OperandPlace<COLS>::BLOCK_BYTES);
+  typedef OperandPlace<COLS, M::BLOCK_ROWS> Place;
+  return activations(size_t(blocks<M>(rows)) * Place::BLOCKS * Place::BLOCK_BYTES);
 }
 // The place of a column of an operand as waves/context.cuh defines it, computed here without that code.
-template <int COLS>
+template <class M, int COLS>
 static u8* operand_at(u32 at, u32 row, u32 col) {
-  const u32 tiles = (COLS + 127) / 128 * 2, lane = row % 8 * 4 + col % 32 / 8;
-  const size_t piece = (size_t(row / 128) * tiles + col / 64) * 16384 + row % 128 / 16 * 2048 + col % 64 / 32 * 1024 + col % 8 / 4 * 512 + lane * 16;
+  const u32 tiles = (COLS + 127) / 128 * 2, lane = row % 8 * 4 + col % 32 / 8, of = M::BLOCK_ROWS;
+  const size_t piece = (size_t(row / of) * tiles + col / 64) * (of * 128) + row % of / 16 * 2048 + col % 64 / 32 * 1024 + col % 8 / 4 * 512 + lane * 16;
   return work.data() + size_t(at) * OFFSET_BYTES + piece + col % 4 / 2 * 8 + row % 16 / 8 * 4 + col % 2 * 2;
 }
-template <int COLS>
+template <class M, int COLS>
 static void put_operand(u32 at, u32 rows, const std::vector<float>& x) {
   for (u32 row = 0; row < rows; row++)
     for (u32 col = 0; col < u32((COLS + 127) / 128 * 128); col++)
-      narrow(col < COLS ? x[size_t(row) * COLS + col] : 0.f, reinterpret_cast<bf16*>(operand_at<COLS>(at, row, col)));
+      narrow(col < COLS ? x[size_t(row) * COLS + col] : 0.f, reinterpret_cast<bf16*>(operand_at<M, COLS>(at, row, col)));
 }
 static u8* plain_at(u32 at, u32 row, u32 col, u32 cols, u32 bytes) { return work.data() + size_t(at) * OFFSET_BYTES + (size_t(row) * cols + col) * bytes; }
 static double bf16_at(const u8* at) {
@@ -81,12 +96,14 @@ static void run() {
   params.work = work.data();
   params.cache = cache.data();
   params.shares = shares.data();
-  params.tokens = tokens.data();
+  params.rows = rows_at.data();
   params.pages = pages.data();
-  const u32 n = blocks(params.row_count);
-  share_index.assign(n + 1, 0);
-  share_index[n] = u32(shares.size());
-  params.share_index = share_index.data();
+  const u32 n = blocks<M>(params.row_count), at = (n - 1) * M::SMS + SM;
+  blockIdx.x = SM;
+  records.assign(n * M::SMS, ShareRecord{});
+  records[at].count = u32(shares.size());
+  std::copy_n(shares.begin(), std::min<size_t>(shares.size(), SHARES_HELD), records[at].held);
+  params.records = records.data();
   require(u64(params.pack) % 16 == 0 && u64(params.work) % 16 == 0 && u64(params.shares) % 16 == 0, "vectors that are not aligned");
   run_wave<M, Op>();
 }
@@ -99,13 +116,21 @@ struct Rowwise {
   static constexpr bool EMBED = E, BRANCH = B, OUT = O;
   static constexpr float EMBED_SCALE = 1.5f, BRANCH_SCALE = 0.25f, EPS = 1e-5f, BRANCH_EPS = 1e-6f;
   static constexpr Norm NORM = N, BRANCH_NORM = BN;
+  static constexpr int BRANCH_PARTS = 0;
+};
+template <class G, int N>
+struct SumsOf : G {
+  static constexpr int BRANCH_PARTS = N;
 };
 // `name` of the residual, `out_name` of what products read.
-template <class G>
-static void rowwise(const char* name, const char* out_name, u32 rows) {
-  typedef Machine<1, 2> M;
-  constexpr int H = G::HIDDEN, VOCAB = 30;
+template <class G, class M = ChunkMachine<1, 1>>
+static void rowwise(const char* name, const char* out_name, u32 rows, u32 step = 0) {
+  constexpr int H = G::HIDDEN, VOCAB = M::VOCAB, PARTS = G::BRANCH_PARTS;
   start(rows);
+  step_at_hand = step;
+  // What all blocks decided of every row, which lies first; of equal ones the least id counts.
+  const size_t candidate_bytes = size_t(M::BLOCK_ROWS) * M::SMS * 8;
+  if (M::STEPS) require(activations(candidate_bytes) == M::CANDIDATES, "candidates lie first");
   u64 state = H + rows;
   const std::vector<float> table = numbers(state, size_t(VOCAB) * H), before = numbers(state, size_t(rows) * H), branch = numbers(state, before.size());
   const std::vector<float> w = numbers(state, H), b = numbers(state, H), bw = numbers(state, H), bb = numbers(state, H);
@@ -115,16 +140,44 @@ static void rowwise(const char* name, const char* out_name, u32 rows) {
   std::vector<float> pairs(table.size() / 2);
   for (size_t i = 0; i < pairs.size(); i++) pairs[i] = __uint_as_float(bf16_pair(table[2 * i], table[2 * i + 1]));
   wave.table = constant(pairs);
-  const u32 whole = blocks(rows) * BLOCK_ROWS;
+  const u32 whole = blocks<M>(rows) * M::BLOCK_ROWS;
   wave.residual = activations(size_t(whole) * H * 4);
-  wave.branch = activations(size_t(whole) * H * 2);
-  wave.out = operand<H>(rows);
-  tokens.clear();
+  wave.branch = activations(size_t(whole) * H * (PARTS > 0 ? 4 * PARTS : 2));
+  wave.out = operand<M, H>(rows);
+  std::vector<i32> tokens, mailbox(1 + (params.steps + 1) * M::BLOCK_ROWS, -9), told = mailbox;
+  if (M::STEPS) params.mailbox = mailbox.data();
+  const auto best_of = [&](u32 row) {
+    std::pair<float, int> best{-1e30f, 0};
+    for (u32 i = 0; i < u32(M::SMS); i++) {
+      const Candidate v{float(i * 7 % 11 + row % 3 - 3.5f), int((i * 13 + row * 5) % VOCAB)};
+      std::memcpy(work.data() + (size_t(row) * M::SMS + i) * 8, &v, 8);
+      if (v.score > best.first || (v.score == best.first && v.id < best.second)) best = {v.score, v.id};
+    }
+    return best.second;
+  };
+  if constexpr (M::STEPS)
+    for (u32 row = rows; row < u32(M::BLOCK_ROWS); row++) best_of(row);
   for (u32 row = 0; row < rows; row++) {
-    tokens.push_back(i32(row * 7 % VOCAB));
+    Row& at = rows_at[row];
+    at.token = i32(row * 7 % VOCAB), at.from = rows - 1 - row;
+    if (M::STEPS) {
+      if (row % 3 == 1) at.token = -1;
+      const bool decided = step > 0 || at.token < 0;
+      best_of(row), best_of(at.from);
+      tokens.push_back(decided ? best_of(step > 0 ? row : at.from) : at.token);
+      if (G::EMBED) told[1 + step * M::BLOCK_ROWS + row] = tokens[row];
+    } else {
+      tokens.push_back(at.token);
+    }
     for (int i = 0; i < H; i++) {
       if (!G::EMBED) std::memcpy(plain_at(wave.residual, row, i, H, 4), &before[size_t(row) * H + i], 4);
-      narrow(branch[size_t(row) * H + i], reinterpret_cast<bf16*>(plain_at(wave.branch, row, i, H, 2)));
+      const float y = branch[size_t(row) * H + i];
+      if (PARTS == 0) narrow(y, reinterpret_cast<bf16*>(plain_at(wave.branch, row, i, H, 2)));
+      // Parts of very different sizes that are exact, and add up to it.
+      for (u32 part = 0; part < u32(PARTS); part++) {
+        const float of = part == 0 ? (PARTS == 1 ? y : y * 4.f) : part == 1 ? (PARTS == 2 ? y * -3.f : y * -2.f) : -y;
+        std::memcpy(plain_at(wave.branch, part * M::BLOCK_ROWS + row, i, H, 4), &of, 4);
+      }
     }
   }
   // Two shares, the second one of more rows than the chunk has.
@@ -143,17 +196,20 @@ static void rowwise(const char* name, const char* out_name, u32 rows) {
       expected.push_back(value), found.push_back(float_at(plain_at(wave.residual, row, i, H, 4)));
     }
     const std::vector<double> normed = normalised(G::NORM, sum, w, b, G::EPS);
-    for (int i = 0; i < H; i++) out.push_back(normed[i]), found_out.push_back(bf16_at(operand_at<H>(wave.out, row, i)));
+    for (int i = 0; i < H; i++) out.push_back(normed[i]), found_out.push_back(bf16_at(operand_at<M, H>(wave.out, row, i)));
   }
   for (u32 row = rows; row < whole; row++) {
     expected.push_back(1), found.push_back(untouched(plain_at(wave.residual, row, 0, H, 4), H * 4));
-    out.push_back(1), found_out.push_back(untouched(operand_at<H>(wave.out, row, row % H), 2));
+    out.push_back(1), found_out.push_back(untouched(operand_at<M, H>(wave.out, row, row % H), 2));
   }
+  // In the order in which it was told.
+  if (M::STEPS)
+    for (size_t i = 0; i < told.size(); i++) expected.push_back(told[i]), found.push_back(mailbox[i]);
   report(name, expected, found);
   if (G::OUT)
     report(out_name, out, found_out);
   else
-    require(untouched(work.data() + size_t(wave.out) * OFFSET_BYTES, OperandPlace<H>::BLOCK_BYTES), "an output that the wave does not have");
+    require(untouched(work.data() + size_t(wave.out) * OFFSET_BYTES, (OperandPlace<H, M::BLOCK_ROWS>::BLOCK_BYTES)), "an output that the wave does not have");
 }
 
 // ---- matmul -------------------------------------------------------------------------------------------------------------
@@ -164,8 +220,14 @@ struct Product {
   static constexpr int UNITS = E == Epilogue::GATED ? (ROWS / 2 + 3) / 4 : (ROWS + UNIT_ROWS - 1) / UNIT_ROWS;
   static constexpr Epilogue EPILOGUE = E;
   static constexpr Act ACT = A;
-  static constexpr float SCALE = 0.5f;
+  static constexpr float SCALE = 0.5f, SOFTCAP = E == Epilogue::LOGITS ? 3.f : 0.f;
   static constexpr bool BIAS = B, PLAIN = P;
+  static constexpr int ROW_GROUPS = 2, UNIT_GROUPS = 4, K_GROUPS = 1, SPLITS = 1, CHUNK = UNIT_ROWS == 8 ? 2 : 1;
+};
+// How warps share it: groups of rows, of units and of k; granules of a chunk; and parts of k.
+template <class P, int BY_ROWS, int BY_UNITS, int BY_K, int CHUNK_, int SPLITS_ = 1>
+struct By : P {
+  static constexpr int ROW_GROUPS = BY_ROWS, UNIT_GROUPS = BY_UNITS, K_GROUPS = BY_K, CHUNK = CHUNK_, SPLITS = SPLITS_;
 };
 // The row of the matrix that a row of a unit is, or -1. Of gated units the first half is of the first half of the matrix.
 template <class G>
@@ -223,13 +285,18 @@ static double activated(Act act, double v) {
   if (act == Act::GELU_TANH) return 0.5 * v * (1 + std::tanh(std::sqrt(2 / M_PI) * (v + 0.044715 * v * v * v)));
   return v > 0 ? v : 0;
 }
-template <class G>
+template <class M, class G>
 static void matmul(const char* name, u32 rows) {
-  typedef Machine<46, 21> M;
-  constexpr int COLS = G::EPILOGUE == Epilogue::GATED ? G::ROWS / 2 : G::ROWS;
+  constexpr int COLS = G::EPILOGUE == Epilogue::GATED ? G::ROWS / 2 : G::ROWS, SPLITS = G::SPLITS;
+  constexpr bool IS_LOGITS = G::EPILOGUE == Epilogue::LOGITS, PARTS = SPLITS > 1;
+  constexpr bool SUMS = G::EPILOGUE == Epilogue::RESIDUAL && !PARTS, PLAIN = G::PLAIN || PARTS || IS_LOGITS;
   start(rows);
   u64 state = G::ROWS * 7 + G::K + rows;
-  const std::vector<float> plain = numbers(state, size_t(G::ROWS) * G::K), x = numbers(state, size_t(rows) * G::K), before = numbers(state, size_t(rows) * COLS);
+  std::vector<float> plain = numbers(state, size_t(G::ROWS) * G::K);
+  const std::vector<float> x = numbers(state, size_t(rows) * G::K), before = numbers(state, size_t(rows) * COLS);
+  // Rows that are alike have logits that are.
+  if (IS_LOGITS && !IS_CODED<G>)
+    for (size_t i = 0; i < plain.size(); i++) plain[i] = plain[i / G::K % 5 * G::K + i % G::K];
   // As units have it.
   std::vector<float> bias = numbers(state, G::ROWS), units(G::UNITS * G::UNIT_ROWS);
   for (int i = 0; i < int(units.size()); i++) {
@@ -243,57 +310,110 @@ static void matmul(const char* name, u32 rows) {
     pack_codes<G>(state, w, by_row);
   else
     pack<G>(plain);
-  const u32 whole = blocks(rows) * BLOCK_ROWS;
-  wave.x = operand<G::K>(rows);
-  put_operand<G::K>(wave.x, rows, x);
+  const u32 whole = blocks<M>(rows) * M::BLOCK_ROWS;
+  wave.x = operand<M, G::K>(rows);
+  put_operand<M, G::K>(wave.x, rows, x);
   wave.residual = activations(size_t(whole) * COLS * 4);
-  wave.out = G::PLAIN ? activations(size_t(whole) * COLS * 2) : operand<COLS>(rows);
+  const size_t plain_bytes = IS_LOGITS ? size_t(whole) * M::SMS * 8 : size_t(whole) * COLS * (PARTS ? 4 * SPLITS : 2);
+  wave.out = PLAIN ? activations(plain_bytes) : operand<M, COLS>(rows);
   for (u32 row = 0; row < rows; row++) std::memcpy(plain_at(wave.residual, row, 0, COLS, 4), before.data() + size_t(row) * COLS, COLS * 4);
-  // Of each block two shares, of the last one first.
-  for (u32 block = blocks(rows); block-- > 0;) {
-    const u32 row = block * BLOCK_ROWS, middle = G::UNITS * 2 / 5;
-    if (middle > 0) shares.push_back({row, BLOCK_ROWS, 0, middle});
-    shares.push_back({row, BLOCK_ROWS, middle, u32(G::UNITS)});
+  // Of each block and part two shares, of the last block first.
+  for (u32 block = blocks<M>(rows); block-- > 0;)
+    for (u32 part = 0; part < u32(SPLITS); part++) {
+      const u32 row = block * M::BLOCK_ROWS, middle = G::UNITS * 2 / 5, from = part * G::UNITS;
+      if (middle > 0) shares.push_back({row, u32(M::BLOCK_ROWS), from, from + middle});
+      shares.push_back({row, u32(M::BLOCK_ROWS), from + middle, from + G::UNITS});
+    }
+  std::vector<float> logits(IS_LOGITS ? size_t(rows) * G::ROWS : 0, -77.f);
+  if (IS_LOGITS) {
+    step_at_hand = 2, params.steps = 3, params.logits = logits.data();
+    for (u32 row = 0; row < rows; row++) {
+      rows_at[row].position = row * 3 + 1, rows_at[row].seed_low = row * 77, rows_at[row].seed_high = row;
+      rows_at[row].inverse_temperature = row % 3 == 0 ? 0.f : row % 3 == 1 ? 1.25f : 8.f;
+    }
   }
   run<M, WaveMatMul<M, G>>();
-  const bool sums = G::EPILOGUE == Epilogue::RESIDUAL;
-  const auto out_at = [&](u32 row, u32 col) { return G::PLAIN ? plain_at(wave.out, row, col, COLS, 2) : operand_at<COLS>(wave.out, row, col); };
+  const auto out_at = [&](u32 row, u32 col) { return PLAIN ? plain_at(wave.out, row, col, COLS, PARTS ? 4 : 2) : operand_at<M, COLS>(wave.out, row, col); };
+  // Columns of a part: whole granules, and whole blocks of 64.
+  constexpr int BITS = IS_CODED<G> ? 0 : 16;
+  int granule_k = BITS ? 8 / G::UNIT_ROWS * 32 : 0;
+  if constexpr (IS_CODED<G>) granule_k = G::GRANULE_K;
+  const int step_k = granule_k < 64 ? 64 : granule_k, steps = (G::K + step_k - 1) / step_k, part_k = (steps + SPLITS - 1) / SPLITS * step_k;
   std::vector<double> expected, found, y(G::ROWS);
-  for (u32 row = 0; row < rows; row++) {
-    for (int r = 0; r < G::ROWS; r++) {
-      y[r] = 0.;
-      for (int k = 0; k < G::K; k++) y[r] += w[size_t(r) * G::K + k] * x[size_t(row) * G::K + k];
-      if constexpr (IS_CODED<G>)
-        if (G::ROW_SCALES) y[r] *= by_row[r];
-      if (G::BIAS) y[r] += bias[r];
+  for (u32 row = 0; row < rows; row++)
+    for (int part = 0; part < SPLITS; part++) {
+      for (int r = 0; r < G::ROWS; r++) {
+        y[r] = 0.;
+        for (int k = part * part_k; k < (part + 1) * part_k && k < G::K; k++) y[r] += w[size_t(r) * G::K + k] * x[size_t(row) * G::K + k];
+        if constexpr (IS_CODED<G>)
+          if (G::ROW_SCALES) y[r] *= by_row[r];
+        if (G::BIAS && part == 0) y[r] += bias[r];
+      }
+      for (int r = 0; r < COLS; r++) {
+        double value = y[r];
+        if (G::EPILOGUE == Epilogue::ACT) value = activated(G::ACT, y[r]);
+        if (G::EPILOGUE == Epilogue::GATED) value = activated(G::ACT, y[r]) * y[G::ROWS / 2 + r];
+        if (SUMS) value = before[size_t(row) * COLS + r] + G::SCALE * y[r];
+        if (IS_LOGITS) value = G::SOFTCAP * std::tanh(G::SCALE * y[r] / G::SOFTCAP);
+        expected.push_back(value);
+        if (IS_LOGITS)
+          found.push_back(logits[size_t(row) * G::ROWS + r]);
+        else if (PARTS)
+          found.push_back(float_at(plain_at(wave.out, part * M::BLOCK_ROWS + row, r, COLS, 4)));
+        else
+          found.push_back(SUMS ? float_at(plain_at(wave.residual, row, r, COLS, 4)) : bf16_at(out_at(row, r)));
+      }
+      // Columns that pad an operand.
+      for (u32 col = COLS; !PLAIN && col < u32((COLS + 127) / 128 * 128); col++) expected.push_back(1), found.push_back(untouched(out_at(row, col), 2));
     }
-    for (int r = 0; r < COLS; r++) {
-      double value = y[r];
-      if (G::EPILOGUE == Epilogue::ACT) value = activated(G::ACT, y[r]);
-      if (G::EPILOGUE == Epilogue::GATED) value = activated(G::ACT, y[r]) * y[G::ROWS / 2 + r];
-      if (sums) value = before[size_t(row) * COLS + r] + G::SCALE * y[r];
-      expected.push_back(value);
-      found.push_back(sums ? float_at(plain_at(wave.residual, row, r, COLS, 4)) : bf16_at(out_at(row, r)));
-    }
-    // Columns that pad an operand.
-    for (u32 col = COLS; !G::PLAIN && col < u32((COLS + 127) / 128 * 128); col++) expected.push_back(1), found.push_back(untouched(out_at(row, col), 2));
+  if constexpr (IS_LOGITS) {
+    for (u32 row = 0; row < whole; row++)
+      for (u32 sm = 0; sm < u32(M::SMS); sm++) {
+        const u8* at = work.data() + size_t(wave.out) * OFFSET_BYTES + (size_t(row) * M::SMS + sm) * 8;
+        if (sm != SM) {
+          expected.push_back(1), found.push_back(untouched(at, 8));
+          continue;
+        }
+        // The best of these logits, with noise where that is asked for; of equal ones the first.
+        float best = -INFINITY;
+        int id = 0x7fffffff;
+        for (int r = 0; row < rows && r < G::ROWS; r++) {
+          const Row& of = rows_at[row];
+          float score = logits[size_t(row) * G::ROWS + r];
+          if (of.inverse_temperature > 0) score = mul_add(score, of.inverse_temperature, noise(u64(of.seed_high) << 32 | of.seed_low, of.position + 3, u32(r)));
+          if (score > best) best = score, id = r;
+        }
+        Candidate candidate;
+        std::memcpy(&candidate, at, 8);
+        expected.push_back(1), found.push_back(candidate.id == id && candidate.score == best);
+      }
+  } else {
+    for (u32 row = rows; row < whole; row++)
+      for (u32 col = 0; col < u32(COLS); col++) {
+        expected.push_back(1), found.push_back(untouched(SUMS ? plain_at(wave.residual, row, col, COLS, 4) : out_at(row, col), 2));
+        for (int part = 0; PARTS && part < SPLITS; part++) expected.push_back(1), found.push_back(untouched(plain_at(wave.out, part * M::BLOCK_ROWS + row, col, COLS, 4), 4));
+      }
   }
-  for (u32 row = rows; row < whole; row++)
-    for (u32 col = 0; col < COLS; col++) expected.push_back(1), found.push_back(untouched(sums ? plain_at(wave.residual, row, col, COLS, 4) : out_at(row, col), 2));
   report(name, expected, found);
 }
+template <class G>
+static void matmul(const char* name, u32 rows) { matmul<ChunkMachine<32, 46>, G>(name, rows); }
 
 // ---- attention ----------------------------------------------------------------------------------------------------------
 
 template <class H, int TILE_, HeadNorm Q, HeadNorm K>
 struct Tiled : H {
-  static constexpr int PITCH = H::DIM, TILE = TILE_;
+  static constexpr int PITCH = H::DIM, TILE = TILE_, PARTS = 0;
   static constexpr bool SWIZZLED = true;
   static constexpr HeadNorm Q_NORM = Q, K_NORM = K;
 };
 template <class H>
 struct Capped : H {
   static constexpr float SOFTCAP = 2.f;
+};
+template <class G, int N>
+struct HeadsOf : G {
+  static constexpr int PARTS = N;
 };
 // As `prepared` wants the norm of keys.
 template <class G>
@@ -307,36 +427,58 @@ static double rounded(double v) {
   return widen(narrowed);
 }
 
-// What the waves of attention append, and what they compute: of `rows` rows from `position` on.
-template <class G, int SLOT_KIB, int SLOTS, u32 PAGE>
-static void attention(const char* name, u32 position, u32 rows) {
-  typedef Machine<SLOT_KIB, SLOTS, PAGE> M;
+// Where a row is: its sequence and position.
+typedef std::pair<u32, u32> At;
+// What the waves of attention append, and what they compute: of rows that are each in a sequence. Rows of a sequence follow each other.
+template <class M, class G>
+static void attention(const char* name, const std::vector<At>& places, u32 step = 0) {
+  constexpr u32 PAGE = M::PAGE_ROWS;
+  const u32 rows = u32(places.size()), position = places[0].second;
   constexpr int KV = G::HEADS / G::GROUP, COLS = (G::HEADS + 2 * KV) * G::DIM, OUT = G::HEADS * G::DIM, TASKS = G::HEADS / G::HEADS_PER_TASK;
-  constexpr u32 ROW = G::DIM * 2, TILE_ROWS = 8 / G::HEADS_PER_TASK * 16;
+  constexpr u32 ROW = G::DIM * 2;
+  [[maybe_unused]] constexpr u32 TILE_ROWS = (G::HEADS_PER_TASK <= 8 ? 8 / G::HEADS_PER_TASK : 1) * 16;
   start(rows, position);
+  step_at_hand = step;
   u64 state = position * 31 + rows;
-  require(position + rows <= M::CONTEXT_MAX, "too many positions");
+  // Positions of each sequence before its first row, and with its last.
+  u32 old[8] = {}, all_of[8] = {};
+  for (u32 row = 0; row < rows; row++) {
+    const auto [sequence, at] = places[row];
+    require(sequence < 8 && at < M::CONTEXT_MAX && at >= step, "a place that is not there");
+    if (all_of[sequence] == 0) old[sequence] = at;
+    all_of[sequence] = at + 1;
+    rows_at[row].sequence = sequence, rows_at[row].position = at - step;
+  }
   const std::vector<float> q_weight = numbers(state, G::DIM), k_weight = numbers(state, G::DIM), table = numbers(state, M::CONTEXT_MAX * G::DIM);
   const std::vector<float> qkv = numbers(state, size_t(rows) * COLS);
-  const auto at = [](u32 of, int kv) { return (size_t(of) * KV + kv) * G::DIM; };
-  const std::vector<float> keys = numbers(state, M::CONTEXT_MAX * KV * G::DIM), values = numbers(state, keys.size());
-  pages.resize(8);
-  for (u32 i = 0; i < 8; i++) pages[i] = (i * 5 + 3) % M::PAGES;
+  const auto at = [](u32 sequence, u32 of, int kv) { return ((size_t(sequence) * M::CONTEXT_MAX + of) * KV + kv) * G::DIM; };
+  const std::vector<float> keys = numbers(state, 8 * M::CONTEXT_MAX * KV * G::DIM), values = numbers(state, keys.size());
+  pages.resize(M::PAGES);
+  for (u32 i = 0; i < M::PAGES; i++) pages[i] = (i * 5 + 3) % M::PAGES;
   const size_t cache_bytes = KV * M::POOL_ROWS * ROW;
   cache.assign(2 * cache_bytes, 0xff);
   wave.k_cache = 0, wave.v_cache = u32(cache_bytes / OFFSET_BYTES);
-  const auto cell = [&](u32 kind, u32 of, int kv, u32 d) {
-    const size_t row = kv * M::POOL_ROWS + pages[of / PAGE] * PAGE + of % PAGE;
+  const auto cell = [&](u32 kind, u32 sequence, u32 of, int kv, u32 d) {
+    const size_t row = kv * M::POOL_ROWS + pages[sequence * M::BLOCKS + of / PAGE] * PAGE + of % PAGE;
     return reinterpret_cast<bf16*>(cache.data() + kind * cache_bytes + row * ROW + (d / 8 ^ swizzle(of)) * 16 + d % 8 * 2);
   };
-  for (u32 of = 0; of < position; of++)
-    for (int kv = 0; kv < KV; kv++)
-      for (u32 d = 0; d < u32(G::DIM); d++) narrow(keys[at(of, kv) + d], cell(0, of, kv, d)), narrow(values[at(of, kv) + d], cell(1, of, kv, d));
+  for (u32 s = 0; s < 8; s++)
+    for (u32 of = 0; of < old[s]; of++)
+      for (int kv = 0; kv < KV; kv++)
+        for (u32 d = 0; d < u32(G::DIM); d++) narrow(keys[at(s, of, kv) + d], cell(0, s, of, kv, d)), narrow(values[at(s, of, kv) + d], cell(1, s, of, kv, d));
   const std::vector<u8> cache_before = cache;
   wave.q_norm = constant(q_weight), wave.k_norm = constant(k_weight), wave.rope = constant(table);
-  const u32 whole = blocks(rows) * BLOCK_ROWS, x = activations(size_t(whole) * COLS * 2), queries = activations(size_t(whole) * OUT * 2), out = operand<OUT>(rows);
+  const u32 whole = blocks<M>(rows) * M::BLOCK_ROWS, x = activations(size_t(whole) * COLS * (G::PARTS > 0 ? 4 * G::PARTS : 2));
+  const u32 queries = activations(size_t(whole) * OUT * 2), out = operand<M, OUT>(rows);
   for (u32 row = 0; row < rows; row++)
-    for (int i = 0; i < COLS; i++) narrow(qkv[size_t(row) * COLS + i], reinterpret_cast<bf16*>(plain_at(x, row, i, COLS, 2)));
+    for (int i = 0; i < COLS; i++) {
+      const float y = qkv[size_t(row) * COLS + i];
+      if (G::PARTS == 0) narrow(y, reinterpret_cast<bf16*>(plain_at(x, row, i, COLS, 2)));
+      for (int part = 0; part < G::PARTS; part++) {
+        const float of = G::PARTS == 1 ? y : part == 0 ? y * 4.f : part == 1 ? y * -3.f : 0.f;
+        std::memcpy(plain_at(x, part * M::BLOCK_ROWS + row, i, COLS, 4), &of, 4);
+      }
+    }
   wave.x = x, wave.out = queries;
   shares = {{0, rows / 2 + 1, 0, 1}, {rows / 2 + 1, whole - rows / 2 - 1, 0, 1}};
   run<M, WaveAppend<M, G>>();
@@ -345,69 +487,81 @@ static void attention(const char* name, u32 position, u32 rows) {
   std::vector<double> expected, found;
   const auto angles = [&](u32 of) { return std::vector<float>(table.begin() + of * G::DIM, table.end()); };
   const auto row_of = [&](u32 of) { return std::vector<float>(qkv.begin() + size_t(of) * COLS, qkv.begin() + size_t(of + 1) * COLS); };
-  std::vector<std::vector<double>> all_keys((position + rows) * KV), all_values(all_keys.size());
-  for (u32 of = 0; of < position + rows; of++)
-    for (int kv = 0; kv < KV; kv++) {
-      std::vector<double> k(keys.begin() + at(of, kv), keys.begin() + at(of, kv) + G::DIM), v(values.begin() + at(of, kv), values.begin() + at(of, kv) + G::DIM);
-      if (of >= position) {
-        const std::vector<float> row = row_of(of - position);
-        k = prepared<OfKeys<G>>(row, k_at, k_at, KV, kv, k_weight, angles(of), G::K_EPS);
-        v.assign(row.begin() + v_at + kv * G::DIM, row.begin() + v_at + (kv + 1) * G::DIM);
+  std::vector<std::vector<double>> all_keys(8 * M::CONTEXT_MAX * KV), all_values(all_keys.size());
+  for (u32 s = 0; s < 8; s++)
+    for (u32 of = 0; of < all_of[s]; of++)
+      for (int kv = 0; kv < KV; kv++) {
+        std::vector<double> k(keys.begin() + at(s, of, kv), keys.begin() + at(s, of, kv) + G::DIM), v(values.begin() + at(s, of, kv), values.begin() + at(s, of, kv) + G::DIM);
+        if (of >= old[s]) {
+          const std::vector<float> row = row_of(u32(std::find(places.begin(), places.end(), At{s, of}) - places.begin()));
+          k = prepared<OfKeys<G>>(row, k_at, k_at, KV, kv, k_weight, angles(of), G::K_EPS);
+          v.assign(row.begin() + v_at + kv * G::DIM, row.begin() + v_at + (kv + 1) * G::DIM);
+        }
+        for (int d = 0; d < G::DIM; d++) {
+          expected.push_back(k[d]), found.push_back(bf16_at(reinterpret_cast<u8*>(cell(0, s, of, kv, d))));
+          expected.push_back(v[d]), found.push_back(bf16_at(reinterpret_cast<u8*>(cell(1, s, of, kv, d))));
+          k[d] = rounded(k[d]);
+        }
+        all_keys[(s * M::CONTEXT_MAX + of) * KV + kv] = k, all_values[(s * M::CONTEXT_MAX + of) * KV + kv] = v;
       }
-      for (int d = 0; d < G::DIM; d++) {
-        expected.push_back(k[d]), found.push_back(bf16_at(reinterpret_cast<u8*>(cell(0, of, kv, d))));
-        expected.push_back(v[d]), found.push_back(bf16_at(reinterpret_cast<u8*>(cell(1, of, kv, d))));
-        k[d] = rounded(k[d]);
-      }
-      all_keys[of * KV + kv] = k, all_values[of * KV + kv] = v;
-    }
   // Nothing else of the cache has changed: as many bytes as are written are other ones.
   size_t changed = 0;
   for (size_t i = 0; i < cache.size(); i += 16) changed += !untouched(cache.data() + i, 16) && untouched(cache_before.data() + i, 16);
-  expected.push_back(double(rows) * KV * 2 * ROW / 16), found.push_back(double(changed));
+  expected.push_back(1), found.push_back(changed == size_t(rows) * KV * 2 * ROW / 16);
   std::vector<std::vector<double>> all_queries;
   for (u32 row = 0; row < rows; row++)
     for (int h = 0; h < G::HEADS; h++) {
-      all_queries.push_back(prepared<G>(row_of(row), 0, 0, G::HEADS, h, q_weight, angles(position + row), G::Q_EPS));
+      all_queries.push_back(prepared<G>(row_of(row), 0, 0, G::HEADS, h, q_weight, angles(places[row].second), G::Q_EPS));
       for (int d = 0; d < G::DIM; d++) {
         expected.push_back(all_queries.back()[d]), found.push_back(bf16_at(plain_at(queries, row, h * G::DIM + d, OUT, 2)));
         all_queries.back()[d] = rounded(all_queries.back()[d]);
       }
     }
   for (u32 row = rows; row < whole; row++) expected.push_back(1), found.push_back(untouched(plain_at(queries, row, 0, OUT, 2), OUT * 2));
-  // Counts are larger than values: a value of the sum decides about the count alone.
-  const double count = expected[size_t(position + rows) * KV * G::DIM * 2];
-  require(count == found[size_t(position + rows) * KV * G::DIM * 2], "other rows of the cache are written");
-  expected[size_t(position + rows) * KV * G::DIM * 2] = found[size_t(position + rows) * KV * G::DIM * 2] = 0;
-
   wave.x = queries, wave.out = out;
-  // One share at a time: the chunks of all of them would not fit.
-  for (u32 row = 0; row < whole; row += TILE_ROWS)
-    for (u32 i = 0; i < TASKS; i++) {
-      shares = {{row, TILE_ROWS, i, i + 1}};
-      run<M, WaveAttend<M, G>>();
-    }
+  shares.clear();
+  if constexpr (M::STEPS) {
+    // A block with tasks of all rows, and of some that are not there.
+    for (u32 row = 0; row < whole; row++)
+      for (u32 i = 0; i < TASKS; i++) shares.push_back({row, 1, i, i + 1});
+    run<M, WaveAttendRow<M, G>>();
+  } else {
+    for (u32 row = 0; row < whole; row += TILE_ROWS)
+      for (u32 i = 0; i < TASKS; i++) {
+        shares = {{row, TILE_ROWS, i, i + 1}};
+        run<M, WaveAttend<M, G>>();
+      }
+  }
   for (u32 row = 0; row < rows; row++) {
-    const u32 own = position + row, seen = G::WINDOW && own + 1 > G::WINDOW ? own + 1 - G::WINDOW : 0;
+    const auto [s, own] = places[row];
+    const u32 seen = G::WINDOW && own + 1 > G::WINDOW ? own + 1 - G::WINDOW : 0;
     for (int h = 0; h < G::HEADS; h++) {
       const std::vector<double>& q = all_queries[row * G::HEADS + h];
       std::vector<double> sums(G::DIM);
       double all = 0;
       for (u32 of = seen; of <= own; of++) {
         double score = 0;
-        for (int d = 0; d < G::DIM; d++) score += q[d] * all_keys[of * KV + h / G::GROUP][d];
+        for (int d = 0; d < G::DIM; d++) score += q[d] * all_keys[(s * M::CONTEXT_MAX + of) * KV + h / G::GROUP][d];
         score *= G::SCALE;
         if (G::SOFTCAP > 0) score = G::SOFTCAP * std::tanh(score / G::SOFTCAP);
         const double weight = std::exp(score);
         all += weight;
-        for (int d = 0; d < G::DIM; d++) sums[d] += weight * all_values[of * KV + h / G::GROUP][d];
+        for (int d = 0; d < G::DIM; d++) sums[d] += weight * all_values[(s * M::CONTEXT_MAX + of) * KV + h / G::GROUP][d];
       }
-      for (int d = 0; d < G::DIM; d++) expected.push_back(sums[d] / all), found.push_back(bf16_at(operand_at<OUT>(out, row, h * G::DIM + d)));
+      for (int d = 0; d < G::DIM; d++) expected.push_back(sums[d] / all), found.push_back(bf16_at(operand_at<M, OUT>(out, row, h * G::DIM + d)));
     }
   }
   for (u32 row = rows; row < whole; row++)
-    for (int col = 0; col < OUT; col += 2) expected.push_back(1), found.push_back(untouched(operand_at<OUT>(out, row, col), 4));
+    for (int col = 0; col < OUT; col += 2) expected.push_back(1), found.push_back(untouched(operand_at<M, OUT>(out, row, col), 4));
   report(name, expected, found);
+}
+
+// Rows of a chunk, from `position` on.
+template <class G, int SLOT_KIB, u32 PAGE>
+static void attention(const char* name, u32 position, u32 rows) {
+  std::vector<At> places;
+  for (u32 row = 0; row < rows; row++) places.push_back({0, position + row});
+  attention<ChunkMachine<SLOT_KIB, 1, PAGE>, G>(name, places);
 }
 
 int main() {
@@ -432,9 +586,9 @@ int main() {
   matmul<Product<26, 384, Epilogue::ACT, 7, 2, true, false>>("matmul-units-of-2-bf16", 65);
   matmul<Product<34, 640, Epilogue::STORE, 28, 2, false, true>>("matmul-units-of-2-long-bf16", 3);
   // Codes: a chunk is a granule; of scales of groups, of rows, of both, with zero points; of k that ends within a granule.
-  typedef Product<44, 200, Epilogue::RESIDUAL, 4, 8, true> Sum;
-  typedef Product<92, 328, Epilogue::GATED, 16> Gate;
-  typedef Product<130, 256, Epilogue::RESIDUAL, 12> Long;
+  typedef By<Product<44, 200, Epilogue::RESIDUAL, 4, 8, true>, 2, 4, 1, 1> Sum;
+  typedef By<Product<92, 328, Epilogue::GATED, 16>, 2, 4, 1, 1> Gate;
+  typedef By<Product<130, 256, Epilogue::RESIDUAL, 12>, 2, 4, 1, 1> Long;
   matmul<CodedAs<Sum, Code::INT8, 0, ScaleCode::NONE, false, true>>("codes-int8-rows", 37);
   matmul<CodedAs<Long, Code::INT8, 32, ScaleCode::F32, true, false>>("codes-int8-32-zeros", 130);
   matmul<CodedAs<Long, Code::E4M3, 0, ScaleCode::NONE, false, true>>("codes-e4m3-rows", 70);
@@ -447,13 +601,63 @@ int main() {
   typedef Heads<4, 2, 2, 64, 64, false, HeadNorm::HEAD, 0, 1> Halves;
   const HeadNorm none = HeadNorm::NONE, head = HeadNorm::HEAD;
   // From the start, after a history that ends within a tile, and in rows of two blocks.
-  for (const auto& at : {std::pair<u32, u32>{0, 37}, {61, 130}, {100, 1}}) attention<Tiled<Halves, 64, none, none>, 16, 6, 64>("attention-halves-bf16", at.first, at.second);
-  attention<Capped<Tiled<Heads<4, 4, 4, 64, 0, false, HeadNorm::HEAD, 24, 1>, 32, head, head>>, 8, 16, 32>("attention-window-cap-bf16", 75, 70);
-  attention<Tiled<Heads<3, 3, 3, 64, 64, true, HeadNorm::HEAD, 50, 1>, 16, head, none>, 4, 20, 32>("attention-pairs-3-bf16", 40, 40);
-  attention<Tiled<Heads<6, 3, 3, 64, 64, false, HeadNorm::HEAD, 0, 1>, 64, none, none>, 16, 6, 64>("attention-3-bf16", 5, 70);
-  attention<Tiled<Heads<6, 6, 2, 64, 0, false, HeadNorm::HEAD, 33, 1>, 32, head, none>, 8, 16, 32>("attention-2-of-6-bf16", 50, 20);
-  attention<Tiled<Heads<8, 8, 8, 64, 64, false, HeadNorm::HEAD, 0, 1>, 32, none, head>, 8, 16, 32>("attention-8-bf16", 17, 33);
-  attention<Tiled<Heads<2, 1, 1, 128, 128, false, HeadNorm::HEAD, 0, 1>, 64, head, head>, 32, 6, 64>("attention-128-bf16", 70, 140);
-  attention<Tiled<Heads<2, 2, 2, 192, 192, true, HeadNorm::HEAD, 0, 1>, 16, none, none>, 12, 20, 16>("attention-192-bf16", 33, 20);
-  attention<Tiled<Heads<4, 2, 2, 256, 256, false, HeadNorm::HEAD, 40, 1>, 32, head, head>, 32, 8, 32>("attention-256-bf16", 90, 35);
+  for (const auto& at : {std::pair<u32, u32>{0, 37}, {61, 130}, {100, 1}}) attention<Tiled<Halves, 64, none, none>, 16, 64>("attention-halves-bf16", at.first, at.second);
+  attention<Capped<Tiled<Heads<4, 4, 4, 64, 0, false, HeadNorm::HEAD, 24, 1>, 32, head, head>>, 8, 32>("attention-window-cap-bf16", 75, 70);
+  attention<Tiled<Heads<3, 3, 3, 64, 64, true, HeadNorm::HEAD, 50, 1>, 16, head, none>, 4, 32>("attention-pairs-3-bf16", 40, 40);
+  attention<Tiled<Heads<6, 3, 3, 64, 64, false, HeadNorm::HEAD, 0, 1>, 64, none, none>, 16, 64>("attention-3-bf16", 5, 70);
+  attention<Tiled<Heads<6, 6, 2, 64, 0, false, HeadNorm::HEAD, 33, 1>, 32, head, none>, 8, 32>("attention-2-of-6-bf16", 50, 20);
+  attention<Tiled<Heads<8, 8, 8, 64, 64, false, HeadNorm::HEAD, 0, 1>, 32, none, head>, 8, 32>("attention-8-bf16", 17, 33);
+  attention<Tiled<Heads<2, 1, 1, 128, 128, false, HeadNorm::HEAD, 0, 1>, 64, head, head>, 32, 64>("attention-128-bf16", 70, 140);
+  attention<Tiled<Heads<2, 2, 2, 192, 192, true, HeadNorm::HEAD, 0, 1>, 16, none, none>, 12, 16>("attention-192-bf16", 33, 20);
+  attention<Tiled<Heads<4, 2, 2, 256, 256, false, HeadNorm::HEAD, 40, 1>, 32, head, head>, 32, 32>("attention-256-bf16", 90, 35);
+
+  // Steps. Tokens of the host, of the launch before and of the step before; branches as they are, and sums of parts; rows of one warp to eight.
+  typedef StepMachine<16> S16;
+  typedef StepMachine<32> S32;
+  typedef StepMachine<64> S64;
+  rowwise<Rowwise<200, true, false, true, Norm::RMS>, S16>("steps-embed", "steps-embed-bf16", 11);
+  rowwise<Rowwise<1000, true, false, true, Norm::LAYER>, S64>("steps-embed-later", "steps-embed-later-bf16", 50, 3);
+  rowwise<SumsOf<Rowwise<512, false, true, true, Norm::RMS>, 2>, S32>("steps-addend", "steps-addend-bf16", 32);
+  rowwise<SumsOf<Rowwise<2304, false, true, true, Norm::RMS, Norm::RMS>, 2>, S16>("steps-parts-norm", "steps-parts-norm-bf16", 5);
+  rowwise<SumsOf<Rowwise<72, false, true, false, Norm::NONE>, 3>, S64>("steps-addend-alone", "", 33);
+  rowwise<Rowwise<1032, false, true, true, Norm::LAYER, Norm::LAYER>, S16>("steps-branch", "steps-branch-bf16", 16);
+  // Eight, four, two and one groups of k; chunks of weights that are longer than those of inputs, and shorter; several passes; parts of
+  // which the last is shorter.
+  matmul<S16, By<Product<44, 200, Epilogue::STORE, 2, 8, true, true>, 1, 1, 8, 8>>("steps-8-groups-bf16", 11);
+  matmul<S16, By<Product<138, 712, Epilogue::ACT, 2, 8, true, false, Act::GELU_TANH>, 1, 2, 4, 16>>("steps-4-groups-bf16", 16);
+  matmul<S32, By<Product<92, 160, Epilogue::GATED, 5>, 2, 2, 2, 4>>("steps-gated-bf16", 21);
+  matmul<S64, By<Product<92, 328, Epilogue::GATED, 3, 8, true, false>, 4, 2, 1, 2>>("steps-gated-64-bf16", 64);
+  matmul<S64, By<Product<200, 136, Epilogue::RESIDUAL, 3>, 2, 1, 4, 8>>("steps-residual", 50);
+  matmul<S64, By<Product<41, 80, Epilogue::RESIDUAL, 4, 8, true>, 1, 8, 1, 2>>("steps-residual-odd", 33);
+  matmul<S16, By<Product<44, 328, Epilogue::RESIDUAL, 3, 8, true>, 1, 2, 4, 8, 2>>("steps-parts", 9);
+  matmul<S32, By<Product<72, 200, Epilogue::STORE, 4, 8, true>, 1, 1, 8, 8, 2>>("steps-parts-32", 32);
+  matmul<S64, By<Product<200, 712, Epilogue::STORE, 7>, 4, 1, 2, 4, 2>>("steps-parts-64", 61);
+  matmul<S64, By<Product<200, 712, Epilogue::RESIDUAL, 8>, 2, 4, 1, 2, 3>>("steps-parts-3", 20);
+  matmul<S16, By<Product<50, 328, Epilogue::STORE, 3, 4, true>, 1, 1, 8, 8, 2>>("steps-units-of-4-parts", 16);
+  matmul<S32, By<Product<26, 384, Epilogue::ACT, 7, 2, true, false>, 2, 2, 2, 2>>("steps-units-of-2-bf16", 30);
+  matmul<S16, By<Product<37, 96, Epilogue::LOGITS, 3>, 1, 8, 1, 2>>("steps-logits", 13);
+  matmul<S16, By<Product<37, 200, Epilogue::LOGITS, 2>, 1, 1, 8, 8>>("steps-logits-8-groups", 16);
+  matmul<S32, By<Product<61, 200, Epilogue::LOGITS, 4, 8, true>, 2, 4, 1, 4>>("steps-logits-32", 29);
+  matmul<S64, By<Product<61, 136, Epilogue::LOGITS, 2, 4>, 2, 2, 2, 2>>("steps-logits-64", 64);
+  typedef Product<44, 200, Epilogue::RESIDUAL, 4, 8, true> Few;
+  typedef Product<130, 712, Epilogue::RESIDUAL, 6> Many;
+  matmul<S16, CodedAs<By<Few, 1, 4, 2, 2>, Code::INT8, 0, ScaleCode::NONE, false, true>>("steps-int8-rows", 11);
+  matmul<S32, CodedAs<By<Many, 2, 2, 2, 2, 2>, Code::INT8, 32, ScaleCode::F32, true, false>>("steps-int8-32-zeros-parts", 30);
+  matmul<S64, CodedAs<By<Many, 2, 2, 2, 2>, Code::E4M3, 0, ScaleCode::NONE, false, true>>("steps-e4m3-rows", 63);
+  matmul<S16, CodedAs<By<Few, 1, 2, 4, 4, 2>, Code::E4M3, 64, ScaleCode::BF16, false, true>>("steps-e4m3-64-both-parts", 5);
+  matmul<S16, CodedAs<By<Few, 1, 2, 4, 4>, Code::INT4, 128, ScaleCode::F16, false, false>>("steps-int4-128", 16);
+  matmul<S32, CodedAs<By<Many, 2, 4, 1, 2, 2>, Code::INT4, 64, ScaleCode::BF16, true, false>>("steps-int4-64-zeros-parts", 17);
+  matmul<S64, CodedAs<By<Product<92, 328, Epilogue::GATED, 4>, 4, 2, 1, 2>, Code::INT4, 32, ScaleCode::F16, true, false>>("steps-int4-32-gated-bf16", 40);
+  matmul<S16, CodedAs<By<Few, 1, 8, 1, 2>, Code::E2M1, 32, ScaleCode::E8M0, false, false>>("steps-mxfp4", 12);
+  matmul<S32, CodedAs<By<Many, 1, 4, 2, 2>, Code::E2M1, 64, ScaleCode::E4M3, false, true>>("steps-e2m1-both", 32);
+  matmul<S16, CodedAs<By<Product<61, 256, Epilogue::LOGITS, 4>, 1, 4, 2, 2>, Code::INT8, 32, ScaleCode::F16, false, false>>("steps-logits-int8", 16);
+  // Histories of many lengths, rows that follow each other in one sequence, later steps; queries of a task and of a KV head, windows.
+  const std::vector<At> lengths = {{3, 0}, {0, 32}, {5, 63}, {1, 64}, {2, 299}, {7, 999}, {4, 5}, {4, 6}, {4, 7}}, few = {{1, 40}, {0, 2}, {2, 64}, {2, 65}}, two = {{6, 999}, {0, 129}};
+  attention<S16, HeadsOf<Tiled<Halves, 64, none, none>, 2>>("steps-halves-bf16", lengths);
+  attention<S32, Tiled<Heads<4, 4, 4, 64, 64, false, HeadNorm::HEAD, 50, 1>, 64, head, none>>("steps-window-bf16", lengths);
+  attention<S16, Capped<Tiled<Heads<6, 3, 3, 64, 0, false, HeadNorm::HEAD, 24, 1>, 32, head, head>>>("steps-window-cap-bf16", few, 2);
+  attention<StepMachine<16, 32>, HeadsOf<Tiled<Heads<4, 2, 2, 128, 128, true, HeadNorm::HEAD, 0, 1>, 32, head, head>, 1>>("steps-128-bf16", few);
+  attention<S64, HeadsOf<Tiled<Heads<8, 8, 8, 128, 128, false, HeadNorm::HEAD, 300, 1>, 32, none, head>, 2>>("steps-128-of-8-bf16", two, 1);
+  attention<S16, Tiled<Heads<4, 4, 4, 256, 256, false, HeadNorm::HEAD, 0, 1>, 16, head, head>>("steps-256-bf16", two);
+  attention<S16, Tiled<Heads<16, 16, 16, 64, 64, false, HeadNorm::HEAD, 0, 1>, 64, none, none>>("steps-16-of-16-bf16", few);
 }
