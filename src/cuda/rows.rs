@@ -1,7 +1,7 @@
 //! Owns `RowsSession`: a kernel for several rows with its device memory, launched with tables that a guard has judged.
 
 use super::driver::Device;
-use super::kernel::{Kernel, vocab};
+use super::kernel::{Kernel, Watched, vocab};
 use super::memory::{DeviceBuffer, MappedBuffer};
 use super::sampler::{Asked, Next, SamplerSession};
 use super::session::{SessionError, Stamped};
@@ -383,7 +383,7 @@ impl RowLauncher for RowsSession {
         &mut self,
         tables: Tables<'_>,
         inputs: &[RowInput],
-        mut choosing: Option<(&mut SamplerSession, &[Asked<'_>])>,
+        choosing: Option<(&mut SamplerSession, &[Asked<'_>])>,
     ) -> Result<(), SessionError> {
         let steps = tables.steps();
         let is_given = inputs.iter().all(|input| matches!(input.first, FirstToken::Given(_)));
@@ -396,26 +396,15 @@ impl RowLauncher for RowsSession {
         self.pages.upload(&self.kernel.watched.stream, 0, &pages)?;
         self.mailbox.store(0, 0)?;
         let timeout = timeout(steps);
-        self.kernel.watched.begin()?;
-        for step in 0..steps {
-            let table = self.rows.address() + u64::from(step) * (rows.len() * size_of::<Row>()) as u64;
+        let (watched, logits) = (&self.kernel.watched, self.logits.address());
+        let all = Steps { rows: self.rows.address(), row_count: rows.len(), steps };
+        let is_unchosen = choosing.is_none();
+        queue_each(watched, all, logits, choosing, |step, rows| {
             let params = self.params(timeout, &[], true)?;
             let params = Params { steps: 1, tag: self.tag + step, ..params };
             let (pages, row_count) = (self.pages.address(), inputs.len() as u32);
-            let params = RowsParams { params, rows: table, pages, fills: 0, row_count, logits_from: 0 };
-            self.kernel.watched.queue(&params)?;
-            let Some((sampler, asked)) = &mut choosing else { continue };
-            if step == 0 {
-                // While the kernel runs.
-                sampler.upload(asked, steps)?;
-            }
-            let next = next_of(self.rows.address(), rows.len(), step, steps);
-            sampler.queue(&self.kernel.watched.stream, self.logits.address(), step, next)?;
-        }
-        let is_unchosen = choosing.is_none();
-        if !is_unchosen {
-            self.kernel.watched.end()?;
-        }
+            watched.queue(&RowsParams { params, rows, pages, fills: 0, row_count, logits_from: 0 })
+        })?;
         let (inputs, eos) = (inputs.to_vec(), vec![]);
         let only_fills = false;
         self.flying = Some(Flying { inputs, eos, steps, only_fills, is_sampled: true, is_unchosen, timeout });
@@ -424,14 +413,8 @@ impl RowLauncher for RowsSession {
     }
 
     fn choose(&mut self, sampler: &mut SamplerSession, asked: &[Asked<'_>]) -> Result<(), SessionError> {
-        let Some(flying) = self.flying.as_mut().filter(|flying| flying.is_unchosen) else {
-            return Err(SessionError::NotQueued);
-        };
-        sampler.upload(asked, 1)?;
-        sampler.queue(&self.kernel.watched.stream, self.logits.address(), 0, None)?;
-        self.kernel.watched.end()?;
-        flying.is_unchosen = false;
-        Ok(())
+        let is_unchosen = self.flying.as_mut().map(|flying| &mut flying.is_unchosen);
+        choose_now(is_unchosen, &self.kernel.watched, self.logits.address(), sampler, asked)
     }
 
     fn finish(&mut self) -> Result<RowsLaunched, SessionError> {
@@ -506,12 +489,73 @@ pub(super) fn rows_of_steps(rows: &[Row], steps: u32) -> Vec<Row> {
     (0..steps).flat_map(of_step).collect()
 }
 
-/// Where the sampler writes the tokens of the step after `step`, in tables at `rows` that [`rows_of_steps`] made.
-pub(super) fn next_of(rows: u64, row_count: usize, step: u32, steps: u32) -> Option<Next> {
-    let row_bytes = size_of::<Row>();
-    let next = rows + (u64::from(step) + 1) * (row_count * row_bytes) as u64;
-    let token = next + std::mem::offset_of!(Row, token) as u64;
-    (step + 1 < steps).then_some(Next { token, stride_bytes: row_bytes as u32 })
+/// Tables of [`rows_of_steps`] on a device.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Steps {
+    pub rows: u64,
+    pub row_count: usize,
+    pub steps: u32,
+}
+
+impl Steps {
+    fn table(&self, step: u32) -> u64 {
+        self.rows + u64::from(step) * (self.row_count * size_of::<Row>()) as u64
+    }
+
+    /// Where the sampler writes the tokens of the step after `step`.
+    fn next(&self, step: u32) -> Option<Next> {
+        let token = self.table(step + 1) + std::mem::offset_of!(Row, token) as u64;
+        (step + 1 < self.steps).then_some(Next { token, stride_bytes: size_of::<Row>() as u32 })
+    }
+}
+
+/// Queues each step as a kernel of its own, by `queue`, which is told the step and its table; and the sampler after each. Without a
+/// sampler the launch ends when [`choose_now`] has queued it.
+///
+/// # Errors
+/// What the driver refuses.
+pub(super) fn queue_each(
+    watched: &Watched,
+    tables: Steps,
+    logits: u64,
+    mut choosing: Option<(&mut SamplerSession, &[Asked<'_>])>,
+    mut queue: impl FnMut(u32, u64) -> Result<(), SessionError>,
+) -> Result<(), SessionError> {
+    watched.begin()?;
+    for step in 0..tables.steps {
+        queue(step, tables.table(step))?;
+        let Some((sampler, asked)) = &mut choosing else { continue };
+        if step == 0 {
+            // While the kernel runs.
+            sampler.upload(asked, tables.steps)?;
+        }
+        sampler.queue(&watched.stream, logits, step, tables.next(step))?;
+    }
+    if choosing.is_some() {
+        watched.end()?;
+    }
+    Ok(())
+}
+
+/// Queues the sampler after a launch of one step that waits for it.
+///
+/// # Errors
+/// No such launch; what the driver refuses.
+pub(super) fn choose_now(
+    is_unchosen: Option<&mut bool>,
+    watched: &Watched,
+    logits: u64,
+    sampler: &mut SamplerSession,
+    asked: &[Asked<'_>],
+) -> Result<(), SessionError> {
+    let Some(is_unchosen) = is_unchosen.filter(|is_unchosen| **is_unchosen) else {
+        return Err(SessionError::NotQueued);
+    };
+    sampler.upload(asked, 1)?;
+    sampler.queue(&watched.stream, logits, 0, None)?;
+    watched.end()?;
+    *is_unchosen = false;
+    Ok(())
 }
 
 /// The deadline of a launch.

@@ -5,7 +5,8 @@ use super::driver::Device;
 use super::kernel::{Watched, uploaded, vocab};
 use super::memory::{DeviceBuffer, MappedBuffer};
 use super::rows::{
-    FirstToken, RowInput, RowLauncher, RowsLaunched, encode_rows, next_of, only_fills, out_of_range, rows_of_steps,
+    FirstToken, RowInput, RowLauncher, RowsLaunched, Steps, choose_now, encode_rows, only_fills, out_of_range,
+    queue_each, rows_of_steps,
 };
 use super::sampler::{Asked, SamplerSession};
 use super::session::{SessionError, Stuck};
@@ -373,7 +374,7 @@ impl RowLauncher for StepsSession {
         &mut self,
         tables: Tables<'_>,
         inputs: &[RowInput],
-        mut choosing: Option<(&mut SamplerSession, &[Asked<'_>])>,
+        choosing: Option<(&mut SamplerSession, &[Asked<'_>])>,
     ) -> Result<(), SessionError> {
         if self.flying.is_some() {
             return Err(SessionError::NotFinished);
@@ -391,39 +392,23 @@ impl RowLauncher for StepsSession {
         let stream = &loaded.watched.stream;
         loaded.rows.upload(stream, 0, &rows_of_steps(&rows, steps))?;
         loaded.pages.upload(stream, 0, &pages)?;
-        loaded.watched.begin()?;
-        let logits = self.logits.address();
-        let wanted = Wanted { steps: 1, only_fills: false, logits, mailbox: self.mailbox.address() };
-        for step in 0..steps {
-            loaded.arrived.zero(stream)?;
-            let table = loaded.rows.address() + u64::from(step) * (rows.len() * size_of::<Row>()) as u64;
-            let params = loaded.params(&rows, table, wanted);
-            loaded.watched.queue(&WaveParams { position: params.position + step, ..params })?;
-            let Some((sampler, asked)) = &mut choosing else { continue };
-            if step == 0 {
-                // While the kernel runs.
-                sampler.upload(asked, steps)?;
-            }
-            sampler.queue(stream, logits, step, next_of(loaded.rows.address(), rows.len(), step, steps))?;
-        }
+        let (logits, mailbox) = (self.logits.address(), self.mailbox.address());
+        let params = loaded.params(&rows, 0, Wanted { steps: 1, only_fills: false, logits, mailbox });
+        let all = Steps { rows: loaded.rows.address(), row_count: rows.len(), steps };
         let is_unchosen = choosing.is_none();
-        if !is_unchosen {
-            loaded.watched.end()?;
-        }
+        let (watched, arrived) = (&loaded.watched, &mut loaded.arrived);
+        queue_each(watched, all, logits, choosing, |step, rows| {
+            arrived.zero(&watched.stream)?;
+            watched.queue(&WaveParams { rows, position: params.position + step, ..params })
+        })?;
         self.flying = Some(Flying { rows: inputs.len(), steps, only_fills: false, is_sampled: true, is_unchosen });
         tables.finish(steps);
         Ok(())
     }
 
     fn choose(&mut self, sampler: &mut SamplerSession, asked: &[Asked<'_>]) -> Result<(), SessionError> {
-        let Some(flying) = self.flying.as_mut().filter(|flying| flying.is_unchosen) else {
-            return Err(SessionError::NotQueued);
-        };
-        sampler.upload(asked, 1)?;
-        sampler.queue(&self.loaded.watched.stream, self.logits.address(), 0, None)?;
-        self.loaded.watched.end()?;
-        flying.is_unchosen = false;
-        Ok(())
+        let is_unchosen = self.flying.as_mut().map(|flying| &mut flying.is_unchosen);
+        choose_now(is_unchosen, &self.loaded.watched, self.logits.address(), sampler, asked)
     }
 
     fn finish(&mut self) -> Result<RowsLaunched, SessionError> {
