@@ -1,8 +1,7 @@
 //! Compares a kernel for several rows with the interpreter, which executes the same schedule with the same tables.
 
 use super::{CheckError, Checked, Judge, Tolerance, check_ids};
-use crate::cuda::rows::RowLauncher;
-use crate::cuda::waves::given;
+use crate::cuda::rows::{RowLauncher, given};
 use crate::interp::{Interp, Options, Pack};
 use crate::pages::Pool;
 use crate::rows::{Guard, Request, Row, SequenceId};

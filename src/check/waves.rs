@@ -1,8 +1,8 @@
 //! Compares a kernel of waves with a kernel for rows that was checked, over one cache.
 
 use super::{CheckError, Checked, Figures, Judge, Tolerance, check_ids, worst};
-use crate::cuda::rows::RowLauncher;
-use crate::cuda::waves::{WavesSession, given};
+use crate::cuda::rows::{RowLauncher, given};
+use crate::cuda::waves::WavesSession;
 use crate::ir::op::{Op, Role};
 use crate::ir::program::{Operand, Program};
 use crate::ir::schedule::Schedule;

@@ -81,7 +81,7 @@ impl Watched {
         Ok(self.started.record(&self.stream)?)
     }
 
-    /// Queues the kernel between [`Watched::begin`] and [`Watched::end`]. If one gives up, those behind it leave at their first wait.
+    /// Queues the kernel between [`Watched::begin`] and [`Watched::end`]. If one gives up, those after it leave at their first wait.
     pub fn queue(&self, params: &impl NoUninit) -> Result<(), SessionError> {
         let argument = Argument::Struct(bytemuck::bytes_of(params));
         Ok(self.stream.launch_cooperative(&self.function, &self.shape, &[argument])?)

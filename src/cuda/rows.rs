@@ -72,6 +72,7 @@ pub trait RowLauncher {
         if steps > 1 && !(0..inputs.len() as u32).all(|row| asked.iter().any(|asked| asked.row == row)) {
             return Err(out_of_range(&tables));
         }
+        all_given(&tables, inputs)?;
         self.queue_steps(tables, inputs, Some((sampler, asked)))
     }
 
@@ -83,10 +84,11 @@ pub trait RowLauncher {
         if tables.steps() > 1 {
             return Err(out_of_range(&tables));
         }
+        all_given(&tables, inputs)?;
         self.queue_steps(tables, inputs, None)
     }
 
-    /// What [`RowLauncher::queue_sampled`] and, without a sampler, [`RowLauncher::queue_unchosen`] queue.
+    /// What [`RowLauncher::queue_sampled`] and, without a sampler, [`RowLauncher::queue_unchosen`] queue, after they judged the inputs.
     ///
     /// # Errors
     /// As theirs.
@@ -331,11 +333,7 @@ impl RowsSession {
         if self.flying.is_some() {
             return Err(SessionError::NotFinished);
         }
-        // The guard may be that of a kernel for more rows over the same cache.
-        let fits = Shape { rows: self.shape.rows, ..*tables.shape() } == self.shape
-            && tables.rows().len() <= self.shape.rows as usize
-            && inputs.len() == tables.rows().len();
-        if !fits || steps > self.steps_max {
+        if !fits(&self.shape, tables, inputs.len()) || steps > self.steps_max {
             return Err(out_of_range(tables));
         }
         let only_fills = only_fills(tables, inputs, with_logits)?;
@@ -386,10 +384,6 @@ impl RowLauncher for RowsSession {
         choosing: Option<(&mut SamplerSession, &[Asked<'_>])>,
     ) -> Result<(), SessionError> {
         let steps = tables.steps();
-        let is_given = inputs.iter().all(|input| matches!(input.first, FirstToken::Given(_)));
-        if inputs.iter().any(|input| input.steps < steps) || !is_given {
-            return Err(out_of_range(&tables));
-        }
         self.begin_launch(&tables, inputs, true)?;
         let (rows, pages) = encode_rows(&tables, inputs, &[], self.vocab)?;
         self.rows.upload(&self.kernel.watched.stream, 0, &rows_of_steps(&rows, steps))?;
@@ -477,6 +471,25 @@ impl RowLauncher for RowsSession {
     }
 }
 
+/// Whether tables are those of a kernel of this shape, with as many inputs. The guard may be that of a kernel for other numbers of
+/// rows over the same cache.
+pub(super) fn fits(shape: &Shape, tables: &Tables<'_>, inputs: usize) -> bool {
+    let rows = tables.rows().len();
+    Shape { rows: shape.rows, ..*tables.shape() } == *shape && rows <= shape.rows as usize && rows == inputs
+}
+
+/// Refuses tokens that another launch decides, and rows that end before the last step.
+fn all_given(tables: &Tables<'_>, inputs: &[RowInput]) -> Result<(), SessionError> {
+    let is_given = |input: &RowInput| matches!(input.first, FirstToken::Given(_)) && input.steps >= tables.steps();
+    if inputs.iter().all(is_given) { Ok(()) } else { Err(out_of_range(tables)) }
+}
+
+/// Rows that take part in one step, with these tokens.
+pub fn given(tokens: &[u32]) -> Vec<RowInput> {
+    let input = |&token| RowInput { first: FirstToken::Given(token), steps: 1, inverse_temperature: 0.0, seed: 0 };
+    tokens.iter().map(input).collect()
+}
+
 /// The largest position of tables that do not fit a kernel.
 pub(super) fn out_of_range(tables: &Tables<'_>) -> SessionError {
     let position = tables.rows().iter().map(|row| row.position).max().unwrap_or(0);
@@ -509,8 +522,8 @@ impl Steps {
     }
 }
 
-/// Queues each step as a kernel of its own, by `queue`, which is told the step and its table; and the sampler after each. Without a
-/// sampler the launch ends when [`choose_now`] has queued it.
+/// Queues each step as a kernel of its own, and the sampler after it. `queue` queues a kernel; it is told the step and its table. A launch
+/// without a sampler ends when [`choose_now`] has queued one.
 ///
 /// # Errors
 /// What the driver refuses.

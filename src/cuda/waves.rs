@@ -5,7 +5,7 @@ use super::driver::Device;
 use super::kernel::{Watched, uploaded, vocab};
 use super::memory::{DeviceBuffer, MappedBuffer};
 use super::rows::{
-    FirstToken, RowInput, RowLauncher, RowsLaunched, Steps, choose_now, encode_rows, only_fills, out_of_range,
+    RowInput, RowLauncher, RowsLaunched, Steps, choose_now, encode_rows, fits, given, only_fills, out_of_range,
     queue_each, rows_of_steps,
 };
 use super::sampler::{Asked, SamplerSession};
@@ -48,7 +48,7 @@ struct Loaded {
     stamp_words: usize,
 }
 
-/// What a launch is given beside its rows.
+/// What a launch is given in addition to its rows.
 #[derive(Clone, Copy)]
 struct Wanted {
     steps: u32,
@@ -120,14 +120,6 @@ impl Loaded {
         };
         loaded.watched.stream.synchronize()?;
         Ok(loaded)
-    }
-
-    /// Whether tables are those of this kernel's cache. The guard may be that of a kernel for other numbers of rows.
-    fn fits(&self, tables: &Tables<'_>, inputs: usize) -> bool {
-        let rows = tables.rows().len();
-        Shape { rows: self.shape.rows, ..*tables.shape() } == self.shape
-            && rows <= self.shape.rows as usize
-            && rows == inputs
     }
 
     fn timeout(steps: u32) -> Duration {
@@ -240,7 +232,7 @@ impl WavesSession {
             return Err(SessionError::NotFinished);
         }
         let loaded = &mut self.loaded;
-        if !loaded.fits(tables, tokens.len()) || tables.steps() != 1 || runs(tables.rows()).count() != 1 {
+        if !fits(&loaded.shape, tables, tokens.len()) || tables.steps() != 1 || runs(tables.rows()).count() != 1 {
             return Err(out_of_range(tables));
         }
         if tables.rows().iter().any(|row| row.wants_logits) {
@@ -288,9 +280,9 @@ pub struct StepsSession {
 struct Flying {
     rows: usize,
     steps: u32,
-    only_fills: bool,
-    /// The sampler chooses the tokens, or has still to be queued.
-    is_sampled: bool,
+    /// The tokens are those of the kernel: it decides some, and no sampler does.
+    has_tokens: bool,
+    /// The sampler has still to be queued.
     is_unchosen: bool,
 }
 
@@ -355,7 +347,7 @@ impl RowLauncher for StepsSession {
         let steps = tables.steps();
         // Every row takes part in every step.
         let ends = inputs.iter().any(|input| input.steps < steps);
-        if !self.loaded.fits(&tables, inputs.len()) || ends || steps > self.steps_max {
+        if !fits(&self.loaded.shape, &tables, inputs.len()) || ends || steps > self.steps_max {
             return Err(out_of_range(&tables));
         }
         let only_fills = only_fills(&tables, inputs, with_logits)?;
@@ -365,7 +357,7 @@ impl RowLauncher for StepsSession {
         let mailbox = if only_fills { 0 } else { self.mailbox.address() };
         self.loaded.launch(encoded, Wanted { steps, only_fills, logits, mailbox })?;
         let rows = inputs.len();
-        self.flying = Some(Flying { rows, steps, only_fills, is_sampled: false, is_unchosen: false });
+        self.flying = Some(Flying { rows, steps, has_tokens: !only_fills, is_unchosen: false });
         tables.finish(steps);
         Ok(())
     }
@@ -380,9 +372,7 @@ impl RowLauncher for StepsSession {
             return Err(SessionError::NotFinished);
         }
         let (steps, loaded) = (tables.steps(), &mut self.loaded);
-        let is_given = inputs.iter().all(|input| matches!(input.first, FirstToken::Given(_)));
-        let ends = inputs.iter().any(|input| input.steps < steps);
-        if !loaded.fits(&tables, inputs.len()) || ends || !is_given || steps > self.steps_max {
+        if !fits(&loaded.shape, &tables, inputs.len()) || steps > self.steps_max {
             return Err(out_of_range(&tables));
         }
         if only_fills(&tables, inputs, true)? {
@@ -401,7 +391,7 @@ impl RowLauncher for StepsSession {
             arrived.zero(&watched.stream)?;
             watched.queue(&WaveParams { rows, position: params.position + step, ..params })
         })?;
-        self.flying = Some(Flying { rows: inputs.len(), steps, only_fills: false, is_sampled: true, is_unchosen });
+        self.flying = Some(Flying { rows: inputs.len(), steps, has_tokens: false, is_unchosen });
         tables.finish(steps);
         Ok(())
     }
@@ -412,7 +402,7 @@ impl RowLauncher for StepsSession {
     }
 
     fn finish(&mut self) -> Result<RowsLaunched, SessionError> {
-        let Some(Flying { rows, steps, only_fills, is_sampled, is_unchosen }) = self.flying.take() else {
+        let Some(Flying { rows, steps, has_tokens, is_unchosen }) = self.flying.take() else {
             return Err(SessionError::NotQueued);
         };
         if is_unchosen {
@@ -420,7 +410,7 @@ impl RowLauncher for StepsSession {
         }
         self.decided = 0;
         let device_us = self.loaded.finish(steps)?;
-        if only_fills || is_sampled {
+        if !has_tokens {
             return Ok(RowsLaunched { device_us, steps, tokens: vec![] });
         }
         self.decided = rows;
@@ -445,10 +435,4 @@ impl RowLauncher for StepsSession {
     fn read_cache(&self, at: u64, bytes: usize) -> Result<Vec<u16>, SessionError> {
         Ok(self.loaded.cache.download(&self.loaded.watched.stream, at, bytes / 2)?)
     }
-}
-
-/// Rows that take part in one step, with these tokens.
-pub fn given(tokens: &[u32]) -> Vec<RowInput> {
-    let input = |&token| RowInput { first: FirstToken::Given(token), steps: 1, inverse_temperature: 0.0, seed: 0 };
-    tokens.iter().map(input).collect()
 }

@@ -108,7 +108,7 @@ impl Stepper for DeviceStepper {
             (Kernel::Waves, None) => return Err(Fault::internal("a launch of waves without their kernel")),
         };
         let tokens = session.finish()?.tokens;
-        // They hold what the requests go on with: nobody else has it when the tokens are counted.
+        // They hold what the requests go on with. Only the requests may have it when the tokens are counted.
         let rows = std::mem::take(&mut self.rows);
         let vocab = session.vocab();
         let mut asked = 0;
@@ -148,10 +148,7 @@ fn asked<'a>(at: u32, row: &'a LaunchRow, allowed: Option<&'a TokenSet>) -> Opti
 
 fn input(row: &LaunchRow, steps: u32, is_sampled: bool) -> RowInput {
     let (inverse_temperature, seed) = match &row.want {
-        Want::Token(sampler) if !sampler.is_greedy() && !is_sampled => {
-            let [low, high] = sampler.key();
-            (sampler.inv_temperature(), u64::from(high) << 32 | u64::from(low))
-        }
+        Want::Token(sampler) if !is_sampled => sampler.temperature_of_rows(),
         _ => (0.0, 0),
     };
     RowInput { first: FirstToken::Given(row.token), steps, inverse_temperature, seed }

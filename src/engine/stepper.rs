@@ -39,13 +39,13 @@ pub enum Want {
     Choice(Chooser),
 }
 
-/// A request with the tokens so far: all that decides its next token beside the logits.
+/// A request with the tokens so far: with the logits, all that decides its next token.
 #[derive(Debug, Clone)]
 pub struct Chooser {
     ask: Arc<Ask>,
     at: usize,
     counts: Arc<TokenCounts>,
-    /// Which ids may come next is told by [`Stepper::allow`].
+    /// [`Stepper::allow`] tells which ids may come next.
     is_guided: bool,
 }
 

@@ -77,7 +77,7 @@ impl<'a> LazyVerifier<'a> {
         LazyVerifier { load: Box::new(load), device, loaded: None }
     }
 
-    /// The kernel, with at least `rows` rows, beside the session that decodes what is not proposed.
+    /// The kernel, with at least `rows` rows. The session `one` decodes where nothing is proposed.
     fn get(&mut self, one: &Session, rows: u32) -> Result<&mut RowsSession, Fault> {
         let LazyVerifier { load, device, loaded } = self;
         if loaded.as_ref().is_none_or(|loaded| loaded.shape().rows < rows) {
@@ -425,14 +425,11 @@ fn decide_by_schedule(
     Ok(tokens)
 }
 
-/// Decodes the prompt from the interpreter's position on, and takes the tokens that the request chooses from the logits.
-fn decide_on_host(
-    interp: &mut Interp,
-    prompt: &[u32],
-    count: usize,
-    request: &Request,
-    tell: &mut dyn FnMut(&Decided) -> ControlFlow<()>,
-) -> Result<Vec<u32>, Fault> {
+/// Decodes the prompt from the interpreter's position on: the logits after its last token.
+///
+/// # Errors
+/// What the interpreter refuses.
+pub(super) fn logits_after(interp: &mut Interp, prompt: &[u32]) -> Result<Vec<f32>, Fault> {
     let inputs: Vec<Input> = prompt.iter().skip(interp.position() as usize).copied().map(Input::Token).collect();
     let mut logits = vec![];
     interp.launch_for_choice(&inputs, |step| {
@@ -441,6 +438,18 @@ fn decide_on_host(
         }
         ControlFlow::Continue(())
     })?;
+    Ok(logits)
+}
+
+/// Decodes the prompt from the interpreter's position on, and takes the tokens that the request chooses from the logits.
+fn decide_on_host(
+    interp: &mut Interp,
+    prompt: &[u32],
+    count: usize,
+    request: &Request,
+    tell: &mut dyn FnMut(&Decided) -> ControlFlow<()>,
+) -> Result<Vec<u32>, Fault> {
+    let mut logits = logits_after(interp, prompt)?;
     let mut counts = TokenCounts::new(prompt);
     let mut tokens = vec![];
     loop {

@@ -13,6 +13,7 @@ use crate::sample::{Decided, Request, Sampler, TokenCounts};
 use crate::speculate::Speculation;
 
 use super::device_rows::{OneText, Prefill};
+use super::runner::logits_after;
 
 /// Told each token; `Break` ends the text.
 type Tell<'a> = &'a mut dyn FnMut(&Decided) -> ControlFlow<()>;
@@ -35,14 +36,7 @@ pub(super) fn decide_on_cpu(
     // Pages for proposed tokens may be missing where those for the text are not.
     let positions_max = (shape.pages as usize * shape.page_rows as usize).min(shape.context_max as usize);
     interp.reset();
-    let inputs: Vec<Input> = prompt.iter().copied().map(Input::Token).collect();
-    let mut logits = vec![];
-    interp.launch_for_choice(&inputs, |step| {
-        if step.position as usize + 1 == prompt.len() {
-            step.logits.copy_to(&mut logits);
-        }
-        ControlFlow::Continue(())
-    })?;
+    let mut logits = logits_after(interp, prompt)?;
     let mut counts = TokenCounts::new(prompt);
     let mut sequence = prompt.to_vec();
     let end = prompt.len() + count;
@@ -117,13 +111,9 @@ impl Verifier<'_> {
     /// Decodes `last` at `position` and `proposed` after it. The tokens that are chosen, up to the first one that was not proposed.
     fn run(&mut self, text: &mut OneText, position: u32, last: u32, proposed: &[u32]) -> Result<Vec<u32>, Fault> {
         let Verifier { rows, sampler } = self;
-        let [low, high] = sampler.key();
-        let input = |&token: &u32| RowInput {
-            first: FirstToken::Given(token),
-            steps: 1,
-            inverse_temperature: if sampler.is_greedy() { 0.0 } else { sampler.inv_temperature() },
-            seed: u64::from(high) << 32 | u64::from(low),
-        };
+        let (inverse_temperature, seed) = sampler.temperature_of_rows();
+        let first = |&token: &u32| FirstToken::Given(token);
+        let input = |token| RowInput { first: first(token), steps: 1, inverse_temperature, seed };
         let inputs: Vec<RowInput> = iter::once(&last).chain(proposed).map(input).collect();
         // Kernels for rows have neither top-k nor top-p.
         let on_host = sampler.is_filtered();

@@ -41,7 +41,6 @@ const TILE_MAX: u32 = 64;
 const CHUNK_INPUT_BYTES: u32 = 96 << 10;
 /// Rings and scratch of steps, where smaller ones leave no room for what is on its way: weights arrive while SMs meet.
 const STEP_INPUTS: Ring = Ring { slots: 4, slot_bytes: 16 << 10 };
-
 const STEP_WEIGHT_BYTES: u32 = 16 << 10;
 const STEP_SCRATCH_BYTES: u32 = 32 << 10;
 /// Parts of k that a product of a step may have: four are not faster (docs/perf-log.md, entry 23).
@@ -69,7 +68,7 @@ pub fn derive(schedule: &Schedule, target: &Target, form: Form, rows: u32) -> Re
         Form::Chunk => (CHUNK_BLOCK_ROWS, chunk_inputs(program), Ring { slots: 0, slot_bytes: 0 }, 0),
         Form::Steps => {
             let most = super::STEP_ROWS_MAX;
-            if ![16, 32, 64].contains(&rows) || rows > most {
+            if ![16, 32, 64].contains(&rows) {
                 return Err(Refused::Rows { rows, most });
             }
             (rows, STEP_INPUTS, Ring { slots: 0, slot_bytes: STEP_WEIGHT_BYTES }, STEP_SCRATCH_BYTES)
@@ -153,13 +152,13 @@ struct Matrix {
 }
 
 impl Matrix {
-    fn of(m: &MatVec, format: Format, form: Form) -> Matrix {
+    fn of(m: &MatVec, format: Format) -> Matrix {
         let granule_k = format.granule_k() * m.parts();
         Matrix {
             granule_spans: granule_k / 32,
             granules: m.k.div_ceil(granule_k),
             granule_bytes: format.granule_bytes(m.k),
-            sums_max: sums_max(form, format.groups.is_some()),
+            sums_max: sums_max(format.groups.is_some()),
         }
     }
 
@@ -363,7 +362,7 @@ impl Builder<'_> {
             return refused(grid, "the input", "an exchange");
         }
         let x = self.input(id, grid, m)?;
-        let matrix = Matrix::of(m, format, self.plan.form);
+        let matrix = Matrix::of(m, format);
         let parts = self.parts(m, &matrix);
         let over = Over::Units { n: m.units(), parts };
         let Some(Shape { pass, chunk, warps }) = self.shape(over, &matrix) else {

@@ -65,11 +65,8 @@ pub enum Form {
 }
 
 /// Registers of a lane that a product has for sums, at most. Of codes whose scales are of groups the sums of a group come on top.
-fn sums_max(form: Form, grouped: bool) -> u32 {
-    match (form, grouped) {
-        (_, false) => 112,
-        (_, true) => 64,
-    }
+fn sums_max(grouped: bool) -> u32 {
+    if grouped { 64 } else { 112 }
 }
 
 /// Waves in order, and who does what in each.

@@ -458,18 +458,17 @@ impl Judge<'_> {
         for what in self.ring_of(m, format, Product { pass, chunk, warps, parts }) {
             self.violate("ring", Some(w), what);
         }
-        let out_of = |role| buffer(role);
         match (m.epilogue, target) {
             (Epilogue::Residual { .. }, Written::Residual(residual)) if parts == 1 => {
-                self.sums(residual, out_of(Role::Out)?, m.rows)
+                self.sums(residual, buffer(Role::Out)?, m.rows)
             }
             (Epilogue::Residual { .. }, Written::Out(out)) if parts > 1 => {
                 self.layout(out, Layout::Parts(parts), m.rows)?;
-                self.holds.insert(out, Value::Addend(out_of(Role::Out)?));
+                self.holds.insert(out, Value::Addend(buffer(Role::Out)?));
                 Ok(())
             }
             (Epilogue::Store, Written::Out(out)) if parts > 1 => {
-                let to = out_of(Role::Out)?;
+                let to = buffer(Role::Out)?;
                 self.layout(out, Layout::Parts(parts), self.cols(to))?;
                 if !self.cols(to).is_multiple_of(2) {
                     return Err("an odd number of columns".to_string());
@@ -478,7 +477,7 @@ impl Judge<'_> {
                 Ok(())
             }
             (Epilogue::Store | Epilogue::Act(_) | Epilogue::Gated(_), Written::Out(out)) if parts == 1 => {
-                let to = out_of(Role::Out)?;
+                let to = buffer(Role::Out)?;
                 let work = &self.plan.work[out.index()];
                 let stored = matches!(work.layout, Layout::Operand | Layout::Rows(DType::Bf16));
                 if work.cols != self.cols(to) || !work.cols.is_multiple_of(2) || !stored {
@@ -522,7 +521,7 @@ impl Judge<'_> {
         let (of_inputs, of_weights) = (u64::from(machine.inputs.slot_bytes) / (block * 64), chunk * spans);
         let step = of_inputs.min(of_weights);
         let padded = pass.next_multiple_of(units);
-        let sums = sums_max(self.plan.form, format.groups.is_some());
+        let sums = sums_max(format.groups.is_some());
         let bytes = padded.saturating_mul(chunk).saturating_mul(u64::from(format.granule_bytes(m.k)));
         // Parts begin at whole blocks of 64 columns.
         let part = granules.div_ceil(parts).next_multiple_of(if spans == 1 { 2 } else { 1 });
