@@ -1,15 +1,15 @@
-// Attention, in two waves: `WaveAppend` norms and rotates the heads, and appends keys and values to the cache; the other computes
-// softmax(scale * q K^T) V over the cache up to each row's own position. Of a prompt chunk that is `WaveAttend`, for tiles of 16 rows of a
-// head; of a step `WaveAttendRow`, for the heads of one row that share a KV head.
+// Attention over the cache up to each row's own position: softmax(scale * q K^T) V. Of a prompt chunk it has two waves: `WaveAppend` norms
+// and rotates the heads, and appends keys and values to the cache; `WaveAttend` attends, for tiles of 16 rows of a head. Of a step it has
+// one: `WaveAttendRow` does both, for the heads of one row that share a KV head.
 //
 // qkv (rows, ..)  q, k and v of all heads: bf16 row by row, or PARTS sums of fp32, (PARTS, rows, ..)
-// q   (rows, ..)  bf16 row by row: normed, rotated
-// K, V            pages of one KV head; the second wave reads them through the ring of inputs, K and V of TILE positions side by side
+// q   (rows, ..)  of a chunk, bf16 row by row: normed, rotated. Of a step they stay in shared memory
+// K, V            pages of one KV head, through the ring of inputs: K and V of TILE positions side by side
 // out (rows, ..)  bf16, as products read it
 //
 // owner    of a row of a head: one warp in the first wave and of a chunk; of a step the warps of a block, which take tiles in turn
-// assumes  positions before a row are in the cache, or are those of rows of the launch; of a chunk, rows of one sequence at consecutive
-//          positions; heads as in ops/attention_tensor.cuh
+// assumes  positions before those of a launch's step are in the cache. Rows of one sequence lie side by side, at consecutive positions;
+//          those of a chunk are all of one sequence. Heads are as in ops/attention_tensor.cuh
 #pragma once
 
 template <class M, class G>
@@ -26,8 +26,9 @@ struct WaveHeads {
   static __device__ __forceinline__ u32 seen_from(u32 position) { return G::WINDOW && position + 1 > G::WINDOW ? position + 1 - G::WINDOW : 0; }
 };
 
+// Heads of q, k and v made ready for attention, 16 bytes a lane.
 template <class M, class G>
-struct WaveAppend {
+struct WavePieces {
   typedef WaveHeads<M, G> H;
   typedef AttentionTensor<M, G> One;
   static constexpr bool HALVES = G::ROTARY > 0 && !G::INTERLEAVED;
@@ -36,38 +37,15 @@ struct WaveAppend {
   static constexpr int HEADS = G::HEADS + 2 * H::KV_HEADS;
   static constexpr int ROUNDS = G::PARTS > 0 ? 2 : 4; // heads that a lane has on their way at once
 
-  template <class R>
-  static __device__ __forceinline__ void load(WaveLoader<M, R>&, const Wave&) {}
-  static __device__ __forceinline__ void run(WaveContext<M>& c, const Wave& e) {
-    const HeldShares<M> shares(c.p);
-    for (u32 s = 0; s < shares.count; s++) {
-      const Share share = shares[s];
-      const u32 end = min(share.row + share.rows, c.p.row_count);
-      if (share.row >= end) continue;
-      const int all = int(end - share.row) * HEADS;
-      constexpr int STRIDE = M::WARPS * HEADS_AT_ONCE;
-#pragma unroll 1
-      for (int first = c.warp() * HEADS_AT_ONCE; first < all; first += ROUNDS * STRIDE) {
-        Piece v[ROUNDS];
-#pragma unroll
-        for (int i = 0; i < ROUNDS; i++) head_piece(c, e, Place(c, int(share.row), first + i * STRIDE, all), v[i]);
-#pragma unroll
-        for (int i = 0; i < ROUNDS; i++) heads(c, e, Place(c, int(share.row), first + i * STRIDE, all), v[i]);
-      }
-    }
-  }
   // The piece of a head that a lane has.
   struct Place {
     int lane, row, head, kind; // queries, keys, values
-    bool live;
+    bool live;                 // or else the row is one that the launch has, and nothing is stored
     u32 position;
-    __device__ __forceinline__ Place(const WaveContext<M>& c, int row0, int first, int all) : lane(c.lane() % LANES) {
-      const int n = first + c.lane() / LANES;
-      live = n < all && lane < PIECES;
-      row = row0 + (live ? n / HEADS : 0), head = live ? n % HEADS : 0;
-      kind = head < G::HEADS ? 0 : head < G::HEADS + H::KV_HEADS ? 1 : 2;
-      position = wave_position<M>(c.p, c.step, u32(row));
-    }
+    // `head` counts those of q, then of k, then of v.
+    __device__ __forceinline__ Place(const WaveContext<M>& c, int row, int head, bool live)
+        : lane(c.lane() % LANES), row(row), head(head), kind(head < G::HEADS ? 0 : head < G::HEADS + H::KV_HEADS ? 1 : 2),
+          live(live && c.lane() % LANES < PIECES), position(wave_position<M>(c.p, c.step, u32(row))) {}
   };
   // 8 columns as they were read.
   struct Piece {
@@ -98,9 +76,9 @@ struct WaveAppend {
       unpack8(make_uint4(__float_as_uint(v.x), __float_as_uint(v.y), __float_as_uint(v.z), __float_as_uint(v.w)), y);
     }
   }
-  // Some heads of a row, or of two.
-  static __device__ __forceinline__ void heads(WaveContext<M>& c, const Wave& e, const Place& at, const Piece& piece) {
-    const int lane = at.lane, row = at.row, head = at.head, kind = at.kind;
+  // The 8 columns of a head, normed and rotated: by whole warps, whose lanes may have heads of different rows.
+  static __device__ __forceinline__ uint4 turned(const WaveContext<M>& c, const Wave& e, const Place& at, const Piece& piece) {
+    const int lane = at.lane, kind = at.kind;
     const bool live = at.live;
     const u32 position = at.position;
     float y[8];
@@ -133,14 +111,52 @@ struct WaveAppend {
       for (int k = 0; k < 8; k += 2)
         if (turns) One::rotate(y[k], y[k + 1], __ldg(angle + lane * 4 + k / 2), __ldg(angle + G::DIM / 2 + lane * 4 + k / 2));
     }
-    const uint4 w = make_uint4(bf16_pair(y[0], y[1]), bf16_pair(y[2], y[3]), bf16_pair(y[4], y[5]), bf16_pair(y[6], y[7]));
-    if (!live) return;
-    if (kind == 0) {
-      *reinterpret_cast<uint4*>(c.template work<u8>(e.out) + (u64(row) * H::QUERY_COLS + head * G::DIM + lane * 8) * 2) = w;
-    } else {
-      const int kv = head - G::HEADS - (kind - 1) * H::KV_HEADS;
-      u8* to = H::pool(c.p, kind == 1 ? e.k_cache : e.v_cache, kv) + u64(H::pool_row(c.p, wave_sequence<M>(u32(row)), position)) * H::ROW;
-      *reinterpret_cast<uint4*>(to + (lane ^ swizzle(position)) * 16) = w;
+    return make_uint4(bf16_pair(y[0], y[1]), bf16_pair(y[2], y[3]), bf16_pair(y[4], y[5]), bf16_pair(y[6], y[7]));
+  }
+  // A piece of a key or a value, into the cache.
+  static __device__ __forceinline__ void append(const WaveContext<M>& c, const Wave& e, const Place& at, const uint4& piece) {
+    const int kv = at.head - G::HEADS - (at.kind - 1) * H::KV_HEADS;
+    const u32 row = H::pool_row(c.p, wave_sequence<M>(u32(at.row)), at.position);
+    u8* to = H::pool(c.p, at.kind == 1 ? e.k_cache : e.v_cache, kv) + u64(row) * H::ROW;
+    *reinterpret_cast<uint4*>(to + (at.lane ^ swizzle(at.position)) * 16) = piece;
+  }
+};
+
+template <class M, class G>
+struct WaveAppend {
+  typedef WaveHeads<M, G> H;
+  typedef WavePieces<M, G> P;
+
+  template <class R>
+  static __device__ __forceinline__ void load(WaveLoader<M, R>&, const Wave&) {}
+  static __device__ __forceinline__ void run(WaveContext<M>& c, const Wave& e) {
+    const HeldShares<M> shares(c.p);
+    for (u32 s = 0; s < shares.count; s++) {
+      const Share share = shares[s];
+      const u32 end = min(share.row + share.rows, c.p.row_count);
+      if (share.row >= end) continue;
+      const int all = int(end - share.row) * P::HEADS;
+      constexpr int STRIDE = M::WARPS * P::HEADS_AT_ONCE;
+#pragma unroll 1
+      for (int first = c.warp() * P::HEADS_AT_ONCE; first < all; first += P::ROUNDS * STRIDE) {
+        const auto place = [&](int i) {
+          const int n = first + i * STRIDE + c.lane() / P::LANES;
+          return typename P::Place(c, int(share.row) + (n < all ? n / P::HEADS : 0), n < all ? n % P::HEADS : 0, n < all);
+        };
+        typename P::Piece v[P::ROUNDS];
+#pragma unroll
+        for (int i = 0; i < P::ROUNDS; i++) P::head_piece(c, e, place(i), v[i]);
+#pragma unroll
+        for (int i = 0; i < P::ROUNDS; i++) {
+          const typename P::Place at = place(i);
+          const uint4 w = P::turned(c, e, at, v[i]);
+          if (!at.live) continue;
+          if (at.kind == 0)
+            *reinterpret_cast<uint4*>(c.template work<u8>(e.out) + (u64(at.row) * H::QUERY_COLS + at.head * G::DIM + at.lane * 8) * 2) = w;
+          else
+            P::append(c, e, at, w);
+        }
+      }
     }
   }
 };
@@ -183,13 +199,16 @@ struct WaveTiles {
         load(j, low, high);
     }
   };
-  // Asks for the chunk of TILE positions from `at` on, up to `end`.
+  // Asks for the chunk of TILE positions from `at` on, up to `end`: of a chunk, those that the wave before appended are among them.
   template <class R>
   static __device__ __forceinline__ void load_chunk(WaveLoader<M, R>& l, const Wave& e, u32 sequence, int kv, u32 at, u32 end) {
     const u32 bytes = min(u32(TILE), end - at) * ROW;
     const u8* from = H::pool(l.p, l.lane == 0 ? e.k_cache : e.v_cache, kv) + u64(H::pool_row(l.p, sequence, at)) * ROW;
     u8* slot = l.free_slot();
-    l.meet();
+    if (M::STEPS)
+      l.meet_last_step();
+    else
+      l.meet();
     if (l.lane < 2) l.copy(slot + l.lane * (TILE * ROW), from, bytes);
     l.arrive(2 * bytes);
     l.at.next();
@@ -350,26 +369,38 @@ struct WaveAttend {
   }
 };
 
-// The heads of a row that share a KV head are the rows of a tile.
+// The heads of a row that share a KV head are the rows of a tile. The cache holds positions of earlier steps. Keys and values of this step,
+// those of the row and of rows before it in its sequence, are made here from what the product left, by every task that sees them; the
+// one with the first heads of a KV head appends those of its own row. So no task waits for another.
 template <class M, class G>
 struct WaveAttendRow {
   typedef WaveHeads<M, G> H;
+  typedef WavePieces<M, G> P;
   typedef WaveTiles<M, G> T;
   static constexpr int QUERIES = T::QUERIES, TILE = T::TILE, STEP = T::STEP, ROW = H::ROW;
   static_assert(QUERIES <= 16, "a tile has 16 rows");
-  // What a team of warps leaves of a row: of each head the largest score, the sum, and the values.
-  static constexpr int TEAM = T::TEAM, TEAMS = M::WARPS / TEAM, LEFT = QUERIES * (G::DIM + 2), ROOM = M::SCRATCH_BYTES / 4 / LEFT;
+  static_assert(G::GROUP % QUERIES == 0, "tasks have whole parts of the heads of a KV head");
+  // Scratch: what some tasks at once have of their own rows (queries, a key, a value); then keys and values of other new positions, and in the
+  // same place what teams of warps leave of a row: of each head the largest score, the sum, and the values.
+  static constexpr int QUERY_BYTES = G::DIM * 2 + 16, OWN_BYTES = round_up(QUERIES * QUERY_BYTES + 2 * ROW, 128);
+  static constexpr int TASKS_MOST = M::SCRATCH_BYTES / 4 / OWN_BYTES, TASKS = TASKS_MOST < 1 ? 1 : TASKS_MOST < int(SHARES_HELD) ? TASKS_MOST : int(SHARES_HELD);
+  static constexpr int AFTER_OWN = TASKS * OWN_BYTES, LEFT = QUERIES * (G::DIM + 2), ROOM = (M::SCRATCH_BYTES - AFTER_OWN) / 4 / LEFT;
+  static constexpr int TEAM = T::TEAM, TEAMS = M::WARPS / TEAM;
   static constexpr int TAKERS = ROOM < TEAMS ? ROOM : TEAMS; // teams that take chunks in turn
   static constexpr int TURN = TILE < 64 ? 64 : TILE; // positions
   static_assert(TAKERS > 0, "a team's part of a row meets those of others");
+  // A tile of one position is read as whole STEPs all the same.
+  static_assert(AFTER_OWN + 2 * STEP * ROW <= M::SCRATCH_BYTES, "new positions have room");
 
   struct Task {
-    u32 row, sequence, position, begin, end;
+    u32 row, sequence, position, lead, begin, end; // history from `begin` to `end`; after that, `lead` rows before this one
     int head;
     __device__ __forceinline__ Task(const Share& share, u32 sequence, u32 position)
-        : row(share.row), sequence(sequence), position(position), begin(H::seen_from(position) / TILE * TILE),
-          end(position + 1), head(int(share.lo) * QUERIES) {}
+        : row(share.row), sequence(sequence), position(position), lead(wave_state<M>().leads[share.row]), begin(H::seen_from(position) / TILE * TILE),
+          end(position - lead), head(int(share.lo) * QUERIES) {}
   };
+  static __device__ __forceinline__ u8* scratch(u32 at) { return reinterpret_cast<u8*>(wave_scratch<M>()) + at; }
+  static __device__ __forceinline__ float* left() { return reinterpret_cast<float*>(scratch(AFTER_OWN)); }
 
   template <class R>
   static __device__ __forceinline__ void load(WaveLoader<M, R>& l, const Wave& e) {
@@ -388,26 +419,97 @@ struct WaveAttendRow {
     const HeldShares<M> shares(c.p);
     u32 turns = 0;
 #pragma unroll 1
-    for (u32 s = 0; s < shares.count; s++) {
-      const Share share = shares[s];
-      // Consumers know the place of a row alone; its pages are the loader's.
-      if (share.row < c.p.row_count) one(c, e, Task(share, 0, wave_position<M>(c.p, c.step, share.row)), turns);
+    for (u32 s = 0; s < shares.count; s += TASKS) {
+      if (s > 0) c.barrier();
+      prepare(c, e, shares, s);
+      c.barrier();
+#pragma unroll 1
+      for (u32 i = s; i < min(s + TASKS, shares.count); i++) {
+        const Share share = shares[i];
+        // Consumers know the place of a row alone; its pages are the loader's.
+        if (share.row < c.p.row_count) one(c, e, Task(share, 0, wave_position<M>(c.p, c.step, share.row)), scratch((i - s) * OWN_BYTES), turns);
+      }
     }
   }
-  static __device__ __forceinline__ void one(WaveContext<M>& c, const Wave& e, const Task& task, u32& turns) {
+  // Queries, keys and values of the own rows of tasks from `first` on.
+  static __device__ __forceinline__ void prepare(WaveContext<M>& c, const Wave& e, const HeldShares<M>& shares, u32 first) {
+    constexpr int HEADS = QUERIES + 2, STRIDE = M::WARPS * P::HEADS_AT_ONCE;
+    const int tasks = int(min(u32(TASKS), shares.count - first));
+#pragma unroll 1
+    for (int from = c.warp() * P::HEADS_AT_ONCE; from < tasks * HEADS; from += P::ROUNDS * STRIDE) {
+      const auto task_of = [&](int i) { return min((from + i * STRIDE + c.lane() / P::LANES) / HEADS, tasks - 1); };
+      const auto place = [&](int i) {
+        const int n = from + i * STRIDE + c.lane() / P::LANES, own = n % HEADS;
+        const Share share = shares.of_lane(first + u32(task_of(i)));
+        const int head = int(share.lo) * QUERIES, kv = head / G::GROUP;
+        const bool live = n < tasks * HEADS && share.row < c.p.row_count;
+        return typename P::Place(c, live ? int(share.row) : 0, own < QUERIES ? head + own : G::HEADS + (own - QUERIES) * H::KV_HEADS + kv, live);
+      };
+      typename P::Piece v[P::ROUNDS];
+#pragma unroll
+      for (int i = 0; i < P::ROUNDS; i++) P::head_piece(c, e, place(i), v[i]);
+#pragma unroll
+      for (int i = 0; i < P::ROUNDS; i++) {
+        const typename P::Place at = place(i);
+        const uint4 w = P::turned(c, e, at, v[i]);
+        if (!at.live) continue;
+        const int own = (from + i * STRIDE + c.lane() / P::LANES) % HEADS;
+        const u32 to = own < QUERIES ? own * QUERY_BYTES : QUERIES * QUERY_BYTES + (own - QUERIES) * ROW;
+        *reinterpret_cast<uint4*>(scratch(u32(task_of(i)) * OWN_BYTES + to) + at.lane * 16) = w;
+        const int first_head = int(shares.of_lane(first + u32(task_of(i))).lo) * QUERIES;
+        if (at.kind != 0 && first_head % G::GROUP == 0) P::append(c, e, at, w);
+      }
+    }
+  }
+  // Keys and values of `count` rows from `row` on, for the KV head of a task.
+  static __device__ __forceinline__ void prepare_new(WaveContext<M>& c, const Wave& e, u32 row, u32 count, int kv) {
+#pragma unroll 1
+    for (int from = c.warp() * P::HEADS_AT_ONCE; from < int(count) * 2; from += M::WARPS * P::HEADS_AT_ONCE) {
+      const int n = from + c.lane() / P::LANES;
+      const bool live = n < int(count) * 2;
+      const typename P::Place at(c, int(row) + (live ? n / 2 : 0), G::HEADS + n % 2 * H::KV_HEADS + kv, live);
+      typename P::Piece v;
+      P::head_piece(c, e, at, v);
+      const uint4 w = P::turned(c, e, at, v);
+      if (at.live) *reinterpret_cast<uint4*>(scratch(AFTER_OWN + n % 2 * (STEP * ROW) + n / 2 * ROW) + (at.lane ^ swizzle(u32(n / 2))) * 16) = w;
+    }
+  }
+  static __device__ __forceinline__ void one(WaveContext<M>& c, const Wave& e, const Task& task, const u8* own, u32& turns) {
     const int lane = c.lane(), g = lane / 4, t = lane % 4, team = c.warp() / TEAM, part = c.warp() % TEAM;
     const int start = int(H::seen_from(task.position)), begin = int(task.begin), end = int(task.end);
-    // Teams take so many chunks in turn: a short history is one team's, and needs no merge.
-    const u32 first = turns % TAKERS, count = u32(ceil_div(end - begin, TURN));
+    // Teams take so many chunks in turn: a short history is one team's, and needs no merge. The first of them has the new positions, too.
+    const u32 first = turns % TAKERS, chunks = begin < end ? u32(ceil_div(end - begin, TURN)) : 0, count = chunks > 0 ? chunks : 1;
     turns += count;
     // Whether this team has one. Others only pass chunks on, and are free for the next row.
     const bool takes = team < TAKERS && (u32(team) + TAKERS - first) % TAKERS < count;
     typename T::Running r;
     T::begin(r);
-    const u8* head = c.template work<u8>(e.x) + (u64(task.row) * H::QUERY_COLS + task.head * G::DIM + t * 8) * 2;
-    const u8 *low = head + (takes && g < QUERIES ? g : 0) * (G::DIM * 2), *high = head + (takes && g + 8 < QUERIES ? g + 8 : 0) * (G::DIM * 2);
+    const u8* head = own + t * 16;
+    const u8 *low = head + (takes && g < QUERIES ? g : 0) * QUERY_BYTES, *high = head + (takes && g + 8 < QUERIES ? g + 8 : 0) * QUERY_BYTES;
+    if (task.lead > 0) {
+      // Of rows that follow each other in one sequence, each has those before it, and itself.
+      const int kv = task.head / G::GROUP, news = int(task.lead) + 1;
+#pragma unroll 1
+      for (int at = 0; at < news; at += STEP) {
+        const int there = min(STEP, news - at), from = start - end - at;
+        c.barrier();
+        prepare_new(c, e, task.row - task.lead + u32(at), u32(there), kv);
+        c.barrier();
+        if (u32(team) == first) {
+          const u8* keys = scratch(AFTER_OWN);
+          const int lo[2] = {from, from}, hi[2] = {there, there};
+          T::tile(lane, typename T::Queries(low, high), keys, keys + STEP * ROW + part * 128, lo, hi, there, r);
+        }
+      }
+      c.barrier();
+    }
     if (takes) {
       const typename T::Queries queries(low, high);
+      if (task.lead == 0 && u32(team) == first) {
+        const u8* key = own + QUERIES * QUERY_BYTES;
+        const int lo[2] = {0, 0}, hi[2] = {1, 1};
+        T::tile(lane, queries, key, key + ROW + part * 128, lo, hi, 1, r);
+      }
 #pragma unroll 1
       for (int chunk = begin; chunk < end; chunk += TILE) {
         const u8* slot = wave_take(c, c.inputs);
@@ -455,7 +557,7 @@ struct WaveAttendRow {
 #pragma unroll
       for (int h = 0; h < 2; h++) {
         if (g + h * 8 >= QUERIES) continue;
-        float* at = wave_scratch<M>() + team * LEFT + (g + h * 8) * (G::DIM + 2);
+        float* at = left() + team * LEFT + (g + h * 8) * (G::DIM + 2);
         if (t == 0 && part == 0) at[0] = r.m[h], at[1] = sum[h];
 #pragma unroll
         for (int n = 0; n < T::VALUE_TILES; n++) *reinterpret_cast<float2*>(at + 2 + part * 64 + n * 8 + t * 2) = make_float2(r.o[n][2 * h], r.o[n][2 * h + 1]);
@@ -464,7 +566,7 @@ struct WaveAttendRow {
 #pragma unroll 1
     for (int i = c.tid(); i < QUERIES * G::DIM / 2; i += M::WARPS * 32) {
       const int query = i / (G::DIM / 2), col = i % (G::DIM / 2) * 2;
-      const float* at = wave_scratch<M>() + query * (G::DIM + 2);
+      const float* at = left() + query * (G::DIM + 2);
       float top = NEGATIVE_INFINITY, all = 0.f, x = 0.f, y = 0.f;
 #pragma unroll
       for (int w = 0; w < TAKERS; w++) top = fmaxf(top, at[w * LEFT]);

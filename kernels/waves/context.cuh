@@ -75,6 +75,7 @@ struct WaveState {
   u32 next_shares;
   // Of a step: where each row is before the first step, and which row of the page table it has.
   u32 positions[M::STEPS ? M::BLOCK_ROWS : 1], sequences[M::STEPS ? M::BLOCK_ROWS : 1];
+  u32 leads[M::STEPS ? M::BLOCK_ROWS : 1]; // rows before it of the same sequence
 };
 template <class M>
 __device__ __forceinline__ WaveState<M>& wave_state() {
@@ -136,7 +137,16 @@ struct HeldShares {
   __device__ __forceinline__ explicit HeldShares(const WaveParams& p)
       : first(p.shares + wave_state<M>().record.first), count(uniform(wave_state<M>().record.count)) {}
   __device__ __forceinline__ Share operator[](u32 i) const {
-    return share_of(i < SHARES_HELD ? *reinterpret_cast<const uint4*>(wave_state<M>().record.held + i) : __ldg(reinterpret_cast<const uint4*>(first + i)));
+    const uint4 v = read(i);
+    return share_of(v);
+  }
+  // Where lanes ask for different ones.
+  __device__ __forceinline__ Share of_lane(u32 i) const {
+    const uint4 v = read(i);
+    return Share{v.x, v.y, v.z, v.w};
+  }
+  __device__ __forceinline__ uint4 read(u32 i) const {
+    return i < SHARES_HELD ? *reinterpret_cast<const uint4*>(wave_state<M>().record.held + i) : __ldg(reinterpret_cast<const uint4*>(first + i));
   }
 };
 // By a warp of the consumers: brings what a wave is and what this block has of it. Neither load waits for the other.
@@ -153,6 +163,18 @@ __device__ __forceinline__ void fetch_wave(const WaveParams& p, u32 wave, u32 la
   if (lane < RECORD_WORDS) reinterpret_cast<u32*>(&state.record)[lane] = held;
   __syncwarp();
   if (lane == 0) state.next_shares = state.wave.next_shares;
+}
+
+// Before the first wave, by the thread of a row: where it is, and how many rows before it its sequence has in a step.
+template <class M>
+__device__ __forceinline__ void place_row(const WaveParams& p, u32 row) {
+  WaveState<M>& state = wave_state<M>();
+  const u32 sequence = __ldg(&p.rows[row].sequence);
+  state.positions[row] = __ldg(&p.rows[row].position);
+  state.sequences[row] = sequence;
+  u32 lead = 0;
+  while (lead < row && __ldg(&p.rows[row - lead - 1].sequence) == sequence) lead++;
+  state.leads[row] = lead;
 }
 
 // Thread-wide view of a block.

@@ -10,7 +10,6 @@ __device__ __forceinline__ void load_waves(const WaveParams& p, int part) {
     for (u32 i = 0; i < p.wave_count; i++) {
       loader.step = s;
       loader.wave = i;
-      loader.met = s == 0 && i == 0;
       D::load(loader, uniform(__ldg(&p.waves[i].op)), p.waves[i]);
     }
   loader.drain();
@@ -58,10 +57,7 @@ __device__ __forceinline__ void run_waves(const WaveParams& p) {
 #endif
   }
   if constexpr (M::STEPS)
-    if (threadIdx.x < p.row_count) {
-      state.positions[threadIdx.x] = __ldg(&p.rows[threadIdx.x].position);
-      state.sequences[threadIdx.x] = __ldg(&p.rows[threadIdx.x].sequence);
-    }
+    if (threadIdx.x < p.row_count) place_row<M>(p, threadIdx.x);
   __syncthreads();
   // The launch has given as many registers to each thread as there are for all, and consumers want more.
   const u32 warp = uniform(threadIdx.x / 32);

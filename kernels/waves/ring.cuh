@@ -51,14 +51,14 @@ struct WaveLoader {
   RingCursor<R> at;  // next chunk to fill
   u32 step, wave;
   u32 patience;
-  bool met;          // all blocks ended the wave before
+  u32 met;           // waves of the launch that all blocks are known to have ended
   int part, lane;
 #if __CUDA_ARCH__ >= 900
   u64 hint; // for L2: weights are read once, activations again
 #endif
 
   __device__ __forceinline__ WaveLoader(const WaveParams& p, int part)
-      : p(p), at{0, 0}, step(0), wave(0), patience(POLLS_BETWEEN_CHECKS), met(false), part(part), lane(int(threadIdx.x % 32)) {
+      : p(p), at{0, 0}, step(0), wave(0), patience(POLLS_BETWEEN_CHECKS), met(0), part(part), lane(int(threadIdx.x % 32)) {
 #if __CUDA_ARCH__ >= 900
     if constexpr (R::FIRST == 0)
       asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(hint));
@@ -100,12 +100,15 @@ struct WaveLoader {
     if (!lost()) copy_in_bulk(to, from, bytes, &wave_state<M>().full[R::FIRST + at.slot], hint);
 #endif
   }
-  // Before the first copy of what an earlier wave wrote.
-  __device__ __forceinline__ void meet() {
-    if (met) return;
-    await_waves<M::SMS>(p.arrived, step * p.wave_count + wave, waiter());
+  // Before a copy of what the waves before this one wrote.
+  __device__ __forceinline__ void meet() { meet(step * p.wave_count + wave); }
+  // Before a copy of what this wave wrote in the step before.
+  __device__ __forceinline__ void meet_last_step() { meet(step == 0 ? 0 : (step - 1) * p.wave_count + wave + 1); }
+  __device__ __forceinline__ void meet(u32 waves) {
+    if (met >= waves) return;
+    await_waves<M::SMS>(p.arrived, waves, waiter());
     fence_history();
-    met = true;
+    met = waves;
   }
   // No copy may land in shared memory that the block has given up. Consumers have waited for every copy unless the launch is lost.
   __device__ __forceinline__ void drain() {

@@ -196,16 +196,15 @@ fn class_of(proven: &Proven<'_>, wave: &PlanWave) -> (&'static str, String) {
             );
             ("WaveMatMul", members + &coding_members(schedule.program.format_of(grid), m.k))
         }
-        (Action::Append { x, .. }, Op::Attention(a)) => {
-            let parts = parts_of(plan, *x);
-            ("WaveAppend", format!("{}int PARTS = {parts}\n", attention_members(schedule, wave.grid, a, 0)))
+        (Action::Append { .. }, Op::Attention(a)) => {
+            ("WaveAppend", format!("{}int PARTS = 0\n", attention_members(schedule, wave.grid, a, 0)))
         }
         (Action::Attend { tile, .. }, Op::Attention(a)) => {
-            let template = match plan.form {
-                Form::Chunk => "WaveAttend",
-                Form::Steps => "WaveAttendRow",
-            };
-            (template, format!("{}int TILE = {tile}\n", attention_members(schedule, wave.grid, a, 0)))
+            ("WaveAttend", format!("{}int TILE = {tile}\n", attention_members(schedule, wave.grid, a, 0)))
+        }
+        (Action::AttendRow { x, tile, .. }, Op::Attention(a)) => {
+            let (members, parts) = (attention_members(schedule, wave.grid, a, 0), parts_of(plan, *x));
+            ("WaveAttendRow", format!("{members}int TILE = {tile}\nint PARTS = {parts}\n"))
         }
         _ => unreachable!("prove: waves are those of the ops of their grids"),
     }
@@ -429,9 +428,9 @@ fn entry(proven: &Proven<'_>, matrices: &[Option<Matrix>], wave: &PlanWave, clas
             let row_scales = row_scales(schedule, matrices, grid).unwrap_or(NONE);
             Wave { x: work(x), out, residual, weight: of(Role::Weight), row_scales, table: of(Role::Bias), ..none }
         }
-        Action::Append { x, queries } => Wave {
+        Action::Append { x, queries: out } | Action::AttendRow { x, out, .. } => Wave {
             x: work(x),
-            out: work(queries),
+            out: work(out),
             norm_weight: of(Role::QNormWeight),
             norm_bias: of(Role::KNormWeight),
             table: of(Role::Rope),

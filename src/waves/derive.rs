@@ -456,8 +456,14 @@ impl Builder<'_> {
             return refused(grid, "the operands", "heads, and an output");
         };
         let cols = a.heads * a.head_dim;
-        let queries = self.work("queries", Layout::Rows(DType::Bf16), cols);
-        self.push(id, Action::Append { x, queries }, Over::Rows);
+        let appended = match self.plan.form {
+            Form::Chunk => {
+                let queries = self.work("queries", Layout::Rows(DType::Bf16), cols);
+                self.push(id, Action::Append { x, queries }, Over::Rows);
+                Some(queries)
+            }
+            Form::Steps => None,
+        };
         if is_last {
             return Ok(());
         }
@@ -474,12 +480,11 @@ impl Builder<'_> {
         };
         let to = self.work("attended", Layout::Operand, cols);
         self.inputs.insert(out, to);
-        let rows = match self.plan.form {
-            Form::Chunk => WARPS / a.heads_per_task * 16,
-            Form::Steps => 1,
+        let (action, rows) = match appended {
+            Some(queries) => (Action::Attend { queries, out: to, tile }, WARPS / a.heads_per_task * 16),
+            None => (Action::AttendRow { x, out: to, tile }, 1),
         };
-        let over = Over::Heads { n: a.head_groups(), rows };
-        self.push(id, Action::Attend { queries, out: to, tile }, over);
+        self.push(id, action, Over::Heads { n: a.head_groups(), rows });
         Ok(())
     }
 }

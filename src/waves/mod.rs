@@ -18,7 +18,10 @@
 //! nothing else. The loader brings weights of later waves before that, and no wave writes those.
 //!
 //! Within a wave nothing is ordered between SMs. [`prove`] therefore asks that a wave writes no buffer that it reads, apart from
-//! sums in place, and that the shares of its SMs are disjoint.
+//! sums in place, and that the shares of its SMs are disjoint. The cache is both read and written by attention of a step: read at positions
+//! before the first row that its sequence has in the step, and written at those of its rows ([`crate::rows`] guards that rows of a sequence
+//! are at consecutive positions, and that no other sequence reads their pages). What it reads was therefore written by an earlier step, so
+//! the loader waits for the end of the same wave of the step before, and asks for history while earlier waves of its step run.
 //!
 //! A launch of several steps goes through its waves as often, and counts on. What a step decides lies in a buffer of activations like any
 //! other: its last wave writes it, and the first wave of the next step reads it.
@@ -189,10 +192,13 @@ pub enum Action {
         chunk: u32,
         warps: Warps,
     },
-    /// Norms and rotates heads, and appends keys and values to the cache. `x` may be sums of parts.
+    /// Of a chunk: norms and rotates heads, and appends keys and values to the cache.
     Append { x: WorkId, queries: WorkId },
-    /// Attention over the cache, in tiles of `tile` positions.
+    /// Of a chunk: attention over the cache, in tiles of `tile` positions.
     Attend { queries: WorkId, out: WorkId, tile: u32 },
+    /// Of a step: both. Of the cache it reads positions of earlier steps alone; those of its own step are made from `x`, which may be sums of
+    /// parts.
+    AttendRow { x: WorkId, out: WorkId, tile: u32 },
 }
 
 /// What a matrix product writes.
@@ -271,7 +277,7 @@ impl Plan {
 
     /// The waves after which keys and values of all rows are in the cache: a launch that decides nothing ends there.
     pub fn fills(&self) -> usize {
-        let appends = |wave: &Wave| matches!(wave.action, Action::Append { .. });
+        let appends = |wave: &Wave| matches!(wave.action, Action::Append { .. } | Action::AttendRow { .. });
         self.waves.iter().rposition(appends).map_or(0, |last| last + 1)
     }
 
@@ -292,6 +298,7 @@ impl Action {
             Action::MatMul { .. } => "matmul",
             Action::Append { .. } => "append",
             Action::Attend { .. } => "attend",
+            Action::AttendRow { .. } => "attend-row",
         }
     }
 
@@ -314,6 +321,7 @@ impl Action {
             Action::MatMul { x, target: Target::Residual(residual), .. } => (vec![x, residual], vec![residual]),
             Action::Append { x, queries } => (vec![x], vec![queries]),
             Action::Attend { queries, out, .. } => (vec![queries], vec![out]),
+            Action::AttendRow { x, out, .. } => (vec![x], vec![out]),
         }
     }
 }

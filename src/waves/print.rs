@@ -63,6 +63,7 @@ impl fmt::Display for Plan {
                 Action::Attend { queries, out, tile } => {
                     writeln!(f, "attend queries={queries} out={out} tile={tile}")?;
                 }
+                Action::AttendRow { x, out, tile } => writeln!(f, "attend-row x={x} out={out} tile={tile}")?,
             }
         }
         Ok(())

@@ -124,8 +124,8 @@ impl Judge<'_> {
         let registers = (warps * most).saturating_add(loader_warps * least).saturating_mul(32);
         let moves = [most, least].iter().all(|n| n.is_multiple_of(8) && (24..=248).contains(n)) && least <= each;
         let row_bytes = match self.plan.form {
-            Form::Chunk => 8,
-            Form::Steps => 8 * u64::from(self.plan.rows),
+            Form::Chunk => 12,
+            Form::Steps => 12 * u64::from(self.plan.rows),
         };
         let ring = |ring: Ring| u64::from(ring.slots) * u64::from(ring.slot_bytes);
         let rest = u64::from(m.scratch_bytes) + u64::from(m.state_bytes);
@@ -146,7 +146,7 @@ impl Judge<'_> {
             (!is_ring(m.weights) || !is_ring(m.inputs), "expected 2 slots at least, of whole cache lines"),
             (!m.scratch_bytes.is_multiple_of(128), "expected scratch of whole cache lines"),
             // A watchdog of 24 bytes, two barriers for each slot, eight statistics of each warp, a wave of 64 bytes with a record of 80,
-            // and of steps two words of each row.
+            // and of steps three words of each row.
             (u64::from(m.state_bytes) < 24 + 16 * slots + 32 * warps + 176 + row_bytes, "too little room for barriers"),
         ];
         for (_, what) in wrong.into_iter().filter(|(wrong, _)| *wrong) {
@@ -305,7 +305,7 @@ impl Judge<'_> {
                 self.rows_end(wave, out)
             }
             (Op::MatVec(m), waves) => self.matvec(grid, m, waves, first),
-            (Op::Attention(a), [append, rest @ ..]) => self.attention(id, grid, a, append, rest, is_last),
+            (Op::Attention(a), waves) => self.attention(id, grid, a, waves, is_last),
             _ => no("expected other waves of this op"),
         }
     }
@@ -351,62 +351,89 @@ impl Judge<'_> {
         }
     }
 
-    /// The append of a grid of attention, and what comes after it unless it is the last one.
+    /// Of a chunk an append, and attention unless it is the last one. Of a step one wave that does both.
     fn attention(
         &mut self,
         id: GridId,
         grid: &Grid,
         a: &Attention,
-        append: &Wave,
-        rest: &[Wave],
+        waves: &[Wave],
         is_last: bool,
     ) -> Result<(), String> {
         let buffer = |role: Role| grid.operand(role).map(|operand| operand.buffer).ok_or("an operand is missing");
         let no = |what: &str| Err(what.to_string());
 
-        let Action::Append { x, queries } = append.action else { return no("expected an append") };
-        let cols = a.heads * a.head_dim;
-        self.holds(x, Value::Exchange(buffer(Role::Q)?))?;
-        self.rows_or_parts(x, cols + 2 * a.kv_heads() * a.head_dim)?;
-        self.layout(queries, Layout::Rows(DType::Bf16), cols)?;
-        self.over(append, Over::Rows)?;
-        self.holds.insert(queries, Value::Queries(id));
         let attends = self.validated.schedule().attention_variant(id).is_some_and(|variant| variant.swizzled);
         if !attends || a.splits != 1 {
             return no("expected attention of whole heads on tensor cores");
         }
-        match rest {
-            [] if is_last => Ok(()),
-            [wave] if !is_last => {
-                let Action::Attend { queries, out, tile } = wave.action else {
-                    return no("expected attention");
-                };
-                self.holds(queries, Value::Queries(id))?;
-                self.layout(out, Layout::Operand, cols)?;
-                // Of a step a warp has the heads of a row, at most 16, and leaves them with two statistics of each.
-                let rows = match self.plan.form {
-                    Form::Chunk => 8 / a.heads_per_task * 16,
-                    Form::Steps => 1,
-                };
-                let left = a.heads_per_task * (a.head_dim + 2) * 4;
-                if rows == 1 && (a.heads_per_task > 16 || left > self.plan.machine.scratch_bytes) {
-                    return no("heads of a row that no tile or no scratch holds");
+        let (cols, all) = (a.heads * a.head_dim, (a.heads + 2 * a.kv_heads()) * a.head_dim);
+        let x_of = buffer(Role::Q)?;
+        // The input of the wave that appends.
+        let heads = |judge: &Self, x: WorkId| {
+            judge.holds(x, Value::Exchange(x_of))?;
+            judge.rows_or_parts(x, all)
+        };
+        let program = &self.validated.schedule().program;
+        let cache = &program.buffers[buffer(Role::AppendK)?.index()];
+        // A row of a KV head: a multiple of 16 bytes.
+        let row = (a.head_dim * cache.dtype.bytes() as u32).next_multiple_of(16);
+        let page = cache.paging.map_or(0, |paging| paging.rows);
+        let (wave, out, tile, rows) = match (self.plan.form, waves) {
+            (Form::Chunk, [append, rest @ ..]) => {
+                let Action::Append { x, queries } = append.action else { return no("expected an append") };
+                heads(self, x)?;
+                self.layout(queries, Layout::Rows(DType::Bf16), cols)?;
+                self.over(append, Over::Rows)?;
+                self.holds.insert(queries, Value::Queries(id));
+                match rest {
+                    [] if is_last => return Ok(()),
+                    [wave] if !is_last => {
+                        let Action::Attend { queries, out, tile } = wave.action else {
+                            return no("expected attention");
+                        };
+                        self.holds(queries, Value::Queries(id))?;
+                        (wave, out, tile, 8 / a.heads_per_task * 16)
+                    }
+                    _ => return no("expected attention after the append, but in the last layer"),
                 }
-                self.over(wave, Over::Heads { n: a.heads / a.heads_per_task, rows })?;
-                let program = &self.validated.schedule().program;
-                let cache = &program.buffers[buffer(Role::AppendK)?.index()];
-                let page = cache.paging.map_or(0, |paging| paging.rows);
-                // A row of a KV head: a multiple of 16 bytes.
-                let row = (a.head_dim * cache.dtype.bytes() as u32).next_multiple_of(16);
-                let pages = tile > 0 && tile.is_multiple_of(16) && page > 0 && page.is_multiple_of(tile);
-                if !pages || 2 * tile * row > self.plan.machine.inputs.slot_bytes {
-                    return no("a tile of keys and values that no slot holds, or no page");
-                }
-                self.holds.insert(out, Value::Exchange(buffer(Role::Out)?));
-                Ok(())
             }
-            _ => no("expected attention after the append, but in the last layer"),
+            (Form::Steps, [wave]) => {
+                let Action::AttendRow { x, out, tile } = wave.action else {
+                    return no("expected attention of rows");
+                };
+                heads(self, x)?;
+                // What it appends is what it reads in the next step.
+                let same = |append, history| Ok::<_, &str>(buffer(append)? == buffer(history)?);
+                if !same(Role::AppendK, Role::HistoryK)? || !same(Role::AppendV, Role::HistoryV)? {
+                    return no("expected one cache that is read and appended to");
+                }
+                // A warp has the heads of a row, at most 16. Of those that share a KV head one task appends.
+                if a.heads_per_task > 16 || !a.group.is_multiple_of(a.heads_per_task) {
+                    return no("heads of a row that no tile holds, or of several KV heads");
+                }
+                // Scratch holds queries, a key and a value of a row; after those, keys and values of 16 or 32 positions, or what a team of
+                // warps has of the heads: the values, and two statistics of each.
+                let own = (a.heads_per_task * (a.head_dim * 2 + 16) + 2 * row).next_multiple_of(128);
+                let new = 2 * row * if a.head_dim <= 64 && tile.is_multiple_of(32) { 32 } else { 16 };
+                let left = a.heads_per_task * (a.head_dim + 2) * 4;
+                let scratch = self.plan.machine.scratch_bytes;
+                let own = own * (scratch / 4 / own).clamp(1, 4);
+                if own + new.max(left) > scratch {
+                    return no("heads of a row that no scratch holds");
+                }
+                (wave, out, tile, 1)
+            }
+            _ => return no("expected other waves of attention"),
+        };
+        self.layout(out, Layout::Operand, cols)?;
+        self.over(wave, Over::Heads { n: a.heads / a.heads_per_task, rows })?;
+        let pages = tile > 0 && tile.is_multiple_of(16) && page > 0 && page.is_multiple_of(tile);
+        if !pages || 2 * tile * row > self.plan.machine.inputs.slot_bytes {
+            return no("a tile of keys and values that no slot holds, or no page");
         }
+        self.holds.insert(out, Value::Exchange(buffer(Role::Out)?));
+        Ok(())
     }
 
     /// The end of a wave of rows: the input that it leaves, which is that of a product of the program.

@@ -415,7 +415,12 @@ fn an_op_of_waves_that_computes_something_else_is_found() {
         ),
         (attention, "r.l[h] *= shrink;", "", "attention-halves-bf16"),
         (attention, "if (there < STEP) {", "if (false) {", "attention-8-bf16"),
-        (attention, "to + (lane ^ swizzle(position)) * 16) = w;", "to + lane * 16) = w;", "attention-256-bf16"),
+        (
+            attention,
+            "to + (at.lane ^ swizzle(at.position)) * 16) = piece;",
+            "to + at.lane * 16) = piece;",
+            "attention-256-bf16",
+        ),
         (attention, "+ sign * other *", "+ other *", "attention-128-bf16"),
         (attention, "One::rotate(y[k], y[k + 1],", "One::rotate(y[k + 1], y[k],", "attention-192-bf16"),
     ];
@@ -454,6 +459,10 @@ fn a_step_of_waves_that_computes_something_else_is_found() {
             "steps-16-of-16-bf16",
         ),
         (attention, "u64(i / 2) * (M::BLOCK_ROWS * H::COLS) + from", "from", "steps-128-of-8-bf16"),
+        // Rows of one sequence that do not see each other, or see a later one; a key that is not appended.
+        ("waves/context.cuh", "state.leads[row] = lead;", "state.leads[row] = 0;", "steps-halves-bf16"),
+        (attention, "task.row - task.lead + u32(at)", "task.row - task.lead + 1 + u32(at)", "steps-halves-bf16"),
+        (attention, "first_head % G::GROUP == 0", "first_head % G::GROUP == 1", "steps-halves-bf16"),
         (
             "waves/context.cuh",
             "wave_state<M>().positions[row] + step",

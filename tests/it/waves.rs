@@ -602,6 +602,19 @@ impl Mutants<'_> {
                         self.add(format!("w{w} in tiles of {tile}"), wrong, |p| p.waves[w].action = action);
                     }
                 }
+                Action::AttendRow { x, out, .. } => {
+                    for tile in [0, 8, 24, 48, 1024, u32::MAX - 15] {
+                        let action = Action::AttendRow { x, out, tile };
+                        self.add(format!("w{w} in tiles of {tile}"), wrong, |p| p.waves[w].action = action);
+                    }
+                    let apart = [Action::Append { x, queries: out }, Action::Attend { queries: x, out, tile: 16 }];
+                    for action in apart {
+                        let what = format!("w{w} as {}", action.name());
+                        self.add(what, wrong, |p| p.waves[w].action = action);
+                    }
+                    let action = Action::AttendRow { x, out: x, tile: 16 };
+                    self.add(format!("w{w} in place"), Some("in-place"), |p| p.waves[w].action = action);
+                }
             }
         }
     }
@@ -983,6 +996,7 @@ fn works(action: &mut Action) -> Vec<&mut WorkId> {
         Action::MatMul { x, target: Written::Out(id) | Written::Residual(id) | Written::Best(id), .. } => vec![x, id],
         Action::Append { x, queries } => vec![x, queries],
         Action::Attend { queries, out, .. } => vec![queries, out],
+        Action::AttendRow { x, out, .. } => vec![x, out],
     }
 }
 

@@ -76,7 +76,7 @@ struct WaveLoader {
   const WaveParams& p;
   RingCursor<R> at;
   u32 step, wave;
-  bool met;
+  bool met, met_last_step;
   int part, lane;
   u8* free_slot() { return slot_of(at); }
   void arrive(u32 bytes) {
@@ -94,11 +94,12 @@ struct WaveLoader {
     const u8* slot = slot_of(at);
     require(to >= slot && to + bytes <= slot + R::SLOT_BYTES, "a copy beyond its slot");
     require(R::FIRST != 0 ? within(constants, from, bytes) : within(work, from, bytes) || within(cache, from, bytes), "a copy from elsewhere");
-    require(R::FIRST != 0 || met, "a copy of activations before the blocks met");
+    require(R::FIRST != 0 || (within(work, from, bytes) ? met : met || met_last_step), "a copy of activations before the blocks met");
     std::memcpy(to, from, bytes);
     ring_of<R>().landed[chunk_of(at)] += bytes;
   }
   void meet() { met = true; }
+  void meet_last_step() { met_last_step = true; }
 };
 template <class M, class R>
 static const u8* wave_take(WaveContext<M>&, const RingCursor<R>& at) {
@@ -130,7 +131,7 @@ static u32 used[2] = {RING_BYTES, RING_BYTES}; // bytes of each ring that a wave
 
 template <class M, class Op, class R>
 static void load(int thread) {
-  WaveLoader<M, R> loader{params, {0, 0}, step_at_hand, 0, false, thread / 32, thread % 32};
+  WaveLoader<M, R> loader{params, {0, 0}, step_at_hand, 0, false, false, thread / 32, thread % 32};
   Op::load(loader, wave);
   ring_of<R>().taken[thread] = loader.at.use * R::SLOTS + loader.at.slot;
 }
@@ -165,7 +166,7 @@ static void run_wave() {
   // What a block does before its first wave.
   WaveState<M>& state = wave_state<M>();
   state.next_shares = wave.shares;
-  for (u32 row = 0; M::STEPS && row < params.row_count; row++) state.positions[row] = params.rows[row].position, state.sequences[row] = params.rows[row].sequence;
+  for (u32 row = 0; M::STEPS && row < params.row_count; row++) place_row<M>(params, row);
   fill<M, Op, InputRing<M>>();
   fill<M, Op, WeightRing<M>>();
   used[0] = rings[0].filled * M::INPUT_BYTES, used[1] = rings[1].filled * M::WEIGHT_BYTES;

@@ -199,6 +199,21 @@ fn operand(grid: &Grid, role: Role) -> BufferId {
     grid.operand(role).unwrap_or_else(|| panic!("{} has no {}", grid.name, role.name())).buffer
 }
 
+/// Attention of a query over keys and values.
+fn attended(a: &Attention, q: &[f64], seen: &[(Vec<f64>, Vec<f64>)]) -> Vec<f64> {
+    let score = |(key, _): &(Vec<f64>, Vec<f64>)| {
+        let score = f64::from(a.scale) * dot(q, key);
+        a.softcap.map_or(score, |cap| softcap(f64::from(cap), score))
+    };
+    let mut weights: Vec<f64> = seen.iter().map(score).collect();
+    softmax(&mut weights);
+    let mut y = vec![0.0; q.len()];
+    for (weight, (_, value)) in weights.iter().zip(seen) {
+        y.iter_mut().zip(value).for_each(|(y, v)| *y += weight * v);
+    }
+    y
+}
+
 impl Step<'_> {
     fn grid(&self, id: GridId) -> &Grid {
         &self.program.grids[id.index()]
@@ -337,6 +352,9 @@ impl Step<'_> {
                 }
                 (&Action::Attend { queries, out, .. }, Op::Attention(a)) => {
                     self.attend(&grid, a, queries, out, share, caches);
+                }
+                (&Action::AttendRow { x, out, .. }, Op::Attention(a)) => {
+                    self.attend_row(&grid, a, x, out, share, caches);
                 }
                 _ => panic!("a wave of another op than its grid has"),
             }
@@ -492,6 +510,43 @@ impl Step<'_> {
         }
     }
 
+    /// The heads of one row that a share has: the cache up to the first position that the row's sequence has in this step, then what `x`
+    /// holds of its rows. Of a KV head the share with its first heads appends.
+    fn attend_row(&mut self, grid: &Grid, a: &Attention, x: WorkId, out: WorkId, share: &Share, caches: &mut Caches) {
+        let (dim, heads, kv_heads) = (a.head_dim as usize, a.heads as usize, a.kv_heads() as usize);
+        for row in self.rows(share) {
+            let (_, sequence, position) = self.rows[row];
+            let lead = (0..row).rev().take_while(|&before| self.rows[before].1 == sequence).count();
+            let first = a.window.map_or(0, |window| (position + 1).saturating_sub(window as usize));
+            let per_task = a.heads_per_task as usize;
+            for head in share.lo as usize * per_task..share.hi as usize * per_task {
+                let kv = head / a.group as usize;
+                // Of a row of the step: a head of q, of k or of v.
+                let of = |row: usize, head: usize| self.read(x, row)[head * dim..(head + 1) * dim].to_vec();
+                let new = |row: usize| {
+                    let key = self.head(grid, a, true, &of(row, heads + kv), self.rows[row].2);
+                    (key, of(row, heads + kv_heads + kv))
+                };
+                let [keys, values] =
+                    [Role::HistoryK, Role::HistoryV].map(|role| &caches[&operand(grid, role)][sequence]);
+                let seen = |at: usize| match (at + lead).checked_sub(position) {
+                    Some(after) => new(row - lead + after),
+                    None => (keys[at][kv * dim..][..dim].to_vec(), values[at][kv * dim..][..dim].to_vec()),
+                };
+                let seen: Vec<_> = (first..=position).map(seen).collect();
+                let y = attended(a, &self.head(grid, a, false, &of(row, head), position), &seen);
+                if head.is_multiple_of(a.group as usize) {
+                    let (key, value) = new(row);
+                    for (role, own) in [(Role::AppendK, key), (Role::AppendV, value)] {
+                        let cache = caches.get_mut(&operand(grid, role)).expect("a cache");
+                        cache[sequence][position][kv * dim..][..dim].copy_from_slice(&own);
+                    }
+                }
+                (head * dim..).zip(y).for_each(|(col, y)| self.set(out, row, col, y));
+            }
+        }
+    }
+
     fn attend(&mut self, grid: &Grid, a: &Attention, queries: WorkId, out: WorkId, share: &Share, caches: &Caches) {
         let dim = a.head_dim as usize;
         for row in self.rows(share) {
@@ -503,16 +558,8 @@ impl Step<'_> {
                 let at = head as usize * dim;
                 let kv = (head / a.group) as usize * dim;
                 let q: Vec<f64> = (at..at + dim).map(|col| self.get(queries, row, col)).collect();
-                let score = |key: &Vec<f64>| {
-                    let score = f64::from(a.scale) * dot(&q, &key[kv..kv + dim]);
-                    a.softcap.map_or(score, |cap| softcap(f64::from(cap), score))
-                };
-                let mut weights: Vec<f64> = keys[first..end].iter().map(score).collect();
-                softmax(&mut weights);
-                let mut y = vec![0.0; dim];
-                for (weight, value) in weights.iter().zip(&values[first..end]) {
-                    y.iter_mut().zip(&value[kv..]).for_each(|(y, v)| *y += weight * v);
-                }
+                let of = |at: usize| (keys[at][kv..kv + dim].to_vec(), values[at][kv..kv + dim].to_vec());
+                let y = attended(a, &q, &(first..end).map(of).collect::<Vec<_>>());
                 (at..).zip(y).for_each(|(col, y)| self.set(out, row, col, y));
             }
         }
