@@ -436,29 +436,19 @@ struct WaveAttendRow {
     constexpr int HEADS = QUERIES + 2, STRIDE = M::WARPS * P::HEADS_AT_ONCE;
     const int tasks = int(min(u32(TASKS), shares.count - first));
 #pragma unroll 1
-    for (int from = c.warp() * P::HEADS_AT_ONCE; from < tasks * HEADS; from += P::ROUNDS * STRIDE) {
-      const auto task_of = [&](int i) { return min((from + i * STRIDE + c.lane() / P::LANES) / HEADS, tasks - 1); };
-      const auto place = [&](int i) {
-        const int n = from + i * STRIDE + c.lane() / P::LANES, own = n % HEADS;
-        const Share share = shares.of_lane(first + u32(task_of(i)));
-        const int head = int(share.lo) * QUERIES, kv = head / G::GROUP;
-        const bool live = n < tasks * HEADS && share.row < c.p.row_count;
-        return typename P::Place(c, live ? int(share.row) : 0, own < QUERIES ? head + own : G::HEADS + (own - QUERIES) * H::KV_HEADS + kv, live);
-      };
-      typename P::Piece v[P::ROUNDS];
-#pragma unroll
-      for (int i = 0; i < P::ROUNDS; i++) P::head_piece(c, e, place(i), v[i]);
-#pragma unroll
-      for (int i = 0; i < P::ROUNDS; i++) {
-        const typename P::Place at = place(i);
-        const uint4 w = P::turned(c, e, at, v[i]);
-        if (!at.live) continue;
-        const int own = (from + i * STRIDE + c.lane() / P::LANES) % HEADS;
-        const u32 to = own < QUERIES ? own * QUERY_BYTES : QUERIES * QUERY_BYTES + (own - QUERIES) * ROW;
-        *reinterpret_cast<uint4*>(scratch(u32(task_of(i)) * OWN_BYTES + to) + at.lane * 16) = w;
-        const int first_head = int(shares.of_lane(first + u32(task_of(i))).lo) * QUERIES;
-        if (at.kind != 0 && first_head % G::GROUP == 0) P::append(c, e, at, w);
-      }
+    for (int from = c.warp() * P::HEADS_AT_ONCE; from < tasks * HEADS; from += STRIDE) {
+      const int n = from + c.lane() / P::LANES, task = min(n / HEADS, tasks - 1), own = n % HEADS;
+      const Share share = shares.of_lane(first + u32(task));
+      const int first_head = int(share.lo) * QUERIES, kv = first_head / G::GROUP;
+      const bool live = n < tasks * HEADS && share.row < c.p.row_count;
+      const typename P::Place at(c, live ? int(share.row) : 0, own < QUERIES ? first_head + own : G::HEADS + (own - QUERIES) * H::KV_HEADS + kv, live);
+      typename P::Piece v;
+      P::head_piece(c, e, at, v);
+      const uint4 w = P::turned(c, e, at, v);
+      if (!at.live) continue;
+      const u32 to = own < QUERIES ? own * QUERY_BYTES : QUERIES * QUERY_BYTES + (own - QUERIES) * ROW;
+      *reinterpret_cast<uint4*>(scratch(u32(task) * OWN_BYTES + to) + at.lane * 16) = w;
+      if (at.kind != 0 && first_head % G::GROUP == 0) P::append(c, e, at, w);
     }
   }
   // Keys and values of `count` rows from `row` on, for the KV head of a task.
@@ -503,31 +493,25 @@ struct WaveAttendRow {
       }
       c.barrier();
     }
-    if (takes) {
-      const typename T::Queries queries(low, high);
-      if (task.lead == 0 && u32(team) == first) {
-        const u8* key = own + QUERIES * QUERY_BYTES;
-        const int lo[2] = {0, 0}, hi[2] = {1, 1};
-        T::tile(lane, queries, key, key + ROW + part * 128, lo, hi, 1, r);
-      }
+    // One place for all tiles: its instructions arrive once. First the position of the row itself, then STEPs of the history.
+    const typename T::Queries queries(low, high);
+    bool is_own = takes && task.lead == 0 && u32(team) == first;
 #pragma unroll 1
-      for (int chunk = begin; chunk < end; chunk += TILE) {
+    for (int chunk = begin, at = begin; is_own || chunk < end;) {
+      const u8 *keys = own + QUERIES * QUERY_BYTES, *values = keys + ROW;
+      int lo[2] = {0, 0}, hi[2] = {1, 1}, there = 1;
+      bool sees = true, ends = false;
+      if (!is_own) {
         const u8* slot = wave_take(c, c.inputs);
-        if (int((first + u32(chunk - begin) / TURN) % TAKERS) == team)
-#pragma unroll 1
-          for (int at = chunk; at < min(chunk + TILE, end); at += T::STEP) {
-            if (at + T::STEP <= start) continue;
-            const int lo[2] = {start - at, start - at}, hi[2] = {end - at, end - at};
-            T::tile(lane, queries, slot + (at - chunk) * ROW, slot + TILE * ROW + (at - chunk) * ROW + part * 128, lo, hi, end - at, r);
-          }
-        wave_release(c, c.inputs);
+        keys = slot + (at - chunk) * ROW, values = keys + TILE * ROW;
+        lo[0] = lo[1] = start - at, hi[0] = hi[1] = there = end - at;
+        sees = takes && int((first + u32(chunk - begin) / TURN) % TAKERS) == team && at + STEP > start;
+        ends = !takes || at + STEP >= min(chunk + TILE, end);
       }
-    } else {
-#pragma unroll 1
-      for (int chunk = begin; chunk < end; chunk += TILE) {
-        wave_take(c, c.inputs);
-        wave_release(c, c.inputs);
-      }
+      if (sees) T::tile(lane, queries, keys, values + part * 128, lo, hi, there, r);
+      if (ends) wave_release(c, c.inputs), chunk += TILE;
+      if (!is_own) at = ends ? chunk : at + STEP;
+      is_own = false;
     }
     float sum[2];
 #pragma unroll

@@ -186,15 +186,15 @@ struct WaveRows {
     if constexpr (G::OUT) {
       u8* out = c.template work<u8>(e.out);
       // Where a lane has few columns its gains are on their way while warps add up.
-      constexpr bool EARLY = CHUNKS == 1 && G::NORM != Norm::NONE;
-      float w[8], b[8];
-      if constexpr (EARLY) each(c, [&](int, int col) { load_gains<G::NORM>(c, e.norm_weight, e.norm_bias, col, w, b); });
+      constexpr bool EARLY = CHUNKS <= 2 && M::STEPS && G::NORM != Norm::NONE;
+      float w[EARLY ? CHUNKS : 1][8], b[EARLY ? CHUNKS : 1][8];
+      if constexpr (EARLY) each(c, [&](int i, int col) { load_gains<G::NORM>(c, e.norm_weight, e.norm_bias, col, w[i], b[i]); });
       const Norms n = statistics<G::NORM>(c, round, 2, G::EPS, x);
       each(c, [&](int i, int col) {
         if (!live) return;
         if constexpr (EARLY) {
 #pragma unroll
-          for (int k = 0; k < 8; k++) x[i][k] = (x[i][k] - n.mean) * n.factor * w[k] + b[k];
+          for (int k = 0; k < 8; k++) x[i][k] = (x[i][k] - n.mean) * n.factor * w[i][k] + b[i][k];
         } else {
           apply<G::NORM>(c, n, e.norm_weight, e.norm_bias, col, x[i]);
         }
