@@ -22,7 +22,10 @@ struct alignas(16) Wave {
     u32 bias, rope, table;
   };
   u32 branch_weight, branch_bias; // norm of a branch before it is added
-  u32 k_cache, v_cache;
+  union {
+    u32 k_cache, squares; // sums of squares of parts of rows, for a norm
+  };
+  u32 v_cache;
   u32 next_shares; // of the wave after it; of the last one, of the first
   u32 row_scales; // of a matrix of codes
 };
@@ -76,6 +79,7 @@ struct WaveState {
   // Of a step: where each row is before the first step, and which row of the page table it has.
   u32 positions[M::STEPS ? M::BLOCK_ROWS : 1], sequences[M::STEPS ? M::BLOCK_ROWS : 1];
   u32 leads[M::STEPS ? M::BLOCK_ROWS : 1]; // rows before it of the same sequence
+  float factors[M::STEPS ? M::BLOCK_ROWS : 1]; // of the norm of a product's input
 };
 template <class M>
 __device__ __forceinline__ WaveState<M>& wave_state() {

@@ -6,6 +6,8 @@
 //                RESIDUAL: residual += SCALE * y, in place. With SPLITS parts of k, fp32 sums of each part: (SPLITS, rows, ROWS), RESIDUAL
 //                among them. LOGITS: the best of the block's logits of each row, and the logits where the host wants them
 //
+// With NORM_PARTS the input lacks the factor of its norm, which follows from sums of squares (WaveRows): the product has it last.
+//
 // owner    of a unit, a part of k and a block of rows: one block
 // assumes  columns of x past K and rows of W past ROWS are zeros
 //
@@ -256,6 +258,10 @@ struct WaveMatMul {
       y.x += __shfl_xor_sync(~0u, y.x, 2), y.y += __shfl_xor_sync(~0u, y.y, 2);
     }
     constexpr int PAIRS = G::UNIT_ROWS / 2;
+    if constexpr (G::NORM_PARTS > 0) {
+      const float factor = wave_state<M>().factors[row];
+      y.x *= factor, y.y *= factor;
+    }
     if constexpr (Codes::CODED) y.x *= Codes::FACTOR, y.y *= Codes::FACTOR;
     if constexpr (Codes::ROW_SCALES) {
       const float2 scale = __ldg(reinterpret_cast<const float2*>(c.template constant<float>(e.row_scales) + unit * G::UNIT_ROWS + t * 2));
@@ -381,6 +387,8 @@ struct WaveMatMul {
       else
         wave_release(c, c.weights);
     }
+    // Factors are there. Where groups of k meet they are, too.
+    if (G::NORM_PARTS > 0 && K_GROUPS == 1) c.barrier();
     const int g = at.lane / 4, t = at.lane % 4;
     const auto done = [&](int m, int i, const float4& v) {
       const u32 unit = u32(i * UNIT_GROUPS + at.units_at);
@@ -434,6 +442,16 @@ struct WaveMatMul {
   }
   static __device__ __forceinline__ void run(WaveContext<M>& c, const Wave& e) {
     const HeldShares<M> shares(c.p);
+    if constexpr (G::NORM_PARTS > 0) {
+      static_assert(M::STEPS, "a block has the factors of all rows");
+      if (c.tid() < M::BLOCK_ROWS) {
+        const float* of = c.template work<float>(e.squares) + c.tid() * G::NORM_PARTS;
+        float sum = 0.f;
+#pragma unroll
+        for (int i = 0; i < G::NORM_PARTS; i++) sum += of[i];
+        wave_state<M>().factors[c.tid()] = rsqrtf(sum * (1.f / G::K) + G::NORM_EPS);
+      }
+    }
     Best best;
     if constexpr (G::EPILOGUE == Epilogue::LOGITS)
 #pragma unroll

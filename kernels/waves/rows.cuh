@@ -1,11 +1,14 @@
 // rows: what a wave does to each row alone. Embeds the token, or adds a branch to the residual; then the norm of the sum.
+// With ROW_PARTS parts of the columns several blocks share a row. None has the whole norm then: each leaves the sum of its squares, and the
+// product divides by the norm (WaveMatMul).
 //
 // token    of the first step the host's, or what a row decided before: the arg-max over the candidates of all blocks
 // residual (rows, HIDDEN)  fp32, in place
 // branch   (rows, HIDDEN)  residual += BRANCH_SCALE * norm(branch): bf16 row by row, or BRANCH_PARTS sums of fp32, (BRANCH_PARTS, rows, HIDDEN)
-// out      (rows, HIDDEN)  bf16, as products read it
+// out      (rows, HIDDEN)  bf16, as products read it: normalised, or of parts times the norm's weight alone
+// squares  (rows, ROW_PARTS)  fp32, of parts
 //
-// owner    of a row: one warp, or several where one would lack registers. Of a step there are fewer rows than blocks: all warps
+// owner    of a part of a row: one warp, or several where one would lack registers. Of a step there are fewer rows than blocks: all warps
 // assumes  HIDDEN is whole pieces of 8 columns
 #pragma once
 
@@ -68,7 +71,10 @@ struct WaveRows {
   }
 
   // Warps of a row, so that a lane has 64 columns at most, and columns that a group of warps has at once.
-  static constexpr int LANE_COLS = M::STEPS ? 8 : 64, WANTED = ceil_div(H, 32 * LANE_COLS);
+  static constexpr int PARTS = G::ROW_PARTS, PART_COLS = round_up(ceil_div(H, PARTS), 8);
+  static constexpr int LANE_COLS = M::STEPS ? 8 : 64, WANTED = ceil_div(PART_COLS, 32 * LANE_COLS);
+  static_assert(PARTS == 1 || G::BRANCH_NORM == Norm::NONE, "a branch is normalised by one block");
+  static_assert(PARTS == 1 || !G::OUT || G::NORM == Norm::RMS, "the factor of a norm is all that is left to the product");
   static constexpr int WARPS = WANTED <= 1 ? 1 : WANTED <= 2 ? 2 : WANTED <= 4 ? 4 : WANTED <= 8 ? 8 : M::WARPS, STRIDE_LANES = WARPS * 32, STRIDE = STRIDE_LANES * 8, GROUPS = M::WARPS / WARPS;
 
   template <class R>
@@ -79,11 +85,12 @@ struct WaveRows {
     for (u32 s = 0; s < shares.count; s++) {
       const Share share = shares[s];
       const u32 end = min(share.row + share.rows, c.p.row_count);
+      for (u32 part = share.lo; part < share.hi; part++)
 #pragma unroll 1
-      for (u32 row = share.row; row < end; row += GROUPS, round++) {
-        const u32 mine = row + u32(c.warp() / WARPS);
-        one(c, e, int(min(mine, end - 1)), mine < end, round & 1);
-      }
+        for (u32 row = share.row; row < end; row += GROUPS, round++) {
+          const u32 mine = row + u32(c.warp() / WARPS);
+          one(c, e, int(min(mine, end - 1)), int(part), mine < end, round & 1);
+        }
     }
   }
   // Over all warps of the row. All warps of the block come here.
@@ -98,19 +105,21 @@ struct WaveRows {
     for (int w = 0; w < WARPS; w++) v += stats[c.warp() / WARPS * WARPS + w];
     return v;
   }
-  // Columns of a row that a lane has, 8 in each of CHUNKS; those past HIDDEN are zeros.
-  static constexpr int CHUNKS = ceil_div(H, STRIDE);
+  // Columns of a part of a row that a lane has, 8 in each of CHUNKS; those past its end are zeros.
+  static constexpr int CHUNKS = ceil_div(PART_COLS, STRIDE);
   typedef float Held[CHUNKS][8];
   template <class F>
-  static __device__ __forceinline__ void each(const WaveContext<M>& c, F f) {
+  static __device__ __forceinline__ void each_of(const WaveContext<M>& c, int part, F f) {
 #pragma unroll
     for (int i = 0; i < CHUNKS; i++) {
-      const int col = i * STRIDE + c.tid() % STRIDE_LANES * 8;
-      if (H % STRIDE == 0 || col < H) f(i, col);
+      const int at = i * STRIDE + c.tid() % STRIDE_LANES * 8, col = part * PART_COLS + at;
+      if ((PART_COLS % STRIDE == 0 || at < PART_COLS) && (PARTS * PART_COLS == H || col < H)) f(i, col);
     }
   }
+  // Over whole rows.
   template <Norm KIND>
   static __device__ __forceinline__ Norms statistics(WaveContext<M>& c, u32 round, int which, float eps, const Held& x) {
+    const auto each = [&](auto f) { each_of(c, 0, f); };
     Norms n{0.f, 1.f};
     if constexpr (KIND == Norm::LAYER) {
       float sum = 0.f;
@@ -122,7 +131,7 @@ struct WaveRows {
     }
     if constexpr (KIND != Norm::NONE) {
       float squares = 0.f;
-      each(c, [&](int i, int) {
+      each([&](int i, int) {
 #pragma unroll
         for (int k = 0; k < 8; k++) squares += (x[i][k] - n.mean) * (x[i][k] - n.mean);
       });
@@ -131,34 +140,35 @@ struct WaveRows {
     return n;
   }
   // By whole warps. In a launch of steps the owner of a row tells the host.
-  static __device__ __forceinline__ int token_of(const WaveContext<M>& c, int row) {
+  static __device__ __forceinline__ int token_of(const WaveContext<M>& c, int row, int part) {
     const WaveParams& p = c.p;
     const Row* r = p.rows + row;
     int token = __ldg(&r->token);
     if constexpr (M::STEPS) {
       if (c.step > 0 || token < 0) token = wave_decided<M>(c, c.step > 0 ? u32(row) : __ldg(&r->from));
-      if (p.mailbox && c.tid() % STRIDE_LANES == 0) p.mailbox[1 + c.step * M::BLOCK_ROWS + row] = token;
+      if (p.mailbox && part == 0 && c.tid() % STRIDE_LANES == 0) p.mailbox[1 + c.step * M::BLOCK_ROWS + row] = token;
     }
     return token;
   }
-  static __device__ __forceinline__ void one(WaveContext<M>& c, const Wave& e, int row, bool live, u32 round) {
+  static __device__ __forceinline__ void one(WaveContext<M>& c, const Wave& e, int row, int part, bool live, u32 round) {
+    const auto each = [&](auto f) { each_of(c, part, f); };
     float* residual = c.template work<float>(e.residual) + u64(row) * H;
     Held x = {};
     if constexpr (G::EMBED) {
-      const bf16* table = c.template constant<bf16>(e.table) + u64(u32(token_of(c, row))) * H;
-      each(c, [&](int i, int col) {
+      const bf16* table = c.template constant<bf16>(e.table) + u64(u32(token_of(c, row, part))) * H;
+      each([&](int i, int col) {
         unpack8(__ldg(reinterpret_cast<const uint4*>(table + col)), x[i]);
 #pragma unroll
         for (int k = 0; k < 8; k++) x[i][k] *= G::EMBED_SCALE;
       });
     } else {
-      each(c, [&](int i, int col) { load8(residual + col, x[i]); });
+      each([&](int i, int col) { load8(residual + col, x[i]); });
     }
     if constexpr (G::BRANCH) {
       Held y = {};
       if constexpr (G::BRANCH_PARTS > 0) {
         const float* parts = c.template work<float>(e.branch) + u64(row) * H;
-        each(c, [&](int i, int col) {
+        each([&](int i, int col) {
 #pragma unroll
           for (int s = 0; s < G::BRANCH_PARTS; s++) {
             float part[8];
@@ -169,17 +179,17 @@ struct WaveRows {
         });
       } else {
         const bf16* branch = c.template work<bf16>(e.branch) + u64(row) * H;
-        each(c, [&](int i, int col) { unpack8(*reinterpret_cast<const uint4*>(branch + col), y[i]); });
+        each([&](int i, int col) { unpack8(*reinterpret_cast<const uint4*>(branch + col), y[i]); });
       }
       const Norms n = statistics<G::BRANCH_NORM>(c, round, 0, G::BRANCH_EPS, y);
-      each(c, [&](int i, int col) {
+      each([&](int i, int col) {
         apply<G::BRANCH_NORM>(c, n, e.branch_weight, e.branch_bias, col, y[i]);
 #pragma unroll
         for (int k = 0; k < 8; k++) x[i][k] += G::BRANCH_SCALE * y[i][k];
       });
     }
     if ((G::EMBED || G::BRANCH) && live)
-      each(c, [&](int i, int col) {
+      each([&](int i, int col) {
         *reinterpret_cast<float4*>(residual + col) = make_float4(x[i][0], x[i][1], x[i][2], x[i][3]);
         *reinterpret_cast<float4*>(residual + col + 4) = make_float4(x[i][4], x[i][5], x[i][6], x[i][7]);
       });
@@ -188,9 +198,20 @@ struct WaveRows {
       // Where a lane has few columns its gains are on their way while warps add up.
       constexpr bool EARLY = CHUNKS <= 2 && M::STEPS && G::NORM != Norm::NONE;
       float w[EARLY ? CHUNKS : 1][8], b[EARLY ? CHUNKS : 1][8];
-      if constexpr (EARLY) each(c, [&](int i, int col) { load_gains<G::NORM>(c, e.norm_weight, e.norm_bias, col, w[i], b[i]); });
-      const Norms n = statistics<G::NORM>(c, round, 2, G::EPS, x);
-      each(c, [&](int i, int col) {
+      if constexpr (EARLY) each([&](int i, int col) { load_gains<G::NORM>(c, e.norm_weight, e.norm_bias, col, w[i], b[i]); });
+      Norms n{0.f, 1.f};
+      if constexpr (PARTS == 1) {
+        n = statistics<G::NORM>(c, round, 2, G::EPS, x);
+      } else {
+        float squares = 0.f;
+#pragma unroll
+        for (int i = 0; i < CHUNKS; i++)
+#pragma unroll
+          for (int k = 0; k < 8; k++) squares += x[i][k] * x[i][k];
+        squares = row_sum(c, round, 3, squares);
+        if (live && c.tid() % STRIDE_LANES == 0) c.template work<float>(e.squares)[row * PARTS + part] = squares;
+      }
+      each([&](int i, int col) {
         if (!live) return;
         if constexpr (EARLY) {
 #pragma unroll

@@ -38,6 +38,7 @@ pub struct Wave {
     pub table: u32,
     pub branch_weight: u32,
     pub branch_bias: u32,
+    /// Keys of the cache, or sums of squares.
     pub k_cache: u32,
     pub v_cache: u32,
     /// Which shares the wave after it has; of the last one, the first wave.
@@ -155,9 +156,13 @@ fn class_of(proven: &Proven<'_>, wave: &PlanWave) -> (&'static str, String) {
                 Some(Sum::Branch { branch, norm, scale }) => Some((*branch, norm.map(|of| of.norm), *scale)),
                 _ => None,
             };
+            let row_parts = match plan.divisions[wave.division.index()].over {
+                Over::Rows { parts } => parts,
+                _ => unreachable!("prove: rows are divided over rows"),
+            };
             let prefixed = |of: &str| of.lines().fold(String::new(), |s, line| s + &renamed(line) + "\n");
             let mut s = format!(
-                "int HIDDEN = {hidden}\nbool EMBED = {embed}\nfloat EMBED_SCALE = {}\nbool BRANCH = {}\nint BRANCH_PARTS = {}\nfloat BRANCH_SCALE = {}\nbool OUT = {}\n",
+                "int HIDDEN = {hidden}\nint ROW_PARTS = {row_parts}\nbool EMBED = {embed}\nfloat EMBED_SCALE = {}\nbool BRANCH = {}\nint BRANCH_PARTS = {}\nfloat BRANCH_SCALE = {}\nbool OUT = {}\n",
                 Float(embed_scale),
                 branch.is_some(),
                 branch.map_or(0, |(branch, ..)| parts_of(plan, branch)),
@@ -168,7 +173,9 @@ fn class_of(proven: &Proven<'_>, wave: &PlanWave) -> (&'static str, String) {
             s += &norm_members(out.and_then(|out| out.norm).map(|norm| norm.norm));
             ("WaveRows", s)
         }
-        (Action::MatMul { target, pass, chunk, warps, .. }, Op::MatVec(m)) => {
+        (Action::MatMul { squares, target, pass, chunk, warps, .. }, Op::MatVec(m)) => {
+            let norm_parts = squares.map_or(0, |id| plan.work[id.index()].cols);
+            let norm_eps = m.norm.filter(|_| squares.is_some()).map_or(0.0, |norm| norm.eps);
             let plain = match target {
                 Written::Out(out) => plan.work[out.index()].layout != Layout::Operand,
                 Written::Residual(_) | Written::Best(_) => true,
@@ -183,7 +190,7 @@ fn class_of(proven: &Proven<'_>, wave: &PlanWave) -> (&'static str, String) {
             };
             let members = format!(
                 "int ROWS = {}\nint K = {}\nint UNIT_ROWS = {}\nint PASS = {pass}\nint CHUNK = {chunk}\nint SPLITS = {splits}\n\
-                 int ROW_GROUPS = {}\nint UNIT_GROUPS = {}\nint K_GROUPS = {}\n{}float SOFTCAP = {}\nbool BIAS = {}\nbool PLAIN = {plain}\n",
+                 int ROW_GROUPS = {}\nint UNIT_GROUPS = {}\nint K_GROUPS = {}\n{}float SOFTCAP = {}\nbool BIAS = {}\nbool PLAIN = {plain}\nint NORM_PARTS = {norm_parts}\nfloat NORM_EPS = {}\n",
                 m.rows,
                 m.k,
                 m.unit_rows,
@@ -193,6 +200,7 @@ fn class_of(proven: &Proven<'_>, wave: &PlanWave) -> (&'static str, String) {
                 epilogue_members(m.epilogue),
                 Float(softcap),
                 grid.operand(Role::Bias).is_some(),
+                Float(norm_eps),
             );
             ("WaveMatMul", members + &coding_members(schedule.program.format_of(grid), m.k))
         }
@@ -417,16 +425,26 @@ fn entry(proven: &Proven<'_>, matrices: &[Option<Matrix>], wave: &PlanWave, clas
                 branch_weight: vector(branch_weight),
                 branch_bias: vector(branch_bias),
                 table,
+                k_cache: out.and_then(|out| out.squares).map_or(NONE, work),
                 ..none
             }
         }
-        Action::MatMul { x, target, .. } => {
+        Action::MatMul { x, squares, target, .. } => {
             let (out, residual) = match target {
                 Written::Out(out) | Written::Best(out) => (work(out), NONE),
                 Written::Residual(residual) => (NONE, work(residual)),
             };
             let row_scales = row_scales(schedule, matrices, grid).unwrap_or(NONE);
-            Wave { x: work(x), out, residual, weight: of(Role::Weight), row_scales, table: of(Role::Bias), ..none }
+            Wave {
+                x: work(x),
+                out,
+                residual,
+                weight: of(Role::Weight),
+                row_scales,
+                table: of(Role::Bias),
+                k_cache: squares.map_or(NONE, work),
+                ..none
+            }
         }
         Action::Append { x, queries: out } | Action::AttendRow { x, out, .. } => Wave {
             x: work(x),

@@ -11,6 +11,7 @@ use crate::ir::op::{Attention, Epilogue, MatVec, NormAttr, Op, Role};
 use crate::ir::program::{Grid, Program};
 use crate::ir::schedule::Schedule;
 use crate::ir::{BufferId, GridId};
+use crate::model::graph::NormKind;
 use crate::target::{CopyMechanism, DotMechanism, Target, TargetKind};
 use std::collections::BTreeMap;
 use thiserror::Error;
@@ -45,6 +46,9 @@ const STEP_WEIGHT_BYTES: u32 = 16 << 10;
 const STEP_SCRATCH_BYTES: u32 = 32 << 10;
 /// Parts of k that a product of a step may have: four are not faster (docs/perf-log.md, entry 23).
 const PARTS: [u32; 2] = [1, 2];
+/// Parts of a row at most: a product adds up that many squares of each.
+const ROW_PARTS_MAX: u32 = 8;
+const WHOLE_ROWS: Over = Over::Rows { parts: 1 };
 /// Bytes of an operand: a span of 32 of k, of 16 rows.
 const SPAN_BYTES: u32 = 1024;
 /// Bytes of shared memory that could be read while a step of the loop is begun and ended.
@@ -88,7 +92,8 @@ pub fn derive(schedule: &Schedule, target: &Target, form: Form, rows: u32) -> Re
     };
     let rows = rows.next_multiple_of(block_rows);
     let plan = Plan { form, rows, block_rows, machine, work: vec![], waves: vec![], divisions: vec![] };
-    let mut b = Builder { program, schedule, plan, inputs: BTreeMap::new(), residual: None, published: None };
+    let mut b =
+        Builder { program, schedule, plan, overs: vec![], inputs: BTreeMap::new(), residual: None, published: None };
     let last = program.last_append();
     for (g, grid) in program.grids.iter().enumerate() {
         let ends = form == Form::Chunk && Some(GridId::from(g)) == last;
@@ -97,6 +102,7 @@ pub fn derive(schedule: &Schedule, target: &Target, form: Form, rows: u32) -> Re
             break;
         }
     }
+    b.divide();
     let mut plan = b.plan;
     let slot_bytes = weight_bytes(program, &plan).next_multiple_of(1024);
     let m = &mut plan.machine;
@@ -230,6 +236,8 @@ struct Builder<'a> {
     program: &'a Program,
     schedule: &'a Schedule,
     plan: Plan,
+    /// Over what each wave is divided.
+    overs: Vec<Over>,
     /// Where each exchange of the program that is no sum lies.
     inputs: BTreeMap<BufferId, WorkId>,
     residual: Option<WorkId>,
@@ -265,8 +273,15 @@ impl Builder<'_> {
     }
 
     fn push(&mut self, grid: GridId, action: Action, over: Over) {
-        let division = self.division(over);
-        self.plan.waves.push(Wave { grid, action, division });
+        self.overs.push(over);
+        self.plan.waves.push(Wave { grid, action, division: DivisionId(0) });
+    }
+
+    /// Divides the waves, now that it is certain over what.
+    fn divide(&mut self) {
+        for (w, over) in std::mem::take(&mut self.overs).into_iter().enumerate() {
+            self.plan.waves[w].division = self.division(over);
+        }
     }
 
     fn division(&mut self, over: Over) -> DivisionId {
@@ -309,7 +324,7 @@ impl Builder<'_> {
             Form::Steps => Some(self.candidates()),
         };
         let sum = Some(Sum::Embed { table, scale, candidates });
-        self.push(id, Action::Rows { residual, sum, out: None }, Over::Rows);
+        self.push(id, Action::Rows { residual, sum, out: None }, WHOLE_ROWS);
         Ok(())
     }
 
@@ -327,17 +342,18 @@ impl Builder<'_> {
         self.published = Some(out);
         let norm = Some(self.norm_of(grid, norm));
         let sum = Some(Sum::Branch { branch, norm, scale });
-        self.push(id, Action::Rows { residual, sum, out: None }, Over::Rows);
+        self.push(id, Action::Rows { residual, sum, out: None }, WHOLE_ROWS);
         Ok(())
     }
 
     /// The input of a product: what another product or attention wrote, or the residual by way of a wave of rows.
-    fn input(&mut self, id: GridId, grid: &Grid, m: &MatVec) -> Result<WorkId, Refused> {
+    /// And where it lacks the factor of its norm, sums of squares.
+    fn input(&mut self, id: GridId, grid: &Grid, m: &MatVec) -> Result<(WorkId, Option<WorkId>), Refused> {
         let Some(x) = self.constant(grid, Role::X) else {
             return refused(grid, "the operands", "an input");
         };
         if let (Some(&at), None) = (self.inputs.get(&x), m.norm) {
-            return Ok(at);
+            return Ok((at, None));
         }
         let (Some(residual), true) = (self.residual, self.published == Some(x)) else {
             // Both branches of a parallel layer read the sum before the first one adds to it.
@@ -345,12 +361,31 @@ impl Builder<'_> {
         };
         let to = self.work("normed", Layout::Operand, m.k);
         let norm = m.norm.map(|norm| self.norm_of(grid, norm));
-        let out = Some(Input { to, norm });
-        match self.plan.waves.last_mut().map(|wave| &mut wave.action) {
-            Some(Action::Rows { out: empty @ None, .. }) => *empty = out,
-            _ => self.push(id, Action::Rows { residual, sum: None, out }, Over::Rows),
+        if !matches!(self.plan.waves.last(), Some(Wave { action: Action::Rows { out: None, .. }, .. })) {
+            self.push(id, Action::Rows { residual, sum: None, out: None }, WHOLE_ROWS);
         }
-        Ok(to)
+        let sums_whole =
+            |wave: &Wave| matches!(wave.action, Action::Rows { sum: Some(Sum::Branch { norm: Some(_), .. }), .. });
+        let parts = match norm {
+            Some(NormOf { norm: NormAttr { kind: NormKind::Rms, .. }, bias: None, .. })
+                if self.plan.form == Form::Steps && !self.plan.waves.last().is_some_and(sums_whole) =>
+            {
+                self.row_parts(m.k)
+            }
+            _ => 1,
+        };
+        let squares = (parts > 1).then(|| self.work("squares", Layout::Rows(DType::F32), parts));
+        let last = self.plan.waves.last_mut().map(|wave| &mut wave.action);
+        if let (Some(Action::Rows { out, .. }), Some(over)) = (last, self.overs.last_mut()) {
+            (*out, *over) = (Some(Input { to, norm, squares }), Over::Rows { parts });
+        }
+        Ok((to, squares))
+    }
+
+    /// Into how many parts SMs can divide each row: all of the same length.
+    fn row_parts(&self, cols: u32) -> u32 {
+        let most = (self.plan.machine.sms / self.plan.rows).clamp(1, ROW_PARTS_MAX);
+        (1..=most).rev().find(|parts| cols.is_multiple_of(8 * parts)).unwrap_or(1)
     }
 
     fn matvec(&mut self, id: GridId, grid: &Grid, m: &MatVec) -> Result<(), Refused> {
@@ -361,7 +396,7 @@ impl Builder<'_> {
         if m.own_input {
             return refused(grid, "the input", "an exchange");
         }
-        let x = self.input(id, grid, m)?;
+        let (x, squares) = self.input(id, grid, m)?;
         let matrix = Matrix::of(m, format);
         let parts = self.parts(m, &matrix);
         let over = Over::Units { n: m.units(), parts };
@@ -369,12 +404,12 @@ impl Builder<'_> {
             return refused(grid, "units", "as many as shared memory holds");
         };
         let target = self.target(grid, m, parts)?;
-        self.push(id, Action::MatMul { x, target, pass, chunk, warps }, over);
+        self.push(id, Action::MatMul { x, squares, target, pass, chunk, warps }, over);
         if let (Epilogue::Residual { scale }, Written::Out(branch), Some(residual)) =
             (m.epilogue, target, self.residual)
         {
             let sum = Some(Sum::Branch { branch, norm: None, scale });
-            self.push(id, Action::Rows { residual, sum, out: None }, Over::Rows);
+            self.push(id, Action::Rows { residual, sum, out: None }, WHOLE_ROWS);
         }
         Ok(())
     }
@@ -459,7 +494,7 @@ impl Builder<'_> {
         let appended = match self.plan.form {
             Form::Chunk => {
                 let queries = self.work("queries", Layout::Rows(DType::Bf16), cols);
-                self.push(id, Action::Append { x, queries }, Over::Rows);
+                self.push(id, Action::Append { x, queries }, WHOLE_ROWS);
                 Some(queries)
             }
             Form::Steps => None,
@@ -499,10 +534,15 @@ fn shares(over: Over, blocks: u32, block_rows: u32, sms: u32) -> Vec<Vec<Share>>
     };
     let mut out = vec![vec![]; sms as usize];
     match over {
-        Over::Rows => {
+        Over::Rows { parts: 1 } => {
             for (sm, shares) in (0..).zip(&mut out) {
                 let (lo, hi) = part(rows, sm, sms);
                 shares.push(Share { row: lo, rows: hi - lo, lo: 0, hi: 1 });
+            }
+        }
+        Over::Rows { parts } => {
+            for i in 0..rows * parts {
+                out[(i % sms) as usize].push(Share { row: i / parts, rows: 1, lo: i % parts, hi: i % parts + 1 });
             }
         }
         // The SMs of a block of rows and a part of k have all units of the matrix among them: weights are read as often as there are

@@ -185,6 +185,8 @@ pub enum Action {
     /// `y = x W^T`, then the epilogue. Either `out` or the residual is written.
     MatMul {
         x: WorkId,
+        /// Where `x` lacks the factor of its norm: sums of squares, from which it follows.
+        squares: Option<WorkId>,
         target: Target,
         /// Units that a block multiplies at once, at most.
         pass: u32,
@@ -234,6 +236,8 @@ pub enum Sum {
 pub struct Input {
     pub to: WorkId,
     pub norm: Option<NormOf>,
+    /// `to` is the residual times the norm's weight. Its factor is left to the product: these are sums of squares of parts of each row.
+    pub squares: Option<WorkId>,
 }
 
 /// Who does what, for each number of blocks of rows that a chunk may have.
@@ -247,8 +251,8 @@ pub struct Division {
 /// What is divided, of `n` launch indices for every row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Over {
-    /// Single rows, whole: one launch index.
-    Rows,
+    /// Single rows, in parts of their columns (multiples of 8, nearly equal): a launch index each.
+    Rows { parts: u32 },
     /// Units of a matrix, for blocks of rows, of each of `parts` parts of k: index `part * n + unit`.
     Units { n: u32, parts: u32 },
     /// Groups of heads, for tiles of `rows` rows.
@@ -315,10 +319,18 @@ impl Action {
                     None => {}
                 }
                 writes.extend(out.map(|out| out.to));
+                writes.extend(out.and_then(|out| out.squares));
                 (reads, writes)
             }
-            Action::MatMul { x, target: Target::Out(out) | Target::Best(out), .. } => (vec![x], vec![out]),
-            Action::MatMul { x, target: Target::Residual(residual), .. } => (vec![x, residual], vec![residual]),
+            Action::MatMul { x, squares, target, .. } => {
+                let mut reads = vec![x];
+                reads.extend(squares);
+                let (Target::Out(to) | Target::Best(to) | Target::Residual(to)) = target;
+                if matches!(target, Target::Residual(_)) {
+                    reads.push(to);
+                }
+                (reads, vec![to])
+            }
             Action::Append { x, queries } => (vec![x], vec![queries]),
             Action::Attend { queries, out, .. } => (vec![queries], vec![out]),
             Action::AttendRow { x, out, .. } => (vec![x], vec![out]),

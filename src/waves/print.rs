@@ -31,7 +31,7 @@ impl fmt::Display for Plan {
         }
         for (id, division) in self.divisions.iter().enumerate() {
             match division.over {
-                Over::Rows => writeln!(f, "d{id} rows")?,
+                Over::Rows { parts } => writeln!(f, "d{id} rows parts={parts}")?,
                 Over::Units { n, parts } => writeln!(f, "d{id} units n={n} parts={parts}")?,
                 Over::Heads { n, rows } => writeln!(f, "d{id} heads n={n} rows={rows}")?,
             }
@@ -48,16 +48,23 @@ impl fmt::Display for Plan {
                     }
                     if let Some(out) = out {
                         write!(f, " out={}", out.to)?;
+                        if let Some(squares) = out.squares {
+                            write!(f, " squares={squares}")?;
+                        }
                     }
                     writeln!(f)?;
                 }
-                Action::MatMul { x, target, pass, chunk, warps: Warps { rows, units, k } } => {
+                Action::MatMul { x, squares, target, pass, chunk, warps: Warps { rows, units, k } } => {
+                    write!(f, "matmul x={x}")?;
+                    if let Some(squares) = squares {
+                        write!(f, " squares={squares}")?;
+                    }
                     let (role, to) = match target {
                         Target::Out(to) => ("out", to),
                         Target::Residual(to) => ("residual", to),
                         Target::Best(to) => ("best", to),
                     };
-                    writeln!(f, "matmul x={x} {role}={to} pass={pass} chunk={chunk} warps={rows}x{units}x{k}")?;
+                    writeln!(f, " {role}={to} pass={pass} chunk={chunk} warps={rows}x{units}x{k}")?;
                 }
                 Action::Append { x, queries } => writeln!(f, "append x={x} queries={queries}")?,
                 Action::Attend { queries, out, tile } => {

@@ -13,6 +13,7 @@ use crate::format::Format;
 use crate::ir::op::{Attention, Epilogue, MatVec, NormAttr, Op, Role};
 use crate::ir::program::{Grid, Space};
 use crate::ir::{BufferId, GridId};
+use crate::model::graph::NormKind;
 use crate::target::{CopyMechanism, DotMechanism, Target, TargetKind};
 use crate::validate::Validated;
 use std::collections::BTreeMap;
@@ -86,6 +87,10 @@ enum Value {
     Exchange(BufferId),
     /// The residual when the program had it in this exchange, normalised.
     Normed(BufferId, Option<NormOf>),
+    /// The same without the factor of the norm.
+    Weighted(BufferId, NormOf),
+    /// Sums of squares of parts of that residual.
+    Squares(BufferId),
     /// The rotated queries of a grid of attention.
     Queries(GridId),
     /// What a product adds to the residual to make it what the program has in this exchange.
@@ -124,8 +129,8 @@ impl Judge<'_> {
         let registers = (warps * most).saturating_add(loader_warps * least).saturating_mul(32);
         let moves = [most, least].iter().all(|n| n.is_multiple_of(8) && (24..=248).contains(n)) && least <= each;
         let row_bytes = match self.plan.form {
-            Form::Chunk => 12,
-            Form::Steps => 12 * u64::from(self.plan.rows),
+            Form::Chunk => 16,
+            Form::Steps => 16 * u64::from(self.plan.rows),
         };
         let ring = |ring: Ring| u64::from(ring.slots) * u64::from(ring.slot_bytes);
         let rest = u64::from(m.scratch_bytes) + u64::from(m.state_bytes);
@@ -146,7 +151,7 @@ impl Judge<'_> {
             (!is_ring(m.weights) || !is_ring(m.inputs), "expected 2 slots at least, of whole cache lines"),
             (!m.scratch_bytes.is_multiple_of(128), "expected scratch of whole cache lines"),
             // A watchdog of 24 bytes, two barriers for each slot, eight statistics of each warp, a wave of 64 bytes with a record of 80,
-            // and of steps three words of each row.
+            // and of steps four words of each row.
             (u64::from(m.state_bytes) < 24 + 16 * slots + 32 * warps + 176 + row_bytes, "too little room for barriers"),
         ];
         for (_, what) in wrong.into_iter().filter(|(wrong, _)| *wrong) {
@@ -384,7 +389,7 @@ impl Judge<'_> {
                 let Action::Append { x, queries } = append.action else { return no("expected an append") };
                 heads(self, x)?;
                 self.layout(queries, Layout::Rows(DType::Bf16), cols)?;
-                self.over(append, Over::Rows)?;
+                self.over(append, Over::Rows { parts: 1 })?;
                 self.holds.insert(queries, Value::Queries(id));
                 match rest {
                     [] if is_last => return Ok(()),
@@ -438,9 +443,12 @@ impl Judge<'_> {
 
     /// The end of a wave of rows: the input that it leaves, which is that of a product of the program.
     fn rows_end(&mut self, wave: &Wave, out: Option<Input>) -> Result<(), String> {
-        self.over(wave, Over::Rows)?;
-        let (Some(Input { to, norm }), Some((residual, exchange))) = (out, self.residual) else { return Ok(()) };
-        self.layout(to, Layout::Operand, self.plan.work[residual.index()].cols)?;
+        let squares = out.and_then(|out| out.squares);
+        let parts = squares.map_or(1, |id| self.plan.work[id.index()].cols);
+        self.over(wave, Over::Rows { parts })?;
+        let (Some(Input { to, norm, .. }), Some((residual, exchange))) = (out, self.residual) else { return Ok(()) };
+        let cols = self.plan.work[residual.index()].cols;
+        self.layout(to, Layout::Operand, cols)?;
         let takes = |grid: &Grid| match &grid.op {
             Op::MatVec(m) => {
                 let x = grid.operand(Role::X).map(|x| x.buffer);
@@ -451,13 +459,28 @@ impl Judge<'_> {
         if !self.validated.schedule().program.grids.iter().any(takes) {
             return Err(format!("{to} is normalised as no product takes it"));
         }
-        self.holds.insert(to, Value::Normed(exchange, norm));
+        let Some(squares) = squares else {
+            self.holds.insert(to, Value::Normed(exchange, norm));
+            return Ok(());
+        };
+        // A factor is all that parts of a row lack of an RMS norm. They have the same number of whole pieces of columns.
+        self.layout(squares, Layout::Rows(DType::F32), parts)?;
+        let branch_is_whole = matches!(wave.action, Action::Rows { sum: Some(Sum::Branch { norm: Some(_), .. }), .. });
+        let Some(norm) = norm.filter(|of| of.norm.kind == NormKind::Rms && of.bias.is_none()) else {
+            return Err("squares of a norm that wants more than a factor".to_string());
+        };
+        let even = (1..=8).contains(&parts) && cols.is_multiple_of(8 * parts);
+        if branch_is_whole || !even || self.plan.form != Form::Steps {
+            return Err(format!("{parts} parts of a row that is whole, or that they do not share evenly"));
+        }
+        self.holds.insert(to, Value::Weighted(exchange, norm));
+        self.holds.insert(squares, Value::Squares(exchange));
         Ok(())
     }
 
     fn product(&mut self, grid: &Grid, m: &MatVec, wave: &Wave, w: usize) -> Result<(), String> {
         let program = &self.validated.schedule().program;
-        let Action::MatMul { x, target, pass, chunk, warps } = wave.action else {
+        let Action::MatMul { x, squares, target, pass, chunk, warps } = wave.action else {
             return Err("expected a product".to_string());
         };
         let buffer = |role: Role| grid.operand(role).map(|operand| operand.buffer).ok_or("an operand is missing");
@@ -465,9 +488,13 @@ impl Judge<'_> {
         self.layout(x, Layout::Operand, m.k)?;
         let found = self.holds.get(&x).copied();
         let expected = m.norm.map(|norm| norm_of(grid, norm));
-        let same = match found {
-            Some(Value::Exchange(of)) => of == input && m.norm.is_none(),
-            Some(Value::Normed(of, norm)) => of == input && norm == expected,
+        let same = match (found, squares) {
+            (Some(Value::Exchange(of)), None) => of == input && m.norm.is_none(),
+            (Some(Value::Normed(of, norm)), None) => of == input && norm == expected,
+            (Some(Value::Weighted(of, norm)), Some(squares)) => {
+                self.holds(squares, Value::Squares(of))?;
+                of == input && Some(norm) == expected
+            }
             _ => false,
         };
         if !same || m.own_input {
@@ -631,7 +658,7 @@ fn norm_of(grid: &Grid, norm: NormAttr) -> NormOf {
 /// Whether shares are all of `rows` rows by the launch indices, each once.
 fn partitions(over: Over, rows: u32, block_rows: u32, of_sms: &[Vec<Share>]) -> Result<(), String> {
     let (n, aligned) = match over {
-        Over::Rows => (1, 1),
+        Over::Rows { parts } => (parts, 1),
         Over::Units { n, parts } => (n.saturating_mul(parts), block_rows),
         Over::Heads { n, rows } => (n, rows),
     };
@@ -643,7 +670,7 @@ fn partitions(over: Over, rows: u32, block_rows: u32, of_sms: &[Vec<Share>]) -> 
     for share in of_sms.iter().flatten() {
         let Share { row, rows: count, lo, hi } = *share;
         // Of single rows a share has any number; else one tile.
-        let whole = matches!(over, Over::Rows) || count == aligned;
+        let whole = matches!(over, Over::Rows { .. }) || count == aligned;
         let inside = u64::from(row) + u64::from(count) <= u64::from(rows) && lo < hi && hi as usize <= n;
         if !whole || !inside || count == 0 || !row.is_multiple_of(aligned) {
             return Err(format!("{share:?} is out of its bounds"));

@@ -133,7 +133,7 @@ const CASES_OF_ROWS: [(&str, usize); 74] = [
     ("attention-lanes-window", 5),
     ("attention-lanes-centred", 5),
 ];
-const CASES_OF_WAVES: [(&str, usize); 86] = [
+const CASES_OF_WAVES: [(&str, usize); 97] = [
     ("rows-embed", 1),
     ("rows-embed-bf16", 1),
     ("rows-branch", 1),
@@ -187,6 +187,12 @@ const CASES_OF_WAVES: [(&str, usize); 86] = [
     ("steps-addend-alone", 1),
     ("steps-branch", 1),
     ("steps-branch-bf16", 1),
+    ("steps-embed-4", 1),
+    ("steps-embed-4-bf16", 1),
+    ("steps-addend-2", 1),
+    ("steps-addend-2-bf16", 1),
+    ("steps-branch-3", 1),
+    ("steps-branch-3-bf16", 1),
     ("steps-8-groups-bf16", 1),
     ("steps-4-groups-bf16", 1),
     ("steps-gated-bf16", 1),
@@ -199,6 +205,11 @@ const CASES_OF_WAVES: [(&str, usize); 86] = [
     ("steps-parts-3", 1),
     ("steps-units-of-4-parts", 1),
     ("steps-units-of-2-bf16", 1),
+    ("steps-factor-8-groups-bf16", 1),
+    ("steps-factor-gated-bf16", 1),
+    ("steps-factor-parts", 1),
+    ("steps-factor-logits", 1),
+    ("steps-factor-int8", 1),
     ("steps-logits", 1),
     ("steps-logits-8-groups", 1),
     ("steps-logits-32", 1),
@@ -449,6 +460,11 @@ fn a_step_of_waves_that_computes_something_else_is_found() {
         (rows, "u64(s) * (M::BLOCK_ROWS * H) + col", "col", "steps-addend"),
         (rows, "c.step > 0 ? u32(row) : __ldg(&r->from)", "u32(row)", "steps-embed"),
         (rows, "1 + c.step * M::BLOCK_ROWS + row] = token", "1 + row] = token", "steps-embed-later"),
+        // Squares of one part, a factor of another row, and columns of the first part.
+        (rows, "[row * PARTS + part] = squares;", "[row * PARTS] = squares;", "steps-embed-4"),
+        (matmul, "sum * (1.f / G::K) + G::NORM_EPS", "sum * (1.f / G::K)", "steps-factor-gated-bf16"),
+        (matmul, "wave_state<M>().factors[row]", "wave_state<M>().factors[0]", "steps-factor-parts"),
+        (rows, "col = part * PART_COLS + at", "col = at", "steps-addend-2"),
         // What teams have is added up as if they had the same maximum, a team takes what is another's turn, the first part of heads alone,
         // and rows at the position of the first one of a share.
         (attention, "weight = exp_fast(of[0] - top);", "weight = 1.f;", "steps-256-bf16"),

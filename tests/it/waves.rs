@@ -591,6 +591,10 @@ impl Mutants<'_> {
                     }
                     let Action::MatMul { x, .. } = self.of.waves[w].action else { unreachable!() };
                     self.matmul(w, "in place", Some("in-place"), |m| m.target = Written::Out(x));
+                    self.add(format!("w{w}: a factor that the input has, or still lacks"), wrong, |p| {
+                        let Action::MatMul { squares, .. } = &mut p.waves[w].action else { unreachable!() };
+                        *squares = if squares.is_some() { None } else { Some(x) };
+                    });
                 }
                 Action::Append { x, queries: _ } => {
                     let action = Action::Append { x, queries: x };
@@ -622,11 +626,11 @@ impl Mutants<'_> {
     /// Another way to multiply.
     fn matmul(&mut self, w: usize, what: &str, rule: Option<&'static str>, change: impl FnOnce(&mut Product)) {
         self.add(format!("w{w}: {what}"), rule, |p| {
-            let Action::MatMul { x, target, pass, chunk, warps } = p.waves[w].action else { unreachable!() };
+            let Action::MatMul { x, squares, target, pass, chunk, warps } = p.waves[w].action else { unreachable!() };
             let mut product = Product { target, pass, chunk, warps };
             change(&mut product);
             let Product { target, pass, chunk, warps } = product;
-            p.waves[w].action = Action::MatMul { x, target, pass, chunk, warps };
+            p.waves[w].action = Action::MatMul { x, squares, target, pass, chunk, warps };
         });
     }
 
@@ -883,13 +887,15 @@ impl Mutants<'_> {
         }
         with("no sum", wrong, None, out);
         match out {
-            Some(Input { to, norm }) => {
+            Some(input) => {
                 with("no input", wrong, sum, None);
                 let twice = sum.map(|_| "in-place");
-                with("the input over the residual", twice, sum, Some(Input { to: residual, norm }));
-                for other in norm.into_iter().flat_map(other_norms).map(Some).chain([None]) {
-                    with("another norm", wrong, sum, Some(Input { to, norm: other }));
+                with("the input over the residual", twice, sum, Some(Input { to: residual, ..input }));
+                for norm in input.norm.into_iter().flat_map(other_norms).map(Some).chain([None]) {
+                    with("another norm", wrong, sum, Some(Input { norm, ..input }));
                 }
+                let squares = if input.squares.is_some() { None } else { Some(WorkId(0)) };
+                with("another norm of parts", None, sum, Some(Input { squares, ..input }));
             }
             // A product overwrites it before anything reads it, but its norm may name anything.
             None => {
@@ -901,7 +907,8 @@ impl Mutants<'_> {
                 for (to, norm) in
                     norms.into_iter().take(2).flat_map(|(to, norm)| other_norms(norm).into_iter().map(move |n| (to, n)))
                 {
-                    let action = Action::Rows { residual, sum, out: Some(Input { to, norm: Some(norm) }) };
+                    let action =
+                        Action::Rows { residual, sum, out: Some(Input { to, norm: Some(norm), squares: None }) };
                     self.add(format!("w{w}: an input of no product"), wrong, |p| p.waves[w].action = action);
                 }
             }
@@ -913,7 +920,7 @@ impl Mutants<'_> {
         for d in 0..self.of.divisions.len() {
             let over = self.of.divisions[d].over;
             let others: Vec<Over> = match over {
-                Over::Rows => vec![],
+                Over::Rows { parts } => [0, parts + 1, parts * 2].map(|parts| Over::Rows { parts }).to_vec(),
                 Over::Units { n, parts } => [0, n - 1, n + 1, u32::MAX >> 8].map(|n| Over::Units { n, parts }).to_vec(),
                 Over::Heads { n, rows } => {
                     let some = [(0, rows), (n - 1, rows), (n + 1, rows), (n, 0), (n, rows / 2), (n, 3), (n, u32::MAX)];
@@ -991,9 +998,12 @@ fn works(action: &mut Action) -> Vec<&mut WorkId> {
                 Some(Sum::Embed { candidates, .. }) => candidates.as_mut(),
                 None => None,
             };
-            [residual].into_iter().chain(branch).chain(out.as_mut().map(|out| &mut out.to)).collect()
+            let written = out.iter_mut().flat_map(|out| [&mut out.to].into_iter().chain(&mut out.squares));
+            [residual].into_iter().chain(branch).chain(written).collect()
         }
-        Action::MatMul { x, target: Written::Out(id) | Written::Residual(id) | Written::Best(id), .. } => vec![x, id],
+        Action::MatMul { x, squares, target: Written::Out(id) | Written::Residual(id) | Written::Best(id), .. } => {
+            [x, id].into_iter().chain(squares).collect()
+        }
         Action::Append { x, queries } => vec![x, queries],
         Action::Attend { queries, out, .. } => vec![queries, out],
         Action::AttendRow { x, out, .. } => vec![x, out],

@@ -340,12 +340,17 @@ impl Step<'_> {
         let mut best = vec![vec![(f64::NEG_INFINITY, f64::from(i32::MAX)); self.plan.rows as usize]; sms];
         for (sm, share) in shares {
             match (&wave.action, &grid.op) {
-                (Action::Rows { .. }, _) => self.rows_wave(&wave.action, share),
-                (&Action::MatMul { x, target, .. }, Op::MatVec(m)) => {
+                (Action::Rows { .. }, _) => {
+                    let Over::Rows { parts } = self.plan.divisions[wave.division.index()].over else {
+                        panic!("rows that are not divided over rows")
+                    };
+                    self.rows_wave(&wave.action, share, parts);
+                }
+                (&Action::MatMul { x, squares, target, .. }, Op::MatVec(m)) => {
                     let Over::Units { n, parts } = self.plan.divisions[wave.division.index()].over else {
                         panic!("a product that is not divided over units")
                     };
-                    self.matmul(&grid, m, (x, target), (n, parts), share, &mut best[*sm]);
+                    self.matmul(&grid, m, (x, squares, target), (n, parts), share, &mut best[*sm]);
                 }
                 (&Action::Append { x, queries }, Op::Attention(a)) => {
                     self.append(&grid, a, x, queries, share, caches);
@@ -370,9 +375,13 @@ impl Step<'_> {
         }
     }
 
-    fn rows_wave(&mut self, action: &Action, share: &Share) {
+    /// `parts`: of a row, of which a share has some.
+    fn rows_wave(&mut self, action: &Action, share: &Share, parts: u32) {
         let &Action::Rows { residual, sum, out } = action else { unreachable!() };
-        for row in self.rows(share) {
+        let cols = self.plan.work[residual.index()].cols as usize;
+        let length = cols.div_ceil(parts as usize).next_multiple_of(8);
+        for (row, part) in self.rows(share).flat_map(|row| (share.lo..share.hi).map(move |part| (row, part as usize))) {
+            let own = (part * length).min(cols)..((part + 1) * length).min(cols);
             let mut x = match sum {
                 Some(Sum::Embed { table, scale, .. }) => {
                     let Content::Tensor(table) = *self.content(table) else { panic!("a table") };
@@ -392,13 +401,24 @@ impl Step<'_> {
                 let branch = norm.map_or(branch.clone(), |norm| self.normed(&norm, &branch));
                 x.iter_mut().zip(branch).for_each(|(x, b)| *x += f64::from(scale) * b);
             }
+            // Another share may or may not have added its part: a norm of those would be one of either.
+            if parts > 1 {
+                x.iter_mut().enumerate().filter(|(col, _)| !own.contains(col)).for_each(|(_, x)| *x = f64::NAN);
+            }
             if sum.is_some() {
-                self.write(residual, row, &x);
+                own.clone().for_each(|col| self.set(residual, row, col, x[col]));
             }
-            if let Some(out) = out {
-                let y = out.norm.map_or(x.clone(), |norm| self.normed(&norm, &x));
-                self.write(out.to, row, &y);
-            }
+            let Some(out) = out else { continue };
+            let y = match out.squares {
+                Some(squares) => {
+                    self.set(squares, row, part, x[own.clone()].iter().map(|x| x * x).sum());
+                    let weight = out.norm.and_then(|norm| norm.weight).map(|weight| self.vector(weight));
+                    let weight = |col: usize| weight.as_ref().map_or(1.0, |weight| f64::from(weight[col]));
+                    x.iter().enumerate().map(|(col, x)| x * weight(col)).collect()
+                }
+                None => out.norm.map_or(x.clone(), |norm| self.normed(&norm, &x)),
+            };
+            own.for_each(|col| self.set(out.to, row, col, y[col]));
         }
     }
 
@@ -407,7 +427,7 @@ impl Step<'_> {
         &mut self,
         grid: &Grid,
         m: &MatVec,
-        (x, target): (WorkId, Target),
+        (x, squares, target): (WorkId, Option<WorkId>, Target),
         (n, parts): (u32, u32),
         share: &Share,
         best: &mut [(f64, f64)],
@@ -421,8 +441,16 @@ impl Step<'_> {
         let length = (m.k.div_ceil(step).div_ceil(parts) * step) as usize;
         let part = (share.lo / n) as usize;
         let of_k = part * length..((part + 1) * length).min(m.k as usize);
-        let inputs: Vec<_> =
-            self.rows(share).map(|row| (row, self.read(x, row)[of_k.start.min(of_k.end)..of_k.end].to_vec())).collect();
+        // What the norm of the input lacks.
+        let factor = |row: usize| {
+            let (Some(squares), Some(norm)) = (squares, m.norm) else { return 1.0 };
+            (self.read(squares, row).iter().sum::<f64>() / f64::from(m.k) + f64::from(norm.eps)).sqrt().recip()
+        };
+        let input = |row: usize| {
+            let x = self.read(x, row);
+            (row, x[of_k.start.min(of_k.end)..of_k.end].iter().map(|x| x * factor(row)).collect::<Vec<f64>>())
+        };
+        let inputs: Vec<_> = self.rows(share).map(input).collect();
         let mut weights = vec![0.0; m.k as usize];
         // Products of all rows with row `r` of the matrix.
         let mut product = |step: &Self, r: u32| -> Vec<f64> {

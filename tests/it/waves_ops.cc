@@ -116,7 +116,12 @@ struct Rowwise {
   static constexpr bool EMBED = E, BRANCH = B, OUT = O;
   static constexpr float EMBED_SCALE = 1.5f, BRANCH_SCALE = 0.25f, EPS = 1e-5f, BRANCH_EPS = 1e-6f;
   static constexpr Norm NORM = N, BRANCH_NORM = BN;
-  static constexpr int BRANCH_PARTS = 0;
+  static constexpr int BRANCH_PARTS = 0, ROW_PARTS = 1;
+};
+// Several blocks share a row.
+template <class G, int N>
+struct RowsIn : G {
+  static constexpr int ROW_PARTS = N;
 };
 template <class G, int N>
 struct SumsOf : G {
@@ -182,7 +187,16 @@ static void rowwise(const char* name, const char* out_name, u32 rows, u32 step =
   }
   // Two shares, the second one of more rows than the chunk has.
   const u32 first = rows / 3;
-  shares = {{0, first, 0, 1}, {first, whole - first, 0, 1}};
+  constexpr int ROW_PARTS = G::ROW_PARTS;
+  const u32 squares = wave.squares = activations(size_t(whole) * ROW_PARTS * 4);
+  if (ROW_PARTS == 1)
+    shares = {{0, first, 0, 1}, {first, whole - first, 0, 1}};
+  else // Of some rows this block has two parts.
+    for (u32 row = 0; row < whole; row++) {
+      shares.push_back({row, 1, row % ROW_PARTS, row % ROW_PARTS + 1});
+      if (row % ROW_PARTS > 0) shares.push_back({row, 1, 0, row % ROW_PARTS});
+      if (row % ROW_PARTS + 1 < ROW_PARTS) shares.push_back({row, 1, row % ROW_PARTS + 1, ROW_PARTS});
+    }
   run<M, WaveRows<M, G>>();
   std::vector<double> expected, found, out, found_out;
   for (u32 row = 0; row < rows; row++) {
@@ -195,7 +209,16 @@ static void rowwise(const char* name, const char* out_name, u32 rows, u32 step =
       sum[i] = float(value);
       expected.push_back(value), found.push_back(float_at(plain_at(wave.residual, row, i, H, 4)));
     }
-    const std::vector<double> normed = normalised(G::NORM, sum, w, b, G::EPS);
+    std::vector<double> normed = normalised(G::NORM, sum, w, b, G::EPS);
+    // Of parts the factor is left to the product.
+    if (ROW_PARTS > 1) {
+      for (int i = 0; i < H; i++) normed[i] = double(sum[i]) * w[i];
+      for (int part = 0; part < ROW_PARTS; part++) {
+        double of = 0;
+        for (int i = part * (H / ROW_PARTS); i < (part + 1) * (H / ROW_PARTS); i++) of += double(sum[i]) * sum[i];
+        expected.push_back(of / H), found.push_back(float_at(plain_at(squares, row, part, ROW_PARTS, 4)) / H);
+      }
+    }
     for (int i = 0; i < H; i++) out.push_back(normed[i]), found_out.push_back(bf16_at(operand_at<M, H>(wave.out, row, i)));
   }
   for (u32 row = rows; row < whole; row++) {
@@ -222,7 +245,14 @@ struct Product {
   static constexpr Act ACT = A;
   static constexpr float SCALE = 0.5f, SOFTCAP = E == Epilogue::LOGITS ? 3.f : 0.f;
   static constexpr bool BIAS = B, PLAIN = P;
-  static constexpr int ROW_GROUPS = 2, UNIT_GROUPS = 4, K_GROUPS = 1, SPLITS = 1, CHUNK = UNIT_ROWS == 8 ? 2 : 1;
+  static constexpr int ROW_GROUPS = 2, UNIT_GROUPS = 4, K_GROUPS = 1, SPLITS = 1, CHUNK = UNIT_ROWS == 8 ? 2 : 1, NORM_PARTS = 0;
+  static constexpr float NORM_EPS = 0.f;
+};
+// An input that lacks the factor of its norm.
+template <class P, int N>
+struct Weighted : P {
+  static constexpr int NORM_PARTS = N;
+  static constexpr float NORM_EPS = 0.125f;
 };
 // How warps share it: groups of rows, of units and of k; granules of a chunk; and parts of k.
 template <class P, int BY_ROWS, int BY_UNITS, int BY_K, int CHUNK_, int SPLITS_ = 1>
@@ -332,6 +362,20 @@ static void matmul(const char* name, u32 rows) {
       rows_at[row].inverse_temperature = row % 3 == 0 ? 0.f : row % 3 == 1 ? 1.25f : 8.f;
     }
   }
+  std::vector<double> factors(rows, 1.);
+  if (G::NORM_PARTS > 0) {
+    const std::vector<float> squares = numbers(state, size_t(rows) * G::NORM_PARTS);
+    wave.squares = activations(size_t(M::BLOCK_ROWS) * G::NORM_PARTS * 4);
+    for (u32 row = 0; row < rows; row++) {
+      double sum = 0;
+      for (u32 i = 0; i < u32(G::NORM_PARTS); i++) {
+        const float of = G::K * (0.5f + std::fabs(squares[row * G::NORM_PARTS + i]));
+        std::memcpy(plain_at(wave.squares, row, i, G::NORM_PARTS, 4), &of, 4);
+        sum += of;
+      }
+      factors[row] = 1 / std::sqrt(sum / G::K + G::NORM_EPS);
+    }
+  }
   run<M, WaveMatMul<M, G>>();
   const auto out_at = [&](u32 row, u32 col) { return PLAIN ? plain_at(wave.out, row, col, COLS, PARTS ? 4 : 2) : operand_at<M, COLS>(wave.out, row, col); };
   // Columns of a part: whole granules, and whole blocks of 64.
@@ -347,6 +391,7 @@ static void matmul(const char* name, u32 rows) {
         for (int k = part * part_k; k < (part + 1) * part_k && k < G::K; k++) y[r] += w[size_t(r) * G::K + k] * x[size_t(row) * G::K + k];
         if constexpr (IS_CODED<G>)
           if (G::ROW_SCALES) y[r] *= by_row[r];
+        y[r] *= factors[row];
         if (G::BIAS && part == 0) y[r] += bias[r];
       }
       for (int r = 0; r < COLS; r++) {
@@ -625,6 +670,10 @@ int main() {
   rowwise<SumsOf<Rowwise<2304, false, true, true, Norm::RMS, Norm::RMS>, 2>, S16>("steps-parts-norm", "steps-parts-norm-bf16", 5);
   rowwise<SumsOf<Rowwise<72, false, true, false, Norm::NONE>, 3>, S64>("steps-addend-alone", "", 33);
   rowwise<Rowwise<1032, false, true, true, Norm::LAYER, Norm::LAYER>, S16>("steps-branch", "steps-branch-bf16", 16);
+  // Parts of rows: of one warp, of several, and with two pieces a lane.
+  rowwise<RowsIn<Rowwise<256, true, false, true, Norm::RMS>, 4>, S32>("steps-embed-4", "steps-embed-4-bf16", 29, 1);
+  rowwise<RowsIn<SumsOf<Rowwise<1600, false, true, true, Norm::RMS>, 2>, 2>, S64>("steps-addend-2", "steps-addend-2-bf16", 64);
+  rowwise<RowsIn<Rowwise<12288, false, true, true, Norm::RMS>, 3>, S16>("steps-branch-3", "steps-branch-3-bf16", 5);
   // Eight, four, two and one groups of k; chunks of weights that are longer than those of inputs, and shorter; several passes; parts of
   // which the last is shorter.
   matmul<S16, By<Product<44, 200, Epilogue::STORE, 2, 8, true, true>, 1, 1, 8, 8>>("steps-8-groups-bf16", 11);
@@ -639,6 +688,11 @@ int main() {
   matmul<S64, By<Product<200, 712, Epilogue::RESIDUAL, 8>, 2, 4, 1, 2, 3>>("steps-parts-3", 20);
   matmul<S16, By<Product<50, 328, Epilogue::STORE, 3, 4, true>, 1, 1, 8, 8, 2>>("steps-units-of-4-parts", 16);
   matmul<S32, By<Product<26, 384, Epilogue::ACT, 7, 2, true, false>, 2, 2, 2, 2>>("steps-units-of-2-bf16", 30);
+  matmul<S16, Weighted<By<Product<44, 200, Epilogue::STORE, 2, 8, true, true>, 1, 1, 8, 8>, 8>>("steps-factor-8-groups-bf16", 11);
+  matmul<S64, Weighted<By<Product<92, 328, Epilogue::GATED, 3, 8, true, false>, 4, 2, 1, 2>, 2>>("steps-factor-gated-bf16", 64);
+  matmul<S32, Weighted<By<Product<72, 200, Epilogue::STORE, 4, 8, true>, 1, 1, 8, 8, 2>, 4>>("steps-factor-parts", 32);
+  matmul<S32, Weighted<By<Product<61, 200, Epilogue::LOGITS, 4, 8, true>, 2, 4, 1, 4>, 3>>("steps-factor-logits", 29);
+  matmul<S16, CodedAs<Weighted<By<Product<44, 200, Epilogue::RESIDUAL, 4, 8, true>, 1, 4, 2, 2>, 2>, Code::INT8, 0, ScaleCode::NONE, false, true>>("steps-factor-int8", 11);
   matmul<S16, By<Product<37, 96, Epilogue::LOGITS, 3>, 1, 8, 1, 2>>("steps-logits", 13);
   matmul<S16, By<Product<37, 200, Epilogue::LOGITS, 2>, 1, 1, 8, 8>>("steps-logits-8-groups", 16);
   matmul<S32, By<Product<61, 200, Epilogue::LOGITS, 4, 8, true>, 2, 4, 1, 4>>("steps-logits-32", 29);
