@@ -48,7 +48,7 @@ use crate::error::Fault;
 use crate::fields::{FILE_NAME_IN_WORDS, Fields, is_file_name, read_document};
 use crate::files::{self, FileError, PATH_RULE};
 use crate::format::{Code, Format, FormatPlan, NAMED};
-use crate::target::{Target, TargetError, TargetKind};
+use crate::target::{Measured, Target, TargetError, TargetKind, TargetRecord};
 use crate::text::{Diagnostic, Rejection, Style, nearest, one_of};
 
 /// A manifest is a screenful; a larger file is something else.
@@ -162,6 +162,8 @@ pub struct Manifest {
     /// By name of a target: knobs of its first candidate that differ from the default, `knob=value;...`. Only what knows
     /// knobs can read it.
     pub candidates: BTreeMap<String, String>,
+    /// By name of a target: what its record says was measured on a device of its kind.
+    pub measured: BTreeMap<String, Measured>,
     /// Folder of the manifest, the first place where its relative paths are looked for.
     pub base_dir: PathBuf,
 }
@@ -345,8 +347,13 @@ impl Manifest {
         last.strip_suffix(".json").unwrap_or(last).to_string()
     }
 
+    /// What was measured on a device of a target's kind; nothing, if no record says.
+    pub fn measured(&self, target: &Target) -> Measured {
+        self.measured.get(&target.name).cloned().unwrap_or_default()
+    }
+
     /// The manifest as text for hashing: one `name value` line for each field that can change what a build makes, the
-    /// targets' [`Target::key_text`] at the end.
+    /// targets' [`Target::key_text`] at the end, each with its [`Measured::key_text`].
     ///
     /// Left out are `name`, a label, and `base_dir`: what a path leads to is keyed by the stage that reads it.
     pub fn key_text(&self) -> String {
@@ -361,6 +368,7 @@ impl Manifest {
             search,
             targets,
             candidates,
+            measured: _,
             base_dir: _,
         } = self;
         let Precision { weights, cache, wire } = precision;
@@ -400,7 +408,7 @@ impl Manifest {
         let candidates = candidates.iter().map(|(target, knobs)| format!("candidate {target} {knobs:?}\n"));
         own + &formats.key_text()
             + &candidates.collect::<String>()
-            + &targets.iter().map(Target::key_text).collect::<String>()
+            + &targets.iter().map(|target| target.key_text() + &self.measured(target).key_text()).collect::<String>()
     }
 }
 
@@ -415,7 +423,7 @@ fn resolve(file: &ManifestFile, path: &Path, faults: &mut Vec<Diagnostic>) -> Re
     let (cache, activations) = (cache.unwrap_or(weights), activations.unwrap_or(weights));
     let formats = FormatPlan { weights: Some(*asked).filter(|f| !f.is_plain()), head: *head, layers: layers.clone() };
     let SearchFile { trials, minutes, seed, margin } = *search;
-    let (targets, candidates) = resolve_targets(targets, &base_dir, faults)?;
+    let Targets { targets, candidates, measured } = resolve_targets(targets, &base_dir, faults)?;
     check_rows(decode, &targets, faults);
     Ok(Manifest {
         name: match name {
@@ -436,6 +444,7 @@ fn resolve(file: &ManifestFile, path: &Path, faults: &mut Vec<Diagnostic>) -> Re
         },
         targets,
         candidates,
+        measured,
         base_dir,
     })
 }
@@ -583,18 +592,26 @@ fn fitting_positions<const N: usize>(positions: [u32; N], last: u32) -> Vec<u32>
     BTreeSet::from(positions).into_iter().filter(|position| *position <= last).collect()
 }
 
-/// The targets, and by name the knobs that were written for one.
+/// What `[[target]]` tables say.
+#[derive(Default)]
+struct Targets {
+    targets: Vec<Target>,
+    candidates: BTreeMap<String, String>,
+    measured: BTreeMap<String, Measured>,
+}
+
+/// The targets with what their records and the manifest say of each.
 fn resolve_targets(
     files: &[TargetFile],
     base_dir: &Path,
     faults: &mut Vec<Diagnostic>,
-) -> Result<(Vec<Target>, BTreeMap<String, String>), ManifestError> {
-    let (mut targets, mut candidates) = (Vec::<Target>::new(), BTreeMap::new());
+) -> Result<Targets, ManifestError> {
+    let Targets { mut targets, mut candidates, mut measured } = Targets::default();
     let mut first_record: BTreeMap<String, &str> = BTreeMap::new();
     for TargetFile { record, candidate } in files {
         let written = record.get_ref();
-        let target = match Target::load(written, base_dir) {
-            Ok(target) => target,
+        let TargetRecord { target, measured: figures } = match TargetRecord::load(written, base_dir) {
+            Ok(record) => record,
             Err(TargetError::Unknown { name, nearest }) => {
                 let label = format!("expected {}, or the path of a record", one_of(Target::builtin_names()));
                 let fault = Diagnostic::new(format!("unknown target `{name}`"), record.span(), label);
@@ -620,11 +637,12 @@ fn resolve_targets(
             None => {
                 first_record.insert(target.name.clone(), written);
                 candidates.extend(candidate.clone().map(|knobs| (target.name.clone(), knobs)));
+                measured.insert(target.name.clone(), figures);
                 targets.push(target);
             }
         }
     }
-    Ok((targets, candidates))
+    Ok(Targets { targets, candidates, measured })
 }
 
 #[cfg(test)]
@@ -695,6 +713,7 @@ record = \"cpu\"
                 search: Search { trials: 0, minutes: 10.0, seed: 0, margin: 0.01 },
                 targets: vec![Target::builtin("cpu").expect("builtin")],
                 candidates: BTreeMap::new(),
+                measured: BTreeMap::from([("cpu".to_string(), Measured::default())]),
                 base_dir: PathBuf::from("some"),
             }
         );
@@ -1056,7 +1075,7 @@ error: missing key `record` in `target`
         assert_eq!(missing.tier, Tier::Input);
         assert!(missing.message.contains("/own.toml` and `own.toml`)"), "{missing}");
         assert!(missing.message.contains("m.toml:11:10\n"), "{missing}");
-        let record = Target::builtin("cpu").expect("builtin").to_toml();
+        let record = TargetRecord::builtin("cpu").expect("builtin").to_toml();
         std::fs::write(folder.path().join("own.toml"), record.replace("\"cpu\"", "\"gpu\"")).expect("write");
         let faulty = Manifest::load(&path).expect_err("a faulty record").to_string();
         assert!(faulty.starts_with("unknown value for `kind`\n") && faulty.contains("own.toml:2:8\n"), "{faulty}");
@@ -1084,7 +1103,7 @@ error: missing key `record` in `target`
             change(&mut other);
             other.key_text() != key
         };
-        let matters: [fn(&mut Manifest); 20] = [
+        let matters: [fn(&mut Manifest); 21] = [
             |m| m.formats.head = Some(NAMED[2].1),
             |m| m.source.push('x'),
             |m| m.revision.push('x'),
@@ -1105,6 +1124,7 @@ error: missing key `record` in `target`
             |m| m.search.seed += 1,
             |m| m.search.margin += 0.01,
             |m| m.targets.push(m.targets[0].clone()),
+            |m| m.measured.get_mut("cpu").expect("a record").hop_idle_us = Some(1.0),
         ];
         for (i, change) in matters.into_iter().enumerate() {
             assert!(turned(change), "change {i} did not turn the key");

@@ -122,6 +122,8 @@ pub struct Subject<'a> {
     pub validated: &'a Validated,
     pub graph: &'a ModelGraph,
     pub target: &'a Target,
+    /// Of a device of the target's kind, if it was measured: no step is faster than its bytes arrive.
+    pub read_bytes_per_s: Option<f64>,
     /// Ascending; each leaves room for a launch.
     pub positions: &'a [u32],
     /// Steps of one launch, from the manifest; the CPU takes fewer if a launch would last too long.
@@ -300,8 +302,7 @@ fn timed(
 ) -> Result<Timed, Withheld> {
     samples_us.sort_by(f64::total_cmp);
     let bytes_per_step = step_bytes(subject.validated, subject.graph, 1, position + steps / 2);
-    let bandwidth = subject.target.measured.read_bytes_per_s;
-    let floor = |bytes: u64| bandwidth.map(|per_s| bytes as f64 / per_s * 1e6);
+    let floor = |bytes: u64| subject.read_bytes_per_s.map(|per_s| bytes as f64 / per_s * 1e6);
     let median = percentile(&samples_us, 0.5);
     // Bytes that fit the L2 cache may stay there from one step to the next, and are then not read again.
     let least = floor(bytes_per_step.saturating_sub(subject.target.spec.l2_bytes)).unwrap_or(0.0);

@@ -19,7 +19,7 @@ use monobloc::manifest::Manifest;
 use monobloc::model::config::{graph_text, import, import_config_only};
 use monobloc::pipeline::read_stored;
 use monobloc::schedule::schedule;
-use monobloc::target::Target;
+use monobloc::target::{Target, TargetRecord};
 use monobloc::text::Style;
 use monobloc::tokenizer::{Message, Tokenizer};
 use monobloc::validate::{check, line_of};
@@ -97,7 +97,7 @@ fn manifest(data: &[u8]) {
     if let Err(error) = Manifest::parse(text, Path::new("no-such-folder/fuzz.toml")) {
         told(error.into_fault(Style::Plain));
     }
-    if let Err(rejection) = Target::parse(text, "fuzz.toml") {
+    if let Err(rejection) = TargetRecord::parse(text, "fuzz.toml") {
         assert!(!rejection.render(Style::Plain).is_empty());
     }
 }

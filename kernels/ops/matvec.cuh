@@ -436,7 +436,7 @@ struct MatVec {
           const float v = softcap((i == 0 ? y.x : y.y) * G::SCALE, G::SOFTCAP);
           // By chance among all ids: the noise makes it an arg-max, too. It belongs to the token that this step decides.
           float score = v;
-          if (c.p.inverse_temperature > 0.f && !c.p.filters())
+          if (c.p.inverse_temperature > 0.f && !filters(c.p))
             score = mul_add(v, c.p.inverse_temperature, noise(c.p.seed, c.position + 1, u32(row + i)));
           if (row + i < G::ROWS) {
             if (c.p.logits && c.lane() < 4) c.p.logits[u64(c.tag - c.p.tag) * G::ROWS + row + i] = v;

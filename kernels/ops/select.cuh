@@ -19,7 +19,7 @@ struct Select {
     // A step reads what the previous one published, from the copy of that step's parity.
     const u32 tag = c.tag - 1;
     const u64* from = c.p.exchange + e.x + (tag & 1) * round_up(2 * G::PARTS, 2);
-    const bool given = c.position < c.p.prompt_len, filtered = !given && c.p.filters();
+    const bool given = c.position < c.p.prompt_len, filtered = !given && filters(c.p);
     float value = NEGATIVE_INFINITY;
     int row = 0x7fffffff;
     for (int first = 0; first < G::PARTS; first += THREADS) {

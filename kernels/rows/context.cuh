@@ -1,27 +1,29 @@
 // Owns what a launch of rows gets beside Params, and what a block keeps of its rows.
 #pragma once
 
-// One row of a launch, as the host's guard has judged it; 48 bytes, laid out by codegen/abi.rs.
+// One row of a launch, as the host's guard has judged it. The test in codegen/abi.rs writes what the host fills here.
 struct alignas(16) Row {
-  u32 sequence;  // row of the page table
-  u32 position;  // in the first step; one more in each step after it
-  i32 token;     // of the first step; below 0: what row `from` of the step before this launch decided
-  u32 from;
-  u32 first;     // the first row of the launch of the same sequence
-  u32 steps;     // steps that the row takes part in
-  u32 seed_low, seed_high;
+  u32 sequence; // row of the page table
+  u32 position; // in the first step; one more in each step after it
+  i32 token; // of the first step; below 0: what row `from` of the step before this launch decided
+  u32 from; // see `token`
+  u32 first; // the first row of the launch of the same sequence
+  u32 steps; // steps that the row takes part in
+  u32 seed_low; // of sampling, the low half
+  u32 seed_high; // of sampling, the high half
   float inverse_temperature; // 0: greedy
-  u32 reserved[3];
+  u32 reserved[3]; // no meaning yet
 };
-static_assert(sizeof(Row) == 48, "rows are 48 bytes in codegen/abi.rs");
+static_assert(sizeof(Row) == 48, "the host fills this struct");
 
 struct RowsParams : Params {
-  const Row* rows;
+  const Row* rows; // rows of the launch
   const u32* pages; // [sequences][M::BLOCKS]
   const uint2* fills; // of each block: entries and runs of a launch that only fills the cache; null: the launch has whole steps
-  u32 row_count;
-  u32 logits_from;  // first step whose logits are written
+  u32 row_count; // rows of the launch
+  u32 logits_from; // first step whose logits are written
 };
+static_assert(sizeof(RowsParams) == 216, "the host fills this struct");
 
 template <class M>
 struct RowsState {

@@ -8,30 +8,33 @@ constexpr int EOS_MAX = 8;
 constexpr int STAMP_WORDS = 5; // of a task: four moments, and the time before chunks that had not landed
 
 struct Params {
-  const u8* pack;            // weights and constants
-  u8* cache;
-  u64* exchange;
-  float* logits;             // [steps][VOCAB], or null
-  const Entry* entries;      // all queues, one after another
-  const u32* entry_index;    // [REGIMES * SMS + 1]
-  const StreamRun* runs;
-  const u32* run_index;      // [REGIMES * SMS + 1]
-  const i32* prompt;         // token of each position below prompt_len
-  volatile i32* mailbox;     // host-visible: [0] tokens decided so far (positions), then the token of each position
-  u32* report;               // host-visible watchdog report, 8 words an SM
-  volatile u32* abort;       // host-visible
-  u64* stamps;               // [steps][SMS][STAMPS_MAX][STAMP_WORDS] nanoseconds, traced builds only
-  u64 timeout_ns;
-  u64 seed;
-  u32 prompt_len, position, steps, tag;
-  u32 eos_count;
-  i32 eos[EOS_MAX];
+  const u8* pack; // weights and constants
+  u8* cache; // keys and values of earlier positions
+  u64* exchange; // what SMs tell each other
+  float* logits; // [steps][VOCAB], or null
+  const Entry* entries; // all queues, one after another
+  const u32* entry_index; // [REGIMES * SMS + 1]
+  const StreamRun* runs; // all streams, one after another
+  const u32* run_index; // [REGIMES * SMS + 1]
+  const i32* prompt; // token of each position below prompt_len
+  volatile i32* mailbox; // host-visible: [0] tokens decided so far (positions), then the token of each position
+  u32* report; // host-visible watchdog report, 8 words an SM
+  volatile u32* abort; // host-visible
+  u64* stamps; // [steps][SMS][STAMPS_MAX][STAMP_WORDS] nanoseconds, traced builds only
+  u64 timeout_ns; // of each wait
+  u64 seed; // of sampling
+  u32 prompt_len; // tokens of `prompt`
+  u32 position; // of the first step
+  u32 steps; // of the launch
+  u32 tag; // of the first step; the next step has the next tag
+  u32 eos_count; // ids in `eos`
+  i32 eos[EOS_MAX]; // ids that end a text
   float inverse_temperature; // 0: greedy
-  u32 top_k;                 // ids that top-k keeps, 0: all
-  u32 top_p_q32;             // probability that top-p keeps in units of 2^-32, 0: all
-  __device__ __forceinline__ bool filters() const { return (top_k | top_p_q32) != 0; }
+  u32 top_k; // ids that top-k keeps, 0: all
+  u32 top_p_q32; // probability that top-p keeps in units of 2^-32, 0: all
 };
-static_assert(sizeof(Params) == 15 * 8 + 16 * 4, "parameters are as codegen/abi.rs declares them");
+static_assert(sizeof(Params) == 184, "the host fills this struct");
+__device__ __forceinline__ bool filters(const Params& p) { return (p.top_k | p.top_p_q32) != 0; }
 
 template <class M>
 struct State {

@@ -1,4 +1,4 @@
-// Owns the queue entry: what one task needs at run time, 64 bytes, laid out by `codegen/abi.rs`.
+// Owns the queue entry: what one task needs at run time, 64 bytes. `codegen/abi.rs` declares it, and the test there writes the text of it here.
 //
 // Offsets into the exchange arena are packets (8 bytes); offsets into constants and caches are in OFFSET_BYTES. A block
 // copies its queue to shared memory once a launch (and once more where the regime changes): a fetch for each task would sit
@@ -9,53 +9,37 @@
 constexpr u32 OFFSET_BYTES = 256;
 
 struct alignas(16) Entry {
-  u32 op;       // case of the generated dispatch
-  u32 task;     // t12, for the watchdog
-  u32 event;    // first event the task waits for, for the watchdog
-  u32 lo, hi;   // launch indices
-  u32 j;        // second index
-  u32 x;        // packets of the first exchange operand (x, q, candidates, partial)
-  u32 out;      // packets of the published operand
-  u32 aux;      // packets of a second published operand (candidates of the head)
-  union {
-    u32 row_scales; // of a matrix of codes: the scales of its rows, in OFFSET_BYTES
-    u32 row;        // row of the step that the task takes, where its op takes one
-  };
+  u32 op; // case of the generated dispatch
+  u32 task; // t12, for the watchdog
+  u32 event; // first event the task waits for, for the watchdog
+  u32 lo; // launch indices, from here
+  u32 hi; // ... up to here
+  u32 j; // second index
+  u32 x; // packets of the first exchange operand (x, q, candidates, partial)
+  u32 out; // packets of the published operand
+  u32 aux; // packets of a second published operand (candidates of the head)
+  union { u32 row_scales, row; }; // of a matrix of codes: the scales of its rows, in OFFSET_BYTES; else the row of the step that the task takes
   u32 residual; // first residual value of this block that the task owns
-  union {
-    u32 norm_weight, q_norm;
-  };
-  union {
-    u32 norm_bias, k_norm;
-  };
-  union {
-    u32 bias, rope, table;
-  };
-  u32 k_cache, v_cache;
+  union { u32 norm_weight, q_norm; }; // norm weight of the input, or of q
+  union { u32 norm_bias, k_norm; }; // norm bias of the input, or norm weight of k
+  union { u32 bias, rope, table; }; // by op
+  u32 k_cache; // where keys are appended
+  u32 v_cache; // where values are appended
 };
-static_assert(sizeof(Entry) == 64, "queue entries are 64 bytes in codegen/abi.rs");
+static_assert(sizeof(Entry) == 64, "the host fills this struct");
 
 // One run of an SM's stream: weights of one task, or its share of the history.
 struct alignas(16) StreamRun {
-  u32 bytes;      // weights: bytes of the run; history: 0
-  union {
-    u32 block_bytes; // weights: what chunks do not reach beyond
-    u32 k_cache;     // history: cache of this layer, in OFFSET_BYTES
-  };
-  union {
-    u32 chunk_bytes; // weights: bytes of a chunk, the last of a block may be shorter
-    u32 v_cache;
-  };
-  union {
-    u32 source;      // weights: first byte in the pack, units of 256 bytes
-    u32 head_j;      // history: KV head << 16 | share
-  };
-  u32 splits;     // history: shares; of rows: the row. Weights of rows: units that are streamed together
-  u32 window;     // history: visible positions, 0: all
-  u32 row_bytes;  // history: bytes of one cache row of one KV head
-  u32 rows;       // history: rows of one chunk
+  u32 bytes; // weights: bytes of the run; history: 0
+  union { u32 block_bytes, k_cache; }; // weights: what chunks do not reach beyond, in bytes; history: keys of this layer, in OFFSET_BYTES
+  union { u32 chunk_bytes, v_cache; }; // weights: bytes of a chunk, the last of a block may be shorter; history: values of this layer
+  union { u32 source, head_j; }; // weights: first byte in the pack, in units of 256 bytes; history: KV head << 16 | share
+  u32 splits; // history: shares; of rows: the row. Weights of rows: units that are streamed together
+  u32 window; // history: visible positions, 0: all
+  u32 row_bytes; // history: bytes of one cache row of one KV head
+  u32 rows; // history: rows of one chunk
 };
-static_assert(sizeof(StreamRun) == 32, "stream runs are 32 bytes in codegen/abi.rs");
+static_assert(sizeof(StreamRun) == 32, "the host fills this struct");
 
 // Attention::history_share of ir/op.rs: the rows before `position` that share `j` of `splits` reads.
 __device__ __forceinline__ void history_share(u32 position, u32 window, u32 splits, u32 j, u32& start, u32& end) {

@@ -5,16 +5,16 @@ use std::path::Path;
 use super::Outcome;
 use super::arguments::Calibrate;
 use super::session::Session;
-use super::targets::target_json;
+use super::targets::record_json;
 use crate::cuda::calibrate;
 use crate::cuda::driver::Device;
 use crate::cuda::nvrtc::Nvrtc;
 use crate::error::Fault;
-use crate::target::{Target, TargetKind};
+use crate::target::{TargetKind, TargetRecord};
 
 pub fn calibrate(session: &Session, asked: &Calibrate) -> Result<Outcome, Fault> {
-    let target =
-        Target::load(&asked.target, Path::new(".")).map_err(|error| error.into_fault(session.terminal.style))?;
+    let record = TargetRecord::load(&asked.target, Path::new("."));
+    let TargetRecord { target, .. } = record.map_err(|error| error.into_fault(session.terminal.style))?;
     if target.kind == TargetKind::Cpu {
         return Err(Fault::input(format!("target `{}` is no GPU, and has nothing to calibrate", target.name))
             .with_remedy("name a CUDA record: `monobloc targets` lists them"));
@@ -33,12 +33,12 @@ pub fn calibrate(session: &Session, asked: &Calibrate) -> Result<Outcome, Fault>
             .with_remedy("`monobloc doctor` says which record describes the device that is here")
     })?;
     let measured = calibrate::measure(&Device::open(found.ordinal)?, &Nvrtc::load()?, &target)?;
-    let target = Target { measured, ..target };
+    let record = TargetRecord { target, measured };
     if asked.json {
-        session.terminal.print_json(&target_json(&target)?)?;
+        session.terminal.print_json(&record_json(&record)?)?;
         return Ok(Outcome::Done);
     }
-    let text = target.to_toml();
+    let text = record.to_toml();
     match &asked.out {
         None => session.terminal.print(&text)?,
         Some(path) => std::fs::write(path, text).map_err(|error| {

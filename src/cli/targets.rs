@@ -8,21 +8,21 @@ use super::Outcome;
 use super::arguments::Targets;
 use super::session::Session;
 use crate::error::Fault;
-use crate::target::Target;
+use crate::target::{Target, TargetRecord};
 
 pub fn targets(session: &Session, asked: &Targets) -> Result<Outcome, Fault> {
     let terminal = &session.terminal;
     if let Some(name) = &asked.name {
-        let target = Target::load(name, Path::new(".")).map_err(|error| error.into_fault(terminal.style))?;
+        let record = TargetRecord::load(name, Path::new(".")).map_err(|error| error.into_fault(terminal.style))?;
         match asked.json {
-            true => terminal.print_json(&target_json(&target)?)?,
-            false => terminal.print(&target.to_toml())?,
+            true => terminal.print_json(&record_json(&record)?)?,
+            false => terminal.print(&record.to_toml())?,
         }
         return Ok(Outcome::Done);
     }
-    let all: Vec<Target> = Target::builtin_names().filter_map(Target::builtin).collect();
+    let all: Vec<TargetRecord> = Target::builtin_names().filter_map(TargetRecord::builtin).collect();
     if asked.json {
-        let all: Result<Vec<Value>, Fault> = all.iter().map(target_json).collect();
+        let all: Result<Vec<Value>, Fault> = all.iter().map(record_json).collect();
         terminal.print_json(&json!(all?))?;
         return Ok(Outcome::Done);
     }
@@ -30,7 +30,7 @@ pub fn targets(session: &Session, asked: &Targets) -> Result<Outcome, Fault> {
         "{:<8} {:<5} {:<8} {:>4} {:>10} {:>10} {:>10}\n",
         "name", "kind", "arch", "SMs", "memory", "GB/s", "measured"
     );
-    for Target { name, kind, spec, measured } in &all {
+    for TargetRecord { target: Target { name, kind, spec }, measured } in &all {
         let gigabytes = |bytes_per_s: f64| format!("{:.0}", bytes_per_s / 1e9);
         let measured = measured.read_bytes_per_s.map_or("-".to_string(), gigabytes);
         let (arch, memory) = (if spec.arch.is_empty() { "-" } else { &spec.arch }, spec.memory_bytes / 1_000_000_000);
@@ -47,6 +47,7 @@ pub fn targets(session: &Session, asked: &Targets) -> Result<Outcome, Fault> {
 }
 
 /// A record with the names and the shape that it has in TOML.
-pub fn target_json(target: &Target) -> Result<Value, Fault> {
-    toml::from_str(&target.to_toml()).map_err(|error| Fault::internal(format!("record `{}`: {error}", target.name)))
+pub fn record_json(record: &TargetRecord) -> Result<Value, Fault> {
+    let name = &record.target.name;
+    toml::from_str(&record.to_toml()).map_err(|error| Fault::internal(format!("record `{name}`: {error}")))
 }

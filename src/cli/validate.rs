@@ -12,7 +12,7 @@ use crate::error::Fault;
 use crate::files::read_text;
 use crate::ir::parse::{Lines, parse_with_lines};
 use crate::ir::schedule::Schedule;
-use crate::target::Target;
+use crate::target::{Target, TargetRecord};
 use crate::text::{Diagnostic, Style};
 use crate::validate::{Entity, Rule, Violation, check, line_of};
 
@@ -27,7 +27,10 @@ pub fn validate(session: &Session, asked: &Validate) -> Result<Outcome, Fault> {
     let text = read_text(&asked.file, SCHEDULE_BYTES_MAX)?;
     let (schedule, lines) = parse_with_lines(&text).map_err(|error| error.into_fault(&name, &text, terminal.style))?;
     let target = match &asked.target {
-        Some(target) => Target::load(target, Path::new(".")).map_err(|error| error.into_fault(terminal.style))?,
+        Some(target) => {
+            let record = TargetRecord::load(target, Path::new("."));
+            record.map_err(|error| error.into_fault(terminal.style))?.target
+        }
         None => own_target(&schedule, &lines, &name, &text, terminal.style)?,
     };
     let violations = check(&schedule, &target);

@@ -1,132 +1,179 @@
-//! Owns the bytes a launch uploads beside the weights: queue entries and stream runs, as `kernels/runtime/queue.cuh`
-//! declares them.
+//! Owns the bytes a launch uploads beside the weights: queue entries and stream runs. `kernels/` has declarations that are made of the
+//! structs here; a test compares them, and `BLESS=1` writes them.
 
 use super::emit::classes;
+use super::kernel_struct::kernel_struct;
 use crate::digest::Digest;
-use crate::ir::TaskId;
 use crate::ir::layout::{Matrix, PACKET_BYTES, PLACE_ALIGN_BYTES, matrices};
 use crate::ir::op::{Op, Role};
-use crate::ir::program::{Grid, Space};
-use crate::ir::schedule::{Regime, Run, Schedule, Source, Task};
-use crate::ir::variant::{AttentionVariant, MatVecVariant};
+use crate::ir::program::{Cols, Grid, Space};
+use crate::ir::schedule::{Run, Schedule, Source, Task};
+use crate::ir::variant::{AttentionVariant, MatVecVariant, Variant};
+use crate::ir::{GridId, TaskId};
 use crate::validate::Validated;
-use bytemuck::{Pod, Zeroable};
+use bytemuck::Zeroable;
 
-/// `Entry` of queue.cuh; the last fields mean different things for different ops.
-#[repr(C)]
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
-pub struct Entry {
-    pub op: u32,
-    pub task: u32,
-    pub event: u32,
-    pub lo: u32,
-    pub hi: u32,
-    pub j: u32,
-    pub x: u32,
-    pub out: u32,
-    pub aux: u32,
-    /// Scales of the rows of a matrix of codes; else the row of the step that the task takes.
-    pub row_scales_or_row: u32,
-    pub residual: u32,
-    /// Norm weight of the input, or of q.
-    pub norm_weight: u32,
-    /// Norm bias of the input, or the norm weight of k.
-    pub norm_bias: u32,
-    /// Bias, rotary table, or embedding table.
-    pub table: u32,
-    pub k_cache: u32,
-    pub v_cache: u32,
+kernel_struct! {
+    /// One queue entry: what a task needs at run time.
+    #[derive(Eq)]
+    Entry = "struct alignas(16) Entry" {
+        /// case of the generated dispatch
+        op: u32,
+        /// t12, for the watchdog
+        task: u32,
+        /// first event the task waits for, for the watchdog
+        event: u32,
+        /// launch indices, from here
+        lo: u32,
+        /// ... up to here
+        hi: u32,
+        /// second index
+        j: u32,
+        /// packets of the first exchange operand (x, q, candidates, partial)
+        x: u32,
+        /// packets of the published operand
+        out: u32,
+        /// packets of a second published operand (candidates of the head)
+        aux: u32,
+        /// of a matrix of codes: the scales of its rows, in OFFSET_BYTES; else the row of the step that the task takes
+        row_scales_or_row: u32 as [row_scales, row],
+        /// first residual value of this block that the task owns
+        residual: u32,
+        /// norm weight of the input, or of q
+        norm_weight: u32 as [norm_weight, q_norm],
+        /// norm bias of the input, or norm weight of k
+        norm_bias: u32 as [norm_bias, k_norm],
+        /// by op
+        table: u32 as [bias, rope, table],
+        /// where keys are appended
+        k_cache: u32,
+        /// where values are appended
+        v_cache: u32,
+    }
 }
 
-/// `StreamRun` of queue.cuh; the second to fourth field mean different things for weights and for history.
-#[repr(C)]
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
-pub struct StreamRun {
-    pub bytes: u32,
-    /// History: place of the keys. Weights: bytes that no chunk reaches beyond.
-    pub k_cache: u32,
-    /// History: place of the values. Weights: bytes of a chunk.
-    pub v_cache: u32,
-    /// History: KV head and share. Weights: their first byte in the pack, in units of 256 bytes.
-    pub head_j: u32,
-    pub splits: u32,
-    pub window: u32,
-    pub row_bytes: u32,
-    pub rows: u32,
+kernel_struct! {
+    /// One run of an SM's stream: weights of one task, or its share of the history.
+    #[derive(Eq)]
+    StreamRun = "struct alignas(16) StreamRun" {
+        /// weights: bytes of the run; history: 0
+        bytes: u32,
+        /// weights: what chunks do not reach beyond, in bytes; history: keys of this layer, in OFFSET_BYTES
+        k_cache: u32 as [block_bytes, k_cache],
+        /// weights: bytes of a chunk, the last of a block may be shorter; history: values of this layer
+        v_cache: u32 as [chunk_bytes, v_cache],
+        /// weights: first byte in the pack, in units of 256 bytes; history: KV head << 16 | share
+        head_j: u32 as [source, head_j],
+        /// history: shares; of rows: the row. Weights of rows: units that are streamed together
+        splits: u32,
+        /// history: visible positions, 0: all
+        window: u32,
+        /// history: bytes of one cache row of one KV head
+        row_bytes: u32,
+        /// history: rows of one chunk
+        rows: u32,
+    }
 }
 
 /// End-of-sequence ids a launch takes; `EOS_MAX` of context.cuh.
 pub const EOS_MAX: usize = 8;
 
-/// `Params` of context.cuh: the one kernel parameter. Pointers are device addresses.
-#[repr(C)]
-#[derive(Debug, Clone, Copy, PartialEq, Pod, Zeroable)]
-pub struct Params {
-    pub pack: u64,
-    pub cache: u64,
-    pub exchange: u64,
-    pub logits: u64,
-    pub entries: u64,
-    pub entry_index: u64,
-    pub runs: u64,
-    pub run_index: u64,
-    pub prompt: u64,
-    pub mailbox: u64,
-    pub report: u64,
-    pub abort: u64,
-    pub stamps: u64,
-    pub timeout_ns: u64,
-    pub seed: u64,
-    pub prompt_len: u32,
-    pub position: u32,
-    pub steps: u32,
-    pub tag: u32,
-    pub eos_count: u32,
-    pub eos: [i32; EOS_MAX],
-    /// 0: greedy.
-    pub inverse_temperature: f32,
-    /// 0: all.
-    pub top_k: u32,
-    /// In units of 2^-32; 0: all.
-    pub top_p_q32: u32,
+kernel_struct! {
+    /// The one kernel parameter. Pointers are device addresses.
+    Params = "struct Params" {
+        /// weights and constants
+        pack: u64 = "const u8*",
+        /// keys and values of earlier positions
+        cache: u64 = "u8*",
+        /// what SMs tell each other
+        exchange: u64 = "u64*",
+        /// [steps][VOCAB], or null
+        logits: u64 = "float*",
+        /// all queues, one after another
+        entries: u64 = "const Entry*",
+        /// [REGIMES * SMS + 1]
+        entry_index: u64 = "const u32*",
+        /// all streams, one after another
+        runs: u64 = "const StreamRun*",
+        /// [REGIMES * SMS + 1]
+        run_index: u64 = "const u32*",
+        /// token of each position below prompt_len
+        prompt: u64 = "const i32*",
+        /// host-visible: [0] tokens decided so far (positions), then the token of each position
+        mailbox: u64 = "volatile i32*",
+        /// host-visible watchdog report, 8 words an SM
+        report: u64 = "u32*",
+        /// host-visible
+        abort: u64 = "volatile u32*",
+        /// [steps][SMS][STAMPS_MAX][STAMP_WORDS] nanoseconds, traced builds only
+        stamps: u64 = "u64*",
+        /// of each wait
+        timeout_ns: u64,
+        /// of sampling
+        seed: u64,
+        /// tokens of `prompt`
+        prompt_len: u32,
+        /// of the first step
+        position: u32,
+        /// of the launch
+        steps: u32,
+        /// of the first step; the next step has the next tag
+        tag: u32,
+        /// ids in `eos`
+        eos_count: u32,
+        /// ids that end a text
+        eos: [i32; EOS_MAX],
+        /// 0: greedy
+        inverse_temperature: f32,
+        /// ids that top-k keeps, 0: all
+        top_k: u32,
+        /// probability that top-p keeps in units of 2^-32, 0: all
+        top_p_q32: u32,
+    }
 }
 
-/// `Row` of rows/context.cuh: a row of a launch.
-#[repr(C)]
-#[derive(Debug, Clone, Copy, PartialEq, Pod, Zeroable)]
-pub struct Row {
-    /// Row of the page table.
-    pub sequence: u32,
-    /// In the first step.
-    pub position: u32,
-    /// Of the first step; below 0: what row `from` decided in the step before the launch.
-    pub token: i32,
-    pub from: u32,
-    /// The first row of the launch of the same sequence.
-    pub first: u32,
-    /// Steps that the row takes part in.
-    pub steps: u32,
-    pub seed_low: u32,
-    pub seed_high: u32,
-    /// 0: greedy.
-    pub inverse_temperature: f32,
-    pub reserved: [u32; 3],
+kernel_struct! {
+    /// One row of a launch, as the host's guard has judged it.
+    Row = "struct alignas(16) Row" {
+        /// row of the page table
+        sequence: u32,
+        /// in the first step; one more in each step after it
+        position: u32,
+        /// of the first step; below 0: what row `from` of the step before this launch decided
+        token: i32,
+        /// see `token`
+        from: u32,
+        /// the first row of the launch of the same sequence
+        first: u32,
+        /// steps that the row takes part in
+        steps: u32,
+        /// of sampling, the low half
+        seed_low: u32,
+        /// of sampling, the high half
+        seed_high: u32,
+        /// 0: greedy
+        inverse_temperature: f32,
+        /// no meaning yet
+        reserved: [u32; 3],
+    }
 }
 
-/// `RowsParams` of rows/context.cuh: the one parameter of a kernel for rows.
-#[repr(C)]
-#[derive(Debug, Clone, Copy, PartialEq, Pod, Zeroable)]
-pub struct RowsParams {
-    pub params: Params,
-    /// Rows of the launch.
-    pub rows: u64,
-    /// The page table: a row for each sequence.
-    pub pages: u64,
-    /// Of each SM, entries and runs of a launch that only fills the cache; 0: the launch executes whole steps.
-    pub fills: u64,
-    pub row_count: u32,
-    /// First step whose logits are written.
-    pub logits_from: u32,
+kernel_struct! {
+    /// The one parameter of a kernel for rows.
+    RowsParams = "struct RowsParams : Params" {
+        /// what every kernel gets
+        params: Params as [],
+        /// rows of the launch
+        rows: u64 = "const Row*",
+        /// [sequences][M::BLOCKS]
+        pages: u64 = "const u32*",
+        /// of each block: entries and runs of a launch that only fills the cache; null: the launch has whole steps
+        fills: u64 = "const uint2*",
+        /// rows of the launch
+        row_count: u32,
+        /// first step whose logits are written
+        logits_from: u32,
+    }
 }
 
 /// Absent operand.
@@ -153,6 +200,13 @@ pub fn encode(validated: &Validated) -> Tables {
     let program = &schedule.program;
     let (_, class_of_grid) = classes(schedule);
     let matrices = matrices(program);
+    let grids: Vec<GridEntry<'_>> = (0..)
+        .map(GridId)
+        .zip(&program.grids)
+        .zip(&class_of_grid)
+        .map(|((id, grid), class)| GridEntry::of(schedule, &matrices, id, grid, *class as u32))
+        .collect();
+    let last_append = program.last_append();
     let mut tables = Tables {
         entries: vec![],
         entry_index: vec![0],
@@ -164,25 +218,19 @@ pub fn encode(validated: &Validated) -> Tables {
     };
     for regime in &schedule.regimes {
         for (queue, stream) in regime.queues.iter().zip(&regime.streams) {
-            let residual = |task: &Task| {
-                let operand = program.grids[task.grid.index()].operand(Role::Residual)?;
-                Some(operand.cols.range(task.lo, task.hi, task.j).0)
-            };
-            let residual_base = queue.iter().filter_map(|id| residual(&regime.tasks[id.index()])).min().unwrap_or(0);
-            for &id in queue {
-                let task = &regime.tasks[id.index()];
-                let op = class_of_grid[task.grid.index()] as u32;
-                let residual = residual(task).map_or(0, |first| first - residual_base) as u32;
-                let grid = &program.grids[task.grid.index()];
-                let row_scales_or_row = row_scales(schedule, &matrices, grid).unwrap_or(task.row);
-                tables.entries.push(Entry { op, residual, row_scales_or_row, ..entry(schedule, id, task) });
-            }
+            let tasks = || queue.iter().map(|id| (id, &regime.tasks[id.index()]));
+            let of = |task: &Task| &grids[task.grid.index()];
+            let residual_base = tasks().filter_map(|(_, task)| of(task).residual(task)).min().unwrap_or(0);
+            tables.entries.extend(tasks().map(|(id, task)| of(task).entry(*id, task, residual_base)));
             tables.entry_index.push(tables.entries.len() as u32);
-            tables.runs.extend(stream.iter().map(|run| stream_run(schedule, &matrices, regime, run)));
+            tables.runs.extend(stream.iter().map(|run| {
+                let task = &regime.tasks[run.task.index()];
+                of(task).run(schedule, &matrices, task, run)
+            }));
             tables.run_index.push(tables.runs.len() as u32);
-            let fills = |task: TaskId| Some(regime.tasks[task.index()].grid) <= program.last_append();
-            let entries = queue.iter().filter(|id| fills(**id)).count();
-            let runs = stream.iter().filter(|run| fills(run.task)).count();
+            let fills = |task: &Task| Some(task.grid) <= last_append;
+            let entries = tasks().filter(|(_, task)| fills(task)).count();
+            let runs = stream.iter().filter(|run| fills(&regime.tasks[run.task.index()])).count();
             tables.fills.push([entries as u32, runs as u32]);
         }
     }
@@ -197,33 +245,113 @@ fn place(schedule: &Schedule, grid: &Grid, role: Role, space: Space, unit: u64) 
         .map_or(NONE, |at| (at / unit) as u32)
 }
 
-/// The entry of a task, without its class, its row and its place in the residual.
-fn entry(schedule: &Schedule, id: TaskId, task: &Task) -> Entry {
-    let grid = &schedule.program.grids[task.grid.index()];
-    let packets = |role: Role| place(schedule, grid, role, Space::Exchange, PACKET_BYTES);
-    let constant = |role: Role| place(schedule, grid, role, Space::Constant, PLACE_ALIGN_BYTES);
-    let cache = |role: Role| place(schedule, grid, role, Space::Cache, PLACE_ALIGN_BYTES);
-    let first_read = [Role::X, Role::Q, Role::Partial].into_iter().map(packets).find(|&p| p != NONE);
-    // An op has at most one of the operands that share a field.
-    let either = |roles: &[Role]| roles.iter().map(|&r| constant(r)).find(|&at| at != NONE).unwrap_or(NONE);
-    let reads_candidates = matches!(grid.op, Op::Select);
-    Entry {
-        op: 0,
-        task: id.0,
-        event: task.waits.first().map_or(NONE, |w| w.event.0),
-        lo: task.lo,
-        hi: task.hi,
-        j: task.j,
-        x: if reads_candidates { packets(Role::Candidates) } else { first_read.unwrap_or(NONE) },
-        out: packets(Role::Out),
-        aux: if reads_candidates { NONE } else { packets(Role::Candidates) },
-        row_scales_or_row: 0,
-        residual: 0,
-        norm_weight: either(&[Role::NormWeight, Role::QNormWeight]),
-        norm_bias: either(&[Role::NormBias, Role::KNormWeight]),
-        table: either(&[Role::Bias, Role::Rope, Role::Table]),
-        k_cache: cache(Role::AppendK),
-        v_cache: cache(Role::AppendV),
+/// What the entries and the runs of a grid's tasks have in common. A grid has hundreds of tasks, so its operands are looked up once.
+struct GridEntry<'a> {
+    grid: &'a Grid,
+    /// The entry without what a task says.
+    entry: Entry,
+    has_row_scales: bool,
+    residual: Option<&'a Cols>,
+    variant: Option<&'a Variant>,
+    history_k: u32,
+    history_v: u32,
+}
+
+impl<'a> GridEntry<'a> {
+    fn of(
+        schedule: &'a Schedule,
+        matrices: &[Option<Matrix>],
+        id: GridId,
+        grid: &'a Grid,
+        class: u32,
+    ) -> GridEntry<'a> {
+        let packets = |role: Role| place(schedule, grid, role, Space::Exchange, PACKET_BYTES);
+        let constant = |role: Role| place(schedule, grid, role, Space::Constant, PLACE_ALIGN_BYTES);
+        let cache = |role: Role| place(schedule, grid, role, Space::Cache, PLACE_ALIGN_BYTES);
+        let first_read = [Role::X, Role::Q, Role::Partial].into_iter().map(packets).find(|&p| p != NONE);
+        // An op has at most one of the operands that share a field.
+        let either = |roles: &[Role]| roles.iter().map(|&r| constant(r)).find(|&at| at != NONE).unwrap_or(NONE);
+        let reads_candidates = matches!(grid.op, Op::Select);
+        let row_scales = row_scales(schedule, matrices, grid);
+        let entry = Entry {
+            op: class,
+            task: NONE,
+            event: NONE,
+            lo: 0,
+            hi: 0,
+            j: 0,
+            x: if reads_candidates { packets(Role::Candidates) } else { first_read.unwrap_or(NONE) },
+            out: packets(Role::Out),
+            aux: if reads_candidates { NONE } else { packets(Role::Candidates) },
+            row_scales_or_row: row_scales.unwrap_or(0),
+            residual: 0,
+            norm_weight: either(&[Role::NormWeight, Role::QNormWeight]),
+            norm_bias: either(&[Role::NormBias, Role::KNormWeight]),
+            table: either(&[Role::Bias, Role::Rope, Role::Table]),
+            k_cache: cache(Role::AppendK),
+            v_cache: cache(Role::AppendV),
+        };
+        GridEntry {
+            grid,
+            entry,
+            has_row_scales: row_scales.is_some(),
+            residual: grid.operand(Role::Residual).map(|operand| &operand.cols),
+            variant: schedule.variants.get(&id),
+            history_k: cache(Role::HistoryK),
+            history_v: cache(Role::HistoryV),
+        }
+    }
+
+    /// The first column of the residual that a task owns, if it owns some.
+    fn residual(&self, task: &Task) -> Option<u64> {
+        self.residual.map(|cols| cols.range(task.lo, task.hi, task.j).0)
+    }
+
+    /// The entry of a task. Its place in the residual of its SM counts from `residual_base`.
+    fn entry(&self, id: TaskId, task: &Task, residual_base: u64) -> Entry {
+        Entry {
+            task: id.0,
+            event: task.waits.first().map_or(NONE, |wait| wait.event.0),
+            lo: task.lo,
+            hi: task.hi,
+            j: task.j,
+            row_scales_or_row: if self.has_row_scales { self.entry.row_scales_or_row } else { task.row },
+            residual: self.residual(task).map_or(0, |first| first - residual_base) as u32,
+            ..self.entry
+        }
+    }
+
+    fn run(&self, schedule: &Schedule, matrices: &[Option<Matrix>], task: &Task, run: &Run) -> StreamRun {
+        match (run.source, &self.grid.op, self.variant) {
+            (Source::History { rows }, Op::Attention(a), Some(Variant::Attention(AttentionVariant { pitch, .. }))) => {
+                StreamRun {
+                    bytes: 0,
+                    k_cache: self.history_k,
+                    v_cache: self.history_v,
+                    head_j: (task.lo * a.heads_per_task / a.group) << 16 | task.j,
+                    // A kernel for rows has one share of each row's history, and the row here.
+                    splits: if schedule.program.rows > 1 { task.row } else { a.splits },
+                    window: a.window.unwrap_or(0),
+                    row_bytes: pitch * schedule.program.precision.cache.bytes() as u32,
+                    rows,
+                }
+            }
+            (Source::Units { buffer, lo, hi }, Op::MatVec(_), Some(Variant::MatVec(variant))) => {
+                let MatVecVariant { chunk, block, granule, pass, .. } = variant;
+                let matrix = matrices[buffer.index()].expect("validate: a matvec streams its matrix");
+                let bytes = u64::from(hi - lo) * matrix.unit_bytes;
+                let place = schedule.placement[buffer.index()].expect("validate: every matrix has a place");
+                StreamRun {
+                    bytes: bytes as u32,
+                    k_cache: bytes.min(u64::from(*block) * u64::from(*granule)) as u32,
+                    v_cache: chunk * granule,
+                    head_j: ((place + u64::from(lo) * matrix.unit_bytes) / PLACE_ALIGN_BYTES) as u32,
+                    splits: *pass,
+                    ..StreamRun::zeroed()
+                }
+            }
+            _ => unreachable!("validate: matvecs stream weights, attention streams history, and both have variants"),
+        }
     }
 }
 
@@ -232,46 +360,6 @@ pub(super) fn row_scales(schedule: &Schedule, matrices: &[Option<Matrix>], grid:
     let buffer = grid.operand(Role::Weight)?.buffer.index();
     let (matrix, place) = (matrices[buffer]?, schedule.placement[buffer]?);
     matrix.format.row_scales.then(|| ((place + matrix.row_scales_at()) / PLACE_ALIGN_BYTES) as u32)
-}
-
-fn stream_run(schedule: &Schedule, matrices: &[Option<Matrix>], regime: &Regime, run: &Run) -> StreamRun {
-    let task = &regime.tasks[run.task.index()];
-    let grid = &schedule.program.grids[task.grid.index()];
-    let cache = |role: Role| place(schedule, grid, role, Space::Cache, PLACE_ALIGN_BYTES);
-    match (run.source, &grid.op) {
-        (Source::History { rows }, Op::Attention(a)) => {
-            let variant = schedule.attention_variant(task.grid);
-            let AttentionVariant { pitch, .. } = variant.expect("validate: every attention has a variant");
-            StreamRun {
-                bytes: 0,
-                k_cache: cache(Role::HistoryK),
-                v_cache: cache(Role::HistoryV),
-                head_j: (task.lo * a.heads_per_task / a.group) << 16 | task.j,
-                // A kernel for rows has one share of each row's history, and the row here.
-                splits: if schedule.program.rows > 1 { task.row } else { a.splits },
-                window: a.window.unwrap_or(0),
-                row_bytes: pitch * schedule.program.precision.cache.bytes() as u32,
-                rows,
-            }
-        }
-        (Source::Units { buffer, lo, hi }, Op::MatVec(_)) => {
-            let variant = schedule.matvec_variant(task.grid);
-            let MatVecVariant { chunk, block, granule, pass, .. } =
-                variant.expect("validate: every matvec has a variant");
-            let matrix = matrices[buffer.index()].expect("validate: a matvec streams its matrix");
-            let bytes = u64::from(hi - lo) * matrix.unit_bytes;
-            let place = schedule.placement[buffer.index()].expect("validate: every matrix has a place");
-            StreamRun {
-                bytes: bytes as u32,
-                k_cache: bytes.min(u64::from(*block) * u64::from(*granule)) as u32,
-                v_cache: chunk * granule,
-                head_j: ((place + u64::from(lo) * matrix.unit_bytes) / PLACE_ALIGN_BYTES) as u32,
-                splits: *pass,
-                ..StreamRun::zeroed()
-            }
-        }
-        _ => unreachable!("validate: matvecs stream weights, attention streams history"),
-    }
 }
 
 /// The queues of a proven schedule, and the digest of every byte of them that is uploaded. There is no other way to make
@@ -310,5 +398,31 @@ impl<'a> Queues<'a> {
 
     pub fn digest(&self) -> Digest {
         self.digest
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::codegen::kernel_struct::with_declaration;
+
+    #[test]
+    fn kernels_declare_what_the_host_fills() {
+        let kernels = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("kernels");
+        for (file, declared) in [
+            ("runtime/queue.cuh", Entry::declaration()),
+            ("runtime/queue.cuh", StreamRun::declaration()),
+            ("runtime/context.cuh", Params::declaration()),
+            ("rows/context.cuh", Row::declaration()),
+            ("rows/context.cuh", RowsParams::declaration()),
+        ] {
+            let text = std::fs::read_to_string(kernels.join(file)).expect("a file of kernels");
+            let expected = with_declaration(&text, &declared).expect("a struct of that name");
+            if std::env::var_os("BLESS").is_some() {
+                std::fs::write(kernels.join(file), &expected).expect("written");
+                continue;
+            }
+            assert!(text == expected, "{file} declares another struct, expected (`BLESS=1` writes it):\n{declared}");
+        }
     }
 }

@@ -2,6 +2,7 @@
 
 pub mod abi;
 pub mod emit;
+mod kernel_struct;
 pub mod sampler;
 pub mod waves;
 

@@ -107,7 +107,6 @@ pub fn measure(device: &Device, nvrtc: &Nvrtc, target: &Target) -> Result<Measur
         read_bytes_per_s: Some(rounded(read_bytes_per_s)),
         hop_idle_us: Some(rounded(hop_idle_us)),
         hop_loaded_us: Some(rounded(hop_loaded_us)),
-        launch_us: Some(rounded(launch_us)),
         sm_bandwidth_min_ratio: Some(rounded(sm_bandwidth_min_ratio)),
     })
 }

@@ -378,7 +378,7 @@ fn uuid_text(bytes: [u8; 16]) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::target::{CopyMechanism, DotMechanism, Measured, Spec};
+    use crate::target::{CopyMechanism, DotMechanism, Spec};
 
     fn h200() -> DeviceIdentity {
         DeviceIdentity {
@@ -423,7 +423,6 @@ mod tests {
                 cluster_max: 8,
                 register_reallocation: true,
             },
-            measured: Measured::default(),
         }
     }
 

@@ -802,7 +802,9 @@ impl<'a> Parser<'a> {
         let rest = &self.text.as_bytes()[self.at..];
         let whole = |next: Option<&u8>| !next.is_some_and(|b| is_word_byte(*b));
         let is_word = token.bytes().next_back().is_some_and(is_word_byte);
-        if rest.starts_with(token.as_bytes()) && (!is_word || whole(rest.get(token.len()))) {
+        // Most tokens that are looked for are not there, and their first byte says so.
+        let begins = rest.first() == token.as_bytes().first() && rest.starts_with(token.as_bytes());
+        if begins && (!is_word || whole(rest.get(token.len()))) {
             self.advance(token.len());
             return true;
         }

@@ -41,7 +41,7 @@ use super::program::{Buffer, Cols, Content, Grid, Home, Operand, Paging, Program
 use super::schedule::{Event, Machine, Regime, Ring, Run, Schedule, Scope, SmemPart, Source, Task, Wait};
 use super::table::{Table, TableHome};
 use super::variant::{AttentionVariant, MatVecVariant, Variant};
-use super::{BufferId, EventId, GridId, SmId, TableId, TaskId};
+use super::{BufferId, GridId, TableId, TaskId};
 use crate::dtype::Precision;
 use crate::format::{CODE_BYTES, Format, Groups};
 use crate::model::graph::{Act, NormKind, RowView};
@@ -386,10 +386,16 @@ fn write_placement(out: &mut String, placement: &[Option<u64>]) -> fmt::Result {
 fn write_regime(out: &mut String, program: &Program, index: usize, regime: &Regime) -> fmt::Result {
     let Regime { from_position, tasks, events, queues, streams } = regime;
     writeln!(out, "regime r{index} from {from_position}")?;
-    for (e, Event { buffer, row, lo, hi, count, mechanism, scope, carried, proxy }) in events.iter().enumerate() {
-        write!(out, "  {} = {buffer}[{lo}..{hi}]", EventId::from(e))?;
-        write_optional(out, "row", row)?;
-        write!(out, " count={count} {}", mechanism.name())?;
+    for (e, Event { buffer, row, lo, hi, count, mechanism, scope, carried, proxy }) in (0..).zip(events) {
+        write_number(out, "  e", e);
+        write_number(out, " = b", buffer.0);
+        write_range(out, *lo, *hi);
+        if let Some(row) = row {
+            write_number(out, " row=", *row);
+        }
+        write_number(out, " count=", *count);
+        out.push(' ');
+        out.push_str(mechanism.name());
         write_optional(out, "scope", &Some(scope.name()).filter(|_| *scope != Scope::Device))?;
         if *carried {
             out.push_str(" carried");
@@ -399,23 +405,30 @@ fn write_regime(out: &mut String, program: &Program, index: usize, regime: &Regi
         }
         write_buffer_comment(out, program, *buffer)?;
     }
-    for (t, task) in tasks.iter().enumerate() {
-        write_task(out, program, TaskId::from(t), task)?;
+    let comments: Vec<String> = program.grids.iter().map(grid_comment).collect();
+    for (t, task) in (0..).zip(tasks) {
+        write_task(out, TaskId(t), task, comments.get(task.grid.index()));
     }
-    for (sm, queue) in queues.iter().enumerate() {
-        write!(out, "  queue {}:", SmId::from(sm))?;
-        queue.iter().try_for_each(|task| write!(out, " {task}"))?;
+    for (sm, queue) in (0..).zip(queues) {
+        write_number(out, "  queue sm", sm);
+        out.push(':');
+        queue.iter().for_each(|task| write_number(out, " t", task.0));
         out.push('\n');
     }
-    for (sm, stream) in streams.iter().enumerate() {
-        write!(out, "  stream {}:", SmId::from(sm))?;
+    for (sm, stream) in (0..).zip(streams) {
+        write_number(out, "  stream sm", sm);
+        out.push(':');
         for Run { task, source, after } in stream {
+            write_number(out, " t", task.0);
             match source {
-                Source::Units { buffer, lo, hi } => write!(out, " {task}+{buffer}[{lo}..{hi}]")?,
-                Source::History { rows } => write!(out, " {task}+hist:{rows}")?,
+                Source::Units { buffer, lo, hi } => {
+                    write_number(out, "+b", buffer.0);
+                    write_range(out, *lo, *hi);
+                }
+                Source::History { rows } => write_number(out, "+hist:", *rows),
             }
             if let Some(event) = after {
-                write!(out, " after {event}")?;
+                write_number(out, " after e", event.0);
             }
         }
         out.push('\n');
@@ -423,29 +436,59 @@ fn write_regime(out: &mut String, program: &Program, index: usize, regime: &Regi
     Ok(())
 }
 
-fn write_task(out: &mut String, program: &Program, id: TaskId, task: &Task) -> fmt::Result {
+fn write_task(out: &mut String, id: TaskId, task: &Task, comment: Option<&String>) {
     let Task { grid, lo, hi, j, row, waits, signals } = task;
-    write!(out, "  {id} = {grid}[{lo}..{hi}]")?;
+    write_number(out, "  t", id.0);
+    write_number(out, " = g", grid.0);
+    write_range(out, *lo, *hi);
     if *j != 0 {
-        write!(out, " j={j}")?;
+        write_number(out, " j=", *j);
     }
-    write_optional(out, "row", &Some(row).filter(|row| **row != 0))?;
+    if *row != 0 {
+        write_number(out, " row=", *row);
+    }
     if !waits.is_empty() {
         out.push_str(" wait");
-        waits.iter().try_for_each(|Wait { event, count }| write!(out, " {event}>={count}"))?;
+        for Wait { event, count } in waits {
+            write_number(out, " e", event.0);
+            write_number(out, ">=", *count);
+        }
     }
     if !signals.is_empty() {
         out.push_str(" signal");
-        signals.iter().try_for_each(|event| write!(out, " {event}"))?;
+        signals.iter().for_each(|event| write_number(out, " e", event.0));
     }
-    if let Some(grid) = program.grids.get(grid.index()) {
-        write!(out, " ; {}", grid.op.name())?;
-        if grid.name != grid.op.name() {
-            write!(out, " {}", Escaped(&grid.name))?;
+    out.push_str(comment.map_or("", String::as_str));
+    out.push('\n');
+}
+
+/// What ends the line of each task of a grid.
+fn grid_comment(grid: &Grid) -> String {
+    let op = grid.op.name();
+    if grid.name == op { format!(" ; {op}") } else { format!(" ; {op} {}", Escaped(&grid.name)) }
+}
+
+/// `[lo..hi]`
+fn write_range(out: &mut String, lo: u32, hi: u32) {
+    write_number(out, "[", lo);
+    write_number(out, "..", hi);
+    out.push(']');
+}
+
+/// Appends `before` and a number. Every load of a kernel prints its schedule, a text of megabytes that is mostly numbers, so they do not pass
+/// through `fmt`.
+fn write_number(out: &mut String, before: &str, number: u32) {
+    out.push_str(before);
+    let (mut digits, mut at, mut rest) = ([0; 10], 10, number);
+    loop {
+        at -= 1;
+        digits[at] = b'0' + (rest % 10) as u8;
+        rest /= 10;
+        if rest == 0 {
+            break;
         }
     }
-    out.push('\n');
-    Ok(())
+    out.push_str(std::str::from_utf8(&digits[at..]).expect("digits are ASCII"));
 }
 
 /// Ends a line with the name of a buffer, where there is such a buffer.

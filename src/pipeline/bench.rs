@@ -27,7 +27,7 @@ use super::chain::{Chain, Host};
 use super::evaluate::Executor;
 use super::execute::load_session;
 use super::stages::{BuildContext, Generated, memory_pack};
-use super::{Workspace, import_stage, keys};
+use super::{Workspace, import_stage};
 
 /// Launches of our own at each position, beyond those of the comparisons.
 const SAMPLES: usize = 30;
@@ -130,7 +130,7 @@ pub fn bench(
         driver: hardware.driver.clone(),
         precision: format!("{} weights, {} cache", precision.weights, precision.cache),
         checked: checked.figures(),
-        read_bytes_per_s: target.measured.read_bytes_per_s,
+        read_bytes_per_s: manifest.measured(target).read_bytes_per_s,
     }))?;
 
     // A baseline that cannot start is known before anything is timed.
@@ -317,7 +317,7 @@ impl Rival {
         let name = path.display().to_string();
         let text = read_text(path, SCHEDULE_BYTES_MAX)?;
         let (schedule, _) = parse_with_lines(&text).map_err(|error| error.into_fault(&name, &text, Style::Plain))?;
-        let validated = validate(schedule, &keys::unmeasured(target)).map_err(|rejected| {
+        let validated = validate(schedule, target).map_err(|rejected| {
             let message = Fault::from(rejected).message;
             Fault::input(format!("`{name}` is not proven for target `{}`: {message}", target.name))
                 .with_remedy("`monobloc validate` shows every violation on its line")
@@ -359,6 +359,7 @@ impl Rival {
             validated,
             graph: &context.imported.graph,
             target: context.target,
+            read_bytes_per_s: context.manifest.measured(context.target).read_bytes_per_s,
             positions: &context.manifest.decode.time_positions,
             steps_per_launch: context.manifest.decode.steps_per_launch,
         };

@@ -358,6 +358,7 @@ impl<'a> Chain<'a> {
             subject: &subject,
             positions: &decode.time_positions,
             steps_per_launch: decode.steps_per_launch,
+            read_bytes_per_s: manifest.measured(target).read_bytes_per_s,
         };
         Ok((check.keyed(), measure.keyed()))
     }

@@ -33,7 +33,7 @@ use super::device_sampler::{sampler_source, time_sampled};
 use super::device_waves::{derive_chunks, named_spans, plan_waves, steps_by_waves, waves_beside, waves_source};
 use super::execute::upload_pack;
 use super::stages::{BuildContext, Generated};
-use super::{Prepared, Workspace, import_stage, keys};
+use super::{Prepared, Workspace, import_stage};
 
 /// Places the kernel for `room`.
 ///
@@ -52,7 +52,7 @@ pub(super) fn place_kernel(context: &BuildContext<'_>, base: &Candidate, room: R
 /// # Errors
 /// A schedule that is not proven: a fault of this program.
 pub(super) fn prove_kernel(context: &BuildContext<'_>, placed: Schedule) -> Result<Validated, Fault> {
-    Ok(validate(placed, &keys::unmeasured(context.target))?)
+    Ok(validate(placed, context.target)?)
 }
 
 /// Places the kernel that reads prompts: of those with up to [`PROMPT_ROWS`] rows the largest that fits. `room` names the room of a kernel.

@@ -150,6 +150,7 @@ impl<'a> Executor<'a> {
             validated: self.chain.validated().map_err(Fault::from)?,
             graph: &imported.graph,
             target,
+            read_bytes_per_s: manifest.measured(target).read_bytes_per_s,
             positions: &manifest.decode.time_positions,
             steps_per_launch: manifest.decode.steps_per_launch,
         })

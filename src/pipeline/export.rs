@@ -21,7 +21,7 @@ use crate::ir::print::print;
 use crate::manifest::Manifest;
 use crate::model::source::{Resolved, Source, resolve};
 use crate::pack::identity;
-use crate::target::{Target, TargetKind};
+use crate::target::{Target, TargetKind, TargetRecord};
 use crate::tokenizer;
 use crate::validate::Validated;
 
@@ -144,12 +144,13 @@ fn write_target(
     serving: &Serving,
     folder: &mut Folder<'_>,
 ) -> Result<Option<TargetParts>, Fault> {
-    let Prepared { target, candidate, validated, .. } = prepared;
+    let Prepared { manifest, target, candidate, validated, .. } = prepared;
     let name = &target.name;
     let host = Host::new(workspace);
     let chain = prepared.chain(workspace, &host);
     let record = format!("targets/{name}.toml");
-    folder.put(&record, target.to_toml().as_bytes())?;
+    let written = TargetRecord { target: target.clone(), measured: manifest.measured(target) };
+    folder.put(&record, written.to_toml().as_bytes())?;
     let mut kernels = vec![];
     match target.kind {
         TargetKind::Cpu => {

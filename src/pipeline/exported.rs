@@ -26,7 +26,6 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 
 use super::device_waves::waves_digests;
-use super::keys;
 use super::stages::{map_file, source_bytes};
 use crate::codegen::abi::Queues;
 use crate::digest::Digest;
@@ -249,7 +248,7 @@ impl Exported {
         let text = String::from_utf8(folder.read(&kernel.schedule)?)
             .map_err(|_| Fault::input(format!("`{place}` is no text, expected a schedule")))?;
         let parsed = parse(&text).map_err(|error| folder.foreign(&format!("`{place}` cannot be read: {error}")))?;
-        let validated = validate(parsed, &keys::unmeasured(target)).map_err(|rejected| {
+        let validated = validate(parsed, target).map_err(|rejected| {
             let Fault { message, .. } = rejected.into();
             Fault::input(format!("`{place}` is not proven: {message}")).with_remedy(EXPORT_AGAIN)
         })?;

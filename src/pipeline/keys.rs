@@ -9,7 +9,7 @@ use crate::codegen::KernelSource;
 use crate::digest::{Digest, KeyPart, KeySink, key};
 use crate::dtype::Precision;
 use crate::lower::Batch;
-use crate::target::{Measured, Target};
+use crate::target::Target;
 
 /// A stage with its key and the text that explains it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -109,15 +109,9 @@ fn write_precision(key: &mut dyn KeySink, precision: &Precision) {
     key.value("precision.activations", wire);
 }
 
-/// A target without what was measured on it. Stages before measure are given this one, so that their results cannot
-/// depend on figures that their keys leave out, and calibrating a device proves nothing again.
-pub fn unmeasured(target: &Target) -> Target {
-    Target { measured: Measured::default(), ..target.clone() }
-}
-
 /// A target as the lines of its key text, so that a change names the field.
 fn write_spec(key: &mut dyn KeySink, target: &Target) {
-    for line in unmeasured(target).key_text().lines() {
+    for line in target.key_text().lines() {
         let (name, value) = line.split_once(' ').unwrap_or((line, ""));
         key.text(name, value);
     }
@@ -342,6 +336,8 @@ pub struct MeasureKey<'a> {
     pub subject: &'a SubjectKey<'a>,
     pub positions: &'a [u32],
     pub steps_per_launch: u32,
+    /// The floor comes from it.
+    pub read_bytes_per_s: Option<f64>,
 }
 
 impl MeasureKey<'_> {
@@ -352,11 +348,9 @@ impl MeasureKey<'_> {
 
 impl KeyPart for MeasureKey<'_> {
     fn write(&self, key: &mut dyn KeySink) {
-        let Self { subject, positions, steps_per_launch } = self;
+        let Self { subject, positions, steps_per_launch, read_bytes_per_s } = self;
         key.value("code", code(MEASURE));
         subject.write(key);
-        // The floor comes from it.
-        let read_bytes_per_s = subject.target.measured.read_bytes_per_s;
         key.value("read_bytes_per_s", read_bytes_per_s.map_or("unmeasured".to_string(), |value| format!("{value:?}")));
         key.list("time_positions", positions.iter());
         key.value("steps_per_launch", steps_per_launch);

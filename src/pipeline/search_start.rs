@@ -12,7 +12,6 @@ use crate::schedule::schedule;
 use crate::search::prior::Group;
 use crate::search::{History, KNOBS, PastTrial, Space, cost, histories, lessons, past_trials};
 
-use super::keys;
 use super::stages::{BuildContext, graph_alone};
 
 /// What the corpora say, about this campaign and others.
@@ -131,9 +130,7 @@ pub(super) fn space_of(context: &BuildContext<'_>) -> Space {
             flight_free: 0,
             ..default.clone()
         };
-        let placed = context
-            .lower(&smallest)
-            .and_then(|program| schedule(program, &keys::unmeasured(context.target), &smallest));
+        let placed = context.lower(&smallest).and_then(|program| schedule(program, context.target, &smallest));
         placed.map_or(0, |schedule| {
             let smem = &schedule.machine.smem;
             smem.iter()
@@ -164,7 +161,8 @@ pub(super) fn predicted_us(context: &BuildContext<'_>, candidate: &Candidate, po
     if context.op.is_some() {
         return None;
     }
-    let precision = context.manifest.precision;
-    let predicted = cost::predict(&context.imported.graph, context.target, precision, candidate, position)?;
+    let BuildContext { manifest, target, imported, .. } = context;
+    let measured = manifest.measured(target);
+    let predicted = cost::predict(&imported.graph, target, &measured, manifest.precision, candidate, position)?;
     Some(predicted.total_us()).filter(|us| us.is_finite() && *us > 0.0)
 }

@@ -288,8 +288,7 @@ impl<'a> BuildContext<'a> {
             let entry = cache.get(keys::TUNED, &key).ok()??;
             let tuned = Candidate::parse(std::str::from_utf8(&entry.bytes().ok()?).ok()?, &default).ok()?;
             // Another version of the code may not take it any more.
-            let target = keys::unmeasured(self.target);
-            let fits = self.lower(&tuned).and_then(|program| schedule(program, &target, &tuned)).is_ok();
+            let fits = self.lower(&tuned).and_then(|program| schedule(program, self.target, &tuned)).is_ok();
             (tuned != default && fits).then_some(tuned)
         };
         tuned().unwrap_or(default)
@@ -419,7 +418,7 @@ impl StoredSchedule {
         let parsed = parse(&self.text()?).map_err(|error| {
             Fault::internal(format!("the stored schedule `{}` cannot be read: {error}", self.entry.path().display()))
         })?;
-        let validated = validate(parsed, &keys::unmeasured(target))?;
+        let validated = validate(parsed, target)?;
         Ok(self.validated.get_or_init(|| Arc::new(validated)))
     }
 }
@@ -432,7 +431,7 @@ fn text_of(entry: &Entry) -> Result<String, Fault> {
 /// Lowers, schedules and proves the candidate; one stage, because none of the three has a result of its own.
 pub(super) fn place(context: &BuildContext<'_>, candidate: &Candidate) -> Result<StoredSchedule, NotMade> {
     let keyed = context.schedule_key(candidate);
-    let target = &keys::unmeasured(context.target);
+    let target = context.target;
     let validated = OnceLock::new();
     let title = context.title(keys::SCHEDULE);
     let (entry, _) = context.workspace.stage(&keyed, &context.subject(), &title, "lower, place, prove", || {
@@ -455,7 +454,7 @@ pub(super) fn place_rows(
     let Manifest { precision, decode, .. } = context.manifest;
     // Where a history is split depends on how its prompt was cut; a row is to have the bits that it has alone.
     let candidate = Candidate { splits: 1, ..candidate.clone() };
-    let target = &keys::unmeasured(context.target);
+    let target = context.target;
     let (code, graph, context_max) = (keys::code(keys::SCHEDULE), context.graph, decode.context_max);
     let precision = *precision;
     let keyed = ScheduleKey {
@@ -511,7 +510,7 @@ impl Generated {
 }
 
 pub(super) fn source_bytes(validated: &Validated, target: &Target) -> Result<Vec<u8>, Fault> {
-    stored::source_bytes(emit(validated, &keys::unmeasured(target), Trace::Off))
+    stored::source_bytes(emit(validated, target, Trace::Off))
 }
 
 pub(super) fn stored_source(entry: &Entry) -> Result<KernelSource, Fault> {

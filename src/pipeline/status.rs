@@ -163,7 +163,9 @@ fn hottest(
             })
             .collect();
         source = format!("traced on {} at position {position}", traced.hardware);
-    } else if let Some(predicted) = cost::predict(&imported.graph, target, manifest.precision, candidate, position) {
+    } else if let Some(predicted) =
+        cost::predict(&imported.graph, target, &manifest.measured(target), manifest.precision, candidate, position)
+    {
         let part = |(name, us): (&str, f64)| Region { name: name.to_string(), us, wait_us: 0.0 };
         regions = predicted.parts().map(part).to_vec();
         source = format!("predicted at position {position}: no device of this target is here to trace");

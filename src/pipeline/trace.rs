@@ -100,7 +100,7 @@ impl Prepared {
             steps,
             step_us: device_us / f64::from(steps),
             bytes_per_step,
-            floor_us: target.measured.read_bytes_per_s.map(|per_s| bytes_per_step as f64 / per_s * 1e6),
+            floor_us: manifest.measured(target).read_bytes_per_s.map(|per_s| bytes_per_step as f64 / per_s * 1e6),
             table: table(&spans, sms, steps),
             spans,
         })
@@ -135,7 +135,7 @@ impl Prepared {
             steps: 1,
             step_us,
             bytes_per_step,
-            floor_us: target.measured.read_bytes_per_s.map(|per_s| bytes_per_step as f64 / per_s * 1e6),
+            floor_us: manifest.measured(target).read_bytes_per_s.map(|per_s| bytes_per_step as f64 / per_s * 1e6),
             table: table(&spans, sms, 1),
             spans,
         })

@@ -387,6 +387,7 @@ fn timer<'s>(device: Option<&'s Device>, seat: &'s mut Seat<'_>) -> Result<Timer
         validated: chain.validated().map_err(Fault::from)?,
         graph: &context.imported.graph,
         target: context.target,
+        read_bytes_per_s: context.manifest.measured(context.target).read_bytes_per_s,
         positions: &decode.time_positions,
         steps_per_launch: decode.steps_per_launch,
     };

@@ -19,7 +19,7 @@ use crate::dtype::Precision;
 use crate::ir::layout::{chunk_bytes, unit_bytes};
 use crate::ir::op::UNIT_ROWS;
 use crate::model::graph::{Linear, ModelGraph};
-use crate::target::{Target, TargetKind};
+use crate::target::{Measured, Target, TargetKind};
 
 /// Most bandwidth of a single SM, as a multiple of its share, if others leave bandwidth unused.
 const SM_BANDWIDTH_MOST: f64 = 1.35;
@@ -75,6 +75,7 @@ impl Predicted {
 pub fn predict(
     graph: &ModelGraph,
     target: &Target,
+    measured: &Measured,
     precision: Precision,
     candidate: &Candidate,
     position: u32,
@@ -82,7 +83,6 @@ pub fn predict(
     if target.kind == TargetKind::Cpu {
         return None;
     }
-    let measured = &target.measured;
     let bandwidth = measured.read_bytes_per_s? / 1e6;
     let (idle, loaded) = (measured.hop_idle_us?, measured.hop_loaded_us?);
     let c = candidate;
@@ -174,6 +174,7 @@ mod tests {
     use super::*;
     use crate::dtype::DType;
     use crate::model::config::import_config_only;
+    use crate::target::TargetRecord;
 
     const BF16: Precision = Precision { weights: DType::Bf16, cache: DType::Bf16, wire: DType::Bf16 };
 
@@ -181,9 +182,10 @@ mod tests {
     fn predictions_move_as_the_hardware_does() {
         let config = include_str!("../../manifests/configs/llama-3.2-1b.json");
         let graph = import_config_only(config, 0).expect("a config of the repository").graph;
-        let target = Target::builtin("h200").expect("a record");
+        let TargetRecord { target, measured } = TargetRecord::builtin("h200").expect("a record");
         let default = Candidate::default_for(&graph, &target, BF16);
-        let us = |c: &Candidate, position| predict(&graph, &target, BF16, c, position).expect("calibrated").total_us();
+        let predicted = |c: &Candidate, position| predict(&graph, &target, &measured, BF16, c, position);
+        let us = |c: &Candidate, position| predicted(c, position).expect("calibrated").total_us();
         let base = us(&default, 32);
         // 2.47 GB of weights at 4.6 TB/s.
         assert!(base > 537.0 && base < 700.0, "{base}");
@@ -202,6 +204,6 @@ mod tests {
         let never = Candidate { flight_high: 4, flight_low: 1, flight_free: default.ring_slots, ..default.clone() };
         assert!(us(&never, 32) > 1.1 * us(&default, 32), "one copy in flight is not the bandwidth of memory");
         let cpu = Target::builtin("cpu").expect("a record");
-        assert_eq!(predict(&graph, &cpu, BF16, &default, 32), None);
+        assert_eq!(predict(&graph, &cpu, &measured, BF16, &default, 32), None);
     }
 }

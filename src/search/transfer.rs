@@ -17,7 +17,7 @@ use crate::flywheel::{ModelShape, Proposer};
 use crate::model::config::import_config_only;
 use crate::model::graph::ModelGraph;
 use crate::random::Random;
-use crate::target::Target;
+use crate::target::{Target, TargetRecord};
 
 const BF16: Precision = Precision { weights: DType::Bf16, cache: DType::Bf16, wire: DType::Bf16 };
 const POSITIONS: [u32; 2] = [32, 1024];
@@ -25,7 +25,7 @@ const POSITIONS: [u32; 2] = [32, 1024];
 /// A machine that follows the cost model, with half a percent of noise. The search does not see the model.
 struct Machine<'a> {
     graph: &'a ModelGraph,
-    target: &'a Target,
+    record: &'a TargetRecord,
     default: Candidate,
     random: Random,
     seen: Vec<(Candidate, f64)>,
@@ -52,7 +52,8 @@ const UNKNOWN: [&str; 13] = [
 impl Machine<'_> {
     fn log(&self, candidate: &Candidate) -> f64 {
         let us = |c: &Candidate, p| {
-            cost::predict(self.graph, self.target, BF16, c, p).expect("a calibrated record").total_us()
+            let TargetRecord { target, measured } = self.record;
+            cost::predict(self.graph, target, measured, BF16, c, p).expect("a calibrated record").total_us()
         };
         let logs = POSITIONS.map(|position| (us(candidate, position) / us(&self.default, position)).ln());
         logs.iter().sum::<f64>() / logs.len() as f64 + self.unknown(candidate)
@@ -134,17 +135,18 @@ fn setting(graph: &ModelGraph) -> Setting {
 
 /// The trials of a campaign, and the log ratio of the incumbent after each.
 fn campaign(graph: &ModelGraph, groups: &[Group], trials: u32, seed: u64) -> (Group, Vec<f64>) {
-    let target = Target::builtin("h200").expect("a record");
+    let record = TargetRecord::builtin("h200").expect("a record");
+    let target = &record.target;
     // All SMs, small slots, all of them in flight: from the tool's own default there is little to find on this machine.
     let start = "sms=132;ring_slots=12;slot_bytes=16384;flight_high=12;flight_low=12;flight_free=0;hold_up=0";
-    let default = Candidate::default_for(graph, &target, BF16);
+    let default = Candidate::default_for(graph, target, BF16);
     let default = Candidate::parse(start, &default).expect("a candidate");
-    let space = Space::new(graph, &target, BF16, 2048, default.clone(), |_| 30_000);
+    let space = Space::new(graph, target, BF16, 2048, default.clone(), |_| 30_000);
     let prior = Prior::new(groups, setting(graph), &space);
     let limits = Limits { plateau: trials, ..Limits::of_budget(trials, seed) };
     let mut search = Search::new(&space, limits, groups, prior, vec![], &|_| 0.0);
     let random = Random::stream(seed, "noise", 0);
-    let mut machine = Machine { graph, target: &target, default: default.clone(), random, seen: vec![], kept: vec![] };
+    let mut machine = Machine { graph, record: &record, default: default.clone(), random, seen: vec![], kept: vec![] };
     let start = Start { past: vec![], margin: 0.01, external: None };
     drive(&mut machine, &mut search, start, 0).expect("no fault");
     let example = |(candidate, log): &(Candidate, f64)| {

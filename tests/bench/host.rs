@@ -1,6 +1,6 @@
 //! Figures of the host side, as a table: passes and proof, import, interpreter, and builds without work.
 //!
-//! `cargo bench` runs all parts, `cargo bench -- passes import` those that are named: `passes`, `rows`, `validator`, `import`,
+//! `cargo bench` runs all parts, `cargo bench -- passes import` those that are named: `passes`, `load`, `rows`, `validator`, `import`,
 //! `generate`, `streams`, `builds`. Run it on an idle machine: spinning threads lose most to neighbours. These are figures to look at,
 //! not tests; `docs/host-bench.md` has those of one machine, with their targets.
 
@@ -13,8 +13,12 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use monobloc::candidate::Candidate;
+use monobloc::codegen::abi::Queues;
+use monobloc::digest::Digest;
 use monobloc::dtype::{DType, Precision};
 use monobloc::interp::{Input, Interp, Options};
+use monobloc::ir::parse::parse;
+use monobloc::ir::print::print;
 use monobloc::ir::schedule::Schedule;
 use monobloc::lower::{Batch, lower, lower_batch};
 use monobloc::manifest::Manifest;
@@ -31,8 +35,9 @@ use monobloc::validate::{check, validate};
 const BF16: Precision = Precision { weights: DType::Bf16, cache: DType::Bf16, wire: DType::Bf16 };
 
 /// The parts, in the order in which they run.
-const PARTS: [(&str, fn()); 7] = [
+const PARTS: [(&str, fn()); 8] = [
     ("passes", passes),
+    ("load", load),
     ("rows", rows),
     ("validator", validator),
     ("import", sparse_import),
@@ -139,6 +144,42 @@ fn passes() {
     let parts = [lowers, schedules, validates].map(|seconds| format!("{:.0}", median(seconds) * 1e3));
     row(&what, &format!("{:.0} ms ({})", median(totals) * 1e3, parts.join(" + ")));
     row("... peak of resident memory, whole process", &mib(status_bytes("VmHWM")));
+}
+
+/// What a process does with a stored schedule before it launches its kernel, on one core: digest, parse, prove, encode.
+fn load() {
+    let (manifest, imported) = model("llama-3.1-8b-synthetic");
+    let target = &manifest.targets[0];
+    let candidate = Candidate::default_for(&imported.graph, target, manifest.precision);
+    let context_max = manifest.decode.context_max;
+    let program = lower(&imported.graph, &manifest.name, manifest.precision, context_max, &candidate).unwrap();
+    let text = print(&schedule(program, target, &candidate).unwrap());
+    let mut parts = [const { vec![] }; 5];
+    for _ in 0..15 {
+        let begin = Instant::now();
+        let mut last = 0.0;
+        let mut split = |part: usize| {
+            let now = begin.elapsed().as_secs_f64();
+            parts[part].push(now - last);
+            last = now;
+        };
+        std::hint::black_box(Digest::of(text.as_bytes()));
+        split(0);
+        let parsed = parse(&text).unwrap();
+        split(1);
+        let validated = validate(parsed, target).unwrap();
+        split(2);
+        std::hint::black_box(Queues::of(&validated));
+        split(3);
+        std::hint::black_box(print(validated.schedule()));
+        split(4);
+    }
+    let parts = parts.map(|seconds| median(seconds) * 1e3);
+    let what = format!(
+        "guard at load, Llama-3.1-8B, {:.1} MB of text: digest, parse, validate, encode, print",
+        text.len() as f64 / 1e6
+    );
+    row(&what, &format!("{:.1} ms ({})", parts.iter().sum::<f64>(), parts.map(|ms| format!("{ms:.1}")).join(" + ")));
 }
 
 /// Steps of 16 rows at the shape of an 8B model, and the tables of 64 rows deep in their histories.

@@ -26,7 +26,7 @@ use monobloc::manifest::Manifest;
 use monobloc::pack::pack;
 use monobloc::pipeline::{Prepared, Runner, Workspace, prepare};
 use monobloc::report::Report;
-use monobloc::target::{CopyMechanism, Spec, Target};
+use monobloc::target::{CopyMechanism, Spec, Target, TargetRecord};
 
 /// A persistent kernel wants all SMs: tests take turns.
 static TURN: Mutex<()> = Mutex::new(());
@@ -114,7 +114,9 @@ impl Place {
     /// The same for another model.
     fn manifest_of(&self, source: &str, record: &Target, copy: CopyMechanism, weights: &str, decode: &str) -> Manifest {
         let spec = Spec { copy, ..record.spec.clone() };
-        let record = Target { name: format!("{}-{copy}", record.name), spec, ..record.clone() };
+        let written = Target { name: format!("{}-{copy}", record.name), spec, ..record.clone() };
+        let measured = TargetRecord::builtin(&record.name).map(|record| record.measured).unwrap_or_default();
+        let record = TargetRecord { target: written, measured };
         std::fs::write(self.path("record.toml"), record.to_toml()).unwrap();
         let text = format!(
             "[model]\nsource = \"{source}\"\n[precision]\nweights = \"{weights}\"\n[decode]\n{decode}\n\

@@ -206,7 +206,7 @@ fn each_field_of_a_manifest_runs_the_stages_that_depend_on_it_and_no_other() {
 fn a_target_runs_what_depends_on_the_figure_that_changed() {
     let bench = Bench::new();
     let record = |lines: &str| {
-        let text = monobloc::target::Target::builtin("cpu").expect("builtin").to_toml() + lines;
+        let text = monobloc::target::TargetRecord::builtin("cpu").expect("builtin").to_toml() + lines;
         fs::write(bench.path().join("own.toml"), text).expect("record");
     };
     let own = TINY.replace("\"cpu\"", &format!("{:?}", bench.path().join("own.toml")));
@@ -359,7 +359,7 @@ fn a_gpu_that_is_absent_is_waited_for_and_everything_else_is_built() {
 #[test]
 fn a_target_that_the_model_does_not_fit_is_refused_with_the_reason() {
     let bench = Bench::new();
-    let text = monobloc::target::Target::builtin("cpu").expect("builtin").to_toml();
+    let text = monobloc::target::TargetRecord::builtin("cpu").expect("builtin").to_toml();
     fs::write(bench.path().join("own.toml"), text.replace("262_144", "16_384")).expect("record");
     // Two chunks of sixteen rows of a head of 256.
     let wide = fixture("variants/mistral-head-256").display().to_string();

@@ -28,7 +28,7 @@ use monobloc::model::graph::{
     TensorId,
 };
 use monobloc::schedule::schedule;
-use monobloc::target::{CopyMechanism, DotMechanism, Measured, Spec, Target, TargetKind};
+use monobloc::target::{CopyMechanism, DotMechanism, Spec, Target, TargetKind};
 use monobloc::text::Diagnostic;
 use monobloc::validate::{Rule, check, line_of, validate};
 
@@ -194,7 +194,6 @@ fn cpu() -> Target {
             cluster_max: 1,
             register_reallocation: false,
         },
-        measured: Measured::default(),
     }
 }
 

@@ -25,10 +25,10 @@ fn broken(mutate: impl FnOnce(&mut Schedule)) -> Vec<Rule> {
     rules(&schedule, &target)
 }
 
-// ---- W1: above 8,000 tasks races, coverage and aliasing were not looked at.
+// ---- Large schedules: another validator did not look at races, coverage and aliasing above 8,000 tasks.
 
 #[test]
-fn w1_nothing_is_skipped_above_8000_tasks() {
+fn more_than_8000_tasks_are_judged_like_few() {
     let deep = Toy { layers: 160, vocab: 512, ..TOY };
     let target = h200();
     let schedule = deep.schedule(&target, &on_h200(16));
@@ -49,7 +49,7 @@ fn w1_nothing_is_skipped_above_8000_tasks() {
 }
 
 #[test]
-fn w1_every_task_reads_what_nobody_writes() {
+fn every_task_that_reads_what_no_task_writes_is_found() {
     let deep = Toy { layers: 120, ..TOY };
     let mut schedule = deep.schedule(&cpu(), &on_cpu(16));
     let never = BufferId::from(schedule.program.buffers.len());
@@ -67,10 +67,10 @@ fn w1_every_task_reads_what_nobody_writes() {
     assert_eq!(violations.iter().filter(uncovered).count(), 1, "{}", listed(&violations));
 }
 
-// ---- W2: a deadlock through the queues of several SMs passed.
+// ---- Deadlocks through the queues of several SMs, which it accepted.
 
 #[test]
-fn w2_a_circle_through_two_queues_is_told_as_one() {
+fn a_circle_through_two_queues_is_told_as_one() {
     // sm1 would begin with layer 1, which waits for the other SMs, which wait for its part of layer 0.
     let (mut schedule, target) = toy();
     for r in 0..2 {
@@ -93,7 +93,7 @@ fn w2_a_circle_through_two_queues_is_told_as_one() {
 }
 
 #[test]
-fn w2_a_task_that_waits_for_itself() {
+fn a_task_that_waits_for_itself_is_refused() {
     let own = |s: &mut Schedule| {
         let task = &mut s.regimes[0].tasks[9];
         let event = task.signals[0];
@@ -103,10 +103,10 @@ fn w2_a_task_that_waits_for_itself() {
     assert!(rules.contains(&Rule::Carried), "{rules:?}");
 }
 
-// ---- W3: sizes, positions and attributes were not looked at.
+// ---- Sizes, positions and attributes, which it did not look at.
 
 #[test]
-fn w3_shapes_against_buffers() {
+fn operands_fit_the_shapes_of_their_buffers() {
     let k_too_long = |s: &mut Schedule| {
         let Op::MatVec(m) = &mut s.program.grids[7].op else { panic!("o.0") };
         m.k = 128;
@@ -120,7 +120,7 @@ fn w3_shapes_against_buffers() {
 }
 
 #[test]
-fn w3_positions_and_tokens_against_tables() {
+fn positions_and_tokens_fit_their_tables() {
     assert_eq!(broken(|s| s.program.context_max = 65), [Rule::OutOfBounds]);
     assert_eq!(broken(|s| s.program.context_max = u32::MAX), [Rule::Attribute, Rule::OutOfBounds]);
     assert_eq!(broken(|s| s.program.buffers[6].rows = 63), [Rule::OutOfBounds]);
@@ -130,7 +130,7 @@ fn w3_positions_and_tokens_against_tables() {
 }
 
 #[test]
-fn w3_attributes() {
+fn attributes_are_in_range() {
     let attention = |change: fn(&mut Attention)| {
         broken(move |s| {
             for g in [4, 5] {
@@ -166,7 +166,7 @@ fn w3_attributes() {
 }
 
 #[test]
-fn w3_machines_that_no_device_is() {
+fn machines_that_no_device_is_are_refused() {
     assert_eq!(broken(|s| s.machine.sms = 0), [Rule::Counts]);
     assert_eq!(broken(|s| s.machine.sms = u32::MAX), [Rule::Counts]);
     let (schedule, mut target) = toy();
@@ -174,10 +174,10 @@ fn w3_machines_that_no_device_is() {
     assert_eq!(rules(&schedule, &target), [Rule::SmCount]);
 }
 
-// ---- W4: parts of outputs, types, immutable buffers and shared memory of other SMs were not looked at.
+// ---- Parts of outputs, types, immutable buffers and shared memory of other SMs, which it did not look at.
 
 #[test]
-fn w4_eight_of_many_columns_written() {
+fn every_column_of_an_output_has_a_writer() {
     let rules = broken(|s| {
         // The rest of the units has no owner.
         let id = task(s, 0, "head", 3);
@@ -193,7 +193,7 @@ fn w4_eight_of_many_columns_written() {
 }
 
 #[test]
-fn w4_types() {
+fn types_are_those_that_roles_read() {
     // fp32 activations where the weights are bf16 is a precision of its own; one buffer of another type is not.
     assert_eq!(broken(|s| s.program.buffers[8].dtype = DType::F32), [Rule::DType]);
     assert_eq!(broken(|s| s.program.buffers[16].dtype = DType::F32), [Rule::DType]);
@@ -202,7 +202,7 @@ fn w4_types() {
 }
 
 #[test]
-fn w4_writes_to_what_is_immutable() {
+fn writes_to_what_is_immutable_are_refused() {
     for name in ["o.0.weight", "qkv.0.norm_weight", "embed", "rope.r0"] {
         let rules = broken(|s| operand(s, "o.0", Role::Out).buffer = buffer(s, name));
         assert_eq!(rules, [Rule::Space], "{name}");
@@ -212,14 +212,14 @@ fn w4_writes_to_what_is_immutable() {
 }
 
 #[test]
-fn w4_two_grids_write_one_buffer() {
+fn two_grids_that_write_one_buffer_are_refused() {
     // `down.0` writes where `o.0` has written, and no task writes its own output.
     let rules = broken(|s| operand(s, "down.0", Role::Out).buffer = buffer(s, "x2.0"));
     assert_eq!(rules, [Rule::DoubleProducer, Rule::Uncovered]);
 }
 
 #[test]
-fn w4_private_data_of_another_sm() {
+fn private_data_of_another_sm_is_not_read() {
     // The token is where its `select` ran; `report` on an SM whose select comes later reads nothing.
     let rules = broken(|s| {
         for regime in &mut s.regimes {
@@ -241,7 +241,7 @@ fn w4_private_data_of_another_sm() {
 }
 
 #[test]
-fn w4_more_signals_than_the_step_has() {
+fn events_count_the_signals_that_a_step_has() {
     // A counter that starts above zero is an event whose waiters ask for less.
     for count in [0, 1, 3] {
         let rules = broken(|s| {
@@ -254,10 +254,10 @@ fn w4_more_signals_than_the_step_has() {
     assert_eq!(broken(|s| s.regimes[0].events[1].count = 0), [Rule::EventCount]);
 }
 
-// ---- W4b: arenas.
+// ---- Arenas.
 
 #[test]
-fn w4b_places_in_arenas() {
+fn places_in_arenas_neither_overlap_nor_end_outside() {
     let place = |at: Option<u64>, name: &'static str| {
         broken(move |s| {
             let id = buffer(s, name).index();
@@ -279,10 +279,10 @@ fn w4b_places_in_arenas() {
     assert_eq!(broken(doubled), [Rule::PlacementOverlap]);
 }
 
-// ---- W4c: ids.
+// ---- Ids.
 
 #[test]
-fn w4c_ids_that_name_nothing() {
+fn ids_that_name_nothing_are_refused() {
     let far = u32::MAX;
     let cases: [fn(&mut Schedule); 9] = [
         |s| s.program.grids[3].operands[0].buffer = BufferId(u32::MAX),
@@ -313,7 +313,7 @@ fn renumber(s: &mut Schedule, r: usize) {
 }
 
 #[test]
-fn w4c_the_numbers_of_tasks_mean_nothing() {
+fn the_numbers_of_tasks_mean_nothing() {
     let (mut schedule, target) = toy();
     (0..2).for_each(|r| renumber(&mut schedule, r));
     assert_eq!(check(&schedule, &target), []);
@@ -327,7 +327,7 @@ fn w4c_the_numbers_of_tasks_mean_nothing() {
     );
 }
 
-// ---- W4d: what must not be refused.
+// ---- What must not be refused.
 
 /// Replaces the one event about `x.0` by one for each share of it: readers wait for all of them.
 fn one_event_a_tile(s: &mut Schedule) {
@@ -358,7 +358,7 @@ fn one_event_a_tile(s: &mut Schedule) {
 }
 
 #[test]
-fn w4d_disjoint_tiles_with_events_of_their_own() {
+fn disjoint_tiles_with_events_of_their_own_are_proven() {
     let (mut schedule, target) = toy();
     one_event_a_tile(&mut schedule);
     assert_eq!(check(&schedule, &target), []);
@@ -372,7 +372,7 @@ fn w4d_disjoint_tiles_with_events_of_their_own() {
 }
 
 #[test]
-fn w4d_two_tiles_of_one_update_on_one_sm() {
+fn two_tiles_of_one_update_on_one_sm_are_proven() {
     let (mut schedule, target) = toy();
     for r in 0..2 {
         let id = task(&schedule, r, "o.0", 1);
@@ -401,7 +401,7 @@ fn w4d_two_tiles_of_one_update_on_one_sm() {
 }
 
 #[test]
-fn w4d_more_buffers_and_stronger_events_than_needed() {
+fn more_buffers_and_stronger_events_than_needed_are_proven() {
     let (mut schedule, _) = toy();
     let id = buffer(&schedule, "act.0").index();
     schedule.program.buffers[id].phases = 3;
@@ -415,7 +415,7 @@ fn w4d_more_buffers_and_stronger_events_than_needed() {
 }
 
 #[test]
-fn w4d_one_copy_of_the_candidates_is_enough_where_every_sm_embeds() {
+fn one_copy_of_the_candidates_is_enough_where_every_sm_embeds() {
     let (mut schedule, _) = toy();
     schedule.program.buffers[0].phases = 1;
     assert_eq!(check(&schedule, &beyond_kernels()), []);

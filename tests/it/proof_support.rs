@@ -16,7 +16,7 @@ use monobloc::model::graph::{
     TensorId,
 };
 use monobloc::schedule::schedule;
-use monobloc::target::{CopyMechanism, DotMechanism, Measured, Spec, Target, TargetKind};
+use monobloc::target::{CopyMechanism, DotMechanism, Spec, Target, TargetKind};
 use monobloc::validate::{Rule, Violation, check};
 
 /// A decoder whose every variation that lowering knows is a field.
@@ -194,7 +194,6 @@ pub fn cpu() -> Target {
             cluster_max: 1,
             register_reallocation: false,
         },
-        measured: Measured::default(),
     }
 }
 
@@ -215,7 +214,6 @@ pub fn h200() -> Target {
             register_reallocation: true,
             ..cpu().spec
         },
-        ..cpu()
     }
 }
 
