@@ -307,7 +307,7 @@ struct WaveAttend {
   template <class R>
   static __device__ __forceinline__ void load(WaveLoader<M, R>& l, const Wave& e) {
     if constexpr (R::FIRST == 0) {
-      const Shares<M> shares(l.p, e.shares);
+      const Shares<M> shares(l.p, e.division);
       for (u32 s = 0; s < shares.count; s++) {
         const Share share = shares[s];
         if (share.row >= l.p.row_count) continue;
@@ -405,7 +405,7 @@ struct WaveAttendRow {
   template <class R>
   static __device__ __forceinline__ void load(WaveLoader<M, R>& l, const Wave& e) {
     if constexpr (R::FIRST == 0) {
-      const Shares<M> shares(l.p, e.shares);
+      const Shares<M> shares(l.p, e.division);
       for (u32 s = 0; s < shares.count; s++) {
         const Share share = shares[s];
         if (share.row >= l.p.row_count) continue;

@@ -5,66 +5,67 @@
 // next wave before the blocks meet.
 #pragma once
 
-// One wave; 64 bytes, laid out by codegen/waves.rs. Places of the work arena, of constants and of caches are in OFFSET_BYTES.
+// One wave; codegen/waves.rs declares it, and the structs below. Places of the work arena, of constants and of caches are in OFFSET_BYTES.
 struct alignas(16) Wave {
-  u32 op;     // case of the generated dispatch
-  u32 shares; // which division of work it has
-  u32 x, out; // work arena
-  u32 residual, branch;
-  u32 weight;
-  union {
-    u32 norm_weight, q_norm;
-  };
-  union {
-    u32 norm_bias, k_norm;
-  };
-  union {
-    u32 bias, rope, table;
-  };
-  u32 branch_weight, branch_bias; // norm of a branch before it is added
-  union {
-    u32 k_cache, squares; // sums of squares of parts of rows, for a norm
-  };
-  u32 v_cache;
-  u32 next_shares; // of the wave after it; of the last one, of the first
+  u32 op; // case of the generated dispatch
+  u32 division; // which division of work it has
+  u32 x; // work arena: what it reads
+  u32 out; // work arena: what it writes
+  u32 residual; // work arena
+  u32 branch; // work arena: what is added to the residual
+  u32 weight; // matrix
+  union { u32 norm_weight, q_norm; }; // norm weight of the output, or of q
+  union { u32 norm_bias, k_norm; }; // norm bias of the output, or norm weight of k
+  union { u32 bias, rope, table; }; // by op
+  u32 branch_weight; // norm of a branch before it is added
+  u32 branch_bias; // its bias
+  union { u32 k_cache, squares; }; // cache; or work arena: sums of squares of parts of rows, for a norm
+  u32 v_cache; // cache
+  u32 next_division; // division of the wave after it; of the last one, of the first
   u32 row_scales; // of a matrix of codes
 };
-static_assert(sizeof(Wave) == 64, "waves are 64 bytes in codegen/waves.rs");
+static_assert(sizeof(Wave) == 64, "the host fills this struct");
 
 // What one block does of a wave: launch indices lo to hi for `rows` rows of the launch.
 struct alignas(16) Share {
-  u32 row, rows, lo, hi;
+  u32 row; // rows of the launch, from here
+  u32 rows; // so many
+  u32 lo; // launch indices, from here
+  u32 hi; // ... up to here
 };
+static_assert(sizeof(Share) == 16, "the host fills this struct");
 // All that one block has of a division. The first shares stand here, too: they are there as soon as the record is.
 constexpr u32 SHARES_HELD = 4;
 struct alignas(16) ShareRecord {
-  u32 first, count, reserved[2];
-  Share held[SHARES_HELD];
+  u32 first; // in the list of all shares
+  u32 count; // shares of the block
+  u32 reserved[2]; // 0
+  Share held[SHARES_HELD]; // the first of them
 };
-static_assert(sizeof(ShareRecord) == 80, "records are 80 bytes in codegen/waves.rs");
+static_assert(sizeof(ShareRecord) == 80, "the host fills this struct");
 
 struct WaveParams {
-  const u8* pack;
-  u8* cache;
-  u8* work;              // activations of the rows
-  const Wave* waves;
-  const Share* shares;
+  const u8* pack; // weights and constants
+  u8* cache; // keys and values of earlier positions
+  u8* work; // activations of the rows
+  const Wave* waves; // of a step
+  const Share* shares; // of all blocks and divisions
   const ShareRecord* records; // [blocks of rows - 1][divisions][SMS]
-  const Row* rows;
-  const u32* pages;      // [sequences][M::BLOCKS]; of a chunk there is one sequence
-  u32* arrived;          // blocks that ended a wave, counted over all waves of the launch; 0 before it
-  u32* report;           // host-visible watchdog report, 8 words an SM
-  volatile u32* abort;   // host-visible
-  u64* stamps;           // [SMS][steps][waves][STAMP_WORDS] nanoseconds, traced builds only
-  float* logits;         // null, or of the last step: [ROWS][vocabulary]
-  i32* mailbox;          // host-visible: [1 + step * ROWS + row] tokens; of a launch that decides none not looked at
-  u64 timeout_ns;
-  u32 wave_count;
-  u32 row_count;
-  u32 position;          // of the first row
-  u32 steps;
+  const Row* rows; // of the launch
+  const u32* pages; // [sequences][M::BLOCKS]; of a chunk there is one sequence
+  u32* arrived; // blocks that ended a wave, counted over all waves of the launch; 0 before it
+  u32* report; // host-visible watchdog report, 8 words an SM
+  volatile u32* abort; // host-visible
+  u64* stamps; // [SMS][steps][waves][STAMP_WORDS] nanoseconds, traced builds only
+  float* logits; // null, or of the last step: [ROWS][vocabulary]
+  i32* mailbox; // host-visible: [1 + step * ROWS + row] tokens; of a launch that decides none not looked at
+  u64 timeout_ns; // of the launch
+  u32 wave_count; // waves of a step
+  u32 row_count; // rows of the launch
+  u32 position; // of the first row
+  u32 steps; // of the launch
 };
-static_assert(sizeof(WaveParams) == 15 * 8 + 4 * 4, "parameters are as codegen/waves.rs declares them");
+static_assert(sizeof(WaveParams) == 136, "the host fills this struct");
 
 template <class M>
 struct WaveState {
@@ -75,7 +76,7 @@ struct WaveState {
   // Of the wave at hand, for consumers, and which shares the next one has.
   Wave wave;
   ShareRecord record;
-  u32 next_shares;
+  u32 next_division;
   // Of a step: where each row is before the first step, and which row of the page table it has.
   u32 positions[M::STEPS ? M::BLOCK_ROWS : 1], sequences[M::STEPS ? M::BLOCK_ROWS : 1];
   u32 leads[M::STEPS ? M::BLOCK_ROWS : 1]; // rows before it of the same sequence
@@ -159,14 +160,14 @@ __device__ __forceinline__ void fetch_wave(const WaveParams& p, u32 wave, u32 la
   constexpr u32 WORDS = sizeof(Wave) / 4, RECORD_WORDS = sizeof(ShareRecord) / 4;
   static_assert(WORDS <= 32 && RECORD_WORDS <= 32, "a word a lane");
   WaveState<M>& state = wave_state<M>();
-  const u32* record = reinterpret_cast<const u32*>(share_record<M>(p, state.next_shares));
+  const u32* record = reinterpret_cast<const u32*>(share_record<M>(p, state.next_division));
   const u32 word = lane < WORDS ? __ldg(reinterpret_cast<const u32*>(p.waves + wave) + lane) : 0;
   const u32 held = lane < RECORD_WORDS ? __ldg(record + lane) : 0;
   __syncwarp();
   if (lane < WORDS) reinterpret_cast<u32*>(&state.wave)[lane] = word;
   if (lane < RECORD_WORDS) reinterpret_cast<u32*>(&state.record)[lane] = held;
   __syncwarp();
-  if (lane == 0) state.next_shares = state.wave.next_shares;
+  if (lane == 0) state.next_division = state.wave.next_division;
 }
 
 // Before the first wave, by the thread of a row: where it is, and how many rows before it its sequence has in a step.

@@ -51,7 +51,7 @@ __device__ __forceinline__ void run_waves(const WaveParams& p) {
       Slot<false>::init(&state.empty[i], M::WARPS);
     }
     state.dog = Watchdog{p.report, p.abort, global_ns() + p.timeout_ns};
-    state.next_shares = __ldg(&p.waves[0].shares);
+    state.next_division = __ldg(&p.waves[0].division);
 #if __CUDA_ARCH__ >= 900
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 #endif

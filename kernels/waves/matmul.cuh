@@ -85,7 +85,7 @@ struct WaveMatMul {
   // Weights are asked for as soon as a slot is free, their input once the blocks have met.
   template <class R>
   static __device__ __forceinline__ void load(WaveLoader<M, R>& l, const Wave& e) {
-    const Shares<M> shares(l.p, e.shares);
+    const Shares<M> shares(l.p, e.division);
     for (u32 s = 0; s < shares.count; s++) {
       const Share share = shares[s];
       if (share.row >= l.p.row_count) continue;

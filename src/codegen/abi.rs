@@ -404,25 +404,16 @@ impl<'a> Queues<'a> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::codegen::kernel_struct::with_declaration;
+    use crate::codegen::kernel_struct::assert_declared;
 
     #[test]
     fn kernels_declare_what_the_host_fills() {
-        let kernels = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("kernels");
-        for (file, declared) in [
+        assert_declared([
             ("runtime/queue.cuh", Entry::declaration()),
             ("runtime/queue.cuh", StreamRun::declaration()),
             ("runtime/context.cuh", Params::declaration()),
             ("rows/context.cuh", Row::declaration()),
             ("rows/context.cuh", RowsParams::declaration()),
-        ] {
-            let text = std::fs::read_to_string(kernels.join(file)).expect("a file of kernels");
-            let expected = with_declaration(&text, &declared).expect("a struct of that name");
-            if std::env::var_os("BLESS").is_some() {
-                std::fs::write(kernels.join(file), &expected).expect("written");
-                continue;
-            }
-            assert!(text == expected, "{file} declares another struct, expected (`BLESS=1` writes it):\n{declared}");
-        }
+        ]);
     }
 }

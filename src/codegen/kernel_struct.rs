@@ -76,10 +76,25 @@ pub(super) fn declaration(head: &str, name: &str, bytes: usize, fields: &[Field]
 
 /// Puts the declaration of a struct in place of the one that the text of a kernel has; `None`: it has none.
 #[cfg(test)]
-pub(super) fn with_declaration(text: &str, declared: &str) -> Option<String> {
+fn with_declaration(text: &str, declared: &str) -> Option<String> {
     let (head, size) = (declared.lines().next()?, declared.lines().next_back()?.split(" == ").next()?);
     let begin = text.find(&format!("\n{head}\n"))? + 1;
     let (_, rest) = text[begin..].split_once("\n};\n")?;
     let rest = if rest.starts_with(size) { rest.split_once('\n')?.1 } else { rest };
     Some(format!("{}{declared}{rest}", &text[..begin]))
+}
+
+/// Compares the declarations that files of `kernels/` have with those of the host; with `BLESS=1` writes these.
+#[cfg(test)]
+pub(super) fn assert_declared<const N: usize>(structs: [(&str, String); N]) {
+    let kernels = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("kernels");
+    for (file, declared) in structs {
+        let text = std::fs::read_to_string(kernels.join(file)).expect("a file of kernels");
+        let expected = with_declaration(&text, &declared).expect("a struct of that name");
+        if std::env::var_os("BLESS").is_some() {
+            std::fs::write(kernels.join(file), &expected).expect("written");
+            continue;
+        }
+        assert!(text == expected, "{file} declares another struct, expected (`BLESS=1` writes it):\n{declared}");
+    }
 }

@@ -2,6 +2,7 @@
 
 use super::abi::{NONE, row_scales};
 use super::emit::{Trace, attention_members, coding_members, elem, epilogue_members, norm_members, vocab};
+use super::kernel_struct::kernel_struct;
 use super::{Float, HEADERS, KernelSource, ROWS_HEADERS, WAVES_HEADERS};
 use crate::digest::Digest;
 use crate::ir::layout::{Matrix, PLACE_ALIGN_BYTES, matrices};
@@ -13,86 +14,126 @@ use crate::target::Target;
 use crate::waves::{
     Action, Form, Input, Layout, NormOf, Over, Plan, Proven, Sum, Target as Written, Wave as PlanWave, WorkId,
 };
-use bytemuck::{Pod, Zeroable};
+use bytemuck::Zeroable;
 use std::fmt::Write;
 
 /// Name of the kernel's entry point.
 pub const ENTRY_POINT: &str = "monobloc_waves";
 
-/// `Wave` of waves/context.cuh; some fields mean different things for different ops.
-#[repr(C)]
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
-pub struct Wave {
-    pub op: u32,
-    pub division: u32,
-    pub x: u32,
-    pub out: u32,
-    pub residual: u32,
-    pub branch: u32,
-    pub weight: u32,
-    /// Norm weight of the output, or of q.
-    pub norm_weight: u32,
-    /// Norm bias of the output, or the norm weight of k.
-    pub norm_bias: u32,
-    /// Bias, rotary table, or embedding table.
-    pub table: u32,
-    pub branch_weight: u32,
-    pub branch_bias: u32,
-    /// Keys of the cache, or sums of squares.
-    pub k_cache: u32,
-    pub v_cache: u32,
-    /// Which shares the wave after it has; of the last one, the first wave.
-    pub next_division: u32,
-    /// Scales of the rows of a matrix of codes.
-    pub row_scales: u32,
+kernel_struct! {
+    /// One wave. Places of the work arena, of constants and of caches are in units of 256 bytes.
+    #[derive(Eq)]
+    Wave = "struct alignas(16) Wave" {
+        /// case of the generated dispatch
+        op: u32,
+        /// which division of work it has
+        division: u32,
+        /// work arena: what it reads
+        x: u32,
+        /// work arena: what it writes
+        out: u32,
+        /// work arena
+        residual: u32,
+        /// work arena: what is added to the residual
+        branch: u32,
+        /// matrix
+        weight: u32,
+        /// norm weight of the output, or of q
+        norm_weight: u32 as [norm_weight, q_norm],
+        /// norm bias of the output, or norm weight of k
+        norm_bias: u32 as [norm_bias, k_norm],
+        /// by op
+        table: u32 as [bias, rope, table],
+        /// norm of a branch before it is added
+        branch_weight: u32,
+        /// its bias
+        branch_bias: u32,
+        /// cache; or work arena: sums of squares of parts of rows, for a norm
+        k_cache: u32 as [k_cache, squares],
+        /// cache
+        v_cache: u32,
+        /// division of the wave after it; of the last one, of the first
+        next_division: u32,
+        /// of a matrix of codes
+        row_scales: u32,
+    }
 }
 
-/// `Share` of waves/context.cuh.
-#[repr(C)]
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
-pub struct Share {
-    pub row: u32,
-    pub rows: u32,
-    pub lo: u32,
-    pub hi: u32,
+kernel_struct! {
+    /// What one block does of a wave: launch indices for rows of the launch.
+    #[derive(Eq)]
+    Share = "struct alignas(16) Share" {
+        /// rows of the launch, from here
+        row: u32,
+        /// so many
+        rows: u32,
+        /// launch indices, from here
+        lo: u32,
+        /// ... up to here
+        hi: u32,
+    }
 }
 
-/// Shares that a record holds itself.
+/// Shares that a record holds itself; `SHARES_HELD` of waves/context.cuh.
 pub const SHARES_HELD: usize = 4;
 
-/// `ShareRecord` of waves/context.cuh: the shares of an SM in a division.
-#[repr(C)]
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
-pub struct ShareRecord {
-    pub first: u32,
-    pub count: u32,
-    pub reserved: [u32; 2],
-    pub held: [Share; SHARES_HELD],
+kernel_struct! {
+    /// All that one block has of a division. The first shares stand here, too: they are there as soon as the record is.
+    #[derive(Eq)]
+    ShareRecord = "struct alignas(16) ShareRecord" {
+        /// in the list of all shares
+        first: u32,
+        /// shares of the block
+        count: u32,
+        /// 0
+        reserved: [u32; 2],
+        /// the first of them
+        held: [Share; SHARES_HELD],
+    }
 }
 
-/// `WaveParams` of waves/context.cuh: the one kernel parameter. Pointers are device addresses.
-#[repr(C)]
-#[derive(Debug, Clone, Copy, PartialEq, Pod, Zeroable)]
-pub struct WaveParams {
-    pub pack: u64,
-    pub cache: u64,
-    pub work: u64,
-    pub waves: u64,
-    pub shares: u64,
-    pub records: u64,
-    pub rows: u64,
-    pub pages: u64,
-    pub arrived: u64,
-    pub report: u64,
-    pub abort: u64,
-    pub stamps: u64,
-    pub logits: u64,
-    pub mailbox: u64,
-    pub timeout_ns: u64,
-    pub wave_count: u32,
-    pub row_count: u32,
-    pub position: u32,
-    pub steps: u32,
+kernel_struct! {
+    /// The one kernel parameter. Pointers are device addresses.
+    WaveParams = "struct WaveParams" {
+        /// weights and constants
+        pack: u64 = "const u8*",
+        /// keys and values of earlier positions
+        cache: u64 = "u8*",
+        /// activations of the rows
+        work: u64 = "u8*",
+        /// of a step
+        waves: u64 = "const Wave*",
+        /// of all blocks and divisions
+        shares: u64 = "const Share*",
+        /// [blocks of rows - 1][divisions][SMS]
+        records: u64 = "const ShareRecord*",
+        /// of the launch
+        rows: u64 = "const Row*",
+        /// [sequences][M::BLOCKS]; of a chunk there is one sequence
+        pages: u64 = "const u32*",
+        /// blocks that ended a wave, counted over all waves of the launch; 0 before it
+        arrived: u64 = "u32*",
+        /// host-visible watchdog report, 8 words an SM
+        report: u64 = "u32*",
+        /// host-visible
+        abort: u64 = "volatile u32*",
+        /// [SMS][steps][waves][STAMP_WORDS] nanoseconds, traced builds only
+        stamps: u64 = "u64*",
+        /// null, or of the last step: [ROWS][vocabulary]
+        logits: u64 = "float*",
+        /// host-visible: [1 + step * ROWS + row] tokens; of a launch that decides none not looked at
+        mailbox: u64 = "i32*",
+        /// of the launch
+        timeout_ns: u64,
+        /// waves of a step
+        wave_count: u32,
+        /// rows of the launch
+        row_count: u32,
+        /// of the first row
+        position: u32,
+        /// of the launch
+        steps: u32,
+    }
 }
 
 /// Everything the kernel walks, encoded.
@@ -147,31 +188,8 @@ fn class_of(proven: &Proven<'_>, wave: &PlanWave) -> (&'static str, String) {
     let grid = grid_of(proven, wave.grid);
     match (&wave.action, &grid.op) {
         (Action::Rows { residual, sum, out }, _) => {
-            let hidden = plan.work[residual.index()].cols;
-            let (embed, embed_scale) = match sum {
-                Some(Sum::Embed { scale, .. }) => (true, *scale),
-                _ => (false, 1.0),
-            };
-            let branch = match sum {
-                Some(Sum::Branch { branch, norm, scale }) => Some((*branch, norm.map(|of| of.norm), *scale)),
-                _ => None,
-            };
-            let row_parts = match plan.divisions[wave.division.index()].over {
-                Over::Rows { parts } => parts,
-                _ => unreachable!("prove: rows are divided over rows"),
-            };
-            let prefixed = |of: &str| of.lines().fold(String::new(), |s, line| s + &renamed(line) + "\n");
-            let mut s = format!(
-                "int HIDDEN = {hidden}\nint ROW_PARTS = {row_parts}\nbool EMBED = {embed}\nfloat EMBED_SCALE = {}\nbool BRANCH = {}\nint BRANCH_PARTS = {}\nfloat BRANCH_SCALE = {}\nbool OUT = {}\n",
-                Float(embed_scale),
-                branch.is_some(),
-                branch.map_or(0, |(branch, ..)| parts_of(plan, branch)),
-                Float(branch.map_or(1.0, |(_, _, scale)| scale)),
-                out.is_some(),
-            );
-            s += &prefixed(&norm_members(branch.and_then(|(_, norm, _)| norm)));
-            s += &norm_members(out.and_then(|out| out.norm).map(|norm| norm.norm));
-            ("WaveRows", s)
+            let over = plan.divisions[wave.division.index()].over;
+            ("WaveRows", rows_members(plan, over, *residual, sum.as_ref(), out.as_ref()))
         }
         (Action::MatMul { squares, target, pass, chunk, warps, .. }, Op::MatVec(m)) => {
             let norm_parts = squares.map_or(0, |id| plan.work[id.index()].cols);
@@ -216,6 +234,35 @@ fn class_of(proven: &Proven<'_>, wave: &PlanWave) -> (&'static str, String) {
         }
         _ => unreachable!("prove: waves are those of the ops of their grids"),
     }
+}
+
+/// Members of a wave of rows.
+fn rows_members(plan: &Plan, over: Over, residual: WorkId, sum: Option<&Sum>, out: Option<&Input>) -> String {
+    let hidden = plan.work[residual.index()].cols;
+    let (embed, embed_scale) = match sum {
+        Some(Sum::Embed { scale, .. }) => (true, *scale),
+        _ => (false, 1.0),
+    };
+    let branch = match sum {
+        Some(Sum::Branch { branch, norm, scale }) => Some((*branch, norm.map(|of| of.norm), *scale)),
+        _ => None,
+    };
+    let row_parts = match over {
+        Over::Rows { parts } => parts,
+        _ => unreachable!("prove: rows are divided over rows"),
+    };
+    let prefixed = |of: &str| of.lines().fold(String::new(), |s, line| s + &renamed(line) + "\n");
+    let mut s = format!(
+        "int HIDDEN = {hidden}\nint ROW_PARTS = {row_parts}\nbool EMBED = {embed}\nfloat EMBED_SCALE = {}\nbool BRANCH = {}\nint BRANCH_PARTS = {}\nfloat BRANCH_SCALE = {}\nbool OUT = {}\n",
+        Float(embed_scale),
+        branch.is_some(),
+        branch.map_or(0, |(branch, ..)| parts_of(plan, branch)),
+        Float(branch.map_or(1.0, |(_, _, scale)| scale)),
+        out.is_some(),
+    );
+    s += &prefixed(&norm_members(branch.and_then(|(_, norm, _)| norm)));
+    s += &norm_members(out.and_then(|out| out.norm).map(|norm| norm.norm));
+    s
 }
 
 /// Parts of the sums in a buffer of activations; 0 if it holds no sums.
@@ -464,4 +511,20 @@ fn entry(proven: &Proven<'_>, matrices: &[Option<Matrix>], wave: &PlanWave, clas
 
 fn norm_places(norm: Option<NormOf>) -> (Option<BufferId>, Option<BufferId>) {
     norm.map_or((None, None), |norm| (norm.weight, norm.bias))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::codegen::kernel_struct::assert_declared;
+
+    #[test]
+    fn kernels_declare_what_the_host_fills() {
+        assert_declared([
+            ("waves/context.cuh", Wave::declaration()),
+            ("waves/context.cuh", Share::declaration()),
+            ("waves/context.cuh", ShareRecord::declaration()),
+            ("waves/context.cuh", WaveParams::declaration()),
+        ]);
+    }
 }

@@ -50,6 +50,13 @@ pub struct NormAttr {
     pub eps: f32,
 }
 
+impl NormAttr {
+    /// Whether it multiplies each value by its weight and by one factor of the row, and takes nothing away.
+    pub fn is_factor(&self) -> bool {
+        self.kind == NormKind::Rms
+    }
+}
+
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Epilogue {
     /// `out = y`

@@ -11,7 +11,6 @@ use crate::ir::op::{Attention, Epilogue, MatVec, NormAttr, Op, Role};
 use crate::ir::program::{Grid, Program};
 use crate::ir::schedule::Schedule;
 use crate::ir::{BufferId, GridId};
-use crate::model::graph::NormKind;
 use crate::target::{CopyMechanism, DotMechanism, Target, TargetKind};
 use std::collections::BTreeMap;
 use thiserror::Error;
@@ -367,8 +366,10 @@ impl Builder<'_> {
         let sums_whole =
             |wave: &Wave| matches!(wave.action, Action::Rows { sum: Some(Sum::Branch { norm: Some(_), .. }), .. });
         let parts = match norm {
-            Some(NormOf { norm: NormAttr { kind: NormKind::Rms, .. }, bias: None, .. })
-                if self.plan.form == Form::Steps && !self.plan.waves.last().is_some_and(sums_whole) =>
+            Some(NormOf { norm, bias: None, .. })
+                if norm.is_factor()
+                    && self.plan.form == Form::Steps
+                    && !self.plan.waves.last().is_some_and(sums_whole) =>
             {
                 self.row_parts(m.k)
             }

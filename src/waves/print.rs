@@ -30,11 +30,7 @@ impl fmt::Display for Plan {
             writeln!(f, "a{id} {:?} {:?} cols={} at={}", work.name, work.layout, work.cols, work.place)?;
         }
         for (id, division) in self.divisions.iter().enumerate() {
-            match division.over {
-                Over::Rows { parts } => writeln!(f, "d{id} rows parts={parts}")?,
-                Over::Units { n, parts } => writeln!(f, "d{id} units n={n} parts={parts}")?,
-                Over::Heads { n, rows } => writeln!(f, "d{id} heads n={n} rows={rows}")?,
-            }
+            writeln!(f, "d{id} {}", division.over)?;
         }
         for (w, wave) in self.waves.iter().enumerate() {
             write!(f, "w{w} {} {} ", wave.grid, wave.division)?;
@@ -74,5 +70,15 @@ impl fmt::Display for Plan {
             }
         }
         Ok(())
+    }
+}
+
+impl fmt::Display for Over {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Over::Rows { parts } => write!(f, "rows parts={parts}"),
+            Over::Units { n, parts } => write!(f, "units n={n} parts={parts}"),
+            Over::Heads { n, rows } => write!(f, "heads n={n} rows={rows}"),
+        }
     }
 }

@@ -13,7 +13,6 @@ use crate::format::Format;
 use crate::ir::op::{Attention, Epilogue, MatVec, NormAttr, Op, Role};
 use crate::ir::program::{Grid, Space};
 use crate::ir::{BufferId, GridId};
-use crate::model::graph::NormKind;
 use crate::target::{CopyMechanism, DotMechanism, Target, TargetKind};
 use crate::validate::Validated;
 use std::collections::BTreeMap;
@@ -413,20 +412,7 @@ impl Judge<'_> {
                 if !same(Role::AppendK, Role::HistoryK)? || !same(Role::AppendV, Role::HistoryV)? {
                     return no("expected one cache that is read and appended to");
                 }
-                // A warp has the heads of a row, at most 16. Of those that share a KV head one task appends.
-                if a.heads_per_task > 16 || !a.group.is_multiple_of(a.heads_per_task) {
-                    return no("heads of a row that no tile holds, or of several KV heads");
-                }
-                // Scratch holds queries, a key and a value of a row; after those, keys and values of 16 or 32 positions, or what a team of
-                // warps has of the heads: the values, and two statistics of each.
-                let own = (a.heads_per_task * (a.head_dim * 2 + 16) + 2 * row).next_multiple_of(128);
-                let new = 2 * row * if a.head_dim <= 64 && tile.is_multiple_of(32) { 32 } else { 16 };
-                let left = a.heads_per_task * (a.head_dim + 2) * 4;
-                let scratch = self.plan.machine.scratch_bytes;
-                let own = own * (scratch / 4 / own).clamp(1, 4);
-                if own + new.max(left) > scratch {
-                    return no("heads of a row that no scratch holds");
-                }
+                self.row_heads(a, row, tile)?;
                 (wave, out, tile, 1)
             }
             _ => return no("expected other waves of attention"),
@@ -439,6 +425,23 @@ impl Judge<'_> {
         }
         self.holds.insert(out, Value::Exchange(buffer(Role::Out)?));
         Ok(())
+    }
+
+    /// Of attention of a row in a step: a warp has its heads, and scratch what they leave there. `row`: bytes of the cache.
+    fn row_heads(&self, a: &Attention, row: u32, tile: u32) -> Result<(), String> {
+        // At most 16 heads are the rows of a tile. Of those that share a KV head one task appends.
+        if a.heads_per_task > 16 || !a.group.is_multiple_of(a.heads_per_task) {
+            return Err("heads of a row that no tile holds, or of several KV heads".to_string());
+        }
+        // Scratch holds queries, a key and a value of a row; after those, keys and values of 16 or 32 positions, or what a team of
+        // warps has of the heads: the values, and two statistics of each.
+        let own = (a.heads_per_task * (a.head_dim * 2 + 16) + 2 * row).next_multiple_of(128);
+        let new = 2 * row * if a.head_dim <= 64 && tile.is_multiple_of(32) { 32 } else { 16 };
+        let left = a.heads_per_task * (a.head_dim + 2) * 4;
+        let scratch = self.plan.machine.scratch_bytes;
+        let own = own * (scratch / 4 / own).clamp(1, 4);
+        let fits = own + new.max(left) <= scratch;
+        if fits { Ok(()) } else { Err("heads of a row that no scratch holds".to_string()) }
     }
 
     /// The end of a wave of rows: the input that it leaves, which is that of a product of the program.
@@ -466,7 +469,7 @@ impl Judge<'_> {
         // A factor is all that parts of a row lack of an RMS norm. They have the same number of whole pieces of columns.
         self.layout(squares, Layout::Rows(DType::F32), parts)?;
         let branch_is_whole = matches!(wave.action, Action::Rows { sum: Some(Sum::Branch { norm: Some(_), .. }), .. });
-        let Some(norm) = norm.filter(|of| of.norm.kind == NormKind::Rms && of.bias.is_none()) else {
+        let Some(norm) = norm.filter(|of| of.norm.is_factor() && of.bias.is_none()) else {
             return Err("squares of a norm that wants more than a factor".to_string());
         };
         let even = (1..=8).contains(&parts) && cols.is_multiple_of(8 * parts);
@@ -478,13 +481,9 @@ impl Judge<'_> {
         Ok(())
     }
 
-    fn product(&mut self, grid: &Grid, m: &MatVec, wave: &Wave, w: usize) -> Result<(), String> {
-        let program = &self.validated.schedule().program;
-        let Action::MatMul { x, squares, target, pass, chunk, warps } = wave.action else {
-            return Err("expected a product".to_string());
-        };
-        let buffer = |role: Role| grid.operand(role).map(|operand| operand.buffer).ok_or("an operand is missing");
-        let input = buffer(Role::X)?;
+    /// `x` is the input of the product of a grid.
+    fn input(&self, grid: &Grid, m: &MatVec, x: WorkId, squares: Option<WorkId>) -> Result<(), String> {
+        let input = grid.operand(Role::X).ok_or("an operand is missing")?.buffer;
         self.layout(x, Layout::Operand, m.k)?;
         let found = self.holds.get(&x).copied();
         let expected = m.norm.map(|norm| norm_of(grid, norm));
@@ -500,6 +499,16 @@ impl Judge<'_> {
         if !same || m.own_input {
             return Err(format!("{x} holds {found:?}, expected the input of the product"));
         }
+        Ok(())
+    }
+
+    fn product(&mut self, grid: &Grid, m: &MatVec, wave: &Wave, w: usize) -> Result<(), String> {
+        let program = &self.validated.schedule().program;
+        let Action::MatMul { x, squares, target, pass, chunk, warps } = wave.action else {
+            return Err("expected a product".to_string());
+        };
+        let buffer = |role: Role| grid.operand(role).map(|operand| operand.buffer).ok_or("an operand is missing");
+        self.input(grid, m, x, squares)?;
         let weights = &program.buffers[buffer(Role::Weight)?.index()];
         let format = weights.format();
         if format.is_plain() && format != Format::plain(DType::Bf16) {

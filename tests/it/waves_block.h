@@ -165,7 +165,7 @@ static void run_wave() {
   params.waves = &wave;
   // What a block does before its first wave.
   WaveState<M>& state = wave_state<M>();
-  state.next_shares = wave.shares;
+  state.next_division = wave.division;
   for (u32 row = 0; M::STEPS && row < params.row_count; row++) place_row<M>(params, row);
   fill<M, Op, InputRing<M>>();
   fill<M, Op, WeightRing<M>>();

@@ -43,7 +43,7 @@ static void start(u32 rows, u32 position = 0) {
   step_at_hand = 0;
   rows_at.assign(rows, Row{});
   std::memset(&wave, 0xff, sizeof wave);
-  wave.shares = 0;
+  wave.division = 0;
 }
 // Activations, of which none was written. By their place in steps of OFFSET_BYTES.
 static u32 activations(size_t bytes) {
