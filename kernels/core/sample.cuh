@@ -2,9 +2,10 @@
 // fma), and no library function takes part. Decimals name the fp32 coefficients of that file exactly.
 #pragma once
 
-// Philox4x32 with 10 rounds: four random words of (c[0] .. c[3]), in place.
+// Philox4x32 with 10 rounds: four random words of (c[0] .. c[3]), in place. Rounds are unrolled where it is called for many ids.
+template <int UNROLL = 1>
 __device__ __forceinline__ void philox(u32 (&c)[4], u32 k0, u32 k1) {
-#pragma unroll 1
+#pragma unroll UNROLL
   for (int round = 0; round < 10; round++) {
     const u64 p0 = u64(0xD2511F53u) * c[0], p1 = u64(0xCD9E8D57u) * c[2];
     c[0] = u32(p1 >> 32) ^ c[1] ^ k0;
@@ -40,11 +41,11 @@ __device__ __forceinline__ float ln_f32(float x) {
   return __fadd_rn(__fadd_rn(f, y), __fmul_rn(e, 0.6933594f));
 }
 
-// e^d for d <= 0; 0 below -30. Out of line: loops over all ids are unrolled around it.
-__device__ __noinline__ float exp_f32(float d) {
-  if (d < -30.f) return 0.f;
-  const float n = floorf(mul_add(d, 1.44269502f, 0.5f));
-  float r = __fsub_rn(d, __fmul_rn(n, 0.6933594f));
+// e^d for d from -30 to 0; e^-30 below.
+__device__ __forceinline__ float exp_inline(float d) {
+  const float from = fmaxf(d, -30.f);
+  const float n = floorf(mul_add(from, 1.44269502f, 0.5f));
+  float r = __fsub_rn(from, __fmul_rn(n, 0.6933594f));
   r = __fsub_rn(r, __fmul_rn(n, -0.00021219444f));
   const float z = __fmul_rn(r, r);
   float p = 0.00019875691f;
@@ -56,6 +57,8 @@ __device__ __noinline__ float exp_f32(float d) {
   const float y = __fadd_rn(__fadd_rn(__fmul_rn(p, z), r), 1.f);
   return __fmul_rn(y, __uint_as_float(u32(int(n) + 127) << 23));
 }
+// e^d for d <= 0; 0 below -30. Out of line: loops over all ids are unrolled around it.
+__device__ __noinline__ float exp_f32(float d) { return d < -30.f ? 0.f : exp_inline(d); }
 
 // Standard exponential and Gumbel variates of a random word.
 __device__ __forceinline__ float exponential(u32 x) {

@@ -317,6 +317,28 @@ __device__ __forceinline__ void add_to(u32* sum, u32 value) { atomicAdd(sum, val
 __device__ __forceinline__ void add_to(u64* sum, u64 value) { atomicAdd(sum, value); }
 __device__ __forceinline__ void raise_to(u64* most, u64 value) { atomicMax(most, value); }
 
+// Counts this block among those that share sums, after a barrier of the block: how many were counted before. One thread calls it. Sums
+// that blocks added before they counted themselves are seen by the block that is counted last, after its next barrier.
+__device__ __forceinline__ u32 count_block(u32* blocks) {
+  __threadfence();
+  const u32 before = atomicAdd(blocks, 1u);
+  __threadfence();
+  return before;
+}
+
+// A launch may start while the one before it on the stream still runs, if the host asks for that and all blocks of the one before have
+// called the first. The second returns when that one has ended, and what it wrote is there. Both do nothing otherwise.
+__device__ __forceinline__ void let_next_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void wait_for_previous() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 // ---- ring slots -------------------------------------------------------------------------------------------------
 // A slot has a `full` and an `empty` word of 8 bytes each. With COUNTERS they are counts of fills and releases (sm_75 has
 // no mbarriers; any target may choose plain copies); otherwise mbarriers, where `parity` is the low bit of the use.

@@ -3,18 +3,19 @@
 // logits (ROWS, VOCAB)  what a launch of a kernel for rows left in memory; this kernel starts after it on the same stream
 // answers (ROWS)        token, and what its log-probabilities are computed from
 //
-// owner    adjust, measure and gather: a block for each PART ids of a row; decide: a block, of more threads, for each row
-// moves    the logits once, the scores three times, all of them from L2
-// assumes  the four run one after the other on one stream, so nothing here waits for another block
+// owner    both launches have a block for each PART ids of a row; the block of a row that is done last in `choose` answers for the row
+// moves    the logits twice, all of them from L2
+// assumes  the two run one after the other on one stream. No block waits for another: blocks of a row only count themselves
 //
 //   adjust   l = logit after mask, bans, bias and penalties; score s = l * inverse_temperature; the best s
-//   measure  for each bucket of scores: ids in it, and the sum of their weights. Only for top-k, top-p and log-probabilities
-//   gather   the best s + noise of the ids that are surely admitted; a list of the ids in buckets that a filter cuts
-//   decide   where the cuts lie in the list, the best s + noise of what it admits, and the answer
+//   choose   for each bucket of scores: ids in it, the sum of their weights, and the best s + noise.
+//            The last block of a row then finds the buckets where the filters cut, and the best s + noise above them. Only if an id in
+//            these buckets has a better one, it lists their ids and finds where exactly the filters cut
 //
-// A bucket is 1/16 wide: bucket_of(s) = floor(16 (s_max - s)). The subtraction rounds, but monotonically, so buckets are in the order
-// of scores. All sums are of integers: their order does not matter. Ids 64 or more below the best score are never chosen, because the
-// noise of two ids differs by less than 27 and rounding at such scores cannot make up for the rest: no bucket has them.
+// A bucket is 1/64 wide near the best score, where filters cut, and 1/4 far below it: bucket_of. The subtraction s_max - s rounds, but
+// monotonically, so buckets are in the order of scores. All sums are of integers: their order does not matter. Ids 64 or more below the
+// best score are never chosen, because the noise of two ids differs by less than 27 and rounding at such scores cannot make up for the
+// rest: no bucket has them.
 #pragma once
 
 constexpr u32 SAMPLE_BUCKETS = 1024;
@@ -22,59 +23,77 @@ constexpr u32 SAMPLE_BUCKETS = 1024;
 template <class S>
 struct Sampler {
   static constexpr int THREADS = S::THREADS, WARPS = THREADS / 32, PART = S::PART;
-  static constexpr int EACH = SAMPLE_BUCKETS / THREADS; // buckets of a thread
-  // Words of the warps, results of a search, data of a step.
-  static constexpr int RESULTS_AT = 256, DATA_AT = 512, SHARED_BYTES = S::SHARED_BYTES;
-  static constexpr int LOADS = 5; // values of a thread that are on their way at once
-  static_assert(WARPS * 8 <= RESULTS_AT && SAMPLE_BUCKETS % THREADS == 0, "each warp has a word, each thread as many buckets");
+  static constexpr int EACH = SAMPLE_BUCKETS / THREADS;        // buckets of a thread
+  static constexpr int QUADS = ceil_div(PART / 4, THREADS);    // four neighbouring ids of a thread, at most
+  static constexpr int EDITS = 4;                              // entries of a thread that are on their way at once
+  static constexpr int LOADS = 5;                              // values of a thread that are on their way at once
+  // Words of the warps, results of a search, logits of a part, buckets of a part.
+  static constexpr int RESULTS_AT = 256, DATA_AT = 512, BUCKETS_AT = DATA_AT + round_up(PART * 4, 16), SHARED_BYTES = S::SHARED_BYTES;
+  static_assert(WARPS <= 16 && WARPS * 16 <= RESULTS_AT && SAMPLE_BUCKETS % THREADS == 0, "each warp has two words, each thread as many buckets");
   // Half weights of a part are added up in 32 bits: below 2^20 each, or 2^20 at most.
-  static_assert(PART % 4 == 0 && PART < 4096, "sums of half weights have 32 bits");
-  static_assert(DATA_AT + PART * 4 <= SHARED_BYTES && DATA_AT + int(SAMPLE_BUCKETS) * 12 <= SHARED_BYTES &&
-                DATA_AT + THREADS * 16 <= SHARED_BYTES, "each step has room for its data");
+  static_assert(PART % 16 == 0 && PART < 4096, "four ids are in one word of a mask, and sums of half weights have 32 bits");
+  static_assert(BUCKETS_AT + int(SAMPLE_BUCKETS) * 12 <= SHARED_BYTES && DATA_AT + THREADS * 16 <= BUCKETS_AT + int(SAMPLE_BUCKETS) * 12,
+                "each step has room for its data");
 
   static __device__ __forceinline__ u64* words() { return reinterpret_cast<u64*>(block_memory()); }
   static __device__ __forceinline__ u64* results() { return reinterpret_cast<u64*>(block_memory() + RESULTS_AT); }
   template <class T>
   static __device__ __forceinline__ T* data() { return reinterpret_cast<T*>(block_memory() + DATA_AT); }
+  static __device__ __forceinline__ u32* buckets() { return reinterpret_cast<u32*>(block_memory() + BUCKETS_AT); }
   static __device__ __forceinline__ void barrier() { consumer_barrier<THREADS>(); }
 
-  // The largest value of all threads, and the sum of all, for all threads.
-  static __device__ __noinline__ u64 block_max(u64 value, int thread) {
+  static __device__ __forceinline__ u64 warp_most(u64 value) {
+    const u32 own = u32(value >> 32), high = warp_max(own);
+    return u64(high) << 32 | warp_max(own == high ? u32(value) : 0u);
+  }
+  static __device__ __forceinline__ u64 warp_total(u64 value) {
 #pragma unroll
-    for (int o = 16; o; o >>= 1) {
-      const u64 other = __shfl_xor_sync(~0u, value, o);
-      value = other > value ? other : value;
+    for (int o = 16; o; o >>= 1) value += __shfl_xor_sync(~0u, value, o);
+    return value;
+  }
+  // The largest of both values of all threads, and the sum of all, for all threads.
+  static __device__ __noinline__ void block_max(u64& a, u64& b, int thread) {
+    const int lane = thread % 32;
+    a = warp_most(a);
+    b = warp_most(b);
+    if (lane == 0) {
+      words()[thread / 32] = a;
+      words()[WARPS + thread / 32] = b;
     }
-    if (thread % 32 == 0) words()[thread / 32] = value;
     barrier();
-#pragma unroll 1
-    for (int w = 0; w < WARPS; w++) value = words()[w] > value ? words()[w] : value;
+    a = warp_most(lane < WARPS ? words()[lane] : 0);
+    b = warp_most(lane < WARPS ? words()[WARPS + lane] : 0);
+    barrier();
+  }
+  static __device__ __noinline__ u64 block_max(u64 value, int thread) {
+    const int lane = thread % 32;
+    value = warp_most(value);
+    if (lane == 0) words()[thread / 32] = value;
+    barrier();
+    value = warp_most(lane < WARPS ? words()[lane] : 0);
     barrier();
     return value;
   }
   static __device__ __noinline__ u64 block_sum(u64 value, int thread) {
-#pragma unroll
-    for (int o = 16; o; o >>= 1) value += __shfl_xor_sync(~0u, value, o);
-    if (thread % 32 == 0) words()[thread / 32] = value;
+    const int lane = thread % 32;
+    value = warp_total(value);
+    if (lane == 0) words()[thread / 32] = value;
     barrier();
-    u64 sum = 0;
-#pragma unroll 1
-    for (int w = 0; w < WARPS; w++) sum += words()[w];
+    value = warp_total(lane < WARPS ? words()[lane] : 0);
     barrier();
-    return sum;
+    return value;
   }
   // The sum of the values of all threads up to this one.
   static __device__ __noinline__ u64 block_scan(u64 value, int thread) {
-    const int lane = thread % 32;
+    const int lane = thread % 32, warp = thread / 32;
 #pragma unroll
     for (int o = 1; o < 32; o <<= 1) {
       const u64 other = __shfl_up_sync(~0u, value, o);
       value += lane >= o ? other : 0;
     }
-    if (lane == 31) words()[thread / 32] = value;
+    if (lane == 31) words()[warp] = value;
     barrier();
-#pragma unroll 1
-    for (int w = 0; w < thread / 32; w++) value += words()[w];
+    value += warp_total(lane < warp ? words()[lane] : 0);
     barrier();
     return value;
   }
@@ -84,21 +103,23 @@ struct Sampler {
     u32 at, index; // row of the table, part of it
     int first, count;
     const float* logits; // (count)
-    float* scores;
     __device__ __forceinline__ Part(const SamplerParams& p, u32 block)
         : at(block / p.parts), index(block % p.parts), first(int(index) * PART), count(min(PART, int(p.vocab) - first)),
-          logits(p.logits + u64(p.rows[at].row) * p.vocab + first), scores(row_scores(p, at) + first) {}
+          logits(p.logits + u64(p.rows[at].row) * p.vocab + first) {}
   };
-  static __device__ __forceinline__ float* row_scores(const SamplerParams& p, u32 at) {
-    return p.scores + u64(at) * u32(round_up(int(p.vocab), 4));
-  }
   static __device__ __forceinline__ u64 seed_of(const SampleRow& row) { return u64(row.seed_high) << 32 | row.seed_low; }
-  // The bucket of a score; SAMPLE_BUCKETS: it is never chosen.
-  static __device__ __forceinline__ u32 bucket_of(float score, float score_max) {
-    if (!(score > NEGATIVE_INFINITY)) return SAMPLE_BUCKETS;
-    const float below = score == score_max ? 0.f : __fsub_rn(score_max, score);
-    return below < 64.f ? u32(below * 16.f) : SAMPLE_BUCKETS;
+  // How far a score is from the best one, at most 0. Equal ones first: infinities.
+  static __device__ __forceinline__ float distance(float score, float score_max) {
+    return score == score_max ? 0.f : __fsub_rn(score, score_max);
   }
+  // The bucket of such a score; SAMPLE_BUCKETS: it is never chosen, or not a number.
+  static __device__ __forceinline__ u32 bucket_at(float distance) {
+    const float below = fminf(-distance, 64.f);
+    // Both products are exact.
+    const u32 bucket = u32(below < 12.f ? below * 64.f : below * 4.f + 720.f);
+    return -distance < 64.f ? bucket : SAMPLE_BUCKETS;
+  }
+  static __device__ __forceinline__ u32 bucket_of(float score, float score_max) { return bucket_at(distance(score, score_max)); }
   static __device__ __forceinline__ bool probable(const SampleRow& row, float score, float score_max) {
     return !(row.flags & SAMPLE_MIN_P) || score == score_max || exp_f32(__fsub_rn(score, score_max)) >= row.min_p;
   }
@@ -133,117 +154,125 @@ struct Sampler {
     return logit;
   }
 
-  static __device__ __forceinline__ void adjust(const SamplerParams& p, u32 block, int thread) {
-    const Part part(p, block);
+  // Every THREADS-th entry of a list from `from` on, and what changes the logits of those in a part. An id stands once in each list.
+  static __device__ __forceinline__ void load(const uint2* edits, u32 from, u32 count, uint2 (&entries)[EDITS]) {
+#pragma unroll
+    for (int n = 0; n < EDITS; n++) entries[n] = from + n * THREADS < count ? __ldcg(edits + from + n * THREADS) : make_uint2(~0u, 0u);
+  }
+  template <class With>
+  static __device__ __forceinline__ void change(const Part& part, const uint2 (&entries)[EDITS], With with) {
+#pragma unroll
+    for (int n = 0; n < EDITS; n++) {
+      const u32 at = entries[n].x - u32(part.first);
+      if (at < u32(part.count)) data<float>()[at] = with(data<float>()[at], entries[n].y);
+    }
+  }
+  template <class With>
+  static __device__ __forceinline__ void change_all(const Part& part, const uint2* edits, u32 from, u32 count, With with) {
+#pragma unroll 1
+    for (u32 i = from; i < count; i += EDITS * THREADS) {
+      uint2 entries[EDITS];
+      load(edits, i, count, entries);
+      change(part, entries, with);
+    }
+    barrier();
+  }
+
+  // Brings the logits of a part to shared memory, and changes them as the request says. A thread then finds its own ids, four at
+  // `4 * (n * THREADS + thread)`, without a barrier. The largest logit of this thread as the model computed it; -inf: none is a number.
+  static __device__ __noinline__ float stage(const SamplerParams& p, const Part part, int thread) {
     const SampleRow& row = p.rows[part.at];
     float* logits = data<float>();
-    const u32* mask = row.flags & SAMPLE_MASK ? p.masks + u64(part.at) * u32(ceil_div(int(p.vocab), 32)) : nullptr;
-    u64 raw_best = 0;
-#pragma unroll 5
-    for (int i = thread; i < part.count; i += THREADS) {
-      const u32 id = u32(part.first + i);
-      const float raw = __ldcg(part.logits + i);
-      const u64 rank = rank_of(raw, id);
-      raw_best = rank > raw_best ? rank : raw_best;
-      logits[i] = !mask || mask[id / 32] >> id % 32 & 1 ? raw : NEGATIVE_INFINITY;
-    }
-    if (row.flags & SAMPLE_LOGPROBS) top_of_part(p, part, row.top, thread);
-    barrier();
-    // An id stands once in each list; the lists are applied one after the other.
-    const uint2* edits = p.edits + row.edits;
-    if (p.step < row.banned_steps && row.banned > 0) {
-      for (u32 i = thread; i < row.banned; i += THREADS)
-        if (edits[i].x - u32(part.first) < u32(part.count)) logits[edits[i].x - u32(part.first)] = NEGATIVE_INFINITY;
-      barrier();
-    }
-    edits += row.banned;
-    if (row.biased > 0) {
-      for (u32 i = thread; i < row.biased; i += THREADS) {
-        const u32 at = edits[i].x - u32(part.first);
-        if (at < u32(part.count)) logits[at] = __fadd_rn(logits[at], __uint_as_float(edits[i].y));
+    const uint2 *banned = p.edits + row.edits, *biased = banned + row.banned, *seen = biased + row.biased;
+    const bool is_banned = p.step < row.banned_steps && row.banned > 0, is_penalised = row.flags & SAMPLE_PENALTIES;
+    // On their way together with the logits.
+    uint2 first_seen[EDITS];
+    load(seen, u32(thread), is_penalised ? row.seen : 0, first_seen);
+    float most = NEGATIVE_INFINITY;
+    if (p.vocab % 4 == 0) {
+      float4 quads[QUADS];
+#pragma unroll
+      for (int n = 0; n < QUADS; n++) {
+        const int at = 4 * (n * THREADS + thread);
+        if (at < part.count) quads[n] = __ldcg(reinterpret_cast<const float4*>(part.logits + at));
+      }
+#pragma unroll
+      for (int n = 0; n < QUADS; n++) {
+        const int at = 4 * (n * THREADS + thread);
+        if (at >= part.count) break;
+        reinterpret_cast<float4*>(logits + at)[0] = quads[n];
+        // The larger one if one is no number.
+        most = fmaxf(fmaxf(most, fmaxf(quads[n].x, quads[n].y)), fmaxf(quads[n].z, quads[n].w));
+      }
+    } else {
+#pragma unroll 4
+      for (int i = thread; i < round_up(part.count, 4); i += THREADS) {
+        const float logit = i < part.count ? __ldcg(part.logits + i) : NEGATIVE_INFINITY;
+        logits[i] = logit;
+        most = fmaxf(most, logit);
       }
       barrier();
     }
-    edits += row.biased;
-    if (row.flags & SAMPLE_PENALTIES) {
-      for (u32 i = thread; i < row.seen; i += THREADS) {
-        const u32 at = edits[i].x - u32(part.first);
-        if (at < u32(part.count)) logits[at] = penalised(row, logits[at], edits[i].y);
+    if (row.flags & SAMPLE_MASK) {
+      const u32* mask = p.masks + u64(part.at) * u32(ceil_div(int(p.vocab), 32));
+#pragma unroll 1
+      for (int at = 4 * thread; at < part.count; at += 4 * THREADS) {
+        const u32 id = u32(part.first + at), bits = __ldcg(mask + id / 32) >> id % 32;
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+          if (!(bits >> i & 1)) logits[at + i] = NEGATIVE_INFINITY;
       }
-      barrier();
     }
-    u64 best = 0;
-    for (int i = thread; i < part.count; i += THREADS) {
-      const float score = __fmul_rn(logits[i], row.inverse_temperature);
-      part.scores[i] = score;
-      const u64 rank = rank_of(score, u32(part.first + i));
-      best = rank > best ? rank : best;
+    // The lists are applied one after the other.
+    if (is_banned || row.biased > 0 || is_penalised) barrier();
+    if (is_banned) change_all(part, banned, u32(thread), row.banned, [](float, u32) { return NEGATIVE_INFINITY; });
+    if (row.biased > 0)
+      change_all(part, biased, u32(thread), row.biased, [](float logit, u32 bias) { return __fadd_rn(logit, __uint_as_float(bias)); });
+    if (is_penalised) {
+      const auto with = [&](float logit, u32 count) { return penalised(row, logit, count); };
+      change(part, first_seen, with);
+      change_all(part, seen, u32(thread) + EDITS * THREADS, row.seen, with);
     }
-    // Later steps read four scores at a time.
-    if (thread < round_up(part.count, 4) - part.count) part.scores[part.count + thread] = NEGATIVE_INFINITY;
-    best = block_max(best, thread);
-    raw_best = block_max(raw_best, thread);
+    return most;
+  }
+  // Four scores of a part that was staged.
+  static __device__ __forceinline__ void scores_at(float inverse_temperature, int at, float (&scores)[4]) {
+    const float4 four = reinterpret_cast<const float4*>(data<float>() + at)[0];
+    scores[0] = __fmul_rn(four.x, inverse_temperature);
+    scores[1] = __fmul_rn(four.y, inverse_temperature);
+    scores[2] = __fmul_rn(four.z, inverse_temperature);
+    scores[3] = __fmul_rn(four.w, inverse_temperature);
+  }
+
+  static __device__ __forceinline__ void adjust(const SamplerParams& p, u32 block, int thread) {
+    let_next_start();
+    const Part part(p, block);
+    const SampleRow& row = p.rows[part.at];
+    const float raw_most = stage(p, part, thread);
+    const float inverse_temperature = row.inverse_temperature;
+    float most = NEGATIVE_INFINITY;
+    u32 id = 0;
+#pragma unroll 1
+    for (int at = 4 * thread; at < part.count; at += 4 * THREADS) {
+      float scores[4];
+      scores_at(inverse_temperature, at, scores);
+#pragma unroll
+      for (int i = 0; i < 4; i++)
+        if (scores[i] > most) {
+          most = scores[i];
+          id = u32(part.first + at + i);
+        }
+    }
+    u64 best = rank_of(most, id), raw_best = rank_of(raw_most, 0);
+    block_max(best, raw_best, thread);
     if (thread == 0) {
       raise_to(&p.totals[part.at].best, best);
       raise_to(&p.totals[part.at].raw_best, raw_best);
     }
+    if (row.flags & SAMPLE_LOGPROBS) top_of_part(p, part, row.top, thread);
   }
 
-  // ---- measure ----------------------------------------------------------------------------------------------------
-
-  // Every THREADS-th value from `first` on, -inf where there is none.
-  static __device__ __forceinline__ void load(const float* from, int first, int count, float (&values)[LOADS]) {
-#pragma unroll
-    for (int n = 0; n < LOADS; n++) values[n] = first + n * THREADS < count ? __ldcg(from + first + n * THREADS) : NEGATIVE_INFINITY;
-  }
-
-  static __device__ __forceinline__ void measure(const SamplerParams& p, u32 block, int thread) {
-    const Part part(p, block);
-    const u32 flags = p.rows[part.at].flags;
-    SampleTotals& totals = p.totals[part.at];
-    if (flags & SAMPLE_LOGPROBS && totals.raw_best != 0) {
-      const float most = score_of(totals.raw_best);
-      u64 sum = 0;
-#pragma unroll 1
-      for (int first = thread; first < part.count; first += LOADS * THREADS) {
-        float logits[LOADS];
-        load(part.logits, first, part.count, logits);
-#pragma unroll
-        for (int n = 0; n < LOADS; n++) sum += logits[n] != logits[n] ? 0 : weight_of(logits[n], most);
-      }
-      sum = block_sum(sum, thread);
-      if (thread == 0) add_to(&totals.raw_total, sum);
-    }
-    if (!(flags & (SAMPLE_TOP_K | SAMPLE_TOP_P)) || totals.best == 0) return;
-    const float most = score_of(totals.best);
-    u32 *low = data<u32>(), *high = low + SAMPLE_BUCKETS, *counts = high + SAMPLE_BUCKETS;
-    for (u32 b = thread; b < 3 * SAMPLE_BUCKETS; b += THREADS) low[b] = 0;
-    barrier();
-#pragma unroll 1
-    for (int first = thread; first < part.count; first += LOADS * THREADS) {
-      float scores[LOADS];
-      load(part.scores, first, part.count, scores);
-#pragma unroll
-      for (int n = 0; n < LOADS; n++) {
-        const u32 bucket = bucket_of(scores[n], most);
-        if (bucket == SAMPLE_BUCKETS) continue;
-        if (flags & SAMPLE_TOP_K) add_to(&counts[bucket], 1u);
-        const u64 weight = flags & SAMPLE_TOP_P ? weight_of(scores[n], most) : 0;
-        if (weight != 0) {
-          add_to(&low[bucket], u32(weight) & 0xfffffu);
-          add_to(&high[bucket], u32(weight >> 20));
-        }
-      }
-    }
-    barrier();
-    for (u32 b = thread; b < SAMPLE_BUCKETS; b += THREADS) {
-      const u64 weight = low[b] + (u64(high[b]) << 20), at = u64(part.at) * SAMPLE_BUCKETS + b;
-      if (weight != 0) add_to(&p.weights[at], weight);
-      if (counts[b] != 0) add_to(&p.counts[at], counts[b]);
-    }
-  }
-
-  // ---- gather -----------------------------------------------------------------------------------------------------
+  // ---- choose -----------------------------------------------------------------------------------------------------
 
   // Where the filters cut, in buckets: ids in buckets below `sure` are admitted, those from `first` to `last` and in `k_bucket` may be.
   struct Cuts {
@@ -253,32 +282,46 @@ struct Sampler {
     u64 k_weight;     // weights above it
     u64 total;        // of all weights
     u64 first_weight; // weights above `first`
+    u64 chosen;       // the best s + noise in buckets below `sure`, and in those that are listed
+    u64 challenger;
     __device__ __forceinline__ bool lists(u32 bucket) const {
       return bucket < SAMPLE_BUCKETS && ((bucket >= first && bucket <= last) || bucket == k_bucket);
     }
   };
-  static __device__ __noinline__ Cuts find_cuts(const SamplerParams& p, u32 at, int thread) {
+  // Leaves zeros in the buckets of the row.
+  static __device__ __forceinline__ Cuts find_cuts(const SamplerParams& p, u32 at, int thread) {
     const SampleRow& row = p.rows[at];
-    const bool by_weight = row.flags & SAMPLE_TOP_P;
+    const bool by_weight = row.flags & SAMPLE_TOP_P, by_count = row.flags & SAMPLE_TOP_K;
     // [0] k_bucket, ids and weights above it, its weight; [4] total; [5] first bucket of top-p, weights above it; [7] last one
     u64* found = results();
     if (thread == 0) {
       found[0] = found[5] = found[7] = SAMPLE_BUCKETS;
       found[1] = found[2] = found[3] = found[4] = found[6] = 0;
     }
-    u64 weights[EACH], ids[EACH], weight = 0, count = 0;
+    u64 weights[EACH], bests[EACH], weight = 0, count = 0;
+    u32 ids[EACH];
+    const u64 own = u64(at) * SAMPLE_BUCKETS + u32(thread * EACH);
 #pragma unroll
     for (int e = 0; e < EACH; e++) {
-      const u64 b = u64(at) * SAMPLE_BUCKETS + u32(thread * EACH + e);
-      weight += weights[e] = by_weight ? __ldcg(p.weights + b) : 0;
-      count += ids[e] = row.flags & SAMPLE_TOP_K ? __ldcg(p.counts + b) : 0;
+      weights[e] = by_weight ? __ldcg(p.weights + own + e) : 0;
+      ids[e] = by_count ? __ldcg(p.counts + own + e) : 0;
+      bests[e] = __ldcg(p.bests + own + e);
     }
-    const u64 weight_before = block_scan(weight, thread) - weight, count_before = block_scan(count, thread) - count;
+#pragma unroll
+    for (int e = 0; e < EACH; e++) {
+      weight += weights[e];
+      count += ids[e];
+      if (weights[e] != 0) p.weights[own + e] = 0;
+      if (ids[e] != 0) p.counts[own + e] = 0;
+      if (bests[e] != 0) p.bests[own + e] = 0;
+    }
+    const u64 weight_before = block_scan(weight, thread) - weight;
+    const u64 count_before = by_count ? block_scan(count, thread) - count : 0;
     u64 above = weight_before, before = count_before;
     if (thread == THREADS - 1) found[4] = weight_before + weight;
 #pragma unroll
     for (int e = 0; e < EACH; e++) {
-      if (row.flags & SAMPLE_TOP_K && before < row.top_k && before + ids[e] >= row.top_k) {
+      if (by_count && before < row.top_k && before + ids[e] >= row.top_k) {
         found[0] = u32(thread * EACH + e);
         found[1] = before;
         found[2] = above;
@@ -316,88 +359,163 @@ struct Sampler {
     cuts.first_weight = found[6];
     cuts.last = by_weight ? u32(found[7]) : cuts.k_bucket;
     cuts.sure = cuts.first;
-    barrier();
+    cuts.chosen = cuts.challenger = 0;
+#pragma unroll
+    for (int e = 0; e < EACH; e++) {
+      const u32 bucket = u32(thread * EACH + e);
+      if (bucket < cuts.sure) cuts.chosen = bests[e] > cuts.chosen ? bests[e] : cuts.chosen;
+      else if (cuts.lists(bucket)) cuts.challenger = bests[e] > cuts.challenger ? bests[e] : cuts.challenger;
+    }
+    block_max(cuts.chosen, cuts.challenger, thread);
     return cuts;
   }
-  static __device__ __forceinline__ Cuts no_cuts() {
-    return Cuts{SAMPLE_BUCKETS, SAMPLE_BUCKETS, SAMPLE_BUCKETS, SAMPLE_BUCKETS, 0, 0, 0, 0};
-  }
 
-  // Whether an id with this random word may reach `bound`, a sum of score and noise that another id has. The noise is
+  // Whether an id with this random word may reach `bound`, a sum of score and noise that another id has; -inf: all may. The noise is
   // -ln(-ln(1 - u)) <= -ln(u) for u > x / 2^32. 2 % are far more than the errors of both exponentials and of the sums, where these are
   // below 2^14.
   static __device__ __forceinline__ bool may_reach(u32 x, float score, float bound) {
-    return !(fabsf(bound) < 16384.f) || __uint2float_rn(x) * 2.3283064365386963e-10f <= 1.02f * exp_fast(score - bound);
+    return __uint2float_rn(x) * 2.3283064365386963e-10f <= 1.02f * exp_fast(score - bound);
+  }
+  // The rank of s + noise; 0: min-p leaves the id out.
+  static __device__ __noinline__ u64 noisy_rank(const SampleRow& row, u32 x, float score, float most, u32 id) {
+    return probable(row, score, most) ? rank_of(__fadd_rn(score, gumbel(x)), id) : 0;
   }
 
-  static __device__ __forceinline__ void gather(const SamplerParams& p, u32 block, int thread) {
-    const Part part(p, block);
+  // What each bucket has of a part: ids, weights, the best s + noise. Rows without a filter have one bucket.
+  static __device__ __forceinline__ void measure(const SamplerParams& p, const Part& part, float most, float bound, int thread) {
     const SampleRow& row = p.rows[part.at];
-    SampleTotals& totals = p.totals[part.at];
-    if (row.flags & SAMPLE_GREEDY || totals.best == 0) return;
-    const bool is_filtered = row.flags & (SAMPLE_TOP_K | SAMPLE_TOP_P);
-    const Cuts cuts = is_filtered ? find_cuts(p, part.at, thread) : no_cuts();
-    u32 *taken = reinterpret_cast<u32*>(results()), *base = taken + 1, *ids = data<u32>();
-    if (thread == 0) *taken = 0;
-    barrier();
-    const float most = score_of(totals.best);
-    const u64 seed = seed_of(row);
+    const bool by_weight = row.flags & SAMPLE_TOP_P, by_count = row.flags & SAMPLE_TOP_K;
+    u32 *low = buckets(), *high = low + SAMPLE_BUCKETS, *counts = high + SAMPLE_BUCKETS;
+    const u64 seed = seed_of(row), first_bucket = u64(part.at) * SAMPLE_BUCKETS;
     const u32 position = row.position + p.step;
-    const float bound = __fadd_rn(most, noise(seed, position, id_of(totals.best)));
-    u64 best = 0;
+    const float inverse_temperature = row.inverse_temperature;
+    u64 chosen = 0;
 #pragma unroll 1
-    for (int first = thread * 4; first < part.count; first += THREADS * 4) {
-      const float4 four = __ldcg(reinterpret_cast<const float4*>(part.scores + first));
-      const float scores[4] = {four.x, four.y, four.z, four.w};
-      u32 buckets[4], random[4] = {position, 0u, u32(part.first + first) / 4, 0u};
-      bool any = false;
+    for (int at = 4 * thread; at < part.count; at += 4 * THREADS) {
+      const u32 id = u32(part.first + at);
+      float scores[4];
+      scores_at(inverse_temperature, at, scores);
+      u32 in[4];
+#pragma unroll
+      for (int i = 0; i < 4; i++) in[i] = bucket_of(scores[i], most);
+      if (by_weight) {
+        u64 weights[4];
+        // As weight_of, without branches, so that the four run side by side: that of e^-30 is 0, too.
+#pragma unroll
+        for (int i = 0; i < 4; i++) weights[i] = u64(__fmul_rn(exp_inline(distance(scores[i], most)), 1099511627776.f));
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+          if (in[i] != SAMPLE_BUCKETS && weights[i] != 0) {
+            add_to(&low[in[i]], u32(weights[i]) & 0xfffffu);
+            add_to(&high[in[i]], u32(weights[i] >> 20));
+          }
+      }
+      if (by_count)
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+          if (in[i] != SAMPLE_BUCKETS) add_to(&counts[in[i]], 1u);
+      // Noise is below 23.
+      const float best = fmaxf(fmaxf(scores[0], scores[1]), fmaxf(scores[2], scores[3]));
+      if (!(best + 23.f >= bound)) continue;
+      u32 random[4] = {position, 0u, id / 4, 0u}, reach = 0;
+      philox<10>(random, u32(seed), u32(seed >> 32));
+#pragma unroll
+      for (int i = 0; i < 4; i++) reach |= u32(in[i] != SAMPLE_BUCKETS && may_reach(random[i], scores[i], bound)) << i;
+      if (reach == 0) continue;
 #pragma unroll
       for (int i = 0; i < 4; i++) {
-        buckets[i] = bucket_of(scores[i], most);
-        any = any || buckets[i] < cuts.sure;
-        if (is_filtered && cuts.lists(buckets[i])) ids[take_place(taken)] = u32(part.first + first + i);
+        if (!(reach >> i & 1)) continue;
+        const u64 rank = noisy_rank(row, random[i], scores[i], most, id + i);
+        if ((by_weight || by_count) && rank != 0) raise_to(&p.bests[first_bucket + in[i]], rank);
+        chosen = rank > chosen ? rank : chosen;
       }
-      if (!any) continue;
-      philox(random, u32(seed), u32(seed >> 32));
-#pragma unroll
-      for (int i = 0; i < 4; i++)
-        if (buckets[i] < cuts.sure && may_reach(random[i], scores[i], bound) && probable(row, scores[i], most)) {
-          const u64 rank = rank_of(__fadd_rn(scores[i], gumbel(random[i])), u32(part.first + first + i));
-          best = rank > best ? rank : best;
-        }
     }
-    best = block_max(best, thread);
-    const u32 count = *taken;
-    if (thread == 0) {
-      raise_to(&totals.chosen, best);
-      if (count > 0) *base = take_places(&totals.listed, count);
+    if (!by_weight && !by_count) {
+      chosen = block_max(chosen, thread);
+      if (thread == 0) raise_to(&p.totals[part.at].chosen, chosen);
+      return;
     }
     barrier();
-    u32* list = p.list + u64(part.at) * p.vocab + *base;
-    for (u32 i = thread; i < count; i += THREADS) list[i] = ids[i];
+    u32* present = p.present + (u64(part.at) * p.parts + part.index) * (SAMPLE_BUCKETS / 32);
+#pragma unroll 1
+    for (u32 b = thread; b < SAMPLE_BUCKETS; b += THREADS) {
+      const u64 weight = low[b] + (u64(high[b]) << 20);
+      const u32 count = counts[b], ids = __ballot_sync(~0u, weight != 0 || count != 0);
+      if (weight != 0) add_to(&p.weights[first_bucket + b], weight);
+      if (count != 0) add_to(&p.counts[first_bucket + b], count);
+      if (thread % 32 == 0) present[b / 32] = ids;
+    }
+  }
+  // The sum of the weights of a part's logits as the model computed them.
+  static __device__ __noinline__ void add_raw(const SamplerParams& p, const Part part, float most, int thread) {
+    u64 sum = 0;
+#pragma unroll 1
+    for (int first = thread; first < part.count; first += LOADS * THREADS) {
+      float logits[LOADS];
+#pragma unroll
+      for (int n = 0; n < LOADS; n++)
+        logits[n] = first + n * THREADS < part.count ? __ldcg(part.logits + first + n * THREADS) : NEGATIVE_INFINITY;
+#pragma unroll
+      for (int n = 0; n < LOADS; n++) sum += logits[n] != logits[n] ? 0 : weight_of(logits[n], most);
+    }
+    sum = block_sum(sum, thread);
+    if (thread == 0) add_to(&p.totals[part.at].raw_total, sum);
   }
 
-  // ---- decide -----------------------------------------------------------------------------------------------------
+  static __device__ __forceinline__ void choose(const SamplerParams& p, u32 block, int thread) {
+    const Part part(p, block);
+    const SampleRow& row = p.rows[part.at];
+    const u32 flags = row.flags;
+    const bool is_greedy = flags & SAMPLE_GREEDY, has_logprobs = flags & SAMPLE_LOGPROBS;
+    // `adjust` found the token already.
+    if (is_greedy && !has_logprobs && part.index > 0) return;
+    // What does not depend on `adjust` is done while that still runs.
+    if (!is_greedy) {
+      if (flags & (SAMPLE_TOP_K | SAMPLE_TOP_P))
+        for (u32 b = thread; b < 3 * SAMPLE_BUCKETS; b += THREADS) buckets()[b] = 0;
+      stage(p, part, thread);
+    }
+    wait_for_previous();
+    SampleTotals& totals = p.totals[part.at];
+    const u64 best = __ldcg(&totals.best), raw_best = __ldcg(&totals.raw_best);
+    if (has_logprobs && raw_best != 0) add_raw(p, part, score_of(raw_best), thread);
+    if (!is_greedy && best != 0) {
+      // The best id is admitted in any case: its sum bounds that of the winner.
+      float* bound = reinterpret_cast<float*>(results());
+      if (thread < 32) {
+        const float sum = __fadd_rn(score_of(best), noise(seed_of(row), row.position + p.step, id_of(best)));
+        // Of sums that are larger nothing is known.
+        if (thread == 0) *bound = fabsf(sum) < 16384.f ? sum : NEGATIVE_INFINITY;
+      }
+      barrier();
+      measure(p, part, score_of(best), *bound, thread);
+    }
+    if (is_greedy && !has_logprobs) return settle(p, part.at, best, thread);
+    // Sums of this block count before the block does.
+    u32* done = reinterpret_cast<u32*>(results() + 8);
+    barrier();
+    if (thread == 0) *done = count_block(&totals.done);
+    barrier();
+    if (*done != p.parts - 1) return;
+    settle(p, part.at, best, thread);
+  }
+
+  // ---- the last block of a row ------------------------------------------------------------------------------------
 
   // The listed ids in buckets `first` to `last`, in the order of ranking, and what each adds to a sum.
   struct Listed {
-    const u32* list;
-    const float* scores;
+    const u64* list;
     u32 count, first, last;
     float most;
     bool by_weight; // else each adds 1
-    // Every THREADS-th from `at` on; 0 where there is none. All loads of a kind are on their way at once.
+    // Every THREADS-th from `at` on; 0 where there is none. All loads are on their way at once.
     __device__ __forceinline__ void load(u32 at, u64 (&ranks)[LOADS]) const {
-      u32 ids[LOADS];
-      float values[LOADS];
 #pragma unroll
-      for (int n = 0; n < LOADS; n++) ids[n] = at + n * THREADS < count ? __ldcg(list + at + n * THREADS) : ~0u;
-#pragma unroll
-      for (int n = 0; n < LOADS; n++) values[n] = ids[n] != ~0u ? __ldcg(scores + ids[n]) : NEGATIVE_INFINITY;
+      for (int n = 0; n < LOADS; n++) ranks[n] = at + n * THREADS < count ? __ldcg(list + at + n * THREADS) : 0;
 #pragma unroll
       for (int n = 0; n < LOADS; n++) {
-        const u32 bucket = bucket_of(values[n], most);
-        ranks[n] = bucket >= first && bucket <= last ? rank_of(values[n], ids[n]) : 0;
+        const u32 bucket = ranks[n] ? bucket_of(score_of(ranks[n]), most) : SAMPLE_BUCKETS;
+        ranks[n] = bucket >= first && bucket <= last ? ranks[n] : 0;
       }
     }
     // Calls `with` for each rank of this thread.
@@ -502,9 +620,10 @@ struct Sampler {
     const SampleTotals& totals = p.totals[at];
     SampleAnswer& to = p.answers[at];
     const u32 token = id_of(winner);
+    const u64 raw_best = __ldcg(&totals.raw_best), raw_total = __ldcg(&totals.raw_total);
     if (thread == 0) {
       to.token = token;
-      to.status = winner ? SAMPLE_CHOSEN : totals.raw_best ? SAMPLE_NONE_ALLOWED : SAMPLE_NO_CANDIDATE;
+      to.status = winner ? SAMPLE_CHOSEN : raw_best ? SAMPLE_NONE_ALLOWED : SAMPLE_NO_CANDIDATE;
       // The next launch reads a row of the table of embeddings in any case.
       if (p.next) p.next[row.row * p.next_stride] = winner ? i32(token) : 0;
     }
@@ -512,9 +631,9 @@ struct Sampler {
     if (row.flags & SAMPLE_LOGPROBS) {
       if (thread == 0) {
         to.logit = __ldcg(p.logits + u64(row.row) * p.vocab + token);
-        to.logit_max = score_of(totals.raw_best);
-        to.total_low = u32(totals.raw_total);
-        to.total_high = u32(totals.raw_total >> 32);
+        to.logit_max = score_of(raw_best);
+        to.total_low = u32(raw_total);
+        to.total_high = u32(raw_total >> 32);
       }
       const u64* tops = p.tops + u64(at) * p.parts * SAMPLE_TOP_MAX;
       u64 last = ~0ull;
@@ -541,11 +660,17 @@ struct Sampler {
       uint2* seen = p.edits + row.edits + row.banned + row.biased;
       const u32 count = row.seen;
       u64 found = 0;
-      for (u32 i = thread; i < count; i += THREADS)
-        if (seen[i].x == token) {
-          seen[i].y++;
-          found = 1;
-        }
+#pragma unroll 1
+      for (u32 i = thread; i < count; i += EDITS * THREADS) {
+        uint2 entries[EDITS];
+        load(seen, i, count, entries);
+#pragma unroll
+        for (int n = 0; n < EDITS; n++)
+          if (entries[n].x == token) {
+            seen[i + n * THREADS].y++;
+            found = 1;
+          }
+      }
       found = block_max(found, thread);
       if (found == 0 && thread == 0) {
         seen[count] = make_uint2(token, 1u);
@@ -554,30 +679,72 @@ struct Sampler {
     }
   }
 
-  static __device__ __forceinline__ void decide(const SamplerParams& p, u32 at, int thread) {
-    const SampleRow& row = p.rows[at];
-    SampleTotals& totals = p.totals[at];
-    u64 winner = row.flags & SAMPLE_GREEDY ? totals.best : totals.chosen;
-    if (row.flags & (SAMPLE_TOP_K | SAMPLE_TOP_P) && totals.best != 0) {
-      const Cuts cuts = find_cuts(p, at, thread);
-      const float most = score_of(totals.best);
-      const Listed q{p.list + u64(at) * p.vocab, row_scores(p, at), totals.listed, 0, SAMPLE_BUCKETS - 1, most, false};
-      const u64 least = find_least(p, row, q, cuts, thread);
-      const u64 seed = seed_of(row);
-      q.each(thread, [&](u64 rank) {
-        const float score = score_of(rank);
-        if (rank < least || !probable(row, score, most)) return;
-        const u64 noisy = rank_of(__fadd_rn(score, noise(seed, row.position + p.step, id_of(rank))), id_of(rank));
-        winner = noisy > winner ? noisy : winner;
-      });
-      winner = block_max(winner, thread);
+  // Lists the ids of the buckets where filters cut.
+  static __device__ __noinline__ u32 list_cut(const SamplerParams& p, u32 at, const Cuts cuts, float most, int thread) {
+    const float inverse_temperature = p.rows[at].inverse_temperature;
+    u32 *taken = reinterpret_cast<u32*>(results()), *part_count = taken + 1, *parts = buckets();
+    if (thread == 0) *taken = *part_count = 0;
+    barrier();
+    // Parts that have such ids.
+    for (u32 index = thread; index < p.parts; index += THREADS) {
+      const u32* present = p.present + (u64(at) * p.parts + index) * (SAMPLE_BUCKETS / 32);
+      u32 any = cuts.k_bucket < SAMPLE_BUCKETS ? __ldcg(present + cuts.k_bucket / 32) >> cuts.k_bucket % 32 & 1 : 0;
+#pragma unroll 1
+      for (u32 b = cuts.first; b <= cuts.last && b < SAMPLE_BUCKETS && !any; b++) any = __ldcg(present + b / 32) >> b % 32 & 1;
+      if (any) parts[take_place(part_count)] = index;
     }
+    barrier();
+    u64* list = p.list + u64(at) * p.vocab;
+#pragma unroll 1
+    for (u32 n = 0; n < *part_count; n++) {
+      const Part part(p, at * p.parts + parts[n]);
+      stage(p, part, thread);
+#pragma unroll 1
+      for (int i = 4 * thread; i < part.count; i += 4 * THREADS) {
+        float scores[4];
+        scores_at(inverse_temperature, i, scores);
+#pragma unroll
+        for (int k = 0; k < 4; k++)
+          if (cuts.lists(bucket_of(scores[k], most))) list[take_place(taken)] = rank_of(scores[k], u32(part.first + i + k));
+      }
+      barrier();
+    }
+    const u32 count = *taken;
+    barrier();
+    return count;
+  }
+
+  // The better of `winner` and the ids that the filters admit in the buckets where they cut.
+  static __device__ __noinline__ u64 winner_at_cut(const SamplerParams& p, u32 at, const Cuts cuts, float most, u64 winner, int thread) {
+    const SampleRow& row = p.rows[at];
+    const u32 count = list_cut(p, at, cuts, most, thread);
+    const Listed q{p.list + u64(at) * p.vocab, count, 0, SAMPLE_BUCKETS - 1, most, false};
+    const u64 least = find_least(p, row, q, cuts, thread), seed = seed_of(row);
+    q.each(thread, [&](u64 rank) {
+      const float score = score_of(rank);
+      if (rank < least || !probable(row, score, most)) return;
+      const u64 noisy = rank_of(__fadd_rn(score, noise(seed, row.position + p.step, id_of(rank))), id_of(rank));
+      winner = noisy > winner ? noisy : winner;
+    });
+    return block_max(winner, thread);
+  }
+  // The winner of a row with filters.
+  static __device__ __noinline__ u64 admitted_winner(const SamplerParams& p, u32 at, float most, int thread) {
+    const Cuts cuts = find_cuts(p, at, thread);
+    // Where exactly the filters cut does not matter to an id above the cuts.
+    if (cuts.challenger <= cuts.chosen) return cuts.chosen;
+    return winner_at_cut(p, at, cuts, most, cuts.chosen, thread);
+  }
+
+  // Answers for a row, and leaves what the row found as the next launch begins with it.
+  static __device__ __noinline__ void settle(const SamplerParams& p, u32 at, u64 best, int thread) {
+    const u32 flags = p.rows[at].flags;
+    SampleTotals& totals = p.totals[at];
+    u64 winner = best;
+    if (!(flags & SAMPLE_GREEDY) && best != 0)
+      winner = flags & (SAMPLE_TOP_K | SAMPLE_TOP_P) ? admitted_winner(p, at, score_of(best), thread) : __ldcg(&totals.chosen);
     answer(p, at, winner, thread);
     barrier();
-    for (u32 b = thread; b < SAMPLE_BUCKETS; b += THREADS) {
-      p.weights[u64(at) * SAMPLE_BUCKETS + b] = 0;
-      p.counts[u64(at) * SAMPLE_BUCKETS + b] = 0;
-    }
     if (thread == 0) totals = SampleTotals{};
   }
 };

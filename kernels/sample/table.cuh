@@ -40,8 +40,8 @@ struct SampleTotals {
   u64 best;      // rank of the best score
   u64 raw_best;  // rank of the best logit, as the model computed it
   u64 raw_total; // sum of the weights of these logits
-  u64 chosen;    // rank of the best sum of score and noise
-  u32 listed;    // ids in the list
+  u64 chosen;    // rank of the best sum of score and noise, if no filter cuts
+  u32 done;      // blocks that added all they have to the above and to the buckets
   u32 unused[3];
 };
 static_assert(sizeof(SampleTotals) == 48, "totals are 48 bytes in codegen/sampler.rs");
@@ -64,10 +64,11 @@ static_assert(sizeof(SampleAnswer) == 192, "answers are 192 bytes in codegen/sam
 
 struct SamplerParams {
   const float* logits;   // (rows of the launch, vocab)
-  float* scores;         // (rows of the table, vocab rounded up to a multiple of 4)
-  u32* list;             // (rows of the table, vocab)
+  u64* list;             // (rows of the table, vocab)
   u64* weights;          // (rows of the table, SAMPLE_BUCKETS); zero before a launch
   u32* counts;           // likewise
+  u64* bests;            // likewise
+  u32* present;          // (rows of the table, parts, SAMPLE_BUCKETS / 32): a bit for each bucket with ids
   SampleTotals* totals;  // (rows of the table)
   u64* tops;             // (rows of the table, parts, SAMPLE_TOP_MAX)
   SampleRow* rows;

@@ -5,14 +5,15 @@ use crate::target::Target;
 use bytemuck::{Pod, Zeroable};
 use std::fmt::Write;
 
-/// Names of the entry points, in the order of their launches. The second is left out if no row asks for what it finds.
-pub const ENTRY_POINTS: [&str; 4] = ["sampler_adjust", "sampler_measure", "sampler_gather", "sampler_decide"];
-/// Threads of a block, by entry point: the last one has a block for each row.
-pub const THREADS: [u32; 4] = [256, 256, 256, 512];
-/// Ids of a block of the first three: 15 for each thread.
-pub const PART: u32 = 3840;
-/// Shared memory of a block: the ids of a part, or three words for each bucket, and what the warps share.
-pub const SHARED_BYTES: u32 = 16384;
+/// Names of the entry points, in the order of their launches.
+pub const ENTRY_POINTS: [&str; 2] = ["sampler_adjust", "sampler_choose"];
+/// Threads of a block.
+pub const THREADS: u32 = 256;
+/// Ids of a block: four times four for nearly every thread. A vocabulary of 128256 has 33 parts, so the parts of 4 rows are one block for
+/// each of 132 SMs.
+pub const PART: u32 = 3888;
+/// Shared memory of a block: the logits of a part, three words for each bucket, and what the warps share.
+pub const SHARED_BYTES: u32 = 28672;
 /// Buckets of scores; `SAMPLE_BUCKETS` of sampler.cuh.
 pub const BUCKETS: u32 = 1024;
 /// Most probable ids that an answer has; `SAMPLE_TOP_MAX` of table.cuh.
@@ -90,10 +91,11 @@ pub struct SampleAnswer {
 #[derive(Debug, Clone, Copy, PartialEq, Pod, Zeroable)]
 pub struct SamplerParams {
     pub logits: u64,
-    pub scores: u64,
     pub list: u64,
     pub weights: u64,
     pub counts: u64,
+    pub bests: u64,
+    pub present: u64,
     pub totals: u64,
     pub tops: u64,
     pub rows: u64,
@@ -112,16 +114,16 @@ pub struct SamplerParams {
 /// Prints the sampler for a target.
 pub fn emit(target: &Target) -> KernelSource {
     let mut text = format!(
-        "// The sampler for `{}`.\n#include \"monobloc_sampler.cuh\"\n\ntemplate <int N>\nstruct Sizes {{\n  \
-         static constexpr int THREADS = N, PART = {PART}, SHARED_BYTES = {SHARED_BYTES};\n}};\n",
+        "// The sampler for `{}`.\n#include \"monobloc_sampler.cuh\"\n\nstruct Sizes {{\n  \
+         static constexpr int THREADS = {THREADS}, PART = {PART}, SHARED_BYTES = {SHARED_BYTES};\n}};\n",
         target.name
     );
-    for ((entry, threads), step) in ENTRY_POINTS.iter().zip(THREADS).zip(["adjust", "measure", "gather", "decide"]) {
+    for (entry, step) in ENTRY_POINTS.iter().zip(["adjust", "choose"]) {
         // Writing to a String cannot fail.
         let _ = write!(
             text,
-            "\nextern \"C\" __global__ void __launch_bounds__({threads}) {entry}(const __grid_constant__ SamplerParams p) {{\n  \
-             Sampler<Sizes<{threads}>>::{step}(p, blockIdx.x, threadIdx.x);\n}}\n"
+            "\nextern \"C\" __global__ void __launch_bounds__({THREADS}, 4) {entry}(const __grid_constant__ SamplerParams p) {{\n  \
+             Sampler<Sizes>::{step}(p, blockIdx.x, threadIdx.x);\n}}\n"
         );
     }
     KernelSource {
@@ -139,6 +141,6 @@ mod tests {
     /// The sizes that table.cuh asserts.
     #[test]
     fn tables_have_the_bytes_that_the_kernel_declares() {
-        assert_eq!((size_of::<SampleRow>(), size_of::<SampleAnswer>(), size_of::<SamplerParams>()), (80, 192, 112));
+        assert_eq!((size_of::<SampleRow>(), size_of::<SampleAnswer>(), size_of::<SamplerParams>()), (80, 192, 120));
     }
 }

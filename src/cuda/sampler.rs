@@ -141,25 +141,25 @@ pub fn decided(
 /// The sampler on a device, with its memory.
 pub struct SamplerSession {
     device: Device,
-    functions: [Function; 4],
+    functions: [Function; 2],
     /// Copies tables while a kernel for rows runs on its own stream.
     copies: Stream,
     vocab: u32,
     rows_max: u32,
     steps_max: u32,
-    scores: DeviceBuffer,
     list: DeviceBuffer,
     weights: DeviceBuffer,
     counts: DeviceBuffer,
+    bests: DeviceBuffer,
+    present: DeviceBuffer,
     totals: DeviceBuffer,
     tops: DeviceBuffer,
     rows: DeviceBuffer,
     edits: DeviceBuffer,
     masks: DeviceBuffer,
     answers: MappedBuffer,
-    /// Rows of the tables that were uploaded last, and whether one of them asks for what `measure` finds.
+    /// Rows of the tables that were uploaded last.
     row_count: u32,
-    measures: bool,
 }
 
 /// Where the launch after a step reads its tokens.
@@ -185,19 +185,20 @@ impl SamplerSession {
     ) -> Result<SamplerSession, DriverError> {
         let module = device.load(cubin)?;
         let function = |name: &str| device.function(&module, name, SHARED_BYTES);
-        let [adjust, measure, gather, decide] = ENTRY_POINTS.map(function);
+        let [adjust, choose] = ENTRY_POINTS.map(function);
         let rows = u64::from(rows_max);
         let parts = u64::from(vocab.div_ceil(PART));
         let mut session = SamplerSession {
-            functions: [adjust?, measure?, gather?, decide?],
+            functions: [adjust?, choose?],
             copies: device.stream()?,
             vocab,
             rows_max,
             steps_max,
-            scores: device.alloc(rows * u64::from(vocab.next_multiple_of(4)) * 4)?,
-            list: device.alloc(rows * u64::from(vocab) * 4)?,
+            list: device.alloc(rows * u64::from(vocab) * 8)?,
             weights: device.alloc(rows * u64::from(BUCKETS) * 8)?,
             counts: device.alloc(rows * u64::from(BUCKETS) * 4)?,
+            bests: device.alloc(rows * u64::from(BUCKETS) * 8)?,
+            present: device.alloc(rows * parts * u64::from(BUCKETS) / 8)?,
             totals: device.alloc(rows * TOTALS_BYTES)?,
             tops: device.alloc(rows * parts * u64::from(TOP_MAX) * 8)?,
             rows: device.alloc(rows * size_of::<SampleRow>() as u64)?,
@@ -206,9 +207,8 @@ impl SamplerSession {
             answers: device.alloc_mapped((rows_max * steps_max) as usize * size_of::<SampleAnswer>() / 4)?,
             device: device.clone(),
             row_count: 0,
-            measures: false,
         };
-        for zero in [&mut session.weights, &mut session.counts, &mut session.totals] {
+        for zero in [&mut session.weights, &mut session.counts, &mut session.bests, &mut session.totals] {
             zero.zero(&session.copies)?;
         }
         session.copies.synchronize()?;
@@ -234,7 +234,6 @@ impl SamplerSession {
         self.edits.upload(&self.copies, 0, &edits)?;
         self.masks.upload(&self.copies, 0, &masks)?;
         self.row_count = rows.len() as u32;
-        self.measures = rows.iter().any(|row| row.flags & (flag::TOP_K | flag::TOP_P | flag::LOGPROBS) != 0);
         Ok(())
     }
 
@@ -252,10 +251,11 @@ impl SamplerSession {
         let parts = self.vocab.div_ceil(PART);
         let params = SamplerParams {
             logits,
-            scores: self.scores.address(),
             list: self.list.address(),
             weights: self.weights.address(),
             counts: self.counts.address(),
+            bests: self.bests.address(),
+            present: self.present.address(),
             totals: self.totals.address(),
             tops: self.tops.address(),
             rows: self.rows.address(),
@@ -268,16 +268,13 @@ impl SamplerSession {
             parts,
             step,
         };
-        let [adjust, measure, gather, decide] = &self.functions;
-        let by_parts = self.row_count * parts;
-        let launches = [(adjust, by_parts), (measure, by_parts), (gather, by_parts), (decide, self.row_count)];
-        for (at, (function, grid)) in launches.into_iter().enumerate() {
-            if at == 1 && !self.measures {
-                continue;
-            }
-            let shape = LaunchShape { grid, block: THREADS[at], smem_dynamic_bytes: SHARED_BYTES, cluster: 1 };
-            stream.launch(function, &shape, &[Argument::Struct(bytemuck::bytes_of(&params))])?;
-        }
+        let shape =
+            LaunchShape { grid: self.row_count * parts, block: THREADS, smem_dynamic_bytes: SHARED_BYTES, cluster: 1 };
+        let params = [Argument::Struct(bytemuck::bytes_of(&params))];
+        let [adjust, choose] = &self.functions;
+        stream.launch(adjust, &shape, &params)?;
+        // It reads what the first wrote only after it has waited for it.
+        stream.launch_early(choose, &shape, &params)?;
         Ok(())
     }
 

@@ -54,6 +54,17 @@ pub struct LaunchShape {
     pub cluster: u32,
 }
 
+/// When the blocks of a kernel start.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Start {
+    /// After the kernel before it on the stream.
+    AfterPrevious,
+    /// The same, and all are resident at once.
+    Together,
+    /// Once all blocks of the kernel before it have allowed it.
+    Early,
+}
+
 /// One kernel parameter, by value.
 #[derive(Clone, Copy)]
 pub enum Argument<'a> {
@@ -116,7 +127,7 @@ impl Stream {
         shape: &LaunchShape,
         arguments: &[Argument<'_>],
     ) -> Result<(), DriverError> {
-        self.enqueue(function, shape, arguments, true)
+        self.enqueue(function, shape, arguments, Start::Together)
     }
 
     /// Launches without that promise; otherwise as `launch_cooperative`.
@@ -126,7 +137,19 @@ impl Stream {
         shape: &LaunchShape,
         arguments: &[Argument<'_>],
     ) -> Result<(), DriverError> {
-        self.enqueue(function, shape, arguments, false)
+        self.enqueue(function, shape, arguments, Start::AfterPrevious)
+    }
+
+    /// Launches a kernel that itself waits for the kernel before it on the stream, by `griddepcontrol.wait`, and otherwise as
+    /// [`Stream::launch`]. Where the device can, it starts once all blocks of that kernel have said that it may.
+    pub fn launch_early(
+        &self,
+        function: &Function,
+        shape: &LaunchShape,
+        arguments: &[Argument<'_>],
+    ) -> Result<(), DriverError> {
+        let start = if function.can_start_early() { Start::Early } else { Start::AfterPrevious };
+        self.enqueue(function, shape, arguments, start)
     }
 
     fn enqueue(
@@ -134,7 +157,7 @@ impl Stream {
         function: &Function,
         shape: &LaunchShape,
         arguments: &[Argument<'_>],
-        is_cooperative: bool,
+        start: Start,
     ) -> Result<(), DriverError> {
         let values: Vec<&[u8]> = arguments.iter().map(Argument::bytes).collect();
         // The driver reads as many bytes as the kernel declares: a difference would read past an argument.
@@ -146,7 +169,7 @@ impl Stream {
             });
         }
         let mut pointers: Vec<*mut c_void> = values.iter().map(|value| value.as_ptr().cast_mut().cast()).collect();
-        let mut attributes = attributes(shape.cluster, is_cooperative);
+        let mut attributes = attributes(shape.cluster, start);
         let config = config(shape, self.handle, &mut attributes);
         let api = self.context.bind()?;
         // SAFETY: stream and function are live and of the bound context; `pointers` has one pointer per declared
@@ -246,7 +269,7 @@ impl Function {
         }
         // The grid does not reach the answer, but one that is no multiple of the cluster is refused.
         let shape = LaunchShape { grid: shape.cluster, ..*shape };
-        let mut attributes = attributes(shape.cluster, false);
+        let mut attributes = attributes(shape.cluster, Start::AfterPrevious);
         let config = config(&shape, ptr::null_mut(), &mut attributes);
         // SAFETY: a live function; `config` points into `attributes`; the call writes one integer.
         unsafe { call!(api, cuOccupancyMaxActiveClusters(&mut count, self.handle, &config)) }?;
@@ -254,7 +277,7 @@ impl Function {
     }
 }
 
-fn attributes(cluster: u32, is_cooperative: bool) -> Vec<CUlaunchAttribute> {
+fn attributes(cluster: u32, start: Start) -> Vec<CUlaunchAttribute> {
     let attribute = |id| {
         // SAFETY: a C structure of integers, unions of integers and arrays, for which zero is a value.
         let mut attribute: CUlaunchAttribute = unsafe { std::mem::zeroed() };
@@ -262,10 +285,18 @@ fn attributes(cluster: u32, is_cooperative: bool) -> Vec<CUlaunchAttribute> {
         attribute
     };
     let mut attributes = vec![];
-    if is_cooperative {
-        let mut cooperative = attribute(CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_COOPERATIVE);
-        cooperative.value.cooperative = 1;
-        attributes.push(cooperative);
+    match start {
+        Start::AfterPrevious => {}
+        Start::Together => {
+            let mut cooperative = attribute(CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_COOPERATIVE);
+            cooperative.value.cooperative = 1;
+            attributes.push(cooperative);
+        }
+        Start::Early => {
+            let mut early = attribute(CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION);
+            early.value.programmaticStreamSerializationAllowed = 1;
+            attributes.push(early);
+        }
     }
     if cluster > 1 {
         let mut clusters = attribute(CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION);

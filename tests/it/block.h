@@ -133,6 +133,12 @@ static T __shfl_up_sync(unsigned, T value, int delta) {
   return value_of(current % 32 < delta ? current : current - delta, value);
 }
 
+static unsigned __ballot_sync(unsigned, bool value) {
+  unsigned bits = unsigned(value) << current % 32;
+  for (int o = 16; o; o >>= 1) bits |= __shfl_xor_sync(~0u, bits, o);
+  return bits;
+}
+
 // The value of fp16 bits, and the nearest fp16 of a float, ties to even.
 static float f16_of(unsigned bits) {
   const unsigned e = bits >> 10 & 31, m = bits & 1023;

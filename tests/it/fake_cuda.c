@@ -345,30 +345,29 @@ static void waves_kernel(const Call *call) {
 }
 // The sampler, on the tables that the host made.
 typedef struct {
-    Address logits, scores, list, weights, counts, totals, tops, rows, edits, masks, answers, next;
+    Address logits, list, weights, counts, bests, present, totals, tops, rows, edits, masks, answers, next;
     uint32_t next_stride, vocab, parts, step;
 } SamplerParams;
 static void sampler(const Call *call, uint32_t step) {
     const SamplerParams *p = call->argument[0];
-    uint32_t rows = step < 3 ? call->grid / p->parts : call->grid;
-    require(p->parts == (p->vocab + 3839) / 3840 && rows > 0, "the blocks of a sampler");
+    uint32_t rows = call->grid / p->parts;
+    require(p->parts == (p->vocab + 3887) / 3888 && rows > 0, "the blocks of a sampler");
     inside(p->logits, 4ull * p->vocab);
-    inside(p->scores, 4ull * rows * ((p->vocab + 3) / 4 * 4));
-    inside(p->list, 4ull * rows * p->vocab);
+    inside(p->list, 8ull * rows * p->vocab);
     inside(p->weights, 8ull * rows * 1024);
     inside(p->counts, 4ull * rows * 1024);
+    inside(p->bests, 8ull * rows * 1024);
+    inside(p->present, 128ull * rows * p->parts);
     inside(p->totals, 48ull * rows);
     inside(p->tops, 8ull * rows * p->parts * 20);
     inside(p->rows, 80ull * rows);
     inside(p->answers, 192ull * rows);
     if (p->next) inside(p->next, 4ull * p->next_stride * (rows - 1) + 4);
-    if (step == 3) printf("step %u of a sampler for %u rows\n", p->step, rows);
+    if (step == 1) printf("step %u of a sampler for %u rows\n", p->step, rows);
     sampler_step(step, p, call->grid);
 }
 static void sampler_adjust(const Call *call) { sampler(call, 0); }
-static void sampler_measure(const Call *call) { sampler(call, 1); }
-static void sampler_gather(const Call *call) { sampler(call, 2); }
-static void sampler_decide(const Call *call) { sampler(call, 3); }
+static void sampler_choose(const Call *call) { sampler(call, 1); }
 static void crash(const Call *call) { (void)call; crashed = 1; }
 static void hang(const Call *call) { (void)call; for (;;) pause(); }
 
@@ -383,9 +382,7 @@ static Kernel kernels[] = {
     {"monobloc_decode", rows_kernel, {sizeof(RowsParams)}, 0},
     {"monobloc_waves", waves_kernel, {sizeof(WaveParams)}, 0},
     {"sampler_adjust", sampler_adjust, {sizeof(SamplerParams)}, 0},
-    {"sampler_measure", sampler_measure, {sizeof(SamplerParams)}, 0},
-    {"sampler_gather", sampler_gather, {sizeof(SamplerParams)}, 0},
-    {"sampler_decide", sampler_decide, {sizeof(SamplerParams)}, 0},
+    {"sampler_choose", sampler_choose, {sizeof(SamplerParams)}, 0},
     {"crash", crash, {0}, 0},
     {"hang", hang, {0}, 0},
     {0},

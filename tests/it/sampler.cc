@@ -12,6 +12,9 @@ static u32 take_places(u32* taken, u32 count) {
 static u32 take_place(u32* taken) { return take_places(taken, 1); }
 template <class T>
 static void add_to(T* sum, T value) { *sum += value; }
+static u32 count_block(u32* blocks) { return take_places(blocks, 1); }
+static void let_next_start() {}
+static void wait_for_previous() {}
 static void raise_to(u64* most, u64 value) { *most = value > *most ? value : *most; }
 
 #include "sample/table.cuh"
@@ -19,13 +22,13 @@ static void raise_to(u64* most, u64 value) { *most = value > *most ? value : *mo
 
 // Parts of few ids by one warp, so that every loop and every search takes several turns; and those of the generated kernel.
 struct Small {
-  static constexpr int THREADS = 32, PART = 240, SHARED_BYTES = 16384;
+  static constexpr int THREADS = 32, PART = 240, SHARED_BYTES = 28672;
 };
 struct Middle {
-  static constexpr int THREADS = 64, PART = 960, SHARED_BYTES = 16384;
+  static constexpr int THREADS = 64, PART = 960, SHARED_BYTES = 28672;
 };
 struct Whole {
-  static constexpr int THREADS = 256, PART = 3840, SHARED_BYTES = 16384;
+  static constexpr int THREADS = 256, PART = 3888, SHARED_BYTES = 28672;
 };
 
 static SamplerParams params;
@@ -34,11 +37,9 @@ static u32 step_of, block_of;
 template <class S>
 static void body(int thread) {
   if (step_of == 0) Sampler<S>::adjust(params, block_of, thread);
-  if (step_of == 1) Sampler<S>::measure(params, block_of, thread);
-  if (step_of == 2) Sampler<S>::gather(params, block_of, thread);
-  if (step_of == 3) Sampler<S>::decide(params, block_of, thread);
+  if (step_of == 1) Sampler<S>::choose(params, block_of, thread);
 }
-// A launch of one of the four, of which every second one runs its blocks from the last to the first.
+// One of the two launches, of which every second one runs its blocks from the last to the first.
 template <class S>
 static void launch(u32 step, u32 grid) {
   step_of = step;
@@ -55,7 +56,7 @@ static void guard() { std::memset(smem, 0x5a, sizeof smem); }
 #ifdef LIBRARY
 // The parts of the generated kernel, by fewer threads.
 struct Library {
-  static constexpr int THREADS = 32, PART = 3840, SHARED_BYTES = 16384;
+  static constexpr int THREADS = 32, PART = 3888, SHARED_BYTES = 28672;
 };
 extern "C" void sampler_step(u32 step, const void* p, u32 grid) {
   std::memcpy(&params, p, sizeof params);
@@ -90,30 +91,25 @@ static void run(const Head& head) {
   std::vector<SampleRow> rows = read<SampleRow>(head.rows);
   std::vector<uint2> edits = read<uint2>(head.edits);
   std::vector<u32> masks = read<u32>(head.mask_words);
-  const u32 parts = ceil_div(head.vocab, S::PART), pitch = round_up(head.vocab, 4);
-  // Aligned, as memory of a device is.
-  float* scores = static_cast<float*>(std::aligned_alloc(64, round_up(head.rows * pitch * 4, 64)));
-  std::memset(scores, 0xff, head.rows * pitch * 4);
-  std::vector<u32> list(head.rows * head.vocab, ~0u), counts(head.rows * SAMPLE_BUCKETS);
-  std::vector<u64> weights(head.rows * SAMPLE_BUCKETS), tops(head.rows * parts * SAMPLE_TOP_MAX, ~0ull);
+  const u32 parts = ceil_div(head.vocab, S::PART);
+  std::vector<u32> counts(head.rows * SAMPLE_BUCKETS), present(head.rows * parts * SAMPLE_BUCKETS / 32, ~0u);
+  std::vector<u64> list(head.rows * head.vocab, ~0ull), weights(head.rows * SAMPLE_BUCKETS), bests(head.rows * SAMPLE_BUCKETS);
+  std::vector<u64> tops(head.rows * parts * SAMPLE_TOP_MAX, ~0ull);
   std::vector<SampleTotals> totals(head.rows);
   std::vector<SampleAnswer> answers(head.steps * head.rows);
   std::vector<i32> next(head.launch_rows * 3, -7);
-  bool measures = false;
-  for (const SampleRow& row : rows) measures = measures || row.flags & (SAMPLE_TOP_K | SAMPLE_TOP_P | SAMPLE_LOGPROBS);
   guard();
   for (u32 step = 0; step < head.steps; step++) {
-    params = SamplerParams{logits.data() + size_t(step) * head.launch_rows * head.vocab, scores, list.data(), weights.data(), counts.data(),
-                           totals.data(), tops.data(), rows.data(), edits.data(), masks.data(), answers.data() + step * head.rows,
+    params = SamplerParams{logits.data() + size_t(step) * head.launch_rows * head.vocab, list.data(), weights.data(), counts.data(),
+                           bests.data(), present.data(), totals.data(), tops.data(), rows.data(), edits.data(), masks.data(), answers.data() + step * head.rows,
                            step + 1 < head.steps ? next.data() : nullptr, 3, head.vocab, parts, step};
     launch<S>(0, head.rows * parts);
-    if (measures) launch<S>(1, head.rows * parts);
-    launch<S>(2, head.rows * parts);
-    launch<S>(3, head.rows);
+    launch<S>(1, head.rows * parts);
     // The next launch begins with zeros, and with the tokens.
     for (u64 weight : weights) if (weight) std::abort();
     for (u32 count : counts) if (count) std::abort();
-    for (const SampleTotals& t : totals) if (t.best || t.raw_best || t.raw_total || t.chosen || t.listed) std::abort();
+    for (u64 best : bests) if (best) std::abort();
+    for (const SampleTotals& t : totals) if (t.best || t.raw_best || t.raw_total || t.chosen || t.done) std::abort();
     if (params.next)
       for (u32 at = 0; at < head.rows; at++) {
         const SampleAnswer& answer = params.answers[at];
@@ -121,7 +117,6 @@ static void run(const Head& head) {
       }
   }
   std::fwrite(answers.data(), sizeof(SampleAnswer), answers.size(), stdout);
-  std::free(scores);
 }
 
 int main() {

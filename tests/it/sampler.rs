@@ -296,13 +296,19 @@ fn a_sampler_that_chooses_something_else_is_found() {
         // A narrowed search goes on below what it passed.
         ("need -= found[1];", "need -= found[1] / 2;"),
         // Tokens of earlier steps count.
-        ("seen[i].y++;", ""),
+        ("seen[i + n * THREADS].y++;", ""),
         ("row.seen = count + 1;", ""),
         ("p.step < row.banned_steps", "true"),
-        ("row.position + p.step;", "row.position;"),
+        ("position = row.position + p.step;", "position = row.position;"),
         ("<= 1.02f * exp_fast", "<= 0.05f * exp_fast"),
-        ("below < 64.f", "below < 4.f"),
-        ("!mask || mask[id / 32] >> id % 32 & 1", "true"),
+        ("-distance < 64.f ?", "-distance < 4.f ?"),
+        ("if (!(bits >> i & 1))", "if (false)"),
+        // An id in the buckets where filters cut: all are admitted, none is, or it is not even considered.
+        ("return winner_at_cut(p, at, cuts, most, cuts.chosen, thread);", "return cuts.challenger;"),
+        ("if (cuts.challenger <= cuts.chosen) return", "return"),
+        ("for (u32 b = cuts.first; b <= cuts.last &&", "for (u32 b = cuts.first; b < cuts.last &&"),
+        ("__ballot_sync(~0u, weight != 0 || count != 0)", "__ballot_sync(~0u, weight != 0)"),
+        ("best + 23.f >= bound", "best + 1.f >= bound"),
     ] {
         let folder = tempfile::tempdir().unwrap();
         for entry in walkdir::WalkDir::new(kernels()) {
@@ -335,12 +341,12 @@ fn the_sampler_compiles_for_every_record() {
         let compiled = nvrtc.compile(&source).unwrap_or_else(|error| panic!("{name}: {error}"));
         assert!(!compiled.log.contains("warning"), "{name}: {}", compiled.log);
         let resources = cubin::read(&compiled.cubin, &compiled.log).unwrap();
-        for (entry, threads) in ENTRY_POINTS.into_iter().zip(THREADS) {
+        for entry in ENTRY_POINTS {
             let kernel = &resources.kernels[entry];
             println!("{name} {entry}: {} registers, {} bytes spilled", kernel.registers, kernel.spill_store_bytes);
-            assert_eq!((kernel.threads_max, kernel.smem_static_bytes), (Some(threads), 0), "{name}: {kernel:?}");
-            // What a function out of line saves for its caller, a few times for each block.
-            assert!(kernel.spill_store_bytes <= 64, "{name}: {kernel:?}");
+            assert_eq!((kernel.threads_max, kernel.smem_static_bytes), (Some(THREADS), 0), "{name}: {kernel:?}");
+            // Of all functions together. Most of it is in those that only run for an id in the buckets where filters cut.
+            assert!(kernel.spill_store_bytes <= 512, "{name}: {kernel:?}");
         }
     }
 }
