@@ -2,7 +2,7 @@
 // that ends it, the current position.
 //
 // q (QUERIES, DIM), k, v (DIM)   packets; k and v are read by the last share only
-// K, V (CONTEXT_MAX, PITCH)  cache of one KV head, DIM of each row in use; rows of the share arrive through the ring, K and V chunk in turn
+// K, V (cache rows, PITCH)   cache of one KV head, DIM of each row in use; rows of the share arrive through the ring, K and V chunk in turn
 //                            (swizzled rows: attention_tensor.cuh)
 // out                        SPLITS == 1: QUERIES * DIM columns; else one record (max, sum, DIM sums) a query head, see merge
 //
@@ -191,7 +191,7 @@ struct Attention {
       for (int h = M::WARPS - 1 - c.warp(); h < 2; h += M::WARPS) {
         const float* x = h == 0 ? key(c) : value(c);
         C* row = reinterpret_cast<C*>(c.p.cache + u64(h == 0 ? e.k_cache : e.v_cache) * OFFSET_BYTES) +
-                 (u64(kv) * M::CONTEXT_MAX + c.position) * G::PITCH;
+                 (u64(kv) * cache_rows<M>() + cache_row<M>(c.p, c.position)) * G::PITCH;
         for (int d = c.lane(); d < G::DIM; d += 32) narrow(x[d], row + d);
       }
     }

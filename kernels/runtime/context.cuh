@@ -36,6 +36,44 @@ struct Params {
 static_assert(sizeof(Params) == 184, "the host fills this struct");
 __device__ __forceinline__ bool filters(const Params& p) { return (p.top_k | p.top_p_q32) != 0; }
 
+// Of a kernel whose cache is a pool of pages: M has PAGE_ROWS, PAGES and POOL_ROWS.
+struct PagedParams : Params {
+  const u32* pages; // of each block of PAGE_ROWS positions, its page
+};
+static_assert(sizeof(PagedParams) == 192, "the host fills this struct");
+
+template <class M>
+constexpr bool has_pages(decltype(M::PAGE_ROWS)*) {
+  return true;
+}
+template <class M>
+constexpr bool has_pages(...) {
+  return false;
+}
+template <class M>
+constexpr bool is_paged() {
+  return has_pages<M>(nullptr);
+}
+
+// Rows of a KV head in the cache.
+template <class M>
+__device__ __forceinline__ constexpr u64 cache_rows() {
+  if constexpr (is_paged<M>())
+    return M::POOL_ROWS;
+  else
+    return M::CONTEXT_MAX;
+}
+// Where the cache has the row of `position`.
+template <class M>
+__device__ __forceinline__ u32 cache_row(const Params& p, u32 position) {
+  if constexpr (is_paged<M>()) {
+    const u32 page = min(__ldg(static_cast<const PagedParams&>(p).pages + position / M::PAGE_ROWS), M::PAGES - 1);
+    return page * M::PAGE_ROWS + position % M::PAGE_ROWS;
+  } else {
+    return position;
+  }
+}
+
 template <class M>
 struct State {
   Watchdog dog;

@@ -100,13 +100,40 @@ struct Loader {
   }
 
   __device__ __forceinline__ void copy(const RingCursor<M>& at, const u8* from, u32 bytes) {
-    u8* to = block_memory() + at.slot * M::SLOT_BYTES;
-    u64* full = &state.full[at.slot];
+    announce(at, bytes);
+    copy_piece(at, 0, from, bytes);
+    issued(at);
+  }
+  // A chunk of the history of one KV head, whose rows in the cache begin at `head`: in a cache of one sequence `offset` bytes from there,
+  // else a piece in each page.
+  __device__ __forceinline__ void copy_history(const RingCursor<M>& at, const u8* head, u32 row, u64 offset, u32 bytes, u32 row_bytes) {
+    if constexpr (is_paged<M>()) {
+      announce(at, bytes);
+      for (u32 done = 0; done < bytes;) {
+        const u32 piece = min(bytes - done, (M::PAGE_ROWS - row % M::PAGE_ROWS) * row_bytes);
+        copy_piece(at, done, head + u64(cache_row<M>(p, row)) * row_bytes, piece);
+        done += piece;
+        row += M::PAGE_ROWS - row % M::PAGE_ROWS;
+      }
+      issued(at);
+    } else {
+      copy(at, head + offset, bytes);
+    }
+  }
+  // Before the first piece of a chunk: the bytes of all.
+  __device__ __forceinline__ void announce(const RingCursor<M>& at, u32 bytes) {
     if constexpr (M::COPY == Copy::BULK) {
 #if __CUDA_ARCH__ >= 900
-      u32 barrier = smem_address(full);
-      asm volatile("{.reg .b64 s; mbarrier.arrive.expect_tx.shared.b64 s, [%0], %1;}" ::"r"(barrier), "r"(bytes)
+      asm volatile("{.reg .b64 s; mbarrier.arrive.expect_tx.shared.b64 s, [%0], %1;}" ::"r"(smem_address(&state.full[at.slot])), "r"(bytes)
                    : "memory");
+#endif
+    }
+  }
+  __device__ __forceinline__ void copy_piece(const RingCursor<M>& at, u32 to_byte, const u8* from, u32 bytes) {
+    u8* to = block_memory() + at.slot * M::SLOT_BYTES + to_byte;
+    if constexpr (M::COPY == Copy::BULK) {
+#if __CUDA_ARCH__ >= 900
+      u32 barrier = smem_address(&state.full[at.slot]);
       asm volatile(
           "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
               smem_address(to)),
@@ -117,7 +144,6 @@ struct Loader {
 #if __CUDA_ARCH__ >= 800
       for (u32 i = tid * 16; i < bytes; i += THREADS * 16)
         asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(smem_address(to + i)), "l"(from + i) : "memory");
-      asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(smem_address(full)) : "memory");
 #endif
     } else {
       constexpr int UNROLL = 4;
@@ -134,6 +160,16 @@ struct Loader {
           if (i < bytes) *reinterpret_cast<uint4*>(to + i) = v[k];
         }
       }
+    }
+  }
+  // After the last piece of a chunk.
+  __device__ __forceinline__ void issued(const RingCursor<M>& at) {
+    u64* full = &state.full[at.slot];
+    if constexpr (M::COPY == Copy::CP_ASYNC) {
+#if __CUDA_ARCH__ >= 800
+      asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(smem_address(full)) : "memory");
+#endif
+    } else if constexpr (M::COPY == Copy::PLAIN) {
       __syncwarp();
       if (tid % 32 == 0) Slot<RING_COUNTERS<M>>::arrive(full);
     }
@@ -189,17 +225,17 @@ struct Loader {
             if constexpr (M::COPY == Copy::BULK) fence_history();
             acquired = true;
           }
-          u64 head = u64(run.head_j >> 16) * M::CONTEXT_MAX * run.row_bytes;
+          u64 head = u64(run.head_j >> 16) * cache_rows<M>() * run.row_bytes;
           const u8* k = p.cache + u64(run.k_cache) * OFFSET_BYTES + head;
           const u8* v = p.cache + u64(run.v_cache) * OFFSET_BYTES + head;
           for (u32 row = start; row < end; row += run.rows) {
             u32 bytes = min(run.rows, end - row) * run.row_bytes;
             u64 offset = u64(row) * run.row_bytes;
             if (!await_free(at, tag)) return drain();
-            copy(at, k + offset, bytes);
+            copy_history(at, k, row, offset, bytes, run.row_bytes);
             at.next();
             if (!await_free(at, tag)) return drain();
-            copy(at, v + offset, bytes);
+            copy_history(at, v, row, offset, bytes, run.row_bytes);
             at.next();
           }
         }

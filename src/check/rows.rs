@@ -10,11 +10,13 @@ use crate::validate::Validated;
 
 /// Multiplications that the interpreter may take: some seconds on a server.
 const COST_MAX: u64 = 400_000_000_000;
-/// Positions that are compared of each sequence, at most: beyond one tile of attention.
+/// Positions that are compared of each sequence, at most: beyond one tile of attention ...
 const POSITIONS_MAX: u64 = 20;
+/// ... and in steps of one row as many beyond this many pages: there a chunk of the history may lie in several.
+const ONE_ROW_PAGES: u64 = 2;
 
 /// Compares the logits of every row of every step, and each token that the kernel decides with the arg-max of its logits. First each
-/// row is a sequence of its own, decoded one position at a time with given tokens. Then a prompt is read in two chunks of all rows
+/// row is a sequence of its own, decoded one position at a time with given tokens; in steps of one row two sequences take turns. Then a prompt is read in two chunks of all rows
 /// and one of half of them. Pages are taken from the pool as they come, so those of a sequence are not neighbours.
 ///
 /// # Errors
@@ -30,16 +32,21 @@ pub fn check_rows(
     let shape = *session.shape();
     let judge = Judge::new(Tolerance::of_device(schedule.program.precision));
     let vocab = interp.vocab() as u32;
-    let affordable = COST_MAX / parameters.max(1) / u64::from(shape.rows);
-    let positions = affordable.clamp(2, POSITIONS_MAX).min(u64::from(shape.context_max)) as u32;
+    // Two sequences at least, so that the pages of one are no neighbours.
+    let count = shape.rows.max(2).min(shape.sequences);
+    let affordable = COST_MAX / parameters.max(1) / u64::from(count);
+    let more = if shape.rows == 1 { ONE_ROW_PAGES * u64::from(shape.page_rows) } else { 0 };
+    let positions = affordable.clamp(2, POSITIONS_MAX + more).min(u64::from(shape.context_max)) as u32;
     let guard = Guard::new(shape);
     let mut both = Both { pool: Pool::new(shape), guards: [guard.clone(), guard], interp, session, judge, vocab };
-    let ids = check_ids(vocab, positions * shape.rows);
-    let sequences: Vec<SequenceId> =
-        (0..shape.rows).map(|_| both.pool.open().expect("a sequence for each row")).collect();
-    for (position, tokens) in (0..positions).zip(ids.chunks(shape.rows as usize)) {
+    let ids = check_ids(vocab, positions * count);
+    let sequences: Vec<SequenceId> = (0..count).map(|_| both.pool.open().expect("a sequence for each row")).collect();
+    for (position, tokens) in (0..positions).zip(ids.chunks(count as usize)) {
         let row = |&sequence: &SequenceId| Row { sequence, position, wants_logits: true };
-        both.step(sequences.iter().map(row).collect(), tokens)?;
+        let rows = shape.rows as usize;
+        for (sequences, tokens) in sequences.chunks(rows).zip(tokens.chunks(rows)) {
+            both.step(sequences.iter().map(row).collect(), tokens)?;
+        }
     }
     for sequence in sequences {
         both.pool.close(sequence).expect("an open sequence");

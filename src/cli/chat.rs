@@ -149,6 +149,7 @@ impl Conversation<'_> {
             );
         }
         let mut printer = Printer::new(session, Form::Text, Some(words), true)?;
+        runner.make_ready(&prompt, 0)?;
         let begun = Instant::now();
         let (mut first, mut last) = (None, begun);
         let (mut stopped, mut failed) = (false, None);

@@ -90,6 +90,8 @@ pub fn generate(session: &Session, asked: &Generate) -> Result<Outcome, Fault> {
         ready.report().note(&format!("at most {room} of {max} tokens: `context_max` is {context_max}"));
     }
     let mut runner = ready.runner()?;
+    // Not in the time of the prompt.
+    runner.make_ready(&prompt, asked.lookup.map_or(0, |most| most as usize))?;
 
     let has_text = tokenizer.is_some();
     // With special tokens only when they are no end: they show what the model says after it.

@@ -133,6 +133,16 @@ kernel_struct! {
 }
 
 kernel_struct! {
+    /// The one parameter of a kernel for one row over a pool of pages.
+    PagedParams = "struct PagedParams : Params" {
+        /// what every kernel gets
+        params: Params as [],
+        /// of each block of PAGE_ROWS positions, its page
+        pages: u64 = "const u32*",
+    }
+}
+
+kernel_struct! {
     /// One row of a launch, as the host's guard has judged it.
     Row = "struct alignas(16) Row" {
         /// row of the page table
@@ -412,6 +422,7 @@ mod tests {
             ("runtime/queue.cuh", Entry::declaration()),
             ("runtime/queue.cuh", StreamRun::declaration()),
             ("runtime/context.cuh", Params::declaration()),
+            ("runtime/context.cuh", PagedParams::declaration()),
             ("rows/context.cuh", Row::declaration()),
             ("rows/context.cuh", RowsParams::declaration()),
         ]);

@@ -173,9 +173,13 @@ pub fn emit(validated: &Validated, target: &Target, trace: Trace) -> KernelSourc
     line!("}};");
     line!();
     let threads = (m.consumer_warps + m.loader_warps) * 32;
+    let params = match (rows, Shape::of(program)) {
+        (true, _) => "RowsParams",
+        (false, Some(_)) => "PagedParams",
+        (false, None) => "Params",
+    };
     line!(
-        "extern \"C\" __global__ void __launch_bounds__({threads}, 1) {ENTRY_POINT}(const __grid_constant__ {}Params p) {{",
-        if rows { "Rows" } else { "" }
+        "extern \"C\" __global__ void __launch_bounds__({threads}, 1) {ENTRY_POINT}(const __grid_constant__ {params} p) {{"
     );
     line!("  persistent{}<Machine, Dispatch>(p);", if rows { "_rows" } else { "" });
     line!("}}");
@@ -191,10 +195,19 @@ pub fn emit(validated: &Validated, target: &Target, trace: Trace) -> KernelSourc
     }
 }
 
-/// What a kernel for rows knows of its rows and pages; nothing for one row.
+/// What a kernel knows of its pages, and one for rows of its rows; nothing where one sequence has the cache.
 fn rows_members(schedule: &Schedule) -> Vec<String> {
     let program = &schedule.program;
     let Some(shape) = Shape::of(program) else { return vec![] };
+    let pages = [
+        format!("u32 PAGE_ROWS = {}", shape.page_rows),
+        format!("u32 PAGES = {}", shape.pages),
+        format!("u64 POOL_ROWS = {}", u64::from(shape.pages) * u64::from(shape.page_rows)),
+    ];
+    if program.rows == 1 {
+        return pages.to_vec();
+    }
+    let [page_rows, page_count, pool_rows] = pages;
     // The columns of the residual that a block has at most.
     let longest = schedule.longest_tasks();
     let owners = program.grids.iter().zip(longest).filter(|(grid, _)| grid.operand(Role::Residual).is_some());
@@ -202,9 +215,9 @@ fn rows_members(schedule: &Schedule) -> Vec<String> {
     vec![
         format!("int ROWS = {}", program.rows.next_multiple_of(WORD_ROWS)),
         format!("int RESIDUAL_COLS = {residual}"),
-        format!("u32 PAGE_ROWS = {}", shape.page_rows),
-        format!("u32 PAGES = {}", shape.pages),
-        format!("u64 POOL_ROWS = {}", u64::from(shape.pages) * u64::from(shape.page_rows)),
+        page_rows,
+        page_count,
+        pool_rows,
         format!("u32 BLOCKS = {}", shape.blocks()),
         format!("int REGISTERS = {}", schedule.machine.registers_per_thread),
         format!("int LOADER_REGISTERS = {}", schedule.machine.loader_registers),

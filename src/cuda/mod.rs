@@ -15,6 +15,7 @@ pub mod memory;
 pub mod module;
 pub mod nvml;
 pub mod nvrtc;
+pub mod one_row;
 pub mod rows;
 pub mod sampler;
 pub mod self_test;

@@ -3,13 +3,16 @@
 use super::driver::{Device, DriverError};
 use super::kernel::{Kernel, first_buffer, vocab};
 use super::memory::{DeviceBuffer, MappedBuffer};
+use super::rows::choose_now;
+use super::sampler::{Asked, Next, SamplerSession};
 use super::stream::Stream;
-use crate::codegen::abi::{EOS_MAX, Params, Queues};
+use crate::codegen::abi::{EOS_MAX, PagedParams, Params, Queues};
 use crate::codegen::emit::Trace;
 use crate::error::Fault;
 use crate::ir::layout::pack_bytes;
 use crate::ir::op::Role;
 use crate::ir::{BufferId, EventId, SmId, TaskId};
+use crate::rows::Shape;
 use crate::sample::Sampler;
 use std::fmt;
 use std::sync::Arc;
@@ -139,6 +142,11 @@ fn top_p_word(top_p_q32: u64) -> u32 {
     u32::try_from(top_p_q32.max(1)).unwrap_or(0)
 }
 
+/// A step at full speed takes milliseconds; the deadline is for faults.
+fn timeout(steps: u32) -> Duration {
+    Duration::from_millis(1000 + 10 * u64::from(steps))
+}
+
 /// The last tag of a step: packets of zeros have tag 0, and the step after the last one is reported with a tag, too.
 const TAG_LAST: u32 = u32::MAX - 1;
 
@@ -155,12 +163,40 @@ pub struct Session {
     candidates_cols: u32,
     prompt_len: u32,
     eos: Vec<u32>,
-    sampler: Sampler,
+    choosing: Choosing,
     tag: u32,
     /// The position a launch may continue at without arming the arg-max pairs again.
     next: Option<u32>,
     steps_max: u32,
     vocab: u32,
+    /// Where the cache is a pool of pages, those of the sequence; on the host, too.
+    pages: Option<(DeviceBuffer, Vec<u32>)>,
+}
+
+/// How a launch chooses tokens, as the kernel is told.
+#[derive(Debug, Clone, Copy, PartialEq)]
+struct Choosing {
+    /// 0: greedily.
+    inverse_temperature: f32,
+    seed: u64,
+    /// As [`Params`] has them.
+    top_k: u32,
+    top_p_q32: u32,
+    /// Top-k and top-p choose among all logits of the step before.
+    is_filtered: bool,
+}
+
+impl Choosing {
+    fn of(sampler: &Sampler) -> Choosing {
+        let ([key_low, key_high], is_filtered) = (sampler.key(), sampler.is_filtered());
+        Choosing {
+            inverse_temperature: if sampler.is_greedy() { 0.0 } else { sampler.inv_temperature() },
+            seed: u64::from(key_high) << 32 | u64::from(key_low),
+            top_k: if is_filtered { sampler.top_k() } else { 0 },
+            top_p_q32: if is_filtered { top_p_word(sampler.top_p_q32()) } else { 0 },
+            is_filtered,
+        }
+    }
 }
 
 /// Result of one launch.
@@ -222,13 +258,32 @@ impl Session {
         steps_max: u32,
         pack: Arc<DeviceBuffer>,
     ) -> Result<Session, SessionError> {
+        Session::load_over(device, queues, cubin, trace, steps_max, pack, None)
+    }
+
+    /// As [`Session::load_sharing`], over `cache` where it is given.
+    pub(super) fn load_over(
+        device: &Device,
+        queues: &Queues<'_>,
+        cubin: &[u8],
+        trace: Trace,
+        steps_max: u32,
+        pack: Arc<DeviceBuffer>,
+        cache: Option<Arc<DeviceBuffer>>,
+    ) -> Result<Session, SessionError> {
         let kernel = Kernel::load(device, queues, cubin, trace, steps_max, pack)?;
         let (stream, schedule, tables) = (&kernel.watched.stream, &kernel.schedule, queues.tables());
         let mut exchange = device.alloc(tables.exchange_bytes.max(16))?;
         // Tag 0 is never published, so memory of zeros holds no packet.
         exchange.zero(stream)?;
-        let mut cache = device.alloc(tables.cache_bytes.max(16))?;
-        cache.poison(stream)?;
+        let cache = match cache {
+            Some(cache) => cache,
+            None => {
+                let mut cache = device.alloc(tables.cache_bytes.max(16))?;
+                cache.poison(stream)?;
+                Arc::new(cache)
+            }
+        };
         let program = &schedule.program;
         let vocab = vocab(program);
         let mut logits = device.alloc((u64::from(steps_max) * u64::from(vocab) * 4).max(16))?;
@@ -240,13 +295,17 @@ impl Session {
             prompt: device.alloc(u64::from(program.context_max) * 4)?,
             candidates_packet: schedule.placement[candidates.index()].unwrap_or(0) / 8,
             candidates_cols: program.buffers[candidates.index()].cols,
-            cache: Arc::new(cache),
+            pages: match Shape::of(program) {
+                Some(shape) => Some((device.alloc((u64::from(shape.blocks()) * 4).max(16))?, vec![])),
+                None => None,
+            },
+            cache,
             cache_bytes: tables.cache_bytes,
             exchange,
             logits,
             prompt_len: 0,
             eos: vec![],
-            sampler: Sampler::greedy(),
+            choosing: Choosing::of(&Sampler::greedy()),
             tag: 1,
             next: None,
             steps_max,
@@ -295,7 +354,26 @@ impl Session {
 
     /// Sets how following launches choose tokens. Until this is called, greedily.
     pub fn sample(&mut self, sampler: Sampler) {
-        self.sampler = sampler;
+        self.choosing = Choosing::of(&sampler);
+    }
+
+    /// As [`Session::sample`] of temperature alone: what an [`inverse temperature`](Sampler::temperature_of_rows) and its seed choose.
+    pub(super) fn sample_row(&mut self, inverse_temperature: f32, seed: u64) {
+        self.choosing = Choosing { inverse_temperature, seed, ..Choosing::of(&Sampler::greedy()) };
+    }
+
+    /// Where the pool has the sequence that the next launches go on with; `pages` has the page of each block.
+    pub(super) fn place(&mut self, pages: Vec<u32>) -> Result<(), SessionError> {
+        if let Some((on_device, on_host)) = self.pages.as_mut().filter(|(_, on_host)| *on_host != pages) {
+            on_device.upload(&self.kernel.watched.stream, 0, &pages)?;
+            *on_host = pages;
+        }
+        Ok(())
+    }
+
+    /// The token that the last launch decided for `position`, where a launch may continue.
+    pub(super) fn decided_at(&self, position: u32) -> Result<Option<u32>, SessionError> {
+        if self.next == Some(position) { self.token(position).map(Some) } else { Ok(None) }
     }
 
     /// Queues `steps` steps from `position` on and returns at once. The tokens appear in the mailbox while the launch runs.
@@ -307,8 +385,7 @@ impl Session {
         if steps > TAG_LAST - self.tag {
             self.begin_tags_anew(position)?;
         }
-        let [key_low, key_high] = self.sampler.key();
-        let is_filtered = self.sampler.is_filtered();
+        let Choosing { is_filtered, .. } = self.choosing;
         if self.next != Some(position) {
             if position >= self.prompt_len {
                 return Err(SessionError::NotContinuing { expected: self.next.unwrap_or(0), found: position });
@@ -319,29 +396,94 @@ impl Session {
             self.prompt.upload(&self.kernel.watched.stream, u64::from(position) * 4, &[self.token(position)?])?;
             self.prompt_len = position + 1;
         }
-        // A step at full speed takes milliseconds; the deadline is for faults.
-        let timeout = Duration::from_millis(1000 + 10 * u64::from(steps));
-        let params = Params {
-            cache: self.cache.address(),
-            exchange: self.exchange.address(),
-            // Top-k and top-p choose among all logits of the step before.
-            logits: if with_logits || is_filtered { self.logits.address() } else { 0 },
-            prompt: self.prompt.address(),
-            mailbox: self.mailbox.address(),
-            seed: u64::from(key_high) << 32 | u64::from(key_low),
-            prompt_len: self.prompt_len,
-            position,
-            steps,
-            tag: self.tag,
-            inverse_temperature: if self.sampler.is_greedy() { 0.0 } else { self.sampler.inv_temperature() },
-            top_k: if is_filtered { self.sampler.top_k() } else { 0 },
-            top_p_q32: if is_filtered { top_p_word(self.sampler.top_p_q32()) } else { 0 },
-            ..self.kernel.params(timeout, &self.eos)?
-        };
-        self.kernel.watched.launch(&params)?;
+        let timeout = timeout(steps);
+        let watched = &self.kernel.watched;
+        watched.begin()?;
+        self.queue(Params { position, steps, ..self.params(timeout, with_logits)? })?;
+        watched.end()?;
         self.tag += steps;
         self.next = Some(position + steps);
         Ok(timeout.as_millis() as u64)
+    }
+
+    /// What a launch passes that begins with the next tag; the caller fills in position and steps.
+    fn params(&self, timeout: Duration, with_logits: bool) -> Result<Params, SessionError> {
+        let Choosing { inverse_temperature, seed, top_k, top_p_q32, is_filtered } = self.choosing;
+        Ok(Params {
+            cache: self.cache.address(),
+            exchange: self.exchange.address(),
+            logits: if with_logits || is_filtered { self.logits.address() } else { 0 },
+            prompt: self.prompt.address(),
+            mailbox: self.mailbox.address(),
+            seed,
+            prompt_len: self.prompt_len,
+            tag: self.tag,
+            inverse_temperature,
+            top_k,
+            top_p_q32,
+            ..self.kernel.params(timeout, &self.eos)?
+        })
+    }
+
+    /// Queues the kernel between the `begin` and the `end` of its [`Watched`](super::kernel::Watched).
+    fn queue(&self, params: Params) -> Result<(), SessionError> {
+        let watched = &self.kernel.watched;
+        match &self.pages {
+            Some((pages, _)) => watched.queue(&PagedParams { params, pages: pages.address() }),
+            None => watched.queue(&params),
+        }
+    }
+
+    /// Queues `steps` steps from `position` on, whose token was [given](Session::go_on), as kernels of their own. Each leaves its logits, from
+    /// which `choosing` chooses the token of the next step; without it the launch has one step, and ends with [`Session::choose`].
+    pub(super) fn launch_each(
+        &mut self,
+        position: u32,
+        steps: u32,
+        mut choosing: Option<(&mut SamplerSession, &[Asked<'_>])>,
+    ) -> Result<u64, SessionError> {
+        let context_max = self.kernel.schedule.program.context_max;
+        let fits = u64::from(position) + u64::from(steps) <= u64::from(context_max);
+        if steps == 0 || steps > self.steps_max || !fits || position >= self.prompt_len {
+            return Err(SessionError::Range { position, steps, context_max });
+        }
+        if steps > TAG_LAST - self.tag {
+            self.begin_tags_anew(position)?;
+        }
+        self.arm_candidates()?;
+        let (timeout, watched) = (timeout(steps), &self.kernel.watched);
+        let token_at = |position: u32| self.prompt.address() + u64::from(position) * 4;
+        watched.begin()?;
+        for step in 0..steps {
+            let (position, tag) = (position + step, self.tag + step);
+            let params = self.params(timeout, true)?;
+            // The token of each step is given: by the host, then by the sampler.
+            self.queue(Params { position, steps: 1, tag, prompt_len: position + 1, ..params })?;
+            let Some((sampler, asked)) = &mut choosing else { continue };
+            if step == 0 {
+                // While the kernel runs.
+                sampler.upload(asked, steps)?;
+            }
+            let next = (step + 1 < steps).then(|| Next { token: token_at(position + 1), stride_bytes: 4 });
+            sampler.queue(&watched.stream, self.logits.address(), step, next)?;
+        }
+        if choosing.is_some() {
+            watched.end()?;
+        }
+        self.tag += steps;
+        // What the head decided is not what the sampler chose.
+        self.next = None;
+        Ok(timeout.as_millis() as u64)
+    }
+
+    /// Queues the sampler after a launch of one step that waits for it.
+    pub(super) fn choose(
+        &mut self,
+        is_unchosen: Option<&mut bool>,
+        sampler: &mut SamplerSession,
+        asked: &[Asked<'_>],
+    ) -> Result<(), SessionError> {
+        choose_now(is_unchosen, &self.kernel.watched, self.logits.address(), sampler, asked)
     }
 
     /// Waits for the running launch.
@@ -392,6 +534,22 @@ impl Session {
             bits.into_iter().take(of_packet).map(move |bits| if current { f32::from_bits(bits) } else { f32::NAN })
         });
         Ok(values.take(cols).collect())
+    }
+
+    /// Logits of one step of the last launch that asked for them, `[vocab]`.
+    pub(super) fn logits_of_step(&self, step: u32) -> Result<Vec<f32>, SessionError> {
+        let at = u64::from(step.min(self.steps_max - 1)) * u64::from(self.vocab) * 4;
+        Ok(self.logits.download(&self.kernel.watched.stream, at, self.vocab as usize)?)
+    }
+
+    /// 16-bit values of the cache arena, from byte `at` on.
+    pub(super) fn read_cache(&self, at: u64, bytes: usize) -> Result<Vec<u16>, SessionError> {
+        Ok(self.cache.download(&self.kernel.watched.stream, at, bytes / 2)?)
+    }
+
+    /// Logits of a step.
+    pub(super) fn vocab(&self) -> u32 {
+        self.vocab
     }
 
     /// Fills the logits with a pattern that no kernel writes, so that an unwritten row shows.

@@ -3,7 +3,7 @@
 use std::ffi::c_void;
 use std::ptr;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use cudarc::driver::sys::{
@@ -17,8 +17,10 @@ use super::module::Function;
 
 /// How long a wait asks without pause before it starts to sleep: a decode step should not pay for a sleep.
 const WAIT_SPIN: Duration = Duration::from_micros(300);
-/// Sleep between two questions after that.
+/// Sleep between two questions after that. The system may add as much.
 const WAIT_SLEEP: Duration = Duration::from_micros(50);
+/// Launches of a kernel mostly take as long as the one before: around that time a wait asks without pause again.
+const WAIT_AROUND: Duration = Duration::from_micros(200);
 
 /// An ordered queue of work on a device.
 pub struct Stream {
@@ -26,6 +28,8 @@ pub struct Stream {
     handle: CUstream,
     /// The last wait timed out, and no wait has seen the end since.
     is_stuck: AtomicBool,
+    /// How long the last wait took that saw the end, in microseconds.
+    last_wait_us: AtomicU64,
 }
 
 // SAFETY: a stream may be used from any thread that has its context bound.
@@ -99,7 +103,12 @@ impl Device {
         let mut handle = ptr::null_mut();
         // SAFETY: the call writes one handle.
         unsafe { call!(api, cuStreamCreate(&mut handle, CUstream_flags::CU_STREAM_NON_BLOCKING as u32)) }?;
-        Ok(Stream { context: self.context.clone(), handle, is_stuck: AtomicBool::new(false) })
+        Ok(Stream {
+            context: self.context.clone(),
+            handle,
+            is_stuck: AtomicBool::new(false),
+            last_wait_us: AtomicU64::new(0),
+        })
     }
 
     /// An event that keeps time.
@@ -194,16 +203,20 @@ impl Stream {
     /// Waits until all queued work is done, or for `timeout`, whichever comes first.
     pub fn wait_timeout(&self, timeout: Duration) -> Result<Wait, DriverError> {
         let start = Instant::now();
+        let expected = Duration::from_micros(self.last_wait_us.load(Ordering::Relaxed));
         loop {
-            if self.is_done()? {
+            let is_done = self.is_done()?;
+            let waited = start.elapsed();
+            if is_done {
+                self.last_wait_us.store(waited.as_micros() as u64, Ordering::Relaxed);
                 return Ok(Wait::Done);
             }
-            let waited = start.elapsed();
             if waited >= timeout {
                 self.set_stuck(true);
                 return Ok(Wait::TimedOut);
             }
-            if waited < WAIT_SPIN { std::hint::spin_loop() } else { std::thread::sleep(WAIT_SLEEP) }
+            let is_near = waited.abs_diff(expected) < WAIT_AROUND;
+            if waited < WAIT_SPIN || is_near { std::hint::spin_loop() } else { std::thread::sleep(WAIT_SLEEP) }
         }
     }
 

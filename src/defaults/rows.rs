@@ -135,6 +135,37 @@ fn page_rows(graph: &ModelGraph, precision: Precision, sizes: &[u32]) -> Option<
     some.try_fold(1u32, whole)
 }
 
+/// Lowers and places the kernel for one row over the pages of the kernels for `room`, whose rows do not matter. `candidate` is that of one
+/// row, and its steps are those of the kernel that has one sequence's cache.
+///
+/// # Errors
+/// What does not fit the target.
+pub fn place_one_row(
+    graph: &ModelGraph,
+    name: &str,
+    precision: Precision,
+    context_max: u32,
+    target: &Target,
+    candidate: &Candidate,
+    room: Room,
+) -> Result<Schedule, Infeasible> {
+    let slots = Slots::of(graph, precision, WORD_ROWS, candidate.consumer_warps);
+    let Some(page_rows) = page_rows(graph, precision, &slots.all) else {
+        let row_bytes = graph.layers.iter().map(|layer| cache_row_bytes(layer.attn.head_dim, precision.cache)).max();
+        let (slot_bytes, row_bytes) = (slots.bytes[0], row_bytes.unwrap_or(0));
+        return Err(Infeasible::HistoryChunk { slot_bytes, rows: HISTORY_ALIGN, row_bytes });
+    };
+    let batch = Batch { words: false, ..batch(Room { rows: 1, ..room }, page_rows, target) };
+    schedule(lower_batch(graph, name, precision, context_max, &batch, candidate)?, target, candidate)
+}
+
+/// The steps and the pages of a kernel for `room`.
+fn batch(room: Room, page_rows: u32, target: &Target) -> Batch {
+    let Room { rows, sequences, positions } = room;
+    let pages = positions.div_ceil(u64::from(page_rows)).min(u64::from(u32::MAX)) as u32;
+    Batch { rows, sequences, pages: pages.max(sequences), page_rows, words: target.kind == TargetKind::Cuda }
+}
+
 /// Lowers and places the kernel for `room`, with as many slots as fit beside what rows need. `base` is the candidate of one row.
 ///
 /// # Errors
@@ -154,14 +185,7 @@ pub fn place_rows(
     let mut refused = Infeasible::HistoryChunk { slot_bytes: slots.bytes[0], rows: HISTORY_ALIGN, row_bytes };
     let Some(page_rows) = page_rows(graph, precision, &slots.all) else { return Err(refused) };
     for &slot_bytes in slots.bytes.iter().filter(|slot| chunk_rows(**slot, row_bytes) > 0) {
-        let pages = room.positions.div_ceil(u64::from(page_rows)).min(u64::from(u32::MAX)) as u32;
-        let batch = Batch {
-            rows: room.rows,
-            sequences: room.sequences,
-            pages: pages.max(room.sequences),
-            page_rows,
-            words: target.kind == TargetKind::Cuda,
-        };
+        let batch = batch(room, page_rows, target);
         let most = slots.slots(RING_SLOTS).min(RING_SLOTS_MAX);
         // Threads that copy chunks in turn own slots.
         let owners = chunk_copiers(room.rows);

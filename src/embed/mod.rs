@@ -117,7 +117,9 @@ impl<'a> Loaded<'a> {
             Some(steps) => steps,
             none => {
                 let stepper = self.ready.batched(&self.serving)?.stepper()?;
-                none.insert(Steps::new(stepper, self.rows_max, self.serving.running_max))
+                // A kernel of that many rows may not fit.
+                let rows_max = self.rows_max.min(stepper.bounds().shape.rows);
+                none.insert(Steps::new(stepper, rows_max, self.serving.running_max))
             }
         };
         let answer = work(steps);

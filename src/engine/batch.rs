@@ -14,6 +14,9 @@ use crate::pages::Pool;
 use crate::rows::{PageId, SequenceId, Shape};
 use crate::sample::{Decided, Logprobs, Request, SampleError, TokenCounts, TokenSet};
 
+/// Beside decoding rows, the rest of a prompt takes this many of their steps at most. A longer one is read alone, where the stepper can.
+const STEPS_BESIDE: usize = 3;
+
 /// A request, in the order of arrival.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct RequestId(pub u64);
@@ -447,6 +450,10 @@ impl<S: Stepper> Engine<S> {
                 return 1;
             }
             let decided = (choice.tokens.len() - choice.prompt_count()) as u32;
+            // All tokens of a launch come at its end: a client waits for its first one, which tells it that the text has begun.
+            if decided == 0 {
+                return 1;
+            }
             steps = steps.min(choice.ask.tokens_max - decided).min(context_max - position);
         }
         // Positions below those that were submitted have pages.
@@ -458,9 +465,18 @@ impl<S: Stepper> Engine<S> {
         if needed <= self.pool.free_pages() + self.pool.idle_pages() { steps } else { 1 }
     }
 
+    /// Rows of prompts that a launch has beside the rows that decode.
+    fn chunk_rows(&self, decoding: usize) -> usize {
+        let left = (self.bounds.shape.rows as usize).saturating_sub(decoding);
+        if decoding == 0 { left } else { left.min(self.limits.chunk_rows as usize) }
+    }
+
     /// Rows of the prompt of a choice that a launch of their own may read: all but the last token, which decides one.
     fn alone(&self, running: &Running, decoding: usize) -> usize {
         let Some(Alone { least, most }) = self.bounds.alone else { return 0 };
+        if decoding > 0 && running.left() <= STEPS_BESIDE * self.chunk_rows(decoding) {
+            return 0;
+        }
         let most = if decoding == 0 { most } else { most.min(self.limits.chunk_rows) };
         let (choice, from) = (&running.choice, running.submitted);
         let count = running.left().saturating_sub(1).min(most as usize);
@@ -500,10 +516,9 @@ impl<S: Stepper> Engine<S> {
         if alone.is_some() {
             return alone;
         }
-        let Bounds { shape, chunk_max, .. } = self.bounds;
-        let rows_left = (shape.rows as usize).saturating_sub(decoding);
+        let chunk_max = self.bounds.chunk_max;
         let steps = self.steps();
-        let mut chunk_rows = if decoding == 0 { rows_left } else { rows_left.min(self.limits.chunk_rows as usize) };
+        let mut chunk_rows = self.chunk_rows(decoding);
         let (mut rows, mut flying) = (vec![], vec![]);
         let ids: Vec<ChoiceId> = self.running.keys().copied().collect();
         for id in ids {

@@ -13,12 +13,14 @@
 //!   is refused when it arrives.
 //! - **Launches.** Each running request that decodes has one row in every launch. Prompts take the rows that are left, the oldest
 //!   first; beside decoding rows they take at most `chunk_rows` together, which bounds what they delay. A stepper may read long chunks of one
-//!   prompt faster alone: then the oldest such prompt has launches of its own, all but its last token. Where others decode, a chunk has at
-//!   most `chunk_rows` tokens, and they have every second launch.
-//! - **Steps.** A launch has one step, with one exception: if no prompt is computed, the stepper chooses the tokens of all rows, and
-//!   none has a grammar, it has up to `steps_max` steps. So a request that arrives waits for at most that many steps before it is
-//!   looked at. A launch never has more steps than the shortest of its requests has tokens to go, and never takes pages from another
-//!   request for them. Tokens after the end of a request are thrown away.
+//!   prompt faster alone: then the oldest such prompt has launches of its own, all but its last token. Where others decode, what is left of
+//!   a prompt is read beside them if it fits into three of their steps. Otherwise a chunk of at most `chunk_rows` tokens is read alone, and
+//!   they have every second launch.
+//! - **Steps.** A launch has one step, with one exception: if no prompt is computed, the stepper chooses the tokens of all rows, all
+//!   requests have their first token, and none has a grammar, it has up to `steps_max` steps. Tokens are told at the end of a launch, so
+//!   a first token never waits for others. A request that arrives waits for at most `steps_max` steps before it is looked at. A launch
+//!   never has more steps than the shortest of its requests has tokens to go, and never takes pages from another request for them.
+//!   Tokens after the end of a request are thrown away.
 //! - **Prefixes.** A full page of tokens is found again by the hash of all tokens up to its end. The least recently used page that
 //!   no request holds makes room. Other choices of a request wait until the first one has written their common prompt.
 //! - **Preemption.** When no page is left, the youngest running request gives its pages back and waits. What it had decided stays

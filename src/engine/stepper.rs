@@ -105,7 +105,7 @@ impl Launch {
 /// Rows of one sequence, at consecutive positions and wanting nothing, that have a launch of their own.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Alone {
-    /// Fewer are read as fast beside others.
+    /// Fewer are read as fast in an ordinary launch.
     pub least: u32,
     pub most: u32,
 }

@@ -350,6 +350,38 @@ fn long_prompts_are_read_alone() {
     }
 }
 
+/// Beside rows that decode, a prompt that fits into three of their steps takes rows of these; a longer one is read alone.
+#[test]
+fn short_prompts_take_rows_of_the_steps_of_others() {
+    let shape = Shape { rows: 64, sequences: 20, context_max: 512, page_rows: 64, pages: 60, window: None };
+    let limits = Limits { chunk_rows: 512, steps_max: 1, ..LIMITS };
+    for (decoding, prompt, expected) in [
+        (4, 128, vec![64, 64, 12, 5]),
+        (4, 180, vec![64, 64, 64, 5]),
+        (4, 181, vec![180, 5, 5]),
+        (0, 128, vec![127, 1]),
+    ] {
+        let mut toy = Toy::new(shape, 64, 1);
+        toy.bounds.alone = Some(Alone { least: 64, most: 512 });
+        let mut engine = Engine::new(toy, limits).unwrap();
+        let mut events = vec![];
+        for at in 0..decoding {
+            engine.submit(ask(&[at, 2], 200)).unwrap();
+        }
+        for _ in 0..6 {
+            engine.turn(Duration::ZERO, &mut events).unwrap();
+        }
+        let before = engine.stepper.log.len();
+        let tokens: Vec<u32> = (0..prompt).map(|at| at * at % VOCAB).collect();
+        let request = engine.submit(ask(&tokens, 20)).unwrap();
+        while decided_of(&events, ChoiceId { request, choice: 0 }).is_empty() {
+            engine.turn(Duration::ZERO, &mut events).unwrap();
+        }
+        let rows: Vec<usize> = engine.stepper.log[before..].iter().map(|launch| launch.rows.len()).collect();
+        assert_eq!(rows[..expected.len()], expected, "{prompt} beside {decoding}");
+    }
+}
+
 #[test]
 fn who_decodes_has_every_second_launch_beside_long_prompts() {
     let mut toy = Toy::new(Shape { pages: 80, ..SHAPE }, 4, 1);
@@ -366,8 +398,8 @@ fn who_decodes_has_every_second_launch_beside_long_prompts() {
     engine.submit(ask(&prompt[3..], 3)).unwrap();
     until_idle(&mut engine);
     let kinds: Vec<bool> = engine.stepper.log.iter().map(|launch| launch.is(alone)).collect();
-    // 40 tokens of the one prompt are four chunks, 37 of the other three and a rest.
-    assert_eq!(kinds.iter().filter(|alone| **alone).count(), 7);
+    // Three chunks of ten of each: what is left of 11 and 8 tokens fits into three steps with five rows for prompts.
+    assert_eq!(kinds.iter().filter(|alone| **alone).count(), 6);
     assert!(kinds.windows(2).all(|pair| pair != [true, true]), "{kinds:?}");
 }
 
@@ -436,6 +468,45 @@ fn launches_have_several_steps_while_the_stepper_chooses_every_token() {
     let mut penalised = plain;
     penalised.penalties.presence = 0.5;
     assert_eq!(steps_of(&[with(penalised), ask(&[2, 3], 9)], SHAPE, 4), [1, 1, 1, 1, 1, 4]);
+}
+
+/// Rows and steps of each launch between the arrival of a lone request and its first token.
+fn launches_to_the_first_token(engine: &mut Engine<Toy>, prompt: usize) -> Vec<(usize, u32)> {
+    let before = engine.stepper.log.len();
+    let tokens: Vec<u32> = (0..prompt).map(|at| (at * at + prompt) as u32 % VOCAB).collect();
+    let request = engine.submit(ask(&tokens, 20)).unwrap();
+    let mut events = vec![];
+    while decided_of(&events, ChoiceId { request, choice: 0 }).is_empty() {
+        engine.turn(Duration::ZERO, &mut events).unwrap();
+    }
+    // The turn that told of the first token has launched what follows it.
+    let told = engine.stepper.log.len() - 1;
+    let launches = engine.stepper.log[before..told].iter().map(|launch| (launch.rows.len(), launch.steps)).collect();
+    assert_eq!(engine.stepper.log[told].steps, 5);
+    engine.cancel_all(&mut events);
+    until_idle(engine);
+    launches
+}
+
+/// As many launches as the prompt has parts, each of one step: what follows the first token does not delay it.
+#[test]
+fn the_first_token_waits_for_its_prompt_alone() {
+    let shape = Shape { rows: 64, sequences: 11, context_max: 1024, page_rows: 64, pages: 60, window: None };
+    for (rows, chunked) in [(64, vec![(64, 1)]), (32, vec![(32, 1), (32, 1)])] {
+        let mut toy = Toy::new(Shape { rows, ..shape }, rows, 1);
+        toy.bounds.alone = Some(Alone { least: 64, most: 512 });
+        let mut engine = Engine::new(toy, Limits { chunk_rows: 512, steps_max: 5, ..LIMITS }).unwrap();
+        let found = [16, 64, 100, 512, 513, 1000].map(|prompt| launches_to_the_first_token(&mut engine, prompt));
+        let expected = [
+            vec![(16, 1)],
+            chunked,
+            vec![(99, 1), (1, 1)],
+            vec![(511, 1), (1, 1)],
+            vec![(512, 1), (1, 1)],
+            vec![(512, 1), (487, 1), (1, 1)],
+        ];
+        assert_eq!(found, expected, "{rows} rows");
+    }
 }
 
 #[test]

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use crate::codegen::abi::Queues;
 use crate::codegen::emit::Trace;
 use crate::cuda::driver::Device;
+use crate::cuda::one_row::OneRowSession;
 use crate::cuda::rows::{RowLauncher, RowsSession};
 use crate::cuda::sampler::SamplerSession;
 use crate::cuda::waves::{StepsSession, WavesSession};
@@ -21,8 +22,8 @@ use crate::target::{Target, TargetKind};
 use crate::validate::Validated;
 use crate::waves;
 
-use super::chain::Host;
-use super::device_rows::{place_kernel, prove_kernel, rows_of, rows_source, same_caches};
+use super::chain::{Chain, Host};
+use super::device_rows::{one_row_kernel, place_kernel, prove_kernel, rows_of, rows_source, same_caches};
 use super::device_sampler::sampler_source;
 use super::device_waves::{plan_waves, steps_by_waves, waves_source};
 use super::execute::{Devices, upload_pack};
@@ -36,6 +37,8 @@ pub(super) const PAGE_ROWS: u32 = 16;
 const RUNNING_MAX: u32 = 8;
 const CHUNK_ROWS: u32 = 8;
 const CHUNK_ROWS_DEVICE: u32 = waves::CHUNK_ROWS;
+/// Rows of a step that decodes and reads prompts, at most: in waves 64 rows take 1.3 to 1.5 times as long as 16 (docs/perf-log.md, entry 23).
+const MIXED_ROWS: u32 = 64;
 /// Contexts that the interpreter's cache holds if nothing else is asked for.
 const CPU_CONTEXTS: u32 = 4;
 /// Part of the free memory of a device that weights and cache may take, in percent: the rest is for the exchange, the queues and
@@ -80,6 +83,8 @@ pub struct Batched {
 struct OnDevice {
     device: Device,
     target: Target,
+    /// For steps of one row, over the cache of the others.
+    one_row: Option<(Arc<Validated>, Vec<u8>)>,
     /// Ascending by rows, over one cache. The schedule says whether waves run its steps.
     kernels: Vec<(Arc<Validated>, Vec<u8>)>,
     /// The kernel of waves over the pages of the first of them.
@@ -124,16 +129,7 @@ impl Prepared {
         };
         let device = Device::open(found.ordinal)?;
         let free = device.memory_free_bytes()?.saturating_sub(pack_bytes(self.validated.schedule()));
-        let mut kernels = vec![];
-        for &rows in kernels_of(serving, rows_of(&chain.context))? {
-            let room = self.room(rows, serving, free)?;
-            match place_kernel(&chain.context, &chain.candidate, room) {
-                Ok(placed) => kernels.push(Arc::new(prove_kernel(&chain.context, placed)?)),
-                // Prompts are read in smaller chunks.
-                Err(_) if rows > serving.running_max && !kernels.is_empty() => {}
-                Err(fault) => return Err(fault),
-            }
-        }
+        let kernels = self.kernels(&chain, serving, free)?;
         let Some(largest) = kernels.last().cloned() else { return Err(Fault::internal("no kernel for several rows")) };
         let shape = Shape::of(&largest.schedule().program).ok_or_else(|| Fault::internal("rows without tables"))?;
         if shape.sequences <= Pool::keepers(&shape) {
@@ -147,7 +143,10 @@ impl Prepared {
         if kernels.iter().any(|kernel| !same_caches(kernel.schedule(), largest.schedule())) {
             return Err(Fault::internal("kernels for different numbers of rows have their caches at different places"));
         }
-        let rows: Vec<String> = kernels.iter().map(|kernel| kernel.schedule().program.rows.to_string()).collect();
+        let one_row = one_row_beside(&chain, self.room(1, serving, free)?, &largest)?;
+        let of_one = one_row.iter().map(|_| "1".to_string());
+        let rows: Vec<String> =
+            of_one.chain(kernels.iter().map(|kernel| kernel.schedule().program.rows.to_string())).collect();
         workspace.report.note(&format!(
             "{}: kernels for {} rows, cache of {} tokens in pages of {}",
             self.target.name,
@@ -156,8 +155,9 @@ impl Prepared {
             shape.page_rows
         ));
         // Queues that differ from those of the first proof are refused here.
-        kernels.iter().try_for_each(|kernel| workspace.queues(kernel).map(drop))?;
+        one_row.iter().chain(&kernels).try_for_each(|kernel| workspace.queues(kernel).map(drop))?;
         let mut sources = vec![sampler_source(&self.target)];
+        sources.extend(one_row.iter().map(|one| rows_source(&chain.context, one, Trace::Off)));
         for kernel in &kernels {
             sources.push(match steps_by_waves(&self.target, kernel)? {
                 Some(proven) => waves_source(&chain.context, &proven, Trace::Off),
@@ -173,12 +173,40 @@ impl Prepared {
         }
         let mut cubins = chain.compile_all(&sources)?.into_iter().map(|cubin| cubin.bytes);
         let Some(sampler) = cubins.next() else { return Err(Fault::internal("a sampler without a cubin")) };
+        let one_row = one_row.into_iter().zip(cubins.by_ref()).next();
         let kernels = kernels.into_iter().zip(cubins.by_ref()).collect();
         // That of waves is the last one.
         let waves = cubins.next();
         let (target, steps_max) = (self.target.clone(), serving.steps_max);
-        let on_device = OnDevice { device, target, kernels, waves, sampler, steps_max };
+        let on_device = OnDevice { device, target, one_row, kernels, waves, sampler, steps_max };
         Ok(Batched { validated: largest, pack: chain.pack()?, on_device: Some(Arc::new(on_device)) })
+    }
+
+    /// The proven kernels for several rows, ascending, on a device that has `free_bytes` left beside the weights.
+    ///
+    /// # Errors
+    /// As [`Prepared::batched`].
+    fn kernels(&self, chain: &Chain<'_>, serving: &Serving, free_bytes: u64) -> Result<Vec<Arc<Validated>>, Fault> {
+        let mut kernels: Vec<Arc<Validated>> = vec![];
+        for &rows in kernels_of(serving, rows_of(&chain.context))? {
+            let room = self.room(rows, serving, free_bytes)?;
+            match place_kernel(&chain.context, &chain.candidate, room) {
+                Ok(placed) => {
+                    let proven = prove_kernel(&chain.context, placed)?;
+                    let smaller = kernels.last().map_or(0, |kernel| kernel.schedule().program.rows);
+                    // Without waves a step of more rows costs as much as several of fewer.
+                    if smaller < serving.running_max.max(PROMPT_ROWS)
+                        || steps_by_waves(&self.target, &proven)?.is_some()
+                    {
+                        kernels.push(Arc::new(proven));
+                    }
+                }
+                // Prompts are read in smaller chunks.
+                Err(_) if rows > serving.running_max && !kernels.is_empty() => {}
+                Err(fault) => return Err(fault),
+            }
+        }
+        Ok(kernels)
     }
 
     /// Sequences and positions of a kernel on a device that has `free_bytes` left beside the weights.
@@ -202,6 +230,21 @@ impl Prepared {
     }
 }
 
+/// The kernel for one row over the pages of `others`. The user is told why there is none.
+///
+/// # Errors
+/// A schedule that is not proven: a fault of this program.
+fn one_row_beside(chain: &Chain<'_>, room: Room, others: &Validated) -> Result<Option<Arc<Validated>>, Fault> {
+    let why = match one_row_kernel(&chain.context, &chain.candidate, room) {
+        Ok(one) if same_caches(one.schedule(), others.schedule()) => return Ok(Some(Arc::new(one))),
+        Ok(_) => "its own kernel has cache rows of another form".to_string(),
+        Err(fault) if fault.tier == Tier::Input => fault.message,
+        Err(fault) => return Err(fault),
+    };
+    chain.context.workspace.report.note(&format!("one request alone has steps of several rows: {why}"));
+    Ok(None)
+}
+
 /// Three leading binary digits: about the same free memory gives the same kernel, which is compiled once.
 fn rounded(positions: u64) -> u64 {
     let digits = u64::BITS - positions.leading_zeros();
@@ -215,14 +258,14 @@ fn sequences(running_max: u32, positions: u64, context_max: u64) -> u32 {
 }
 
 /// Which of `kernels`, ascending, a server has: those up to the first with a row for each running request and rows for prompts. A step
-/// runs on the smallest that has room for it. Prompts never ask for more than [`PROMPT_ROWS`].
+/// runs on the smallest that has room for it. Prompts never ask for more than [`MIXED_ROWS`].
 fn kernels_of<'a>(serving: &Serving, kernels: &'a [u32]) -> Result<&'a [u32], Fault> {
     let most = kernels.last().copied().unwrap_or(0);
     if serving.running_max > most {
         let message = format!("kernels have at most {most} rows, `--max-batch` is {}", serving.running_max);
         return Err(Fault::input(message).with_remedy(format!("lower `--max-batch` to {most}")));
     }
-    let wanted = serving.running_max.max(serving.running_max.saturating_add(serving.chunk_rows).min(PROMPT_ROWS));
+    let wanted = serving.running_max.max(serving.running_max.saturating_add(serving.chunk_rows).min(MIXED_ROWS));
     let smaller = kernels.iter().take_while(|rows| **rows < wanted).count();
     Ok(&kernels[..(smaller + 1).min(kernels.len())])
 }
@@ -257,7 +300,7 @@ impl Batched {
         let Some(on_device) = &self.on_device else {
             return Ok(Box::new(CpuStepper::new(self.validated.schedule(), self.pack.clone(), Options::fast())?));
         };
-        let OnDevice { device, target, kernels, waves, sampler, steps_max } = on_device.as_ref();
+        let OnDevice { device, target, one_row, kernels, waves, sampler, steps_max } = on_device.as_ref();
         let pack = upload_pack(device, &self.validated, &self.pack)?;
         let mut sessions: Vec<Box<dyn RowLauncher>> = vec![];
         for (validated, cubin) in kernels {
@@ -278,6 +321,11 @@ impl Batched {
             }
             _ => None,
         };
+        if let (Some((validated, cubin)), Some(first)) = (one_row, sessions.first()) {
+            let (queues, pack, cache) = (Queues::of(validated), first.pack(), Some(first.cache()));
+            let one = OneRowSession::load(device, &queues, cubin, *steps_max, pack, cache)?;
+            sessions.insert(0, Box::new(one));
+        }
         let sampler = match sessions.last() {
             Some(largest) => {
                 let (vocab, rows) = (largest.vocab(), largest.shape().rows);
@@ -308,9 +356,9 @@ mod tests {
             (1, 7, all, &[8]),
             (4, 5, all, &[8, 16]),
             (8, 24, all, &[8, 16, 32]),
-            (16, 40, all, &[8, 16, 32]),
+            (16, 40, all, &[8, 16, 32, 64]),
             (16, 1, few, &[8, 16]),
-            (20, u32::MAX, all, &[8, 16, 32]),
+            (20, u32::MAX, all, &[8, 16, 32, 64]),
             (64, 64, all, &[8, 16, 32, 64]),
         ] {
             assert_eq!(kernels_of(&serving(running, chunk), kernels), Ok(chosen), "{running} and {chunk}");

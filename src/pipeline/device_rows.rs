@@ -9,11 +9,12 @@ use crate::codegen::abi::Queues;
 use crate::codegen::emit::{Trace, emit};
 use crate::cuda::driver::Device;
 use crate::cuda::memory::DeviceBuffer;
+use crate::cuda::one_row::OneRowSession;
 use crate::cuda::rows::{FirstToken, RowInput, RowLauncher, RowsSession, given};
 use crate::cuda::sampler::SamplerSession;
 use crate::cuda::session::Session;
 use crate::cuda::waves::{StepsSession, WavesSession};
-use crate::defaults::rows::{PROMPT_ROWS, Room, kernel_rows, place_rows};
+use crate::defaults::rows::{PROMPT_ROWS, Room, kernel_rows, place_one_row, place_rows};
 use crate::error::{Fault, Tier};
 use crate::ir::program::Space;
 use crate::ir::schedule::Schedule;
@@ -45,6 +46,20 @@ pub(super) fn place_kernel(context: &BuildContext<'_>, base: &Candidate, room: R
     place_rows(&imported.graph, &manifest.name, manifest.precision, context_max, target, base, room).map_err(|reason| {
         Fault::input(format!("a kernel for {} rows does not fit target `{}`: {reason}", room.rows, target.name))
     })
+}
+
+/// Places and proves the kernel for one row over the pages of kernels for `room`. Its steps are those of the kernel for one row of `base`.
+///
+/// # Errors
+/// A kernel that does not fit the target.
+pub(super) fn one_row_kernel(context: &BuildContext<'_>, base: &Candidate, room: Room) -> Result<Validated, Fault> {
+    let BuildContext { manifest, target, imported, .. } = *context;
+    let context_max = manifest.decode.context_max;
+    let placed = place_one_row(&imported.graph, &manifest.name, manifest.precision, context_max, target, base, room)
+        .map_err(|reason| {
+            Fault::input(format!("a kernel for one row does not fit target `{}`: {reason}", target.name))
+        })?;
+    prove_kernel(context, placed)
 }
 
 /// Proves a kernel that was placed.
@@ -126,6 +141,11 @@ fn load_launcher(
     steps_max: u32,
     pack: Arc<DeviceBuffer>,
 ) -> Result<Box<dyn RowLauncher>, Fault> {
+    if validated.schedule().program.rows == 1 {
+        let cubin = chain.compile(&rows_source(&chain.context, validated, Trace::Off))?;
+        let queues = chain.context.workspace.queues(validated)?;
+        return Ok(Box::new(OneRowSession::load(device, &queues, &cubin.bytes, steps_max, pack, None)?));
+    }
     let Some(proven) = steps_by_waves(chain.context.target, validated)? else {
         return Ok(Box::new(load_rows(chain, device, validated, Trace::Off, steps_max, pack)?));
     };
@@ -455,8 +475,9 @@ pub fn bench_rows(
     let chain = Chain::chosen(BuildContext::new(workspace, manifest, target, &model)?, &host)?;
     let kernels = rows_of(&chain.context);
     let smallest = kernels.first().copied().unwrap_or(0);
-    let rows: Vec<(u32, u32)> =
-        rows.iter().map(|&rows| Ok((kernel_for(kernels, rows)?, rows))).collect::<Result<_, Fault>>()?;
+    // As a server has them: a kernel of its own for one row.
+    let of = |&rows: &u32| if rows == 1 { Ok((1, 1)) } else { Ok((kernel_for(kernels, rows)?, rows)) };
+    let rows: Vec<(u32, u32)> = rows.iter().map(of).collect::<Result<_, Fault>>()?;
     if let Some(wrong) = chunks.iter().find(|rows| !kernels.contains(rows) && **rows != CHUNK_ROWS) {
         let all: Vec<String> = kernels.iter().chain([&CHUNK_ROWS]).map(|rows| rows.to_string()).collect();
         let all = one_of(all.iter().map(String::as_str));
@@ -475,7 +496,9 @@ pub fn bench_rows(
         let prompted =
             if kernel == smallest { longest.max(2 * WAVES_POSITIONS.next_multiple_of(256)) } else { longest };
         let last = position_last.max(prompted.div_ceil(kernel));
-        Room { rows: kernel, sequences: kernel, positions: u64::from(kernel) * u64::from(last.next_multiple_of(256)) }
+        // The check of one row has two sequences.
+        let sequences = kernel.max(2);
+        Room { rows: kernel, sequences, positions: u64::from(sequences) * u64::from(last.next_multiple_of(256)) }
     };
     let (chunks, by_waves) = match (prompts, chunks) {
         ([], _) => (vec![], false),
@@ -488,15 +511,17 @@ pub fn bench_rows(
     let sampler = chain.compile(&sampler_source(target))?;
     let (vocab, most) = (model.imported.graph.vocab, kernels.last().copied().unwrap_or(0));
     let mut sampler = SamplerSession::load(&device, &sampler.bytes, vocab, most, STEPS)?;
-    for &kernel in kernels {
+    for &kernel in [1].iter().chain(kernels) {
         let of_kernel: Vec<u32> = rows.iter().filter(|(of, _)| *of == kernel).map(|&(_, rows)| rows).collect();
         let by_waves = by_waves && kernel == smallest;
         if of_kernel.is_empty() && !chunks.contains(&kernel) && !by_waves {
             continue;
         }
         let begun = Instant::now();
-        let placed = place_kernel(&chain.context, &chain.candidate, room(kernel))?;
-        let validated = prove_kernel(&chain.context, placed)?;
+        let validated = match kernel {
+            1 => one_row_kernel(&chain.context, &chain.candidate, room(kernel))?,
+            _ => prove_kernel(&chain.context, place_kernel(&chain.context, &chain.candidate, room(kernel))?)?,
+        };
         workspace.report.note(&format!("{kernel} rows: proven in {:.0} ms", begun.elapsed().as_secs_f64() * 1e3));
         let device_pack = match &shared {
             Some(pack) => Arc::clone(pack),

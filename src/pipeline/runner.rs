@@ -59,7 +59,7 @@ pub(super) enum On<'a> {
     Device { session: Box<Session>, prefill: LazyPrefill<'a>, verifier: LazyVerifier<'a>, steps_max: u32 },
 }
 
-/// The kernel that verifies proposed tokens, loaded when the first tokens are to be proposed.
+/// The kernel that verifies proposed tokens, loaded before the first answer with proposals.
 pub(super) struct LazyVerifier<'a> {
     load: LoadVerifier<'a>,
     device: Device,
@@ -228,6 +228,30 @@ impl Runner<'_> {
         Ok(())
     }
 
+    /// Loads the kernels that an answer to `prompt` needs beside that for one row, and with proposals of `proposed` tokens the one that
+    /// verifies them. They are loaded once. Without this call the answer loads them, and its first token waits for that.
+    ///
+    /// # Errors
+    /// As [`Runner::speculate`], of the prompt and of the kernel that verifies.
+    pub fn make_ready(&mut self, prompt: &[u32], proposed: usize) -> Result<(), Fault> {
+        self.check_ids(prompt)?;
+        let reused = if proposed == 0 { self.reused(prompt) } else { 0 };
+        let On::Device { session, prefill, verifier, .. } = &mut self.on else { return Ok(()) };
+        if proposed > 0 {
+            verifier.get(session, rows_of(proposed))?;
+        }
+        if reads_in_chunks(prompt, reused) {
+            prefill.get(session);
+        }
+        Ok(())
+    }
+
+    /// Tokens of `prompt` that the cache holds. The last one is decoded in any case, for its logits.
+    fn reused(&self, prompt: &[u32]) -> usize {
+        let shared = self.cached.iter().zip(prompt).take_while(|(a, b)| a == b).count();
+        shared.min(prompt.len().saturating_sub(1))
+    }
+
     /// Continues `prompt` with at most `max_tokens` tokens, and at most as many as the context has room for; stops after
     /// the first of `eos`, which is part of the result. `on_token` sees each token as soon as it is decided.
     ///
@@ -265,9 +289,9 @@ impl Runner<'_> {
             return Ok(Answer { tokens: vec![], reused: 0 });
         }
         let mut tell = stop_at_end(request, on_token);
-        // The last token of the prompt is decoded in any case, for its logits. A fault leaves nothing to be trusted.
-        let shared = std::mem::take(&mut self.cached).iter().zip(prompt).take_while(|(a, b)| a == b).count();
-        let reused = shared.min(prompt.len() - 1);
+        let reused = self.reused(prompt);
+        // A fault leaves nothing to be trusted.
+        self.cached.clear();
         let tokens = match &mut self.on {
             On::Cpu(interp) => {
                 match reused {
@@ -285,8 +309,7 @@ impl Runner<'_> {
                 session.sample(*request.sampler());
                 let mut from = reused;
                 // The last token of the prompt is decoded by the kernel for one row, which goes on from there.
-                if reused == 0
-                    && prompt.len() > Prefill::PROMPT_MIN
+                if reads_in_chunks(prompt, reused)
                     && let Some(prefill) = prefill.get(session)
                 {
                     from = prompt.len() - 1;
@@ -327,9 +350,8 @@ impl Runner<'_> {
             On::Device { session, prefill, verifier, steps_max } => {
                 refuse_beyond_kernels(request)?;
                 session.sample(*request.sampler());
-                let rows = u32::try_from(speculation.most()).unwrap_or(u32::MAX).saturating_add(1);
-                let verifier = verifier.get(session, rows)?;
-                let prefill = if prompt.len() > Prefill::PROMPT_MIN { prefill.get(session) } else { None };
+                let verifier = verifier.get(session, rows_of(speculation.most()))?;
+                let prefill = if reads_in_chunks(prompt, 0) { prefill.get(session) } else { None };
                 let ends = kernel_ends(request);
                 let one = OneRow { session, steps_max: *steps_max, ends: &ends };
                 let verifier = Verifier { rows: verifier, sampler: *request.sampler() };
@@ -370,6 +392,16 @@ impl Runner<'_> {
             None => Ok(()),
         }
     }
+}
+
+/// Whether a device reads a prompt in chunks, of which the cache holds `reused` tokens.
+fn reads_in_chunks(prompt: &[u32], reused: usize) -> bool {
+    reused == 0 && prompt.len() > Prefill::PROMPT_MIN
+}
+
+/// Rows of a step that verifies this many tokens.
+fn rows_of(proposed: usize) -> u32 {
+    u32::try_from(proposed).unwrap_or(u32::MAX).saturating_add(1)
 }
 
 /// Tells each token, and stops after one that ends the request.

@@ -73,11 +73,7 @@ impl Rules<'_> {
         if program.rows > 1 {
             self.rows(schedule, target);
         } else {
-            for (t, table) in (0..).zip(&program.tables) {
-                self.expect_rule(Rule::KernelRows, false, Entity::Table(TableId(t)), || {
-                    format!("expected no tables in steps of one row, found one of {}", table.holds.name())
-                });
-            }
+            self.paged(program);
         }
         self.expect_rule(Rule::KernelScope, machine.devices == 1, Entity::Machine, || {
             format!("expected one device, found {}", machine.devices)
@@ -216,6 +212,30 @@ impl Rules<'_> {
             self.expect_rule(Rule::KernelRows, found.is_none(), found.unwrap_or(Entity::Schedule), || {
                 "expected tasks of grids up to the last one that appends to come first and to wait for no others"
                     .to_string()
+            });
+        }
+    }
+
+    /// A step of one row has the cache of one sequence, or the pages of a pool. Then the kernel knows one size of pages (context.cuh).
+    fn paged(&mut self, program: &Program) {
+        if program.tables.is_empty() {
+            return;
+        }
+        for (t, table) in (0..).zip(&program.tables) {
+            self.expect_rule(Rule::KernelRows, table.holds != Holds::Choices, Entity::Table(TableId(t)), || {
+                format!("expected no table of {} in steps of one row, found one", table.holds.name())
+            });
+        }
+        for holds in [Holds::Sequences, Holds::Positions, Holds::Pages] {
+            self.expect_rule(Rule::KernelRows, program.table(holds).is_some(), Entity::Schedule, || {
+                format!("expected a table of {} beside the others, found none", holds.name())
+            });
+        }
+        let page = program.buffers.iter().find_map(|buffer| buffer.paging).map_or(0, |paging| paging.rows);
+        for (b, buffer) in (0..).zip(&program.buffers).filter(|(_, buffer)| buffer.space == Space::Cache) {
+            let found = buffer.paging.map_or(0, |paging| paging.rows);
+            self.expect_rule(Rule::KernelRows, found == page && page > 0, Entity::Buffer(BufferId(b)), || {
+                format!("expected pages of {page} rows, as the other caches have them, found {found}")
             });
         }
     }

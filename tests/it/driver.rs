@@ -16,13 +16,14 @@ use monobloc::codegen::abi::Queues;
 use monobloc::codegen::emit::Trace;
 use monobloc::cuda::driver::{Device, DriverError};
 use monobloc::cuda::memory::DeviceBuffer;
+use monobloc::cuda::one_row::OneRowSession;
 use monobloc::cuda::rows::{FirstToken, RowInput, RowLauncher, RowsSession};
 use monobloc::cuda::sampler::SamplerSession;
 use monobloc::cuda::self_test::self_test;
 use monobloc::cuda::session::{Session, SessionError};
 use monobloc::cuda::stream::{Argument, LaunchShape, Wait};
 use monobloc::cuda::waves::{StepsSession, WavesSession};
-use monobloc::defaults::rows::{Room, place_rows};
+use monobloc::defaults::rows::{Room, place_one_row, place_rows};
 use monobloc::dtype::Precision;
 use monobloc::engine::{Ask, Bounds, ChoiceId, DeviceStepper, End, Engine, Event, Figures, Limits, RequestId, Stepper};
 use monobloc::error::{Fault, Tier};
@@ -54,6 +55,8 @@ const CHILD: &str = "MONOBLOC_TEST_CHILD";
 const IMAGE: &[u8] = b"\x7fELF0";
 /// The same of the kernel for one row.
 const IMAGE_ONE_ROW: &[u8] = b"\x7fELF1";
+/// The same of that over a pool of pages.
+const IMAGE_PAGED: &[u8] = b"\x7fELF2";
 const ONE: LaunchShape = LaunchShape { grid: 1, block: 32, smem_dynamic_bytes: 0, cluster: 1 };
 
 fn is_child() -> bool {
@@ -291,8 +294,15 @@ impl Model {
             |context_max, room| place_rows(graph, "fake", self.precision, context_max, &target, &base, room).unwrap();
         let page_rows =
             Shape::of(&place(1024, Room { rows: 8, sequences: 8, positions: 1024 }).program).unwrap().page_rows;
-        let room = Room { rows, sequences: 4 + 2, positions: u64::from(6 * page_rows) };
-        let validated = validate(place(4 * page_rows, room), &target).unwrap();
+        let (context_max, room) = (4 * page_rows, Room { rows, sequences: 4 + 2, positions: u64::from(6 * page_rows) });
+        let placed = match rows {
+            1 => {
+                let one = base.for_context(context_max);
+                place_one_row(graph, "fake", self.precision, context_max, &target, &one, room).unwrap()
+            }
+            _ => place(context_max, room),
+        };
+        let validated = validate(placed, &target).unwrap();
         let shape = Shape::of(&validated.schedule().program).unwrap();
         assert_eq!((shape.blocks(), shape.pages, Pool::keepers(&shape)), (4, 6, 2));
         validated
@@ -441,6 +451,13 @@ fn session_of(
     Ok(session)
 }
 
+/// The kernel for one row of the fake, over the pages of `other`.
+fn one_row_beside(device: &Device, model: &Model, other: &dyn RowLauncher) -> OneRowSession {
+    let validated = model.kernel(1);
+    let (queues, pack, cache) = (Queues::of(&validated), other.pack(), Some(other.cache()));
+    OneRowSession::load(device, &queues, IMAGE_PAGED, STEPS_MAX, pack, cache).unwrap()
+}
+
 fn rows_session(device: &Device, rows: u32, cache: Option<Arc<DeviceBuffer>>) -> Result<RowsSession, SessionError> {
     session_of(device, &Model::tiny().kernel(rows), cache)
 }
@@ -521,16 +538,153 @@ fn long_prompts_on_a_device_are_read_alone() {
         return;
     }
     let device = Device::open(0).unwrap();
+    let figures = requests_alone_and_together(stepper_with_waves(&device), 100, 60);
+    assert!(figures.prefix_hits > 0, "{figures:?}");
+}
+
+/// What a stepper of the fake has of a model with wide heads: kernels for 1, 8 and 16 rows, and one for long chunks.
+fn stepper_with_waves(device: &Device) -> DeviceStepper {
     let (model, target) = (Model::of_wide_heads(), fake_target());
     let [small, large] = [8, 16].map(|rows| model.kernel(rows));
     let plan = derive(small.schedule(), &target, Form::Chunk, 512).unwrap();
     let proven = prove(plan, &small, &target).unwrap();
-    let session = session_of(&device, &small, None).unwrap();
-    let larger = session_of(&device, &large, Some(session.cache())).unwrap();
-    let waves = WavesSession::load(&device, &proven, IMAGE, Trace::Off, session.pack(), session.cache()).unwrap();
-    let stepper = DeviceStepper::new(vec![Box::new(session), Box::new(larger)], Some(waves), None).unwrap();
-    let figures = requests_alone_and_together(stepper, 100, 60);
-    assert!(figures.prefix_hits > 0, "{figures:?}");
+    let session = session_of(device, &small, None).unwrap();
+    let larger = session_of(device, &large, Some(session.cache())).unwrap();
+    let waves = WavesSession::load(device, &proven, IMAGE, Trace::Off, session.pack(), session.cache()).unwrap();
+    let one = one_row_beside(device, &model, &session);
+    DeviceStepper::new(vec![Box::new(one), Box::new(session), Box::new(larger)], Some(waves), None).unwrap()
+}
+
+/// A request alone runs on the kernel for one row, and goes on there after it ran beside others: without and with the sampler.
+#[test]
+fn one_row_on_a_device_has_a_kernel_of_its_own() {
+    const NAME: &str = "one_row_on_a_device_has_a_kernel_of_its_own";
+    if !is_child() {
+        let Some(text) = with_fake_driver(NAME, "") else { return };
+        for (launch, least) in
+            [(" steps of one row", 20), (" steps of 2 rows", 5), ("step 3 of a sampler for 1 rows", 2)]
+        {
+            assert!(text.matches(launch).count() > least, "{launch}: {text}");
+        }
+        assert!(!text.contains(" steps of 1 rows"), "{text}");
+        assert!(text.contains("released with 0 blocks, 0 streams, 0 events, 0 modules left"), "{text}");
+        return;
+    }
+    let device = Device::open(0).unwrap();
+    for is_sampled in [false, true] {
+        let session = rows_session(&device, 8, None).unwrap();
+        let larger = rows_session(&device, 16, Some(session.cache())).unwrap();
+        let one = one_row_beside(&device, &Model::tiny(), &session);
+        let sampler = SamplerSession::load(&device, IMAGE, session.vocab(), 16, STEPS_MAX).unwrap();
+        let sessions: Vec<Box<dyn RowLauncher>> = vec![Box::new(one), Box::new(session), Box::new(larger)];
+        let stepper = DeviceStepper::new(sessions, None, is_sampled.then_some(sampler)).unwrap();
+        let decided_max = 2 * stepper.bounds().shape.page_rows;
+        let figures = requests_alone_and_together(stepper, 5, decided_max as usize);
+        assert!(figures.preemptions > 0 && figures.prefix_hits > 0, "{figures:?}");
+    }
+}
+
+/// The launches before the first token of a lone request are those of its prompt; each has one step.
+#[test]
+fn a_first_token_waits_for_the_launches_of_its_prompt_alone() {
+    const NAME: &str = "a_first_token_waits_for_the_launches_of_its_prompt_alone";
+    if !is_child() {
+        let Some(text) = with_fake_driver(NAME, "") else { return };
+        let launch = |line: &str| {
+            let at = line.find("a chunk of ").or_else(|| line.find(" steps of ").map(|at| at - 1))?;
+            Some(line[at..].to_string())
+        };
+        let found: Vec<String> = text.lines().filter_map(launch).collect();
+        let of_16 = "1 steps of 16 rows";
+        let expected = [
+            vec![of_16],
+            vec![of_16; 4],
+            vec!["a chunk of 99", "1 steps of one row"],
+            vec!["a chunk of 199", "1 steps of one row"],
+            // A second token: the launch after the first one.
+            vec!["a chunk of 69", "1 steps of one row", "4 steps of one row"],
+        ];
+        assert_eq!(found, expected.concat(), "{text}");
+        return;
+    }
+    let stepper = stepper_with_waves(&Device::open(0).unwrap());
+    let vocab = stepper.bounds().vocab;
+    let limits = Limits { running_max: 4, waiting_max: 100, chunk_rows: 512, steps_max: STEPS_MAX };
+    let mut engine = Engine::new(stepper, limits).unwrap();
+    let settings = RequestSettings { ignore_eos: true, ..RequestSettings::plain(SampleSettings::greedy()) };
+    let request = settings.resolve(vocab, &[]).unwrap();
+    for (prompt, tokens_max) in [(16, 1), (64, 1), (100, 1), (200, 1), (70, 5)] {
+        let prompt: Vec<u32> = (0..prompt).map(|at| (at * at + prompt) % 100).collect();
+        let (choices, mut events) = (vec![request.clone()], vec![]);
+        engine.submit(Ask { prompt, tokens_max, choices, scores_prompt: None, grammar: None, deadline: None }).unwrap();
+        while !engine.is_idle() {
+            engine.turn(Duration::ZERO, &mut events).unwrap_or_else(|fault| panic!("{fault}"));
+        }
+    }
+}
+
+/// What the kernel for one row is not given, and tokens that it decided itself.
+#[test]
+fn one_row_over_pages_judges_its_launches() {
+    const NAME: &str = "one_row_over_pages_judges_its_launches";
+    if !is_child() {
+        with_fake_driver(NAME, "");
+        return;
+    }
+    let device = Device::open(0).unwrap();
+    let session = rows_session(&device, 8, None).unwrap();
+    let mut one = one_row_beside(&device, &Model::tiny(), &session);
+    let shape = Shape { rows: 8, ..*one.shape() };
+    assert_eq!((one.shape().rows, shape), (1, *session.shape()));
+    let mut guard = Guard::new(shape);
+    let page = |sequence, block, page| Edit { sequence: SequenceId(sequence), block, page: Some(PageId(page)) };
+    let mut edits = vec![page(0, 0, 5), page(0, 1, 2), page(1, 0, 3)];
+    let mut request = |rows: &[(u32, u32)], steps, wants_logits| Request {
+        rows: rows.iter().map(|&(s, position)| Row { sequence: SequenceId(s), position, wants_logits }).collect(),
+        steps,
+        edits: std::mem::take(&mut edits),
+    };
+    let input = |first| RowInput { first, steps: 4, inverse_temperature: 0.0, seed: 0 };
+    let (given, decided) = (|token| [input(FirstToken::Given(token))], [input(FirstToken::Decided(0))]);
+    let two = [given(1)[0], given(1)[0]];
+    let refused = |error: Result<(), SessionError>, expected: &str| {
+        let error = error.unwrap_err();
+        assert!(error.to_string().contains(expected), "{error}");
+    };
+    refused(one.queue(guard.admit(&request(&[(0, 0), (1, 0)], 1, true)).unwrap(), &two, false), "do not fit");
+    refused(one.queue(guard.admit(&request(&[(0, 0)], 1, true)).unwrap(), &decided, false), "decided no token");
+    refused(one.queue(guard.admit(&request(&[(0, 0)], 1, false)).unwrap(), &given(1), true), "want no logits");
+    refused(one.queue(guard.admit(&request(&[(0, 0)], 5, true)).unwrap(), &given(1), false), "do not fit");
+    refused(one.queue(guard.admit(&request(&[(0, 0)], 1, true)).unwrap(), &given(1 << 20), false), "vocabulary");
+    assert!(matches!(one.finish(), Err(SessionError::NotQueued)));
+    let settings = RequestSettings::plain(SampleSettings::greedy()).resolve(one.vocab(), &[]).unwrap();
+    let next = |tokens: &[u32], vocab| next_of_fake(tokens, &settings, &TokenCounts::new(tokens), None, vocab);
+    let mut text = vec![7];
+    for _ in 0..9 {
+        text.push(next(&text, one.vocab()));
+    }
+    // A launch goes on where the one before ended: with the token that it told, or with what it decided.
+    one.queue(guard.admit(&request(&[(0, 0)], 4, true)).unwrap(), &given(7), true).unwrap();
+    refused(one.queue(guard.admit(&request(&[(0, 4)], 1, true)).unwrap(), &given(1), false), "not waited for");
+    assert!(matches!(one.logits(0), Err(SessionError::NotFinished)));
+    let launched = one.finish().unwrap();
+    assert_eq!((launched.steps, launched.tokens.concat()), (4, text[..5].to_vec()));
+    assert_eq!(sample::argmax(&one.logits(0).unwrap()), Some(text[4]));
+    for (position, first) in [(4, input(FirstToken::Given(text[4]))), (5, decided[0])] {
+        let tables = guard.admit(&request(&[(0, position)], 1, true)).unwrap();
+        let launched = one.run_whole(tables, &[first], false).unwrap();
+        assert_eq!(launched.tokens.concat(), text[position as usize..][..2], "{position}");
+    }
+    // Another sequence, whose only token is the same; and back, with a token that was not decided.
+    let launched = one.run_whole(guard.admit(&request(&[(1, 0)], 1, true)).unwrap(), &given(7), false).unwrap();
+    assert_eq!(launched.tokens.concat(), text[..2]);
+    let launched = one.run_whole(guard.admit(&request(&[(0, 6)], 1, true)).unwrap(), &given(9), false).unwrap();
+    let other = [&text[..6], &[9]].concat();
+    assert_eq!(launched.tokens.concat(), [9, next(&other, one.vocab())]);
+    // A row that only fills the cache decides nothing.
+    let launched = one.run_whole(guard.admit(&request(&[(0, 7)], 1, false)).unwrap(), &given(3), false).unwrap();
+    assert_eq!(launched.tokens, Vec::<Vec<u32>>::new());
+    refused(one.queue(guard.admit(&request(&[(0, 8)], 1, true)).unwrap(), &decided, false), "decided no token");
 }
 
 /// Steps that run wave by wave, without and with the sampler, over the cache of a kernel that has words.

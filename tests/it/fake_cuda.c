@@ -222,12 +222,15 @@ static uint32_t chosen(uint64_t h, uint64_t seed, uint32_t position, float inver
     }
     return bits == 0 ? best_id : choice_at_head(values, vocab, inverse_temperature, seed, position);
 }
-// The kernel for one row of that model, over pages that lie in the order of their blocks.
-static void one_row_kernel(const Call *call) {
+// The kernel for one row of that model, over a pool of pages; or over pages that lie in the order of their blocks.
+static void one_row(const Call *call, int paged) {
     const RowsParams *p = call->argument[0];
     const uint32_t *sizes = inside(p->pack, 20);
-    uint32_t positions = sizes[2] * sizes[1], vocab = sizes[4], end = p->position + p->steps, token = 0;
-    uint32_t *cache = inside(p->cache, 4ull * positions), *mailbox = inside(p->mailbox, 4ull * (2 + positions));
+    uint32_t page_rows = sizes[1], positions = sizes[0] * page_rows, vocab = sizes[4], end = p->position + p->steps, token = 0;
+    uint32_t *cache = inside(p->cache, 4ull * sizes[2] * page_rows), *mailbox = inside(p->mailbox, 4ull * (2 + positions));
+    // The parameter after those of every kernel.
+    const uint32_t *table = paged ? inside(p->rows, 4ull * sizes[0]) : NULL;
+#define CACHED(at) cache[table ? table[(at) / page_rows] * page_rows + (at) % page_rows : (at)]
     const uint32_t *prompt = inside(p->prompt, 4ull * positions);
     static uint32_t decided, next;
     require(p->timeout_ns > 0 && p->steps > 0 && end <= positions && p->top_k == 0 && p->top_p == 0, "the parameters of a launch");
@@ -239,13 +242,18 @@ static void one_row_kernel(const Call *call) {
         mailbox[0] = at + 1;
         for (uint32_t i = 0; i < p->eos_count; i++) ends = ends || (!is_given && token == (uint32_t)p->eos[i]);
         if (ends || at == end) break;
-        cache[at] = token;
+        require(!table || table[at / page_rows] < sizes[2], "a position outside the page table");
+        CACHED(at) = token;
         uint64_t h = NO_TOKENS;
-        for (uint32_t before = 0; before <= at; before++) h = with_token(h, cache[before], vocab);
-        decided = chosen(h, p->seed, at + 1, p->inverse_temperature, vocab, NULL);
+        for (uint32_t before = 0; before <= at; before++) h = with_token(h, CACHED(before), vocab);
+        float *logits = p->logits ? (float *)inside(p->logits + 4ull * (at - p->position) * vocab, 4ull * vocab) : NULL;
+        decided = chosen(h, p->seed, at + 1, p->inverse_temperature, vocab, logits);
         next = at + 1;
     }
+    printf("%u steps of one row\n", p->steps);
 }
+static void one_row_kernel(const Call *call) { one_row(call, 0); }
+static void paged_kernel(const Call *call) { one_row(call, 1); }
 static void rows_kernel(const Call *call) {
     const RowsParams *p = call->argument[0];
     const uint32_t *sizes = inside(p->pack, 20);
@@ -294,6 +302,7 @@ static void rows_kernel(const Call *call) {
             }
     }
     last_tag = p->fills ? 0 : p->tag + p->steps;
+    printf("%u steps of %u rows\n", p->steps, p->row_count);
 }
 // Kernels of waves of that model. Without a mailbox one only fills the cache.
 typedef struct {
@@ -374,6 +383,8 @@ static void hang(const Call *call) { (void)call; for (;;) pause(); }
 typedef struct { const char *name; void (*run)(const Call *); size_t parameters[8]; int smem; } Kernel;
 // A module with the kernel for one row, which has the name of that for rows and fewer parameters.
 static Kernel kernels_one_row[] = {{"monobloc_decode", one_row_kernel, {offsetof(RowsParams, rows)}, 0}, {0}};
+// The same, over a pool of pages.
+static Kernel kernels_paged[] = {{"monobloc_decode", paged_kernel, {offsetof(RowsParams, rows) + 8}, 0}, {0}};
 static Kernel kernels[] = {
     {"self_test_empty", empty, {0}, 0},
     {"self_test_grid", grid_barrier, {8, 8, 8, 4, 8}, 0},
@@ -391,11 +402,11 @@ static Kernel kernels[] = {
 int cuModuleLoadData(void **module, const char *image) {
     BOUND();
     if (memcmp(image, "\177ELF", 4)) return INVALID_IMAGE;
-    *module = image[4] == '1' ? kernels_one_row : kernels;
+    *module = image[4] == '1' ? kernels_one_row : image[4] == '2' ? kernels_paged : kernels;
     modules++;
     return SUCCESS;
 }
-int cuModuleUnload(void *module) { BOUND(); modules--; return module == kernels || module == kernels_one_row ? SUCCESS : INVALID_VALUE; }
+int cuModuleUnload(void *module) { BOUND(); modules--; return module == kernels || module == kernels_one_row || module == kernels_paged ? SUCCESS : INVALID_VALUE; }
 int cuModuleGetFunction(Kernel **function, void *module, const char *name) {
     BOUND();
     for (Kernel *k = module; k->name; k++)

@@ -7,7 +7,7 @@ use monobloc::codegen::KernelSource;
 use monobloc::codegen::emit::{ENTRY_POINT, Trace, emit};
 use monobloc::cuda::cubin;
 use monobloc::cuda::nvrtc::Nvrtc;
-use monobloc::defaults::rows::{Room, place_rows};
+use monobloc::defaults::rows::{Room, place_one_row, place_rows};
 use monobloc::format::{Code, Format, ScaleCode};
 use monobloc::ir::variant::swizzled_piece;
 use monobloc::lower::lower;
@@ -75,6 +75,30 @@ fn odd_sizes_and_every_kind_of_attention_compile() {
         let placed = schedule(program, &target, &candidate).unwrap();
         let validated = validate(placed, &target).unwrap_or_else(|rejected| panic!("{name}: {rejected}"));
         let compiled = nvrtc.compile(&emit(&validated, &target, Trace::Off));
+        let compiled = compiled.unwrap_or_else(|error| panic!("{name} on {record}: {error}"));
+        assert!(!compiled.log.contains("warning"), "{name} on {record}: {}", compiled.log);
+    }
+}
+
+/// Steps of one row over a pool of pages, in every way that their kernels copy and attend.
+#[test]
+fn kernels_for_one_row_over_pages_compile() {
+    let Some(nvrtc) = nvrtc("kernels_for_one_row_over_pages_compile") else { return };
+    for (name, record, precision) in [
+        ("tinystories-llama", "t4", FP32),
+        ("variants/llama-head-80", "a10g", BF16),
+        ("variants/gemma3-yarn", "h100", FP32),
+        ("variants/gemma3-yarn", "h200", BF16),
+    ] {
+        let target = Target::builtin(record).unwrap();
+        let graph = import(&fixture(name)).unwrap().graph;
+        let candidate = Candidate::default_for(&graph, &target, precision);
+        let room = Room { rows: 8, sequences: 8, positions: 4096 };
+        let placed = place_one_row(&graph, name, precision, graph.positions_max.min(64), &target, &candidate, room);
+        let validated = validate(placed.unwrap(), &target).unwrap_or_else(|rejected| panic!("{name}: {rejected}"));
+        let source = emit(&validated, &target, Trace::Off);
+        assert!(source.text.contains("PagedParams p") && source.text.contains("POOL_ROWS"), "{}", source.text);
+        let compiled = nvrtc.compile(&source);
         let compiled = compiled.unwrap_or_else(|error| panic!("{name} on {record}: {error}"));
         assert!(!compiled.log.contains("warning"), "{name} on {record}: {}", compiled.log);
     }

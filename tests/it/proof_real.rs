@@ -7,13 +7,14 @@ use crate::formats::{all, rounded};
 use crate::proof_support::*;
 use crate::support::{checkpoints, fixture};
 use monobloc::candidate::{Candidate, Infeasible};
-use monobloc::defaults::rows::{Room, kernel_rows, place_rows};
+use monobloc::defaults::rows::{Room, kernel_rows, place_one_row, place_rows};
 use monobloc::dtype::{DType, Precision};
 use monobloc::format::NAMED;
 use monobloc::ir::schedule::{Mechanism, Schedule};
 use monobloc::lower::lower;
 use monobloc::model::config::{import, import_config_only};
 use monobloc::model::graph::{ModelGraph, QkNormSpan};
+use monobloc::rows::Shape;
 use monobloc::schedule::schedule;
 use monobloc::target::{Target, TargetKind};
 use monobloc::validate::{Rule, check, validate};
@@ -193,6 +194,55 @@ fn many_rows_on_every_record() {
     coded.layers.truncate(2);
     assert_eq!(kernel_rows(&coded, BF16, &h200), [8, 16]);
     refused(&place(&coded, &h200, 32).unwrap(), "expected weights that are no codes in steps of 32 rows, found codes");
+}
+
+/// The kernel for one row over pages is proven wherever that over one sequence's cache is, and lies over the pages of kernels for rows.
+#[test]
+fn one_row_over_pages_on_every_record() {
+    let config = include_str!("../../manifests/configs/smollm2-135m.json");
+    let mut graph = import_config_only(config, 0).unwrap().graph;
+    graph.layers.truncate(2);
+    let mut count = 0;
+    for target in Target::builtin_names().filter_map(Target::builtin).filter(|t| t.kind == TargetKind::Cuda) {
+        for precision in [BF16, FP32] {
+            let candidate = Candidate::default_for(&graph, &target, precision);
+            let program = lower(&graph, "one", precision, 512, &candidate).unwrap();
+            let Ok(alone) = schedule(program, &target, &candidate) else { continue };
+            let room = Room { rows: 8, sequences: 8, positions: 2048 };
+            let paged = place_one_row(&graph, "one", precision, 512, &target, &candidate, room).unwrap();
+            let violations = check(&paged, &target);
+            assert!(violations.is_empty(), "{}: {}", target.name, listed(&violations));
+            assert_eq!(
+                (&paged.regimes, &paged.variants, &paged.machine),
+                (&alone.regimes, &alone.variants, &alone.machine)
+            );
+            if let Ok(rows) = place_rows(&graph, "one", precision, 512, &target, &candidate, room) {
+                let shape = |schedule: &Schedule| Shape { rows: 0, ..Shape::of(&schedule.program).unwrap() };
+                assert_eq!(shape(&paged), shape(&rows), "{}", target.name);
+                knows_one_size_of_pages(paged, &target);
+                count += 1;
+            }
+        }
+    }
+    assert!(count > 10, "{count}");
+}
+
+/// What the kernel for one row knows one of: a size of pages, and all tables or none.
+fn knows_one_size_of_pages(mut paged: Schedule, target: &Target) {
+    let refused = |schedule: &Schedule, message: &str| {
+        let violations = check(schedule, target);
+        let found = violations.iter().any(|v| v.rule == Rule::KernelRows && v.message.contains(message));
+        assert!(found, "{message}: {}", listed(&violations));
+    };
+    let mut other = paged.clone();
+    let last = other.program.buffers.iter_mut().rfind(|buffer| buffer.paging.is_some()).unwrap();
+    last.rows *= 2;
+    last.paging.as_mut().unwrap().rows *= 2;
+    refused(&other, "as the other caches have them, found");
+    paged.program.tables.remove(0);
+    paged.program.buffers.iter_mut().filter_map(|b| b.paging.as_mut()).for_each(|paging| paging.table.0 -= 1);
+    paged.program.tables[1].rows = 1;
+    refused(&paged, "expected a table of sequences beside the others, found none");
 }
 
 /// No format is refused for a number of rows: where a record has room for steps of so many rows with values, it has room for them with

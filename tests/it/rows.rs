@@ -27,8 +27,8 @@ use crate::formats::{ODD, all, rounded};
 use crate::oracle::Kind;
 use crate::oracle::explore::{Effort, Verdict, judge};
 use crate::proof_support::{
-    buffer, grid, listed, looked_up, operand, release_nothing_last, swap_queued, task, two_devices, two_rows, words,
-    words_of,
+    BF16, FP32, buffer, grid, listed, looked_up, operand, release_nothing_last, swap_queued, task, two_devices,
+    two_rows, words, words_of,
 };
 use crate::support::{Goldens, checkpoints, fixture, max_difference};
 
@@ -147,6 +147,43 @@ fn a_paged_step_of_two_rows_is_two_steps_of_one() {
                 assert_eq!(differs, None, "bits of sequence {s}, {order:?}");
             }
         }
+    }
+}
+
+/// A step of one row over pages: the same tasks, and the same bits, wherever its sequence lies.
+#[test]
+fn a_paged_step_of_one_row_is_the_step_over_a_cache_of_its_own() {
+    let imported = tinystories();
+    for (precision, order) in [(FP32, Order::Threads(3)), (BF16, Order::Adversarial { seed: 4 })] {
+        let options = Options { arithmetic: Arithmetic::Fast, order };
+        let expected = [&FIRST[..], &SECOND].map(|prompt| alone(&imported, precision, options, prompt));
+        let schedule = place(&imported, precision, Some(&Batch { rows: 1, ..BATCH }));
+        let without = place(&imported, precision, None);
+        assert_eq!((schedule.regimes, schedule.variants), (without.regimes, without.variants));
+        let schedule = place(&imported, precision, Some(&Batch { rows: 1, ..BATCH }));
+        let mut interp = Interp::new(&schedule, packed(&imported, &schedule), options).unwrap();
+        let mut guard = Guard::new(Shape::of(&schedule.program).expect("tables"));
+        let pages: [&[u32]; 2] = [&[9, 0, 7, 2, 5], &[1, 8, 3]];
+        let edits = (0..2).flat_map(|s: usize| {
+            let page = move |(block, &page)| Edit { sequence: SequenceId(s as u32), block, page: Some(PageId(page)) };
+            (0..).zip(pages[s]).map(page)
+        });
+        let mut edits: Vec<Edit> = edits.collect();
+        // In turn, a launch of several steps where the text goes on by itself.
+        let prompts: [&[u32]; 2] = [&FIRST, &SECOND];
+        let mut runs: [Run; 2] = [vec![], vec![]];
+        for at in 0..FIRST.len() {
+            for s in [1, 0].into_iter().filter(|&s| at < prompts[s].len()) {
+                let steps = if at + 1 == prompts[s].len() { 1 + STEPS } else { 1 };
+                let rows = vec![row(SequenceId(s as u32), at as u32)];
+                let request = Request { rows, steps, edits: std::mem::take(&mut edits) };
+                let record = |step: &monobloc::interp::StepResult<'_>| {
+                    runs[s].push((step.token, bits(&step.logits.to_vec())));
+                };
+                interp.launch_rows(guard.admit(&request).unwrap(), &prompts[s][at..=at], record).unwrap();
+            }
+        }
+        assert!(runs == expected, "{order:?}");
     }
 }
 

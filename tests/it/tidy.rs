@@ -57,9 +57,10 @@ const IMPORTS: &[(&str, &[&str])] = &[
     // Source in, cubin out, bytes to a device; only kernels and their sessions know what a schedule is.
     ("cuda", &["codegen", "error", "target"]),
     ("cuda/kernel", &["codegen", "ir", "trace"]),
-    ("cuda/session", &["codegen", "error", "ir", "pack", "sample", "target"]),
+    ("cuda/session", &["codegen", "error", "ir", "pack", "rows", "sample", "target"]),
     // Launches rows only with tables that the guard gave out.
     ("cuda/rows", &["codegen", "error", "ir", "rows", "target"]),
+    ("cuda/one_row", &["codegen", "rows"]),
     ("cuda/waves", &["codegen", "ir", "rows", "trace", "waves"]),
     // Encodes requests for the kernel that chooses tokens.
     ("cuda/sampler", &["codegen", "sample"]),

@@ -1,0 +1,179 @@
+//! Owns `OneRowSession`: the kernel for one row over a pool of pages, launched as kernels for several rows are.
+
+use std::sync::Arc;
+
+use super::driver::Device;
+use super::memory::DeviceBuffer;
+use super::rows::{FirstToken, RowInput, RowLauncher, RowsLaunched, encode_rows, fits, only_fills, out_of_range};
+use super::sampler::{Asked, SamplerSession};
+use super::session::{Session, SessionError};
+use crate::codegen::abi::Queues;
+use crate::codegen::emit::Trace;
+use crate::rows::{Shape, Tables};
+
+/// Steps of one row over the pages of kernels for several rows.
+pub struct OneRowSession {
+    session: Session,
+    shape: Shape,
+    steps_max: u32,
+    flying: Option<Flying>,
+    /// What the last launch decided for the step after it.
+    decided: Option<u32>,
+    /// Of the last launch, whose logits can be read: those of its last step.
+    logits_step: u32,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Flying {
+    position: u32,
+    steps: u32,
+    timeout_ms: u64,
+    /// The tokens are those of the kernel: it decides some, and no sampler does.
+    has_tokens: bool,
+    /// The sampler has still to be queued.
+    is_unchosen: bool,
+}
+
+impl OneRowSession {
+    /// Loads the queues of a proven schedule of one row whose cache has pages. `pack` and, if it is given, `cache` are shared with other
+    /// kernels of the model. A launch has at most `steps_max` steps.
+    ///
+    /// # Errors
+    /// What the driver refuses.
+    pub fn load(
+        device: &Device,
+        queues: &Queues<'_>,
+        cubin: &[u8],
+        steps_max: u32,
+        pack: Arc<DeviceBuffer>,
+        cache: Option<Arc<DeviceBuffer>>,
+    ) -> Result<OneRowSession, SessionError> {
+        let program = &queues.validated().schedule().program;
+        let shape = Shape::of(program).expect("validate: a cache of pages has their tables");
+        let session = Session::load_over(device, queues, cubin, Trace::Off, steps_max, pack, cache)?;
+        Ok(OneRowSession { session, shape, steps_max, flying: None, decided: None, logits_step: 0 })
+    }
+
+    /// Judges the input of a launch, and tells the kernel where the sequence lies and, unless it knows, the token that it goes on with.
+    fn begin(&mut self, tables: &Tables<'_>, inputs: &[RowInput]) -> Result<u32, SessionError> {
+        if self.flying.is_some() {
+            return Err(SessionError::NotFinished);
+        }
+        let steps = tables.steps();
+        let ends = inputs.iter().any(|input| input.steps < steps);
+        if !fits(&self.shape, tables, inputs.len()) || ends || steps > self.steps_max {
+            return Err(out_of_range(tables));
+        }
+        let position = tables.rows()[0].position;
+        let (_, pages) = encode_rows(tables, inputs, &[self.decided.is_some()], self.session.vocab())?;
+        self.session.place(pages)?;
+        self.session.sample_row(inputs[0].inverse_temperature, inputs[0].seed);
+        let token = match inputs[0].first {
+            FirstToken::Given(token) => token,
+            FirstToken::Decided(row) => self.decided.ok_or(SessionError::Undecided { row })?,
+        };
+        // Where the launch before ended, its arg-max pairs decide the token once more.
+        if self.session.decided_at(position)? != Some(token) {
+            self.session.go_on(position, token)?;
+        }
+        Ok(position)
+    }
+}
+
+impl RowLauncher for OneRowSession {
+    fn shape(&self) -> &Shape {
+        &self.shape
+    }
+
+    fn vocab(&self) -> u32 {
+        self.session.vocab()
+    }
+
+    fn steps_max(&self) -> u32 {
+        self.steps_max
+    }
+
+    fn cache(&self) -> Arc<DeviceBuffer> {
+        self.session.cache()
+    }
+
+    fn pack(&self) -> Arc<DeviceBuffer> {
+        self.session.pack()
+    }
+
+    fn queue(&mut self, tables: Tables<'_>, inputs: &[RowInput], with_logits: bool) -> Result<(), SessionError> {
+        let steps = tables.steps();
+        // The step is a whole one all the same.
+        let has_tokens = !only_fills(&tables, inputs, with_logits)?;
+        let position = self.begin(&tables, inputs)?;
+        let timeout_ms = self.session.launch(position, steps, with_logits)?;
+        self.logits_step = steps - 1;
+        self.decided = None;
+        self.flying = Some(Flying { position, steps, timeout_ms, has_tokens, is_unchosen: false });
+        tables.finish(steps);
+        Ok(())
+    }
+
+    fn queue_steps(
+        &mut self,
+        tables: Tables<'_>,
+        inputs: &[RowInput],
+        choosing: Option<(&mut SamplerSession, &[Asked<'_>])>,
+    ) -> Result<(), SessionError> {
+        let steps = tables.steps();
+        if only_fills(&tables, inputs, true)? {
+            return Err(SessionError::NoLogits);
+        }
+        let FirstToken::Given(token) = inputs.first().map_or(FirstToken::Decided(0), |input| input.first) else {
+            return Err(out_of_range(&tables));
+        };
+        let position = self.begin(&tables, inputs)?;
+        self.session.go_on(position, token)?;
+        let is_unchosen = choosing.is_none();
+        let timeout_ms = self.session.launch_each(position, steps, choosing)?;
+        self.logits_step = 0;
+        self.decided = None;
+        self.flying = Some(Flying { position, steps, timeout_ms, has_tokens: false, is_unchosen });
+        tables.finish(steps);
+        Ok(())
+    }
+
+    fn choose(&mut self, sampler: &mut SamplerSession, asked: &[Asked<'_>]) -> Result<(), SessionError> {
+        let is_unchosen = self.flying.as_mut().map(|flying| &mut flying.is_unchosen);
+        self.session.choose(is_unchosen, sampler, asked)
+    }
+
+    fn finish(&mut self) -> Result<RowsLaunched, SessionError> {
+        let Some(Flying { position, steps, timeout_ms, has_tokens, is_unchosen }) = self.flying.take() else {
+            return Err(SessionError::NotQueued);
+        };
+        if is_unchosen {
+            return Err(SessionError::NotChosen);
+        }
+        let launched = self.session.finish(timeout_ms)?;
+        let ran = launched.decided.saturating_sub(position + 1).min(steps);
+        // Of each step, and of the one after the last.
+        let count = if has_tokens { ran + 1 } else { 0 };
+        let tokens = (position..position + count)
+            .map(|at| self.session.token(at))
+            .collect::<Result<Vec<u32>, SessionError>>()?;
+        self.decided = tokens.last().copied();
+        let tokens = tokens.into_iter().map(|token| vec![token]).collect();
+        Ok(RowsLaunched { device_us: launched.device_us, steps: ran, tokens })
+    }
+
+    fn logits(&self, _row: u32) -> Result<Vec<f32>, SessionError> {
+        if self.flying.is_some() {
+            return Err(SessionError::NotFinished);
+        }
+        self.session.logits_of_step(self.logits_step)
+    }
+
+    fn poison_logits(&mut self) -> Result<(), SessionError> {
+        self.session.poison_logits()
+    }
+
+    fn read_cache(&self, at: u64, bytes: usize) -> Result<Vec<u16>, SessionError> {
+        self.session.read_cache(at, bytes)
+    }
+}
