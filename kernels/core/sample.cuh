@@ -41,11 +41,10 @@ __device__ __forceinline__ float ln_f32(float x) {
   return __fadd_rn(__fadd_rn(f, y), __fmul_rn(e, 0.6933594f));
 }
 
-// e^d for d from -30 to 0; e^-30 below.
+// e^d for d from -30 to 0.
 __device__ __forceinline__ float exp_inline(float d) {
-  const float from = fmaxf(d, -30.f);
-  const float n = floorf(mul_add(from, 1.44269502f, 0.5f));
-  float r = __fsub_rn(from, __fmul_rn(n, 0.6933594f));
+  const float n = floorf(mul_add(d, 1.44269502f, 0.5f));
+  float r = __fsub_rn(d, __fmul_rn(n, 0.6933594f));
   r = __fsub_rn(r, __fmul_rn(n, -0.00021219444f));
   const float z = __fmul_rn(r, r);
   float p = 0.00019875691f;
@@ -58,7 +57,10 @@ __device__ __forceinline__ float exp_inline(float d) {
   return __fmul_rn(y, __uint_as_float(u32(int(n) + 127) << 23));
 }
 // e^d for d <= 0; 0 below -30. Out of line: loops over all ids are unrolled around it.
-__device__ __noinline__ float exp_f32(float d) { return d < -30.f ? 0.f : exp_inline(d); }
+__device__ __noinline__ float exp_f32(float d) {
+  if (d < -30.f) return 0.f;
+  return exp_inline(d);
+}
 
 // Standard exponential and Gumbel variates of a random word.
 __device__ __forceinline__ float exponential(u32 x) {

@@ -208,8 +208,9 @@ struct AttentionTensor {
     const int g = c.lane() / 4, t = c.lane() % 4;
     u32 start, end;
     history_share(c.position, G::WINDOW, G::SPLITS, j, start, end);
-    // Looked up here: at the end of the task all warps would wait for it.
-    const u32 to = cache_row<M>(c.p, c.position);
+    // A page is looked up here: at the end of the task all warps would wait for it.
+    u32 paged = 0;
+    if constexpr (is_paged<M>()) paged = cache_row<M>(c.p, c.position);
     Walk walk(c, start, end);
     // The first pair, not more: who frees slots has to come this far.
     walk.take(c);
@@ -302,7 +303,7 @@ struct AttentionTensor {
         const int at = n + c.lane();
         if (at < 2 * PIECES) {
           u8* row = c.p.cache + u64(at < PIECES ? e.k_cache : e.v_cache) * OFFSET_BYTES +
-                    (u64(u32(i) * QUERIES / G::GROUP) * cache_rows<M>() + to) * (G::PITCH * 2);
+                    (u64(u32(i) * QUERIES / G::GROUP) * cache_rows<M>() + (is_paged<M>() ? paged : c.position)) * (G::PITCH * 2);
           *reinterpret_cast<uint4*>(row + (at % PIECES ^ swizzle(c.position)) * 16) = *reinterpret_cast<const uint4*>(row_at(c, KEY) + at * 16);
         }
       }

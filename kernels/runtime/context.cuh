@@ -43,15 +43,15 @@ struct PagedParams : Params {
 static_assert(sizeof(PagedParams) == 192, "the host fills this struct");
 
 template <class M>
-constexpr bool has_pages(decltype(M::PAGE_ROWS)*) {
+__device__ constexpr bool has_pages(decltype(M::PAGE_ROWS)*) {
   return true;
 }
 template <class M>
-constexpr bool has_pages(...) {
+__device__ constexpr bool has_pages(...) {
   return false;
 }
 template <class M>
-constexpr bool is_paged() {
+__device__ constexpr bool is_paged() {
   return has_pages<M>(nullptr);
 }
 

@@ -402,7 +402,7 @@ struct Sampler {
         u64 weights[4];
         // As weight_of, without branches, so that the four run side by side: that of e^-30 is 0, too.
 #pragma unroll
-        for (int i = 0; i < 4; i++) weights[i] = u64(__fmul_rn(exp_inline(distance(scores[i], most)), 1099511627776.f));
+        for (int i = 0; i < 4; i++) weights[i] = u64(__fmul_rn(exp_inline(fmaxf(distance(scores[i], most), -30.f)), 1099511627776.f));
 #pragma unroll
         for (int i = 0; i < 4; i++)
           if (in[i] != SAMPLE_BUCKETS && weights[i] != 0) {
