@@ -149,10 +149,16 @@ impl Vocabulary {
     }
 }
 
-/// The first line of what llguidance says: the rest is for its developers.
+/// The first line of what llguidance says: the rest is for its developers, unless the first line only announces it.
 fn reason(said: &str) -> String {
     const CHARACTERS_MAX: usize = 300;
-    said.lines().next().unwrap_or_default().chars().take(CHARACTERS_MAX).collect()
+    let first = said.lines().next().unwrap_or_default();
+    let fault = said.lines().rev().find_map(|line| line.trim().strip_prefix("error: "));
+    let text = match fault.filter(|_| first.ends_with(':')) {
+        Some(fault) => format!("{first} {fault}"),
+        None => first.to_string(),
+    };
+    text.chars().take(CHARACTERS_MAX).collect()
 }
 
 /// A compiled source.
@@ -317,7 +323,7 @@ mod tests {
             (r#"{"type": "array", "uniqueItems": true}"#, "Unimplemented keys: [\"uniqueItems\"]"),
             (r#"{"type": "string", "format": "poem"}"#, "Unknown format: poem"),
             (r#"{"oneOf": [{"minimum": 1}, {"minimum": 2}]}"#, "oneOf constraints are not supported"),
-            (r#"{"type": "string", "pattern": "("}"#, ""),
+            (r#"{"type": "string", "pattern": "("}"#, "unclosed group"),
             (r#"{"type": "integer", "minimum": 5, "maximum": 2}"#, ""),
             (r##"{"$ref": "#/nowhere"}"##, ""),
             (r#"{"x-guidance": {}}"#, "`x-guidance` is no keyword of JSON schemas"),

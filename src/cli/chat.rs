@@ -58,7 +58,7 @@ pub fn chat(session: &Session, asked: &Chat) -> Result<Outcome, Fault> {
     let mut lines = Lines::open(session.terminal.stdout_is_terminal());
     if lines.is_terminal() {
         let (name, place) = (given.model_name(), runner.place());
-        session.terminal.say(&format!("{name} ({place}); /help lists the commands, Ctrl-D ends the chat"));
+        session.tell(&format!("{name} ({place}); /help lists the commands, Ctrl-D ends the chat"));
     }
     let mut conversation = Conversation {
         session,
@@ -178,7 +178,7 @@ impl Conversation<'_> {
         };
         let used = prompt.len() + count;
         let how = if stopped { ", stopped" } else { "" };
-        terminal.say(&format!(
+        self.session.tell(&format!(
             "[{}{rate}{how}; {} of {} prompt tokens decoded in {:.0} ms; context: {used} of {context_max} tokens used, {} left]",
             tokens(count),
             prompt.len() - answer.reused,

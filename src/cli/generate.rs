@@ -208,7 +208,7 @@ impl Generated<'_> {
             let accepted = speculated.map(|Speculated { proposed, accepted }| {
                 format!("; {accepted} of {} accepted", super::units::counted(proposed as u64, "proposed token"))
             });
-            session.terminal.say(&format!(
+            session.tell(&format!(
                 "prompt of {} in {:.0} ms, then {}{rate} ({place}){}; stopped: {}",
                 tokens(prompt.len()),
                 prompt_s * 1e3,

@@ -36,10 +36,9 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::process::ExitCode;
 
 use clap::Parser;
-use serde_json::json;
 
 use crate::error::{Fault, Tier};
-use crate::model::config::schema_table;
+use crate::model::config::{schema_json, schema_table};
 use arguments::{Arguments, Command};
 use session::Session;
 use terminal::interrupt;
@@ -124,7 +123,7 @@ fn answer(session: &Session, command: Command) -> Result<Outcome, Fault> {
         Command::Tokens(asked) => session::serve_tokens(&asked),
         Command::Schema(asked) => {
             match asked.json {
-                true => session.terminal.print_json(&json!({ "markdown": schema_table() }))?,
+                true => session.terminal.print_json(&schema_json())?,
                 false => session.terminal.print(&schema_table())?,
             }
             Ok(Outcome::Done)

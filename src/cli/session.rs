@@ -50,6 +50,13 @@ impl Session {
         Ok(Workspace { cache: self.open_cache()?, report: self.report(talk), trials: self.trials.clone() })
     }
 
+    /// Says how a command went, unless `--quiet` is given.
+    pub fn tell(&self, text: &str) {
+        if !self.quiet {
+            self.terminal.say(text);
+        }
+    }
+
     fn report(&self, talk: Talk) -> Report {
         match talk {
             Talk::Work if self.quiet => Report::quiet(),

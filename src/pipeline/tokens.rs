@@ -291,6 +291,11 @@ impl Tokens {
         self.done(&Ask::Grammar { source: source.clone(), vocab, eos: eos.to_vec() })
     }
 
+    /// The folder of its checkpoint.
+    pub fn folder(&self) -> &Path {
+        self.path.parent().unwrap_or(&self.path)
+    }
+
     /// Whether its process has ended: it answers nothing any more.
     pub fn is_lost(&self) -> bool {
         self.worker.is_none()

@@ -52,7 +52,15 @@ impl Encoders {
         let (answer, answered) = oneshot::channel();
         let job = Box::new(move |tokens: Result<&mut Tokens, ApiError>| {
             // A handler that is gone wants no answer.
-            let _ = answer.send(tokens.and_then(|tokens| question(tokens).map_err(ApiError::from)));
+            let asked = tokens.and_then(|tokens| {
+                let folder = format!("{}/", tokens.folder().display());
+                question(tokens).map_err(|fault| {
+                    let error = ApiError::from(fault);
+                    // Where the files of this machine are is nothing for its clients.
+                    ApiError { message: error.message.replace(&folder, ""), ..error }
+                })
+            });
+            let _ = answer.send(asked);
         });
         match self.jobs.try_send(job) {
             Ok(()) => answered.await.unwrap_or_else(|_| Err(ApiError::dead("the tokenizer's thread ended"))),

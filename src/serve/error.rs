@@ -92,10 +92,14 @@ impl From<Refused> for ApiError {
 
 impl From<SampleError> for ApiError {
     fn from(error: SampleError) -> ApiError {
-        // Its message begins with the setting.
         let message = error.to_string();
-        let name = message.split(':').next().unwrap_or_default().replace('-', "_");
-        ApiError { param: Some(name), ..ApiError::bad(message) }
+        // It begins with the setting, as the command line names it.
+        let Some((setting, rest)) = message.split_once(": ") else { return ApiError::bad(message) };
+        match (setting, setting.strip_prefix("logit-bias of ")) {
+            (_, Some(id)) => ApiError::field("logit_bias", format!("{id}: {rest}")),
+            ("stop ids", _) => ApiError::field("stop_token_ids", rest),
+            _ => ApiError::field(setting.replace('-', "_"), rest),
+        }
     }
 }
 
@@ -122,5 +126,38 @@ pub fn finish_reason(end: &End) -> Result<&'static str, ApiError> {
         }
         End::Grammar(error) => Err(ApiError::bad(error.to_string()).with_code("grammar_too_complex")),
         End::Choice(error) => Err(ApiError::new(StatusCode::INTERNAL_SERVER_ERROR, error.to_string())),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use super::*;
+    use crate::sample::{RequestSettings, SampleSettings};
+
+    #[test]
+    fn a_setting_is_refused_by_the_name_of_its_field() {
+        let neutral = RequestSettings::plain(SampleSettings { temperature: 0.0, top_k: None, top_p: None, seed: 0 });
+        for (settings, param, message) in [
+            (
+                RequestSettings { min_p: 2.0, ..neutral.clone() },
+                "min_p",
+                "`min_p`: expected a number from 0 to 1, found `2`",
+            ),
+            (
+                RequestSettings { logit_bias: BTreeMap::from([(3, 101.0)]), ..neutral.clone() },
+                "logit_bias",
+                "`logit_bias`: id 3: expected a number from -100 to 100, found `101`",
+            ),
+            (
+                RequestSettings { stop_ids: vec![77], ..neutral.clone() },
+                "stop_token_ids",
+                "`stop_token_ids`: expected ids below 50 (the model's vocabulary), found 77",
+            ),
+        ] {
+            let error = ApiError::from(settings.resolve(50, &[]).unwrap_err());
+            assert_eq!((error.param.as_deref(), error.message.as_str()), (Some(param), message));
+        }
     }
 }

@@ -4,9 +4,10 @@
 //! size at most.
 
 use std::fmt;
+use std::marker::PhantomData;
 
 use serde::Deserialize;
-use serde::de::{DeserializeOwned, Deserializer, MapAccess, Visitor};
+use serde::de::{DeserializeOwned, Deserializer, MapAccess, SeqAccess, Visitor};
 use serde_json::value::RawValue;
 
 use super::error::ApiError;
@@ -33,19 +34,35 @@ impl<'a> Fields<'a> {
     /// The value of a field; `None`: it is not there, or null.
     ///
     /// # Errors
-    /// A value of another type.
+    /// A value of another type, or a long one.
     pub fn take<T: DeserializeOwned>(&mut self, name: &str) -> Result<Option<T>, ApiError> {
-        let Some(value) = self.raw(name) else { return Ok(None) };
-        let read = serde_json::from_str::<Option<T>>(value.get());
-        read.map_err(|error| ApiError::field(name, plain(&error)))
+        self.read(name, FIELD_BYTES_MAX)
     }
 
-    /// The value of a field that has to be there.
+    /// The value of a field that may be as long as a body. Its type has to bound what it takes.
+    ///
+    /// # Errors
+    /// A value of another type.
+    pub fn take_long<T: DeserializeOwned>(&mut self, name: &str) -> Result<Option<T>, ApiError> {
+        self.read(name, usize::MAX)
+    }
+
+    /// The value of a field that has to be there, and may be as long as a body.
     ///
     /// # Errors
     /// None, or a value of another type.
     pub fn need<T: DeserializeOwned>(&mut self, name: &str) -> Result<T, ApiError> {
-        self.take(name)?.ok_or_else(|| ApiError::field(name, "is missing"))
+        self.take_long(name)?.ok_or_else(|| ApiError::field(name, "is missing"))
+    }
+
+    fn read<T: DeserializeOwned>(&mut self, name: &str, bytes_max: usize) -> Result<Option<T>, ApiError> {
+        let Some(value) = self.raw(name) else { return Ok(None) };
+        let found = value.get().len();
+        if found > bytes_max {
+            return Err(ApiError::field(name, format!("expected at most {bytes_max} bytes, found {found}")));
+        }
+        let read = serde_json::from_str::<Option<T>>(value.get());
+        read.map_err(|error| ApiError::field(name, plain(&error)))
     }
 
     /// Takes a field whose neutral values change nothing.
@@ -83,10 +100,58 @@ pub fn unsupported(name: &str) -> ApiError {
     ApiError::field(name, "this server does not support it").with_code("unsupported_parameter")
 }
 
-/// An error without the place in a value that the client wrote on one line.
+/// An error without the place in a value that the client wrote on one line, and without the names of Rust's types.
 fn plain(error: &serde_json::Error) -> String {
     let text = error.to_string();
-    text.split(" at line ").next().unwrap_or_default().to_string()
+    let mut text = text.split(" at line ").next().unwrap_or_default().to_string();
+    for (rust, words) in [
+        ("expected u32", "expected a whole number from 0 to 4294967295"),
+        ("expected i64", "expected a whole number of at most 64 bits"),
+        ("expected f32", "expected a number"),
+        ("expected a sequence", "expected a list"),
+        ("invalid type: sequence", "invalid type: list"),
+        ("invalid type: map", "invalid type: object"),
+    ] {
+        text = text.replace(rust, words);
+    }
+    text
+}
+
+/// A list of at most `MOST` values. A longer one is refused before the rest of it is read.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Few<T, const MOST: usize>(pub Vec<T>);
+
+impl<'de, T: Deserialize<'de>, const MOST: usize> Deserialize<'de> for Few<T, MOST> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Few<T, MOST>, D::Error> {
+        struct Listed<T, const MOST: usize>(PhantomData<T>);
+        impl<'de, T: Deserialize<'de>, const MOST: usize> Visitor<'de> for Listed<T, MOST> {
+            type Value = Few<T, MOST>;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a list")
+            }
+
+            fn visit_seq<A: SeqAccess<'de>>(self, list: A) -> Result<Self::Value, A::Error> {
+                few(list, MOST).map(Few)
+            }
+        }
+        deserializer.deserialize_seq(Listed(PhantomData))
+    }
+}
+
+/// The values of a list, of which there are at most `most`.
+///
+/// # Errors
+/// A longer list, or what reading a value says.
+pub fn few<'de, T: Deserialize<'de>, A: SeqAccess<'de>>(mut list: A, most: usize) -> Result<Vec<T>, A::Error> {
+    let mut values = vec![];
+    while let Some(value) = list.next_element()? {
+        if values.len() == most {
+            return Err(serde::de::Error::custom(format!("expected at most {most}, found more")));
+        }
+        values.push(value);
+    }
+    Ok(values)
 }
 
 impl<'de: 'a, 'a> Deserialize<'de> for Fields<'a> {
@@ -116,6 +181,8 @@ impl<'de: 'a, 'a> Deserialize<'de> for Fields<'a> {
 
 /// The API has fewer than this.
 const FIELDS_MAX: usize = 200;
+/// Bytes of a field that is neither a prompt nor messages. Some values take 30 times their bytes of JSON.
+const FIELD_BYTES_MAX: usize = 1 << 20;
 
 #[cfg(test)]
 mod tests {
@@ -127,7 +194,7 @@ mod tests {
         assert_eq!(fields.take::<u32>("a"), Ok(Some(1)));
         assert_eq!((fields.take::<u32>("a"), fields.take::<u32>("b")), (Ok(None), Ok(None)));
         let wrong = fields.take::<u32>("c").unwrap_err();
-        assert_eq!(wrong.message, "`c`: invalid type: string \"text\", expected u32");
+        assert_eq!(wrong.message, "`c`: invalid type: string \"text\", expected a whole number from 0 to 4294967295");
         assert_eq!(wrong.param.as_deref(), Some("c"));
         assert_eq!(fields.neutral("f", &["false"]), Ok(()));
         let left = fields.finish().unwrap_err();
@@ -135,6 +202,20 @@ mod tests {
             (left.message.as_str(), left.code),
             ("`d`: this server knows no such field", Some("unknown_parameter"))
         );
+    }
+
+    #[test]
+    fn a_list_is_read_no_further_than_it_may_be_long() {
+        let mut fields = Fields::of(br#"{"a": [1, 2], "b": [1, 2, 3, "not read"], "c": {}}"#).unwrap();
+        assert_eq!(fields.need::<Few<u32, 2>>("a"), Ok(Few(vec![1, 2])));
+        for (name, expected) in
+            [("b", "`b`: expected at most 2, found more"), ("c", "`c`: invalid type: object, expected a list")]
+        {
+            assert_eq!(fields.need::<Few<u32, 2>>(name).unwrap_err().message, expected);
+        }
+        let long = format!("{{\"a\": [{}1]}}", "1,".repeat(FIELD_BYTES_MAX / 2));
+        let refused = Fields::of(long.as_bytes()).unwrap().take::<Vec<u32>>("a").unwrap_err();
+        assert_eq!(refused.message, "`a`: expected at most 1048576 bytes, found 1048579");
     }
 
     #[test]

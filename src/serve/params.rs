@@ -20,6 +20,8 @@ const STOP_BYTES_MAX: usize = 1024;
 const LOGPROBS_MAX: u32 = 20;
 const STOP_IDS_MAX: usize = 64;
 const LOGIT_BIAS_MAX: usize = 1024;
+/// Prompts of a request. How many choices the server takes at a time bounds them further.
+const PROMPTS_MAX: usize = 4096;
 
 /// What both endpoints know.
 #[derive(Debug, Clone)]
@@ -272,6 +274,9 @@ impl<'de> Deserialize<'de> for Prompts {
                         Entry::Ids(list) if ids.is_empty() => prompts.push(Prompt::Ids(list)),
                         _ => return Err(A::Error::custom(format!("expected {PROMPT}, found a mixture"))),
                     }
+                    if prompts.len() > PROMPTS_MAX {
+                        return Err(A::Error::custom(format!("expected at most {PROMPTS_MAX} prompts, found more")));
+                    }
                 }
                 if prompts.is_empty() {
                     prompts.push(Prompt::Ids(ids));
@@ -299,7 +304,8 @@ mod tests {
         ] {
             assert_eq!(serde_json::from_str::<Prompts>(json).unwrap(), Prompts(expected), "{json}");
         }
-        for json in ["1", "[1, \"a\"]", "[[1], 2]", "[[[1]]]", "[-1]", "[4294967296]", "[1.5]", "{}"] {
+        let many = format!("[{}\"a\"]", "\"a\",".repeat(PROMPTS_MAX));
+        for json in [&*many, "1", "[1, \"a\"]", "[[1], 2]", "[[[1]]]", "[-1]", "[4294967296]", "[1.5]", "{}"] {
             assert!(serde_json::from_str::<Prompts>(json).is_err(), "{json}");
         }
     }

@@ -1,5 +1,6 @@
 //! Owns the endpoints: what each reads, and what it asks of the desk and of the tokenizer.
 
+use std::collections::VecDeque;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
@@ -9,15 +10,16 @@ use axum::extract::{Path, Request, State};
 use axum::http::{HeaderMap, HeaderValue, Method, Response, StatusCode, header};
 use axum::routing::{get, post};
 use serde::Deserialize;
+use serde::de::{Deserializer, Error, IgnoredAny, MapAccess, SeqAccess, Visitor};
 use serde_json::{Value, json};
-use tokio::sync::mpsc::unbounded_channel;
+use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use super::Model;
-use super::desk::{Desk, Order, Said, TextSettings, lock};
+use super::desk::{Answer, Desk, Order, Said, TextSettings, lock};
 use super::encoders::Encoders;
 use super::error::ApiError;
-use super::fields::{Fields, unsupported};
+use super::fields::{Few, Fields, few, unsupported};
 use super::params::{Params, Prompt, Prompts, fresh_seed, top_logprobs, within_grammar};
 use super::reply::{Echo, Head, Held, Kind, Reply};
 use super::tools::{Reader, Tools};
@@ -38,6 +40,12 @@ const BODY_TIME: Duration = Duration::from_secs(30);
 /// Tokens of a completion that names no number: that of the API.
 const COMPLETION_TOKENS: u32 = 16;
 const MESSAGES_MAX: usize = 4096;
+/// Parts of a message.
+const PARTS_MAX: usize = 4096;
+/// A text is not tokenized if it is longer than a context of tokens of this many bytes, and than `TEXT_BYTES`: a tokenizer needs
+/// some microseconds for each byte, and other requests wait for it.
+const TOKEN_BYTES: usize = 64;
+const TEXT_BYTES: usize = 64 << 10;
 
 /// What every endpoint has.
 pub struct Server {
@@ -146,6 +154,31 @@ impl Server {
         }
     }
 
+    /// Refuses a text that is too long to be tokenized. `field` names it.
+    fn check_text(&self, field: &str, bytes: usize) -> Result<(), ApiError> {
+        let most = (TOKEN_BYTES * self.model.context_max as usize).max(TEXT_BYTES);
+        if bytes <= most {
+            return Ok(());
+        }
+        let message = format!("expected at most {most} bytes of text, found {bytes}");
+        Err(ApiError::field(field, message).with_code("context_length_exceeded"))
+    }
+
+    fn check_messages(&self, messages: &[Message]) -> Result<(), ApiError> {
+        self.check_text("messages", messages.iter().map(|message| message.content.len()).sum())
+    }
+
+    /// Takes room for the choices of as many prompts.
+    fn reserve(&self, prompts: usize, params: &Params) -> Result<OwnedSemaphorePermit, ApiError> {
+        let count = (prompts as u32).saturating_mul(params.choices);
+        if count > self.choices_max {
+            let message = format!("expected at most {} choices of all prompts, found {count}", self.choices_max);
+            return Err(ApiError::field("n", message));
+        }
+        let permit = self.choices.clone().try_acquire_many_owned(count);
+        permit.map_err(|_| ApiError::busy("too many requests wait already"))
+    }
+
     /// Compiles what a field asks of the text.
     async fn grammar(&self, source: Source, field: &str) -> Result<Grammar, ApiError> {
         let (vocabulary, vocab, eos) = (self.vocabulary.clone(), self.model.vocab, self.model.eos.clone());
@@ -165,21 +198,19 @@ impl Server {
         })
     }
 
-    /// Orders continuations of prompts; the reply once all of them are taken.
-    async fn order(&self, kind: Kind, params: Params, asked: Asked) -> Answered {
+    /// Orders continuations of prompts; the reply once all of them are taken. `permit` is that of [`Server::reserve`].
+    async fn order(&self, kind: Kind, params: Params, asked: Asked, permit: OwnedSemaphorePermit) -> Answered {
         let arrived = Instant::now();
         let Asked { prompts, echoes, tokens_max, settings, scores_prompt, grammar, reader } = asked;
+        if settings.min_tokens > tokens_max {
+            let message = format!("expected at most {tokens_max}, as `max_tokens`, found {}", settings.min_tokens);
+            return Err(ApiError::field("min_tokens", message));
+        }
         let health = self.desk.health();
         if let Some(trouble) = health.trouble {
             return Err(ApiError::dead(trouble));
         }
-        let count = (prompts.len() as u32).saturating_mul(params.choices);
-        if count > self.choices_max {
-            let message = format!("expected at most {} choices in all, found {count}", self.choices_max);
-            return Err(ApiError::field("n", message));
-        }
-        let permit = self.choices.clone().try_acquire_many_owned(count);
-        let permit = permit.map_err(|_| ApiError::busy("too many requests wait already"))?;
+        let count = prompts.len() as u32 * params.choices;
         let (vocab, eos) = (self.model.vocab, &self.model.eos);
         let seed = settings.sampling.seed;
         let seeded = |at: u32| {
@@ -204,18 +235,8 @@ impl Server {
         }
         drop(answers);
         let mut held = Held { desk: self.desk.clone(), requests: vec![], _permit: permit };
-        let mut early = vec![];
-        let orders = count / params.choices;
-        while held.requests.len() < orders as usize {
-            match answered.recv().await {
-                None => return Err(ApiError::dead("the engine ended")),
-                Some(answer) => match answer.said {
-                    Said::Refused(error) => return Err(error),
-                    Said::Taken(request) => held.requests.push(request),
-                    _ => early.push(answer),
-                },
-            }
-        }
+        let orders = (count / params.choices) as usize;
+        let early = all_taken(&mut held, orders, &mut answered).await.map_err(|error| of_kind(kind, error))?;
         lock(&self.desk.metrics).prompt_tokens += u64::from(prompt_tokens);
         let id = format!("{:016x}", fresh_seed());
         let head = Head {
@@ -234,7 +255,7 @@ impl Server {
             reader,
             usage: params.usage,
         };
-        let reply = Reply { head, early: early.into(), answers: answered, _held: held, left: count };
+        let reply = Reply { head, early, answers: answered, _held: held, left: count };
         if params.stream {
             let mut response = Response::new(reply.stream());
             let headers = response.headers_mut();
@@ -243,6 +264,35 @@ impl Server {
             return Ok(response);
         }
         Ok(json_response(&reply.whole().await?))
+    }
+}
+
+/// Waits until each of as many orders is a request; what was said of them in the meantime.
+async fn all_taken(
+    held: &mut Held,
+    orders: usize,
+    answers: &mut UnboundedReceiver<Answer>,
+) -> Result<VecDeque<Answer>, ApiError> {
+    let mut early = VecDeque::new();
+    while held.requests.len() < orders {
+        let answer = answers.recv().await.ok_or_else(|| ApiError::dead("the engine ended"))?;
+        match answer.said {
+            Said::Refused(error) => return Err(error),
+            Said::Taken(request) => held.requests.push(request),
+            _ => early.push_back(answer),
+        }
+    }
+    Ok(early)
+}
+
+/// The error in the words of an endpoint: a chat's prompt is made of its messages.
+fn of_kind(kind: Kind, error: ApiError) -> ApiError {
+    match (kind, error.param.as_deref()) {
+        (Kind::Chat, Some("prompt")) => {
+            let message = error.message.replacen("`prompt`", "`messages`", 1);
+            ApiError { message, param: Some("messages".to_string()), ..error }
+        }
+        _ => error,
     }
 }
 
@@ -403,36 +453,41 @@ async fn completions(server: Arc<Server>, body: Bytes) -> Answered {
     if params.stream && scores_prompt.is_some() && params.choices > 1 {
         return Err(ApiError::field("n", "a stream repeats the prompt's log-probabilities for one choice only"));
     }
+    // Before a tokenizer works for it.
+    let permit = server.reserve(prompts.len(), &params)?;
     let skip_special = params.skip_special;
-    let texts = prompts.iter().any(|prompt| matches!(prompt, Prompt::Text(_)));
-    let (prompts, echoes) = if texts || echo {
-        let question = move |tokens: &mut Tokens| {
-            let (mut all, mut echoes) = (vec![], vec![]);
-            for prompt in prompts {
-                let (ids, text) = match prompt {
-                    Prompt::Text(text) => (tokens.encode(&text, special)?, Some(text)),
-                    Prompt::Ids(ids) => (ids, None),
-                };
-                if echo {
-                    let text = match text {
-                        Some(text) => text,
-                        None => tokens.decode(vec![ids.clone()], skip_special)?.concat(),
-                    };
-                    let first = tokens.pieces(ids.first().copied().into_iter().collect())?.concat();
-                    echoes.push(Echo { text, first });
-                }
-                all.push(ids);
+    let (mut all, mut echoes) = (vec![], vec![]);
+    for prompt in prompts {
+        match &prompt {
+            Prompt::Text(text) => server.check_text("prompt", text.len())?,
+            // Refused when it is ordered; no tokenizer repeats it.
+            Prompt::Ids(ids) if !echo || ids.len() > server.model.context_max as usize => {
+                all.push(ids.clone());
+                continue;
             }
-            Ok((all, echoes))
+            Prompt::Ids(_) => {}
+        }
+        // One question for each prompt: other requests have their turn between them.
+        let question = move |tokens: &mut Tokens| {
+            let (ids, text) = match prompt {
+                Prompt::Text(text) => (tokens.encode(&text, special)?, Some(text)),
+                Prompt::Ids(ids) => (ids, None),
+            };
+            if !echo {
+                return Ok((ids, None));
+            }
+            let text = match text {
+                Some(text) => text,
+                None => tokens.decode(vec![ids.clone()], skip_special)?.concat(),
+            };
+            let first = tokens.pieces(ids.first().copied().into_iter().collect())?.concat();
+            Ok((ids, Some(Echo { text, first })))
         };
-        server.encoders.ask(question).await?
-    } else {
-        let ids = |prompt| match prompt {
-            Prompt::Ids(ids) => ids,
-            Prompt::Text(_) => vec![],
-        };
-        (prompts.into_iter().map(ids).collect(), vec![])
-    };
+        let (ids, echo) = server.encoders.ask(question).await?;
+        all.push(ids);
+        echoes.extend(echo);
+    }
+    let prompts = all;
     let grammar = match params.format.clone() {
         Some(source) => Some(server.grammar(source, "response_format").await?),
         None => None,
@@ -440,7 +495,7 @@ async fn completions(server: Arc<Server>, body: Bytes) -> Answered {
     let settings = RequestSettings { logprobs, ..params.settings.clone() };
     let tokens_max = params.tokens_max.unwrap_or(COMPLETION_TOKENS);
     let asked = Asked { prompts, echoes, tokens_max, settings, scores_prompt, grammar, reader: None };
-    server.order(Kind::Completion, params, asked).await
+    server.order(Kind::Completion, params, asked, permit).await
 }
 
 /// A message as clients send it.
@@ -475,25 +530,74 @@ struct SentCalled {
     arguments: String,
 }
 
-#[derive(Deserialize)]
-#[serde(untagged)]
 enum Content {
     Text(String),
     Parts(Vec<Part>),
 }
 
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
+impl<'de> Deserialize<'de> for Content {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Content, D::Error> {
+        struct Any;
+        impl<'de> Visitor<'de> for Any {
+            type Value = Content;
+
+            fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                f.write_str("a text or a list of parts")
+            }
+
+            fn visit_str<E: Error>(self, text: &str) -> Result<Content, E> {
+                Ok(Content::Text(text.to_string()))
+            }
+
+            fn visit_seq<A: SeqAccess<'de>>(self, list: A) -> Result<Content, A::Error> {
+                few(list, PARTS_MAX).map(Content::Parts)
+            }
+        }
+        deserializer.deserialize_any(Any)
+    }
+}
+
+/// A part of a message. Other fields than these belong to other kinds of parts.
 struct Part {
-    #[serde(rename = "type")]
     kind: String,
     text: Option<String>,
+    /// The first field beyond these.
+    other: Option<String>,
+}
+
+impl<'de> Deserialize<'de> for Part {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Part, D::Error> {
+        struct Named;
+        impl<'de> Visitor<'de> for Named {
+            type Value = Part;
+
+            fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                f.write_str("a part with its `type`")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Part, A::Error> {
+                let (mut kind, mut text, mut other) = (None, None, None);
+                while let Some(key) = map.next_key::<String>()? {
+                    match key.as_str() {
+                        "type" => kind = Some(map.next_value()?),
+                        "text" => text = map.next_value()?,
+                        _ => {
+                            map.next_value::<IgnoredAny>()?;
+                            other.get_or_insert(key);
+                        }
+                    }
+                }
+                Ok(Part { kind: kind.ok_or_else(|| A::Error::missing_field("type"))?, text, other })
+            }
+        }
+        deserializer.deserialize_map(Named)
+    }
 }
 
 fn messages(fields: &mut Fields<'_>) -> Result<Vec<Message>, ApiError> {
-    let sent: Vec<SentMessage> = fields.need("messages")?;
-    if sent.is_empty() || sent.len() > MESSAGES_MAX {
-        return Err(ApiError::field("messages", format!("expected 1 to {MESSAGES_MAX}, found {}", sent.len())));
+    let Few(sent) = fields.need::<Few<SentMessage, MESSAGES_MAX>>("messages")?;
+    if sent.is_empty() {
+        return Err(ApiError::field("messages", format!("expected 1 to {MESSAGES_MAX}, found 0")));
     }
     let message = |(at, sent): (usize, SentMessage)| {
         let SentMessage { role, content, tool_calls, tool_call_id, name, .. } = sent;
@@ -514,12 +618,21 @@ fn messages(fields: &mut Fields<'_>) -> Result<Vec<Message>, ApiError> {
         });
         let tool_calls = tool_calls.collect::<Result<Vec<_>, ApiError>>()?;
         let content = match content {
+            // An answer may have calls and no text.
+            None if role != "assistant" => {
+                return Err(ApiError::field(format!("messages[{at}].content"), "is missing"));
+            }
             None => String::new(),
             Some(Content::Text(text)) => text,
             Some(Content::Parts(parts)) => {
-                let text = |part: Part| match part.text.filter(|_| part.kind == "text") {
-                    Some(text) => Ok(text),
-                    None => Err(unsupported(&format!("messages[{at}].content[type={}]", part.kind))),
+                let short = |text: &str| text.chars().take(40).collect::<String>();
+                let text = |Part { kind, text, other }: Part| {
+                    let place = format!("messages[{at}].content[type={}]", short(&kind));
+                    match other {
+                        _ if kind != "text" => Err(unsupported(&place)),
+                        Some(other) => Err(unsupported(&format!("{place}.{}", short(&other)))),
+                        None => text.ok_or_else(|| ApiError::field(format!("{place}.text"), "is missing")),
+                    }
                 };
                 parts.into_iter().map(text).collect::<Result<Vec<_>, _>>()?.concat()
             }
@@ -533,6 +646,7 @@ async fn chat(server: Arc<Server>, body: Bytes) -> Answered {
     let mut fields = Fields::of(&body)?;
     let mut params = Params::take(&mut fields, &server.model.name)?;
     let messages = messages(&mut fields)?;
+    server.check_messages(&messages)?;
     let tools = Tools::take(&mut fields)?;
     let wants = fields.take("logprobs")?.unwrap_or(false);
     let top = top_logprobs("top_logprobs", fields.take("top_logprobs")?)?;
@@ -551,6 +665,7 @@ async fn chat(server: Arc<Server>, body: Bytes) -> Answered {
     }
     fields.finish()?;
     drop(body);
+    let permit = server.reserve(1, &params)?;
     let of_field = |field: &str| {
         let field = field.to_string();
         move |error: ApiError| ApiError { param: Some(field), ..error }
@@ -592,13 +707,13 @@ async fn chat(server: Arc<Server>, body: Bytes) -> Answered {
     let tokens_max = tokens_max.unwrap_or(u32::MAX);
     let asked =
         Asked { prompts: vec![prompt], echoes: vec![], tokens_max, settings, scores_prompt: None, grammar, reader };
-    server.order(Kind::Chat, params, asked).await
+    server.order(Kind::Chat, params, asked, permit).await
 }
 
 async fn tokenize(server: Arc<Server>, body: Bytes) -> Answered {
     let mut fields = Fields::of(&body)?;
     fields.neutral("model", &[&*json!(server.model.name).to_string()])?;
-    let prompt: Option<String> = fields.take("prompt")?;
+    let prompt: Option<String> = fields.take_long("prompt")?;
     let special = fields.take("add_special_tokens")?.unwrap_or(true);
     let reply = fields.take("add_generation_prompt")?.unwrap_or(true);
     let messages = match prompt {
@@ -606,6 +721,10 @@ async fn tokenize(server: Arc<Server>, body: Bytes) -> Answered {
         None => messages(&mut fields)?,
     };
     fields.finish()?;
+    match &prompt {
+        Some(prompt) => server.check_text("prompt", prompt.len())?,
+        None => server.check_messages(&messages)?,
+    }
     let tokens = server.encoders.ask(move |tokens| match prompt {
         Some(prompt) => tokens.encode(&prompt, special),
         None => tokens.encode_chat(messages, vec![], reply),
@@ -620,6 +739,13 @@ async fn detokenize(server: Arc<Server>, body: Bytes) -> Answered {
     fields.neutral("model", &[&*json!(server.model.name).to_string()])?;
     let ids: Vec<u32> = fields.need("tokens")?;
     fields.finish()?;
+    let (most, vocab) = ((server.model.context_max as usize).max(TEXT_BYTES), server.model.vocab);
+    if ids.len() > most {
+        return Err(ApiError::field("tokens", format!("expected at most {most}, found {}", ids.len())));
+    }
+    if let Some(id) = ids.iter().find(|&&id| id >= vocab) {
+        return Err(ApiError::field("tokens", format!("token {id} is not below the vocabulary of {vocab}")));
+    }
     let text = server.encoders.ask(move |tokens| tokens.decode(vec![ids], false)).await?;
     Ok(json_response(&json!({ "prompt": text.concat() })))
 }

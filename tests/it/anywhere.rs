@@ -273,7 +273,12 @@ fn programs_read_what_commands_print() {
     let place = small();
     place.run("build m.toml").code(0);
     assert!(place.run("show schedule m.toml --json").code(0).json()["text"].as_str().unwrap().contains("regime"));
-    assert!(place.run("schema --json").code(0).json()["markdown"].as_str().unwrap().contains("LlamaForCausalLM"));
+    let schema = place.run("schema --json").code(0).json();
+    let llama =
+        schema["families"].as_array().unwrap().iter().find(|family| family["class"] == "LlamaForCausalLM").unwrap();
+    let theta = llama["keys"].as_array().unwrap().iter().find(|entry| entry["key"] == "rope_theta").unwrap();
+    assert_eq!(theta["treatment"], "modelled");
+    assert!(schema["every_family"].as_array().unwrap().iter().any(|entry| entry["treatment"] == "neutral"));
     let logits = place.run("logits m.toml --ids 1,2 --out l.safetensors --json").code(0).json();
     assert_eq!((&logits["positions"], &logits["target"]), (&2.into(), &"cpu".into()));
     let rows = place.run("flywheel export --json").code(0).json();

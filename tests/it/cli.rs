@@ -56,6 +56,8 @@ fn the_second_build_has_no_work_to_do() {
     assert_eq!((&third.json()["ran"], &third.json()["waiting"]), (&Value::from(0), &Value::from(Vec::<u8>::new())));
     let quiet = place.run("build m.toml --quiet").code(0);
     assert_eq!((quiet.stdout.as_str(), quiet.stderr.as_str()), ("", ""));
+    let quiet = place.run("generate m.toml --ids 1,2 --max-tokens 2 -q").code(0);
+    assert_eq!((quiet.stdout.lines().count(), quiet.stderr.as_str()), (1, ""));
     assert!(place.run("cache verify").code(0).stdout.starts_with("sound: no problem in "));
 }
 

@@ -386,6 +386,10 @@ fn what_is_not_supported_is_refused_by_name() {
         (json!({ "prompt": vec![5; 300] }), "prompt"),
         (json!({ "max_tokens": 1 }), "prompt"),
         (json!({ "prompt": "a", "n": 129 }), "n"),
+        (json!({ "prompt": "a", "max_tokens": 2, "min_tokens": 3 }), "min_tokens"),
+        (json!({ "prompt": "a", "stop_token_ids": [5000] }), "stop_token_ids"),
+        (json!({ "prompt": "a", "logit_bias": { "3": 1000 } }), "logit_bias"),
+        (json!({ "prompt": "a", "stop": vec!["b"; 17] }), "stop"),
     ] {
         refused(&complete(body), 400, param);
     }
@@ -401,11 +405,27 @@ fn what_is_not_supported_is_refused_by_name() {
             json!({ "messages": [{ "role": "user", "content": [{ "type": "image_url" }] }] }),
             "messages[0].content[type=image_url]",
         ),
+        (
+            json!({ "messages": [{ "role": "user", "content": [{ "type": "image_url", "image_url": { "url": "x" } }] }] }),
+            "messages[0].content[type=image_url]",
+        ),
+        (
+            json!({ "messages": [{ "role": "user", "content": [{ "type": "text", "text": "a", "cache": 1 }] }] }),
+            "messages[0].content[type=text].cache",
+        ),
+        (json!({ "messages": [{ "role": "user", "content": 5 }] }), "messages"),
+        (json!({ "messages": [{ "role": "user" }] }), "messages[0].content"),
+        (json!({ "messages": [{ "role": "user", "content": "a ".repeat(300) }] }), "messages"),
         (json!({ "messages": [{ "role": "user", "content": "a", "audio": {} }] }), "messages"),
     ] {
         refused(&chat(body), 400, param);
     }
     let address = server.address;
+    refused(&post(address, "/detokenize", &json!({ "tokens": [5000] })), 400, "tokens");
+    // No path of this machine is told.
+    let tool = json!({ "type": "function", "function": { "name": "f" } });
+    let shown = refused(&chat(json!({ "messages": user, "tools": [tool] })), 400, "tools");
+    assert!(!shown["message"].as_str().unwrap().contains('/'), "{shown}");
     assert_eq!(refused(&post(address, "/v1/embeddings", &json!({ "input": "a" })), 501, "")["code"], "not_implemented");
     refused(&get(address, "/v1/nothing"), 404, "");
     refused(&get(address, "/v1/completions"), 405, "");
@@ -715,6 +735,19 @@ fn strangers_do_no_harm() {
     assert_eq!(json(&format!("{{\"prompt\": {}1{}}}", "[".repeat(1000), "]".repeat(1000))).status, 400);
     let ids = format!("{{\"prompt\": [{}1]}}", "1,".repeat(1 << 20));
     assert_eq!(refused(&json(&ids), 400, "prompt")["code"], "context_length_exceeded");
+    // Texts and lists that a tokenizer would need minutes for are refused before it is asked.
+    let began = Instant::now();
+    let text = format!("{{\"prompt\": \"{}\"}}", "a".repeat(15 << 20));
+    assert_eq!(refused(&json(&text), 400, "prompt")["code"], "context_length_exceeded");
+    let words = "\"once upon a time\",".repeat(3000);
+    refused(&json(&format!("{{\"prompt\": [{words} \"\"]}}")), 400, "n");
+    refused(&json(&format!("{{\"prompt\": [{}\"\"]}}", "\"\",".repeat(1 << 20))), 400, "prompt");
+    refused(&json(&format!("{{\"prompt\": \"a\", \"stop\": [{}\"b\"]}}", "\"b\",".repeat(1 << 20))), 400, "stop");
+    let message = json!({ "messages": [{ "role": "user", "content": "a".repeat(1 << 20) }] });
+    refused(&post(address, "/v1/chat/completions", &message), 400, "messages");
+    refused(&post(address, "/tokenize", &message), 400, "messages");
+    refused(&post(address, "/tokenize", &json!({ "prompt": "a".repeat(2 << 20) })), 400, "prompt");
+    assert!(began.elapsed() < Duration::from_secs(30), "{:?}", began.elapsed());
     // A reader that stops: the others go on.
     let mut stopped = connect(address);
     let body =

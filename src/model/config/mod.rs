@@ -28,7 +28,7 @@ use crate::model::weights::{Checkpoint, Weights};
 
 pub use crate::model::config::print::{describe, graph_text, step_cache_bytes, step_weight_bytes};
 pub use crate::model::config::reason::Reason;
-pub use crate::model::config::schema::schema_table;
+pub use crate::model::config::schema::{schema_json, schema_table};
 
 /// A model, ready to be lowered, and where its weights are.
 #[derive(Debug)]

@@ -4,9 +4,9 @@
 
 use std::fmt::{self, Write};
 
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 
-use crate::model::config::families::FAMILIES;
+use crate::model::config::families::{FAMILIES, Family};
 use crate::model::config::reason::Reason;
 
 /// What the importer does with one key.
@@ -260,6 +260,21 @@ fn nearest(key: &str, groups: &[&[Entry]]) -> Option<&'static str> {
     let known = groups.iter().copied().flatten().map(|entry| entry.key);
     let (distance, best) = known.map(|known| (strsim::levenshtein(key, known), known)).min()?;
     (distance <= (key.len() / 4).max(1)).then_some(best)
+}
+
+/// The schema as JSON: the keys of each family, those common to all, and of each key what it becomes, or where it is neutral.
+pub fn schema_json() -> Value {
+    let keys = |entries: &[Entry]| {
+        let key = |Entry { key, rule }: &Entry| match rule {
+            Rule::Modelled(becomes) => json!({ "key": key, "treatment": "modelled", "becomes": becomes }),
+            Rule::Neutral(when, why) => {
+                json!({ "key": key, "treatment": "neutral", "at": when.to_string(), "why": why })
+            }
+        };
+        entries.iter().map(key).collect::<Vec<Value>>()
+    };
+    let family = |family: &Family| json!({ "class": family.class, "keys": family.keys.iter().flat_map(|entries| keys(entries)).collect::<Vec<_>>() });
+    json!({ "families": FAMILIES.iter().map(family).collect::<Vec<_>>(), "every_family": keys(COMMON) })
 }
 
 /// The schema as markdown, for the documentation: the keys of each family, then those common to all.
