@@ -70,10 +70,6 @@ fn status_text(manifest: &Manifest, target: &Target, known: &Known) -> String {
             history.seed,
             counted(trials as u64, "trial"),
         ));
-        if history.default != known.default {
-            // Its figures are about another default than the one that this manifest names by `candidate`.
-            text.push_str(&format!("    its default: {}\n", changed(&history.default, &known.default)));
-        }
         let Some(headline) = history.headline() else { continue };
         let knobs = changed(&headline.best.candidate, &history.default);
         let found = match headline.speed() {

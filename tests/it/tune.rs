@@ -73,12 +73,6 @@ fn a_campaign_is_told_resumed_and_reported() {
     let all = numbers(&trials);
     assert_eq!(all, (0..all.len() as u32).collect::<Vec<_>>(), "no trial is repeated or left out");
 
-    // A manifest with a candidate of its own has another default, and says that the campaign had not.
-    assert!(!place.run("status m.toml").code(0).stdout.contains("its default"));
-    let own = fs::read_to_string(place.path("m.toml")).unwrap() + "candidate = \"heads_per_task=2\"\n";
-    fs::write(place.path("own.toml"), own).unwrap();
-    assert!(place.run("status own.toml").code(0).stdout.contains("    its default: heads_per_task="));
-
     let status = place.run("status m.toml --json").code(0).json();
     let campaign = &status[0]["campaigns"][0];
     assert_eq!((campaign["trials"].as_u64(), campaign["failed"].as_u64()), (Some(5), Some(0)), "{status}");
