@@ -588,6 +588,7 @@ pub struct Compare {
 Examples:
   monobloc bench manifests/tinystories.toml
   monobloc bench manifests/llama-3.2-1b-synthetic.toml --baseline torch
+  monobloc bench manifests/llama-3.2-1b-synthetic.toml --rows 1,8,16 --prompt 512 --baseline torch
   monobloc bench manifests/tinystories.toml --baseline mine.mkir --position 0,32
   monobloc bench manifests/smollm.toml --baseline '../before/monobloc bench manifests/smollm.toml --serve'"
 )]
@@ -601,10 +602,10 @@ pub struct Bench {
     #[arg(long, value_name = "N,N", value_parser = parse_ids)]
     pub position: Option<Ids>,
     /// Time steps of several rows: as many sequences as each number says, decoded together
-    #[arg(long, value_name = "N,N", value_parser = parse_ids, conflicts_with_all = ["baseline", "serve"])]
+    #[arg(long, value_name = "N,N", value_parser = parse_ids, conflicts_with = "serve")]
     pub rows: Option<Ids>,
     /// Time prompts of these lengths, in tokens, read in chunks
-    #[arg(long, value_name = "N,N", value_parser = parse_ids, conflicts_with_all = ["baseline", "serve"])]
+    #[arg(long, value_name = "N,N", value_parser = parse_ids, conflicts_with = "serve")]
     pub prompt: Option<Ids>,
     /// Tokens of a chunk, as many as a kernel has rows [default: those of the kernel that reads prompts]
     #[arg(long, value_name = "N,N", value_parser = parse_ids, requires = "prompt")]

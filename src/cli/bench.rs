@@ -13,7 +13,7 @@ use crate::error::Fault;
 use crate::manifest::Manifest;
 use crate::measure::Timed;
 use crate::pipeline::bench::{self, Baseline, Compared, Found, Own, Request, Subject, Versus};
-use crate::pipeline::device_rows::{self, RowsTimed, Took};
+use crate::pipeline::device_rows::{self, FoundOfRows, RowsTimed, Took};
 use crate::target::Target;
 
 /// Fewer rounds than this have no interval worth the name.
@@ -36,11 +36,7 @@ pub fn bench(session: &Session, asked: &Bench) -> Result<Outcome, Fault> {
     if asked.rows.is_some() || asked.prompt.is_some() {
         return bench_rows(session, asked, &manifest, &target);
     }
-    let request = Request {
-        baselines: asked.baseline.iter().map(|word| baseline(word)).collect(),
-        limits: Limits { rounds_min: ROUNDS_MIN, rounds_max: asked.rounds.max(ROUNDS_MIN), time_max: asked.time },
-        baseline_timeout: asked.baseline_timeout,
-    };
+    let request = request(asked);
     let workspace = session.workspace(if asked.json { Talk::Nothing } else { Talk::Work })?;
     let mut all = json!({ "manifest": manifest.name });
     let mut whole = true;
@@ -82,22 +78,51 @@ fn bench_rows(session: &Session, asked: &Bench, manifest: &Manifest, target: &Ta
             "a prompt of {wrong} tokens: expected 1 to {context_max}, `decode.context_max`"
         )));
     }
+    let request = request(asked);
+    if let Some(Baseline::Schedule(path)) = request.baselines.iter().find(|b| matches!(b, Baseline::Schedule(_))) {
+        return Err(Fault::input(format!("baseline `{}`: a schedule decodes one sequence", path.display()))
+            .with_remedy("leave out `--rows` and `--prompt`, or name `torch` or a program"));
+    }
     let mut all = json!({ "manifest": manifest.name, "target": target.name, "rows": [], "sampled": [], "prompts": [] });
+    let mut whole = true;
+    // The list that the last of our own figures is in.
+    let mut list = "rows";
     let asked_rows = device_rows::Asked { rows: &rows, prompts: &prompts, chunks: &chunks };
-    device_rows::bench_rows(&workspace, manifest, target, asked_rows, &mut |timed| {
-        let (json, line) = rows_line(timed);
-        let list = match timed.took {
-            Took::Steps(_) => "rows",
-            Took::Sampled(_) => "sampled",
-            Took::Prompt { .. } => "prompts",
+    device_rows::bench_rows(&workspace, manifest, target, asked_rows, &request, &mut |found| {
+        let line = match found {
+            FoundOfRows::Own(timed) => {
+                list = match timed.took {
+                    Took::Steps(_) => "rows",
+                    Took::Sampled(_) => "sampled",
+                    Took::Prompt { .. } => "prompts",
+                };
+                let (json, line) = rows_line(timed);
+                push(&mut all[list], json);
+                line
+            }
+            FoundOfRows::Versus(versus) => {
+                whole &= versus.outcome.is_ok();
+                if let Some(own) = all[list].as_array_mut().and_then(|list| list.last_mut()) {
+                    push(&mut own["baselines"], versus_json(versus));
+                }
+                versus_line(versus)
+            }
         };
-        push(&mut all[list], json);
         if asked.json { Ok(()) } else { session.terminal.print(&line) }
     })?;
     if asked.json {
         session.terminal.print_json(&all)?;
     }
-    Ok(Outcome::Done)
+    Ok(if whole { Outcome::Done } else { Outcome::No })
+}
+
+/// What to compare with, and for how long.
+fn request(asked: &Bench) -> Request {
+    Request {
+        baselines: asked.baseline.iter().map(|word| baseline(word)).collect(),
+        limits: Limits { rounds_min: ROUNDS_MIN, rounds_max: asked.rounds.max(ROUNDS_MIN), time_max: asked.time },
+        baseline_timeout: asked.baseline_timeout,
+    }
 }
 
 fn rows_line(timed: &RowsTimed) -> (Value, String) {
@@ -263,13 +288,17 @@ fn text(found: &Found<'_>, read_bytes_per_s: Option<f64>) -> String {
                 clock(timed.clock_mem_mhz, "memory"),
             )
         }
-        Found::Versus { versus: Versus { baseline, variant, outcome }, .. } => match outcome {
-            Err(reason) => format!("    {baseline} {variant}: no figure: {reason}\n"),
-            Ok(Compared { latency_us_p10, latency_us_p50, latency_us_p90, ratio }) => format!(
-                "    {baseline} {variant}: {latency_us_p50:.1} µs (p10 {latency_us_p10:.1}, p90 {latency_us_p90:.1}), \
-                 {:.3}x ({:.3} to {:.3}, {} rounds)\n",
-                ratio.ratio, ratio.low, ratio.high, ratio.rounds
-            ),
-        },
+        Found::Versus { versus, .. } => versus_line(versus),
+    }
+}
+
+fn versus_line(Versus { baseline, variant, outcome }: &Versus) -> String {
+    match outcome {
+        Err(reason) => format!("    {baseline} {variant}: no figure: {reason}\n"),
+        Ok(Compared { latency_us_p10, latency_us_p50, latency_us_p90, ratio }) => format!(
+            "    {baseline} {variant}: {latency_us_p50:.1} µs (p10 {latency_us_p10:.1}, p90 {latency_us_p90:.1}), \
+             {:.3}x ({:.3} to {:.3}, {} rounds)\n",
+            ratio.ratio, ratio.low, ratio.high, ratio.rounds
+        ),
     }
 }

@@ -54,6 +54,25 @@ pub(super) struct BaselineProgram {
     _script: Option<tempfile::NamedTempFile>,
 }
 
+/// What both sides do in turns.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Work {
+    /// Decode the token after `position` others in the cache, of `rows` sequences at a time.
+    Step { rows: u32, position: u32 },
+    /// Read a prompt of so many tokens into an empty cache, up to the logits after the last one.
+    Prompt { tokens: u32 },
+}
+
+impl std::fmt::Display for Work {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Work::Step { rows: 1, position } => write!(f, "position {position}"),
+            Work::Step { rows, position } => write!(f, "{rows} rows at position {position}"),
+            Work::Prompt { tokens } => write!(f, "a prompt of {tokens} tokens"),
+        }
+    }
+}
+
 /// What a baseline said about itself.
 pub(super) struct Opened {
     /// `torch 2.9.0`.
@@ -128,12 +147,19 @@ impl BaselineProgram {
         }
     }
 
-    /// Makes it ready to decode the token after `position` others in the cache.
-    pub fn prepare(&mut self, variant: &str, position: u32) -> Result<(), BaselineError> {
-        self.ask(json!({ "do": "prepare", "variant": variant, "position": position })).map(|_| ())
+    /// Makes it ready to do `work`.
+    pub fn prepare(&mut self, variant: &str, work: Work) -> Result<(), BaselineError> {
+        let question = match work {
+            Work::Step { rows: 1, position } => json!({ "do": "prepare", "variant": variant, "position": position }),
+            Work::Step { rows, position } => {
+                json!({ "do": "prepare", "variant": variant, "position": position, "rows": rows })
+            }
+            Work::Prompt { tokens } => json!({ "do": "prepare", "variant": variant, "prompt": tokens }),
+        };
+        self.ask(question).map(|_| ())
     }
 
-    /// Lets it decode `steps` tokens; microseconds per step.
+    /// Lets it do `steps` of what it is ready for; microseconds of one.
     pub fn time(&mut self, steps: u32) -> Result<f64, BaselineError> {
         let answer = self.ask(json!({ "do": "time", "steps": steps }))?;
         match answer["us_per_step"].as_f64() {

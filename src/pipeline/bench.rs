@@ -22,6 +22,7 @@ use crate::target::Target;
 use crate::text::Style;
 use crate::validate::{Validated, validate};
 
+pub use super::baseline::Work;
 use super::baseline::{BaselineProgram, Opened};
 use super::chain::{Chain, Host};
 use super::evaluate::Executor;
@@ -134,14 +135,12 @@ pub fn bench(
     }))?;
 
     // A baseline that cannot start is known before anything is timed.
-    let config = config_file(&model.imported.config_text)?;
-    let (mut rivals, mut programs) = (vec![], vec![]);
-    for baseline in &request.baselines {
-        match baseline {
-            Baseline::Schedule(path) => rivals.push(Rival::load(&chain, path)?),
-            _ => programs.push(Program::open(&chain, baseline, &hardware.uuid, config.path(), request)?),
-        }
-    }
+    let mut programs = Programs::open(&chain, &hardware.uuid, request)?;
+    let schedules = request.baselines.iter().filter_map(|baseline| match baseline {
+        Baseline::Schedule(path) => Some(path),
+        Baseline::Torch | Baseline::Command(_) => None,
+    });
+    let mut rivals = schedules.map(|path| Rival::load(&chain, path)).collect::<Result<Vec<_>, Fault>>()?;
     let mut rivals = rivals.iter_mut().map(|rival| rival.timer(&chain.context)).collect::<Result<Vec<_>, Fault>>()?;
 
     let mut timer = executor.timer(&mut session, &checked)?;
@@ -158,14 +157,10 @@ pub fn bench(
             let versus = Versus { baseline: name.clone(), variant: "schedule".to_string(), outcome };
             on_found(Found::Versus { position, versus: &versus })?;
         }
-        for program in &mut programs {
-            for variant in program.opened.variants.clone() {
-                workspace.report.note(&format!("{} {variant}: preparing position {position}", program.name));
-                let outcome = program.against(request.limits, &mut timer, &variant, position);
-                let versus = Versus { baseline: program.name.clone(), variant, outcome };
-                on_found(Found::Versus { position, versus: &versus })?;
-            }
-        }
+        let (steps, work) = (timer.steps(), Work::Step { rows: 1, position });
+        programs.against(work, steps, &mut || timer.launch().map_err(Fault::from), &mut |versus| {
+            on_found(Found::Versus { position, versus })
+        })?;
     }
     Ok(())
 }
@@ -181,6 +176,13 @@ fn against_rival(
     Ok(compared(&abba::rounds(limits, &mut sides, |sides| sides.0.launch(), |sides| sides.1.launch())?))
 }
 
+/// The baselines that are programs of their own.
+pub(super) struct Programs<'a> {
+    workspace: &'a Workspace,
+    limits: Limits,
+    all: Vec<Program>,
+}
+
 /// A baseline in another process, which said what it is.
 struct Program {
     /// As the user named it.
@@ -189,48 +191,67 @@ struct Program {
     opened: Opened,
 }
 
-impl Program {
-    /// Starts it and tells it the model.
-    fn open(
-        chain: &Chain<'_>,
-        baseline: &Baseline,
-        uuid: &str,
-        config: &Path,
-        request: &Request,
-    ) -> Result<Program, Fault> {
-        let name = baseline.to_string();
+impl<'a> Programs<'a> {
+    /// Starts the programs of `request` and tells them the model. `uuid` names the device that both sides use.
+    ///
+    /// # Errors
+    /// A program that cannot be started, or refuses the model.
+    pub fn open(chain: &Chain<'a>, uuid: &str, request: &Request) -> Result<Programs<'a>, Fault> {
+        let BuildContext { workspace, manifest, imported, .. } = chain.context;
+        let config = config_file(&imported.config_text)?;
+        let dtype = if manifest.precision.weights == DType::Bf16 { "bf16" } else { "fp32" };
         let (uuid, timeout) = (Some(uuid).filter(|uuid| !uuid.is_empty()), request.baseline_timeout);
-        let mut process = match baseline {
-            Baseline::Torch => BaselineProgram::torch(uuid, timeout)?,
-            Baseline::Command(line) => BaselineProgram::command(line, uuid, timeout)?,
-            Baseline::Schedule(_) => return Err(Fault::internal(format!("schedule `{name}` is no program"))),
-        };
-        let Manifest { precision, decode, .. } = chain.context.manifest;
-        let dtype = if precision.weights == DType::Bf16 { "bf16" } else { "fp32" };
-        let opened = process.open(config, dtype, decode.context_max)?;
-        chain.context.workspace.report.note(&format!("baseline {name}: {}", opened.name));
-        Ok(Program { name, process, opened })
+        let mut all = vec![];
+        for baseline in &request.baselines {
+            let mut process = match baseline {
+                Baseline::Torch => BaselineProgram::torch(uuid, timeout)?,
+                Baseline::Command(line) => BaselineProgram::command(line, uuid, timeout)?,
+                Baseline::Schedule(_) => continue,
+            };
+            let name = baseline.to_string();
+            let opened = process.open(config.path(), dtype, manifest.decode.context_max)?;
+            workspace.report.note(&format!("baseline {name}: {}", opened.name));
+            all.push(Program { name, process, opened });
+        }
+        Ok(Programs { workspace, limits: request.limits, all })
     }
 
-    /// Takes turns with our own kernel; why there is no figure is text, because the other comparisons go on.
-    fn against(
+    /// Each variant of each program takes turns with `own`, whose figure is the microseconds of one step of a launch of `steps`, or of one
+    /// prompt. Why a program has no figure is text, because the other comparisons go on.
+    ///
+    /// # Errors
+    /// What `on_versus` says.
+    pub fn against(
         &mut self,
-        limits: Limits,
-        own: &mut Timer<'_>,
-        variant: &str,
-        position: u32,
-    ) -> Result<Compared, String> {
-        let steps = own.steps();
-        self.process.prepare(variant, position).map_err(|error| error.to_string())?;
-        let mut sides = (own, &mut self.process);
-        let rounds = abba::rounds(
-            limits,
-            &mut sides,
-            |(own, _)| own.launch().map_err(Fault::from),
-            |(_, process)| process.time(steps).map_err(Fault::from),
-        );
-        compared(&rounds.map_err(|fault| fault.message)?)
+        work: Work,
+        steps: u32,
+        own: &mut dyn FnMut() -> Result<f64, Fault>,
+        on_versus: &mut dyn FnMut(&Versus) -> Result<(), Fault>,
+    ) -> Result<(), Fault> {
+        for Program { name, process, opened } in &mut self.all {
+            for variant in &opened.variants {
+                self.workspace.report.note(&format!("{name} {variant}: preparing {work}"));
+                let outcome = against_program(self.limits, process, variant, work, steps, own);
+                on_versus(&Versus { baseline: name.clone(), variant: variant.clone(), outcome })?;
+            }
+        }
+        Ok(())
     }
+}
+
+fn against_program(
+    limits: Limits,
+    process: &mut BaselineProgram,
+    variant: &str,
+    work: Work,
+    steps: u32,
+    own: &mut dyn FnMut() -> Result<f64, Fault>,
+) -> Result<Compared, String> {
+    process.prepare(variant, work).map_err(|error| error.to_string())?;
+    let mut sides = (own, process);
+    let rounds =
+        abba::rounds(limits, &mut sides, |(own, _)| own(), |(_, process)| process.time(steps).map_err(Fault::from));
+    compared(&rounds.map_err(|fault| fault.message)?)
 }
 
 /// Answers as a baseline until there is no further question: the other side of [`bench`].
@@ -258,6 +279,11 @@ pub fn serve(
             Some("open") => {
                 let name = format!("monobloc {} on {}", env!("CARGO_PKG_VERSION"), executor.hardware().name);
                 json!({ "name": name, "variants": [target.name] })
+            }
+            Some("prepare")
+                if question["rows"].as_u64().is_some_and(|rows| rows != 1) || !question["prompt"].is_null() =>
+            {
+                json!({ "error": "this baseline times steps of one row" })
             }
             Some("prepare") => {
                 let position = question["position"].as_u64().and_then(|position| u32::try_from(position).ok());

@@ -28,6 +28,7 @@ use crate::trace::{Span, Stamps, spans};
 use crate::validate::{Validated, validate};
 use crate::waves::{CHUNK_MIN, CHUNK_ROWS};
 
+use super::bench::{self, Programs, Versus, Work};
 use super::chain::{Chain, Host};
 use super::compile::Cubin;
 use super::device_sampler::{sampler_source, time_sampled};
@@ -442,8 +443,17 @@ pub enum Took {
     Prompt { tokens: u32, ms: Vec<f64> },
 }
 
+/// What a benchmark of rows finds, in the order in which it is found.
+pub enum FoundOfRows<'a> {
+    Own(&'a RowsTimed),
+    /// Beside the last of our own figures.
+    Versus(&'a Versus),
+}
+
 /// Launches of a measurement, and steps of each.
 pub(super) const LAUNCHES: usize = 20;
+/// Launches before the first that is timed.
+const WARM_UP: usize = 3;
 pub(super) const STEPS: u32 = 16;
 /// Prompts of a measurement.
 const PROMPTS: usize = 5;
@@ -459,7 +469,7 @@ pub struct Asked<'a> {
 }
 
 /// Times steps of each number of rows at each position, without and with a sampler, and prompts, after the logits of each kernel and
-/// the choices of the sampler were compared.
+/// the choices of the sampler were compared. The programs of `request` take turns with steps without a sampler, and with prompts.
 ///
 /// # Errors
 /// As `bench`; a kernel that does not fit the target.
@@ -468,7 +478,8 @@ pub fn bench_rows(
     manifest: &Manifest,
     target: &Target,
     Asked { rows, prompts, chunks }: Asked<'_>,
-    on_timed: &mut dyn FnMut(&RowsTimed) -> Result<(), Fault>,
+    request: &bench::Request,
+    on_found: &mut dyn FnMut(FoundOfRows<'_>) -> Result<(), Fault>,
 ) -> Result<(), Fault> {
     let model = import_stage(workspace, manifest)?;
     let host = Host::new(workspace);
@@ -487,6 +498,8 @@ pub fn bench_rows(
         Fault::input(format!("target `{}` has no kernels for rows, they need a CUDA target", target.name))
     })?;
     let device = Device::open(found.ordinal)?;
+    // A baseline that cannot start is known before anything is timed.
+    let mut programs = Programs::open(&chain, &found.uuid, request)?;
     let pack = chain.pack()?;
     let mut shared = None;
     let position_last = manifest.decode.time_positions.iter().max().copied().unwrap_or(0) + STEPS + 1;
@@ -533,48 +546,68 @@ pub fn bench_rows(
         let checked = check_rows(&validated, pack.clone(), parameters, session)?;
         for &position in &manifest.decode.time_positions {
             for &rows in &of_kernel {
-                let took = Took::Steps(time_rows(session, rows, position)?);
-                on_timed(&RowsTimed { rows, kernel, position, checked: checked.figures(), took })?;
+                let mut decoding = Decoding::at(session, rows, position, STEPS)?;
+                let took = Took::Steps(time_rows(session, &mut decoding, position)?);
+                on_found(FoundOfRows::Own(&RowsTimed { rows, kernel, position, checked: checked.figures(), took }))?;
+                let mut own = || time_launch(session, &mut decoding, position);
+                let versus = &mut |versus: &Versus| on_found(FoundOfRows::Versus(versus));
+                programs.against(Work::Step { rows, position }, STEPS, &mut own, versus)?;
                 let took = Took::Sampled(time_sampled(session, &mut sampler, rows, position)?);
-                on_timed(&RowsTimed { rows, kernel, position, checked: checked.figures(), took })?;
+                on_found(FoundOfRows::Own(&RowsTimed { rows, kernel, position, checked: checked.figures(), took }))?;
             }
         }
         if chunks.contains(&kernel) {
             let mut reader = Reader { rows: &mut *session, waves: None };
-            for &tokens in prompts {
-                let took = Took::Prompt { tokens, ms: time_prompt(&mut reader, tokens, model.imported.graph.vocab)? };
-                on_timed(&RowsTimed { rows: kernel, kernel, position: 0, checked: checked.figures(), took })?;
-            }
+            bench_prompts(&mut reader, prompts, vocab, (kernel, kernel, checked.figures()), &mut programs, on_found)?;
         }
         if by_waves {
             let (mut waves, checked) = waves_beside(&chain, &device, &validated, &checked, session)?;
             let mut reader = Reader { rows: &mut *session, waves: Some(&mut waves) };
-            for &tokens in prompts {
-                let took = Took::Prompt { tokens, ms: time_prompt(&mut reader, tokens, model.imported.graph.vocab)? };
-                on_timed(&RowsTimed { rows: CHUNK_ROWS, kernel, position: 0, checked: checked.figures(), took })?;
-            }
+            bench_prompts(
+                &mut reader,
+                prompts,
+                vocab,
+                (CHUNK_ROWS, kernel, checked.figures()),
+                &mut programs,
+                on_found,
+            )?;
         }
     }
     Ok(())
 }
 
-/// Reads a prompt of `tokens` tokens in chunks, some times: milliseconds of each until the logits after the last token are there,
-/// launches included; ascending.
-fn time_prompt(reader: &mut Reader<'_>, tokens: u32, vocab: u32) -> Result<Vec<f64>, Fault> {
-    let ids = check::check_ids(vocab, tokens);
-    let shape: Shape = reader.shape();
-    let mut times = vec![];
-    for _ in 0..PROMPTS {
-        let (mut pool, mut guard) = (Pool::new(shape), Guard::new(shape));
-        let reserved = pool.open().and_then(|sequence| pool.reserve(sequence, tokens).map(|()| sequence));
-        let sequence = reserved.map_err(|error| Fault::internal(error.to_string()))?;
-        let edits = pool.take_edits();
-        let begun = Instant::now();
-        reader.read(&mut guard, sequence, edits, &ids, Wanted::Last)?;
-        times.push(begun.elapsed().as_secs_f64() * 1e3);
+/// Times prompts of each length, alone and against baselines. `of` has the rows of a chunk and of the kernel, and what was checked.
+fn bench_prompts(
+    reader: &mut Reader<'_>,
+    prompts: &[u32],
+    vocab: u32,
+    (rows, kernel, checked): (u32, u32, check::Figures),
+    programs: &mut Programs<'_>,
+    on_found: &mut dyn FnMut(FoundOfRows<'_>) -> Result<(), Fault>,
+) -> Result<(), Fault> {
+    for &tokens in prompts {
+        let ids = check::check_ids(vocab, tokens);
+        let mut own = || Ok(time_prompt(reader, &ids)? * 1e3);
+        let mut ms = (0..PROMPTS).map(|_| Ok(own()? * 1e-3)).collect::<Result<Vec<f64>, Fault>>()?;
+        ms.sort_by(f64::total_cmp);
+        let took = Took::Prompt { tokens, ms };
+        on_found(FoundOfRows::Own(&RowsTimed { rows, kernel, position: 0, checked, took }))?;
+        let versus = &mut |versus: &Versus| on_found(FoundOfRows::Versus(versus));
+        programs.against(Work::Prompt { tokens }, 1, &mut own, versus)?;
     }
-    times.sort_by(f64::total_cmp);
-    Ok(times)
+    Ok(())
+}
+
+/// Reads a prompt in chunks: milliseconds until the logits after the last token are there, launches included.
+fn time_prompt(reader: &mut Reader<'_>, ids: &[u32]) -> Result<f64, Fault> {
+    let shape: Shape = reader.shape();
+    let (mut pool, mut guard) = (Pool::new(shape), Guard::new(shape));
+    let reserved = pool.open().and_then(|sequence| pool.reserve(sequence, ids.len() as u32).map(|()| sequence));
+    let sequence = reserved.map_err(|error| Fault::internal(error.to_string()))?;
+    let edits = pool.take_edits();
+    let begun = Instant::now();
+    reader.read(&mut guard, sequence, edits, ids, Wanted::Last)?;
+    Ok(begun.elapsed().as_secs_f64() * 1e3)
 }
 
 /// Sequences of their own, one a row, which decode.
@@ -637,19 +670,21 @@ impl Decoding {
     }
 }
 
-/// Sequences of their own decode up to `position`, and then the same steps again and again.
-fn time_rows(session: &mut dyn RowLauncher, rows: u32, position: u32) -> Result<Vec<f64>, Fault> {
-    let mut decoding = Decoding::at(session, rows, position, STEPS)?;
-    let mut step_us = vec![];
-    for n in 0..LAUNCHES + 3 {
-        let (tables, inputs) = decoding.launch(position, STEPS)?;
-        let launched = session.run_whole(tables, inputs, false)?;
-        if n >= 3 {
-            step_us.push(launched.device_us / f64::from(STEPS));
-        }
+/// The same steps of `decoding` from `position` on, again and again: microseconds of a step of each launch, ascending.
+fn time_rows(session: &mut dyn RowLauncher, decoding: &mut Decoding, position: u32) -> Result<Vec<f64>, Fault> {
+    for _ in 0..WARM_UP {
+        time_launch(session, decoding, position)?;
     }
+    let timed = (0..LAUNCHES).map(|_| time_launch(session, decoding, position));
+    let mut step_us = timed.collect::<Result<Vec<f64>, Fault>>()?;
     step_us.sort_by(f64::total_cmp);
     Ok(step_us)
+}
+
+/// Microseconds of a step of one launch from `position` on.
+fn time_launch(session: &mut dyn RowLauncher, decoding: &mut Decoding, position: u32) -> Result<f64, Fault> {
+    let (tables, inputs) = decoding.launch(position, STEPS)?;
+    Ok(session.run_whole(tables, inputs, false)?.device_us / f64::from(STEPS))
 }
 
 /// Runs the smallest kernel for `rows` with time stamps: as many sequences decode up to `position`, and then `steps` steps, once after

@@ -1,4 +1,4 @@
-"""PyTorch's decode step, one sequence, at the shapes of a config.json: the baseline `torch` of `monobloc bench`.
+"""PyTorch's decode step, or its pass over a prompt, at the shapes of a config.json: the baseline `torch` of `monobloc bench`.
 
 It answers questions on stdin, one JSON object a line, as docs/bench.md describes. A variant is an implementation and how
 it is run; each is captured in one CUDA graph, so that no launch is paid for by the host:
@@ -9,10 +9,14 @@ it is run; each is captured in one CUDA graph, so that no launch is paid for by 
               transformers' own model of that config with a static cache, run in the same two ways; only where the step
               below does not know the architecture
 
-Weights are random: a decode step's time depends on shapes and bytes. The step has nothing that a fair baseline would not
-have: fused qkv and gate/up matrices, a preallocated cache of exactly the history, no dropout, no masks, arg-max at the end.
+Weights are random: the time depends on shapes and bytes. The step has nothing that a fair baseline would not have: fused qkv
+and gate/up matrices, a preallocated cache of exactly the history, no dropout, no masks, arg-max at the end. A step of several
+rows is one token of as many sequences, all at one position. A pass over a prompt is all its tokens at once, causal attention
+(flash attention where the layer has neither a window nor a softcap), keys and values stored in the cache, and the head for the
+last token alone.
 
-For a look without monobloc:  python3 torch_decode.py CONFIG.json POSITION[,POSITION] [VARIANT,...] [dtype]
+For a look without monobloc:  python3 torch_decode.py CONFIG.json WORK[,WORK] [VARIANT,...] [dtype]
+where WORK is a position, ROWSxPOSITION, or a prompt's length as p512.
 """
 
 import json
@@ -80,90 +84,144 @@ class Shape:
         self.windows = [window if is_local(layer) else None for layer in range(self.layers)]
 
 
-def plain_step(torch, shape, position, device, dtype):
-    """One decode step at `position`, with a cache of exactly the rows that each layer may look at."""
-    functional = torch.nn.functional
-    hidden, dim = shape.hidden, shape.head_dim
-    heads, kv_heads = shape.heads, shape.kv_heads
+class Model:
+    """Weights, the cache and the layers that a step and a pass over a prompt share."""
 
-    def matrix(rows, columns):
-        return torch.randn(rows, columns, device=device, dtype=dtype) / columns**0.5
+    def __init__(self, torch, shape, batch, history, device, dtype):
+        """A cache of `history` positions for each of `batch` sequences, or of as many as the layer's window has."""
+        self.torch, self.shape, self.batch, self.dtype = torch, shape, batch, dtype
+        hidden, dim = shape.hidden, shape.head_dim
+        heads, kv_heads = shape.heads, shape.kv_heads
 
-    def ones(size):
-        return torch.ones(size, device=device, dtype=dtype)
+        def matrix(rows, columns):
+            return torch.randn(rows, columns, device=device, dtype=dtype) / columns**0.5
 
-    embedding = matrix(shape.vocab, hidden)
-    head = embedding if shape.tied else matrix(shape.vocab, hidden)
-    final_norm = ones(hidden)
-    layers = []
-    for window in shape.windows:
-        rows = position + 1 if window is None else min(position + 1, window)
-        layers.append(
-            {
-                "qkv": matrix((heads + 2 * kv_heads) * dim, hidden),
-                "bias": torch.zeros((heads + 2 * kv_heads) * dim, device=device, dtype=dtype) if shape.qkv_bias else None,
-                "o": matrix(hidden, heads * dim),
-                "gate_up": matrix(2 * shape.intermediate, hidden),
-                "down": matrix(hidden, shape.intermediate),
-                "norms": [ones(hidden) for _ in range(4)],
-                "q_norm": ones(dim),
-                "k_norm": ones(dim),
-                "keys": torch.randn(1, kv_heads, rows, dim, device=device, dtype=dtype),
-                "values": torch.randn(1, kv_heads, rows, dim, device=device, dtype=dtype),
-                # The row that this step writes: the last one, also of a window, whose ring has come round to it.
-                "row": torch.tensor([rows - 1], device=device),
-            }
-        )
-    token = torch.full((1,), 17 % shape.vocab, device=device)
-    at = torch.tensor([float(position)], device=device)
-    frequencies = shape.theta ** (-torch.arange(0, dim, 2, device=device).float() / dim)
+        def ones(size):
+            return torch.ones(size, device=device, dtype=dtype)
 
-    def norm(x, weight):
-        return functional.rms_norm(x, (x.shape[-1],), weight, shape.eps)
+        self.embedding = matrix(shape.vocab, hidden)
+        self.head = self.embedding if shape.tied else matrix(shape.vocab, hidden)
+        self.final_norm = ones(hidden)
+        self.layers = []
+        for window in shape.windows:
+            rows = history if window is None else min(history, window)
+            self.layers.append(
+                {
+                    "qkv": matrix((heads + 2 * kv_heads) * dim, hidden),
+                    "bias": torch.zeros((heads + 2 * kv_heads) * dim, device=device, dtype=dtype) if shape.qkv_bias else None,
+                    "o": matrix(hidden, heads * dim),
+                    "gate_up": matrix(2 * shape.intermediate, hidden),
+                    "down": matrix(hidden, shape.intermediate),
+                    "norms": [ones(hidden) for _ in range(4)],
+                    "q_norm": ones(dim),
+                    "k_norm": ones(dim),
+                    "keys": torch.randn(batch, kv_heads, rows, dim, device=device, dtype=dtype),
+                    "values": torch.randn(batch, kv_heads, rows, dim, device=device, dtype=dtype),
+                    "window": window,
+                    # The row that a step writes: the last one, also of a window, whose ring has come round to it.
+                    "row": torch.tensor([rows - 1], device=device),
+                }
+            )
+        self.frequencies = shape.theta ** (-torch.arange(0, dim, 2, device=device).float() / dim)
 
-    def attend(q, keys, values):
-        if shape.attn_softcap is None:
-            return functional.scaled_dot_product_attention(q, keys, values, scale=shape.scale, enable_gqa=heads != kv_heads)
-        group = heads // kv_heads
-        q = q.view(1, kv_heads, group, dim)
-        scores = torch.tanh(q @ keys.transpose(-1, -2) * (shape.scale / shape.attn_softcap)) * shape.attn_softcap
-        return (torch.softmax(scores.float(), -1).to(dtype) @ values).view(1, heads, 1, dim)
+    def norm(self, x, weight):
+        return self.torch.nn.functional.rms_norm(x, (x.shape[-1],), weight, self.shape.eps)
 
-    def step():
-        x = embedding[token]
+    def run(self, tokens, positions, attend, last=False):
+        """Arg-max after each of `tokens`, or after the `last` one. `positions` is one for all tokens, or one for each.
+
+        `attend` gets the layer and its q, k, v as (tokens, heads, dim), and returns (tokens, heads * dim)."""
+        torch, shape, norm = self.torch, self.shape, self.norm
+        functional = torch.nn.functional
+        dim, heads, kv_heads = shape.head_dim, shape.heads, shape.kv_heads
+        x = self.embedding[tokens]
         if shape.embed_scale is not None:
             x = x * shape.embed_scale
-        angle = at * frequencies
-        cos, sin = torch.cat([angle.cos()] * 2).to(dtype), torch.cat([angle.sin()] * 2).to(dtype)
+        angle = positions[:, None] * self.frequencies
+        cos = torch.cat([angle.cos()] * 2, -1).to(self.dtype).unsqueeze(1)
+        sin = torch.cat([angle.sin()] * 2, -1).to(self.dtype).unsqueeze(1)
 
         def rotate(t):
             return t * cos + torch.cat([-t[..., dim // 2 :], t[..., : dim // 2]], -1) * sin
 
-        for layer in layers:
+        for layer in self.layers:
             norms = layer["norms"]
-            y = functional.linear(norm(x, norms[0]), layer["qkv"], layer["bias"]).view(1, heads + 2 * kv_heads, dim)
+            y = functional.linear(norm(x, norms[0]), layer["qkv"], layer["bias"]).view(-1, heads + 2 * kv_heads, dim)
             q, k, v = y[:, :heads], y[:, heads : heads + kv_heads], y[:, heads + kv_heads :]
             if shape.qk_norm:
                 q, k = norm(q, layer["q_norm"]), norm(k, layer["k_norm"])
-            layer["keys"].index_copy_(2, layer["row"], rotate(k).unsqueeze(2))
-            layer["values"].index_copy_(2, layer["row"], v.unsqueeze(2))
-            o = attend(rotate(q).unsqueeze(2), layer["keys"], layer["values"])
-            y = functional.linear(o.reshape(1, heads * dim), layer["o"])
+            y = functional.linear(attend(layer, rotate(q), rotate(k), v), layer["o"])
             x = x + (norm(y, norms[2]) if shape.post_norms else y)
             gate, up = functional.linear(norm(x, norms[1]), layer["gate_up"]).chunk(2, -1)
             act = functional.gelu(gate, approximate="tanh") if shape.gelu else functional.silu(gate)
             y = functional.linear(act * up, layer["down"])
             x = x + (norm(y, norms[3]) if shape.post_norms else y)
-        logits = functional.linear(norm(x, final_norm), head)
+        x = x[-1:] if last else x
+        logits = functional.linear(norm(x, self.final_norm), self.head)
         if shape.final_softcap is not None:
             logits = torch.tanh(logits / shape.final_softcap) * shape.final_softcap
         return logits.argmax(-1)
 
-    return step
+
+def softcapped(torch, shape, q, keys, values, mask=None):
+    """Attention with a softcap, operator by operator; q is (batch, heads, queries, dim)."""
+    batch, heads, queries, dim = q.shape
+    grouped = q.reshape(batch, shape.kv_heads, heads // shape.kv_heads * queries, dim)
+    scores = torch.tanh(grouped @ keys.transpose(-1, -2) * (shape.scale / shape.attn_softcap)) * shape.attn_softcap
+    if mask is not None:
+        scores = scores.masked_fill(~mask.repeat(heads // shape.kv_heads, 1), float("-inf"))
+    return (torch.softmax(scores.float(), -1).to(values.dtype) @ values).view(batch, heads, queries, dim)
 
 
-def transformers_step(torch, config_path, position, device, dtype):
-    """One step of transformers' own model with a static cache."""
+def plain_step(torch, shape, position, rows, device, dtype):
+    """One decode step of `rows` sequences at `position`, with a cache of exactly the rows that each layer may look at."""
+    model = Model(torch, shape, rows, position + 1, device, dtype)
+    tokens = torch.arange(17, 17 + rows, device=device) % shape.vocab
+    at = torch.tensor([float(position)], device=device)
+
+    def attend(layer, q, k, v):
+        layer["keys"].index_copy_(2, layer["row"], k.unsqueeze(2))
+        layer["values"].index_copy_(2, layer["row"], v.unsqueeze(2))
+        q = q.unsqueeze(2)
+        if shape.attn_softcap is None:
+            grouped = shape.heads != shape.kv_heads
+            attention = torch.nn.functional.scaled_dot_product_attention
+            o = attention(q, layer["keys"], layer["values"], scale=shape.scale, enable_gqa=grouped)
+        else:
+            o = softcapped(torch, shape, q, layer["keys"], layer["values"])
+        return o.reshape(rows, -1)
+
+    return lambda: model.run(tokens, at, attend)
+
+
+def plain_prompt(torch, shape, length, device, dtype):
+    """All `length` tokens of a prompt at once; the token after it."""
+    model = Model(torch, shape, 1, length, device, dtype)
+    tokens = torch.arange(17, 17 + length, device=device) % shape.vocab
+    at = torch.arange(length, device=device).float()
+    ago = at[:, None] - at[None, :]
+    masks = {window: (ago >= 0) & (ago < window) for window in shape.windows if window is not None and window < length}
+    causal = (ago >= 0) if shape.attn_softcap is not None else None
+
+    def attend(layer, q, k, v):
+        q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (q, k, v))
+        kept = layer["keys"].shape[2]
+        layer["keys"].copy_(k[:, :, length - kept :])
+        layer["values"].copy_(v[:, :, length - kept :])
+        mask = masks.get(layer["window"])
+        if shape.attn_softcap is None:
+            attention = torch.nn.functional.scaled_dot_product_attention
+            grouped = shape.heads != shape.kv_heads
+            o = attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=shape.scale, enable_gqa=grouped)
+        else:
+            o = softcapped(torch, shape, q, k, v, causal if mask is None else mask)
+        return o.squeeze(0).transpose(0, 1).reshape(length, -1)
+
+    return lambda: model.run(tokens, at, attend, last=True)
+
+
+def transformers_model(torch, config_path, device, dtype):
+    """transformers' own model."""
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(config_path)
@@ -173,15 +231,22 @@ def transformers_step(torch, config_path, position, device, dtype):
             model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
     finally:
         torch.set_default_dtype(torch.float32)
-    cache = transformers.StaticCache(config=config, max_batch_size=1, max_cache_len=position + 1, device=device, dtype=dtype)
-    token = torch.full((1, 1), 17 % config.vocab_size, device=device)
-    at = torch.tensor([position], device=device)
+    return transformers, config, model
 
-    def step():
-        out = model(token, past_key_values=cache, cache_position=at, use_cache=True)
+
+def transformers_run(torch, config_path, position, rows, length, device, dtype):
+    """One step of transformers' own model with a static cache; or, with `length`, its pass over a prompt."""
+    transformers, config, model = transformers_model(torch, config_path, device, dtype)
+    room = length or position + 1
+    cache = transformers.StaticCache(config=config, max_batch_size=rows, max_cache_len=room, device=device, dtype=dtype)
+    tokens = torch.full((rows, length or 1), 17 % config.vocab_size, device=device)
+    at = torch.arange(length, device=device) if length else torch.tensor([position], device=device)
+
+    def run():
+        out = model(tokens, past_key_values=cache, cache_position=at, use_cache=True, logits_to_keep=1)
         return out.logits[:, -1].argmax(-1)
 
-    return step
+    return run
 
 
 # ---- the questions --------------------------------------------------------------------------------------------------
@@ -209,7 +274,7 @@ class Bench:
         variants = ["eager", "compile"] if plain else ["hf-eager", "hf-compile"]
         return {"name": f"torch {torch.__version__} on {where}", "variants": variants}
 
-    def prepare(self, variant, position, **_):
+    def prepare(self, variant, position=0, rows=1, prompt=None, **_):
         torch = self.torch
         # The graph of the last variant holds its memory.
         self.run = None
@@ -218,9 +283,11 @@ class Bench:
             torch.cuda.empty_cache()
         torch.manual_seed(0)
         if variant.startswith("hf-"):
-            step = transformers_step(torch, self.config_path, position, self.device, self.dtype)
+            step = transformers_run(torch, self.config_path, position, rows, prompt, self.device, self.dtype)
+        elif prompt:
+            step = plain_prompt(torch, self.shape, prompt, self.device, self.dtype)
         else:
-            step = plain_step(torch, self.shape, position, self.device, self.dtype)
+            step = plain_step(torch, self.shape, position, rows, self.device, self.dtype)
         if variant.endswith("compile"):
             step = torch.compile(step, mode="max-autotune-no-cudagraphs", fullgraph=not variant.startswith("hf-"))
         self.run = self.capture(step) if self.device == "cuda" else step
@@ -283,18 +350,27 @@ def serve():
         print(json.dumps(reply), file=out, flush=True)
 
 
-def look(config, positions, variants=None, dtype="bf16"):
+def work(text):
+    """What a word of the command line asks for, as `prepare` takes it."""
+    if text.startswith("p"):
+        return {"prompt": int(text[1:])}
+    rows, _, position = text.rpartition("x")
+    return {"position": int(position), "rows": int(rows or 1)}
+
+
+def look(config, works, variants=None, dtype="bf16"):
     bench = Bench()
     opened = bench.open(config, dtype)
     print(json.dumps(opened), flush=True)
-    for position in map(int, positions.split(",")):
+    for what in works.split(","):
         for variant in variants.split(",") if variants else opened["variants"]:
             begun = time.perf_counter()
-            row = {"variant": variant, "position": position}
-            row.update(answer(bench, {"do": "prepare", "variant": variant, "position": position}))
+            row = {"variant": variant, **work(what)}
+            row.update(answer(bench, {"do": "prepare", "variant": variant, **work(what)}))
             row["prepare_s"] = round(time.perf_counter() - begun, 1)
             if "error" not in row:
-                samples = sorted(bench.time(32)["us_per_step"] for _ in range(15))
+                steps = 1 if "prompt" in row else 32
+                samples = sorted(bench.time(steps)["us_per_step"] for _ in range(15))
                 row["us_per_step_p50"] = samples[7]
             print(json.dumps(row), flush=True)
 

@@ -1,6 +1,10 @@
 //! Kernels for several rows and of waves, of every format: their numbers against the interpreter, on a device.
 
-use monobloc::pipeline::device_rows::{Asked, Took, bench_rows};
+use std::time::Duration;
+
+use monobloc::abba::Limits;
+use monobloc::pipeline::bench::{Baseline, Request};
+use monobloc::pipeline::device_rows::{Asked, FoundOfRows, Took, bench_rows};
 
 use crate::{Gpu, Place, say};
 
@@ -23,15 +27,37 @@ fn rows_and_waves_of_every_format_compute_what_the_interpreter_does() {
         // Those of 32 and 64 rows are run by waves.
         let rows: &[u32] = if weights == "bf16" { &[1, 8, 16, 32, 64] } else { &[1, 8, 16] };
         let asked = Asked { rows, prompts: &[100, 700], chunks: &[] };
-        let mut chunks = vec![];
-        let timed = bench_rows(&place.workspace(None), &manifest, &manifest.targets[0], asked, &mut |timed| {
-            if let Took::Prompt { tokens, .. } = timed.took {
-                chunks.push((tokens, timed.rows));
-                say(&format!("{weights}: {tokens} tokens in chunks of {}: {:?}", timed.rows, timed.checked));
+        // Takes turns with steps and prompts, and has nothing to say of 16 rows.
+        let program = r#"while read -r line; do case "$line" in
+            *'"open"'*) echo '{"name":"shell","variants":["plain"]}' ;;
+            *'"rows":16'*) echo '{"error":"sixteen"}' ;;
+            *'"prepare"'*) echo '{}' ;;
+            *) echo '{"us_per_step":1e9}' ;;
+            esac; done"#;
+        let request = Request {
+            baselines: vec![Baseline::Command(program.to_string())],
+            limits: Limits { rounds_min: 1, rounds_max: 1, time_max: Duration::ZERO },
+            baseline_timeout: Duration::from_secs(10),
+        };
+        let (mut chunks, mut compared) = (vec![], vec![]);
+        let workspace = place.workspace(None);
+        let timed = bench_rows(&workspace, &manifest, &manifest.targets[0], asked, &request, &mut |found| {
+            match found {
+                FoundOfRows::Versus(versus) => compared.push(versus.outcome.as_ref().map(|c| c.ratio.ratio).ok()),
+                FoundOfRows::Own(timed) => {
+                    if let Took::Prompt { tokens, .. } = timed.took {
+                        chunks.push((tokens, timed.rows));
+                        say(&format!("{weights}: {tokens} tokens in chunks of {}: {:?}", timed.rows, timed.checked));
+                    }
+                }
             }
             Ok(())
         });
         timed.unwrap_or_else(|fault| panic!("{weights}: {fault}"));
+        // Each number of rows and each prompt has one comparison.
+        assert_eq!(compared.len(), rows.len() + 2, "{weights}: {compared:?}");
+        assert_eq!(compared.iter().filter(|ratio| ratio.is_none()).count(), 1, "{weights}: {compared:?}");
+        assert!(compared.iter().flatten().all(|ratio| *ratio > 100.0), "{weights}: {compared:?}");
         let waves = gpu.record.spec.register_reallocation;
         assert_eq!(chunks.len(), 2, "{weights}: {chunks:?}");
         assert!(!waves || chunks.iter().all(|(_, rows)| *rows == 512), "{weights}: {chunks:?}");

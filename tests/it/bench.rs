@@ -86,6 +86,22 @@ fn a_baseline_that_cannot_start_ends_it_before_anything_is_timed() {
 }
 
 #[test]
+fn a_baseline_of_one_row_says_so_when_it_is_asked_for_more() {
+    let place = Place::new();
+    place.manifest(&fixture("families/llama-gqa"), 24);
+    place.write("same.mkir", "mkir 2\n");
+    let answer = bench(&place, &["same.mkir"], "--rows 2");
+    answer.refused(&["baseline `same.mkir`: a schedule decodes one sequence", "leave out `--rows` and `--prompt`"]);
+    let questions = ["\"position\":0", "\"position\":0,\"rows\":1", "\"position\":0,\"rows\":8", "\"prompt\":5"]
+        .map(|what| format!("{{\"do\":\"prepare\",\"variant\":\"cpu\",{what}}}\n"))
+        .concat();
+    let answer = crate::cli_support::Answer::of(place.command("bench m.toml --serve").write_stdin(questions)).code(0);
+    let ready: Vec<bool> =
+        answer.stdout.lines().map(|line| !line.contains("this baseline times steps of one row")).collect();
+    assert_eq!(ready, [true, true, false, false], "{answer:#?}");
+}
+
+#[test]
 fn figures_that_cannot_be_are_no_figures() {
     for us in ["0", "-1", "\"fast\"", "1e999"] {
         let place = Place::new();
