@@ -82,12 +82,13 @@ fn bench_rows(session: &Session, asked: &Bench, manifest: &Manifest, target: &Ta
             "a prompt of {wrong} tokens: expected 1 to {context_max}, `decode.context_max`"
         )));
     }
-    let mut all = json!({ "manifest": manifest.name, "target": target.name, "rows": [], "sampled": [], "prompts": [] });
+    let mut all = json!({ "manifest": manifest.name, "target": target.name, "rows": [], "gaps": [], "sampled": [], "prompts": [] });
     let asked_rows = device_rows::Asked { rows: &rows, prompts: &prompts, chunks: &chunks };
     device_rows::bench_rows(&workspace, manifest, target, asked_rows, &mut |timed| {
         let (json, line) = rows_line(timed);
         let list = match timed.took {
             Took::Steps(_) => "rows",
+            Took::Gaps { .. } => "gaps",
             Took::Sampled(_) => "sampled",
             Took::Prompt { .. } => "prompts",
         };
@@ -116,6 +117,18 @@ fn rows_line(timed: &RowsTimed) -> (Value, String) {
             let line = format!(
                 "{rows:>3} rows from position {position:>6}: {p50:>8.1} µs a step{how} (p10 {p10:.1}, p90 {p90:.1}), \
                  {tokens_per_s:>7.0} tokens/s; {within}\n"
+            );
+            (json, line)
+        }
+        Took::Gaps { waited_us, queued_us } => {
+            let ([p10, p50, p90], [_, waited, _]) = (of(queued_us), of(waited_us));
+            let json = json!({
+                "rows": rows, "kernel_rows": kernel, "position": position,
+                "queued_us_p10": p10, "queued_us_p50": p50, "queued_us_p90": p90, "waited_us_p50": waited,
+            });
+            let line = format!(
+                "{rows:>3} rows from position {position:>6}: {p50:>8.1} µs between launches that are queued ahead \
+                 (p10 {p10:.1}, p90 {p90:.1}), {waited:.1} between others\n"
             );
             (json, line)
         }
