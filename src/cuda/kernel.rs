@@ -95,6 +95,12 @@ impl Watched {
         Ok(self.started[self.slot(&self.queued)].record(&self.stream)?)
     }
 
+    /// The end of the launch that was queued last; `None`: there was none.
+    pub fn last_end(&self) -> Option<&Event> {
+        let last = self.queued.load(Ordering::Relaxed).checked_sub(1)?;
+        Some(&self.ended[(last % TIMED) as usize])
+    }
+
     /// Whether a launch was queued that was not waited for.
     fn is_busy(&self) -> bool {
         self.queued.load(Ordering::Relaxed) != self.finished.load(Ordering::Relaxed)

@@ -10,6 +10,7 @@ use super::rows::{
 };
 use super::sampler::{Asked, SamplerSession};
 use super::session::{Session, SessionError};
+use super::stream::Event;
 use crate::codegen::abi::Queues;
 use crate::codegen::emit::Trace;
 use crate::rows::{Shape, Tables};
@@ -181,6 +182,14 @@ impl RowLauncher for OneRowSession {
         self.decided = tokens.last().copied().filter(|_| self.flying.is_empty());
         let tokens = tokens.into_iter().map(|token| vec![token]).collect();
         Ok(RowsLaunched { device_us: launched.device_us, steps: ran, tokens })
+    }
+
+    fn last_end(&self) -> Option<&Event> {
+        self.session.last_end()
+    }
+
+    fn follow(&mut self, end: &Event) -> Result<(), SessionError> {
+        self.session.follow(end)
     }
 
     fn gap_us(&self) -> Result<f64, SessionError> {

@@ -5,6 +5,7 @@ use super::kernel::{Kernel, Watched, vocab};
 use super::memory::{DeviceBuffer, MappedBuffer};
 use super::sampler::{Asked, Next, SamplerSession};
 use super::session::{SessionError, Stamped};
+use super::stream::Event;
 use super::tables::LaunchTables;
 use crate::codegen::abi::{Params, Queues, Row, RowsParams};
 use crate::codegen::emit::Trace;
@@ -114,6 +115,15 @@ pub trait RowLauncher {
     /// # Errors
     /// No launch is queued; what the driver refuses.
     fn last_step(&mut self) -> Result<Option<Vec<Vec<u32>>>, SessionError>;
+
+    /// The end of the launch that was queued last.
+    fn last_end(&self) -> Option<&Event>;
+
+    /// Lets the launches that follow wait for the end of a launch of another kernel, which may still run. They see what it wrote.
+    ///
+    /// # Errors
+    /// What the driver refuses.
+    fn follow(&mut self, end: &Event) -> Result<(), SessionError>;
 
     /// Waits for the oldest queued launch.
     ///
@@ -521,6 +531,14 @@ impl RowLauncher for RowsSession {
             self.begin_words()?;
         }
         Ok(RowsLaunched { device_us, steps: reported.saturating_sub(1), tokens })
+    }
+
+    fn last_end(&self) -> Option<&Event> {
+        self.kernel.watched.last_end()
+    }
+
+    fn follow(&mut self, end: &Event) -> Result<(), SessionError> {
+        Ok(self.kernel.watched.stream.follow(end)?)
     }
 
     fn gap_us(&self) -> Result<f64, SessionError> {

@@ -5,7 +5,7 @@ use super::kernel::{Kernel, first_buffer, vocab};
 use super::memory::{DeviceBuffer, MappedBuffer};
 use super::rows::choose_now;
 use super::sampler::{Asked, Next, SamplerSession};
-use super::stream::Stream;
+use super::stream::{Event, Stream};
 use crate::codegen::abi::{EOS_MAX, PagedParams, Params, Queues};
 use crate::codegen::emit::Trace;
 use crate::error::Fault;
@@ -399,6 +399,16 @@ impl Session {
     pub(super) fn await_decided(&self, count: u32, timeout_ms: u64) -> Result<(), SessionError> {
         let timeout = Duration::from_millis(timeout_ms);
         self.kernel.watched.await_last_step(timeout, || Ok(self.mailbox.load(0)? >= count))
+    }
+
+    /// As [`Watched::last_end`](super::kernel::Watched::last_end).
+    pub(super) fn last_end(&self) -> Option<&Event> {
+        self.kernel.watched.last_end()
+    }
+
+    /// As [`Stream::follow`].
+    pub(super) fn follow(&self, end: &Event) -> Result<(), SessionError> {
+        Ok(self.kernel.watched.stream.follow(end)?)
     }
 
     /// As [`Watched::gap_us`](super::kernel::Watched::gap_us).

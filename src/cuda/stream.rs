@@ -250,6 +250,13 @@ impl Stream {
         unsafe { call!(api, cuStreamSynchronize(self.handle)) }
     }
 
+    /// Lets the work that is queued from now on wait for `event`, which may be of another stream.
+    pub(super) fn follow(&self, event: &Event) -> Result<(), DriverError> {
+        let api = self.context.bind()?;
+        // SAFETY: live handles of the bound context.
+        unsafe { call!(api, cuStreamWaitEvent(self.handle, event.handle, 0)) }
+    }
+
     fn set_stuck(&self, is_stuck: bool) {
         match (self.is_stuck.swap(is_stuck, Ordering::AcqRel), is_stuck) {
             (false, true) => drop(self.context.streams_stuck.fetch_add(1, Ordering::AcqRel)),

@@ -10,7 +10,7 @@ use super::rows::{
 };
 use super::sampler::{Asked, SamplerSession};
 use super::session::{SessionError, Stuck};
-use super::stream::LaunchShape;
+use super::stream::{Event, LaunchShape};
 use super::tables::{LaunchTables, Placed};
 use crate::codegen::abi::Row;
 use crate::codegen::emit::Trace;
@@ -178,8 +178,8 @@ impl Loaded {
 /// A kernel of waves that reads chunks.
 pub struct WavesSession {
     loaded: Loaded,
-    /// A chunk is queued or being read.
-    is_flying: bool,
+    /// Chunks that are queued or being read; at most two.
+    flying: usize,
 }
 
 impl WavesSession {
@@ -197,7 +197,7 @@ impl WavesSession {
         cache: Arc<DeviceBuffer>,
     ) -> Result<WavesSession, SessionError> {
         let loaded = Loaded::load(device, proven, cubin, trace, 1, pack, Some(cache))?;
-        Ok(WavesSession { loaded, is_flying: false })
+        Ok(WavesSession { loaded, flying: 0 })
     }
 
     /// What bounds the tables of a launch; its rows are those of a chunk at most.
@@ -218,11 +218,11 @@ impl WavesSession {
         Ok(device_us)
     }
 
-    /// Queues the reading of a chunk and returns at once. Its positions count as written for later launches, which the caller queues
-    /// after [`WavesSession::finish`].
+    /// Queues the reading of a chunk and returns at once. Its positions count as written for later launches, which
+    /// [`follow`](WavesSession::last_end) it on the device. A second chunk can be queued before the first one was waited for.
     ///
     /// # Errors
-    /// As [`WavesSession::read`]; a chunk that was not waited for.
+    /// As [`WavesSession::read`]; two chunks that were not waited for.
     pub fn queue(&mut self, tables: Tables<'_>, tokens: &[u32]) -> Result<(), SessionError> {
         self.launch(&tables, tokens)?;
         tables.finish(1);
@@ -230,7 +230,7 @@ impl WavesSession {
     }
 
     fn launch(&mut self, tables: &Tables<'_>, tokens: &[u32]) -> Result<(), SessionError> {
-        if self.is_flying {
+        if self.flying == 2 {
             return Err(SessionError::NotFinished);
         }
         let loaded = &mut self.loaded;
@@ -242,18 +242,29 @@ impl WavesSession {
         }
         let encoded = encode_rows(tables, &given(tokens), &[], loaded.vocab)?;
         loaded.launch(encoded, Wanted { steps: 1, only_fills: true, logits: 0, mailbox: 0 })?;
-        self.is_flying = true;
+        self.flying += 1;
         Ok(())
     }
 
-    /// Waits for the queued chunk: its time on the device, in microseconds.
+    /// The end of the chunk that was queued last.
+    pub fn last_end(&self) -> Option<&Event> {
+        self.loaded.watched.last_end()
+    }
+
+    /// As [`RowLauncher::follow`].
+    ///
+    /// # Errors
+    /// What the driver refuses.
+    pub fn follow(&mut self, end: &Event) -> Result<(), SessionError> {
+        Ok(self.loaded.watched.stream.follow(end)?)
+    }
+
+    /// Waits for the oldest queued chunk: its time on the device, in microseconds.
     ///
     /// # Errors
     /// No chunk is queued, or its launch gave up.
     pub fn finish(&mut self) -> Result<f64, SessionError> {
-        if !std::mem::take(&mut self.is_flying) {
-            return Err(SessionError::NotQueued);
-        }
+        self.flying = self.flying.checked_sub(1).ok_or(SessionError::NotQueued)?;
         self.loaded.finish(1)
     }
 
@@ -455,6 +466,14 @@ impl RowLauncher for StepsSession {
         let of_step = |step| (0..rows).map(|row| self.token(&flying, step, row)).collect();
         let tokens = (0..=steps).map(of_step).collect::<Result<_, _>>()?;
         Ok(RowsLaunched { device_us, steps, tokens })
+    }
+
+    fn last_end(&self) -> Option<&Event> {
+        self.loaded.watched.last_end()
+    }
+
+    fn follow(&mut self, end: &Event) -> Result<(), SessionError> {
+        Ok(self.loaded.watched.stream.follow(end)?)
     }
 
     fn gap_us(&self) -> Result<f64, SessionError> {

@@ -191,6 +191,8 @@ struct Running {
     offered: usize,
     /// Tells this run of the choice from runs before a preemption.
     run: u64,
+    /// Its rows want nothing but tokens that kernels choose.
+    is_plain: bool,
 }
 
 impl Running {
@@ -208,14 +210,17 @@ struct Flying {
     steps: u32,
     /// The stepper decides the tokens of all rows from what the kernel knows: a launch may go on from them.
     is_decoding: bool,
+    /// It reads a prompt alone.
+    is_alone: bool,
     /// Of each row, the tokens that it decided before its last step. Known once that has begun.
     so_far: Option<Vec<Vec<u32>>>,
 }
 
 impl Flying {
-    fn of(launch: &Launch, rows: Vec<(ChoiceId, u64, usize)>) -> Flying {
+    fn of(launch: &Launch, rows: Vec<(ChoiceId, u64, usize)>, alone: Option<Alone>) -> Flying {
         let is_decoding = launch.rows.iter().all(|row| matches!(row.want, Want::Token(_)));
-        Flying { rows, steps: launch.steps, is_decoding, so_far: None }
+        let is_alone = alone.is_some_and(|alone| launch.is(alone));
+        Flying { rows, steps: launch.steps, is_decoding, is_alone, so_far: None }
     }
 }
 
@@ -365,6 +370,9 @@ impl<S: Stepper> Engine<S> {
                 None => Ok(()),
             };
         }
+        if let Some((launch, flying)) = self.launch_beside(events) {
+            return self.fly(launch, flying);
+        }
         match (self.steps_ahead(), self.flying.front_mut()) {
             (1.., Some(Flying { so_far: so_far @ None, .. })) => {
                 *so_far = self.stepper.last_step()?;
@@ -372,10 +380,7 @@ impl<S: Stepper> Engine<S> {
                 if so_far.is_some() { Ok(()) } else { self.collect(events) }
             }
             (steps @ 1.., _) => match self.launch_ahead(steps, events) {
-                Some((launch, flying)) => {
-                    self.figures.queued_ahead += 1;
-                    self.fly(launch, flying)
-                }
+                Some((launch, flying)) => self.fly(launch, flying),
                 None => self.collect(events),
             },
             _ => self.collect(events),
@@ -384,6 +389,7 @@ impl<S: Stepper> Engine<S> {
 
     fn fly(&mut self, launch: Launch, flying: Flying) -> Result<(), Fault> {
         self.figures.launches += 1;
+        self.figures.queued_ahead += self.flying.len() as u64;
         self.figures.steps += u64::from(launch.steps);
         self.figures.rows += u64::from(launch.steps) * launch.rows.len() as u64;
         let is_guided = launch.is_guided();
@@ -394,6 +400,38 @@ impl<S: Stepper> Engine<S> {
         }
         self.flying.push_back(flying);
         Ok(())
+    }
+
+    /// A launch beside the only one that flies, where one of both reads a prompt alone. None of its rows depends on the one that flies, and
+    /// none takes pages from another request.
+    fn launch_beside(&mut self, events: &mut Vec<Event>) -> Option<(Launch, Flying)> {
+        if self.flying.len() > 1 || self.bounds.alone.is_none() {
+            return None;
+        }
+        let before = self.flying.front()?;
+        let is_alone = before.is_alone;
+        let runs =
+            |(id, run, _): &(ChoiceId, u64, usize)| self.running.get(id).is_some_and(|running| running.run == *run);
+        if !before.rows.iter().all(runs) || !self.running.values().all(|running| running.is_plain) {
+            return None;
+        }
+        self.admit(events);
+        if !self.running.values().all(|running| running.is_plain) || !self.has_pages_to_read() {
+            return None;
+        }
+        if is_alone { self.launch(events) } else { self.launch_alone(events) }
+    }
+
+    /// Whether there are pages for all tokens that are known, and for one more of each request, without any from another request.
+    fn has_pages_to_read(&self) -> bool {
+        let page_rows = self.bounds.shape.page_rows;
+        let missing = |running: &Running| {
+            let (from, to) = (running.submitted as u32, running.choice.tokens.len() as u32);
+            let blocks = from / page_rows..(to + 1).min(self.bounds.shape.context_max).div_ceil(page_rows);
+            blocks.filter(|block| self.pool.page(running.sequence, *block).is_none()).count()
+        };
+        let needed: usize = self.running.values().map(missing).sum();
+        needed as u32 <= self.pool.free_pages() + self.pool.idle_pages()
     }
 
     /// Steps of a launch that goes on from the only one that flies, with the same rows. 0: a row ends with that one as far as is known, a
@@ -441,7 +479,7 @@ impl<S: Stepper> Engine<S> {
             running.submitted += steps as usize;
         }
         let launch = Launch { rows, steps, edits: self.pool.take_edits() };
-        let flying = Flying::of(&launch, of);
+        let flying = Flying::of(&launch, of, self.bounds.alone);
         Some((launch, flying))
     }
 
@@ -497,7 +535,9 @@ impl<S: Stepper> Engine<S> {
             }
             self.runs += 1;
             let (submitted, offered, run) = (computed, found.len(), self.runs);
-            self.running.insert(id, Running { choice, sequence, submitted, computed, offered, run });
+            let wants_token = matches!(want(&choice, choice.tokens.len() - 1, &self.bounds), Want::Token(_));
+            let is_plain = wants_token && choice.scores_prompt.is_none();
+            self.running.insert(id, Running { choice, sequence, submitted, computed, offered, run, is_plain });
         }
     }
 
@@ -571,8 +611,14 @@ impl<S: Stepper> Engine<S> {
         }
     }
 
+    /// Requests that decode: all of their tokens are in a launch, or all but one.
+    fn decoding(&self) -> usize {
+        self.running.values().filter(|running| running.left() <= 1).count()
+    }
+
     /// A launch that reads the oldest long prompt alone. Where others decode, they have every second launch.
-    fn launch_alone(&mut self, decoding: usize, events: &mut Vec<Event>) -> Option<(Launch, Flying)> {
+    fn launch_alone(&mut self, events: &mut Vec<Event>) -> Option<(Launch, Flying)> {
+        let decoding = self.decoding();
         let may = decoding == 0 || !self.was_alone;
         let mut long = self.running.iter().map(|(&id, running)| (id, self.alone(running, decoding)));
         let (id, count) = long.find(|(_, count)| *count > 0).filter(|_| may)?;
@@ -588,15 +634,16 @@ impl<S: Stepper> Engine<S> {
         let rows = (from..from + count).map(row).collect();
         let flying = (from..from + count).map(|position| (id, running.run, position)).collect();
         running.submitted += count;
+        self.was_alone = true;
         let launch = Launch { rows, steps: 1, edits: self.pool.take_edits() };
-        let flying = Flying::of(&launch, flying);
+        let flying = Flying::of(&launch, flying, self.bounds.alone);
         Some((launch, flying))
     }
 
     /// The next launch; `None`: nothing is ready.
     fn launch(&mut self, events: &mut Vec<Event>) -> Option<(Launch, Flying)> {
-        let decoding = self.running.values().filter(|running| running.left() == 1).count();
-        let alone = self.launch_alone(decoding, events);
+        let decoding = self.decoding();
+        let alone = self.launch_alone(events);
         self.was_alone = alone.is_some();
         if alone.is_some() {
             return alone;
@@ -635,7 +682,7 @@ impl<S: Stepper> Engine<S> {
             return None;
         }
         let launch = Launch { rows, steps, edits: self.pool.take_edits() };
-        let flying = Flying::of(&launch, flying);
+        let flying = Flying::of(&launch, flying, self.bounds.alone);
         Some((launch, flying))
     }
 

@@ -20,7 +20,7 @@ pub struct DeviceStepper {
     waves: Option<WavesSession>,
     sampler: Option<SamplerSession>,
     guard: Guard,
-    /// Launches that were not collected, oldest first. A second one goes on from the first, on the same kernel.
+    /// Launches that were not collected, oldest first. A second one goes on from the first on the same kernel, or one of them reads a prompt.
     flying: VecDeque<Flying>,
 }
 
@@ -52,19 +52,39 @@ impl DeviceStepper {
         Some(DeviceStepper { sessions, waves, sampler, guard, flying: VecDeque::new() })
     }
 
-    /// The kernel of a launch: where others have not ended, that of the last of them.
+    /// The kernel of a launch.
     fn kernel(&self, launch: &Launch) -> Result<Kernel, Fault> {
         let rows = launch.rows.len();
-        if let Some(before) = self.flying.back() {
-            let goes_on = launch.rows.iter().all(|row| row.token.is_none()) && before.rows.len() == rows;
-            return if goes_on { Ok(before.kernel) } else { Err(Fault::internal("a launch was not collected")) };
-        }
-        if self.waves.is_some() && self.bounds().alone.is_some_and(|alone| launch.is(alone)) {
-            return Ok(Kernel::Waves);
+        let before = self.flying.back();
+        if let Some(before) = before.filter(|before| before.rows.len() == rows)
+            && launch.rows.iter().all(|row| row.token.is_none())
+        {
+            return Ok(before.kernel);
         }
         // The guard judges that the largest has as many.
         let smallest = self.sessions.iter().position(|session| session.shape().rows as usize >= rows);
-        Ok(Kernel::Rows(smallest.unwrap_or(self.sessions.len() - 1)))
+        let of_rows = Kernel::Rows(smallest.unwrap_or(self.sessions.len() - 1));
+        let is_alone = self.waves.is_some() && self.bounds().alone.is_some_and(|alone| launch.is(alone));
+        let kernel = if is_alone { Kernel::Waves } else { of_rows };
+        match (before.map(|before| before.kernel), kernel) {
+            (None | Some(Kernel::Waves), _) | (_, Kernel::Waves) => Ok(kernel),
+            _ => Err(Fault::internal("a launch was not collected")),
+        }
+    }
+
+    /// Lets a launch of `kernel` wait for one of another kernel that was submitted before it.
+    fn follow(&mut self, kernel: Kernel) -> Result<(), Fault> {
+        let DeviceStepper { sessions, waves: Some(waves), flying, .. } = self else { return Ok(()) };
+        match (flying.back().map(|before| before.kernel), kernel) {
+            (Some(Kernel::Waves), Kernel::Rows(session)) => {
+                waves.last_end().map_or(Ok(()), |end| sessions[session].follow(end))?;
+            }
+            (Some(Kernel::Rows(session)), Kernel::Waves) => {
+                sessions[session].last_end().map_or(Ok(()), |end| waves.follow(end))?;
+            }
+            _ => {}
+        }
+        Ok(())
     }
 }
 
@@ -80,6 +100,7 @@ impl Stepper for DeviceStepper {
 
     fn submit(&mut self, launch: Launch) -> Result<(), Fault> {
         let kernel = self.kernel(&launch)?;
+        self.follow(kernel)?;
         let is_guided = launch.is_guided();
         let tokens = if matches!(kernel, Kernel::Waves) { launch.tokens()? } else { vec![] };
         let Launch { rows, steps, edits } = launch;

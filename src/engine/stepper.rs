@@ -110,7 +110,8 @@ impl Launch {
     }
 }
 
-/// Rows of one sequence, at consecutive positions and wanting nothing, that have a launch of their own.
+/// Rows of one sequence, at consecutive positions and wanting nothing, that have a launch of their own. While it runs, another launch may be
+/// submitted, and it may be submitted while another one runs, if no row of that one wants logits or a choice.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Alone {
     /// Fewer are read as fast in an ordinary launch.

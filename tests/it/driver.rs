@@ -715,7 +715,7 @@ fn steps_in_waves_have_the_tokens_of_requests_alone() {
     }
 }
 
-/// What a kernel of waves is not given: other tables than a chunk of one sequence, tokens that no table of embeddings has, a second
+/// What a kernel of waves is not given: other tables than a chunk of one sequence, tokens that no table of embeddings has, a third
 /// chunk before the first was waited for.
 #[test]
 fn chunks_that_waves_cannot_read_are_refused() {
@@ -752,10 +752,12 @@ fn chunks_that_waves_cannot_read_are_refused() {
     refused(&request(chunk(a, 128), true, 1), &ids, "want no logits");
     refused(&request(chunk(a, 1), true, 2), &ids[..1], "do not fit");
     refused(&request(chunk(a, 128), false, 1), &[512; 128], "token 512 is not below the vocabulary of 512");
-    waves.queue(guard.admit(&request(chunk(a, 128), false, 1)).unwrap(), &ids).unwrap();
+    for sequence in [a, b] {
+        waves.queue(guard.admit(&request(chunk(sequence, 128), false, 1)).unwrap(), &ids).unwrap();
+    }
     let error = waves.queue(guard.admit(&request(chunk(b, 128), false, 1)).unwrap(), &ids).unwrap_err();
     assert!(matches!(error, SessionError::NotFinished), "{error}");
-    waves.finish().unwrap();
+    waves.finish().and_then(|_| waves.finish()).unwrap();
     assert!(matches!(waves.finish(), Err(SessionError::NotQueued)));
 }
 
@@ -835,8 +837,8 @@ fn requests_alone_and_together(stepper: DeviceStepper, more: usize, decided_max:
     figures
 }
 
-/// A launch is queued while the one before it runs, on each kind of kernel: requests have the tokens that they have alone, although rows end
-/// at tokens that the host did not foresee.
+/// A launch is queued while the one before it runs, on each kind of kernel, and decoding beside the reading of prompts: requests have the
+/// tokens that they have alone, although rows end at tokens that the host did not foresee.
 #[test]
 fn launches_are_queued_while_others_run() {
     const NAME: &str = "launches_are_queued_while_others_run";
@@ -864,21 +866,23 @@ fn launches_are_queued_while_others_run() {
         [(vec![Box::new(words())], 3), (vec![Box::new(waves)], 3), (vec![Box::new(one), Box::new(other)], 1)];
     for (sessions, running_max) in kernels {
         let stepper = DeviceStepper::new(sessions, None, None).unwrap();
-        let figures = plain_requests_come_and_go(stepper, running_max);
+        let figures = plain_requests_come_and_go(stepper, running_max, 12);
         assert!(figures.queued_ahead > 10, "{figures:?}");
     }
+    let figures = plain_requests_come_and_go(stepper_with_waves(&device), 2, 150);
+    assert!(figures.queued_ahead > 10, "{figures:?}");
 }
 
 /// At most `running_max` requests at a time, some of which end at a token: each gets what the fake decides for it alone.
-fn plain_requests_come_and_go(stepper: DeviceStepper, running_max: u32) -> Figures {
+fn plain_requests_come_and_go(stepper: DeviceStepper, running_max: u32, prompt_max: usize) -> Figures {
     let vocab = stepper.bounds().vocab;
-    let limits = Limits { running_max, waiting_max: 100, chunk_rows: 5, steps_max: STEPS_MAX };
+    let limits = Limits { running_max, waiting_max: 100, chunk_rows: prompt_max as u32, steps_max: STEPS_MAX };
     let mut engine = Engine::new(stepper, limits).unwrap();
     let (mut random, mut asked, mut events) = (Random::new(9), BTreeMap::new(), vec![]);
     while asked.len() < 9 || !engine.is_idle() {
         let is_free = engine.figures().running + engine.figures().waiting < running_max as usize;
         if asked.len() < 9 && is_free && (engine.is_idle() || random.below(8) == 0) {
-            let mut text: Vec<u32> = (0..1 + random.below(12)).map(|_| random.below(100) as u32).collect();
+            let mut text: Vec<u32> = (0..1 + random.below(prompt_max)).map(|_| random.below(100) as u32).collect();
             let (prompt, tokens_max) = (text.clone(), 20 + random.below(25));
             let temperature = random.below(2) as f32 * 0.7;
             let sampling = SampleSettings { temperature, seed: random.below(1000) as u64, ..SampleSettings::greedy() };

@@ -576,6 +576,15 @@ int cuEventCreate(Event **event, unsigned flags) {
 }
 int cuEventDestroy_v2(Event *event) { BOUND(); free(event); events--; return SUCCESS; }
 int cuEventRecord(Event *event, Stream *stream) { BOUND(); *event = (Event){stream->last, now_ms(), 1}; return SUCCESS; }
+static void await_job(const Call *call) {
+    Job *job = (Job *)U64(0);
+    while (job && !job->is_done) usleep(20);
+}
+int cuStreamWaitEvent(Stream *stream, Event *event, unsigned flags) {
+    BOUND();
+    require(event->is_recorded && flags == 0, "an event that was not recorded is waited for");
+    return submit_three(stream, await_job, (uint64_t)event->after, 0, 0);
+}
 int cuEventQuery(Event *event) { BOUND(); return !event->after || event->after->is_done ? SUCCESS : NOT_READY; }
 static double time_of(Event *event) {
     return event->after && event->after->ended_ms > event->at_ms ? event->after->ended_ms : event->at_ms;
