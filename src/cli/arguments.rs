@@ -275,7 +275,8 @@ pub struct Serve {
     /// manifest's `chunk_max`, else 8; on a GPU 512, which are read in a launch of their own]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub max_chunk: Option<u32>,
-    /// Steps between two looks at what arrived: more is faster on a GPU, and lets requests wait for longer. The target `cpu` takes one
+    /// Steps between two looks at what arrived: more is faster on a GPU, and lets requests wait for longer. With 1 no launch is queued while
+    /// another one runs. The target `cpu` takes one
     #[arg(long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=256))]
     pub max_steps: u32,
     /// Tokens that the cache holds, of all requests together [default: the manifest's `cache_pages`, else four times the context;

@@ -83,7 +83,7 @@ fn bench_rows(session: &Session, asked: &Bench, manifest: &Manifest, target: &Ta
         return Err(Fault::input(format!("baseline `{}`: a schedule decodes one sequence", path.display()))
             .with_remedy("leave out `--rows` and `--prompt`, or name `torch` or a program"));
     }
-    let mut all = json!({ "manifest": manifest.name, "target": target.name, "rows": [], "sampled": [], "prompts": [] });
+    let mut all = json!({ "manifest": manifest.name, "target": target.name, "rows": [], "gaps": [], "sampled": [], "prompts": [] });
     let mut whole = true;
     // The list that the last of our own figures is in.
     let mut list = "rows";
@@ -93,6 +93,7 @@ fn bench_rows(session: &Session, asked: &Bench, manifest: &Manifest, target: &Ta
             FoundOfRows::Own(timed) => {
                 list = match timed.took {
                     Took::Steps(_) => "rows",
+                    Took::Gaps { .. } => "gaps",
                     Took::Sampled(_) => "sampled",
                     Took::Prompt { .. } => "prompts",
                 };
@@ -141,6 +142,18 @@ fn rows_line(timed: &RowsTimed) -> (Value, String) {
             let line = format!(
                 "{rows:>3} rows from position {position:>6}: {p50:>8.1} µs a step{how} (p10 {p10:.1}, p90 {p90:.1}), \
                  {tokens_per_s:>7.0} tokens/s; {within}\n"
+            );
+            (json, line)
+        }
+        Took::Gaps { waited_us, queued_us } => {
+            let ([p10, p50, p90], [_, waited, _]) = (of(queued_us), of(waited_us));
+            let json = json!({
+                "rows": rows, "kernel_rows": kernel, "position": position,
+                "queued_us_p10": p10, "queued_us_p50": p50, "queued_us_p90": p90, "waited_us_p50": waited,
+            });
+            let line = format!(
+                "{rows:>3} rows from position {position:>6}: {p50:>8.1} µs between launches that are queued ahead \
+                 (p10 {p10:.1}, p90 {p90:.1}), {waited:.1} between others\n"
             );
             (json, line)
         }

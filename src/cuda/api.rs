@@ -86,6 +86,7 @@ driver_calls! {
     cuStreamCreate(*mut CUstream, c_uint);
     cuStreamDestroy_v2(CUstream);
     cuStreamQuery(CUstream);
+    cuStreamWaitEvent(CUstream, CUevent, c_uint);
     cuStreamSynchronize(CUstream);
     cuEventCreate(*mut CUevent, c_uint);
     cuEventDestroy_v2(CUevent);

@@ -1,15 +1,16 @@
 //! Owns `Watched`, a loaded function whose launches are waited for under watch, and `Kernel`, one with the queues of its schedule.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use bytemuck::{NoUninit, Zeroable};
 
-use super::driver::Device;
+use super::driver::{Device, DriverError};
 use super::memory::{DeviceBuffer, MappedBuffer};
 use super::module::{Function, Module};
 use super::session::{SessionError, Stamped, Stuck, StuckOn};
-use super::stream::{Argument, Event, LaunchShape, Stream, Wait};
+use super::stream::{Argument, Event, LaunchShape, Pace, Stream, Wait};
 use crate::codegen::abi::{EOS_MAX, Params, Queues, Tables};
 use crate::codegen::emit::{ENTRY_POINT, Trace, stamps_max};
 use crate::ir::op::Role;
@@ -21,8 +22,10 @@ use crate::trace::STAMP_WORDS;
 /// What the host waits beyond the deadline that a kernel keeps itself, and then for a kernel that was told to leave.
 const LAUNCH_MARGIN: Duration = Duration::from_secs(1);
 const LEAVE_MARGIN: Duration = Duration::from_secs(2);
+/// Launches whose times are known: the one that is waited for, the one before it, and the one that is queued after it.
+const TIMED: u64 = 3;
 
-/// A function on a device, and the words by which its launches are watched.
+/// A function on a device, and the words by which its launches are watched. Launches end in the order in which they were queued.
 pub(super) struct Watched {
     pub stream: Stream,
     pub shape: LaunchShape,
@@ -30,8 +33,13 @@ pub(super) struct Watched {
     _module: Module,
     report: MappedBuffer,
     abort: MappedBuffer,
-    started: Event,
-    ended: Event,
+    /// Around each launch, in turns.
+    started: [Event; TIMED as usize],
+    ended: [Event; TIMED as usize],
+    /// Launches that were queued, and those of them that were waited for.
+    queued: AtomicU64,
+    finished: AtomicU64,
+    last_step: Pace,
 }
 
 impl Watched {
@@ -54,8 +62,11 @@ impl Watched {
             stream: device.stream()?,
             report: device.alloc_mapped(shape.grid as usize * 8)?,
             abort: device.alloc_mapped(1)?,
-            started: device.event()?,
-            ended: device.event()?,
+            started: [device.event()?, device.event()?, device.event()?],
+            ended: [device.event()?, device.event()?, device.event()?],
+            queued: AtomicU64::new(0),
+            finished: AtomicU64::new(0),
+            last_step: Pace::default(),
             shape,
             function,
             _module: module,
@@ -76,9 +87,27 @@ impl Watched {
 
     /// Before the first of several kernels that are waited for together.
     pub fn begin(&self) -> Result<(), SessionError> {
-        self.abort.store(0, 0)?;
-        self.report.fill(0);
-        Ok(self.started.record(&self.stream)?)
+        // The words of a launch that runs are its own: one that is queued after it leaves, too, where it gives up.
+        if !self.is_busy() {
+            self.abort.store(0, 0)?;
+            self.report.fill(0);
+        }
+        Ok(self.started[self.slot(&self.queued)].record(&self.stream)?)
+    }
+
+    /// The end of the launch that was queued last; `None`: there was none.
+    pub fn last_end(&self) -> Option<&Event> {
+        let last = self.queued.load(Ordering::Relaxed).checked_sub(1)?;
+        Some(&self.ended[(last % TIMED) as usize])
+    }
+
+    /// Whether a launch was queued that was not waited for.
+    fn is_busy(&self) -> bool {
+        self.queued.load(Ordering::Relaxed) != self.finished.load(Ordering::Relaxed)
+    }
+
+    fn slot(&self, count: &AtomicU64) -> usize {
+        (count.load(Ordering::Relaxed) % TIMED) as usize
     }
 
     /// Queues the kernel between [`Watched::begin`] and [`Watched::end`]. If one gives up, those after it leave at their first wait.
@@ -89,16 +118,32 @@ impl Watched {
 
     /// After the last kernel.
     pub fn end(&self) -> Result<(), SessionError> {
-        Ok(self.ended.record(&self.stream)?)
+        self.ended[self.slot(&self.queued)].record(&self.stream)?;
+        self.queued.fetch_add(1, Ordering::Relaxed);
+        Ok(())
     }
 
-    /// Waits for the queued launch: its time on the device, in microseconds. `timeout` is the deadline that it was given, `grid` names what
-    /// a task or a wave belongs to.
+    /// Waits until the launch that is waited for next has begun its last step, as `is_last` tells, or has ended. After `timeout` it
+    /// returns all the same: [`Watched::finish`] finds out why.
+    pub fn await_last_step(
+        &self,
+        timeout: Duration,
+        mut is_last: impl FnMut() -> Result<bool, DriverError>,
+    ) -> Result<(), SessionError> {
+        let ended = &self.ended[self.slot(&self.finished)];
+        self.last_step.wait(timeout + LAUNCH_MARGIN, || Ok(is_last()? || ended.is_done()?))?;
+        Ok(())
+    }
+
+    /// Waits for the oldest queued launch: its time on the device, in microseconds. `timeout` is the deadline that it was given, `grid` names
+    /// what a task or a wave belongs to.
     ///
     /// # Errors
     /// A launch that gave up, or one that did not end.
     pub fn finish(&self, timeout: Duration, grid: impl Fn(&Stuck) -> Option<String>) -> Result<f64, SessionError> {
-        if self.stream.wait_timeout(timeout + LAUNCH_MARGIN)? == Wait::TimedOut {
+        let slot = self.slot(&self.finished);
+        self.finished.fetch_add(1, Ordering::Relaxed);
+        if self.stream.wait_event(&self.ended[slot], timeout + LAUNCH_MARGIN)? == Wait::TimedOut {
             self.abort.store(0, 1)?;
             if self.stream.wait_timeout(LEAVE_MARGIN)? == Wait::TimedOut {
                 return Err(SessionError::Lost);
@@ -109,7 +154,20 @@ impl Watched {
             let named = |stuck: Stuck| Stuck { grid: grid(&stuck), ..stuck };
             return Err(SessionError::Hung { timeout_ms, stuck: self.stuck().into_iter().map(named).collect() });
         }
-        Ok(self.started.elapsed_us(&self.ended)?)
+        Ok(self.started[slot].elapsed_us(&self.ended[slot])?)
+    }
+
+    /// What the device was idle before the launch that was waited for last, in microseconds: from the end of the launch before it.
+    ///
+    /// # Errors
+    /// Fewer than two launches.
+    pub fn gap_us(&self) -> Result<f64, SessionError> {
+        let count = self.finished.load(Ordering::Relaxed);
+        let (Some(before), Some(last)) = (count.checked_sub(2), count.checked_sub(1)) else {
+            return Err(SessionError::NotQueued);
+        };
+        let of = |count: u64| (count % TIMED) as usize;
+        Ok(self.ended[of(before)].elapsed_us(&self.started[of(last)])?)
     }
 
     /// What each SM that gave up has reported.

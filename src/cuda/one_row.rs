@@ -1,12 +1,16 @@
 //! Owns `OneRowSession`: the kernel for one row over a pool of pages, launched as kernels for several rows are.
 
+use std::collections::VecDeque;
 use std::sync::Arc;
 
 use super::driver::Device;
 use super::memory::DeviceBuffer;
-use super::rows::{FirstToken, RowInput, RowLauncher, RowsLaunched, encode_rows, fits, only_fills, out_of_range};
+use super::rows::{
+    FirstToken, RowInput, RowLauncher, RowsLaunched, encode_rows, fits, may_queue, only_fills, out_of_range,
+};
 use super::sampler::{Asked, SamplerSession};
 use super::session::{Session, SessionError};
+use super::stream::Event;
 use crate::codegen::abi::Queues;
 use crate::codegen::emit::Trace;
 use crate::rows::{Shape, Tables};
@@ -16,8 +20,9 @@ pub struct OneRowSession {
     session: Session,
     shape: Shape,
     steps_max: u32,
-    flying: Option<Flying>,
-    /// What the last launch decided for the step after it.
+    /// Oldest first.
+    flying: VecDeque<Flying>,
+    /// What the last launch decided for the step after it, if it was waited for.
     decided: Option<u32>,
     /// Of the last launch, whose logits can be read: those of its last step.
     logits_step: u32,
@@ -51,23 +56,27 @@ impl OneRowSession {
         let program = &queues.validated().schedule().program;
         let shape = Shape::of(program).expect("validate: a cache of pages has their tables");
         let session = Session::load_over(device, queues, cubin, Trace::Off, steps_max, pack, cache)?;
-        Ok(OneRowSession { session, shape, steps_max, flying: None, decided: None, logits_step: 0 })
+        Ok(OneRowSession { session, shape, steps_max, flying: VecDeque::new(), decided: None, logits_step: 0 })
     }
 
     /// Judges the input of a launch, and tells the kernel where the sequence lies and, unless it knows, the token that it goes on with.
     fn begin(&mut self, tables: &Tables<'_>, inputs: &[RowInput]) -> Result<u32, SessionError> {
-        if self.flying.is_some() {
-            return Err(SessionError::NotFinished);
-        }
         let steps = tables.steps();
         let ends = inputs.iter().any(|input| input.steps < steps);
         if !fits(&self.shape, tables, inputs.len()) || ends || steps > self.steps_max {
             return Err(out_of_range(tables));
         }
         let position = tables.rows()[0].position;
-        let (_, pages) = encode_rows(tables, inputs, &[self.decided.is_some()], self.session.vocab())?;
+        let follows = !self.flying.is_empty();
+        if follows && !self.session.goes_on_at(position) {
+            return Err(SessionError::NotFinished);
+        }
+        let (_, pages) = encode_rows(tables, inputs, &[follows || self.decided.is_some()], self.session.vocab())?;
         self.session.place(pages)?;
         self.session.sample_row(inputs[0].inverse_temperature, inputs[0].seed);
+        if follows {
+            return Ok(position);
+        }
         let token = match inputs[0].first {
             FirstToken::Given(token) => token,
             FirstToken::Decided(row) => self.decided.ok_or(SessionError::Undecided { row })?,
@@ -105,11 +114,12 @@ impl RowLauncher for OneRowSession {
         let steps = tables.steps();
         // The step is a whole one all the same.
         let has_tokens = !only_fills(&tables, inputs, with_logits)?;
+        may_queue(self.flying.iter().map(|flying| flying.has_tokens), inputs, with_logits)?;
         let position = self.begin(&tables, inputs)?;
         let timeout_ms = self.session.launch(position, steps, with_logits)?;
         self.logits_step = steps - 1;
         self.decided = None;
-        self.flying = Some(Flying { position, steps, timeout_ms, has_tokens, is_unchosen: false });
+        self.flying.push_back(Flying { position, steps, timeout_ms, has_tokens, is_unchosen: false });
         tables.finish(steps);
         Ok(())
     }
@@ -124,6 +134,7 @@ impl RowLauncher for OneRowSession {
         if only_fills(&tables, inputs, true)? {
             return Err(SessionError::NoLogits);
         }
+        may_queue(self.flying.iter().map(|_| false), inputs, true)?;
         let FirstToken::Given(token) = inputs.first().map_or(FirstToken::Decided(0), |input| input.first) else {
             return Err(out_of_range(&tables));
         };
@@ -133,18 +144,29 @@ impl RowLauncher for OneRowSession {
         let timeout_ms = self.session.launch_each(position, steps, choosing)?;
         self.logits_step = 0;
         self.decided = None;
-        self.flying = Some(Flying { position, steps, timeout_ms, has_tokens: false, is_unchosen });
+        self.flying.push_back(Flying { position, steps, timeout_ms, has_tokens: false, is_unchosen });
         tables.finish(steps);
         Ok(())
     }
 
     fn choose(&mut self, sampler: &mut SamplerSession, asked: &[Asked<'_>]) -> Result<(), SessionError> {
-        let is_unchosen = self.flying.as_mut().map(|flying| &mut flying.is_unchosen);
+        let is_unchosen = self.flying.front_mut().map(|flying| &mut flying.is_unchosen);
         self.session.choose(is_unchosen, sampler, asked)
     }
 
+    fn last_step(&mut self) -> Result<Option<Vec<Vec<u32>>>, SessionError> {
+        let Flying { position, steps, timeout_ms, has_tokens, .. } =
+            *self.flying.front().ok_or(SessionError::NotQueued)?;
+        if self.flying.len() > 1 || !has_tokens || !self.session.goes_on_at(position + steps) {
+            return Ok(None);
+        }
+        self.session.await_decided(position + steps, timeout_ms)?;
+        let tokens = (position + 1..position + steps).map(|at| self.session.token(at));
+        Ok(Some(vec![tokens.collect::<Result<Vec<u32>, SessionError>>()?]))
+    }
+
     fn finish(&mut self) -> Result<RowsLaunched, SessionError> {
-        let Some(Flying { position, steps, timeout_ms, has_tokens, is_unchosen }) = self.flying.take() else {
+        let Some(Flying { position, steps, timeout_ms, has_tokens, is_unchosen }) = self.flying.pop_front() else {
             return Err(SessionError::NotQueued);
         };
         if is_unchosen {
@@ -157,13 +179,25 @@ impl RowLauncher for OneRowSession {
         let tokens = (position..position + count)
             .map(|at| self.session.token(at))
             .collect::<Result<Vec<u32>, SessionError>>()?;
-        self.decided = tokens.last().copied();
+        self.decided = tokens.last().copied().filter(|_| self.flying.is_empty());
         let tokens = tokens.into_iter().map(|token| vec![token]).collect();
         Ok(RowsLaunched { device_us: launched.device_us, steps: ran, tokens })
     }
 
+    fn last_end(&self) -> Option<&Event> {
+        self.session.last_end()
+    }
+
+    fn follow(&mut self, end: &Event) -> Result<(), SessionError> {
+        self.session.follow(end)
+    }
+
+    fn gap_us(&self) -> Result<f64, SessionError> {
+        self.session.gap_us()
+    }
+
     fn logits(&self, _row: u32) -> Result<Vec<f32>, SessionError> {
-        if self.flying.is_some() {
+        if !self.flying.is_empty() {
             return Err(SessionError::NotFinished);
         }
         self.session.logits_of_step(self.logits_step)

@@ -5,10 +5,13 @@ use super::kernel::{Kernel, Watched, vocab};
 use super::memory::{DeviceBuffer, MappedBuffer};
 use super::sampler::{Asked, Next, SamplerSession};
 use super::session::{SessionError, Stamped};
+use super::stream::Event;
+use super::tables::LaunchTables;
 use crate::codegen::abi::{Params, Queues, Row, RowsParams};
 use crate::codegen::emit::Trace;
 use crate::ir::layout::WORD_ROWS;
 use crate::rows::{Run, Shape, Tables, runs};
+use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -49,7 +52,8 @@ pub trait RowLauncher {
     fn pack(&self) -> Arc<DeviceBuffer>;
 
     /// Queues a launch and returns at once. Every row takes part in every step, so all of its positions count as written for later
-    /// launches, which the device runs after it. [`RowLauncher::finish`] waits for it; before that, nothing else can be queued.
+    /// launches, which the device runs after it. [`RowLauncher::finish`] waits for it. Before that, one more launch can be queued if
+    /// [`RowLauncher::last_step`] said so: all of its rows go on with what rows of this one decide.
     ///
     /// # Errors
     /// Inputs that do not fit the tables, or that end before the last step; a launch that was not finished.
@@ -105,7 +109,23 @@ pub trait RowLauncher {
     /// No such launch; what the driver refuses.
     fn choose(&mut self, sampler: &mut SamplerSession, asked: &[Asked<'_>]) -> Result<(), SessionError>;
 
-    /// Waits for the queued launch.
+    /// Waits until the only queued launch has begun its last step, or has ended. Then a launch that goes on from it can be queued. The
+    /// tokens of each row that it has decided so far: all but the last one. `None`: no launch can go on from it before it was waited for.
+    ///
+    /// # Errors
+    /// No launch is queued; what the driver refuses.
+    fn last_step(&mut self) -> Result<Option<Vec<Vec<u32>>>, SessionError>;
+
+    /// The end of the launch that was queued last.
+    fn last_end(&self) -> Option<&Event>;
+
+    /// Lets the launches that follow wait for the end of a launch of another kernel, which may still run. They see what it wrote.
+    ///
+    /// # Errors
+    /// What the driver refuses.
+    fn follow(&mut self, end: &Event) -> Result<(), SessionError>;
+
+    /// Waits for the oldest queued launch.
     ///
     /// # Errors
     /// No launch is queued, or it gave up.
@@ -124,6 +144,12 @@ pub trait RowLauncher {
         self.queue(tables, inputs, with_logits)?;
         self.finish()
     }
+
+    /// What the device was idle before the launch that was waited for last, in microseconds.
+    ///
+    /// # Errors
+    /// Fewer than two launches; what the driver refuses.
+    fn gap_us(&self) -> Result<f64, SessionError>;
 
     /// Logits of a row in the last step of the last launch that asked for them.
     ///
@@ -167,7 +193,16 @@ struct Flying {
     is_sampled: bool,
     /// The sampler is not queued yet.
     is_unchosen: bool,
+    /// Of its tokens.
+    mailbox: usize,
     timeout: Duration,
+}
+
+impl Flying {
+    /// A launch may go on from it before it was waited for: each row decides a token in the last step.
+    fn goes_on(&self) -> bool {
+        !self.only_fills && !self.is_sampled && self.eos.is_empty() && self.inputs.iter().all(|i| i.steps >= self.steps)
+    }
 }
 
 /// A kernel for several rows on a device.
@@ -176,18 +211,21 @@ pub struct RowsSession {
     shape: Shape,
     cache: Arc<DeviceBuffer>,
     exchange: DeviceBuffer,
-    rows: DeviceBuffer,
-    pages: DeviceBuffer,
+    tables: LaunchTables,
     logits: DeviceBuffer,
-    mailbox: MappedBuffer,
+    /// Of two launches, in turns.
+    mailboxes: [MappedBuffer; 2],
+    next_mailbox: usize,
     /// Rows of a step, as the kernel lays them out.
     padded: u32,
+    /// Of the first step of the next launch.
     tag: u32,
-    /// Of each row, whether the exchange holds what it decided in the last step.
+    /// Of each row, whether the exchange holds what it decided in the last step, once the queued launches have ended.
     decided: Vec<bool>,
     /// The last launch only filled the cache.
     filled: bool,
-    flying: Option<Flying>,
+    /// Oldest first.
+    flying: VecDeque<Flying>,
     steps_max: u32,
     vocab: u32,
 }
@@ -223,11 +261,13 @@ impl RowsSession {
         let vocab = vocab(program);
         let mut logits = device.alloc((u64::from(padded) * u64::from(vocab) * 4).max(16))?;
         logits.poison(stream)?;
+        let mailbox = || device.alloc_mapped((steps_max as usize + 1) * padded as usize + 1);
+        // A table for each step that is a kernel of its own.
+        let rows = u64::from(steps_max.max(1)) * u64::from(padded);
         let mut session = RowsSession {
-            mailbox: device.alloc_mapped((steps_max as usize + 1) * padded as usize + 1)?,
-            // A table for each step that is a kernel of its own.
-            rows: device.alloc(u64::from(steps_max.max(1)) * u64::from(padded) * size_of::<Row>() as u64)?,
-            pages: device.alloc((u64::from(padded) * u64::from(shape.blocks()) * 4).max(16))?,
+            mailboxes: [mailbox()?, mailbox()?],
+            next_mailbox: 0,
+            tables: LaunchTables::new(device, 0, rows, u64::from(padded) * u64::from(shape.blocks()))?,
             kernel,
             shape,
             cache,
@@ -237,7 +277,7 @@ impl RowsSession {
             tag: 0,
             decided: vec![],
             filled: false,
-            flying: None,
+            flying: VecDeque::new(),
             steps_max,
             vocab,
         };
@@ -294,30 +334,55 @@ impl RowsSession {
         let only_fills = self.begin_launch(tables, inputs, with_logits)?;
         let (rows, pages) = encode_rows(tables, inputs, &self.decided, self.vocab)?;
         let timeout = timeout(steps);
+        let placed = self.tables.upload(&rows, &pages)?;
+        let mailbox = self.begin_mailbox()?;
         let params = RowsParams {
-            params: Params { steps, tag: self.tag, ..self.params(timeout, eos, with_logits)? },
-            rows: self.rows.address(),
-            pages: self.pages.address(),
+            params: Params { steps, tag: self.tag, ..self.params(timeout, eos, with_logits, mailbox)? },
+            rows: placed.rows,
+            pages: placed.pages,
             fills: if only_fills { self.kernel.fills() } else { 0 },
             row_count: inputs.len() as u32,
             logits_from: steps - 1,
         };
-        self.rows.upload(&self.kernel.watched.stream, 0, &rows)?;
-        self.pages.upload(&self.kernel.watched.stream, 0, &pages)?;
-        self.mailbox.store(0, 0)?;
         self.kernel.watched.launch(&params)?;
         let (inputs, eos) = (inputs.to_vec(), eos.to_vec());
-        self.flying = Some(Flying { inputs, eos, steps, only_fills, is_sampled: false, is_unchosen: false, timeout });
+        let is_sampled = false;
+        self.flies(Flying { inputs, eos, steps, only_fills, is_sampled, is_unchosen: false, mailbox, timeout });
         Ok(())
     }
 
+    /// The mailbox of the next launch, without tokens.
+    fn begin_mailbox(&mut self) -> Result<usize, SessionError> {
+        let mailbox = self.next_mailbox;
+        self.next_mailbox = 1 - mailbox;
+        self.mailboxes[mailbox].store(0, 0)?;
+        Ok(mailbox)
+    }
+
+    /// Notes what the next launch will find of one that was queued.
+    fn flies(&mut self, flying: Flying) {
+        self.tag += flying.steps;
+        self.filled |= flying.only_fills;
+        // A launch cannot go on with what the head alone decided.
+        let decides = !flying.only_fills && !flying.is_sampled;
+        let decided = flying.inputs.iter().filter(|_| decides).map(|input| input.steps >= flying.steps);
+        self.decided = decided.collect();
+        self.flying.push_back(flying);
+    }
+
     /// What every launch passes; the caller fills in the rest.
-    fn params(&self, timeout: Duration, eos: &[u32], with_logits: bool) -> Result<Params, SessionError> {
+    fn params(
+        &self,
+        timeout: Duration,
+        eos: &[u32],
+        with_logits: bool,
+        mailbox: usize,
+    ) -> Result<Params, SessionError> {
         Ok(Params {
             cache: self.cache.address(),
             exchange: self.exchange.address(),
             logits: if with_logits { self.logits.address() } else { 0 },
-            mailbox: self.mailbox.address(),
+            mailbox: self.mailboxes[mailbox].address(),
             ..self.kernel.params(timeout, eos)?
         })
     }
@@ -330,19 +395,25 @@ impl RowsSession {
         with_logits: bool,
     ) -> Result<bool, SessionError> {
         let steps = tables.steps();
-        if self.flying.is_some() {
-            return Err(SessionError::NotFinished);
-        }
+        let only_fills = only_fills(tables, inputs, with_logits)?;
+        may_queue(self.flying.iter().map(Flying::goes_on), inputs, with_logits)?;
         if !fits(&self.shape, tables, inputs.len()) || steps > self.steps_max {
             return Err(out_of_range(tables));
         }
-        let only_fills = only_fills(tables, inputs, with_logits)?;
         // Tags never repeat: a packet of 2^32 steps ago would pass for a current one. And what launches that only fill the cache leave
         // out has not cleared its words.
-        if self.tag > u32::MAX - steps - 2 || self.filled && !only_fills {
+        if self.tags_end(steps) || self.filled && !only_fills {
+            if !self.flying.is_empty() {
+                return Err(SessionError::NotFinished);
+            }
             self.begin_words()?;
         }
         Ok(only_fills)
+    }
+
+    /// Whether a launch of `steps` steps begins the tags anew.
+    fn tags_end(&self, steps: u32) -> bool {
+        self.tag > u32::MAX - steps - 2
     }
 }
 
@@ -386,33 +457,45 @@ impl RowLauncher for RowsSession {
         let steps = tables.steps();
         self.begin_launch(&tables, inputs, true)?;
         let (rows, pages) = encode_rows(&tables, inputs, &[], self.vocab)?;
-        self.rows.upload(&self.kernel.watched.stream, 0, &rows_of_steps(&rows, steps))?;
-        self.pages.upload(&self.kernel.watched.stream, 0, &pages)?;
-        self.mailbox.store(0, 0)?;
+        let placed = self.tables.upload(&rows_of_steps(&rows, steps), &pages)?;
+        let mailbox = self.begin_mailbox()?;
         let timeout = timeout(steps);
         let (watched, logits) = (&self.kernel.watched, self.logits.address());
-        let all = Steps { rows: self.rows.address(), row_count: rows.len(), steps };
+        let all = Steps { rows: placed.rows, row_count: rows.len(), steps };
         let is_unchosen = choosing.is_none();
         queue_each(watched, all, logits, choosing, |step, rows| {
-            let params = self.params(timeout, &[], true)?;
+            let params = self.params(timeout, &[], true, mailbox)?;
             let params = Params { steps: 1, tag: self.tag + step, ..params };
-            let (pages, row_count) = (self.pages.address(), inputs.len() as u32);
+            let (pages, row_count) = (placed.pages, inputs.len() as u32);
             watched.queue(&RowsParams { params, rows, pages, fills: 0, row_count, logits_from: 0 })
         })?;
         let (inputs, eos) = (inputs.to_vec(), vec![]);
         let only_fills = false;
-        self.flying = Some(Flying { inputs, eos, steps, only_fills, is_sampled: true, is_unchosen, timeout });
+        self.flies(Flying { inputs, eos, steps, only_fills, is_sampled: true, is_unchosen, mailbox, timeout });
         tables.finish(steps);
         Ok(())
     }
 
     fn choose(&mut self, sampler: &mut SamplerSession, asked: &[Asked<'_>]) -> Result<(), SessionError> {
-        let is_unchosen = self.flying.as_mut().map(|flying| &mut flying.is_unchosen);
+        let is_unchosen = self.flying.front_mut().map(|flying| &mut flying.is_unchosen);
         choose_now(is_unchosen, &self.kernel.watched, self.logits.address(), sampler, asked)
     }
 
+    fn last_step(&mut self) -> Result<Option<Vec<Vec<u32>>>, SessionError> {
+        let flying = self.flying.front().ok_or(SessionError::NotQueued)?;
+        if self.flying.len() > 1 || !flying.goes_on() || self.tags_end(self.steps_max) {
+            return Ok(None);
+        }
+        let (steps, mailbox) = (flying.steps, &self.mailboxes[flying.mailbox]);
+        self.kernel.watched.await_last_step(flying.timeout, || Ok(mailbox.load(0)? >= steps))?;
+        let token = |step: u32, row: usize| mailbox.load(1 + (step * self.padded) as usize + row);
+        let of_row = |row| (1..steps).map(|step| token(step, row)).collect::<Result<Vec<u32>, _>>();
+        Ok(Some((0..flying.inputs.len()).map(of_row).collect::<Result<_, _>>()?))
+    }
+
     fn finish(&mut self) -> Result<RowsLaunched, SessionError> {
-        let Some(Flying { inputs, eos, steps, only_fills, is_sampled, is_unchosen, timeout }) = self.flying.take()
+        let Some(Flying { inputs, eos, steps, only_fills, is_sampled, is_unchosen, mailbox, timeout }) =
+            self.flying.pop_front()
         else {
             return Err(SessionError::NotQueued);
         };
@@ -424,29 +507,25 @@ impl RowLauncher for RowsSession {
             self.begin_words()?;
         }
         let device_us = finished?;
-        let reported = self.mailbox.load(0)?;
+        let mailbox = &self.mailboxes[mailbox];
+        let reported = mailbox.load(0)?;
         if only_fills {
-            self.tag += steps;
-            self.decided.clear();
-            self.filled = true;
             return Ok(RowsLaunched { device_us, steps: reported, tokens: vec![] });
         }
         if is_sampled {
-            self.tag += steps;
-            // The next launch cannot go on with what the head alone decided.
-            self.decided.clear();
             let ran = reported == 2;
             if !ran {
                 self.begin_words()?;
             }
             return Ok(RowsLaunched { device_us, steps: if ran { steps } else { 0 }, tokens: vec![] });
         }
-        let token = |step: u32, row: usize| self.mailbox.load(1 + (step * self.padded) as usize + row);
+        let token = |step: u32, row: usize| mailbox.load(1 + (step * self.padded) as usize + row);
         let tokens: Vec<Vec<u32>> = (0..reported)
             .map(|step| (0..inputs.len()).map(|row| token(step, row)).collect())
             .collect::<Result<_, _>>()?;
-        self.tag += steps;
-        self.decided = took_part_last(&inputs, &tokens, steps, &eos);
+        if !eos.is_empty() {
+            self.decided = took_part_last(&inputs, &tokens, steps, &eos);
+        }
         // Fewer steps: words of the last phase would be cleared in the wrong step.
         if reported != steps + 1 {
             self.begin_words()?;
@@ -454,8 +533,20 @@ impl RowLauncher for RowsSession {
         Ok(RowsLaunched { device_us, steps: reported.saturating_sub(1), tokens })
     }
 
+    fn last_end(&self) -> Option<&Event> {
+        self.kernel.watched.last_end()
+    }
+
+    fn follow(&mut self, end: &Event) -> Result<(), SessionError> {
+        Ok(self.kernel.watched.stream.follow(end)?)
+    }
+
+    fn gap_us(&self) -> Result<f64, SessionError> {
+        self.kernel.watched.gap_us()
+    }
+
     fn logits(&self, row: u32) -> Result<Vec<f32>, SessionError> {
-        if self.flying.is_some() {
+        if !self.flying.is_empty() {
             return Err(SessionError::NotFinished);
         }
         let at = u64::from(row.min(self.padded - 1)) * u64::from(self.vocab) * 4;
@@ -476,6 +567,24 @@ impl RowLauncher for RowsSession {
 pub(super) fn fits(shape: &Shape, tables: &Tables<'_>, inputs: usize) -> bool {
     let rows = tables.rows().len();
     Shape { rows: shape.rows, ..*tables.shape() } == *shape && rows <= shape.rows as usize && rows == inputs
+}
+
+/// Judges a launch beside those that fly; each tells whether one may go on from it. Kernels share memory for tokens and logits of a launch
+/// that was not waited for, so only rows that go on with what its rows decide may follow it.
+///
+/// # Errors
+/// A launch that was not waited for, and that this one does not go on from.
+pub(super) fn may_queue(
+    mut flying: impl ExactSizeIterator<Item = bool>,
+    inputs: &[RowInput],
+    with_logits: bool,
+) -> Result<(), SessionError> {
+    let goes_on = || !with_logits && inputs.iter().all(|input| matches!(input.first, FirstToken::Decided(_)));
+    match flying.len() {
+        0 => Ok(()),
+        1 if goes_on() && flying.all(|goes_on| goes_on) => Ok(()),
+        _ => Err(SessionError::NotFinished),
+    }
 }
 
 /// Refuses tokens that another launch decides, and rows that end before the last step.

@@ -5,7 +5,7 @@ use super::kernel::{Kernel, first_buffer, vocab};
 use super::memory::{DeviceBuffer, MappedBuffer};
 use super::rows::choose_now;
 use super::sampler::{Asked, Next, SamplerSession};
-use super::stream::Stream;
+use super::stream::{Event, Stream};
 use crate::codegen::abi::{EOS_MAX, PagedParams, Params, Queues};
 use crate::codegen::emit::Trace;
 use crate::error::Fault;
@@ -169,8 +169,26 @@ pub struct Session {
     next: Option<u32>,
     steps_max: u32,
     vocab: u32,
-    /// Where the cache is a pool of pages, those of the sequence; on the host, too.
-    pages: Option<(DeviceBuffer, Vec<u32>)>,
+    /// Where the cache is a pool of pages.
+    pages: Option<Pages>,
+}
+
+/// The pages of a sequence on a device.
+struct Pages {
+    /// Copies while a launch runs.
+    copies: Stream,
+    /// One may be read by a launch that runs while the other is written.
+    slots: [DeviceBuffer; 2],
+    current: usize,
+    /// What the current one holds.
+    on_host: Vec<u32>,
+}
+
+impl Pages {
+    fn new(device: &Device, shape: &Shape) -> Result<Pages, DriverError> {
+        let slot = || device.alloc((u64::from(shape.blocks()) * 4).max(16));
+        Ok(Pages { copies: device.stream()?, slots: [slot()?, slot()?], current: 0, on_host: vec![] })
+    }
 }
 
 /// How a launch chooses tokens, as the kernel is told.
@@ -296,7 +314,7 @@ impl Session {
             candidates_packet: schedule.placement[candidates.index()].unwrap_or(0) / 8,
             candidates_cols: program.buffers[candidates.index()].cols,
             pages: match Shape::of(program) {
-                Some(shape) => Some((device.alloc((u64::from(shape.blocks()) * 4).max(16))?, vec![])),
+                Some(shape) => Some(Pages::new(device, &shape)?),
                 None => None,
             },
             cache,
@@ -364,11 +382,38 @@ impl Session {
 
     /// Where the pool has the sequence that the next launches go on with; `pages` has the page of each block.
     pub(super) fn place(&mut self, pages: Vec<u32>) -> Result<(), SessionError> {
-        if let Some((on_device, on_host)) = self.pages.as_mut().filter(|(_, on_host)| *on_host != pages) {
-            on_device.upload(&self.kernel.watched.stream, 0, &pages)?;
-            *on_host = pages;
+        if let Some(placed) = self.pages.as_mut().filter(|placed| placed.on_host != pages) {
+            placed.current = 1 - placed.current;
+            placed.slots[placed.current].upload(&placed.copies, 0, &pages)?;
+            placed.on_host = pages;
         }
         Ok(())
+    }
+
+    /// Whether a launch of at most `steps_max` steps from `position` on goes on from the last one, which may still run.
+    pub(super) fn goes_on_at(&self, position: u32) -> bool {
+        self.next == Some(position) && position >= self.prompt_len && self.steps_max <= TAG_LAST - self.tag
+    }
+
+    /// Waits until the launch that is waited for next has decided `count` tokens, or has ended.
+    pub(super) fn await_decided(&self, count: u32, timeout_ms: u64) -> Result<(), SessionError> {
+        let timeout = Duration::from_millis(timeout_ms);
+        self.kernel.watched.await_last_step(timeout, || Ok(self.mailbox.load(0)? >= count))
+    }
+
+    /// As [`Watched::last_end`](super::kernel::Watched::last_end).
+    pub(super) fn last_end(&self) -> Option<&Event> {
+        self.kernel.watched.last_end()
+    }
+
+    /// As [`Stream::follow`].
+    pub(super) fn follow(&self, end: &Event) -> Result<(), SessionError> {
+        Ok(self.kernel.watched.stream.follow(end)?)
+    }
+
+    /// As [`Watched::gap_us`](super::kernel::Watched::gap_us).
+    pub(super) fn gap_us(&self) -> Result<f64, SessionError> {
+        self.kernel.watched.gap_us()
     }
 
     /// The token that the last launch decided for `position`, where a launch may continue.
@@ -429,7 +474,9 @@ impl Session {
     fn queue(&self, params: Params) -> Result<(), SessionError> {
         let watched = &self.kernel.watched;
         match &self.pages {
-            Some((pages, _)) => watched.queue(&PagedParams { params, pages: pages.address() }),
+            Some(Pages { slots, current, .. }) => {
+                watched.queue(&PagedParams { params, pages: slots[*current].address() })
+            }
             None => watched.queue(&params),
         }
     }

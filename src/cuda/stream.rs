@@ -22,14 +22,44 @@ const WAIT_SLEEP: Duration = Duration::from_micros(50);
 /// Launches of a kernel mostly take as long as the one before: around that time a wait asks without pause again.
 const WAIT_AROUND: Duration = Duration::from_micros(200);
 
+/// How to wait for something that mostly takes as long as the time before.
+#[derive(Debug, Default)]
+pub(super) struct Pace {
+    /// How long the last wait took that saw the end, in microseconds.
+    last_us: AtomicU64,
+}
+
+impl Pace {
+    /// Asks until the answer is yes, or for `timeout`. False: it was never yes.
+    pub fn wait(
+        &self,
+        timeout: Duration,
+        mut is_done: impl FnMut() -> Result<bool, DriverError>,
+    ) -> Result<bool, DriverError> {
+        let start = Instant::now();
+        let expected = Duration::from_micros(self.last_us.load(Ordering::Relaxed));
+        loop {
+            let is_done = is_done()?;
+            let waited = start.elapsed();
+            if is_done {
+                self.last_us.store(waited.as_micros() as u64, Ordering::Relaxed);
+            }
+            if is_done || waited >= timeout {
+                return Ok(is_done);
+            }
+            let is_near = waited.abs_diff(expected) < WAIT_AROUND;
+            if waited < WAIT_SPIN || is_near { std::hint::spin_loop() } else { std::thread::sleep(WAIT_SLEEP) }
+        }
+    }
+}
+
 /// An ordered queue of work on a device.
 pub struct Stream {
     pub(super) context: Arc<Context>,
     handle: CUstream,
     /// The last wait timed out, and no wait has seen the end since.
     is_stuck: AtomicBool,
-    /// How long the last wait took that saw the end, in microseconds.
-    last_wait_us: AtomicU64,
+    pace: Pace,
 }
 
 // SAFETY: a stream may be used from any thread that has its context bound.
@@ -103,12 +133,8 @@ impl Device {
         let mut handle = ptr::null_mut();
         // SAFETY: the call writes one handle.
         unsafe { call!(api, cuStreamCreate(&mut handle, CUstream_flags::CU_STREAM_NON_BLOCKING as u32)) }?;
-        Ok(Stream {
-            context: self.context.clone(),
-            handle,
-            is_stuck: AtomicBool::new(false),
-            last_wait_us: AtomicU64::new(0),
-        })
+        let (is_stuck, pace) = (AtomicBool::new(false), Pace::default());
+        Ok(Stream { context: self.context.clone(), handle, is_stuck, pace })
     }
 
     /// An event that keeps time.
@@ -202,22 +228,19 @@ impl Stream {
 
     /// Waits until all queued work is done, or for `timeout`, whichever comes first.
     pub fn wait_timeout(&self, timeout: Duration) -> Result<Wait, DriverError> {
-        let start = Instant::now();
-        let expected = Duration::from_micros(self.last_wait_us.load(Ordering::Relaxed));
-        loop {
-            let is_done = self.is_done()?;
-            let waited = start.elapsed();
-            if is_done {
-                self.last_wait_us.store(waited.as_micros() as u64, Ordering::Relaxed);
-                return Ok(Wait::Done);
-            }
-            if waited >= timeout {
-                self.set_stuck(true);
-                return Ok(Wait::TimedOut);
-            }
-            let is_near = waited.abs_diff(expected) < WAIT_AROUND;
-            if waited < WAIT_SPIN || is_near { std::hint::spin_loop() } else { std::thread::sleep(WAIT_SLEEP) }
-        }
+        self.wait(timeout, || self.is_done())
+    }
+
+    /// Waits until the device has passed `event`, which was recorded on this stream, or for `timeout`. Work that was queued after the
+    /// event may go on.
+    pub(super) fn wait_event(&self, event: &Event, timeout: Duration) -> Result<Wait, DriverError> {
+        self.wait(timeout, || event.is_done())
+    }
+
+    fn wait(&self, timeout: Duration, is_done: impl FnMut() -> Result<bool, DriverError>) -> Result<Wait, DriverError> {
+        let is_done = self.pace.wait(timeout, is_done)?;
+        self.set_stuck(!is_done);
+        Ok(if is_done { Wait::Done } else { Wait::TimedOut })
     }
 
     /// Waits without a deadline: for copies and for kernels that are known to end.
@@ -225,6 +248,13 @@ impl Stream {
         let api = self.context.bind()?;
         // SAFETY: a live stream.
         unsafe { call!(api, cuStreamSynchronize(self.handle)) }
+    }
+
+    /// Lets the work that is queued from now on wait for `event`, which may be of another stream.
+    pub(super) fn follow(&self, event: &Event) -> Result<(), DriverError> {
+        let api = self.context.bind()?;
+        // SAFETY: live handles of the bound context.
+        unsafe { call!(api, cuStreamWaitEvent(self.handle, event.handle, 0)) }
     }
 
     fn set_stuck(&self, is_stuck: bool) {

@@ -1,16 +1,17 @@
 //! Owns kernels of waves with their device memory: `WavesSession` reads prompt chunks of one sequence into a shared cache, `StepsSession`
 //! runs steps of many rows over one.
 
-use super::driver::Device;
+use super::driver::{Device, DriverError};
 use super::kernel::{Watched, uploaded, vocab};
 use super::memory::{DeviceBuffer, MappedBuffer};
 use super::rows::{
-    RowInput, RowLauncher, RowsLaunched, Steps, choose_now, encode_rows, fits, given, only_fills, out_of_range,
-    queue_each, rows_of_steps,
+    RowInput, RowLauncher, RowsLaunched, Steps, choose_now, encode_rows, fits, given, may_queue, only_fills,
+    out_of_range, queue_each, rows_of_steps,
 };
 use super::sampler::{Asked, SamplerSession};
 use super::session::{SessionError, Stuck};
-use super::stream::LaunchShape;
+use super::stream::{Event, LaunchShape};
+use super::tables::{LaunchTables, Placed};
 use crate::codegen::abi::Row;
 use crate::codegen::emit::Trace;
 use crate::codegen::waves::{ENTRY_POINT, WaveParams, encode};
@@ -18,12 +19,15 @@ use crate::ir::program::Space;
 use crate::rows::{Shape, Tables, runs};
 use crate::trace::STAMP_WORDS;
 use crate::waves::{Form, Proven};
+use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
 
 /// How long a launch may take, and each of its steps beside that.
 const TIMEOUT: Duration = Duration::from_secs(5);
 const STEP_TIMEOUT: Duration = Duration::from_millis(20);
+/// In a mailbox: no token yet.
+const UNSAID: u32 = u32::MAX;
 
 /// A kernel of waves on a device, of either form.
 struct Loaded {
@@ -40,9 +44,7 @@ struct Loaded {
     shares: DeviceBuffer,
     records: DeviceBuffer,
     work: DeviceBuffer,
-    rows: DeviceBuffer,
-    pages: DeviceBuffer,
-    arrived: DeviceBuffer,
+    tables: LaunchTables,
     stamps: DeviceBuffer,
     /// Words of the stamps of a step; 0 without them.
     stamp_words: usize,
@@ -112,10 +114,13 @@ impl Loaded {
             shares: uploaded(device, stream, bytemuck::cast_slice(&tables.shares))?,
             records: uploaded(device, stream, bytemuck::cast_slice(&tables.records))?,
             work,
-            // A table for each step that is a kernel of its own.
-            rows: device.alloc(u64::from(steps_max.max(1)) * u64::from(plan.rows) * size_of::<Row>() as u64)?,
-            pages: device.alloc((sequences * u64::from(shape.blocks()) * 4).max(16))?,
-            arrived: device.alloc(16)?,
+            // Rows and a count for each step that is a kernel of its own.
+            tables: LaunchTables::new(
+                device,
+                steps_max.max(1),
+                u64::from(steps_max.max(1)) * u64::from(plan.rows),
+                sequences * u64::from(shape.blocks()),
+            )?,
             watched,
         };
         loaded.watched.stream.synchronize()?;
@@ -128,15 +133,12 @@ impl Loaded {
 
     /// Uploads tables and launches. The caller has found that they fit.
     fn launch(&mut self, (rows, pages): (Vec<Row>, Vec<u32>), wanted: Wanted) -> Result<(), SessionError> {
-        let stream = &self.watched.stream;
-        self.rows.upload(stream, 0, &rows)?;
-        self.pages.upload(stream, 0, &pages)?;
-        self.arrived.zero(stream)?;
-        self.watched.launch(&self.params(&rows, self.rows.address(), wanted))
+        let placed = self.tables.upload(&rows, &pages)?;
+        self.watched.launch(&self.params(&rows, placed, wanted))
     }
 
-    /// Of a launch of `rows`, which are at `table`.
-    fn params(&self, rows: &[Row], table: u64, wanted: Wanted) -> WaveParams {
+    /// Of a launch of `rows`, whose tables are `placed`.
+    fn params(&self, rows: &[Row], placed: Placed, wanted: Wanted) -> WaveParams {
         let Wanted { steps, only_fills, logits, mailbox } = wanted;
         let (report, abort) = self.watched.watch_words();
         WaveParams {
@@ -146,9 +148,9 @@ impl Loaded {
             waves: self.waves.address(),
             shares: self.shares.address(),
             records: self.records.address(),
-            rows: table,
-            pages: self.pages.address(),
-            arrived: self.arrived.address(),
+            rows: placed.rows,
+            pages: placed.pages,
+            arrived: placed.count(0),
             report,
             abort,
             stamps: self.stamps.address(),
@@ -176,8 +178,8 @@ impl Loaded {
 /// A kernel of waves that reads chunks.
 pub struct WavesSession {
     loaded: Loaded,
-    /// A chunk is queued or being read.
-    is_flying: bool,
+    /// Chunks that are queued or being read; at most two.
+    flying: usize,
 }
 
 impl WavesSession {
@@ -195,7 +197,7 @@ impl WavesSession {
         cache: Arc<DeviceBuffer>,
     ) -> Result<WavesSession, SessionError> {
         let loaded = Loaded::load(device, proven, cubin, trace, 1, pack, Some(cache))?;
-        Ok(WavesSession { loaded, is_flying: false })
+        Ok(WavesSession { loaded, flying: 0 })
     }
 
     /// What bounds the tables of a launch; its rows are those of a chunk at most.
@@ -216,11 +218,11 @@ impl WavesSession {
         Ok(device_us)
     }
 
-    /// Queues the reading of a chunk and returns at once. Its positions count as written for later launches, which the caller queues
-    /// after [`WavesSession::finish`].
+    /// Queues the reading of a chunk and returns at once. Its positions count as written for later launches, which
+    /// [`follow`](WavesSession::last_end) it on the device. A second chunk can be queued before the first one was waited for.
     ///
     /// # Errors
-    /// As [`WavesSession::read`]; a chunk that was not waited for.
+    /// As [`WavesSession::read`]; two chunks that were not waited for.
     pub fn queue(&mut self, tables: Tables<'_>, tokens: &[u32]) -> Result<(), SessionError> {
         self.launch(&tables, tokens)?;
         tables.finish(1);
@@ -228,7 +230,7 @@ impl WavesSession {
     }
 
     fn launch(&mut self, tables: &Tables<'_>, tokens: &[u32]) -> Result<(), SessionError> {
-        if self.is_flying {
+        if self.flying == 2 {
             return Err(SessionError::NotFinished);
         }
         let loaded = &mut self.loaded;
@@ -240,18 +242,29 @@ impl WavesSession {
         }
         let encoded = encode_rows(tables, &given(tokens), &[], loaded.vocab)?;
         loaded.launch(encoded, Wanted { steps: 1, only_fills: true, logits: 0, mailbox: 0 })?;
-        self.is_flying = true;
+        self.flying += 1;
         Ok(())
     }
 
-    /// Waits for the queued chunk: its time on the device, in microseconds.
+    /// The end of the chunk that was queued last.
+    pub fn last_end(&self) -> Option<&Event> {
+        self.loaded.watched.last_end()
+    }
+
+    /// As [`RowLauncher::follow`].
+    ///
+    /// # Errors
+    /// What the driver refuses.
+    pub fn follow(&mut self, end: &Event) -> Result<(), SessionError> {
+        Ok(self.loaded.watched.stream.follow(end)?)
+    }
+
+    /// Waits for the oldest queued chunk: its time on the device, in microseconds.
     ///
     /// # Errors
     /// No chunk is queued, or its launch gave up.
     pub fn finish(&mut self) -> Result<f64, SessionError> {
-        if !std::mem::take(&mut self.is_flying) {
-            return Err(SessionError::NotQueued);
-        }
+        self.flying = self.flying.checked_sub(1).ok_or(SessionError::NotQueued)?;
         self.loaded.finish(1)
     }
 
@@ -267,12 +280,14 @@ impl WavesSession {
 /// A kernel of waves that runs steps.
 pub struct StepsSession {
     loaded: Loaded,
-    /// Host-visible tokens of each row: of each step, and of the one after the last.
-    mailbox: MappedBuffer,
+    /// Host-visible tokens of each row: of each step, and of the one after the last; of two launches, in turns.
+    mailboxes: [MappedBuffer; 2],
+    next_mailbox: usize,
     logits: DeviceBuffer,
-    /// Rows that decided a token in the last step of the last launch.
+    /// Rows that decided a token in the last step of the last launch, once it has ended.
     decided: usize,
-    flying: Option<Flying>,
+    /// Oldest first.
+    flying: VecDeque<Flying>,
     steps_max: u32,
 }
 
@@ -284,6 +299,8 @@ struct Flying {
     has_tokens: bool,
     /// The sampler has still to be queued.
     is_unchosen: bool,
+    /// Of its tokens.
+    mailbox: usize,
 }
 
 impl StepsSession {
@@ -306,8 +323,21 @@ impl StepsSession {
         let mut logits = device.alloc((u64::from(rows) * u64::from(loaded.vocab) * 4).max(16))?;
         logits.poison(stream)?;
         stream.synchronize()?;
-        let mailbox = device.alloc_mapped((steps_max as usize + 1) * rows as usize + 1)?;
-        Ok(StepsSession { mailbox, logits, decided: 0, flying: None, steps_max, loaded })
+        let mailbox = || device.alloc_mapped((steps_max as usize + 1) * rows as usize + 1);
+        let (mailboxes, flying) = ([mailbox()?, mailbox()?], VecDeque::new());
+        Ok(StepsSession { mailboxes, next_mailbox: 0, logits, decided: 0, flying, steps_max, loaded })
+    }
+
+    /// Notes what the next launch will find of one that was queued.
+    fn flies(&mut self, flying: Flying) {
+        self.next_mailbox = 1 - flying.mailbox;
+        self.decided = if flying.has_tokens { flying.rows } else { 0 };
+        self.flying.push_back(flying);
+    }
+
+    /// The token of a row in a step of a launch; [`UNSAID`] before the step.
+    fn token(&self, flying: &Flying, step: u32, row: usize) -> Result<u32, DriverError> {
+        self.mailboxes[flying.mailbox].load(1 + (step * self.loaded.shape.rows) as usize + row)
     }
 
     /// Stamps of the last launch, which had `steps` steps: `[sms][steps][waves][STAMP_WORDS]`; none if the kernel was compiled without.
@@ -341,9 +371,7 @@ impl RowLauncher for StepsSession {
     }
 
     fn queue(&mut self, tables: Tables<'_>, inputs: &[RowInput], with_logits: bool) -> Result<(), SessionError> {
-        if self.flying.is_some() {
-            return Err(SessionError::NotFinished);
-        }
+        may_queue(self.flying.iter().map(|flying| flying.has_tokens), inputs, with_logits)?;
         let steps = tables.steps();
         // Every row takes part in every step.
         let ends = inputs.iter().any(|input| input.steps < steps);
@@ -354,10 +382,12 @@ impl RowLauncher for StepsSession {
         let decided = vec![true; self.decided];
         let encoded = encode_rows(&tables, inputs, &decided, self.loaded.vocab)?;
         let logits = if with_logits { self.logits.address() } else { 0 };
-        let mailbox = if only_fills { 0 } else { self.mailbox.address() };
-        self.loaded.launch(encoded, Wanted { steps, only_fills, logits, mailbox })?;
+        let mailbox = self.next_mailbox;
+        self.mailboxes[mailbox].fill(UNSAID);
+        let tokens = if only_fills { 0 } else { self.mailboxes[mailbox].address() };
+        self.loaded.launch(encoded, Wanted { steps, only_fills, logits, mailbox: tokens })?;
         let rows = inputs.len();
-        self.flying = Some(Flying { rows, steps, has_tokens: !only_fills, is_unchosen: false });
+        self.flies(Flying { rows, steps, has_tokens: !only_fills, is_unchosen: false, mailbox });
         tables.finish(steps);
         Ok(())
     }
@@ -368,9 +398,7 @@ impl RowLauncher for StepsSession {
         inputs: &[RowInput],
         choosing: Option<(&mut SamplerSession, &[Asked<'_>])>,
     ) -> Result<(), SessionError> {
-        if self.flying.is_some() {
-            return Err(SessionError::NotFinished);
-        }
+        may_queue(self.flying.iter().map(|_| false), inputs, true)?;
         let (steps, loaded) = (tables.steps(), &mut self.loaded);
         if !fits(&loaded.shape, &tables, inputs.len()) || steps > self.steps_max {
             return Err(out_of_range(&tables));
@@ -379,49 +407,81 @@ impl RowLauncher for StepsSession {
             return Err(SessionError::NoLogits);
         }
         let (rows, pages) = encode_rows(&tables, inputs, &[], loaded.vocab)?;
-        let stream = &loaded.watched.stream;
-        loaded.rows.upload(stream, 0, &rows_of_steps(&rows, steps))?;
-        loaded.pages.upload(stream, 0, &pages)?;
-        let (logits, mailbox) = (self.logits.address(), self.mailbox.address());
-        let params = loaded.params(&rows, 0, Wanted { steps: 1, only_fills: false, logits, mailbox });
-        let all = Steps { rows: loaded.rows.address(), row_count: rows.len(), steps };
-        let is_unchosen = choosing.is_none();
-        let (watched, arrived) = (&loaded.watched, &mut loaded.arrived);
+        let placed = loaded.tables.upload(&rows_of_steps(&rows, steps), &pages)?;
+        let mailbox = self.next_mailbox;
+        let (logits, tokens) = (self.logits.address(), self.mailboxes[mailbox].address());
+        let params = loaded.params(&rows, placed, Wanted { steps: 1, only_fills: false, logits, mailbox: tokens });
+        let all = Steps { rows: placed.rows, row_count: rows.len(), steps };
+        let (is_unchosen, watched) = (choosing.is_none(), &loaded.watched);
         queue_each(watched, all, logits, choosing, |step, rows| {
-            arrived.zero(&watched.stream)?;
-            watched.queue(&WaveParams { rows, position: params.position + step, ..params })
+            let (arrived, position) = (placed.count(step), params.position + step);
+            watched.queue(&WaveParams { rows, arrived, position, ..params })
         })?;
-        self.flying = Some(Flying { rows: inputs.len(), steps, has_tokens: false, is_unchosen });
+        self.flies(Flying { rows: inputs.len(), steps, has_tokens: false, is_unchosen, mailbox });
         tables.finish(steps);
         Ok(())
     }
 
     fn choose(&mut self, sampler: &mut SamplerSession, asked: &[Asked<'_>]) -> Result<(), SessionError> {
-        let is_unchosen = self.flying.as_mut().map(|flying| &mut flying.is_unchosen);
+        let is_unchosen = self.flying.front_mut().map(|flying| &mut flying.is_unchosen);
         choose_now(is_unchosen, &self.loaded.watched, self.logits.address(), sampler, asked)
     }
 
-    fn finish(&mut self) -> Result<RowsLaunched, SessionError> {
-        let Some(Flying { rows, steps, has_tokens, is_unchosen }) = self.flying.take() else {
-            return Err(SessionError::NotQueued);
+    fn last_step(&mut self) -> Result<Option<Vec<Vec<u32>>>, SessionError> {
+        let flying = *self.flying.front().ok_or(SessionError::NotQueued)?;
+        let Flying { rows, steps, has_tokens, .. } = flying;
+        if self.flying.len() > 1 || !has_tokens {
+            return Ok(None);
+        }
+        // Each row is told by a block of its own, in any order.
+        let is_told = || -> Result<bool, DriverError> {
+            for step in (1..steps).rev() {
+                for row in 0..rows {
+                    if self.token(&flying, step, row)? == UNSAID {
+                        return Ok(false);
+                    }
+                }
+            }
+            Ok(true)
         };
+        self.loaded.watched.await_last_step(Loaded::timeout(steps), is_told)?;
+        let of_row = |row| (1..steps).map(|step| self.token(&flying, step, row)).collect::<Result<Vec<u32>, _>>();
+        Ok(Some((0..rows).map(of_row).collect::<Result<_, _>>()?))
+    }
+
+    fn finish(&mut self) -> Result<RowsLaunched, SessionError> {
+        let flying = self.flying.pop_front().ok_or(SessionError::NotQueued)?;
+        let Flying { rows, steps, has_tokens, is_unchosen, .. } = flying;
         if is_unchosen {
             return Err(SessionError::NotChosen);
         }
-        self.decided = 0;
-        let device_us = self.loaded.finish(steps)?;
+        let finished = self.loaded.finish(steps);
+        if finished.is_err() {
+            self.decided = 0;
+        }
+        let device_us = finished?;
         if !has_tokens {
             return Ok(RowsLaunched { device_us, steps, tokens: vec![] });
         }
-        self.decided = rows;
-        let most = self.loaded.shape.rows;
-        let token = |step: u32, row: usize| self.mailbox.load(1 + (step * most) as usize + row);
-        let tokens = (0..=steps).map(|step| (0..rows).map(|row| token(step, row)).collect());
-        Ok(RowsLaunched { device_us, steps, tokens: tokens.collect::<Result<_, _>>()? })
+        let of_step = |step| (0..rows).map(|row| self.token(&flying, step, row)).collect();
+        let tokens = (0..=steps).map(of_step).collect::<Result<_, _>>()?;
+        Ok(RowsLaunched { device_us, steps, tokens })
+    }
+
+    fn last_end(&self) -> Option<&Event> {
+        self.loaded.watched.last_end()
+    }
+
+    fn follow(&mut self, end: &Event) -> Result<(), SessionError> {
+        Ok(self.loaded.watched.stream.follow(end)?)
+    }
+
+    fn gap_us(&self) -> Result<f64, SessionError> {
+        self.loaded.watched.gap_us()
     }
 
     fn logits(&self, row: u32) -> Result<Vec<f32>, SessionError> {
-        if self.flying.is_some() {
+        if !self.flying.is_empty() {
             return Err(SessionError::NotFinished);
         }
         let at = u64::from(row.min(self.loaded.shape.rows - 1)) * u64::from(self.loaded.vocab) * 4;

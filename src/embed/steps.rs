@@ -137,7 +137,7 @@ impl Steps {
             rows.extend((from..).zip(tokens).map(|(position, &token)| {
                 let wanted = *wants == Wants::Every || (*wants == Wants::Last && position == last);
                 let want = if wanted { Want::Logits } else { Want::Nothing };
-                LaunchRow { sequence: id, position: position as u32, token, want }
+                LaunchRow { sequence: id, position: position as u32, token: Some(token), want }
             }));
         }
         let said = self.launch(rows)?;
@@ -173,7 +173,8 @@ impl Steps {
         self.pool.reserve(id, length as u32).map_err(ours)?;
         for (chunk, rest) in rest.chunks(self.rows_max).enumerate() {
             let first = (shared + chunk * self.rows_max) as u32;
-            let row = |(position, &token)| LaunchRow { sequence: id, position, token, want: Want::Nothing };
+            let row =
+                |(position, &token)| LaunchRow { sequence: id, position, token: Some(token), want: Want::Nothing };
             self.launch((first..).zip(rest).map(row).collect())?;
         }
         Ok(id)

@@ -126,6 +126,8 @@ pub struct Figures {
     pub prefix_hits: u64,
     pub preemptions: u64,
     pub launches: u64,
+    /// Those that were queued while the launch before them ran.
+    pub queued_ahead: u64,
     /// Steps of all launches.
     pub steps: u64,
     /// Rows of all steps.
@@ -189,6 +191,8 @@ struct Running {
     offered: usize,
     /// Tells this run of the choice from runs before a preemption.
     run: u64,
+    /// Its rows want nothing but tokens that kernels choose.
+    is_plain: bool,
 }
 
 impl Running {
@@ -204,6 +208,20 @@ struct Flying {
     /// Of each row its choice, that choice's run, and its position in the first step.
     rows: Vec<(ChoiceId, u64, usize)>,
     steps: u32,
+    /// The stepper decides the tokens of all rows from what the kernel knows: a launch may go on from them.
+    is_decoding: bool,
+    /// It reads a prompt alone.
+    is_alone: bool,
+    /// Of each row, the tokens that it decided before its last step. Known once that has begun.
+    so_far: Option<Vec<Vec<u32>>>,
+}
+
+impl Flying {
+    fn of(launch: &Launch, rows: Vec<(ChoiceId, u64, usize)>, alone: Option<Alone>) -> Flying {
+        let is_decoding = launch.rows.iter().all(|row| matches!(row.want, Want::Token(_)));
+        let is_alone = alone.is_some_and(|alone| launch.is(alone));
+        Flying { rows, steps: launch.steps, is_decoding, is_alone, so_far: None }
+    }
 }
 
 /// Requests over a stepper. Its caller has the clock, and calls [`Engine::turn`] while there is something to do.
@@ -232,7 +250,7 @@ impl<S: Stepper> Engine<S> {
         let pool = Pool::keeping(bounds.shape)
             .map_err(|error| Fault::internal(format!("a stepper that an engine cannot use: {error}")))?;
         let running_max = limits.running_max.min(bounds.shape.rows).min(pool.open_max());
-        if running_max == 0 || bounds.chunk_max == 0 || bounds.launches == 0 || bounds.steps_max == 0 {
+        if running_max == 0 || bounds.chunk_max == 0 || bounds.steps_max == 0 {
             return Err(Fault::internal("a stepper that an engine cannot use: it takes no row"));
         }
         let steps_max = limits.steps_max.clamp(1, bounds.steps_max);
@@ -333,7 +351,8 @@ impl<S: Stepper> Engine<S> {
         ids.into_iter().for_each(|id| self.cancel(id, events));
     }
 
-    /// Collects a launch if all that may fly do, and launches what is ready. Without anything to do it does nothing.
+    /// Does one thing: launches what is ready, waits for the last step of the launch that runs, queues the one that goes on from it, or
+    /// collects a launch. Whatever arrived until then is looked at in the next turn. Without anything to do it does nothing.
     ///
     /// # Errors
     /// The stepper's: this engine has ended, and nothing of its requests follows.
@@ -344,28 +363,124 @@ impl<S: Stepper> Engine<S> {
         for id in waiting.chain(running).collect::<Vec<_>>() {
             self.end(id, End::Deadline, events);
         }
-        if self.flying.len() == self.bounds.launches {
-            self.collect(events)?;
+        if self.flying.is_empty() {
+            self.admit(events);
+            return match self.launch(events) {
+                Some((launch, flying)) => self.fly(launch, flying),
+                None => Ok(()),
+            };
+        }
+        if let Some((launch, flying)) = self.launch_beside(events) {
+            return self.fly(launch, flying);
+        }
+        match (self.steps_ahead(), self.flying.front_mut()) {
+            (1.., Some(Flying { so_far: so_far @ None, .. })) => {
+                *so_far = self.stepper.last_step()?;
+                // The caller looks for what arrived before the next launch is queued.
+                if so_far.is_some() { Ok(()) } else { self.collect(events) }
+            }
+            (steps @ 1.., _) => match self.launch_ahead(steps, events) {
+                Some((launch, flying)) => self.fly(launch, flying),
+                None => self.collect(events),
+            },
+            _ => self.collect(events),
+        }
+    }
+
+    fn fly(&mut self, launch: Launch, flying: Flying) -> Result<(), Fault> {
+        self.figures.launches += 1;
+        self.figures.queued_ahead += self.flying.len() as u64;
+        self.figures.steps += u64::from(launch.steps);
+        self.figures.rows += u64::from(launch.steps) * launch.rows.len() as u64;
+        let is_guided = launch.is_guided();
+        self.stepper.submit(launch)?;
+        let allowed = self.allowed(&flying);
+        if is_guided {
+            self.stepper.allow(allowed)?;
+        }
+        self.flying.push_back(flying);
+        Ok(())
+    }
+
+    /// A launch beside the only one that flies, where one of both reads a prompt alone. None of its rows depends on the one that flies, and
+    /// none takes pages from another request.
+    fn launch_beside(&mut self, events: &mut Vec<Event>) -> Option<(Launch, Flying)> {
+        if self.flying.len() > 1 || self.bounds.alone.is_none() {
+            return None;
+        }
+        let before = self.flying.front()?;
+        let is_alone = before.is_alone;
+        let runs =
+            |(id, run, _): &(ChoiceId, u64, usize)| self.running.get(id).is_some_and(|running| running.run == *run);
+        if !before.rows.iter().all(runs) || !self.running.values().all(|running| running.is_plain) {
+            return None;
         }
         self.admit(events);
-        match self.launch(events) {
-            Some((launch, flying)) => {
-                self.figures.launches += 1;
-                self.figures.steps += u64::from(launch.steps);
-                self.figures.rows += u64::from(launch.steps) * launch.rows.len() as u64;
-                let is_guided = launch.is_guided();
-                self.stepper.submit(launch)?;
-                let allowed = self.allowed(&flying);
-                if is_guided {
-                    self.stepper.allow(allowed)?;
-                }
-                self.flying.push_back(flying);
-            }
-            // What is running waits for what flies.
-            None if !self.flying.is_empty() => self.collect(events)?,
-            None => {}
+        if !self.running.values().all(|running| running.is_plain) || !self.has_pages_to_read() {
+            return None;
         }
-        Ok(())
+        if is_alone { self.launch(events) } else { self.launch_alone(events) }
+    }
+
+    /// Whether there are pages for all tokens that are known, and for one more of each request, without any from another request.
+    fn has_pages_to_read(&self) -> bool {
+        let page_rows = self.bounds.shape.page_rows;
+        let missing = |running: &Running| {
+            let (from, to) = (running.submitted as u32, running.choice.tokens.len() as u32);
+            let blocks = from / page_rows..(to + 1).min(self.bounds.shape.context_max).div_ceil(page_rows);
+            blocks.filter(|block| self.pool.page(running.sequence, *block).is_none()).count()
+        };
+        let needed: usize = self.running.values().map(missing).sum();
+        needed as u32 <= self.pool.free_pages() + self.pool.idle_pages()
+    }
+
+    /// Steps of a launch that goes on from the only one that flies, with the same rows. 0: a row ends with that one as far as is known, a
+    /// request waits or has still to read its prompt, or pages are short.
+    fn steps_ahead(&self) -> u32 {
+        let Some(before) = self.flying.front().filter(|before| before.is_decoding) else { return 0 };
+        if self.flying.len() > 1 || !self.waiting.is_empty() || before.rows.len() != self.running.len() {
+            return 0;
+        }
+        let Shape { context_max, .. } = self.bounds.shape;
+        // With the last step of the launch before it a request waits for fewer steps than `steps_max`, and no longer on average.
+        let mut steps = self.limits.steps_max - self.limits.steps_max.div_ceil(4);
+        for (at, (id, run, position)) in before.rows.iter().enumerate() {
+            let Some(Running { choice, .. }) = self.running.get(id).filter(|running| running.run == *run) else {
+                return 0;
+            };
+            let request = &choice.ask.choices[choice.at];
+            let so_far = before.so_far.as_ref().map_or(&[][..], |so_far| &so_far[at]);
+            if so_far.iter().any(|token| request.end(*token).is_some()) {
+                return 0;
+            }
+            let decided = (choice.tokens.len() - choice.prompt_count()) as u32 + before.steps;
+            let of_context = context_max.saturating_sub(*position as u32 + before.steps);
+            steps = steps.min(choice.ask.tokens_max.saturating_sub(decided)).min(of_context);
+        }
+        if self.has_pages(steps) { steps } else { 0 }
+    }
+
+    /// A launch of `steps` steps that goes on from the one that flies.
+    fn launch_ahead(&mut self, steps: u32, events: &mut Vec<Event>) -> Option<(Launch, Flying)> {
+        let before = self.flying.front()?;
+        let after = before.steps as usize;
+        let of: Vec<(ChoiceId, u64, usize)> =
+            before.rows.iter().map(|&(id, run, position)| (id, run, position + after)).collect();
+        // There are pages for all of them.
+        if !of.iter().all(|&(id, _, position)| self.make_room(id, position as u32 + steps, events)) {
+            return None;
+        }
+        let mut rows = Vec::with_capacity(of.len());
+        for (id, _, position) in &of {
+            let running = self.running.get_mut(id)?;
+            let request = &running.choice.ask.choices[running.choice.at];
+            let (sequence, position, want) = (running.sequence, *position as u32, Want::Token(*request.sampler()));
+            rows.push(LaunchRow { sequence, position, token: None, want });
+            running.submitted += steps as usize;
+        }
+        let launch = Launch { rows, steps, edits: self.pool.take_edits() };
+        let flying = Flying::of(&launch, of, self.bounds.alone);
+        Some((launch, flying))
     }
 
     /// Positions of at most `positions` that a choice holds pages for at a time: the window of a launch's rows, where there is one.
@@ -420,7 +535,9 @@ impl<S: Stepper> Engine<S> {
             }
             self.runs += 1;
             let (submitted, offered, run) = (computed, found.len(), self.runs);
-            self.running.insert(id, Running { choice, sequence, submitted, computed, offered, run });
+            let wants_token = matches!(want(&choice, choice.tokens.len() - 1, &self.bounds), Want::Token(_));
+            let is_plain = wants_token && choice.scores_prompt.is_none();
+            self.running.insert(id, Running { choice, sequence, submitted, computed, offered, run, is_plain });
         }
     }
 
@@ -440,7 +557,7 @@ impl<S: Stepper> Engine<S> {
 
     /// Steps of the next launch, if the stepper can choose all of its tokens and there are pages for all of them.
     fn steps(&self) -> u32 {
-        let Shape { context_max, page_rows, .. } = self.bounds.shape;
+        let Shape { context_max, .. } = self.bounds.shape;
         let mut steps = self.limits.steps_max;
         for running in self.running.values().filter(|running| running.left() > 0) {
             let (choice, position) = (&running.choice, running.submitted as u32);
@@ -456,13 +573,19 @@ impl<S: Stepper> Engine<S> {
             }
             steps = steps.min(choice.ask.tokens_max - decided).min(context_max - position);
         }
+        if self.has_pages(steps) { steps } else { 1 }
+    }
+
+    /// Whether those that decode have pages for `steps` more steps, without any from another request.
+    fn has_pages(&self, steps: u32) -> bool {
+        let page_rows = self.bounds.shape.page_rows;
         // Positions below those that were submitted have pages.
         let blocks = |running: &Running| {
             let from = running.submitted as u32;
             (from + steps).div_ceil(page_rows) - from.div_ceil(page_rows)
         };
-        let needed: u32 = self.running.values().filter(|running| running.left() > 0).map(blocks).sum();
-        if needed <= self.pool.free_pages() + self.pool.idle_pages() { steps } else { 1 }
+        let needed: u32 = self.running.values().map(blocks).sum();
+        needed <= self.pool.free_pages() + self.pool.idle_pages()
     }
 
     /// Rows of prompts that a launch has beside the rows that decode.
@@ -488,8 +611,14 @@ impl<S: Stepper> Engine<S> {
         }
     }
 
+    /// Requests that decode: all of their tokens are in a launch, or all but one.
+    fn decoding(&self) -> usize {
+        self.running.values().filter(|running| running.left() <= 1).count()
+    }
+
     /// A launch that reads the oldest long prompt alone. Where others decode, they have every second launch.
-    fn launch_alone(&mut self, decoding: usize, events: &mut Vec<Event>) -> Option<(Launch, Flying)> {
+    fn launch_alone(&mut self, events: &mut Vec<Event>) -> Option<(Launch, Flying)> {
+        let decoding = self.decoding();
         let may = decoding == 0 || !self.was_alone;
         let mut long = self.running.iter().map(|(&id, running)| (id, self.alone(running, decoding)));
         let (id, count) = long.find(|(_, count)| *count > 0).filter(|_| may)?;
@@ -499,19 +628,22 @@ impl<S: Stepper> Engine<S> {
         }
         let running = self.running.get_mut(&id)?;
         let row = |position: usize| {
-            let token = running.choice.tokens[position];
+            let token = Some(running.choice.tokens[position]);
             LaunchRow { sequence: running.sequence, position: position as u32, token, want: Want::Nothing }
         };
         let rows = (from..from + count).map(row).collect();
         let flying = (from..from + count).map(|position| (id, running.run, position)).collect();
         running.submitted += count;
-        Some((Launch { rows, steps: 1, edits: self.pool.take_edits() }, Flying { rows: flying, steps: 1 }))
+        self.was_alone = true;
+        let launch = Launch { rows, steps: 1, edits: self.pool.take_edits() };
+        let flying = Flying::of(&launch, flying, self.bounds.alone);
+        Some((launch, flying))
     }
 
     /// The next launch; `None`: nothing is ready.
     fn launch(&mut self, events: &mut Vec<Event>) -> Option<(Launch, Flying)> {
-        let decoding = self.running.values().filter(|running| running.left() == 1).count();
-        let alone = self.launch_alone(decoding, events);
+        let decoding = self.decoding();
+        let alone = self.launch_alone(events);
         self.was_alone = alone.is_some();
         if alone.is_some() {
             return alone;
@@ -539,7 +671,8 @@ impl<S: Stepper> Engine<S> {
                 chunk_rows -= count;
             }
             for position in from..from + count {
-                let (token, want) = (running.choice.tokens[position], want(&running.choice, position, &self.bounds));
+                let (token, want) =
+                    (Some(running.choice.tokens[position]), want(&running.choice, position, &self.bounds));
                 rows.push(LaunchRow { sequence: running.sequence, position: position as u32, token, want });
                 flying.push((id, running.run, position));
             }
@@ -548,7 +681,9 @@ impl<S: Stepper> Engine<S> {
         if rows.is_empty() {
             return None;
         }
-        Some((Launch { rows, steps, edits: self.pool.take_edits() }, Flying { rows: flying, steps }))
+        let launch = Launch { rows, steps, edits: self.pool.take_edits() };
+        let flying = Flying::of(&launch, flying, self.bounds.alone);
+        Some((launch, flying))
     }
 
     /// Finds what may follow the last tokens of a launch, while it runs. What fails is found again when the token is decided.

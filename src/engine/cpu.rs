@@ -29,8 +29,7 @@ impl CpuStepper {
             Shape::of(&schedule.program).ok_or_else(|| Fault::internal("a schedule of one row cannot be batched"))?;
         let interp = Interp::new(schedule, pack, options)?;
         let (chunk_max, vocab) = (shape.rows, interp.vocab() as u32);
-        let bounds =
-            Bounds { shape, chunk_max, alone: None, vocab, launches: 1, steps_max: 1, choices: Some(u32::MAX) };
+        let bounds = Bounds { shape, chunk_max, alone: None, vocab, steps_max: 1, choices: Some(u32::MAX) };
         Ok(CpuStepper { interp, guard: Guard::new(shape), bounds, queued: VecDeque::new() })
     }
 }
@@ -53,9 +52,10 @@ impl Stepper for CpuStepper {
     }
 
     fn collect(&mut self) -> Result<Vec<Said>, Fault> {
-        let Some((Launch { rows, steps, edits }, allowed)) = self.queued.pop_front() else { return Ok(vec![]) };
+        let Some((launch, allowed)) = self.queued.pop_front() else { return Ok(vec![]) };
+        let tokens = launch.tokens()?;
+        let Launch { rows, steps, edits } = launch;
         let tables = admit(&mut self.guard, &rows, steps, edits)?;
-        let tokens: Vec<u32> = rows.iter().map(|row| row.token).collect();
         let mut said = vec![Said::Nothing; rows.len()];
         let mut logits = vec![];
         self.interp.launch_rows(tables, &tokens, |result| match rows[result.row].want {

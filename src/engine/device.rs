@@ -1,5 +1,7 @@
 //! Owns the stepper of CUDA targets: kernels for several rows on a device, with the guard of their tables.
 
+use std::collections::VecDeque;
+
 use super::stepper::{Alone, Bounds, Launch, LaunchRow, Said, Stepper, Want, admit};
 use crate::cuda::rows::{FirstToken, RowInput, RowLauncher};
 use crate::cuda::sampler::{Asked, SamplerSession, decided};
@@ -18,8 +20,12 @@ pub struct DeviceStepper {
     waves: Option<WavesSession>,
     sampler: Option<SamplerSession>,
     guard: Guard,
-    /// Whose launch is queued or runs, and its rows.
-    running: Kernel,
+    /// Launches that were not collected, oldest first. A second one goes on from the first on the same kernel, or one of them reads a prompt.
+    flying: VecDeque<Flying>,
+}
+
+struct Flying {
+    kernel: Kernel,
     rows: Vec<LaunchRow>,
     steps: u32,
     /// The sampler chooses its tokens.
@@ -43,8 +49,42 @@ impl DeviceStepper {
         let of_rows = *sessions.last()?.shape();
         let rows = waves.as_ref().map_or(0, |waves| waves.shape().rows).max(of_rows.rows);
         let guard = Guard::new(Shape { rows, ..of_rows });
-        let (running, rows) = (Kernel::Rows(0), vec![]);
-        Some(DeviceStepper { sessions, waves, sampler, guard, running, rows, steps: 0, is_sampled: false })
+        Some(DeviceStepper { sessions, waves, sampler, guard, flying: VecDeque::new() })
+    }
+
+    /// The kernel of a launch.
+    fn kernel(&self, launch: &Launch) -> Result<Kernel, Fault> {
+        let rows = launch.rows.len();
+        let before = self.flying.back();
+        if let Some(before) = before.filter(|before| before.rows.len() == rows)
+            && launch.rows.iter().all(|row| row.token.is_none())
+        {
+            return Ok(before.kernel);
+        }
+        // The guard judges that the largest has as many.
+        let smallest = self.sessions.iter().position(|session| session.shape().rows as usize >= rows);
+        let of_rows = Kernel::Rows(smallest.unwrap_or(self.sessions.len() - 1));
+        let is_alone = self.waves.is_some() && self.bounds().alone.is_some_and(|alone| launch.is(alone));
+        let kernel = if is_alone { Kernel::Waves } else { of_rows };
+        match (before.map(|before| before.kernel), kernel) {
+            (None | Some(Kernel::Waves), _) | (_, Kernel::Waves) => Ok(kernel),
+            _ => Err(Fault::internal("a launch was not collected")),
+        }
+    }
+
+    /// Lets a launch of `kernel` wait for one of another kernel that was submitted before it.
+    fn follow(&mut self, kernel: Kernel) -> Result<(), Fault> {
+        let DeviceStepper { sessions, waves: Some(waves), flying, .. } = self else { return Ok(()) };
+        match (flying.back().map(|before| before.kernel), kernel) {
+            (Some(Kernel::Waves), Kernel::Rows(session)) => {
+                waves.last_end().map_or(Ok(()), |end| sessions[session].follow(end))?;
+            }
+            (Some(Kernel::Rows(session)), Kernel::Waves) => {
+                sessions[session].last_end().map_or(Ok(()), |end| waves.follow(end))?;
+            }
+            _ => {}
+        }
+        Ok(())
     }
 }
 
@@ -55,66 +95,77 @@ impl Stepper for DeviceStepper {
         let (vocab, steps_max) = (largest.vocab(), largest.steps_max());
         let alone = self.waves.as_ref().map(|waves| Alone { least: CHUNK_MIN, most: waves.shape().rows });
         let choices = self.sampler.as_ref().map(SamplerSession::logprobs_max);
-        Bounds { shape, chunk_max: shape.rows, alone, vocab, launches: 1, steps_max, choices }
+        Bounds { shape, chunk_max: shape.rows, alone, vocab, steps_max, choices }
     }
 
     fn submit(&mut self, launch: Launch) -> Result<(), Fault> {
-        let is_alone = self.bounds().alone.is_some_and(|alone| launch.is(alone));
+        let kernel = self.kernel(&launch)?;
+        self.follow(kernel)?;
         let is_guided = launch.is_guided();
+        let tokens = if matches!(kernel, Kernel::Waves) { launch.tokens()? } else { vec![] };
         let Launch { rows, steps, edits } = launch;
         let with_logits = rows.iter().any(|row| row.want == Want::Logits);
         let is_sampled = rows.iter().any(|row| matches!(row.want, Want::Choice(_)));
-        (self.rows, self.steps, self.is_sampled) = (rows, steps, is_sampled);
-        let rows = &self.rows;
-        let tables = admit(&mut self.guard, rows, steps, edits)?;
-        if let Some(waves) = self.waves.as_mut().filter(|_| is_alone) {
-            self.running = Kernel::Waves;
-            let tokens: Vec<u32> = rows.iter().map(|row| row.token).collect();
-            return Ok(waves.queue(tables, &tokens)?);
-        }
-        let inputs: Vec<RowInput> = rows.iter().map(|row| input(row, steps, is_sampled)).collect();
-        // The guard has judged that the largest has.
-        let smallest = self.sessions.iter().position(|session| session.shape().rows as usize >= rows.len());
-        let smallest = smallest.unwrap_or(self.sessions.len() - 1);
-        self.running = Kernel::Rows(smallest);
-        let session = &mut self.sessions[smallest];
-        match &mut self.sampler {
-            Some(_) if is_guided => Ok(session.queue_unchosen(tables, &inputs)?),
-            Some(sampler) if is_sampled => {
-                let asked: Vec<Asked<'_>> = (0..).zip(rows).filter_map(|(at, row)| asked(at, row, None)).collect();
-                Ok(session.queue_sampled(tables, &inputs, sampler, &asked)?)
+        let tables = admit(&mut self.guard, &rows, steps, edits)?;
+        let session = match (kernel, &mut self.waves) {
+            (Kernel::Rows(session), _) => &mut self.sessions[session],
+            (Kernel::Waves, Some(waves)) => {
+                waves.queue(tables, &tokens)?;
+                self.flying.push_back(Flying { kernel, rows, steps, is_sampled });
+                return Ok(());
             }
-            None if is_sampled => Err(Fault::internal("a row wants a choice, and there is no sampler")),
-            _ => Ok(session.queue(tables, &inputs, with_logits)?),
+            (Kernel::Waves, None) => return Err(no_waves()),
+        };
+        let inputs: Vec<RowInput> = (0..).zip(&rows).map(|(at, row)| input(at, row, steps, is_sampled)).collect();
+        match &mut self.sampler {
+            Some(_) if is_guided => session.queue_unchosen(tables, &inputs)?,
+            Some(sampler) if is_sampled => {
+                let asked: Vec<Asked<'_>> = (0..).zip(&rows).filter_map(|(at, row)| asked(at, row, None)).collect();
+                session.queue_sampled(tables, &inputs, sampler, &asked)?;
+            }
+            None if is_sampled => return Err(Fault::internal("a row wants a choice, and there is no sampler")),
+            _ => session.queue(tables, &inputs, with_logits)?,
         }
+        self.flying.push_back(Flying { kernel, rows, steps, is_sampled });
+        Ok(())
     }
 
     fn allow(&mut self, allowed: Vec<Option<TokenSet>>) -> Result<(), Fault> {
-        let (Kernel::Rows(session), Some(sampler)) = (self.running, &mut self.sampler) else {
+        let (Some(Flying { kernel: Kernel::Rows(session), rows, .. }), Some(sampler)) =
+            (self.flying.back(), &mut self.sampler)
+        else {
             return Err(Fault::internal("ids are allowed for a launch without a sampler"));
         };
-        let rows = (0..).zip(&self.rows).zip(&allowed);
+        let rows = (0..).zip(rows).zip(&allowed);
         let asked: Vec<Asked<'_>> = rows.filter_map(|((at, row), allowed)| asked(at, row, allowed.as_ref())).collect();
-        Ok(self.sessions[session].choose(sampler, &asked)?)
+        Ok(self.sessions[*session].choose(sampler, &asked)?)
+    }
+
+    fn last_step(&mut self) -> Result<Option<Vec<Vec<u32>>>, Fault> {
+        match self.flying.front() {
+            Some(Flying { kernel: Kernel::Rows(session), .. }) => Ok(self.sessions[*session].last_step()?),
+            _ => Ok(None),
+        }
     }
 
     fn collect(&mut self) -> Result<Vec<Said>, Fault> {
-        let session = match (self.running, &mut self.waves) {
+        let Some(Flying { kernel, rows, steps, is_sampled }) = self.flying.pop_front() else {
+            return Err(Fault::internal("a launch is collected, and none was submitted"));
+        };
+        let session = match (kernel, &mut self.waves) {
             (Kernel::Rows(session), _) => &mut self.sessions[session],
             (Kernel::Waves, Some(waves)) => {
                 waves.finish()?;
-                return Ok(vec![Said::Nothing; self.rows.len()]);
+                return Ok(vec![Said::Nothing; rows.len()]);
             }
-            (Kernel::Waves, None) => return Err(Fault::internal("a launch of waves without their kernel")),
+            (Kernel::Waves, None) => return Err(no_waves()),
         };
         let tokens = session.finish()?.tokens;
-        // They hold what the requests go on with. Only the requests may have it when the tokens are counted.
-        let rows = std::mem::take(&mut self.rows);
         let vocab = session.vocab();
         let mut asked = 0;
         let mut choices = |row: &LaunchRow, logprobs: Option<u32>| {
             let Some(sampler) = &self.sampler else { return Err(Fault::internal("answers without a sampler")) };
-            let answers = (0..self.steps).map(|step| {
+            let answers = (0..steps).map(|step| {
                 let answer = sampler.answer(step, asked)?;
                 Ok(decided(&answer, row.position + 1 + step, vocab, logprobs))
             });
@@ -127,7 +178,7 @@ impl Stepper for DeviceStepper {
                 Want::Nothing => Said::Nothing,
                 Want::Logits => Said::Logits(session.logits(at)?),
                 Want::Choice(chooser) => Said::Choices(choices(row, chooser.request().logprobs())?),
-                Want::Token(_) if self.is_sampled => Said::Choices(choices(row, None)?),
+                Want::Token(_) if is_sampled => Said::Choices(choices(row, None)?),
                 // The first token of a launch was given.
                 Want::Token(_) => Said::Tokens(tokens.iter().skip(1).map(|step| step[at as usize]).collect()),
             })
@@ -146,10 +197,16 @@ fn asked<'a>(at: u32, row: &'a LaunchRow, allowed: Option<&'a TokenSet>) -> Opti
     Some(Asked { row: at, position: row.position + 1, sampler, request, allowed })
 }
 
-fn input(row: &LaunchRow, steps: u32, is_sampled: bool) -> RowInput {
+fn no_waves() -> Fault {
+    Fault::internal("a launch of waves without their kernel")
+}
+
+/// What the kernel is told of row `at` of a launch.
+fn input(at: u32, row: &LaunchRow, steps: u32, is_sampled: bool) -> RowInput {
     let (inverse_temperature, seed) = match &row.want {
         Want::Token(sampler) if !is_sampled => sampler.temperature_of_rows(),
         _ => (0.0, 0),
     };
-    RowInput { first: FirstToken::Given(row.token), steps, inverse_temperature, seed }
+    let first = row.token.map_or(FirstToken::Decided(at), FirstToken::Given);
+    RowInput { first, steps, inverse_temperature, seed }
 }

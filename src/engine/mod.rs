@@ -21,6 +21,16 @@
 //!   a first token never waits for others. A request that arrives waits for at most `steps_max` steps before it is looked at. A launch
 //!   never has more steps than the shortest of its requests has tokens to go, and never takes pages from another request for them.
 //!   Tokens after the end of a request are thrown away.
+//! - **Queued ahead.** While a launch runs whose rows all get their tokens from the kernel, the next one is queued with the same rows: each
+//!   goes on from what it decides in the last step, which the host does not know yet. This happens when the last step has begun, and
+//!   only if no request waits and no request ends as far as is known: by its length, or by a token of the steps before. The second launch
+//!   has at most three quarters of `steps_max` steps. So a request that arrives meanwhile waits for at most `steps_max` steps (with
+//!   `steps_max` 1 nothing is queued ahead), and for no more on average than if nothing were queued. A row that ends after all, or is
+//!   cancelled, stays in the queued launch: what it decides there is thrown away. No other launch is submitted before both were
+//!   collected, so its pages are written by no other request before.
+//! - **Beside a prompt.** While a launch reads a prompt alone, the next one is queued: it has what is ready, and depends on nothing that the
+//!   host has to know. In the same way a prompt is queued behind the launch that decodes. This needs that all running requests get their
+//!   tokens from the kernel, that none has ended since, and pages without any from another request.
 //! - **Prefixes.** A full page of tokens is found again by the hash of all tokens up to its end. The least recently used page that
 //!   no request holds makes room. Other choices of a request wait until the first one has written their common prompt.
 //! - **Preemption.** When no page is left, the youngest running request gives its pages back and waits. What it had decided stays

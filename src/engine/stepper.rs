@@ -18,8 +18,6 @@ pub struct Bounds {
     pub alone: Option<Alone>,
     /// Logits of a row; every token is below.
     pub vocab: u32,
-    /// Launches that may be submitted before the first of them is collected; at least 1.
-    pub launches: usize,
     /// Steps of a launch whose rows all want tokens or choices; at least 1.
     pub steps_max: u32,
     /// `Some(n)`: takes [`Want::Choice`] of requests with at most `n` log-probabilities beside that of the token. `None`: takes none.
@@ -81,7 +79,8 @@ impl PartialEq for Chooser {
 pub struct LaunchRow {
     pub sequence: SequenceId,
     pub position: u32,
-    pub token: u32,
+    /// `None`: what the row at the same place of the launch before decided in its last step.
+    pub token: Option<u32>,
     pub want: Want,
 }
 
@@ -96,13 +95,23 @@ pub struct Launch {
 }
 
 impl Launch {
+    /// Its tokens, in the order of the rows.
+    ///
+    /// # Errors
+    /// A token that the launch before decides.
+    pub fn tokens(&self) -> Result<Vec<u32>, Fault> {
+        let token = |row: &LaunchRow| row.token.ok_or_else(|| Fault::internal("a launch without its tokens"));
+        self.rows.iter().map(token).collect()
+    }
+
     /// Whether [`Stepper::allow`] completes it. It has one step.
     pub fn is_guided(&self) -> bool {
         self.rows.iter().any(|row| matches!(&row.want, Want::Choice(chooser) if chooser.is_guided))
     }
 }
 
-/// Rows of one sequence, at consecutive positions and wanting nothing, that have a launch of their own.
+/// Rows of one sequence, at consecutive positions and wanting nothing, that have a launch of their own. While it runs, another launch may be
+/// submitted, and it may be submitted while another one runs, if no row of that one wants logits or a choice.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Alone {
     /// Fewer are read as fast in an ordinary launch.
@@ -167,6 +176,16 @@ pub trait Stepper {
     /// What ends the engine.
     fn allow(&mut self, allowed: Vec<Option<TokenSet>>) -> Result<(), Fault>;
 
+    /// Waits until the only launch that was not collected has begun its last step, or has ended. Of each of its rows, the tokens of the steps
+    /// before the last one. Then a launch with the same rows may be submitted before this one is collected: each row goes on from it.
+    /// `None`: this stepper takes none.
+    ///
+    /// # Errors
+    /// What ends the engine.
+    fn last_step(&mut self) -> Result<Option<Vec<Vec<u32>>>, Fault> {
+        Ok(None)
+    }
+
     /// Waits for the oldest launch that was not collected; an entry for each of its rows.
     ///
     /// # Errors
@@ -185,6 +204,10 @@ impl<S: Stepper + ?Sized> Stepper for Box<S> {
 
     fn allow(&mut self, allowed: Vec<Option<TokenSet>>) -> Result<(), Fault> {
         (**self).allow(allowed)
+    }
+
+    fn last_step(&mut self) -> Result<Option<Vec<Vec<u32>>>, Fault> {
+        (**self).last_step()
     }
 
     fn collect(&mut self) -> Result<Vec<Said>, Fault> {

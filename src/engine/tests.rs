@@ -21,14 +21,22 @@ fn logits(tokens: &[u32]) -> Vec<f32> {
     (0..VOCAB).map(|_| random.below(4000) as f32 / 500.0).collect()
 }
 
+/// Where each block of each sequence lies.
+type Table = BTreeMap<(SequenceId, u32), PageId>;
+
+/// A stepper that runs launches late: a launch is executed when its last step or its end is waited for, with the page table that it was
+/// submitted with. Two launches may be queued, as on a device.
 struct Toy {
     bounds: Bounds,
-    table: BTreeMap<(SequenceId, u32), PageId>,
+    is_deep: bool,
+    table: Table,
     /// Of each page its tokens.
     pages: Vec<Vec<Option<u32>>>,
-    results: VecDeque<Vec<Said>>,
-    /// Rows of the last launch that wait for the ids that may come next, with their logits.
-    guided: Vec<(usize, Chooser, Vec<f32>)>,
+    queued: VecDeque<Queued>,
+    /// What each row of the launch that was executed last decided; `None`: nothing.
+    decided: Vec<Option<u32>>,
+    /// Draws what a device may do: tell of no token before the end, or take no launch ahead. `None`: it does neither.
+    moods: Option<Random>,
     log: Vec<Launch>,
     /// The launch that fails.
     fails_at: usize,
@@ -36,26 +44,169 @@ struct Toy {
     mute_at: u32,
 }
 
+struct Queued {
+    launch: Launch,
+    table: Table,
+    allowed: Option<Vec<Option<TokenSet>>>,
+    said: Option<Vec<Said>>,
+    /// A launch that goes on from it may be submitted.
+    is_in_last_step: bool,
+}
+
 impl Toy {
-    fn new(shape: Shape, chunk_max: u32, launches: usize) -> Toy {
-        let bounds = Bounds { shape, chunk_max, alone: None, vocab: VOCAB, launches, steps_max: 5, choices: None };
+    fn new(shape: Shape, chunk_max: u32, is_deep: bool) -> Toy {
+        let bounds = Bounds { shape, chunk_max, alone: None, vocab: VOCAB, steps_max: 5, choices: None };
         let pages = vec![vec![None; shape.page_rows as usize]; shape.pages as usize];
         Toy {
             bounds,
+            is_deep,
             table: BTreeMap::new(),
             pages,
-            results: VecDeque::new(),
-            guided: vec![],
+            queued: VecDeque::new(),
+            decided: vec![],
+            moods: Some(Random::new(3)),
             log: vec![],
             fails_at: usize::MAX,
             mute_at: u32::MAX,
         }
     }
 
-    fn at(&mut self, sequence: SequenceId, position: u32) -> &mut Option<u32> {
+    fn at(&mut self, table: &Table, sequence: SequenceId, position: u32) -> &mut Option<u32> {
         let page_rows = self.bounds.shape.page_rows;
-        let page = self.table.get(&(sequence, position / page_rows)).expect("a page");
+        let page = table.get(&(sequence, position / page_rows)).expect("a page");
         &mut self.pages[page.index()][(position % page_rows) as usize]
+    }
+
+    /// The logits after a position.
+    fn seen(&mut self, table: &Table, sequence: SequenceId, position: u32) -> Vec<f32> {
+        let window = self.bounds.shape.window.unwrap_or(u32::MAX);
+        let from = (position + 1).saturating_sub(window);
+        let tokens = (from..=position).map(|p| self.at(table, sequence, p).expect("a written row"));
+        logits(&tokens.collect::<Vec<_>>())
+    }
+
+    /// The pages that a launch writes, with the sequences that they are of.
+    fn written(launch: &Launch, table: &Table, page_rows: u32) -> Vec<(SequenceId, PageId)> {
+        let of = |row: &LaunchRow| {
+            let (sequence, first) = (row.sequence, row.position);
+            (first..first + launch.steps).map(move |at| (sequence, table[&(sequence, at / page_rows)]))
+        };
+        launch.rows.iter().flat_map(of).collect()
+    }
+
+    /// What a launch asks for, whatever it computes.
+    fn judge(&self, launch: &Launch) {
+        let Shape { rows, page_rows, context_max, .. } = self.bounds.shape;
+        let is_alone = self.bounds.alone.is_some_and(|alone| launch.is(alone));
+        assert!(is_alone || (1..=rows as usize).contains(&launch.rows.len()));
+        assert!((1..=self.bounds.steps_max).contains(&launch.steps));
+        let mut count: BTreeMap<SequenceId, u32> = BTreeMap::new();
+        let mut last: BTreeMap<SequenceId, u32> = BTreeMap::new();
+        for row in &launch.rows {
+            assert!(row.position + launch.steps <= context_max && row.token.is_none_or(|token| token < VOCAB));
+            assert!(launch.steps == 1 || matches!(row.want, Want::Token(_) | Want::Choice(_)));
+            *count.entry(row.sequence).or_default() += 1;
+            if let Some(last) = last.insert(row.sequence, row.position) {
+                assert_eq!(row.position, last + 1);
+            }
+        }
+        for (_, page) in Toy::written(launch, &self.table, page_rows) {
+            assert_eq!(self.table.values().filter(|other| **other == page).count(), 1, "a shared page is written");
+        }
+        assert!(is_alone || count.values().all(|count| *count <= self.bounds.chunk_max));
+        assert!(launch.steps == 1 || count.values().all(|count| *count == 1));
+        assert!(launch.steps == 1 || !launch.is_guided());
+        let Some(before) = self.queued.back() else {
+            assert!(launch.rows.iter().all(|row| row.token.is_some()), "a token that no launch decides");
+            return;
+        };
+        assert_eq!(self.queued.len(), 1);
+        let reads_alone = |launch: &Launch| self.bounds.alone.is_some_and(|alone| launch.is(alone));
+        let goes_on = !reads_alone(launch) && !reads_alone(&before.launch);
+        assert!(!goes_on || before.is_in_last_step, "a launch that is queued too early");
+        assert!(!goes_on || before.launch.rows.len() == launch.rows.len());
+        for row in before.launch.rows.iter().chain(&launch.rows) {
+            assert!(matches!(row.want, Want::Nothing | Want::Token(_)), "{row:?} beside another launch");
+        }
+        for (old, new) in before.launch.rows.iter().zip(&launch.rows).filter(|_| goes_on) {
+            assert_eq!((old.sequence, old.position + before.launch.steps), (new.sequence, new.position));
+            assert!(new.token.is_none() && matches!(new.want, Want::Token(_)));
+        }
+        // What a launch may still write belongs to no other sequence.
+        for (sequence, page) in Toy::written(&before.launch, &before.table, page_rows) {
+            let others = self.table.iter().filter(|((other, _), held)| **held == page && *other != sequence);
+            assert_eq!(others.count(), 0, "a page was freed early");
+        }
+    }
+
+    /// Runs the oldest launch that was not run.
+    fn execute(&mut self) {
+        let at = self.queued.iter().position(|queued| queued.said.is_none()).expect("a launch");
+        let (launch, table) = (self.queued[at].launch.clone(), self.queued[at].table.clone());
+        let allowed = self.queued[at].allowed.clone();
+        assert_eq!(allowed.is_some(), launch.is_guided(), "a launch that was not completed");
+        // What has no holder is forgotten: reading it again is a fault.
+        for page in (0..self.bounds.shape.pages).map(PageId) {
+            if !table.values().any(|held| *held == page) {
+                self.pages[page.index()].fill(None);
+            }
+        }
+        let before = std::mem::take(&mut self.decided);
+        for (n, row) in launch.rows.iter().enumerate() {
+            // A row that decided nothing goes on with any token.
+            let token = row.token.unwrap_or_else(|| before[n].unwrap_or(0));
+            *self.at(&table, row.sequence, row.position) = Some(token);
+        }
+        let rows = launch.rows.iter().enumerate();
+        let said: Vec<Said> = rows
+            .map(|(n, row)| self.say(&table, row, launch.steps, allowed.as_ref().and_then(|of| of[n].as_ref())))
+            .collect();
+        let last = |said: &Said| match said {
+            Said::Tokens(tokens) if tokens.len() == launch.steps as usize => tokens.last().copied(),
+            _ => None,
+        };
+        self.decided = said.iter().map(last).collect();
+        self.queued[at].said = Some(said);
+    }
+
+    fn say(&mut self, table: &Table, row: &LaunchRow, steps: u32, allowed: Option<&TokenSet>) -> Said {
+        let positions = row.position..row.position + steps;
+        match &row.want {
+            Want::Nothing => Said::Nothing,
+            Want::Logits => Said::Logits(self.seen(table, row.sequence, row.position)),
+            Want::Token(sampler) => {
+                let mut tokens = vec![];
+                for position in positions {
+                    if let Some(&token) = tokens.last() {
+                        *self.at(table, row.sequence, position) = Some(token);
+                    }
+                    if position >= self.mute_at {
+                        break;
+                    }
+                    let logits = self.seen(table, row.sequence, position);
+                    tokens.push(sampler.choose(&logits, position + 1).unwrap());
+                }
+                Said::Tokens(tokens)
+            }
+            Want::Choice(chooser) => {
+                let (mut counts, mut decided) = (chooser.counts().clone(), vec![]);
+                for position in positions {
+                    if let Some(Ok(Decided { token, .. })) = decided.last() {
+                        *self.at(table, row.sequence, position) = Some(*token);
+                        counts.push(*token);
+                    }
+                    let mut logits = self.seen(table, row.sequence, position);
+                    if position >= self.mute_at {
+                        logits.fill(f32::NAN);
+                    }
+                    decided.push(chooser.request().choose(&logits, &counts, allowed));
+                    if decided.last().is_some_and(Result::is_err) {
+                        break;
+                    }
+                }
+                Said::Choices(decided)
+            }
+        }
     }
 }
 
@@ -68,105 +219,47 @@ impl Stepper for Toy {
         if self.log.len() == self.fails_at {
             return Err(Fault::environment("the device is gone"));
         }
-        let Shape { rows, page_rows, context_max, .. } = self.bounds.shape;
         for edit in &launch.edits {
-            let old = match edit.page {
+            match edit.page {
                 Some(page) => self.table.insert((edit.sequence, edit.block), page),
                 None => self.table.remove(&(edit.sequence, edit.block)),
             };
-            // What loses its last holder is forgotten: reading it again is a fault.
-            if let Some(old) = old.filter(|old| !self.table.values().any(|page| page == old)) {
-                self.pages[old.index()].fill(None);
-            }
         }
-        let is_alone = self.bounds.alone.is_some_and(|alone| launch.is(alone));
-        assert!(is_alone || (1..=rows as usize).contains(&launch.rows.len()));
-        assert!((1..=self.bounds.steps_max).contains(&launch.steps));
-        let mut count: BTreeMap<SequenceId, u32> = BTreeMap::new();
-        let mut last: BTreeMap<SequenceId, u32> = BTreeMap::new();
-        for row in &launch.rows {
-            assert!(row.position + launch.steps <= context_max && row.token < VOCAB);
-            *count.entry(row.sequence).or_default() += 1;
-            if let Some(last) = last.insert(row.sequence, row.position) {
-                assert_eq!(row.position, last + 1);
-            }
-            for position in row.position..row.position + launch.steps {
-                let page = self.table[&(row.sequence, position / page_rows)];
-                assert_eq!(self.table.values().filter(|other| **other == page).count(), 1, "a shared page is written");
-            }
-            *self.at(row.sequence, row.position) = Some(row.token);
-        }
-        assert!(is_alone || count.values().all(|count| *count <= self.bounds.chunk_max));
-        assert!(launch.steps == 1 || count.values().all(|count| *count == 1));
-        let window = self.bounds.shape.window.unwrap_or(u32::MAX);
-        let mut said = vec![];
-        assert_eq!(self.guided.len(), 0, "a launch that was not completed");
-        assert!(launch.steps == 1 || !launch.is_guided());
-        for row in &launch.rows {
-            let seen = |toy: &mut Toy, position: u32| {
-                let from = (position + 1).saturating_sub(window);
-                logits(&(from..=position).map(|p| toy.at(row.sequence, p).expect("a written row")).collect::<Vec<_>>())
-            };
-            said.push(match &row.want {
-                Want::Nothing => Said::Nothing,
-                Want::Logits => Said::Logits(seen(self, row.position)),
-                Want::Token(sampler) => {
-                    let mut tokens = vec![];
-                    for position in row.position..row.position + launch.steps {
-                        if let Some(&token) = tokens.last() {
-                            *self.at(row.sequence, position) = Some(token);
-                        }
-                        if position >= self.mute_at {
-                            break;
-                        }
-                        tokens.push(sampler.choose(&seen(self, position), position + 1).unwrap());
-                    }
-                    Said::Tokens(tokens)
-                }
-                Want::Choice(chooser) if chooser.is_guided() => {
-                    let logits = seen(self, row.position);
-                    self.guided.push((said.len(), chooser.clone(), logits));
-                    Said::Nothing
-                }
-                Want::Choice(chooser) => {
-                    let (mut counts, mut decided) = (chooser.counts().clone(), vec![]);
-                    for position in row.position..row.position + launch.steps {
-                        if let Some(Ok(Decided { token, .. })) = decided.last() {
-                            *self.at(row.sequence, position) = Some(*token);
-                            counts.push(*token);
-                        }
-                        let mut logits = seen(self, position);
-                        if position >= self.mute_at {
-                            logits.fill(f32::NAN);
-                        }
-                        decided.push(chooser.request().choose(&logits, &counts, None));
-                        if decided.last().is_some_and(Result::is_err) {
-                            break;
-                        }
-                    }
-                    Said::Choices(decided)
-                }
-            });
-            assert!(launch.steps == 1 || matches!(row.want, Want::Token(_) | Want::Choice(_)));
-        }
-        self.results.push_back(said);
-        assert!(self.results.len() <= self.bounds.launches);
-        self.log.push(launch);
+        self.judge(&launch);
+        self.log.push(launch.clone());
+        let table = self.table.clone();
+        self.queued.push_back(Queued { launch, table, allowed: None, said: None, is_in_last_step: false });
         Ok(())
     }
 
     fn allow(&mut self, allowed: Vec<Option<TokenSet>>) -> Result<(), Fault> {
-        let last = self.results.back_mut().expect("a launch");
-        assert_eq!(allowed.len(), last.len());
-        for (row, chooser, logits) in self.guided.drain(..) {
-            let choice = chooser.request().choose(&logits, chooser.counts(), allowed[row].as_ref());
-            last[row] = Said::Choices(vec![choice]);
-        }
+        let last = self.queued.back_mut().expect("a launch");
+        assert_eq!(allowed.len(), last.launch.rows.len());
+        last.allowed = Some(allowed);
         Ok(())
     }
 
+    fn last_step(&mut self) -> Result<Option<Vec<Vec<u32>>>, Fault> {
+        assert_eq!(self.queued.len(), 1);
+        let mut draws = |of| self.moods.as_mut().is_some_and(|random| random.below(of) == 0);
+        let (refuses, is_silent) = (draws(16), draws(4));
+        if !self.is_deep || refuses {
+            return Ok(None);
+        }
+        self.execute();
+        self.queued[0].is_in_last_step = true;
+        let so_far = |said: &Said| match said {
+            Said::Tokens(tokens) if !is_silent => tokens[..tokens.len().saturating_sub(1)].to_vec(),
+            _ => vec![],
+        };
+        Ok(self.queued[0].said.as_ref().map(|said| said.iter().map(so_far).collect()))
+    }
+
     fn collect(&mut self) -> Result<Vec<Said>, Fault> {
-        Ok(self.results.pop_front().expect("a launch"))
+        if self.queued.front().is_some_and(|queued| queued.said.is_none()) {
+            self.execute();
+        }
+        Ok(self.queued.pop_front().and_then(|queued| queued.said).expect("a launch"))
     }
 }
 
@@ -249,11 +342,12 @@ fn end_of(events: &[Event], of: ChoiceId) -> Option<&End> {
 }
 
 /// Requests of all kinds that come and go at random over a cache that is too small for them.
-fn storm(shape: Shape, chunk_max: u32, launches: usize, steps_max: u32) -> (Vec<Event>, Vec<Launch>, Figures) {
-    storm_over(Toy::new(shape, chunk_max, launches), Limits { steps_max, ..LIMITS })
+fn storm(shape: Shape, chunk_max: u32, is_deep: bool, steps_max: u32) -> (Vec<Event>, Vec<Launch>, Figures, usize) {
+    storm_over(Toy::new(shape, chunk_max, is_deep), Limits { steps_max, ..LIMITS }, 6)
 }
 
-fn storm_over(toy: Toy, limits: Limits) -> (Vec<Event>, Vec<Launch>, Figures) {
+/// `pause`: turns between two requests, on average.
+fn storm_over(toy: Toy, limits: Limits, pause: u64) -> (Vec<Event>, Vec<Launch>, Figures, usize) {
     let shape = toy.bounds.shape;
     let mut engine = Engine::new(toy, limits).unwrap();
     let grammar = lists();
@@ -261,8 +355,10 @@ fn storm_over(toy: Toy, limits: Limits) -> (Vec<Event>, Vec<Launch>, Figures) {
     let mut asks: BTreeMap<RequestId, Ask> = BTreeMap::new();
     let mut cancelled = vec![];
     let mut events = vec![];
-    for turn in 0..6000_u64 {
-        if turn < 5000 && random.below(3) == 0 {
+    // Launches that are waited for although a row of them has ended.
+    let mut leftovers = 0;
+    for turn in 0..2000 * pause {
+        if turn < 1700 * pause && random.below(pause as usize) == 0 {
             // Few tokens, so that prompts begin alike.
             let prompt: Vec<u32> = (0..1 + random.below(30)).map(|i| (i as u32 / 7) * random.below(2) as u32).collect();
             let mut ask = ask(&prompt, random.below(40) as u32);
@@ -281,7 +377,7 @@ fn storm_over(toy: Toy, limits: Limits) -> (Vec<Event>, Vec<Launch>, Figures) {
                 asks.insert(request, ask);
             }
         }
-        if random.below(20) == 0
+        if random.below(7 * pause as usize) == 0
             && let Some((&request, ask)) = asks.last_key_value()
         {
             let id = ChoiceId { request, choice: random.below(ask.choices.len()) as u32 };
@@ -289,6 +385,9 @@ fn storm_over(toy: Toy, limits: Limits) -> (Vec<Event>, Vec<Launch>, Figures) {
             cancelled.push(id);
         }
         engine.turn(Duration::from_millis(turn), &mut events).unwrap();
+        let running = engine.figures().running;
+        let is_left = |queued: &Queued| queued.launch.rows[0].token.is_none() && queued.launch.rows.len() > running;
+        leftovers += usize::from(engine.stepper.queued.front().is_some_and(is_left));
     }
     events.extend(until_idle(&mut engine));
     for (&request, ask) in &asks {
@@ -315,18 +414,19 @@ fn storm_over(toy: Toy, limits: Limits) -> (Vec<Event>, Vec<Launch>, Figures) {
     assert!(asks.len() > 500, "{}", asks.len());
     let figures = engine.figures();
     assert_eq!((figures.running, figures.waiting, figures.pages_used), (0, 0, 0));
-    (events, engine.stepper.log, figures)
+    (events, engine.stepper.log, figures, leftovers)
 }
 
 #[test]
 fn every_request_gets_its_tokens_whatever_runs_beside_it() {
-    let none = [(1, 1, 1), (4, 1, 1), (6, 1, 1), (4, 2, 1), (6, 3, 1), (6, 1, 5), (4, 2, 3)].map(|of| (of, None));
+    let none =
+        [(1, false, 1), (4, false, 1), (6, false, 5), (4, true, 1), (6, true, 5), (4, true, 3)].map(|of| (of, None));
     // The stepper chooses for requests with up to one log-probability beside that of the token.
-    let some = [(6, 1, 5), (4, 2, 3)].map(|of| (of, Some(1)));
-    for ((chunk_max, launches, steps), choices) in none.into_iter().chain(some) {
-        let mut toy = Toy::new(SHAPE, chunk_max, launches);
+    let some = [(6, false, 5), (4, true, 3)].map(|of| (of, Some(1)));
+    for ((chunk_max, is_deep, steps), choices) in none.into_iter().chain(some) {
+        let mut toy = Toy::new(SHAPE, chunk_max, is_deep);
         toy.bounds.choices = choices;
-        let (_, log, figures) = storm_over(toy, Limits { steps_max: steps, ..LIMITS });
+        let (_, log, figures, _) = storm_over(toy, Limits { steps_max: steps, ..LIMITS }, 6);
         let chosen = log.iter().flat_map(|launch| &launch.rows).any(|row| matches!(row.want, Want::Choice(_)));
         assert_eq!(chosen, choices.is_some());
         assert!(figures.preemptions > 20 && figures.prefix_hits > 500, "{figures:?}");
@@ -336,17 +436,35 @@ fn every_request_gets_its_tokens_whatever_runs_beside_it() {
     }
 }
 
+/// Few requests at a time, so that most launches are queued while the one before runs: rows end in both, are cancelled between them, and
+/// run out of pages.
+#[test]
+fn launches_that_are_queued_ahead_change_no_token() {
+    for (pages, window, running_max) in [(40, None, 6), (22, None, 6), (16, Some(9), 3)] {
+        let toy = Toy::new(Shape { pages, window, ..SHAPE }, 6, true);
+        let (_, log, figures, leftovers) = storm_over(toy, Limits { steps_max: 5, running_max, ..LIMITS }, 24);
+        assert!(leftovers > 20, "{leftovers} launches with a row that has ended");
+        assert!(figures.queued_ahead > 1000 && figures.launches == log.len() as u64, "{figures:?}");
+        assert!(pages > 22 || window.is_some() || figures.preemptions > 20, "{figures:?}");
+        let ahead = log.iter().filter(|launch| launch.rows[0].token.is_none());
+        assert_eq!(ahead.clone().count() as u64, figures.queued_ahead);
+        assert!(ahead.clone().any(|launch| launch.rows.len() > 2) && ahead.clone().all(|launch| launch.steps <= 3));
+    }
+}
+
 /// Chunks that are read alone have more rows than other launches, and leave out the last token of a prompt.
 #[test]
 fn long_prompts_are_read_alone() {
     let alone = Alone { least: 8, most: 20 };
-    for (window, launches, chunk_rows) in [(None, 1, 20), (None, 2, 9), (Some(9), 1, 20)] {
-        let mut toy = Toy::new(Shape { window, ..SHAPE }, 4, launches);
+    for (window, is_deep, chunk_rows) in [(None, false, 20), (None, true, 9), (Some(9), true, 20)] {
+        let mut toy = Toy::new(Shape { window, ..SHAPE }, 4, is_deep);
         toy.bounds.alone = Some(alone);
-        let (_, log, figures) = storm_over(toy, Limits { chunk_rows, steps_max: 4, ..LIMITS });
+        let (_, log, figures, _) = storm_over(toy, Limits { chunk_rows, steps_max: 4, ..LIMITS }, 6);
         let long = log.iter().filter(|launch| launch.is(alone)).count();
         assert!(long > 100 && (window.is_some() || figures.preemptions > 0), "{long} of {}, {figures:?}", log.len());
         assert!(log.iter().any(|launch| launch.is(alone) && launch.rows.len() > SHAPE.rows as usize));
+        // Beside a launch that runs; in the other storms launches go on from it.
+        assert!(is_deep || figures.queued_ahead > 100, "{figures:?}");
     }
 }
 
@@ -361,7 +479,7 @@ fn short_prompts_take_rows_of_the_steps_of_others() {
         (4, 181, vec![180, 5, 5]),
         (0, 128, vec![127, 1]),
     ] {
-        let mut toy = Toy::new(shape, 64, 1);
+        let mut toy = Toy::new(shape, 64, false);
         toy.bounds.alone = Some(Alone { least: 64, most: 512 });
         let mut engine = Engine::new(toy, limits).unwrap();
         let mut events = vec![];
@@ -377,6 +495,7 @@ fn short_prompts_take_rows_of_the_steps_of_others() {
         while decided_of(&events, ChoiceId { request, choice: 0 }).is_empty() {
             engine.turn(Duration::ZERO, &mut events).unwrap();
         }
+        until_idle(&mut engine);
         let rows: Vec<usize> = engine.stepper.log[before..].iter().map(|launch| launch.rows.len()).collect();
         assert_eq!(rows[..expected.len()], expected, "{prompt} beside {decoding}");
     }
@@ -384,7 +503,7 @@ fn short_prompts_take_rows_of_the_steps_of_others() {
 
 #[test]
 fn who_decodes_has_every_second_launch_beside_long_prompts() {
-    let mut toy = Toy::new(Shape { pages: 80, ..SHAPE }, 4, 1);
+    let mut toy = Toy::new(Shape { pages: 80, ..SHAPE }, 4, false);
     let alone = Alone { least: 8, most: 10 };
     toy.bounds.alone = Some(alone);
     let mut engine = Engine::new(toy, Limits { chunk_rows: 10, ..LIMITS }).unwrap();
@@ -407,7 +526,7 @@ fn who_decodes_has_every_second_launch_beside_long_prompts() {
 fn windows_give_their_pages_back() {
     // A whole context has 16 pages, and several requests run in fewer.
     let shape = Shape { window: Some(9), pages: 12, ..SHAPE };
-    let (_, log, figures) = storm(shape, 4, 1, 4);
+    let (_, log, figures, _) = storm(shape, 4, true, 4);
     assert_eq!(figures.prefix_hits, 0);
     let deep = |launch: &Launch| launch.rows.iter().any(|row| row.position > 48);
     let together = |launch: &&Launch| launch.rows.iter().any(|row| row.sequence != launch.rows[0].sequence);
@@ -416,13 +535,13 @@ fn windows_give_their_pages_back() {
 
 #[test]
 fn the_same_arrivals_make_the_same_launches() {
-    let (a, b) = (storm(SHAPE, 4, 2, 5), storm(SHAPE, 4, 2, 5));
+    let (a, b) = (storm(SHAPE, 4, true, 5), storm(SHAPE, 4, true, 5));
     assert!(a.0 == b.0 && a.1 == b.1);
 }
 
 #[test]
 fn a_prompt_beside_decoding_rows_takes_few_of_them() {
-    let mut engine = Engine::new(Toy::new(SHAPE, 6, 1), LIMITS).unwrap();
+    let mut engine = Engine::new(Toy::new(SHAPE, 6, false), LIMITS).unwrap();
     let mut events = vec![];
     let short = engine.submit(ask(&[1], 12)).unwrap();
     engine.turn(Duration::ZERO, &mut events).unwrap();
@@ -438,7 +557,7 @@ fn a_prompt_beside_decoding_rows_takes_few_of_them() {
 
 /// The steps of each launch until nothing is left to do.
 fn steps_of(asks: &[Ask], shape: Shape, steps_max: u32) -> Vec<u32> {
-    let mut engine = Engine::new(Toy::new(shape, 6, 1), Limits { steps_max, ..LIMITS }).unwrap();
+    let mut engine = Engine::new(Toy::new(shape, 6, false), Limits { steps_max, ..LIMITS }).unwrap();
     for ask in asks {
         engine.submit(ask.clone()).unwrap();
     }
@@ -479,10 +598,9 @@ fn launches_to_the_first_token(engine: &mut Engine<Toy>, prompt: usize) -> Vec<(
     while decided_of(&events, ChoiceId { request, choice: 0 }).is_empty() {
         engine.turn(Duration::ZERO, &mut events).unwrap();
     }
-    // The turn that told of the first token has launched what follows it.
-    let told = engine.stepper.log.len() - 1;
-    let launches = engine.stepper.log[before..told].iter().map(|launch| (launch.rows.len(), launch.steps)).collect();
-    assert_eq!(engine.stepper.log[told].steps, 5);
+    let launches = engine.stepper.log[before..].iter().map(|launch| (launch.rows.len(), launch.steps)).collect();
+    engine.turn(Duration::ZERO, &mut events).unwrap();
+    assert_eq!(engine.stepper.log.last().unwrap().steps, 5);
     engine.cancel_all(&mut events);
     until_idle(engine);
     launches
@@ -493,7 +611,7 @@ fn launches_to_the_first_token(engine: &mut Engine<Toy>, prompt: usize) -> Vec<(
 fn the_first_token_waits_for_its_prompt_alone() {
     let shape = Shape { rows: 64, sequences: 11, context_max: 1024, page_rows: 64, pages: 60, window: None };
     for (rows, chunked) in [(64, vec![(64, 1)]), (32, vec![(32, 1), (32, 1)])] {
-        let mut toy = Toy::new(Shape { rows, ..shape }, rows, 1);
+        let mut toy = Toy::new(Shape { rows, ..shape }, rows, false);
         toy.bounds.alone = Some(Alone { least: 64, most: 512 });
         let mut engine = Engine::new(toy, Limits { chunk_rows: 512, steps_max: 5, ..LIMITS }).unwrap();
         let found = [16, 64, 100, 512, 513, 1000].map(|prompt| launches_to_the_first_token(&mut engine, prompt));
@@ -509,6 +627,78 @@ fn the_first_token_waits_for_its_prompt_alone() {
     }
 }
 
+/// An engine over a stepper that takes a launch ahead whenever it may.
+fn always_deep(steps_max: u32) -> Engine<Toy> {
+    let toy = Toy { moods: None, ..Toy::new(SHAPE, 6, true) };
+    Engine::new(toy, Limits { steps_max, ..LIMITS }).unwrap()
+}
+
+/// Turns until the stepper has this many launches, of which the first is in its last step.
+fn until_queued(engine: &mut Engine<Toy>, count: usize, events: &mut Vec<Event>) {
+    let is_there = |toy: &Toy| toy.queued.len() == count && toy.queued[0].is_in_last_step;
+    for _ in 0..20 {
+        if is_there(&engine.stepper) {
+            return;
+        }
+        engine.turn(Duration::ZERO, events).unwrap();
+    }
+    panic!("{count} launches were never queued");
+}
+
+#[test]
+fn a_launch_is_queued_while_the_one_before_runs() {
+    let mut engine = always_deep(4);
+    let asked = ask(&[1, 2], 12);
+    let request = engine.submit(asked.clone()).unwrap();
+    let events = until_idle(&mut engine);
+    assert_eq!(decided_of(&events, ChoiceId { request, choice: 0 }), expected(&asked, 0, &SHAPE).0);
+    let launches: Vec<(u32, bool)> =
+        engine.stepper.log.iter().map(|launch| (launch.steps, launch.rows[0].token.is_none())).collect();
+    assert_eq!(launches, [(1, false), (4, false), (3, true), (3, true), (1, true)]);
+    assert_eq!(engine.figures().queued_ahead, 3);
+}
+
+/// It is in the launch that follows those that are queued when it arrives, and they have no more steps left than a launch may have.
+#[test]
+fn who_arrives_waits_for_no_more_steps_than_before() {
+    for steps_max in [2, 3, 4, 5] {
+        for queued in [1, 2] {
+            let (mut engine, mut events) = (always_deep(steps_max), vec![]);
+            engine.submit(ask(&[1, 2], 40)).unwrap();
+            until_queued(&mut engine, queued, &mut events);
+            let (before, toy) = (engine.stepper.log.len(), &engine.stepper);
+            let left = 1 + toy.queued.iter().skip(1).map(|queued| queued.launch.steps).sum::<u32>();
+            assert!(left <= steps_max, "{left} of {steps_max}");
+            engine.submit(ask(&[3, 4], 5)).unwrap();
+            while engine.stepper.log.len() == before {
+                engine.turn(Duration::ZERO, &mut events).unwrap();
+            }
+            let rows = engine.stepper.log[before].rows.iter().map(|row| row.sequence);
+            assert_eq!(rows.collect::<std::collections::BTreeSet<_>>().len(), 2);
+            until_idle(&mut engine);
+        }
+    }
+}
+
+/// A row that ends while its next launch is queued leaves nothing in it: no event, and no page for another request before its end.
+#[test]
+fn who_leaves_is_dropped_from_the_launch_that_is_queued() {
+    let (mut engine, mut events) = (always_deep(4), vec![]);
+    let [gone, stays] = [3, 4].map(|token| engine.submit(ask(&[1, token], 30)).unwrap());
+    until_queued(&mut engine, 2, &mut events);
+    let id = ChoiceId { request: gone, choice: 0 };
+    engine.cancel(id, &mut events);
+    let next = engine.submit(ask(&[2; 20], 30)).unwrap();
+    let told = decided_of(&events, id).len();
+    events.extend(until_idle(&mut engine));
+    assert_eq!((decided_of(&events, id).len(), end_of(&events, id)), (told, Some(&End::Cancelled)));
+    for (request, asked) in [(stays, ask(&[1, 4], 30)), (next, ask(&[2; 20], 30))] {
+        let (decided, end) = expected(&asked, 0, &SHAPE);
+        let id = ChoiceId { request, choice: 0 };
+        assert_eq!((decided_of(&events, id), end_of(&events, id)), (decided, Some(&end)));
+    }
+}
+
 #[test]
 fn steps_take_no_pages_from_another_request() {
     // Two requests of five pages each; together they have nine. One step at a time until the pages are full, then the younger waits.
@@ -519,7 +709,7 @@ fn steps_take_no_pages_from_another_request() {
 
 #[test]
 fn a_stepper_that_finds_no_token_ends_the_request() {
-    let mut toy = Toy::new(SHAPE, 6, 1);
+    let mut toy = Toy::new(SHAPE, 6, false);
     toy.mute_at = 5;
     let mut engine = Engine::new(toy, Limits { steps_max: 4, ..LIMITS }).unwrap();
     let request = engine.submit(ask(&[1, 2], 30)).unwrap();
@@ -531,7 +721,7 @@ fn a_stepper_that_finds_no_token_ends_the_request() {
 
 #[test]
 fn a_prompt_that_was_seen_is_computed_from_its_last_page_on() {
-    let mut engine = Engine::new(Toy::new(SHAPE, 6, 1), LIMITS).unwrap();
+    let mut engine = Engine::new(Toy::new(SHAPE, 6, false), LIMITS).unwrap();
     let prompt: Vec<u32> = (0..18).collect();
     let began = |events: &[Event]| {
         let cached = |event: &Event| match event {
@@ -559,7 +749,8 @@ fn a_prompt_that_was_seen_is_computed_from_its_last_page_on() {
 #[test]
 fn what_cannot_run_is_refused_and_a_full_queue_says_so() {
     let shape = Shape { pages: 5, sequences: 3, ..SHAPE };
-    let mut engine = Engine::new(Toy::new(shape, 4, 1), Limits { running_max: 1, waiting_max: 1, ..LIMITS }).unwrap();
+    let mut engine =
+        Engine::new(Toy::new(shape, 4, false), Limits { running_max: 1, waiting_max: 1, ..LIMITS }).unwrap();
     assert_eq!(engine.submit(ask(&[], 1)), Err(Refused::NoPrompt));
     assert_eq!(engine.submit(ask(&[0; 65], 1)), Err(Refused::Context { found: 65, context_max: 64 }));
     assert_eq!(engine.submit(ask(&[VOCAB], 1)), Err(Refused::Token { token: VOCAB, vocab: VOCAB }));
@@ -573,7 +764,7 @@ fn what_cannot_run_is_refused_and_a_full_queue_says_so() {
 
 #[test]
 fn deadlines_end_what_waits_and_what_runs() {
-    let mut engine = Engine::new(Toy::new(SHAPE, 6, 1), Limits { running_max: 1, ..LIMITS }).unwrap();
+    let mut engine = Engine::new(Toy::new(SHAPE, 6, false), Limits { running_max: 1, ..LIMITS }).unwrap();
     let late = |deadline| Ask { deadline: Some(Duration::from_secs(deadline)), ..ask(&[1, 2], 30) };
     let runs = engine.submit(late(3)).unwrap();
     let waits = engine.submit(late(2)).unwrap();
@@ -581,7 +772,7 @@ fn deadlines_end_what_waits_and_what_runs() {
     for second in 0..5 {
         engine.turn(Duration::from_secs(second), &mut events).unwrap();
     }
-    for (request, tokens) in [(runs, 2), (waits, 0)] {
+    for (request, tokens) in [(runs, 1), (waits, 0)] {
         let id = ChoiceId { request, choice: 0 };
         assert_eq!((end_of(&events, id), decided_of(&events, id).len()), (Some(&End::Deadline), tokens));
     }
@@ -590,11 +781,12 @@ fn deadlines_end_what_waits_and_what_runs() {
 
 #[test]
 fn a_lost_device_is_an_error_of_the_turn() {
-    let mut toy = Toy::new(SHAPE, 6, 1);
+    let mut toy = Toy::new(SHAPE, 6, false);
     toy.fails_at = 1;
     let mut engine = Engine::new(toy, LIMITS).unwrap();
     engine.submit(ask(&[1, 2], 30)).unwrap();
     let mut events = vec![];
+    engine.turn(Duration::ZERO, &mut events).unwrap();
     engine.turn(Duration::ZERO, &mut events).unwrap();
     let fault = engine.turn(Duration::ZERO, &mut events).unwrap_err();
     assert_eq!(fault.message, "the device is gone");

@@ -439,6 +439,9 @@ pub enum Took {
     Steps(Vec<f64>),
     /// The same with a sampler between two steps, which chooses by top-p and penalties for every row.
     Sampled(Vec<f64>),
+    /// What the device is idle between two launches, microseconds: each waited for before the next one is queued, and each followed by one
+    /// that was queued while it ran; ascending.
+    Gaps { waited_us: Vec<f64>, queued_us: Vec<f64> },
     /// A prompt of so many tokens, milliseconds each time; ascending.
     Prompt { tokens: u32, ms: Vec<f64> },
 }
@@ -457,6 +460,9 @@ const WARM_UP: usize = 3;
 pub(super) const STEPS: u32 = 16;
 /// Prompts of a measurement.
 const PROMPTS: usize = 5;
+/// Rounds of launches between which gaps are measured, and steps of each launch.
+const GAP_ROUNDS: usize = 3;
+const GAP_STEPS: u32 = 2;
 
 /// What is timed.
 #[derive(Debug, Clone, Copy)]
@@ -552,6 +558,8 @@ pub fn bench_rows(
                 let mut own = || time_launch(session, &mut decoding, position);
                 let versus = &mut |versus: &Versus| on_found(FoundOfRows::Versus(versus));
                 programs.against(Work::Step { rows, position }, STEPS, &mut own, versus)?;
+                let took = time_gaps(session, rows, position)?;
+                on_found(FoundOfRows::Own(&RowsTimed { rows, kernel, position, checked: checked.figures(), took }))?;
                 let took = Took::Sampled(time_sampled(session, &mut sampler, rows, position)?);
                 on_found(FoundOfRows::Own(&RowsTimed { rows, kernel, position, checked: checked.figures(), took }))?;
             }
@@ -643,11 +651,14 @@ impl Decoding {
             let (tables, inputs) = decoding.launch(at, steps)?;
             session.run_whole(tables, inputs, false)?;
             at += steps;
-            for (row, input) in (0u32..).zip(&mut decoding.inputs) {
-                input.first = FirstToken::Decided(row);
-            }
+            decoding.go_on();
         }
         Ok(decoding)
+    }
+
+    /// Lets the launches that follow begin with what each row decides in the launch before.
+    fn go_on(&mut self) {
+        (0..).zip(&mut self.inputs).for_each(|(row, input)| input.first = FirstToken::Decided(row));
     }
 
     pub(super) fn rows(&self) -> u32 {
@@ -685,6 +696,51 @@ fn time_rows(session: &mut dyn RowLauncher, decoding: &mut Decoding, position: u
 fn time_launch(session: &mut dyn RowLauncher, decoding: &mut Decoding, position: u32) -> Result<f64, Fault> {
     let (tables, inputs) = decoding.launch(position, STEPS)?;
     Ok(session.run_whole(tables, inputs, false)?.device_us / f64::from(STEPS))
+}
+
+/// Sequences of their own decode up to `position`, and then the same tokens in short launches: the gaps between these.
+///
+/// # Errors
+/// What the device refuses; launches that were queued ahead and decided other tokens.
+fn time_gaps(session: &mut dyn RowLauncher, rows: u32, position: u32) -> Result<Took, Fault> {
+    let mut decoding = Decoding::at(session, rows, position, STEPS)?;
+    let (mut waited_us, mut queued_us) = (vec![], vec![]);
+    let positions = || (position..position + STEPS).step_by(GAP_STEPS as usize);
+    for _ in 0..GAP_ROUNDS {
+        let (mut waited, mut queued) = (vec![], vec![]);
+        decoding.give_tokens(|row| row + 1);
+        for at in positions() {
+            let (tables, inputs) = decoding.launch(at, GAP_STEPS)?;
+            waited.push(session.run_whole(tables, inputs, false)?.tokens);
+            decoding.go_on();
+            if at > position {
+                waited_us.push(session.gap_us()?);
+            }
+        }
+        decoding.give_tokens(|row| row + 1);
+        for at in positions() {
+            if at > position && session.last_step()?.is_none() {
+                return Err(Fault::internal("a kernel takes no launch while another one runs"));
+            }
+            let (tables, inputs) = decoding.launch(at, GAP_STEPS)?;
+            session.queue(tables, inputs, false)?;
+            decoding.go_on();
+            if at > position {
+                queued.push(session.finish()?.tokens);
+            }
+            if at > position + GAP_STEPS {
+                queued_us.push(session.gap_us()?);
+            }
+        }
+        queued.push(session.finish()?.tokens);
+        queued_us.push(session.gap_us()?);
+        if queued != waited {
+            return Err(Fault::internal("launches that were queued ahead decided other tokens"));
+        }
+    }
+    waited_us.sort_by(f64::total_cmp);
+    queued_us.sort_by(f64::total_cmp);
+    Ok(Took::Gaps { waited_us, queued_us })
 }
 
 /// Runs the smallest kernel for `rows` with time stamps: as many sequences decode up to `position`, and then `steps` steps, once after

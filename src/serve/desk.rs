@@ -535,7 +535,7 @@ mod tests {
 
     impl Stepper for Breaks {
         fn bounds(&self) -> Bounds {
-            Bounds { shape: SHAPE, chunk_max: 2, alone: None, vocab: 10, launches: 1, steps_max: 1, choices: None }
+            Bounds { shape: SHAPE, chunk_max: 2, alone: None, vocab: 10, steps_max: 1, choices: None }
         }
 
         fn submit(&mut self, launch: Launch) -> Result<(), Fault> {

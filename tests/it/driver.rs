@@ -601,8 +601,8 @@ fn a_first_token_waits_for_the_launches_of_its_prompt_alone() {
             vec![of_16; 4],
             vec!["a chunk of 99", "1 steps of one row"],
             vec!["a chunk of 199", "1 steps of one row"],
-            // A second token: the launch after the first one.
-            vec!["a chunk of 69", "1 steps of one row", "4 steps of one row"],
+            // A second token: a launch that is queued while the first one is decided, and the rest.
+            vec!["a chunk of 69", "1 steps of one row", "3 steps of one row", "1 steps of one row"],
         ];
         assert_eq!(found, expected.concat(), "{text}");
         return;
@@ -715,7 +715,7 @@ fn steps_in_waves_have_the_tokens_of_requests_alone() {
     }
 }
 
-/// What a kernel of waves is not given: other tables than a chunk of one sequence, tokens that no table of embeddings has, a second
+/// What a kernel of waves is not given: other tables than a chunk of one sequence, tokens that no table of embeddings has, a third
 /// chunk before the first was waited for.
 #[test]
 fn chunks_that_waves_cannot_read_are_refused() {
@@ -752,10 +752,12 @@ fn chunks_that_waves_cannot_read_are_refused() {
     refused(&request(chunk(a, 128), true, 1), &ids, "want no logits");
     refused(&request(chunk(a, 1), true, 2), &ids[..1], "do not fit");
     refused(&request(chunk(a, 128), false, 1), &[512; 128], "token 512 is not below the vocabulary of 512");
-    waves.queue(guard.admit(&request(chunk(a, 128), false, 1)).unwrap(), &ids).unwrap();
+    for sequence in [a, b] {
+        waves.queue(guard.admit(&request(chunk(sequence, 128), false, 1)).unwrap(), &ids).unwrap();
+    }
     let error = waves.queue(guard.admit(&request(chunk(b, 128), false, 1)).unwrap(), &ids).unwrap_err();
     assert!(matches!(error, SessionError::NotFinished), "{error}");
-    waves.finish().unwrap();
+    waves.finish().and_then(|_| waves.finish()).unwrap();
     assert!(matches!(waves.finish(), Err(SessionError::NotQueued)));
 }
 
@@ -833,6 +835,81 @@ fn requests_alone_and_together(stepper: DeviceStepper, more: usize, decided_max:
     let figures = engine.figures();
     println!("{figures:?}");
     figures
+}
+
+/// A launch is queued while the one before it runs, on each kind of kernel, and decoding beside the reading of prompts: requests have the
+/// tokens that they have alone, although rows end at tokens that the host did not foresee.
+#[test]
+fn launches_are_queued_while_others_run() {
+    const NAME: &str = "launches_are_queued_while_others_run";
+    if !is_child() {
+        let Some(text) = with_fake_driver(NAME, "slow") else { return };
+        let of_line = |line: &str| line.strip_suffix(" launches queued behind one that ran")?.parse::<u32>().ok();
+        let queued = text.lines().find_map(of_line).expect("a count");
+        assert!(queued > 30, "{queued}: {text}");
+        for kernel in [" steps of one row", " steps of 3 rows\n", " steps of 3 rows in waves"] {
+            assert!(text.contains(&format!("3{kernel}")), "{kernel}: {text}");
+        }
+        assert!(text.contains("released with 0 blocks, 0 streams, 0 events, 0 modules left"), "{text}");
+        return;
+    }
+    let device = Device::open(0).unwrap();
+    let (model, target) = (Model::of_wide_heads(), fake_target());
+    let [small, large] = [8, 16].map(|rows| model.kernel(rows));
+    let proven = prove(derive(large.schedule(), &target, Form::Steps, 16).unwrap(), &large, &target).unwrap();
+    let words = || session_of(&device, &small, None).unwrap();
+    let other = words();
+    let waves =
+        StepsSession::load(&device, &proven, IMAGE, Trace::Off, STEPS_MAX, other.pack(), Some(other.cache())).unwrap();
+    let one = one_row_beside(&device, &model, &other);
+    let kernels: [(Vec<Box<dyn RowLauncher>>, u32); 3] =
+        [(vec![Box::new(words())], 3), (vec![Box::new(waves)], 3), (vec![Box::new(one), Box::new(other)], 1)];
+    for (sessions, running_max) in kernels {
+        let stepper = DeviceStepper::new(sessions, None, None).unwrap();
+        let figures = plain_requests_come_and_go(stepper, running_max, 12);
+        assert!(figures.queued_ahead > 10, "{figures:?}");
+    }
+    let figures = plain_requests_come_and_go(stepper_with_waves(&device), 2, 150);
+    assert!(figures.queued_ahead > 10, "{figures:?}");
+}
+
+/// At most `running_max` requests at a time, some of which end at a token: each gets what the fake decides for it alone.
+fn plain_requests_come_and_go(stepper: DeviceStepper, running_max: u32, prompt_max: usize) -> Figures {
+    let vocab = stepper.bounds().vocab;
+    let limits = Limits { running_max, waiting_max: 100, chunk_rows: prompt_max as u32, steps_max: STEPS_MAX };
+    let mut engine = Engine::new(stepper, limits).unwrap();
+    let (mut random, mut asked, mut events) = (Random::new(9), BTreeMap::new(), vec![]);
+    while asked.len() < 9 || !engine.is_idle() {
+        let is_free = engine.figures().running + engine.figures().waiting < running_max as usize;
+        if asked.len() < 9 && is_free && (engine.is_idle() || random.below(8) == 0) {
+            let mut text: Vec<u32> = (0..1 + random.below(prompt_max)).map(|_| random.below(100) as u32).collect();
+            let (prompt, tokens_max) = (text.clone(), 20 + random.below(25));
+            let temperature = random.below(2) as f32 * 0.7;
+            let sampling = SampleSettings { temperature, seed: random.below(1000) as u64, ..SampleSettings::greedy() };
+            let settings = RequestSettings::plain(sampling);
+            let request = settings.resolve(vocab, &[]).unwrap();
+            for _ in 0..tokens_max {
+                text.push(next_of_fake(&text, &request, &TokenCounts::new(&text), None, vocab));
+            }
+            let mut decided = text[prompt.len()..].to_vec();
+            let ends: Vec<u32> = (asked.len() % 3 > 0).then(|| decided[10 + asked.len()]).into_iter().collect();
+            let until = decided.iter().position(|token| ends.contains(token)).map_or(tokens_max, |at| at + 1);
+            decided.truncate(until);
+            let choices = vec![settings.resolve(vocab, &ends).unwrap()];
+            let tokens_max = tokens_max as u32;
+            let ask = Ask { prompt, tokens_max, choices, scores_prompt: None, grammar: None, deadline: None };
+            asked.insert(engine.submit(ask).unwrap(), decided);
+        }
+        engine.turn(Duration::ZERO, &mut events).unwrap_or_else(|fault| panic!("{fault}"));
+    }
+    for (request, expected) in &asked {
+        let decided = events.iter().filter_map(|event| match event {
+            Event::Token { id, decided } if id.request == *request => Some(decided.token),
+            _ => None,
+        });
+        assert_eq!(decided.collect::<Vec<_>>(), *expected, "{request:?}");
+    }
+    engine.figures()
 }
 
 /// A context that is lost ends the engine with an error, and everything still drops.

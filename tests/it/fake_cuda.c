@@ -4,7 +4,7 @@
 // the effect of the device code of the same name; they say nothing about that code. Every copy must lie inside an
 // allocation, and what is left at the release of the context is reported.
 //
-// FAKE_CUDA=no-device | stub changes what `cuInit` answers; -DOLD leaves out a call that old drivers do not have.
+// FAKE_CUDA=no-device | stub changes what `cuInit` answers; with FAKE_CUDA=slow the last step of a launch takes some milliseconds; -DOLD leaves out a call that old drivers do not have.
 
 #include <pthread.h>
 #include <stdatomic.h>
@@ -180,6 +180,11 @@ static void clusters(const Call *call) {
     uint32_t *out = WORDS(0, call->grid);
     for (unsigned b = 0; b < call->grid; b++) out[b] = b % call->cluster * 100 + call->cluster;
 }
+// At the beginning of the last step, whose tokens the host has been told.
+static void in_last_step(void) {
+    const char *mode = getenv("FAKE_CUDA");
+    if (mode && !strcmp(mode, "slow")) usleep(10000);
+}
 // A kernel for rows whose model is a hash: the tokens that a row decides depend on every token that it sees through the page table.
 // The cache holds one token for each row of the pool. The pack has the sizes. The last id of the vocabulary is never decided, and
 // crashes the kernel.
@@ -242,6 +247,7 @@ static void one_row(const Call *call, int paged) {
         mailbox[0] = at + 1;
         for (uint32_t i = 0; i < p->eos_count; i++) ends = ends || (!is_given && token == (uint32_t)p->eos[i]);
         if (ends || at == end) break;
+        if (at + 1 == end) in_last_step();
         require(!table || table[at / page_rows] < sizes[2], "a position outside the page table");
         CACHED(at) = token;
         uint64_t h = NO_TOKENS;
@@ -282,6 +288,7 @@ static void rows_kernel(const Call *call) {
         }
         if (step < p->steps || !p->fills) mailbox[0] = step + 1;
         if (step == p->steps || !(active & ((1ull << p->row_count) - 1))) break;
+        if (step + 1 == p->steps) in_last_step();
         for (uint32_t write = 1; write < 2; write--)
             for (uint32_t r = 0; r < p->row_count; r++) {
                 if (!(active >> r & 1)) continue;
@@ -329,6 +336,7 @@ static void waves_kernel(const Call *call) {
             if (mailbox) mailbox[1 + step * padded + r] = next[r];
         }
         if (step == p->steps) break;
+        if (step + 1 == p->steps) in_last_step();
         for (uint32_t write = 1; write < 2; write--)
             for (uint32_t r = 0; r < p->row_count && (write || mailbox); r++) {
                 uint32_t position = rows[r].position + step;
@@ -455,6 +463,7 @@ typedef struct Job {
     uint64_t values[8];
 } Job;
 typedef struct Stream { Job *last; struct Stream *next; } Stream;
+static atomic_int queued_behind; // launches of a kernel behind one of the same kernel that had not ended
 static Stream *all_streams; // never freed: a destroyed one has no work left
 typedef struct { Job *after; double at_ms; int is_recorded; } Event;
 typedef struct { unsigned id; char pad[4]; union { unsigned number[16]; } value; } Attribute;
@@ -508,6 +517,8 @@ int cuLaunchKernelEx(const Config *config, Kernel *function, void **arguments, v
     if (config->smem > (unsigned)function->smem || config->grid[0] % cluster) return INVALID_VALUE;
     if (is_cooperative && config->grid[0] > 2 * SM_COUNT) return TOO_LARGE;
     Call call = {.grid = config->grid[0], .smem = config->smem, .cluster = cluster};
+    Job *last = config->stream->last;
+    if (last && !last->is_done && last->run == function->run) queued_behind++;
     return submit(config->stream, function->run, call, arguments, function->parameters);
 }
 #endif
@@ -565,6 +576,15 @@ int cuEventCreate(Event **event, unsigned flags) {
 }
 int cuEventDestroy_v2(Event *event) { BOUND(); free(event); events--; return SUCCESS; }
 int cuEventRecord(Event *event, Stream *stream) { BOUND(); *event = (Event){stream->last, now_ms(), 1}; return SUCCESS; }
+static void await_job(const Call *call) {
+    Job *job = (Job *)U64(0);
+    while (job && !job->is_done) usleep(20);
+}
+int cuStreamWaitEvent(Stream *stream, Event *event, unsigned flags) {
+    BOUND();
+    require(event->is_recorded && flags == 0, "an event that was not recorded is waited for");
+    return submit_three(stream, await_job, (uint64_t)event->after, 0, 0);
+}
 int cuEventQuery(Event *event) { BOUND(); return !event->after || event->after->is_done ? SUCCESS : NOT_READY; }
 static double time_of(Event *event) {
     return event->after && event->after->ended_ms > event->at_ms ? event->after->ended_ms : event->at_ms;
@@ -579,6 +599,7 @@ int cuEventElapsedTime(float *milliseconds, Event *start, Event *end) {
 int cuDevicePrimaryCtxRelease_v2(int device) {
     int count = 0;
     for (Block *b = blocks; b; b = b->next) count++;
+    printf("%d launches queued behind one that ran\n", queued_behind);
     printf("released with %d blocks, %d streams, %d events, %d modules left\n", count, streams, events, modules);
     fflush(stdout);
     return device == 40 ? SUCCESS : INVALID_VALUE;

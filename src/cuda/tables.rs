@@ -1,0 +1,74 @@
+//! Owns `LaunchTables`: where launches find their rows and pages on a device, so that the next tables arrive while a launch runs.
+
+use super::driver::{Device, DriverError};
+use super::memory::DeviceBuffer;
+use super::stream::Stream;
+use crate::codegen::abi::Row;
+
+/// What follows in a table begins at a multiple of this.
+const ALIGN: usize = 256;
+/// Bytes between the counts of two kernels of a launch.
+const COUNT_BYTES: u64 = 16;
+
+/// The tables of two launches in turns: of one that runs, and of the one that is queued after it.
+pub(super) struct LaunchTables {
+    /// Copies while a kernel runs on another stream.
+    copies: Stream,
+    slots: [DeviceBuffer; 2],
+    next: usize,
+    /// Kernels of a launch that each have a count, which begins at zero.
+    counts: usize,
+    bytes: Vec<u8>,
+}
+
+/// Addresses of the tables of one launch.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Placed {
+    counts: u64,
+    pub rows: u64,
+    pub pages: u64,
+}
+
+impl Placed {
+    /// Where kernel `kernel` of the launch has its count.
+    pub fn count(&self, kernel: u32) -> u64 {
+        self.counts + u64::from(kernel) * COUNT_BYTES
+    }
+}
+
+impl LaunchTables {
+    /// Room for `rows` rows, `pages` entries of the page table and `counts` counts.
+    ///
+    /// # Errors
+    /// What the driver refuses.
+    pub fn new(device: &Device, counts: u32, rows: u64, pages: u64) -> Result<LaunchTables, DriverError> {
+        let counts = (u64::from(counts) * COUNT_BYTES).next_multiple_of(ALIGN as u64);
+        let rows = (rows * size_of::<Row>() as u64).next_multiple_of(ALIGN as u64);
+        let slot = || device.alloc(counts + rows + (pages * 4).max(16));
+        Ok(LaunchTables {
+            copies: device.stream()?,
+            slots: [slot()?, slot()?],
+            next: 0,
+            counts: counts as usize,
+            bytes: vec![],
+        })
+    }
+
+    /// Copies the tables of a launch, and waits for the copy alone. The launch before the one before has ended: its tables are replaced.
+    ///
+    /// # Errors
+    /// What the driver refuses.
+    pub fn upload(&mut self, rows: &[Row], pages: &[u32]) -> Result<Placed, DriverError> {
+        self.bytes.clear();
+        self.bytes.resize(self.counts, 0);
+        self.bytes.extend_from_slice(bytemuck::cast_slice(rows));
+        self.bytes.resize(self.bytes.len().next_multiple_of(ALIGN), 0);
+        let at = self.bytes.len() as u64;
+        self.bytes.extend_from_slice(bytemuck::cast_slice(pages));
+        let slot = &mut self.slots[self.next];
+        self.next = 1 - self.next;
+        slot.upload(&self.copies, 0, &self.bytes)?;
+        let counts = slot.address();
+        Ok(Placed { counts, rows: counts + self.counts as u64, pages: counts + at })
+    }
+}
