@@ -102,7 +102,20 @@ const IMPORTS: &[(&str, &[&str])] = &[
     // Proposes, and schedules to learn what is legal; never compiles.
     (
         "search",
-        &["abba", "candidate", "digest", "dtype", "flywheel", "ir", "lower", "model", "random", "schedule", "target"],
+        &[
+            "abba",
+            "candidate",
+            "digest",
+            "dtype",
+            "flywheel",
+            "format",
+            "ir",
+            "lower",
+            "model",
+            "random",
+            "schedule",
+            "target",
+        ],
     ),
     // Peers, threads and text around an engine; what executes it is given to it.
     ("serve", &["engine", "error", "grammar", "pipeline", "sample", "tokenizer"]),
