@@ -21,4 +21,5 @@ pub mod sampler;
 pub mod self_test;
 pub mod session;
 pub mod stream;
+pub mod turns;
 pub mod waves;

@@ -61,6 +61,7 @@ const IMPORTS: &[(&str, &[&str])] = &[
     // Launches rows only with tables that the guard gave out.
     ("cuda/rows", &["codegen", "error", "ir", "rows", "target"]),
     ("cuda/one_row", &["codegen", "rows"]),
+    ("cuda/turns", &["codegen", "ir", "rows"]),
     ("cuda/waves", &["codegen", "ir", "rows", "trace", "waves"]),
     // Encodes requests for the kernel that chooses tokens.
     ("cuda/sampler", &["codegen", "sample"]),
