@@ -315,6 +315,13 @@ pub fn name_of(format: Format) -> String {
     NAMED.iter().find(|(_, named)| *named == format).map_or(format.to_string(), |(name, _)| name.to_string())
 }
 
+/// Bits of a code of the format that has this name, as [`name_of`] gives it; `None`: no format has.
+pub fn bits_of(name: &str) -> Option<u32> {
+    let named = NAMED.iter().find(|(named, _)| *named == name).map(|(_, format)| format.code);
+    let code = name.split(' ').next().unwrap_or_default();
+    named.or(Code::ALL.into_iter().find(|of| of.name() == code)).map(Code::bits)
+}
+
 /// `bf16`, `int8 by row`, `int4 by 128 fp16 zeros`.
 impl fmt::Display for Format {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -396,6 +403,17 @@ fn to_e8m0(scale: f32) -> u8 {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn bits_follow_from_the_name_of_a_format() {
+        for code in Code::ALL {
+            let plain = Format { code, groups: None, row_scales: !code.plain() };
+            for format in [plain, Format::by_group(code, 128, ScaleCode::F16, true)] {
+                assert_eq!(bits_of(&name_of(format)), Some(code.bits()), "{format}");
+            }
+        }
+        assert_eq!((bits_of("mxfp4"), bits_of("int4:64"), bits_of("f8"), bits_of("")), (Some(4), Some(4), None, None));
+    }
 
     #[test]
     fn every_code_reads_back() {

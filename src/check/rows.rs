@@ -1,10 +1,10 @@
-//! Compares a kernel for several rows with the interpreter, which executes the same schedule with the same tables.
+//! Compares what runs steps of several rows with the interpreter, which executes the schedule that it was made of with the same rows.
 
 use super::{CheckError, Checked, Judge, Tolerance, check_ids};
 use crate::cuda::rows::{RowLauncher, given};
-use crate::interp::{Interp, Options, Pack};
+use crate::interp::{Interp, Options, Pack, StepResult};
 use crate::pages::Pool;
-use crate::rows::{Guard, Request, Row, SequenceId};
+use crate::rows::{Guard, Request, Row, SequenceId, Shape};
 use crate::sample::argmax;
 use crate::validate::Validated;
 
@@ -17,7 +17,8 @@ const ONE_ROW_PAGES: u64 = 2;
 
 /// Compares the logits of every row of every step, and each token that the kernel decides with the arg-max of its logits. First each
 /// row is a sequence of its own, decoded one position at a time with given tokens; in steps of one row two sequences take turns. Then a prompt is read in two chunks of all rows
-/// and one of half of them. Pages are taken from the pool as they come, so those of a sequence are not neighbours.
+/// and one of half of them. Pages are taken from the pool as they come, so those of a sequence are not neighbours. A schedule of fewer rows
+/// than the session has is executed several times for each of its steps: a row has the bits that it has alone.
 ///
 /// # Errors
 /// The first row that is out of tolerance, or what interpreter or device refuse.
@@ -37,8 +38,9 @@ pub fn check_rows(
     let affordable = COST_MAX / parameters.max(1) / u64::from(count);
     let more = if shape.rows == 1 { ONE_ROW_PAGES * u64::from(shape.page_rows) } else { 0 };
     let positions = affordable.clamp(2, POSITIONS_MAX + more).min(u64::from(shape.context_max)) as u32;
-    let guard = Guard::new(shape);
-    let mut both = Both { pool: Pool::new(shape), guards: [guard.clone(), guard], interp, session, judge, vocab };
+    let of_interp = Shape::of(&schedule.program).expect("validate: a kernel for rows has tables");
+    let guards = [of_interp, shape].map(Guard::new);
+    let mut both = Both { pool: Pool::new(shape), guards, interp, session, judge, vocab };
     let ids = check_ids(vocab, positions * count);
     let sequences: Vec<SequenceId> = (0..count).map(|_| both.pool.open().expect("a sequence for each row")).collect();
     for (position, tokens) in (0..positions).zip(ids.chunks(count as usize)) {
@@ -87,12 +89,9 @@ impl Both<'_> {
         let wants_logits = rows.iter().any(|row| row.wants_logits);
         let positions: Vec<u32> = rows.iter().map(|row| row.position).collect();
         let request = Request { rows, steps: 1, edits: self.pool.take_edits() };
-        let [of_interp, of_device] = &mut self.guards;
-        let mut expected: Vec<Vec<f32>> = vec![vec![]; tokens.len()];
-        let admitted = of_interp.admit(&request).expect("pages of the pool keep all facts");
-        self.interp.launch_rows(admitted, tokens, |step| expected[step.row] = step.logits.to_vec())?;
+        let expected = self.expected(&request, tokens)?;
         self.session.poison_logits()?;
-        let admitted = of_device.admit(&request).expect("pages of the pool keep all facts");
+        let admitted = self.guards[1].admit(&request).expect("pages of the pool keep all facts");
         let launched = self.session.run_whole(admitted, &given(tokens), wants_logits)?;
         if !wants_logits {
             return Ok(());
@@ -107,5 +106,22 @@ impl Both<'_> {
             }
         }
         Ok(())
+    }
+
+    /// What the interpreter has of a step: logits of each row that wants them.
+    fn expected(&mut self, request: &Request, tokens: &[u32]) -> Result<Vec<Vec<f32>>, CheckError> {
+        let of_interp = &mut self.guards[0];
+        let most = of_interp.shape().rows as usize;
+        let mut expected: Vec<Vec<f32>> = vec![vec![]; tokens.len()];
+        let mut edits = request.edits.clone();
+        for (part, (rows, tokens)) in request.rows.chunks(most).zip(tokens.chunks(most)).enumerate() {
+            let request = Request { rows: rows.to_vec(), steps: 1, edits: std::mem::take(&mut edits) };
+            let admitted = of_interp.admit(&request).expect("pages of the pool keep all facts");
+            let keep = |step: &StepResult<'_>| {
+                expected[part * most + step.row] = step.logits.to_vec();
+            };
+            self.interp.launch_rows(admitted, tokens, keep)?;
+        }
+        Ok(expected)
     }
 }

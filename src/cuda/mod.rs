@@ -22,4 +22,5 @@ pub mod self_test;
 pub mod session;
 pub mod stream;
 mod tables;
+pub mod turns;
 pub mod waves;

@@ -681,7 +681,7 @@ pub(super) fn choose_now(
 }
 
 /// The deadline of a launch.
-fn timeout(steps: u32) -> Duration {
+pub(super) fn timeout(steps: u32) -> Duration {
     Duration::from_millis(1000 + 20 * u64::from(steps))
 }
 

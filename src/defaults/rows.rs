@@ -17,13 +17,16 @@ use crate::target::{DotMechanism, Target, TargetKind};
 /// Rows of the kernel that reads prompts at most, and positions of a chunk: 64 are not faster (docs/perf-log.md, entry 21).
 pub const PROMPT_ROWS: u32 = 32;
 
-/// Rows of the kernels of a model on a target, ascending: a step runs on the smallest that has room for it. More than 16 want tensor cores,
-/// whose warps share the rows, and weights that are no codes; some may not fit a target's shared memory.
+/// Rows of the steps that every model has on a CUDA target, ascending. Which kernels run them is another question.
+pub const STEP_ROWS: [u32; 4] = [8, 16, 32, 64];
+
+/// Rows of the kernels whose tasks wait for words, of a model on a target; ascending. More than 16 want tensor cores, whose warps share the
+/// rows, and weights that are no codes; some may not fit a target's shared memory.
 pub fn kernel_rows(graph: &ModelGraph, precision: Precision, target: &Target) -> &'static [u32] {
     let plain = formats(graph, precision).all(|(format, _)| format.is_plain());
     match plain && rows_on_tensor_cores(precision, target.spec.dot == DotMechanism::Mma) {
-        true => &[8, 16, 32, 64],
-        false => &[8, 16],
+        true => &STEP_ROWS,
+        false => &STEP_ROWS[..2],
     }
 }
 

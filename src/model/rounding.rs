@@ -2,7 +2,7 @@
 //!
 //! Nothing here knows what the weights are for. Checkpoints that were calibrated (GPTQ, AWQ, llm-compressor) are imported as they are.
 
-use crate::format::{Code, E4M3_MAX, Format, FormatPlan, ScaleCode, name_of, to_e2m1, to_e4m3};
+use crate::format::{Code, E4M3_MAX, Format, FormatPlan, ScaleCode, name_of};
 use crate::model::coded::CodedRow;
 use crate::model::graph::{Linear, ModelGraph, Tensor, TensorId};
 use crate::model::weights::Weights;
@@ -96,87 +96,211 @@ pub fn round_row(format: Format, values: &[f32], out: &mut CodedRow) {
     }
 }
 
+/// A code as rounding sees it: without a branch or a call, so that a compiler makes vector instructions of a loop over weights.
+trait Rounds {
+    const CODE: Code;
+
+    /// The value of the code nearest to `value`, ties to the even code; both in units of the scale.
+    fn nearest(value: f32) -> f32;
+
+    /// The code of a value that [`Rounds::nearest`] gave.
+    fn code(value: f32) -> u8;
+}
+
+struct Int8;
+struct Int4;
+struct E4m3;
+struct E2m1;
+
+/// Added and subtracted again, it leaves a number below 2^22 rounded to an integer: the sum has no bits for less. A compiler for any
+/// x86-64 would call a function for the rounding itself.
+const TO_INTEGER: f32 = 1.5 * (1u32 << 23) as f32;
+
+#[inline(always)]
+fn bounded(value: f32, least: f32, most: f32) -> f32 {
+    let value = if value > least { value } else { least };
+    if value < most { value } else { most }
+}
+
+/// Rounds to floats of `BITS` bits of mantissa, whose binades begin with that of `least`; up to `most`.
+#[inline(always)]
+fn to_floats<const BITS: u32>(value: f32, least: f32, most: f32) -> f32 {
+    let size = value.abs();
+    let size = if size < most { size } else { most };
+    let binade = f32::from_bits(size.to_bits() & 0x7f80_0000);
+    let binade = if binade > least { binade } else { least };
+    // As TO_INTEGER, for steps of binade / 2^BITS.
+    let rounder = binade * (1.5 * (1u32 << (23 - BITS)) as f32);
+    ((size + rounder) - rounder).copysign(value)
+}
+
+/// The code of a float of `BITS` bits of mantissa: its bits above the binade of `least`, and steps below.
+fn code_of_float<const BITS: u32>(value: f32, least: f32, sign: u8) -> u8 {
+    let size = value.abs();
+    let code = if size < least {
+        (size * ((1u32 << BITS) as f32 / least)) as u8
+    } else {
+        // Codes of the first binade begin at 2^BITS.
+        ((size.to_bits() >> (23 - BITS)) - (least.to_bits() >> (23 - BITS)) + (1 << BITS)) as u8
+    };
+    if value.is_sign_negative() { code | sign } else { code }
+}
+
+impl Rounds for Int8 {
+    const CODE: Code = Code::Int8;
+
+    // -128 is left out: no scale needs it, and some kernels split sign and size.
+    #[inline(always)]
+    fn nearest(value: f32) -> f32 {
+        (bounded(value, -127.0, 127.0) + TO_INTEGER) - TO_INTEGER
+    }
+
+    fn code(value: f32) -> u8 {
+        value as i8 as u8
+    }
+}
+
+impl Rounds for Int4 {
+    const CODE: Code = Code::Int4;
+
+    #[inline(always)]
+    fn nearest(value: f32) -> f32 {
+        (bounded(value, -8.0, 7.0) + TO_INTEGER) - TO_INTEGER
+    }
+
+    fn code(value: f32) -> u8 {
+        (value + 8.0) as u8
+    }
+}
+
+impl Rounds for E4m3 {
+    const CODE: Code = Code::E4m3;
+
+    #[inline(always)]
+    fn nearest(value: f32) -> f32 {
+        to_floats::<3>(value, E4M3_LEAST, E4M3_MAX)
+    }
+
+    fn code(value: f32) -> u8 {
+        code_of_float::<3>(value, E4M3_LEAST, 0x80)
+    }
+}
+
+impl Rounds for E2m1 {
+    const CODE: Code = Code::E2m1;
+
+    #[inline(always)]
+    fn nearest(value: f32) -> f32 {
+        to_floats::<1>(value, 1.0, 6.0)
+    }
+
+    fn code(value: f32) -> u8 {
+        code_of_float::<1>(value, 1.0, 8)
+    }
+}
+
+/// Least normal value of e4m3.
+const E4M3_LEAST: f32 = 1.0 / 64.0;
+
 /// The codes of a group with its best scale, which is returned.
 fn round_group(code: Code, scale_code: ScaleCode, values: &[f32], codes: &mut Vec<u8>) -> f32 {
+    match code {
+        Code::Int8 => round_group_to::<Int8>(scale_code, values, codes),
+        Code::Int4 => round_group_to::<Int4>(scale_code, values, codes),
+        Code::E4m3 => round_group_to::<E4m3>(scale_code, values, codes),
+        Code::E2m1 => round_group_to::<E2m1>(scale_code, values, codes),
+        Code::F32 | Code::Bf16 => unreachable!("a format of codes"),
+    }
+}
+
+fn round_group_to<R: Rounds>(scale_code: ScaleCode, values: &[f32], codes: &mut Vec<u8>) -> f32 {
     let (mut least, mut most) = (0.0f32, 0.0f32);
     for &value in values {
         (least, most) = (least.min(value), most.max(value));
     }
     let reach = most.max(-least);
-    let first = codes.len();
     if reach == 0.0 || !reach.is_finite() {
-        codes.extend(values.iter().map(|_| nearest(code, 0.0)));
+        codes.extend(values.iter().map(|_| R::code(0.0)));
         return 0.0;
     }
     let mut best = (f64::INFINITY, 0.0);
+    // The scale with the least squared error for the codes of `scale`; `None`: it is no scale.
     let mut consider = |scale: f32| {
-        let scale = scale_code.round(scale);
-        if scale != 0.0 && scale.is_finite() {
-            let (error, refined) = error_of(code, scale, values);
-            if error < best.0 {
-                best = (error, scale);
-            }
-            return refined;
+        // Below the normal numbers a scale may have no inverse.
+        if scale == 0.0 || !scale.is_finite() || !(1.0 / scale).is_finite() {
+            return None;
         }
-        scale
+        let (error, refined) = error_of::<R>(scale, values);
+        if error < best.0 {
+            best = (error, scale);
+        }
+        Some(scale_code.round(refined))
     };
-    for scale in candidates(code, least, most) {
-        // The scale that fits the codes best; with it the codes may change, so it is judged anew.
-        let refined = consider(scale);
-        consider(refined);
+    for scale in candidates(R::CODE, least, most).filter(|scale| *scale != 0.0) {
+        let scale = scale_code.round(scale);
+        // With the scale that fits them best the codes may change, so it is judged anew.
+        if let Some(refined) = consider(scale).filter(|refined| *refined != scale) {
+            consider(refined);
+        }
     }
     let scale = best.1;
-    codes.extend(values.iter().map(|value| nearest(code, if scale == 0.0 { 0.0 } else { value / scale })));
-    debug_assert_eq!(codes.len() - first, values.len());
+    codes.extend(values.iter().map(|value| R::code(if scale == 0.0 { 0.0 } else { R::nearest(value / scale) })));
     scale
 }
 
 /// Scales to try for values from `least` to `most`.
-fn candidates(code: Code, least: f32, most: f32) -> Vec<f32> {
+fn candidates(code: Code, least: f32, most: f32) -> impl Iterator<Item = f32> {
     let reach = most.max(-least);
-    match code {
-        Code::Int8 => vec![reach / 127.0],
-        Code::E4m3 => vec![reach / E4M3_MAX],
+    let (far, near, fractions): (f32, f32, &'static [f32]) = match code {
+        Code::Int8 => (0.0, reach / 127.0, &[1.0]),
+        Code::E4m3 => (0.0, reach / E4M3_MAX, &[1.0]),
         // One more step on the negative side, which the larger end takes: the sign of a scale is free.
-        Code::Int4 => {
-            let far = if most >= -least { -most / 8.0 } else { least / -8.0 };
-            FRACTIONS.iter().flat_map(|f| [far * f, reach / 7.0 * f]).collect()
-        }
+        Code::Int4 => (if most >= -least { -most / 8.0 } else { least / -8.0 }, reach / 7.0, &FRACTIONS),
         // Powers of two have no finer choice than the next one.
-        Code::E2m1 => vec![reach / 6.0, reach / 4.0, reach / 8.0],
-        Code::F32 | Code::Bf16 => vec![],
-    }
+        Code::E2m1 => (0.0, reach, &[1.0 / 6.0, 1.0 / 4.0, 1.0 / 8.0]),
+        Code::F32 | Code::Bf16 => (0.0, 0.0, &[]),
+    };
+    fractions.iter().flat_map(move |fraction| [far * fraction, near * fraction])
 }
 
+/// Weights whose errors are added up side by side.
+const LANES: usize = 8;
+
+/// Sums over weights, of each lane: squared errors, products of values and codes, squares of codes. In fp64: sums of fp32 products of a
+/// group are exact but for the last bits.
+type Sums = [[f64; LANES]; 3];
+
 /// Squared error of values rounded with `scale`, and the scale with the least squared error for the same codes.
-fn error_of(code: Code, scale: f32, values: &[f32]) -> (f64, f32) {
+fn error_of<R: Rounds>(scale: f32, values: &[f32]) -> (f64, f32) {
     let inverse = 1.0 / scale;
-    let (mut error, mut both, mut square) = (0.0f64, 0.0f64, 0.0f64);
-    for &value in values {
-        let unit = code.value(nearest(code, value * inverse)) - code.implied_zero();
-        let off = value - unit * scale;
-        error += f64::from(off * off);
-        both += f64::from(unit * value);
-        square += f64::from(unit * unit);
-    }
+    let mut sums = [[0.0; LANES]; 3];
+    let (whole, rest) = values.as_chunks::<LANES>();
+    whole.iter().for_each(|values| add_errors::<R>(&mut sums, values, scale, inverse));
+    // A value of 0 has no error, and adds nothing.
+    let mut last = [0.0; LANES];
+    last[..rest.len()].copy_from_slice(rest);
+    add_errors::<R>(&mut sums, &last, scale, inverse);
+    let [error, both, square] = sums.map(|lanes| lanes.iter().sum::<f64>());
     (error, if square > 0.0 { (both / square) as f32 } else { scale })
 }
 
-/// The code nearest to `value`, in units of the scale.
-fn nearest(code: Code, value: f32) -> u8 {
-    match code {
-        // -128 is left out: no scale needs it, and some kernels split sign and size.
-        Code::Int8 => value.round_ties_even().clamp(-127.0, 127.0) as i8 as u8,
-        Code::Int4 => (value.round_ties_even().clamp(-8.0, 7.0) + 8.0) as u8,
-        Code::E4m3 => to_e4m3(value),
-        Code::E2m1 => to_e2m1(value),
-        Code::F32 | Code::Bf16 => 0,
+#[inline(always)]
+fn add_errors<R: Rounds>(sums: &mut Sums, values: &[f32; LANES], scale: f32, inverse: f32) {
+    let mut products = [[0.0f32; LANES]; 3];
+    for (i, &value) in values.iter().enumerate() {
+        let unit = R::nearest(value * inverse);
+        let off = value - unit * scale;
+        (products[0][i], products[1][i], products[2][i]) = (off * off, unit * value, unit * unit);
+    }
+    for (sums, products) in sums.iter_mut().zip(&products) {
+        sums.iter_mut().zip(products).for_each(|(sum, &product)| *sum += f64::from(product));
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::format::{to_e2m1, to_e4m3};
     use crate::random::Random;
 
     fn normal(random: &mut Random) -> f32 {
@@ -215,6 +339,29 @@ mod tests {
             let error = error(format);
             assert!((least..most).contains(&error), "{format}: {error}");
         }
+    }
+
+    /// Every value near a code or a tie has the code, and the value, that the definition of the format gives it.
+    #[test]
+    fn fast_rounding_is_that_of_the_formats() {
+        fn agrees<R: Rounds>(nearest: impl Fn(f32) -> u8, values: &[f32]) {
+            for &value in values {
+                let code = nearest(value);
+                let expected = R::CODE.value(code) - R::CODE.implied_zero();
+                let found = R::nearest(value);
+                assert_eq!((found, R::code(found)), (expected, code), "{:?} {value}", R::CODE);
+            }
+        }
+        let mut random = Random::new(9);
+        let mut values: Vec<f32> = (0..=2048).flat_map(|i| [i as f32 / 4.0, i as f32 / 4096.0]).collect();
+        values.extend((0..20_000).map(|_| normal(&mut random) * f32::exp2(normal(&mut random) * 5.0)));
+        let near = |value: &f32| [-1, 0, 1].map(|bits| f32::from_bits((value.to_bits() as i32 + bits).max(0) as u32));
+        let values: Vec<f32> = values.iter().map(|v| v.abs()).collect();
+        let values: Vec<f32> = values.iter().flat_map(near).flat_map(|v| [v, -v]).collect();
+        agrees::<Int8>(|v| v.round_ties_even().clamp(-127.0, 127.0) as i8 as u8, &values);
+        agrees::<Int4>(|v| (v.round_ties_even().clamp(-8.0, 7.0) + 8.0) as u8, &values);
+        agrees::<E4m3>(to_e4m3, &values);
+        agrees::<E2m1>(to_e2m1, &values);
     }
 
     #[test]

@@ -6,10 +6,10 @@ use crate::codegen::abi::Queues;
 use crate::codegen::emit::Trace;
 use crate::cuda::driver::Device;
 use crate::cuda::one_row::OneRowSession;
-use crate::cuda::rows::{RowLauncher, RowsSession};
+use crate::cuda::rows::RowLauncher;
 use crate::cuda::sampler::SamplerSession;
-use crate::cuda::waves::{StepsSession, WavesSession};
-use crate::defaults::rows::{PROMPT_ROWS, Room, kernel_rows};
+use crate::cuda::waves::WavesSession;
+use crate::defaults::rows::{PROMPT_ROWS, Room, STEP_ROWS};
 use crate::engine::{CpuStepper, DeviceStepper, Stepper};
 use crate::error::{Fault, Tier};
 use crate::interp::{Options, Pack};
@@ -23,9 +23,10 @@ use crate::validate::Validated;
 use crate::waves;
 
 use super::chain::{Chain, Host};
-use super::device_rows::{one_row_kernel, place_kernel, prove_kernel, rows_of, rows_source, same_caches};
+use super::device_rows::{one_row_kernel, rows_source, same_caches};
 use super::device_sampler::sampler_source;
-use super::device_waves::{plan_waves, steps_by_waves, waves_source};
+use super::device_steps::{StepsKernel, StepsKernels};
+use super::device_waves::{plan_waves, waves_source};
 use super::execute::{Devices, upload_pack};
 use super::stages::place_rows;
 use super::{Prepared, Workspace};
@@ -85,8 +86,8 @@ struct OnDevice {
     target: Target,
     /// For steps of one row, over the cache of the others.
     one_row: Option<(Arc<Validated>, Vec<u8>)>,
-    /// Ascending by rows, over one cache. The schedule says whether waves run its steps.
-    kernels: Vec<(Arc<Validated>, Vec<u8>)>,
+    /// Ascending by rows, over one cache.
+    kernels: Vec<(StepsKernel, Vec<u8>)>,
     /// The kernel of waves over the pages of the first of them.
     waves: Option<Vec<u8>>,
     /// The kernel that chooses tokens.
@@ -100,19 +101,14 @@ pub fn runs_here(target: &Target) -> bool {
 }
 
 impl Prepared {
-    /// The most rows that a step can have: one for each request that decodes, and those of prompts. A device where the largest kernel does
-    /// not fit has fewer.
+    /// The most rows that a step can have: one for each request that decodes, and those of prompts.
     ///
     /// # Errors
-    /// More requests than the kernels of a CUDA target have rows.
+    /// More requests than a step has rows on a CUDA target.
     pub(super) fn rows_max(&self, serving: &Serving) -> Result<u32, Fault> {
-        let Prepared { manifest, target, imported, .. } = self;
-        match target.kind {
+        match self.target.kind {
             TargetKind::Cpu => Ok(serving.running_max + serving.chunk_rows),
-            TargetKind::Cuda => {
-                let kernels = kernel_rows(&imported.graph, manifest.precision, target);
-                Ok(kernels_of(serving, kernels)?.last().copied().unwrap_or(0))
-            }
+            TargetKind::Cuda => Ok(step_rows_of(serving)?.last().copied().unwrap_or(0)),
         }
     }
 
@@ -130,7 +126,9 @@ impl Prepared {
         let device = Device::open(found.ordinal)?;
         let free = device.memory_free_bytes()?.saturating_sub(pack_bytes(self.validated.schedule()));
         let kernels = self.kernels(&chain, serving, free)?;
-        let Some(largest) = kernels.last().cloned() else { return Err(Fault::internal("no kernel for several rows")) };
+        let Some(largest) = kernels.last().map(|kernel| kernel.validated.clone()) else {
+            return Err(Fault::internal("no kernel for several rows"));
+        };
         let shape = Shape::of(&largest.schedule().program).ok_or_else(|| Fault::internal("rows without tables"))?;
         if shape.sequences <= Pool::keepers(&shape) {
             let page_rows = shape.page_rows;
@@ -140,31 +138,28 @@ impl Prepared {
             ))
             .with_remedy(format!("raise `decode.context_max` above {page_rows} to serve on `{}`", self.target.name)));
         }
-        if kernels.iter().any(|kernel| !same_caches(kernel.schedule(), largest.schedule())) {
+        if kernels.iter().any(|kernel| !same_caches(kernel.validated.schedule(), largest.schedule())) {
             return Err(Fault::internal("kernels for different numbers of rows have their caches at different places"));
         }
         let one_row = one_row_beside(&chain, self.room(1, serving, free)?, &largest)?;
         let of_one = one_row.iter().map(|_| "1".to_string());
-        let rows: Vec<String> =
-            of_one.chain(kernels.iter().map(|kernel| kernel.schedule().program.rows.to_string())).collect();
+        let rows: Vec<String> = of_one.chain(kernels.iter().map(|kernel| kernel.rows.to_string())).collect();
         workspace.report.note(&format!(
-            "{}: kernels for {} rows, cache of {} tokens in pages of {}",
+            "{}: steps of {} rows, cache of {} tokens in pages of {}",
             self.target.name,
             rows.join(", "),
             u64::from(shape.pages) * u64::from(shape.page_rows),
             shape.page_rows
         ));
         // Queues that differ from those of the first proof are refused here.
-        one_row.iter().chain(&kernels).try_for_each(|kernel| workspace.queues(kernel).map(drop))?;
+        let all = one_row.iter().chain(kernels.iter().map(|kernel| &kernel.validated));
+        all.into_iter().try_for_each(|validated| workspace.queues(validated).map(drop))?;
         let mut sources = vec![sampler_source(&self.target)];
         sources.extend(one_row.iter().map(|one| rows_source(&chain.context, one, Trace::Off)));
         for kernel in &kernels {
-            sources.push(match steps_by_waves(&self.target, kernel)? {
-                Some(proven) => waves_source(&chain.context, &proven, Trace::Off),
-                None => rows_source(&chain.context, kernel, Trace::Off),
-            });
+            sources.push(kernel.source(&chain.context, Trace::Off)?);
         }
-        match plan_waves(&self.target, &kernels[0]) {
+        match plan_waves(&self.target, &kernels[0].validated) {
             Ok(proven) => sources.push(waves_source(&chain.context, &proven, Trace::Off)),
             Err(fault) if fault.tier == Tier::Input => {
                 workspace.report.note(&format!("prompts are read beside other rows: {}", fault.message));
@@ -182,29 +177,16 @@ impl Prepared {
         Ok(Batched { validated: largest, pack: chain.pack()?, on_device: Some(Arc::new(on_device)) })
     }
 
-    /// The proven kernels for several rows, ascending, on a device that has `free_bytes` left beside the weights.
+    /// What runs steps of several rows, ascending, on a device that has `free_bytes` left beside the weights.
     ///
     /// # Errors
     /// As [`Prepared::batched`].
-    fn kernels(&self, chain: &Chain<'_>, serving: &Serving, free_bytes: u64) -> Result<Vec<Arc<Validated>>, Fault> {
-        let mut kernels: Vec<Arc<Validated>> = vec![];
-        for &rows in kernels_of(serving, rows_of(&chain.context))? {
-            let room = self.room(rows, serving, free_bytes)?;
-            match place_kernel(&chain.context, &chain.candidate, room) {
-                Ok(placed) => {
-                    let proven = prove_kernel(&chain.context, placed)?;
-                    let smaller = kernels.last().map_or(0, |kernel| kernel.schedule().program.rows);
-                    // Without waves a step of more rows costs as much as several of fewer.
-                    if smaller < serving.running_max.max(PROMPT_ROWS)
-                        || steps_by_waves(&self.target, &proven)?.is_some()
-                    {
-                        kernels.push(Arc::new(proven));
-                    }
-                }
-                // Prompts are read in smaller chunks.
-                Err(_) if rows > serving.running_max && !kernels.is_empty() => {}
-                Err(fault) => return Err(fault),
-            }
+    fn kernels(&self, chain: &Chain<'_>, serving: &Serving, free_bytes: u64) -> Result<Vec<StepsKernel>, Fault> {
+        let mut all = StepsKernels::new(&chain.context, &chain.candidate);
+        let mut kernels = vec![];
+        for &rows in step_rows_of(serving)? {
+            let kernel = all.of(self.room(rows, serving, free_bytes)?)?;
+            add(&mut kernels, kernel, serving.running_max);
         }
         Ok(kernels)
     }
@@ -257,17 +239,29 @@ fn sequences(running_max: u32, positions: u64, context_max: u64) -> u32 {
     running_max + positions.div_ceil(context_max.max(1)) as u32 + 1
 }
 
-/// Which of `kernels`, ascending, a server has: those up to the first with a row for each running request and rows for prompts. A step
-/// runs on the smallest that has room for it. Prompts never ask for more than [`MIXED_ROWS`].
-fn kernels_of<'a>(serving: &Serving, kernels: &'a [u32]) -> Result<&'a [u32], Fault> {
-    let most = kernels.last().copied().unwrap_or(0);
+/// Adds what runs steps of more rows than those before it, in a server of `running_max` requests.
+fn add(kernels: &mut Vec<StepsKernel>, kernel: StepsKernel, running_max: u32) {
+    let smaller = kernels.last().map_or(0, |smaller| smaller.rows);
+    // Without waves a step of more rows costs as much as several of fewer.
+    if smaller >= running_max.max(PROMPT_ROWS) && !kernel.by_waves {
+        return;
+    }
+    // The same kernel in more launches serves fewer rows, too.
+    kernels.pop_if(|last| !kernel.by_waves && Arc::ptr_eq(&last.validated, &kernel.validated));
+    kernels.push(kernel);
+}
+
+/// The numbers of rows for which a server has something that runs them: those up to the first with a row for each running request and rows
+/// for prompts. A step runs on the smallest that has room for it. Prompts never ask for more than [`MIXED_ROWS`].
+fn step_rows_of(serving: &Serving) -> Result<&'static [u32], Fault> {
+    let most = STEP_ROWS[STEP_ROWS.len() - 1];
     if serving.running_max > most {
-        let message = format!("kernels have at most {most} rows, `--max-batch` is {}", serving.running_max);
+        let message = format!("steps have at most {most} rows, `--max-batch` is {}", serving.running_max);
         return Err(Fault::input(message).with_remedy(format!("lower `--max-batch` to {most}")));
     }
     let wanted = serving.running_max.max(serving.running_max.saturating_add(serving.chunk_rows).min(MIXED_ROWS));
-    let smaller = kernels.iter().take_while(|rows| **rows < wanted).count();
-    Ok(&kernels[..(smaller + 1).min(kernels.len())])
+    let smaller = STEP_ROWS.iter().take_while(|rows| **rows < wanted).count();
+    Ok(&STEP_ROWS[..(smaller + 1).min(STEP_ROWS.len())])
 }
 
 /// Rows of the interpreter's steps, and the pages of their sequences.
@@ -303,20 +297,13 @@ impl Batched {
         let OnDevice { device, target, one_row, kernels, waves, sampler, steps_max } = on_device.as_ref();
         let pack = upload_pack(device, &self.validated, &self.pack)?;
         let mut sessions: Vec<Box<dyn RowLauncher>> = vec![];
-        for (validated, cubin) in kernels {
+        for (kernel, cubin) in kernels {
             let cache = sessions.first().map(|session| session.cache());
-            let (pack, off) = (Arc::clone(&pack), Trace::Off);
-            sessions.push(match steps_by_waves(target, validated)? {
-                Some(proven) => Box::new(StepsSession::load(device, &proven, cubin, off, *steps_max, pack, cache)?),
-                None => {
-                    let queues = Queues::of(validated);
-                    Box::new(RowsSession::load(device, &queues, cubin, off, *steps_max, pack, cache)?)
-                }
-            });
+            sessions.push(kernel.load(device, target, cubin, *steps_max, Arc::clone(&pack), cache)?);
         }
         let waves = match (waves, sessions.first()) {
             (Some(cubin), Some(first)) => {
-                let proven = plan_waves(target, &kernels[0].0)?;
+                let proven = plan_waves(target, &kernels[0].0.validated)?;
                 Some(WavesSession::load(device, &proven, cubin, Trace::Off, first.pack(), first.cache())?)
             }
             _ => None,
@@ -342,6 +329,8 @@ impl Batched {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::ir::parse::parse;
+    use crate::validate::validate;
 
     fn serving(running_max: u32, chunk_rows: u32) -> Serving {
         Serving { running_max, chunk_rows, steps_max: 8, cache_tokens: None }
@@ -349,22 +338,42 @@ mod tests {
 
     #[test]
     fn a_server_has_the_kernels_up_to_the_first_with_room() {
-        let few: &[u32] = &[8, 16];
-        let all: &[u32] = &[8, 16, 32, 64];
-        for (running, chunk, kernels, chosen) in [
-            (1, 1, all, &[8][..]),
-            (1, 7, all, &[8]),
-            (4, 5, all, &[8, 16]),
-            (8, 24, all, &[8, 16, 32]),
-            (16, 40, all, &[8, 16, 32, 64]),
-            (16, 1, few, &[8, 16]),
-            (20, u32::MAX, all, &[8, 16, 32, 64]),
-            (64, 64, all, &[8, 16, 32, 64]),
+        for (running, chunk, chosen) in [
+            (1, 1, &[8][..]),
+            (1, 7, &[8]),
+            (4, 5, &[8, 16]),
+            (8, 24, &[8, 16, 32]),
+            (16, 1, &[8, 16, 32]),
+            (16, 40, &[8, 16, 32, 64]),
+            (20, u32::MAX, &[8, 16, 32, 64]),
+            (64, 64, &[8, 16, 32, 64]),
         ] {
-            assert_eq!(kernels_of(&serving(running, chunk), kernels), Ok(chosen), "{running} and {chunk}");
+            assert_eq!(step_rows_of(&serving(running, chunk)), Ok(chosen), "{running} and {chunk}");
         }
-        let refused = kernels_of(&serving(17, 1), few).unwrap_err();
-        assert_eq!(refused.message, "kernels have at most 16 rows, `--max-batch` is 17");
+        let refused = step_rows_of(&serving(65, 1)).unwrap_err();
+        assert_eq!(refused.message, "steps have at most 64 rows, `--max-batch` is 65");
+    }
+
+    /// A kernel that runs more rows in several launches takes the place of the same kernel with fewer, and a server has none for more
+    /// rows than it needs; with waves it has.
+    #[test]
+    fn a_server_has_each_kernel_once() {
+        let text = include_str!("../../tests/filetests/validate/proven-layer-h200.mkir");
+        let target = Target::builtin("h200").expect("a record");
+        let proven = validate(parse(text).expect("a schedule"), &target).expect("a proof");
+        let [small, large] = [(); 2].map(|()| Arc::new(proven.clone()));
+        let chosen = |running_max: u32, of: &[(u32, &Arc<Validated>, bool)]| {
+            let mut kernels = vec![];
+            for &(rows, validated, by_waves) in of {
+                add(&mut kernels, StepsKernel { validated: validated.clone(), rows, by_waves }, running_max);
+            }
+            kernels.iter().map(|kernel| kernel.rows).collect::<Vec<_>>()
+        };
+        let words = [(8, &small, false), (16, &large, false), (32, &large, false), (64, &large, false)];
+        assert_eq!(chosen(16, &words), [8, 32]);
+        assert_eq!(chosen(33, &words), [8, 64]);
+        let waves = [(8, &small, false), (16, &large, false), (32, &small, true), (64, &small, true)];
+        assert_eq!(chosen(16, &waves), [8, 16, 32, 64]);
     }
 
     #[test]

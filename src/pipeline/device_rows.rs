@@ -14,7 +14,7 @@ use crate::cuda::rows::{FirstToken, RowInput, RowLauncher, RowsSession, given};
 use crate::cuda::sampler::SamplerSession;
 use crate::cuda::session::Session;
 use crate::cuda::waves::{StepsSession, WavesSession};
-use crate::defaults::rows::{PROMPT_ROWS, Room, kernel_rows, place_one_row, place_rows};
+use crate::defaults::rows::{PROMPT_ROWS, Room, STEP_ROWS, kernel_rows, place_one_row, place_rows};
 use crate::error::{Fault, Tier};
 use crate::ir::program::Space;
 use crate::ir::schedule::Schedule;
@@ -32,7 +32,8 @@ use super::bench::{self, Programs, Versus, Work};
 use super::chain::{Chain, Host};
 use super::compile::Cubin;
 use super::device_sampler::{sampler_source, time_sampled};
-use super::device_waves::{derive_chunks, named_spans, plan_waves, steps_by_waves, waves_beside, waves_source};
+use super::device_steps::{StepsKernel, StepsKernels, step_rows_for};
+use super::device_waves::{derive_chunks, named_spans, plan_steps, plan_waves, waves_beside, waves_source};
 use super::execute::upload_pack;
 use super::stages::{BuildContext, Generated};
 use super::{Prepared, Workspace, import_stage};
@@ -95,63 +96,31 @@ pub(super) fn rows_of(context: &BuildContext<'_>) -> &'static [u32] {
     kernel_rows(&context.imported.graph, context.manifest.precision, context.target)
 }
 
-/// The smallest of `kernels`, which are ascending, with `rows` rows or more.
-///
-/// # Errors
-/// No rows, or more than the largest has.
-fn kernel_for(kernels: &[u32], rows: u32) -> Result<u32, Fault> {
-    let most = kernels.last().copied().ok_or_else(|| Fault::input("the target has no kernels for rows"))?;
-    kernels
-        .iter()
-        .copied()
-        .find(|&kernel| rows > 0 && kernel >= rows)
-        .ok_or_else(|| Fault::input(format!("{rows} rows: expected 1 to {most}, as many as a step has at most")))
-}
-
 /// The source of a proven kernel, to compile.
 pub(super) fn rows_source(context: &BuildContext<'_>, validated: &Validated, trace: Trace) -> Generated {
     let source = emit(validated, context.target, trace);
     Generated::of(source)
 }
 
-/// Compiles a proven kernel and loads it with a cache of its own. `pack` is shared with other kernels of the model.
+/// Compiles a kernel and loads it without time stamps. `pack` and, if it is given, `cache` are shared with other kernels of the model.
 ///
 /// # Errors
-/// What compiler or device refuse.
-fn load_rows(
-    chain: &Chain<'_>,
-    device: &Device,
-    validated: &Validated,
-    trace: Trace,
-    steps_max: u32,
-    pack: Arc<DeviceBuffer>,
-) -> Result<RowsSession, Fault> {
-    let cubin = chain.compile(&rows_source(&chain.context, validated, trace))?;
-    let queues = chain.context.workspace.queues(validated)?;
-    Ok(RowsSession::load(device, &queues, &cubin.bytes, trace, steps_max, pack, None)?)
-}
-
-/// As [`load_rows`], of the kernel that runs the steps of `validated` fastest, without time stamps.
-///
-/// # Errors
-/// As [`load_rows`]; a plan of waves that is not proven.
+/// What compiler or device refuse; a plan of waves that is not proven.
 fn load_launcher(
     chain: &Chain<'_>,
     device: &Device,
-    validated: &Validated,
+    kernel: &StepsKernel,
     steps_max: u32,
     pack: Arc<DeviceBuffer>,
+    cache: Option<Arc<DeviceBuffer>>,
 ) -> Result<Box<dyn RowLauncher>, Fault> {
-    if validated.schedule().program.rows == 1 {
-        let cubin = chain.compile(&rows_source(&chain.context, validated, Trace::Off))?;
-        let queues = chain.context.workspace.queues(validated)?;
-        return Ok(Box::new(OneRowSession::load(device, &queues, &cubin.bytes, steps_max, pack, None)?));
+    let cubin = chain.compile(&kernel.source(&chain.context, Trace::Off)?)?;
+    // Queues that differ from those of the first proof are refused here.
+    let queues = chain.context.workspace.queues(&kernel.validated)?;
+    if kernel.rows == 1 {
+        return Ok(Box::new(OneRowSession::load(device, &queues, &cubin.bytes, steps_max, pack, cache)?));
     }
-    let Some(proven) = steps_by_waves(chain.context.target, validated)? else {
-        return Ok(Box::new(load_rows(chain, device, validated, Trace::Off, steps_max, pack)?));
-    };
-    let cubin = chain.compile(&waves_source(&chain.context, &proven, Trace::Off))?;
-    Ok(Box::new(StepsSession::load(device, &proven, &cubin.bytes, Trace::Off, steps_max, pack, None)?))
+    kernel.load(device, chain.context.target, &cubin.bytes, steps_max, pack, cache)
 }
 
 /// Told the logits after each position.
@@ -254,7 +223,8 @@ impl Prefill {
         let positions = u64::from(chain.context.manifest.decode.context_max);
         let room = |rows| Room { rows, sequences: 1, positions };
         let placed = place_prompt_kernel(&chain.context, &chain.candidate, room)?;
-        let validated = beside_one_row(chain, prove_kernel(&chain.context, placed)?)?;
+        let validated = prove_kernel(&chain.context, placed)?;
+        beside_one_row(chain, &validated)?;
         let mut sources = vec![rows_source(&chain.context, &validated, Trace::Off)];
         let none = match plan_waves(chain.context.target, &validated) {
             Ok(proven) => {
@@ -367,10 +337,10 @@ impl OneText {
     }
 }
 
-/// Makes and loads the smallest kernel with at least `rows` rows over the weights and the cache of `one`, the session of `prepared`.
+/// Makes and loads what runs steps of at least `rows` rows over the weights and the cache of `one`, the session of `prepared`.
 ///
 /// # Errors
-/// More rows than kernels of the target have; a kernel that does not fit it; a cache that pages do not fill evenly; what compiler or device
+/// More rows than a step has; a kernel that does not fit the target; a cache that pages do not fill evenly; what compiler or device
 /// refuse.
 pub(super) fn load_verifier(
     workspace: &Workspace,
@@ -378,25 +348,23 @@ pub(super) fn load_verifier(
     device: &Device,
     one: &Session,
     rows: u32,
-) -> Result<RowsSession, Fault> {
+) -> Result<Box<dyn RowLauncher>, Fault> {
     let host = Host::new(workspace);
     let chain = prepared.chain(workspace, &host);
-    let rows = kernel_for(rows_of(&chain.context), rows)?;
     let positions = u64::from(chain.context.manifest.decode.context_max);
-    let placed = place_kernel(&chain.context, &chain.candidate, Room { rows, sequences: 1, positions })?;
-    let validated = beside_one_row(&chain, prove_kernel(&chain.context, placed)?)?;
-    let cubin = chain.compile(&rows_source(&chain.context, &validated, Trace::Off))?;
-    let queues = workspace.queues(&validated)?;
-    Ok(RowsSession::load(device, &queues, &cubin.bytes, Trace::Off, 1, one.pack(), Some(one.cache()))?)
+    let room = Room { rows: step_rows_for(rows)?, sequences: 1, positions };
+    let kernel = StepsKernels::new(&chain.context, &chain.candidate).of(room)?;
+    beside_one_row(&chain, &kernel.validated)?;
+    load_launcher(&chain, device, &kernel, 1, one.pack(), Some(one.cache()))
 }
 
 /// Takes a kernel whose cache is that of the chain's own, which has one row.
 ///
 /// # Errors
 /// A cache that pages do not fill evenly, or in another order.
-fn beside_one_row(chain: &Chain<'_>, validated: Validated) -> Result<Validated, Fault> {
+fn beside_one_row(chain: &Chain<'_>, validated: &Validated) -> Result<(), Fault> {
     if same_caches(validated.schedule(), chain.validated()?.schedule()) {
-        return Ok(validated);
+        return Ok(());
     }
     let context_max = chain.context.manifest.decode.context_max;
     Err(Fault::input(format!("`context_max` {context_max} is not a multiple of the rows of a page"))
@@ -490,13 +458,12 @@ pub fn bench_rows(
     let model = import_stage(workspace, manifest)?;
     let host = Host::new(workspace);
     let chain = Chain::chosen(BuildContext::new(workspace, manifest, target, &model)?, &host)?;
-    let kernels = rows_of(&chain.context);
-    let smallest = kernels.first().copied().unwrap_or(0);
+    let [smallest, .., most] = STEP_ROWS;
     // As a server has them: a kernel of its own for one row.
-    let of = |&rows: &u32| if rows == 1 { Ok((1, 1)) } else { Ok((kernel_for(kernels, rows)?, rows)) };
+    let of = |&rows: &u32| if rows == 1 { Ok((1, 1)) } else { Ok((step_rows_for(rows)?, rows)) };
     let rows: Vec<(u32, u32)> = rows.iter().map(of).collect::<Result<_, Fault>>()?;
-    if let Some(wrong) = chunks.iter().find(|rows| !kernels.contains(rows) && **rows != CHUNK_ROWS) {
-        let all: Vec<String> = kernels.iter().chain([&CHUNK_ROWS]).map(|rows| rows.to_string()).collect();
+    if let Some(wrong) = chunks.iter().find(|rows| !STEP_ROWS.contains(rows) && **rows != CHUNK_ROWS) {
+        let all: Vec<String> = STEP_ROWS.iter().chain([&CHUNK_ROWS]).map(|rows| rows.to_string()).collect();
         let all = one_of(all.iter().map(String::as_str));
         return Err(Fault::input(format!("chunks of {wrong}: expected {all}, as many as a kernel has rows")));
     }
@@ -528,28 +495,32 @@ pub fn bench_rows(
         (_, chunks) => (chunks.to_vec(), chunks.contains(&CHUNK_ROWS)),
     };
     let sampler = chain.compile(&sampler_source(target))?;
-    let (vocab, most) = (model.imported.graph.vocab, kernels.last().copied().unwrap_or(0));
+    let vocab = model.imported.graph.vocab;
     let mut sampler = SamplerSession::load(&device, &sampler.bytes, vocab, most, STEPS)?;
-    for &kernel in [1].iter().chain(kernels) {
+    for &kernel in [1].iter().chain(&STEP_ROWS) {
         let of_kernel: Vec<u32> = rows.iter().filter(|(of, _)| *of == kernel).map(|&(_, rows)| rows).collect();
         let by_waves = by_waves && kernel == smallest;
         if of_kernel.is_empty() && !chunks.contains(&kernel) && !by_waves {
             continue;
         }
         let begun = Instant::now();
-        let validated = match kernel {
-            1 => one_row_kernel(&chain.context, &chain.candidate, room(kernel))?,
-            _ => prove_kernel(&chain.context, place_kernel(&chain.context, &chain.candidate, room(kernel))?)?,
+        let of_steps = match kernel {
+            1 => {
+                let one = one_row_kernel(&chain.context, &chain.candidate, room(kernel))?;
+                StepsKernel { validated: Arc::new(one), rows: 1, by_waves: false }
+            }
+            _ => StepsKernels::new(&chain.context, &chain.candidate).of(room(kernel))?,
         };
+        let validated = of_steps.validated.as_ref();
         workspace.report.note(&format!("{kernel} rows: proven in {:.0} ms", begun.elapsed().as_secs_f64() * 1e3));
         let device_pack = match &shared {
             Some(pack) => Arc::clone(pack),
-            None => shared.insert(upload_pack(&device, &validated, &pack)?).clone(),
+            None => shared.insert(upload_pack(&device, validated, &pack)?).clone(),
         };
         let parameters = model.imported.graph.parameter_count();
-        let mut session = load_launcher(&chain, &device, &validated, STEPS, device_pack)?;
+        let mut session = load_launcher(&chain, &device, &of_steps, STEPS, device_pack, None)?;
         let session = session.as_mut();
-        let checked = check_rows(&validated, pack.clone(), parameters, session)?;
+        let checked = check_rows(validated, pack.clone(), parameters, session)?;
         for &position in &manifest.decode.time_positions {
             for &rows in &of_kernel {
                 let mut decoding = Decoding::at(session, rows, position, STEPS)?;
@@ -569,7 +540,7 @@ pub fn bench_rows(
             bench_prompts(&mut reader, prompts, vocab, (kernel, kernel, checked.figures()), &mut programs, on_found)?;
         }
         if by_waves {
-            let (mut waves, checked) = waves_beside(&chain, &device, &validated, &checked, session)?;
+            let (mut waves, checked) = waves_beside(&chain, &device, validated, &checked, session)?;
             let mut reader = Reader { rows: &mut *session, waves: Some(&mut waves) };
             bench_prompts(
                 &mut reader,
@@ -743,11 +714,12 @@ fn time_gaps(session: &mut dyn RowLauncher, rows: u32, position: u32) -> Result<
     Ok(Took::Gaps { waited_us, queued_us })
 }
 
-/// Runs the smallest kernel for `rows` with time stamps: as many sequences decode up to `position`, and then `steps` steps, once after
-/// `warm_up` launches like it. The kernel is not checked: `bench --rows` does that.
+/// Runs what runs steps of `rows` with time stamps: as many sequences decode up to `position`, and then `steps` steps, once after
+/// `warm_up` launches like it. Of a kernel with fewer rows one launch is traced, and the user is told. The kernel is not checked: `bench
+/// --rows` does that.
 ///
 /// # Errors
-/// As [`bench_rows`]; more rows than kernels have.
+/// As [`bench_rows`]; more rows than a step has.
 pub(super) fn trace_rows(
     chain: &Chain<'_>,
     device: &Device,
@@ -755,14 +727,22 @@ pub(super) fn trace_rows(
     position: u32,
     steps: u32,
     warm_up: u32,
-) -> Result<(Validated, Vec<Span>, f64), Fault> {
-    let kernel = kernel_for(rows_of(&chain.context), rows)?;
-    let positions = u64::from(kernel) * u64::from((position + steps + 1).next_multiple_of(256));
-    let room = Room { rows: kernel, sequences: kernel, positions };
-    let validated = prove_kernel(&chain.context, place_kernel(&chain.context, &chain.candidate, room)?)?;
-    let pack = upload_pack(device, &validated, &chain.pack()?)?;
-    if let Some(proven) = steps_by_waves(chain.context.target, &validated)? {
-        let cubin = chain.compile(&waves_source(&chain.context, &proven, Trace::On))?;
+) -> Result<Traced, Fault> {
+    let of = step_rows_for(rows)?;
+    let positions = u64::from(of) * u64::from((position + steps + 1).next_multiple_of(256));
+    let room = Room { rows: of, sequences: of, positions };
+    let kernel = StepsKernels::new(&chain.context, &chain.candidate).of(room)?;
+    let (rows, asked) = (rows.min(kernel.launch_rows()), rows);
+    if rows < asked {
+        let launches = asked.div_ceil(rows);
+        let told = format!("a step of {asked} rows is {launches} launches of up to {rows} rows: one of them is traced");
+        chain.context.workspace.report.note(&told);
+    }
+    let validated = kernel.validated.as_ref();
+    let pack = upload_pack(device, validated, &chain.pack()?)?;
+    let cubin = chain.compile(&kernel.source(&chain.context, Trace::On)?)?;
+    if kernel.by_waves {
+        let proven = plan_steps(chain.context.target, validated, kernel.rows)?;
         let mut session = StepsSession::load(device, &proven, &cubin.bytes, Trace::On, steps, pack, None)?;
         let mut decoding = Decoding::at(&mut session, rows, position, steps)?;
         let mut device_us = 0.0;
@@ -771,9 +751,10 @@ pub(super) fn trace_rows(
             device_us = session.run_whole(tables, inputs, false)?.device_us;
         }
         let spans = named_spans(&proven, steps, &session.stamps(steps)?)?;
-        return Ok((validated, spans, device_us));
+        return Ok(Traced { validated: kernel.validated, rows, spans, device_us });
     }
-    let mut session = load_rows(chain, device, &validated, Trace::On, steps, pack)?;
+    let queues = chain.context.workspace.queues(validated)?;
+    let mut session = RowsSession::load(device, &queues, &cubin.bytes, Trace::On, steps, pack, None)?;
     let mut decoding = Decoding::at(&mut session, rows, position, steps)?;
     for _ in 0..warm_up {
         let (tables, inputs) = decoding.launch(position, steps)?;
@@ -783,5 +764,14 @@ pub(super) fn trace_rows(
     let stamped = session.run_traced(tables, inputs)?;
     let stamps = Stamps { words: &stamped.words, tasks_max: stamped.tasks_max, position, steps };
     let spans = spans(validated.schedule(), stamps).map_err(|error| Fault::internal(format!("the trace: {error}")))?;
-    Ok((validated, spans, stamped.device_us))
+    Ok(Traced { validated: kernel.validated, rows, spans, device_us: stamped.device_us })
+}
+
+/// A launch with time stamps.
+pub(super) struct Traced {
+    pub validated: Arc<Validated>,
+    /// Its rows.
+    pub rows: u32,
+    pub spans: Vec<Span>,
+    pub device_us: f64,
 }

@@ -13,7 +13,7 @@ use crate::cuda::rows::RowLauncher;
 use crate::cuda::waves::WavesSession;
 use crate::defaults::rows::Room;
 use crate::digest::Digest;
-use crate::error::{Fault, Tier};
+use crate::error::Fault;
 use crate::ir::program::Space;
 use crate::ir::schedule::Schedule;
 use crate::pages::Pool;
@@ -21,7 +21,7 @@ use crate::rows::{Guard, Request, Row};
 use crate::target::Target;
 use crate::trace::{Span, wave_spans};
 use crate::validate::Validated;
-use crate::waves::{CHUNK_ROWS, Form, Plan, Proven, Refused, STEP_ROWS_MIN, Wave, derive, prove};
+use crate::waves::{CHUNK_ROWS, Form, Plan, Proven, Refused, Wave, derive, prove};
 use std::sync::Arc;
 
 /// Plans and proves the kernel of waves over the pack and the pages of a kernel for rows.
@@ -37,28 +37,13 @@ pub(super) fn derive_chunks(schedule: &Schedule, target: &Target) -> Result<Plan
     derive(schedule, target, Form::Chunk, CHUNK_ROWS)
 }
 
-/// Plans and proves the kernel of waves that runs the steps of `rows`.
+/// Plans and proves the kernel of waves that runs steps of up to `rows` rows over the pack and the pages of the kernel of `validated`, which
+/// may have any number of rows.
 ///
 /// # Errors
 /// As [`plan_waves`].
-pub(super) fn plan_steps<'a>(target: &Target, rows: &'a Validated) -> Result<Proven<'a>, Fault> {
-    let schedule = rows.schedule();
-    proven(derive(schedule, target, Form::Steps, schedule.program.rows), rows, target)
-}
-
-/// The kernel of waves that runs the steps of `rows`, where there is one and it is the faster one.
-///
-/// # Errors
-/// A plan that is not proven.
-pub(super) fn steps_by_waves<'a>(target: &Target, rows: &'a Validated) -> Result<Option<Proven<'a>>, Fault> {
-    if rows.schedule().program.rows < STEP_ROWS_MIN {
-        return Ok(None);
-    }
-    match plan_steps(target, rows) {
-        Ok(proven) => Ok(Some(proven)),
-        Err(fault) if fault.tier == Tier::Input => Ok(None),
-        Err(fault) => Err(fault),
-    }
+pub(super) fn plan_steps<'a>(target: &Target, validated: &'a Validated, rows: u32) -> Result<Proven<'a>, Fault> {
+    proven(derive(validated.schedule(), target, Form::Steps, rows), validated, target)
 }
 
 fn proven<'a>(plan: Result<Plan, Refused>, rows: &'a Validated, target: &Target) -> Result<Proven<'a>, Fault> {

@@ -16,10 +16,12 @@ use crate::model::config::describe;
 use crate::target::{Target, TargetKind};
 use crate::text::{nearest, one_of};
 use crate::validate::Validated;
+use crate::waves::STEP_ROWS_MIN;
 
 use super::Workspace;
 use super::chain::{Chain, Host, NotMade, Stage};
 use super::device_rows::{place_prompt_kernel, prove_kernel};
+use super::device_steps::{StepsKernel, StepsKernels};
 use super::device_waves::{plan_steps, plan_waves};
 use super::import_stage;
 use super::keys::{self, Keyed};
@@ -156,10 +158,14 @@ pub fn show(workspace: &Workspace, manifest: &Manifest, target: &Target, stage: 
             needs_kernel(target, stage)?;
             Ok(waves::emit(&plan_waves(target, &prompt_batch(&context)?)?, target, Trace::Off).text)
         }
-        "steps" => Ok(plan_steps(target, &prompt_batch(&context)?)?.plan().to_string()),
+        "steps" => {
+            let StepsKernel { validated, rows, .. } = steps_batch(&context)?;
+            Ok(plan_steps(target, &validated, rows)?.plan().to_string())
+        }
         "steps-source" => {
             needs_kernel(target, stage)?;
-            Ok(waves::emit(&plan_steps(target, &prompt_batch(&context)?)?, target, Trace::Off).text)
+            let StepsKernel { validated, rows, .. } = steps_batch(&context)?;
+            Ok(waves::emit(&plan_steps(target, &validated, rows)?, target, Trace::Off).text)
         }
         _ => Ok(why_text(&context, &model.keyed)),
     }
@@ -170,6 +176,13 @@ fn prompt_batch(context: &BuildContext<'_>) -> Result<Validated, Fault> {
     let context_max = u64::from(context.manifest.decode.context_max);
     let room = |rows| Room { rows, sequences: rows, positions: u64::from(rows) * context_max };
     prove_kernel(context, place_prompt_kernel(context, &context.candidate(), room)?)
+}
+
+/// What runs steps of 32 rows, with room for one context of each.
+fn steps_batch(context: &BuildContext<'_>) -> Result<StepsKernel, Fault> {
+    let positions = u64::from(STEP_ROWS_MIN) * u64::from(context.manifest.decode.context_max);
+    let room = Room { rows: STEP_ROWS_MIN, sequences: STEP_ROWS_MIN, positions };
+    StepsKernels::new(context, &context.candidate()).of(room)
 }
 
 fn needs_kernel(target: &Target, stage: &str) -> Result<(), Fault> {

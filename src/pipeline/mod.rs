@@ -27,6 +27,7 @@ mod chain;
 mod compile;
 pub mod device_rows;
 mod device_sampler;
+mod device_steps;
 mod device_waves;
 mod evaluate;
 mod execute;

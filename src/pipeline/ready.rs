@@ -11,6 +11,7 @@ use crate::codegen::emit::Trace;
 use crate::cuda::driver::Device;
 use crate::cuda::rows::RowsSession;
 use crate::cuda::session::Session;
+use crate::cuda::turns::TurnsSession;
 use crate::error::Fault;
 use crate::interp::{Interp, Options};
 use crate::lower::Batch;
@@ -146,14 +147,18 @@ fn runner<'a>(report: &'a Report, exported: &'a Exported, target: &'a Target) ->
     let pack = upload_pack(&device, &validated, &pack)?;
     let session = Session::load_sharing(&device, &Queues::of(&validated), &cubin, Trace::Off, steps_max, pack)?;
     let place = format!("{} (device {})", found.name, found.ordinal);
-    // The kernel that reads prompts has more rows than a proposal needs, and an export has no other one.
-    let verifier = LazyVerifier::new(device.clone(), |device, one, _| {
+    // Of an export the kernel that reads prompts verifies: mostly it has more rows than a proposal needs.
+    let verifier = LazyVerifier::new(device.clone(), |device, one, rows| {
         let Some(Kernel { validated, cubin: Some(cubin) }) = exported.kernel(target, Does::Prompt)? else {
             return Err(Fault::input(format!("the export has no kernel for several rows on target `{}`", target.name))
                 .with_remedy("leave out `--lookup`, or run the manifest that was exported"));
         };
         let queues = Queues::of(&validated);
-        Ok(RowsSession::load(device, &queues, &cubin, Trace::Off, 1, one.pack(), Some(one.cache()))?)
+        let (pack, cache) = (one.pack(), Some(one.cache()));
+        if rows > validated.schedule().program.rows {
+            return Ok(Box::new(TurnsSession::load(device, &queues, &cubin, (rows, 1), pack, cache)?));
+        }
+        Ok(Box::new(RowsSession::load(device, &queues, &cubin, Trace::Off, 1, pack, cache)?))
     });
     let prefill = LazyPrefill::new(report, device, |device, one| {
         let Some(Kernel { validated, cubin: Some(cubin) }) = exported.kernel(target, Does::Prompt)? else {

@@ -14,6 +14,8 @@ use crate::flywheel::{
     CheckFigures, Cost, Decision, Facts, Machine, ModelShape, Point, Proposer, RatioInterval, Timing, Trial, Verdict,
     append,
 };
+use crate::format::name_of;
+use crate::lower::format_of;
 use crate::measure::{Measurement, Timed};
 use crate::model::graph::ModelGraph;
 use crate::search::Space;
@@ -152,7 +154,7 @@ pub(super) fn shape(context: &BuildContext<'_>, graph: &ModelGraph) -> ModelShap
         head_dim: layer.map_or(0, |layer| layer.attn.head_dim),
         vocab: graph.vocab,
         parameters: graph.parameter_count(),
-        weights_dtype: precision.weights.to_string(),
+        weights_dtype: layer.map_or(String::new(), |layer| name_of(format_of(graph, &[&layer.mlp.up], precision))),
         cache_dtype: precision.cache.to_string(),
         wire_dtype: precision.wire.to_string(),
     }

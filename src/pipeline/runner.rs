@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use crate::codegen::emit::Trace;
 use crate::cuda::driver::Device;
-use crate::cuda::rows::{RowLauncher, RowsSession};
+use crate::cuda::rows::RowLauncher;
 use crate::cuda::session::{Session, SessionError};
 use crate::error::Fault;
 use crate::interp::{Input, Interp, InterpError, Options};
@@ -63,22 +63,22 @@ pub(super) enum On<'a> {
 pub(super) struct LazyVerifier<'a> {
     load: LoadVerifier<'a>,
     device: Device,
-    loaded: Option<Box<RowsSession>>,
+    loaded: Option<Box<dyn RowLauncher>>,
 }
 
 /// Loads a kernel with at least so many rows on a device, beside a session.
-type LoadVerifier<'a> = Box<dyn Fn(&Device, &Session, u32) -> Result<RowsSession, Fault> + 'a>;
+type LoadVerifier<'a> = Box<dyn Fn(&Device, &Session, u32) -> Result<Box<dyn RowLauncher>, Fault> + 'a>;
 
 impl<'a> LazyVerifier<'a> {
     pub(super) fn new(
         device: Device,
-        load: impl Fn(&Device, &Session, u32) -> Result<RowsSession, Fault> + 'a,
+        load: impl Fn(&Device, &Session, u32) -> Result<Box<dyn RowLauncher>, Fault> + 'a,
     ) -> LazyVerifier<'a> {
         LazyVerifier { load: Box::new(load), device, loaded: None }
     }
 
     /// The kernel, with at least `rows` rows. The session `one` decodes where nothing is proposed.
-    fn get(&mut self, one: &Session, rows: u32) -> Result<&mut RowsSession, Fault> {
+    fn get(&mut self, one: &Session, rows: u32) -> Result<&mut dyn RowLauncher, Fault> {
         let LazyVerifier { load, device, loaded } = self;
         if loaded.as_ref().is_none_or(|loaded| loaded.shape().rows < rows) {
             let verifier = load(device, one, rows).map_err(|fault| {
@@ -87,9 +87,12 @@ impl<'a> LazyVerifier<'a> {
                 let message = format!("no kernel can verify proposed tokens: {}", fault.message);
                 Fault { message, remedy: Some(remedy), ..fault }
             })?;
-            *loaded = Some(Box::new(verifier));
+            *loaded = Some(verifier);
         }
-        loaded.as_deref_mut().ok_or_else(|| Fault::internal("a kernel that was loaded is gone"))
+        match loaded {
+            Some(loaded) => Ok(loaded.as_mut()),
+            None => Err(Fault::internal("a kernel that was loaded is gone")),
+        }
     }
 }
 

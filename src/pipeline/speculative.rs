@@ -4,7 +4,7 @@
 use std::iter;
 use std::ops::ControlFlow;
 
-use crate::cuda::rows::{FirstToken, RowInput, RowLauncher, RowsSession};
+use crate::cuda::rows::{FirstToken, RowInput, RowLauncher};
 use crate::cuda::session::Session;
 use crate::error::Fault;
 use crate::interp::{Input, Interp};
@@ -103,7 +103,7 @@ impl OneRow<'_> {
 
 /// The kernel for the rows of the last token and of those that are proposed after it.
 pub struct Verifier<'a> {
-    pub rows: &'a mut RowsSession,
+    pub rows: &'a mut dyn RowLauncher,
     pub sampler: Sampler,
 }
 
@@ -118,7 +118,7 @@ impl Verifier<'_> {
         // Kernels for rows have neither top-k nor top-p.
         let on_host = sampler.is_filtered();
         let tables = text.admit(position, inputs.len() as u32, 1)?;
-        let launched = rows.run(tables, &inputs, &[], on_host)?;
+        let launched = rows.run_whole(tables, &inputs, on_host)?;
         let decided = launched.tokens.get(1).ok_or_else(|| Fault::internal("a launch decided no token"))?;
         let mut chosen = vec![];
         for (row, &decided) in (0..).zip(decided) {

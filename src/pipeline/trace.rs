@@ -76,23 +76,21 @@ impl Prepared {
         let chain = self.chain(workspace, &host);
         let found = host.device(target)?.ok_or_else(no_kernel)?;
         let device = Device::open(found.ordinal)?;
-        let placed;
-        let (validated, spans, device_us) = match rows {
+        let (validated, rows, spans, device_us) = match rows {
             None => {
                 let stamped = self.run_traced(workspace, &chain, &device, position, steps)?;
                 let stamps = Stamps { words: &stamped.words, tasks_max: stamped.tasks_max, position, steps };
                 let spans = spans(self.validated.schedule(), stamps);
                 let spans = spans.map_err(|error| Fault::internal(format!("the trace: {error}")))?;
-                (self.validated.as_ref(), spans, stamped.device_us)
+                (self.validated.clone(), 1, spans, stamped.device_us)
             }
             Some(rows) => {
-                let (validated, spans, device_us) = trace_rows(&chain, &device, rows, position, steps, WARM_UP)?;
-                placed = validated;
-                (&placed, spans, device_us)
+                let traced = trace_rows(&chain, &device, rows, position, steps, WARM_UP)?;
+                (traced.validated, traced.rows, traced.spans, traced.device_us)
             }
         };
         let sms = spans.iter().map(|span| span.sm.0 + 1).max().unwrap_or(0);
-        let bytes_per_step = step_bytes(validated, &imported.graph, rows.unwrap_or(1), position + steps / 2);
+        let bytes_per_step = step_bytes(&validated, &imported.graph, rows, position + steps / 2);
         Ok(Traced {
             hardware: found.name.clone(),
             sms,

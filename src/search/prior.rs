@@ -8,6 +8,7 @@ use std::rc::Rc;
 
 use crate::candidate::{Candidate, Knob, Values};
 use crate::flywheel::{ModelShape, Trial};
+use crate::format::bits_of;
 
 use super::additive::{Additive, Expected};
 use super::history::{Entry, History, histories};
@@ -27,7 +28,7 @@ pub struct Setting {
 
 impl Setting {
     pub fn new(model: &ModelShape, target: &str, target_kind: &str) -> Setting {
-        let bits = |dtype: &str| if dtype == "bf16" { 16.0 } else { 32.0 };
+        let bits = |name: &str| f64::from(bits_of(name).unwrap_or(32));
         let log = |value: u32| f64::from(value.max(1)).log2();
         let shape = [
             log(model.layers),

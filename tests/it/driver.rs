@@ -22,6 +22,7 @@ use monobloc::cuda::sampler::SamplerSession;
 use monobloc::cuda::self_test::self_test;
 use monobloc::cuda::session::{Session, SessionError};
 use monobloc::cuda::stream::{Argument, LaunchShape, Wait};
+use monobloc::cuda::turns::TurnsSession;
 use monobloc::cuda::waves::{StepsSession, WavesSession};
 use monobloc::defaults::rows::{Room, place_one_row, place_rows};
 use monobloc::dtype::Precision;
@@ -432,23 +433,40 @@ fn fake_target() -> Target {
     target
 }
 
-/// A kernel of the fake, over `cache` if it is given.
-fn session_of(
-    device: &Device,
-    validated: &Validated,
-    cache: Option<Arc<DeviceBuffer>>,
-) -> Result<RowsSession, SessionError> {
+/// What the fake's kernels find in their pack, and the ids of the vocabulary.
+fn sizes_of(device: &Device, validated: &Validated) -> (Arc<DeviceBuffer>, u32) {
     let program = &validated.schedule().program;
     let shape = Shape::of(program).unwrap();
     let vocab = program.grids.iter().find_map(|grid| grid.operand(Role::Logits)).unwrap();
     let vocab = program.buffers[vocab.buffer.index()].cols;
     let stream = device.stream().unwrap();
     let mut sizes = device.alloc(20).unwrap();
-    sizes.upload(&stream, 0, &[shape.blocks(), shape.page_rows, shape.pages, shape.rows, vocab]).unwrap();
-    let session =
-        RowsSession::load(device, &Queues::of(validated), IMAGE, Trace::Off, STEPS_MAX, Arc::new(sizes), cache)?;
+    // Rows of a step as kernels lay them out.
+    let padded = shape.rows.next_multiple_of(8);
+    sizes.upload(&stream, 0, &[shape.blocks(), shape.page_rows, shape.pages, padded, vocab]).unwrap();
+    (Arc::new(sizes), vocab)
+}
+
+/// A kernel of the fake, over `cache` if it is given.
+fn session_of(
+    device: &Device,
+    validated: &Validated,
+    cache: Option<Arc<DeviceBuffer>>,
+) -> Result<RowsSession, SessionError> {
+    let (sizes, vocab) = sizes_of(device, validated);
+    let session = RowsSession::load(device, &Queues::of(validated), IMAGE, Trace::Off, STEPS_MAX, sizes, cache)?;
     assert_eq!(session.vocab(), vocab);
     Ok(session)
+}
+
+/// The kernel for two rows of the fake, for launches of `rows` rows.
+fn in_turns(device: &Device, rows: u32) -> TurnsSession {
+    let validated = Model::tiny().kernel(2);
+    let (sizes, vocab) = sizes_of(device, &validated);
+    let queues = Queues::of(&validated);
+    let session = TurnsSession::load(device, &queues, IMAGE, (rows, STEPS_MAX), sizes, None).unwrap();
+    assert_eq!((session.vocab(), session.shape().rows), (vocab, rows));
+    session
 }
 
 /// The kernel for one row of the fake, over the pages of `other`.
@@ -501,6 +519,32 @@ fn requests_on_a_device_get_the_tokens_that_they_have_alone() {
     let decided_max = 2 * stepper.bounds().shape.page_rows;
     let figures = requests_alone_and_together(stepper, 5, decided_max as usize);
     assert!(figures.preemptions > 0 && figures.prefix_hits > 0 && figures.steps > figures.launches, "{figures:?}");
+}
+
+/// Steps of more rows than the kernel has: several launches of it, which find in the cache what those before them wrote. Without and with
+/// the sampler.
+#[test]
+fn steps_of_more_rows_than_the_kernel_has_are_several_launches() {
+    const NAME: &str = "steps_of_more_rows_than_the_kernel_has_are_several_launches";
+    if !is_child() {
+        let Some(text) = with_fake_driver(NAME, "") else { return };
+        for launch in ["4 steps of 2 rows", "1 steps of 2 rows", " of a sampler for 3 rows"] {
+            assert!(text.matches(launch).count() > 3, "{launch}: {text}");
+        }
+        assert!(!text.contains("steps of 3 rows"), "{text}");
+        assert!(text.contains("released with 0 blocks, 0 streams, 0 events, 0 modules left"), "{text}");
+        return;
+    }
+    let device = Device::open(0).unwrap();
+    for is_sampled in [false, true] {
+        let session = in_turns(&device, 20);
+        let sampler = SamplerSession::load(&device, IMAGE, session.vocab(), 20, STEPS_MAX).unwrap();
+        let stepper = DeviceStepper::new(vec![Box::new(session)], None, is_sampled.then_some(sampler)).unwrap();
+        assert_eq!(stepper.bounds().shape.rows, 20);
+        let decided_max = 2 * stepper.bounds().shape.page_rows;
+        let figures = requests_alone_and_together(stepper, 16, decided_max as usize);
+        assert!(figures.steps > figures.launches, "{figures:?}");
+    }
 }
 
 /// The same with the sampler: launches have several steps, whatever their rows ask for, and no logits come to the host.
@@ -986,6 +1030,53 @@ fn a_launch_goes_on_with_what_the_one_before_decided() {
     let position = 8 + until as u32;
     let refused = session.run(guard.admit(&at(position, 1)).unwrap(), &input(FirstToken::Decided(0), 1), &[], false);
     assert_eq!(refused.unwrap_err().to_string(), "row 0 decided no token in the step before this launch");
+}
+
+/// Rows of several launches of a kernel go on with what they decided, in any order, also when fewer of them are left.
+#[test]
+fn launches_of_a_kernel_for_fewer_rows_go_on_with_what_they_decided() {
+    const NAME: &str = "launches_of_a_kernel_for_fewer_rows_go_on_with_what_they_decided";
+    if !is_child() {
+        with_fake_driver(NAME, "");
+        return;
+    }
+    let mut session = in_turns(&Device::open(0).unwrap(), 5);
+    let (vocab, shape) = (session.vocab(), *session.shape());
+    let request = RequestSettings::plain(SampleSettings::greedy()).resolve(vocab, &[]).unwrap();
+    let text = |first: u32| -> Vec<u32> {
+        let mut text = vec![first];
+        while text.len() < 10 {
+            text.push(next_of_fake(&text, &request, &TokenCounts::new(&text), None, vocab));
+        }
+        text
+    };
+    let texts: Vec<Vec<u32>> = (0..5).map(text).collect();
+    let mut guard = Guard::new(shape);
+    let page = |s: u32| Edit { sequence: SequenceId(s), block: 0, page: Some(PageId(s)) };
+    let mut edits: Vec<Edit> = (0..5).map(page).collect();
+    let mut launch = |rows: &[(u32, FirstToken)], position: u32, steps: u32| {
+        let row = |&(s, _): &(u32, FirstToken)| Row { sequence: SequenceId(s), position, wants_logits: true };
+        let request = Request { rows: rows.iter().map(row).collect(), steps, edits: std::mem::take(&mut edits) };
+        let input = |&(_, first): &(u32, FirstToken)| RowInput { first, steps, inverse_temperature: 0.0, seed: 0 };
+        let inputs: Vec<RowInput> = rows.iter().map(input).collect();
+        let launched = session.run_whole(guard.admit(&request).unwrap(), &inputs, true)?;
+        let logits: Vec<Vec<f32>> = (0..rows.len() as u32).map(|row| session.logits(row).unwrap()).collect();
+        for (row, (s, _)) in rows.iter().enumerate() {
+            let found: Vec<u32> = launched.tokens.iter().map(|step| step[row]).collect();
+            let all = &texts[*s as usize][position as usize..][..=steps as usize];
+            assert_eq!((found.as_slice(), sample::argmax(&logits[row])), (all, all.last().copied()), "{s}");
+        }
+        Ok::<u32, SessionError>(launched.steps)
+    };
+    let given: Vec<_> = (0..5).map(|s| (s, FirstToken::Given(s))).collect();
+    assert_eq!(launch(&given, 0, 3).unwrap(), 3);
+    let decided = |from: &[(u32, u32)]| from.iter().map(|&(s, row)| (s, FirstToken::Decided(row))).collect::<Vec<_>>();
+    assert_eq!(launch(&decided(&[(4, 4), (0, 0), (3, 3), (2, 2)]), 3, 2).unwrap(), 2);
+    // One launch, after several; and two rows of one launch.
+    assert_eq!(launch(&decided(&[(2, 3), (4, 0)]), 5, 1).unwrap(), 1);
+    assert_eq!(launch(&decided(&[(4, 1)]), 6, 2).unwrap(), 2);
+    let refused = launch(&decided(&[(4, 0), (2, 1), (0, 2)]), 5, 1);
+    assert!(matches!(refused, Err(SessionError::Undecided { row: 1 })), "{refused:?}");
 }
 
 /// The device of this machine, or `None` and a line that says so.

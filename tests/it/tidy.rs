@@ -61,6 +61,7 @@ const IMPORTS: &[(&str, &[&str])] = &[
     // Launches rows only with tables that the guard gave out.
     ("cuda/rows", &["codegen", "error", "ir", "rows", "target"]),
     ("cuda/one_row", &["codegen", "rows"]),
+    ("cuda/turns", &["codegen", "ir", "rows"]),
     ("cuda/waves", &["codegen", "ir", "rows", "trace", "waves"]),
     // Encodes requests for the kernel that chooses tokens.
     ("cuda/sampler", &["codegen", "sample"]),
@@ -102,7 +103,20 @@ const IMPORTS: &[(&str, &[&str])] = &[
     // Proposes, and schedules to learn what is legal; never compiles.
     (
         "search",
-        &["abba", "candidate", "digest", "dtype", "flywheel", "ir", "lower", "model", "random", "schedule", "target"],
+        &[
+            "abba",
+            "candidate",
+            "digest",
+            "dtype",
+            "flywheel",
+            "format",
+            "ir",
+            "lower",
+            "model",
+            "random",
+            "schedule",
+            "target",
+        ],
     ),
     // Peers, threads and text around an engine; what executes it is given to it.
     ("serve", &["engine", "error", "grammar", "pipeline", "sample", "tokenizer"]),

@@ -1,0 +1,234 @@
+//! Owns `StepsKernel`: what runs steps of a number of rows on a device.
+
+use std::sync::Arc;
+
+use crate::candidate::Candidate;
+use crate::codegen::abi::Queues;
+use crate::codegen::emit::Trace;
+use crate::cuda::driver::Device;
+use crate::cuda::memory::DeviceBuffer;
+use crate::cuda::rows::{RowLauncher, RowsSession};
+use crate::cuda::turns::TurnsSession;
+use crate::cuda::waves::StepsSession;
+use crate::defaults::rows::{Room, STEP_ROWS, kernel_rows};
+use crate::error::{Fault, Tier};
+use crate::target::Target;
+use crate::validate::Validated;
+use crate::waves::STEP_ROWS_MIN;
+
+use super::device_rows::{place_kernel, prove_kernel, rows_source};
+use super::device_waves::{plan_steps, waves_source};
+use super::stages::{BuildContext, Generated};
+
+/// What runs steps of up to `rows` rows.
+#[derive(Debug, Clone)]
+pub(super) struct StepsKernel {
+    /// The proven schedule whose pack, caches and pages it has.
+    pub validated: Arc<Validated>,
+    pub rows: u32,
+    /// A plan of waves that is derived from the schedule, for that many rows. Else the kernel of the schedule; where it has fewer rows, in
+    /// several launches that follow one another.
+    pub by_waves: bool,
+}
+
+impl StepsKernel {
+    /// Rows of one launch.
+    pub fn launch_rows(&self) -> u32 {
+        if self.by_waves { self.rows } else { self.rows.min(self.validated.schedule().program.rows) }
+    }
+
+    /// The source, to compile.
+    ///
+    /// # Errors
+    /// A plan of waves that is not proven: a fault of this program.
+    pub fn source(&self, context: &BuildContext<'_>, trace: Trace) -> Result<Generated, Fault> {
+        if !self.by_waves {
+            return Ok(rows_source(context, &self.validated, trace));
+        }
+        Ok(waves_source(context, &plan_steps(context.target, &self.validated, self.rows)?, trace))
+    }
+
+    /// Loads what [`StepsKernel::source`] was compiled to, without time stamps. `pack` and, if it is given, `cache` are shared with other
+    /// kernels of the model. A launch has at most `steps_max` steps.
+    ///
+    /// # Errors
+    /// What the device refuses; a plan of waves that is not proven.
+    pub fn load(
+        &self,
+        device: &Device,
+        target: &Target,
+        cubin: &[u8],
+        steps_max: u32,
+        pack: Arc<DeviceBuffer>,
+        cache: Option<Arc<DeviceBuffer>>,
+    ) -> Result<Box<dyn RowLauncher>, Fault> {
+        let off = Trace::Off;
+        if self.by_waves {
+            let proven = plan_steps(target, &self.validated, self.rows)?;
+            return Ok(Box::new(StepsSession::load(device, &proven, cubin, off, steps_max, pack, cache)?));
+        }
+        let (queues, most) = (Queues::of(&self.validated), (self.rows, steps_max));
+        if self.rows > self.launch_rows() {
+            return Ok(Box::new(TurnsSession::load(device, &queues, cubin, most, pack, cache)?));
+        }
+        Ok(Box::new(RowsSession::load(device, &queues, cubin, off, steps_max, pack, cache)?))
+    }
+}
+
+/// Places and proves kernels of a model, each once.
+pub(super) struct StepsKernels<'a> {
+    context: &'a BuildContext<'a>,
+    base: &'a Candidate,
+    proven: Vec<(Room, Result<Arc<Validated>, Fault>)>,
+}
+
+impl<'a> StepsKernels<'a> {
+    /// `base` is the candidate of one row.
+    pub fn new(context: &'a BuildContext<'a>, base: &'a Candidate) -> StepsKernels<'a> {
+        StepsKernels { context, base, proven: vec![] }
+    }
+
+    /// What runs steps of `room.rows` rows.
+    ///
+    /// # Errors
+    /// A model of which no kernel for rows fits the target.
+    pub fn of(&mut self, room: Room) -> Result<StepsKernel, Fault> {
+        let BuildContext { manifest, target, imported, .. } = *self.context;
+        let kernels = kernel_rows(&imported.graph, manifest.precision, target);
+        steps_kernel(target, kernels, room, &mut |room| self.proven(room))
+    }
+
+    fn proven(&mut self, room: Room) -> Result<Arc<Validated>, Fault> {
+        if let Some((_, found)) = self.proven.iter().find(|(of, _)| *of == room) {
+            return found.clone();
+        }
+        let placed = place_kernel(self.context, self.base, room);
+        let proven = placed.and_then(|placed| prove_kernel(self.context, placed)).map(Arc::new);
+        self.proven.push((room, proven.clone()));
+        proven
+    }
+}
+
+/// Which kernel runs steps of `room.rows` rows, of those with `kernels` rows, ascending, that `place` places and proves.
+///
+/// # Errors
+/// Why the smallest kernel does not fit; a plan of waves that is not proven.
+fn steps_kernel(
+    target: &Target,
+    kernels: &[u32],
+    room: Room,
+    place: &mut dyn FnMut(Room) -> Result<Arc<Validated>, Fault>,
+) -> Result<StepsKernel, Fault> {
+    let rows = room.rows;
+    if let Some(&smallest) = kernels.first().filter(|_| rows >= STEP_ROWS_MIN)
+        && let Some(validated) = fitting(place(Room { rows: smallest, ..room }))?
+        && fitting(plan_steps(target, &validated, rows).map(drop))?.is_some()
+    {
+        return Ok(StepsKernel { validated, rows, by_waves: true });
+    }
+    let mut refused = Fault::internal("a target without kernels for rows");
+    for &of in kernels.iter().rev().filter(|of| **of <= rows) {
+        match place(Room { rows: of, ..room }) {
+            Ok(validated) => return Ok(StepsKernel { validated, rows, by_waves: false }),
+            Err(fault) if fault.tier == Tier::Input => refused = fault,
+            Err(fault) => return Err(fault),
+        }
+    }
+    Err(refused)
+}
+
+/// `None`: it does not fit the target.
+fn fitting<T>(made: Result<T, Fault>) -> Result<Option<T>, Fault> {
+    match made {
+        Ok(made) => Ok(Some(made)),
+        Err(fault) if fault.tier == Tier::Input => Ok(None),
+        Err(fault) => Err(fault),
+    }
+}
+
+/// The smallest number of rows of a step that has room for `rows`.
+///
+/// # Errors
+/// No rows, or more than a step has.
+pub(super) fn step_rows_for(rows: u32) -> Result<u32, Fault> {
+    let most = STEP_ROWS[STEP_ROWS.len() - 1];
+    STEP_ROWS
+        .into_iter()
+        .find(|&of| rows > 0 && of >= rows)
+        .ok_or_else(|| Fault::input(format!("{rows} rows: expected 1 to {most}, as many as a step has at most")))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::defaults::rows::place_rows;
+    use crate::dtype::{DType, Precision};
+    use crate::format::{Format, FormatPlan, NAMED};
+    use crate::model::config::import_config_only;
+    use crate::model::graph::ModelGraph;
+    use crate::model::rounding::round_matrices;
+    use crate::target::TargetKind;
+    use crate::validate::validate;
+
+    const BF16: Precision = Precision { weights: DType::Bf16, cache: DType::Bf16, wire: DType::Bf16 };
+    const FP32: Precision = Precision { weights: DType::F32, cache: DType::F32, wire: DType::F32 };
+
+    /// Two layers of a small model, in a format.
+    fn graph_of(format: Format) -> ModelGraph {
+        let config = include_str!("../../manifests/configs/smollm2-135m.json");
+        let mut imported = import_config_only(config, 0).unwrap();
+        let plan = FormatPlan { weights: Some(format), ..FormatPlan::default() };
+        round_matrices(&mut imported.graph, &mut imported.weights, &plan).unwrap();
+        imported.graph.layers.truncate(2);
+        imported.graph
+    }
+
+    fn kernel_of(graph: &ModelGraph, precision: Precision, target: &Target, rows: u32) -> Result<StepsKernel, Fault> {
+        let base = Candidate::default_for(graph, target, precision);
+        let mut place = |room| match place_rows(graph, "steps", precision, 512, target, &base, room) {
+            Ok(placed) => Ok(Arc::new(validate(placed, target)?)),
+            Err(reason) => Err(Fault::input(reason.to_string())),
+        };
+        let room = Room { rows, sequences: rows, positions: u64::from(rows) * 512 };
+        steps_kernel(target, kernel_rows(graph, precision, target), room, &mut place)
+    }
+
+    /// No format is refused for a number of rows on a target that has room for a kernel of several rows.
+    #[test]
+    fn every_format_has_steps_of_every_number_of_rows() {
+        let mut found = vec![];
+        for name in ["int8", "fp8", "int4:128", "mxfp4", "bf16"] {
+            let format = NAMED.iter().find(|(of, _)| *of == name).unwrap().1;
+            let graph = graph_of(format);
+            for target in Target::builtin_names().filter_map(Target::builtin).filter(|t| t.kind == TargetKind::Cuda) {
+                for precision in [BF16, FP32] {
+                    let kernels = STEP_ROWS.map(|rows| kernel_of(&graph, precision, &target, rows));
+                    let first = kernels[0].is_ok();
+                    for (rows, kernel) in STEP_ROWS.into_iter().zip(kernels) {
+                        let at = format!("{name}, {rows} rows, {}, {precision:?}", target.name);
+                        let Ok(kernel) = kernel else {
+                            assert!(!first, "{at}");
+                            continue;
+                        };
+                        assert_eq!(kernel.rows, rows, "{at}");
+                        assert!(kernel.launch_rows() >= 8, "{at}");
+                        let by = if kernel.by_waves { "waves" } else { "words" };
+                        found.push((name, target.name.clone(), precision == BF16, rows, by, kernel.launch_rows()));
+                    }
+                }
+            }
+        }
+        let has = |name, target: &str, bf16, rows, by, launch| {
+            let expected = (name, target.to_string(), bf16, rows, by, launch);
+            assert!(found.contains(&expected), "{expected:?}: {found:?}");
+        };
+        for name in ["int8", "fp8", "int4:128", "mxfp4", "bf16"] {
+            has(name, "h200", true, 16, "words", 16);
+            has(name, "h200", true, 32, "waves", 32);
+            has(name, "b200", true, 64, "waves", 64);
+            // No waves: more launches, or the kernel of values that has as many rows.
+            has(name, "a100", true, 32, "words", if name == "bf16" { 32 } else { 16 });
+        }
+        has("int8", "h200", false, 64, "words", 16);
+    }
+}
