@@ -13,6 +13,7 @@ use super::rows::{
 };
 use super::sampler::{Asked, SamplerSession};
 use super::session::SessionError;
+use super::stream::Event;
 use crate::codegen::abi::{Params, Queues, Row, RowsParams};
 use crate::codegen::emit::Trace;
 use crate::ir::layout::WORD_ROWS;
@@ -259,6 +260,23 @@ impl RowLauncher for TurnsSession {
     fn choose(&mut self, sampler: &mut SamplerSession, asked: &[Asked<'_>]) -> Result<(), SessionError> {
         let is_unchosen = self.flying.as_mut().map(|flying| &mut flying.is_unchosen);
         choose_now(is_unchosen, &self.kernel.watched, self.logits.address(), sampler, asked)
+    }
+
+    // Its tokens go to the next launch through the host.
+    fn last_step(&mut self) -> Result<Option<Vec<Vec<u32>>>, SessionError> {
+        self.flying.map(|_| None).ok_or(SessionError::NotQueued)
+    }
+
+    fn last_end(&self) -> Option<&Event> {
+        self.kernel.watched.last_end()
+    }
+
+    fn follow(&mut self, end: &Event) -> Result<(), SessionError> {
+        Ok(self.kernel.watched.stream.follow(end)?)
+    }
+
+    fn gap_us(&self) -> Result<f64, SessionError> {
+        self.kernel.watched.gap_us()
     }
 
     fn finish(&mut self) -> Result<RowsLaunched, SessionError> {
