@@ -119,6 +119,21 @@ impl Code {
     }
 }
 
+/// Where a row of a table of codes has its parts: rows are looked up one by one, so each has all of its own. Bytes from its begin.
+///
+/// Codes lie in the order of the columns, two of 4 bits in a byte with the first in the low half. The scales of groups follow, then their
+/// zero points, then the scale of the row (fp32).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct TableRow {
+    pub scales: u64,
+    pub zeros: u64,
+    pub row_scale: u64,
+    pub bytes: u64,
+}
+
+/// Bytes that a row of a table begins at a multiple of.
+const TABLE_ROW_ALIGN: u64 = 16;
+
 impl ScaleCode {
     pub const ALL: [ScaleCode; 5] = [ScaleCode::F32, ScaleCode::F16, ScaleCode::Bf16, ScaleCode::E4m3, ScaleCode::E8m0];
 
@@ -236,6 +251,31 @@ impl Format {
         self.scale_at(ROWS as usize, 0) + row * self.granule_groups() as usize + group
     }
 
+    /// Where a row of a table of `cols` columns has its parts.
+    pub fn table_row(self, cols: u32) -> TableRow {
+        let groups = self.groups.map_or(0, |groups| u64::from(cols.div_ceil(groups.k.max(1))));
+        let scales = (u64::from(cols) * u64::from(self.code.bits())).div_ceil(8).next_multiple_of(4);
+        let zeros = scales + groups * self.groups.map_or(0, |groups| u64::from(groups.scale.bytes()));
+        let has_zeros = self.groups.is_some_and(|groups| groups.zeros);
+        let row_scale = (zeros + if has_zeros { groups } else { 0 }).next_multiple_of(4);
+        let bytes = (row_scale + if self.row_scales { 4 } else { 0 }).next_multiple_of(TABLE_ROW_ALIGN);
+        TableRow { scales, zeros, row_scale, bytes }
+    }
+
+    /// The values of columns from `first` on of a row of a table of codes of `cols` columns: products of fp32 numbers, as those of a matrix.
+    pub fn table_values(self, row: &[u8], cols: u32, first: usize) -> impl Iterator<Item = f32> {
+        let (at, code) = (self.table_row(cols), self.code);
+        let row_scale = if self.row_scales { ScaleCode::F32.read(&row[at.row_scale as usize..]) } else { 1.0 };
+        (first..cols as usize).map(move |col| {
+            let stored = if code.bits() == 4 { row[col / 2] >> (col % 2 * 4) & 15 } else { row[col] };
+            let Some(groups) = self.groups else { return row_scale * (code.value(stored) - code.implied_zero()) };
+            let group = col / groups.k as usize;
+            let scale = groups.scale.read(&row[at.scales as usize + group * groups.scale.bytes() as usize..]);
+            let zero = if groups.zeros { code.zero(row[at.zeros as usize + group]) } else { code.implied_zero() };
+            (scale * row_scale) * (code.value(stored) - zero)
+        })
+    }
+
     /// Why no matrix can have this format; `None`: one can.
     pub fn refuses(self) -> Option<String> {
         let Format { code, groups, row_scales } = self;
@@ -266,7 +306,9 @@ pub struct FormatPlan {
     pub weights: Option<Format>,
     /// Of the head, if it differs; a plain one: as it is stored.
     pub head: Option<Format>,
-    /// Of all linears of a layer, likewise.
+    /// Of the embedding; `None`, or a plain one: as it is stored. `weights` says nothing of it.
+    pub embed: Option<Format>,
+    /// Of all linears of a layer, as of the head.
     pub layers: BTreeMap<u32, Format>,
 }
 
@@ -277,10 +319,15 @@ impl FormatPlan {
         own.or(self.weights).filter(|format| !format.is_plain())
     }
 
+    /// The format of the embedding; `None`: as it is stored.
+    pub fn of_embed(&self) -> Option<Format> {
+        self.embed.filter(|format| !format.is_plain())
+    }
+
     /// As text for keys: one `name value` line each.
     pub fn key_text(&self) -> String {
-        let FormatPlan { weights, head, layers } = self;
-        let own = [("weights", weights), ("head", head)].into_iter();
+        let FormatPlan { weights, head, embed, layers } = self;
+        let own = [("weights", weights), ("head", head), ("embed", embed)].into_iter();
         let own = own.filter_map(|(name, format)| Some(format!("precision.{name}.format {}\n", (*format)?)));
         let layers = layers.iter().map(|(layer, format)| format!("precision.layers.{layer}.format {format}\n"));
         own.chain(layers).collect()

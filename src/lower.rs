@@ -181,6 +181,7 @@ impl<'a> Builder<'a> {
             1,
             Some(Content::Tensor(graph.embed)),
         );
+        b.program.buffers[table.index()].coded = graph.formats.get(&graph.embed).copied().filter(|f| !f.is_plain());
         let ropes = b.ropes();
 
         b.grid(

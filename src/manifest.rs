@@ -11,6 +11,7 @@
 //! [precision]
 //! weights = "bf16"             # fp32 or bf16; or rounded to int8, fp8, int4:128, int4:64, int4:32 or mxfp4
 //! head = "bf16"                # default: as weights
+//! embed = "int8"               # default: as it is stored
 //! layers.0 = "bf16"            # one layer; default: as weights
 //! cache = "bf16"               # fp32 or bf16; default: as weights, bf16 where they are rounded
 //! activations = "bf16"         # likewise
@@ -113,6 +114,7 @@ pub struct ModelFile {
 pub struct PrecisionFile {
     pub weights: Format,
     pub head: Option<Format>,
+    pub embed: Option<Format>,
     /// By number.
     pub layers: BTreeMap<u32, Format>,
     pub cache: Option<DType>,
@@ -271,12 +273,14 @@ fn read_model(fields: &mut Fields<'_>) -> Option<ModelFile> {
 fn read_precision(fields: &mut Fields<'_>) -> Option<PrecisionFile> {
     let weights = fields.required("weights", |f, key| f.choice(key, &NAMED));
     let head = fields.choice("head", &NAMED);
+    let embed = fields.choice("embed", &NAMED);
     let layers = fields.table("layers", |f| Some(f.numbered_choices(&NAMED)));
     let cache = fields.choice("cache", &PRECISIONS);
     let activations = fields.choice("activations", &PRECISIONS);
     Some(PrecisionFile {
         weights: weights?.into_inner(),
         head: head.map(Spanned::into_inner),
+        embed: embed.map(Spanned::into_inner),
         layers: layers.unwrap_or_default(),
         cache: cache.map(Spanned::into_inner),
         activations: activations.map(Spanned::into_inner),
@@ -418,10 +422,11 @@ fn resolve(file: &ManifestFile, path: &Path, faults: &mut Vec<Diagnostic>) -> Re
     let ManifestFile { name, model, precision, decode, search, targets } = file;
     let base_dir = files::folder_of(path);
     check_source(model, faults);
-    let PrecisionFile { weights: asked, head, layers, cache, activations } = precision;
+    let PrecisionFile { weights: asked, head, embed, layers, cache, activations } = precision;
     let weights = if asked.code == Code::F32 { DType::F32 } else { DType::Bf16 };
     let (cache, activations) = (cache.unwrap_or(weights), activations.unwrap_or(weights));
-    let formats = FormatPlan { weights: Some(*asked).filter(|f| !f.is_plain()), head: *head, layers: layers.clone() };
+    let weights_of_all = Some(*asked).filter(|f| !f.is_plain());
+    let formats = FormatPlan { weights: weights_of_all, head: *head, embed: *embed, layers: layers.clone() };
     let SearchFile { trials, minutes, seed, margin } = *search;
     let Targets { targets, candidates, measured } = resolve_targets(targets, &base_dir, faults)?;
     check_rows(decode, &targets, faults);
@@ -1015,6 +1020,9 @@ error: missing key `record` in `target`
         let mixed =
             accepted(&with("weights = \"fp32\"", "weights = \"int4:64\"\nhead = \"int8\"\nlayers.0 = \"bf16\""));
         assert_eq!(mixed.precision, Precision { weights: DType::Bf16, cache: DType::Bf16, wire: DType::Bf16 });
+        assert_eq!(mixed.formats.of_embed(), None);
+        let embed = accepted(&with("weights = \"fp32\"", "weights = \"bf16\"\nembed = \"int4:32\"")).formats;
+        assert_eq!((embed.of_embed().map(crate::format::name_of), embed.of(None)), (Some("int4:32".into()), None));
         let of = |layer| mixed.formats.of(layer).map(crate::format::name_of);
         assert_eq!((of(None), of(Some(0)), of(Some(1))), (Some("int8".into()), None, Some("int4:64".into())));
         assert!(mixed.key_text().contains("precision.layers.0.format bf16\n"), "{}", mixed.key_text());
@@ -1103,8 +1111,9 @@ error: missing key `record` in `target`
             change(&mut other);
             other.key_text() != key
         };
-        let matters: [fn(&mut Manifest); 21] = [
+        let matters: [fn(&mut Manifest); 22] = [
             |m| m.formats.head = Some(NAMED[2].1),
+            |m| m.formats.embed = Some(NAMED[2].1),
             |m| m.source.push('x'),
             |m| m.revision.push('x'),
             |m| m.seed += 1,

@@ -285,7 +285,10 @@ pub fn step_bytes(validated: &Validated, graph: &ModelGraph, rows: u32, history:
     let schedule = validated.schedule();
     let precision = schedule.program.precision;
     let streams: u64 = streamed_bytes(schedule).iter().sum();
-    let row = u64::from(graph.hidden) * precision.weights.bytes() as u64;
+    let row = match graph.formats.get(&graph.embed).filter(|format| !format.is_plain()) {
+        Some(format) => format.table_row(graph.hidden).bytes,
+        None => u64::from(graph.hidden) * precision.weights.bytes() as u64,
+    };
     // An op alone may be one that reads no history.
     let attends = schedule.program.grids.iter().any(|grid| matches!(grid.op, Op::Attention(_)));
     let cache = if attends { step_cache_bytes(graph, precision, history) } else { 0 };

@@ -10,14 +10,14 @@
 
 use crate::dtype::DType;
 use crate::error::Fault;
-use crate::format::{Code, Format};
+use crate::format::{Code, Format, ScaleCode, TableRow};
 use crate::ir::BufferId;
 use crate::ir::layout::{GRANULE_ROW_BYTES, Matrix, matrices, pack_bytes, place_align, placed_bytes};
 use crate::ir::op::UNIT_ROWS;
 use crate::ir::program::{Buffer, Content, Part, Space, VectorPart};
 use crate::ir::schedule::Schedule;
 use crate::model::coded::GroupOrder;
-use crate::model::graph::{ModelGraph, Rope, RowView};
+use crate::model::graph::{ModelGraph, Rope, RowView, TensorId};
 use crate::model::weights::{CodedRow, Weights};
 use half::bf16;
 use rayon::prelude::*;
@@ -317,7 +317,7 @@ fn pack_units(
                 let row = checked_row(id, buffer, graph, &part.view, i, u64::from(weights.rows(tensor)))?;
                 if let Some(format) = coded {
                     weights.read_row_coded(tensor, row, codes);
-                    numbers(id, buffer, graph, part, row, format, codes)?;
+                    numbers(id, buffer, graph, tensor, row, format, codes)?;
                     put_codes(format, buffer.cols, codes, r as usize, out);
                 } else if matrix.format.code == Code::Bf16 {
                     weights.read_row_bf16(tensor, row, narrow);
@@ -341,17 +341,26 @@ fn same_format(
     parts: &[Part],
     expected: Format,
 ) -> Result<(), PackError> {
-    for part in parts {
-        let found = weights.format(part.view.tensor);
-        if found != Some(expected) {
-            let (name, tensor) = (buffer.name.clone(), graph.tensor(part.view.tensor).name.clone());
-            let found = found.map_or("values".to_string(), |format| format.to_string());
-            return Err(PackError::Format { buffer: id, name, expected, tensor, found });
-        }
-        if let Some(GroupOrder { column, group }) = weights.group_order(part.view.tensor) {
-            let tensor = graph.tensor(part.view.tensor).name.clone();
-            return Err(PackError::GroupOrder { tensor, column, group });
-        }
+    parts.iter().try_for_each(|part| stored_as(id, buffer, graph, weights, part.view.tensor, expected))
+}
+
+fn stored_as(
+    id: BufferId,
+    buffer: &Buffer,
+    graph: &ModelGraph,
+    weights: &Weights,
+    tensor: TensorId,
+    expected: Format,
+) -> Result<(), PackError> {
+    let found = weights.format(tensor);
+    if found != Some(expected) {
+        let (name, tensor) = (buffer.name.clone(), graph.tensor(tensor).name.clone());
+        let found = found.map_or("values".to_string(), |format| format.to_string());
+        return Err(PackError::Format { buffer: id, name, expected, tensor, found });
+    }
+    if let Some(GroupOrder { column, group }) = weights.group_order(tensor) {
+        let tensor = graph.tensor(tensor).name.clone();
+        return Err(PackError::GroupOrder { tensor, column, group });
     }
     Ok(())
 }
@@ -361,7 +370,7 @@ fn numbers(
     id: BufferId,
     buffer: &Buffer,
     graph: &ModelGraph,
-    part: &Part,
+    tensor: TensorId,
     row: u32,
     format: Format,
     codes: &CodedRow,
@@ -369,7 +378,7 @@ fn numbers(
     let fault = |what, column| PackError::NotANumber {
         buffer: id,
         name: buffer.name.clone(),
-        tensor: graph.tensor(part.view.tensor).name.clone(),
+        tensor: graph.tensor(tensor).name.clone(),
         row,
         column,
         what,
@@ -474,6 +483,9 @@ fn pack_constant(
                 let (name, tensor) = name();
                 return Err(PackError::Row { buffer: id, name, row: u64::from(buffer.rows) - 1, tensor, rows });
             }
+            if let Some(format) = buffer.coded {
+                return pack_table(id, buffer, graph, weights, (tensor, format), out);
+            }
             let row_bytes = found * buffer.dtype.bytes();
             out.par_chunks_exact_mut(row_bytes.max(1)).zip(0..buffer.rows).for_each_init(
                 || (vec![bf16::ZERO; found], vec![0.0f32; found]),
@@ -500,6 +512,43 @@ fn pack_constant(
         }
     }
     Ok(())
+}
+
+/// The rows of a table of codes.
+fn pack_table(
+    id: BufferId,
+    buffer: &Buffer,
+    graph: &ModelGraph,
+    weights: &Weights,
+    (tensor, format): (TensorId, Format),
+    out: &mut [u8],
+) -> Result<(), PackError> {
+    stored_as(id, buffer, graph, weights, tensor, format)?;
+    let at = format.table_row(buffer.cols);
+    let rows = out.par_chunks_exact_mut((at.bytes as usize).max(1)).zip(0..buffer.rows);
+    rows.try_for_each_init(CodedRow::default, |codes, (out, row)| {
+        weights.read_row_coded(tensor, row, codes);
+        numbers(id, buffer, graph, tensor, row, format, codes)?;
+        put_table_row(format, at, codes, out);
+        Ok(())
+    })
+}
+
+/// One row as [`Format::table_row`] says.
+fn put_table_row(format: Format, at: TableRow, row: &CodedRow, out: &mut [u8]) {
+    let wide = format.code.bits() == 8;
+    for (col, code) in row.codes.iter().enumerate() {
+        if wide { out[col] = *code } else { out[col / 2] |= code << (col % 2 * 4) }
+    }
+    if let Some(groups) = format.groups {
+        let each = groups.scale.bytes() as usize;
+        let scales = out[at.scales as usize..].chunks_exact_mut(each);
+        row.scales.iter().zip(scales).for_each(|(scale, out)| groups.scale.write(*scale, out));
+        out[at.zeros as usize..][..row.zeros.len()].copy_from_slice(&row.zeros);
+    }
+    if format.row_scales {
+        ScaleCode::F32.write(row.row_scale, &mut out[at.row_scale as usize..][..4]);
+    }
 }
 
 /// Values of a vector buffer, in the order of its matvec's rows: entry `8 u + r` belongs to row `r` of unit `u`.

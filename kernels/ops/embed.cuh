@@ -1,6 +1,6 @@
 // embed: residual[i] = scale * table[token][i]; publishes it.
 //
-// table (VOCAB, HIDDEN)  one row of it, 2 or 4 bytes a value
+// table (VOCAB, HIDDEN)  one row of it (table.cuh)
 // residual               fp32, the columns this block owns, or, REPLICATED, all of them
 // out (HIDDEN)           packets; none REPLICATED
 //
@@ -12,15 +12,14 @@
 template <class M, class G>
 struct Embed {
   static __device__ __forceinline__ void run(Context<M>& c, const Entry& e) {
-    typedef typename ElemOf<M::WEIGHT>::type W;
-    const W* row = c.template constant<W>(e.table) + u64(u32(c.state().token)) * G::HIDDEN;
+    const TableRow<M, G> row(c.template constant<u8>(e.table), u32(c.state().token));
     const int first = G::REPLICATED ? 0 : int(uniform(e.lo)) * 8;
     const int last = G::REPLICATED ? G::HIDDEN : min(int(uniform(e.hi)) * 8, G::HIDDEN);
 #pragma unroll(G::REPLICATED ? 4 : 1)
     for (int base = first; base < last; base += M::WARPS * 64) {
       const int col = base + c.tid() * 2;
       if (col >= last) continue;
-      float a = widen(row[col]) * G::SCALE, b = col + 1 < last ? widen(row[col + 1]) * G::SCALE : 0.f;
+      float a = row[col] * G::SCALE, b = col + 1 < last ? row[col + 1] * G::SCALE : 0.f;
       float* mine = c.residual() + e.residual + (col - first);
       mine[0] = a;
       mine[1] = b;

@@ -193,6 +193,20 @@ struct Coding {
   static __device__ __forceinline__ uint4 read(const u8* lane_at, int) { return *reinterpret_cast<const uint4*>(lane_at); }
 };
 
+// Bytes of a scale, and the one that the lowest bits of a word hold.
+template <ScaleCode C>
+constexpr int SCALE_BYTES_OF = C == ScaleCode::F32 ? 4 : C == ScaleCode::F16 || C == ScaleCode::BF16 ? 2 : 1;
+template <ScaleCode C>
+__device__ __forceinline__ float scale_value(u32 bits) {
+  if constexpr (C == ScaleCode::F32) return __uint_as_float(bits);
+  if constexpr (C == ScaleCode::F16) return f16_value(bits & 0xffff);
+  if constexpr (C == ScaleCode::BF16) return __uint_as_float(bits << 16);
+  const u32 code = bits & 0xff;
+  // Zero is half of the least power of two that fp32 holds in full.
+  if constexpr (C == ScaleCode::E8M0) return __uint_as_float(code == 0 ? 1u << 22 : code << 23);
+  return __uint_as_float((code & 0x80) << 24 | (code & 0x7f) << 20) * 0x1p120f;
+}
+
 template <class M, class G>
 struct Coding<M, G, decltype(int(G::CODE))> {
   typedef Decode<G::CODE> Codes;
@@ -204,7 +218,7 @@ struct Coding<M, G, decltype(int(G::CODE))> {
   static_assert(GROUPED || Codes::ZERO == 0.f, "zero points are of groups");
   // Groups of a row in a granule, and operands of one group in it.
   static constexpr int GROUPS = GROUPED ? ceil_div(PAD, G::GROUP_K > 0 ? G::GROUP_K : 1) : 1, GROUP_BLOCKS = BLOCKS / GROUPS;
-  static constexpr int SCALE_BYTES = G::SCALE_CODE == ScaleCode::F32 ? 4 : G::SCALE_CODE == ScaleCode::F16 || G::SCALE_CODE == ScaleCode::BF16 ? 2 : 1;
+  static constexpr int SCALE_BYTES = SCALE_BYTES_OF<G::SCALE_CODE>;
   // Tensor cores leave a lane the sums of half of a granule, without them it has those of all of it.
   static constexpr bool TENSOR = STAGE_BF16<M>;
   static constexpr int HALF_BLOCKS = BLOCKS / 2;
@@ -267,16 +281,7 @@ struct Coding<M, G, decltype(int(G::CODE))> {
     return held;
   }
 
-  // The scale that the lowest bits of a word hold.
-  static __device__ __forceinline__ float scale_of(u32 bits) {
-    if constexpr (G::SCALE_CODE == ScaleCode::F32) return __uint_as_float(bits);
-    if constexpr (G::SCALE_CODE == ScaleCode::F16) return f16_value(bits & 0xffff);
-    if constexpr (G::SCALE_CODE == ScaleCode::BF16) return __uint_as_float(bits << 16);
-    const u32 code = bits & 0xff;
-    // Zero is half of the least power of two that fp32 holds in full.
-    if constexpr (G::SCALE_CODE == ScaleCode::E8M0) return __uint_as_float(code == 0 ? 1u << 22 : code << 23);
-    return __uint_as_float((code & 0x80) << 24 | (code & 0x7f) << 20) * 0x1p120f;
-  }
+  static __device__ __forceinline__ float scale_of(u32 bits) { return scale_value<G::SCALE_CODE>(bits); }
   // Scale of the lane's g-th group, and what is taken from its values.
   template <bool AHEAD>
   static __device__ __forceinline__ float scale(const Held<AHEAD>& held, int g) {

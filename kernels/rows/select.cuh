@@ -90,7 +90,6 @@ struct RowsReport {
 template <class M, class G>
 struct RowsEmbed {
   static __device__ __forceinline__ void run(Context<M>& c, const Entry& e) {
-    typedef typename ElemOf<M::WEIGHT>::type W;
     const int first = int(uniform(e.lo)) * 8, last = min(int(uniform(e.hi)) * 8, G::HIDDEN), pairs = ceil_div(last - first, 2);
     for (int i = c.tid(); i < pairs * M::ROWS; i += M::WARPS * 32) {
       const int row = i / pairs, col = first + i % pairs * 2;
@@ -98,8 +97,8 @@ struct RowsEmbed {
         clear_pair<G::HIDDEN>(c, e.out, row, col);
         continue;
       }
-      const W* from = c.template constant<W>(e.table) + u64(u32(rows_state<M>().token[row])) * G::HIDDEN;
-      const float a = widen(from[col]) * G::SCALE, b = col + 1 < last ? widen(from[col + 1]) * G::SCALE : 0.f;
+      const TableRow<M, G> from(c.template constant<u8>(e.table), u32(rows_state<M>().token[row]));
+      const float a = from[col] * G::SCALE, b = col + 1 < last ? from[col + 1] * G::SCALE : 0.f;
       float* mine = c.residual() + row * M::RESIDUAL_COLS + e.residual + (col - first);
       mine[0] = a;
       mine[1] = b;

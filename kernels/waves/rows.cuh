@@ -39,6 +39,22 @@ __device__ __forceinline__ int wave_decided(const WaveContext<M>& c, u32 row) {
   return min(id, M::VOCAB - 1);
 }
 
+// Eight columns of a row of the table of embeddings: of bf16 with one load, of codes one by one.
+template <class M, class G, class = int>
+struct WaveTable {
+  const bf16* row;
+  __device__ __forceinline__ WaveTable(const u8* table, u32 token) : row(reinterpret_cast<const bf16*>(table) + u64(token) * G::HIDDEN) {}
+  __device__ __forceinline__ void read8(int col, float (&to)[8]) const { unpack8(__ldg(reinterpret_cast<const uint4*>(row + col)), to); }
+};
+template <class M, class G>
+struct WaveTable<M, G, decltype(int(G::CODE))> : TableRow<M, G> {
+  using TableRow<M, G>::TableRow;
+  __device__ __forceinline__ void read8(int col, float (&to)[8]) const {
+#pragma unroll
+    for (int k = 0; k < 8; k++) to[k] = (*this)[col + k];
+  }
+};
+
 template <class M, class G>
 struct WaveRows {
   static constexpr int H = G::HIDDEN;
@@ -155,9 +171,9 @@ struct WaveRows {
     float* residual = c.template work<float>(e.residual) + u64(row) * H;
     Held x = {};
     if constexpr (G::EMBED) {
-      const bf16* table = c.template constant<bf16>(e.table) + u64(u32(token_of(c, row, part))) * H;
+      const WaveTable<M, G> table(c.template constant<u8>(e.table), u32(token_of(c, row, part)));
       each([&](int i, int col) {
-        unpack8(__ldg(reinterpret_cast<const uint4*>(table + col)), x[i]);
+        table.read8(col, x[i]);
 #pragma unroll
         for (int k = 0; k < 8; k++) x[i][k] *= G::EMBED_SCALE;
       });

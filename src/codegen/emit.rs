@@ -2,11 +2,11 @@
 
 use super::{Float, HEADERS, KernelSource, ROWS_HEADERS};
 use crate::dtype::DType;
-use crate::format::{Code, Format, ScaleCode};
+use crate::format::{Code, Format, ScaleCode, TableRow};
 use crate::ir::GridId;
 use crate::ir::layout::WORD_ROWS;
 use crate::ir::op::{Attention, Epilogue, MatVec, NormAttr, Op, QkNormAttr, Role, UNIT_ROWS};
-use crate::ir::program::{Grid, Program};
+use crate::ir::program::{Buffer, Grid, Program};
 use crate::ir::schedule::{Schedule, SmemKind, Source};
 use crate::ir::variant::{AttentionVariant, MatVecVariant};
 use crate::model::graph::{Act, NormKind, QkNormSpan};
@@ -262,10 +262,11 @@ fn class_of(schedule: &Schedule, id: GridId, grid: &Grid, rows: u32) -> (&'stati
         Op::Report => ("Report", String::new()),
         Op::Route { .. } => unreachable!("validate: no kernel routes"),
         Op::Embed { scale, everywhere } => {
-            let hidden = grid.operand(Role::Table).map_or(0, |o| program.buffers[o.buffer.index()].cols);
+            let table = grid.operand(Role::Table).map(|o| &program.buffers[o.buffer.index()]);
+            let hidden = table.map_or(0, |table| table.cols);
             let members =
                 format!("int HIDDEN = {hidden}\nfloat SCALE = {}\nbool REPLICATED = {everywhere}\n", Float(*scale));
-            ("Embed", members)
+            ("Embed", members + &table.map_or(String::new(), table_members))
         }
         Op::MatVec(m) => ("MatVec", matvec_members(schedule, id, grid, m)),
         Op::Attention(a) => ("Attention", attention_members(schedule, id, a, rows)),
@@ -352,6 +353,14 @@ pub(super) fn epilogue_members(epilogue: Epilogue) -> String {
 
 /// How a matrix of codes is read; nothing of plain weights.
 pub(super) fn coding_members(format: Format, k: u32) -> String {
+    match code_members(format) {
+        members if members.is_empty() => members,
+        members => members + &format!("int GRANULE_BYTES = {}\n", format.granule_bytes(k)),
+    }
+}
+
+/// What codes and scales are; nothing of plain weights.
+fn code_members(format: Format) -> String {
     let Format { code, groups, row_scales } = format;
     let code = match code {
         Code::F32 | Code::Bf16 => return String::new(),
@@ -370,11 +379,20 @@ pub(super) fn coding_members(format: Format, k: u32) -> String {
         };
         (groups.k, scale, groups.zeros)
     });
-    let bytes = format.granule_bytes(k);
     format!(
         "Code CODE = Code::{code}\nint GROUP_K = {group_k}\nScaleCode SCALE_CODE = ScaleCode::{scale}\nbool ZEROS = {zeros}\n\
-         bool ROW_SCALES = {row_scales}\nint GRANULE_BYTES = {bytes}\n"
+         bool ROW_SCALES = {row_scales}\n"
     )
+}
+
+/// Members of a table of codes; none of one of values.
+pub(super) fn table_members(table: &Buffer) -> String {
+    let Some(format) = table.coded else { return String::new() };
+    let TableRow { scales, zeros, row_scale, bytes } = format.table_row(table.cols);
+    let places = format!(
+        "int SCALES_AT = {scales}\nint ZEROS_AT = {zeros}\nint ROW_SCALE_AT = {row_scale}\nint ROW_BYTES = {bytes}\n"
+    );
+    code_members(format) + &places
 }
 
 pub(super) fn attention_members(schedule: &Schedule, id: GridId, a: &Attention, rows: u32) -> String {

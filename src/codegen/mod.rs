@@ -21,7 +21,7 @@ pub struct KernelSource {
 }
 
 /// The kernel library, by the names that `#include` uses.
-pub const HEADERS: [(&str, &str); 20] = [
+pub const HEADERS: [(&str, &str); 21] = [
     ("monobloc.cuh", include_str!("../../kernels/monobloc.cuh")),
     ("core/types.cuh", include_str!("../../kernels/core/types.cuh")),
     ("core/math.cuh", include_str!("../../kernels/core/math.cuh")),
@@ -34,8 +34,9 @@ pub const HEADERS: [(&str, &str); 20] = [
     ("runtime/kernel.cuh", include_str!("../../kernels/runtime/kernel.cuh")),
     ("ops/sampling.cuh", include_str!("../../kernels/ops/sampling.cuh")),
     ("ops/select.cuh", include_str!("../../kernels/ops/select.cuh")),
-    ("ops/embed.cuh", include_str!("../../kernels/ops/embed.cuh")),
     ("ops/matvec_formats.cuh", include_str!("../../kernels/ops/matvec_formats.cuh")),
+    ("ops/table.cuh", include_str!("../../kernels/ops/table.cuh")),
+    ("ops/embed.cuh", include_str!("../../kernels/ops/embed.cuh")),
     ("ops/matvec.cuh", include_str!("../../kernels/ops/matvec.cuh")),
     ("ops/attention_records.cuh", include_str!("../../kernels/ops/attention_records.cuh")),
     ("ops/attention_tensor.cuh", include_str!("../../kernels/ops/attention_tensor.cuh")),

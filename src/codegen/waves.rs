@@ -1,13 +1,15 @@
 //! Prints the kernel of a proven plan of waves, and encodes what it walks, as `kernels/waves/context.cuh` declares it.
 
 use super::abi::{NONE, row_scales};
-use super::emit::{Trace, attention_members, coding_members, elem, epilogue_members, norm_members, vocab};
+use super::emit::{
+    Trace, attention_members, coding_members, elem, epilogue_members, norm_members, table_members, vocab,
+};
 use super::kernel_struct::kernel_struct;
 use super::{Float, HEADERS, KernelSource, ROWS_HEADERS, WAVES_HEADERS};
 use crate::digest::Digest;
 use crate::ir::layout::{Matrix, PLACE_ALIGN_BYTES, matrices};
 use crate::ir::op::{Epilogue, Op, Role};
-use crate::ir::program::Grid;
+use crate::ir::program::{Grid, Program};
 use crate::ir::{BufferId, GridId};
 use crate::rows::Shape;
 use crate::target::Target;
@@ -189,7 +191,7 @@ fn class_of(proven: &Proven<'_>, wave: &PlanWave) -> (&'static str, String) {
     match (&wave.action, &grid.op) {
         (Action::Rows { residual, sum, out }, _) => {
             let over = plan.divisions[wave.division.index()].over;
-            ("WaveRows", rows_members(plan, over, *residual, sum.as_ref(), out.as_ref()))
+            ("WaveRows", rows_members(&schedule.program, plan, over, *residual, sum.as_ref(), out.as_ref()))
         }
         (Action::MatMul { squares, target, pass, chunk, warps, .. }, Op::MatVec(m)) => {
             let norm_parts = squares.map_or(0, |id| plan.work[id.index()].cols);
@@ -237,11 +239,18 @@ fn class_of(proven: &Proven<'_>, wave: &PlanWave) -> (&'static str, String) {
 }
 
 /// Members of a wave of rows.
-fn rows_members(plan: &Plan, over: Over, residual: WorkId, sum: Option<&Sum>, out: Option<&Input>) -> String {
+fn rows_members(
+    program: &Program,
+    plan: &Plan,
+    over: Over,
+    residual: WorkId,
+    sum: Option<&Sum>,
+    out: Option<&Input>,
+) -> String {
     let hidden = plan.work[residual.index()].cols;
-    let (embed, embed_scale) = match sum {
-        Some(Sum::Embed { scale, .. }) => (true, *scale),
-        _ => (false, 1.0),
+    let (embed, embed_scale, table) = match sum {
+        Some(Sum::Embed { scale, table, .. }) => (true, *scale, table_members(&program.buffers[table.index()])),
+        _ => (false, 1.0, String::new()),
     };
     let branch = match sum {
         Some(Sum::Branch { branch, norm, scale }) => Some((*branch, norm.map(|of| of.norm), *scale)),
@@ -260,6 +269,7 @@ fn rows_members(plan: &Plan, over: Over, residual: WorkId, sum: Option<&Sum>, ou
         Float(branch.map_or(1.0, |(_, _, scale)| scale)),
         out.is_some(),
     );
+    s += &table;
     s += &prefixed(&norm_members(branch.and_then(|(_, norm, _)| norm)));
     s += &norm_members(out.and_then(|out| out.norm).map(|norm| norm.norm));
     s

@@ -146,7 +146,8 @@ fn run_row<R: Real>(
             let mut word = [0];
             memory.load_words(token, &mut word);
             s.load.clear();
-            s.load.extend(table_values(step.pack, table, word[0], residual.first, residual.len).map(|v| v * scale));
+            table_values(step.pack, table, word[0], residual.first, residual.len, &mut s.load);
+            s.load.iter_mut().for_each(|v| *v *= scale);
             memory.store(residual, &s.load);
             out.iter().for_each(|out| memory.store(out, &s.load));
         }
@@ -161,19 +162,19 @@ fn run_row<R: Real>(
     }
 }
 
-/// A row of the embedding table, columns `first..first + len`; the last row stands in for a token beyond the table,
-/// which callers exclude.
-fn table_values<'a>(
-    pack: &'a [u8],
-    t: &Table,
-    token: u32,
-    first: usize,
-    len: usize,
-) -> impl Iterator<Item = f32> + use<'a> {
-    let dtype = t.dtype;
+/// Appends columns `first..first + len` of a row of the embedding table; the last row stands in for a token beyond the table, which
+/// callers exclude.
+fn table_values(pack: &[u8], t: &Table, token: u32, first: usize, len: usize, out: &mut Vec<f32>) {
     let row = token.min(t.rows.saturating_sub(1)) as usize;
-    let begin = t.bytes.start + (row * t.cols + first) * dtype.bytes();
-    pack[begin..begin + len * dtype.bytes()].chunks_exact(dtype.bytes()).map(move |v| read_value(dtype, v))
+    let row = &pack[t.bytes.start + row * t.row_bytes..][..t.row_bytes];
+    let bytes = t.dtype.bytes();
+    match t.coded {
+        Some(format) => out.extend(format.table_values(row, t.cols, first).take(len)),
+        None => {
+            let values = row[first * bytes..(first + len) * bytes].chunks_exact(bytes);
+            out.extend(values.map(|v| read_value(t.dtype, v)));
+        }
+    }
 }
 
 /// The better of two candidates: the larger logit, and of equal ones the lower row.

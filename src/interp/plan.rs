@@ -5,7 +5,7 @@ use super::real::read_value;
 use super::synthetic::CacheKind;
 use crate::dtype::DType;
 use crate::format::Format;
-use crate::ir::layout::{Matrix, matrices, pack_bytes};
+use crate::ir::layout::{Matrix, constant_row_bytes, matrices, pack_bytes, placed_bytes};
 use crate::ir::op::{self, Epilogue, NormAttr, Op, PARTIAL_HEADER, Role};
 use crate::ir::program::{Buffer, Grid, Operand, Program, Rows, Space};
 use crate::ir::schedule::{Event, Ring, Schedule, Source, Task};
@@ -147,13 +147,16 @@ pub enum Work {
     NormAdd(Box<NormAdd>),
 }
 
-/// The embedding table, row-major in the pack.
+/// The embedding table, row by row in the pack.
 #[derive(Debug, Clone)]
 pub struct Table {
     pub bytes: Range<usize>,
     pub dtype: DType,
+    /// Of a table of codes.
+    pub coded: Option<Format>,
     pub rows: u32,
-    pub cols: usize,
+    pub cols: u32,
+    pub row_bytes: usize,
 }
 
 /// A norm with its constants, as ranges of [`Plan::constants`].
@@ -407,7 +410,7 @@ impl MemoryMap {
             match buffer.space {
                 Space::Constant => {
                     let offset = place(b).unwrap_or(0);
-                    let end = offset.saturating_add((elements * buffer.dtype.bytes()) as u64);
+                    let end = offset.saturating_add(placed_bytes(buffer));
                     if end > pack.len() as u64 {
                         return Err(PlanError::Pack { expected: end, found: pack.len() as u64 });
                     }
@@ -613,11 +616,12 @@ impl MemoryMap {
                     role: Role::Table,
                     found,
                 })?;
-                let cols = buffer.cols as usize;
                 let residual = self.region(at, Role::Residual)?;
                 let out = self.published(at, residual.len)?;
                 self.columns(at, operand)?;
-                let table = Table { bytes, dtype: buffer.dtype, rows: buffer.rows, cols };
+                let Buffer { dtype, coded, rows, cols, .. } = *buffer;
+                let row_bytes = constant_row_bytes(buffer) as usize;
+                let table = Table { bytes, dtype, coded, rows, cols, row_bytes };
                 Work::Embed { token: self.sized(at, Role::Token, 1)?, table, residual, out, scale: *scale }
             }
             Op::MatVec(m) => Work::MatVec(Box::new(self.mat_vec(at, m, streamed)?)),

@@ -251,7 +251,15 @@ pub fn placed_bytes(b: &Buffer) -> u64 {
             let packets = cols.div_ceil(4 / b.dtype.bytes() as u64).next_multiple_of(2);
             packets.saturating_mul(PACKET_BYTES).saturating_mul(rows).saturating_mul(u64::from(b.phases))
         }
-        _ => (rows * cols).saturating_mul(b.dtype.bytes() as u64),
+        _ => rows.saturating_mul(constant_row_bytes(b)),
+    }
+}
+
+/// Bytes of a row of a buffer whose rows lie one after another: of values, or of a table of codes.
+pub fn constant_row_bytes(b: &Buffer) -> u64 {
+    match b.coded {
+        Some(format) => format.table_row(b.cols).bytes,
+        None => u64::from(b.cols) * b.dtype.bytes() as u64,
     }
 }
 

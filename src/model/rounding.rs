@@ -24,20 +24,28 @@ pub enum PlanError {
 /// # Errors
 /// A layer that is not there, or a matrix that the checkpoint stores in another format.
 pub fn round_matrices(graph: &mut ModelGraph, weights: &mut Weights, plan: &FormatPlan) -> Result<(), PlanError> {
-    let layers = graph.layers.len();
+    let (layers, tied) = (graph.layers.len(), graph.head.weight.tensor == graph.embed);
     if let Some((&layer, _)) = plan.layers.iter().find(|(layer, _)| **layer as usize >= layers) {
         return Err(PlanError::Layer { layer, layers });
     }
     if let Some(format) = plan.of(None) {
         let head = graph.head.weight.tensor;
-        if head == graph.embed && !graph.formats.contains_key(&head) {
-            // The embedding keeps its values: one row of it is read in a step.
-            let Tensor { name, dtype, shape } = graph.tensor(head).clone();
-            graph.head.weight.tensor = weights.rounded_copy(head, format);
-            graph.tensors.push(Tensor { name, dtype, shape });
-            graph.formats.insert(graph.head.weight.tensor, format);
+        if tied && !graph.formats.contains_key(&head) {
+            // The embedding keeps its values, unless the plan says otherwise: one row of it is read in a step.
+            graph.head.weight.tensor = round_copy(graph, weights, head, format);
         } else {
             round_tensor(graph, weights, head, format)?;
+        }
+    }
+    if let Some(format) = plan.of_embed() {
+        let (embed, head) = (graph.embed, graph.head.weight.tensor);
+        if !tied || graph.formats.contains_key(&embed) {
+            round_tensor(graph, weights, embed, format)?;
+        } else if graph.formats.get(&head) == Some(&format) {
+            graph.embed = head;
+        } else {
+            // The head keeps its values, or those of its own format.
+            graph.embed = round_copy(graph, weights, embed, format);
         }
     }
     for layer in 0..layers {
@@ -48,6 +56,15 @@ pub fn round_matrices(graph: &mut ModelGraph, weights: &mut Weights, plan: &Form
         }
     }
     Ok(())
+}
+
+/// Adds a tensor with the values of `of` rounded to `format`.
+fn round_copy(graph: &mut ModelGraph, weights: &mut Weights, of: TensorId, format: Format) -> TensorId {
+    let Tensor { name, dtype, shape } = graph.tensor(of).clone();
+    let copy = weights.rounded_copy(of, format);
+    graph.tensors.push(Tensor { name, dtype, shape });
+    graph.formats.insert(copy, format);
+    copy
 }
 
 fn linears(graph: &ModelGraph, layer: usize) -> impl Iterator<Item = &Linear> {

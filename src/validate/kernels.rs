@@ -124,7 +124,8 @@ impl Rules<'_> {
         self.expect_rule(Rule::KernelRows, whole, Entity::Machine, || {
             format!("expected whole tiles of rows that {warps} warps share evenly, found {} rows", program.rows)
         });
-        let plain = program.buffers.iter().all(|buffer| buffer.coded.is_none_or(Format::is_plain));
+        let mut matrices = program.buffers.iter().filter(|buffer| buffer.space == Space::Weight);
+        let plain = matrices.all(|buffer| buffer.coded.is_none_or(Format::is_plain));
         self.expect_rule(Rule::KernelRows, tiles == 1 || plain, Entity::Schedule, || {
             format!("expected weights that are no codes in steps of {} rows, found codes", program.rows)
         });

@@ -4,6 +4,7 @@ use super::variants::granules;
 use super::wellformed::Grids;
 use super::{Entity, Found, Rule, note};
 use crate::dtype::DType;
+use crate::format::Format;
 use crate::ir::op::{Epilogue, Op, Role, UNIT_ROWS};
 use crate::ir::program::{Buffer, Rows, Space};
 use crate::ir::schedule::{Machine, Schedule, SmemKind};
@@ -356,6 +357,19 @@ pub(super) fn bytes(buffer: &Buffer) -> u64 {
             let packets = cols.div_ceil(4 / buffer.dtype.bytes() as u64).next_multiple_of(2);
             packets.saturating_mul(8).saturating_mul(rows).saturating_mul(u64::from(buffer.phases))
         }
+        Space::Constant if buffer.coded.is_some() => rows.saturating_mul(table_row_bytes(buffer)),
         _ => (rows * cols).saturating_mul(buffer.dtype.bytes() as u64),
     }
+}
+
+/// Bytes of a row of a table of codes: its codes and scales in whole words, and all of it in 16 bytes.
+fn table_row_bytes(buffer: &Buffer) -> u64 {
+    let Format { code, groups, row_scales } = buffer.format();
+    let cols = u64::from(buffer.cols);
+    let codes = if code.bits() == 4 { cols.div_ceil(2) } else { cols }.next_multiple_of(4);
+    let of_groups = groups.map_or(0, |groups| {
+        let each = u64::from(groups.scale.bytes()) + u64::from(groups.zeros);
+        cols.div_ceil(u64::from(groups.k.max(1))) * each
+    });
+    (codes + of_groups.next_multiple_of(4) + if row_scales { 4 } else { 0 }).next_multiple_of(16)
 }

@@ -285,9 +285,10 @@ impl Judge<'_> {
                 }
                 let (cols, table_of, out_of) =
                     (self.cols(buffer(Role::Table)?), buffer(Role::Table)?, buffer(Role::Out)?);
-                // Waves of rows take a token's row as bf16.
-                let narrow = self.validated.schedule().program.buffers[table_of.index()].dtype == DType::Bf16;
-                if !narrow || table != table_of || times.to_bits() != scale.to_bits() || self.residual.is_some() {
+                // Waves of rows take a token's row as bf16, or decode it.
+                let buffer = &self.validated.schedule().program.buffers[table_of.index()];
+                let taken = buffer.dtype == DType::Bf16 || buffer.coded.is_some();
+                if !taken || table != table_of || times.to_bits() != scale.to_bits() || self.residual.is_some() {
                     return no("another table or scale");
                 }
                 self.layout(residual, Layout::Rows(DType::F32), cols)?;

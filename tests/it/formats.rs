@@ -14,12 +14,14 @@ use monobloc::ir::GridId;
 use monobloc::ir::layout::{matrices, pack_bytes};
 use monobloc::ir::parse::parse;
 use monobloc::ir::print::print;
+use monobloc::ir::program::{Buffer, Content, Space};
 use monobloc::ir::schedule::Schedule;
 use monobloc::ir::variant::{MatVecVariant, Variant};
 use monobloc::lower::lower;
+use monobloc::model::coded::CodedRow;
 use monobloc::model::config::{Imported, import, import_config_only};
 use monobloc::model::graph::TensorId;
-use monobloc::model::rounding::round_matrices;
+use monobloc::model::rounding::{round_matrices, round_row};
 use monobloc::pack::{pack, pack_pieces};
 use monobloc::reference;
 use monobloc::schedule::schedule;
@@ -312,6 +314,7 @@ fn overrides_leave_matrices_as_they_are() {
     let plan = FormatPlan {
         weights: Some(int8),
         head: Some(NAMED[1].1),
+        embed: None,
         layers: BTreeMap::from([(1, Format::by_group(Code::Int4, 64, ScaleCode::F16, false))]),
     };
     let imported = rounded(import_config_only(ODD, 3).unwrap(), &plan);
@@ -334,6 +337,50 @@ fn overrides_leave_matrices_as_they_are() {
     let mut stored = import(&fixture("quantised/mxfp4")).unwrap();
     let found = round_matrices(&mut stored.graph, &mut stored.weights, &all(int8)).unwrap_err().to_string();
     assert!(found.contains("asks for int8 of tensor") && found.contains("stores as e2m1 by 32 e8m0"), "{found}");
+}
+
+/// The embedding in every format that rounding has, beside a head in every other one, tied and untied: rows are looked up with the values
+/// that rounding gives them, by reference and interpreter, and take as few bytes of the pack as their codes.
+#[test]
+fn an_embedding_has_a_format_of_its_own() {
+    let names: Vec<&str> = NAMED.iter().filter(|(_, f)| !f.is_plain()).map(|(name, _)| *name).collect();
+    let ids = [3u32, 17, 5, 3, 40];
+    for tied in [true, false] {
+        let config = ODD.replace("\"tie_word_embeddings\": true", &format!("\"tie_word_embeddings\": {tied}"));
+        let of = |plan: &FormatPlan| rounded(import_config_only(&config, 3).unwrap(), plan);
+        let plain = of(&FormatPlan::default());
+        assert_eq!(plain.graph.head.weight.tensor == plain.graph.embed, tied, "{ODD}");
+        for (at, name) in names.iter().enumerate() {
+            let head = [None, Some(named(name)), Some(named(names[(at + 1) % names.len()]))][at % 3];
+            let plan = FormatPlan { head, embed: Some(named(name)), ..FormatPlan::default() };
+            let imported = of(&plan);
+            let (graph, weights) = (&imported.graph, &imported.weights);
+            assert_eq!(graph.formats.get(&graph.embed), Some(&named(name)));
+            assert_eq!(graph.formats.get(&graph.head.weight.tensor).copied(), head, "{name}");
+            // Of the values that it had without a format.
+            let (mut codes, mut values) = (CodedRow::default(), vec![0.0; graph.hidden as usize]);
+            plain.weights.read_row_f32(plain.graph.embed, 17, &mut values);
+            round_row(named(name), &values, &mut codes);
+            codes.values(named(name), &mut values);
+            let mut found = vec![0.0; values.len()];
+            weights.read_row_f32(graph.embed, 17, &mut found);
+            assert_eq!(found, values, "{name}");
+            for precision in [FP32, BF16] {
+                let schedule = place(&imported, precision, 16);
+                let bytes = pack_bytes(&schedule);
+                let before = pack_bytes(&place(&of(&FormatPlan { embed: None, ..plan.clone() }), precision, 16));
+                assert!(bytes < before, "{name}: {bytes} of {before}");
+            }
+            let schedule = place(&imported, FP32, 16);
+            let want = reference::forward(graph, weights, &ids).concat();
+            let logits = run(&imported, &schedule, Options::fast(), &ids);
+            let difference = max_difference(&logits, &want);
+            assert!(difference < LOGITS_TOLERANCE, "{name}, tied {tied}: {difference}");
+            // The format matters.
+            let other = reference::forward(&plain.graph, &plain.weights, &ids).concat();
+            assert!(max_difference(&want, &other) > 1e-4, "{name}");
+        }
+    }
 }
 
 /// A proven schedule of int4 in groups of 32 and of int8 by row, and what is wrong with it after `edit`.
@@ -389,12 +436,22 @@ fn schedules_that_mistake_a_format_are_refused() {
         s.placement[other] = Some(end);
     });
     assert!(!over.is_empty(), "two buffers share bytes");
-    // No reader of codes reads a matrix from other memory.
-    let constant = broken(|s| {
-        let table = s.program.buffers.iter().position(|b| b.name == "embed").unwrap();
-        s.program.buffers[table].coded = Some(NAMED[2].1);
-    });
-    assert_eq!(constant, [Rule::Format]);
+    // Of constants a table alone may have codes, and none has a format of values.
+    let constant = |of_table: bool, format| {
+        broken(|s| {
+            let kind = |b: &Buffer| {
+                matches!(
+                    (&b.content, of_table),
+                    (Some(Content::Tensor(_)), true) | (Some(Content::Vectors { .. }), false)
+                )
+            };
+            let constant = s.program.buffers.iter_mut().find(|b| b.space == Space::Constant && kind(b)).unwrap();
+            constant.coded = Some(format);
+        })
+    };
+    assert_eq!(constant(true, NAMED[2].1), []);
+    assert_eq!(constant(true, NAMED[1].1), [Rule::Format]);
+    assert!(constant(false, NAMED[2].1).contains(&Rule::Format));
 }
 
 /// A kernel that has no sequence for a format is not scheduled, and says what has one.

@@ -57,7 +57,7 @@ const CASES: [(&str, usize); 46] = [
     ("attention-centred", 5),
     ("attention-splits", 5),
 ];
-const CASES_OF_ROWS: [(&str, usize); 74] = [
+const CASES_OF_ROWS: [(&str, usize); 79] = [
     ("matvec-8-bf16", 2),
     ("matvec-8-long-bf16", 2),
     ("matvec-8-gated-bf16", 2),
@@ -120,6 +120,11 @@ const CASES_OF_ROWS: [(&str, usize); 74] = [
     ("norm_add-64-bf16", 1),
     ("embed-bf16", 1),
     ("embed-64-bf16", 1),
+    ("embed-int8", 1),
+    ("embed-fp8-bf16", 1),
+    ("embed-int4-bf16", 1),
+    ("embed-int4-zeros", 1),
+    ("embed-mxfp4-bf16", 1),
     ("select", 1),
     ("select-64", 1),
     ("attention-halves-bf16", 5),
@@ -367,6 +372,12 @@ fn an_op_of_rows_that_computes_something_else_is_found() {
             "matvec-16-bf16",
         ),
         ("rows/words.cuh", "store_word(reinterpret_cast<u32*>(other + at), NO_WORD);", "", "embed"),
+        // A table of codes: another row, a scale that is left out, the other half of a byte, zero point and scale of another group.
+        ("ops/table.cuh", "u64(token) * G::ROW_BYTES", "0", "embed-int8"),
+        ("ops/table.cuh", "return row_scale * (value", "return (value", "embed-fp8-bf16"),
+        ("ops/table.cuh", ">> col % 2 * 4", ">> 4", "embed-int4-bf16"),
+        ("ops/table.cuh", "row[G::ZEROS_AT + group]", "row[G::ZEROS_AT]", "embed-int4-zeros"),
+        ("ops/table.cuh", "* SCALE_BYTES;", "* 0;", "embed-mxfp4-bf16"),
         (
             "rows/attention.cuh",
             "start = window && position + 1 > window ? position + 1 - window : 0;",

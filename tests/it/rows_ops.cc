@@ -55,6 +55,7 @@ static void ring_release_pair(Context<M>&, const RingCursor<M>&, const RingCurso
 
 #include "runtime/stage.cuh"
 #include "ops/matvec_formats.cuh"
+#include "ops/table.cuh"
 #include "ops/matvec.cuh"
 #include "ops/attention_records.cuh"
 #include "ops/attention_tensor.cuh"
@@ -351,15 +352,67 @@ static void norm_add(const char* name, u64 active) {
   report(name, expected, found);
 }
 
+// A table of values in the constants; its values.
+template <class M, class G, class = int>
+struct MakeTable {
+  static std::vector<double> run(u64& state, int rows) {
+    typedef typename ElemOf<M::WEIGHT>::type W;
+    const std::vector<float> table = numbers(state, rows * G::HIDDEN);
+    constants.resize(table.size() * sizeof(W));
+    for (size_t i = 0; i < table.size(); i++) narrow(table[i], reinterpret_cast<W*>(constants.data()) + i);
+    return std::vector<double>(table.begin(), table.end());
+  }
+};
+// A table of codes: what Format::table_row says of its rows.
+template <int H, Code C, int GROUP, ScaleCode S, bool Z, bool R>
+struct TableAs : Sum<H> {
+  static constexpr Code CODE = C;
+  static constexpr ScaleCode SCALE_CODE = S;
+  static constexpr int GROUP_K = GROUP;
+  static constexpr bool ZEROS = Z, ROW_SCALES = R;
+  static constexpr int BITS = C == Code::INT8 || C == Code::E4M3 ? 8 : 4, GROUPS = GROUP == 0 ? 0 : (H + GROUP - 1) / (GROUP + (GROUP == 0));
+  static constexpr int SCALE_BYTES = S == ScaleCode::F32 ? 4 : S == ScaleCode::F16 || S == ScaleCode::BF16 ? 2 : 1;
+  static constexpr int SCALES_AT = ((H * BITS + 7) / 8 + 3) / 4 * 4, ZEROS_AT = SCALES_AT + GROUPS * SCALE_BYTES;
+  static constexpr int ROW_SCALE_AT = (ZEROS_AT + (Z ? GROUPS : 0) + 3) / 4 * 4, ROW_BYTES = (ROW_SCALE_AT + (R ? 4 : 0) + 15) / 16 * 16;
+};
+template <class M, class G>
+struct MakeTable<M, G, decltype(int(G::CODE))> {
+  static std::vector<double> run(u64& state, int rows) {
+    std::vector<double> values;
+    constants.assign(size_t(rows) * G::ROW_BYTES, 0);
+    for (int r = 0; r < rows; r++) {
+      u8* row = reinterpret_cast<u8*>(constants.data()) + size_t(r) * G::ROW_BYTES;
+      u8 bytes[4];
+      double row_scale = 1;
+      if (G::ROW_SCALES) row_scale = scale_of(ScaleCode::F32, word_of(state), bytes), std::memcpy(row + G::ROW_SCALE_AT, bytes, 4);
+      double scale = row_scale, zero = G::CODE == Code::INT4 ? 8 : 0;
+      for (int i = 0; i < G::HIDDEN; i++) {
+        if (G::GROUP_K > 0 && i % (G::GROUP_K + (G::GROUP_K == 0)) == 0) {
+          const int group = i / (G::GROUP_K + (G::GROUP_K == 0));
+          // Products of fp32 numbers.
+          scale = float(float(scale_of(G::SCALE_CODE, word_of(state), bytes)) * float(row_scale));
+          std::memcpy(row + G::SCALES_AT + group * G::SCALE_BYTES, bytes, G::SCALE_BYTES);
+          if (G::ZEROS) zero = row[G::ZEROS_AT + group] = u8(word_of(state) >> 28);
+        }
+        u32 code = word_of(state) >> (32 - G::BITS);
+        if (G::CODE == Code::E4M3 && (code & 127) == 127) code = 3;
+        if (G::BITS == 8)
+          row[i] = u8(code);
+        else
+          row[i / 2] |= u8(code << i % 2 * 4);
+        values.push_back(float(scale * (value_of(G::CODE, code) - zero)));
+      }
+    }
+    return values;
+  }
+};
+
 template <class M, class G>
 static void embed(const char* name, u64 active) {
-  typedef typename ElemOf<M::WEIGHT>::type W;
   constexpr int VOCAB = 30;
   u64 state = 4321;
   start<M>(2, active);
-  const std::vector<float> table = numbers(state, VOCAB * G::HIDDEN);
-  constants.resize(table.size() * sizeof(W));
-  for (size_t i = 0; i < table.size(); i++) narrow(table[i], reinterpret_cast<W*>(constants.data()) + i);
+  const std::vector<double> table = MakeTable<M, G>::run(state, VOCAB);
   entry.table = 0, entry.lo = 0, entry.hi = (G::HIDDEN + 7) / 8;
   entry.out = words<M, G::HIDDEN>();
   for (int row = 0; row < M::ROWS; row++) rows_state<M>().token[row] = row * 7 % VOCAB;
@@ -633,6 +686,11 @@ int main() {
   norm_add<B64, Sum<72>>("norm_add-64-bf16", many);
   embed<B16, Sum<64>>("embed-bf16", some);
   embed<B64, Sum<24>>("embed-64-bf16", many);
+  embed<F8, TableAs<41, Code::INT8, 0, ScaleCode::NONE, false, true>>("embed-int8", some & 0xff);
+  embed<B16, TableAs<64, Code::E4M3, 0, ScaleCode::NONE, false, true>>("embed-fp8-bf16", some);
+  embed<B16, TableAs<203, Code::INT4, 32, ScaleCode::F16, false, false>>("embed-int4-bf16", some);
+  embed<F8, TableAs<72, Code::INT4, 16, ScaleCode::BF16, true, true>>("embed-int4-zeros", some & 0xff);
+  embed<B64, TableAs<72, Code::E2M1, 32, ScaleCode::E8M0, false, false>>("embed-mxfp4-bf16", many);
   select<B16>("select", 0xfff7);
   select<B64>("select-64", 0xfffffff7fffffff7);
   typedef Heads<4, 2, 2, 64, 64, false, HeadNorm::NONE, 0, 1> Halves;

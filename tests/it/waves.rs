@@ -10,7 +10,7 @@ use monobloc::codegen::emit::Trace;
 use monobloc::codegen::waves::{self, SHARES_HELD, emit, encode};
 use monobloc::defaults::rows::{Room, place_rows};
 use monobloc::dtype::{DType, Precision};
-use monobloc::format::{Code, Format, NAMED, ScaleCode};
+use monobloc::format::{Code, Format, FormatPlan, NAMED, ScaleCode};
 use monobloc::ir::op::{Attention, Op, Role};
 use monobloc::ir::program::{Grid, Program, Space};
 use monobloc::ir::schedule::Schedule;
@@ -270,7 +270,9 @@ fn kernels_of_waves_of_codes_compile() {
         (named("fp8"), "h200", FORMS[3]),
     ] {
         let target = Target::builtin(record).unwrap();
-        let coded = rounded(wide("families/llama-gqa"), &all(format));
+        let plan =
+            FormatPlan { embed: Some(format).filter(|format| !format.groups.is_some_and(|g| g.zeros)), ..all(format) };
+        let coded = rounded(wide("families/llama-gqa"), &plan);
         let validated = kernel(&coded.graph, &target);
         let source = emit(&proven(&validated, &target, form, rows).unwrap(), &target, Trace::Off);
         let compiled = nvrtc.compile(&source).unwrap_or_else(|error| panic!("{format} on {record}: {error}"));
@@ -1352,8 +1354,15 @@ fn a_generated_kernel_computes_keys_and_values_of_its_model() {
 #[test]
 fn a_generated_kernel_of_steps_decides_what_its_model_does() {
     const NAME: &str = "a_generated_kernel_of_steps_decides_what_its_model_does";
-    for (name, rows) in [("families/gemma3", 16), ("families/qwen3", 32), ("families/starcoder2", 64)] {
+    let codes = |weights, embed| FormatPlan { embed: Some(named(embed)), ..all(named(weights)) };
+    for (name, rows, plan) in [
+        ("families/gemma3", 16, FormatPlan::default()),
+        ("families/qwen3", 32, codes("int4:32", "int8")),
+        ("families/starcoder2", 64, FormatPlan::default()),
+        ("families/llama-gqa", 64, codes("fp8", "mxfp4")),
+    ] {
         let ((_folder, imported), target) = (stored(&wide(name)), small());
+        let imported = rounded(imported, &plan);
         let validated = kernel(&imported.graph, &target);
         let proven = proven(&validated, &target, Form::Steps, rows).unwrap();
         let shape = Shape::of(&validated.schedule().program).unwrap();

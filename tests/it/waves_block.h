@@ -22,6 +22,7 @@ template <class M>
 static void ring_release_pair(Context<M>&, const RingCursor<M>&, const RingCursor<M>&, bool = true) { std::abort(); }
 #include "runtime/stage.cuh"
 #include "ops/matvec_formats.cuh"
+#include "ops/table.cuh"
 #include "ops/matvec.cuh"
 #include "ops/attention_records.cuh"
 #include "ops/attention_tensor.cuh"

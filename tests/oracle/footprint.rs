@@ -995,6 +995,17 @@ fn matrix_bytes(s: &Schedule, b: usize) -> u64 {
     s.program.grids.iter().map(of_grid).max().unwrap_or(0)
 }
 
+/// Bytes of a row of a table of codes: codes, scales and zero points of groups, the scale of the row, each from a whole word on.
+fn table_row(buffer: &Buffer) -> u64 {
+    let Format { code, groups, row_scales } = buffer.format();
+    let cols = u64::from(buffer.cols);
+    let words = |bytes: u64| 4 * bytes.div_ceil(4);
+    let of_groups =
+        groups.map_or(0, |g| cols.div_ceil(u64::from(g.k.max(1))) * u64::from(g.scale.bytes() + u32::from(g.zeros)));
+    let bytes = words((cols * u64::from(code.bits())).div_ceil(8)) + words(of_groups) + if row_scales { 4 } else { 0 };
+    16 * bytes.div_ceil(16)
+}
+
 /// Places of buffers. Exchange memory is shadowed while it runs; caches and outputs are written at every position of a
 /// text, so that two in one place are a fault without running.
 fn arenas(s: &Schedule, target: &Target) -> Result<(), Fault> {
@@ -1004,6 +1015,7 @@ fn arenas(s: &Schedule, target: &Target) -> Result<(), Fault> {
         let elements = u64::from(buffer.rows).saturating_mul(u64::from(buffer.cols));
         let bytes = match buffer.space {
             Space::Exchange => phase_bytes(buffer).saturating_mul(u64::from(buffer.phases)),
+            Space::Constant if buffer.coded.is_some() => u64::from(buffer.rows).saturating_mul(table_row(buffer)),
             _ => elements.saturating_mul(buffer.dtype.bytes() as u64),
         };
         match buffer.space {

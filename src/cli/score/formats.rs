@@ -63,7 +63,7 @@ pub fn compare(
     let first = exact.row(own, &read, None)?;
     let mut rows = vec![first];
     for (name, format) in NAMED.into_iter().filter(|(_, format)| !format.is_plain()) {
-        let formats = FormatPlan { weights: Some(format), ..FormatPlan::default() };
+        let formats = FormatPlan { weights: Some(format), embed: manifest.formats.embed, ..FormatPlan::default() };
         let rounded = Manifest { formats, ..manifest.clone() };
         let rounded = pipeline::prepare(workspace, &rounded, target)?;
         let mut runs = Runs::begin(workspace, &rounded)?;
