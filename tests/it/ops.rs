@@ -9,7 +9,7 @@ use crate::sampling::compiled;
 use crate::skipped;
 
 /// Each case, and how often it runs: with other numbers, or at other positions.
-const CASES: [(&str, usize); 46] = [
+const CASES: [(&str, usize); 53] = [
     ("matvec-store-bias", 3),
     ("matvec-rms-ragged", 3),
     ("matvec-two-at-once", 3),
@@ -48,6 +48,13 @@ const CASES: [(&str, usize); 46] = [
     ("tensor-e2m1-both", 3),
     ("tensor-int8-ahead", 3),
     ("tensor-int4-ahead", 3),
+    ("tensor-int8-gated-bf16", 3),
+    ("tensor-int4-layer-bf16", 3),
+    ("tensor-int8-logits", 3),
+    ("tensor-e2m1-whole-chunks", 3),
+    ("tensor-e4m3-batches", 3),
+    ("tensor-int8-batches", 3),
+    ("tensor-e2m1-logits", 3),
     ("norm_add-owned", 3),
     ("norm_add-replicated", 3),
     ("norm_add-bf16", 3),
