@@ -5,14 +5,14 @@ use super::layout::{WARP_ROWS, WORD_ROWS, cache_pitch};
 use super::op::{Attention, MatVec};
 use super::schedule::Machine;
 use crate::dtype::{DType, Precision};
-use crate::format::{Code, Format};
+use crate::format::{Code, Format, Groups};
 use crate::model::graph::QkNormSpan;
 use std::ops::Range;
 
-/// Granules of weights that a warp keeps in registers unless a candidate says otherwise: 48 registers of a lane.
-const HELD_GRANULES: u32 = 12;
+/// Registers of a lane that hold weights, with the scales and zero points of their groups, unless a candidate says otherwise.
+const HELD_REGISTERS: u32 = 48;
 /// More would leave fewer registers than the sums and the staging of the input take.
-const HELD_GRANULES_MAX: u32 = 24;
+const HELD_REGISTERS_MAX: u32 = 96;
 /// Pairs of packets that a thread waits for at once unless a candidate says otherwise: each round of waiting costs a trip to L2, each
 /// pair four registers.
 pub const POLL_BATCH: u32 = 8;
@@ -118,6 +118,8 @@ impl AttentionVariant {
 pub struct RegisterTiling {
     /// Granules of a unit that one warp reads, of one chunk at a time.
     granules: u32,
+    /// Registers of a lane for each of them.
+    registers: u32,
     /// Units that a chunk holds; 0: a unit is more than one chunk.
     of_chunk: u32,
     /// Units of the longest task.
@@ -142,6 +144,7 @@ impl RegisterTiling {
         let granule_pairs = granule_pairs(m.parts(), format, precision);
         RegisterTiling {
             granules: unit.min(chunk).div_ceil(warps).max(1),
+            registers: granule_registers(format),
             of_chunk: chunk / unit,
             units: units.max(1),
             batch: machine.reduce_batch.max(1),
@@ -153,7 +156,7 @@ impl RegisterTiling {
     /// its sums, or whole chunks of it, so that a warp finishes one chunk before it waits for the next (docs/perf-log.md). No
     /// group reaches over the end of a batch of sums.
     pub fn units_per_warp_rule(&self) -> u32 {
-        let fit = (HELD_GRANULES / self.granules).max(1);
+        let fit = (HELD_REGISTERS / self.registers / self.granules).max(1);
         if self.of_chunk == 0 {
             return 1;
         }
@@ -178,17 +181,18 @@ impl RegisterTiling {
 
     /// Why a warp cannot hold `hold` units; `None`: it can.
     pub fn refuses_units_per_warp(&self, hold: u32) -> Option<String> {
-        let RegisterTiling { granules, of_chunk, units, batch, .. } = *self;
+        let RegisterTiling { granules, registers, of_chunk, units, batch, .. } = *self;
         if hold == 0 || hold > units {
             return Some(format!("1 to {units}, the units of the longest task"));
         }
         if hold > 1 && of_chunk == 0 {
             return Some("1, for a unit is more than one chunk".to_string());
         }
-        if hold > 1 && hold.saturating_mul(granules) > HELD_GRANULES_MAX {
-            let most = (HELD_GRANULES_MAX / granules).max(1);
+        let of_unit = granules.saturating_mul(registers);
+        if hold > 1 && hold.saturating_mul(of_unit) > HELD_REGISTERS_MAX {
+            let most = (HELD_REGISTERS_MAX / of_unit).max(1);
             return Some(format!(
-                "at most {most}: of each unit a lane holds {granules} granules, of {HELD_GRANULES_MAX}"
+                "at most {most}: each unit takes {of_unit} registers of a lane, of {HELD_REGISTERS_MAX}"
             ));
         }
         let divides = units <= batch || batch.is_multiple_of(hold);
@@ -200,6 +204,14 @@ impl RegisterTiling {
         let most = self.pairs.min(2 * POLL_BATCH);
         (poll == 0 || poll > most).then(|| format!("1 to {most}, as many pairs as a thread stages, and registers hold"))
     }
+}
+
+/// Registers of a lane for a granule: its 16 bytes of weights; of codes also scales and zero points of the groups that it has sums of, which
+/// are half of them on tensor cores (`matvec_formats.cuh`).
+fn granule_registers(format: Format) -> u32 {
+    let groups = format.granule_groups().div_ceil(2);
+    let of_groups = |g: Groups| (groups * g.scale.bytes()).div_ceil(4) + u32::from(g.zeros);
+    4 + format.groups.map_or(0, of_groups)
 }
 
 /// Why no kernel streams a matrix of `format`; `None`: kernels for any number of rows do (`matvec_formats.cuh`).
@@ -349,5 +361,27 @@ impl Attention {
         (!sound).then(|| {
             format!("a divisor of {warps} warps that leaves each a multiple of 64 of {} dimensions", self.head_dim)
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::format::ScaleCode;
+
+    /// A task of six units, of each of which a lane reads four granules: qkv of Llama-3.1-8B in codes of 4 bits on 132 SMs.
+    fn tiling(format: Format) -> RegisterTiling {
+        RegisterTiling { granules: 4, registers: granule_registers(format), of_chunk: 1, units: 6, batch: 8, pairs: 8 }
+    }
+
+    #[test]
+    fn scales_of_groups_leave_registers_for_fewer_units() {
+        let (plain, rows) = (tiling(Format::plain(DType::Bf16)), tiling(Format::by_row(Code::Int8)));
+        let groups = tiling(Format::by_group(Code::Int4, 128, ScaleCode::F16, false));
+        let zeros = tiling(Format::by_group(Code::Int4, 32, ScaleCode::F16, true));
+        assert_eq!([plain, rows, groups, zeros].map(|t| t.registers), [4, 4, 5, 6]);
+        assert_eq!([plain, rows, groups, zeros].map(|t| t.units_per_warp_rule()), [3, 3, 2, 2]);
+        let most = |t: RegisterTiling| (1..=6).filter(|hold| t.refuses_units_per_warp(*hold).is_none()).max();
+        assert_eq!([plain, rows, groups, zeros].map(most), [Some(6), Some(6), Some(4), Some(4)]);
     }
 }

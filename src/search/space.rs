@@ -174,7 +174,7 @@ pub const KNOBS: [Knob; KNOB_NAMES.len()] = [
         HOLD,
         false,
         true,
-        "units of qkv whose weights a warp holds in registers at once; 0: as many as 12 granules make",
+        "units of qkv whose weights a warp holds in registers at once; 0: as many as 48 registers hold",
     )
     .of(&["qkv"]),
     knob("hold_o", HOLD, false, true, "the same for the projection after attention").of(&["o"]),

@@ -53,6 +53,10 @@ struct Machine {
 struct Tensor : Machine<Elem::BF16> {
   static constexpr Dot DOT = Dot::MMA;
 };
+template <int UNITS>
+struct Batches : Tensor {
+  static constexpr int REDUCE_BATCH = UNITS;
+};
 constexpr u32 TAG = 7;
 static Params params;
 static Entry entry;
@@ -140,6 +144,39 @@ struct Chunked : P {
   static constexpr int CHUNK = P::template chunk<GRANULES>();
 };
 
+// The row of the matrix that a row of a unit is; -1: none. Of gated units the first half of the rows is of the first half of the matrix.
+template <class G>
+static int row_of(int unit, int row) {
+  if (G::EPILOGUE != Epilogue::GATED) return unit * G::UNIT_ROWS + row < G::ROWS ? unit * G::UNIT_ROWS + row : -1;
+  return unit * 4 + row % 4 < G::ROWS / 2 ? row / 4 * (G::ROWS / 2) + unit * 4 + row % 4 : -1;
+}
+
+// What the epilogue makes of `y` (ROWS), and what the task left; of a residual both the sum and what travels.
+template <class M, class G>
+static void outcome(const std::vector<double>& y, const std::vector<float>& before, const std::vector<float>& logits,
+                    std::vector<double>& expected, std::vector<double>& found) {
+  const auto silu = [](double v) { return v / (1 + std::exp(-v)); };
+  int best = 0;
+  for (int r = 0; r < (G::EPILOGUE == Epilogue::GATED ? G::ROWS / 2 : G::ROWS); r++) {
+    double value = y[r];
+    if (G::EPILOGUE == Epilogue::ACT) value = silu(y[r]);
+    if (G::EPILOGUE == Epilogue::GATED) value = silu(y[r]) * y[G::ROWS / 2 + r];
+    if (G::EPILOGUE == Epilogue::RESIDUAL) value = before[r] + G::SCALE * y[r];
+    if (G::EPILOGUE == Epilogue::LOGITS) value = G::SOFTCAP * std::tanh(G::SCALE * y[r] / G::SOFTCAP);
+    expected.push_back(value);
+    if (value > expected[best]) best = r;
+    found.push_back(G::EPILOGUE == Epilogue::LOGITS ? logits[r] : published<M>(entry.out, r));
+  }
+  if (G::EPILOGUE == Epilogue::RESIDUAL)
+    for (int r = 0; r < G::ROWS; r++) expected.push_back(expected[r]), found.push_back(residual<M>()[r]);
+  if (G::EPILOGUE == Epilogue::LOGITS) {
+    // The candidate: the best logit, then its row.
+    const u64* candidate = exchange.data() + entry.aux + (TAG & 1) * 2;
+    expected.push_back(expected[best]), found.push_back(__uint_as_float(u32(candidate[0])));
+    expected.push_back(best), found.push_back(u32(candidate[1]));
+  }
+}
+
 // The granules of W (ROWS, K) as the pack has them, cut into chunks.
 template <class M, class G>
 static void stream(const std::vector<float>& w) {
@@ -152,12 +189,10 @@ static void stream(const std::vector<float>& w) {
       for (int part = 0; part < PARTS; part++)
         for (int row = 0; row < G::UNIT_ROWS; row++)
           for (int i = 0; i < PART_K; i++) {
-            const int r = unit * G::UNIT_ROWS + row, k = (j * PARTS + part) * PART_K + i;
-            // Of gated units the first half of the rows is of the first half of the matrix.
-            const int from = G::EPILOGUE == Epilogue::GATED ? (row < 4 ? unit * 4 + row : G::ROWS / 2 + unit * 4 + row - 4) : r;
-            const bool exists = k < G::K && (G::EPILOGUE == Epilogue::GATED ? unit * 4 + row % 4 < G::ROWS / 2 : r < G::ROWS);
+            const int k = (j * PARTS + part) * PART_K + i;
+            const int from = row_of<G>(unit, row);
             W value;
-            narrow(exists ? w[size_t(from) * G::K + k] : 0.f, &value);
+            narrow(from >= 0 && k < G::K ? w[size_t(from) * G::K + k] : 0.f, &value);
             const u8* bytes = reinterpret_cast<const u8*>(&value);
             chunks.back().insert(chunks.back().end(), bytes, bytes + sizeof value);
           }
@@ -192,26 +227,7 @@ static void matvec(const char* name) {
       y[r] = G::BIAS ? bias[r] : 0.;
       for (int k = 0; k < G::K; k++) y[r] += double(w[size_t(r) * G::K + k]) * input[k];
     }
-    const auto silu = [](double v) { return v / (1 + std::exp(-v)); };
-    int best = 0;
-    for (int r = 0; r < (G::EPILOGUE == Epilogue::GATED ? G::ROWS / 2 : G::ROWS); r++) {
-      double value = y[r];
-      if (G::EPILOGUE == Epilogue::ACT) value = silu(y[r]);
-      if (G::EPILOGUE == Epilogue::GATED) value = silu(y[r]) * y[G::ROWS / 2 + r];
-      if (G::EPILOGUE == Epilogue::RESIDUAL) value = before[r] + G::SCALE * y[r];
-      if (G::EPILOGUE == Epilogue::LOGITS) value = G::SOFTCAP * std::tanh(G::SCALE * y[r] / G::SOFTCAP);
-      expected.push_back(value);
-      if (value > expected[best]) best = r;
-      found.push_back(G::EPILOGUE == Epilogue::LOGITS ? logits[r] : published<M>(entry.out, r));
-    }
-    if (G::EPILOGUE == Epilogue::RESIDUAL)
-      for (int r = 0; r < G::ROWS; r++) expected.push_back(expected[r]), found.push_back(residual<M>()[r]);
-    if (G::EPILOGUE == Epilogue::LOGITS) {
-      // The candidate: the best logit, then its row.
-      const u64* candidate = exchange.data() + entry.aux + (TAG & 1) * 2;
-      expected.push_back(expected[best]), found.push_back(__uint_as_float(u32(candidate[0])));
-      expected.push_back(best), found.push_back(u32(candidate[1]));
-    }
+    outcome<M, G>(y, before, logits, expected, found);
     report(name, expected, found);
   }
 }
@@ -225,39 +241,51 @@ struct Coded : CodedAs<P, C, GROUP, S, Z, R> {
 
 template <class M, class G>
 static void matvec_codes(const char* name) {
+  constexpr bool LOGITS = G::EPILOGUE == Epilogue::LOGITS;
   for (u64 seed = 1; seed <= 3; seed++) {
     u64 state = seed * 991;
     start();
     std::vector<float> x = numbers(state, G::K);
     const std::vector<float> weight = numbers(state, G::K), before = numbers(state, G::ROWS + 8);
-    // Values that fp16 has no room for.
-    if (seed == 1)
+    // Values that fp16 has no room for. Logits are capped, so that they would be equal.
+    if (seed == 1 && !LOGITS)
       for (int k = 3; k < G::K; k += 50) x[k] *= 0x1p20f;
-    std::vector<float> row_scales(G::UNITS * 8, 0.f);
-    for (int r = 0; r < G::ROWS; r++) row_scales[r] = number(state);
+    std::vector<float> scales(G::ROWS), row_scales(G::UNITS * 8, 0.f); // of rows of the matrix, and of units
+    for (float& scale : scales) scale = number(state) * (LOGITS ? 0x1p-9f : 1.f);
     std::vector<double> w(size_t(G::ROWS) * G::K);
-    for (int unit = 0; unit < G::UNITS; unit++)
+    for (int unit = 0; unit < G::UNITS; unit++) {
+      int rows[8];
+      for (int row = 0; row < 8; row++) {
+        rows[row] = row_of<G>(unit, row);
+        if (rows[row] >= 0) row_scales[unit * 8 + row] = scales[rows[row]];
+      }
       for (int j = 0; j < G::GRANULES; j++) {
         if (j % G::CHUNK == 0 && (G::CHUNK < G::GRANULES || unit % (G::CHUNK / G::GRANULES) == 0)) chunks.emplace_back();
-        int rows[8];
-        for (int row = 0; row < 8; row++) rows[row] = unit * 8 + row < G::ROWS ? unit * 8 + row : -1;
         const std::vector<u8> granule = random_granule<G>(state, j, rows, w);
         chunks.back().insert(chunks.back().end(), granule.begin(), granule.end());
       }
+    }
     entry.lo = 0, entry.hi = G::UNITS;
     entry.x = packets<M>(x);
     entry.norm_weight = constant(weight);
+    const std::vector<float> norm_bias = numbers(state, G::K);
+    if (G::NORM == Norm::LAYER) entry.norm_bias = constant(norm_bias);
     entry.row_scales = constant(row_scales);
-    entry.out = room(G::ROWS + 2);
+    entry.out = room(G::ROWS + 2), entry.aux = room(8);
     std::memcpy(residual<M>(), before.data(), before.size() * 4);
+    std::vector<float> logits(G::ROWS);
+    params.logits = logits.data();
     run<M, MatVec<M, G>>();
-    const std::vector<double> input = normalised(G::NORM, x, weight, {}, G::EPS);
-    std::vector<double> expected, found;
+
+    const std::vector<double> input = normalised(G::NORM, x, weight, norm_bias, G::EPS);
+    std::vector<double> y(G::ROWS), expected, found;
     for (int r = 0; r < G::ROWS; r++) {
-      double y = 0;
-      for (int k = 0; k < G::K; k++) y += w[size_t(r) * G::K + k] * input[k];
-      expected.push_back(before[r] + G::SCALE * y * (G::ROW_SCALES ? row_scales[r] : 1.)), found.push_back(residual<M>()[r]);
+      for (int k = 0; k < G::K; k++) y[r] += w[size_t(r) * G::K + k] * input[k];
+      if (G::ROW_SCALES) y[r] *= scales[r];
     }
+    outcome<M, G>(y, before, logits, expected, found);
+    // What travels is rounded to bf16, the sum is not.
+    if (G::EPILOGUE == Epilogue::RESIDUAL) expected.erase(expected.begin(), expected.begin() + G::ROWS), found.erase(found.begin(), found.begin() + G::ROWS);
     report(name, expected, found);
   }
 }
@@ -419,6 +447,17 @@ int main() {
   typedef Pairs<Product<16, 200, Norm::NONE, Epilogue::RESIDUAL, 8, 1>> Single;
   matvec_codes<T, Coded<Single, Code::INT8, 0, ScaleCode::NONE, false, true>>("tensor-int8-ahead");
   matvec_codes<T, Coded<Single, Code::INT4, 32, ScaleCode::F16, true, false>>("tensor-int4-ahead");
+  // The other ends and inputs of a task.
+  matvec_codes<T, Coded<Product<36, 200, Norm::NONE, Epilogue::GATED, 8, 1>, Code::INT8, 0, ScaleCode::NONE, false, true>>("tensor-int8-gated-bf16");
+  matvec_codes<T, Coded<Product<21, 200, Norm::LAYER, Epilogue::RESIDUAL, 8, 1>, Code::INT4, 64, ScaleCode::F16, true, false>>("tensor-int4-layer-bf16");
+  matvec_codes<T, Coded<Product<45, 200, Norm::NONE, Epilogue::LOGITS, 8, 1>, Code::INT8, 0, ScaleCode::NONE, false, true>>("tensor-int8-logits");
+  // Whole chunks at once, of which the last one is shorter.
+  matvec_codes<T, Coded<Pairs<Product<37, 200, Norm::NONE, Epilogue::RESIDUAL, 8, 2>>, Code::E2M1, 32, ScaleCode::F16, false, false>>("tensor-e2m1-whole-chunks");
+  // A warp ends more than one unit of a batch, then more than it can at once; 40 units are more than a batch.
+  typedef Product<317, 256, Norm::NONE, Epilogue::RESIDUAL, 8, 1> Many;
+  matvec_codes<Batches<16>, Coded<Pairs<Many>, Code::E4M3, 0, ScaleCode::NONE, false, true>>("tensor-e4m3-batches");
+  matvec_codes<Batches<32>, Coded<Pairs<Many>, Code::INT8, 0, ScaleCode::NONE, false, true>>("tensor-int8-batches");
+  matvec_codes<Batches<16>, Coded<Product<317, 256, Norm::NONE, Epilogue::LOGITS, 8, 2>, Code::E2M1, 32, ScaleCode::E4M3, false, true>>("tensor-e2m1-logits");
   norm_add<F, Sum<100, false>>("norm_add-owned");
   norm_add<F, Sum<203, true>>("norm_add-replicated");
   norm_add<B, Sum<100, false>>("norm_add-bf16");
