@@ -12,8 +12,8 @@
 //! weights = "bf16"             # fp32 or bf16; or rounded to int8, fp8, int4:128, int4:64, int4:32 or mxfp4
 //! head = "bf16"                # default: as weights
 //! layers.0 = "bf16"            # one layer; default: as weights
-//! cache = "bf16"               # fp32 or bf16; default: as weights, bf16 where they are rounded
-//! activations = "bf16"         # likewise
+//! cache = "bf16"               # fp32, bf16 or fp8 (docs/formats.md); default: as weights, bf16 where they are rounded
+//! activations = "bf16"         # fp32 or bf16; default: as weights, bf16 where they are rounded
 //!
 //! [decode]
 //! context_max = 4096           # 1 to 1048576 positions
@@ -78,6 +78,7 @@ const SEARCH_DEFAULT: Search = Search { trials: 0, minutes: 10.0, seed: 0, margi
 const SCHEMES: [&str; 4] = ["hf:", "path:", "synthetic:", "builtin:"];
 
 const PRECISIONS: [(&str, DType); 2] = [("fp32", DType::F32), ("bf16", DType::Bf16)];
+const CACHES: [(&str, DType); 3] = [("fp32", DType::F32), ("bf16", DType::Bf16), ("fp8", DType::E4m3)];
 
 /// TOML integers have a sign.
 const SEED_MAX: u64 = i64::MAX as u64;
@@ -115,7 +116,7 @@ pub struct PrecisionFile {
     pub head: Option<Format>,
     /// By number.
     pub layers: BTreeMap<u32, Format>,
-    pub cache: Option<DType>,
+    pub cache: Option<Spanned<DType>>,
     pub activations: Option<DType>,
 }
 
@@ -272,13 +273,13 @@ fn read_precision(fields: &mut Fields<'_>) -> Option<PrecisionFile> {
     let weights = fields.required("weights", |f, key| f.choice(key, &NAMED));
     let head = fields.choice("head", &NAMED);
     let layers = fields.table("layers", |f| Some(f.numbered_choices(&NAMED)));
-    let cache = fields.choice("cache", &PRECISIONS);
+    let cache = fields.choice("cache", &CACHES);
     let activations = fields.choice("activations", &PRECISIONS);
     Some(PrecisionFile {
         weights: weights?.into_inner(),
         head: head.map(Spanned::into_inner),
         layers: layers.unwrap_or_default(),
-        cache: cache.map(Spanned::into_inner),
+        cache,
         activations: activations.map(Spanned::into_inner),
     })
 }
@@ -420,11 +421,13 @@ fn resolve(file: &ManifestFile, path: &Path, faults: &mut Vec<Diagnostic>) -> Re
     check_source(model, faults);
     let PrecisionFile { weights: asked, head, layers, cache, activations } = precision;
     let weights = if asked.code == Code::F32 { DType::F32 } else { DType::Bf16 };
-    let (cache, activations) = (cache.unwrap_or(weights), activations.unwrap_or(weights));
+    let activations = activations.unwrap_or(weights);
     let formats = FormatPlan { weights: Some(*asked).filter(|f| !f.is_plain()), head: *head, layers: layers.clone() };
     let SearchFile { trials, minutes, seed, margin } = *search;
     let Targets { targets, candidates, measured } = resolve_targets(targets, &base_dir, faults)?;
     check_rows(decode, &targets, faults);
+    check_cache(cache.as_ref(), &targets, faults);
+    let cache = cache.as_ref().map_or(weights, |cache| *cache.get_ref());
     Ok(Manifest {
         name: match name {
             Some(name) => name.get_ref().clone(),
@@ -560,6 +563,15 @@ fn check_rows(decode: &DecodeFile, targets: &[Target], faults: &mut Vec<Diagnost
         let label = format!("expected it with `cpu` targets alone, found `{}`, a GPU", target.name);
         let fault = Diagnostic::new(format!("`decode.{key}` has no meaning here"), span, label);
         faults.push(fault.with_help("leave it out, or give the `cpu` target a manifest of its own"));
+    }
+}
+
+/// No kernel reads a cache in fp8 yet.
+fn check_cache(cache: Option<&Spanned<DType>>, targets: &[Target], faults: &mut Vec<Diagnostic>) {
+    let Some(target) = targets.iter().find(|target| target.kind == TargetKind::Cuda) else { return };
+    if let Some(cache) = cache.filter(|cache| *cache.get_ref() == DType::E4m3) {
+        let label = format!("expected it with `cpu` targets alone, found `{}`, a GPU", target.name);
+        faults.push(Diagnostic::new("no kernel has a cache in fp8", cache.span(), label));
     }
 }
 

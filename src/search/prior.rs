@@ -27,7 +27,11 @@ pub struct Setting {
 
 impl Setting {
     pub fn new(model: &ModelShape, target: &str, target_kind: &str) -> Setting {
-        let bits = |dtype: &str| if dtype == "bf16" { 16.0 } else { 32.0 };
+        let bits = |dtype: &str| match dtype {
+            "fp8" => 8.0,
+            "bf16" => 16.0,
+            _ => 32.0,
+        };
         let log = |value: u32| f64::from(value.max(1)).log2();
         let shape = [
             log(model.layers),

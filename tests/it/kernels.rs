@@ -195,19 +195,19 @@ fn host_and_kernel_swizzle_cache_rows_alike() {
         });
         nvrtc.compile(&KernelSource { text: source.text.clone() + &claims.collect::<String>(), ..source.clone() })
     };
-    with(&|position| swizzled_piece(position, 0)).unwrap_or_else(|error| panic!("{error}"));
-    assert!(with(&|position| swizzled_piece(position, 0) ^ u32::from(position == 9)).is_err());
+    with(&|position| swizzled_piece(position, 0, 256)).unwrap_or_else(|error| panic!("{error}"));
+    assert!(with(&|position| swizzled_piece(position, 0, 256) ^ u32::from(position == 9)).is_err());
     for position in 0..16 {
-        let mut places: Vec<u32> = (0..8).map(|piece| swizzled_piece(position, piece)).collect();
+        let mut places: Vec<u32> = (0..8).map(|piece| swizzled_piece(position, piece, 256)).collect();
         places.sort_unstable();
         assert_eq!(places, (0..8).collect::<Vec<_>>(), "a row keeps its pieces");
     }
     // Eight rows in turn put one piece into eight places; two rows put four pieces into all of them.
     for piece in 0..8 {
-        let places: BTreeSet<u32> = (3..11).map(|position| swizzled_piece(position, piece)).collect();
+        let places: BTreeSet<u32> = (3..11).map(|position| swizzled_piece(position, piece, 256)).collect();
         assert_eq!(places.len(), 8);
     }
-    let halves: BTreeSet<u32> = (6..8).flat_map(|p| (0..4).map(move |piece| swizzled_piece(p, piece))).collect();
+    let halves: BTreeSet<u32> = (6..8).flat_map(|p| (0..4).map(move |piece| swizzled_piece(p, piece, 256))).collect();
     assert_eq!(halves.len(), 8);
 }
 

@@ -1300,7 +1300,7 @@ fn cached(schedule: &Schedule, bytes: &[u8], page_of: &[u32], positions: usize) 
         let (heads, dim) = (a.kv_heads() as usize, a.head_dim as usize);
         let value = |position: usize, head: usize, d: usize| {
             let row = head * pool_rows + page_of[position / page_rows] as usize * page_rows + position % page_rows;
-            let piece = swizzled_piece(position as u32, d as u32 / 8) as usize;
+            let piece = swizzled_piece(position as u32, d as u32 / 8, 2 * dim as u32) as usize;
             let at = place + row * dim * 2 + piece * 16 + d % 8 * 2;
             f64::from(f32::from_bits(u32::from(u16::from_le_bytes([bytes[at], bytes[at + 1]])) << 16))
         };
