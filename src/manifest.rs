@@ -116,7 +116,7 @@ pub struct PrecisionFile {
     pub head: Option<Format>,
     /// By number.
     pub layers: BTreeMap<u32, Format>,
-    pub cache: Option<Spanned<DType>>,
+    pub cache: Option<DType>,
     pub activations: Option<DType>,
 }
 
@@ -279,7 +279,7 @@ fn read_precision(fields: &mut Fields<'_>) -> Option<PrecisionFile> {
         weights: weights?.into_inner(),
         head: head.map(Spanned::into_inner),
         layers: layers.unwrap_or_default(),
-        cache,
+        cache: cache.map(Spanned::into_inner),
         activations: activations.map(Spanned::into_inner),
     })
 }
@@ -421,13 +421,11 @@ fn resolve(file: &ManifestFile, path: &Path, faults: &mut Vec<Diagnostic>) -> Re
     check_source(model, faults);
     let PrecisionFile { weights: asked, head, layers, cache, activations } = precision;
     let weights = if asked.code == Code::F32 { DType::F32 } else { DType::Bf16 };
-    let activations = activations.unwrap_or(weights);
+    let (cache, activations) = (cache.unwrap_or(weights), activations.unwrap_or(weights));
     let formats = FormatPlan { weights: Some(*asked).filter(|f| !f.is_plain()), head: *head, layers: layers.clone() };
     let SearchFile { trials, minutes, seed, margin } = *search;
     let Targets { targets, candidates, measured } = resolve_targets(targets, &base_dir, faults)?;
     check_rows(decode, &targets, faults);
-    check_cache(cache.as_ref(), &targets, faults);
-    let cache = cache.as_ref().map_or(weights, |cache| *cache.get_ref());
     Ok(Manifest {
         name: match name {
             Some(name) => name.get_ref().clone(),
@@ -563,15 +561,6 @@ fn check_rows(decode: &DecodeFile, targets: &[Target], faults: &mut Vec<Diagnost
         let label = format!("expected it with `cpu` targets alone, found `{}`, a GPU", target.name);
         let fault = Diagnostic::new(format!("`decode.{key}` has no meaning here"), span, label);
         faults.push(fault.with_help("leave it out, or give the `cpu` target a manifest of its own"));
-    }
-}
-
-/// No kernel reads a cache in fp8 yet.
-fn check_cache(cache: Option<&Spanned<DType>>, targets: &[Target], faults: &mut Vec<Diagnostic>) {
-    let Some(target) = targets.iter().find(|target| target.kind == TargetKind::Cuda) else { return };
-    if let Some(cache) = cache.filter(|cache| *cache.get_ref() == DType::E4m3) {
-        let label = format!("expected it with `cpu` targets alone, found `{}`, a GPU", target.name);
-        faults.push(Diagnostic::new("no kernel has a cache in fp8", cache.span(), label));
     }
 }
 

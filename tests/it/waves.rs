@@ -318,6 +318,16 @@ fn steps_of_other_numbers_of_rows_are_refused() {
     }
 }
 
+#[test]
+fn a_cache_in_fp8_has_no_plan() {
+    let precision = Precision { cache: DType::E4m3, ..BF16 };
+    let validated = kernel_in(&wide("families/llama-gqa").graph, &h200(), precision);
+    for (form, rows) in FORMS {
+        let refused = derive(validated.schedule(), &h200(), form, rows).unwrap_err().to_string();
+        assert_eq!(refused, "the cache of `attn.0`: expected keys and values in bf16");
+    }
+}
+
 /// Weights that tensor cores do not take as they are.
 #[test]
 fn every_format_of_codes_has_a_plan_and_fp32_has_none() {
