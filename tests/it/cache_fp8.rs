@@ -215,8 +215,8 @@ fn scales_of_a_checkpoint_are_used_and_nothing_else_is_taken_for_them() {
     let cost = relative(&plain, &ordinary);
     assert!((1e-4..0.1).contains(&cost), "{cost}");
     for coarse in [coarse_keys, coarse_values] {
-        let coarse = relative(&plain, &coarse);
-        assert!(coarse > 2.0 * cost, "{coarse}, {cost}");
+        let moved = relative(&ordinary, &coarse);
+        assert!(moved > 0.01, "{moved}");
     }
     let folder = with_scales(0.0, 0.02, 1, |_| ());
     let imported = import(folder.path()).unwrap();
@@ -258,7 +258,7 @@ fn a_manifest_asks_for_it_and_perplexity_stays() {
     assert!(program.contains("cache=fp8"), "{program}");
     // What was built is run, and nothing is built for another type.
     let told = place.run("generate m.toml --ids 1,2,3 --max-tokens 8").code(0).stdout;
-    place.run("export m.toml moved").code(0);
+    place.run("export m.toml --out moved").code(0);
     assert_eq!(place.run("generate moved --ids 1,2,3 --max-tokens 8").code(0).stdout, told);
 }
 
