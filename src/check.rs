@@ -21,7 +21,7 @@ use crate::cuda::session::{Session, SessionError};
 use crate::dtype::{DType, Precision};
 use crate::error::Fault;
 use crate::interp::{Arithmetic, StepResult};
-use crate::interp::{CacheKind, Input, Interp, InterpError, Options, Pack, cache_buffers, cache_value};
+use crate::interp::{CacheKind, Input, Interp, InterpError, Options, Pack, cache_buffers, cache_code, cache_value};
 use crate::ir::op::Role;
 use crate::ir::schedule::Schedule;
 use crate::ir::variant::{AttentionVariant, swizzled_piece};
@@ -331,7 +331,8 @@ pub fn expect_cpu(subject: &Subject<'_>, on_step: &dyn Fn()) -> Result<Expected,
     let (prompted, filled) = split(subject, REFERENCE_COST_MAX);
     let mut rows = vec![];
     if let Some(&last) = prompted.last() {
-        let mut session = reference::Session::new(graph, subject.weights);
+        let cache = validated.schedule().program.precision.cache;
+        let mut session = reference::Session::with_cache(graph, subject.weights, cache);
         for (position, &id) in (0..).zip(&check_ids(graph.vocab, last + 1)) {
             if prompted.contains(&position) {
                 rows.push((position, false, session.step(id)));
@@ -667,12 +668,15 @@ pub(crate) fn fill_device_cache(
 /// The cache row of one KV head, its values by their column; swizzled as that of a position.
 fn write_row(dtype: DType, swizzled: Option<u32>, out: &mut [u8], value: impl Fn(u32) -> f32) {
     const PIECE: usize = 16;
+    let row_bytes = out.len() as u32;
     for d in 0..(out.len() / dtype.bytes()) as u32 {
         let at = d as usize * dtype.bytes();
-        let piece = swizzled.map_or(at / PIECE, |position| swizzled_piece(position, (at / PIECE) as u32) as usize);
+        let place = |position| swizzled_piece(position, (at / PIECE) as u32, row_bytes) as usize;
+        let piece = swizzled.map_or(at / PIECE, place);
         let out = &mut out[piece * PIECE + at % PIECE..][..dtype.bytes()];
         match dtype {
             DType::Bf16 => out.copy_from_slice(&half::bf16::from_f32(value(d)).to_le_bytes()),
+            DType::E4m3 => out.copy_from_slice(&[cache_code(value(d))]),
             _ => out.copy_from_slice(&value(d).to_le_bytes()),
         }
     }

@@ -11,6 +11,8 @@ pub enum DType {
     F16,
     /// Token ids.
     I32,
+    /// Cached keys and values only: OCP 8-bit floats without infinities (`float8_e4m3fn`), in units of a scale for each KV head.
+    E4m3,
 }
 
 impl DType {
@@ -18,6 +20,7 @@ impl DType {
         match self {
             DType::F32 | DType::I32 => 4,
             DType::Bf16 | DType::F16 => 2,
+            DType::E4m3 => 1,
         }
     }
 
@@ -27,11 +30,12 @@ impl DType {
             DType::Bf16 => "bf16",
             DType::F16 => "fp16",
             DType::I32 => "i32",
+            DType::E4m3 => "fp8",
         }
     }
 
     pub fn parse(name: &str) -> Option<Self> {
-        [DType::F32, DType::Bf16, DType::F16, DType::I32].into_iter().find(|d| d.name() == name)
+        [DType::F32, DType::Bf16, DType::F16, DType::I32, DType::E4m3].into_iter().find(|d| d.name() == name)
     }
 }
 
@@ -46,7 +50,7 @@ impl fmt::Display for DType {
 pub struct Precision {
     /// Linear weights and the embedding table: `F32` or `Bf16`.
     pub weights: DType,
-    /// Key and value cache: `F32` or `Bf16`.
+    /// Key and value cache: `F32`, `Bf16` or `E4m3`.
     pub cache: DType,
     /// Activations that travel between SMs: `F32` or `Bf16`.
     pub wire: DType,

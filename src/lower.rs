@@ -8,7 +8,6 @@ pub use alone::{graph_of, lower_alone, outputs};
 use crate::candidate::{Candidate, Infeasible, SPLITS_MAX};
 use crate::dtype::{DType, Precision};
 use crate::format::Format;
-use crate::ir::BufferId;
 use crate::ir::layout::cache_pitch;
 use crate::ir::op::{Access, Attention, Epilogue, MatVec, NormAttr, Op, PARTIAL_HEADER, QkNormAttr, Role, UNIT_ROWS};
 use crate::ir::program::{
@@ -16,6 +15,7 @@ use crate::ir::program::{
 };
 use crate::ir::table::{Holds, Table, TableHome};
 use crate::ir::variant::{LANES, granule_pairs, sum_width_max};
+use crate::ir::{BufferId, LayerId};
 use crate::model::graph::{
     self, Layer, Linear, ModelGraph, Norm, NormKind, QkNorm, QkNormSpan, RopeId, RowView, TensorId,
 };
@@ -546,6 +546,19 @@ impl Builder<'_> {
             let cols = self.program.buffers[table.index()].cols;
             constants.push(Operand { rows: Rows::Current, ..constant(Role::Rope, table, Cols::all(cols)) });
         }
+        if self.program.precision.cache == DType::E4m3 {
+            let content = Some(Content::CacheScales(LayerId::from(l)));
+            let scales = self.buffer(
+                &format!("attn.{l}.cache_scales"),
+                Space::Constant,
+                DType::F32,
+                1,
+                2 * kv_heads,
+                1,
+                content,
+            );
+            constants.push(constant(Role::CacheScales, scales, Cols::all(2)));
+        }
         let base = Attention { heads_per_task, ..attention_of(self.graph, a) };
         let site = Site::of_layer(LayerOp::Attention, l);
         let buffers = AttentionBuffers { qkv, k_cache, v_cache };
@@ -611,7 +624,12 @@ impl Builder<'_> {
             self.read(Role::K, buffers.qkv, k),
             self.read(Role::V, buffers.qkv, head_kv(q_cols + kv_cols)),
         ];
-        operands.extend(constants.iter().cloned());
+        // Of all constants, only the scales are those of the KV head.
+        let of_head = Cols { stride: 2, div: per_kv, limit: 2 * op.kv_heads(), ..Cols::all(2) };
+        operands.extend(constants.iter().cloned().map(|operand| match operand.role {
+            Role::CacheScales => Operand { cols: of_head, ..operand },
+            _ => operand,
+        }));
         for (role, buffer) in [(Role::HistoryK, buffers.k_cache), (Role::HistoryV, buffers.v_cache)] {
             operands.push(Operand { role, access: Access::Stream, buffer, rows: Rows::History, cols: history });
         }

@@ -13,8 +13,8 @@
 //! head = "bf16"                # default: as weights
 //! embed = "int8"               # default: as it is stored
 //! layers.0 = "bf16"            # one layer; default: as weights
-//! cache = "bf16"               # fp32 or bf16; default: as weights, bf16 where they are rounded
-//! activations = "bf16"         # likewise
+//! cache = "bf16"               # fp32, bf16 or fp8 (docs/formats.md); default: as weights, bf16 where they are rounded
+//! activations = "bf16"         # fp32 or bf16; default: as weights, bf16 where they are rounded
 //!
 //! [decode]
 //! context_max = 4096           # 1 to 1048576 positions
@@ -79,6 +79,7 @@ const SEARCH_DEFAULT: Search = Search { trials: 0, minutes: 10.0, seed: 0, margi
 const SCHEMES: [&str; 4] = ["hf:", "path:", "synthetic:", "builtin:"];
 
 const PRECISIONS: [(&str, DType); 2] = [("fp32", DType::F32), ("bf16", DType::Bf16)];
+const CACHES: [(&str, DType); 3] = [("fp32", DType::F32), ("bf16", DType::Bf16), ("fp8", DType::E4m3)];
 
 /// TOML integers have a sign.
 const SEED_MAX: u64 = i64::MAX as u64;
@@ -275,7 +276,7 @@ fn read_precision(fields: &mut Fields<'_>) -> Option<PrecisionFile> {
     let head = fields.choice("head", &NAMED);
     let embed = fields.choice("embed", &NAMED);
     let layers = fields.table("layers", |f| Some(f.numbered_choices(&NAMED)));
-    let cache = fields.choice("cache", &PRECISIONS);
+    let cache = fields.choice("cache", &CACHES);
     let activations = fields.choice("activations", &PRECISIONS);
     Some(PrecisionFile {
         weights: weights?.into_inner(),

@@ -11,11 +11,12 @@
 use crate::dtype::DType;
 use crate::error::Fault;
 use crate::format::{Code, Format, ScaleCode, TableRow};
-use crate::ir::BufferId;
 use crate::ir::layout::{GRANULE_ROW_BYTES, Matrix, matrices, pack_bytes, place_align, placed_bytes};
 use crate::ir::op::UNIT_ROWS;
 use crate::ir::program::{Buffer, Content, Part, Space, VectorPart};
 use crate::ir::schedule::Schedule;
+use crate::ir::{BufferId, LayerId};
+use crate::model::cache_scales::cache_scales;
 use crate::model::coded::GroupOrder;
 use crate::model::graph::{ModelGraph, Rope, RowView, TensorId};
 use crate::model::weights::{CodedRow, Weights};
@@ -51,6 +52,8 @@ pub enum PackError {
          set `desc_act` to true in its `quantization_config`"
     )]
     GroupOrder { tensor: String, column: u32, group: i32 },
+    #[error("layer {} has the scale {scale} for cached keys or values, expected a number above 0", layer.0)]
+    CacheScale { layer: LayerId, scale: String },
     #[error("the pack takes {bytes} bytes, more than this machine can address")]
     Size { bytes: u64 },
 }
@@ -59,7 +62,9 @@ impl From<PackError> for Fault {
     fn from(error: PackError) -> Fault {
         match error {
             PackError::Size { .. } => Fault::environment(error.to_string()),
-            PackError::NotANumber { .. } | PackError::GroupOrder { .. } => Fault::input(error.to_string()),
+            PackError::NotANumber { .. } | PackError::GroupOrder { .. } | PackError::CacheScale { .. } => {
+                Fault::input(error.to_string())
+            }
             _ => Fault::internal(error.to_string()),
         }
     }
@@ -215,6 +220,7 @@ impl ContentKey {
             }
             Some(Content::Tensor(tensor)) => key.extend([3, tensor.0]),
             Some(Content::RopeTable(rope)) => key.extend([4, rope.0]),
+            Some(Content::CacheScales(layer)) => key.extend([5, layer.0]),
         }
         ContentKey(key)
     }
@@ -506,6 +512,16 @@ fn pack_constant(
             let cols = 2 * rope.inv_freq.len();
             let rows = out.par_chunks_exact_mut((cols * buffer.dtype.bytes()).max(1)).zip(0..buffer.rows);
             rows.for_each(|(out, position)| write_values(buffer.dtype, &rope_row(rope, position), out));
+        }
+        Some(Content::CacheScales(layer)) => {
+            if layer.index() >= graph.layers.len() {
+                return Err(PackError::NoContent { buffer: id, name: buffer.name.clone() });
+            }
+            let scales = cache_scales(graph, weights, layer.index());
+            if let Some(&scale) = scales.as_flattened().iter().find(|scale| !scale.is_normal() || **scale < 0.0) {
+                return Err(PackError::CacheScale { layer: *layer, scale: scale.to_string() });
+            }
+            write_values(buffer.dtype, scales.as_flattened(), out);
         }
         Some(Content::Rows { .. }) | None => {
             return Err(PackError::NoContent { buffer: id, name: buffer.name.clone() });

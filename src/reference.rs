@@ -6,6 +6,9 @@
 
 use rayon::prelude::*;
 
+use crate::dtype::DType;
+use crate::format::{e4m3, to_e4m3};
+use crate::model::cache_scales::cache_scales;
 use crate::model::graph::{Act, Attention, Layer, Linear, Mlp, ModelGraph, Norm, NormKind, QkNorm, QkNormSpan, Rope};
 use crate::model::weights::Weights;
 
@@ -25,6 +28,8 @@ pub struct Session<'a> {
     weights: &'a Weights,
     /// Per layer; rows of keys (after norm and rotation) and values, one per position, `[kv_heads * head_dim]` each.
     caches: Vec<Cache>,
+    /// Of a cache in fp8, by layer and KV head: the scale of its keys, and of its values.
+    scales: Option<Vec<Vec<[f32; 2]>>>,
     position: u32,
 }
 
@@ -36,7 +41,15 @@ struct Cache {
 
 impl<'a> Session<'a> {
     pub fn new(graph: &'a ModelGraph, weights: &'a Weights) -> Self {
-        Session { graph, weights, caches: vec![Cache::default(); graph.layers.len()], position: 0 }
+        Session { graph, weights, caches: vec![Cache::default(); graph.layers.len()], scales: None, position: 0 }
+    }
+
+    /// As [`new`](Self::new), with keys and values that pass through a cache of type `cache` in fp8. Those of other types are not
+    /// rounded.
+    pub fn with_cache(graph: &'a ModelGraph, weights: &'a Weights, cache: DType) -> Self {
+        let of_layer = |layer| cache_scales(graph, weights, layer);
+        let scales = (cache == DType::E4m3).then(|| (0..graph.layers.len()).map(of_layer).collect());
+        Session { scales, ..Session::new(graph, weights) }
     }
 
     /// The position that the next step computes.
@@ -76,18 +89,27 @@ impl<'a> Session<'a> {
         let mut row = vec![0.0; graph.hidden as usize];
         self.weights.read_row_f32(graph.embed, token, &mut row);
         let mut x: Vec<f64> = row.iter().map(|&e| f64::from(e) * f64::from(graph.embed_scale)).collect();
-        for (layer, cache) in graph.layers.iter().zip(&mut self.caches) {
-            step_layer(graph, self.weights, layer, cache, self.position, &mut x);
+        for (l, (layer, cache)) in graph.layers.iter().zip(&mut self.caches).enumerate() {
+            let scales = self.scales.as_ref().map(|scales| scales[l].as_slice());
+            step_layer(graph, self.weights, layer, cache, scales, self.position, &mut x);
         }
         self.position += 1;
         norm(self.weights, &graph.final_norm, &x)
     }
 }
 
-fn step_layer(graph: &ModelGraph, weights: &Weights, layer: &Layer, cache: &mut Cache, position: u32, x: &mut [f64]) {
+fn step_layer(
+    graph: &ModelGraph,
+    weights: &Weights,
+    layer: &Layer,
+    cache: &mut Cache,
+    scales: Option<&[[f32; 2]]>,
+    position: u32,
+    x: &mut [f64],
+) {
     let normed = |op: &Option<Norm>, x: &[f64]| op.as_ref().map_or(x.to_vec(), |op| norm(weights, op, x));
     let attn_in = normed(&layer.attn_norm, x);
-    let attn_out = step_attention(graph, weights, &layer.attn, cache, position, &attn_in);
+    let attn_out = step_attention(graph, weights, &layer.attn, cache, scales, position, &attn_in);
     let attn_out = normed(&layer.attn_post_norm, &attn_out);
     // A parallel MLP reads the layer's input, so it has to read before the sum.
     let parallel_in = layer.parallel.then(|| normed(&layer.mlp_norm, x));
@@ -110,19 +132,25 @@ fn step_attention(
     weights: &Weights,
     op: &Attention,
     cache: &mut Cache,
+    scales: Option<&[[f32; 2]]>,
     position: u32,
     x: &[f64],
 ) -> Vec<f64> {
     let head_dim = op.head_dim as usize;
     let mut q = linear(weights, &op.q, x);
     let mut k = linear(weights, &op.k, x);
-    let v = linear(weights, &op.v, x);
+    let mut v = linear(weights, &op.v, x);
     qk_norm(weights, op.q_norm.as_ref(), head_dim, &mut q);
     qk_norm(weights, op.k_norm.as_ref(), head_dim, &mut k);
     if let Some(id) = op.rope {
         let rope = &graph.ropes[id.index()];
         for head in q.chunks_exact_mut(head_dim).chain(k.chunks_exact_mut(head_dim)) {
             rope_apply(rope, position, head);
+        }
+    }
+    for (head, scales) in scales.unwrap_or_default().iter().enumerate() {
+        for (values, scale) in [&mut k, &mut v].into_iter().zip(scales) {
+            values[head * head_dim..(head + 1) * head_dim].iter_mut().for_each(|x| *x = through_e4m3(*x, *scale));
         }
     }
     cache.keys.push(k);
@@ -138,6 +166,11 @@ fn step_attention(
         &cache.values[first..],
     );
     linear(weights, &op.o, &mixed)
+}
+
+/// What a cache in fp8 keeps of `x`: the nearest multiple of `scale` by an e4m3 code, ties to the even code.
+fn through_e4m3(x: f64, scale: f32) -> f64 {
+    f64::from(e4m3(to_e4m3((x / f64::from(scale)) as f32))) * f64::from(scale)
 }
 
 /// The norm op with its weights fetched; see [`norm_values`].

@@ -89,6 +89,19 @@ __device__ __forceinline__ void mma_rows8(float& d0, float& d1, u32 a0, u32 a2, 
 #endif
 }
 
+// The same of fp16 operands.
+__device__ __forceinline__ void mma_rows8_f16(float& d0, float& d1, u32 a0, u32 a2, u32 b0, u32 b1) {
+#ifndef __CUDA_ARCH__
+  float unused0 = 0.f, unused1 = 0.f;
+  emulated_product(d0, d1, unused0, unused1, a0, 0, a2, 0, b0, b1, true); // tests of ops on a CPU
+#elif __CUDA_ARCH__ >= 800
+  [[maybe_unused]] float unused0, unused1;
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5,%6,%5},{%7,%8},{%0,%1,%9,%9};"
+      : "+f"(d0), "+f"(d1), "=f"(unused0), "=f"(unused1)
+      : "r"(a0), "r"(0), "r"(a2), "r"(b0), "r"(b1), "f"(0.f));
+#endif
+}
+
 // e^x within 2 units of the last place where the result is normal, 0 below; e^-inf is 0.
 __device__ __forceinline__ float exp_fast(float x) {
 #ifdef __CUDA_ARCH__

@@ -14,8 +14,13 @@ struct bf16 {
   u16 bits;
 };
 
-// Element types of weights, cache and wire, as the generated configuration names them.
-enum class Elem : int { F32, BF16 };
+// A code of a cached key or value: sign, 4 bits of exponent with bias 7, 3 of mantissa; all ones are no number.
+struct e4m3 {
+  u8 bits;
+};
+
+// Element types of weights, cache and wire, as the generated configuration names them; FP8 of caches alone.
+enum class Elem : int { F32, BF16, FP8 };
 
 template <Elem E>
 struct ElemOf;
@@ -29,11 +34,18 @@ struct ElemOf<Elem::BF16> {
   typedef bf16 type;
   static constexpr int BYTES = 2;
 };
+template <>
+struct ElemOf<Elem::FP8> {
+  typedef e4m3 type;
+  static constexpr int BYTES = 1;
+};
 
 __device__ __forceinline__ float bf16_lo(u32 pair) { return __uint_as_float(pair << 16); }
 __device__ __forceinline__ float bf16_hi(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
 __device__ __forceinline__ float widen(bf16 v) { return __uint_as_float(u32(v.bits) << 16); }
 __device__ __forceinline__ float widen(float v) { return v; }
+// Its bits moved are the value * 2^-120, subnormals included.
+__device__ __forceinline__ float widen(e4m3 v) { return __uint_as_float(u32(v.bits & 0x80) << 24 | u32(v.bits & 0x7f) << 20) * 0x1p120f; }
 
 // Round to nearest even. Every value here is finite or infinite; a NaN keeps its sign and becomes quiet.
 __device__ __forceinline__ u32 bf16_pair(float lo, float hi) {
@@ -50,6 +62,26 @@ __device__ __forceinline__ u32 bf16_pair(float lo, float hi) {
 }
 __device__ __forceinline__ void narrow(float v, float* to) { *to = v; }
 __device__ __forceinline__ void narrow(float v, bf16* to) { to->bits = u16(bf16_pair(v, 0.f)); }
+
+// The nearest codes, ties to the even ones; beyond 448 those of 448.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+__device__ __forceinline__ u32 e4m3_pair(float lo, float hi) {
+  u16 pair;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(hi), "f"(lo));
+  return pair;
+}
+#else
+__device__ __forceinline__ u32 e4m3_code(float v) {
+  const u32 sign = __float_as_uint(v) >> 24 & 0x80u, size = __float_as_uint(v) & 0x7fffffffu;
+  if (size > 0x7f800000u) return sign | 0x7fu;
+  if (size >= 0x43e00000u) return sign | 0x7eu; // 448
+  // Below 2^-6 codes count in 2^-9, as the last bits of numbers from 2^14 on do.
+  if (size < 0x3c800000u) return sign | (__float_as_uint(__fadd_rn(__uint_as_float(size), 16384.f)) - 0x46800000u);
+  return sign | (((size + 0x7ffffu + (size >> 20 & 1u)) >> 20) - (120u << 3));
+}
+__device__ __forceinline__ u32 e4m3_pair(float lo, float hi) { return e4m3_code(lo) | e4m3_code(hi) << 8; }
+#endif
+__device__ __forceinline__ void narrow(float v, e4m3* to) { to->bits = u8(e4m3_pair(v, 0.f)); }
 
 #define NEGATIVE_INFINITY __int_as_float(0xff800000)
 

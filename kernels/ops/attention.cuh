@@ -14,7 +14,7 @@
 // Work split: within a pair of chunks a warp takes tiles of rows and keeps its own running
 // maximum, sum and accumulators, so no barrier is needed until all warps merge. The current position is one more record of
 // the merge: its key and value never travel through the cache, and the warps that are the last to get a tile score it. With
-// bf16 caches a tile is 16 rows and both products run on tensor cores (rows of A are the query heads of one KV head); else a
+// bf16 caches (and with fp8 ones, see attention_tensor.cuh) a tile is 16 rows and both products run on tensor cores (rows of A are the query heads of one KV head); else a
 // tile is 32 rows, one a lane.
 #pragma once
 
@@ -148,6 +148,7 @@ struct Attention {
     const int i = int(e.lo), j = int(e.j), kv = i * QUERIES / G::GROUP;
     const bool last = j == G::SPLITS - 1;
     const Angles angle = angles(c, e);
+    const CacheScales<M, G> scales(c, e, kv);
     float q_squares = 0.f, k_squares = 0.f;
     if constexpr (G::Q_NORM == HeadNorm::PROJECTION) q_squares = projection_squares(c, e, 0, G::HEADS * G::DIM, 0);
     if constexpr (G::K_NORM == HeadNorm::PROJECTION)
@@ -169,7 +170,7 @@ struct Attention {
       fetch(c, e, x, (G::HEADS + (is_key ? 0 : KV_HEADS) + kv) * G::DIM);
       if (is_key) prepare<G::K_NORM>(c, angle, x, k_squares, KV_HEADS * G::DIM, G::K_EPS, e.k_norm, kv);
       // The current position uses what later steps will read: the value rounded to the cache type.
-      for (int d = c.lane(); d < G::DIM; d += 32) x[d] = rounded(x[d]);
+      for (int d = c.lane(); d < G::DIM; d += 32) x[d] = rounded(scales.units(is_key, x[d]));
       __syncwarp();
     }
     c.barrier();
@@ -178,14 +179,17 @@ struct Attention {
     history_share(c.position, G::WINDOW, G::SPLITS, j, start, end);
     const int rows = int(end - start), pairs = ceil_div(rows, G::CHUNK_ROWS);
     if (last)
-      for (int h = M::WARPS - 1 - c.warp(); h < QUERIES; h += M::WARPS) score_current(c, h);
+      for (int h = M::WARPS - 1 - c.warp(); h < QUERIES; h += M::WARPS) score_current(c, scales, h);
     if constexpr (TENSOR)
       history_tensor(c, e, rows, pairs);
     else
-      history_lanes(c, e, rows, pairs);
+      history_lanes(c, scales, rows, pairs);
     c.barrier();
     c.stamp(2);
-    Records::finish(c, e, i, j, last, [&](int d) { return *reinterpret_cast<const float2*>(value(c) + d); });
+    Records::finish(c, e, i, j, last, [&](int d) {
+      const float2 v = *reinterpret_cast<const float2*>(value(c) + d);
+      return make_float2(scales.sum(v.x), scales.sum(v.y));
+    });
     // After publishing: no SM reads the row in this step. The end of the step releases it.
     if (last && i % (G::GROUP / QUERIES) == 0) {
       for (int h = M::WARPS - 1 - c.warp(); h < 2; h += M::WARPS) {
@@ -199,11 +203,11 @@ struct Attention {
   }
 
   // The current position's score, after the records of all warps; its value is the one in shared memory.
-  static __device__ __forceinline__ void score_current(const Context<M>& c, int h) {
+  static __device__ __forceinline__ void score_current(const Context<M>& c, const CacheScales<M, G>& scales, int h) {
     float dot = 0.f;
     for (int d = c.lane(); d < G::DIM; d += 32) dot += q_head(c, h)[d] * key(c)[d];
     dot = warp_sum(dot);
-    if (c.lane() == 0) Records::of(c, M::WARPS, h)[0] = softcap(dot * G::SCALE, G::SOFTCAP);
+    if (c.lane() == 0) Records::of(c, M::WARPS, h)[0] = scales.score(dot);
   }
 
   static __device__ __forceinline__ void history_tensor(Context<M>& c, const Entry& e, int rows, int pairs) {
@@ -322,7 +326,7 @@ struct Attention {
 #endif
   }
 
-  static __device__ __forceinline__ void history_lanes(Context<M>& c, const Entry& e, int rows, int pairs) {
+  static __device__ __forceinline__ void history_lanes(Context<M>& c, const CacheScales<M, G>& scales, int rows, int pairs) {
     constexpr int LANE_DIMS = ceil_div(G::DIM, 32);
     float m[QUERIES], l[QUERIES], o[QUERIES][LANE_DIMS];
 #pragma unroll
@@ -354,7 +358,7 @@ struct Attention {
               at_d -= at_d >= G::DIM ? (at_d / G::DIM) * G::DIM : 0;
               s += q_head(c, h)[at_d] * widen(keys[row * G::PITCH + at_d]);
             }
-          s = live ? softcap(s * G::SCALE, G::SOFTCAP) : NEGATIVE_INFINITY;
+          s = live ? scales.score(s) : NEGATIVE_INFINITY;
           const float top = fmaxf(m[h], warp_max(s));
           const float shrink = __expf(m[h] - top);
           s = __expf(s - top);
@@ -383,7 +387,7 @@ struct Attention {
       }
 #pragma unroll
       for (int d = 0; d < LANE_DIMS; d++)
-        if (d * 32 + c.lane() < G::DIM) record[Records::HEADER + d * 32 + c.lane()] = o[h][d];
+        if (d * 32 + c.lane() < G::DIM) record[Records::HEADER + d * 32 + c.lane()] = scales.sum(o[h][d]);
     }
   }
 };

@@ -4,6 +4,32 @@
 // HEAD: RMS of each head, gains shared. CENTRED: LayerNorm of each head with gains of its own. PROJECTION: RMS of all heads.
 enum class HeadNorm : int { NONE, HEAD, CENTRED, PROJECTION };
 
+// What the codes of keys and values of a KV head are multiplied by, where a cache has codes. Products are of codes; so scores and sums are
+// scaled, and the position's own key and value are rounded as those of the cache.
+template <class M, class G>
+struct CacheScales {
+  static constexpr bool FP8 = M::CACHE == Elem::FP8;
+  float2 of; // of keys, of values
+  __device__ __forceinline__ CacheScales(const Context<M>& c, const Entry& e, u32 kv) {
+    if constexpr (FP8) of = __ldg(reinterpret_cast<const float2*>(c.template constant<float>(e.cache_scales)) + kv);
+  }
+  // A key, or a value, in units of its scale.
+  __device__ __forceinline__ float units(bool key, float x) const {
+    if constexpr (FP8) return __fdiv_rn(x, key ? of.x : of.y);
+    return x;
+  }
+  // The score of the product of a query with a key.
+  __device__ __forceinline__ float score(float product) const {
+    if constexpr (FP8) return softcap(product * (G::SCALE * of.x), G::SOFTCAP);
+    return softcap(product * G::SCALE, G::SOFTCAP);
+  }
+  // A sum of values.
+  __device__ __forceinline__ float sum(float values) const {
+    if constexpr (FP8) return values * of.y;
+    return values;
+  }
+};
+
 // What the warps of a task leave in shared memory: (max, sum, DIM sums) for each of N warps (or teams of warps) and query head,
 // and after them the score of the current position.
 template <class M, class G, int N>

@@ -1,58 +1,119 @@
-// attention by tensor cores where whole heads are rotated (or none), a norm is over each head at most, and cache and wire
-// are bf16. See attention.cuh for operands, and for all other cases.
+// attention by tensor cores where whole heads are rotated (or none), a norm is over each head at most, the wire is bf16, and the cache
+// bf16 or fp8. See attention.cuh for operands, and for all other cases.
 //
 // A head goes from its packets to shared memory in one warp, each lane the packets that it needs for a rotation. The current
 // position's key and value never travel through the cache: they are one more record of the merge.
 //
 // Rows of these caches are swizzled: the 16-byte pieces of each 128 bytes change places by `swizzle(position)`, so that eight
 // lanes that read one piece of eight rows, or half the pieces of two, meet in no bank of shared memory.
+//
+// Codes of fp8 become fp16 operands, which hold them exactly (`Decode<Code::E4M3>`); queries and weights of values are fp16 then, queries
+// clamped to its range. A lane reads 16 codes of a key: of every 64 dimensions those from lane % 4 * 16 on. Loaded transposed, a
+// word of values has two dimensions of two rows: those of even dimensions are one operand, those of odd ones another.
 #pragma once
 
 // What the place of a 16-byte piece of a row is combined with (exclusive or): other places for any eight rows in turn, and the
 // other half of 128 bytes for every second row.
 __device__ __forceinline__ constexpr u32 swizzle(u32 position) { return (position & 1) << 2 | (position >> 1 & 3); }
+// The same where a row has ROW bytes: of two rows in 128 bytes, each keeps its half.
+template <int ROW>
+__device__ __forceinline__ constexpr u32 swizzle_of(u32 position) {
+  return ROW == 64 ? position >> 1 & 3 : swizzle(position);
+}
 
 template <class M, class G>
 struct AttentionTensor {
   static constexpr int QUERIES = G::HEADS_PER_TASK;
   static constexpr int KEY = QUERIES, VALUE = QUERIES + 1; // rows of the block's heads after the queries
-  static constexpr int HEAD_GRANULES = G::DIM / 32;           // granules of a head
+  static constexpr bool FP8 = M::CACHE == Elem::FP8;
+  static constexpr int ELEM = ElemOf<M::CACHE>::BYTES;
+  static constexpr int HEAD_GRANULES = G::DIM / 32;           // granules of a query
+  static constexpr int KEY_PARTS = G::DIM * ELEM / 64;        // 64 bytes of a key, 16 a lane
   // Warps that share the tiles of large heads, each for its part of the dimensions of V: sums of 256 dimensions would take all
   // registers. All of them compute the scores.
   static constexpr int WARPS_PER_HEAD = G::WARPS_PER_HEAD;
   static constexpr int WARP_TEAMS = M::WARPS / WARPS_PER_HEAD;
   static constexpr int VALUE_TILES = G::DIM / WARPS_PER_HEAD / 8;
-  static constexpr int ROW = G::PITCH * 2; // bytes of a cache row
+  static constexpr int ROW = G::PITCH * ELEM; // bytes of a cache row
+  typedef CacheScales<M, G> Scales;
   typedef AttentionRecords<M, G, WARP_TEAMS> Records;
   // Queries stay in registers, and values are loaded before the softmax, where sums leave room for them.
   static constexpr bool PREFETCH_V = G::PREFETCH_V;
   static constexpr bool HALVES = G::ROTARY > 0 && !G::INTERLEAVED; // a pair is dimension d and d + DIM / 2
   // No norm of heads, or one that knows no other head.
   static constexpr bool shared(HeadNorm norm) { return norm == HeadNorm::NONE || norm == HeadNorm::HEAD; }
-  static constexpr bool FITS = M::CACHE == Elem::BF16 && M::WIRE == Elem::BF16 && M::DOT == Dot::MMA && G::DIM % 64 == 0 &&
+  static constexpr bool CACHED = M::CACHE == Elem::BF16 ||
+                                 (FP8 && (G::DIM == 64 ? WARPS_PER_HEAD == 1 : G::DIM % (128 * WARPS_PER_HEAD) == 0));
+  static constexpr bool FITS = CACHED && M::WIRE == Elem::BF16 && M::DOT == Dot::MMA && G::DIM % 64 == 0 &&
                                G::DIM <= 256 && M::WARPS % WARPS_PER_HEAD == 0 && (G::ROTARY == 0 || G::ROTARY == G::DIM) &&
                                VALUE_TILES % 8 == 0 && (!HALVES || G::DIM == 64 || G::DIM % 128 == 0) && shared(G::Q_NORM) && shared(G::K_NORM);
 
   static_assert(FITS == (M::DOT == Dot::MMA && G::SWIZZLED), "who else writes caches, as ir/variant.rs says, has to know");
 
-  // Rows of bf16 in the shared memory of heads: queries in operand order, then the key and the value as caches have them.
+  // Rows in the shared memory of heads: queries of 16 bits in operand order, then the key and the value as caches have them, but not
+  // swizzled.
   static __device__ __forceinline__ u8* row_at(const Context<M>& c, int row) {
     return reinterpret_cast<u8*>(c.heads()) + row * (G::DIM * 2);
   }
 
-  // This lane's part of the queries as an operand.
+  // This lane's part of the queries as an operand. It has 16 bytes of each granule; of fp8 keys it has 16 dimensions at once, so 32 bytes
+  // of two granules.
   struct Queries {
     const u8* at;
     uint4 held[PREFETCH_V ? HEAD_GRANULES : 1];
     __device__ __forceinline__ explicit Queries(const u8* at) : at(at) {
       if constexpr (PREFETCH_V)
 #pragma unroll
-        for (int k = 0; k < HEAD_GRANULES; k++) held[k] = *reinterpret_cast<const uint4*>(at + k * 64);
+        for (int k = 0; k < HEAD_GRANULES; k++) held[k] = *reinterpret_cast<const uint4*>(at + (FP8 ? k / 2 * 128 + k % 2 * 16 : k * 64));
     }
     __device__ __forceinline__ uint4 operator()(int k) const {
-      return PREFETCH_V ? held[PREFETCH_V ? k : 0] : *reinterpret_cast<const uint4*>(at + k * 64);
+      return PREFETCH_V ? held[PREFETCH_V ? k : 0] : *reinterpret_cast<const uint4*>(at + (FP8 ? k / 2 * 128 + k % 2 * 16 : k * 64));
     }
   };
+
+  // Adds the products of queries with 16 codes of a key for each lane: part `j` of it.
+  static __device__ __forceinline__ void add_codes(Products& products, const Queries& q, int j, const uint4 codes) {
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const uint4 a = q(2 * j + half), b = Decode<Code::E4M3>::eight(codes, half);
+      mma<true>(products.low, a, b.x, b.y);
+      mma<true>(products.high, a, b.z, b.w);
+    }
+  }
+  // Codes meet queries, and weights, as value * 2^-OPERAND_SHIFT.
+  static constexpr float OPERAND_SCALE = float(1 << Decode<Code::E4M3>::OPERAND_SHIFT);
+  static __device__ __forceinline__ float score(const Scales& scales, const Products& products, int column) {
+    if constexpr (FP8) return scales.score(products.sum(column) * OPERAND_SCALE);
+    return scales.score(products.sum(column));
+  }
+
+  // Two weights of values as an operand.
+  static __device__ __forceinline__ u32 weights(float a, float b) { return FP8 ? f16_pair(a, b) : bf16_pair(a, b); }
+  // Loads of values of 16 rows: each brings 16 dimensions in bf16, 32 in fp8.
+  static constexpr int VALUE_LOADS = VALUE_TILES * ELEM / 4;
+  // Adds weighted codes of load `n` to the sums of their dimensions; `low` and `high` are the rows that are there.
+  static __device__ __forceinline__ void add_weighted(float (&o)[VALUE_TILES][2], int n, u32 p0, u32 p2, const uint4 v, u32 low, u32 high) {
+#pragma unroll
+    for (int piece = 0; piece < 2; piece++) {
+      u32 even[2], odd[2];
+      // Bytes: two dimensions of a row, then of the next.
+      Decode<Code::E4M3>::four(permute(piece ? v.z : v.x, 0, 0x3120), even[0], odd[0]);
+      Decode<Code::E4M3>::four(permute(piece ? v.w : v.y, 0, 0x3120), even[1], odd[1]);
+      float(&e)[2] = o[4 * n + 2 * piece], (&d)[2] = o[4 * n + 2 * piece + 1];
+      mma_rows8_f16(e[0], e[1], p0, p2, even[0] & low, even[1] & high);
+      mma_rows8_f16(d[0], d[1], p0, p2, odd[0] & low, odd[1] & high);
+    }
+  }
+  // Leaves the sums of codes of a warp in its record, from the dimensions of its part on.
+  static __device__ __forceinline__ void store_sums(float* sums, int t, const Scales& scales, const float (&o)[VALUE_TILES][2]) {
+    const auto sum = [&](float x) { return scales.sum(x * OPERAND_SCALE); };
+    // Of 16 dimensions, columns of the first tile are even ones.
+#pragma unroll
+    for (int n = 0; n < VALUE_TILES; n += 2) {
+      *reinterpret_cast<float2*>(sums + n * 8 + t * 4) = make_float2(sum(o[n][0]), sum(o[n + 1][0]));
+      *reinterpret_cast<float2*>(sums + n * 8 + t * 4 + 2) = make_float2(sum(o[n][1]), sum(o[n + 1][1]));
+    }
+  }
 
   // The tiles of a warp: 16 rows each, in turn with the other teams, through pairs of chunks. The last warps begin: the first
   // ones fetch heads.
@@ -66,18 +127,18 @@ struct AttentionTensor {
     __device__ __forceinline__ Walk(const Context<M>& c, u32 start, u32 end)
         : left(int(end - start)), tile(WARP_TEAMS - 1 - c.warp() / WARPS_PER_HEAD), keys(nullptr), values(nullptr) {
       // Lane / 4 is a row of keys, its piece lane % 4 of four; lane % 16 one of values, its piece the first or the second of two.
-      key_at = c.lane() / 4 * ROW + (c.lane() % 4 ^ swizzle(start + c.lane() / 4)) * 16;
-      value_at = c.lane() % 16 * ROW + (c.lane() / 16 ^ swizzle(start + c.lane() % 16)) * 16;
+      key_at = c.lane() / 4 * ROW + (c.lane() % 4 ^ swizzle_of<ROW>(start + c.lane() / 4)) * 16;
+      value_at = c.lane() % 16 * ROW + (c.lane() / 16 ^ swizzle_of<ROW>(start + c.lane() % 16)) * 16;
     }
     __device__ __forceinline__ bool partial() const { return tile * 16 + 16 > left; }
     __device__ __forceinline__ uint4 key(int n, int j) const {
       return *reinterpret_cast<const uint4*>(keys + (tile * 16 + n * 8) * ROW + j / 2 * 128 + (key_at ^ j % 2 * 64));
     }
-    // Transposed 8 x 8 blocks of V: the first and second 8 rows at dimensions n * 16 on, then at n * 16 + 8 on, of the part
+    // Transposed 8 x 8 blocks of V, of 16 bits each: the first and second 8 rows at byte n * 32 on, then at n * 32 + 16 on, of the part
     // of this warp.
     __device__ __forceinline__ uint4 value(const Context<M>& c, int n) const {
       uint4 b;
-      const u8* from = values + tile * 16 * ROW + c.warp() % WARPS_PER_HEAD * (VALUE_TILES * 16);
+      const u8* from = values + tile * 16 * ROW + c.warp() % WARPS_PER_HEAD * (VALUE_TILES * 8 * ELEM);
       load_transposed(smem_address(from) + n / 4 * 128 + (value_at ^ n % 4 * 32), b);
       return b;
     }
@@ -150,7 +211,7 @@ struct AttentionTensor {
   }
 
   // A head from its packets to shared memory, by one warp: norm, RoPE, rounded.
-  static __device__ __forceinline__ void head(Context<M>& c, const Entry& e, int i, int row) {
+  static __device__ __forceinline__ void head(Context<M>& c, const Entry& e, const Scales& scales, int i, int row) {
     Constants k;
     load(c, e, row, k);
     const u32 kv = u32(i) * QUERIES / G::GROUP;
@@ -193,9 +254,18 @@ struct AttentionTensor {
 #pragma unroll
     for (int n = 0; n < N; n++) {
       const u32 d = (n * 32 + c.lane()) * 2;
-      *reinterpret_cast<u32*>(row_at(c, row) + (row < QUERIES ? operand_byte(d) : d * 2)) = bf16_pair(x[n].x, x[n].y);
+      if constexpr (FP8) {
+        if (row < QUERIES)
+          *reinterpret_cast<u32*>(row_at(c, row) + operand_byte(d)) = f16_pair(in_f16(x[n].x), in_f16(x[n].y));
+        else
+          *reinterpret_cast<u16*>(row_at(c, row) + d) = u16(e4m3_pair(scales.units(row == KEY, x[n].x), scales.units(row == KEY, x[n].y)));
+      } else {
+        *reinterpret_cast<u32*>(row_at(c, row) + (row < QUERIES ? operand_byte(d) : d * 2)) = bf16_pair(x[n].x, x[n].y);
+      }
     }
   }
+  // Queries of models stay far below: an infinite one would make no number of a score.
+  static __device__ __forceinline__ float in_f16(float x) { return fminf(fmaxf(x, -65504.f), 65504.f); }
   static __device__ __forceinline__ void rotate(float& lo, float& hi, float cosine, float sine) {
     const float x = lo;
     lo = x * cosine - hi * sine;
@@ -206,6 +276,7 @@ struct AttentionTensor {
     const int i = int(uniform(e.lo)), j = int(uniform(e.j));
     const bool last = j == G::SPLITS - 1;
     const int g = c.lane() / 4, t = c.lane() % 4;
+    const Scales scales(c, e, u32(i) * QUERIES / G::GROUP);
     u32 start, end;
     history_share(c.position, G::WINDOW, G::SPLITS, j, start, end);
     // A page is looked up here: at the end of the task all warps would wait for it.
@@ -216,12 +287,12 @@ struct AttentionTensor {
     walk.take(c);
 #pragma unroll 1
     for (int row = c.warp(); row < QUERIES + (last ? 2 : 0); row += M::WARPS) {
-      head(c, e, i, row);
+      head(c, e, scales, i, row);
       if (QUERIES + 2 <= M::WARPS) break;
     }
     c.barrier();
     c.stamp(1);
-    const Queries q(row_at(c, g < QUERIES ? g : 0) + t * 16); // rows of the product beyond QUERIES are never read
+    const Queries q(row_at(c, g < QUERIES ? g : 0) + t * (FP8 ? 32 : 16)); // rows of the product beyond QUERIES are never read
 
     float m = NEGATIVE_INFINITY, l = 0.f, o[VALUE_TILES][2];
 #pragma unroll
@@ -232,20 +303,23 @@ struct AttentionTensor {
 #pragma unroll
       for (int n = 0; n < 2; n++) {
 #pragma unroll
-        for (int k = 0; k < HEAD_GRANULES; k++) products[n].add(q(k), walk.key(n, k));
+        for (int k = 0; k < KEY_PARTS; k++) {
+          if constexpr (FP8) add_codes(products[n], q, k, walk.key(n, k));
+          else products[n].add(q(k), walk.key(n, k));
+        }
       }
-      uint4 ahead[PREFETCH_V ? VALUE_TILES / 2 : 1];
+      uint4 ahead[PREFETCH_V ? VALUE_LOADS : 1];
       if constexpr (PREFETCH_V)
 #pragma unroll
-        for (int n = 0; n < VALUE_TILES / 2; n++) ahead[n] = walk.value(c, n);
+        for (int n = 0; n < VALUE_LOADS; n++) ahead[n] = walk.value(c, n);
       const int row = walk.tile * 16 + t * 2;
       float s[2][2], top = m;
 #pragma unroll
       for (int n = 0; n < 2; n++)
 #pragma unroll
         for (int k = 0; k < 2; k++) {
-          const float score = softcap(products[n].sum(k) * G::SCALE, G::SOFTCAP);
-          s[n][k] = row + n * 8 + k < walk.left ? score : NEGATIVE_INFINITY;
+          const float scored = score(scales, products[n], k);
+          s[n][k] = row + n * 8 + k < walk.left ? scored : NEGATIVE_INFINITY;
           top = fmaxf(top, s[n][k]);
         }
       top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
@@ -260,7 +334,7 @@ struct AttentionTensor {
           s[n][k] = exp_fast(s[n][k] - top);
           l += s[n][k];
         }
-      const u32 p0 = bf16_pair(s[0][0], s[0][1]), p2 = bf16_pair(s[1][0], s[1][1]);
+      const u32 p0 = weights(s[0][0], s[0][1]), p2 = weights(s[1][0], s[1][1]);
       // Bytes past the last row are whatever the slot held before; 0 * NaN would spread.
       u32 low = ~0u, high = ~0u;
       if (walk.partial()) {
@@ -273,38 +347,52 @@ struct AttentionTensor {
         o[n][1] *= shrink;
       }
 #pragma unroll
-      for (int n = 0; n < VALUE_TILES / 2; n++) {
+      for (int n = 0; n < VALUE_LOADS; n++) {
         const uint4 v = PREFETCH_V ? ahead[PREFETCH_V ? n : 0] : walk.value(c, n);
-        mma_rows8(o[2 * n][0], o[2 * n][1], p0, p2, v.x & low, v.y & high);
-        mma_rows8(o[2 * n + 1][0], o[2 * n + 1][1], p0, p2, v.z & low, v.w & high);
+        if constexpr (FP8) {
+          add_weighted(o, n, p0, p2, v, low, high);
+        } else {
+          mma_rows8(o[2 * n][0], o[2 * n][1], p0, p2, v.x & low, v.y & high);
+          mma_rows8(o[2 * n + 1][0], o[2 * n + 1][1], p0, p2, v.z & low, v.w & high);
+        }
       }
     }
-    if (last && c.warp() == 0) current(c, q);
+    if (last && c.warp() == 0) current(c, scales, q);
     l += __shfl_xor_sync(~0u, l, 1);
     l += __shfl_xor_sync(~0u, l, 2);
     if (g < QUERIES) {
       float* record = Records::of(c, c.warp() / WARPS_PER_HEAD, g);
       if (t == 0) *reinterpret_cast<float2*>(record) = make_float2(m, l);
+      if constexpr (FP8) {
+        store_sums(record + Records::HEADER + c.warp() % WARPS_PER_HEAD * (VALUE_TILES * 8), t, scales, o);
+      } else {
 #pragma unroll
-      for (int n = 0; n < VALUE_TILES; n++)
-        *reinterpret_cast<float2*>(record + Records::HEADER + (c.warp() % WARPS_PER_HEAD * VALUE_TILES + n) * 8 + t * 2) = make_float2(o[n][0], o[n][1]);
+        for (int n = 0; n < VALUE_TILES; n++)
+          *reinterpret_cast<float2*>(record + Records::HEADER + (c.warp() % WARPS_PER_HEAD * VALUE_TILES + n) * 8 + t * 2) = make_float2(o[n][0], o[n][1]);
+      }
     }
     c.barrier();
     c.stamp(2);
     Records::finish(c, e, i, j, last, [&](int d) {
-      const u32 pair = *reinterpret_cast<const u32*>(row_at(c, VALUE) + d * 2);
-      return make_float2(bf16_lo(pair), bf16_hi(pair));
+      if constexpr (FP8) {
+        const e4m3* value = reinterpret_cast<const e4m3*>(row_at(c, VALUE) + d);
+        return make_float2(scales.sum(widen(value[0])), scales.sum(widen(value[1])));
+      } else {
+        const u32 pair = *reinterpret_cast<const u32*>(row_at(c, VALUE) + d * 2);
+        return make_float2(bf16_lo(pair), bf16_hi(pair));
+      }
     });
     // After publishing: no SM reads the row in this step. The end of the step releases it.
     if (last && i % (G::GROUP / QUERIES) == 0 && c.warp() == M::WARPS - 1) {
-      constexpr int PIECES = G::DIM / 8; // of 16 bytes
+      constexpr int PIECES = G::DIM * ELEM / 16; // of 16 bytes
 #pragma unroll
       for (int n = 0; n < 2 * PIECES; n += 32) {
         const int at = n + c.lane();
         if (at < 2 * PIECES) {
           u8* row = c.p.cache + u64(at < PIECES ? e.k_cache : e.v_cache) * OFFSET_BYTES +
-                    (u64(u32(i) * QUERIES / G::GROUP) * cache_rows<M>() + (is_paged<M>() ? paged : c.position)) * (G::PITCH * 2);
-          *reinterpret_cast<uint4*>(row + (at % PIECES ^ swizzle(c.position)) * 16) = *reinterpret_cast<const uint4*>(row_at(c, KEY) + at * 16);
+                    (u64(u32(i) * QUERIES / G::GROUP) * cache_rows<M>() + (is_paged<M>() ? paged : c.position)) * ROW;
+          const u8* from = FP8 ? row_at(c, at < PIECES ? KEY : VALUE) + at % PIECES * 16 : row_at(c, KEY) + at * 16;
+          *reinterpret_cast<uint4*>(row + (at % PIECES ^ swizzle_of<ROW>(c.position)) * 16) = *reinterpret_cast<const uint4*>(from);
         }
       }
     }
@@ -312,11 +400,14 @@ struct AttentionTensor {
   }
 
   // The current position's scores, after the records of all teams.
-  static __device__ __forceinline__ void current(const Context<M>& c, const Queries& q) {
+  static __device__ __forceinline__ void current(const Context<M>& c, const Scales& scales, const Queries& q) {
     const int g = c.lane() / 4, t = c.lane() % 4;
     Products product = {};
 #pragma unroll
-    for (int k = 0; k < HEAD_GRANULES; k++) product.add(q(k), *reinterpret_cast<const uint4*>(row_at(c, KEY) + k * 64 + t * 16));
-    if (t == 0 && g < QUERIES) Records::of(c, WARP_TEAMS, g)[0] = softcap(product.sum(0) * G::SCALE, G::SOFTCAP);
+    for (int k = 0; k < KEY_PARTS; k++) {
+      if constexpr (FP8) add_codes(product, q, k, *reinterpret_cast<const uint4*>(row_at(c, KEY) + k * 64 + t * 16));
+      else product.add(q(k), *reinterpret_cast<const uint4*>(row_at(c, KEY) + k * 64 + t * 16));
+    }
+    if (t == 0 && g < QUERIES) Records::of(c, WARP_TEAMS, g)[0] = score(scales, product, 0);
   }
 };

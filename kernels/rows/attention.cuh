@@ -61,14 +61,16 @@ template <class M, class G>
 struct RowsAttentionTensor {
   static constexpr int COLS = (G::HEADS + 2 * (G::HEADS / G::GROUP)) * G::DIM; // q, k, v
   typedef Words<M, COLS> W;
-  static constexpr int QUERIES = G::HEADS_PER_TASK, HEAD_GRANULES = G::DIM / 32, KV_HEADS = G::HEADS / G::GROUP;
+  static constexpr int QUERIES = G::HEADS_PER_TASK, KV_HEADS = G::HEADS / G::GROUP;
   static constexpr int WARPS_PER_HEAD = G::WARPS_PER_HEAD, WARP_TEAMS = M::WARPS / WARPS_PER_HEAD;
   static constexpr int VALUE_TILES = G::DIM / WARPS_PER_HEAD / 8;
-  static constexpr int ROW = G::PITCH * 2; // bytes of a cache row
+  static constexpr bool FP8 = M::CACHE == Elem::FP8;
+  static constexpr int ELEM = ElemOf<M::CACHE>::BYTES, ROW = G::PITCH * ELEM; // bytes of a cache row
   static constexpr int OWN_TILE = 16, OWN_ROWS = round_up(M::ROWS, OWN_TILE); // rows of the step in a tile, and room for all
   static constexpr bool HALVES = G::ROTARY > 0 && !G::INTERLEAVED, PREFETCH_V = G::PREFETCH_V;
   typedef AttentionRecords<M, G, WARP_TEAMS> Records;
   typedef AttentionTensor<M, G> One;
+  typedef CacheScales<M, G> Scales;
 
   static __device__ __forceinline__ u8* query_at(const Context<M>& c, int h) { return reinterpret_cast<u8*>(c.heads()) + h * (G::DIM * 2); }
   static __device__ __forceinline__ u8* keys(const Context<M>& c) { return query_at(c, QUERIES); }
@@ -76,7 +78,7 @@ struct RowsAttentionTensor {
 
   // Heads from their words to shared memory, 16 bytes a lane, so several heads a warp: norm, RoPE, rounded.
   static constexpr int PIECES = G::DIM / 8, LANES = PIECES <= 8 ? 8 : PIECES <= 16 ? 16 : 32, HEADS_AT_ONCE = 32 / LANES;
-  static __device__ __forceinline__ void heads(Context<M>& c, const Entry& e, const OwnRow<M>& own, int i) {
+  static __device__ __forceinline__ void heads(Context<M>& c, const Entry& e, const OwnRow<M>& own, const Scales& scales, int i) {
     const int lane = c.lane() % LANES, kv = i * QUERIES / G::GROUP, all = QUERIES + 2 * own.count;
     const u8* x = words_of<M, COLS>(c, e.x);
 #pragma unroll 1
@@ -130,12 +132,24 @@ struct RowsAttentionTensor {
         for (int k = 0; k < 8; k += 2)
           if (kind < 2) One::rotate(y[k], y[k + 1], cosine[k], sine[k]);
       }
-      const u32 w0 = bf16_pair(y[0], y[1]), w1 = bf16_pair(y[2], y[3]), w2 = bf16_pair(y[4], y[5]), w3 = bf16_pair(y[6], y[7]);
-      if (live) {
-        if (kind == 0)
-          *reinterpret_cast<uint4*>(query_at(c, n) + lane * 16) = make_uint4(w0, w2, w1, w3); // as `operand_byte` has them
-        else
-          *reinterpret_cast<uint4*>((kind == 1 ? keys(c) : values(c)) + of * ROW + (lane ^ swizzle(of)) * 16) = make_uint4(w0, w1, w2, w3);
+      if constexpr (FP8) {
+        const auto query = [&](int k) { return f16_pair(One::in_f16(y[k]), One::in_f16(y[k + 1])); };
+        const auto cached = [&](int k) { return e4m3_pair(scales.units(kind == 1, y[k]), scales.units(kind == 1, y[k + 1])); };
+        if (live) {
+          if (kind == 0)
+            *reinterpret_cast<uint4*>(query_at(c, n) + lane * 16) = make_uint4(query(0), query(4), query(2), query(6)); // as `operand_byte` has them
+          else
+            *reinterpret_cast<uint2*>((kind == 1 ? keys(c) : values(c)) + of * ROW + (lane / 2 ^ swizzle_of<ROW>(of)) * 16 + lane % 2 * 8) =
+                make_uint2(cached(0) | cached(2) << 16, cached(4) | cached(6) << 16);
+        }
+      } else {
+        const u32 w0 = bf16_pair(y[0], y[1]), w1 = bf16_pair(y[2], y[3]), w2 = bf16_pair(y[4], y[5]), w3 = bf16_pair(y[6], y[7]);
+        if (live) {
+          if (kind == 0)
+            *reinterpret_cast<uint4*>(query_at(c, n) + lane * 16) = make_uint4(w0, w2, w1, w3); // as `operand_byte` has them
+          else
+            *reinterpret_cast<uint4*>((kind == 1 ? keys(c) : values(c)) + of * ROW + (lane ^ swizzle(of)) * 16) = make_uint4(w0, w1, w2, w3);
+        }
       }
     }
   }
@@ -145,35 +159,37 @@ struct RowsAttentionTensor {
     float m, l, o[VALUE_TILES][2];
   };
   // 16 rows at `keys` and `values`, of which those from `lo` up to `hi` are seen.
-  static __device__ __forceinline__ void tile(const Context<M>& c, const typename One::Queries& q, const u8* keys, const u8* values, int lo,
-                                              int hi, Running& r) {
+  static __device__ __forceinline__ void tile(const Context<M>& c, const Scales& scales, const typename One::Queries& q, const u8* keys,
+                                              const u8* values, int lo, int hi, Running& r) {
     const int t = c.lane() % 4;
-    const u32 key_at = c.lane() / 4 * ROW + (c.lane() % 4 ^ swizzle(c.lane() / 4)) * 16;
-    const u32 value_at = c.lane() % 16 * ROW + (c.lane() / 16 ^ swizzle(c.lane() % 16)) * 16;
+    const u32 key_at = c.lane() / 4 * ROW + (c.lane() % 4 ^ swizzle_of<ROW>(c.lane() / 4)) * 16;
+    const u32 value_at = c.lane() % 16 * ROW + (c.lane() / 16 ^ swizzle_of<ROW>(c.lane() % 16)) * 16;
     Products products[2] = {};
 #pragma unroll
     for (int n = 0; n < 2; n++) {
 #pragma unroll
-      for (int j = 0; j < HEAD_GRANULES; j++)
-        products[n].add(q(j), *reinterpret_cast<const uint4*>(keys + n * 8 * ROW + j / 2 * 128 + (key_at ^ j % 2 * 64)));
+      for (int j = 0; j < One::KEY_PARTS; j++) {
+        if constexpr (FP8) One::add_codes(products[n], q, j, *reinterpret_cast<const uint4*>(keys + n * 8 * ROW + j / 2 * 128 + (key_at ^ j % 2 * 64)));
+        else products[n].add(q(j), *reinterpret_cast<const uint4*>(keys + n * 8 * ROW + j / 2 * 128 + (key_at ^ j % 2 * 64)));
+      }
     }
-    const u32 first = smem_address(values) + c.warp() % WARPS_PER_HEAD * (VALUE_TILES * 16);
+    const u32 first = smem_address(values) + c.warp() % WARPS_PER_HEAD * (VALUE_TILES * 8 * ELEM);
     const auto value = [&](int n) {
       uint4 b;
       One::load_transposed(first + n / 4 * 128 + (value_at ^ n % 4 * 32), b);
       return b;
     };
-    uint4 ahead[PREFETCH_V ? VALUE_TILES / 2 : 1];
+    uint4 ahead[PREFETCH_V ? One::VALUE_LOADS : 1];
     if constexpr (PREFETCH_V)
 #pragma unroll
-      for (int n = 0; n < VALUE_TILES / 2; n++) ahead[n] = value(n);
+      for (int n = 0; n < One::VALUE_LOADS; n++) ahead[n] = value(n);
     float s[2][2], top = r.m;
     const auto seen = [&](int row) { return row >= lo && row < hi; };
 #pragma unroll
     for (int n = 0; n < 2; n++)
 #pragma unroll
       for (int k = 0; k < 2; k++) {
-        const float score = softcap(products[n].sum(k) * G::SCALE, G::SOFTCAP);
+        const float score = One::score(scales, products[n], k);
         s[n][k] = seen(t * 2 + n * 8 + k) ? score : NEGATIVE_INFINITY;
         top = fmaxf(top, s[n][k]);
       }
@@ -190,7 +206,7 @@ struct RowsAttentionTensor {
         s[n][k] = exp_fast(s[n][k] - shift);
         r.l += s[n][k];
       }
-    const u32 p0 = bf16_pair(s[0][0], s[0][1]), p2 = bf16_pair(s[1][0], s[1][1]);
+    const u32 p0 = One::weights(s[0][0], s[0][1]), p2 = One::weights(s[1][0], s[1][1]);
     // Bytes of rows that are not there are whatever the memory held before; 0 * NaN would spread.
     u32 low = ~0u, high = ~0u;
     if (lo > 0 || hi < 16) {
@@ -203,20 +219,25 @@ struct RowsAttentionTensor {
       r.o[n][1] *= shrink;
     }
 #pragma unroll
-    for (int n = 0; n < VALUE_TILES / 2; n++) {
+    for (int n = 0; n < One::VALUE_LOADS; n++) {
       const uint4 v = PREFETCH_V ? ahead[PREFETCH_V ? n : 0] : value(n);
-      mma_rows8(r.o[2 * n][0], r.o[2 * n][1], p0, p2, v.x & low, v.y & high);
-      mma_rows8(r.o[2 * n + 1][0], r.o[2 * n + 1][1], p0, p2, v.z & low, v.w & high);
+      if constexpr (FP8) {
+        One::add_weighted(r.o, n, p0, p2, v, low, high);
+      } else {
+        mma_rows8(r.o[2 * n][0], r.o[2 * n][1], p0, p2, v.x & low, v.y & high);
+        mma_rows8(r.o[2 * n + 1][0], r.o[2 * n + 1][1], p0, p2, v.z & low, v.w & high);
+      }
     }
   }
 
   static __device__ __forceinline__ void run(Context<M>& c, const Entry& e) {
     const int i = int(uniform(e.lo)), g = c.lane() / 4, t = c.lane() % 4;
     const OwnRow<M> own(c, e, G::WINDOW);
-    heads(c, e, own, i);
+    const Scales scales(c, e, i * QUERIES / G::GROUP);
+    heads(c, e, own, scales, i);
     c.barrier();
     c.stamp(1);
-    const typename One::Queries q(query_at(c, g < QUERIES ? g : 0) + t * 16); // rows of the product beyond QUERIES are never read
+    const typename One::Queries q(query_at(c, g < QUERIES ? g : 0) + t * (FP8 ? 32 : 16)); // rows of the product beyond QUERIES are never read
     Running r;
     r.m = NEGATIVE_INFINITY, r.l = 0.f;
 #pragma unroll
@@ -224,20 +245,24 @@ struct RowsAttentionTensor {
     // Teams take tiles in turn, over chunks and the own rows.
     const int team = c.warp() / WARPS_PER_HEAD;
     int turn = walk_history<16, M, G>(c, own, WARP_TEAMS, team, [&](const u8* k, const u8* v, int at, int row, int chunk) {
-      tile(c, q, k + row * ROW, v + row * ROW, int(own.start - own.begin) - at - row, chunk - row, r);
+      tile(c, scales, q, k + row * ROW, v + row * ROW, int(own.start - own.begin) - at - row, chunk - row, r);
     });
     // Rows of a window may begin inside the own ones.
     for (int at = 0; at < (M::ROWS > OWN_TILE ? own.count : 1); at += OWN_TILE, turn++)
       if (turn % WARP_TEAMS == team)
-        tile(c, q, keys(c) + at * ROW, values(c) + at * ROW, int(own.start) - int(own.before) - at, own.count - at, r);
+        tile(c, scales, q, keys(c) + at * ROW, values(c) + at * ROW, int(own.start) - int(own.before) - at, own.count - at, r);
     r.l += __shfl_xor_sync(~0u, r.l, 1);
     r.l += __shfl_xor_sync(~0u, r.l, 2);
     if (g < QUERIES) {
       float* record = Records::of(c, team, g);
       if (t == 0) *reinterpret_cast<float2*>(record) = make_float2(r.m, r.l);
+      if constexpr (FP8) {
+        One::store_sums(record + Records::HEADER + c.warp() % WARPS_PER_HEAD * (VALUE_TILES * 8), t, scales, r.o);
+      } else {
 #pragma unroll
-      for (int n = 0; n < VALUE_TILES; n++)
-        *reinterpret_cast<float2*>(record + Records::HEADER + (c.warp() % WARPS_PER_HEAD * VALUE_TILES + n) * 8 + t * 2) = make_float2(r.o[n][0], r.o[n][1]);
+        for (int n = 0; n < VALUE_TILES; n++)
+          *reinterpret_cast<float2*>(record + Records::HEADER + (c.warp() % WARPS_PER_HEAD * VALUE_TILES + n) * 8 + t * 2) = make_float2(r.o[n][0], r.o[n][1]);
+      }
     }
     c.barrier();
     c.stamp(2);
@@ -249,13 +274,14 @@ struct RowsAttentionTensor {
       const RowsParams& p = rows_params(c);
       const u32 of = own.count - 1;
       const u64 row = u64(i * QUERIES / G::GROUP) * M::POOL_ROWS + pool_row<M>(p.pages, p.rows[own.row].sequence, own.position);
+      constexpr int CACHED = G::DIM * ELEM / 16; // pieces of 16 bytes of a row
 #pragma unroll
-      for (int n = 0; n < 2 * PIECES; n += 32) {
+      for (int n = 0; n < 2 * CACHED; n += 32) {
         const u32 at = n + c.lane();
-        if (at < 2 * PIECES) {
-          u8* to = p.cache + u64(at < PIECES ? e.k_cache : e.v_cache) * OFFSET_BYTES + row * ROW;
-          const u8* from = (at < PIECES ? keys(c) : values(c)) + of * ROW;
-          *reinterpret_cast<uint4*>(to + (at % PIECES ^ swizzle(own.position)) * 16) = *reinterpret_cast<const uint4*>(from + (at % PIECES ^ swizzle(of)) * 16);
+        if (at < 2 * CACHED) {
+          u8* to = p.cache + u64(at < CACHED ? e.k_cache : e.v_cache) * OFFSET_BYTES + row * ROW;
+          const u8* from = (at < CACHED ? keys(c) : values(c)) + of * ROW;
+          *reinterpret_cast<uint4*>(to + (at % CACHED ^ swizzle_of<ROW>(own.position)) * 16) = *reinterpret_cast<const uint4*>(from + (at % CACHED ^ swizzle_of<ROW>(of)) * 16);
         }
       }
     }
@@ -313,7 +339,7 @@ struct RowsAttentionLanes {
     }
     return a;
   }
-  static __device__ __forceinline__ void heads(Context<M>& c, const Entry& e, const OwnRow<M>& own, int i) {
+  static __device__ __forceinline__ void heads(Context<M>& c, const Entry& e, const OwnRow<M>& own, const CacheScales<M, G>& scales, int i) {
     const u8* x = words_of<M, COLS>(c, e.x);
     const int kv = i * QUERIES / G::GROUP;
 #pragma unroll 1
@@ -334,7 +360,7 @@ struct RowsAttentionLanes {
           One::template prepare<G::K_NORM>(c, angle, to, all, KV_HEADS * G::DIM, G::K_EPS, e.k_norm, kv);
         }
         // What later steps will read: values rounded to the cache type.
-        for (int d = c.lane(); d < G::DIM; d += 32) to[d] = One::rounded(to[d]);
+        for (int d = c.lane(); d < G::DIM; d += 32) to[d] = One::rounded(scales.units(kind == 1, to[d]));
       }
       __syncwarp();
     }
@@ -345,8 +371,8 @@ struct RowsAttentionLanes {
   };
   // 32 rows of `pitch` values, of which those from `lo` up to `hi` are seen.
   template <class V>
-  static __device__ __forceinline__ void tile(const Context<M>& c, const V* keys, const V* values, int pitch, int lo, int hi,
-                                              Running (&running)[QUERIES]) {
+  static __device__ __forceinline__ void tile(const Context<M>& c, const CacheScales<M, G>& scales, const V* keys, const V* values, int pitch,
+                                              int lo, int hi, Running (&running)[QUERIES]) {
     const bool live = c.lane() >= lo && c.lane() < hi;
 #pragma unroll 1
     for (int h = 0; h < QUERIES; h++) {
@@ -358,7 +384,7 @@ struct RowsAttentionLanes {
           const int at = (d + c.lane()) % G::DIM;
           s += query(c, h)[at] * widen(keys[c.lane() * pitch + at]);
         }
-      s = live ? softcap(s * G::SCALE, G::SOFTCAP) : NEGATIVE_INFINITY;
+      s = live ? scales.score(s) : NEGATIVE_INFINITY;
       const float top = fmaxf(r.m, warp_max(s)), shift = top > NEGATIVE_INFINITY ? top : 0.f, shrink = __expf(r.m - shift);
       s = __expf(s - shift);
       r.m = top;
@@ -378,7 +404,8 @@ struct RowsAttentionLanes {
   static __device__ __forceinline__ void run(Context<M>& c, const Entry& e) {
     const int i = int(uniform(e.lo));
     const OwnRow<M> own(c, e, G::WINDOW);
-    heads(c, e, own, i);
+    const CacheScales<M, G> scales(c, e, i * QUERIES / G::GROUP);
+    heads(c, e, own, scales, i);
     c.barrier();
     c.stamp(1);
     Running running[QUERIES];
@@ -389,19 +416,19 @@ struct RowsAttentionLanes {
       for (int d = 0; d < LANE_DIMS; d++) running[h].o[d] = 0.f;
     }
     int turn = walk_history<32, M, G>(c, own, M::WARPS, c.warp(), [&](const u8* k, const u8* v, int at, int row, int chunk) {
-      tile(c, reinterpret_cast<const C*>(k) + row * G::PITCH, reinterpret_cast<const C*>(v) + row * G::PITCH, G::PITCH,
+      tile(c, scales, reinterpret_cast<const C*>(k) + row * G::PITCH, reinterpret_cast<const C*>(v) + row * G::PITCH, G::PITCH,
            int(own.start - own.begin) - at - row, chunk - row, running);
     });
     for (int at = 0; at < (M::ROWS > 32 ? own.count : 1); at += 32, turn++)
       if (turn % M::WARPS == c.warp())
-        tile(c, keys(c) + at * G::DIM, values(c) + at * G::DIM, G::DIM, int(own.start) - int(own.before) - at, own.count - at, running);
+        tile(c, scales, keys(c) + at * G::DIM, values(c) + at * G::DIM, G::DIM, int(own.start) - int(own.before) - at, own.count - at, running);
 #pragma unroll
     for (int h = 0; h < QUERIES; h++) {
       float* record = Records::of(c, c.warp(), h);
       if (c.lane() == 0) record[0] = running[h].m, record[1] = running[h].l;
 #pragma unroll
       for (int d = 0; d < LANE_DIMS; d++)
-        if (d * 32 + c.lane() < G::DIM) record[Records::HEADER + d * 32 + c.lane()] = running[h].o[d];
+        if (d * 32 + c.lane() < G::DIM) record[Records::HEADER + d * 32 + c.lane()] = scales.sum(running[h].o[d]);
     }
     c.barrier();
     c.stamp(2);

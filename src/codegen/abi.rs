@@ -33,8 +33,8 @@ kernel_struct! {
         x: u32,
         /// packets of the published operand
         out: u32,
-        /// packets of a second published operand (candidates of the head)
-        aux: u32,
+        /// packets of a second published operand (candidates of the head); of attention: scales of a cache in fp8, in OFFSET_BYTES
+        aux_or_scales: u32 as [aux, cache_scales],
         /// of a matrix of codes: the scales of its rows, in OFFSET_BYTES; else the row of the step that the task takes
         row_scales_or_row: u32 as [row_scales, row],
         /// first residual value of this block that the task owns
@@ -292,7 +292,11 @@ impl<'a> GridEntry<'a> {
             j: 0,
             x: if reads_candidates { packets(Role::Candidates) } else { first_read.unwrap_or(NONE) },
             out: packets(Role::Out),
-            aux: if reads_candidates { NONE } else { packets(Role::Candidates) },
+            aux_or_scales: match grid.op {
+                Op::Select => NONE,
+                Op::Attention(_) => constant(Role::CacheScales),
+                _ => packets(Role::Candidates),
+            },
             row_scales_or_row: row_scales.unwrap_or(0),
             residual: 0,
             norm_weight: either(&[Role::NormWeight, Role::QNormWeight]),

@@ -232,6 +232,7 @@ pub fn stamps_max(schedule: &Schedule) -> usize {
 pub(super) fn elem(dtype: DType) -> &'static str {
     match dtype {
         DType::Bf16 => "Elem::BF16",
+        DType::E4m3 => "Elem::FP8",
         _ => "Elem::F32",
     }
 }

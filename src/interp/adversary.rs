@@ -9,9 +9,9 @@
 //! Counters count over steps, as on a device; packets are tagged with their step. A task is one indivisible action.
 
 use super::kernel::Isa;
-use super::memory::{Access, Cache, CacheColumns, Memory, Place, Region, StepRows, round_to, word};
+use super::memory::{Access, Cache, CacheColumns, Memory, Place, Region, StepRows, round_to_cache, word};
 use super::ops::{self, History, Scratch, Step, Streamed};
-use super::plan::{Plan, StreamBytes, TaskPlan, Work};
+use super::plan::{CacheShape, Plan, StreamBytes, TaskPlan, Work};
 use super::real::Real;
 use super::threads::Direct;
 use super::{Blocked, BlockedWait, Engine, InterpError, Logits, Pack, StepResult};
@@ -126,7 +126,7 @@ enum Action {
 
 impl<R: Real> Adversary<R> {
     pub fn new(plan: Arc<Plan>, pack: Pack, isa: Isa, seed: u64) -> Adversary<R> {
-        let caches: Vec<Cache> = plan.caches.iter().map(|c| Cache::new(c.dtype, c.rows, c.cols)).collect();
+        let caches: Vec<Cache> = plan.caches.iter().map(CacheShape::empty).collect();
         let tags = Tags {
             exchange: vec![None; plan.exchange_words],
             output: vec![None; plan.output_words],
@@ -422,8 +422,8 @@ impl<R: Real> Adversary<R> {
         let streamed = match &task.work {
             Work::MatVec(m) => Streamed::Weights(&bytemuck::cast_slice(&words[0])[..m.weight.len()]),
             Work::Attention(a) => Streamed::History(History {
-                keys: ops::history_rows(a.cache_dtype, &words[0], a.keys.len),
-                values: ops::history_rows(a.cache_dtype, &words[1], a.values.len),
+                keys: ops::history_rows(a.cache_dtype, &words[0], a.keys.len, a.cache_scales[0]),
+                values: ops::history_rows(a.cache_dtype, &words[1], a.values.len, a.cache_scales[1]),
                 rows,
             }),
             _ => Streamed::Nothing,
@@ -630,8 +630,9 @@ impl Access for Checked<'_> {
     fn append(&mut self, row: usize, columns: CacheColumns, values: &[f32]) {
         let row = &self.direct.rows.rows[row];
         let row = row.cache_row(row.position as usize);
-        let dtype = self.direct.memory.caches[columns.cache].dtype();
-        let values = values.iter().map(|&v| round_to(dtype, v)).collect();
+        let cache = &self.direct.memory.caches[columns.cache];
+        let (dtype, scale) = (cache.dtype(), cache.scale(columns.first));
+        let values = values.iter().map(|&v| round_to_cache(dtype, scale, v)).collect();
         self.pending.push((columns, row, values));
     }
 }

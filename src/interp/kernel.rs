@@ -7,8 +7,10 @@
 //!
 //! `unsafe` here is for vector loads alone.
 
+use crate::format::e4m3;
 use crate::ir::layout::{GRANULE_BYTES, GRANULE_ROW_BYTES};
 use crate::ir::op::UNIT_ROWS;
+use std::sync::LazyLock;
 
 const GRANULE: usize = GRANULE_BYTES as usize;
 const GRANULE_ROW: usize = GRANULE_ROW_BYTES as usize;
@@ -47,6 +49,9 @@ impl Isa {
     }
 }
 
+/// The values of all codes.
+static E4M3: LazyLock<[f32; 256]> = LazyLock::new(|| std::array::from_fn(|code| e4m3(code as u8)));
+
 /// Rows that do not lie one after another.
 pub trait ReadRow {
     /// Rows of `dim` values from row `first` on as fp32, as many as `out` has room for.
@@ -64,6 +69,12 @@ pub enum HistoryRows<'a> {
     Bf16 {
         data: &'a [u16],
         stride: usize,
+    },
+    /// Codes in units of `scale`.
+    E4m3 {
+        data: &'a [u8],
+        stride: usize,
+        scale: f32,
     },
     /// Rows of a cache, wherever its pages lie.
     Paged(&'a dyn ReadRow),
@@ -89,6 +100,13 @@ impl HistoryRows<'_> {
                 for (i, row) in (first..).zip(out.chunks_exact_mut(dim)) {
                     for (o, &bits) in row.iter_mut().zip(&data[i * stride..][..dim]) {
                         *o = f32::from_bits(u32::from(bits) << 16);
+                    }
+                }
+            }
+            HistoryRows::E4m3 { data, stride, scale } => {
+                for (i, row) in (first..).zip(out.chunks_exact_mut(dim)) {
+                    for (o, &code) in row.iter_mut().zip(&data[i * stride..][..dim]) {
+                        *o = E4M3[usize::from(code)] * scale;
                     }
                 }
             }

@@ -3,11 +3,12 @@
 use super::kernel::HistoryRows;
 use super::ops::Input;
 use crate::dtype::DType;
+use crate::format::{e4m3, to_e4m3};
 use crate::ir::BufferId;
 use half::bf16;
 use std::cell::UnsafeCell;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU16, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, Ordering};
 
 /// Columns of a buffer that one task touches, resolved to elements of an arena.
 #[derive(Debug, Clone, PartialEq)]
@@ -175,6 +176,14 @@ pub fn round_to(dtype: DType, value: f32) -> f32 {
     }
 }
 
+/// `value` as a cache of `dtype` would keep it; one in fp8 in units of `scale`.
+pub fn round_to_cache(dtype: DType, scale: f32, value: f32) -> f32 {
+    match dtype {
+        DType::E4m3 => e4m3(to_e4m3(value / scale)) * scale,
+        _ => round_to(dtype, value),
+    }
+}
+
 /// What SMs share.
 ///
 /// Exchange and output elements are relaxed atomics, so that even a schedule with a race executes without undefined
@@ -205,11 +214,14 @@ pub struct Cache {
     data: CacheData,
     cols: usize,
     rows: usize,
+    /// In fp8, of the columns of each KV head; otherwise empty.
+    scales: Vec<f32>,
 }
 
 enum CacheData {
     F32(Box<[UnsafeCell<f32>]>),
     Bf16(Box<[UnsafeCell<u16>]>),
+    E4m3(Box<[UnsafeCell<u8>]>),
 }
 
 // SAFETY: elements change through atomic stores in `append` alone; `history` hands out plain references under the
@@ -217,21 +229,30 @@ enum CacheData {
 unsafe impl Sync for Cache {}
 
 impl Cache {
-    /// A cache of zeros. Pages are taken from the operating system when they are first touched.
-    pub fn new(dtype: DType, rows: usize, cols: usize) -> Cache {
+    /// A cache of zeros. Pages are taken from the operating system when they are first touched. One in fp8 has a scale for each KV head,
+    /// which are equal parts of its columns.
+    pub fn new(dtype: DType, rows: usize, cols: usize, scales: Vec<f32>) -> Cache {
         let n = rows * cols;
         let data = match dtype {
             DType::Bf16 => CacheData::Bf16(cells(vec![0; n])),
+            DType::E4m3 => CacheData::E4m3(cells(vec![0; n])),
             _ => CacheData::F32(cells(vec![0.0; n])),
         };
-        Cache { data, cols, rows }
+        Cache { data, cols, rows, scales }
     }
 
     pub fn dtype(&self) -> DType {
         match self.data {
             CacheData::F32(_) => DType::F32,
             CacheData::Bf16(_) => DType::Bf16,
+            CacheData::E4m3(_) => DType::E4m3,
         }
+    }
+
+    /// What the values of a column are multiples of.
+    pub fn scale(&self, column: usize) -> f32 {
+        let head = column * self.scales.len() / self.cols.max(1);
+        self.scales.get(head).copied().unwrap_or(1.0)
     }
 
     pub fn rows(&self) -> usize {
@@ -261,6 +282,13 @@ impl Cache {
                         .store(bf16::from_f32(*value).to_bits(), Ordering::Relaxed);
                 }
             }
+            CacheData::E4m3(cells) => {
+                for ((column, cell), value) in (first..).zip(&cells[at..]).zip(values) {
+                    let code = to_e4m3(value / self.scale(column));
+                    // SAFETY: as above, 1 byte.
+                    unsafe { AtomicU8::from_ptr(cell.get()) }.store(code, Ordering::Relaxed);
+                }
+            }
         }
     }
 
@@ -269,14 +297,13 @@ impl Cache {
     /// # Safety
     /// No thread appends to one of these rows meanwhile, and every append to one happened before.
     pub unsafe fn copy_rows(&self, rows: impl Iterator<Item = usize>, first: usize, len: usize, out: &mut Vec<u8>) {
-        let mut values = vec![0.0; len];
         for row in rows {
             // SAFETY: as the caller promises.
-            unsafe { self.history(row, row + 1, first, len) }.read(0, len, &mut values);
-            for value in &values {
-                let bits = value.to_bits().to_le_bytes();
-                // The upper half of fp32 is the bf16 it was widened from.
-                out.extend_from_slice(if self.dtype() == DType::Bf16 { &bits[2..] } else { &bits });
+            match unsafe { self.history(row, row + 1, first, len) } {
+                HistoryRows::F32 { data, .. } => out.extend_from_slice(bytemuck::cast_slice(data)),
+                HistoryRows::Bf16 { data, .. } => out.extend_from_slice(bytemuck::cast_slice(data)),
+                HistoryRows::E4m3 { data, .. } => out.extend_from_slice(data),
+                HistoryRows::Paged(_) | HistoryRows::Then { .. } => unreachable!("a cache lies in one of its types"),
             }
         }
     }
@@ -301,6 +328,12 @@ impl Cache {
                 // SAFETY: as above for `u16`.
                 let data = unsafe { std::slice::from_raw_parts(cells.as_ptr().cast(), cells.len()) };
                 HistoryRows::Bf16 { data, stride }
+            }
+            CacheData::E4m3(cells) => {
+                let cells = &cells[range];
+                // SAFETY: as above for `u8`.
+                let data = unsafe { std::slice::from_raw_parts(cells.as_ptr().cast(), cells.len()) };
+                HistoryRows::E4m3 { data, stride, scale: self.scale(first) }
             }
         }
     }
@@ -327,7 +360,7 @@ mod tests {
     #[test]
     fn a_cache_keeps_rows_apart_and_rounds_to_its_type() {
         for dtype in [DType::F32, DType::Bf16] {
-            let cache = Cache::new(dtype, 4, 6);
+            let cache = Cache::new(dtype, 4, 6, vec![]);
             cache.append(1, 2, &[1.0, 1.0 + 1.0 / 256.0]);
             cache.append(2, 2, &[-2.0, 3.0]);
             // SAFETY: one thread.
@@ -339,6 +372,24 @@ mod tests {
             rows.read(1, 2, &mut row);
             assert_eq!(row, [-2.0, 3.0]);
         }
+    }
+
+    #[test]
+    fn a_cache_in_fp8_keeps_codes_in_units_of_the_scale_of_their_head() {
+        let cache = Cache::new(DType::E4m3, 2, 6, vec![1.0, 0.25, 2.0]);
+        // Half-way to the even neighbour, beyond the largest code, below the smallest.
+        cache.append(1, 0, &[17.0, 19.0, 1000.0, -0.25 * 0.001, 3.0, -5000.0]);
+        let row = |first, len| {
+            let mut row = [0.0; 2];
+            // SAFETY: one thread.
+            unsafe { cache.history(1, 2, first, len) }.read(0, len, &mut row);
+            row
+        };
+        assert_eq!([row(0, 2), row(2, 2), row(4, 2)], [[16.0, 20.0], [112.0, -0.25 / 512.0], [3.0, -896.0]]);
+        let mut bytes = vec![];
+        // SAFETY: one thread.
+        unsafe { cache.copy_rows(1..2, 2, 2, &mut bytes) };
+        assert_eq!(bytes, [0x7e, 0x81]);
     }
 
     #[test]

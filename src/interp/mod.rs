@@ -27,9 +27,10 @@ pub use adversary::Violation;
 pub use kernel::Isa;
 pub use ops::Input;
 pub use plan::{PlanError, cache_buffers};
-pub use synthetic::{CacheKind, cache_value};
+pub use synthetic::{CacheKind, cache_code, cache_value};
 
 use crate::error::Fault;
+use crate::format::e4m3;
 use crate::ir::BufferId;
 use crate::ir::schedule::Schedule;
 use crate::ir::{EventId, SmId, TaskId};
@@ -313,7 +314,7 @@ impl Interp {
         Ok(())
     }
 
-    /// Fills rows `0..rows` of every cache with [`cache_value`] and makes `rows` the next position, so that a deep position
+    /// Fills rows `0..rows` of every cache with [`cache_value`], or its [`cache_code`], and makes `rows` the next position, so that a deep position
     /// can be executed without a prompt of that length.
     pub fn fill_cache(&mut self, seed: u64, rows: u32) -> Result<(), InterpError> {
         if self.plan.tables.is_some() {
@@ -325,6 +326,9 @@ impl Interp {
             for row in 0..rows {
                 for (column, value) in (0..).zip(&mut values) {
                     *value = cache_value(seed, cache.layer, cache.kind, row, column);
+                    if let Some(scale) = cache.scale_of(column) {
+                        *value = e4m3(cache_code(*value)) * scale;
+                    }
                 }
                 self.engine.write_cache(index, row as usize, &values);
             }

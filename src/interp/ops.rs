@@ -2,7 +2,7 @@
 
 use super::coded;
 use super::kernel::{HistoryRows, Isa};
-use super::memory::{Access, OfRow, Region, StepRows, round_to};
+use super::memory::{Access, OfRow, Region, StepRows, round_to_cache};
 use super::plan::{self, Current, Norm, Plan, Table, TaskPlan, Work};
 use super::real::{self, Real, read_value};
 use crate::dtype::DType;
@@ -425,8 +425,8 @@ fn key_and_value<R: Real>(
         rotate(rope, op.interleaved, &mut s.k);
     }
     load(memory, &current.v.row(row), &mut s.load, &mut s.v);
-    for values in [&mut s.k, &mut s.v] {
-        values.iter_mut().for_each(|v| *v = R::of(round_to(a.cache_dtype, v.to_f32())));
+    for (values, scale) in [&mut s.k, &mut s.v].into_iter().zip(a.cache_scales) {
+        values.iter_mut().for_each(|v| *v = R::of(round_to_cache(a.cache_dtype, scale, v.to_f32())));
     }
 }
 
@@ -581,9 +581,10 @@ fn merge<R: Real>(dim: usize, splits: usize, head: &plan::MergeHead, memory: &mu
     memory.store(&head.out, &s.load);
 }
 
-/// Converts chunk bytes of a cache of type `dtype` to the elements that [`HistoryRows`] shows.
-pub fn history_rows<'a>(dtype: DType, bytes: &'a [u32], dim: usize) -> HistoryRows<'a> {
+/// Converts chunk bytes of a cache of type `dtype` to the elements that [`HistoryRows`] shows; codes of fp8 are in units of `scale`.
+pub fn history_rows<'a>(dtype: DType, bytes: &'a [u32], dim: usize, scale: f32) -> HistoryRows<'a> {
     match dtype {
+        DType::E4m3 => HistoryRows::E4m3 { data: bytemuck::cast_slice(bytes), stride: dim, scale },
         DType::Bf16 => HistoryRows::Bf16 { data: bytemuck::cast_slice(bytes), stride: dim },
         _ => HistoryRows::F32 { data: bytemuck::cast_slice(bytes), stride: dim },
     }

@@ -1,6 +1,6 @@
 //! Owns `Plan`: a schedule with every operand resolved to elements and bytes, so that executing a task looks up nothing.
 
-use super::memory::{CacheColumns, Place, Region};
+use super::memory::{Cache, CacheColumns, Place, Region};
 use super::real::read_value;
 use super::synthetic::CacheKind;
 use crate::dtype::DType;
@@ -85,6 +85,20 @@ pub struct CacheShape {
     pub cols: usize,
     pub layer: u32,
     pub kind: CacheKind,
+    /// In fp8, of each KV head.
+    pub scales: Vec<f32>,
+}
+
+impl CacheShape {
+    /// In fp8, what the codes of a column are multiplied by.
+    pub fn scale_of(&self, column: u32) -> Option<f32> {
+        self.scales.get(column as usize * self.scales.len() / self.cols.max(1)).copied()
+    }
+
+    /// A cache of this shape, of zeros.
+    pub fn empty(&self) -> Cache {
+        Cache::new(self.dtype, self.rows, self.cols, self.scales.clone())
+    }
 }
 
 pub struct RegimePlan {
@@ -202,6 +216,8 @@ pub struct Attention {
     /// Range of [`Plan::constants`] that holds the table, `rotary` values a row.
     pub rope: Option<Range<usize>>,
     pub cache_dtype: DType,
+    /// Of keys and of values in fp8.
+    pub cache_scales: [f32; 2],
     pub keys: CacheColumns,
     pub values: CacheColumns,
     pub out: Region,
@@ -430,13 +446,30 @@ impl MemoryMap {
                         let kind = if layers[layer].0 == id { CacheKind::Key } else { CacheKind::Value };
                         let (rows, cols) = (buffer.rows as usize, buffer.cols as usize);
                         let layer = layer as u32;
-                        map.caches.push(CacheShape { buffer: id, dtype: buffer.dtype, rows, cols, layer, kind });
+                        let (dtype, scales) = (buffer.dtype, vec![]);
+                        map.caches.push(CacheShape { buffer: id, dtype, rows, cols, layer, kind, scales });
                     }
                 }
                 _ => {}
             }
         }
+        map.scale_caches(program);
         Ok(map)
+    }
+
+    /// Hands each cache the scales that the attention over it reads.
+    fn scale_caches(&mut self, program: &Program) {
+        for grid in &program.grids {
+            let Some(scales) = grid.operand(Role::CacheScales) else { continue };
+            let Some(range) = self.values[scales.buffer.index()].clone() else { continue };
+            let of_heads = &self.constants[range];
+            for (role, kind) in [(Role::HistoryK, 0), (Role::HistoryV, 1)] {
+                let buffer = grid.operand(role).map(|operand| operand.buffer);
+                for cache in self.caches.iter_mut().filter(|cache| Some(cache.buffer) == buffer) {
+                    cache.scales = of_heads.iter().copied().skip(kind).step_by(2).collect();
+                }
+            }
+        }
     }
 
     fn whole(&self, program: &Program, id: BufferId) -> Option<Region> {
@@ -776,6 +809,13 @@ impl MemoryMap {
         } else {
             None
         };
+        let cache_scales = match self.constant(at, Role::CacheScales)? {
+            None => [1.0; 2],
+            Some(range) => {
+                width(id, Role::CacheScales, 2, range.len())?;
+                [self.constants[range.start], self.constants[range.start + 1]]
+            }
+        };
         let record = dim + if a.splits > 1 { PARTIAL_HEADER as usize } else { 0 };
         Ok(Attention {
             grid: at.grid_id,
@@ -788,6 +828,7 @@ impl MemoryMap {
             k_norm: self.norm(at, k_norm_attr, Role::KNormWeight, None, norm_len(a.k_norm, a.kv_heads()))?,
             rope,
             cache_dtype: self.caches[keys.cache].dtype,
+            cache_scales,
             keys,
             values,
             out: self.sized(at, Role::Out, heads * record)?,

@@ -1,5 +1,6 @@
 //! Owns made-up values: the cache contents that let a deep position be checked without a long prompt.
 
+use crate::format::to_e4m3;
 use crate::random::mix;
 
 /// The two halves of the cache.
@@ -7,6 +8,14 @@ use crate::random::mix;
 pub enum CacheKind {
     Key,
     Value,
+}
+
+/// Of a cache in fp8, a generated value is this many times as many units of the scale: about as large as the code of a real key.
+const FP8_UNITS: f32 = 8.0;
+
+/// The code of a generated value in a cache in fp8.
+pub fn cache_code(value: f32) -> u8 {
+    to_e4m3(FP8_UNITS * value)
 }
 
 /// The value that `fill_cache` puts into column `column` (KV head times `head_dim`, plus the dimension) of row

@@ -10,7 +10,7 @@
 use super::kernel::{HistoryRows, Isa, ReadRow};
 use super::memory::{Access, Cache, CacheColumns, Memory, Place, Region, StepRow, StepRows, round_to};
 use super::ops::{self, History, Scratch, Step, Streamed};
-use super::plan::{Plan, RegimePlan, TaskPlan, Work};
+use super::plan::{CacheShape, Plan, RegimePlan, TaskPlan, Work};
 use super::real::Real;
 use super::{Blocked, BlockedWait, Engine, InterpError, Logits, Pack, StepResult};
 use crate::ir::SmId;
@@ -107,7 +107,7 @@ impl<R: Real> Threads<R> {
     }
 
     fn with_stall(plan: Arc<Plan>, pack: Pack, isa: Isa, threads: usize, stall: Duration) -> Threads<R> {
-        let caches = plan.caches.iter().map(|c| Cache::new(c.dtype, c.rows, c.cols)).collect();
+        let caches = plan.caches.iter().map(CacheShape::empty).collect();
         let counters =
             plan.regimes.iter().map(|r| r.events.iter().map(|_| Counter(AtomicU64::new(0))).collect()).collect();
         let threads = threads.clamp(1, plan.sms.max(1));

@@ -226,6 +226,7 @@ pub enum Role {
     QNormWeight,
     KNormWeight,
     Rope,
+    CacheScales,
     HistoryK,
     HistoryV,
     AppendK,
@@ -236,7 +237,7 @@ pub enum Role {
 }
 
 impl Role {
-    pub const ALL: [Role; 22] = [
+    pub const ALL: [Role; 23] = [
         Role::Token,
         Role::Candidates,
         Role::Table,
@@ -252,6 +253,7 @@ impl Role {
         Role::QNormWeight,
         Role::KNormWeight,
         Role::Rope,
+        Role::CacheScales,
         Role::HistoryK,
         Role::HistoryV,
         Role::AppendK,
@@ -278,6 +280,7 @@ impl Role {
             Role::QNormWeight => "q_norm_weight",
             Role::KNormWeight => "k_norm_weight",
             Role::Rope => "rope",
+            Role::CacheScales => "cache_scales",
             Role::HistoryK => "history_k",
             Role::HistoryV => "history_v",
             Role::AppendK => "append_k",
@@ -421,6 +424,7 @@ impl Op {
                         may(Role::QNormWeight, Read),
                         may(Role::KNormWeight, Read),
                         may(Role::Rope, Read),
+                        may(Role::CacheScales, Read),
                         need(Role::HistoryK, Stream),
                         need(Role::HistoryV, Stream),
                         need(Role::AppendK, Write),

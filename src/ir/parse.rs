@@ -111,7 +111,7 @@ pub struct RegimeLines {
 
 const ACTS: [Act; 4] = [Act::Silu, Act::GeluErf, Act::GeluTanh, Act::Relu];
 const NORMS: [NormKind; 2] = [NormKind::Rms, NormKind::Layer];
-const DTYPES: [DType; 4] = [DType::F32, DType::Bf16, DType::F16, DType::I32];
+const DTYPES: [DType; 5] = [DType::F32, DType::Bf16, DType::F16, DType::I32, DType::E4m3];
 const ACCESSES: [Access; 4] = [Access::Read, Access::Write, Access::Update, Access::Stream];
 
 /// Characters of a token that an error quotes.
@@ -306,6 +306,8 @@ impl<'a> Parser<'a> {
             Ok(Content::Tensor(TensorId(self.id("w")?)))
         } else if self.eat("rope") {
             Ok(Content::RopeTable(RopeId(self.id("r")?)))
+        } else if self.eat("cache_scales") {
+            Ok(Content::CacheScales(LayerId(self.id("l")?)))
         } else {
             Err(self.unexpected())
         }
@@ -1351,6 +1353,7 @@ regime r1 from 32
             }),
             numbers().prop_map(|t| Content::Tensor(TensorId(t))),
             numbers().prop_map(|r| Content::RopeTable(RopeId(r))),
+            numbers().prop_map(|l| Content::CacheScales(LayerId(l))),
         ]
     }
 

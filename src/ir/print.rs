@@ -196,6 +196,7 @@ fn write_buffer(out: &mut String, id: BufferId, buffer: &Buffer) -> fmt::Result 
         }
         Some(Content::Tensor(tensor)) => write!(out, " from tensor {tensor}")?,
         Some(Content::RopeTable(rope)) => write!(out, " from rope {rope}")?,
+        Some(Content::CacheScales(layer)) => write!(out, " from cache_scales {layer}")?,
     }
     out.push('\n');
     Ok(())

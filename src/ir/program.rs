@@ -121,6 +121,9 @@ pub enum Content {
     Tensor(TensorId),
     /// cos then sin of every position: row p is `[cos(p f_0) .. cos(p f_n-1), sin(p f_0) ..] * scale`.
     RopeTable(RopeId),
+    /// Scales of the cached keys and values of a layer, for each KV head that of its keys, then that of its values
+    /// ([`crate::model::cache_scales`]).
+    CacheScales(LayerId),
 }
 
 #[derive(Debug, Clone, PartialEq)]

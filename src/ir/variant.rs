@@ -312,23 +312,27 @@ pub fn prefetch_v_rule(head_dim: u32) -> bool {
 /// Bytes of a cache row whose pieces of 16 bytes change places where rows are swizzled.
 const SWIZZLED_BYTES: u32 = 128;
 
-/// Where piece `piece` (16 bytes) of the cache row of `position` lies in it, where rows are swizzled; `swizzle` of
+/// Where piece `piece` (16 bytes) of the cache row of `position` lies in it, where rows of `row_bytes` are swizzled; `swizzle_of` of
 /// `attention_tensor.cuh`.
-pub fn swizzled_piece(position: u32, piece: u32) -> u32 {
-    piece ^ ((position & 1) << 2 | (position >> 1 & 3))
+pub fn swizzled_piece(position: u32, piece: u32, row_bytes: u32) -> u32 {
+    let within = position >> 1 & 3;
+    // Of two rows in the same 128 bytes, each keeps its half.
+    piece ^ if row_bytes < SWIZZLED_BYTES { within } else { (position & 1) << 2 | within }
 }
 
 impl Attention {
     /// Whether `attention_tensor.cuh` takes it, where the target has tensor cores: heads rotated whole (or not at all),
-    /// normalised alone, in bf16, and of dimensions that the warps of a head share evenly.
+    /// normalised alone, in bf16 (with a cache in bf16 or fp8), and of dimensions that the warps of a head share evenly.
     pub fn on_tensor_cores(&self, precision: Precision, warps: u32, warps_per_head: u32) -> bool {
         let Precision { weights: _, cache, wire } = precision;
         let (dim, team) = (self.head_dim, warps_per_head.max(1));
         let alone = |norm: &Option<super::op::QkNormAttr>| norm.is_none_or(|n| n.span == QkNormSpan::Head);
         let halves = self.rotary > 0 && !self.interleaved;
-        cache == DType::Bf16
+        // The part of a row that a warp reads is whole where pieces change places; rows of 64 bytes are a case of their own.
+        let row_bytes = dim.saturating_mul(cache.bytes() as u32);
+        let shared = row_bytes.is_multiple_of(SWIZZLED_BYTES.saturating_mul(team));
+        (cache == DType::Bf16 && shared || cache == DType::E4m3 && (shared || dim == 64 && team == 1))
             && wire == DType::Bf16
-            && dim.saturating_mul(2).is_multiple_of(SWIZZLED_BYTES.saturating_mul(team))
             && dim <= 256
             && (self.rotary == 0 || self.rotary == dim)
             && (!halves || dim == 64 || dim.is_multiple_of(128))

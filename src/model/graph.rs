@@ -64,7 +64,7 @@ pub struct ModelGraph {
 pub struct Tensor {
     pub name: String,
     pub dtype: DType,
-    /// One or two extents: `[out]` or `[out, in]`.
+    /// Up to two extents: `[out]`, `[out, in]`, none of a single value.
     pub shape: Vec<u32>,
 }
 
@@ -168,6 +168,8 @@ pub struct Attention {
     pub softcap: Option<f32>,
     /// Positions seen, the current one included: key `j` is visible to query `i` when `i - j < window`.
     pub window: Option<u32>,
+    /// One value each: the scales of keys and values that the checkpoint has for a cache in fp8.
+    pub cache_scales: Option<[TensorId; 2]>,
 }
 
 /// Norm of q or k before RoPE, without a bias.

@@ -1,5 +1,6 @@
 //! From a checkpoint to a `ModelGraph`: the closed-schema importer, and the weights.
 
+pub mod cache_scales;
 pub mod coded;
 pub mod config;
 pub mod graph;

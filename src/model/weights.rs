@@ -571,12 +571,13 @@ impl Files for Vec<Mmap> {
 }
 
 impl Stored {
-    /// A tensor of rank 1 is one row.
+    /// A tensor of rank 1 is one row, one of rank 0 a row of one value.
     fn new(tensor: &Tensor, source: Source) -> Stored {
         let (rows, cols) = match *tensor.shape.as_slice() {
+            [] => (1, 1),
             [cols] => (1, cols),
             [rows, cols] => (rows, cols),
-            _ => panic!("tensor `{}` has rank {}, the graph admits 1 and 2", tensor.name, tensor.shape.len()),
+            _ => panic!("tensor `{}` has rank {}, the graph admits up to 2", tensor.name, tensor.shape.len()),
         };
         Stored { dtype: tensor.dtype, rows, cols: cols as usize, source }
     }
@@ -611,7 +612,7 @@ impl TensorView<'_> {
                     DType::F32 => chunks(bytes, out, f32::from_le_bytes),
                     DType::Bf16 => chunks(bytes, out, |b| bf16::from_le_bytes(b).to_f32()),
                     DType::F16 => chunks(bytes, out, |b| f16::from_le_bytes(b).to_f32()),
-                    DType::I32 => unreachable!("no weight is of type i32"),
+                    DType::I32 | DType::E4m3 => unreachable!("no weight is of type {dtype}"),
                 }
             }
         }
@@ -633,7 +634,7 @@ impl TensorView<'_> {
                     DType::F32 => chunks(bytes, out, |b| bf16::from_f32(f32::from_le_bytes(b))),
                     DType::Bf16 => chunks(bytes, out, bf16::from_le_bytes),
                     DType::F16 => chunks(bytes, out, |b| bf16::from_f32(f16::from_le_bytes(b).to_f32())),
-                    DType::I32 => unreachable!("no weight is of type i32"),
+                    DType::I32 | DType::E4m3 => unreachable!("no weight is of type {dtype}"),
                 }
             }
         }
@@ -783,7 +784,7 @@ impl Weights {
                     DType::F32 => bytemuck::try_cast_slice(bytes).ok().map(TensorView::F32),
                     DType::Bf16 => bytemuck::try_cast_slice(bytes).ok().map(TensorView::Bf16),
                     DType::F16 => bytemuck::try_cast_slice(bytes).ok().map(TensorView::F16),
-                    DType::I32 => None,
+                    DType::I32 | DType::E4m3 => None,
                 };
                 view.unwrap_or(TensorView::Unaligned { dtype, bytes })
             }

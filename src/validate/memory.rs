@@ -100,6 +100,7 @@ pub(super) fn shared(schedule: &Schedule, target: &Target, grids: &Grids, found:
     let machine = &schedule.machine;
     let warps = u64::from(machine.consumer_warps);
     let weights = schedule.program.precision.weights;
+    let cache_bytes = schedule.program.precision.cache.bytes() as u64;
     // Tensor cores read the staged input as bf16; everything else reads fp32.
     let element = if weights == DType::Bf16 && target.spec.dot == DotMechanism::Mma { 2 } else { 4 };
     // A kernel for rows keeps its input in registers or by blocks of k, and has a tile of keys and values of the step's own rows.
@@ -137,7 +138,9 @@ pub(super) fn shared(schedule: &Schedule, target: &Target, grids: &Grids, found:
                 heads = heads.max(match for_rows {
                     false => (per_task + 2) * dim * 4 + per_task * dim.next_multiple_of(32) * 2,
                     // Queries, and keys and values of whole tiles of 16 rows as the cache has them; or all rows in fp32.
-                    true if shared.is_some() => (per_task + 2 * padded.next_multiple_of(16)) * dim * 2,
+                    true if shared.is_some() => {
+                        per_task * dim * 2 + 2 * padded.next_multiple_of(16) * dim * cache_bytes
+                    }
                     true => (per_task + 2 * padded) * dim * 4,
                 });
             }

@@ -25,10 +25,13 @@ const GATED_INTERLEAVE: u32 = UNIT_ROWS / 2;
 pub(super) fn check(schedule: &Schedule, found: &mut Found) {
     let program = &schedule.program;
     let Precision { weights, cache, wire } = program.precision;
-    for (name, dtype) in [("weights", weights), ("cache", cache), ("wire", wire)] {
+    for (name, dtype) in [("weights", weights), ("wire", wire)] {
         if !matches!(dtype, DType::F32 | DType::Bf16) {
             found.add(Rule::DType, Entity::Schedule, || format!("expected fp32 or bf16 for `{name}`, found {dtype}"));
         }
+    }
+    if !matches!(cache, DType::F32 | DType::Bf16 | DType::E4m3) {
+        found.add(Rule::DType, Entity::Schedule, || format!("expected fp32, bf16 or fp8 for `cache`, found {cache}"));
     }
     if program.context_max == 0 || program.context_max > CONTEXT_MAX {
         let context_max = program.context_max;
@@ -85,7 +88,8 @@ fn check_buffer(id: BufferId, buffer: &Buffer, found: &mut Found) {
     let Some(content) = &buffer.content else { return };
     // Of weights the packer makes units of rows; a constant lies as it is read.
     if (space == Space::Weight) != matches!(content, Content::Rows { .. }) && space.immutable() {
-        let expected = if space == Space::Weight { "rows" } else { "vectors, a tensor or a rope table" };
+        let expected =
+            if space == Space::Weight { "rows" } else { "vectors, a tensor, a rope table or scales of a cache" };
         found.add(Rule::Content, at, || {
             format!("is in {}, expected {expected} as its content, found {}", space.name(), kind_of(content))
         });
@@ -123,7 +127,7 @@ fn check_buffer(id: BufferId, buffer: &Buffer, found: &mut Found) {
             interleaved(at, *interleave, pair, found);
             views(parts.iter().filter_map(|part| part.view.as_ref()).collect(), found);
         }
-        Content::Tensor(_) | Content::RopeTable(_) => {}
+        Content::Tensor(_) | Content::RopeTable(_) | Content::CacheScales(_) => {}
     }
 }
 
@@ -310,6 +314,9 @@ fn check_grid(id: GridId, grid: &Grid, program: &Program, found: &mut Found) {
         if a.rotary > 0 && grid.operand(Role::Rope).is_none() {
             found.add(Rule::Operand, at, || format!("expected `rope` for {} rotated dimensions, found none", a.rotary));
         }
+        if program.precision.cache == DType::E4m3 && grid.operand(Role::CacheScales).is_none() {
+            found.add(Rule::Operand, at, || "expected `cache_scales` of a cache in fp8, found none".to_string());
+        }
         for (history, append) in [(Role::HistoryK, Role::AppendK), (Role::HistoryV, Role::AppendV)] {
             let place = |role| grid.operand(role).map(|o| (o.buffer, o.cols.base));
             if place(history) != place(append) {
@@ -341,6 +348,7 @@ fn contents(id: GridId, grid: &Grid, program: &Program, found: &mut Found) {
             Role::Weight => ("rows", matches!(content, Content::Rows { .. })),
             Role::Table => ("a tensor", matches!(content, Content::Tensor(_))),
             Role::Rope => ("a rope table", matches!(content, Content::RopeTable(_))),
+            Role::CacheScales => ("scales of a cache", matches!(content, Content::CacheScales(_))),
             Role::NormWeight | Role::NormBias | Role::QNormWeight | Role::KNormWeight | Role::Bias => {
                 ("vectors", matches!(content, Content::Vectors { .. }))
             }
@@ -372,6 +380,7 @@ fn kind_of(content: &Content) -> &'static str {
         Content::Vectors { .. } => "vectors",
         Content::Tensor(_) => "a tensor",
         Content::RopeTable(_) => "a rope table",
+        Content::CacheScales(_) => "scales of a cache",
     }
 }
 
@@ -634,6 +643,10 @@ fn want(grid: &Grid, operand: &Operand, program: &Program) -> Option<Want> {
                     cols: Cols::all(a.rotary),
                     extent: Extent::Positions,
                 }),
+                // Those of keys and of values of the KV head, beside each other.
+                Role::CacheScales => (cache == DType::E4m3).then(|| {
+                    vector(Cols { stride: 2, div: a.group / a.heads_per_task, limit: 2 * a.kv_heads(), ..Cols::all(2) })
+                }),
                 Role::HistoryK | Role::HistoryV => Some(rows_of_cache(Rows::History, cached)),
                 Role::AppendK | Role::AppendV => {
                     Some(rows_of_cache(Rows::Current, Cols { first: true, only_j: last, ..cached }))
@@ -775,6 +788,7 @@ fn alternatives(program: &Program, found: &mut Found) {
             Role::QNormWeight,
             Role::KNormWeight,
             Role::Rope,
+            Role::CacheScales,
             Role::HistoryK,
             Role::HistoryV,
         ];

@@ -487,6 +487,9 @@ impl Builder<'_> {
         if !swizzled || a.splits != 1 {
             return refused(grid, "attention", "heads that tensor cores take whole");
         }
+        if self.program.precision.cache != DType::Bf16 {
+            return refused(grid, "the cache", "keys and values in bf16");
+        }
         let x = self.constant(grid, Role::Q).and_then(|q| self.inputs.get(&q).copied());
         let (Some(x), Some((out, _))) = (x, self.cols(grid, Role::Out)) else {
             return refused(grid, "the operands", "heads, and an output");

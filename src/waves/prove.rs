@@ -372,6 +372,9 @@ impl Judge<'_> {
         if !attends || a.splits != 1 {
             return no("expected attention of whole heads on tensor cores");
         }
+        if self.validated.schedule().program.precision.cache != DType::Bf16 {
+            return no("expected a cache in bf16");
+        }
         let (cols, all) = (a.heads * a.head_dim, (a.heads + 2 * a.kv_heads()) * a.head_dim);
         let x_of = buffer(Role::Q)?;
         // The input of the wave that appends.

@@ -229,7 +229,7 @@ fn what_is_not_modelled_is_refused_by_name() {
             Box::new(set("weight_block_size", json!([64, 128]))),
             "expected shape [3, 2], found [2, 2]",
         ),
-        ("ct-mixed", Box::new(set("kv_cache_scheme", json!({"num_bits": 8}))), "kv_cache_scheme`: expected nothing"),
+        ("ct-mixed", Box::new(set("kv_cache_scheme", json!({"num_bits": 8}))), "kv_cache_scheme.type`: expected float"),
         (
             "ct-mixed",
             Box::new(set("ignore", json!(["lm_head"]))),

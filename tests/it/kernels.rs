@@ -8,6 +8,7 @@ use monobloc::codegen::emit::{ENTRY_POINT, Trace, emit};
 use monobloc::cuda::cubin;
 use monobloc::cuda::nvrtc::Nvrtc;
 use monobloc::defaults::rows::{Room, place_one_row, place_rows};
+use monobloc::dtype::{DType, Precision};
 use monobloc::format::{Code, Format, ScaleCode};
 use monobloc::ir::variant::swizzled_piece;
 use monobloc::lower::lower;
@@ -15,7 +16,7 @@ use monobloc::model::config::{import, import_config_only};
 use monobloc::model::graph::ModelGraph;
 use monobloc::schedule::schedule;
 use monobloc::search::Space;
-use monobloc::target::Target;
+use monobloc::target::{DotMechanism, Target};
 use monobloc::validate::{Validated, validate};
 
 use crate::formats::{ODD, all, named, rounded};
@@ -171,6 +172,43 @@ fn kernels_for_rows_of_codes_compile() {
     }
 }
 
+/// A cache in fp8 with one row and with eight, on every record: heads of 64 and 128 dimensions by tensor cores, others by lanes. Codes are
+/// converted by instructions from sm_89 on, and by arithmetic before.
+#[test]
+fn kernels_of_a_cache_in_fp8_compile() {
+    let Some(nvrtc) = nvrtc("kernels_of_a_cache_in_fp8_compile") else { return };
+    let precision = Precision { cache: DType::E4m3, ..BF16 };
+    let llama = include_str!("../../manifests/configs/llama-3.2-1b.json");
+    let qwen = include_str!("../../manifests/configs/qwen3-0.6b.json");
+    for (i, record) in Target::builtin_names().filter(|name| *name != "cpu").enumerate() {
+        let target = Target::builtin(record).unwrap();
+        // A T4 has room for 8 rows of small models.
+        let config = if record == "t4" { ODD } else { [llama, qwen][i % 2] };
+        let mut graph = import_config_only(config, 0).unwrap().graph;
+        graph.layers.truncate(1);
+        let candidate = Candidate::default_for(&graph, &target, precision);
+        let context_max = graph.positions_max.min(1024);
+        let one = lower(&graph, "fp8", precision, context_max, &candidate).unwrap();
+        let room = Room { rows: 8, sequences: 8, positions: 4096 };
+        let rows = place_rows(&graph, "fp8", precision, context_max, &target, &candidate, room).unwrap();
+        for placed in [schedule(one, &target, &candidate).unwrap(), rows] {
+            let validated = validate(placed, &target).unwrap_or_else(|rejected| panic!("{record}: {rejected}"));
+            let source = emit(&validated, &target, Trace::Off);
+            let tensor = target.spec.dot == DotMechanism::Mma;
+            assert!(source.text.contains("Elem CACHE = Elem::FP8;"), "{record}");
+            assert!(source.text.contains(&format!("bool SWIZZLED = {tensor};")), "{record}");
+            let claims = (0..8).map(|position| {
+                let piece = swizzled_piece(position, 0, 64);
+                format!("static_assert(swizzle_of<64>({position}) == {piece} && swizzle_of<128>({position}) == swizzle({position}));\n")
+            });
+            let text = source.text.clone() + &claims.collect::<String>();
+            let compiled = nvrtc.compile(&KernelSource { text, ..source });
+            let compiled = compiled.unwrap_or_else(|error| panic!("{record}: {error}"));
+            assert!(!compiled.log.contains("warning"), "{record}: {}", compiled.log);
+        }
+    }
+}
+
 /// The shape of one layer, and a target with everything that kernels may use.
 fn layer_of_qwen3() -> (Target, ModelGraph) {
     let config = include_str!("../../manifests/configs/qwen3-0.6b.json");
@@ -195,19 +233,19 @@ fn host_and_kernel_swizzle_cache_rows_alike() {
         });
         nvrtc.compile(&KernelSource { text: source.text.clone() + &claims.collect::<String>(), ..source.clone() })
     };
-    with(&|position| swizzled_piece(position, 0)).unwrap_or_else(|error| panic!("{error}"));
-    assert!(with(&|position| swizzled_piece(position, 0) ^ u32::from(position == 9)).is_err());
+    with(&|position| swizzled_piece(position, 0, 256)).unwrap_or_else(|error| panic!("{error}"));
+    assert!(with(&|position| swizzled_piece(position, 0, 256) ^ u32::from(position == 9)).is_err());
     for position in 0..16 {
-        let mut places: Vec<u32> = (0..8).map(|piece| swizzled_piece(position, piece)).collect();
+        let mut places: Vec<u32> = (0..8).map(|piece| swizzled_piece(position, piece, 256)).collect();
         places.sort_unstable();
         assert_eq!(places, (0..8).collect::<Vec<_>>(), "a row keeps its pieces");
     }
     // Eight rows in turn put one piece into eight places; two rows put four pieces into all of them.
     for piece in 0..8 {
-        let places: BTreeSet<u32> = (3..11).map(|position| swizzled_piece(position, piece)).collect();
+        let places: BTreeSet<u32> = (3..11).map(|position| swizzled_piece(position, piece, 256)).collect();
         assert_eq!(places.len(), 8);
     }
-    let halves: BTreeSet<u32> = (6..8).flat_map(|p| (0..4).map(move |piece| swizzled_piece(p, piece))).collect();
+    let halves: BTreeSet<u32> = (6..8).flat_map(|p| (0..4).map(move |piece| swizzled_piece(p, piece, 256))).collect();
     assert_eq!(halves.len(), 8);
 }
 

@@ -5,6 +5,7 @@ mod anywhere;
 mod artefact;
 mod bench;
 mod build;
+mod cache_fp8;
 mod chat;
 mod cli;
 mod cli_errors;

@@ -10,11 +10,18 @@
 
 // ---- in place of runtime/ring.cuh -----------------------------------------------------------------------------------
 
+constexpr int RING_AT = 1 << 18, RING_SLOTS = 32;
 // Chunks in the order of the stream.
 static std::vector<std::vector<u8>> chunks;
 template <class M>
 static const u8* ring_take(Context<M>&, const RingCursor<M>& at) {
-  return chunks.at(at.use * M::SLOTS + at.slot).data();
+  // In shared memory, where `ldmatrix` may read them; more than a task holds at once.
+  const size_t index = at.use * M::SLOTS + at.slot;
+  const std::vector<u8>& chunk = chunks.at(index);
+  if (chunk.size() > M::SLOT_BYTES) std::abort();
+  u8* slot = smem + RING_AT + index % RING_SLOTS * M::SLOT_BYTES;
+  std::memcpy(slot, chunk.data(), chunk.size());
+  return slot;
 }
 template <class M>
 static void ring_take_pair(Context<M>& c, const RingCursor<M>& a, const RingCursor<M>& b, const u8*& first, const u8*& second) {
@@ -35,6 +42,7 @@ static void ring_release_pair(Context<M>&, const RingCursor<M>&, const RingCurso
 #include "ops/attention_merge.cuh"
 #include "ops/norm_add.cuh"
 #include "op_formulas.h"
+#include "op_caches.h"
 #include "op_codes.h"
 
 // ---- a block and its memory -----------------------------------------------------------------------------------------
@@ -333,16 +341,26 @@ static void attention(const char* name) {
     const std::vector<float> qkv = numbers(state, (G::HEADS + 2 * KV) * G::DIM);
     const std::vector<float> q_weight = numbers(state, G::HEADS * G::DIM), k_weight = numbers(state, KV * G::DIM);
     const std::vector<float> table = numbers(state, (position + 1) * G::ROTARY + 1);
-    const std::vector<float> keys = numbers(state, KV * 64 * G::PITCH), values = numbers(state, KV * 64 * G::PITCH);
+    const std::vector<float> keys = numbers(state, KV * 64 * G::DIM), values = numbers(state, KV * 64 * G::DIM);
+    const std::vector<float> scales = scales_of<M>(KV);
     params.position = position;
     entry.x = packets<M>(qkv);
     entry.q_norm = constant(q_weight), entry.k_norm = constant(k_weight), entry.rope = constant(table);
+    entry.cache_scales = constant(scales);
     const u32 out = room(size_t(G::HEADS) * G::SPLITS * (G::DIM + 2) + 2), merged = room(G::HEADS * G::DIM + 2);
     entry.out = out;
     // Two caches, of keys and values, one after the other.
-    const size_t cache_bytes = (keys.size() * 4 + OFFSET_BYTES - 1) / OFFSET_BYTES * OFFSET_BYTES;
-    cache.resize(2 * cache_bytes);
+    constexpr u32 ROW = G::PITCH * ElemOf<M::CACHE>::BYTES;
+    const size_t cache_bytes = (KV * 64 * ROW + OFFSET_BYTES - 1) / OFFSET_BYTES * OFFSET_BYTES;
+    cache.assign(2 * cache_bytes, 0xff);
     entry.k_cache = 0, entry.v_cache = u32(cache_bytes / OFFSET_BYTES);
+    const auto row_of = [&](int kind, int kv, u32 row) { return cache.data() + kind * cache_bytes + (kv * 64 + row) * ROW; };
+    for (int kv = 0; kv < KV; kv++)
+      for (u32 row = 0; row < position; row++)
+        for (int d = 0; d < G::DIM; d++) {
+          keep<M, G>(keys[(kv * 64 + row) * G::DIM + d], scales[2 * kv], row_of(0, kv, row), row, d);
+          keep<M, G>(values[(kv * 64 + row) * G::DIM + d], scales[2 * kv + 1], row_of(1, kv, row), row, d);
+        }
     for (int i = 0; i < TASKS; i++)
       for (int j = 0; j < G::SPLITS; j++) {
         u32 begin, end;
@@ -350,10 +368,10 @@ static void attention(const char* name) {
         const int kv = i * G::HEADS_PER_TASK / G::GROUP;
         chunks.clear();
         for (u32 row = begin; row < end; row += G::CHUNK_ROWS)
-          for (const std::vector<float>* from : {&keys, &values}) {
+          for (int kind = 0; kind < 2; kind++) {
             // What lies past the last row is not a number.
-            chunks.emplace_back(G::CHUNK_ROWS * G::PITCH * 4, 0xff);
-            std::memcpy(chunks.back().data(), from->data() + (kv * 64 + row) * G::PITCH, min(end - row, u32(G::CHUNK_ROWS)) * G::PITCH * 4);
+            chunks.emplace_back(G::CHUNK_ROWS * ROW, 0xff);
+            std::memcpy(chunks.back().data(), row_of(kind, kv, row), min(end - row, u32(G::CHUNK_ROWS)) * ROW);
           }
         entry.lo = i, entry.j = j;
         run<M, Attention<M, G>>();
@@ -378,21 +396,23 @@ static void attention(const char* name) {
       double all = 0;
       for (u32 row = first; row <= position; row++) {
         double score = 0;
-        for (int d = 0; d < G::DIM; d++) score += q[d] * (row == position ? k[d] : keys[(kv * 64 + row) * G::PITCH + d]);
-        const double weight = std::exp(G::SCALE * score);
+        for (int d = 0; d < G::DIM; d++) score += q[d] * kept<M>(row == position ? k[d] : keys[(kv * 64 + row) * G::DIM + d], scales[2 * kv]);
+        score *= G::SCALE;
+        if (G::SOFTCAP > 0) score = G::SOFTCAP * std::tanh(score / G::SOFTCAP);
+        const double weight = std::exp(score);
         all += weight;
         for (int d = 0; d < G::DIM; d++)
-          sums[d] += weight * (row == position ? qkv[v_at + kv * G::DIM + d] : values[(kv * 64 + row) * G::PITCH + d]);
+          sums[d] += weight * kept<M>(row == position ? qkv[v_at + kv * G::DIM + d] : values[(kv * 64 + row) * G::DIM + d], scales[2 * kv + 1]);
       }
       for (int d = 0; d < G::DIM; d++) {
         expected.push_back(sums[d] / all);
         found.push_back(published<M>(G::SPLITS > 1 ? merged : out, h * G::DIM + d));
       }
       // What the step appended, by one of the tasks of the group.
-      const float* row = reinterpret_cast<const float*>(cache.data()) + (kv * 64 + position) * G::PITCH;
       for (int d = 0; d < G::DIM; d++) {
-        expected.push_back(k[d]), found.push_back(row[d]);
-        expected.push_back(qkv[v_at + kv * G::DIM + d]), found.push_back(row[cache_bytes / 4 + d]);
+        expected.push_back(kept<M>(k[d], scales[2 * kv])), found.push_back(found_in<M, G>(scales[2 * kv], row_of(0, kv, position), position, d));
+        expected.push_back(kept<M>(qkv[v_at + kv * G::DIM + d], scales[2 * kv + 1]));
+        found.push_back(found_in<M, G>(scales[2 * kv + 1], row_of(1, kv, position), position, d));
       }
     }
     report(name, expected, found);
@@ -466,4 +486,13 @@ int main() {
   attention<F, Heads<3, 3, 3, 40, 40, false, HeadNorm::PROJECTION, 24, 1>>("attention-window");
   attention<F, Heads<2, 1, 1, 8, 0, false, HeadNorm::CENTRED, 0, 1>>("attention-centred");
   attention<F, Heads<4, 2, 1, 16, 16, false, HeadNorm::NONE, 0, 3>>("attention-splits");
+  typedef Cached<F, Elem::FP8> Narrow;
+  typedef Cached<Tensor, Elem::FP8> NarrowTensor;
+  attention<Narrow, Heads<4, 2, 1, 16, 16, false, HeadNorm::NONE, 0, 3>>("attention-fp8-splits");
+  attention<Narrow, Heads<3, 3, 3, 40, 40, false, HeadNorm::PROJECTION, 24, 1>>("attention-fp8-window");
+  attention<Cached<Tensor, Elem::BF16>, Swizzled<Heads<4, 2, 2, 64, 64, false, HeadNorm::NONE, 0, 1>, 1, true>>("attention-tensor-bf16");
+  attention<NarrowTensor, Swizzled<Heads<4, 2, 2, 64, 64, false, HeadNorm::NONE, 0, 1>, 1, true>>("attention-tensor-fp8-bf16");
+  attention<NarrowTensor, Capped<Swizzled<Heads<4, 2, 1, 64, 64, true, HeadNorm::HEAD, 24, 3>, 1, false>>>("attention-tensor-fp8-splits-bf16");
+  attention<NarrowTensor, Swizzled<Heads<2, 2, 2, 128, 0, false, HeadNorm::HEAD, 0, 1>, 1, true>>("attention-tensor-fp8-128-bf16");
+  attention<NarrowTensor, Swizzled<Heads<2, 1, 1, 256, 256, false, HeadNorm::NONE, 30, 1>, 2, false>>("attention-tensor-fp8-256-bf16");
 }

@@ -9,7 +9,7 @@ use crate::sampling::compiled;
 use crate::skipped;
 
 /// Each case, and how often it runs: with other numbers, or at other positions.
-const CASES: [(&str, usize); 53] = [
+const CASES: [(&str, usize); 60] = [
     ("matvec-store-bias", 3),
     ("matvec-rms-ragged", 3),
     ("matvec-two-at-once", 3),
@@ -63,8 +63,15 @@ const CASES: [(&str, usize); 53] = [
     ("attention-window", 5),
     ("attention-centred", 5),
     ("attention-splits", 5),
+    ("attention-fp8-splits", 5),
+    ("attention-fp8-window", 5),
+    ("attention-tensor-bf16", 5),
+    ("attention-tensor-fp8-bf16", 5),
+    ("attention-tensor-fp8-splits-bf16", 5),
+    ("attention-tensor-fp8-128-bf16", 5),
+    ("attention-tensor-fp8-256-bf16", 5),
 ];
-const CASES_OF_ROWS: [(&str, usize); 79] = [
+const CASES_OF_ROWS: [(&str, usize); 85] = [
     ("matvec-8-bf16", 2),
     ("matvec-8-long-bf16", 2),
     ("matvec-8-gated-bf16", 2),
@@ -140,6 +147,12 @@ const CASES_OF_ROWS: [(&str, usize); 79] = [
     ("attention-128-bf16", 5),
     ("attention-64-bf16", 5),
     ("attention-32-window-bf16", 5),
+    ("attention-fp8-halves-bf16", 5),
+    ("attention-fp8-window-bf16", 5),
+    ("attention-fp8-pairs-128-bf16", 5),
+    ("attention-fp8-256-bf16", 5),
+    ("attention-fp8-64-bf16", 5),
+    ("attention-fp8-lanes", 5),
     ("attention-lanes", 5),
     ("attention-64-lanes-bf16", 5),
     ("attention-lanes-window", 5),
@@ -357,6 +370,13 @@ fn an_op_that_computes_something_else_is_found() {
                 "l[h] = l[h] + warp_sum(s);",
                 "attention-halves",
             ),
+            // Values of even and of odd dimensions in each other's place.
+            (
+                "ops/attention_tensor.cuh",
+                "permute(piece ? v.z : v.x, 0, 0x3120)",
+                "permute(piece ? v.z : v.x, 0, 0x2031)",
+                "attention-tensor-fp8-128-bf16",
+            ),
         ],
         &[
             (stage, "round_up(K, PAD)) {", "round_up(K, 32)) {", "codes-mxfp4"),
@@ -411,6 +431,8 @@ fn an_op_of_rows_that_computes_something_else_is_found() {
             "attention-window-bf16",
         ),
         ("rows/select.cuh", "step < r.steps &&", "", "select"),
+        // Keys of the step where a row of codes has others.
+        ("rows/attention.cuh", "(lane / 2 ^ swizzle_of<ROW>(of)) * 16", "lane / 2 * 16", "attention-fp8-halves-bf16"),
         // Codes: an offset, a bit that is moved to another place, x that is not divided by sixteen, scales of another row, scales of
         // rows that are left out, a zero point of another group.
         ("rows/matvec_codes.cuh", "OFFSET = 128;", "OFFSET = 127;", "codes-8-int8-rows"),

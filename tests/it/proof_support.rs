@@ -116,6 +116,7 @@ impl Toy {
                 scale: 0.25,
                 softcap: None,
                 window: self.window,
+                cache_scales: None,
             };
             let mlp = Mlp {
                 act: Act::Silu,

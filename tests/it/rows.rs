@@ -240,7 +240,7 @@ fn a_prompt_in_chunks_beside_other_rows_is_the_prompt_alone() {
     let prompts: [&[u32]; 3] = [&FIRST, &SECOND, &FIRST[2..9]];
     let fp32 = Precision { weights: DType::F32, cache: DType::F32, wire: DType::F32 };
     let bf16 = Precision { weights: DType::Bf16, cache: DType::Bf16, wire: DType::Bf16 };
-    for precision in [fp32, bf16] {
+    for precision in [fp32, bf16, Precision { cache: DType::E4m3, ..bf16 }] {
         let options = |order| Options { arithmetic: Arithmetic::Fast, order };
         let expected = prompts.map(|prompt| alone(&imported, precision, options(Order::Threads(2)), prompt));
         let orders = [Order::Threads(1), Order::Threads(3), Order::Adversarial { seed: 5 }];

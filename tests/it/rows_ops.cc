@@ -67,6 +67,7 @@ static void ring_release_pair(Context<M>&, const RingCursor<M>&, const RingCurso
 #include "rows/matvec.cuh"
 #include "rows/attention.cuh"
 #include "op_formulas.h"
+#include "op_caches.h"
 #include "op_codes.h"
 
 // ---- a block and its memory -----------------------------------------------------------------------------------------
@@ -474,17 +475,6 @@ static void select(const char* name, u64 active) {
 
 // ---- attention ------------------------------------------------------------------------------------------------------
 
-// As tensor cores take it.
-template <class H, int WARPS_PER_HEAD_, bool PREFETCH>
-struct Swizzled : H {
-  static constexpr int PITCH = H::DIM, WARPS_PER_HEAD = WARPS_PER_HEAD_;
-  static constexpr bool SWIZZLED = true, PREFETCH_V = PREFETCH;
-};
-template <class H>
-struct Capped : H {
-  static constexpr float SOFTCAP = 2.f;
-};
-
 // Two sequences: five eighths of the rows are of the first, the others of the second, of which the last takes no part.
 template <class M, class G>
 static void attention(const char* name) {
@@ -497,6 +487,7 @@ static void attention(const char* name) {
     start<M>(starts[0] & 1, active);
     const std::vector<float> q_weight = numbers(state, G::HEADS * G::DIM), k_weight = numbers(state, KV * G::DIM);
     const std::vector<float> table = numbers(state, M::CONTEXT_MAX * G::ROTARY + 1);
+    const std::vector<float> scales = scales_of<M>(KV);
     // Keys and values of each sequence, position and KV head.
     const auto at = [](u32 sequence, u32 position, int kv) { return ((sequence * M::CONTEXT_MAX + position) * KV + kv) * G::DIM; };
     const std::vector<float> keys = numbers(state, 2 * M::CONTEXT_MAX * KV * G::DIM), values = numbers(state, keys.size());
@@ -511,17 +502,17 @@ static void attention(const char* name) {
       const u32 page = pages[sequence * M::BLOCKS + position / M::PAGE_ROWS];
       return cache.data() + kind * cache_bytes + (kv * M::POOL_ROWS + page * M::PAGE_ROWS + position % M::PAGE_ROWS) * G::PITCH * sizeof(C);
     };
-    const auto place = [](u32 position, int d) { return G::SWIZZLED ? (d / 8 ^ swizzle(position)) * 8 + d % 8 : u32(d); };
     for (u32 sequence = 0; sequence < 2; sequence++)
       for (u32 position = 0; position < starts[sequence]; position++)
         for (int kv = 0; kv < KV; kv++)
           for (int d = 0; d < G::DIM; d++) {
-            narrow(keys[at(sequence, position, kv) + d], reinterpret_cast<C*>(row_of(0, sequence, position, kv)) + place(position, d));
-            narrow(values[at(sequence, position, kv) + d], reinterpret_cast<C*>(row_of(1, sequence, position, kv)) + place(position, d));
+            keep<M, G>(keys[at(sequence, position, kv) + d], scales[2 * kv], row_of(0, sequence, position, kv), position, d);
+            keep<M, G>(values[at(sequence, position, kv) + d], scales[2 * kv + 1], row_of(1, sequence, position, kv), position, d);
           }
     entry.x = words<M, COLS>();
     entry.out = words<M, OUT>();
     entry.q_norm = constant(q_weight), entry.k_norm = constant(k_weight), entry.rope = constant(table);
+    entry.cache_scales = constant(scales);
     std::vector<std::vector<float>> qkv;
     for (u32 row = 0; row < COUNT[0] + COUNT[1]; row++) {
       const u32 sequence = row >= COUNT[0], first = sequence ? COUNT[0] : 0;
@@ -549,11 +540,7 @@ static void attention(const char* name) {
 
     std::vector<double> expected, found;
     const int k_at = G::HEADS * G::DIM, v_at = k_at + KV * G::DIM;
-    const auto rounded = [](double v) {
-      C narrowed;
-      narrow(float(v), &narrowed);
-      return double(widen(narrowed));
-    };
+    const auto stored = [&](u32 kind, int kv, double v) { return kept<M>(v, scales[2 * kv + kind]); };
     for (u32 row = 0; row < COUNT[0] + COUNT[1]; row++) {
       if (!takes(active, row)) {
         expected.push_back(1), found.push_back(left_alone<M, OUT>(entry.out, row));
@@ -566,11 +553,11 @@ static void attention(const char* name) {
       const auto key = [&](u32 of, int kv) {
         std::vector<double> k(keys.begin() + at(sequence, of, kv), keys.begin() + at(sequence, of, kv) + G::DIM);
         if (of >= before) k = prepared<G>(qkv[rows[row].first + of - before], k_at, k_at, KV, kv, k_weight, angles(of), G::K_EPS);
-        for (double& v : k) v = rounded(v);
+        for (double& v : k) v = stored(0, kv, v);
         return k;
       };
       const auto value = [&](u32 of, int kv, int d) {
-        return of >= before ? qkv[rows[row].first + of - before][v_at + kv * G::DIM + d] : values[at(sequence, of, kv) + d];
+        return stored(1, kv, of >= before ? qkv[rows[row].first + of - before][v_at + kv * G::DIM + d] : values[at(sequence, of, kv) + d]);
       };
       for (int h = 0; h < G::HEADS; h++) {
         const int kv = h / G::GROUP;
@@ -594,9 +581,9 @@ static void attention(const char* name) {
       for (int kv = 0; kv < KV; kv++) {
         const std::vector<double> k = key(position, kv);
         for (int d = 0; d < G::DIM; d++) {
-          expected.push_back(k[d]), found.push_back(widen(reinterpret_cast<C*>(row_of(0, sequence, position, kv))[place(position, d)]));
+          expected.push_back(k[d]), found.push_back(found_in<M, G>(scales[2 * kv], row_of(0, sequence, position, kv), position, d));
           expected.push_back(value(position, kv, d));
-          found.push_back(widen(reinterpret_cast<C*>(row_of(1, sequence, position, kv))[place(position, d)]));
+          found.push_back(found_in<M, G>(scales[2 * kv + 1], row_of(1, sequence, position, kv), position, d));
         }
       }
     }
@@ -700,6 +687,12 @@ int main() {
   attention<B16, Swizzled<Heads<2, 2, 2, 128, 128, false, HeadNorm::HEAD, 50, 1>, 2, false>>("attention-128-bf16");
   attention<B64, Swizzled<Halves, 1, true>>("attention-64-bf16");
   attention<B32, Swizzled<Heads<4, 4, 4, 64, 0, false, HeadNorm::HEAD, 24, 1>, 1, false>>("attention-32-window-bf16");
+  attention<Cached<B8, Elem::FP8>, Swizzled<Halves, 1, true>>("attention-fp8-halves-bf16");
+  attention<Cached<B8, Elem::FP8>, Capped<Swizzled<Heads<4, 4, 4, 64, 0, false, HeadNorm::HEAD, 24, 1>, 1, false>>>("attention-fp8-window-bf16");
+  attention<Cached<B16, Elem::FP8>, Swizzled<Heads<4, 2, 1, 128, 128, true, HeadNorm::HEAD, 0, 1>, 1, true>>("attention-fp8-pairs-128-bf16");
+  attention<Cached<B16, Elem::FP8>, Swizzled<Heads<2, 2, 2, 256, 256, false, HeadNorm::HEAD, 50, 1>, 2, false>>("attention-fp8-256-bf16");
+  attention<Cached<B64, Elem::FP8>, Swizzled<Halves, 1, true>>("attention-fp8-64-bf16");
+  attention<Cached<F8, Elem::FP8>, Heads<4, 2, 2, 20, 10, true, HeadNorm::HEAD, 0, 1>>("attention-fp8-lanes");
   attention<F8, Heads<4, 2, 2, 20, 10, true, HeadNorm::HEAD, 0, 1>>("attention-lanes");
   attention<B64, Heads<2, 2, 2, 20, 20, false, HeadNorm::HEAD, 0, 1>>("attention-64-lanes-bf16");
   attention<F8, Heads<3, 3, 3, 40, 40, false, HeadNorm::PROJECTION, 24, 1>>("attention-lanes-window");

@@ -45,7 +45,7 @@ const IMPORTS: &[(&str, &[&str])] = &[
     ("lower", &["candidate", "dtype", "format", "ir", "model"]),
     ("schedule", &["candidate", "ir", "target"]),
     ("pack", &["dtype", "error", "format", "ir", "model"]),
-    ("reference", &["dtype", "model"]),
+    ("reference", &["dtype", "format", "model"]),
     // The judges import neither lowering nor scheduling, nor each other.
     ("validate", &["dtype", "error", "format", "ir", "model", "target", "text"]),
     // A plan over a proven schedule, and its proof.

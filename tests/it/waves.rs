@@ -320,6 +320,16 @@ fn steps_of_other_numbers_of_rows_are_refused() {
     }
 }
 
+#[test]
+fn a_cache_in_fp8_has_no_plan() {
+    let precision = Precision { cache: DType::E4m3, ..BF16 };
+    let validated = kernel_in(&wide("families/llama-gqa").graph, &h200(), precision);
+    for (form, rows) in FORMS {
+        let refused = derive(validated.schedule(), &h200(), form, rows).unwrap_err().to_string();
+        assert_eq!(refused, "the cache of `attn.0`: expected keys and values in bf16");
+    }
+}
+
 /// Weights that tensor cores do not take as they are.
 #[test]
 fn every_format_of_codes_has_a_plan_and_fp32_has_none() {
@@ -1302,7 +1312,7 @@ fn cached(schedule: &Schedule, bytes: &[u8], page_of: &[u32], positions: usize) 
         let (heads, dim) = (a.kv_heads() as usize, a.head_dim as usize);
         let value = |position: usize, head: usize, d: usize| {
             let row = head * pool_rows + page_of[position / page_rows] as usize * page_rows + position % page_rows;
-            let piece = swizzled_piece(position as u32, d as u32 / 8) as usize;
+            let piece = swizzled_piece(position as u32, d as u32 / 8, 2 * dim as u32) as usize;
             let at = place + row * dim * 2 + piece * 16 + d % 8 * 2;
             f64::from(f32::from_bits(u32::from(u16::from_le_bytes([bytes[at], bytes[at + 1]])) << 16))
         };

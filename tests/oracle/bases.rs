@@ -42,11 +42,15 @@ const BLOCKS: Format = Format {
     row_scales: false,
 };
 
+/// Keys and values in 8 bits.
+const FP8_CACHE: Precision = Precision { cache: DType::E4m3, ..BF16 };
+
 /// The variations of a decoder that lowering knows, by the family that has them.
-pub const FAMILIES: [(&str, Toy); 15] = [
+pub const FAMILIES: [(&str, Toy); 16] = [
     ("Llama", TOY),
     ("Llama fp32", Toy { precision: FP32, ..TOY }),
     ("fp32 cache", Toy { precision: Precision { cache: FP32.cache, ..BF16 }, bias: true, ..TOY }),
+    ("fp8 cache", Toy { precision: FP8_CACHE, ..TOY }),
     ("fp32 wire", Toy { precision: Precision { wire: FP32.wire, ..BF16 }, ..TOY }),
     ("StarCoder2, plain MLP and biases", Toy { gated: false, bias: true, ..TOY }),
     ("GPT-NeoX, parallel block", Toy { parallel: true, gated: false, bias: true, ..TOY }),
@@ -130,7 +134,7 @@ pub fn real(random: &mut Rng, graphs: &[(String, ModelGraph)]) -> Option<Base> {
         };
         (name.to_string(), toy.graph(), toy.context)
     };
-    let precision = of(random, &[BF16, FP32, Precision { wire: DType::F32, ..BF16 }]);
+    let precision = of(random, &[BF16, FP32, Precision { wire: DType::F32, ..BF16 }, FP8_CACHE]);
     let cpu = target.kind == TargetKind::Cpu;
     let default = Candidate::default_for(&graph, &target, precision);
     let slots = of(random, &[2, 3, 4, 8]);

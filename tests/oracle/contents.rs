@@ -238,6 +238,8 @@ impl<'a> Text<'a> {
         let first = kv * pitch(self.s, a) as u32;
         let turned = [said(&(a.rotary, a.interleaved)), self.content(step, Role::Rope), step.position.into()];
         let turned = fold(turned);
+        // Codes are worth what their scales say.
+        let scales = self.content(step, Role::CacheScales);
         // Rows of the share, then the row of this position.
         let mut rows: Vec<u64> = vec![];
         let (start, end) = share(a.window, a.splits, step.position, step.position, j);
@@ -246,7 +248,7 @@ impl<'a> Text<'a> {
             for (role, both) in [Role::HistoryK, Role::HistoryV].into_iter().zip(&mut both) {
                 *both = fold((0..dim).map(|d| self.cached(step, role, row, first + d)).collect::<Result<Vec<_>, _>>()?);
             }
-            rows.push(fold(both));
+            rows.push(fold([fold(both), scales]));
         }
         if j + 1 == a.splits {
             let whole = a.k_norm.is_some_and(|n| n.span == QkNormSpan::Projection);
@@ -256,7 +258,7 @@ impl<'a> Text<'a> {
             let keys: Vec<u64> = (0..dim).map(|d| mix(k, d.into())).collect();
             let values: Result<Vec<u64>, Fault> = (0..dim).map(|d| self.read(step, Role::V, kv * dim + d)).collect();
             let values = values?;
-            rows.push(fold([fold(keys.iter().copied()), fold(values.iter().copied())]));
+            rows.push(fold([fold([fold(keys.iter().copied()), fold(values.iter().copied())]), scales]));
             if (i * each).is_multiple_of(a.group) {
                 for d in 0..dim {
                     self.append(step, Role::AppendK, first + d, keys[d as usize]);

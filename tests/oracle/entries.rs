@@ -110,8 +110,13 @@ impl Reader<'_> {
             _ => ([Role::X, Role::Q, Role::Partial].into_iter().find_map(exchange), exchange(Role::Candidates)),
         };
         for (name, said, operand) in
-            [("x", entry.x, x), ("out", entry.out, exchange(Role::Out)), ("aux", entry.aux, aux)]
+            [("x", entry.x, x), ("out", entry.out, exchange(Role::Out)), ("aux", entry.aux_or_scales, aux)]
         {
+            if name == "aux" && matches!(grid.op, Op::Attention(_)) {
+                let place = grid.operand(Role::CacheScales).map(|o| self.place(o));
+                units(said, place).map_err(|what| format!("`cache_scales` {what}"))?;
+                continue;
+            }
             self.exchange(said, operand).map_err(|what| format!("`{name}` {what}"))?;
         }
         let constant = |roles: &[Role]| roles.iter().find_map(|&role| grid.operand(role));

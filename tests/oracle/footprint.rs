@@ -366,7 +366,9 @@ fn numbers(s: &Schedule) -> Result<(), Fault> {
     }
     let floats = [DType::F32, DType::Bf16, DType::F16];
     let precision = [p.precision.weights, p.precision.cache, p.precision.wire];
-    if precision.iter().any(|d| !floats.contains(d)) {
+    // Only what is cached may have 8 bits.
+    let narrow = p.precision.cache == DType::E4m3;
+    if precision.iter().enumerate().any(|(i, d)| !floats.contains(d) && !(i == 1 && narrow)) {
         return malformed("numbers that are none");
     }
     Ok(())
@@ -605,6 +607,12 @@ fn attention(s: &Schedule, a: &Attention, i: u64, j: u64) -> Vec<Part> {
         let (read, constant) = (Access::Read, Space::Constant);
         parts.push(part(Role::Rope, read, constant, DType::F32, Rows::Current, 0, rotary, Must::Positions));
     }
+    if pr.cache == DType::E4m3 {
+        // What codes of keys, and of values, of its KV head are multiplied by.
+        let (read, constant) = (Access::Read, Space::Constant);
+        let (lo, hi) = (2 * kv, 2 * kv + 2);
+        parts.push(part(Role::CacheScales, read, constant, DType::F32, Rows::One, lo, hi, Must::Inside));
+    }
     parts.push(cache(Role::HistoryK, Access::Stream, Rows::History, true));
     parts.push(cache(Role::HistoryV, Access::Stream, Rows::History, true));
     parts.push(cache(Role::AppendK, Access::Write, Rows::Current, appends));
@@ -742,8 +750,12 @@ fn compare(
         (Some(Content::Rows { parts, .. }), Role::Weight) => {
             parts.iter().map(|p| u64::from(p.rows)).sum::<u64>() == u64::from(buffer.rows)
         }
-        (Some(Content::Tensor(_)), Role::Table) | (Some(Content::RopeTable(_)), Role::Rope) => true,
-        (Some(Content::Vectors { parts, .. }), role) if ![Role::Weight, Role::Table, Role::Rope].contains(&role) => {
+        (Some(Content::Tensor(_)), Role::Table)
+        | (Some(Content::RopeTable(_)), Role::Rope)
+        | (Some(Content::CacheScales(_)), Role::CacheScales) => true,
+        (Some(Content::Vectors { parts, .. }), role)
+            if ![Role::Weight, Role::Table, Role::Rope, Role::CacheScales].contains(&role) =>
+        {
             let len = parts.iter().map(|p| u64::from(p.len)).sum::<u64>();
             // Rows of padding have no bias.
             role == Role::Bias || len == u64::from(buffer.cols)
@@ -1064,10 +1076,13 @@ fn teams(grid: GridId, a: &Attention, s: &Schedule, target: &Target) -> Option<u
     let (warps, precision) = (s.machine.consumer_warps, s.program.precision);
     let each = s.attention_variant(grid)?.warps_per_head.max(1);
     let fits = target.spec.dot == DotMechanism::Mma
-        && (precision.cache, precision.wire) == (DType::Bf16, DType::Bf16)
+        && precision.wire == DType::Bf16
+        && matches!(precision.cache, DType::Bf16 | DType::E4m3)
         && warps % each == 0
         && a.head_dim <= 256
-        && u64::from(a.head_dim) % (64 * u64::from(each)) == 0;
+        // A warp reads whole 128 bytes of a row; or all of one of 64.
+        && (u64::from(a.head_dim) * precision.cache.bytes() as u64 % (128 * u64::from(each)) == 0
+            || (a.head_dim, each, precision.cache) == (64, 1, DType::E4m3));
     // Halves of a head that turn against each other lie in the same lanes.
     let turned = match (a.rotary, a.interleaved) {
         (0, _) => true,

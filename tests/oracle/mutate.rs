@@ -5,7 +5,7 @@ use monobloc::dtype::DType;
 use monobloc::ir::op::{Access, MatVec, Op, Role};
 use monobloc::ir::program::{Content, Part, Rows, Second, Space, VectorPart};
 use monobloc::ir::schedule::{Mechanism, Regime, Run, Schedule, SmemKind, Source, Wait};
-use monobloc::ir::{BufferId, EventId, GridId, SmId, TaskId};
+use monobloc::ir::{BufferId, EventId, GridId, LayerId, SmId, TaskId};
 use monobloc::model::graph::{RopeId, RowView, TensorId};
 use monobloc::target::Target;
 use monobloc::validate::{Entity, Violation};
@@ -892,7 +892,7 @@ fn attribute_of(s: &mut Schedule, g: GridId, random: &mut Rng) {
         let all: Vec<usize> = (0..s.program.buffers.len()).filter(is).collect();
         Some(BufferId::from(all[pick(random, &all)?]))
     };
-    let role = [Role::Rope, Role::QNormWeight, Role::KNormWeight][random.below(3)];
+    let role = [Role::Rope, Role::QNormWeight, Role::KNormWeight, Role::CacheScales][random.below(4)];
     let constant = other_constant(s, random, role);
     let grid = &mut s.program.grids[g.index()];
     let Op::Attention(a) = &mut grid.op else { return };
@@ -968,8 +968,9 @@ fn content(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<Ent
     let b = a_buffer(s, random, Space::immutable)?;
     let buffer = &mut s.program.buffers[b.index()];
     let was = buffer.content.clone();
-    buffer.content = match random.below(5) {
+    buffer.content = match random.below(6) {
         0 => Some(Content::RopeTable(RopeId(9))),
+        5 => Some(Content::CacheScales(LayerId(0))),
         1 => Some(Content::Tensor(TensorId(0))),
         2 => Some(Content::Vectors {
             parts: vec![VectorPart { view: None, len: buffer.cols }],

@@ -177,6 +177,12 @@ impl Collector<'_> {
         }
     }
 
+    /// The id of a tensor of one value, of rank 0 or 1.
+    fn single(&mut self, name: String) -> TensorId {
+        let rank = self.files.and_then(|files| files.get(&name)).map_or(1, |found| found.shape.len());
+        self.want(name, if rank == 0 { &[] } else { &[1] })
+    }
+
     fn norm(&mut self, name: &str, plan: NormPlan, width: u32) -> Norm {
         let weight = Some(self.want(format!("{name}.weight"), &[width]));
         let bias = plan.bias.then(|| self.want(format!("{name}.bias"), &[width]));
@@ -319,6 +325,11 @@ fn assemble_layer(c: &mut Collector, plan: &Plan, layer: usize) -> Layer {
     };
     let (q_norm, k_norm) = (qk_norm(names.q_norm, q_rows), qk_norm(names.k_norm, kv_rows));
     let o = c.whole(&path(names.o), hidden, q_rows, plan.o_bias);
+    let scaled = c.quantisation.is_some_and(|quantisation| quantisation.cache_scales);
+    // Beside the projections: `self_attn.k_scale`.
+    let attention = names.o.rsplit_once('.').map_or("", |(module, _)| module);
+    let cache_scales =
+        scaled.then(|| ["k_scale", "v_scale"].map(|name| c.single(path(&format!("{attention}.{name}")))));
     let attn_post_norm = norm(c, names.attn_post_norm);
     let mlp_norm = norm(c, names.mlp_norm);
     let (gate, up) = match (plan.gated, names.gate) {
@@ -353,6 +364,7 @@ fn assemble_layer(c: &mut Collector, plan: &Plan, layer: usize) -> Layer {
             scale: plan.attn_scale,
             softcap: plan.attn_softcap,
             window,
+            cache_scales,
         },
         attn_post_norm,
         mlp_norm,

@@ -72,7 +72,8 @@ fn option_float(value: &Option<f32>) -> String {
 
 fn layer_text(out: &mut String, layer: &Layer) {
     let Layer { attn_norm, attn, attn_post_norm, mlp_norm, mlp, mlp_post_norm, parallel, residual_scale } = layer;
-    let Attention { heads, kv_heads, head_dim, q, k, v, o, q_norm, k_norm, rope, scale, softcap, window } = attn;
+    let Attention { heads, kv_heads, head_dim, q, k, v, o, q_norm, k_norm, rope, scale, softcap, window, cache_scales } =
+        attn;
     let Mlp { act, gate, up, down } = mlp;
     let branches = if *parallel { "parallel" } else { "sequential" };
     line(out, format_args!("  branches {branches} residual_scale {residual_scale:?}"));
@@ -105,6 +106,9 @@ fn layer_text(out: &mut String, layer: &Layer) {
     }
     line(out, format_args!("    q_norm {}", qk_norm(q_norm)));
     line(out, format_args!("    k_norm {}", qk_norm(k_norm)));
+    if let Some([keys, values]) = cache_scales {
+        line(out, format_args!("    cache_scales {keys} {values}"));
+    }
     line(out, format_args!("  attn_post_norm {}", norm(attn_post_norm)));
     line(out, format_args!("  mlp_norm {}", norm(mlp_norm)));
     line(out, format_args!("  mlp act {}", act_name(*act)));

@@ -24,6 +24,8 @@ pub const KEY: &str = "quantization_config";
 pub struct Quantisation {
     method: Method,
     pub notes: Vec<String>,
+    /// Whether attention has a scale for its cached keys and one for its values.
+    pub cache_scales: bool,
 }
 
 #[derive(Debug)]
@@ -259,7 +261,7 @@ fn skips(names: Vec<&str>) -> Vec<Skip> {
 
 /// A method with one scheme for the linears of the layers.
 fn layers(scheme: Scheme, skip: Vec<Skip>, notes: Vec<String>) -> Option<Quantisation> {
-    Some(Quantisation { method: Method::Layers { scheme, skip, head: false }, notes })
+    Some(Quantisation { method: Method::Layers { scheme, skip, head: false }, notes, cache_scales: false })
 }
 
 /// What is said where a checkpoint asks for quantised activations.
@@ -372,7 +374,7 @@ fn gptq(mut keys: Keys<'_>) -> Option<Quantisation> {
     ]);
     keys.end();
     let scheme = Scheme::Gptq { bits: bits as u32, group, v2: format == "gptq_v2", act_order };
-    Some(Quantisation { method: Method::Layers { scheme, skip: vec![], head }, notes: vec![] })
+    Some(Quantisation { method: Method::Layers { scheme, skip: vec![], head }, notes: vec![], cache_scales: false })
 }
 
 fn awq(mut keys: Keys<'_>) -> Option<Quantisation> {
@@ -413,7 +415,8 @@ fn compressed_tensors(mut keys: Keys<'_>) -> Option<Quantisation> {
         keys.bad("quantization_status", "compressed");
     }
     keys.neutral(&["global_compression_ratio", "version"]);
-    keys.off(&["kv_cache_scheme", "moe_sparsity_config", "transform_config"]);
+    keys.off(&["moe_sparsity_config", "transform_config"]);
+    let cache_scales = cache_scheme(&mut keys);
     match keys.get("sparsity_config") {
         Some(Value::Object(map)) if map.is_empty() || map.get("format") == Some(&Value::from("dense")) => {}
         Some(_) => keys.bad("sparsity_config", "nothing, or the format `dense`"),
@@ -443,7 +446,37 @@ fn compressed_tensors(mut keys: Keys<'_>) -> Option<Quantisation> {
     }
     keys.end();
     notes.dedup();
-    Some(Quantisation { method: Method::CompressedTensors { groups, ignore }, notes })
+    notes.extend(cache_scales.then(|| CACHE_NOTE.to_string()));
+    Some(Quantisation { method: Method::CompressedTensors { groups, ignore }, notes, cache_scales })
+}
+
+/// What is said of a checkpoint with scales for its cache.
+const CACHE_NOTE: &str =
+    "the checkpoint has scales for keys and values in fp8: `cache = \"fp8\"` of `[precision]` uses them";
+
+/// Whether the checkpoint has a scale for the keys and one for the values of each layer, for a cache in fp8: the only scheme that
+/// there is.
+fn cache_scheme(keys: &mut Keys<'_>) -> bool {
+    let Some(asked) = keys.get("kv_cache_scheme") else { return false };
+    let Some(scheme) = asked.as_object() else {
+        keys.bad("kv_cache_scheme", "nothing, or an object");
+        return false;
+    };
+    let mut inner = Keys::new(format!("{KEY}.kv_cache_scheme"), scheme, keys.reasons);
+    inner.neutral(&["observer", "observer_kwargs", "scale_dtype", "zp_dtype"]);
+    inner.off(&["dynamic", "group_size", "block_structure", "actorder"]);
+    for (key, expected) in [("num_bits", Value::from(8)), ("symmetric", Value::from(true))] {
+        if inner.get(key) != Some(&expected) {
+            inner.bad(key, &expected.to_string());
+        }
+    }
+    for (key, expected) in [("type", "float"), ("strategy", "tensor")] {
+        if inner.text(key) != Some(expected) {
+            inner.bad(key, expected);
+        }
+    }
+    inner.end();
+    true
 }
 
 /// Targets and scheme of a config group, and what has to be said of its activations.
@@ -562,7 +595,7 @@ fn modelopt(mut keys: Keys<'_>) -> Option<Quantisation> {
     keys.end();
     let groups = vec![(targets, Scheme::Fp4 { mx: false, modelopt: true })];
     let notes = vec![activations("fp4 (static)")];
-    Some(Quantisation { method: Method::CompressedTensors { groups, ignore }, notes })
+    Some(Quantisation { method: Method::CompressedTensors { groups, ignore }, notes, cache_scales: false })
 }
 
 /// A name with `*` for any text, as ModelOpt writes them.
