@@ -180,6 +180,8 @@ struct Sampler {
 
   // Brings the logits of a part to shared memory, and changes them as the request says. A thread then finds its own ids, four at
   // `4 * (n * THREADS + thread)`, without a barrier. The largest logit of this thread as the model computed it; -inf: none is a number.
+  // WIDE loads four logits at a time where the vocabulary allows it. They take registers, which a caller with values of its own would save.
+  template <bool WIDE>
   static __device__ __noinline__ float stage(const SamplerParams& p, const Part part, int thread) {
     const SampleRow& row = p.rows[part.at];
     float* logits = data<float>();
@@ -189,7 +191,7 @@ struct Sampler {
     uint2 first_seen[EDITS];
     load(seen, u32(thread), is_penalised ? row.seen : 0, first_seen);
     float most = NEGATIVE_INFINITY;
-    if (p.vocab % 4 == 0) {
+    if (WIDE && p.vocab % 4 == 0) {
       float4 quads[QUADS];
 #pragma unroll
       for (int n = 0; n < QUADS; n++) {
@@ -248,7 +250,7 @@ struct Sampler {
     let_next_start();
     const Part part(p, block);
     const SampleRow& row = p.rows[part.at];
-    const float raw_most = stage(p, part, thread);
+    const float raw_most = stage<true>(p, part, thread);
     const float inverse_temperature = row.inverse_temperature;
     float most = NEGATIVE_INFINITY;
     u32 id = 0;
@@ -473,7 +475,7 @@ struct Sampler {
     if (!is_greedy) {
       if (flags & (SAMPLE_TOP_K | SAMPLE_TOP_P))
         for (u32 b = thread; b < 3 * SAMPLE_BUCKETS; b += THREADS) buckets()[b] = 0;
-      stage(p, part, thread);
+      stage<true>(p, part, thread);
     }
     wait_for_previous();
     SampleTotals& totals = p.totals[part.at];
@@ -591,7 +593,7 @@ struct Sampler {
   }
 
   // The rank of the last id that the filters admit among the listed ones.
-  static __device__ __noinline__ u64 find_least(const SamplerParams& p, const SampleRow& row, Listed q, const Cuts cuts, int thread) {
+  static __device__ __forceinline__ u64 find_least(const SamplerParams& p, const SampleRow& row, Listed q, const Cuts cuts, int thread) {
     u64 least = 0, total = cuts.total;
     if (cuts.k_bucket < SAMPLE_BUCKETS) {
       q.first = q.last = cuts.k_bucket;
@@ -680,7 +682,7 @@ struct Sampler {
   }
 
   // Lists the ids of the buckets where filters cut.
-  static __device__ __noinline__ u32 list_cut(const SamplerParams& p, u32 at, const Cuts cuts, float most, int thread) {
+  static __device__ __forceinline__ u32 list_cut(const SamplerParams& p, u32 at, const Cuts cuts, float most, int thread) {
     const float inverse_temperature = p.rows[at].inverse_temperature;
     u32 *taken = reinterpret_cast<u32*>(results()), *part_count = taken + 1, *parts = buckets();
     if (thread == 0) *taken = *part_count = 0;
@@ -698,7 +700,7 @@ struct Sampler {
 #pragma unroll 1
     for (u32 n = 0; n < *part_count; n++) {
       const Part part(p, at * p.parts + parts[n]);
-      stage(p, part, thread);
+      stage<false>(p, part, thread);
 #pragma unroll 1
       for (int i = 4 * thread; i < part.count; i += 4 * THREADS) {
         float scores[4];
@@ -715,7 +717,7 @@ struct Sampler {
   }
 
   // The better of `winner` and the ids that the filters admit in the buckets where they cut.
-  static __device__ __noinline__ u64 winner_at_cut(const SamplerParams& p, u32 at, const Cuts cuts, float most, u64 winner, int thread) {
+  static __device__ __forceinline__ u64 winner_at_cut(const SamplerParams& p, u32 at, const Cuts cuts, float most, u64 winner, int thread) {
     const SampleRow& row = p.rows[at];
     const u32 count = list_cut(p, at, cuts, most, thread);
     const Listed q{p.list + u64(at) * p.vocab, count, 0, SAMPLE_BUCKETS - 1, most, false};
@@ -729,7 +731,7 @@ struct Sampler {
     return block_max(winner, thread);
   }
   // The winner of a row with filters.
-  static __device__ __noinline__ u64 admitted_winner(const SamplerParams& p, u32 at, float most, int thread) {
+  static __device__ __forceinline__ u64 admitted_winner(const SamplerParams& p, u32 at, float most, int thread) {
     const Cuts cuts = find_cuts(p, at, thread);
     // Where exactly the filters cut does not matter to an id above the cuts.
     if (cuts.challenger <= cuts.chosen) return cuts.chosen;

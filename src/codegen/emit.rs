@@ -3,12 +3,12 @@
 use super::{Float, HEADERS, KernelSource, ROWS_HEADERS};
 use crate::dtype::DType;
 use crate::format::{Code, Format, ScaleCode, TableRow};
-use crate::ir::GridId;
 use crate::ir::layout::WORD_ROWS;
 use crate::ir::op::{Attention, Epilogue, MatVec, NormAttr, Op, QkNormAttr, Role, UNIT_ROWS};
 use crate::ir::program::{Buffer, Grid, Program};
-use crate::ir::schedule::{Schedule, SmemKind, Source};
+use crate::ir::schedule::{Regime, Schedule, SmemKind, Source};
 use crate::ir::variant::{AttentionVariant, MatVecVariant};
+use crate::ir::{GridId, TaskId};
 use crate::model::graph::{Act, NormKind, QkNormSpan};
 use crate::rows::Shape;
 use crate::target::{CopyMechanism, DotMechanism, Target};
@@ -208,13 +208,9 @@ fn rows_members(schedule: &Schedule) -> Vec<String> {
         return pages.to_vec();
     }
     let [page_rows, page_count, pool_rows] = pages;
-    // The columns of the residual that a block has at most.
-    let longest = schedule.longest_tasks();
-    let owners = program.grids.iter().zip(longest).filter(|(grid, _)| grid.operand(Role::Residual).is_some());
-    let residual = owners.map(|(_, units)| units * UNIT_ROWS).max().unwrap_or(0);
     vec![
         format!("int ROWS = {}", program.rows.next_multiple_of(WORD_ROWS)),
-        format!("int RESIDUAL_COLS = {residual}"),
+        format!("int RESIDUAL_COLS = {}", residual_cols(schedule)),
         page_rows,
         page_count,
         pool_rows,
@@ -222,6 +218,22 @@ fn rows_members(schedule: &Schedule) -> Vec<String> {
         format!("int REGISTERS = {}", schedule.machine.registers_per_thread),
         format!("int LOADER_REGISTERS = {}", schedule.machine.loader_registers),
     ]
+}
+
+/// The columns of the residual from the first to the last that a block has, of the block with most: one row of it follows another.
+fn residual_cols(schedule: &Schedule) -> u32 {
+    let of_queue = |regime: &Regime, queue: &[TaskId]| {
+        let owned = queue.iter().filter_map(|id| {
+            let task = &regime.tasks[id.index()];
+            let residual = schedule.program.grids[task.grid.index()].operand(Role::Residual)?;
+            Some(residual.cols.range(task.lo, task.hi, task.j))
+        });
+        let all = owned.reduce(|a, b| (a.0.min(b.0), a.1.max(b.1)));
+        all.map_or(0, |(lo, hi)| (hi - lo).next_multiple_of(u64::from(UNIT_ROWS)))
+    };
+    let queues =
+        schedule.regimes.iter().flat_map(|regime| regime.queues.iter().map(move |queue| of_queue(regime, queue)));
+    queues.max().unwrap_or(0) as u32
 }
 
 /// Tasks of the longest queue: stamps of one block and step.

@@ -48,6 +48,27 @@ macro_rules! kernel_struct {
 }
 pub(super) use kernel_struct;
 
+/// Declares a module of named numbers for the host, and makes a declaration of it for kernels, where each name has a prefix.
+macro_rules! kernel_enum {
+    (
+        $(#[$meta:meta])*
+        $module:ident: $head:literal, $prefix:literal { $($(#[doc = $doc:literal])* $name:ident = $value:literal,)* }
+    ) => {
+        $(#[$meta])*
+        pub mod $module {
+            $($(#[doc = $doc])* pub const $name: u32 = $value;)*
+
+            /// The numbers as kernels declare them.
+            #[cfg(test)]
+            pub(super) fn declaration() -> String {
+                let lines = [$(concat!("  ", $prefix, stringify!($name), " = ", $value, ",", $(" //", $doc,)* "\n")),*];
+                format!("{} {{\n{}}};\n", $head, lines.concat())
+            }
+        }
+    };
+}
+pub(super) use kernel_enum;
+
 /// The declaration of a struct of `bytes` bytes for kernels; `head` is what its first line says.
 #[cfg(test)]
 pub(super) fn declaration(head: &str, name: &str, bytes: usize, fields: &[Field]) -> String {

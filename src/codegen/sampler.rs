@@ -1,8 +1,8 @@
 //! Prints the sampler, and owns what it reads and answers, as `kernels/sample/table.cuh` declares it. It is the same for every model.
 
+use super::kernel_struct::{kernel_enum, kernel_struct};
 use super::{HEADERS, KernelSource, SAMPLER_HEADERS};
 use crate::target::Target;
-use bytemuck::{Pod, Zeroable};
 use std::fmt::Write;
 
 /// Names of the entry points, in the order of their launches.
@@ -16,99 +16,171 @@ pub const PART: u32 = 3888;
 pub const SHARED_BYTES: u32 = 28672;
 /// Buckets of scores; `SAMPLE_BUCKETS` of sampler.cuh.
 pub const BUCKETS: u32 = 1024;
-/// Most probable ids that an answer has; `SAMPLE_TOP_MAX` of table.cuh.
-pub const TOP_MAX: u32 = 20;
-/// Bytes of the totals of a row; `SampleTotals` of table.cuh.
-pub const TOTALS_BYTES: u64 = 48;
+/// Most probable ids that an answer has; table.cuh asserts the size of one.
+pub const SAMPLE_TOP_MAX: usize = 20;
 
-/// What a row asks for; `SampleFlag` of table.cuh.
-pub mod flag {
-    pub const GREEDY: u32 = 1;
-    pub const TOP_K: u32 = 2;
-    pub const TOP_P: u32 = 4;
-    pub const MIN_P: u32 = 8;
-    pub const PENALTIES: u32 = 16;
-    pub const LOGPROBS: u32 = 32;
-    pub const MASK: u32 = 64;
+kernel_enum! {
+    /// What a row of the table asks for.
+    flag: "enum SampleFlag : u32", "SAMPLE_" {
+        /// the arg-max: no noise, no filter
+        GREEDY = 1,
+        /// the first `top_k` ids
+        TOP_K = 2,
+        /// the fewest ids whose probabilities reach `top_p_q32`
+        TOP_P = 4,
+        /// ids with `min_p` times the best probability
+        MIN_P = 8,
+        /// repetition, presence, frequency
+        PENALTIES = 16,
+        /// the answer has logits
+        LOGPROBS = 32,
+        /// only ids of the mask may be chosen
+        MASK = 64,
+    }
 }
 
-/// `SampleRow` of table.cuh: how the next token of one row of a launch is chosen.
-#[repr(C)]
-#[derive(Debug, Clone, Copy, PartialEq, Pod, Zeroable)]
-pub struct SampleRow {
-    /// Of the launch.
-    pub row: u32,
-    pub flags: u32,
-    /// Of the token in its sequence, in the first step.
-    pub position: u32,
-    pub top_k: u32,
-    /// In units of 2^-32.
-    pub top_p_q32: u32,
-    pub min_p: f32,
-    /// 1: greedy.
-    pub inverse_temperature: f32,
-    pub repetition: f32,
-    pub presence: f32,
-    pub frequency: f32,
-    pub seed_low: u32,
-    pub seed_high: u32,
-    /// Its first entry.
-    pub edits: u32,
-    pub banned: u32,
-    pub biased: u32,
-    pub seen: u32,
-    /// Steps of the launch in which ids are banned.
-    pub banned_steps: u32,
-    /// Most probable ids to report.
-    pub top: u32,
-    pub reserved: [u32; 2],
+kernel_enum! {
+    /// What became of a row.
+    status: "enum SampleStatus : u32", "SAMPLE_" {
+        /// there is a token
+        CHOSEN = 0,
+        /// no id is allowed
+        NONE_ALLOWED = 1,
+        /// no logit is a number above -inf
+        NO_CANDIDATE = 2,
+    }
+}
+
+kernel_struct! {
+    /// A row of the table: how the next token of one row of a launch is chosen. Its entries are ids that are banned, then ids with a bias,
+    /// then ids of the sequence with the times that each was generated.
+    SampleRow = "struct alignas(16) SampleRow" {
+        /// of the launch
+        row: u32,
+        /// SampleFlag
+        flags: u32,
+        /// of the token in its sequence, in the first step
+        position: u32,
+        /// ids that may be chosen
+        top_k: u32,
+        /// in units of 2^-32
+        top_p_q32: u32,
+        /// of the best probability
+        min_p: f32,
+        /// 1: greedy
+        inverse_temperature: f32,
+        /// 1: none
+        repetition: f32,
+        /// 0: none
+        presence: f32,
+        /// 0: none
+        frequency: f32,
+        /// low word
+        seed_low: u32,
+        /// high word
+        seed_high: u32,
+        /// its first entry
+        edits: u32,
+        /// entries
+        banned: u32,
+        /// entries
+        biased: u32,
+        /// entries
+        seen: u32,
+        /// steps of the launch in which ids are banned
+        banned_steps: u32,
+        /// most probable ids to report
+        top: u32,
+        /// 0
+        reserved: [u32; 2],
+    }
 }
 
 /// An entry of a row: an id, and its bias as bits of fp32 or its count.
 pub type SampleEdit = [u32; 2];
 
-/// `SampleAnswer` of table.cuh: what was chosen for a row in a step.
-#[repr(C)]
-#[derive(Debug, Clone, Copy, PartialEq, Pod, Zeroable)]
-pub struct SampleAnswer {
-    pub token: u32,
-    /// 0: there is a token; 1: no id is allowed; 2: no logit is a number above -inf.
-    pub status: u32,
-    /// Of the token, as the model computed it.
-    pub logit: f32,
-    pub logit_max: f32,
-    /// The sum of the weights of all logits, in units of 2^-40: low word, then high word.
-    pub total: [u32; 2],
-    /// Entries of the lists below.
-    pub top: u32,
-    pub reserved: u32,
-    pub top_ids: [u32; TOP_MAX as usize],
-    pub top_logits: [f32; TOP_MAX as usize],
+kernel_struct! {
+    /// What all blocks of a row find together. Zero before a launch; the last step leaves it so.
+    SampleTotals = "struct SampleTotals" {
+        /// rank of the best score
+        best: u64,
+        /// rank of the best logit, as the model computed it
+        raw_best: u64,
+        /// sum of the weights of these logits
+        raw_total: u64,
+        /// rank of the best sum of score and noise, if no filter cuts
+        chosen: u64,
+        /// blocks that added all they have to the above and to the buckets
+        done: u32,
+        /// 0
+        reserved: [u32; 3],
+    }
 }
 
-/// `SamplerParams` of table.cuh: the one parameter of each entry point. Pointers are device addresses.
-#[repr(C)]
-#[derive(Debug, Clone, Copy, PartialEq, Pod, Zeroable)]
-pub struct SamplerParams {
-    pub logits: u64,
-    pub list: u64,
-    pub weights: u64,
-    pub counts: u64,
-    pub bests: u64,
-    pub present: u64,
-    pub totals: u64,
-    pub tops: u64,
-    pub rows: u64,
-    pub edits: u64,
-    pub masks: u64,
-    pub answers: u64,
-    /// The tokens of the launch that follows, `next_stride` words apart; 0: none follows.
-    pub next: u64,
-    pub next_stride: u32,
-    pub vocab: u32,
-    /// Blocks of a row: parts of [`PART`] ids.
-    pub parts: u32,
-    pub step: u32,
+kernel_struct! {
+    /// What was chosen for a row in a step, in memory of the host.
+    SampleAnswer = "struct SampleAnswer" {
+        /// if there is one
+        token: u32,
+        /// SampleStatus
+        status: u32,
+        /// of the token, as the model computed it
+        logit: f32,
+        /// the largest one, as the model computed it
+        logit_max: f32,
+        /// sum of the weights of all logits, in units of 2^-40: low word
+        total_low: u32,
+        /// high word
+        total_high: u32,
+        /// entries of the lists below
+        top: u32,
+        /// 0
+        reserved: u32,
+        /// most probable ids, in order
+        top_ids: [u32; SAMPLE_TOP_MAX],
+        /// their logits, as the model computed them
+        top_logits: [f32; SAMPLE_TOP_MAX],
+    }
+}
+
+kernel_struct! {
+    /// The one parameter of each entry point. Pointers are device addresses; tables have a row for each row that is sampled.
+    SamplerParams = "struct SamplerParams" {
+        /// (rows of the launch, vocab)
+        logits: u64 = "const float*",
+        /// (rows of the table, vocab)
+        list: u64 = "u64*",
+        /// (rows of the table, SAMPLE_BUCKETS); zero before a launch
+        weights: u64 = "u64*",
+        /// likewise
+        counts: u64 = "u32*",
+        /// likewise
+        bests: u64 = "u64*",
+        /// (rows of the table, parts, SAMPLE_BUCKETS / 32): a bit for each bucket with ids
+        present: u64 = "u32*",
+        /// (rows of the table)
+        totals: u64 = "SampleTotals*",
+        /// (rows of the table, parts, SAMPLE_TOP_MAX)
+        tops: u64 = "u64*",
+        /// (rows of the table)
+        rows: u64 = "SampleRow*",
+        /// (id, value)
+        edits: u64 = "uint2*",
+        /// (rows of the table, words of vocab bits)
+        masks: u64 = "const u32*",
+        /// (rows of the table), of this step
+        answers: u64 = "SampleAnswer*",
+        /// tokens of the launch that follows, `next_stride` words apart; null: none
+        next: u64 = "i32*",
+        /// words
+        next_stride: u32,
+        /// ids
+        vocab: u32,
+        /// blocks of a row: parts of PART ids
+        parts: u32,
+        /// of the launch
+        step: u32,
+    }
 }
 
 /// Prints the sampler for a target.
@@ -137,10 +209,18 @@ pub fn emit(target: &Target) -> KernelSource {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::codegen::kernel_struct::assert_declared;
 
-    /// The sizes that table.cuh asserts.
     #[test]
-    fn tables_have_the_bytes_that_the_kernel_declares() {
-        assert_eq!((size_of::<SampleRow>(), size_of::<SampleAnswer>(), size_of::<SamplerParams>()), (80, 192, 120));
+    fn kernels_declare_what_the_host_fills() {
+        const TABLE: &str = "sample/table.cuh";
+        assert_declared([
+            (TABLE, flag::declaration()),
+            (TABLE, SampleRow::declaration()),
+            (TABLE, SampleTotals::declaration()),
+            (TABLE, status::declaration()),
+            (TABLE, SampleAnswer::declaration()),
+            (TABLE, SamplerParams::declaration()),
+        ]);
     }
 }

@@ -5,8 +5,8 @@ use super::memory::{DeviceBuffer, MappedBuffer};
 use super::module::Function;
 use super::stream::{Argument, LaunchShape, Stream};
 use crate::codegen::sampler::{
-    BUCKETS, ENTRY_POINTS, PART, SHARED_BYTES, SampleAnswer, SampleEdit, SampleRow, SamplerParams, THREADS, TOP_MAX,
-    TOTALS_BYTES, flag,
+    BUCKETS, ENTRY_POINTS, PART, SAMPLE_TOP_MAX, SHARED_BYTES, SampleAnswer, SampleEdit, SampleRow, SampleTotals,
+    SamplerParams, THREADS, flag, status,
 };
 use crate::sample::{Decided, Penalties, Request, SampleError, Sampler, TokenCounts, TokenSet};
 use bytemuck::Zeroable;
@@ -91,7 +91,7 @@ impl SampleTables {
                 biased: changes.bias.len() as u32,
                 seen: changes.seen.len() as u32,
                 banned_steps: changes.banned_for,
-                top: request.logprobs().unwrap_or(0).min(TOP_MAX),
+                top: request.logprobs().unwrap_or(0).min(SAMPLE_TOP_MAX as u32),
                 ..encoded
             };
             self.edits.extend(changes.banned.iter().map(|&id| [id, 0]));
@@ -119,12 +119,12 @@ pub fn decided(
 ) -> Result<Decided, SampleError> {
     let vocab = vocab as usize;
     match answer.status {
-        0 => {}
-        1 => return Err(SampleError::NoneAllowed { position, vocab }),
+        status::CHOSEN => {}
+        status::NONE_ALLOWED => return Err(SampleError::NoneAllowed { position, vocab }),
         _ => return Err(SampleError::NoCandidate { position, vocab }),
     }
-    let [low, high] = answer.total.map(u64::from);
-    let ln_sum = ((high << 32 | low) as f64 / (1u64 << 40) as f64).ln();
+    let total = u64::from(answer.total_high) << 32 | u64::from(answer.total_low);
+    let ln_sum = (total as f64 / (1u64 << 40) as f64).ln();
     let logprob = |logit: f32| {
         // Equal ones first: inf - inf would be NaN.
         let beyond = if logit == answer.logit_max { 0.0 } else { f64::from(logit) - f64::from(answer.logit_max) };
@@ -199,8 +199,8 @@ impl SamplerSession {
             counts: device.alloc(rows * u64::from(BUCKETS) * 4)?,
             bests: device.alloc(rows * u64::from(BUCKETS) * 8)?,
             present: device.alloc(rows * parts * u64::from(BUCKETS) / 8)?,
-            totals: device.alloc(rows * TOTALS_BYTES)?,
-            tops: device.alloc(rows * parts * u64::from(TOP_MAX) * 8)?,
+            totals: device.alloc(rows * size_of::<SampleTotals>() as u64)?,
+            tops: device.alloc(rows * parts * SAMPLE_TOP_MAX as u64 * 8)?,
             rows: device.alloc(rows * size_of::<SampleRow>() as u64)?,
             edits: device.alloc(rows * 1024 * size_of::<SampleEdit>() as u64)?,
             masks: device.alloc(rows * u64::from(vocab.div_ceil(32)) * 4)?,
@@ -217,7 +217,7 @@ impl SamplerSession {
 
     /// Most probable ids that an answer may have.
     pub fn logprobs_max(&self) -> u32 {
-        TOP_MAX
+        SAMPLE_TOP_MAX as u32
     }
 
     /// Copies the tables of a launch of `steps` steps to the device, and waits for the copies alone. No step of the sampler may run.

@@ -19,11 +19,11 @@ use crate::manifest::{Decode, Manifest};
 use crate::pages::Pool;
 use crate::rows::Shape;
 use crate::target::{Target, TargetKind};
-use crate::validate::Validated;
+use crate::validate::{Validated, share_caches};
 use crate::waves;
 
 use super::chain::{Chain, Host};
-use super::device_rows::{one_row_kernel, rows_source, same_caches};
+use super::device_rows::{one_row_kernel, rows_source};
 use super::device_sampler::sampler_source;
 use super::device_steps::{StepsKernel, StepsKernels};
 use super::device_waves::{plan_waves, waves_source};
@@ -138,8 +138,8 @@ impl Prepared {
             ))
             .with_remedy(format!("raise `decode.context_max` above {page_rows} to serve on `{}`", self.target.name)));
         }
-        if kernels.iter().any(|kernel| !same_caches(kernel.validated.schedule(), largest.schedule())) {
-            return Err(Fault::internal("kernels for different numbers of rows have their caches at different places"));
+        if let Some(differs) = kernels.iter().find_map(|kernel| share_caches(&kernel.validated, &largest).err()) {
+            return Err(Fault::internal(format!("kernels for different numbers of rows: {differs}")));
         }
         let one_row = one_row_beside(&chain, self.room(1, serving, free)?, &largest)?;
         let of_one = one_row.iter().map(|_| "1".to_string());
@@ -218,8 +218,10 @@ impl Prepared {
 /// A schedule that is not proven: a fault of this program.
 fn one_row_beside(chain: &Chain<'_>, room: Room, others: &Validated) -> Result<Option<Arc<Validated>>, Fault> {
     let why = match one_row_kernel(&chain.context, &chain.candidate, room) {
-        Ok(one) if same_caches(one.schedule(), others.schedule()) => return Ok(Some(Arc::new(one))),
-        Ok(_) => "its own kernel has cache rows of another form".to_string(),
+        Ok(one) => match share_caches(&one, others) {
+            Ok(()) => return Ok(Some(Arc::new(one))),
+            Err(differs) => differs.to_string(),
+        },
         Err(fault) if fault.tier == Tier::Input => fault.message,
         Err(fault) => return Err(fault),
     };

@@ -16,16 +16,14 @@ use crate::cuda::session::Session;
 use crate::cuda::waves::{StepsSession, WavesSession};
 use crate::defaults::rows::{PROMPT_ROWS, Room, STEP_ROWS, kernel_rows, place_one_row, place_rows};
 use crate::error::{Fault, Tier};
-use crate::ir::program::Space;
 use crate::ir::schedule::Schedule;
-use crate::ir::variant::Variant;
 use crate::manifest::Manifest;
 use crate::pages::Pool;
 use crate::rows::{Edit, Guard, PageId, Request, Row, SequenceId, Shape, Tables};
 use crate::target::Target;
 use crate::text::one_of;
 use crate::trace::{Span, Stamps, spans};
-use crate::validate::{Validated, validate};
+use crate::validate::{Validated, share_caches, validate};
 use crate::waves::{CHUNK_MIN, CHUNK_ROWS};
 
 use super::bench::{self, Programs, Versus, Work};
@@ -363,31 +361,10 @@ pub(super) fn load_verifier(
 /// # Errors
 /// A cache that pages do not fill evenly, or in another order.
 fn beside_one_row(chain: &Chain<'_>, validated: &Validated) -> Result<(), Fault> {
-    if same_caches(validated.schedule(), chain.validated()?.schedule()) {
-        return Ok(());
-    }
+    let Err(differs) = share_caches(validated, chain.validated()?) else { return Ok(()) };
     let context_max = chain.context.manifest.decode.context_max;
-    Err(Fault::input(format!("`context_max` {context_max} is not a multiple of the rows of a page"))
+    Err(Fault::input(format!("`context_max` {context_max} is not a multiple of the rows of a page: {differs}"))
         .with_remedy("choose a multiple of 256, so that kernels for rows share the cache"))
-}
-
-/// Whether the caches of two schedules lie at the same places, row by row.
-pub(super) fn same_caches(a: &Schedule, b: &Schedule) -> bool {
-    let caches = |s: &Schedule| -> Vec<_> {
-        let buffers = s.program.buffers.iter().zip(&s.placement);
-        buffers.filter(|(b, _)| b.space == Space::Cache).map(|(b, at)| (b.rows, b.cols, b.dtype, *at)).collect()
-    };
-    let layouts = |s: &Schedule| -> Vec<_> {
-        let variants = s.variants.values().filter_map(|v| match v {
-            Variant::Attention(a) => Some((a.swizzled, a.pitch)),
-            Variant::MatVec(_) => None,
-        });
-        let mut layouts: Vec<_> = variants.collect();
-        layouts.sort_unstable();
-        layouts.dedup();
-        layouts
-    };
-    caches(a) == caches(b) && layouts(a) == layouts(b)
 }
 
 /// What a benchmark of rows found at one number of rows.

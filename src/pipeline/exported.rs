@@ -38,7 +38,7 @@ use crate::ir::parse::parse;
 use crate::manifest::Manifest;
 use crate::pack::identity;
 use crate::target::{Target, TargetKind};
-use crate::validate::{Validated, validate};
+use crate::validate::{Validated, share_caches, validate};
 
 /// What lists the files of an export.
 pub const INDEX: &str = "export.json";
@@ -267,6 +267,16 @@ impl Exported {
             _ => return Err(Fault::input(format!("`{place}` does not fit the kind of target `{}`", target.name))),
         };
         Ok(Some(Kernel { validated: Arc::new(validated), cubin }))
+    }
+
+    /// [`Exported::kernel`] for a kernel over the cache of `one`.
+    ///
+    /// # Errors
+    /// The same, and a kernel that cannot share that cache.
+    pub(super) fn kernel_beside(&self, target: &Target, does: Does, one: &Validated) -> Result<Option<Kernel>, Fault> {
+        let Some(kernel) = self.kernel(target, does)? else { return Ok(None) };
+        share_caches(&kernel.validated, one).map_err(|differs| self.folder.foreign(&differs.to_string()))?;
+        Ok(Some(kernel))
     }
 
     /// The weights of a target, mapped and compared with their digest.

@@ -1,5 +1,7 @@
 //! Owns `Ready`: a model on one target, built from a manifest or read from an export, with one interface.
 
+use std::sync::Arc;
+
 use super::batch::{Batched, cpu_batch};
 use super::device_rows::Prefill;
 use super::execute::{self, Devices, upload_pack};
@@ -147,9 +149,11 @@ fn runner<'a>(report: &'a Report, exported: &'a Exported, target: &'a Target) ->
     let pack = upload_pack(&device, &validated, &pack)?;
     let session = Session::load_sharing(&device, &Queues::of(&validated), &cubin, Trace::Off, steps_max, pack)?;
     let place = format!("{} (device {})", found.name, found.ordinal);
+    let beside = Arc::clone(&validated);
     // Of an export the kernel that reads prompts verifies: mostly it has more rows than a proposal needs.
-    let verifier = LazyVerifier::new(device.clone(), |device, one, rows| {
-        let Some(Kernel { validated, cubin: Some(cubin) }) = exported.kernel(target, Does::Prompt)? else {
+    let verifier = LazyVerifier::new(device.clone(), move |device, one, rows| {
+        let Some(Kernel { validated, cubin: Some(cubin) }) = exported.kernel_beside(target, Does::Prompt, &beside)?
+        else {
             return Err(Fault::input(format!("the export has no kernel for several rows on target `{}`", target.name))
                 .with_remedy("leave out `--lookup`, or run the manifest that was exported"));
         };
@@ -160,13 +164,14 @@ fn runner<'a>(report: &'a Report, exported: &'a Exported, target: &'a Target) ->
         }
         Ok(Box::new(RowsSession::load(device, &queues, &cubin, Trace::Off, 1, pack, cache)?))
     });
-    let prefill = LazyPrefill::new(report, device, |device, one| {
-        let Some(Kernel { validated, cubin: Some(cubin) }) = exported.kernel(target, Does::Prompt)? else {
+    let prefill = LazyPrefill::new(report, device, move |device, one| {
+        let kernel = |does| exported.kernel_beside(target, does, &validated);
+        let Some(Kernel { validated: rows, cubin: Some(cubin) }) = kernel(Does::Prompt)? else {
             return Err(Fault::input("the export has no kernel for them"));
         };
         // Its schedule is that of the kernel for rows.
-        let waves = exported.kernel(target, Does::Waves)?.and_then(|kernel| kernel.cubin);
-        Prefill::of(device, target, &Queues::of(&validated), &cubin, waves.as_deref(), one)
+        let waves = kernel(Does::Waves)?.and_then(|kernel| kernel.cubin);
+        Prefill::of(device, target, &Queues::of(&rows), &cubin, waves.as_deref(), one)
     });
     let on = On::Device { session: Box::new(session), prefill, verifier, steps_max };
     Ok(Runner { place, context_max, vocab, cached: vec![], on })

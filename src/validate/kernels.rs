@@ -73,6 +73,7 @@ impl Rules<'_> {
         if program.rows > 1 {
             self.rows(schedule, target);
         } else {
+            self.one_row(schedule);
             self.paged(program);
         }
         self.expect_rule(Rule::KernelScope, machine.devices == 1, Entity::Machine, || {
@@ -215,6 +216,19 @@ impl Rules<'_> {
                     .to_string()
             });
         }
+    }
+
+    /// kernel.cuh and context.cuh: what kernels for one row take for granted.
+    fn one_row(&mut self, schedule: &Schedule) {
+        for (b, _) in (0..).zip(&schedule.program.buffers).filter(|(_, buffer)| buffer.words) {
+            self.expect_rule(Rule::KernelRows, false, Entity::Buffer(BufferId(b)), || {
+                "expected packets, as kernels for one row have them, found words".to_string()
+            });
+        }
+        let moved = schedule.machine.loader_registers;
+        self.expect_rule(Rule::KernelRows, moved == 0, Entity::Machine, || {
+            format!("expected as many registers for each thread in steps of one row, found {moved} for the loader")
+        });
     }
 
     /// A step of one row has the cache of one sequence, or the pages of a pool. Then the kernel knows one size of pages (context.cuh).

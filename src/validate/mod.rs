@@ -66,14 +66,15 @@
 //! - A task has read its exchange operands before the first of its packets can be seen. What it writes besides may land
 //!   later: a packet vouches for itself, and only an event that orders memory for more.
 //! - A carried event is the same object in all regimes whose carried events have its buffer and columns.
-//! - A step's phase of a buffer is its position, the largest of its rows, modulo the buffer's phases.
+//! - A step's phase of a buffer is its position, the largest of its rows, modulo the buffer's phases. Of words it is the number of
+//!   steps before it modulo two, counted on from launch to launch.
 //! - Tables of the host do not change during a launch, and entries are clamped to their bounds.
 //! - A launch may start at any position; its first step waits for no carried event (nothing ran before it).
 //! - Private data of an SM begins at the lowest column that the SM owns.
 //!
 //! # What a regime finds is what every regime leaves
 //!
-//! Three things outlive a step: cache rows, the columns of carried events, and what the host reads. Private data and all
+//! Four things outlive a step: cache rows, words, the columns of carried events, and what the host reads. Private data and all
 //! other exchange columns are written in the step that reads them, before they are read (`uncovered`, `private-order`,
 //! `carried`). Weights and constants never change.
 //!
@@ -88,9 +89,15 @@
 //!   Alternatives leave their heads in the same columns, directly or through the merges of their regime. All other grids
 //!   are launched in every regime. So all regimes compute one function of the token, the position and the caches; they
 //!   may round differently.
+//! - *Words.* A word is cleared in the step after the one that stored it, by its owner there. A launch may end in any regime and the
+//!   next one may begin in any, so any regime may follow any. All regimes write the same words (`regime-words`), so each step clears
+//!   all that the step before has stored.
 //! - *Carried columns.* A carried event has a counterpart in the regime before (`carried-match`), which writes the buffer
 //!   whole (`uncovered`).
 //! - *What the host reads* is made by grids that have no alternatives.
+//!
+//! Several kernels may have one cache: those of an artefact, each with a proof of its own. What regimes must agree on, they must agree
+//! on, too, and [`share_caches`] proves it.
 //!
 //! # Why a few steps are all steps
 //!
@@ -147,9 +154,12 @@ mod order;
 mod proxies;
 mod races;
 mod regimes;
+mod shared;
 mod tables;
 mod variants;
 mod wellformed;
+
+pub use shared::{NotShared, share_caches};
 
 use crate::error::{Fault, Tier};
 use crate::ir::parse::Lines;
@@ -355,7 +365,7 @@ rules! {
     DType "dtype" 1;
     /// An operand touches rows of the wrong kind.
     Rows "rows" 1;
-    /// A table is not what its kind of entries asks for, or what needs one has none.
+    /// A table is not what its kind of entries asks for, or what needs one has none; or it names pages of several sizes.
     Table "table" 1;
     /// The proof needs a fact that a table does not declare.
     TableFact "table-fact" 1;
@@ -388,6 +398,8 @@ rules! {
     PrivateOrder "private-order" 1;
     /// Two regimes append different columns of a cache.
     RegimeAppends "regime-appends" 1;
+    /// Two regimes write different words, so that in one of them nothing clears those of the other.
+    RegimeWords "regime-words" 1;
 
     /// An event's columns are not columns of an exchange buffer.
     EventRegion "event-region" 2;

@@ -9,32 +9,38 @@ use crate::ir::{BufferId, GridId};
 use std::collections::BTreeMap;
 
 pub(super) fn check(schedule: &Schedule, writes: &[Writes], found: &mut Found) {
-    appends(schedule, writes, found);
+    outliving(schedule, writes, found);
     layouts(schedule, found);
     if !found.any() {
         results(schedule, found);
     }
 }
 
-/// Every regime appends the same columns of every cache: a row of the history was written by the regime of its position,
-/// and any later regime may read it.
-fn appends(schedule: &Schedule, writes: &[Writes], found: &mut Found) {
-    let caches = (0..).zip(&schedule.program.buffers).filter(|(_, buffer)| buffer.space == Space::Cache);
-    for (b, _) in caches {
+/// Every regime writes the same columns of every cache and of all words. A row of the history was written by the regime of its
+/// position, and any later regime may read it. A word is cleared by its owner in the step after the one that stored it, in whichever
+/// regime that is.
+fn outliving(schedule: &Schedule, writes: &[Writes], found: &mut Found) {
+    for (b, buffer) in (0..).zip(&schedule.program.buffers) {
+        let (rule, does) = match buffer.space {
+            Space::Cache => (Rule::RegimeAppends, "appended"),
+            Space::Exchange if buffer.words => (Rule::RegimeWords, "written, and so cleared,"),
+            _ => continue,
+        };
         let buffer = BufferId(b);
         let mut columns = writes.iter().map(|writes| merged_columns(writes, buffer));
         let expected = columns.next().unwrap_or_default();
-        for (r, appended) in (1..).zip(columns).filter(|(_, appended)| *appended != expected) {
-            found.add_with(Rule::RegimeAppends, Entity::Buffer(buffer), || {
+        for (r, written) in (1..).zip(columns).filter(|(_, written)| *written != expected) {
+            found.add_with(rule, Entity::Buffer(buffer), || {
                 let message = format!(
-                    "expected columns {} appended in every regime, as in r0, found {} in r{r}",
+                    "expected columns {} {does} in every regime, as in r0, found {} in r{r}",
                     listed(&expected),
-                    listed(&appended)
+                    listed(&written)
                 );
-                let appender =
+                let writer =
                     [0, r].into_iter().find_map(|r| Some((r, writes.get(r as usize)?.buffer(buffer).first()?)));
-                let appender = appender.map(|(r, region)| note(Entity::Task(r, region.task), "appends to it"));
-                (message, std::iter::once(note(Entity::Regime(r), "differs")).chain(appender).collect())
+                let does = if rule == Rule::RegimeAppends { "appends to it" } else { "writes them" };
+                let writer = writer.map(|(r, region)| note(Entity::Task(r, region.task), does));
+                (message, std::iter::once(note(Entity::Regime(r), "differs")).chain(writer).collect())
             });
         }
     }

@@ -147,6 +147,17 @@ fn check_paging(id: BufferId, buffer: &Buffer, program: &Program, found: &mut Fo
         });
         return;
     };
+    // An entry is a block of positions. The facts say of one size of blocks that pages are distinct and filled, and whoever looks a
+    // page up knows one size.
+    let mut paged = (0..).zip(&program.buffers).filter_map(|(b, buffer)| Some((b, buffer.paging?)));
+    if let Some((first, of_first)) = paged.find(|(_, other)| other.table == paging.table)
+        && of_first.rows != paging.rows
+    {
+        found.add_with(Rule::Table, at, || {
+            let message = format!("expected pages of {} rows by that table, found {}", of_first.rows, paging.rows);
+            (message, vec![note(Entity::Buffer(BufferId(first)), "has them")])
+        });
+    }
     let blocks = program.context_max.div_ceil(paging.rows);
     if table.cols < blocks {
         found.add_with(Rule::OutOfBounds, at, || {

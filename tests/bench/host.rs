@@ -4,6 +4,9 @@
 //! `generate`, `streams`, `builds`. Run it on an idle machine: spinning threads lose most to neighbours. These are figures to look at,
 //! not tests; `docs/host-bench.md` has those of one machine, with their targets.
 
+mod clock;
+
+use clock::core_seconds;
 use std::fs;
 use std::io::Write;
 use std::ops::ControlFlow;
@@ -119,7 +122,7 @@ fn place(graph: &ModelGraph, precision: Precision, context_max: u32, target: &Ta
     schedule(lower(graph, "bench", precision, context_max, c).unwrap(), target, c).unwrap()
 }
 
-/// Lower, schedule and validate at the shape of an 8B model, on one core.
+/// Lower, schedule and validate at the shape of an 8B model, on one core: time is what it had of the core.
 fn passes() {
     let (manifest, imported) = model("llama-3.1-8b-synthetic");
     let target = &manifest.targets[0];
@@ -128,17 +131,19 @@ fn passes() {
     let (mut lowers, mut schedules, mut validates, mut totals) = (vec![], vec![], vec![], vec![]);
     reset_peak();
     let mut tasks = 0;
-    for _ in 0..5 {
-        let begin = Instant::now();
+    for _ in 0..15 {
+        let begin = core_seconds();
         let program = lower(&imported.graph, &manifest.name, manifest.precision, context_max, &candidate).unwrap();
-        lowers.push(begin.elapsed().as_secs_f64());
+        let lowered = core_seconds();
         let placed = schedule(program, target, &candidate).unwrap();
-        schedules.push(begin.elapsed().as_secs_f64() - lowers.last().unwrap());
+        let scheduled = core_seconds();
         tasks = placed.task_count();
-        let proof = Instant::now();
         validate(placed, target).unwrap();
-        validates.push(proof.elapsed().as_secs_f64());
-        totals.push(begin.elapsed().as_secs_f64());
+        let proven = core_seconds();
+        lowers.push(lowered - begin);
+        schedules.push(scheduled - lowered);
+        validates.push(proven - scheduled);
+        totals.push(proven - begin);
     }
     let what = format!("lower + schedule + validate, Llama-3.1-8B on {} SMs, {tasks} tasks", candidate.sms);
     let parts = [lowers, schedules, validates].map(|seconds| format!("{:.0}", median(seconds) * 1e3));
@@ -146,7 +151,8 @@ fn passes() {
     row("... peak of resident memory, whole process", &mib(status_bytes("VmHWM")));
 }
 
-/// What a process does with a stored schedule before it launches its kernel, on one core: digest, parse, prove, encode.
+/// What a process does with a stored schedule before it launches its kernel, on one core: digest, parse, prove, encode. Time is what it had
+/// of the core.
 fn load() {
     let (manifest, imported) = model("llama-3.1-8b-synthetic");
     let target = &manifest.targets[0];
@@ -156,15 +162,16 @@ fn load() {
     let text = print(&schedule(program, target, &candidate).unwrap());
     let mut parts = [const { vec![] }; 5];
     for _ in 0..15 {
+        // On several threads.
         let begin = Instant::now();
-        let mut last = 0.0;
+        std::hint::black_box(Digest::of(text.as_bytes()));
+        parts[0].push(begin.elapsed().as_secs_f64());
+        let mut last = core_seconds();
         let mut split = |part: usize| {
-            let now = begin.elapsed().as_secs_f64();
+            let now = core_seconds();
             parts[part].push(now - last);
             last = now;
         };
-        std::hint::black_box(Digest::of(text.as_bytes()));
-        split(0);
         let parsed = parse(&text).unwrap();
         split(1);
         let validated = validate(parsed, target).unwrap();

@@ -3,6 +3,7 @@
 //! `cargo bench --bench proof` runs all parts on all cores, `-- scale` those that are named: `population` (or a number of
 //! schedules in place of 120,000), `scale`, `load`. With `write` among the words each part also replaces its table in the report.
 
+mod clock;
 #[allow(dead_code)] // Mutants on a device use the rest of it.
 #[path = "../oracle/mod.rs"]
 mod oracle;
@@ -10,6 +11,7 @@ mod oracle;
 #[path = "../it/proof_support.rs"]
 mod proof_support;
 
+use clock::core_seconds;
 use monobloc::candidate::Candidate;
 use monobloc::codegen::abi::Queues;
 use monobloc::digest::Digest;
@@ -27,7 +29,6 @@ use proof_support::BF16;
 use std::fmt::Write;
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::sync::OnceLock;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
 
@@ -146,15 +147,6 @@ fn population(total: usize) -> (String, bool) {
         all.table()
     );
     (text, count.false_accepts + count.unnamed == 0 && all.faults.is_empty())
-}
-
-/// Seconds that this thread has had a core: the machine may have other work. Elsewhere than on Linux, seconds.
-fn core_seconds() -> f64 {
-    static BEGIN: OnceLock<Instant> = OnceLock::new();
-    let begin = BEGIN.get_or_init(Instant::now);
-    let stat = fs::read_to_string("/proc/thread-self/schedstat").ok();
-    let ns = stat.and_then(|stat| stat.split(' ').next()?.parse::<f64>().ok());
-    ns.map_or_else(|| begin.elapsed().as_secs_f64(), |ns| ns * 1e-9)
 }
 
 /// A field of `/proc/self/status`, bytes; `None` where there is no such file.

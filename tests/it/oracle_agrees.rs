@@ -151,6 +151,24 @@ fn a_regime_between_two_alike() {
     assert!(judge(&s, &target, &Effort { states_max: 0, ..EFFORT }).is_unsafe());
 }
 
+/// Records of attention that one regime alone has: as packets they carry the tag of their step, as words nothing clears them there.
+#[test]
+fn words_that_one_regime_does_not_clear() {
+    let (mut s, target) = (records_of_one_regime(&h200()), beyond_kernels());
+    let effort = Effort { states_max: 0, ..EFFORT };
+    let x = buffer(&s, "x.0");
+    as_words(&mut s, x);
+    assert_eq!(check(&s, &target), [], "both regimes have x.0");
+    assert!(!judge(&s, &target, &effort).is_unsafe());
+    let records = buffer(&s, "partial.0");
+    as_words(&mut s, records);
+    assert_eq!(rules(&s, &target), [Rule::RegimeWords]);
+    match judge(&s, &target, &effort) {
+        Verdict::Unsafe(fault) => assert_eq!(fault.kind, Kind::Stale, "{fault}"),
+        safe => panic!("words that nothing clears: {safe:?}"),
+    }
+}
+
 /// Attention in two shares on sm0 and sm1, merged on sm2 from position `phases + 2` on and by no SM before; the share of
 /// sm0 moves to sm2 where the merge begins. Records have `phases` copies. Each SM learns by packets that a step of another
 /// is done, and of sm1, which appends to the cache, by a fence.

@@ -99,6 +99,13 @@ fn case(rule: Rule) -> Case {
         }),
         // Rows of caches that the regime before does not have.
         Rule::RegimeAppends => on_toy(Entity::Buffer(BufferId(11)), |s, _| fresh_caches(s, "attn_split.0")),
+        // Records of the second regime, which no step of the first one clears.
+        Rule::RegimeWords => {
+            let (schedule, target) = (records_of_one_regime(&h200()), beyond_kernels());
+            let records = buffer(&schedule, "partial.0");
+            let mutate: fn(&mut Schedule, &mut Target) = |s, _| as_words(s, buffer(s, "partial.0"));
+            Case { schedule, target, entity: Entity::Buffer(records), mutate }
+        }
         Rule::LaunchMissing => on_toy(Entity::Grid(GridId(3)), |s, _| s.regimes[0].tasks[10].lo = 5),
         Rule::LaunchTwice => on_toy(t(10), |s, _| s.regimes[0].tasks[10].lo = 3),
         Rule::TaskWidth => on_toy(t(13), |s, _| s.regimes[0].tasks[13].hi = 2),

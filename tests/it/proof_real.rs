@@ -17,7 +17,7 @@ use monobloc::model::graph::{ModelGraph, QkNormSpan};
 use monobloc::rows::Shape;
 use monobloc::schedule::schedule;
 use monobloc::target::{Target, TargetKind};
-use monobloc::validate::{Rule, check, validate};
+use monobloc::validate::{Rule, check, share_caches, validate};
 
 #[track_caller]
 fn proven(toy: Toy, target: &Target, candidate: &Candidate) {
@@ -219,6 +219,8 @@ fn one_row_over_pages_on_every_record() {
             if let Ok(rows) = place_rows(&graph, "one", precision, 512, &target, &candidate, room) {
                 let shape = |schedule: &Schedule| Shape { rows: 0, ..Shape::of(&schedule.program).unwrap() };
                 assert_eq!(shape(&paged), shape(&rows), "{}", target.name);
+                let proven = |schedule: &Schedule| validate(schedule.clone(), &target).expect("a proof");
+                assert_eq!(share_caches(&proven(&paged), &proven(&rows)), Ok(()), "{}", target.name);
                 knows_one_size_of_pages(paged, &target);
                 count += 1;
             }
@@ -227,22 +229,29 @@ fn one_row_over_pages_on_every_record() {
     assert!(count > 10, "{count}");
 }
 
-/// What the kernel for one row knows one of: a size of pages, and all tables or none.
+/// What the kernel for one row knows one of: a size of pages, all tables or none, packets, registers of a thread.
 fn knows_one_size_of_pages(mut paged: Schedule, target: &Target) {
-    let refused = |schedule: &Schedule, message: &str| {
+    let refused = |schedule: &Schedule, rule: Rule, message: &str| {
         let violations = check(schedule, target);
-        let found = violations.iter().any(|v| v.rule == Rule::KernelRows && v.message.contains(message));
+        let found = violations.iter().any(|v| v.rule == rule && v.message.contains(message));
         assert!(found, "{message}: {}", listed(&violations));
     };
     let mut other = paged.clone();
     let last = other.program.buffers.iter_mut().rfind(|buffer| buffer.paging.is_some()).unwrap();
     last.rows *= 2;
     last.paging.as_mut().unwrap().rows *= 2;
-    refused(&other, "as the other caches have them, found");
+    refused(&other, Rule::Table, "rows by that table, found");
+    let mut other = paged.clone();
+    other.program.buffers.iter_mut().rfind(|buffer| buffer.paging.is_some()).unwrap().paging = None;
+    refused(&other, Rule::KernelRows, "as the other caches have them, found 0");
+    let mut other = paged.clone();
+    other.machine.loader_registers = 24;
+    // The proof of registers refuses it first on a target without room for more a thread.
+    assert!(check(&other, target).iter().any(|v| matches!(v.rule, Rule::KernelRows | Rule::Registers)));
     paged.program.tables.remove(0);
     paged.program.buffers.iter_mut().filter_map(|b| b.paging.as_mut()).for_each(|paging| paging.table.0 -= 1);
     paged.program.tables[1].rows = 1;
-    refused(&paged, "expected a table of sequences beside the others, found none");
+    refused(&paged, Rule::KernelRows, "expected a table of sequences beside the others, found none");
 }
 
 /// No format is refused for a number of rows: where a record has room for steps of so many rows with values, it has room for them with

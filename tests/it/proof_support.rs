@@ -6,7 +6,7 @@ use monobloc::format::Format;
 use monobloc::ir::layout::{cache_row_bytes, chunk_rows};
 use monobloc::ir::op::{Access, Epilogue, MatVec, Op, Role};
 use monobloc::ir::program::{Buffer, Cols, Content, Grid, Home, Operand, Part, Program, Rows, Second, Space};
-use monobloc::ir::schedule::{Event, Mechanism, Run, Schedule, Scope, Source, Task, Wait};
+use monobloc::ir::schedule::{Event, Mechanism, Run, Schedule, Scope, SmemKind, Source, Task, Wait};
 use monobloc::ir::table::{Holds, Table, TableHome};
 use monobloc::ir::variant::{MatVecVariant, Variant};
 use monobloc::ir::{BufferId, EventId, GridId, TableId, TaskId};
@@ -484,6 +484,49 @@ pub fn words_of(format: Option<Format>) -> (Schedule, Target) {
     let batch = Batch { pages: 3, page_rows, words: true, ..TWO_ROWS };
     let program = lower_batch(&toy.graph(), "words", toy.precision, toy.context, &batch, &candidate).unwrap();
     (schedule(program, &h200(), &candidate).unwrap(), h200())
+}
+
+/// Makes words of an exchange buffer of packets, with room for what a kernel of words keeps. The machine has no limits of kernels.
+pub fn as_words(s: &mut Schedule, id: BufferId) {
+    let buffer = &mut s.program.buffers[id.index()];
+    (buffer.words, buffer.phases) = (true, 2);
+    s.placement[id.index()] = Some((1 << 24) + (u64::from(id.0) << 20));
+    let events = s.regimes.iter_mut().flat_map(|regime| &mut regime.events);
+    events.filter(|event| event.buffer == id).for_each(|event| event.mechanism = Mechanism::Words);
+    let mut end = 0;
+    for part in &mut s.machine.smem {
+        // Enough for 16 warps.
+        let least = match part.kind {
+            SmemKind::Reduce => 128 << 10,
+            SmemKind::Stage | SmemKind::Heads | SmemKind::State => 6 << 10,
+            _ => 0,
+        };
+        (part.offset, part.bytes) = (end, part.bytes.max(least));
+        end += part.bytes.next_multiple_of(128);
+    }
+}
+
+/// Attention in two shares from position 3 on, whose records travel as packets.
+pub fn records_of_one_regime(target: &Target) -> Schedule {
+    let toy =
+        Toy { layers: 1, hidden: 16, heads: 2, kv_heads: 1, dim: 8, intermediate: 16, vocab: 24, context: 8, ..TOY };
+    toy.schedule(target, &Candidate { split_from: 3, ..on_h200(2) })
+}
+
+/// Kernels of an H200 for one row, in two regimes, and for two rows, over the pages of one pool. Each position may be run by either.
+pub fn over_one_cache() -> [Schedule; 2] {
+    let (hidden, intermediate, context) = (64, 32, 96);
+    let toy = Toy { layers: 2, hidden, heads: 2, kv_heads: 2, dim: 64, intermediate, vocab: 40, context, ..TOY };
+    let candidate = Candidate { slot_bytes: 8192, ring_slots: 8, ..on_h200(2) };
+    let page_rows = chunk_rows(candidate.slot_bytes, cache_row_bytes(toy.dim, toy.precision.cache));
+    let place = |name: &str, batch: &Batch, candidate: &Candidate| {
+        let program = lower_batch(&toy.graph(), name, toy.precision, toy.context, batch, candidate).unwrap();
+        schedule(program, &h200(), candidate).unwrap()
+    };
+    let batch = Batch { rows: 1, sequences: 3, pages: 12, page_rows, words: false };
+    let one = Candidate { splits: 2, split_from: 16, ..candidate.clone() };
+    let several = Candidate { splits: 1, ..candidate };
+    [place("one-row", &batch, &one), place("two-rows", &Batch { rows: 2, words: true, ..batch }, &several)]
 }
 
 /// What the last SM of [`words`] clears is released by candidates that order nothing. It appends nothing, so histories are safe.

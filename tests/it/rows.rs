@@ -3,32 +3,36 @@
 use std::sync::Arc;
 
 use monobloc::candidate::Candidate;
+use monobloc::codegen::emit::{Trace, emit};
 use monobloc::dtype::{DType, Precision};
 use monobloc::format::NAMED;
 use monobloc::interp::{Arithmetic, Input, Interp, InterpError, Options, Order, Pack};
 use monobloc::ir::EventId;
-use monobloc::ir::op::{Op, Role};
+use monobloc::ir::op::{Attention, Op, Role};
 use monobloc::ir::parse::parse;
 use monobloc::ir::print::print;
 use monobloc::ir::program::{Cols, Content, Home};
-use monobloc::ir::schedule::{Event, Mechanism, Schedule, Scope, Task};
-use monobloc::ir::table::Fact;
+use monobloc::ir::schedule::{Event, Mechanism, Schedule, Scope, SmemKind, Task};
+use monobloc::ir::table::{Fact, Holds};
+use monobloc::ir::variant::Variant;
 use monobloc::lower::{Batch, lower, lower_batch};
 use monobloc::model::config::{Imported, import, import_config_only};
+use monobloc::model::graph::RopeId;
 use monobloc::pack::pack;
 use monobloc::pages::Pool;
 use monobloc::random::Random;
 use monobloc::rows::{Edit, Guard, PageId, Request, Row, SequenceId, Shape};
 use monobloc::schedule::schedule;
 use monobloc::target::Target;
-use monobloc::validate::{Rule, check};
+use monobloc::validate::{Rule, check, share_caches, validate};
 
 use crate::formats::{ODD, all, rounded};
 use crate::oracle::Kind;
+use crate::oracle::contents::judge_shared;
 use crate::oracle::explore::{Effort, Verdict, judge};
 use crate::proof_support::{
-    BF16, FP32, buffer, grid, listed, looked_up, operand, release_nothing_last, swap_queued, task, two_devices,
-    two_rows, words, words_of,
+    BF16, FP32, beyond_kernels, buffer, fresh_caches, grid, h200, listed, looked_up, operand, over_one_cache,
+    release_nothing_last, restream, swap_queued, task, two_devices, two_rows, words, words_of,
 };
 use crate::support::{Goldens, checkpoints, fixture, max_difference};
 
@@ -684,6 +688,130 @@ fn both_judges_know_a_stream_that_waits_for_what_the_step_chooses() {
             }),
         ],
     );
+}
+
+/// A table of pages, two sizes of pages: whoever looks pages up knows one, and would read and write beyond the smaller cache.
+#[test]
+fn both_judges_know_one_size_of_pages() {
+    let halves = |s: &mut Schedule| {
+        let values = buffer(s, "v.0").index();
+        let cache = &mut s.program.buffers[values];
+        let paging = cache.paging.as_mut().expect("pages");
+        paging.rows /= 2;
+        cache.rows /= 2;
+        s.program.tables[paging.table.index()].cols *= 2;
+    };
+    for base in [two_rows(), words()] {
+        both_judges(base, &EFFORT, &[("values in smaller pages", Rule::Table, &[Kind::OutOfBounds], halves)]);
+    }
+}
+
+/// A block owns columns of the residual by several tasks of a grid: each of its rows begins after all of them.
+#[test]
+fn rows_of_a_residual_do_not_overlap() {
+    let (mut s, target) = words();
+    let cols = |s: &Schedule| {
+        let proven = validate(s.clone(), &target).unwrap_or_else(|rejected| panic!("{rejected}"));
+        let text = emit(&proven, &target, Trace::Off).text;
+        let (_, rest) = text.split_once("RESIDUAL_COLS = ").expect("the columns of a row");
+        rest.chars().take_while(char::is_ascii_digit).collect::<String>()
+    };
+    assert_eq!(cols(&s), "8");
+    for name in ["embed", "o.0", "down.0"] {
+        let (first, second) = (task(&s, 0, name, 0), task(&s, 0, name, 1));
+        let queues = &mut s.regimes[0].queues;
+        queues.iter_mut().for_each(|queue| queue.retain(|id| *id != second));
+        let (queue, at) =
+            queues.iter_mut().find_map(|q| q.iter().position(|id| *id == first).map(|at| (q, at))).expect("its place");
+        queue.insert(at + 1, second);
+    }
+    restream(&mut s);
+    let mut end = 0;
+    for part in &mut s.machine.smem {
+        let more = if matches!(part.kind, SmemKind::Residual | SmemKind::Queue) { 1024 } else { 0 };
+        (part.offset, part.bytes) = (end, part.bytes + more);
+        end += part.bytes.next_multiple_of(128);
+    }
+    assert_eq!(cols(&s), "16");
+}
+
+/// What is wrong with the second of two kernels over one cache, alone each of them is proven.
+type BrokenBeside = (&'static str, &'static str, &'static [Kind], fn(&mut Schedule));
+
+#[test]
+fn both_judges_know_kernels_over_one_cache() {
+    let target = h200();
+    let proven = |s: &Schedule| validate(s.clone(), &target).unwrap_or_else(|rejected| panic!("{rejected}"));
+    let sound = over_one_cache();
+    let [one, two] = sound.each_ref().map(proven);
+    assert_eq!((share_caches(&one, &two), share_caches(&two, &one)), (Ok(()), Ok(())));
+    let [a, b] = &sound;
+    assert_eq!((judge_shared(a, b), judge_shared(b, a)), (Ok(()), Ok(())));
+    const PLACES: &str = "caches at other places or of other sizes";
+    const KEYS: &str = "keys at other places";
+    let broken: [BrokenBeside; 10] = [
+        ("keys as values", KEYS, &[Kind::Border], |s| {
+            for (keys, values) in [(Role::HistoryK, Role::HistoryV), (Role::AppendK, Role::AppendV)] {
+                let [k, v] = [keys, values].map(|role| operand(s, "attn.1", role).buffer);
+                operand(s, "attn.1", keys).buffer = v;
+                operand(s, "attn.1", values).buffer = k;
+            }
+        }),
+        ("caches of the other layer", "keys or values by other weights", &[Kind::Border], |s| {
+            for role in [Role::HistoryK, Role::HistoryV, Role::AppendK, Role::AppendV] {
+                let [first, second] = ["attn.0", "attn.1"].map(|grid| operand(s, grid, role).buffer);
+                operand(s, "attn.0", role).buffer = second;
+                operand(s, "attn.1", role).buffer = first;
+            }
+        }),
+        ("caches of its own", KEYS, &[Kind::Unwritten], |s| fresh_caches(s, "attn.0")),
+        ("values elsewhere", PLACES, &[Kind::Unwritten], |s| {
+            let values = buffer(s, "v.1").index();
+            s.placement[values] = Some(1 << 24);
+        }),
+        ("larger pages", PLACES, &[Kind::Unwritten], |s| {
+            s.program.buffers.iter_mut().filter_map(|b| b.paging.as_mut()).for_each(|paging| paging.rows *= 2);
+            let pages = s.program.tables.iter_mut().find(|table| table.holds == Holds::Pages).expect("pages");
+            pages.bound /= 2;
+        }),
+        ("more rows of a head", PLACES, &[Kind::Unwritten], |s| {
+            let last = s.program.buffers.iter_mut().rfind(|b| b.paging.is_some()).expect("a cache");
+            last.rows += 32;
+        }),
+        ("another window", "other attributes", &[Kind::Border], |s| attention(s, 1).window = Some(7)),
+        ("another scale", "other attributes", &[Kind::Border], |s| attention(s, 1).scale *= 2.0),
+        ("half of a head turned", "other attributes", &[Kind::Border], |s| attention(s, 0).interleaved = true),
+        ("another rope", "other norms or another rope", &[Kind::Border], |s| {
+            let rope = operand(s, "attn.0", Role::Rope).buffer.index();
+            s.program.buffers[rope].content = Some(Content::RopeTable(RopeId(7)));
+        }),
+    ];
+    for (name, what, kinds, change) in broken {
+        let mut other = sound[1].clone();
+        change(&mut other);
+        let differs = share_caches(&one, &proven(&other)).expect_err(name);
+        assert_eq!(differs.what, what, "{name}: {differs}");
+        let fault = judge_shared(a, &other).expect_err(name);
+        assert!(kinds.contains(&fault.kind), "{name}: {fault}");
+    }
+    // Rows in two layouts.
+    let mut other = sound[0].clone();
+    for variant in other.variants.values_mut() {
+        if let Variant::Attention(variant) = variant {
+            assert!(variant.swizzled);
+            // Three do not divide the warps, so this is not for tensor cores.
+            (variant.warps_per_head, variant.swizzled) = (3, false);
+        }
+    }
+    let other_proven = validate(other.clone(), &beyond_kernels()).unwrap_or_else(|rejected| panic!("{rejected}"));
+    assert_eq!(share_caches(&other_proven, &two).expect_err("two layouts").what, "rows of another layout");
+    assert_eq!(judge_shared(&other, b).expect_err("two layouts").kind, Kind::Border);
+}
+
+fn attention(s: &mut Schedule, nth: usize) -> &mut Attention {
+    let grids = s.program.grids.iter_mut();
+    let mut all = grids.filter_map(|grid| if let Op::Attention(a) = &mut grid.op { Some(a) } else { None });
+    all.nth(nth).expect("attention")
 }
 
 #[test]

@@ -345,8 +345,8 @@ fn the_sampler_compiles_for_every_record() {
             let kernel = &resources.kernels[entry];
             println!("{name} {entry}: {} registers, {} bytes spilled", kernel.registers, kernel.spill_store_bytes);
             assert_eq!((kernel.threads_max, kernel.smem_static_bytes), (Some(THREADS), 0), "{name}: {kernel:?}");
-            // Of all functions together. Most of it is in those that only run for an id in the buckets where filters cut.
-            assert!(kernel.spill_store_bytes <= 512, "{name}: {kernel:?}");
+            // What the function that answers for a row saves for its caller, once for each row.
+            assert!(kernel.spill_store_bytes < 64, "{name}: {kernel:?}");
         }
     }
 }

@@ -1,7 +1,9 @@
 //! Schedules to judge: real lowerings of random shapes and candidates, and programs that no lowering would make.
 
 use super::explore::Rng;
-use crate::proof_support::{BF16, FP32, TOY, Toy, cpu, h200, on_cpu, on_h200};
+use crate::proof_support::{
+    BF16, FP32, TOY, Toy, beyond_kernels, cpu, h200, looked_up_on, on_cpu, on_h200, two_devices_on, words_of,
+};
 use monobloc::candidate::Candidate;
 use monobloc::dtype::{DType, Precision};
 use monobloc::format::{Code, Format, Groups, ScaleCode};
@@ -17,7 +19,7 @@ use monobloc::ir::schedule::{
 };
 use monobloc::ir::variant::{MatVecVariant, Variant};
 use monobloc::ir::{BufferId, EventId, GridId, TaskId};
-use monobloc::lower::lower;
+use monobloc::lower::{Batch, lower, lower_batch};
 use monobloc::model::graph::{Act, ModelGraph, NormKind, QkNormSpan, RowView, TensorId};
 use monobloc::schedule::schedule;
 use monobloc::target::{CopyMechanism, Target, TargetKind};
@@ -97,6 +99,44 @@ pub fn medium(random: &mut Rng) -> Base {
     };
     let sms = 2 + random.below(7) as u32;
     placed(random, name, toy, sms)
+}
+
+/// What decoders of one row have not: steps of several rows over pages, with packets, counters or words; weights that the step chooses;
+/// SMs of two devices. Kernels have more limits than the language, and are judged elsewhere.
+pub fn several(random: &mut Rng) -> Base {
+    let on_gpu = random.below(3) != 0;
+    let (machine, target) = if on_gpu { (h200(), beyond_kernels()) } else { (cpu(), cpu()) };
+    let on = |sms| if on_gpu { on_h200(sms) } else { on_cpu(sms) };
+    match random.below(8) {
+        0 => Base { name: "weights that are chosen".into(), schedule: looked_up_on(&machine, &on(2)), target },
+        1 => Base { name: "two devices".into(), schedule: two_devices_on(&machine, &on(4)), target },
+        2 | 3 => {
+            let format = of(random, &[None, None, Some(INT8), Some(BLOCKS)]);
+            Base { name: "words".into(), schedule: words_of(format).0, target: beyond_kernels() }
+        }
+        _ => {
+            let rows = of(random, &[2, 2, 3]);
+            let batch = Batch { rows, sequences: rows + 1, pages: 3 * rows, page_rows: 4, words: false };
+            let (name, family) = of(random, &FAMILIES);
+            let (heads, kv_heads) = of(random, &[(1, 1), (2, 1), (2, 2)]);
+            let small = Toy {
+                layers: 1,
+                hidden: 16,
+                heads,
+                kv_heads,
+                dim: 8,
+                intermediate: 16,
+                vocab: 24,
+                context: 8,
+                ..family
+            };
+            let toy = Toy { window: family.window.map(|_| 2), ..small };
+            let candidate = Candidate { splits: 1, ..on(2) };
+            let program = lower_batch(&toy.graph(), name, toy.precision, toy.context, &batch, &candidate);
+            let schedule = schedule(program.expect("a program"), &machine, &candidate).expect("a schedule");
+            Base { name: format!("{rows} rows, {name}"), schedule, target }
+        }
+    }
 }
 
 fn placed(random: &mut Rng, name: &str, toy: Toy, sms: u32) -> Base {

@@ -1,5 +1,5 @@
 //! What is in memory on both sides of a border: a text with contents, run as its positions ask and in the first regime
-//! alone.
+//! alone; or by two kernels in turn over one cache, and by the first of them alone.
 //!
 //! A value is a number made of everything that it depends on: the token, the position, what weights are filled from, the
 //! attributes of ops, the rows of the history. Contributions of history rows are added up, so that attention is the same
@@ -15,8 +15,9 @@ use super::{Fault, Kind};
 use monobloc::ir::op::{Attention, Epilogue, MatVec, Op, Role};
 use monobloc::ir::program::{Grid, Space};
 use monobloc::ir::schedule::{Schedule, Task};
+use monobloc::ir::table::Holds;
 use monobloc::model::graph::QkNormSpan;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::fmt::Debug;
 
 /// Texts of up to so many positions are run whole.
@@ -32,13 +33,36 @@ pub fn judge(s: &Schedule) -> Result<(), Fault> {
     let positions = positions(s);
     let (mut text, mut reference) = (Text::new(s, &positions), Text::new(s, &positions));
     for (at, &position) in positions.iter().enumerate() {
-        let regime = s.regimes.iter().rposition(|r| r.from_position <= position).unwrap_or(0);
+        let regime = text.regime(position);
         text.step(at, regime)?;
         reference.step(at, 0)?;
         if text.outputs != reference.outputs {
             let what = format!("at position {position} r{regime} computes something else than r0 would");
             return Err(Fault::new(Kind::Border, what));
         }
+    }
+    Ok(())
+}
+
+/// Runs a text by two kernels over one cache in turn, a launch for each position, and by the first of them alone.
+pub fn judge_shared(a: &Schedule, b: &Schedule) -> Result<(), Fault> {
+    let positions = positions(a);
+    // Both look up pages in the table of the first: out of order, unless one of them has block `b` in page `b`.
+    let paged = [a, b].iter().all(|s| s.program.buffers.iter().any(|b| b.paging.is_some()));
+    let last = a.program.table(Holds::Pages).filter(|_| paged).map(|(_, table)| table.bound - 1);
+    let [first, second, mut alone] =
+        [a, b, a].map(|s| Text { launches: true, last_page: last, ..Text::new(s, &positions) });
+    let (mut texts, mut cache) = ([first, second], HashMap::new());
+    for (at, &position) in positions.iter().enumerate() {
+        let turn = &mut texts[at % 2];
+        std::mem::swap(&mut turn.caches, &mut cache);
+        turn.step(at, turn.regime(position))?;
+        alone.step(at, alone.regime(position))?;
+        if turn.logits() != alone.logits() {
+            let what = format!("at position {position} a kernel computes something else over the cache of another one");
+            return Err(Fault::new(Kind::Border, what));
+        }
+        std::mem::swap(&mut turn.caches, &mut cache);
     }
     Ok(())
 }
@@ -82,8 +106,14 @@ struct Text<'a> {
     positions: &'a [u32],
     /// What fills each buffer from the checkpoint.
     contents: Vec<u64>,
-    /// By buffer: columns of all phases, of all SMs, of all rows that are run.
+    /// By buffer: columns of all phases, of all SMs.
     cells: Vec<Vec<Cell>>,
+    /// By the place of an element in the arena of caches.
+    caches: HashMap<u64, Cell>,
+    /// Each step is a launch of its own, so that the host says its token.
+    launches: bool,
+    /// Of a page table that has block `b` in page `last_page - b`; else it has block `b` in page `b`.
+    last_page: Option<u32>,
     /// What the host sees, by buffer.
     outputs: Vec<Vec<u64>>,
 }
@@ -93,8 +123,7 @@ impl<'a> Text<'a> {
         let copies = |space, phases: u32| match space {
             Space::Exchange => phases as usize,
             Space::Private => s.machine.sms as usize,
-            Space::Cache => positions.len(),
-            Space::Weight | Space::Constant | Space::Output => 0,
+            Space::Cache | Space::Weight | Space::Constant | Space::Output => 0,
         };
         let buffers = &s.program.buffers;
         Text {
@@ -106,7 +135,20 @@ impl<'a> Text<'a> {
                 .iter()
                 .map(|b| vec![0; if b.space == Space::Output { b.cols as usize } else { 0 }])
                 .collect(),
+            caches: HashMap::new(),
+            launches: false,
+            last_page: None,
         }
+    }
+
+    /// The regime that serves a position.
+    fn regime(&self, position: u32) -> usize {
+        self.s.regimes.iter().rposition(|r| r.from_position <= position).unwrap_or(0)
+    }
+
+    fn logits(&self) -> Option<&[u64]> {
+        let operand = self.s.program.grids.iter().find_map(|grid| grid.operand(Role::Logits))?;
+        Some(&self.outputs[operand.buffer.index()])
     }
 
     /// Step `at` of those that are run, in a regime.
@@ -182,7 +224,7 @@ impl<'a> Text<'a> {
     }
 
     fn select(&mut self, step: &Step) -> Result<(), Fault> {
-        let follows = step.at > 0 && self.positions[step.at - 1] + 1 == step.position;
+        let follows = !self.launches && step.at > 0 && self.positions[step.at - 1] + 1 == step.position;
         let mut token = mix(u64::from(step.position), 1);
         if follows {
             // The best of all slots, however rows are shared out among them.
@@ -246,6 +288,7 @@ impl<'a> Text<'a> {
         for row in (0..step.at).filter(|&row| (start..end).contains(&self.positions[row])) {
             let mut both = [0; 2];
             for (role, both) in [Role::HistoryK, Role::HistoryV].into_iter().zip(&mut both) {
+                let row = self.positions[row];
                 *both = fold((0..dim).map(|d| self.cached(step, role, row, first + d)).collect::<Result<Vec<_>, _>>()?);
             }
             rows.push(fold([fold(both), scales]));
@@ -366,13 +409,34 @@ impl<'a> Text<'a> {
         }
     }
 
-    fn cached(&self, step: &Step, role: Role, row: usize, c: u32) -> Result<u64, Fault> {
-        let Some((b, at)) = self.index(step, role, c, 0) else { return Ok(0) };
-        let cell = self.cells[b][row * self.s.program.buffers[b].cols as usize + at];
-        if cell.at == 0 {
-            let what = format!("reads row {} of its `{}`, which no task appended", self.positions[row], role.name());
+    /// The place of column `c` of an operand in the cache row of a position.
+    fn place(&self, step: &Step, role: Role, position: u32, c: u32) -> Option<u64> {
+        let Op::Attention(a) = &step.grid.op else { return None };
+        let operand = step.grid.operand(role)?;
+        let (b, buffer) = (operand.buffer.index(), &self.s.program.buffers[operand.buffer.index()]);
+        let row = match buffer.paging {
+            Some(paging) => {
+                let block = position / paging.rows;
+                u64::from(
+                    self.last_page.map_or(block, |last| last.saturating_sub(block)) * paging.rows
+                        + position % paging.rows,
+                )
+            }
+            None => position.into(),
+        };
+        // Heads lie one after the other, each with all rows.
+        let (pitch, column) = (pitch(self.s, a), u64::from(operand.cols.base + c));
+        let element = (column / pitch * u64::from(buffer.rows) + row) * pitch + column % pitch;
+        let begin = self.s.placement[b].unwrap_or((b as u64) << 40);
+        Some(begin + element * buffer.dtype.bytes() as u64)
+    }
+
+    fn cached(&self, step: &Step, role: Role, position: u32, c: u32) -> Result<u64, Fault> {
+        let Some(place) = self.place(step, role, position, c) else { return Ok(0) };
+        let Some(cell) = self.caches.get(&place) else {
+            let what = format!("reads row {position} of its `{}`, which no task appended", role.name());
             return Err(step.fault(Kind::Unwritten, what));
-        }
+        };
         if cell.mark != self.layout(step) {
             return Err(step.fault(Kind::Border, format!("reads a row of its `{}` in another layout", role.name())));
         }
@@ -380,9 +444,8 @@ impl<'a> Text<'a> {
     }
 
     fn append(&mut self, step: &Step, role: Role, c: u32, value: u64) {
-        if let Some((b, at)) = self.index(step, role, c, 0) {
-            let row = step.at * self.s.program.buffers[b].cols as usize;
-            self.cells[b][row + at] = Cell { value, at: step.position + 1, mark: self.layout(step) };
+        if let Some(place) = self.place(step, role, step.position, c) {
+            self.caches.insert(place, Cell { value, at: step.position + 1, mark: self.layout(step) });
         }
     }
 

@@ -18,7 +18,7 @@
 
 use super::draws::Draw;
 use super::footprint::{Foot, Touch, footprints, phase_bytes, row_bytes, word_spans};
-use super::{Fault, Kind};
+use super::{Fault, Kind, words};
 use monobloc::ir::op::Op;
 use monobloc::ir::program::Space;
 use monobloc::ir::schedule::{Event, Mechanism, Regime, Schedule, Source, Wait};
@@ -41,6 +41,7 @@ impl<'a> Plan<'a> {
     pub fn new(schedule: &'a Schedule, target: &Target) -> Result<Plan<'a>, Fault> {
         let feet = footprints(schedule, target)?;
         events(schedule)?;
+        words::judge(schedule, &feet)?;
         Ok(Plan { schedule, feet, bulk: target.spec.copy == CopyMechanism::Bulk })
     }
 

@@ -12,6 +12,8 @@
 //!   stale as the fences allow.
 //! - [`contents`] runs a text with real contents, as its positions ask and in the first regime alone: both must compute
 //!   the same.
+//!   So must a text that several kernels over one cache run in turn.
+//! - [`words`] looks for words that a step of another regime has left.
 //! - [`draws`] makes the tables that the host may write.
 //! - [`explore`] walks: all interleavings of small schedules, hostile random ones of large schedules.
 //! - [`entries`] reads back what the queues of a proven schedule say to a device.
@@ -31,6 +33,7 @@ pub mod footprint;
 pub mod machine;
 pub mod mutate;
 pub mod population;
+pub mod words;
 
 use std::fmt;
 

@@ -1,13 +1,14 @@
 //! Schedules broken in named ways. A mutation says which entities it touched: a rejection must name one of them.
 
 use super::explore::Rng;
+use crate::proof_support::as_words;
 use monobloc::dtype::DType;
 use monobloc::ir::op::{Access, MatVec, Op, Role};
-use monobloc::ir::program::{Content, Part, Rows, Second, Space, VectorPart};
-use monobloc::ir::schedule::{Mechanism, Regime, Run, Schedule, SmemKind, Source, Wait};
-use monobloc::ir::{BufferId, EventId, GridId, LayerId, SmId, TaskId};
+use monobloc::ir::program::{Content, Home, Part, Rows, Second, Space, VectorPart};
+use monobloc::ir::schedule::{Mechanism, Regime, Run, Schedule, Scope, SmemKind, Source, Task, Wait};
+use monobloc::ir::{BufferId, EventId, GridId, LayerId, SmId, TableId, TaskId};
 use monobloc::model::graph::{RopeId, RowView, TensorId};
-use monobloc::target::Target;
+use monobloc::target::{Target, TargetKind};
 use monobloc::validate::{Entity, Violation};
 
 /// Changes a schedule or the machine it is meant for; `None`: there is nothing here to break in this way.
@@ -72,6 +73,24 @@ pub const CLASSES: &[(&str, Mutate)] = &[
     ("content of another kind", content),
     ("part of shared memory repeated", repeated_part),
     ("proxy after the first task", late_proxy),
+    ("words of one regime", words_of_one_regime),
+    ("words or packets", words_or_packets),
+    ("pages of two sizes", page_sizes),
+    ("fact that is not declared", undeclared),
+    ("row of a task", row_of_task),
+    ("row of an event", row_of_event),
+    ("scope or home", scope_or_home),
+    ("choice that a run does not wait for", early_choice),
+];
+
+/// Classes that need more than decoders of one row have.
+pub const SEVERAL: [&str; 6] = [
+    "pages of two sizes",
+    "fact that is not declared",
+    "row of a task",
+    "row of an event",
+    "scope or home",
+    "choice that a run does not wait for",
 ];
 
 pub const REUSED: &str = "packet buffer reused across steps";
@@ -1003,6 +1022,113 @@ fn late_proxy(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<
     }
     event.proxy = true;
     Some(vec![event_at(r, e)])
+}
+
+/// Words for packets, with what kernels of words keep. Of records of attention, other regimes have none to clear.
+fn words_of_one_regime(s: &mut Schedule, target: &mut Target, random: &mut Rng) -> Option<Vec<Entity>> {
+    // Kernels for one row have no words.
+    target.kind = TargetKind::Cpu;
+    let written = |regime: &Regime, b: BufferId| {
+        let out = |t: &Task| s.program.grids[t.grid.index()].operand(Role::Out).map(|o| o.buffer);
+        regime.tasks.iter().any(|t| out(t) == Some(b))
+    };
+    let tagged = |b: &BufferId| {
+        let mut events = s.regimes.iter().flat_map(|r| &r.events).filter(|e| e.buffer == *b);
+        events.all(|e| e.mechanism == Mechanism::Packets)
+    };
+    let of_values = |b: &BufferId| {
+        let buffer = &s.program.buffers[b.index()];
+        buffer.space == Space::Exchange && buffer.dtype != DType::I32 && !buffer.words
+    };
+    let all = (0..s.program.buffers.len()).map(BufferId::from).filter(|b| of_values(b) && tagged(b));
+    let (everywhere, some): (Vec<_>, Vec<_>) = all.partition(|b| s.regimes.iter().all(|r| written(r, *b)));
+    let list = if some.is_empty() || random.below(4) == 0 { everywhere } else { some };
+    let b = list[pick(random, &list)?];
+    as_words(s, b);
+    let mut touched: Vec<Entity> = (0..s.machine.smem.len() as u32).map(Entity::SmemPart).collect();
+    touched.extend([Entity::Buffer(b), Entity::Machine]);
+    Some(touched)
+}
+
+/// A buffer of words without events about words, or one of packets with events about words.
+fn words_or_packets(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<Entity>> {
+    let (r, e) = an_event(s, random)?;
+    let event = &mut s.regimes[r].events[e.index()];
+    event.mechanism = if event.mechanism == Mechanism::Words { Mechanism::Packets } else { Mechanism::Words };
+    Some(vec![event_at(r, e), Entity::Buffer(event.buffer)])
+}
+
+/// Half as many rows in the pages of one cache, sometimes with as many entries as its positions then need.
+fn page_sizes(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<Entity>> {
+    let paged: Vec<usize> = (0..s.program.buffers.len()).filter(|&b| s.program.buffers[b].paging.is_some()).collect();
+    let b = paged[pick(random, &paged)?];
+    let buffer = &mut s.program.buffers[b];
+    let paging = buffer.paging.as_mut()?;
+    paging.rows /= 2;
+    let table = paging.table;
+    if random.below(2) == 0 {
+        buffer.rows /= 2;
+    }
+    if random.below(4) > 0 {
+        s.program.tables[table.index()].cols *= 2;
+    }
+    let caches = paged.into_iter().map(|b| Entity::Buffer(BufferId::from(b)));
+    Some(caches.chain([Entity::Table(table)]).collect())
+}
+
+fn undeclared(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<Entity>> {
+    let with: Vec<usize> = (0..s.program.tables.len()).filter(|&t| !s.program.tables[t].facts.is_empty()).collect();
+    let t = with[pick(random, &with)?];
+    let fact = random.below(s.program.tables[t].facts.len());
+    s.program.tables[t].facts.remove(fact);
+    Some(vec![Entity::Table(TableId::from(t))])
+}
+
+fn row_of_task(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<Entity>> {
+    let per_row = |r: usize, t: TaskId| s.program.grids[s.regimes[r].tasks[t.index()].grid.index()].per_row;
+    let (r, id) = a_task(s, random, per_row)?;
+    let task = &mut s.regimes[r].tasks[id.index()];
+    task.row = (task.row + 1) % (s.program.rows + random.below(2) as u32);
+    Some(vec![task_at(r, id), Entity::Grid(task.grid)])
+}
+
+fn row_of_event(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<Entity>> {
+    let (r, e) = an_event(s, random)?;
+    let rows = s.program.rows;
+    let event = &mut s.regimes[r].events[e.index()];
+    event.row = match event.row {
+        Some(row) if rows > 1 && random.below(3) > 0 => Some((row + 1) % rows),
+        Some(_) => None,
+        None => Some(random.below(rows as usize) as u32),
+    };
+    Some(vec![event_at(r, e), Entity::Buffer(event.buffer)])
+}
+
+fn scope_or_home(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<Entity>> {
+    if s.machine.devices < 2 {
+        return None;
+    }
+    if random.below(2) == 0 {
+        let (r, e) = an_event(s, random)?;
+        let event = &mut s.regimes[r].events[e.index()];
+        event.scope = if random.below(2) == 0 { Scope::Device } else { Scope::Block };
+        return Some(vec![event_at(r, e), Entity::Buffer(event.buffer)]);
+    }
+    let b = random.below(s.program.buffers.len());
+    s.program.buffers[b].home = Home::Device(random.below(2) as u32);
+    Some(vec![Entity::Buffer(BufferId::from(b))])
+}
+
+fn early_choice(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<Entity>> {
+    let r = random.below(s.regimes.len());
+    let events = s.regimes[r].events.len();
+    let mut runs: Vec<&mut Run> = s.regimes[r].streams.iter_mut().flatten().filter(|run| run.after.is_some()).collect();
+    let i = pick(random, &runs)?;
+    let run = &mut runs[i];
+    let was = run.after?;
+    let other = EventId::from(random.below(events));
+    run.after = (random.below(2) == 0 && other != was).then_some(other);
+    Some(vec![task_at(r, run.task), event_at(r, was), event_at(r, other)])
 }
 
 /// Whether a violation names one of the entities, or something that is a part of one: a task of a grid, an event or an

@@ -1,9 +1,9 @@
 //! Many schedules before both judges, counted by what was done to them.
 
-use super::bases::{Base, medium, random_program, real, small};
+use super::bases::{Base, medium, random_program, real, several, small};
 use super::entries::disagreement;
 use super::explore::{Effort, Rng, Verdict, judge};
-use super::mutate::{CLASSES, REUSED, names};
+use super::mutate::{CLASSES, REUSED, SEVERAL, names};
 use monobloc::codegen::abi::encode;
 use monobloc::ir::print::print;
 use monobloc::model::graph::ModelGraph;
@@ -193,9 +193,16 @@ pub fn judge_population(size: &Size, graphs: &[(String, ModelGraph)]) -> Outcome
     }
     for nth in 0..size.single + size.double {
         // Whatever the number of classes, each has small bases and large ones.
-        let may_explore = !(nth + nth / CLASSES.len()).is_multiple_of(3);
+        let kind = nth + nth / CLASSES.len();
         let (class, mutate) = CLASSES[nth % CLASSES.len()];
-        let mut base = if may_explore { small(&mut random) } else { medium(&mut random) };
+        let has_several = SEVERAL.contains(&class) || kind.is_multiple_of(5);
+        // Tables have many draws: what has several rows runs in random orders.
+        let may_explore = !kind.is_multiple_of(3) && !has_several;
+        let mut base = match (has_several, may_explore) {
+            (true, _) => several(&mut random),
+            (false, true) => small(&mut random),
+            (false, false) => medium(&mut random),
+        };
         // In a decoder every SM works between two candidates of any SM, so that one copy is enough.
         if class == REUSED && (nth / CLASSES.len()).is_multiple_of(2) {
             base = random_program(&mut random);
