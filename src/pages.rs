@@ -44,7 +44,7 @@ pub struct Pool {
     shape: Shape,
     /// Taken from the end.
     free: Vec<PageId>,
-    /// Of each page, the sequences that hold it.
+    /// For each page, the sequences that hold it.
     holders: Vec<u32>,
     sequences: Vec<Option<Held>>,
     /// Of each page, whether it is kept for sequences to come.

@@ -1,8 +1,7 @@
 //! Owns the output of a build while it runs: one line for each stage, progress inside a stage, and the summary.
 //!
-//! Everything goes to stderr, so that stdout carries results alone. On a terminal the current stage and its progress are
-//! drawn in place; elsewhere each is a plain line, whose text depends on the work and not on the clock until a stage has
-//! taken a second.
+//! Everything goes to stderr, so that stdout has only results. A terminal shows the current stage and its progress in place. Otherwise
+//! each stage is a plain line, whose text does not depend on the clock unless the stage takes more than a second.
 
 use std::io::{self, IsTerminal, Write};
 use std::sync::Mutex;
@@ -30,7 +29,7 @@ pub struct Report {
 }
 
 impl Report {
-    /// Bars when stderr is a terminal, plain lines on stderr otherwise.
+    /// Shows bars if stderr is a terminal, else plain lines.
     pub fn to_stderr() -> Report {
         let bars = io::stderr().is_terminal().then(MultiProgress::new);
         Report::new(Box::new(io::stderr()), bars)
@@ -141,7 +140,7 @@ impl Report {
         }
     }
 
-    /// Tells the summary, and `more` after it.
+    /// Prints the summary, and `more` after it.
     pub fn finish(&self, more: &str) {
         self.line(&format!("{}{}", self.summary(), plain(more)));
     }

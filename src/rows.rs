@@ -77,7 +77,7 @@ pub struct Run {
     pub first: usize,
     pub rows: u32,
     pub sequence: SequenceId,
-    /// Of the first row. The history of all of them ends here.
+    /// Position of the first row. The history of all rows ends here.
     pub position: u32,
 }
 
@@ -173,7 +173,7 @@ pub struct Guard {
     /// Of each block of each sequence its page, or [`NO_PAGE`].
     table: Vec<u32>,
     sequences: Vec<Held>,
-    /// Of each page, the blocks that hold it.
+    /// For each page, the blocks that hold it.
     holders: Vec<u32>,
     /// Of each page, its rows that are written, from the first on.
     written: Vec<u32>,

@@ -32,7 +32,7 @@ const NONE: u32 = u32::MAX;
 /// Finds the last tokens of a text earlier in the same text, and proposes what followed them there (prompt lookup decoding).
 #[derive(Debug, Default)]
 pub struct NgramLookup {
-    /// Of each pair of tokens, where its second token occurred last.
+    /// For each pair of tokens, the last position of its second token.
     last: HashMap<[u32; NGRAM_MIN], u32>,
     /// Of each token of the text but the last, where the pair that it ends occurred before; [`NONE`]: nowhere.
     before: Vec<u32>,
@@ -188,7 +188,7 @@ mod tests {
         assert_eq!(proposed(&[1, 2, 3, 4, 5, 1, 2], 2), [3, 4]);
         // The longer match is the earlier one.
         assert_eq!(proposed(&[9, 1, 2, 3, 8, 1, 2, 4, 9, 1, 2], 1), [3]);
-        // Of equal matches the latest.
+        // The latest of equally long matches.
         assert_eq!(proposed(&[8, 1, 2, 3, 7, 1, 2, 4, 9, 1, 2], 1), [4]);
         // One token alone is no match.
         for none in [&[][..], &[1], &[1, 2], &[1, 2, 3, 1], &[1, 2, 3, 4]] {

@@ -14,23 +14,23 @@ use crate::pipeline::SHOW_STAGES;
 const EXIT_CODES: &str = "\
 Exit codes:
   0    done
-  1    a check or verification said no: the schedule is not proven, the cache is damaged, a figure is withheld,
-       logits differ from their goldens, a search has nothing left to try
+  1    a check failed: the schedule is not proven, the cache is damaged, a figure is withheld, logits differ from their
+       goldens, or a search has nothing left to try
   2    the input has to change: manifest, checkpoint, prompt, arguments
   3    the machine lacks something: a driver, a library, disk space, a network
   70   a bug in monobloc: please report it
   130  interrupted
 
 Environment:
-  MONOBLOC_CACHE_DIR     the cache, where `--cache` does not name it
+  MONOBLOC_CACHE_DIR     folder of the cache, unless `--cache` names one
   MONOBLOC_SHARED_CACHE  a folder that machines share: read on a miss, written after a build
   MONOBLOC_CACHE_KEY_FILE
-                         64 hex digits that seal the cache's entries; without that seal none is used
-  MONOBLOC_API_KEY       the key that `serve` asks its clients for
+                         a file with 64 hex digits that seal cache entries; entries with no such seal are not used
+  MONOBLOC_API_KEY       the key that `serve` asks its clients for, unless `--api-key-file` names one
   MONOBLOC_NVRTC         the CUDA compiler library, or its folder
   HF_HOME, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE, HF_HUB_DOWNLOAD_TIMEOUT
-                         the hub, as its Python client reads them
-  NO_COLOR               no colours
+                         the Hugging Face hub, as its Python client reads them
+  NO_COLOR               disables colours
 
 Places: a project is the nearest folder, from the current one upward, with a `cache/` or a `flywheel/` of monobloc. Outside
 of projects the cache is in $XDG_CACHE_HOME/monobloc (~/.cache/monobloc), the trials in $XDG_DATA_HOME/monobloc
@@ -59,16 +59,16 @@ pub struct Global {
     /// File of the trials [default: the project's `flywheel/trials.csv`, else the user's]
     #[arg(long, global = true, value_name = "FILE")]
     pub trials: Option<PathBuf>,
-    /// Tell of stages that had nothing to do, too
+    /// Also name the stages that had nothing to do
     #[arg(long, short, global = true, conflicts_with = "quiet")]
     pub verbose: bool,
-    /// Say nothing but results and errors
+    /// Print results and errors only
     #[arg(long, short, global = true)]
     pub quiet: bool,
-    /// Threads that compile, pack and hash [default: one a core]
+    /// Threads that compile, pack and hash [default: one for each core]
     #[arg(long, short, global = true, value_name = "N", value_parser = parse_jobs)]
     pub jobs: Option<usize>,
-    /// Colours on a terminal, everywhere, or nowhere
+    /// Colours: on a terminal, always or never
     #[arg(long, global = true, value_name = "WHEN", default_value = "auto")]
     pub color: Color,
 }
@@ -112,7 +112,7 @@ pub enum Command {
     Trials(Trials),
     #[command(hide = true)]
     Tokens(Tokens),
-    /// Print which keys of which model family's config.json are modelled, or neutral at which values
+    /// Print for each model family which config.json keys are modelled, and which are accepted at which values
     #[command(after_help = "Example:\n  monobloc schema > schema.md")]
     Schema(Schema),
     Completions(Completions),
@@ -121,7 +121,7 @@ pub enum Command {
 
 #[derive(Debug, Args)]
 pub struct Schema {
-    /// Print one JSON object that holds the text
+    /// Print one JSON object with the text
     #[arg(long)]
     pub json: bool,
 }
@@ -136,7 +136,7 @@ pub struct Completions {
     pub shell: clap_complete::Shell,
 }
 
-/// Print the manual page, or write that of every command
+/// Print the manual page, or write one for every command
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:\n  monobloc man | man -l -\n  monobloc man --out ~/.local/share/man/man1")]
 pub struct Man {
@@ -145,22 +145,22 @@ pub struct Man {
     pub out: Option<PathBuf>,
 }
 
-/// Remove what the cache holds of the last build of a manifest
+/// Remove the results of a manifest's last build from the cache
 ///
-/// The next build runs every stage again. `monobloc cache gc` looks after the whole cache.
+/// The next build runs every stage again. `monobloc cache gc` makes the whole cache smaller.
 #[derive(Debug, Args)]
 #[command(verbatim_doc_comment, after_help = "Example:\n  monobloc clean monobloc.toml --target h200")]
 pub struct Clean {
     /// Manifest whose results are removed
     pub manifest: PathBuf,
-    /// Remove those of this target of the manifest alone
+    /// Remove only the results of this target
     #[arg(long, value_name = "NAME")]
     pub target: Option<String>,
 }
 
-/// Write a manifest: for a model of the hub, the folder of a checkpoint, a config.json, or the built-in model
+/// Write a manifest for a model of the hub, the folder of a checkpoint, a config.json, or the built-in model
 ///
-/// The target is the device of this machine, or `cpu` where there is none that a built-in record describes.
+/// The target is the GPU of this machine if a built-in record describes it, else `cpu`.
 #[derive(Debug, Args)]
 #[command(
     verbatim_doc_comment,
@@ -177,19 +177,19 @@ pub struct Init {
     /// File to write
     #[arg(long, value_name = "FILE", default_value = "monobloc.toml")]
     pub out: PathBuf,
-    /// Record of a target: a name that `monobloc targets` lists, or a path; may be given again
+    /// Target record: a name that `monobloc targets` lists, or a path; repeat it for several targets
     #[arg(long, value_name = "NAME")]
     pub target: Vec<String>,
-    /// Replace the file if it is there
+    /// Replace the file if it exists
     #[arg(long)]
     pub force: bool,
 }
 
 /// Build every target of a manifest: import, lower, prove, compile, check, measure
 ///
-/// Where the manifest has a budget for it in `[search]`, each target that can run here is tuned first, once: see `tune`.
-/// Every stage whose inputs did not change comes from the cache. What needs a device or a tool that this machine lacks
-/// waits, and is said to wait; run the same command with the same cache where it is there.
+/// If `[search]` of the manifest has a budget, each target that can run here is tuned first, once (see `tune`). A stage
+/// whose inputs did not change comes from the cache. Stages that need a device or a tool that this machine lacks wait,
+/// and are listed at the end: run the same command with the same cache on a machine that has it.
 #[derive(Debug, Args)]
 #[command(
     verbatim_doc_comment,
@@ -214,30 +214,30 @@ pub struct Build {
     /// Manifests to build, one after another
     #[arg(required = true)]
     pub manifest: Vec<PathBuf>,
-    /// Build this target of the manifest alone
+    /// Build only this target of the manifest
     #[arg(long, value_name = "NAME")]
     pub target: Option<String>,
-    /// Build the best candidate that is known, and spend none of the manifest's `[search]`
+    /// Skip the search of the manifest, and build the best candidate found so far
     #[arg(long)]
     pub no_search: bool,
     /// Fail with exit code 3 if anything waits for a device or a tool
     #[arg(long)]
     pub require_complete: bool,
-    /// Go on with the next manifest after one that fails; the exit code is that of the first fault
+    /// Continue with the next manifest after one that fails; the exit code is that of the first failure
     #[arg(long)]
     pub keep_going: bool,
-    /// Say which stages would run, and run none
+    /// Print which stages would run, and run none
     #[arg(long, conflicts_with = "force")]
     pub dry_run: bool,
-    /// Run every stage again, whatever the cache holds of the last build
+    /// Run every stage again, even if the cache has its result
     #[arg(long)]
     pub force: bool,
-    /// Print what was done as one JSON object; of several manifests as an array
+    /// Print what was done as one JSON object, or for several manifests as an array
     #[arg(long)]
     pub json: bool,
 }
 
-/// Serve a manifest's model over HTTP, as clients of the OpenAI API speak it
+/// Serve a manifest's model over HTTP, for clients of the OpenAI API
 ///
 /// Builds what is not built yet, then listens until SIGTERM or Ctrl-C, and lets open requests finish. Requests run together
 /// in the steps of one engine; a request gets the same tokens whatever runs beside it. docs/serve.md has the endpoints.
@@ -253,13 +253,13 @@ Examples:
 pub struct Serve {
     /// Manifest whose model is served, or the folder of an export
     pub manifest: PathBuf,
-    /// Address to listen at; 0.0.0.0 listens to other machines
+    /// Address to listen on; 0.0.0.0 accepts connections from other machines
     #[arg(long, value_name = "IP", default_value = "127.0.0.1")]
     pub host: std::net::IpAddr,
-    /// Port to listen at; 0 takes a free one and prints it
+    /// Port to listen on; 0 takes a free one and prints it
     #[arg(long, value_name = "N", default_value_t = 8000)]
     pub port: u16,
-    /// File of the key that clients have to send as bearer token [default: $MONOBLOC_API_KEY, else none is asked for]
+    /// File with the key that clients have to send as bearer token [default: $MONOBLOC_API_KEY, else none is asked for]
     #[arg(long, value_name = "FILE")]
     pub api_key_file: Option<PathBuf>,
     /// Name that clients call the model by [default: the manifest's]
@@ -268,22 +268,22 @@ pub struct Serve {
     /// Requests that run at a time [default: the manifest's `sequences_max`, else 8]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub max_batch: Option<u32>,
-    /// Requests that wait at a time; one more is refused with status 429
+    /// Requests that wait at a time; the next one is refused with status 429
     #[arg(long, value_name = "N", default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..=65536))]
     pub max_waiting: u32,
-    /// Prompt tokens in a step that others decode in, or wait for: more ends prompts sooner, and delays the others [default: the
-    /// manifest's `chunk_max`, else 8; on a GPU 512, which are read in a launch of their own]
+    /// Prompt tokens of a step in which others decode: more of them read prompts faster and delay the others [default: the
+    /// manifest's `chunk_max`, else 8; on a GPU 512, read in launches of their own]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub max_chunk: Option<u32>,
-    /// Steps between two looks at what arrived: more is faster on a GPU, and lets requests wait for longer. With 1 no launch is queued while
-    /// another one runs. The target `cpu` takes one
+    /// Steps of a launch on a GPU: more is faster, and lets new requests wait longer. With 1, no launch is queued while another
+    /// one runs. The target `cpu` has one
     #[arg(long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=256))]
     pub max_steps: u32,
-    /// Tokens that the cache holds, of all requests together [default: the manifest's `cache_pages`, else four times the context;
-    /// on a GPU, what is free]
+    /// Tokens that the cache holds for all requests together [default: the manifest's `cache_pages`, else four contexts; on a GPU
+    /// what fits into free memory]
     #[arg(long, value_name = "N")]
     pub cache_tokens: Option<u32>,
-    /// Seconds after which a request ends, done or not
+    /// Seconds after which a request ends, even if it is not complete
     #[arg(long, value_name = "N", default_value_t = 600)]
     pub max_seconds: u64,
     /// Seconds that open requests get to finish when the server ends
@@ -296,9 +296,9 @@ pub struct Serve {
 
 /// Generate text, or token ids, with a manifest's model
 ///
-/// Builds what is not built yet, then prints the continuation as it is decided. Greedy unless a temperature is given.
-/// Ends at the model's end-of-text token, at a text of `--stop`, after `--max-tokens`, or where the context is full. On a
-/// terminal the prompt is printed first; a pipe gets the continuation alone.
+/// Builds what is missing, then streams the generated text. Without `--temperature` it is greedy. The text ends at the
+/// model's end-of-text token, at a text of `--stop`, after `--max-tokens`, or when the context is full. A terminal
+/// shows the prompt first; a pipe gets only the generated text.
 #[derive(Debug, Args)]
 #[command(
     verbatim_doc_comment,
@@ -327,40 +327,40 @@ pub struct Generate {
     /// Token ids to continue; prints ids
     #[arg(long, value_name = "IDS", group = "input", value_parser = parse_ids)]
     pub ids: Option<Ids>,
-    /// What the system says before a chat
+    /// System prompt before a chat
     #[arg(long, value_name = "TEXT", requires = "chat", allow_hyphen_values = true)]
     pub system: Option<String>,
-    /// Take the text as it is: no chat template, no token that begins a text
+    /// Add nothing to the text: no chat template, no token that begins a text
     #[arg(long, conflicts_with_all = ["ids", "system"])]
     pub raw: bool,
-    /// Tokens to generate, at most
+    /// Maximum number of tokens to generate
     #[arg(long, value_name = "N", default_value_t = 128)]
     pub max_tokens: usize,
     #[command(flatten)]
     pub choosing: Choosing,
-    /// Text that ends the generation and is not printed; may be given again
+    /// Text that ends the generation and is not printed; repeat it for more texts
     #[arg(long, value_name = "TEXT", conflicts_with = "ids", allow_hyphen_values = true, value_parser = clap::builder::NonEmptyStringValueParser::new())]
     pub stop: Vec<String>,
-    /// Print the prompt before its continuation, as on a terminal
+    /// Print the prompt first, as on a terminal
     #[arg(long, conflicts_with = "ids")]
     pub echo: bool,
-    /// Go on after the end-of-text token, and print special tokens
+    /// Continue after the end-of-text token, and print special tokens
     #[arg(long)]
     pub ignore_eos: bool,
-    /// Propose up to N tokens at a time that followed the last tokens earlier in the text, and verify them in one step: faster for
-    /// text that repeats itself
+    /// Speculative decoding, for text that repeats itself: propose up to N tokens that followed the last tokens earlier in the
+    /// text, and verify them in one step
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub lookup: Option<u32>,
     /// Target to run on [default: the manifest's first]
     #[arg(long, value_name = "NAME")]
     pub target: Option<String>,
-    /// Also give the log-probability of each token, and of the N most probable ones in its place
+    /// Also print the log-probability of each token and of the N most probable tokens at its position
     #[arg(long, value_name = "N", requires = "format")]
     pub logprobs: Option<u32>,
-    /// Print one JSON object at the end instead of text as it comes
+    /// Print one JSON object at the end instead of text
     #[arg(long, group = "format")]
     pub json: bool,
-    /// Print a JSON object on a line for each token as it comes, and one at the end, which has `stop`
+    /// Print a line of JSON for each token as soon as it is generated, and a last line with `stop`
     #[arg(long, group = "format")]
     pub jsonl: bool,
 }
@@ -369,34 +369,34 @@ pub struct Generate {
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Choice of tokens")]
 pub struct Choosing {
-    /// 0 takes the most probable token; higher is more varied
+    /// 0 chooses the most probable token; higher values vary more
     #[arg(long, value_name = "F", default_value_t = 0.0, allow_negative_numbers = true)]
     pub temperature: f32,
     /// Choose among the N most probable tokens
     #[arg(long, value_name = "N")]
     pub top_k: Option<u32>,
-    /// Choose among the most probable tokens that hold this probability
+    /// Choose among the fewest most probable tokens whose probabilities sum to at least this
     #[arg(long, value_name = "F", allow_negative_numbers = true)]
     pub top_p: Option<f32>,
-    /// Leave out tokens less probable than this part of the most probable one
+    /// Leave out tokens whose probability is below this fraction of the highest one
     #[arg(long, value_name = "F", allow_negative_numbers = true)]
     pub min_p: Option<f32>,
-    /// Seed of the choice; the same seed gives the same text [default: 0]
+    /// Random seed; the same seed gives the same text [default: 0]
     #[arg(long, value_name = "N")]
     pub seed: Option<u64>,
-    /// Divide the logits of tokens that the text already has by this; 1 changes nothing
+    /// Make tokens of the prompt and the answer less likely: divide a positive logit by this, multiply a negative one; 1 changes nothing
     #[arg(long, value_name = "F", default_value_t = 1.0, allow_negative_numbers = true)]
     pub repetition_penalty: f32,
-    /// Take this from the logits of tokens that were generated; -2 to 2
+    /// Subtract this from the logit of every generated token; -2 to 2
     #[arg(long, value_name = "F", default_value_t = 0.0, allow_negative_numbers = true)]
     pub presence_penalty: f32,
-    /// Take this from the logits of tokens for each time that they were generated; -2 to 2
+    /// Subtract this from the logit of a token once for each time that it was generated; -2 to 2
     #[arg(long, value_name = "F", default_value_t = 0.0, allow_negative_numbers = true)]
     pub frequency_penalty: f32,
-    /// Add F to the logit of a token, -100 to 100; may be given again
+    /// Add F (-100 to 100) to the logit of a token; repeat it for more tokens
     #[arg(long, value_name = "ID=F", value_parser = parse_bias)]
     pub logit_bias: Vec<(u32, f32)>,
-    /// Choose no token that ends the text before this many were generated
+    /// Do not end the text before this number of tokens
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub min_tokens: u32,
 }
@@ -405,10 +405,11 @@ pub struct Choosing {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Ids(pub Vec<u32>);
 
-/// Talk with a manifest's model, in the chat template of its checkpoint
+/// Chat with a manifest's model, in the chat template of its checkpoint
 ///
-/// On a terminal, lines are edited and kept from one chat to the next. Anywhere else, each line of stdin is a message. Ctrl-C
-/// stops an answer and goes on with the next message; Ctrl-D ends the chat. A turn decodes only the tokens that are new.
+/// On a terminal, you can edit lines and recall those of earlier chats. Otherwise each line of stdin is a message.
+/// Ctrl-C stops an answer, and the chat continues with the next message; Ctrl-D ends the chat. A turn decodes only its
+/// new tokens.
 ///
 /// Lines that begin with `/` are commands:
 ///   /help        lists the commands
@@ -427,10 +428,10 @@ Examples:
 pub struct Chat {
     /// Manifest whose model is run, or the folder of an export
     pub manifest: PathBuf,
-    /// What the system says before the conversation
+    /// System prompt before the conversation
     #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
     pub system: Option<String>,
-    /// Tokens of an answer, at most [default: as many as the context holds]
+    /// Maximum number of tokens of an answer [default: as many as fit into the context]
     #[arg(long, value_name = "N")]
     pub max_tokens: Option<usize>,
     #[command(flatten)]
@@ -442,12 +443,12 @@ pub struct Chat {
 
 /// Measure how well a manifest's model predicts a text
 ///
-/// Prints the mean negative log-likelihood of each next token in nats, and its exponential, the perplexity. A text of
-/// more tokens than the manifest's `context_max` is read in windows of that size; each begins with the text's first
-/// special token, if it has one, and the last token of the window before, so that every token is scored once.
+/// Prints the mean negative log-likelihood of each next token in nats, and its exponential, the perplexity. A text with
+/// more tokens than the manifest's `context_max` is read in windows of that size. Each window begins with the text's
+/// first special token, if there is one, and the last token of the previous window, so every token is scored once.
 ///
-/// `--formats` compares the formats that weights can be rounded to: bytes and time of a step, perplexity, and the mean
-/// Kullback-Leibler divergence of their predictions from those of the manifest's own precision without rounding.
+/// `--formats` compares all formats that weights can be rounded to: bytes and time of a step, perplexity, and the mean
+/// Kullback-Leibler divergence from the predictions without rounding.
 #[derive(Debug, Args)]
 #[command(
     verbatim_doc_comment,
@@ -465,7 +466,7 @@ pub struct Perplexity {
     /// Target to run on [default: the manifest's first]
     #[arg(long, value_name = "NAME")]
     pub target: Option<String>,
-    /// Compare the formats that weights can be rounded to, in one table
+    /// Compare all formats that weights can be rounded to, in one table
     #[arg(long)]
     pub formats: bool,
     /// Print one JSON object
@@ -473,10 +474,10 @@ pub struct Perplexity {
     pub json: bool,
 }
 
-/// Write the logits of a manifest's model, to compare them with another implementation
+/// Write the logits of a manifest's model into a file, to compare them with another implementation
 ///
-/// The ids are given one after another, whatever the model would have chosen. The file has one fp32 tensor, `logits`
-/// [positions, vocab].
+/// The model reads the ids one after another. The file has one fp32 tensor, `logits` [positions, vocab]: row i has the
+/// logits after id i.
 #[derive(Debug, Args)]
 #[command(
     verbatim_doc_comment,
@@ -506,11 +507,12 @@ pub struct Logits {
     pub json: bool,
 }
 
-/// Write all that a device needs to run a manifest's model into a new folder
+/// Export a manifest's model: write a folder with all that a device needs to run it
 ///
-/// Builds what is not built yet. The folder has schedules, cubins, weights, tokenizer and target records, each with its digest;
-/// it is complete, or not there at all. `generate`, `chat`, `serve`, `perplexity` and `logits` take it in place of a manifest, without
-/// a checkpoint or a cache: they compare every file that they use with its digest, and prove every schedule again.
+/// Builds what is missing. The folder has schedules, cubins, weights, tokenizer and target records, each with its
+/// digest; an interrupted export leaves no folder. `generate`, `chat`, `serve`, `perplexity` and `logits` take it in
+/// place of a manifest, and need no checkpoint and no cache. They compare every file that they use with its digest, and
+/// prove every schedule again.
 #[derive(Debug, Args)]
 #[command(
     verbatim_doc_comment,
@@ -523,10 +525,10 @@ Examples:
 pub struct Export {
     /// Manifest whose model is exported
     pub manifest: PathBuf,
-    /// Folder to write, which must not be there
+    /// Folder to write, which must not exist
     #[arg(long, value_name = "DIR")]
     pub out: PathBuf,
-    /// Target to export; may be given again [default: every target of the manifest]
+    /// Target to export; repeat it for several [default: every target of the manifest]
     #[arg(long, value_name = "NAME")]
     pub target: Vec<String>,
     /// Print what was written as one JSON object
@@ -534,15 +536,16 @@ pub struct Export {
     pub json: bool,
 }
 
-/// Compare what a manifest's model computes with golden outputs of another implementation
+/// Compare the logits and tokens of a manifest's model with those of another implementation
 ///
-/// The goldens are a safetensors file with `input_ids` [positions] and fp32 `logits` [positions, vocab]; and, where they are
-/// there, `logits_bf16` of the same shape, `greedy_ids` [steps], which follow the ids where the most probable token is
-/// taken, and `greedy_margin` [steps], by how much each of them beat the second.
+/// The goldens are a safetensors file with `input_ids` [positions] and fp32 `logits` [positions, vocab]. Optional are
+/// `logits_bf16` of the same shape, `greedy_ids` [steps] (the greedy continuation of the ids), and `greedy_margin`
+/// [steps] (the difference of its logit to the second largest one).
 ///
-/// In fp32 no logit may differ by more than 3e-4, and the greedy tokens are equal. With anything in bf16, the norm of all
-/// differences by the norm of all logits may be 1.5 times that of `logits_bf16`, or 0.04 without it, and greedy tokens are
-/// equal up to the first that won by less than twice the largest difference. Exit code 1: it differs.
+/// In fp32, no logit may differ by more than 3e-4, and the greedy tokens have to be equal. If anything is bf16, the
+/// norm of all differences divided by the norm of all logits may be 1.5 times that of `logits_bf16`, or 0.04 without
+/// it. Greedy tokens then have to be equal up to the first one whose margin is below twice the largest difference. Exit
+/// code 1: they differ.
 #[derive(Debug, Args)]
 #[command(
     verbatim_doc_comment,
@@ -574,12 +577,13 @@ pub struct Compare {
 
 /// Time a manifest's kernel, alone and in turns with baselines
 ///
-/// Builds and checks what is not built yet: the verdict comes before any figure. Whole launches are timed, on a device by
-/// events around each. A baseline takes turns with the kernel, A B B A, and its ratio is the median over rounds with a
-/// 95 % bootstrap interval: 1.5x means that it takes 1.5 times as long. A time below the floor of its bytes is withheld.
+/// Builds and checks the kernel first: a kernel with wrong numbers gets no figure. Whole launches are timed, on a
+/// device by events around each. A baseline and the kernel run in turns, A B B A. Its ratio is the median over rounds
+/// with a 95 % bootstrap interval: 1.5x means that the baseline takes 1.5 times as long. A time below what the bytes of
+/// a step need is withheld.
 ///
-/// A baseline is `torch` (PyTorch's decode step at the shapes of the manifest's config, in `python3`), a schedule FILE.mkir
-/// for the same model, or the command line of a program that answers questions; docs/bench.md has the protocol.
+/// A baseline is `torch` (PyTorch's decode step at the shapes of the manifest's config, run by `python3`), a schedule
+/// FILE.mkir for the same model, or the command line of a program; docs/bench.md has its protocol.
 ///
 /// Exit code 1: a figure is withheld, or a baseline gave none.
 #[derive(Debug, Args)]
@@ -596,31 +600,31 @@ Examples:
 pub struct Bench {
     /// Manifest whose kernel is timed
     pub manifest: PathBuf,
-    /// What to compare with; may be given again
+    /// What to compare with; repeat it for several
     #[arg(long, value_name = "WHAT", conflicts_with = "serve")]
     pub baseline: Vec<String>,
     /// Positions at which launches begin [default: the manifest's `time_positions`]
     #[arg(long, value_name = "N,N", value_parser = parse_ids)]
     pub position: Option<Ids>,
-    /// Time steps of several rows: as many sequences as each number says, decoded together
+    /// Time steps of several rows: for each number, as many sequences decoded together
     #[arg(long, value_name = "N,N", value_parser = parse_ids, conflicts_with = "serve")]
     pub rows: Option<Ids>,
     /// Time prompts of these lengths, in tokens, read in chunks
     #[arg(long, value_name = "N,N", value_parser = parse_ids, conflicts_with = "serve")]
     pub prompt: Option<Ids>,
-    /// Tokens of a chunk, as many as a kernel has rows [default: those of the kernel that reads prompts]
+    /// Tokens of a prompt chunk [default: the rows of the kernel that reads prompts]
     #[arg(long, value_name = "N,N", value_parser = parse_ids, requires = "prompt")]
     pub chunk: Option<Ids>,
-    /// Most rounds of a comparison; four launches each
+    /// Maximum number of rounds of a comparison, with four launches each
     #[arg(long, value_name = "N", default_value_t = 15)]
     pub rounds: usize,
-    /// Time after which a comparison begins no further round: s, m or h
+    /// Time after which no further round of a comparison starts: s, m or h
     #[arg(long, value_name = "TIME", default_value = "10s", value_parser = parse_age)]
     pub time: Duration,
-    /// Longest wait for one answer of a baseline: s, m or h
+    /// Maximum wait for one answer of a baseline: s, m or h
     #[arg(long, value_name = "TIME", default_value = "10m", value_parser = parse_age)]
     pub baseline_timeout: Duration,
-    /// Be a baseline: answer questions on stdin
+    /// Act as a baseline: answer questions on stdin
     #[arg(long, conflicts_with_all = ["json", "position"])]
     pub serve: bool,
     /// Target to time [default: the manifest's first]
@@ -633,10 +637,10 @@ pub struct Bench {
 
 /// Show where the time of a step goes, SM by SM
 ///
-/// Compiles the kernel once more with time stamps, runs it, and writes the timeline of every SM as a file that
-/// https://ui.perfetto.dev opens. The table says, for each kind of task, how long an SM waited for others, stood before
-/// bytes that had not landed, computed and finished; in µs of one step, as the mean over SMs and from the least to the most.
-/// Stamps cost time: compare the step with that of `monobloc bench`.
+/// Compiles the kernel with time stamps, runs it, and writes the timeline of every SM as a file for
+/// https://ui.perfetto.dev. The table shows for each kind of task how long an SM waited for other SMs, waited for
+/// bytes, computed and finished: µs of one step, as mean, minimum and maximum over SMs. Stamps take time: compare the
+/// step with that of `monobloc bench`.
 #[derive(Debug, Args)]
 #[command(
     verbatim_doc_comment,
@@ -654,10 +658,10 @@ pub struct Trace {
     /// Position of the first step [default: the manifest's first of `time_positions`]
     #[arg(long, value_name = "N")]
     pub position: Option<u32>,
-    /// Trace a step of this many sequences, instead of a step of one
+    /// Trace a step of this number of sequences instead of a step of one
     #[arg(long, value_name = "N")]
     pub rows: Option<u32>,
-    /// Trace the reading of a prompt chunk of this many tokens, instead of a step
+    /// Trace a prompt chunk of this number of tokens instead of a step
     #[arg(long, value_name = "N", conflicts_with_all = ["rows", "steps"])]
     pub prompt: Option<u32>,
     /// Steps of the traced launch
@@ -676,8 +680,9 @@ pub struct Trace {
 
 /// Measure a device, and print its target record with the measured figures
 ///
-/// Read bandwidth through the record's copy mechanism, an exchange of 1024 packets between all SMs with nothing and with
-/// 32 KiB in flight on each, an empty launch, and the slowest SM's share of the mean bandwidth. Takes a few seconds.
+/// Measures the read bandwidth with the record's copy mechanism, an exchange of 1024 packets between all SMs (idle, and
+/// with 32 KiB in flight on each), an empty launch, and the slowest SM's share of the mean bandwidth. It takes a few
+/// seconds.
 #[derive(Debug, Args)]
 #[command(
     verbatim_doc_comment,
@@ -697,7 +702,7 @@ pub struct Calibrate {
     pub json: bool,
 }
 
-/// Prove a schedule free of deadlock and race, or show what is wrong with it
+/// Prove that a schedule has no deadlock and no race, or show what is wrong with it
 ///
 /// Exit code 0: proven. 1: rejected, with every violation on the line that it concerns. 2: not a schedule.
 #[derive(Debug, Args)]
@@ -720,7 +725,7 @@ pub struct Validate {
     pub json: bool,
 }
 
-/// Print what a stage of a build makes, as text
+/// Print the result of a build stage as text
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
@@ -736,12 +741,12 @@ pub struct Show {
     /// Target to show it for [default: the manifest's first]
     #[arg(long, value_name = "NAME")]
     pub target: Option<String>,
-    /// Print one JSON object that holds the text
+    /// Print one JSON object with the text
     #[arg(long)]
     pub json: bool,
 }
 
-/// Say which stages a build would run, and which input of each has changed
+/// Print which stages a build would run, and which input of each has changed
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
@@ -750,7 +755,7 @@ Examples:
 pub struct Explain {
     /// Manifest to explain
     pub manifest: PathBuf,
-    /// Explain this target of the manifest alone
+    /// Explain only this target of the manifest
     #[arg(long, value_name = "NAME")]
     pub target: Option<String>,
     /// Print a JSON array of stages
@@ -758,7 +763,7 @@ pub struct Explain {
     pub json: bool,
 }
 
-/// Say what a checkpoint is, or every reason why it cannot be computed
+/// Print what a checkpoint is, or every reason why it is not supported
 ///
 /// Reads the config and the headers of the weight files, never the weights.
 #[derive(Debug, Args)]
@@ -774,7 +779,7 @@ pub struct Import {
     /// Folder of a checkpoint, or a config.json alone
     #[arg(value_name = "DIR")]
     pub place: PathBuf,
-    /// Change nothing; required, because a build imports by itself
+    /// Change nothing; required, because `build` does the import itself
     #[arg(long, required = true)]
     pub dry_run: bool,
     /// Print one JSON object
@@ -782,7 +787,7 @@ pub struct Import {
     pub json: bool,
 }
 
-/// Say what is here: versions, cache, trials, targets, CUDA compiler, driver and devices
+/// Print versions, cache, trials, targets, CUDA compiler, driver and devices
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
@@ -793,7 +798,7 @@ Examples:
 A machine without CUDA is healthy: the `cpu` target needs nothing. Exit code 1 means that the cache or the trials cannot
 be used.")]
 pub struct Doctor {
-    /// Try on every device what kernels rely on; takes about a second each
+    /// Also test on every device what kernels rely on; about a second each
     #[arg(long)]
     pub device: bool,
     /// Print one JSON object
@@ -801,7 +806,7 @@ pub struct Doctor {
     pub json: bool,
 }
 
-/// Look after the cache
+/// Show, clean up or verify the cache
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
@@ -815,13 +820,13 @@ pub struct Cache {
 
 #[derive(Debug, Subcommand)]
 pub enum CacheAction {
-    /// Say how many entries each stage has, and their size
+    /// Print the number and size of entries of each stage
     Stats {
         /// Print one JSON object
         #[arg(long)]
         json: bool,
     },
-    /// Remove what was used longest ago, until the cache is smaller than a size; safe while builds run
+    /// Remove the least recently used entries until the cache is below a size; safe while builds run
     Gc {
         /// Size to come below; K, M, G and T are powers of 1024
         #[arg(long, value_name = "SIZE", default_value = "10G", value_parser = parse_bytes)]
@@ -833,7 +838,7 @@ pub enum CacheAction {
         #[arg(long)]
         json: bool,
     },
-    /// Read every byte and say what is damaged; exit code 1 if anything is
+    /// Read every byte and list what is damaged; exit code 1 if anything is
     Verify {
         /// Print one JSON object
         #[arg(long)]
@@ -855,7 +860,7 @@ pub struct Targets {
     pub json: bool,
 }
 
-/// Read and merge the trials: what was tried, on what, and with which result
+/// Read and merge the trials: what was tried, where, and with which result
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
@@ -866,7 +871,7 @@ Examples:
   monobloc flywheel export --own --share --out corpus/mine.csv.zst
   monobloc flywheel merge elsewhere/trials.csv --trials flywheel/trials.csv")]
 pub struct Flywheel {
-    /// Read the file of trials alone, without the corpora that searches read
+    /// Read only the file of trials, without the corpora that searches read
     #[arg(long, global = true)]
     pub own: bool,
     #[command(subcommand)]
@@ -875,7 +880,7 @@ pub struct Flywheel {
 
 #[derive(Debug, Subcommand)]
 pub enum FlywheelAction {
-    /// Count the trials by verdict, target and manifest, and name the rows that cannot be read
+    /// Count the trials by verdict, target and manifest, and list the rows that cannot be read
     Stats {
         /// Print one JSON object
         #[arg(long)]
@@ -887,7 +892,7 @@ pub enum FlywheelAction {
         #[arg(long)]
         json: bool,
     },
-    /// Print the sound rows as CSV, each trial once
+    /// Print the valid rows as CSV, each trial once
     Export {
         /// Only trials of this target
         #[arg(long, value_name = "NAME")]
@@ -905,7 +910,7 @@ pub enum FlywheelAction {
         #[arg(long)]
         json: bool,
     },
-    /// Say how well predictions rank what was measured: the cost model's, and with `--held-out` those of learned models
+    /// Print how well predictions rank measured trials: those of the cost model, and with `--held-out` those of learned models
     Rank {
         /// Manifests whose campaigns the cost model of today ranks as well; the rows have what it said when they were made
         #[arg(value_name = "MANIFEST")]
@@ -917,7 +922,7 @@ pub enum FlywheelAction {
         #[arg(long)]
         json: bool,
     },
-    /// Compare cold campaigns with warm ones: trials until each came within 2 % of the best that cold ones found
+    /// Compare cold and warm campaigns: trials until each is within 2 % of the best cold result
     Study {
         /// Files of trials: campaigns of one model with several seeds, with and without a corpus
         #[arg(required = true, value_name = "FILE")]
@@ -932,7 +937,7 @@ pub enum FlywheelAction {
         #[arg(long)]
         json: bool,
     },
-    /// Append the rows of other files that `--trials` does not have yet
+    /// Append rows of other files that the file of `--trials` lacks
     Merge {
         /// Files to take rows from
         #[arg(required = true, value_name = "FILE")]
@@ -945,9 +950,10 @@ pub enum FlywheelAction {
 
 /// Search for a faster kernel: propose, prove, check, time in turns with the best so far, keep or revert
 ///
-/// Goes on where the same search of the same program stopped. Ctrl-C stops it and keeps everything; later builds of the
-/// manifest take the best candidate. Every trial is a row of `--trials`; the rows there, and those of the corpora beside that
-/// file (`corpus/*.csv`, `corpus/*.csv.zst`) or else of the corpus in this program, say what to try first.
+/// Each candidate is proven, checked, timed in turns with the best one so far, and kept or reverted. Ctrl-C loses
+/// nothing; run the command again to resume. Later builds use the best candidate. Every trial becomes rows of
+/// `--trials`. Earlier rows decide what to try first: those of that file, and of the corpora next to it
+/// (`corpus/*.csv`, `corpus/*.csv.zst`) or else of the built-in corpus.
 #[derive(Debug, Args)]
 #[command(
     verbatim_doc_comment,
@@ -960,22 +966,22 @@ Examples:
 pub struct Tune {
     /// Manifest to tune
     pub manifest: PathBuf,
-    /// Tune this target of the manifest alone [default: each in turn]
+    /// Tune only this target of the manifest [default: each in turn]
     #[arg(long, value_name = "NAME")]
     pub target: Option<String>,
-    /// Candidates to measure beyond the default [default: the manifest's `search.trials`, or 40 where that is 0]
+    /// Candidates to measure beyond the default [default: the manifest's `search.trials`, or 40 if that is 0]
     #[arg(long, value_name = "N")]
     pub max_trials: Option<u32>,
     /// Time after which no further trial starts [default: the manifest's `search.minutes`]
     #[arg(long, value_name = "N", value_parser = parse_minutes)]
     pub minutes: Option<f64>,
-    /// Seed of the search: another one is another campaign [default: the manifest's `search.seed`]
+    /// Random seed of the search; another seed starts another campaign [default: the manifest's `search.seed`]
     #[arg(long, value_name = "N")]
     pub seed: Option<u64>,
-    /// Time after which a trial is given up [default: 2 minutes, or ten times the slowest so far]
+    /// Time limit of a trial [default: 2 minutes, or ten times the slowest trial so far]
     #[arg(long, value_name = "AGE", value_parser = parse_age)]
     pub trial_timeout: Option<Duration>,
-    /// Program that proposes candidates over JSON lines; what it proposes is proven, checked and timed like any other
+    /// Program that proposes candidates in JSON lines; each is proven, checked and timed like any other
     #[arg(long, value_name = "COMMAND")]
     pub proposer: Option<String>,
     /// Print the results as one JSON array
@@ -983,11 +989,11 @@ pub struct Tune {
     pub json: bool,
 }
 
-/// Search for faster variants of one op: a program of that op alone is proven, compared with the interpreter, and timed in turns
+/// Search for a faster variant of one op, in a program of that op alone
 ///
-/// OP is `qkv`, `attention`, `o`, `up` (gate and up, where there is a gate), `down` or `head`. The program has the op of every
-/// layer with its weights, one after another on one input, without exchanges between them. What is kept is tried first by `tune`,
-/// which has the last word: it times whole steps.
+/// OP is `qkv`, `attention`, `o`, `up` (with the gate, if there is one), `down` or `head`. The program runs the op of
+/// every layer with its weights, one after another on one input, without exchanges between them. It is proven, compared
+/// with the interpreter, and timed in turns. `tune` tries first what `tune-op` kept, and decides by whole steps.
 #[derive(Debug, Args)]
 #[command(
     verbatim_doc_comment,
@@ -1002,7 +1008,7 @@ pub struct TuneOp {
     /// Op to tune
     #[arg(value_name = "OP", value_parser = parse_op)]
     pub op: LayerOp,
-    /// Tune for this target of the manifest alone [default: each in turn]
+    /// Tune only for this target of the manifest [default: each in turn]
     #[arg(long, value_name = "NAME")]
     pub target: Option<String>,
     /// Candidates to measure beyond the default
@@ -1011,7 +1017,7 @@ pub struct TuneOp {
     /// Time after which no further trial starts [default: the manifest's `search.minutes`]
     #[arg(long, value_name = "N", value_parser = parse_minutes)]
     pub minutes: Option<f64>,
-    /// Seed of the search: another one is another campaign [default: the manifest's `search.seed`]
+    /// Random seed of the search; another seed starts another campaign [default: the manifest's `search.seed`]
     #[arg(long, value_name = "N")]
     pub seed: Option<u64>,
     /// Print the results as one JSON array
@@ -1031,9 +1037,9 @@ Examples:
   monobloc status manifests/smollm.toml --json | jq '.[].campaigns[].ratio_against_default.p50'"
 )]
 pub struct Status {
-    /// Manifest whose searches are told
+    /// Manifest whose search results are printed
     pub manifest: PathBuf,
-    /// Tell of this target of the manifest alone
+    /// Print only this target of the manifest
     #[arg(long, value_name = "NAME")]
     pub target: Option<String>,
     /// Print a JSON array of targets
@@ -1041,10 +1047,10 @@ pub struct Status {
     pub json: bool,
 }
 
-/// Say whether another trial is worth its time, which one it would be, and where a step's time goes
+/// Print whether another trial is worth its time, which one is next, and where the time of a step goes
 ///
-/// Exit code 0: go on. 1: stop, with the reason. The hottest regions come from a traced run where a device of the target is
-/// here, else from the cost model.
+/// Exit code 0: continue. 1: stop, with the reason. The regions that take the most time come from a traced run if this
+/// machine has a device of the target, else from the cost model.
 #[derive(Debug, Args)]
 #[command(
     verbatim_doc_comment,
@@ -1059,7 +1065,7 @@ pub struct Next {
     /// Target to ask for [default: the manifest's first]
     #[arg(long, value_name = "NAME")]
     pub target: Option<String>,
-    /// Budget of candidates beyond the default [default: the manifest's `search.trials`, or 40 where that is 0]
+    /// Budget of candidates beyond the default [default: the manifest's `search.trials`, or 40 if that is 0]
     #[arg(long, value_name = "N")]
     pub max_trials: Option<u32>,
     /// Print one JSON object
@@ -1069,8 +1075,8 @@ pub struct Next {
 
 /// Write the search results of a manifest as one HTML page
 ///
-/// The search curve, latencies against their floors, what each knob did, where the time of trials went, and every trial. The
-/// page needs no script and no network.
+/// The page has the search curve, latencies and their floors, the effect of each knob, the time that trials took, and
+/// every trial. It needs no script and no network.
 #[derive(Debug, Args)]
 #[command(
     verbatim_doc_comment,
@@ -1082,13 +1088,13 @@ Examples:
 pub struct Report {
     /// Manifest whose searches are reported
     pub manifest: PathBuf,
-    /// Report this target of the manifest alone
+    /// Report only this target of the manifest
     #[arg(long, value_name = "NAME")]
     pub target: Option<String>,
     /// File of the page
     #[arg(long, value_name = "FILE", default_value = "report.html")]
     pub out: PathBuf,
-    /// Print what the page shows as JSON, as `status` does, and write no page
+    /// Print the content of the page as JSON, like `status`, and write no page
     #[arg(long)]
     pub json: bool,
 }

@@ -1,4 +1,4 @@
-//! Owns `build`, `clean`, `show` and `explain`: the pipeline, asked to run, to print, and to account for itself.
+//! Owns `build`, `clean`, `show` and `explain`.
 
 use std::path::Path;
 
@@ -47,7 +47,7 @@ enum Built {
     Interrupted,
 }
 
-/// Builds one manifest. Faults of targets come last: what can be built is built.
+/// Builds one manifest. A fault of one target does not stop the others; faults are reported at the end.
 fn one(session: &Session, asked: &Build, path: &Path) -> Result<Built, Fault> {
     let manifest = restricted(session.manifest(path)?, asked.target.as_deref())?;
     if asked.dry_run {
@@ -81,7 +81,7 @@ fn one(session: &Session, asked: &Build, path: &Path) -> Result<Built, Fault> {
         }
     }
     let done = pipeline::build_each(&workspace, &manifest)?;
-    // Where nothing was done, one line tells all.
+    // If nothing was done, the output is one line.
     let idle = done.ran == 0 && !workspace.report.tells_cached();
     if !idle {
         done.notes.iter().chain(&done.waiting).for_each(|note| workspace.report.note(note));
@@ -107,7 +107,7 @@ fn one(session: &Session, asked: &Build, path: &Path) -> Result<Built, Fault> {
     })))
 }
 
-/// The faults of a build's targets as one; with `--require-complete` what waits is a fault, too.
+/// The first fault of a build's targets; with `--require-complete`, a stage that waits is a fault too.
 fn failed(asked: &Build, done: &BuildReport) -> Result<(), Fault> {
     if let Some(fault) = done.fault() {
         return Err(fault);
@@ -119,7 +119,7 @@ fn failed(asked: &Build, done: &BuildReport) -> Result<(), Fault> {
     Ok(())
 }
 
-/// What earlier builds measured and what still waits, to stand after `no work to do`.
+/// The text after `no work to do`: latencies of earlier builds, and stages that wait.
 fn stored_text(done: &BuildReport) -> String {
     let mut parts = vec![];
     for built in &done.targets {
@@ -217,7 +217,7 @@ fn print_explained(session: &Session, explained: &[Explained]) -> Result<(), Fau
     Ok(())
 }
 
-/// The manifest with one of its targets alone.
+/// The manifest with only one of its targets.
 fn restricted(mut manifest: Manifest, target: Option<&str>) -> Result<Manifest, Fault> {
     if target.is_some() {
         manifest.targets = vec![pick_target(&manifest, target)?];

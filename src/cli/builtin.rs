@@ -1,4 +1,4 @@
-//! Owns what the binary brings along: a small trained model with its manifest, for a first run anywhere.
+//! Owns the built-in model: a small trained model with its manifest inside the executable, for a first run anywhere.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -12,7 +12,7 @@ pub const SCHEME: &str = "builtin:";
 pub const NAMES: [&str; 1] = ["tinystories"];
 
 const MANIFEST: &str = include_str!("../../manifests/tinystories.toml");
-/// What the manifest of the repository names, which lies outside of an installed binary.
+/// The path in the repository's manifest, which an installed binary does not have.
 const MANIFEST_SOURCE: &str = "path:../tests/fixtures/tinystories-llama";
 
 macro_rules! files {
@@ -32,7 +32,7 @@ pub fn manifest(name: &Path) -> Option<String> {
 /// The folder of a built-in checkpoint below `root`, written where it is not there or not whole.
 ///
 /// # Errors
-/// A name that is none, and a folder that cannot be written.
+/// An unknown name, or a folder that cannot be written.
 pub fn checkpoint(name: &str, root: &Path) -> Result<PathBuf, Fault> {
     if !NAMES.contains(&name) {
         let fault = Fault::input(format!("no model `{name}` is built in: expected {}", one_of(NAMES)));
@@ -55,7 +55,7 @@ pub fn checkpoint(name: &str, root: &Path) -> Result<PathBuf, Fault> {
     Ok(folder)
 }
 
-/// Whole or not at all: another process may read the file.
+/// Writes a file that other processes see complete or not at all.
 fn write(folder: &Path, path: &Path, bytes: &[u8]) -> std::io::Result<()> {
     fs::create_dir_all(folder)?;
     let file = tempfile::NamedTempFile::new_in(folder)?;

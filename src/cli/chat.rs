@@ -27,7 +27,7 @@ use crate::tokenizer::Message;
 
 /// A longer line is no message.
 const LINE_BYTES_MAX: u64 = 64 << 20;
-/// Lines that are kept from one chat to the next.
+/// Length of the history.
 const HISTORY_LINES_MAX: usize = 1000;
 
 const HELP: &str = "\
@@ -74,7 +74,7 @@ pub fn chat(session: &Session, asked: &Chat) -> Result<Outcome, Fault> {
         match conversation.line(&line) {
             Ok(ControlFlow::Continue(())) => {}
             Ok(ControlFlow::Break(())) => break,
-            // A person types on; a program that wrote the line learns of it by the exit code.
+            // On a terminal the chat continues; otherwise the exit code reports the error.
             Err(fault) if fault.tier == Tier::Input && lines.is_terminal() => session.terminal.print_fault(&fault),
             Err(fault) => return Err(fault),
         }
@@ -94,7 +94,7 @@ struct Conversation<'a> {
     words: Tokens,
     runner: Runner<'a>,
     messages: Vec<Message>,
-    /// How many of them are no part of the conversation: the system prompt.
+    /// Messages before the conversation: 1 with a system prompt, else 0.
     first: usize,
 }
 
@@ -273,7 +273,7 @@ impl Lines {
     }
 }
 
-/// Adds the last line to the file of the history. What cannot be kept is no reason to end a chat.
+/// Adds the last line to the history file. An error does not end the chat.
 fn keep(editor: &mut Editor<(), FileHistory>, file: &Path) {
     if let Some(folder) = file.parent() {
         let _ = fs::create_dir_all(folder);

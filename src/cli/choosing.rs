@@ -49,7 +49,7 @@ pub fn settings(asked: &Choosing) -> Result<RequestSettings, Fault> {
 /// Refuses settings that the kernels of a target do not have.
 ///
 /// # Errors
-/// There are such settings, and the target is no CPU.
+/// Such a setting, on a target that is not a CPU.
 pub fn refuse_on_kernels(settings: &RequestSettings, target: &Target) -> Result<(), Fault> {
     let beyond: Vec<String> = settings.beyond_kernels().iter().map(|name| format!("`--{name}`")).collect();
     if target.kind == TargetKind::Cpu || beyond.is_empty() {
@@ -62,7 +62,7 @@ pub fn refuse_on_kernels(settings: &RequestSettings, target: &Target) -> Result<
     ))
 }
 
-/// What there is to say of options that change nothing.
+/// Warnings about options that have no effect.
 pub fn without_effect(asked: &Choosing) -> Option<String> {
     let given = [
         ("--top-k", asked.top_k.is_some()),

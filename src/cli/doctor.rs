@@ -83,7 +83,7 @@ fn cache(session: &Session) -> Finding {
     if let Some((_, Err(error))) = &key {
         return finding(error.to_string(), "unusable", 0, 0, false);
     }
-    // A doctor changes nothing, and opening would make the folder.
+    // `doctor` changes nothing; opening would create the folder.
     if !session.places.root.exists() {
         return finding("not there yet; the first build makes it".to_string(), "absent", 0, 0, true);
     }
@@ -142,7 +142,7 @@ fn compiler(nvrtc: &Result<Nvrtc, Fault>) -> Finding {
     Finding { name: "nvrtc", text, json, sound: true }
 }
 
-/// What is not here, what that means, and how to get it.
+/// A missing part: what it is, what it means, and how to get it.
 fn absent(fault: &Fault, consequence: &str) -> (String, Value) {
     let remedy = fault.remedy.iter().map(|remedy| format!("\n{remedy}")).collect::<String>();
     let json = json!({ "found": false, "error": fault.message, "help": fault.remedy });

@@ -45,7 +45,8 @@ pub fn flywheel(session: &Session, asked: &Flywheel) -> Result<Outcome, Fault> {
             match json {
                 true => terminal.print_json(&stats_json(&stats, &corpus.broken))?,
                 false => {
-                    terminal.print(&format!("trials `{}`\n{}", path.display(), stats_text(&stats)))?;
+                    let corpora = if asked.own { "" } else { " and the corpora" };
+                    terminal.print(&format!("trials `{}`{corpora}\n{}", path.display(), stats_text(&stats)))?;
                     tell_broken(session, &corpus.broken);
                 }
             }

@@ -26,7 +26,7 @@ enum Stop {
     Eos,
     /// One of `--stop` was generated.
     Text,
-    /// As many as were asked for, or as the context has room for.
+    /// `--max-tokens`, or a full context.
     Length,
     Interrupted,
     /// The reader of stdout is gone.
@@ -44,14 +44,14 @@ impl Stop {
         }
     }
 
-    /// As people are told.
+    /// The reason as text for people.
     fn words(self) -> &'static str {
         match self {
             Stop::Eos => "the model ended the text",
-            Stop::Text => "a `--stop` text came",
-            Stop::Length => "as many tokens as asked for, or as the context holds",
+            Stop::Text => "a text of `--stop` was generated",
+            Stop::Length => "`--max-tokens` is reached, or the context is full",
             Stop::Interrupted => "interrupted",
-            Stop::Closed => "nothing reads the output any more",
+            Stop::Closed => "the reader of the output is gone",
         }
     }
 }
@@ -76,7 +76,7 @@ pub fn generate(session: &Session, asked: &Generate) -> Result<Outcome, Fault> {
     let manifest = &given.manifest;
     let target = pick_target(manifest, asked.target.as_deref())?;
     choosing::refuse_on_kernels(&settings, &target)?;
-    // Before the model is built: what is wrong with a tokenizer is known at once.
+    // Before the model is built, so that a fault of the tokenizer is reported at once.
     let mut tokenizer = match &asked.ids {
         Some(_) => None,
         None => Some(tokenizer(manifest)?),
@@ -90,14 +90,14 @@ pub fn generate(session: &Session, asked: &Generate) -> Result<Outcome, Fault> {
         ready.report().note(&format!("at most {room} of {max} tokens: `context_max` is {context_max}"));
     }
     let mut runner = ready.runner()?;
-    // Not in the time of the prompt.
+    // Loading kernels does not count as time of the prompt.
     runner.make_ready(&prompt, asked.lookup.map_or(0, |most| most as usize))?;
 
     let has_text = tokenizer.is_some();
-    // With special tokens only when they are no end: they show what the model says after it.
+    // Special tokens are printed only with `--ignore-eos`, where they show what the model says after its end.
     let mut printer = Printer::new(session, form, tokenizer.as_mut(), !asked.ignore_eos)?
         .stop_at(&asked.stop, settings.min_tokens as usize);
-    // A reader of a pipe wants the continuation; a person wants to see what is continued.
+    // A pipe gets only the generated text; a terminal shows the prompt too.
     let echoes = asked.echo || (session.terminal.stdout_is_terminal() && asked.chat.is_none());
     if let Some(text) = prompt_text.filter(|_| echoes && form == Form::Text) {
         session.terminal.print(&text)?;
@@ -183,7 +183,7 @@ fn prompt_ids(tokenizer: Option<&mut Tokens>, asked: &Generate, text: &str, voca
     Ok(prompt)
 }
 
-/// What there is to tell at the end.
+/// The facts for the last line.
 struct Generated<'a> {
     prompt: &'a [u32],
     ids: &'a [u32],
@@ -201,7 +201,7 @@ struct Generated<'a> {
 impl Generated<'_> {
     fn tell(&self, session: &Session, form: Form) -> Result<(), Fault> {
         let Generated { prompt, ids, has_text, printed, stop, prompt_s, decode_s, place, speculated } = self;
-        // The first token is decided by the prompt's last step; the time between it and the last is that of the others.
+        // The last step of the prompt decides the first token, so `decode_s` is the time of the other tokens.
         let tokens_per_s = (ids.len() > 1 && *decode_s > 0.0).then(|| (ids.len() - 1) as f64 / decode_s);
         if form == Form::Text {
             let rate = tokens_per_s.map(|rate| format!(" at {rate:.0} tokens/s")).unwrap_or_default();
@@ -218,7 +218,7 @@ impl Generated<'_> {
             ));
             return Ok(());
         }
-        // Lines have given the ids and the text already, but for its end.
+        // The lines before have all ids and all text but its end.
         let is_whole = form == Form::Kept;
         let text = if is_whole { &printed.text } else { &printed.rest };
         let mut end = json!({

@@ -14,7 +14,7 @@ use crate::manifest::Manifest;
 use crate::model::config;
 use crate::target::Target;
 
-/// As for a checkpoint's own config.
+/// The bound of a checkpoint's config.
 const CONFIG_BYTES_MAX: u64 = 16 << 20;
 /// Positions that a new manifest asks for, where the model has as many.
 const CONTEXT: u32 = 2048;
@@ -24,7 +24,7 @@ pub fn init(session: &Session, asked: &Init) -> Result<Outcome, Fault> {
     let found = Found::of(source.as_deref(), out)?;
     let targets = if target.is_empty() { vec![target_here()] } else { target.clone() };
     let text = text(&found, &targets);
-    // What is written must be right: names of targets come from the command line.
+    // The manifest has to be valid, and names of targets come from the command line.
     Manifest::parse(&text, out).map_err(|error| error.into_fault(session.terminal.style))?;
     if out.exists() && !force {
         return Err(Fault::input(format!("`{}` is already there", out.display()))
@@ -82,7 +82,7 @@ impl Found {
     }
 }
 
-/// The path as a manifest at `out` names it: as it was typed where both are in the current folder, else from the root on.
+/// The path for a manifest at `out`: as typed if both are in the current folder, else absolute.
 fn from_manifest(place: &Path, out: &Path) -> Result<PathBuf, Fault> {
     if place.is_absolute() || out.parent().is_none_or(|folder| folder.as_os_str().is_empty()) {
         return Ok(place.to_path_buf());

@@ -1,9 +1,8 @@
-//! Owns where the cache and the trials lie when the command line does not say: in the project, else with the user.
+//! Owns the default places of the cache and the trials: those of the project, else those of the user.
 //!
 //! A project is a folder with a `cache/` that a cache has marked or documented, or with a `flywheel/` of trials; the current
-//! folder and those above it are looked at. Elsewhere the user has one cache and one file of trials for everything, where the
-//! system keeps such files: `$XDG_CACHE_HOME/monobloc` and `$XDG_DATA_HOME/monobloc`. What was typed into chats is the user's in
-//! any case: `$XDG_STATE_HOME/monobloc`.
+//! folder and those above it are searched. Outside of a project, the user has one cache and one file of trials:
+//! `$XDG_CACHE_HOME/monobloc` and `$XDG_DATA_HOME/monobloc`. The history of chats is always the user's: `$XDG_STATE_HOME/monobloc`.
 
 use std::env;
 use std::fs;

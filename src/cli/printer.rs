@@ -1,4 +1,4 @@
-//! Owns the way from decided tokens to what is printed: text as soon as it is certain, ids, or JSON lines.
+//! Owns printing of generated tokens: text as soon as it is certain, ids, or lines of JSON.
 
 use serde_json::{Value, json};
 
@@ -8,10 +8,10 @@ use crate::pipeline::Tokens;
 use crate::sample::Decided;
 use crate::tokenizer::{Stopped, certain};
 
-/// What becomes of tokens that were decided.
+/// The form of the output.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Form {
-    /// Text as it comes; ids with commas between them where there is no tokenizer.
+    /// Text, streamed; without a tokenizer ids with commas between them.
     Text,
     /// Kept for one JSON object at the end.
     Kept,
@@ -32,7 +32,7 @@ pub struct Printer<'a> {
     count: usize,
     /// Texts that end the generation, and are not printed.
     stops: &'a [String],
-    /// Tokens in whose text none of `stops` is looked for.
+    /// `stops` are ignored before this number of tokens.
     stops_after: usize,
     /// What may be the beginning of one of `stops`.
     pending: String,
@@ -135,7 +135,7 @@ impl<'a> Printer<'a> {
     }
 }
 
-/// What a [`Printer`] took.
+/// The output of a [`Printer`].
 pub struct Printed {
     /// All of it; empty where there is no tokenizer, but for ids printed as text.
     pub text: String,

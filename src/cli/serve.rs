@@ -1,4 +1,4 @@
-//! Owns `serve`: what a server is made of, and what is said when it listens and when it ends.
+//! Owns `serve`: it makes the parts of a server, and prints when it listens and when it ends.
 
 use std::net::SocketAddr;
 use std::path::Path;
@@ -87,14 +87,14 @@ fn start_tokens(given: &Given) -> Result<StartTokens, Fault> {
     Ok(Arc::new(move || if has_tokenizer { tokenizer(&manifest).map(Some) } else { Ok(None) }))
 }
 
-/// A tokenizer of this vocabulary, once it is known to be one.
+/// The tokenizer, after a check that its ids fit the vocabulary.
 fn checked(start: StartTokens, vocab: u32) -> Result<StartTokens, Fault> {
     let start: StartTokens = Arc::new(move || {
         let mut tokens = start()?;
         tokens.as_mut().map_or(Ok(()), |tokens| tokens.check_vocab(vocab))?;
         Ok(tokens)
     });
-    // What is wrong with it is known before anything listens.
+    // A fault of the tokenizer is reported before the server listens.
     start()?;
     Ok(start)
 }

@@ -1,4 +1,4 @@
-//! Owns what every command starts from: the places named on the command line, the manifest, and the target.
+//! Owns what every command starts with: the paths of the command line, the manifest, and the target.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -23,12 +23,12 @@ pub struct Session {
     pub places: Places,
     /// File of the trials.
     pub trials: PathBuf,
-    /// What the command line says of how much is said.
+    /// `--verbose` and `--quiet`.
     verbose: bool,
     quiet: bool,
 }
 
-/// How much a command says on the way.
+/// How much a command prints while it works.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Talk {
     /// Stages that do work; with `--verbose` the others, too, and with `--quiet` none.
@@ -119,7 +119,7 @@ fn resolved_manifest(path: &Path, root: &Path, style: Style) -> Result<Manifest,
     Ok(manifest)
 }
 
-/// Reads a manifest of the user; a path that leads nowhere, or to a folder, is answered with what would help.
+/// Reads a manifest file. The error for a missing path or a folder has a remedy.
 fn read_manifest(path: &Path) -> Result<Result<Manifest, ManifestError>, Fault> {
     let shown = path.display();
     if path.is_dir() {
@@ -160,7 +160,7 @@ pub fn pick_target(manifest: &Manifest, name: Option<&str>) -> Result<Target, Fa
     })
 }
 
-/// The tokenizer of a manifest, in a process of its own: what a checkpoint brings is not trusted with this one.
+/// The tokenizer of a manifest, in a process of its own, because files of a checkpoint are not trusted.
 pub fn tokenizer(manifest: &Manifest) -> Result<Tokens, Fault> {
     let program = std::env::current_exe()
         .map_err(|error| Fault::environment(format!("the path of the running program is not known: {error}")))?;

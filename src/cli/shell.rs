@@ -1,4 +1,4 @@
-//! Owns what a shell and `man` are told of the command line: completions and manual pages, from the same description.
+//! Owns completions and manual pages, generated from the description of the command line.
 
 use std::fs;
 use std::path::Path;

@@ -295,7 +295,7 @@ impl Model {
         self.ask(move |loaded| loaded.with_steps(|steps| steps.step(&parts)))
     }
 
-    /// Gives a sequence tokens in as many steps as it takes: the logits after the last of them, `[vocab]`.
+    /// Appends tokens to a sequence in as many steps as needed. Returns the logits after the last one, `[vocab]`.
     pub fn prefill(&self, sequence: SequenceKey, tokens: Vec<u32>) -> Waiting<Vec<f32>> {
         self.ask(move |loaded| loaded.with_steps(|steps| steps.prefill(sequence, &tokens)))
     }
@@ -342,7 +342,7 @@ fn serving(
     if cache_tokens == Some(0) {
         return Err(Fault::input("`cache_tokens` is 0, expected a token or more"));
     }
-    // A caller's steps read prompts beside other rows, on a device, too.
+    // Steps of a caller can have prompt tokens together with other rows, on a device too.
     let Serving { running_max, chunk_rows, .. } = Serving::of_manifest(manifest, TargetKind::Cpu, 1);
     let contexts = || manifest.decode.context_max.saturating_mul(DEVICE_CONTEXTS);
     Ok(Serving {

@@ -18,8 +18,7 @@ pub struct SequenceKey(pub u64);
 static NEXT_KEY: AtomicU64 = AtomicU64::new(1);
 
 impl SequenceKey {
-    /// A name that was never given before. The caller takes it before the sequence is opened: a caller that gives up waiting can still
-    /// free it.
+    /// A new name. The caller takes it before the sequence is opened, and can therefore free the sequence even if it stops waiting.
     pub fn unique() -> SequenceKey {
         SequenceKey(NEXT_KEY.fetch_add(1, Ordering::Relaxed))
     }
@@ -148,7 +147,7 @@ impl Steps {
         Ok(logits.flatten().collect())
     }
 
-    /// Gives a sequence tokens in as many steps as it takes: the logits after the last of them, `[vocab]`.
+    /// Appends tokens to a sequence in as many steps as needed. Returns the logits after the last one, `[vocab]`.
     pub fn prefill(&mut self, sequence: SequenceKey, tokens: &[u32]) -> Result<Vec<f32>, Fault> {
         let all = StepPart { sequence, tokens: tokens.to_vec(), wants: Wants::Last };
         self.check_parts(std::slice::from_ref(&all))?;
@@ -254,7 +253,7 @@ fn closed(sequence: SequenceKey) -> Fault {
         .with_remedy("it was freed, is of another model, or was lost with a step that failed; open a new one")
 }
 
-/// What was checked before cannot happen.
+/// The fault for a state that earlier checks exclude.
 fn ours(error: PoolError) -> Fault {
     Fault::internal(error.to_string())
 }

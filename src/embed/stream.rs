@@ -1,4 +1,4 @@
-//! Owns generation as a stream: tokens with their text, as they are decided, until something ends it.
+//! Owns generation as a stream of tokens with their text.
 
 use std::ops::ControlFlow;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -25,7 +25,7 @@ pub struct Asked {
     pub stop: Vec<String>,
 }
 
-/// What is known next.
+/// The next piece of a stream.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Piece {
     /// `None`: text that was held back, after the last token.
@@ -41,7 +41,7 @@ pub enum Stop {
     Eos,
     /// One of the stop texts or stop ids came.
     Stop,
-    /// As many tokens as asked for, or as the context holds.
+    /// The requested number of tokens, or a full context.
     Length,
 }
 
@@ -151,7 +151,7 @@ impl Model {
     }
 }
 
-/// Refuses what no answer of the model could honour, in words that have no command line in them.
+/// Refuses a request that cannot be fulfilled, in words without options of the command line.
 fn check(prompt: &[u32], max_tokens: usize, settings: &RequestSettings, stops: &[String]) -> Result<(), Fault> {
     if prompt.is_empty() {
         return Err(Fault::input("the prompt has no token, expected at least one"));
@@ -202,7 +202,7 @@ struct Writer {
     /// Without special tokens.
     hidden: bool,
     stops: Vec<String>,
-    /// Tokens in whose text no stop is looked for.
+    /// Stops are ignored before this number of tokens.
     stops_after: usize,
     /// What may be the beginning of a stop text.
     pending: String,

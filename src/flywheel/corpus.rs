@@ -20,7 +20,7 @@ use crate::files::{self, FileError};
 
 /// Rows that come with the executable; a folder `corpus/` beside the user's trials takes their place.
 const SHIPPED: &[u8] = include_bytes!("../../flywheel/corpus/h200.csv.zst");
-/// What messages call them.
+/// The name in messages.
 const SHIPPED_NAME: &str = "shipped corpus";
 /// Ends the name of a compressed corpus.
 const COMPRESSED: &str = ".csv.zst";

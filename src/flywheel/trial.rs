@@ -153,7 +153,7 @@ pub struct Facts {
     pub tool: Digest,
     pub host_kind: String,
     pub manifest: String,
-    /// What the weights or the shapes are called; empty in rows of older schemas.
+    /// Name of the weights or the shapes; empty in rows of older schemas.
     pub model_name: String,
     pub model: ModelShape,
     pub machine: Machine,
@@ -262,7 +262,7 @@ impl Display for Proposer {
     }
 }
 
-/// What a search decides about a candidate that was checked and timed.
+/// The decision of a search about a candidate that was checked and timed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Decision {
     /// The first of a campaign: there is nothing to compare it with.

@@ -197,7 +197,7 @@ pub enum QkNormSpan {
 impl QkNormSpan {
     pub const ALL: [QkNormSpan; 3] = [QkNormSpan::Head, QkNormSpan::OwnGains, QkNormSpan::Projection];
 
-    /// As the text forms spell it.
+    /// The name in text forms.
     pub fn name(self) -> &'static str {
         match self {
             QkNormSpan::Head => "head",

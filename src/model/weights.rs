@@ -42,7 +42,7 @@ const ENTRY_VALUES_MAX: usize = 64;
 pub const SINGLE_FILE: &str = "model.safetensors";
 pub const INDEX_FILE: &str = "model.safetensors.index.json";
 
-/// What is wrong with the weight files of a folder.
+/// A fault of the weight files of a folder.
 #[derive(Debug, thiserror::Error)]
 pub enum WeightsError {
     #[error("`{file}`: {error}")]

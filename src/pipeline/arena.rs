@@ -69,7 +69,7 @@ pub(super) struct CampaignArena<'a> {
 
 /// What the child told of a trial.
 pub(super) struct Evidence {
-    /// Of each timed position, or one of the whole trial.
+    /// One for each timed position, or one for the whole trial.
     verdicts: Vec<Verdict>,
     check_ms: Option<f64>,
     measure_ms: Option<f64>,

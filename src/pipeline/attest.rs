@@ -154,7 +154,7 @@ impl Workspace {
     fn put_link(&self, stage: &str, key: &Digest, content: Digest) -> Result<(), Fault> {
         match self.attested(stage, key)? {
             Some((there, _)) if there == content => return Ok(()),
-            // What was built again, after damage, need not have the same bytes: a compiler decides.
+            // A part that is built again after damage can have other bytes, if the compiler is not deterministic.
             Some(_) => self.cache.remove(keys::LINK, &link_key(stage, key))?,
             None => {}
         }

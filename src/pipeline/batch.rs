@@ -40,7 +40,7 @@ const CHUNK_ROWS: u32 = 8;
 const CHUNK_ROWS_DEVICE: u32 = waves::CHUNK_ROWS;
 /// Rows of a step that decodes and reads prompts, at most: in waves 64 rows take 1.3 to 1.5 times as long as 16 (docs/perf-log.md, entry 23).
 const MIXED_ROWS: u32 = 64;
-/// Contexts that the interpreter's cache holds if nothing else is asked for.
+/// Default number of contexts in the interpreter's cache.
 const CPU_CONTEXTS: u32 = 4;
 /// Part of the free memory of a device that weights and cache may take, in percent: the rest is for the exchange, the queues and
 /// the driver.
@@ -62,7 +62,7 @@ pub struct Serving {
 }
 
 impl Serving {
-    /// What a manifest says of the requests that a server on a target of this kind decodes together.
+    /// The manifest's sizes for a server on a target of this kind.
     pub fn of_manifest(manifest: &Manifest, kind: TargetKind, steps_max: u32) -> Serving {
         let running_max = manifest.decode.sequences_max.unwrap_or(RUNNING_MAX);
         let by_kind = if kind == TargetKind::Cuda { CHUNK_ROWS_DEVICE } else { CHUNK_ROWS };
@@ -170,7 +170,7 @@ impl Prepared {
         let Some(sampler) = cubins.next() else { return Err(Fault::internal("a sampler without a cubin")) };
         let one_row = one_row.into_iter().zip(cubins.by_ref()).next();
         let kernels = kernels.into_iter().zip(cubins.by_ref()).collect();
-        // That of waves is the last one.
+        // The kernel of waves is the last one.
         let waves = cubins.next();
         let (target, steps_max) = (self.target.clone(), serving.steps_max);
         let on_device = OnDevice { device, target, one_row, kernels, waves, sampler, steps_max };

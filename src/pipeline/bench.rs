@@ -75,7 +75,7 @@ pub struct Subject {
     pub precision: String,
     /// The verdict: only what was checked is timed.
     pub checked: Figures,
-    /// What 100 % of the read peak is; `None` where the target was not calibrated.
+    /// The read peak in bytes per second; `None` if the target was not calibrated.
     pub read_bytes_per_s: Option<f64>,
 }
 
@@ -185,7 +185,7 @@ pub(super) struct Programs<'a> {
 
 /// A baseline in another process, which said what it is.
 struct Program {
-    /// As the user named it.
+    /// The name that the user gave.
     name: String,
     process: BaselineProgram,
     opened: Opened,

@@ -66,7 +66,7 @@ pub struct Tuned {
     /// Latency of the best by the default's: exactly 1 for the default, `None` where the two were not timed in turns. As
     /// `status` and `report` read it from the rows.
     pub against_default: Option<RatioInterval>,
-    /// Of each trial, outside of making, checking and timing candidates; `None` where none ran.
+    /// Time of each trial outside of building, checking and timing candidates; `None` if none ran.
     pub search_ms_per_trial: Option<f64>,
     /// Of each trial, loading and packing in the child; `None` where none ran.
     pub load_ms_per_trial: Option<f64>,

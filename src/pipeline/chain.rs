@@ -47,7 +47,7 @@ impl Stage {
         }
     }
 
-    /// As keys, reports and the folders of the cache call it.
+    /// The name in keys, reports and folders of the cache.
     pub fn name(self) -> &'static str {
         match self {
             Stage::Schedule => keys::SCHEDULE,
@@ -126,7 +126,7 @@ impl<'a> Host<'a> {
         found.map(Some).map_err(|reason| NotMade::NoDevice { target: target.name.clone(), reason })
     }
 
-    /// What runs a target, as keys name it.
+    /// The hardware of a target, as it is named in keys.
     pub fn hardware(&self, target: &Target) -> Result<Hardware, NotMade> {
         Ok(self.device(target)?.map_or_else(host, hardware_of))
     }
@@ -189,7 +189,7 @@ impl<'a> Chain<'a> {
     /// The key of a stage, once what it depends on is there; `None` where this model has no such stage.
     ///
     /// # Errors
-    /// What comes before it is not there. Stages that execute wait for the device first.
+    /// An earlier stage has no result yet. Stages that execute wait for the device first.
     pub fn key(&self, stage: Stage) -> Result<Option<Keyed>, NotMade> {
         let context = &self.context;
         match stage {

@@ -86,7 +86,7 @@ impl<'a> Compiler<'a> {
     pub fn misnamed(&self) -> Option<Fault> {
         let named = std::env::var(NAMED).ok().filter(|named| !named.is_empty())?;
         let missing = self.version().err()?;
-        let why = missing.message.lines().nth(1).map(|tried| format!(":{tried}")).unwrap_or_default();
+        let why = missing.message.lines().nth(1).map(|tried| format!(": {}", tried.trim())).unwrap_or_default();
         Some(
             Fault::environment(format!("`{NAMED}` is `{named}`, and no NVRTC can be loaded from there{why}"))
                 .with_remedy(format!("correct `{NAMED}`, or unset it to look in the usual places")),
@@ -179,7 +179,7 @@ struct Pending<'a> {
     context: BuildContext<'a>,
     source: &'a Generated,
     found: Result<Found, NotMade>,
-    /// What the report shows while it is compiled; `None` where nothing is.
+    /// The entry of the report while something is compiled.
     stage: Option<Stage<'a>>,
 }
 

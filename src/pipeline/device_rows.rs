@@ -124,7 +124,7 @@ fn load_launcher(
 /// Told the logits after each position.
 type OnRow<'a> = &'a mut dyn FnMut(u32, &[f32]);
 
-/// What is wanted of a prompt beside its rows of the cache.
+/// The results of a prompt beyond its rows of the cache.
 enum Wanted<'a> {
     Nothing,
     /// The logits after the last token, on the device.
@@ -436,7 +436,7 @@ pub fn bench_rows(
     let host = Host::new(workspace);
     let chain = Chain::chosen(BuildContext::new(workspace, manifest, target, &model)?, &host)?;
     let [smallest, .., most] = STEP_ROWS;
-    // As a server has them: a kernel of its own for one row.
+    // The kernels of a server: one row has a kernel of its own.
     let of = |&rows: &u32| if rows == 1 { Ok((1, 1)) } else { Ok((step_rows_for(rows)?, rows)) };
     let rows: Vec<(u32, u32)> = rows.iter().map(of).collect::<Result<_, Fault>>()?;
     if let Some(wrong) = chunks.iter().find(|rows| !STEP_ROWS.contains(rows) && **rows != CHUNK_ROWS) {
@@ -619,7 +619,7 @@ impl Decoding {
         (0..).zip(&mut self.inputs).for_each(|(row, input)| input.first = FirstToken::Given(token(row)));
     }
 
-    /// What a launch of `steps` steps from `from` on is given.
+    /// The tables of a launch of `steps` steps from position `from`.
     pub(super) fn launch(&mut self, from: u32, steps: u32) -> Result<(Tables<'_>, &[RowInput]), Fault> {
         self.inputs.iter_mut().for_each(|input| input.steps = steps);
         let row = |&sequence| Row { sequence, position: from, wants_logits: true };

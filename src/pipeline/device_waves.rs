@@ -129,7 +129,7 @@ pub(super) fn trace_waves(
     Ok((named_spans(&proven, 1, &waves.stamps()?)?, device_us, proven.plan().machine.sms))
 }
 
-/// What stamps of `steps` steps say of the waves of a plan.
+/// Times of the waves of a plan, from the stamps of `steps` steps.
 pub(super) fn named_spans(proven: &Proven<'_>, steps: u32, stamps: &[u64]) -> Result<Vec<Span>, Fault> {
     let program = &proven.validated().schedule().program;
     let name = |wave: &Wave| (wave.action.name(), program.grids[wave.grid.index()].name.as_str());

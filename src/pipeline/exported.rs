@@ -40,7 +40,7 @@ use crate::pack::identity;
 use crate::target::{Target, TargetKind};
 use crate::validate::{Validated, share_caches, validate};
 
-/// What lists the files of an export.
+/// The file that lists the files of an export.
 pub const INDEX: &str = "export.json";
 /// The digest of [`INDEX`].
 pub(super) const SEAL: &str = "export.b3";
@@ -71,7 +71,7 @@ pub(super) struct Index {
     pub bos: Option<u32>,
     pub context_max: u32,
     pub steps_per_launch: u32,
-    /// As the manifest has them.
+    /// Copied from the manifest.
     pub sequences_max: Option<u32>,
     pub chunk_max: Option<u32>,
     pub cache_pages: Option<u32>,

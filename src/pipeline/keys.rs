@@ -38,7 +38,7 @@ pub const MEASURE: &str = "measure";
 pub const EXPECT: &str = "expect";
 /// The candidate that a search found best; no stage of a build.
 pub const TUNED: &str = "tuned";
-/// What was built, by digest, beside the parts of a kernel; no stage of a build.
+/// The digests of what was built, stored beside the parts of a kernel. It is no stage of a build.
 pub const LINK: &str = "link";
 /// A search; its rows lie in the trials.
 const CAMPAIGN: &str = "campaign";
@@ -365,7 +365,7 @@ pub struct ExpectKey<'a> {
     pub graph: Digest,
     pub weights: &'a WeightsId,
     pub positions: &'a [u32],
-    /// Whether a device is compared with it: another reference, and other costs.
+    /// Whether the check runs on a device: it has another reference and other costs.
     pub device: bool,
 }
 
@@ -399,7 +399,7 @@ pub struct CampaignKey<'a> {
     pub hardware: &'a Hardware,
     pub space: Digest,
     pub seed: u64,
-    /// What everything is compared with.
+    /// The candidate that all others are compared with.
     pub begun: &'a Candidate,
 }
 

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 const LINE_BYTES_MAX: u64 = 64 << 20;
 /// Between two looks at whether the user wants to stop.
 const LOOK: Duration = Duration::from_millis(50);
-/// What a child that closed its stdout gets to end by itself.
+/// Time for a child to end by itself after it closed its stdout.
 const GRACE: Duration = Duration::from_secs(2);
 /// How much of a child's stderr is kept for its obituary.
 const SAID_BYTES_MAX: usize = 4096;

@@ -22,7 +22,7 @@ use crate::report::Report;
 use crate::rows::Shape;
 use crate::target::{Target, TargetKind};
 
-/// What a user names where a model is run.
+/// The model that a user names: a manifest or an export.
 pub struct Given {
     /// Of an export, what [`Exported::manifest`] says.
     pub manifest: Manifest,
@@ -39,7 +39,7 @@ impl Given {
         Given { manifest: exported.manifest().clone(), exported: Some(exported) }
     }
 
-    /// What its model is called.
+    /// Name of its model.
     pub fn model_name(&self) -> String {
         self.exported.as_ref().map_or_else(|| self.manifest.model_name(), |exported| exported.model_name().to_string())
     }
@@ -87,7 +87,7 @@ impl Ready {
         })
     }
 
-    /// Where progress is told.
+    /// Receives progress.
     pub fn report(&self) -> &Report {
         match &self.from {
             From::Built { workspace, .. } => &workspace.report,

@@ -19,7 +19,7 @@ use super::stages::memory_pack;
 pub(super) struct Resident(Option<Loaded>);
 
 struct Loaded {
-    /// Of [`identity`]: the layout has a knob, so two candidates may differ.
+    /// From [`identity`]. Layouts of two candidates may differ, because a knob changes them.
     id: [u8; 32],
     on: On,
 }

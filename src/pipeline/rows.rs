@@ -28,7 +28,7 @@ use super::stages::BuildContext;
 pub(super) struct TrialRow<'a> {
     /// The candidate, and what it became so far.
     pub chain: &'a Chain<'a>,
-    /// What ran it; `None` for a candidate that nothing ran.
+    /// The device that ran it; `None` if it did not run.
     pub hardware: Option<&'a Hardware>,
     /// The search that tried it.
     pub asked: Option<Asked>,
@@ -48,7 +48,7 @@ pub(super) struct Asked {
 /// What a row has of its own: its verdict, and what belongs to one position.
 pub(super) struct PositionVerdict {
     pub verdict: Verdict,
-    /// Row of what it took turns with.
+    /// Row of the candidate that it was timed against.
     pub incumbent: Option<Digest>,
     pub predicted_us: Option<f64>,
 }
@@ -179,7 +179,7 @@ impl Failure {
         }
     }
 
-    /// As a row has it.
+    /// The verdict of a row.
     pub fn verdict(self, detail: String, figures: Option<Figures>) -> Verdict {
         let check = figures.map(check_figures);
         match self {

@@ -30,7 +30,7 @@ pub(super) struct Known {
     pub floor_gap: Option<f64>,
 }
 
-/// What a candidate is timed against, at one position.
+/// The latency that a candidate is compared with, at one position.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Incumbent {
     pub row: Digest,

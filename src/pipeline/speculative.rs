@@ -161,7 +161,7 @@ pub fn decide_on_device(
         })
     };
     let mut stopped = take(&mut sequence, &[first]);
-    // Whether the kernel for one row has to be told where the text goes on.
+    // Whether the kernel for one row needs the new position.
     let mut moved = false;
     while !stopped && sequence.len() < end {
         let (position, last) = (sequence.len() as u32 - 1, sequence[sequence.len() - 1]);

@@ -235,7 +235,7 @@ pub(super) struct BuildContext<'a> {
     pub graph: Digest,
     /// As [`Model`] has it.
     pub op: Option<LayerOp>,
-    /// What the manifest says of the target's first candidate; it was read once and is sound.
+    /// The manifest's candidate for the target. It was validated when the manifest was read.
     pub knobs: Option<&'a str>,
 }
 
@@ -279,7 +279,7 @@ impl<'a> BuildContext<'a> {
         format!("{stage} {}", self.target.name)
     }
 
-    /// What is built: what a search found best, else what the manifest names, else the default.
+    /// The candidate to build: the best one of a search, else that of the manifest, else the default.
     pub fn candidate(&self) -> Candidate {
         let default = self.default_candidate();
         let cache = &self.workspace.cache;
@@ -314,7 +314,7 @@ impl<'a> BuildContext<'a> {
         .keyed()
     }
 
-    /// What a search finds best for: whatever the hardware and the code, a candidate is proven and checked again.
+    /// The key of a search result. It has neither hardware nor code, because every candidate is proven and checked again.
     pub fn tuned_subject(&self) -> String {
         let Manifest { precision, decode, .. } = self.manifest;
         let begun = self.knobs.map(|_| format!(" from {}", self.default_candidate())).unwrap_or_default();
@@ -503,7 +503,7 @@ pub(super) struct Generated {
 }
 
 impl Generated {
-    /// Of a source that is no artefact of its own. Its headers are those of this version.
+    /// Wraps a source that is no artefact of its own. Its headers are those of this version.
     pub fn of(source: KernelSource) -> Generated {
         Generated { content: Digest::of(source.text.as_bytes()), source }
     }

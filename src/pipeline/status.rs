@@ -58,7 +58,7 @@ pub fn known(workspace: &Workspace, manifest: &Manifest, target: &Target) -> Res
     })
 }
 
-/// How the cost model of today ranks the campaigns of a manifest on a target; the rows have what it said when they were made.
+/// How well today's cost model ranks the campaigns of a manifest on a target. The rows have the predictions of their own time.
 ///
 /// # Errors
 /// As [`known`].
@@ -96,7 +96,7 @@ pub struct Region {
     pub name: String,
     /// Of a step, the mean over SMs.
     pub us: f64,
-    /// Of that: waiting for other SMs.
+    /// The part of it that waits for other SMs.
     pub wait_us: f64,
 }
 

@@ -31,7 +31,7 @@ const BYTES: u64 = 2 << 30;
 const BYTES_PER_BYTE: u64 = 1024;
 /// Time to load a tokenizer, or to answer anything short.
 const SECONDS: u64 = 60;
-/// Text that takes a second more; a hundredth of what a core does.
+/// Bytes of text for which the time limit grows by a second: a hundredth of the speed of a core.
 const BYTES_PER_SECOND: u64 = 32 << 10;
 /// Time to compile a grammar: what people write takes milliseconds, and the table of a large vocabulary, which is made once, seconds.
 const GRAMMAR_SECONDS: u64 = 15;
@@ -58,7 +58,7 @@ enum Ask {
     Grammar { source: Source, vocab: u32, eos: Vec<u32> },
 }
 
-/// What comes next in one of several texts that are made of ids at the same time.
+/// The next ids of one of several texts that are decoded at the same time.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TextPart {
     /// Names the text. The first part with this number begins it.
@@ -124,7 +124,7 @@ enum Said {
     Config {
         config: serde_json::Map<String, serde_json::Value>,
     },
-    /// Of each token a text whose characters U+0000 to U+00FF are its bytes.
+    /// For each token a text: each character, U+0000 to U+00FF, stands for one byte.
     Bytes {
         tokens: Vec<String>,
     },
@@ -337,7 +337,7 @@ impl Tokens {
             Ok(line) => {
                 let said = serde_json::from_str(&line)
                     .map_err(|error| Fault::internal(format!("a tokenizer's process answered nonsense: {error}")))?;
-                // What it refuses does not end it.
+                // A refusal does not end the process.
                 self.worker = Some(worker);
                 match said {
                     Said::Fault { fault } => Err(fault),
@@ -367,7 +367,7 @@ impl Tokens {
     }
 }
 
-/// What the end of a child says about its tokenizer.
+/// The fault of a tokenizer whose child process has ended.
 fn verdict(ask: &Ask, how: &str) -> String {
     let gib = (BYTES + ask.bytes() * BYTES_PER_BYTE) >> 30;
     if how.contains("memory allocation of") {

@@ -30,7 +30,7 @@ pub struct Traced {
     pub step_us: f64,
     /// Bytes that a step has to read in the middle of the launch.
     pub bytes_per_step: u64,
-    /// Those bytes at the measured read peak; `None` where the target was not calibrated.
+    /// Time of those bytes at the measured read peak; `None` if the target was not calibrated.
     pub floor_us: Option<f64>,
     pub spans: Vec<Span>,
     pub table: Table,
@@ -46,7 +46,7 @@ impl Traced {
 /// What is traced.
 #[derive(Debug, Clone, Copy)]
 pub struct Asked {
-    /// `None`: the kernel for one row. Else a kernel for as many rows, each of a sequence of its own.
+    /// `None`: the kernel for one row. `Some(n)`: a kernel for n rows, each from its own sequence.
     pub rows: Option<u32>,
     pub position: u32,
     pub steps: u32,

@@ -70,7 +70,7 @@ pub enum Answer {
         figures: Option<Figures>,
         check_ms: Option<f64>,
     },
-    /// Nothing about the candidate: the campaign cannot go on.
+    /// A fault that is not about the candidate: the campaign cannot continue.
     Fault(Fault),
 }
 
@@ -208,7 +208,7 @@ impl<'a> Child<'a> {
         self.load(&job.candidate)?;
         let started = Instant::now();
         let (figures, ran) = self.check(&job.candidate)?;
-        // What was checked for an earlier trial costs this one nothing.
+        // A check of an earlier trial does not count as time of this one.
         let check_ms = if ran { started.elapsed().as_secs_f64() * 1e3 } else { 0.0 };
         let started = Instant::now();
         let (timed, rounds) = self.time(job)?;
@@ -285,7 +285,7 @@ impl<'a> Child<'a> {
         }
     }
 
-    /// What every candidate is compared with, made from the default one, through the cache.
+    /// The reference for all candidates, made from the default candidate through the cache.
     fn expect(&self) -> Result<Expected, Ended> {
         let context = self.context;
         let weights = context.weights_id()?;

@@ -5,7 +5,7 @@ use super::sampler::in_order;
 /// Natural logarithms of the probabilities that logits give, of one token and of the most probable ones.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Logprobs {
-    /// Of the token that was asked about; -inf where its logit is, NaN where there is none.
+    /// Log-probability of the given token: -inf if its logit is -inf, NaN if there is no such token.
     pub token: f64,
     /// The most probable ids, ties to the lowest id first.
     pub top: Vec<(u32, f64)>,

@@ -29,7 +29,7 @@ pub struct RequestSettings {
     pub logprobs: Option<u32>,
 }
 
-/// What makes tokens less probable that occurred before.
+/// Penalties for tokens that occurred before.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Penalties {
     /// Divides the logit of an id in the prompt or among the generated tokens, multiplies one below 0; above 0, 1 is off.

@@ -38,7 +38,7 @@ pub struct Entry {
     pub candidate: Candidate,
     pub proposer: Proposer,
     pub decision: Option<Decision>,
-    /// As in the column; of the first row that is not `ok`, if there is one.
+    /// The column of the first row that is not `ok`, else `ok`.
     pub verdict: &'static str,
     pub detail: String,
     pub check: Option<CheckFigures>,
@@ -136,7 +136,7 @@ pub struct HeadlineRow {
     /// In the closing duel `default_us * ratio`; before there was one, the median of the best candidate's own trial.
     pub best_us: f64,
     pub ratio: Option<RatioInterval>,
-    /// Of the best candidate.
+    /// Floor of the best candidate.
     pub floor_us: Option<f64>,
     pub bytes_per_step: u64,
 }
@@ -149,7 +149,7 @@ impl Headline<'_> {
 }
 
 impl History {
-    /// What this campaign found; `None` before the default was timed.
+    /// The result of this campaign; `None` before the default was timed.
     pub fn headline(&self) -> Option<Headline<'_>> {
         let (best, first) = (self.incumbent()?, self.first()?);
         let is_default = best.candidate == self.default;

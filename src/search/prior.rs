@@ -50,7 +50,7 @@ impl Setting {
         (hidden * head_dim * 2.0 * (heads + kv_heads) + 3.0 * hidden * intermediate).log2()
     }
 
-    /// How far a gain at another shape is expected at this shape: 1 if layers have the same size.
+    /// The part of a gain at another shape that is expected at this one: 1 if layers have the same size.
     fn likeness(&self, other: &Setting) -> f64 {
         let apart = self.layer() - other.layer();
         (-apart * apart / (2.0 * LAYER_WIDTH * LAYER_WIDTH)).exp()

@@ -298,7 +298,7 @@ impl<'a> Search<'a> {
         }
     }
 
-    /// Whether the search was not told of this point yet.
+    /// Whether this point has no result yet.
     pub fn is_new(&self, candidate: &Candidate) -> bool {
         !self.seen.contains(&candidate.values())
     }

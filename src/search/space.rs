@@ -29,7 +29,7 @@ pub enum Grid {
 /// One knob of a candidate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Knob {
-    /// As `Candidate` prints it.
+    /// The name that `Candidate` prints.
     pub name: &'static str,
     /// For documentation, and for external proposers.
     pub meaning: &'static str,

@@ -1,13 +1,12 @@
-//! Owns the way of a request: to the engine's thread, from there to the thread that makes text of tokens, and back to its client.
+//! Owns the path of a request: handler, engine thread, text thread (tokens to text), and back to the handler.
 //!
 //! ```text
 //! handlers --Command--> engine thread --Batch--> text thread --Answer--> handlers
 //! ```
 //!
-//! Commands are few, because handlers have a permit for each. Batches wait in a short queue: an engine that is faster than its
-//! tokenizer waits for it. Answers of a request are at most as many as its tokens, so a client that reads slowly holds no more
-//! than its own text. A client that goes away cancels its request; an engine or a tokenizer that ends, ends what it had with an
-//! error, and is started again.
+//! Queues are bounded. Handlers need a permit for each command. The queue of batches is short, so an engine that is faster than its
+//! tokenizer waits. A request has at most one answer for each token, so a slow client holds only its own text. A client that disconnects
+//! cancels its request. If the engine or the tokenizer fails, its requests end with an error, and it is started again.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -28,7 +27,7 @@ use crate::tokenizer::{Stopped, certain};
 
 /// Batches that wait for the text thread.
 const BATCHES_MAX: usize = 16;
-/// Stack of the engine's thread: a grammar may call itself for each level of its text.
+/// Stack of the engine's thread: matching a grammar recurses for each level of the text.
 const STACK_BYTES: usize = 16 << 20;
 /// An engine that fails this often within [`FAILURES_WITHIN`] ends the server.
 const FAILURES_MAX: usize = 3;
@@ -40,7 +39,7 @@ pub type StartTokens = Arc<dyn Fn() -> Result<Option<Tokens>, Fault> + Send + Sy
 /// What the desk does for a request.
 pub struct Order {
     pub text: TextSettings,
-    /// Of the reply, the index of this request's first choice.
+    /// Index in the reply of this request's first choice.
     pub first_choice: u32,
     pub choices: u32,
     pub answers: UnboundedSender<Answer>,
@@ -52,7 +51,7 @@ pub struct Order {
 pub struct TextSettings {
     /// Texts that end a choice, and are not part of it.
     pub stops: Vec<String>,
-    /// Tokens before which they do not.
+    /// Stops are ignored before this number of tokens.
     pub min_tokens: u32,
     pub skip_special: bool,
 }
@@ -88,9 +87,10 @@ pub enum Said {
 /// A token as clients see it.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ScoredToken {
-    pub text: String,
+    /// One text for all tokens of an id: a reply may have millions of them.
+    pub text: Arc<str>,
     pub logprob: f64,
-    pub top: Vec<(String, f64)>,
+    pub top: Vec<(Arc<str>, f64)>,
 }
 
 enum Command {
@@ -112,9 +112,9 @@ enum Batch {
 /// How the engine is.
 #[derive(Debug, Clone, Default)]
 pub struct Health {
-    /// Why nothing is decided at present.
+    /// Why the engine does not run at present.
     pub trouble: Option<String>,
-    /// Why nothing will be decided any more.
+    /// Why the engine will not run again.
     pub over: Option<Fault>,
     pub figures: Figures,
 }
@@ -160,7 +160,7 @@ impl Desk {
     }
 
     pub fn order(&self, ask: Ask, order: Order) {
-        // Its end is seen at the answers: their sender is gone, too.
+        // If the engine has ended, the sender of answers is dropped, and the handler sees that.
         let _ = self.commands.send(Command::Order(ask, Box::new(order)));
     }
 
@@ -177,7 +177,7 @@ impl Desk {
     }
 }
 
-/// A thread that panicked with the lock left plain figures.
+/// Locks even after a panic: the data are plain figures, which are always valid.
 pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
 }
@@ -213,7 +213,7 @@ fn run_engine<S: Stepper>(
     }
 }
 
-/// Runs until no handler can order any more.
+/// Runs until all senders of commands are gone.
 fn serve_orders<S: Stepper>(
     engine: &mut Engine<S>,
     orders: &Receiver<Command>,
@@ -286,7 +286,7 @@ struct TextThread {
     start: StartTokens,
     tokens: Option<Tokens>,
     /// Text of single ids.
-    pieces: HashMap<u32, String>,
+    pieces: HashMap<u32, Arc<str>>,
     open: BTreeMap<RequestId, Open>,
     texts: BTreeMap<ChoiceId, Text>,
     numbers: u64,
@@ -433,7 +433,7 @@ impl TextThread {
         let (Some(text), Some(open)) = (self.texts.get_mut(&id), self.open.get(&id.request)) else { return };
         text.pending.push_str(rest);
         let Stopped { ready, found } = certain(&text.pending, &open.order.text.stops);
-        // What only might have begun a stop did not.
+        // No token follows, so text that could have begun a stop is plain text.
         let ready = if found { ready } else { text.pending.len() };
         let said: String = text.pending.drain(..ready).collect();
         let reason = if found { Ok("stop") } else { reason };
@@ -481,7 +481,7 @@ impl TextThread {
             Some(tokens) => tokens.pieces(ids.clone())?,
             None => ids.iter().map(|id| format!(" {id}")).collect(),
         };
-        self.pieces.extend(ids.into_iter().zip(pieces));
+        self.pieces.extend(ids.into_iter().zip(pieces.into_iter().map(Arc::from)));
         Ok(())
     }
 

@@ -11,7 +11,7 @@ use super::error::ApiError;
 use crate::error::Fault;
 use crate::pipeline::Tokens;
 
-/// Stack of a thread: a schema is compiled by functions that call themselves for each level of it.
+/// Stack of a thread: compiling a schema recurses for each level of it.
 const STACK_BYTES: usize = 16 << 20;
 /// Questions that wait for a thread.
 const WAITING_MAX: usize = 256;
@@ -44,22 +44,26 @@ impl Encoders {
     /// Asks a tokenizer.
     ///
     /// # Errors
-    /// Too many ask, the model has no tokenizer, or the tokenizer's own.
+    /// Too many questions wait; the model has no tokenizer; or the error of the tokenizer.
     pub async fn ask<T: Send + 'static>(
         &self,
         question: impl FnOnce(&mut Tokens) -> Result<T, Fault> + Send + 'static,
     ) -> Result<T, ApiError> {
         let (answer, answered) = oneshot::channel();
         let job = Box::new(move |tokens: Result<&mut Tokens, ApiError>| {
-            // A handler that is gone wants no answer.
+            // The client went away while the question waited.
+            if answer.is_closed() {
+                return;
+            }
             let asked = tokens.and_then(|tokens| {
                 let folder = format!("{}/", tokens.folder().display());
                 question(tokens).map_err(|fault| {
                     let error = ApiError::from(fault);
-                    // Where the files of this machine are is nothing for its clients.
+                    // Clients do not learn the paths of this machine.
                     ApiError { message: error.message.replace(&folder, ""), ..error }
                 })
             });
+            // Or while it was answered.
             let _ = answer.send(asked);
         });
         match self.jobs.try_send(job) {

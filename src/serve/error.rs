@@ -39,7 +39,7 @@ impl ApiError {
         ApiError::new(StatusCode::TOO_MANY_REQUESTS, message).with_code("server_busy")
     }
 
-    /// Nothing is decided here at present.
+    /// The engine does not run at present.
     pub fn dead(message: impl Into<String>) -> ApiError {
         ApiError::new(StatusCode::SERVICE_UNAVAILABLE, message).with_code("engine_unavailable")
     }
@@ -93,7 +93,7 @@ impl From<Refused> for ApiError {
 impl From<SampleError> for ApiError {
     fn from(error: SampleError) -> ApiError {
         let message = error.to_string();
-        // It begins with the setting, as the command line names it.
+        // The message begins with the name of the option of the command line.
         let Some((setting, rest)) = message.split_once(": ") else { return ApiError::bad(message) };
         match (setting, setting.strip_prefix("logit-bias of ")) {
             (_, Some(id)) => ApiError::field("logit_bias", format!("{id}: {rest}")),

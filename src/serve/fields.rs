@@ -23,7 +23,7 @@ impl<'a> Fields<'a> {
     /// What is no JSON object, or names a field twice.
     pub fn of(body: &'a [u8]) -> Result<Fields<'a>, ApiError> {
         let mut fields: Fields<'a> = serde_json::from_slice(body)
-            .map_err(|error| ApiError::bad(format!("the body is no JSON object: {error}")))?;
+            .map_err(|error| ApiError::bad(in_words(format!("the body is no JSON object: {error}"))))?;
         fields.left.sort_by(|a, b| a.0.cmp(&b.0));
         match fields.left.windows(2).find(|pair| pair[0].0 == pair[1].0) {
             Some(twice) => Err(ApiError::field(&*twice[0].0, "is there twice")),
@@ -68,7 +68,7 @@ impl<'a> Fields<'a> {
     /// Takes a field whose neutral values change nothing.
     ///
     /// # Errors
-    /// Any other value: this server does not do what it asks for.
+    /// Any other value: the server does not support it.
     pub fn neutral(&mut self, name: &str, neutral: &[&str]) -> Result<(), ApiError> {
         match self.raw(name) {
             Some(value) if value.get() != "null" && !neutral.contains(&value.get()) => Err(unsupported(name)),
@@ -95,15 +95,19 @@ impl<'a> Fields<'a> {
     }
 }
 
-/// What is known and not done here.
+/// The error for a field that the API has and this server does not support.
 pub fn unsupported(name: &str) -> ApiError {
     ApiError::field(name, "this server does not support it").with_code("unsupported_parameter")
 }
 
-/// An error without the place in a value that the client wrote on one line, and without the names of Rust's types.
+/// An error without the place in a value that the client wrote on one line.
 fn plain(error: &serde_json::Error) -> String {
     let text = error.to_string();
-    let mut text = text.split(" at line ").next().unwrap_or_default().to_string();
+    in_words(text.split(" at line ").next().unwrap_or_default().to_string())
+}
+
+/// A message without the names of Rust's types.
+fn in_words(mut text: String) -> String {
     for (rust, words) in [
         ("expected u32", "expected a whole number from 0 to 4294967295"),
         ("expected i64", "expected a whole number of at most 64 bits"),
@@ -222,7 +226,7 @@ mod tests {
     fn what_is_no_object_is_refused() {
         for (body, expected) in [
             ("", "the body is no JSON object: EOF while parsing a value at line 1 column 0"),
-            ("[1]", "the body is no JSON object: invalid type: sequence, expected an object at line 1 column 0"),
+            ("[1]", "the body is no JSON object: invalid type: list, expected an object at line 1 column 0"),
             (r#"{"a": 1, "a": 2}"#, "`a`: is there twice"),
             (r#"{"a": 1"#, "the body is no JSON object: EOF while parsing an object at line 1 column 7"),
         ] {

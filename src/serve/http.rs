@@ -14,7 +14,7 @@ use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
-use tokio::net::{TcpListener, TcpStream};
+use tokio::net::TcpListener;
 use tokio::sync::{Semaphore, watch};
 use tokio::time::{Instant, Sleep, sleep, timeout};
 
@@ -22,13 +22,15 @@ use tokio::time::{Instant, Sleep, sleep, timeout};
 const CONNECTIONS_MAX: usize = 4096;
 /// A peer gets this long for the head of a request, and to begin one on an open connection.
 const HEAD_TIME: Duration = Duration::from_secs(30);
-/// A peer that reads nothing for this long is gone.
+/// If a peer does not read all that was written, it has to read [`WRITE_BYTES`] in this time, or its connection is closed: its request
+/// holds memory and permits that other requests need.
 const WRITE_TIME: Duration = Duration::from_secs(30);
+const WRITE_BYTES: usize = 2048;
 const HEAD_BYTES_MAX: usize = 64 << 10;
 const HEADERS_MAX: usize = 100;
-/// Connections, and what else this process opens.
+/// File descriptors: one for each connection, and those for other files.
 const FILES_MAX: u64 = 2 * CONNECTIONS_MAX as u64;
-/// After an accept that failed, for want of file descriptors.
+/// Pause after a failed accept: the process may be out of file descriptors.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 
 /// Serves until `stop` is done, then lets open requests finish for at most `grace`. False: some did not.
@@ -50,14 +52,14 @@ pub async fn serve(listener: TcpListener, router: Router, stop: impl Future<Outp
         tokio::spawn(async move {
             let _permit = permit;
             let _ = stream.set_nodelay(true);
-            let io = TokioIo::new(Patient { stream, stalled: None });
+            let io = TokioIo::new(Patient::new(stream));
             let mut http = http1::Builder::new();
             http.timer(TokioTimer::new())
                 .header_read_timeout(HEAD_TIME)
                 .max_buf_size(HEAD_BYTES_MAX)
                 .max_headers(HEADERS_MAX);
             let mut connection = pin!(http.serve_connection(io, TowerToHyperService::new(router)));
-            // Errors are the peer's: it is gone, or did not speak HTTP.
+            // An error means that the peer is gone, or did not send HTTP.
             tokio::select! {
                 _ = connection.as_mut() => return,
                 _ = stopped.wait_for(|stopped| *stopped) => {}
@@ -78,43 +80,64 @@ pub async fn serve(listener: TcpListener, router: Router, stop: impl Future<Outp
 pub async fn listen(address: SocketAddr) -> io::Result<TcpListener> {
     let Rlimit { maximum, .. } = getrlimit(Resource::Nofile);
     let most = maximum.map_or(FILES_MAX, |maximum| maximum.min(FILES_MAX));
-    // With fewer there are fewer connections.
+    // A lower limit only means fewer connections.
     let _ = setrlimit(Resource::Nofile, Rlimit { current: Some(most), maximum });
     TcpListener::bind(address).await
 }
 
 /// A stream whose peer has to read what is written.
-struct Patient {
-    stream: TcpStream,
-    /// Since a write waits.
+struct Patient<S> {
+    stream: S,
+    /// Fires [`WRITE_TIME`] after a write that the peer did not take whole.
     stalled: Option<Pin<Box<Sleep>>>,
+    /// Bytes that the peer took since then.
+    taken: usize,
 }
 
-impl Patient {
-    fn written<T>(&mut self, context: &mut Context<'_>, polled: Poll<io::Result<T>>) -> Poll<io::Result<T>> {
-        if polled.is_ready() {
-            self.stalled = None;
-            return polled;
+impl<S> Patient<S> {
+    fn new(stream: S) -> Patient<S> {
+        Patient { stream, stalled: None, taken: 0 }
+    }
+
+    /// Judges a write of `asked` bytes.
+    fn written(
+        &mut self,
+        context: &mut Context<'_>,
+        asked: usize,
+        polled: Poll<io::Result<usize>>,
+    ) -> Poll<io::Result<usize>> {
+        match polled {
+            Poll::Ready(Ok(taken)) if taken < asked => {
+                self.taken += taken;
+                if self.taken >= WRITE_BYTES {
+                    (self.stalled, self.taken) = (None, 0);
+                }
+            }
+            Poll::Ready(_) => {
+                (self.stalled, self.taken) = (None, 0);
+                return polled;
+            }
+            Poll::Pending => {}
         }
         let stalled =
             self.stalled.get_or_insert_with(|| Box::pin(tokio::time::sleep_until(Instant::now() + WRITE_TIME)));
         match stalled.as_mut().poll(context) {
             Poll::Ready(()) => Poll::Ready(Err(io::ErrorKind::TimedOut.into())),
-            Poll::Pending => Poll::Pending,
+            Poll::Pending => polled,
         }
     }
 }
 
-impl AsyncRead for Patient {
+impl<S: AsyncRead + Unpin> AsyncRead for Patient<S> {
     fn poll_read(mut self: Pin<&mut Self>, context: &mut Context<'_>, into: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
         Pin::new(&mut self.stream).poll_read(context, into)
     }
 }
 
-impl AsyncWrite for Patient {
+impl<S: AsyncWrite + Unpin> AsyncWrite for Patient<S> {
     fn poll_write(mut self: Pin<&mut Self>, context: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
         let polled = Pin::new(&mut self.stream).poll_write(context, bytes);
-        self.written(context, polled)
+        self.written(context, bytes.len(), polled)
     }
 
     fn poll_write_vectored(
@@ -123,7 +146,7 @@ impl AsyncWrite for Patient {
         bytes: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
         let polled = Pin::new(&mut self.stream).poll_write_vectored(context, bytes);
-        self.written(context, polled)
+        self.written(context, bytes.iter().map(|bytes| bytes.len()).sum(), polled)
     }
 
     fn is_write_vectored(&self) -> bool {
@@ -132,11 +155,51 @@ impl AsyncWrite for Patient {
 
     fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
         let polled = Pin::new(&mut self.stream).poll_flush(context);
-        self.written(context, polled)
+        self.written(context, 0, polled.map_ok(|()| 0)).map_ok(|_| ())
     }
 
     fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
         let polled = Pin::new(&mut self.stream).poll_shutdown(context);
-        self.written(context, polled)
+        self.written(context, 0, polled.map_ok(|()| 0)).map_ok(|_| ())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::io::{AsyncReadExt, AsyncWriteExt, duplex};
+
+    use super::*;
+
+    /// Writes `bytes` to a peer that reads `each` bytes every ten seconds.
+    async fn write_to_reader(bytes: usize, each: usize) -> io::Result<()> {
+        let (server, mut peer) = duplex(1024);
+        let mut patient = Patient::new(server);
+        let reading = async move {
+            let mut read = vec![0; each];
+            loop {
+                sleep(Duration::from_secs(10)).await;
+                if peer.read_exact(&mut read).await.is_err() {
+                    return;
+                }
+            }
+        };
+        let writing = async {
+            patient.write_all(&vec![1; bytes]).await?;
+            patient.flush().await
+        };
+        tokio::select! {
+            written = writing => written,
+            () = reading => Ok(()),
+        }
+    }
+
+    #[test]
+    fn a_peer_that_reads_too_slowly_is_cut_off_and_a_slow_one_is_not() {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build().unwrap();
+        runtime.block_on(async {
+            assert_eq!(write_to_reader(64 << 10, 16).await.unwrap_err().kind(), io::ErrorKind::TimedOut);
+            write_to_reader(64 << 10, 1024).await.unwrap();
+            write_to_reader(64 << 10, WRITE_BYTES).await.unwrap();
+        });
     }
 }

@@ -1,11 +1,19 @@
-//! Owns `serve`: a model behind the HTTP API that clients of OpenAI speak.
+//! Owns `serve`: a model as a server of the HTTP API of OpenAI.
 //!
-//! `desk` has the engine's thread and the thread that makes text; `encoders` the threads that read text; `routes` the endpoints,
-//! with `params` and `fields` for what they are asked, `tools` for the functions that a text may call, `reply` for what they answer,
-//! and `error` for what they refuse; `http` the connections; `metrics` the figures. Async code stays in `http`, `routes` and `reply`: it waits for peers, and computes nothing.
+//! | module | owns |
+//! | --- | --- |
+//! | `http` | connections |
+//! | `routes` | endpoints |
+//! | `params`, `fields`, `tools` | requests: settings, fields of a body, functions that a text may call |
+//! | `reply`, `scores`, `error` | replies: text, log-probabilities, refusals |
+//! | `desk` | the engine thread and the text thread |
+//! | `encoders` | threads that tokenize |
+//! | `metrics` | figures |
 //!
-//! Peers are strangers. Sizes are bounded before memory is taken, every wait has an end, and what a peer asks too much of is
-//! refused with a status that says so.
+//! Only `http`, `routes` and `reply` have async code. It waits for peers and computes nothing.
+//!
+//! Peers are not trusted. Sizes are bounded before memory is taken, every wait has an end, and a request for too much is refused
+//! with a status that says so.
 
 mod desk;
 mod encoders;
@@ -16,6 +24,7 @@ mod metrics;
 mod params;
 mod reply;
 mod routes;
+mod scores;
 mod tools;
 
 use std::net::SocketAddr;
@@ -35,15 +44,15 @@ pub use desk::StartTokens;
 /// Threads that read text, and threads that wait for peers.
 const ENCODERS: usize = 2;
 const HTTP_THREADS: usize = 2;
-/// Between two looks at whether to stop.
+/// Time between two checks whether to stop.
 const LOOK: Duration = Duration::from_millis(100);
-/// After the last request was cancelled, for its client to be told.
+/// Time for clients to receive the error of a cancelled request.
 const FAREWELL: Duration = Duration::from_secs(2);
 
 /// The model that is served.
 #[derive(Debug, Clone)]
 pub struct Model {
-    /// As clients call it.
+    /// The name that clients use.
     pub name: String,
     pub vocab: u32,
     /// Ids that end its text.
@@ -55,21 +64,21 @@ pub struct Model {
 #[derive(Debug, Clone)]
 pub struct Settings {
     pub address: SocketAddr,
-    /// What clients have to name as bearer token.
+    /// The bearer token that clients have to send.
     pub key: Option<String>,
     pub running_max: u32,
     pub waiting_max: u32,
     pub chunk_rows: u32,
     /// Steps of a launch.
     pub steps_max: u32,
-    /// Of a request, from its arrival to its last token.
+    /// Longest time from the arrival of a request to its last token.
     pub time_max: Duration,
-    /// For open requests, when the server ends.
+    /// Time for open requests when the server ends.
     pub grace: Duration,
 }
 
 impl Settings {
-    /// Those of the engine.
+    /// The limits of the engine.
     pub fn limits(&self) -> Limits {
         let Settings { running_max, waiting_max, chunk_rows, steps_max, .. } = *self;
         Limits { running_max, waiting_max: waiting_max as usize, chunk_rows, steps_max }
@@ -114,7 +123,7 @@ pub fn serve<S: Stepper>(
         let mut terminate =
             signal(SignalKind::terminate()).map_err(|error| failed("cannot wait for SIGTERM", error))?;
         let desk = Desk::start(make, tokens.clone(), Metrics::new(&model.name))?;
-        let encoders = Encoders::start(ENCODERS, tokens)?;
+        let encoders = [Encoders::start(ENCODERS, tokens)?, Encoders::start(1, tokens)?];
         let router = Server::new(desk.clone(), encoders, model, settings).router();
         ready(address)?;
         let mut ended = Ok(Ended::Stopped);

@@ -1,4 +1,4 @@
-//! Owns what a request may ask, read from its fields: both endpoints share all that is here.
+//! Owns the settings of a request that both endpoints share, read from its fields.
 
 use std::collections::BTreeMap;
 
@@ -20,7 +20,7 @@ const STOP_BYTES_MAX: usize = 1024;
 const LOGPROBS_MAX: u32 = 20;
 const STOP_IDS_MAX: usize = 64;
 const LOGIT_BIAS_MAX: usize = 1024;
-/// Prompts of a request. How many choices the server takes at a time bounds them further.
+/// Prompts of a request. The number of choices that the server takes at a time is a second bound.
 const PROMPTS_MAX: usize = 4096;
 
 /// What both endpoints know.
@@ -62,7 +62,7 @@ struct ResponseFormat {
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct JsonSchema {
-    // What both say is for people, and a schema is always followed.
+    // Name and description are for people. Every schema is strict.
     #[serde(rename = "name")]
     _name: Option<String>,
     #[serde(rename = "description")]
@@ -88,10 +88,10 @@ impl ResponseFormat {
     }
 }
 
-/// Refuses what would lead a text out of its grammar.
+/// Refuses settings that contradict a grammar.
 ///
 /// # Errors
-/// Settings that forbid the end of the text, or go on after it.
+/// Settings that forbid the end of the text, or continue after it.
 pub fn within_grammar(settings: &RequestSettings, field: &str) -> Result<(), ApiError> {
     for (name, on) in [("ignore_eos", settings.ignore_eos), ("min_tokens", settings.min_tokens > 0)] {
         if on {
@@ -170,7 +170,7 @@ impl Params {
         }
         let skip_special = fields.take("skip_special_tokens")?.unwrap_or(true);
         let token_ids = fields.take("return_token_ids")?.unwrap_or(false);
-        // Says who asks; nothing here depends on it.
+        // Names the user of the client; nothing here depends on it.
         fields.take::<String>("user")?;
         fields.neutral("store", &["false"])?;
         fields.neutral("service_tier", &["\"auto\"", "\"default\""])?;
@@ -195,7 +195,7 @@ pub fn top_logprobs(name: &str, asked: Option<u32>) -> Result<Option<u32>, ApiEr
     }
 }
 
-/// A number that no other request has, and that is not to be guessed.
+/// A random number that no other request has and that cannot be guessed.
 pub fn fresh_seed() -> u64 {
     use std::hash::{BuildHasher, Hasher, RandomState};
     RandomState::new().build_hasher().finish()
@@ -212,7 +212,7 @@ pub enum Prompt {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Prompts(pub Vec<Prompt>);
 
-/// One entry of a list: what it is says what the list is.
+/// One entry of a list. Its type is the type of the list.
 enum Entry {
     Text(String),
     Id(u32),

@@ -7,21 +7,20 @@ use std::pin::Pin;
 use std::task::{Context, Poll};
 
 use axum::body::{Body, Bytes};
-use http_body::Frame;
+use http_body::{Frame, SizeHint};
+use serde::Serialize;
 use serde_json::{Value, json};
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::sync::mpsc::UnboundedReceiver;
 
 use super::desk::{Answer, Desk, Said, ScoredToken};
 use super::error::ApiError;
+use super::scores::Scores;
 use super::tools::{Call, Piece, Reader};
 use crate::engine::RequestId;
 
 /// Answers that one event of a stream is made of, at most.
 const ANSWERS_AT_ONCE: usize = 64;
-
-/// What JSON has for the logarithm of 0.
-const LOGPROB_MIN: f64 = -9999.0;
 
 /// Which endpoint it is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -47,23 +46,25 @@ pub struct Head {
     pub model: String,
     /// Choices for each prompt, in the order of the prompts.
     pub choices: u32,
-    /// One a prompt, if the request wants it.
+    /// One for each prompt, if the request asks for it.
     pub echoes: Vec<Echo>,
     pub prompt_tokens: u32,
     /// The ids of each prompt, if the reply has ids of tokens.
     pub prompt_ids: Option<Vec<Vec<u32>>>,
     pub logprobs: bool,
-    /// What finds the calls of tools in a text, where there may be some.
+    /// Finds calls of tools in a text, if the request offers tools.
     pub reader: Option<Reader>,
     /// A stream ends with its usage.
     pub usage: bool,
 }
 
-/// What the engine still does for a reply. Dropped early, it is cancelled.
+/// The requests of a reply and its permits. Dropping it cancels requests that still run.
 pub struct Held {
     pub desk: Desk,
     pub requests: Vec<RequestId>,
     pub _permit: OwnedSemaphorePermit,
+    /// Permits for the log-probabilities of the reply, until the client has read them.
+    pub scores: Option<OwnedSemaphorePermit>,
 }
 
 impl Drop for Held {
@@ -75,10 +76,10 @@ impl Drop for Held {
 /// The answers to a request.
 pub struct Reply {
     pub head: Head,
-    /// Answers that came first.
+    /// Answers that came before all requests of the reply were taken.
     pub early: VecDeque<Answer>,
     pub answers: UnboundedReceiver<Answer>,
-    pub _held: Held,
+    pub held: Held,
     /// Choices that did not end.
     pub left: u32,
 }
@@ -102,43 +103,60 @@ impl Usage {
     }
 }
 
-/// Log-probabilities as the endpoint has them. `offset` is where the first token begins in its choice's text, in characters.
-fn logprobs(kind: Kind, first: Option<&str>, scored: &[ScoredToken], offset: &mut usize) -> Value {
-    let finite = |logprob: f64| logprob.max(LOGPROB_MIN);
-    match kind {
-        Kind::Chat => {
-            let entry = |text: &str, logprob: f64| json!({ "token": text, "logprob": finite(logprob), "bytes": text.as_bytes() });
-            let content = scored.iter().map(|token| {
-                let mut object = entry(&token.text, token.logprob);
-                object["top_logprobs"] = token.top.iter().map(|(text, logprob)| entry(text, *logprob)).collect();
-                object
-            });
-            json!({ "content": content.collect::<Vec<_>>(), "refusal": null })
-        }
-        Kind::Completion => {
-            let texts = first.into_iter().chain(scored.iter().map(|token| token.text.as_str()));
-            let offsets: Vec<usize> =
-                texts.clone().map(|text| std::mem::replace(offset, *offset + text.chars().count())).collect();
-            let none = first.map(|_| Value::Null);
-            let own = none.clone().into_iter().chain(scored.iter().map(|token| json!(finite(token.logprob))));
-            let tops = scored.iter().map(|token| {
-                // The most probable first; of two tokens with one text the more probable one. The token itself is always there.
-                let mut top = serde_json::Map::new();
-                for (text, logprob) in
-                    token.top.iter().map(|(text, logprob)| (text, *logprob)).chain([(&token.text, token.logprob)])
-                {
-                    top.entry(text.clone()).or_insert(json!(finite(logprob)));
-                }
-                Value::Object(top)
-            });
-            json!({
-                "tokens": texts.collect::<Vec<_>>(),
-                "token_logprobs": own.collect::<Vec<_>>(),
-                "top_logprobs": none.into_iter().chain(tops).collect::<Vec<_>>(),
-                "text_offset": offsets,
-            })
-        }
+/// The bytes of a whole reply, with the permits of its log-probabilities until the client has read them.
+struct WholeBody {
+    bytes: Option<Bytes>,
+    _scores: Option<OwnedSemaphorePermit>,
+}
+
+impl http_body::Body for WholeBody {
+    type Data = Bytes;
+    type Error = Infallible;
+
+    fn poll_frame(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
+        Poll::Ready(self.get_mut().bytes.take().map(|bytes| Ok(Frame::data(bytes))))
     }
+
+    fn is_end_stream(&self) -> bool {
+        self.bytes.is_none()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        SizeHint::with_exact(self.bytes.as_ref().map_or(0, |bytes| bytes.len() as u64))
+    }
+}
+
+/// JSON of a value whose keys are texts.
+pub fn json_text(value: &impl Serialize) -> String {
+    serde_json::to_string(value).unwrap_or_else(|_| "null".to_string())
+}
+
+/// A whole reply, as it is written.
+#[derive(Serialize)]
+struct WholeReply<'a> {
+    id: &'a str,
+    object: &'static str,
+    created: u64,
+    model: &'a str,
+    choices: Vec<WholeChoice<'a>>,
+    usage: Value,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    prompt_token_ids: Option<&'a [u32]>,
+}
+
+#[derive(Serialize)]
+struct WholeChoice<'a> {
+    index: usize,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    message: Option<Value>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    text: Option<String>,
+    logprobs: Option<Scores<'a>>,
+    finish_reason: &'static str,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    token_ids: Option<&'a [u32]>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    prompt_token_ids: Option<&'a [u32]>,
 }
 
 /// A choice of a whole reply.
@@ -180,7 +198,7 @@ impl Reply {
     ///
     /// # Errors
     /// A choice that ended without a reason that clients know.
-    pub async fn whole(mut self) -> Result<Value, ApiError> {
+    pub async fn whole(mut self) -> Result<Body, ApiError> {
         let count = self.left as usize;
         let empty = || Whole { reader: self.head.reader.clone(), ..Whole::default() };
         let mut choices: Vec<Whole> = std::iter::repeat_with(empty).take(count).collect();
@@ -220,56 +238,53 @@ impl Reply {
                 }
             }
         }
+        let bytes = Some(Bytes::from(self.written(&choices, &usage)));
+        Ok(Body::new(WholeBody { bytes, _scores: self.held.scores.take() }))
+    }
+
+    fn written(&self, choices: &[Whole], usage: &Usage) -> String {
         let head = &self.head;
-        // Choices of a prompt share the log-probabilities of its tokens.
-        let prompts: Vec<Vec<ScoredToken>> =
-            choices.chunks(head.choices as usize).map(|of| of[0].prompt.clone()).collect();
-        let choices = choices.into_iter().enumerate().map(|(index, choice)| {
+        let written = choices.iter().enumerate().map(|(index, choice)| {
             let prompt = index / head.choices as usize;
             let echo = head.echoes.get(prompt);
-            let logprobs = if head.logprobs {
-                let scored = [if echo.is_some() { &prompts[prompt][..] } else { &[] }, &choice.scored].concat();
-                logprobs(head.kind, echo.map(|echo| &*echo.first), &scored, &mut 0)
-            } else {
-                Value::Null
+            // Choices of a prompt share the log-probabilities of its tokens.
+            let scored_prompt: &[ScoredToken] =
+                if echo.is_some() { &choices[prompt * head.choices as usize].prompt } else { &[] };
+            let scores = Scores {
+                kind: head.kind,
+                first: echo.map(|echo| &*echo.first),
+                scored: [scored_prompt, &choice.scored],
+                offset: 0,
             };
-            let mut object = match head.kind {
-                Kind::Chat => json!({
-                    "index": index,
-                    "message": choice.message(),
-                    "logprobs": logprobs,
-                    "finish_reason": choice.reason,
-                }),
-                Kind::Completion => {
-                    let text = echo.map_or(String::new(), |echo| echo.text.clone()) + &choice.text;
-                    json!({ "index": index, "text": text, "logprobs": logprobs, "finish_reason": choice.reason })
-                }
+            let (message, text) = match head.kind {
+                Kind::Chat => (Some(choice.message()), None),
+                Kind::Completion => (None, Some(echo.map_or(String::new(), |echo| echo.text.clone()) + &choice.text)),
             };
-            if let Some(prompts) = &head.prompt_ids {
-                object["token_ids"] = json!(choice.ids);
-                if head.kind == Kind::Completion {
-                    object["prompt_token_ids"] = json!(prompts[prompt]);
-                }
+            let prompt_ids = head.prompt_ids.as_ref().filter(|_| head.kind == Kind::Completion);
+            WholeChoice {
+                index,
+                message,
+                text,
+                logprobs: head.logprobs.then_some(scores),
+                finish_reason: choice.reason,
+                token_ids: head.prompt_ids.as_ref().map(|_| &*choice.ids),
+                prompt_token_ids: prompt_ids.map(|prompts| &*prompts[prompt]),
             }
-            object
         });
-        let choices: Vec<Value> = choices.collect();
-        let object = match head.kind {
-            Kind::Chat => "chat.completion",
-            Kind::Completion => "text_completion",
-        };
-        let mut reply = json!({
-            "id": head.id,
-            "object": object,
-            "created": head.created_s,
-            "model": head.model,
-            "choices": choices,
-            "usage": usage.object(head),
-        });
-        if let (Kind::Chat, Some(prompts)) = (head.kind, &head.prompt_ids) {
-            reply["prompt_token_ids"] = json!(prompts.concat());
-        }
-        Ok(reply)
+        // A chat has one prompt.
+        let prompt_ids = head.prompt_ids.as_ref().filter(|_| head.kind == Kind::Chat);
+        json_text(&WholeReply {
+            id: &head.id,
+            object: match head.kind {
+                Kind::Chat => "chat.completion",
+                Kind::Completion => "text_completion",
+            },
+            created: head.created_s,
+            model: &head.model,
+            choices: written.collect(),
+            usage: usage.object(head),
+            prompt_token_ids: prompt_ids.and_then(|prompts| prompts.first()).map(|ids| &**ids),
+        })
     }
 
     /// The body of a stream of events.
@@ -322,8 +337,8 @@ impl<'a> Delta<'a> {
 /// What an event has in addition to its text.
 #[derive(Default)]
 struct Beside {
-    logprobs: Option<Value>,
-    /// The token that the text is of, where ids are asked for.
+    logprobs: Option<String>,
+    /// The id of the token, if the request asks for ids.
     token: Option<u32>,
 }
 
@@ -362,7 +377,7 @@ impl Line<'_> {
         let body = body.to_string();
         // Without its braces.
         let body = &body[1..body.len() - 1];
-        let logprobs = logprobs.unwrap_or(Value::Null);
+        let logprobs = logprobs.as_deref().unwrap_or("null");
         let reason = if let Delta::End(reason) = delta { Value::from(*reason) } else { Value::Null };
         // The first event of a choice has the ids of its prompt: next to `choices` in a chat, inside the choice in a completion.
         let first = !std::mem::replace(self.begun, true);
@@ -396,7 +411,7 @@ struct Events {
     readers: Vec<Option<Reader>>,
     calls: Vec<u32>,
     usage: Usage,
-    /// What follows when no answer does.
+    /// What is still to be sent after the last answer.
     over: VecDeque<Bytes>,
     /// `None`: all answers came.
     reply: Option<Reply>,
@@ -410,6 +425,10 @@ impl Events {
         let Answer { choice: index, said } = answer;
         let at = index as usize;
         let mut line = Line { prefix, head, index, begun: &mut begun[at], out };
+        let mut scores = |first, scored: &[ScoredToken]| {
+            let scores = Scores { kind: head.kind, first, scored: [&[], scored], offset: offsets[at] };
+            head.logprobs.then(|| scores.event(&mut offsets[at]))
+        };
         match said {
             Said::Refused(error) => return Err(error),
             Said::Taken(_) => {}
@@ -418,20 +437,19 @@ impl Events {
                 match (head.kind, head.echoes.get(line.prompt())) {
                     (Kind::Chat, _) => line.say(&Delta::Role, Beside::default()),
                     (Kind::Completion, Some(echo)) => {
-                        let first =
-                            head.logprobs.then(|| logprobs(head.kind, Some(&echo.first), &[], &mut offsets[at]));
+                        let first = scores(Some(&*echo.first), &[]);
                         line.say(&Delta::Text(&echo.text), Beside { logprobs: first, token: None });
                     }
                     (Kind::Completion, None) => {}
                 }
             }
             Said::Prompt(scored) => {
-                let logprobs = Some(logprobs(head.kind, None, &scored, &mut offsets[at]));
+                let logprobs = scores(None, &scored);
                 line.say(&Delta::Text(""), Beside { logprobs, token: None });
             }
             Said::Part { text, token, scored } => {
                 usage.completion += u32::from(token.is_some());
-                let logprobs = head.logprobs.then(|| logprobs(head.kind, None, &scored, &mut offsets[at]));
+                let logprobs = scores(None, &scored);
                 let token = token.filter(|_| head.prompt_ids.is_some());
                 let mut pieces = match &mut readers[at] {
                     Some(reader) => reader.push(&text),

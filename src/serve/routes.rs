@@ -6,6 +6,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use axum::Router;
 use axum::body::{Body, Bytes, to_bytes};
+use axum::extract::rejection::PathRejection;
 use axum::extract::{Path, Request, State};
 use axum::http::{HeaderMap, HeaderValue, Method, Response, StatusCode, header};
 use axum::routing::{get, post};
@@ -31,33 +32,40 @@ use crate::tokenizer::Message;
 
 /// Bytes of a body: more than the ids of the largest context take.
 const BODY_BYTES_MAX: usize = 16 << 20;
-/// Bytes of all large bodies that are read at a time, and of all small ones: a few peers that send large bodies slowly do not
-/// keep the others out.
+/// Bytes of all large bodies that are read at a time, and of all small ones. They are counted apart, so that slow peers with large
+/// bodies do not block the others.
 const BODIES_BYTES_MAX: usize = 64 << 20;
 const SMALL_BODY_BYTES: usize = 64 << 10;
 /// A body has to be there after this.
 const BODY_TIME: Duration = Duration::from_secs(30);
-/// Tokens of a completion that names no number: that of the API.
+/// Default `max_tokens` of a completion, as in the API.
 const COMPLETION_TOKENS: u32 = 16;
 const MESSAGES_MAX: usize = 4096;
 /// Parts of a message.
 const PARTS_MAX: usize = 4096;
-/// A text is not tokenized if it is longer than a context of tokens of this many bytes, and than `TEXT_BYTES`: a tokenizer needs
-/// some microseconds for each byte, and other requests wait for it.
+/// Bytes of text for each token of the context. Longer texts are refused before a tokenizer reads them: it takes microseconds for each
+/// byte, and other requests wait for it.
 const TOKEN_BYTES: usize = 64;
 const TEXT_BYTES: usize = 64 << 10;
+
+/// Log-probabilities of all replies that are computed or read at a time. As JSON one takes about 120 bytes, so all take 1 GB at most.
+const SCORES_MAX: u64 = 1 << 23;
 
 /// What every endpoint has.
 pub struct Server {
     pub desk: Desk,
     pub encoders: Encoders,
+    /// Compiles grammars. They have a thread of their own, because compiling can take seconds and texts must not wait for it.
+    pub grammars: Encoders,
     pub model: Model,
-    /// Digest of the key that clients have to name.
+    /// Digest of the key that clients have to send.
     pub key: Option<blake3::Hash>,
     /// One for each choice that waits or runs.
     pub choices: Arc<Semaphore>,
     pub choices_max: u32,
-    /// Of a request.
+    /// One for each log-probability of a reply.
+    scores: Arc<Semaphore>,
+    /// Longest time of a request.
     pub time_max: Duration,
     pub started_s: u64,
     /// The bytes of the model's tokens, once a grammar was asked for.
@@ -69,15 +77,17 @@ pub struct Server {
 type Answered = Result<Response<Body>, ApiError>;
 
 impl Server {
-    pub fn new(desk: Desk, encoders: Encoders, model: Model, settings: &super::Settings) -> Server {
+    pub fn new(desk: Desk, [encoders, grammars]: [Encoders; 2], model: Model, settings: &super::Settings) -> Server {
         let choices_max = settings.running_max.saturating_add(settings.waiting_max).max(1);
         Server {
             desk,
             encoders,
+            grammars,
             model,
             key: settings.key.as_ref().map(|key| blake3::hash(key.as_bytes())),
             choices: Arc::new(Semaphore::new(choices_max as usize)),
             choices_max,
+            scores: Arc::new(Semaphore::new(SCORES_MAX as usize)),
             time_max: settings.time_max,
             started_s: now_s(),
             vocabulary: Arc::new(Mutex::new(None)),
@@ -164,11 +174,17 @@ impl Server {
         Err(ApiError::field(field, message).with_code("context_length_exceeded"))
     }
 
+    /// The same for messages, with all fields that a template may print.
     fn check_messages(&self, messages: &[Message]) -> Result<(), ApiError> {
-        self.check_text("messages", messages.iter().map(|message| message.content.len()).sum())
+        let bytes = |message: &Message| {
+            let Message { role, content, tool_calls, tool_call_id, name } = message;
+            let named = tool_call_id.iter().chain(name).map(String::len).sum::<usize>();
+            role.len() + content.len() + named + json_bytes(tool_calls)
+        };
+        self.check_text("messages", messages.iter().map(bytes).sum())
     }
 
-    /// Takes room for the choices of as many prompts.
+    /// Takes permits for the choices of `prompts` prompts.
     fn reserve(&self, prompts: usize, params: &Params) -> Result<OwnedSemaphorePermit, ApiError> {
         let count = (prompts as u32).saturating_mul(params.choices);
         if count > self.choices_max {
@@ -179,7 +195,27 @@ impl Server {
         permit.map_err(|_| ApiError::busy("too many requests wait already"))
     }
 
-    /// Compiles what a field asks of the text.
+    /// Takes permits for the log-probabilities of a reply: the largest number that it can have.
+    fn reserve_scores(&self, asked: &Asked, choices: u32) -> Result<Option<OwnedSemaphorePermit>, ApiError> {
+        let Some(top) = asked.settings.logprobs else { return Ok(None) };
+        let context_max = u64::from(self.model.context_max);
+        let tokens = |prompt: &Vec<u32>| {
+            let length = prompt.len() as u64;
+            let generated = context_max.saturating_sub(length).min(u64::from(asked.tokens_max));
+            asked.scores_prompt.map_or(0, |_| length) + u64::from(choices) * generated
+        };
+        let count = asked.prompts.iter().map(tokens).sum::<u64>() * (1 + u64::from(top));
+        if count > SCORES_MAX {
+            let message = format!(
+                "expected at most {SCORES_MAX} log-probabilities of all tokens and choices, found up to {count}"
+            );
+            return Err(ApiError::field("logprobs", message));
+        }
+        let permit = self.scores.clone().try_acquire_many_owned(count as u32);
+        permit.map(Some).map_err(|_| ApiError::busy("too many log-probabilities are being computed"))
+    }
+
+    /// Compiles a grammar; `field` names the field that asks for it.
     async fn grammar(&self, source: Source, field: &str) -> Result<Grammar, ApiError> {
         let (vocabulary, vocab, eos) = (self.vocabulary.clone(), self.model.vocab, self.model.eos.clone());
         let question = move |tokens: &mut Tokens| {
@@ -192,15 +228,16 @@ impl Server {
             drop(made);
             Ok(vocabulary.compile(&source)?)
         };
-        self.encoders.ask(question).await.map_err(|error| match error.status {
+        self.grammars.ask(question).await.map_err(|error| match error.status {
             StatusCode::BAD_REQUEST => ApiError::field(field, error.message),
             _ => error,
         })
     }
 
-    /// Orders continuations of prompts; the reply once all of them are taken. `permit` is that of [`Server::reserve`].
+    /// Sends requests to the engine, and replies once it has taken all of them. `permit` is from [`Server::reserve`].
     async fn order(&self, kind: Kind, params: Params, asked: Asked, permit: OwnedSemaphorePermit) -> Answered {
         let arrived = Instant::now();
+        let scores = self.reserve_scores(&asked, params.choices)?;
         let Asked { prompts, echoes, tokens_max, settings, scores_prompt, grammar, reader } = asked;
         if settings.min_tokens > tokens_max {
             let message = format!("expected at most {tokens_max}, as `max_tokens`, found {}", settings.min_tokens);
@@ -234,7 +271,7 @@ impl Server {
             self.desk.order(ask, order);
         }
         drop(answers);
-        let mut held = Held { desk: self.desk.clone(), requests: vec![], _permit: permit };
+        let mut held = Held { desk: self.desk.clone(), requests: vec![], _permit: permit, scores };
         let orders = (count / params.choices) as usize;
         let early = all_taken(&mut held, orders, &mut answered).await.map_err(|error| of_kind(kind, error))?;
         lock(&self.desk.metrics).prompt_tokens += u64::from(prompt_tokens);
@@ -255,7 +292,7 @@ impl Server {
             reader,
             usage: params.usage,
         };
-        let reply = Reply { head, early, answers: answered, _held: held, left: count };
+        let reply = Reply { head, early, answers: answered, held, left: count };
         if params.stream {
             let mut response = Response::new(reply.stream());
             let headers = response.headers_mut();
@@ -263,11 +300,11 @@ impl Server {
             headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-cache"));
             return Ok(response);
         }
-        Ok(json_response(&reply.whole().await?))
+        Ok(as_json(reply.whole().await?))
     }
 }
 
-/// Waits until each of as many orders is a request; what was said of them in the meantime.
+/// Waits until the engine has taken `orders` requests. Returns the answers that came in the meantime.
 async fn all_taken(
     held: &mut Held,
     orders: usize,
@@ -285,7 +322,7 @@ async fn all_taken(
     Ok(early)
 }
 
-/// The error in the words of an endpoint: a chat's prompt is made of its messages.
+/// Names `messages` instead of `prompt` in an error of a chat.
 fn of_kind(kind: Kind, error: ApiError) -> ApiError {
     match (kind, error.param.as_deref()) {
         (Kind::Chat, Some("prompt")) => {
@@ -314,7 +351,16 @@ fn now_s() -> u64 {
 }
 
 fn json_response(value: &Value) -> Response<Body> {
-    let mut response = Response::new(Body::from(value.to_string()));
+    as_json(Body::from(value.to_string()))
+}
+
+/// Bytes of values as JSON.
+fn json_bytes(values: &[Value]) -> usize {
+    values.iter().map(|value| value.to_string().len()).sum()
+}
+
+fn as_json(body: Body) -> Response<Body> {
+    let mut response = Response::new(body);
     response.headers_mut().insert(header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
     response
 }
@@ -335,7 +381,7 @@ where
     answered.unwrap_or_else(|error| error.response())
 }
 
-/// A chat for people: one file, which needs no other. It asks for the key itself.
+/// The chat page: one file that loads no other. It asks for the API key itself.
 async fn page() -> Response<Body> {
     const PAGE: &str = include_str!("page.html");
     let mut response = Response::new(Body::from(PAGE));
@@ -345,7 +391,7 @@ async fn page() -> Response<Body> {
         (header::X_CONTENT_TYPE_OPTIONS, "nosniff"),
         (
             header::CONTENT_SECURITY_POLICY,
-            // What a page may load, it says itself.
+            // The page itself has the policy for what it may load.
             "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
         ),
     ] {
@@ -408,9 +454,9 @@ async fn models(State(server): Shared, headers: HeaderMap) -> Response<Body> {
     }
 }
 
-async fn model(State(server): Shared, Path(name): Path<String>, headers: HeaderMap) -> Response<Body> {
+async fn model(State(server): Shared, name: Result<Path<String>, PathRejection>, headers: HeaderMap) -> Response<Body> {
     match server.authorised(&headers) {
-        Ok(()) if name == server.model.name => json_response(&server.model_object()),
+        Ok(()) if name.is_ok_and(|Path(name)| name == server.model.name) => json_response(&server.model_object()),
         Ok(()) => {
             let message = format!("no such model is served here, expected `{}`", server.model.name);
             ApiError::new(StatusCode::NOT_FOUND, message).with_code("model_not_found").response()
@@ -453,21 +499,21 @@ async fn completions(server: Arc<Server>, body: Bytes) -> Answered {
     if params.stream && scores_prompt.is_some() && params.choices > 1 {
         return Err(ApiError::field("n", "a stream repeats the prompt's log-probabilities for one choice only"));
     }
-    // Before a tokenizer works for it.
+    // Before the tokenizer does any work for the request.
     let permit = server.reserve(prompts.len(), &params)?;
     let skip_special = params.skip_special;
     let (mut all, mut echoes) = (vec![], vec![]);
     for prompt in prompts {
         match &prompt {
             Prompt::Text(text) => server.check_text("prompt", text.len())?,
-            // Refused when it is ordered; no tokenizer repeats it.
+            // Too long: refused when it is ordered, without work of the tokenizer.
             Prompt::Ids(ids) if !echo || ids.len() > server.model.context_max as usize => {
                 all.push(ids.clone());
                 continue;
             }
             Prompt::Ids(_) => {}
         }
-        // One question for each prompt: other requests have their turn between them.
+        // One question for each prompt, so that other requests get their turn in between.
         let question = move |tokens: &mut Tokens| {
             let (ids, text) = match prompt {
                 Prompt::Text(text) => (tokens.encode(&text, special)?, Some(text)),
@@ -504,7 +550,7 @@ async fn completions(server: Arc<Server>, body: Bytes) -> Answered {
 struct SentMessage {
     role: String,
     content: Option<Content>,
-    /// Answers of this API have it without a value, and clients send answers back.
+    /// Replies have this field with null, and clients send replies back.
     #[serde(rename = "refusal")]
     _refusal: Option<()>,
     tool_calls: Option<Vec<SentCall>>,
@@ -695,6 +741,7 @@ async fn chat(server: Arc<Server>, body: Bytes) -> Answered {
         params.stops.extend(tools.stop(*form));
     }
     let shown = tools.as_ref().map_or(vec![], |(tools, _)| tools.for_template());
+    server.check_text("tools", json_bytes(&shown))?;
     let prompt = server.encoders.ask(move |tokens| tokens.encode_chat(messages, shown, reply)).await;
     let prompt = prompt.map_err(of_field("messages"))?;
     let grammar = match wanted {
@@ -703,7 +750,7 @@ async fn chat(server: Arc<Server>, body: Bytes) -> Answered {
     };
     let reader = tools.map(|(tools, form)| tools.reader(form));
     let settings = RequestSettings { logprobs: wants.then_some(top.unwrap_or(0)), ..params.settings.clone() };
-    // As many as the context holds.
+    // By default, as many as fit into the context.
     let tokens_max = tokens_max.unwrap_or(u32::MAX);
     let asked =
         Asked { prompts: vec![prompt], echoes: vec![], tokens_max, settings, scores_prompt: None, grammar, reader };

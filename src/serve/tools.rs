@@ -1,7 +1,7 @@
-//! Owns tools: what a client offers, which of it a text has to call, and the calls that a text has.
+//! Owns tools: the functions that a client offers, the grammar of a text that has to call one, and the calls in a text.
 //!
 //! A checkpoint's chat template shows the model its tools, and says in which form it calls them ([`CallForm`]). A text that has to
-//! call one follows a grammar of that form. Any other text is free, and what is no call in it is text.
+//! call one follows a grammar of that form. Any other text is free: all of it that is not a call is text.
 
 use std::fmt::Write as _;
 
@@ -272,7 +272,7 @@ impl Reader {
         pieces
     }
 
-    /// What is left at the end of the text.
+    /// Returns the rest at the end of the text.
     pub fn finish(&mut self) -> Vec<Piece> {
         let rest = std::mem::take(&mut self.pending);
         // A stop may have taken the end of a call, and white space between calls is not for people.
@@ -289,7 +289,7 @@ impl Reader {
 
     /// The `finish_reason` of a text that ended for `reason`.
     pub fn reason(&self, reason: &'static str) -> &'static str {
-        // As the API: who names a function gets what was asked for.
+        // As in the API: a call of the function that `tool_choice` names ends with `stop`.
         if reason == "stop" && self.calls > 0 && !self.named { "tool_calls" } else { reason }
     }
 

@@ -246,7 +246,7 @@ fn a_prompt_comes_from_a_pipe_or_a_file_and_a_stop_text_ends_it() {
     let mut command = place.command("generate m.toml --max-tokens 40 --prompt-file prompt.txt --stop");
     let stopped = Answer::of(command.arg(stop)).code(0);
     assert_eq!(stopped.stdout.trim_end_matches('\n'), &whole[..whole.find(stop).unwrap()]);
-    assert!(stopped.stderr.contains("stopped: a `--stop` text came"), "{stopped:#?}");
+    assert!(stopped.stderr.contains("stopped: a text of `--stop` was generated"), "{stopped:#?}");
     let mut command = place.command("generate m.toml --max-tokens 40 --prompt-file prompt.txt --json --stop");
     assert_eq!(Answer::of(command.arg(stop)).code(0).json()["stop"], "stop");
 

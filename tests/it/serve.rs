@@ -671,6 +671,10 @@ fn tools_are_called_in_the_form_of_the_template() {
         body.as_object_mut().unwrap().extend(value.as_object().unwrap().clone());
         refused(&post(server.address, "/v1/chat/completions", &body), 400, field);
     }
+    let mut long = free.clone();
+    long[0]["function"]["description"] = json!("a".repeat(100 << 10));
+    let refusal = post(server.address, "/v1/chat/completions", &json!({ "messages": [user], "tools": long }));
+    assert_eq!(refused(&refusal, 400, "tools")["code"], "context_length_exceeded");
     let plain = Server::start("");
     let refusal = post(plain.address, "/v1/chat/completions", &json!({ "messages": [user], "tools": free }));
     assert_eq!(refused(&refusal, 400, "tools")["code"], "unsupported_parameter");
@@ -747,7 +751,21 @@ fn strangers_do_no_harm() {
     refused(&post(address, "/v1/chat/completions", &message), 400, "messages");
     refused(&post(address, "/tokenize", &message), 400, "messages");
     refused(&post(address, "/tokenize", &json!({ "prompt": "a".repeat(2 << 20) })), 400, "prompt");
+    let long = "a".repeat(1 << 20);
+    let call =
+        json!([{ "type": "function", "function": { "name": "f", "arguments": json!({ "a": long }).to_string() } }]);
+    for message in [
+        json!({ "role": long, "content": "a" }),
+        json!({ "role": "tool", "name": long, "content": "a" }),
+        json!({ "role": "tool", "tool_call_id": long, "content": "a" }),
+        json!({ "role": "assistant", "tool_calls": call }),
+    ] {
+        let refusal = post(address, "/v1/chat/completions", &json!({ "messages": [message] }));
+        assert_eq!(refused(&refusal, 400, "messages")["code"], "context_length_exceeded");
+    }
     assert!(began.elapsed() < Duration::from_secs(30), "{:?}", began.elapsed());
+    // A name that is no text.
+    refused(&get(address, "/v1/models/%ff"), 404, "");
     // A reader that stops: the others go on.
     let mut stopped = connect(address);
     let body =
@@ -760,6 +778,49 @@ fn strangers_do_no_harm() {
     assert_eq!(server.complete(&json!({ "prompt": PROMPT, "max_tokens": 2 }))["usage"]["completion_tokens"], 2);
     drop(stopped);
     assert_eq!(get(address, "/health").status, 200);
+}
+
+#[test]
+fn log_probabilities_take_bounded_memory() {
+    let server = Server::start("--max-waiting 4000");
+    let ask = |prompts: usize, tokens_max: u32| json!({ "prompt": vec![vec![5]; prompts], "n": 128, "max_tokens": tokens_max, "logprobs": 20, "stream": true, "ignore_eos": true });
+    let all = refused(&post(server.address, "/v1/completions", &ask(13, 4000)), 400, "logprobs");
+    assert!(all["message"].as_str().unwrap().contains("found up to 8910720"), "{all}");
+    let scored = json!({ "prompt": vec![vec![5; 200]; 2000], "echo": true, "logprobs": 20, "max_tokens": 1 });
+    refused(&post(server.address, "/v1/completions", &scored), 400, "logprobs");
+    // Two that fit alone do not fit together.
+    let mut first = connect(server.address);
+    let head = "Content-Type: application/json\r\n";
+    first.write_all(request("POST", "/v1/completions", head, &ask(10, 4000).to_string()).as_bytes()).unwrap();
+    server.until("the first one runs", |server| server.metric("vllm:num_requests_running") > 0.0);
+    assert_eq!(refused(&post(server.address, "/v1/completions", &ask(10, 4000)), 429, "")["code"], "server_busy");
+    drop(first);
+    server.until("there is room again", |server| post(server.address, "/v1/completions", &ask(1, 1)).status == 200);
+}
+
+#[test]
+fn a_text_does_not_wait_for_a_schema() {
+    let server = Server::start("");
+    let schema = json!({ "type": "integer", "multipleOf": 999_983 });
+    let format = json!({ "type": "json_schema", "json_schema": { "name": "n", "schema": schema } });
+    let body = json!({ "messages": [{ "role": "user", "content": "Hi" }], "response_format": format, "max_tokens": 8 });
+    let ask = request("POST", "/v1/chat/completions", "Content-Type: application/json\r\n", &body.to_string());
+    let mut schemas: Vec<_> = (0..3).map(|_| connect(server.address)).collect();
+    for stream in &mut schemas {
+        stream.write_all(ask.as_bytes()).unwrap();
+    }
+    // Two threads for texts take them up, if they do so at all.
+    thread::sleep(Duration::from_millis(300));
+    assert_eq!(server.complete(&json!({ "prompt": PROMPT, "max_tokens": 2 }))["usage"]["completion_tokens"], 2);
+    for stream in &mut schemas {
+        stream.set_nonblocking(true).unwrap();
+        let read = stream.read(&mut [0]).map_err(|error| error.kind());
+        assert_eq!(
+            read,
+            Err(std::io::ErrorKind::WouldBlock),
+            "a schema that takes seconds came before a text of two tokens"
+        );
+    }
 }
 
 #[test]
@@ -845,7 +906,7 @@ fn run_client(clients: &std::path::Path, script: &str, arguments: &[&str], input
 /// The packages, unless this machine has none and may have none.
 fn clients_for(test: &str) -> Option<std::path::PathBuf> {
     let folder = python_packages();
-    if folder.join("openai").is_dir() && folder.join("lm_eval").is_dir() {
+    if ["openai", "lm_eval", "llama_benchy"].iter().all(|package| folder.join(package).is_dir()) {
         return Some(folder);
     }
     without_packages(test, "Python clients");
@@ -880,6 +941,18 @@ fn lm_eval_scores_what_perplexity_scores() {
     std::fs::remove_file(folder.join("empty")).unwrap();
     let base = format!("http://{}", server.address);
     run_client(&clients, "lm_eval_client.py", &[&base, "tiny", "256", folder.to_str().unwrap()], &json!(scores));
+}
+
+#[test]
+fn a_load_generator_gets_every_token() {
+    let Some(clients) = clients_for("a_load_generator_gets_every_token") else { return };
+    // Its prompts, in the chat template and with its own words around them, have to leave room for the answer.
+    let server = Server::start_of(Place::new(), &fixture("tinystories-llama"), 1024, "", |_| {});
+    let (base, checkpoint) = (format!("http://{}", server.address), fixture("tinystories-llama"));
+    let (book, folder) = (checkpoint.join("heldout.txt"), server.place.path("benchy"));
+    std::fs::create_dir(&folder).unwrap();
+    let arguments = [&*base, "tiny", checkpoint.to_str().unwrap(), book.to_str().unwrap(), folder.to_str().unwrap()];
+    run_client(&clients, "llama_benchy_client.py", &arguments, &Value::Null);
 }
 
 #[test]
