@@ -391,8 +391,8 @@ struct WaveAttendRow {
   static constexpr int TASKS_MOST = M::SCRATCH_BYTES / 4 / OWN_BYTES, TASKS = TASKS_MOST < 1 ? 1 : TASKS_MOST < int(SHARES_HELD) ? TASKS_MOST : int(SHARES_HELD);
   static constexpr int AFTER_OWN = TASKS * OWN_BYTES, LEFT = QUERIES * (G::DIM + 2), ROOM = (M::SCRATCH_BYTES - AFTER_OWN) / 4 / LEFT;
   static constexpr int TEAM = T::TEAM, TEAMS = M::WARPS / TEAM;
-  static constexpr int TAKERS = ROOM < TEAMS ? ROOM : TEAMS; // teams that take chunks in turn
-  static constexpr int TURN = TILE < 64 ? 64 : TILE; // positions
+  static constexpr int TAKERS = ROOM < TEAMS ? ROOM : TEAMS; // teams that take STEPs in turn
+  static constexpr int ALONE = TILE < 64 ? 64 : TILE; // positions that one team has alone
   static_assert(TAKERS > 0, "a team's part of a row meets those of others");
   // A tile of one position is read as whole STEPs all the same.
   static_assert(AFTER_OWN + 2 * STEP * ROW <= M::SCRATCH_BYTES, "new positions have room");
@@ -489,8 +489,9 @@ struct WaveAttendRow {
   static __device__ __forceinline__ void one(WaveContext<M>& c, const Wave& e, const Task& task, const u8* own, u32& turns) {
     const int lane = c.lane(), g = lane / 4, t = lane % 4, team = c.warp() / TEAM, part = c.warp() % TEAM;
     const int position = int(task.position), start = int(H::seen_from(task.position)), begin = int(task.begin), end = int(task.end);
-    // Teams take so many positions in turn: a short history is one team's, and needs no merge. The first of them has the row's own, too.
-    const u32 first = turns % TAKERS, chunks = u32(ceil_div(position - begin, TURN)), count = chunks > 0 ? chunks : 1;
+    // A short history is one team's, and needs no merge. Of a longer one teams take STEPs in turn, so that all of them work on what few slots
+    // hold. The first of them has the row's own position, too.
+    const u32 first = turns % TAKERS, count = opaque(position - begin > ALONE ? u32(TAKERS) : 1);
     turns += count;
     // The place of this team among those of the row, and whether it has a turn. Others only pass chunks on, and are free for the next row.
     const u32 place = opaque((u32(team) + TAKERS - first) % TAKERS);
@@ -511,7 +512,7 @@ struct WaveAttendRow {
         const u8* slot = wave_take(c, c.inputs);
         keys = slot + (at - chunk) * ROW, values = keys + TILE * ROW;
         lo[0] = lo[1] = start - at, hi[0] = hi[1] = there = end - at;
-        sees = takes && u32(chunk - begin) / TURN % TAKERS == place && at + STEP > start;
+        sees = takes && (count == 1 || u32(at - begin) / STEP % TAKERS == place) && at + STEP > start;
         ends = !takes || at + STEP >= min(chunk + TILE, end);
       }
       if (sees) T::tile(lane, queries, keys, values + part * 128, lo, hi, there, r);
@@ -526,7 +527,7 @@ struct WaveAttendRow {
         c.barrier();
         gather(c, e, task, u32(at), u32(there));
         c.barrier();
-        if (takes && u32(at - begin) / TURN % TAKERS == place && at + STEP > start) {
+        if (takes && (count == 1 || u32(at - begin) / STEP % TAKERS == place) && at + STEP > start) {
           const u8* keys = scratch(AFTER_OWN);
           const int lo[2] = {from, from}, hi[2] = {there, there};
           T::tile(lane, typename T::Queries(low, high), keys, keys + STEP * ROW + part * 128, lo, hi, there, r);

@@ -478,8 +478,8 @@ fn a_step_of_waves_that_computes_something_else_is_found() {
         (attention, "weight = exp_fast(of[0] - top);", "weight = 1.f;", "steps-256-bf16"),
         (
             attention,
-            "takes && u32(chunk - begin) / TURN % TAKERS == place",
-            "takes && 0 == place",
+            "sees = takes && (count == 1 || u32(at - begin) / STEP % TAKERS == place)",
+            "sees = takes && (count == 1 || u32(at - begin) / STEP % TAKERS == 0)",
             "steps-16-of-16-bf16",
         ),
         (attention, "u64(i / 2) * (M::BLOCK_ROWS * H::COLS) + from", "from", "steps-128-of-8-bf16"),
