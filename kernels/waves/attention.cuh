@@ -372,6 +372,11 @@ struct WaveAttend {
 // The heads of a row that share a KV head are the rows of a tile. The cache holds positions of earlier steps. Keys and values of this step,
 // those of the row and of rows before it in its sequence, are made here from what the product left, by every task that sees them; the
 // one with the first heads of a KV head appends those of its own row. So no task waits for another.
+//
+// A row has the same bits wherever its prompt was cut and whatever rows its step has. Its own position is a tile of its own, which comes
+// first. Tiles of the positions before it begin at multiples of STEP, and each holds the bits that the cache has or will have of them: the
+// tile in which the step begins is put together of both. Which team has a tile, and in which order teams add up, follows from the row's
+// position alone.
 template <class M, class G>
 struct WaveAttendRow {
   typedef WaveHeads<M, G> H;
@@ -386,18 +391,19 @@ struct WaveAttendRow {
   static constexpr int TASKS_MOST = M::SCRATCH_BYTES / 4 / OWN_BYTES, TASKS = TASKS_MOST < 1 ? 1 : TASKS_MOST < int(SHARES_HELD) ? TASKS_MOST : int(SHARES_HELD);
   static constexpr int AFTER_OWN = TASKS * OWN_BYTES, LEFT = QUERIES * (G::DIM + 2), ROOM = (M::SCRATCH_BYTES - AFTER_OWN) / 4 / LEFT;
   static constexpr int TEAM = T::TEAM, TEAMS = M::WARPS / TEAM;
-  static constexpr int TAKERS = ROOM < TEAMS ? ROOM : TEAMS; // teams that take chunks in turn
-  static constexpr int TURN = TILE < 64 ? 64 : TILE; // positions
+  static constexpr int TAKERS = ROOM < TEAMS ? ROOM : TEAMS; // teams that take STEPs in turn
+  static constexpr int ALONE = TILE < 64 ? 64 : TILE; // positions that one team has alone
   static_assert(TAKERS > 0, "a team's part of a row meets those of others");
   // A tile of one position is read as whole STEPs all the same.
   static_assert(AFTER_OWN + 2 * STEP * ROW <= M::SCRATCH_BYTES, "new positions have room");
 
   struct Task {
-    u32 row, sequence, position, lead, begin, end; // history from `begin` to `end`; after that, `lead` rows before this one
+    // The ring has positions from `begin` to `end`: all before this one, or whole STEPs before the first of `lead` rows of the step.
+    u32 row, sequence, position, lead, begin, end;
     int head;
     __device__ __forceinline__ Task(const Share& share, u32 sequence, u32 position)
         : row(share.row), sequence(sequence), position(position), lead(wave_state<M>().leads[share.row]), begin(H::seen_from(position) / TILE * TILE),
-          end(position - lead), head(int(share.lo) * QUERIES) {}
+          end(lead == 0 ? position : (position - lead) / STEP * STEP), head(int(share.lo) * QUERIES) {}
   };
   static __device__ __forceinline__ u8* scratch(u32 at) { return reinterpret_cast<u8*>(wave_scratch<M>()) + at; }
   static __device__ __forceinline__ float* left() { return reinterpret_cast<float*>(scratch(AFTER_OWN)); }
@@ -451,51 +457,52 @@ struct WaveAttendRow {
       if (at.kind != 0 && first_head % G::GROUP == 0) P::append(c, e, at, w);
     }
   }
-  // Keys and values of `count` rows from `row` on, for the KV head of a task.
-  static __device__ __forceinline__ void prepare_new(WaveContext<M>& c, const Wave& e, u32 row, u32 count, int kv) {
+  // Keys and values of `count` positions from `first` on, a multiple of STEP: those of earlier steps from the cache, those of this step as
+  // the cache will have them.
+  static __device__ __forceinline__ void gather(WaveContext<M>& c, const Wave& e, const Task& task, u32 first, u32 count) {
+    const int kv = task.head / G::GROUP;
 #pragma unroll 1
     for (int from = c.warp() * P::HEADS_AT_ONCE; from < int(count) * 2; from += M::WARPS * P::HEADS_AT_ONCE) {
       const int n = from + c.lane() / P::LANES;
-      const bool live = n < int(count) * 2;
-      const typename P::Place at(c, int(row) + (live ? n / 2 : 0), G::HEADS + n % 2 * H::KV_HEADS + kv, live);
+      const u32 position = first + u32(n / 2), back = task.position - position;
+      const bool exists = n < int(count) * 2, is_new = exists && back <= task.lead;
+      const typename P::Place at(c, int(task.row - (is_new ? back : 0)), G::HEADS + n % 2 * H::KV_HEADS + kv, is_new);
       typename P::Piece v;
       P::head_piece(c, e, at, v);
-      const uint4 w = P::turned(c, e, at, v);
-      if (at.live) *reinterpret_cast<uint4*>(scratch(AFTER_OWN + n % 2 * (STEP * ROW) + n / 2 * ROW) + (at.lane ^ swizzle(u32(n / 2))) * 16) = w;
+      uint4 w = P::turned(c, e, at, v);
+      if (!exists || at.lane >= P::PIECES) continue;
+      const u32 piece = (at.lane ^ swizzle(position)) * 16;
+      if (!is_new) {
+        const u32 row = H::pool_row(c.p, wave_sequence<M>(task.row), position);
+        w = *reinterpret_cast<const uint4*>(H::pool(c.p, n % 2 == 0 ? e.k_cache : e.v_cache, kv) + u64(row) * ROW + piece);
+      }
+      *reinterpret_cast<uint4*>(scratch(AFTER_OWN + n % 2 * (STEP * ROW) + n / 2 * ROW) + piece) = w;
     }
+  }
+  // The same number, of which the compiler knows nothing: or else it makes most of `one` twice, for one team and for several.
+  static __device__ __forceinline__ u32 opaque(u32 v) {
+#ifdef __CUDA_ARCH__
+    asm volatile("" : "+r"(v));
+#endif
+    return v;
   }
   static __device__ __forceinline__ void one(WaveContext<M>& c, const Wave& e, const Task& task, const u8* own, u32& turns) {
     const int lane = c.lane(), g = lane / 4, t = lane % 4, team = c.warp() / TEAM, part = c.warp() % TEAM;
-    const int start = int(H::seen_from(task.position)), begin = int(task.begin), end = int(task.end);
-    // Teams take so many chunks in turn: a short history is one team's, and needs no merge. The first of them has the new positions, too.
-    const u32 first = turns % TAKERS, chunks = begin < end ? u32(ceil_div(end - begin, TURN)) : 0, count = chunks > 0 ? chunks : 1;
+    const int position = int(task.position), start = int(H::seen_from(task.position)), begin = int(task.begin), end = int(task.end);
+    // A short history is one team's, and needs no merge. Of a longer one teams take STEPs in turn, so that all of them work on what few slots
+    // hold. The first of them has the row's own position, too.
+    const u32 first = turns % TAKERS, count = opaque(position - begin > ALONE ? u32(TAKERS) : 1);
     turns += count;
-    // Whether this team has one. Others only pass chunks on, and are free for the next row.
-    const bool takes = team < TAKERS && (u32(team) + TAKERS - first) % TAKERS < count;
+    // The place of this team among those of the row, and whether it has a turn. Others only pass chunks on, and are free for the next row.
+    const u32 place = opaque((u32(team) + TAKERS - first) % TAKERS);
+    const bool takes = team < TAKERS && place < count;
     typename T::Running r;
     T::begin(r);
     const u8* head = own + t * 16;
     const u8 *low = head + (takes && g < QUERIES ? g : 0) * QUERY_BYTES, *high = head + (takes && g + 8 < QUERIES ? g + 8 : 0) * QUERY_BYTES;
-    if (task.lead > 0) {
-      // Of rows that follow each other in one sequence, each has those before it, and itself.
-      const int kv = task.head / G::GROUP, news = int(task.lead) + 1;
-#pragma unroll 1
-      for (int at = 0; at < news; at += STEP) {
-        const int there = min(STEP, news - at), from = start - end - at;
-        c.barrier();
-        prepare_new(c, e, task.row - task.lead + u32(at), u32(there), kv);
-        c.barrier();
-        if (u32(team) == first) {
-          const u8* keys = scratch(AFTER_OWN);
-          const int lo[2] = {from, from}, hi[2] = {there, there};
-          T::tile(lane, typename T::Queries(low, high), keys, keys + STEP * ROW + part * 128, lo, hi, there, r);
-        }
-      }
-      c.barrier();
-    }
     // One place for all tiles: its instructions arrive once. First the position of the row itself, then STEPs of the history.
     const typename T::Queries queries(low, high);
-    bool is_own = takes && task.lead == 0 && u32(team) == first;
+    bool is_own = takes && place == 0;
 #pragma unroll 1
     for (int chunk = begin, at = begin; is_own || chunk < end;) {
       const u8 *keys = own + QUERIES * QUERY_BYTES, *values = keys + ROW;
@@ -505,13 +512,28 @@ struct WaveAttendRow {
         const u8* slot = wave_take(c, c.inputs);
         keys = slot + (at - chunk) * ROW, values = keys + TILE * ROW;
         lo[0] = lo[1] = start - at, hi[0] = hi[1] = there = end - at;
-        sees = takes && int((first + u32(chunk - begin) / TURN) % TAKERS) == team && at + STEP > start;
+        sees = takes && (count == 1 || u32(at - begin) / STEP % TAKERS == place) && at + STEP > start;
         ends = !takes || at + STEP >= min(chunk + TILE, end);
       }
       if (sees) T::tile(lane, queries, keys, values + part * 128, lo, hi, there, r);
       if (ends) wave_release(c, c.inputs), chunk += TILE;
       if (!is_own) at = ends ? chunk : at + STEP;
       is_own = false;
+    }
+    if (task.lead > 0) {
+#pragma unroll 1
+      for (int at = max(begin, end); at < position; at += STEP) {
+        const int there = min(STEP, position - at), from = start - at;
+        c.barrier();
+        gather(c, e, task, u32(at), u32(there));
+        c.barrier();
+        if (takes && (count == 1 || u32(at - begin) / STEP % TAKERS == place) && at + STEP > start) {
+          const u8* keys = scratch(AFTER_OWN);
+          const int lo[2] = {from, from}, hi[2] = {there, there};
+          T::tile(lane, typename T::Queries(low, high), keys, keys + STEP * ROW + part * 128, lo, hi, there, r);
+        }
+      }
+      c.barrier();
     }
     float sum[2];
 #pragma unroll
@@ -536,12 +558,12 @@ struct WaveAttendRow {
         }
       return;
     }
-    // [team][head][largest score, sum, values]
+    // [place of a team][head][largest score, sum, values]
     if (team < TAKERS)
 #pragma unroll
       for (int h = 0; h < 2; h++) {
         if (g + h * 8 >= QUERIES) continue;
-        float* at = left() + team * LEFT + (g + h * 8) * (G::DIM + 2);
+        float* at = left() + place * LEFT + (g + h * 8) * (G::DIM + 2);
         if (t == 0 && part == 0) at[0] = r.m[h], at[1] = sum[h];
 #pragma unroll
         for (int n = 0; n < T::VALUE_TILES; n++) *reinterpret_cast<float2*>(at + 2 + part * 64 + n * 8 + t * 2) = make_float2(r.o[n][2 * h], r.o[n][2 * h + 1]);

@@ -257,6 +257,7 @@ const CASES_OF_WAVES: [(&str, usize); 97] = [
     ("steps-256-bf16", 1),
     ("steps-16-of-16-bf16", 1),
 ];
+const CASES_OF_BITS: [(&str, usize); 4] = [("same-halves", 1), ("same-window", 1), ("same-128", 1), ("same-256", 1)];
 /// Largest difference over the largest value: of sums in fp32, of sums from which a larger offset was taken, and of results rounded to
 /// bf16 (half of 2^-7 of a value).
 const FP32: f64 = 1e-6;
@@ -268,9 +269,9 @@ fn kernels() -> PathBuf {
 }
 
 /// Name and largest difference of every run of the cases in `source`, in order. `None`: there is no compiler.
-fn run(source: &str, kernels: &Path) -> Option<Vec<(String, f64)>> {
+fn run(source: &str, kernels: &Path, arguments: &[&str]) -> Option<Vec<(String, f64)>> {
     let folder = tempfile::tempdir().unwrap();
-    let output = compiled(source, kernels, folder.path())?.output().unwrap();
+    let output = compiled(source, kernels, folder.path())?.args(arguments).output().unwrap();
     assert!(output.status.success(), "{:?}: {}", output.status, String::from_utf8_lossy(&output.stderr));
     let text = String::from_utf8(output.stdout).unwrap();
     let lines = text.lines().map(|line| {
@@ -295,8 +296,8 @@ fn no_compiler(test: &str) {
 }
 
 /// Every case of `source` ran as often as it should, and computed its formula.
-fn holds(test: &str, source: &str, cases: &[(&str, usize)]) {
-    let Some(found) = run(source, &kernels()) else { return no_compiler(test) };
+fn holds(test: &str, source: &str, arguments: &[&str], cases: &[(&str, usize)]) {
+    let Some(found) = run(source, &kernels(), arguments) else { return no_compiler(test) };
     let names: Vec<&str> = found.iter().map(|(name, _)| name.as_str()).collect();
     let expected: Vec<&str> = cases.iter().flat_map(|&(name, runs)| std::iter::repeat_n(name, runs)).collect();
     assert_eq!(names, expected);
@@ -308,17 +309,24 @@ fn holds(test: &str, source: &str, cases: &[(&str, usize)]) {
 
 #[test]
 fn ops_compute_their_formulas() {
-    holds("ops_compute_their_formulas", "ops.cc", &CASES);
+    holds("ops_compute_their_formulas", "ops.cc", &[], &CASES);
 }
 
 #[test]
 fn ops_of_rows_compute_their_formulas() {
-    holds("ops_of_rows_compute_their_formulas", "rows_ops.cc", &CASES_OF_ROWS);
+    holds("ops_of_rows_compute_their_formulas", "rows_ops.cc", &[], &CASES_OF_ROWS);
 }
 
 #[test]
 fn ops_of_waves_compute_their_formulas() {
-    holds("ops_of_waves_compute_their_formulas", "waves_ops.cc", &CASES_OF_WAVES);
+    holds("ops_of_waves_compute_their_formulas", "waves_ops.cc", &[], &CASES_OF_WAVES);
+}
+
+/// Attention of a step in waves: alone, beside 1, 4, 15 and 32 other rows, and of a text in cuts of 1, 7, 16 and 64 rows.
+#[test]
+fn attention_of_waves_gives_a_row_the_bits_that_it_has_alone() {
+    let test = "attention_of_waves_gives_a_row_the_bits_that_it_has_alone";
+    holds(test, "waves_ops.cc", &["bits"], &CASES_OF_BITS);
 }
 
 /// Text of a header, what stands there instead, and the case that must differ.
@@ -342,7 +350,7 @@ fn each_shows(test: &str, source: &str, edits: &[Edit]) {
         std::fs::create_dir_all(copy.parent().unwrap()).unwrap();
         std::fs::write(copy, text).unwrap();
     }
-    let Some(found) = run(source, folder.path()) else { return no_compiler(test) };
+    let Some(found) = run(source, folder.path(), &[]) else { return no_compiler(test) };
     for (.., case) in edits {
         let differs =
             |(name, difference): &(String, f64)| name == case && (*difference > tolerance(name) || difference.is_nan());
@@ -529,14 +537,14 @@ fn a_step_of_waves_that_computes_something_else_is_found() {
         (attention, "weight = exp_fast(of[0] - top);", "weight = 1.f;", "steps-256-bf16"),
         (
             attention,
-            "(first + u32(chunk - begin) / TURN) % TAKERS) == team",
-            "first % TAKERS) == team",
+            "sees = takes && (count == 1 || u32(at - begin) / STEP % TAKERS == place)",
+            "sees = takes && (count == 1 || u32(at - begin) / STEP % TAKERS == 0)",
             "steps-16-of-16-bf16",
         ),
         (attention, "u64(i / 2) * (M::BLOCK_ROWS * H::COLS) + from", "from", "steps-128-of-8-bf16"),
         // Rows of one sequence that do not see each other, or see a later one; a key that is not appended.
         ("waves/context.cuh", "state.leads[row] = lead;", "state.leads[row] = 0;", "steps-halves-bf16"),
-        (attention, "task.row - task.lead + u32(at)", "task.row - task.lead + 1 + u32(at)", "steps-halves-bf16"),
+        (attention, "(is_new ? back : 0)", "(is_new ? back - 1 : 0)", "steps-halves-bf16"),
         (attention, "first_head % G::GROUP == 0", "first_head % G::GROUP == 1", "steps-halves-bf16"),
         (
             "waves/context.cuh",

@@ -1266,14 +1266,17 @@ fn given(tokens: &[u32]) -> Vec<Result<u32, u32>> {
     tokens.iter().map(|token| Ok(*token)).collect()
 }
 
-/// Runs the generated kernel for this CPU. Returns the bytes of the cache, and of steps the tokens of each row: those that each step
-/// began with, and what the last one decided. `None` without a compiler. `pages` has the page of each block of positions of each sequence.
-fn run_kernel(
-    imported: &Imported,
-    proven: &Proven<'_>,
-    launches: &[Launch],
-    pages: &[u32],
-) -> Option<(Vec<u8>, Vec<i32>)> {
+/// What a generated kernel has left.
+struct Ran {
+    cache: Vec<u8>,
+    /// Of steps the tokens of each row: those that each step began with, and what the last one decided.
+    tokens: Vec<i32>,
+    /// Of the last step of each launch the logits of each row, as bits.
+    logits: Vec<u32>,
+}
+
+/// Runs the generated kernel for this CPU. `None` without a compiler. `pages` has the page of each block of positions of each sequence.
+fn run_kernel(imported: &Imported, proven: &Proven<'_>, launches: &[Launch], pages: &[u32]) -> Option<Ran> {
     let (schedule, tables) = (proven.validated().schedule(), encode(proven));
     let folder = tempfile::tempdir().unwrap();
     let put = |name: &str, bytes: &[u8]| fs::write(folder.path().join(name), bytes).unwrap();
@@ -1299,8 +1302,11 @@ fn run_kernel(
     let output = program.current_dir(folder.path()).output().unwrap();
     assert!(output.status.success(), "{:?}: {}", output.status, String::from_utf8_lossy(&output.stderr));
     let read = |name: &str| fs::read(folder.path().join(name)).unwrap();
-    let tokens = read("tokens").chunks_exact(4).map(|bytes| i32::from_le_bytes(bytes.try_into().unwrap())).collect();
-    Some((read("cache"), tokens))
+    let words = |name: &str| -> Vec<u32> {
+        read(name).chunks_exact(4).map(|bytes| u32::from_le_bytes(bytes.try_into().unwrap())).collect()
+    };
+    let tokens = words("tokens").into_iter().map(|token| token as i32).collect();
+    Some(Ran { cache: read("cache"), tokens, logits: words("logits") })
 }
 
 /// Keys and values of each layer and position, out of the bytes of the cache.
@@ -1351,10 +1357,10 @@ fn a_generated_kernel_computes_keys_and_values_of_its_model() {
         let text = tokens(&imported, count);
         let (some, rest) = text.split_at(11);
         let launches = [(rows_of(0, 0, &given(some)), 1), (rows_of(0, 11, &given(rest)), 1)];
-        let Some((bytes, _)) = run_kernel(&imported, &proven, &launches, &page_of) else {
+        let Some(Ran { cache, .. }) = run_kernel(&imported, &proven, &launches, &page_of) else {
             return skipped("a_generated_kernel_computes_keys_and_values_of_its_model", "C++ compiler", "`c++`");
         };
-        let found = cached(validated.schedule(), &bytes, &page_of, text.len());
+        let found = cached(validated.schedule(), &cache, &page_of, text.len());
         let error = worst_position(&expected(&imported, &text), &found);
         assert!(error < 0.03, "{name}: {error:e}");
     }
@@ -1384,7 +1390,7 @@ fn a_generated_kernel_of_steps_decides_what_its_model_does() {
             ([rows_of(0, 0, &given(&texts[0])), rows_of(1, 0, &given(&texts[1]))].concat(), 1),
             ([rows_of(0, 9, &[Err(8)]), rows_of(1, 4, &[Err(12)])].concat(), steps),
         ];
-        let Some((bytes, told)) = run_kernel(&imported, &proven, &launches, &pages) else {
+        let Some(Ran { cache, tokens: told, .. }) = run_kernel(&imported, &proven, &launches, &pages) else {
             return skipped(NAME, "C++ compiler", "`c++`");
         };
         let (first, then) = told.split_at(26);
@@ -1406,8 +1412,76 @@ fn a_generated_kernel_of_steps_decides_what_its_model_does() {
             let expected: Vec<[Rows; 2]> =
                 (0..imported.graph.layers.len()).map(|layer| session.cached(layer).map(<[Vec<f64>]>::to_vec)).collect();
             let of_sequence = &pages[sequence * blocks as usize..][..blocks as usize];
-            let error = worst_position(&expected, &cached(validated.schedule(), &bytes, of_sequence, known));
+            let error = worst_position(&expected, &cached(validated.schedule(), &cache, of_sequence, known));
             assert!(error < 0.03, "{name}: {error:e}");
+        }
+    }
+}
+
+/// A row's logits, keys and values have the same bits alone and beside others, and wherever its prompt was cut.
+#[test]
+fn a_generated_kernel_of_steps_gives_a_row_the_bits_that_it_has_alone() {
+    const NAME: &str = "a_generated_kernel_of_steps_gives_a_row_the_bits_that_it_has_alone";
+    // One text, read in cuts by a sequence each. Then each sequence has a row at the next position, beside so many rows less one.
+    let cuts = [(1, 1), (7, 2), (16, 5), (64, 16), (33, 33)];
+    for name in ["families/gemma3", "families/qwen3"] {
+        let ((_folder, imported), mut target) = (stored(&wide(name)), small());
+        target.spec.sm_count = 3;
+        let validated = kernel(&imported.graph, &target);
+        let proven = proven(&validated, &target, Form::Steps, 64).unwrap();
+        let shape = Shape::of(&validated.schedule().program).unwrap();
+        let blocks = shape.blocks();
+        let pages: Vec<u32> = (0..8 * blocks).map(|block| (block * 7 + 5) % shape.pages).collect();
+        let text = tokens(&imported, 71);
+        let (last, read) = text.split_last().unwrap();
+        let mut launches = vec![];
+        for (sequence, (cut, _)) in (0..).zip(cuts) {
+            let at = |i: usize| (i * cut) as u32;
+            launches
+                .extend(read.chunks(cut).enumerate().map(|(i, tokens)| (rows_of(sequence, at(i), &given(tokens)), 1)));
+        }
+        // Rows of three other texts, the second one between the rows of which the first one is.
+        let mut slots = vec![];
+        let mut begins = [0; 3];
+        for (sequence, (_, count)) in (0..).zip(cuts) {
+            let mut rows = vec![];
+            for (other, begin) in (0..).zip(&mut begins) {
+                if other == 1 {
+                    slots.push(rows.len());
+                    rows.extend(rows_of(sequence, read.len() as u32, &given(&[*last])));
+                }
+                let more = (count - 1 + other) / 3;
+                let of = tokens(&imported, 90)[20 + other + *begin..][..more].to_vec();
+                rows.extend(rows_of(5 + other as u32, *begin as u32, &given(&of)));
+                *begin += more;
+            }
+            assert_eq!(rows.len(), count);
+            launches.push((rows, 1));
+        }
+        let Some(Ran { cache, logits, .. }) = run_kernel(&imported, &proven, &launches, &pages) else {
+            return skipped(NAME, "C++ compiler", "`c++`");
+        };
+        let vocab = imported.graph.vocab as usize;
+        let mut of_rows = logits.chunks_exact(vocab);
+        let logits: Vec<Vec<&[u32]>> =
+            launches.iter().map(|(rows, _)| of_rows.by_ref().take(rows.len()).collect()).collect();
+        let decided = &logits[logits.len() - cuts.len()..];
+        let of = |sequence: usize| {
+            let of_sequence = &pages[sequence * blocks as usize..][..blocks as usize];
+            cached(validated.schedule(), &cache, of_sequence, text.len())
+        };
+        let alone: Vec<&[u32]> = logits[..read.len()].iter().map(|rows| rows[0]).collect();
+        let mut at = 0;
+        for (sequence, (cut, count)) in cuts.into_iter().enumerate() {
+            assert!(
+                of(sequence) == of(0),
+                "{name}: the cache of a text in cuts of {cut}, and then of a row beside {count}"
+            );
+            assert!(decided[sequence][slots[sequence]] == decided[0][slots[0]], "{name}: a row of {count}");
+            let launched = read.len().div_ceil(cut);
+            let found: Vec<&[u32]> = logits[at..at + launched].iter().flatten().copied().collect();
+            assert!(found == alone, "{name}: logits of a text in cuts of {cut}");
+            at += launched;
         }
     }
 }

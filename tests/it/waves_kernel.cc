@@ -1,6 +1,6 @@
 // A generated kernel of waves, run block by block on a CPU (waves_block.h): what a device does between two meetings of all blocks, each
 // block does here alone, the last one first. Reads its tables, its pack and the rows of its launches from files of the working folder, and
-// writes the cache, and the tokens of each step: see tests/it/waves.rs.
+// writes the cache, the tokens of each step, and the logits of each launch: see tests/it/waves.rs.
 
 #include "waves_block.h"
 #include "generated.cuh"
@@ -45,12 +45,14 @@ int main(int count, char** arguments) {
   params.shares = shares.data(), params.records = records.data(), params.pages = pages.data();
   params.rows = rows.data();
   std::vector<i32> all_tokens;
+  std::vector<float> all_logits;
   for (int launch = 3; launch + 1 < count; launch += 2) {
     params.row_count = u32(std::atoi(arguments[launch])), params.steps = u32(std::atoi(arguments[launch + 1]));
     params.position = params.rows->position;
     params.wave_count = u32(waves.size());
     std::vector<i32> mailbox(1 + (params.steps + 1) * Machine::BLOCK_ROWS, -1);
-    if (Machine::STEPS) params.mailbox = mailbox.data();
+    std::vector<float> logits(Machine::STEPS ? size_t(params.row_count) * Machine::VOCAB : 0);
+    if (Machine::STEPS) params.mailbox = mailbox.data(), params.logits = logits.data();
     for (step_at_hand = 0; step_at_hand < params.steps; step_at_hand++)
       for (const Wave& now : waves)
         for (u32 sm = Machine::SMS; sm-- > 0;) {
@@ -61,6 +63,7 @@ int main(int count, char** arguments) {
     if (Machine::STEPS) run_block(tell_last, 32);
     for (u32 step = 0; Machine::STEPS && step <= params.steps; step++)
       for (u32 row = 0; row < params.row_count; row++) all_tokens.push_back(mailbox[1 + step * Machine::BLOCK_ROWS + row]);
+    all_logits.insert(all_logits.end(), logits.begin(), logits.end());
     params.rows += params.row_count;
   }
   const auto put = [](const char* name, const void* from, size_t bytes) {
@@ -69,4 +72,5 @@ int main(int count, char** arguments) {
   };
   put("cache", cache.data(), cache.size());
   put("tokens", all_tokens.data(), all_tokens.size() * sizeof(i32));
+  put("logits", all_logits.data(), all_logits.size() * sizeof(float));
 }

@@ -613,7 +613,94 @@ static void attention(const char* name, u32 position, u32 rows) {
   attention<ChunkMachine<SLOT_KIB, 1, PAGE>, G>(name, places);
 }
 
-int main() {
+// What attention of a step computes of rows over the cache as it is, which it appends to. What a row has of a product follows from its sequence
+// and its position.
+template <class M, class G>
+static std::vector<std::vector<u8>> attended(const std::vector<At>& places) {
+  constexpr int KV = G::HEADS / G::GROUP, COLS = (G::HEADS + 2 * KV) * G::DIM, OUT = G::HEADS * G::DIM, TASKS = G::HEADS / G::HEADS_PER_TASK;
+  std::vector<u8> kept = std::move(cache);
+  const u32 rows = u32(places.size());
+  start(rows);
+  cache = std::move(kept);
+  u64 state = 3;
+  const std::vector<float> q_weight = numbers(state, G::DIM), k_weight = numbers(state, G::DIM), table = numbers(state, M::CONTEXT_MAX * G::DIM);
+  wave.q_norm = constant(q_weight), wave.k_norm = constant(k_weight), wave.rope = constant(table);
+  wave.k_cache = 0, wave.v_cache = u32(cache.size() / 2 / OFFSET_BYTES);
+  wave.x = activations(size_t(M::BLOCK_ROWS) * COLS * (G::PARTS > 0 ? 4 * G::PARTS : 2)), wave.out = operand<M, OUT>(rows);
+  for (u32 row = 0; row < rows; row++) {
+    rows_at[row].sequence = places[row].first, rows_at[row].position = places[row].second;
+    state = places[row].first * 100003 + places[row].second + 1;
+    if (G::PARTS == 0)
+      for (int i = 0; i < COLS; i++) narrow(numbers(state, 1)[0], reinterpret_cast<bf16*>(plain_at(wave.x, row, i, COLS, 2)));
+    for (int part = 0; part < G::PARTS; part++) {
+      const std::vector<float> of = numbers(state, COLS);
+      std::memcpy(plain_at(wave.x, part * M::BLOCK_ROWS + row, 0, COLS, 4), of.data(), COLS * 4);
+    }
+    for (u32 i = 0; i < TASKS; i++) shares.push_back({row, 1, i, i + 1});
+  }
+  run<M, WaveAttendRow<M, G>>();
+  std::vector<std::vector<u8>> all(rows);
+  for (u32 row = 0; row < rows; row++)
+    for (int col = 0; col < OUT; col++) {
+      const u8* at = operand_at<M, OUT>(wave.out, row, col);
+      all[row].insert(all[row].end(), at, at + 2);
+    }
+  return all;
+}
+// A row has the same bits alone and beside any others, and a text the same outputs and the same cache wherever it is cut. The text has a history
+// of `history` positions that is there before. Fewer positions are read one by one, because that takes longest.
+template <class M, class G>
+static void same_bits(const char* name, u32 history) {
+  constexpr u32 READ = 66, READ_ALONE = 18;
+  require(history + READ <= M::CONTEXT_MAX && history > 7 * 9, "a text that is too long or too short");
+  pages.resize(M::PAGES);
+  for (u32 i = 0; i < M::PAGES; i++) pages[i] = (i * 5 + 3) % M::PAGES;
+  std::vector<u8> before(2 * (G::HEADS / G::GROUP) * M::POOL_ROWS * G::DIM * 2);
+  u64 state = history;
+  for (size_t i = 0; i < before.size(); i += 2) narrow(numbers(state, 1)[0], reinterpret_cast<bf16*>(before.data() + i));
+  std::vector<double> expected, found;
+  const auto compare = [&](const std::vector<u8>& a, const std::vector<u8>& b) { expected.push_back(1), found.push_back(a == b); };
+  std::vector<std::vector<u8>> together;
+  std::vector<u8> left;
+  for (u32 cut : {64u, 16u, 7u, 1u}) {
+    std::vector<std::vector<u8>> all;
+    cache = before;
+    const u32 read = cut == 1 ? READ_ALONE : READ;
+    for (u32 at = 0; at < read; at += cut) {
+      std::vector<At> places;
+      for (u32 i = at; i < min(at + cut, read); i++) places.push_back({0, history + i});
+      for (const std::vector<u8>& row : attended<M, G>(places)) all.push_back(row);
+    }
+    if (cut == 64) together = all, left = cache;
+    for (u32 i = 0; i < read; i++) compare(together[i], all[i]);
+    if (read == READ) compare(left, cache);
+  }
+  // Beside rows of other sequences, several of each at once, of which some have longer histories.
+  for (u32 count : {2u, 5u, 16u, 33u}) {
+    const u32 own = count / 15 * 5;
+    std::vector<At> places;
+    for (u32 i = 0; i + 1 < count; i++) places.push_back({1 + i / 5, history + i % 5 - i / 5 * 9});
+    places.insert(places.begin() + own, {0, history});
+    cache = before;
+    compare(together[0], attended<M, G>(places)[own]);
+  }
+  report(name, expected, found);
+}
+
+// The begin of the text lies within a tile and at its end; several turns of teams; windows that end within the step, and in a step before.
+static void all_same_bits() {
+  typedef StepMachine<64> S64;
+  typedef Heads<4, 2, 2, 64, 64, false, HeadNorm::HEAD, 0, 1> Halves;
+  const HeadNorm none = HeadNorm::NONE, head = HeadNorm::HEAD;
+  same_bits<S64, HeadsOf<Tiled<Halves, 64, none, none>, 2>>("same-halves", 75);
+  same_bits<S64, Tiled<Heads<4, 4, 4, 64, 64, false, HeadNorm::HEAD, 24, 1>, 64, head, none>>("same-window", 128);
+  same_bits<StepMachine<64, 32>, HeadsOf<Tiled<Heads<2, 2, 2, 128, 128, true, HeadNorm::HEAD, 0, 1>, 32, head, head>, 1>>("same-128", 203);
+  same_bits<S64, Tiled<Heads<4, 4, 4, 256, 256, false, HeadNorm::HEAD, 100, 1>, 16, head, head>>("same-256", 300);
+}
+
+// With an argument what rows have alone and beside others is compared, which takes longer than all formulas.
+int main(int count, char**) {
+  if (count > 1) return all_same_bits(), 0;
   // A row by one warp, by two, by four and by eight.
   rowwise<Rowwise<200, true, false, true, Norm::RMS>>("rows-embed", "rows-embed-bf16", 37);
   rowwise<Rowwise<256, false, true, true, Norm::RMS, Norm::RMS>>("rows-branch", "rows-branch-bf16", 130);
