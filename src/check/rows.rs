@@ -4,7 +4,7 @@ use super::{CheckError, Checked, Judge, Tolerance, check_ids};
 use crate::cuda::rows::{RowLauncher, given};
 use crate::interp::{Interp, Options, Pack};
 use crate::pages::Pool;
-use crate::rows::{Guard, Request, Row, SequenceId};
+use crate::rows::{Guard, Request, Row, SequenceId, Shape};
 use crate::sample::argmax;
 use crate::validate::Validated;
 
@@ -17,7 +17,8 @@ const ONE_ROW_PAGES: u64 = 2;
 
 /// Compares the logits of every row of every step, and each token that the kernel decides with the arg-max of its logits. First each
 /// row is a sequence of its own, decoded one position at a time with given tokens; in steps of one row two sequences take turns. Then a prompt is read in two chunks of all rows
-/// and one of half of them. Pages are taken from the pool as they come, so those of a sequence are not neighbours.
+/// and one of half of them. Pages are taken from the pool as they come, so those of a sequence are not neighbours. Of a kernel with more
+/// rows than the schedule has, as many as that has are compared.
 ///
 /// # Errors
 /// The first row that is out of tolerance, or what interpreter or device refuse.
@@ -29,7 +30,8 @@ pub fn check_rows(
 ) -> Result<Checked, CheckError> {
     let schedule = validated.schedule();
     let interp = Interp::new(schedule, pack, Options::fast())?;
-    let shape = *session.shape();
+    let of_schedule = Shape::of(&schedule.program).expect("validate: a kernel for rows has tables");
+    let shape = Shape { rows: session.shape().rows.min(of_schedule.rows), ..of_schedule };
     let judge = Judge::new(Tolerance::of_device(schedule.program.precision));
     let vocab = interp.vocab() as u32;
     // Two sequences at least, so that the pages of one are no neighbours.

@@ -83,6 +83,9 @@ fn bench_rows(session: &Session, asked: &Bench, manifest: &Manifest, target: &Ta
         )));
     }
     let mut all = json!({ "manifest": manifest.name, "target": target.name, "rows": [], "sampled": [], "prompts": [] });
+    if manifest.decode.batch_invariant {
+        all["alike"] = json!([]);
+    }
     let asked_rows = device_rows::Asked { rows: &rows, prompts: &prompts, chunks: &chunks };
     device_rows::bench_rows(&workspace, manifest, target, asked_rows, &mut |timed| {
         let (json, line) = rows_line(timed);
@@ -90,6 +93,7 @@ fn bench_rows(session: &Session, asked: &Bench, manifest: &Manifest, target: &Ta
             Took::Steps(_) => "rows",
             Took::Sampled(_) => "sampled",
             Took::Prompt { .. } => "prompts",
+            Took::Alike(_) => "alike",
         };
         push(&mut all[list], json);
         if asked.json { Ok(()) } else { session.terminal.print(&line) }
@@ -118,6 +122,17 @@ fn rows_line(timed: &RowsTimed) -> (Value, String) {
                  {tokens_per_s:>7.0} tokens/s; {within}\n"
             );
             (json, line)
+        }
+        Took::Alike(alike) => {
+            let list = |numbers: &mut dyn Iterator<Item = String>| numbers.collect::<Vec<_>>().join(", ");
+            let line = format!(
+                "{} rows have the bits that they have alone: batches of {}, chunks of {}; kernels for {} rows\n",
+                alike.compared,
+                list(&mut alike.batches.iter().map(usize::to_string)),
+                list(&mut alike.chunks.iter().map(usize::to_string)),
+                list(&mut alike.kernels.iter().map(u32::to_string)),
+            );
+            (json!(alike), line)
         }
         Took::Prompt { tokens, ms } => {
             let [p10, p50, p90] = of(ms);

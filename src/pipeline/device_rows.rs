@@ -33,6 +33,7 @@ use super::compile::Cubin;
 use super::device_sampler::{sampler_source, time_sampled};
 use super::device_waves::{derive_chunks, named_spans, plan_waves, steps_by_waves, waves_beside, waves_source};
 use super::execute::upload_pack;
+use super::invariant;
 use super::stages::{BuildContext, Generated};
 use super::{Prepared, Workspace, import_stage};
 
@@ -166,9 +167,9 @@ enum Wanted<'a> {
 }
 
 /// What reads prompts: a kernel for rows, and for long chunks a kernel of waves over the same cache, where there is one.
-struct Reader<'a> {
-    rows: &'a mut dyn RowLauncher,
-    waves: Option<&'a mut WavesSession>,
+pub(super) struct Reader<'a> {
+    pub rows: &'a mut dyn RowLauncher,
+    pub waves: Option<&'a mut WavesSession>,
 }
 
 impl Reader<'_> {
@@ -359,7 +360,21 @@ impl OneText {
     /// # Errors
     /// A position that is not written yet, and is not the next one.
     pub fn admit(&mut self, position: u32, rows: u32, steps: u32) -> Result<Tables<'_>, Fault> {
-        let row = |position| Row { sequence: OneText::SEQUENCE, position, wants_logits: true };
+        self.admit_rows(position, rows, steps, true)
+    }
+
+    /// As [`OneText::admit`]; without `wants_logits` no row decides anything.
+    ///
+    /// # Errors
+    /// As [`OneText::admit`].
+    pub fn admit_rows(
+        &mut self,
+        position: u32,
+        rows: u32,
+        steps: u32,
+        wants_logits: bool,
+    ) -> Result<Tables<'_>, Fault> {
+        let row = |position| Row { sequence: OneText::SEQUENCE, position, wants_logits };
         let rows = (position..position + rows).map(row).collect();
         let request = Request { rows, steps, edits: std::mem::take(&mut self.edits) };
         self.guard.admit(&request).map_err(|refused| Fault::internal(refused.to_string()))
@@ -440,6 +455,8 @@ pub enum Took {
     Sampled(Vec<f64>),
     /// A prompt of so many tokens, milliseconds each time; ascending.
     Prompt { tokens: u32, ms: Vec<f64> },
+    /// Nothing: rows of batches and chunks have the bits that they have alone.
+    Alike(check::Alike),
 }
 
 /// Launches of a measurement, and steps of each.
@@ -473,6 +490,12 @@ pub fn bench_rows(
     let model = import_stage(workspace, manifest)?;
     let host = Host::new(workspace);
     let chain = Chain::chosen(BuildContext::new(workspace, manifest, target, &model)?, &host)?;
+    let no_kernels =
+        || Fault::input(format!("target `{}` has no kernels for rows, they need a CUDA target", target.name));
+    if invariant::is_asked(manifest, target) {
+        let device = Device::open(host.device(target)?.ok_or_else(no_kernels)?.ordinal)?;
+        return invariant::bench(&chain, &device, Asked { rows, prompts, chunks }, on_timed);
+    }
     let kernels = rows_of(&chain.context);
     let smallest = kernels.first().copied().unwrap_or(0);
     // As a server has them: a kernel of its own for one row.
@@ -483,10 +506,7 @@ pub fn bench_rows(
         let all = one_of(all.iter().map(String::as_str));
         return Err(Fault::input(format!("chunks of {wrong}: expected {all}, as many as a kernel has rows")));
     }
-    let found = host.device(target)?.ok_or_else(|| {
-        Fault::input(format!("target `{}` has no kernels for rows, they need a CUDA target", target.name))
-    })?;
-    let device = Device::open(found.ordinal)?;
+    let device = Device::open(host.device(target)?.ok_or_else(no_kernels)?.ordinal)?;
     let pack = chain.pack()?;
     let mut shared = None;
     let position_last = manifest.decode.time_positions.iter().max().copied().unwrap_or(0) + STEPS + 1;
@@ -560,7 +580,7 @@ pub fn bench_rows(
 
 /// Reads a prompt of `tokens` tokens in chunks, some times: milliseconds of each until the logits after the last token are there,
 /// launches included; ascending.
-fn time_prompt(reader: &mut Reader<'_>, tokens: u32, vocab: u32) -> Result<Vec<f64>, Fault> {
+pub(super) fn time_prompt(reader: &mut Reader<'_>, tokens: u32, vocab: u32) -> Result<Vec<f64>, Fault> {
     let ids = check::check_ids(vocab, tokens);
     let shape: Shape = reader.shape();
     let mut times = vec![];
@@ -638,7 +658,7 @@ impl Decoding {
 }
 
 /// Sequences of their own decode up to `position`, and then the same steps again and again.
-fn time_rows(session: &mut dyn RowLauncher, rows: u32, position: u32) -> Result<Vec<f64>, Fault> {
+pub(super) fn time_rows(session: &mut dyn RowLauncher, rows: u32, position: u32) -> Result<Vec<f64>, Fault> {
     let mut decoding = Decoding::at(session, rows, position, STEPS)?;
     let mut step_us = vec![];
     for n in 0..LAUNCHES + 3 {
@@ -665,12 +685,22 @@ pub(super) fn trace_rows(
     steps: u32,
     warm_up: u32,
 ) -> Result<(Validated, Vec<Span>, f64), Fault> {
-    let kernel = kernel_for(rows_of(&chain.context), rows)?;
+    let BuildContext { manifest, target, .. } = chain.context;
+    let is_alike = invariant::is_asked(manifest, target);
+    let all: &[u32] = if is_alike { &invariant::KERNEL_ROWS } else { rows_of(&chain.context) };
+    let kernel = kernel_for(all, rows)?;
     let positions = u64::from(kernel) * u64::from((position + steps + 1).next_multiple_of(256));
     let room = Room { rows: kernel, sequences: kernel, positions };
-    let validated = prove_kernel(&chain.context, place_kernel(&chain.context, &chain.candidate, room)?)?;
+    let validated = match is_alike {
+        true => invariant::schedule(&chain.context, &chain.candidate, room)?,
+        false => prove_kernel(&chain.context, place_kernel(&chain.context, &chain.candidate, room)?)?,
+    };
     let pack = upload_pack(device, &validated, &chain.pack()?)?;
-    if let Some(proven) = steps_by_waves(chain.context.target, &validated)? {
+    let by_waves = match is_alike {
+        true => Some(invariant::with_rows(&invariant::plan(target, &validated)?, kernel)?.clone()),
+        false => steps_by_waves(target, &validated)?,
+    };
+    if let Some(proven) = by_waves {
         let cubin = chain.compile(&waves_source(&chain.context, &proven, Trace::On))?;
         let mut session = StepsSession::load(device, &proven, &cubin.bytes, Trace::On, steps, pack, None)?;
         let mut decoding = Decoding::at(&mut session, rows, position, steps)?;

@@ -22,6 +22,7 @@ use super::chain::{Chain, Host, NotMade, Stage};
 use super::device_rows::{place_prompt_kernel, prove_kernel};
 use super::device_waves::{plan_steps, plan_waves};
 use super::import_stage;
+use super::invariant;
 use super::keys::{self, Keyed};
 use super::stages::{BuildContext, load_model, subject};
 
@@ -125,6 +126,9 @@ pub fn show(workspace: &Workspace, manifest: &Manifest, target: &Target, stage: 
     if stage == "manifest" {
         return Ok(format!("name {:?}\n{}", manifest.name, manifest.key_text()));
     }
+    if ["rows-source", "waves", "waves-source"].contains(&stage) {
+        invariant::refuse(manifest, target, &format!("kernel for `show {stage}`"), "name `steps` or `steps-source`")?;
+    }
     let model = import_stage(workspace, manifest)?;
     let context = BuildContext::new(workspace, manifest, target, &model)?;
     let host = Host::new(workspace);
@@ -146,6 +150,17 @@ pub fn show(workspace: &Workspace, manifest: &Manifest, target: &Target, stage: 
             needs_kernel(target, stage)?;
             Ok(resources_text(&chain()?)?)
         }
+        "steps" if invariant::is_asked(manifest, target) => {
+            let validated = alike_schedule(&context)?;
+            let alike = invariant::plan(target, &validated)?;
+            Ok(alike.plans().iter().map(|proven| proven.plan().to_string()).collect())
+        }
+        "steps-source" if invariant::is_asked(manifest, target) => {
+            let validated = alike_schedule(&context)?;
+            let alike = invariant::plan(target, &validated)?;
+            Ok(alike.plans().iter().map(|proven| waves::emit(proven, target, Trace::Off).text).collect())
+        }
+        "rows-schedule" if invariant::is_asked(manifest, target) => Ok(print(alike_schedule(&context)?.schedule())),
         "rows-schedule" => Ok(print(prompt_batch(&context)?.schedule())),
         "rows-source" => {
             needs_kernel(target, stage)?;
@@ -170,6 +185,12 @@ fn prompt_batch(context: &BuildContext<'_>) -> Result<Validated, Fault> {
     let context_max = u64::from(context.manifest.decode.context_max);
     let room = |rows| Room { rows, sequences: rows, positions: u64::from(rows) * context_max };
     prove_kernel(context, place_prompt_kernel(context, &context.candidate(), room)?)
+}
+
+/// The schedule of kernels that add up in one order, with room for one context.
+fn alike_schedule(context: &BuildContext<'_>) -> Result<Validated, Fault> {
+    let positions = u64::from(context.manifest.decode.context_max);
+    invariant::schedule(context, &context.candidate(), Room { rows: 0, sequences: 1, positions })
 }
 
 fn needs_kernel(target: &Target, stage: &str) -> Result<(), Fault> {
