@@ -5,9 +5,11 @@
 //! generated cache one position earlier and decode two steps, so that the second one reads a row that the first one wrote;
 //! the reference is then the interpreter in f64. The cost of a prompt of that length decides which way is taken.
 
+mod alike;
 mod rows;
 mod waves;
 
+pub use alike::{Alike, POSITIONS as ALIKE_POSITIONS, SEQUENCES as ALIKE_SEQUENCES, check_alike};
 pub use rows::check_rows;
 pub use waves::{POSITIONS as WAVES_POSITIONS, check_waves};
 
@@ -143,6 +145,8 @@ pub enum CheckError {
     OrderMatters { position: u32, seed: u64, figures: Figures },
     #[error("position {position}: two runs give different logits")]
     RunsDiffer { position: u32, figures: Figures },
+    #[error("position {position}: {what}: {differ} of {vocab} logits have other bits than those of the row alone")]
+    NotAlike { position: u32, what: String, differ: usize, vocab: usize },
     #[error(
         "position {position}: expected token {expected}, the choice of {sampler} from the logits before it, found {found}"
     )]
@@ -170,9 +174,11 @@ impl CheckError {
             | CheckError::OrderMatters { figures, .. }
             | CheckError::RunsDiffer { figures, .. }
             | CheckError::Selected { figures, .. } => figures,
-            CheckError::Weight { .. } | CheckError::Sample(_) | CheckError::Interp(_) | CheckError::Session(_) => {
-                return None;
-            }
+            CheckError::NotAlike { .. }
+            | CheckError::Weight { .. }
+            | CheckError::Sample(_)
+            | CheckError::Interp(_)
+            | CheckError::Session(_) => return None,
         };
         (figures.positions > 0).then_some(*figures)
     }

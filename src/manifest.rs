@@ -24,7 +24,7 @@
 //! sequences_max = 8            # requests that `serve` decodes together, 1 to 256; default 8; `cpu` targets only
 //! chunk_max = 16               # prompt tokens in one step, 1 to 256; default 16, and 8 in `serve`; `cpu` targets only
 //! cache_pages = 1024           # pages of 16 positions; default: one context, and four in `serve`; `cpu` targets only
-//! batch_invariant = false      # ask for the same bits alone and in any batch: only `cpu` targets have them; default false
+//! batch_invariant = false      # ask for the same bits alone and in any batch; on a GPU at a price; default false
 //!
 //! [search]                     # optional
 //! trials = 0                   # candidates to measure beyond the default one; default 0, which builds only that one
@@ -554,15 +554,13 @@ fn resolve_decode(decode: &DecodeFile, faults: &mut Vec<Diagnostic>) -> Decode {
     }
 }
 
-/// Kernels decide by themselves how many rows a step has, and a prompt of theirs has other bits in chunks than token by token.
+/// Kernels decide by themselves how many rows a step has.
 fn check_rows(decode: &DecodeFile, targets: &[Target], faults: &mut Vec<Diagnostic>) {
     let Some(target) = targets.iter().find(|target| target.kind == TargetKind::Cuda) else { return };
-    let DecodeFile { sequences_max, chunk_max, cache_pages, batch_invariant, .. } = decode;
+    let DecodeFile { sequences_max, chunk_max, cache_pages, .. } = decode;
     let numbers =
         [("sequences_max", sequences_max), ("chunk_max", chunk_max), ("cache_pages", cache_pages)].into_iter();
-    let written = numbers.filter_map(|(key, number)| Some((key, number.as_ref()?.span())));
-    let invariant = batch_invariant.as_ref().filter(|flag| *flag.get_ref());
-    for (key, span) in written.chain(invariant.map(|flag| ("batch_invariant", flag.span()))) {
+    for (key, span) in numbers.filter_map(|(key, number)| Some((key, number.as_ref()?.span()))) {
         let label = format!("expected it with `cpu` targets alone, found `{}`, a GPU", target.name);
         let fault = Diagnostic::new(format!("`decode.{key}` has no meaning here"), span, label);
         faults.push(fault.with_help("leave it out, or give the `cpu` target a manifest of its own"));
@@ -727,7 +725,7 @@ record = \"cpu\"
 
     #[test]
     fn a_gpu_takes_no_keys_of_rows() {
-        for key in ["sequences_max = 2", "chunk_max = 4", "cache_pages = 9", "batch_invariant = true"] {
+        for key in ["sequences_max = 2", "chunk_max = 4", "cache_pages = 9"] {
             let text = decode(64, key).replace("\"cpu\"", "\"h200\"");
             let found = refusal(&text);
             let name = key.split(' ').next().expect("a key");
@@ -735,7 +733,16 @@ record = \"cpu\"
             assert!(found.contains("expected it with `cpu` targets alone, found `h200`, a GPU"), "{found}");
             accepted(&decode(64, key));
         }
-        accepted(&decode(64, "batch_invariant = false").replace("\"cpu\"", "\"h200\""));
+    }
+
+    #[test]
+    fn any_target_may_be_asked_for_the_bits_of_rows_alone() {
+        for record in ["cpu", "h200"] {
+            for (key, expected) in [("", false), ("batch_invariant = false", false), ("batch_invariant = true", true)] {
+                let text = decode(64, key).replace("\"cpu\"", &format!("\"{record}\""));
+                assert_eq!(accepted(&text).decode.batch_invariant, expected, "{record}: {key}");
+            }
+        }
     }
 
     #[test]

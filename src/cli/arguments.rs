@@ -240,7 +240,8 @@ pub struct Build {
 /// Serve a manifest's model over HTTP, for clients of the OpenAI API
 ///
 /// Builds what is not built yet, then listens until SIGTERM or Ctrl-C, and lets open requests finish. Requests run together
-/// in the steps of one engine; a request gets the same tokens whatever runs beside it. docs/serve.md has the endpoints.
+/// in the steps of one engine. On a target of kind `cpu`, and on a GPU with `batch_invariant` in the manifest, a request gets the
+/// same tokens whatever runs beside it. docs/serve.md has the endpoints.
 #[derive(Debug, Args)]
 #[command(
     verbatim_doc_comment,

@@ -84,6 +84,9 @@ fn bench_rows(session: &Session, asked: &Bench, manifest: &Manifest, target: &Ta
             .with_remedy("leave out `--rows` and `--prompt`, or name `torch` or a program"));
     }
     let mut all = json!({ "manifest": manifest.name, "target": target.name, "rows": [], "gaps": [], "sampled": [], "prompts": [] });
+    if manifest.decode.batch_invariant {
+        all["alike"] = json!([]);
+    }
     let mut whole = true;
     // The list that the last of our own figures is in.
     let mut list = "rows";
@@ -96,6 +99,7 @@ fn bench_rows(session: &Session, asked: &Bench, manifest: &Manifest, target: &Ta
                     Took::Gaps { .. } => "gaps",
                     Took::Sampled(_) => "sampled",
                     Took::Prompt { .. } => "prompts",
+                    Took::Alike(_) => "alike",
                 };
                 let (json, line) = rows_line(timed);
                 push(&mut all[list], json);
@@ -156,6 +160,17 @@ fn rows_line(timed: &RowsTimed) -> (Value, String) {
                  (p10 {p10:.1}, p90 {p90:.1}), {waited:.1} between others\n"
             );
             (json, line)
+        }
+        Took::Alike(alike) => {
+            let list = |numbers: &mut dyn Iterator<Item = String>| numbers.collect::<Vec<_>>().join(", ");
+            let line = format!(
+                "{} rows have the bits that they have alone: batches of {}, chunks of {}; kernels for {} rows\n",
+                alike.compared,
+                list(&mut alike.batches.iter().map(usize::to_string)),
+                list(&mut alike.chunks.iter().map(usize::to_string)),
+                list(&mut alike.kernels.iter().map(u32::to_string)),
+            );
+            (json!(alike), line)
         }
         Took::Prompt { tokens, ms } => {
             let [p10, p50, p90] = of(ms);

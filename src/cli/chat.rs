@@ -45,7 +45,7 @@ pub fn chat(session: &Session, asked: &Chat) -> Result<Outcome, Fault> {
     let given = session.given(&asked.manifest)?;
     let manifest = &given.manifest;
     let target = pick_target(manifest, asked.target.as_deref())?;
-    choosing::refuse_on_kernels(&settings, &target)?;
+    choosing::refuse_on_kernels(&settings, manifest, &target)?;
     let mut words = text_tokenizer(manifest)?;
     let system: Vec<Message> = asked.system.iter().map(|system| Message::new("system", system)).collect();
     // Before the model is built: a checkpoint without a template, or whose template has no system prompt, cannot chat.

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 
 use super::arguments::Choosing;
 use crate::error::Fault;
+use crate::manifest::Manifest;
 use crate::sample::{Penalties, RequestSettings, SampleSettings};
 use crate::target::{Target, TargetKind};
 
@@ -46,13 +47,13 @@ pub fn settings(asked: &Choosing) -> Result<RequestSettings, Fault> {
     Ok(settings)
 }
 
-/// Refuses settings that the kernels of a target do not have.
+/// Refuses settings that the kernels of a target do not have. With `batch_invariant` the host chooses where they do not.
 ///
 /// # Errors
 /// Such a setting, on a target that is not a CPU.
-pub fn refuse_on_kernels(settings: &RequestSettings, target: &Target) -> Result<(), Fault> {
+pub fn refuse_on_kernels(settings: &RequestSettings, manifest: &Manifest, target: &Target) -> Result<(), Fault> {
     let beyond: Vec<String> = settings.beyond_kernels().iter().map(|name| format!("`--{name}`")).collect();
-    if target.kind == TargetKind::Cpu || beyond.is_empty() {
+    if target.kind == TargetKind::Cpu || manifest.decode.batch_invariant || beyond.is_empty() {
         return Ok(());
     }
     let message =

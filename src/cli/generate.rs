@@ -75,7 +75,7 @@ pub fn generate(session: &Session, asked: &Generate) -> Result<Outcome, Fault> {
     let given = session.given(&asked.manifest)?;
     let manifest = &given.manifest;
     let target = pick_target(manifest, asked.target.as_deref())?;
-    choosing::refuse_on_kernels(&settings, &target)?;
+    choosing::refuse_on_kernels(&settings, manifest, &target)?;
     // Before the model is built, so that a fault of the tokenizer is reported at once.
     let mut tokenizer = match &asked.ids {
         Some(_) => None,

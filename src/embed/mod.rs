@@ -289,7 +289,7 @@ impl Model {
 
     /// Runs one step of the next tokens of several sequences: the logits that its parts want, `[wanted, vocab]` in their order.
     ///
-    /// A part has the same logits whatever other parts are in its step; on the target `cpu` in every bit. Nothing is chosen. Tokens of
+    /// A part has the same logits whatever other parts are in its step; on the target `cpu`, and with `batch_invariant`, in every bit. Nothing is chosen. Tokens of
     /// all parts together are at most [`Facts::rows_max`], and a sequence has one part. What is refused changes no sequence.
     pub fn step(&self, parts: Vec<StepPart>) -> Waiting<Vec<f32>> {
         self.ask(move |loaded| loaded.with_steps(|steps| steps.step(&parts)))

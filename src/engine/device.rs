@@ -1,13 +1,14 @@
 //! Owns the stepper of CUDA targets: kernels for several rows on a device, with the guard of their tables.
 
 use std::collections::VecDeque;
+use std::ops::Range;
 
 use super::stepper::{Alone, Bounds, Launch, LaunchRow, Said, Stepper, Want, admit};
 use crate::cuda::rows::{FirstToken, RowInput, RowLauncher};
 use crate::cuda::sampler::{Asked, SamplerSession, decided};
 use crate::cuda::waves::WavesSession;
 use crate::error::Fault;
-use crate::rows::{Guard, Shape};
+use crate::rows::{Edit, Guard, Shape};
 use crate::sample::TokenSet;
 use crate::waves::CHUNK_MIN;
 
@@ -20,6 +21,8 @@ pub struct DeviceStepper {
     waves: Option<WavesSession>,
     sampler: Option<SamplerSession>,
     guard: Guard,
+    /// Rows of a launch, at most. Those of more than the last session has are queued in parts, one after another.
+    rows_max: u32,
     /// Launches that were not collected, oldest first. A second one goes on from the first on the same kernel, or one of them reads a prompt.
     flying: VecDeque<Flying>,
 }
@@ -28,8 +31,13 @@ struct Flying {
     kernel: Kernel,
     rows: Vec<LaunchRow>,
     steps: u32,
-    /// The sampler chooses its tokens.
+    /// The sampler chooses its tokens, and for some of its rows a grammar says which ids may come next.
     is_sampled: bool,
+    is_guided: bool,
+    /// What grammars allow its rows, once that was told.
+    allowed: Vec<Option<TokenSet>>,
+    /// The rows that are queued or run. Where these are not all, no other launch is queued.
+    part: Range<usize>,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -49,7 +57,14 @@ impl DeviceStepper {
         let of_rows = *sessions.last()?.shape();
         let rows = waves.as_ref().map_or(0, |waves| waves.shape().rows).max(of_rows.rows);
         let guard = Guard::new(Shape { rows, ..of_rows });
-        Some(DeviceStepper { sessions, waves, sampler, guard, flying: VecDeque::new() })
+        let rows_max = of_rows.rows;
+        Some(DeviceStepper { sessions, waves, sampler, guard, rows_max, flying: VecDeque::new() })
+    }
+
+    /// Takes launches of up to `rows_max` rows, if that is more than the last session has. For kernels whose rows have the bits that they have
+    /// alone: a launch in parts may run on several of them.
+    pub fn with_rows(self, rows_max: u32) -> DeviceStepper {
+        DeviceStepper { rows_max: self.rows_max.max(rows_max), ..self }
     }
 
     /// The kernel of a launch.
@@ -86,12 +101,87 @@ impl DeviceStepper {
         }
         Ok(())
     }
+
+    /// Queues rows of a launch from `from` on, as many as the last session has.
+    fn queue(&mut self, flying: &mut Flying, from: usize, edits: Vec<Edit>) -> Result<(), Fault> {
+        let last = self.sessions.len() - 1;
+        let most = self.sessions[last].shape().rows as usize;
+        flying.part = from..flying.rows.len().min(from + most);
+        let Flying { kernel, steps, is_sampled, is_guided, .. } = *flying;
+        let rows = &flying.rows[flying.part.clone()];
+        let tables = admit(&mut self.guard, rows, steps, edits)?;
+        let with_logits = rows.iter().any(|row| row.want == Want::Logits);
+        // Rows of prompts alone decide nothing.
+        let decides = rows.iter().any(|row| row.want != Want::Nothing);
+        let Kernel::Rows(session) = kernel else { return Err(no_waves()) };
+        let session = &mut self.sessions[session];
+        let inputs: Vec<RowInput> = (0..).zip(rows).map(|(at, row)| input(at, row, steps, is_sampled)).collect();
+        match &mut self.sampler {
+            Some(_) if is_guided && decides => Ok(session.queue_unchosen(tables, &inputs)?),
+            Some(sampler) if is_sampled && decides => {
+                let asked: Vec<Asked<'_>> = (0..).zip(rows).filter_map(|(at, row)| asked(at, row, None)).collect();
+                Ok(session.queue_sampled(tables, &inputs, sampler, &asked)?)
+            }
+            None if is_sampled => Err(Fault::internal("a row wants a choice, and there is no sampler")),
+            _ => Ok(session.queue(tables, &inputs, with_logits)?),
+        }
+    }
+
+    /// Queues the sampler after the part of a launch that is queued or runs, with what grammars allow.
+    fn choose(&mut self, flying: &Flying) -> Result<(), Fault> {
+        let (Kernel::Rows(session), Some(sampler)) = (flying.kernel, &mut self.sampler) else {
+            return Err(Fault::internal("ids are allowed for a launch without a sampler"));
+        };
+        let rows = (0..).zip(&flying.rows[flying.part.clone()]).zip(&flying.allowed[flying.part.clone()]);
+        let asked: Vec<Asked<'_>> = rows.filter_map(|((at, row), allowed)| asked(at, row, allowed.as_ref())).collect();
+        // Nothing of it waits for a choice.
+        if asked.is_empty() {
+            return Ok(());
+        }
+        Ok(self.sessions[session].choose(sampler, &asked)?)
+    }
+
+    /// Waits for the part of a launch that is queued or runs.
+    fn collect_part(&mut self, flying: &Flying) -> Result<Vec<Said>, Fault> {
+        let session = match (flying.kernel, &mut self.waves) {
+            (Kernel::Rows(session), _) => &mut self.sessions[session],
+            (Kernel::Waves, Some(waves)) => {
+                waves.finish()?;
+                return Ok(vec![Said::Nothing; flying.part.len()]);
+            }
+            (Kernel::Waves, None) => return Err(no_waves()),
+        };
+        let tokens = session.finish()?.tokens;
+        let vocab = session.vocab();
+        let mut asked = 0;
+        let mut choices = |row: &LaunchRow, logprobs: Option<u32>| {
+            let Some(sampler) = &self.sampler else { return Err(Fault::internal("answers without a sampler")) };
+            let answers = (0..flying.steps).map(|step| {
+                let answer = sampler.answer(step, asked)?;
+                Ok(decided(&answer, row.position + 1 + step, vocab, logprobs))
+            });
+            let answers = answers.collect::<Result<Vec<_>, Fault>>();
+            asked += 1;
+            answers
+        };
+        let said = (0u32..).zip(&flying.rows[flying.part.clone()]).map(|(at, row)| {
+            Ok(match &row.want {
+                Want::Nothing => Said::Nothing,
+                Want::Logits => Said::Logits(session.logits(at)?),
+                Want::Choice(chooser) => Said::Choices(choices(row, chooser.request().logprobs())?),
+                Want::Token(_) if flying.is_sampled => Said::Choices(choices(row, None)?),
+                // The first token of a launch was given.
+                Want::Token(_) => Said::Tokens(tokens.iter().skip(1).map(|step| step[at as usize]).collect()),
+            })
+        });
+        said.collect()
+    }
 }
 
 impl Stepper for DeviceStepper {
     fn bounds(&self) -> Bounds {
         let largest = &self.sessions[self.sessions.len() - 1];
-        let shape = *largest.shape();
+        let shape = Shape { rows: self.rows_max, ..*largest.shape() };
         let (vocab, steps_max) = (largest.vocab(), largest.steps_max());
         let alone = self.waves.as_ref().map(|waves| Alone { least: CHUNK_MIN, most: waves.shape().rows });
         let choices = self.sampler.as_ref().map(SamplerSession::logprobs_max);
@@ -104,86 +194,57 @@ impl Stepper for DeviceStepper {
         let is_guided = launch.is_guided();
         let tokens = if matches!(kernel, Kernel::Waves) { launch.tokens()? } else { vec![] };
         let Launch { rows, steps, edits } = launch;
-        let with_logits = rows.iter().any(|row| row.want == Want::Logits);
         let is_sampled = rows.iter().any(|row| matches!(row.want, Want::Choice(_)));
-        let tables = admit(&mut self.guard, &rows, steps, edits)?;
-        let session = match (kernel, &mut self.waves) {
-            (Kernel::Rows(session), _) => &mut self.sessions[session],
+        let part = 0..rows.len();
+        let mut flying = Flying { kernel, rows, steps, is_sampled, is_guided, allowed: vec![], part };
+        match (kernel, &mut self.waves) {
+            (Kernel::Rows(_), _) => self.queue(&mut flying, 0, edits)?,
             (Kernel::Waves, Some(waves)) => {
-                waves.queue(tables, &tokens)?;
-                self.flying.push_back(Flying { kernel, rows, steps, is_sampled });
-                return Ok(());
+                waves.queue(admit(&mut self.guard, &flying.rows, steps, edits)?, &tokens)?
             }
             (Kernel::Waves, None) => return Err(no_waves()),
-        };
-        let inputs: Vec<RowInput> = (0..).zip(&rows).map(|(at, row)| input(at, row, steps, is_sampled)).collect();
-        match &mut self.sampler {
-            Some(_) if is_guided => session.queue_unchosen(tables, &inputs)?,
-            Some(sampler) if is_sampled => {
-                let asked: Vec<Asked<'_>> = (0..).zip(&rows).filter_map(|(at, row)| asked(at, row, None)).collect();
-                session.queue_sampled(tables, &inputs, sampler, &asked)?;
-            }
-            None if is_sampled => return Err(Fault::internal("a row wants a choice, and there is no sampler")),
-            _ => session.queue(tables, &inputs, with_logits)?,
         }
-        self.flying.push_back(Flying { kernel, rows, steps, is_sampled });
+        self.flying.push_back(flying);
         Ok(())
     }
 
     fn allow(&mut self, allowed: Vec<Option<TokenSet>>) -> Result<(), Fault> {
-        let (Some(Flying { kernel: Kernel::Rows(session), rows, .. }), Some(sampler)) =
-            (self.flying.back(), &mut self.sampler)
-        else {
-            return Err(Fault::internal("ids are allowed for a launch without a sampler"));
-        };
-        let rows = (0..).zip(rows).zip(&allowed);
-        let asked: Vec<Asked<'_>> = rows.filter_map(|((at, row), allowed)| asked(at, row, allowed.as_ref())).collect();
-        Ok(self.sessions[*session].choose(sampler, &asked)?)
+        let wrong = || Fault::internal("ids are allowed for other rows than those of a launch");
+        let mut flying =
+            self.flying.pop_back().filter(|flying| flying.rows.len() == allowed.len()).ok_or_else(wrong)?;
+        flying.allowed = allowed;
+        let chosen = self.choose(&flying);
+        self.flying.push_back(flying);
+        chosen
     }
 
     fn last_step(&mut self) -> Result<Option<Vec<Vec<u32>>>, Fault> {
         match self.flying.front() {
-            Some(Flying { kernel: Kernel::Rows(session), .. }) => Ok(self.sessions[*session].last_step()?),
+            Some(Flying { kernel: Kernel::Rows(session), rows, part, .. }) if part.len() == rows.len() => {
+                Ok(self.sessions[*session].last_step()?)
+            }
             _ => Ok(None),
         }
     }
 
     fn collect(&mut self) -> Result<Vec<Said>, Fault> {
-        let Some(Flying { kernel, rows, steps, is_sampled }) = self.flying.pop_front() else {
+        let Some(mut flying) = self.flying.pop_front() else {
             return Err(Fault::internal("a launch is collected, and none was submitted"));
         };
-        let session = match (kernel, &mut self.waves) {
-            (Kernel::Rows(session), _) => &mut self.sessions[session],
-            (Kernel::Waves, Some(waves)) => {
-                waves.finish()?;
-                return Ok(vec![Said::Nothing; rows.len()]);
+        let mut said = self.collect_part(&flying)?;
+        while flying.part.end < flying.rows.len() {
+            let from = flying.part.end;
+            // Of the last rows a smaller kernel may have as many.
+            let left = flying.rows.len() - from;
+            let smallest = self.sessions.iter().position(|session| session.shape().rows as usize >= left);
+            flying.kernel = Kernel::Rows(smallest.unwrap_or(self.sessions.len() - 1));
+            self.queue(&mut flying, from, vec![])?;
+            if flying.is_guided {
+                self.choose(&flying)?;
             }
-            (Kernel::Waves, None) => return Err(no_waves()),
-        };
-        let tokens = session.finish()?.tokens;
-        let vocab = session.vocab();
-        let mut asked = 0;
-        let mut choices = |row: &LaunchRow, logprobs: Option<u32>| {
-            let Some(sampler) = &self.sampler else { return Err(Fault::internal("answers without a sampler")) };
-            let answers = (0..steps).map(|step| {
-                let answer = sampler.answer(step, asked)?;
-                Ok(decided(&answer, row.position + 1 + step, vocab, logprobs))
-            });
-            let answers = answers.collect::<Result<Vec<_>, Fault>>();
-            asked += 1;
-            answers
-        };
-        let said = (0u32..).zip(&rows).map(|(at, row)| {
-            Ok(match &row.want {
-                Want::Nothing => Said::Nothing,
-                Want::Logits => Said::Logits(session.logits(at)?),
-                Want::Choice(chooser) => Said::Choices(choices(row, chooser.request().logprobs())?),
-                Want::Token(_) if is_sampled => Said::Choices(choices(row, None)?),
-                // The first token of a launch was given.
-                Want::Token(_) => Said::Tokens(tokens.iter().skip(1).map(|step| step[at as usize]).collect()),
-            })
-        });
-        said.collect()
+            said.extend(self.collect_part(&flying)?);
+        }
+        Ok(said)
     }
 }
 

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use crate::codegen::abi::Queues;
 use crate::codegen::emit::Trace;
 use crate::cuda::driver::Device;
+use crate::cuda::memory::DeviceBuffer;
 use crate::cuda::one_row::OneRowSession;
 use crate::cuda::rows::RowLauncher;
 use crate::cuda::sampler::SamplerSession;
@@ -28,6 +29,7 @@ use super::device_sampler::sampler_source;
 use super::device_steps::{StepsKernel, StepsKernels};
 use super::device_waves::{plan_waves, waves_source};
 use super::execute::{Devices, upload_pack};
+use super::invariant;
 use super::stages::place_rows;
 use super::{Prepared, Workspace};
 
@@ -84,15 +86,64 @@ pub struct Batched {
 struct OnDevice {
     device: Device,
     target: Target,
-    /// For steps of one row, over the cache of the others.
-    one_row: Option<(Arc<Validated>, Vec<u8>)>,
-    /// Ascending by rows, over one cache.
-    kernels: Vec<(StepsKernel, Vec<u8>)>,
-    /// The kernel of waves over the pages of the first of them.
-    waves: Option<Vec<u8>>,
+    kernels: Kernels,
     /// The kernel that chooses tokens.
     sampler: Vec<u8>,
     steps_max: u32,
+}
+
+/// What runs the steps of a device.
+enum Kernels {
+    Fastest(Fastest),
+    /// Those that add up in one order, ascending by rows. A launch has up to `rows` rows, in parts if no kernel has as many.
+    Alike {
+        cubins: Vec<Vec<u8>>,
+        rows: u32,
+    },
+}
+
+/// For each step the fastest kernel.
+struct Fastest {
+    /// For steps of one row, over the cache of the others.
+    one_row: Option<(Arc<Validated>, Vec<u8>)>,
+    /// Ascending by rows, over one cache.
+    several: Vec<(StepsKernel, Vec<u8>)>,
+    /// The kernel of waves over the pages of the first of them.
+    waves: Option<Vec<u8>>,
+}
+
+/// Sessions of steps, ascending by rows, and the one that reads long chunks.
+type Sessions = (Vec<Box<dyn RowLauncher>>, Option<WavesSession>);
+
+impl Fastest {
+    /// Loads the kernels over one cache.
+    fn load(
+        &self,
+        device: &Device,
+        target: &Target,
+        steps_max: u32,
+        pack: &Arc<DeviceBuffer>,
+    ) -> Result<Sessions, Fault> {
+        let Fastest { one_row, several, waves } = self;
+        let mut sessions: Vec<Box<dyn RowLauncher>> = vec![];
+        for (kernel, cubin) in several {
+            let cache = sessions.first().map(|session| session.cache());
+            sessions.push(kernel.load(device, target, cubin, steps_max, Arc::clone(pack), cache)?);
+        }
+        let waves = match (waves, sessions.first()) {
+            (Some(cubin), Some(first)) => {
+                let proven = plan_waves(target, &several[0].0.validated)?;
+                Some(WavesSession::load(device, &proven, cubin, Trace::Off, first.pack(), first.cache())?)
+            }
+            _ => None,
+        };
+        if let (Some((validated, cubin)), Some(first)) = (one_row, sessions.first()) {
+            let (queues, pack, cache) = (Queues::of(validated), first.pack(), Some(first.cache()));
+            let one = OneRowSession::load(device, &queues, cubin, steps_max, pack, cache)?;
+            sessions.insert(0, Box::new(one));
+        }
+        Ok((sessions, waves))
+    }
 }
 
 /// Whether this machine has what runs a target.
@@ -108,6 +159,7 @@ impl Prepared {
     pub(super) fn rows_max(&self, serving: &Serving) -> Result<u32, Fault> {
         match self.target.kind {
             TargetKind::Cpu => Ok(serving.running_max + serving.chunk_rows),
+            TargetKind::Cuda if invariant::is_asked(&self.manifest, &self.target) => Ok(alike_rows(serving)),
             TargetKind::Cuda => Ok(step_rows_of(serving)?.last().copied().unwrap_or(0)),
         }
     }
@@ -125,19 +177,14 @@ impl Prepared {
         };
         let device = Device::open(found.ordinal)?;
         let free = device.memory_free_bytes()?.saturating_sub(pack_bytes(self.validated.schedule()));
+        if invariant::is_asked(&self.manifest, &self.target) {
+            return self.batched_alike(&chain, device, serving, free);
+        }
         let kernels = self.kernels(&chain, serving, free)?;
         let Some(largest) = kernels.last().map(|kernel| kernel.validated.clone()) else {
             return Err(Fault::internal("no kernel for several rows"));
         };
-        let shape = Shape::of(&largest.schedule().program).ok_or_else(|| Fault::internal("rows without tables"))?;
-        if shape.sequences <= Pool::keepers(&shape) {
-            let page_rows = shape.page_rows;
-            return Err(Fault::input(format!(
-                "`context_max` {} is one page of {page_rows} positions",
-                shape.context_max
-            ))
-            .with_remedy(format!("raise `decode.context_max` above {page_rows} to serve on `{}`", self.target.name)));
-        }
+        let shape = self.served_shape(&largest)?;
         if let Some(differs) = kernels.iter().find_map(|kernel| share_caches(&kernel.validated, &largest).err()) {
             return Err(Fault::internal(format!("kernels for different numbers of rows: {differs}")));
         }
@@ -169,12 +216,56 @@ impl Prepared {
         let mut cubins = chain.compile_all(&sources)?.into_iter().map(|cubin| cubin.bytes);
         let Some(sampler) = cubins.next() else { return Err(Fault::internal("a sampler without a cubin")) };
         let one_row = one_row.into_iter().zip(cubins.by_ref()).next();
-        let kernels = kernels.into_iter().zip(cubins.by_ref()).collect();
-        // The kernel of waves is the last one.
-        let waves = cubins.next();
+        let several = kernels.into_iter().zip(cubins.by_ref()).collect();
+        // That of waves is the last one.
+        let kernels = Kernels::Fastest(Fastest { one_row, several, waves: cubins.next() });
         let (target, steps_max) = (self.target.clone(), serving.steps_max);
-        let on_device = OnDevice { device, target, one_row, kernels, waves, sampler, steps_max };
+        let on_device = OnDevice { device, target, kernels, sampler, steps_max };
         Ok(Batched { validated: largest, pack: chain.pack()?, on_device: Some(Arc::new(on_device)) })
+    }
+
+    /// As [`Prepared::batched`], with kernels that add up in one order, on a device that has `free_bytes` left beside the weights.
+    fn batched_alike(
+        &self,
+        chain: &Chain<'_>,
+        device: Device,
+        serving: &Serving,
+        free_bytes: u64,
+    ) -> Result<Batched, Fault> {
+        let room = self.room(0, serving, free_bytes)?;
+        let validated = Arc::new(invariant::schedule(&chain.context, &chain.candidate, room)?);
+        let shape = self.served_shape(&validated)?;
+        let alike = invariant::plan(&self.target, &validated)?;
+        let rows: Vec<String> = alike.plans().iter().map(|proven| proven.plan().rows.to_string()).collect();
+        chain.context.workspace.report.note(&format!(
+            "{}: kernels for {} rows that add up in one order, cache of {} tokens in pages of {}",
+            self.target.name,
+            rows.join(", "),
+            u64::from(shape.pages) * u64::from(shape.page_rows),
+            shape.page_rows
+        ));
+        let mut sources = vec![sampler_source(&self.target)];
+        sources.extend(invariant::sources(&chain.context, &alike));
+        let mut cubins = chain.compile_all(&sources)?.into_iter().map(|cubin| cubin.bytes);
+        let Some(sampler) = cubins.next() else { return Err(Fault::internal("a sampler without a cubin")) };
+        let kernels = Kernels::Alike { cubins: cubins.collect(), rows: alike_rows(serving) };
+        let (target, steps_max) = (self.target.clone(), serving.steps_max);
+        let on_device = OnDevice { device, target, kernels, sampler, steps_max };
+        Ok(Batched { validated, pack: chain.pack()?, on_device: Some(Arc::new(on_device)) })
+    }
+
+    /// What bounds the tables of a server's steps.
+    ///
+    /// # Errors
+    /// A context that is one page: none could be kept.
+    fn served_shape(&self, validated: &Validated) -> Result<Shape, Fault> {
+        let shape = Shape::of(&validated.schedule().program).ok_or_else(|| Fault::internal("rows without tables"))?;
+        if shape.sequences > Pool::keepers(&shape) {
+            return Ok(shape);
+        }
+        let (context_max, page_rows) = (shape.context_max, shape.page_rows);
+        Err(Fault::input(format!("`context_max` {context_max} is one page of {page_rows} positions"))
+            .with_remedy(format!("raise `decode.context_max` above {page_rows} to serve on `{}`", self.target.name)))
     }
 
     /// What runs steps of several rows, ascending, on a device that has `free_bytes` left beside the weights.
@@ -241,6 +332,11 @@ fn sequences(running_max: u32, positions: u64, context_max: u64) -> u32 {
     running_max + positions.div_ceil(context_max.max(1)) as u32 + 1
 }
 
+/// Rows of a launch of kernels that add up in one order: whole launches of the one for most rows, with a row for each running request.
+fn alike_rows(serving: &Serving) -> u32 {
+    serving.running_max.max(1).next_multiple_of(waves::STEP_ROWS_MAX)
+}
+
 /// Adds what runs steps of more rows than those before it, in a server of `running_max` requests.
 fn add(kernels: &mut Vec<StepsKernel>, kernel: StepsKernel, running_max: u32) {
     let smaller = kernels.last().map_or(0, |smaller| smaller.rows);
@@ -296,25 +392,16 @@ impl Batched {
         let Some(on_device) = &self.on_device else {
             return Ok(Box::new(CpuStepper::new(self.validated.schedule(), self.pack.clone(), Options::fast())?));
         };
-        let OnDevice { device, target, one_row, kernels, waves, sampler, steps_max } = on_device.as_ref();
+        let OnDevice { device, target, kernels, sampler, steps_max } = on_device.as_ref();
         let pack = upload_pack(device, &self.validated, &self.pack)?;
-        let mut sessions: Vec<Box<dyn RowLauncher>> = vec![];
-        for (kernel, cubin) in kernels {
-            let cache = sessions.first().map(|session| session.cache());
-            sessions.push(kernel.load(device, target, cubin, *steps_max, Arc::clone(&pack), cache)?);
-        }
-        let waves = match (waves, sessions.first()) {
-            (Some(cubin), Some(first)) => {
-                let proven = plan_waves(target, &kernels[0].0.validated)?;
-                Some(WavesSession::load(device, &proven, cubin, Trace::Off, first.pack(), first.cache())?)
+        let ((sessions, waves), rows): (Sessions, u32) = match kernels {
+            Kernels::Fastest(fastest) => (fastest.load(device, target, *steps_max, &pack)?, 0),
+            Kernels::Alike { cubins, rows } => {
+                let cubins = cubins.iter().map(Vec::as_slice);
+                let sessions = invariant::load(device, target, &self.validated, cubins, *steps_max, &pack)?;
+                ((sessions.into_iter().map(|session| Box::new(session) as Box<dyn RowLauncher>).collect(), None), *rows)
             }
-            _ => None,
         };
-        if let (Some((validated, cubin)), Some(first)) = (one_row, sessions.first()) {
-            let (queues, pack, cache) = (Queues::of(validated), first.pack(), Some(first.cache()));
-            let one = OneRowSession::load(device, &queues, cubin, *steps_max, pack, cache)?;
-            sessions.insert(0, Box::new(one));
-        }
         let sampler = match sessions.last() {
             Some(largest) => {
                 let (vocab, rows) = (largest.vocab(), largest.shape().rows);
@@ -324,7 +411,7 @@ impl Batched {
         };
         let stepper = DeviceStepper::new(sessions, waves, sampler)
             .ok_or_else(|| Fault::internal("no kernel for several rows"))?;
-        Ok(Box::new(stepper))
+        Ok(Box::new(stepper.with_rows(rows)))
     }
 }
 

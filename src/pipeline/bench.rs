@@ -27,6 +27,7 @@ use super::baseline::{BaselineProgram, Opened};
 use super::chain::{Chain, Host};
 use super::evaluate::Executor;
 use super::execute::load_session;
+use super::invariant;
 use super::stages::{BuildContext, Generated, memory_pack};
 use super::{Workspace, import_stage};
 
@@ -117,6 +118,7 @@ pub fn bench(
     request: &Request,
     on_found: &mut dyn FnMut(Found<'_>) -> Result<(), Fault>,
 ) -> Result<(), Fault> {
+    invariant::refuse(manifest, target, "kernel for one row to time", "time steps with `--rows`, as in `--rows 1`")?;
     let model = import_stage(workspace, manifest)?;
     let host = Host::new(workspace);
     let chain = Chain::chosen(BuildContext::new(workspace, manifest, target, &model)?, &host)?;

@@ -24,7 +24,7 @@ use crate::target::Target;
 use crate::text::one_of;
 use crate::trace::{Span, Stamps, spans};
 use crate::validate::{Validated, share_caches, validate};
-use crate::waves::{CHUNK_MIN, CHUNK_ROWS};
+use crate::waves::{CHUNK_MIN, CHUNK_ROWS, Proven};
 
 use super::bench::{self, Programs, Versus, Work};
 use super::chain::{Chain, Host};
@@ -33,6 +33,7 @@ use super::device_sampler::{sampler_source, time_sampled};
 use super::device_steps::{StepsKernel, StepsKernels, step_rows_for};
 use super::device_waves::{derive_chunks, named_spans, plan_steps, plan_waves, waves_beside, waves_source};
 use super::execute::upload_pack;
+use super::invariant;
 use super::stages::{BuildContext, Generated};
 use super::{Prepared, Workspace, import_stage};
 
@@ -134,9 +135,9 @@ enum Wanted<'a> {
 }
 
 /// What reads prompts: a kernel for rows, and for long chunks a kernel of waves over the same cache, where there is one.
-struct Reader<'a> {
-    rows: &'a mut dyn RowLauncher,
-    waves: Option<&'a mut WavesSession>,
+pub(super) struct Reader<'a> {
+    pub rows: &'a mut dyn RowLauncher,
+    pub waves: Option<&'a mut WavesSession>,
 }
 
 impl Reader<'_> {
@@ -328,7 +329,21 @@ impl OneText {
     /// # Errors
     /// A position that is not written yet, and is not the next one.
     pub fn admit(&mut self, position: u32, rows: u32, steps: u32) -> Result<Tables<'_>, Fault> {
-        let row = |position| Row { sequence: OneText::SEQUENCE, position, wants_logits: true };
+        self.admit_rows(position, rows, steps, true)
+    }
+
+    /// As [`OneText::admit`]; without `wants_logits` no row decides anything.
+    ///
+    /// # Errors
+    /// As [`OneText::admit`].
+    pub fn admit_rows(
+        &mut self,
+        position: u32,
+        rows: u32,
+        steps: u32,
+        wants_logits: bool,
+    ) -> Result<Tables<'_>, Fault> {
+        let row = |position| Row { sequence: OneText::SEQUENCE, position, wants_logits };
         let rows = (position..position + rows).map(row).collect();
         let request = Request { rows, steps, edits: std::mem::take(&mut self.edits) };
         self.guard.admit(&request).map_err(|refused| Fault::internal(refused.to_string()))
@@ -389,6 +404,8 @@ pub enum Took {
     Gaps { waited_us: Vec<f64>, queued_us: Vec<f64> },
     /// A prompt of so many tokens, milliseconds each time; ascending.
     Prompt { tokens: u32, ms: Vec<f64> },
+    /// Nothing: rows of batches and chunks have the bits that they have alone.
+    Alike(check::Alike),
 }
 
 /// What a benchmark of rows finds, in the order in which it is found.
@@ -435,6 +452,14 @@ pub fn bench_rows(
     let model = import_stage(workspace, manifest)?;
     let host = Host::new(workspace);
     let chain = Chain::chosen(BuildContext::new(workspace, manifest, target, &model)?, &host)?;
+    let no_kernels =
+        || Fault::input(format!("target `{}` has no kernels for rows, they need a CUDA target", target.name));
+    if invariant::is_asked(manifest, target) {
+        let found = host.device(target)?.ok_or_else(no_kernels)?;
+        let device = Device::open(found.ordinal)?;
+        let mut programs = Programs::open(&chain, &found.uuid, request)?;
+        return invariant::bench(&chain, &device, Asked { rows, prompts, chunks }, &mut programs, on_found);
+    }
     let [smallest, .., most] = STEP_ROWS;
     // The kernels of a server: one row has a kernel of its own.
     let of = |&rows: &u32| if rows == 1 { Ok((1, 1)) } else { Ok((step_rows_for(rows)?, rows)) };
@@ -444,9 +469,7 @@ pub fn bench_rows(
         let all = one_of(all.iter().map(String::as_str));
         return Err(Fault::input(format!("chunks of {wrong}: expected {all}, as many as a kernel has rows")));
     }
-    let found = host.device(target)?.ok_or_else(|| {
-        Fault::input(format!("target `{}` has no kernels for rows, they need a CUDA target", target.name))
-    })?;
+    let found = host.device(target)?.ok_or_else(no_kernels)?;
     let device = Device::open(found.ordinal)?;
     // A baseline that cannot start is known before anything is timed.
     let mut programs = Programs::open(&chain, &found.uuid, request)?;
@@ -507,7 +530,13 @@ pub fn bench_rows(
                 let versus = &mut |versus: &Versus| on_found(FoundOfRows::Versus(versus));
                 programs.against(Work::Step { rows, position }, STEPS, &mut own, versus)?;
                 if let Some(took) = time_gaps(session, rows, position)? {
-                    on_found(FoundOfRows::Own(&RowsTimed { rows, kernel, position, checked: checked.figures(), took }))?;
+                    on_found(FoundOfRows::Own(&RowsTimed {
+                        rows,
+                        kernel,
+                        position,
+                        checked: checked.figures(),
+                        took,
+                    }))?;
                 }
                 let took = Took::Sampled(time_sampled(session, &mut sampler, rows, position)?);
                 on_found(FoundOfRows::Own(&RowsTimed { rows, kernel, position, checked: checked.figures(), took }))?;
@@ -534,7 +563,7 @@ pub fn bench_rows(
 }
 
 /// Times prompts of each length, alone and against baselines. `of` has the rows of a chunk and of the kernel, and what was checked.
-fn bench_prompts(
+pub(super) fn bench_prompts(
     reader: &mut Reader<'_>,
     prompts: &[u32],
     vocab: u32,
@@ -631,7 +660,11 @@ impl Decoding {
 }
 
 /// The same steps of `decoding` from `position` on, again and again: microseconds of a step of each launch, ascending.
-fn time_rows(session: &mut dyn RowLauncher, decoding: &mut Decoding, position: u32) -> Result<Vec<f64>, Fault> {
+pub(super) fn time_rows(
+    session: &mut dyn RowLauncher,
+    decoding: &mut Decoding,
+    position: u32,
+) -> Result<Vec<f64>, Fault> {
     for _ in 0..WARM_UP {
         time_launch(session, decoding, position)?;
     }
@@ -642,7 +675,7 @@ fn time_rows(session: &mut dyn RowLauncher, decoding: &mut Decoding, position: u
 }
 
 /// Microseconds of a step of one launch from `position` on.
-fn time_launch(session: &mut dyn RowLauncher, decoding: &mut Decoding, position: u32) -> Result<f64, Fault> {
+pub(super) fn time_launch(session: &mut dyn RowLauncher, decoding: &mut Decoding, position: u32) -> Result<f64, Fault> {
     let (tables, inputs) = decoding.launch(position, STEPS)?;
     Ok(session.run_whole(tables, inputs, false)?.device_us / f64::from(STEPS))
 }
@@ -652,7 +685,7 @@ fn time_launch(session: &mut dyn RowLauncher, decoding: &mut Decoding, position:
 ///
 /// # Errors
 /// What the device refuses; launches that were queued ahead and decided other tokens.
-fn time_gaps(session: &mut dyn RowLauncher, rows: u32, position: u32) -> Result<Option<Took>, Fault> {
+pub(super) fn time_gaps(session: &mut dyn RowLauncher, rows: u32, position: u32) -> Result<Option<Took>, Fault> {
     let mut decoding = Decoding::at(session, rows, position, STEPS)?;
     let (mut waited_us, mut queued_us) = (vec![], vec![]);
     let positions = || (position..position + STEPS).step_by(GAP_STEPS as usize);
@@ -708,9 +741,19 @@ pub(super) fn trace_rows(
     steps: u32,
     warm_up: u32,
 ) -> Result<Traced, Fault> {
-    let of = step_rows_for(rows)?;
+    let BuildContext { manifest, target, .. } = chain.context;
+    let is_alike = invariant::is_asked(manifest, target);
+    let of = if is_alike { invariant::kernel_rows(rows)? } else { step_rows_for(rows)? };
     let positions = u64::from(of) * u64::from((position + steps + 1).next_multiple_of(256));
     let room = Room { rows: of, sequences: of, positions };
+    if is_alike {
+        let validated = Arc::new(invariant::schedule(&chain.context, &chain.candidate, room)?);
+        let proven = invariant::with_rows(&invariant::plan(target, &validated)?, of)?.clone();
+        let pack = upload_pack(device, &validated, &chain.pack()?)?;
+        let cubin = chain.compile(&waves_source(&chain.context, &proven, Trace::On))?;
+        let (spans, device_us) = trace_waves(device, &proven, &cubin.bytes, pack, (rows, position, steps), warm_up)?;
+        return Ok(Traced { validated: Arc::clone(&validated), rows, spans, device_us });
+    }
     let kernel = StepsKernels::new(&chain.context, &chain.candidate).of(room)?;
     let (rows, asked) = (rows.min(kernel.launch_rows()), rows);
     if rows < asked {
@@ -723,14 +766,7 @@ pub(super) fn trace_rows(
     let cubin = chain.compile(&kernel.source(&chain.context, Trace::On)?)?;
     if kernel.by_waves {
         let proven = plan_steps(chain.context.target, validated, kernel.rows)?;
-        let mut session = StepsSession::load(device, &proven, &cubin.bytes, Trace::On, steps, pack, None)?;
-        let mut decoding = Decoding::at(&mut session, rows, position, steps)?;
-        let mut device_us = 0.0;
-        for _ in 0..=warm_up {
-            let (tables, inputs) = decoding.launch(position, steps)?;
-            device_us = session.run_whole(tables, inputs, false)?.device_us;
-        }
-        let spans = named_spans(&proven, steps, &session.stamps(steps)?)?;
+        let (spans, device_us) = trace_waves(device, &proven, &cubin.bytes, pack, (rows, position, steps), warm_up)?;
         return Ok(Traced { validated: kernel.validated, rows, spans, device_us });
     }
     let queues = chain.context.workspace.queues(validated)?;
@@ -745,6 +781,25 @@ pub(super) fn trace_rows(
     let stamps = Stamps { words: &stamped.words, tasks_max: stamped.tasks_max, position, steps };
     let spans = spans(validated.schedule(), stamps).map_err(|error| Fault::internal(format!("the trace: {error}")))?;
     Ok(Traced { validated: kernel.validated, rows, spans, device_us: stamped.device_us })
+}
+
+/// As [`trace_rows`], of a plan of waves: `rows` sequences, from a position on, so many steps.
+fn trace_waves(
+    device: &Device,
+    proven: &Proven<'_>,
+    cubin: &[u8],
+    pack: Arc<DeviceBuffer>,
+    (rows, position, steps): (u32, u32, u32),
+    warm_up: u32,
+) -> Result<(Vec<Span>, f64), Fault> {
+    let mut session = StepsSession::load(device, proven, cubin, Trace::On, steps, pack, None)?;
+    let mut decoding = Decoding::at(&mut session, rows, position, steps)?;
+    let mut device_us = 0.0;
+    for _ in 0..=warm_up {
+        let (tables, inputs) = decoding.launch(position, steps)?;
+        device_us = session.run_whole(tables, inputs, false)?.device_us;
+    }
+    Ok((named_spans(proven, steps, &session.stamps(steps)?)?, device_us))
 }
 
 /// A launch with time stamps.

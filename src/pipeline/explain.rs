@@ -24,6 +24,7 @@ use super::device_rows::{place_prompt_kernel, prove_kernel};
 use super::device_steps::{StepsKernel, StepsKernels};
 use super::device_waves::{plan_steps, plan_waves};
 use super::import_stage;
+use super::invariant;
 use super::keys::{self, Keyed};
 use super::stages::{BuildContext, load_model, subject};
 
@@ -127,6 +128,9 @@ pub fn show(workspace: &Workspace, manifest: &Manifest, target: &Target, stage: 
     if stage == "manifest" {
         return Ok(format!("name {:?}\n{}", manifest.name, manifest.key_text()));
     }
+    if ["rows-source", "waves", "waves-source"].contains(&stage) {
+        invariant::refuse(manifest, target, &format!("kernel for `show {stage}`"), "name `steps` or `steps-source`")?;
+    }
     let model = import_stage(workspace, manifest)?;
     let context = BuildContext::new(workspace, manifest, target, &model)?;
     let host = Host::new(workspace);
@@ -148,6 +152,17 @@ pub fn show(workspace: &Workspace, manifest: &Manifest, target: &Target, stage: 
             needs_kernel(target, stage)?;
             Ok(resources_text(&chain()?)?)
         }
+        "steps" if invariant::is_asked(manifest, target) => {
+            let validated = alike_schedule(&context)?;
+            let alike = invariant::plan(target, &validated)?;
+            Ok(alike.plans().iter().map(|proven| proven.plan().to_string()).collect())
+        }
+        "steps-source" if invariant::is_asked(manifest, target) => {
+            let validated = alike_schedule(&context)?;
+            let alike = invariant::plan(target, &validated)?;
+            Ok(alike.plans().iter().map(|proven| waves::emit(proven, target, Trace::Off).text).collect())
+        }
+        "rows-schedule" if invariant::is_asked(manifest, target) => Ok(print(alike_schedule(&context)?.schedule())),
         "rows-schedule" => Ok(print(prompt_batch(&context)?.schedule())),
         "rows-source" => {
             needs_kernel(target, stage)?;
@@ -183,6 +198,12 @@ fn steps_batch(context: &BuildContext<'_>) -> Result<StepsKernel, Fault> {
     let positions = u64::from(STEP_ROWS_MIN) * u64::from(context.manifest.decode.context_max);
     let room = Room { rows: STEP_ROWS_MIN, sequences: STEP_ROWS_MIN, positions };
     StepsKernels::new(context, &context.candidate()).of(room)
+}
+
+/// The schedule of kernels that add up in one order, with room for one context.
+fn alike_schedule(context: &BuildContext<'_>) -> Result<Validated, Fault> {
+    let positions = u64::from(context.manifest.decode.context_max);
+    invariant::schedule(context, &context.candidate(), Room { rows: 0, sequences: 1, positions })
 }
 
 fn needs_kernel(target: &Target, stage: &str) -> Result<(), Fault> {

@@ -6,14 +6,17 @@ use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
 
 use super::chain::{Chain, Host};
+use super::compile::Cubin;
 use super::device_rows::{Prefill, PrefillParts};
 use super::device_waves::waves_digests;
 use super::exported::{
     CompiledParts, Does, FORMAT, FileFacts, INDEX, Index, KernelParts, MODEL, PrecisionNames, SEAL, TargetParts,
 };
-use super::stages::{source_bytes, write_pack};
+use super::invariant;
+use super::stages::{BuildContext, source_bytes, write_pack};
 use super::{Prepared, Serving, Workspace, prepare};
 use crate::codegen::abi::Queues;
+use crate::defaults::rows::Room;
 use crate::digest::Digest;
 use crate::error::Fault;
 use crate::files::{self, folder_of};
@@ -21,9 +24,10 @@ use crate::ir::print::print;
 use crate::manifest::Manifest;
 use crate::model::source::{Resolved, Source, resolve};
 use crate::pack::identity;
-use crate::target::{Target, TargetKind, TargetRecord};
+use crate::target::{TargetKind, TargetRecord};
 use crate::tokenizer;
 use crate::validate::Validated;
+use crate::waves::Proven;
 
 /// Bytes that are copied at a time.
 const PIECE_BYTES: usize = 8 << 20;
@@ -118,6 +122,7 @@ fn fill(
         sequences_max: manifest.decode.sequences_max,
         chunk_max: manifest.decode.chunk_max,
         cache_pages: manifest.decode.cache_pages,
+        batch_invariant: manifest.decode.batch_invariant,
         targets,
         files: folder.files.clone(),
     }))
@@ -161,6 +166,9 @@ fn write_target(
                 kernels.push(folder.kernel(name, does, rows, None)?);
             }
         }
+        TargetKind::Cuda if invariant::is_asked(manifest, target) => {
+            kernels = alike_kernels(&chain, validated, folder)?;
+        }
         TargetKind::Cuda => {
             let cubin = chain.cubin()?.ok_or_else(|| Fault::internal("a target with a kernel has no cubin"))?;
             let compiled = compiled(&chain, validated, &cubin.nvrtc)?;
@@ -171,7 +179,7 @@ fn write_target(
                     let compiled = self::compiled(&chain, &prompt, &nvrtc)?;
                     kernels.push(folder.kernel(name, Does::Prompt, &prompt, Some((compiled, &cubin)))?);
                     if let Ok(cubin) = waves {
-                        let compiled = compiled_waves(target, &prompt, &nvrtc)?;
+                        let compiled = compiled_of(waves_digests(target, &prompt)?, &nvrtc);
                         kernels.push(folder.kernel(name, Does::Waves, &prompt, Some((compiled, &cubin)))?);
                     }
                 }
@@ -203,6 +211,23 @@ fn write_target(
     Ok(Some(TargetParts { name: name.clone(), record, candidate, pack, pack_identity, kernels }))
 }
 
+/// The kernels that add up in one order.
+fn alike_kernels(chain: &Chain<'_>, one_row: &Validated, folder: &mut Folder<'_>) -> Result<Vec<KernelParts>, Fault> {
+    let BuildContext { manifest, target, .. } = chain.context;
+    let positions = u64::from(manifest.decode.context_max);
+    let made = invariant::make(chain, Room { rows: 0, sequences: 1, positions })?;
+    same_weights(one_row, &made.validated)?;
+    let alike = invariant::plan(target, &made.validated)?;
+    let kernel = |(proven, cubin): (&Proven<'_>, &Cubin)| {
+        let rows = proven.plan().rows;
+        let does = [Does::Steps32, Does::Steps64].into_iter().find(|does| does.alike_rows() == Some(rows));
+        let does = does.ok_or_else(|| Fault::internal(format!("an export has no place for {rows} rows")))?;
+        let compiled = compiled_of(invariant::digests(target, &made.validated, rows)?, &cubin.nvrtc);
+        folder.kernel(&target.name, does, &made.validated, Some((compiled, &cubin.bytes)))
+    };
+    alike.plans().iter().zip(&made.cubins).map(kernel).collect()
+}
+
 fn compiled(chain: &Chain<'_>, validated: &Validated, nvrtc: &str) -> Result<CompiledParts, Fault> {
     let source = source_bytes(validated, chain.context.target)?;
     Ok(CompiledParts {
@@ -213,9 +238,10 @@ fn compiled(chain: &Chain<'_>, validated: &Validated, nvrtc: &str) -> Result<Com
     })
 }
 
-fn compiled_waves(target: &Target, prompt: &Validated, nvrtc: &str) -> Result<CompiledParts, Fault> {
-    let [source, queues] = waves_digests(target, prompt)?.map(|digest| digest.to_string());
-    Ok(CompiledParts { cubin: String::new(), source, queues, nvrtc: nvrtc.to_string() })
+/// Of the digests of a source and of what its kernel walks.
+fn compiled_of(digests: [Digest; 2], nvrtc: &str) -> CompiledParts {
+    let [source, queues] = digests.map(|digest| digest.to_string());
+    CompiledParts { cubin: String::new(), source, queues, nvrtc: nvrtc.to_string() }
 }
 
 fn same_weights(one: &Validated, other: &Validated) -> Result<(), Fault> {

@@ -5,7 +5,7 @@
 //! export.b3              digest of export.json
 //! model/                 config.json and what the tokenizer reads
 //! targets/NAME.toml      record of a target
-//! NAME/KERNEL.mkir       schedule; KERNEL is `text`, `prompt` or `batch`
+//! NAME/KERNEL.mkir       schedule; KERNEL is `text`, `prompt`, `waves` or `batch`, or with `batch_invariant` `steps32` or `steps64`
 //! NAME/KERNEL.cubin      its kernel, of a CUDA target
 //! weights-DIGEST.pack    weights, for every kernel that names it
 //! ```
@@ -26,6 +26,7 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 
 use super::device_waves::waves_digests;
+use super::invariant;
 use super::stages::{map_file, source_bytes};
 use crate::codegen::abi::Queues;
 use crate::digest::Digest;
@@ -75,6 +76,9 @@ pub(super) struct Index {
     pub sequences_max: Option<u32>,
     pub chunk_max: Option<u32>,
     pub cache_pages: Option<u32>,
+    /// Left out where it is false.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub batch_invariant: bool,
     pub targets: Vec<TargetParts>,
     /// Every file but this one and its digest, by path below the folder.
     pub files: BTreeMap<String, FileFacts>,
@@ -115,6 +119,9 @@ pub(super) enum Does {
     Waves,
     /// Decodes several sequences a step.
     Batch,
+    /// Steps of up to 32 rows that add up as those of up to 64 do, on a device. They read prompts, too.
+    Steps32,
+    Steps64,
 }
 
 impl Does {
@@ -124,6 +131,17 @@ impl Does {
             Does::Prompt => "prompt",
             Does::Waves => "waves",
             Does::Batch => "batch",
+            Does::Steps32 => "steps32",
+            Does::Steps64 => "steps64",
+        }
+    }
+
+    /// Rows of a kernel that adds up as those for other numbers of rows do.
+    pub fn alike_rows(self) -> Option<u32> {
+        match self {
+            Does::Steps32 => Some(32),
+            Does::Steps64 => Some(64),
+            Does::Text | Does::Prompt | Does::Waves | Does::Batch => None,
         }
     }
 }
@@ -310,8 +328,9 @@ impl Folder {
         compiled: &CompiledParts,
         place: &str,
     ) -> Result<Vec<u8>, Fault> {
-        let [source, queues] = match does {
-            Does::Waves => waves_digests(target, validated)?,
+        let [source, queues] = match (does, does.alike_rows()) {
+            (Does::Waves, _) => waves_digests(target, validated)?,
+            (_, Some(rows)) => invariant::digests(target, validated, rows)?,
             _ => [Digest::of(&source_bytes(validated, target)?), Queues::of(validated).digest()],
         };
         if source.to_string() != compiled.source {
@@ -461,6 +480,9 @@ fn manifest(dir: &Path, index: &Index) -> Result<Manifest, Fault> {
     );
     for (key, value) in [("sequences_max", sequences_max), ("chunk_max", chunk_max), ("cache_pages", cache_pages)] {
         text.extend(value.map(|value| format!("{key} = {value}\n")));
+    }
+    if index.batch_invariant {
+        text.push_str("batch_invariant = true\n");
     }
     for target in targets {
         text.push_str(&format!("[[target]]\nrecord = {}\n", quoted(&target.record)));

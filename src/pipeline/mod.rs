@@ -7,6 +7,7 @@
 //!
 //! `chain` is the order: a command asks it for the artefact that it needs. `keys` says what each stage depends on, `stages` and `compile` make what
 //! needs no execution, `stored` says how they keep it, `evaluate` checks and measures, `rows` tells the corpus. `runner` decodes for commands (`speculative` with proposed tokens), `batch` makes steps of several rows for a server,
+//! `invariant` has the kernels whose rows have the bits that they have alone, and `text_steps` decodes one text by them,
 //! `campaign` searches (`search_start` says from where, `arena` makes and times, `ahead` makes before it is asked, `proposer` is a program that proposes),
 //! `status` says how searches went, `bench` times beside baselines (`baseline` is one in another process), `tokens` runs a tokenizer where it can do
 //! no harm, `trace` says where a step's time goes, `explain` answers why something would run. `export` writes a folder that a model runs
@@ -34,6 +35,7 @@ mod execute;
 mod explain;
 mod export;
 mod exported;
+mod invariant;
 mod keys;
 mod line_child;
 mod proposer;
@@ -46,6 +48,7 @@ pub mod speculative;
 mod stages;
 pub mod status;
 mod stored;
+pub mod text_steps;
 mod tokens;
 pub mod trace;
 mod trial;

@@ -6,6 +6,7 @@ use super::batch::{Batched, cpu_batch};
 use super::device_rows::Prefill;
 use super::execute::{self, Devices, upload_pack};
 use super::exported::{Does, Exported, Kernel};
+use super::invariant;
 use super::runner::{LazyPrefill, LazyVerifier, On, Runner};
 use super::{Prepared, Serving, Workspace, prepare};
 use crate::codegen::abi::Queues;
@@ -130,6 +131,9 @@ impl Ready {
 }
 
 fn runner<'a>(report: &'a Report, exported: &'a Exported, target: &'a Target) -> Result<Runner<'a>, Fault> {
+    if invariant::is_asked(exported.manifest(), target) {
+        return invariant_runner(exported, target);
+    }
     let none = || Fault::input(format!("the export has no kernel for one text on target `{}`", target.name));
     let Kernel { validated, cubin } = exported.kernel(target, Does::Text)?.ok_or_else(none)?;
     let (context_max, vocab) = (exported.index().context_max, exported.index().vocab);
@@ -139,16 +143,10 @@ fn runner<'a>(report: &'a Report, exported: &'a Exported, target: &'a Target) ->
         let place = format!("cpu interpreter on {} threads", execute::host().threads);
         return Ok(Runner { place, context_max, vocab, cached: vec![], on: On::Cpu(Box::new(interp)) });
     };
-    let devices = Devices::list();
-    let found = devices.find(target).map_err(|reason| {
-        Fault::environment(format!("target `{}` has no device here: {reason}", target.name))
-            .with_remedy("name another target of the export with `--target`, or export the model for `cpu`, too")
-    })?;
-    let device = Device::open(found.ordinal)?;
+    let (device, place) = device_of(target)?;
     let (pack, steps_max) = (exported.pack(target, &validated)?, exported.index().steps_per_launch);
     let pack = upload_pack(&device, &validated, &pack)?;
     let session = Session::load_sharing(&device, &Queues::of(&validated), &cubin, Trace::Off, steps_max, pack)?;
-    let place = format!("{} (device {})", found.name, found.ordinal);
     let beside = Arc::clone(&validated);
     // Of an export the kernel that reads prompts verifies: mostly it has more rows than a proposal needs.
     let verifier = LazyVerifier::new(device.clone(), move |device, one, rows| {
@@ -175,6 +173,35 @@ fn runner<'a>(report: &'a Report, exported: &'a Exported, target: &'a Target) ->
     });
     let on = On::Device { session: Box::new(session), prefill, verifier, steps_max };
     Ok(Runner { place, context_max, vocab, cached: vec![], on })
+}
+
+/// The device of an export's target, and what it is called.
+fn device_of(target: &Target) -> Result<(Device, String), Fault> {
+    let devices = Devices::list();
+    let found = devices.find(target).map_err(|reason| {
+        Fault::environment(format!("target `{}` has no device here: {reason}", target.name))
+            .with_remedy("name another target of the export with `--target`, or export the model for `cpu`, too")
+    })?;
+    Ok((Device::open(found.ordinal)?, format!("{} (device {})", found.name, found.ordinal)))
+}
+
+/// As [`runner`], by kernels that add up in one order.
+fn invariant_runner<'a>(exported: &'a Exported, target: &'a Target) -> Result<Runner<'a>, Fault> {
+    let mut kernels = vec![];
+    for does in [Does::Steps32, Does::Steps64] {
+        kernels.extend(exported.kernel(target, does)?);
+    }
+    let last = kernels.last().ok_or_else(|| {
+        Fault::input(format!("the export has no kernels that add up in one order on target `{}`", target.name))
+    })?;
+    let validated = last.validated.clone();
+    let (device, place) = device_of(target)?;
+    let pack = upload_pack(&device, &validated, &exported.pack(target, &validated)?)?;
+    let (steps_max, context_max) = (exported.index().steps_per_launch, exported.index().context_max);
+    let cubins = kernels.iter().filter_map(|kernel| kernel.cubin.as_deref());
+    let sessions = invariant::load(&device, target, &validated, cubins, steps_max, &pack)?;
+    let on = On::invariant(sessions, steps_max)?;
+    Ok(Runner { place, context_max, vocab: exported.index().vocab, cached: vec![], on })
 }
 
 fn batched(exported: &Exported, target: &Target, serving: &Serving) -> Result<Batched, Fault> {

@@ -10,6 +10,8 @@ use crate::codegen::emit::Trace;
 use crate::cuda::driver::Device;
 use crate::cuda::rows::RowLauncher;
 use crate::cuda::session::{Session, SessionError};
+use crate::cuda::waves::StepsSession;
+use crate::defaults::rows::Room;
 use crate::error::Fault;
 use crate::interp::{Input, Interp, InterpError, Options};
 use crate::lower::Batch;
@@ -21,9 +23,11 @@ use crate::speculate::Speculation;
 use super::batch::PAGE_ROWS;
 use super::chain::{Chain, Host};
 use super::device_rows::{Prefill, load_verifier};
-use super::execute::{self, load_session};
+use super::execute::{self, load_session, upload_pack};
+use super::invariant;
 use super::speculative::{self, OneRow, Verifier};
 use super::stages::{StoredSchedule, place_rows};
+use super::text_steps::TextSteps;
 use super::{Prepared, Workspace};
 
 /// Tokens of a prompt in one step of the CPU, unless the manifest says otherwise.
@@ -56,7 +60,23 @@ pub struct Answer {
 /// What executes the steps of a runner.
 pub(super) enum On<'a> {
     Cpu(Box<Interp>),
-    Device { session: Box<Session>, prefill: LazyPrefill<'a>, verifier: LazyVerifier<'a>, steps_max: u32 },
+    Device {
+        session: Box<Session>,
+        prefill: LazyPrefill<'a>,
+        verifier: LazyVerifier<'a>,
+        steps_max: u32,
+    },
+    /// A device, by kernels that add up in one order.
+    Invariant(Box<TextSteps>),
+}
+
+impl On<'_> {
+    /// # Errors
+    /// There is no session.
+    pub(super) fn invariant(sessions: Vec<StepsSession>, steps_max: u32) -> Result<Self, Fault> {
+        let steps = TextSteps::new(sessions, steps_max).ok_or_else(|| Fault::internal("no kernel for one text"))?;
+        Ok(On::Invariant(Box::new(steps)))
+    }
 }
 
 /// The kernel that verifies proposed tokens, loaded before the first answer with proposals.
@@ -147,12 +167,21 @@ impl Prepared {
             let place = format!("cpu interpreter on {} threads", execute::host().threads);
             return Ok(Runner { place, context_max, vocab, cached: vec![], on: On::Cpu(Box::new(interp)) });
         };
+        let steps_max = self.manifest.decode.steps_per_launch;
+        let place = format!("{} (device {})", found.name, found.ordinal);
+        let device = Device::open(found.ordinal)?;
+        if invariant::is_asked(&self.manifest, &self.target) {
+            let positions = u64::from(context_max);
+            let made = invariant::make(&chain, Room { rows: 0, sequences: 1, positions })?;
+            let pack = upload_pack(&device, &made.validated, &chain.pack()?)?;
+            let cubins = made.cubins.iter().map(|cubin| cubin.bytes.as_slice());
+            let sessions = invariant::load(&device, &self.target, &made.validated, cubins, steps_max, &pack)?;
+            let on = On::invariant(sessions, steps_max)?;
+            return Ok(Runner { place, context_max, vocab, cached: vec![], on });
+        }
         let cubin = chain.cubin()?.ok_or_else(|| Fault::internal("a target with a kernel has no cubin"))?;
         let pack = chain.pack()?;
-        let device = Device::open(found.ordinal)?;
-        let steps_max = self.manifest.decode.steps_per_launch;
         let session = load_session(workspace, &device, &self.validated, &cubin.bytes, &pack, Trace::Off, steps_max)?;
-        let place = format!("{} (device {})", found.name, found.ordinal);
         let verifier =
             LazyVerifier::new(device.clone(), |device, one, rows| load_verifier(workspace, self, device, one, rows));
         let prefill =
@@ -227,6 +256,7 @@ impl Runner<'_> {
                     position += steps;
                 }
             }
+            On::Invariant(steps) => steps.logits(ids, on_row)?,
         }
         Ok(())
     }
@@ -278,8 +308,8 @@ impl Runner<'_> {
     /// prompt shares with the sequence before, from the first one on, are in the cache and are not decoded again.
     ///
     /// # Errors
-    /// An empty prompt, a prompt longer than the context, an id outside the vocabulary; on a device, a request with settings
-    /// that kernels do not have; nothing that may come next.
+    /// An empty prompt, a prompt longer than the context, an id outside the vocabulary; on a device without `batch_invariant`, a request
+    /// with settings that kernels do not have; nothing that may come next.
     pub fn answer(
         &mut self,
         prompt: &[u32],
@@ -323,13 +353,14 @@ impl Runner<'_> {
                     tell(&Decided { token, logprob: None, top: vec![] })
                 })?
             }
+            On::Invariant(steps) => steps.decide(prompt, reused, count, request, None, &mut tell)?,
         };
         self.keep(prompt, &tokens);
         Ok(Answer { tokens, reused })
     }
 
-    /// Continues `prompt` as [`Runner::answer`] does, with steps that verify what `speculation` proposes. On a CPU the tokens are the same.
-    /// A device computes proposed tokens with another kernel, whose sums have another order. So where two tokens are about equally
+    /// Continues `prompt` as [`Runner::answer`] does, with steps that verify what `speculation` proposes. On a CPU, and with
+    /// `batch_invariant`, the tokens are the same. Otherwise a device computes proposed tokens with another kernel, whose sums have another order. So where two tokens are about equally
     /// probable, the other one may be chosen. Nothing of the sequence before is used again.
     ///
     /// # Errors
@@ -360,6 +391,7 @@ impl Runner<'_> {
                 let verifier = Verifier { rows: verifier, sampler: *request.sampler() };
                 speculative::decide_on_device(one, verifier, prefill, prompt, count, speculation, &mut tell)?
             }
+            On::Invariant(steps) => steps.decide(prompt, 0, count, request, Some(speculation), &mut tell)?,
         };
         self.keep(prompt, &tokens);
         Ok(Answer { tokens, reused: 0 })

@@ -73,7 +73,7 @@ pub(super) fn decide_on_cpu(
 }
 
 /// Refuses proposals that no step has rows for.
-fn refuse_rows(speculation: &Speculation<'_>, rows_max: u32, or: &str) -> Result<(), Fault> {
+pub(super) fn refuse_rows(speculation: &Speculation<'_>, rows_max: u32, or: &str) -> Result<(), Fault> {
     let most = speculation.most();
     if most < rows_max as usize {
         return Ok(());

@@ -13,6 +13,7 @@ use super::chain::{Chain, Host};
 use super::device_rows::trace_rows;
 use super::device_waves::trace_waves;
 use super::execute::load_session;
+use super::invariant;
 use super::stages::Generated;
 use super::{Prepared, Workspace};
 
@@ -72,6 +73,14 @@ impl Prepared {
             let message = format!("{steps} steps from position {position} do not fit a context of {context_max}");
             return Err(Fault::input(message).with_remedy("lower `--position` or `--steps`"));
         }
+        if rows.is_none() {
+            invariant::refuse(
+                manifest,
+                target,
+                "kernel for one row to trace",
+                "name rows with `--rows`, as in `--rows 1`",
+            )?;
+        }
         let host = Host::new(workspace);
         let chain = self.chain(workspace, &host);
         let found = host.device(target)?.ok_or_else(no_kernel)?;
@@ -110,6 +119,7 @@ impl Prepared {
     /// As [`Prepared::trace`]; a model or a target that has no kernel of waves.
     pub fn trace_prompt(&self, workspace: &Workspace, tokens: u32, position: u32) -> Result<Traced, Fault> {
         let Prepared { manifest, target, imported, .. } = self;
+        invariant::refuse(manifest, target, "kernel that reads prompts alone", "trace steps with `--rows`")?;
         let (most, context_max) = (crate::waves::CHUNK_ROWS, manifest.decode.context_max);
         if tokens == 0 || tokens > most || u64::from(position) + u64::from(tokens) > u64::from(context_max) {
             let message = format!(

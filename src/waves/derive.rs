@@ -2,7 +2,7 @@
 
 use super::{
     Action, CHUNK_BLOCK_ROWS, Division, DivisionId, Form, Input, Layout, Machine, NormOf, Over, Plan, Ring, Share, Sum,
-    Target as Written, Warps, Wave, Work, WorkId, sums_max,
+    Sums, Target as Written, Warps, Wave, Work, WorkId, sums_max,
 };
 use crate::dtype::DType;
 use crate::format::Format;
@@ -58,6 +58,32 @@ const STEP_COST_BYTES: u32 = 32 << 10;
 /// # Errors
 /// What kernels of waves cannot do of the program or on the target.
 pub fn derive(schedule: &Schedule, target: &Target, form: Form, rows: u32) -> Result<Plan, Refused> {
+    derive_like(schedule, target, form, rows, None)
+}
+
+/// Plans of steps of up to each of `rows` rows, ascending, that add up in one order: that of the plan for most rows. A plan for fewer is
+/// left out if it cannot take that order.
+///
+/// # Errors
+/// Why there is no plan for most rows.
+pub fn derive_alike(schedule: &Schedule, target: &Target, rows: &[u32]) -> Result<Vec<Plan>, Refused> {
+    let Some((&most, fewer)) = rows.split_last() else { return Ok(vec![]) };
+    let largest = derive(schedule, target, Form::Steps, most)?;
+    let order = largest.order();
+    let alike = |&rows: &u32| derive_like(schedule, target, Form::Steps, rows, Some(&order)).ok();
+    let mut plans: Vec<Plan> = fewer.iter().filter_map(alike).filter(|plan| plan.order() == order).collect();
+    plans.push(largest);
+    Ok(plans)
+}
+
+/// As [`derive`]; where an order is given, its parts and groups are taken.
+fn derive_like(
+    schedule: &Schedule,
+    target: &Target,
+    form: Form,
+    rows: u32,
+    order: Option<&[Sums]>,
+) -> Result<Plan, Refused> {
     let spec = &target.spec;
     let lacks = |lacks| Err(Refused::Target { target: target.name.clone(), lacks });
     if target.kind != TargetKind::Cuda || spec.copy != CopyMechanism::Bulk || spec.dot != DotMechanism::Mma {
@@ -91,8 +117,16 @@ pub fn derive(schedule: &Schedule, target: &Target, form: Form, rows: u32) -> Re
     };
     let rows = rows.next_multiple_of(block_rows);
     let plan = Plan { form, rows, block_rows, machine, work: vec![], waves: vec![], divisions: vec![] };
-    let mut b =
-        Builder { program, schedule, plan, overs: vec![], inputs: BTreeMap::new(), residual: None, published: None };
+    let mut b = Builder {
+        program,
+        schedule,
+        plan,
+        order,
+        overs: vec![],
+        inputs: BTreeMap::new(),
+        residual: None,
+        published: None,
+    };
     let last = program.last_append();
     for (g, grid) in program.grids.iter().enumerate() {
         let ends = form == Form::Chunk && Some(GridId::from(g)) == last;
@@ -185,8 +219,9 @@ impl Matrix {
         Shape { pass, chunk: (2 / self.granule_spans).max(1), warps }
     }
 
-    /// How a block of `rows` rows of a step multiplies `longest` units or fewer, by the bytes that warps read of shared memory.
-    fn step_shape(&self, rows: u32, longest: u32, parts: u32, inputs: Ring) -> Option<Shape> {
+    /// How a block of `rows` rows of a step multiplies `longest` units or fewer, by the bytes that warps read of shared memory. `groups`:
+    /// of k, if their number is not free.
+    fn step_shape(&self, rows: u32, longest: u32, parts: u32, inputs: Ring, groups: Option<u32>) -> Option<Shape> {
         let (tiles, input_spans) = (rows / 16, inputs.slot_bytes / (rows * 64));
         let part = self.part(parts);
         let mut best: Option<(u32, Shape)> = None;
@@ -196,6 +231,9 @@ impl Matrix {
                 continue;
             }
             let warps = Warps { rows: by_rows, units: by_units, k: WARPS / (by_rows * by_units) };
+            if groups.is_some_and(|groups| groups != warps.k) {
+                continue;
+            }
             let by_sums = self.sums_max / (tiles / by_rows * 4) * by_units;
             // The least of k that a chunk may have is 64, or a granule.
             let least = (2 / self.granule_spans).max(1);
@@ -235,6 +273,8 @@ struct Builder<'a> {
     program: &'a Program,
     schedule: &'a Schedule,
     plan: Plan,
+    /// The order of the sums of each wave, if it is not free.
+    order: Option<&'a [Sums]>,
     /// Over what each wave is divided.
     overs: Vec<Over>,
     /// Where each exchange of the program that is no sum lies.
@@ -273,13 +313,38 @@ impl Builder<'_> {
 
     fn push(&mut self, grid: GridId, action: Action, over: Over) {
         self.overs.push(over);
-        self.plan.waves.push(Wave { grid, action, division: DivisionId(0) });
+        // Known once it is certain over what the wave is divided.
+        self.plan.waves.push(Wave { grid, action, division: DivisionId(0), sums: Sums::Heads });
+    }
+
+    /// The order that a wave of this number has to have, if it is not free.
+    fn order_of(&self, wave: usize) -> Option<Sums> {
+        self.order.and_then(|order| order.get(wave).copied())
     }
 
     /// Divides the waves, now that it is certain over what.
     fn divide(&mut self) {
         for (w, over) in std::mem::take(&mut self.overs).into_iter().enumerate() {
-            self.plan.waves[w].division = self.division(over);
+            let division = self.division(over);
+            let sums = self.sums(&self.plan.waves[w], over);
+            let wave = &mut self.plan.waves[w];
+            (wave.division, wave.sums) = (division, sums);
+        }
+    }
+
+    fn sums(&self, wave: &Wave, over: Over) -> Sums {
+        let grid = &self.program.grids[wave.grid.index()];
+        match (&wave.action, over, &grid.op) {
+            (Action::Rows { .. }, Over::Rows { parts }, _) => Sums::Row { parts },
+            (Action::MatMul { warps, .. }, Over::Units { parts, .. }, Op::MatVec(m)) => {
+                let matrix = Matrix::of(m, self.program.format_of(grid));
+                Sums::Product { parts, granules: matrix.part(parts), groups: warps.k }
+            }
+            (&Action::Attend { tile, .. } | &Action::AttendRow { tile, .. }, _, Op::Attention(a)) => {
+                let scratch_bytes = self.plan.machine.scratch_bytes;
+                Sums::History { tile, heads: a.heads_per_task, scratch_bytes }
+            }
+            _ => Sums::Heads,
         }
     }
 
@@ -385,6 +450,9 @@ impl Builder<'_> {
 
     /// Into how many parts SMs can divide each row: all of the same length.
     fn row_parts(&self, cols: u32) -> u32 {
+        if let Some(Sums::Row { parts }) = self.order_of(self.plan.waves.len().saturating_sub(1)) {
+            return parts;
+        }
         let most = (self.plan.machine.sms / self.plan.rows).clamp(1, ROW_PARTS_MAX);
         (1..=most).rev().find(|parts| cols.is_multiple_of(8 * parts)).unwrap_or(1)
     }
@@ -444,7 +512,13 @@ impl Builder<'_> {
                 let of_blocks = (1..=rows / block_rows).map(|blocks| matrix.chunk_shape(longest(blocks)));
                 of_blocks.max_by_key(|shape| shape.pass)
             }
-            Form::Steps => matrix.step_shape(rows, longest(1), parts, machine.inputs),
+            Form::Steps => {
+                let groups = match self.order_of(self.plan.waves.len()) {
+                    Some(Sums::Product { groups, .. }) => Some(groups),
+                    _ => None,
+                };
+                matrix.step_shape(rows, longest(1), parts, machine.inputs, groups)
+            }
         }
     }
 

@@ -25,13 +25,21 @@
 //!
 //! A launch of several steps goes through its waves as often, and counts on. What a step decides lies in a buffer of activations like any
 //! other: its last wave writes it, and the first wave of the next step reads it.
+//!
+//! # In which order numbers are added up
+//!
+//! Sums of floating-point numbers depend on their order. Each wave of a plan declares its order ([`Sums`]), and [`prove`] compares that with
+//! its own. Of one row of a launch, nothing else that decides its bits differs between plans of steps for different numbers of rows: a row
+//! is a row of a tile of a tensor-core product, whose other rows do not matter. So plans of steps of one schedule with equal orders give a row
+//! the same bits, whatever other rows its launch has ([`prove_alike`]). Not shown here: that the compiler makes the same machine
+//! instructions of the same formula in two kernels. `bench --rows` compares bits on the device.
 
 mod derive;
 mod print;
 mod prove;
 
-pub use derive::{Refused, derive};
-pub use prove::{Proven, Violation, prove};
+pub use derive::{Refused, derive, derive_alike};
+pub use prove::{Alike, Proven, Violation, prove, prove_alike};
 
 use crate::define_id;
 use crate::dtype::DType;
@@ -164,6 +172,20 @@ pub struct Wave {
     pub grid: GridId,
     pub action: Action,
     pub division: DivisionId,
+    pub sums: Sums,
+}
+
+/// The order in which a wave adds up what the bits of a row depend on. It names no row and no SM.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Sums {
+    /// Columns of a row in so many parts. All warps of a block add up a part.
+    Row { parts: u32 },
+    /// k in so many parts of so many granules; of each part, groups of warps take granules in turn. Groups are added up first, then parts.
+    Product { parts: u32, granules: u32, groups: u32 },
+    /// Heads alone: the lanes of one have all of it.
+    Heads,
+    /// Tiles of so many positions. Heads of a task and the scratch decide how many teams of warps take them in turn.
+    History { tile: u32, heads: u32, scratch_bytes: u32 },
 }
 
 /// A vector of the pack that scales or shifts.
@@ -283,6 +305,11 @@ impl Plan {
     pub fn fills(&self) -> usize {
         let appends = |wave: &Wave| matches!(wave.action, Action::Append { .. } | Action::AttendRow { .. });
         self.waves.iter().rposition(appends).map_or(0, |last| last + 1)
+    }
+
+    /// The order of all sums, wave by wave.
+    pub fn order(&self) -> Vec<Sums> {
+        self.waves.iter().map(|wave| wave.sums).collect()
     }
 
     /// Where the blocks of a step leave what they decided.

@@ -1,6 +1,6 @@
 //! The text of a plan, for people.
 
-use super::{Action, Form, Over, Plan, Sum, Target, Warps};
+use super::{Action, Form, Over, Plan, Sum, Sums, Target, Warps};
 use std::fmt;
 
 impl fmt::Display for Plan {
@@ -48,7 +48,6 @@ impl fmt::Display for Plan {
                             write!(f, " squares={squares}")?;
                         }
                     }
-                    writeln!(f)?;
                 }
                 Action::MatMul { x, squares, target, pass, chunk, warps: Warps { rows, units, k } } => {
                     write!(f, "matmul x={x}")?;
@@ -60,16 +59,32 @@ impl fmt::Display for Plan {
                         Target::Residual(to) => ("residual", to),
                         Target::Best(to) => ("best", to),
                     };
-                    writeln!(f, " {role}={to} pass={pass} chunk={chunk} warps={rows}x{units}x{k}")?;
+                    write!(f, " {role}={to} pass={pass} chunk={chunk} warps={rows}x{units}x{k}")?;
                 }
-                Action::Append { x, queries } => writeln!(f, "append x={x} queries={queries}")?,
+                Action::Append { x, queries } => write!(f, "append x={x} queries={queries}")?,
                 Action::Attend { queries, out, tile } => {
-                    writeln!(f, "attend queries={queries} out={out} tile={tile}")?;
+                    write!(f, "attend queries={queries} out={out} tile={tile}")?;
                 }
-                Action::AttendRow { x, out, tile } => writeln!(f, "attend-row x={x} out={out} tile={tile}")?,
+                Action::AttendRow { x, out, tile } => write!(f, "attend-row x={x} out={out} tile={tile}")?,
             }
+            writeln!(f, " order({})", wave.sums)?;
         }
         Ok(())
+    }
+}
+
+impl fmt::Display for Sums {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Sums::Row { parts } => write!(f, "parts={parts}"),
+            Sums::Product { parts, granules, groups } => {
+                write!(f, "parts={parts} granules={granules} groups={groups}")
+            }
+            Sums::Heads => write!(f, "heads"),
+            Sums::History { tile, heads, scratch_bytes } => {
+                write!(f, "tile={tile} heads={heads} scratch={scratch_bytes}")
+            }
+        }
     }
 }
 

@@ -5,7 +5,7 @@
 //! The rest is what the rules below say. They believe nothing that [`super::derive`] computed.
 
 use super::{
-    Action, CHUNK_BLOCK_ROWS, Division, Form, Input, Layout, NormOf, Over, Plan, Ring, STEP_ROWS_MAX, Share, Sum,
+    Action, CHUNK_BLOCK_ROWS, Division, Form, Input, Layout, NormOf, Over, Plan, Ring, STEP_ROWS_MAX, Share, Sum, Sums,
     Target as Written, Warps, Wave, WorkId, sums_max,
 };
 use crate::dtype::DType;
@@ -77,6 +77,58 @@ pub fn prove<'a>(plan: Plan, validated: &'a Validated, target: &Target) -> Resul
     }
     let found = judge.found;
     if found.is_empty() { Ok(Proven { plan, validated }) } else { Err(found) }
+}
+
+/// Proven plans of steps of one schedule that add up in one order: a row has the same bits in all of them, whatever other rows its launch
+/// has. There is no other way to make one.
+#[derive(Debug, Clone)]
+pub struct Alike<'a> {
+    plans: Vec<Proven<'a>>,
+}
+
+impl<'a> Alike<'a> {
+    /// Ascending by rows; at least one.
+    pub fn plans(&self) -> &[Proven<'a>] {
+        &self.plans
+    }
+}
+
+/// Proves plans of steps of the program of `validated` on `target`, and `alike`: each wave adds up in the same order in all of them.
+///
+/// # Errors
+/// The rules that a plan breaks, or the first wave whose order is another one.
+pub fn prove_alike<'a>(
+    plans: Vec<Plan>,
+    validated: &'a Validated,
+    target: &Target,
+) -> Result<Alike<'a>, Vec<Violation>> {
+    let violation = |wave, what: String| Err(vec![Violation { rule: "alike", wave, what }]);
+    let plans: Vec<Proven<'a>> =
+        plans.into_iter().map(|plan| prove(plan, validated, target)).collect::<Result<_, _>>()?;
+    let Some(first) = plans.first().map(Proven::plan) else {
+        return violation(None, "no plan".to_string());
+    };
+    // Lanes of chunks take other columns than those of steps.
+    if plans.iter().any(|proven| proven.plan().form != Form::Steps) {
+        return violation(None, "a plan of chunks".to_string());
+    }
+    if plans.windows(2).any(|pair| pair[0].plan().rows >= pair[1].plan().rows) {
+        return violation(None, "plans that do not ascend by rows".to_string());
+    }
+    for other in plans.iter().skip(1).map(Proven::plan) {
+        if other.machine.warps != first.machine.warps || other.waves.len() != first.waves.len() {
+            return violation(
+                None,
+                format!("plans for {} and {} rows have other warps or waves", first.rows, other.rows),
+            );
+        }
+        let mut pairs = first.waves.iter().zip(&other.waves).enumerate();
+        if let Some((w, (a, b))) = pairs.find(|(_, (a, b))| a.sums != b.sums) {
+            let (few, many) = (first.rows, other.rows);
+            return violation(Some(w), format!("order({}) for {few} rows, order({}) for {many}", a.sums, b.sums));
+        }
+    }
+    Ok(Alike { plans })
 }
 
 /// What a buffer of activations holds.
@@ -232,6 +284,9 @@ impl Judge<'_> {
         if next != plan.waves.len() {
             self.violate("order", Some(next), "a wave of no grid, or of one that has passed");
         }
+        for (w, wave) in plan.waves.iter().enumerate() {
+            self.order_of_sums(w, wave);
+        }
         // What a step decided is read by the first wave of the next one: its last wave writes it, all of it, and nothing else does.
         if plan.form == Form::Steps && !self.decides {
             self.violate("order", None, "steps without logits");
@@ -255,6 +310,31 @@ impl Judge<'_> {
         let twice = writes.iter().enumerate().any(|(i, id)| writes[..i].contains(id));
         if reads.iter().any(|id| both(&id)) || twice {
             self.violate("in-place", Some(w), "a buffer is read and written, or written twice");
+        }
+    }
+
+    /// `sums`: a wave adds up in the order that it declares.
+    fn order_of_sums(&mut self, w: usize, wave: &Wave) {
+        let program = &self.validated.schedule().program;
+        let grid = &program.grids[wave.grid.index()];
+        let over = self.plan.divisions.get(wave.division.index()).map(|division| division.over);
+        let found = match (&wave.action, over, &grid.op) {
+            (Action::Rows { .. }, Some(Over::Rows { parts }), _) => Some(Sums::Row { parts }),
+            (Action::MatMul { warps, .. }, Some(Over::Units { parts, .. }), Op::MatVec(m)) => {
+                let format = grid.operand(Role::Weight).map(|weight| program.buffers[weight.buffer.index()].format());
+                let granules = format.map(|format| part_granules(m, format, parts));
+                granules.map(|granules| Sums::Product { parts, granules, groups: warps.k })
+            }
+            (Action::Append { .. }, ..) => Some(Sums::Heads),
+            (&Action::Attend { tile, .. } | &Action::AttendRow { tile, .. }, _, Op::Attention(a)) => {
+                let scratch_bytes = self.plan.machine.scratch_bytes;
+                Some(Sums::History { tile, heads: a.heads_per_task, scratch_bytes })
+            }
+            // Another rule says what is wrong with it.
+            _ => None,
+        };
+        if let Some(found) = found.filter(|found| *found != wave.sums) {
+            self.violate("sums", Some(w), format!("order({}), expected order({found})", wave.sums));
         }
     }
 
@@ -573,12 +653,7 @@ impl Judge<'_> {
         let Product { pass, chunk, warps: Warps { rows, units, k }, parts } = product;
         let (block, machine) = (u64::from(self.plan.block_rows), &self.plan.machine);
         let [pass, chunk, rows, units, k, parts] = [pass, chunk, rows, units, k, parts].map(u64::from);
-        // Spans of 32 of k of a granule: four of units of 2 rows and of codes of 4 bits, two of units of 4 rows and of codes of 8 bits.
-        let spans = match (format.code.bits(), m.unit_rows) {
-            (4, _) | (_, 2) => 4,
-            (8, _) | (_, 4) => 2,
-            _ => 1,
-        };
+        let spans = granule_spans(m, format);
         let granules = u64::from(m.k).div_ceil(32 * spans);
         let places = rows.saturating_mul(units).saturating_mul(k);
         if [pass, chunk, rows, units, k, parts].contains(&0) || places != u64::from(machine.warps) {
@@ -590,8 +665,7 @@ impl Judge<'_> {
         let padded = pass.next_multiple_of(units);
         let sums = sums_max(format.groups.is_some());
         let bytes = padded.saturating_mul(chunk).saturating_mul(u64::from(format.granule_bytes(m.k)));
-        // Parts begin at whole blocks of 64 columns.
-        let part = granules.div_ceil(parts).next_multiple_of(if spans == 1 { 2 } else { 1 });
+        let part = u64::from(part_granules(m, format, product.parts));
         let whole = step >= 2
             && step.is_multiple_of(2)
             && of_inputs.is_multiple_of(step)
@@ -661,6 +735,22 @@ struct Product {
     chunk: u32,
     warps: Warps,
     parts: u32,
+}
+
+/// Spans of 32 of k of a granule: four of units of 2 rows and of codes of 4 bits, two of units of 4 rows and of codes of 8 bits.
+fn granule_spans(m: &MatVec, format: Format) -> u64 {
+    match (format.code.bits(), m.unit_rows) {
+        (4, _) | (_, 2) => 4,
+        (8, _) | (_, 4) => 2,
+        _ => 1,
+    }
+}
+
+/// Granules of one of `parts` parts of k, which begin at whole blocks of 64 columns.
+fn part_granules(m: &MatVec, format: Format, parts: u32) -> u32 {
+    let spans = granule_spans(m, format);
+    let granules = u64::from(m.k).div_ceil(32 * spans);
+    granules.div_ceil(u64::from(parts.max(1))).next_multiple_of(if spans == 1 { 2 } else { 1 }) as u32
 }
 
 fn norm_of(grid: &Grid, norm: NormAttr) -> NormOf {

@@ -11,6 +11,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use monobloc::candidate::Candidate;
+use monobloc::check::{ALIKE_SEQUENCES as SEQUENCES, check_alike};
 use monobloc::codegen::KernelSource;
 use monobloc::codegen::abi::Queues;
 use monobloc::codegen::emit::Trace;
@@ -36,6 +37,7 @@ use monobloc::model::graph::ModelGraph;
 use monobloc::pages::Pool;
 use monobloc::pipeline::device_rows::Prefill;
 use monobloc::pipeline::speculative::{OneRow, Verifier, decide_on_device};
+use monobloc::pipeline::text_steps::TextSteps;
 use monobloc::random::Random;
 use monobloc::rows::{Edit, Guard, PageId, Request, Row, SequenceId, Shape};
 use monobloc::sample::{self, Penalties, RequestSettings, SampleSettings, TokenCounts, TokenSet};
@@ -43,7 +45,7 @@ use monobloc::schedule::schedule;
 use monobloc::speculate::{Draft, Speculated, Speculation};
 use monobloc::target::Target;
 use monobloc::validate::{Validated, validate};
-use monobloc::waves::{Form, derive, prove};
+use monobloc::waves::{Form, Proven, derive, derive_alike, prove, prove_alike};
 
 use super::nvrtc::nvrtc;
 use super::proof_support::{BF16, FP32};
@@ -433,18 +435,24 @@ fn fake_target() -> Target {
     target
 }
 
+/// The pack of the fake: sizes of its model, of a kernel for `rows` rows.
+fn sizes(device: &Device, validated: &Validated, rows: u32, vocab: u32) -> Arc<DeviceBuffer> {
+    let shape = Shape::of(&validated.schedule().program).unwrap();
+    let mut sizes = device.alloc(20).unwrap();
+    let stream = device.stream().unwrap();
+    sizes.upload(&stream, 0, &[shape.blocks(), shape.page_rows, shape.pages, rows, vocab]).unwrap();
+    Arc::new(sizes)
+}
+
 /// What the fake's kernels find in their pack, and the ids of the vocabulary.
 fn sizes_of(device: &Device, validated: &Validated) -> (Arc<DeviceBuffer>, u32) {
     let program = &validated.schedule().program;
     let shape = Shape::of(program).unwrap();
     let vocab = program.grids.iter().find_map(|grid| grid.operand(Role::Logits)).unwrap();
     let vocab = program.buffers[vocab.buffer.index()].cols;
-    let stream = device.stream().unwrap();
-    let mut sizes = device.alloc(20).unwrap();
     // Rows of a step as kernels lay them out.
     let padded = shape.rows.next_multiple_of(8);
-    sizes.upload(&stream, 0, &[shape.blocks(), shape.page_rows, shape.pages, padded, vocab]).unwrap();
-    (Arc::new(sizes), vocab)
+    (sizes(device, validated, padded, vocab), vocab)
 }
 
 /// A kernel of the fake, over `cache` if it is given.
@@ -756,6 +764,159 @@ fn steps_in_waves_have_the_tokens_of_requests_alone() {
         let stepper = DeviceStepper::new(vec![Box::new(steps)], None, is_sampled.then_some(sampler)).unwrap();
         let figures = requests_alone_and_together(stepper, 12, 60);
         assert!(figures.prefix_hits > 0 && figures.steps > figures.launches, "{figures:?}");
+    }
+}
+
+/// Kernels in one order: a launch of more rows than the larger one has runs in parts, some of them on the smaller one, without and with the sampler.
+#[test]
+fn launches_in_parts_have_the_tokens_of_requests_alone() {
+    const NAME: &str = "launches_in_parts_have_the_tokens_of_requests_alone";
+    if !is_child() {
+        let Some(text) = with_fake_driver(NAME, "") else { return };
+        for launch in [" rows in waves", " of a sampler for "] {
+            assert!(text.matches(launch).count() > 20, "{launch}: {text}");
+        }
+        // Whole parts, and no launch of more rows than a kernel has.
+        assert!(text.matches(" of 32 rows in waves").count() > 5, "{text}");
+        assert!(text.contains("released with 0 blocks, 0 streams, 0 events, 0 modules left"), "{text}");
+        return;
+    }
+    let device = Device::open(0).unwrap();
+    let (model, target) = (Model::of_wide_heads(), fake_target());
+    let large = model.kernel(16);
+    for is_sampled in [false, true] {
+        let words = session_of(&device, &large, None).unwrap();
+        let stepper = stepper_in_one_order(&device, &large, &target, &words, is_sampled).with_rows(72);
+        assert_eq!(stepper.bounds().shape.rows, 72);
+        let figures = requests_alone_and_together(stepper, 68, 60);
+        assert!(figures.prefix_hits > 0 && figures.steps > figures.launches, "{figures:?}");
+    }
+}
+
+/// Kernels of waves in one order for 16 and 32 rows, over the cache of `words`.
+fn stepper_in_one_order(
+    device: &Device,
+    validated: &Validated,
+    target: &Target,
+    words: &RowsSession,
+    is_sampled: bool,
+) -> DeviceStepper {
+    let sampler = SamplerSession::load(device, IMAGE, words.vocab(), 32, STEPS_MAX).unwrap();
+    let sessions = sessions_in_one_order(device, validated, target, words);
+    let sessions = sessions.into_iter().map(|session| Box::new(session) as Box<dyn RowLauncher>).collect();
+    DeviceStepper::new(sessions, None, is_sampled.then_some(sampler)).unwrap()
+}
+
+fn sessions_in_one_order(
+    device: &Device,
+    validated: &Validated,
+    target: &Target,
+    words: &RowsSession,
+) -> Vec<StepsSession> {
+    let plans = derive_alike(validated.schedule(), target, &[16, 32]).unwrap();
+    let alike = prove_alike(plans, validated, target).unwrap();
+    let load = |proven: &Proven<'_>| {
+        let pack = sizes(device, validated, proven.plan().rows, words.vocab());
+        let cache = Some(words.cache());
+        StepsSession::load(device, proven, IMAGE, Trace::Off, STEPS_MAX, pack, cache).unwrap()
+    };
+    alike.plans().iter().map(load).collect()
+}
+
+/// One text by kernels in one order: with proposals and without, in chunks of a prompt, by what kernels and what the host chooses.
+#[test]
+fn a_text_by_kernels_in_one_order_has_the_tokens_that_its_request_chooses() {
+    const NAME: &str = "a_text_by_kernels_in_one_order_has_the_tokens_that_its_request_chooses";
+    if !is_child() {
+        let Some(text) = with_fake_driver(NAME, "") else { return };
+        for launch in ["a chunk of 32", "4 steps of 1 rows in waves", "1 steps of 6 rows in waves"] {
+            assert!(text.contains(launch), "{launch}: {text}");
+        }
+        assert!(text.contains("released with 0 blocks, 0 streams, 0 events, 0 modules left"), "{text}");
+        return;
+    }
+    let device = Device::open(0).unwrap();
+    let (model, target) = (Model::of_wide_heads(), fake_target());
+    let validated = model.kernel(8);
+    let words = session_of(&device, &validated, None).unwrap();
+    let sessions = sessions_in_one_order(&device, &validated, &target, &words);
+    let (vocab, context_max) = (words.vocab(), validated.schedule().program.context_max as usize);
+    let mut steps = TextSteps::new(sessions, STEPS_MAX).unwrap();
+    let mut random = Random::new(7);
+    let (mut all, mut before) = (Speculated::default(), vec![]);
+    for case in 0..24 {
+        let sampling =
+            SampleSettings { temperature: random.below(2) as f32 * 0.7, seed: case, ..SampleSettings::greedy() };
+        let mut settings = RequestSettings::plain(sampling);
+        match case % 4 {
+            0 => settings.sampling.top_p = Some(0.8),
+            1 => settings.penalties.presence = 0.5,
+            _ => {}
+        }
+        let request = settings.resolve(vocab, &[]).unwrap();
+        // Some go on with the beginning of the text before.
+        let reused = if case % 3 == 0 { before.len() / 2 } else { 0 };
+        let more = (0..1 + random.below(90)).map(|_| random.below(100) as u32);
+        let prompt: Vec<u32> = before[..reused].iter().copied().chain(more).collect();
+        let count = (1 + random.below(60)).min(context_max - prompt.len() + 1);
+        let (mut text, mut counts) = (prompt.clone(), TokenCounts::new(&prompt));
+        for _ in 0..count {
+            let next = next_of_fake(&text, &request, &counts, None, vocab);
+            text.push(next);
+            counts.push(next);
+        }
+        let mut draft = Knowing { text: text.clone(), random: Random::new(case) };
+        let mut speculation = Speculation::new(&mut draft, 5);
+        let proposes = (case % 2 == 0).then_some(&mut speculation);
+        let mut told = vec![];
+        let tokens = steps.decide(&prompt, reused, count, &request, proposes, &mut |decided| {
+            told.push(decided.token);
+            ControlFlow::Continue(())
+        });
+        let tokens = tokens.unwrap_or_else(|fault| panic!("{case}: {fault}"));
+        assert_eq!((&tokens[..], &told[..]), (&text[prompt.len()..], &text[prompt.len()..]), "{case}");
+        let Speculated { proposed, accepted } = speculation.counts();
+        (all.proposed, all.accepted) = (all.proposed + proposed, all.accepted + accepted);
+        text.pop();
+        before = if text.len() < context_max / 2 { text } else { vec![] };
+    }
+    assert!(all.accepted > 50 && all.proposed > all.accepted, "{all:?}");
+    let mut draft = Knowing { text: vec![1], random: Random::new(0) };
+    let mut speculation = Speculation::new(&mut draft, 32);
+    let greedy = RequestSettings::plain(SampleSettings::greedy()).resolve(vocab, &[]).unwrap();
+    let refused = steps.decide(&[1], 0, 4, &greedy, Some(&mut speculation), &mut |_| ControlFlow::Continue(()));
+    let expected = "`--lookup 32` needs steps of 33 rows, found steps of at most 32";
+    assert_eq!(refused.unwrap_err().message, expected);
+}
+
+/// The comparison of bits finds a row that shows its chunk, or its neighbours.
+#[test]
+fn a_row_that_shows_that_it_is_not_alone_is_found() {
+    const NAME: &str = "a_row_that_shows_that_it_is_not_alone_is_found";
+    if !is_child() {
+        for (mode, expected) in [
+            ("", "Ok(Alike { kernels: [16, 32], batches: [2, 5, 16, 33], chunks: [1, 7, 16, 64], compared: "),
+            ("shows cuts", "position 1: chunks of 7 on the kernel for 16 rows: 1 of 512 logits have other bits"),
+            ("shows others", "a batch of 5 on the kernel for 16 rows: 1 of 512 logits have other bits"),
+        ] {
+            let Some(text) = with_fake_driver(NAME, mode) else { return };
+            assert!(text.contains(expected), "{mode}: {text}");
+        }
+        return;
+    }
+    let device = Device::open(0).unwrap();
+    let (model, target) = (Model::of_wide_heads(), fake_target());
+    let base = Candidate { sms: 4, ..Candidate::default_for(&model.graph, &target, model.precision) };
+    let room = Room { rows: 8, sequences: SEQUENCES, positions: u64::from(SEQUENCES) * 256 };
+    let placed = place_rows(&model.graph, "fake", model.precision, 256, &target, &base, room).unwrap();
+    let validated = validate(placed, &target).unwrap();
+    let words = session_of(&device, &validated, None).unwrap();
+    let mut sessions = sessions_in_one_order(&device, &validated, &target, &words);
+    let mut launchers: Vec<&mut dyn RowLauncher> =
+        sessions.iter_mut().map(|session| session as &mut dyn RowLauncher).collect();
+    match check_alike(&mut launchers) {
+        Ok(alike) => println!("{:?}", Ok::<_, ()>(alike)),
+        Err(error) => println!("{error}"),
     }
 }
 

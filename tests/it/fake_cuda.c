@@ -4,6 +4,7 @@
 // the effect of the device code of the same name; they say nothing about that code. Every copy must lie inside an
 // allocation, and what is left at the release of the context is reported.
 //
+// FAKE_CUDA=shows cuts | shows others makes a row in waves show that it is not alone.
 // FAKE_CUDA=no-device | stub changes what `cuInit` answers; with FAKE_CUDA=slow the last step of a launch takes some milliseconds; -DOLD leaves out a call that old drivers do not have.
 
 #include <pthread.h>
@@ -351,6 +352,11 @@ static void waves_kernel(const Call *call) {
                     h = with_token(h, cache[table[at / page_rows] * page_rows + at % page_rows], vocab);
                 float *logits = p->logits && step + 1 == p->steps ? (float *)inside(p->logits + 4ull * r * vocab, 4ull * vocab) : NULL;
                 decided[r] = chosen(h, rows[r].seed, position + 1, rows[r].inverse_temperature, vocab, logits);
+                // A row that shows that it is not alone: in a chunk of its sequence, or beside other sequences.
+                const char *mode = getenv("FAKE_CUDA");
+                int cut = r > 0 && rows[r - 1].sequence == rows[r].sequence, beside = rows[0].sequence != rows[p->row_count - 1].sequence;
+                if (logits && mode && ((!strcmp(mode, "shows cuts") && cut && p->row_count == 7) || (!strcmp(mode, "shows others") && !cut && beside && p->row_count == 5)))
+                    ((uint32_t *)logits)[7] ^= 1;
             }
         if (!mailbox) break;
     }

@@ -26,8 +26,8 @@ use monobloc::rows::Shape;
 use monobloc::target::Target;
 use monobloc::validate::{Validated, validate};
 use monobloc::waves::{
-    Action, Division, DivisionId, Form, Input, Layout, NormOf, Over, Plan, Proven, Refused, Ring, Share, Sum,
-    Target as Written, Violation, Warps, Wave, Work, WorkId, derive, prove,
+    Action, Division, DivisionId, Form, Input, Layout, NormOf, Over, Plan, Proven, Refused, Ring, Share, Sum, Sums,
+    Target as Written, Violation, Warps, Wave, Work, WorkId, derive, derive_alike, prove, prove_alike,
 };
 
 use safetensors::Dtype;
@@ -635,6 +635,22 @@ impl Mutants<'_> {
         }
     }
 
+    /// Orders of sums in which one number differs, and those of other waves.
+    fn sums(&mut self) {
+        for w in 0..self.of.waves.len() {
+            let others = [
+                Sums::Row { parts: 1 },
+                Sums::Product { parts: 1, granules: 2, groups: 1 },
+                Sums::Heads,
+                Sums::History { tile: 16, heads: 1, scratch_bytes: 0 },
+            ];
+            let wrong = others.into_iter().chain(other_orders(self.of.waves[w].sums));
+            for sums in wrong.filter(|sums| *sums != self.of.waves[w].sums).collect::<Vec<_>>() {
+                self.add(format!("w{w} in order({sums})"), Some("sums"), |p| p.waves[w].sums = sums);
+            }
+        }
+    }
+
     /// Another way to multiply.
     fn matmul(&mut self, w: usize, what: &str, rule: Option<&'static str>, change: impl FnOnce(&mut Product)) {
         self.add(format!("w{w}: {what}"), rule, |p| {
@@ -1048,6 +1064,7 @@ fn judge_mutants(name: &str, target: &Target, form: Form, rows: u32) -> usize {
     mutants.order();
     mutants.operands();
     mutants.attributes();
+    mutants.sums();
     mutants.divisions();
     mutants.parts();
     mutants.addends();
@@ -1072,6 +1089,98 @@ fn judge_mutants(name: &str, target: &Target, form: Form, rows: u32) -> usize {
         }
     }
     count
+}
+
+/// An order of sums with one other number.
+fn other_orders(sums: Sums) -> Vec<Sums> {
+    let all = |numbers: &[u32]| -> Vec<Vec<u32>> {
+        let with = |(at, n): (usize, u32)| {
+            let mut numbers = numbers.to_vec();
+            numbers[at] = n;
+            numbers
+        };
+        let others =
+            |at: usize| [numbers[at].wrapping_add(1), numbers[at].wrapping_mul(2), 0, u32::MAX].map(|n| (at, n));
+        (0..numbers.len()).flat_map(others).filter(|&(at, n)| n != numbers[at]).map(with).collect()
+    };
+    match sums {
+        Sums::Row { parts } => all(&[parts]).into_iter().map(|n| Sums::Row { parts: n[0] }).collect(),
+        Sums::Product { parts, granules, groups } => {
+            let of = |n: Vec<u32>| Sums::Product { parts: n[0], granules: n[1], groups: n[2] };
+            all(&[parts, granules, groups]).into_iter().map(of).collect()
+        }
+        Sums::Heads => vec![],
+        Sums::History { tile, heads, scratch_bytes } => {
+            let of = |n: Vec<u32>| Sums::History { tile: n[0], heads: n[1], scratch_bytes: n[2] };
+            all(&[tile, heads, scratch_bytes]).into_iter().map(of).collect()
+        }
+    }
+}
+
+/// Every model that has plans of steps has those for 32 and 64 rows in one order: that of the plan for 64 rows.
+#[test]
+fn steps_of_32_and_64_rows_can_add_up_in_one_order() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let configs = fs::read_dir(root.join("manifests/configs")).unwrap().map(|file| file.unwrap().path());
+    let shapes = configs.map(|path| import_config_only(&fs::read_to_string(&path).unwrap(), 0).unwrap());
+    let wide_heads = checkpoints("families").into_iter().map(|name| wide(&name));
+    let coded = ["int4:32", "int8", "fp8"].map(|format| rounded(wide("families/llama-gqa"), &all(named(format))));
+    let (mut models, mut differ) = (0, 0);
+    for imported in shapes.chain(wide_heads).chain(coded) {
+        let target = h200();
+        let validated = kernel(&imported.graph, &target);
+        let Ok(largest) = derive(validated.schedule(), &target, Form::Steps, 64) else { continue };
+        models += 1;
+        let family = &imported.graph.family;
+        let plans = derive_alike(validated.schedule(), &target, &[32, 64]).unwrap();
+        assert_eq!(plans.iter().map(|plan| plan.rows).collect::<Vec<_>>(), [32, 64], "{family}");
+        assert_eq!(plans[1], largest, "{family}");
+        let alike =
+            prove_alike(plans, &validated, &target).unwrap_or_else(|rules| panic!("{family}: {}", listed(&rules)));
+        assert_eq!(alike.plans().len(), 2);
+        // The plan that is fastest for 32 rows may have another order. Together they have no proof.
+        let free = derive(validated.schedule(), &target, Form::Steps, 32).unwrap();
+        let same = free.order() == largest.order();
+        let proven = prove_alike(vec![free, largest], &validated, &target);
+        assert_eq!(proven.is_ok(), same, "{family}");
+        if let Err(rules) = proven {
+            assert!(rules.len() == 1 && rules[0].rule == "alike" && rules[0].wave.is_some(), "{}", listed(&rules));
+            differ += 1;
+        }
+    }
+    assert!(models > 20 && differ > 10, "{models} models, {differ} of which have another order");
+}
+
+/// What is no set of plans in one order, of plans that are proven each.
+#[test]
+fn plans_in_other_orders_are_not_proven_together() {
+    let target = h200();
+    let validated = kernel(&wide("families/qwen3").graph, &target);
+    let plans = derive_alike(validated.schedule(), &target, &[16, 32, 64]).unwrap();
+    assert_eq!(plans.len(), 3);
+    let of = |rows: u32, form| derive(validated.schedule(), &target, form, rows).unwrap();
+    let [few, some, most] = [0, 1, 2].map(|at| plans[at].clone());
+    // Rows of a chunk have lanes of their own.
+    let chunk = of(128, Form::Chunk);
+    // Rows are in more parts where fewer of them share the SMs.
+    let other = of(16, Form::Steps);
+    let wave = other.waves.iter().zip(&most.waves).position(|(a, b)| a.sums != b.sums).expect("another order");
+    let mut lies = other.clone();
+    lies.waves[wave].sums = most.waves[wave].sums;
+    for (plans, expected) in [
+        (vec![], "`alike`: no plan"),
+        (vec![chunk], "`alike`: a plan of chunks"),
+        (vec![most.clone(), some.clone()], "`alike`: plans that do not ascend by rows"),
+        (vec![some.clone(), some.clone()], "`alike`: plans that do not ascend by rows"),
+        (vec![other, most.clone()], "`alike`: wave "),
+        (vec![lies, most.clone()], "`sums`: wave "),
+    ] {
+        let rules = prove_alike(plans, &validated, &target).unwrap_err();
+        assert!(rules[0].to_string().starts_with(expected), "{expected}: {}", listed(&rules));
+    }
+    for plans in [vec![few.clone()], vec![few, some, most]] {
+        prove_alike(plans, &validated, &target).unwrap_or_else(|rules| panic!("{}", listed(&rules)));
+    }
 }
 
 #[test]
@@ -1482,6 +1591,86 @@ fn a_generated_kernel_of_steps_gives_a_row_the_bits_that_it_has_alone() {
             let found: Vec<&[u32]> = logits[at..at + launched].iter().flatten().copied().collect();
             assert!(found == alone, "{name}: logits of a text in cuts of {cut}");
             at += launched;
+        }
+    }
+}
+
+/// Rows alone on the kernel for 32 rows, and cut elsewhere and beside others on that for 64: keys, values and tokens are the same.
+#[test]
+fn generated_kernels_in_one_order_give_rows_the_bits_that_they_have_alone() {
+    const NAME: &str = "generated_kernels_in_one_order_give_rows_the_bits_that_they_have_alone";
+    let ((_folder, imported), target) = (stored(&wide("families/qwen3")), small());
+    let validated = kernel(&imported.graph, &target);
+    let plans = derive_alike(validated.schedule(), &target, &[32, 64]).unwrap();
+    let alike = prove_alike(plans, &validated, &target).unwrap_or_else(|rules| panic!("{}", listed(&rules)));
+    let shape = Shape::of(&validated.schedule().program).unwrap();
+    let blocks = shape.blocks();
+    let pages: Vec<u32> = (0..3 * blocks).map(|block| (block * 7 + 5) % shape.pages).collect();
+    let lengths = [6, 33, 70];
+    let text = tokens(&imported, lengths.iter().sum());
+    let texts = [&text[..6], &text[6..39], &text[39..]].map(<[u32]>::to_vec);
+    let steps = 3;
+    // Each row is a launch, and the last token of a text goes on by itself.
+    let alone = (0..3).flat_map(|n: u32| {
+        let text = texts[n as usize].clone();
+        let last = text.len() - 1;
+        let launch = move |at: usize| {
+            let rows = rows_of(n, at as u32, &given(&text[at..=at]));
+            (rows, if at == last { steps } else { 1 })
+        };
+        (0..=last).map(launch).collect::<Vec<_>>()
+    });
+    // A chunk of each text in the order of `order`, until all but the last token of each is read; then all go on together.
+    let together = |chunk: usize, most: usize, order: [usize; 3]| {
+        let mut launches: Vec<Launch> = vec![];
+        let mut read = [0; 3];
+        while (0..3).any(|n| read[n] + 1 < texts[n].len()) {
+            let mut rows = vec![];
+            for n in order {
+                let count = chunk.min(texts[n].len() - 1 - read[n]).min(most - rows.len());
+                rows.extend(rows_of(n as u32, read[n] as u32, &given(&texts[n][read[n]..read[n] + count])));
+                read[n] += count;
+            }
+            launches.push((rows, 1));
+        }
+        let last = |n: usize| rows_of(n as u32, read[n] as u32, &given(&texts[n][read[n]..]));
+        launches.push((order.into_iter().flat_map(last).collect(), steps));
+        launches
+    };
+    let of = |bytes: &[u8]| -> Vec<_> {
+        let of_text = |n: usize| {
+            let pages = &pages[n * blocks as usize..][..blocks as usize];
+            cached(validated.schedule(), bytes, pages, texts[n].len() + steps as usize - 1)
+        };
+        (0..3).map(of_text).collect()
+    };
+    let alone: Vec<Launch> = alone.collect();
+    let Some(Ran { cache, tokens: told, .. }) = run_kernel(&imported, &alike.plans()[0], &alone, &pages) else {
+        return skipped(NAME, "C++ compiler", "`c++`");
+    };
+    let expected = of(&cache);
+    // Of the last launch of each text: its token, and what was decided.
+    let mut at = 0;
+    let decided: Vec<&[i32]> = alone
+        .iter()
+        .map(|(_, steps)| {
+            let told = &told[at..][..*steps as usize + 1];
+            at += told.len();
+            told
+        })
+        .filter(|told| told.len() > 2)
+        .collect();
+    for (plan, chunk, order) in [(1, 64, [0, 1, 2]), (1, 7, [2, 0, 1]), (0, 16, [1, 2, 0])] {
+        let proven = &alike.plans()[plan];
+        let launches = together(chunk, proven.plan().rows as usize, order);
+        let ran = run_kernel(&imported, proven, &launches, &pages).expect("a compiler, it was there before");
+        let Ran { cache, tokens: told, .. } = ran;
+        let what = format!("chunks of {chunk} on the kernel for {} rows", proven.plan().rows);
+        assert!(of(&cache) == expected, "{what}: keys or values");
+        let last = &told[told.len() - 3 * (steps as usize + 1)..];
+        for (row, n) in order.into_iter().enumerate() {
+            let found: Vec<i32> = last.iter().skip(row).step_by(3).copied().collect();
+            assert_eq!(found, decided[n], "{what}: text {n}");
         }
     }
 }
